@@ -1,0 +1,498 @@
+"""Token files, data order, tokenizers and prepare.py; every message a user can meet is one line."""
+
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import data
+import prepare
+import tokenizer as tok
+
+ROOT = Path(__file__).resolve().parent.parent
+SOUNDS = ["ba", "co", "du", "fe", "gi", "ho", "ja", "ki", "lu", "me", "no", "pi", "ta", "vé", "wö", "字", "€"]
+WORDS = [a + b + c for a in SOUNDS for b in SOUNDS for c in ("", "n", "st\n")]
+
+
+def make_text(n, seed=0):
+    """`n` words in short paragraphs; nobody's text."""
+    picks = np.random.default_rng(seed).integers(0, len(WORDS), n)
+    return " ".join(WORDS[i] + ("\n\n" if k % 40 == 39 else "") for k, i in enumerate(picks))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for k in range(6):
+        (folder / f"{k}.txt").write_text(make_text(9000, k))
+    return sorted(map(str, folder.glob("*.txt")))
+
+
+def run(capsys, *argv):
+    """prepare.main's exit code, stdout and stderr."""
+    capsys.readouterr()
+    code = prepare.main([str(a) for a in argv])
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture
+def toy(tmp_path, texts, monkeypatch, capsys):
+    """Char data cut into shards of 1,000 tokens, so that much happens at a boundary; (folder, tokens)."""
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 1000)
+    code, _, err = run(capsys, texts[0], "--name", "toy", "--tokenizer", "char", "--out", tmp_path)
+    assert code == 0, err
+    return tmp_path / "toy", tok.load(tmp_path / "toy").encode(Path(texts[0]).read_text())
+
+
+# ---------------------------------------------------------------------------------------------- data order
+
+
+def keys(seed, epoch=0):
+    return data.draw_keys("order", seed, epoch)[:4]
+
+
+@pytest.mark.parametrize("n", [*range(1, 70), 127, 128, 129, 1000, 1023, 1024, 1025, 4095, 4097, 9973, 65537])
+def test_permutation_is_bijective(n):
+    out = data.permute(np.arange(n), n, keys(1))
+    assert np.array_equal(np.sort(out), np.arange(n))
+
+
+def test_permutation_is_bijective_for_every_small_n():
+    for n in range(70, 3000, 7):
+        assert len(np.unique(data.permute(np.arange(n), n, keys(n)))) == n
+
+
+def test_permutation_of_large_n():
+    """Where not all of [0, n) can be listed: in range, no collision, near uniform, keyed."""
+    for n in (99_999_989, 2**31 + 11, 3 * 2**40 + 1):
+        i = np.random.default_rng(0).choice(10**8 - 11, 50_000, replace=False)
+        out, other = data.permute(i, n, keys(1)), data.permute(i, n, keys(2))
+        assert out.max() < n and len(np.unique(out)) == len(i)
+        assert (out == other).mean() < 0.01
+        share = np.bincount((out * 16 // n).astype(int), minlength=16) / len(i)
+        assert np.abs(share - 1 / 16).max() < 0.01
+        # pieces of a permutation are the permutation
+        assert np.array_equal(data.permute(i[100:200], n, keys(1)), out[100:200])
+
+
+def test_permutation_is_quick():
+    """A global batch of 512 of 100 billion tokens: the budget is 2 ms, a loaded machine gets 20."""
+    best = min(_seconds(lambda: data.permute(np.arange(512), 10**8, keys(1))) for _ in range(10))
+    assert best < 0.02, f"{best * 1e3:.1f} ms"
+
+
+def _seconds(f):
+    t = time.perf_counter()
+    f()
+    return time.perf_counter() - t
+
+
+def test_order_is_pinned():
+    """A change of the order would silently give every resumed run other data: change VERSION with it."""
+    assert data.permute(np.arange(6), 1000, keys(1337)).tolist() == [402, 888, 629, 373, 659, 53]
+    assert data.permute(np.arange(3), 10**9, keys(1, epoch=2)).tolist() == [13667878, 511182942, 119998667]
+    assert data.Synthetic(1000, 5, seed=1).batch(7, 1)[0].tolist() == [[984, 987, 990, 993, 451]]
+
+
+def test_windows_of_an_epoch_and_the_next(toy):
+    folder, stream = toy
+    ds, T = data.Tokens(folder, "train", 33, seed=3), 33
+    n, N = ds.n_samples, ds.n_tokens
+    assert n == (N - 1) // T
+    first = ds.window_starts(0, n)
+    assert sorted(first) == [k * T for k in range(n)] and list(first) != sorted(first)
+    x, y = ds.batch(0, n)
+    assert Counter(x[:, 0].tolist()) == Counter(stream[k * T] for k in range(n))
+    second = ds.window_starts(n, n)
+    offset = min(second)
+    assert 0 < offset < T and sorted(second) == [offset + k * T for k in range(n)], "cut elsewhere, each once"
+    assert list(second - offset) != list(first), "and in another order"
+    assert list(data.Tokens(folder, "train", 33, seed=4).window_starts(0, n)) != list(first)
+
+
+def test_windows_read_over_shard_boundaries_and_round_the_end(toy):
+    folder, stream = toy
+    ds, T = data.Tokens(folder, "train", 2500, seed=1), 2500  # every window spans three shards or four
+    N, n = ds.n_tokens, ds.n_samples
+    assert len(ds.shards) > 10 and all(len(s) == 1000 for s in ds.shards[:-1])
+    circle = torch.tensor(stream[:N] * 2)
+    for first, count in ((0, n), (n, n), (7 * n - 1, 3)):
+        x, y = ds.batch(first, count)
+        assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (count, T) and x.is_contiguous()
+        for row, at in enumerate(ds.window_starts(first, count).tolist()):
+            assert torch.equal(x[row], circle[at : at + T])
+            assert torch.equal(y[row], circle[at + 1 : at + 1 + T])
+    assert ds.window_starts(0, n).max() + T + 1 <= N, "the first epoch never joins the end to the start"
+
+
+def test_val_is_in_order_and_wraps(toy):
+    folder, stream = toy
+    ds = data.Tokens(folder, "val", 64)
+    val = stream[-ds.n_tokens :]
+    x, _ = ds.batch(0, ds.n_samples + 2)
+    assert x.flatten()[: 64 * ds.n_samples].tolist() == val[: 64 * ds.n_samples]
+    assert torch.equal(x[-2:], x[:2])
+
+
+def both(toy):
+    return [data.Tokens(toy[0], "train", 40, seed=5), data.Synthetic(1000, 40, seed=5)]
+
+
+def test_a_batch_does_not_depend_on_how_it_is_asked_for(toy):
+    """This is what makes every layout, and every resumed run, see the same samples."""
+    for ds in both(toy):
+        for first in (0, ds.n_samples - 3 if ds.n_samples < 10**6 else 10**6):  # also across an epoch
+            x, y = ds.batch(first, 8)
+            parts = [ds.batch(first, 4), ds.batch(first + 4, 4)]
+            assert torch.equal(x, torch.cat([p[0] for p in parts]))
+            assert torch.equal(y, torch.cat([p[1] for p in parts]))
+            ones = [ds.batch(first + k, 1)[0] for k in (7, 2)]  # backwards too: there is no state
+            assert torch.equal(torch.cat(ones), x[[7, 2]])
+
+
+def test_batches_are_fresh(toy):
+    for ds in both(toy):
+        x, _ = ds.batch(0, 4)
+        kept = x.clone()
+        ds.batch(4, 4)
+        assert torch.equal(x, kept)
+
+
+def test_synthetic_is_learnable():
+    ds = data.Synthetic(50, 200, seed=0)
+    x, y = ds.batch(0, 100)
+    assert x.min() >= 0 and x.max() < 50 and torch.equal(x[:, 1:], y[:, :-1])
+    step = (y - x) % 50
+    assert ((step >= 1) & (step <= 4)).float().mean() > 0.7, "the next token is one of four, mostly"
+    assert len(torch.unique(x[:, 0])) > 30 and len(torch.unique(step.mode(1).values)) == 4
+    assert not torch.equal(data.Synthetic(50, 200, seed=1).batch(0, 1)[0], x[:1])
+
+
+# ---------------------------------------------------------------------------------------------- checks
+
+
+def refused(kind, call, *say):
+    with pytest.raises(kind) as caught:
+        call()
+    text = str(caught.value)
+    assert "\n" not in text and all(s in text for s in say), text
+
+
+def opens(folder, seq_len=32):
+    return lambda: data.Tokens(folder, "train", seq_len)
+
+
+def edit(path, at, new):
+    with open(path, "r+b") as f:
+        f.seek(at)
+        f.write(new)
+
+
+def test_missing_data_names_the_command(tmp_path):
+    refused(FileNotFoundError, opens(tmp_path / "stdlib"), "stdlib", "python prepare.py stdlib")
+    refused(FileNotFoundError, opens(tmp_path / "mine"), "python prepare.py FILE... --name mine")
+
+
+@pytest.mark.parametrize(
+    "at, new, say",
+    [(0, b"MMIDIDX\0", "MMIDIDX"), (8, b"\7", "expected"), (12, b"\4", "bytes per"), (16, b"\1", "tokens")],
+    ids=["magic", "version", "dtype", "tokens"],
+)
+def test_wrong_header(toy, at, new, say):
+    shard = toy[0] / "train_00001.bin"
+    edit(shard, at, new)
+    refused(ValueError, opens(toy[0]), str(shard), say, "make it with: python prepare.py", "--name toy")
+
+
+def test_truncated_and_missing_shards(toy):
+    shard = toy[0] / "train_00001.bin"
+    size = shard.stat().st_size
+    os.truncate(shard, size - 2)
+    refused(ValueError, opens(toy[0]), str(shard), f"{size - 2}", f"expected {size}", "prepare.py")
+    os.truncate(shard, 10)
+    refused(ValueError, opens(toy[0]), str(shard), "header")
+    shard.unlink()
+    refused(FileNotFoundError, opens(toy[0]), str(shard), "missing", "prepare.py")
+
+
+def test_edited_token_is_caught_by_verify(toy, capsys):
+    folder, _ = toy
+    shard = folder / "train_00003.bin"
+    files = len(list(folder.glob("*.bin"))) + 1
+    assert data.verify(folder) == files and data.verify(folder) == files  # the second from .verified.json
+    before = shard.stat()
+    edit(shard, 4096 + 77, b"\1")
+    opens(folder)()  # headers and sizes are right
+    refused(ValueError, lambda: data.verify(folder), str(shard), "sha256", "expected", "make it with")
+    code, out, err = run(capsys, "x.txt", "--name", "toy", "--out", folder.parent, "--verify")
+    assert code == 2 and err.startswith("nanoshard: ") and err.count("\n") == 1 and "train_00003" in err
+    # the cache believes size and time, as promised; cache=False reads
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert data.verify(folder) == files
+    refused(ValueError, lambda: data.verify(folder, cache=False), str(shard))
+
+
+def test_edited_tokenizer_is_caught(toy):
+    edit(toy[0] / "tokenizer.json", 12, b"!")
+    refused(ValueError, lambda: data.verify(toy[0]), "tokenizer.json", "sha256")
+    (toy[0] / "tokenizer.json").unlink()
+    refused(FileNotFoundError, lambda: data.verify(toy[0]), "tokenizer.json", "missing")
+
+
+def test_meta_is_checked(toy):
+    path = toy[0] / "meta.json"
+    meta = json.loads(path.read_text())
+
+    def with_(**change):
+        path.write_text(json.dumps({**meta, **change}))
+        return opens(toy[0])
+
+    refused(ValueError, with_(version=9), "meta.json", "version 1", "prepare.py")
+    same = {"train": meta["shards"]["train"], "val": [{**meta["shards"]["train"][0]}]}
+    refused(ValueError, with_(shards=same), "train and val", "equal sha256")
+    refused(ValueError, with_(dtype="uint32"), "train_00000.bin", "expected")
+    path.write_text(path.read_text()[:50])
+    refused(ValueError, opens(toy[0]), "meta.json", "json")
+    path.write_text("{}")
+    refused(ValueError, opens(toy[0]), "meta.json", "lacks")
+
+
+def test_too_little_text_for_one_window(toy):
+    refused(ValueError, opens(toy[0], 10**6), "train", "1000001", "--seq-len")
+
+
+# ---------------------------------------------------------------------------------------------- tokenizers
+
+
+def test_char_round_trip(tmp_path):
+    t = tok.train_char(["hello ", "wörld€"])
+    assert t.n_vocab == 10 and t.eod is None and t.chars == "".join(sorted(set("hello wörld€")))
+    t.save(tmp_path / "tokenizer.json")
+    again = tok.load(tmp_path)
+    assert again.decode(again.encode("hello wörld€")) == "hello wörld€" and again.sha256 == t.sha256
+    assert again.encode("") == [] and again.decode([99, 0]) == "\ufffd "
+    refused(ValueError, lambda: t.encode("hello Q"), "'Q'", "U+0051", "10", "bpe")
+
+
+def test_bpe_round_trip(tmp_path):
+    t = tok.train_bpe((make_text(2000, k) for k in range(3)), 300)
+    assert t.n_vocab == 300 and t.eod == 299
+    t.save(tmp_path / "tokenizer.json")
+    again = tok.load(tmp_path / "tokenizer.json")
+    for text in (make_text(500, 9), "other 字 \r\n\t  x" + tok.EOD, ""):
+        ids = again.encode(text)
+        assert again.decode(ids) == text and ids == t.encode(text) and t.eod not in ids
+        assert again.encode_numpy(text).tolist() == ids
+    assert len(t.encode(make_text(500, 9))) < 0.6 * len(make_text(500, 9)), "it merges"
+    assert again.decode([t.eod]) == tok.EOD and again.decode([10**6]) == "\ufffd"
+    refused(ValueError, lambda: tok.train_bpe(["a"], 100), "--vocab-size 100", "257")
+    refused(FileNotFoundError, lambda: tok.load(tmp_path / "none"), "none", "prepare.py")
+    (tmp_path / "tokenizer.json").write_text('{"kind": "bpe"}')
+    refused(ValueError, lambda: tok.load(tmp_path), "tokenizer.json")
+
+
+def test_published_encoding_is_saved_whole(tmp_path, monkeypatch):
+    """With a stand-in that has cl100k_base's hole before end-of-document: no network, no cache."""
+    import tiktoken
+
+    fake = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", mergeable_ranks={bytes([b]): b for b in range(256)},
+                             special_tokens={tok.EOD: 257, "<|fim|>": 258})
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: fake)
+    tok.from_tiktoken("gpt2").save(tmp_path / "tokenizer.json")
+    t = tok.load(tmp_path)
+    assert (t.kind, t.n_vocab, t.eod) == ("gpt2", 259, 257)
+    assert t.encode("a<|fim|>") == list(b"a<|fim|>") and t.decode([97, 256, 257]) == "a\ufffd" + tok.EOD
+
+
+def test_vocabulary_that_cannot_be_had(tmp_path, monkeypatch, capsys, texts):
+    import tiktoken
+
+    def argv(name):
+        return texts[0], "--name", "x", "--out", tmp_path, "--tokenizer", name
+
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setattr(tiktoken.load, "read_file", lambda path: (_ for _ in ()).throw(OSError("no\nroute")))
+    code, _, err = run(capsys, *argv("p50k_base"))
+    assert code == 2 and err.count("\n") == 1, err
+    assert all(s in err for s in ("p50k_base", "no route", "TIKTOKEN_CACHE_DIR", "--tokenizer bpe"))
+    # a firewall that swallows packets: tiktoken itself would wait for ever
+    monkeypatch.setattr(tiktoken.load, "read_file", lambda path: time.sleep(1))
+    monkeypatch.setattr(tok, "FETCH_SECONDS", 0.1)
+    code, _, err = run(capsys, *argv("o200k_base"))
+    assert code == 2 and "no answer within 0.1 s" in err
+    code, _, err = run(capsys, *argv("gtp2"))
+    assert code == 2 and "'gtp2'" in err and "gpt2" in err and err.count("\n") == 1
+    assert not (tmp_path / "x" / "meta.json").exists() and not list(tmp_path.glob("x/.tmp*"))
+
+
+# ---------------------------------------------------------------------------------------------- prepare.py
+
+
+def test_shakespeare(tmp_path, capsys):
+    path = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
+    if not path.is_file():
+        assert os.environ.get("CI") != "true", f"{path} is missing, and CI=true"
+        pytest.skip(f"{path} is not here: a public clone has no ../shared")
+    code, out, err = run(capsys, path, "--name", "s", "--tokenizer", "char", "--out", tmp_path)
+    assert code == 0, err
+    for say in ("1,115,394 characters", "65 symbols", "1,003,854 + 111,540 tokens"):
+        assert say in out
+    text, t = path.read_text(), tok.load(tmp_path / "s")
+    files = (tmp_path / "s/train_00000.bin", tmp_path / "s/val_00000.bin")
+    train, val = (np.fromfile(path, "<u2", offset=4096) for path in files)
+    assert t.decode(train[:300]) == text[:300] and t.decode(val[-300:]) == text[-300:]
+    assert len(train) == 1_003_854 and len(val) == 111_540
+    meta = data.load_meta(tmp_path / "s")
+    assert meta["vocab_size"] == 65 and meta["eod"] is None and meta["documents"] is None
+
+
+def test_same_bytes_for_any_number_of_workers(tmp_path, texts, capsys, monkeypatch):
+    monkeypatch.setattr(prepare, "UNIT_BYTES", 100_000)
+    seen, encode_all = [], prepare.encode_all
+
+    def watched(units, workers, work):
+        seen.append((workers, len(units) > 2))
+        return encode_all(units, workers, work)
+
+    monkeypatch.setattr(prepare, "encode_all", watched)
+    for workers in (1, 2):
+        code, _, err = run(capsys, *texts, "--name", "same", "--out", tmp_path / str(workers),
+                           "--vocab-size", 400, "--workers", workers)
+        assert code == 0, err
+    assert seen == [(1, True), (2, True)]
+    one, two = (data.load_meta(tmp_path / w / "same") for w in "12")
+    for key in ("shards", "tokenizer_sha256", "tokens", "documents", "sources", "fingerprint"):
+        assert one[key] == two[key], key
+    for name in ("train_00000.bin", "val_00000.bin", "tokenizer.json"):
+        assert (tmp_path / "1/same" / name).read_bytes() == (tmp_path / "2/same" / name).read_bytes()
+    # what is in them: every document once, each with its end, whole documents on either side
+    t, folder = tok.load(tmp_path / "1/same"), tmp_path / "1/same"
+    assert one["eod"] == t.eod == 399 and one["vocab_size"] == 400 and one["dtype"] == "uint16"
+    found = []
+    for split in ("train", "val"):
+        ids = data.open_shards(folder, split, one)[0]
+        docs = t.decode(ids).split(tok.EOD)
+        assert docs.pop() == "" and len(docs) == one["documents"][split] == (ids == t.eod).sum()
+        found += docs
+    wanted = [d for path in texts for d in prepare.documents(Path(path), False)]
+    assert Counter(found) == Counter(wanted) and len(wanted) > 10
+    assert "".join(prepare.documents(Path(texts[0]), False)) == Path(texts[0]).read_text()
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "meta.json", "tokenizer.json", "train_00000.bin", "val_00000.bin"]  # nothing left of the making
+
+
+def test_duplicates_land_on_one_side(tmp_path, texts, capsys):
+    code, _, err = run(capsys, *texts, *texts, "--name", "d", "--out", tmp_path, "--vocab-size", 300,
+                       "--val-fraction", 0.5)
+    assert code == 0, err
+    t, meta = tok.load(tmp_path / "d"), data.load_meta(tmp_path / "d")
+    train, val = (
+        Counter(t.decode(data.open_shards(tmp_path / "d", split, meta)[0]).split(tok.EOD)[:-1])
+        for split in ("train", "val")
+    )
+    assert train and val and not set(train) & set(val) and set(train.values()) == {2}
+
+
+def test_again_is_quick_until_something_changes(tmp_path, texts, capsys, monkeypatch):
+    mine = tmp_path / "mine.txt"
+    mine.write_text(Path(texts[0]).read_text())
+    argv = [mine, "--name", "a", "--out", tmp_path, "--vocab-size", 300, "--val-fraction", 0.5]
+
+    def made(*more):
+        code, out, err = run(capsys, *argv, *more)
+        assert code == 0, err
+        return "up to date" not in out
+
+    assert made() and not made() and not made("--workers", 1)
+    assert made("--val-fraction", 0.4) and made()  # other settings, and back
+    mine.write_text(mine.read_text() + "more\n")
+    assert made() and not made()
+    edit(tmp_path / "a/train_00000.bin", 5000, b"\1\1\1")
+    assert made() and data.verify(tmp_path / "a") and not made()  # damage is mended by the command named
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 5000)
+    assert made() and (tmp_path / "a/train_00001.bin").exists()
+    monkeypatch.undo()
+    assert made() and not (tmp_path / "a/train_00001.bin").exists(), "no stale shard stays"
+    assert run(capsys, *argv, "--verify")[:2] == (0, f"{tmp_path}/a: 3 files have their sha256\n")
+
+
+def test_a_failed_run_leaves_the_old_data(tmp_path, texts, capsys, monkeypatch):
+    argv = [texts[0], "--name", "a", "--out", tmp_path, "--tokenizer", "char"]
+    assert run(capsys, *argv)[0] == 0
+    before = {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prepare, "write_shards", full)
+    code, _, err = run(capsys, *argv, "--val-fraction", 0.3)
+    assert code == 2 and "No space left" in err and err.count("\n") == 1
+    after = {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
+    assert after == before
+
+
+def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
+    """A small library in place of the real one: order, left out, added by --with-tests, skipped."""
+    lib = tmp_path / "lib"
+    names = ("b.py", "a/z.py", "a.py", "a/test/t.py", "test/u.py", "site-packages/s.py", "x.txt")
+    for k, name in enumerate(names):
+        (lib / name).parent.mkdir(parents=True, exist_ok=True)
+        (lib / name).write_text(make_text(3000, k))
+    (lib / "test/latin.py").write_bytes(b"# caf\xe9\n")
+    (lib / "empty.py").write_text("")
+    monkeypatch.setattr(prepare.sysconfig, "get_path", lambda name: str(lib))
+    args = prepare.parse(["stdlib"])
+    assert [p.relative_to(lib).as_posix() for p in prepare.list_sources(args)] == [
+        "a.py", "a/z.py", "b.py", "empty.py"]
+    argv = ["stdlib", "--out", tmp_path, "--vocab-size", 300, "--val-fraction", 0.5, "--with-tests"]
+    code, out, err = run(capsys, *argv)
+    assert code == 0 and "1 skipped" in out, err
+    meta = data.load_meta(tmp_path / "stdlib")
+    assert meta["sources"]["skipped"] == 1 and meta["sources"]["files"] == 7
+    assert sum(meta["documents"].values()) == 5, "one document a file, none for the empty and the skipped"
+
+
+def test_real_stdlib_is_listed():
+    names = [p.as_posix() for p in prepare.list_sources(prepare.parse(["stdlib"]))]
+    assert len(names) > 300 and any(n.endswith("/argparse.py") for n in names)
+    assert not [n for n in names if "/test/" in n or "/tests/" in n or "site-packages" in n]
+
+
+@pytest.mark.parametrize(
+    "argv, say",
+    [
+        (["--name", "x"], "SOURCE"),
+        (["nowhere.txt", "--name", "x"], "nowhere.txt is not a file"),
+        (["a.txt"], "--name"),
+        (["stdlib", "a.txt", "--name", "x"], "mix"),
+        (["a.txt", "--name", "x/y"], "x/y"),
+        (["stdlib", "--tokeniser", "char"], "did you mean --tokenizer?"),
+        (["stdlib", "--val-fraction", "1.5"], "between 0 and 1"),
+        (["stdlib", "--val-fraction", "much"], "--val-fraction"),
+        (["stdlib", "--workers", "0"], "--workers 0"),
+        (["stdlib", "--tokenizer", "char", "--vocab-size", "300"], "--vocab-size"),
+        (["stdlib", "--verify", "--name", "nothing"], "no prepared data"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(argv, say, tmp_path, capsys):
+    code, out, err = run(capsys, *argv, "--out", tmp_path)
+    assert code == 2 and err.startswith("nanoshard: ") and err.count("\n") == 1 and say in err, err
+    assert out == "" and not list(tmp_path.iterdir())
+
+
+def test_text_that_will_not_do(tmp_path, capsys):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
+    (tmp_path / "short.txt").write_text("one document only\n")
+    for name, say in (("latin.txt", "not utf-8 at byte 3"), ("short.txt", "1 documents")):
+        code, _, err = run(capsys, tmp_path / name, "--name", "x", "--out", tmp_path)
+        assert code == 2 and say in err and err.count("\n") == 1, err
+    (tmp_path / "empty.txt").write_text("")
+    for kind in ("char", "bpe"):
+        argv = (tmp_path / "empty.txt", "--name", "x", "--out", tmp_path, "--tokenizer", kind)
+        code, _, err = run(capsys, *argv)
+        assert code == 2 and err.count("\n") == 1 and "0 documents" in err, err
