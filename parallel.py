@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 
 # -----------------------------------------------------------------------------
@@ -34,6 +35,7 @@ class Mesh:
     ep: Axis     # different experts
     edp: Axis    # the ranks that hold the same experts
     stage: Axis  # all ranks of one pipeline stage = dp x tp = edp x ep
+    tied: Axis   # dp x {first, last stage}: the two copies of a tied embedding
 
 
 def make_mesh(world, tp=1, pp=1, ep=1):
@@ -54,8 +56,10 @@ def make_mesh(world, tp=1, pp=1, ep=1):
         "dp": grid.transpose(1, 2).reshape(-1, dp), "pp": grid.permute(1, 2, 0).reshape(-1, pp),
         "ep": fold.reshape(-1, ep), "edp": fold.transpose(1, 2).reshape(-1, dp * tp // ep),
     }
+    ends = grid[[0, -1]] if pp > 1 else grid  # (2 or 1, dp, tp)
+    rows["tied"] = ends.permute(2, 0, 1).reshape(tp, -1)
     made = {}  # every rank creates every group, in the same order; axes with the same ranks share one
-    axes = {}
+    axes = {"tied": Axis("tied")}  # the stages between have no part in it
     for name, table in rows.items():
         for row in map(tuple, table.tolist()):
             if len(row) > 1 and row not in made:
@@ -66,29 +70,163 @@ def make_mesh(world, tp=1, pp=1, ep=1):
 
 
 # -----------------------------------------------------------------------------
-# data parallelism: flat buckets, reduced while backward still runs
+# parameters: which share of the full tensor is mine, and over which ranks its gradient is summed
+
+def parameter(shape, mesh, tp_dim=None, used=None, reduce=None):
+    """An empty nn.Parameter holding this rank's share of a tensor of `shape`, cut along tp_dim over tp.
+
+    Each parameter belongs to exactly one reduction group, whose ranks' gradients are summed:
+        cut over tp   -> dp      each replica of the same share
+        replicated    -> stage   under sequence parallelism every tp rank saw other tokens, so they count too
+        tied          -> tied    dp x {first stage, last stage}: two copies of one embedding
+    used: rows of dim 0 that are not vocabulary padding.
+    """
+    full, offset = list(shape), [0] * len(shape)
+    mine = list(full)
+    if tp_dim is not None:
+        mine[tp_dim] = full[tp_dim] // mesh.tp.size
+        assert mine[tp_dim] * mesh.tp.size == full[tp_dim], f"{full} does not divide by tp {mesh.tp.size}"
+        offset[tp_dim] = mine[tp_dim] * mesh.tp.rank
+    p = torch.nn.Parameter(torch.empty(mine))
+    p.full_shape, p.offset, p.used = tuple(full), tuple(offset), full[0] if used is None else used
+    p.reduce = reduce or ("stage" if tp_dim is None else "dp")
+    return p
+
+
+# -----------------------------------------------------------------------------
+# tensor and sequence parallelism: the two pairs of collectives around every sharded layer
+#
+#   gather_rows   is g-bar of Korthikanti et al., arXiv:2205.05198, figure 5: forward all-gather, backward reduce-scatter
+#   scatter_rows  is its adjoint g:                                           forward reduce-scatter, backward all-gather
+# together they replace the all-reduces f and g of Megatron-LM (arXiv:1909.08053, figure 3) at the same number of bytes.
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):  # (n, ...) -> (n*tp, ...)
+        ctx.axis = axis
+        return all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx, g):
+        return reduce_scatter(g, ctx.axis), None
+
+
+class _ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):  # (n*tp, ...) partial sums -> (n, ...) sums
+        ctx.axis = axis
+        return reduce_scatter(x, axis)
+
+    @staticmethod
+    def backward(ctx, g):
+        return all_gather(g, ctx.axis), None
+
+
+def gather_rows(x, axis):
+    """(n, ...) on each rank -> (n*tp, ...) on all."""
+    return x if axis.size == 1 else _GatherRows.apply(x, axis)
+
+
+def scatter_rows(x, axis):
+    """(n*tp, ...) partial sums on each rank -> (n, ...) rows of the total."""
+    return x if axis.size == 1 else _ScatterRows.apply(x, axis)
+
+
+def all_gather(x, axis):
+    out = x.new_empty(x.size(0) * axis.size, *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=axis.group)  # n rows from each rank to all, over tp
+    return out
+
+
+def reduce_scatter(x, axis):
+    out = x.new_empty(x.size(0) // axis.size, *x.shape[1:])
+    dist.reduce_scatter_tensor(out, x.contiguous(), group=axis.group)  # SUM, n of n*tp rows to each rank, over tp
+    return out
+
+
+def vocab_embedding(tokens, weight, axis):
+    """tokens (B*T,) int64, weight (v, C): each rank looks up the ids it holds, the sum goes out by rows -> (n, C)."""
+    if axis.size == 1:
+        return F.embedding(tokens, weight)
+    local = tokens - axis.rank * weight.size(0)
+    mine = (local >= 0) & (local < weight.size(0))  # (B*T,)
+    x = F.embedding(local * mine, weight) * mine.unsqueeze(1)  # (B*T, C), zero for other ranks' ids
+    return scatter_rows(x, axis)
+
+
+class _VocabCrossEntropy(torch.autograd.Function):
+    """Sum of -log softmax(logits)[target] with the vocabulary dealt over tp; backward needs no communication."""
+
+    @staticmethod
+    def forward(ctx, z, target, axis):  # (N, v), (N,) -> ()
+        low = axis.rank * z.size(1)
+        top = z.max(dim=1).values  # (N,)
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=axis.group)  # N maxima, over tp
+        mine = (target >= low) & (target < low + z.size(1))
+        index = ((target - low) * mine).unsqueeze(1)  # (N, 1)
+        picked = z.gather(1, index).squeeze(1) * mine  # (N,) the target's logit, on the rank that holds it
+        p = (z - top.unsqueeze(1)).exp_()  # (N, v)
+        total = p.sum(1)
+        both = torch.stack([total, picked])
+        dist.all_reduce(both, group=axis.group)  # SUM of exponentials and of target logits, 2 N numbers, over tp
+        total, picked = both
+        p /= total.unsqueeze(1)
+        ctx.save_for_backward(p, index, mine)
+        return (total.log() + top - picked).sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        p, index, mine = ctx.saved_tensors
+        dz = p.scatter_add(1, index, -mine.to(p.dtype).unsqueeze(1))  # softmax - onehot
+        return dz * g, None, None
+
+
+def vocab_cross_entropy(logits, target, vocab_size, axis):
+    """logits (N, v) in the model's dtype, target (N,) -> sum of the cross-entropy in nats, same on every tp rank."""
+    low = axis.rank * logits.size(1)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))  # at least fp32
+    if low + z.size(1) > vocab_size:  # padding rows are no words: they take no probability
+        pad = torch.arange(low, low + z.size(1), device=z.device) >= vocab_size
+        z = z.masked_fill(pad, -torch.inf)
+    if axis.size == 1:
+        return F.cross_entropy(z, target, reduction="sum")
+    return _VocabCrossEntropy.apply(z, target, axis)
+
+
+# -----------------------------------------------------------------------------
+# data parallelism and ZeRO-1: flat buckets, reduced while backward still runs
 
 class Bucket:
     """Parameters that are reduced together, laid out one after the other in two flat buffers.
 
     flat (n,) holds the weights in the model's dtype and every p.data is a view of it;
-    grad (n,) holds the sum of the gradients in at least fp32. One large all-reduce beats many small ones.
+    grad (n,) holds the sum of the gradients in at least fp32. One large collective beats many small ones.
+    ZeRO-1 (arXiv:1910.02054, section 5.1): of n each rank owns the slice `mine`, (n/size,), steps only that, and sends
+    its new weights to the others. Without ZeRO every rank owns all.
     """
 
-    def __init__(self, names, params, axis, decay):
+    def __init__(self, names, params, axis, decay, zero):
         self.names, self.params, self.axis, self.decay = names, params, axis, decay
-        n = sum(p.numel() for p in params)
+        self.shards = axis.size if zero else 1
+        self.share = 1 / (axis.size // self.shards)  # of what this rank holds, the part it answers for in a sum over the world
+        self.used = sum(p.numel() for p in params)
+        n = -(-self.used // (self.shards * 128)) * self.shards * 128 if self.shards > 1 else self.used
         dtype, device = params[0].dtype, params[0].device
-        self.flat = torch.empty(n, dtype=dtype, device=device)  # (n,)
+        self.flat = torch.zeros(n, dtype=dtype, device=device)  # (n,)
         self.grad = torch.zeros(n, dtype=torch.promote_types(dtype, torch.float32), device=device)  # (n,)
-        self.grads = []  # per parameter: its window of self.grad, in the parameter's shape
+        own = n // self.shards
+        rank = axis.rank if self.shards > 1 else 0
+        self.mine = slice(rank * own, (rank + 1) * own)
+        self.grads, self.starts = [], []  # per parameter: its window of self.grad, and where that begins
         at = 0
         for p in params:
             window = self.flat[at:at + p.numel()].view_as(p)
             window.copy_(p.data)
             p.data = window
             self.grads.append(self.grad[at:at + p.numel()].view_as(p))
+            self.starts.append(at)
             at += p.numel()
+        self.gather = None
         self.begin()
 
     def begin(self):
@@ -114,8 +252,10 @@ class Bucket:
         for i, fresh in enumerate(self.fresh):
             if fresh:
                 self.grads[i].zero_()  # a parameter that took no part in this step
-        if self.axis.size > 1:
-            self.work = dist.all_reduce(self.grad, group=self.axis.group, async_op=True)  # SUM over the axis, n fp32
+        if self.shards > 1:  # SUM, n/size of n fp32 to each rank, over the axis
+            self.work = dist.reduce_scatter_tensor(self.grad[self.mine], self.grad, group=self.axis.group, async_op=True)
+        elif self.axis.size > 1:
+            self.work = dist.all_reduce(self.grad, group=self.axis.group, async_op=True)  # SUM, n fp32, over the axis
         else:
             self.work = _Done()
 
@@ -124,6 +264,16 @@ class Bucket:
         if self.work is None:
             self.reduce()
         self.work.wait()
+
+    def send_weights(self):
+        """Start handing this rank's stepped slice to the others; arrive() waits for it."""
+        if self.shards > 1:  # n/size weights from each rank to all, over the axis
+            self.gather = dist.all_gather_into_tensor(self.flat, self.flat[self.mine], group=self.axis.group, async_op=True)
+
+    def arrive(self):
+        if self.gather is not None:
+            self.gather.wait()
+            self.gather = None
 
 
 class _Done:
@@ -134,30 +284,34 @@ class _Done:
 
 
 class DataParallel:
-    """Sums every gradient over the replicas. Use: begin(); per micro-batch: last = ..., backward; then finish()."""
+    """Sums every gradient over the ranks that hold the same parameter.
+    Per step: begin(); per micro-batch set .last, run backward; finish(). After the optimizer: send_weights()."""
 
-    def __init__(self, model, mesh, bucket_elements=40_000_000):
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.buckets = []
+    def __init__(self, model, mesh, zero=0, bucket_elements=40_000_000):
         self.last = True  # the micro-batch in flight is the step's last one: its gradients complete the sums
+        self.buckets = []
+        open_ = {}  # (axis, decayed): names and parameters of the bucket being filled
         # backward reaches the last layers first, so buckets are filled in reverse order. vectors (norms, biases) keep
-        # a bucket of their own: they are not decayed, and one bucket is one tensor of the optimizer
-        for decay in (True, False):
-            names, params, size = [], [], 0
-            for name, p in reversed(named):
-                if decays(name, p) != decay:
-                    continue
-                names.append(name)
-                params.append(p)
-                size += p.numel()
-                if size >= bucket_elements:
-                    self.buckets.append(Bucket(names, params, mesh.dp, decay))
-                    names, params, size = [], [], 0
-            if params:
-                self.buckets.append(Bucket(names, params, mesh.dp, decay))
+        # buckets of their own: they are not decayed, and one bucket is one tensor of the optimizer
+        for name, p in reversed(list(model.named_parameters())):
+            key = (p.reduce, decays(p))
+            names, params = open_.setdefault(key, ([], []))
+            names.append(name)
+            params.append(p)
+            if sum(q.numel() for q in params) >= bucket_elements:
+                self._close(key, mesh, zero, *open_.pop(key))
+        for key, (names, params) in open_.items():
+            self._close(key, mesh, zero, names, params)
+        owner = {}  # parameter -> bucket
         for bucket in self.buckets:
             for i, p in enumerate(bucket.params):
+                owner[p] = bucket
                 p.register_post_accumulate_grad_hook(lambda p, b=bucket, i=i: b.add(i, self.last))
+        self.needs = {m: list(dict.fromkeys(owner[p] for p in m.parameters())) for m in model.modules()}
+        model.arrive = self.arrive
+
+    def _close(self, key, mesh, zero, names, params):
+        self.buckets.append(Bucket(names, params, getattr(mesh, key[0]), key[1], zero))
 
     def begin(self):
         for bucket in self.buckets:
@@ -167,12 +321,17 @@ class DataParallel:
         for bucket in self.buckets:
             bucket.finish()
 
-    def gradients(self):
-        """-> {parameter name: its reduced gradient, in the parameter's shape}"""
-        return {n: g for b in self.buckets for n, g in zip(b.names, b.grads, strict=True)}
+    def send_weights(self):
+        for bucket in reversed(self.buckets):  # in the order in which the next forward needs them
+            bucket.send_weights()
+
+    def arrive(self, module):
+        """Called by the model just before it uses a module: its weights are all here after this."""
+        for bucket in self.needs[module]:
+            bucket.arrive()
 
 
-def decays(name, p):
+def decays(p):
     """Weight decay is for matrices only: never for norms, biases and other vectors. By shape, not by module class."""
     return p.ndim >= 2
 

@@ -1,0 +1,214 @@
+"""Every flag of train.py, once: the field is the flag, its comment is the help, the presets are replacements.
+
+Parsed once by tyro into a frozen dataclass; nothing is written back. parse() raises ValueError with one line.
+"""
+import contextlib
+import dataclasses
+import io
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Config:
+    # model
+    n_layer: int = 4  # transformer blocks
+    n_head: int = 4  # query heads
+    n_kv_head: int = 2  # key/value heads; equal to n-head is plain multi-head attention
+    n_embd: int = 128  # width
+    ffn_hidden: int = 384  # hidden width of the MLP
+    vocab_size: int = 0  # tokens of the vocabulary; 0 takes it from the data's meta.json
+    seq_len: int = 128  # tokens in a sequence
+    dropout: float = 0.0  # probability on attention, residual branches and embedding
+    norm: Literal["rms", "layer"] = "rms"  # RMSNorm or LayerNorm
+    mlp: Literal["swiglu", "gelu"] = "swiglu"  # SwiGLU (three matrices) or GELU (two)
+    pos: Literal["rope", "learned"] = "rope"  # rotary or learned absolute positions
+    rope_base: float = 10000.0  # RoPE's slowest wavelength is about 2 pi base tokens
+    bias: bool = False  # biases in linears and LayerNorm
+    tied: bool = False  # the head is the token embedding
+    # layout (dp = world / (tp * pp) is derived)
+    tp: int = 1  # ranks that share each layer, and the sequence between the blocks
+    pp: int = 1  # pipeline stages
+    pp_layers: str = ""  # a,b,c: blocks of each stage; default balances, embedding and head counted as a layer each
+    zero: Literal[0, 1] = 0  # 1: each replica keeps and steps only its share of the optimizer state
+    recompute: Literal["none", "full"] = "none"  # full: keep one activation per block, run blocks again in backward
+    # batch
+    micro_batch: int = 8  # sequences per data-parallel replica and micro-step
+    global_batch: int = 0  # sequences per optimizer step; 0 means micro-batch * dp
+    # optimiser
+    steps: int = 400  # optimizer steps in total, also after a resume
+    lr: float = 2e-3  # peak learning rate
+    min_lr: float | None = None  # floor of the cosine; default lr / 10
+    warmup: int = 40  # steps of linear warmup
+    decay_steps: int = 0  # step at which the cosine reaches min-lr; 0 means steps
+    weight_decay: float = 0.1  # on matrices only
+    beta1: float = 0.9  # Adam
+    beta2: float = 0.95  # Adam
+    clip: float = 1.0  # largest global gradient norm; 0 never clips
+    dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"  # weights and activations; masters and sums at least fp32
+    compile: bool = False  # torch.compile each block
+    # run
+    data: str = "data/stdlib"  # directory that prepare.py made, or "synthetic"
+    out: str = ""  # directory of the run's files; default out/PRESET
+    seed: int = 1337  # of weights, data order and dropout
+    log_every: int = 20  # steps
+    eval_every: int = 100  # steps; 0 never evaluates
+    eval_iters: int = 20  # global batches per evaluation
+    save_every: int = 200  # steps; 0 never saves
+    keep: int = 3  # newest checkpoints kept; 0 keeps all
+    resume: str = "none"  # auto (newest in --out), a checkpoint's path, or none
+    max_minutes: float = 0.0  # save and exit 85 before this much wall time has passed; 0 is no limit
+    timeout: float = 600.0  # seconds a rank may wait for the others in a collective
+    # skip
+    train_range_to_skip: tuple[int, ...] = ()  # A B [C D ...]: steps whose data is dropped, 1-based, both ends included
+    # look
+    profile: bool = False  # pyinstrument, as profile.html and profile.txt
+    trace: bool = False  # torch profiler over steps 3 to 5, as trace.json
+    timers: bool = False  # milliseconds of each phase in the log; they synchronise the device
+    plot: bool = True  # draw the loss in the terminal at the end
+    prompt: str = ""  # continue this text at each evaluation
+    wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases, from rank 0
+    # debug
+    dump_grads: str = ""  # FILE.safetensors: weights before, and gradients of, the first step, gathered to full size
+    preset: str = field(default="tiny")  # which preset the other values started from
+
+
+GPT2 = dict(norm="layer", mlp="gelu", pos="learned", bias=True, tied=True, dropout=0.0)
+LLAMA = dict(norm="rms", mlp="swiglu", pos="rope", bias=False, tied=False, dropout=0.0)
+RUN = dict(log_every=10, eval_every=500, save_every=1000)
+PRESETS = {
+    "tiny": dict(),
+    "shakespeare-char": dict(GPT2, n_layer=6, n_head=6, n_kv_head=6, n_embd=384, ffn_hidden=1536, seq_len=256, bias=False,
+                             dropout=0.2, micro_batch=64, steps=5000, lr=1e-3, min_lr=1e-4, warmup=100, beta2=0.99,
+                             dtype="bf16", log_every=10,
+                             eval_every=250, eval_iters=20, save_every=1000),
+    "wordplay": dict(GPT2, n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hidden=3072, seq_len=1024, bias=False,
+                     micro_batch=64, steps=2000, lr=6e-4, warmup=100, dtype="bf16", compile=True, **RUN),
+    "gpt2": dict(GPT2, n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hidden=3072, seq_len=1024, micro_batch=32,
+                 global_batch=480, steps=100_000, lr=6e-4, warmup=2000, dtype="bf16", compile=True, **RUN),
+    "dense-210m": dict(LLAMA, n_layer=24, n_head=4, n_kv_head=1, n_embd=512, ffn_hidden=1792, seq_len=2048,
+                       rope_base=100000.0, vocab_size=128256, micro_batch=8, steps=20_000, lr=1e-3, warmup=200, dtype="bf16",
+                       compile=True, **RUN),
+    "smol-1.7b": dict(LLAMA, n_layer=24, n_head=32, n_kv_head=32, n_embd=2048, ffn_hidden=8192, seq_len=2048,
+                      vocab_size=49152, micro_batch=4, steps=20_000, lr=5e-4, warmup=500, dtype="bf16", compile=True, **RUN),
+    "bloom-176b": dict(GPT2, n_layer=70, n_head=112, n_kv_head=112, n_embd=14336, ffn_hidden=57344, seq_len=2048,
+                       vocab_size=250880, micro_batch=2, global_batch=2048, steps=100_000, lr=6e-5, warmup=375, dtype="bf16",
+                       **RUN),
+}
+BOOLS = {f.name for f in dataclasses.fields(Config) if f.type is bool}
+
+
+def parse(argv):
+    """[PRESET] [flags] -> Config. ValueError: one line, with tyro's suggestion. --help prints and exits."""
+    argv = list(argv)
+    preset = argv.pop(0) if argv and not argv[0].startswith("-") else "tiny"
+    if preset not in PRESETS:
+        raise ValueError(f"no preset {preset!r}; the presets are {', '.join(PRESETS)}")
+    default = Config(**PRESETS[preset], preset=preset)
+    import tyro
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            cfg = tyro.cli(Config, args=_booleans(argv), default=default, prog="train.py [PRESET]",
+                           description=f"Train a GPT. Presets: {', '.join(PRESETS)}. Defaults below are those of {preset}.")
+    except SystemExit as e:
+        if e.code == 0:
+            raise
+        raise ValueError(_one_line(said.getvalue())) from None
+    check(cfg)
+    return cfg
+
+
+def _booleans(argv):
+    """tyro knows --x and --no-x; we also take --x True, --x False, --x=true."""
+    out, i = [], 0
+    while i < len(argv):
+        name, eq, value = argv[i].partition("=")
+        key = name.removeprefix("--").replace("-", "_")
+        if name.startswith("--") and key in BOOLS:
+            if not eq and i + 1 < len(argv) and argv[i + 1].lower() in ("true", "false"):
+                i, value = i + 1, argv[i + 1]
+            if value.lower() not in ("", "true", "false"):
+                raise ValueError(f"{name} is a switch: {name}, --no-{key.replace('_', '-')} or {name} True; not {value!r}")
+            out.append(f"--no-{key}" if value.lower() == "false" else f"--{key}")
+        else:
+            out.append(argv[i])
+        i += 1
+    return out
+
+
+def _one_line(box):
+    """tyro's framed message -> one line: what is wrong, and the flags it suggests."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ─╭╮╰╯") for line in box.splitlines()]
+    lines = [line for line in lines if line]
+    flags = [line.split()[0].rstrip(",") for line in lines if line.startswith("--")]
+    what = next((line for line in lines if ":" in line or "rror" in line), lines[0] if lines else "wrong flags")
+    hint = f"; perhaps you meant {' or '.join(flags[:2])}" if "nrecognized" in what and flags else ""
+    return f"{what}{hint} (train.py --help lists all flags)"
+
+
+def check(cfg):
+    """What can be wrong whatever the world size and the data."""
+    if cfg.n_embd % cfg.n_head:
+        fit = max(h for h in range(1, cfg.n_head + 1) if cfg.n_embd % h == 0)
+        raise ValueError(f"n-embd {cfg.n_embd} does not divide by n-head {cfg.n_head}; try --n-head {fit}")
+    if cfg.n_head % cfg.n_kv_head:
+        fit = max(g for g in range(1, cfg.n_kv_head + 1) if cfg.n_head % g == 0)
+        raise ValueError(f"n-head {cfg.n_head} does not divide by n-kv-head {cfg.n_kv_head}; try --n-kv-head {fit}")
+    if cfg.pos == "rope" and cfg.n_embd // cfg.n_head % 2:
+        raise ValueError(f"head dim {cfg.n_embd // cfg.n_head} is odd, RoPE turns pairs; try another --n-head or --pos learned")
+    if len(cfg.train_range_to_skip) % 2:
+        raise ValueError(f"--train-range-to-skip takes pairs A B, got {len(cfg.train_range_to_skip)} numbers; "
+                         "give the last step of every range")
+    for name in ("n_layer", "seq_len", "micro_batch", "steps", "log_every", "tp", "pp"):
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
+    if not 0 <= cfg.dropout < 1:
+        raise ValueError(f"--dropout {cfg.dropout} must be in [0, 1)")
+
+
+def check_layout(cfg, mesh, batch):
+    """What can be wrong for this number of ranks; run after make_mesh."""
+    tp, dp = mesh.tp.size, mesh.dp.size
+    if cfg.n_head % tp:
+        fit = max(t for t in range(1, tp) if cfg.n_head % t == 0)
+        raise ValueError(f"n-head {cfg.n_head} does not divide by tp {tp}; try --tp {fit}")
+    if cfg.n_kv_head % tp and tp % cfg.n_kv_head:
+        raise ValueError(f"n-kv-head {cfg.n_kv_head} neither divides by tp {tp} nor divides it; try --tp {cfg.n_kv_head}")
+    if cfg.ffn_hidden % tp:
+        raise ValueError(f"ffn-hidden {cfg.ffn_hidden} does not divide by tp {tp}; try --ffn-hidden {-(-cfg.ffn_hidden // tp) * tp}")
+    if 128 % tp:
+        raise ValueError(f"the vocabulary is padded to a multiple of 128, which tp {tp} does not divide; try --tp 2 or 4")
+    if cfg.micro_batch * cfg.seq_len % tp:
+        raise ValueError(f"micro-batch {cfg.micro_batch} * seq-len {cfg.seq_len} tokens do not divide by tp {tp}; "
+                         f"try --micro-batch {tp}")
+    if batch % (cfg.micro_batch * dp):
+        whole = max(1, round(batch / (cfg.micro_batch * dp))) * cfg.micro_batch * dp
+        raise ValueError(f"global-batch {batch} does not divide by micro-batch {cfg.micro_batch} * dp {dp}; "
+                         f"try --global-batch {whole}")
+    stage_layers(cfg, mesh.pp.size)
+
+
+def stage_layers(cfg, pp):
+    """-> [(first, last+1)] blocks of each stage. Embedding and head count as a layer each, so that the ends get less."""
+    if cfg.pp_layers:
+        counts = [int(c) if c.strip().isdigit() else -1 for c in cfg.pp_layers.split(",")]
+        if len(counts) != pp or sum(counts) != cfg.n_layer or min(counts) < 1:
+            raise ValueError(f"--pp-layers {cfg.pp_layers} must be {pp} counts of at least 1 that sum to n-layer "
+                             f"{cfg.n_layer}; try --pp-layers {','.join(map(str, _balance(cfg.n_layer, pp)))}")
+    else:
+        if cfg.n_layer < pp:
+            raise ValueError(f"n-layer {cfg.n_layer} is less than pp {pp}, a stage would be empty; try --pp {cfg.n_layer}")
+        counts = _balance(cfg.n_layer, pp)
+    ends = [sum(counts[:s + 1]) for s in range(pp)]
+    return [(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def _balance(n_layer, pp):
+    """Deal n_layer blocks so that the heaviest stage, counting embedding and head as one layer each, is lightest."""
+    counts = [0] * pp
+    for _ in range(n_layer):
+        load = [c + (s == 0) + (s == pp - 1) for s, c in enumerate(counts)]
+        counts[min(range(pp), key=lambda s: (counts[s] > 0, load[s], -min(s, pp - 1 - s)))] += 1  # ties: the middle first
+    return counts

@@ -1,0 +1,88 @@
+"""AdamW on the flat buckets: a few large tensors, fp32 masters, clipping and the non-finite test on the device."""
+import torch
+import torch.distributed as dist
+
+
+class Optimizer:
+    """Steps each bucket's own slice (all of it without ZeRO). The master copy is in at least fp32; it is the weights
+    themselves when the model's dtype is. AdamW: arXiv:1711.05101; the fused kernel is PyTorch's."""
+
+    def __init__(self, dp, cfg, mesh):
+        self.dp, self.clip, self.world, self.tp = dp, cfg.clip, mesh.world, mesh.tp
+        self.before_step = None  # called when gradients are summed and nothing is updated yet
+        self.masters = []  # per bucket (n/shards,)
+        for b in dp.buckets:
+            own = b.flat[b.mine]
+            self.masters.append(own if own.dtype == b.grad.dtype else own.to(b.grad.dtype))
+        groups = [{"params": [m for m, b in zip(self.masters, dp.buckets, strict=True) if b.decay == decay],
+                   "weight_decay": cfg.weight_decay if decay else 0.0} for decay in (True, False)]
+        self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr, betas=(cfg.beta1, cfg.beta2),
+                                      eps=1e-8, fused=True)
+        for m, b in zip(self.masters, dp.buckets, strict=True):
+            m.grad = b.grad[b.mine]
+            self.adam.state[m] = {"step": torch.zeros((), device=m.device), "exp_avg": torch.zeros_like(m),
+                                  "exp_avg_sq": torch.zeros_like(m)}
+
+    def adam_t(self):
+        return self.adam.state[self.masters[0]]["step"].item()
+
+    def set_adam_t(self, t):
+        for m in self.masters:
+            self.adam.state[m]["step"].fill_(t)
+
+    @torch.no_grad()
+    def reload(self):
+        """Weights were written into the model from outside: the masters follow."""
+        for m, b in zip(self.masters, self.dp.buckets, strict=True):
+            m.copy_(b.flat[b.mine])
+
+    @torch.no_grad()
+    def publish(self):
+        """The masters' values become the model's weights, on this rank and (ZeRO-1) on the others."""
+        for m, b in zip(self.masters, self.dp.buckets, strict=True):
+            b.flat[b.mine].copy_(m)  # rounds to the model's dtype; onto itself without masters
+        self.dp.send_weights()
+
+    def wait(self):
+        """Weights still on their way from other ranks have arrived after this: before anybody reads them."""
+        for b in self.dp.buckets:
+            b.arrive()
+
+    @torch.no_grad()
+    def totals(self, loss, full=True):
+        """-> (4,) fp64 on the device: mean loss, gradient norm before clipping, number of zero gradients, parameter norm
+        (the last two only if full). loss: this rank's part of the mean. One all-reduce of four numbers serves all: slices
+        partition the model, and what several ranks hold in common counts 1/ranks on each."""
+        loss = loss.double() / self.tp.size  # every tp rank computed the same loss
+        total = torch.stack([loss, *torch.zeros_like(loss).expand(3)])
+        for m, b in zip(self.masters, self.dp.buckets, strict=True):
+            g = m.grad
+            total[1] += torch.linalg.vector_norm(g).double() ** 2 * b.share
+            if full:
+                padding = max(0, b.mine.stop - max(b.used, b.mine.start))
+                total[2] += (g.numel() - padding - g.count_nonzero()) * b.share
+                total[3] += torch.linalg.vector_norm(m).double() ** 2 * b.share
+        if self.world.size > 1:
+            dist.all_reduce(total, group=self.world.group)  # SUM of 4 numbers, over the world
+        total[1].sqrt_(), total[3].sqrt_()
+        return total
+
+    @torch.no_grad()
+    def step(self, lr, grad_norm, scale=1.0):
+        """One update. Gradients are divided by max(1, norm/clip) inside the kernel; a non-finite norm changes nothing at
+        all (weights, moments, Adam's own t). No host synchronisation. -> (,) 1.0 where the step was not taken."""
+        if self.before_step is not None:
+            self.before_step()
+        bad = (~torch.isfinite(grad_norm)).to(torch.float32)
+        divide = torch.clamp((grad_norm + 1e-6) / self.clip, min=1.0) if self.clip > 0 else torch.ones_like(grad_norm)
+        divide = divide * scale
+        if self.masters[0].dtype == torch.float64:  # the kernel takes an fp32 divisor only
+            for m in self.masters:
+                m.grad.div_(divide)
+            divide = torch.ones_like(divide)
+        self.adam.grad_scale, self.adam.found_inf = divide.to(torch.float32), bad
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        self.adam.step()
+        self.publish()
+        return bad

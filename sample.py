@@ -1,0 +1,63 @@
+"""Text from a checkpoint: python sample.py RUN_DIR --prompt "...", in one process whatever layout wrote it."""
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import checkpoint
+import config
+import tokenizer
+
+
+@dataclass(frozen=True)
+class Flags:
+    run: str  # directory of a run, or one of its step_N
+    prompt: str = "\n"  # text to continue
+    max_new_tokens: int = 200  # tokens to add
+    temperature: float = 0.8  # 0 takes the likeliest token
+    top_k: int = 50  # keep the k likeliest tokens; 0 keeps all
+    seed: int = 1337  # of the draws
+
+
+def read(run):
+    """-> (Config, checkpoint directory, run directory). FileNotFoundError when there is nothing to read."""
+    run = Path(run)
+    step = run if run.name.startswith("step_") else None
+    run = run.parent if step else run
+    if not (run / "config.json").exists():
+        raise FileNotFoundError(f"{run} holds no config.json; give the --out directory of a run of train.py")
+    step = step or checkpoint.newest(run)
+    if step is None:
+        raise FileNotFoundError(f"{run} holds no sound checkpoint; train with --save-every N")
+    saved = json.loads((run / "config.json").read_text())
+    known = {f.name for f in dataclasses.fields(config.Config)}
+    return config.Config(**{k: v for k, v in saved.items() if k in known}), saved["vocab_size_used"], step, run
+
+
+def main(argv=None):
+    import tyro
+    flags = tyro.cli(Flags, args=argv, prog="sample.py", description=__doc__,
+                     config=(tyro.conf.PositionalRequiredArgs,))
+    try:
+        cfg, vocab_size, step, run = read(flags.run)
+        words = tokenizer.load(run)
+        prompt = words.encode(flags.prompt)
+    except (ValueError, OSError) as e:
+        print(f"nanoshard: {e}", file=sys.stderr)
+        raise SystemExit(2) from None
+    import torch  # after the cheap checks
+
+    from launch import World
+    from model import GPT, generate
+    from parallel import make_mesh
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    with torch.device(device):
+        model = GPT(cfg, make_mesh(World()), vocab_size)
+    weights = [(name, p.data, p.full_shape, p.offset) for name, p in model.named_parameters()]
+    checkpoint.load(step, weights)
+    print(words.decode(generate(model, prompt, flags.max_new_tokens, flags.temperature, flags.top_k, flags.seed)))
+
+
+if __name__ == "__main__":
+    main()
