@@ -5,11 +5,14 @@
 3) agreed()  turns a wrong input on any rank into one line from one rank and exit code 2 on all.
 """
 import contextlib
+import gc
 import os
+import signal
 import socket
 import struct
 import subprocess
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -181,7 +184,9 @@ def _say(w):
 
 
 def shutdown(world):
-    """Leave together: gloo aborts at exit when groups are still alive."""
+    """Leave together. Groups must be gone before the interpreter is, or gloo aborts: call this when nothing that holds
+    one (mesh, model, optimizer) is alive any more."""
+    gc.collect()
     if dist.is_initialized():
         world.barrier()
         dist.destroy_process_group()
@@ -203,5 +208,32 @@ def agreed(world):
         if t is not None:
             if world.rank == rank:
                 print(f"nanoshard: {t}", file=sys.stderr, flush=True)
-            shutdown(world)
             raise SystemExit(2)
+
+
+class Stop:
+    """Why to stop early: a signal on any rank, or the wall clock. The handler only sets a flag."""
+
+    def __init__(self, max_minutes):
+        self.signal, self.limit, self.began = 0, max_minutes * 60, time.monotonic()
+        self.step = self.save = 0.0  # the longest so far, in seconds
+        for s in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(s, self._note)
+
+    def _note(self, number, frame):
+        self.signal = number
+
+    def step_took(self, seconds):
+        self.step = max(self.step, seconds)
+
+    def save_took(self, seconds):
+        self.save = max(self.save, seconds)
+
+    def agreed(self, world):
+        """-> a reason on all ranks at once, or None. Room is kept for two more steps and two saves."""
+        late = self.limit and time.monotonic() - self.began + 2 * (self.step + self.save) > self.limit
+        flags = torch.tensor([self.signal, int(bool(late))])
+        if world.size > 1:
+            dist.all_reduce(flags, dist.ReduceOp.MAX)  # two small integers on the host, over the world
+        number, late = flags.tolist()
+        return signal.Signals(number).name if number else "max-minutes" if late else None

@@ -2,6 +2,7 @@
 
 Only rank 0 builds a Log; metrics.jsonl is the truth, everything else may fail without stopping the run.
 """
+import contextlib
 import json
 import math
 import os
@@ -16,30 +17,39 @@ PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16 FLOP/s by 
 PLOTS = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")
 
 
-class Clock:
-    """Milliseconds of device time, without the pauses (evaluation, saving): events on a GPU, the host clock on a CPU."""
+class Stopwatch:
+    """Marks on the device's own time line: events on a GPU (a host clock would time launches), the clock on a CPU."""
 
     def __init__(self, device):
-        self.device, self.steps, self.total = device, 0, 0.0
-        self.resume()
+        self.cpu, self.device = device.type == "cpu", device
 
-    def _now(self):
-        if self.device.type == "cpu":
+    def mark(self):
+        if self.cpu:
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
 
+    def ms(self, begin, end):
+        if self.cpu:
+            return (end - begin) * 1e3
+        end.synchronize()  # sync point: a true time needs the work to be over
+        return begin.elapsed_time(end)
+
+
+class Clock:
+    """Mean milliseconds of a step, without the pauses (evaluation, saving)."""
+
+    def __init__(self, device):
+        self.watch, self.steps, self.total = Stopwatch(device), 0, 0.0
+        self.resume()
+
     def resume(self):
-        self.began = self._now()
+        self.began = self.watch.mark()
 
     def pause(self):
-        end = self._now()
-        if self.device.type == "cpu":
-            self.total += (end - self.began) * 1e3
-        else:
-            end.synchronize()  # sync point: a true time needs the work to be over
-            self.total += self.began.elapsed_time(end)
+        end = self.watch.mark()
+        self.total += self.watch.ms(self.began, end)
         self.began = end
 
     def per_step(self):
@@ -48,6 +58,32 @@ class Clock:
         ms = self.total / max(1, self.steps)
         self.steps, self.total = 0, 0.0
         return ms
+
+
+class Timers:
+    """--timers: milliseconds per step in each phase. forward holds param_gather; pipeline is the wait for neighbours."""
+    PHASES = ("data", "forward", "backward", "pipeline", "grad_sync", "norm", "optimizer", "param_gather")
+
+    def __init__(self, device, on):
+        self.watch, self.on = Stopwatch(device), on
+        self.spans = []  # (phase, begin, end)
+
+    @contextlib.contextmanager
+    def __call__(self, phase):
+        if not self.on:
+            yield
+            return
+        begin = self.watch.mark()
+        yield
+        self.spans.append((phase, begin, self.watch.mark()))
+
+    def read(self, steps):
+        """-> [ms per step of each of PHASES], and start anew."""
+        total = dict.fromkeys(self.PHASES, 0.0)
+        for phase, begin, end in self.spans:
+            total[phase] += self.watch.ms(begin, end) / max(1, steps)
+        self.spans = []
+        return list(total.values())
 
 
 def peak_flops(device):
@@ -162,3 +198,31 @@ def plots(rows, out, draw):
         (out / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
         if name == "loss" and draw:
             print(text, flush=True)
+
+
+def start_profile(on):
+    if not on:
+        return None
+    try:
+        from pyinstrument import Profiler
+    except ImportError:
+        print("pyinstrument is not installed: no profile (pip install pyinstrument)", flush=True)
+        return None
+    profiler = Profiler()
+    profiler.start()
+    return profiler
+
+
+def end_profile(profiler, out):
+    if profiler is not None:
+        profiler.stop()
+        (out / "profile.html").write_text(profiler.output_html())
+        (out / "profile.txt").write_text(profiler.output_text(unicode=False, color=False))
+
+
+def tracer(on, out):
+    if not on:
+        return contextlib.nullcontext()
+    from torch.profiler import profile, schedule
+    return profile(schedule=schedule(wait=1, warmup=1, active=3),
+                   on_trace_ready=lambda p: p.export_chrome_trace(str(out / "trace.json")))

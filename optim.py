@@ -8,6 +8,10 @@ class Optimizer:
     themselves when the model's dtype is. AdamW: arXiv:1711.05101; the fused kernel is PyTorch's."""
 
     def __init__(self, dp, cfg, mesh):
+        device = dp.buckets[0].flat.device
+        # fp16 only: the loss is multiplied by this, halved at an overflow, doubled after 2000 steps without (arXiv:1710.03740)
+        self.scale = torch.full((), 65536.0, device=device) if cfg.dtype == "fp16" else None
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self.dp, self.clip, self.world, self.tp = dp, cfg.clip, mesh.world, mesh.tp
         self.before_step = None  # called when gradients are summed and nothing is updated yet
         self.masters = []  # per bucket (n/shards,)
@@ -29,6 +33,17 @@ class Optimizer:
     def set_adam_t(self, t):
         for m in self.masters:
             self.adam.state[m]["step"].fill_(t)
+
+    def scaler(self):
+        """[loss scale, steps since it last changed], or None."""
+        return None if self.scale is None else [self.scale.item(), self.good_steps.item()]
+
+    def set_scaler(self, saved):
+        if self.scale is not None and saved is not None:
+            self.scale.fill_(saved[0]), self.good_steps.fill_(saved[1])
+
+    def unscaled(self, gradient):
+        return gradient if self.scale is None else gradient / self.scale
 
     @torch.no_grad()
     def reload(self):
@@ -63,19 +78,21 @@ class Optimizer:
                 total[2] += (g.numel() - padding - g.count_nonzero()) * b.share
                 total[3] += torch.linalg.vector_norm(m).double() ** 2 * b.share
         if self.world.size > 1:
+            self.world.count("all-reduce", total)
             dist.all_reduce(total, group=self.world.group)  # SUM of 4 numbers, over the world
-        total[1].sqrt_(), total[3].sqrt_()
+        total[1] = self.unscaled(total[1].sqrt())
+        total[3].sqrt_()
         return total
 
     @torch.no_grad()
-    def step(self, lr, grad_norm, scale=1.0):
+    def step(self, lr, grad_norm):
         """One update. Gradients are divided by max(1, norm/clip) inside the kernel; a non-finite norm changes nothing at
-        all (weights, moments, Adam's own t). No host synchronisation. -> (,) 1.0 where the step was not taken."""
+        all (weights, moments, Adam's own t). No host synchronisation. -> () 1.0 where the step was not taken."""
         if self.before_step is not None:
             self.before_step()
         bad = (~torch.isfinite(grad_norm)).to(torch.float32)
         divide = torch.clamp((grad_norm + 1e-6) / self.clip, min=1.0) if self.clip > 0 else torch.ones_like(grad_norm)
-        divide = divide * scale
+        divide = divide if self.scale is None else divide * self.scale
         if self.masters[0].dtype == torch.float64:  # the kernel takes an fp32 divisor only
             for m in self.masters:
                 m.grad.div_(divide)
@@ -83,6 +100,9 @@ class Optimizer:
         self.adam.grad_scale, self.adam.found_inf = divide.to(torch.float32), bad
         for group in self.adam.param_groups:
             group["lr"] = lr
-        self.adam.step()
-        self.publish()
+        with self.dp.timers("optimizer"):
+            self.adam.step()
+            self.publish()
+        if self.scale is not None:
+            torch._amp_update_scale_(self.scale, self.good_steps, bad, 2.0, 0.5, 2000)
         return bad

@@ -1,11 +1,13 @@
-"""The ranks as a mesh, and data parallelism written out by hand.
+r"""The ranks as a mesh, and data parallelism written out by hand.
 
 The one rule: the loss is divided once, by the number of tokens of the whole global batch. Every gradient reduction
 is then a plain SUM over the ranks that hold the same parameter. No averages, no second division anywhere.
 
-grep -n "dist\\." *.py is the whole communication story; each call says what moves, over which axis, how much.
+grep -n "dist\\.\|_single(" *.py is the whole communication story; each call says what moves, over which axis, how much.
 """
-from dataclasses import dataclass
+import contextlib
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,17 +15,30 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 
+# torch 2.13 has new names for these two, 2.11 and 2.12 only the old ones
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 # -----------------------------------------------------------------------------
 # the mesh: which ranks belong together
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks that differ from this one only along one axis of the mesh. group is None when size is 1."""
+    """The ranks that differ from this one only along one axis of the mesh. group is None when size is 1.
+    sent counts the bytes that this rank sends along it, by the ring algorithms' formulas: (size-1)/size of the whole for
+    an all-gather, a reduce-scatter and an all-to-all, twice that for an all-reduce (Thakur et al. 2005, section 4)."""
     name: str
     rank: int = 0
     size: int = 1
     group: Any = None
     ranks: tuple[int, ...] = (0,)
+    sent: Counter = field(default_factory=Counter, compare=False)
+
+    def count(self, kind, whole):
+        """kind: the collective; whole: the tensor that all ranks together end with (or reduce)."""
+        share = 1 if kind == "send" else (self.size - 1) / self.size * (2 if kind == "all-reduce" else 1)
+        self.sent[kind] += share * whole.numel() * whole.element_size()
 
 
 @dataclass(frozen=True)
@@ -38,8 +53,8 @@ class Mesh:
     tied: Axis   # dp x {first, last stage}: the two copies of a tied embedding
 
 
-def make_mesh(world, tp=1, pp=1, ep=1):
-    """-> Mesh. Rank order, slowest first: pp, dp, tp. A stage's ranks are viewed again as (edp, ep), ep fastest."""
+def make_mesh(world, tp=1, pp=1, ep=1, groups=True):
+    """-> Mesh; without groups, a plan of one. Rank order, slowest first: pp, dp, tp. A stage's ranks are viewed again as (edp, ep), ep fastest."""
     n = world.size
     if n % (tp * pp):
         fit = max(t for t in range(1, tp + 1) if n % (t * pp) == 0) if n % pp == 0 else 0
@@ -62,7 +77,7 @@ def make_mesh(world, tp=1, pp=1, ep=1):
     axes = {"tied": Axis("tied")}  # the stages between have no part in it
     for name, table in rows.items():
         for row in map(tuple, table.tolist()):
-            if len(row) > 1 and row not in made:
+            if groups and len(row) > 1 and row not in made:
                 made[row] = dist.group.WORLD if len(row) == n else dist.new_group(list(row))
             if world.rank in row:
                 axes[name] = Axis(name, row.index(world.rank), len(row), made.get(row), row)
@@ -134,13 +149,15 @@ def scatter_rows(x, axis):
 
 def all_gather(x, axis):
     out = x.new_empty(x.size(0) * axis.size, *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous(), group=axis.group)  # n rows from each rank to all, over tp
+    axis.count("all-gather", out)
+    all_gather_single(out, x.contiguous(), group=axis.group)  # n rows from each rank to all, over tp
     return out
 
 
 def reduce_scatter(x, axis):
     out = x.new_empty(x.size(0) // axis.size, *x.shape[1:])
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=axis.group)  # SUM, n of n*tp rows to each rank, over tp
+    axis.count("reduce-scatter", x)
+    reduce_scatter_single(out, x.contiguous(), group=axis.group)  # SUM, n of n*tp rows to each rank, over tp
     return out
 
 
@@ -161,6 +178,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
     def forward(ctx, z, target, axis):  # (N, v), (N,) -> ()
         low = axis.rank * z.size(1)
         top = z.max(dim=1).values  # (N,)
+        axis.count("all-reduce", top)
         dist.all_reduce(top, dist.ReduceOp.MAX, group=axis.group)  # N maxima, over tp
         mine = (target >= low) & (target < low + z.size(1))
         index = ((target - low) * mine).unsqueeze(1)  # (N, 1)
@@ -168,6 +186,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         p = (z - top.unsqueeze(1)).exp_()  # (N, v)
         total = p.sum(1)
         both = torch.stack([total, picked])
+        axis.count("all-reduce", both)
         dist.all_reduce(both, group=axis.group)  # SUM of exponentials and of target logits, 2 N numbers, over tp
         total, picked = both
         p /= total.unsqueeze(1)
@@ -253,8 +272,10 @@ class Bucket:
             if fresh:
                 self.grads[i].zero_()  # a parameter that took no part in this step
         if self.shards > 1:  # SUM, n/size of n fp32 to each rank, over the axis
-            self.work = dist.reduce_scatter_tensor(self.grad[self.mine], self.grad, group=self.axis.group, async_op=True)
+            self.axis.count("reduce-scatter", self.grad)
+            self.work = reduce_scatter_single(self.grad[self.mine], self.grad, group=self.axis.group, async_op=True)
         elif self.axis.size > 1:
+            self.axis.count("all-reduce", self.grad)
             self.work = dist.all_reduce(self.grad, group=self.axis.group, async_op=True)  # SUM, n fp32, over the axis
         else:
             self.work = _Done()
@@ -268,9 +289,11 @@ class Bucket:
     def send_weights(self):
         """Start handing this rank's stepped slice to the others; arrive() waits for it."""
         if self.shards > 1:  # n/size weights from each rank to all, over the axis
-            self.gather = dist.all_gather_into_tensor(self.flat, self.flat[self.mine], group=self.axis.group, async_op=True)
+            self.axis.count("all-gather", self.flat)
+            self.gather = all_gather_single(self.flat, self.flat[self.mine], group=self.axis.group, async_op=True)
 
     def arrive(self):
+        """Wait for the other ranks' weights."""
         if self.gather is not None:
             self.gather.wait()
             self.gather = None
@@ -283,11 +306,17 @@ class _Done:
         pass
 
 
+def untimed(phase):
+    """In the place of log.Timers where nobody wants times."""
+    return contextlib.nullcontext()
+
+
 class DataParallel:
     """Sums every gradient over the ranks that hold the same parameter.
     Per step: begin(); per micro-batch set .last, run backward; finish(). After the optimizer: send_weights()."""
 
-    def __init__(self, model, mesh, zero=0, bucket_elements=40_000_000):
+    def __init__(self, model, mesh, zero=0, timers=untimed, bucket_elements=40_000_000):
+        self.timers = timers
         self.last = True  # the micro-batch in flight is the step's last one: its gradients complete the sums
         self.buckets = []
         open_ = {}  # (axis, decayed): names and parameters of the bucket being filled
@@ -318,8 +347,9 @@ class DataParallel:
             bucket.begin()
 
     def finish(self):
-        for bucket in self.buckets:
-            bucket.finish()
+        with self.timers("grad_sync"):  # what backward did not hide
+            for bucket in self.buckets:
+                bucket.finish()
 
     def send_weights(self):
         for bucket in reversed(self.buckets):  # in the order in which the next forward needs them
@@ -327,8 +357,10 @@ class DataParallel:
 
     def arrive(self, module):
         """Called by the model just before it uses a module: its weights are all here after this."""
-        for bucket in self.needs[module]:
-            bucket.arrive()
+        if any(bucket.gather is not None for bucket in self.needs[module]):
+            with self.timers("param_gather"):  # what the forward before it did not hide
+                for bucket in self.needs[module]:
+                    bucket.arrive()
 
 
 def decays(p):

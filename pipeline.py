@@ -13,12 +13,14 @@ A stage keeps at most (stages - stage) micro-batches of activations, however man
 import torch
 import torch.distributed as dist
 
+from parallel import untimed
+
 
 class Link:
     """Point-to-point messages with the stage before and the stage after: (n, C) activations and their gradients."""
 
-    def __init__(self, axis, shape, dtype, device):
-        self.axis, self.new = axis, lambda: torch.empty(shape, dtype=dtype, device=device)
+    def __init__(self, axis, shape, dtype, device, timers=untimed):
+        self.axis, self.timers, self.new = axis, timers, lambda: torch.empty(shape, dtype=dtype, device=device)
         self.prev = axis.ranks[axis.rank - 1] if axis.rank > 0 else None
         self.next = axis.ranks[axis.rank + 1] if axis.rank < axis.size - 1 else None
 
@@ -29,22 +31,24 @@ class Link:
         got = self.new() if receive else None
         ops = []
         if send is not None:
+            self.axis.count("send", send)
             ops.append(dist.P2POp(dist.isend, send.contiguous(), peer, self.axis.group))  # n*C numbers to a neighbour
         if receive:
             ops.append(dist.P2POp(dist.irecv, got, peer, self.axis.group))  # n*C numbers from it
-        for work in dist.batch_isend_irecv(ops):  # over pp
-            work.wait()
+        with self.timers("pipeline"):
+            for work in dist.batch_isend_irecv(ops):  # over pp
+                work.wait()
         return got
 
 
-def forward_backward(model, dp, mesh, batches, tokens, scale=1.0, before=lambda i: None):
+def forward_backward(model, dp, mesh, batches, tokens, scale=None, before=lambda i: None, timers=untimed):
     """All micro-batches of one step. batches: list of (x, y), (B, T) int64 each. tokens: of the whole global batch, the
-    one division of the loss. scale: fp16's loss scale. before(i): called ahead of each forward (dropout's seed).
+    one division of the loss. scale: () tensor, fp16's loss scale. before(i): called ahead of each forward (dropout's seed).
     -> this rank's part of the mean loss: () fp32, zero but on the last stage."""
     n, stages, stage = len(batches), mesh.pp.size, mesh.pp.rank
     x, _ = batches[0]
     weight = next(model.parameters())
-    link = Link(mesh.pp, (x.numel() // mesh.tp.size, model.cfg.n_embd), weight.dtype, weight.device)
+    link = Link(mesh.pp, (x.numel() // mesh.tp.size, model.cfg.n_embd), weight.dtype, weight.device, timers)
     loss = torch.zeros((), device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
     flying = []  # (input, output) of the micro-batches whose backward is still to come, oldest first
     done = 0
@@ -54,7 +58,8 @@ def forward_backward(model, dp, mesh, batches, tokens, scale=1.0, before=lambda 
         before(i)
         if hidden is not None:
             hidden.requires_grad_()
-        out = model(*batches[i], hidden)
+        with timers("forward"):
+            out = model(*batches[i], hidden)
         if model.is_last:
             out = out / tokens  # the one division
             loss = loss + out.detach()
@@ -66,10 +71,8 @@ def forward_backward(model, dp, mesh, batches, tokens, scale=1.0, before=lambda 
         done += 1
         dp.last = done == n  # only the last backward completes the sums
         hidden, out = flying.pop(0)
-        if model.is_last:
-            (out * scale).backward()
-        else:
-            out.backward(grad)
+        with timers("backward"):
+            out.backward(scale if model.is_last else grad)
         return None if hidden is None else hidden.grad
 
     warm = min(stages - stage - 1, n)

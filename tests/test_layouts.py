@@ -14,6 +14,7 @@ import train
 from config import Config, check_layout
 from data import Synthetic
 from parallel import make_mesh
+from state import pieces
 
 LLAMA = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, vocab_size=100, seq_len=8, norm="rms", mlp="swiglu",
              pos="rope", bias=False, tied=False, dtype="fp64", clip=0.05, lr=1e-2, warmup=0, steps=10, weight_decay=0.1)
@@ -31,11 +32,11 @@ def run(world, flags, batch):
     seen = {"totals": [], "pieces": []}
 
     def keep(prefix, vectors):
-        for name, t, full, offset in train.pieces(dp, opt, vectors):
+        for name, t, full, offset in pieces(dp, opt, vectors):
             seen["pieces"].append((prefix + name, t.numpy().copy(), full, offset))
 
     for step in range(1, STEPS + 1):
-        batches = train.micro_batches(cfg, mesh, source, (step - 1) * batch, batch)
+        batches = train.micro_batches(cfg, mesh, source, (step - 1) * batch, batch, world.device)
         opt.before_step = lambda step=step: keep(f"step {step} grad ", {"": [m.grad for m in opt.masters]})
         totals, _ = train.train_step(cfg, mesh, model, dp, opt, batches, step)
         seen["totals"].append(totals.tolist())
