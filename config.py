@@ -4,6 +4,7 @@ Parsed once by tyro into a frozen dataclass; nothing is written back. parse() ra
 """
 import contextlib
 import dataclasses
+import difflib
 import io
 import re
 from dataclasses import dataclass, field
@@ -96,6 +97,10 @@ PRESETS = {
                        vocab_size=250880, micro_batch=2, global_batch=2048, steps=100_000, lr=6e-5, warmup=375, dtype="bf16",
                        **RUN),
 }
+LEAST = {**dict.fromkeys(("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "micro_batch",
+                          "steps", "log_every", "tp", "pp"), 1),
+         **dict.fromkeys(("vocab_size", "global_batch", "lr", "warmup", "decay_steps", "weight_decay", "clip",
+                          "eval_every", "eval_iters", "save_every", "keep", "max_minutes"), 0)}
 BOOLS = {f.name for f in dataclasses.fields(Config) if f.type is bool}
 
 
@@ -139,17 +144,25 @@ def _booleans(argv):
 
 
 def _one_line(box):
-    """tyro's framed message -> one line: what is wrong, and the flags it suggests."""
+    """tyro's framed message -> one line: its first paragraph, and the flag that an unknown one resembles."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ─╭╮╰╯") for line in box.splitlines()]
-    lines = [line for line in lines if line]
-    flags = [line.split()[0].rstrip(",") for line in lines if line.startswith("--")]
-    what = next((line for line in lines if ":" in line or "rror" in line), lines[0] if lines else "wrong flags")
-    hint = f"; perhaps you meant {' or '.join(flags[:2])}" if "nrecognized" in what and flags else ""
+    end = lines.index("", 1) if "" in lines[1:] else len(lines)  # a rule under the paragraph
+    what = " ".join(lines[1:end]).rstrip(".") or "wrong flags"
+    unknown = re.search(r"nrecognized.*? --([\w-]+)", what)
+    flags = [f.name.replace("_", "-") for f in dataclasses.fields(Config)]
+    near = unknown and difflib.get_close_matches(unknown[1].replace("_", "-"), flags, 2)
+    hint = f"; perhaps you meant --{' or --'.join(near)}" if near else ""
     return f"{what}{hint} (train.py --help lists all flags)"
 
 
 def check(cfg):
     """What can be wrong whatever the world size and the data."""
+    for name, least in LEAST.items():
+        if getattr(cfg, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least {least}")
+    for name in ("dropout", "beta1", "beta2"):
+        if not 0 <= getattr(cfg, name) < 1:
+            raise ValueError(f"--{name} {getattr(cfg, name)} must be in [0, 1)")
     if cfg.n_embd % cfg.n_head:
         fit = max(h for h in range(1, cfg.n_head + 1) if cfg.n_embd % h == 0)
         raise ValueError(f"n-embd {cfg.n_embd} does not divide by n-head {cfg.n_head}; try --n-head {fit}")
@@ -161,11 +174,6 @@ def check(cfg):
     if len(cfg.train_range_to_skip) % 2:
         raise ValueError(f"--train-range-to-skip takes pairs A B, got {len(cfg.train_range_to_skip)} numbers; "
                          "give the last step of every range")
-    for name in ("n_layer", "seq_len", "micro_batch", "steps", "log_every", "tp", "pp"):
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
-    if not 0 <= cfg.dropout < 1:
-        raise ValueError(f"--dropout {cfg.dropout} must be in [0, 1)")
 
 
 def check_layout(cfg, mesh, batch):

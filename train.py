@@ -248,6 +248,8 @@ def run(cfg, world):
                 clock.pause()
                 began = time.monotonic()
                 opt.wait()
+                state.nan_steps += int(refused.item())  # the checkpoint knows those since the last log too
+                refused.zero_()
                 save(cfg, mesh, dp, opt, out, state)
                 saved = step
                 stop.save_took(time.monotonic() - began)
