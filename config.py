@@ -28,9 +28,21 @@ class Config:
     rope_base: float = 10000.0  # RoPE's slowest wavelength is about 2 pi base tokens
     bias: bool = False  # biases in linears and LayerNorm
     tied: bool = False  # the head is the token embedding
+    # mixture of experts
+    n_experts: int = 0  # experts in the place of each MLP, ffn-hidden wide each; 0 is a dense model
+    top_k: int = 2  # experts that each token visits
+    capacity_factor: float = 0.0  # rows per expert, times the balanced share; more are dropped; 0 drops none
+    drop_policy: Literal["probs", "position"] = "probs"  # over capacity, keep the largest gates or the first rows
+    aux_coef: float = 1e-2  # weight of the load-balancing loss
+    z_coef: float = 0.0  # weight of the router's z-loss
+    router: Literal["softmax", "softmax-topk", "sigmoid"] = "softmax"  # gates: before top-k, over the top-k, sigmoid
+    router_bias_rate: float = 0.0  # sigmoid only: step of the balancing bias (auxiliary-loss-free); 0 is no bias
+    n_shared_experts: int = 0  # experts that every token visits besides
+    init_from: str = ""  # a dense checkpoint: its MLP goes into every expert, the router starts fresh
     # layout (dp = world / (tp * pp) is derived)
     tp: int = 1  # ranks that share each layer, and the sequence between the blocks
     pp: int = 1  # pipeline stages
+    ep: int = 1  # ranks that share the experts; divides dp * tp
     pp_layers: str = ""  # a,b,c: blocks of each stage; default balances, embedding and head counted as a layer each
     zero: Literal[0, 1] = 0  # 1: each replica keeps and steps only its share of the optimizer state
     recompute: Literal["none", "full"] = "none"  # full: keep one activation per block, run blocks again in backward
@@ -80,6 +92,7 @@ LLAMA = dict(norm="rms", mlp="swiglu", pos="rope", bias=False, tied=False, dropo
 RUN = dict(log_every=10, eval_every=500, save_every=1000)
 PRESETS = {
     "tiny": dict(),
+    "tiny-moe": dict(n_experts=8, top_k=2),
     "shakespeare-char": dict(GPT2, n_layer=6, n_head=6, n_kv_head=6, n_embd=384, ffn_hidden=1536, seq_len=256, bias=False,
                              dropout=0.2, micro_batch=64, steps=5000, lr=1e-3, min_lr=1e-4, warmup=100, beta2=0.99,
                              dtype="bf16", log_every=10,
@@ -91,6 +104,9 @@ PRESETS = {
     "dense-210m": dict(LLAMA, n_layer=24, n_head=4, n_kv_head=1, n_embd=512, ffn_hidden=1792, seq_len=2048,
                        rope_base=100000.0, vocab_size=128256, micro_batch=8, steps=20_000, lr=1e-3, warmup=200, dtype="bf16",
                        compile=True, **RUN),
+    "moe-4b": dict(LLAMA, n_experts=64, top_k=1, n_layer=24, n_head=4, n_kv_head=1, n_embd=512, ffn_hidden=1792, seq_len=2048,
+                       rope_base=100000.0, vocab_size=128256, micro_batch=8, steps=20_000, lr=1e-3, warmup=200, dtype="bf16",
+                       compile=True, **RUN),
     "smol-1.7b": dict(LLAMA, n_layer=24, n_head=32, n_kv_head=32, n_embd=2048, ffn_hidden=8192, seq_len=2048,
                       vocab_size=49152, micro_batch=4, steps=20_000, lr=5e-4, warmup=500, dtype="bf16", compile=True, **RUN),
     "bloom-176b": dict(GPT2, n_layer=70, n_head=112, n_kv_head=112, n_embd=14336, ffn_hidden=57344, seq_len=2048,
@@ -98,9 +114,10 @@ PRESETS = {
                        **RUN),
 }
 LEAST = {**dict.fromkeys(("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "micro_batch",
-                          "steps", "log_every", "tp", "pp"), 1),
+                          "steps", "log_every", "tp", "pp", "ep", "top_k"), 1),
          **dict.fromkeys(("vocab_size", "global_batch", "lr", "warmup", "decay_steps", "weight_decay", "clip",
-                          "eval_every", "eval_iters", "save_every", "keep", "max_minutes"), 0)}
+                          "n_experts", "capacity_factor", "aux_coef", "z_coef", "router_bias_rate",
+                          "n_shared_experts", "eval_every", "eval_iters", "save_every", "keep", "max_minutes"), 0)}
 BOOLS = {f.name for f in dataclasses.fields(Config) if f.type is bool}
 
 
@@ -171,6 +188,18 @@ def check(cfg):
         raise ValueError(f"n-head {cfg.n_head} does not divide by n-kv-head {cfg.n_kv_head}; try --n-kv-head {fit}")
     if cfg.pos == "rope" and cfg.n_embd // cfg.n_head % 2:
         raise ValueError(f"head dim {cfg.n_embd // cfg.n_head} is odd, RoPE turns pairs; try another --n-head or --pos learned")
+    if cfg.n_experts:
+        if cfg.top_k > cfg.n_experts:
+            raise ValueError(f"top-k {cfg.top_k} exceeds n-experts {cfg.n_experts}; try --top-k {cfg.n_experts}")
+        if cfg.router == "softmax-topk" and cfg.top_k == 1:
+            raise ValueError("--router softmax-topk with --top-k 1 has the constant gate 1, the router would learn "
+                             "nothing from the text; try --router softmax")
+        if cfg.router_bias_rate and cfg.router != "sigmoid":
+            raise ValueError(f"--router-bias-rate steers sigmoid routers, not {cfg.router}; try --router sigmoid")
+    elif cfg.ep > 1 or cfg.n_shared_experts:
+        raise ValueError(f"--ep {cfg.ep} and --n-shared-experts {cfg.n_shared_experts} need experts; try --n-experts 8")
+    if cfg.init_from and cfg.resume != "none":
+        raise ValueError("--init-from starts a run and --resume goes on with one; give one of them")
     if len(cfg.train_range_to_skip) % 2:
         raise ValueError(f"--train-range-to-skip takes pairs A B, got {len(cfg.train_range_to_skip)} numbers; "
                          "give the last step of every range")
@@ -179,6 +208,9 @@ def check(cfg):
 def check_layout(cfg, mesh, batch):
     """What can be wrong for this number of ranks; run after make_mesh."""
     tp, dp = mesh.tp.size, mesh.dp.size
+    if cfg.n_experts % mesh.ep.size:
+        fit = max(e for e in range(1, mesh.ep.size) if cfg.n_experts % e == 0 and dp * tp % e == 0)
+        raise ValueError(f"n-experts {cfg.n_experts} do not divide by ep {mesh.ep.size}; try --ep {fit}")
     if cfg.n_head % tp:
         fit = max(t for t in range(1, tp) if cfg.n_head % t == 0)
         raise ValueError(f"n-head {cfg.n_head} does not divide by tp {tp}; try --tp {fit}")

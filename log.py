@@ -116,6 +116,11 @@ class Log:
         aside.write_text("".join(json.dumps(r) + "\n" for r in kept))
         os.replace(aside, path)
         self.file = open(path, "a")
+        self.loads = None  # the last step's experts
+        path = self.out / "experts.jsonl"
+        if path.exists():
+            lines = [x for x in path.read_text().splitlines() if resumed and json.loads(x)["step"] <= resumed]
+            path.write_text("".join(x + "\n" for x in lines))
         self.wandb = self._wandb(wandb, config) if wandb != "off" else None
         sys.stdout.reconfigure(errors="replace")  # plots draw in unicode; an ascii terminal gets question marks
 
@@ -135,6 +140,12 @@ class Log:
                 print(f"wandb: {e}; going on without it", flush=True)
                 self.wandb = None
 
+    def experts(self, step, layers):
+        """experts.jsonl: per layer the load of every expert, dropped fraction, aux, z and router entropy."""
+        with open(self.out / "experts.jsonl", "a") as f:
+            f.write(json.dumps({"step": step, "layers": layers}) + "\n")
+        self.loads = layers
+
     def _wandb(self, mode, config):
         try:
             import wandb
@@ -149,6 +160,11 @@ class Log:
         self.file.close()
         if self.wandb is not None:
             self.wandb.finish()
+        if self.loads is not None:
+            text = load_bars(self.loads)
+            (self.out / "expert_load.txt").write_text(text + "\n", encoding="utf-8")
+            if draw:
+                print(text, flush=True)
         try:
             plots(self.rows(), self.out, draw)
         except ImportError:
@@ -167,6 +183,8 @@ def line(r):
         s += f" gnorm={r['grad_norm']:.3f}"
     if "ms" in r:
         s += f" dt={r['ms']:.1f}ms tok/s={r['tok_s']:.0f} tok/s/gpu={r['tok_s_gpu']:.0f}"
+    if "aux_loss" in r:
+        s += f" aux={r['aux_loss']:.3f} load_max={r['expert_load_max']:.2f} dropped={100 * r['dropped']:.1f}%"
     if "mfu" in r:
         s += f" mfu={100 * r['mfu']:.1f}%"
     if r.get("skip_reason"):
@@ -176,6 +194,26 @@ def line(r):
             s += f" {key}={r[key]}"
     timers = " ".join(f"{k[2:]}={v:.1f}" for k, v in r.items() if k.startswith("t_"))
     return s + (f" | ms: {timers}" if timers else "")
+
+
+def expert_keys(layers):
+    """The summary of {layer: {load, dropped, aux, z, entropy}} for metrics.jsonl: means over layers, the heaviest load."""
+    def mean(key):
+        return sum(layer[key] for layer in layers.values()) / len(layers)
+    heaviest = max(max(layer["load"]) * len(layer["load"]) for layer in layers.values())
+    return {"aux_loss": mean("aux"), "z_loss": mean("z"), "dropped": mean("dropped"), "expert_load_max": heaviest}
+
+
+def load_bars(layers, width=40):
+    """One bar per expert: its share of all layers' routed copies, 1.00 is balanced; and the heaviest layer's."""
+    loads = [layer["load"] for layer in layers.values()]  # L x E
+    E = len(loads[0])
+    mean = [sum(load[e] for load in loads) / len(loads) * E for e in range(E)]
+    worst = [max(load[e] for load in loads) * E for e in range(E)]
+    top = max(*mean, 1.0)
+    bars = [f"expert {e:3d} {'#' * round(width * m / top):{width}s} {m:.2f}  (heaviest layer {w:.2f})"
+            for e, (m, w) in enumerate(zip(mean, worst, strict=True))]
+    return "\n".join(["expert load, 1.00 is balanced", *bars])
 
 
 def plots(rows, out, draw):

@@ -18,6 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from moe import MoE
 from parallel import gather_rows, parameter, scatter_rows, vocab_cross_entropy, vocab_embedding
 
 
@@ -115,12 +116,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """GELU: w2(gelu(w1 x)). SwiGLU: w2(silu(w1 x) * w3 x), arXiv:2002.05202."""
 
-    def __init__(self, cfg, mesh):
+    def __init__(self, cfg, mesh, hidden):
         super().__init__()
         self.tp = mesh.tp
-        self.w1 = ColumnLinear(cfg.n_embd, cfg.ffn_hidden, cfg.bias, mesh)
-        self.w3 = ColumnLinear(cfg.n_embd, cfg.ffn_hidden, cfg.bias, mesh) if cfg.mlp == "swiglu" else None
-        self.w2 = RowLinear(cfg.ffn_hidden, cfg.n_embd, cfg.bias, mesh)
+        self.w1 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh)
+        self.w3 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh) if cfg.mlp == "swiglu" else None
+        self.w2 = RowLinear(hidden, cfg.n_embd, cfg.bias, mesh)
 
     def forward(self, x):  # (n, C) -> (n, C)
         x = gather_rows(x, self.tp)  # (B*T, C)
@@ -129,14 +130,35 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention, then the MLP or the experts, each added to the residual stream. -> (n, C) and the balancing losses"""
+
     def __init__(self, cfg, mesh):
         super().__init__()
         self.norm1, self.attn = Norm(cfg, mesh), Attention(cfg, mesh)
-        self.norm2, self.mlp = Norm(cfg, mesh), MLP(cfg, mesh)
-        self.dropout = cfg.dropout
+        self.norm2, self.mlp, self.moe = Norm(cfg, mesh), None, None
+        if cfg.n_experts:
+            shared = MLP(cfg, mesh, cfg.n_shared_experts * cfg.ffn_hidden) if cfg.n_shared_experts else None
+            self.moe = MoE(cfg, mesh, shared)
+        else:
+            self.mlp = MLP(cfg, mesh, cfg.ffn_hidden)
+        self.dropout, self.recompute = cfg.dropout, cfg.recompute == "full"
 
-    def forward(self, x, T, cos, sin, cache=None):  # (n, C) -> (n, C)
-        x = x + F.dropout(self.attn(self.norm1(x), T, cos, sin, cache), self.dropout, self.training)
+    def forward(self, x, T, cos, sin, cache=None):  # (n, C) -> (n, C), ()
+        if self.moe is None:
+            return self.again(self.dense, x, T, cos, sin, cache), None
+        x = self.again(self.attend, x, T, cos, sin, cache)
+        y, aux = self.moe(self.norm2(x), self.again)
+        return x + F.dropout(y, self.dropout, self.training), aux
+
+    def again(self, f, *args):
+        """f(*args); under --recompute its inputs are kept instead of all it computes, and backward runs it again."""
+        return checkpoint(f, *args, use_reentrant=False) if self.recompute and self.training else f(*args)
+
+    def attend(self, x, T, cos, sin, cache):
+        return x + F.dropout(self.attn(self.norm1(x), T, cos, sin, cache), self.dropout, self.training)
+
+    def dense(self, x, T, cos, sin, cache):
+        x = self.attend(x, T, cos, sin, cache)
         return x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
 
 
@@ -181,28 +203,28 @@ class GPT(nn.Module):
 
     def forward(self, tokens, targets=None, hidden=None, cache=None):
         """tokens (B, T) int64; hidden (n, C) from the stage before. -> the sum over B*T of the cross-entropy in nats on
-        the last stage with targets (B, T), logits (B*T, vocab) there without, and hidden (n, C) on every other stage."""
+        the last stage with targets (B, T), logits (B*T, v) there without, and hidden (n, C) on every other stage; and this
+        rank's part of this stage's weighted balancing losses ()."""
         T = tokens.size(1)
         start = 0 if cache is None else cache.length
         cos, sin = self._positions(start, T, tokens)
         x = self._embed(tokens, start) if self.is_first else hidden
+        aux = torch.zeros((), device=tokens.device)
         for block in self.blocks.values():
             self.arrive(block)
-            if self.cfg.recompute == "full" and self.training:
-                x = checkpoint(block, x, T, cos, sin, use_reentrant=False)  # keeps (n, C) per block, runs it twice
-            else:
-                x = block(x, T, cos, sin, cache)
+            x, more = block(x, T, cos, sin, cache)
+            aux = aux if more is None else aux + more
         if cache is not None:
             cache.length += T
         if not self.is_last:
-            return x
+            return x, aux
         head = self.wte if self.head is None else self.head
         self.arrive(self.norm), self.arrive(head)
         x = gather_rows(self.norm(x), self.mesh.tp)  # (B*T, C)
         logits = F.linear(x, head.weight)  # (B*T, v)
         if targets is None:
-            return logits
-        return vocab_cross_entropy(logits, targets.reshape(-1), self.vocab_size, self.mesh.tp)
+            return logits, aux
+        return vocab_cross_entropy(logits, targets.reshape(-1), self.vocab_size, self.mesh.tp), aux
 
     def _embed(self, tokens, start):  # (B, T) -> (n, C)
         T = tokens.size(1)
@@ -231,29 +253,43 @@ def initialise(model, seed):
         if p.ndim == 1:
             p.fill_(1.0 if kind[1] == "weight" else 0.0)
             continue
-        std = 0.02 / math.sqrt(2 * model.cfg.n_layer) if kind[0] in ("wo", "w2") else 0.02
-        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-        rng = torch.Generator(p.device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        std = 0.02 / math.sqrt(2 * model.cfg.n_layer) if {"wo", "w2"} & set(kind) else 0.02
+        if p.expert:  # each expert draws for itself: (seed, name, number)
+            for i in range(p.size(0)):
+                p[i] = draw(p.shape[1:], std, f"{seed}/{name}/{p.offset[0] + i}", p.device)
+            continue
         full = torch.zeros(p.full_shape, dtype=torch.float32, device=p.device)
-        full[:p.used].normal_(0.0, std, generator=rng)
+        full[:p.used] = draw((p.used, *p.full_shape[1:]), std, f"{seed}/{name}", p.device)
         p.copy_(full[tuple(slice(o, o + s) for o, s in zip(p.offset, p.shape, strict=True))])
+
+
+def draw(shape, std, key, device):
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    rng = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.empty(shape, dtype=torch.float32, device=device).normal_(0.0, std, generator=rng)
 
 
 # -----------------------------------------------------------------------------
 # how much work is a token
 
 def count_parameters(cfg, vocab_size):
-    """-> {total, matmul}: all parameters (no padding beyond 128), and those in a matrix product for one token."""
-    C, D = cfg.n_embd, cfg.n_embd // cfg.n_head
+    """-> {total, matmul, embedding}: all parameters; those in a matrix product for one token (the head, of the experts
+    only the top-k and the shared ones, no router as in the reports we compare with); those of the input tables."""
+    C, D, E = cfg.n_embd, cfg.n_embd // cfg.n_head, cfg.n_experts
+    matrices = 3 if cfg.mlp == "swiglu" else 2
     attn = 2 * C * C + 2 * C * cfg.n_kv_head * D
-    mlp = (3 if cfg.mlp == "swiglu" else 2) * C * cfg.ffn_hidden
+    expert = matrices * C * cfg.ffn_hidden
+    shared = expert * cfg.n_shared_experts if E else 0
     head = padded(vocab_size) * C
     norms = (2 * cfg.n_layer + 1) * C * (2 if cfg.norm == "layer" and cfg.bias else 1)
-    biases = cfg.n_layer * (2 * C + 2 * cfg.n_kv_head * D + C + cfg.ffn_hidden * (2 if cfg.mlp == "swiglu" else 1))
-    matmul = cfg.n_layer * (attn + mlp) + head
-    total = (matmul + norms + (0 if cfg.tied else head) + (biases if cfg.bias else 0)
-             + (cfg.seq_len * C if cfg.pos == "learned" else 0))
-    return {"total": total, "matmul": matmul}
+    bias = 2 * C + 2 * cfg.n_kv_head * D  # q, o, k, v
+    for hidden in [cfg.n_shared_experts * cfg.ffn_hidden] * (shared > 0) if E else [cfg.ffn_hidden]:
+        bias += C + hidden * (matrices - 1)
+    embedding = head + (cfg.seq_len * C if cfg.pos == "learned" else 0)
+    matmul = cfg.n_layer * (attn + expert * (cfg.top_k if E else 1) + shared) + head
+    total = (cfg.n_layer * (attn + shared + (E * (expert + C) if E else expert) + (bias if cfg.bias else 0))
+             + norms + embedding + (0 if cfg.tied else head))
+    return {"total": total, "matmul": matmul, "embedding": embedding}
 
 
 def flops_per_token(cfg, vocab_size):
@@ -281,31 +317,31 @@ class Cache:
 
 
 @torch.no_grad()
-def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, seed=0):
+def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, seed=0, next_logits=None):
     """Continue tokens (list of int) by max_new_tokens -> the longer list. temperature 0 takes the likeliest token;
-    top_k keeps the k likeliest. A full window starts again from its last half. All tp ranks call this together."""
+    top_k keeps the k likeliest. A full window starts again from its last half. All ranks call this together, and under
+    pp with pipeline.next_logits in the place of one stage's."""
     rng = torch.Generator("cpu").manual_seed(seed)
-    was_training, cache, new = model.training, Cache(), list(tokens)
+    was_training, cache, tokens = model.training, Cache(), list(tokens)
     model.eval()
-    tokens = list(tokens)
     device = next(model.parameters()).device
     copies = model.mesh.tp.size  # one token cannot be dealt over tp ranks: run tp copies of the sequence
     new = tokens[-model.cfg.seq_len:]
     for _ in range(max_new_tokens):
         if cache.length + len(new) > model.cfg.seq_len:
             cache, new = Cache(), tokens[-(model.cfg.seq_len // 2):]
-        logits = next_logits(model, torch.tensor([new] * copies, device=device), cache)  # (vocab,)
+        x = torch.tensor([new] * copies, device=device)  # (tp, T)
+        logits = next_logits(model, x, cache) if next_logits else last_logits(model, x, cache)  # (vocab,)
         new = [sample(logits, temperature, top_k, rng)]
         tokens += new
     model.train(was_training)
     return tokens
 
 
-def next_logits(model, tokens, cache):
+def last_logits(model, tokens, cache, hidden=None):
     """(copies, T) -> (vocab,) fp32 on the host: the last position of the first copy, vocabulary gathered over tp."""
-    logits = model(tokens, cache=cache)[tokens.size(1) - 1]  # (v,)
-    if model.mesh.tp.size > 1:
-        logits = gather_rows(logits, model.mesh.tp)  # (V,)
+    logits, _ = model(tokens, hidden=hidden, cache=cache)
+    logits = gather_rows(logits[tokens.size(1) - 1], model.mesh.tp)  # (v,) -> (V,)
     return logits[:model.vocab_size].float().cpu()
 
 

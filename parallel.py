@@ -87,24 +87,27 @@ def make_mesh(world, tp=1, pp=1, ep=1, groups=True):
 # -----------------------------------------------------------------------------
 # parameters: which share of the full tensor is mine, and over which ranks its gradient is summed
 
-def parameter(shape, mesh, tp_dim=None, used=None, reduce=None):
-    """An empty nn.Parameter holding this rank's share of a tensor of `shape`, cut along tp_dim over tp.
+def parameter(shape, mesh, tp_dim=None, expert=False, used=None, reduce=None):
+    """An empty nn.Parameter holding this rank's share of a tensor of `shape`: cut along tp_dim over tp, or along dim 0
+    over ep for the experts.
 
     Each parameter belongs to exactly one reduction group, whose ranks' gradients are summed:
         cut over tp   -> dp      each replica of the same share
         replicated    -> stage   under sequence parallelism every tp rank saw other tokens, so they count too
+        experts       -> edp     the ranks that hold the same experts; a rank's gradient already sums the tokens of all ep
         tied          -> tied    dp x {first stage, last stage}: two copies of one embedding
     used: rows of dim 0 that are not vocabulary padding.
     """
     full, offset = list(shape), [0] * len(shape)
     mine = list(full)
-    if tp_dim is not None:
-        mine[tp_dim] = full[tp_dim] // mesh.tp.size
-        assert mine[tp_dim] * mesh.tp.size == full[tp_dim], f"{full} does not divide by tp {mesh.tp.size}"
-        offset[tp_dim] = mine[tp_dim] * mesh.tp.rank
+    dim, axis = (0, mesh.ep) if expert else (tp_dim, mesh.tp)
+    if dim is not None:
+        mine[dim] = full[dim] // axis.size
+        assert mine[dim] * axis.size == full[dim], f"{full} does not divide by {axis.name} {axis.size}"
+        offset[dim] = mine[dim] * axis.rank
     p = torch.nn.Parameter(torch.empty(mine))
     p.full_shape, p.offset, p.used = tuple(full), tuple(offset), full[0] if used is None else used
-    p.reduce = reduce or ("stage" if tp_dim is None else "dp")
+    p.expert, p.reduce = expert, reduce or ("edp" if expert else "stage" if tp_dim is None else "dp")
     return p
 
 
@@ -158,6 +161,31 @@ def reduce_scatter(x, axis):
     out = x.new_empty(x.size(0) // axis.size, *x.shape[1:])
     axis.count("reduce-scatter", x)
     reduce_scatter_single(out, x.contiguous(), group=axis.group)  # SUM, n of n*tp rows to each rank, over tp
+    return out
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis, send, receive):
+        ctx.axis, ctx.send, ctx.receive = axis, send, receive
+        return exchange(x, axis, send, receive)
+
+    @staticmethod
+    def backward(ctx, g):
+        return exchange(g, ctx.axis, ctx.receive, ctx.send), None, None, None  # what went there comes back
+
+
+def all_to_all(x, axis, send=None, receive=None):
+    """Rows of x, block j to rank j of the axis; the blocks that come back stand by sender. send, receive: rows per rank,
+    None for equal blocks. (sum(send), ...) -> (sum(receive), ...)"""
+    return x if axis.size == 1 else _AllToAll.apply(x, axis, send, receive)
+
+
+def exchange(x, axis, send, receive):
+    out = x.new_empty(x.size(0) if receive is None else sum(receive), *x.shape[1:])
+    stays = x.size(0) // axis.size if send is None else send[axis.rank]
+    axis.sent["all-to-all"] += (x.size(0) - stays) * (x[0].numel() if len(x) else 0) * x.element_size()
+    dist.all_to_all_single(out, x.contiguous(), receive, send, group=axis.group)  # block j of x to rank j, over ep
     return out
 
 
@@ -336,6 +364,7 @@ class DataParallel:
             for i, p in enumerate(bucket.params):
                 owner[p] = bucket
                 p.register_post_accumulate_grad_hook(lambda p, b=bucket, i=i: b.add(i, self.last))
+        self.buffers, self.stage = dict(model.named_buffers()), mesh.stage  # not trained, but part of the state
         self.needs = {m: list(dict.fromkeys(owner[p] for p in m.parameters())) for m in model.modules()}
         model.arrive = self.arrive
 
@@ -369,17 +398,18 @@ def decays(p):
 
 
 @torch.no_grad()
-def broadcast_and_verify(model, axis):
-    """Replicas start equal: rank 0 of the axis sends its weights, then every rank checks what it holds."""
-    if axis.size == 1:
-        return
-    for p in model.parameters():
-        dist.broadcast(p.data, axis.ranks[0], group=axis.group)  # one parameter from the first replica to all
-    mine = torch.stack([fingerprint(p) for p in model.parameters()])  # (n_params, 2)
-    all_of_them = [torch.empty_like(mine) for _ in range(axis.size)]
-    dist.all_gather(all_of_them, mine, group=axis.group)  # two int64 per parameter, over the axis
-    for r, theirs in enumerate(all_of_them):
-        assert torch.equal(theirs, mine), f"replica {axis.ranks[r]} differs from {axis.ranks[axis.rank]} after broadcast"
+def broadcast_and_verify(model, mesh):
+    """Replicas start equal: the first rank that holds a parameter sends it, then every rank checks what it holds."""
+    for name, p in model.named_parameters():
+        axis = getattr(mesh, p.reduce)
+        if axis.size == 1:
+            continue
+        dist.broadcast(p.data, axis.ranks[0], group=axis.group)  # one parameter, from the first replica to all
+        mine = fingerprint(p)  # (2,)
+        theirs = [torch.empty_like(mine) for _ in range(axis.size)]
+        dist.all_gather(theirs, mine, group=axis.group)  # two int64, over the same axis
+        for rank, print_ in zip(axis.ranks, theirs, strict=True):
+            assert torch.equal(print_, mine), f"{name} on rank {rank} differs after the broadcast"
 
 
 def fingerprint(t):

@@ -13,6 +13,7 @@ A stage keeps at most (stages - stage) micro-batches of activations, however man
 import torch
 import torch.distributed as dist
 
+from model import last_logits
 from parallel import untimed
 
 
@@ -50,7 +51,7 @@ def forward_backward(model, dp, mesh, batches, tokens, scale=None, before=lambda
     weight = next(model.parameters())
     link = Link(mesh.pp, (x.numel() // mesh.tp.size, model.cfg.n_embd), weight.dtype, weight.device, timers)
     loss = torch.zeros((), device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
-    flying = []  # (input, output) of the micro-batches whose backward is still to come, oldest first
+    flying = []  # (input, output, balancing losses) of the micro-batches whose backward is still to come, oldest first
     done = 0
 
     def forward(i, hidden):
@@ -59,20 +60,23 @@ def forward_backward(model, dp, mesh, batches, tokens, scale=None, before=lambda
         if hidden is not None:
             hidden.requires_grad_()
         with timers("forward"):
-            out = model(*batches[i], hidden)
+            out, aux = model(*batches[i], hidden)
         if model.is_last:
             out = out / tokens  # the one division
             loss = loss + out.detach()
-        flying.append((hidden, out))
+        flying.append((hidden, out, aux / (n * mesh.dp.size)))  # balancing losses: the mean over micro-batches
         return out.detach()
 
     def backward(grad):
         nonlocal done
         done += 1
         dp.last = done == n  # only the last backward completes the sums
-        hidden, out = flying.pop(0)
+        hidden, out, aux = flying.pop(0)
+        ends, grads = [out], [scale if model.is_last else grad]
+        if aux.requires_grad:
+            ends, grads = [out, aux], [*grads, None if scale is None else scale.to(aux.dtype)]
         with timers("backward"):
-            out.backward(scale if model.is_last else grad)
+            torch.autograd.backward(ends, grads)
         return None if hidden is None else hidden.grad
 
     warm = min(stages - stage - 1, n)
@@ -99,8 +103,24 @@ def forward_only(model, mesh, batches):
     total = torch.zeros((), device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
     for x, y in batches:
         link = Link(mesh.pp, (x.numel() // mesh.tp.size, model.cfg.n_embd), weight.dtype, weight.device)
-        out = model(x, y, link.swap(link.prev, receive=True))
+        out, _ = model(x, y, link.swap(link.prev, receive=True))
         if model.is_last:
             total += out
         link.swap(link.next, send=out)
     return total
+
+
+@torch.no_grad()
+def next_logits(model, tokens, cache):
+    """(copies, T) -> (vocab,) fp32 on the host of every rank: through all stages, then back to all from the last."""
+    mesh, weight = model.mesh, next(model.parameters())
+    link = Link(mesh.pp, (tokens.numel() // mesh.tp.size, model.cfg.n_embd), weight.dtype, weight.device)
+    hidden = link.swap(link.prev, receive=True)
+    if model.is_last:
+        logits = last_logits(model, tokens, cache, hidden)
+    else:
+        link.swap(link.next, send=model(tokens, hidden=hidden, cache=cache)[0])
+        logits = torch.empty(model.vocab_size)
+    if mesh.pp.size > 1:
+        dist.broadcast(logits, mesh.pp.ranks[-1], group=mesh.pp.group)  # vocab fp32 on the host, from the last stage
+    return logits

@@ -33,6 +33,10 @@ def pieces(dp, opt, vectors=None, owned=True):
                     where = tuple(o + q for o, q in zip(offset, p.offset, strict=True))
                     out.append((prefix + name, own[low - b.mine.start:][:n].view(size), p.full_shape, where))
                     low += n
+    if "" in vectors and vectors[""] is opt.masters:  # what is not trained but steers: the routers' bias
+        for name, t in dp.buffers.items():
+            if not owned or zlib.crc32(name.encode()) % dp.stage.size == dp.stage.rank:
+                out.append((name, t, tuple(t.shape), (0,) * t.ndim))
     return out
 
 
@@ -62,7 +66,8 @@ class State:
     skip: list = dataclasses.field(default_factory=list)  # ends of the ranges to skip
 
 
-SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "norm", "mlp", "pos", "bias", "tied")
+SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "norm", "mlp", "pos", "bias", "tied",
+         "n_experts", "n_shared_experts")
 
 
 def save(cfg, mesh, dp, opt, out, state):
@@ -91,3 +96,21 @@ def load(cfg, dp, opt, path, data_id):
     opt.set_scaler(meta["scaler"])
     opt.publish()
     return State(**{f.name: meta[f.name] for f in dataclasses.fields(State)})
+
+
+def upcycle(model, opt, path):
+    """--init-from: a dense checkpoint's weights; its MLP goes into every expert, router and shared experts stay fresh
+    (sparse upcycling, arXiv:2212.05055). -> one line that says so. ValueError when the shapes differ."""
+    index = checkpoint.read_index(path)
+    wanted, copied = [], 0
+    for name, p in model.named_parameters():
+        if p.expert:
+            dense = name.replace(".moe.", ".mlp.") + ".weight"
+            wanted += [(dense, p.data[i], p.full_shape[1:], (0, 0)) for i in range(p.size(0))]
+            copied += 1
+        elif ".moe." not in name:
+            wanted.append((name, p.data, p.full_shape, p.offset))
+    checkpoint.load(path, wanted, index)
+    opt.reload()
+    return (f"upcycled {path}: each of {model.cfg.n_experts} experts starts as that model's MLP "
+            f"({copied} expert matrices on this rank), routers start fresh")

@@ -21,14 +21,15 @@ import torch.distributed as dist
 import checkpoint
 import data
 import log
+import moe
 from config import check_layout, parse, stage_layers
 from launch import Stop, agreed, env_rank, launch, shutdown
 from model import GPT, flops_per_token, generate, initialise
 from optim import Optimizer
 from parallel import DataParallel, broadcast_and_verify, make_mesh, untimed
-from pipeline import forward_backward, forward_only
+from pipeline import forward_backward, forward_only, next_logits
 from skip import Ranges
-from state import State, dump, load, save
+from state import State, dump, load, save, upcycle
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,8 +45,8 @@ def build(cfg, mesh, vocab_size, device, timers=untimed):
     torch.set_default_dtype(torch.float32)
     initialise(model, cfg.seed)
     if cfg.compile:
-        for block in model.blocks.values():
-            block.compile()
+        for block in model.blocks.values():  # the experts' row counts change from step to step: they stay eager
+            (block if block.moe is None else block.attn).compile()
     dp = DataParallel(model, mesh, cfg.zero, timers)
     return model, dp, Optimizer(dp, cfg, mesh)
 
@@ -82,12 +83,15 @@ def train_step(cfg, mesh, model, dp, opt, batches, step, full=True):
             micro = mesh.dp.rank * len(batches) + i
             torch.manual_seed(zlib.crc32(f"{cfg.seed}/{step}/{micro}/{mesh.pp.rank}/{mesh.tp.rank}".encode()))
     dp.begin()
+    moe.begin(model)
     tokens = len(batches) * mesh.dp.size * cfg.micro_batch * cfg.seq_len  # of the whole global batch
     loss = forward_backward(model, dp, mesh, batches, tokens, opt.scale, before, dp.timers)
     dp.finish()
     with dp.timers("norm"):
         totals = opt.totals(loss, full)
-    return totals, opt.step(learning_rate(cfg, step), totals[1])
+    refused = opt.step(learning_rate(cfg, step), totals[1])
+    moe.steer(model, cfg.router_bias_rate, refused)
+    return totals, refused
 
 
 def evaluate(cfg, mesh, model, source, batch, device):
@@ -165,7 +169,7 @@ def run(cfg, world):
 
     # 2) mesh, data, model
     with agreed(world):
-        mesh = make_mesh(world, cfg.tp, cfg.pp)
+        mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
         batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size  # sequences per optimizer step
         check_layout(cfg, mesh, batch)
         skip = Ranges(cfg.train_range_to_skip)
@@ -183,8 +187,11 @@ def run(cfg, world):
         dist.broadcast_object_list(found)  # one path from rank 0, over the world
     with agreed(world):
         if found[0] is None:
-            broadcast_and_verify(model, mesh.dp)
+            broadcast_and_verify(model, mesh)
             opt.reload()
+            if cfg.init_from:
+                note = upcycle(model, opt, cfg.init_from)
+                print(note if chief else "", end="\n" * chief, flush=True)
             state = State(data=data_id)
         else:
             state = load(cfg, dp, opt, found[0], data_id)
@@ -194,7 +201,7 @@ def run(cfg, world):
     if chief:
         n = sum(p.numel() for p in model.parameters())
         print(f"{f'resumed {found[0]}' if found[0] else 'started'}: {n:,} parameters on this rank, dp {mesh.dp.size} "
-              f"tp {cfg.tp} pp {cfg.pp} zero {cfg.zero}, {batch} x {cfg.seq_len} tokens per step, "
+              f"tp {cfg.tp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}, {batch} x {cfg.seq_len} tokens per step, "
               f"{train.n_samples:,} training samples" + (f", skipping steps {skip}" if skip.pairs else ""), flush=True)
 
     # 4) the training loop
@@ -230,7 +237,12 @@ def run(cfg, world):
                 state.nan_steps += int(refused.item())
                 refused.zero_()
                 row = measure(cfg, world, state, batch, totals, steps and ms, vocab_size)
-                row.update(timing(timers, steps, device, mesh), loss_scale=opt.scale and opt.scale.item())
+                row.update(timing(timers, steps, mesh), loss_scale=opt.scale and opt.scale.item())
+                if cfg.n_experts and totals is not None:
+                    experts = moe.summary(model, batch // cfg.micro_batch)
+                    row.update(log.expert_keys(experts))
+                    if chief:
+                        logger.experts(step, experts)
                 if step == first:
                     report_traffic(cfg, mesh, vocab_size, batch, chief)
                 if evals:
@@ -239,7 +251,7 @@ def run(cfg, world):
                 if chief:
                     logger.row(**row, time=time.time())
                 if evals and words:
-                    text = words.decode(generate(model, words.encode(cfg.prompt), 100, 0.8, 50, cfg.seed))
+                    text = words.decode(generate(model, words.encode(cfg.prompt), 100, 0.8, 50, cfg.seed, next_logits))
                     if chief:
                         print(f"--- {text}\n---", flush=True)
             stop.step_took(time.monotonic() - began)
@@ -312,7 +324,7 @@ def measure(cfg, world, state, batch, totals, ms, vocab_size):
     return row
 
 
-def timing(timers, steps, device, mesh):
+def timing(timers, steps, mesh):
     """{t_phase: ms per step, the slowest rank's}; empty without --timers."""
     if not timers.on:
         return {}

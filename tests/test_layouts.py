@@ -10,6 +10,7 @@ import pytest
 import torch
 from pool import run_ranks
 
+import moe
 import train
 from config import Config, check_layout
 from data import Synthetic
@@ -19,13 +20,30 @@ from state import pieces
 LLAMA = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, vocab_size=100, seq_len=8, norm="rms", mlp="swiglu",
              pos="rope", bias=False, tied=False, dtype="fp64", clip=0.05, lr=1e-2, warmup=0, steps=10, weight_decay=0.1)
 GPT2 = dict(LLAMA, n_kv_head=4, norm="layer", mlp="gelu", pos="learned", bias=True, tied=True)
+MOE = dict(LLAMA, n_experts=8, capacity_factor=0.0, top_k=2, aux_coef=0.02, z_coef=1e-3)
+CAPACITY = dict(MOE, capacity_factor=0.75, top_k=1)
+SIGMOID = dict(MOE, router="sigmoid", router_bias_rate=0.01, n_shared_experts=1, mlp="gelu", bias=True)
+MOE_FORWARD = moe.MoE.forward
 STEPS = 3
 
 
-def run(world, flags, batch):
-    """Train STEPS steps on synthetic tokens -> what this rank knows, as numpy."""
+def in_chunks(chunks):
+    """MoE.forward as `chunks` tp ranks would do it: routing of the whole micro-batch, capacity within each one's rows."""
+    def forward(self, x, again):
+        p, ids, aux = self.route(x)
+        parts = []
+        for xc, pc, ic in zip(x.chunk(chunks), p.chunk(chunks), ids.chunk(chunks), strict=True):
+            parts.append(self.experts(xc, pc, self.plan(pc, ic)))
+        y = torch.cat(parts)
+        return (y if self.shared is None else y + self.shared(x)), aux
+    return forward
+
+
+def run(world, flags, batch, chunks=1):
+    """Train STEPS steps on synthetic tokens -> what this rank knows, as numpy. chunks: tp ranks whose dropping to copy."""
     cfg = Config(**flags)
-    mesh = make_mesh(world, cfg.tp, cfg.pp)
+    moe.MoE.forward = in_chunks(chunks) if chunks > 1 else MOE_FORWARD
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     check_layout(cfg, mesh, batch)
     source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
@@ -42,6 +60,8 @@ def run(world, flags, batch):
         seen["totals"].append(totals.tolist())
     opt.wait()
     keep("end ", None)
+    if cfg.n_experts:
+        seen["experts"] = moe.summary(model, batch // cfg.micro_batch)
     seen["replicas"] = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
     seen["places"] = {n: (p.full_shape, p.offset) for n, p in model.named_parameters()}
     return seen
@@ -63,16 +83,17 @@ def assemble(results):
 references = {}
 
 
-def reference(flags, batch):
-    key = (tuple(sorted(flags.items())), batch)
+def reference(flags, batch, chunks):
+    key = (tuple(sorted(flags.items())), batch, chunks)
     if key not in references:
-        (seen,) = run_ranks(1, run, flags, batch)
-        references[key] = seen["totals"], assemble([seen])
+        (seen,) = run_ranks(1, run, flags, batch, chunks)
+        references[key] = seen["totals"], assemble([seen]), seen.get("experts")
     return references[key]
 
 
 def compare(base, n, batch, **layout):
-    totals, want = reference(dict(base), batch)
+    chunks = layout.get("tp", 1) if base.get("capacity_factor") else 1
+    totals, want, experts = reference(dict(base), batch, chunks)
     results = run_ranks(n, run, dict(base, **layout), batch)
     for seen in results:
         got, expected = np.array(seen["totals"]), np.array(totals)  # (steps, 4)
@@ -80,6 +101,11 @@ def compare(base, n, batch, **layout):
         # the key bias has gradient zero but for rounding (softmax ignores a shift), so its zeros come and go
         np.testing.assert_allclose(got[:, 2], expected[:, 2], atol=64 if base["bias"] else 0, err_msg="zero gradients")
         assert seen["totals"] == results[0]["totals"]  # the same bits on every rank: all decide alike
+    for layer, row in (experts or {}).items():  # load, dropped, aux, z, entropy: as logged, on every rank
+        assert not base["capacity_factor"] or row["dropped"] > 0, "nothing was dropped"
+        for seen in results:
+            for key, value in row.items():
+                np.testing.assert_allclose(seen["experts"][layer][key], value, rtol=1e-10, err_msg=f"layer {layer} {key}")
     got = assemble(results)
     assert got.keys() == want.keys()
     for name in want:
@@ -108,6 +134,34 @@ LAYOUTS = [  # ranks, sequences per step, layout; micro-batch 2
 def test_layout(family, n, batch, layout):
     base = dict(LLAMA if family == "llama" else GPT2, micro_batch=2)
     compare(base, n, batch, **layout)
+
+
+MOE_LAYOUTS = [
+    (2, 4, dict(ep=1)), (2, 4, dict(ep=2)), (4, 8, dict(ep=2, zero=1)), (4, 8, dict(ep=4)), (2, 4, dict(tp=2)),
+    (2, 4, dict(tp=2, ep=2, zero=1)), (4, 8, dict(tp=2, ep=2)), (4, 8, dict(tp=2, ep=4, zero=1)), (2, 6, dict(pp=2)),
+    (4, 8, dict(pp=2, ep=2, zero=1)), (4, 6, dict(pp=2, tp=2, ep=2)), (8, 12, dict(pp=2, tp=2, ep=4, zero=1)),
+]
+
+
+@pytest.mark.parametrize("family", ["dropless", "capacity"])
+@pytest.mark.parametrize("n,batch,layout", MOE_LAYOUTS, ids=lambda x: str(x).replace(" ", ""))
+def test_moe_layout(family, n, batch, layout):
+    compare(dict(MOE if family == "dropless" else CAPACITY, micro_batch=2), n, batch, **layout)
+
+
+def test_moe_variants():
+    compare(dict(CAPACITY, drop_policy="position", top_k=2, micro_batch=2), 4, 8, tp=2, ep=2, zero=1)
+    compare(dict(SIGMOID, micro_batch=2), 4, 8, tp=2, ep=4)
+    compare(dict(SIGMOID, micro_batch=2), 4, 8, pp=2, ep=2, zero=1)
+    compare(dict(MOE, router="softmax-topk", micro_batch=2), 4, 8, ep=4, recompute="full")
+    compare(dict(CAPACITY, micro_batch=2), 4, 8, pp=2, tp=2, ep=2, recompute="full")
+
+
+@pytest.mark.skipif("not config.getoption('--slow')", reason="ep 8 over 8 ranks is in the slow set: pytest --slow")
+@pytest.mark.parametrize("base", [MOE, CAPACITY], ids=["dropless", "capacity"])
+@pytest.mark.parametrize("layout", [dict(ep=8), dict(ep=8, zero=1), dict(tp=2, ep=8), dict(tp=4, ep=8, zero=1)], ids=str)
+def test_moe_eight_ranks(base, layout):
+    compare(dict(base, micro_batch=2), 8, 16, **layout)
 
 
 def test_pp_layers_and_recompute():

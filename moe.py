@@ -1,0 +1,313 @@
+"""Mixture of Experts: the MLP of a block, E times over, of which each token visits K.
+
+The rows (n, C) of a rank are its own share of the micro-batch already (dp by sequences, tp by rows), so experts need no
+tp: the ranks of a stage are viewed a second time as (edp, ep), and expert i lives on ep rank i // e. Four ranks, ep 4,
+four experts, every rank with rows for all of them; a letter is the expert a row wants:
+
+    rank 0   [a a b d]      sort by      [a a|b|.|d]      all_to_all     [aa a . a]   expert a runs on all of these
+    rank 1   [c a d d]      expert       [a|.|c|d d]      send block j   [b . bb .]   expert b
+    rank 2   [b b c c]     ---------->   [.|b b|c c|.]    to rank j      [. c cc c]   expert c
+    rank 3   [a c d d]                   [a|.|c|d d]     ------------>   [d dd . dd]  expert d
+and the same way back, after which each row is where it came from.
+
+    dropless   blocks as long as they are: sort, gather, uneven all_to_all, one grouped GEMM per matrix
+    capacity   every block padded or cut to the same length: even all_to_all, bmm, static shapes, tokens may be dropped
+"""
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+from parallel import all_to_all, parameter
+
+
+# -----------------------------------------------------------------------------
+# moving rows: dispatch and combine are each other's adjoint, so all four directions are gathers (no atomics)
+
+def take(x, index, holes):
+    """Rows of x (m, ...) by index; with holes, index m stands for a row of zeros."""
+    if not holes:
+        return x[index]
+    outside = index >= x.size(0)
+    return x[index.clamp(max=x.size(0) - 1)].masked_fill(outside.view(-1, *[1] * (x.ndim - 1)), 0)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Copy row i of x (n, C) to every slot that holds one of its K copies. -> (slots, C)"""
+
+    @staticmethod
+    def forward(ctx, x, src, slot, K, holes):
+        ctx.save_for_backward(src, slot)
+        ctx.K, ctx.holes = K, holes
+        return take(x, src // K, holes)  # an empty slot has src n*K: row n, which is a hole
+
+    @staticmethod
+    def backward(ctx, g):
+        src, slot = ctx.saved_tensors
+        return take(g, slot, ctx.holes).unflatten(0, (-1, ctx.K)).sum(1), None, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Sum the K copies of each row. (slots, C) -> (n, C)"""
+
+    @staticmethod
+    def forward(ctx, y, src, slot, K, holes):
+        ctx.save_for_backward(src, slot)
+        ctx.K, ctx.holes = K, holes
+        return take(y, slot, holes).unflatten(0, (-1, K)).sum(1)
+
+    @staticmethod
+    def backward(ctx, g):
+        src, slot = ctx.saved_tensors
+        return take(g, src // ctx.K, ctx.holes), None, None, None, None
+
+
+class Plan(NamedTuple):
+    """Where the N = n*K copies go. Copy c is choice c % K of row c // K."""
+    src: torch.Tensor     # (slots,) the copy in each slot, N where the slot is empty
+    slot: torch.Tensor    # (N,) the slot of each copy, `slots` where the copy is dropped
+    ends: torch.Tensor    # (e,) dropless: where each local expert's rows end among the R received
+    send: list | None     # dropless, ep > 1: rows to each ep rank, rows from each, and
+    receive: list | None
+    regroup: torch.Tensor | None    # (R,) received rows (by sender) -> by expert, and back
+    ungroup: torch.Tensor | None
+
+
+# -----------------------------------------------------------------------------
+# the experts' matrix products
+
+def grouped(x, w, ends):
+    """Row r of x (R, I) times the matrix of the expert whose run it is in: w (e, O, I), runs end at ends (e,) -> (R, O).
+    torch's grouped GEMM for bf16 on the GPU: one kernel, no synchronisation. Elsewhere an explicit loop, the oracle."""
+    if x.size(0) == 0:
+        return F.linear(x, w[0])  # no token chose this rank: zero rows, and a gradient of zero
+    if x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm"):
+        return F.grouped_mm(x, w.transpose(1, 2), offs=ends.to(torch.int32))
+    return grouped_loop(x, w, ends)
+
+
+def grouped_loop(x, w, ends):
+    stops = ends.tolist()  # sync point on a GPU
+    return torch.cat([F.linear(x[a:b], w[i]) for i, (a, b) in enumerate(zip([0, *stops[:-1]], stops, strict=True))])
+
+
+def batched(x, w, ends):
+    """x (e, rows, I) times w (e, O, I) -> (e, rows, O)"""
+    return torch.bmm(x, w.transpose(1, 2))
+
+
+# -----------------------------------------------------------------------------
+
+class Router(nn.Module):
+    """One score per expert; the bias only steers the choice (auxiliary-loss-free balancing, arXiv:2408.15664)."""
+
+    def __init__(self, cfg, mesh):
+        super().__init__()
+        self.weight = parameter((cfg.n_experts, cfg.n_embd), mesh)
+        steers = cfg.router == "sigmoid" and cfg.router_bias_rate > 0
+        self.register_buffer("bias", torch.zeros(cfg.n_experts, dtype=torch.float32) if steers else None)
+
+
+class MoE(nn.Module):
+    """In the place of the MLP: (n, C) -> (n, C), and this rank's part of the balancing losses."""
+
+    def __init__(self, cfg, mesh, shared):
+        super().__init__()
+        E, C, F_ = cfg.n_experts, cfg.n_embd, cfg.ffn_hidden
+        self.cfg, self.mesh, self.E, self.K, self.e = cfg, mesh, E, cfg.top_k, E // mesh.ep.size
+        self.router = Router(cfg, mesh)
+        self.w1 = parameter((E, F_, C), mesh, expert=True)  # (e, F, C)
+        self.w3 = parameter((E, F_, C), mesh, expert=True) if cfg.mlp == "swiglu" else None
+        self.w2 = parameter((E, C, F_), mesh, expert=True)  # (e, C, F)
+        self.shared = shared  # an MLP that every token visits, or None
+        self.stats = None  # (E + 4,) of the step so far: copies per expert, dropped copies, aux, z, router entropy
+
+    def forward(self, x, again):
+        """x (n, C); again(f, *args) runs f, and runs it again in backward under --recompute. -> (n, C), ()"""
+        p, ids, aux = self.route(x)  # never recomputed: a tie broken otherwise would change the splits
+        plan = self.plan(p, ids)
+        y = again(self.experts, x, p, plan)
+        return (y if self.shared is None else y + again(self.shared, x)), aux
+
+    # ---- who goes where
+
+    def route(self, x):
+        """x (n, C) -> gates p (n, K) in x's dtype, experts ids (n, K), this rank's part of the weighted aux and z losses.
+        Scores are in at least fp32. A tie goes to the expert with the lower number."""
+        cfg, E, K = self.cfg, self.E, self.K
+        wide = torch.promote_types(x.dtype, torch.float32)
+        logits = x.to(wide) @ self.router.weight.to(wide).T  # (n, E)
+        if cfg.router == "sigmoid":
+            scores = logits.sigmoid()
+            share = scores / scores.sum(1, keepdim=True)  # what the aux loss balances
+            ids = top_k(scores if self.router.bias is None else scores + self.router.bias, K)
+            p = scores.gather(1, ids)
+            p = p / p.sum(1, keepdim=True) if K > 1 else p
+        else:
+            share = logits.softmax(1)
+            ids = top_k(share, K)
+            p = share.gather(1, ids) if cfg.router == "softmax" else logits.gather(1, ids).softmax(1)
+        return p.to(x.dtype), ids, self.balance(logits, share, ids)
+
+    def balance(self, logits, share, ids):
+        """Switch load-balancing loss, arXiv:2101.03961 eq. 4-6, on Megatron-LM's scale: 1 when balanced, E/K when all go to
+        K experts; and the z-loss, arXiv:2202.08906 eq. 5. Each tp rank holds a part; the parts add up to the micro-batch's.
+        Counted before anything is dropped, without the router's bias."""
+        n, E, K, tp = share.size(0), self.E, self.K, self.mesh.tp
+        chosen = count(ids if self.router.bias is None else top_k(share, K), E)  # (E,)
+        load = chosen if self.router.bias is None else count(ids, E)
+        whole = chosen.to(share.dtype)
+        if tp.size > 1:
+            tp.count("all-reduce", whole)
+            dist.all_reduce(whole, group=tp.group)  # SUM of E counts, over tp: the ranks that share this micro-batch
+        rows = n * tp.size
+        aux = (share.sum(0) * whole).sum() * E / (K * rows * rows)
+        z = logits.logsumexp(1).square().sum() / rows
+        with torch.no_grad():
+            if self.stats is None:
+                self.stats = torch.zeros(E + 4, dtype=torch.float64, device=share.device)
+            entropy = -(share * share.clamp(min=1e-30).log()).sum() / rows
+            self.stats[:E] += load
+            self.stats[E + 1:] += torch.stack([aux, z, entropy]).double()
+        return self.cfg.aux_coef * aux + self.cfg.z_coef * z
+
+    def plan(self, p, ids):
+        return self.plan_capacity(p, ids) if self.cfg.capacity_factor > 0 else self.plan_dropless(ids)
+
+    def plan_dropless(self, ids):
+        ep, e = self.mesh.ep, self.e
+        flat = ids.flatten()  # (N,)
+        order = flat.argsort(stable=True)
+        slot = inverse(order)
+        ends = torch.searchsorted(flat[order], torch.arange(self.E, device=flat.device), right=True)  # (E,)
+        if ep.size == 1:
+            return Plan(order, slot, ends, None, None, None, None)  # static shapes, no synchronisation
+        counts = ends.diff(prepend=ends.new_zeros(1))  # (E,)
+        theirs = all_to_all(counts, ep).view(ep.size, e)  # (ep, e): rows from each rank for each of my experts
+        send, receive = torch.stack([counts.view(ep.size, e).sum(1), theirs.sum(1)]).tolist()  # sync point, the only one
+        owner = torch.arange(e, device=flat.device).repeat(ep.size)  # rows come by sender, and by expert within
+        expert = owner.repeat_interleave(theirs.flatten(), output_size=sum(receive))  # (R,)
+        regroup = expert.argsort(stable=True)
+        return Plan(order, slot, theirs.sum(0).cumsum(0), send, receive, regroup, inverse(regroup))
+
+    def plan_capacity(self, p, ids):
+        """At most `capacity` copies per expert from this rank: of its own rows, so tp and micro-batch change who is dropped
+        (as in Megatron-LM). probs keeps the largest gates, position the first come; ties go to the earlier row."""
+        flat, N = ids.flatten(), ids.numel()
+        room = self.capacity(ids.size(0))
+        if self.cfg.drop_policy == "probs":
+            by_gate = p.detach().flatten().argsort(descending=True, stable=True)
+            order = by_gate[flat[by_gate].argsort(stable=True)]  # by expert, the largest gates first
+        else:
+            order = flat.argsort(stable=True)  # by expert, in the order of the rows
+        ordered = flat[order]
+        starts = torch.searchsorted(ordered, torch.arange(self.E, device=flat.device))  # (E,)
+        place = torch.arange(N, device=flat.device) - starts[ordered]  # (N,) place in the expert's queue
+        slots = self.E * room
+        target = torch.where(place < room, ordered * room + place, slots)  # (N,) of the ordered copies
+        slot = torch.empty_like(target).scatter_(0, order, target)
+        src = torch.full((slots + 1,), N, device=flat.device).scatter_(0, target, order)[:slots]
+        with torch.no_grad():
+            self.stats[self.E] += (slot == slots).sum()
+        return Plan(src, slot, None, None, None, None, None)
+
+    def capacity(self, n):
+        return min(math.ceil(n * self.K / self.E * self.cfg.capacity_factor), n)
+
+    # ---- there, through the experts, and back
+
+    def experts(self, x, p, plan):
+        """x (n, C), p (n, K) -> (n, C): sum over the K choices of gate * expert(row)."""
+        ep, K, holes = self.mesh.ep, self.K, self.cfg.capacity_factor > 0
+        xs = _Dispatch.apply(x, plan.src, plan.slot, K, holes)  # (slots, C), by expert
+        ps = _Dispatch.apply(p.flatten(), plan.src, plan.slot, 1, holes)  # (slots,)
+        if holes:
+            room = xs.size(0) // self.E
+            # (E*room, C) -> by sender (ep, e, room, C) -> by expert (e, ep*room, C)
+            xs, ps = (all_to_all(t, ep).unflatten(0, (ep.size, self.e, room)).transpose(0, 1).flatten(1, 2)
+                      for t in (xs, ps))
+            y = self.ffn(batched, xs, ps, None).unflatten(1, (ep.size, room)).transpose(0, 1).flatten(0, 2)
+            y = all_to_all(y, ep)  # (E*room, C)
+        elif ep.size == 1:
+            y = self.ffn(grouped, xs, ps, plan.ends)  # (N, C)
+        else:
+            xs, ps = (all_to_all(t, ep, plan.send, plan.receive) for t in (xs, ps))  # (R, C), (R,)
+            xs, ps = (_Dispatch.apply(t, plan.regroup, plan.ungroup, 1, False) for t in (xs, ps))
+            y = self.ffn(grouped, xs, ps, plan.ends)
+            y = _Dispatch.apply(y, plan.ungroup, plan.regroup, 1, False)
+            y = all_to_all(y, ep, plan.receive, plan.send)  # (N, C)
+        return _Combine.apply(y, plan.src, plan.slot, K, holes)
+
+    def ffn(self, product, x, p, ends):
+        """The gate multiplies the hidden layer: w2 (p h) = p (w2 h), and no expert output is kept for its gradient."""
+        h = product(x, self.w1, ends)
+        h = F.gelu(h) if self.w3 is None else F.silu(h) * product(x, self.w3, ends)
+        return product(h * p.unsqueeze(-1), self.w2, ends)
+
+
+def top_k(scores, K):
+    """-> (n, K) columns of the K largest, largest first; among equals the lowest column (torch.topk leaves that open)."""
+    rest, picked = scores.detach(), []
+    for _ in range(K):
+        i = rest.max(1).indices  # the first of the largest
+        picked.append(i)
+        rest = rest.scatter(1, i.unsqueeze(1), -torch.inf)
+    return torch.stack(picked, 1)
+
+
+def count(ids, E):
+    """-> (E,) how often each expert stands in ids; bincount would synchronise."""
+    flat = ids.flatten()
+    return torch.zeros(E, dtype=torch.int64, device=ids.device).scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def inverse(order):
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+
+
+# -----------------------------------------------------------------------------
+# after a step
+
+def layers(model):
+    return {int(i): block.moe for i, block in model.blocks.items() if block.moe is not None}
+
+
+def begin(model):
+    """A new step: nothing has been counted."""
+    for moe in layers(model).values():
+        if moe.stats is not None:
+            moe.stats.zero_()
+
+
+@torch.no_grad()
+def steer(model, rate, refused):
+    """Auxiliary-loss-free balancing: each expert's bias moves by `rate` towards the mean load of the whole global batch.
+    refused: () 1.0 where the step was not taken, then nothing moves."""
+    for moe in layers(model).values():
+        if moe.router.bias is not None:
+            load = moe.stats[:moe.E].clone()
+            if moe.mesh.stage.size > 1:
+                dist.all_reduce(load, group=moe.mesh.stage.group)  # SUM of E counts, over the stage
+            moe.router.bias += rate * (load.mean() - load).sign().float() * (1 - refused)
+
+
+@torch.no_grad()
+def summary(model, micro_batches):
+    """Per layer, of the step just done: {layer: {load: [E fractions of the copies], dropped, aux, z, entropy}}, on every
+    rank. micro_batches: of the whole global batch. One fixed-size tensor, so a stage without experts takes part too."""
+    cfg, mesh = model.cfg, model.mesh
+    E = cfg.n_experts
+    table = torch.zeros(cfg.n_layer, E + 4, dtype=torch.float64, device=next(model.parameters()).device)
+    for i, moe in layers(model).items():
+        table[i] = moe.stats
+    if mesh.world.size > 1:
+        dist.all_reduce(table, group=mesh.world.group)  # SUM of L*(E+4) numbers, over the world
+    out = {}
+    for i, row in enumerate(table.tolist()):
+        copies = sum(row[:E])
+        out[i] = {"load": [c / copies for c in row[:E]], "dropped": row[E] / copies,
+                  **{k: v / micro_batches for k, v in zip(("aux", "z", "entropy"), row[E + 1:], strict=True)}}
+    return out
