@@ -1,0 +1,169 @@
+"""The bench folder: collectives by hand equal the library's, the smoke test's numbers equal plain torch."""
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pool import ROOT, run_ranks
+
+sys.path.insert(0, str(ROOT / "bench"))  # also in the ranks of the pool, which import this module
+
+import collectives
+import smoke
+
+from parallel import make_mesh
+
+
+def every_collective(world, tp):
+    """-> number of comparisons: by hand, library, formula; on every axis, first and last root."""
+    mesh, done = make_mesh(world, tp=tp), 0
+    for axis in {a.ranks: a for a in (mesh.world, mesh.dp, mesh.tp) if a.size > 1}.values():
+        for name, fn in collectives.HAND.items():
+            rooted = {"root": axis.size - 1} if name in ("reduce", "broadcast", "scatter") else {}
+            for count, root in ((axis.size, {}), (axis.size * 1000, {}), (axis.size * 7, rooted)):
+                x, want = collectives.answer(name, axis, count, world.device, **root)
+                theirs = collectives.library(name, x.clone(), axis, **root)
+                ours = fn(x, axis, **root)
+                if want is not None:  # a reduce is defined at its root only
+                    torch.testing.assert_close(ours, want, rtol=0, atol=0)
+                    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+                    done += 1
+        uneven = torch.full((axis.size * 3 + 1,), 1.0 + axis.rank)  # does not divide by the ranks
+        total = axis.size * (axis.size + 1) / 2
+        torch.testing.assert_close(collectives.all_reduce(uneven, axis), torch.full_like(uneven, total))
+    return done
+
+
+@pytest.mark.parametrize("n,tp", [(2, 1), (3, 1), (4, 2)])
+def test_collectives_by_hand_equal_the_librarys(n, tp):
+    axes = 3 if tp > 1 else 1
+    assert min(run_ranks(n, every_collective, tp)) >= axes * 6 * 3
+
+
+def mesh_and_a_wrong_one(world):
+    """run() with an all-to-all that moves nothing -> (good before, table, rows, right, what was said)"""
+    said, args = [], SimpleNamespace(tp=2, pp=1, ep=1, sizes=[64], iters=1, json=None)
+    good = collectives.run(world, args, said.append)[2]
+    kept = collectives.HAND["all-to-all"]
+    collectives.HAND["all-to-all"] = lambda x, axis: x
+    try:
+        return good, *collectives.run(world, args, said.append), said
+    finally:
+        collectives.HAND["all-to-all"] = kept
+
+
+def test_mesh_experiment_factors_and_a_wrong_collective():
+    good, table, rows, right, said = run_ranks(4, mesh_and_a_wrong_one)[0]
+    assert good and not right
+    assert table["dp"] == {(0, 2): [2, 2], (1, 3): [4, 4]} and table["tp"] == {(0, 1): [1, 1], (2, 3): [5, 5]}
+    assert {(r["collective"], r["version"]) for r in rows if not r["ok"]} == {("all-to-all", "hand")}
+    assert any("WRONG" in line for line in said) and "axis" in said[0] and "dp     [0, 2] [1, 3]" in said[2]
+    factor = {r["collective"]: r["busbw"] / r["algbw"] for r in rows if r["ranks"] == 4}
+    assert factor == pytest.approx({"all-reduce": 1.5, "reduce": 1, "broadcast": 1, "all-gather": .75,
+                                    "reduce-scatter": .75, "scatter": .75, "all-to-all": .75})
+
+
+def smoke_and_plain(world):
+    """-> losses of smoke.train on these ranks, of one process with all batches; how far apart they end"""
+    args, mesh = SimpleNamespace(iters=4, batch=8, lr=1e-3, seed=3), make_mesh(world)
+    model, dp, adam = smoke.build(world, mesh, args)
+    w = smoke.WIDTHS
+    layers = [m for a, b in zip(w, w[1:], strict=False) for m in (torch.nn.Linear(a, b), torch.nn.ReLU())]
+    plain = torch.nn.Sequential(*layers[:-1])
+    plain.load_state_dict(model.state_dict())
+    rows = smoke.train(world, model, dp, adam, args)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=args.lr)
+    data = [torch.Generator().manual_seed(args.seed + r) for r in range(world.size)]
+    losses = []
+    for i in range(args.iters + 1):  # the first is the warm-up, which must not learn
+        x = torch.cat([torch.rand(args.batch, 128, generator=g) for g in data])
+        loss = (plain(x) - x).square().sum() / world.size
+        optimizer.zero_grad()
+        loss.backward()
+        if i:
+            optimizer.step()
+            losses.append(loss.item())
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    apart = max((a - b).abs().max().item() for a, b in pairs)
+    return [r["loss"] for r in rows], losses, apart, smoke.replicas_equal(model, mesh), rows[0]["dt"] > 0
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_smoke_trains_as_plain_torch_does(n):
+    for ours, plain, apart, same, timed in run_ranks(n, smoke_and_plain):
+        assert ours == pytest.approx(plain, rel=1e-5) and apart < 1e-5 and same and timed
+
+
+def one_differs(world):
+    model = torch.nn.Linear(3, 3)
+    torch.nn.init.constant_(model.weight, 1.0 + (world.rank == 1))
+    torch.nn.init.zeros_(model.bias)
+    return smoke.replicas_equal(model, make_mesh(world))
+
+
+def test_smoke_sees_replicas_that_differ():
+    assert run_ranks(2, one_differs) == [False, False]
+
+
+def test_smoke_under_mpiexec(tmp_path):
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    if not mpiexec.exists():
+        pytest.skip("no mpiexec beside this python (pip install mpich mpi4py)")
+    flags = ["--iters", "5", "--log-every", "1", "--wandb", "off", "--out", "deep/er"]
+    done = subprocess.run([mpiexec, "-n", "2", sys.executable, ROOT / "bench/smoke.py", *flags],
+                          cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    text, n = done.stdout, r"[0-9.e+]+"
+    assert done.returncode == 0, done.stderr
+    assert text.count("[node ") == 1 and "all_reduce of rank ids 0..1: 1, expected 1: ok" in text
+    assert re.findall(rf"^iter=(\d+) loss={n} sps={n} dt={n} dtf={n} dtb={n}$", text, re.M) == list("12345")
+    assert "equal bit for bit" in text
+    training, whole = map(float, re.search(r"training ([\d.]+) s, whole run ([\d.]+) s\n$", text).groups())
+    assert 0 < training < whole  # not their sizes: a busy machine is not a bug
+    out = tmp_path / "deep/er"
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [r["iter"] for r in rows] == [1, 2, 3, 4, 5] and rows[-1]["loss"] < rows[0]["loss"]
+    assert all(r["dtf"] <= r["dt"] <= (r["dtf"] + r["dtb"]) * 1.00001 for r in rows)
+    for name in ("loss", "sps", "dt", "dtf", "dtb"):
+        assert f"{name} by iter" in (out / f"{name}.txt").read_text() and f"{name} by iter" in text
+    assert "smoke.py" in (out / "profile.txt").read_text()
+    assert "<html" in (out / "profile.html").read_text()[:500]
+
+
+def test_missing_or_failing_packages_cost_one_line(tmp_path, monkeypatch, capsys):
+    for name in ("plotext", "pyinstrument", "wandb"):
+        monkeypatch.setitem(sys.modules, name, None)  # import raises ImportError
+    rows = [dict.fromkeys(("iter", *smoke.METRICS), 1)]
+    args = SimpleNamespace(out=tmp_path, wandb="offline", batch=1, lr=1, seed=0)
+    smoke.plots(rows, tmp_path)
+    with smoke.profiled(tmp_path):
+        pass
+    smoke.to_wandb(rows, args, 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["plotext", "pyinstrument", "wandb"]
+    assert all("is not installed" in line for line in lines) and not list(tmp_path.iterdir())
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=None, Settings=lambda **kw: None))
+    smoke.to_wandb(rows, args, 1)  # None is not callable: a failure inside wandb
+    assert capsys.readouterr().out.count("going on without it") == 1
+
+
+@pytest.mark.parametrize("main,argv,words", [
+    (smoke.main, ["--itres", "5"], "perhaps you meant --iters"), (smoke.main, ["--iters", "0"], "at least 1"),
+    (collectives.main, ["--sizes", "3Q"], "3Q"), (collectives.main, ["--tp", "two"], "two")])
+def test_wrong_flags_are_one_line(main, argv, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1 and words in said
+
+
+def test_one_rank_has_nothing_to_measure(capsys):
+    collectives.main([])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("one rank: nothing to measure")
+
+
+def test_sizes():
+    assert [collectives.bytes_of(t) for t in ("64", "4K", "16m", "1G", "8B")] == [64, 4096, 2**24, 2**30, 8]
