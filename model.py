@@ -18,6 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from fused import LinearCrossEntropy
 from moe import MoE
 from parallel import gather_rows, parameter, scatter_rows, vocab_cross_entropy, vocab_embedding
 
@@ -78,6 +79,18 @@ def rotate(x, cos, sin):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
 
 
+def together(x, layers):
+    """Several column linears of the same input as one matrix product -> one output per layer. Gluing the weights costs
+    their bytes, a fraction of what reading x once more would."""
+    weight = torch.cat([layer.weight[rows] for layer, rows in layers])
+    bias = None if layers[0][0].bias is None else torch.cat([layer.bias[rows] for layer, rows in layers])
+    sizes = [len(range(*rows.indices(layer.weight.size(0)))) for layer, rows in layers]
+    return F.linear(x, weight, bias).split(sizes, dim=-1)
+
+
+ALL = slice(None)
+
+
 class Attention(nn.Module):
     """Causal self-attention; the query heads are dealt over tp, and the key/value heads too. Where tp exceeds the
     key/value heads their weights are replicated and each rank uses the one head its queries belong to."""
@@ -89,7 +102,8 @@ class Attention(nn.Module):
         G, width = cfg.n_kv_head, cfg.n_kv_head * self.D
         deal = G % mesh.tp.size == 0
         self.g = G // mesh.tp.size if deal else 1
-        self.kv = None if deal else slice(*(self.D * (mesh.tp.rank * G // mesh.tp.size + i) for i in (0, 1)))
+        first = mesh.tp.rank * G // mesh.tp.size * self.D  # of this rank's one head among the replicated ones
+        self.kv = ALL if deal else slice(first, first + self.D)
         self.wq = ColumnLinear(cfg.n_embd, cfg.n_embd, cfg.bias, mesh)
         self.wk = ColumnLinear(cfg.n_embd, width, cfg.bias, mesh, shard=deal)
         self.wv = ColumnLinear(cfg.n_embd, width, cfg.bias, mesh, shard=deal)
@@ -97,8 +111,8 @@ class Attention(nn.Module):
 
     def forward(self, x, T, cos, sin, cache=None):  # (n, C) -> (n, C)
         x = gather_rows(x, self.mesh.tp)  # (B*T, C): every rank sees all tokens, for its own heads
-        q = self.wq(x).view(-1, T, self.h, self.D).transpose(1, 2)  # (B, h, T, D)
-        k, v = (self._kv(w, x).view(-1, T, self.g, self.D).transpose(1, 2) for w in (self.wk, self.wv))  # (B, g, T, D)
+        parts = together(x, [(self.wq, ALL), (self.wk, self.kv), (self.wv, self.kv)])  # (B*T, h*D), twice (B*T, g*D)
+        q, k, v = (t.view(-1, T, t.size(1) // self.D, self.D).transpose(1, 2) for t in parts)  # (B, h, T, D), (B, g, T, D)
         if self.rope:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
@@ -106,11 +120,6 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=k.size(2) == T, enable_gqa=self.h != self.g,
                                            dropout_p=self.dropout if self.training else 0.0)  # (B, h, T, D)
         return self.wo(y.transpose(1, 2).reshape(-1, self.h * self.D))  # (B*T, h*D) -> (n, C)
-
-    def _kv(self, w, x):
-        if self.kv is None:
-            return w(x)
-        return F.linear(x, w.weight[self.kv], None if w.bias is None else w.bias[self.kv])
 
 
 class MLP(nn.Module):
@@ -125,8 +134,10 @@ class MLP(nn.Module):
 
     def forward(self, x):  # (n, C) -> (n, C)
         x = gather_rows(x, self.tp)  # (B*T, C)
-        x = F.gelu(self.w1(x)) if self.w3 is None else F.silu(self.w1(x)) * self.w3(x)  # (B*T, f)
-        return self.w2(x)
+        if self.w3 is None:
+            return self.w2(F.gelu(self.w1(x)))
+        gate, up = together(x, [(self.w1, ALL), (self.w3, ALL)])  # (B*T, f) each
+        return self.w2(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -212,7 +223,8 @@ class GPT(nn.Module):
         aux = torch.zeros((), device=tokens.device)
         for block in self.blocks.values():
             self.arrive(block)
-            x, more = block(x, T, cos, sin, cache)
+            # .forward: generation, whose shapes change with every token, goes past torch.compile
+            x, more = block(x, T, cos, sin) if cache is None else block.forward(x, T, cos, sin, cache)
             aux = aux if more is None else aux + more
         if cache is not None:
             cache.length += T
@@ -221,6 +233,8 @@ class GPT(nn.Module):
         head = self.wte if self.head is None else self.head
         self.arrive(self.norm), self.arrive(head)
         x = gather_rows(self.norm(x), self.mesh.tp)  # (B*T, C)
+        if targets is not None and x.is_cuda and self.mesh.tp.size == 1:
+            return LinearCrossEntropy.apply(x, head.weight, targets.reshape(-1), self.vocab_size), aux
         logits = F.linear(x, head.weight)  # (B*T, v)
         if targets is None:
             return logits, aux
