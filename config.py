@@ -61,6 +61,7 @@ class Config:
     clip: float = 1.0  # largest global gradient norm; 0 never clips
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"  # weights and activations; masters and sums at least fp32
     compile: bool = False  # torch.compile each block
+    cuda_graph: bool = True  # on a GPU, replay forward and backward as one CUDA graph where shapes are static
     # run
     data: str = "data/stdlib"  # directory that prepare.py made, or "synthetic"
     out: str = ""  # directory of the run's files; default out/PRESET

@@ -1,58 +1,27 @@
-"""Head and cross-entropy in one autograd function: the logits are written once and read twice.
+"""Where plain autograd moves large tensors too often: the head with its cross-entropy, and SwiGLU.
 
-At 128,256 words the logits of 16,384 tokens are 4.2 GB in bf16. Plain autograd writes them, their fp32 copy, the softmax
-and its gradient. Here one kernel reads a row (it stays in the cache between its two passes), leaves the loss, and puts
-softmax - onehot where the logits were; the scalar that backward brings is applied to the small matrices beside it.
-cross_entropy_rows_torch is the kernel's slow twin; tests and CPUs use it.
+Each has a Triton kernel (kernels.py, on a GPU) and a torch twin here, which tests compare and CPUs use.
 """
 import torch
 import torch.nn.functional as F
 
 
-def _kernel():
-    """Compiled on first use: a laptop has no triton."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def kernel(z_ptr, target_ptr, loss_ptr, used, width, BLOCK: tl.constexpr):
-        row = tl.program_id(0).to(tl.int64)
-        z_ptr += row * width
-        target = tl.load(target_ptr + row)
-        cols = tl.arange(0, BLOCK)
-        # pass 1: running maximum and sum of exponentials, one pair per lane, joined at the end
-        top = tl.full([BLOCK], -float("inf"), tl.float32)
-        total = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, used, BLOCK):
-            z = tl.load(z_ptr + start + cols, mask=start + cols < used, other=-float("inf")).to(tl.float32)
-            new = tl.maximum(top, z)
-            # a lane that has seen no word yet has top = new = -inf: its difference is taken as 0
-            total = total * tl.exp(tl.where(new == top, 0.0, top - new)) + tl.where(z == -float("inf"), 0.0, tl.exp(z - new))
-            top = new
-        best = tl.max(top, axis=0)
-        lse = best + tl.log(tl.sum(total * tl.exp(top - best), axis=0))
-        tl.store(loss_ptr + row, lse - tl.load(z_ptr + target).to(tl.float32))
-        # pass 2: softmax - onehot in the place of the logits, zero in the padding
-        for start in range(0, width, BLOCK):
-            at = start + cols
-            z = tl.load(z_ptr + at, mask=at < used, other=-float("inf")).to(tl.float32)
-            g = tl.exp(z - lse) - tl.where(at == target, 1.0, 0.0)
-            tl.store(z_ptr + at, g.to(z_ptr.dtype.element_ty), mask=at < width)
-
-    return kernel
+def on_gpu(x):
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
-_compiled = []
-
+# -----------------------------------------------------------------------------
+# head and cross-entropy. at 128,256 words the logits of 16,384 tokens are 4.2 GB in bf16; plain autograd writes them, an
+# fp32 copy, the softmax and its gradient. here they are written once, read once, and overwritten by softmax - onehot; the
+# scalar that backward brings is applied to the small matrices beside them
 
 def cross_entropy_rows(z, target, used):
     """z (N, V) logits of which `used` columns are words, target (N,) -> (N,) fp32 losses; z becomes softmax - onehot."""
-    if not z.is_cuda:
+    if not on_gpu(z):
         return cross_entropy_rows_torch(z, target, used)
-    if not _compiled:
-        _compiled.append(_kernel())
+    import kernels
     loss = torch.empty(z.size(0), dtype=torch.float32, device=z.device)
-    _compiled[0][(z.size(0),)](z, target, loss, used, z.size(1), BLOCK=4096, num_warps=8)
+    kernels.cross_entropy[(z.size(0),)](z, target, loss, used, z.size(1), ROWS=4, BLOCK=2048, num_warps=8)
     return loss
 
 
@@ -68,7 +37,7 @@ def cross_entropy_rows_torch(z, target, used):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """x (N, C), w (V, C), target (N,) int64, used <= V words -> () sum of the cross-entropy in nats, fp32."""
+    """x (N, C), w (V, C), target (N,) int64, used <= V words -> () sum of the cross-entropy in nats, at least fp32."""
 
     @staticmethod
     def forward(ctx, x, w, target, used):
@@ -79,5 +48,42 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        x, w, z = ctx.saved_tensors  # z is softmax - onehot
+        x, w, z = ctx.saved_tensors  # z is softmax - onehot by now
         return g.to(x.dtype) * (z @ w), z.T @ (g.to(x.dtype) * x), None, None
+
+
+# -----------------------------------------------------------------------------
+# SwiGLU of the glued product y = gate | up. autograd would make the gradients of the two halves and then copy them together
+
+def swiglu_torch(y, p=None):
+    gate, up = y.chunk(2, dim=-1)
+    h = F.silu(gate) * up
+    return h if p is None else h * p.unsqueeze(-1)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, p):
+        import kernels
+        ctx.save_for_backward(y, p)
+        h = y.new_empty(y.size(0), y.size(1) // 2)
+        if len(y):
+            kernels.swiglu[(len(y),)](y, y if p is None else p, h, h.size(1), GATED=p is not None, BLOCK=1024, num_warps=4)
+        return h
+
+    @staticmethod
+    def backward(ctx, dh):
+        import kernels
+        y, p = ctx.saved_tensors
+        dh, dy = dh.contiguous(), torch.empty_like(y)
+        dp = None if p is None else torch.empty_like(p)
+        if len(y):
+            some = y if p is None else p
+            kernels.swiglu_backward[(len(y),)](y, some, dh, dy, some if p is None else dp, dh.size(1), GATED=p is not None,
+                                               BLOCK=1024, num_warps=4)
+        return dy, dp
+
+
+def swiglu(y, p=None):
+    """y (R, 2f) = gate | up -> silu(gate) * up (R, f), each row times p (R,) if given."""
+    return _SwiGLU.apply(y, p) if on_gpu(y) else swiglu_torch(y, p)

@@ -18,7 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fused import LinearCrossEntropy
+from fused import LinearCrossEntropy, swiglu
 from moe import MoE
 from parallel import gather_rows, parameter, scatter_rows, vocab_cross_entropy, vocab_embedding
 
@@ -80,12 +80,11 @@ def rotate(x, cos, sin):
 
 
 def together(x, layers):
-    """Several column linears of the same input as one matrix product -> one output per layer. Gluing the weights costs
-    their bytes, a fraction of what reading x once more would."""
+    """Several column linears of the same input as one matrix product, their outputs side by side. Gluing the weights
+    costs their bytes, a fraction of what reading x once more would."""
     weight = torch.cat([layer.weight[rows] for layer, rows in layers])
     bias = None if layers[0][0].bias is None else torch.cat([layer.bias[rows] for layer, rows in layers])
-    sizes = [len(range(*rows.indices(layer.weight.size(0)))) for layer, rows in layers]
-    return F.linear(x, weight, bias).split(sizes, dim=-1)
+    return F.linear(x, weight, bias)
 
 
 ALL = slice(None)
@@ -111,10 +110,11 @@ class Attention(nn.Module):
 
     def forward(self, x, T, cos, sin, cache=None):  # (n, C) -> (n, C)
         x = gather_rows(x, self.mesh.tp)  # (B*T, C): every rank sees all tokens, for its own heads
-        parts = together(x, [(self.wq, ALL), (self.wk, self.kv), (self.wv, self.kv)])  # (B*T, h*D), twice (B*T, g*D)
-        q, k, v = (t.view(-1, T, t.size(1) // self.D, self.D).transpose(1, 2) for t in parts)  # (B, h, T, D), (B, g, T, D)
-        if self.rope:
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        x = together(x, [(self.wq, ALL), (self.wk, self.kv), (self.wv, self.kv)])  # (B*T, (h + 2g)*D)
+        x = x.view(-1, T, self.h + 2 * self.g, self.D).transpose(1, 2)  # (B, h + 2g, T, D)
+        qk, v = x.split([self.h + self.g, self.g], dim=1)
+        qk = rotate(qk, cos, sin) if self.rope else qk
+        q, k = qk.split([self.h, self.g], dim=1)  # (B, h, T, D), (B, g, T, D) like v
         if cache is not None:
             k, v = cache.append(self, k, v)  # (B, g, positions so far, D)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=k.size(2) == T, enable_gqa=self.h != self.g,
@@ -136,8 +136,7 @@ class MLP(nn.Module):
         x = gather_rows(x, self.tp)  # (B*T, C)
         if self.w3 is None:
             return self.w2(F.gelu(self.w1(x)))
-        gate, up = together(x, [(self.w1, ALL), (self.w3, ALL)])  # (B*T, f) each
-        return self.w2(F.silu(gate) * up)
+        return self.w2(swiglu(together(x, [(self.w1, ALL), (self.w3, ALL)])))  # (B*T, 2f) -> (B*T, f)
 
 
 class Block(nn.Module):

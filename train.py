@@ -23,6 +23,7 @@ import data
 import log
 import moe
 from config import check_layout, parse, stage_layers
+from graph import Graph, static_shapes
 from launch import Stop, agreed, env_rank, launch, shutdown
 from model import GPT, flops_per_token, generate, initialise
 from optim import Optimizer
@@ -74,9 +75,8 @@ def micro_batches(cfg, mesh, source, first, count, device):
     return [tuple(t.pin_memory().to(device, non_blocking=True) for t in pair) for pair in pairs]
 
 
-def train_step(cfg, mesh, model, dp, opt, batches, step, full=True):
-    """Forward, backward, gradient sums, clipped update.
-    -> (4,) fp64 on the device: mean loss, gradient norm, zero gradients, parameter norm; () 1.0 if not updated."""
+def gradients(cfg, mesh, model, dp, opt, batches, step):
+    """Forward, backward, gradient sums -> this rank's part of the mean loss, () fp32."""
     def before(i):
         # randomness is a function of (seed, step, micro-batch, stage, tp rank): nothing to save, the same on any dp
         if cfg.dropout:
@@ -87,6 +87,17 @@ def train_step(cfg, mesh, model, dp, opt, batches, step, full=True):
     tokens = len(batches) * mesh.dp.size * cfg.micro_batch * cfg.seq_len  # of the whole global batch
     loss = forward_backward(model, dp, mesh, batches, tokens, opt.scale, before, dp.timers)
     dp.finish()
+    return loss
+
+
+def train_step(cfg, mesh, model, dp, opt, batches, step, full=True, graph=None):
+    """Gradients, then the clipped update. graph: a graph.Graph of the first part.
+    -> (4,) fp64 on the device: mean loss, gradient norm, zero gradients, parameter norm; () 1.0 if not updated."""
+    if graph is None:
+        loss = gradients(cfg, mesh, model, dp, opt, batches, step)
+    else:
+        opt.wait()
+        loss = graph(batches)
     with dp.timers("norm"):
         totals = opt.totals(loss, full)
     refused = opt.step(learning_rate(cfg, step), totals[1])
@@ -205,6 +216,9 @@ def run(cfg, world):
               f"{train.n_samples:,} training samples" + (f", skipping steps {skip}" if skip.pairs else ""), flush=True)
 
     # 4) the training loop
+    graph = None
+    if static_shapes(cfg, mesh, device):
+        graph = Graph(lambda batches: gradients(cfg, mesh, model, dp, opt, batches, step=0))
     clock = log.Clock(device)
     refused = torch.zeros((), device=device)  # steps not taken since the last log: a gradient was not finite
     profiler = log.start_profile(cfg.profile and chief)
@@ -224,7 +238,7 @@ def run(cfg, world):
             else:
                 if cfg.dump_grads and step == 1:
                     opt.before_step = lambda: dump(cfg.dump_grads, mesh, dp, opt, vocab_size)
-                totals, bad = train_step(cfg, mesh, model, dp, opt, batches, step, logs)
+                totals, bad = train_step(cfg, mesh, model, dp, opt, batches, step, logs, graph)
                 opt.before_step = None
                 refused += bad
                 clock.steps += 1
