@@ -122,8 +122,9 @@ def _abort_on_exception():
     from mpi4py import MPI
 
     def hook(kind, value, tb):
-        traceback.print_exception(kind, value, tb)
-        sys.stderr.flush()
+        # not sys.stderr: torch wraps this hook and holds back what it writes there until after the abort
+        traceback.print_exception(kind, value, tb, file=sys.__stderr__)
+        sys.__stderr__.flush()
         MPI.COMM_WORLD.Abort(1)
     sys.excepthook = hook
 
