@@ -125,6 +125,7 @@ def _abort_on_exception():
         # not sys.stderr: torch wraps this hook and holds back what it writes there until after the abort
         traceback.print_exception(kind, value, tb, file=sys.__stderr__)
         sys.__stderr__.flush()
+        time.sleep(0.2)  # mpiexec passes the text on before it hears of the abort
         MPI.COMM_WORLD.Abort(1)
     sys.excepthook = hook
 
