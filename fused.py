@@ -53,37 +53,83 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 # -----------------------------------------------------------------------------
-# SwiGLU of the glued product y = gate | up. autograd would make the gradients of the two halves and then copy them together
+# SwiGLU: h = silu(gate) * up. autograd would make the gradients of the halves of a glued product and then copy them together
 
-def swiglu_torch(y, p=None):
-    gate, up = y.chunk(2, dim=-1)
-    h = F.silu(gate) * up
-    return h if p is None else h * p.unsqueeze(-1)
+def silu_mul(a, b):
+    """gate a, up b (R, f), equal strides -> (R, f). No autograd."""
+    if not on_gpu(a):
+        return F.silu(a) * b
+    import kernels
+    h = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    kernels.swiglu[(len(a),)](a, b, h, a.stride(0), a.size(1), BLOCK=1024, num_warps=4)
+    return h
+
+
+def silu_mul_backward(a, b, dh, da, db):
+    """Writes the gradients of gate and up, laid out as those are, into da and db."""
+    if on_gpu(a):
+        import kernels
+        kernels.swiglu_backward[(len(a),)](a, b, dh.contiguous(), da, db, a.stride(0), a.size(1), BLOCK=1024, num_warps=4)
+    else:
+        s = torch.sigmoid(a)
+        da.copy_(dh * b * s * (1 + a * (1 - s)))
+        db.copy_(dh * a * s)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, p):
-        import kernels
-        ctx.save_for_backward(y, p)
-        h = y.new_empty(y.size(0), y.size(1) // 2)
-        if len(y):
-            kernels.swiglu[(len(y),)](y, y if p is None else p, h, h.size(1), GATED=p is not None, BLOCK=1024, num_warps=4)
-        return h
+    def forward(ctx, y):
+        ctx.save_for_backward(y)
+        return silu_mul(*y.chunk(2, dim=1))
 
     @staticmethod
     def backward(ctx, dh):
-        import kernels
-        y, p = ctx.saved_tensors
-        dh, dy = dh.contiguous(), torch.empty_like(y)
-        dp = None if p is None else torch.empty_like(p)
-        if len(y):
-            some = y if p is None else p
-            kernels.swiglu_backward[(len(y),)](y, some, dh, dy, some if p is None else dp, dh.size(1), GATED=p is not None,
-                                               BLOCK=1024, num_warps=4)
-        return dy, dp
+        y, = ctx.saved_tensors
+        dy = torch.empty_like(y)
+        silu_mul_backward(*y.chunk(2, dim=1), dh, *dy.chunk(2, dim=1))
+        return dy
 
 
-def swiglu(y, p=None):
-    """y (R, 2f) = gate | up -> silu(gate) * up (R, f), each row times p (R,) if given."""
-    return _SwiGLU.apply(y, p) if on_gpu(y) else swiglu_torch(y, p)
+def swiglu(y):
+    """y (R, 2f) = gate | up -> silu(gate) * up, (R, f)"""
+    if on_gpu(y):
+        return _SwiGLU.apply(y)
+    gate, up = y.chunk(2, dim=1)
+    return F.silu(gate) * up
+
+
+# -----------------------------------------------------------------------------
+# the experts' SwiGLU MLP as one function: its gradients come out in the parameters' own layout, nothing is copied or added
+# that need not be
+
+class ExpertMLP(torch.autograd.Function):
+    """x (R, C) by expert, runs ending at ends (e,) int32, or (e, rows, C) with ends None; w1, w3 (e, F, C), w2 (e, C, F)
+    -> like x. bf16 on the GPU, torch's grouped GEMM or bmm. moe.ffn is its slow twin."""
+
+    @staticmethod
+    def forward(ctx, x, w1, w3, w2, ends):
+        ctx.ends = ends
+        a, b = (product(x, w.transpose(1, 2), ends) for w in (w1, w3))  # (R, F) each
+        h = silu_mul(a.flatten(0, -2), b.flatten(0, -2)).view_as(a)
+        ctx.save_for_backward(x, a, b, h, w1, w3, w2)
+        return product(h, w2.transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, a, b, h, w1, w3, w2 = ctx.saved_tensors
+        ends, dy = ctx.ends, dy.contiguous()
+        dh, dw2 = product(dy, w2, ends), outer(dy, h, ends)
+        da, db = torch.empty_like(a), torch.empty_like(b)
+        silu_mul_backward(*(t.flatten(0, -2) for t in (a, b, dh, da, db)))
+        dx = product(da, w1, ends).add_(product(db, w3, ends))
+        return dx, outer(da, x, ends), outer(db, x, ends), dw2, None
+
+
+def product(x, w, ends):
+    """Each expert's rows times its matrix: (R, I), (e, I, O) -> (R, O)"""
+    return torch.bmm(x, w) if ends is None else F.grouped_mm(x, w, offs=ends)
+
+
+def outer(g, x, ends):
+    """Each expert's weight gradient: (R, O), (R, I) -> (e, O, I); zero for an expert without rows"""
+    return torch.bmm(g.transpose(1, 2), x) if ends is None else F.grouped_mm(g.t(), x, offs=ends)

@@ -32,36 +32,27 @@ def cross_entropy(z_ptr, target_ptr, loss_ptr, used, width, ROWS: tl.constexpr, 
 
 
 @triton.jit
-def swiglu(y_ptr, p_ptr, h_ptr, width, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """y (R, 2 width) = gate | up -> h (R, width) = silu(gate) * up, times p (R,) if GATED. One program, one row."""
+def swiglu(a_ptr, b_ptr, h_ptr, stride, width, BLOCK: tl.constexpr):
+    """gate a and up b (R, width), rows `stride` apart -> h (R, width) = silu(a) * b. One program, one row."""
     row = tl.program_id(0).to(tl.int64)
-    scale = tl.load(p_ptr + row).to(tl.float32) if GATED else 1.0
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < width
-        a = tl.load(y_ptr + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(y_ptr + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(h_ptr + row * width + at, (a * tl.sigmoid(a) * b * scale).to(h_ptr.dtype.element_ty), mask=inside)
+        a = tl.load(a_ptr + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(b_ptr + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(h_ptr + row * width + at, (a * tl.sigmoid(a) * b).to(h_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def swiglu_backward(y_ptr, p_ptr, dh_ptr, dy_ptr, dp_ptr, width, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """dh (R, width) -> dy (R, 2 width), and dp (R,) = the row's sum of dh * silu(gate) * up if GATED."""
+def swiglu_backward(a_ptr, b_ptr, dh_ptr, da_ptr, db_ptr, stride, width, BLOCK: tl.constexpr):
+    """dh (R, width) -> da and db, laid out as a and b."""
     row = tl.program_id(0).to(tl.int64)
-    scale = tl.load(p_ptr + row).to(tl.float32) if GATED else 1.0
-    total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < width
-        a = tl.load(y_ptr + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(y_ptr + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+        a = tl.load(a_ptr + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(b_ptr + row * stride + at, mask=inside, other=0.0).to(tl.float32)
         d = tl.load(dh_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)
         s = tl.sigmoid(a)
-        if GATED:
-            total += d * a * s * b
-            d *= scale
-        da = d * b * s * (1 + a * (1 - s))
-        tl.store(dy_ptr + row * 2 * width + at, da.to(dy_ptr.dtype.element_ty), mask=inside)
-        tl.store(dy_ptr + row * 2 * width + width + at, (d * a * s).to(dy_ptr.dtype.element_ty), mask=inside)
-    if GATED:
-        tl.store(dp_ptr + row, tl.sum(total, axis=0).to(dp_ptr.dtype.element_ty))
+        tl.store(da_ptr + row * stride + at, (d * b * s * (1 + a * (1 - s))).to(da_ptr.dtype.element_ty), mask=inside)
+        tl.store(db_ptr + row * stride + at, (d * a * s).to(db_ptr.dtype.element_ty), mask=inside)

@@ -222,8 +222,7 @@ class GPT(nn.Module):
         aux = torch.zeros((), device=tokens.device)
         for block in self.blocks.values():
             self.arrive(block)
-            # .forward: generation, whose shapes change with every token, goes past torch.compile
-            x, more = block(x, T, cos, sin) if cache is None else block.forward(x, T, cos, sin, cache)
+            x, more = block(x, T, cos, sin, cache)
             aux = aux if more is None else aux + more
         if cache is not None:
             cache.length += T
@@ -330,6 +329,7 @@ class Cache:
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # the shapes change with every token
 def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, seed=0, next_logits=None):
     """Continue tokens (list of int) by max_new_tokens -> the longer list. temperature 0 takes the likeliest token;
     top_k keeps the k likeliest. A full window starts again from its last half. All ranks call this together, and under

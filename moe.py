@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
+from fused import ExpertMLP
 from parallel import all_to_all, parameter
 
 
@@ -51,18 +52,20 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Sum the K copies of each row. (slots, C) -> (n, C)"""
+    """Sum the K copies of each row, each times its gate p. (slots, C), (n, K) -> (n, C)"""
 
     @staticmethod
-    def forward(ctx, y, src, slot, K, holes):
-        ctx.save_for_backward(src, slot)
-        ctx.K, ctx.holes = K, holes
-        return take(y, slot, holes).unflatten(0, (-1, K)).sum(1)
+    def forward(ctx, y, p, src, slot, K, holes):
+        copies = take(y, slot, holes).unflatten(0, (-1, K))  # (n, K, C)
+        ctx.save_for_backward(copies, p, src)
+        ctx.holes = holes
+        return (copies * p.unsqueeze(2)).sum(1)
 
     @staticmethod
     def backward(ctx, g):
-        src, slot = ctx.saved_tensors
-        return take(g, src // ctx.K, ctx.holes), None, None, None, None
+        copies, p, src = ctx.saved_tensors
+        dp = (copies * g.unsqueeze(1)).sum(2)
+        return take((p.unsqueeze(2) * g.unsqueeze(1)).flatten(0, 1), src, ctx.holes), dp, None, None, None, None
 
 
 class Plan(NamedTuple):
@@ -79,12 +82,19 @@ class Plan(NamedTuple):
 # -----------------------------------------------------------------------------
 # the experts' matrix products
 
+def fast(x):
+    return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
+
+
 def grouped(x, w, ends):
     """Row r of x (R, I) times the matrix of the expert whose run it is in: w (e, O, I), runs end at ends (e,) -> (R, O).
-    torch's grouped GEMM for bf16 on the GPU: one kernel, no synchronisation. Elsewhere an explicit loop, the oracle."""
+    torch's grouped GEMM for bf16 on the GPU: one kernel, no synchronisation. Elsewhere an explicit loop, the oracle.
+    Capacity mode has ends None and x (e, rows, I) -> (e, rows, O)."""
+    if ends is None:
+        return torch.bmm(x, w.transpose(1, 2))
     if x.size(0) == 0:
         return F.linear(x, w[0])  # no token chose this rank: zero rows, and a gradient of zero
-    if x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm"):
+    if fast(x):
         return F.grouped_mm(x, w.transpose(1, 2), offs=ends.to(torch.int32))
     return grouped_loop(x, w, ends)
 
@@ -92,11 +102,6 @@ def grouped(x, w, ends):
 def grouped_loop(x, w, ends):
     stops = ends.tolist()  # sync point on a GPU
     return torch.cat([F.linear(x[a:b], w[i]) for i, (a, b) in enumerate(zip([0, *stops[:-1]], stops, strict=True))])
-
-
-def batched(x, w, ends):
-    """x (e, rows, I) times w (e, O, I) -> (e, rows, O)"""
-    return torch.bmm(x, w.transpose(1, 2))
 
 
 # -----------------------------------------------------------------------------
@@ -123,7 +128,8 @@ class MoE(nn.Module):
         self.w3 = parameter((E, F_, C), mesh, expert=True) if cfg.mlp == "swiglu" else None
         self.w2 = parameter((E, C, F_), mesh, expert=True)  # (e, C, F)
         self.shared = shared  # an MLP that every token visits, or None
-        self.stats = None  # (E + 4,) of the step so far: copies per expert, dropped copies, aux, z, router entropy
+        # (E + 4,) of the step so far: copies per expert, dropped copies, aux, z, router entropy
+        self.stats = torch.zeros(E + 4, dtype=torch.float64)
 
     def forward(self, x, again):
         """x (n, C); again(f, *args) runs f, and runs it again in backward under --recompute. -> (n, C), ()"""
@@ -167,8 +173,6 @@ class MoE(nn.Module):
         aux = (share.sum(0) * whole).sum() * E / (K * rows * rows)
         z = logits.logsumexp(1).square().sum() / rows
         with torch.no_grad():
-            if self.stats is None:
-                self.stats = torch.zeros(E + 4, dtype=torch.float64, device=share.device)
             entropy = -(share * share.clamp(min=1e-30).log()).sum() / rows
             self.stats[:E] += load
             self.stats[E + 1:] += torch.stack([aux, z, entropy]).double()
@@ -180,7 +184,7 @@ class MoE(nn.Module):
     def plan_dropless(self, ids):
         ep, e = self.mesh.ep, self.e
         flat = ids.flatten()  # (N,)
-        order = flat.argsort(stable=True)
+        order = flat.to(torch.int16).argsort(stable=True)  # two bytes: a radix sort of a quarter of the passes
         slot = inverse(order)
         ends = torch.searchsorted(flat[order], torch.arange(self.E, device=flat.device), right=True)  # (E,)
         if ep.size == 1:
@@ -223,29 +227,28 @@ class MoE(nn.Module):
         """x (n, C), p (n, K) -> (n, C): sum over the K choices of gate * expert(row)."""
         ep, K, holes = self.mesh.ep, self.K, self.cfg.capacity_factor > 0
         xs = _Dispatch.apply(x, plan.src, plan.slot, K, holes)  # (slots, C), by expert
-        ps = _Dispatch.apply(p.flatten(), plan.src, plan.slot, 1, holes)  # (slots,)
         if holes:
             room = xs.size(0) // self.E
             # (E*room, C) -> by sender (ep, e, room, C) -> by expert (e, ep*room, C)
-            xs, ps = (all_to_all(t, ep).unflatten(0, (ep.size, self.e, room)).transpose(0, 1).flatten(1, 2)
-                      for t in (xs, ps))
-            y = self.ffn(batched, xs, ps, None).unflatten(1, (ep.size, room)).transpose(0, 1).flatten(0, 2)
+            xs = all_to_all(xs, ep).unflatten(0, (ep.size, self.e, room)).transpose(0, 1).flatten(1, 2)
+            y = self.ffn(xs, None).unflatten(1, (ep.size, room)).transpose(0, 1).flatten(0, 2)
             y = all_to_all(y, ep)  # (E*room, C)
         elif ep.size == 1:
-            y = self.ffn(grouped, xs, ps, plan.ends)  # (N, C)
+            y = self.ffn(xs, plan.ends)  # (N, C)
         else:
-            xs, ps = (all_to_all(t, ep, plan.send, plan.receive) for t in (xs, ps))  # (R, C), (R,)
-            xs, ps = (_Dispatch.apply(t, plan.regroup, plan.ungroup, 1, False) for t in (xs, ps))
-            y = self.ffn(grouped, xs, ps, plan.ends)
-            y = _Dispatch.apply(y, plan.ungroup, plan.regroup, 1, False)
+            xs = all_to_all(xs, ep, plan.send, plan.receive)  # (R, C), by sender
+            xs = _Dispatch.apply(xs, plan.regroup, plan.ungroup, 1, False)  # by expert
+            y = _Dispatch.apply(self.ffn(xs, plan.ends), plan.ungroup, plan.regroup, 1, False)
             y = all_to_all(y, ep, plan.receive, plan.send)  # (N, C)
-        return _Combine.apply(y, plan.src, plan.slot, K, holes)
+        return _Combine.apply(y, p, plan.src, plan.slot, K, holes)
 
-    def ffn(self, product, x, p, ends):
-        """The gate multiplies the hidden layer: w2 (p h) = p (w2 h), and no expert output is kept for its gradient."""
-        h = product(x, self.w1, ends)
-        h = F.gelu(h) if self.w3 is None else F.silu(h) * product(x, self.w3, ends)
-        return product(h * p.unsqueeze(-1), self.w2, ends)
+    def ffn(self, x, ends):
+        """Each row through its expert: x (R, C) in runs that end at ends, or (e, rows, C) -> like x"""
+        if fast(x) and self.w3 is not None and x.numel():
+            return ExpertMLP.apply(x, self.w1, self.w3, self.w2, None if ends is None else ends.to(torch.int32))
+        h = grouped(x, self.w1, ends)
+        h = F.gelu(h) if self.w3 is None else F.silu(h) * grouped(x, self.w3, ends)
+        return grouped(h, self.w2, ends)
 
 
 def top_k(scores, K):
@@ -278,8 +281,7 @@ def layers(model):
 def begin(model):
     """A new step: nothing has been counted."""
     for moe in layers(model).values():
-        if moe.stats is not None:
-            moe.stats.zero_()
+        moe.stats.zero_()
 
 
 @torch.no_grad()

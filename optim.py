@@ -14,6 +14,7 @@ class Optimizer:
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self.dp, self.clip, self.world, self.tp = dp, cfg.clip, mesh.world, mesh.tp
         self.before_step = None  # called when gradients are summed and nothing is updated yet
+        self.saving = None  # event: a checkpoint has its copy of weights and moments
         self.masters = []  # per bucket (n/shards,)
         for b in dp.buckets:
             own = b.flat[b.mine]
@@ -90,6 +91,9 @@ class Optimizer:
         all (weights, moments, Adam's own t). No host synchronisation. -> () 1.0 where the step was not taken."""
         if self.before_step is not None:
             self.before_step()
+        if self.saving is not None:
+            torch.cuda.current_stream().wait_event(self.saving)
+            self.saving = None
         bad = (~torch.isfinite(grad_norm)).to(torch.float32)
         divide = torch.clamp((grad_norm + 1e-6) / self.clip, min=1.0) if self.clip > 0 else torch.ones_like(grad_norm)
         divide = divide if self.scale is None else divide * self.scale

@@ -5,15 +5,20 @@ checkpoint.py knows. Loading fills the same views in place, whatever layout wrot
 """
 import dataclasses
 import math
+import os
+import secrets
 import shutil
+import sys
 import zlib
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 import checkpoint
+from launch import agreed
 from model import padded
-from skip import Ranges
+from saver import Saver
 
 def pieces(dp, opt, vectors=None, owned=True):
     """[(name, view, full shape, offset)] of this rank's weights and Adam moments, or of the given {prefix: per-bucket
@@ -43,8 +48,9 @@ def pieces(dp, opt, vectors=None, owned=True):
 def dump(path, mesh, dp, opt, vocab_size):
     """--dump-grads: NAME is the weight before the update, grad/NAME the reduced, unclipped gradient; whole, unpadded."""
     vectors = {"": opt.masters, "grad/": [opt.unscaled(m.grad) for m in opt.masters]}
-    aside = Path(path).with_suffix(".parts")
-    done = checkpoint.save(aside, 1, mesh.world.rank, mesh.world.size, pieces(dp, opt, vectors), {})
+    aside, rank, ranks = Path(path).with_suffix(".parts"), mesh.world.rank, mesh.world.size
+    token = from_first(ranks, new_token())
+    done = checkpoint.save(aside, 1, rank, ranks, pieces(dp, opt, vectors), {}, token=token)
     if mesh.world.rank == 0:
         from safetensors.torch import save_file
         whole = checkpoint.full_tensors(done)
@@ -70,19 +76,19 @@ SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "n
          "n_experts", "n_shared_experts")
 
 
-def save(cfg, mesh, dp, opt, out, state):
-    """Every rank writes its part of step_N/; returns when it is committed."""
+def save(cfg, mesh, dp, opt, saver, state):
+    """Begin to write step_N/, each rank its part; saver.wait() says whether it was committed."""
     meta = {**dataclasses.asdict(state), "seed": cfg.seed, "adam_t": int(opt.adam_t()), "scaler": opt.scaler(),
             "world": mesh.world.size, "shape": {k: getattr(cfg, k) for k in SHAPE}}
-    checkpoint.save(out, state.step, mesh.world.rank, mesh.world.size, pieces(dp, opt), meta, cfg.keep)
-    if mesh.world.size > 1:
-        dist.barrier()  # nobody trains on before the commit
+    opt.saving = saver.start(state.step, pieces(dp, opt), meta)
 
 
 def load(cfg, dp, opt, path, data_id):
     """Fill weights, moments and counters from a checkpoint -> State. ValueError when it is another model's or data's."""
     index = checkpoint.read_index(path)
     meta = index["meta"]
+    if "shape" not in meta:
+        raise ValueError(f"checkpoint {path} holds no state of a run; give a step_N of an --out directory")
     for key, there in meta["shape"].items():
         if there != getattr(cfg, key):
             flag = key.replace("_", "-")
@@ -95,7 +101,67 @@ def load(cfg, dp, opt, path, data_id):
     opt.set_adam_t(meta["adam_t"])
     opt.set_scaler(meta["scaler"])
     opt.publish()
-    return State(**{f.name: meta[f.name] for f in dataclasses.fields(State)})
+    return State(**{f.name: meta[f.name] for f in dataclasses.fields(State) if f.name in meta})
+
+
+# -----------------------------------------------------------------------------
+# which checkpoint to go on from, and who writes the next
+
+def from_first(ranks, value):
+    """The first rank's value, on all."""
+    box = [value]
+    if ranks > 1:
+        dist.broadcast_object_list(box)  # a few paths from rank 0, over the world
+    return box[0]
+
+
+def new_token():
+    return secrets.token_hex(4)  # from the system: the run's own generators must not notice
+
+
+def find_resume(cfg, world, out):
+    """-> (the checkpoint to go on from or None, a Saver), the same choice on all ranks; they share the checksums.
+    A damaged one is named and the one before it used; a fresh start moves an older run's directory aside."""
+    candidates = []
+    with agreed(world):
+        if world.rank == 0:
+            checkpoint.clean(out)
+            if cfg.resume == "none" and ((out / "metrics.jsonl").exists() or checkpoint.steps(out)):
+                aside = next(p for i in range(1, 10**6) if not (p := out.with_name(f"{out.name}.{i}")).exists())
+                os.rename(out, aside)
+                print(f"{out} held another run: it is now {aside} (--resume auto goes on with a run)", flush=True)
+            candidates = {"none": [], "auto": checkpoint.steps(out)}.get(cfg.resume, [Path(cfg.resume)])
+            if cfg.resume not in ("none", "auto"):
+                checkpoint.read_index(cfg.resume)  # no such directory: said before all wait for it
+    candidates, token = from_first(world.size, (candidates, new_token()))
+    found = None
+    for path in candidates:
+        fault = checkpoint.fault(path, world.rank, world.size)
+        faults = [fault]
+        if world.size > 1:
+            faults = [None] * world.size
+            dist.all_gather_object(faults, fault)  # one short string per rank, over the world
+        fault = next((f for f in faults if f), None)
+        if fault is None:
+            found = path
+            break
+        if world.rank == 0 and path != candidates[-1]:
+            print(f"nanoshard: {fault}; trying the one before it", file=sys.stderr, flush=True)
+    with agreed(world):
+        if candidates and found is None:
+            rest = f"; no other in {out} is sound, --resume none starts anew" if cfg.resume == "auto" else ""
+            raise ValueError(fault + rest)
+        if world.rank == 0 and found is not None:
+            moved = checkpoint.set_aside(out, checkpoint.read_index(found)["step"])
+            if moved:
+                print(f"going on from {found}: later checkpoints are now {', '.join(moved)}", flush=True)
+
+    def agree(bad):
+        flag = torch.tensor(int(bad))
+        if world.size > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)  # one integer on the host, over the world
+        return bool(flag)
+    return found, Saver(out, world.rank, world.size, cfg.keep, cfg.timeout, token, agree)
 
 
 def upcycle(model, opt, path):

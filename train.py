@@ -30,7 +30,7 @@ from optim import Optimizer
 from parallel import DataParallel, broadcast_and_verify, make_mesh, untimed
 from pipeline import forward_backward, forward_only, next_logits
 from skip import Ranges
-from state import State, dump, load, save, upcycle
+from state import State, dump, find_resume, load, save, upcycle
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -46,10 +46,22 @@ def build(cfg, mesh, vocab_size, device, timers=untimed):
     torch.set_default_dtype(torch.float32)
     initialise(model, cfg.seed)
     if cfg.compile:
-        for block in model.blocks.values():  # the experts' row counts change from step to step: they stay eager
-            (block if block.moe is None else block.attn).compile()
+        speed_up(model)
     dp = DataParallel(model, mesh, cfg.zero, timers)
     return model, dp, Optimizer(dp, cfg, mesh)
+
+
+def speed_up(model):
+    """--compile: each block as one graph; of a block with experts, whose row counts change, all but the experts."""
+    for block in model.blocks.values():
+        if block.moe is None:
+            block.compile(fullgraph=True)
+        else:
+            block.attend = torch.compile(block.attend, fullgraph=True)
+            block.norm2.compile(fullgraph=True)
+            block.moe.route = torch.compile(block.moe.route, fullgraph=model.mesh.tp.size == 1)
+    if model.norm is not None:
+        model.norm.compile(fullgraph=True)
 
 
 def learning_rate(cfg, step):
@@ -138,21 +150,6 @@ def open_data(cfg, world):
     return train, val, vocab, " ".join(s["sha256"][:16] for split in meta["shards"].values() for s in split)
 
 
-def find_resume(cfg, out):
-    """On rank 0: the checkpoint to go on from, or None. A fresh start moves an older run's directory aside."""
-    checkpoint.clean(out)
-    if cfg.resume == "auto":
-        return checkpoint.newest(out)
-    if cfg.resume != "none":
-        checkpoint.check(cfg.resume)
-        return Path(cfg.resume)
-    if (out / "metrics.jsonl").exists():
-        aside = next(p for i in range(1, 10**6) if not (p := out.with_name(f"{out.name}.{i}")).exists())
-        os.rename(out, aside)
-        print(f"{out} held another run: it is now {aside} (--resume auto goes on with a run)", flush=True)
-    return None
-
-
 def main(argv=None):
     # every rank sees the same wrong flag: one of them says so
     try:
@@ -190,14 +187,9 @@ def run(cfg, world):
     model, dp, opt = build(cfg, mesh, vocab_size, device, timers)
 
     # 3) resume, or start with equal replicas
-    found = [None]
+    found, saver = find_resume(cfg, world, out)
     with agreed(world):
-        if chief:
-            found = [find_resume(cfg, out)]
-    if world.size > 1:
-        dist.broadcast_object_list(found)  # one path from rank 0, over the world
-    with agreed(world):
-        if found[0] is None:
+        if found is None:
             broadcast_and_verify(model, mesh)
             opt.reload()
             if cfg.init_from:
@@ -205,13 +197,13 @@ def run(cfg, world):
                 print(note if chief else "", end="\n" * chief, flush=True)
             state = State(data=data_id)
         else:
-            state = load(cfg, dp, opt, found[0], data_id)
+            state = load(cfg, dp, opt, found, data_id)
             skip = Ranges([*skip.ends(), *state.skip])  # a resume inside a range goes on skipping it
         state.skip = skip.ends()
         logger = make_logger(cfg, mesh, world, out, state, vocab_size) if chief else None
     if chief:
         n = sum(p.numel() for p in model.parameters())
-        print(f"{f'resumed {found[0]}' if found[0] else 'started'}: {n:,} parameters on this rank, dp {mesh.dp.size} "
+        print(f"{f'resumed {found}' if found else 'started'}: {n:,} parameters on this rank, dp {mesh.dp.size} "
               f"tp {cfg.tp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}, {batch} x {cfg.seq_len} tokens per step, "
               f"{train.n_samples:,} training samples" + (f", skipping steps {skip}" if skip.pairs else ""), flush=True)
 
@@ -276,18 +268,21 @@ def run(cfg, world):
                 opt.wait()
                 state.nan_steps += int(refused.item())  # the checkpoint knows those since the last log too
                 refused.zero_()
-                save(cfg, mesh, dp, opt, out, state)
+                save(cfg, mesh, dp, opt, saver, state)  # goes on beside the next steps
+                stop.save_took(time.monotonic() - began + saver.seconds)
                 saved = step
-                stop.save_took(time.monotonic() - began)
             if evals or saved == step:
                 clock.resume()
 
     # 5) leave
+    whole = saver.wait()
     if chief:
         log.end_profile(profiler, out)
         logger.close(cfg.plot and reason is None)
         print(f"{f'stopped by {reason}' if reason else 'done'} after step {state.step}: {out}/ holds metrics.jsonl, "
-              f"loss.txt, config.json" + (f", step_{saved:06d}" if saved else ""), flush=True)
+              f"loss.txt, config.json" + (f", step_{saver.saved:06d}" if saver.saved else ""), flush=True)
+    if not whole:
+        return 1  # the last steps are lost: neither done nor to be requeued as if nothing had happened
     return 85 if reason else 0  # the job script requeues on 85
 
 
