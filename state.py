@@ -1,7 +1,7 @@
 """Where the run is, and which part of it this rank saves and loads.
 
-The optimizer's slices are runs of flat buckets; here they become rectangles of globally named tensors, which is all that
-checkpoint.py knows. Loading fills the same views in place, whatever layout wrote them.
+The optimizer's slices are runs of flat buckets; here they become rectangles of globally named tensors, which
+is all that checkpoint.py knows. Loading fills the same views in place, whatever layout wrote them.
 """
 import dataclasses
 import math
@@ -46,7 +46,7 @@ def pieces(dp, opt, vectors=None, owned=True):
 
 
 def dump(path, mesh, dp, opt, vocab_size):
-    """--dump-grads: NAME is the weight before the update, grad/NAME the reduced, unclipped gradient; whole, unpadded."""
+    """--dump-grads: NAME the weight before the update, grad/NAME the summed, unclipped gradient; unpadded."""
     vectors = {"": opt.masters, "grad/": [opt.unscaled(m.grad) for m in opt.masters]}
     aside, rank, ranks = Path(path).with_suffix(".parts"), mesh.world.rank, mesh.world.size
     token = from_first(ranks, new_token())
@@ -78,8 +78,8 @@ SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "n
 
 def save(cfg, mesh, dp, opt, saver, state):
     """Begin to write step_N/, each rank its part; saver.wait() says whether it was committed."""
-    meta = {**dataclasses.asdict(state), "seed": cfg.seed, "adam_t": int(opt.adam_t()), "scaler": opt.scaler(),
-            "world": mesh.world.size, "shape": {k: getattr(cfg, k) for k in SHAPE}}
+    meta = {**dataclasses.asdict(state), "seed": cfg.seed, "adam_t": int(opt.adam_t()),
+            "scaler": opt.scaler(), "world": mesh.world.size, "shape": {k: getattr(cfg, k) for k in SHAPE}}
     opt.saving = saver.start(state.step, pieces(dp, opt), meta)
 
 
@@ -95,8 +95,8 @@ def load(cfg, dp, opt, path, data_id):
             raise ValueError(f"checkpoint {path} has {flag} {there}, the flags say {getattr(cfg, key)}; "
                              f"give --{flag} {there}")
     if meta["data"] != data_id:
-        raise ValueError(f"checkpoint {path} was trained on other data ({meta['data']}) than --data holds ({data_id}); "
-                         "give its --data, or start a new --out")
+        raise ValueError(f"checkpoint {path} was trained on other data ({meta['data']}) than --data holds "
+                         f"({data_id}); give its --data, or start a new --out")
     checkpoint.load(path, pieces(dp, opt, owned=False), index)
     opt.set_adam_t(meta["adam_t"])
     opt.set_scaler(meta["scaler"])
@@ -120,16 +120,17 @@ def new_token():
 
 
 def find_resume(cfg, world, out):
-    """-> (the checkpoint to go on from or None, a Saver), the same choice on all ranks; they share the checksums.
+    """-> (the checkpoint to go on from or None, a Saver), one choice on all ranks; they share the checksums.
     A damaged one is named and the one before it used; a fresh start moves an older run's directory aside."""
     candidates = []
     with agreed(world):
         if world.rank == 0:
             checkpoint.clean(out)
             if cfg.resume == "none" and ((out / "metrics.jsonl").exists() or checkpoint.steps(out)):
-                aside = next(p for i in range(1, 10**6) if not (p := out.with_name(f"{out.name}.{i}")).exists())
+                names = (out.with_name(f"{out.name}.{i}") for i in range(1, 10**6))
+                aside = next(p for p in names if not p.exists())
                 os.rename(out, aside)
-                print(f"{out} held another run: it is now {aside} (--resume auto goes on with a run)", flush=True)
+                print(f"{out} held another run: it is now {aside} (--resume auto goes on)", flush=True)
             candidates = {"none": [], "auto": checkpoint.steps(out)}.get(cfg.resume, [Path(cfg.resume)])
             if cfg.resume not in ("none", "auto"):
                 checkpoint.read_index(cfg.resume)  # no such directory: said before all wait for it

@@ -39,6 +39,11 @@ def in_chunks(chunks):
     return forward
 
 
+def array(t):
+    """A copy as numpy, which knows no bf16."""
+    return t.detach().to("cpu", torch.promote_types(t.dtype, torch.float32), copy=True).numpy()
+
+
 def run(world, flags, batch, chunks=1):
     """Train STEPS steps on synthetic tokens -> what this rank knows, as numpy. chunks: tp ranks whose dropping to copy."""
     cfg = Config(**flags)
@@ -51,7 +56,7 @@ def run(world, flags, batch, chunks=1):
 
     def keep(prefix, vectors):
         for name, t, full, offset in pieces(dp, opt, vectors):
-            seen["pieces"].append((prefix + name, t.numpy().copy(), full, offset))
+            seen["pieces"].append((prefix + name, array(t), full, offset))
 
     for step in range(1, STEPS + 1):
         batches = train.micro_batches(cfg, mesh, source, (step - 1) * batch, batch, world.device)
@@ -62,7 +67,7 @@ def run(world, flags, batch, chunks=1):
     keep("end ", None)
     if cfg.n_experts:
         seen["experts"] = moe.summary(model, batch // cfg.micro_batch)
-    seen["replicas"] = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
+    seen["replicas"] = {n: array(p) for n, p in model.named_parameters()}
     seen["places"] = {n: (p.full_shape, p.offset) for n, p in model.named_parameters()}
     return seen
 
