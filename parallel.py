@@ -210,7 +210,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         dist.all_reduce(top, dist.ReduceOp.MAX, group=axis.group)  # N maxima, over tp
         mine = (target >= low) & (target < low + z.size(1))
         index = ((target - low) * mine).unsqueeze(1)  # (N, 1)
-        picked = z.gather(1, index).squeeze(1) * mine  # (N,) the target's logit, on the rank that holds it
+        picked = z.gather(1, index).squeeze(1).masked_fill(~mine, 0)  # (N,) the target's logit; -inf * 0 is NaN
         p = (z - top.unsqueeze(1)).exp_()  # (N, v)
         total = p.sum(1)
         both = torch.stack([total, picked])
