@@ -14,7 +14,8 @@ import subprocess
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -33,6 +34,21 @@ FAMILIES = {
 }
 
 
+class Calls:
+    """The collectives that this rank has begun, per axis, and the last one: what the watchdog reports."""
+
+    def __init__(self):
+        self.begun, self.last = Counter(), None  # axis: how many; (kind, axis, (shape, dtype))
+        self.first = None  # called once, at the next collective: the end of what a rank does alone
+
+    def note(self, kind, axis, tensor=None):
+        if self.first is not None:
+            self.first, first = None, self.first
+            first()
+        self.begun[axis] += 1
+        self.last = kind, axis, None if tensor is None else (tuple(tensor.shape), str(tensor.dtype)[6:])
+
+
 @dataclass(frozen=True)
 class World:
     rank: int = 0
@@ -45,9 +61,11 @@ class World:
     device: torch.device = torch.device("cpu")
     backend: str = "none"
     threads: int = 1
+    calls: Calls = field(default_factory=Calls, compare=False)
 
     def barrier(self):
         if self.size > 1:
+            self.calls.note("barrier", "world")
             dist.barrier()  # moves nothing: all ranks wait for the last one
 
 
@@ -205,6 +223,7 @@ def agreed(world):
     texts = [text]
     if world.size > 1:
         texts = [None] * world.size
+        world.calls.note("all-gather", "world")
         dist.all_gather_object(texts, text)  # moves one short string per rank, over the world
     for rank, t in enumerate(texts):
         if t is not None:
@@ -236,6 +255,7 @@ class Stop:
         late = self.limit and time.monotonic() - self.began + 2 * (self.step + self.save) > self.limit
         flags = torch.tensor([self.signal, int(bool(late))])
         if world.size > 1:
+            world.calls.note("all-reduce", "world", flags)
             dist.all_reduce(flags, dist.ReduceOp.MAX)  # two small integers on the host, over the world
         number, late = flags.tolist()
         return signal.Signals(number).name if number else "max-minutes" if late else None

@@ -33,12 +33,20 @@ class Axis:
     size: int = 1
     group: Any = None
     ranks: tuple[int, ...] = (0,)
+    calls: Any = None  # launch.Calls of this rank, one for all axes
     sent: Counter = field(default_factory=Counter, compare=False)
 
+    @torch.compiler.disable
     def count(self, kind, whole):
         """kind: the collective; whole: the tensor that all ranks together end with (or reduce)."""
         share = 1 if kind == "send" else (self.size - 1) / self.size * (2 if kind == "all-reduce" else 1)
         self.sent[kind] += share * whole.numel() * whole.element_size()
+        self.note(kind, whole)
+
+    def note(self, kind, tensor=None):
+        """For the watchdog: this rank is about to begin a collective."""
+        if self.calls is not None:
+            self.calls.note(kind, self.name, tensor)
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,7 @@ def make_mesh(world, tp=1, pp=1, ep=1, groups=True):
             if groups and len(row) > 1 and row not in made:
                 made[row] = dist.group.WORLD if len(row) == n else dist.new_group(list(row))
             if world.rank in row:
-                axes[name] = Axis(name, row.index(world.rank), len(row), made.get(row), row)
+                axes[name] = Axis(name, row.index(world.rank), len(row), made.get(row), row, world.calls)
     return Mesh(**axes)
 
 
@@ -140,14 +148,20 @@ class _ScatterRows(torch.autograd.Function):
         return all_gather(g, ctx.axis), None
 
 
+@torch.compiler.disable
+def _between_graphs(function, *args):
+    """torch.compile leaves these calls out of its graphs: a collective counts itself, which a graph cannot."""
+    return function.apply(*args)
+
+
 def gather_rows(x, axis):
     """(n, ...) on each rank -> (n*tp, ...) on all."""
-    return x if axis.size == 1 else _GatherRows.apply(x, axis)
+    return x if axis.size == 1 else _between_graphs(_GatherRows, x, axis)
 
 
 def scatter_rows(x, axis):
     """(n*tp, ...) partial sums on each rank -> (n, ...) rows of the total."""
-    return x if axis.size == 1 else _ScatterRows.apply(x, axis)
+    return x if axis.size == 1 else _between_graphs(_ScatterRows, x, axis)
 
 
 def all_gather(x, axis):
@@ -184,6 +198,7 @@ def all_to_all(x, axis, send=None, receive=None):
 def exchange(x, axis, send, receive):
     out = x.new_empty(x.size(0) if receive is None else sum(receive), *x.shape[1:])
     stays = x.size(0) // axis.size if send is None else send[axis.rank]
+    axis.note("all-to-all", x)
     axis.sent["all-to-all"] += (x.size(0) - stays) * (x[0].numel() if len(x) else 0) * x.element_size()
     dist.all_to_all_single(out, x.contiguous(), receive, send, group=axis.group)  # block j of x to rank j, over ep
     return out
@@ -404,9 +419,11 @@ def broadcast_and_verify(model, mesh):
         axis = getattr(mesh, p.reduce)
         if axis.size == 1:
             continue
+        axis.note("broadcast", p)
         dist.broadcast(p.data, axis.ranks[0], group=axis.group)  # one parameter, from the first replica to all
         mine = fingerprint(p)  # (2,)
         theirs = [torch.empty_like(mine) for _ in range(axis.size)]
+        axis.note("all-gather", mine)
         dist.all_gather(theirs, mine, group=axis.group)  # two int64, over the same axis
         for rank, print_ in zip(axis.ranks, theirs, strict=True):
             assert torch.equal(print_, mine), f"{name} on rank {rank} differs after the broadcast"

@@ -35,6 +35,7 @@ class Link:
             self.axis.count("send", send)
             ops.append(dist.P2POp(dist.isend, send.contiguous(), peer, self.axis.group))  # n*C numbers to a neighbour
         if receive:
+            self.axis.note("receive", got)
             ops.append(dist.P2POp(dist.irecv, got, peer, self.axis.group))  # n*C numbers from it
         with self.timers("pipeline"):
             for work in dist.batch_isend_irecv(ops):  # over pp

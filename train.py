@@ -53,13 +53,14 @@ def build(cfg, mesh, vocab_size, device, timers=untimed):
 
 def speed_up(model):
     """--compile: each block as one graph; of a block with experts, whose row counts change, all but the experts."""
+    whole = model.mesh.tp.size == 1  # collectives over tp stand between graphs
     for block in model.blocks.values():
         if block.moe is None:
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=whole)
         else:
-            block.attend = torch.compile(block.attend, fullgraph=True)
+            block.attend = torch.compile(block.attend, fullgraph=whole)
             block.norm2.compile(fullgraph=True)
-            block.moe.route = torch.compile(block.moe.route, fullgraph=model.mesh.tp.size == 1)
+            block.moe.route = torch.compile(block.moe.route, fullgraph=whole)
     if model.norm is not None:
         model.norm.compile(fullgraph=True)
 
