@@ -1,0 +1,180 @@
+"""Whole runs of train.main inside the pool's ranks, where only launch() is answered by the pool."""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch
+from pool import run_ranks
+
+import checkpoint
+
+SHAPE = [
+    "--n-layer=2",
+    "--n-embd=16",
+    "--n-head=2",
+    "--n-kv-head=1",
+    "--ffn-hidden=32",
+    "--seq-len=16",
+    "--vocab-size=100",
+]
+TINY = [
+    *SHAPE,
+    "--data=synthetic",
+    "--micro-batch=2",
+    "--global-batch=4",
+    "--lr=1e-2",
+    "--warmup=2",
+    "--log-every=1",
+    "--eval-every=0",
+    "--no-plot",
+    "--weight-decay=0.1",
+]
+TIMES = {"time", "ms", "ms_per_sample", "tok_s", "tok_s_gpu", "tflops", "tflops_causal", "mfu", "mem_gb"}
+
+
+def session(world, argv, plan=None):
+    """train.main(argv) as this rank -> {code, out, err, steps}; steps: what stood before each training step.
+    plan: {step: what goes wrong in it}, on the last rank only: a signal, or "nan": a bad gradient."""
+    import launch
+    import train
+
+    plan, steps, built = plan or {}, [], {}
+    real = {
+        (m, n): getattr(m, n)
+        for m, n in [
+            (train, "launch"),
+            (train, "shutdown"),
+            (launch, "shutdown"),
+            (train, "build"),
+            (train, "micro_batches"),
+            (train, "train_step"),
+        ]
+    }
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1)}
+
+    def build(*args, **kw):
+        built["all"] = real[train, "build"](*args, **kw)
+        return built["all"]
+
+    def micro_batches(cfg, mesh, source, first, count, *args):
+        batches = real[train, "micro_batches"](cfg, mesh, source, first, count, *args)
+        if source.key_is == "train":
+            model, dp, opt = built["all"]
+            state = hashlib.sha256()
+            for m in opt.masters:
+                for t in (m, opt.adam.state[m]["exp_avg"], opt.adam.state[m]["exp_avg_sq"]):
+                    state.update(t.detach().numpy().tobytes())
+            for t in model.buffers():  # the routers' biases
+                state.update(t.numpy().tobytes())
+            data = hashlib.sha256(b"".join(t.numpy().tobytes() for pair in batches for t in pair)).hexdigest()
+            steps.append(
+                {"first": first, "data": data, "state": state.hexdigest(), "adam_t": int(opt.adam_t())}
+            )
+            what = plan.get(first // count + 1)
+            if isinstance(what, int) and world.rank == world.size - 1:
+                os.kill(os.getpid(), what)
+        return batches
+
+    def train_step(cfg, mesh, model, dp, opt, batches, step, *args, **kw):
+        finish = dp.finish
+        if plan.get(step) == "nan":
+
+            def poisoned():
+                finish()
+                if world.rank == world.size - 1:
+                    dp.buckets[0].grad[dp.buckets[0].mine.start] = float("nan")  # in the slice this rank owns
+
+            dp.finish = poisoned
+        try:
+            return real[train, "train_step"](cfg, mesh, model, dp, opt, batches, step, *args, **kw)
+        finally:
+            dp.finish = finish
+
+    open_data = train.open_data
+
+    def opened(cfg, *args):
+        got = open_data(cfg, *args)
+        got[0].key_is, got[1].key_is = "train", "val"
+        return got
+
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+    try:
+        train.launch, train.shutdown, launch.shutdown = (
+            (lambda *a, **k: world),
+            (lambda w: None),
+            (lambda w: None),
+        )
+        train.build, train.micro_batches, train.train_step, train.open_data = (
+            build,
+            micro_batches,
+            train_step,
+            opened,
+        )
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                train.main(argv)
+                code = 0
+            except SystemExit as e:
+                code = e.code
+    finally:
+        for (module, name), value in real.items():
+            setattr(module, name, value)
+        train.open_data = open_data
+        for s, handler in handlers.items():
+            signal.signal(s, handler)
+    return {
+        "code": code,
+        "steps": steps,
+        **{k: f.buffer.getvalue().decode() for k, f in (("out", out), ("err", err))},
+    }
+
+
+def go(n, out, *flags, plan=None, code=0, base=TINY):
+    """Run on n ranks; every rank must leave with that exit code. -> rank 0's session."""
+    results = run_ranks(n, session, [*base, f"--out={out}", *map(str, flags)], plan)
+    assert [r["code"] for r in results] == [code] * n, results[0]["err"] + results[0]["out"]
+    return results[0]
+
+
+def rows(out, drop=TIMES):
+    """metrics.jsonl without what a clock measured."""
+    lines = Path(out, "metrics.jsonl").read_text().splitlines()
+    return [
+        {k: v for k, v in json.loads(line).items() if k not in drop and not k.startswith("t_")}
+        for line in lines
+    ]
+
+
+def final(out, step):
+    """Weights and moments as stored, whole, and the index's counters."""
+    path = Path(out, f"step_{step:06d}")
+    return checkpoint.full_tensors(path), checkpoint.check(path)["meta"]
+
+
+def same(a, b, step, *, b_step=None):
+    """Bit for bit: every weight, both moments, Adam's t and every counter."""
+    (x, meta_x), (y, meta_y) = final(a, step), final(b, b_step or step)
+    assert x.keys() == y.keys() and len(x) > 20 and {n.split("/")[0] for n in x} >= {"exp_avg", "exp_avg_sq"}
+    for name in x:
+        assert torch.equal(x[name], y[name]), f"{name} differs by {(x[name] - y[name]).abs().max()}"
+    for key in ("step", "samples", "skipped", "nan_steps", "adam_t"):
+        assert meta_x[key] == meta_y[key], key
+
+
+def chars(folder):
+    """A few thousand characters as token files -> their directory."""
+    import prepare
+
+    words = ["ab", "cab", "bead", "face", "egg", "dig", "hide\n"]
+    text = " ".join(words[(i * i + i // 7) % len(words)] for i in range(2000))
+    (folder / "text.txt").write_text(text)
+    assert (
+        prepare.main([str(folder / "text.txt"), "--name", "toy", "--tokenizer", "char", "--out", str(folder)])
+        == 0
+    )
+    return folder / "toy"

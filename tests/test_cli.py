@@ -1,0 +1,260 @@
+"""The command line: wrong input gives one line that names the fix, exit code 2; right forms are read."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pool import ROOT, run_ranks
+from runs import TINY, chars, go, session
+
+import config
+from config import PRESETS, Config, parse
+from launch import World
+
+MPIEXEC = Path(sys.executable).with_name("mpiexec")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return chars(tmp_path_factory.mktemp("toy"))
+
+
+def one_line(result, *words):
+    """Exit code 2, and on stderr exactly one line 'nanoshard: ...' that holds all of words."""
+    assert result["code"] == 2, result
+    lines = result["err"].splitlines()
+    assert len(lines) == 1 and lines[0].startswith("nanoshard: "), result["err"]
+    for word in words:
+        assert word in lines[0], f"{word!r} is not in {lines[0]!r}"
+
+
+def wrong(tmp_path, *argv, words=(), base=TINY):
+    result = session(
+        World(),
+        [
+            *map(str, argv[:1] if argv and not str(argv[0]).startswith("-") else []),
+            *base,
+            f"--out={tmp_path / 'run'}",
+            *map(str, argv),
+        ],
+    )
+    assert result["steps"] == [], "it must be said before the first step"
+    one_line(result, *words)
+    return result["err"]
+
+
+FLAGS = [  # what is wrong, and what the line must name: both sides, the fix
+    (["--stepz=3"], ["--stepz", "--steps"]),
+    (["--n-layers", "3"], ["--n-layers", "--n-layer"]),
+    (["--micro_batchs", "3"], ["--micro-batch"]),
+    (["stray"], ["stray"]),
+    (["--steps", "many"], ["--steps", "many"]),
+    (["--steps"], ["--steps"]),
+    (["--lr", "fast"], ["--lr", "fast"]),
+    (["--norm", "batch"], ["--norm", "batch", "rms", "layer"]),
+    (["--zero", "3"], ["--zero", "3"]),
+    (["--bias", "--tied=maybe"], ["--tied", "maybe", "--no-tied"]),
+    (["--n-embd=18", "--n-head=4"], ["18", "4", "--n-head 3"]),
+    (["--n-head=4", "--n-kv-head=3"], ["4", "3", "--n-kv-head 2"]),
+    (["--n-embd=6", "--n-head=2", "--pos=rope"], ["3", "--pos learned"]),
+    (["--n-head=0"], ["--n-head 0", "at least 1"]),
+    (["--n-kv-head=0"], ["--n-kv-head 0", "at least 1"]),
+    (["--n-embd=0"], ["--n-embd 0", "at least 1"]),
+    (["--n-layer=0"], ["--n-layer 0", "at least 1"]),
+    (["--steps=0"], ["--steps 0", "at least 1"]),
+    (["--log-every=0"], ["--log-every 0", "at least 1"]),
+    (["--ffn-hidden=0"], ["--ffn-hidden 0", "at least 1"]),
+    (["--tp=0"], ["--tp 0", "at least 1"]),
+    (["--dropout=1"], ["--dropout 1", "[0, 1)"]),
+    (["--global-batch=7"], ["global-batch 7", "micro-batch 2", "dp 1", "--global-batch 8"]),
+    (["--global-batch=-4"], ["global-batch -4"]),
+    (["--tp=2"], ["1 ranks", "tp 2", "--tp 1"]),
+    (["--pp=2"], ["1 ranks", "pp 2"]),
+    (["--pp-layers=1,1"], ["1,1", "1 counts", "--pp-layers 2"]),
+    (["--train-range-to-skip", "3"], ["--train-range-to-skip", "1 numbers"]),
+    (["--train-range-to-skip", "3", "5", "9"], ["--train-range-to-skip", "3 numbers"]),
+    (["--train-range-to-skip", "5", "3"], ["5 3", "low to high"]),
+    (["--train-range-to-skip", "0", "3"], ["0 3", "from 1"]),
+    (["--resume=nowhere/step_000003"], ["nowhere/step_000003", "--resume auto"]),
+    (["--prompt=a"], ["--prompt", "synthetic"]),
+]
+
+
+@pytest.mark.parametrize("argv,words", FLAGS, ids=[" ".join(argv) for argv, _ in FLAGS])
+def test_wrong_flags(argv, words, tmp_path):
+    wrong(tmp_path, *argv, words=words) if argv != ["stray"] else one_line(
+        session(World(), [*TINY, "stray"]), *words
+    )
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_unknown_preset(tmp_path):
+    one_line(session(World(), ["tinny", *TINY]), "tinny", *PRESETS)
+
+
+TWO_RANKS = [
+    (["--tp=2", "--n-embd=18", "--n-head=3"], ["n-head 3", "tp 2", "--tp 1"]),
+    (["--tp=2", "--n-embd=24", "--n-head=6", "--n-kv-head=3"], ["n-kv-head 3", "tp 2"]),
+    (["--tp=2", "--ffn-hidden=33"], ["ffn-hidden 33", "tp 2", "--ffn-hidden 34"]),
+    (["--tp=2", "--micro-batch=1", "--seq-len=15"], ["15", "tp 2", "--micro-batch 2"]),
+    (["--tp=3"], ["2 ranks", "tp 3", "--tp 2"]),
+    (["--tp=2", "--pp=2"], ["2 ranks", "tp 2", "pp 2", "--tp 1"]),
+    (["--pp=2", "--n-layer=1"], ["n-layer 1", "pp 2", "--pp 1"]),
+    (["--pp=2", "--pp-layers=2"], ["--pp-layers 2", "2 counts", "--pp-layers 1,1"]),
+    (["--pp=2", "--pp-layers=1,2"], ["1,2", "n-layer 2", "--pp-layers 1,1"]),
+    (["--pp=2", "--pp-layers=2,0"], ["2,0", "--pp-layers 1,1"]),
+    (["--pp=2", "--pp-layers=a,b"], ["a,b", "--pp-layers 1,1"]),
+    (["--global-batch=6"], ["global-batch 6", "micro-batch 2", "dp 2"]),
+]
+
+
+@pytest.mark.parametrize("argv,words", TWO_RANKS, ids=[" ".join(argv) for argv, _ in TWO_RANKS])
+def test_wrong_layouts_on_two_ranks(argv, words, tmp_path):
+    """One line from one rank, exit code 2 on all."""
+    results = run_ranks(2, session, [*TINY, f"--out={tmp_path}", "--steps=1", *argv])
+    one_line(results[0], *words)
+    assert (results[1]["code"], results[1]["err"]) == (2, "")
+
+
+def test_wrong_data(tmp_path, good):
+    base = [f for f in TINY if "vocab" not in f]
+
+    def toy():
+        shutil.rmtree(tmp_path / "toy", ignore_errors=True)
+        return Path(shutil.copytree(good, tmp_path / "toy"))
+
+    def data_error(*words, flags=()):
+        wrong(tmp_path, f"--data={tmp_path / 'toy'}", "--steps=1", *flags, words=words, base=base)
+
+    data_error("toy", "prepare.py")  # nothing there
+    wrong(tmp_path, "--data=nowhere/stdlib", words=["nowhere/stdlib", "python prepare.py stdlib"], base=base)
+    file = toy() / "train_00000.bin"
+    raw = file.read_bytes()
+    file.write_bytes(raw[:-2])
+    data_error("train_00000.bin", "prepare.py")
+    file.write_bytes(raw[:3])
+    data_error("train_00000.bin", "prepare.py")
+    file.write_bytes(
+        raw[:-2] + bytes([raw[-2] ^ 1, raw[-1]])
+    )  # one token is another one: only the checksum sees it
+    data_error("train_00000.bin", "sha256", "prepare.py")
+    file.unlink()
+    data_error("train_00000.bin", "prepare.py")
+    (toy() / "meta.json").write_text("{")
+    data_error("meta.json", "json", "prepare.py")
+    vocab = json.loads((toy() / "meta.json").read_text())["vocab_size"]
+    data_error(str(vocab), "--vocab-size 3", flags=["--vocab-size=3"])
+    data_error("--seq-len", flags=["--seq-len=100000"])
+    data_error("'%'", flags=["--prompt=%"])
+
+
+def test_wrong_checkpoint(tmp_path, good):
+    step = tmp_path / "good" / "step_000001"
+    go(1, tmp_path / "good", "--steps=1")
+    for flag, words in [
+        ("--n-layer=3", ["n-layer 2", "3"]),
+        ("--n-embd=32", ["n-embd 16", "32"]),
+        ("--bias", ["bias False", "True"]),
+        ("--seq-len=8", ["seq-len 16", "8"]),
+        ("--ffn-hidden=64", ["ffn-hidden 32", "64"]),
+    ]:
+        err = wrong(tmp_path, f"--resume={step}", flag, words=[str(step), *words])
+        assert f"--{flag[2:].split('=')[0]} " in err or "--no-bias" in err, f"no fix in {err}"
+    wrong(tmp_path, f"--resume={step}", f"--data={good}", "--vocab-size=0", words=["other data", "--data"])
+    wrong(tmp_path, f"--resume={step}", "--vocab-size=99", words=["other data"])
+    # the fix that is printed works
+    assert parse(["--no-bias", "--n-layer", "2"]).bias is False
+    (step / "index.json").write_text(
+        json.dumps({**json.loads((step / "index.json").read_text()), "format": 99})
+    )
+    wrong(tmp_path, f"--resume={step}", words=[str(step), "format 99"])
+
+
+def test_under_mpiexec_one_rank_speaks(tmp_path):
+    """Real ranks: a wrong flag before they know each other, a wrong layout after."""
+    for n, argv, words in [
+        (2, ["--stepz=3"], ["--steps"]),
+        (3, [*TINY, f"--out={tmp_path}", "--global-batch=8"], ["dp 3", "--global-batch 6"]),
+    ]:
+        job = subprocess.run(
+            [MPIEXEC, "-n", str(n), sys.executable, str(ROOT / "train.py"), *argv],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        one_line({"code": job.returncode, "err": job.stderr}, *words)
+
+
+# ------------------------------------------------------------------------------------------------ right forms
+
+
+def test_booleans_in_every_form():
+    for argv in (["--bias"], ["--bias", "True"], ["--bias", "true"], ["--bias=True"], ["--bias=true"]):
+        assert parse(argv).bias is True, argv
+        assert parse([*argv, "--steps", "7"]).steps == 7
+    for argv in (["--no-bias"], ["--bias", "False"], ["--bias=False"], ["--bias=false"], []):
+        assert parse(argv).bias is False, argv
+    assert parse(["gpt2", "--no-bias"]).bias is False and parse(["gpt2"]).bias is True
+    assert parse(["gpt2", "--tied", "False", "--bias=True"]).tied is False
+    assert parse(["--dump_grads=x", "--no-plot"]).plot is False
+
+
+def test_names_and_values_in_every_form():
+    want = dataclasses.replace(
+        Config(), n_layer=3, micro_batch=4, lr=1e-4, train_range_to_skip=(3, 5, 8, 9), pp_layers="1,2"
+    )
+    tail = ["--train-range-to-skip", "3", "5", "8", "9"]
+    assert (
+        parse(["--n-layer", "3", "--micro-batch", "4", "--lr", "1e-4", "--pp-layers", "1,2", *tail]) == want
+    )
+    assert parse(["--n_layer", "3", "--micro_batch", "4", "--lr=1e-4", "--pp_layers=1,2", *tail]) == want
+    assert parse(["tiny", "--n_layer=3", "--micro-batch=4", "--lr=.0001", *tail, "--pp-layers=1,2"]) == want
+    assert (
+        parse(["--n-layer=3", "--n-layer=5"]).n_layer == 5
+    )  # a script's "$@" overrides what stands before it
+    assert parse(["--min-lr=0"]).min_lr == 0.0 and parse([]).min_lr is None
+
+
+def test_presets():
+    assert parse([]) == parse(["tiny"]) == Config()
+    for name, values in PRESETS.items():
+        cfg = parse([name])
+        assert cfg.preset == name and (cfg.tp, cfg.pp, cfg.zero) == (1, 1, 0)
+        assert all(getattr(cfg, k) == v for k, v in values.items())
+    assert parse(["shakespeare-char", "--dropout=0"]).dropout == 0.0
+
+
+def test_help_lists_every_field(capsys):
+    with pytest.raises(SystemExit) as e:
+        parse(["gpt2", "--help"])
+    assert e.value.code == 0
+    text = capsys.readouterr().out
+    source = Path(config.__file__).read_text()
+    for f in dataclasses.fields(Config):
+        assert f"--{f.name.replace('_', '-')}" in text, f.name
+        comment = next(line for line in source.splitlines() if line.startswith(f"    {f.name}: ")).split(
+            "# ", 1
+        )[1]
+        assert comment.split()[0] in text, f"{f.name}: its comment is its help"
+    assert "100000" in text.replace("_", "") and all(p in text for p in PRESETS)
+
+
+def test_config_is_frozen_and_not_written_back(tmp_path, monkeypatch):
+    import train
+
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        parse([]).steps = 3
+    seen = []
+    monkeypatch.setattr(train, "parse", lambda argv: seen.append(parse(argv)) or seen[-1])
+    argv = [*TINY, f"--out={tmp_path}", "--steps=2", "--train-range-to-skip", "2", "2"]
+    assert session(World(), argv)["code"] == 0
+    assert seen == [parse(argv)] and seen[0].min_lr is None and seen[0].vocab_size == 100
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert all(
+        saved[k] == (list(v) if isinstance(v, tuple) else v) for k, v in dataclasses.asdict(seen[0]).items()
+    )
+    assert {"git", "argv", "world", "launcher"} <= saved.keys()

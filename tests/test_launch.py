@@ -1,0 +1,272 @@
+"""Who am I, under every launcher; python, mpiexec and torchrun train alike; one rank's exception ends all."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from pool import ROOT
+from runs import SHAPE
+
+from launch import FAMILIES, detect
+
+BIN = Path(sys.executable).parent
+SLURM_BATCH = {  # what every process inside an sbatch script of 2 tasks sees, whoever started it (measured)
+    "SLURM_JOB_ID": "7",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_NPROCS": "2",
+    "SLURM_NODEID": "0",
+    "SLURM_TASKS_PER_NODE": "2",
+    "SLURM_NODELIST": "n0",
+}
+SRUN = {
+    **SLURM_BATCH,
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "n[0-1]",
+    "SLURM_STEP_ID": "0",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "9"}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "3",
+    "PRTE_LAUNCHED": "1",
+}
+PALS = {
+    "PALS_RANKID": "6",
+    "PALS_LOCAL_RANKID": "2",
+    "PMI_RANK": "6",
+    "PMI_SIZE": "8",
+    "PMI_LOCAL_RANK": "2",
+    "PMI_LOCAL_SIZE": "4",
+}
+TORCHRUN = {
+    "RANK": "2",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "n0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+CRAY = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
+
+ENVIRONMENTS = {  # name: (environment, launcher, rank, size, local rank, local size)
+    "nothing": ({}, "single", 0, 1, 0, 1),
+    "torchrun": (TORCHRUN, "torchrun", 2, 4, 0, 2),
+    "pals": (PALS, "pals", 6, 8, 2, 4),
+    "pals, PALS_PMI=pmix: no PMI_SIZE, mpi4py knows": (
+        {"PALS_RANKID": "6", "PALS_LOCAL_RANKID": "2", "PMIX_RANK": "6"},
+        "pals",
+        6,
+        -1,
+        2,
+        1,
+    ),
+    "open mpi": (OPENMPI, "openmpi", 3, 4, 1, 2),
+    "mpich hydra": (HYDRA, "hydra", 1, 2, 1, 2),
+    "intel mpi": (
+        {
+            "PMI_RANK": "3",
+            "PMI_SIZE": "4",
+            "MPI_LOCALRANKID": "1",
+            "MPI_LOCALNRANKS": "2",
+            "I_MPI_MPIRUN": "mpirun",
+        },
+        "hydra",
+        3,
+        4,
+        1,
+        2,
+    ),
+    "cray aprun": (CRAY, "cray", 5, 8, 1, 4),
+    "srun": (SRUN, "srun", 5, 8, 1, 4),
+    "srun, uneven nodes": ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3,2(x2),1"}, "srun", 5, 8, 1, 3),
+    "srun --mpi=pmi2: PMI_RANK but no local one": (
+        {**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"},
+        "srun",
+        5,
+        8,
+        1,
+        4,
+    ),
+    "srun -m cyclic: rank 2 is the second of its node": (
+        {
+            **SRUN,
+            "SLURM_PROCID": "2",
+            "SLURM_LOCALID": "1",
+            "SLURM_STEP_NUM_TASKS": "4",
+            "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        },
+        "srun",
+        2,
+        4,
+        1,
+        2,
+    ),
+    "srun --mpi=cray_shasta": ({**SRUN, **CRAY}, "cray", 5, 8, 1, 4),
+    "python in a batch script: SLURM_NTASKS is not for it": (SLURM_BATCH, "single", 0, 1, 0, 1),
+    "python in an salloc shell": (
+        {k: v for k, v in SLURM_BATCH.items() if "PROCID" not in k},
+        "single",
+        0,
+        1,
+        0,
+        1,
+    ),
+    "mpiexec in a batch script": ({**SLURM_BATCH, **HYDRA}, "hydra", 1, 2, 1, 2),
+    "mpiexec in a batch script, its proxy a step of one task": (
+        {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", **HYDRA},
+        "hydra",
+        1,
+        2,
+        1,
+        2,
+    ),
+    "open mpi in a batch script": ({**SLURM_BATCH, **OPENMPI}, "openmpi", 3, 4, 1, 2),
+    "torchrun, one agent per node by srun": ({**SRUN, **TORCHRUN}, "torchrun", 2, 4, 0, 2),
+    "torchrun under mpiexec": ({**HYDRA, **TORCHRUN}, "torchrun", 2, 4, 0, 2),
+    "RANK alone, left in a shell": ({"RANK": "3", "MASTER_ADDR": "n0"}, "single", 0, 1, 0, 1),
+    "WORLD_SIZE alone, as some containers set it": ({"WORLD_SIZE": "8"}, "single", 0, 1, 0, 1),
+    "PMI_RANK alone": ({"PMI_RANK": "1"}, "single", 0, 1, 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_detect(name):
+    env, *want = ENVIRONMENTS[name]
+    assert detect({"PATH": "/bin", **env}) == tuple(want)
+
+
+def test_every_family_is_covered():
+    assert {want[0] for _, *want in ENVIRONMENTS.values()} == {*FAMILIES, "single"}
+
+
+# ----------------------------------------------------------------------------------------- the real launchers
+
+FLAGS = [
+    *SHAPE,
+    "--data=synthetic",
+    "--micro-batch=2",
+    "--global-batch=8",
+    "--lr=1e-2",
+    "--warmup=2",
+    "--steps=6",
+    "--log-every=1",
+    "--eval-every=0",
+    "--save-every=0",
+    "--no-plot",
+]
+
+
+def clean_env():
+    """This process may itself run under a launcher (make slurm)."""
+    ours = (
+        "PMI",
+        "MPI",
+        "OMPI",
+        "PALS",
+        "SLURM",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "MASTER_",
+        "TORCHELASTIC",
+        "HYD",
+    )
+    return {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+
+
+def test_python_mpiexec_and_torchrun_train_alike(tmp_path):
+    """The same global batch: every loss, and --dump-grads' weights and gradients, to 1e-5 in fp32."""
+    from safetensors.torch import load_file
+
+    launchers = {
+        "single": [sys.executable],
+        "hydra": [BIN / "mpiexec", "-n", "2", sys.executable],
+        "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "2"],
+    }
+    losses, dumps = {}, {}
+    for name, start in launchers.items():
+        out = tmp_path / name
+        job = subprocess.run(
+            [*start, str(ROOT / "train.py"), *FLAGS, f"--out={out}", f"--dump-grads={tmp_path / name}.st"],
+            capture_output=True,
+            text=True,
+            env=clean_env(),
+            timeout=100,
+        )
+        assert job.returncode == 0, job.stdout + job.stderr
+        n = 1 if name == "single" else 2
+        assert f" {name}: {n} of {n} ranks here" in job.stdout and job.stdout.count("[node 1/1 ") == 1
+        assert "Traceback" not in job.stderr, job.stderr
+        assert json.loads((out / "config.json").read_text())["launcher"] == name
+        metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        losses[name] = torch.tensor([[r["loss"], r["grad_norm"]] for r in metrics], dtype=torch.float64)
+        dumps[name] = load_file(tmp_path / f"{name}.st")
+    assert losses["single"].shape == (6, 2) and losses["single"][-1, 0] < losses["single"][0, 0] - 0.01
+    want = dumps["single"]
+    assert len(want) == 2 * 21 and want["wte.weight"].shape == want["grad/head.weight"].shape == (
+        100,
+        16,
+    )  # no padding
+    for name in ("hydra", "torchrun"):
+        torch.testing.assert_close(losses[name], losses["single"], rtol=1e-5, atol=0)
+        assert dumps[name].keys() == want.keys()
+        for key, t in want.items():
+            assert t.dtype == torch.float32 and (key[:5] != "grad/" or t.any()), key
+            torch.testing.assert_close(
+                dumps[name][key], t, rtol=1e-5, atol=1e-5 * t.abs().max().item(), msg=key
+            )
+
+
+CRASH = """
+import sys, time
+import train
+step = train.train_step
+def broken(cfg, mesh, *args, **kw):
+    if mesh.world.rank == 1:
+        raise RuntimeError("the rank that breaks")
+    time.sleep(60)  # the other one is busy and would not notice
+train.train_step = broken
+train.main(sys.argv[1:])
+"""
+
+
+def test_one_ranks_exception_ends_all(tmp_path):
+    (tmp_path / "crash.py").write_text(CRASH)
+    began = time.monotonic()
+    job = subprocess.run(
+        [
+            BIN / "mpiexec",
+            "-n",
+            "2",
+            sys.executable,
+            tmp_path / "crash.py",
+            *FLAGS,
+            f"--out={tmp_path / 'run'}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env={**clean_env(), "PYTHONPATH": str(ROOT)},
+    )
+    seconds = time.monotonic() - began
+    print(
+        f"an exception on rank 1 ended both ranks {seconds:.1f} s after the start, exit code {job.returncode}"
+    )
+    assert seconds < 30 and job.returncode not in (0, 2, 85)
+    assert "RuntimeError: the rank that breaks" in job.stderr and "in broken" in job.stderr
+    assert job.stderr.count("Traceback") == 1

@@ -1,0 +1,430 @@
+"""The model beyond its layouts: decay groups, generation, counting, padding, RoPE, GQA, init, AdamW."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import run_ranks
+
+import train
+from config import PRESETS, Config
+from data import Synthetic
+from launch import World
+from model import (
+    GPT,
+    Attention,
+    count_parameters,
+    flops_per_token,
+    generate,
+    padded,
+    rope_table,
+    rotate,
+)
+from parallel import make_mesh
+
+SMALL = dict(
+    n_layer=2,
+    n_head=4,
+    n_embd=16,
+    ffn_hidden=24,
+    seq_len=8,
+    vocab_size=100,
+    micro_batch=2,
+    steps=20,
+    lr=1e-2,
+    warmup=0,
+)
+FAMILIES = {
+    "llama": Config(**SMALL, n_kv_head=2),
+    "gpt2": Config(**SMALL, n_kv_head=4, norm="layer", mlp="gelu", pos="learned", bias=True, tied=True),
+}
+MESH = make_mesh(World())
+family = pytest.mark.parametrize("cfg", FAMILIES.values(), ids=FAMILIES)
+
+
+def built(cfg, mesh=MESH):
+    return train.build(cfg, mesh, cfg.vocab_size, torch.device("cpu"))
+
+
+def steps(cfg, model, dp, opt, numbers):
+    source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
+    return [
+        train.train_step(cfg, MESH, model, dp, opt, [source.batch(4 * s, 2), source.batch(4 * s + 2, 2)], s)
+        for s in numbers
+    ]
+
+
+def lively(cfg, dtype=torch.float64):
+    """A model whose next token depends on what came before: weights far larger than at the start."""
+    model = GPT(dataclasses.replace(cfg, dtype="fp64"), MESH, cfg.vocab_size).to(dtype)
+    rng = torch.Generator().manual_seed(1)
+    for name, p in model.named_parameters():
+        noise = torch.randn(p.shape, generator=rng, dtype=dtype)
+        one = "norm" in name and name.endswith("weight")
+        p.data = 1.5 * noise if p.ndim > 1 else 0.1 * noise + float(one)
+        if name in ("wte.weight", "head.weight"):
+            p.data = F.normalize(p.data)  # else the longest rows win whatever came before
+        p.data[p.used :] = 0
+    return model.eval()
+
+
+# ----------------------------------------------------------------------------------------------- weight decay
+
+LAYER = {
+    "llama": ["norm1.weight", "norm2.weight"],
+    "gpt2": [
+        "norm1.weight",
+        "norm1.bias",
+        "norm2.weight",
+        "norm2.bias",
+        "attn.wq.bias",
+        "attn.wk.bias",
+        "attn.wv.bias",
+        "attn.wo.bias",
+        "mlp.w1.bias",
+        "mlp.w2.bias",
+    ],
+}
+NEVER = {
+    name: {f"blocks.{i}.{p}" for i in (0, 1) for p in LAYER[name]} | {"norm.weight"} for name in FAMILIES
+}
+NEVER["gpt2"] |= {"norm.bias"}
+NEVER["moe"] = NEVER["llama"]
+MATRICES = ["attn.wq", "attn.wk", "attn.wv", "attn.wo", "mlp.w1", "mlp.w2"]
+ALWAYS = {
+    "llama": {f"blocks.{i}.{p}.weight" for i in (0, 1) for p in [*MATRICES, "mlp.w3"]}
+    | {"wte.weight", "head.weight"},
+    "gpt2": {f"blocks.{i}.{p}.weight" for i in (0, 1) for p in MATRICES} | {"wte.weight", "wpe.weight"},
+}
+EXPERTS = ["router.weight", "w1", "w2", "w3", "shared.w1.weight", "shared.w2.weight", "shared.w3.weight"]
+ALWAYS["moe"] = {n for n in ALWAYS["llama"] if ".mlp." not in n} | {
+    f"blocks.{i}.moe.{p}" for i in (0, 1) for p in EXPERTS
+}
+MOE = dataclasses.replace(FAMILIES["llama"], n_experts=4, top_k=2, n_shared_experts=1)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "moe"])
+def test_only_matrices_decay(name):
+    """By name, and by what a step with zero gradients does: matrices shrink by lr * weight_decay."""
+    cfg = dataclasses.replace(FAMILIES.get(name, MOE), weight_decay=0.5, min_lr=1e-2)
+    model, dp, opt = built(cfg)
+    groups = {n: b.decay for b in dp.buckets for n in b.names}
+    assert {n for n, decay in groups.items() if decay} == ALWAYS[name]
+    assert {n for n, decay in groups.items() if not decay} == NEVER[name]
+    assert groups.keys() == dict(model.named_parameters()).keys()
+    with torch.no_grad():
+        for p in model.parameters():  # biases start at zero, which would hide a decay
+            p.add_(0.5)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    dp.begin()
+    dp.finish()  # no backward: all gradients are zero
+    assert opt.step(cfg.lr, torch.ones(())).item() == 0
+    for n, p in model.named_parameters():
+        want = before[n] * (1 - cfg.lr * cfg.weight_decay) if n in ALWAYS[name] else before[n]
+        torch.testing.assert_close(p.data, want, rtol=1e-6, atol=0, msg=n)
+    assert not torch.equal(model.wte.weight, before["wte.weight"])
+
+
+# ------------------------------------------------------------------------------------------------- generation
+
+
+def without_cache(model, tokens, n):
+    """Greedy, the slow way: the whole window through the model for every token."""
+    T, tokens = model.cfg.seq_len, list(tokens)
+    window = tokens[-T:]
+    for _ in range(n):
+        if len(window) > T:
+            window = tokens[-(T // 2) :]
+        with torch.no_grad():
+            logits = model(torch.tensor([window]))[0][-1, : model.vocab_size]
+        tokens.append(int(logits.argmax()))
+        window = [*window, tokens[-1]]
+    return tokens
+
+
+@family
+@pytest.mark.parametrize("prompt", [1, 5, 8, 19], ids="prompt{}".format)
+def test_generate_with_cache_equals_without(cfg, prompt):
+    """Greedy, past the end of the window several times; the prompt shorter, as long, longer than a window."""
+    model = lively(cfg)
+    tokens = [(7 * i + 3) % cfg.vocab_size for i in range(prompt)]
+    got = generate(model, tokens, 30, temperature=0)
+    assert got == without_cache(model, tokens, 30)
+    assert got[:prompt] == tokens and len(got) == prompt + 30 and len(set(got[prompt:])) > 5, (
+        "it must not be one token"
+    )
+
+
+@family
+def test_generate_draws(cfg):
+    model = lively(cfg)
+    model.train()
+    runs = {seed: generate(model, [1, 2], 40, temperature=1.5, seed=seed) for seed in (1, 2)}
+    assert runs[1] == generate(model, [1, 2], 40, temperature=1.5, seed=1) != runs[2]
+    assert generate(model, [1, 2], 20, temperature=2.0, top_k=1) == generate(model, [1, 2], 20, temperature=0)
+    assert model.training, "generate leaves the model as it was"
+    with torch.no_grad():
+        top = model(torch.tensor([[1, 2]]))[0][-1, : cfg.vocab_size].topk(3).indices.tolist()
+    drawn = {generate(model, [1, 2], 1, temperature=5.0, top_k=3, seed=s)[-1] for s in range(30)}
+    assert drawn == set(top)
+    assert max(generate(model, [1], 300, temperature=1e6)) < cfg.vocab_size, "padding is no word"
+
+
+# --------------------------------------------------------------------------------------------------- counting
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "llama", "moe", "moe-bias", "gpt2-tiny", "bias", "tied"])
+def test_count_parameters(name):
+    small = {
+        "llama": FAMILIES["llama"],
+        "moe": MOE,
+        "moe-bias": dataclasses.replace(MOE, bias=True, mlp="gelu", norm="layer"),
+        "gpt2-tiny": FAMILIES["gpt2"],
+        "bias": dataclasses.replace(FAMILIES["llama"], bias=True, norm="layer"),
+        "tied": dataclasses.replace(FAMILIES["llama"], tied=True, pos="learned"),
+    }
+    cfg = small.get(name) or Config(**PRESETS[name])
+    vocab = cfg.vocab_size or 50257
+    with torch.device("meta"):
+        model = GPT(cfg, MESH, vocab)
+    assert count_parameters(cfg, vocab)["total"] == sum(p.numel() for p in model.parameters())
+    head = model.wte if cfg.tied else model.head
+    matmul = 0  # of the experts' matrices, (E, out, in), a token meets top-k; the router is not counted
+    for n, p in model.named_parameters():
+        if n.startswith("blocks.") and p.ndim > 1 and "router" not in n:
+            matmul += p.numel() if p.ndim == 2 else p.numel() * cfg.top_k // cfg.n_experts
+    assert count_parameters(cfg, vocab)["matmul"] == matmul + head.weight.numel()
+    if name == "dense-210m":
+        assert count_parameters(cfg, vocab)["total"] == 213_148_160
+    if name == "gpt2":  # 124,439,808 with the vocabulary unpadded
+        assert count_parameters(cfg, vocab)["total"] - (padded(vocab) - vocab) * cfg.n_embd == 124_439_808
+    full, causal = flops_per_token(cfg, vocab)
+    attention = 12 * cfg.n_layer * cfg.n_embd * cfg.seq_len
+    assert full == 6 * (matmul + head.weight.numel()) + attention and full - causal == attention / 2
+
+
+def test_padded():
+    assert [padded(v) for v in (1, 127, 128, 129, 50257, 128256)] == [128, 128, 128, 256, 50304, 128256]
+
+
+# ---------------------------------------------------------------------------------------- padding, loss, init
+
+
+@family
+def test_padding_stays_zero_and_gets_no_probability(cfg):
+    model, dp, opt = built(dataclasses.replace(cfg, weight_decay=0.5))
+    head = model.wte if cfg.tied else model.head
+    assert head.weight.shape == model.wte.weight.shape == (128, 16)
+    before = head.weight.detach().clone()
+    steps(cfg, model, dp, opt, range(1, 5))
+    assert not head.weight[100:].any() and not model.wte.weight[100:].any()
+    assert (head.weight[:100] != before[:100]).any(dim=1).all()
+    x, y = Synthetic(100, cfg.seq_len, 5).batch(0, 3)
+    model.eval()
+    with torch.no_grad():
+        logits = model(x)[0]
+        want = F.cross_entropy(logits[:, :100], y.reshape(-1), reduction="sum")
+        torch.testing.assert_close(model(x, y)[0], want, rtol=1e-6, atol=0)
+
+
+@family
+def test_loss_at_the_start_is_that_of_a_guess(cfg):
+    model, _, _ = built(cfg)
+    x, y = Synthetic(cfg.vocab_size, cfg.seq_len, 5).batch(0, 64)
+    with torch.no_grad():
+        loss = model(x, y)[0].item() / y.numel()
+    assert abs(loss - math.log(cfg.vocab_size)) < 0.02
+
+
+@family
+def test_init_statistics(cfg):
+    """N(0, 0.02), residual writers / sqrt(2 L), norms one, biases zero; another seed is another draw."""
+    wide = dataclasses.replace(cfg, n_embd=128, ffn_hidden=256)
+    model, _, _ = built(wide)
+    other, _, _ = built(dataclasses.replace(wide, seed=1))
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        if p.ndim == 1:
+            assert (p == (1.0 if name.endswith("weight") else 0.0)).all(), name
+        else:
+            std = 0.02 / math.sqrt(4) if name.split(".")[-2] in ("wo", "w2") else 0.02
+            assert (
+                abs(p[: p.used].std().item() / std - 1) < 0.06 and abs(p[: p.used].mean().item()) < 0.1 * std
+            ), name
+            assert not torch.equal(p, q), name
+    draws = [p[: p.used].flatten()[:50] for p in model.parameters() if p.ndim == 2]
+    assert all(not torch.allclose(a, b) for i, a in enumerate(draws) for b in draws[:i]), (
+        "every matrix draws its own"
+    )
+
+
+def shares(world, cfg):
+    model, _, _ = train.build(cfg, make_mesh(world, cfg.tp, cfg.pp), cfg.vocab_size, world.device)
+    return {n: (p.detach().clone().numpy(), p.offset) for n, p in model.named_parameters()}
+
+
+@family
+@pytest.mark.parametrize("layout", [dict(tp=2), dict(pp=2), dict(zero=1)], ids=str)
+def test_init_is_independent_of_the_layout(cfg, layout):
+    """Bit for bit: every share is a cut of what one rank draws, and the shares cover it."""
+    whole = dict(built(cfg)[0].named_parameters())
+    seen = {n: torch.zeros(p.shape) for n, p in whole.items()}
+    for rank in run_ranks(2, shares, dataclasses.replace(cfg, **layout)):
+        for n, (share, offset) in rank.items():
+            cut = tuple(slice(o, o + s) for o, s in zip(offset, share.shape, strict=True))
+            assert torch.equal(whole[n][cut], torch.from_numpy(share)), n
+            seen[n][cut] = 1
+    assert all(t.all() for t in seen.values())
+
+
+# -------------------------------------------------------------------------------------------------- attention
+
+
+def test_rope_sees_relative_positions_only():
+    D, T = 8, 40
+    cos, sin = (t.double() for t in rope_table(T, D, 10000.0, "cpu"))
+    rng = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 1, D, generator=rng, dtype=torch.float64).expand(1, 1, T, D) for _ in range(2))
+    rq, rk = rotate(q, cos, sin), rotate(k, cos, sin)
+    dots = (rq @ rk.transpose(-1, -2))[0, 0]  # (T, T): the same q at every row, the same k at every column
+    for delta in range(-T + 1, T):
+        diagonal = dots.diagonal(delta)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-5)
+    assert (dots[0] - dots[0, 0]).abs().max() > 0.5, "and positions do matter"
+    torch.testing.assert_close(rq.norm(dim=-1), q.norm(dim=-1))
+    torch.testing.assert_close(rq[0, 0, 0], q[0, 0, 0])  # position 0 is not turned
+    # the oracle: complex multiplication of pair (i, i + D/2) by exp(i * position * base^(-2i/D))
+    z = torch.complex(q[..., : D // 2], q[..., D // 2 :])
+    angle = torch.arange(T).double()[:, None] * 10000.0 ** (-torch.arange(0, D, 2).double() / D)
+    turned = z * torch.polar(torch.ones_like(angle), angle)
+    torch.testing.assert_close(rq, torch.cat([turned.real, turned.imag], -1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("G", [1, 2])
+def test_gqa_equals_full_attention_with_repeated_heads(G):
+    """And both equal attention written out: softmax(q k^T / sqrt(D)) v under the causal mask."""
+    H, D, T, B = 4, 4, 8, 3
+    cfg = dataclasses.replace(FAMILIES["llama"], n_kv_head=G)
+    torch.manual_seed(0)
+    few, full = Attention(cfg, MESH), Attention(dataclasses.replace(cfg, n_kv_head=H), MESH)
+    with torch.no_grad():
+        for p in few.parameters():
+            p.normal_(0, 0.5)
+        for name in ("wq", "wo"):
+            getattr(full, name).weight.copy_(getattr(few, name).weight)
+        for name in ("wk", "wv"):  # head j of H uses key/value head j // (H/G)
+            rows = getattr(few, name).weight.view(G, D, -1).repeat_interleave(H // G, dim=0)
+            getattr(full, name).weight.copy_(rows.reshape(H * D, -1))
+        x = torch.randn(B * T, cfg.n_embd)
+        cos, sin = rope_table(T, D, cfg.rope_base, "cpu")
+        got, want = few(x, T, cos, sin), full(x, T, cos, sin)
+        torch.testing.assert_close(got, want)
+        q, k, v = (getattr(full, n)(x).view(B, T, H, D).transpose(1, 2) for n in ("wq", "wk", "wv"))
+        score = rotate(q, cos, sin) @ rotate(k, cos, sin).transpose(-1, -2) / math.sqrt(D)
+        score = score.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+        slow = full.wo((score.softmax(-1) @ v).transpose(1, 2).reshape(B * T, H * D))
+        torch.testing.assert_close(got, slow)
+
+
+@family
+def test_the_future_is_not_seen(cfg):
+    model = lively(cfg)
+    x = torch.randint(0, 100, (1, 8), generator=torch.Generator().manual_seed(0))
+    changed = x.clone()
+    changed[0, 5] = (x[0, 5] + 1) % 100
+    with torch.no_grad():
+        same = (model(x)[0] == model(changed)[0]).all(dim=1)
+    assert same.tolist() == [True] * 5 + [False] * 3
+
+
+# ------------------------------------------------------------------------------------ schedule, bad gradients
+
+
+def test_learning_rate():
+    cfg = Config(lr=1e-3, min_lr=1e-4, warmup=10, steps=110)
+    rate = {s: train.learning_rate(cfg, s) for s in range(1, 200)}
+    assert (
+        rate[1] == pytest.approx(1e-4) and rate[5] == pytest.approx(5e-4) and rate[10] == pytest.approx(1e-3)
+    )
+    assert rate[60] == pytest.approx(5.5e-4) and rate[35] == pytest.approx(
+        1e-4 + 9e-4 * (1 + math.sqrt(0.5)) / 2
+    )
+    assert all(rate[s] > rate[s + 1] for s in range(10, 110))
+    assert all(rate[s] == pytest.approx(1e-4) for s in range(110, 200))
+    later = dataclasses.replace(cfg, steps=1000, decay_steps=110)  # a longer run, the same schedule
+    assert all(train.learning_rate(later, s) == rate[s] for s in rate)
+    assert train.learning_rate(dataclasses.replace(cfg, min_lr=None), 110) == pytest.approx(1e-4)  # lr / 10
+    assert train.learning_rate(dataclasses.replace(cfg, min_lr=0.0), 110) == 0
+    assert train.learning_rate(dataclasses.replace(cfg, warmup=0), 1) == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+def test_a_gradient_that_is_not_finite_changes_nothing(bad, dtype):
+    """Weights, both moments, Adam's own t: not one bit; the next step is taken as if it had not been."""
+    cfg = dataclasses.replace(FAMILIES["llama"], dtype=dtype, weight_decay=0.5)
+    model, dp, opt = built(cfg)
+    steps(cfg, model, dp, opt, [1])
+
+    def everything():
+        return [t.detach().clone() for m in opt.masters for t in (m, *opt.adam.state[m].values())] + [
+            p.detach().clone() for p in model.parameters()
+        ]
+
+    before, finish = everything(), dp.finish
+
+    def poisoned():
+        finish()
+        dp.buckets[-1].grad[0] = bad
+
+    dp.finish = poisoned
+    [(totals, refused)] = steps(cfg, model, dp, opt, [2])
+    assert refused.item() == 1 and not torch.isfinite(totals[1]) and opt.adam_t() == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
+    dp.finish = finish
+    [(totals, refused)] = steps(cfg, model, dp, opt, [3])
+    assert refused.item() == 0 and opt.adam_t() == 2
+    assert not all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
+    twin, twin_dp, twin_opt = built(cfg)
+    steps(cfg, twin, twin_dp, twin_opt, [1, 3])
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_adamw_equals_the_paper():
+    """The slow oracle: clipping and decoupled decay written out beside the fused kernel on flat buckets."""
+    cfg = dataclasses.replace(FAMILIES["gpt2"], dtype="fp64", clip=0.05, weight_decay=0.3)
+    model, dp, opt = built(cfg)
+    w = {n: p.detach().clone() for n, p in model.named_parameters()}
+    m, v = ({n: torch.zeros_like(p) for n, p in w.items()} for _ in range(2))
+    for t in range(1, 4):
+        grads = {}
+        opt.before_step = lambda g=grads: g.update(
+            {n: x.clone() for b in dp.buckets for n, x in zip(b.names, b.grads, strict=True)}
+        )
+        [(totals, _)] = steps(cfg, model, dp, opt, [t])
+        lr = train.learning_rate(cfg, t)
+        norm = torch.stack([g.norm() for g in grads.values()]).norm()
+        torch.testing.assert_close(totals[1], norm, rtol=1e-12, atol=0)
+        assert norm > cfg.clip
+        for n, g in grads.items():
+            g = g * (cfg.clip / (norm + 1e-6))
+            m[n] = cfg.beta1 * m[n] + (1 - cfg.beta1) * g
+            v[n] = cfg.beta2 * v[n] + (1 - cfg.beta2) * g * g
+            w[n] = w[n] * (1 - lr * (cfg.weight_decay if g.ndim > 1 else 0))
+            w[n] = w[n] - lr * (m[n] / (1 - cfg.beta1**t)) / ((v[n] / (1 - cfg.beta2**t)).sqrt() + 1e-8)
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(p.data, w[n], rtol=1e-9, atol=1e-11, msg=n)
+
+
+@family
+def test_dropout_is_seeded_by_step_and_micro_batch(cfg):
+    cfg = dataclasses.replace(cfg, dropout=0.3)
+    batch = Synthetic(cfg.vocab_size, cfg.seq_len, 1).batch(0, 2)
+    losses = []
+    for step, micro in [(1, 1), (1, 1), (2, 1), (1, 2)]:
+        model, dp, opt = built(cfg)
+        torch.manual_seed(len(losses))  # whatever was drawn before must not matter
+        totals, _ = train.train_step(cfg, MESH, model, dp, opt, [batch] * micro, step)
+        losses.append(totals[0].item())
+    assert losses[0] == losses[1] and len(set(losses)) == 3, "the second micro-batch has a mask of its own"

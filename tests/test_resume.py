@@ -1,0 +1,352 @@
+"""Stopping and going on: a resumed run equals the uninterrupted one bit for bit, whatever stopped it.
+
+Also steps skipped on request (CLUSTER.md 3.3 and 3.4), and one test that kills a rank of a real mpiexec.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from pool import ROOT
+from runs import TINY, chars, final, go, rows, same
+
+import checkpoint
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return chars(tmp_path_factory.mktemp("toy"))
+
+
+# ------------------------------------------------------------------------------------- stop after half, go on
+
+
+MOE = ["--n-experts=4", "--top-k=2", "--router=sigmoid", "--router-bias-rate=0.01", "--aux-coef=0.01"]
+
+
+@pytest.mark.parametrize(
+    "n,zero,model",
+    [(1, 0, []), (1, 1, MOE), (2, 0, []), (2, 1, []), (2, 1, [*MOE, "--ep=2"])],
+    ids=["1", "1moe", "2", "2zero", "2zero-moe-ep2"],
+)
+def test_resumed_equals_uninterrupted(n, zero, model, toy, tmp_path):
+    """Dropout on, evaluation within, real token files: weights, moments and every row of metrics.jsonl."""
+    flags = [
+        *model,
+        f"--data={toy}",
+        "--vocab-size=0",
+        "--dropout=0.2",
+        f"--zero={zero}",
+        "--save-every=3",
+        "--eval-every=3",
+        "--eval-iters=2",
+        "--decay-steps=6",
+        "--steps",
+    ]
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    go(n, whole, *flags, 6)
+    first = go(n, half, *flags, 3)
+    assert not Path(half, "step_000006").exists()
+    second = go(
+        n, half, *flags, 6, "--resume=auto", *(["--prompt=a"] if zero == 0 else [])
+    )  # a sample draws, training does not
+    assert f"resumed {half}/step_000003" in second["out"]
+    assert [s["first"] for s in first["steps"] + second["steps"]] == [0, 4, 8, 12, 16, 20]
+    same(whole, half, 6)
+    if model:
+        assert any(n.endswith("router.bias") and t.any() for n, t in final(half, 6)[0].items())
+    assert rows(whole) == rows(half) and [r["step"] for r in rows(half)] == [1, 2, 3, 4, 5, 6]
+    assert ["val_loss" in r for r in rows(half)] == [False, False, True] * 2
+    # a PATH, into another --out: rows from there on; and rewinding in place: later rows are written again
+    go(n, tmp_path / "other", *flags, 6, f"--resume={whole}/step_000003")
+    same(whole, tmp_path / "other", 6)
+    assert rows(tmp_path / "other") == rows(whole)[3:]
+    before = rows(whole)
+    go(n, whole, *flags, 6, f"--resume={whole}/step_000003")
+    assert rows(whole) == before
+    same(whole, half, 6)
+
+
+def test_rewound_rows_are_cut_off(tmp_path):
+    go(1, tmp_path, "--steps=6", "--save-every=2")
+    go(
+        1,
+        tmp_path,
+        "--steps=5",
+        "--decay-steps=6",
+        "--save-every=5",
+        f"--resume={tmp_path}/step_000002",
+        "--log-every=5",
+    )
+    assert [r["step"] for r in rows(tmp_path)] == [1, 2, 3, 5]  # the first step of a session is logged
+
+
+def test_fresh_start_moves_the_older_run_aside(tmp_path):
+    out = tmp_path / "run"
+    go(1, out, "--steps=2")
+    went = go(1, out, "--steps=1")
+    assert [r["step"] for r in rows(out)] == [1] and [r["step"] for r in rows(tmp_path / "run.1")] == [1, 2]
+    assert str(tmp_path / "run.1") in went["out"]
+
+
+def test_resume_auto_without_a_checkpoint_starts(tmp_path):
+    go(2, tmp_path / "a", "--steps=3", "--resume=auto")
+    go(2, tmp_path / "b", "--steps=3")
+    same(tmp_path / "a", tmp_path / "b", 3)
+
+
+def test_resume_of_a_finished_run_leaves_it(tmp_path):
+    go(1, tmp_path, "--steps=3")
+    before = rows(tmp_path)
+    assert go(1, tmp_path, "--steps=3", "--resume=auto")["steps"] == []
+    assert rows(tmp_path) == before
+
+
+@pytest.mark.parametrize("why", ["SIGTERM", "SIGUSR1", "--max-minutes"])
+def test_stopped_saves_and_exits_85(why, tmp_path):
+    """One rank's signal, or the clock, stops both at a step boundary; resumed: the same final weights."""
+    flags = ["--steps=6", "--dropout=0.1", "--zero=1"]
+    go(2, tmp_path / "whole", *flags)
+    out = tmp_path / "stopped"
+    if why == "--max-minutes":
+        stopped = go(2, out, *flags, "--max-minutes=1e-6", code=85)
+        at = 1
+    else:
+        stopped = go(2, out, *flags, plan={3: getattr(signal, why).value}, code=85)
+        at = 3  # the handler only sets a flag: the step under way is finished
+    assert f"stopped by {why.strip('-')} after step {at}" in stopped["out"] and len(stopped["steps"]) == at
+    assert [p.name for p in checkpoint.steps(out)] == [f"step_{at:06d}"]
+    went = go(2, out, *flags, "--resume=auto")
+    assert went["steps"][0]["first"] == 4 * at
+    same(tmp_path / "whole", out, 6)
+    assert rows(tmp_path / "whole") == rows(out)
+
+
+def test_damaged_newest_is_named_and_the_one_before_used(tmp_path):
+    go(1, tmp_path / "whole", "--steps=6", "--save-every=2")
+    for kind in ("byte", "short", "gone", "index"):
+        out = tmp_path / kind
+        shutil.copytree(tmp_path / "whole", out)
+        file = out / "step_000006" / ("index.json" if kind == "index" else "rank_00000.safetensors")
+        raw = bytearray(file.read_bytes())
+        if kind == "byte":
+            raw[len(raw) // 2] ^= 1
+        file.write_bytes(raw[:-1] if kind in ("short", "index") else raw)
+        if kind == "gone":
+            file.unlink()
+        went = go(1, out, "--steps=6", "--resume=auto")
+        assert f"{out}/step_000006" in went["out"] and file.name in went["out"], kind
+        assert f"resumed {out}/step_000004" in went["out"]
+        same(tmp_path / "whole", out, 6)
+    # asked for by PATH, a damaged one is an error, not a guess
+    (tmp_path / "gone" / "step_000006" / "rank_00000.safetensors").write_bytes(b"")
+    err = go(1, tmp_path / "gone", "--resume", tmp_path / "gone" / "step_000006", code=2)["err"]
+    assert err.startswith("nanoshard: ") and err.count("\n") == 1 and "rank_00000.safetensors" in err
+
+
+def test_a_save_cut_off_by_a_crash_is_no_checkpoint(tmp_path):
+    """What a killed save leaves: a .tmp directory. It is neither used nor in the way."""
+    go(1, tmp_path / "a", "--steps=4", "--save-every=2")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    os.rename(tmp_path / "b" / "step_000004", tmp_path / "b" / "step_000004.tmp")
+    assert "resumed" in go(1, tmp_path / "b", "--steps=4", "--resume=auto")["out"]
+    assert sorted(p.name for p in (tmp_path / "b").glob("step_*")) == ["step_000002", "step_000004"]
+    same(tmp_path / "a", tmp_path / "b", 4)
+
+
+def test_keep(tmp_path):
+    go(2, tmp_path / "a", "--steps=5", "--save-every=1", "--keep=2")
+    assert sorted(p.name for p in (tmp_path / "a").glob("step_*")) == ["step_000004", "step_000005"]
+    go(1, tmp_path / "b", "--steps=5", "--save-every=1", "--keep=0")
+    assert len(checkpoint.steps(tmp_path / "b")) == 5
+    go(1, tmp_path / "c", "--steps=2", "--save-every=0")
+    assert checkpoint.steps(tmp_path / "c") == []
+
+
+GPT2 = ["--n-kv-head=2", "--norm=layer", "--mlp=gelu", "--pos=learned", "--bias", "--tied"]
+
+
+@pytest.mark.parametrize("family", [[], GPT2], ids=["llama", "gpt2"])
+def test_any_layout_loads_any_other(family, tmp_path):
+    """dp 2 with ZeRO -> tp 2 -> one rank -> pp 2 -> dp 2: in fp64, one rank's losses that never stopped."""
+    flags = [*family, "--dtype=fp64", "--decay-steps=10", "--save-every=2", "--keep=0"]
+    go(1, tmp_path / "one", *flags, "--steps=10")
+    chain = [(2, ["--zero=1"]), (2, ["--tp=2"]), (1, []), (2, ["--pp=2"]), (2, [])]
+    for i, (n, layout) in enumerate(chain):
+        went = go(n, tmp_path / "chain", *flags, *layout, f"--steps={2 * i + 2}", "--resume=auto")
+        assert ("resumed" in went["out"]) == (i > 0)
+    want, got = rows(tmp_path / "one"), rows(tmp_path / "chain")
+    assert [r["step"] for r in got] == list(range(1, 11))
+    for a, b in zip(want, got, strict=True):
+        for key in ("loss", "grad_norm", "param_norm"):
+            assert abs(a[key] - b[key]) <= 1e-10 * abs(a[key]), (a["step"], key)
+    (x, _), (y, _) = final(tmp_path / "one", 10), final(tmp_path / "chain", 10)
+    assert x.keys() == y.keys()
+    for name in x:
+        torch.testing.assert_close(x[name], y[name], rtol=1e-8, atol=1e-11, msg=name)
+
+
+def test_nan_steps_change_nothing_and_are_counted(tmp_path):
+    """Not finite on one rank of two: both leave the step out; the count survives a save between logs."""
+    flags = ["--steps=6", "--log-every=6", "--save-every=3", "--zero=1"]
+    whole = go(2, tmp_path, *flags, plan={2: "nan", 5: "nan"})["steps"]
+    assert [s["adam_t"] for s in whole] == [0, 1, 1, 2, 3, 3]
+    state = [s["state"] for s in whole]
+    assert state[1] == state[2] and state[4] == state[5] and len(set(state)) == 4
+    assert rows(tmp_path)[-1]["nan_steps"] == 2 and final(tmp_path, 6)[1]["adam_t"] == 4
+    assert final(tmp_path, 3)[1]["nan_steps"] == 1  # saved at step 3, not logged since step 1
+    go(2, tmp_path, *flags, f"--resume={tmp_path}/step_000003", plan={5: "nan"})
+    assert rows(tmp_path)[-1]["nan_steps"] == 2
+
+
+# --------------------------------------------------------------------------- skipping: CLUSTER.md 3.3 and 3.4
+
+RANGES = ["--train-range-to-skip", 8, 9, 3, 5]  # steps 3 4 5 8 9, given out of order
+SKIPPED = {3, 4, 5, 8, 9}
+SKIP = ["--decay-steps=12", "--dropout=0.1", "--save-every=4", "--eval-every=4", "--eval-iters=1", "--keep=0"]
+
+
+@pytest.fixture(scope="module", params=[(1, []), (2, ["--zero=1", *MOE])], ids=["1rank", "2ranks-zero-moe"])
+def skips(request, tmp_path_factory):
+    """A run without ranges and one with, on 1 rank and on 2 with ZeRO."""
+    (n, model), folder = request.param, tmp_path_factory.mktemp("skips")
+    flags = [*SKIP, *model]
+    plain = go(n, folder / "plain", *flags, "--steps=12")
+    skipped = go(n, folder / "skipped", *flags, "--steps=12", *RANGES)
+    return n, flags, folder, plain, skipped
+
+
+def test_skip_drops_the_data_and_nothing_else(skips):
+    n, flags, folder, plain, skipped = skips
+    assert len(plain["steps"]) == 12
+    want = [(s["first"], s["data"]) for s in plain["steps"] if s["first"] // 4 + 1 not in SKIPPED]
+    got = [(s["first"], s["data"]) for s in skipped["steps"] if s["first"] // 4 + 1 not in SKIPPED]
+    assert want == got and len({d for _, d in want}) == 7  # item 1
+    a, b = rows(folder / "plain"), rows(folder / "skipped")
+    assert [r["step"] for r in b] == list(range(1, 13))
+    for key in ("lr", "samples", "tokens"):  # item 2, and every counter
+        assert [r[key] for r in a] == [r[key] for r in b], key
+    assert [r["skipped"] for r in b] == [0, 0, 1, 2, 3, 3, 3, 4, 5, 5, 5, 5]  # item 3
+    assert [r["step"] for r in b if r.get("skip_reason") == "range"] == sorted(SKIPPED)
+    assert [r["step"] for r in b if "loss" not in r and "grad_norm" not in r] == sorted(SKIPPED)
+    assert [r.get("loss") for r in a[:2]] == [r.get("loss") for r in b[:2]] and a[5]["loss"] != b[5]["loss"]
+    assert final(folder / "skipped", 12)[1]["adam_t"] == 12 - 5  # item 4
+    assert "skipping steps 3-5, 8-9" in skipped["out"]
+
+
+def test_skip_leaves_weights_and_moments(skips):
+    """Item 5, and item 12: evaluation and saving happen in the range as anywhere."""
+    n, flags, folder, plain, skipped = skips
+    for out in (folder / "plain", folder / "skipped"):
+        assert [r["step"] for r in rows(out) if "val_loss" in r] == [4, 8, 12]
+        assert {p.name for p in checkpoint.steps(out)} == {"step_000004", "step_000008", "step_000012"}
+    by_step = {s["first"] // 4 + 1: s for s in skipped["steps"]}
+    if SKIPPED & by_step.keys():
+        assert by_step[3]["state"] == by_step[4]["state"] == by_step[5]["state"]
+    assert by_step[6]["adam_t"] == 2 and by_step[10]["adam_t"] == 4  # steps 1 2 taken; 1 2 6 7
+    before, _ = final(folder / "plain", 4), None
+    inside, meta = final(folder / "skipped", 4)
+    assert meta["adam_t"] == 2 and not torch.equal(
+        before[0]["exp_avg/blocks.0.attn.wq.weight"], inside["exp_avg/blocks.0.attn.wq.weight"]
+    )
+    outside = folder / "two"
+    go(n, outside, *flags, "--steps=2")
+    for name, t in final(outside, 2)[0].items():
+        assert torch.equal(t, inside[name]), f"{name} moved in the range"
+
+
+def test_resume_inside_the_range(skips):
+    """Item 6; the checkpoint knows its ranges: forgetting the flag does not train the rest of one."""
+    n, flags, folder, _, _ = skips
+    go(n, folder / "inside", *flags, "--steps=4", *RANGES)
+    shutil.copytree(folder / "inside", folder / "forgot")
+    go(n, folder / "inside", *flags, "--steps=12", *RANGES, "--resume=auto")
+    same(folder / "skipped", folder / "inside", 12)
+    assert rows(folder / "skipped") == rows(folder / "inside")
+    went = go(n, folder / "forgot", *flags, "--steps=12", "--resume=auto")
+    assert "skipping steps 3-5, 8-9" in went["out"]
+    same(folder / "skipped", folder / "forgot", 12)
+    # and it is passed on: the union of what was saved and what is given stands in the next checkpoint
+    go(
+        n,
+        folder / "forgot",
+        *flags,
+        "--steps=8",
+        "--resume",
+        folder / "inside" / "step_000004",
+        "--train-range-to-skip",
+        10,
+        11,
+    )
+    assert final(folder / "forgot", 8)[1]["skip"] == [3, 5, 8, 11]
+
+
+def test_rewind_equals_skipping_from_the_start(skips):
+    """Item 7: a plain run's checkpoint before the range, resumed with the range."""
+    n, flags, folder, _, _ = skips
+    go(n, folder / "rewound", *flags, "--steps=2", "--save-every=2")
+    went = go(
+        n, folder / "rewound", *flags, "--steps=12", *RANGES, "--resume", folder / "rewound" / "step_000002"
+    )
+    assert went["steps"][0]["first"] == 8
+    same(folder / "skipped", folder / "rewound", 12)
+
+
+# -------------------------------------------------------------------------------------- a rank dies, for real
+
+
+def ranks_of(mpiexec, out):
+    """{rank: pid} of the train.py processes whose command line names `out`."""
+    found = {}
+    for p in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (p / "cmdline").read_bytes().split(b"\0")
+            env = dict(e.split(b"=", 1) for e in (p / "environ").read_bytes().split(b"\0") if b"=" in e)
+            alive = (p / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+            if alive and f"--out={out}".encode() in words and b"PMI_RANK" in env and b"python" in words[0]:
+                found[int(env[b"PMI_RANK"])] = int(p.name)
+    return found
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks through /proc")
+def test_kill_9_ends_all_ranks_and_resume_goes_on(tmp_path):
+    out = tmp_path / "killed"
+    flags = ["--dropout=0.1", "--decay-steps=20", "--save-every=10", "--keep=0"]
+    argv = [*TINY, *flags, f"--out={out}", "--steps=1000000"]
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    with open(tmp_path / "log", "wb") as log:
+        job = subprocess.Popen(
+            [mpiexec, "-n", "2", sys.executable, str(ROOT / "train.py"), *argv], stdout=log, stderr=log
+        )
+    try:
+        limit = time.monotonic() + 60
+        while len(checkpoint.steps(out)) < 2:
+            assert job.poll() is None and time.monotonic() < limit, (tmp_path / "log").read_text()
+            time.sleep(0.02)
+        ranks = ranks_of(job.pid, out)
+        assert ranks.keys() == {0, 1}
+        os.kill(ranks[1], signal.SIGKILL)
+        killed = time.monotonic()
+        rc = job.wait(timeout=30)
+        while ranks_of(job.pid, out) and time.monotonic() < killed + 30:
+            time.sleep(0.02)
+        seconds = time.monotonic() - killed
+        print(f"kill -9 of rank 1: all ranks gone after {seconds:.2f} s, mpiexec's exit code {rc}")
+        assert seconds < 10 and rc != 0 and not ranks_of(job.pid, out)
+    finally:
+        if job.poll() is None:
+            job.kill()
+        for pid in ranks_of(job.pid, out).values():
+            os.kill(pid, signal.SIGKILL)
+    at = int(checkpoint.newest(out).name[5:])
+    go(2, out, *flags, f"--steps={at + 10}", "--resume=auto")
+    go(2, tmp_path / "never", *flags, f"--steps={at + 10}", "--log-every=1")
+    same(tmp_path / "never", out, at + 10)
+    assert rows(tmp_path / "never") == rows(out)
