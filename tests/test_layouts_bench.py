@@ -1,0 +1,73 @@
+"""bench/layouts.py on two CPU ranks: a row for every layout, whatever becomes of it."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = {"ranks": 2, "steps": 3, "global-batch": 8, "micro-batch": 2, "n-layer": 2, "n-embd": 32,
+         "ffn-hidden": 48, "seq-len": 16, "dtype": "fp64"}
+FLAGS = [f"--{name}={value}" for name, value in SMALL.items()]
+# the ranks are forks: a patched train_step breaks rank 1 of three layouts while rank 0 waits in a collective
+BREAK = """
+import os, signal, sys, torch
+sys.path[:0] = ["bench", "."]
+import layouts, train
+real, run = train.train_step, layouts.run_layout
+layouts.run_layout = lambda cfg, n, limit, say: run(cfg, n, 0.5 if cfg.recompute == "full" else limit, say)
+
+def train_step(cfg, mesh, *rest, **more):
+    if mesh.world.rank == 1 and cfg.micro_batch == 4:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
+    if mesh.world.rank == 1 and cfg.micro_batch == 1:
+        os.kill(os.getpid(), signal.SIGKILL)  # what the kernel does when the host is full
+    if mesh.world.rank == 1 and cfg.recompute == "full":
+        signal.pause()  # hangs
+    return real(cfg, mesh, *rest, **more)
+
+train.train_step = train_step
+raise SystemExit(layouts.main(sys.argv[1:]))
+"""
+
+
+def sweep(*argv, script=("bench/layouts.py",)):
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run([sys.executable, *script, *argv], cwd=ROOT, env={**env, "OMP_NUM_THREADS": "1"},
+                          capture_output=True, text=True, timeout=60)
+
+
+def test_every_layout_becomes_a_row(tmp_path):
+    asked = "mbs4; mbs1; recompute; tp3; dp3; zero2; dp2; tp2; pp2,zero1"
+    out = sweep("tiny", *FLAGS, "--layouts", asked, "--json", tmp_path / "rows.json",
+                script=("-c", BREAK))
+    assert out.returncode == 0, out.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    by = {row["layout"]: row for row in rows}
+    assert list(by) == [s.strip() for s in asked.split(";")]
+    assert by["mbs4"]["note"].startswith("out of memory on rank 1: CUDA out of memory")
+    assert by["mbs1"]["note"] == "rank 1 died with exit code -9"
+    assert by["recompute"]["note"] == "given up after 0.5 s, waiting for rank 0, 1"
+    assert by["tp3"]["note"] == "refused: 2 ranks do not divide by tp 3 * pp 1; try --tp 2"
+    assert by["dp3"]["note"] == "refused: dp 3 * tp 1 * pp 1 are not 2 ranks; try dp2"
+    assert "try dp4, tp2" in by["zero2"]["note"]
+    for name, dp, tp, pp in (("dp2", 2, 1, 1), ("tp2", 1, 2, 1), ("pp2,zero1", 1, 1, 2)):
+        row = by[name]
+        assert (row["dp"], row["tp"], row["pp"], row["mbs"], row["gbs"]) == (dp, tp, pp, 2, 8)
+        assert abs(row["loss"] - by["dp2"]["loss"]) < 1e-10, "layouts compute the same thing"
+        assert abs(row["tok_s_gpu"] * row["seconds"] * 2 - 8 * 16) < 1e-6 and row["predicted"] > 0
+    table = out.stdout.split("\n\n")[-1].splitlines()[2:]  # without its head
+    assert len(table) == len(rows)
+    seconds = [float(line.split("|")[13]) for line in table[:3]]
+    assert seconds == sorted(seconds) and all(": " in line for line in table[3:])  # the notes come last
+
+
+def test_wrong_flags_are_one_line(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    import layouts
+    with pytest.raises(SystemExit) as exit_:
+        layouts.main(["tiny", "--layouts", "dp2", "--n-layr", "3"])
+    said = capsys.readouterr().err
+    assert exit_.value.code == 2 and len(said.splitlines()) == 1 and "--n-layer" in said
