@@ -1,7 +1,7 @@
 """Deliberate faults: each edits one line of ours inside the worker processes, and a comparison must fail.
 
-A comparison is worth what it can see. The faults are those of our peers' issue trackers (a sum over the wrong ranks, a
-second division, a clip by the local norm, ...), written as the line they would be. Three things look for them:
+A comparison is worth what it can see. The faults are those of our peers' issue trackers (a sum over the wrong
+ranks, a second division, a clip by the local norm, ...), written as the lines they would be. What looks:
     the layouts     every layout against one process          what one process does not do
     a plain loop    one process against plain PyTorch         what every layout would share with its reference
     sharp logits    the vocabulary-parallel loss at 1e4       what moderate numbers cannot show
@@ -29,7 +29,7 @@ from launch import World
 from model import GPT, initialise
 from parallel import make_mesh, vocab_cross_entropy
 
-LLAMA, GPT2, MOE = (dict(base, micro_batch=2) for base in (test_layouts.LLAMA, test_layouts.GPT2, test_layouts.MOE))
+LLAMA, GPT2, MOE = (dict(getattr(test_layouts, name), micro_batch=2) for name in ("LLAMA", "GPT2", "MOE"))
 BATCH = 8  # sequences per step, in micro-batches of 2: two on each of two dp ranks, four through two stages
 
 
@@ -38,7 +38,7 @@ BATCH = 8  # sequences per step, in micro-batches of 2: two on each of two dp ra
 
 @contextlib.contextmanager
 def planted(where, old, new):
-    """Inside, the function `where` runs with `old` replaced by `new` in its source, however others imported it."""
+    """Inside, the function `where` runs with `old` replaced by `new`, however others imported it."""
     module, _, path = where.partition(".")
     function = inspect.unwrap(attrgetter(path)(importlib.import_module(module)))
     source = inspect.getsource(function)
@@ -55,19 +55,18 @@ def planted(where, old, new):
 
 
 def with_faults(world, faults, fn, *args):
-    """fn on this rank with faults planted; they are gone afterwards, also when fn fails or a collective times out."""
+    """fn on this rank with faults planted; they are gone afterwards, also after an error or a timeout."""
     with contextlib.ExitStack() as stack:
         for fault in faults:
             stack.enter_context(planted(*fault))
         return fn(world, *args)
 
 
-# ZeRO-1's weights travel while other work goes on: reading them too early is a race, which a test may win. With this
-# edit, which is no fault yet, they set out only when somebody waits for them.
-LATE = ("parallel.Bucket.send_weights",
-        "self.gather = all_gather_single(self.flat, self.flat[self.mine], group=self.axis.group, async_op=True)",
-        "self.gather = type('Late', (), {'wait': lambda _: "
-        "all_gather_single(self.flat, self.flat[self.mine], group=self.axis.group)})()")
+# ZeRO-1's weights travel while other work goes on: reading them too early is a race, which a test may win.
+# With this edit, which is no fault yet, they set out only when somebody waits for them.
+GATHER = "all_gather_single(self.flat, self.flat[self.mine], group=self.axis.group"
+LATE = ("parallel.Bucket.send_weights", f"{GATHER}, async_op=True)",
+        f"type('Late', (), {{'wait': lambda _: {GATHER})}})()")
 
 ONE, DP, ZERO, PP = (1, dict()), (2, dict()), (2, dict(zero=1)), (2, dict(pp=2))  # ranks, layout
 TP, TP4, DP_TP, EP = (2, dict(tp=2)), (4, dict(tp=4)), (4, dict(tp=2)), (2, dict(ep=2))
@@ -81,7 +80,8 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "norm weights not summed over dp": (
         LLAMA, DP_TP, "parallel.parameter", '"stage" if', '"tp" if'),
     "gradients averaged, not summed": (
-        LLAMA, DP, "parallel.Bucket.finish", "self.work.wait()", "self.work.wait(), self.grad.div_(self.axis.size)"),
+        LLAMA, DP, "parallel.Bucket.finish", "self.work.wait()",
+        "self.work.wait(), self.grad.div_(self.axis.size)"),
     "loss divided by the local tokens": (
         LLAMA, DP, "train.gradients", "* mesh.dp.size * cfg.micro", "* cfg.micro"),
     "tied embedding not summed over the stages": (
@@ -105,7 +105,8 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
         LLAMA, TP, "optim.Optimizer.totals", "loss.double() / self.tp.size", "loss.double()"),
     # tensor and sequence parallelism
     "scatter_rows backward without the all-gather": (
-        LLAMA, TP, "parallel._ScatterRows.backward", "all_gather(g, ctx.axis)", "torch.cat([g] * ctx.axis.size)"),
+        LLAMA, TP, "parallel._ScatterRows.backward", "all_gather(g, ctx.axis)",
+        "torch.cat([g] * ctx.axis.size)"),
     "scatter_rows backward sums once more": (
         LLAMA, TP, "parallel._ScatterRows.backward", "all_gather(g, ctx.axis)",
         "all_gather(g, ctx.axis) * ctx.axis.size"),
@@ -143,7 +144,8 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "weights read before they arrive": (
         LLAMA, ZERO, *LATE, ("optim.Optimizer.wait", "b.arrive()", "pass")),
     "every rank steps the first slice": (
-        LLAMA, ZERO, "optim.Optimizer.__init__", "own = b.flat[b.mine]", "own = b.flat[:b.flat.numel() // b.shards]"),
+        LLAMA, ZERO, "optim.Optimizer.__init__", "own = b.flat[b.mine]",
+        "own = b.flat[:b.flat.numel() // b.shards]"),
     "every slice stepped by the first one's gradient": (
         LLAMA, ZERO, "optim.Optimizer.__init__", "b.grad[b.mine]", "b.grad[:m.numel()]"),
     # experts
@@ -157,7 +159,7 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
         MOE, TP, "moe.MoE.balance", "if tp.size > 1:", "if False:"),
     # dropout
     "the same dropout on every dp rank": (
-        dict(LLAMA, dropout=0.2), DP, "train.gradients", "micro = mesh.dp.rank * len(batches) + i", "micro = i"),
+        dict(LLAMA, dropout=0.2), DP, "train.gradients", "mesh.dp.rank * len(batches) + i", "i"),
     # what all layouts share: only the plain loop sees it
     "weight decay on norms": (
         LLAMA, ONE, "parallel.decays", "p.ndim >= 2", "True"),
@@ -174,7 +176,7 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
 # looking
 
 def plain(flags):
-    """What one rank's run() should find, from a loop that shares only the model and the learning rate with train.py:
+    """What one rank's run() should find, by a loop that shares only model and learning rate with train.py.
     -> (totals per step, {name: whole array}, None)"""
     cfg = Config(**flags)
     source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
@@ -206,7 +208,7 @@ def plain(flags):
 
 
 def judged(base, place, faults=()):
-    """-> a function that compares a run under the faults. The run is over by then: a crash is no comparison."""
+    """-> a function that compares a run under the faults; a run that crashes fails before, uncompared."""
     n, layout = place
     want = plain(base) if n == 1 else test_layouts.reference(dict(base), BATCH, 1)
     results = run_ranks(n, with_faults, faults, run, dict(base, **layout), BATCH)
@@ -251,7 +253,7 @@ def test_faults_are_gone_after_a_failure():
 
 
 def sharp(world, words):
-    """The loss of logits so far apart that no exponential survives without the maximum -> loss, this rank's gradient"""
+    """Logits so far apart that no exponential survives without the maximum. -> loss, this rank's gradient"""
     tp = make_mesh(world, tp=world.size).tp
     z, target = sharp_logits(words)
     z = z.chunk(tp.size, dim=1)[tp.rank].clone().requires_grad_()
@@ -262,7 +264,8 @@ def sharp(world, words):
 
 def sharp_logits(words):
     rng = torch.Generator().manual_seed(words)
-    return 1e4 * torch.randn(6, 128, generator=rng, dtype=torch.float64), torch.randint(words, (6,), generator=rng)
+    z = 1e4 * torch.randn(6, 128, generator=rng, dtype=torch.float64)
+    return z, torch.randint(words, (6,), generator=rng)
 
 
 def sharp_agrees(n, words, faults=()):
@@ -281,9 +284,12 @@ def sharp_agrees(n, words, faults=()):
 def test_sharp_logits():
     sharp_agrees(2, 100)()
     sharp_agrees(2, 60)()  # the second rank holds nothing but padding
-    look = sharp_agrees(2, 100, [("parallel._VocabCrossEntropy.forward", "z.max(dim=1).values", "torch.zeros_like(z[:, 0])")])
-    with pytest.raises(AssertionError):
-        look()
+    where = "parallel._VocabCrossEntropy.forward"
+    for words, fault in [(100, (where, "z.max(dim=1).values", "torch.zeros_like(z[:, 0])")),
+                         (60, (where, "masked_fill(~mine, 0)", "mul(mine)"))]:  # -inf * 0
+        look = sharp_agrees(2, words, [fault])
+        with pytest.raises(AssertionError):
+            look()
 
 
 # -----------------------------------------------------------------------------
@@ -295,26 +301,28 @@ def run_20(world, flags, batch):
 
 
 def replicas_agree(results):
-    """The same share of the same tensor has the same bits wherever it is. -> how many shares stood on several ranks"""
+    """The same share of the same tensor has the same bits wherever it is. -> how many are on several ranks"""
     found = {}
     for seen in results:
         for name, mine in seen["replicas"].items():
             found.setdefault((name, seen["places"][name][1]), []).append(mine)
     for (name, _), copies in found.items():
         for copy in copies:
-            assert copy.tobytes() == copies[0].tobytes(), f"replicas of {name} differ by {np.abs(copy - copies[0]).max()}"
+            off = np.abs(copy - copies[0]).max()
+            assert copy.tobytes() == copies[0].tobytes(), f"replicas of {name} differ by {off}"
     return sum(len(copies) > 1 for copies in found.values())
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("base,n,layout", [(LLAMA, 4, dict(tp=2)), (GPT2, 2, dict(pp=2)), (GPT2, 4, dict(pp=2)),
-                                           (dict(LLAMA, n_kv_head=1), 2, dict(tp=2)), (MOE, 4, dict(ep=2, tp=2))],
-                         ids=["dp2tp2", "pp2tied", "dp2pp2tied", "tp2kv1", "dp2tp2ep2"])
-def test_replicas_have_equal_bits_after_20_steps(base, n, layout, zero):
-    results = run_ranks(n, run_20, dict(base, **layout, dtype="fp32", zero=zero, steps=20), BATCH)
+@pytest.mark.parametrize("base,n,layout", [
+    (LLAMA, 4, dict(tp=2)), (LLAMA, 4, dict(tp=2, zero=1)), (GPT2, 2, dict(pp=2)),
+    (GPT2, 4, dict(pp=2, zero=1)), (dict(LLAMA, n_kv_head=1), 2, dict(tp=2)),
+    (MOE, 4, dict(tp=2, ep=2, zero=1)),
+], ids=["dp2tp2", "dp2tp2zero1", "pp2tied", "dp2pp2tiedzero1", "tp2kv1", "dp2tp2ep2zero1"])
+def test_replicas_have_equal_bits_after_20_steps(base, n, layout):
+    results = run_ranks(n, run_20, dict(base, **layout, dtype="fp32", steps=20), BATCH)
     assert replicas_agree(results) > 0
     losses = [row[0] for row in results[0]["totals"]]
-    assert losses[-1] < losses[0] - 0.1, "nothing was learned, so nothing was compared"
+    assert len(set(losses)) == 20 and np.isfinite(losses).all()
 
 
 def test_a_drifting_replica_is_seen():
@@ -331,7 +339,8 @@ AT = 3  # the step with the overflow
 
 
 def overflow(world, flags, out):
-    """train.py's run() with one infinity in one gradient of the last rank -> per step: (state unchanged, refused, scale)"""
+    """train.py's run() with one infinity in one gradient of the last rank.
+    -> per step: (some state unchanged, all of it unchanged, refused, loss scale)"""
     real, seen = train.train_step, []
 
     def step_with_overflow(cfg, mesh, model, dp, opt, batches, step, *rest):
@@ -346,12 +355,11 @@ def overflow(world, flags, out):
         totals, bad = real(cfg, mesh, model, dp, opt, batches, step, *rest)
         hook.remove()
         same = [torch.equal(a, b) for a, b in zip(before, state(), strict=True)]
-        assert all(same) or not any(same), "half a step"
-        seen.append((all(same), bool(bad), opt.scale.item()))
+        seen.append((any(same), all(same), bool(bad), opt.scale.item()))
         return totals, bad
 
-    flags = dict(flags, dtype="fp16", data="synthetic", out=out, steps=5, log_every=1, eval_every=0, save_every=0,
-                 plot=False, global_batch=BATCH)
+    flags = dict(flags, dtype="fp16", data="synthetic", out=out, global_batch=BATCH, steps=5, log_every=1,
+                 eval_every=0, save_every=0, plot=False)
     with mock.patch.object(train, "train_step", step_with_overflow), mock.patch("signal.signal"):
         train.run(Config(**flags), world)
     return seen
@@ -359,9 +367,9 @@ def overflow(world, flags, out):
 
 def skipped_everywhere(results, out):
     for seen in results:
-        same, refused, scale = zip(*seen, strict=True)
+        some, same, refused, scale = zip(*seen, strict=True)
         assert refused == (False, False, True, False, False)
-        assert same == refused  # weights, moments, Adam's t: nothing moved in the refused step, all in the others
+        assert some == same == refused  # weights, moments, Adam's t: all stood still, or all moved
         assert scale == (65536, 65536, 32768, 32768, 32768)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["nan_steps"] for row in rows] == [0, 0, 1, 1, 1]
