@@ -83,17 +83,22 @@ def save(cfg, mesh, dp, opt, saver, state):
     opt.saving = saver.start(state.step, pieces(dp, opt), meta)
 
 
+def same_shape(cfg, path, shape, free=()):
+    """ValueError, with the flag to give, where the checkpoint's model is another. free: flags that may differ."""
+    for key, there in shape.items():
+        if there != getattr(cfg, key) and key not in free:
+            flag = key.replace("_", "-")
+            raise ValueError(f"checkpoint {path} has {flag} {there}, the flags say {getattr(cfg, key)}; "
+                             f"give --{flag} {there}")
+
+
 def load(cfg, dp, opt, path, data_id):
     """Fill weights, moments and counters from a checkpoint -> State. ValueError when it is another model's or data's."""
     index = checkpoint.read_index(path)
     meta = index["meta"]
     if "shape" not in meta:
         raise ValueError(f"checkpoint {path} holds no state of a run; give a step_N of an --out directory")
-    for key, there in meta["shape"].items():
-        if there != getattr(cfg, key):
-            flag = key.replace("_", "-")
-            raise ValueError(f"checkpoint {path} has {flag} {there}, the flags say {getattr(cfg, key)}; "
-                             f"give --{flag} {there}")
+    same_shape(cfg, path, meta["shape"])
     if meta["data"] != data_id:
         raise ValueError(f"checkpoint {path} was trained on other data ({meta['data']}) than --data holds "
                          f"({data_id}); give its --data, or start a new --out")
@@ -169,6 +174,11 @@ def upcycle(model, opt, path):
     """--init-from: a dense checkpoint's weights; its MLP goes into every expert, router and shared experts stay fresh
     (sparse upcycling, arXiv:2212.05055). -> one line that says so. ValueError when the shapes differ."""
     index = checkpoint.read_index(path)
+    shape, cfg = index["meta"].get("shape"), model.cfg
+    if not shape or shape["n_experts"] or shape["bias"]:
+        raise ValueError(f"--init-from {path} is not a run of a dense model without bias: n-experts must be 0 there, "
+                         "and experts have no biases to take theirs")
+    same_shape(cfg, path, shape, ("n_experts", "n_shared_experts", *["seq_len"] * (cfg.pos == "rope")))
     wanted, copied = [], 0
     for name, p in model.named_parameters():
         if p.expert:
@@ -179,5 +189,5 @@ def upcycle(model, opt, path):
             wanted.append((name, p.data, p.full_shape, p.offset))
     checkpoint.load(path, wanted, index)
     opt.reload()
-    return (f"upcycled {path}: each of {model.cfg.n_experts} experts starts as that model's MLP "
+    return (f"upcycled {path}: each of {cfg.n_experts} experts starts as that model's MLP "
             f"({copied} expert matrices on this rank), routers start fresh")
