@@ -32,20 +32,20 @@ class Config:
     n_experts: int = 0  # experts in the place of each MLP, ffn-hidden wide each; 0 is a dense model
     top_k: int = 2  # experts that each token visits
     capacity_factor: float = 0.0  # rows per expert, times the balanced share; more are dropped; 0 drops none
-    drop_policy: Literal["probs", "position"] = "probs"  # over capacity, keep the largest gates or the first rows
+    drop_policy: Literal["probs", "position"] = "probs"  # over capacity, keep largest gates or first rows
     aux_coef: float = 1e-2  # weight of the load-balancing loss
     z_coef: float = 0.0  # weight of the router's z-loss
-    router: Literal["softmax", "softmax-topk", "sigmoid"] = "softmax"  # gates: before top-k, over the top-k, sigmoid
-    router_bias_rate: float = 0.0  # sigmoid only: step of the balancing bias (auxiliary-loss-free); 0 is no bias
+    router: Literal["softmax", "softmax-topk", "sigmoid"] = "softmax"  # gates: before or over the top-k
+    router_bias_rate: float = 0.0  # sigmoid only: step of the auxiliary-loss-free balancing bias; 0 is no bias
     n_shared_experts: int = 0  # experts that every token visits besides
     init_from: str = ""  # a dense checkpoint: its MLP goes into every expert, the router starts fresh
     # layout (dp = world / (tp * pp) is derived)
     tp: int = 1  # ranks that share each layer, and the sequence between the blocks
     pp: int = 1  # pipeline stages
     ep: int = 1  # ranks that share the experts; divides dp * tp
-    pp_layers: str = ""  # a,b,c: blocks of each stage; default balances, embedding and head counted as a layer each
+    pp_layers: str = ""  # a,b,c: blocks of each stage; default balances, embedding and head count as layers
     zero: Literal[0, 1] = 0  # 1: each replica keeps and steps only its share of the optimizer state
-    recompute: Literal["none", "full"] = "none"  # full: keep one activation per block, run blocks again in backward
+    recompute: Literal["none", "full"] = "none"  # full: keep a block's input only, run it again in backward
     # batch
     micro_batch: int = 8  # sequences per data-parallel replica and micro-step
     global_batch: int = 0  # sequences per optimizer step; 0 means micro-batch * dp
@@ -59,7 +59,7 @@ class Config:
     beta1: float = 0.9  # Adam
     beta2: float = 0.95  # Adam
     clip: float = 1.0  # largest global gradient norm; 0 never clips
-    dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"  # weights and activations; masters and sums at least fp32
+    dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"  # of weights, activations; masters and sums: >= fp32
     compile: bool = False  # torch.compile each block
     cuda_graph: bool = True  # on a GPU, replay forward and backward as one CUDA graph where shapes are static
     # run
@@ -75,7 +75,7 @@ class Config:
     max_minutes: float = 0.0  # save and exit 85 before this much wall time has passed; 0 is no limit
     timeout: float = 600.0  # seconds a rank may wait for the others in a collective
     # skip
-    train_range_to_skip: tuple[int, ...] = ()  # A B [C D ...]: steps whose data is dropped, 1-based, both ends included
+    train_range_to_skip: tuple[int, ...] = ()  # A B [C D ...]: steps whose data is dropped, 1-based, inclusive
     # look
     profile: bool = False  # pyinstrument, as profile.html and profile.txt
     trace: bool = False  # torch profiler over steps 3 to 5, as trace.json
@@ -84,7 +84,7 @@ class Config:
     prompt: str = ""  # continue this text at each evaluation
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases, from rank 0
     # debug
-    dump_grads: str = ""  # FILE.safetensors: weights before, and gradients of, the first step, gathered to full size
+    dump_grads: str = ""  # FILE.safetensors: weights before and gradients of the first step, at full size
     preset: str = field(default="tiny")  # which preset the other values started from
 
 
@@ -94,31 +94,32 @@ RUN = dict(log_every=10, eval_every=500, save_every=1000)
 PRESETS = {
     "tiny": dict(),
     "tiny-moe": dict(n_experts=8, top_k=2),
-    "shakespeare-char": dict(GPT2, n_layer=6, n_head=6, n_kv_head=6, n_embd=384, ffn_hidden=1536, seq_len=256, bias=False,
-                             dropout=0.2, micro_batch=64, steps=5000, lr=1e-3, min_lr=1e-4, warmup=100, beta2=0.99,
-                             dtype="bf16", log_every=10,
-                             eval_every=250, eval_iters=20, save_every=1000),
-    "wordplay": dict(GPT2, n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hidden=3072, seq_len=1024, bias=False,
-                     micro_batch=64, steps=2000, lr=6e-4, warmup=100, dtype="bf16", compile=True, **RUN),
-    "gpt2": dict(GPT2, n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hidden=3072, seq_len=1024, micro_batch=32,
-                 global_batch=480, steps=100_000, lr=6e-4, warmup=2000, dtype="bf16", compile=True, **RUN),
+    "shakespeare-char": dict(GPT2, n_layer=6, n_head=6, n_kv_head=6, n_embd=384, ffn_hidden=1536, seq_len=256,
+                             bias=False, dropout=0.2, micro_batch=64, steps=5000, lr=1e-3, min_lr=1e-4, warmup=100,
+                             beta2=0.99, dtype="bf16", log_every=10, eval_every=250, eval_iters=20, save_every=1000),
+    "wordplay": dict(GPT2, n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hidden=3072, seq_len=1024,
+                     bias=False, micro_batch=64, steps=2000, lr=6e-4, warmup=100, dtype="bf16", compile=True, **RUN),
+    "gpt2": dict(GPT2, n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hidden=3072, seq_len=1024,
+                 micro_batch=32, global_batch=480, steps=100_000, lr=6e-4, warmup=2000, dtype="bf16", compile=True, **RUN),
     "dense-210m": dict(LLAMA, n_layer=24, n_head=4, n_kv_head=1, n_embd=512, ffn_hidden=1792, seq_len=2048,
-                       rope_base=100000.0, vocab_size=128256, micro_batch=8, steps=20_000, lr=1e-3, warmup=200, dtype="bf16",
-                       compile=True, **RUN),
-    "moe-4b": dict(LLAMA, n_experts=64, top_k=1, n_layer=24, n_head=4, n_kv_head=1, n_embd=512, ffn_hidden=1792, seq_len=2048,
-                       rope_base=100000.0, vocab_size=128256, micro_batch=8, steps=20_000, lr=1e-3, warmup=200, dtype="bf16",
-                       compile=True, **RUN),
+                       rope_base=100000.0, vocab_size=128256, micro_batch=8, steps=20_000, lr=1e-3, warmup=200,
+                       dtype="bf16", compile=True, **RUN),
+    "moe-4b": dict(LLAMA, n_experts=64, top_k=1, n_layer=24, n_head=4, n_kv_head=1, n_embd=512, ffn_hidden=1792,
+                   seq_len=2048, rope_base=100000.0, vocab_size=128256, micro_batch=8, steps=20_000, lr=1e-3, warmup=200,
+                   dtype="bf16", compile=True, **RUN),
     "smol-1.7b": dict(LLAMA, n_layer=24, n_head=32, n_kv_head=32, n_embd=2048, ffn_hidden=8192, seq_len=2048,
-                      vocab_size=49152, micro_batch=4, steps=20_000, lr=5e-4, warmup=500, dtype="bf16", compile=True, **RUN),
+                      vocab_size=49152, micro_batch=4, steps=20_000, lr=5e-4, warmup=500, dtype="bf16",
+                      compile=True, **RUN),
     "bloom-176b": dict(GPT2, n_layer=70, n_head=112, n_kv_head=112, n_embd=14336, ffn_hidden=57344, seq_len=2048,
-                       vocab_size=250880, micro_batch=2, global_batch=2048, steps=100_000, lr=6e-5, warmup=375, dtype="bf16",
-                       **RUN),
+                       vocab_size=250880, micro_batch=2, global_batch=2048, steps=100_000, lr=6e-5, warmup=375,
+                       dtype="bf16", **RUN),
 }
 LEAST = {**dict.fromkeys(("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "micro_batch",
                           "steps", "log_every", "tp", "pp", "ep", "top_k"), 1),
          **dict.fromkeys(("vocab_size", "global_batch", "lr", "warmup", "decay_steps", "weight_decay", "clip",
                           "n_experts", "capacity_factor", "aux_coef", "z_coef", "router_bias_rate",
-                          "n_shared_experts", "eval_every", "eval_iters", "save_every", "keep", "max_minutes"), 0)}
+                          "n_shared_experts", "eval_every", "eval_iters", "save_every", "keep",
+                          "max_minutes"), 0)}
 BOOLS = {f.name for f in dataclasses.fields(Config) if f.type is bool}
 
 
@@ -134,7 +135,8 @@ def parse(argv):
     try:
         with contextlib.redirect_stderr(said):
             cfg = tyro.cli(Config, args=_booleans(argv), default=default, prog="train.py [PRESET]",
-                           description=f"Train a GPT. Presets: {', '.join(PRESETS)}. Defaults below are those of {preset}.")
+                           description=f"Train a GPT. Presets: {', '.join(PRESETS)}. "
+                                       f"Defaults below are those of {preset}.")
     except SystemExit as e:
         if e.code == 0:
             raise
@@ -153,7 +155,8 @@ def _booleans(argv):
             if not eq and i + 1 < len(argv) and argv[i + 1].lower() in ("true", "false"):
                 i, value = i + 1, argv[i + 1]
             if value.lower() not in ("", "true", "false"):
-                raise ValueError(f"{name} is a switch: {name}, --no-{key.replace('_', '-')} or {name} True; not {value!r}")
+                raise ValueError(f"{name} is a switch: {name}, --no-{key.replace('_', '-')} or {name} True; "
+                                 f"not {value!r}")
             out.append(f"--no-{key}" if value.lower() == "false" else f"--{key}")
         else:
             out.append(argv[i])
@@ -186,24 +189,29 @@ def check(cfg):
         raise ValueError(f"n-embd {cfg.n_embd} does not divide by n-head {cfg.n_head}; try --n-head {fit}")
     if cfg.n_head % cfg.n_kv_head:
         fit = max(g for g in range(1, cfg.n_kv_head + 1) if cfg.n_head % g == 0)
-        raise ValueError(f"n-head {cfg.n_head} does not divide by n-kv-head {cfg.n_kv_head}; try --n-kv-head {fit}")
+        raise ValueError(f"n-head {cfg.n_head} does not divide by n-kv-head {cfg.n_kv_head}; "
+                         f"try --n-kv-head {fit}")
     if cfg.pos == "rope" and cfg.n_embd // cfg.n_head % 2:
-        raise ValueError(f"head dim {cfg.n_embd // cfg.n_head} is odd, RoPE turns pairs; try another --n-head or --pos learned")
+        raise ValueError(f"head dim {cfg.n_embd // cfg.n_head} is odd, RoPE turns pairs; "
+                         "try another --n-head or --pos learned")
     if cfg.n_experts:
         if cfg.top_k > cfg.n_experts:
-            raise ValueError(f"top-k {cfg.top_k} exceeds n-experts {cfg.n_experts}; try --top-k {cfg.n_experts}")
+            raise ValueError(f"top-k {cfg.top_k} exceeds n-experts {cfg.n_experts}; "
+                             f"try --top-k {cfg.n_experts}")
         if cfg.router == "softmax-topk" and cfg.top_k == 1:
-            raise ValueError("--router softmax-topk with --top-k 1 has the constant gate 1, the router would learn "
-                             "nothing from the text; try --router softmax")
+            raise ValueError("--router softmax-topk with --top-k 1 has the constant gate 1, the router would "
+                             "learn nothing from the text; try --router softmax")
         if cfg.router_bias_rate and cfg.router != "sigmoid":
-            raise ValueError(f"--router-bias-rate steers sigmoid routers, not {cfg.router}; try --router sigmoid")
+            raise ValueError(f"--router-bias-rate steers sigmoid routers, not {cfg.router}; "
+                             "try --router sigmoid")
     elif cfg.ep > 1 or cfg.n_shared_experts:
-        raise ValueError(f"--ep {cfg.ep} and --n-shared-experts {cfg.n_shared_experts} need experts; try --n-experts 8")
+        raise ValueError(f"--ep {cfg.ep} and --n-shared-experts {cfg.n_shared_experts} need experts; "
+                         "try --n-experts 8")
     if cfg.init_from and cfg.resume != "none":
         raise ValueError("--init-from starts a run and --resume goes on with one; give one of them")
     if len(cfg.train_range_to_skip) % 2:
-        raise ValueError(f"--train-range-to-skip takes pairs A B, got {len(cfg.train_range_to_skip)} numbers; "
-                         "give the last step of every range")
+        raise ValueError(f"--train-range-to-skip takes pairs A B, got {len(cfg.train_range_to_skip)} "
+                         "numbers; give the last step of every range")
 
 
 def check_layout(cfg, mesh, batch):
@@ -216,14 +224,17 @@ def check_layout(cfg, mesh, batch):
         fit = max(t for t in range(1, tp) if cfg.n_head % t == 0)
         raise ValueError(f"n-head {cfg.n_head} does not divide by tp {tp}; try --tp {fit}")
     if cfg.n_kv_head % tp and tp % cfg.n_kv_head:
-        raise ValueError(f"n-kv-head {cfg.n_kv_head} neither divides by tp {tp} nor divides it; try --tp {cfg.n_kv_head}")
+        raise ValueError(f"n-kv-head {cfg.n_kv_head} neither divides by tp {tp} nor divides it; "
+                         f"try --tp {cfg.n_kv_head}")
     if cfg.ffn_hidden % tp:
-        raise ValueError(f"ffn-hidden {cfg.ffn_hidden} does not divide by tp {tp}; try --ffn-hidden {-(-cfg.ffn_hidden // tp) * tp}")
+        raise ValueError(f"ffn-hidden {cfg.ffn_hidden} does not divide by tp {tp}; "
+                         f"try --ffn-hidden {-(-cfg.ffn_hidden // tp) * tp}")
     if 128 % tp:
-        raise ValueError(f"the vocabulary is padded to a multiple of 128, which tp {tp} does not divide; try --tp 2 or 4")
+        raise ValueError(f"the vocabulary is padded to a multiple of 128, which tp {tp} does not divide; "
+                         "try --tp 2 or 4")
     if cfg.micro_batch * cfg.seq_len % tp:
-        raise ValueError(f"micro-batch {cfg.micro_batch} * seq-len {cfg.seq_len} tokens do not divide by tp {tp}; "
-                         f"try --micro-batch {tp}")
+        raise ValueError(f"micro-batch {cfg.micro_batch} * seq-len {cfg.seq_len} tokens do not divide by "
+                         f"tp {tp}; try --micro-batch {tp}")
     if batch % (cfg.micro_batch * dp):
         whole = max(1, round(batch / (cfg.micro_batch * dp))) * cfg.micro_batch * dp
         raise ValueError(f"global-batch {batch} does not divide by micro-batch {cfg.micro_batch} * dp {dp}; "
@@ -232,24 +243,27 @@ def check_layout(cfg, mesh, batch):
 
 
 def stage_layers(cfg, pp):
-    """-> [(first, last+1)] blocks of each stage. Embedding and head count as a layer each, so that the ends get less."""
+    """-> [(first, last+1)] blocks of each stage. Embedding and head count as a layer each: the ends get less."""
     if cfg.pp_layers:
         counts = [int(c) if c.strip().isdigit() else -1 for c in cfg.pp_layers.split(",")]
         if len(counts) != pp or sum(counts) != cfg.n_layer or min(counts) < 1:
-            raise ValueError(f"--pp-layers {cfg.pp_layers} must be {pp} counts of at least 1 that sum to n-layer "
-                             f"{cfg.n_layer}; try --pp-layers {','.join(map(str, _balance(cfg.n_layer, pp)))}")
+            raise ValueError(f"--pp-layers {cfg.pp_layers} must be {pp} counts of at least 1 that sum to "
+                             f"n-layer {cfg.n_layer}; try --pp-layers "
+                             f"{','.join(map(str, _balance(cfg.n_layer, pp)))}")
     else:
         if cfg.n_layer < pp:
-            raise ValueError(f"n-layer {cfg.n_layer} is less than pp {pp}, a stage would be empty; try --pp {cfg.n_layer}")
+            raise ValueError(f"n-layer {cfg.n_layer} is less than pp {pp}, a stage would be empty; "
+                             f"try --pp {cfg.n_layer}")
         counts = _balance(cfg.n_layer, pp)
     ends = [sum(counts[:s + 1]) for s in range(pp)]
     return [(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 def _balance(n_layer, pp):
-    """Deal n_layer blocks so that the heaviest stage, counting embedding and head as one layer each, is lightest."""
+    """Deal n_layer blocks so that the heaviest stage, embedding and head a layer each, is lightest."""
     counts = [0] * pp
     for _ in range(n_layer):
         load = [c + (s == 0) + (s == pp - 1) for s, c in enumerate(counts)]
-        counts[min(range(pp), key=lambda s: (counts[s] > 0, load[s], -min(s, pp - 1 - s)))] += 1  # ties: the middle first
+        # ties: the middle first
+        counts[min(range(pp), key=lambda s: (counts[s] > 0, load[s], -min(s, pp - 1 - s)))] += 1
     return counts

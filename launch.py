@@ -1,6 +1,6 @@
 """Who am I? One answer for plain python, torchrun, MPICH/hydra, Open MPI, PALS, Cray PMI and srun.
 
-1) detect()  reads the launcher's variables: rank, size, local rank.   The only file that reads the environment.
+1) detect()  reads the launcher's variables: rank, size, local rank. The only file that reads the environment.
 2) launch()  picks the device, agrees on an address through MPI, makes the process group.
 3) agreed()  turns a wrong input on any rank into one line from one rank and exit code 2 on all.
 """
@@ -21,8 +21,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# launcher: (rank, world size, local rank, local size), first complete family wins. slurm is last: inside a batch script
-# SLURM_PROCID and SLURM_NTASKS are set for everybody; only SLURM_STEP_NUM_TASKS says that srun started *this* process.
+# launcher: (rank, world size, local rank, local size), first complete family wins. slurm is last: inside a batch
+# script SLURM_PROCID and SLURM_NTASKS are set for everybody; only SLURM_STEP_NUM_TASKS says that srun started
+# *this* process.
 FAMILIES = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
@@ -94,15 +95,16 @@ def _mpi(launcher, rank, size):
     except ImportError:
         if launcher == "srun":
             return None
-        raise SystemExit(f"nanoshard: {launcher} started {size} ranks but mpi4py is missing; pip install mpi4py "
-                         "(or load the site's), or start with torchrun") from None
+        raise SystemExit(f"nanoshard: {launcher} started {size} ranks but mpi4py is missing; pip install "
+                         "mpi4py (or load the site's), or start with torchrun") from None
     comm = MPI.COMM_WORLD
     if (comm.rank, comm.size) == (rank, size) or (size == -1 and comm.rank == rank):
         return comm
     if launcher == "srun":
         return None  # srun --mpi=none: every process is its own MPI world
-    raise SystemExit(f"nanoshard: {launcher} started rank {rank} of {size} but mpi4py sees {comm.rank} of {comm.size}; "
-                     "mpiexec and mpi4py come from different MPIs: use the mpiexec of the MPI mpi4py was built with")
+    raise SystemExit(f"nanoshard: {launcher} started rank {rank} of {size} but mpi4py sees {comm.rank} of "
+                     f"{comm.size}; mpiexec and mpi4py come from different MPIs: use the mpiexec of the MPI mpi4py "
+                     "was built with")
 
 
 def _address(n_nodes):
@@ -149,7 +151,8 @@ def _abort_on_exception():
 
 
 def _bind(local, local_size):
-    """Choose the device (before the process group: a later set_device deadlocks some backends) -> (device, threads)."""
+    """Choose the device, before the process group: a later set_device deadlocks some backends.
+    -> (device, threads)"""
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator().type
         index = local % torch.accelerator.device_count()  # one visible GPU per task also works
@@ -176,7 +179,7 @@ def launch(timeout=600.0, quiet=False):
     if comm is not None:
         from mpi4py import MPI
         size = comm.size
-        host = comm.Split_type(MPI.COMM_TYPE_SHARED)  # the ranks that share this host's memory, whatever the order
+        host = comm.Split_type(MPI.COMM_TYPE_SHARED)  # the ranks that share this host's memory, in any order
         local_size, leader = host.size, host.bcast(rank)
         leaders = sorted(set(comm.allgather(leader)))
         node, n_nodes = leaders.index(leader), len(leaders)
@@ -186,11 +189,13 @@ def launch(timeout=600.0, quiet=False):
     if size > 1:
         fast = dist.get_default_backend_for_device(device)  # nccl, xccl or gloo
         backend = fast
-        both = "gloo" if fast == "gloo" else f"cpu:gloo,{device.type}:{fast}"  # gloo carries small host-side messages
+        both = "gloo" if fast == "gloo" else f"cpu:gloo,{device.type}:{fast}"  # gloo: small host-side messages
         wait = timedelta(seconds=timeout)
         store = _store(launcher, comm, rank, size, n_nodes, wait)
-        where = {"init_method": "env://"} if store is None else {"store": store, "rank": rank, "world_size": size}
-        dist.init_process_group(both, timeout=wait, device_id=None if device.type == "cpu" else device, **where)
+        where = ({"init_method": "env://"} if store is None
+                 else {"store": store, "rank": rank, "world_size": size})
+        dist.init_process_group(both, timeout=wait,
+                                device_id=None if device.type == "cpu" else device, **where)
     world = World(rank, size, local, local_size, node, n_nodes, launcher, device, backend, threads)
     if not quiet and local == 0:
         _say(world)
@@ -198,14 +203,15 @@ def launch(timeout=600.0, quiet=False):
 
 
 def _say(w):
-    chip = torch.cuda.get_device_name(w.device) if w.device.type == "cuda" else f"cpu, {w.threads} threads per rank"
-    print(f"[node {w.node + 1}/{w.n_nodes} {socket.gethostname()}] {w.launcher}: {w.local_size} of {w.size} ranks here, "
-          f"{chip}, {w.backend}, torch {torch.__version__}", flush=True)
+    chip = (torch.cuda.get_device_name(w.device) if w.device.type == "cuda"
+            else f"cpu, {w.threads} threads per rank")
+    print(f"[node {w.node + 1}/{w.n_nodes} {socket.gethostname()}] {w.launcher}: {w.local_size} of {w.size} ranks "
+          f"here, {chip}, {w.backend}, torch {torch.__version__}", flush=True)
 
 
 def shutdown(world):
-    """Leave together. Groups must be gone before the interpreter is, or gloo aborts: call this when nothing that holds
-    one (mesh, model, optimizer) is alive any more."""
+    """Leave together. Groups must be gone before the interpreter is, or gloo aborts: call this when nothing
+    that holds one (mesh, model, optimizer) is alive any more."""
     gc.collect()
     if dist.is_initialized():
         world.barrier()
@@ -214,7 +220,7 @@ def shutdown(world):
 
 @contextlib.contextmanager
 def agreed(world):
-    """Run the body; if it raised ValueError or OSError on any rank, print the first rank's text and exit 2 on all."""
+    """Run the body; if it raised ValueError or OSError on any rank, print the first rank's text, exit 2 on all."""
     text = None
     try:
         yield

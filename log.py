@@ -1,4 +1,4 @@
-"""What a run leaves behind: config.json, metrics.jsonl, plots as text, a line per logged step, wandb if asked.
+"""What a run leaves behind: config.json, metrics.jsonl, text plots, a line per logged step, wandb if asked.
 
 Only rank 0 builds a Log; metrics.jsonl is the truth, everything else may fail without stopping the run.
 """
@@ -18,7 +18,7 @@ PLOTS = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")
 
 
 class Stopwatch:
-    """Marks on the device's own time line: events on a GPU (a host clock would time launches), the clock on a CPU."""
+    """Marks on the device's own time line: events on a GPU (a host clock would time launches), a clock on a CPU."""
 
     def __init__(self, device):
         self.cpu, self.device = device.type == "cpu", device
@@ -61,7 +61,7 @@ class Clock:
 
 
 class Timers:
-    """--timers: milliseconds per step in each phase. forward holds param_gather; pipeline is the wait for neighbours."""
+    """--timers: milliseconds per step in each phase. forward holds param_gather; pipeline: the wait for neighbours."""
     PHASES = ("data", "forward", "backward", "pipeline", "grad_sync", "norm", "optimizer", "param_gather")
 
     def __init__(self, device, on):
@@ -95,15 +95,17 @@ def peak_flops(device):
 def git_revision():
     try:
         here = Path(__file__).parent
-        rev = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
-        dirty = subprocess.run(["git", "-C", here, "status", "--porcelain"], capture_output=True, text=True).stdout
+        rev = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True,
+                             check=True).stdout
+        dirty = subprocess.run(["git", "-C", here, "status", "--porcelain"], capture_output=True,
+                               text=True).stdout
         return rev.strip() + ("-dirty" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"  # no git here: the run is as good
 
 
 class Log:
-    """metrics.jsonl and the printed line. resumed: completed steps of a resumed run, whose later rows are cut off."""
+    """metrics.jsonl and the printed line. resumed: completed steps of a resumed run; later rows are cut off."""
 
     def __init__(self, out, config, resumed=0, wandb="off"):
         self.out = Path(out)
@@ -122,7 +124,7 @@ class Log:
             lines = [x for x in path.read_text().splitlines() if resumed and json.loads(x)["step"] <= resumed]
             path.write_text("".join(x + "\n" for x in lines))
         self.wandb = self._wandb(wandb, config) if wandb != "off" else None
-        sys.stdout.reconfigure(errors="replace")  # plots draw in unicode; an ascii terminal gets question marks
+        sys.stdout.reconfigure(errors="replace")  # plots are unicode; an ascii terminal gets question marks
 
     def rows(self):
         return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
@@ -197,15 +199,16 @@ def line(r):
 
 
 def expert_keys(layers):
-    """The summary of {layer: {load, dropped, aux, z, entropy}} for metrics.jsonl: means over layers, the heaviest load."""
+    """The summary of {layer: {load, dropped, aux, z, entropy}} for metrics.jsonl: means over layers, heaviest load."""
     def mean(key):
         return sum(layer[key] for layer in layers.values()) / len(layers)
     heaviest = max(max(layer["load"]) * len(layer["load"]) for layer in layers.values())
-    return {"aux_loss": mean("aux"), "z_loss": mean("z"), "dropped": mean("dropped"), "expert_load_max": heaviest}
+    return {"aux_loss": mean("aux"), "z_loss": mean("z"), "dropped": mean("dropped"),
+            "expert_load_max": heaviest}
 
 
 def load_bars(layers, width=40):
-    """One bar per expert: its share of all layers' routed copies, 1.00 is balanced; and the heaviest layer's."""
+    """One bar per expert: its share of all layers' routed copies (1.00 is balanced), the heaviest layer's."""
     loads = [layer["load"] for layer in layers.values()]  # L x E
     E = len(loads[0])
     mean = [sum(load[e] for load in loads) / len(loads) * E for e in range(E)]

@@ -1,15 +1,16 @@
-"""AdamW on the flat buckets: a few large tensors, fp32 masters, clipping and the non-finite test on the device."""
+"""AdamW on the flat buckets: a few large tensors, fp32 masters, clipping and non-finite test on the device."""
 import torch
 import torch.distributed as dist
 
 
 class Optimizer:
-    """Steps each bucket's own slice (all of it without ZeRO). The master copy is in at least fp32; it is the weights
-    themselves when the model's dtype is. AdamW: arXiv:1711.05101; the fused kernel is PyTorch's."""
+    """Steps each bucket's own slice (all of it without ZeRO). The master copy is in at least fp32; it is the
+    weights themselves when the model's dtype is. AdamW: arXiv:1711.05101; the fused kernel is PyTorch's."""
 
     def __init__(self, dp, cfg, mesh):
         device = dp.buckets[0].flat.device
-        # fp16 only: the loss is multiplied by this, halved at an overflow, doubled after 2000 steps without (arXiv:1710.03740)
+        # fp16 only: the loss is multiplied by this, halved at an overflow, doubled after 2000 steps without
+        # (arXiv:1710.03740)
         self.scale = torch.full((), 65536.0, device=device) if cfg.dtype == "fp16" else None
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self.dp, self.clip, self.world, self.tp = dp, cfg.clip, mesh.world, mesh.tp
@@ -21,8 +22,8 @@ class Optimizer:
             self.masters.append(own if own.dtype == b.grad.dtype else own.to(b.grad.dtype))
         groups = [{"params": [m for m, b in zip(self.masters, dp.buckets, strict=True) if b.decay == decay],
                    "weight_decay": cfg.weight_decay if decay else 0.0} for decay in (True, False)]
-        self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr, betas=(cfg.beta1, cfg.beta2),
-                                      eps=1e-8, fused=True)
+        self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr,
+                                      betas=(cfg.beta1, cfg.beta2), eps=1e-8, fused=True)
         for m, b in zip(self.masters, dp.buckets, strict=True):
             m.grad = b.grad[b.mine]
             self.adam.state[m] = {"step": torch.zeros((), device=m.device), "exp_avg": torch.zeros_like(m),
@@ -66,9 +67,9 @@ class Optimizer:
 
     @torch.no_grad()
     def totals(self, loss, full=True):
-        """-> (4,) fp64 on the device: mean loss, gradient norm before clipping, number of zero gradients, parameter norm
-        (the last two only if full). loss: this rank's part of the mean. One all-reduce of four numbers serves all: slices
-        partition the model, and what several ranks hold in common counts 1/ranks on each."""
+        """-> (4,) fp64 on the device: mean loss, gradient norm before clipping, number of zero gradients, parameter
+        norm (the last two only if full). loss: this rank's part of the mean. One all-reduce of four numbers serves
+        all: slices partition the model, and what several ranks hold in common counts 1/ranks on each."""
         loss = loss.double() / self.tp.size  # every tp rank computed the same loss
         total = torch.stack([loss, *torch.zeros_like(loss).expand(3)])
         for m, b in zip(self.masters, self.dp.buckets, strict=True):
@@ -87,15 +88,16 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr, grad_norm):
-        """One update. Gradients are divided by max(1, norm/clip) inside the kernel; a non-finite norm changes nothing at
-        all (weights, moments, Adam's own t). No host synchronisation. -> () 1.0 where the step was not taken."""
+        """One update. Gradients are divided by max(1, norm/clip) inside the kernel; a non-finite norm changes nothing
+        at all (weights, moments, Adam's t). No host synchronisation. -> () 1.0 where the step was not taken."""
         if self.before_step is not None:
             self.before_step()
         if self.saving is not None:
             torch.cuda.current_stream().wait_event(self.saving)
             self.saving = None
         bad = (~torch.isfinite(grad_norm)).to(torch.float32)
-        divide = torch.clamp((grad_norm + 1e-6) / self.clip, min=1.0) if self.clip > 0 else torch.ones_like(grad_norm)
+        divide = (torch.clamp((grad_norm + 1e-6) / self.clip, min=1.0) if self.clip > 0
+                  else torch.ones_like(grad_norm))
         divide = divide if self.scale is None else divide * self.scale
         if self.masters[0].dtype == torch.float64:  # the kernel takes an fp32 divisor only
             for m in self.masters:

@@ -1,6 +1,6 @@
 """One optimizer step's forwards and backwards: a plain loop on one stage, 1F1B over several.
 
-1F1B (PipeDream-flush, arXiv:2104.04473, figure 4), 4 stages, 6 micro-batches, F forward, B backward of micro-batch i:
+1F1B (PipeDream-flush, arXiv:2104.04473, figure 4), 4 stages, 6 micro-batches, Fi forward, Bi backward of number i:
 
     stage 0  F0 F1 F2 F3          B0 F4 B1 F5 B2    B3    B4    B5
     stage 1     F0 F1 F2       B0 F3 B1 F4 B2 F5 B3    B4    B5
@@ -18,7 +18,7 @@ from parallel import untimed
 
 
 class Link:
-    """Point-to-point messages with the stage before and the stage after: (n, C) activations and their gradients."""
+    """Point-to-point messages with the stages before and after: (n, C) activations and their gradients."""
 
     def __init__(self, axis, shape, dtype, device, timers=untimed):
         self.axis, self.timers, self.new = axis, timers, lambda: torch.empty(shape, dtype=dtype, device=device)
@@ -33,10 +33,10 @@ class Link:
         ops = []
         if send is not None:
             self.axis.count("send", send)
-            ops.append(dist.P2POp(dist.isend, send.contiguous(), peer, self.axis.group))  # n*C numbers to a neighbour
+            ops.append(dist.P2POp(dist.isend, send.contiguous(), peer, self.axis.group))  # n*C to a neighbour
         if receive:
             self.axis.note("receive", got)
-            ops.append(dist.P2POp(dist.irecv, got, peer, self.axis.group))  # n*C numbers from it
+            ops.append(dist.P2POp(dist.irecv, got, peer, self.axis.group))  # n*C from it
         with self.timers("pipeline"):
             for work in dist.batch_isend_irecv(ops):  # over pp
                 work.wait()
@@ -44,15 +44,16 @@ class Link:
 
 
 def forward_backward(model, dp, mesh, batches, tokens, scale=None, before=lambda i: None, timers=untimed):
-    """All micro-batches of one step. batches: list of (x, y), (B, T) int64 each. tokens: of the whole global batch, the
-    one division of the loss. scale: () tensor, fp16's loss scale. before(i): called ahead of each forward (dropout's seed).
+    """All micro-batches of one step. batches: list of (x, y), (B, T) int64 each. tokens: of the whole global batch,
+    the one division of the loss. scale: () tensor, fp16's loss scale. before(i): called ahead of each forward, for
+    dropout's seed.
     -> this rank's part of the mean loss: () fp32, zero but on the last stage."""
     n, stages, stage = len(batches), mesh.pp.size, mesh.pp.rank
     x, _ = batches[0]
     weight = next(model.parameters())
     link = Link(mesh.pp, (x.numel() // mesh.tp.size, model.cfg.n_embd), weight.dtype, weight.device, timers)
     loss = torch.zeros((), device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
-    flying = []  # (input, output, balancing losses) of the micro-batches whose backward is still to come, oldest first
+    flying = []  # oldest first: (input, output, balancing losses) of micro-batches whose backward is to come
     done = 0
 
     def forward(i, hidden):
@@ -65,7 +66,7 @@ def forward_backward(model, dp, mesh, batches, tokens, scale=None, before=lambda
         if model.is_last:
             out = out / tokens  # the one division
             loss = loss + out.detach()
-        flying.append((hidden, out, aux / (n * mesh.dp.size)))  # balancing losses: the mean over micro-batches
+        flying.append((hidden, out, aux / (n * mesh.dp.size)))  # balancing losses: mean of micro-batches
         return out.detach()
 
     def backward(grad):
@@ -113,7 +114,7 @@ def forward_only(model, mesh, batches):
 
 @torch.no_grad()
 def next_logits(model, tokens, cache):
-    """(copies, T) -> (vocab,) fp32 on the host of every rank: through all stages, then back to all from the last."""
+    """(copies, T) -> (vocab,) fp32 on every rank's host: through all stages, then back to all from the last."""
     mesh, weight = model.mesh, next(model.parameters())
     link = Link(mesh.pp, (tokens.numel() // mesh.tp.size, model.cfg.n_embd), weight.dtype, weight.device)
     hidden = link.swap(link.prev, receive=True)
@@ -123,5 +124,5 @@ def next_logits(model, tokens, cache):
         link.swap(link.next, send=model(tokens, hidden=hidden, cache=cache)[0])
         logits = torch.empty(model.vocab_size)
     if mesh.pp.size > 1:
-        dist.broadcast(logits, mesh.pp.ranks[-1], group=mesh.pp.group)  # vocab fp32 on the host, from the last stage
+        dist.broadcast(logits, mesh.pp.ranks[-1], group=mesh.pp.group)  # vocab fp32 numbers from the last stage
     return logits
