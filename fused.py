@@ -20,8 +20,9 @@ def cross_entropy_rows(z, target, used):
     if not on_gpu(z):
         return cross_entropy_rows_torch(z, target, used)
     import kernels
+    # 32 warps: one row at a time on each multiprocessor, so that all rows in flight stay in the L2 cache
     loss = torch.empty(z.size(0), dtype=torch.float32, device=z.device)
-    kernels.cross_entropy[(z.size(0),)](z, target, loss, used, z.size(1), ROWS=4, BLOCK=2048, num_warps=8)
+    kernels.cross_entropy[(z.size(0),)](z, target, loss, used, z.size(1), ROWS=2, BLOCK=8192, num_warps=32)
     return loss
 
 
@@ -55,39 +56,41 @@ class LinearCrossEntropy(torch.autograd.Function):
 # -----------------------------------------------------------------------------
 # SwiGLU: h = silu(gate) * up. autograd would make the gradients of the halves of a glued product and then copy them together
 
-def silu_mul(a, b):
-    """gate a, up b (R, f), equal strides -> (R, f). No autograd."""
+def silu_mul(a, b=None):
+    """gate a, up b (R, f), or both side by side in a (R, 2f) -> (R, f). No autograd."""
     if not on_gpu(a):
+        a, b = a.chunk(2, dim=1) if b is None else (a, b)
         return F.silu(a) * b
     import kernels
-    h = torch.empty(a.shape, dtype=a.dtype, device=a.device)
-    kernels.swiglu[(len(a),)](a, b, h, a.stride(0), a.size(1), BLOCK=1024, num_warps=4)
+    f = a.size(1) // (2 if b is None else 1)
+    h = torch.empty(a.size(0), f, dtype=a.dtype, device=a.device)
+    kernels.swiglu[(a.size(0),)](a, a if b is None else b, h, f, PACKED=b is None, BLOCK=1024, num_warps=4)
     return h
 
 
-def silu_mul_backward(a, b, dh, da, db):
-    """Writes the gradients of gate and up, laid out as those are, into da and db."""
+def silu_mul_backward(dh, a, b=None):
+    """-> the gradients of gate and up as a pair, or of both side by side as one tensor."""
     if on_gpu(a):
         import kernels
-        kernels.swiglu_backward[(len(a),)](a, b, dh.contiguous(), da, db, a.stride(0), a.size(1), BLOCK=1024, num_warps=4)
-    else:
-        s = torch.sigmoid(a)
-        da.copy_(dh * b * s * (1 + a * (1 - s)))
-        db.copy_(dh * a * s)
+        da, db = torch.empty_like(a), None if b is None else torch.empty_like(b)
+        kernels.swiglu_backward[(a.size(0),)](a, a if b is None else b, dh, da, dh if b is None else db, dh.size(1),
+                                              PACKED=b is None, BLOCK=1024, num_warps=4)
+        return da if b is None else (da, db)
+    gate, up = a.chunk(2, dim=1) if b is None else (a, b)
+    s = torch.sigmoid(gate)
+    pair = dh * up * s * (1 + gate * (1 - s)), dh * gate * s
+    return torch.cat(pair, dim=1) if b is None else pair
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y):
         ctx.save_for_backward(y)
-        return silu_mul(*y.chunk(2, dim=1))
+        return silu_mul(y)
 
     @staticmethod
     def backward(ctx, dh):
-        y, = ctx.saved_tensors
-        dy = torch.empty_like(y)
-        silu_mul_backward(*y.chunk(2, dim=1), dh, *dy.chunk(2, dim=1))
-        return dy
+        return silu_mul_backward(dh.contiguous(), *ctx.saved_tensors)
 
 
 def swiglu(y):
@@ -119,8 +122,7 @@ class ExpertMLP(torch.autograd.Function):
         x, a, b, h, w1, w3, w2 = ctx.saved_tensors
         ends, dy = ctx.ends, dy.contiguous()
         dh, dw2 = product(dy, w2, ends), outer(dy, h, ends)
-        da, db = torch.empty_like(a), torch.empty_like(b)
-        silu_mul_backward(*(t.flatten(0, -2) for t in (a, b, dh, da, db)))
+        da, db = (t.view_as(a) for t in silu_mul_backward(*(t.flatten(0, -2) for t in (dh, a, b))))
         dx = product(da, w1, ends).add_(product(db, w3, ends))
         return dx, outer(da, x, ends), outer(db, x, ends), dw2, None
 

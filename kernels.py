@@ -32,27 +32,34 @@ def cross_entropy(z_ptr, target_ptr, loss_ptr, used, width, ROWS: tl.constexpr, 
 
 
 @triton.jit
-def swiglu(a_ptr, b_ptr, h_ptr, stride, width, BLOCK: tl.constexpr):
-    """gate a and up b (R, width), rows `stride` apart -> h (R, width) = silu(a) * b. One program, one row."""
+def swiglu(a_ptr, b_ptr, h_ptr, width, PACKED: tl.constexpr, BLOCK: tl.constexpr):
+    """gate a, up b (R, width), or side by side in a (R, 2 width) if PACKED -> h (R, width) = silu(a) * b.
+    One program, one row."""
     row = tl.program_id(0).to(tl.int64)
+    a_ptr += row * width * (2 if PACKED else 1)
+    b_ptr = a_ptr + width if PACKED else b_ptr + row * width
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < width
-        a = tl.load(a_ptr + row * stride + at, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(b_ptr + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+        a = tl.load(a_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(b_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(h_ptr + row * width + at, (a * tl.sigmoid(a) * b).to(h_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def swiglu_backward(a_ptr, b_ptr, dh_ptr, da_ptr, db_ptr, stride, width, BLOCK: tl.constexpr):
+def swiglu_backward(a_ptr, b_ptr, dh_ptr, da_ptr, db_ptr, width, PACKED: tl.constexpr, BLOCK: tl.constexpr):
     """dh (R, width) -> da and db, laid out as a and b."""
     row = tl.program_id(0).to(tl.int64)
+    a_ptr += row * width * (2 if PACKED else 1)
+    b_ptr = a_ptr + width if PACKED else b_ptr + row * width
+    da_ptr += row * width * (2 if PACKED else 1)
+    db_ptr = da_ptr + width if PACKED else db_ptr + row * width
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < width
-        a = tl.load(a_ptr + row * stride + at, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(b_ptr + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+        a = tl.load(a_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(b_ptr + at, mask=inside, other=0.0).to(tl.float32)
         d = tl.load(dh_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)
         s = tl.sigmoid(a)
-        tl.store(da_ptr + row * stride + at, (d * b * s * (1 + a * (1 - s))).to(da_ptr.dtype.element_ty), mask=inside)
-        tl.store(db_ptr + row * stride + at, (d * a * s).to(db_ptr.dtype.element_ty), mask=inside)
+        tl.store(da_ptr + at, (d * b * s * (1 + a * (1 - s))).to(da_ptr.dtype.element_ty), mask=inside)
+        tl.store(db_ptr + at, (d * a * s).to(da_ptr.dtype.element_ty), mask=inside)
