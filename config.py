@@ -36,7 +36,7 @@ class Config:
     aux_coef: float = 1e-2  # weight of the load-balancing loss
     z_coef: float = 0.0  # weight of the router's z-loss
     router: Literal["softmax", "softmax-topk", "sigmoid"] = "softmax"  # gates: before or over the top-k
-    router_bias_rate: float = 0.0  # sigmoid only: step of the auxiliary-loss-free balancing bias; 0 is no bias
+    router_bias_rate: float = 0.0  # sigmoid only: step of the balancing bias (loss-free); 0 is no bias
     n_shared_experts: int = 0  # experts that every token visits besides
     init_from: str = ""  # a dense checkpoint: its MLP goes into every expert, the router starts fresh
     # layout (dp = world / (tp * pp) is derived)
@@ -59,7 +59,7 @@ class Config:
     beta1: float = 0.9  # Adam
     beta2: float = 0.95  # Adam
     clip: float = 1.0  # largest global gradient norm; 0 never clips
-    dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"  # of weights, activations; masters and sums: >= fp32
+    dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"  # of weights, activations; sums at least fp32
     compile: bool = False  # torch.compile each block
     cuda_graph: bool = True  # on a GPU, replay forward and backward as one CUDA graph where shapes are static
     # run
@@ -75,7 +75,7 @@ class Config:
     max_minutes: float = 0.0  # save and exit 85 before this much wall time has passed; 0 is no limit
     timeout: float = 600.0  # seconds a rank may wait for the others in a collective
     # skip
-    train_range_to_skip: tuple[int, ...] = ()  # A B [C D ...]: steps whose data is dropped, 1-based, inclusive
+    train_range_to_skip: tuple[int, ...] = ()  # A B [C D ...]: drop these steps' data, 1-based, inclusive
     # look
     profile: bool = False  # pyinstrument, as profile.html and profile.txt
     trace: bool = False  # torch profiler over steps 3 to 5, as trace.json
@@ -95,24 +95,27 @@ PRESETS = {
     "tiny": dict(),
     "tiny-moe": dict(n_experts=8, top_k=2),
     "shakespeare-char": dict(GPT2, n_layer=6, n_head=6, n_kv_head=6, n_embd=384, ffn_hidden=1536, seq_len=256,
-                             bias=False, dropout=0.2, micro_batch=64, steps=5000, lr=1e-3, min_lr=1e-4, warmup=100,
-                             beta2=0.99, dtype="bf16", log_every=10, eval_every=250, eval_iters=20, save_every=1000),
+                             bias=False, dropout=0.2, micro_batch=64, steps=5000, lr=1e-3, min_lr=1e-4,
+                             warmup=100, beta2=0.99, dtype="bf16", log_every=10, eval_every=250,
+                             eval_iters=20, save_every=1000),
     "wordplay": dict(GPT2, n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hidden=3072, seq_len=1024,
-                     bias=False, micro_batch=64, steps=2000, lr=6e-4, warmup=100, dtype="bf16", compile=True, **RUN),
+                     bias=False, micro_batch=64, steps=2000, lr=6e-4, warmup=100, dtype="bf16",
+                     compile=True, **RUN),
     "gpt2": dict(GPT2, n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hidden=3072, seq_len=1024,
-                 micro_batch=32, global_batch=480, steps=100_000, lr=6e-4, warmup=2000, dtype="bf16", compile=True, **RUN),
+                 micro_batch=32, global_batch=480, steps=100_000, lr=6e-4, warmup=2000, dtype="bf16",
+                 compile=True, **RUN),
     "dense-210m": dict(LLAMA, n_layer=24, n_head=4, n_kv_head=1, n_embd=512, ffn_hidden=1792, seq_len=2048,
-                       rope_base=100000.0, vocab_size=128256, micro_batch=8, steps=20_000, lr=1e-3, warmup=200,
-                       dtype="bf16", compile=True, **RUN),
-    "moe-4b": dict(LLAMA, n_experts=64, top_k=1, n_layer=24, n_head=4, n_kv_head=1, n_embd=512, ffn_hidden=1792,
-                   seq_len=2048, rope_base=100000.0, vocab_size=128256, micro_batch=8, steps=20_000, lr=1e-3, warmup=200,
-                   dtype="bf16", compile=True, **RUN),
+                       rope_base=100000.0, vocab_size=128256, micro_batch=8, steps=20_000, lr=1e-3,
+                       warmup=200, dtype="bf16", compile=True, **RUN),
+    "moe-4b": dict(LLAMA, n_experts=64, top_k=1, n_layer=24, n_head=4, n_kv_head=1, n_embd=512,
+                   ffn_hidden=1792, seq_len=2048, rope_base=100000.0, vocab_size=128256, micro_batch=8,
+                   steps=20_000, lr=1e-3, warmup=200, dtype="bf16", compile=True, **RUN),
     "smol-1.7b": dict(LLAMA, n_layer=24, n_head=32, n_kv_head=32, n_embd=2048, ffn_hidden=8192, seq_len=2048,
                       vocab_size=49152, micro_batch=4, steps=20_000, lr=5e-4, warmup=500, dtype="bf16",
                       compile=True, **RUN),
-    "bloom-176b": dict(GPT2, n_layer=70, n_head=112, n_kv_head=112, n_embd=14336, ffn_hidden=57344, seq_len=2048,
-                       vocab_size=250880, micro_batch=2, global_batch=2048, steps=100_000, lr=6e-5, warmup=375,
-                       dtype="bf16", **RUN),
+    "bloom-176b": dict(GPT2, n_layer=70, n_head=112, n_kv_head=112, n_embd=14336, ffn_hidden=57344,
+                       seq_len=2048, vocab_size=250880, micro_batch=2, global_batch=2048, steps=100_000,
+                       lr=6e-5, warmup=375, dtype="bf16", **RUN),
 }
 LEAST = {**dict.fromkeys(("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "micro_batch",
                           "steps", "log_every", "tp", "pp", "ep", "top_k"), 1),
@@ -243,7 +246,7 @@ def check_layout(cfg, mesh, batch):
 
 
 def stage_layers(cfg, pp):
-    """-> [(first, last+1)] blocks of each stage. Embedding and head count as a layer each: the ends get less."""
+    """-> [(first, last+1)] blocks of each stage. Embedding and head count as a layer each."""
     if cfg.pp_layers:
         counts = [int(c) if c.strip().isdigit() else -1 for c in cfg.pp_layers.split(",")]
         if len(counts) != pp or sum(counts) != cfg.n_layer or min(counts) < 1:

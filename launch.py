@@ -21,9 +21,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# launcher: (rank, world size, local rank, local size), first complete family wins. slurm is last: inside a batch
-# script SLURM_PROCID and SLURM_NTASKS are set for everybody; only SLURM_STEP_NUM_TASKS says that srun started
-# *this* process.
+# launcher: (rank, world size, local rank, local size), first complete family wins. slurm is last: inside a
+# batch script SLURM_PROCID and SLURM_NTASKS are set for everybody; only SLURM_STEP_NUM_TASKS says that srun
+# started *this* process.
 FAMILIES = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
@@ -103,8 +103,8 @@ def _mpi(launcher, rank, size):
     if launcher == "srun":
         return None  # srun --mpi=none: every process is its own MPI world
     raise SystemExit(f"nanoshard: {launcher} started rank {rank} of {size} but mpi4py sees {comm.rank} of "
-                     f"{comm.size}; mpiexec and mpi4py come from different MPIs: use the mpiexec of the MPI mpi4py "
-                     "was built with")
+                     f"{comm.size}; mpiexec and mpi4py come from different MPIs: use the mpiexec of the MPI "
+                     "mpi4py was built with")
 
 
 def _address(n_nodes):
@@ -189,7 +189,7 @@ def launch(timeout=600.0, quiet=False):
     if size > 1:
         fast = dist.get_default_backend_for_device(device)  # nccl, xccl or gloo
         backend = fast
-        both = "gloo" if fast == "gloo" else f"cpu:gloo,{device.type}:{fast}"  # gloo: small host-side messages
+        both = "gloo" if fast == "gloo" else f"cpu:gloo,{device.type}:{fast}"  # gloo: small host messages
         wait = timedelta(seconds=timeout)
         store = _store(launcher, comm, rank, size, n_nodes, wait)
         where = ({"init_method": "env://"} if store is None
@@ -205,8 +205,8 @@ def launch(timeout=600.0, quiet=False):
 def _say(w):
     chip = (torch.cuda.get_device_name(w.device) if w.device.type == "cuda"
             else f"cpu, {w.threads} threads per rank")
-    print(f"[node {w.node + 1}/{w.n_nodes} {socket.gethostname()}] {w.launcher}: {w.local_size} of {w.size} ranks "
-          f"here, {chip}, {w.backend}, torch {torch.__version__}", flush=True)
+    print(f"[node {w.node + 1}/{w.n_nodes} {socket.gethostname()}] {w.launcher}: {w.local_size} of {w.size} "
+          f"ranks here, {chip}, {w.backend}, torch {torch.__version__}", flush=True)
 
 
 def shutdown(world):
@@ -220,7 +220,8 @@ def shutdown(world):
 
 @contextlib.contextmanager
 def agreed(world):
-    """Run the body; if it raised ValueError or OSError on any rank, print the first rank's text, exit 2 on all."""
+    """Run the body; if it raised ValueError or OSError on any rank, print the first rank's text
+    and exit 2 on all."""
     text = None
     try:
         yield

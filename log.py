@@ -18,7 +18,8 @@ PLOTS = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")
 
 
 class Stopwatch:
-    """Marks on the device's own time line: events on a GPU (a host clock would time launches), a clock on a CPU."""
+    """Marks on the device's own time line: events on a GPU (a host clock would time
+    launches), the clock on a CPU."""
 
     def __init__(self, device):
         self.cpu, self.device = device.type == "cpu", device
@@ -61,7 +62,8 @@ class Clock:
 
 
 class Timers:
-    """--timers: milliseconds per step in each phase. forward holds param_gather; pipeline: the wait for neighbours."""
+    """--timers: milliseconds per step in each phase. forward holds param_gather; pipeline is the
+    wait for neighbours."""
     PHASES = ("data", "forward", "backward", "pipeline", "grad_sync", "norm", "optimizer", "param_gather")
 
     def __init__(self, device, on):
@@ -105,7 +107,7 @@ def git_revision():
 
 
 class Log:
-    """metrics.jsonl and the printed line. resumed: completed steps of a resumed run; later rows are cut off."""
+    """metrics.jsonl and the printed line. resumed: completed steps of a resumed run; later rows are cut."""
 
     def __init__(self, out, config, resumed=0, wandb="off"):
         self.out = Path(out)
@@ -199,7 +201,7 @@ def line(r):
 
 
 def expert_keys(layers):
-    """The summary of {layer: {load, dropped, aux, z, entropy}} for metrics.jsonl: means over layers, heaviest load."""
+    """{layer: {load, dropped, aux, z, entropy}} summed up for metrics.jsonl: means, and the heaviest load."""
     def mean(key):
         return sum(layer[key] for layer in layers.values()) / len(layers)
     heaviest = max(max(layer["load"]) * len(layer["load"]) for layer in layers.values())

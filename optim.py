@@ -1,4 +1,4 @@
-"""AdamW on the flat buckets: a few large tensors, fp32 masters, clipping and non-finite test on the device."""
+"""AdamW on the flat buckets: a few large tensors, fp32 masters, clipping and overflow test on the device."""
 import torch
 import torch.distributed as dist
 
@@ -67,9 +67,10 @@ class Optimizer:
 
     @torch.no_grad()
     def totals(self, loss, full=True):
-        """-> (4,) fp64 on the device: mean loss, gradient norm before clipping, number of zero gradients, parameter
-        norm (the last two only if full). loss: this rank's part of the mean. One all-reduce of four numbers serves
-        all: slices partition the model, and what several ranks hold in common counts 1/ranks on each."""
+        """-> (4,) fp64 on the device: mean loss, gradient norm before clipping, number of zero gradients,
+        parameter norm (the last two only if full). loss: this rank's part of the mean. One all-reduce of four
+        numbers serves all: slices partition the model, and what several ranks hold in common counts 1/ranks
+        on each."""
         loss = loss.double() / self.tp.size  # every tp rank computed the same loss
         total = torch.stack([loss, *torch.zeros_like(loss).expand(3)])
         for m, b in zip(self.masters, self.dp.buckets, strict=True):
@@ -88,8 +89,9 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr, grad_norm):
-        """One update. Gradients are divided by max(1, norm/clip) inside the kernel; a non-finite norm changes nothing
-        at all (weights, moments, Adam's t). No host synchronisation. -> () 1.0 where the step was not taken."""
+        """One update. Gradients are divided by max(1, norm/clip) inside the kernel; a non-finite norm changes
+        nothing at all (weights, moments, Adam's own t). No host synchronisation.
+        -> () 1.0 where the step was not taken."""
         if self.before_step is not None:
             self.before_step()
         if self.saving is not None:

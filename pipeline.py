@@ -1,6 +1,7 @@
 """One optimizer step's forwards and backwards: a plain loop on one stage, 1F1B over several.
 
-1F1B (PipeDream-flush, arXiv:2104.04473, figure 4), 4 stages, 6 micro-batches, Fi forward, Bi backward of number i:
+1F1B (PipeDream-flush, arXiv:2104.04473, figure 4): 4 stages, 6 micro-batches, Fi and Bi are forward and
+backward of micro-batch i:
 
     stage 0  F0 F1 F2 F3          B0 F4 B1 F5 B2    B3    B4    B5
     stage 1     F0 F1 F2       B0 F3 B1 F4 B2 F5 B3    B4    B5
@@ -21,7 +22,8 @@ class Link:
     """Point-to-point messages with the stages before and after: (n, C) activations and their gradients."""
 
     def __init__(self, axis, shape, dtype, device, timers=untimed):
-        self.axis, self.timers, self.new = axis, timers, lambda: torch.empty(shape, dtype=dtype, device=device)
+        self.axis, self.timers = axis, timers
+        self.new = lambda: torch.empty(shape, dtype=dtype, device=device)
         self.prev = axis.ranks[axis.rank - 1] if axis.rank > 0 else None
         self.next = axis.ranks[axis.rank + 1] if axis.rank < axis.size - 1 else None
 
@@ -44,9 +46,9 @@ class Link:
 
 
 def forward_backward(model, dp, mesh, batches, tokens, scale=None, before=lambda i: None, timers=untimed):
-    """All micro-batches of one step. batches: list of (x, y), (B, T) int64 each. tokens: of the whole global batch,
-    the one division of the loss. scale: () tensor, fp16's loss scale. before(i): called ahead of each forward, for
-    dropout's seed.
+    """All micro-batches of one step. batches: list of (x, y), (B, T) int64 each. tokens: of the whole global
+    batch, the one division of the loss. scale: () tensor, fp16's loss scale. before(i): called ahead of each
+    forward (dropout's seed).
     -> this rank's part of the mean loss: () fp32, zero but on the last stage."""
     n, stages, stage = len(batches), mesh.pp.size, mesh.pp.rank
     x, _ = batches[0]
@@ -114,7 +116,7 @@ def forward_only(model, mesh, batches):
 
 @torch.no_grad()
 def next_logits(model, tokens, cache):
-    """(copies, T) -> (vocab,) fp32 on every rank's host: through all stages, then back to all from the last."""
+    """(copies, T) -> (vocab,) fp32 on every rank's host: through all stages, then from the last to all."""
     mesh, weight = model.mesh, next(model.parameters())
     link = Link(mesh.pp, (tokens.numel() // mesh.tp.size, model.cfg.n_embd), weight.dtype, weight.device)
     hidden = link.swap(link.prev, receive=True)
@@ -124,5 +126,5 @@ def next_logits(model, tokens, cache):
         link.swap(link.next, send=model(tokens, hidden=hidden, cache=cache)[0])
         logits = torch.empty(model.vocab_size)
     if mesh.pp.size > 1:
-        dist.broadcast(logits, mesh.pp.ranks[-1], group=mesh.pp.group)  # vocab fp32 numbers from the last stage
+        dist.broadcast(logits, mesh.pp.ranks[-1], group=mesh.pp.group)  # vocab fp32 from the last stage
     return logits

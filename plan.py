@@ -1,6 +1,6 @@
 """What a layout will cost, before it runs: bytes sent per axis and step, and memory per rank.
 
-The parameters are counted by building this rank's model on the meta device: no formula to drift from model.py.
+Parameters are counted by building this rank's model on the meta device: no formula to drift from model.py.
 """
 from collections import Counter
 
@@ -23,7 +23,8 @@ def local_parameters(cfg, mesh, vocab_size):
 
 
 def traffic(cfg, mesh, vocab_size, batch):
-    """-> {axis name: bytes that this rank sends per optimizer step}, ring algorithms; parallel.Axis.sent measures the same."""
+    """-> {axis name: bytes that this rank sends per optimizer step}, by ring algorithms.
+    parallel.Axis.sent measures the same."""
     weight, grad = SIZE[cfg.dtype], max(4, SIZE[cfg.dtype])
     micro = batch // (cfg.micro_batch * mesh.dp.size)  # micro-batches of this rank
     rows = cfg.micro_batch * cfg.seq_len  # (B*T, C) on every tp rank when gathered
@@ -33,11 +34,11 @@ def traffic(cfg, mesh, vocab_size, batch):
     for name, n in local_parameters(cfg, mesh, vocab_size).items():
         size = getattr(mesh, name).size
         out[name] += (size - 1) / size * n * (grad + (weight if cfg.zero else grad))
-    # tensor parallelism: attention and MLP each gather and scatter (B*T, C), backward does the adjoint of both
+    # tensor parallelism: attention and MLP each gather and scatter (B*T, C), backward does both adjoints
     t = (mesh.tp.size - 1) / mesh.tp.size
     passes = 3 if cfg.recompute == "full" else 2
     blocks = (last - first) * 4 * passes
-    ends = 2 * (first == 0) + 2 * (last == cfg.n_layer)  # embedding: scatter; head: gather; once more in backward
+    ends = 2 * (first == 0) + 2 * (last == cfg.n_layer)  # embedding: scatter; head: gather; again in backward
     out["tp"] += t * micro * (blocks + ends) * rows * cfg.n_embd * weight
     if last == cfg.n_layer:  # cross-entropy: the maximum, and two sums, over the vocabulary
         out["tp"] += t * micro * 2 * 3 * rows * grad
@@ -49,8 +50,9 @@ def traffic(cfg, mesh, vocab_size, batch):
 
 
 def memory(cfg, mesh, vocab_size):
-    """-> {part: bytes on this rank}: weights, gradients, optimizer, activations, logits. Activations: what autograd keeps
-    of a block for backward, counted from model.py's forward; 1F1B keeps up to (stages - stage) micro-batches of them."""
+    """-> {part: bytes on this rank}: weights, gradients, optimizer, activations, logits. Activations: what
+    autograd keeps of a block for backward, counted from model.py's forward; 1F1B keeps up to (stages - stage)
+    micro-batches of them."""
     weight, grad = SIZE[cfg.dtype], max(4, SIZE[cfg.dtype])
     count = local_parameters(cfg, mesh, vocab_size)
     n = sum(count.values())
@@ -59,8 +61,10 @@ def memory(cfg, mesh, vocab_size):
     tp, C, F = mesh.tp.size, cfg.n_embd, cfg.ffn_hidden
     rows = cfg.micro_batch * cfg.seq_len
     kv = 2 * cfg.n_kv_head * (C // cfg.n_head) / min(tp, cfg.n_kv_head)
-    # kept per row: norms' inputs (2 C, sharded over tp) and their outputs as gathered (2 C), q, attention's output, kv, MLP
-    gathered = 2 * C + (3 if cfg.pos == "rope" else 2) * C / tp + kv + (4 if cfg.mlp == "swiglu" else 2) * F / tp
+    # kept per row: norms' inputs (2 C, sharded over tp), their outputs as gathered (2 C), q, attention's
+    # output, kv, MLP
+    gathered = (2 * C + (3 if cfg.pos == "rope" else 2) * C / tp + kv
+                + (4 if cfg.mlp == "swiglu" else 2) * F / tp)
     block = rows * weight * (2 * C / tp + gathered)
     first, last = stage_layers(cfg, mesh.pp.size)[mesh.pp.rank]
     flying = mesh.pp.size - mesh.pp.rank
@@ -71,5 +75,5 @@ def memory(cfg, mesh, vocab_size):
     V = -(-vocab_size // 128) * 128
     # logits in the model's dtype, in fp32, and the softmax or its gradient beside them
     logits = rows * V / tp * (2 * weight + 2 * grad) if last == cfg.n_layer else 0
-    return {"weights": n * weight, "gradients": n * grad, "optimizer": shard * (masters + 2 * grad), "activations": activations,
-            "logits": logits}
+    return {"weights": n * weight, "gradients": n * grad, "optimizer": shard * (masters + 2 * grad),
+            "activations": activations, "logits": logits}

@@ -1,4 +1,4 @@
-"""Text from a checkpoint: python sample.py RUN_DIR --prompt "...", in one process whatever layout wrote it."""
+"""Text from a checkpoint: python sample.py RUN_DIR --prompt "...", in one process, from any layout."""
 import dataclasses
 import json
 import sys
@@ -32,7 +32,8 @@ def read(run):
         raise FileNotFoundError(f"{run} holds no sound checkpoint; train with --save-every N")
     saved = json.loads((run / "config.json").read_text())
     known = {f.name for f in dataclasses.fields(config.Config)}
-    return config.Config(**{k: v for k, v in saved.items() if k in known}), saved["vocab_size_used"], step, run
+    return (config.Config(**{k: v for k, v in saved.items() if k in known}),
+            saved["vocab_size_used"], step, run)
 
 
 def main(argv=None):
@@ -51,12 +52,14 @@ def main(argv=None):
     from launch import World
     from model import GPT, generate
     from parallel import make_mesh
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    device = (torch.accelerator.current_accelerator() if torch.accelerator.is_available()
+              else torch.device("cpu"))
     with torch.device(device):
         model = GPT(cfg, make_mesh(World()), vocab_size)
     weights = [(name, p.data, p.full_shape, p.offset) for name, p in model.named_parameters()]
     checkpoint.load(step, weights)
-    print(words.decode(generate(model, prompt, flags.max_new_tokens, flags.temperature, flags.top_k, flags.seed)))
+    print(words.decode(generate(model, prompt, flags.max_new_tokens, flags.temperature, flags.top_k,
+                                flags.seed)))
 
 
 if __name__ == "__main__":

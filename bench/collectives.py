@@ -20,12 +20,12 @@ from pathlib import Path
 
 sys.path[:0] = map(str, Path(__file__).resolve().parents[:2])  # bench/ and the root: starts from anywhere
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from smoke import Parser, at_least_one  # noqa: E402
+import torch
+import torch.distributed as dist
+from smoke import Parser, at_least_one
 
-from launch import agreed, launch, shutdown  # noqa: E402
-from parallel import all_gather_single, make_mesh, reduce_scatter_single  # noqa: E402
+from launch import agreed, launch, shutdown
+from parallel import all_gather_single, make_mesh, reduce_scatter_single
 
 AXES = ("world", "dp", "tp", "pp", "ep", "edp", "stage")
 

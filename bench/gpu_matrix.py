@@ -1,10 +1,11 @@
 """The layout matrix on the GPUs present: torchrun --nproc-per-node 4 bench/gpu_matrix.py
 
-1) fp64 over the real collectives (nccl): every layout of tests/test_layouts.py for this world size against one rank,
-   1e-10 in losses, norms, every gradient, every parameter and moment
+1) fp64 over the real collectives (nccl): every layout of tests/test_layouts.py for this world size against
+   one rank, 1e-10 in losses, norms, every gradient, every parameter and moment
 2) bf16: the same layouts within rounding of one rank's bf16
 3) 20 bf16 steps, twice: replicas hold the same bits, and both runs do
-4) torch.cuda.set_sync_debug_mode("error") around the MoE layer: capacity mode and dropless ep 1 never synchronise
+4) torch.cuda.set_sync_debug_mode("error") around the MoE layer: capacity mode and dropless ep 1 never
+   synchronise
 """
 import os.path
 import sys
@@ -12,17 +13,17 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
 
-import numpy as np 
-import test_layouts as matrix 
-import torch 
-import torch.distributed as dist 
+import numpy as np
+import test_layouts as matrix
+import torch
+import torch.distributed as dist
 
-import moe 
-import train 
-from config import PRESETS, Config 
-from data import Synthetic 
-from launch import World, launch, shutdown 
-from parallel import fingerprint, make_mesh 
+import moe
+import train
+from config import PRESETS, Config
+from data import Synthetic
+from launch import World, launch, shutdown
+from parallel import fingerprint, make_mesh
 
 FAMILIES = {"llama": matrix.LLAMA, "gpt2": matrix.GPT2, "dropless": matrix.MOE, "capacity": matrix.CAPACITY}
 
@@ -38,9 +39,10 @@ def alone(world):
 
 
 def check_layouts(world, dtype):
-    """Every layout of this world size -> (checked, worst error). fp64: of any element. bf16: of losses, relative."""
+    """Every layout of this world size -> (checked, worst error). fp64: of any element; bf16: of losses."""
     layouts = [(family, batch, layout) for family in FAMILIES
-               for n, batch, layout in (matrix.MOE_LAYOUTS if "n_experts" in FAMILIES[family] else matrix.LAYOUTS)
+               for n, batch, layout in (matrix.MOE_LAYOUTS if "n_experts" in FAMILIES[family]
+                                        else matrix.LAYOUTS)
                if n == world.size]
     worst = 0.0
     for family, batch, layout in layouts:
@@ -53,7 +55,8 @@ def check_layouts(world, dtype):
         if world.rank == 0:
             expected, got = np.array(want["totals"]), np.array(seen["totals"])
             if dtype == "fp64":
-                np.testing.assert_allclose(got[:, [0, 1, 3]], expected[:, [0, 1, 3]], rtol=1e-10, err_msg=f"{family} {layout}")
+                np.testing.assert_allclose(got[:, [0, 1, 3]], expected[:, [0, 1, 3]], rtol=1e-10,
+                                           err_msg=f"{family} {layout}")
                 whole, pieces = matrix.assemble([want]), matrix.assemble(results)
                 for name, t in whole.items():
                     error = np.abs(pieces[name] - t).max() / max(1e-4, np.abs(t).max())
@@ -69,9 +72,11 @@ def check_layouts(world, dtype):
 def replicas_and_repeats(world):
     """20 bf16 steps of layouts with replicas, each twice: the bits of every parameter on every rank."""
     checked = 0
-    for family, layout in (("llama", {}), ("llama", dict(zero=1)), ("llama", dict(tp=2, zero=1)), ("gpt2", dict(pp=2)),
-                           ("dropless", dict(ep=4)), ("dropless", dict(ep=2, zero=1)), ("capacity", dict(tp=2, ep=4))):
-        cfg = Config(**dict(FAMILIES[family], micro_batch=2, dtype="bf16", n_embd=64, ffn_hidden=96, **layout))
+    for family, layout in (("llama", {}), ("llama", dict(zero=1)), ("llama", dict(tp=2, zero=1)),
+                           ("gpt2", dict(pp=2)), ("dropless", dict(ep=4)),
+                           ("dropless", dict(ep=2, zero=1)), ("capacity", dict(tp=2, ep=4))):
+        cfg = Config(**dict(FAMILIES[family], micro_batch=2, dtype="bf16", n_embd=64, ffn_hidden=96,
+                            **layout))
         prints = []
         for _ in range(2):
             mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
@@ -86,7 +91,8 @@ def replicas_and_repeats(world):
         ranks = everywhere(world, prints[0])
         for name, (group, bits) in prints[0].items():
             for r in group:
-                assert ranks[r][name][1] == bits, f"{family} {layout}: {name} differs between ranks {world.rank} and {r}"
+                assert ranks[r][name][1] == bits, (f"{family} {layout}: {name} differs between ranks "
+                                                   f"{world.rank} and {r}")
                 checked += 1
         assert prints[0] == prints[1], f"{family} {layout}: two runs differ"
     return checked
@@ -118,7 +124,8 @@ def main():
         n, worst = check_layouts(world, dtype)
         say(f"{dtype}: {n} layouts of {world.size} ranks equal one rank, worst error {worst:.1e}", flush=True)
     n = everywhere(world, replicas_and_repeats(world))
-    say(f"20 bf16 steps: {sum(n)} comparisons of replicated parameters, all equal to the bit; two runs as well", flush=True)
+    say(f"20 bf16 steps: {sum(n)} comparisons of replicated parameters, all equal to the bit; "
+        "two runs as well", flush=True)
     no_hidden_sync(world)
     say("no synchronisation in the MoE layer: capacity and dropless ep 1", flush=True)
     shutdown(world)

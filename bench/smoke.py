@@ -19,11 +19,11 @@ from pathlib import Path
 BEGAN = time.perf_counter()  # before torch: importing it is a good part of the whole run
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root: starts from anywhere
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
-from launch import agreed, env_rank, launch, shutdown  # noqa: E402
-from parallel import DataParallel, fingerprint, make_mesh  # noqa: E402
+from launch import agreed, env_rank, launch, shutdown
+from parallel import DataParallel, fingerprint, make_mesh
 
 WIDTHS = (128, 1024, 512, 256, 128)
 METRICS = ("loss", "sps", "dt", "dtf", "dtb")

@@ -1,7 +1,8 @@
 """Every layout equals one rank: train.py's own model, step and optimizer, fp64, three steps, clipping active.
 
-Each rank returns the pieces it owns; together they must cover every element of every tensor exactly once and equal the
-single process to 1e-10: losses, gradient norms, every gradient of every step, every parameter and moment at the end.
+Each rank returns the pieces it owns; together they must cover every element of every tensor exactly once and
+equal the single process to 1e-10: losses, gradient norms, every gradient of every step, every parameter and
+moment at the end.
 """
 import dataclasses
 
@@ -17,8 +18,9 @@ from data import Synthetic
 from parallel import make_mesh
 from state import pieces
 
-LLAMA = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, vocab_size=100, seq_len=8, norm="rms", mlp="swiglu",
-             pos="rope", bias=False, tied=False, dtype="fp64", clip=0.05, lr=1e-2, warmup=0, steps=10, weight_decay=0.1)
+LLAMA = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, vocab_size=100, seq_len=8,
+             norm="rms", mlp="swiglu", pos="rope", bias=False, tied=False, dtype="fp64", clip=0.05, lr=1e-2,
+             warmup=0, steps=10, weight_decay=0.1)
 GPT2 = dict(LLAMA, n_kv_head=4, norm="layer", mlp="gelu", pos="learned", bias=True, tied=True)
 MOE = dict(LLAMA, n_experts=8, capacity_factor=0.0, top_k=2, aux_coef=0.02, z_coef=1e-3)
 CAPACITY = dict(MOE, capacity_factor=0.75, top_k=1)
@@ -28,7 +30,7 @@ STEPS = 3
 
 
 def in_chunks(chunks):
-    """MoE.forward as `chunks` tp ranks would do it: routing of the whole micro-batch, capacity within each one's rows."""
+    """MoE.forward as `chunks` tp ranks do it: routing of the whole micro-batch, capacity of its rows."""
     def forward(self, x, again):
         p, ids, aux = self.route(x)
         parts = []
@@ -45,7 +47,8 @@ def array(t):
 
 
 def run(world, flags, batch, chunks=1):
-    """Train STEPS steps on synthetic tokens -> what this rank knows, as numpy. chunks: tp ranks whose dropping to copy."""
+    """Train STEPS steps on synthetic tokens -> what this rank knows, as numpy.
+    chunks: tp ranks whose dropping to copy."""
     cfg = Config(**flags)
     moe.MoE.forward = in_chunks(chunks) if chunks > 1 else MOE_FORWARD
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
@@ -102,19 +105,23 @@ def compare(base, n, batch, **layout):
     results = run_ranks(n, run, dict(base, **layout), batch)
     for seen in results:
         got, expected = np.array(seen["totals"]), np.array(totals)  # (steps, 4)
-        np.testing.assert_allclose(got[:, [0, 1, 3]], expected[:, [0, 1, 3]], rtol=1e-10, err_msg="loss and norms")
+        np.testing.assert_allclose(got[:, [0, 1, 3]], expected[:, [0, 1, 3]], rtol=1e-10,
+                                   err_msg="loss and norms")
         # the key bias has gradient zero but for rounding (softmax ignores a shift), so its zeros come and go
-        np.testing.assert_allclose(got[:, 2], expected[:, 2], atol=64 if base["bias"] else 0, err_msg="zero gradients")
+        np.testing.assert_allclose(got[:, 2], expected[:, 2], atol=64 if base["bias"] else 0,
+                                   err_msg="zero gradients")
         assert seen["totals"] == results[0]["totals"]  # the same bits on every rank: all decide alike
     for layer, row in (experts or {}).items():  # load, dropped, aux, z, entropy: as logged, on every rank
         assert not base["capacity_factor"] or row["dropped"] > 0, "nothing was dropped"
         for seen in results:
             for key, value in row.items():
-                np.testing.assert_allclose(seen["experts"][layer][key], value, rtol=1e-10, err_msg=f"layer {layer} {key}")
+                np.testing.assert_allclose(seen["experts"][layer][key], value, rtol=1e-10,
+                                           err_msg=f"layer {layer} {key}")
     got = assemble(results)
     assert got.keys() == want.keys()
     for name in want:
-        np.testing.assert_allclose(got[name], want[name], rtol=0, atol=1e-10 * max(1e-4, np.abs(want[name]).max()), err_msg=name)
+        np.testing.assert_allclose(got[name], want[name], rtol=0,
+                                   atol=1e-10 * max(1e-4, np.abs(want[name]).max()), err_msg=name)
     for name in want:  # what a rank computes with, not only what it owns, is the same everywhere
         for seen in results:
             name = name.removeprefix("end ")
@@ -130,7 +137,8 @@ LAYOUTS = [  # ranks, sequences per step, layout; micro-batch 2
     (2, 4, dict()), (4, 16, dict()), (2, 8, dict(zero=1)), (4, 8, dict(zero=1)),
     (2, 2, dict(tp=2)), (4, 4, dict(tp=4)), (4, 8, dict(tp=2)), (4, 8, dict(tp=2, zero=1)),
     (2, 2, dict(pp=2)), (2, 8, dict(pp=2, zero=1)), (4, 12, dict(pp=4)), (4, 8, dict(pp=2, zero=1)),
-    (4, 6, dict(tp=2, pp=2)), (8, 12, dict(tp=2, pp=2)), (8, 12, dict(tp=2, pp=2, zero=1)), (8, 8, dict(tp=4, zero=1)),
+    (4, 6, dict(tp=2, pp=2)), (8, 12, dict(tp=2, pp=2)), (8, 12, dict(tp=2, pp=2, zero=1)),
+    (8, 8, dict(tp=4, zero=1)),
 ]
 
 
@@ -142,8 +150,9 @@ def test_layout(family, n, batch, layout):
 
 
 MOE_LAYOUTS = [
-    (2, 4, dict(ep=1)), (2, 4, dict(ep=2)), (4, 8, dict(ep=2, zero=1)), (4, 8, dict(ep=4)), (2, 4, dict(tp=2)),
-    (2, 4, dict(tp=2, ep=2, zero=1)), (4, 8, dict(tp=2, ep=2)), (4, 8, dict(tp=2, ep=4, zero=1)), (2, 6, dict(pp=2)),
+    (2, 4, dict(ep=1)), (2, 4, dict(ep=2)), (4, 8, dict(ep=2, zero=1)), (4, 8, dict(ep=4)),
+    (2, 4, dict(tp=2)), (2, 4, dict(tp=2, ep=2, zero=1)), (4, 8, dict(tp=2, ep=2)),
+    (4, 8, dict(tp=2, ep=4, zero=1)), (2, 6, dict(pp=2)),
     (4, 8, dict(pp=2, ep=2, zero=1)), (4, 6, dict(pp=2, tp=2, ep=2)), (8, 12, dict(pp=2, tp=2, ep=4, zero=1)),
 ]
 
@@ -162,9 +171,11 @@ def test_moe_variants():
     compare(dict(CAPACITY, micro_batch=2), 4, 8, pp=2, tp=2, ep=2, recompute="full")
 
 
-@pytest.mark.skipif("not config.getoption('--slow')", reason="ep 8 over 8 ranks is in the slow set: pytest --slow")
+@pytest.mark.skipif("not config.getoption('--slow')",
+                    reason="ep 8 over 8 ranks is in the slow set: pytest --slow")
 @pytest.mark.parametrize("base", [MOE, CAPACITY], ids=["dropless", "capacity"])
-@pytest.mark.parametrize("layout", [dict(ep=8), dict(ep=8, zero=1), dict(tp=2, ep=8), dict(tp=4, ep=8, zero=1)], ids=str)
+@pytest.mark.parametrize("layout", [dict(ep=8), dict(ep=8, zero=1), dict(tp=2, ep=8),
+                                    dict(tp=4, ep=8, zero=1)], ids=str)
 def test_moe_eight_ranks(base, layout):
     compare(dict(base, micro_batch=2), 8, 16, **layout)
 
