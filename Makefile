@@ -11,6 +11,9 @@ test: .venv/ready-test
 	ruff check .
 	python -m pytest -q tests
 
+drills: .venv/ready-test
+	python tests/drills/kill.py --count 200 --out out/drills
+
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -r requirements.txt
@@ -20,4 +23,4 @@ test: .venv/ready-test
 	$(BIN)/pip install -q -r requirements-test.txt
 	touch $@
 
-.PHONY: train test
+.PHONY: train test drills

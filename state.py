@@ -4,6 +4,7 @@ The optimizer's slices are runs of flat buckets; here they become rectangles of 
 is all that checkpoint.py knows. Loading fills the same views in place, whatever layout wrote them.
 """
 import dataclasses
+import functools
 import math
 import os
 import secrets
@@ -20,12 +21,13 @@ from launch import agreed
 from model import padded
 from saver import Saver
 
+
 def pieces(dp, opt, vectors=None, owned=True):
-    """[(name, view, full shape, offset)] of this rank's weights and Adam moments, or of the given {prefix: per-bucket
-    slices}. owned: only what this rank answers for, so that all ranks together hold each element once."""
+    """[(name, view, full shape, offset)] of this rank's weights and Adam moments, or of the given {prefix:
+    per-bucket slices}. owned: only what this rank answers for: all ranks together hold each element once."""
     if vectors is None:
         state = [opt.adam.state[m] for m in opt.masters]
-        vectors = {"": opt.masters, "exp_avg/": [s["exp_avg"] for s in state], "exp_avg_sq/": [s["exp_avg_sq"] for s in state]}
+        vectors = {"": opt.masters, **{f"{k}/": [s[k] for s in state] for k in ("exp_avg", "exp_avg_sq")}}
     out = []
     for prefix, slices in vectors.items():
         for b, own in zip(dp.buckets, slices, strict=True):
@@ -72,8 +74,8 @@ class State:
     skip: list = dataclasses.field(default_factory=list)  # ends of the ranges to skip
 
 
-SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "norm", "mlp", "pos", "bias", "tied",
-         "n_experts", "n_shared_experts")
+SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "norm", "mlp", "pos", "bias",
+         "tied", "n_experts", "n_shared_experts")
 
 
 def save(cfg, mesh, dp, opt, saver, state):
@@ -93,7 +95,7 @@ def same_shape(cfg, path, shape, free=()):
 
 
 def load(cfg, dp, opt, path, data_id):
-    """Fill weights, moments and counters from a checkpoint -> State. ValueError when it is another model's or data's."""
+    """Fill weights, moments, counters from a checkpoint -> State. ValueError: another model's or data's."""
     index = checkpoint.read_index(path)
     meta = index["meta"]
     if "shape" not in meta:
@@ -118,6 +120,14 @@ def from_first(ranks, value):
     if ranks > 1:
         dist.broadcast_object_list(box)  # a few paths from rank 0, over the world
     return box[0]
+
+
+def on_any(ranks, bad):
+    """-> True on all ranks if bad on any."""
+    flag = torch.tensor(int(bad))
+    if ranks > 1:
+        dist.all_reduce(flag, dist.ReduceOp.MAX)  # one integer on the host, over the world
+    return bool(flag)
 
 
 def new_token():
@@ -161,17 +171,12 @@ def find_resume(cfg, world, out):
             moved = checkpoint.set_aside(out, checkpoint.read_index(found)["step"])
             if moved:
                 print(f"going on from {found}: later checkpoints are now {', '.join(moved)}", flush=True)
-
-    def agree(bad):
-        flag = torch.tensor(int(bad))
-        if world.size > 1:
-            dist.all_reduce(flag, dist.ReduceOp.MAX)  # one integer on the host, over the world
-        return bool(flag)
+    agree = functools.partial(on_any, world.size)
     return found, Saver(out, world.rank, world.size, cfg.keep, cfg.timeout, token, agree)
 
 
 def upcycle(model, opt, path):
-    """--init-from: a dense checkpoint's weights; its MLP goes into every expert, router and shared experts stay fresh
+    """--init-from: a dense checkpoint's weights; its MLP goes into every expert, the router stays fresh
     (sparse upcycling, arXiv:2212.05055). -> one line that says so. ValueError when the shapes differ."""
     index = checkpoint.read_index(path)
     shape, cfg = index["meta"].get("shape"), model.cfg

@@ -1,0 +1,277 @@
+"""kill -9, again and again: python tests/drills/kill.py --count 200 --out DIR
+
+Each run trains a tiny model over one layout, is killed one to three times (one rank or all, at any moment or
+in the middle of a save), is started again with --resume auto, and at its end must equal the run never killed:
+
+    the same bits in every weight and moment, the same loss and gradient norm in every row, each step once
+    each start goes on from the newest committed checkpoint: no step before it is done again or lost
+    every step_N that is there at any kill is sound: no partial checkpoint is taken for a whole one
+
+Ranks are fresh processes forked from a server that has torch loaded, which saves the seconds of its import;
+every MPI_EVERY-th run is mpiexec's own. DIR/log.jsonl has one row per run; a second call goes on after it.
+"""
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+
+import pool  # noqa: E402
+
+import checkpoint  # noqa: E402
+
+STEPS, SAVE_EVERY, MPI_EVERY, LIMIT = 12, 2, 25, 120  # LIMIT: seconds after which a run counts as hung
+TINY = ("tiny --n-layer 2 --n-head 2 --n-kv-head 2 --n-embd 16 --ffn-hidden 16 --seq-len 8 --vocab-size 64 "
+        f"--data synthetic --micro-batch 2 --global-batch 8 --steps {STEPS} --save-every {SAVE_EVERY} "
+        "--log-every 1 --eval-every 0 --no-plot --warmup 2 --dropout 0.1 --keep 2 --timeout 30 "
+        "--resume auto").split()
+GPT2 = ["--norm", "layer", "--mlp", "gelu", "--pos", "learned", "--bias", "--tied"]
+MOE = ["--n-experts", "4", "--router", "sigmoid", "--router-bias-rate", "0.01", "--n-shared-experts", "1"]
+LAYOUTS = {  # name: (ranks, flags)
+    "zero1": (2, ["--zero", "1"]),
+    "tp2": (2, ["--tp", "2"]),
+    "pp2-tied": (2, ["--pp", "2", *GPT2]),
+    "ep2": (2, ["--ep", "2", *MOE]),
+    "one": (1, []),
+    "dp2-bf16": (2, ["--dtype", "bf16"]),
+    "tp2-zero1": (4, ["--tp", "2", "--zero", "1"]),
+    "pp2-ep2-zero1": (4, ["--pp", "2", "--ep", "2", "--zero", "1", *MOE]),
+}
+
+
+def rank_main(rank, size, port, argv, log):
+    """One rank, in a fresh process: train.py as torchrun would start it."""
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 1), os.dup2(fd, 2)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    sys.argv[1:] = argv
+    import train
+    train.main(argv)
+
+
+class Ranks:
+    """The processes of one start."""
+
+    def __init__(self, size, argv, log):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        start = pool.context.Process
+        self.all = [start(target=rank_main, args=(r, size, port, argv, log)) for r in range(size)]
+        for p in self.all:
+            p.start()
+
+    def alive(self):
+        return [p for p in self.all if p.is_alive()]
+
+    def kill(self, everyone, rng):
+        for p in self.alive() if everyone else [rng.choice(self.alive() or self.all)]:
+            p.kill()
+
+    def end(self, grace):
+        """What a launcher does after a rank died: a moment, then all are killed."""
+        until = time.monotonic() + grace
+        while self.alive() and time.monotonic() < until:
+            wait([p.sentinel for p in self.alive()], timeout=until - time.monotonic())
+        for p in self.alive():
+            p.kill()
+        for p in self.all:
+            p.join()
+
+    def codes(self):
+        return [p.exitcode for p in self.all]
+
+
+class MpiRanks:
+    """The same through mpiexec, which ends the other ranks by itself."""
+
+    def __init__(self, size, argv, log):
+        mpiexec = str(Path(sys.executable).with_name("mpiexec"))
+        command = [mpiexec, "-n", str(size), sys.executable, str(HERE.parent.parent / "train.py"), *argv]
+        self.size, self.p = size, subprocess.Popen(command, stdout=open(log, "a"), stderr=subprocess.STDOUT)
+
+    def ranks(self):
+        """pids of our python processes: descendants of mpiexec."""
+        children = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                text = stat.read_text()
+            except OSError:
+                continue
+            name, rest = text[text.index("(") + 1:text.rindex(")")], text[text.rindex(")") + 2:].split()
+            children.setdefault(int(rest[1]), []).append((int(stat.parent.name), name))
+        found, todo = [], [self.p.pid]
+        while todo:
+            for pid, name in children.get(todo.pop(), []):
+                todo.append(pid)
+                found += [pid] * name.startswith("python")
+        return found
+
+    def alive(self):
+        return [self.p] if self.p.poll() is None else []
+
+    def kill(self, everyone, rng):
+        ranks = self.ranks()
+        for pid in ranks if everyone else ranks and [rng.choice(ranks)]:
+            os.kill(pid, signal.SIGKILL)
+
+    def end(self, grace):
+        try:
+            self.p.wait(max(grace, 20))
+        except subprocess.TimeoutExpired:
+            for pid in self.ranks():
+                os.kill(pid, signal.SIGKILL)
+            self.p.kill()
+            self.p.wait()
+
+    def codes(self):
+        return [self.p.returncode]
+
+
+def newest(out):
+    """-> the newest committed step, 0 if there is none. Raises where a committed checkpoint is not sound."""
+    found = checkpoint.steps(out)
+    for path in found:
+        checkpoint.check(path)  # ValueError: a partial one under a valid name
+    return int(found[0].name[5:]) if found else 0
+
+
+def started_from(log, start):
+    """-> the step that the start at byte `start` of the log went on from; None: it did not come so far."""
+    for line in Path(log).read_text(errors="replace")[start:].splitlines():
+        if line.startswith("resumed "):
+            return int(line.split("step_")[1].split(":")[0])
+        if line.startswith("started: "):
+            return 0
+    return None
+
+
+def rows(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def one_run(name, out, kills, rng, launcher=Ranks, typical=3.0):
+    """Train to the end through `kills` kills -> what happened. AssertionError: a promise was broken."""
+    size, flags = LAYOUTS[name]
+    log = out.with_suffix(".txt")
+    seen = {"kills": 0, "in_save": 0, "starts": 0}
+    expected, began = 0, time.monotonic()
+    while True:
+        at = log.stat().st_size if log.exists() else 0
+        ranks = launcher(size, [*TINY, *flags, "--out", str(out)], str(log))
+        seen["starts"] += 1
+        born = time.monotonic()
+        killed = False
+        if kills > seen["kills"]:
+            in_save = rng.random() < 0.6
+            moment, after = born + rng.uniform(0.1, 1.0) * typical, rng.randrange(STEPS // SAVE_EVERY)
+            saves, last = set(), None
+            while ranks.alive() and not killed:
+                if in_save:  # the n-th save that we see, somewhere within the first milliseconds of it
+                    last = next(iter(out.glob("step_*.tmp")), None) if out.is_dir() else None
+                    saves |= {last} - {None}
+                    killed = last is not None and len(saves) > after or time.monotonic() > born + 3 * typical
+                else:
+                    killed = time.monotonic() > moment
+                if not killed:
+                    time.sleep(0.0005)
+            if killed:
+                time.sleep(rng.uniform(0, 0.02) if last else 0)
+                seen["in_save"] += bool(last is not None and last.exists())
+                ranks.kill(rng.random() < 0.5, rng)
+                ranks.end(rng.choice([0.0, 0.3, 2.0]))
+                seen["kills"] += 1
+        ranks.end(LIMIT if not killed else 0)
+        went_on_from = started_from(log, at)
+        assert went_on_from in (None, expected), f"went on from {went_on_from}, not {expected}"
+        try:
+            now = newest(out) if out.is_dir() else 0
+        except (ValueError, OSError) as e:
+            raise AssertionError(f"a partial checkpoint under a valid name: {e}") from None
+        assert now >= expected, f"step {expected} was committed and is gone"
+        expected = now
+        if all(c == 0 for c in ranks.codes()):
+            break
+        assert killed, f"ended by itself with {ranks.codes()}: {log.read_text()[at:][-2000:]}"
+    logged = [r["step"] for r in rows(out)]
+    assert logged == list(range(1, STEPS + 1)), f"a step is missing or twice in the log: {logged}"
+    left = [p.name for p in out.glob("step_*") if not p.name[5:].isdigit()]
+    assert not left, f"left behind: {left}"
+    return {**seen, "seconds": round(time.monotonic() - began, 2)}
+
+
+def equal(a, b):
+    """AssertionError where the runs' newest checkpoints or losses differ in a bit."""
+    said = []
+    assert checkpoint.diff(checkpoint.steps(a)[0], checkpoint.steps(b)[0], said.append) == 0, "\n".join(said)
+    for x, y in zip(rows(a), rows(b), strict=True):
+        assert all(x[k] == y[k] for k in ("step", "loss", "grad_norm", "samples", "lr")), f"{x} {y}"
+
+
+def reference(name, folder):
+    out = folder / f"ref-{name}"
+    if not (out / f"step_{STEPS:06d}").exists():
+        shutil.rmtree(out, ignore_errors=True)
+        one_run(name, out, 0, random.Random(0))
+    return out
+
+
+def drill(i, folder, name=None, launcher=Ranks, typical=3.0):
+    """Run number i -> its row of the log. Its files stay where it failed."""
+    rng = random.Random(i)
+    name = name or list(LAYOUTS)[i % len(LAYOUTS)]
+    row = {"run": i, "layout": name, "launcher": "mpiexec" if launcher is MpiRanks else "fork"}
+    want, out = reference(name, folder), folder / f"run-{i:05d}"
+    shutil.rmtree(out, ignore_errors=True)
+    out.with_suffix(".txt").unlink(missing_ok=True)
+    try:
+        row.update(one_run(name, out, rng.randint(1, 3), rng, launcher, typical))
+        equal(want, out)
+        row["ok"] = True
+        shutil.rmtree(out)
+        out.with_suffix(".txt").unlink()
+    except AssertionError as e:
+        row.update(ok=False, why=str(e))
+    return row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=200, help="kills in all, with those of earlier calls")
+    parser.add_argument("--out", type=Path, default=Path("out/drills"))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "log.jsonl"
+    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    kills, failures, i = sum(r.get("kills", 0) for r in done), sum(not r["ok"] for r in done), len(done)
+    times = {}
+    while kills < args.count:
+        launcher = MpiRanks if i % MPI_EVERY == MPI_EVERY - 1 else Ranks
+        name = list(LAYOUTS)[i % len(LAYOUTS)]
+        reference(name, args.out)
+        mean = times.get((name, launcher), 12.0 if launcher is MpiRanks else 3.0)
+        row = drill(i, args.out, name, launcher, mean)
+        if row["ok"]:
+            times[name, launcher] = row["seconds"] / row["starts"]
+        with open(path, "a") as f:
+            f.write(json.dumps(row) + "\n")
+        kills, failures, i = kills + row.get("kills", 0), failures + (not row["ok"]), i + 1
+        print(f"{kills} kills, {failures} failures: {row}", flush=True)
+    print(f"{i} runs, {kills} kills, {sum(1 for _ in open(path))} rows in {path}, {failures} failures")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
