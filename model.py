@@ -117,7 +117,7 @@ class Attention(nn.Module):
         q, k = qk.split([self.h, self.g], dim=1)  # (B, h, T, D), (B, g, T, D) like v
         if cache is not None:
             k, v = cache.append(self, k, v)  # (B, g, positions so far, D)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=k.size(2) == T, enable_gqa=self.h != self.g,
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, enable_gqa=self.h != self.g,
                                            dropout_p=self.dropout if self.training else 0.0)  # (B, h, T, D)
         return self.wo(y.transpose(1, 2).reshape(-1, self.h * self.D))  # (B*T, h*D) -> (n, C)
 

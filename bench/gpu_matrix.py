@@ -47,6 +47,8 @@ def check_layouts(world, dtype):
     worst = 0.0
     for family, batch, layout in layouts:
         # 16 wide heads: the GPU's attention and grouped kernels want rows of 16 bytes
+        if world.rank == 0:
+            print(f"  {dtype} {family} {layout}", flush=True)
         base = dict(FAMILIES[family], micro_batch=2, dtype=dtype, n_embd=64, ffn_hidden=96)
         chunks = layout.get("tp", 1) if base.get("capacity_factor") else 1
         want = matrix.run(alone(world), base, batch, chunks)
@@ -116,7 +118,7 @@ def no_hidden_sync(world):
 
 
 def main():
-    world = launch(timeout=120)
+    world = launch(timeout=40)
     if world.size == 1 or world.device.type != "cuda":
         raise SystemExit("nanoshard: this needs several GPUs; the CPU's matrix is tests/test_layouts.py")
     say = print if world.rank == 0 else lambda *a, **k: None

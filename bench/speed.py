@@ -73,7 +73,30 @@ def ceilings(world):
     return out
 
 
-def run(world, name, flags, steps):
+def show_profile(world, step, n=3, rows=30):
+    """Where the time of a step goes on rank 0: kernels by their own time, what they sum to, what the host needs."""
+    step()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(n):
+        step()
+    host = (time.perf_counter() - began) / n * 1e3
+    torch.cuda.synchronize()
+    wall = (time.perf_counter() - began) / n * 1e3
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as p:
+        for _ in range(n):
+            step()
+        torch.cuda.synchronize()
+    if world.rank == 0:
+        kernels = sorted(((e.self_device_time_total / n / 1e3, e.count / n, e.key) for e in p.key_averages()
+                          if e.self_device_time_total > 0), reverse=True)
+        print(f"  step {wall:.1f} ms, host {host:.1f} ms, kernels sum to {sum(k[0] for k in kernels):.1f} ms")
+        for ms, count, key in kernels[:rows]:
+            print(f"  {ms:8.3f} ms x {count:5.0f}  {key[:100]}", flush=True)
+
+
+def run(world, name, flags, steps, profile=False):
     cfg = parse(flags.split())
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
@@ -98,6 +121,8 @@ def run(world, name, flags, steps):
         mark.record()
         marks.append(mark)
     marks[-1].synchronize()
+    if profile:
+        show_profile(world, lambda: train.train_step(cfg, mesh, model, dp, opt, batches, steps, False, graph))
     times = [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)][-min(30, steps // 2):-1]
     slow = torch.tensor([statistics.median(times), torch.cuda.max_memory_reserved() / 2**30,
                          torch.cuda.max_memory_allocated() / 2**30])
@@ -121,6 +146,7 @@ def main():
     parser.add_argument("workloads", nargs="+", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--flags", default="", help="flags of train.py in the place of the default layout")
+    parser.add_argument("--profile", action="store_true", help="also the kernels of a step, by time, on rank 0")
     parser.add_argument("--json", default="", help="file to which each result is appended, a line each")
     args = parser.parse_args()
     world = launch(timeout=300)
@@ -131,8 +157,9 @@ def main():
         print("ceilings: " + ", ".join(f"{k} {v:.1f}" for k, v in machine.items()), flush=True)
     for name in args.workloads:
         layout = args.flags or (LAYOUTS.get(name, LAYOUTS["default"]) if world.size > 1 else "")
-        r = run(world, name, f"{WORKLOADS[name]} {layout}".strip(), args.steps)
+        r = run(world, name, f"{WORKLOADS[name]} {layout}".strip(), args.steps, args.profile)
         gc.collect()
+        torch._dynamo.reset()  # the next workload's shapes are new ones, not changed ones
         if world.rank == 0:
             ratio = "" if r["ratio_to_peer"] is None else (f"; {r['ratio_to_peer']:.2f} x {r['peer']}, "
                                                            f"{r['ratio_to_goal']:.2f} of the goal")
