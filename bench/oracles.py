@@ -1,0 +1,141 @@
+"""The same mathematics in other people's code: HF transformers' Mixtral block and Megatron-core's router.
+
+    python bench/oracles.py
+
+Nothing here requires these packages: what is not installed is skipped, with the reason. To install them
+beside this environment: pip install --no-deps --target DIR transformers megatron-core (and what they
+import), then PYTHONPATH=DIR. Every figure is the largest difference, ours to theirs, as a part of the largest
+value; "map" and "kept" count entries that differ. fp32, one CPU process. Megatron's are zero to the bit.
+"""
+import importlib
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root: starts from anywhere
+
+import torch
+
+from config import Config
+from launch import World
+from moe import MoE
+from parallel import make_mesh
+
+T, E, C, F = 96, 8, 32, 48  # tokens, experts, width, hidden width
+FACTORS = (0.5, 0.75, 1.0, 1.25)
+
+
+def block(**flags):
+    """Our MoE block with seeded weights, one process."""
+    cfg = Config(n_experts=E, n_embd=C, ffn_hidden=F, **flags)
+    layer = MoE(cfg, make_mesh(World(rank=0, size=1)), None)
+    rng = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.normal_(0.0, p.size(-1) ** -0.5, generator=rng)
+    return layer, torch.randn(T, C, generator=rng)
+
+
+def run(f, *args):
+    return f(*args)
+
+
+def far(a, b):
+    a, b = a.detach().double(), b.detach().double()
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def dense(p, ids):
+    """(n, K) gates and experts -> (n, E) gates, zero where not chosen, and the map."""
+    gates = torch.zeros(p.size(0), E).scatter(1, ids, p)
+    return gates, torch.zeros(p.size(0), E, dtype=torch.bool).scatter(1, ids, True)
+
+
+def mixtral():
+    """Whole block with copied weights: output and every gradient. It renormalises: our softmax-topk."""
+    module = importlib.import_module("transformers.models.mixtral.modeling_mixtral")
+    config = importlib.import_module("transformers").MixtralConfig
+    out = {}
+    for K in (2, 4):
+        ours, x = block(router="softmax-topk", top_k=K, aux_coef=1.0)
+        theirs = module.MixtralSparseMoeBlock(config(
+            hidden_size=C, intermediate_size=F, num_local_experts=E, num_experts_per_tok=K, hidden_act="silu",
+            experts_implementation="eager")).float()
+        with torch.no_grad():
+            theirs.gate.weight.copy_(ours.router.weight)
+            theirs.experts.gate_up_proj.copy_(torch.cat([ours.w1, ours.w3], 1))
+            theirs.experts.down_proj.copy_(ours.w2)
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, aux = ours(a, run)
+        z = theirs(b.unsqueeze(0)).squeeze(0)
+        seed = torch.randn(T, C, generator=torch.Generator().manual_seed(2))
+        logits = x @ ours.router.weight.T
+        balance = module.load_balancing_loss_func((logits,), E, K)  # leaves out Megatron's 1/K: K times ours
+        y.backward(seed), z.backward(seed)
+        w13 = theirs.experts.gate_up_proj.grad.chunk(2, dim=1)
+        out[f"Mixtral block k={K}"] = {
+            "output": far(y, z), "grad x": far(a.grad, b.grad),
+            "grad router": far(ours.router.weight.grad, theirs.gate.weight.grad),
+            "grad w1": far(ours.w1.grad, w13[0]), "grad w3": far(ours.w3.grad, w13[1]),
+            "grad w2": far(ours.w2.grad, theirs.experts.down_proj.grad),
+            "aux (theirs/K)": far(aux, balance / K)}
+    return out
+
+
+def megatron():
+    """Router maths on the same logits: gates, map, the two losses and their gradient, and who is dropped."""
+    their = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    out = {}
+    for router, K, steers in (("softmax", 1, 0.0), ("softmax", 2, 0.0), ("softmax-topk", 2, 0.0),
+                              ("sigmoid", 2, 0.0), ("sigmoid", 4, 0.01)):
+        score = router.partition("-")[0]
+        ours, x = block(router=router, top_k=K, aux_coef=1.0, router_bias_rate=steers)
+        if steers:
+            ours.router.bias.copy_(torch.linspace(-0.2, 0.2, E))
+        weight = ours.router.weight
+        logits = x @ weight.T
+        p, ids, aux = ours.route(x)
+        gates, chosen = dense(p, ids)
+        their_gates, their_map = their.topk_routing_with_score_function(
+            logits, K, use_pre_softmax=router == "softmax", score_function=score,
+            expert_bias=ours.router.bias)
+        visits, scores = their.compute_routing_scores_for_aux_loss(logits, K, score)
+        balance = their.switch_load_balancing_loss_func(scores, visits.sum(0), T, K, E, 1.0)
+        (ga,), (gb,) = (torch.autograd.grad(loss, weight, retain_graph=True) for loss in (aux, balance))
+        z = their.z_loss_func(logits, 1.0)
+        zs, _ = block(router=router, top_k=K, aux_coef=0.0, z_coef=1.0)
+        row = {"gates": far(gates, their_gates), "map": (chosen != their_map).sum().item(),
+               "aux": far(aux, balance), "grad aux": far(ga, gb), "z": far(zs.route(x)[2], z)}
+        for factor in FACTORS:
+            _, kept = their.apply_router_token_dropping(their_gates, their_map, K, factor, "probs")
+            cut, _ = block(router=router, top_k=K, capacity_factor=factor)
+            cut.route(x)
+            room = E * cut.capacity(T)  # slots; a copy at `room` is dropped
+            slot = cut.plan(p, ids).slot.view(T, K)
+            mine = torch.zeros(T, E, dtype=torch.bool).scatter(1, ids, slot < room)
+            row[f"kept at {factor}"] = (mine != kept).sum().item()
+        out[f"Megatron {router} k={K}{' bias' * bool(steers)}"] = row
+    return out
+
+
+def main():
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    worst = 0.0
+    for package, oracle in (("transformers", mixtral), ("megatron.core", megatron)):
+        try:
+            version = importlib.import_module(package).__version__
+            rows = oracle()
+        except ImportError as e:
+            print(f"{package}: skipped, {e}")
+            continue
+        print(f"{package} {version}, torch {torch.__version__}")
+        for name, row in rows.items():
+            print(f"  {name:28s} " + "  ".join(f"{k} {v:.2g}" for k, v in row.items()))
+            worst = max(worst, *row.values())
+    return 0 if worst < 1e-5 else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,700 @@
+"""The experts against a loop over tokens, one at a time, written from the papers and not from moe.py.
+
+    the loop       output and every gradient in fp64, every router, both modes, skewed and tied routing
+    the losses     their scale, where they come from, and that no layout changes their gradient
+    the ranks      any ep gives the same, a rank without a token, garbage that must not spread, equal bits
+    the run        upcycling, recompute, checkpoints between layouts, refusals, counts, files left behind
+"""
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import signal
+from unittest import mock
+
+import numpy as np
+import pytest
+import test_layouts
+import torch
+import torch.nn.functional as F
+from pool import run_ranks
+from test_layouts import MOE, SIGMOID, assemble
+
+import moe
+import parallel
+import state
+import train
+from config import Config, check, check_layout, parse
+from data import Synthetic
+from launch import World
+from model import GPT, MLP, count_parameters, flops_per_token
+from parallel import make_mesh
+from pipeline import forward_backward
+from saver import Saver
+
+ALONE = make_mesh(World(rank=0, size=1))
+SMALL = dict(n_experts=8, n_embd=6, ffn_hidden=5, n_head=1, n_kv_head=1)
+TINY = dict(MOE, n_layer=2, micro_batch=2)
+
+
+# -----------------------------------------------------------------------------
+# the oracle
+
+def gates(logits, K, kind, bias=None):
+    """One token's logits (E,) -> its experts, best first (ties: the lowest number), and their gates (K,)."""
+    if kind == "sigmoid":
+        score = logits.sigmoid()
+        rank = (score if bias is None else score + bias).tolist()
+    else:
+        score = logits.exp() / logits.exp().sum()
+        rank = logits.tolist()
+    ids = sorted(range(len(rank)), key=lambda i: (-rank[i], i))[:K]
+    p = torch.stack([score[i] for i in ids])
+    if kind == "softmax-topk":
+        chosen = torch.stack([logits[i] for i in ids]).exp()
+        p = chosen / chosen.sum()
+    if kind == "sigmoid" and K > 1:
+        p = p / p.sum()
+    return ids, p
+
+
+def loop(x, router, expert, K, kind, bias=None, factor=0.0, policy="probs", shared=None):
+    """-> output (T, C), balancing loss, z-loss, {(token, expert)} dropped, visits [E] by the scores alone."""
+    T, E = len(x), len(router)
+    logits = [router @ x[t] for t in range(T)]
+    chosen = [gates(row, K, kind, bias) for row in logits]
+    dropped = set()
+    for i in range(E if factor else 0):
+        queue = [(t, p[ids.index(i)].item()) for t, (ids, p) in enumerate(chosen) if i in ids]
+        if policy == "probs":
+            queue.sort(key=lambda entry: (-entry[1], entry[0]))
+        dropped |= {(t, i) for t, _ in queue[min(math.ceil(T * K / E * factor), T):]}
+    out = []
+    for t in range(T):
+        y = torch.zeros_like(x[t]) if shared is None else shared(x[t])
+        for i, p in zip(*chosen[t], strict=True):
+            if (t, i) not in dropped:
+                y = y + p * expert(i, x[t])
+        out.append(y)
+    visits, share = [0] * E, [0.0] * E
+    for row in logits:
+        s = row.sigmoid() if kind == "sigmoid" else row.exp()
+        for i in range(E):
+            share[i] = share[i] + s[i] / s.sum()
+        for i in gates(row, K, kind)[0]:
+            visits[i] += 1
+    aux = E / (K * T**2) * sum(s * c for s, c in zip(share, visits, strict=True))
+    z = sum(row.exp().sum().log() ** 2 for row in logits) / T
+    return torch.stack(out), aux, z, dropped, visits
+
+
+def block(mesh=ALONE, **flags):
+    """A MoE block in fp64 with seeded weights, the same on every layout."""
+    cfg = Config(**dict(SMALL, **flags))
+    shared = MLP(cfg, ALONE, cfg.n_shared_experts * cfg.ffn_hidden) if cfg.n_shared_experts else None
+    layer = moe.MoE(cfg, mesh, shared).double()
+    rng = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in layer.parameters():
+            whole = torch.randn(p.full_shape, dtype=torch.float64, generator=rng)
+            p.copy_(whole[tuple(slice(o, o + s) for o, s in zip(p.offset, p.shape, strict=True))])
+    return layer
+
+
+def run(f, *args):
+    return f(*args)
+
+
+def tokens(kind, layer, T=10):
+    """x (T, C); the router's weights are set for plain, skewed (the same K for all) or tied routing."""
+    rng = torch.Generator().manual_seed(4)
+    x = torch.randn(T, layer.cfg.n_embd, dtype=torch.float64, generator=rng)
+    weight = layer.router.weight.data
+    if kind == "skewed":
+        x[:, 0] = 1.0
+        weight.mul_(0.05)[:, 0] = -torch.arange(float(layer.E)).double()
+    if kind == "ties":  # small whole numbers: exact logits, equal rows, a row of zeros
+        x.copy_(torch.randint(-1, 2, x.shape, generator=rng))
+        x[2], x[5:8] = 0.0, x[4]
+        weight.copy_(torch.randint(-1, 2, weight.shape, generator=rng))
+        weight[3] = weight[1]
+    return x.requires_grad_()
+
+
+def against_the_loop(layer, x, what):
+    """Output, losses, drops and all gradients of a block equal the loop's. -> visits per expert, dropped"""
+    cfg, weight = layer.cfg, layer.router.weight
+    mlp = layer.shared
+
+    def expert(i, row):
+        h = layer.w1[i] @ row
+        return layer.w2[i] @ (F.gelu(h) if layer.w3 is None else h * h.sigmoid() * (layer.w3[i] @ row))
+
+    def shared(row):
+        h = mlp.w1.weight @ row
+        return mlp.w2.weight @ (F.gelu(h) if mlp.w3 is None else h * h.sigmoid() * (mlp.w3.weight @ row))
+
+    bias = None if layer.router.bias is None else layer.router.bias.double()
+    y, aux = layer(x, run)
+    want, balance, z, dropped, visits = loop(
+        x, weight, expert, cfg.top_k, cfg.router, bias, cfg.capacity_factor, cfg.drop_policy,
+        shared if mlp else None)
+    losses = cfg.aux_coef * balance + cfg.z_coef * z
+    seed = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(5))
+    parts = {"x": x, **dict(layer.named_parameters())}
+    ours, theirs = (torch.autograd.grad((out * seed).sum() + loss, list(parts.values()), allow_unused=True)
+                    for out, loss in ((y, aux), (want, losses)))
+    pairs = {"output": (y, want), "aux": (aux, losses),
+             **{f"gradient of {n}": (a, torch.zeros_like(a) if b is None else b)
+                for n, a, b in zip(parts, ours, theirs, strict=True)}}
+    for name, (a, b) in pairs.items():
+        error = (a - b).abs().max().item()
+        assert error <= 1e-12 * max(1.0, b.abs().max().item()), f"{what}: {name} is {error} off the loop's"
+    count = layer.stats[layer.E].item()
+    assert count == len(dropped), f"{what}: dropped {count}, the loop {len(dropped)}"
+    return visits, len(dropped)
+
+
+MODES = [dict(), *(dict(capacity_factor=c, drop_policy=p) for c, p in (
+    (0.5, "probs"), (1.0, "probs"), (8.0, "probs"), (0.3, "position"), (1.25, "position")))]
+
+
+ROUTERS = [(router, K) for router in ("softmax", "softmax-topk", "sigmoid", "sigmoid bias") for K in (1, 2, 4)
+           if (router, K) != ("softmax-topk", 1)]  # that one is refused
+
+
+@pytest.mark.parametrize("router,K", ROUTERS)
+def test_equals_the_loop_over_tokens(router, K):
+    for kind in ("plain", "skewed", "ties"):
+        for mode in MODES:
+            layer = block(router=router.split()[0], top_k=K, router_bias_rate=0.1 * ("bias" in router),
+                          aux_coef=0.3, z_coef=0.1, n_shared_experts=int(K == 4),
+                          mlp="gelu" if kind == "plain" and K == 2 else "swiglu", **mode)
+            if layer.router.bias is not None:
+                layer.router.bias.copy_(torch.tensor([0.25, -0.25, 0.5, 0, 0, 0.125, -0.5, 0]))
+            x = tokens(kind, layer)
+            visits, dropped = against_the_loop(layer, x, f"{kind} {mode}")
+            if kind == "skewed":  # the same K experts for all, the others get nothing
+                assert visits == [10] * K + [0] * (8 - K)
+                room = math.ceil(10 * K / 8 * mode["capacity_factor"]) if mode else 10
+                assert "bias" in router or dropped == K * max(0, 10 - room)
+
+
+def test_ties_go_to_the_lowest_expert_and_the_earlier_row():
+    for policy in ("probs", "position"):
+        for router in ("softmax", "sigmoid", "softmax-topk"):
+            layer = block(router=router, top_k=2, capacity_factor=1.0, drop_policy=policy)
+            layer.router.weight.data.zero_()
+            x = torch.randn(8, 6, dtype=torch.float64)
+            p, ids, _ = layer.route(x)
+            assert ids.tolist() == [[0, 1]] * 8
+            kept = layer.plan(p, ids).slot.view(8, 2) < 8 * layer.capacity(8)
+            assert kept.tolist() == [[True, True]] * 2 + [[False, False]] * 6  # room for 8*2/8 = 2 rows
+
+
+# -----------------------------------------------------------------------------
+# the losses
+
+def aux_of(x, **flags):
+    layer = block(**dict(dict(aux_coef=1.0), **flags))
+    layer.router.weight.data.zero_()[:, :6] = torch.eye(8, 6, dtype=torch.float64)
+    y, aux = layer(x, run)
+    aux.backward()
+    return aux.item(), layer.router.weight.grad, layer.stats.clone()
+
+
+@pytest.mark.parametrize("K", [1, 2, 4])
+@pytest.mark.parametrize("router", ["softmax", "softmax-topk", "sigmoid"])
+def test_balance_loss_is_1_when_balanced_E_over_K_when_collapsed(router, K):
+    layer = block(router=router, top_k=K, aux_coef=1.0, n_embd=8)
+    layer.router.weight.data.copy_(torch.eye(8))
+    v = torch.linspace(2, -2, 8, dtype=torch.float64)
+    balanced = torch.stack([v.roll(i) for i in range(8)])  # each is the first of one token
+    torch.testing.assert_close(layer(balanced, run)[1].item(), 1.0, rtol=0, atol=1e-14)
+    collapsed = torch.full((16, 8), -50.0, dtype=torch.float64)
+    collapsed[:, :K] = 50.0  # exp(-100) is the rest
+    torch.testing.assert_close(layer(collapsed, run)[1].item(), 8 / K, rtol=0, atol=1e-13)
+
+
+def test_balance_loss_does_not_see_the_capacity():
+    x = torch.randn(16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    aux, grad, stats = aux_of(x)
+    for factor in (0.25, 1.0, 4.0):
+        for policy in ("probs", "position"):
+            again, g, s = aux_of(x, capacity_factor=factor, drop_policy=policy)
+            assert again == aux and torch.equal(g, grad)
+            assert torch.equal(s[:8], stats[:8]) and torch.equal(s[9:], stats[9:])  # all but the dropped
+            assert (s[8] > 0) == (factor < 4)
+
+
+def test_z_loss():
+    x = torch.randn(16, 6, dtype=torch.float64)
+    layer = block(aux_coef=0.0, z_coef=0.5)
+    logits = x @ layer.router.weight.T
+    torch.testing.assert_close(layer(x, run)[1], 0.5 * torch.logsumexp(logits, 1).square().mean())
+    layer.router.weight.data.zero_()
+    torch.testing.assert_close(layer(x, run)[1].item(), 0.5 * math.log(8) ** 2)
+
+
+class Same:
+    """Every micro-batch holds the same sequences: however they are dealt, their mean is that of one."""
+
+    def __init__(self, cfg):
+        self.pair = Synthetic(cfg.vocab_size, cfg.seq_len, 1).batch(0, cfg.micro_batch)
+
+    def batch(self, first, n):
+        return self.pair
+
+
+def aux_gradient(world, layout, n):
+    """All gradients of n micro-batches per rank with the cross-entropy multiplied by zero, as pieces."""
+    cfg = Config(**TINY, **layout)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
+    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    forward = model.forward
+
+    def muted(*args):
+        out, aux = forward(*args)
+        return (out * 0.0 if model.is_last else out), aux
+    with mock.patch.object(model, "forward", muted):
+        count = n * cfg.micro_batch * mesh.dp.size
+        batches = train.micro_batches(cfg, mesh, Same(cfg), 0, count, world.device)
+        dp.begin()
+        forward_backward(model, dp, mesh, batches, 1)
+        dp.finish()
+    return owned(dp, opt, {"": [m.grad for m in opt.masters]})
+
+
+def owned(dp, opt, vectors=None):
+    """What this rank answers for, as assemble() takes it."""
+    pieces = state.pieces(dp, opt, vectors)
+    return {"pieces": [(name, t.numpy().copy(), full, offset) for name, t, full, offset in pieces]}
+
+
+AUX_LAYOUTS = [(1, 2, {}), (2, 1, {}), (2, 2, dict(tp=2)), (2, 2, dict(pp=2)),
+               (4, 2, dict(tp=2, ep=4, zero=1))]
+
+
+def check_aux_gradient(n, micro_batches, layout):
+    """Against autograd on the bare model: one micro-batch, nothing divided, nothing summed."""
+    torch.set_default_dtype(torch.float64)
+    model = GPT(Config(**TINY), ALONE, TINY["vocab_size"])
+    torch.set_default_dtype(torch.float32)
+    train.initialise(model, Config().seed)
+    model(*Same(model.cfg).pair)[1].backward()
+    want = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    got = assemble(run_ranks(n, aux_gradient, layout, micro_batches))
+    assert want["blocks.0.moe.router.weight"].norm() > 1e-6
+    for name, g in want.items():
+        error = (torch.from_numpy(got[name]) - g).abs().max().item()
+        scale = max(1e-3, g.abs().max().item())
+        assert error <= 1e-12 * scale, f"{name}: balancing gradient wrong by {error}"
+
+
+@pytest.mark.parametrize("n,micro_batches,layout", AUX_LAYOUTS, ids=str)
+def test_aux_gradient_without_the_text_is_the_same_in_every_layout(n, micro_batches, layout):
+    check_aux_gradient(n, micro_batches, layout)
+
+
+def test_bias_steers_towards_balance():
+    layer = block(router="sigmoid", router_bias_rate=0.01)
+    model = torch.nn.Module()
+    model.blocks = {"0": mock.Mock(moe=layer)}
+    layer.stats = torch.tensor([9.0, 1, 5, 5, 5, 5, 5, 5] + [0] * 4, dtype=torch.float64)
+    moe.steer(model, 0.01, torch.zeros(()))
+    torch.testing.assert_close(layer.router.bias.float(), torch.tensor([-0.01, 0.01, 0, 0, 0, 0, 0, 0]))
+    moe.steer(model, 0.01, torch.ones(()))  # a step that was not taken steers nothing
+    torch.testing.assert_close(layer.router.bias.float(), torch.tensor([-0.01, 0.01, 0, 0, 0, 0, 0, 0]))
+
+
+# -----------------------------------------------------------------------------
+# the ranks
+
+def on_ranks(world, ep, flags, kind):
+    """The block over ep, own rows on each rank -> {output, gradients summed}, rows received"""
+    mesh = make_mesh(world, ep=ep)
+    layer, rows = block(mesh, aux_coef=0.3, **flags), []
+    x = (tokens(kind, layer).detach() + 0.01 * (1 + world.rank)).requires_grad_()
+    ffn = layer.ffn
+    layer.ffn = lambda x, ends: rows.append(x.size(0)) or ffn(x, ends)
+    y, aux = layer(x, run)
+    (y.square().sum() + aux).backward()
+    grads = {}
+    for name, p in layer.named_parameters():
+        whole = torch.zeros(p.full_shape, dtype=torch.float64)
+        if p.grad is not None:
+            whole[tuple(slice(o, o + s) for o, s in zip(p.offset, p.shape, strict=True))] = p.grad
+        if world.size > 1:
+            torch.distributed.all_reduce(whole)
+        grads[name] = whole.numpy()
+    return {"y": y.detach().numpy(), "x": x.grad.numpy(), **grads}, rows[0]
+
+
+@pytest.mark.parametrize("mode", [dict(), dict(capacity_factor=0.5)], ids=["dropless", "capacity"])
+@pytest.mark.parametrize("kind", ["skewed", "plain"])
+def test_any_ep_gives_the_same(kind, mode):
+    want = run_ranks(4, on_ranks, 1, mode, kind)
+    for ep in (2, 4):
+        got = run_ranks(4, on_ranks, ep, mode, kind)
+        for (mine, _), (theirs, _) in zip(got, want, strict=True):
+            for name, a in mine.items():
+                np.testing.assert_allclose(a, theirs[name], rtol=0, atol=1e-11, err_msg=name)
+        if kind == "skewed" and not mode:  # experts 0 and 1 get all, the other ranks not a row
+            assert [rows for _, rows in got] == {2: [40, 0, 40, 0], 4: [80, 0, 0, 0]}[ep]
+
+
+def nobody_sends(world):
+    mesh = make_mesh(world, ep=2)
+    x = torch.empty(0, 3, requires_grad=True)
+    y = parallel.all_to_all(x, mesh.ep, [0, 0], [0, 0])
+    y.sum().backward()
+    one = torch.full((1 + world.rank, 2), float(world.rank), requires_grad=True)
+    receive = [[0, 0], [1, 2]][world.rank]  # rank 1 gets all
+    z = parallel.all_to_all(one, mesh.ep, [0, 1 + world.rank], receive)
+    (z * 2).sum().backward()
+    return tuple(y.shape), tuple(x.grad.shape), z.detach()[:, 0].tolist(), one.grad.tolist()
+
+
+def test_all_to_all_of_zero_rows():
+    first, second = run_ranks(2, nobody_sends)
+    assert first == ((0, 3), (0, 3), [], [[2.0, 2.0]])
+    assert second == ((0, 3), (0, 3), [0.0, 1.0, 1.0], [[2.0, 2.0]] * 2)
+
+
+class Poisoned(torch.autograd.Function):
+    """torch's grouped GEMM: rows past the last end are whatever the memory held, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x, w, offs):
+        assert offs.dtype == torch.int32
+        ctx.save_for_backward(x, w, offs)
+        stops = [0, *offs.tolist()]
+        if w.ndim == 2:  # (O, R), (R, I) -> (e, O, I)
+            return torch.stack([x[:, a:b] @ w[a:b] for a, b in zip(stops, stops[1:], strict=False)])
+        y = torch.full((x.size(0), w.size(2)), torch.nan, dtype=x.dtype)
+        for i, (a, b) in enumerate(zip(stops, stops[1:], strict=False)):
+            y[a:b] = x[a:b] @ w[i]
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w, offs = ctx.saved_tensors
+        return Poisoned.apply(g, w.transpose(1, 2), offs), Poisoned.apply(x.t(), g, offs), None
+
+
+@contextlib.contextmanager
+def as_on_a_gpu():
+    """The branches that a GPU takes, with a grouped GEMM that leaves garbage."""
+    with mock.patch.object(moe, "fast", lambda x: True), \
+            mock.patch.object(F, "grouped_mm", lambda x, w, offs: Poisoned.apply(x, w, offs), create=True):
+        yield
+
+
+def steps_as_on_a_gpu(world, flags):
+    with as_on_a_gpu():
+        return test_layouts.run(world, flags, 8)
+
+
+@pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
+def test_garbage_behind_a_grouped_gemm_reaches_nobody(mlp):
+    for n, layout in ((1, {}), (4, dict(ep=4))):
+        flags = dict(TINY, mlp=mlp, **layout)
+        want = run_ranks(n, test_layouts.run, flags, 8)
+        for mine, theirs in zip(run_ranks(n, steps_as_on_a_gpu, flags), want, strict=True):
+            torch.testing.assert_close(mine["totals"], theirs["totals"], rtol=1e-12, atol=0)
+            assert all(math.isfinite(v) for row in mine["totals"] for v in row)
+
+
+@pytest.mark.parametrize("mode", [dict(), dict(capacity_factor=0.5)], ids=["dropless", "capacity"])
+@pytest.mark.parametrize("kind", ["plain", "skewed"])
+def test_the_gpus_branches_equal_the_loop_over_tokens(kind, mode):
+    with as_on_a_gpu():
+        layer = block(top_k=2, aux_coef=0.3, **mode)
+        against_the_loop(layer, tokens(kind, layer), f"{kind} {mode}")
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no F.grouped_mm")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [[3, 0, 0, 5], [0, 8, 0, 0], [2, 2, 2, 2], [0, 0, 0, 8]], ids=str)
+def test_torchs_grouped_gemm_is_as_exact_as_the_loop(dtype, sizes):
+    rng = torch.Generator().manual_seed(7)
+    x, w, g = (torch.randn(s, dtype=torch.float64, generator=rng) for s in ((8, 16), (4, 24, 16), (8, 24)))
+    ends = torch.tensor(sizes).cumsum(0)
+
+    def results(product, dtype):
+        a, b = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
+        y = product(a, b)
+        return [t.double() for t in (y, *torch.autograd.grad(y, (a, b), g.to(dtype)))]
+    true = results(lambda a, b: moe.grouped_loop(a, b, ends), torch.float64)
+    slow = results(lambda a, b: moe.grouped_loop(a, b, ends), dtype)
+    fast = results(lambda a, b: F.grouped_mm(a, b.transpose(1, 2), offs=ends.to(torch.int32)), dtype)
+    for t, s, f in zip(true, slow, fast, strict=True):  # the loop's own rounding is the measure
+        assert (f - t).abs().max() <= 2 * (s - t).abs().max()
+        assert torch.equal(f[t == 0], t[t == 0])  # an expert without rows has gradient zero, not garbage
+
+
+def test_grouped_without_rows():
+    x, w = torch.empty(0, 16, requires_grad=True), torch.randn(4, 24, 16, requires_grad=True)
+    y = moe.grouped(x, w, torch.zeros(4, dtype=torch.int64))
+    y.sum().backward()
+    assert y.shape == (0, 24) and x.grad.shape == (0, 16) and not w.grad.any()
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.75], ids=["dropless", "capacity"])
+def test_two_runs_give_the_same_bits(factor):
+    flags = dict(TINY, ep=2, dtype="fp32", capacity_factor=factor)
+    one, two = (run_ranks(2, test_layouts.run, flags, 8) for _ in range(2))
+    for a, b in zip(one, two, strict=True):
+        assert a["totals"] == b["totals"] and len(a["pieces"]) == len(b["pieces"])
+        for (name, s, _, _), (_, t, _, _) in zip(a["pieces"], b["pieces"], strict=True):
+            assert s.tobytes() == t.tobytes(), name
+
+
+# -----------------------------------------------------------------------------
+# the run
+
+def trained(cfg, mesh, steps, path=None, start=None):
+    """Train on synthetic data, from a checkpoint or from the start -> (model, dp, opt, totals per step)"""
+    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, torch.device("cpu"))
+    at = 0
+    if start:
+        at = state.load(cfg, dp, opt, start, "synthetic").step
+        opt.wait()
+    source, totals = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), []
+    for step in range(at + 1, at + steps + 1):
+        batches = train.micro_batches(cfg, mesh, source, (step - 1) * 8, 8, torch.device("cpu"))
+        totals.append(train.train_step(cfg, mesh, model, dp, opt, batches, step)[0].tolist())
+    opt.wait()
+    if path:
+        saver = Saver(path, mesh.world.rank, mesh.world.size)
+        state.save(cfg, mesh, dp, opt, saver, state.State(at + steps, 8 * (at + steps), data="synthetic"))
+        assert saver.wait()
+    return model, dp, opt, totals
+
+
+def first_half(world, flags, path):
+    cfg = Config(**flags)
+    _, dp, opt, _ = trained(cfg, make_mesh(world, cfg.tp, cfg.pp, cfg.ep), 2, path)
+    return owned(dp, opt)
+
+
+def second_half(world, flags, path):
+    cfg = Config(**flags)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
+    _, dp, opt, _ = trained(cfg, mesh, 0, start=path)
+    loaded = owned(dp, opt)
+    *_, totals = trained(cfg, mesh, 1, start=path)
+    return dict(loaded, totals=totals)
+
+
+CHANGES = [(4, dict(ep=4, zero=1), 4, dict(tp=2, ep=2)), (4, dict(pp=2, ep=2), 2, dict(tp=2, ep=1, zero=1))]
+
+
+def check_other_layout(n, layout, m, other, tmp_path):
+    base = dict(SIGMOID, n_layer=2, micro_batch=2)  # with a steering bias, which is saved too
+    saved = assemble(run_ranks(n, first_half, dict(base, **layout), tmp_path))
+    ends = []
+    for ranks, flags in ((n, layout), (m, other), (1, {})):
+        results = run_ranks(ranks, second_half, dict(base, **flags), tmp_path / "step_000002")
+        loaded = assemble(results)
+        assert loaded.keys() == saved.keys()
+        for name, t in saved.items():
+            assert t.tobytes() == loaded[name].tobytes(), f"{name} after loading with {flags}"
+        ends.append(results[0]["totals"])
+    assert saved["blocks.1.moe.router.bias"].any()
+    for totals in ends[1:]:  # the next loss, gradient norm and parameter norm
+        for i in (0, 1, 3):
+            assert math.isclose(totals[0][i], ends[0][0][i], rel_tol=1e-12), f"{totals} after {ends[0]}"
+
+
+@pytest.mark.parametrize("n,layout,m,other", CHANGES, ids=str)
+def test_saved_in_one_layout_loads_in_another(n, layout, m, other, tmp_path):
+    check_other_layout(n, layout, m, other, tmp_path)
+
+
+DENSE = dict(test_layouts.LLAMA, n_layer=2, micro_batch=2)
+
+
+def upcycled(world, flags, path):
+    """-> what upcycling said, and this rank's parameters."""
+    cfg = Config(**DENSE, **flags)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
+    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    said = state.upcycle(model, opt, path)
+    opt.publish(), opt.wait()  # the masters follow: publishing them changes nothing
+    return said, {n: p.detach().numpy() for n, p in model.named_parameters()}
+
+
+def test_upcycling_copies_the_mlp_into_every_expert(tmp_path):
+    dense, *_ = trained(Config(**DENSE), ALONE, 2, tmp_path)
+    path, weights = tmp_path / "step_000002", {n: p.detach().numpy() for n, p in dense.named_parameters()}
+    for n, flags in ((1, {}), (4, dict(ep=2, zero=1, tp=2))):
+        for said, there in run_ranks(n, upcycled, dict(n_experts=4, n_shared_experts=1, **flags), path):
+            assert "\n" not in said and "each of 4 experts starts as that model's MLP" in said
+            for name, p in there.items():
+                if name.split(".")[-1] in ("w1", "w2", "w3"):
+                    for expert in p:
+                        np.testing.assert_array_equal(expert, weights[name.replace("moe", "mlp") + ".weight"])
+    cfg = Config(**DENSE, n_experts=4, router="softmax-topk")  # gates sum to one: the same function
+    model, _, opt = train.build(cfg, ALONE, cfg.vocab_size, torch.device("cpu"))
+    state.upcycle(model, opt, path)
+    x, _ = Synthetic(cfg.vocab_size, cfg.seq_len, 1).batch(0, 2)
+    torch.testing.assert_close(model(x)[0], dense(x)[0], rtol=0, atol=1e-12)
+    layer = block(n_experts=4, n_embd=16, ffn_hidden=24, top_k=2)  # else the gates' sum times the dense MLP
+    for name in ("w1", "w3", "w2"):
+        getattr(layer, name).data.copy_(torch.from_numpy(weights[f"blocks.0.mlp.{name}.weight"]))
+    h = torch.randn(8, 16, dtype=torch.float64)
+    want = layer.route(h)[0].sum(1, keepdim=True) * dense.blocks["0"].mlp(h)
+    torch.testing.assert_close(layer(h, run)[0], want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("there,here,words", [
+    ({}, dict(ffn_hidden=32), "ffn-hidden"), ({}, dict(n_head=8), "n-head"), ({}, dict(mlp="gelu"), "mlp"),
+    ({}, dict(n_layer=3), "n-layer"), (dict(bias=True), dict(bias=True), "biases"),
+    (dict(n_experts=4), {}, "n-experts must be 0")], ids=str)
+def test_upcycling_from_another_shape_is_one_line(there, here, words, tmp_path):
+    trained(Config(**dict(DENSE, **there)), ALONE, 1, tmp_path)
+    cfg = Config(**dict(DENSE, n_experts=4, **here))
+    model, _, opt = train.build(cfg, ALONE, cfg.vocab_size, torch.device("cpu"))
+    with pytest.raises(ValueError, match=words) as e:
+        state.upcycle(model, opt, tmp_path / "step_000001")
+    assert "\n" not in str(e.value)
+
+
+def counted(recompute, **flags):
+    """One step -> loads per layer and how often each layer routed."""
+    cfg = Config(**dict(TINY, recompute=recompute, **flags))
+    routed = []
+    route = moe.MoE.route
+    with mock.patch.object(moe.MoE, "route", lambda self, x: routed.append(1) or route(self, x)):
+        model, *_, totals = trained(cfg, ALONE, 1)
+    return {i: layer.stats.clone() for i, layer in moe.layers(model).items()}, len(routed), totals
+
+
+ROUTED = [dict(), dict(capacity_factor=0.5), dict(router="sigmoid", router_bias_rate=0.1)]
+
+
+@pytest.mark.parametrize("flags", ROUTED, ids=str)
+def test_recompute_routes_once(flags):
+    plain, often, totals = counted("none", **flags)
+    stats, again, same = counted("full", **flags)
+    assert often == again == 2 * 4  # layers, micro-batches
+    for i, s in stats.items():
+        assert torch.equal(s, plain[i])
+        assert s[:8].sum() == 8 * TINY["seq_len"] * TINY["top_k"]  # each copy counted once
+    assert same == totals
+
+
+def test_recompute_with_ties_everywhere():
+    def untrained(model, seed, initialise=train.initialise):
+        initialise(model, seed)
+        for layer in moe.layers(model).values():
+            layer.router.weight.data.zero_()
+    with mock.patch.object(train, "initialise", untrained):
+        (plain, _, totals), (stats, _, same) = counted("none", aux_coef=0.0), counted("full", aux_coef=0.0)
+    assert same == totals and all(torch.equal(s, plain[i]) for i, s in stats.items())
+    assert stats[0][2:8].sum() == 0  # all went to experts 0 and 1
+
+
+@pytest.mark.parametrize("argv,words", [
+    ("tiny-moe --router softmax-topk --top-k 1", "--router softmax-topk with --top-k 1"),
+    ("tiny-moe --top-k 9", "--top-k 8"), ("tiny --ep 2", "--n-experts 8"),
+    ("tiny --n-shared-experts 1", "--n-experts 8"), ("tiny-moe --router-bias-rate 0.1", "--router sigmoid"),
+    ("tiny-moe --init-from a --resume auto", "one of them"),
+    ("tiny-moe --capacity-factor -1", "at least 0"), ("tiny-moe --top-k 0", "at least 1")])
+def test_refusals(argv, words):
+    with pytest.raises(ValueError) as e:
+        parse(argv.split())
+    assert words in str(e.value) and "\n" not in str(e.value)
+
+
+INDIVISIBLE = [(4, dict(ep=3)), (8, dict(ep=8, n_experts=4)), (6, dict(ep=6)), (8, dict(tp=2, pp=2, ep=8))]
+
+
+@pytest.mark.parametrize("n,flags", INDIVISIBLE, ids=str)
+def test_ep_that_does_not_divide_is_refused_with_one_that_does(n, flags):
+    cfg = Config(**dict(dict(n_experts=8), **flags))
+
+    def layout(cfg):
+        check(cfg)
+        mesh = make_mesh(World(rank=0, size=n), cfg.tp, cfg.pp, cfg.ep, groups=False)
+        check_layout(cfg, mesh, cfg.micro_batch * mesh.dp.size)
+    with pytest.raises(ValueError, match=r"divide.*; try --ep \d+$") as e:
+        layout(cfg)
+    layout(dataclasses.replace(cfg, ep=int(str(e.value).split()[-1])))
+
+
+def test_flops_count_the_experts_that_a_token_visits():
+    def cost(**flags):
+        return flops_per_token(Config(**flags), 256)[0]
+    one = 6 * Config().n_layer * 3 * Config().n_embd * Config().ffn_hidden
+    assert cost() == cost(n_experts=8, top_k=1) == cost(n_experts=64, top_k=1, capacity_factor=1.25)
+    assert cost(n_experts=8, top_k=2) - cost() == one
+    assert cost(n_experts=8, top_k=1, n_shared_experts=1) - cost() == one
+
+
+def meta_parameters(cfg, vocab):
+    with torch.device("meta"):
+        return sum(p.numel() for p in GPT(cfg, ALONE, vocab).parameters())
+
+
+@pytest.mark.parametrize("flags", [
+    dict(), dict(mlp="gelu", bias=True, norm="layer", tied=True, pos="learned"),
+    dict(n_shared_experts=2, bias=True), dict(n_shared_experts=1, mlp="gelu"),
+    dict(router="sigmoid", router_bias_rate=0.1)], ids=str)
+def test_count_parameters_is_the_model(flags):
+    cfg = Config(n_experts=8, **flags)
+    assert count_parameters(cfg, 100)["total"] == meta_parameters(cfg, 100)
+
+
+def test_moe_4b():
+    cfg = parse(["moe-4b"])
+    assert count_parameters(cfg, cfg.vocab_size)["total"] == meta_parameters(cfg, cfg.vocab_size)
+    assert round(count_parameters(cfg, cfg.vocab_size)["total"] / 1e9, 3) == 4.376
+
+
+SHORT = "--data synthetic --n-embd 32 --ffn-hidden 32 --seq-len 16 --micro-batch 2 --eval-every 0"
+
+
+def from_the_command_line(world, argv):
+    """train.py's main() on the pool's ranks -> what was printed."""
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")) as said, \
+            mock.patch.object(train, "launch", lambda *args: world), mock.patch.object(train, "shutdown"):
+        train.main(argv.split())
+        said.seek(0)
+    for s, handler in handlers.items():
+        signal.signal(s, handler)  # the pool stops its processes by SIGTERM, a training run would save first
+    return said.read()
+
+
+def test_what_a_run_leaves_behind(tmp_path):
+    argv = (f"tiny-moe {SHORT} --n-layer 2 --steps 3 --log-every 1 --save-every 0 --ep 2 "
+            f"--capacity-factor 1.0 --z-coef 0.001 --out {tmp_path}/run")
+    said, quiet = run_ranks(2, from_the_command_line, argv)
+    out = tmp_path / "run"
+    rows, layers = ([json.loads(line) for line in (out / name).read_text().splitlines()]
+                    for name in ("metrics.jsonl", "experts.jsonl"))
+    assert not quiet
+    assert [r["step"] for r in rows] == [r["step"] for r in layers] == [1, 2, 3]
+    for row, each in zip(rows, layers, strict=True):
+        assert sorted(each["layers"]) == ["0", "1"]
+        for layer in each["layers"].values():
+            assert math.isclose(sum(layer["load"]), 1) and len(layer["load"]) == 8
+            assert 0 < layer["entropy"] <= math.log(8) + 1e-6 and 0 < layer["dropped"] < 1
+            assert 0.9 < layer["aux"] < 8 and 3.9 < layer["z"] < 5  # log(8)^2 = 4.3 for a fresh router
+        for key, name in (("aux_loss", "aux"), ("z_loss", "z"), ("dropped", "dropped")):
+            assert math.isclose(row[key], sum(layer[name] for layer in each["layers"].values()) / 2)
+        heaviest = max(max(layer["load"]) for layer in each["layers"].values())
+        assert math.isclose(row["expert_load_max"], 8 * heaviest)
+    bars = (out / "expert_load.txt").read_text()
+    assert bars.count("\nexpert ") == 8 and "heaviest layer" in bars and bars in said + "\n"
+
+
+def test_init_from_the_command_line(tmp_path):
+    short, start = f"{SHORT} --n-layer 1 --steps 1 --no-plot", f"{tmp_path}/dense/step_000001"
+    run_ranks(1, from_the_command_line, f"tiny {short} --out {tmp_path}/dense")
+    argv = f"tiny-moe {short} --ep 2 --init-from {start} --out {tmp_path}/moe"
+    said, _ = run_ranks(2, from_the_command_line, argv)
+    assert said.count(f"upcycled {start}: each of 8 experts") == 1
