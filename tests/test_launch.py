@@ -269,4 +269,5 @@ def test_one_ranks_exception_ends_all(tmp_path):
     )
     assert seconds < 30 and job.returncode not in (0, 2, 85)
     assert "RuntimeError: the rank that breaks" in job.stderr and "in broken" in job.stderr
-    assert job.stderr.count("Traceback") == 1
+    # torch wraps the hook, and prints what it wrote to sys.stderr with this prefix, after the abort if at all
+    assert job.stderr.count("Traceback") == 1 and "[rank1]:" not in job.stderr

@@ -142,7 +142,7 @@ def test_damaged_newest_is_named_and_the_one_before_used(tmp_path):
         if kind == "gone":
             file.unlink()
         went = go(1, out, "--steps=6", "--resume=auto")
-        assert f"{out}/step_000006" in went["out"] and file.name in went["out"], kind
+        assert f"checkpoint {out}/step_000006" in went["err"] and file.name in went["err"], kind
         assert f"resumed {out}/step_000004" in went["out"]
         same(tmp_path / "whole", out, 6)
     # asked for by PATH, a damaged one is an error, not a guess
