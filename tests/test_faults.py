@@ -92,7 +92,8 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "tied embedding not summed over the stages": (
         GPT2, PP, "model.GPT.__init__", 'reduce="tied" if tied_copy else None', "reduce=None"),
     "bucket reduced after the first micro-batch": (
-        LLAMA, DP, "pipeline.forward_backward", "dp.last = done == n", "dp.last = done == 1"),
+        LLAMA, DP, "pipeline.forward_backward", "dp.last = done == n", "dp.last = done == 1",
+        ("parallel.Bucket.add", "self.reduce()", "self.reduce(), self.work.wait()")),  # or it is a race
     "same data on every dp rank": (
         LLAMA, DP, "train.micro_batches", "first + mesh.dp.rank * n", "first + 0 * n"),
     # norm and clipping
