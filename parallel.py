@@ -81,14 +81,17 @@ def make_mesh(world, tp=1, pp=1, ep=1, groups=True):
     }
     ends = grid[[0, -1]] if pp > 1 else grid  # (2 or 1, dp, tp)
     rows["tied"] = ends.permute(2, 0, 1).reshape(tp, -1)
-    made = {}  # every rank creates every group, in the same order; axes with the same ranks share one
+    # every rank creates every group, in the same order; axes with the same ranks share one. but not pp: a stage sends to
+    # its neighbour before or after it joins a sum, and NCCL pairs calls on one communicator by their order alone
+    made = {}
     axes = {"tied": Axis("tied")}  # the stages between have no part in it
     for name, table in rows.items():
         for row in map(tuple, table.tolist()):
-            if groups and len(row) > 1 and row not in made:
-                made[row] = dist.group.WORLD if len(row) == n else dist.new_group(list(row))
+            key = (name == "pp", row)
+            if groups and len(row) > 1 and key not in made:
+                made[key] = dist.group.WORLD if len(row) == n and name != "pp" else dist.new_group(list(row))
             if world.rank in row:
-                axes[name] = Axis(name, row.index(world.rank), len(row), made.get(row), row, world.calls)
+                axes[name] = Axis(name, row.index(world.rank), len(row), made.get(key), row, world.calls)
     return Mesh(**axes)
 
 
