@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rampup import check_ramp
+
 
 @dataclass(frozen=True)
 class Config:
@@ -49,6 +51,7 @@ class Config:
     # batch
     micro_batch: int = 8  # sequences per data-parallel replica and micro-step
     global_batch: int = 0  # sequences per optimizer step; 0 means micro-batch * dp
+    rampup_batch_size: tuple[int, ...] = ()  # START INCREMENT SAMPLES: grow to global-batch over SAMPLES
     # optimiser
     steps: int = 400  # optimizer steps in total, also after a resume
     lr: float = 2e-3  # peak learning rate
@@ -73,9 +76,12 @@ class Config:
     keep: int = 3  # newest checkpoints kept; 0 keeps all
     resume: str = "none"  # auto (newest in --out), a checkpoint's path, or none
     max_minutes: float = 0.0  # save and exit 85 before this much wall time has passed; 0 is no limit
-    timeout: float = 600.0  # seconds a rank may wait for the others in a collective
+    timeout: float = 600.0  # seconds without progress that end the run; twice that in start, compile, save
+    check_every: int = 500  # steps between comparisons of the replicas' weights; 0 never compares
     # skip
     train_range_to_skip: tuple[int, ...] = ()  # A B [C D ...]: drop these steps' data, 1-based, inclusive
+    skip_spikes: float = 0.0  # SIGMA: skip steps with loss or norm over median + SIGMA deviations; 0 is off
+    inject_spike: int = 0  # at this step every target is the token 0: a spike to learn from; 0 is never
     # look
     profile: bool = False  # pyinstrument, as profile.html and profile.txt
     trace: bool = False  # torch profiler over steps 3 to 5, as trace.json
@@ -118,11 +124,11 @@ PRESETS = {
                        lr=6e-5, warmup=375, dtype="bf16", **RUN),
 }
 LEAST = {**dict.fromkeys(("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "micro_batch",
-                          "steps", "log_every", "tp", "pp", "ep", "top_k"), 1),
+                          "steps", "log_every", "tp", "pp", "ep", "top_k", "timeout"), 1),
          **dict.fromkeys(("vocab_size", "global_batch", "lr", "warmup", "decay_steps", "weight_decay", "clip",
                           "n_experts", "capacity_factor", "aux_coef", "z_coef", "router_bias_rate",
                           "n_shared_experts", "eval_every", "eval_iters", "save_every", "keep",
-                          "max_minutes"), 0)}
+                          "max_minutes", "check_every", "skip_spikes", "inject_spike"), 0)}
 BOOLS = {f.name for f in dataclasses.fields(Config) if f.type is bool}
 
 
@@ -212,6 +218,9 @@ def check(cfg):
                          "try --n-experts 8")
     if cfg.init_from and cfg.resume != "none":
         raise ValueError("--init-from starts a run and --resume goes on with one; give one of them")
+    if len(cfg.rampup_batch_size) not in (0, 3) or min(cfg.rampup_batch_size, default=1) < 1:
+        raise ValueError(f"--rampup-batch-size takes START INCREMENT SAMPLES, all at least 1, got "
+                         f"{' '.join(map(str, cfg.rampup_batch_size))}; for example 16 16 100000")
     if len(cfg.train_range_to_skip) % 2:
         raise ValueError(f"--train-range-to-skip takes pairs A B, got {len(cfg.train_range_to_skip)} "
                          "numbers; give the last step of every range")
@@ -242,6 +251,7 @@ def check_layout(cfg, mesh, batch):
         whole = max(1, round(batch / (cfg.micro_batch * dp))) * cfg.micro_batch * dp
         raise ValueError(f"global-batch {batch} does not divide by micro-batch {cfg.micro_batch} * dp {dp}; "
                          f"try --global-batch {whole}")
+    check_ramp(batch, cfg.rampup_batch_size, cfg.micro_batch * dp)
     stage_layers(cfg, mesh.pp.size)
 
 

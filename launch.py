@@ -47,7 +47,7 @@ class Calls:
             self.first, first = None, self.first
             first()
         self.begun[axis] += 1
-        self.last = kind, axis, None if tensor is None else (tuple(tensor.shape), str(tensor.dtype)[6:])
+        self.last = kind, axis, None if tensor is None else (tensor.shape, tensor.dtype)
 
 
 @dataclass(frozen=True)
@@ -137,16 +137,27 @@ def _store(launcher, comm, rank, size, n_nodes, timeout):
     return dist.TCPStore(host, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
 
 
-def _abort_on_exception():
-    """One rank's exception ends all: without this, mpiexec waits for the ranks that still live."""
-    from mpi4py import MPI
+LOST = ("closed by peer", "reset by peer", "remote process exited", "was likely closed", "roken pipe")
 
+
+def _end_all_on_exception(rank, comm):
+    """One rank's exception ends all, with its traceback once: without this, mpiexec waits for the ranks that
+    still live, and those that lose their peer print a traceback each. comm: MPI's, or None."""
     def hook(kind, value, tb):
+        lost = next((word for word in LOST if word in str(value)), None)
+        if lost:  # another rank failed, and says why; the launcher has this long to end me before I speak
+            time.sleep(3)
+            why = " ".join(str(value).split())[:160]
+            print(f"nanoshard: rank {rank} lost a peer ({why}): see its error",
+                  file=sys.__stderr__, flush=True)
+            os._exit(1)
         # not sys.stderr: torch wraps this hook and holds back what it writes there until after the abort
         traceback.print_exception(kind, value, tb, file=sys.__stderr__)
         sys.__stderr__.flush()
         time.sleep(0.2)  # mpiexec passes the text on before it hears of the abort
-        MPI.COMM_WORLD.Abort(1)
+        if comm is not None:
+            comm.Abort(1)
+        os._exit(1)  # the groups are not left in order: no destructors
     sys.excepthook = hook
 
 
@@ -183,7 +194,7 @@ def launch(timeout=600.0, quiet=False):
         local_size, leader = host.size, host.bcast(rank)
         leaders = sorted(set(comm.allgather(leader)))
         node, n_nodes = leaders.index(leader), len(leaders)
-        _abort_on_exception()
+    _end_all_on_exception(rank, comm)
     device, threads = _bind(local, local_size)
     backend = "none"
     if size > 1:
@@ -191,6 +202,7 @@ def launch(timeout=600.0, quiet=False):
         backend = fast
         both = "gloo" if fast == "gloo" else f"cpu:gloo,{device.type}:{fast}"  # gloo: small host messages
         wait = timedelta(seconds=timeout)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # flight recorder: the last collectives
         store = _store(launcher, comm, rank, size, n_nodes, wait)
         where = ({"init_method": "env://"} if store is None
                  else {"store": store, "rank": rank, "world_size": size})

@@ -42,7 +42,7 @@ class Clock:
     """Mean milliseconds of a step, without the pauses (evaluation, saving)."""
 
     def __init__(self, device):
-        self.watch, self.steps, self.total = Stopwatch(device), 0, 0.0
+        self.watch, self.steps, self.samples, self.total = Stopwatch(device), 0, 0, 0.0
         self.resume()
 
     def resume(self):
@@ -57,7 +57,7 @@ class Clock:
         """-> mean ms per step since the last call, and start anew."""
         self.pause()
         ms = self.total / max(1, self.steps)
-        self.steps, self.total = 0, 0.0
+        self.steps, self.samples, self.total = 0, 0, 0.0
         return ms
 
 
@@ -106,6 +106,19 @@ def git_revision():
         return "unknown"  # no git here: the run is as good
 
 
+def warn(text):
+    print(f"nanoshard: {' '.join(text.split()) if len(text) < 500 else text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def going_on(what, errors=OSError):
+    """A full disk or a vanished directory costs what was to be written there, not the run."""
+    try:
+        yield
+    except errors as e:
+        warn(f"{what}: {e}; going on without it")
+
+
 class Log:
     """metrics.jsonl and the printed line. resumed: completed steps of a resumed run; later rows are cut."""
 
@@ -119,7 +132,7 @@ class Log:
         aside = path.with_suffix(".part")
         aside.write_text("".join(json.dumps(r) + "\n" for r in kept))
         os.replace(aside, path)
-        self.file = open(path, "a")
+        self.file, self.backlog = open(path, "ab", buffering=0), b""
         self.loads = None  # the last step's experts
         path = self.out / "experts.jsonl"
         if path.exists():
@@ -129,24 +142,32 @@ class Log:
         sys.stdout.reconfigure(errors="replace")  # plots are unicode; an ascii terminal gets question marks
 
     def rows(self):
-        return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+        rows = []
+        for text in (self.out / "metrics.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError):  # a kill, or a full disk, in the middle of a row
+                rows.append(json.loads(text))
+        return rows
 
     def row(self, **values):
         """One logged step. Keys that are None do not apply and are left out."""
         values = {k: v for k, v in values.items() if v is not None}
-        self.file.write(json.dumps(values) + "\n")
-        self.file.flush()
+        self.backlog += (json.dumps(values) + "\n").encode()
+        try:
+            while self.backlog:  # unbuffered: what was not written is still here, and goes with the next row
+                self.backlog = self.backlog[self.file.write(self.backlog):]
+        except OSError as e:
+            warn(f"{self.out}/metrics.jsonl: {e}; its rows wait in memory")
         print(line(values), flush=True)
         if self.wandb is not None:
             try:
                 self.wandb.log(values, step=values["step"])
             except Exception as e:  # an outage of wandb never stops a run
-                print(f"wandb: {e}; going on without it", flush=True)
+                warn(f"wandb: {e}; going on without it")
                 self.wandb = None
 
     def experts(self, step, layers):
         """experts.jsonl: per layer the load of every expert, dropped fraction, aux, z and router entropy."""
-        with open(self.out / "experts.jsonl", "a") as f:
+        with going_on(self.out / "experts.jsonl"), open(self.out / "experts.jsonl", "a") as f:
             f.write(json.dumps({"step": step, "layers": layers}) + "\n")
         self.loads = layers
 
@@ -156,21 +177,26 @@ class Log:
             return wandb.init(project="nanoshard", dir=self.out, config=config, mode=mode,
                               settings=wandb.Settings(silent=True))
         except Exception as e:  # not installed, no key, no network
-            print(f"wandb: {' '.join(str(e).split())}; going on without it", flush=True)
+            warn(f"wandb: {e}; going on without it")
             return None
 
     def close(self, draw):
         """Write the plots; draw: also show the loss in the terminal."""
+        if self.backlog:
+            warn(f"{self.out}/metrics.jsonl is not whole; its last rows:\n{self.backlog.decode()}")
         self.file.close()
         if self.wandb is not None:
-            self.wandb.finish()
+            with going_on("wandb", Exception):
+                self.wandb.finish()
         if self.loads is not None:
             text = load_bars(self.loads)
-            (self.out / "expert_load.txt").write_text(text + "\n", encoding="utf-8")
             if draw:
                 print(text, flush=True)
+            with going_on(self.out / "expert_load.txt"):
+                (self.out / "expert_load.txt").write_text(text + "\n", encoding="utf-8")
         try:
-            plots(self.rows(), self.out, draw)
+            with going_on(f"plots in {self.out}"):
+                plots(self.rows(), self.out, draw)
         except ImportError:
             print("plotext is not installed: no plots (pip install 'plotext<6')", flush=True)
 
@@ -259,8 +285,9 @@ def start_profile(on):
 def end_profile(profiler, out):
     if profiler is not None:
         profiler.stop()
-        (out / "profile.html").write_text(profiler.output_html())
-        (out / "profile.txt").write_text(profiler.output_text(unicode=False, color=False))
+        with going_on(out / "profile.html"):
+            (out / "profile.html").write_text(profiler.output_html())
+            (out / "profile.txt").write_text(profiler.output_text(unicode=False, color=False))
 
 
 def tracer(on, out):

@@ -68,10 +68,12 @@ class State:
     """Where the run is. Data order, learning rate and randomness are functions of these and the flags."""
     step: int = 0       # completed steps, skipped ones included
     samples: int = 0    # sequences consumed
-    skipped: int = 0    # steps skipped on request
+    skipped: int = 0    # steps skipped on request, and spikes
     nan_steps: int = 0  # steps not taken because a gradient was not finite
     data: str = ""      # which token files
     skip: list = dataclasses.field(default_factory=list)  # ends of the ranges to skip
+    window: list = dataclasses.field(default_factory=list)  # [(loss, gradient norm)] of the last accepted steps
+    streak: int = 0     # steps in a row not taken: spikes and non-finite ones
 
 
 SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "norm", "mlp", "pos", "bias",

@@ -1,15 +1,13 @@
-"""Train a GPT on one process or many: python train.py [PRESET] [flags], the same under mpiexec, torchrun and srun.
+"""Train a GPT on one process or many: python train.py [PRESET] [flags], also under mpiexec, torchrun, srun.
 
     1) what was asked, and who am I          config.py launch.py
     2) mesh, data, model                     parallel.py data.py model.py
     3) resume, or start with equal replicas  checkpoint.py state.py
-    4) the training loop                     pipeline.py (forward, backward) parallel.py (sums) optim.py (update)
-    5) what is left behind                   log.py
+    4) the training loop                     pipeline.py (forward, backward) parallel.py (sums) optim.py
+       what guards it                        skip.py watch.py replicas.py stragglers.py
+    5) what is left behind                   log.py measure.py
 """
-import dataclasses
 import math
-import os
-import shutil
 import sys
 import time
 import zlib
@@ -25,12 +23,17 @@ import moe
 from config import check_layout, parse, stage_layers
 from graph import Graph, static_shapes
 from launch import Stop, agreed, env_rank, launch, shutdown
-from model import GPT, flops_per_token, generate, initialise
+from measure import make_logger, measure, report_traffic, timing
+from model import GPT, generate, initialise
 from optim import Optimizer
 from parallel import DataParallel, broadcast_and_verify, make_mesh, untimed
 from pipeline import forward_backward, forward_only, next_logits
-from skip import Ranges
+from rampup import batch_size
+from replicas import DIFFER, differences, report
+from skip import GIVEN_UP, Guard, Ranges, rewind, spoil
 from state import State, dump, find_resume, load, save, upcycle
+from stragglers import Stragglers
+from watch import GROUP, SLOW, Watch, unwatched
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,7 +55,7 @@ def build(cfg, mesh, vocab_size, device, timers=untimed):
 
 
 def speed_up(model):
-    """--compile: each block as one graph; of a block with experts, whose row counts change, all but the experts."""
+    """--compile: each block as one graph; of a block with experts, whose rows vary, all but the experts."""
     whole = model.mesh.tp.size == 1  # collectives over tp stand between graphs
     for block in model.blocks.values():
         if block.moe is None:
@@ -91,7 +94,7 @@ def micro_batches(cfg, mesh, source, first, count, device):
 def gradients(cfg, mesh, model, dp, opt, batches, step):
     """Forward, backward, gradient sums -> this rank's part of the mean loss, () fp32."""
     def before(i):
-        # randomness is a function of (seed, step, micro-batch, stage, tp rank): nothing to save, the same on any dp
+        # randomness is a function of (seed, step, micro-batch, stage, tp rank): nothing to save
         if cfg.dropout:
             micro = mesh.dp.rank * len(batches) + i
             torch.manual_seed(zlib.crc32(f"{cfg.seed}/{step}/{micro}/{mesh.pp.rank}/{mesh.tp.rank}".encode()))
@@ -103,9 +106,10 @@ def gradients(cfg, mesh, model, dp, opt, batches, step):
     return loss
 
 
-def train_step(cfg, mesh, model, dp, opt, batches, step, full=True, graph=None):
-    """Gradients, then the clipped update. graph: a graph.Graph of the first part.
-    -> (4,) fp64 on the device: mean loss, gradient norm, zero gradients, parameter norm; () 1.0 if not updated."""
+def train_step(cfg, mesh, model, dp, opt, batches, step, full=True, graph=None, guard=None):
+    """Gradients, then the clipped update. graph: a graph.Graph of the first part. guard: a skip.Guard, may
+    forbid the second: then nothing moves, and the second result is None.
+    -> (4,) fp64 on the device: mean loss, gradient norm, zero gradients, weight norm; () 1.0 if refused."""
     if graph is None:
         loss = gradients(cfg, mesh, model, dp, opt, batches, step)
     else:
@@ -113,13 +117,15 @@ def train_step(cfg, mesh, model, dp, opt, batches, step, full=True, graph=None):
         loss = graph(batches)
     with dp.timers("norm"):
         totals = opt.totals(loss, full)
+    if guard is not None and guard.veto(totals):
+        return totals, None
     refused = opt.step(learning_rate(cfg, step), totals[1])
     moe.steer(model, cfg.router_bias_rate, refused)
     return totals, refused
 
 
 def evaluate(cfg, mesh, model, source, batch, device):
-    """Mean cross-entropy in nats per token over eval_iters global batches of the validation split, on all ranks."""
+    """Mean cross-entropy in nats per token over eval_iters global batches of the validation split."""
     model.eval()
     n = max(1, min(cfg.eval_iters, source.n_samples // batch))
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -127,6 +133,7 @@ def evaluate(cfg, mesh, model, source, batch, device):
         batches = micro_batches(cfg, mesh, source, i * batch, batch, device)
         total += forward_only(model, mesh, batches) / mesh.tp.size  # every tp rank has the same sum
     if mesh.world.size > 1:
+        mesh.world.note("all-reduce", total)
         dist.all_reduce(total, group=mesh.world.group)  # SUM of one number, over the world
     model.train()
     return total.item() / (n * batch * cfg.seq_len)
@@ -135,7 +142,7 @@ def evaluate(cfg, mesh, model, source, batch, device):
 # -----------------------------------------------------------------------------
 
 def open_data(cfg, world):
-    """-> (train, val, vocabulary size, identity). Headers are checked on every rank, checksums once per node."""
+    """-> (train, val, vocabulary size, identity). Headers checked on every rank, checksums once per node."""
     if cfg.data == "synthetic":
         vocab = cfg.vocab_size or 256
         train, val = (data.Synthetic(vocab, cfg.seq_len, cfg.seed + i) for i in (0, 1))
@@ -151,6 +158,17 @@ def open_data(cfg, world):
     return train, val, vocab, " ".join(s["sha256"][:16] for split in meta["shards"].values() for s in split)
 
 
+def prompt_tokenizer(cfg):
+    if not cfg.prompt:
+        return None
+    if cfg.data == "synthetic":
+        raise ValueError("--prompt needs text, synthetic data has no tokenizer; try --data DIR")
+    import tokenizer
+    words = tokenizer.load(cfg.data)
+    words.encode(cfg.prompt)  # an unknown character is an error now, not at the first evaluation
+    return words
+
+
 def main(argv=None):
     # every rank sees the same wrong flag: one of them says so
     try:
@@ -159,18 +177,22 @@ def main(argv=None):
         if env_rank() == 0:
             print(f"nanoshard: {e}", file=sys.stderr)
         raise SystemExit(2) from None
-    world = launch(cfg.timeout)
+    watch = Watch(env_rank(), cfg.timeout)
     try:
-        code = run(cfg, world)
-    except SystemExit as e:  # wrong input, already explained
-        code = e.code
-    shutdown(world)
+        world = watch.world = launch(GROUP * cfg.timeout)
+        try:
+            code = run(cfg, world, watch)
+        except SystemExit as e:  # wrong input, already explained
+            code = e.code
+        shutdown(world)
+    finally:
+        watch.close()
     if code:
         raise SystemExit(code)
 
 
-def run(cfg, world):
-    """-> the exit code: 0 done, 85 stopped early after a complete save."""
+def run(cfg, world, watch=unwatched):
+    """-> the exit code: 0 done, 85 stopped early after a complete save, 42 gave up, 44 replicas differ."""
     # 1) when to stop, and where to
     stop = Stop(cfg.max_minutes)
     chief, device = world.rank == 0, world.device
@@ -179,8 +201,9 @@ def run(cfg, world):
     # 2) mesh, data, model
     with agreed(world):
         mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
-        batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size  # sequences per optimizer step
-        check_layout(cfg, mesh, batch)
+        watch.knows(mesh)
+        full_batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size  # sequences per optimizer step
+        check_layout(cfg, mesh, full_batch)
         skip = Ranges(cfg.train_range_to_skip)
         train, val, vocab_size, data_id = open_data(cfg, world)
         words = prompt_tokenizer(cfg)
@@ -189,6 +212,7 @@ def run(cfg, world):
 
     # 3) resume, or start with equal replicas
     found, saver = find_resume(cfg, world, out)
+    watch.into(out, saver.token)
     with agreed(world):
         if found is None:
             broadcast_and_verify(model, mesh)
@@ -204,47 +228,56 @@ def run(cfg, world):
         logger = make_logger(cfg, mesh, world, out, state, vocab_size) if chief else None
     if chief:
         n = sum(p.numel() for p in model.parameters())
-        print(f"{f'resumed {found}' if found else 'started'}: {n:,} parameters on this rank, dp {mesh.dp.size} "
-              f"tp {cfg.tp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}, {batch} x {cfg.seq_len} tokens per step, "
-              f"{train.n_samples:,} training samples" + (f", skipping steps {skip}" if skip.pairs else ""), flush=True)
+        how = f"resumed {found}" if found else "started"
+        print(f"{how}: {n:,} parameters on this rank, dp {mesh.dp.size} "
+              f"tp {cfg.tp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}, {full_batch} x {cfg.seq_len} tokens per "
+              f"step, {train.n_samples:,} training samples" + f", skipping steps {skip}" * bool(skip.pairs),
+              flush=True)
 
     # 4) the training loop
     graph = None
     if static_shapes(cfg, mesh, device):
         graph = Graph(lambda batches: gradients(cfg, mesh, model, dp, opt, batches, step=0))
     clock = log.Clock(device)
-    refused = torch.zeros((), device=device)  # steps not taken since the last log: a gradient was not finite
+    guard, stragglers = Guard(cfg, world, state), Stragglers(mesh, device)
     profiler = log.start_profile(cfg.profile and chief)
-    reason, saved, first = None, 0, state.step + 1
+    code, reason, first = 0, None, state.step + 1
     with log.tracer(cfg.trace and chief, out) as trace:
         while state.step < cfg.steps and reason is None:
             began = time.monotonic()
             step = state.step + 1
+            watch.beat(step, "first" * (step == first), SLOW if step == first else 1)
+            batch = batch_size(state.samples, full_batch, cfg.rampup_batch_size)
             evals = cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps)
             logs = step in (first, cfg.steps) or step % cfg.log_every == 0 or evals
-            totals = None
+            totals = guard.reason = None
             # ---------------- training section begin
+            stragglers.begin()
             with timers("data"):
                 batches = micro_batches(cfg, mesh, train, state.samples, batch, device)
+            if step == cfg.inject_spike:
+                batches = spoil(batches)
             if step in skip:
                 state.skipped += 1  # the data is drawn and dropped; weights and moments stay
             else:
                 if cfg.dump_grads and step == 1:
                     opt.before_step = lambda: dump(cfg.dump_grads, mesh, dp, opt, vocab_size)
-                totals, bad = train_step(cfg, mesh, model, dp, opt, batches, step, logs, graph)
+                totals, refused = train_step(cfg, mesh, model, dp, opt, batches, step, logs, graph, guard)
                 opt.before_step = None
-                refused += bad
-                clock.steps += 1
+                guard.taken.append(refused)
+                clock.steps, clock.samples = clock.steps + 1, clock.samples + batch
             # ---------------- training section end
             state.step, state.samples = step, state.samples + batch
             if trace is not None:
                 trace.step()
-            if logs:
-                steps, ms = clock.steps, clock.per_step()
-                state.nan_steps += int(refused.item())
-                refused.zero_()
-                row = measure(cfg, world, state, batch, totals, steps and ms, vocab_size)
+            if (logs or guard.sigma) and guard.settle():
+                code = GIVEN_UP
+            if logs or guard.reason or code:
+                lr = learning_rate(cfg, step)
+                row, steps = measure(cfg, world, state, batch, lr, totals, guard.reason, clock, vocab_size)
                 row.update(timing(timers, steps, mesh), loss_scale=opt.scale and opt.scale.item())
+                own, slow = stragglers.read()
+                row.update(own)
                 if cfg.n_experts and totals is not None:
                     experts = moe.summary(model, batch // cfg.micro_batch)
                     row.update(log.expert_keys(experts))
@@ -253,105 +286,57 @@ def run(cfg, world):
                 if step == first:
                     report_traffic(cfg, mesh, vocab_size, batch, chief)
                 if evals:
+                    watch.beat(step, "evaluation", SLOW)
                     opt.wait()
                     row["val_loss"] = evaluate(cfg, mesh, model, val, batch, device)
                 if chief:
                     logger.row(**row, time=time.time())
+                    print(*slow, sep="\n", end="\n" * bool(slow), flush=True)
                 if evals and words:
-                    text = words.decode(generate(model, words.encode(cfg.prompt), 100, 0.8, 50, cfg.seed, next_logits))
+                    text = words.decode(generate(model, words.encode(cfg.prompt), 100, 0.8, 50, cfg.seed,
+                                                 next_logits))
                     if chief:
                         print(f"--- {text}\n---", flush=True)
+                if evals:
+                    clock.resume()
+            if cfg.check_every and step % cfg.check_every == 0 and not code:
+                clock.pause()
+                opt.wait()
+                differ = differences(model, mesh)
+                code = DIFFER if differ else 0
+                clock.resume()
+            if code:
+                break
             stop.step_took(time.monotonic() - began)
             reason = stop.agreed(world)
             if cfg.save_every and (step % cfg.save_every == 0 or step == cfg.steps) or reason:
                 clock.pause()
+                watch.beat(step, "save", SLOW)
                 began = time.monotonic()
                 opt.wait()
-                state.nan_steps += int(refused.item())  # the checkpoint knows those since the last log too
-                refused.zero_()
+                guard.settle()  # the checkpoint knows the steps since the last log too
                 save(cfg, mesh, dp, opt, saver, state)  # goes on beside the next steps
                 stop.save_took(time.monotonic() - began + saver.seconds)
-                saved = step
-            if evals or saved == step:
                 clock.resume()
 
     # 5) leave
+    watch.beat(state.step, "end", SLOW)
     whole = saver.wait()
     if chief:
         log.end_profile(profiler, out)
-        logger.close(cfg.plot and reason is None)
-        print(f"{f'stopped by {reason}' if reason else 'done'} after step {state.step}: {out}/ holds metrics.jsonl, "
-              f"loss.txt, config.json" + (f", step_{saver.saved:06d}" if saver.saved else ""), flush=True)
+        logger.close(cfg.plot and reason is None and not code)
+        if code == GIVEN_UP:
+            print(rewind(checkpoint.steps(out), state, guard.reason or row["skip_reason"]), file=sys.stderr)
+        if code == DIFFER:
+            print(report(differ, state.step, checkpoint.steps(out)), file=sys.stderr)
+        how = f"stopped by {reason}" if reason else "gave up" if code else "done"
+        print(f"{how} after step {state.step}: {out}/ holds metrics.jsonl, loss.txt, config.json"
+              + (f", step_{saver.saved:06d}" if saver.saved else ""), flush=True)
+    if code:
+        return code
     if not whole:
         return 1  # the last steps are lost: neither done nor to be requeued as if nothing had happened
     return 85 if reason else 0  # the job script requeues on 85
-
-
-# -----------------------------------------------------------------------------
-# numbers for the log
-
-def make_logger(cfg, mesh, world, out, state, vocab_size):
-    config = {**dataclasses.asdict(cfg), "vocab_size_used": vocab_size, "git": log.git_revision(), "argv": sys.argv,
-              "world": world.size, "launcher": world.launcher, "dp": mesh.dp.size, "torch": torch.__version__}
-    logger = log.Log(out, config, state.step, cfg.wandb)
-    if cfg.data != "synthetic":  # so that sample.py needs the run's directory only
-        for name in ("meta.json", "tokenizer.json"):
-            if (Path(cfg.data) / name).exists():
-                shutil.copy(Path(cfg.data) / name, out / name)
-    return logger
-
-
-def prompt_tokenizer(cfg):
-    if not cfg.prompt:
-        return None
-    if cfg.data == "synthetic":
-        raise ValueError("--prompt needs text, synthetic data has no tokenizer; give --data DIR or leave --prompt away")
-    import tokenizer
-    words = tokenizer.load(cfg.data)
-    words.encode(cfg.prompt)  # an unknown character is an error now, not at the first evaluation
-    return words
-
-
-def measure(cfg, world, state, batch, totals, ms, vocab_size):
-    """The row of metrics.jsonl. Every rank calls this: memory is the maximum over ranks."""
-    row = {"step": state.step, "tokens": state.samples * cfg.seq_len, "samples": state.samples,
-           "global_batch": batch, "lr": learning_rate(cfg, state.step), "skipped": state.skipped,
-           "nan_steps": state.nan_steps, "skip_reason": "range" if totals is None else None}
-    if totals is not None:
-        loss, grad_norm, zeros, param_norm = totals.tolist()  # sync point
-        row.update(loss=loss, grad_norm=grad_norm, param_norm=param_norm, num_zeros=int(zeros))
-    if ms:
-        per_gpu = batch * cfg.seq_len / ms * 1e3 / world.size  # tokens per second
-        flops, causal = (per_gpu * f for f in flops_per_token(cfg, vocab_size))
-        peak = log.peak_flops(world.device)
-        row.update(ms=ms, ms_per_sample=ms / batch, tok_s=per_gpu * world.size, tok_s_gpu=per_gpu,
-                   tflops=flops / 1e12, tflops_causal=causal / 1e12, mfu=flops / peak if peak else None)
-    if world.device.type == "cuda":
-        memory = torch.tensor(torch.cuda.max_memory_reserved() / 2**30)
-        if world.size > 1:
-            dist.all_reduce(memory, dist.ReduceOp.MAX)  # one number on the host, over the world
-        row["mem_gb"] = memory.item()
-    return row
-
-
-def timing(timers, steps, mesh):
-    """{t_phase: ms per step, the slowest rank's}; empty without --timers."""
-    if not timers.on:
-        return {}
-    ms = torch.tensor(timers.read(steps))
-    if mesh.world.size > 1:
-        dist.all_reduce(ms, dist.ReduceOp.MAX)  # one number per phase on the host, over the world
-    return {f"t_{phase}": t for phase, t in zip(timers.PHASES, ms.tolist(), strict=True)}
-
-
-def report_traffic(cfg, mesh, vocab_size, batch, chief):
-    """Bytes sent in the first step: predicted by plan.py, measured by the counters of every collective."""
-    from plan import traffic
-    predicted = traffic(cfg, mesh, vocab_size, batch)
-    if chief and predicted:
-        axes = {axis: sum(getattr(mesh, axis).sent.values()) for axis in predicted}
-        print("comm per step, MB sent by rank 0, predicted / measured: " + ", ".join(
-            f"{axis} {predicted[axis] / 1e6:.4g} / {axes[axis] / 1e6:.4g}" for axis in axes), flush=True)
 
 
 if __name__ == "__main__":
