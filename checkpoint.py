@@ -225,7 +225,7 @@ def read_index(path, patience=0.0):
     try:
         index = json.loads((path / "index.json").read_text())
         crc = index.pop("crc32", None)
-    except (OSError, ValueError, AttributeError) as e:
+    except (OSError, ValueError, AttributeError, TypeError) as e:
         raise ValueError(f"checkpoint {path} has no readable index.json ({e}); {OLDER}") from None
     if index.get("format") != FORMAT:
         raise ValueError(f"checkpoint {path} has format {index.get('format')}, this code reads {FORMAT}; "

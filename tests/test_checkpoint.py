@@ -1,0 +1,442 @@
+"""Checkpoints: any layout to any other, damage of every kind, saves beside training, full disks, diff."""
+import contextlib
+import io
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pool import ROOT, run_ranks
+from safetensors.torch import load_file
+from test_layouts import GPT2, LLAMA, MOE, SIGMOID, assemble
+
+import checkpoint
+import state
+import train
+from config import Config, check_layout
+from data import Synthetic
+from parallel import make_mesh
+from saver import Saver
+
+# -----------------------------------------------------------------------------
+# layout A writes, layout B reads: every number of the state, then the next step's
+
+def prepare(world, flags):
+    cfg = Config(**flags, micro_batch=2)
+    mesh, batch = make_mesh(world, cfg.tp, cfg.pp, cfg.ep), cfg.global_batch
+    check_layout(cfg, mesh, batch)
+    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
+
+    def step(i):
+        batches = train.micro_batches(cfg, mesh, source, (i - 1) * batch, batch, world.device)
+        return train.train_step(cfg, mesh, model, dp, opt, batches, i)[0].tolist()
+
+    def pieces(prefix, owned=True):
+        return [(prefix + n, t.numpy().copy(), *at) for n, t, *at in state.pieces(dp, opt, owned=owned)]
+    return cfg, mesh, dp, opt, step, pieces
+
+
+def write(world, flags, folder):
+    """Two steps, a save, and a third step while it is being written."""
+    cfg, mesh, dp, opt, step, pieces = prepare(world, flags)
+    step(1), step(2)
+    opt.wait()
+    saver = Saver(folder, world.rank, world.size, agree=lambda bad: state.on_any(world.size, bad))
+    seen = {"pieces": pieces("saved ")}
+    state.save(cfg, mesh, dp, opt, saver, state.State(step=2, samples=2 * cfg.global_batch))
+    seen["totals"] = step(3)
+    assert saver.wait() and saver.saved == 2
+    seen["pieces"] += pieces("next ")
+    return seen
+
+
+def read(world, flags, folder):
+    cfg, mesh, dp, opt, step, pieces = prepare(world, flags)
+    for _, t, _, _ in state.pieces(dp, opt, owned=False):
+        t.fill_(math.nan)  # what is not loaded shows
+    assert state.load(cfg, dp, opt, Path(folder) / "step_000002", "").samples == 2 * cfg.global_batch
+    seen = {"pieces": pieces("saved ")}
+    assert not any(np.isnan(t).any() for _, t, _, _ in pieces("", owned=False))
+    seen["totals"] = step(3)
+    opt.wait()
+    seen["pieces"] += pieces("next ")
+    return seen
+
+
+ONE, DP3Z, TP2, PP2, EP2 = (1, {}), (3, dict(zero=1)), (2, dict(tp=2)), (2, dict(pp=2)), (2, dict(ep=2))
+TP2Z, PP2Z, TP4 = (4, dict(tp=2, zero=1)), (4, dict(pp=2, zero=1)), (4, dict(tp=4))
+TP2PP2, EP4Z, TP2EP2 = (4, dict(tp=2, pp=2)), (4, dict(ep=4, zero=1)), (2, dict(tp=2, ep=2, zero=1))
+PP2EP2Z, DP2Z = (4, dict(pp=2, ep=2, zero=1)), (2, dict(zero=1))
+SMALL = dict(LLAMA, vocab_size=60, n_layer=2)  # padded to 128: with tp 2 the second rank holds no word at all
+PAIRS = {  # model: {writer: readers}
+    "llama": (dict(SMALL, global_batch=12), [
+        (ONE, [TP2Z, PP2]), (TP2Z, [ONE, PP2Z, TP2]), (DP3Z, [TP2PP2, ONE]), (PP2Z, [DP3Z, TP4])]),
+    "gpt2 tied": (dict(GPT2, global_batch=8, n_layer=2), [
+        (PP2, [ONE, TP2, PP2Z]), (ONE, [TP2PP2]), (TP2PP2, [DP2Z])]),
+    "moe": (dict(MOE, global_batch=8), [
+        (EP4Z, [ONE, TP2EP2, PP2EP2Z]), (ONE, [EP4Z]), (PP2EP2Z, [EP2, DP2Z])]),
+    "moe, steered": (dict(SIGMOID, global_batch=8), [(EP2, [ONE, PP2]), (PP2, [EP2])]),
+}
+
+
+@pytest.mark.parametrize("model", PAIRS)
+def test_any_layout_to_any(model, tmp_path):
+    base, pairs = PAIRS[model]
+    for i, ((n, layout), readers) in enumerate(pairs):
+        folder = tmp_path / str(i)
+        written = run_ranks(n, write, dict(base, **layout), folder)
+        want = assemble(written)
+        stored = checkpoint.full_tensors(folder / "step_000002")
+        assert {f"saved {k}" for k in stored} == {k for k in want if k.startswith("saved ")}
+        for m, layout_b in readers:
+            results = run_ranks(m, read, dict(base, **layout_b), folder)
+            where = f"{model}: {n} ranks {layout} -> {m} ranks {layout_b}"
+            got = assemble(results)
+            assert got.keys() == want.keys(), where
+            for name, t in want.items():
+                if name.startswith("saved "):
+                    np.testing.assert_array_equal(got[name], t, err_msg=f"{where}: {name}")
+                else:
+                    worst = 1e-10 * max(1e-4, np.abs(t).max())
+                    np.testing.assert_allclose(got[name], t, rtol=0, atol=worst, err_msg=f"{where}: {name}")
+            loss, norm = np.array([seen["totals"] for seen in results])[:, :2].T
+            np.testing.assert_allclose(loss, written[0]["totals"][0], rtol=1e-10, err_msg=where)
+            np.testing.assert_allclose(norm, written[0]["totals"][1], rtol=1e-10, err_msg=where)
+
+
+# -----------------------------------------------------------------------------
+# pieces
+
+def test_rectangles_cover_exactly():
+    rng = random.Random(0)
+    for _ in range(2000):
+        shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 4)))
+        n = math.prod(shape)
+        a, b = sorted(rng.randint(0, n) for _ in range(2))
+        count, at, found = np.zeros(shape, int), a, checkpoint.rectangles(shape, a, b)
+        flat = np.arange(n).reshape(shape)
+        for offset, size in found:
+            where = tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))
+            count[where] += 1
+            assert (flat[where].reshape(-1) == np.arange(at, at + math.prod(size))).all()
+            at += math.prod(size)
+        assert at == b if a < b else not found
+        assert count.sum() == b - a and len(found) <= max(1, 2 * len(shape) - 1)
+
+
+def two_writers(root, step, seed=0, **kw):
+    """A checkpoint of two ranks' halves of w (6, 4), and v (3,) of rank 1 -> {name: tensor}."""
+    g = torch.Generator().manual_seed(seed + step)
+    w, v = torch.randn(6, 4, generator=g), torch.randn(3, generator=g, dtype=torch.float64)
+    half = [[("w", w[:3], (6, 4), (0, 0))], [("v", v, (3,), (0,)), ("w", w[3:], (6, 4), (3, 0))]]
+    for rank in (1, 0):
+        checkpoint.save(root, step, rank, 2, half[rank], {"step": step}, **kw)
+    return {"w": w, "v": v}
+
+
+def test_the_library_reads_our_files(tmp_path):
+    want = two_writers(tmp_path, 7)
+    a, b = (load_file(tmp_path / f"step_000007/rank_0000{r}.safetensors") for r in (0, 1))
+    assert torch.equal(torch.cat([a["w#0"], b["w#1"]]), want["w"]) and torch.equal(b["v"], want["v"])
+    odd = {"h": torch.arange(5).bfloat16(), "s": torch.tensor(2.5), "d": torch.ones(3, dtype=torch.float64)}
+    checkpoint.write_safetensors(tmp_path / "odd", odd)
+    back = load_file(tmp_path / "odd")
+    assert all(torch.equal(back[k], t) and back[k].dtype == t.dtype for k, t in odd.items())
+
+
+# -----------------------------------------------------------------------------
+# damage
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def digit(path):
+    text = path.read_text()
+    path.write_text(text.replace('"offset": [3, 0]', '"offset": [2, 0]'))
+
+
+RANK_0, RANK_1 = "rank_00000.safetensors", "rank_00001.safetensors"
+DAMAGE = {  # what is done to step 2's directory: and what must be said
+    "a bit of the data": (lambda d: flip(d / RANK_1, -5), f"{RANK_1} differs from its crc32"),
+    "a bit of the header": (lambda d: flip(d / RANK_0, 20), f"{RANK_0} differs from its crc32"),
+    "truncated": (lambda d: os.truncate(d / RANK_0, 100), "has 100 bytes, index.json says"),
+    "longer": (lambda d: os.truncate(d / RANK_0, 4096), "has 4096 bytes, index.json says"),
+    "missing": (lambda d: (d / RANK_1).unlink(), f"{RANK_1} is missing"),
+    "of another step": (lambda d: shutil.copy(d.parent / "step_000001" / RANK_0, d), "differs from its"),
+    "index cut": (lambda d: os.truncate(d / "index.json", 200), "no readable index.json"),
+    "index gone": (lambda d: (d / "index.json").unlink(), "no readable index.json"),
+    "index empty": (lambda d: (d / "index.json").write_text(""), "no readable index.json"),
+    "index a list": (lambda d: (d / "index.json").write_text("[]"), "no readable index.json"),
+    "index not text": (lambda d: (d / "index.json").write_bytes(b"\xff\xfe"), "no readable index.json"),
+    "index, one digit": (lambda d: digit(d / "index.json"), "index.json differs from its crc32"),
+    "index of another": (lambda d: (d / "index.json").write_text('{"format": 9}'), "has format 9, this code"),
+    "an empty directory": (lambda d: (shutil.rmtree(d), d.mkdir()), "no readable index.json"),
+}
+
+
+def choose(world, root, resume="auto"):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            found, saver = state.find_resume(Config(resume=resume), world, Path(root))
+        except SystemExit as e:
+            return e.code, None, said.getvalue()
+    return found, saver.token, said.getvalue()
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named_and_the_one_before_is_used(name, tmp_path):
+    damage, text = DAMAGE[name]
+    for step in (1, 2):
+        two_writers(tmp_path, step)
+    damage(tmp_path / "step_000002")
+    said = []
+    assert checkpoint.newest(tmp_path, said.append) == tmp_path / "step_000001"
+    assert len(said) == 1 and "step_000002" in said[0] and text in said[0]
+    (one, token, line), (two, token_too, quiet) = run_ranks(2, choose, tmp_path)  # each checks its share
+    assert one == two == tmp_path / "step_000001" and token == token_too
+    assert text in line and line.count("\n") == 1 and "trying the one before" in line and quiet == ""
+    assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_000001"]  # no candidate again,
+    assert (tmp_path / "step_000002.aside").is_dir()  # and not thrown away
+
+
+def test_nothing_sound_is_no_fresh_start(tmp_path):
+    two_writers(tmp_path, 1)
+    flip(tmp_path / "step_000001/rank_00001.safetensors", -1)
+    for code, _, line in run_ranks(2, choose, tmp_path):
+        assert code == 2 and (line == "" or "no other" in line and "--resume none" in line)
+    assert checkpoint.steps(tmp_path)
+
+
+def test_names_shapes_and_holes(tmp_path):
+    want = two_writers(tmp_path, 1)
+    path, out = tmp_path / "step_000001", torch.empty(2, 2)
+    checkpoint.load(path, [("w", out, (6, 4), (2, 1))])
+    assert torch.equal(out, want["w"][2:4, 1:3])
+    for name, full, text in (("u", (6, 4), "holds no u"), ("w", (6, 5), "(6, 4) there, (6, 5) in this")):
+        with pytest.raises(ValueError, match="checkpoint") as e:
+            checkpoint.load(path, [(name, out, full, (0, 0))])
+        assert text in str(e.value)
+    checkpoint.save(tmp_path, 2, 0, 1, [("w", want["w"][:3], (6, 4), (0, 0))], {})
+    with pytest.raises(ValueError, match="w covers 2 of 4 elements"):
+        checkpoint.load(tmp_path / "step_000002", [("w", out, (6, 4), (2, 1))])
+
+
+# -----------------------------------------------------------------------------
+# the directory: killed between two renames, pruned, gone on with from further back
+
+def test_the_same_step_again_never_loses_both(tmp_path, monkeypatch):
+    old = two_writers(tmp_path, 1)
+    renames, rename = [], os.rename
+    for kill_at in (1, 2, 3):
+        def dies(a, b, at=kill_at):
+            renames.append(a)
+            if len(renames) == at:
+                raise KeyboardInterrupt  # what follows does not run, as after kill -9
+            rename(a, b)
+        renames.clear()
+        monkeypatch.setattr(os, "rename", dies)
+        with contextlib.suppress(KeyboardInterrupt):
+            new = two_writers(tmp_path, 1, seed=kill_at, token=str(kill_at))
+        monkeypatch.setattr(os, "rename", rename)
+        checkpoint.clean(tmp_path)
+        assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
+        found = checkpoint.full_tensors(checkpoint.newest(tmp_path))
+        assert torch.equal(found["w"], (old if kill_at < 3 else new)["w"])
+
+
+def test_parts_of_a_dead_run_are_not_taken(tmp_path):
+    g = torch.randn(2)
+    checkpoint.save(tmp_path, 1, 1, 2, [("b", g, (2,), (0,))], {}, token="dead")  # then that run was killed
+    with pytest.raises(TimeoutError, match="no part from rank_00001"):
+        checkpoint.save(tmp_path, 1, 0, 2, [("a", g, (2,), (0,))], {}, timeout=0.1, token="new")
+    assert checkpoint.steps(tmp_path) == []
+
+
+def test_keep_and_later_checkpoints_of_a_run_given_up(tmp_path):
+    for step in (1, 2, 3, 4):
+        two_writers(tmp_path, step, keep=3)
+    assert [p.name[-1] for p in checkpoint.steps(tmp_path)] == ["4", "3", "2"]
+    assert checkpoint.set_aside(tmp_path, 2) == ["step_000004.aside", "step_000003.aside"]
+    two_writers(tmp_path, 3, keep=2)  # the new branch's own
+    assert [p.name[-1] for p in checkpoint.steps(tmp_path)] == ["3", "2"]
+
+
+# -----------------------------------------------------------------------------
+# beside training
+
+def test_async_equals_sync(tmp_path):
+    tensors = [torch.randn(50, 7), torch.randn(9).double(), torch.tensor(3.0)]
+    pieces = [(str(i), t, tuple(t.shape), (0,) * t.ndim) for i, t in enumerate(tensors)]
+    checkpoint.save(tmp_path / "sync", 5, 0, 1, pieces, {"a": 1.5})
+    saver = Saver(tmp_path / "async")
+    saver.start(5, pieces, {"a": 1.5})
+    for t in tensors:
+        t.fill_(1e9)  # training goes on
+    assert saver.wait() and saver.saved == 5
+    a, b = (sorted((tmp_path / kind / "step_000005").iterdir()) for kind in ("sync", "async"))
+    assert [p.name for p in a] == [p.name for p in b]
+    assert all(x.read_bytes() == y.read_bytes() for x, y in zip(a, b, strict=True))
+
+
+def test_sixty_saves_leave_nothing_behind(tmp_path):
+    def resident():  # MB
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    tensors = [torch.randn(1 << 18), torch.randn(100, 100)]  # 1 MB
+    saver = Saver(tmp_path, keep=3)
+    for step in range(1, 81):
+        saver.start(step, [(str(i), t, tuple(t.shape), (0,) * t.ndim) for i, t in enumerate(tensors)], {})
+        if step == 20:
+            saver.wait()
+            before = resident(), len(os.listdir("/proc/self/fd"))
+    assert saver.wait()
+    assert len(os.listdir("/proc/self/fd")) == before[1] and resident() < before[0] + 2  # MB, after 60 more
+    assert sorted(os.listdir(tmp_path)) == ["step_000078", "step_000079", "step_000080"]
+
+
+def full_disk(world, root, sick, times):
+    """Save 1 is whole; then rank `sick` can write no more (`times` saves), and then again it can."""
+    tensors = [torch.full((1 << 16,), float(world.rank))]
+    saver = Saver(root, world.rank, world.size, agree=lambda bad: state.on_any(world.size, bad))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    said, went = io.StringIO(), []
+    with contextlib.redirect_stderr(said):
+        for step in range(1, times + 3):
+            if world.rank == sick and 1 < step < times + 2:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # "File too large", a full quota
+            try:
+                saver.start(step, [(str(world.rank), tensors[0], (1 << 16,), (0,))], {})
+                went.append(saver.wait())
+            except SystemExit as e:
+                went.append(e.code)
+                break
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return went, said.getvalue()
+
+
+@pytest.mark.parametrize("sick", [0, 1])
+def test_a_full_disk(sick, tmp_path):
+    results = run_ranks(2, full_disk, tmp_path, sick, 2)
+    assert [went for went, _ in results] == [[True, False, False, True]] * 2
+    lines = "".join(text for _, text in results).splitlines()
+    assert len(lines) == 2 and "step 2 was not saved" in lines[0] and "File too large" in lines[0], lines
+    assert "training goes on, the newest checkpoint is" in lines[0] and "step_000001" in lines[0]
+    assert sorted(os.listdir(tmp_path)) == ["step_000001", "step_000004"]
+    assert checkpoint.newest(tmp_path).name == "step_000004"
+
+
+def test_three_failed_saves_end_the_run(tmp_path):
+    results = run_ranks(2, full_disk, tmp_path, 1, 3)
+    assert [went for went, _ in results] == [[True, False, False, 1]] * 2
+    last = results[0][1].splitlines()[-1]
+    assert "3 saves in a row failed" in last and "step_000001" in last
+    assert checkpoint.newest(tmp_path).name == "step_000001" and len(os.listdir(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("kind", ["read-only", "replaced", "vanished"])
+def test_a_directory_that_cannot_be_written(kind, tmp_path, capsys):
+    root = Path("/proc/1/nanoshard") if kind == "read-only" else tmp_path / "run"
+    piece = [("w", torch.ones(3), (3,), (0,))]
+    saver = Saver(root)
+    if kind != "read-only":
+        saver.start(1, piece, {})
+        assert saver.wait()
+        shutil.rmtree(root)
+    if kind == "replaced":
+        root.write_text("")
+    saver.start(2, piece, {})
+    assert saver.wait() == (kind == "vanished")  # a vanished one is made again
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (kind != "vanished") and all("step 2 was not saved" in line for line in lines)
+
+
+def train_main(world, argv):
+    """train.py's own main, whose files may not exceed 30 kB -> (exit code, what it said)."""
+    said, printed = (io.TextIOWrapper(io.BytesIO()) for _ in range(2))
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(printed):
+            train.main(argv)
+        code = 0
+    except SystemExit as e:
+        code = e.code
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        for s, handler in handlers.items():  # or the pool's SIGTERM would only ask this process to save
+            signal.signal(s, handler)
+    said.flush(), printed.flush()
+    return code, said.buffer.getvalue().decode(), printed.buffer.getvalue().decode()
+
+
+def test_training_goes_on_until_the_third(tmp_path):
+    argv = ("tiny --n-layer 1 --n-embd 32 --ffn-hidden 32 --n-head 2 --seq-len 8 --data synthetic --steps 6 "
+            f"--micro-batch 2 --eval-every 0 --no-plot --out {tmp_path / 'run'}").split()
+    ((code, said, printed),) = run_ranks(1, train_main, [*argv, "--save-every", "3"])
+    assert code == 1 and "done after step 6" in printed, said  # trained to the end, but nothing is kept
+    assert len(said.splitlines()) == 2 and "step 3 was not saved" in said
+    ((code, said, printed),) = run_ranks(1, train_main, [*argv, "--save-every", "1"])
+    assert code == 1 and "3 saves in a row failed" in said.splitlines()[-1] and "done" not in printed
+    assert not list((tmp_path / "run").glob("step_*"))
+
+
+# -----------------------------------------------------------------------------
+# looking
+
+def test_show_and_diff(tmp_path, capsys):
+    a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
+    want = two_writers(a, 3)
+    whole = [(n, t, tuple(t.shape), (0,) * t.ndim) for n, t in want.items()]
+    checkpoint.save(b, 3, 0, 1, whole, {"step": 3})  # the same from another layout
+    assert checkpoint.main(["diff", str(a / "step_000003"), str(b)]) == 0
+    assert "equal: all 2 tensors" in capsys.readouterr().out
+    changed = want["w"].clone()
+    changed[4, 1] += 0.5
+    changed[5, 3] = math.nan
+    one = [("w", changed, (6, 4), (0, 0)), ("x", torch.zeros(()), (), ())]
+    one.append(("v", want["v"].float(), (3,), (0,)))
+    checkpoint.save(c, 4, 0, 1, one, {"step": 4, "extra": 1})
+    assert checkpoint.main(["diff", str(a), str(c)]) == 1
+    out = capsys.readouterr().out
+    assert "2 of 24 elements, max abs inf" in out and "first at (4, 1)" in out
+    assert f"only in {c}" in out and "float64 -> float32" in out
+    assert "meta step: 3 -> 4" in out and "meta extra: absent -> 1" in out
+    checkpoint.main(["show", str(c)])
+    assert "step 4, 3 tensors in 1 files" in capsys.readouterr().out
+    changed = want["w"].clone()
+    changed[0, 2] = -changed[0, 2]
+    checkpoint.save(b, 5, 0, 1, [("w", changed, (6, 4), (0, 0)), *whole[1:]], {"step": 3})
+    assert checkpoint.main(["diff", str(a), str(b)]) == 1
+    out = capsys.readouterr().out
+    assert "1 of 24 elements" in out and f"max abs {2 * abs(want['w'][0, 2].item()):.3g}" in out
+    assert "first at (0, 2)" in out and out.count("\n") == 2
+
+
+def test_blocks_are_bounded(tmp_path):
+    w = torch.arange(70.0).view(10, 7)
+    checkpoint.save(tmp_path, 1, 0, 1, [("w", w, (10, 7), (0, 0))], {})
+    reader = checkpoint.Reader(tmp_path / "step_000001")
+    blocks = list(checkpoint._blocks(reader, "w", 20))
+    assert [(at, tuple(b.shape)) for at, b in blocks] == [(i, (2, 7)) for i in (0, 14, 28, 42, 56)]
+    assert torch.equal(torch.cat([b for _, b in blocks]), w)
+
+
+def test_command_line_says_what_is_wrong(tmp_path):
+    for argv in (["show"], ["diff", "a"], ["show", str(tmp_path / "none")], ["what", "a", "b"]):
+        p = subprocess.run([sys.executable, ROOT / "checkpoint.py", *argv], capture_output=True, text=True)
+        assert p.returncode == 2, p.stderr
+        assert p.stderr.startswith("nanoshard: ") and p.stderr.count("\n") == 1, p.stderr
