@@ -36,6 +36,11 @@ def take(x, index, holes):
     return x[index.clamp(max=x.size(0) - 1)].masked_fill(outside.view(-1, *[1] * (x.ndim - 1)), 0)
 
 
+def over_copies(t):
+    """(n, K, C) -> (n, C): the sum over a row's copies; one copy needs no pass over memory."""
+    return t.sum(1) if t.size(1) > 1 else t.squeeze(1)
+
+
 class _Dispatch(torch.autograd.Function):
     """Copy row i of x (n, C) to every slot that holds one of its K copies. -> (slots, C)"""
 
@@ -48,7 +53,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         src, slot = ctx.saved_tensors
-        return take(g, slot, ctx.holes).unflatten(0, (-1, ctx.K)).sum(1), None, None, None, None
+        return over_copies(take(g, slot, ctx.holes).unflatten(0, (-1, ctx.K))), None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -59,7 +64,7 @@ class _Combine(torch.autograd.Function):
         copies = take(y, slot, holes).unflatten(0, (-1, K))  # (n, K, C)
         ctx.save_for_backward(copies, p, src)
         ctx.holes = holes
-        return (copies * p.unsqueeze(2)).sum(1)
+        return over_copies(copies * p.unsqueeze(2))
 
     @staticmethod
     def backward(ctx, g):
