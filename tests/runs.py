@@ -34,7 +34,8 @@ TINY = [
     "--no-plot",
     "--weight-decay=0.1",
 ]
-TIMES = {"time", "ms", "ms_per_sample", "tok_s", "tok_s_gpu", "tflops", "tflops_causal", "mfu", "mem_gb"}
+TIMES = {"time", "ms", "ms_per_sample", "tok_s", "tok_s_gpu", "tflops", "tflops_causal", "mfu", "mem_gb",
+         "step_ms_min", "step_ms_max", "slowest_rank"}
 
 
 def session(world, argv, plan=None):
