@@ -232,6 +232,8 @@ def read_index(path, patience=0.0):
                          "read it with the code that wrote it")
     if zlib.crc32(json.dumps(index, sort_keys=True).encode()) != crc:
         raise ValueError(f"checkpoint {path}: index.json differs from its crc32, it was damaged; {OLDER}")
+    if missing := {"step", "meta", "files", "tensors"} - index.keys():
+        raise ValueError(f"checkpoint {path}: index.json lacks {', '.join(sorted(missing))}; {OLDER}")
     return index
 
 
@@ -241,7 +243,7 @@ def check(path, rank=0, size=1, patience=0.0):
     index = read_index(path, patience)
     for i, (name, want) in enumerate(sorted(index["files"].items())):
         f = path / name
-        if not f.exists():
+        if not f.is_file():
             raise ValueError(f"checkpoint {path}: {name} is missing; {OLDER}")
         if f.stat().st_size != want["bytes"]:
             raise ValueError(f"checkpoint {path}: {name} has {f.stat().st_size} bytes, index.json says "
@@ -312,7 +314,7 @@ class Reader:
             if file not in self.handles:
                 self.handles[file] = safe_open(self.path / file, framework="pt")
             return self.handles[file].get_slice(key)[where] if where else self.handles[file].get_tensor(key)
-        except SafetensorError as e:
+        except (SafetensorError, OSError) as e:
             raise ValueError(f"checkpoint {self.path}: {file} is damaged ({e}); {OLDER}") from None
 
 
@@ -419,10 +421,15 @@ def main(argv):
     return int(diff(*paths) > 0)
 
 
-if __name__ == "__main__":
+def program(argv):
+    """main() with wrong input as one line -> exit code."""
     try:
-        with contextlib.suppress(BrokenPipeError):  # | head
-            sys.exit(main(sys.argv[1:]))
+        return main(argv)
     except (ValueError, OSError) as e:
         print(f"nanoshard: {e}", file=sys.stderr)
-        sys.exit(2)
+        return 2
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):  # | head
+        sys.exit(program(sys.argv[1:]))

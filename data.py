@@ -43,6 +43,15 @@ def load_meta(folder):
         raise ValueError(f"{path} is not valid json ({e}); {fix(folder)}") from e
     if missing or meta["version"] != VERSION:
         raise ValueError(f"{path} lacks {missing} or has not version {VERSION}; {fix(folder)}")
+    try:
+        shards = [s for split in ("train", "val") for s in meta["shards"][split] or [{}]]
+        sound = meta["dtype"] in ("uint16", "uint32") and meta["vocab_size"] > 0
+        for s in shards:
+            sound = sound and isinstance(s["file"], str) and isinstance(s["sha256"], str) and s["tokens"] > 0
+    except (KeyError, TypeError):
+        sound = False
+    if not sound:
+        raise ValueError(f"{path} has no sound vocab_size, dtype or shards of train and val; {fix(folder)}")
     train, val = ({s["sha256"] for s in meta["shards"][split]} for split in ("train", "val"))
     if train & val:
         raise ValueError(f"{path}: train and val have equal sha256 {min(train & val)[:9]}, expected different"

@@ -21,19 +21,23 @@ class Flags:
 
 
 def read(run):
-    """-> (Config, checkpoint directory, run directory). FileNotFoundError when there is nothing to read."""
+    """-> (Config, vocabulary size, checkpoint, run directory). ValueError, OSError: nothing sound to read."""
     run = Path(run)
     step = run if run.name.startswith("step_") else None
     run = run.parent if step else run
     if not (run / "config.json").exists():
         raise FileNotFoundError(f"{run} holds no config.json; give the --out directory of a run of train.py")
+    index = checkpoint.check(step) if step else None
     step = step or checkpoint.newest(run)
     if step is None:
         raise FileNotFoundError(f"{run} holds no sound checkpoint; train with --save-every N")
-    saved = json.loads((run / "config.json").read_text())
     known = {f.name for f in dataclasses.fields(config.Config)}
-    return (config.Config(**{k: v for k, v in saved.items() if k in known}),
-            saved["vocab_size_used"], step, run)
+    try:
+        saved = json.loads((run / "config.json").read_text())
+        cfg = config.Config(**{k: v for k, v in saved.items() if k in known})
+        return cfg, saved["vocab_size_used"], checkpoint.Reader(step, index), run
+    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as e:
+        raise ValueError(f"{run}/config.json is no run's ({e!r}); give train.py's --out") from None
 
 
 def main(argv=None):
@@ -41,7 +45,7 @@ def main(argv=None):
     flags = tyro.cli(Flags, args=argv, prog="sample.py", description=__doc__,
                      config=(tyro.conf.PositionalRequiredArgs,))
     try:
-        cfg, vocab_size, step, run = read(flags.run)
+        cfg, vocab_size, weights, run = read(flags.run)
         words = tokenizer.load(run)
         prompt = words.encode(flags.prompt)
     except (ValueError, OSError) as e:
@@ -56,8 +60,8 @@ def main(argv=None):
               else torch.device("cpu"))
     with torch.device(device):
         model = GPT(cfg, make_mesh(World()), vocab_size)
-    weights = [(name, p.data, p.full_shape, p.offset) for name, p in model.named_parameters()]
-    checkpoint.load(step, weights)
+    for name, p in model.named_parameters():
+        weights.fill(name, p.data, p.full_shape, p.offset)
     print(words.decode(generate(model, prompt, flags.max_new_tokens, flags.temperature, flags.top_k,
                                 flags.seed)))
 

@@ -180,7 +180,8 @@ def find_resume(cfg, world, out):
 def upcycle(model, opt, path):
     """--init-from: a dense checkpoint's weights; its MLP goes into every expert, the router stays fresh
     (sparse upcycling, arXiv:2212.05055). -> one line that says so. ValueError when the shapes differ."""
-    index = checkpoint.read_index(path)
+    world = model.mesh.world
+    index = checkpoint.check(path, world.rank, world.size)  # each rank a share of the checksums
     shape, cfg = index["meta"].get("shape"), model.cfg
     if not shape or shape["n_experts"] or shape["bias"]:
         raise ValueError(f"--init-from {path} is not a run of a dense model without bias: n-experts must be 0 there, "
