@@ -112,9 +112,11 @@ class Attention(nn.Module):
         x = gather_rows(x, self.mesh.tp)  # (B*T, C): every rank sees all tokens, for its own heads
         x = together(x, [(self.wq, ALL), (self.wk, self.kv), (self.wv, self.kv)])  # (B*T, (h + 2g)*D)
         x = x.view(-1, T, self.h + 2 * self.g, self.D).transpose(1, 2)  # (B, h + 2g, T, D)
-        qk, v = x.split([self.h + self.g, self.g], dim=1)
-        qk = rotate(qk, cos, sin) if self.rope else qk
-        q, k = qk.split([self.h, self.g], dim=1)  # (B, h, T, D), (B, g, T, D) like v
+        if self.rope:
+            qk, v = x.split([self.h + self.g, self.g], dim=1)
+            q, k = rotate(qk, cos, sin).split([self.h, self.g], dim=1)
+        else:
+            q, k, v = x.split([self.h, self.g, self.g], dim=1)  # (B, h, T, D), twice (B, g, T, D)
         if cache is not None:
             k, v = cache.append(self, k, v)  # (B, g, positions so far, D)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, enable_gqa=self.h != self.g,
