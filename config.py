@@ -66,7 +66,7 @@ class Config:
     compile: bool = False  # torch.compile each block
     cuda_graph: bool = True  # on a GPU, replay forward and backward as one CUDA graph where shapes are static
     # run
-    data: str = "data/stdlib"  # directory that prepare.py made, or "synthetic"
+    data: str = "data/stdlib"  # directory that prepare.py made, several by weight (A:0.7,B:0.3), "synthetic"
     out: str = ""  # directory of the run's files; default out/PRESET
     seed: int = 1337  # of weights, data order and dropout
     log_every: int = 20  # steps

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import blend
 import log
 from model import flops_per_token
 from skip import not_finite
@@ -20,9 +21,10 @@ def make_logger(cfg, mesh, world, out, state, vocab_size):
               "torch": torch.__version__}
     logger = log.Log(out, config, state.step, cfg.wandb)
     if cfg.data != "synthetic":  # so that sample.py needs the run's directory only
+        folder = Path(blend.first(cfg.data))
         for name in ("meta.json", "tokenizer.json"):
-            if (Path(cfg.data) / name).exists():
-                shutil.copy(Path(cfg.data) / name, out / name)
+            if (folder / name).exists():
+                shutil.copy(folder / name, out / name)
     return logger
 
 

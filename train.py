@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import blend
 import checkpoint
 import data
 import log
@@ -147,15 +148,15 @@ def open_data(cfg, world):
         vocab = cfg.vocab_size or 256
         train, val = (data.Synthetic(vocab, cfg.seq_len, cfg.seed + i) for i in (0, 1))
         return train, val, vocab, f"synthetic-{vocab}"
-    meta = data.load_meta(cfg.data)
+    meta = blend.load_meta(cfg.data)
     if world.local_rank == 0:
-        data.verify(cfg.data)
+        blend.verify(cfg.data)
     vocab = cfg.vocab_size or meta["vocab_size"]
     if vocab < meta["vocab_size"]:
         raise ValueError(f"--vocab-size {vocab} is less than the {meta['vocab_size']} symbols of {cfg.data}; "
                          f"try --vocab-size {meta['vocab_size']}")
-    train, val = (data.Tokens(cfg.data, split, cfg.seq_len, cfg.seed) for split in ("train", "val"))
-    return train, val, vocab, " ".join(s["sha256"][:16] for split in meta["shards"].values() for s in split)
+    train, val = (blend.open_tokens(cfg.data, split, cfg.seq_len, cfg.seed) for split in ("train", "val"))
+    return train, val, vocab, meta["identity"]
 
 
 def prompt_tokenizer(cfg):
@@ -164,7 +165,7 @@ def prompt_tokenizer(cfg):
     if cfg.data == "synthetic":
         raise ValueError("--prompt needs text, synthetic data has no tokenizer; try --data DIR")
     import tokenizer
-    words = tokenizer.load(cfg.data)
+    words = tokenizer.load(blend.first(cfg.data))
     words.encode(cfg.prompt)  # an unknown character is an error now, not at the first evaluation
     return words
 

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+import corpus
 import data
+import parts
 import prepare
 import tokenizer as tok
 
@@ -298,13 +300,13 @@ def test_shakespeare(tmp_path, capsys):
 
 def test_same_bytes_for_any_number_of_workers(tmp_path, texts, capsys, monkeypatch):
     monkeypatch.setattr(prepare, "UNIT_BYTES", 100_000)
-    seen, encode_all = [], prepare.encode_all
+    seen, encode_all = [], parts.encode_all
 
-    def watched(units, workers, work):
+    def watched(units, workers, *more):
         seen.append((workers, len(units) > 2))
-        return encode_all(units, workers, work)
+        return encode_all(units, workers, *more)
 
-    monkeypatch.setattr(prepare, "encode_all", watched)
+    monkeypatch.setattr(parts, "encode_all", watched)
     for workers in (1, 2):
         code, _, err = run(capsys, *texts, "--name", "same", "--out", tmp_path / str(workers),
                            "--vocab-size", 400, "--workers", workers)
@@ -324,9 +326,10 @@ def test_same_bytes_for_any_number_of_workers(tmp_path, texts, capsys, monkeypat
         docs = t.decode(ids).split(tok.EOD)
         assert docs.pop() == "" and len(docs) == one["documents"][split] == (ids == t.eod).sum()
         found += docs
-    wanted = [d for path in texts for d in prepare.documents(Path(path), False)]
+    spans = prepare.list_sources(prepare.parse([*texts, "--name", "same"]))
+    wanted = [d for span in spans for d in corpus.documents(span, "text", None)]
     assert Counter(found) == Counter(wanted) and len(wanted) > 10
-    assert "".join(prepare.documents(Path(texts[0]), False)) == Path(texts[0]).read_text()
+    assert "".join(wanted) == "".join(Path(path).read_text() for path in texts)
     assert sorted(p.name for p in folder.iterdir()) == [
         "meta.json", "tokenizer.json", "train_00000.bin", "val_00000.bin"]  # nothing left of the making
 
@@ -368,31 +371,32 @@ def test_failed_and_killed_runs(tmp_path, texts, capsys, monkeypatch):
     """A failure leaves the old data; a kill between two renames leaves none, not old beside new."""
     argv = [texts[0], "--name", "a", "--out", tmp_path, "--tokenizer", "char"]
     assert run(capsys, *argv)[0] == 0
-    before = {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
+    before = {p.name: p.read_bytes() for p in (tmp_path / "a").glob("[!.]*")}
     replace, done = os.replace, []
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     def killed(src, dst):
-        replace(src, dst) if not done else full()
-        done.append(dst)
+        replace(src, dst) if not done or ".parts" in str(dst) else full()
+        done.extend([dst] * (".parts" not in str(dst)))
 
-    monkeypatch.setattr(prepare, "write_shards", full)
+    monkeypatch.setattr(parts, "write_shards", full)
     code, _, err = run(capsys, *argv, "--val-fraction", 0.3)
     assert code == 2 and "No space left" in err and err.count("\n") == 1
-    assert {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()} == before
+    assert {p.name: p.read_bytes() for p in (tmp_path / "a").glob("[!.]*")} == before
     monkeypatch.undo()
     monkeypatch.setattr(prepare.os, "replace", killed)
-    assert run(capsys, *argv, "--val-fraction", 0.3)[0] == 2 and len(done) == 1
+    assert run(capsys, *argv, "--val-fraction", 0.3)[0] == 2 and len(done) == 1, done
     monkeypatch.undo()
     refused(FileNotFoundError, opens(tmp_path / "a"), "no prepared data")
     assert run(capsys, *argv)[0] == 0 and data.verify(tmp_path / "a") == 3
+    assert not (tmp_path / "a/.parts").exists()
 
 
 def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
     """A small library in place of the real one: order, left out, added by --with-tests, skipped."""
-    real = [p.as_posix() for p in prepare.list_sources(prepare.parse(["stdlib"]))]
+    real = [span.path for span in prepare.list_sources(prepare.parse(["stdlib"]))]
     assert len(real) > 300 and not [n for n in real if re.search("/tests?/|/site-packages/", n)]
     lib = tmp_path / "lib"
     names = ("b.py", "a/z.py", "a.py", "a/test/t.py", "test/u.py", "site-packages/s.py", "x.txt")
@@ -403,7 +407,7 @@ def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
     (lib / "empty.py").write_text("")
     monkeypatch.setattr(prepare.sysconfig, "get_path", lambda name: str(lib))
     args = prepare.parse(["stdlib"])
-    assert [p.relative_to(lib).as_posix() for p in prepare.list_sources(args)] == [
+    assert [Path(span.path).relative_to(lib).as_posix() for span in prepare.list_sources(args)] == [
         "a.py", "a/z.py", "b.py", "empty.py"]
     argv = ["stdlib", "--out", tmp_path, "--vocab-size", 300, "--val-fraction", 0.5, "--with-tests"]
     code, out, err = run(capsys, *argv)
