@@ -38,6 +38,7 @@ class Watch:
         self.over = threading.Event()
         self.main = threading.main_thread().ident
         self.beat(0, "start", SLOW)
+        self._alarms(self.limit)
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.thread.start()
 
@@ -59,6 +60,7 @@ class Watch:
                     old.unlink()
             self.stacks = open(folder / f"{self.name}.{token}.txt", "a")
             self.folder, self.token = folder, token
+            self._alarms(self.limit)
 
     def close(self):
         """The end of the run: nothing is watched any more."""
