@@ -186,7 +186,7 @@ def launch(timeout=600.0, quiet=False):
             _say(world)
         return world
     comm = None if launcher == "torchrun" else _mpi(launcher, rank, size)
-    node, n_nodes = rank // local_size, -(-size // local_size)
+    node, n_nodes = int(os.environ.get("SLURM_NODEID", rank // local_size)), -(-size // local_size)
     if comm is not None:
         from mpi4py import MPI
         size = comm.size

@@ -22,6 +22,7 @@ import data
 import log
 import moe
 from config import check_layout, parse, stage_layers
+from debug import FOR_EVER, attend, stop_here
 from graph import Graph, static_shapes
 from launch import Stop, agreed, env_rank, launch, shutdown
 from measure import make_logger, measure, report_traffic, timing
@@ -178,9 +179,10 @@ def main(argv=None):
         if env_rank() == 0:
             print(f"nanoshard: {e}", file=sys.stderr)
         raise SystemExit(2) from None
-    watch = Watch(env_rank(), cfg.timeout)
+    timeout = cfg.timeout if cfg.pdb < 0 else FOR_EVER
+    watch = Watch(env_rank(), timeout)
     try:
-        world = watch.world = launch(GROUP * cfg.timeout)
+        world = watch.world = launch(GROUP * timeout)
         try:
             code = run(cfg, world, watch)
         except SystemExit as e:  # wrong input, already explained
@@ -201,6 +203,8 @@ def run(cfg, world, watch=unwatched):
 
     # 2) mesh, data, model
     with agreed(world):
+        if cfg.pdb >= world.size:
+            raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {world.size - 1}")
         mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
         watch.knows(mesh)
         full_batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size  # sequences per optimizer step
@@ -210,6 +214,8 @@ def run(cfg, world, watch=unwatched):
         words = prompt_tokenizer(cfg)
     timers = log.Timers(device, cfg.timers)
     model, dp, opt = build(cfg, mesh, vocab_size, device, timers)
+    if cfg.pdb >= 0:
+        attend(world, cfg.pdb)
 
     # 3) resume, or start with equal replicas
     found, saver = find_resume(cfg, world, out)
@@ -252,6 +258,8 @@ def run(cfg, world, watch=unwatched):
             evals = cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps)
             logs = step in (first, cfg.steps) or step % cfg.log_every == 0 or evals
             totals = guard.reason = None
+            if cfg.pdb >= 0 and step == first:
+                stop_here(world, cfg.pdb)
             # ---------------- training section begin
             stragglers.begin()
             with timers("data"):

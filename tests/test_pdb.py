@@ -1,0 +1,74 @@
+"""--pdb RANK through a terminal of its own: the chosen rank answers, the others wait, the run goes on."""
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pool import ROOT
+from test_launch import BIN, FLAGS, clean_env
+
+from config import parse
+from train import main
+
+
+class Terminal:
+    """A command on a pseudo terminal -> what it prints, while we type."""
+
+    def __init__(self, command):
+        self.fd, there = pty.openpty()
+        self.job = subprocess.Popen([*map(str, command)], stdin=there, stdout=there, stderr=there,
+                                    env={**clean_env(), "OMP_NUM_THREADS": "1"}, start_new_session=True)
+        os.close(there)
+        os.set_blocking(self.fd, False)
+        self.text = ""
+
+    def read(self, pattern, seconds=90):
+        """Wait for pattern in what came since the last read; None waits for the end."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                data = os.read(self.fd, 1 << 16)
+                self.text += data.decode(errors="replace").replace("\r", "")
+            except BlockingIOError:
+                time.sleep(0.02)
+            except OSError:  # the last process has closed it
+                data = b""
+            if pattern and (m := re.search(pattern, self.text)):
+                said, self.text = self.text[:m.end()], self.text[m.end():]
+                return said
+            if self.job.poll() is not None and pattern is None:
+                return self.text
+        self.job.kill()
+        raise AssertionError(f"no {pattern!r} in:\n{self.text}")
+
+    def type(self, line):
+        os.write(self.fd, f"{line}\n".encode())
+
+
+@pytest.mark.parametrize("launcher,rank", [("mpiexec", 1), ("torchrun", 1)])
+def test_a_prompt_on_one_rank(tmp_path, launcher, rank):
+    start = {"mpiexec": [BIN / "mpiexec", "-n", 2, sys.executable],
+             "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", 2]}[launcher]
+    t = Terminal([*start, ROOT / "train.py", *FLAGS, f"--out={tmp_path / 'run'}", "--timeout=2",
+                  f"--pdb={rank}"])
+    assert f"rank {rank} of 2 stops in pdb, the others wait" in t.read(r"\(Pdb\) ")
+    t.type("p 'I am', world.rank, step")
+    assert re.search(rf"\('I am', {rank}, 1\)", t.read(r"\(Pdb\) "))
+    time.sleep(2.5)  # longer than --timeout: neither the watchdog nor the group ends the one that waits
+    t.type("cfg.seq_len + 1000")
+    assert "1016" in t.read(r"\(Pdb\) ")
+    t.type("c")
+    rest = t.read(None)
+    assert t.job.returncode == 0 and "done after step 6" in rest, rest
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_rank_that_is_not_there(capsys, tmp_path):
+    with pytest.raises(SystemExit) as e:
+        main([*FLAGS, f"--out={tmp_path}", "--pdb=3"])
+    assert e.value.code == 2 and "--pdb 3: the ranks are 0 to 0" in capsys.readouterr().err
+    assert parse([]).pdb == -1 and not Path(tmp_path, "metrics.jsonl").exists()
