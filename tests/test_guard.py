@@ -1,0 +1,235 @@
+"""Steps not taken: the detector, what moves and what stays, agreement, resume, giving up. And bad disks."""
+import errno
+import json
+import math
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+from pool import run_ranks
+from runs import TINY, go, rows, same
+
+import log
+import skip
+import train
+from config import Config
+from launch import World
+from skip import Guard, rewind, spike
+from state import State
+
+SMALL = 16  # the window in whole runs: active after 8 steps
+
+
+def small_window(world, argv, plan=None, at=0, alone=False):
+    """runs.session with a short window, and a loss too large at step `at`. alone: on the last rank only."""
+    window, gradients = skip.WINDOW, train.gradients
+
+    def jump(cfg, mesh, model, dp, opt, batches, step):
+        loss = gradients(cfg, mesh, model, dp, opt, batches, step)
+        return loss * 9 if step == at and (not alone or world.rank == world.size - 1) else loss
+
+    skip.WINDOW, train.gradients = SMALL, jump
+    try:
+        return runs.session(world, argv, plan)
+    finally:
+        skip.WINDOW, train.gradients = window, gradients
+
+
+def small(n, out, *flags, plan=None, code=0, at=0, alone=False):
+    results = run_ranks(n, small_window, [*TINY, f"--out={out}", *map(str, flags)], plan, at, alone)
+    assert [r["code"] for r in results] == [code] * n, results[0]["err"] + results[0]["out"]
+    return results[0]
+
+
+def judged(values, sigma=6.0):
+    """-> steps (from 0) that are not taken, of [(loss, norm)]; the state afterwards."""
+    state, out = State(), []
+    guard = Guard(Config(skip_spikes=sigma), World(), state)
+    for step, (loss, norm) in enumerate(values):
+        vetoed = guard.veto(torch.tensor([loss, norm, 0.0, 0.0], dtype=torch.float64))
+        refused = torch.tensor(float(not math.isfinite(loss + norm)))
+        guard.taken.append(None if vetoed else refused)
+        guard.settle()
+        if vetoed or refused:
+            out.append(step)
+    return out, state
+
+
+def stream(n):
+    draw = random.Random(0)
+    losses = [2 + 3 * math.exp(-i / 300) + draw.gauss(0, 0.03) for i in range(n)]
+    return [(loss, 0.5 + abs(draw.gauss(0, 0.1))) for loss in losses]
+
+
+def test_detector_fires_exactly():
+    values = stream(1000)
+    for step in (200, 201, 202):
+        values[step] = values[step][0] * 2, values[step][1]
+    values[300] = math.nan, math.nan
+    values[600] = values[600][0], 40.0
+    found, state = judged(values)
+    assert found == [200, 201, 202, 300, 600]  # and the 200 steps after the NaN are taken
+    assert state.skipped == 4 and state.nan_steps == 1 and state.streak == 0
+    assert len(state.window) == skip.WINDOW and state.window[-3:] == values[-3:]
+    assert json.loads(json.dumps(state.window)) == [list(v) for v in state.window]  # as a checkpoint keeps it
+
+
+def test_detector_waits_for_half_a_window_and_has_a_floor():
+    flat = [(1.0, 1.0)] * 64
+    assert spike(flat[:63], 9.0, 1.0, 6) is None
+    assert spike(flat, 1.0 + 6 * 1.4826e-3 - 1e-6, 1.0, 6) is None  # the floor: 0.1 % of the median
+    assert "loss 1.01 > 1 + 6 * 0.001483" in spike(flat, 1.01, 1.0, 6)
+    assert "gradient norm" in spike(flat, 1.0, 1.01, 6)
+
+
+def test_level_shift_gives_up_after_eight():
+    found, state = judged([*stream(100), *[(50.0, 1.0)] * 8])
+    assert found == list(range(100, 108)) and state.streak == skip.PATIENCE
+
+
+def test_rewind_recipe():
+    state = State(step=1008, streak=8)
+    paths = [Path(f"out/x/step_{s:06d}") for s in (1005, 1000, 900, 800)]
+    text = rewind(paths, state, "spike")
+    assert "steps 1001 to 1008" in text and "last good checkpoint is out/x/step_001000" in text
+    assert text.endswith("--resume out/x/step_000900 --train-range-to-skip 951 1151")
+    assert "no checkpoint" in rewind([], state, "spike")
+
+
+# sigma 20: the window of 16 is short and the loss of these runs falls fast
+MOE = ["--n-experts=4", "--router=sigmoid", "--router-bias-rate=0.01"]
+
+
+LAYOUTS = [(1, []), (2, ["--zero=1"]), (2, ["--tp=2", *MOE]), (2, ["--pp=2"])]
+
+
+@pytest.mark.parametrize("n,layout", LAYOUTS, ids=str)
+def test_spike_found_is_the_range_asked_for(tmp_path, n, layout):
+    """Bit for bit: weights, both moments, Adam's t, router bias; and the learning rate went on."""
+    common = ["--steps=16", "--save-every=16", *layout]
+    got = small(n, tmp_path / "a", *common, "--skip-spikes=20", at=12)
+    small(n, tmp_path / "b", *common, "--train-range-to-skip", 12, 12)
+    same(tmp_path / "a", tmp_path / "b", 16)
+    a, b = rows(tmp_path / "a"), rows(tmp_path / "b")
+    assert a[11].pop("skip_reason").startswith("spike: loss") and b[11].pop("skip_reason") == "range"
+    a[11] = {k: v for k, v in a[11].items() if k in b[11] or k == "loss"}  # the experts have been loaded
+    assert a == b and "loss" not in a[11] and a[-1]["skipped"] == 1 and len(got["steps"]) == 16
+
+
+def test_spike_on_one_rank_only(tmp_path):
+    small(2, tmp_path, "--steps=14", "--skip-spikes=20", at=12, alone=True)
+    assert [r["step"] for r in rows(tmp_path) if "skip_reason" in r] == [12]
+
+
+def test_spike_is_logged_between_logs(tmp_path):
+    small(1, tmp_path, "--steps=20", "--log-every=10", "--skip-spikes=20", at=12)
+    assert [r["step"] for r in rows(tmp_path)] == [1, 10, 12, 20]
+
+
+def test_resume_knows_the_window(tmp_path):
+    flags = ["--steps=16", "--save-every=8", "--skip-spikes=20"]
+    small(2, tmp_path / "a", *flags, at=13)
+    small(2, tmp_path / "b", *flags, at=13, plan={12: int(signal.SIGUSR1)}, code=85)
+    small(2, tmp_path / "b", *flags, "--resume=auto", at=13)
+    same(tmp_path / "a", tmp_path / "b", 16)
+    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+    meta = runs.final(tmp_path / "b", 16)[1]
+    assert len(meta["window"]) == 15 and meta["skipped"] == 1
+
+
+@pytest.mark.parametrize("sigma", [0, 20])
+def test_nan_on_one_rank(tmp_path, sigma):
+    small(2, tmp_path, "--steps=20", f"--skip-spikes={sigma}", plan={9: "nan"})
+    table = rows(tmp_path)
+    assert [r["step"] for r in table if "skip_reason" in r] == [9]  # and none of those after it
+    assert table[8]["skip_reason"].startswith("not finite: ") and table[-1]["nan_steps"] == 1
+
+
+@pytest.mark.parametrize("sigma", [0, 20])
+def test_eight_in_a_row_end_the_run(tmp_path, sigma):
+    bad = {step: "nan" for step in range(7, 20)}
+    flags = ["--steps=30", "--save-every=3", f"--skip-spikes={sigma}"]
+    got = small(2, tmp_path, *flags, plan=bad, code=42)
+    assert rows(tmp_path)[-1]["step"] == 14
+    assert "steps 7 to 14 were not taken (not finite: " in got["err"]
+    assert f"the last good checkpoint is {tmp_path}/step_000006" in got["err"]
+    assert f"--resume {tmp_path}/step_000006 --train-range-to-skip 7 157" in got["err"]
+    small(2, tmp_path, *flags, "--resume", tmp_path / "step_000006", "--train-range-to-skip", 7, 19, plan=bad)
+    assert rows(tmp_path)[-1]["step"] == 30 and rows(tmp_path)[-1]["nan_steps"] == 0
+
+
+def test_without_the_flag_nothing_is_read_from_the_device():
+    guard = Guard(Config(), World(), State())
+    assert guard.veto(None) is False  # totals are not touched
+
+
+def test_injected_spike_is_one_step_of_wrong_targets(tmp_path):
+    x = torch.arange(6).view(2, 3)
+    ((a, b),) = skip.spoil([(x, x + 1)])
+    assert torch.equal(a, x) and b.count_nonzero() == 0
+    go(1, tmp_path / "a", "--steps=6", "--save-every=0")
+    go(1, tmp_path / "b", "--steps=6", "--save-every=0", "--inject-spike=4")
+    differs = [r["step"] for r, q in zip(rows(tmp_path / "a"), rows(tmp_path / "b"), strict=True) if r != q]
+    assert differs == [4, 5, 6]
+
+
+# -----------------------------------------------------------------------------
+# what a bad disk, a lost service or a jumping clock costs
+
+class Full:
+    def write(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self):
+        pass
+
+
+def test_full_disk_costs_no_row(tmp_path, capfd):
+    book = log.Log(tmp_path, {})
+    row = dict(loss=1.0, lr=0.1)
+    book.row(step=1, **row)
+    file, book.file = book.file, Full()
+    book.row(step=2, **row)
+    book.row(step=3, **row)
+    assert "No space left" in capfd.readouterr().err
+    book.file = file  # room again: what waited comes first
+    book.row(step=4, **row)
+    assert [r["step"] for r in book.rows()] == [1, 2, 3, 4]
+    (tmp_path / "loss.txt").mkdir()  # a plot that cannot be written
+    book.close(False)
+    assert "going on without it" in capfd.readouterr().err
+
+
+def test_torn_last_row_and_lost_wandb(tmp_path, capfd):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
+    book = log.Log(tmp_path, {}, resumed=2)
+    book.wandb = type("Gone", (), {"log": lambda *a, **k: 1 / 0})()
+    book.row(step=3, lr=0.1)
+    book.row(step=4, lr=0.1)
+    assert [r["step"] for r in book.rows()] == [1, 2, 3, 4]
+    assert capfd.readouterr().err.count("going on without it") == 1
+
+
+def jumping(world, argv):
+    real, ticks = time.time, iter(range(10**6))
+    time.time = lambda: real() + (-1) ** next(ticks) * 1e6
+    try:
+        return runs.session(world, argv)
+    finally:
+        time.time = real
+
+
+def test_clock_jump(tmp_path):
+    flags = [f"--out={tmp_path}", "--steps=4", "--max-minutes=5", "--save-every=2"]
+    (got,) = run_ranks(1, jumping, [*TINY, *flags])
+    assert got["code"] == 0 and all(0 < r["ms"] < 60000 for r in rows(tmp_path, ()))
+
+
+def test_whole_run_on_go_is_unchanged_by_the_guard(tmp_path):
+    go(1, tmp_path / "a", "--steps=6", "--save-every=6")
+    go(1, tmp_path / "b", "--steps=6", "--save-every=6", "--skip-spikes=6", "--check-every=1")
+    same(tmp_path / "a", tmp_path / "b", 6)

@@ -1,0 +1,96 @@
+"""--rampup-batch-size: Megatron's schedule, refused before the first step, the same after a resume."""
+import pytest
+import torch
+from pool import run_ranks
+from runs import go, rows, same
+
+import train
+from config import Config, parse
+from data import Synthetic
+from parallel import make_mesh
+from rampup import batch_size, check_ramp, samples_after
+
+RAMP = ["--global-batch=8", "--rampup-batch-size", 4, 2, 16]
+
+
+def megatron(samples, full, start, increment, over):
+    """update_num_microbatches of RampupBatchsizeNumMicroBatchesCalculator, as it stands there."""
+    per_increment = over / ((full - start) // increment)
+    if samples > over:
+        return full
+    return start + int(samples / per_increment) * increment
+
+
+def test_schedule_is_megatrons():
+    bloom = (2048, (192, 16, 9_765_625))
+    for full, ramp in ((384, (32, 32, 2_000)), bloom, (16, (4, 4, 7)), (8, (4, 2, 16))):
+        for samples in [*range(0, 3000, 13), 10**6, 9_765_625, 10**8]:
+            assert batch_size(samples, full, ramp) == megatron(samples, full, *ramp)
+    assert [batch_size(s, 8, (4, 2, 16)) for s in (0, 7, 8, 15, 16, 99)] == [4, 4, 6, 6, 8, 8]
+    assert batch_size(5, 8) == batch_size(5, 8, (8, 4, 100)) == 8
+    assert [samples_after(n, 8, (4, 2, 16)) for n in range(6)] == [0, 4, 8, 14, 20, 28]
+
+
+@pytest.mark.parametrize("full,ramp,unit,say", [
+    (32, (4, 8, 100), 4, "try --global-batch 36"), (8, (16, 4, 100), 4, "try --global-batch 20"),
+    (16, (4, 4, 100), 8, "a stage of 4, which does not divide by micro-batch * dp = 8"),
+    (16, (8, 4, 100), 8, "a stage of 12")])
+def test_refused_for_the_whole_schedule_at_start(full, ramp, unit, say):
+    with pytest.raises(ValueError, match="--rampup-batch-size") as e:
+        check_ramp(full, ramp, unit)
+    assert say in str(e.value).replace("\n", "")
+
+
+@pytest.mark.parametrize("flags", ["4 2", "4", "0 2 16", "4 2 0"])
+def test_wrong_flag(flags):
+    with pytest.raises(ValueError, match="START INCREMENT SAMPLES"):
+        parse(["--rampup-batch-size", *flags.split()])
+
+
+def test_refused_run_is_one_line(tmp_path):
+    got = go(2, tmp_path, "--steps=3", "--global-batch=8", "--rampup-batch-size", 4, 2, 16, code=2)
+    assert got["err"].count("\n") == 1 and "a stage of 6" in got["err"]
+
+
+def test_resume_range_and_logged_numbers(tmp_path):
+    flags = [*RAMP, "--steps=8", "--save-every=3", "--train-range-to-skip", 2, 2]
+    whole = go(1, tmp_path / "a", *flags)
+    go(1, tmp_path / "b", *flags[:-5], "--steps=3", "--save-every=3", "--decay-steps=8", *flags[-3:])
+    go(1, tmp_path / "b", *flags, "--resume=auto", "--decay-steps=8")
+    table = rows(tmp_path / "a")
+    assert [r["global_batch"] for r in table] == [4, 4, 6, 6, 8, 8, 8, 8]
+    assert [r["samples"] for r in table] == [4, 8, 14, 20, 28, 36, 44, 52]
+    assert [r["tokens"] for r in table] == [16 * r["samples"] for r in table]
+    assert [s["first"] for s in whole["steps"]] == [0, 4, 8, 14, 20, 28, 36, 44]
+    assert table[1]["skip_reason"] == "range" and rows(tmp_path / "b") == table
+    same(tmp_path / "a", tmp_path / "b", 8)
+    timed = rows(tmp_path / "a", ())
+    assert timed[3]["ms_per_sample"] == pytest.approx(timed[3]["ms"] / 6)
+
+
+def consumed(world, layout, steps):
+    """What one rank reads in a ramp -> [tokens of each micro-batch], per step."""
+    cfg = Config(**layout, micro_batch=2, global_batch=16, rampup_batch_size=(8, 4, 40), seq_len=8)
+    mesh, source, samples, out = make_mesh(world, cfg.tp, cfg.pp), Synthetic(100, 8, 1), 0, []
+    for _ in range(steps):
+        batch = batch_size(samples, 16, cfg.rampup_batch_size)
+        pairs = train.micro_batches(cfg, mesh, source, samples, batch, torch.device("cpu"))
+        out.append((mesh.dp.rank, [x.tolist() for x, _ in pairs]))
+        samples += batch
+    return out
+
+
+def test_every_layout_reads_the_same_sequences_in_each_step():
+    (alone,) = run_ranks(1, consumed, {}, 6)
+    two = run_ranks(2, consumed, {}, 6)
+    for step in range(6):
+        assert alone[step][1] == two[0][step][1] + two[1][step][1]
+    assert sum(len(m) for _, m in alone) * 2 == samples_after(6, 16, (8, 4, 40)) == 64
+
+
+def test_layouts_train_alike_through_the_ramp(tmp_path):
+    flags = ["--global-batch=8", "--rampup-batch-size", 4, 4, 12, "--steps=5", "--dtype=fp64"]
+    one, two = go(1, tmp_path / "a", *flags), go(2, tmp_path / "b", *flags, "--zero=1")
+    assert len(one["steps"]) == len(two["steps"]) == 5
+    for a, b in zip(rows(tmp_path / "a"), rows(tmp_path / "b"), strict=True):
+        assert a["global_batch"] == b["global_batch"] and a["loss"] == pytest.approx(b["loss"], rel=1e-10)

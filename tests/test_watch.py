@@ -1,0 +1,206 @@
+"""Runs that go wrong in a way that no exception tells: hangs, slow ranks, replicas that drift apart.
+
+The hangs are whole runs of two ranks that end themselves, side by side; the others run in the pool.
+"""
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+import torch.distributed as dist
+from pool import ROOT, context, run_ranks
+from runs import SHAPE, TINY, rows
+
+import train
+import watch
+from launch import World
+from replicas import odd, report
+from stragglers import Stragglers
+
+TIMEOUT = 4.0
+MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:/usr/bin")
+FAULTS = {  # where the last rank stands, what the verdict says
+    "sleep": ("in sleep_for_ever (misbehave.py", "they wait for rank 1"),
+    "mismatch": ("over world: broadcast of (3,) float32", "they wait for rank 0"),
+    "held": ("no report: a C call holds the interpreter", "rank 1 did not answer"),
+}
+
+
+def rank(rank, folder, fault, argv):
+    """A process that runs train.main as rank 0 or 1, until it ends itself; what it prints goes to a file."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests/drills")]
+    printed = os.open(f"{folder}/printed.{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(printed, 1), os.dup2(printed, 2)
+    import misbehave
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    train.env_rank, train.launch = lambda: rank, lambda timeout: World(rank=rank, size=2)
+    misbehave.main(fault, 5, argv)
+
+
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory):
+    """{fault: (exit codes, what was printed, hang/)}: all at once, "mpi" is `sleep` under mpiexec."""
+    started, found = {}, {}
+    for fault in [*FAULTS, *["mpi"] * bool(MPIEXEC)]:
+        out = tmp_path_factory.mktemp(fault)
+        argv = [*SHAPE, "--data=synthetic", "--micro-batch=2", "--steps=400", "--eval-every=0", "--no-plot",
+                "--save-every=0", f"--timeout={TIMEOUT:g}", f"--out={out}/run"]
+        if fault == "mpi":
+            script = [sys.executable, "-u", ROOT / "tests/drills/misbehave.py", "sleep", "5"]
+            processes = [subprocess.Popen([MPIEXEC, "-n", "2", *script, *argv], stderr=subprocess.STDOUT,
+                                          stdout=open(out / "printed.0", "w"))]
+        else:
+            processes = [context.Process(target=rank, args=(r, str(out), fault, argv)) for r in (0, 1)]
+            for p in processes:
+                p.start()
+        started[fault] = out, processes
+    for fault, (out, processes) in started.items():
+        codes = [p.wait(120) if fault == "mpi" else p.join(120) or p.exitcode for p in processes]
+        found[fault] = codes, "".join(p.read_text() for p in sorted(out.glob("printed.*"))), out / "run/hang"
+    return found
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_hang_is_reported_with_every_stack_and_ends(hung, fault):
+    codes, text, folder = hung[fault]
+    where, cause = FAULTS[fault]
+    assert codes == [watch.HUNG, -signal.SIGALRM if fault == "held" else watch.HUNG], text
+    assert text.count("nanoshard: hung: ") == 1 and cause in text and "  rank 0: step 5, in " in text, text
+    assert re.search(rf"^  rank 1: .*{re.escape(where)}", text, re.M), text
+    stacks = {p.name[:10]: p.read_text() for p in folder.glob("*.txt")}
+    assert stacks.keys() == {"rank_00000", "rank_00001"}
+    assert "parallel.py" in stacks["rank_00000"] and "misbehave.py" in stacks["rank_00001"], stacks
+    # from the fault to the report, which stands a grace of T/4 before the end; measured by the process itself
+    assert TIMEOUT <= float(re.search(r"no progress for ([\d.]+) s", text)[1]) <= 1.5 * TIMEOUT
+    reported = [p.stat().st_mtime for p in folder.glob("rank_00000.*")]
+    assert max(reported) - (folder.parent / "metrics.jsonl").stat().st_mtime < 2 * TIMEOUT
+
+
+@pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec beside this python")
+def test_exit_code_through_mpiexec(hung):
+    (code,), text, folder = hung["mpi"]
+    assert code == watch.HUNG and text.count("they wait for rank 1") == 1, text
+    assert len(list(folder.glob("*.json"))) == 2
+
+
+# -----------------------------------------------------------------------------
+# the verdict, from reports as ranks write them
+
+def told(step, begun, last, place="wait (parallel.py:1 finish)", axes=None):
+    axes = axes or {"world": [0, 1, 2, 3], "dp": [0, 1, 2, 3]}
+    return {"step": step, "what": "", "silent": 5.0, "place": place, "begun": begun, "last": last,
+            "axes": axes}
+
+
+def test_verdict_names_who_is_behind_and_groups_the_rest():
+    there = {r: told(7, {"dp": 30, "world": 9}, ["dp", "all-reduce of (4,) float32"]) for r in range(4)}
+    there[2] = told(7, {"dp": 29, "world": 9}, ["world", "all-reduce of (2,) int64"], "read (data.py:9)")
+    text = watch.verdict(there, 4, 5)
+    assert "rank 2 began 29 collectives over dp, others 30: they wait for rank 2" in text
+    assert "\n  ranks 0-1, 3: step 7, in wait" in text and "\n  rank 2: step 7, in read (data.py:9)" in text
+    there[1]["begun"]["dp"], there[1]["last"] = 30, ["dp", "all-gather of (4,) float32"]
+    there[2] = told(7, {"dp": 30, "world": 9}, ["dp", "all-reduce of (4,) float32"])
+    assert "mismatch over dp: " in watch.verdict(there, 4, 5) and "all-gather" in watch.verdict(there, 4, 5)
+    del there[3]
+    assert "rank 3 did not answer" in watch.verdict(there, 4, 5)
+
+
+def test_pipeline_stages_may_count_differently():
+    axes = {0: {"world": [0, 1], "dp": [0]}, 1: {"world": [0, 1], "dp": [1]}}
+    there = {r: told(3, {"pp": 10 + r, "world": 4}, ["pp", "receive"], axes=axes[r]) for r in (0, 1)}
+    assert "all ranks began the same collectives" in watch.verdict(there, 2, 5)
+
+
+def test_a_healthy_run_leaves_no_trace_and_compares_replicas(tmp_path):
+    results = run_ranks(2, runs.session, [*TINY, f"--out={tmp_path}", "--steps=4", "--check-every=1",
+                                          "--zero=1", "--save-every=0", "--timeout=30"])
+    assert [r["code"] for r in results] == [0, 0] and not (tmp_path / "hang").exists()
+    assert {"step_ms_min", "step_ms_max", "slowest_rank"} <= rows(tmp_path, ())[-1].keys()
+
+
+# -----------------------------------------------------------------------------
+# slow ranks
+
+def late(world, argv, seconds):
+    """The last rank comes to each step's data late."""
+    real = train.micro_batches
+
+    def slow(*args):
+        if world.rank == world.size - 1:
+            time.sleep(seconds)
+        return real(*args)
+    train.micro_batches = slow
+    try:
+        return runs.session(world, argv)
+    finally:
+        train.micro_batches = real
+
+
+def test_slow_rank_is_named(tmp_path):
+    argv = [*TINY, f"--out={tmp_path}", "--steps=12", "--log-every=3", "--save-every=0"]
+    got = run_ranks(2, late, argv, 0.05)
+    last = rows(tmp_path, ())[-1]
+    assert last["slowest_rank"] == 1 and last["step_ms_max"] - last["step_ms_min"] > 35
+    assert re.search(r"slow rank 1: [\d.]+ ms of its own per step, the median", got[0]["out"]), got[0]["out"]
+
+
+def test_named_once_after_three_intervals_in_a_row_within_its_stage():
+    s = Stragglers.__new__(Stragglers)
+    s.stage, s.running = 4, {}
+    even, slow = [10.0] * 4 + [30.0] * 4, [10.0] * 4 + [30.0] * 3 + [40.0]
+    assert [s.name(ms) for ms in (slow, slow, even, slow, slow)] == [[]] * 5
+    (line,) = s.name(slow)
+    assert line.startswith("slow rank 7: 40.0 ms of its own per step, the median of its stage is 30.0")
+    assert s.name(slow) == [] and s.name([10.0, 11.0] * 4) == [] and s.name([0.1, 0.1, 0.1, 1.5] * 2) == []
+
+
+# -----------------------------------------------------------------------------
+# replicas
+
+def flipped(world, argv, at, which):
+    """One bit of one weight turns over on the last rank, before step `at`."""
+    build, micro_batches, seen = train.build, train.micro_batches, {"step": 0}
+
+    def keep(*args):
+        seen["model"] = build(*args)[0:3]
+        return seen["model"]
+
+    def flip(*args):
+        seen["step"] += 1
+        if seen["step"] == at and world.rank == world.size - 1:
+            p = dict(seen["model"][0].named_parameters())[which]
+            p.data.view(-1).view(torch.int32)[3] ^= 1 << 12
+        return micro_batches(*args)
+    train.build, train.micro_batches = keep, flip
+    try:
+        return runs.session(world, argv)
+    finally:
+        train.build, train.micro_batches = build, micro_batches
+
+
+@pytest.mark.parametrize("n,layout,which,who", [
+    (2, [], "blocks.1.attn.wo.weight", "rank 1 differs from rank 0"),
+    (3, ["--global-batch=6"], "blocks.0.norm1.weight", "rank 2 differs from ranks 0, 1"),
+    (2, ["--tp=2"], "norm.weight", "rank 1 differs from rank 0")], ids=str)
+def test_one_bit_on_one_replica(tmp_path, n, layout, which, who):
+    argv = [*TINY, f"--out={tmp_path}", "--steps=9", "--check-every=4", "--save-every=4", *layout]
+    results = run_ranks(n, flipped, argv, 6, which)
+    assert [r["code"] for r in results] == [44] * n, results[0]["err"]
+    assert rows(tmp_path)[-1]["step"] == 8 and not (tmp_path / "step_000008").exists()
+    said = results[0]["err"].splitlines()
+    assert said[0].endswith(f"replicas differ after step 8; the newest checkpoint is {tmp_path}/step_000004")
+    assert said[1] == f"{which} on {who}" and len(said) == 2
+
+
+def test_the_larger_party_is_right():
+    hashes = [[1, 2], [1, 2], [1, 3], [1, 2]]
+    assert odd("w", hashes, (0, 2, 4, 6)) == "w on rank 4 differs from ranks 0, 2, 6"
+    assert odd("w", [[1, 2], [1, 2]], (0, 1)) is None
+    assert report([f"w{i}" for i in range(20)], 5, []).endswith("w7\n... and 12 more")
