@@ -440,3 +440,15 @@ def test_command_line_says_what_is_wrong(tmp_path):
         p = subprocess.run([sys.executable, ROOT / "checkpoint.py", *argv], capture_output=True, text=True)
         assert p.returncode == 2, p.stderr
         assert p.stderr.startswith("nanoshard: ") and p.stderr.count("\n") == 1, p.stderr
+
+
+def test_the_measurements_run(tmp_path, capsys, monkeypatch):
+    sys.path.insert(0, str(ROOT / "bench"))
+    import dcp_compare
+    import save_cost
+    dcp_compare.main(["--gb", "0.0005", "--scratch", str(tmp_path)])
+    assert "all 24 tensors equal in every bit: ours -> dcp -> ours, 1 ranks" in capsys.readouterr().out
+    flags = ["--n-layer=1", "--n-embd=16", "--n-head=2", "--seq-len=8", "--save-every=2", "--micro-batch=2"]
+    monkeypatch.setattr(sys, "argv", ["save_cost.py", "tiny", *flags, f"--out={tmp_path}"])
+    save_cost.main()
+    assert "same bits: True" in capsys.readouterr().out
