@@ -215,9 +215,8 @@ def unpacked(path):
     with open(path, "rb") as f:
         member = None  # both formats may hold several, one after the other
         while block := f.read(1 << 16):
-            while block:
-                if member is None:
-                    member, block = start(), block.lstrip(b"\0")  # a tape's padding
+            while block := block if member else block.lstrip(b"\0"):  # between members, a tape's padding
+                member = member or start()
                 try:
                     yield member.decompress(block)
                 except wrong as e:

@@ -150,7 +150,8 @@ def build(args, spans, folder, about):
         total = {name: sum(r["counts"][name] for r in results) for name in parts.COUNTS}
         notes = [line for r in results for line in r["notes"]]
         lost = ", ".join(f"{total[kind]:,} {kind}" for kind in parts.LOST if total[kind])
-        for line in notes[: parts.NOTES] + [f"... all in all {lost}"] * (len(notes) > parts.NOTES):
+        notes, n_lost = notes[: parts.NOTES], sum(total[kind] for kind in parts.LOST) - total["empty"]
+        for line in notes + [f"... all in all {lost}"] * (n_lost > len(notes)):
             print("nanoshard:", line, file=sys.stderr)
         tokens = {s: sum(run[s][1] for r in results for run in r["runs"]) for s in ("train", "val")}
         streams = {s: parts.Stream(parts.join(results, paths, s, settings)) for s in tokens}
