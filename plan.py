@@ -1,47 +1,177 @@
-"""What a layout will cost, before it runs: bytes sent per axis and step, and memory per rank.
+"""What a layout will cost, before it runs: parameters, memory per rank, bytes sent, milliseconds, days.
 
-Parameters are counted by building this rank's model on the meta device: no formula to drift from model.py.
+    python plan.py bloom-176b --gpus 384 --gpu a100-80 --tp 4 --pp 12 --zero 1 --recompute full --tokens 366e9
+    python plan.py smol-1.7b --gpus 8 --gpu h200 --search
+
+    1) memory    what model.py and fused.py keep for backward, tensor by tensor
+    2) traffic   what parallel.py sends, collective by collective
+    3) the plan  with cost.py's milliseconds; what the shapes waste; the search over layouts
+Parameters are counted by building the rank's model on the meta device: no formula to drift from model.py.
 """
+import argparse
+import dataclasses
+import json
+import math
+import sys
 from collections import Counter
+from functools import cache
+from types import SimpleNamespace
 
 import torch
 
-from config import stage_layers
-from model import GPT
+from config import check, check_layout, parse, stage_layers
+from cost import GPUS, SIZE, products, stage_time, step_time, waves
+from data import load_meta
+from model import GPT, count_parameters, flops_per_token, padded
+from parallel import Axis, Mesh, make_mesh
 
-SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+GIB = 2**30
+CONTEXT = 1.2 * GIB  # CUDA context, cuBLAS and NCCL buffers: on the card, but not torch's
+IMBALANCE = 1.44  # dropless, ep > 1: rows of the fullest rank over the mean; moe-4b's aux loss at step 20
+FRAGMENTS = 0.05  # of what comes and goes: reserved by the caching allocator, and in no use
 
 
-def local_parameters(cfg, mesh, vocab_size):
-    """-> {axis name whose ranks sum the gradient: parameters on this rank}"""
+# -----------------------------------------------------------------------------
+# 1) memory
+
+@cache
+def _spans(n_layer, pp_layers, pp):
+    return stage_layers(SimpleNamespace(n_layer=n_layer, pp_layers=pp_layers), pp)
+
+
+def spans(cfg, pp):
+    """config.stage_layers, once per split: a search asks for the same ones a hundred times."""
+    return _spans(cfg.n_layer, cfg.pp_layers, pp)
+
+
+@cache
+def _parameters(cfg, mesh, vocab_size, layers):
     with torch.device("meta"):
-        model = GPT(cfg, mesh, vocab_size, stage_layers(cfg, mesh.pp.size)[mesh.pp.rank])
+        model = GPT(cfg, mesh, vocab_size, layers)
     count = Counter()
     for p in model.parameters():
         count[p.reduce] += p.numel()
     return count
 
 
-def traffic(cfg, mesh, vocab_size, batch):
-    """-> {axis name: bytes that this rank sends per optimizer step}, by ring algorithms.
-    parallel.Axis.sent measures the same."""
+def local_parameters(cfg, mesh, vocab_size):
+    """-> {axis name whose ranks sum the gradient: parameters on this rank}"""
+    first, last = spans(cfg, mesh.pp.size)[mesh.pp.rank]
+    # one entry of the cache for all layouts that cut the model alike
+    alike = dataclasses.replace(cfg, micro_batch=1, global_batch=0, zero=0, recompute="none", pp=1, tp=1,
+                                ep=1)
+    where = [Axis(name, 0, getattr(mesh, name).size if name in ("tp", "ep") else 1)
+             for name in Mesh.__annotations__]
+    middle = first > 0 and last < cfg.n_layer
+    layers = (1, 1 + last - first) if middle else (first, last)
+    return _parameters(alike, Mesh(*where), vocab_size, layers)
+
+
+def kept(cfg, mesh):
+    """-> (bytes of a block's tensors that backward needs, of those that stay under --recompute full, of the
+    largest gradients alive at once in backward), one micro-batch. A test compares with autograd."""
+    size, tp, C, F = SIZE[cfg.dtype], mesh.tp.size, cfg.n_embd, cfg.ffn_hidden
+    rows, D = cfg.micro_batch * cfg.seq_len, C // cfg.n_head
+    q, kv = C / tp, max(cfg.n_kv_head // tp, 1) * D
+    glued = cfg.mlp == "swiglu"
+    # per token: the block's input, norm1's output as gathered, q k v side by side, attention's output,
+    # norm2's input
+    row = C / tp + C + (q + 2 * kv) + q + C / tp
+    if cfg.pos == "rope":
+        row += q + kv + q  # q and k turned; the output is laid out like q and copied for wo
+    fixed = C * (q + 2 * kv)  # together()'s copy of wq, wk, wv
+    stays = rows * C / tp
+    hidden = cfg.n_shared_experts * F if cfg.n_experts else F
+    peak = 0.0
+    if hidden:
+        # norm2's output; gate, up and their product, or before and after GELU
+        row += C + (3 if glued else 2) * hidden / tp
+        fixed += 2 * hidden / tp * C if glued else 0  # together()'s copy of w1, w3
+        peak = rows * (3 if glued else 2) * hidden / tp
+        if cfg.compile and glued and not cfg.n_experts:
+            stays += rows * hidden / tp  # a Triton kernel's output is not recomputed (inferred from a run)
+    own = 4 * rows * cfg.n_head / tp  # bytes: softmax's log-sum-exp, fp32
+    stays *= size
+    if cfg.n_experts:
+        n, K, E = rows / tp, cfg.top_k, cfg.n_experts
+        slots = E * min(math.ceil(n * K / E * cfg.capacity_factor), n) if cfg.capacity_factor else n * K
+        slots *= IMBALANCE if mesh.ep.size > 1 and not cfg.capacity_factor else 1
+        wide = max(4, size)
+        route = n * C * wide * (wide > size) + 2 * n * E * wide + n * K * 8 * (5 if mesh.ep.size > 1 else 3)
+        own += route + size * (slots * (C + (3 if glued else 2) * F) + n * K * C)  # x a b h; the copies
+        stays += route + size * 2 * n * C  # norm2's input and output
+        peak += slots * (2 * F + C)
+    own += 2 * rows * C / tp * (cfg.dropout > 0)  # the masks, one byte each
+    return size * (rows * row + fixed) + own, stays, size * (peak + 2 * rows * C)
+
+
+def memory(cfg, mesh, vocab_size):
+    """-> {part: bytes on this rank} that torch allocates at the fullest moment, on a GPU: weights, gradients,
+    optimizer; activations of all micro-batches in flight (1F1B: up to stages - stage); logits; workspace,
+    what backward's first block needs beside them and more than the logits did."""
     weight, grad = SIZE[cfg.dtype], max(4, SIZE[cfg.dtype])
-    micro = batch // (cfg.micro_batch * mesh.dp.size)  # micro-batches of this rank
+    count = local_parameters(cfg, mesh, vocab_size)
+    n = sum(count.values())
+    shard = sum(p / (getattr(mesh, name).size if cfg.zero else 1) for name, p in count.items())
+    masters = 0 if weight == grad else grad
+    tp, C, V = mesh.tp.size, cfg.n_embd, padded(vocab_size)
+    rows = cfg.micro_batch * cfg.seq_len
+    first, last = spans(cfg, mesh.pp.size)[mesh.pp.rank]
+    block, stays, peak = kept(cfg, mesh)
+    again = cfg.recompute == "full"
+    flying = min(mesh.pp.size - mesh.pp.rank, micro_batches(cfg, mesh))
+    activations = flying * (last - first) * (stays if again else block)
+    logits = 0
+    if last == cfg.n_layer:
+        # one rank: in the model's dtype, the gradient in their place. tp: softmax, its gradient, that scaled,
+        # in fp32. besides the head's input, normed, gradients; its weight's gradient
+        logits = rows * V / tp * (weight if tp == 1 else 3 * grad)
+        logits += rows * C * weight * 5 + V / tp * C * weight
+    else:
+        peak += 2 * rows * C / tp * weight  # a message each way
+    ends = sum(V // tp * C for end in (first == 0, last == cfg.n_layer and not cfg.tied) if end)
+    a_block = max(0, n - ends) / (last - first) * weight  # its gradients before they reach the bucket
+    work = peak + a_block + (block - stays if again else 0)
+    return {"weights": n * weight, "gradients": n * grad, "optimizer": shard * (masters + 2 * grad),
+            "activations": activations, "logits": logits, "workspace": max(0, work - logits)}
+
+
+def micro_batches(cfg, mesh, batch=0):
+    """Of one data-parallel rank and step."""
+    least = cfg.micro_batch * mesh.dp.size
+    return max(1, (batch or cfg.global_batch) // least)
+
+
+# -----------------------------------------------------------------------------
+# 2) traffic
+
+def traffic(cfg, mesh, vocab_size, batch):
+    """-> {axis name: bytes that this rank sends per optimizer step}, by ring algorithms; experts balanced.
+    parallel.Axis.sent measures the same."""
+    weight, wide = SIZE[cfg.dtype], max(4, SIZE[cfg.dtype])
+    micro = micro_batches(cfg, mesh, batch)
     rows = cfg.micro_batch * cfg.seq_len  # (B*T, C) on every tp rank when gathered
-    first, last = stage_layers(cfg, mesh.pp.size)[mesh.pp.rank]
-    out = Counter()
-    # gradients: an all-reduce is a reduce-scatter and an all-gather of fp32; ZeRO-1 gathers weights instead
-    for name, n in local_parameters(cfg, mesh, vocab_size).items():
-        size = getattr(mesh, name).size
-        out[name] += (size - 1) / size * n * (grad + (weight if cfg.zero else grad))
-    # tensor parallelism: attention and MLP each gather and scatter (B*T, C), backward does both adjoints
+    first, last = spans(cfg, mesh.pp.size)[mesh.pp.rank]
+    blocks, again = last - first, cfg.recompute == "full"
+    out = reductions(cfg, mesh, vocab_size)
+    # tensor parallelism: attention and MLP each gather and scatter (B*T, C), backward does both adjoints.
+    # recomputing stops at the last tensor backward needs, before a branch's scatter where no branch follows
     t = (mesh.tp.size - 1) / mesh.tp.size
-    passes = 3 if cfg.recompute == "full" else 2
-    blocks = (last - first) * 4 * passes
+    shared = cfg.n_experts and cfg.n_shared_experts
+    calls = 8 if not cfg.n_experts or shared else 4
+    calls += again * (3 if not cfg.n_experts else 2 if shared else 1)
     ends = 2 * (first == 0) + 2 * (last == cfg.n_layer)  # embedding: scatter; head: gather; again in backward
-    out["tp"] += t * micro * (blocks + ends) * rows * cfg.n_embd * weight
+    out["tp"] += t * micro * (blocks * calls + ends) * rows * cfg.n_embd * weight
     if last == cfg.n_layer:  # cross-entropy: the maximum, and two sums, over the vocabulary
-        out["tp"] += t * micro * 2 * 3 * rows * grad
+        out["tp"] += t * micro * 2 * 3 * rows * wide
+    if cfg.n_experts:
+        E, K, n = cfg.n_experts, cfg.top_k, rows / mesh.tp.size
+        out["tp"] += t * micro * blocks * 2 * E * wide  # the router's counts
+        away = (mesh.ep.size - 1) / mesh.ep.size
+        slots = E * min(math.ceil(n * K / E * cfg.capacity_factor), n) if cfg.capacity_factor else n * K
+        # there and back, forward, backward and again; dropless sends E counts before
+        out["ep"] += away * micro * blocks * (slots * cfg.n_embd * weight * (6 if again else 4)
+                                              + (0 if cfg.capacity_factor else 8 * E))
     # pipeline: one activation forwards, one gradient backwards
     neighbours = (first > 0) + (last < cfg.n_layer)
     out["pp"] += micro * neighbours * rows // mesh.tp.size * cfg.n_embd * weight
@@ -49,31 +179,243 @@ def traffic(cfg, mesh, vocab_size, batch):
     return {name: b for name, b in out.items() if b}
 
 
-def memory(cfg, mesh, vocab_size):
-    """-> {part: bytes on this rank}: weights, gradients, optimizer, activations, logits. Activations: what
-    autograd keeps of a block for backward, counted from model.py's forward; 1F1B keeps up to (stages - stage)
-    micro-batches of them."""
+def reductions(cfg, mesh, vocab_size):
+    """-> Counter {axis: bytes} of gradients: an all-reduce is a reduce-scatter and an all-gather of fp32;
+    ZeRO-1 gathers weights instead."""
     weight, grad = SIZE[cfg.dtype], max(4, SIZE[cfg.dtype])
-    count = local_parameters(cfg, mesh, vocab_size)
-    n = sum(count.values())
-    shard = sum(p / (getattr(mesh, name).size if cfg.zero else 1) for name, p in count.items())
-    masters = 0 if weight == grad else grad
-    tp, C, F = mesh.tp.size, cfg.n_embd, cfg.ffn_hidden
-    rows = cfg.micro_batch * cfg.seq_len
-    kv = 2 * cfg.n_kv_head * (C // cfg.n_head) / min(tp, cfg.n_kv_head)
-    # kept per row: norms' inputs (2 C, sharded over tp), their outputs as gathered (2 C), q, attention's
-    # output, kv, MLP
-    gathered = (2 * C + (3 if cfg.pos == "rope" else 2) * C / tp + kv
-                + (4 if cfg.mlp == "swiglu" else 2) * F / tp)
-    block = rows * weight * (2 * C / tp + gathered)
-    first, last = stage_layers(cfg, mesh.pp.size)[mesh.pp.rank]
-    flying = mesh.pp.size - mesh.pp.rank
-    if cfg.recompute == "full":
-        activations = flying * (last - first) * rows * C / tp * weight + block
+    out = Counter()
+    for name, n in local_parameters(cfg, mesh, vocab_size).items():
+        size = getattr(mesh, name).size
+        out[name] += (size - 1) / size * n * (grad + (weight if cfg.zero else grad))
+    return out
+
+
+# -----------------------------------------------------------------------------
+# 3) the plan
+
+def place(cfg, gpus, stage):
+    """The mesh as the first rank of a stage sees it, without groups."""
+    each = gpus // cfg.pp
+    dp = each // cfg.tp
+    size = dict(world=gpus, dp=dp, tp=cfg.tp, pp=cfg.pp, ep=cfg.ep, edp=each // cfg.ep, stage=each, tied=1)
+    if stage in (0, cfg.pp - 1):
+        size["tied"] = dp * min(2, cfg.pp)
+    return Mesh(**{name: Axis(name, stage if name == "pp" else 0, n) for name, n in size.items()})
+
+
+def check_gpus(cfg, gpus):
+    """-> (cfg with its global batch, its mesh); ValueError where train.py would refuse this layout."""
+    world = SimpleNamespace(rank=0, size=gpus, calls=None)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, groups=False)
+    batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
+    check_layout(cfg, mesh, batch)
+    return dataclasses.replace(cfg, global_batch=batch), mesh
+
+
+def estimate(cfg, gpus, gpu, vocab):
+    """-> everything about one layout, of the fullest and of the slowest stage, as plain numbers."""
+    # stages alike but for their place count once: the first of them has the most micro-batches in flight
+    alike = {}
+    for s, (first, last) in enumerate(spans(cfg, cfg.pp)):
+        alike.setdefault((last - first, first == 0, last == cfg.n_layer), []).append(s)
+    stages = [place(cfg, gpus, ranks[0]) for ranks in alike.values()]
+    micro, every = micro_batches(cfg, stages[0]), spans(cfg, cfg.pp)
+    layers = [every[mesh.pp.rank] for mesh in stages]
+    parts = max((memory(cfg, mesh, vocab) for mesh in stages), key=lambda parts: sum(parts.values()))
+    parts["overhead"] = CONTEXT + FRAGMENTS * sum(parts[k] for k in ("activations", "logits", "workspace"))
+    chip, block = GPUS[gpu], kept(cfg, stages[0])[0]
+    sent = [traffic(cfg, mesh, vocab, cfg.global_batch) for mesh in stages]
+    each = [stage_time(cfg, mesh, span, block, padded(vocab), chip, bytes_, micro)
+            for mesh, span, bytes_ in zip(stages, layers, sent, strict=True)]
+    by_stage = [(s, ms * 1e3) for ranks, ms in zip(alike.values(), each, strict=True) for s in ranks]
+    local = [local_parameters(cfg, mesh, vocab) for mesh in stages]
+    most = max(range(len(stages)), key=lambda s: sum(local[s].values()))
+    owned = sum(n / (getattr(stages[most], name).size if cfg.zero else 1) for name, n in local[most].items())
+    sums = reductions(cfg, stages[most], vocab)
+    parts_s = step_time(cfg, stages[most], micro, max(each), owned, sums, chip)
+    seconds, tokens = sum(parts_s.values()), cfg.global_batch * cfg.seq_len
+    full, causal = flops_per_token(cfg, vocab)
+    total = count_parameters(cfg, vocab)
+    flags = ("tp", "pp", "ep", "zero", "micro_batch", "global_batch", "recompute")
+    return {"layout": {"gpus": gpus, "dp": stages[0].dp.size, **{k: getattr(cfg, k) for k in flags}},
+            "parameters": {"vocabulary": vocab, "total": total["total"], "embedding": total["embedding"],
+                           "active": total["matmul"], "per_rank": max(sum(c.values()) for c in local)},
+            "memory_gib": {k: b / GIB for k, b in parts.items()}, "memory": sum(parts.values()) / GIB,
+            "fits": sum(parts.values()) <= chip.memory, "capacity_gib": chip.memory / GIB,
+            "flops": {"full": full * tokens, "causal": causal * tokens},
+            "traffic_mb": {k: max(s.get(k, 0) for s in sent) / 1e6 for k in sorted(set().union(*sent))},
+            "ms_parts": {k: s * 1e3 for k, s in parts_s.items()}, "ms": seconds * 1e3,
+            "tok_s_gpu": tokens / seconds / gpus, "tflops": full * tokens / seconds / gpus / 1e12,
+            "mfu": full * tokens / seconds / gpus / chip.peak, "stage_ms": [ms for _, ms in sorted(by_stage)]}
+
+
+def warnings(cfg, plan, gpu, vocab):
+    """-> lines: what of these shapes leaves a GPU idle."""
+    mesh, sms, out = place(cfg, plan["layout"]["gpus"], 0), GPUS[gpu].sms, []
+    D, tp = cfg.n_embd // cfg.n_head, cfg.tp
+    local = {"n-embd": cfg.n_embd, "head dim": D, f"ffn-hidden / tp {tp}": cfg.ffn_hidden // tp}
+    for name, n in local.items():
+        if n % 8:
+            out.append(f"{name} is {n}, no multiple of 8: slower kernels; try {-(-n // 8) * 8}")
+        elif n % 64 and name != "head dim":
+            out.append(f"{name} is {n}, no multiple of 64: tiles are partly empty; try {-(-n // 64) * 64}")
+        elif n % 128 and name != "head dim":
+            out.append(f"{name} is {n}, no multiple of 128, the edge of a tile; try {-(-n // 128) * 128}")
+    if D % 64:
+        out.append(f"head dim {D}: attention kernels pad it to {-(-D // 64) * 64}")
+    if vocab % 128:
+        out.append(f"the vocabulary {vocab} is padded to {padded(vocab)} rows")
+    for m, n, count in dict.fromkeys((m, n, count) for m, n, _, count in products(cfg, mesh)):
+        used, whole = waves(m, n, count, sms)
+        if used / whole < 0.8:
+            out.append(f"wave quantisation: {count} x ({m}, {n}) fill {used:.2f} of {whole} waves of {sms} "
+                       f"multiprocessors: {100 * (1 - used / whole):.0f} % idle")
+    if cfg.n_kv_head % tp:
+        out.append(f"tp {tp} exceeds n-kv-head {cfg.n_kv_head}: key/value weights are replicated, "
+                   f"{tp // cfg.n_kv_head} ranks compute each head")
+    stages = plan["stage_ms"]
+    if max(stages) > 1.05 * sum(stages) / len(stages):
+        ratio = max(stages) / sum(stages) * len(stages)
+        out.append(f"stages of unequal work: the slowest takes {ratio:.2f} times the mean "
+                   f" ({', '.join(f'{s:.0f}' for s in stages)} ms)")
+    micro = micro_batches(cfg, mesh)
+    if cfg.pp > 1 and micro < 4 * cfg.pp:
+        out.append(f"{micro} micro-batches over {cfg.pp} stages: the pipeline idles "
+                   f"{100 * (cfg.pp - 1) / (micro + cfg.pp - 1):.0f} %")
+    if tp > GPUS[gpu].node:
+        out.append(f"tp {tp} reaches over the node's {GPUS[gpu].node} GPUs, on the slow network")
+    if not plan["fits"]:
+        out.append(f"does not fit: {plan['memory']:.1f} of {plan['capacity_gib']:.1f} GiB; try --search")
+    return out
+
+
+def search(cfg, gpus, gpu, vocab):
+    """Every layout that train.py accepts and the GPU holds -> plans, fastest first. One global batch."""
+    batch, found = cfg.global_batch or cfg.micro_batch * gpus, []
+    divisors = [d for d in range(1, gpus + 1) if gpus % d == 0]
+    tps = [t for t in divisors if 128 % t == 0 and t <= GPUS[gpu].node]
+    pps = [p for p in divisors if p <= cfg.n_layer]
+    sizes = [2**i for i in range(8)]
+    for tp, pp in ((t, p) for t in tps for p in pps if gpus % (t * p) == 0):
+        stage = gpus // pp
+        eps = [e for e in divisors if stage % e == 0 and cfg.n_experts % e == 0] if cfg.n_experts else [1]
+        for ep in eps:
+            for mbs in sizes:
+                if batch % (mbs * (stage // tp)):
+                    break
+                for recompute in ("none", "full"):
+                    for zero in (0, 1):
+                        this = dataclasses.replace(
+                            cfg, tp=tp, pp=pp, ep=ep, micro_batch=mbs, recompute=recompute, zero=zero,
+                            global_batch=batch, pp_layers="")
+                        try:
+                            check_layout(this, place(this, gpus, 0), batch)
+                        except ValueError:
+                            continue
+                        plan = estimate(this, gpus, gpu, vocab)
+                        if plan["fits"]:
+                            found.append(plan)
+    return sorted(found, key=lambda plan: plan["ms"])
+
+
+def vocabulary(cfg):
+    """What train.py would take: the flag's, the data's, synthetic's 256. Without data, GPT-2's."""
+    if cfg.vocab_size or cfg.data == "synthetic":
+        return cfg.vocab_size or 256
+    try:
+        return load_meta(cfg.data)["vocab_size"]
+    except OSError:
+        return 50257
+
+
+def arguments(argv):
+    """-> (own flags, Config)"""
+    p = argparse.ArgumentParser("plan.py", allow_abbrev=False, add_help=False)
+    p.error = lambda message: (_ for _ in ()).throw(ValueError(message))
+    p.add_argument("--gpus", type=int, default=1)
+    p.add_argument("--gpu", choices=GPUS, default="h200")
+    p.add_argument("--tokens", type=float, default=0)
+    p.add_argument("--search", action="store_true")
+    p.add_argument("--json", action="store_true")
+    args, rest = p.parse_known_args(argv)
+    if {"-h", "--help"} & set(rest):
+        print(f"python plan.py [PRESET] --gpus N --gpu {{{','.join(GPUS)}}} [--tokens T: days for T]\n"
+              "    [--search: rank every layout that fits] [--json] [flags of train.py, see its --help]")
+        raise SystemExit(0)
+    if args.gpus < 1 or args.tokens < 0:
+        raise ValueError(f"--gpus {args.gpus} must be at least 1 and --tokens {args.tokens:g} not negative")
+    cfg = parse(rest)
+    check(cfg)
+    return args, cfg
+
+
+def table(title, rows):
+    print(f"\n{title}")
+    wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = [c.rjust(w) for c, w in zip(row, wide, strict=True)]
+        print("  ".join(["", row[0].ljust(wide[0]), *cells[1:]]))
+
+
+def show(cfg, plan, args, vocab):
+    at = plan["layout"]
+    flags = ", ".join(f"{k} {v}" for k, v in at.items() if k != "gpus")
+    print(f"{cfg.preset} on {args.gpus} {args.gpu}: {flags}")
+    table("parameters", [(k, f"{n:,}") for k, n in plan["parameters"].items()])
+    table(f"memory of the fullest rank, GiB of {plan['capacity_gib']:.1f}",
+          [(k, f"{b:.2f}") for k, b in plan["memory_gib"].items()] + [("sum", f"{plan['memory']:.2f}")])
+    moved = [(k, f"{b:,.1f}") for k, b in plan["traffic_mb"].items()]
+    table("sent per rank and step, MB", moved or [("none", "0")])
+    table("milliseconds per step, expected", [(k, f"{ms:,.1f}") for k, ms in plan["ms_parts"].items()]
+          + [("sum", f"{plan['ms']:,.1f}")])
+    table("work", [("FLOPs per step, full attention", f"{plan['flops']['full']:.4g}"),
+                   ("FLOPs per step, causal", f"{plan['flops']['causal']:.4g}"),
+                   ("TFLOP/s per GPU", f"{plan['tflops']:.1f}"), ("MFU", f"{100 * plan['mfu']:.1f} %"),
+                   ("tokens/s per GPU", f"{plan['tok_s_gpu']:,.0f}")])
+    if args.tokens:
+        table(f"{args.tokens:.3g} tokens", [("days", f"{plan['days']:,.2f}"),
+                                            ("GPU-hours", f"{plan['gpu_hours']:,.0f}")])
+    for line in plan["warnings"]:
+        print(f"warning: {line}")
+
+
+def ranking(cfg, plans, args):
+    few = "; the first 20" if len(plans) > 20 else ""
+    print(f"{cfg.preset} on {args.gpus} {args.gpu}: {len(plans)} layouts fit{few}")
+    names = ("dp", "tp", "pp", "ep", "zero", "micro_batch", "recompute")
+    rows = [("#", *("mbs" if n == "micro_batch" else n for n in names), "GiB", "ms", "TFLOP/s/GPU", "days")]
+    for i, plan in enumerate(plans[:20], 1):
+        days = f"{plan['days']:,.2f}" if args.tokens else "-"
+        rows.append((str(i), *(str(plan["layout"][n]) for n in names), f"{plan['memory']:.1f}",
+                     f"{plan['ms']:,.1f}", f"{plan['tflops']:.1f}", days))
+    table("fastest first", rows)
+
+
+def main(argv=None):
+    try:
+        args, cfg = arguments(sys.argv[1:] if argv is None else argv)
+        vocab = vocabulary(cfg)
+        if args.search:
+            plans = search(cfg, args.gpus, args.gpu, vocab)
+            if not plans:
+                raise ValueError(f"no layout of {cfg.preset} on {args.gpus} {args.gpu} fits; try more --gpus")
+        else:
+            cfg, _ = check_gpus(cfg, args.gpus)
+            plans = [estimate(cfg, args.gpus, args.gpu, vocab)]
+            plans[0]["warnings"] = warnings(cfg, plans[0], args.gpu, vocab)
+    except ValueError as e:
+        print(f"nanoshard: {e}", file=sys.stderr)
+        raise SystemExit(2) from None
+    for plan in plans:
+        seconds = args.tokens / plan["tok_s_gpu"] / args.gpus
+        plan.update(days=seconds / 86400, gpu_hours=seconds / 3600 * args.gpus)
+    if args.json:
+        print(json.dumps(plans if args.search else plans[0], indent=1))
+    elif args.search:
+        ranking(cfg, plans, args)
     else:
-        activations = flying * (last - first) * block
-    V = -(-vocab_size // 128) * 128
-    # logits in the model's dtype, in fp32, and the softmax or its gradient beside them
-    logits = rows * V / tp * (2 * weight + 2 * grad) if last == cfg.n_layer else 0
-    return {"weights": n * weight, "gradients": n * grad, "optimizer": shard * (masters + 2 * grad),
-            "activations": activations, "logits": logits}
+        show(cfg, plans[0], args, vocab)
+
+
+if __name__ == "__main__":
+    main()
