@@ -113,9 +113,6 @@ def test_any_layout_to_any(model, tmp_path):
             np.testing.assert_allclose(norm, written[0]["totals"][1], rtol=1e-10, err_msg=where)
 
 
-# -----------------------------------------------------------------------------
-# pieces
-
 def test_rectangles_cover_exactly():
     rng = random.Random(0)
     for _ in range(2000):
@@ -393,9 +390,6 @@ def test_training_goes_on_until_the_third(tmp_path):
     assert code == 1 and "3 saves in a row failed" in said.splitlines()[-1] and "done" not in printed
     assert not list((tmp_path / "run").glob("step_*"))
 
-
-# -----------------------------------------------------------------------------
-# looking
 
 def test_show_and_diff(tmp_path, capsys):
     a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
