@@ -81,7 +81,7 @@ class Config:
     # skip
     train_range_to_skip: tuple[int, ...] = ()  # A B [C D ...]: drop these steps' data, 1-based, inclusive
     skip_spikes: float = 0.0  # SIGMA: skip steps with loss or norm over median + SIGMA deviations; 0 is off
-    inject_spike: int = 0  # at this step every target is the token 0: a spike to learn from; 0 is never
+    inject_spike: int = 0  # every target of this step is the token 0; --clip 0 shows the harm; 0 is never
     # look
     profile: bool = False  # pyinstrument, as profile.html and profile.txt
     trace: bool = False  # torch profiler over steps 3 to 5, as trace.json

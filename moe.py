@@ -297,6 +297,7 @@ def steer(model, rate, refused):
         if moe.router.bias is not None:
             load = moe.stats[:moe.E].clone()
             if moe.mesh.stage.size > 1:
+                moe.mesh.stage.note("all-reduce", load)
                 dist.all_reduce(load, group=moe.mesh.stage.group)  # SUM of E counts, over the stage
             moe.router.bias += rate * (load.mean() - load).sign().float() * (1 - refused)
 
@@ -311,6 +312,7 @@ def summary(model, micro_batches):
     for i, moe in layers(model).items():
         table[i] = moe.stats
     if mesh.world.size > 1:
+        mesh.world.note("all-reduce", table)
         dist.all_reduce(table, group=mesh.world.group)  # SUM of L*(E+4) numbers, over the world
     out = {}
     for i, row in enumerate(table.tolist()):
