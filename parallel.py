@@ -1,19 +1,18 @@
-r"""The ranks as a mesh, and data parallelism written out by hand.
+r"""What travels along the axes of mesh.py: tensor and data parallelism written out by hand.
 
-The one rule: the loss is divided once, by the number of tokens of the whole global batch. Every gradient reduction
-is then a plain SUM over the ranks that hold the same parameter. No averages, no second division anywhere.
+The one rule: the loss is divided once, by the number of tokens of the whole global batch. Every gradient
+reduction is then a plain SUM over the ranks that hold the same parameter. No averages, no second division.
 
-grep -n "dist\\.\|_single(" *.py is the whole communication story; each call says what moves, over which axis, how much.
+grep -n "dist\\.\|_single(" *.py is the whole communication story; each call says what moves, over which axis,
+how much.
 """
 import contextlib
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from mesh import Axis, Mesh, make_mesh  # noqa: F401 read mesh.py first; the others import them from here
 
 # torch 2.13 has new names for these two, 2.11 and 2.12 only the old ones
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -21,91 +20,16 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 # -----------------------------------------------------------------------------
-# the mesh: which ranks belong together
-
-@dataclass(frozen=True)
-class Axis:
-    """The ranks that differ from this one only along one axis of the mesh. group is None when size is 1.
-    sent counts the bytes that this rank sends along it, by the ring algorithms' formulas: (size-1)/size of the whole for
-    an all-gather, a reduce-scatter and an all-to-all, twice that for an all-reduce (Thakur et al. 2005, section 4)."""
-    name: str
-    rank: int = 0
-    size: int = 1
-    group: Any = None
-    ranks: tuple[int, ...] = (0,)
-    calls: Any = None  # launch.Calls of this rank, one for all axes
-    sent: Counter = field(default_factory=Counter, compare=False)
-
-    @torch.compiler.disable
-    def count(self, kind, whole):
-        """kind: the collective; whole: the tensor that all ranks together end with (or reduce)."""
-        share = 1 if kind == "send" else (self.size - 1) / self.size * (2 if kind == "all-reduce" else 1)
-        self.sent[kind] += share * whole.numel() * whole.element_size()
-        self.note(kind, whole)
-
-    def note(self, kind, tensor=None):
-        """For the watchdog: this rank is about to begin a collective."""
-        if self.calls is not None:
-            self.calls.note(kind, self.name, tensor)
-
-
-@dataclass(frozen=True)
-class Mesh:
-    world: Axis
-    dp: Axis     # replicas of the model: different data, same parameters
-    tp: Axis     # one layer over several ranks (and the sequence between the blocks)
-    pp: Axis     # stages: different layers
-    ep: Axis     # different experts
-    edp: Axis    # the ranks that hold the same experts
-    stage: Axis  # all ranks of one pipeline stage = dp x tp = edp x ep
-    tied: Axis   # dp x {first, last stage}: the two copies of a tied embedding
-
-
-def make_mesh(world, tp=1, pp=1, ep=1, groups=True):
-    """-> Mesh; without groups, a plan of one. Rank order, slowest first: pp, dp, tp. A stage's ranks are viewed again as (edp, ep), ep fastest."""
-    n = world.size
-    if n % (tp * pp):
-        fit = max(t for t in range(1, tp + 1) if n % (t * pp) == 0) if n % pp == 0 else 0
-        hint = f"try --tp {fit}" if fit else f"start a multiple of {tp * pp} ranks"
-        raise ValueError(f"{n} ranks do not divide by tp {tp} * pp {pp}; {hint}")
-    dp = n // (tp * pp)
-    if (dp * tp) % ep:
-        fit = max(e for e in range(1, ep + 1) if (dp * tp) % e == 0)
-        raise ValueError(f"ep {ep} does not divide dp {dp} * tp {tp} = {dp * tp} ranks of a stage; try --ep {fit}")
-    grid = torch.arange(n).view(pp, dp, tp)  # (pp, dp, tp)
-    fold = grid.view(pp, dp * tp // ep, ep)  # (pp, edp, ep): the same ranks, seen by the experts
-    rows = {
-        "world": grid.reshape(1, n), "tp": grid.reshape(-1, tp), "stage": grid.reshape(pp, dp * tp),
-        "dp": grid.transpose(1, 2).reshape(-1, dp), "pp": grid.permute(1, 2, 0).reshape(-1, pp),
-        "ep": fold.reshape(-1, ep), "edp": fold.transpose(1, 2).reshape(-1, dp * tp // ep),
-    }
-    ends = grid[[0, -1]] if pp > 1 else grid  # (2 or 1, dp, tp)
-    rows["tied"] = ends.permute(2, 0, 1).reshape(tp, -1)
-    # every rank creates every group, in the same order; axes with the same ranks share one. but not pp: a stage sends to
-    # its neighbour before or after it joins a sum, and NCCL pairs calls on one communicator by their order alone
-    made = {}
-    axes = {"tied": Axis("tied")}  # the stages between have no part in it
-    for name, table in rows.items():
-        for row in map(tuple, table.tolist()):
-            key = (name == "pp", row)
-            if groups and len(row) > 1 and key not in made:
-                made[key] = dist.group.WORLD if len(row) == n and name != "pp" else dist.new_group(list(row))
-            if world.rank in row:
-                axes[name] = Axis(name, row.index(world.rank), len(row), made.get(key), row, world.calls)
-    return Mesh(**axes)
-
-
-# -----------------------------------------------------------------------------
 # parameters: which share of the full tensor is mine, and over which ranks its gradient is summed
 
 def parameter(shape, mesh, tp_dim=None, expert=False, used=None, reduce=None):
-    """An empty nn.Parameter holding this rank's share of a tensor of `shape`: cut along tp_dim over tp, or along dim 0
-    over ep for the experts.
+    """An empty nn.Parameter holding this rank's share of a tensor of `shape`: cut along tp_dim over tp, or
+    along dim 0 over ep for the experts.
 
     Each parameter belongs to exactly one reduction group, whose ranks' gradients are summed:
         cut over tp   -> dp      each replica of the same share
         replicated    -> stage   under sequence parallelism every tp rank saw other tokens, so they count too
-        experts       -> edp     the ranks that hold the same experts; a rank's gradient already sums the tokens of all ep
+        experts       -> edp     the same experts; a rank's gradient already sums the tokens of all ep
         tied          -> tied    dp x {first stage, last stage}: two copies of one embedding
     used: rows of dim 0 that are not vocabulary padding.
     """
@@ -125,9 +49,10 @@ def parameter(shape, mesh, tp_dim=None, expert=False, used=None, reduce=None):
 # -----------------------------------------------------------------------------
 # tensor and sequence parallelism: the two pairs of collectives around every sharded layer
 #
-#   gather_rows   is g-bar of Korthikanti et al., arXiv:2205.05198, figure 5: forward all-gather, backward reduce-scatter
-#   scatter_rows  is its adjoint g:                                           forward reduce-scatter, backward all-gather
-# together they replace the all-reduces f and g of Megatron-LM (arXiv:1909.08053, figure 3) at the same number of bytes.
+#   gather_rows   g-bar of Korthikanti et al.: forward all-gather, backward reduce-scatter
+#   scatter_rows  its adjoint g:               forward reduce-scatter, backward all-gather
+# (arXiv:2205.05198, figure 5). together they replace the all-reduces f and g of Megatron-LM
+# (arXiv:1909.08053, figure 3) at the same number of bytes.
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
@@ -153,7 +78,7 @@ class _ScatterRows(torch.autograd.Function):
 
 @torch.compiler.disable
 def _between_graphs(function, *args):
-    """torch.compile leaves these calls out of its graphs: a collective counts itself, which a graph cannot."""
+    """torch.compile leaves these calls out of its graphs: a collective counts itself, a graph cannot."""
     return function.apply(*args)
 
 
@@ -193,8 +118,8 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_to_all(x, axis, send=None, receive=None):
-    """Rows of x, block j to rank j of the axis; the blocks that come back stand by sender. send, receive: rows per rank,
-    None for equal blocks. (sum(send), ...) -> (sum(receive), ...)"""
+    """Rows of x, block j to rank j of the axis; the blocks that come back stand by sender. send, receive:
+    rows per rank, None for equal blocks. (sum(send), ...) -> (sum(receive), ...)"""
     return x if axis.size == 1 else _AllToAll.apply(x, axis, send, receive)
 
 
@@ -203,12 +128,13 @@ def exchange(x, axis, send, receive):
     stays = x.size(0) // axis.size if send is None else send[axis.rank]
     axis.note("all-to-all", x)
     axis.sent["all-to-all"] += (x.size(0) - stays) * (x[0].numel() if len(x) else 0) * x.element_size()
-    dist.all_to_all_single(out, x.contiguous(), receive, send, group=axis.group)  # block j of x to rank j, over ep
+    dist.all_to_all_single(out, x.contiguous(), receive, send, group=axis.group)  # block j to rank j, over ep
     return out
 
 
 def vocab_embedding(tokens, weight, axis):
-    """tokens (B*T,) int64, weight (v, C): each rank looks up the ids it holds, the sum goes out by rows -> (n, C)."""
+    """tokens (B*T,) int64, weight (v, C) -> (n, C): each rank looks up the ids it holds, their sum goes out
+    by rows."""
     if axis.size == 1:
         return F.embedding(tokens, weight)
     local = tokens - axis.rank * weight.size(0)
@@ -218,7 +144,7 @@ def vocab_embedding(tokens, weight, axis):
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
-    """Sum of -log softmax(logits)[target] with the vocabulary dealt over tp; backward needs no communication."""
+    """Sum of -log softmax(logits)[target], the vocabulary dealt over tp; backward needs no communication."""
 
     @staticmethod
     def forward(ctx, z, target, axis):  # (N, v), (N,) -> ()
@@ -228,12 +154,12 @@ class _VocabCrossEntropy(torch.autograd.Function):
         dist.all_reduce(top, dist.ReduceOp.MAX, group=axis.group)  # N maxima, over tp
         mine = (target >= low) & (target < low + z.size(1))
         index = ((target - low) * mine).unsqueeze(1)  # (N, 1)
-        picked = z.gather(1, index).squeeze(1).masked_fill(~mine, 0)  # (N,) the target's logit; -inf * 0 is NaN
+        picked = z.gather(1, index).squeeze(1).masked_fill(~mine, 0)  # (N,) target's logit; -inf * 0 is NaN
         p = (z - top.unsqueeze(1)).exp_()  # (N, v)
         total = p.sum(1)
         both = torch.stack([total, picked])
         axis.count("all-reduce", both)
-        dist.all_reduce(both, group=axis.group)  # SUM of exponentials and of target logits, 2 N numbers, over tp
+        dist.all_reduce(both, group=axis.group)  # SUM of exponentials, of target logits: 2 N, over tp
         total, picked = both
         p /= total.unsqueeze(1)
         ctx.save_for_backward(p, index, mine)
@@ -247,7 +173,8 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
 
 def vocab_cross_entropy(logits, target, vocab_size, axis):
-    """logits (N, v) in the model's dtype, target (N,) -> sum of the cross-entropy in nats, same on every tp rank."""
+    """logits (N, v) in the model's dtype, target (N,) -> sum of the cross-entropy in nats, the same on every
+    tp rank."""
     low = axis.rank * logits.size(1)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))  # at least fp32
     if low + z.size(1) > vocab_size:  # padding rows are no words: they take no probability
@@ -266,14 +193,15 @@ class Bucket:
 
     flat (n,) holds the weights in the model's dtype and every p.data is a view of it;
     grad (n,) holds the sum of the gradients in at least fp32. One large collective beats many small ones.
-    ZeRO-1 (arXiv:1910.02054, section 5.1): of n each rank owns the slice `mine`, (n/size,), steps only that, and sends
-    its new weights to the others. Without ZeRO every rank owns all.
+    ZeRO-1 (arXiv:1910.02054, section 5.1): of n each rank owns the slice `mine`, (n/size,), steps only that,
+    and sends its new weights to the others. Without ZeRO every rank owns all.
     """
 
     def __init__(self, names, params, axis, decay, zero):
         self.names, self.params, self.axis, self.decay = names, params, axis, decay
         self.shards = axis.size if zero else 1
-        self.share = 1 / (axis.size // self.shards)  # of what this rank holds, the part it answers for in a sum over the world
+        # of what this rank holds, the part it answers for in a sum over the world
+        self.share = 1 / (axis.size // self.shards)
         self.used = sum(p.numel() for p in params)
         n = -(-self.used // (self.shards * 128)) * self.shards * 128 if self.shards > 1 else self.used
         dtype, device = params[0].dtype, params[0].device
@@ -301,7 +229,7 @@ class Bucket:
         self.work = None
 
     def add(self, i, last):
-        """Take parameter i's gradient of one micro-batch; after the last micro-batch a full bucket leaves at once."""
+        """Take parameter i's gradient of one micro-batch; after the last one a full bucket leaves at once."""
         p = self.params[i]
         if self.fresh[i]:
             self.grads[i].copy_(p.grad)  # first micro-batch: a copy needs no zeroing before
@@ -319,15 +247,17 @@ class Bucket:
                 self.grads[i].zero_()  # a parameter that took no part in this step
         if self.shards > 1:  # SUM, n/size of n fp32 to each rank, over the axis
             self.axis.count("reduce-scatter", self.grad)
-            self.work = reduce_scatter_single(self.grad[self.mine], self.grad, group=self.axis.group, async_op=True)
+            self.work = reduce_scatter_single(self.grad[self.mine], self.grad, group=self.axis.group,
+                                              async_op=True)
         elif self.axis.size > 1:
             self.axis.count("all-reduce", self.grad)
-            self.work = dist.all_reduce(self.grad, group=self.axis.group, async_op=True)  # SUM, n fp32, over the axis
+            # SUM, n fp32, over the axis
+            self.work = dist.all_reduce(self.grad, group=self.axis.group, async_op=True)
         else:
             self.work = _Done()
 
     def finish(self):
-        """Wait for the reduction (a bucket that never filled is reduced here, on every rank in the same order)."""
+        """Wait for the reduction (a bucket that never filled is reduced here, in one order everywhere)."""
         if self.work is None:
             self.reduce()
         self.work.wait()
@@ -336,7 +266,8 @@ class Bucket:
         """Start handing this rank's stepped slice to the others; arrive() waits for it."""
         if self.shards > 1:  # n/size weights from each rank to all, over the axis
             self.axis.count("all-gather", self.flat)
-            self.gather = all_gather_single(self.flat, self.flat[self.mine], group=self.axis.group, async_op=True)
+            mine = self.flat[self.mine]
+            self.gather = all_gather_single(self.flat, mine, group=self.axis.group, async_op=True)
 
     def arrive(self):
         """Wait for the other ranks' weights."""
@@ -359,15 +290,15 @@ def untimed(phase):
 
 class DataParallel:
     """Sums every gradient over the ranks that hold the same parameter.
-    Per step: begin(); per micro-batch set .last, run backward; finish(). After the optimizer: send_weights()."""
+    Per step: begin(); per micro-batch set .last, backward; finish(). After the optimizer: send_weights()."""
 
     def __init__(self, model, mesh, zero=0, timers=untimed, bucket_elements=40_000_000):
         self.timers = timers
         self.last = True  # the micro-batch in flight is the step's last one: its gradients complete the sums
         self.buckets = []
         open_ = {}  # (axis, decayed): names and parameters of the bucket being filled
-        # backward reaches the last layers first, so buckets are filled in reverse order. vectors (norms, biases) keep
-        # buckets of their own: they are not decayed, and one bucket is one tensor of the optimizer
+        # backward reaches the last layers first, so buckets are filled in reverse. vectors (norms, biases)
+        # keep buckets of their own: they are not decayed, and one bucket is one tensor of the optimizer
         for name, p in reversed(list(model.named_parameters())):
             key = (p.reduce, decays(p))
             names, params = open_.setdefault(key, ([], []))
@@ -382,7 +313,7 @@ class DataParallel:
             for i, p in enumerate(bucket.params):
                 owner[p] = bucket
                 p.register_post_accumulate_grad_hook(lambda p, b=bucket, i=i: b.add(i, self.last))
-        self.buffers, self.stage = dict(model.named_buffers()), mesh.stage  # not trained, but part of the state
+        self.buffers, self.stage = dict(model.named_buffers()), mesh.stage  # untrained, but state
         self.needs = {m: list(dict.fromkeys(owner[p] for p in m.parameters())) for m in model.modules()}
         model.arrive = self.arrive
 
@@ -411,19 +342,19 @@ class DataParallel:
 
 
 def decays(p):
-    """Weight decay is for matrices only: never for norms, biases and other vectors. By shape, not by module class."""
+    """Weight decay is for matrices only, never for norms, biases, vectors: by shape, not by class."""
     return p.ndim >= 2
 
 
 @torch.no_grad()
 def broadcast_and_verify(model, mesh):
-    """Replicas start equal: the first rank that holds a parameter sends it, then every rank checks what it holds."""
+    """Replicas start equal: the first rank that holds a parameter sends it, then each checks its own."""
     for name, p in model.named_parameters():
         axis = getattr(mesh, p.reduce)
         if axis.size == 1:
             continue
         axis.note("broadcast", p)
-        dist.broadcast(p.data, axis.ranks[0], group=axis.group)  # one parameter, from the first replica to all
+        dist.broadcast(p.data, axis.ranks[0], group=axis.group)  # one parameter, first replica to all
         mine = fingerprint(p)  # (2,)
         theirs = [torch.empty_like(mine) for _ in range(axis.size)]
         axis.note("all-gather", mine)
@@ -433,7 +364,8 @@ def broadcast_and_verify(model, mesh):
 
 
 def fingerprint(t):
-    """(2,) int64: plain and position-weighted sum of the bit pattern. Equal bits, equal pair; a swap changes the second."""
+    """(2,) int64: plain and position-weighted sum of the bit pattern. Equal bits, equal pair; a swap changes
+    the second."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
     v = t.detach().reshape(-1).view(bits).long()  # (n,)
     weight = torch.arange(v.numel(), device=v.device) * 2 + 1

@@ -1,7 +1,7 @@
 """Train a GPT on one process or many: python train.py [PRESET] [flags], also under mpiexec, torchrun, srun.
 
     1) what was asked, and who am I          config.py launch.py
-    2) mesh, data, model                     parallel.py data.py model.py
+    2) mesh, data, model                     mesh.py data.py model.py
     3) resume, or start with equal replicas  checkpoint.py state.py
     4) the training loop                     pipeline.py (forward, backward) parallel.py (sums) optim.py
        what guards it                        skip.py watch.py replicas.py stragglers.py

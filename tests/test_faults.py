@@ -69,7 +69,7 @@ def with_faults(world, faults, fn, *args):
 
 # ZeRO-1's weights travel while other work goes on: reading them too early is a race, which a test may win.
 # With this edit, which is no fault yet, they set out only when somebody waits for them.
-GATHER = "all_gather_single(self.flat, self.flat[self.mine], group=self.axis.group"
+GATHER = "all_gather_single(self.flat, mine, group=self.axis.group"
 LATE = ("parallel.Bucket.send_weights", f"{GATHER}, async_op=True)",
         f"type('Late', (), {{'wait': lambda _: {GATHER})}})()")
 
