@@ -14,6 +14,9 @@ test: .venv/ready-test
 drills: .venv/ready-test
 	python tests/drills/kill.py --count 200 --out out/drills
 
+slurm: .venv/ready
+	python tests/slurm/cluster.py
+
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -r requirements.txt
@@ -23,4 +26,4 @@ drills: .venv/ready-test
 	$(BIN)/pip install -q -r requirements-test.txt
 	touch $@
 
-.PHONY: train test drills
+.PHONY: train test drills slurm

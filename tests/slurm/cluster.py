@@ -1,0 +1,343 @@
+"""Real SLURM on one machine: `make slurm`. Two emulated nodes, train.py under srun, mpiexec and sbatch.
+
+    1) the packages    Debian's, installed when this is root and apt answers; else it says why not, exit 0
+    2) the cluster     munged, slurmctld, two slurmd: children of this process, in a folder of their own
+    3) srun            -N 2 -n 4 train.py tiny; -m cyclic without MPI; mpiexec inside sbatch: the same weights
+    4) the time limit  sbatch scripts/generic.slurm: SIGUSR1 before the limit, save, exit 85, requeue, resume,
+                       end; its final weights are those of the same job left alone
+
+Nothing of it needs the machine's own SLURM or munge, and neither is touched. --keep leaves the folder.
+"""
+import argparse
+import contextlib
+import ctypes
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge", "slurm-wlm-basic-plugins"]
+PROGRAMS = ["munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "squeue"]
+CONF = """ClusterName=nanoshard
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+MpiDefault=pmi2
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SwitchType=switch/none
+ReturnToService=2
+KillWait=30
+NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000
+PartitionName=debug Nodes=n[0-1] Default=YES MaxTime=01:00:00 State=UP
+"""  # cred_expire: a requeued job waits so long before it may start (120 s by default)
+MPIEXEC = """#!/bin/bash -l
+source {venv}/bin/activate
+mpiexec -n 4 -ppn 2 python train.py {flags} --out {out}
+"""
+CYCLIC = """
+import train
+launch = train.launch
+def told(*args):
+    world = launch(*args)
+    print(f"rank {world.rank}: node {world.node} local rank {world.local_rank}", flush=True)
+    return world
+train.launch = told
+train.main()
+"""
+
+
+def say(text):
+    print(text, flush=True)
+
+
+def lines(text, *patterns):
+    """Print the lines that match, indented: the part of an output worth quoting."""
+    for line in text.splitlines():
+        if any(re.search(p, line) for p in patterns):
+            say(f"    {line}")
+
+
+def check(what, good, detail=""):
+    """One result; the first that fails ends the run."""
+    say(f"  {'ok  ' if good else 'FAIL'} {what}")
+    if not good:
+        raise SystemExit(f"make slurm: failed: {what}\n{detail}")
+
+
+def until(what, condition, seconds):
+    """Wait for condition() to be true -> its value."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > end:
+            raise SystemExit(f"make slurm: failed: waited {seconds} s for {what}")
+        time.sleep(0.3)
+    return value
+
+
+# -----------------------------------------------------------------------------
+# 1) the packages
+
+def missing():
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    return [p for p in PROGRAMS if shutil.which(p, path=path) is None]
+
+
+def install():
+    """-> None when all is there, or why it cannot be."""
+    if os.geteuid() != 0:
+        return "needs root (slurmd starts processes for its users)"
+    if missing():
+        if shutil.which("apt-get") is None:
+            return f"{', '.join(missing())} not installed, and there is no apt-get"
+        apt = ["apt-get", "-qq", "-o", "Acquire::Retries=0", "-o", "Acquire::http::Timeout=15",
+               "-o", "DPkg::Lock::Timeout=60"]
+        env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        for command in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
+            try:
+                done = subprocess.run([*apt, *command], env=env, capture_output=True, text=True, timeout=180)
+            except subprocess.TimeoutExpired:
+                return f"apt-get {command[0]} did not answer in 180 s"
+        if missing():
+            last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+            return f"apt-get install of {' '.join(PACKAGES)} failed: {' '.join(last)}"
+    return None
+
+
+# -----------------------------------------------------------------------------
+# 2) the cluster
+
+def dies_with_parent():
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: no daemon outlives this process
+
+
+class Cluster:
+    def __init__(self, folder):
+        self.folder, self.daemons = folder, []
+        for name in ("state", "spool.n0", "spool.n1"):
+            (folder / name).mkdir()
+        with contextlib.ExitStack() as held:  # three free ports
+            socks = [held.enter_context(socket.socket()) for _ in range(3)]
+            for s in socks:
+                s.bind(("127.0.0.1", 0))
+            ports = [s.getsockname()[1] for s in socks]
+        self.conf = folder / "slurm.conf"
+        self.conf.write_text(CONF.format(host=socket.gethostname().split(".")[0], ports=ports, folder=folder))
+        ours = ("SLURM", "PMI", "MPI", "OMPI", "PBS", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+        self.env |= {"SLURM_CONF": str(self.conf), "VENV": str(BIN.parent),
+                     "OMP_NUM_THREADS": "1",  # either node believes that all cores are its own
+                     "PATH": os.pathsep.join([str(BIN), os.environ["PATH"], "/usr/sbin", "/sbin"])}
+
+    def start(self):
+        f, key = self.folder, self.folder / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(1024))
+        self._daemon("munged", "-F", "--force", f"--key-file={key}", f"--socket={f}/munge.socket",
+                     f"--pid-file={f}/munged.pid", f"--log-file={f}/munged.log",
+                     f"--seed-file={f}/munged.seed")
+        until("munged's socket", (f / "munge.socket").exists, 10)
+        self._daemon("slurmctld", "-D", "-c", "-f", self.conf)
+        for node in ("n0", "n1"):
+            self._daemon("slurmd", "-D", "-f", self.conf, "-N", node)
+        until("two idle nodes", lambda: self.run("sinfo", "-h", "-o", "%D %T", ok=False).stdout.split()
+              == ["2", "idle"], 30)
+
+    def _daemon(self, *command):
+        with open(self.folder / "daemons.log", "a") as log:
+            p = subprocess.Popen([*map(str, command)], env=self.env, stdin=subprocess.DEVNULL, stdout=log,
+                                 stderr=log, cwd=self.folder, preexec_fn=dies_with_parent)
+        self.daemons.append(p)
+
+    def run(self, *command, ok=True, seconds=200, **env):
+        """A command with this cluster's environment, in the repository's root."""
+        done = subprocess.run([*map(str, command)], env={**self.env, **env}, cwd=ROOT, capture_output=True,
+                              text=True, timeout=seconds, stdin=subprocess.DEVNULL)
+        if ok and done.returncode:
+            raise SystemExit(f"make slurm: failed: {' '.join(map(str, command))}: exit code "
+                             f"{done.returncode}\n{done.stdout}{done.stderr}")
+        return done
+
+    def batch(self, *args):
+        """sbatch -> the job's number"""
+        return self.run("sbatch", "--parsable", *args).stdout.strip()
+
+    def job(self, number):
+        """What scontrol knows of a job -> {key: value}"""
+        text = self.run("scontrol", "show", "job", "-o", number, ok=False).stdout
+        return dict(re.findall(r"(\w+)=(\S*)", text))
+
+    def finished(self, number, seconds):
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+        until(f"job {number} to end", lambda: self.job(number).get("JobState") in over, seconds)
+        return self.job(number)
+
+    def stop(self):
+        """End jobs, then daemons, the last first -> what was still there afterwards, and killed"""
+        with contextlib.suppress(Exception):
+            jobs = self.run("squeue", "-h", "-o", "%A", ok=False, seconds=10).stdout.split()
+            if jobs:
+                self.run("scancel", "--full", "-s", "KILL", *jobs, ok=False, seconds=10)
+                self.run("scancel", *jobs, ok=False, seconds=10)
+                until("jobs to end", lambda: not self.run("squeue", "-h", ok=False).stdout.strip(), 20)
+        for p in reversed(self.daemons):
+            p.terminate()
+            try:
+                p.wait(10)
+            except subprocess.TimeoutExpired:
+                p.kill()
+                p.wait()
+        left = []
+        for proc in Path("/proc").glob("[0-9]*"):  # a step's daemon, a rank: its environment says so
+            with contextlib.suppress(OSError):
+                if f"SLURM_CONF={self.conf}".encode() in (proc / "environ").read_bytes():
+                    left.append((int(proc.name), (proc / "cmdline").read_bytes().decode().replace("\0", " ")))
+                    os.kill(int(proc.name), signal.SIGKILL)
+        return left
+
+
+# -----------------------------------------------------------------------------
+# 3), 4) what runs on it
+
+def rows(out):
+    with contextlib.suppress(OSError, ValueError):
+        return [json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines()]
+    return []
+
+
+def same(cluster, a, b):
+    done = cluster.run("python", "checkpoint.py", "diff", a, b, ok=False)
+    lines(done.stdout, ".")
+    check(f"{a.name} and {b.name}: the same weights and moments, bit for bit", done.returncode == 0,
+          done.stderr)
+
+
+def launchers(cluster, flags):
+    """srun in block and cyclic order, with and without MPI; mpiexec in a batch script. -> ms per step"""
+    say("srun -N 2 -n 4 python train.py tiny: MPI's ranks through pmi2")
+    block, cyclic, hydra = (cluster.folder / name for name in ("block", "cyclic", "mpiexec"))
+    done = cluster.run("srun", "-N", 2, "-n", 4, "python", "train.py", *flags, "--out", block)
+    lines(done.stdout, r"^\[node", "^started", r"^step=(1|20) ", "^done")
+    check("two nodes of two ranks", re.findall(r"\[node (./2) .*srun: 2 of 4 ranks", done.stdout) in
+          (["1/2", "2/2"], ["2/2", "1/2"]), done.stdout)
+    check("the loss falls", rows(block)[-1]["loss"] < rows(block)[0]["loss"] - 0.2)
+    say("srun --mpi=none -N 2 -n 4 -m cyclic: ranks 0, 2 on the first node, 1, 3 on the second; no MPI")
+    done = cluster.run("srun", "--mpi=none", "-N", 2, "-n", 4, "-m", "cyclic", "python", "-c", CYCLIC,
+                       *flags, "--out", cyclic, MASTER_ADDR="127.0.0.1")  # n0, n1 are no real host names
+    lines("\n".join(sorted(done.stdout.splitlines())), "^rank")
+    places = sorted(re.findall(r"rank (\d): node (\d) local rank (\d)", done.stdout))
+    check("every rank has its node's next device",
+          [p[1:] for p in places] == [("0", "0"), ("1", "0"), ("0", "1"), ("1", "1")], done.stdout)
+    same(cluster, block, cyclic)
+    say("mpiexec -n 4 -ppn 2 inside sbatch")
+    script = cluster.folder / "mpiexec.sh"
+    script.write_text(MPIEXEC.format(venv=BIN.parent, flags=" ".join(map(str, flags)), out=hydra))
+    number = cluster.batch("-N", 2, "--ntasks-per-node=2", "-o", cluster.folder / "mpiexec.out", script)
+    job = cluster.finished(number, 200)
+    text = (cluster.folder / "mpiexec.out").read_text()
+    lines(text, r"^\[node", "^done")
+    check("all ranks are of one world", job["JobState"] == "COMPLETED" and
+          text.count("hydra: 2 of 4 ranks here") == 2, f"{job['JobState']}\n{text}")
+    same(cluster, block, hydra)
+    return min(r["ms"] for r in rows(block)[1:])
+
+
+def requeued(cluster, flags, steps):
+    """scripts/generic.slurm left alone, and interrupted by its time limit."""
+    began_with, flags = flags, [*flags, "--steps", steps, "--log-every", 20]
+    script = ["scripts/generic.slurm"]  # as it is: 2 nodes of 2 ranks, --signal, --requeue
+    alone, cut = (cluster.folder / f"{name}-{steps}" for name in ("alone", "requeued"))
+    say(f"sbatch scripts/generic.slurm tiny --steps {steps}: left alone")
+    job = cluster.finished(cluster.batch("-o", f"{alone}.out", *script, *flags, "--out", alone), 300)
+    lines(Path(f"{alone}.out").read_text(), "^started", "^done")
+    check("completed", (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"),
+          f"{job}\n{Path(f'{alone}.out').read_text()}")
+    say("the same job; after 20 steps its time limit is set to now and a minute")
+    number = cluster.batch("-o", f"{cut}.out", *script, *flags, "--out", cut)
+    until("step 20", lambda: rows(cut)[-1:] and rows(cut)[-1]["step"] >= 20, 120)
+    hours, minutes, seconds = map(int, cluster.job(number)["RunTime"].split(":"))
+    # at its next look, 0 to 30 s from now, slurm finds less than --signal's 120 s left
+    limit = hours * 60 + minutes + (1 if seconds < 25 else 2)
+    cluster.run("scontrol", "update", f"JobId={number}", f"TimeLimit={limit}")
+    began = time.monotonic()
+    until("the requeued job", lambda: cluster.job(number)["Restarts"] != "0" or
+          cluster.job(number)["JobState"] == "COMPLETED", 120)
+    if cluster.job(number)["Restarts"] == "0":  # the machine has become faster
+        say("    it ended before slurm looked: the same with twice the steps")
+        return requeued(cluster, began_with, 2 * steps)
+    say(f"    time limit {limit} min; back in the queue {time.monotonic() - began:.0f} s later")
+    cluster.run("scontrol", "update", f"JobId={number}", "TimeLimit=30")
+    job = cluster.finished(number, 300)
+    text = Path(f"{cut}.out").read_text()
+    lines(text, "^started", "^resumed", "^stopped", "^done")
+    check(f"stopped by SIGUSR1, requeued {job['Restarts']} time(s), resumed, completed",
+          job["JobState"] == "COMPLETED" and job["Restarts"] != "0" and "stopped by SIGUSR1" in text and
+          "resumed" in text, f"{job}\n{text}")
+    same(cluster, alone, cut)
+    numbers, every = ([r["step"] for r in rows(out)] for out in (cut, alone))  # a start logs its first step
+    check("its metrics have every row, once", numbers == sorted({*numbers, *every}), f"{numbers}")
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--keep", action="store_true", help="leave the folder with logs and runs")
+    args = p.parse_args()
+    began = time.monotonic()
+    why = install()
+    if why:
+        say(f"make slurm: NOT RUN: {why}")
+        return
+    folder = Path(tempfile.mkdtemp(prefix="nanoshard-slurm-"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what follows below is done
+    cluster = Cluster(folder)
+    try:
+        cluster.start()
+        version = cluster.run("sinfo", "-V").stdout.strip()
+        say(f"{version}, two emulated nodes on {socket.gethostname()}, {time.monotonic() - began:.1f} s")
+        text = folder / "text.txt"
+        text.write_text("".join(p.read_text() for p in sorted(ROOT.glob("*.py"))))
+        cluster.run("python", "prepare.py", text, "--name", "toy", "--tokenizer", "char", "--out", folder)
+        flags = ["tiny", "--data", folder / "toy", "--seq-len=64", "--eval-every=0", "--no-plot"]
+        ms = launchers(cluster, [*flags, "--steps=20", "--log-every=5", "--save-every=20"])
+        requeued(cluster, flags, math.ceil(48_000 / ms))  # outlasts slurm's look at the limits, every 30 s
+        say(f"make slurm: all passed in {time.monotonic() - began:.0f} s")
+    except SystemExit:
+        for log in ("slurmctld.log", "slurmd.n0.log", "daemons.log"):
+            with contextlib.suppress(OSError):
+                say(f"--- end of {log}\n" + "\n".join((folder / log).read_text().splitlines()[-15:]))
+        raise
+    finally:
+        left = cluster.stop()
+        if left:
+            say(f"make slurm: killed what SLURM had left: {left}")
+        if not args.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
