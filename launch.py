@@ -88,6 +88,27 @@ def env_rank():
     return detect(os.environ)[1]
 
 
+def bare_environment():
+    """The environment without any launcher's variables: for a command that starts ranks of its own."""
+    ours = ("PMI", "MPI_LOCAL", "HYD", "OMPI_", "PRTE_", "PALS_", "TORCHELASTIC_", "SLURM_STEP", "MASTER_")
+    names = {name for family in FAMILIES.values() for name in family}
+    return {k: v for k, v in os.environ.items() if k not in names and not k.startswith(ours)}
+
+
+def scheduler():
+    """-> (name, job, number of nodes or None) of the batch system that this process runs in, or None."""
+    if "SLURM_JOB_ID" in os.environ:
+        return "SLURM", os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_JOB_NUM_NODES")
+    if "PBS_JOBID" in os.environ:
+        try:
+            with open(os.environ["PBS_NODEFILE"]) as f:
+                nodes = len(set(f.read().split()))  # a host stands there once per process
+        except (KeyError, OSError):
+            nodes = None
+        return "PBS", os.environ["PBS_JOBID"], nodes
+    return None
+
+
 def _mpi(launcher, rank, size):
     """COMM_WORLD when it agrees with the launcher, None where srun runs without MPI, else a way out."""
     try:

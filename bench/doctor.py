@@ -1,0 +1,273 @@
+"""What is wrong with this machine? python bench/doctor.py: a line per check, OK, WARN or FAIL, with the fix.
+
+    python bench/doctor.py                  this process: packages, torch, device, MPI, scheduler, disks, data
+    mpiexec -n 8 python bench/doctor.py     on every node, and a sum over all ranks (torchrun, srun too)
+
+Exit code 0, or 1 where anything FAILs. --json: the same as one object.
+"""
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # starts from anywhere
+BEGAN = time.perf_counter()
+import torch
+import torch.distributed as dist
+
+TORCH_SECONDS = time.perf_counter() - BEGAN
+import data
+from launch import bare_environment, launch, scheduler, shutdown
+
+SLOW_DISK = 50  # MB/s: below it a checkpoint of a billion parameters takes minutes
+NETWORK = ("lustre", "nfs", "nfs4", "gpfs", "beegfs", "cephfs", "fuse", "9p", "virtiofs")
+RANKS = """import sys
+from mpi4py import MPI
+name = MPI.Get_library_version().splitlines()[0]  # one write a rank: the launcher mixes smaller pieces
+sys.stdout.write(f"rank {MPI.COMM_WORLD.rank} {MPI.COMM_WORLD.size} {name}\\n")
+"""
+
+
+def ok(text):
+    return "OK", text, ""
+
+
+def packages():
+    """Everything in requirements-site.txt, and plotext before 6, which removed the functions that we call."""
+    lacking, found = [], []
+    for line in (ROOT / "requirements-site.txt").read_text().splitlines():
+        name = re.split(r"[<>=,]", line)[0].strip()
+        if name and not name.startswith("#"):
+            try:
+                found.append(f"{name} {importlib.metadata.version(name)}")
+            except importlib.metadata.PackageNotFoundError:
+                lacking.append(name)
+    if lacking:
+        return "FAIL", f"missing: {', '.join(lacking)}", "pip install -r requirements-site.txt"
+    if any(f.startswith("plotext 6") for f in found):
+        return "WARN", "plotext 6 or later has no module functions", "pip install 'plotext>=5.3,<6'"
+    return ok(", ".join(found))
+
+
+def torch_itself(world):
+    text = f"torch {torch.__version__}, python {sys.version.split()[0]}, imported in {TORCH_SECONDS:.1f} s"
+    if TORCH_SECONDS > 30:
+        return "WARN", text, "the environment lies on a slow disk: copy it to every node's own, once per job"
+    return ok(text)
+
+
+def device(world):
+    """A product of two matrices, forwards and backwards, on this rank's device."""
+    if world.device.type == "cpu":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        if Path("/proc/driver/nvidia/version").exists() or shutil.which("rocm-smi"):
+            return "FAIL", "this node has GPUs, torch does not see them", \
+                "load the site's torch, or the CUDA or ROCm wheel; in a job: ask for GPUs"
+        if cores == 1 < (os.cpu_count() or 1):
+            return "WARN", f"cpu: bound to 1 of {os.cpu_count()} cores", \
+                "give the launcher --bind-to none, --cpu-bind depth or srun -c"
+        return ok(f"cpu: {cores} cores, {world.threads} threads per rank")
+    name, count = torch.cuda.get_device_name(world.device), torch.accelerator.device_count()
+    try:
+        a = torch.randn(256, 256, device=world.device, dtype=torch.bfloat16, requires_grad=True)
+        (a @ a).sum().backward()
+        fine = a.grad.isfinite().all().item()
+    except RuntimeError as e:
+        return "FAIL", f"{name}: {str(e).splitlines()[0]}", "a torch built for this GPU and driver"
+    free, total = torch.cuda.mem_get_info(world.device)
+    text = f"{count} x {name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
+    if not fine:
+        return "FAIL", f"{text}: a matrix product is not finite", "another node; tell the site"
+    if free < 0.8 * total:
+        return "WARN", f"{text}: somebody else is on it", "nvidia-smi shows who; ask for whole nodes"
+    if count < world.local_size:
+        return "WARN", f"{text} for {world.local_size} ranks", f"{count} ranks per node"
+    return ok(text)
+
+
+def backend(world):
+    """A sum: of all ranks' numbers, or through a group of this one."""
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        return "FAIL", f"the host name {socket.gethostname()} has no address: gloo cannot start", \
+            "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo (one node)"
+    name = dist.get_default_backend_for_device(world.device)
+    alone = world.size == 1
+    if alone:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        dist.init_process_group(name, store=store, rank=0, world_size=1)
+    began = time.perf_counter()
+    total = torch.tensor(float(world.rank), device=world.device)
+    dist.all_reduce(total)  # SUM of one number, over the world
+    total, took = total.item(), time.perf_counter() - began
+    if alone:
+        dist.destroy_process_group()
+    version = f" {'.'.join(map(str, torch.cuda.nccl.version()))}" if name == "nccl" else ""
+    text = f"{name}{version}: the sum over {world.size} rank(s), {1e3 * took:.1f} ms the first time"
+    if total != world.size * (world.size - 1) / 2:
+        return "FAIL", f"{text}, is {total}", "see NCCL_DEBUG=INFO, and bench/collectives.py for more"
+    return ok(text)
+
+
+def mpi():
+    """mpiexec starts two ranks: does mpi4py see two?"""
+    try:
+        have = importlib.metadata.version("mpi4py")
+    except importlib.metadata.PackageNotFoundError:
+        return "WARN", "no mpi4py: torchrun and srun work, mpiexec does not", \
+            "pip install mpi4py mpich; on a cluster the site's, never both"
+    where = shutil.which("mpiexec")
+    if where is None:
+        return "WARN", f"mpi4py {have} but no mpiexec in PATH: start with torchrun or srun", \
+            "pip install mpich, or load the site's MPI"
+    root = ["--allow-run-as-root", "--oversubscribe"]
+    env = bare_environment()
+    for flags in ([], root):  # Open MPI refuses root, and more ranks than it counts slots
+        try:
+            job = subprocess.run([where, *flags, "-n", "2", sys.executable, "-c", RANKS], capture_output=True,
+                                 text=True, timeout=60, env=env, stdin=subprocess.DEVNULL)
+        except (OSError, subprocess.TimeoutExpired) as e:
+            return "FAIL", f"{where} -n 2: {e}", "another mpiexec; on a login node: try inside a job"
+        seen = re.findall(r"^rank (\d) (\d+) (.*)", job.stdout, re.M)
+        if job.returncode == 0 or flags:
+            break
+    if sorted(s[:2] for s in seen) == [("0", "2"), ("1", "2")]:
+        library = re.sub(r"[\s:]+", " ", seen[0][2]).strip()[:40]
+        return ok(f"mpi4py {have} and {where} agree: {library}" + f" (needs {' '.join(flags)})" * bool(flags))
+    if seen:
+        return "FAIL", f"{where} started 2 ranks, mpi4py sees {seen[0][1]}: they are of different MPIs", \
+            "the mpiexec of the MPI that mpi4py was built with"
+    last = (job.stderr.strip() or job.stdout.strip() or "no output").splitlines()[-1]
+    return "FAIL", f"{where} -n 2 ends with {job.returncode}: {last[:90]}", "inside a job, or another mpiexec"
+
+
+def batch():
+    found = scheduler()
+    if found is None:
+        programs = [p for p in ("sbatch", "qsub") if shutil.which(p)]
+        return ok(f"not in a job; {' and '.join(programs) or 'no sbatch or qsub'} here")
+    name, job, hosts = found
+    script = {"SLURM": "scripts/generic.slurm", "PBS": "scripts/generic.pbs"}[name]
+    return ok(f"{name} job {job}, {hosts or '?'} node(s); a script to start from: {script}")
+
+
+def filesystem(path):
+    """-> its type, of the longest mount point above path"""
+    best = ("", "?")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/mounts").read_text().splitlines():
+            point, kind = line.split()[1:3]
+            if Path(path).resolve().is_relative_to(point) and len(point) > len(best[0]):
+                best = point, kind
+    return best[1]
+
+
+def written(folder, megabytes=32):
+    """MB/s of a file written, synced, renamed and read back. OSError: why not; ValueError: other bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    block = os.urandom(1 << 20)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-") as tmp:
+        part, whole = Path(tmp, "part"), Path(tmp, "whole")
+        began = time.perf_counter()
+        with open(part, "wb") as f:
+            for _ in range(megabytes):
+                f.write(block)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, whole)
+        took = time.perf_counter() - began
+        if whole.read_bytes() != block * megabytes:
+            raise ValueError(f"{folder} returns other bytes than were written")
+    return megabytes / took
+
+
+def disk(folder, fix, local):
+    folder = Path(folder)
+    try:
+        speed = written(folder)
+        free, kind = shutil.disk_usage(folder).free / 1e9, filesystem(folder)
+    except (OSError, ValueError) as e:
+        return "FAIL", f"{folder}: {e}", fix
+    text = f"{folder}: {kind}, {free:.0f} GB free, {speed:.0f} MB/s written and synced"
+    if free < 2:
+        return "WARN", text, f"room there; {fix}"
+    if local and kind in NETWORK:
+        return "WARN", f"{text}: not this node's own", fix
+    if speed < SLOW_DISK:
+        return "WARN", f"{text}: slow", fix
+    return ok(text)
+
+
+def tokens(folder):
+    try:
+        meta = data.load_meta(folder)
+        files = data.verify(folder)
+    except (OSError, ValueError) as e:
+        text = " ".join(str(e).split())
+        return "FAIL" if Path(folder).exists() else "WARN", text, "python prepare.py stdlib, in one process"
+    return ok(f"{folder}: {meta['tokens']['train']:,} training tokens, {files} files have their sha256")
+
+
+def examine(world, args):
+    """All checks of this rank's node -> [(name, status, text, fix)]; the backend's is all ranks' together."""
+    sum_of_all = backend(world)
+    if world.local_rank != 0:
+        return []
+    temporary = "set TMPDIR to the node's own disk (the site's /local, /tmp)"
+    writable = "--out on a disk with room that you may write to"
+    checks = [("packages", packages), ("torch", lambda: torch_itself(world)),
+              ("device", lambda: device(world)), ("backend", lambda: sum_of_all),
+              ("mpi", mpi), ("scheduler", batch),
+              ("node disk", lambda: disk(tempfile.gettempdir(), temporary, True)),
+              ("runs", lambda: disk(args.out, writable, False)), ("data", lambda: tokens(args.data))]
+    if world.rank:
+        checks = [c for c in checks if c[0] not in ("mpi", "scheduler")]  # once is enough
+    return [(name, *check()) for name, check in checks]
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser("doctor.py", description="what is wrong with this machine")
+    p.add_argument("--data", default="data/stdlib", help="token files to check (default data/stdlib)")
+    p.add_argument("--out", default="out", help="where runs would be written (default out)")
+    p.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    args = p.parse_args(argv)
+    try:
+        world = launch(60.0, quiet=True)
+    except SystemExit as e:  # mpiexec and mpi4py of different MPIs: launch() says what to do
+        print(f"FAIL  launch     {str(e).removeprefix('nanoshard: ')}", flush=True)
+        raise SystemExit(1) from None
+    mine = {"host": socket.gethostname(), "checks": examine(world, args)}
+    nodes = [mine]
+    if world.size > 1:
+        nodes = [None] * world.size
+        dist.all_gather_object(nodes, mine)  # a few lines per rank, over the world
+    shutdown(world)
+    failed = any(check[1] == "FAIL" for node in nodes for check in node["checks"])
+    if world.rank == 0 and args.json:
+        rows = [{"host": node["host"], **dict(zip(("name", "status", "text", "fix"), check, strict=True))}
+                for node in nodes for check in node["checks"]]
+        print(json.dumps({"ok": not failed, "launcher": world.launcher, "ranks": world.size, "checks": rows}))
+    elif world.rank == 0:
+        print(f"{world.launcher}, {world.size} rank(s), {world.n_nodes} node(s), {mine['host']}")
+        for i, node in enumerate(nodes):
+            for name, status, text, fix in node["checks"]:
+                if i == 0 or status != "OK":  # of other nodes, only what is wrong
+                    where = f"{node['host']}: " if i else ""
+                    print(f"{status:5s} {name:10s} {where}{text}" + f"; fix: {fix}" * bool(fix), flush=True)
+    if failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""How well does it scale? python bench/scaling.py out/*/metrics.jsonl      (or the runs' folders)
+
+A row per run, by number of ranks: the median of the later rows of its metrics.jsonl, and its efficiency:
+tokens per second and rank against the run with the fewest ranks. Weak scaling where all ranks have the same
+work (global batch / ranks), strong where the global batch is: the table says which. A plot per model.
+"""
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+MODEL = ("preset", "n_layer", "n_embd", "seq_len", "ffn_hidden", "n_experts", "top_k", "vocab_size_used",
+         "dtype")  # runs that agree in these are one curve
+
+
+def read(path, share=0.5):
+    """A run's folder or metrics.jsonl -> its row of the table. ValueError, OSError: why there is none."""
+    path = Path(path)
+    folder = path.parent if path.name == "metrics.jsonl" else path
+    cfg = json.loads((folder / "config.json").read_text())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = [r for r in rows if "ms" in r and r["step"] > 1]  # a first step compiles and connects
+    if not timed:
+        raise ValueError(f"{folder}/metrics.jsonl has no timed row after step 1; run more steps")
+    late = timed[int(len(timed) * (1 - share)):]
+    row = {key: statistics.median(r[key] for r in late) for key in ("ms", "tok_s", "tok_s_gpu")}
+    row.update(run=folder.name, ranks=cfg["world"],
+               layout={k: cfg[k] for k in ("dp", "tp", "pp", "ep", "zero")},
+               batch=late[-1]["global_batch"], rows=len(late), loss=rows[-1].get("loss"),
+               model=" ".join(f"{cfg.get(k)}" for k in MODEL), preset=cfg["preset"])
+    if all("mfu" in r for r in late):
+        row["mfu"] = statistics.median(r["mfu"] for r in late)
+    times = [sum(r.get(f"t_{k}", 0) for k in ("grad_sync", "param_gather", "pipeline")) / r["ms"]
+             for r in late if "t_grad_sync" in r]
+    if times:  # --timers
+        row["comm"] = statistics.median(times)
+    return row
+
+
+def groups(runs):
+    """-> {model: its runs by number of ranks}, each with "eff" and "kind" against the run of fewest ranks."""
+    out = {}
+    for r in sorted(runs, key=lambda r: (r["ranks"], r["run"])):
+        out.setdefault(r["model"], []).append(r)
+    for same in out.values():
+        first = max((r for r in same if r["ranks"] == same[0]["ranks"]), key=lambda r: r["tok_s_gpu"])
+        for r in same:
+            r["eff"] = r["tok_s_gpu"] / first["tok_s_gpu"]
+            weak = r["batch"] * first["ranks"] == first["batch"] * r["ranks"]
+            r["kind"] = "-" if r["ranks"] == first["ranks"] else "weak" if weak else \
+                "strong" if r["batch"] == first["batch"] else "mixed"
+    return out
+
+
+def table(runs):
+    head = ("run", "ranks", "dp tp pp ep z", "gbs", "ms", "tok/s", "tok/s/gpu", "eff %", "scaling", "mfu %",
+            "comm %", "rows")
+    lines = [head]
+    for r in runs:
+        percent = [f"{100 * r[k]:.1f}" if k in r else "-" for k in ("eff", "mfu", "comm")]
+        lines.append((r["run"], r["ranks"], " ".join(map(str, r["layout"].values())), r["batch"],
+                      f"{r['ms']:.1f}", f"{r['tok_s']:,.0f}", f"{r['tok_s_gpu']:,.0f}", percent[0], r["kind"],
+                      *percent[1:], r["rows"]))
+    widths = [max(len(str(x[i])) for x in lines) for i in range(len(head))]
+    return "\n".join("  ".join(f"{x!s:<{w}}" if i == 0 else f"{x!s:>{w}}" for i, (x, w) in
+                               enumerate(zip(line, widths, strict=True))) for line in lines)
+
+
+def plot(runs, title):
+    """Tokens per second over ranks, beside the ideal -> text, or None where there is nothing to draw."""
+    if len({r["ranks"] for r in runs}) < 2:
+        return None
+    try:
+        import plotext as plt
+    except ImportError:
+        return "plotext is not installed: no plot (pip install 'plotext<6')"
+    best = {n: max(r["tok_s"] for r in runs if r["ranks"] == n) for n in sorted({r["ranks"] for r in runs})}
+    first = min(best)
+    plt.clear_figure()
+    plt.theme("clear")
+    plt.plot_size(80, 20)
+    plt.plot(list(best), [best[first] * n / first for n in best], marker=".", label="ideal")
+    plt.plot(list(best), list(best.values()), marker="braille", label="measured, best run")
+    plt.scatter([r["ranks"] for r in runs], [r["tok_s"] for r in runs], marker="x")
+    plt.xticks(list(best))
+    plt.ylim(0, None)
+    plt.title(f"{title}: tok/s by ranks")
+    return plt.uncolorize(plt.build())
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser("scaling.py", description="table and plot from several runs' metrics.jsonl")
+    p.add_argument("runs", nargs="+", help="folders of runs, or their metrics.jsonl")
+    p.add_argument("--last", type=float, default=0.5, help="share of rows that counts, from the end (0.5)")
+    p.add_argument("--json", action="store_true", help="the rows as JSON, no table and no plot")
+    args = p.parse_args(argv)
+    sys.stdout.reconfigure(errors="replace")  # plots are unicode; an ascii terminal gets question marks
+    found = []
+    for path in args.runs:
+        try:
+            found.append(read(path, args.last))
+        except (OSError, ValueError, KeyError) as e:  # a run that died early does not hide the others
+            why = f"has no {e}" if isinstance(e, KeyError) else e
+            print(f"nanoshard: {path}: {why}; left out", file=sys.stderr)
+    if not found:
+        raise SystemExit(2)
+    for runs in groups(found).values():
+        if args.json:
+            print("\n".join(json.dumps(r) for r in runs))
+        else:
+            drawing = plot(runs, runs[0]["preset"])
+            print(table(runs), drawing or "", sep="\n", end="\n" if drawing else "", flush=True)
+
+
+if __name__ == "__main__":
+    main()
