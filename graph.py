@@ -1,7 +1,8 @@
 """Forward, backward and gradient sums as one CUDA graph: a thousand kernel launches become one.
 
-A small model's kernels are done before python can start the next. Where every shape is static the work of a step is the
-same list of kernels each time: it is recorded once and replayed on the same addresses (pytorch.org, CUDA graphs).
+A small model's kernels are done before python can start the next. Where every shape is static the work of a
+step is the same list of kernels each time: it is recorded once and replayed on the same addresses
+(pytorch.org, CUDA graphs).
 """
 import gc
 
@@ -12,13 +13,13 @@ WARM = 3  # steps without a graph first: compilation, autotuning and NCCL's set-
 
 def static_shapes(cfg, mesh, device):
     """Whether every step launches the same kernels on the same shapes, without asking the host anything."""
-    uneven = cfg.n_experts > 0 and cfg.capacity_factor == 0 and mesh.ep.size > 1  # row counts come through the host
-    return (device.type == "cuda" and cfg.cuda_graph and not cfg.timers and mesh.pp.size == 1 and cfg.dropout == 0
-            and cfg.recompute == "none" and not uneven)
+    uneven = cfg.n_experts > 0 and cfg.capacity_factor == 0 and mesh.ep.size > 1  # row counts go by the host
+    return (device.type == "cuda" and cfg.cuda_graph and not cfg.timers and mesh.pp.size == 1
+            and cfg.dropout == 0 and cfg.recompute == "none" and not uneven)
 
 
 class Graph:
-    """f(batches) -> tensor, replayed. batches: list of (x, y); another number or shape of them records anew."""
+    """f(batches) -> tensor, replayed. batches: list of (x, y); other numbers or shapes record anew."""
 
     def __init__(self, f):
         self.f, self.calls, self.shape = f, 0, None
@@ -33,7 +34,7 @@ class Graph:
         if self.graph is None:
             torch.cuda.synchronize()
             gc.collect()
-            torch.cuda.empty_cache()  # the graph keeps its own memory: what the warm steps used is not needed again
+            torch.cuda.empty_cache()  # the graph has its own memory: the warm steps' is not needed again
             self.inputs = [tuple(t.clone() for t in pair) for pair in batches]
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
