@@ -1,5 +1,5 @@
-"""Three Triton kernels, where torch.compile reads memory more often than it must. fused.py holds their torch twins and
-decides; this file is imported on a GPU only."""
+"""Three Triton kernels, where torch.compile reads memory more often than it must. fused.py holds their torch
+twins and decides; this file is imported on a GPU only."""
 import triton
 import triton.language as tl
 
@@ -11,7 +11,8 @@ def cross_entropy(z_ptr, target_ptr, loss_ptr, used, width, ROWS: tl.constexpr, 
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * width
     target = tl.load(target_ptr + row)
-    tile = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # (ROWS, BLOCK) consecutive columns
+    # (ROWS, BLOCK) columns in order
+    tile = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     # pass 1: each of BLOCK lanes keeps its maximum and its sum of exponentials, rescaled once per ROWS words
     top = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
