@@ -72,7 +72,8 @@ class State:
     nan_steps: int = 0  # steps not taken because a gradient was not finite
     data: str = ""      # which token files
     skip: list = dataclasses.field(default_factory=list)  # ends of the ranges to skip
-    window: list = dataclasses.field(default_factory=list)  # [(loss, gradient norm)] of the last accepted steps
+    # [(loss, gradient norm)] of the last accepted steps
+    window: list = dataclasses.field(default_factory=list)
     streak: int = 0     # steps in a row not taken: spikes and non-finite ones
 
 
@@ -88,7 +89,8 @@ def save(cfg, mesh, dp, opt, saver, state):
 
 
 def same_shape(cfg, path, shape, free=()):
-    """ValueError, with the flag to give, where the checkpoint's model is another. free: flags that may differ."""
+    """ValueError, with the flag to give, where the checkpoint's model is another. free: flags that may
+    differ."""
     for key, there in shape.items():
         if there != getattr(cfg, key) and key not in free:
             flag = key.replace("_", "-")
@@ -184,8 +186,8 @@ def upcycle(model, opt, path):
     index = checkpoint.check(path, world.rank, world.size)  # each rank a share of the checksums
     shape, cfg = index["meta"].get("shape"), model.cfg
     if not shape or shape["n_experts"] or shape["bias"]:
-        raise ValueError(f"--init-from {path} is not a run of a dense model without bias: n-experts must be 0 there, "
-                         "and experts have no biases to take theirs")
+        raise ValueError(f"--init-from {path} is not a run of a dense model without bias: n-experts must be "
+                         "0 there, and experts have no biases to take theirs")
     same_shape(cfg, path, shape, ("n_experts", "n_shared_experts", *["seq_len"] * (cfg.pos == "rope")))
     wanted, copied = [], 0
     for name, p in model.named_parameters():
