@@ -11,12 +11,13 @@ def on_gpu(x):
 
 
 # -----------------------------------------------------------------------------
-# head and cross-entropy. at 128,256 words the logits of 16,384 tokens are 4.2 GB in bf16; plain autograd writes them, an
-# fp32 copy, the softmax and its gradient. here they are written once, read once, and overwritten by softmax - onehot; the
-# scalar that backward brings is applied to the small matrices beside them
+# head and cross-entropy. at 128,256 words the logits of 16,384 tokens are 4.2 GB in bf16; plain autograd
+# writes them, an fp32 copy, the softmax and its gradient. here they are written once, read once, and
+# overwritten by softmax - onehot; the scalar that backward brings is applied to the small matrices
 
 def cross_entropy_rows(z, target, used):
-    """z (N, V) logits of which `used` columns are words, target (N,) -> (N,) fp32 losses; z becomes softmax - onehot."""
+    """z (N, V) logits of which `used` columns are words, target (N,) -> (N,) fp32 losses; z becomes softmax -
+    onehot."""
     if not on_gpu(z):
         return cross_entropy_rows_torch(z, target, used)
     import kernels
@@ -37,7 +38,8 @@ def cross_entropy_rows_torch(z, target, used):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """x (N, C), w (V, C), target (N,) int64, used <= V words -> () sum of the cross-entropy in nats, at least fp32."""
+    """x (N, C), w (V, C), target (N,) int64, used <= V words -> () sum of the cross-entropy in nats, at least
+    fp32."""
 
     @staticmethod
     def forward(ctx, x, w, target, used):
@@ -53,7 +55,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 # -----------------------------------------------------------------------------
-# SwiGLU: h = silu(gate) * up. autograd would make the gradients of the halves of a glued product and then copy them together
+# SwiGLU: h = silu(gate) * up. autograd would make the gradients of the halves of a glued product and then
+# copy them together
 
 def silu_mul(a, b=None):
     """gate a, up b (R, f), or both side by side in a (R, 2f) -> (R, f). No autograd."""
@@ -72,7 +75,8 @@ def silu_mul_backward(dh, a, b=None):
     if on_gpu(a):
         import kernels
         da, db = torch.empty_like(a), None if b is None else torch.empty_like(b)
-        kernels.swiglu_backward[(a.size(0),)](a, a if b is None else b, dh, da, dh if b is None else db, dh.size(1),
+        two, d_two = (a, dh) if b is None else (b, db)
+        kernels.swiglu_backward[(a.size(0),)](a, two, dh, da, d_two, dh.size(1),
                                               PACKED=b is None, BLOCK=1024, num_warps=4)
         return da if b is None else (da, db)
     gate, up = a.chunk(2, dim=1) if b is None else (a, b)
@@ -101,12 +105,12 @@ def swiglu(y):
 
 
 # -----------------------------------------------------------------------------
-# the experts' SwiGLU MLP as one function: its gradients come out in the parameters' own layout, nothing is copied or added
-# that need not be
+# the experts' SwiGLU MLP as one function: its gradients come out in the parameters' own layout, nothing is
+# copied or added that need not be
 
 class ExpertMLP(torch.autograd.Function):
-    """x (R, C) by expert, runs ending at ends (e,) int32, or (e, rows, C) with ends None; w1, w3 (e, F, C), w2 (e, C, F)
-    -> like x. bf16 on the GPU, torch's grouped GEMM or bmm. moe.ffn is its slow twin."""
+    """x (R, C) by expert, runs ending at ends (e,) int32, or (e, rows, C) with ends None; w1, w3 (e, F, C),
+    w2 (e, C, F) -> like x. bf16 on the GPU, torch's grouped GEMM or bmm. moe.ffn is its slow twin."""
 
     @staticmethod
     def forward(ctx, x, w1, w3, w2, ends):
