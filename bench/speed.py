@@ -1,9 +1,10 @@
 """The reference workloads on the GPUs present, against the peers' figures and this machine's ceilings.
 
-    torchrun --nproc-per-node 4 bench/speed.py W1 W2b G2 --json bench/results/4gpu.json     (or mpiexec, or one process)
+    torchrun --nproc-per-node 4 bench/speed.py W1 W2b G2 --json bench/results/4gpu.json   (or mpiexec)
 
-Median of the last 30 of 60 steps, compilation and warm-up apart; train.py's own step on synthetic tokens. TFLOP/s by both
-counts (REFERENCE.md's formula: attention whole, and halved for causality). More flags of train.py: --flags "W2b: --ep 2".
+Median of the last 30 of 60 steps, compilation and warm-up apart; train.py's own step on synthetic tokens.
+TFLOP/s by both counts (REFERENCE.md's formula: attention whole, and halved for causality). More flags of
+train.py: --flags "W2b: --ep 2".
 """
 import argparse
 import gc
@@ -38,7 +39,7 @@ WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout
     "WP": "wordplay --vocab-size 65",
 }
 LAYOUTS = {"W2a": "--ep 4 --zero 1", "W2b": "--ep 4 --zero 1", "default": "--zero 1"}  # on four GPUs
-PEERS = {  # tokens per second per GPU on the same H200s, REFERENCE.md: best peer and what ours must reach, by GPUs
+PEERS = {  # tokens/s per GPU on the same H200s, REFERENCE.md: best peer, what ours must reach, by GPUs
     ("W1", 1): ("HF", 256.6e3, 400e3), ("W1", 4): ("torchtitan", 271.1e3, 390e3),
     ("W2b", 4): ("HF, no ep", 124.9e3, 240e3), ("W2a", 4): ("Megatron", 41.4e3, 240e3),
     ("W3", 4): ("torchtitan", 48.96e3, 57e3), ("W3-8192", 4): ("HF", 37.4e3, 47e3),
@@ -74,7 +75,8 @@ def ceilings(world):
 
 
 def show_profile(world, step, n=3, rows=30):
-    """Where the time of a step goes on rank 0: kernels by their own time, what they sum to, what the host needs."""
+    """Where the time of a step goes on rank 0: kernels by their own time, what they sum to, what the host
+    needs."""
     step()
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -137,7 +139,8 @@ def run(world, name, flags, steps, profile=False):
             "tflops_causal": causal, "mfu": full * 1e12 / (peak_flops(world.device) or float("nan")),
             "reserved_gib": reserved, "allocated_gib": allocated, "first_step_s": first, "loss": losses,
             "parameters": count_parameters(cfg, vocab)["total"], "graph": graph is not None, "peer": peer,
-            "ratio_to_peer": rate / theirs if theirs else None, "ratio_to_goal": rate / goal if goal else None,
+            "ratio_to_peer": rate / theirs if theirs else None,
+            "ratio_to_goal": rate / goal if goal else None,
             "torch": torch.__version__, "time": time.strftime("%Y-%m-%d %H:%M")}
 
 
@@ -146,7 +149,7 @@ def main():
     parser.add_argument("workloads", nargs="+", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--flags", default="", help="flags of train.py in the place of the default layout")
-    parser.add_argument("--profile", action="store_true", help="also the kernels of a step, by time, on rank 0")
+    parser.add_argument("--profile", action="store_true", help="also a step's kernels, by time, on rank 0")
     parser.add_argument("--json", default="", help="file to which each result is appended, a line each")
     args = parser.parse_args()
     world = launch(timeout=300)
