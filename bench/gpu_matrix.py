@@ -1,4 +1,4 @@
-"""The layout matrix on the GPUs present: torchrun --nproc-per-node 4 bench/gpu_matrix.py [fp64 bf16 replicas sync]
+"""The layout matrix on the GPUs present: torchrun ... bench/gpu_matrix.py [fp64 bf16 replicas sync]
 
 1) fp64 over the real collectives (nccl): every layout of tests/test_layouts.py for this world size against
    one rank, 1e-10 in losses, norms, every gradient, every parameter and moment
@@ -126,11 +126,12 @@ def main():
     for dtype in ("fp64", "bf16"):
         if dtype in parts:
             n, worst = check_layouts(world, dtype)
-            say(f"{dtype}: {n} layouts of {world.size} ranks equal one rank, worst error {worst:.1e}", flush=True)
+            say(f"{dtype}: {n} layouts of {world.size} ranks equal one rank, worst error {worst:.1e}",
+                flush=True)
     if "replicas" in parts:
         n = everywhere(world, replicas_and_repeats(world))
-        say(f"20 bf16 steps: {sum(n)} comparisons of replicated parameters, all equal to the bit; two runs as well",
-            flush=True)
+        say(f"20 bf16 steps: {sum(n)} comparisons of replicated parameters, all equal to the bit; "
+            "two runs as well", flush=True)
     if "sync" in parts:
         no_hidden_sync(world)
         say("no synchronisation in the MoE layer: capacity and dropless ep 1", flush=True)
