@@ -1,7 +1,8 @@
-"""One MoE layer, forward and backward, beside the dense MLP of the same FLOPs: python bench/moe_layer.py (one GPU)
+"""One MoE layer, forward and backward, beside a dense MLP of the same FLOPs: python bench/moe_layer.py
 
-Rows: the dense SwiGLU, compiled; ours dropless (routing, sort, grouped GEMM), capacity (bmm), each also as a CUDA graph,
-which is how train.py runs them; the loop over experts that the tests trust. REFERENCE.md gives the peers' figures.
+Rows: the dense SwiGLU, compiled; ours dropless (routing, sort, grouped GEMM), capacity (bmm), each also as a
+CUDA graph, which is how train.py runs them; the loop over experts that the tests trust. REFERENCE.md gives
+the peers' figures.
 """
 import argparse
 import sys
@@ -88,7 +89,8 @@ def main():
         x = torch.randn(T, C, device=device, dtype=torch.bfloat16, requires_grad=True)
         g = torch.randn(T, C, device=device, dtype=torch.bfloat16)
         dense = torch.compile(Dense(C, F * K).to(device, torch.bfloat16))
-        print(f"{name}: {T} tokens, {E} experts x {F}, width {C}, top-{K}; best peer {peer} ms, goal {goal} ms")
+        print(f"{name}: {T} tokens, {E} experts x {F}, width {C}, top-{K}; best peer {peer} ms, "
+              f"goal {goal} ms")
         print(f"  dense, compiled          {milliseconds(both_ways(dense, x, g)):8.3f} ms", flush=True)
         for label, factor in (("dropless", 0.0), ("capacity 1.0", 1.0)):
             run = both_ways(experts(T, E, F, C, K, factor, device), x, g)
@@ -96,7 +98,8 @@ def main():
             replay = milliseconds(graphed(run))
             print(f"  {label:14s} {eager:8.3f} ms, as a CUDA graph {replay:8.3f} ms", flush=True)
         fast, moe.fast = moe.fast, lambda x: False
-        print(f"  loop over experts        {milliseconds(both_ways(experts(T, E, F, C, K, 0.0, device), x, g), 3):8.3f} ms")
+        loop = milliseconds(both_ways(experts(T, E, F, C, K, 0.0, device), x, g), 3)
+        print(f"  loop over experts        {loop:8.3f} ms")
         moe.fast = fast
 
 
