@@ -1,8 +1,8 @@
 """Real ranks for the tests: a pool of processes that stays alive, gloo between them, torch imported once.
 
     run_ranks(n, fn, *args) -> [fn(world, *args) of rank 0, of rank 1, ...]
-fn is a function of an importable test module. A rank that raises fails the call with that rank's traceback; a collective
-that does not match times out after 20 s instead of hanging.
+fn is a function of an importable test module. A rank that raises fails the call with that rank's traceback; a
+collective that does not match times out after 20 s instead of hanging.
 """
 import multiprocessing as mp
 import os
@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 context = mp.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.functional", "torch.testing", "torch.utils.checkpoint",
-                                "train"])
+context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.functional", "torch.testing",
+                                "torch.utils.checkpoint", "train"])
 workers = []
 
 
@@ -34,7 +34,8 @@ def _serve(pipe):
             if size > 1:
                 dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size,
                                         timeout=timedelta(seconds=20))
-            result = ("ok", fn(World(rank=rank, size=size, local_rank=rank, local_size=size, launcher="test"), *args))
+            world = World(rank=rank, size=size, local_rank=rank, local_size=size, launcher="test")
+            result = ("ok", fn(world, *args))
         except BaseException:
             result = ("failed", traceback.format_exc())
         pipe.send(result)
