@@ -1,14 +1,16 @@
-"""One GPT, two families by flags: GPT-2 (LayerNorm, GELU, learned positions, bias, tied) and Llama-like (RMSNorm,
-SwiGLU, RoPE, grouped-query attention, untied).
+"""One GPT, two families by flags: GPT-2 (LayerNorm, GELU, learned positions, bias, tied) and Llama-like
+(RMSNorm, SwiGLU, RoPE, grouped-query attention, untied).
 
 Legend for the whole repository. Upper case is the model's, lower case is this rank's share of it:
-    B T C  sequences in a micro-batch, tokens in a sequence, width      n = B*T/tp  token rows this rank keeps between blocks
+    B T C  sequences in a micro-batch, tokens in a sequence, width
+    n      token rows that this rank keeps between the blocks, B*T/tp
     H D    query heads, head dim        h = H/tp     G g  key/value heads, this rank's
     F      hidden width of the MLP      f = F/tp
     V L    vocabulary (padded), layers  v = V/tp
     E K    experts, top-k               e = E/ep     N = n*K routed copies, R the copies this rank received
-Between the blocks the tokens lie flat, (n, C): n = B*T on one rank, and each of tp ranks keeps an equal run of rows.
-Every primitive of parallel.py is the identity when its axis has one rank: nothing here asks "if tp > 1".
+Between the blocks the tokens lie flat, (n, C): n = B*T on one rank, and each of tp ranks keeps an equal run
+of rows. Every primitive of parallel.py is the identity when its axis has one rank: nothing here asks
+"if tp > 1".
 """
 import hashlib
 import math
@@ -39,7 +41,7 @@ class Norm(nn.Module):
 
 
 class ColumnLinear(nn.Module):
-    """y = x W^T with the rows of W (output features) dealt over tp. Megatron-LM, arXiv:1909.08053, figure 3."""
+    """y = x W^T with the rows of W (output features) dealt over tp: Megatron-LM, arXiv:1909.08053."""
 
     def __init__(self, n_in, n_out, bias, mesh, shard=True):
         super().__init__()
@@ -52,8 +54,8 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """y = x W^T with the columns of W (input features) dealt over tp: each rank has a partial sum for every row,
-    scatter_rows adds them up. The bias is added after that, once, so it is replicated."""
+    """y = x W^T with the columns of W (input features) dealt over tp: each rank has a partial sum for every
+    row, scatter_rows adds them up. The bias is added after that, once, so it is replicated."""
 
     def __init__(self, n_in, n_out, bias, mesh):
         super().__init__()
@@ -80,8 +82,8 @@ def rotate(x, cos, sin):
 
 
 def together(x, layers):
-    """Several column linears of the same input as one matrix product, their outputs side by side. Gluing the weights
-    costs their bytes, a fraction of what reading x once more would."""
+    """Several column linears of the same input as one matrix product, their outputs side by side. Gluing the
+    weights costs their bytes, a fraction of what reading x once more would."""
     weight = torch.cat([layer.weight[rows] for layer, rows in layers])
     bias = None if layers[0][0].bias is None else torch.cat([layer.bias[rows] for layer, rows in layers])
     return F.linear(x, weight, bias)
@@ -91,8 +93,8 @@ ALL = slice(None)
 
 
 class Attention(nn.Module):
-    """Causal self-attention; the query heads are dealt over tp, and the key/value heads too. Where tp exceeds the
-    key/value heads their weights are replicated and each rank uses the one head its queries belong to."""
+    """Causal self-attention; the query heads are dealt over tp, and the key/value heads too. Where tp exceeds
+    the key/value heads their weights are replicated and each rank uses the one head its queries belong to."""
 
     def __init__(self, cfg, mesh):
         super().__init__()
@@ -119,8 +121,9 @@ class Attention(nn.Module):
             q, k, v = x.split([self.h, self.g, self.g], dim=1)  # (B, h, T, D), twice (B, g, T, D)
         if cache is not None:
             k, v = cache.append(self, k, v)  # (B, g, positions so far, D)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, enable_gqa=self.h != self.g,
-                                           dropout_p=self.dropout if self.training else 0.0)  # (B, h, T, D)
+        dropout, causal = self.dropout if self.training else 0.0, cache is None or T > 1
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=self.h != self.g,
+                                           dropout_p=dropout)  # (B, h, T, D)
         return self.wo(y.transpose(1, 2).reshape(-1, self.h * self.D))  # (B*T, h*D) -> (n, C)
 
 
@@ -142,7 +145,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP or the experts, each added to the residual stream. -> (n, C) and the balancing losses"""
+    """Attention, then the MLP or the experts, each added to the residual stream. -> (n, C), their losses"""
 
     def __init__(self, cfg, mesh):
         super().__init__()
@@ -163,7 +166,7 @@ class Block(nn.Module):
         return x + F.dropout(y, self.dropout, self.training), aux
 
     def again(self, f, *args):
-        """f(*args); under --recompute its inputs are kept instead of all it computes, and backward runs it again."""
+        """f(*args); under --recompute only its inputs are kept, and backward runs it again."""
         return checkpoint(f, *args, use_reentrant=False) if self.recompute and self.training else f(*args)
 
     def attend(self, x, T, cos, sin, cache):
@@ -191,14 +194,14 @@ class GPT(nn.Module):
         first, last = layers or (0, cfg.n_layer)
         self.is_first, self.is_last = first == 0, last == cfg.n_layer
         V, C = padded(vocab_size), cfg.n_embd
-        # a tied head is the embedding; under pp the last stage keeps a copy, reduced together with the first stage's
+        # a tied head is the embedding; under pp the last stage keeps a copy, reduced with the first stage's
         tied_copy = cfg.tied and self.is_first != self.is_last
         self.wte = self.wpe = self.norm = self.head = None
         if self.is_first or cfg.tied and self.is_last:
             self.wte = Table((V, C), mesh, tp_dim=0, used=vocab_size, reduce="tied" if tied_copy else None)
         if self.is_first and cfg.pos == "learned":
             self.wpe = Table((cfg.seq_len, C), mesh)
-        self.blocks = nn.ModuleDict({str(i): Block(cfg, mesh) for i in range(first, last)})  # global layer numbers
+        self.blocks = nn.ModuleDict({str(i): Block(cfg, mesh) for i in range(first, last)})  # global numbers
         if self.is_last:
             self.norm = Norm(cfg, mesh)
             self.head = None if cfg.tied else Table((V, C), mesh, tp_dim=0, used=vocab_size)
@@ -210,13 +213,14 @@ class GPT(nn.Module):
         if self.cfg.pos != "rope":
             return None, None
         if self.table is None:
-            self.table = rope_table(self.cfg.seq_len, self.cfg.n_embd // self.cfg.n_head, self.cfg.rope_base, like.device)
+            cfg = self.cfg
+            self.table = rope_table(cfg.seq_len, cfg.n_embd // cfg.n_head, cfg.rope_base, like.device)
         return self.table[0][start:start + T], self.table[1][start:start + T]
 
     def forward(self, tokens, targets=None, hidden=None, cache=None):
-        """tokens (B, T) int64; hidden (n, C) from the stage before. -> the sum over B*T of the cross-entropy in nats on
-        the last stage with targets (B, T), logits (B*T, v) there without, and hidden (n, C) on every other stage; and this
-        rank's part of this stage's weighted balancing losses ()."""
+        """tokens (B, T) int64; hidden (n, C) from the stage before. -> the sum over B*T of the cross-entropy
+        in nats on the last stage with targets (B, T), logits (B*T, v) there without, and hidden (n, C) on
+        every other stage; and this rank's part of this stage's weighted balancing losses ()."""
         T = tokens.size(1)
         start = 0 if cache is None else cache.length
         cos, sin = self._positions(start, T, tokens)
@@ -247,21 +251,22 @@ class GPT(nn.Module):
         if self.wpe is not None:
             self.arrive(self.wpe)
             n = x.size(0)
-            row = torch.arange(self.mesh.tp.rank * n, (self.mesh.tp.rank + 1) * n, device=tokens.device)  # this rank's rows
+            first = self.mesh.tp.rank * n  # of this rank's rows
+            row = torch.arange(first, first + n, device=tokens.device)
             x = x + F.embedding(start + row % T, self.wpe.weight)
         return F.dropout(x, self.cfg.dropout, self.training)
 
 
 def padded(vocab_size):
-    """The vocabulary rounded up to a multiple of 128, whatever the layout: GPU tiles like it, and tp divides it."""
+    """The vocabulary rounded up to a multiple of 128, whatever the layout: tiles like it, tp divides it."""
     return -(-vocab_size // 128) * 128
 
 
 @torch.no_grad()
 def initialise(model, seed):
     """Fill every parameter independently of the layout: the *full* tensor is drawn from a generator seeded by
-    (seed, name), then this rank keeps its share. N(0, 0.02), the two matrices that write into the residual stream
-    divided by sqrt(2 L) (GPT-2 paper, section 2.3); norms one, biases and padding zero."""
+    (seed, name), then this rank keeps its share. N(0, 0.02), the two matrices that write into the residual
+    stream divided by sqrt(2 L) (GPT-2 paper, section 2.3); norms one, biases and padding zero."""
     for name, p in model.named_parameters():
         kind = name.rsplit(".", 2)[-2:]
         if p.ndim == 1:
@@ -287,8 +292,9 @@ def draw(shape, std, key, device):
 # how much work is a token
 
 def count_parameters(cfg, vocab_size):
-    """-> {total, matmul, embedding}: all parameters; those in a matrix product for one token (the head, of the experts
-    only the top-k and the shared ones, no router as in the reports we compare with); those of the input tables."""
+    """-> {total, matmul, embedding}: all parameters; those in a matrix product for one token (the head, of
+    the experts only the top-k and the shared ones, no router as in the reports we compare with); those of the
+    input tables."""
     C, D, E = cfg.n_embd, cfg.n_embd // cfg.n_head, cfg.n_experts
     matrices = 3 if cfg.mlp == "swiglu" else 2
     attn = 2 * C * C + 2 * C * cfg.n_kv_head * D
@@ -307,8 +313,9 @@ def count_parameters(cfg, vocab_size):
 
 
 def flops_per_token(cfg, vocab_size):
-    """-> (full, causal) floating-point operations of forward and backward for one token: 6 per parameter in a matrix
-    product, plus attention 12 L H D T, halved where the mask halves it (shared formula of Megatron-LM's reports)."""
+    """-> (full, causal) floating-point operations of forward and backward for one token: 6 per parameter in a
+    matrix product, plus attention 12 L H D T, halved where the mask halves it (shared formula of
+    Megatron-LM's reports)."""
     attention = 12 * cfg.n_layer * cfg.n_embd * cfg.seq_len
     products = 6 * count_parameters(cfg, vocab_size)["matmul"]
     return products + attention, products + attention / 2
@@ -325,7 +332,8 @@ class Cache:
 
     def append(self, layer, k, v):
         if layer in self.kv:
-            k, v = (torch.cat([old, new], dim=2) for old, new in zip(self.kv[layer], (k, v), strict=True))
+            past = self.kv[layer]
+            k, v = (torch.cat([old, new], dim=2) for old, new in zip(past, (k, v), strict=True))
         self.kv[layer] = k, v
         return k, v
 
@@ -333,9 +341,9 @@ class Cache:
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # the shapes change with every token
 def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, seed=0, next_logits=None):
-    """Continue tokens (list of int) by max_new_tokens -> the longer list. temperature 0 takes the likeliest token;
-    top_k keeps the k likeliest. A full window starts again from its last half. All ranks call this together, and under
-    pp with pipeline.next_logits in the place of one stage's."""
+    """Continue tokens (list of int) by max_new_tokens -> the longer list. temperature 0 takes the likeliest
+    token; top_k keeps the k likeliest. A full window starts again from its last half. All ranks call this
+    together, and under pp with pipeline.next_logits in the place of one stage's."""
     rng = torch.Generator("cpu").manual_seed(seed)
     was_training, cache, tokens = model.training, Cache(), list(tokens)
     model.eval()
@@ -354,7 +362,7 @@ def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, seed=0,
 
 
 def last_logits(model, tokens, cache, hidden=None):
-    """(copies, T) -> (vocab,) fp32 on the host: the last position of the first copy, vocabulary gathered over tp."""
+    """(copies, T) -> (vocab,) fp32 on the host: the first copy's last position, all of the vocabulary."""
     logits, _ = model(tokens, hidden=hidden, cache=cache)
     logits = gather_rows(logits[tokens.size(1) - 1], model.mesh.tp)  # (v,) -> (V,)
     return logits[:model.vocab_size].float().cpu()
