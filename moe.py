@@ -1,17 +1,19 @@
 """Mixture of Experts: the MLP of a block, E times over, of which each token visits K.
 
-The rows (n, C) of a rank are its own share of the micro-batch already (dp by sequences, tp by rows), so experts need no
-tp: the ranks of a stage are viewed a second time as (edp, ep), and expert i lives on ep rank i // e. Four ranks, ep 4,
-four experts, every rank with rows for all of them; a letter is the expert a row wants:
+The rows (n, C) of a rank are its own share of the micro-batch already (dp by sequences, tp by rows), so
+experts need no tp: the ranks of a stage are viewed a second time as (edp, ep), and expert i lives on ep rank
+i // e. Four ranks, ep 4, four experts, every rank with rows for all of them; a letter is the expert a row
+wants:
 
-    rank 0   [a a b d]      sort by      [a a|b|.|d]      all_to_all     [aa a . a]   expert a runs on all of these
+    rank 0   [a a b d]      sort by      [a a|b|.|d]      all_to_all     [aa a . a]   expert a runs on these
     rank 1   [c a d d]      expert       [a|.|c|d d]      send block j   [b . bb .]   expert b
     rank 2   [b b c c]     ---------->   [.|b b|c c|.]    to rank j      [. c cc c]   expert c
     rank 3   [a c d d]                   [a|.|c|d d]     ------------>   [d dd . dd]  expert d
 and the same way back, after which each row is where it came from.
 
     dropless   blocks as long as they are: sort, gather, uneven all_to_all, one grouped GEMM per matrix
-    capacity   every block padded or cut to the same length: even all_to_all, bmm, static shapes, tokens may be dropped
+    capacity   every block padded or cut to the same length: even all_to_all, bmm, static shapes, tokens may
+               be dropped
 """
 import math
 from typing import NamedTuple
@@ -23,7 +25,6 @@ import torch.nn.functional as F
 
 from fused import ExpertMLP
 from parallel import all_to_all, parameter
-
 
 # -----------------------------------------------------------------------------
 # moving rows: dispatch and combine are each other's adjoint, so all four directions are gathers (no atomics)
@@ -70,7 +71,8 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, g):
         copies, p, src = ctx.saved_tensors
         dp = (copies * g.unsqueeze(1)).sum(2)
-        return take((p.unsqueeze(2) * g.unsqueeze(1)).flatten(0, 1), src, ctx.holes), dp, None, None, None, None
+        dy = take((p.unsqueeze(2) * g.unsqueeze(1)).flatten(0, 1), src, ctx.holes)
+        return dy, dp, None, None, None, None
 
 
 class Plan(NamedTuple):
@@ -92,9 +94,9 @@ def fast(x):
 
 
 def grouped(x, w, ends):
-    """Row r of x (R, I) times the matrix of the expert whose run it is in: w (e, O, I), runs end at ends (e,) -> (R, O).
-    torch's grouped GEMM for bf16 on the GPU: one kernel, no synchronisation. Elsewhere an explicit loop, the oracle.
-    Capacity mode has ends None and x (e, rows, I) -> (e, rows, O)."""
+    """Row r of x (R, I) times the matrix of the expert whose run it is in: w (e, O, I), runs end at ends (e,)
+    -> (R, O). torch's grouped GEMM for bf16 on the GPU: one kernel, no synchronisation. Elsewhere an explicit
+    loop, the oracle. Capacity mode has ends None and x (e, rows, I) -> (e, rows, O)."""
     if ends is None:
         return torch.bmm(x, w.transpose(1, 2))
     if x.size(0) == 0:
@@ -106,13 +108,14 @@ def grouped(x, w, ends):
 
 def grouped_loop(x, w, ends):
     stops = ends.tolist()  # sync point on a GPU
-    return torch.cat([F.linear(x[a:b], w[i]) for i, (a, b) in enumerate(zip([0, *stops[:-1]], stops, strict=True))])
+    runs = zip([0, *stops[:-1]], stops, strict=True)
+    return torch.cat([F.linear(x[a:b], w[i]) for i, (a, b) in enumerate(runs)])
 
 
 # -----------------------------------------------------------------------------
 
 class Router(nn.Module):
-    """One score per expert; the bias only steers the choice (auxiliary-loss-free balancing, arXiv:2408.15664)."""
+    """One score per expert; the bias only steers the choice (loss-free balancing, arXiv:2408.15664)."""
 
     def __init__(self, cfg, mesh):
         super().__init__()
@@ -146,9 +149,9 @@ class MoE(nn.Module):
     # ---- who goes where
 
     def route(self, x):
-        """x (n, C) -> gates p (n, K) in x's dtype, experts ids (n, K), this rank's part of the weighted aux and z losses.
-        Scores are in at least fp32. A tie goes to the expert with the lower number."""
-        cfg, E, K = self.cfg, self.E, self.K
+        """x (n, C) -> gates p (n, K) in x's dtype, experts ids (n, K), this rank's part of the weighted aux
+        and z losses. Scores are in at least fp32. A tie goes to the expert with the lower number."""
+        cfg, K = self.cfg, self.K
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = x.to(wide) @ self.router.weight.to(wide).T  # (n, E)
         if cfg.router == "sigmoid":
@@ -164,16 +167,16 @@ class MoE(nn.Module):
         return p.to(x.dtype), ids, self.balance(logits, share, ids)
 
     def balance(self, logits, share, ids):
-        """Switch load-balancing loss, arXiv:2101.03961 eq. 4-6, on Megatron-LM's scale: 1 when balanced, E/K when all go to
-        K experts; and the z-loss, arXiv:2202.08906 eq. 5. Each tp rank holds a part; the parts add up to the micro-batch's.
-        Counted before anything is dropped, without the router's bias."""
+        """Switch load-balancing loss, arXiv:2101.03961 eq. 4-6, on Megatron-LM's scale: 1 when balanced, E/K
+        when all go to K experts; and the z-loss, arXiv:2202.08906 eq. 5. Each tp rank holds a part; the parts
+        add up to the micro-batch's. Counted before anything is dropped, without the router's bias."""
         n, E, K, tp = share.size(0), self.E, self.K, self.mesh.tp
         chosen = count(ids if self.router.bias is None else top_k(share, K), E)  # (E,)
         load = chosen if self.router.bias is None else count(ids, E)
         whole = chosen.to(share.dtype)
         if tp.size > 1:
             tp.count("all-reduce", whole)
-            dist.all_reduce(whole, group=tp.group)  # SUM of E counts, over tp: the ranks that share this micro-batch
+            dist.all_reduce(whole, group=tp.group)  # SUM of E counts, over tp: one micro-batch's ranks
         rows = n * tp.size
         aux = (share.sum(0) * whole).sum() * E / (K * rows * rows)
         z = logits.logsumexp(1).square().sum() / rows
@@ -189,22 +192,24 @@ class MoE(nn.Module):
     def plan_dropless(self, ids):
         ep, e = self.mesh.ep, self.e
         flat = ids.flatten()  # (N,)
-        order = flat.to(torch.int16).argsort(stable=True)  # two bytes: a radix sort of a quarter of the passes
+        order = flat.to(torch.int16).argsort(stable=True)  # two bytes: a quarter of the radix sort's passes
         slot = inverse(order)
         ends = torch.searchsorted(flat[order], torch.arange(self.E, device=flat.device), right=True)  # (E,)
         if ep.size == 1:
             return Plan(order, slot, ends, None, None, None, None)  # static shapes, no synchronisation
         counts = ends.diff(prepend=ends.new_zeros(1))  # (E,)
-        theirs = all_to_all(counts, ep).view(ep.size, e)  # (ep, e): rows from each rank for each of my experts
-        send, receive = torch.stack([counts.view(ep.size, e).sum(1), theirs.sum(1)]).tolist()  # sync point, the only one
-        owner = torch.arange(e, device=flat.device).repeat(ep.size)  # rows come by sender, and by expert within
+        theirs = all_to_all(counts, ep).view(ep.size, e)  # (ep, e): rows from each rank for each expert here
+        splits = torch.stack([counts.view(ep.size, e).sum(1), theirs.sum(1)])
+        send, receive = splits.tolist()  # sync point, the only one
+        owner = torch.arange(e, device=flat.device).repeat(ep.size)  # rows come by sender, by expert within
         expert = owner.repeat_interleave(theirs.flatten(), output_size=sum(receive))  # (R,)
         regroup = expert.argsort(stable=True)
         return Plan(order, slot, theirs.sum(0).cumsum(0), send, receive, regroup, inverse(regroup))
 
     def plan_capacity(self, p, ids):
-        """At most `capacity` copies per expert from this rank: of its own rows, so tp and micro-batch change who is dropped
-        (as in Megatron-LM). probs keeps the largest gates, position the first come; ties go to the earlier row."""
+        """At most `capacity` copies per expert from this rank: of its own rows, so tp and micro-batch change
+        who is dropped (as in Megatron-LM). probs keeps the largest gates, position the first come; ties go to
+        the earlier row."""
         flat, N = ids.flatten(), ids.numel()
         room = self.capacity(ids.size(0))
         if self.cfg.drop_policy == "probs":
@@ -250,14 +255,16 @@ class MoE(nn.Module):
     def ffn(self, x, ends):
         """Each row through its expert: x (R, C) in runs that end at ends, or (e, rows, C) -> like x"""
         if fast(x) and self.w3 is not None and x.numel():
-            return ExpertMLP.apply(x, self.w1, self.w3, self.w2, None if ends is None else ends.to(torch.int32))
+            ends = None if ends is None else ends.to(torch.int32)
+            return ExpertMLP.apply(x, self.w1, self.w3, self.w2, ends)
         h = grouped(x, self.w1, ends)
         h = F.gelu(h) if self.w3 is None else F.silu(h) * grouped(x, self.w3, ends)
         return grouped(h, self.w2, ends)
 
 
 def top_k(scores, K):
-    """-> (n, K) columns of the K largest, largest first; among equals the lowest column (torch.topk leaves that open)."""
+    """-> (n, K) columns of the K largest, largest first; among equals the lowest column (torch.topk leaves
+    that open)."""
     rest, picked = scores.detach(), []
     for _ in range(K):
         i = rest.max(1).indices  # the first of the largest
@@ -291,8 +298,8 @@ def begin(model):
 
 @torch.no_grad()
 def steer(model, rate, refused):
-    """Auxiliary-loss-free balancing: each expert's bias moves by `rate` towards the mean load of the whole global batch.
-    refused: () 1.0 where the step was not taken, then nothing moves."""
+    """Auxiliary-loss-free balancing: each expert's bias moves by `rate` towards the mean load of the whole
+    global batch. refused: () 1.0 where the step was not taken, then nothing moves."""
     for moe in layers(model).values():
         if moe.router.bias is not None:
             load = moe.stats[:moe.E].clone()
@@ -304,8 +311,9 @@ def steer(model, rate, refused):
 
 @torch.no_grad()
 def summary(model, micro_batches):
-    """Per layer, of the step just done: {layer: {load: [E fractions of the copies], dropped, aux, z, entropy}}, on every
-    rank. micro_batches: of the whole global batch. One fixed-size tensor, so a stage without experts takes part too."""
+    """Per layer, of the step just done: {layer: {load: [E fractions of the copies], dropped, aux, z,
+    entropy}}, on every rank. micro_batches: of the whole global batch. One fixed-size tensor, so a stage
+    without experts takes part too."""
     cfg, mesh = model.cfg, model.mesh
     E = cfg.n_experts
     table = torch.zeros(cfg.n_layer, E + 4, dtype=torch.float64, device=next(model.parameters()).device)
