@@ -174,7 +174,7 @@ class Cluster:
                                  stderr=log, cwd=self.folder, preexec_fn=dies_with_parent)
         self.daemons.append(p)
 
-    def run(self, *command, ok=True, seconds=200, **env):
+    def run(self, *command, ok=True, seconds=400, **env):
         """A command with this cluster's environment, in the repository's root."""
         done = subprocess.run([*map(str, command)], env={**self.env, **env}, cwd=ROOT, capture_output=True,
                               text=True, timeout=seconds, stdin=subprocess.DEVNULL)
@@ -258,7 +258,7 @@ def launchers(cluster, flags):
     script = cluster.folder / "mpiexec.sh"
     script.write_text(MPIEXEC.format(venv=BIN.parent, flags=" ".join(map(str, flags)), out=hydra))
     number = cluster.batch("-N", 2, "--ntasks-per-node=2", "-o", cluster.folder / "mpiexec.out", script)
-    job = cluster.finished(number, 200)
+    job = cluster.finished(number, 400)
     text = (cluster.folder / "mpiexec.out").read_text()
     lines(text, r"^\[node", "^done")
     check("all ranks are of one world", job["JobState"] == "COMPLETED" and
@@ -269,7 +269,7 @@ def launchers(cluster, flags):
 
 def requeued(cluster, flags, steps):
     """scripts/generic.slurm left alone, and interrupted by its time limit."""
-    began_with, flags = flags, [*flags, "--steps", steps, "--log-every", 20]
+    began_with, flags = flags, [*flags, "--steps", steps, "--log-every", 5]
     script = ["scripts/generic.slurm"]  # as it is: 2 nodes of 2 ranks, --signal, --requeue
     alone, cut = (cluster.folder / f"{name}-{steps}" for name in ("alone", "requeued"))
     say(f"sbatch scripts/generic.slurm tiny --steps {steps}: left alone")
@@ -277,9 +277,9 @@ def requeued(cluster, flags, steps):
     lines(Path(f"{alone}.out").read_text(), "^started", "^done")
     check("completed", (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"),
           f"{job}\n{Path(f'{alone}.out').read_text()}")
-    say("the same job; after 20 steps its time limit is set to now and a minute")
+    say("the same job; after 5 steps its time limit is set to now and a minute")
     number = cluster.batch("-o", f"{cut}.out", *script, *flags, "--out", cut)
-    until("step 20", lambda: rows(cut)[-1:] and rows(cut)[-1]["step"] >= 20, 120)
+    until("step 5", lambda: rows(cut)[-1:] and rows(cut)[-1]["step"] >= 5, 120)
     hours, minutes, seconds = map(int, cluster.job(number)["RunTime"].split(":"))
     # at its next look, 0 to 30 s from now, slurm finds less than --signal's 120 s left
     limit = hours * 60 + minutes + (1 if seconds < 25 else 2)
