@@ -7,6 +7,7 @@ grep -n "dist\\.\|_single(" *.py is the whole communication story; each call say
 how much.
 """
 import contextlib
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -308,11 +309,12 @@ class DataParallel:
                 self._close(key, mesh, zero, *open_.pop(key))
         for key, (names, params) in open_.items():
             self._close(key, mesh, zero, names, params)
+        me = weakref.proxy(self)  # a hook that held us would keep parameter, hook and bucket alive for ever
         owner = {}  # parameter -> bucket
         for bucket in self.buckets:
             for i, p in enumerate(bucket.params):
                 owner[p] = bucket
-                p.register_post_accumulate_grad_hook(lambda p, b=bucket, i=i: b.add(i, self.last))
+                p.register_post_accumulate_grad_hook(lambda p, b=weakref.proxy(bucket), i=i: b.add(i, me.last))
         self.buffers, self.stage = dict(model.named_buffers()), mesh.stage  # untrained, but state
         self.needs = {m: list(dict.fromkeys(owner[p] for p in m.parameters())) for m in model.modules()}
         model.arrive = self.arrive

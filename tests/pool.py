@@ -4,6 +4,7 @@
 fn is a function of an importable test module. A rank that raises fails the call with that rank's traceback; a
 collective that does not match times out after 20 s instead of hanging.
 """
+import gc
 import multiprocessing as mp
 import os
 import sys
@@ -39,6 +40,7 @@ def _serve(pipe):
         except BaseException:
             result = ("failed", traceback.format_exc())
         pipe.send(result)
+        gc.collect()  # mesh and model hold the groups in a cycle, and each group its threads
         if dist.is_initialized():
             dist.destroy_process_group()
 
