@@ -312,9 +312,10 @@ class DataParallel:
         me = weakref.proxy(self)  # a hook that held us would keep parameter, hook and bucket alive for ever
         owner = {}  # parameter -> bucket
         for bucket in self.buckets:
+            it = weakref.proxy(bucket)
             for i, p in enumerate(bucket.params):
                 owner[p] = bucket
-                p.register_post_accumulate_grad_hook(lambda p, b=weakref.proxy(bucket), i=i: b.add(i, me.last))
+                p.register_post_accumulate_grad_hook(lambda p, it=it, i=i: it.add(i, me.last))
         self.buffers, self.stage = dict(model.named_buffers()), mesh.stage  # untrained, but state
         self.needs = {m: list(dict.fromkeys(owner[p] for p in m.parameters())) for m in model.modules()}
         model.arrive = self.arrive
