@@ -84,8 +84,12 @@ def rotate(x, cos, sin):
 def together(x, layers):
     """Several column linears of the same input as one matrix product, their outputs side by side. Gluing the
     weights costs their bytes, a fraction of what reading x once more would."""
-    weight = torch.cat([layer.weight[rows] for layer, rows in layers])
-    bias = None if layers[0][0].bias is None else torch.cat([layer.bias[rows] for layer, rows in layers])
+    def part(p, rows):
+        return p if rows is ALL else p[rows]  # a slice of all would cost its gradient a zeroed copy
+    weight = torch.cat([part(layer.weight, rows) for layer, rows in layers])
+    bias = None
+    if layers[0][0].bias is not None:
+        bias = torch.cat([part(layer.bias, rows) for layer, rows in layers])
     return F.linear(x, weight, bias)
 
 
