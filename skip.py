@@ -43,6 +43,16 @@ class Ranges:
     def __str__(self):
         return ", ".join(f"{a}-{b}" for a, b in self.pairs)
 
+    def too_late(self, done, known):
+        """-> a warning or "". done: the steps of the checkpoint resumed from; known: its own ranges."""
+        late = [(a, b) for a, b in self.pairs
+                if b <= done and not any(c <= a and b <= d for c, d in known.pairs)]
+        if not late:
+            return ""
+        ends = " ".join(f"{a} {b}" for a, b in late)
+        return (f"nanoshard: --train-range-to-skip {ends} has no effect: this run goes on after step {done}; "
+                f"--resume a checkpoint before step {late[0][0]}")
+
     def ends(self):
         """The flat list again, for the checkpoint and for a union with the command line's."""
         return [e for pair in self.pairs for e in pair]

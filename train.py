@@ -7,6 +7,8 @@
        what guards it                        skip.py watch.py replicas.py stragglers.py
     5) what is left behind                   log.py measure.py
 """
+import contextlib
+import io
 import math
 import sys
 import time
@@ -172,9 +174,10 @@ def prompt_tokenizer(cfg):
 
 
 def main(argv=None):
-    # every rank sees the same wrong flag: one of them says so
+    # every rank sees the same wrong flag, or --help: one of them speaks
     try:
-        cfg = parse(sys.argv[1:] if argv is None else argv)
+        with contextlib.nullcontext() if env_rank() == 0 else contextlib.redirect_stdout(io.StringIO()):
+            cfg = parse(sys.argv[1:] if argv is None else argv)
     except ValueError as e:
         if env_rank() == 0:
             print(f"nanoshard: {e}", file=sys.stderr)
@@ -205,7 +208,7 @@ def run(cfg, world, watch=unwatched):
     with agreed(world):
         if cfg.pdb >= world.size:
             raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {world.size - 1}")
-        mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
+        mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts)
         watch.knows(mesh)
         full_batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size  # sequences per optimizer step
         check_layout(cfg, mesh, full_batch)
@@ -230,6 +233,9 @@ def run(cfg, world, watch=unwatched):
             state = State(data=data_id)
         else:
             state = load(cfg, dp, opt, found, data_id)
+            late = skip.too_late(state.step, Ranges(state.skip))
+            if chief and late:
+                print(late, file=sys.stderr, flush=True)
             skip = Ranges([*skip.ends(), *state.skip])  # a resume inside a range goes on skipping it
         state.skip = skip.ends()
         logger = make_logger(cfg, mesh, world, out, state, vocab_size) if chief else None
@@ -317,7 +323,7 @@ def run(cfg, world, watch=unwatched):
             if code:
                 break
             stop.step_took(time.monotonic() - began)
-            reason = stop.agreed(world)
+            reason = stop.agreed(world) if step < cfg.steps else None  # a run that is done is not requeued
             if cfg.save_every and (step % cfg.save_every == 0 or step == cfg.steps) or reason:
                 clock.pause()
                 watch.beat(step, "save", SLOW)

@@ -129,6 +129,17 @@ def test_stopped_saves_and_exits_85(why, tmp_path):
     assert rows(tmp_path / "whole") == rows(out)
 
 
+@pytest.mark.parametrize("why", ["SIGTERM", "--max-minutes"])
+def test_stopped_in_its_last_step_is_done(why, tmp_path):
+    """Nothing is left to requeue: exit code 0, the final checkpoint."""
+    flags, plan = ["--steps=3", "--save-every=2"], {3: signal.SIGTERM.value}
+    if why == "--max-minutes":
+        flags, plan = ["--steps=1", "--save-every=2", "--max-minutes=1e-6"], None
+    went, last = go(2, tmp_path, *flags, plan=plan), 3 if plan else 1
+    assert f"done after step {last}" in went["out"] and "stopped by" not in went["out"]
+    assert checkpoint.steps(tmp_path)[0].name == f"step_{last:06d}"
+
+
 def test_damaged_newest_is_named_and_the_one_before_used(tmp_path):
     go(1, tmp_path / "whole", "--steps=6", "--save-every=2")
     for kind in ("byte", "short", "gone", "index"):
@@ -297,6 +308,17 @@ def test_rewind_equals_skipping_from_the_start(skips):
     )
     assert went["steps"][0]["first"] == 8
     same(folder / "skipped", folder / "rewound", 12)
+
+
+def test_a_range_that_comes_too_late_is_a_warning(tmp_path):
+    """One line from rank 0; silent where the steps were skipped before, where a part is still to come."""
+    go(2, tmp_path, "--steps=6", "--save-every=2", "--train-range-to-skip", 2, 3)
+    late = "--train-range-to-skip"
+    went = go(2, tmp_path, "--steps=7", "--resume=auto", late, 2, 3, 6, 7)
+    assert went["err"] == "" and "skipping steps 2-3, 6-7" in went["out"]
+    went = go(2, tmp_path, "--steps=8", f"--resume={tmp_path}/step_000006", late, 2, 4, 6, 6, 8, 8)
+    assert went["err"] == (f"nanoshard: {late} 2 4 6 6 has no effect: this run goes on after step 6; "
+                           "--resume a checkpoint before step 2\n")
 
 
 # -------------------------------------------------------------------------------------- a rank dies, for real
