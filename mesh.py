@@ -53,9 +53,9 @@ class Mesh:
     tied: Axis   # dp x {first, last stage}: the two copies of a tied embedding
 
 
-def make_mesh(world, tp=1, pp=1, ep=1, groups=True):
+def make_mesh(world, tp=1, pp=1, ep=1, groups=True, n_experts=0):
     """-> Mesh; without groups, a plan of one. Rank order, slowest first: pp, dp, tp. A stage's ranks are
-    viewed again as (edp, ep), ep fastest."""
+    viewed again as (edp, ep), ep fastest. n_experts: only for the hint, an ep that divides them too."""
     n = world.size
     if n % (tp * pp):
         fit = max(t for t in range(1, tp + 1) if n % (t * pp) == 0) if n % pp == 0 else 0
@@ -63,7 +63,7 @@ def make_mesh(world, tp=1, pp=1, ep=1, groups=True):
         raise ValueError(f"{n} ranks do not divide by tp {tp} * pp {pp}; {hint}")
     dp = n // (tp * pp)
     if (dp * tp) % ep:
-        fit = max(e for e in range(1, ep + 1) if (dp * tp) % e == 0)
+        fit = max(e for e in range(1, ep + 1) if (dp * tp) % e == 0 and n_experts % e == 0)
         raise ValueError(f"ep {ep} does not divide dp {dp} * tp {tp} = {dp * tp} ranks of a stage; "
                          f"try --ep {fit}")
     grid = torch.arange(n).view(pp, dp, tp)  # (pp, dp, tp)

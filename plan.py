@@ -206,7 +206,7 @@ def place(cfg, gpus, stage):
 def check_gpus(cfg, gpus):
     """-> (cfg with its global batch, its mesh); ValueError where train.py would refuse this layout."""
     world = SimpleNamespace(rank=0, size=gpus, calls=None)
-    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, groups=False)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, False, cfg.n_experts)
     batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
     check_layout(cfg, mesh, batch)
     return dataclasses.replace(cfg, global_batch=batch), mesh

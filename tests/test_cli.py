@@ -12,6 +12,7 @@ from pool import ROOT, run_ranks
 from runs import TINY, chars, go, session
 
 import config
+import plan
 from config import PRESETS, Config, parse
 from launch import World
 
@@ -118,6 +119,16 @@ def test_wrong_layouts_on_two_ranks(argv, words, tmp_path):
     results = run_ranks(2, session, [*TINY, f"--out={tmp_path}", "--steps=1", *argv])
     one_line(results[0], *words)
     assert (results[1]["code"], results[1]["err"]) == (2, "")
+
+
+def test_the_ep_that_is_proposed_divides_ranks_and_experts(tmp_path):
+    results = run_ranks(3, session, [*TINY, f"--out={tmp_path}", "--n-experts=4", "--ep=4"])
+    one_line(results[0], "ep 4", "3 ranks of a stage", "--ep 1")
+    for argv, say in (("--n-experts=4 --ep=4", "--ep 2"), ("--n-experts=9 --ep=4", "--ep 3")):
+        with pytest.raises(ValueError, match=say):
+            plan.check_gpus(parse(argv.split()), 6)
+    with pytest.raises(ValueError, match="n-experts 6 .* ep 4; try --ep 2"):
+        plan.check_gpus(parse(["--n-experts=6", "--ep=4"]), 8)
 
 
 def test_wrong_data(tmp_path, good):
@@ -241,6 +252,17 @@ def test_help_lists_every_field(capsys):
         )[1]
         assert comment.split()[0] in text, f"{f.name}: its comment is its help"
     assert "100000" in text.replace("_", "") and all(p in text for p in PRESETS)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_help_from_one_rank(rank, monkeypatch, capsys):
+    import train
+
+    monkeypatch.setattr(train, "env_rank", lambda: rank)
+    with pytest.raises(SystemExit) as e:
+        train.main(["--help"])
+    said = capsys.readouterr()
+    assert e.value.code == 0 and ("--micro-batch" in said.out) == (rank == 0) and said.err == ""
 
 
 def test_config_is_frozen_and_not_written_back(tmp_path, monkeypatch):
