@@ -88,6 +88,18 @@ def env_rank():
     return detect(os.environ)[1]
 
 
+def started_by():
+    """-> (launcher, ranks) of this process, before launch()."""
+    launcher, _, size, _, _ = detect(os.environ)
+    return launcher, size
+
+
+def as_torchrun(rank, size, port):
+    """Make this process what torchrun's rank of this host would be: launch() then finds the others."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
 def bare_environment():
     """The environment without any launcher's variables: for a command that starts ranks of its own."""
     ours = ("PMI", "MPI_LOCAL", "HYD", "OMPI_", "PRTE_", "PALS_", "TORCHELASTIC_", "SLURM_STEP", "MASTER_")

@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import json
 import multiprocessing as mp
-import os
 import re
 import signal
 import socket
@@ -34,7 +33,7 @@ import torch._dynamo  # AdamW needs it: once, not per rank. _inductor would touc
 import train
 from config import check, check_layout, parse
 from graph import Graph, static_shapes
-from launch import World, detect, launch
+from launch import World, as_torchrun, launch, started_by
 from log import Stopwatch
 from model import count_parameters, flops_per_token
 from parallel import make_mesh
@@ -71,7 +70,7 @@ def arguments(argv):
     p.add_argument("--limit", type=float, default=180, help="seconds before a layout is given up (180)")
     p.add_argument("--json", type=Path, help="write the rows here, after each")
     args, rest = p.parse_known_args(argv)
-    launcher, _, size, _, _ = detect(os.environ)
+    launcher, size = started_by()
     if launcher != "single":
         wrong(f"layouts.py starts its ranks itself; without {launcher}: bench/layouts.py ... --ranks {size}")
     args.ranks = args.ranks or torch.cuda.device_count() or 2  # this asks NVML: who touched CUDA cannot fork
@@ -127,9 +126,7 @@ def rank_main(cfg, rank, ranks, port, say, pipe):
     """A forked rank: sends its numbers or why it has none, then waits to be killed, unseen by the others."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    mine, all_ = str(rank), str(ranks)
-    os.environ.update(RANK=mine, LOCAL_RANK=mine, WORLD_SIZE=all_, LOCAL_WORLD_SIZE=all_,
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # as torchrun does: launch() knows them
+    as_torchrun(rank, ranks, port)
     try:
         pipe.send(measure(cfg, launch(cfg.timeout, quiet=not say)))
     except Exception as e:  # whatever it is, the next layout runs
