@@ -366,10 +366,17 @@ def broadcast_and_verify(model, mesh):
             assert torch.equal(print_, mine), f"{name} on rank {rank} differs after the broadcast"
 
 
+WIDE = 2**24  # elements that fingerprint widens at once
+
+
 def fingerprint(t):
     """(2,) int64: plain and position-weighted sum of the bit pattern. Equal bits, equal pair; a swap changes
     the second."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
-    v = t.detach().reshape(-1).view(bits).long()  # (n,)
-    weight = torch.arange(v.numel(), device=v.device) * 2 + 1
-    return torch.stack([v.sum(), (v * weight).sum()])
+    v = t.detach().reshape(-1).view(bits)  # (n,)
+    sums = torch.zeros(2, dtype=torch.int64, device=v.device)
+    for first in range(0, v.numel(), WIDE):  # widened, an element takes 8 bytes, more than once
+        part = v[first:first + WIDE].long()
+        weight = torch.arange(first, first + part.numel(), device=v.device) * 2 + 1
+        sums += torch.stack([part.sum(), (part * weight).sum()])
+    return sums

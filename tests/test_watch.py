@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from pool import ROOT, context, run_ranks
 from runs import SHAPE, TINY, rows
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import parallel
 import train
 import watch
 from launch import World
@@ -204,3 +206,30 @@ def test_the_larger_party_is_right():
     assert odd("w", hashes, (0, 2, 4, 6)) == "w on rank 4 differs from ranks 0, 2, 6"
     assert odd("w", [[1, 2], [1, 2]], (0, 1)) is None
     assert report([f"w{i}" for i in range(20)], 5, []).endswith("w7\n... and 12 more")
+
+
+class Made(TorchDispatchMode):
+    """The storages that operations made, in bytes: {address: size}. A view makes none."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        storage = out.untyped_storage()
+        self.bytes[storage.data_ptr()] = max(storage.nbytes(), self.bytes.get(storage.data_ptr(), 0))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_fingerprint_in_parts_is_that_of_the_whole(dtype, monkeypatch):
+    t = torch.randn(1003, generator=torch.Generator().manual_seed(1)).to(dtype)
+    v = t.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]).long()
+    want = [v.sum().item(), (v * (2 * torch.arange(1003) + 1)).sum().item()]
+    assert parallel.fingerprint(t).tolist() == want
+    monkeypatch.setattr(parallel, "WIDE", 64)
+    with Made() as made:
+        got = parallel.fingerprint(t)
+    made.bytes.pop(t.untyped_storage().data_ptr())  # of its views
+    assert got.tolist() == want and max(made.bytes.values()) == 64 * 8
