@@ -12,11 +12,11 @@ layout wrote.
 This file is the format: writing a part, committing, checking, reading, comparing. saver.py saves while
 training goes on.
 """
-import contextlib
 import json
 import math
 import os
 import shutil
+import signal
 import sys
 import time
 import zlib
@@ -431,5 +431,5 @@ def program(argv):
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):  # | head
-        sys.exit(program(sys.argv[1:]))
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
+    sys.exit(program(sys.argv[1:]))

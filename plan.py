@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import math
+import signal
 import sys
 from collections import Counter
 from functools import cache
@@ -24,6 +25,7 @@ from cost import GPUS, SIZE, products, stage_time, step_time, waves
 from data import load_meta
 from model import GPT, count_parameters, flops_per_token, padded
 from parallel import Axis, Mesh, make_mesh
+from rampup import schedule
 
 GIB = 2**30
 CONTEXT = 1.2 * GIB  # CUDA context, cuBLAS and NCCL buffers: on the card, but not torch's
@@ -307,7 +309,7 @@ def search(cfg, gpus, gpu, vocab):
                     for zero in (0, 1):
                         this = dataclasses.replace(
                             cfg, tp=tp, pp=pp, ep=ep, micro_batch=mbs, recompute=recompute, zero=zero,
-                            global_batch=batch, pp_layers="")
+                            global_batch=batch)
                         try:
                             check_layout(this, place(this, gpus, 0), batch)
                         except ValueError:
@@ -316,6 +318,18 @@ def search(cfg, gpus, gpu, vocab):
                         if plan["fits"]:
                             found.append(plan)
     return sorted(found, key=lambda plan: plan["ms"])
+
+
+def budget(cfg, plan, args, vocab):
+    """--tokens -> {steps, days, gpu_hours}; a step of the ramp costs what its own batch costs."""
+    at = plan["layout"]
+    steps = schedule(math.ceil(args.tokens / cfg.seq_len), at["global_batch"], cfg.rampup_batch_size)
+    this = dataclasses.replace(cfg, **{k: v for k, v in at.items() if k not in ("gpus", "dp")})
+    ms = {batch: plan["ms"] if batch == at["global_batch"] else
+          estimate(dataclasses.replace(this, global_batch=batch), args.gpus, args.gpu, vocab)["ms"]
+          for batch in steps}
+    hours = sum(n * ms[batch] for batch, n in steps.items()) / 3.6e6
+    return {"steps": sum(steps.values()), "days": hours / 24, "gpu_hours": hours * args.gpus}
 
 
 def vocabulary(cfg):
@@ -339,7 +353,7 @@ def arguments(argv):
     p.add_argument("--json", action="store_true")
     args, rest = p.parse_known_args(argv)
     if {"-h", "--help"} & set(rest):
-        print(f"python plan.py [PRESET] --gpus N --gpu {{{','.join(GPUS)}}} [--tokens T: days for T]\n"
+        print(f"python plan.py [PRESET] --gpus N --gpu {{{','.join(GPUS)}}} [--tokens T: steps, days for T]\n"
               "    [--search: rank every layout that fits] [--json] [flags of train.py, see its --help]")
         raise SystemExit(0)
     if args.gpus < 1 or args.tokens < 0:
@@ -373,8 +387,10 @@ def show(cfg, plan, args, vocab):
                    ("TFLOP/s per GPU", f"{plan['tflops']:.1f}"), ("MFU", f"{100 * plan['mfu']:.1f} %"),
                    ("tokens/s per GPU", f"{plan['tok_s_gpu']:,.0f}")])
     if args.tokens:
-        table(f"{args.tokens:.3g} tokens", [("days", f"{plan['days']:,.2f}"),
-                                            ("GPU-hours", f"{plan['gpu_hours']:,.0f}")])
+        ramp = ", with the ramp" * bool(cfg.rampup_batch_size)
+        table(f"{args.tokens:.3g} tokens{ramp}",
+              [("steps", f"{plan['steps']:,}"), ("days", f"{plan['days']:,.2f}"),
+               ("GPU-hours", f"{plan['gpu_hours']:,.0f}")])
     for line in plan["warnings"]:
         print(f"warning: {line}")
 
@@ -396,6 +412,7 @@ def main(argv=None):
         args, cfg = arguments(sys.argv[1:] if argv is None else argv)
         vocab = vocabulary(cfg)
         if args.search:
+            cfg = dataclasses.replace(cfg, pp_layers="")  # each layout has its own balance
             plans = search(cfg, args.gpus, args.gpu, vocab)
             if not plans:
                 raise ValueError(f"no layout of {cfg.preset} on {args.gpus} {args.gpu} fits; try more --gpus")
@@ -407,8 +424,7 @@ def main(argv=None):
         print(f"nanoshard: {e}", file=sys.stderr)
         raise SystemExit(2) from None
     for plan in plans:
-        seconds = args.tokens / plan["tok_s_gpu"] / args.gpus
-        plan.update(days=seconds / 86400, gpu_hours=seconds / 3600 * args.gpus)
+        plan.update(budget(cfg, plan, args, vocab))
     if args.json:
         print(json.dumps(plans if args.search else plans[0], indent=1))
     elif args.search:
@@ -418,4 +434,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
     main()

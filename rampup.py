@@ -5,6 +5,7 @@ sequences are consumed, in stages of equal samples. It is a pure function of the
 run, another layout and plan.py all find the same batch. The learning rate stays a function of the step.
 Source: Megatron-LM, megatron/core/num_microbatches_calculator.py.
 """
+from collections import Counter
 
 
 def batch_size(samples, full, ramp=()):
@@ -29,6 +30,17 @@ def check_ramp(full, ramp, unit):
     if bad is not None:
         raise ValueError(f"{flag} has a stage of {bad}, which does not divide by micro-batch * dp = {unit}; "
                          f"give START and INCREMENT as multiples of {unit}")
+
+
+def schedule(samples, full, ramp=()):
+    """-> {batch: steps of it} of a run that ends with the step in which `samples` sequences are consumed."""
+    done, steps = 0, Counter()
+    while done < samples and (batch := batch_size(done, full, ramp)) != full:
+        steps[batch] += 1
+        done += batch
+    if done < samples:
+        steps[full] = -(-(samples - done) // full)
+    return steps
 
 
 def samples_after(steps, full, ramp=()):

@@ -1,10 +1,14 @@
 """plan.py against fact: parameters, autograd's own memory, counted collectives, measured GPUs, BLOOM."""
 import json
+import os
+import signal
 import statistics
+import subprocess
+import sys
 
 import pytest
 import torch
-from pool import run_ranks
+from pool import ROOT, run_ranks
 
 import cost
 import fused
@@ -204,6 +208,48 @@ def test_search_lists_only_what_fits_fastest_first(capsys):
     assert len(set(layouts)) == len(layouts) and all(a * b * c == 4 for a, b, c, *_ in layouts)
     plan.main(["tiny-moe", "--gpus", "4", "--search", "--tokens", "1e9"])
     assert "fastest first" in capsys.readouterr().out
+
+
+def planned(capsys, *flags):
+    plan.main([*flags, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_ramp_is_in_the_days(capsys):
+    """The steps consume the tokens, as train.py counts; a smaller batch costs what a plan of it costs."""
+    flags = ["smol-1.7b", "--gpus", "4", "--global-batch", "64", "--tokens", "5e6"]
+    whole, ramp = (planned(capsys, *flags, *more) for more in
+                   ((), ("--rampup-batch-size", "16", "16", "1200")))
+    samples = -(-5_000_000 // 2048)  # 2442: 16 until 400, 32 until 800, 48 until 1200, then 64
+    assert whole["steps"] == -(-samples // 64) == 39 and whole["ms"] == ramp["ms"]
+    assert whole["days"] * 86.4e6 == pytest.approx(39 * whole["ms"])
+    each = {16: 25, 32: 13, 48: 8, 64: 20}  # 400 + 416 + 384 + 1280 = 2480
+    assert ramp["steps"] == sum(each.values()) == 66
+    ms = {b: planned(capsys, *flags[:3], "--global-batch", str(b))["ms"] for b in each}
+    assert ms[16] < ms[64] < 4 * ms[16]
+    assert ramp["days"] * 86.4e6 == pytest.approx(sum(n * ms[b] for b, n in each.items()))
+    assert ramp["gpu_hours"] == pytest.approx(ramp["days"] * 24 * 4)
+    plan.main([*flags, "--rampup-batch-size", "16", "16", "1200"])
+    assert "5e+06 tokens, with the ramp\n  steps        66\n" in capsys.readouterr().out
+    plans = planned(capsys, *flags, "--search", "--rampup-batch-size", "16", "16", "1200")
+    # no layout whose replicas are too many for the ramp's first batch
+    assert plans and all(p["steps"] == 66 and 16 % (p["layout"]["dp"] * p["layout"]["micro_batch"]) == 0
+                         for p in plans)
+
+
+def test_a_closed_pipe_ends_it_quietly(tmp_path):
+    """plan.py ... | head, checkpoint.py ... | head: nobody reads on, no traceback."""
+    from runs import go
+    go(1, tmp_path, "--steps=1")
+    jobs = []
+    for argv in (["plan.py", "tiny", "--json"], ["checkpoint.py", "show", str(tmp_path)]):
+        read, write = os.pipe()
+        os.close(read)
+        jobs.append(subprocess.Popen([sys.executable, *argv], cwd=ROOT, stdout=write, stderr=subprocess.PIPE,
+                                     text=True))
+        os.close(write)
+    assert [job.communicate(timeout=60)[1] for job in jobs] == ["", ""]
+    assert [job.returncode for job in jobs] == [-signal.SIGPIPE] * 2  # as cat ends
 
 
 def test_a_plan_says_what_wastes_the_gpu(capsys):

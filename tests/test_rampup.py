@@ -8,7 +8,7 @@ import train
 from config import Config, parse
 from data import Synthetic
 from parallel import make_mesh
-from rampup import batch_size, check_ramp, samples_after
+from rampup import batch_size, check_ramp, samples_after, schedule
 
 RAMP = ["--global-batch=8", "--rampup-batch-size", 4, 2, 16]
 
@@ -29,6 +29,14 @@ def test_schedule_is_megatrons():
     assert [batch_size(s, 8, (4, 2, 16)) for s in (0, 7, 8, 15, 16, 99)] == [4, 4, 6, 6, 8, 8]
     assert batch_size(5, 8) == batch_size(5, 8, (8, 4, 100)) == 8
     assert [samples_after(n, 8, (4, 2, 16)) for n in range(6)] == [0, 4, 8, 14, 20, 28]
+    assert [schedule(n, 8, (4, 2, 16)) for n in (0, 4, 15, 44)] == \
+        [{}, {4: 1}, {4: 2, 6: 2}, {4: 2, 6: 2, 8: 3}]
+    for full, ramp in ((384, (32, 32, 2_000)), (8, (4, 2, 16)), (8, ())):
+        for samples in range(1, 3000, 37):
+            steps = schedule(samples, full, ramp)
+            done = sum(batch * n for batch, n in steps.items())
+            assert done == samples_after(sum(steps.values()), full, ramp) >= samples
+            assert samples_after(sum(steps.values()) - 1, full, ramp) < samples
 
 
 @pytest.mark.parametrize("full,ramp,unit,say", [
