@@ -7,6 +7,7 @@
 import contextlib
 import gc
 import os
+import re
 import signal
 import socket
 import struct
@@ -108,17 +109,28 @@ def bare_environment():
 
 
 def scheduler():
-    """-> (name, job, number of nodes or None) of the batch system that this process runs in, or None."""
+    """-> (name, job, number of nodes or None) of the batch system that this process runs in, or None.
+    ValueError, in one line: the node file is none."""
     if "SLURM_JOB_ID" in os.environ:
         return "SLURM", os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_JOB_NUM_NODES")
     if "PBS_JOBID" in os.environ:
-        try:
-            with open(os.environ["PBS_NODEFILE"]) as f:
-                nodes = len(set(f.read().split()))  # a host stands there once per process
-        except (KeyError, OSError):
-            nodes = None
-        return "PBS", os.environ["PBS_JOBID"], nodes
+        path = os.environ.get("PBS_NODEFILE")
+        return "PBS", os.environ["PBS_JOBID"], None if path is None else count_hosts(path)
     return None
+
+
+def count_hosts(path):
+    """-> hosts in a node file of PBS, where each stands once per process. ValueError: why it is none."""
+    try:
+        with open(path, encoding="ascii", newline="\n") as f:
+            hosts = {line.strip(" \t\n") for line in f} - {""}
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"the node file {path} cannot be read: {' '.join(str(e).split())}") from None
+    wrong = next((host for host in hosts if not re.fullmatch(r"[\w.-]+", host)), None)
+    if wrong is not None or not hosts:
+        raise ValueError(f"the node file {path} names no host" if not hosts else
+                         f"the node file {path} is no list of hosts: {wrong[:40]!r}")
+    return len(hosts)
 
 
 def _mpi(launcher, rank, size):

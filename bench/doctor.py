@@ -153,7 +153,10 @@ def mpi():
 
 
 def batch():
-    found = scheduler()
+    try:
+        found = scheduler()
+    except ValueError as e:
+        return "FAIL", str(e), "unset PBS_NODEFILE, or start the job with qsub: PBS writes this file"
     if found is None:
         programs = [p for p in ("sbatch", "qsub") if shutil.which(p)]
         return ok(f"not in a job; {' and '.join(programs) or 'no sbatch or qsub'} here")

@@ -6,6 +6,21 @@
 # KILL. Signals: `qsig -s USR1 JOB` reaches this shell, which passes it to mpiexec and that to the ranks.
 # Whether PALS' mpiexec (Polaris, Aurora) does so too was not tried.
 
+# $PBS_NODEFILE, a host per line and rank -> $ranks, $nodes; where it is none, one line and exit 2
+read_hosts() {
+    local -x LC_ALL=C  # grep takes any bytes
+    local wrong='' n line='^[[:alnum:]._-]*[[:blank:]]*$'  # a host, or blank
+    if [ ! -f "$PBS_NODEFILE" ] || [ ! -r "$PBS_NODEFILE" ]; then
+        wrong="cannot be read"
+    elif n=$(grep -anvE "$line" "$PBS_NODEFILE" | head -n 1 | cut -d: -f1) && [ -n "$n" ]; then
+        wrong="is no list of hosts, see line $n"
+    elif ! ranks=$(grep -c '[[:alnum:]]' "$PBS_NODEFILE"); then
+        wrong="names no host"
+    fi
+    [ -n "$wrong" ] && echo "nanoshard: node file '$PBS_NODEFILE' $wrong; start this with qsub" >&2 && exit 2
+    nodes=$(tr -d ' \t' < "$PBS_NODEFILE" | sort -u | grep -c .)
+}
+
 start() {
     local script=$1 pid rc signalled
     shift

@@ -9,12 +9,15 @@ import json
 import os
 import shutil
 import struct
+import subprocess
 from pathlib import Path
 
 import pytest
+from pool import ROOT
 from runs import TINY, chars, session
 
 import checkpoint
+import launch
 import prepare
 import sample
 from launch import World
@@ -255,8 +258,61 @@ def test_other_programs(name, copy):
     assert tree(copy) == before
 
 
+NODES = {  # PBS's node file, made at this path
+    "missing": lambda p: None,
+    "a directory": lambda p: p.mkdir(),
+    "empty": lambda p: p.touch(),
+    "blank lines": lambda p: p.write_text("\n  \n\t\n"),
+    "not utf-8": lambda p: p.write_bytes(b"x1\nx\xff2\n"),
+    "binary": lambda p: p.write_bytes(bytes(range(256))),
+    "sentences": lambda p: p.write_text("x1\nno such job\n"),
+    "carriage returns": lambda p: p.write_bytes(b"x1\r\nx2\r\n"),
+}
+SITE = "module() { :; }; conda() { :; }; mpiexec() { echo started \"$@\"; }\n"
+
+
+def pbs(script, folder):
+    """A job script with stand-ins for the site's commands -> {code, out, err}"""
+    (folder / "site.sh").write_text(SITE)
+    (folder / "venv/bin").mkdir(parents=True)
+    (folder / "venv/bin/activate").touch()
+    env = {"PATH": os.environ["PATH"], "BASH_ENV": str(folder / "site.sh"), "VENV": str(folder / "venv"),
+           "PBS_O_WORKDIR": str(ROOT), "PBS_NODEFILE": str(folder / "nodes")}
+    job = subprocess.run(["bash", ROOT / "scripts" / script], capture_output=True, text=True, cwd=folder,
+                         env=env)
+    return {"code": job.returncode, "out": job.stdout, "err": job.stderr}
+
+
+@pytest.mark.parametrize("script", ["generic.pbs", "polaris.pbs", "aurora.pbs"])
+@pytest.mark.parametrize("name", NODES)
+def test_node_file(name, script, tmp_path):
+    NODES[name](tmp_path / "nodes")
+    result = pbs(script, tmp_path)
+    refused(result, "node file", str(tmp_path / "nodes"))
+    assert result["out"] == "", "no rank was started"
+
+
+def test_node_file_with_blank_lines_and_none_at_all(tmp_path, monkeypatch):
+    (tmp_path / "nodes").write_text("x1\nx1 \n\nx2\nx2\n \n")
+    result = pbs("generic.pbs", tmp_path)
+    assert result["err"] == "" and result["out"].startswith("started -n 4 -ppn 2 -hostfile "), result
+    assert launch.count_hosts(tmp_path / "nodes") == 2
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_doctor_says_what_is_wrong_with_a_node_file(name, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    import doctor
+    NODES[name](tmp_path / "nodes")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("PBS_JOBID", "7.x")
+    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
+    status, text, fix = doctor.batch()
+    assert status == "FAIL" and str(tmp_path / "nodes") in text and "\n" not in text and "qsub" in fix
+
+
 def test_there_are_sixty():
-    assert len(DATA) + len(CHECKPOINT) + len(OTHER) >= 60
+    assert len(DATA) + len(CHECKPOINT) + len(OTHER) + len(NODES) >= 60
 
 
 def test_out_is_a_file(copy):
