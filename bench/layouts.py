@@ -2,7 +2,7 @@
 
     python bench/layouts.py smol-1.7b --ranks 4 --layouts "dp4; tp2; tp4; pp2; pp4; zero1; tp2,zero1"
 
-    1) the list     each layout checked, its memory predicted by plan.py; a refused one is a row that says why
+    1) the list     each layout checked, memory and time predicted by plan.py; a refused one says why
     2) one layout   train.py's own build and step on forked ranks: time of the slowest, memory of the fullest
     3) the table    a row as soon as it is known; sorted at the end, in the form of BLOOM's planning document
 
@@ -32,20 +32,21 @@ import torch._dynamo  # AdamW needs it: once, not per rank. _inductor would touc
 
 import train
 from config import check, check_layout, parse
+from cost import GPUS
 from graph import Graph, static_shapes
 from launch import World, as_torchrun, launch, started_by
 from log import Stopwatch
 from model import count_parameters, flops_per_token
 from parallel import make_mesh
-from plan import memory
+from plan import estimate, memory
 
 FLAG = {"tp": "tp", "pp": "pp", "ep": "ep", "zero": "zero", "mbs": "micro_batch"}
 COLUMNS = {  # title: (key of the row, format)
     "nodes": ("nodes", "d"), "size": ("size", ".3f"), "dp": ("dp", "d"), "tp": ("tp", "d"), "pp": ("pp", "d"),
     "ep": ("ep", "d"), "zero": ("zero", "d"), "mbs": ("mbs", "d"), "gbs": ("gbs", "d"),
-    "mem GiB": ("mem", ".2f"), "reserved": ("reserved", ".2f"), "predicted": ("predicted", ".2f"),
-    "sec/it": ("seconds", ".4f"), "tok/s/GPU": ("tok_s_gpu", ".0f"), "TFLOP/s/GPU": ("tflops", ".3g"),
-    "loss": ("loss", ".5f"),
+    "mem GiB": ("mem", ".2f"), "reserved": ("reserved", ".2f"), "plan GiB": ("predicted", ".2f"),
+    "sec/it": ("seconds", ".4f"), "plan s/it": ("predicted_s", ".4f"), "tok/s/GPU": ("tok_s_gpu", ".0f"),
+    "TFLOP/s/GPU": ("tflops", ".3g"), "loss": ("loss", ".5f"),
 }
 
 
@@ -68,6 +69,7 @@ def arguments(argv):
     p.add_argument("--ranks", type=int, default=0, help="processes (default: one per GPU, 2 without)")
     p.add_argument("--steps", type=int, default=12, help="of each layout; a third is warm-up (default 12)")
     p.add_argument("--limit", type=float, default=180, help="seconds before a layout is given up (180)")
+    p.add_argument("--gpu", choices=GPUS, default="", help="whose time is predicted (default: the one found)")
     p.add_argument("--json", type=Path, help="write the rows here, after each")
     args, rest = p.parse_known_args(argv)
     launcher, size = started_by()
@@ -105,7 +107,7 @@ def plan_row(text, cfg, ranks):
         cfg, dp = layout(text, cfg)
         check(cfg)
         places = [World(rank=r, size=ranks) for r in range(ranks)]
-        meshes = [make_mesh(place, cfg.tp, cfg.pp, cfg.ep, groups=False) for place in places]
+        meshes = [make_mesh(place, cfg.tp, cfg.pp, cfg.ep, False, cfg.n_experts) for place in places]
         fits = meshes[0].dp.size
         row.update(nodes=1, size=count_parameters(cfg, vocab)["total"] / 1e9, dp=fits, tp=cfg.tp, pp=cfg.pp,
                    ep=cfg.ep, zero=cfg.zero, mbs=cfg.micro_batch, gbs=cfg.global_batch,
@@ -117,6 +119,17 @@ def plan_row(text, cfg, ranks):
     except ValueError as e:
         return None, {**row, "note": f"refused: {e}"}
     return cfg, row
+
+
+def kind(name, gib):
+    """A device's name and memory -> its name in cost.GPUS, or "" where plan.py does not know it."""
+    found = [k for k in GPUS if k.split("-")[0] in name.lower()]
+    return min(found, key=lambda k: abs(GPUS[k].memory / 2**30 - gib), default="")
+
+
+def predict(cfg, row, ranks, gpu):
+    if cfg is not None and gpu:
+        row["predicted_s"] = estimate(cfg, ranks, gpu, cfg.vocab_size or 256)["ms"] / 1e3
 
 
 # -----------------------------------------------------------------------------
@@ -138,7 +151,7 @@ def rank_main(cfg, rank, ranks, port, say, pipe):
 
 
 def measure(cfg, world):
-    """-> {ms, loss, mem, reserved} of this rank. The loop of train.py without its log."""
+    """-> {ms, loss, mem, reserved, gpu} of this rank. The loop of train.py without its log."""
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     source, _, vocab, _ = train.open_data(cfg, world)
     model, dp, opt = train.build(cfg, mesh, vocab, world.device)
@@ -157,7 +170,8 @@ def measure(cfg, world):
     row = {"ms": statistics.median(times[cfg.steps // 3:]), "loss": totals[0].item()}
     if world.device.type == "cuda":
         row.update(mem=torch.cuda.max_memory_allocated() / 2**30,
-                   reserved=torch.cuda.max_memory_reserved() / 2**30)
+                   reserved=torch.cuda.max_memory_reserved() / 2**30,
+                   gpu=kind(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1] / 2**30))
     return row
 
 
@@ -223,7 +237,7 @@ def main(argv=None):
     except ValueError as e:
         wrong(e)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave through finally: no rank stays behind
-    rows, began, ran = [], time.monotonic(), 0
+    rows, configs, began, ran = [], [], time.monotonic(), 0
     table([])
     for text in filter(str.strip, args.layouts.split(";")):
         this, row = plan_row(text, cfg, args.ranks)
@@ -234,13 +248,19 @@ def main(argv=None):
             row["seconds"] = row.pop("ms") / 1e3
             row["tok_s_gpu"] = this.global_batch * this.seq_len / row["seconds"] / args.ranks
             row["tflops"] = row["tok_s_gpu"] * flops_per_token(this, this.vocab_size or 256)[0] / 1e12
-        print(line(row), flush=True)
+        found = row.pop("gpu", "")
+        args.gpu = args.gpu or found
         rows.append(row)
+        configs.append(this)
+        for pair in zip(configs, rows, strict=True):  # the first may have failed before a GPU was named
+            predict(*pair, args.ranks, args.gpu)
+        print(line(row), flush=True)
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1) + "\n")
     took = time.monotonic() - began
     print(f"\n{cfg.preset}, {len(rows)} layouts in {took:.0f} s, {args.ranks} ranks, {args.steps} steps: "
-          "size in 1e9 parameters, sec/it of the slowest rank, memory of the fullest, in GiB\n")
+          "size in 1e9 parameters, sec/it of the slowest rank, memory of the fullest, in GiB; plan: plan.py's"
+          + f", for {args.gpu}" * bool(args.gpu) + "\n")
     table(rows)
     return 0 if any("seconds" in row for row in rows) else 1
 

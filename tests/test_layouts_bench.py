@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import plan
+from config import parse
+
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {"ranks": 2, "steps": 3, "global-batch": 8, "micro-batch": 2, "n-layer": 2, "n-embd": 32,
          "ffn-hidden": 48, "seq-len": 16, "dtype": "fp64"}
@@ -41,7 +44,7 @@ def sweep(*argv, script=("bench/layouts.py",)):
 
 def test_every_layout_becomes_a_row(tmp_path):
     asked = "mbs4; mbs1; recompute; tp3; dp3; zero2; dp2; tp2; pp2,zero1"
-    out = sweep("tiny", *FLAGS, "--layouts", asked, "--json", tmp_path / "rows.json",
+    out = sweep("tiny", *FLAGS, "--layouts", asked, "--json", tmp_path / "rows.json", "--gpu", "h100",
                 script=("-c", BREAK))
     assert out.returncode == 0, out.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())
@@ -58,10 +61,31 @@ def test_every_layout_becomes_a_row(tmp_path):
         assert (row["dp"], row["tp"], row["pp"], row["mbs"], row["gbs"]) == (dp, tp, pp, 2, 8)
         assert abs(row["loss"] - by["dp2"]["loss"]) < 1e-10, "layouts compute the same thing"
         assert abs(row["tok_s_gpu"] * row["seconds"] * 2 - 8 * 16) < 1e-6 and row["predicted"] > 0
-    table = out.stdout.split("\n\n")[-1].splitlines()[2:]  # without its head
+    for name, row in by.items():  # predicted for all that train.py would take, also where it then failed
+        assert ("predicted_s" in row) == ("predicted" in row) == (name not in ("tp3", "dp3", "zero2"))
+    flags = [f for f in FLAGS if not f.startswith(("--ranks", "--steps"))]
+    cfg, _ = plan.check_gpus(parse(["tiny", *flags, "--data=synthetic", "--tp=2"]), 2)
+    assert by["tp2"]["predicted_s"] == plan.estimate(cfg, 2, "h100", 256)["ms"] / 1e3
+    head, _, *table = out.stdout.split("\n\n")[-1].splitlines()
+    names = [name.strip() for name in head.split("|")]
+    bloom = ("nodes", "size", "dp", "tp", "pp", "mbs", "gbs", "mem GiB", "sec/it", "TFLOP/s/GPU")
+    places = [names.index(name) for name in bloom]  # the order of its planning document
+    assert places == sorted(places) and names.index("plan s/it") == names.index("sec/it") + 1 == 14
+    assert names.index("plan GiB") == names.index("mem GiB") + 2
+    shown = next(line for line in table if line.endswith("| tp2")).split("|")
+    assert float(shown[14]) == round(by["tp2"]["predicted_s"], 4)
+    assert float(shown[12]) == round(by["tp2"]["predicted"], 2)
     assert len(table) == len(rows)
     seconds = [float(line.split("|")[13]) for line in table[:3]]
     assert seconds == sorted(seconds) and all(": " in line for line in table[3:])  # the notes come last
+
+
+def test_the_gpu_found_is_one_that_plan_knows(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    from layouts import kind
+    found = [kind(*device) for device in (("NVIDIA H200", 139.8), ("NVIDIA A100-SXM4-40GB", 39.4),
+                                          ("NVIDIA A100 80GB PCIe", 79.3), ("AMD Instinct MI250X", 64.0))]
+    assert found == ["h200", "a100-40", "a100-80", ""]
 
 
 def test_wrong_flags_are_one_line(monkeypatch, capsys):
