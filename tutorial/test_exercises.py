@@ -1,0 +1,157 @@
+"""Are the exercises solved? A test per chapter, against nanoshard's own function where it has one.
+
+    python -m pytest tutorial -k chapter_03        --solutions tests solutions.py instead
+"""
+import math
+import random
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import ROOT, run_ranks
+
+from mesh import Axis, make_mesh
+from parallel import Bucket
+from skip import spike
+from tokenizer import train_char
+
+sys.path.append(str(ROOT / "bench"))
+
+
+def test_chapter_00(yours):
+    fine = ["OK    torch      torch 2.13.0, imported in 1.9 s", "OK    disk       /FAIL: ext4, 84 GB free"]
+    warned = [*fine, "WARN  data       none; fix: python prepare.py stdlib"]
+    broken = [*warned, "FAIL  mpi        two MPIs; fix: one mpiexec", "OK    scheduler  not in a job"]
+    assert yours.doctor_verdict(fine) == (0, [])
+    assert yours.doctor_verdict(warned) == (0, ["python prepare.py stdlib"])
+    assert yours.doctor_verdict(broken) == (1, ["python prepare.py stdlib", "one mpiexec"])
+
+
+def test_chapter_01(yours):
+    text = "to be, or not to be: that is the question\n" * 3 + "été"
+    symbols, train, val = yours.char_tokens(text, 0.1)
+    theirs = train_char([text])
+    assert symbols == theirs.chars
+    assert list(train) + list(val) == theirs.encode(text)
+    assert len(train) == int(len(text) * 0.9)
+    assert theirs.decode(val) == text[len(train):]
+
+
+def test_chapter_02(yours):
+    q, k, v = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    want = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+    torch.testing.assert_close(yours.causal_attention(q, k, v), want)
+    v[3:] += 100  # the future changes, the past does not
+    torch.testing.assert_close(yours.causal_attention(q, k, v)[:3], want[:3])
+
+
+def test_chapter_03(yours):
+    from collectives import FACTOR
+    for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
+        for ranks in (1, 2, 8):
+            got = yours.bus_bandwidth(kind, ranks, 4_194_304, 0.005)
+            assert got == pytest.approx(4_194_304 / 0.005 * 1e-9 * FACTOR[kind](ranks)), (kind, ranks)
+    axis = Axis("dp", size=4)
+    axis.count("all-reduce", torch.zeros(1000))  # the tally that train.py prints
+    assert yours.bus_bandwidth("all-reduce", 4, 4000, 1e-9) == pytest.approx(axis.sent["all-reduce"])
+    with pytest.raises(ValueError):
+        yours.bus_bandwidth("gossip", 2, 1, 1)
+
+
+ROWS = (5, 2, 1)  # per rank: as uneven as the rows of three experts
+
+
+def gradient_of_rank(world, name):
+    import importlib
+    module = importlib.import_module(name)
+    x, y, w = regression()
+    first = sum(ROWS[:world.rank])
+    mine = slice(first, first + ROWS[world.rank])
+    return module.global_gradient(x[mine], y[mine], w, sum(ROWS))
+
+
+def regression():
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(sum(ROWS), 4, dtype=torch.float64, generator=draw)
+    y = torch.randn(sum(ROWS), dtype=torch.float64, generator=draw)
+    return x, y, torch.ones(4, dtype=torch.float64, requires_grad=True)
+
+
+def test_chapter_04(yours):
+    x, y, w = regression()
+    (x @ w - y).square().mean().backward()  # one process with all the rows
+    for got in run_ranks(len(ROWS), gradient_of_rank, yours.__name__):
+        torch.testing.assert_close(got, w.grad)
+
+
+def test_chapter_05(yours):
+    block = ("forward", 3.0, [("matmul", 1.0, []), ("rotate", 1.5, [])])
+    tree = ("run", 10.0, [("train_step", 6.5, [block, ("backward", 3.0, [])]),
+                          ("evaluate", 3.4, [("forward", 3.3, [("matmul", 3.2, [])])])])
+    name, seconds = yours.hot_spot(tree)
+    assert (name, seconds) == ("matmul", pytest.approx(4.2)), "it stands in two places: 1.0 + 3.2"
+    assert yours.hot_spot(("run", 2.0, [("read", 0.5, [])])) == ("run", pytest.approx(1.5))
+
+
+def test_chapter_06(yours):
+    for n in (1, 300, 1024, 5000):
+        for size in (2, 3, 4):
+            for rank in range(size):
+                p = torch.nn.Parameter(torch.zeros(n))
+                bucket = Bucket(["w"], [p], Axis("dp", rank, size), True, zero=1)
+                assert yours.zero1_slice(n, rank, size) == bucket.mine, (n, rank, size)
+
+
+N_EXPERTS = 8
+
+
+def choices(rank):
+    """Rank r wants the low experts more, the higher r is; rank 2 wants nothing but expert 0."""
+    draw = random.Random(rank)
+    ids = [0] * 4 if rank == 2 else [int(N_EXPERTS * draw.random() ** (rank + 1)) for _ in range(6 + rank)]
+    return torch.tensor(ids)
+
+
+def splits_of_rank(world, name, ep):
+    import importlib
+    module = importlib.import_module(name)
+    mesh = make_mesh(world, ep=ep)
+    return module.row_splits(choices(world.rank), N_EXPERTS, mesh.ep)
+
+
+def test_chapter_07(yours):
+    for ep in (2, 4):
+        both = run_ranks(4, splits_of_rank, yours.__name__, ep)
+        for rank, (send, receive) in enumerate(both):
+            group = range(rank // ep * ep, rank // ep * ep + ep)
+            owner = (choices(rank) // (N_EXPERTS // ep)).tolist()
+            assert list(send) == [owner.count(r) for r in range(ep)], f"rank {rank} of ep {ep}"
+            assert list(receive) == [both[r][0][rank % ep] for r in group], f"rank {rank} of ep {ep}"
+
+
+def test_chapter_08(yours):
+    draw = random.Random(0)
+    calm = [2.0 + draw.gauss(0, 0.05) for _ in range(128)]
+    shaken = [*calm[:120], *[1000.0] * 8]  # eight outliers: a mean and a deviation would let anything pass
+    for past in (calm, shaken, [2.0] * 128):
+        for value in (1.0, 2.0, 2.005, 2.2, 2.35, 2.6, 5.0, math.inf):
+            want = spike([(x, 1.0) for x in past], value, 1.0, 6.0) is not None
+            assert yours.is_spike(past, value, 6.0) == want, (value, past[-1])
+
+
+def test_chapter_09(yours):
+    want = {(0, 0, 400): "done", (0, 400, 400): "done", (85, 0, 120): "requeue", (85, 120, 121): "requeue",
+            (85, 120, 120): "look", (85, 0, 0): "look", **{(c, 0, 100): "look" for c in (1, 2, 42, 43, 44)}}
+    for (code, before, after), word in want.items():
+        assert yours.after_job(code, before, after) == word, (code, before, after)
+
+
+def test_chapter_10(yours):
+    def rows(*speeds):
+        return [{"step": 10 * i + (i == 0), "tok_s": s} for i, s in enumerate(speeds)]
+    one = rows(5, 100, 90, 110, 100, 1)  # step 1 is slow, and at the end somebody else used the machine
+    assert yours.efficiency({1: one}) == {1: 1.0}
+    assert yours.efficiency({2: rows(10, 160, 160), 1: one}) == {1: 1.0, 2: pytest.approx(0.8)}
+    got = yours.efficiency({4: rows(1, 400, 400, 380), 8: rows(1, 900, 720, 720, 720)})
+    assert got == {4: 1.0, 8: pytest.approx(720 / 8 / (390 / 4))}
