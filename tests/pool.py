@@ -29,6 +29,7 @@ def _serve(pipe):
 
     from launch import World
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays: each collection below would walk through it for half a second
     while (job := pipe.recv()) is not None:
         rank, size, store, fn, args = job
         try:

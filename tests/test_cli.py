@@ -189,7 +189,7 @@ def test_under_mpiexec_one_rank_speaks(tmp_path):
     """Real ranks: a wrong flag before they know each other, a wrong layout after."""
     for n, argv, words in [
         (2, ["--stepz=3"], ["--steps"]),
-        (3, [*TINY, f"--out={tmp_path}", "--global-batch=8"], ["dp 3", "--global-batch 6"]),
+        (2, [*TINY, f"--out={tmp_path}", "--global-batch=6"], ["dp 2", "--global-batch 8"]),
     ]:
         job = subprocess.run(
             [MPIEXEC, "-n", str(n), sys.executable, str(ROOT / "train.py"), *argv],

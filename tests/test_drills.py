@@ -36,5 +36,6 @@ def test_the_drill_sees_a_lost_step(folder):
 
 
 def test_mpiexec_ends_all_ranks_and_goes_on(folder):
-    row = kill.drill(24, folder, "tp2", kill.MpiRanks, typical=6.0)
+    row = kill.drill(43, folder, "tp2", kill.MpiRanks, typical=6.0)  # one rank, in its fourth save
     assert row["ok"], row["why"]
+    assert row["kills"] == 1 and row["starts"] == 2
