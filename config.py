@@ -45,6 +45,7 @@ class Config:
     tp: int = 1  # ranks that share each layer, and the sequence between the blocks
     pp: int = 1  # pipeline stages
     ep: int = 1  # ranks that share the experts; divides dp * tp
+    ep_slack: float = 2.5  # no drops over ep, CUDA graph: at most this times the balanced rows; 0: no graph
     pp_layers: str = ""  # a,b,c: blocks of each stage; default balances, embedding and head count as layers
     zero: Literal[0, 1] = 0  # 1: each replica keeps and steps only its share of the optimizer state
     recompute: Literal["none", "full"] = "none"  # full: keep a block's input only, run it again in backward
@@ -217,6 +218,8 @@ def check(cfg):
     elif cfg.ep > 1 or cfg.n_shared_experts:
         raise ValueError(f"--ep {cfg.ep} and --n-shared-experts {cfg.n_shared_experts} need experts; "
                          "try --n-experts 8")
+    if cfg.ep_slack and cfg.ep_slack < 1:
+        raise ValueError(f"--ep-slack {cfg.ep_slack} is less than the balanced share; try --ep-slack 2")
     if cfg.init_from and cfg.resume != "none":
         raise ValueError("--init-from starts a run and --resume goes on with one; give one of them")
     if len(cfg.rampup_batch_size) not in (0, 3) or min(cfg.rampup_batch_size, default=1) < 1:

@@ -1,4 +1,5 @@
-"""Where plain autograd moves large tensors too often: the head with its cross-entropy, and SwiGLU.
+"""Where plain autograd moves large tensors too often: the head with its cross-entropy, GELU, SwiGLU, and the
+rows that go to the experts and come back.
 
 Each has a Triton kernel (kernels.py, on a GPU) and a torch twin here, which tests compare and CPUs use.
 """
@@ -58,26 +59,30 @@ class LinearCrossEntropy(torch.autograd.Function):
 # SwiGLU: h = silu(gate) * up. autograd would make the gradients of the halves of a glued product and then
 # copy them together
 
-def silu_mul(a, b=None):
-    """gate a, up b (R, f), or both side by side in a (R, 2f) -> (R, f). No autograd."""
+def silu_mul(a, b=None, stop=None):
+    """gate a, up b (R, f), or both side by side in a (R, 2f) -> (R, f). No autograd. On a GPU rows from stop
+    () int32 on are left as they are: they hold nothing."""
     if not on_gpu(a):
         a, b = a.chunk(2, dim=1) if b is None else (a, b)
         return F.silu(a) * b
     import kernels
     f = a.size(1) // (2 if b is None else 1)
     h = torch.empty(a.size(0), f, dtype=a.dtype, device=a.device)
-    kernels.swiglu[(a.size(0),)](a, a if b is None else b, h, f, PACKED=b is None, BLOCK=1024, num_warps=4)
+    two, last = a if b is None else b, a if stop is None else stop
+    kernels.swiglu[(a.size(0),)](a, two, h, last, f, PACKED=b is None, STOPS=stop is not None, BLOCK=1024,
+                                 num_warps=4)
     return h
 
 
-def silu_mul_backward(dh, a, b=None):
+def silu_mul_backward(dh, a, b=None, stop=None):
     """-> the gradients of gate and up as a pair, or of both side by side as one tensor."""
     if on_gpu(a):
         import kernels
         da, db = torch.empty_like(a), None if b is None else torch.empty_like(b)
         two, d_two = (a, dh) if b is None else (b, db)
-        kernels.swiglu_backward[(a.size(0),)](a, two, dh, da, d_two, dh.size(1),
-                                              PACKED=b is None, BLOCK=1024, num_warps=4)
+        kernels.swiglu_backward[(a.size(0),)](a, two, dh, da, d_two, a if stop is None else stop, dh.size(1),
+                                              PACKED=b is None,
+                                              STOPS=stop is not None, BLOCK=1024, num_warps=4)
         return da if b is None else (da, db)
     gate, up = a.chunk(2, dim=1) if b is None else (a, b)
     s = torch.sigmoid(gate)
@@ -104,19 +109,78 @@ def swiglu(y):
     return F.silu(gate) * up
 
 
+def gelu(x):
+    """The tanh form, as GPT-2 has it (arXiv:1606.08415, section 2). Compiled it is written as x times a
+    sigmoid, the same function: one exponential instead of a tanh of many branches."""
+    if torch.compiler.is_compiling():
+        return x * torch.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 2 sqrt(2 / pi)
+    return F.gelu(x, approximate="tanh")
+
+
+# -----------------------------------------------------------------------------
+# rows to the experts and back. moe.py's dispatch and combine are each other's adjoint, so all four directions
+# are gathers (no atomics), by src (the copy in each slot) or by slot (of each copy)
+
+def take(x, index, holes):
+    """Rows of x (m, ...) by index; with holes, index m and more stand for a row of zeros."""
+    if not holes:
+        return x[index]
+    outside = index >= x.size(0)
+    return x[index.clamp(max=x.size(0) - 1)].masked_fill(outside.view(-1, *[1] * (x.ndim - 1)), 0)
+
+
+def spread(x, src, K, holes):
+    """x (n, C), src (slots,) int64 -> (slots, C): row src // K of x; zeros where src is n*K (holes)."""
+    if not on_gpu(x) or not x.numel():
+        return take(x, src // K, holes)
+    import kernels
+    out = x.new_empty(src.numel(), x.size(1))
+    kernels.spread[(src.numel(),)](x.contiguous(), src, out, x.size(0) * K, x.size(1), K=K, BLOCK=512,
+                                   num_warps=2)
+    return out
+
+
+def collect(y, slot, K, holes, p=None):
+    """y (slots, C), slot (n*K,) int64, gates p (n, K) -> (n, C): the sum of a row's K copies, each times its
+    gate; nothing where slot is `slots` (holes)."""
+    if not on_gpu(y) or not y.numel():
+        copies = take(y, slot, holes).unflatten(0, (-1, K))  # (n, K, C)
+        return (copies if p is None else copies * p.unsqueeze(2)).sum(1)
+    import kernels
+    out = y.new_empty(slot.numel() // K, y.size(1))
+    kernels.collect[(out.size(0),)](y.contiguous(), y if p is None else p.contiguous(), slot, out, y.size(0),
+                                    y.size(1), K=K, GATED=p is not None, BLOCK=512, num_warps=2)
+    return out
+
+
+def collect_backward(y, p, src, K, holes, g):
+    """The gradients of collect's y and p, for g (n, C)."""
+    if not on_gpu(y) or not y.numel():
+        rows = spread(g, src, K, holes)  # (slots, C)
+        dp = y.new_zeros(p.numel() + 1).scatter_(0, src, (y * rows).sum(1))[:-1]  # holes: src is n*K
+        return rows * take(p.flatten(), src, holes).unsqueeze(1), dp.view_as(p)
+    import kernels
+    dy, dp = torch.empty_like(y), torch.zeros_like(p)
+    y, p = y.contiguous(), p.contiguous()
+    kernels.collect_backward[(src.numel(),)](y, p, src, g.contiguous(), dy, dp, p.numel(), y.size(1), K=K,
+                                             BLOCK=512, num_warps=2)
+    return dy, dp
+
+
 # -----------------------------------------------------------------------------
 # the experts' SwiGLU MLP as one function: its gradients come out in the parameters' own layout, nothing is
 # copied or added that need not be
 
 class ExpertMLP(torch.autograd.Function):
     """x (R, C) by expert, runs ending at ends (e,) int32, or (e, rows, C) with ends None; w1, w3 (e, F, C),
-    w2 (e, C, F) -> like x. bf16 on the GPU, torch's grouped GEMM or bmm. moe.ffn is its slow twin."""
+    w2 (e, C, F) -> like x; what is in rows after the last run is undefined. bf16 on the GPU, torch's grouped
+    GEMM or bmm. moe.ffn is its slow twin."""
 
     @staticmethod
     def forward(ctx, x, w1, w3, w2, ends):
         ctx.ends = ends
         a, b = (product(x, w.transpose(1, 2), ends) for w in (w1, w3))  # (R, F) each
-        h = silu_mul(a.flatten(0, -2), b.flatten(0, -2)).view_as(a)
+        h = silu_mul(a.flatten(0, -2), b.flatten(0, -2), None if ends is None else ends[-1]).view_as(a)
         ctx.save_for_backward(x, a, b, h, w1, w3, w2)
         return product(h, w2.transpose(1, 2), ends)
 
@@ -125,7 +189,8 @@ class ExpertMLP(torch.autograd.Function):
         x, a, b, h, w1, w3, w2 = ctx.saved_tensors
         ends, dy = ctx.ends, dy.contiguous()
         dh, dw2 = product(dy, w2, ends), outer(dy, h, ends)
-        da, db = (t.view_as(a) for t in silu_mul_backward(*(t.flatten(0, -2) for t in (dh, a, b))))
+        stop = None if ends is None else ends[-1]
+        da, db = (t.view_as(a) for t in silu_mul_backward(*(t.flatten(0, -2) for t in (dh, a, b)), stop))
         dx = product(da, w1, ends).add_(product(db, w3, ends))
         return dx, outer(da, x, ends), outer(db, x, ends), dw2, None
 

@@ -2,34 +2,47 @@
 
 A small model's kernels are done before python can start the next. Where every shape is static the work of a
 step is the same list of kernels each time: it is recorded once and replayed on the same addresses
-(pytorch.org, CUDA graphs).
+(pytorch.org, CUDA graphs). Experts without dropping, over ep, are recorded with some room to spare
+(moe.plan_bounded); a step whose rows did not fit is done again without the graph.
 """
 import gc
+import math
 
 import torch
+import torch.distributed as dist
+
+import moe
 
 WARM = 3  # steps without a graph first: compilation, autotuning and NCCL's set-up must not be recorded
 
 
 def static_shapes(cfg, mesh, device):
     """Whether every step launches the same kernels on the same shapes, without asking the host anything."""
-    uneven = cfg.n_experts > 0 and cfg.capacity_factor == 0 and mesh.ep.size > 1  # row counts go by the host
     return (device.type == "cuda" and cfg.cuda_graph and not cfg.timers and mesh.pp.size == 1
-            and cfg.dropout == 0 and cfg.recompute == "none" and not uneven)
+            and cfg.dropout == 0 and cfg.recompute == "none" and (cfg.ep_slack > 0 or not bounded(cfg, mesh)))
+
+
+def bounded(cfg, mesh):
+    """Whether the shapes are static only within moe.plan_bounded's rooms."""
+    return cfg.n_experts > 0 and cfg.capacity_factor == 0 and mesh.ep.size > 1
 
 
 class Graph:
-    """f(batches) -> tensor, replayed. batches: list of (x, y); other numbers or shapes record anew."""
+    """f(batches) -> tensor, replayed. batches: list of (x, y); other numbers or shapes record anew.
+    rooms: Rooms if the shapes depend on them."""
 
-    def __init__(self, f):
-        self.f, self.calls, self.shape = f, 0, None
+    def __init__(self, f, rooms=None):
+        self.f, self.rooms, self.calls, self.shape, self.graph = f, rooms, 0, None, None
 
     def __call__(self, batches):
         shape = [x.shape for x, _ in batches]
         if shape != self.shape:
             self.calls, self.shape, self.graph = 0, shape, None
         self.calls += 1
-        if self.calls <= WARM:
+        closed = self.rooms is not None and (self.calls == 1 or not self.rooms.slack)
+        if self.rooms is not None:
+            self.rooms.open(not closed)  # the first step does without
+        if self.calls <= WARM or closed:
             return self.f(batches)
         if self.graph is None:
             torch.cuda.synchronize()
@@ -44,3 +57,59 @@ class Graph:
                 a.copy_(b, non_blocking=True)
         self.graph.replay()
         return self.output
+
+    def fits(self, loss):
+        """loss () of the step just done, of all ranks -> False if it is void: rows found no room."""
+        if self.rooms is None:
+            return True
+        void = not math.isfinite(loss.item())  # sync point
+        if self.rooms.changed(void):
+            self.output = self.graph = None  # recorded anew at the next call; the memory is free until then
+            gc.collect()
+            torch.cuda.empty_cache()
+        self.rooms.open(False)
+        return not void
+
+
+class Rooms:
+    """How much room for rows moe.plan_bounded gives from each rank to each other: what was needed and a tenth
+    more, at most --ep-slack times the balanced number, for that is memory. The same on all ranks and, unlike
+    the rows of a step, for many steps; closed (slack 0) while more is needed."""
+
+    def __init__(self, model, limit, every=50):
+        cfg, mesh = model.cfg, model.mesh
+        self.layers, self.every, self.steps, self.redone = list(moe.layers(model).values()), every, 0, 0
+        self.world, self.ep = mesh.world, mesh.ep.size
+        self.slack = self.limit = min(limit, float(self.ep))  # at ep all copies of a rank can go to one
+        self.copies = cfg.micro_batch * cfg.seq_len // mesh.tp.size * cfg.top_k  # of a rank and micro-batch
+        # () most copies that went from one rank to one, since the last choice
+        self.need = torch.zeros_like(self.layers[0].need)
+
+    def open(self, yes):
+        for layer in self.layers:
+            layer.slack = self.slack if yes else 0.0
+
+    def judge(self, loss):
+        """loss () of this rank's part -> NaN if this step's copies found no room; the sum tells all ranks."""
+        need = torch.stack([layer.need for layer in self.layers]).max()
+        torch.maximum(self.need, need, out=self.need)
+        layer = self.layers[0]
+        return torch.where(need > layer.room(self.copies), torch.nan, loss) if layer.slack else loss
+
+    def changed(self, void):
+        """Chosen again after a void step, and now and then, for it needs less once the load is balanced."""
+        self.steps, self.redone = self.steps + 1, self.redone + void
+        if not void and self.steps < self.every:
+            return False
+        if self.world.size > 1:
+            self.world.note("all-reduce", self.need)
+            # MAX of one number, over the world
+            dist.all_reduce(self.need, dist.ReduceOp.MAX, group=self.world.group)
+        wanted = max(1.1 * self.need.item() * self.ep / self.copies, 1.0)
+        self.steps = self.need.zero_().item()
+        if wanted > self.limit:
+            wanted = self.limit if self.limit == self.ep else 0.0
+        if 0.85 * self.slack < wanted <= self.slack:
+            return False
+        self.slack, before = wanted, self.slack
+        return self.slack != before

@@ -1,5 +1,9 @@
-"""Three Triton kernels, where torch.compile reads memory more often than it must. fused.py holds their torch
-twins and decides; this file is imported on a GPU only."""
+"""Triton kernels, where torch reads or writes memory more often than it must. fused.py, optim.py and
+parallel.py hold their torch twins and decide; this file is imported on a GPU only, and by
+tests/test_kernels.py, which runs it in Triton's interpreter.
+
+One program handles one row, or BLOCK elements of a flat buffer; rows are counted in int64.
+"""
 import triton
 import triton.language as tl
 
@@ -33,13 +37,15 @@ def cross_entropy(z_ptr, target_ptr, loss_ptr, used, width, ROWS: tl.constexpr, 
 
 
 @triton.jit
-def swiglu(a_ptr, b_ptr, h_ptr, width, PACKED: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu(a_ptr, b_ptr, h_ptr, stop_ptr, width, PACKED: tl.constexpr, STOPS: tl.constexpr,
+           BLOCK: tl.constexpr):
     """gate a, up b (R, width), or side by side in a (R, 2 width) if PACKED -> h (R, width) = silu(a) * b.
-    One program, one row."""
+    STOPS: rows from *stop_ptr on hold nothing."""
     row = tl.program_id(0).to(tl.int64)
     a_ptr += row * width * (2 if PACKED else 1)
     b_ptr = a_ptr + width if PACKED else b_ptr + row * width
-    for start in range(0, width, BLOCK):
+    end = tl.where(row < tl.load(stop_ptr), width, 0) if STOPS else width
+    for start in range(0, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < width
         a = tl.load(a_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -48,14 +54,16 @@ def swiglu(a_ptr, b_ptr, h_ptr, width, PACKED: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def swiglu_backward(a_ptr, b_ptr, dh_ptr, da_ptr, db_ptr, width, PACKED: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_backward(a_ptr, b_ptr, dh_ptr, da_ptr, db_ptr, stop_ptr, width, PACKED: tl.constexpr,
+                    STOPS: tl.constexpr, BLOCK: tl.constexpr):
     """dh (R, width) -> da and db, laid out as a and b."""
     row = tl.program_id(0).to(tl.int64)
     a_ptr += row * width * (2 if PACKED else 1)
     b_ptr = a_ptr + width if PACKED else b_ptr + row * width
     da_ptr += row * width * (2 if PACKED else 1)
     db_ptr = da_ptr + width if PACKED else db_ptr + row * width
-    for start in range(0, width, BLOCK):
+    end = tl.where(row < tl.load(stop_ptr), width, 0) if STOPS else width
+    for start in range(0, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < width
         a = tl.load(a_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -64,3 +72,89 @@ def swiglu_backward(a_ptr, b_ptr, dh_ptr, da_ptr, db_ptr, width, PACKED: tl.cons
         s = tl.sigmoid(a)
         tl.store(da_ptr + at, (d * b * s * (1 + a * (1 - s))).to(da_ptr.dtype.element_ty), mask=inside)
         tl.store(db_ptr + at, (d * a * s).to(da_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def spread(x_ptr, index_ptr, out_ptr, limit, width, K: tl.constexpr, BLOCK: tl.constexpr):
+    """out (R, width): row i is row index[i] // K of x, zeros where index[i] is limit or more."""
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.load(index_ptr + row)
+    at = tl.arange(0, BLOCK)
+    for start in range(0, width, BLOCK):
+        inside = start + at < width
+        held = inside & (index + 0 * at < limit)
+        x = tl.load(x_ptr + index // K * width + start + at, mask=held, other=0.0)
+        tl.store(out_ptr + row * width + start + at, x, mask=inside)
+
+
+@triton.jit
+def collect(y_ptr, p_ptr, slot_ptr, out_ptr, limit, width, K: tl.constexpr, GATED: tl.constexpr,
+            BLOCK: tl.constexpr):
+    """out (n, width): row r is the sum of its K copies y[slot[r, k]], each times p[r, k] if GATED; a slot of
+    limit or more holds nothing."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    for start in range(0, width, BLOCK):
+        inside = start + at < width
+        total = tl.zeros([BLOCK], tl.float32)
+        for k in tl.static_range(K):
+            slot = tl.load(slot_ptr + row * K + k)
+            held = inside & (slot + 0 * at < limit)
+            y = tl.load(y_ptr + slot * width + start + at, mask=held, other=0.0)
+            gate = tl.load(p_ptr + row * K + k).to(tl.float32) if GATED else 1.0
+            total += gate * y.to(tl.float32)
+        tl.store(out_ptr + row * width + start + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def collect_backward(y_ptr, p_ptr, src_ptr, g_ptr, dy_ptr, dp_ptr, limit, width, K: tl.constexpr,
+                     BLOCK: tl.constexpr):
+    """Of slot s, which holds copy c = src[s] of row c // K: dy[s] = p[c] g[row], dp[c] = <y[s], g[row]>;
+    zeros where c is limit or more."""
+    row = tl.program_id(0).to(tl.int64)
+    copy = tl.load(src_ptr + row)
+    at = tl.arange(0, BLOCK)
+    real = copy + 0 * at < limit  # (BLOCK,), all the same
+    gate = tl.load(p_ptr + copy + 0 * at, mask=real, other=0.0).to(tl.float32)
+    dot = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        inside = (start + at < width) & real
+        g = tl.load(g_ptr + copy // K * width + start + at, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + row * width + start + at, mask=inside, other=0.0).to(tl.float32)
+        dot += g * y
+        tl.store(dy_ptr + row * width + start + at, (gate * g).to(dy_ptr.dtype.element_ty),
+                 mask=start + at < width)
+    tl.store(dp_ptr + copy + at, tl.sum(dot, axis=0).to(dp_ptr.dtype.element_ty), mask=real & (at == 0))
+
+
+@triton.jit
+def widen(x_ptr, out_ptr, n, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """out (n,) fp32 = x, or += x."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < n).to(tl.float32)
+    if ADD:
+        x += tl.load(out_ptr + at, mask=at < n)
+    tl.store(out_ptr + at, x, mask=at < n)
+
+
+@triton.jit
+def adamw(w_ptr, g_ptr, m_ptr, v_ptr, out_ptr, now_ptr, keep, gain1, gain2, eps, n, OUT: tl.constexpr,
+          BLOCK: tl.constexpr):
+    """One AdamW update of the fp32 masters w (n,), rounded into the model's weights out if OUT.
+    now (4,) fp32: lr / (1 - beta1^t), sqrt(1 - beta2^t), the gradients' divisor, 1.0 if nothing may change.
+    keep = 1 - lr * weight decay, gain = 1 - beta. 28 bytes per weight, 30 with OUT."""
+    if tl.load(now_ptr + 3) == 0.0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < n
+        g = tl.load(g_ptr + at, mask=inside) / tl.load(now_ptr + 2)
+        m = tl.load(m_ptr + at, mask=inside)
+        m += (g - m) * gain1
+        v = tl.load(v_ptr + at, mask=inside)
+        v += (g * g - v) * gain2
+        w = tl.load(w_ptr + at, mask=inside) * keep
+        w -= tl.load(now_ptr) * m / (tl.sqrt(v) / tl.load(now_ptr + 1) + eps)
+        tl.store(m_ptr + at, m, mask=inside)
+        tl.store(v_ptr + at, v, mask=inside)
+        tl.store(w_ptr + at, w, mask=inside)
+        if OUT:
+            tl.store(out_ptr + at, w.to(out_ptr.dtype.element_ty), mask=inside)

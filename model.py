@@ -20,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fused import LinearCrossEntropy, swiglu
+from fused import LinearCrossEntropy, gelu, swiglu
 from moe import MoE
 from parallel import gather_rows, parameter, scatter_rows, vocab_cross_entropy, vocab_embedding
 
@@ -132,7 +132,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """GELU: w2(gelu(w1 x)). SwiGLU: w2(silu(w1 x) * w3 x), arXiv:2002.05202."""
+    """GELU (tanh form): w2(gelu(w1 x)). SwiGLU: w2(silu(w1 x) * w3 x), arXiv:2002.05202."""
 
     def __init__(self, cfg, mesh, hidden):
         super().__init__()
@@ -144,7 +144,7 @@ class MLP(nn.Module):
     def forward(self, x):  # (n, C) -> (n, C)
         x = gather_rows(x, self.tp)  # (B*T, C)
         if self.w3 is None:
-            return self.w2(F.gelu(self.w1(x)))
+            return self.w2(gelu(self.w1(x)))
         return self.w2(swiglu(together(x, [(self.w1, ALL), (self.w3, ALL)])))  # (B*T, 2f) -> (B*T, f)
 
 

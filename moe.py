@@ -23,38 +23,24 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from fused import ExpertMLP
+from fused import ExpertMLP, collect, collect_backward, gelu, spread
 from parallel import all_to_all, parameter
 
 # -----------------------------------------------------------------------------
-# moving rows: dispatch and combine are each other's adjoint, so all four directions are gathers (no atomics)
-
-def take(x, index, holes):
-    """Rows of x (m, ...) by index; with holes, index m stands for a row of zeros."""
-    if not holes:
-        return x[index]
-    outside = index >= x.size(0)
-    return x[index.clamp(max=x.size(0) - 1)].masked_fill(outside.view(-1, *[1] * (x.ndim - 1)), 0)
-
-
-def over_copies(t):
-    """(n, K, C) -> (n, C): the sum over a row's copies; one copy needs no pass over memory."""
-    return t.sum(1) if t.size(1) > 1 else t.squeeze(1)
-
+# moving rows: dispatch and combine are each other's adjoint
 
 class _Dispatch(torch.autograd.Function):
     """Copy row i of x (n, C) to every slot that holds one of its K copies. -> (slots, C)"""
 
     @staticmethod
     def forward(ctx, x, src, slot, K, holes):
-        ctx.save_for_backward(src, slot)
+        ctx.save_for_backward(slot)
         ctx.K, ctx.holes = K, holes
-        return take(x, src // K, holes)  # an empty slot has src n*K: row n, which is a hole
+        return spread(x, src, K, holes)
 
     @staticmethod
     def backward(ctx, g):
-        src, slot = ctx.saved_tensors
-        return over_copies(take(g, slot, ctx.holes).unflatten(0, (-1, ctx.K))), None, None, None, None
+        return collect(g, *ctx.saved_tensors, ctx.K, ctx.holes), None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -62,28 +48,37 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y, p, src, slot, K, holes):
-        copies = take(y, slot, holes).unflatten(0, (-1, K))  # (n, K, C)
-        ctx.save_for_backward(copies, p, src)
-        ctx.holes = holes
-        return over_copies(copies * p.unsqueeze(2))
+        ctx.save_for_backward(y, p, src)
+        ctx.K, ctx.holes = K, holes
+        return collect(y, slot, K, holes, p)
 
     @staticmethod
     def backward(ctx, g):
-        copies, p, src = ctx.saved_tensors
-        dp = (copies * g.unsqueeze(1)).sum(2)
-        dy = take((p.unsqueeze(2) * g.unsqueeze(1)).flatten(0, 1), src, ctx.holes)
-        return dy, dp, None, None, None, None
+        return *collect_backward(*ctx.saved_tensors, ctx.K, ctx.holes, g), None, None, None, None
 
 
 class Plan(NamedTuple):
     """Where the N = n*K copies go. Copy c is choice c % K of row c // K."""
     src: torch.Tensor     # (slots,) the copy in each slot, N where the slot is empty
-    slot: torch.Tensor    # (N,) the slot of each copy, `slots` where the copy is dropped
-    ends: torch.Tensor    # (e,) dropless: where each local expert's rows end among the R received
-    send: list | None     # dropless, ep > 1: rows to each ep rank, rows from each, and
-    receive: list | None
-    regroup: torch.Tensor | None    # (R,) received rows (by sender) -> by expert, and back
-    ungroup: torch.Tensor | None
+    slot: torch.Tensor    # (N,) the slot of each copy, `slots` where the copy has none
+    holes: bool = False   # whether slots may be empty and copies without a slot
+    ends: torch.Tensor | None = None  # (e,) dropless: where each local expert's rows end among the R received
+    send: list | None = None  # dropless, ep > 1: rows to each ep rank, from each; None for equal blocks
+    receive: list | None = None
+    regroup: torch.Tensor | None = None  # (R,) received rows (by sender) -> by expert, and back
+    ungroup: torch.Tensor | None = None
+
+
+def deal(order, bucket, buckets, room):
+    """Each bucket has `room` slots and takes the copies that want it in the order given: order (N,) copies
+    sorted by bucket, bucket (N,) of those. -> src (buckets*room,), slot (N,), () how many found no room"""
+    N, slots = order.numel(), buckets * room
+    starts = torch.searchsorted(bucket, torch.arange(buckets, device=order.device))  # (buckets,)
+    place = torch.arange(N, device=order.device) - starts[bucket]  # (N,) in the bucket's queue
+    target = torch.where(place < room, bucket * room + place, slots)  # (N,) of the ordered copies
+    slot = torch.empty_like(target).scatter_(0, order, target)
+    src = torch.full((slots + 1,), N, device=order.device).scatter_(0, target, order)[:slots]
+    return src, slot, (place >= room).sum()
 
 
 # -----------------------------------------------------------------------------
@@ -109,7 +104,8 @@ def grouped(x, w, ends):
 def grouped_loop(x, w, ends):
     stops = ends.tolist()  # sync point on a GPU
     runs = zip([0, *stops[:-1]], stops, strict=True)
-    return torch.cat([F.linear(x[a:b], w[i]) for i, (a, b) in enumerate(runs)])
+    after = x.new_zeros(x.size(0) - stops[-1], w.size(1))  # rows after the last run hold nothing
+    return torch.cat([*(F.linear(x[a:b], w[i]) for i, (a, b) in enumerate(runs)), after])
 
 
 # -----------------------------------------------------------------------------
@@ -138,6 +134,8 @@ class MoE(nn.Module):
         self.shared = shared  # an MLP that every token visits, or None
         # (E + 4,) of the step so far: copies per expert, dropped copies, aux, z, router entropy
         self.stats = torch.zeros(E + 4, dtype=torch.float64)
+        self.slack = 0.0  # see plan_bounded; 0: rows travel in blocks as long as they are
+        self.need = torch.zeros((), dtype=torch.int64)  # most copies of this step for one rank
 
     def forward(self, x, again):
         """x (n, C); again(f, *args) runs f, and runs it again in backward under --recompute. -> (n, C), ()"""
@@ -187,46 +185,73 @@ class MoE(nn.Module):
         return self.cfg.aux_coef * aux + self.cfg.z_coef * z
 
     def plan(self, p, ids):
-        return self.plan_capacity(p, ids) if self.cfg.capacity_factor > 0 else self.plan_dropless(ids)
+        if self.cfg.capacity_factor > 0:
+            return self.plan_capacity(p, ids)
+        if self.mesh.ep.size > 1 and self.slack and self.training:
+            return self.plan_bounded(ids)
+        return self.plan_dropless(ids)
+
+    def by_expert(self, ids):
+        """ids (n, K) -> copies in the order of their experts (N,), where each expert's end (E,)"""
+        flat = ids.flatten()
+        order = flat.to(torch.int16).argsort(stable=True)  # two bytes: a quarter of the radix sort's passes
+        return order, torch.searchsorted(flat[order], torch.arange(self.E, device=flat.device), right=True)
 
     def plan_dropless(self, ids):
         ep, e = self.mesh.ep, self.e
-        flat = ids.flatten()  # (N,)
-        order = flat.to(torch.int16).argsort(stable=True)  # two bytes: a quarter of the radix sort's passes
+        order, ends = self.by_expert(ids)
         slot = inverse(order)
-        ends = torch.searchsorted(flat[order], torch.arange(self.E, device=flat.device), right=True)  # (E,)
         if ep.size == 1:
-            return Plan(order, slot, ends, None, None, None, None)  # static shapes, no synchronisation
+            return Plan(order, slot, ends=ends)  # static shapes, no synchronisation
         counts = ends.diff(prepend=ends.new_zeros(1))  # (E,)
+        torch.maximum(self.need, counts.view(ep.size, e).sum(1).max(), out=self.need)
         theirs = all_to_all(counts, ep).view(ep.size, e)  # (ep, e): rows from each rank for each expert here
         splits = torch.stack([counts.view(ep.size, e).sum(1), theirs.sum(1)])
         send, receive = splits.tolist()  # sync point, the only one
-        owner = torch.arange(e, device=flat.device).repeat(ep.size)  # rows come by sender, by expert within
+        owner = torch.arange(e, device=order.device).repeat(ep.size)  # rows come by sender, by expert within
         expert = owner.repeat_interleave(theirs.flatten(), output_size=sum(receive))  # (R,)
         regroup = expert.argsort(stable=True)
-        return Plan(order, slot, theirs.sum(0).cumsum(0), send, receive, regroup, inverse(regroup))
+        return Plan(order, slot, False, theirs.sum(0).cumsum(0), send, receive, regroup, inverse(regroup))
+
+    def room(self, N):
+        """Rows that plan_bounded reserves from each rank to each other, for N copies of a rank."""
+        return min(-(-int(N * self.slack) // (self.mesh.ep.size * 8)) * 8, N)
+
+    def plan_bounded(self, ids):
+        """Dropless without asking the host: static shapes, so that a step with experts is one CUDA graph too.
+        From each rank to each other there is room for `slack` times the balanced number of rows. A step where
+        that was not enough (`need`) is void, and done again by plan_dropless (train_step)."""
+        ep, e, room = self.mesh.ep, self.e, self.room(ids.numel())
+        order, ends = self.by_expert(ids)
+        src, slot, _ = deal(order, ids.flatten()[order] // e, ep.size, room)
+        stops = ends.diff(prepend=ends.new_zeros(1)).view(ep.size, e).cumsum(1)  # (ep, e) in each block
+        torch.maximum(self.need, stops.max(), out=self.need)
+        counts = stops.clamp(max=room).diff(prepend=stops.new_zeros(ep.size, 1))  # of those that found room
+        theirs = all_to_all(counts.flatten(), ep).view(ep.size, e)  # (ep, e)
+        # a sender's block: its rows for expert 0, ..., for expert e-1, holes. by expert they are to stand:
+        # every sender's rows for expert 0, ..., for expert e-1, all holes
+        runs = torch.cat([theirs, room - theirs.sum(1, keepdim=True)], 1)  # (ep, e+1) lengths
+        to = runs.T.flatten().cumsum(0).view(e + 1, ep.size).T - runs  # (ep, e+1) where each begins by expert
+        stops = runs.cumsum(1)  # (ep, e+1) where each ends in its block
+        row = torch.arange(room, device=ids.device).expand(ep.size, room).contiguous()
+        run = torch.searchsorted(stops, row, right=True)  # (ep, room) the run of each row
+        ungroup = (row + (to - stops + runs).gather(1, run)).flatten()  # (ep*room,)
+        return Plan(src, slot, True, theirs.sum(0).cumsum(0), None, None, inverse(ungroup), ungroup)
 
     def plan_capacity(self, p, ids):
         """At most `capacity` copies per expert from this rank: of its own rows, so tp and micro-batch change
         who is dropped (as in Megatron-LM). probs keeps the largest gates, position the first come; ties go to
         the earlier row."""
-        flat, N = ids.flatten(), ids.numel()
-        room = self.capacity(ids.size(0))
+        flat = ids.flatten()
         if self.cfg.drop_policy == "probs":
             by_gate = p.detach().flatten().argsort(descending=True, stable=True)
             order = by_gate[flat[by_gate].argsort(stable=True)]  # by expert, the largest gates first
         else:
             order = flat.argsort(stable=True)  # by expert, in the order of the rows
-        ordered = flat[order]
-        starts = torch.searchsorted(ordered, torch.arange(self.E, device=flat.device))  # (E,)
-        place = torch.arange(N, device=flat.device) - starts[ordered]  # (N,) place in the expert's queue
-        slots = self.E * room
-        target = torch.where(place < room, ordered * room + place, slots)  # (N,) of the ordered copies
-        slot = torch.empty_like(target).scatter_(0, order, target)
-        src = torch.full((slots + 1,), N, device=flat.device).scatter_(0, target, order)[:slots]
+        src, slot, dropped = deal(order, flat[order], self.E, self.capacity(ids.size(0)))
         with torch.no_grad():
-            self.stats[self.E] += (slot == slots).sum()
-        return Plan(src, slot, None, None, None, None, None)
+            self.stats[self.E] += dropped
+        return Plan(src, slot, True)
 
     def capacity(self, n):
         return min(math.ceil(n * self.K / self.E * self.cfg.capacity_factor), n)
@@ -235,9 +260,9 @@ class MoE(nn.Module):
 
     def experts(self, x, p, plan):
         """x (n, C), p (n, K) -> (n, C): sum over the K choices of gate * expert(row)."""
-        ep, K, holes = self.mesh.ep, self.K, self.cfg.capacity_factor > 0
-        xs = _Dispatch.apply(x, plan.src, plan.slot, K, holes)  # (slots, C), by expert
-        if holes:
+        ep, K = self.mesh.ep, self.K
+        xs = _Dispatch.apply(x, plan.src, plan.slot, K, plan.holes)  # (slots, C), by expert
+        if plan.ends is None:  # capacity
             room = xs.size(0) // self.E
             # (E*room, C) -> by sender (ep, e, room, C) -> by expert (e, ep*room, C)
             xs = all_to_all(xs, ep).unflatten(0, (ep.size, self.e, room)).transpose(0, 1).flatten(1, 2)
@@ -249,8 +274,8 @@ class MoE(nn.Module):
             xs = all_to_all(xs, ep, plan.send, plan.receive)  # (R, C), by sender
             xs = _Dispatch.apply(xs, plan.regroup, plan.ungroup, 1, False)  # by expert
             y = _Dispatch.apply(self.ffn(xs, plan.ends), plan.ungroup, plan.regroup, 1, False)
-            y = all_to_all(y, ep, plan.receive, plan.send)  # (N, C)
-        return _Combine.apply(y, p, plan.src, plan.slot, K, holes)
+            y = all_to_all(y, ep, plan.receive, plan.send)  # (slots, C)
+        return _Combine.apply(y, p, plan.src, plan.slot, K, plan.holes)
 
     def ffn(self, x, ends):
         """Each row through its expert: x (R, C) in runs that end at ends, or (e, rows, C) -> like x"""
@@ -258,7 +283,7 @@ class MoE(nn.Module):
             ends = None if ends is None else ends.to(torch.int32)
             return ExpertMLP.apply(x, self.w1, self.w3, self.w2, ends)
         h = grouped(x, self.w1, ends)
-        h = F.gelu(h) if self.w3 is None else F.silu(h) * grouped(x, self.w3, ends)
+        h = gelu(h) if self.w3 is None else F.silu(h) * grouped(x, self.w3, ends)
         return grouped(h, self.w2, ends)
 
 
@@ -294,6 +319,7 @@ def begin(model):
     """A new step: nothing has been counted."""
     for moe in layers(model).values():
         moe.stats.zero_()
+        moe.need.zero_()
 
 
 @torch.no_grad()

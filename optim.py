@@ -14,6 +14,10 @@ class Optimizer:
         self.scale = torch.full((), 65536.0, device=device) if cfg.dtype == "fp16" else None
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self.dp, self.clip, self.world, self.tp = dp, cfg.clip, mesh.world, mesh.tp
+        self.weight_decay = cfg.weight_decay  # of matrices
+        # a Triton kernel reads each number once and writes the model's weights too, 30 bytes per weight; its
+        # slow twin is torch's fused kernel, which writes the divided gradients back: 38 with the rounding
+        self.triton = device.type == "cuda" and dp.buckets[0].grad.dtype == torch.float32
         self.before_step = None  # called when gradients are summed and nothing is updated yet
         self.saving = None  # event: a checkpoint has its copy of weights and moments
         self.masters = []  # per bucket (n/shards,)
@@ -24,9 +28,10 @@ class Optimizer:
                    "weight_decay": cfg.weight_decay if decay else 0.0} for decay in (True, False)]
         self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr,
                                       betas=(cfg.beta1, cfg.beta2), eps=1e-8, fused=True)
+        t = torch.zeros((), device=device)
         for m, b in zip(self.masters, dp.buckets, strict=True):
             m.grad = b.grad[b.mine]
-            self.adam.state[m] = {"step": torch.zeros((), device=m.device), "exp_avg": torch.zeros_like(m),
+            self.adam.state[m] = {"step": t if self.triton else t.clone(), "exp_avg": torch.zeros_like(m),
                                   "exp_avg_sq": torch.zeros_like(m)}
 
     def adam_t(self):
@@ -58,10 +63,11 @@ class Optimizer:
         """The masters' values become the model's weights, on this rank and (ZeRO-1) on the others."""
         for m, b in zip(self.masters, self.dp.buckets, strict=True):
             b.flat[b.mine].copy_(m)  # rounds to the model's dtype; onto itself without masters
-        self.dp.send_weights()
+        self.dp.stepped()
 
     def wait(self):
-        """Weights still on their way from other ranks have arrived after this: before anybody reads them."""
+        """The other ranks' new weights are here after this: for all readers but the next forward."""
+        self.dp.send_owed()
         for b in self.dp.buckets:
             b.arrive()
 
@@ -71,15 +77,17 @@ class Optimizer:
         parameter norm (the last two only if full). loss: this rank's part of the mean. One all-reduce of four
         numbers serves all: slices partition the model, and what several ranks hold in common counts 1/ranks
         on each."""
+        # torch's fp32 norm on a CPU is a plain sum, 5e-5 off for a million elements
+        wide = torch.float64 if loss.device.type == "cpu" else None
         loss = loss.double() / self.tp.size  # every tp rank computed the same loss
         total = torch.stack([loss, *torch.zeros_like(loss).expand(3)])
         for m, b in zip(self.masters, self.dp.buckets, strict=True):
             g = m.grad
-            total[1] += torch.linalg.vector_norm(g).double() ** 2 * b.share
+            total[1] += torch.linalg.vector_norm(g, dtype=wide).double() ** 2 * b.share
             if full:
                 padding = max(0, b.mine.stop - max(b.used, b.mine.start))
                 total[2] += (g.numel() - padding - g.count_nonzero()) * b.share
-                total[3] += torch.linalg.vector_norm(m).double() ** 2 * b.share
+                total[3] += torch.linalg.vector_norm(m, dtype=wide).double() ** 2 * b.share
         if self.world.size > 1:
             self.world.count("all-reduce", total)
             dist.all_reduce(total, group=self.world.group)  # SUM of 4 numbers, over the world
@@ -101,7 +109,7 @@ class Optimizer:
         divide = (torch.clamp((grad_norm + 1e-6) / self.clip, min=1.0) if self.clip > 0
                   else torch.ones_like(grad_norm))
         divide = divide if self.scale is None else divide * self.scale
-        if self.masters[0].dtype == torch.float64:  # the kernel takes an fp32 divisor only
+        if self.masters[0].dtype == torch.float64:  # torch's kernel takes an fp32 divisor only
             for m in self.masters:
                 m.grad.div_(divide)
             divide = torch.ones_like(divide)
@@ -109,8 +117,27 @@ class Optimizer:
         for group in self.adam.param_groups:
             group["lr"] = lr
         with self.dp.timers("optimizer"):
-            self.adam.step()
-            self.publish()
+            if self.triton:
+                self.adamw(lr, divide.float(), bad)
+                self.dp.stepped()
+            else:
+                self.adam.step()
+                self.publish()
         if self.scale is not None:
             torch._amp_update_scale_(self.scale, self.good_steps, bad, 2.0, 0.5, 2000)
         return bad
+
+    def adamw(self, lr, divide, bad):
+        """AdamW's update and publish()'s rounding in one pass; divide, bad: () fp32 on the device."""
+        import kernels
+        (beta1, beta2), eps = self.adam.defaults["betas"], self.adam.defaults["eps"]
+        t = self.adam.state[self.masters[0]]["step"]  # one tensor for all
+        t += 1 - bad
+        wide = t.double()
+        now = torch.stack([lr / (1 - beta1 ** wide), (1 - beta2 ** wide).sqrt(), divide, bad]).float()
+        for b, m in zip(self.dp.buckets, self.masters, strict=True):
+            state, flat = self.adam.state[m], b.flat[b.mine]
+            decay = self.weight_decay if b.decay else 0.0
+            kernels.adamw[(-(-m.numel() // 2048),)](
+                m, m.grad, state["exp_avg"], state["exp_avg_sq"], flat, now, 1 - lr * decay, 1 - beta1,
+                1 - beta2, eps, m.numel(), OUT=flat.dtype != m.dtype, BLOCK=2048, num_warps=8)

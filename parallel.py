@@ -232,10 +232,7 @@ class Bucket:
     def add(self, i, last):
         """Take parameter i's gradient of one micro-batch; after the last one a full bucket leaves at once."""
         p = self.params[i]
-        if self.fresh[i]:
-            self.grads[i].copy_(p.grad)  # first micro-batch: a copy needs no zeroing before
-        else:
-            self.grads[i].add_(p.grad)  # fp32 += the model's dtype
+        accumulate(self.grads[i], p.grad, first=self.fresh[i])
         self.fresh[i], p.grad = False, None
         if last:
             self.waiting -= 1
@@ -277,6 +274,17 @@ class Bucket:
             self.gather = None
 
 
+def accumulate(total, g, first):
+    """total (fp32) = g of the model's dtype, or += g: a copy first, which needs no zeroing before."""
+    if g.is_cuda and g.dtype != total.dtype and g.numel() >= 2**18 and g.is_contiguous():
+        import kernels  # torch's own conversion reaches a third of the memory's speed
+        kernels.widen[(-(-g.numel() // 4096),)](g, total, g.numel(), ADD=not first, BLOCK=4096, num_warps=8)
+    elif first:
+        total.copy_(g)
+    else:
+        total.add_(g)
+
+
 class _Done:
     """What an asynchronous collective over one rank returns."""
 
@@ -295,6 +303,8 @@ class DataParallel:
 
     def __init__(self, model, mesh, zero=0, timers=untimed, bucket_elements=40_000_000):
         self.timers = timers
+        self.lazy = False  # graph.py: new weights travel at the start of a recorded step, not after the old
+        self.owed = False  # new weights have not been sent yet
         self.last = True  # the micro-batch in flight is the step's last one: its gradients complete the sums
         self.buckets = []
         open_ = {}  # (axis, decayed): names and parameters of the bucket being filled
@@ -332,7 +342,18 @@ class DataParallel:
             for bucket in self.buckets:
                 bucket.finish()
 
+    def stepped(self):
+        """The optimizer wrote this rank's slices: the others get them, under the next forward."""
+        self.owed = True
+        if not self.lazy:
+            self.send_owed()
+
+    def send_owed(self):
+        if self.owed:
+            self.send_weights()
+
     def send_weights(self):
+        self.owed = False
         for bucket in reversed(self.buckets):  # in the order in which the next forward needs them
             bucket.send_weights()
 

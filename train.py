@@ -25,7 +25,7 @@ import log
 import moe
 from config import check_layout, parse, stage_layers
 from debug import FOR_EVER, attend, stop_here
-from graph import Graph, static_shapes
+from graph import Graph, Rooms, bounded, static_shapes
 from launch import Stop, agreed, env_rank, launch, shutdown
 from measure import make_logger, measure, report_traffic, timing
 from model import GPT, generate, initialise
@@ -51,6 +51,8 @@ def build(cfg, mesh, vocab_size, device, timers=untimed):
     with torch.device(device):
         model = GPT(cfg, mesh, vocab_size, stage_layers(cfg, mesh.pp.size)[mesh.pp.rank])
     torch.set_default_dtype(torch.float32)
+    if device.type == "cuda":  # the router's products of bf16 in fp32: TF32 holds every bf16 number exactly
+        torch.set_float32_matmul_precision("high" if cfg.dtype in ("bf16", "fp16") else "highest")
     initialise(model, cfg.seed)
     if cfg.compile:
         speed_up(model)
@@ -110,6 +112,21 @@ def gradients(cfg, mesh, model, dp, opt, batches, step):
     return loss
 
 
+def recorded(cfg, mesh, model, dp, opt):
+    """-> gradients() as a graph.Graph, or None where shapes change. New weights travel at its start."""
+    if not static_shapes(cfg, mesh, opt.masters[0].device):
+        return None
+
+    rooms = Rooms(model, cfg.ep_slack) if bounded(cfg, mesh) else None
+
+    def f(batches):
+        dp.send_weights()
+        loss = gradients(cfg, mesh, model, dp, opt, batches, step=0)  # without dropout the step is not used
+        return loss if rooms is None else rooms.judge(loss)
+    dp.lazy = True
+    return Graph(f, rooms)
+
+
 def train_step(cfg, mesh, model, dp, opt, batches, step, full=True, graph=None, guard=None):
     """Gradients, then the clipped update. graph: a graph.Graph of the first part. guard: a skip.Guard, may
     forbid the second: then nothing moves, and the second result is None.
@@ -117,10 +134,12 @@ def train_step(cfg, mesh, model, dp, opt, batches, step, full=True, graph=None, 
     if graph is None:
         loss = gradients(cfg, mesh, model, dp, opt, batches, step)
     else:
-        opt.wait()
         loss = graph(batches)
+        dp.owed = False
     with dp.timers("norm"):
         totals = opt.totals(loss, full)
+    if graph is not None and not graph.fits(totals[0]):  # again, in blocks of rows as long as they are
+        totals = opt.totals(gradients(cfg, mesh, model, dp, opt, batches, step), full)
     if guard is not None and guard.veto(totals):
         return totals, None
     refused = opt.step(learning_rate(cfg, step), totals[1])
@@ -248,9 +267,7 @@ def run(cfg, world, watch=unwatched):
               flush=True)
 
     # 4) the training loop
-    graph = None
-    if static_shapes(cfg, mesh, device):
-        graph = Graph(lambda batches: gradients(cfg, mesh, model, dp, opt, batches, step=0))
+    graph = recorded(cfg, mesh, model, dp, opt)
     clock = log.Clock(device)
     guard, stragglers = Guard(cfg, world, state), Stragglers(mesh, device)
     profiler = log.start_profile(cfg.profile and chief)

@@ -1,11 +1,12 @@
-"""The layout matrix on the GPUs present: torchrun ... bench/gpu_matrix.py [fp64 bf16 replicas sync]
+"""The layout matrix on the GPUs present: torchrun ... bench/gpu_matrix.py [fp64 bf16 replicas graph sync]
 
 1) fp64 over the real collectives (nccl): every layout of tests/test_layouts.py for this world size against
    one rank, 1e-10 in losses, norms, every gradient, every parameter and moment
 2) bf16: the same layouts within rounding of one rank's bf16
 3) 20 bf16 steps, twice: replicas hold the same bits, and both runs do
-4) torch.cuda.set_sync_debug_mode("error") around the MoE layer: capacity mode and dropless ep 1 never
-   synchronise
+4) 20 bf16 steps as one CUDA graph give the losses of 20 steps without
+5) torch.cuda.set_sync_debug_mode("error") around the MoE layer: capacity mode, dropless ep 1 and dropless
+   over all ranks within bounded rooms never synchronise
 """
 import os.path
 import sys
@@ -100,13 +101,40 @@ def replicas_and_repeats(world):
     return checked
 
 
+def graphs(world):
+    """-> (layouts, worst relative difference of a loss, steps done again for want of room)"""
+    layouts, worst, redone = (("llama", {}), ("llama", dict(zero=1)), ("gpt2", dict(tp=2, zero=1)),
+                              ("capacity", dict(ep=4)), ("dropless", dict(zero=1)), ("dropless", dict(ep=4)),
+                              ("dropless", dict(ep=2, zero=1)), ("dropless", dict(ep=4, zero=1))), 0.0, 0
+    for family, layout in layouts:
+        cfg = Config(**dict(FAMILIES[family], micro_batch=2, dtype="bf16", n_embd=64, ffn_hidden=96,
+                            ep_slack=1.5, **layout))
+        seen = []
+        for recorded in (False, True):
+            mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
+            model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+            graph = train.recorded(cfg, mesh, model, dp, opt) if recorded else None
+            source, losses = Synthetic(cfg.vocab_size, cfg.seq_len, 0), []
+            for step in range(1, 21):
+                batches = train.micro_batches(cfg, mesh, source, (step - 1) * 16, 16, world.device)
+                totals, _ = train.train_step(cfg, mesh, model, dp, opt, batches, step, graph=graph)
+                losses.append(totals[0].item())
+            seen.append(np.array(losses))
+        redone += graph.rooms.redone if graph.rooms else 0
+        error = np.abs(seen[1] / seen[0] - 1).max()
+        assert error < 1e-2, f"{family} {layout}: {seen}"
+        worst = max(worst, error)
+    return len(layouts), worst, redone
+
+
 def no_hidden_sync(world):
-    for factor in (0.0, 1.0):
-        cfg = Config(**dict(PRESETS["moe-4b"], capacity_factor=factor))
+    for factor, ep in ((0.0, 1), (1.0, 1), (0.0, world.size)):
+        cfg = Config(**dict(PRESETS["moe-4b"], capacity_factor=factor, ep=ep))
         torch.set_default_dtype(torch.bfloat16)
         with world.device:
-            layer = moe.MoE(cfg, make_mesh(alone(world)), None)
+            layer = moe.MoE(cfg, make_mesh(world, ep=ep) if ep > 1 else make_mesh(alone(world)), None)
         torch.set_default_dtype(torch.float32)
+        layer.slack = float(ep)
         for p in layer.parameters():
             p.data.normal_(0, 0.02)
         x = torch.randn(16384, cfg.n_embd, device=world.device, dtype=torch.bfloat16, requires_grad=True)
@@ -122,7 +150,7 @@ def main():
     if world.size == 1 or world.device.type != "cuda":
         raise SystemExit("nanoshard: this needs several GPUs; the CPU's matrix is tests/test_layouts.py")
     say = print if world.rank == 0 else lambda *a, **k: None
-    parts = sys.argv[1:] or ["fp64", "bf16", "replicas", "sync"]
+    parts = sys.argv[1:] or ["fp64", "bf16", "replicas", "graph", "sync"]
     for dtype in ("fp64", "bf16"):
         if dtype in parts:
             n, worst = check_layouts(world, dtype)
@@ -132,9 +160,14 @@ def main():
         n = everywhere(world, replicas_and_repeats(world))
         say(f"20 bf16 steps: {sum(n)} comparisons of replicated parameters, all equal to the bit; "
             "two runs as well", flush=True)
+    if "graph" in parts:
+        n, worst, redone = graphs(world)
+        say(f"20 bf16 steps as a CUDA graph: {n} layouts, losses within {worst:.1e} of those without; "
+            f"{redone} steps done again for want of room", flush=True)
     if "sync" in parts:
         no_hidden_sync(world)
-        say("no synchronisation in the MoE layer: capacity and dropless ep 1", flush=True)
+        say("no synchronisation in the MoE layer: capacity, dropless ep 1, "
+            f"dropless ep {world.size} in rooms", flush=True)
     shutdown(world)
 
 

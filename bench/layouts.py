@@ -33,7 +33,6 @@ import torch._dynamo  # AdamW needs it: once, not per rank. _inductor would touc
 import train
 from config import check, check_layout, parse
 from cost import GPUS
-from graph import Graph, static_shapes
 from launch import World, as_torchrun, launch, started_by
 from log import Stopwatch
 from model import count_parameters, flops_per_token
@@ -155,9 +154,7 @@ def measure(cfg, world):
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     source, _, vocab, _ = train.open_data(cfg, world)
     model, dp, opt = train.build(cfg, mesh, vocab, world.device)
-    graph = None
-    if static_shapes(cfg, mesh, world.device):
-        graph = Graph(lambda batches: train.gradients(cfg, mesh, model, dp, opt, batches, step=0))
+    graph = train.recorded(cfg, mesh, model, dp, opt)
     watch = Stopwatch(world.device)
     marks = [watch.mark()]
     for step in range(1, cfg.steps + 1):

@@ -1,8 +1,8 @@
 """What a checkpoint costs: bench/save_cost.py [PRESET] [train.py's flags] --save-every 10, under any launcher
 
-Trains on synthetic tokens, first without saving, then with: the stall at the start of a save, the steps
-beside the writing against the step alone; the rates of saving and loading; the loaded state against the one
-that was saved.
+Trains on synthetic tokens, first without saving, then with --keep saves (3): the stall at the start of a
+save, the steps beside the writing against the step alone; the rates of saving and loading; the loaded state
+against the one that was saved.
 """
 import shutil
 import statistics
@@ -38,7 +38,7 @@ def run(cfg, world):
     check_layout(cfg, mesh, batch)
     vocab = cfg.vocab_size or 256
     model, dp, opt = train.build(cfg, mesh, vocab, world.device)
-    source, every, n = Synthetic(vocab, cfg.seq_len, cfg.seed), cfg.save_every, 3 * cfg.save_every
+    source, every, n = Synthetic(vocab, cfg.seq_len, cfg.seed), cfg.save_every, cfg.keep * cfg.save_every
     out = Path(state.from_first(world.size, cfg.out or tempfile.mkdtemp(dir=".")))
     saver = Saver(out, world.rank, world.size, keep=2, token=state.from_first(world.size, state.new_token()),
                   agree=lambda bad: state.on_any(world.size, bad))

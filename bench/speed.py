@@ -21,8 +21,6 @@ import torch.distributed as dist
 
 import train
 from config import check_layout, parse
-from data import Synthetic
-from graph import Graph, static_shapes
 from launch import launch, shutdown
 from log import peak_flops
 from model import count_parameters, flops_per_token
@@ -99,19 +97,16 @@ def show_profile(world, step, n=3, rows=30):
 
 
 def run(world, name, flags, steps, profile=False):
-    cfg = parse(flags.split())
+    cfg = parse(flags.split() + ["--data=synthetic"] * ("--data" not in flags))
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
     check_layout(cfg, mesh, batch)
-    vocab = cfg.vocab_size
-    source = Synthetic(vocab, cfg.seq_len, cfg.seed)
+    source, _, vocab, _ = train.open_data(cfg, world)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     model, dp, opt = train.build(cfg, mesh, vocab, world.device)
-    graph = None
-    if static_shapes(cfg, mesh, world.device):
-        graph = Graph(lambda batches: train.gradients(cfg, mesh, model, dp, opt, batches, step=0))
+    graph = train.recorded(cfg, mesh, model, dp, opt)
     marks, first, losses = [], None, []
     for step in range(1, steps + 1):
         batches = train.micro_batches(cfg, mesh, source, (step - 1) * batch, batch, world.device)
@@ -131,6 +126,7 @@ def run(world, name, flags, steps, profile=False):
     if world.size > 1:
         dist.all_reduce(slow, dist.ReduceOp.MAX)  # three numbers on the host: the slowest, the fullest
     ms, reserved, allocated = slow.tolist()
+    rooms = graph and graph.rooms
     tokens = batch * cfg.seq_len / world.size
     full, causal = (tokens * f / ms / 1e9 for f in flops_per_token(cfg, vocab))
     peer, theirs, goal = PEERS.get((name, world.size), ("none", None, None))
@@ -139,6 +135,7 @@ def run(world, name, flags, steps, profile=False):
             "tflops_causal": causal, "mfu": full * 1e12 / (peak_flops(world.device) or float("nan")),
             "reserved_gib": reserved, "allocated_gib": allocated, "first_step_s": first, "loss": losses,
             "parameters": count_parameters(cfg, vocab)["total"], "graph": graph is not None, "peer": peer,
+            "redone": rooms and rooms.redone, "slack": rooms and rooms.slack,
             "ratio_to_peer": rate / theirs if theirs else None,
             "ratio_to_goal": rate / goal if goal else None,
             "torch": torch.__version__, "time": time.strftime("%Y-%m-%d %H:%M")}
@@ -166,10 +163,13 @@ def main():
         if world.rank == 0:
             ratio = "" if r["ratio_to_peer"] is None else (f"; {r['ratio_to_peer']:.2f} x {r['peer']}, "
                                                            f"{r['ratio_to_goal']:.2f} of the goal")
+            again = "" if r["slack"] is None else (f", {r['redone']} steps done again, "
+                                                   f"room {r['slack']:.2f} x balanced")
             print(f"{name} ({r['flags']}): {r['ms']:.2f} ms, {r['tok_s_gpu'] / 1e3:.1f} k tok/s/GPU, "
                   f"{r['tflops']:.0f} TFLOP/s ({r['tflops_causal']:.0f} causal), MFU {100 * r['mfu']:.1f} %, "
                   f"{r['tflops_causal'] / machine['matmul_tflops']:.2f} of the matmul ceiling, "
-                  f"{r['reserved_gib']:.1f} GiB, first step {r['first_step_s']:.1f} s{ratio}", flush=True)
+                  f"{r['reserved_gib']:.1f} GiB, first step {r['first_step_s']:.1f} s"
+                  f"{again}{ratio}", flush=True)
             if args.json:
                 with open(args.json, "a") as f:
                     f.write(json.dumps({**r, **machine}) + "\n")

@@ -129,11 +129,13 @@ def against_the_loop(layer, x, what):
 
     def expert(i, row):
         h = layer.w1[i] @ row
-        return layer.w2[i] @ (F.gelu(h) if layer.w3 is None else h * h.sigmoid() * (layer.w3[i] @ row))
+        return layer.w2[i] @ (F.gelu(h, approximate="tanh") if layer.w3 is None
+                              else h * h.sigmoid() * (layer.w3[i] @ row))
 
     def shared(row):
         h = mlp.w1.weight @ row
-        return mlp.w2.weight @ (F.gelu(h) if mlp.w3 is None else h * h.sigmoid() * (mlp.w3.weight @ row))
+        return mlp.w2.weight @ (F.gelu(h, approximate="tanh") if mlp.w3 is None
+                                else h * h.sigmoid() * (mlp.w3.weight @ row))
 
     bias = None if layer.router.bias is None else layer.router.bias.double()
     y, aux = layer(x, run)
@@ -311,15 +313,17 @@ def test_bias_steers_towards_balance():
 # -----------------------------------------------------------------------------
 # the ranks
 
-def on_ranks(world, ep, flags, kind):
+def on_ranks(world, ep, flags, kind, slack=0.0):
     """The block over ep, own rows on each rank -> {output, gradients summed}, rows received"""
     mesh = make_mesh(world, ep=ep)
     layer, rows = block(mesh, aux_coef=0.3, **flags), []
+    layer.slack = slack
     x = (tokens(kind, layer).detach() + 0.01 * (1 + world.rank)).requires_grad_()
     ffn = layer.ffn
     layer.ffn = lambda x, ends: rows.append(x.size(0)) or ffn(x, ends)
     y, aux = layer(x, run)
     (y.square().sum() + aux).backward()
+    assert not slack or layer.need <= layer.room(x.size(0) * layer.K)
     grads = {}
     for name, p in layer.named_parameters():
         whole = torch.zeros(p.full_shape, dtype=torch.float64)

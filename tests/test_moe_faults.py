@@ -129,7 +129,8 @@ ALIKE = {  # in one process and in many alike: (function, line, faulty line, the
         "moe.MoE.route", "p = share.gather(1, ids) if", "p = share.detach().gather(1, ids) if",
         loop("softmax", 2)),
     "gates' gradient lost on the way back": (
-        "moe._Combine.backward", "dp = (copies * g.unsqueeze(1)).sum(2)", "dp = torch.zeros_like(p)",
+        "fused.collect_backward", "dp = y.new_zeros(p.numel() + 1).scatter_(0, src, (y * rows).sum(1))[:-1]",
+        "dp = torch.zeros_like(p)",
         loop("sigmoid", 1)),
     "ties go to the last expert": (
         "moe.top_k", "rest.max(1).indices", "rest.size(1) - 1 - rest.flip(1).max(1).indices",
@@ -140,7 +141,7 @@ ALIKE = {  # in one process and in many alike: (function, line, faulty line, the
         "moe.MoE.plan_capacity", "order = flat.argsort(stable=True)",
         "order = flat.numel() - 1 - flat.flip(0).argsort(stable=True)", loop("softmax", 1)),
     "room for one more": (
-        "moe.MoE.plan_capacity", "place < room", "place < room - 1", loop("softmax-topk", 2)),
+        "moe.deal", "torch.where(place < room,", "torch.where(place < room - 1,", loop("softmax-topk", 2)),
     "the bias counts in the balancing loss": (
         "moe.MoE.balance", "ids if self.router.bias is None else top_k(share, K)", "ids",
         loop("sigmoid bias", 2)),

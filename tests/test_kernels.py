@@ -1,0 +1,156 @@
+"""Each Triton kernel beside its torch twin, on the GPU if there is one, else in Triton's interpreter."""
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytest.importorskip("triton", reason="Triton has no wheel for this system")
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """fused.py takes its kernels for CPU tensors too."""
+    import fused
+    if DEVICE == "cpu":
+        monkeypatch.setattr(fused, "on_gpu", lambda x: x.dtype != torch.float64)
+    import kernels
+    torch.manual_seed(0)
+    return kernels
+
+
+def twin(f, *args):
+    """f on fp64 copies, where fused.py takes torch."""
+    args = [a.double() if torch.is_tensor(a) and a.is_floating_point() else a for a in args]
+    return f(*args)
+
+
+def near(got, want, tolerance):
+    torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance)
+
+
+def randn(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("width, used", [(128, 65), (128, 128), (9984, 9900), (50304, 50257)])
+def test_cross_entropy(width, used):
+    import fused
+    z = randn(3, width) * 4
+    target = torch.tensor([0, used - 1, used // 3], device=DEVICE)
+    reference = z.double()
+    loss = fused.cross_entropy_rows_torch(reference, target, used)
+    near(fused.cross_entropy_rows(z, target, used), loss, 1e-5)
+    near(z, reference, 4e-3)
+    assert not z[:, used:].any()
+
+
+def test_cross_entropy_of_sharp_logits():
+    import fused
+    z = torch.full((2, 9984), -3e4, device=DEVICE, dtype=torch.bfloat16)
+    z[0, 7], z[1, 9983] = 3e4, 3e4
+    loss = fused.cross_entropy_rows(z, torch.tensor([7, 9983], device=DEVICE), 9984)
+    assert loss.tolist() == [0, 0] and not z.any()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("stop", [None, 3])
+def test_swiglu(packed, stop):
+    import fused
+    a, b, dh = randn(5, 1300), randn(5, 1300), randn(5, 1300)
+    pair = (torch.cat([a, b], 1), None) if packed else (a, b)
+    rows = 5 if stop is None else stop
+    stop = None if stop is None else torch.tensor(stop, dtype=torch.int32, device=DEVICE)
+    near(fused.silu_mul(*pair, stop)[:rows], twin(fused.silu_mul, *pair)[:rows], 1e-2)
+    got = fused.silu_mul_backward(dh, *pair, stop)
+    want = twin(fused.silu_mul_backward, dh, *pair)
+    for x, y in zip((got,) if packed else got, (want,) if packed else want, strict=True):
+        near(x[:rows], y[:rows], 2e-2)
+
+
+@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("holes", [False, True])
+def test_rows_to_experts_and_back(K, holes):
+    import fused
+    n, C = 11, 700
+    N = n * K
+    order = torch.randperm(N, device=DEVICE)
+    if holes:  # of N + 4 slots every third is empty, and the last copies have none
+        slots = N + 4
+        src = torch.full((slots,), N, device=DEVICE)
+        full = torch.tensor([s for s in range(slots) if s % 3], device=DEVICE)[:N]
+        src[full] = order[:len(full)]
+    else:
+        slots, src = N, order
+    slot = torch.full((N,), slots, device=DEVICE)
+    held = (src < N).nonzero().squeeze(1)
+    slot[src[held]] = held
+    x, y, p, g = randn(n, C), randn(slots, C), randn(n, K), randn(n, C)
+    assert torch.equal(fused.spread(x, src, K, holes).double(), twin(fused.spread, x, src, K, holes))
+    near(fused.collect(y, slot, K, holes), twin(fused.collect, y, slot, K, holes), 1e-2)
+    near(fused.collect(y, slot, K, holes, p), twin(fused.collect, y, slot, K, holes, p), 1e-2)
+    for got, want in zip(fused.collect_backward(y, p, src, K, holes, g),
+                         twin(fused.collect_backward, y, p, src, K, holes, g), strict=True):
+        near(got, want, 1e-2)
+
+
+def test_twins_of_rows_are_autograd():
+    """collect_backward's torch twin against autograd of collect's."""
+    import fused
+    n, K, C = 7, 2, 5
+    src = torch.randperm(n * K)
+    slot = torch.empty_like(src).scatter_(0, src, torch.arange(n * K))
+    y = torch.randn(n * K, C, dtype=torch.float64, requires_grad=True)
+    p = torch.randn(n, K, dtype=torch.float64, requires_grad=True)
+    g = torch.randn(n, C, dtype=torch.float64)
+    want = torch.autograd.grad(fused.collect(y, slot, K, False, p), (y, p), g)
+    for a, b in zip(fused.collect_backward(y.detach(), p.detach(), src, K, False, g), want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("n", [1000, 9000])
+def test_widen(kernels, n):
+    x, out = randn(n), randn(n, dtype=torch.float32)
+    want = out + x.float()
+    kernels.widen[(-(-n // 4096),)](x, out, n, ADD=True, BLOCK=4096)
+    assert torch.equal(out, want)
+    kernels.widen[(-(-n // 4096),)](x, out, n, ADD=False, BLOCK=4096)
+    assert torch.equal(out, x.float())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_adamw(kernels, dtype, clip):
+    """Optimizer.step with the kernel against torch's fused AdamW, 4 steps, the third refused."""
+    from config import Config
+    from launch import World
+    from optim import Optimizer
+    from parallel import DataParallel, make_mesh
+
+    def optimizer(triton):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(70, 90), torch.nn.LayerNorm(90)).to(DEVICE)
+        for p in model.parameters():
+            p.data = p.data.to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+            p.reduce = "dp"
+        mesh = make_mesh(World(device=torch.device(DEVICE)))
+        dp = DataParallel(model, mesh)
+        opt = Optimizer(dp, Config(dtype=dtype, clip=clip, weight_decay=0.1), mesh)
+        opt.triton = triton
+        for state in opt.adam.state.values():  # torch's kernel counts in each bucket's own tensor
+            t = opt.adam.state[opt.masters[0]]["step"]
+            state["step"] = t if triton else torch.zeros((), device=DEVICE)
+        return dp, opt
+    (dp, opt), (dp2, opt2) = optimizer(True), optimizer(False)
+    for step in range(4):
+        for a, b in zip(dp.buckets, dp2.buckets, strict=True):
+            a.grad.copy_(torch.randn_like(a.grad))
+            b.grad.copy_(a.grad)
+        norm = torch.tensor(float("nan") if step == 2 else 3.0, device=DEVICE)
+        assert opt.step(0.01, norm).item() == opt2.step(0.01, norm).item() == float(step == 2)
+    for a, b, m, m2 in zip(dp.buckets, dp2.buckets, opt.masters, opt2.masters, strict=True):
+        near(m, m2, 1e-6)
+        near(a.flat, b.flat, 1e-2 if dtype == "bf16" else 1e-6)
+        # the interpreter cuts bits off where a GPU rounds
+        near(a.flat[a.mine], m.to(a.flat.dtype), 0 if DEVICE == "cuda" else 8e-3)
+        for key, value in opt2.adam.state[m2].items():
+            near(opt.adam.state[m][key], value, 1e-6)
+    assert opt.adam_t() == opt2.adam_t() == 3

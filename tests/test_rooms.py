@@ -1,0 +1,88 @@
+"""Experts over ep with static shapes (moe.plan_bounded, graph.Rooms) beside blocks of exactly their rows."""
+import dataclasses
+from types import SimpleNamespace as Some
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from pool import run_ranks
+from test_moe import TINY, as_on_a_gpu, on_ranks, owned
+
+import moe
+import train
+from config import Config
+from data import Synthetic
+from graph import Rooms
+from parallel import make_mesh
+
+
+def in_bounded_rooms(world, *args):
+    with as_on_a_gpu(), mock.patch.object(moe.MoE, "plan_dropless", None):
+        return on_ranks(world, *args)
+
+
+@pytest.mark.parametrize("flags", [dict(top_k=1), dict(top_k=2, mlp="gelu")], ids=["swiglu", "gelu"])
+@pytest.mark.parametrize("kind, slack", [("plain", 2.0), ("plain", 4.0), ("skewed", 4.0)])
+def test_bounded_rooms_give_the_same(kind, slack, flags):
+    """Static shapes over ep, with garbage in every row that holds nothing."""
+    want = run_ranks(4, on_ranks, 1, flags, kind)
+    for ep in (2, 4):
+        got = run_ranks(4, in_bounded_rooms, ep, flags, kind, slack)
+        for (mine, _), (theirs, _) in zip(got, want, strict=True):
+            for name, a in mine.items():
+                np.testing.assert_allclose(a, theirs[name], rtol=0, atol=1e-11, err_msg=name)
+
+
+def with_a_graph(world, flags, slack):
+    """Three steps as train.py does them with a CUDA graph: up to graph.WARM steps it records nothing."""
+    cfg = Config(**flags)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
+    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, torch.device("cpu"))
+    source, totals, graph = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), [], None
+    if slack:
+        with mock.patch.object(train, "static_shapes", lambda *_: True):
+            graph = train.recorded(dataclasses.replace(cfg, ep_slack=slack), mesh, model, dp, opt)
+        graph.rooms.every = 2
+    for step in range(1, 4):
+        batches = train.micro_batches(cfg, mesh, source, (step - 1) * 8, 8, torch.device("cpu"))
+        totals.append(train.train_step(cfg, mesh, model, dp, opt, batches, step, True, graph)[0].tolist())
+    opt.wait()
+    return totals, owned(dp, opt), graph and graph.rooms.redone, graph and graph.rooms.slack
+
+
+@pytest.mark.parametrize("layout", [dict(ep=4), dict(ep=2, zero=1), dict(ep=2, tp=2, zero=1)], ids=str)
+def test_a_step_whose_rows_did_not_fit_is_done_again(layout):
+    flags = dict(TINY, **layout)
+    want = run_ranks(4, with_a_graph, flags, 0)
+    for slack, again in ((1.0, True), (float(layout["ep"]), False)):
+        got = run_ranks(4, with_a_graph, flags, slack)
+        assert len({slack for *_, slack in got}) == 1  # chosen alike
+        for (totals, mine, redone, room), (expected, theirs, *_) in zip(got, want, strict=True):
+            assert (redone > 0) == again and 0 <= room <= layout["ep"]
+            np.testing.assert_allclose(totals, expected, rtol=1e-10)
+            for (name, a, *_), (_, b, *_) in zip(mine["pieces"], theirs["pieces"], strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+def test_rooms_follow_the_need():
+    """400 copies over 4 ranks, 100 each when balanced; what was needed and a tenth, closed above the limit."""
+    layer = Some(need=torch.zeros((), dtype=torch.int64))
+    cfg, one = Some(micro_batch=4, seq_len=100, top_k=1), Some(size=1)
+    with mock.patch.object(moe, "layers", lambda model: {0: layer}):
+        rooms = Rooms(Some(cfg=cfg, mesh=Some(world=one, tp=one, ep=Some(size=4))), 2.5, every=2)
+
+    def after(*needs, void=False):
+        for need in needs:
+            rooms.need.fill_(max(need, rooms.need.item()))
+            changed = rooms.changed(void)
+        return changed, round(rooms.slack, 3)
+    assert rooms.slack == 2.5
+    assert after(150) == (False, 2.5)  # only every second step
+    assert after(120) == (True, 1.65)  # the largest of both
+    assert after(100, 140) == (False, 1.65)  # 1.54 is not worth a new recording
+    assert after(170, void=True) == (True, 1.87)
+    assert after(230, void=True) == (True, 0.0)  # 2.53 is over the limit
+    assert after(300, 240) == (False, 0.0)
+    assert after(100, 100) == (True, 1.1)
+    assert after(10, 10) == (True, 1.0)
