@@ -1,7 +1,10 @@
 """The fast set of the drills: a few runs killed and gone on with. All of it: make drills."""
+import os
 import random
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,6 +36,19 @@ def test_the_drill_sees_a_lost_step(folder):
     (b / "metrics.jsonl").write_text("\n".join(rows).replace('"loss": 4', '"loss": 5', 1))
     with pytest.raises(AssertionError):
         kill.equal(a, b)
+
+
+def test_a_rank_that_ends_while_it_is_asked_for_is_not_waited_for():
+    """Alive at the first question, gone at the second: now and then that took the whole of LIMIT."""
+    read, write = os.pipe()
+    os.close(write)  # as a process's sentinel after its end
+    answers = iter([True])
+    rank = SimpleNamespace(is_alive=lambda: next(answers, False), sentinel=read, join=lambda: None)
+    ranks, began = kill.Ranks.__new__(kill.Ranks), time.monotonic()
+    ranks.all = [rank]
+    ranks.end(5.0)
+    os.close(read)
+    assert time.monotonic() - began < 1
 
 
 def test_mpiexec_ends_all_ranks_and_goes_on(folder):

@@ -83,8 +83,8 @@ class Ranks:
     def end(self, grace):
         """What a launcher does after a rank died: a moment, then all are killed."""
         until = time.monotonic() + grace
-        while self.alive() and time.monotonic() < until:
-            wait([p.sentinel for p in self.alive()], timeout=until - time.monotonic())
+        while (alive := self.alive()) and time.monotonic() < until:  # asked once: for nobody, wait() sleeps
+            wait([p.sentinel for p in alive], timeout=until - time.monotonic())
         for p in self.alive():
             p.kill()
         for p in self.all:
