@@ -91,6 +91,7 @@ class Config:
     prompt: str = ""  # continue this text at each evaluation
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases, from rank 0
     # debug
+    deterministic: bool = False  # a GPU's kernels give the same bits in every run; a CPU's always do
     pdb: int = -1  # RANK that stops in the debugger before the first step; nothing times out; -1 is none
     dump_grads: str = ""  # FILE.safetensors: weights before and gradients of the first step, at full size
     preset: str = field(default="tiny")  # which preset the other values started from

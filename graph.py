@@ -18,6 +18,8 @@ WARM = 3  # steps without a graph first: compilation, autotuning and NCCL's set-
 
 def static_shapes(cfg, mesh, device):
     """Whether every step launches the same kernels on the same shapes, without asking the host anything."""
+    if cfg.n_experts and not cfg.capacity_factor and cfg.dtype != "bf16":
+        return False  # moe.grouped_loop asks the host
     return (device.type == "cuda" and cfg.cuda_graph and not cfg.timers and mesh.pp.size == 1
             and cfg.dropout == 0 and cfg.recompute == "none" and (cfg.ep_slack > 0 or not bounded(cfg, mesh)))
 

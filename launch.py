@@ -221,6 +221,13 @@ def _bind(local, local_size):
     return torch.device("cpu"), torch.get_num_threads()
 
 
+def deterministic():
+    """Only kernels that give the same bits in every run, before the first of them; torch warns of those that
+    have no such form. Attention's backward is the one that costs (cuDNN adds up in any order)."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 def launch(timeout=600.0, quiet=False):
     """Start this rank -> World. timeout: seconds a collective may wait. Prints one line per node."""
     launcher, rank, size, local, local_size = detect(os.environ)

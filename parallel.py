@@ -301,7 +301,7 @@ class DataParallel:
     """Sums every gradient over the ranks that hold the same parameter.
     Per step: begin(); per micro-batch set .last, backward; finish(). After the optimizer: send_weights()."""
 
-    def __init__(self, model, mesh, zero=0, timers=untimed, bucket_elements=40_000_000):
+    def __init__(self, model, mesh, zero=0, timers=untimed, bucket_elements=16_000_000):
         self.timers = timers
         self.lazy = False  # graph.py: new weights travel at the start of a recorded step, not after the old
         self.owed = False  # new weights have not been sent yet

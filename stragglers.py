@@ -1,5 +1,7 @@
 """Which rank is slow? All end a step together, so the time that tells is each rank's own: from the start of
-the step to its first collective. It is compared within a pipeline stage: stages do different work.
+the step to its first collective. It is compared within a pipeline stage: stages do different work. Where a
+CUDA graph replays the collectives, the first that python starts comes after it: only what delays a rank
+before its step (data) shows then.
 """
 import statistics
 
@@ -17,11 +19,16 @@ class Stragglers:
 
     def __init__(self, mesh, device):
         self.world, self.stage, self.clock = mesh.world, mesh.stage.size, Stopwatch(device)
+        self.cuda = device.type == "cuda"
         self.spans, self.running = [], {}  # rank: intervals in a row
 
     def begin(self):
         start = self.clock.mark()
-        self.world.calls.first = lambda: self.spans.append((start, self.clock.mark()))
+
+        def first():
+            if not (self.cuda and torch.cuda.is_current_stream_capturing()):  # a recorded event has no time
+                self.spans.append((start, self.clock.mark()))
+        self.world.calls.first = first
 
     def read(self):
         """-> ({step_ms_min, step_ms_max, slowest_rank}, lines that name ranks slow for RUNNING intervals)"""

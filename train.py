@@ -26,7 +26,7 @@ import moe
 from config import check_layout, parse, stage_layers
 from debug import FOR_EVER, attend, stop_here
 from graph import Graph, Rooms, bounded, static_shapes
-from launch import Stop, agreed, env_rank, launch, shutdown
+from launch import Stop, agreed, deterministic, env_rank, launch, shutdown
 from measure import make_logger, measure, report_traffic, timing
 from model import GPT, generate, initialise
 from optim import Optimizer
@@ -202,6 +202,8 @@ def main(argv=None):
             print(f"nanoshard: {e}", file=sys.stderr)
         raise SystemExit(2) from None
     timeout = cfg.timeout if cfg.pdb < 0 else FOR_EVER
+    if cfg.deterministic:
+        deterministic()
     watch = Watch(env_rank(), timeout)
     try:
         world = watch.world = launch(GROUP * timeout)

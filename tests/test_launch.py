@@ -271,3 +271,17 @@ def test_one_ranks_exception_ends_all(tmp_path):
     assert "RuntimeError: the rank that breaks" in job.stderr and "in broken" in job.stderr
     # torch wraps the hook, and prints what it wrote to sys.stderr with this prefix, after the abort if at all
     assert job.stderr.count("Traceback") == 1 and "[rank1]:" not in job.stderr
+
+
+def test_deterministic_is_asked_for_before_the_first_kernel(tmp_path):
+    lines = ["import os, sys, torch, train",
+             "train.launch = lambda *_: sys.exit(9)  # here the devices would be touched",
+             "try:",
+             "    train.main(sys.argv[1:])",
+             "except SystemExit as e:",
+             "    print(e.code, torch.are_deterministic_algorithms_enabled(),",
+             "          os.environ.get('CUBLAS_WORKSPACE_CONFIG'))"]
+    for flags, words in ((["--deterministic"], "9 True :4096:8"), ([], "9 False None")):
+        job = subprocess.run([sys.executable, "-c", "\n".join(lines), "tiny", *flags], capture_output=True,
+                             text=True, timeout=50, env={**clean_env(), "PYTHONPATH": str(ROOT)})
+        assert job.stdout.strip() == words, job.stderr

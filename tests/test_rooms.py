@@ -66,7 +66,7 @@ def test_a_step_whose_rows_did_not_fit_is_done_again(layout):
 
 
 def test_rooms_follow_the_need():
-    """400 copies over 4 ranks, 100 each when balanced; what was needed and a tenth, closed above the limit."""
+    """400 copies over 4 ranks, 100 when balanced: what was needed and a tenth, closed above the limit."""
     layer = Some(need=torch.zeros((), dtype=torch.int64))
     cfg, one = Some(micro_batch=4, seq_len=100, top_k=1), Some(size=1)
     with mock.patch.object(moe, "layers", lambda model: {0: layer}):
@@ -85,4 +85,5 @@ def test_rooms_follow_the_need():
     assert after(230, void=True) == (True, 0.0)  # 2.53 is over the limit
     assert after(300, 240) == (False, 0.0)
     assert after(100, 100) == (True, 1.1)
-    assert after(10, 10) == (True, 1.0)
+    assert after(10, 10) == (False, 1.1)
+    assert after(200, void=True) == (True, 2.2) and after(10, 10) == (True, 1.0)

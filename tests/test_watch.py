@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import runs
@@ -151,6 +152,18 @@ def test_slow_rank_is_named(tmp_path):
     last = rows(tmp_path, ())[-1]
     assert last["slowest_rank"] == 1 and last["step_ms_max"] - last["step_ms_min"] > 35
     assert re.search(r"slow rank 1: [\d.]+ ms of its own per step, the median", got[0]["out"]), got[0]["out"]
+
+
+def test_nothing_is_timed_while_a_cuda_graph_is_recorded(monkeypatch):
+    calls = SimpleNamespace(first=None)
+    s = Stragglers(SimpleNamespace(world=SimpleNamespace(calls=calls, size=2), stage=SimpleNamespace(size=2)),
+                   torch.device("cpu"))
+    s.cuda = True
+    for capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        s.begin()
+        calls.first()
+        assert len(s.spans) == (not capturing)
 
 
 def test_named_once_after_three_intervals_in_a_row_within_its_stage():
