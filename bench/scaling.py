@@ -6,6 +6,7 @@ work (global batch / ranks), strong where the global batch is: the table says wh
 """
 import argparse
 import json
+import signal
 import statistics
 import sys
 from pathlib import Path
@@ -114,4 +115,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
     main()

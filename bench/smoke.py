@@ -2,8 +2,11 @@
 
     1) one line per node           launch.py: launcher, ranks, device, backend
     2) a sum over all ranks        the smallest collective: its answer is known
-    3) 100 steps of a small MLP    our own data parallelism (parallel.py), random data, Adam
-    4) what is left in --out       metrics.jsonl, a plot per metric, a profile, an offline wandb run
+    3) sums of growing size        how fast the ranks talk: eight rows, 1 KiB to 16 MiB
+    4) 100 steps of a small MLP    our own data parallelism (parallel.py), random data, Adam; a plot of dt
+    5) what is left in --out       metrics.jsonl, a plot per metric, a profile, an offline wandb run
+
+Under 40 lines on one node.
 
 After ezpz.test_dist (github.com/saforem2/ezpz, talk of July 2024), with one difference: its dt, dtf, dtb were
 the times to *launch* the work, ours are the times the device took.
@@ -27,6 +30,7 @@ from parallel import DataParallel, fingerprint, make_mesh
 
 WIDTHS = (128, 1024, 512, 256, 128)
 METRICS = ("loss", "sps", "dt", "dtf", "dtb")
+SIZES = [2**10 * 4**i for i in range(8)]  # bytes, 1 KiB to 16 MiB
 
 
 class Parser(argparse.ArgumentParser):
@@ -57,7 +61,7 @@ def parse(argv=None):
     p.add_argument("--batch", type=at_least_one, default=64, help="samples per rank and step (default 64)")
     p.add_argument("--lr", type=float, default=1e-3, help="Adam's learning rate (default 1e-3)")
     p.add_argument("--seed", type=int, default=0, help="of the weights; data of rank r: seed + r (default 0)")
-    p.add_argument("--log-every", type=at_least_one, default=10, help="iterations between lines (default 10)")
+    p.add_argument("--log-every", type=at_least_one, default=25, help="iterations between lines (default 25)")
     p.add_argument("--out", type=Path, default=Path("out/smoke"), help="folder (default out/smoke)")
     p.add_argument("--wandb", choices=("off", "offline", "online"), default="offline", help="default offline")
     return p.parse_args(argv)
@@ -72,6 +76,30 @@ def check_sum(world):
         raise RuntimeError(f"rank {world.rank}: all_reduce of rank ids gives {total.item()} and not {want}")
     if world.rank == 0:
         print(f"all_reduce of rank ids 0..{world.size - 1}: {total.item()}, expected {want}: ok")
+
+
+def bandwidth(world, iters=5):
+    """A row per size: what an all-reduce of it takes. collectives.py measures every collective so."""
+    if world.size == 1:
+        return
+    if world.rank == 0:
+        print("all_reduce, bytes         us    algbw    busbw GB/s")
+    sync = torch.accelerator.synchronize if world.device.type != "cpu" else lambda: None
+    for size in SIZES:
+        x = torch.zeros(size // 4, device=world.device)
+        dist.all_reduce(x)  # SUM of size / 4 numbers, over the world: warm-up at this size
+        sync()  # sync point: start together
+        began = time.perf_counter()
+        for _ in range(iters):
+            dist.all_reduce(x)  # the same
+        sync()  # sync point: a true time needs the work to be over
+        took = torch.tensor((time.perf_counter() - began) / iters, device=world.device)
+        dist.all_reduce(took, dist.ReduceOp.MAX)  # one number, over the world: the slowest rank's
+        took = took.item()
+        algbw = size / took / 1e9
+        busbw = algbw * 2 * (world.size - 1) / world.size  # what one link carries
+        if world.rank == 0:
+            print(f"{size:17d} {1e6 * took:10.0f} {algbw:8.3f} {busbw:8.3f}", flush=True)
 
 
 def build(world, mesh, args):
@@ -169,7 +197,7 @@ def profiled(out):
 
 
 def plots(rows, out):
-    """A plot per metric, in the terminal and as OUT/METRIC.txt."""
+    """A plot per metric as OUT/METRIC.txt; dt, the one that tells of a slow machine, also in the terminal."""
     try:
         import plotext as plt
     except ImportError:
@@ -182,9 +210,10 @@ def plots(rows, out):
         plt.plot_size(80, 13)
         plt.plot([r["iter"] for r in rows], [r[name] for r in rows], marker="braille")
         plt.title(f"{name} by iter")
-        text = plt.uncolorize(plt.build())
+        text = plt.uncolorize(plt.build()).rstrip()
         (out / f"{name}.txt").write_text(text + "\n", encoding="utf-8")  # save_fig may write to $HOME
-        print(text, flush=True)
+        if name == "dt":
+            print(text, flush=True)
 
 
 def to_wandb(rows, args, ranks):
@@ -212,6 +241,7 @@ def run(world, args):
             args.out.mkdir(parents=True, exist_ok=True)
             metrics = open(args.out / "metrics.jsonl", "w")
     check_sum(world)
+    bandwidth(world)
 
     def report(row):
         if first:
@@ -239,8 +269,9 @@ def main(argv=None):
         plots(rows, args.out)
         if args.wandb != "off":
             to_wandb(rows, args, world.size)
-        print(f"loss {rows[0]['loss']:.6g} -> {rows[-1]['loss']:.6g} in {args.iters} iterations; weights of "
-              f"{world.size} rank(s) are {'equal bit for bit' if same else 'DIFFERENT'}; files in {args.out}")
+        print(f"loss {rows[0]['loss']:.6g} -> {rows[-1]['loss']:.6g} in {args.iters} iterations; "
+              f"weights of {world.size} rank(s) are {'equal bit for bit' if same else 'DIFFERENT'}; "
+              f"more plots in {args.out}")
         print(f"training {took:.2f} s, whole run {time.perf_counter() - BEGAN:.2f} s", flush=True)
     if not same:
         raise SystemExit(44)  # the code for replicas that differ

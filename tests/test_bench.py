@@ -129,7 +129,10 @@ def test_smoke_under_mpiexec(tmp_path):
     assert done.returncode == 0, done.stderr
     assert text.count("[node ") == 1 and "all_reduce of rank ids 0..1: 1, expected 1: ok" in text
     assert re.findall(rf"^iter=(\d+) loss={n} sps={n} dt={n} dtf={n} dtb={n}$", text, re.M) == list("12345")
-    assert "equal bit for bit" in text
+    assert "equal bit for bit" in text and len(text.splitlines()) < 40
+    table = re.findall(rf"^ +(\d+) +\d+ +({n}) +({n})$", text, re.M)
+    assert [int(size) for size, *_ in table] == smoke.SIZES and len(table) == 8
+    assert all(algbw == busbw for _, algbw, busbw in table)  # 2 (n - 1) / n is 1 for two ranks
     training, whole = map(float, re.search(r"training ([\d.]+) s, whole run ([\d.]+) s\n$", text).groups())
     assert 0 < training < whole  # not their sizes: a busy machine is not a bug
     out = tmp_path / "deep/er"
@@ -137,7 +140,8 @@ def test_smoke_under_mpiexec(tmp_path):
     assert [r["iter"] for r in rows] == [1, 2, 3, 4, 5] and rows[-1]["loss"] < rows[0]["loss"]
     assert all(r["dtf"] <= r["dt"] <= (r["dtf"] + r["dtb"]) * 1.00001 for r in rows)
     for name in ("loss", "sps", "dt", "dtf", "dtb"):
-        assert f"{name} by iter" in (out / f"{name}.txt").read_text() and f"{name} by iter" in text
+        assert f"{name} by iter" in (out / f"{name}.txt").read_text()
+    assert re.findall(r"(\w+) by iter", text) == ["dt"]
     assert "smoke.py" in (out / "profile.txt").read_text()
     assert "<html" in (out / "profile.html").read_text()[:500]
 

@@ -1,10 +1,12 @@
 """bench/doctor.py finds what is wrong and says the fix; bench/scaling.py computes what it prints."""
 import json
 import os
+import signal
+import subprocess
 import sys
 
 import pytest
-from pool import ROOT
+from pool import ROOT, context
 from test_launch import BIN
 
 sys.path.insert(0, str(ROOT / "bench"))
@@ -28,6 +30,24 @@ def test_doctor_as_a_command(tmp_path, monkeypatch, capsys):
     assert status["runs"] == "FAIL" and status["data"] == "WARN"
     assert {status[n] for n in ("packages", "torch", "backend", "mpi", "scheduler")} == {"OK"}, said
     assert all(c["fix"] for c in said["checks"] if c["status"] != "OK")
+
+
+def into_a_closed_pipe(said):
+    """A command whose reader has gone, as head has."""
+    doctor.examine = lambda *args: [("memory", "OK", "fine", "")] * 9
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+    sys.argv = ["doctor.py"]
+    doctor.main()
+
+
+def test_a_closed_pipe_ends_the_doctor_quietly(tmp_path):
+    p = context.Process(target=into_a_closed_pipe, args=(tmp_path / "said",))
+    p.start()
+    p.join(60)
+    assert p.exitcode == -signal.SIGPIPE and (tmp_path / "said").read_text() == ""
 
 
 def fake(folder, text):
@@ -107,3 +127,9 @@ def test_scaling(tmp_path, capsys):
     with pytest.raises(SystemExit) as e:
         scaling.main([str(tmp_path / "none")])
     assert e.value.code == 2
+    reader, writer = os.pipe()
+    os.close(reader)  # | head
+    done = subprocess.run([sys.executable, ROOT / "bench/scaling.py", tmp_path / "a1"], stdout=writer,
+                          stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
