@@ -1,4 +1,4 @@
-"""train.py with a step recorded as a CUDA graph, on a CPU: recording runs the step, and a replay runs it again
+"""train.py with a step recorded as a CUDA graph, on a CPU: recording runs the step, a replay runs it again
 on the recorded tensors. What a real graph adds is bench/gpu_matrix.py's.
 """
 import contextlib
@@ -18,7 +18,7 @@ MOE = ["--n-experts=4", "--top-k=1", "--aux-coef=0.01", "--ep=2"]
 
 @contextlib.contextmanager
 def recording(seen):
-    """torch.cuda's graphs for CPU tensors. seen: recordings, replays, first collectives of a step recorded."""
+    """torch.cuda's graphs for CPU tensors. seen: recordings, replays, first collectives recorded."""
     made, capturing = [], False
 
     class Recorded(graph.Graph):
