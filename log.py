@@ -181,7 +181,7 @@ class Log:
             return None
 
     def close(self, draw):
-        """Write the plots; draw: also show the loss in the terminal."""
+        """Write the plots and the experts' bars as text files; draw (--plot): print the loss and the bars."""
         if self.backlog:
             warn(f"{self.out}/metrics.jsonl is not whole; its last rows:\n{self.backlog.decode()}")
         self.file.close()

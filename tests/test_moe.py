@@ -702,3 +702,4 @@ def test_init_from_the_command_line(tmp_path):
     argv = f"tiny-moe {short} --ep 2 --init-from {start} --out {tmp_path}/moe"
     said, _ = run_ranks(2, from_the_command_line, argv)
     assert said.count(f"upcycled {start}: each of 8 experts") == 1
+    assert "expert load" not in said and (tmp_path / "moe/expert_load.txt").exists()  # --no-plot: files only
