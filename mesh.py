@@ -28,7 +28,6 @@ class Axis:
     calls: Any = None  # launch.Calls of this rank, one for all axes
     sent: Counter = field(default_factory=Counter, compare=False)
 
-    @torch.compiler.disable
     def count(self, kind, whole):
         """kind: the collective; whole: the tensor that all ranks together end with (or reduce)."""
         share = 1 if kind == "send" else (self.size - 1) / self.size * (2 if kind == "all-reduce" else 1)

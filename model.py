@@ -12,6 +12,7 @@ Between the blocks the tokens lie flat, (n, C): n = B*T on one rank, and each of
 of rows. Every primitive of parallel.py is the identity when its axis has one rank: nothing here asks
 "if tp > 1".
 """
+import contextlib
 import hashlib
 import math
 
@@ -342,9 +343,14 @@ class Cache:
         return k, v
 
 
+def generate(model, *args, **more):
+    """continue_tokens(), of a compiled model in eager: the shapes change with every token."""
+    with torch.compiler.set_stance("force_eager") if model.cfg.compile else contextlib.nullcontext():
+        return continue_tokens(model, *args, **more)
+
+
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # the shapes change with every token
-def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, seed=0, next_logits=None):
+def continue_tokens(model, tokens, max_new_tokens, temperature=1.0, top_k=None, seed=0, next_logits=None):
     """Continue tokens (list of int) by max_new_tokens -> the longer list. temperature 0 takes the likeliest
     token; top_k keeps the k likeliest. A full window starts again from its last half. All ranks call this
     together, and under pp with pipeline.next_logits in the place of one stage's."""

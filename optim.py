@@ -3,9 +3,28 @@ import torch
 import torch.distributed as dist
 
 
+class AdamW:
+    """torch.optim.AdamW(fused=True), whose own class imports torch's compiler, 2 s of every start. Decoupled
+    weight decay: arXiv:1711.05101. decay: one number per parameter; moments and t stand in state."""
+
+    def __init__(self, params, decay, betas, eps=1e-8):
+        self.params, self.decay, self.betas, self.eps, self.state = params, decay, betas, eps, {}
+
+    def step(self, lr, divide, bad):
+        """divide: () fp32, divisor of the gradients; bad: () fp32, 1.0 changes nothing."""
+        for decay in dict.fromkeys(self.decay):
+            params = [p for p, d in zip(self.params, self.decay, strict=True) if d == decay]
+            m, v, t = ([self.state[p][k] for p in params] for k in ("exp_avg", "exp_avg_sq", "step"))
+            torch._foreach_add_(t, 1)
+            torch._fused_adamw_(params, [p.grad for p in params], m, v, [], t, lr=lr, beta1=self.betas[0],
+                                beta2=self.betas[1], weight_decay=decay, eps=self.eps, amsgrad=False,
+                                maximize=False, grad_scale=divide, found_inf=bad)
+            torch._foreach_sub_(t, [bad] * len(t))
+
+
 class Optimizer:
     """Steps each bucket's own slice (all of it without ZeRO). The master copy is in at least fp32; it is the
-    weights themselves when the model's dtype is. AdamW: arXiv:1711.05101; the fused kernel is PyTorch's."""
+    weights themselves when the model's dtype is."""
 
     def __init__(self, dp, cfg, mesh):
         device = dp.buckets[0].flat.device
@@ -14,7 +33,6 @@ class Optimizer:
         self.scale = torch.full((), 65536.0, device=device) if cfg.dtype == "fp16" else None
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self.dp, self.clip, self.world, self.tp = dp, cfg.clip, mesh.world, mesh.tp
-        self.weight_decay = cfg.weight_decay  # of matrices
         # a Triton kernel reads each number once and writes the model's weights too, 30 bytes per weight; its
         # slow twin is torch's fused kernel, which writes the divided gradients back: 38 with the rounding
         self.triton = device.type == "cuda" and dp.buckets[0].grad.dtype == torch.float32
@@ -24,10 +42,8 @@ class Optimizer:
         for b in dp.buckets:
             own = b.flat[b.mine]
             self.masters.append(own if own.dtype == b.grad.dtype else own.to(b.grad.dtype))
-        groups = [{"params": [m for m, b in zip(self.masters, dp.buckets, strict=True) if b.decay == decay],
-                   "weight_decay": cfg.weight_decay if decay else 0.0} for decay in (True, False)]
-        self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr,
-                                      betas=(cfg.beta1, cfg.beta2), eps=1e-8, fused=True)
+        self.adam = AdamW(self.masters, [cfg.weight_decay if b.decay else 0.0 for b in dp.buckets],
+                          (cfg.beta1, cfg.beta2))
         t = torch.zeros((), device=device)
         for m, b in zip(self.masters, dp.buckets, strict=True):
             m.grad = b.grad[b.mine]
@@ -113,15 +129,13 @@ class Optimizer:
             for m in self.masters:
                 m.grad.div_(divide)
             divide = torch.ones_like(divide)
-        self.adam.grad_scale, self.adam.found_inf = divide.to(torch.float32), bad
-        for group in self.adam.param_groups:
-            group["lr"] = lr
+        divide = divide.to(torch.float32)
         with self.dp.timers("optimizer"):
             if self.triton:
-                self.adamw(lr, divide.float(), bad)
+                self.adamw(lr, divide, bad)
                 self.dp.stepped()
             else:
-                self.adam.step()
+                self.adam.step(lr, divide, bad)
                 self.publish()
         if self.scale is not None:
             torch._amp_update_scale_(self.scale, self.good_steps, bad, 2.0, 0.5, 2000)
@@ -130,14 +144,13 @@ class Optimizer:
     def adamw(self, lr, divide, bad):
         """AdamW's update and publish()'s rounding in one pass; divide, bad: () fp32 on the device."""
         import kernels
-        (beta1, beta2), eps = self.adam.defaults["betas"], self.adam.defaults["eps"]
+        (beta1, beta2), eps = self.adam.betas, self.adam.eps
         t = self.adam.state[self.masters[0]]["step"]  # one tensor for all
         t += 1 - bad
         wide = t.double()
         now = torch.stack([lr / (1 - beta1 ** wide), (1 - beta2 ** wide).sqrt(), divide, bad]).float()
-        for b, m in zip(self.dp.buckets, self.masters, strict=True):
+        for b, m, decay in zip(self.dp.buckets, self.masters, self.adam.decay, strict=True):
             state, flat = self.adam.state[m], b.flat[b.mine]
-            decay = self.weight_decay if b.decay else 0.0
             kernels.adamw[(-(-m.numel() // 2048),)](
                 m, m.grad, state["exp_avg"], state["exp_avg_sq"], flat, now, 1 - lr * decay, 1 - beta1,
                 1 - beta2, eps, m.numel(), OUT=flat.dtype != m.dtype, BLOCK=2048, num_warps=8)

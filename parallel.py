@@ -77,10 +77,15 @@ class _ScatterRows(torch.autograd.Function):
         return all_gather(g, ctx.axis), None
 
 
-@torch.compiler.disable
 def _between_graphs(function, *args):
-    """torch.compile leaves these calls out of its graphs: a collective counts itself, a graph cannot."""
     return function.apply(*args)
+
+
+def outside_graphs():
+    """From now on torch.compile leaves these calls out of its graphs: a collective counts itself, a graph
+    cannot. Only with --compile, for the import of torch's compiler takes 2 s."""
+    global _between_graphs
+    _between_graphs, Axis.count = map(torch.compiler.disable, (_between_graphs, Axis.count))
 
 
 def gather_rows(x, axis):

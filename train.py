@@ -30,7 +30,7 @@ from launch import Stop, agreed, deterministic, env_rank, launch, shutdown
 from measure import make_logger, measure, report_traffic, timing
 from model import GPT, generate, initialise
 from optim import Optimizer
-from parallel import DataParallel, broadcast_and_verify, make_mesh, untimed
+from parallel import DataParallel, broadcast_and_verify, make_mesh, outside_graphs, untimed
 from pipeline import forward_backward, forward_only, next_logits
 from rampup import batch_size
 from replicas import DIFFER, differences, report
@@ -63,6 +63,7 @@ def build(cfg, mesh, vocab_size, device, timers=untimed):
 def speed_up(model):
     """--compile: each block as one graph; of a block with experts, whose rows vary, all but the experts."""
     whole = model.mesh.tp.size == 1  # collectives over tp stand between graphs
+    outside_graphs()
     for block in model.blocks.values():
         if block.moe is None:
             block.compile(fullgraph=whole)

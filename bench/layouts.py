@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root: starts from anywhere
 
 import torch
-import torch._dynamo  # AdamW needs it: once, not per rank. _inductor would touch CUDA: no fork after that
+import torch._dynamo  # for --compile: once, not per rank. _inductor would touch CUDA: no fork after that
 
 import train
 from config import check, check_layout, parse
