@@ -23,6 +23,7 @@ import torch
 from config import check, check_layout, parse, stage_layers
 from cost import GPUS, SIZE, products, stage_time, step_time, waves
 from data import load_meta
+from graph import bounded, static_shapes
 from model import GPT, count_parameters, flops_per_token, padded
 from parallel import Axis, Mesh, make_mesh
 from rampup import schedule
@@ -69,9 +70,15 @@ def local_parameters(cfg, mesh, vocab_size):
     return _parameters(alike, Mesh(*where), vocab_size, layers)
 
 
-def kept(cfg, mesh):
+def in_rooms(cfg, mesh):
+    """Whether rows go to the experts in moe.plan_bounded's rooms, as part of a CUDA graph."""
+    return bounded(cfg, mesh) and static_shapes(cfg, mesh, torch.device("cuda"))
+
+
+def kept(cfg, mesh, fill=0.0):
     """-> (bytes of a block's tensors that backward needs, of those that stay under --recompute full, of the
-    largest gradients alive at once in backward), one micro-batch. A test compares with autograd."""
+    largest gradients alive at once in backward), one micro-batch. A test compares with autograd.
+    fill: the experts' rows over the balanced number, dropless and ep > 1; 0: the most that memory sees."""
     size, tp, C, F = SIZE[cfg.dtype], mesh.tp.size, cfg.n_embd, cfg.ffn_hidden
     rows, D = cfg.micro_batch * cfg.seq_len, C // cfg.n_head
     q, kv = C / tp, max(cfg.n_kv_head // tp, 1) * D
@@ -97,10 +104,13 @@ def kept(cfg, mesh):
     if cfg.n_experts:
         n, K, E = rows / tp, cfg.top_k, cfg.n_experts
         slots = E * min(math.ceil(n * K / E * cfg.capacity_factor), n) if cfg.capacity_factor else n * K
-        slots *= IMBALANCE if mesh.ep.size > 1 and not cfg.capacity_factor else 1
-        wide = max(4, size)
-        route = n * C * wide * (wide > size) + 2 * n * E * wide + n * K * 8 * (5 if mesh.ep.size > 1 else 3)
-        own += route + size * (slots * (C + (3 if glued else 2) * F) + n * K * C)  # x a b h; the copies
+        rooms = in_rooms(cfg, mesh)
+        if bounded(cfg, mesh):  # rooms begin at their limit; the first step does without
+            slots *= fill or max(min(cfg.ep_slack, mesh.ep.size) if rooms else 0, IMBALANCE)
+        wide, back = max(4, size), slots if rooms else n * K  # rows that come back from the experts
+        route = n * C * wide * (wide > size) + 2 * n * E * wide
+        route += 8 * (n * K * (2 if mesh.ep.size > 1 else 3) + 3 * back * (mesh.ep.size > 1))  # who is where
+        own += route + size * (slots * (C + (3 if glued else 2) * F) + back * C)  # x a b h; the copies
         stays += route + size * 2 * n * C  # norm2's input and output
         peak += slots * (2 * F + C)
     own += 2 * rows * C / tp * (cfg.dropout > 0)  # the masks, one byte each
