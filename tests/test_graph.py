@@ -83,3 +83,15 @@ def test_a_run_with_a_graph_is_the_run_without(flags, tmp_path):
                 assert seen == {"recordings": 1, "replays": replays, "first": 1}
     same(tmp_path / "plain", tmp_path / "graph", 12)
     assert rows(tmp_path / "plain") == rows(tmp_path / "graph")
+
+
+@pytest.mark.skipif("not config.getoption('--slow')", reason="a minute of compilation: pytest --slow")
+@pytest.mark.parametrize("flags", [["--tp=2"], ["--ep=2", "--n-experts=4", "--top-k=1"]], ids=["tp2", "ep2"])
+def test_compiled_is_eager(flags, tmp_path):
+    for out in ("eager", "compiled"):
+        argv = [*TINY, *flags, "--steps=3", "--save-every=0", "--dtype=fp64", "--prompt=",
+                f"--out={tmp_path / out}", *["--compile"] * (out == "compiled")]
+        assert [r["code"] for r in run_ranks(2, session, argv)] == [0, 0]
+    for a, b in zip(rows(tmp_path / "eager"), rows(tmp_path / "compiled"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-10)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-8)
