@@ -419,8 +419,9 @@ def test_recompute_repeats_the_dropout(n, layout):
     flags, batch = dict(LLAMA, **layout, dropout=0.2), sequences(n, layout)
     stored = run_ranks(n, run, flags, batch)
     same_bits(run_ranks(n, run, dict(flags, recompute="full"), batch), stored)
-    without = run_ranks(n, run, dict(flags, dropout=0.0), batch)
-    assert without[0]["totals"][0][0] != stored[0]["totals"][0][0]
+    if n == 2:
+        without = run_ranks(n, run, dict(flags, dropout=0.0), batch)
+        assert without[0]["totals"][0][0] != stored[0]["totals"][0][0]
     fault = ("model.Block.again", "use_reentrant=False", "use_reentrant=False, preserve_rng_state=False")
     other = run_ranks(n, with_faults, [fault], run, dict(flags, recompute="full"), batch)
     with pytest.raises(AssertionError):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from pool import ROOT
+from pool import ROOT, context
 from runs import SHAPE
 
+import train
 from launch import FAMILIES, detect
 
 BIN = Path(sys.executable).parent
@@ -198,20 +199,22 @@ def test_python_mpiexec_and_torchrun_train_alike(tmp_path):
         "hydra": [BIN / "mpiexec", "-n", "2", sys.executable],
         "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "2"],
     }
-    losses, dumps = {}, {}
-    for name, start in launchers.items():
-        out = tmp_path / name
-        job = subprocess.run(
-            [*start, str(ROOT / "train.py"), *FLAGS, f"--out={out}", f"--dump-grads={tmp_path / name}.st"],
-            capture_output=True,
+    losses, dumps, jobs = {}, {}, {}
+    for name, start in launchers.items():  # side by side: torchrun's first seconds need one core only
+        jobs[name] = subprocess.Popen(
+            [*start, ROOT / "train.py", *FLAGS, f"--out={tmp_path / name}", f"--dump-grads={tmp_path}/{name}.st"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             env=clean_env(),
-            timeout=100,
         )
-        assert job.returncode == 0, job.stdout + job.stderr
+    for name, job in jobs.items():
+        out = tmp_path / name
+        stdout, stderr = job.communicate(timeout=100)
+        assert job.returncode == 0, stdout + stderr
         n = 1 if name == "single" else 2
-        assert f" {name}: {n} of {n} ranks here" in job.stdout and job.stdout.count("[node 1/1 ") == 1
-        assert "Traceback" not in job.stderr, job.stderr
+        assert f" {name}: {n} of {n} ranks here" in stdout and stdout.count("[node 1/1 ") == 1
+        assert "Traceback" not in stderr, stderr
         assert json.loads((out / "config.json").read_text())["launcher"] == name
         metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         losses[name] = torch.tensor([[r["loss"], r["grad_norm"]] for r in metrics], dtype=torch.float64)
@@ -273,15 +276,20 @@ def test_one_ranks_exception_ends_all(tmp_path):
     assert job.stderr.count("Traceback") == 1 and "[rank1]:" not in job.stderr
 
 
-def test_deterministic_is_asked_for_before_the_first_kernel(tmp_path):
-    lines = ["import os, sys, torch, train",
-             "train.launch = lambda *_: sys.exit(9)  # here the devices would be touched",
-             "try:",
-             "    train.main(sys.argv[1:])",
-             "except SystemExit as e:",
-             "    print(e.code, torch.are_deterministic_algorithms_enabled(),",
-             "          os.environ.get('CUBLAS_WORKSPACE_CONFIG'))"]
-    for flags, words in ((["--deterministic"], "9 True :4096:8"), ([], "9 False None")):
-        job = subprocess.run([sys.executable, "-c", "\n".join(lines), "tiny", *flags], capture_output=True,
-                             text=True, timeout=50, env={**clean_env(), "PYTHONPATH": str(ROOT)})
-        assert job.stdout.strip() == words, job.stderr
+def asked_before_launch(flags, said):
+    """A fresh process: what train.py has set when the devices would be touched for the first time."""
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    train.launch = lambda *_: sys.exit(9)
+    try:
+        train.main(["tiny", *flags])
+    except SystemExit as e:
+        asked = torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+        said.write_text(repr((e.code, *asked)))
+
+
+@pytest.mark.parametrize("flags,words", [(["--deterministic"], (9, True, ":4096:8")), ([], (9, False, None))])
+def test_deterministic_is_asked_for_before_the_first_kernel(tmp_path, flags, words):
+    p = context.Process(target=asked_before_launch, args=(flags, tmp_path / "said"))
+    p.start()
+    p.join(50)
+    assert (tmp_path / "said").read_text() == repr(words)

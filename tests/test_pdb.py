@@ -49,22 +49,25 @@ class Terminal:
         os.write(self.fd, f"{line}\n".encode())
 
 
-@pytest.mark.parametrize("launcher,rank", [("mpiexec", 1), ("torchrun", 1)])
-def test_a_prompt_on_one_rank(tmp_path, launcher, rank):
-    start = {"mpiexec": [BIN / "mpiexec", "-n", 2, sys.executable],
-             "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", 2]}[launcher]
-    t = Terminal([*start, ROOT / "train.py", *FLAGS, f"--out={tmp_path / 'run'}", "--timeout=2",
-                  f"--pdb={rank}"])
-    assert f"rank {rank} of 2 stops in pdb, the others wait" in t.read(r"\(Pdb\) ")
-    t.type("p 'I am', world.rank, step")
-    assert re.search(rf"\('I am', {rank}, 1\)", t.read(r"\(Pdb\) "))
+def test_a_prompt_on_one_rank(tmp_path):
+    """Under mpiexec and torchrun, side by side: the second starts while the first one's other rank waits."""
+    starts = {"mpiexec": [BIN / "mpiexec", "-n", 2, sys.executable],
+              "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", 2]}
+    terminals = {}
+    for name, start in starts.items():
+        t = terminals[name] = Terminal([*start, ROOT / "train.py", *FLAGS, f"--out={tmp_path / name}",
+                                        "--timeout=2", "--pdb=1"])
+        assert "rank 1 of 2 stops in pdb, the others wait" in t.read(r"\(Pdb\) ")
+        t.type("p 'I am', world.rank, step")
+        assert re.search(r"\('I am', 1, 1\)", t.read(r"\(Pdb\) "))
     time.sleep(2.5)  # longer than --timeout: neither the watchdog nor the group ends the one that waits
-    t.type("cfg.seq_len + 1000")
-    assert "1016" in t.read(r"\(Pdb\) ")
-    t.type("c")
-    rest = t.read(None)
-    assert t.job.returncode == 0 and "done after step 6" in rest, rest
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 6
+    for name, t in terminals.items():
+        t.type("cfg.seq_len + 1000")
+        assert "1016" in t.read(r"\(Pdb\) ")
+        t.type("c")
+        rest = t.read(None)
+        assert t.job.returncode == 0 and "done after step 6" in rest, rest
+        assert len((tmp_path / name / "metrics.jsonl").read_text().splitlines()) == 6
 
 
 def test_a_rank_that_is_not_there(capsys, tmp_path):
