@@ -201,8 +201,9 @@ def test_python_mpiexec_and_torchrun_train_alike(tmp_path):
     }
     losses, dumps, jobs = {}, {}, {}
     for name, start in launchers.items():  # side by side: torchrun's first seconds need one core only
+        out = tmp_path / name
         jobs[name] = subprocess.Popen(
-            [*start, ROOT / "train.py", *FLAGS, f"--out={tmp_path / name}", f"--dump-grads={tmp_path}/{name}.st"],
+            [*start, ROOT / "train.py", *FLAGS, f"--out={out}", f"--dump-grads={out}.st"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
