@@ -2,11 +2,11 @@
 
     python plan.py bloom-176b --gpus 384 --gpu a100-80 --tp 4 --pp 12 --zero 1 --recompute full --tokens 366e9
     python plan.py smol-1.7b --gpus 8 --gpu h200 --search
+    python plan.py dense-210m --zero 1 --scaling 1,2,4,8,64,512
 
-    1) memory    what model.py and fused.py keep for backward, tensor by tensor
-    2) traffic   what parallel.py sends, collective by collective
-    3) the plan  with cost.py's milliseconds; what the shapes waste; the search over layouts
-Parameters are counted by building the rank's model on the meta device: no formula to drift from model.py.
+    0) memory    footprint.py
+    1) traffic   what parallel.py sends, collective by collective
+    2) the plan  with cost.py's milliseconds; what the shapes waste; the search over layouts; weak scaling
 """
 import argparse
 import dataclasses
@@ -15,147 +15,18 @@ import math
 import signal
 import sys
 from collections import Counter
-from functools import cache
 from types import SimpleNamespace
 
-import torch
-
-from config import check, check_layout, parse, stage_layers
-from cost import GPUS, SIZE, products, stage_time, step_time, waves
+from config import check, check_layout, parse
+from cost import GPUS, SIZE, fullest, products, stage_time, step_time, waves
 from data import load_meta
-from graph import bounded, static_shapes
-from model import GPT, count_parameters, flops_per_token, padded
+from footprint import CONTEXT, FRAGMENTS, GIB, graphed, kept, local_parameters, memory, micro_batches, spans
+from model import count_parameters, flops_per_token, padded
 from parallel import Axis, Mesh, make_mesh
 from rampup import schedule
 
-GIB = 2**30
-CONTEXT = 1.2 * GIB  # CUDA context, cuBLAS and NCCL buffers: on the card, but not torch's
-IMBALANCE = 1.44  # dropless, ep > 1: rows of the fullest rank over the mean; moe-4b's aux loss at step 20
-FRAGMENTS = 0.05  # of what comes and goes: reserved by the caching allocator, and in no use
-
-
 # -----------------------------------------------------------------------------
-# 1) memory
-
-@cache
-def _spans(n_layer, pp_layers, pp):
-    return stage_layers(SimpleNamespace(n_layer=n_layer, pp_layers=pp_layers), pp)
-
-
-def spans(cfg, pp):
-    """config.stage_layers, once per split: a search asks for the same ones a hundred times."""
-    return _spans(cfg.n_layer, cfg.pp_layers, pp)
-
-
-@cache
-def _parameters(cfg, mesh, vocab_size, layers):
-    with torch.device("meta"):
-        model = GPT(cfg, mesh, vocab_size, layers)
-    count = Counter()
-    for p in model.parameters():
-        count[p.reduce] += p.numel()
-    return count
-
-
-def local_parameters(cfg, mesh, vocab_size):
-    """-> {axis name whose ranks sum the gradient: parameters on this rank}"""
-    first, last = spans(cfg, mesh.pp.size)[mesh.pp.rank]
-    # one entry of the cache for all layouts that cut the model alike
-    alike = dataclasses.replace(cfg, micro_batch=1, global_batch=0, zero=0, recompute="none", pp=1, tp=1,
-                                ep=1)
-    where = [Axis(name, 0, getattr(mesh, name).size if name in ("tp", "ep") else 1)
-             for name in Mesh.__annotations__]
-    middle = first > 0 and last < cfg.n_layer
-    layers = (1, 1 + last - first) if middle else (first, last)
-    return _parameters(alike, Mesh(*where), vocab_size, layers)
-
-
-def in_rooms(cfg, mesh):
-    """Whether rows go to the experts in moe.plan_bounded's rooms, as part of a CUDA graph."""
-    return bounded(cfg, mesh) and static_shapes(cfg, mesh, torch.device("cuda"))
-
-
-def kept(cfg, mesh, fill=0.0):
-    """-> (bytes of a block's tensors that backward needs, of those that stay under --recompute full, of the
-    largest gradients alive at once in backward), one micro-batch. A test compares with autograd.
-    fill: the experts' rows over the balanced number, dropless and ep > 1; 0: the most that memory sees."""
-    size, tp, C, F = SIZE[cfg.dtype], mesh.tp.size, cfg.n_embd, cfg.ffn_hidden
-    rows, D = cfg.micro_batch * cfg.seq_len, C // cfg.n_head
-    q, kv = C / tp, max(cfg.n_kv_head // tp, 1) * D
-    glued = cfg.mlp == "swiglu"
-    # per token: the block's input, norm1's output as gathered, q k v side by side, attention's output,
-    # norm2's input
-    row = C / tp + C + (q + 2 * kv) + q + C / tp
-    if cfg.pos == "rope":
-        row += q + kv + q  # q and k turned; the output is laid out like q and copied for wo
-    fixed = C * (q + 2 * kv)  # together()'s copy of wq, wk, wv
-    stays = rows * C / tp
-    hidden = cfg.n_shared_experts * F if cfg.n_experts else F
-    peak = 0.0
-    if hidden:
-        # norm2's output; gate, up and their product, or before and after GELU
-        row += C + (3 if glued else 2) * hidden / tp
-        fixed += 2 * hidden / tp * C if glued else 0  # together()'s copy of w1, w3
-        peak = rows * (3 if glued else 2) * hidden / tp
-        if cfg.compile and glued and not cfg.n_experts:
-            stays += rows * hidden / tp  # a Triton kernel's output is not recomputed (inferred from a run)
-    own = 4 * rows * cfg.n_head / tp  # bytes: softmax's log-sum-exp, fp32
-    stays *= size
-    if cfg.n_experts:
-        n, K, E = rows / tp, cfg.top_k, cfg.n_experts
-        slots = E * min(math.ceil(n * K / E * cfg.capacity_factor), n) if cfg.capacity_factor else n * K
-        rooms = in_rooms(cfg, mesh)
-        if bounded(cfg, mesh):  # rooms begin at their limit; the first step does without
-            slots *= fill or max(min(cfg.ep_slack, mesh.ep.size) if rooms else 0, IMBALANCE)
-        wide, back = max(4, size), slots if rooms else n * K  # rows that come back from the experts
-        route = n * C * wide * (wide > size) + 2 * n * E * wide
-        route += 8 * (n * K * (2 if mesh.ep.size > 1 else 3) + 3 * back * (mesh.ep.size > 1))  # who is where
-        own += route + size * (slots * (C + (3 if glued else 2) * F) + back * C)  # x a b h; the copies
-        stays += route + size * 2 * n * C  # norm2's input and output
-        peak += slots * (2 * F + C)
-    own += 2 * rows * C / tp * (cfg.dropout > 0)  # the masks, one byte each
-    return size * (rows * row + fixed) + own, stays, size * (peak + 2 * rows * C)
-
-
-def memory(cfg, mesh, vocab_size):
-    """-> {part: bytes on this rank} that torch allocates at the fullest moment, on a GPU: weights, gradients,
-    optimizer; activations of all micro-batches in flight (1F1B: up to stages - stage); logits; workspace,
-    what backward's first block needs beside them and more than the logits did."""
-    weight, grad = SIZE[cfg.dtype], max(4, SIZE[cfg.dtype])
-    count = local_parameters(cfg, mesh, vocab_size)
-    n = sum(count.values())
-    shard = sum(p / (getattr(mesh, name).size if cfg.zero else 1) for name, p in count.items())
-    masters = 0 if weight == grad else grad
-    tp, C, V = mesh.tp.size, cfg.n_embd, padded(vocab_size)
-    rows = cfg.micro_batch * cfg.seq_len
-    first, last = spans(cfg, mesh.pp.size)[mesh.pp.rank]
-    block, stays, peak = kept(cfg, mesh)
-    again = cfg.recompute == "full"
-    flying = min(mesh.pp.size - mesh.pp.rank, micro_batches(cfg, mesh))
-    activations = flying * (last - first) * (stays if again else block)
-    logits = 0
-    if last == cfg.n_layer:
-        # one rank: in the model's dtype, the gradient in their place. tp: softmax, its gradient, that scaled,
-        # in fp32. besides the head's input, normed, gradients; its weight's gradient
-        logits = rows * V / tp * (weight if tp == 1 else 3 * grad)
-        logits += rows * C * weight * 5 + V / tp * C * weight
-    else:
-        peak += 2 * rows * C / tp * weight  # a message each way
-    ends = sum(V // tp * C for end in (first == 0, last == cfg.n_layer and not cfg.tied) if end)
-    a_block = max(0, n - ends) / (last - first) * weight  # its gradients before they reach the bucket
-    work = peak + a_block + (block - stays if again else 0)
-    return {"weights": n * weight, "gradients": n * grad, "optimizer": shard * (masters + 2 * grad),
-            "activations": activations, "logits": logits, "workspace": max(0, work - logits)}
-
-
-def micro_batches(cfg, mesh, batch=0):
-    """Of one data-parallel rank and step."""
-    least = cfg.micro_batch * mesh.dp.size
-    return max(1, (batch or cfg.global_batch) // least)
-
-
-# -----------------------------------------------------------------------------
-# 2) traffic
+# 1) traffic
 
 def traffic(cfg, mesh, vocab_size, batch):
     """-> {axis name: bytes that this rank sends per optimizer step}, by ring algorithms; experts balanced.
@@ -165,7 +36,7 @@ def traffic(cfg, mesh, vocab_size, batch):
     rows = cfg.micro_batch * cfg.seq_len  # (B*T, C) on every tp rank when gathered
     first, last = spans(cfg, mesh.pp.size)[mesh.pp.rank]
     blocks, again = last - first, cfg.recompute == "full"
-    out = reductions(cfg, mesh, vocab_size)
+    out = Counter({name: both[0] + both[1] for name, both in reductions(cfg, mesh, vocab_size).items()})
     # tensor parallelism: attention and MLP each gather and scatter (B*T, C), backward does both adjoints.
     # recomputing stops at the last tensor backward needs, before a branch's scatter where no branch follows
     t = (mesh.tp.size - 1) / mesh.tp.size
@@ -192,18 +63,20 @@ def traffic(cfg, mesh, vocab_size, batch):
 
 
 def reductions(cfg, mesh, vocab_size):
-    """-> Counter {axis: bytes} of gradients: an all-reduce is a reduce-scatter and an all-gather of fp32;
-    ZeRO-1 gathers weights instead."""
+    """-> {axis: (bytes of gradients, of weights, collectives each, share of the last)}: an all-reduce is a
+    reduce-scatter and an all-gather of fp32; ZeRO-1 gathers weights instead."""
     weight, grad = SIZE[cfg.dtype], max(4, SIZE[cfg.dtype])
-    out = Counter()
-    for name, n in local_parameters(cfg, mesh, vocab_size).items():
-        size = getattr(mesh, name).size
-        out[name] += (size - 1) / size * n * (grad + (weight if cfg.zero else grad))
+    out = {}
+    for name, buckets in local_parameters(cfg, mesh, vocab_size, buckets=True).items():
+        size, n = getattr(mesh, name).size, sum(buckets)
+        each = (size - 1) / size * n
+        moved = (each * grad, each * weight) if cfg.zero else (2 * each * grad, 0)
+        out[name] = *moved, len(buckets), buckets[-1] / n
     return out
 
 
 # -----------------------------------------------------------------------------
-# 3) the plan
+# 2) the plan
 
 def place(cfg, gpus, stage):
     """The mesh as the first rank of a stage sees it, without groups."""
@@ -235,16 +108,17 @@ def estimate(cfg, gpus, gpu, vocab):
     layers = [every[mesh.pp.rank] for mesh in stages]
     parts = max((memory(cfg, mesh, vocab) for mesh in stages), key=lambda parts: sum(parts.values()))
     parts["overhead"] = CONTEXT + FRAGMENTS * sum(parts[k] for k in ("activations", "logits", "workspace"))
-    chip, block = GPUS[gpu], kept(cfg, stages[0])[0]
+    chip, static = GPUS[gpu], graphed(cfg, stages[0])
+    block = kept(cfg, stages[0], fullest(cfg, stages[0]))[0]
     sent = [traffic(cfg, mesh, vocab, cfg.global_batch) for mesh in stages]
-    each = [stage_time(cfg, mesh, span, block, padded(vocab), chip, bytes_, micro)
+    each = [stage_time(cfg, mesh, span, block, padded(vocab), chip, bytes_, micro, static)
             for mesh, span, bytes_ in zip(stages, layers, sent, strict=True)]
     by_stage = [(s, ms * 1e3) for ranks, ms in zip(alike.values(), each, strict=True) for s in ranks]
     local = [local_parameters(cfg, mesh, vocab) for mesh in stages]
     most = max(range(len(stages)), key=lambda s: sum(local[s].values()))
     owned = sum(n / (getattr(stages[most], name).size if cfg.zero else 1) for name, n in local[most].items())
     sums = reductions(cfg, stages[most], vocab)
-    parts_s = step_time(cfg, stages[most], micro, max(each), owned, sums, chip)
+    parts_s = step_time(cfg, stages[most], micro, max(each), sum(local[most].values()), owned, sums, chip)
     seconds, tokens = sum(parts_s.values()), cfg.global_batch * cfg.seq_len
     full, causal = flops_per_token(cfg, vocab)
     total = count_parameters(cfg, vocab)
@@ -330,6 +204,29 @@ def search(cfg, gpus, gpu, vocab):
     return sorted(found, key=lambda plan: plan["ms"])
 
 
+def scaling(cfg, counts, gpu, vocab):
+    """Plans of one layout on that many GPUs, each with the work it has on the first number; dp grows. ep is
+    capped by the ranks there are, and of models with experts the ep that is fastest follows where it differs.
+    """
+    found = []
+    for gpus in counts:
+        batch = cfg.global_batch * gpus // counts[0]
+        ranks = gpus // cfg.pp
+        eps = [math.gcd(cfg.ep, ranks)]
+        if cfg.n_experts:
+            eps += [e for e in range(1, ranks + 1) if ranks % e == cfg.n_experts % e == 0 and e != eps[0]]
+        plans = []
+        for ep in eps:
+            this, _ = check_gpus(dataclasses.replace(cfg, ep=ep, global_batch=batch), gpus)
+            plans.append(estimate(this, gpus, gpu, vocab))
+        found.append(plans[0])
+        best = min((p for p in plans if p["fits"]), key=lambda p: p["ms"], default=plans[0])
+        found += [best] if best is not plans[0] else []
+    for plan in found:
+        plan["efficiency"] = plan["tok_s_gpu"] / found[0]["tok_s_gpu"]
+    return found
+
+
 def budget(cfg, plan, args, vocab):
     """--tokens -> {steps, days, gpu_hours}; a step of the ramp costs what its own batch costs."""
     at = plan["layout"]
@@ -360,12 +257,20 @@ def arguments(argv):
     p.add_argument("--gpu", choices=GPUS, default="h200")
     p.add_argument("--tokens", type=float, default=0)
     p.add_argument("--search", action="store_true")
+    p.add_argument("--scaling", default="")
     p.add_argument("--json", action="store_true")
     args, rest = p.parse_known_args(argv)
     if {"-h", "--help"} & set(rest):
         print(f"python plan.py [PRESET] --gpus N --gpu {{{','.join(GPUS)}}} [--tokens T: steps, days for T]\n"
-              "    [--search: rank every layout that fits] [--json] [flags of train.py, see its --help]")
+              "    [--search: rank every layout that fits] [--scaling 1,8,64: with the same work per GPU]\n"
+              "    [--json] [flags of train.py, see its --help]")
         raise SystemExit(0)
+    try:
+        args.scaling = [int(n) for n in args.scaling.split(",") if n]
+    except ValueError:
+        args.scaling = [0]
+    if min(args.scaling, default=1) < 1:
+        raise ValueError("--scaling takes numbers of GPUs, 1,2,4,8")
     if args.gpus < 1 or args.tokens < 0:
         raise ValueError(f"--gpus {args.gpus} must be at least 1 and --tokens {args.tokens:g} not negative")
     cfg = parse(rest)
@@ -417,11 +322,25 @@ def ranking(cfg, plans, args):
     table("fastest first", rows)
 
 
+def curve(cfg, plans, args):
+    print(f"{cfg.preset}, zero {cfg.zero}, micro-batches of {cfg.micro_batch}: "
+          f"predicted for {args.gpu}, nodes of {GPUS[args.gpu].node}")
+    rows = [("GPUs", "dp", "ep", "GiB", "ms", "of it exposed sums", "tok/s/GPU", "efficiency")]
+    for p in plans:
+        rows.append((f"{p['layout']['gpus']}", f"{p['layout']['dp']}", f"{p['layout']['ep']}",
+                     f"{p['memory']:.1f}" + " too many" * (not p["fits"]), f"{p['ms']:.1f}",
+                     f"{p['ms_parts']['reduce']:.1f}", f"{p['tok_s_gpu']:,.0f}",
+                     f"{100 * p['efficiency']:.1f} %"))
+    table("weak scaling", rows)
+
+
 def main(argv=None):
     try:
         args, cfg = arguments(sys.argv[1:] if argv is None else argv)
         vocab = vocabulary(cfg)
-        if args.search:
+        if args.scaling:
+            plans = scaling(cfg, args.scaling, args.gpu, vocab)
+        elif args.search:
             cfg = dataclasses.replace(cfg, pp_layers="")  # each layout has its own balance
             plans = search(cfg, args.gpus, args.gpu, vocab)
             if not plans:
@@ -434,9 +353,11 @@ def main(argv=None):
         print(f"nanoshard: {e}", file=sys.stderr)
         raise SystemExit(2) from None
     for plan in plans:
-        plan.update(budget(cfg, plan, args, vocab))
+        plan.update({} if args.scaling else budget(cfg, plan, args, vocab))
     if args.json:
-        print(json.dumps(plans if args.search else plans[0], indent=1))
+        print(json.dumps(plans if args.search or args.scaling else plans[0], indent=1))
+    elif args.scaling:
+        curve(cfg, plans, args)
     elif args.search:
         ranking(cfg, plans, args)
     else:

@@ -20,7 +20,7 @@ from config import PRESETS, Config, parse
 from data import Synthetic
 from launch import World
 from model import GPT, count_parameters, flops_per_token
-from parallel import make_mesh
+from parallel import DataParallel, make_mesh
 
 ONE = make_mesh(World(), groups=False)
 
@@ -126,6 +126,52 @@ def test_memory_within_a_tenth_of_measured(flags, gpus, measured):
     parts = plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["memory_gib"]
     outside = plan.CONTEXT / plan.GIB if (flags, gpus, measured) in RESERVED else parts["overhead"]
     assert sum(parts.values()) - outside == pytest.approx(measured, rel=0.1)
+
+
+# ---- milliseconds. no constant of cost.py was fitted to these
+
+def crowded(flags):
+    """Synthetic tokens send the fullest of 4 ranks 1.8 times its share (NOTES.md): neither the rooms nor the
+    waiting is that of text. Two rows, -35 and -16 %, that cost.py does not try to predict."""
+    return "--ep" in flags and "--capacity-factor" not in flags and "--data" not in flags
+
+
+@pytest.mark.parametrize("flags,gpus,ms", [row[:3] for row in measured_rows() if not crowded(row[0])])
+def test_step_within_a_tenth_of_measured(flags, gpus, ms):
+    cfg, _ = plan.check_gpus(parse(flags.split()), gpus)
+    assert plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["ms"] == pytest.approx(ms, rel=0.1)
+
+
+def test_rooms_settle_and_close_as_measured():
+    """Real tokens, step 60: graph.Rooms' slack at the end, 0.0 where more was needed than --ep-slack."""
+    seen = 0
+    for flags, gpus, *_, slack in measured_rows():
+        if slack is not None and not crowded(flags):
+            cfg, mesh = plan.check_gpus(parse(flags.split()), gpus)
+            assert cost.room(cfg, plan.place(cfg, gpus, 0)) == pytest.approx(slack, rel=0.05), flags
+            seen += 1
+    assert seen == 3
+
+
+def test_a_ring_over_nodes_is_slower_and_longer():
+    h200, mesh = cost.GPUS["h200"], plan.place(preset("dense-210m"), 64, 0)
+    assert cost.ring(mesh.dp, 1, h200) == h200.link  # 8 adapters of 40 GB/s together
+    assert cost.ring(mesh.dp, 4, h200) == 2 * h200.net and cost.ring(mesh.dp, 8, h200) == h200.net
+    assert cost.hops(mesh.dp, 1, h200) == pytest.approx(56 * 1.9e-6 + 7 * 4e-6)
+    assert cost.hops(plan.place(preset("dense-210m"), 1, 0).dp, 1, h200) == 0
+
+
+def test_buckets_are_those_of_data_parallel():
+    for name, layout in (("tiny", {}), ("tiny-moe", dict(ep=2)), ("gpt2", dict(n_layer=4, bias=True))):
+        cfg = preset(name, **layout)
+        mesh = plan.place(cfg, 2, 0)
+        model = GPT(cfg, mesh, 500)
+        real = DataParallel(model, mesh)
+        seen = {}
+        for bucket in real.buckets:
+            seen.setdefault(bucket.axis.name, []).append(bucket.used)
+        predicted = plan.local_parameters(cfg, mesh, 500, buckets=True)
+        assert {k: sorted(v) for k, v in seen.items()} == {k: sorted(v) for k, v in predicted.items()}
 
 
 # ---- traffic: every byte that parallel.Axis counted
@@ -251,6 +297,19 @@ def test_the_ramp_is_in_the_days(capsys):
                          for p in plans)
 
 
+def test_weak_scaling(capsys):
+    plan.main(["dense-210m", "--zero", "1", "--scaling", "1,8,64", "--json"])
+    plans = json.loads(capsys.readouterr().out)
+    assert [p["layout"]["gpus"] for p in plans] == [1, 8, 64]
+    assert [p["layout"]["global_batch"] for p in plans] == [8, 64, 512]
+    got = [p["efficiency"] for p in plans]
+    assert got[0] == 1 and 0.9 < got[2] < got[1] < 1
+    assert plans[1]["ms"] == planned(capsys, "dense-210m", "--zero", "1", "--gpus", "8")["ms"]
+    plan.main(["moe-4b", "--ep", "4", "--scaling", "1,2,16"])  # where another ep is faster, that too
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "%" in line]
+    assert [r[:3] for r in rows[:3]] == [["1", "1", "1"], ["2", "2", "2"], ["16", "16", "4"]]
+
+
 def test_a_closed_pipe_ends_it_quietly(tmp_path):
     """plan.py ... | head, checkpoint.py ... | head: nobody reads on, no traceback."""
     from runs import go
@@ -280,7 +339,8 @@ def test_a_plan_says_what_wastes_the_gpu(capsys):
 
 @pytest.mark.parametrize("argv,part", [
     ("dense-210m --gpus 6 --tp 4", "6 ranks do not divide by tp 4"), ("tiny --gpu v100", "invalid choice"),
-    ("tiny --gpus 0", "at least 1"), ("tiny --n-layr 3", "--n-layer"), ("nothing", "no preset"),
+    ("tiny --gpus 0", "at least 1"), ("tiny --scaling 1,x", "numbers of GPUs"),
+    ("tiny --scaling 0", "numbers of GPUs"), ("tiny --n-layr 3", "--n-layer"), ("nothing", "no preset"),
     ("bloom-176b --gpus 8 --gpu a100-40 --search", "fits; try more --gpus"),
     ("tiny --gpus x", "invalid int")])
 def test_wrong_flags_are_one_line(argv, part, capsys):
