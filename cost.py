@@ -113,14 +113,12 @@ def products(cfg, mesh):
 
 def forward_products(cfg, mesh, gpu):
     """Seconds of one block's matrix products; of the experts on the fullest rank."""
-    out = 0.0
-    for m, n, k, count in products(cfg, mesh):
-        if count == 1:
-            out += product(m, n, k, gpu)
-            continue
+    listed, out = products(cfg, mesh), 0.0
+    dense = len(listed) - (3 if cfg.mlp == "swiglu" else 2) * (cfg.n_experts > 0)
+    for i, (m, n, k, count) in enumerate(listed):
         grouped = 2 * count * m * n * k / (GROUPED * gpu.peak) * fullest(cfg, mesh)
-        out += product(m, n, k, gpu, count) if cfg.capacity_factor else grouped
-        out += count * n * k * SIZE[cfg.dtype] / gpu.hbm  # each weight is read for few rows
+        out += grouped if i >= dense and not cfg.capacity_factor else product(m, n, k, gpu, count)
+        out += (i >= dense) * count * n * k * SIZE[cfg.dtype] / gpu.hbm  # each weight is read for few rows
     return out
 
 
@@ -162,8 +160,9 @@ def stage_time(cfg, mesh, layers, kept, vocab, gpu, sent, micro, static):
     host = LAUNCH[cfg.compile] * count * again * (2 if cfg.n_experts else 1) * (waits or not static)
     device = count * (block * again + SYNC * waits) + head
     calls = {"tp": 8 * count, "ep": 5 * count if cfg.n_experts else 0, "pp": 2}
-    rates = {"tp": ring(mesh.tp, 1, gpu), "pp": gpu.net if mesh.stage.size >= gpu.node else gpu.link,
-             "ep": gpu.link * ALL_TO_ALL if mesh.ep.size <= gpu.node else gpu.net}
+    near = {"pp": mesh.pp.size * mesh.stage.size <= gpu.node, "ep": mesh.ep.size <= gpu.node}
+    rates = {"tp": ring(mesh.tp, 1, gpu), "pp": gpu.link if near["pp"] else gpu.net,
+             "ep": gpu.link * ALL_TO_ALL if near["ep"] else gpu.net}
     more = {"ep": space or fullest(cfg, mesh)}
     moved = sum(sent.get(name, 0) / micro * more.get(name, 1) / rates[name]
                 + LATENCY * calls[name] * (getattr(mesh, name).size > 1) for name in calls)

@@ -18,7 +18,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 from config import check, check_layout, parse
-from cost import GPUS, SIZE, fullest, products, stage_time, step_time, waves
+from cost import GPUS, SIZE, dropless, fullest, products, room, stage_time, step_time, waves
 from data import load_meta
 from footprint import CONTEXT, FRAGMENTS, GIB, graphed, kept, local_parameters, memory, micro_batches, spans
 from model import count_parameters, flops_per_token, padded
@@ -168,6 +168,10 @@ def warnings(cfg, plan, gpu, vocab):
     if cfg.pp > 1 and micro < 4 * cfg.pp:
         out.append(f"{micro} micro-batches over {cfg.pp} stages: the pipeline idles "
                    f"{100 * (cfg.pp - 1) / (micro + cfg.pp - 1):.0f} %")
+    if dropless(cfg, mesh) and graphed(cfg, mesh) and not room(cfg, mesh):
+        need = room(dataclasses.replace(cfg, ep_slack=cfg.ep), mesh)
+        out.append(f"rows to the fullest of {cfg.ep} ranks: {need:.1f} times the balanced expected, more than"
+                   f" --ep-slack {cfg.ep_slack}, so no CUDA graph; try --ep-slack {math.ceil(need)}")
     if tp > GPUS[gpu].node:
         out.append(f"tp {tp} reaches over the node's {GPUS[gpu].node} GPUs, on the slow network")
     if not plan["fits"]:

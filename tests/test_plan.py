@@ -337,6 +337,16 @@ def test_a_plan_says_what_wastes_the_gpu(capsys):
         assert part in said, part
 
 
+def test_a_plan_says_that_rooms_will_close(capsys):
+    flags = ["moe-4b", "--gpus", "4", "--ep", "4", "--ep-slack"]
+    plan.main([*flags, "1.8"])
+    said = capsys.readouterr().out
+    for part in ("fullest of 4 ranks: 2.1 times", "--ep-slack 1.8, so no CUDA graph; try --ep-slack 3"):
+        assert part in said, part
+    plan.main([*flags, "2.5"])
+    assert "CUDA graph" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("argv,part", [
     ("dense-210m --gpus 6 --tp 4", "6 ranks do not divide by tp 4"), ("tiny --gpu v100", "invalid choice"),
     ("tiny --gpus 0", "at least 1"), ("tiny --scaling 1,x", "numbers of GPUs"),
