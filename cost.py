@@ -145,7 +145,7 @@ def stage_time(cfg, mesh, layers, kept, vocab, gpu, sent, micro, static):
     block = 3 * forward_products(cfg, mesh, gpu)
     rate = min(ATTENTION, SHORT * cfg.seq_len) * gpu.peak
     block += 6 * rows * cfg.seq_len * cfg.n_embd / tp / rate  # causal: half of 12
-    block += TOUCHES * kept / gpu.hbm + GAP * (2 if cfg.n_experts else 1)
+    block += TOUCHES * kept / gpu.hbm + GAP * (2 if cfg.n_experts else 1)  # twice: a guess, not in a trace
     head = 0.0
     if layers[1] == cfg.n_layer:
         head = 3 * product(rows, vocab // tp, cfg.n_embd, gpu)
@@ -153,7 +153,9 @@ def stage_time(cfg, mesh, layers, kept, vocab, gpu, sent, micro, static):
         head += rows * vocab / tp * (3 * SIZE[cfg.dtype] if tp == 1 else 14 * 4) / gpu.hbm
     loose = dropless(cfg, mesh)
     space = room(cfg, mesh) if loose and static else 0.0
-    if mesh.ep.size > 1:  # rows by expert and back, besides what is kept: read and written, 2 gradients too
+    # over ep: rows into order by expert and back, besides what is kept, both read and written, gradients too.
+    # seen missing when W2a had come out 10.2 % short; it is 0.8 of those 7.5 ms
+    if mesh.ep.size > 1:
         slots = rows / tp * cfg.top_k * (cfg.capacity_factor or space or fullest(cfg, mesh))
         block += 8 * slots * cfg.n_embd * SIZE[cfg.dtype] / gpu.hbm
     waits = loose and not space
