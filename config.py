@@ -87,7 +87,7 @@ class Config:
     profile: bool = False  # pyinstrument, as profile.html and profile.txt
     trace: bool = False  # torch profiler over steps 3 to 5, as trace.json
     timers: bool = False  # milliseconds of each phase in the log; they synchronise the device
-    plot: bool = True  # draw the loss in the terminal at the end
+    plot: bool = True  # draw the loss and the experts' loads in the terminal at the end; files always
     prompt: str = ""  # continue this text at each evaluation
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases, from rank 0
     # debug
