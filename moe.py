@@ -12,6 +12,8 @@ wants:
 and the same way back, after which each row is where it came from.
 
     dropless   blocks as long as they are: sort, gather, uneven all_to_all, one grouped GEMM per matrix
+    rooms      dropless in blocks of one length with holes: static shapes for a CUDA graph (graph.py). a step
+               that finds no room is done again, dropless
     capacity   every block padded or cut to the same length: even all_to_all, bmm, static shapes, tokens may
                be dropped
 """
