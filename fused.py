@@ -118,6 +118,20 @@ def gelu(x):
 
 
 # -----------------------------------------------------------------------------
+# gradients into the fp32 sums of parallel.py's buckets
+
+def accumulate(total, g, first):
+    """total (fp32) = g of the model's dtype, or += g: a copy first, which needs no zeroing before."""
+    if on_gpu(g) and g.dtype != total.dtype and g.numel() >= 2**18 and g.is_contiguous():
+        import kernels  # torch's own conversion reaches a third of the memory's speed
+        kernels.widen[(-(-g.numel() // 4096),)](g, total, g.numel(), ADD=not first, BLOCK=4096, num_warps=8)
+    elif first:
+        total.copy_(g)
+    else:
+        total.add_(g)
+
+
+# -----------------------------------------------------------------------------
 # rows to the experts and back. moe.py's dispatch and combine are each other's adjoint, so all four directions
 # are gathers (no atomics), by src (the copy in each slot) or by slot (of each copy)
 

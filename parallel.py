@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from fused import accumulate
 from mesh import Axis, Mesh, make_mesh  # noqa: F401 read mesh.py first; the others import them from here
 
 # torch 2.13 has new names for these two, 2.11 and 2.12 only the old ones
@@ -277,17 +278,6 @@ class Bucket:
         if self.gather is not None:
             self.gather.wait()
             self.gather = None
-
-
-def accumulate(total, g, first):
-    """total (fp32) = g of the model's dtype, or += g: a copy first, which needs no zeroing before."""
-    if g.is_cuda and g.dtype != total.dtype and g.numel() >= 2**18 and g.is_contiguous():
-        import kernels  # torch's own conversion reaches a third of the memory's speed
-        kernels.widen[(-(-g.numel() // 4096),)](g, total, g.numel(), ADD=not first, BLOCK=4096, num_warps=8)
-    elif first:
-        total.copy_(g)
-    else:
-        total.add_(g)
 
 
 class _Done:

@@ -170,7 +170,7 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "weight decay on norms": (
         LLAMA, ONE, "parallel.decays", "p.ndim >= 2", "True"),
     "micro-batches overwrite each other": (
-        LLAMA, ONE, "parallel.accumulate", "total.add_(g)", "total.copy_(g)"),
+        LLAMA, ONE, "fused.accumulate", "total.add_(g)", "total.copy_(g)"),
     "every micro-batch's loss a mean of its own": (
         LLAMA, ONE, "train.gradients", "len(batches) * mesh", "mesh"),
     "no clipping": (

@@ -116,6 +116,17 @@ def test_widen(kernels, n):
     assert torch.equal(out, x.float())
 
 
+def test_gradients_of_micro_batches_add_up():
+    """The first overwrites what the step before left, the others add; large enough for the kernel."""
+    import fused
+    n = 2**18 + 6
+    total = randn(n, dtype=torch.float32)
+    parts = [randn(n) for _ in range(3)]
+    for i, g in enumerate(parts):
+        fused.accumulate(total, g, first=i == 0)
+    near(total, sum(g.double() for g in parts), 1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_adamw(kernels, dtype, clip):
