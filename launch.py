@@ -222,10 +222,10 @@ def _bind(local, local_size):
 
 
 def deterministic():
-    """Only kernels that give the same bits in every run, before the first of them; torch warns of those that
-    have no such form. Attention's backward is the one that costs (cuDNN adds up in any order)."""
+    """Only kernels that give the same bits in every run, before the first of them; one that has no such form
+    raises an error. A mere warning (warn_only) would not do: cuDNN's attention then adds up in any order."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
 
 
 def launch(timeout=600.0, quiet=False):
