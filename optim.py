@@ -38,10 +38,7 @@ class Optimizer:
         self.triton = device.type == "cuda" and dp.buckets[0].grad.dtype == torch.float32
         self.before_step = None  # called when gradients are summed and nothing is updated yet
         self.saving = None  # event: a checkpoint has its copy of weights and moments
-        self.masters = []  # per bucket (n/shards,)
-        for b in dp.buckets:
-            own = b.flat[b.mine]
-            self.masters.append(own if own.dtype == b.grad.dtype else own.to(b.grad.dtype))
+        self.masters = [b.master for b in dp.buckets]  # (n/shards,) each
         self.adam = AdamW(self.masters, [cfg.weight_decay if b.decay else 0.0 for b in dp.buckets],
                           (cfg.beta1, cfg.beta2))
         t = torch.zeros((), device=device)
@@ -70,9 +67,11 @@ class Optimizer:
 
     @torch.no_grad()
     def reload(self):
-        """Weights were written into the model from outside: the masters follow."""
+        """Weights were written into the model from outside: the masters follow. A master that rounds to its
+        weight keeps the digits for which the model's dtype has no room."""
         for m, b in zip(self.masters, self.dp.buckets, strict=True):
-            m.copy_(b.flat[b.mine])
+            own = b.flat[b.mine]
+            m.copy_(torch.where(m.to(own.dtype) == own, m, own.to(m.dtype)))
 
     @torch.no_grad()
     def publish(self):

@@ -201,18 +201,22 @@ class Bucket:
     flat (n,) holds the weights in the model's dtype and every p.data is a view of it;
     grad (n,) holds the sum of the gradients in at least fp32. One large collective beats many small ones.
     ZeRO-1 (arXiv:1910.02054, section 5.1): of n each rank owns the slice `mine`, (n/size,), steps only that,
-    and sends its new weights to the others. Without ZeRO every rank owns all.
+    and sends its new weights to the others. Without ZeRO every rank owns all. master (n/size,) is the slice in
+    at least fp32, as it was drawn: rounded first, it would not show the model the first, small updates. It is
+    the weights themselves where those are wide enough.
     """
 
-    def __init__(self, names, params, axis, decay, zero):
+    def __init__(self, names, params, axis, decay, zero, dtype=None):
         self.names, self.params, self.axis, self.decay = names, params, axis, decay
         self.shards = axis.size if zero else 1
         # of what this rank holds, the part it answers for in a sum over the world
         self.share = 1 / (axis.size // self.shards)
         self.used = sum(p.numel() for p in params)
         n = -(-self.used // (self.shards * 128)) * self.shards * 128 if self.shards > 1 else self.used
-        dtype, device = params[0].dtype, params[0].device
-        self.flat = torch.zeros(n, dtype=dtype, device=device)  # (n,)
+        dtype, device = dtype or params[0].dtype, params[0].device
+        wide = torch.promote_types(params[0].dtype, torch.float32)
+        drawn = torch.zeros(n, dtype=wide, device=device)  # (n,)
+        self.flat = drawn if wide == dtype else torch.zeros(n, dtype=dtype, device=device)  # (n,)
         self.grad = torch.zeros(n, dtype=torch.promote_types(dtype, torch.float32), device=device)  # (n,)
         own = n // self.shards
         rank = axis.rank if self.shards > 1 else 0
@@ -220,12 +224,13 @@ class Bucket:
         self.grads, self.starts = [], []  # per parameter: its window of self.grad, and where that begins
         at = 0
         for p in params:
-            window = self.flat[at:at + p.numel()].view_as(p)
-            window.copy_(p.data)
-            p.data = window
+            drawn[at:at + p.numel()].view_as(p).copy_(p.data)
+            p.data = self.flat[at:at + p.numel()].view_as(p)
             self.grads.append(self.grad[at:at + p.numel()].view_as(p))
             self.starts.append(at)
             at += p.numel()
+        self.master = drawn[self.mine] if drawn is self.flat else drawn[self.mine].clone()
+        self.flat.copy_(drawn)
         self.gather = None
         self.begin()
 
@@ -296,12 +301,12 @@ class DataParallel:
     """Sums every gradient over the ranks that hold the same parameter.
     Per step: begin(); per micro-batch set .last, backward; finish(). After the optimizer: send_weights()."""
 
-    def __init__(self, model, mesh, zero=0, timers=untimed, bucket_elements=16_000_000):
+    def __init__(self, model, mesh, zero=0, timers=untimed, bucket_elements=16_000_000, dtype=None):
         self.timers = timers
         self.lazy = False  # graph.py: new weights travel at the start of a recorded step, not after the old
         self.owed = False  # new weights have not been sent yet
         self.last = True  # the micro-batch in flight is the step's last one: its gradients complete the sums
-        self.buckets = []
+        self.buckets, self.dtype = [], dtype  # of the weights from now on; None: as they are
         open_ = {}  # (axis, decayed): names and parameters of the bucket being filled
         # backward reaches the last layers first, so buckets are filled in reverse. vectors (norms, biases)
         # keep buckets of their own: they are not decayed, and one bucket is one tensor of the optimizer
@@ -326,7 +331,7 @@ class DataParallel:
         model.arrive = self.arrive
 
     def _close(self, key, mesh, zero, names, params):
-        self.buckets.append(Bucket(names, params, getattr(mesh, key[0]), key[1], zero))
+        self.buckets.append(Bucket(names, params, getattr(mesh, key[0]), key[1], zero, self.dtype))
 
     def begin(self):
         for bucket in self.buckets:

@@ -47,7 +47,8 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 def build(cfg, mesh, vocab_size, device, timers=untimed):
     """-> (model, dp, optimizer) of this rank."""
-    torch.set_default_dtype(DTYPES[cfg.dtype])
+    dtype = DTYPES[cfg.dtype]
+    torch.set_default_dtype(torch.promote_types(dtype, torch.float32))  # drawn in it, rounded by the buckets
     with torch.device(device):
         model = GPT(cfg, mesh, vocab_size, stage_layers(cfg, mesh.pp.size)[mesh.pp.rank])
     torch.set_default_dtype(torch.float32)
@@ -56,7 +57,7 @@ def build(cfg, mesh, vocab_size, device, timers=untimed):
     initialise(model, cfg.seed)
     if cfg.compile:
         speed_up(model)
-    dp = DataParallel(model, mesh, cfg.zero, timers)
+    dp = DataParallel(model, mesh, cfg.zero, timers, dtype=dtype)
     return model, dp, Optimizer(dp, cfg, mesh)
 
 
