@@ -74,19 +74,22 @@ def silu_mul(a, b=None, stop=None):
     return h
 
 
-def silu_mul_backward(dh, a, b=None, stop=None):
-    """-> the gradients of gate and up as a pair, or of both side by side as one tensor."""
+def silu_mul_backward(dh, a, b=None, stop=None, again=False):
+    """-> the gradients of gate and up as a pair, or of both side by side as one tensor. again: dh becomes h,
+    which then need not be kept."""
     if on_gpu(a):
         import kernels
         da, db = torch.empty_like(a), None if b is None else torch.empty_like(b)
         two, d_two = (a, dh) if b is None else (b, db)
         kernels.swiglu_backward[(a.size(0),)](a, two, dh, da, d_two, a if stop is None else stop, dh.size(1),
-                                              PACKED=b is None,
-                                              STOPS=stop is not None, BLOCK=1024, num_warps=4)
+                                              PACKED=b is None, STOPS=stop is not None, AGAIN=again,
+                                              BLOCK=1024, num_warps=4)
         return da if b is None else (da, db)
     gate, up = a.chunk(2, dim=1) if b is None else (a, b)
     s = torch.sigmoid(gate)
     pair = dh * up * s * (1 + gate * (1 - s)), dh * gate * s
+    if again:
+        dh.copy_(gate * s * up)
     return torch.cat(pair, dim=1) if b is None else pair
 
 
@@ -195,16 +198,17 @@ class ExpertMLP(torch.autograd.Function):
         ctx.ends = ends
         a, b = (product(x, w.transpose(1, 2), ends) for w in (w1, w3))  # (R, F) each
         h = silu_mul(a.flatten(0, -2), b.flatten(0, -2), None if ends is None else ends[-1]).view_as(a)
-        ctx.save_for_backward(x, a, b, h, w1, w3, w2)
+        ctx.save_for_backward(x, a, b, w1, w3, w2)
         return product(h, w2.transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx, dy):
-        x, a, b, h, w1, w3, w2 = ctx.saved_tensors
+        x, a, b, w1, w3, w2 = ctx.saved_tensors
         ends, dy = ctx.ends, dy.contiguous()
-        dh, dw2 = product(dy, w2, ends), outer(dy, h, ends)
         stop = None if ends is None else ends[-1]
-        da, db = (t.view_as(a) for t in silu_mul_backward(*(t.flatten(0, -2) for t in (dh, a, b)), stop))
+        h = product(dy, w2, ends)  # its gradient
+        da, db = silu_mul_backward(*(t.flatten(0, -2) for t in (h, a, b)), stop, again=True)
+        da, db, dw2 = da.view_as(a), db.view_as(a), outer(dy, h, ends)  # h itself by now
         dx = product(da, w1, ends).add_(product(db, w3, ends))
         return dx, outer(da, x, ends), outer(db, x, ends), dw2, None
 

@@ -3,7 +3,7 @@
 A small model's kernels are done before python can start the next. Where every shape is static the work of a
 step is the same list of kernels each time: it is recorded once and replayed on the same addresses
 (pytorch.org, CUDA graphs). Experts without dropping, over ep, are recorded with some room to spare
-(moe.plan_bounded); a step whose rows did not fit is done again without the graph.
+(moe.plan_windows); a step whose rows did not fit is done again without the graph.
 """
 import gc
 import math
@@ -25,7 +25,7 @@ def static_shapes(cfg, mesh, device):
 
 
 def bounded(cfg, mesh):
-    """Whether the shapes are static only within moe.plan_bounded's rooms."""
+    """Whether the shapes are static only within moe.plan_windows' room."""
     return cfg.n_experts > 0 and cfg.capacity_factor == 0 and mesh.ep.size > 1
 
 
@@ -74,7 +74,7 @@ class Graph:
 
 
 class Rooms:
-    """How much room for rows moe.plan_bounded gives from each rank to each other: what was needed and a tenth
+    """How many rows of the windows (moe.plan_windows) are in use: what the fullest rank needed and a tenth
     more, at most --ep-slack times the balanced number, for that is memory. The same on all ranks and, unlike
     the rows of a step, for many steps; closed (slack 0) while more is needed."""
 
@@ -82,21 +82,25 @@ class Rooms:
         cfg, mesh = model.cfg, model.mesh
         self.layers, self.every, self.steps, self.redone = list(moe.layers(model).values()), every, 0, 0
         self.world, self.ep = mesh.world, mesh.ep.size
-        self.slack = self.limit = min(limit, float(self.ep))  # at ep all copies of a rank can go to one
+        self.slack = self.limit = min(limit, float(self.ep))  # at ep all ranks' copies can go to one
         self.copies = cfg.micro_batch * cfg.seq_len // mesh.tp.size * cfg.top_k  # of a rank and micro-batch
-        # () most copies that went from one rank to one, since the last choice
+        # () most rows that came to this rank, since the last choice
         self.need = torch.zeros_like(self.layers[0].need)
+        moe.windows(self.layers, self.rows(self.limit), self.need.device)
+
+    def rows(self, slack):
+        return -(-int(self.copies * slack) // 8) * 8
 
     def open(self, yes):
         for layer in self.layers:
-            layer.slack = self.slack if yes else 0.0
+            layer.room = self.rows(self.slack) if yes else 0
 
     def judge(self, loss):
-        """loss () of this rank's part -> NaN if this step's copies found no room; the sum tells all ranks."""
+        """loss () of this rank's part -> NaN if rows found no room here; the sum tells all ranks."""
         need = torch.stack([layer.need for layer in self.layers]).max()
         torch.maximum(self.need, need, out=self.need)
-        layer = self.layers[0]
-        return torch.where(need > layer.room(self.copies), torch.nan, loss) if layer.slack else loss
+        room = self.layers[0].room
+        return torch.where(need > room, torch.nan, loss) if room else loss
 
     def changed(self, void):
         """Chosen again after a void step, and now and then, for it needs less once the load is balanced."""
@@ -107,7 +111,7 @@ class Rooms:
             self.world.note("all-reduce", self.need)
             # MAX of one number, over the world
             dist.all_reduce(self.need, dist.ReduceOp.MAX, group=self.world.group)
-        wanted = max(1.1 * self.need.item() * self.ep / self.copies, 1.0)
+        wanted = max(1.1 * self.need.item() / self.copies, 1.0)
         self.steps = self.need.zero_().item()
         if wanted > self.limit:
             wanted = self.limit if self.limit == self.ep else 0.0

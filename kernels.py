@@ -55,8 +55,8 @@ def swiglu(a_ptr, b_ptr, h_ptr, stop_ptr, width, PACKED: tl.constexpr, STOPS: tl
 
 @triton.jit
 def swiglu_backward(a_ptr, b_ptr, dh_ptr, da_ptr, db_ptr, stop_ptr, width, PACKED: tl.constexpr,
-                    STOPS: tl.constexpr, BLOCK: tl.constexpr):
-    """dh (R, width) -> da and db, laid out as a and b."""
+                    STOPS: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr):
+    """dh (R, width) -> da and db, laid out as a and b. AGAIN: dh becomes h."""
     row = tl.program_id(0).to(tl.int64)
     a_ptr += row * width * (2 if PACKED else 1)
     b_ptr = a_ptr + width if PACKED else b_ptr + row * width
@@ -72,6 +72,8 @@ def swiglu_backward(a_ptr, b_ptr, dh_ptr, da_ptr, db_ptr, stop_ptr, width, PACKE
         s = tl.sigmoid(a)
         tl.store(da_ptr + at, (d * b * s * (1 + a * (1 - s))).to(da_ptr.dtype.element_ty), mask=inside)
         tl.store(db_ptr + at, (d * a * s).to(da_ptr.dtype.element_ty), mask=inside)
+        if AGAIN:
+            tl.store(dh_ptr + row * width + at, (a * s * b).to(dh_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -125,6 +127,35 @@ def collect_backward(y_ptr, p_ptr, src_ptr, g_ptr, dy_ptr, dp_ptr, limit, width,
         tl.store(dy_ptr + row * width + start + at, (gate * g).to(dy_ptr.dtype.element_ty),
                  mask=start + at < width)
     tl.store(dp_ptr + copy + at, tl.sum(dot, axis=0).to(dp_ptr.dtype.element_ty), mask=real & (at == 0))
+
+
+@triton.jit
+def push(x_ptr, place_ptr, address_ptr, rows, width, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy c: row c // K of x (n, width) to place[c] = rank * rows + row, in the window (rows, width) whose
+    address stands at address[rank]: another GPU's memory. Nowhere where place is negative."""
+    copy = tl.program_id(0).to(tl.int64)
+    place = tl.load(place_ptr + copy)
+    if place >= 0:
+        window = tl.load(address_ptr + place // rows).to(tl.pointer_type(x_ptr.dtype.element_ty))
+        window = tl.multiple_of(window, 16) + place % rows * width
+        for start in range(0, width, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + copy // K * width + at, mask=at < width)
+            tl.store(window + at, x, mask=at < width)
+
+
+@triton.jit
+def pull(out_ptr, place_ptr, address_ptr, rows, width, BLOCK: tl.constexpr):
+    """out (N, width): row i from place[i], as push writes it; zeros where place is negative."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.load(place_ptr + row)
+    held = tl.maximum(place, 0)
+    window = tl.load(address_ptr + held // rows).to(tl.pointer_type(out_ptr.dtype.element_ty))
+    window = tl.multiple_of(window, 16) + held % rows * width
+    for start in range(0, width, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        y = tl.load(window + at, mask=(at < width) & (place + 0 * at >= 0), other=0.0)
+        tl.store(out_ptr + row * width + at, y, mask=at < width)
 
 
 @triton.jit

@@ -12,8 +12,9 @@ wants:
 and the same way back, after which each row is where it came from.
 
     dropless   blocks as long as they are: sort, gather, uneven all_to_all, one grouped GEMM per matrix
-    rooms      dropless in blocks of one length with holes: static shapes for a CUDA graph (graph.py). a step
-               that finds no room is done again, dropless
+    windows    dropless without messages: each rank writes its rows into the memory of the others (window.py).
+               static shapes for a CUDA graph (graph.py); a step that brings more rows than there is room for
+               is done again, dropless
     capacity   every block padded or cut to the same length: even all_to_all, bmm, static shapes, tokens may
                be dropped
 """
@@ -26,7 +27,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from fused import ExpertMLP, collect, collect_backward, gelu, spread
-from parallel import all_to_all, parameter
+from parallel import all_gather, all_to_all, parameter
+from window import Window
 
 # -----------------------------------------------------------------------------
 # moving rows: dispatch and combine are each other's adjoint
@@ -59,6 +61,57 @@ class _Combine(torch.autograd.Function):
         return *collect_backward(*ctx.saved_tensors, ctx.K, ctx.holes, g), None, None, None, None
 
 
+class _Push(torch.autograd.Function):
+    """Copy row c // K of x (n, C) to place[c] (window.py). -> (R, C) what came here, by expert."""
+
+    @staticmethod
+    def forward(ctx, x, place, K, room, windows):
+        ctx.save_for_backward(place)
+        ctx.K, ctx.windows = K, windows
+        into = windows[0]
+        into.push(x, place, K)
+        into.barrier()
+        return into.mine[:room]
+
+    @staticmethod
+    def backward(ctx, g):
+        (place,), (_, out, _) = ctx.saved_tensors, ctx.windows
+        out.offer(g)
+        g = out.pull(place)  # (N, C)
+        if ctx.K > 1:
+            g = collect(g, torch.arange(g.size(0), device=g.device), ctx.K, False)
+        return g, None, None, None, None
+
+
+class _Pull(torch.autograd.Function):
+    """Rows y (R, C), by expert, go back to whom they belong. -> (N, C), this rank's copies."""
+
+    @staticmethod
+    def forward(ctx, y, place, windows):
+        ctx.save_for_backward(place)
+        ctx.room, ctx.windows = y.size(0), windows
+        windows[1].offer(y)
+        return windows[1].pull(place)
+
+    @staticmethod
+    def backward(ctx, g):
+        (place,), (_, _, back) = ctx.saved_tensors, ctx.windows
+        back.push(g, place)
+        back.barrier()
+        return back.mine[:ctx.room], None, None
+
+
+def windows(layers, rows, device):
+    """Of each layer three (rows, C): rows come in one of its own, for backward needs them once more; results
+    leave by the second and gradients come in the third, which all layers share. A window is used anew when
+    its readers are known to be done: of the first by the next counts, of the others since a barrier on
+    another window, which each rank passes after its reading, lies between any two uses."""
+    cfg, ep, dtype = layers[0].cfg, layers[0].mesh.ep, layers[0].w1.dtype
+    out, back = (Window(ep, rows, cfg.n_embd, dtype, device) for _ in range(2))
+    for layer in layers:
+        layer.windows = Window(ep, rows, cfg.n_embd, dtype, device), out, back
+
+
 class Plan(NamedTuple):
     """Where the N = n*K copies go. Copy c is choice c % K of row c // K."""
     src: torch.Tensor     # (slots,) the copy in each slot, N where the slot is empty
@@ -69,6 +122,7 @@ class Plan(NamedTuple):
     receive: list | None = None
     regroup: torch.Tensor | None = None  # (R,) received rows (by sender) -> by expert, and back
     ungroup: torch.Tensor | None = None
+    place: torch.Tensor | None = None  # (N,) windows: where each copy goes, see window.py
 
 
 def deal(order, bucket, buckets, room):
@@ -136,8 +190,8 @@ class MoE(nn.Module):
         self.shared = shared  # an MLP that every token visits, or None
         # (E + 4,) of the step so far: copies per expert, dropped copies, aux, z, router entropy
         self.stats = torch.zeros(E + 4, dtype=torch.float64)
-        self.slack = 0.0  # see plan_bounded; 0: rows travel in blocks as long as they are
-        self.need = torch.zeros((), dtype=torch.int64)  # most copies of this step for one rank
+        self.windows, self.room = None, 0  # see plan_windows; 0: messages of exactly their rows
+        self.need = torch.zeros((), dtype=torch.int64)  # most rows that came here in one micro-batch
 
     def forward(self, x, again):
         """x (n, C); again(f, *args) runs f, and runs it again in backward under --recompute. -> (n, C), ()"""
@@ -189,8 +243,8 @@ class MoE(nn.Module):
     def plan(self, p, ids):
         if self.cfg.capacity_factor > 0:
             return self.plan_capacity(p, ids)
-        if self.mesh.ep.size > 1 and self.slack and self.training:
-            return self.plan_bounded(ids)
+        if self.mesh.ep.size > 1 and self.room and self.training:
+            return self.plan_windows(ids)
         return self.plan_dropless(ids)
 
     def by_expert(self, ids):
@@ -206,8 +260,8 @@ class MoE(nn.Module):
         if ep.size == 1:
             return Plan(order, slot, ends=ends)  # static shapes, no synchronisation
         counts = ends.diff(prepend=ends.new_zeros(1))  # (E,)
-        torch.maximum(self.need, counts.view(ep.size, e).sum(1).max(), out=self.need)
         theirs = all_to_all(counts, ep).view(ep.size, e)  # (ep, e): rows from each rank for each expert here
+        torch.maximum(self.need, theirs.sum(), out=self.need)
         splits = torch.stack([counts.view(ep.size, e).sum(1), theirs.sum(1)])
         send, receive = splits.tolist()  # sync point, the only one
         owner = torch.arange(e, device=order.device).repeat(ep.size)  # rows come by sender, by expert within
@@ -215,30 +269,26 @@ class MoE(nn.Module):
         regroup = expert.argsort(stable=True)
         return Plan(order, slot, False, theirs.sum(0).cumsum(0), send, receive, regroup, inverse(regroup))
 
-    def room(self, N):
-        """Rows that plan_bounded reserves from each rank to each other, for N copies of a rank."""
-        return min(-(-int(N * self.slack) // (self.mesh.ep.size * 8)) * 8, N)
-
-    def plan_bounded(self, ids):
+    def plan_windows(self, ids):
         """Dropless without asking the host: static shapes, so that a step with experts is one CUDA graph too.
-        From each rank to each other there is room for `slack` times the balanced number of rows. A step where
-        that was not enough (`need`) is void, and done again by plan_dropless (train_step)."""
-        ep, e, room = self.mesh.ep, self.e, self.room(ids.numel())
+        Every rank learns how many rows each has for each expert, and so where its own belong. Of a window
+        `room` rows are in use. A step that brought some rank more (`need`) is void, and done again by
+        plan_dropless (train_step)."""
+        ep, e = self.mesh.ep, self.e
         order, ends = self.by_expert(ids)
-        src, slot, _ = deal(order, ids.flatten()[order] // e, ep.size, room)
-        stops = ends.diff(prepend=ends.new_zeros(1)).view(ep.size, e).cumsum(1)  # (ep, e) in each block
-        torch.maximum(self.need, stops.max(), out=self.need)
-        counts = stops.clamp(max=room).diff(prepend=stops.new_zeros(ep.size, 1))  # of those that found room
-        theirs = all_to_all(counts.flatten(), ep).view(ep.size, e)  # (ep, e)
-        # a sender's block: its rows for expert 0, ..., for expert e-1, holes. by expert they are to stand:
-        # every sender's rows for expert 0, ..., for expert e-1, all holes
-        runs = torch.cat([theirs, room - theirs.sum(1, keepdim=True)], 1)  # (ep, e+1) lengths
-        to = runs.T.flatten().cumsum(0).view(e + 1, ep.size).T - runs  # (ep, e+1) where each begins by expert
-        stops = runs.cumsum(1)  # (ep, e+1) where each ends in its block
-        row = torch.arange(room, device=ids.device).expand(ep.size, room).contiguous()
-        run = torch.searchsorted(stops, row, right=True)  # (ep, room) the run of each row
-        ungroup = (row + (to - stops + runs).gather(1, run)).flatten()  # (ep*room,)
-        return Plan(src, slot, True, theirs.sum(0).cumsum(0), None, None, inverse(ungroup), ungroup)
+        counts = ends.diff(prepend=ends.new_zeros(1))  # (E,)
+        # (ep*E,) -> by owner (ep, e*ep): each rank's rows for its first expert, ..., for its last. it is also
+        # the barrier before rows are pushed: who counts has read what came to it the last time
+        runs = all_gather(counts, ep).view(ep.size, self.E).T.reshape(ep.size, -1)
+        stops = runs.cumsum(1)
+        torch.maximum(self.need, stops[ep.rank, -1], out=self.need)
+        starts = (stops - runs).view(self.E, ep.size)[:, ep.rank]  # (E,) of my rows, in the owner's window
+        expert = ids.flatten()
+        row = inverse(order) + (starts - ends + counts)[expert]  # (N,)
+        place = torch.where(row < self.room, expert // e * self.windows[0].rows + row, -1)
+        mine = torch.arange(order.numel(), device=order.device)  # the copies come back as they went
+        ends = stops[ep.rank].view(e, ep.size)[:, -1].clamp(max=self.room)
+        return Plan(mine, mine, ends=ends, place=place)
 
     def plan_capacity(self, p, ids):
         """At most `capacity` copies per expert from this rank: of its own rows, so tp and micro-batch change
@@ -263,6 +313,10 @@ class MoE(nn.Module):
     def experts(self, x, p, plan):
         """x (n, C), p (n, K) -> (n, C): sum over the K choices of gate * expert(row)."""
         ep, K = self.mesh.ep, self.K
+        if plan.place is not None:
+            xs = _Push.apply(x, plan.place, K, self.room, self.windows)  # (room, C), by expert
+            y = _Pull.apply(self.ffn(xs, plan.ends), plan.place, self.windows)  # (N, C)
+            return _Combine.apply(y, p, plan.src, plan.slot, K, False)
         xs = _Dispatch.apply(x, plan.src, plan.slot, K, plan.holes)  # (slots, C), by expert
         if plan.ends is None:  # capacity
             room = xs.size(0) // self.E

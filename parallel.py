@@ -201,9 +201,9 @@ class Bucket:
     flat (n,) holds the weights in the model's dtype and every p.data is a view of it;
     grad (n,) holds the sum of the gradients in at least fp32. One large collective beats many small ones.
     ZeRO-1 (arXiv:1910.02054, section 5.1): of n each rank owns the slice `mine`, (n/size,), steps only that,
-    and sends its new weights to the others. Without ZeRO every rank owns all. master (n/size,) is the slice in
-    at least fp32, as it was drawn: rounded first, it would not show the model the first, small updates. It is
-    the weights themselves where those are wide enough.
+    and sends its new weights to the others. Without ZeRO every rank owns all. master (n/size,) is that slice
+    in at least fp32, as it was drawn: from the rounded weights, a warmup's small updates would not show in
+    the model for many steps. It is the weights themselves where those are wide enough.
     """
 
     def __init__(self, names, params, axis, decay, zero, dtype=None):

@@ -38,6 +38,7 @@ from skip import GIVEN_UP, Guard, Ranges, rewind, spoil
 from state import State, dump, find_resume, load, save, upcycle
 from stragglers import Stragglers
 from watch import GROUP, SLOW, Watch, unwatched
+from window import together
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -116,10 +117,10 @@ def gradients(cfg, mesh, model, dp, opt, batches, step):
 
 def recorded(cfg, mesh, model, dp, opt):
     """-> gradients() as a graph.Graph, or None where shapes change. New weights travel at its start."""
-    if not static_shapes(cfg, mesh, opt.masters[0].device):
+    moving = bounded(cfg, mesh)
+    if not static_shapes(cfg, mesh, opt.masters[0].device) or moving and not together(mesh.ep):
         return None
-
-    rooms = Rooms(model, cfg.ep_slack) if bounded(cfg, mesh) else None
+    rooms = Rooms(model, cfg.ep_slack) if moving else None
 
     def f(batches):
         dp.send_weights()

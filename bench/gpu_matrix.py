@@ -6,7 +6,7 @@
 3) 20 bf16 steps, twice: replicas hold the same bits, and both runs do
 4) 20 bf16 steps as one CUDA graph give the losses of 20 steps without
 5) torch.cuda.set_sync_debug_mode("error") around the MoE layer: capacity mode, dropless ep 1 and dropless
-   over all ranks within bounded rooms never synchronise
+   over all ranks through windows never synchronise
 """
 import os.path
 import sys
@@ -72,12 +72,19 @@ def check_layouts(world, dtype):
     return len(layouts), worst
 
 
+def fitting(world, layouts):
+    """Those whose axes divide the ranks that there are."""
+    return [(family, layout) for family, layout in layouts
+            if all(world.size % n == 0 for n in layout.values())]
+
+
 def replicas_and_repeats(world):
     """20 bf16 steps of layouts with replicas, each twice: the bits of every parameter on every rank."""
     checked = 0
-    for family, layout in (("llama", {}), ("llama", dict(zero=1)), ("llama", dict(tp=2, zero=1)),
-                           ("gpt2", dict(pp=2)), ("dropless", dict(ep=4)),
-                           ("dropless", dict(ep=2, zero=1)), ("capacity", dict(tp=2, ep=4))):
+    layouts = (("llama", {}), ("llama", dict(zero=1)), ("llama", dict(tp=2, zero=1)),
+               ("gpt2", dict(pp=2)), ("dropless", dict(ep=4)),
+               ("dropless", dict(ep=2, zero=1)), ("capacity", dict(tp=2, ep=4)))
+    for family, layout in fitting(world, layouts):
         cfg = Config(**dict(FAMILIES[family], micro_batch=2, dtype="bf16", n_embd=64, ffn_hidden=96,
                             **layout))
         prints = []
@@ -106,6 +113,7 @@ def graphs(world):
     layouts, worst, redone = (("llama", {}), ("llama", dict(zero=1)), ("gpt2", dict(tp=2, zero=1)),
                               ("capacity", dict(ep=4)), ("dropless", dict(zero=1)), ("dropless", dict(ep=4)),
                               ("dropless", dict(ep=2, zero=1)), ("dropless", dict(ep=4, zero=1))), 0.0, 0
+    layouts = fitting(world, layouts)
     for family, layout in layouts:
         cfg = Config(**dict(FAMILIES[family], micro_batch=2, dtype="bf16", n_embd=64, ffn_hidden=96,
                             ep_slack=1.5, **layout))
@@ -134,7 +142,9 @@ def no_hidden_sync(world):
         with world.device:
             layer = moe.MoE(cfg, make_mesh(world, ep=ep) if ep > 1 else make_mesh(alone(world)), None)
         torch.set_default_dtype(torch.float32)
-        layer.slack = float(ep)
+        if ep > 1:
+            layer.room = ep * 16384
+            moe.windows([layer], layer.room, world.device)
         for p in layer.parameters():
             p.data.normal_(0, 0.02)
         x = torch.randn(16384, cfg.n_embd, device=world.device, dtype=torch.bfloat16, requires_grad=True)
@@ -167,7 +177,7 @@ def main():
     if "sync" in parts:
         no_hidden_sync(world)
         say("no synchronisation in the MoE layer: capacity, dropless ep 1, "
-            f"dropless ep {world.size} in rooms", flush=True)
+            f"dropless ep {world.size} through windows", flush=True)
     shutdown(world)
 
 

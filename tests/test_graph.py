@@ -8,8 +8,10 @@ import pytest
 import torch
 from pool import run_ranks
 from runs import TINY, rows, same, session
+from shared import SharedWindow
 
 import graph
+import moe
 import train
 from stragglers import Stragglers
 
@@ -50,8 +52,8 @@ def recording(seen):
                 assert len(self.spans) == before + (not capturing)  # a recorded event has no time
                 seen["first"] += capturing
             self.world.calls.first = watched
-    patches = [(train, "static_shapes", lambda *_: True), (train, "Graph", Recorded),
-               (train, "Stragglers", AsOnGpu), (torch.cuda, "graph", capture),
+    patches = [(train, "static_shapes", lambda *_: True), (moe, "Window", SharedWindow),
+               (train, "Graph", Recorded), (train, "Stragglers", AsOnGpu), (torch.cuda, "graph", capture),
                (torch.cuda, "CUDAGraph", lambda: mock.Mock(replay=replay)),
                (torch.cuda, "synchronize", lambda: None),
                (torch.cuda, "is_current_stream_capturing", lambda: capturing)]

@@ -1,4 +1,6 @@
 """Each Triton kernel beside its torch twin, on the GPU if there is one, else in Triton's interpreter."""
+from types import SimpleNamespace as Some
+
 import pytest
 import torch
 
@@ -64,6 +66,10 @@ def test_swiglu(packed, stop):
     want = twin(fused.silu_mul_backward, dh, *pair)
     for x, y in zip((got,) if packed else got, (want,) if packed else want, strict=True):
         near(x[:rows], y[:rows], 2e-2)
+    again = fused.silu_mul_backward(dh, *pair, stop, again=True)  # the same, and dh becomes forward's h
+    for x, y in zip((got,) if packed else got, (again,) if packed else again, strict=True):
+        assert torch.equal(x[:rows], y[:rows])
+    assert torch.equal(dh[:rows], fused.silu_mul(*pair, stop)[:rows])
 
 
 @pytest.mark.parametrize("K", [1, 2])
@@ -165,3 +171,24 @@ def test_adamw(kernels, dtype, clip):
         for key, value in opt2.adam.state[m2].items():
             near(opt.adam.state[m][key], value, 1e-6)
     assert opt.adam_t() == opt2.adam_t() == 3
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_push_and_pull(kernels, K):
+    """Three windows of 7 rows, all of this process: what window.py's twins write and read."""
+    import window
+    rows, width = 7, 1040
+    x = randn(6, width)
+    place = torch.randperm(3 * rows, device=DEVICE)[:6 * K]
+    place[::5] = -1
+    got, want = ([torch.zeros(rows, width, dtype=x.dtype, device=DEVICE) for _ in range(3)] for _ in range(2))
+    addresses = torch.tensor([w.data_ptr() for w in got], device=DEVICE)
+    kernels.push[(6 * K,)](x, place, addresses, rows, width, K=K, BLOCK=512, num_warps=2)
+    there = Some(all=[w.cpu() for w in want], rows=rows, mine=want[0].cpu())
+    window.put(x.cpu(), place.cpu(), there, K)
+    for a, b in zip(got, there.all, strict=True):
+        assert torch.equal(a.cpu(), b)
+    out = torch.full((6 * K, width), torch.nan, dtype=x.dtype, device=DEVICE)
+    kernels.pull[(6 * K,)](out, place, addresses, rows, width, BLOCK=512, num_warps=2)
+    assert torch.equal(out.cpu(), window.get(place.cpu(), there))
+    assert torch.equal(out[place >= 0], x.repeat_interleave(K, 0)[place >= 0]) and not out[place < 0].any()

@@ -1,4 +1,7 @@
-"""Experts over ep with static shapes (moe.plan_bounded, graph.Rooms) beside blocks of exactly their rows."""
+"""Experts over ep with static shapes (moe.plan_windows, graph.Rooms) beside messages of exactly their rows.
+
+The ranks' windows are shared memory here (shared.py), so what is missing without a barrier is really missing.
+"""
 import dataclasses
 from types import SimpleNamespace as Some
 from unittest import mock
@@ -7,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from pool import run_ranks
+from shared import SharedWindow
 from test_moe import TINY, as_on_a_gpu, on_ranks, owned
 
 import moe
@@ -17,37 +21,41 @@ from graph import Rooms
 from parallel import make_mesh
 
 
-def in_bounded_rooms(world, *args):
-    with as_on_a_gpu(), mock.patch.object(moe.MoE, "plan_dropless", None):
+def through_windows(world, *args):
+    with as_on_a_gpu(), mock.patch.object(moe.MoE, "plan_dropless", None), \
+            mock.patch.object(moe, "Window", SharedWindow):
         return on_ranks(world, *args)
 
 
 @pytest.mark.parametrize("flags", [dict(top_k=1), dict(top_k=2, mlp="gelu")], ids=["swiglu", "gelu"])
 @pytest.mark.parametrize("kind, slack", [("plain", 2.0), ("plain", 4.0), ("skewed", 4.0)])
-def test_bounded_rooms_give_the_same(kind, slack, flags):
+def test_windows_give_the_same(kind, slack, flags):
     """Static shapes over ep, with garbage in every row that holds nothing."""
     want = run_ranks(4, on_ranks, 1, flags, kind)
     for ep in (2, 4):
-        got = run_ranks(4, in_bounded_rooms, ep, flags, kind, slack)
+        got = run_ranks(4, through_windows, ep, flags, kind, slack)
         for (mine, _), (theirs, _) in zip(got, want, strict=True):
             for name, a in mine.items():
                 np.testing.assert_allclose(a, theirs[name], rtol=0, atol=1e-11, err_msg=name)
 
 
-def with_a_graph(world, flags, slack):
+def with_a_graph(world, flags, slack, nap=0.0, without=""):
     """Three steps as train.py does them with a CUDA graph: up to graph.WARM steps it records nothing."""
     cfg = Config(**flags)
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, torch.device("cpu"))
     source, totals, graph = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), [], None
     if slack:
-        with mock.patch.object(train, "static_shapes", lambda *_: True):
+        with mock.patch.object(train, "static_shapes", lambda *_: True), \
+                mock.patch.object(moe, "Window", SharedWindow):
             graph = train.recorded(dataclasses.replace(cfg, ep_slack=slack), mesh, model, dp, opt)
         graph.rooms.every = 2
+        mock.patch.multiple(SharedWindow, nap=nap, without=without).start()
     for step in range(1, 4):
         batches = train.micro_batches(cfg, mesh, source, (step - 1) * 8, 8, torch.device("cpu"))
         totals.append(train.train_step(cfg, mesh, model, dp, opt, batches, step, True, graph)[0].tolist())
     opt.wait()
+    mock.patch.stopall()
     return totals, owned(dp, opt), graph and graph.rooms.redone, graph and graph.rooms.slack
 
 
@@ -65,11 +73,26 @@ def test_a_step_whose_rows_did_not_fit_is_done_again(layout):
                 np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.parametrize("without", ["", "forward", "backward", "offer"])
+def test_a_rank_that_is_late_is_waited_for(without):
+    """10 ms late before whatever it does. Without one of the barriers other results come out, or NaN, for
+    which the step is done again."""
+    flags = dict(TINY, ep=2, n_layer=3, top_k=1)
+    want = run_ranks(2, with_a_graph, flags, 0)
+    got = run_ranks(2, with_a_graph, flags, 2.0, 0.01, without)
+    same = True
+    for (totals, mine, redone, _), (expected, theirs, *_) in zip(got, want, strict=True):
+        same = same and not redone and np.allclose(totals, expected, rtol=1e-10)
+        for (_, a, *_), (_, b, *_) in zip(mine["pieces"], theirs["pieces"], strict=True):
+            same = same and np.allclose(a, b, rtol=1e-10, atol=1e-12)
+    assert same == (not without)
+
+
 def test_rooms_follow_the_need():
-    """400 copies over 4 ranks, 100 when balanced: what was needed and a tenth, closed above the limit."""
+    """100 copies of a rank: what the fullest needed and a tenth, closed above the limit."""
     layer = Some(need=torch.zeros((), dtype=torch.int64))
-    cfg, one = Some(micro_batch=4, seq_len=100, top_k=1), Some(size=1)
-    with mock.patch.object(moe, "layers", lambda model: {0: layer}):
+    cfg, one = Some(micro_batch=1, seq_len=100, top_k=1), Some(size=1)
+    with mock.patch.object(moe, "layers", lambda model: {0: layer}), mock.patch.object(moe, "windows"):
         rooms = Rooms(Some(cfg=cfg, mesh=Some(world=one, tp=one, ep=Some(size=4))), 2.5, every=2)
 
     def after(*needs, void=False):

@@ -1,0 +1,80 @@
+"""Memory of a rank that the other ranks of its node read and write themselves, with no message in between.
+
+An all_to_all asks the host how many rows go where, and who asks the host cannot be recorded in a CUDA graph.
+With windows each rank writes its rows to where they belong on the others, over NVLink, and reads them there
+when they are done; nobody but the GPUs knows how many there are. What a message gave for nothing must be said
+here: barrier() before the others' rows are read. (One-sided communication, MPI-3 chapter 11; torch's
+symmetric memory makes the addresses. Experts over it: DeepSeek-AI's DeepEP.)
+
+A place is where a row goes: rank * rows + row of that rank's window; -1 where it goes nowhere.
+"""
+import socket
+
+import torch
+import torch.distributed as dist
+
+
+class Window:
+    """mine (rows, width) on each rank of an axis of GPUs; all: those of all ranks, by rank. Made by all ranks
+    of the axis together."""
+
+    def __init__(self, axis, rows, width, dtype, device):
+        import torch.distributed._symmetric_memory as symmetric
+        self.axis, self.rows = axis, rows
+        self.mine = symmetric.empty(rows, width, dtype=dtype, device=device)
+        self.handle = symmetric.rendezvous(self.mine, axis.group)
+        self.all = [self.handle.get_buffer(r, (rows, width), dtype) for r in range(axis.size)]
+        self.addresses = torch.tensor([w.data_ptr() for w in self.all], device=device)
+
+    def barrier(self):
+        """The axis' ranks wait for each other, on the GPU: what they wrote before is seen after."""
+        self.axis.note("barrier")
+        self.handle.barrier()
+
+    def push(self, x, place, K=1):
+        """Write row c // K of x (n, width) to place[c], c < n*K. Read behind a barrier."""
+        self.axis.note("push", x)
+        put(x.contiguous(), place, self, K)
+
+    def pull(self, place):
+        """-> (len(place), width): the rows at place, zeros where it is -1."""
+        self.axis.note("pull", self.mine)
+        return get(place, self)
+
+    def offer(self, x):
+        """This rank's rows x (R, width), R <= rows, for the others to pull."""
+        self.mine[:x.size(0)].copy_(x)
+        self.barrier()
+
+
+def together(axis):
+    """Whether the ranks of an axis stand on one node. All of them ask together."""
+    names = [None] * axis.size
+    axis.note("all-gather")
+    dist.all_gather_object(names, socket.gethostname(), group=axis.group)  # a name from each rank to all
+    return len(set(names)) == 1
+
+
+def put(x, place, window, K):
+    if x.is_cuda:
+        import kernels
+        kernels.push[(place.numel(),)](x, place, window.addresses, window.rows, x.size(1), K=K, BLOCK=512,
+                                       num_warps=2)
+        return
+    for rank, theirs in enumerate(window.all):
+        mask = (place >= 0) & (place // window.rows == rank)
+        theirs[place[mask] % window.rows] = x[mask.nonzero().squeeze(1) // K]
+
+
+def get(place, window):
+    out = window.mine.new_empty(place.numel(), window.mine.size(1))
+    if out.is_cuda:
+        import kernels
+        kernels.pull[(place.numel(),)](out, place, window.addresses, window.rows, out.size(1), BLOCK=512,
+                                       num_warps=2)
+        return out
+    out.zero_()
+    for rank, theirs in enumerate(window.all):
+        mask = (place >= 0) & (place // window.rows == rank)
+        out[mask] = theirs[place[mask] % window.rows]
+    return out
