@@ -45,7 +45,7 @@ class Config:
     tp: int = 1  # ranks that share each layer, and the sequence between the blocks
     pp: int = 1  # pipeline stages
     ep: int = 1  # ranks that share the experts; divides dp * tp
-    ep_slack: float = 2.0  # no drops over ep, CUDA graph: at most this times the balanced rows; 0: no graph
+    ep_slack: float = 2.5  # no drops over ep, CUDA graph: at most this times the balanced rows; 0: no graph
     pp_layers: str = ""  # a,b,c: blocks of each stage; default balances, embedding and head count as layers
     zero: Literal[0, 1] = 0  # 1: each replica keeps and steps only its share of the optimizer state
     recompute: Literal["none", "full"] = "none"  # full: keep a block's input only, run it again in backward

@@ -40,11 +40,12 @@ class Graph:
         shape = [x.shape for x, _ in batches]
         if shape != self.shape:
             self.calls, self.shape, self.graph = 0, shape, None
-        self.calls += 1
-        closed = self.rooms is not None and (self.calls == 1 or not self.rooms.slack)
         if self.rooms is not None:
-            self.rooms.open(not closed)  # the first step does without
-        if self.calls <= WARM or closed:
+            self.rooms.open(self.rooms.slack > 0)
+            if not self.rooms.slack:
+                return self.f(batches)
+        self.calls += 1
+        if self.calls <= WARM:
             return self.f(batches)
         if self.graph is None:
             torch.cuda.synchronize()
@@ -76,13 +77,13 @@ class Graph:
 class Rooms:
     """How many rows of the windows (moe.plan_windows) are in use: what the fullest rank needed and a tenth
     more, at most --ep-slack times the balanced number, for that is memory. The same on all ranks and, unlike
-    the rows of a step, for many steps; closed (slack 0) while more is needed."""
+    the rows of a step, for many steps; closed (slack 0) while more is needed, and in the first step."""
 
     def __init__(self, model, limit, every=50):
         cfg, mesh = model.cfg, model.mesh
-        self.layers, self.every, self.steps, self.redone = list(moe.layers(model).values()), every, 0, 0
-        self.world, self.ep = mesh.world, mesh.ep.size
-        self.slack = self.limit = min(limit, float(self.ep))  # at ep all ranks' copies can go to one
+        self.layers, self.world, self.ep = list(moe.layers(model).values()), mesh.world, mesh.ep.size
+        self.every, self.steps, self.redone, self.slack = every, every - 1, 0, 0.0
+        self.limit = min(limit, float(self.ep))  # at ep all ranks' copies can go to one
         self.copies = cfg.micro_batch * cfg.seq_len // mesh.tp.size * cfg.top_k  # of a rank and micro-batch
         # () most rows that came to this rank, since the last choice
         self.need = torch.zeros_like(self.layers[0].need)
@@ -115,6 +116,8 @@ class Rooms:
         self.steps = self.need.zero_().item()
         if wanted > self.limit:
             wanted = self.limit if self.limit == self.ep else 0.0
+        elif void:  # it grows: a new recording takes as long as some steps
+            wanted = min(1.2 * wanted, self.limit)
         if 0.85 * self.slack < wanted <= self.slack:
             return False
         self.slack, before = wanted, self.slack

@@ -10,13 +10,14 @@ class AdamW:
     def __init__(self, params, decay, betas, eps=1e-8):
         self.params, self.decay, self.betas, self.eps, self.state = params, decay, betas, eps, {}
 
-    def step(self, lr, divide, bad):
+    def step(self, grads, lr, divide, bad):
         """divide: () fp32, divisor of the gradients; bad: () fp32, 1.0 changes nothing."""
         for decay in dict.fromkeys(self.decay):
-            params = [p for p, d in zip(self.params, self.decay, strict=True) if d == decay]
+            params, of = zip(*[(p, g) for p, g, d in zip(self.params, grads, self.decay, strict=True)
+                               if d == decay], strict=True)
             m, v, t = ([self.state[p][k] for p in params] for k in ("exp_avg", "exp_avg_sq", "step"))
             torch._foreach_add_(t, 1)
-            torch._fused_adamw_(params, [p.grad for p in params], m, v, [], t, lr=lr, beta1=self.betas[0],
+            torch._fused_adamw_(params, of, m, v, [], t, lr=lr, beta1=self.betas[0],
                                 beta2=self.betas[1], weight_decay=decay, eps=self.eps, amsgrad=False,
                                 maximize=False, grad_scale=divide, found_inf=bad)
             torch._foreach_sub_(t, [bad] * len(t))
@@ -35,15 +36,15 @@ class Optimizer:
         self.dp, self.clip, self.world, self.tp = dp, cfg.clip, mesh.world, mesh.tp
         # a Triton kernel reads each number once and writes the model's weights too, 30 bytes per weight; its
         # slow twin is torch's fused kernel, which writes the divided gradients back: 38 with the rounding
-        self.triton = device.type == "cuda" and dp.buckets[0].grad.dtype == torch.float32
+        self.triton = device.type == "cuda" and dp.buckets[0].master.dtype == torch.float32
         self.before_step = None  # called when gradients are summed and nothing is updated yet
         self.saving = None  # event: a checkpoint has its copy of weights and moments
         self.masters = [b.master for b in dp.buckets]  # (n/shards,) each
+        self.grads = [b.grad[b.mine] for b in dp.buckets]  # likewise
         self.adam = AdamW(self.masters, [cfg.weight_decay if b.decay else 0.0 for b in dp.buckets],
                           (cfg.beta1, cfg.beta2))
         t = torch.zeros((), device=device)
-        for m, b in zip(self.masters, dp.buckets, strict=True):
-            m.grad = b.grad[b.mine]
+        for m in self.masters:
             self.adam.state[m] = {"step": t if self.triton else t.clone(), "exp_avg": torch.zeros_like(m),
                                   "exp_avg_sq": torch.zeros_like(m)}
 
@@ -93,11 +94,10 @@ class Optimizer:
         numbers serves all: slices partition the model, and what several ranks hold in common counts 1/ranks
         on each."""
         # torch's fp32 norm on a CPU is a plain sum, 5e-5 off for a million elements
-        wide = torch.float64 if loss.device.type == "cpu" else None
+        wide = torch.float64 if loss.device.type == "cpu" else self.masters[0].dtype
         loss = loss.double() / self.tp.size  # every tp rank computed the same loss
         total = torch.stack([loss, *torch.zeros_like(loss).expand(3)])
-        for m, b in zip(self.masters, self.dp.buckets, strict=True):
-            g = m.grad
+        for m, g, b in zip(self.masters, self.grads, self.dp.buckets, strict=True):
             total[1] += torch.linalg.vector_norm(g, dtype=wide).double() ** 2 * b.share
             if full:
                 padding = max(0, b.mine.stop - max(b.used, b.mine.start))
@@ -125,8 +125,8 @@ class Optimizer:
                   else torch.ones_like(grad_norm))
         divide = divide if self.scale is None else divide * self.scale
         if self.masters[0].dtype == torch.float64:  # torch's kernel takes an fp32 divisor only
-            for m in self.masters:
-                m.grad.div_(divide)
+            for g in self.grads:
+                g.div_(divide)
             divide = torch.ones_like(divide)
         divide = divide.to(torch.float32)
         with self.dp.timers("optimizer"):
@@ -134,7 +134,7 @@ class Optimizer:
                 self.adamw(lr, divide, bad)
                 self.dp.stepped()
             else:
-                self.adam.step(lr, divide, bad)
+                self.adam.step(self.grads, lr, divide, bad)
                 self.publish()
         if self.scale is not None:
             torch._amp_update_scale_(self.scale, self.good_steps, bad, 2.0, 0.5, 2000)
@@ -148,8 +148,8 @@ class Optimizer:
         t += 1 - bad
         wide = t.double()
         now = torch.stack([lr / (1 - beta1 ** wide), (1 - beta2 ** wide).sqrt(), divide, bad]).float()
-        for b, m, decay in zip(self.dp.buckets, self.masters, self.adam.decay, strict=True):
+        for b, m, g, decay in zip(self.dp.buckets, self.masters, self.grads, self.adam.decay, strict=True):
             state, flat = self.adam.state[m], b.flat[b.mine]
             kernels.adamw[(-(-m.numel() // 2048),)](
-                m, m.grad, state["exp_avg"], state["exp_avg_sq"], flat, now, 1 - lr * decay, 1 - beta1,
+                m, g, state["exp_avg"], state["exp_avg_sq"], flat, now, 1 - lr * decay, 1 - beta1,
                 1 - beta2, eps, m.numel(), OUT=flat.dtype != m.dtype, BLOCK=2048, num_warps=8)

@@ -196,17 +196,19 @@ def vocab_cross_entropy(logits, target, vocab_size, axis):
 # data parallelism and ZeRO-1: flat buckets, reduced while backward still runs
 
 class Bucket:
-    """Parameters that are reduced together, laid out one after the other in two flat buffers.
+    """Parameters that are reduced together, laid out one after the other in two flat buffers: one large
+    collective beats many small ones.
 
     flat (n,) holds the weights in the model's dtype and every p.data is a view of it;
-    grad (n,) holds the sum of the gradients in at least fp32. One large collective beats many small ones.
+    grad (n,) holds the sum of the gradients in at least fp32, or in the model's dtype if `lone`: where
+    nothing is ever added to a gradient that is half the memory for the same numbers.
     ZeRO-1 (arXiv:1910.02054, section 5.1): of n each rank owns the slice `mine`, (n/size,), steps only that,
     and sends its new weights to the others. Without ZeRO every rank owns all. master (n/size,) is that slice
     in at least fp32, as it was drawn: from the rounded weights, a warmup's small updates would not show in
     the model for many steps. It is the weights themselves where those are wide enough.
     """
 
-    def __init__(self, names, params, axis, decay, zero, dtype=None):
+    def __init__(self, names, params, axis, decay, zero, dtype=None, lone=False):
         self.names, self.params, self.axis, self.decay = names, params, axis, decay
         self.shards = axis.size if zero else 1
         # of what this rank holds, the part it answers for in a sum over the world
@@ -217,7 +219,8 @@ class Bucket:
         wide = torch.promote_types(params[0].dtype, torch.float32)
         drawn = torch.zeros(n, dtype=wide, device=device)  # (n,)
         self.flat = drawn if wide == dtype else torch.zeros(n, dtype=dtype, device=device)  # (n,)
-        self.grad = torch.zeros(n, dtype=torch.promote_types(dtype, torch.float32), device=device)  # (n,)
+        sums = dtype if lone else torch.promote_types(dtype, torch.float32)
+        self.grad = torch.zeros(n, dtype=sums, device=device)  # (n,)
         own = n // self.shards
         rank = axis.rank if self.shards > 1 else 0
         self.mine = slice(rank * own, (rank + 1) * own)
@@ -301,12 +304,14 @@ class DataParallel:
     """Sums every gradient over the ranks that hold the same parameter.
     Per step: begin(); per micro-batch set .last, backward; finish(). After the optimizer: send_weights()."""
 
-    def __init__(self, model, mesh, zero=0, timers=untimed, bucket_elements=16_000_000, dtype=None):
+    def __init__(self, model, mesh, zero=0, timers=untimed, bucket_elements=16_000_000, dtype=None,
+                 once=False):
         self.timers = timers
         self.lazy = False  # graph.py: new weights travel at the start of a recorded step, not after the old
         self.owed = False  # new weights have not been sent yet
         self.last = True  # the micro-batch in flight is the step's last one: its gradients complete the sums
         self.buckets, self.dtype = [], dtype  # of the weights from now on; None: as they are
+        self.once = once  # one micro-batch per step
         open_ = {}  # (axis, decayed): names and parameters of the bucket being filled
         # backward reaches the last layers first, so buckets are filled in reverse. vectors (norms, biases)
         # keep buckets of their own: they are not decayed, and one bucket is one tensor of the optimizer
@@ -331,7 +336,9 @@ class DataParallel:
         model.arrive = self.arrive
 
     def _close(self, key, mesh, zero, names, params):
-        self.buckets.append(Bucket(names, params, getattr(mesh, key[0]), key[1], zero, self.dtype))
+        axis = getattr(mesh, key[0])
+        lone = self.once and axis.size == 1
+        self.buckets.append(Bucket(names, params, axis, key[1], zero, self.dtype, lone))
 
     def begin(self):
         for bucket in self.buckets:

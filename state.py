@@ -49,7 +49,8 @@ def pieces(dp, opt, vectors=None, owned=True):
 
 def dump(path, mesh, dp, opt, vocab_size):
     """--dump-grads: NAME the weight before the update, grad/NAME the summed, unclipped gradient; unpadded."""
-    vectors = {"": opt.masters, "grad/": [opt.unscaled(m.grad) for m in opt.masters]}
+    vectors = {"": opt.masters, "grad/": [opt.unscaled(g.to(m.dtype)) for m, g in
+                                          zip(opt.masters, opt.grads, strict=True)]}
     aside, rank, ranks = Path(path).with_suffix(".parts"), mesh.world.rank, mesh.world.size
     token = from_first(ranks, new_token())
     done = checkpoint.save(aside, 1, rank, ranks, pieces(dp, opt, vectors), {}, token=token)

@@ -58,7 +58,10 @@ def build(cfg, mesh, vocab_size, device, timers=untimed):
     initialise(model, cfg.seed)
     if cfg.compile:
         speed_up(model)
-    dp = DataParallel(model, mesh, cfg.zero, timers, dtype=dtype)
+    # one micro-batch, and a kernel that steps masters by gradients of another dtype (optim.py)
+    once = dtype == torch.bfloat16 and device.type == "cuda" and cfg.global_batch in (
+        0, cfg.micro_batch * mesh.dp.size)
+    dp = DataParallel(model, mesh, cfg.zero, timers, dtype=dtype, once=once)
     return model, dp, Optimizer(dp, cfg, mesh)
 
 

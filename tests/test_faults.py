@@ -104,7 +104,7 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
         LLAMA, TP, "parallel.Bucket.__init__", "1 / (axis.size // self.shards)", "1"),
     "clip by the local norm": (
         LLAMA, TP, "optim.Optimizer.step", "((grad_norm + 1e-6) /",
-        "((sum(m.grad.norm() ** 2 for m in self.masters) ** 0.5 + 1e-6) /"),
+        "((sum(g.norm() ** 2 for g in self.grads) ** 0.5 + 1e-6) /"),
     "bucket padding counted as zero gradients": (
         LLAMA, ZERO, "optim.Optimizer.totals", "g.numel() - padding -", "g.numel() -"),
     "loss counted by every tp rank": (
@@ -150,10 +150,10 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "weights read before they arrive": (
         LLAMA, ZERO, *LATE, ("optim.Optimizer.wait", "b.arrive()", "pass")),
     "every rank steps the first slice": (
-        LLAMA, ZERO, "optim.Optimizer.__init__", "own = b.flat[b.mine]",
-        "own = b.flat[:b.flat.numel() // b.shards]"),
+        LLAMA, ZERO, "optim.Optimizer.__init__", "[b.master for",
+        "[b.flat[:b.flat.numel() // b.shards] for"),
     "every slice stepped by the first one's gradient": (
-        LLAMA, ZERO, "optim.Optimizer.__init__", "b.grad[b.mine]", "b.grad[:m.numel()]"),
+        LLAMA, ZERO, "optim.Optimizer.__init__", "b.grad[b.mine]", "b.grad[:b.master.numel()]"),
     # experts
     "experts summed over dp": (
         MOE, EP, "parallel.parameter", '"edp" if', '"dp" if'),
@@ -174,7 +174,7 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "every micro-batch's loss a mean of its own": (
         LLAMA, ONE, "train.gradients", "len(batches) * mesh", "mesh"),
     "no clipping": (
-        LLAMA, ONE, "optim.Optimizer.step", "m.grad.div_(divide)", "pass"),
+        LLAMA, ONE, "optim.Optimizer.step", "g.div_(divide)", "pass"),
 }
 
 
@@ -390,7 +390,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(n, layout, tmp_path):
 
 def test_overflow_judged_by_each_rank_alone_is_seen(tmp_path):
     fault = ("optim.Optimizer.step", "~torch.isfinite(grad_norm)",
-             "~torch.isfinite(sum(m.grad.sum() for m in self.masters))")
+             "~torch.isfinite(sum(g.sum() for g in self.grads))")
     results = run_ranks(2, with_faults, [fault], overflow, dict(LLAMA, zero=1), str(tmp_path / "run"))
     with pytest.raises(AssertionError):
         skipped_everywhere(results, tmp_path / "run")

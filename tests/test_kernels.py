@@ -135,28 +135,31 @@ def test_gradients_of_micro_batches_add_up():
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_adamw(kernels, dtype, clip):
-    """Optimizer.step with the kernel against torch's fused AdamW, 4 steps, the third refused."""
+@pytest.mark.parametrize("lone", [False, True])
+def test_adamw(kernels, dtype, clip, lone):
+    """Optimizer.step with the kernel against torch's fused AdamW, 4 steps, the third refused. lone: bf16
+    gradients as they are against the same in fp32."""
     from config import Config
     from launch import World
     from optim import Optimizer
     from parallel import DataParallel, make_mesh
 
-    def optimizer(triton):
+    def optimizer(triton, once=False):
         torch.manual_seed(1)
         model = torch.nn.Sequential(torch.nn.Linear(70, 90), torch.nn.LayerNorm(90)).to(DEVICE)
         for p in model.parameters():
             p.data = p.data.to(torch.bfloat16 if dtype == "bf16" else torch.float32)
             p.reduce = "dp"
         mesh = make_mesh(World(device=torch.device(DEVICE)))
-        dp = DataParallel(model, mesh)
+        dp = DataParallel(model, mesh, once=once)
         opt = Optimizer(dp, Config(dtype=dtype, clip=clip, weight_decay=0.1), mesh)
         opt.triton = triton
         for state in opt.adam.state.values():  # torch's kernel counts in each bucket's own tensor
             t = opt.adam.state[opt.masters[0]]["step"]
             state["step"] = t if triton else torch.zeros((), device=DEVICE)
         return dp, opt
-    (dp, opt), (dp2, opt2) = optimizer(True), optimizer(False)
+    (dp, opt), (dp2, opt2) = optimizer(True, lone), optimizer(False)
+    assert {g.dtype for g in opt.grads} == {torch.bfloat16 if lone and dtype == "bf16" else torch.float32}
     for step in range(4):
         for a, b in zip(dp.buckets, dp2.buckets, strict=True):
             a.grad.copy_(torch.randn_like(a.grad))

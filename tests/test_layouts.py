@@ -63,7 +63,7 @@ def run(world, flags, batch, chunks=1):
 
     for step in range(1, STEPS + 1):
         batches = train.micro_batches(cfg, mesh, source, (step - 1) * batch, batch, world.device)
-        opt.before_step = lambda step=step: keep(f"step {step} grad ", {"": [m.grad for m in opt.masters]})
+        opt.before_step = lambda step=step: keep(f"step {step} grad ", {"": opt.grads})
         totals, _ = train.train_step(cfg, mesh, model, dp, opt, batches, step)
         seen["totals"].append(totals.tolist())
     opt.wait()

@@ -265,7 +265,7 @@ def aux_gradient(world, layout, n):
         dp.begin()
         forward_backward(model, dp, mesh, batches, 1)
         dp.finish()
-    return owned(dp, opt, {"": [m.grad for m in opt.masters]})
+    return owned(dp, opt, {"": opt.grads})
 
 
 def owned(dp, opt, vectors=None):
