@@ -49,19 +49,20 @@ SHORT = 0.2 / 1024  # ... per token where sequences are short: 200 TFLOP/s at 10
 TOUCHES = 3  # times a kept tensor passes through memory outside matrix products: written, read, its gradient
 STREAM = 0.95  # of hbm, kernels over flat buffers: AdamW 4.17, gradients to fp32 4.0 of 4.28 TB/s
 ADAM = 34  # bytes per parameter stepped: AdamW 30 (gradient, master, two moments read, three of them and bf16
-# written), the norm of the gradient 4
+# written), the norm of the gradient 4; 30 where the gradient is bf16
 GAP = 80e-6  # s per block between kernels that a CUDA graph replays: 1,473 kernels, 1.9 ms in W1's trace
 LAUNCH = {True: 0.2e-3, False: 0.5e-3}  # s of host per block, compiled or not, where no CUDA graph replays
-SYNC = 1e-3  # s per block that a GPU idles where rows go to experts without rooms: W2b's trace
+SYNC = 1e-3  # s per block that a GPU idles where rows go to experts without windows: W2b's trace
 LATENCY = 20e-6  # s per collective: 18 us at 1 MB on h200
 HOP = 1.9e-6, 4e-6  # s per rank of a ring, inside a node and over the network: NCCL's own table, LL128
 ALL_TO_ALL = 0.78  # of link: 250 GB/s in blocks of 67 MB
 HIDDEN = 0.5  # of what compute and communication could overlap: 0.504 ms beside 1.865 ms took 2.125 together
 # experts' rows: the fullest of `ep` ranks has 1 + SKEW sqrt((ep - 1) / E) times its share, by the deviation
-# of a sum of E / ep of E loads. from the rooms at step 60 of W2b on real tokens, 1.1 times the need: 2.06 for
-# ep 4, 1.69 for ep 2 (SKEW 4.05, 4.27). that is the worst layer; the mean layer has about a third of the
-# excess, if loads are normal (the largest of 4 is 1.03 deviations, of 24 layers x 16 pairs 2.97)
-SKEW = 4.2
+# of a sum of E / ep of E loads. from the rooms at step 200 and 300 of W2b on real tokens, 1.1 times the need:
+# 1.77 for ep 4, 1.56 for ep 2 (SKEW 2.8, 3.4). that is the worst layer; the mean layer has about a third of
+# the excess, if loads are normal (the largest of 4 is 1.03 deviations, of 24 layers x 4 ranks 2.5)
+SKEW = 3.05
+PUSH = 0.9  # of link: windows, 280 to 320 GB/s in both directions' kernels
 
 
 def dropless(cfg, mesh):
@@ -77,7 +78,7 @@ def fullest(cfg, mesh, worst=False):
 
 
 def room(cfg, mesh):
-    """Where graph.Rooms settle, over the balanced rows; 0: more than --ep-slack, so they close."""
+    """Rows in use where graph.Rooms settle, over the balanced; 0: more than --ep-slack, so they close."""
     wanted = min(1.1 * fullest(cfg, mesh, worst=True), mesh.ep.size)
     return wanted if wanted <= cfg.ep_slack else 0.0
 
@@ -155,8 +156,10 @@ def stage_time(cfg, mesh, layers, kept, vocab, gpu, sent, micro, static):
     space = room(cfg, mesh) if loose and static else 0.0
     # over ep: rows into order by expert and back, besides what is kept, both read and written, gradients too.
     # seen missing when W2a had come out 10.2 % short; it is 0.8 of those 7.5 ms
+    slots = rows / tp * cfg.top_k * (cfg.capacity_factor or fullest(cfg, mesh))
+    if cfg.n_experts and cfg.mlp == "swiglu":  # h, not kept: written, read, and both again in backward
+        block += 4 * slots * cfg.ffn_hidden * SIZE[cfg.dtype] / gpu.hbm
     if mesh.ep.size > 1:
-        slots = rows / tp * cfg.top_k * (cfg.capacity_factor or space or fullest(cfg, mesh))
         block += 8 * slots * cfg.n_embd * SIZE[cfg.dtype] / gpu.hbm
     waits = loose and not space
     host = LAUNCH[cfg.compile] * count * again * (2 if cfg.n_experts else 1) * (waits or not static)
@@ -164,16 +167,17 @@ def stage_time(cfg, mesh, layers, kept, vocab, gpu, sent, micro, static):
     calls = {"tp": 8 * count, "ep": 5 * count if cfg.n_experts else 0, "pp": 2}
     near = {"pp": mesh.pp.size * mesh.stage.size <= gpu.node, "ep": mesh.ep.size <= gpu.node}
     rates = {"tp": ring(mesh.tp, 1, gpu), "pp": gpu.link if near["pp"] else gpu.net,
-             "ep": gpu.link * ALL_TO_ALL if near["ep"] else gpu.net}
-    more = {"ep": space or fullest(cfg, mesh)}
+             "ep": gpu.link * (PUSH if space else ALL_TO_ALL) if near["ep"] else gpu.net}
+    more = {"ep": fullest(cfg, mesh)}
     moved = sum(sent.get(name, 0) / micro * more.get(name, 1) / rates[name]
                 + LATENCY * calls[name] * (getattr(mesh, name).size > 1) for name in calls)
     return max(device, host) + moved
 
 
-def step_time(cfg, mesh, micro, slowest, local, owned, reductions, gpu):
+def step_time(cfg, mesh, micro, slowest, local, owned, lone, reductions, gpu):
     """-> {part: seconds} of a step. slowest: seconds of the slowest stage's micro-batch; local, owned:
-    parameters of this rank, those that it steps; reductions: {axis: (bytes of gradients, under the last
+    parameters of this rank, those that it steps; lone: those with a gradient that is not widened;
+    reductions: {axis: (bytes of gradients, under the last
     backward; of weights, under the first forward; collectives each; the share that nothing hides: the last
     bucket to leave, the first to come)}."""
     strides = {"dp": mesh.tp.size, "stage": 1, "edp": mesh.ep.size, "tied": mesh.tp.size}
@@ -188,6 +192,7 @@ def step_time(cfg, mesh, micro, slowest, local, owned, reductions, gpu):
                 whole, tail = whole + transfer + calls * trips, tail + transfer * last + trips
         exposed += whole - HIDDEN * min(whole - tail, slowest * under)
     weight, grad = SIZE[cfg.dtype], max(4, SIZE[cfg.dtype])
-    widen = local * (weight + grad + (micro - 1) * (weight + 2 * grad)) / (STREAM * gpu.hbm)
+    widen = (local * (weight + grad + (micro - 1) * (weight + 2 * grad)) - lone * (grad - weight))
+    widen /= STREAM * gpu.hbm
     return {"compute": micro * slowest, "bubble": (mesh.pp.size - 1) * slowest, "gradients": widen,
-            "reduce": exposed, "optimizer": owned * ADAM / (STREAM * gpu.hbm)}
+            "reduce": exposed, "optimizer": (owned * ADAM - lone * 4) / (STREAM * gpu.hbm)}

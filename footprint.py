@@ -64,8 +64,22 @@ def local_parameters(cfg, mesh, vocab_size, buckets=False):
 
 
 def graphed(cfg, mesh):
-    """Whether a GPU would replay the step as one CUDA graph; dropless over ep then works in rooms."""
+    """Whether a GPU would replay the step as one CUDA graph; dropless over ep then works through windows."""
     return static_shapes(cfg, mesh, torch.device("cuda"))
+
+
+def windows(cfg, mesh):
+    """Rows of each of the experts' windows on a rank, 0 without."""
+    if not cfg.n_experts or mesh.ep.size == 1 or cfg.dtype != "bf16" or not graphed(cfg, mesh):
+        return 0
+    n = cfg.micro_batch * cfg.seq_len // mesh.tp.size
+    return slots(cfg, n) if cfg.capacity_factor else n * cfg.top_k * min(cfg.ep_slack, mesh.ep.size)
+
+
+def slots(cfg, n):
+    """Copies of n rows that reach an expert, balanced: K each, or the capacities."""
+    K, E = cfg.top_k, cfg.n_experts
+    return E * min(math.ceil(n * K / E * cfg.capacity_factor), n) if cfg.capacity_factor else n * K
 
 
 def kept(cfg, mesh, fill=0.0):
@@ -96,29 +110,31 @@ def kept(cfg, mesh, fill=0.0):
     stays *= size
     if cfg.n_experts:
         n, K, E = rows / tp, cfg.top_k, cfg.n_experts
-        slots = E * min(math.ceil(n * K / E * cfg.capacity_factor), n) if cfg.capacity_factor else n * K
-        rooms = bounded(cfg, mesh) and graphed(cfg, mesh)
-        if bounded(cfg, mesh):  # rooms begin at their limit; the first step does without
-            slots *= fill or max(min(cfg.ep_slack, mesh.ep.size) if rooms else 0, IMBALANCE)
-        wide, back = max(4, size), slots if rooms else n * K  # rows that come back from the experts
+        held, rooms = slots(cfg, n), windows(cfg, mesh)
+        if bounded(cfg, mesh):  # in a bad step rows fill the windows; the first step does without
+            held = fill * held if fill else max(rooms, IMBALANCE * held)
+        wide = max(4, size)
         route = n * C * wide * (wide > size) + 2 * n * E * wide
-        route += 8 * (n * K * (2 if mesh.ep.size > 1 else 3) + 3 * back * (mesh.ep.size > 1))  # who is where
-        own += route + size * (slots * (C + (3 if glued else 2) * F) + back * C)  # x a b h; the copies
+        # who is where
+        route += 8 * n * K * (2 if rooms else 5 if mesh.ep.size > 1 else 3)
+        own += route + size * (held * (C * (not rooms) + 2 * F) + n * K * C)  # x a b; the copies
         stays += route + size * 2 * n * C  # norm2's input and output
-        peak += slots * (2 * F + C)
+        peak += held * (2 * F + C)
     own += 2 * rows * C / tp * (cfg.dropout > 0)  # the masks, one byte each
     return size * (rows * row + fixed) + own, stays, size * (peak + 2 * rows * C)
 
 
 def memory(cfg, mesh, vocab_size):
-    """-> {part: bytes on this rank} that torch allocates at the fullest moment, on a GPU: weights, gradients,
-    optimizer; activations of all micro-batches in flight (1F1B: up to stages - stage); logits; workspace,
-    what backward's first block needs beside them and more than the logits did."""
+    """-> {part: bytes on this rank} at the fullest moment, on a GPU: weights, gradients, optimizer;
+    activations of all micro-batches in flight (1F1B: up to stages - stage); logits; workspace, what
+    backward's first block needs beside them and more than the logits did; windows and overhead, which are
+    not of torch's allocator."""
     weight, grad = SIZE[cfg.dtype], max(4, SIZE[cfg.dtype])
     count = local_parameters(cfg, mesh, vocab_size)
     n = sum(count.values())
     shard = sum(p / (getattr(mesh, name).size if cfg.zero else 1) for name, p in count.items())
     masters = 0 if weight == grad else grad
+    sums = n * grad - lone(cfg, mesh, count) * (grad - weight)
     tp, C, V = mesh.tp.size, cfg.n_embd, padded(vocab_size)
     rows = cfg.micro_batch * cfg.seq_len
     first, last = spans(cfg, mesh.pp.size)[mesh.pp.rank]
@@ -137,8 +153,19 @@ def memory(cfg, mesh, vocab_size):
     ends = sum(V // tp * C for end in (first == 0, last == cfg.n_layer and not cfg.tied) if end)
     a_block = max(0, n - ends) / (last - first) * weight  # its gradients before they reach the bucket
     work = peak + a_block + (block - stays if again else 0)
-    return {"weights": n * weight, "gradients": n * grad, "optimizer": shard * (masters + 2 * grad),
-            "activations": activations, "logits": logits, "workspace": max(0, work - logits)}
+    comes_and_goes = activations + logits + max(0, work - logits)
+    return {"weights": n * weight, "gradients": sums, "optimizer": shard * (masters + 2 * grad),
+            "activations": activations, "logits": logits, "workspace": max(0, work - logits),
+            # moe.windows: one for each layer, two for all
+            "windows": (last - first + 2) * windows(cfg, mesh) * cfg.n_embd * weight,
+            "overhead": CONTEXT + FRAGMENTS * comes_and_goes}
+
+
+def lone(cfg, mesh, count):
+    """Parameters whose gradient nothing is added to: it stays in the model's dtype (parallel.Bucket)."""
+    if cfg.dtype != "bf16" or micro_batches(cfg, mesh) > 1:
+        return 0
+    return sum(n for name, n in count.items() if getattr(mesh, name).size == 1)
 
 
 def micro_batches(cfg, mesh, batch=0):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 
 def on_gpu(x):
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int64)
 
 
 # -----------------------------------------------------------------------------
@@ -136,7 +136,44 @@ def accumulate(total, g, first):
 
 # -----------------------------------------------------------------------------
 # rows to the experts and back. moe.py's dispatch and combine are each other's adjoint, so all four directions
-# are gathers (no atomics), by src (the copy in each slot) or by slot (of each copy)
+# are gathers (no atomics), by src (the copy in each slot) or by slot (of each copy). before that a counting
+# sort: torch's sort launches six kernels, and order among equals is all that is asked
+
+TALLY = 128  # copies in a block
+
+
+def tally(expert, E):
+    """expert (N,) int64, of each copy -> rank (N,): how many before it in its block want the same; before
+    (E, blocks+1): copies in the blocks before; the last is all of them. A counting sort's first half."""
+    N = expert.numel()
+    if not on_gpu(expert):  # one block
+        order = expert.argsort(stable=True)
+        counts = torch.bincount(expert, minlength=E)
+        place = torch.empty_like(expert).scatter_(0, order, torch.arange(N, device=expert.device))
+        rank = place - (counts.cumsum(0) - counts)[expert]
+        return rank, torch.stack([torch.zeros_like(counts), counts], 1)
+    import kernels
+    rank, wide = torch.empty(N, dtype=torch.int32, device=expert.device), 1 << (E - 1).bit_length()
+    blocks = -(-N // TALLY)
+    counts = torch.empty(E, blocks, dtype=torch.int32, device=expert.device)
+    kernels.tally[(blocks,)](expert, rank, counts, N, blocks, E=E, WIDE=wide, BLOCK=TALLY,
+                             num_warps=max(4, wide // 16))
+    return rank, F.pad(counts.cumsum(1), (1, 0))
+
+
+def settle(expert, rank, before, start, each, rows):
+    """Its second half: place (N,) of each copy, if its expert's copies begin at start (E,); -1 where that is
+    over the end of a window of `rows` rows, which `each` experts share (window.py)."""
+    if not on_gpu(expert):
+        place = start[expert] + rank
+        return torch.where(place < (expert // each + 1) * rows, place, -1)
+    import kernels
+    place = torch.empty_like(expert)
+    blocks = before.size(1) - 1
+    kernels.settle[(blocks,)](expert, rank, before, start, place, expert.numel(), rows, blocks, EACH=each,
+                              BLOCK=TALLY, num_warps=4)
+    return place
+
 
 def take(x, index, holes):
     """Rows of x (m, ...) by index; with holes, index m and more stand for a row of zeros."""

@@ -77,6 +77,34 @@ def swiglu_backward(a_ptr, b_ptr, dh_ptr, da_ptr, db_ptr, stop_ptr, width, PACKE
 
 
 @triton.jit
+def tally(expert_ptr, rank_ptr, counts_ptr, n, blocks, E: tl.constexpr, WIDE: tl.constexpr,
+          BLOCK: tl.constexpr):
+    """Of BLOCK copies expert (n,): how many before it in the block want the same -> rank (n,); how many want
+    each -> counts (E, blocks). WIDE: E rounded up to a power of two."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    one = tl.arange(0, WIDE)
+    expert = tl.load(expert_ptr + at, mask=at < n, other=WIDE)
+    wants = (expert[:, None] == one[None, :]).to(tl.int32)  # (BLOCK, WIDE)
+    before = tl.cumsum(wants, axis=0) - wants
+    tl.store(rank_ptr + at, tl.sum(before * wants, axis=1), mask=at < n)
+    tl.store(counts_ptr + one * blocks + tl.program_id(0), tl.sum(wants, axis=0), mask=one < E)
+
+
+@triton.jit
+def settle(expert_ptr, rank_ptr, before_ptr, start_ptr, place_ptr, n, rows, blocks, EACH: tl.constexpr,
+           BLOCK: tl.constexpr):
+    """place (n,) = start[expert] + before[expert, block] + rank, of tally's blocks; -1 where that is over the
+    end of its window, which holds EACH experts in `rows` rows."""
+    block = tl.program_id(0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(expert_ptr + at, mask=at < n, other=0)
+    place = tl.load(start_ptr + expert) + tl.load(before_ptr + expert * (blocks + 1) + block)
+    place += tl.load(rank_ptr + at, mask=at < n, other=0)
+    place = tl.where(place < (expert // EACH + 1) * rows, place, -1)
+    tl.store(place_ptr + at, place, mask=at < n)
+
+
+@triton.jit
 def spread(x_ptr, index_ptr, out_ptr, limit, width, K: tl.constexpr, BLOCK: tl.constexpr):
     """out (R, width): row i is row index[i] // K of x, zeros where index[i] is limit or more."""
     row = tl.program_id(0).to(tl.int64)

@@ -16,7 +16,7 @@ and the same way back, after which each row is where it came from.
                static shapes for a CUDA graph (graph.py); a step that brings more rows than there is room for
                is done again, dropless
     capacity   every block padded or cut to the same length: even all_to_all, bmm, static shapes, tokens may
-               be dropped
+               be dropped. through windows: cut only
 """
 import math
 from typing import NamedTuple
@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from fused import ExpertMLP, collect, collect_backward, gelu, spread
+from fused import ExpertMLP, collect, collect_backward, gelu, settle, spread, tally
 from parallel import all_gather, all_to_all, parameter
 from window import Window
 
@@ -112,6 +112,17 @@ def windows(layers, rows, device):
         layer.windows = Window(ep, rows, cfg.n_embd, dtype, device), out, back
 
 
+def capacity_windows(model):
+    """With a capacity all rows have room, always: from each rank at most so many for each expert."""
+    mine, cfg = list(layers(model).values()), model.cfg
+    if not fast(mine[0].w1):
+        return  # bmm, after an all_to_all
+    rows = cfg.n_experts * mine[0].capacity(cfg.micro_batch * cfg.seq_len // model.mesh.tp.size)
+    windows(mine, rows, mine[0].w1.device)
+    for layer in mine:
+        layer.room = rows
+
+
 class Plan(NamedTuple):
     """Where the N = n*K copies go. Copy c is choice c % K of row c // K."""
     src: torch.Tensor     # (slots,) the copy in each slot, N where the slot is empty
@@ -125,15 +136,15 @@ class Plan(NamedTuple):
     place: torch.Tensor | None = None  # (N,) windows: where each copy goes, see window.py
 
 
-def deal(order, bucket, buckets, room):
-    """Each bucket has `room` slots and takes the copies that want it in the order given: order (N,) copies
-    sorted by bucket, bucket (N,) of those. -> src (buckets*room,), slot (N,), () how many found no room"""
-    N, slots = order.numel(), buckets * room
-    starts = torch.searchsorted(bucket, torch.arange(buckets, device=order.device))  # (buckets,)
-    place = torch.arange(N, device=order.device) - starts[bucket]  # (N,) in the bucket's queue
-    target = torch.where(place < room, bucket * room + place, slots)  # (N,) of the ordered copies
-    slot = torch.empty_like(target).scatter_(0, order, target)
-    src = torch.full((slots + 1,), N, device=order.device).scatter_(0, target, order)[:slots]
+def deal(expert, first, E, room):
+    """Each expert has `room` slots and takes the copies that want it in the order `first` (N,), a permutation:
+    expert (N,) of each copy. -> src (E*room,), slot (N,), () how many found no room"""
+    N, slots, wants = expert.numel(), E * room, expert[first]
+    rank, before = tally(wants, E)
+    place = settle(wants, rank, before, torch.zeros_like(before[:, 0]), E, N)  # (N,) in the expert's queue
+    target = torch.where(place < room, wants * room + place, slots)
+    slot = torch.empty_like(target).scatter_(0, first, target)
+    src = torch.full((slots + 1,), N, device=first.device).scatter_(0, target, first)[:slots]
     return src, slot, (place >= room).sum()
 
 
@@ -247,63 +258,66 @@ class MoE(nn.Module):
             return self.plan_windows(ids)
         return self.plan_dropless(ids)
 
-    def by_expert(self, ids):
-        """ids (n, K) -> copies in the order of their experts (N,), where each expert's end (E,)"""
-        flat = ids.flatten()
-        order = flat.to(torch.int16).argsort(stable=True)  # two bytes: a quarter of the radix sort's passes
-        return order, torch.searchsorted(flat[order], torch.arange(self.E, device=flat.device), right=True)
-
     def plan_dropless(self, ids):
         ep, e = self.mesh.ep, self.e
-        order, ends = self.by_expert(ids)
-        slot = inverse(order)
+        expert = ids.flatten()
+        rank, before = tally(expert, self.E)
+        counts, ends = before[:, -1].contiguous(), before[:, -1].cumsum(0)  # (E,)
+        slot = settle(expert, rank, before, ends - counts, self.E, expert.numel())
+        order = inverse(slot)
         if ep.size == 1:
             return Plan(order, slot, ends=ends)  # static shapes, no synchronisation
-        counts = ends.diff(prepend=ends.new_zeros(1))  # (E,)
         theirs = all_to_all(counts, ep).view(ep.size, e)  # (ep, e): rows from each rank for each expert here
         torch.maximum(self.need, theirs.sum(), out=self.need)
         splits = torch.stack([counts.view(ep.size, e).sum(1), theirs.sum(1)])
         send, receive = splits.tolist()  # sync point, the only one
         owner = torch.arange(e, device=order.device).repeat(ep.size)  # rows come by sender, by expert within
-        expert = owner.repeat_interleave(theirs.flatten(), output_size=sum(receive))  # (R,)
-        regroup = expert.argsort(stable=True)
+        run = owner.repeat_interleave(theirs.flatten(), output_size=sum(receive))  # (R,)
+        regroup = run.argsort(stable=True)
         return Plan(order, slot, False, theirs.sum(0).cumsum(0), send, receive, regroup, inverse(regroup))
 
     def plan_windows(self, ids):
         """Dropless without asking the host: static shapes, so that a step with experts is one CUDA graph too.
-        Every rank learns how many rows each has for each expert, and so where its own belong. Of a window
-        `room` rows are in use. A step that brought some rank more (`need`) is void, and done again by
-        plan_dropless (train_step)."""
-        ep, e = self.mesh.ep, self.e
-        order, ends = self.by_expert(ids)
-        counts = ends.diff(prepend=ends.new_zeros(1))  # (E,)
-        # (ep*E,) -> by owner (ep, e*ep): each rank's rows for its first expert, ..., for its last. it is also
-        # the barrier before rows are pushed: who counts has read what came to it the last time
+        Of a window `room` rows are in use. A step that brought some rank more (`need`) is void, and done
+        again by plan_dropless (train_step)."""
+        expert = ids.flatten()
+        rank, before = tally(expert, self.E)
+        starts, ends = self.meet(before[:, -1])
+        return self.through_windows(settle(expert, rank, before, starts, self.e, self.windows[0].rows), ends)
+
+    def meet(self, counts):
+        """counts (E,): this rank's rows for each expert -> starts (E,), the place of the first of them;
+        ends (e,), in this rank's window. It is also the barrier before rows are pushed: who counts has read
+        what came to it the last time."""
+        ep = self.mesh.ep
+        # (ep*E,) -> by owner (ep, e*ep): each rank's rows for its first expert, ..., for its last
         runs = all_gather(counts, ep).view(ep.size, self.E).T.reshape(ep.size, -1)
         stops = runs.cumsum(1)
         torch.maximum(self.need, stops[ep.rank, -1], out=self.need)
-        starts = (stops - runs).view(self.E, ep.size)[:, ep.rank]  # (E,) of my rows, in the owner's window
-        expert = ids.flatten()
-        row = inverse(order) + (starts - ends + counts)[expert]  # (N,)
-        place = torch.where(row < self.room, expert // e * self.windows[0].rows + row, -1)
-        mine = torch.arange(order.numel(), device=order.device)  # the copies come back as they went
-        ends = stops[ep.rank].view(e, ep.size)[:, -1].clamp(max=self.room)
+        windows = self.windows[0].rows * torch.arange(ep.size, device=runs.device)
+        starts = (stops - runs + windows.unsqueeze(1)).view(self.E, ep.size)[:, ep.rank]
+        return starts.contiguous(), stops[ep.rank].view(self.e, ep.size)[:, -1].clamp(max=self.room)
+
+    def through_windows(self, place, ends):
+        mine = torch.arange(place.numel(), device=place.device)  # the copies come back as they went
         return Plan(mine, mine, ends=ends, place=place)
 
     def plan_capacity(self, p, ids):
         """At most `capacity` copies per expert from this rank: of its own rows, so tp and micro-batch change
         who is dropped (as in Megatron-LM). probs keeps the largest gates, position the first come; ties go to
-        the earlier row."""
-        flat = ids.flatten()
+        the earlier row. Through windows there are no holes: every rank knows who sends less."""
+        flat, room = ids.flatten(), self.capacity(ids.size(0))
+        first = torch.arange(flat.numel(), device=flat.device)  # the order of the rows
         if self.cfg.drop_policy == "probs":
-            by_gate = p.detach().flatten().argsort(descending=True, stable=True)
-            order = by_gate[flat[by_gate].argsort(stable=True)]  # by expert, the largest gates first
-        else:
-            order = flat.argsort(stable=True)  # by expert, in the order of the rows
-        src, slot, dropped = deal(order, flat[order], self.E, self.capacity(ids.size(0)))
+            first = p.detach().flatten().argsort(descending=True, stable=True)
+        src, slot, dropped = deal(flat, first, self.E, room)
         with torch.no_grad():
             self.stats[self.E] += dropped
-        return Plan(src, slot, True)
+        if not self.room or not self.training:
+            return Plan(src, slot, True)
+        starts, ends = self.meet((src < flat.numel()).view(self.E, room).sum(1))
+        place = torch.where(slot < src.numel(), starts[flat] + slot - flat * room, -1)  # (N,)
+        return self.through_windows(place, ends)
 
     def capacity(self, n):
         return min(math.ceil(n * self.K / self.E * self.cfg.capacity_factor), n)

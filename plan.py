@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from config import check, check_layout, parse
 from cost import GPUS, SIZE, dropless, fullest, products, room, stage_time, step_time, waves
 from data import load_meta
-from footprint import CONTEXT, FRAGMENTS, GIB, graphed, kept, local_parameters, memory, micro_batches, spans
+from footprint import GIB, graphed, kept, local_parameters, lone, memory, micro_batches, spans
 from model import count_parameters, flops_per_token, padded
 from parallel import Axis, Mesh, make_mesh
 from rampup import schedule
@@ -107,7 +107,6 @@ def estimate(cfg, gpus, gpu, vocab):
     micro, every = micro_batches(cfg, stages[0]), spans(cfg, cfg.pp)
     layers = [every[mesh.pp.rank] for mesh in stages]
     parts = max((memory(cfg, mesh, vocab) for mesh in stages), key=lambda parts: sum(parts.values()))
-    parts["overhead"] = CONTEXT + FRAGMENTS * sum(parts[k] for k in ("activations", "logits", "workspace"))
     chip, static = GPUS[gpu], graphed(cfg, stages[0])
     block = kept(cfg, stages[0], fullest(cfg, stages[0]))[0]
     sent = [traffic(cfg, mesh, vocab, cfg.global_batch) for mesh in stages]
@@ -118,7 +117,8 @@ def estimate(cfg, gpus, gpu, vocab):
     most = max(range(len(stages)), key=lambda s: sum(local[s].values()))
     owned = sum(n / (getattr(stages[most], name).size if cfg.zero else 1) for name, n in local[most].items())
     sums = reductions(cfg, stages[most], vocab)
-    parts_s = step_time(cfg, stages[most], micro, max(each), sum(local[most].values()), owned, sums, chip)
+    parts_s = step_time(cfg, stages[most], micro, max(each), sum(local[most].values()), owned,
+                        lone(cfg, stages[most], local[most]), sums, chip)
     seconds, tokens = sum(parts_s.values()), cfg.global_batch * cfg.seq_len
     full, causal = flops_per_token(cfg, vocab)
     total = count_parameters(cfg, vocab)

@@ -120,10 +120,15 @@ def gradients(cfg, mesh, model, dp, opt, batches, step):
 
 def recorded(cfg, mesh, model, dp, opt):
     """-> gradients() as a graph.Graph, or None where shapes change. New weights travel at its start."""
-    moving = bounded(cfg, mesh)
-    if not static_shapes(cfg, mesh, opt.masters[0].device) or moving and not together(mesh.ep):
+    if not static_shapes(cfg, mesh, opt.masters[0].device):
         return None
-    rooms = Rooms(model, cfg.ep_slack) if moving else None
+    rooms, near = None, cfg.n_experts > 0 and mesh.ep.size > 1 and together(mesh.ep)
+    if bounded(cfg, mesh):
+        if not near:
+            return None  # no windows over the network
+        rooms = Rooms(model, cfg.ep_slack)
+    elif near:
+        moe.capacity_windows(model)
 
     def f(batches):
         dp.send_weights()

@@ -176,6 +176,27 @@ def test_adamw(kernels, dtype, clip, lone):
     assert opt.adam_t() == opt2.adam_t() == 3
 
 
+@pytest.mark.parametrize("E", [3, 64])
+@pytest.mark.parametrize("N", [1, 128, 300])
+def test_a_place_for_each_copy(E, N, monkeypatch):
+    """tally and settle, 128 copies a block: the places that a stable sort gives; none over a window's end."""
+    import fused
+    expert = (torch.rand(N, device=DEVICE) ** 2 * E).long()  # the first ones crowd
+    counts = torch.bincount(expert, minlength=E)
+    rank, before = fused.tally(expert, E)
+    assert rank.numel() == N and torch.equal(before[:, -1], counts) and not before[:, 0].any()
+    place = fused.settle(expert, rank, before, counts.cumsum(0) - counts, E, N)
+    order = expert.argsort(stable=True)
+    assert torch.equal(place[order], torch.arange(N, device=DEVICE))
+    each, rows = -(-E // 2), max(1, N // 3)  # two windows, too small for all
+    start = counts.cumsum(0) - counts
+    start = torch.cat([start[:each], start[each:] - counts[:each].sum() + rows])
+    got = fused.settle(expert, rank, before, start, each, rows)
+    monkeypatch.setattr(fused, "on_gpu", lambda x: False)
+    want = fused.settle(expert, *fused.tally(expert, E), start, each, rows)
+    assert torch.equal(got, want) and got.max() < 2 * rows and (N < 3 or (got == -1).any())
+
+
 @pytest.mark.parametrize("K", [1, 2])
 def test_push_and_pull(kernels, K):
     """Three windows of 7 rows, all of this process: what window.py's twins write and read."""

@@ -62,7 +62,7 @@ LAYOUTS = {  # name: (model, (ranks, layout), function, its line, the faulty lin
     "all ranks start with the same experts": (
         MOE, EP, "model.initialise", "{p.offset[0] + i}", "{i}"),
     "rows stay by sender, dropless": (
-        MOE, EP, "moe.MoE.plan_dropless", "expert.argsort(stable=True)", "torch.arange(expert.numel())"),
+        MOE, EP, "moe.MoE.plan_dropless", "run.argsort(stable=True)", "torch.arange(run.numel())"),
     "rows stay by sender, capacity": (
         CAPACITY, EP, "moe.MoE.experts",
         "unflatten(0, (ep.size, self.e, room)).transpose(0, 1).flatten(1, 2)",
@@ -138,8 +138,8 @@ ALIKE = {  # in one process and in many alike: (function, line, faulty line, the
     "probs keeps the smallest gates": (
         "moe.MoE.plan_capacity", "descending=True", "descending=False", loop("softmax", 1)),
     "a later row before an earlier one": (
-        "moe.MoE.plan_capacity", "order = flat.argsort(stable=True)",
-        "order = flat.numel() - 1 - flat.flip(0).argsort(stable=True)", loop("softmax", 1)),
+        "moe.MoE.plan_capacity", "torch.arange(flat.numel(), device=flat.device)",
+        "torch.arange(flat.numel()).flip(0)", loop("softmax", 1)),
     "room for one more": (
         "moe.deal", "torch.where(place < room,", "torch.where(place < room - 1,", loop("softmax-topk", 2)),
     "the bias counts in the balancing loss": (

@@ -27,7 +27,8 @@ def through_windows(world, *args):
         return on_ranks(world, *args)
 
 
-@pytest.mark.parametrize("flags", [dict(top_k=1), dict(top_k=2, mlp="gelu")], ids=["swiglu", "gelu"])
+@pytest.mark.parametrize("flags", [dict(top_k=1), dict(top_k=2, mlp="gelu"), dict(capacity_factor=0.5)],
+                         ids=["swiglu", "gelu", "capacity"])
 @pytest.mark.parametrize("kind, slack", [("plain", 2.0), ("plain", 4.0), ("skewed", 4.0)])
 def test_windows_give_the_same(kind, slack, flags):
     """Static shapes over ep, with garbage in every row that holds nothing."""
@@ -49,14 +50,34 @@ def with_a_graph(world, flags, slack, nap=0.0, without=""):
         with mock.patch.object(train, "static_shapes", lambda *_: True), \
                 mock.patch.object(moe, "Window", SharedWindow):
             graph = train.recorded(dataclasses.replace(cfg, ep_slack=slack), mesh, model, dp, opt)
-        graph.rooms.every, graph.rooms.steps, graph.rooms.slack = 2, 0, graph.rooms.limit  # open at once
+        if graph.rooms:  # open at once
+            graph.rooms.every, graph.rooms.steps, graph.rooms.slack = 2, 0, graph.rooms.limit
         mock.patch.multiple(SharedWindow, nap=nap, without=without).start()
     for step in range(1, 4):
         batches = train.micro_batches(cfg, mesh, source, (step - 1) * 8, 8, torch.device("cpu"))
         totals.append(train.train_step(cfg, mesh, model, dp, opt, batches, step, True, graph)[0].tolist())
     opt.wait()
     mock.patch.stopall()
-    return totals, owned(dp, opt), graph and graph.rooms.redone, graph and graph.rooms.slack
+    rooms = graph and graph.rooms
+    return totals, owned(dp, opt), rooms and rooms.redone, rooms and rooms.slack
+
+
+def capacity_with_a_graph(world, flags):
+    pushes = []
+    with as_on_a_gpu(), mock.patch.object(SharedWindow, "late", lambda self: pushes.append(1)):
+        return with_a_graph(world, flags, 1.0)[:2], len(pushes)
+
+
+@pytest.mark.parametrize("layout", [dict(ep=4), dict(ep=2, tp=2, zero=1)], ids=str)
+def test_a_capacity_through_windows(layout):
+    flags = dict(TINY, capacity_factor=0.75, top_k=2, **layout)
+    want = run_ranks(4, with_a_graph, flags, 0)
+    got = run_ranks(4, capacity_with_a_graph, flags)
+    for ((totals, mine), pushes), (expected, theirs, *_) in zip(got, want, strict=True):
+        assert pushes > 0
+        np.testing.assert_allclose(totals, expected, rtol=1e-10)
+        for (name, a, *_), (_, b, *_) in zip(mine["pieces"], theirs["pieces"], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12, err_msg=name)
 
 
 @pytest.mark.parametrize("layout", [dict(ep=4), dict(ep=2, zero=1), dict(ep=2, tp=2, zero=1)], ids=str)
