@@ -137,8 +137,8 @@ class Plan(NamedTuple):
 
 
 def deal(expert, first, E, room):
-    """Each expert has `room` slots and takes the copies that want it in the order `first` (N,), a permutation:
-    expert (N,) of each copy. -> src (E*room,), slot (N,), () how many found no room"""
+    """Each expert has `room` slots and takes the copies that want it: expert (N,) of each copy, who comes
+    first (N,), a permutation. -> src (E*room,), slot (N,), () how many found no room"""
     N, slots, wants = expert.numel(), E * room, expert[first]
     rank, before = tally(wants, E)
     place = settle(wants, rank, before, torch.zeros_like(before[:, 0]), E, N)  # (N,) in the expert's queue

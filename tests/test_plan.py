@@ -11,6 +11,7 @@ import torch
 from pool import ROOT, run_ranks
 
 import cost
+import footprint
 import fused
 import model as model_
 import moe
