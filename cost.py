@@ -59,8 +59,9 @@ ALL_TO_ALL = 0.78  # of link: 250 GB/s in blocks of 67 MB
 HIDDEN = 0.5  # of what compute and communication could overlap: 0.504 ms beside 1.865 ms took 2.125 together
 # experts' rows: the fullest of `ep` ranks has 1 + SKEW sqrt((ep - 1) / E) times its share, by the deviation
 # of a sum of E / ep of E loads. from the rooms at step 200 and 300 of W2b on real tokens, 1.1 times the need:
-# 1.77 for ep 4, 1.56 for ep 2 (SKEW 2.8, 3.4). that is the worst layer; the mean layer has about a third of
-# the excess, if loads are normal (the largest of 4 is 1.03 deviations, of 24 layers x 4 ranks 2.5)
+# 1.79 and 1.77 for ep 4, 1.54 and 1.56 for ep 2 (SKEW 2.8 to 3.4). that is the worst layer; the mean layer
+# has about a third of the excess, if loads are normal (the largest of 4 is 1.03 deviations, of 24 layers x 4
+# ranks 2.5)
 SKEW = 3.05
 PUSH = 0.9  # of link: windows, 280 to 320 GB/s in both directions' kernels
 
@@ -153,7 +154,7 @@ def stage_time(cfg, mesh, layers, kept, vocab, gpu, sent, micro, static):
         # cross-entropy: reads, reads, writes; over tp 14 passes in fp32 (parallel.vocab_cross_entropy)
         head += rows * vocab / tp * (3 * SIZE[cfg.dtype] if tp == 1 else 14 * 4) / gpu.hbm
     loose = dropless(cfg, mesh)
-    space = room(cfg, mesh) if loose and static else 0.0
+    space = room(cfg, mesh) if loose and static and mesh.ep.size <= gpu.node else 0.0
     # over ep: rows into order by expert and back, besides what is kept, both read and written, gradients too.
     # seen missing when W2a had come out 10.2 % short; it is 0.8 of those 7.5 ms
     slots = rows / tp * cfg.top_k * (cfg.capacity_factor or fullest(cfg, mesh))

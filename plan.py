@@ -172,6 +172,9 @@ def warnings(cfg, plan, gpu, vocab):
         need = room(dataclasses.replace(cfg, ep_slack=cfg.ep), mesh)
         out.append(f"rows to the fullest of {cfg.ep} ranks: {need:.1f} times the balanced expected, more than"
                    f" --ep-slack {cfg.ep_slack}, so no CUDA graph; try --ep-slack {math.ceil(need)}")
+    if dropless(cfg, mesh) and graphed(cfg, mesh) and cfg.ep > GPUS[gpu].node:
+        out.append(f"ep {cfg.ep} reaches over the node's {GPUS[gpu].node} GPUs: rows travel in messages, not"
+                   f" through windows, so no CUDA graph; try --ep {GPUS[gpu].node}")
     if tp > GPUS[gpu].node:
         out.append(f"tp {tp} reaches over the node's {GPUS[gpu].node} GPUs, on the slow network")
     if not plan["fits"]:

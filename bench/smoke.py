@@ -117,8 +117,7 @@ def build(world, mesh, args):
     dp = DataParallel(model, mesh)
     flat = [bucket.flat for bucket in dp.buckets]  # all weights live in a few flat tensors: Adam sees those
     adam = AdamW(flat, [0.0] * len(flat), betas=(0.9, 0.999))
-    for w, bucket in zip(flat, dp.buckets, strict=True):
-        w.grad = bucket.grad
+    for w in flat:
         adam.state[w] = {"step": torch.zeros((), device=world.device),
                          "exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(w)}
     return model, dp, adam
@@ -152,7 +151,8 @@ def train(world, model, dp, adam, args, report=lambda row: None):
         loss.backward()  # a full bucket leaves while the layers before it still compute
         dp.finish()
         if update:
-            adam.step(args.lr, one, zero)  # gradients divided by one, none of them bad
+            # gradients divided by one, none of them bad
+            adam.step([bucket.grad for bucket in dp.buckets], args.lr, one, zero)
         end = now(world.device)
         return loss.detach(), start, middle, end
 

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root: starts
 import torch
 import torch.distributed as dist
 
+import moe
 import train
 from config import check_layout, parse
 from launch import launch, shutdown
@@ -127,6 +128,8 @@ def run(world, name, flags, steps, profile=False):
         dist.all_reduce(slow, dist.ReduceOp.MAX)  # three numbers on the host: the slowest, the fullest
     ms, reserved, allocated = slow.tolist()
     rooms = graph and graph.rooms
+    # the experts' windows (window.py) are not torch's allocator's
+    windows = {id(w): w.mine.nbytes for layer in moe.layers(model).values() for w in layer.windows or ()}
     tokens = batch * cfg.seq_len / world.size
     full, causal = (tokens * f / ms / 1e9 for f in flops_per_token(cfg, vocab))
     peer, theirs, goal = PEERS.get((name, world.size), ("none", None, None))
@@ -135,6 +138,7 @@ def run(world, name, flags, steps, profile=False):
             "tflops_causal": causal, "mfu": full * 1e12 / (peak_flops(world.device) or float("nan")),
             "reserved_gib": reserved, "allocated_gib": allocated, "first_step_s": first, "loss": losses,
             "parameters": count_parameters(cfg, vocab)["total"], "graph": graph is not None, "peer": peer,
+            "windows_gib": sum(windows.values()) / 2**30,
             "redone": rooms and rooms.redone, "slack": rooms and rooms.slack,
             "ratio_to_peer": rate / theirs if theirs else None,
             "ratio_to_goal": rate / goal if goal else None,
@@ -163,12 +167,13 @@ def main():
         if world.rank == 0:
             ratio = "" if r["ratio_to_peer"] is None else (f"; {r['ratio_to_peer']:.2f} x {r['peer']}, "
                                                            f"{r['ratio_to_goal']:.2f} of the goal")
+            beside = f" and {r['windows_gib']:.1f} of windows" if r["windows_gib"] else ""
             again = "" if r["slack"] is None else (f", {r['redone']} steps done again, "
                                                    f"room {r['slack']:.2f} x balanced")
             print(f"{name} ({r['flags']}): {r['ms']:.2f} ms, {r['tok_s_gpu'] / 1e3:.1f} k tok/s/GPU, "
                   f"{r['tflops']:.0f} TFLOP/s ({r['tflops_causal']:.0f} causal), MFU {100 * r['mfu']:.1f} %, "
                   f"{r['tflops_causal'] / machine['matmul_tflops']:.2f} of the matmul ceiling, "
-                  f"{r['reserved_gib']:.1f} GiB, first step {r['first_step_s']:.1f} s"
+                  f"{r['reserved_gib']:.1f} GiB{beside}, first step {r['first_step_s']:.1f} s"
                   f"{again}{ratio}", flush=True)
             if args.json:
                 with open(args.json, "a") as f:

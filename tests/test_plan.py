@@ -104,14 +104,17 @@ ALLOCATED = [(SMOL + "--micro-batch 4", 2, 31.04), (SMOL + "--micro-batch 16", 2
              (SMOL + "--pp 2 --micro-batch 32 --global-batch 256 --no-compile", 2, 127.67),
              (SMOL + "--tp 2 --zero 1 --no-compile", 2, 19.97)]
 # ... the maximum reserved
-RESERVED = [("dense-210m --zero 1", 4, 13.4), ("dense-210m", 1, 15.2), ("moe-4b --ep 4 --zero 1", 4, 42.7)]
+RESERVED = [("dense-210m --zero 1", 4, 13.5), ("dense-210m", 1, 14.9), ("moe-4b --ep 4 --zero 1", 4, 35.6)]
 
 
 def measured_rows():
     """-> [(flags, GPUs, ms, most allocated GiB, room at the end, 0.0 closed, None none)] on H200"""
-    lines = (ROOT / "bench/results/h200-1-2-4gpu.jsonl").read_text().splitlines()
-    keys = ("flags", "gpus", "ms", "allocated_gib", "slack")
-    rows = [tuple(json.loads(line)[k] for k in keys) for line in lines]
+    newest = {}
+    for file in ("h200-1-2-4gpu.jsonl", "h200-windows.jsonl"):
+        for r in map(json.loads, (ROOT / "bench/results" / file).read_text().splitlines()):
+            if "windows" in file or "moe-4b" not in r["flags"]:  # in the first, experts had no windows
+                newest[r["flags"], r["gpus"]] = r
+    rows = [tuple(r[k] for k in ("flags", "gpus", "ms", "allocated_gib", "slack")) for r in newest.values()]
     for r in json.loads((ROOT / "bench/results/layouts-w3-4xh200.json").read_text()):  # an older commit
         flags = f"--tp {r['tp']} --pp {r['pp']} --zero {r['zero']} --global-batch {r['gbs']}"
         rows.append((f"smol-1.7b --ffn-hidden 5632 {flags}", 4, r["seconds"] * 1e3, r["mem"], None))
@@ -133,8 +136,8 @@ def test_memory_within_a_tenth_of_measured(flags, gpus, measured):
 # ---- milliseconds. no constant of cost.py was fitted to these
 
 def crowded(flags):
-    """Synthetic tokens send the fullest of 4 ranks 1.8 times its share (NOTES.md): neither the rooms nor the
-    waiting is that of text. Two rows, -35 and -16 %, that cost.py does not try to predict."""
+    """Synthetic tokens send the fullest of 4 ranks more than 2.3 times its share (NOTES.md): neither the room
+    nor the waiting is that of text. Two rows, -25 and -12 %, that cost.py does not try to predict."""
     return "--ep" in flags and "--capacity-factor" not in flags and "--data" not in flags
 
 
@@ -145,14 +148,14 @@ def test_step_within_a_tenth_of_measured(flags, gpus, ms):
 
 
 def test_rooms_settle_and_close_as_measured():
-    """Real tokens, step 60: graph.Rooms' slack at the end, 0.0 where more was needed than --ep-slack."""
+    """Real tokens, step 200: graph.Rooms' slack at the end."""
     seen = 0
     for flags, gpus, *_, slack in measured_rows():
         if slack is not None and not crowded(flags):
             cfg, mesh = plan.check_gpus(parse(flags.split()), gpus)
             assert cost.room(cfg, plan.place(cfg, gpus, 0)) == pytest.approx(slack, rel=0.05), flags
             seen += 1
-    assert seen == 3
+    assert seen == 2
 
 
 def test_a_ring_over_nodes_is_slower_and_longer():
@@ -343,7 +346,7 @@ def test_a_plan_says_that_rooms_will_close(capsys):
     flags = ["moe-4b", "--gpus", "4", "--ep", "4", "--ep-slack"]
     plan.main([*flags, "1.8"])
     said = capsys.readouterr().out
-    for part in ("fullest of 4 ranks: 2.1 times", "--ep-slack 1.8, so no CUDA graph; try --ep-slack 3"):
+    for part in ("fullest of 4 ranks: 1.8 times", "--ep-slack 1.8, so no CUDA graph; try --ep-slack 2"):
         assert part in said, part
     plan.main([*flags, "2.5"])
     assert "CUDA graph" not in capsys.readouterr().out
