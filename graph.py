@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import moe
+from window import open_windows
 
 WARM = 3  # steps without a graph first: compilation, autotuning and NCCL's set-up must not be recorded
 
@@ -87,7 +88,7 @@ class Rooms:
         self.copies = cfg.micro_batch * cfg.seq_len // mesh.tp.size * cfg.top_k  # of a rank and micro-batch
         # () most rows that came to this rank, since the last choice
         self.need = torch.zeros_like(self.layers[0].need)
-        moe.windows(self.layers, self.rows(self.limit), self.need.device)
+        open_windows(self.layers, self.rows(self.limit), self.need.device)
 
     def rows(self, slack):
         return -(-int(self.copies * slack) // 8) * 8

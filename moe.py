@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 from fused import ExpertMLP, collect, collect_backward, gelu, settle, spread, tally
 from parallel import all_gather, all_to_all, parameter
-from window import Window
+from window import Pull, Push, open_windows
 
 # -----------------------------------------------------------------------------
 # moving rows: dispatch and combine are each other's adjoint
@@ -59,68 +59,6 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return *collect_backward(*ctx.saved_tensors, ctx.K, ctx.holes, g), None, None, None, None
-
-
-class _Push(torch.autograd.Function):
-    """Copy row c // K of x (n, C) to place[c] (window.py). -> (R, C) what came here, by expert."""
-
-    @staticmethod
-    def forward(ctx, x, place, K, room, windows):
-        ctx.save_for_backward(place)
-        ctx.K, ctx.windows = K, windows
-        into = windows[0]
-        into.push(x, place, K)
-        into.barrier()
-        return into.mine[:room]
-
-    @staticmethod
-    def backward(ctx, g):
-        (place,), (_, out, _) = ctx.saved_tensors, ctx.windows
-        out.offer(g)
-        g = out.pull(place)  # (N, C)
-        if ctx.K > 1:
-            g = collect(g, torch.arange(g.size(0), device=g.device), ctx.K, False)
-        return g, None, None, None, None
-
-
-class _Pull(torch.autograd.Function):
-    """Rows y (R, C), by expert, go back to whom they belong. -> (N, C), this rank's copies."""
-
-    @staticmethod
-    def forward(ctx, y, place, windows):
-        ctx.save_for_backward(place)
-        ctx.room, ctx.windows = y.size(0), windows
-        windows[1].offer(y)
-        return windows[1].pull(place)
-
-    @staticmethod
-    def backward(ctx, g):
-        (place,), (_, _, back) = ctx.saved_tensors, ctx.windows
-        back.push(g, place)
-        back.barrier()
-        return back.mine[:ctx.room], None, None
-
-
-def windows(layers, rows, device):
-    """Of each layer three (rows, C): rows come in one of its own, for backward needs them once more; results
-    leave by the second and gradients come in the third, which all layers share. A window is used anew when
-    its readers are known to be done: of the first by the next counts, of the others since a barrier on
-    another window, which each rank passes after its reading, lies between any two uses."""
-    cfg, ep, dtype = layers[0].cfg, layers[0].mesh.ep, layers[0].w1.dtype
-    out, back = (Window(ep, rows, cfg.n_embd, dtype, device) for _ in range(2))
-    for layer in layers:
-        layer.windows = Window(ep, rows, cfg.n_embd, dtype, device), out, back
-
-
-def capacity_windows(model):
-    """With a capacity all rows have room, always: from each rank at most so many for each expert."""
-    mine, cfg = list(layers(model).values()), model.cfg
-    if not fast(mine[0].w1):
-        return  # bmm, after an all_to_all
-    rows = cfg.n_experts * mine[0].capacity(cfg.micro_batch * cfg.seq_len // model.mesh.tp.size)
-    windows(mine, rows, mine[0].w1.device)
-    for layer in mine:
-        layer.room = rows
 
 
 class Plan(NamedTuple):
@@ -328,8 +266,8 @@ class MoE(nn.Module):
         """x (n, C), p (n, K) -> (n, C): sum over the K choices of gate * expert(row)."""
         ep, K = self.mesh.ep, self.K
         if plan.place is not None:
-            xs = _Push.apply(x, plan.place, K, self.room, self.windows)  # (room, C), by expert
-            y = _Pull.apply(self.ffn(xs, plan.ends), plan.place, self.windows)  # (N, C)
+            xs = Push.apply(x, plan.place, K, self.room, self.windows)  # (room, C), by expert
+            y = Pull.apply(self.ffn(xs, plan.ends), plan.place, self.windows)  # (N, C)
             return _Combine.apply(y, p, plan.src, plan.slot, K, False)
         xs = _Dispatch.apply(x, plan.src, plan.slot, K, plan.holes)  # (slots, C), by expert
         if plan.ends is None:  # capacity
@@ -379,10 +317,21 @@ def inverse(order):
 
 
 # -----------------------------------------------------------------------------
-# after a step
+# before and after a step
 
 def layers(model):
     return {int(i): block.moe for i, block in model.blocks.items() if block.moe is not None}
+
+
+def capacity_windows(model):
+    """With a capacity all rows have room, always: from each rank at most so many for each expert."""
+    mine, cfg = list(layers(model).values()), model.cfg
+    if not fast(mine[0].w1):
+        return  # bmm, after an all_to_all
+    rows = cfg.n_experts * mine[0].capacity(cfg.micro_batch * cfg.seq_len // model.mesh.tp.size)
+    open_windows(mine, rows, mine[0].w1.device)
+    for layer in mine:
+        layer.room = rows
 
 
 def begin(model):

@@ -3,8 +3,8 @@ r"""What travels along the axes of mesh.py: tensor and data parallelism written 
 The one rule: the loss is divided once, by the number of tokens of the whole global batch. Every gradient
 reduction is then a plain SUM over the ranks that hold the same parameter. No averages, no second division.
 
-grep -n "dist\\.\|_single(" *.py is the whole communication story; each call says what moves, over which axis,
-how much.
+grep -n "dist\\.\|_single(" *.py and window.py's push and pull are the whole communication story; each
+call says what moves, over which axis, how much.
 """
 import contextlib
 import weakref

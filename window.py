@@ -13,6 +13,8 @@ import socket
 import torch
 import torch.distributed as dist
 
+from fused import collect
+
 
 class Window:
     """mine (rows, width) on each rank of an axis of GPUs; all: those of all ranks, by rank. Made by all ranks
@@ -78,3 +80,57 @@ def get(place, window):
         mask = (place >= 0) & (place // window.rows == rank)
         out[mask] = theirs[place[mask] % window.rows]
     return out
+
+
+# -----------------------------------------------------------------------------
+# rows to the experts and back: each other's adjoint, as moe.py's dispatch and combine are
+
+class Push(torch.autograd.Function):
+    """Copy row c // K of x (n, C) to place[c]. -> (R, C) what came here, by expert."""
+
+    @staticmethod
+    def forward(ctx, x, place, K, room, windows):
+        ctx.save_for_backward(place)
+        ctx.K, ctx.windows = K, windows
+        into = windows[0]
+        into.push(x, place, K)
+        into.barrier()
+        return into.mine[:room]
+
+    @staticmethod
+    def backward(ctx, g):
+        (place,), (_, out, _) = ctx.saved_tensors, ctx.windows
+        out.offer(g)
+        g = out.pull(place)  # (N, C)
+        if ctx.K > 1:
+            g = collect(g, torch.arange(g.size(0), device=g.device), ctx.K, False)
+        return g, None, None, None, None
+
+
+class Pull(torch.autograd.Function):
+    """Rows y (R, C), by expert, go back to whom they belong. -> (N, C), this rank's copies."""
+
+    @staticmethod
+    def forward(ctx, y, place, windows):
+        ctx.save_for_backward(place)
+        ctx.room, ctx.windows = y.size(0), windows
+        windows[1].offer(y)
+        return windows[1].pull(place)
+
+    @staticmethod
+    def backward(ctx, g):
+        (place,), (_, _, back) = ctx.saved_tensors, ctx.windows
+        back.push(g, place)
+        back.barrier()
+        return back.mine[:ctx.room], None, None
+
+
+def open_windows(layers, rows, device):
+    """Of each layer three (rows, C): rows come in one of its own, for backward needs them once more; results
+    leave by the second and gradients come in the third, which all layers share. A window is used anew when
+    its readers are known to be done: of the first by the next counts, of the others since a barrier on
+    another window, which each rank passes after its reading, lies between any two uses."""
+    cfg, ep, dtype = layers[0].cfg, layers[0].mesh.ep, layers[0].w1.dtype
+    out, back = (Window(ep, rows, cfg.n_embd, dtype, device) for _ in range(2))
+    for layer in layers:
+        layer.windows = Window(ep, rows, cfg.n_embd, dtype, device), out, back

@@ -25,6 +25,7 @@ from config import PRESETS, Config
 from data import Synthetic
 from launch import World, launch, shutdown
 from parallel import fingerprint, make_mesh
+from window import open_windows
 
 FAMILIES = {"llama": matrix.LLAMA, "gpt2": matrix.GPT2, "dropless": matrix.MOE, "capacity": matrix.CAPACITY}
 
@@ -144,7 +145,7 @@ def no_hidden_sync(world):
         torch.set_default_dtype(torch.float32)
         if ep > 1:
             layer.room = ep * 16384
-            moe.windows([layer], layer.room, world.device)
+            open_windows([layer], layer.room, world.device)
         for p in layer.parameters():
             p.data.normal_(0, 0.02)
         x = torch.randn(16384, cfg.n_embd, device=world.device, dtype=torch.bfloat16, requires_grad=True)

@@ -11,8 +11,8 @@ from runs import TINY, rows, same, session
 from shared import SharedWindow
 
 import graph
-import moe
 import train
+import window
 from stragglers import Stragglers
 
 MOE = ["--n-experts=4", "--top-k=1", "--aux-coef=0.01", "--ep=2"]
@@ -52,7 +52,7 @@ def recording(seen):
                 assert len(self.spans) == before + (not capturing)  # a recorded event has no time
                 seen["first"] += capturing
             self.world.calls.first = watched
-    patches = [(train, "static_shapes", lambda *_: True), (moe, "Window", SharedWindow),
+    patches = [(train, "static_shapes", lambda *_: True), (window, "Window", SharedWindow),
                (train, "Graph", Recorded), (train, "Stragglers", AsOnGpu), (torch.cuda, "graph", capture),
                (torch.cuda, "CUDAGraph", lambda: mock.Mock(replay=replay)),
                (torch.cuda, "synchronize", lambda: None),

@@ -25,6 +25,7 @@ import moe
 import parallel
 import state
 import train
+import window
 from config import Config, check, check_layout, parse
 from data import Synthetic
 from launch import World
@@ -320,7 +321,7 @@ def on_ranks(world, ep, flags, kind, slack=0.0):
     x = (tokens(kind, layer).detach() + 0.01 * (1 + world.rank)).requires_grad_()
     if slack:
         layer.room = int(slack * x.size(0) * layer.K)
-        moe.windows([layer], layer.room + 3, torch.device("cpu"))
+        window.open_windows([layer], layer.room + 3, torch.device("cpu"))
     ffn = layer.ffn
     layer.ffn = lambda x, ends: rows.append(x.size(0)) or ffn(x, ends)
     y, aux = layer(x, run)

@@ -13,8 +13,10 @@ from pool import run_ranks
 from shared import SharedWindow
 from test_moe import TINY, as_on_a_gpu, on_ranks, owned
 
+import graph as graph_
 import moe
 import train
+import window
 from config import Config
 from data import Synthetic
 from graph import Rooms
@@ -23,7 +25,7 @@ from parallel import make_mesh
 
 def through_windows(world, *args):
     with as_on_a_gpu(), mock.patch.object(moe.MoE, "plan_dropless", None), \
-            mock.patch.object(moe, "Window", SharedWindow):
+            mock.patch.object(window, "Window", SharedWindow):
         return on_ranks(world, *args)
 
 
@@ -48,7 +50,7 @@ def with_a_graph(world, flags, slack, nap=0.0, without=""):
     source, totals, graph = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), [], None
     if slack:
         with mock.patch.object(train, "static_shapes", lambda *_: True), \
-                mock.patch.object(moe, "Window", SharedWindow):
+                mock.patch.object(window, "Window", SharedWindow):
             graph = train.recorded(dataclasses.replace(cfg, ep_slack=slack), mesh, model, dp, opt)
         if graph.rooms:  # open at once
             graph.rooms.every, graph.rooms.steps, graph.rooms.slack = 2, 0, graph.rooms.limit
@@ -96,11 +98,11 @@ def test_a_step_whose_rows_did_not_fit_is_done_again(layout):
 
 @pytest.mark.parametrize("without", ["", "forward", "backward", "offer"])
 def test_a_rank_that_is_late_is_waited_for(without):
-    """10 ms late before whatever it does. Without one of the barriers other results come out, or NaN, for
+    """5 ms late before whatever it does. Without one of the barriers other results come out, or NaN, for
     which the step is done again."""
-    flags = dict(TINY, ep=2, n_layer=3, top_k=1)
+    flags = dict(TINY, ep=2, top_k=1)
     want = run_ranks(2, with_a_graph, flags, 0)
-    got = run_ranks(2, with_a_graph, flags, 2.0, 0.01, without)
+    got = run_ranks(2, with_a_graph, flags, 2.0, 0.005, without)
     same = True
     for (totals, mine, redone, _), (expected, theirs, *_) in zip(got, want, strict=True):
         same = same and not redone and np.allclose(totals, expected, rtol=1e-10)
@@ -113,7 +115,8 @@ def test_rooms_follow_the_need():
     """100 copies of a rank: what the fullest needed and a tenth, closed above the limit."""
     layer = Some(need=torch.zeros((), dtype=torch.int64))
     cfg, one = Some(micro_batch=1, seq_len=100, top_k=1), Some(size=1)
-    with mock.patch.object(moe, "layers", lambda model: {0: layer}), mock.patch.object(moe, "windows"):
+    with mock.patch.object(moe, "layers", lambda model: {0: layer}), \
+            mock.patch.object(graph_, "open_windows"):
         rooms = Rooms(Some(cfg=cfg, mesh=Some(world=one, tp=one, ep=Some(size=4))), 2.5, every=2)
 
     def after(*needs, void=False):
