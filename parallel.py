@@ -209,7 +209,7 @@ class Bucket:
     """
 
     def __init__(self, names, params, axis, decay, zero, dtype=None, lone=False):
-        self.names, self.params, self.axis, self.decay = names, params, axis, decay
+        self.names, self.params, self.axis, self.decay, self.lone = names, params, axis, decay, lone
         self.shards = axis.size if zero else 1
         # of what this rank holds, the part it answers for in a sum over the world
         self.share = 1 / (axis.size // self.shards)
@@ -246,6 +246,7 @@ class Bucket:
     def add(self, i, last):
         """Take parameter i's gradient of one micro-batch; after the last one a full bucket leaves at once."""
         p = self.params[i]
+        assert self.fresh[i] or not self.lone, "a second micro-batch where one was announced (once)"
         accumulate(self.grads[i], p.grad, first=self.fresh[i])
         self.fresh[i], p.grad = False, None
         if last:

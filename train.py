@@ -280,7 +280,8 @@ def run(cfg, world, watch=unwatched):
               flush=True)
 
     # 4) the training loop
-    graph = recorded(cfg, mesh, model, dp, opt)
+    with agreed(world):
+        graph = recorded(cfg, mesh, model, dp, opt)
     clock = log.Clock(device)
     guard, stragglers = Guard(cfg, world, state), Stragglers(mesh, device)
     profiler = log.start_profile(cfg.profile and chief)

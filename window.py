@@ -18,13 +18,18 @@ from fused import collect
 
 class Window:
     """mine (rows, width) on each rank of an axis of GPUs; all: those of all ranks, by rank. Made by all ranks
-    of the axis together."""
+    of the axis together. ValueError: these GPUs have no way to each other's memory."""
 
     def __init__(self, axis, rows, width, dtype, device):
         import torch.distributed._symmetric_memory as symmetric
         self.axis, self.rows = axis, rows
-        self.mine = symmetric.empty(rows, width, dtype=dtype, device=device)
-        self.handle = symmetric.rendezvous(self.mine, axis.group)
+        try:
+            self.mine = symmetric.empty(rows, width, dtype=dtype, device=device)
+            self.handle = symmetric.rendezvous(self.mine, axis.group)
+        except RuntimeError as e:
+            why = str(e).splitlines()[0]
+            raise ValueError(f"the GPUs of ep {axis.size} cannot reach each other's memory ({why}); "
+                             "try --no-cuda-graph") from None
         self.all = [self.handle.get_buffer(r, (rows, width), dtype) for r in range(axis.size)]
         self.addresses = torch.tensor([w.data_ptr() for w in self.all], device=device)
 

@@ -87,7 +87,7 @@ def replicas_and_repeats(world):
                ("dropless", dict(ep=2, zero=1)), ("capacity", dict(tp=2, ep=4)))
     for family, layout in fitting(world, layouts):
         cfg = Config(**dict(FAMILIES[family], micro_batch=2, dtype="bf16", n_embd=64, ffn_hidden=96,
-                            **layout))
+                            global_batch=16, **layout))
         prints = []
         for _ in range(2):
             mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
@@ -117,7 +117,7 @@ def graphs(world):
     layouts = fitting(world, layouts)
     for family, layout in layouts:
         cfg = Config(**dict(FAMILIES[family], micro_batch=2, dtype="bf16", n_embd=64, ffn_hidden=96,
-                            ep_slack=1.5, **layout))
+                            ep_slack=1.5, global_batch=16, **layout))
         seen = []
         for recorded in (False, True):
             mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)

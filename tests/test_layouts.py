@@ -49,7 +49,7 @@ def array(t):
 def run(world, flags, batch, chunks=1):
     """Train STEPS steps on synthetic tokens -> what this rank knows, as numpy.
     chunks: tp ranks whose dropping to copy."""
-    cfg = Config(**flags)
+    cfg = Config(**flags, global_batch=batch)
     moe.MoE.forward = in_chunks(chunks) if chunks > 1 else MOE_FORWARD
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     check_layout(cfg, mesh, batch)

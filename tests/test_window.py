@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from pool import run_ranks
+from runs import TINY as RUN
+from runs import session
 from shared import SharedWindow
 from test_moe import TINY, as_on_a_gpu, on_ranks, owned
 
@@ -134,3 +136,17 @@ def test_rooms_follow_the_need():
     assert after(300, 240) == (False, 0.0)
     assert after(100, 100) == (True, 1.1)
     assert after(10, 10) == (False, 1.1)
+
+
+def no_way(world, argv):
+    with mock.patch.object(train, "static_shapes", lambda *_: True):
+        return session(world, argv)
+
+
+def test_gpus_without_a_way_to_each_other_are_named(tmp_path):
+    """A CPU has no symmetric memory either: one line, exit code 2."""
+    argv = [*RUN, "--n-experts=4", "--top-k=1", "--ep=2", f"--out={tmp_path}", "--steps=2"]
+    results = run_ranks(2, no_way, argv)
+    assert [r["code"] for r in results] == [2, 2]
+    said = results[0]["err"].splitlines()
+    assert len(said) == 1 and "cannot reach each other's memory" in said[0] and "--no-cuda-graph" in said[0]
