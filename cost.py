@@ -154,7 +154,8 @@ def stage_time(cfg, mesh, layers, kept, vocab, gpu, sent, micro, static):
         # cross-entropy: reads, reads, writes; over tp 14 passes in fp32 (parallel.vocab_cross_entropy)
         head += rows * vocab / tp * (3 * SIZE[cfg.dtype] if tp == 1 else 14 * 4) / gpu.hbm
     loose = dropless(cfg, mesh)
-    space = room(cfg, mesh) if loose and static and mesh.ep.size <= gpu.node else 0.0
+    through = static and 1 < mesh.ep.size <= gpu.node and cfg.dtype == "bf16"  # windows
+    space = room(cfg, mesh) if loose and through else 0.0
     # over ep: rows into order by expert and back, besides what is kept, both read and written, gradients too.
     # seen missing when W2a had come out 10.2 % short; it is 0.8 of those 7.5 ms
     slots = rows / tp * cfg.top_k * (cfg.capacity_factor or fullest(cfg, mesh))
@@ -167,8 +168,9 @@ def stage_time(cfg, mesh, layers, kept, vocab, gpu, sent, micro, static):
     device = count * (block * again + SYNC * waits) + head
     calls = {"tp": 8 * count, "ep": 5 * count if cfg.n_experts else 0, "pp": 2}
     near = {"pp": mesh.pp.size * mesh.stage.size <= gpu.node, "ep": mesh.ep.size <= gpu.node}
+    pushed = space or through and not loose
     rates = {"tp": ring(mesh.tp, 1, gpu), "pp": gpu.link if near["pp"] else gpu.net,
-             "ep": gpu.link * (PUSH if space else ALL_TO_ALL) if near["ep"] else gpu.net}
+             "ep": gpu.link * (PUSH if pushed else ALL_TO_ALL) if near["ep"] else gpu.net}
     more = {"ep": fullest(cfg, mesh)}
     moved = sum(sent.get(name, 0) / micro * more.get(name, 1) / rates[name]
                 + LATENCY * calls[name] * (getattr(mesh, name).size > 1) for name in calls)

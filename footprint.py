@@ -18,6 +18,7 @@ from model import GPT, padded
 from parallel import Axis, Mesh
 
 GIB = 2**30
+NODE = 8  # GPUs of a node, of all in cost.GPUS
 BUCKET = 16_000_000  # elements that parallel.DataParallel reduces together
 CONTEXT = 1.2 * GIB  # CUDA context, cuBLAS and NCCL buffers: on the card, but not torch's
 IMBALANCE = 1.44  # dropless, ep > 1: rows of the fullest rank over the mean; moe-4b's aux loss at step 20
@@ -70,7 +71,7 @@ def graphed(cfg, mesh):
 
 def windows(cfg, mesh):
     """Rows of each of the experts' windows on a rank, 0 without."""
-    if not cfg.n_experts or mesh.ep.size == 1 or cfg.dtype != "bf16" or not graphed(cfg, mesh):
+    if not (cfg.n_experts and 1 < mesh.ep.size <= NODE and cfg.dtype == "bf16" and graphed(cfg, mesh)):
         return 0
     n = cfg.micro_batch * cfg.seq_len // mesh.tp.size
     return slots(cfg, n) if cfg.capacity_factor else n * cfg.top_k * min(cfg.ep_slack, mesh.ep.size)
@@ -117,7 +118,8 @@ def kept(cfg, mesh, fill=0.0):
         route = n * C * wide * (wide > size) + 2 * n * E * wide
         # who is where
         route += 8 * n * K * (2 if rooms else 5 if mesh.ep.size > 1 else 3)
-        own += route + size * (held * (C * (not rooms) + 2 * F) + n * K * C)  # x a b; the copies
+        halves = 2 if cfg.dtype == "bf16" or not glued else 4  # fused.ExpertMLP makes two of them again
+        own += route + size * (held * (C * (not rooms) + halves * F) + n * K * C)  # x a b; the copies
         stays += route + size * 2 * n * C  # norm2's input and output
         peak += held * (2 * F + C)
     own += 2 * rows * C / tp * (cfg.dropout > 0)  # the masks, one byte each
@@ -156,7 +158,7 @@ def memory(cfg, mesh, vocab_size):
     comes_and_goes = activations + logits + max(0, work - logits)
     return {"weights": n * weight, "gradients": sums, "optimizer": shard * (masters + 2 * grad),
             "activations": activations, "logits": logits, "workspace": max(0, work - logits),
-            # moe.windows: one for each layer, two for all
+            # window.open_windows: one for each layer, two for all
             "windows": (last - first + 2) * windows(cfg, mesh) * cfg.n_embd * weight,
             "overhead": CONTEXT + FRAGMENTS * comes_and_goes}
 

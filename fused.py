@@ -139,7 +139,11 @@ def accumulate(total, g, first):
 # are gathers (no atomics), by src (the copy in each slot) or by slot (of each copy). before that a counting
 # sort: torch's sort launches six kernels, and order among equals is all that is asked
 
-TALLY = 128  # copies in a block
+def a_block(E):
+    """Copies that tally counts at once: their (copies, E) table has to fit into a multiprocessor. -> with E
+    rounded up to a power of two"""
+    wide = 1 << (E - 1).bit_length()
+    return max(8, min(128, 16384 // wide)), wide
 
 
 def tally(expert, E):
@@ -153,11 +157,11 @@ def tally(expert, E):
         rank = place - (counts.cumsum(0) - counts)[expert]
         return rank, torch.stack([torch.zeros_like(counts), counts], 1)
     import kernels
-    rank, wide = torch.empty(N, dtype=torch.int32, device=expert.device), 1 << (E - 1).bit_length()
-    blocks = -(-N // TALLY)
+    rank, (block, wide) = torch.empty(N, dtype=torch.int32, device=expert.device), a_block(E)
+    blocks = -(-N // block)
     counts = torch.empty(E, blocks, dtype=torch.int32, device=expert.device)
-    kernels.tally[(blocks,)](expert, rank, counts, N, blocks, E=E, WIDE=wide, BLOCK=TALLY,
-                             num_warps=max(4, wide // 16))
+    kernels.tally[(blocks,)](expert, rank, counts, N, blocks, E=E, WIDE=wide, BLOCK=block,
+                             num_warps=4 if wide <= 64 else 8)
     return rank, F.pad(counts.cumsum(1), (1, 0))
 
 
@@ -171,7 +175,7 @@ def settle(expert, rank, before, start, each, rows):
     place = torch.empty_like(expert)
     blocks = before.size(1) - 1
     kernels.settle[(blocks,)](expert, rank, before, start, place, expert.numel(), rows, blocks, EACH=each,
-                              BLOCK=TALLY, num_warps=4)
+                              BLOCK=a_block(len(before))[0], num_warps=4)
     return place
 
 

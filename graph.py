@@ -19,8 +19,10 @@ WARM = 3  # steps without a graph first: compilation, autotuning and NCCL's set-
 
 def static_shapes(cfg, mesh, device):
     """Whether every step launches the same kernels on the same shapes, without asking the host anything."""
-    if cfg.n_experts and not cfg.capacity_factor and cfg.dtype != "bf16":
-        return False  # moe.grouped_loop asks the host
+    if cfg.n_experts and not cfg.capacity_factor:
+        here = not torch.cuda.is_available() or moe.one_kernel(device)  # plan.py asks where there is no GPU
+        if not (here and cfg.dtype == "bf16" and moe.aligned(cfg.n_embd, cfg.ffn_hidden)):
+            return False  # moe.grouped_loop asks the host
     return (device.type == "cuda" and cfg.cuda_graph and not cfg.timers and mesh.pp.size == 1
             and cfg.dropout == 0 and cfg.recompute == "none" and (cfg.ep_slack > 0 or not bounded(cfg, mesh)))
 

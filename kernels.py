@@ -1,5 +1,5 @@
 """Triton kernels, where torch reads or writes memory more often than it must. fused.py, optim.py and
-parallel.py hold their torch twins and decide; this file is imported on a GPU only, and by
+window.py hold their torch twins and decide; this file is imported on a GPU only, and by
 tests/test_kernels.py, which runs it in Triton's interpreter.
 
 One program handles one row, or BLOCK elements of a flat buffer; rows are counted in int64.

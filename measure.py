@@ -12,6 +12,7 @@ import blend
 import log
 from model import flops_per_token
 from skip import not_finite
+from window import Window
 
 
 def make_logger(cfg, mesh, world, out, state, vocab_size):
@@ -49,7 +50,7 @@ def measure(cfg, world, state, batch, lr, totals, reason, clock, vocab_size):
         row.update(ms=ms, ms_per_sample=ms / batch, tok_s=per_gpu * world.size, tok_s_gpu=per_gpu,
                    tflops=flops / 1e12, tflops_causal=causal / 1e12, mfu=flops / peak if peak else None)
     if world.device.type == "cuda":
-        memory = torch.tensor(torch.cuda.max_memory_reserved() / 2**30)
+        memory = torch.tensor((torch.cuda.max_memory_reserved() + Window.bytes) / 2**30)
         if world.size > 1:
             world.calls.note("all-reduce", "world", memory)
             dist.all_reduce(memory, dist.ReduceOp.MAX)  # one number on the host, over the world

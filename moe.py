@@ -18,6 +18,7 @@ and the same way back, after which each row is where it came from.
     capacity   every block padded or cut to the same length: even all_to_all, bmm, static shapes, tokens may
                be dropped. through windows: cut only
 """
+import functools
 import math
 from typing import NamedTuple
 
@@ -66,7 +67,7 @@ class Plan(NamedTuple):
     src: torch.Tensor     # (slots,) the copy in each slot, N where the slot is empty
     slot: torch.Tensor    # (N,) the slot of each copy, `slots` where the copy has none
     holes: bool = False   # whether slots may be empty and copies without a slot
-    ends: torch.Tensor | None = None  # (e,) dropless: where each local expert's rows end among the R received
+    ends: torch.Tensor | None = None  # (e,) where each local expert's rows end among the R here; None: holes
     send: list | None = None  # dropless, ep > 1: rows to each ep rank, from each; None for equal blocks
     receive: list | None = None
     regroup: torch.Tensor | None = None  # (R,) received rows (by sender) -> by expert, and back
@@ -89,19 +90,30 @@ def deal(expert, first, E, room):
 # -----------------------------------------------------------------------------
 # the experts' matrix products
 
-def fast(x):
-    return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
+def fast(x, w):
+    """Whether torch's grouped GEMM takes x times w (e, O, I) as one kernel, which asks the host nothing."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and one_kernel(x.device) and aligned(*w.shape[1:])
+
+
+@functools.cache
+def one_kernel(device):
+    """On Hopper and Blackwell; elsewhere torch reads the runs' ends on the host."""
+    return hasattr(F, "grouped_mm") and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def aligned(*widths):
+    return all(width % 8 == 0 for width in widths)  # rows of 16 bytes
 
 
 def grouped(x, w, ends):
     """Row r of x (R, I) times the matrix of the expert whose run it is in: w (e, O, I), runs end at ends (e,)
     -> (R, O). torch's grouped GEMM for bf16 on the GPU: one kernel, no synchronisation. Elsewhere an explicit
-    loop, the oracle. Capacity mode has ends None and x (e, rows, I) -> (e, rows, O)."""
+    loop, the oracle. Capacity's messages have ends None and x (e, rows, I) -> (e, rows, O)."""
     if ends is None:
         return torch.bmm(x, w.transpose(1, 2))
     if x.size(0) == 0:
         return F.linear(x, w[0])  # no token chose this rank: zero rows, and a gradient of zero
-    if fast(x):
+    if fast(x, w):
         return F.grouped_mm(x, w.transpose(1, 2), offs=ends.to(torch.int32))
     return grouped_loop(x, w, ends)
 
@@ -287,7 +299,7 @@ class MoE(nn.Module):
 
     def ffn(self, x, ends):
         """Each row through its expert: x (R, C) in runs that end at ends, or (e, rows, C) -> like x"""
-        if fast(x) and self.w3 is not None and x.numel():
+        if fast(x, self.w1) and self.w3 is not None and x.numel():
             ends = None if ends is None else ends.to(torch.int32)
             return ExpertMLP.apply(x, self.w1, self.w3, self.w2, ends)
         h = grouped(x, self.w1, ends)
@@ -326,7 +338,7 @@ def layers(model):
 def capacity_windows(model):
     """With a capacity all rows have room, always: from each rank at most so many for each expert."""
     mine, cfg = list(layers(model).values()), model.cfg
-    if not fast(mine[0].w1):
+    if not fast(mine[0].w1, mine[0].w1):
         return  # bmm, after an all_to_all
     rows = cfg.n_experts * mine[0].capacity(cfg.micro_batch * cfg.seq_len // model.mesh.tp.size)
     open_windows(mine, rows, mine[0].w1.device)

@@ -68,10 +68,14 @@ class Optimizer:
 
     @torch.no_grad()
     def reload(self):
-        """Weights were written into the model from outside: the masters follow. A master that rounds to its
-        weight keeps the digits for which the model's dtype has no room."""
+        """Weights were written into the model from outside, the same on all replicas: the masters follow. A
+        master that rounds to its weight keeps the digits for which the model's dtype has no room, those of
+        the first replica."""
         for m, b in zip(self.masters, self.dp.buckets, strict=True):
             own = b.flat[b.mine]
+            if b.shards < b.axis.size and m.dtype != own.dtype:
+                b.axis.note("broadcast", m)
+                dist.broadcast(m, b.axis.ranks[0], group=b.axis.group)  # n masters, first replica to all
             m.copy_(torch.where(m.to(own.dtype) == own, m, own.to(m.dtype)))
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from config import check, check_layout, parse
 from cost import GPUS, SIZE, dropless, fullest, products, room, stage_time, step_time, waves
 from data import load_meta
-from footprint import GIB, graphed, kept, local_parameters, lone, memory, micro_batches, spans
+from footprint import GIB, graphed, kept, local_parameters, lone, memory, micro_batches, spans, windows
 from model import count_parameters, flops_per_token, padded
 from parallel import Axis, Mesh, make_mesh
 from rampup import schedule
@@ -168,7 +168,7 @@ def warnings(cfg, plan, gpu, vocab):
     if cfg.pp > 1 and micro < 4 * cfg.pp:
         out.append(f"{micro} micro-batches over {cfg.pp} stages: the pipeline idles "
                    f"{100 * (cfg.pp - 1) / (micro + cfg.pp - 1):.0f} %")
-    if dropless(cfg, mesh) and graphed(cfg, mesh) and not room(cfg, mesh):
+    if windows(cfg, mesh) and dropless(cfg, mesh) and not room(cfg, mesh):
         need = room(dataclasses.replace(cfg, ep_slack=cfg.ep), mesh)
         out.append(f"rows to the fullest of {cfg.ep} ranks: {need:.1f} times the balanced expected, more than"
                    f" --ep-slack {cfg.ep_slack}, so no CUDA graph; try --ep-slack {math.ceil(need)}")

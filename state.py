@@ -190,15 +190,21 @@ def upcycle(model, opt, path):
         raise ValueError(f"--init-from {path} is not a run of a dense model without bias: n-experts must be "
                          "0 there, and experts have no biases to take theirs")
     same_shape(cfg, path, shape, ("n_experts", "n_shared_experts", *["seq_len"] * (cfg.pos == "rope")))
-    wanted, copied = [], 0
-    for name, p in model.named_parameters():
-        if p.expert:
-            dense = name.replace(".moe.", ".mlp.") + ".weight"
-            wanted += [(dense, p.data[i], p.full_shape[1:], (0, 0)) for i in range(p.size(0))]
-            copied += 1
-        elif ".moe." not in name:
-            wanted.append((name, p.data, p.full_shape, p.offset))
+    wanted, copied, buckets = [], 0, list(zip(opt.masters, opt.dp.buckets, strict=True))
+    wide = [b.flat.to(m.dtype) for m, b in buckets]  # the model in the masters' precision
+    for w, (m, b) in zip(wide, buckets, strict=True):
+        w[b.mine].copy_(m)
+        for name, p, start in zip(b.names, b.params, b.starts, strict=True):
+            own = w[start:start + p.numel()].view_as(p)
+            if p.expert:
+                dense = name.replace(".moe.", ".mlp.") + ".weight"
+                wanted += [(dense, own[i], p.full_shape[1:], (0, 0)) for i in range(p.size(0))]
+                copied += 1
+            elif ".moe." not in name:
+                wanted.append((name, own, p.full_shape, p.offset))
     checkpoint.load(path, wanted, index)
-    opt.reload()
+    with torch.no_grad():
+        for w, (m, b) in zip(wide, buckets, strict=True):
+            b.flat.copy_(w), m.copy_(w[b.mine])
     return (f"upcycled {path}: each of {cfg.n_experts} experts starts as that model's MLP "
             f"({copied} expert matrices on this rank), routers start fresh")

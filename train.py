@@ -122,7 +122,7 @@ def recorded(cfg, mesh, model, dp, opt):
     """-> gradients() as a graph.Graph, or None where shapes change. New weights travel at its start."""
     if not static_shapes(cfg, mesh, opt.masters[0].device):
         return None
-    rooms, near = None, cfg.n_experts > 0 and mesh.ep.size > 1 and together(mesh.ep)
+    rooms, near = None, cfg.n_experts > 0 and mesh.ep.size > 1 and together(mesh)
     if bounded(cfg, mesh):
         if not near:
             return None  # no windows over the network

@@ -3,8 +3,9 @@
 An all_to_all asks the host how many rows go where, and who asks the host cannot be recorded in a CUDA graph.
 With windows each rank writes its rows to where they belong on the others, over NVLink, and reads them there
 when they are done; nobody but the GPUs knows how many there are. What a message gave for nothing must be said
-here: barrier() before the others' rows are read. (One-sided communication, MPI-3 chapter 11; torch's
-symmetric memory makes the addresses. Experts over it: DeepSeek-AI's DeepEP.)
+here: a barrier before the others' rows are read, and before a window is written anew. (One-sided
+communication, MPI-3 chapter 11; torch's symmetric memory makes the addresses. Experts over it: DeepSeek-AI's
+DeepEP.)
 
 A place is where a row goes: rank * rows + row of that rank's window; -1 where it goes nowhere.
 """
@@ -18,7 +19,9 @@ from fused import collect
 
 class Window:
     """mine (rows, width) on each rank of an axis of GPUs; all: those of all ranks, by rank. Made by all ranks
-    of the axis together. ValueError: these GPUs have no way to each other's memory."""
+    of the axis together, and not by torch's allocator. ValueError: these GPUs do not reach each other."""
+
+    bytes = 0  # of all windows of this process
 
     def __init__(self, axis, rows, width, dtype, device):
         import torch.distributed._symmetric_memory as symmetric
@@ -30,6 +33,7 @@ class Window:
             why = str(e).splitlines()[0]
             raise ValueError(f"the GPUs of ep {axis.size} cannot reach each other's memory ({why}); "
                              "try --no-cuda-graph") from None
+        Window.bytes += self.mine.nbytes
         self.all = [self.handle.get_buffer(r, (rows, width), dtype) for r in range(axis.size)]
         self.addresses = torch.tensor([w.data_ptr() for w in self.all], device=device)
 
@@ -38,14 +42,20 @@ class Window:
         self.axis.note("barrier")
         self.handle.barrier()
 
+    def _count(self, kind, place):
+        """As if the places were dealt evenly: only the GPU knows."""
+        row = self.mine.size(1) * self.mine.element_size()
+        self.axis.sent[kind] += place.numel() * row * (self.axis.size - 1) / self.axis.size
+        self.axis.note(kind, self.mine)
+
     def push(self, x, place, K=1):
         """Write row c // K of x (n, width) to place[c], c < n*K. Read behind a barrier."""
-        self.axis.note("push", x)
+        self._count("push", place)
         put(x.contiguous(), place, self, K)
 
     def pull(self, place):
         """-> (len(place), width): the rows at place, zeros where it is -1."""
-        self.axis.note("pull", self.mine)
+        self._count("pull", place)
         return get(place, self)
 
     def offer(self, x):
@@ -54,12 +64,13 @@ class Window:
         self.barrier()
 
 
-def together(axis):
-    """Whether the ranks of an axis stand on one node. All of them ask together."""
-    names = [None] * axis.size
-    axis.note("all-gather")
-    dist.all_gather_object(names, socket.gethostname(), group=axis.group)  # a name from each rank to all
-    return len(set(names)) == 1
+def together(mesh):
+    """Whether the ranks of each ep group stand on one node: one answer for all ranks, who ask together."""
+    world, seen = mesh.world, [None] * mesh.world.size
+    world.note("all-gather")
+    # its group's first rank and a name from each rank to all, over the world
+    dist.all_gather_object(seen, (mesh.ep.ranks[0], socket.gethostname()), group=world.group)
+    return len(set(seen)) == len({group for group, _ in seen})
 
 
 def put(x, place, window, K):

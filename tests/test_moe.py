@@ -393,7 +393,7 @@ class Poisoned(torch.autograd.Function):
 @contextlib.contextmanager
 def as_on_a_gpu():
     """The branches that a GPU takes, with a grouped GEMM that leaves garbage."""
-    with mock.patch.object(moe, "fast", lambda x: True), \
+    with mock.patch.object(moe, "fast", lambda x, w: True), \
             mock.patch.object(F, "grouped_mm", lambda x, w, offs: Poisoned.apply(x, w, offs), create=True):
         yield
 
@@ -531,6 +531,25 @@ def upcycled(world, flags, path):
     said = state.upcycle(model, opt, path)
     opt.publish(), opt.wait()  # the masters follow: publishing them changes nothing
     return said, {n: p.detach().numpy() for n, p in model.named_parameters()}
+
+
+def upcycled_masters(world, flags, path):
+    cfg = Config(**dict(DENSE, dtype="bf16", n_experts=4, **flags))
+    model, dp, opt = train.build(cfg, make_mesh(world, ep=cfg.ep), cfg.vocab_size, world.device)
+    state.upcycle(model, opt, path)
+    assert all(torch.equal(m.to(b.flat.dtype), b.flat[b.mine]) for m, b in
+               zip(opt.masters, dp.buckets, strict=True))
+    return owned(dp, opt)
+
+
+@pytest.mark.parametrize("n, flags", [(1, {}), (2, dict(ep=2, zero=1))])
+def test_upcycled_masters_keep_the_checkpoints_digits(n, flags, tmp_path):
+    dense, *_ = trained(Config(**DENSE), ALONE, 2, tmp_path)
+    weights = {name: p.detach().numpy() for name, p in dense.named_parameters()}
+    got = assemble(run_ranks(n, upcycled_masters, flags, tmp_path / "step_000002"))
+    np.testing.assert_allclose(got["wte.weight"], weights["wte.weight"], rtol=1e-6)
+    for expert in got["blocks.0.moe.w1"]:
+        np.testing.assert_allclose(expert, weights["blocks.0.mlp.w1.weight"], rtol=1e-6)
 
 
 def test_upcycling_copies_the_mlp_into_every_expert(tmp_path):

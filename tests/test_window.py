@@ -150,3 +150,13 @@ def test_gpus_without_a_way_to_each_other_are_named(tmp_path):
     assert [r["code"] for r in results] == [2, 2]
     said = results[0]["err"].splitlines()
     assert len(said) == 1 and "cannot reach each other's memory" in said[0] and "--no-cuda-graph" in said[0]
+
+
+def near(world, names):
+    with mock.patch.object(window.socket, "gethostname", lambda: names[world.rank]):
+        return window.together(make_mesh(world, ep=2))
+
+
+@pytest.mark.parametrize("names, answer", [("aaaa", True), ("aabb", True), ("aaab", False), ("abab", False)])
+def test_all_ranks_know_whether_any_group_spans_two_nodes(names, answer):
+    assert run_ranks(4, near, names) == [answer] * 4
