@@ -14,17 +14,21 @@ def on_gpu(x):
 # -----------------------------------------------------------------------------
 # head and cross-entropy. at 128,256 words the logits of 16,384 tokens are 4.2 GB in bf16; plain autograd
 # writes them, an fp32 copy, the softmax and its gradient. here they are written once, read once, and
-# overwritten by softmax - onehot; the scalar that backward brings is applied to the small matrices
+# overwritten by their gradient, but for a factor of each row that is known at the row's end only: it is
+# applied to the small matrices of backward, together with the scalar that backward brings
 
 def cross_entropy_rows(z, target, used):
-    """z (N, V) logits of which `used` columns are words, target (N,) -> (N,) fp32 losses; z becomes softmax -
-    onehot."""
-    if not on_gpu(z):
-        return cross_entropy_rows_torch(z, target, used)
+    """z (N, V) logits of which `used` columns are words, target (N,) -> (N,) losses and scales, fp32; z
+    becomes (softmax - onehot) / scale."""
+    if not on_gpu(z) or z.dtype == torch.float16:  # whose range is too short for exponentials
+        parts = [cross_entropy_rows_torch(*part, used)
+                 for part in zip(z.split(1024), target.split(1024), strict=True)]  # in fp32: not all at once
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
     import kernels
-    loss = torch.empty(z.size(0), dtype=torch.float32, device=z.device)
-    kernels.cross_entropy[(z.size(0),)](z, target, loss, used, z.size(1), ROWS=4, BLOCK=2048, num_warps=8)
-    return loss
+    loss, scale = torch.empty(2, z.size(0), dtype=torch.float32, device=z.device)
+    kernels.cross_entropy[(z.size(0),)](z, target, loss, scale, used, z.size(1), ROWS=2, BLOCK=2048,
+                                        num_warps=4)
+    return loss, scale
 
 
 def cross_entropy_rows_torch(z, target, used):
@@ -35,7 +39,7 @@ def cross_entropy_rows_torch(z, target, used):
     p.scatter_add_(1, target.unsqueeze(1), -torch.ones_like(p[:, :1]))
     z[:, :used] = p.to(z.dtype)
     z[:, used:] = 0
-    return loss
+    return loss, torch.ones_like(loss)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -45,14 +49,15 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, target, used):
         z = F.linear(x, w)  # (N, V)
-        loss = cross_entropy_rows(z, target, used).sum()
-        ctx.save_for_backward(x, w, z)
-        return loss
+        loss, scale = cross_entropy_rows(z, target, used)
+        ctx.save_for_backward(x, w, z, scale)
+        return loss.sum()
 
     @staticmethod
     def backward(ctx, g):
-        x, w, z = ctx.saved_tensors  # z is softmax - onehot by now
-        return g.to(x.dtype) * (z @ w), z.T @ (g.to(x.dtype) * x), None, None
+        x, w, z, scale = ctx.saved_tensors  # z is (softmax - onehot) / scale by now
+        scale = (g * scale).unsqueeze(1)  # (N, 1)
+        return (z @ w).mul_(scale), z.T @ torch.mul(x, scale, out=torch.empty_like(x)), None, None
 
 
 # -----------------------------------------------------------------------------
@@ -134,6 +139,18 @@ def accumulate(total, g, first):
         total.add_(g)
 
 
+def add_up(total, own, others):
+    """total (n,) fp32 = own (n,) and each of others (ranks, n), of the model's dtype."""
+    if on_gpu(own) and own.dtype != total.dtype:
+        import kernels
+        n = own.numel()
+        kernels.add_up[(-(-n // 2048),)](own, others, total, n, RANKS=len(others), BLOCK=2048, num_warps=4)
+        return
+    total.copy_(own)
+    for part in others:
+        total.add_(part)
+
+
 # -----------------------------------------------------------------------------
 # rows to the experts and back. moe.py's dispatch and combine are each other's adjoint, so all four directions
 # are gathers (no atomics), by src (the copy in each slot) or by slot (of each copy). before that a counting
@@ -147,25 +164,25 @@ def a_block(E):
 
 
 def tally(expert, E):
-    """expert (N,) int64, of each copy -> rank (N,): how many before it in its block want the same; before
-    (E, blocks+1): copies in the blocks before; the last is all of them. A counting sort's first half."""
+    """expert (N,) int64, of each copy -> rank (N,): how many before it in its block want the same; upto
+    (E, blocks): copies in a block and those before; the last is all of them. A counting sort's first half."""
     N = expert.numel()
     if not on_gpu(expert):  # one block
         order = expert.argsort(stable=True)
         counts = torch.bincount(expert, minlength=E)
         place = torch.empty_like(expert).scatter_(0, order, torch.arange(N, device=expert.device))
         rank = place - (counts.cumsum(0) - counts)[expert]
-        return rank, torch.stack([torch.zeros_like(counts), counts], 1)
+        return rank, counts.unsqueeze(1)
     import kernels
     rank, (block, wide) = torch.empty(N, dtype=torch.int32, device=expert.device), a_block(E)
     blocks = -(-N // block)
     counts = torch.empty(E, blocks, dtype=torch.int32, device=expert.device)
     kernels.tally[(blocks,)](expert, rank, counts, N, blocks, E=E, WIDE=wide, BLOCK=block,
                              num_warps=4 if wide <= 64 else 8)
-    return rank, F.pad(counts.cumsum(1), (1, 0))
+    return rank, counts.cumsum(1)
 
 
-def settle(expert, rank, before, start, each, rows):
+def settle(expert, rank, upto, start, each, rows):
     """Its second half: place (N,) of each copy, if its expert's copies begin at start (E,); -1 where that is
     over the end of a window of `rows` rows, which `each` experts share (window.py)."""
     if not on_gpu(expert):
@@ -173,10 +190,30 @@ def settle(expert, rank, before, start, each, rows):
         return torch.where(place < (expert // each + 1) * rows, place, -1)
     import kernels
     place = torch.empty_like(expert)
-    blocks = before.size(1) - 1
-    kernels.settle[(blocks,)](expert, rank, before, start, place, expert.numel(), rows, blocks, EACH=each,
-                              BLOCK=a_block(len(before))[0], num_warps=4)
+    blocks = upto.size(1)
+    kernels.settle[(blocks,)](expert, rank, upto, start, place, expert.numel(), rows, blocks, EACH=each,
+                              BLOCK=a_block(len(upto))[0], num_warps=4)
     return place
+
+
+def meet(runs, rank, rows, room, need):
+    """runs (ep, E) int64, each rank's copies for each expert, in windows of `rows` rows by expert, by sender
+    -> starts (E,), the places of this rank's first copies; ends (e,) int32, of the runs in this rank's
+    window, `room` at most. need () int64 becomes what came here, if that is more."""
+    ep, E = runs.shape
+    if not on_gpu(runs):
+        # by owner (ep, e*ep): each rank's rows for its first expert, ..., for its last
+        runs = runs.T.reshape(ep, E)
+        stops = runs.cumsum(1)
+        torch.maximum(need, stops[rank, -1], out=need)
+        starts = stops - runs + rows * torch.arange(ep, device=runs.device).unsqueeze(1)
+        ends = stops[rank].view(-1, ep)[:, -1].clamp(max=room)
+        return starts.view(E, ep)[:, rank].contiguous(), ends.to(torch.int32)
+    import kernels
+    starts, ends = runs.new_empty(E), torch.empty(E // ep, dtype=torch.int32, device=runs.device)
+    kernels.meet[(ep,)](runs, starts, ends, need, rank, rows, room, EP=ep, E=E, WIDE=a_block(E)[1],
+                        num_warps=4)
+    return starts, ends
 
 
 def take(x, index, holes):
@@ -232,15 +269,17 @@ def collect_backward(y, p, src, K, holes, g):
 class ExpertMLP(torch.autograd.Function):
     """x (R, C) by expert, runs ending at ends (e,) int32, or (e, rows, C) with ends None; w1, w3 (e, F, C),
     w2 (e, C, F) -> like x; what is in rows after the last run is undefined. bf16 on the GPU, torch's grouped
-    GEMM or bmm. moe.ffn is its slow twin."""
+    GEMM or bmm. into (>= R, C): where the result and, in backward, the gradient of x shall stand, or None.
+    moe.ffn is its slow twin."""
 
     @staticmethod
-    def forward(ctx, x, w1, w3, w2, ends):
-        ctx.ends = ends
+    def forward(ctx, x, w1, w3, w2, ends, into):
+        ctx.ends, ctx.into = ends, into
         a, b = (product(x, w.transpose(1, 2), ends) for w in (w1, w3))  # (R, F) each
         h = silu_mul(a.flatten(0, -2), b.flatten(0, -2), None if ends is None else ends[-1]).view_as(a)
         ctx.save_for_backward(x, a, b, w1, w3, w2)
-        return product(h, w2.transpose(1, 2), ends)
+        y = product(h, w2.transpose(1, 2), ends)
+        return y if into is None else add_rows(y, None, into, ends[-1])
 
     @staticmethod
     def backward(ctx, dy):
@@ -250,13 +289,26 @@ class ExpertMLP(torch.autograd.Function):
         h = product(dy, w2, ends)  # its gradient
         da, db = silu_mul_backward(*(t.flatten(0, -2) for t in (h, a, b)), stop, again=True)
         da, db, dw2 = da.view_as(a), db.view_as(a), outer(dy, h, ends)  # h itself by now
-        dx = product(da, w1, ends).add_(product(db, w3, ends))
-        return dx, outer(da, x, ends), outer(db, x, ends), dw2, None
+        dx, more = product(da, w1, ends), product(db, w3, ends)
+        dx = dx.add_(more) if ctx.into is None else add_rows(dx, more, ctx.into, stop)
+        return dx, outer(da, x, ends), outer(db, x, ends), dw2, None, None
 
 
 def product(x, w, ends):
     """Each expert's rows times its matrix: (R, I), (e, I, O) -> (R, O)"""
     return torch.bmm(x, w) if ends is None else F.grouped_mm(x, w, offs=ends)
+
+
+def add_rows(a, b, into, stop):
+    """into[:stop] = a (R, C), plus b. -> into[:R], of which rows from stop () int32 on are left as they
+    were."""
+    if on_gpu(a):
+        import kernels
+        kernels.add_rows[(a.size(0),)](a, a if b is None else b, into, stop, a.size(1), TWO=b is not None,
+                                       BLOCK=512, num_warps=2)
+    else:
+        into[:stop] = a[:stop] if b is None else a[:stop] + b[:stop]
+    return into[:a.size(0)]
 
 
 def outer(g, x, ends):

@@ -66,8 +66,6 @@ class Graph:
 
     def fits(self, loss):
         """loss () of the step just done, of all ranks -> False if it is void: rows found no room."""
-        if self.rooms is None:
-            return True
         void = not math.isfinite(loss.item())  # sync point
         if self.rooms.changed(void):
             self.output = self.graph = None  # recorded anew at the next call; the memory is free until then

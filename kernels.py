@@ -9,31 +9,39 @@ import triton.language as tl
 
 
 @triton.jit
-def cross_entropy(z_ptr, target_ptr, loss_ptr, used, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """One program, one row of logits z (N, width): the loss, and softmax - onehot in the place of the logits.
-    The row stays in the cache between the passes: memory sees one read and one write."""
+def cross_entropy(z_ptr, target_ptr, loss_ptr, scale_ptr, used, width, ROWS: tl.constexpr,
+                  BLOCK: tl.constexpr):
+    """One program, one row of logits z (N, width), each read once and written once: the loss; in the place of
+    the logits (softmax - onehot) / scale; and that scale, 1 / the sum of the exponentials, which is known
+    only when all of them are written."""
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * width
     target = tl.load(target_ptr + row)
+    picked = tl.load(z_ptr + target).to(tl.float32)
     # (ROWS, BLOCK) columns in order
     tile = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    # pass 1: each of BLOCK lanes keeps its maximum and its sum of exponentials, rescaled once per ROWS words
-    top = tl.full([BLOCK], -1e30, tl.float32)
+    top = -1e30  # exponentials are taken relative to this
     total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, used, ROWS * BLOCK):
-        z = tl.load(z_ptr + start + tile, mask=start + tile < used, other=-float("inf")).to(tl.float32)
-        new = tl.maximum(top, tl.max(z, axis=0))
-        total = total * tl.exp(top - new) + tl.sum(tl.exp(z - new[None, :]), axis=0)
-        top = new
-    best = tl.max(top, axis=0)
-    lse = best + tl.log(tl.sum(total * tl.exp(top - best), axis=0))
-    tl.store(loss_ptr + row, lse - tl.load(z_ptr + target).to(tl.float32))
-    tl.debug_barrier()  # the target's logit is read before pass 2 overwrites it
     for start in range(0, width, ROWS * BLOCK):
         at = start + tile
         z = tl.load(z_ptr + at, mask=at < used, other=-float("inf")).to(tl.float32)
-        g = tl.exp(z - lse) - tl.where(at == target, 1.0, 0.0)
-        tl.store(z_ptr + at, g.to(z_ptr.dtype.element_ty), mask=at < width)
+        best = tl.max(z)
+        if best > top + 32:  # in the first tile, and hardly again: what was written is scaled down
+            less = tl.exp(top - best)
+            tl.debug_barrier()
+            for again in range(0, start, ROWS * BLOCK):
+                e = tl.load(z_ptr + again + tile).to(tl.float32) * less
+                tl.store(z_ptr + again + tile, e.to(z_ptr.dtype.element_ty))
+            total *= less
+            top = best
+        e = tl.exp(z - top)
+        total += tl.sum(e, axis=0)
+        tl.store(z_ptr + at, e.to(z_ptr.dtype.element_ty), mask=at < width)
+    whole = tl.sum(total)
+    tl.store(loss_ptr + row, top + tl.log(whole) - picked)
+    tl.store(scale_ptr + row, 1 / whole)
+    tl.debug_barrier()  # another thread may have written the target's column
+    tl.store(z_ptr + target, (tl.exp(picked - top) - whole).to(z_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -91,17 +99,35 @@ def tally(expert_ptr, rank_ptr, counts_ptr, n, blocks, E: tl.constexpr, WIDE: tl
 
 
 @triton.jit
-def settle(expert_ptr, rank_ptr, before_ptr, start_ptr, place_ptr, n, rows, blocks, EACH: tl.constexpr,
+def settle(expert_ptr, rank_ptr, upto_ptr, start_ptr, place_ptr, n, rows, blocks, EACH: tl.constexpr,
            BLOCK: tl.constexpr):
-    """place (n,) = start[expert] + before[expert, block] + rank, of tally's blocks; -1 where that is over the
-    end of its window, which holds EACH experts in `rows` rows."""
+    """place (n,) = start[expert] + upto[expert, block - 1] + rank, of tally's blocks; -1 where that is over
+    the end of its window, which holds EACH experts in `rows` rows."""
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(expert_ptr + at, mask=at < n, other=0)
-    place = tl.load(start_ptr + expert) + tl.load(before_ptr + expert * (blocks + 1) + block)
+    place = tl.load(start_ptr + expert)
+    place += tl.load(upto_ptr + expert * blocks + block - 1, mask=expert * 0 + block > 0, other=0)
     place += tl.load(rank_ptr + at, mask=at < n, other=0)
     place = tl.where(place < (expert // EACH + 1) * rows, place, -1)
     tl.store(place_ptr + at, place, mask=at < n)
+
+
+@triton.jit
+def meet(runs_ptr, starts_ptr, ends_ptr, need_ptr, rank, rows, room, EP: tl.constexpr, E: tl.constexpr,
+         WIDE: tl.constexpr):
+    """Program o, the window of rank o: of runs (EP, E) those for its E / EP experts, by expert, by sender ->
+    starts (E,) of this rank's; if it is this rank's window, ends (E/EP,) and *need. WIDE: E rounded up to a
+    power of two."""
+    owner, at = tl.program_id(0), tl.arange(0, WIDE)
+    expert, sender = owner * (E // EP) + at // EP, at % EP
+    run = tl.load(runs_ptr + sender * E + expert, mask=at < E, other=0)
+    stop = tl.cumsum(run, axis=0)
+    tl.store(starts_ptr + expert, stop - run + owner * rows, mask=(at < E) & (sender == rank))
+    if owner == rank:
+        end = tl.minimum(stop, room).to(tl.int32)
+        tl.store(ends_ptr + at // EP, end, mask=(at < E) & (sender == EP - 1))
+        tl.store(need_ptr, tl.maximum(tl.load(need_ptr), tl.sum(run)))
 
 
 @triton.jit
@@ -187,6 +213,19 @@ def pull(out_ptr, place_ptr, address_ptr, rows, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def add_rows(a_ptr, b_ptr, out_ptr, stop_ptr, width, TWO: tl.constexpr, BLOCK: tl.constexpr):
+    """out (R, width) = a, plus b if TWO, in rows before *stop_ptr."""
+    row = tl.program_id(0).to(tl.int64)
+    end = tl.where(row < tl.load(stop_ptr), width, 0)
+    for start in range(0, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(a_ptr + row * width + at, mask=at < width, other=0.0).to(tl.float32)
+        if TWO:
+            x += tl.load(b_ptr + row * width + at, mask=at < width, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row * width + at, x.to(out_ptr.dtype.element_ty), mask=at < width)
+
+
+@triton.jit
 def widen(x_ptr, out_ptr, n, ADD: tl.constexpr, BLOCK: tl.constexpr):
     """out (n,) fp32 = x, or += x."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -194,6 +233,17 @@ def widen(x_ptr, out_ptr, n, ADD: tl.constexpr, BLOCK: tl.constexpr):
     if ADD:
         x += tl.load(out_ptr + at, mask=at < n)
     tl.store(out_ptr + at, x, mask=at < n)
+
+
+@triton.jit
+def add_up(own_ptr, others_ptr, out_ptr, n, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    """out (n,) fp32 = own (n,) + the sum of others (RANKS, n)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(own_ptr + at, mask=at < n).to(tl.float32)
+    for _ in tl.static_range(RANKS):
+        total += tl.load(others_ptr + at, mask=at < n).to(tl.float32)
+        others_ptr += n
+    tl.store(out_ptr + at, total, mask=at < n)
 
 
 @triton.jit

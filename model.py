@@ -77,8 +77,9 @@ def rope_table(T, D, base, device):
 
 
 def rotate(x, cos, sin):
-    """Turn each pair (x_i, x_{i+D/2}) by its position's angle: (B, h, T, D) -> same."""
-    a, b = x.chunk(2, dim=-1)  # (B, h, T, D/2) each
+    """Turn each pair (x_i, x_{i+D/2}) by its position's angle: (B, T, h, D) -> same."""
+    a, b = x.chunk(2, dim=-1)  # (B, T, h, D/2) each
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (T, 1, D/2)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
 
 
@@ -118,12 +119,13 @@ class Attention(nn.Module):
     def forward(self, x, T, cos, sin, cache=None):  # (n, C) -> (n, C)
         x = gather_rows(x, self.mesh.tp)  # (B*T, C): every rank sees all tokens, for its own heads
         x = together(x, [(self.wq, ALL), (self.wk, self.kv), (self.wv, self.kv)])  # (B*T, (h + 2g)*D)
-        x = x.view(-1, T, self.h + 2 * self.g, self.D).transpose(1, 2)  # (B, h + 2g, T, D)
+        x = x.view(-1, T, self.h + 2 * self.g, self.D)
         if self.rope:
-            qk, v = x.split([self.h + self.g, self.g], dim=1)
-            q, k = rotate(qk, cos, sin).split([self.h, self.g], dim=1)
+            qk, v = x.split([self.h + self.g, self.g], dim=2)
+            q, k = rotate(qk, cos, sin).split([self.h, self.g], dim=2)
         else:
-            q, k, v = x.split([self.h, self.g, self.g], dim=1)  # (B, h, T, D), twice (B, g, T, D)
+            q, k, v = x.split([self.h, self.g, self.g], dim=2)  # (B, T, h, D), twice (B, T, g, D)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # of the views only: memory stays by token
         if cache is not None:
             k, v = cache.append(self, k, v)  # (B, g, positions so far, D)
         dropout, causal = self.dropout if self.training else 0.0, cache is None or T > 1
@@ -166,20 +168,21 @@ class Block(nn.Module):
     def forward(self, x, T, cos, sin, cache=None):  # (n, C) -> (n, C), ()
         if self.moe is None:
             return self.again(self.dense, x, T, cos, sin, cache), None
-        x = self.again(self.attend, x, T, cos, sin, cache)
-        y, aux = self.moe(self.norm2(x), self.again)
+        x, z = self.again(self.attend, x, T, cos, sin, cache)
+        y, aux = self.moe(z, self.again)
         return x + F.dropout(y, self.dropout, self.training), aux
 
     def again(self, f, *args):
         """f(*args); under --recompute only its inputs are kept, and backward runs it again."""
         return checkpoint(f, *args, use_reentrant=False) if self.recompute and self.training else f(*args)
 
-    def attend(self, x, T, cos, sin, cache):
-        return x + F.dropout(self.attn(self.norm1(x), T, cos, sin, cache), self.dropout, self.training)
+    def attend(self, x, T, cos, sin, cache):  # (n, C) -> (n, C), the same normed
+        x = x + F.dropout(self.attn(self.norm1(x), T, cos, sin, cache), self.dropout, self.training)
+        return x, self.norm2(x)
 
     def dense(self, x, T, cos, sin, cache):
-        x = self.attend(x, T, cos, sin, cache)
-        return x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
+        x, z = self.attend(x, T, cos, sin, cache)
+        return x + F.dropout(self.mlp(z), self.dropout, self.training)
 
 
 class Table(nn.Module):
@@ -255,10 +258,12 @@ class GPT(nn.Module):
         x = vocab_embedding(tokens.reshape(-1), self.wte.weight, self.mesh.tp)  # (n, C)
         if self.wpe is not None:
             self.arrive(self.wpe)
-            n = x.size(0)
-            first = self.mesh.tp.rank * n  # of this rank's rows
-            row = torch.arange(first, first + n, device=tokens.device)
-            x = x + F.embedding(start + row % T, self.wpe.weight)
+            n, where = x.size(0), self.wpe.weight[start:start + T]  # (T, C)
+            if n % T == 0:
+                x = (x.view(-1, *where.shape) + where).view(n, -1)
+            else:  # this rank's run of rows begins or ends inside a sequence
+                first = self.mesh.tp.rank * n
+                x = x + F.embedding(torch.arange(first, first + n, device=tokens.device) % T, where)
         return F.dropout(x, self.cfg.dropout, self.training)
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from fused import ExpertMLP, collect, collect_backward, gelu, settle, spread, tally
+from fused import ExpertMLP, collect, collect_backward, gelu, meet, settle, spread, tally
 from parallel import all_gather, all_to_all, parameter
 from window import Pull, Push, open_windows
 
@@ -79,8 +79,8 @@ def deal(expert, first, E, room):
     """Each expert has `room` slots and takes the copies that want it: expert (N,) of each copy, who comes
     first (N,), a permutation. -> src (E*room,), slot (N,), () how many found no room"""
     N, slots, wants = expert.numel(), E * room, expert[first]
-    rank, before = tally(wants, E)
-    place = settle(wants, rank, before, torch.zeros_like(before[:, 0]), E, N)  # (N,) in the expert's queue
+    rank, upto = tally(wants, E)
+    place = settle(wants, rank, upto, torch.zeros_like(upto[:, 0]), E, N)  # (N,) in the expert's queue
     target = torch.where(place < room, wants * room + place, slots)
     slot = torch.empty_like(target).scatter_(0, first, target)
     src = torch.full((slots + 1,), N, device=first.device).scatter_(0, target, first)[:slots]
@@ -211,9 +211,9 @@ class MoE(nn.Module):
     def plan_dropless(self, ids):
         ep, e = self.mesh.ep, self.e
         expert = ids.flatten()
-        rank, before = tally(expert, self.E)
-        counts, ends = before[:, -1].contiguous(), before[:, -1].cumsum(0)  # (E,)
-        slot = settle(expert, rank, before, ends - counts, self.E, expert.numel())
+        rank, upto = tally(expert, self.E)
+        counts, ends = upto[:, -1].contiguous(), upto[:, -1].cumsum(0)  # (E,)
+        slot = settle(expert, rank, upto, ends - counts, self.E, expert.numel())
         order = inverse(slot)
         if ep.size == 1:
             return Plan(order, slot, ends=ends)  # static shapes, no synchronisation
@@ -231,22 +231,17 @@ class MoE(nn.Module):
         Of a window `room` rows are in use. A step that brought some rank more (`need`) is void, and done
         again by plan_dropless (train_step)."""
         expert = ids.flatten()
-        rank, before = tally(expert, self.E)
-        starts, ends = self.meet(before[:, -1])
-        return self.through_windows(settle(expert, rank, before, starts, self.e, self.windows[0].rows), ends)
+        rank, upto = tally(expert, self.E)
+        starts, ends = self.meet(upto[:, -1])
+        return self.through_windows(settle(expert, rank, upto, starts, self.e, self.windows[0].rows), ends)
 
     def meet(self, counts):
         """counts (E,): this rank's rows for each expert -> starts (E,), the place of the first of them;
         ends (e,), in this rank's window. It is also the barrier before rows are pushed: who counts has read
         what came to it the last time."""
         ep = self.mesh.ep
-        # (ep*E,) -> by owner (ep, e*ep): each rank's rows for its first expert, ..., for its last
-        runs = all_gather(counts, ep).view(ep.size, self.E).T.reshape(ep.size, -1)
-        stops = runs.cumsum(1)
-        torch.maximum(self.need, stops[ep.rank, -1], out=self.need)
-        windows = self.windows[0].rows * torch.arange(ep.size, device=runs.device)
-        starts = (stops - runs + windows.unsqueeze(1)).view(self.E, ep.size)[:, ep.rank]
-        return starts.contiguous(), stops[ep.rank].view(self.e, ep.size)[:, -1].clamp(max=self.room)
+        runs = all_gather(counts, ep).view(ep.size, self.E)
+        return meet(runs, ep.rank, self.windows[0].rows, self.room, self.need)
 
     def through_windows(self, place, ends):
         mine = torch.arange(place.numel(), device=place.device)  # the copies come back as they went
@@ -279,7 +274,7 @@ class MoE(nn.Module):
         ep, K = self.mesh.ep, self.K
         if plan.place is not None:
             xs = Push.apply(x, plan.place, K, self.room, self.windows)  # (room, C), by expert
-            y = Pull.apply(self.ffn(xs, plan.ends), plan.place, self.windows)  # (N, C)
+            y = Pull.apply(self.ffn(xs, plan.ends, self.windows[1].mine), plan.place, self.windows)  # (N, C)
             return _Combine.apply(y, p, plan.src, plan.slot, K, False)
         xs = _Dispatch.apply(x, plan.src, plan.slot, K, plan.holes)  # (slots, C), by expert
         if plan.ends is None:  # capacity
@@ -297,11 +292,12 @@ class MoE(nn.Module):
             y = all_to_all(y, ep, plan.receive, plan.send)  # (slots, C)
         return _Combine.apply(y, p, plan.src, plan.slot, K, plan.holes)
 
-    def ffn(self, x, ends):
-        """Each row through its expert: x (R, C) in runs that end at ends, or (e, rows, C) -> like x"""
+    def ffn(self, x, ends, into=None):
+        """Each row through its expert: x (R, C) in runs that end at ends, or (e, rows, C) -> like x; into:
+        where it may stand, see ExpertMLP"""
         if fast(x, self.w1) and self.w3 is not None and x.numel():
             ends = None if ends is None else ends.to(torch.int32)
-            return ExpertMLP.apply(x, self.w1, self.w3, self.w2, ends)
+            return ExpertMLP.apply(x, self.w1, self.w3, self.w2, ends, into)
         h = grouped(x, self.w1, ends)
         h = gelu(h) if self.w3 is None else F.silu(h) * grouped(x, self.w3, ends)
         return grouped(h, self.w2, ends)

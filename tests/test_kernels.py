@@ -39,9 +39,10 @@ def test_cross_entropy(width, used):
     z = randn(3, width) * 4
     target = torch.tensor([0, used - 1, used // 3], device=DEVICE)
     reference = z.double()
-    loss = fused.cross_entropy_rows_torch(reference, target, used)
-    near(fused.cross_entropy_rows(z, target, used), loss, 1e-5)
-    near(z, reference, 4e-3)
+    want, _ = fused.cross_entropy_rows_torch(reference, target, used)
+    loss, scale = fused.cross_entropy_rows(z, target, used)
+    near(loss, want, 1e-5)
+    near(z * scale[:, None], reference, 4e-3)
     assert not z[:, used:].any()
 
 
@@ -49,8 +50,31 @@ def test_cross_entropy_of_sharp_logits():
     import fused
     z = torch.full((2, 9984), -3e4, device=DEVICE, dtype=torch.bfloat16)
     z[0, 7], z[1, 9983] = 3e4, 3e4
-    loss = fused.cross_entropy_rows(z, torch.tensor([7, 9983], device=DEVICE), 9984)
+    loss, _ = fused.cross_entropy_rows(z, torch.tensor([7, 9983], device=DEVICE), 9984)
     assert loss.tolist() == [0, 0] and not z.any()
+
+
+def test_fp16_takes_torchs_way_in_pieces():
+    """exp(32) is no fp16."""
+    import fused
+    z, target = randn(2100, 70, dtype=torch.float16), torch.randint(0, 65, (2100,), device=DEVICE)
+    reference = z.double()
+    want, _ = fused.cross_entropy_rows_torch(reference, target, 65)
+    loss, scale = fused.cross_entropy_rows(z, target, 65)
+    near(loss, want, 1e-5)
+    near(z * scale[:, None], reference, 1e-3)
+
+
+def test_cross_entropy_of_rising_logits():
+    """Later tiles hold the larger logits: what was written is scaled down, twice."""
+    import fused
+    z = (torch.arange(3)[:, None] * torch.arange(12288) // 4096 * 20.0 + torch.rand(3, 12288)).to(DEVICE)
+    reference, target = z.double(), torch.tensor([5, 5000, 12000], device=DEVICE)
+    z = z.float()
+    want, _ = fused.cross_entropy_rows_torch(reference, target, 12000 + 1)
+    loss, scale = fused.cross_entropy_rows(z, target, 12000 + 1)
+    near(loss, want, 1e-5)
+    torch.testing.assert_close((z * scale[:, None]).double(), reference, rtol=1e-4, atol=1e-30)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -70,6 +94,34 @@ def test_swiglu(packed, stop):
     for x, y in zip((got,) if packed else got, (again,) if packed else again, strict=True):
         assert torch.equal(x[:rows], y[:rows])
     assert torch.equal(dh[:rows], fused.silu_mul(*pair, stop)[:rows])
+
+
+@pytest.mark.parametrize("two", [True, False])
+def test_add_rows(two):
+    """Into a window: what stands behind the rows stays."""
+    import fused
+    a, b, into = randn(5, 700), randn(5, 700) if two else None, randn(7, 700)
+    before, stop = into.clone(), torch.tensor(3, dtype=torch.int32, device=DEVICE)
+    y = fused.add_rows(a, b, into, stop)
+    assert y.data_ptr() == into.data_ptr() and y.shape == a.shape
+    near(into[:3], a[:3].double() + (b[:3].double() if two else 0), 8e-3)
+    assert torch.equal(into[3:], before[3:])
+    again = before.double()
+    twin(fused.add_rows, a, b, again, stop)
+    near(into, again, 8e-3)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_add_up(ranks):
+    """In fp32: 1 + 2^-8 + ... of bf16 numbers does not round."""
+    import fused
+    own, others = randn(5000), randn(ranks - 1, 5000)
+    total = torch.full((5000,), torch.nan, device=DEVICE)
+    fused.add_up(total, own, others)
+    near(total, own.double() + others.double().sum(0), 1e-6)
+    wide = torch.empty(5000, dtype=torch.float64, device=DEVICE)
+    twin(fused.add_up, wide, own, others)
+    near(total, wide, 1e-6)
 
 
 @pytest.mark.parametrize("K", [1, 2])
@@ -182,18 +234,45 @@ def test_a_place_for_each_copy(E, N, monkeypatch):
     import fused
     expert = (torch.rand(N, device=DEVICE) ** 2 * E).long()  # the first ones crowd
     counts = torch.bincount(expert, minlength=E)
-    rank, before = fused.tally(expert, E)
-    assert rank.numel() == N and torch.equal(before[:, -1], counts) and not before[:, 0].any()
-    place = fused.settle(expert, rank, before, counts.cumsum(0) - counts, E, N)
+    rank, upto = fused.tally(expert, E)
+    assert rank.numel() == N and torch.equal(upto[:, -1], counts)
+    place = fused.settle(expert, rank, upto, counts.cumsum(0) - counts, E, N)
     order = expert.argsort(stable=True)
     assert torch.equal(place[order], torch.arange(N, device=DEVICE))
     each, rows = -(-E // 2), max(1, N // 3)  # two windows, too small for all
     start = counts.cumsum(0) - counts
     start = torch.cat([start[:each], start[each:] - counts[:each].sum() + rows])
-    got = fused.settle(expert, rank, before, start, each, rows)
+    got = fused.settle(expert, rank, upto, start, each, rows)
     monkeypatch.setattr(fused, "on_gpu", lambda x: False)
     want = fused.settle(expert, *fused.tally(expert, E), start, each, rows)
     assert torch.equal(got, want) and got.max() < 2 * rows and (N < 3 or (got == -1).any())
+
+
+@pytest.mark.parametrize("ep, E, rank", [(2, 4, 1), (4, 64, 0), (3, 9, 2), (8, 384, 5)])
+def test_meet(ep, E, rank, monkeypatch):
+    """Where each rank's copies begin in the windows: written out, the twin, the kernel."""
+    import fused
+    runs, e, rows = torch.randint(0, 9, (ep, E), device=DEVICE), E // ep, 10_000
+    starts, ends = [], []
+    for o in range(ep):
+        at = 0
+        for expert in range(o * e, (o + 1) * e):
+            for sender in range(ep):
+                if sender == rank:
+                    starts.append(o * rows + at)
+                at += runs[sender, expert].item()
+            if o == rank:
+                ends.append(min(at, 50))
+        if o == rank:
+            here = at
+    for twin_only in (False, True):
+        if twin_only:
+            monkeypatch.setattr(fused, "on_gpu", lambda x: False)
+        for before in (0, 10**6):
+            need = torch.tensor(before, device=DEVICE)
+            got = fused.meet(runs, rank, rows, 50, need)
+            assert [got[0].tolist(), got[1].tolist()] == [starts, ends] and got[1].dtype == torch.int32
+            assert need.item() == max(before, here)
 
 
 @pytest.mark.parametrize("K", [1, 2])

@@ -286,7 +286,7 @@ def test_rope_sees_relative_positions_only():
     cos, sin = (t.double() for t in rope_table(T, D, 10000.0, "cpu"))
     rng = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, 1, D, generator=rng, dtype=torch.float64).expand(1, 1, T, D) for _ in range(2))
-    rq, rk = rotate(q, cos, sin), rotate(k, cos, sin)
+    rq, rk = (rotate(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))  # (1, 1, T, D)
     dots = (rq @ rk.transpose(-1, -2))[0, 0]  # (T, T): the same q at every row, the same k at every column
     for delta in range(-T + 1, T):
         diagonal = dots.diagonal(delta)
@@ -320,8 +320,9 @@ def test_gqa_equals_full_attention_with_repeated_heads(G):
         cos, sin = rope_table(T, D, cfg.rope_base, "cpu")
         got, want = few(x, T, cos, sin), full(x, T, cos, sin)
         torch.testing.assert_close(got, want)
-        q, k, v = (getattr(full, n)(x).view(B, T, H, D).transpose(1, 2) for n in ("wq", "wk", "wv"))
-        score = rotate(q, cos, sin) @ rotate(k, cos, sin).transpose(-1, -2) / math.sqrt(D)
+        q, k, v = (getattr(full, n)(x).view(B, T, H, D) for n in ("wq", "wk", "wv"))
+        q, k, v = (x.transpose(1, 2) for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+        score = q @ k.transpose(-1, -2) / math.sqrt(D)
         score = score.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
         slow = full.wo((score.softmax(-1) @ v).transpose(1, 2).reshape(B * T, H * D))
         torch.testing.assert_close(got, slow)

@@ -323,7 +323,7 @@ def on_ranks(world, ep, flags, kind, slack=0.0):
         layer.room = int(slack * x.size(0) * layer.K)
         window.open_windows([layer], layer.room + 3, torch.device("cpu"))
     ffn = layer.ffn
-    layer.ffn = lambda x, ends: rows.append(x.size(0)) or ffn(x, ends)
+    layer.ffn = lambda x, *more: rows.append(x.size(0)) or ffn(x, *more)
     y, aux = layer(x, run)
     (y.square().sum() + aux).backward()
     assert not slack or layer.need <= layer.room
