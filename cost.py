@@ -50,13 +50,15 @@ TOUCHES = 3  # times a kept tensor passes through memory outside matrix products
 STREAM = 0.95  # of hbm, kernels over flat buffers: AdamW 4.17, gradients to fp32 4.0 of 4.28 TB/s
 ADAM = 34  # bytes per parameter stepped: AdamW 30 (gradient, master, two moments read, three of them and bf16
 # written), the norm of the gradient 4; 30 where the gradient is bf16
-GAP = 80e-6  # s per block between kernels that a CUDA graph replays: 1,473 kernels, 1.9 ms in W1's trace
+GAP = 63e-6  # s per block between kernels that a CUDA graph replays: 1,223 kernels, 1.5 ms in W1's trace
 LAUNCH = {True: 0.2e-3, False: 0.5e-3}  # s of host per block, compiled or not, where no CUDA graph replays
 SYNC = 1e-3  # s per block that a GPU idles where rows go to experts without windows: W2b's trace
 LATENCY = 20e-6  # s per collective: 18 us at 1 MB on h200
 HOP = 1.9e-6, 4e-6  # s per rank of a ring, inside a node and over the network: NCCL's own table, LL128
 ALL_TO_ALL = 0.78  # of link: 250 GB/s in blocks of 67 MB
 HIDDEN = 0.5  # of what compute and communication could overlap: 0.504 ms beside 1.865 ms took 2.125 together
+COPIED = 0.85  # ... where copy engines carry it: 1.936 together
+ENTROPY = 0.82  # of hbm, cross-entropy: 2.43 ms for W1's 8.4 GB
 # experts' rows: the fullest of `ep` ranks has 1 + SKEW sqrt((ep - 1) / E) times its share, by the deviation
 # of a sum of E / ep of E loads. from the rooms at step 200 and 300 of W2b on real tokens, 1.1 times the need:
 # 1.79 and 1.77 for ep 4, 1.54 and 1.56 for ep 2 (SKEW 2.8 to 3.4). that is the worst layer; the mean layer
@@ -151,8 +153,8 @@ def stage_time(cfg, mesh, layers, kept, vocab, gpu, sent, micro, static):
     head = 0.0
     if layers[1] == cfg.n_layer:
         head = 3 * product(rows, vocab // tp, cfg.n_embd, gpu)
-        # cross-entropy: reads, reads, writes; over tp 14 passes in fp32 (parallel.vocab_cross_entropy)
-        head += rows * vocab / tp * (3 * SIZE[cfg.dtype] if tp == 1 else 14 * 4) / gpu.hbm
+        # cross-entropy: reads, writes; over tp 14 passes in fp32 (parallel.vocab_cross_entropy)
+        head += rows * vocab / tp * (2 * SIZE[cfg.dtype] / ENTROPY if tp == 1 else 14 * 4) / gpu.hbm
     loose = dropless(cfg, mesh)
     through = static and 1 < mesh.ep.size <= gpu.node and cfg.dtype == "bf16"  # windows
     space = room(cfg, mesh) if loose and through else 0.0
@@ -177,12 +179,12 @@ def stage_time(cfg, mesh, layers, kept, vocab, gpu, sent, micro, static):
     return max(device, host) + moved
 
 
-def step_time(cfg, mesh, micro, slowest, local, owned, lone, reductions, gpu):
+def step_time(cfg, mesh, micro, slowest, local, owned, lone, near, reductions, gpu):
     """-> {part: seconds} of a step. slowest: seconds of the slowest stage's micro-batch; local, owned:
-    parameters of this rank, those that it steps; lone: those with a gradient that is not widened;
-    reductions: {axis: (bytes of gradients, under the last
-    backward; of weights, under the first forward; collectives each; the share that nothing hides: the last
-    bucket to leave, the first to come)}."""
+    parameters of this rank, those that it steps; lone: those with a gradient that is not widened; near:
+    {axis: those whose gradients travel through windows}; reductions: {axis: (bytes of gradients, under the
+    last backward; of weights, under the first forward; collectives each; the share that nothing hides: the
+    last bucket to leave, the first to come)}."""
     strides = {"dp": mesh.tp.size, "stage": 1, "edp": mesh.ep.size, "tied": mesh.tp.size}
     exposed = 0.0
     for way, under in ((0, 2 / 3), (1, 1 / 3)):
@@ -193,9 +195,12 @@ def step_time(cfg, mesh, micro, slowest, local, owned, lone, reductions, gpu):
                 trips = LATENCY + hops(axis, stride, gpu)
                 transfer = moved[way] / ring(axis, stride, gpu)
                 whole, tail = whole + transfer + calls * trips, tail + transfer * last + trips
-        exposed += whole - HIDDEN * min(whole - tail, slowest * under)
+        exposed += whole - (COPIED if near else HIDDEN) * min(whole - tail, slowest * under)
     weight, grad = SIZE[cfg.dtype], max(4, SIZE[cfg.dtype])
-    widen = (local * (weight + grad + (micro - 1) * (weight + 2 * grad)) - lone * (grad - weight))
+    widen = local * (weight + grad + (micro - 1) * (weight + 2 * grad))
+    widen -= (lone + sum(near.values())) * (grad - weight)
+    for name, n in near.items():  # the ranks' slices, added up
+        widen += n * (weight + grad / getattr(mesh, name).size)
     widen /= STREAM * gpu.hbm
     return {"compute": micro * slowest, "bubble": (mesh.pp.size - 1) * slowest, "gradients": widen,
             "reduce": exposed, "optimizer": (owned * ADAM - lone * 4) / (STREAM * gpu.hbm)}

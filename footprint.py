@@ -95,7 +95,7 @@ def kept(cfg, mesh, fill=0.0):
     # norm2's input
     row = C / tp + C + (q + 2 * kv) + q + C / tp
     if cfg.pos == "rope":
-        row += q + kv + q  # q and k turned; the output is laid out like q and copied for wo
+        row += q + kv  # q and k turned
     fixed = C * (q + 2 * kv)  # together()'s copy of wq, wk, wv
     stays = rows * C / tp
     hidden = cfg.n_shared_experts * F if cfg.n_experts else F
@@ -120,7 +120,7 @@ def kept(cfg, mesh, fill=0.0):
         route += 8 * n * K * (2 if rooms else 5 if mesh.ep.size > 1 else 3)
         halves = 2 if cfg.dtype == "bf16" or not glued else 4  # fused.ExpertMLP makes two of them again
         own += route + size * (held * (C * (not rooms) + halves * F) + n * K * C)  # x a b; the copies
-        stays += route + size * 2 * n * C  # norm2's input and output
+        stays += route + size * n * C  # norm2's output
         peak += held * (2 * F + C)
     own += 2 * rows * C / tp * (cfg.dropout > 0)  # the masks, one byte each
     return size * (rows * row + fixed) + own, stays, size * (peak + 2 * rows * C)
@@ -129,14 +129,19 @@ def kept(cfg, mesh, fill=0.0):
 def memory(cfg, mesh, vocab_size):
     """-> {part: bytes on this rank} at the fullest moment, on a GPU: weights, gradients, optimizer;
     activations of all micro-batches in flight (1F1B: up to stages - stage); logits; workspace, what
-    backward's first block needs beside them and more than the logits did; windows and overhead, which are
-    not of torch's allocator."""
+    backward's first block needs beside them and more than the logits did; the experts' windows, and overhead,
+    which are not of torch's allocator. Nor are the weights and gradients of near()."""
     weight, grad = SIZE[cfg.dtype], max(4, SIZE[cfg.dtype])
     count = local_parameters(cfg, mesh, vocab_size)
     n = sum(count.values())
     shard = sum(p / (getattr(mesh, name).size if cfg.zero else 1) for name, p in count.items())
     masters = 0 if weight == grad else grad
-    sums = n * grad - lone(cfg, mesh, count) * (grad - weight)
+    close = near(cfg, mesh, count)
+    sums = n * grad - (lone(cfg, mesh, count) + sum(close.values())) * (grad - weight)
+    sums += sum(p / getattr(mesh, name).size for name, p in close.items()) * grad  # NearBucket's totals
+    biggest = max((p for name, buckets in local_parameters(cfg, mesh, vocab_size, True).items()
+                   if name in close for p in buckets), default=0)
+    sums += biggest * weight  # where the others' gradients come in, less this rank's
     tp, C, V = mesh.tp.size, cfg.n_embd, padded(vocab_size)
     rows = cfg.micro_batch * cfg.seq_len
     first, last = spans(cfg, mesh.pp.size)[mesh.pp.rank]
@@ -168,6 +173,14 @@ def lone(cfg, mesh, count):
     if cfg.dtype != "bf16" or micro_batches(cfg, mesh) > 1:
         return 0
     return sum(n for name, n in count.items() if getattr(mesh, name).size == 1)
+
+
+def near(cfg, mesh, count):
+    """-> {axis name: parameters} whose weights and gradients lie in windows (near.NearBucket)."""
+    if (cfg.dtype != "bf16" or not cfg.zero or mesh.pp.size > 1 or not 1 < mesh.stage.size <= NODE
+            or micro_batches(cfg, mesh) > 1):
+        return {}
+    return {name: n for name, n in count.items() if getattr(mesh, name).size > 1}
 
 
 def micro_batches(cfg, mesh, batch=0):

@@ -12,7 +12,7 @@ import blend
 import log
 from model import flops_per_token
 from skip import not_finite
-from window import Window
+from window import in_use
 
 
 def make_logger(cfg, mesh, world, out, state, vocab_size):
@@ -50,7 +50,7 @@ def measure(cfg, world, state, batch, lr, totals, reason, clock, vocab_size):
         row.update(ms=ms, ms_per_sample=ms / batch, tok_s=per_gpu * world.size, tok_s_gpu=per_gpu,
                    tflops=flops / 1e12, tflops_causal=causal / 1e12, mfu=flops / peak if peak else None)
     if world.device.type == "cuda":
-        memory = torch.tensor((torch.cuda.max_memory_reserved() + Window.bytes) / 2**30)
+        memory = torch.tensor((torch.cuda.max_memory_reserved() + in_use()) / 2**30)
         if world.size > 1:
             world.calls.note("all-reduce", "world", memory)
             dist.all_reduce(memory, dist.ReduceOp.MAX)  # one number on the host, over the world
@@ -69,10 +69,10 @@ def timing(timers, steps, mesh):
     return {f"t_{phase}": t for phase, t in zip(timers.PHASES, ms.tolist(), strict=True)}
 
 
-def report_traffic(cfg, mesh, vocab_size, batch, chief):
+def report_traffic(cfg, mesh, vocab_size, batch, chief, windows):
     """Bytes sent in the first step: predicted by plan.py, measured by the counters of every collective."""
     from plan import traffic
-    predicted = traffic(cfg, mesh, vocab_size, batch)
+    predicted = traffic(cfg, mesh, vocab_size, batch, windows)
     if chief and predicted:
         axes = {axis: sum(getattr(mesh, axis).sent.values()) for axis in predicted}
         print("comm per step, MB sent by rank 0, predicted / measured: " + ", ".join(

@@ -40,7 +40,8 @@ class Optimizer:
         self.before_step = None  # called when gradients are summed and nothing is updated yet
         self.saving = None  # event: a checkpoint has its copy of weights and moments
         self.masters = [b.master for b in dp.buckets]  # (n/shards,) each
-        self.grads = [b.grad[b.mine] for b in dp.buckets]  # likewise
+        self.grads = [b.total for b in dp.buckets]  # likewise
+        self.shares = torch.tensor([b.share for b in dp.buckets], dtype=torch.float64, device=device)
         self.adam = AdamW(self.masters, [cfg.weight_decay if b.decay else 0.0 for b in dp.buckets],
                           (cfg.beta1, cfg.beta2))
         t = torch.zeros((), device=device)
@@ -81,9 +82,9 @@ class Optimizer:
     @torch.no_grad()
     def publish(self):
         """The masters' values become the model's weights, on this rank and (ZeRO-1) on the others."""
-        for m, b in zip(self.masters, self.dp.buckets, strict=True):
+        for m, b in reversed(list(zip(self.masters, self.dp.buckets, strict=True))):
             b.flat[b.mine].copy_(m)  # rounds to the model's dtype; onto itself without masters
-        self.dp.stepped()
+            self.dp.stepped(b)
 
     def wait(self):
         """The other ranks' new weights are here after this: for all readers but the next forward."""
@@ -101,18 +102,29 @@ class Optimizer:
         wide = torch.float64 if loss.device.type == "cpu" else self.masters[0].dtype
         loss = loss.double() / self.tp.size  # every tp rank computed the same loss
         total = torch.stack([loss, *torch.zeros_like(loss).expand(3)])
-        for m, g, b in zip(self.masters, self.grads, self.dp.buckets, strict=True):
-            total[1] += torch.linalg.vector_norm(g, dtype=wide).double() ** 2 * b.share
-            if full:
+        total[1] = self.squared(self.grads, wide)
+        if full:
+            for g, b in zip(self.grads, self.dp.buckets, strict=True):
                 padding = max(0, b.mine.stop - max(b.used, b.mine.start))
                 total[2] += (g.numel() - padding - g.count_nonzero()) * b.share
-                total[3] += torch.linalg.vector_norm(m, dtype=wide).double() ** 2 * b.share
+            total[3] = self.squared(self.masters, wide)
         if self.world.size > 1:
             self.world.count("all-reduce", total)
             dist.all_reduce(total, group=self.world.group)  # SUM of 4 numbers, over the world
         total[1] = self.unscaled(total[1].sqrt())
         total[3].sqrt_()
         return total
+
+    def squared(self, slices, wide):
+        """-> () fp64, the squared norm of what slices, one per bucket, hold; torch batches those of one
+        dtype."""
+        norms = [None] * len(slices)
+        for dtype in {s.dtype for s in slices}:
+            alike = [i for i, s in enumerate(slices) if s.dtype == dtype]
+            for i, norm in zip(alike, torch._foreach_norm([slices[i] for i in alike], 2, dtype=wide),
+                               strict=True):
+                norms[i] = norm
+        return (torch.stack(norms).double().square() * self.shares).sum()
 
     @torch.no_grad()
     def step(self, lr, grad_norm):
@@ -129,14 +141,13 @@ class Optimizer:
                   else torch.ones_like(grad_norm))
         divide = divide if self.scale is None else divide * self.scale
         if self.masters[0].dtype == torch.float64:  # torch's kernel takes an fp32 divisor only
-            for g in self.grads:
-                g.div_(divide)
+            for g in self.grads:  # padding is never written anew: a NaN would stay in it
+                g.div_(torch.where(bad > 0, 1.0, divide))
             divide = torch.ones_like(divide)
         divide = divide.to(torch.float32)
         with self.dp.timers("optimizer"):
             if self.triton:
                 self.adamw(lr, divide, bad)
-                self.dp.stepped()
             else:
                 self.adam.step(self.grads, lr, divide, bad)
                 self.publish()
@@ -152,8 +163,10 @@ class Optimizer:
         t += 1 - bad
         wide = t.double()
         now = torch.stack([lr / (1 - beta1 ** wide), (1 - beta2 ** wide).sqrt(), divide, bad]).float()
-        for b, m, g, decay in zip(self.dp.buckets, self.masters, self.grads, self.adam.decay, strict=True):
+        for b, m, g, decay in reversed(list(zip(self.dp.buckets, self.masters, self.grads, self.adam.decay,
+                                                strict=True))):
             state, flat = self.adam.state[m], b.flat[b.mine]
             kernels.adamw[(-(-m.numel() // 2048),)](
                 m, g, state["exp_avg"], state["exp_avg_sq"], flat, now, 1 - lr * decay, 1 - beta1,
                 1 - beta2, eps, m.numel(), OUT=flat.dtype != m.dtype, BLOCK=2048, num_warps=8)
+            self.dp.stepped(b)

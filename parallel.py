@@ -3,8 +3,8 @@ r"""What travels along the axes of mesh.py: tensor and data parallelism written 
 The one rule: the loss is divided once, by the number of tokens of the whole global batch. Every gradient
 reduction is then a plain SUM over the ranks that hold the same parameter. No averages, no second division.
 
-grep -n "dist\\.\|_single(" *.py and window.py's push and pull are the whole communication story; each
-call says what moves, over which axis, how much.
+grep -n "dist\\.\|_single(" *.py is the whole communication story but for what GPUs of one node read and write
+in each other's memory (near.py, window.py); each call says what moves, over which axis, how much.
 """
 import contextlib
 import weakref
@@ -195,6 +195,9 @@ def vocab_cross_entropy(logits, target, vocab_size, axis):
 # -----------------------------------------------------------------------------
 # data parallelism and ZeRO-1: flat buckets, reduced while backward still runs
 
+LARGE = 2**22  # elements
+
+
 class Bucket:
     """Parameters that are reduced together, laid out one after the other in two flat buffers: one large
     collective beats many small ones.
@@ -203,9 +206,10 @@ class Bucket:
     grad (n,) holds the sum of the gradients in at least fp32, or in the model's dtype if `lone`: where
     nothing is ever added to a gradient that is half the memory for the same numbers.
     ZeRO-1 (arXiv:1910.02054, section 5.1): of n each rank owns the slice `mine`, (n/size,), steps only that,
-    and sends its new weights to the others. Without ZeRO every rank owns all. master (n/size,) is that slice
-    in at least fp32, as it was drawn: from the rounded weights, a warmup's small updates would not show in
-    the model for many steps. It is the weights themselves where those are wide enough.
+    and sends its new weights to the others. Without ZeRO every rank owns all. total (n/size,) is that slice
+    of the ranks' sum. master (n/size,) is that slice of the weights in at least fp32, as it was drawn: from
+    the rounded weights, a warmup's small updates would not show in the model for many steps. It is the
+    weights themselves where those are wide enough.
     """
 
     def __init__(self, names, params, axis, decay, zero, dtype=None, lone=False):
@@ -218,12 +222,8 @@ class Bucket:
         dtype, device = dtype or params[0].dtype, params[0].device
         wide = torch.promote_types(params[0].dtype, torch.float32)
         drawn = torch.zeros(n, dtype=wide, device=device)  # (n,)
-        self.flat = drawn if wide == dtype else torch.zeros(n, dtype=dtype, device=device)  # (n,)
-        sums = dtype if lone else torch.promote_types(dtype, torch.float32)
-        self.grad = torch.zeros(n, dtype=sums, device=device)  # (n,)
-        own = n // self.shards
-        rank = axis.rank if self.shards > 1 else 0
-        self.mine = slice(rank * own, (rank + 1) * own)
+        self.mine = self.slice(axis.rank if self.shards > 1 else 0, n)
+        self.flat, self.grad, self.total = self.memory(drawn, dtype)
         self.grads, self.starts = [], []  # per parameter: its window of self.grad, and where that begins
         at = 0
         for p in params:
@@ -237,6 +237,16 @@ class Bucket:
         self.gather = None
         self.begin()
 
+    def slice(self, rank, n):
+        return slice(rank * n // self.shards, (rank + 1) * n // self.shards)
+
+    def memory(self, drawn, dtype):
+        """-> flat, grad, total; drawn (n,): weights in at least fp32"""
+        flat = drawn if drawn.dtype == dtype else torch.zeros_like(drawn, dtype=dtype)
+        sums = dtype if self.lone else torch.promote_types(dtype, torch.float32)
+        grad = torch.zeros_like(drawn, dtype=sums)
+        return flat, grad, grad[self.mine]
+
     def begin(self):
         """A new optimizer step: no gradient has come yet."""
         self.fresh = [True] * len(self.params)
@@ -244,30 +254,45 @@ class Bucket:
         self.work = None
 
     def add(self, i, last):
-        """Take parameter i's gradient of one micro-batch; after the last one a full bucket leaves at once."""
+        """Take parameter i's gradient of one micro-batch; after the last one a full bucket leaves at once.
+        Lone gradients wait until then, to be copied together."""
         p = self.params[i]
         assert self.fresh[i] or not self.lone, "a second micro-batch where one was announced (once)"
-        accumulate(self.grads[i], p.grad, first=self.fresh[i])
-        self.fresh[i], p.grad = False, None
+        if not self.lone:
+            accumulate(self.grads[i], p.grad, first=self.fresh[i])
+            p.grad = None
+        self.fresh[i] = False
         if last:
             self.waiting -= 1
             if self.waiting == 0:
                 self.reduce()
 
     def reduce(self):
+        if self.lone:
+            pairs = [(g, p.grad) for g, p in zip(self.grads, self.params, strict=True) if p.grad is not None]
+            many = [pair for pair in pairs if pair[0].numel() < LARGE]
+            if many:  # one kernel for all of them; a large one is copied at twice its speed
+                torch._foreach_copy_(*zip(*many, strict=True))
+            for g, new in pairs:
+                if g.numel() >= LARGE:
+                    g.copy_(new)
+            for p in self.params:
+                p.grad = None
         for i, fresh in enumerate(self.fresh):
             if fresh:
                 self.grads[i].zero_()  # a parameter that took no part in this step
+        self.work = self.add_up()
+
+    def add_up(self):
+        """Start the sum over the axis. -> its end, for which wait() waits"""
         if self.shards > 1:  # SUM, n/size of n fp32 to each rank, over the axis
             self.axis.count("reduce-scatter", self.grad)
-            self.work = reduce_scatter_single(self.grad[self.mine], self.grad, group=self.axis.group,
-                                              async_op=True)
-        elif self.axis.size > 1:
+            return reduce_scatter_single(self.total, self.grad, group=self.axis.group, async_op=True)
+        if self.axis.size > 1:
             self.axis.count("all-reduce", self.grad)
             # SUM, n fp32, over the axis
-            self.work = dist.all_reduce(self.grad, group=self.axis.group, async_op=True)
-        else:
-            self.work = _Done()
+            return dist.all_reduce(self.grad, group=self.axis.group, async_op=True)
+        return Done()
 
     def finish(self):
         """Wait for the reduction (a bucket that never filled is reduced here, in one order everywhere)."""
@@ -289,7 +314,7 @@ class Bucket:
             self.gather = None
 
 
-class _Done:
+class Done:
     """What an asynchronous collective over one rank returns."""
 
     def wait(self):
@@ -303,16 +328,18 @@ def untimed(phase):
 
 class DataParallel:
     """Sums every gradient over the ranks that hold the same parameter.
-    Per step: begin(); per micro-batch set .last, backward; finish(). After the optimizer: send_weights()."""
+    Per step: begin(); per micro-batch set .last, backward; finish(). After the optimizer: stepped(bucket)."""
 
     def __init__(self, model, mesh, zero=0, timers=untimed, bucket_elements=16_000_000, dtype=None,
-                 once=False):
+                 once=False, near=None):
         self.timers = timers
-        self.lazy = False  # graph.py: new weights travel at the start of a recorded step, not after the old
+        # graph.py: new weights travel at the start of a recorded step, not after the old, but for `early`
+        self.lazy = False
         self.owed = False  # new weights have not been sent yet
         self.last = True  # the micro-batch in flight is the step's last one: its gradients complete the sums
         self.buckets, self.dtype = [], dtype  # of the weights from now on; None: as they are
         self.once = once  # one micro-batch per step
+        self.near = near  # near.NearBucket, if once and a stage's GPUs reach each other's memory
         open_ = {}  # (axis, decayed): names and parameters of the bucket being filled
         # backward reaches the last layers first, so buckets are filled in reverse. vectors (norms, biases)
         # keep buckets of their own: they are not decayed, and one bucket is one tensor of the optimizer
@@ -334,12 +361,16 @@ class DataParallel:
                 p.register_post_accumulate_grad_hook(lambda p, it=it, i=i: it.add(i, me.last))
         self.buffers, self.stage = dict(model.named_buffers()), mesh.stage  # untrained, but state
         self.needs = {m: list(dict.fromkeys(owner[p] for p in m.parameters())) for m in model.modules()}
+        # what the next forward would wait for leaves under the optimizer, outside of a recorded step
+        self.early = self.needs[model.wte] if near else []
         model.arrive = self.arrive
 
     def _close(self, key, mesh, zero, names, params):
         axis = getattr(mesh, key[0])
-        lone = self.once and axis.size == 1
-        self.buckets.append(Bucket(names, params, axis, key[1], zero, self.dtype, lone))
+        near = self.near is not None and zero and axis.size > 1
+        lone = self.once and (near or axis.size == 1)
+        bucket = self.near if near else Bucket
+        self.buckets.append(bucket(names, params, axis, key[1], zero, self.dtype, lone))
 
     def begin(self):
         for bucket in self.buckets:
@@ -350,11 +381,13 @@ class DataParallel:
             for bucket in self.buckets:
                 bucket.finish()
 
-    def stepped(self):
-        """The optimizer wrote this rank's slices: the others get them, under the next forward."""
-        self.owed = True
-        if not self.lazy:
-            self.send_owed()
+    def stepped(self, bucket):
+        """The optimizer wrote this rank's slice of a bucket, the first layers' first: the others get it,
+        under the next forward."""
+        if self.lazy and bucket not in self.early:
+            self.owed = True
+        else:
+            bucket.send_weights()
 
     def send_owed(self):
         if self.owed:
@@ -363,7 +396,8 @@ class DataParallel:
     def send_weights(self):
         self.owed = False
         for bucket in reversed(self.buckets):  # in the order in which the next forward needs them
-            bucket.send_weights()
+            if bucket not in self.early:
+                bucket.send_weights()
 
     def arrive(self, module):
         """Called by the model just before it uses a module: its weights are all here after this."""

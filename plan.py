@@ -20,7 +20,18 @@ from types import SimpleNamespace
 from config import check, check_layout, parse
 from cost import GPUS, SIZE, dropless, fullest, products, room, stage_time, step_time, waves
 from data import load_meta
-from footprint import GIB, graphed, kept, local_parameters, lone, memory, micro_batches, spans, windows
+from footprint import (
+    GIB,
+    graphed,
+    kept,
+    local_parameters,
+    lone,
+    memory,
+    micro_batches,
+    near,
+    spans,
+    windows,
+)
 from model import count_parameters, flops_per_token, padded
 from parallel import Axis, Mesh, make_mesh
 from rampup import schedule
@@ -28,21 +39,22 @@ from rampup import schedule
 # -----------------------------------------------------------------------------
 # 1) traffic
 
-def traffic(cfg, mesh, vocab_size, batch):
+def traffic(cfg, mesh, vocab_size, batch, windows=True):
     """-> {axis name: bytes that this rank sends per optimizer step}, by ring algorithms; experts balanced.
-    parallel.Axis.sent measures the same."""
+    windows: whether GPUs reach each other's memory. parallel.Axis.sent measures the same."""
     weight, wide = SIZE[cfg.dtype], max(4, SIZE[cfg.dtype])
     micro = micro_batches(cfg, mesh, batch)
     rows = cfg.micro_batch * cfg.seq_len  # (B*T, C) on every tp rank when gathered
     first, last = spans(cfg, mesh.pp.size)[mesh.pp.rank]
     blocks, again = last - first, cfg.recompute == "full"
-    out = Counter({name: both[0] + both[1] for name, both in reductions(cfg, mesh, vocab_size).items()})
+    out = Counter({name: both[0] + both[1] for name, both
+                   in reductions(cfg, mesh, vocab_size, windows).items()})
     # tensor parallelism: attention and MLP each gather and scatter (B*T, C), backward does both adjoints.
     # recomputing stops at the last tensor backward needs, before a branch's scatter where no branch follows
     t = (mesh.tp.size - 1) / mesh.tp.size
     shared = cfg.n_experts and cfg.n_shared_experts
     calls = 8 if not cfg.n_experts or shared else 4
-    calls += again * (3 if not cfg.n_experts else 2 if shared else 1)
+    calls += again * (3 if not cfg.n_experts or shared else 2)
     ends = 2 * (first == 0) + 2 * (last == cfg.n_layer)  # embedding: scatter; head: gather; again in backward
     out["tp"] += t * micro * (blocks * calls + ends) * rows * cfg.n_embd * weight
     if last == cfg.n_layer:  # cross-entropy: the maximum, and two sums, over the vocabulary
@@ -62,15 +74,17 @@ def traffic(cfg, mesh, vocab_size, batch):
     return {name: b for name, b in out.items() if b}
 
 
-def reductions(cfg, mesh, vocab_size):
+def reductions(cfg, mesh, vocab_size, windows=True):
     """-> {axis: (bytes of gradients, of weights, collectives each, share of the last)}: an all-reduce is a
-    reduce-scatter and an all-gather of fp32; ZeRO-1 gathers weights instead."""
+    reduce-scatter and an all-gather of fp32; ZeRO-1 gathers weights instead; through windows gradients
+    travel in the model's dtype."""
     weight, grad = SIZE[cfg.dtype], max(4, SIZE[cfg.dtype])
-    out = {}
+    out, close = {}, near(cfg, mesh, local_parameters(cfg, mesh, vocab_size)) if windows else {}
     for name, buckets in local_parameters(cfg, mesh, vocab_size, buckets=True).items():
         size, n = getattr(mesh, name).size, sum(buckets)
         each = (size - 1) / size * n
-        moved = (each * grad, each * weight) if cfg.zero else (2 * each * grad, 0)
+        there = weight if name in close else grad
+        moved = (each * there, each * weight) if cfg.zero else (2 * each * grad, 0)
         out[name] = *moved, len(buckets), buckets[-1] / n
     return out
 
@@ -117,8 +131,9 @@ def estimate(cfg, gpus, gpu, vocab):
     most = max(range(len(stages)), key=lambda s: sum(local[s].values()))
     owned = sum(n / (getattr(stages[most], name).size if cfg.zero else 1) for name, n in local[most].items())
     sums = reductions(cfg, stages[most], vocab)
-    parts_s = step_time(cfg, stages[most], micro, max(each), sum(local[most].values()), owned,
-                        lone(cfg, stages[most], local[most]), sums, chip)
+    alone, close = (f(cfg, stages[most], local[most]) for f in (lone, near))
+    parts_s = step_time(cfg, stages[most], micro, max(each), sum(local[most].values()), owned, alone, close,
+                        sums, chip)
     seconds, tokens = sum(parts_s.values()), cfg.global_batch * cfg.seq_len
     full, causal = flops_per_token(cfg, vocab)
     total = count_parameters(cfg, vocab)

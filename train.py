@@ -8,6 +8,7 @@
     5) what is left behind                   log.py measure.py
 """
 import contextlib
+import functools
 import io
 import math
 import sys
@@ -29,6 +30,7 @@ from graph import Graph, Rooms, bounded, static_shapes
 from launch import Stop, agreed, deterministic, env_rank, launch, shutdown
 from measure import make_logger, measure, report_traffic, timing
 from model import GPT, generate, initialise
+from near import Lane, NearBucket
 from optim import Optimizer
 from parallel import DataParallel, broadcast_and_verify, make_mesh, outside_graphs, untimed
 from pipeline import forward_backward, forward_only, next_logits
@@ -61,7 +63,10 @@ def build(cfg, mesh, vocab_size, device, timers=untimed):
     # one micro-batch, and a kernel that steps masters by gradients of another dtype (optim.py)
     once = dtype == torch.bfloat16 and device.type == "cuda" and cfg.global_batch in (
         0, cfg.micro_batch * mesh.dp.size)
-    dp = DataParallel(model, mesh, cfg.zero, timers, dtype=dtype, once=once)
+    near = (once and cfg.zero == 1 and mesh.pp.size == 1 and mesh.stage.size > 1
+            and together(mesh, mesh.stage, device))
+    dp = DataParallel(model, mesh, cfg.zero, timers, dtype=dtype, once=once,
+                      near=functools.partial(NearBucket, Lane()) if near else None)
     return model, dp, Optimizer(dp, cfg, mesh)
 
 
@@ -74,7 +79,6 @@ def speed_up(model):
             block.compile(fullgraph=whole)
         else:
             block.attend = torch.compile(block.attend, fullgraph=whole)
-            block.norm2.compile(fullgraph=True)
             block.moe.route = torch.compile(block.moe.route, fullgraph=whole)
     if model.norm is not None:
         model.norm.compile(fullgraph=True)
@@ -119,10 +123,12 @@ def gradients(cfg, mesh, model, dp, opt, batches, step):
 
 
 def recorded(cfg, mesh, model, dp, opt):
-    """-> gradients() as a graph.Graph, or None where shapes change. New weights travel at its start."""
-    if not static_shapes(cfg, mesh, opt.masters[0].device):
+    """-> gradients() as a graph.Graph, or None where shapes change. New weights travel at its start, but for
+    dp.early."""
+    device = opt.masters[0].device
+    if not static_shapes(cfg, mesh, device):
         return None
-    rooms, near = None, cfg.n_experts > 0 and mesh.ep.size > 1 and together(mesh)
+    rooms, near = None, cfg.n_experts > 0 and mesh.ep.size > 1 and together(mesh, mesh.ep, device)
     if bounded(cfg, mesh):
         if not near:
             return None  # no windows over the network
@@ -145,15 +151,21 @@ def train_step(cfg, mesh, model, dp, opt, batches, step, full=True, graph=None, 
     if graph is None:
         loss = gradients(cfg, mesh, model, dp, opt, batches, step)
     else:
+        dp.arrive(model.wte)  # its weights left before (dp.early): what is recorded cannot wait for that
         loss = graph(batches)
         dp.owed = False
     with dp.timers("norm"):
         totals = opt.totals(loss, full)
-    if graph is not None and not graph.fits(totals[0]):  # again, in blocks of rows as long as they are
-        totals = opt.totals(gradients(cfg, mesh, model, dp, opt, batches, step), full)
-    if guard is not None and guard.veto(totals):
-        return totals, None
-    refused = opt.step(learning_rate(cfg, step), totals[1])
+    lr, refused, rooms = learning_rate(cfg, step), None, graph and graph.rooms
+    if rooms and not (guard and guard.sigma):
+        # the GPU goes on while the host asks: a void step's loss is NaN, and then nothing moves
+        refused = opt.step(lr, totals[1] + 0 * totals[0])
+    if rooms and not graph.fits(totals[0]):  # again, in blocks of rows as long as they are
+        totals, refused = opt.totals(gradients(cfg, mesh, model, dp, opt, batches, step), full), None
+    if refused is None:
+        if guard is not None and guard.veto(totals):
+            return totals, None
+        refused = opt.step(lr, totals[1])
     moe.steer(model, cfg.router_bias_rate, refused)
     return totals, refused
 
@@ -248,7 +260,8 @@ def run(cfg, world, watch=unwatched):
         train, val, vocab_size, data_id = open_data(cfg, world)
         words = prompt_tokenizer(cfg)
     timers = log.Timers(device, cfg.timers)
-    model, dp, opt = build(cfg, mesh, vocab_size, device, timers)
+    with agreed(world):
+        model, dp, opt = build(cfg, mesh, vocab_size, device, timers)
     if cfg.pdb >= 0:
         attend(world, cfg.pdb)
 
@@ -282,6 +295,10 @@ def run(cfg, world, watch=unwatched):
     # 4) the training loop
     with agreed(world):
         graph = recorded(cfg, mesh, model, dp, opt)
+    if chief and dp.once and cfg.zero and not dp.near and mesh.pp.size == 1 < world.size == world.local_size:
+        print("messages go through NCCL: these GPUs do not reach each other; does each process see them all?")
+    for axis in vars(mesh).values():
+        axis.sent.clear()  # counted from the first step on
     clock = log.Clock(device)
     guard, stragglers = Guard(cfg, world, state), Stragglers(mesh, device)
     profiler = log.start_profile(cfg.profile and chief)
@@ -330,7 +347,7 @@ def run(cfg, world, watch=unwatched):
                     if chief:
                         logger.experts(step, experts)
                 if step == first:
-                    report_traffic(cfg, mesh, vocab_size, batch, chief)
+                    report_traffic(cfg, mesh, vocab_size, batch, chief, windows=dp.near is not None)
                 if evals:
                     watch.beat(step, "evaluation", SLOW)
                     opt.wait()

@@ -8,8 +8,11 @@ communication, MPI-3 chapter 11; torch's symmetric memory makes the addresses. E
 DeepEP.)
 
 A place is where a row goes: rank * rows + row of that rank's window; -1 where it goes nowhere.
+
+Gradients and weights take the same way where they can, as plain copies: near.py.
 """
 import socket
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -21,7 +24,7 @@ class Window:
     """mine (rows, width) on each rank of an axis of GPUs; all: those of all ranks, by rank. Made by all ranks
     of the axis together, and not by torch's allocator. ValueError: these GPUs do not reach each other."""
 
-    bytes = 0  # of all windows of this process
+    open = weakref.WeakSet()  # all of this process
 
     def __init__(self, axis, rows, width, dtype, device):
         import torch.distributed._symmetric_memory as symmetric
@@ -31,9 +34,11 @@ class Window:
             self.handle = symmetric.rendezvous(self.mine, axis.group)
         except RuntimeError as e:
             why = str(e).splitlines()[0]
-            raise ValueError(f"the GPUs of ep {axis.size} cannot reach each other's memory ({why}); "
-                             "try --no-cuda-graph") from None
-        Window.bytes += self.mine.nbytes
+            if "out of memory" in why:
+                raise
+            raise ValueError(f"the GPUs of {axis.name} {axis.size} cannot reach each other's memory ({why}); "
+                             "try --no-cuda-graph --zero 0") from None
+        Window.open.add(self)
         self.all = [self.handle.get_buffer(r, (rows, width), dtype) for r in range(axis.size)]
         self.addresses = torch.tensor([w.data_ptr() for w in self.all], device=device)
 
@@ -59,18 +64,43 @@ class Window:
         return get(place, self)
 
     def offer(self, x):
-        """This rank's rows x (R, width), R <= rows, for the others to pull."""
-        self.mine[:x.size(0)].copy_(x)
+        """This rank's rows x (R, width), R <= rows, for the others to pull; they may stand here already."""
+        if x.data_ptr() != self.mine.data_ptr():
+            self.mine[:x.size(0)].copy_(x)
         self.barrier()
 
 
-def together(mesh):
-    """Whether the ranks of each ep group stand on one node: one answer for all ranks, who ask together."""
-    world, seen = mesh.world, [None] * mesh.world.size
-    world.note("all-gather")
-    # its group's first rank and a name from each rank to all, over the world
-    dist.all_gather_object(seen, (mesh.ep.ranks[0], socket.gethostname()), group=world.group)
-    return len(set(seen)) == len({group for group, _ in seen})
+def in_use():
+    """Bytes of this process' windows, which torch's allocator does not count."""
+    return sum(w.mine.nbytes for w in Window.open)
+
+
+def together(mesh, axis, device):
+    """Whether the ranks of each group of axis reach each other's memory: they stand on one node, each on a
+    GPU of its own that all of them see, and a first window opens. One answer for all ranks, who ask
+    together."""
+    world, gpu = mesh.world, device.index  # None: a CPU
+
+    def everybody(mine):
+        seen = [None] * world.size
+        world.note("all-gather")
+        dist.all_gather_object(seen, mine, group=world.group)  # a few words from each rank to all
+        return seen
+    reach = [p for p in range(torch.cuda.device_count() if gpu is not None else 0)
+             if p == gpu or torch.cuda.can_device_access_peer(gpu, p)]
+    seen = everybody((axis.ranks[0], socket.gethostname(), gpu, reach))
+    for group in {group for group, *_ in seen}:
+        hosts, gpus, reached = zip(*(rest for first, *rest in seen if first == group), strict=True)
+        alike = gpu is not None and (len(set(gpus)) < len(gpus) or any(set(gpus) - set(r) for r in reached))
+        if len(set(hosts)) > 1 or alike:
+            return False
+    opened = True
+    if gpu is not None:
+        try:
+            Window(axis, 1, 128, torch.float32, device)
+        except ValueError:
+            opened = False
+    return all(everybody(opened))
 
 
 def put(x, place, window, K):

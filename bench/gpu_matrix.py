@@ -74,9 +74,17 @@ def check_layouts(world, dtype):
 
 
 def fitting(world, layouts):
-    """Those whose axes divide the ranks that there are."""
-    return [(family, layout) for family, layout in layouts
-            if all(world.size % n == 0 for n in layout.values())]
+    """-> [(family, flags)] of the layouts whose axes divide the ranks that there are; batches of 16 samples
+    as micro-batches of 2, and under ZeRO as one, so that gradients and weights travel through windows too."""
+    out = []
+    for family, layout in layouts:
+        if all(world.size % n == 0 for n in layout.values()):
+            flags = dict(FAMILIES[family], dtype="bf16", n_embd=64, ffn_hidden=96, ep_slack=1.5,
+                         global_batch=16, **layout)
+            dp = world.size // layout.get("tp", 1) // layout.get("pp", 1)
+            sizes = (2, 16 // dp) if layout.get("zero") else (2,)
+            out += [(family, dict(flags, micro_batch=size)) for size in sizes]
+    return out
 
 
 def replicas_and_repeats(world):
@@ -85,9 +93,8 @@ def replicas_and_repeats(world):
     layouts = (("llama", {}), ("llama", dict(zero=1)), ("llama", dict(tp=2, zero=1)),
                ("gpt2", dict(pp=2)), ("dropless", dict(ep=4)),
                ("dropless", dict(ep=2, zero=1)), ("capacity", dict(tp=2, ep=4)))
-    for family, layout in fitting(world, layouts):
-        cfg = Config(**dict(FAMILIES[family], micro_batch=2, dtype="bf16", n_embd=64, ffn_hidden=96,
-                            global_batch=16, **layout))
+    for family, flags in fitting(world, layouts):
+        cfg = Config(**flags)
         prints = []
         for _ in range(2):
             mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
@@ -102,10 +109,10 @@ def replicas_and_repeats(world):
         ranks = everywhere(world, prints[0])
         for name, (group, bits) in prints[0].items():
             for r in group:
-                assert ranks[r][name][1] == bits, (f"{family} {layout}: {name} differs between ranks "
+                assert ranks[r][name][1] == bits, (f"{family} {flags}: {name} differs between ranks "
                                                    f"{world.rank} and {r}")
                 checked += 1
-        assert prints[0] == prints[1], f"{family} {layout}: two runs differ"
+        assert prints[0] == prints[1], f"{family} {flags}: two runs differ"
     return checked
 
 
@@ -115,9 +122,8 @@ def graphs(world):
                               ("capacity", dict(ep=4)), ("dropless", dict(zero=1)), ("dropless", dict(ep=4)),
                               ("dropless", dict(ep=2, zero=1)), ("dropless", dict(ep=4, zero=1))), 0.0, 0
     layouts = fitting(world, layouts)
-    for family, layout in layouts:
-        cfg = Config(**dict(FAMILIES[family], micro_batch=2, dtype="bf16", n_embd=64, ffn_hidden=96,
-                            ep_slack=1.5, global_batch=16, **layout))
+    for family, flags in layouts:
+        cfg = Config(**flags)
         seen = []
         for recorded in (False, True):
             mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
@@ -131,7 +137,7 @@ def graphs(world):
             seen.append(np.array(losses))
         redone += graph.rooms.redone if graph.rooms else 0
         error = np.abs(seen[1] / seen[0] - 1).max()
-        assert error < 1e-2, f"{family} {layout}: {seen}"
+        assert error < 1e-2, f"{family} {flags}: {seen}"
         worst = max(worst, error)
     return len(layouts), worst, redone
 
@@ -173,7 +179,7 @@ def main():
             "two runs as well", flush=True)
     if "graph" in parts:
         n, worst, redone = graphs(world)
-        say(f"20 bf16 steps as a CUDA graph: {n} layouts, losses within {worst:.1e} of those without; "
+        say(f"20 bf16 steps as a CUDA graph: {n} runs, losses within {worst:.1e} of those without; "
             f"{redone} steps done again for want of room", flush=True)
     if "sync" in parts:
         no_hidden_sync(world)

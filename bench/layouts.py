@@ -38,6 +38,7 @@ from log import Stopwatch
 from model import count_parameters, flops_per_token
 from parallel import make_mesh
 from plan import estimate, memory
+from window import in_use
 
 FLAG = {"tp": "tp", "pp": "pp", "ep": "ep", "zero": "zero", "mbs": "micro_batch"}
 COLUMNS = {  # title: (key of the row, format)
@@ -166,8 +167,8 @@ def measure(cfg, world):
     times = [watch.ms(a, b) for a, b in zip(marks, marks[1:], strict=False)]
     row = {"ms": statistics.median(times[cfg.steps // 3:]), "loss": totals[0].item()}
     if world.device.type == "cuda":
-        row.update(mem=torch.cuda.max_memory_allocated() / 2**30,
-                   reserved=torch.cuda.max_memory_reserved() / 2**30,
+        row.update(mem=(torch.cuda.max_memory_allocated() + in_use()) / 2**30,
+                   reserved=(torch.cuda.max_memory_reserved() + in_use()) / 2**30,
                    gpu=kind(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1] / 2**30))
     return row
 

@@ -19,13 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root: starts
 import torch
 import torch.distributed as dist
 
-import moe
 import train
 from config import check_layout, parse
 from launch import launch, shutdown
 from log import peak_flops
 from model import count_parameters, flops_per_token
 from parallel import make_mesh
+from window import in_use
 
 WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout
     "W1": "dense-210m",
@@ -128,8 +128,6 @@ def run(world, name, flags, steps, profile=False):
         dist.all_reduce(slow, dist.ReduceOp.MAX)  # three numbers on the host: the slowest, the fullest
     ms, reserved, allocated = slow.tolist()
     rooms = graph and graph.rooms
-    # the experts' windows (window.py) are not torch's allocator's
-    windows = {id(w): w.mine.nbytes for layer in moe.layers(model).values() for w in layer.windows or ()}
     tokens = batch * cfg.seq_len / world.size
     full, causal = (tokens * f / ms / 1e9 for f in flops_per_token(cfg, vocab))
     peer, theirs, goal = PEERS.get((name, world.size), ("none", None, None))
@@ -138,7 +136,7 @@ def run(world, name, flags, steps, profile=False):
             "tflops_causal": causal, "mfu": full * 1e12 / (peak_flops(world.device) or float("nan")),
             "reserved_gib": reserved, "allocated_gib": allocated, "first_step_s": first, "loss": losses,
             "parameters": count_parameters(cfg, vocab)["total"], "graph": graph is not None, "peer": peer,
-            "windows_gib": sum(windows.values()) / 2**30,
+            "windows_gib": in_use() / 2**30,
             "redone": rooms and rooms.redone, "slack": rooms and rooms.slack,
             "ratio_to_peer": rate / theirs if theirs else None,
             "ratio_to_goal": rate / goal if goal else None,

@@ -129,7 +129,7 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "embedding of another rank's words": (
         LLAMA, TP, "parallel.vocab_embedding", "axis.rank * weight", "(axis.size - 1 - axis.rank) * weight"),
     "positions of the first rank's rows": (
-        GPT2, TP4, "model.GPT._embed", "start + row % T", "start + row % n"),
+        GPT2, TP4, "model.GPT._embed", "torch.arange(first, first + n,", "torch.arange(n,"),
     "row-linear bias added by every tp rank": (
         GPT2, TP, "model.RowLinear.forward", "y = scatter_rows(F.linear(x, self.weight), self.tp)",
         "return scatter_rows(F.linear(x, self.weight, self.bias), self.tp)"),
@@ -144,7 +144,7 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
         LLAMA, PP, "pipeline.forward_backward", "out = out / tokens", "out = out / n"),
     # ZeRO-1
     "weights not gathered": (
-        LLAMA, ZERO, "parallel.DataParallel.send_weights", "bucket.send_weights()", "pass"),
+        LLAMA, ZERO, "parallel.DataParallel.stepped", "bucket.send_weights()", "pass"),
     "forward does not wait for the weights": (
         LLAMA, ZERO, *LATE, ("parallel.DataParallel.arrive", "bucket.arrive()", "pass")),
     "weights read before they arrive": (
@@ -153,7 +153,7 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
         LLAMA, ZERO, "optim.Optimizer.__init__", "[b.master for",
         "[b.flat[:b.flat.numel() // b.shards] for"),
     "every slice stepped by the first one's gradient": (
-        LLAMA, ZERO, "optim.Optimizer.__init__", "b.grad[b.mine]", "b.grad[:b.master.numel()]"),
+        LLAMA, ZERO, "optim.Optimizer.__init__", "b.total", "b.grad[:b.master.numel()]"),
     # experts
     "experts summed over dp": (
         MOE, EP, "parallel.parameter", '"edp" if', '"dp" if'),
@@ -174,7 +174,7 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "every micro-batch's loss a mean of its own": (
         LLAMA, ONE, "train.gradients", "len(batches) * mesh", "mesh"),
     "no clipping": (
-        LLAMA, ONE, "optim.Optimizer.step", "g.div_(divide)", "pass"),
+        LLAMA, ONE, "optim.Optimizer.step", "g.div_(torch.where(bad > 0, 1.0, divide))", "pass"),
 }
 
 

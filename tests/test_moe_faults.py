@@ -35,8 +35,8 @@ LAYOUTS = {  # name: (model, (ranks, layout), function, its line, the faulty lin
         MOE, EDP, "parallel.parameter", '"edp" if', '"pp" if'),
     # 2: the norm
     "the norm skips experts": (
-        MOE, EP, "optim.Optimizer.totals", "vector_norm(g, dtype=wide).double() ** 2 * b.share",
-        "vector_norm(g, dtype=wide).double() ** 2 * b.share * (b.axis.name != 'edp')"),
+        MOE, EP, "optim.Optimizer.squared", "square() * self.shares",
+        "square() * self.shares * torch.tensor([b.axis.name != 'edp' for b in self.dp.buckets])"),
     "the norm counts experts as replicated": (
         MOE, EP, "parallel.Bucket.__init__", "1 / (axis.size // self.shards)",
         "1 / (axis.size // self.shards) / (2 if axis.name == 'edp' else 1)"),

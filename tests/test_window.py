@@ -3,6 +3,7 @@
 The ranks' windows are shared memory here (shared.py), so what is missing without a barrier is really missing.
 """
 import dataclasses
+import functools
 from types import SimpleNamespace as Some
 from unittest import mock
 
@@ -17,12 +18,14 @@ from test_moe import TINY, as_on_a_gpu, on_ranks, owned
 
 import graph as graph_
 import moe
+import near as near_
 import train
 import window
 from config import Config
 from data import Synthetic
 from graph import Rooms
-from parallel import make_mesh
+from optim import Optimizer
+from parallel import DataParallel, make_mesh
 
 
 def through_windows(world, *args):
@@ -138,6 +141,60 @@ def test_rooms_follow_the_need():
     assert after(10, 10) == (False, 1.1)
 
 
+def fetching(world, flags, slack=0, nap=0.0, without=""):
+    """with_a_graph(), gradients and weights of many small buckets on the way of near.NearBucket."""
+    def late(self, *args):
+        SharedWindow.late(Some(axis=self.world, nap=SharedWindow.nap))
+        return step(self, *args)
+    step, buckets = Optimizer.step, []
+    with mock.patch.object(train, "DataParallel", functools.partial(near_parallel, buckets)), \
+            mock.patch.object(near_, "Window", SharedWindow), \
+            mock.patch.object(Optimizer, "step", late), \
+            mock.patch.multiple(SharedWindow, nap=nap, without=without):
+        totals, mine, redone, _ = with_a_graph(world, flags, slack, nap, without)
+    return totals, mine, buckets, redone
+
+
+def in_small_buckets(world, flags):
+    with mock.patch.object(train, "DataParallel", functools.partial(DataParallel, bucket_elements=300)):
+        return with_a_graph(world, flags, 0)
+
+
+def near_parallel(buckets, *args, once, near, **more):
+    dp = DataParallel(*args, once=True, near=functools.partial(near_.NearBucket, near_.Lane()),
+                      bucket_elements=300, **more)
+    buckets += [(type(b).__name__, b in dp.early) for b in dp.buckets]
+    return dp
+
+
+@pytest.mark.parametrize("slack", [0, 1.0, 4.0])
+@pytest.mark.parametrize("layout", [dict(), dict(tp=2), dict(ep=2), dict(ep=4)], ids=str)
+def test_gradients_and_weights_through_windows(layout, slack):
+    """Without a graph (slack 0) each bucket leaves when it is stepped; with one only the embedding's does,
+    and with 1.0 a step is done again."""
+    flags = dict(TINY, zero=1, micro_batch=2 * layout.get("tp", 1), **layout)
+    want = run_ranks(4, in_small_buckets, flags)
+    got = run_ranks(4, fetching, flags, slack)
+    for (totals, mine, buckets, redone), (expected, theirs, *_) in zip(got, want, strict=True):
+        assert buckets.count(("NearBucket", True)) == 1 and buckets.count(("NearBucket", False)) > 4
+        assert bool(redone) == (slack == 1.0 and "ep" in layout)
+        np.testing.assert_allclose(totals, expected, rtol=1e-10)
+        for (name, a, *_), (_, b, *_) in zip(mine["pieces"], theirs["pieces"], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("without", ["", "add_up", "send_weights"])
+def test_a_rank_whose_gradients_are_late_is_waited_for(without):
+    flags = dict(TINY, zero=1, micro_batch=4)
+    want, same = run_ranks(2, in_small_buckets, flags), True
+    got = run_ranks(2, fetching, flags, 0, 0.005, without)
+    for (totals, mine, *_), (expected, theirs, *_) in zip(got, want, strict=True):
+        same = same and np.allclose(totals, expected, rtol=1e-10)
+        for (_, a, *_), (_, b, *_) in zip(mine["pieces"], theirs["pieces"], strict=True):
+            same = same and np.allclose(a, b, rtol=1e-10, atol=1e-12)
+    assert same == (not without)
+
+
 def no_way(world, argv):
     with mock.patch.object(train, "static_shapes", lambda *_: True):
         return session(world, argv)
@@ -149,12 +206,14 @@ def test_gpus_without_a_way_to_each_other_are_named(tmp_path):
     results = run_ranks(2, no_way, argv)
     assert [r["code"] for r in results] == [2, 2]
     said = results[0]["err"].splitlines()
-    assert len(said) == 1 and "cannot reach each other's memory" in said[0] and "--no-cuda-graph" in said[0]
+    assert len(said) == 1 and "cannot reach each other's memory" in said[0]
+    assert "--no-cuda-graph --zero 0" in said[0]
 
 
 def near(world, names):
     with mock.patch.object(window.socket, "gethostname", lambda: names[world.rank]):
-        return window.together(make_mesh(world, ep=2))
+        mesh = make_mesh(world, ep=2)
+        return window.together(mesh, mesh.ep, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("names, answer", [("aaaa", True), ("aabb", True), ("aaab", False), ("abab", False)])
