@@ -219,3 +219,21 @@ def near(world, names):
 @pytest.mark.parametrize("names, answer", [("aaaa", True), ("aabb", True), ("aaab", False), ("abab", False)])
 def test_all_ranks_know_whether_any_group_spans_two_nodes(names, answer):
     assert run_ranks(4, near, names) == [answer] * 4
+
+
+def on_gpus(world, gpus, reach, broken):
+    def opens(*_):
+        if world.rank == broken:
+            raise ValueError("no way")
+    mesh = make_mesh(world, ep=2)
+    with mock.patch.multiple(torch.cuda, device_count=lambda: 4, can_device_access_peer=lambda *_: reach), \
+            mock.patch.object(window, "Window", opens):
+        return window.together(mesh, mesh.ep, torch.device("cuda", gpus[world.rank]))
+
+
+@pytest.mark.parametrize("gpus, reach, broken, answer", [
+    ((0, 1, 2, 3), True, None, True), ((0, 1, 0, 1), True, None, True), ((0, 0, 1, 1), True, None, False),
+    ((0, 1, 2, 3), False, None, False), ((0, 1, 2, 3), True, 2, False), ((0, 5, 2, 3), True, None, False)])
+def test_all_ranks_know_whether_gpus_reach_each_other(gpus, reach, broken, answer):
+    """Two processes of one GPU, GPUs without a way, one that another does not see, a window that fails."""
+    assert run_ranks(4, on_gpus, gpus, reach, broken) == [answer] * 4
