@@ -167,20 +167,20 @@ def near_parallel(buckets, *args, once, near, **more):
     return dp
 
 
-@pytest.mark.parametrize("slack", [0, 1.0, 4.0])
 @pytest.mark.parametrize("layout", [dict(), dict(tp=2), dict(ep=2), dict(ep=4)], ids=str)
-def test_gradients_and_weights_through_windows(layout, slack):
+def test_gradients_and_weights_through_windows(layout):
     """Without a graph (slack 0) each bucket leaves when it is stepped; with one only the embedding's does,
     and with 1.0 a step is done again."""
     flags = dict(TINY, zero=1, micro_batch=2 * layout.get("tp", 1), **layout)
     want = run_ranks(4, in_small_buckets, flags)
-    got = run_ranks(4, fetching, flags, slack)
-    for (totals, mine, buckets, redone), (expected, theirs, *_) in zip(got, want, strict=True):
-        assert buckets.count(("NearBucket", True)) == 1 and buckets.count(("NearBucket", False)) > 4
-        assert bool(redone) == (slack == 1.0 and "ep" in layout)
-        np.testing.assert_allclose(totals, expected, rtol=1e-10)
-        for (name, a, *_), (_, b, *_) in zip(mine["pieces"], theirs["pieces"], strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12, err_msg=name)
+    for slack in (0, 1.0, 4.0) if "ep" in layout else (0, 1.0):
+        got = run_ranks(4, fetching, flags, slack)
+        for (totals, mine, buckets, redone), (expected, theirs, *_) in zip(got, want, strict=True):
+            assert buckets.count(("NearBucket", True)) == 1 and buckets.count(("NearBucket", False)) > 4
+            assert bool(redone) == (slack == 1.0 and "ep" in layout)
+            np.testing.assert_allclose(totals, expected, rtol=1e-10)
+            for (name, a, *_), (_, b, *_) in zip(mine["pieces"], theirs["pieces"], strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12, err_msg=name)
 
 
 @pytest.mark.parametrize("without", ["", "add_up", "send_weights"])
