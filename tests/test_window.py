@@ -36,7 +36,7 @@ def through_windows(world, *args):
 
 @pytest.mark.parametrize("flags", [dict(top_k=1), dict(top_k=2, mlp="gelu"), dict(capacity_factor=0.5)],
                          ids=["swiglu", "gelu", "capacity"])
-@pytest.mark.parametrize("kind, slack", [("plain", 2.0), ("plain", 4.0), ("skewed", 4.0)])
+@pytest.mark.parametrize("kind, slack", [("plain", 2.0), ("skewed", 4.0)])
 def test_windows_give_the_same(kind, slack, flags):
     """Static shapes over ep, with garbage in every row that holds nothing."""
     want = run_ranks(4, on_ranks, 1, flags, kind)
@@ -167,7 +167,7 @@ def near_parallel(buckets, *args, once, near, **more):
     return dp
 
 
-@pytest.mark.parametrize("layout", [dict(), dict(tp=2), dict(ep=2), dict(ep=4)], ids=str)
+@pytest.mark.parametrize("layout", [dict(), dict(tp=2), dict(ep=2)], ids=str)
 def test_gradients_and_weights_through_windows(layout):
     """Without a graph (slack 0) each bucket leaves when it is stepped; with one only the embedding's does,
     and with 1.0 a step is done again."""
