@@ -81,6 +81,6 @@ class NearBucket(Bucket):
         with self.lane.behind():
             self.weights.barrier()  # all have stepped
             for rank in self.others():  # n/size weights from each, over the axis
-                theirs = self.slice(rank, self.flat.numel())
+                theirs = self.span(rank, self.flat.numel())
                 self.flat[theirs].copy_(self.weights.all[rank][0, theirs])
             self.gather = self.lane.mark()

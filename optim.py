@@ -37,7 +37,7 @@ class Optimizer:
         # a Triton kernel reads each number once and writes the model's weights too, 30 bytes per weight; its
         # slow twin is torch's fused kernel, which writes the divided gradients back: 38 with the rounding
         self.triton = device.type == "cuda" and dp.buckets[0].master.dtype == torch.float32
-        self.before_step = None  # called when gradients are summed and nothing is updated yet
+        self.before_step = None  # called when gradients are summed, before an update (of a void step too)
         self.saving = None  # event: a checkpoint has its copy of weights and moments
         self.masters = [b.master for b in dp.buckets]  # (n/shards,) each
         self.grads = [b.total for b in dp.buckets]  # likewise

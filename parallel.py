@@ -195,7 +195,7 @@ def vocab_cross_entropy(logits, target, vocab_size, axis):
 # -----------------------------------------------------------------------------
 # data parallelism and ZeRO-1: flat buckets, reduced while backward still runs
 
-LARGE = 2**22  # elements
+LARGE = 2**22  # elements from which a gradient is copied alone
 
 
 class Bucket:
@@ -222,7 +222,7 @@ class Bucket:
         dtype, device = dtype or params[0].dtype, params[0].device
         wide = torch.promote_types(params[0].dtype, torch.float32)
         drawn = torch.zeros(n, dtype=wide, device=device)  # (n,)
-        self.mine = self.slice(axis.rank if self.shards > 1 else 0, n)
+        self.mine = self.span(axis.rank if self.shards > 1 else 0, n)
         self.flat, self.grad, self.total = self.memory(drawn, dtype)
         self.grads, self.starts = [], []  # per parameter: its window of self.grad, and where that begins
         at = 0
@@ -237,7 +237,8 @@ class Bucket:
         self.gather = None
         self.begin()
 
-    def slice(self, rank, n):
+    def span(self, rank, n):
+        """The rank's slice of a buffer of n."""
         return slice(rank * n // self.shards, (rank + 1) * n // self.shards)
 
     def memory(self, drawn, dtype):
@@ -271,7 +272,7 @@ class Bucket:
         if self.lone:
             pairs = [(g, p.grad) for g, p in zip(self.grads, self.params, strict=True) if p.grad is not None]
             many = [pair for pair in pairs if pair[0].numel() < LARGE]
-            if many:  # one kernel for all of them; a large one is copied at twice its speed
+            if many:  # one kernel for all; a copy alone is twice as fast where it is large
                 torch._foreach_copy_(*zip(*many, strict=True))
             for g, new in pairs:
                 if g.numel() >= LARGE:
