@@ -21,8 +21,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fused import LinearCrossEntropy, gelu, swiglu
 from moe import MoE
+from ops.fused import LinearCrossEntropy, gelu, swiglu
 from parallel import gather_rows, parameter, scatter_rows, vocab_cross_entropy, vocab_embedding
 
 

@@ -27,9 +27,9 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from fused import ExpertMLP, collect, collect_backward, gelu, meet, settle, spread, tally
+from fast.window import Pull, Push, open_windows
+from ops.fused import ExpertMLP, collect, collect_backward, gelu, meet, settle, spread, tally
 from parallel import all_gather, all_to_all, parameter
-from window import Pull, Push, open_windows
 
 # -----------------------------------------------------------------------------
 # moving rows: dispatch and combine are each other's adjoint

@@ -157,7 +157,7 @@ class Optimizer:
 
     def adamw(self, lr, divide, bad):
         """AdamW's update and publish()'s rounding in one pass; divide, bad: () fp32 on the device."""
-        import kernels
+        from ops import kernels
         (beta1, beta2), eps = self.adam.betas, self.adam.eps
         t = self.adam.state[self.masters[0]]["step"]  # one tensor for all
         t += 1 - bad

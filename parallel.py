@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fused import accumulate
 from mesh import Axis, Mesh, make_mesh  # noqa: F401 read mesh.py first; the others import them from here
+from ops.fused import accumulate
 
 # torch 2.13 has new names for these two, 2.11 and 2.12 only the old ones
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -18,9 +18,8 @@ from collections import Counter
 from types import SimpleNamespace
 
 from config import check, check_layout, parse
-from cost import GPUS, SIZE, dropless, fullest, products, room, stage_time, step_time, waves
-from data import load_meta
-from footprint import (
+from corpus.data import load_meta
+from cost.memory import (
     GIB,
     graphed,
     kept,
@@ -32,6 +31,7 @@ from footprint import (
     spans,
     windows,
 )
+from cost.step_time import GPUS, SIZE, dropless, fullest, products, room, stage_time, step_time, waves
 from model import count_parameters, flops_per_token, padded
 from parallel import Axis, Mesh, make_mesh
 from rampup import schedule

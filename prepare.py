@@ -29,10 +29,9 @@ import sysconfig
 import time
 from pathlib import Path
 
-import corpus
-import data
-import parts
-import tokenizer as tok
+from corpus import data, parts
+from corpus import text as corpus
+from corpus import tokenizer as tok
 
 UNIT_BYTES = 16 << 20  # of text per work unit; never a function of the worker count
 SHARD_TOKENS = 1 << 28  # 512 MB as uint16

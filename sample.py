@@ -7,7 +7,7 @@ from pathlib import Path
 
 import checkpoint
 import config
-import tokenizer
+from corpus import tokenizer
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def main(argv=None):
         raise SystemExit(2) from None
     import torch  # after the cheap checks
 
-    from launch import World
     from model import GPT, generate
     from parallel import make_mesh
+    from runtime.launch import World
     device = (torch.accelerator.current_accelerator() if torch.accelerator.is_available()
               else torch.device("cpu"))
     with torch.device(device):

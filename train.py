@@ -19,28 +19,27 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import blend
 import checkpoint
-import data
-import log
 import moe
 from config import check_layout, parse, stage_layers
-from debug import FOR_EVER, attend, stop_here
-from graph import Graph, Rooms, bounded, static_shapes
-from launch import Stop, agreed, deterministic, env_rank, launch, shutdown
-from measure import make_logger, measure, report_traffic, timing
+from corpus import blend, data
+from fast.graph import Graph, Rooms, bounded, static_shapes
+from fast.near import Lane, NearBucket
+from fast.window import together
 from model import GPT, generate, initialise
-from near import Lane, NearBucket
 from optim import Optimizer
 from parallel import DataParallel, broadcast_and_verify, make_mesh, outside_graphs, untimed
 from pipeline import forward_backward, forward_only, next_logits
 from rampup import batch_size
-from replicas import DIFFER, differences, report
+from runtime import log
+from runtime.debug import FOR_EVER, attend, stop_here
+from runtime.launch import Stop, agreed, deterministic, env_rank, launch, shutdown
+from runtime.measure import make_logger, measure, report_traffic, timing
+from runtime.replicas import DIFFER, differences, report
+from runtime.state import State, dump, find_resume, load, save, upcycle
+from runtime.stragglers import Stragglers
+from runtime.watch import GROUP, SLOW, Watch, unwatched
 from skip import GIVEN_UP, Guard, Ranges, rewind, spoil
-from state import State, dump, find_resume, load, save, upcycle
-from stragglers import Stragglers
-from watch import GROUP, SLOW, Watch, unwatched
-from window import together
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -209,7 +208,7 @@ def prompt_tokenizer(cfg):
         return None
     if cfg.data == "synthetic":
         raise ValueError("--prompt needs text, synthetic data has no tokenizer; try --data DIR")
-    import tokenizer
+    from corpus import tokenizer
     words = tokenizer.load(blend.first(cfg.data))
     words.encode(cfg.prompt)  # an unknown character is an error now, not at the first evaluation
     return words

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from smoke import Parser, at_least_one
 
-from launch import agreed, launch, shutdown
 from parallel import all_gather_single, make_mesh, reduce_scatter_single
+from runtime.launch import agreed, launch, shutdown
 
 AXES = ("world", "dp", "tp", "pp", "ep", "edp", "stage")
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import corpus
-import parts
 import prepare
-import tokenizer as tok
+from corpus import parts
+from corpus import text as corpus
+from corpus import tokenizer as tok
 
 
 def records(megabytes):

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import checkpoint
-from launch import agreed, launch, shutdown
+from runtime.launch import agreed, launch, shutdown
 
 
 def rows(shape, world):

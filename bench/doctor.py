@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 TORCH_SECONDS = time.perf_counter() - BEGAN
-import data
-from launch import bare_environment, launch, scheduler, shutdown
+from corpus import data
+from runtime.launch import bare_environment, launch, scheduler, shutdown
 
 SLOW_DISK = 50  # MB/s: below it a checkpoint of a billion parameters takes minutes
 NETWORK = ("lustre", "nfs", "nfs4", "gpfs", "beegfs", "cephfs", "fuse", "9p", "virtiofs")

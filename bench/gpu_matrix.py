@@ -22,10 +22,10 @@ import torch.distributed as dist
 import moe
 import train
 from config import PRESETS, Config
-from data import Synthetic
-from launch import World, launch, shutdown
+from corpus.data import Synthetic
+from fast.window import open_windows
 from parallel import fingerprint, make_mesh
-from window import open_windows
+from runtime.launch import World, launch, shutdown
 
 FAMILIES = {"llama": matrix.LLAMA, "gpt2": matrix.GPT2, "dropless": matrix.MOE, "capacity": matrix.CAPACITY}
 

@@ -32,13 +32,13 @@ import torch._dynamo  # for --compile: once, not per rank. _inductor would touch
 
 import train
 from config import check, check_layout, parse
-from cost import GPUS
-from launch import World, as_torchrun, launch, started_by
-from log import Stopwatch
+from cost.step_time import GPUS
+from fast.window import in_use
 from model import count_parameters, flops_per_token
 from parallel import make_mesh
 from plan import estimate, memory
-from window import in_use
+from runtime.launch import World, as_torchrun, launch, started_by
+from runtime.log import Stopwatch
 
 FLAG = {"tp": "tp", "pp": "pp", "ep": "ep", "zero": "zero", "mbs": "micro_batch"}
 COLUMNS = {  # title: (key of the row, format)

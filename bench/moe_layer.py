@@ -16,9 +16,9 @@ from speed import milliseconds
 
 import moe
 from config import Config
-from fused import swiglu
-from launch import World
+from ops.fused import swiglu
 from parallel import make_mesh
+from runtime.launch import World
 
 SHAPES = {  # tokens, experts, hidden width, width, top-k; the best of the peers and our goal, ms
     "W2": (16384, 64, 1792, 512, 1, 1.051, 0.90),

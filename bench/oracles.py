@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root: starts
 import torch
 
 from config import Config
-from launch import World
 from moe import MoE
 from parallel import make_mesh
+from runtime.launch import World
 
 T, E, C, F = 96, 8, 32, 48  # tokens, experts, width, hidden width
 FACTORS = (0.5, 0.75, 1.0, 1.25)

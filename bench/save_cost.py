@@ -16,13 +16,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import checkpoint
-import state
 import train
 from config import check_layout, parse
-from data import Synthetic
-from launch import launch, shutdown
+from corpus.data import Synthetic
 from parallel import make_mesh
-from saver import Saver
+from runtime import state
+from runtime.launch import launch, shutdown
+from runtime.saver import Saver
 
 
 def main(argv=None):

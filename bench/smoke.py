@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root: starts
 import torch
 import torch.distributed as dist
 
-from launch import agreed, env_rank, launch, shutdown
 from optim import AdamW
 from parallel import DataParallel, fingerprint, make_mesh
+from runtime.launch import agreed, env_rank, launch, shutdown
 
 WIDTHS = (128, 1024, 512, 256, 128)
 METRICS = ("loss", "sps", "dt", "dtf", "dtb")

@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 import train
 from config import check_layout, parse
-from launch import launch, shutdown
-from log import peak_flops
+from fast.window import in_use
 from model import count_parameters, flops_per_token
 from parallel import make_mesh
-from window import in_use
+from runtime.launch import launch, shutdown
+from runtime.log import peak_flops
 
 WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout
     "W1": "dense-210m",

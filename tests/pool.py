@@ -27,7 +27,7 @@ def _serve(pipe):
     import torch
     import torch.distributed as dist
 
-    from launch import World
+    from runtime.launch import World
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays: each collection below would walk through it for half a second
     while (job := pipe.recv()) is not None:

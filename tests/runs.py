@@ -41,8 +41,8 @@ TIMES = {"time", "ms", "ms_per_sample", "tok_s", "tok_s_gpu", "tflops", "tflops_
 def session(world, argv, plan=None):
     """train.main(argv) as this rank -> {code, out, err, steps}; steps: what stood before each training step.
     plan: {step: what goes wrong in it}, on the last rank only: a signal, or "nan": a bad gradient."""
-    import launch
     import train
+    from runtime import launch
 
     plan, steps, built = plan or {}, [], {}
     real = {

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-import window
+from fast import window
 
 
 class SharedWindow(window.Window):

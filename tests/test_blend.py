@@ -9,9 +9,8 @@ import torch
 from runs import go, rows, same
 from test_data import make_text, refused
 
-import blend
-import data
 import prepare
+from corpus import blend, data
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 from test_layouts import GPT2, LLAMA, MOE, SIGMOID, assemble
 
 import checkpoint
-import state
 import train
 from config import Config, check_layout
-from data import Synthetic
+from corpus.data import Synthetic
 from parallel import make_mesh
-from saver import Saver
+from runtime import state
+from runtime.saver import Saver
 
 # -----------------------------------------------------------------------------
 # layout A writes, layout B reads: every number of the state, then the next step's

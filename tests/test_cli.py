@@ -14,7 +14,7 @@ from runs import TINY, chars, go, session
 import config
 import plan
 from config import PRESETS, Config, parse
-from launch import World
+from runtime.launch import World
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 

@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 from test_data import make_text, refused, run
 
-import corpus
-import data
-import parts
 import prepare
-import tokenizer as tok
+from corpus import data, parts
+from corpus import text as corpus
+from corpus import tokenizer as tok
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = [make_text(20 + 7 * k % 300, k) for k in range(700)]  # 1 to 4 kB each

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-import corpus
-import data
-import parts
 import prepare
-import tokenizer as tok
+from corpus import data, parts
+from corpus import text as corpus
+from corpus import tokenizer as tok
 
 ROOT = Path(__file__).resolve().parent.parent
 SOUNDS = ["ba", "co", "du", "fe", "gi", "ho", "ja", "ki", "lu", "me", "no", "pi", "ta", "vé", "wö", "字", "€"]

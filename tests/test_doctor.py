@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import doctor
 import scaling
 
-from launch import World, bare_environment, scheduler
+from runtime.launch import World, bare_environment, scheduler
 
 
 def test_doctor_as_a_command(tmp_path, monkeypatch, capsys):

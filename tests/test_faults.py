@@ -24,13 +24,16 @@ from test_layouts import compare, run
 
 import train
 from config import Config
-from data import Synthetic
-from launch import World
+from corpus.data import Synthetic
 from model import GPT, initialise
 from parallel import make_mesh, vocab_cross_entropy
+from runtime.launch import World
 
 LLAMA, GPT2, MOE = (dict(base, micro_batch=2, n_layer=2)
                     for base in (test_layouts.LLAMA, test_layouts.GPT2, test_layouts.MOE))
+
+
+ROOMS = "ops", "fast", "runtime", "corpus", "cost"
 
 
 def sequences(n, layout):
@@ -44,7 +47,9 @@ def sequences(n, layout):
 @contextlib.contextmanager
 def planted(where, old, new):
     """Inside, the function `where` runs with `old` replaced by `new`, however others imported it."""
-    module, _, path = where.partition(".")
+    parts = where.split(".")
+    depth = 2 if parts[0] in ROOMS else 1
+    module, path = ".".join(parts[:depth]), ".".join(parts[depth:])
     function = inspect.unwrap(attrgetter(path)(importlib.import_module(module)))
     source = inspect.getsource(function)
     assert source.count(old) == 1, f"{where} has {source.count(old)} times {old!r}: plant this fault anew"
@@ -170,7 +175,7 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "weight decay on norms": (
         LLAMA, ONE, "parallel.decays", "p.ndim >= 2", "True"),
     "micro-batches overwrite each other": (
-        LLAMA, ONE, "fused.accumulate", "total.add_(g)", "total.copy_(g)"),
+        LLAMA, ONE, "ops.fused.accumulate", "total.add_(g)", "total.copy_(g)"),
     "every micro-batch's loss a mean of its own": (
         LLAMA, ONE, "train.gradients", "len(batches) * mesh", "mesh"),
     "no clipping": (

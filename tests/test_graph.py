@@ -10,10 +10,9 @@ from pool import run_ranks
 from runs import TINY, rows, same, session
 from shared import SharedWindow
 
-import graph
 import train
-import window
-from stragglers import Stragglers
+from fast import graph, window
+from runtime.stragglers import Stragglers
 
 MOE = ["--n-experts=4", "--top-k=1", "--aux-coef=0.01", "--ep=2"]
 

@@ -13,13 +13,13 @@ import torch
 from pool import run_ranks
 from runs import TINY, go, rows, same
 
-import log
 import skip
 import train
 from config import Config
-from launch import World
+from runtime import log
+from runtime.launch import World
+from runtime.state import State
 from skip import Guard, rewind, spike
-from state import State
 
 SMALL = 16  # the window in whole runs: active after 8 steps
 

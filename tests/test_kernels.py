@@ -11,10 +11,10 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """fused.py takes its kernels for CPU tensors too."""
-    import fused
+    from ops import fused
     if DEVICE == "cpu":
         monkeypatch.setattr(fused, "on_gpu", lambda x: x.dtype != torch.float64)
-    import kernels
+    from ops import kernels
     torch.manual_seed(0)
     return kernels
 
@@ -35,7 +35,7 @@ def randn(*shape, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("width, used", [(128, 65), (128, 128), (9984, 9900), (50304, 50257)])
 def test_cross_entropy(width, used):
-    import fused
+    from ops import fused
     z = randn(3, width) * 4
     target = torch.tensor([0, used - 1, used // 3], device=DEVICE)
     reference = z.double()
@@ -47,7 +47,7 @@ def test_cross_entropy(width, used):
 
 
 def test_cross_entropy_of_sharp_logits():
-    import fused
+    from ops import fused
     z = torch.full((2, 9984), -3e4, device=DEVICE, dtype=torch.bfloat16)
     z[0, 7], z[1, 9983] = 3e4, 3e4
     loss, _ = fused.cross_entropy_rows(z, torch.tensor([7, 9983], device=DEVICE), 9984)
@@ -56,7 +56,7 @@ def test_cross_entropy_of_sharp_logits():
 
 def test_fp16_takes_torchs_way_in_pieces():
     """exp(32) is no fp16."""
-    import fused
+    from ops import fused
     z, target = randn(2100, 70, dtype=torch.float16), torch.randint(0, 65, (2100,), device=DEVICE)
     reference = z.double()
     want, _ = fused.cross_entropy_rows_torch(reference, target, 65)
@@ -67,7 +67,7 @@ def test_fp16_takes_torchs_way_in_pieces():
 
 def test_cross_entropy_of_rising_logits():
     """Later tiles hold the larger logits: what was written is scaled down, twice."""
-    import fused
+    from ops import fused
     z = (torch.arange(3)[:, None] * torch.arange(12288) // 4096 * 20.0 + torch.rand(3, 12288)).to(DEVICE)
     reference, target = z.double(), torch.tensor([5, 5000, 12000], device=DEVICE)
     z = z.float()
@@ -80,7 +80,7 @@ def test_cross_entropy_of_rising_logits():
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("stop", [None, 3])
 def test_swiglu(packed, stop):
-    import fused
+    from ops import fused
     a, b, dh = randn(5, 1300), randn(5, 1300), randn(5, 1300)
     pair = (torch.cat([a, b], 1), None) if packed else (a, b)
     rows = 5 if stop is None else stop
@@ -99,7 +99,7 @@ def test_swiglu(packed, stop):
 @pytest.mark.parametrize("two", [True, False])
 def test_add_rows(two):
     """Into a window: what stands behind the rows stays."""
-    import fused
+    from ops import fused
     a, b, into = randn(5, 700), randn(5, 700) if two else None, randn(7, 700)
     before, stop = into.clone(), torch.tensor(3, dtype=torch.int32, device=DEVICE)
     y = fused.add_rows(a, b, into, stop)
@@ -114,7 +114,7 @@ def test_add_rows(two):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_add_up(ranks):
     """In fp32: 1 + 2^-8 + ... of bf16 numbers does not round."""
-    import fused
+    from ops import fused
     own, others = randn(5000), randn(ranks - 1, 5000)
     total = torch.full((5000,), torch.nan, device=DEVICE)
     fused.add_up(total, own, others)
@@ -127,7 +127,7 @@ def test_add_up(ranks):
 @pytest.mark.parametrize("K", [1, 2])
 @pytest.mark.parametrize("holes", [False, True])
 def test_rows_to_experts_and_back(K, holes):
-    import fused
+    from ops import fused
     n, C = 11, 700
     N = n * K
     order = torch.randperm(N, device=DEVICE)
@@ -152,7 +152,7 @@ def test_rows_to_experts_and_back(K, holes):
 
 def test_twins_of_rows_are_autograd():
     """collect_backward's torch twin against autograd of collect's."""
-    import fused
+    from ops import fused
     n, K, C = 7, 2, 5
     src = torch.randperm(n * K)
     slot = torch.empty_like(src).scatter_(0, src, torch.arange(n * K))
@@ -176,7 +176,7 @@ def test_widen(kernels, n):
 
 def test_gradients_of_micro_batches_add_up():
     """The first overwrites what the step before left, the others add; large enough for the kernel."""
-    import fused
+    from ops import fused
     n = 2**18 + 6
     total = randn(n, dtype=torch.float32)
     parts = [randn(n) for _ in range(3)]
@@ -192,9 +192,9 @@ def test_adamw(kernels, dtype, clip, lone):
     """Optimizer.step with the kernel against torch's fused AdamW, 4 steps, the third refused. lone: bf16
     gradients as they are against the same in fp32."""
     from config import Config
-    from launch import World
     from optim import Optimizer
     from parallel import DataParallel, make_mesh
+    from runtime.launch import World
 
     def optimizer(triton, once=False):
         torch.manual_seed(1)
@@ -231,7 +231,7 @@ def test_adamw(kernels, dtype, clip, lone):
 @pytest.mark.parametrize("E, N", [(3, 1), (3, 128), (64, 300), (64, 128), (384, 100), (1025, 20)])
 def test_a_place_for_each_copy(E, N, monkeypatch):
     """tally and settle: the places that a stable sort gives; none over a window's end."""
-    import fused
+    from ops import fused
     expert = (torch.rand(N, device=DEVICE) ** 2 * E).long()  # the first ones crowd
     counts = torch.bincount(expert, minlength=E)
     rank, upto = fused.tally(expert, E)
@@ -251,7 +251,7 @@ def test_a_place_for_each_copy(E, N, monkeypatch):
 @pytest.mark.parametrize("ep, E, rank", [(2, 4, 1), (4, 64, 0), (3, 9, 2), (8, 384, 5)])
 def test_meet(ep, E, rank, monkeypatch):
     """Where each rank's copies begin in the windows: written out, the twin, the kernel."""
-    import fused
+    from ops import fused
     runs, e, rows = torch.randint(0, 9, (ep, E), device=DEVICE), E // ep, 10_000
     starts, ends = [], []
     for o in range(ep):
@@ -278,7 +278,7 @@ def test_meet(ep, E, rank, monkeypatch):
 @pytest.mark.parametrize("K", [1, 2])
 def test_push_and_pull(kernels, K):
     """Three windows of 7 rows, all of this process: what window.py's twins write and read."""
-    import window
+    from fast import window
     rows, width = 7, 1040
     x = randn(6, width)
     place = torch.randperm(3 * rows, device=DEVICE)[:6 * K]

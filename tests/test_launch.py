@@ -13,7 +13,7 @@ from pool import ROOT, context
 from runs import SHAPE
 
 import train
-from launch import FAMILIES, detect
+from runtime.launch import FAMILIES, detect
 
 BIN = Path(sys.executable).parent
 SLURM_BATCH = {  # what every process inside an sbatch script of 2 tasks sees, whoever started it (measured)

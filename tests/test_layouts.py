@@ -14,9 +14,9 @@ from pool import run_ranks
 import moe
 import train
 from config import Config, check_layout
-from data import Synthetic
+from corpus.data import Synthetic
 from parallel import broadcast_and_verify, make_mesh
-from state import pieces
+from runtime.state import pieces
 
 LLAMA = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, vocab_size=100, seq_len=8,
              norm="rms", mlp="swiglu", pos="rope", bias=False, tied=False, dtype="fp64", clip=0.05, lr=1e-2,

@@ -17,10 +17,10 @@ from pool import ROOT
 from runs import TINY, chars, session
 
 import checkpoint
-import launch
 import prepare
 import sample
-from launch import World
+from runtime import launch
+from runtime.launch import World
 
 GONE = object()
 BASE = [f for f in TINY if "vocab" not in f]

@@ -10,8 +10,7 @@ from pool import run_ranks
 
 import train
 from config import PRESETS, Config
-from data import Synthetic
-from launch import World
+from corpus.data import Synthetic
 from model import (
     GPT,
     Attention,
@@ -23,6 +22,7 @@ from model import (
     rotate,
 )
 from parallel import make_mesh
+from runtime.launch import World
 
 SMALL = dict(
     n_layer=2,

@@ -23,16 +23,16 @@ from test_layouts import MOE, SIGMOID, assemble
 
 import moe
 import parallel
-import state
 import train
-import window
 from config import Config, check, check_layout, parse
-from data import Synthetic
-from launch import World
+from corpus.data import Synthetic
+from fast import window
 from model import GPT, MLP, count_parameters, flops_per_token
 from parallel import make_mesh
 from pipeline import forward_backward
-from saver import Saver
+from runtime import state
+from runtime.launch import World
+from runtime.saver import Saver
 
 ALONE = make_mesh(World(rank=0, size=1))
 SMALL = dict(n_experts=8, n_embd=6, ffn_hidden=5, n_head=1, n_kv_head=1)

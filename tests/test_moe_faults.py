@@ -74,10 +74,11 @@ LAYOUTS = {  # name: (model, (ranks, layout), function, its line, the faulty lin
         CAPACITY, EP, "parallel._AllToAll.backward", "exchange(g, ctx.axis, ctx.receive, ctx.send)", "g"),
     # 10: what a rank answers for
     "one rank's experts only saved": (
-        MOE, EP_TP, "state.pieces", "% b.axis.size != b.axis.rank",
+        MOE, EP_TP, "runtime.state.pieces", "% b.axis.size != b.axis.rank",
         "% dp.stage.size != dp.stage.rank"),
     "experts saved without their offset": (
-        MOE, EP, "state.pieces", "zip(offset, p.offset, strict=True)", "zip(offset, [0] * 9, strict=False)"),
+        MOE, EP, "runtime.state.pieces", "zip(offset, p.offset, strict=True)",
+        "zip(offset, [0] * 9, strict=False)"),
 }
 
 
@@ -129,7 +130,8 @@ ALIKE = {  # in one process and in many alike: (function, line, faulty line, the
         "moe.MoE.route", "p = share.gather(1, ids) if", "p = share.detach().gather(1, ids) if",
         loop("softmax", 2)),
     "gates' gradient lost on the way back": (
-        "fused.collect_backward", "dp = y.new_zeros(p.numel() + 1).scatter_(0, src, (y * rows).sum(1))[:-1]",
+        "ops.fused.collect_backward",
+        "dp = y.new_zeros(p.numel() + 1).scatter_(0, src, (y * rows).sum(1))[:-1]",
         "dp = torch.zeros_like(p)",
         loop("sigmoid", 1)),
     "ties go to the last expert": (
@@ -196,9 +198,9 @@ def test_the_balancing_gradient_sees_it(name):
 
 
 SAVED = {  # who does it wrong: first_half saves, second_half loads
-    "steering bias not saved": ("first_half", "state.pieces", "dp.buffers.items()", "{}.items()"),
+    "steering bias not saved": ("first_half", "runtime.state.pieces", "dp.buffers.items()", "{}.items()"),
     "experts read from the first rank's place": (
-        "second_half", "state.load", "pieces(dp, opt, owned=False)",
+        "second_half", "runtime.state.load", "pieces(dp, opt, owned=False)",
         "[(n, t, f, (0, *o[1:]) if '.w1' in n else o) for n, t, f, o in pieces(dp, opt, owned=False)]"),
 }
 

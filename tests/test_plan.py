@@ -10,18 +10,18 @@ import pytest
 import torch
 from pool import ROOT, run_ranks
 
-import cost
-import footprint
-import fused
 import model as model_
 import moe
 import plan
 import train
 from config import PRESETS, Config, parse
-from data import Synthetic
-from launch import World
+from corpus.data import Synthetic
+from cost import memory as footprint
+from cost import step_time as cost
 from model import GPT, count_parameters, flops_per_token
+from ops import fused
 from parallel import DataParallel, make_mesh
+from runtime.launch import World
 
 ONE = make_mesh(World(), groups=False)
 

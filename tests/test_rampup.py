@@ -6,7 +6,7 @@ from runs import go, rows, same
 
 import train
 from config import Config, parse
-from data import Synthetic
+from corpus.data import Synthetic
 from parallel import make_mesh
 from rampup import batch_size, check_ramp, samples_after, schedule
 

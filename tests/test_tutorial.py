@@ -16,9 +16,9 @@ from pool import ROOT, context, run_ranks
 from runs import chars, session
 
 import config
-import launch
 import prepare
 from mesh import make_mesh
+from runtime import launch
 from tutorial import exercises, solutions, test_exercises
 
 TEXT = (ROOT / "tutorial/README.md").read_text()

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel
 import train
-import watch
-from launch import World
-from replicas import odd, report
-from stragglers import Stragglers
+from runtime import watch
+from runtime.launch import World
+from runtime.replicas import odd, report
+from runtime.stragglers import Stragglers
 
 TIMEOUT = 4.0
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:/usr/bin")

@@ -16,14 +16,14 @@ from runs import session
 from shared import SharedWindow
 from test_moe import TINY, as_on_a_gpu, on_ranks, owned
 
-import graph as graph_
 import moe
-import near as near_
 import train
-import window
 from config import Config
-from data import Synthetic
-from graph import Rooms
+from corpus.data import Synthetic
+from fast import graph as graph_
+from fast import near as near_
+from fast import window
+from fast.graph import Rooms
 from optim import Optimizer
 from parallel import DataParallel, make_mesh
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from pool import ROOT, run_ranks
 
+from corpus.tokenizer import train_char
 from mesh import Axis, make_mesh
 from parallel import Bucket
 from skip import spike
-from tokenizer import train_char
 
 sys.path.append(str(ROOT / "bench"))
 

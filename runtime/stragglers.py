@@ -8,7 +8,7 @@ import statistics
 import torch
 import torch.distributed as dist
 
-from log import Stopwatch
+from runtime.log import Stopwatch
 
 SLOW, LEAST_MS = 1.2, 2.0  # times the stage's median, and at least so much more: short steps jitter
 RUNNING = 3  # intervals in a row before a rank is named

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import torch
 
 from config import stage_layers
-from cost import SIZE
-from graph import bounded, static_shapes
+from cost.step_time import SIZE
+from fast.graph import bounded, static_shapes
 from model import GPT, padded
 from parallel import Axis, Mesh
 

@@ -24,7 +24,7 @@ def cross_entropy_rows(z, target, used):
         parts = [cross_entropy_rows_torch(*part, used)
                  for part in zip(z.split(1024), target.split(1024), strict=True)]  # in fp32: not all at once
         return tuple(map(torch.cat, zip(*parts, strict=True)))
-    import kernels
+    from ops import kernels
     loss, scale = torch.empty(2, z.size(0), dtype=torch.float32, device=z.device)
     kernels.cross_entropy[(z.size(0),)](z, target, loss, scale, used, z.size(1), ROWS=2, BLOCK=2048,
                                         num_warps=4)
@@ -70,7 +70,7 @@ def silu_mul(a, b=None, stop=None):
     if not on_gpu(a):
         a, b = a.chunk(2, dim=1) if b is None else (a, b)
         return F.silu(a) * b
-    import kernels
+    from ops import kernels
     f = a.size(1) // (2 if b is None else 1)
     h = torch.empty(a.size(0), f, dtype=a.dtype, device=a.device)
     two, last = a if b is None else b, a if stop is None else stop
@@ -83,7 +83,7 @@ def silu_mul_backward(dh, a, b=None, stop=None, again=False):
     """-> the gradients of gate and up as a pair, or of both side by side as one tensor. again: dh becomes h,
     which then need not be kept."""
     if on_gpu(a):
-        import kernels
+        from ops import kernels
         da, db = torch.empty_like(a), None if b is None else torch.empty_like(b)
         two, d_two = (a, dh) if b is None else (b, db)
         kernels.swiglu_backward[(a.size(0),)](a, two, dh, da, d_two, a if stop is None else stop, dh.size(1),
@@ -131,7 +131,7 @@ def gelu(x):
 def accumulate(total, g, first):
     """total (fp32) = g of the model's dtype, or += g: a copy first, which needs no zeroing before."""
     if on_gpu(g) and g.dtype != total.dtype and g.numel() >= 2**18 and g.is_contiguous():
-        import kernels  # torch's own conversion reaches a third of the memory's speed
+        from ops import kernels  # torch's own conversion reaches a third of the memory's speed
         kernels.widen[(-(-g.numel() // 4096),)](g, total, g.numel(), ADD=not first, BLOCK=4096, num_warps=8)
     elif first:
         total.copy_(g)
@@ -142,7 +142,7 @@ def accumulate(total, g, first):
 def add_up(total, own, others):
     """total (n,) fp32 = own (n,) and each of others (ranks, n), of the model's dtype."""
     if on_gpu(own) and own.dtype != total.dtype:
-        import kernels
+        from ops import kernels
         n = own.numel()
         kernels.add_up[(-(-n // 2048),)](own, others, total, n, RANKS=len(others), BLOCK=2048, num_warps=4)
         return
@@ -173,7 +173,7 @@ def tally(expert, E):
         place = torch.empty_like(expert).scatter_(0, order, torch.arange(N, device=expert.device))
         rank = place - (counts.cumsum(0) - counts)[expert]
         return rank, counts.unsqueeze(1)
-    import kernels
+    from ops import kernels
     rank, (block, wide) = torch.empty(N, dtype=torch.int32, device=expert.device), a_block(E)
     blocks = -(-N // block)
     counts = torch.empty(E, blocks, dtype=torch.int32, device=expert.device)
@@ -188,7 +188,7 @@ def settle(expert, rank, upto, start, each, rows):
     if not on_gpu(expert):
         place = start[expert] + rank
         return torch.where(place < (expert // each + 1) * rows, place, -1)
-    import kernels
+    from ops import kernels
     place = torch.empty_like(expert)
     blocks = upto.size(1)
     kernels.settle[(blocks,)](expert, rank, upto, start, place, expert.numel(), rows, blocks, EACH=each,
@@ -209,7 +209,7 @@ def meet(runs, rank, rows, room, need):
         starts = stops - runs + rows * torch.arange(ep, device=runs.device).unsqueeze(1)
         ends = stops[rank].view(-1, ep)[:, -1].clamp(max=room)
         return starts.view(E, ep)[:, rank].contiguous(), ends.to(torch.int32)
-    import kernels
+    from ops import kernels
     starts, ends = runs.new_empty(E), torch.empty(E // ep, dtype=torch.int32, device=runs.device)
     kernels.meet[(ep,)](runs, starts, ends, need, rank, rows, room, EP=ep, E=E, WIDE=a_block(E)[1],
                         num_warps=4)
@@ -228,7 +228,7 @@ def spread(x, src, K, holes):
     """x (n, C), src (slots,) int64 -> (slots, C): row src // K of x; zeros where src is n*K (holes)."""
     if not on_gpu(x) or not x.numel():
         return take(x, src // K, holes)
-    import kernels
+    from ops import kernels
     out = x.new_empty(src.numel(), x.size(1))
     kernels.spread[(src.numel(),)](x.contiguous(), src, out, x.size(0) * K, x.size(1), K=K, BLOCK=512,
                                    num_warps=2)
@@ -241,7 +241,7 @@ def collect(y, slot, K, holes, p=None):
     if not on_gpu(y) or not y.numel():
         copies = take(y, slot, holes).unflatten(0, (-1, K))  # (n, K, C)
         return (copies if p is None else copies * p.unsqueeze(2)).sum(1)
-    import kernels
+    from ops import kernels
     out = y.new_empty(slot.numel() // K, y.size(1))
     kernels.collect[(out.size(0),)](y.contiguous(), y if p is None else p.contiguous(), slot, out, y.size(0),
                                     y.size(1), K=K, GATED=p is not None, BLOCK=512, num_warps=2)
@@ -254,7 +254,7 @@ def collect_backward(y, p, src, K, holes, g):
         rows = spread(g, src, K, holes)  # (slots, C)
         dp = y.new_zeros(p.numel() + 1).scatter_(0, src, (y * rows).sum(1))[:-1]  # holes: src is n*K
         return rows * take(p.flatten(), src, holes).unsqueeze(1), dp.view_as(p)
-    import kernels
+    from ops import kernels
     dy, dp = torch.empty_like(y), torch.zeros_like(p)
     y, p = y.contiguous(), p.contiguous()
     kernels.collect_backward[(src.numel(),)](y, p, src, g.contiguous(), dy, dp, p.numel(), y.size(1), K=K,
@@ -303,7 +303,7 @@ def add_rows(a, b, into, stop):
     """into[:stop] = a (R, C), plus b. -> into[:R], of which rows from stop () int32 on are left as they
     were."""
     if on_gpu(a):
-        import kernels
+        from ops import kernels
         kernels.add_rows[(a.size(0),)](a, a if b is None else b, into, stop, a.size(1), TWO=b is not None,
                                        BLOCK=512, num_warps=2)
     else:

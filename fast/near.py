@@ -12,9 +12,9 @@ import contextlib
 
 import torch
 
-from fused import add_up
+from fast.window import Window
+from ops.fused import add_up
 from parallel import Bucket, Done
-from window import Window
 
 
 class Lane:

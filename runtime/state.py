@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-from launch import agreed
 from model import padded
-from saver import Saver
+from runtime.launch import agreed
+from runtime.saver import Saver
 
 
 def pieces(dp, opt, vectors=None, owned=True):

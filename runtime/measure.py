@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import blend
-import log
+from corpus import blend
+from fast.window import in_use
 from model import flops_per_token
+from runtime import log
 from skip import not_finite
-from window import in_use
 
 
 def make_logger(cfg, mesh, world, out, state, vocab_size):

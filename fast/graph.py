@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import moe
-from window import open_windows
+from fast.window import open_windows
 
 WARM = 3  # steps without a graph first: compilation, autotuning and NCCL's set-up must not be recorded
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-import data
+from corpus import data
 
 PERIOD = 100_000  # at most: the table takes 0.6 s
 BY_TOKENS = 10_000  # how finely weights in proportion to the tokens are cut

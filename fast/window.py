@@ -17,7 +17,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from fused import collect
+from ops.fused import collect
 
 
 class Window:
@@ -105,7 +105,7 @@ def together(mesh, axis, device):
 
 def put(x, place, window, K):
     if x.is_cuda:
-        import kernels
+        from ops import kernels
         kernels.push[(place.numel(),)](x, place, window.addresses, window.rows, x.size(1), K=K, BLOCK=512,
                                        num_warps=2)
         return
@@ -117,7 +117,7 @@ def put(x, place, window, K):
 def get(place, window):
     out = window.mine.new_empty(place.numel(), window.mine.size(1))
     if out.is_cuda:
-        import kernels
+        from ops import kernels
         kernels.pull[(place.numel(),)](out, place, window.addresses, window.rows, out.size(1), BLOCK=512,
                                        num_warps=2)
         return out

@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-import corpus
-import data
-import tokenizer as tok
+from corpus import data
+from corpus import text as corpus
+from corpus import tokenizer as tok
 
 RUN_TOKENS = 1 << 24  # tokens that a worker holds at a time
 BUCKET_TOKENS = 1 << 25  # tokens that the joining holds at a time, about

@@ -1,0 +1,1 @@
+"""Text, archives, tokenizers, token files, and the order of samples."""

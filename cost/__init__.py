@@ -1,0 +1,1 @@
+"""Parameters, bytes sent, bytes kept, milliseconds: known before a run."""

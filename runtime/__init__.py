@@ -1,0 +1,1 @@
+"""Starting under any launcher, logging, saving and resuming, noticing what is wrong."""
