@@ -1,16 +1,36 @@
 """Every flag of train.py, once: the field is the flag, its comment is the help, the presets are replacements.
 
-Parsed once by tyro into a frozen dataclass; nothing is written back. parse() raises ValueError with one line.
+    Config          the flags of train.py, and PRESETS of them
+    command_line    argv -> a frozen dataclass, by tyro, for every program; wrong flags are one line
+    wrong_input     a program's wrong input becomes one line on stderr and exit code 2
+    check           what can be wrong whatever the number of ranks; check_layout: for this number of them
+    batch_size      the batch ramp: sequences of each step
+
+A parsed configuration is never written back to.
 """
 import contextlib
 import dataclasses
 import difflib
+import enum
 import io
+import os
 import re
+import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rampup import check_ramp
+
+class Outcome(enum.IntEnum):
+    """How a run ends: its exit code."""
+    DONE = 0
+    FAILED = 1            # an exception, or the last save was not written
+    WRONG_INPUT = 2       # flags, data, checkpoint or layout: one line from one rank
+    GAVE_UP = 42          # too many steps in a row were skipped or not finite
+    HUNG = 43             # nothing moved for --timeout seconds; every rank's stack was written
+    REPLICAS_DIFFER = 44  # ranks that must hold equal weights do not
+    STOPPED = 85          # by a signal or --max-minutes, after a complete save; a job script requeues on it
+
 
 
 @dataclass(frozen=True)
@@ -99,7 +119,7 @@ class Config:
 
 GPT2 = dict(norm="layer", mlp="gelu", pos="learned", bias=True, tied=True, dropout=0.0)
 LLAMA = dict(norm="rms", mlp="swiglu", pos="rope", bias=False, tied=False, dropout=0.0)
-RUN = dict(log_every=10, eval_every=500, save_every=1000)
+REPORTING = dict(log_every=10, eval_every=500, save_every=1000)
 PRESETS = {
     "tiny": dict(),
     "tiny-moe": dict(n_experts=8, top_k=2),
@@ -109,61 +129,97 @@ PRESETS = {
                              eval_iters=20, save_every=1000),
     "wordplay": dict(GPT2, n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hidden=3072, seq_len=1024,
                      bias=False, micro_batch=64, steps=2000, lr=6e-4, warmup=100, dtype="bf16",
-                     compile=True, **RUN),
+                     compile=True, **REPORTING),
     "gpt2": dict(GPT2, n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hidden=3072, seq_len=1024,
                  micro_batch=32, global_batch=480, steps=100_000, lr=6e-4, warmup=2000, dtype="bf16",
-                 compile=True, **RUN),
+                 compile=True, **REPORTING),
     "dense-210m": dict(LLAMA, n_layer=24, n_head=4, n_kv_head=1, n_embd=512, ffn_hidden=1792, seq_len=2048,
                        rope_base=100000.0, vocab_size=128256, micro_batch=8, steps=20_000, lr=1e-3,
-                       warmup=200, dtype="bf16", compile=True, **RUN),
+                       warmup=200, dtype="bf16", compile=True, **REPORTING),
     "moe-4b": dict(LLAMA, n_experts=64, top_k=1, n_layer=24, n_head=4, n_kv_head=1, n_embd=512,
                    ffn_hidden=1792, seq_len=2048, rope_base=100000.0, vocab_size=128256, micro_batch=8,
-                   steps=20_000, lr=1e-3, warmup=200, dtype="bf16", compile=True, **RUN),
+                   steps=20_000, lr=1e-3, warmup=200, dtype="bf16", compile=True, **REPORTING),
     "smol-1.7b": dict(LLAMA, n_layer=24, n_head=32, n_kv_head=32, n_embd=2048, ffn_hidden=8192, seq_len=2048,
                       vocab_size=49152, micro_batch=4, steps=20_000, lr=5e-4, warmup=500, dtype="bf16",
-                      compile=True, **RUN),
+                      compile=True, **REPORTING),
     "bloom-176b": dict(GPT2, n_layer=70, n_head=112, n_kv_head=112, n_embd=14336, ffn_hidden=57344,
                        seq_len=2048, vocab_size=250880, micro_batch=2, global_batch=2048, steps=100_000,
-                       lr=6e-5, warmup=375, dtype="bf16", **RUN),
+                       lr=6e-5, warmup=375, dtype="bf16", **REPORTING),
 }
-LEAST = {**dict.fromkeys(("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "micro_batch",
+MINIMUM = {**dict.fromkeys(("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len",
+                             "micro_batch",
                           "steps", "log_every", "tp", "pp", "ep", "top_k", "timeout"), 1),
          **dict.fromkeys(("vocab_size", "global_batch", "lr", "warmup", "decay_steps", "weight_decay", "clip",
                           "n_experts", "capacity_factor", "aux_coef", "z_coef", "router_bias_rate",
                           "n_shared_experts", "eval_every", "eval_iters", "save_every", "keep",
                           "max_minutes", "check_every", "skip_spikes", "inject_spike"), 0)}
-BOOLS = {f.name for f in dataclasses.fields(Config) if f.type is bool}
 
 
-def parse(argv):
-    """[PRESET] [flags] -> Config. ValueError: one line, with tyro's suggestion. --help prints and exits."""
+# -----------------------------------------------------------------------------
+# the command line of every program
+
+def parse(argv, cls=Config, prog="train.py", about="Train a GPT."):
+    """[PRESET] [flags] -> cls, a Config or an extension of it. ValueError: one line, with a suggestion."""
     argv = list(argv)
     preset = argv.pop(0) if argv and not argv[0].startswith("-") else "tiny"
     if preset not in PRESETS:
         raise ValueError(f"no preset {preset!r}; the presets are {', '.join(PRESETS)}")
-    default = Config(**PRESETS[preset], preset=preset)
-    import tyro
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            cfg = tyro.cli(Config, args=_booleans(argv), default=default, prog="train.py [PRESET]",
-                           description=f"Train a GPT. Presets: {', '.join(PRESETS)}. "
-                                       f"Defaults below are those of {preset}.")
-    except SystemExit as e:
-        if e.code == 0:
-            raise
-        raise ValueError(_one_line(said.getvalue())) from None
+    cfg = command_line(cls, argv, f"{prog} [PRESET]", default=cls(**PRESETS[preset], preset=preset),
+                       about=f"{about} Presets: {', '.join(PRESETS)}. Defaults below are those of {preset}.")
     check(cfg)
     return cfg
 
 
-def _booleans(argv):
+def command_line(cls, argv, prog, about, default=None):
+    """Flags argv (list of str) -> the dataclass cls, whose fields are the flags and whose comments are their
+    help. --help prints and exits 0, quietly also where its reader leaves early (| head). ValueError: one line
+    that says what is wrong, with the flag that an unknown one resembles."""
+    import tyro
+    said, printed = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.ExitStack() as captured:
+            captured.enter_context(contextlib.redirect_stderr(said))
+            if {"-h", "--help"} & set(argv):  # not always: tyro's frames depend on what stdout is
+                captured.enter_context(contextlib.redirect_stdout(printed))
+            kwargs = {} if default is None else {"default": default}
+            return tyro.cli(cls, args=_booleans(argv, cls), prog=prog, description=about, **kwargs)
+    except SystemExit as e:
+        if e.code == 0:
+            print_quietly(printed.getvalue())
+            raise
+        raise ValueError(_format_tyro_error(said.getvalue(), cls, prog.split()[0])) from None
+
+
+def print_quietly(text):
+    """Print text; a reader that closed the pipe (| head) is no error."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the interpreter flushes at its end goes nowhere
+
+
+@contextlib.contextmanager
+def wrong_input():
+    """Inside, a ValueError or OSError is wrong input: its text becomes one line on stderr, exit code 2."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(0) from None  # the reader of our output has left, as with | head
+    except (ValueError, OSError) as e:
+        print("nanoshard: " + " ".join(str(e).split()), file=sys.stderr, flush=True)
+        raise SystemExit(Outcome.WRONG_INPUT) from None
+
+
+def _booleans(argv, cls):
     """tyro knows --x and --no-x; we also take --x True, --x False, --x=true."""
+    switches = {f.name for f in dataclasses.fields(cls) if f.type in (bool, "bool")}
     out, i = [], 0
     while i < len(argv):
         name, eq, value = argv[i].partition("=")
         key = name.removeprefix("--").replace("-", "_")
-        if name.startswith("--") and key in BOOLS:
+        if name.startswith("--") and key in switches:
             if not eq and i + 1 < len(argv) and argv[i + 1].lower() in ("true", "false"):
                 i, value = i + 1, argv[i + 1]
             if value.lower() not in ("", "true", "false"):
@@ -176,21 +232,24 @@ def _booleans(argv):
     return out
 
 
-def _one_line(box):
+def _format_tyro_error(box, cls, prog):
     """tyro's framed message -> one line: its first paragraph, and the flag that an unknown one resembles."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ─╭╮╰╯") for line in box.splitlines()]
     end = lines.index("", 1) if "" in lines[1:] else len(lines)  # a rule under the paragraph
     what = " ".join(lines[1:end]).rstrip(".") or "wrong flags"
     unknown = re.search(r"nrecognized.*? --([\w-]+)", what)
-    flags = [f.name.replace("_", "-") for f in dataclasses.fields(Config)]
-    near = unknown and difflib.get_close_matches(unknown[1].replace("_", "-"), flags, 2)
-    hint = f"; perhaps you meant --{' or --'.join(near)}" if near else ""
-    return f"{what}{hint} (train.py --help lists all flags)"
+    flags = [f.name.replace("_", "-") for f in dataclasses.fields(cls)]
+    close = unknown and difflib.get_close_matches(unknown[1].replace("_", "-"), flags, 2)
+    hint = f"; perhaps you meant --{' or --'.join(close)}" if close else ""
+    return f"{what}{hint} ({prog} --help lists all flags)"
 
+
+# -----------------------------------------------------------------------------
+# what cannot be
 
 def check(cfg):
     """What can be wrong whatever the world size and the data."""
-    for name, least in LEAST.items():
+    for name, least in MINIMUM.items():
         if getattr(cfg, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least {least}")
     for name in ("dropout", "beta1", "beta2"):
@@ -285,3 +344,55 @@ def _balance(n_layer, pp):
         # ties: the middle first
         counts[min(range(pp), key=lambda s: (counts[s] > 0, load[s], -min(s, pp - 1 - s)))] += 1
     return counts
+
+
+# -----------------------------------------------------------------------------
+# --rampup-batch-size START INCREMENT SAMPLES, with the meaning that Megatron-LM gave it
+# (megatron/core/num_microbatches_calculator.py). the global batch begins at START sequences and grows by
+# INCREMENT to --global-batch while the first SAMPLES sequences are consumed, in stages of equal samples. it
+# is a pure function of the samples consumed: a resumed run, another layout and plan.py find the same batch.
+# the learning rate stays a function of the step
+
+def batch_size(samples, full, ramp=()):
+    """Sequences of the step that begins after `samples` consumed ones. full: the batch after the ramp."""
+    if not ramp:
+        return full
+    start, increment, over = ramp
+    stages = (full - start) // increment
+    return min(full, start + increment * (samples * stages // over))
+
+
+def check_ramp(full, ramp, unit):
+    """Every stage must divide by unit = micro-batch * dp, or ValueError before the first step."""
+    if not ramp:
+        return
+    start, increment, over = ramp
+    flag = f"--rampup-batch-size {start} {increment} {over}"
+    if not 0 < start <= full or (full - start) % increment:
+        raise ValueError(f"{flag} does not reach global-batch {full} in whole increments; "
+                         f"try --global-batch {start + max(1, -(-(full - start) // increment)) * increment}")
+    bad = next((size for size in range(start, full + 1, increment) if size % unit), None)
+    if bad is not None:
+        raise ValueError(f"{flag} has a stage of {bad}, which does not divide by micro-batch * dp = {unit}; "
+                         f"give START and INCREMENT as multiples of {unit}")
+
+
+def batch_schedule(samples, full, ramp=()):
+    """-> {batch: steps of it} of a run that ends with the step in which `samples` sequences are consumed."""
+    done, steps = 0, Counter()
+    while done < samples and (batch := batch_size(done, full, ramp)) != full:
+        steps[batch] += 1
+        done += batch
+    if done < samples:
+        steps[full] = -(-(samples - done) // full)
+    return steps
+
+
+def samples_after(steps, full, ramp=()):
+    """Sequences consumed by the first `steps` steps."""
+    samples = 0
+    for step in range(steps):
+        if batch_size(samples, full, ramp) == full:
+            return samples + (steps - step) * full
+        samples += batch_size(samples, full, ramp)
+    return samples

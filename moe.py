@@ -23,13 +23,12 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
 from fast.window import Pull, Push, open_windows
 from ops.fused import ExpertMLP, collect, collect_backward, gelu, meet, settle, spread, tally
-from parallel import all_gather, all_to_all, parameter
+from parallel import all_to_all, parameter
 
 # -----------------------------------------------------------------------------
 # moving rows: dispatch and combine are each other's adjoint
@@ -189,9 +188,7 @@ class MoE(nn.Module):
         chosen = count(ids if self.router.bias is None else top_k(share, K), E)  # (E,)
         load = chosen if self.router.bias is None else count(ids, E)
         whole = chosen.to(share.dtype)
-        if tp.size > 1:
-            tp.count("all-reduce", whole)
-            dist.all_reduce(whole, group=tp.group)  # SUM of E counts, over tp: one micro-batch's ranks
+        tp.all_reduce(whole)  # SUM of E counts, over tp: one micro-batch's ranks
         rows = n * tp.size
         aux = (share.sum(0) * whole).sum() * E / (K * rows * rows)
         z = logits.logsumexp(1).square().sum() / rows
@@ -217,7 +214,7 @@ class MoE(nn.Module):
         order = inverse(slot)
         if ep.size == 1:
             return Plan(order, slot, ends=ends)  # static shapes, no synchronisation
-        theirs = all_to_all(counts, ep).view(ep.size, e)  # (ep, e): rows from each rank for each expert here
+        theirs = ep.all_to_all(counts).view(ep.size, e)  # (ep, e): rows from each rank for each expert here
         torch.maximum(self.need, theirs.sum(), out=self.need)
         splits = torch.stack([counts.view(ep.size, e).sum(1), theirs.sum(1)])
         send, receive = splits.tolist()  # sync point, the only one
@@ -240,7 +237,7 @@ class MoE(nn.Module):
         ends (e,), in this rank's window. It is also the barrier before rows are pushed: who counts has read
         what came to it the last time."""
         ep = self.mesh.ep
-        runs = all_gather(counts, ep).view(ep.size, self.E)
+        runs = ep.all_gather(counts).view(ep.size, self.E)
         return meet(runs, ep.rank, self.windows[0].rows, self.room, self.need)
 
     def through_windows(self, place, ends):
@@ -356,9 +353,7 @@ def steer(model, rate, refused):
     for moe in layers(model).values():
         if moe.router.bias is not None:
             load = moe.stats[:moe.E].clone()
-            if moe.mesh.stage.size > 1:
-                moe.mesh.stage.note("all-reduce", load)
-                dist.all_reduce(load, group=moe.mesh.stage.group)  # SUM of E counts, over the stage
+            moe.mesh.stage.all_reduce(load)  # SUM of E counts, over the stage
             moe.router.bias += rate * (load.mean() - load).sign().float() * (1 - refused)
 
 
@@ -372,9 +367,7 @@ def summary(model, micro_batches):
     table = torch.zeros(cfg.n_layer, E + 4, dtype=torch.float64, device=next(model.parameters()).device)
     for i, moe in layers(model).items():
         table[i] = moe.stats
-    if mesh.world.size > 1:
-        mesh.world.note("all-reduce", table)
-        dist.all_reduce(table, group=mesh.world.group)  # SUM of L*(E+4) numbers, over the world
+    mesh.world.all_reduce(table)  # SUM of L*(E+4) numbers, over the world
     out = {}
     for i, row in enumerate(table.tolist()):
         copies = sum(row[:E])

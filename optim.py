@@ -1,6 +1,5 @@
 """AdamW on the flat buckets: a few large tensors, fp32 masters, clipping and overflow test on the device."""
 import torch
-import torch.distributed as dist
 
 
 class AdamW:
@@ -75,8 +74,7 @@ class Optimizer:
         for m, b in zip(self.masters, self.dp.buckets, strict=True):
             own = b.flat[b.mine]
             if b.shards < b.axis.size and m.dtype != own.dtype:
-                b.axis.note("broadcast", m)
-                dist.broadcast(m, b.axis.ranks[0], group=b.axis.group)  # n masters, first replica to all
+                b.axis.broadcast(m)  # n masters, first replica to all
             m.copy_(torch.where(m.to(own.dtype) == own, m, own.to(m.dtype)))
 
     @torch.no_grad()
@@ -108,9 +106,7 @@ class Optimizer:
                 padding = max(0, b.mine.stop - max(b.used, b.mine.start))
                 total[2] += (g.numel() - padding - g.count_nonzero()) * b.share
             total[3] = self.squared(self.masters, wide)
-        if self.world.size > 1:
-            self.world.count("all-reduce", total)
-            dist.all_reduce(total, group=self.world.group)  # SUM of 4 numbers, over the world
+        self.world.all_reduce(total)  # SUM of 4 numbers, over the world
         total[1] = self.unscaled(total[1].sqrt())
         total[3].sqrt_()
         return total

@@ -1,24 +1,202 @@
-r"""What travels along the axes of mesh.py: tensor and data parallelism written out by hand.
+r"""Tensor, data and expert parallelism written out by hand: which ranks belong together, and what they send.
+
+    Axis, Mesh, make_mesh   the ranks as a grid; an axis has the collectives as methods
+    gather_rows ...         tensor and sequence parallelism, all_to_all, the vocabulary: pairs with gradients
+    Bucket, DataParallel    gradients in flat buckets, summed while backward still runs; ZeRO-1
 
 The one rule: the loss is divided once, by the number of tokens of the whole global batch. Every gradient
 reduction is then a plain SUM over the ranks that hold the same parameter. No averages, no second division.
 
-grep -n "dist\\.\|_single(" *.py is the whole communication story but for what GPUs of one node read and write
-in each other's memory (near.py, window.py); each call says what moves, over which axis, how much.
+The whole communication story is one search for Axis' methods: grep -nE "\.(start_)?(all_reduce|all_gather|\
+reduce_scatter|broadcast|all_to_all|gather_objects)\(" *.py; each call says what moves, over which axis, how
+much. Where the GPUs of one node can reach each other's memory, fast/ replaces some of them by copies.
 """
 import contextlib
 import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mesh import Axis, Mesh, make_mesh  # noqa: F401 read mesh.py first; the others import them from here
 from ops.fused import accumulate
 
-# torch 2.13 has new names for these two, 2.11 and 2.12 only the old ones
+# torch 2.13 has new names for these two, older versions only the old ones
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+MAX = dist.ReduceOp.MAX
+
+
+# -----------------------------------------------------------------------------
+# the mesh
+
+class CompletedWork:
+    """What an asynchronous collective over one rank returns: there is nothing to wait for."""
+
+    def wait(self):
+        pass
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks that differ from this one only along one axis of the mesh, and the collectives among them.
+
+    Over one rank every collective is the identity. Each one counts in `sent` the bytes that this rank sends,
+    by the ring algorithms' formulas (of a whole, (size-1)/size for an all-gather, a reduce-scatter and an
+    all-to-all, twice that for an all-reduce: Thakur et al. 2005, section 4), and tells the watchdog through
+    `calls` that this rank is about to start it. group is None where size is 1."""
+    name: str
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+    ranks: tuple[int, ...] = (0,)
+    calls: Any = None  # runtime.launch.CollectiveLog of this rank, one for all axes
+    sent: Counter = field(default_factory=Counter, compare=False)
+
+    def record(self, kind, tensor=None, nbytes=0.0):
+        """This rank is about to start a collective, in which it sends nbytes."""
+        self.sent[kind] += nbytes
+        if self.calls is not None:
+            self.calls.record(kind, self.name, tensor)
+
+    def ring_bytes(self, whole):
+        """Bytes that each rank sends in an all-gather or reduce-scatter of the tensor `whole`."""
+        return (self.size - 1) / self.size * whole.numel() * whole.element_size()
+
+    def all_reduce(self, x, op=dist.ReduceOp.SUM):
+        """Every rank's x becomes their sum (or maximum), in place -> x."""
+        if self.size > 1:
+            self._all_reduce(x, op)
+        return x
+
+    def _all_reduce(self, x, op, async_op=False):
+        self.record("all-reduce", x, 2 * self.ring_bytes(x))
+        return dist.all_reduce(x, op, group=self.group, async_op=async_op)
+
+    def all_gather(self, x):
+        """(n, ...) on each rank -> (n*size, ...) on all, by rank."""
+        if self.size == 1:
+            return x
+        out = x.new_empty(x.size(0) * self.size, *x.shape[1:])
+        self.record("all-gather", out, self.ring_bytes(out))
+        all_gather_single(out, x.contiguous(), group=self.group)
+        return out
+
+    def reduce_scatter(self, x):
+        """(n*size, ...) on each rank -> (n, ...): this rank's rows of the sum."""
+        if self.size == 1:
+            return x
+        out = x.new_empty(x.size(0) // self.size, *x.shape[1:])
+        self.record("reduce-scatter", x, self.ring_bytes(x))
+        reduce_scatter_single(out, x.contiguous(), group=self.group)
+        return out
+
+    def all_to_all(self, x, send=None, receive=None):
+        """Rows of x, block j to rank j; the blocks that come back stand by sender. send, receive: rows per
+        rank, None for equal blocks. (sum(send), ...) -> (sum(receive), ...)"""
+        if self.size == 1:
+            return x
+        out = x.new_empty(x.size(0) if receive is None else sum(receive), *x.shape[1:])
+        stays = x.size(0) // self.size if send is None else send[self.rank]
+        row = x[0].numel() * x.element_size() if len(x) else 0
+        self.record("all-to-all", x, (x.size(0) - stays) * row)
+        dist.all_to_all_single(out, x.contiguous(), receive, send, group=self.group)
+        return out
+
+    def broadcast(self, x, source=0):
+        """The x of the axis' rank number `source` on all ranks, in place -> x."""
+        if self.size > 1:
+            self.record("broadcast", x, x.numel() * x.element_size() * (self.rank == source))
+            dist.broadcast(x, self.ranks[source], group=self.group)
+        return x
+
+    def gather_objects(self, value):
+        """A small picklable value of each rank -> the list of all, by rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        self.record("all-gather")
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast_object(self, value, source=0):
+        """A small picklable value of rank number `source` -> the same on every rank."""
+        box = [value]
+        if self.size > 1:
+            self.record("broadcast")
+            dist.broadcast_object_list(box, self.ranks[source], group=self.group)
+        return box[0]
+
+    def any(self, flag):
+        """-> True on every rank if flag is true on any: one integer, on the host."""
+        return bool(self.all_reduce(torch.tensor(int(flag)), MAX))
+
+    # started now, waited for later: each returns a handle with wait()
+
+    def start_all_reduce(self, x):
+        """x becomes the sum over the ranks, in place, by the time wait() returns."""
+        return CompletedWork() if self.size == 1 else self._all_reduce(x, dist.ReduceOp.SUM, async_op=True)
+
+    def start_reduce_scatter(self, out, x):
+        """out (n,) becomes this rank's slice of the sum of x (n*size,)."""
+        self.record("reduce-scatter", x, self.ring_bytes(x))
+        return reduce_scatter_single(out, x, group=self.group, async_op=True)
+
+    def start_all_gather(self, out, x):
+        """out (n*size,) becomes the x (n,) of all ranks, by rank."""
+        self.record("all-gather", out, self.ring_bytes(out))
+        return all_gather_single(out, x, group=self.group, async_op=True)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    world: Axis
+    dp: Axis     # replicas of the model: different data, same parameters
+    tp: Axis     # one layer over several ranks (and the sequence between the blocks)
+    pp: Axis     # stages: different layers
+    ep: Axis     # different experts
+    edp: Axis    # the ranks that hold the same experts
+    stage: Axis  # all ranks of one pipeline stage = dp x tp = edp x ep
+    tied: Axis   # dp x {first, last stage}: the two copies of a tied embedding
+
+
+def make_mesh(world, tp=1, pp=1, ep=1, groups=True, n_experts=0):
+    """-> Mesh; without groups, a plan of one. Rank order, slowest first: pp, dp, tp. A stage's ranks are
+    viewed again as (edp, ep), ep fastest. n_experts: only for the hint, an ep that divides them too."""
+    n = world.size
+    if n % (tp * pp):
+        fit = max(t for t in range(1, tp + 1) if n % (t * pp) == 0) if n % pp == 0 else 0
+        hint = f"try --tp {fit}" if fit else f"start a multiple of {tp * pp} ranks"
+        raise ValueError(f"{n} ranks do not divide by tp {tp} * pp {pp}; {hint}")
+    dp = n // (tp * pp)
+    if (dp * tp) % ep:
+        fit = max(e for e in range(1, ep + 1) if (dp * tp) % e == 0 and n_experts % e == 0)
+        raise ValueError(f"ep {ep} does not divide dp {dp} * tp {tp} = {dp * tp} ranks of a stage; "
+                         f"try --ep {fit}")
+    grid = torch.arange(n).view(pp, dp, tp)  # (pp, dp, tp)
+    fold = grid.view(pp, dp * tp // ep, ep)  # (pp, edp, ep): the same ranks, seen by the experts
+    rows = {
+        "world": grid.reshape(1, n), "tp": grid.reshape(-1, tp), "stage": grid.reshape(pp, dp * tp),
+        "dp": grid.transpose(1, 2).reshape(-1, dp), "pp": grid.permute(1, 2, 0).reshape(-1, pp),
+        "ep": fold.reshape(-1, ep), "edp": fold.transpose(1, 2).reshape(-1, dp * tp // ep),
+    }
+    ends = grid[[0, -1]] if pp > 1 else grid  # (2 or 1, dp, tp)
+    rows["tied"] = ends.permute(2, 0, 1).reshape(tp, -1)
+    # every rank creates every group, in the same order; axes with the same ranks share one. but not pp: a
+    # stage sends to its neighbour before or after it joins a sum, and NCCL pairs calls on one communicator by
+    # their order alone
+    made = {}
+    axes = {"tied": Axis("tied")}  # the stages between have no part in it
+    for name, table in rows.items():
+        for row in map(tuple, table.tolist()):
+            key = (name == "pp", row)
+            if groups and len(row) > 1 and key not in made:
+                made[key] = dist.group.WORLD if len(row) == n and name != "pp" else dist.new_group(list(row))
+            if world.rank in row:
+                axes[name] = Axis(name, row.index(world.rank), len(row), made.get(key), row, world.calls)
+    return Mesh(**axes)
 
 
 # -----------------------------------------------------------------------------
@@ -60,83 +238,60 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis):  # (n, ...) -> (n*tp, ...)
         ctx.axis = axis
-        return all_gather(x, axis)
+        return axis.all_gather(x)  # n rows from each rank to all, over tp
 
     @staticmethod
     def backward(ctx, g):
-        return reduce_scatter(g, ctx.axis), None
+        return ctx.axis.reduce_scatter(g), None  # SUM, n of n*tp rows to each rank, over tp
 
 
 class _ScatterRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis):  # (n*tp, ...) partial sums -> (n, ...) sums
         ctx.axis = axis
-        return reduce_scatter(x, axis)
+        return axis.reduce_scatter(x)  # SUM, n of n*tp rows to each rank, over tp
 
     @staticmethod
     def backward(ctx, g):
-        return all_gather(g, ctx.axis), None
+        return ctx.axis.all_gather(g), None  # n rows from each rank to all, over tp
 
 
-def _between_graphs(function, *args):
+def _uncompiled(function, *args):
     return function.apply(*args)
 
 
-def outside_graphs():
-    """From now on torch.compile leaves these calls out of its graphs: a collective counts itself, a graph
-    cannot. Only with --compile, for the import of torch's compiler takes 2 s."""
-    global _between_graphs
-    _between_graphs, Axis.count = map(torch.compiler.disable, (_between_graphs, Axis.count))
+def disable_compile_for_collectives():
+    """From now on torch.compile leaves collectives out of its graphs: python counts their bytes. Called only
+    under --compile, because importing torch's compiler takes 2 s."""
+    global _uncompiled
+    _uncompiled, Axis._all_reduce = map(torch.compiler.disable, (_uncompiled, Axis._all_reduce))
 
 
 def gather_rows(x, axis):
     """(n, ...) on each rank -> (n*tp, ...) on all."""
-    return x if axis.size == 1 else _between_graphs(_GatherRows, x, axis)
+    return x if axis.size == 1 else _uncompiled(_GatherRows, x, axis)
 
 
 def scatter_rows(x, axis):
     """(n*tp, ...) partial sums on each rank -> (n, ...) rows of the total."""
-    return x if axis.size == 1 else _between_graphs(_ScatterRows, x, axis)
-
-
-def all_gather(x, axis):
-    out = x.new_empty(x.size(0) * axis.size, *x.shape[1:])
-    axis.count("all-gather", out)
-    all_gather_single(out, x.contiguous(), group=axis.group)  # n rows from each rank to all, over tp
-    return out
-
-
-def reduce_scatter(x, axis):
-    out = x.new_empty(x.size(0) // axis.size, *x.shape[1:])
-    axis.count("reduce-scatter", x)
-    reduce_scatter_single(out, x.contiguous(), group=axis.group)  # SUM, n of n*tp rows to each rank, over tp
-    return out
+    return x if axis.size == 1 else _uncompiled(_ScatterRows, x, axis)
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis, send, receive):
         ctx.axis, ctx.send, ctx.receive = axis, send, receive
-        return exchange(x, axis, send, receive)
+        return axis.all_to_all(x, send, receive)  # block j to rank j, over ep
 
     @staticmethod
-    def backward(ctx, g):
-        return exchange(g, ctx.axis, ctx.receive, ctx.send), None, None, None  # what went there comes back
+    def backward(ctx, g):  # what went there comes back: the same blocks, over ep
+        return ctx.axis.all_to_all(g, ctx.receive, ctx.send), None, None, None
 
 
 def all_to_all(x, axis, send=None, receive=None):
     """Rows of x, block j to rank j of the axis; the blocks that come back stand by sender. send, receive:
     rows per rank, None for equal blocks. (sum(send), ...) -> (sum(receive), ...)"""
     return x if axis.size == 1 else _AllToAll.apply(x, axis, send, receive)
-
-
-def exchange(x, axis, send, receive):
-    out = x.new_empty(x.size(0) if receive is None else sum(receive), *x.shape[1:])
-    stays = x.size(0) // axis.size if send is None else send[axis.rank]
-    axis.note("all-to-all", x)
-    axis.sent["all-to-all"] += (x.size(0) - stays) * (x[0].numel() if len(x) else 0) * x.element_size()
-    dist.all_to_all_single(out, x.contiguous(), receive, send, group=axis.group)  # block j to rank j, over ep
-    return out
 
 
 def vocab_embedding(tokens, weight, axis):
@@ -157,17 +312,14 @@ class _VocabCrossEntropy(torch.autograd.Function):
     def forward(ctx, z, target, axis):  # (N, v), (N,) -> ()
         low = axis.rank * z.size(1)
         top = z.max(dim=1).values  # (N,)
-        axis.count("all-reduce", top)
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=axis.group)  # N maxima, over tp
+        axis.all_reduce(top, MAX)  # N maxima, over tp
         mine = (target >= low) & (target < low + z.size(1))
         index = ((target - low) * mine).unsqueeze(1)  # (N, 1)
         picked = z.gather(1, index).squeeze(1).masked_fill(~mine, 0)  # (N,) target's logit; -inf * 0 is NaN
         p = (z - top.unsqueeze(1)).exp_()  # (N, v)
         total = p.sum(1)
-        both = torch.stack([total, picked])
-        axis.count("all-reduce", both)
-        dist.all_reduce(both, group=axis.group)  # SUM of exponentials, of target logits: 2 N, over tp
-        total, picked = both
+        # SUM of exponentials and of target logits: 2 N, over tp
+        total, picked = axis.all_reduce(torch.stack([total, picked]))
         p /= total.unsqueeze(1)
         ctx.save_for_backward(p, index, mine)
         return (total.log() + top - picked).sum()
@@ -287,13 +439,8 @@ class Bucket:
     def add_up(self):
         """Start the sum over the axis. -> its end, for which wait() waits"""
         if self.shards > 1:  # SUM, n/size of n fp32 to each rank, over the axis
-            self.axis.count("reduce-scatter", self.grad)
-            return reduce_scatter_single(self.total, self.grad, group=self.axis.group, async_op=True)
-        if self.axis.size > 1:
-            self.axis.count("all-reduce", self.grad)
-            # SUM, n fp32, over the axis
-            return dist.all_reduce(self.grad, group=self.axis.group, async_op=True)
-        return Done()
+            return self.axis.start_reduce_scatter(self.total, self.grad)
+        return self.axis.start_all_reduce(self.grad)  # SUM, n fp32, over the axis
 
     def finish(self):
         """Wait for the reduction (a bucket that never filled is reduced here, in one order everywhere)."""
@@ -304,9 +451,7 @@ class Bucket:
     def send_weights(self):
         """Start handing this rank's stepped slice to the others; arrive() waits for it."""
         if self.shards > 1:  # n/size weights from each rank to all, over the axis
-            self.axis.count("all-gather", self.flat)
-            mine = self.flat[self.mine]
-            self.gather = all_gather_single(self.flat, mine, group=self.axis.group, async_op=True)
+            self.gather = self.axis.start_all_gather(self.flat, self.flat[self.mine])
 
     def arrive(self):
         """Wait for the other ranks' weights."""
@@ -315,23 +460,34 @@ class Bucket:
             self.gather = None
 
 
-class Done:
-    """What an asynchronous collective over one rank returns."""
-
-    def wait(self):
-        pass
-
-
 def untimed(phase):
     """In the place of log.Timers where nobody wants times."""
     return contextlib.nullcontext()
+
+
+BUCKET_ELEMENTS = 16_000_000  # a bucket with so many is full
+
+
+def assign_buckets(named_parameters, bucket_elements=BUCKET_ELEMENTS):
+    """-> [(axis name, decayed, names, parameters)] of each bucket, in the order in which backward fills them.
+    Backward reaches the last layers first, so buckets are filled in reverse. Vectors (norms, biases) have
+    buckets of their own: they are not decayed, and one bucket is one tensor of the optimizer."""
+    full, filling = [], {}  # (axis name, decayed): names, parameters
+    for name, p in reversed(list(named_parameters)):
+        key = p.reduce, uses_weight_decay(p)
+        names, params = filling.setdefault(key, ([], []))
+        names.append(name)
+        params.append(p)
+        if sum(q.numel() for q in params) >= bucket_elements:
+            full.append((*key, *filling.pop(key)))
+    return full + [(*key, names, params) for key, (names, params) in filling.items()]
 
 
 class DataParallel:
     """Sums every gradient over the ranks that hold the same parameter.
     Per step: begin(); per micro-batch set .last, backward; finish(). After the optimizer: stepped(bucket)."""
 
-    def __init__(self, model, mesh, zero=0, timers=untimed, bucket_elements=16_000_000, dtype=None,
+    def __init__(self, model, mesh, zero=0, timers=untimed, bucket_elements=BUCKET_ELEMENTS, dtype=None,
                  once=False, near=None):
         self.timers = timers
         # graph.py: new weights travel at the start of a recorded step, not after the old, but for `early`
@@ -341,18 +497,8 @@ class DataParallel:
         self.buckets, self.dtype = [], dtype  # of the weights from now on; None: as they are
         self.once = once  # one micro-batch per step
         self.near = near  # near.NearBucket, if once and a stage's GPUs reach each other's memory
-        open_ = {}  # (axis, decayed): names and parameters of the bucket being filled
-        # backward reaches the last layers first, so buckets are filled in reverse. vectors (norms, biases)
-        # keep buckets of their own: they are not decayed, and one bucket is one tensor of the optimizer
-        for name, p in reversed(list(model.named_parameters())):
-            key = (p.reduce, decays(p))
-            names, params = open_.setdefault(key, ([], []))
-            names.append(name)
-            params.append(p)
-            if sum(q.numel() for q in params) >= bucket_elements:
-                self._close(key, mesh, zero, *open_.pop(key))
-        for key, (names, params) in open_.items():
-            self._close(key, mesh, zero, names, params)
+        for axis, decayed, names, params in assign_buckets(model.named_parameters(), bucket_elements):
+            self._add_bucket((axis, decayed), mesh, zero, names, params)
         me = weakref.proxy(self)  # a hook that held us would keep parameter, hook and bucket alive for ever
         owner = {}  # parameter -> bucket
         for bucket in self.buckets:
@@ -366,7 +512,7 @@ class DataParallel:
         self.early = self.needs[model.wte] if near else []
         model.arrive = self.arrive
 
-    def _close(self, key, mesh, zero, names, params):
+    def _add_bucket(self, key, mesh, zero, names, params):
         axis = getattr(mesh, key[0])
         near = self.near is not None and zero and axis.size > 1
         lone = self.once and (near or axis.size == 1)
@@ -408,7 +554,7 @@ class DataParallel:
                     bucket.arrive()
 
 
-def decays(p):
+def uses_weight_decay(p):
     """Weight decay is for matrices only, never for norms, biases, vectors: by shape, not by class."""
     return p.ndim >= 2
 
@@ -420,27 +566,23 @@ def broadcast_and_verify(model, mesh):
         axis = getattr(mesh, p.reduce)
         if axis.size == 1:
             continue
-        axis.note("broadcast", p)
-        dist.broadcast(p.data, axis.ranks[0], group=axis.group)  # one parameter, first replica to all
-        mine = fingerprint(p)  # (2,)
-        theirs = [torch.empty_like(mine) for _ in range(axis.size)]
-        axis.note("all-gather", mine)
-        dist.all_gather(theirs, mine, group=axis.group)  # two int64, over the same axis
-        for rank, print_ in zip(axis.ranks, theirs, strict=True):
-            assert torch.equal(print_, mine), f"{name} on rank {rank} differs after the broadcast"
+        axis.broadcast(p.data)  # one parameter, first replica to all
+        mine = checksum(p).view(1, 2)
+        for rank, theirs in zip(axis.ranks, axis.all_gather(mine), strict=True):  # two int64, over the axis
+            assert torch.equal(theirs, mine[0]), f"{name} on rank {rank} differs after the broadcast"
 
 
-WIDE = 2**24  # elements that fingerprint widens at once
+CHUNK = 2**24  # elements that checksum widens at once
 
 
-def fingerprint(t):
+def checksum(t):
     """(2,) int64: plain and position-weighted sum of the bit pattern. Equal bits, equal pair; a swap changes
     the second."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
     v = t.detach().reshape(-1).view(bits)  # (n,)
     sums = torch.zeros(2, dtype=torch.int64, device=v.device)
-    for first in range(0, v.numel(), WIDE):  # widened, an element takes 8 bytes, more than once
-        part = v[first:first + WIDE].long()
+    for first in range(0, v.numel(), CHUNK):  # widened, an element takes 8 bytes, more than once
+        part = v[first:first + CHUNK].long()
         weight = torch.arange(first, first + part.numel(), device=v.device) * 2 + 1
         sums += torch.stack([part.sum(), (part * weight).sum()])
     return sums

@@ -34,10 +34,10 @@ class Link:
         got = self.new() if receive else None
         ops = []
         if send is not None:
-            self.axis.count("send", send)
+            self.axis.record("send", send, send.numel() * send.element_size())
             ops.append(dist.P2POp(dist.isend, send.contiguous(), peer, self.axis.group))  # n*C to a neighbour
         if receive:
-            self.axis.note("receive", got)
+            self.axis.record("receive", got)
             ops.append(dist.P2POp(dist.irecv, got, peer, self.axis.group))  # n*C from it
         with self.timers("pipeline"):
             for work in dist.batch_isend_irecv(ops):  # over pp
@@ -125,6 +125,4 @@ def next_logits(model, tokens, cache):
     else:
         link.swap(link.next, send=model(tokens, hidden=hidden, cache=cache)[0])
         logits = torch.empty(model.vocab_size)
-    if mesh.pp.size > 1:
-        dist.broadcast(logits, mesh.pp.ranks[-1], group=mesh.pp.group)  # vocab fp32 from the last stage
-    return logits
+    return mesh.pp.broadcast(logits, mesh.pp.size - 1)  # vocab fp32 from the last stage, over pp

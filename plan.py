@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from types import SimpleNamespace
 
-from config import check, check_layout, parse
+from config import batch_schedule, check, check_layout, parse
 from corpus.data import load_meta
 from cost.memory import (
     GIB,
@@ -34,7 +34,6 @@ from cost.memory import (
 from cost.step_time import GPUS, SIZE, dropless, fullest, products, room, stage_time, step_time, waves
 from model import count_parameters, flops_per_token, padded
 from parallel import Axis, Mesh, make_mesh
-from rampup import schedule
 
 # -----------------------------------------------------------------------------
 # 1) traffic
@@ -252,7 +251,7 @@ def scaling(cfg, counts, gpu, vocab):
 def budget(cfg, plan, args, vocab):
     """--tokens -> {steps, days, gpu_hours}; a step of the ramp costs what its own batch costs."""
     at = plan["layout"]
-    steps = schedule(math.ceil(args.tokens / cfg.seq_len), at["global_batch"], cfg.rampup_batch_size)
+    steps = batch_schedule(math.ceil(args.tokens / cfg.seq_len), at["global_batch"], cfg.rampup_batch_size)
     this = dataclasses.replace(cfg, **{k: v for k, v in at.items() if k not in ("gpus", "dp")})
     ms = {batch: plan["ms"] if batch == at["global_batch"] else
           estimate(dataclasses.replace(this, global_batch=batch), args.gpus, args.gpu, vocab)["ms"]

@@ -11,7 +11,6 @@ import math
 import statistics
 
 import torch
-import torch.distributed as dist
 
 WINDOW = 128  # accepted steps that a new one is compared with; none is skipped before half of them are there
 PATIENCE = 8  # steps not taken in a row that end the run: this is no spike any more
@@ -92,15 +91,13 @@ class Guard:
         finite = math.isfinite(loss) and math.isfinite(norm)
         reason = spike(self.state.window, loss, norm, self.sigma) if finite else None
         self.reason = None if finite else not_finite(loss, norm)
-        seen = torch.tensor(int(reason is not None))
-        if self.world.size > 1:  # the same bits everywhere; but a rank alone in its mind would hang all
-            self.world.calls.note("all-reduce", "world", seen)
-            dist.all_reduce(seen, dist.ReduceOp.MAX)  # one integer on the host, over the world
+        # all ranks computed the same bits; this guards against one that decides otherwise and hangs the rest
+        seen = self.world.axis.any(reason is not None)  # MAX of one integer on the host, over the world
         if seen:
             self.reason = reason or "spike: seen by another rank"
         elif finite:  # else the optimizer refuses it, on the device
             self.state.window = [*self.state.window, (loss, norm)][-WINDOW:]
-        return bool(seen)
+        return seen
 
     def settle(self):
         """Count what the steps since the last call came to -> True if too many in a row were not taken."""

@@ -17,20 +17,18 @@ import zlib
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import checkpoint
 import moe
-from config import check_layout, parse, stage_layers
+from config import batch_size, check_layout, parse, stage_layers
 from corpus import blend, data
 from fast.graph import Graph, Rooms, bounded, static_shapes
 from fast.near import Lane, NearBucket
 from fast.window import together
 from model import GPT, generate, initialise
 from optim import Optimizer
-from parallel import DataParallel, broadcast_and_verify, make_mesh, outside_graphs, untimed
+from parallel import DataParallel, broadcast_and_verify, disable_compile_for_collectives, make_mesh, untimed
 from pipeline import forward_backward, forward_only, next_logits
-from rampup import batch_size
 from runtime import log
 from runtime.debug import FOR_EVER, attend, stop_here
 from runtime.launch import Stop, agreed, deterministic, env_rank, launch, shutdown
@@ -72,7 +70,7 @@ def build(cfg, mesh, vocab_size, device, timers=untimed):
 def speed_up(model):
     """--compile: each block as one graph; of a block with experts, whose rows vary, all but the experts."""
     whole = model.mesh.tp.size == 1  # collectives over tp stand between graphs
-    outside_graphs()
+    disable_compile_for_collectives()
     for block in model.blocks.values():
         if block.moe is None:
             block.compile(fullgraph=whole)
@@ -177,9 +175,7 @@ def evaluate(cfg, mesh, model, source, batch, device):
     for i in range(n):
         batches = micro_batches(cfg, mesh, source, i * batch, batch, device)
         total += forward_only(model, mesh, batches) / mesh.tp.size  # every tp rank has the same sum
-    if mesh.world.size > 1:
-        mesh.world.note("all-reduce", total)
-        dist.all_reduce(total, group=mesh.world.group)  # SUM of one number, over the world
+    mesh.world.all_reduce(total)  # SUM of one number, over the world
     model.train()
     return total.item() / (n * batch * cfg.seq_len)
 

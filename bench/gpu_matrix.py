@@ -24,7 +24,7 @@ import train
 from config import PRESETS, Config
 from corpus.data import Synthetic
 from fast.window import open_windows
-from parallel import fingerprint, make_mesh
+from parallel import checksum, make_mesh
 from runtime.launch import World, launch, shutdown
 
 FAMILIES = {"llama": matrix.LLAMA, "gpt2": matrix.GPT2, "dropless": matrix.MOE, "capacity": matrix.CAPACITY}
@@ -104,7 +104,7 @@ def replicas_and_repeats(world):
                 batches = train.micro_batches(cfg, mesh, source, (step - 1) * 16, 16, world.device)
                 train.train_step(cfg, mesh, model, dp, opt, batches, step)
             opt.wait()
-            prints.append({name: (getattr(mesh, p.reduce).ranks, fingerprint(p).tolist())
+            prints.append({name: (getattr(mesh, p.reduce).ranks, checksum(p).tolist())
                            for name, p in model.named_parameters()})
         ranks = everywhere(world, prints[0])
         for name, (group, bits) in prints[0].items():

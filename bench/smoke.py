@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from optim import AdamW
-from parallel import DataParallel, fingerprint, make_mesh
+from parallel import DataParallel, checksum, make_mesh
 from runtime.launch import agreed, env_rank, launch, shutdown
 
 WIDTHS = (128, 1024, 512, 256, 128)
@@ -176,7 +176,7 @@ def train(world, model, dp, adam, args, report=lambda row: None):
 
 def replicas_equal(model, mesh):
     """After training every rank must hold the same bits."""
-    mine = torch.stack([fingerprint(p) for p in model.parameters()])  # (n_params, 2)
+    mine = torch.stack([checksum(p) for p in model.parameters()])  # (n_params, 2)
     both = torch.stack([mine, -mine])  # the maximum of -x is minus the minimum of x
     if mesh.dp.size > 1:
         dist.all_reduce(both, dist.ReduceOp.MAX, group=mesh.dp.group)  # four int64 per parameter, over dp

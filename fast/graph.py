@@ -9,10 +9,10 @@ import gc
 import math
 
 import torch
-import torch.distributed as dist
 
 import moe
 from fast.window import open_windows
+from parallel import MAX
 
 WARM = 3  # steps without a graph first: compilation, autotuning and NCCL's set-up must not be recorded
 
@@ -109,10 +109,7 @@ class Rooms:
         self.steps, self.redone = self.steps + 1, self.redone + void
         if not void and self.steps < self.every:
             return False
-        if self.world.size > 1:
-            self.world.note("all-reduce", self.need)
-            # MAX of one number, over the world
-            dist.all_reduce(self.need, dist.ReduceOp.MAX, group=self.world.group)
+        self.world.all_reduce(self.need, MAX)  # MAX of one number, over the world
         wanted = max(1.1 * self.need.item() / self.copies, 1.0)
         self.steps = self.need.zero_().item()
         if wanted > self.limit:

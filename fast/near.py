@@ -14,7 +14,7 @@ import torch
 
 from fast.window import Window
 from ops.fused import add_up
-from parallel import Bucket, Done
+from parallel import Bucket, CompletedWork
 
 
 class Lane:
@@ -43,7 +43,7 @@ class Lane:
 
     def mark(self):
         """-> whose wait() lets the computing stream wait for all that is on the lane by now."""
-        return Done() if self.stream is None else self.stream.record_event()
+        return CompletedWork() if self.stream is None else self.stream.record_event()
 
 
 class NearBucket(Bucket):
@@ -66,7 +66,7 @@ class NearBucket(Bucket):
         return [(self.axis.rank + i) % self.axis.size for i in range(1, self.axis.size)]
 
     def add_up(self):
-        self.axis.count("reduce-scatter", self.grad)
+        self.axis.record("reduce-scatter", self.grad, self.axis.ring_bytes(self.grad))
         with self.lane.behind():
             self.gradients.barrier()  # all are complete
             own = self.total.numel()
@@ -77,7 +77,7 @@ class NearBucket(Bucket):
             return self.lane.mark()
 
     def send_weights(self):
-        self.axis.count("all-gather", self.flat)
+        self.axis.record("all-gather", self.flat, self.axis.ring_bytes(self.flat))
         with self.lane.behind():
             self.weights.barrier()  # all have stepped
             for rank in self.others():  # n/size weights from each, over the axis

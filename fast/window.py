@@ -15,7 +15,6 @@ import socket
 import weakref
 
 import torch
-import torch.distributed as dist
 
 from ops.fused import collect
 
@@ -44,14 +43,13 @@ class Window:
 
     def barrier(self):
         """The axis' ranks wait for each other, on the GPU: what they wrote before is seen after."""
-        self.axis.note("barrier")
+        self.axis.record("barrier")
         self.handle.barrier()
 
     def _count(self, kind, place):
         """As if the places were dealt evenly: only the GPU knows."""
         row = self.mine.size(1) * self.mine.element_size()
-        self.axis.sent[kind] += place.numel() * row * (self.axis.size - 1) / self.axis.size
-        self.axis.note(kind, self.mine)
+        self.axis.record(kind, self.mine, place.numel() * row * (self.axis.size - 1) / self.axis.size)
 
     def push(self, x, place, K=1):
         """Write row c // K of x (n, width) to place[c], c < n*K. Read behind a barrier."""
@@ -80,15 +78,9 @@ def together(mesh, axis, device):
     GPU of its own that all of them see, and a first window opens. One answer for all ranks, who ask
     together."""
     world, gpu = mesh.world, device.index  # None: a CPU
-
-    def everybody(mine):
-        seen = [None] * world.size
-        world.note("all-gather")
-        dist.all_gather_object(seen, mine, group=world.group)  # a few words from each rank to all
-        return seen
     reach = [p for p in range(torch.cuda.device_count() if gpu is not None else 0)
              if p == gpu or torch.cuda.can_device_access_peer(gpu, p)]
-    seen = everybody((axis.ranks[0], socket.gethostname(), gpu, reach))
+    seen = world.gather_objects((axis.ranks[0], socket.gethostname(), gpu, reach))
     for group in {group for group, *_ in seen}:
         hosts, gpus, reached = zip(*(rest for first, *rest in seen if first == group), strict=True)
         alike = gpu is not None and (len(set(gpus)) < len(gpus) or any(set(gpus) - set(r) for r in reached))
@@ -100,7 +92,7 @@ def together(mesh, axis, device):
             Window(axis, 1, 128, torch.float32, device)
         except ValueError:
             opened = False
-    return all(everybody(opened))
+    return all(world.gather_objects(opened))
 
 
 def put(x, place, window, K):

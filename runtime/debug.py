@@ -12,8 +12,6 @@ import socket
 import sys
 import threading
 
-import torch.distributed as dist
-
 FOR_EVER = 30 * 86400.0  # seconds
 
 
@@ -28,10 +26,10 @@ def attend(world, rank):
         server = socket.create_server(("127.0.0.1" if world.n_nodes == 1 else "", 0))
         host = "127.0.0.1" if world.n_nodes == 1 else socket.gethostname()
         meeting = host, server.getsockname()[1], secrets.token_hex(16)
-    box = [meeting]
-    dist.broadcast_object_list(box, rank)  # an address and a word from the chosen rank, over the world
-    if world.rank == 0 and box[0] is not None:
-        threading.Thread(target=_hand_on, args=box[0], daemon=True).start()
+    # an address and a word from the chosen rank, over the world
+    address = world.axis.broadcast_object(meeting, rank)
+    if world.rank == 0 and address is not None:
+        threading.Thread(target=_hand_on, args=address, daemon=True).start()
     if server is not None:
         while True:
             line = server.accept()[0].makefile("r")

@@ -5,6 +5,7 @@
 3) agreed()  turns a wrong input on any rank into one line from one rank and exit code 2 on all.
 """
 import contextlib
+import functools
 import gc
 import os
 import re
@@ -22,6 +23,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from parallel import MAX, Axis
+
 # launcher: (rank, world size, local rank, local size), first complete family wins. slurm is last: inside a
 # batch script SLURM_PROCID and SLURM_NTASKS are set for everybody; only SLURM_STEP_NUM_TASKS says that srun
 # started *this* process.
@@ -36,18 +39,18 @@ FAMILIES = {
 }
 
 
-class Calls:
+class CollectiveLog:
     """The collectives that this rank has begun, per axis, and the last one: what the watchdog reports."""
 
     def __init__(self):
-        self.begun, self.last = Counter(), None  # axis: how many; (kind, axis, (shape, dtype))
-        self.first = None  # called once, at the next collective: the end of what a rank does alone
+        self.started, self.last = Counter(), None  # axis: how many; (kind, axis, (shape, dtype))
+        self.on_next_collective = None  # called once: the end of what a rank does alone
 
-    def note(self, kind, axis, tensor=None):
-        if self.first is not None:
-            self.first, first = None, self.first
-            first()
-        self.begun[axis] += 1
+    def record(self, kind, axis, tensor=None):
+        if self.on_next_collective is not None:
+            self.on_next_collective, callback = None, self.on_next_collective
+            callback()
+        self.started[axis] += 1
         self.last = kind, axis, None if tensor is None else (tensor.shape, tensor.dtype)
 
 
@@ -63,11 +66,17 @@ class World:
     device: torch.device = torch.device("cpu")
     backend: str = "none"
     threads: int = 1
-    calls: Calls = field(default_factory=Calls, compare=False)
+    calls: CollectiveLog = field(default_factory=CollectiveLog, compare=False)
+
+    @functools.cached_property
+    def axis(self):
+        """The collectives among all ranks, from before there is a mesh."""
+        group = dist.group.WORLD if self.size > 1 else None
+        return Axis("world", self.rank, self.size, group, tuple(range(self.size)), self.calls)
 
     def barrier(self):
         if self.size > 1:
-            self.calls.note("barrier", "world")
+            self.calls.record("barrier", "world")
             dist.barrier()  # moves nothing: all ranks wait for the last one
 
 
@@ -291,12 +300,7 @@ def agreed(world):
         yield
     except (ValueError, OSError) as e:
         text = " ".join(str(e).split())  # one line, whatever the message held
-    texts = [text]
-    if world.size > 1:
-        texts = [None] * world.size
-        world.calls.note("all-gather", "world")
-        dist.all_gather_object(texts, text)  # moves one short string per rank, over the world
-    for rank, t in enumerate(texts):
+    for rank, t in enumerate(world.axis.gather_objects(text)):  # one short string per rank, over the world
         if t is not None:
             if world.rank == rank:
                 print(f"nanoshard: {t}", file=sys.stderr, flush=True)
@@ -325,8 +329,6 @@ class Stop:
         """-> a reason on all ranks at once, or None. Room is kept for two more steps and two saves."""
         late = self.limit and time.monotonic() - self.began + 2 * (self.step + self.save) > self.limit
         flags = torch.tensor([self.signal, int(bool(late))])
-        if world.size > 1:
-            world.calls.note("all-reduce", "world", flags)
-            dist.all_reduce(flags, dist.ReduceOp.MAX)  # two small integers on the host, over the world
+        world.axis.all_reduce(flags, MAX)  # two small integers on the host, over the world
         number, late = flags.tolist()
         return signal.Signals(number).name if number else "max-minutes" if late else None

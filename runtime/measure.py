@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from corpus import blend
 from fast.window import in_use
 from model import flops_per_token
+from parallel import MAX
 from runtime import log
 from skip import not_finite
 
@@ -51,9 +51,7 @@ def measure(cfg, world, state, batch, lr, totals, reason, clock, vocab_size):
                    tflops=flops / 1e12, tflops_causal=causal / 1e12, mfu=flops / peak if peak else None)
     if world.device.type == "cuda":
         memory = torch.tensor((torch.cuda.max_memory_reserved() + in_use()) / 2**30)
-        if world.size > 1:
-            world.calls.note("all-reduce", "world", memory)
-            dist.all_reduce(memory, dist.ReduceOp.MAX)  # one number on the host, over the world
+        world.axis.all_reduce(memory, MAX)  # one number on the host, over the world
         row["mem_gb"] = memory.item()
     return row, steps
 
@@ -63,9 +61,7 @@ def timing(timers, steps, mesh):
     if not timers.on:
         return {}
     ms = torch.tensor(timers.read(steps))
-    if mesh.world.size > 1:
-        mesh.world.note("all-reduce", ms)
-        dist.all_reduce(ms, dist.ReduceOp.MAX)  # one number per phase on the host, over the world
+    mesh.world.all_reduce(ms, MAX)  # one number per phase on the host, over the world
     return {f"t_{phase}": t for phase, t in zip(timers.PHASES, ms.tolist(), strict=True)}
 
 

@@ -4,9 +4,8 @@ Memory and links flip bits, and a wrong sum makes replicas drift apart without a
 it holds; the ranks of one reduction axis compare. All parameters of an axis go in one small all-gather.
 """
 import torch
-import torch.distributed as dist
 
-from parallel import all_gather, fingerprint
+from parallel import checksum
 
 DIFFER = 44  # exit code
 
@@ -23,17 +22,13 @@ def differences(model, mesh):
         axis = getattr(mesh, axis_name)
         if axis.size == 1:
             continue
-        mine = torch.stack([fingerprint(t) for t in tensors.values()])  # (n, 2)
-        prints = all_gather(mine, axis).view(axis.size, -1, 2).tolist()  # 2 n int64 from each rank to all
+        mine = torch.stack([checksum(t) for t in tensors.values()])  # (n, 2)
+        prints = axis.all_gather(mine).view(axis.size, -1, 2).tolist()  # 2 n int64 from each rank to all
         if axis.rank == 0:
             found = (odd(name, rows, axis.ranks) for name, *rows in zip(tensors, *prints, strict=True))
             lines += [line for line in found if line]
-    if mesh.world.size == 1:
-        return lines
-    gathered = [None] * mesh.world.size
-    mesh.world.note("all-gather")
-    dist.all_gather_object(gathered, lines)  # nothing, if all is well: a few bytes per rank, over the world
-    return [line for part in gathered for line in part]
+    # nothing, if all is well: a few bytes per rank, over the world
+    return [line for part in mesh.world.gather_objects(lines) for line in part]
 
 
 def odd(name, rows, ranks):

@@ -4,7 +4,6 @@ The optimizer's slices are runs of flat buckets; here they become rectangles of 
 is all that checkpoint.py knows. Loading fills the same views in place, whatever layout wrote them.
 """
 import dataclasses
-import functools
 import math
 import os
 import secrets
@@ -14,7 +13,6 @@ import zlib
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import checkpoint
 from model import padded
@@ -52,7 +50,7 @@ def dump(path, mesh, dp, opt, vocab_size):
     vectors = {"": opt.masters, "grad/": [opt.unscaled(g.to(m.dtype)) for m, g in
                                           zip(opt.masters, opt.grads, strict=True)]}
     aside, rank, ranks = Path(path).with_suffix(".parts"), mesh.world.rank, mesh.world.size
-    token = from_first(ranks, new_token())
+    token = mesh.world.broadcast_object(new_token())  # a short word from rank 0, over the world
     done = checkpoint.save(aside, 1, rank, ranks, pieces(dp, opt, vectors), {}, token=token)
     if mesh.world.rank == 0:
         from safetensors.torch import save_file
@@ -119,22 +117,6 @@ def load(cfg, dp, opt, path, data_id):
 # -----------------------------------------------------------------------------
 # which checkpoint to go on from, and who writes the next
 
-def from_first(ranks, value):
-    """The first rank's value, on all."""
-    box = [value]
-    if ranks > 1:
-        dist.broadcast_object_list(box)  # a few paths from rank 0, over the world
-    return box[0]
-
-
-def on_any(ranks, bad):
-    """-> True on all ranks if bad on any."""
-    flag = torch.tensor(int(bad))
-    if ranks > 1:
-        dist.all_reduce(flag, dist.ReduceOp.MAX)  # one integer on the host, over the world
-    return bool(flag)
-
-
 def new_token():
     return secrets.token_hex(4)  # from the system: the run's own generators must not notice
 
@@ -154,15 +136,12 @@ def find_resume(cfg, world, out):
             candidates = {"none": [], "auto": checkpoint.steps(out)}.get(cfg.resume, [Path(cfg.resume)])
             if cfg.resume not in ("none", "auto"):
                 checkpoint.read_index(cfg.resume)  # no such directory: said before all wait for it
-    candidates, token = from_first(world.size, (candidates, new_token()))
+    # a few paths and a word from rank 0, over the world
+    candidates, token = world.axis.broadcast_object((candidates, new_token()))
     found = None
     for path in candidates:
-        fault = checkpoint.fault(path, world.rank, world.size)
-        faults = [fault]
-        if world.size > 1:
-            faults = [None] * world.size
-            dist.all_gather_object(faults, fault)  # one short string per rank, over the world
-        fault = next((f for f in faults if f), None)
+        faults = world.axis.gather_objects(checkpoint.fault(path, world.rank, world.size))
+        fault = next((f for f in faults if f), None)  # one short string per rank, over the world
         if fault is None:
             found = path
             break
@@ -176,8 +155,7 @@ def find_resume(cfg, world, out):
             moved = checkpoint.set_aside(out, checkpoint.read_index(found)["step"])
             if moved:
                 print(f"going on from {found}: later checkpoints are now {', '.join(moved)}", flush=True)
-    agree = functools.partial(on_any, world.size)
-    return found, Saver(out, world.rank, world.size, cfg.keep, cfg.timeout, token, agree)
+    return found, Saver(out, world.rank, world.size, cfg.keep, cfg.timeout, token, world.axis.any)
 
 
 def upcycle(model, opt, path):

@@ -6,7 +6,6 @@ before its step (data) shows then.
 import statistics
 
 import torch
-import torch.distributed as dist
 
 from runtime.log import Stopwatch
 
@@ -28,7 +27,7 @@ class Stragglers:
         def first():
             if not (self.cuda and torch.cuda.is_current_stream_capturing()):  # a recorded event has no time
                 self.spans.append((start, self.clock.mark()))
-        self.world.calls.first = first
+        self.world.calls.on_next_collective = first
 
     def read(self):
         """-> ({step_ms_min, step_ms_max, slowest_rank}, lines that name ranks slow for RUNNING intervals)"""
@@ -36,10 +35,8 @@ class Stragglers:
         if self.world.size == 1 or not spans:
             return {}, []
         mine = torch.tensor(sum(self.clock.ms(*span) for span in spans) / len(spans))
-        all_ = [torch.empty_like(mine) for _ in range(self.world.size)]
-        self.world.note("all-gather", mine)
-        dist.all_gather(all_, mine)  # one number on the host from each rank, over the world
-        ms = torch.stack(all_).tolist()
+        # one number on the host from each rank, over the world
+        ms = self.world.all_gather(mine.view(1)).tolist()
         keys = {"step_ms_min": min(ms), "step_ms_max": max(ms), "slowest_rank": ms.index(max(ms))}
         return keys, self.name(ms)
 

@@ -78,7 +78,7 @@ class Watch:
 
     def _watch(self):
         while not self.over.wait(min(1.0, self.timeout / 16)):
-            begun = sum(self.world.calls.begun.values()) if self.world else 0
+            begun = sum(self.world.calls.started.values()) if self.world else 0
             if begun != self.seen:
                 self.seen, self.last = begun, time.monotonic()
             left = self.limit - (time.monotonic() - self.last)
@@ -125,7 +125,7 @@ class Watch:
             frame = frame.f_back  # the innermost line that is not the library's
         code = frame and frame.f_code
         place = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}" if frame else "?"
-        begun, last = (dict(self.world.calls.begun), self.world.calls.last) if self.world else ({}, None)
+        begun, last = (dict(self.world.calls.started), self.world.calls.last) if self.world else ({}, None)
         if last is not None:
             kind, axis, tensor = last
             size = "" if tensor is None else f" of {tuple(tensor[0])} {str(tensor[1])[6:]}"

@@ -50,7 +50,7 @@ def write(world, flags, folder):
     cfg, mesh, dp, opt, step, pieces = prepare(world, flags)
     step(1), step(2)
     opt.wait()
-    saver = Saver(folder, world.rank, world.size, agree=lambda bad: state.on_any(world.size, bad))
+    saver = Saver(folder, world.rank, world.size, agree=world.axis.any)
     seen = {"pieces": pieces("saved ")}
     state.save(cfg, mesh, dp, opt, saver, state.State(step=2, samples=2 * cfg.global_batch))
     seen["totals"] = step(3)
@@ -306,7 +306,7 @@ def test_sixty_saves_leave_nothing_behind(tmp_path):
 def full_disk(world, root, sick, times):
     """Save 1 is whole; then rank `sick` can write no more (`times` saves), and then again it can."""
     tensors = [torch.full((1 << 16,), float(world.rank))]
-    saver = Saver(root, world.rank, world.size, agree=lambda bad: state.on_any(world.size, bad))
+    saver = Saver(root, world.rank, world.size, agree=world.axis.any)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     said, went = io.StringIO(), []
     with contextlib.redirect_stderr(said):

@@ -43,14 +43,14 @@ def recording(seen):
         def begin(self):
             self.cuda = True
             super().begin()
-            first = self.world.calls.first
+            first = self.world.calls.on_next_collective
 
             def watched():
                 before = len(self.spans)
                 first()
                 assert len(self.spans) == before + (not capturing)  # a recorded event has no time
                 seen["first"] += capturing
-            self.world.calls.first = watched
+            self.world.calls.on_next_collective = watched
     patches = [(train, "static_shapes", lambda *_: True), (window, "Window", SharedWindow),
                (train, "Graph", Recorded), (train, "Stragglers", AsOnGpu), (torch.cuda, "graph", capture),
                (torch.cuda, "CUDAGraph", lambda: mock.Mock(replay=replay)),

@@ -49,11 +49,11 @@ LAYOUTS = {  # name: (model, (ranks, layout), function, its line, the faulty lin
         MOE, PP, "pipeline.forward_backward", "if aux.requires_grad:",
         "if aux.requires_grad and model.is_last:"),
     "balancing loss counts the own tp rank's tokens": (
-        MOE, TP, "moe.MoE.balance", "if tp.size > 1:", "if False:"),
+        MOE, TP, "moe.MoE.balance", "tp.all_reduce(whole)", "pass"),
     "losses averaged over the own tp rank's tokens": (
         MOE, TP, "moe.MoE.balance", "rows = n * tp.size", "rows = n"),
     "bias steered by the own rank's loads": (
-        SIGMOID, EP, "moe.steer", "if moe.mesh.stage.size > 1:", "if False:"),
+        SIGMOID, EP, "moe.steer", "moe.mesh.stage.all_reduce(load)", "pass"),
     # capacity is a matter of the rows of this rank
     "capacity of all tp ranks' rows": (
         CAPACITY, TP, "moe.MoE.plan_capacity", "self.capacity(ids.size(0))",
@@ -71,7 +71,7 @@ LAYOUTS = {  # name: (model, (ranks, layout), function, its line, the faulty lin
         CAPACITY, EP, "moe.MoE.experts",
         "unflatten(1, (ep.size, room)).transpose(0, 1).flatten(0, 2)", "flatten(0, 1)"),
     "gradients of the rows not sent back": (
-        CAPACITY, EP, "parallel._AllToAll.backward", "exchange(g, ctx.axis, ctx.receive, ctx.send)", "g"),
+        CAPACITY, EP, "parallel._AllToAll.backward", "ctx.axis.all_to_all(g, ctx.receive, ctx.send)", "g"),
     # 10: what a rank answers for
     "one rank's experts only saved": (
         MOE, EP_TP, "runtime.state.pieces", "% b.axis.size != b.axis.rank",

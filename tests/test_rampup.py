@@ -5,10 +5,10 @@ from pool import run_ranks
 from runs import go, rows, same
 
 import train
-from config import Config, parse
+from config import Config, batch_size, check_ramp, parse, samples_after
+from config import batch_schedule as schedule
 from corpus.data import Synthetic
 from parallel import make_mesh
-from rampup import batch_size, check_ramp, samples_after, schedule
 
 RAMP = ["--global-batch=8", "--rampup-batch-size", 4, 2, 16]
 

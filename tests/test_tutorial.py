@@ -17,7 +17,7 @@ from runs import chars, session
 
 import config
 import prepare
-from mesh import make_mesh
+from parallel import make_mesh
 from runtime import launch
 from tutorial import exercises, solutions, test_exercises
 

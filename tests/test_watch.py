@@ -240,9 +240,9 @@ def test_a_fingerprint_in_parts_is_that_of_the_whole(dtype, monkeypatch):
     t = torch.randn(1003, generator=torch.Generator().manual_seed(1)).to(dtype)
     v = t.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]).long()
     want = [v.sum().item(), (v * (2 * torch.arange(1003) + 1)).sum().item()]
-    assert parallel.fingerprint(t).tolist() == want
+    assert parallel.checksum(t).tolist() == want
     monkeypatch.setattr(parallel, "WIDE", 64)
     with Made() as made:
-        got = parallel.fingerprint(t)
+        got = parallel.checksum(t)
     made.bytes.pop(t.untyped_storage().data_ptr())  # of its views
     assert got.tolist() == want and max(made.bytes.values()) == 64 * 8

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from pool import ROOT, run_ranks
 
 from corpus.tokenizer import train_char
-from mesh import Axis, make_mesh
-from parallel import Bucket
+from parallel import Axis, Bucket, make_mesh
 from skip import spike
 
 sys.path.append(str(ROOT / "bench"))

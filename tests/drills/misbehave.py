@@ -39,7 +39,7 @@ def main(fault, at, argv):
             elif fault == "held":
                 ctypes.PyDLL(None).sleep(10**6)
             elif fault == "mismatch":
-                mesh.world.note("broadcast", torch.zeros(3))
+                mesh.world.record("broadcast", torch.zeros(3))
                 dist.broadcast(torch.zeros(3), 0)
             elif fault == "raise":
                 raise RuntimeError(f"rank {mesh.world.rank} has had enough")

@@ -1,0 +1,82 @@
+"""Which of the fast ways a run takes: one function, asked by train.py before it builds and by plan.py before
+anything runs.
+
+A run's speed is chosen once, from its flags, its mesh and what its GPUs can do. Everything chosen here has a
+plain twin that gives the same numbers: the step without a graph (train.py), all_to_all (moe.py), NCCL
+(parallel.py), gradients summed in fp32 (parallel.py).
+"""
+import socket
+from typing import NamedTuple
+
+import torch
+
+import moe
+from fast.window import Window
+
+
+class Choice(NamedTuple):
+    """What of fast/ a run uses."""
+    graph: bool              # forward, backward and gradient sums are replayed as one CUDA graph
+    symm_mem: bool           # rows reach the experts of other ranks through symmetric memory, not all_to_all
+    peer_copies: bool        # ZeRO-1's gradients and weights travel as copies between the GPUs of a node
+    single_microbatch: bool  # bf16 gradients to which nothing is added: they need no fp32 sum
+
+
+def choose(cfg, mesh, device, reach=None):
+    """-> Choice for this run. reach(mesh, axis, device) -> bool says whether the GPUs of each group of an
+    axis reach each other's memory; default peer_access, which all ranks must call together."""
+    reach = reach or peer_access
+    single = (cfg.dtype == "bf16" and device.type == "cuda"
+              and cfg.global_batch in (0, cfg.micro_batch * mesh.dp.size))
+    peer = (single and cfg.zero == 1 and mesh.pp.size == 1 and mesh.stage.size > 1
+            and reach(mesh, mesh.stage, device))
+    graph = static_shapes(cfg, mesh, device)
+    symm_mem = graph and cfg.n_experts > 0 and mesh.ep.size > 1 and reach(mesh, mesh.ep, device)
+    if needs_row_limit(cfg, mesh):
+        graph = symm_mem  # all_to_all asks the host how many rows travel
+    elif symm_mem:
+        symm_mem = grouped_mm_possible(cfg, device)
+    return Choice(graph, symm_mem, peer, single)
+
+
+def static_shapes(cfg, mesh, device):
+    """Whether every step launches the same kernels on the same shapes, without asking the host anything."""
+    if cfg.n_experts and not cfg.capacity_factor and not grouped_mm_possible(cfg, device):
+        return False  # the loop over experts reads row counts on the host
+    return (device.type == "cuda" and cfg.cuda_graph and not cfg.timers and mesh.pp.size == 1
+            and cfg.dropout == 0 and cfg.recompute == "none"
+            and (cfg.ep_slack > 0 or not needs_row_limit(cfg, mesh)))
+
+
+def needs_row_limit(cfg, mesh):
+    """Whether the rows that reach a rank's experts vary without bound: dropless, over several ranks."""
+    return cfg.n_experts > 0 and cfg.capacity_factor == 0 and mesh.ep.size > 1
+
+
+def grouped_mm_possible(cfg, device):
+    """Whether the experts' products are one kernel each. Where no GPU is, plan.py asks for one that has it."""
+    here = not torch.cuda.is_available() or moe.one_kernel(device)
+    return here and cfg.dtype == "bf16" and moe.aligned(cfg.n_embd, cfg.ffn_hidden)
+
+
+def peer_access(mesh, axis, device):
+    """Whether the ranks of each group of axis reach each other's memory: they are on one host, each on a
+    GPU of its own that all of them see, with peer access, and a first allocation succeeds. On a CPU: whether they
+    are on one host. Collective over the world; the same answer on all ranks."""
+    world, gpu = mesh.world, device.index  # None: a CPU
+    reachable = [p for p in range(torch.cuda.device_count() if gpu is not None else 0)
+                 if p == gpu or torch.cuda.can_device_access_peer(gpu, p)]
+    # a few words from each rank to all, over the world
+    seen = world.gather_objects((axis.ranks[0], socket.gethostname(), gpu, reachable))
+    for group in {group for group, *_ in seen}:
+        hosts, gpus, reached = zip(*(rest for first, *rest in seen if first == group), strict=True)
+        apart = gpu is not None and (len(set(gpus)) < len(gpus) or any(set(gpus) - set(r) for r in reached))
+        if len(set(hosts)) > 1 or apart:
+            return False
+    opened = True
+    if gpu is not None:
+        try:
+            Window(axis, 1, 128, torch.float32, device)
+        except ValueError:
+            opened = False
+    return all(world.gather_objects(opened))
