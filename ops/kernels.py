@@ -1,6 +1,6 @@
-"""Triton kernels, where torch reads or writes memory more often than it must. fused.py, optim.py and
-window.py hold their torch twins and decide; this file is imported on a GPU only, and by
-tests/test_kernels.py, which runs it in Triton's interpreter.
+"""Triton kernels, where torch reads or writes memory more often than it must. The other files of ops/,
+optim.py and fast/symm_mem.py hold a torch twin of each and decide which of the two runs. This file is
+imported on a GPU only, and by tests/test_kernels.py, which runs it in Triton's interpreter.
 
 One program handles one row, or BLOCK elements of a flat buffer; rows are counted in int64.
 """
@@ -11,9 +11,9 @@ import triton.language as tl
 @triton.jit
 def cross_entropy(z_ptr, target_ptr, loss_ptr, scale_ptr, used, width, ROWS: tl.constexpr,
                   BLOCK: tl.constexpr):
-    """One program, one row of logits z (N, width), each read once and written once: the loss; in the place of
-    the logits (softmax - onehot) / scale; and that scale, 1 / the sum of the exponentials, which is known
-    only when all of them are written."""
+    """One program handles one row of logits z (R, width), and reads and writes each logit once. It stores the
+    loss, in the place of the logits (softmax - onehot) / scale, and that scale: 1 / the sum of the
+    exponentials, which is known only when all of them are written."""
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * width
     target = tl.load(target_ptr + row)
@@ -26,12 +26,12 @@ def cross_entropy(z_ptr, target_ptr, loss_ptr, scale_ptr, used, width, ROWS: tl.
         at = start + tile
         z = tl.load(z_ptr + at, mask=at < used, other=-float("inf")).to(tl.float32)
         best = tl.max(z)
-        if best > top + 32:  # in the first tile, and hardly again: what was written is scaled down
+        if best > top + 32:  # true in the first tile and rarely later: scale down what was written
             less = tl.exp(top - best)
             tl.debug_barrier()
-            for again in range(0, start, ROWS * BLOCK):
-                e = tl.load(z_ptr + again + tile).to(tl.float32) * less
-                tl.store(z_ptr + again + tile, e.to(z_ptr.dtype.element_ty))
+            for written in range(0, start, ROWS * BLOCK):
+                e = tl.load(z_ptr + written + tile).to(tl.float32) * less
+                tl.store(z_ptr + written + tile, e.to(z_ptr.dtype.element_ty))
             total *= less
             top = best
         e = tl.exp(z - top)
@@ -45,14 +45,14 @@ def cross_entropy(z_ptr, target_ptr, loss_ptr, scale_ptr, used, width, ROWS: tl.
 
 
 @triton.jit
-def swiglu(a_ptr, b_ptr, h_ptr, stop_ptr, width, PACKED: tl.constexpr, STOPS: tl.constexpr,
+def swiglu(a_ptr, b_ptr, h_ptr, valid_ptr, width, PACKED: tl.constexpr, LIMITED: tl.constexpr,
            BLOCK: tl.constexpr):
     """gate a, up b (R, width), or side by side in a (R, 2 width) if PACKED -> h (R, width) = silu(a) * b.
-    STOPS: rows from *stop_ptr on hold nothing."""
+    LIMITED: only the first *valid_ptr rows hold something; the others are left alone."""
     row = tl.program_id(0).to(tl.int64)
     a_ptr += row * width * (2 if PACKED else 1)
     b_ptr = a_ptr + width if PACKED else b_ptr + row * width
-    end = tl.where(row < tl.load(stop_ptr), width, 0) if STOPS else width
+    end = tl.where(row < tl.load(valid_ptr), width, 0) if LIMITED else width
     for start in range(0, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < width
@@ -62,15 +62,15 @@ def swiglu(a_ptr, b_ptr, h_ptr, stop_ptr, width, PACKED: tl.constexpr, STOPS: tl
 
 
 @triton.jit
-def swiglu_backward(a_ptr, b_ptr, dh_ptr, da_ptr, db_ptr, stop_ptr, width, PACKED: tl.constexpr,
-                    STOPS: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr):
-    """dh (R, width) -> da and db, laid out as a and b. AGAIN: dh becomes h."""
+def swiglu_backward(a_ptr, b_ptr, dh_ptr, da_ptr, db_ptr, valid_ptr, width, PACKED: tl.constexpr,
+                    LIMITED: tl.constexpr, RECOMPUTE: tl.constexpr, BLOCK: tl.constexpr):
+    """dh (R, width) -> da and db, laid out as a and b. RECOMPUTE: h is written in the place of dh."""
     row = tl.program_id(0).to(tl.int64)
     a_ptr += row * width * (2 if PACKED else 1)
     b_ptr = a_ptr + width if PACKED else b_ptr + row * width
     da_ptr += row * width * (2 if PACKED else 1)
     db_ptr = da_ptr + width if PACKED else db_ptr + row * width
-    end = tl.where(row < tl.load(stop_ptr), width, 0) if STOPS else width
+    end = tl.where(row < tl.load(valid_ptr), width, 0) if LIMITED else width
     for start in range(0, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < width
@@ -80,15 +80,16 @@ def swiglu_backward(a_ptr, b_ptr, dh_ptr, da_ptr, db_ptr, stop_ptr, width, PACKE
         s = tl.sigmoid(a)
         tl.store(da_ptr + at, (d * b * s * (1 + a * (1 - s))).to(da_ptr.dtype.element_ty), mask=inside)
         tl.store(db_ptr + at, (d * a * s).to(da_ptr.dtype.element_ty), mask=inside)
-        if AGAIN:
+        if RECOMPUTE:
             tl.store(dh_ptr + row * width + at, (a * s * b).to(dh_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def tally(expert_ptr, rank_ptr, counts_ptr, n, blocks, E: tl.constexpr, WIDE: tl.constexpr,
-          BLOCK: tl.constexpr):
-    """Of BLOCK copies expert (n,): how many before it in the block want the same -> rank (n,); how many want
-    each -> counts (E, blocks). WIDE: E rounded up to a power of two."""
+def rank_within_expert(expert_ptr, rank_ptr, counts_ptr, n, blocks, E: tl.constexpr, WIDE: tl.constexpr,
+                       BLOCK: tl.constexpr):
+    """One program handles BLOCK copies, expert (n,) each. rank (n,): how many earlier copies of the block
+    have the same expert; counts (E, blocks): copies of each expert in each block. WIDE: E rounded up to a
+    power of two."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     one = tl.arange(0, WIDE)
     expert = tl.load(expert_ptr + at, mask=at < n, other=WIDE)
@@ -99,39 +100,39 @@ def tally(expert_ptr, rank_ptr, counts_ptr, n, blocks, E: tl.constexpr, WIDE: tl
 
 
 @triton.jit
-def settle(expert_ptr, rank_ptr, upto_ptr, start_ptr, place_ptr, n, rows, blocks, EACH: tl.constexpr,
-           BLOCK: tl.constexpr):
-    """place (n,) = start[expert] + upto[expert, block - 1] + rank, of tally's blocks; -1 where that is over
-    the end of its window, which holds EACH experts in `rows` rows."""
+def slots_from_ranks(expert_ptr, rank_ptr, cumulative_ptr, start_ptr, slot_ptr, n, rows, blocks,
+                     EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """slot (n,) = start[expert] + cumulative[expert, block - 1] + rank, by the blocks of rank_within_expert;
+    -1 where that lies beyond the end of its buffer, which holds EXPERTS experts in `rows` rows."""
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(expert_ptr + at, mask=at < n, other=0)
-    place = tl.load(start_ptr + expert)
-    place += tl.load(upto_ptr + expert * blocks + block - 1, mask=expert * 0 + block > 0, other=0)
-    place += tl.load(rank_ptr + at, mask=at < n, other=0)
-    place = tl.where(place < (expert // EACH + 1) * rows, place, -1)
-    tl.store(place_ptr + at, place, mask=at < n)
+    slot = tl.load(start_ptr + expert)
+    slot += tl.load(cumulative_ptr + expert * blocks + block - 1, mask=expert * 0 + block > 0, other=0)
+    slot += tl.load(rank_ptr + at, mask=at < n, other=0)
+    slot = tl.where(slot < (expert // EXPERTS + 1) * rows, slot, -1)
+    tl.store(slot_ptr + at, slot, mask=at < n)
 
 
 @triton.jit
-def meet(runs_ptr, starts_ptr, ends_ptr, need_ptr, rank, rows, room, EP: tl.constexpr, E: tl.constexpr,
-         WIDE: tl.constexpr):
-    """Program o, the window of rank o: of runs (EP, E) those for its E / EP experts, by expert, by sender ->
-    starts (E,) of this rank's; if it is this rank's window, ends (E/EP,) and *need. WIDE: E rounded up to a
-    power of two."""
+def layout_from_counts(counts_ptr, starts_ptr, offs_ptr, needed_ptr, rank, rows, limit, EP: tl.constexpr,
+                       E: tl.constexpr, WIDE: tl.constexpr):
+    """Program o lays out the buffer of rank o: of counts (EP, E) those for its E / EP experts, by expert,
+    then by sender. starts (E,): where this rank's rows begin; if it is this rank's buffer, also offs (E/EP,),
+    the ends of its experts' rows, and *needed, the rows that came. WIDE: E rounded up to a power of two."""
     owner, at = tl.program_id(0), tl.arange(0, WIDE)
     expert, sender = owner * (E // EP) + at // EP, at % EP
-    run = tl.load(runs_ptr + sender * E + expert, mask=at < E, other=0)
-    stop = tl.cumsum(run, axis=0)
-    tl.store(starts_ptr + expert, stop - run + owner * rows, mask=(at < E) & (sender == rank))
+    count = tl.load(counts_ptr + sender * E + expert, mask=at < E, other=0)
+    stop = tl.cumsum(count, axis=0)
+    tl.store(starts_ptr + expert, stop - count + owner * rows, mask=(at < E) & (sender == rank))
     if owner == rank:
-        end = tl.minimum(stop, room).to(tl.int32)
-        tl.store(ends_ptr + at // EP, end, mask=(at < E) & (sender == EP - 1))
-        tl.store(need_ptr, tl.maximum(tl.load(need_ptr), tl.sum(run)))
+        end = tl.minimum(stop, limit).to(tl.int32)
+        tl.store(offs_ptr + at // EP, end, mask=(at < E) & (sender == EP - 1))
+        tl.store(needed_ptr, tl.maximum(tl.load(needed_ptr), tl.sum(count)))
 
 
 @triton.jit
-def spread(x_ptr, index_ptr, out_ptr, limit, width, K: tl.constexpr, BLOCK: tl.constexpr):
+def permute(x_ptr, index_ptr, out_ptr, limit, width, K: tl.constexpr, BLOCK: tl.constexpr):
     """out (R, width): row i is row index[i] // K of x, zeros where index[i] is limit or more."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.load(index_ptr + row)
@@ -144,7 +145,7 @@ def spread(x_ptr, index_ptr, out_ptr, limit, width, K: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def collect(y_ptr, p_ptr, slot_ptr, out_ptr, limit, width, K: tl.constexpr, GATED: tl.constexpr,
+def unpermute(y_ptr, p_ptr, slot_ptr, out_ptr, limit, width, K: tl.constexpr, GATED: tl.constexpr,
             BLOCK: tl.constexpr):
     """out (n, width): row r is the sum of its K copies y[slot[r, k]], each times p[r, k] if GATED; a slot of
     limit or more holds nothing."""
@@ -163,12 +164,12 @@ def collect(y_ptr, p_ptr, slot_ptr, out_ptr, limit, width, K: tl.constexpr, GATE
 
 
 @triton.jit
-def collect_backward(y_ptr, p_ptr, src_ptr, g_ptr, dy_ptr, dp_ptr, limit, width, K: tl.constexpr,
+def unpermute_backward(y_ptr, p_ptr, perm_ptr, g_ptr, dy_ptr, dp_ptr, limit, width, K: tl.constexpr,
                      BLOCK: tl.constexpr):
-    """Of slot s, which holds copy c = src[s] of row c // K: dy[s] = p[c] g[row], dp[c] = <y[s], g[row]>;
-    zeros where c is limit or more."""
+    """Slot s holds copy c = perm[s] of row c // K: dy[s] = p[c] g[row], dp[c] = <y[s], g[row]>; zeros where c
+    is limit or more."""
     row = tl.program_id(0).to(tl.int64)
-    copy = tl.load(src_ptr + row)
+    copy = tl.load(perm_ptr + row)
     at = tl.arange(0, BLOCK)
     real = copy + 0 * at < limit  # (BLOCK,), all the same
     gate = tl.load(p_ptr + copy + 0 * at, mask=real, other=0.0).to(tl.float32)
@@ -184,49 +185,49 @@ def collect_backward(y_ptr, p_ptr, src_ptr, g_ptr, dy_ptr, dp_ptr, limit, width,
 
 
 @triton.jit
-def push(x_ptr, place_ptr, address_ptr, rows, width, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy c: row c // K of x (n, width) to place[c] = rank * rows + row, in the window (rows, width) whose
-    address stands at address[rank]: another GPU's memory. Nowhere where place is negative."""
+def put(x_ptr, dst_ptr, peers_ptr, rows, width, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Program c copies row c // K of x (n, width) to dst[c] = rank * rows + row: row `row` of the buffer
+    (rows, width) whose address is peers[rank], in another GPU's memory. Nowhere where dst is negative."""
     copy = tl.program_id(0).to(tl.int64)
-    place = tl.load(place_ptr + copy)
-    if place >= 0:
-        window = tl.load(address_ptr + place // rows).to(tl.pointer_type(x_ptr.dtype.element_ty))
-        window = tl.multiple_of(window, 16) + place % rows * width
+    dst = tl.load(dst_ptr + copy)
+    if dst >= 0:
+        buffer = tl.load(peers_ptr + dst // rows).to(tl.pointer_type(x_ptr.dtype.element_ty))
+        buffer = tl.multiple_of(buffer, 16) + dst % rows * width
         for start in range(0, width, BLOCK):
             at = start + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + copy // K * width + at, mask=at < width)
-            tl.store(window + at, x, mask=at < width)
+            tl.store(buffer + at, x, mask=at < width)
 
 
 @triton.jit
-def pull(out_ptr, place_ptr, address_ptr, rows, width, BLOCK: tl.constexpr):
-    """out (N, width): row i from place[i], as push writes it; zeros where place is negative."""
+def get(out_ptr, dst_ptr, peers_ptr, rows, width, BLOCK: tl.constexpr):
+    """out (N, width): row i is read from dst[i], where put() writes it; zeros where dst is negative."""
     row = tl.program_id(0).to(tl.int64)
-    place = tl.load(place_ptr + row)
-    held = tl.maximum(place, 0)
-    window = tl.load(address_ptr + held // rows).to(tl.pointer_type(out_ptr.dtype.element_ty))
-    window = tl.multiple_of(window, 16) + held % rows * width
+    dst = tl.load(dst_ptr + row)
+    held = tl.maximum(dst, 0)
+    buffer = tl.load(peers_ptr + held // rows).to(tl.pointer_type(out_ptr.dtype.element_ty))
+    buffer = tl.multiple_of(buffer, 16) + held % rows * width
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        y = tl.load(window + at, mask=(at < width) & (place + 0 * at >= 0), other=0.0)
+        y = tl.load(buffer + at, mask=(at < width) & (dst + 0 * at >= 0), other=0.0)
         tl.store(out_ptr + row * width + at, y, mask=at < width)
 
 
 @triton.jit
-def add_rows(a_ptr, b_ptr, out_ptr, stop_ptr, width, TWO: tl.constexpr, BLOCK: tl.constexpr):
-    """out (R, width) = a, plus b if TWO, in rows before *stop_ptr."""
+def add_rows(a_ptr, b_ptr, out_ptr, valid_ptr, width, BOTH: tl.constexpr, BLOCK: tl.constexpr):
+    """out (R, width) = a, plus b if BOTH, in the first *valid_ptr rows."""
     row = tl.program_id(0).to(tl.int64)
-    end = tl.where(row < tl.load(stop_ptr), width, 0)
+    end = tl.where(row < tl.load(valid_ptr), width, 0)
     for start in range(0, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(a_ptr + row * width + at, mask=at < width, other=0.0).to(tl.float32)
-        if TWO:
+        if BOTH:
             x += tl.load(b_ptr + row * width + at, mask=at < width, other=0.0).to(tl.float32)
         tl.store(out_ptr + row * width + at, x.to(out_ptr.dtype.element_ty), mask=at < width)
 
 
 @triton.jit
-def widen(x_ptr, out_ptr, n, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def accumulate(x_ptr, out_ptr, n, ADD: tl.constexpr, BLOCK: tl.constexpr):
     """out (n,) fp32 = x, or += x."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < n).to(tl.float32)
@@ -236,7 +237,7 @@ def widen(x_ptr, out_ptr, n, ADD: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def add_up(own_ptr, others_ptr, out_ptr, n, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+def sum_shards(own_ptr, others_ptr, out_ptr, n, RANKS: tl.constexpr, BLOCK: tl.constexpr):
     """out (n,) fp32 = own (n,) + the sum of others (RANKS, n)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(own_ptr + at, mask=at < n).to(tl.float32)
@@ -247,21 +248,21 @@ def add_up(own_ptr, others_ptr, out_ptr, n, RANKS: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def adamw(w_ptr, g_ptr, m_ptr, v_ptr, out_ptr, now_ptr, keep, gain1, gain2, eps, n, OUT: tl.constexpr,
+def adamw(w_ptr, g_ptr, m_ptr, v_ptr, out_ptr, scalars_ptr, keep, gain1, gain2, eps, n, OUT: tl.constexpr,
           BLOCK: tl.constexpr):
     """One AdamW update of the fp32 masters w (n,), rounded into the model's weights out if OUT.
-    now (4,) fp32: lr / (1 - beta1^t), sqrt(1 - beta2^t), the gradients' divisor, 1.0 if nothing may change.
-    keep = 1 - lr * weight decay, gain = 1 - beta. 28 bytes per weight, 30 with OUT."""
-    if tl.load(now_ptr + 3) == 0.0:
+    scalars (4,) fp32: lr / (1 - beta1^t), sqrt(1 - beta2^t), the gradients' divisor, 1.0 if nothing may
+    change (found_inf). keep = 1 - lr * weight decay, gain = 1 - beta. 28 bytes per weight, 30 with OUT."""
+    if tl.load(scalars_ptr + 3) == 0.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < n
-        g = tl.load(g_ptr + at, mask=inside) / tl.load(now_ptr + 2)
+        g = tl.load(g_ptr + at, mask=inside) / tl.load(scalars_ptr + 2)
         m = tl.load(m_ptr + at, mask=inside)
         m += (g - m) * gain1
         v = tl.load(v_ptr + at, mask=inside)
         v += (g * g - v) * gain2
         w = tl.load(w_ptr + at, mask=inside) * keep
-        w -= tl.load(now_ptr) * m / (tl.sqrt(v) / tl.load(now_ptr + 1) + eps)
+        w -= tl.load(scalars_ptr) * m / (tl.sqrt(v) / tl.load(scalars_ptr + 1) + eps)
         tl.store(m_ptr + at, m, mask=inside)
         tl.store(v_ptr + at, v, mask=inside)
         tl.store(w_ptr + at, w, mask=inside)

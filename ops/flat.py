@@ -1,0 +1,65 @@
+"""The flat buffers of parallel.py: which parameters share one, and gradients on their way into them."""
+import torch
+
+from ops import backend
+
+COPY_ALONE = 2**22  # elements from which a gradient is copied by a kernel of its own
+BUCKET_ELEMENTS = 16_000_000  # a bucket with so many is full
+
+
+def assign_buckets(named_parameters, bucket_elements=BUCKET_ELEMENTS):
+    """-> [(axis name, decayed, names, parameters)] of each bucket, in the order in which backward fills them.
+    Backward reaches the last layers first, so buckets are filled in reverse. Vectors (norms, biases) have
+    buckets of their own: they are not decayed, and one bucket is one tensor of the optimizer."""
+    full, filling = [], {}  # filling: (axis name, decayed): names, parameters
+    for name, p in reversed(list(named_parameters)):
+        key = p.reduce, uses_weight_decay(p)
+        names, params = filling.setdefault(key, ([], []))
+        names.append(name)
+        params.append(p)
+        if sum(q.numel() for q in params) >= bucket_elements:
+            full.append((*key, *filling.pop(key)))
+    return full + [(*key, names, params) for key, (names, params) in filling.items()]
+
+
+def uses_weight_decay(p):
+    """Weight decay is for matrices only, never for norms, biases, vectors: by shape, not by class."""
+    return p.ndim >= 2
+
+
+def accumulate(total, g, first):
+    """total (fp32) = g of the model's dtype if first, else += g. A copy needs no zeroing before it."""
+    if backend.use_triton(g) and g.dtype != total.dtype and g.numel() >= 2**18 and g.is_contiguous():
+        from ops import kernels  # torch's own conversion reaches a third of the memory's speed
+        kernels.accumulate[(-(-g.numel() // 4096),)](g, total, g.numel(), ADD=not first, BLOCK=4096,
+                                                     num_warps=8)
+    elif first:
+        total.copy_(g)
+    else:
+        total.add_(g)
+
+
+def copy_gradients(pairs):
+    """pairs: [(window of the flat buffer, gradient or None)]; a gradient of None is zero. One kernel copies
+    all small ones; a copy by itself is twice as fast for a large one."""
+    small = [(out, g) for out, g in pairs if g is not None and g.numel() < COPY_ALONE]
+    if small:
+        torch._foreach_copy_(*zip(*small, strict=True))
+    for out, g in pairs:
+        if g is None:
+            out.zero_()
+        elif g.numel() >= COPY_ALONE:
+            out.copy_(g)
+
+
+def sum_shards(total, own, others):
+    """total (n,) fp32 = own (n,) + each of others (ranks, n), both of the model's dtype."""
+    if backend.use_triton(own) and own.dtype != total.dtype:
+        from ops import kernels
+        n = own.numel()
+        kernels.sum_shards[(-(-n // 2048),)](own, others, total, n, RANKS=len(others), BLOCK=2048,
+                                             num_warps=4)
+        return
+    total.copy_(own)
+    for part in others:
+        total.add_(part)
