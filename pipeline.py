@@ -11,56 +11,59 @@ backward of micro-batch i:
 
 A stage keeps at most (stages - stage) micro-batches of activations, however many there are.
 """
+import contextlib
+import math
+
 import torch
 import torch.distributed as dist
 
-from model import last_logits
-from parallel import untimed
+from parallel import gather_rows, untimed
 
 
 class Link:
     """Point-to-point messages with the stages before and after: (n, C) activations and their gradients."""
 
-    def __init__(self, axis, shape, dtype, device, timers=untimed):
+    def __init__(self, model, rows, timers=untimed):
+        weight, axis = next(model.parameters()), model.mesh.pp
         self.axis, self.timers = axis, timers
-        self.new = lambda: torch.empty(shape, dtype=dtype, device=device)
+        shape = rows // model.mesh.tp.size, model.cfg.n_embd  # (n, C)
+        self.new = lambda: torch.empty(shape, dtype=weight.dtype, device=weight.device)
         self.prev = axis.ranks[axis.rank - 1] if axis.rank > 0 else None
         self.next = axis.ranks[axis.rank + 1] if axis.rank < axis.size - 1 else None
 
-    def swap(self, peer, send=None, receive=False):
-        """Send to and/or receive from one neighbour, at once: in two steps both could wait for the other."""
+    def send_recv(self, peer, send=None, receive=False):
+        """Send to and receive from one neighbour at the same time: one after the other, both could wait for
+        each other. peer None: there is no neighbour. -> what was received, or None"""
         if peer is None:
             return None
-        got = self.new() if receive else None
+        received = self.new() if receive else None
         ops = []
         if send is not None:
             self.axis.record("send", send, send.numel() * send.element_size())
             ops.append(dist.P2POp(dist.isend, send.contiguous(), peer, self.axis.group))  # n*C to a neighbour
         if receive:
-            self.axis.record("receive", got)
-            ops.append(dist.P2POp(dist.irecv, got, peer, self.axis.group))  # n*C from it
+            self.axis.record("receive", received)
+            ops.append(dist.P2POp(dist.irecv, received, peer, self.axis.group))  # n*C from it
         with self.timers("pipeline"):
             for work in dist.batch_isend_irecv(ops):  # over pp
                 work.wait()
-        return got
+        return received
 
 
-def forward_backward(model, dp, mesh, batches, tokens, scale=None, before=lambda i: None, timers=untimed):
-    """All micro-batches of one step. batches: list of (x, y), (B, T) int64 each. tokens: of the whole global
-    batch, the one division of the loss. scale: () tensor, fp16's loss scale. before(i): called ahead of each
-    forward (dropout's seed).
-    -> this rank's part of the mean loss: () fp32, zero but on the last stage."""
-    n, stages, stage = len(batches), mesh.pp.size, mesh.pp.rank
-    x, _ = batches[0]
-    weight = next(model.parameters())
-    link = Link(mesh.pp, (x.numel() // mesh.tp.size, model.cfg.n_embd), weight.dtype, weight.device, timers)
+def forward_backward(model, dp, batches, tokens, loss_scale=None, before_forward=lambda i: None):
+    """All micro-batches of one step. batches: [(x, y)], (B, T) int64 each. tokens: of the whole global batch,
+    the one division of the loss. loss_scale: () tensor, fp16 only. before_forward(i) is called ahead of each
+    micro-batch's forward (it seeds dropout).
+    -> this rank's part of the mean loss: () in at least fp32, zero on all stages except the last."""
+    n, pp, timers = len(batches), model.mesh.pp, dp.timers
+    weight, link = next(model.parameters()), Link(model, batches[0][0].numel(), dp.timers)
     loss = torch.zeros((), device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
-    flying = []  # oldest first: (input, output, balancing losses) of micro-batches whose backward is to come
-    done = 0
+    in_flight = []  # oldest first: (input, output, balancing losses) of micro-batches without their backward
+    n_backward = 0
 
     def forward(i, hidden):
         nonlocal loss
-        before(i)
+        before_forward(i)
         if hidden is not None:
             hidden.requires_grad_()
         with timers("forward"):
@@ -68,61 +71,114 @@ def forward_backward(model, dp, mesh, batches, tokens, scale=None, before=lambda
         if model.is_last:
             out = out / tokens  # the one division
             loss = loss + out.detach()
-        flying.append((hidden, out, aux / (n * mesh.dp.size)))  # balancing losses: mean of micro-batches
+        in_flight.append((hidden, out, aux / (n * model.mesh.dp.size)))  # balancing losses: a mean
         return out.detach()
 
     def backward(grad):
-        nonlocal done
-        done += 1
-        dp.last = done == n  # only the last backward completes the sums
-        hidden, out, aux = flying.pop(0)
-        ends, grads = [out], [scale if model.is_last else grad]
+        nonlocal n_backward
+        n_backward += 1
+        dp.is_last_microbatch = n_backward == n  # only the last backward completes the sums
+        hidden, out, aux = in_flight.pop(0)
+        outputs, grads = [out], [loss_scale if model.is_last else grad]
         if aux.requires_grad:
-            ends, grads = [out, aux], [*grads, None if scale is None else scale.to(aux.dtype)]
+            outputs = [out, aux]
+            grads = [*grads, None if loss_scale is None else loss_scale.to(aux.dtype)]
         with timers("backward"):
-            torch.autograd.backward(ends, grads)
+            torch.autograd.backward(outputs, grads)
         return None if hidden is None else hidden.grad
 
-    warm = min(stages - stage - 1, n)
-    for i in range(warm):  # warm-up: fill the stages behind me
-        out = forward(i, link.swap(link.prev, receive=True))
-        link.swap(link.next, send=out)
-    if n > warm:
-        hidden = link.swap(link.prev, receive=True)
-    for i in range(warm, n):  # steady: one forward, one backward
+    num_warmup = min(pp.size - pp.rank - 1, n)
+    for i in range(num_warmup):  # warm-up: fill the stages behind this one
+        out = forward(i, link.send_recv(link.prev, receive=True))
+        link.send_recv(link.next, send=out)
+    if n > num_warmup:
+        hidden = link.send_recv(link.prev, receive=True)
+    for i in range(num_warmup, n):  # steady: one forward, one backward
         out = forward(i, hidden)
-        grad = link.swap(link.next, send=out, receive=True)
+        grad = link.send_recv(link.next, send=out, receive=True)
         grad = backward(grad)
-        hidden = link.swap(link.prev, send=grad, receive=i < n - 1)
-    for _ in range(warm):  # cool-down: empty them
-        grad = backward(link.swap(link.next, receive=True))
-        link.swap(link.prev, send=grad)
+        hidden = link.send_recv(link.prev, send=grad, receive=i < n - 1)
+    for _ in range(num_warmup):  # cool-down: empty them
+        grad = backward(link.send_recv(link.next, receive=True))
+        link.send_recv(link.prev, send=grad)
     return loss
 
 
 @torch.no_grad()
-def forward_only(model, mesh, batches):
-    """-> sum of the cross-entropy over all tokens of batches, zero but on the last stage: ()"""
+def forward_only(model, batches):
+    """-> () the sum of the cross-entropy over all tokens of batches; zero on all stages except the last."""
     weight = next(model.parameters())
     total = torch.zeros((), device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
     for x, y in batches:
-        link = Link(mesh.pp, (x.numel() // mesh.tp.size, model.cfg.n_embd), weight.dtype, weight.device)
-        out, _ = model(x, y, link.swap(link.prev, receive=True))
+        link = Link(model, x.numel())
+        out, _ = model(x, y, link.send_recv(link.prev, receive=True))
         if model.is_last:
             total += out
-        link.swap(link.next, send=out)
+        link.send_recv(link.next, send=out)
     return total
 
 
 @torch.no_grad()
 def next_logits(model, tokens, cache):
-    """(copies, T) -> (vocab,) fp32 on every rank's host: through all stages, then from the last to all."""
-    mesh, weight = model.mesh, next(model.parameters())
-    link = Link(mesh.pp, (tokens.numel() // mesh.tp.size, model.cfg.n_embd), weight.dtype, weight.device)
-    hidden = link.swap(link.prev, receive=True)
+    """tokens (copies, T) int64 -> (vocab,) fp32 on every rank's host: the logits of the first copy's last
+    position, through all stages and then from the last stage to all. cache: a Cache."""
+    link, pp = Link(model, tokens.numel()), model.mesh.pp
+    out, _ = model(tokens, hidden=link.send_recv(link.prev, receive=True), cache=cache)
     if model.is_last:
-        logits = last_logits(model, tokens, cache, hidden)
+        logits = gather_rows(out[tokens.size(1) - 1], model.mesh.tp)  # (v,) -> (V,)
+        logits = logits[:model.vocab_size].float().cpu()
     else:
-        link.swap(link.next, send=model(tokens, hidden=hidden, cache=cache)[0])
+        link.send_recv(link.next, send=out)
         logits = torch.empty(model.vocab_size)
-    return mesh.pp.broadcast(logits, mesh.pp.size - 1)  # vocab fp32 from the last stage, over pp
+    return pp.broadcast(logits, pp.size - 1)  # vocab fp32 from the last stage, over pp
+
+
+# -----------------------------------------------------------------------------
+# generation
+
+class Cache:
+    """Keys and values of the positions so far, per attention layer, (B, g, length, D) each."""
+
+    def __init__(self):
+        self.length, self.kv = 0, {}
+
+    def append(self, layer, k, v):
+        """k, v (B, g, T, D) of new positions -> those of all positions, (B, g, length + T, D) each."""
+        if layer in self.kv:
+            past = self.kv[layer]
+            k, v = (torch.cat([old, new], dim=2) for old, new in zip(past, (k, v), strict=True))
+        self.kv[layer] = k, v
+        return k, v
+
+
+@torch.no_grad()
+def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, seed=0):
+    """Continue tokens (list of int) by max_new_tokens -> the longer list. temperature 0 takes the likeliest
+    token; top_k keeps the k likeliest. A full window starts again from its last half. All ranks call this
+    together. A compiled model runs in eager mode, because shapes change with every token."""
+    with torch.compiler.set_stance("force_eager") if model.cfg.compile else contextlib.nullcontext():
+        rng = torch.Generator("cpu").manual_seed(seed)
+        was_training, cache, tokens = model.training, Cache(), list(tokens)
+        model.eval()
+        device = next(model.parameters()).device
+        copies = model.mesh.tp.size  # one token cannot be split over tp ranks: run tp copies of the sequence
+        new = tokens[-model.cfg.seq_len:]
+        for _ in range(max_new_tokens):
+            if cache.length + len(new) > model.cfg.seq_len:
+                cache, new = Cache(), tokens[-(model.cfg.seq_len // 2):]
+            x = torch.tensor([new] * copies, device=device)  # (tp, T)
+            new = [sample_token(next_logits(model, x, cache), temperature, top_k, rng)]
+            tokens += new
+        model.train(was_training)
+    return tokens
+
+
+def sample_token(logits, temperature, top_k, rng):
+    """logits (vocab,) -> one token id drawn from them."""
+    if temperature == 0:
+        return int(logits.argmax())
+    logits = logits / temperature
+    if top_k:
+        kth = logits.topk(min(top_k, logits.numel())).values[-1]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    return int(torch.multinomial(logits.softmax(-1), 1, generator=rng))

@@ -1,16 +1,15 @@
 """Train a GPT on one process or many: python train.py [PRESET] [flags], also under mpiexec, torchrun, srun.
 
-    1) what was asked, and who am I          config.py launch.py
-    2) mesh, data, model                     mesh.py data.py model.py
-    3) resume, or start with equal replicas  checkpoint.py state.py
-    4) the training loop                     pipeline.py (forward, backward) parallel.py (sums) optim.py
-       what guards it                        skip.py watch.py replicas.py stragglers.py
-    5) what is left behind                   log.py measure.py
+    build        model, gradient sums, optimizer of this rank      model.py parallel.py optim.py
+    Step         one optimizer step, plainly                       pipeline.py; its fast twin: fast/graph.py
+    Run          a whole run; its loop is Run.train
+      prepare    who takes part: mesh, data, model                 config.py corpus/shards.py
+      resume     from a checkpoint, or start with equal replicas   checkpoint.py runtime/resume.py
+      make_step  the step, and what watches over it                skip.py runtime/watch.py
+      log, check_replicas, poll_stop, save, leave                  runtime/log.py runtime/launch.py
 """
 import contextlib
-import functools
 import io
-import math
 import sys
 import time
 import zlib
@@ -20,161 +19,91 @@ import torch
 
 import checkpoint
 import moe
-from config import batch_size, check_layout, parse, stage_layers
-from corpus import blend, data
-from fast.graph import Graph, Rooms, bounded, static_shapes
-from fast.near import Lane, NearBucket
-from fast.window import together
-from model import GPT, generate, initialise
-from optim import Optimizer
-from parallel import DataParallel, broadcast_and_verify, disable_compile_for_collectives, make_mesh, untimed
-from pipeline import forward_backward, forward_only, next_logits
-from runtime import log
-from runtime.debug import FOR_EVER, attend, stop_here
-from runtime.launch import Stop, agreed, deterministic, env_rank, launch, shutdown
-from runtime.measure import make_logger, measure, report_traffic, timing
-from runtime.replicas import DIFFER, differences, report
-from runtime.state import State, dump, find_resume, load, save, upcycle
-from runtime.stragglers import Stragglers
-from runtime.watch import GROUP, SLOW, Watch, unwatched
-from skip import GIVEN_UP, Guard, Ranges, rewind, spoil
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
+from config import Outcome, batch_size, check_layout, parse, stage_layers, wrong_input
+from corpus.shards import micro_batches, open_data
+from corpus.tokenizer import prompt_tokenizer
+from cost.traffic import traffic
+from fast.choose import choose
+from fast.graph import make_step
+from model import DTYPES, GPT, init_weights
+from optim import Optimizer, learning_rate
+from parallel import DataParallel, make_mesh, untimed
+from pipeline import forward_backward, forward_only, generate
+from runtime import launch, log, resume, watch
+from skip import Guard, corrupt_targets, give_up_message
 
 # -----------------------------------------------------------------------------
 # the parts of a step; the layout tests call these, so that what is proven is what trains
 
-def build(cfg, mesh, vocab_size, device, timers=untimed):
-    """-> (model, dp, optimizer) of this rank."""
-    dtype = DTYPES[cfg.dtype]
-    torch.set_default_dtype(torch.promote_types(dtype, torch.float32))  # drawn in it, rounded by the buckets
+def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
+    """-> (model, dp, optimizer) of this rank. choice: which fast ways to take, a fast.choose.Choice."""
+    choice, dtype = choice or choose(cfg, mesh, device), DTYPES[cfg.dtype]
+    # weights are drawn in at least fp32; the buckets round them and keep the fp32 masters
+    torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
     with torch.device(device):
-        model = GPT(cfg, mesh, vocab_size, stage_layers(cfg, mesh.pp.size)[mesh.pp.rank])
+        layers = stage_layers(cfg, mesh.pp.size)[mesh.pp.rank]
+        model = GPT(cfg, mesh, vocab_size, layers, choice.dispatcher(cfg))
     torch.set_default_dtype(torch.float32)
-    if device.type == "cuda":  # the router's products of bf16 in fp32: TF32 holds every bf16 number exactly
+    if device.type == "cuda":
+        # TF32 for fp32 matmuls: the router multiplies bf16 values cast to fp32, which TF32 represents exactly
         torch.set_float32_matmul_precision("high" if cfg.dtype in ("bf16", "fp16") else "highest")
-    initialise(model, cfg.seed)
-    if cfg.compile:
-        speed_up(model)
-    # one micro-batch, and a kernel that steps masters by gradients of another dtype (optim.py)
-    once = dtype == torch.bfloat16 and device.type == "cuda" and cfg.global_batch in (
-        0, cfg.micro_batch * mesh.dp.size)
-    near = (once and cfg.zero == 1 and mesh.pp.size == 1 and mesh.stage.size > 1
-            and together(mesh, mesh.stage, device))
-    dp = DataParallel(model, mesh, cfg.zero, timers, dtype=dtype, once=once,
-                      near=functools.partial(NearBucket, Lane()) if near else None)
-    return model, dp, Optimizer(dp, cfg, mesh)
+    init_weights(model, cfg.seed)
+    dp = DataParallel(model, mesh, cfg.zero, timers, dtype, choice.comm(cfg))
+    return model, dp, Optimizer(cfg, dp)
 
 
-def speed_up(model):
-    """--compile: each block as one graph; of a block with experts, whose rows vary, all but the experts."""
-    whole = model.mesh.tp.size == 1  # collectives over tp stand between graphs
-    disable_compile_for_collectives()
-    for block in model.blocks.values():
-        if block.moe is None:
-            block.compile(fullgraph=whole)
-        else:
-            block.attend = torch.compile(block.attend, fullgraph=whole)
-            block.moe.route = torch.compile(block.moe.route, fullgraph=whole)
-    if model.norm is not None:
-        model.norm.compile(fullgraph=True)
+class Step:
+    """One optimizer step: gradients, statistics, veto, update."""
+
+    def __init__(self, cfg, model, dp, opt):
+        self.cfg, self.model, self.dp, self.opt = cfg, model, dp, opt
+
+    def __call__(self, batches, number, full=True, guard=None):
+        """batches: [(x, y)] of micro_batches(); number: the step, from 1 on; full: all of the statistics;
+        guard: a skip.Guard that may forbid the update.
+        -> (optim.StepStats, found_inf): () 1.0 if the update was refused on the device, None if forbidden"""
+        loss = self.gradients(batches, number)
+        with self.dp.timers("norm"):
+            stats = self.opt.stats(loss, full)
+        return self.finish(stats, number, guard)
+
+    def finish(self, stats, number, guard):
+        if guard is not None and guard.veto(stats):
+            return stats, None  # nothing moves
+        return stats, self.update(stats, number)
+
+    def gradients(self, batches, number):
+        """Forward, backward, gradient sums -> this rank's part of the mean loss, () in at least fp32."""
+        cfg, mesh = self.cfg, self.model.mesh
+
+        def seed_dropout(i):
+            # randomness is a function of (seed, step, micro-batch, stage, tp rank): there is no state to save
+            if cfg.dropout:
+                micro = mesh.dp.rank * len(batches) + i
+                key = f"{cfg.seed}/{number}/{micro}/{mesh.pp.rank}/{mesh.tp.rank}"
+                torch.manual_seed(zlib.crc32(key.encode()))
+        self.dp.reset()
+        moe.reset_stats(self.model)
+        tokens = len(batches) * mesh.dp.size * cfg.micro_batch * cfg.seq_len  # of the whole global batch
+        loss = forward_backward(self.model, self.dp, batches, tokens, self.opt.loss_scale, seed_dropout)
+        self.dp.finish_grad_sync()
+        return loss
+
+    def update(self, stats, number):
+        """The clipped update -> found_inf, () 1.0 on the device where a norm is not finite: nothing moves."""
+        found_inf = self.opt.step(learning_rate(self.cfg, number), stats.grad_norm)
+        moe.update_router_bias(self.model, self.cfg.router_bias_rate, found_inf)
+        return found_inf
 
 
-def learning_rate(cfg, step):
-    """Linear warmup, then a cosine down to min_lr. step is 1-based: the update about to happen."""
-    low = cfg.lr / 10 if cfg.min_lr is None else cfg.min_lr
-    last = cfg.decay_steps or cfg.steps
-    if step <= cfg.warmup:
-        return cfg.lr * step / cfg.warmup
-    if step >= last:
-        return low
-    along = (step - cfg.warmup) / (last - cfg.warmup)
-    return low + 0.5 * (1 + math.cos(math.pi * along)) * (cfg.lr - low)
-
-
-def micro_batches(cfg, mesh, source, first, count, device):
-    """This rank's micro-batches of the `count` samples from `first` on -> [(x, y)], (B, T) int64 each.
-    Micro-batch j holds samples j*mb..(j+1)*mb-1; dp rank d takes micro-batches d*n..(d+1)*n-1."""
-    n = count // (cfg.micro_batch * mesh.dp.size)
-    start = first + mesh.dp.rank * n * cfg.micro_batch
-    pairs = [source.batch(start + j * cfg.micro_batch, cfg.micro_batch) for j in range(n)]
-    if device.type == "cpu":
-        return pairs
-    return [tuple(t.pin_memory().to(device, non_blocking=True) for t in pair) for pair in pairs]
-
-
-def gradients(cfg, mesh, model, dp, opt, batches, step):
-    """Forward, backward, gradient sums -> this rank's part of the mean loss, () fp32."""
-    def before(i):
-        # randomness is a function of (seed, step, micro-batch, stage, tp rank): nothing to save
-        if cfg.dropout:
-            micro = mesh.dp.rank * len(batches) + i
-            torch.manual_seed(zlib.crc32(f"{cfg.seed}/{step}/{micro}/{mesh.pp.rank}/{mesh.tp.rank}".encode()))
-    dp.begin()
-    moe.begin(model)
-    tokens = len(batches) * mesh.dp.size * cfg.micro_batch * cfg.seq_len  # of the whole global batch
-    loss = forward_backward(model, dp, mesh, batches, tokens, opt.scale, before, dp.timers)
-    dp.finish()
-    return loss
-
-
-def recorded(cfg, mesh, model, dp, opt):
-    """-> gradients() as a graph.Graph, or None where shapes change. New weights travel at its start, but for
-    dp.early."""
-    device = opt.masters[0].device
-    if not static_shapes(cfg, mesh, device):
-        return None
-    rooms, near = None, cfg.n_experts > 0 and mesh.ep.size > 1 and together(mesh, mesh.ep, device)
-    if bounded(cfg, mesh):
-        if not near:
-            return None  # no windows over the network
-        rooms = Rooms(model, cfg.ep_slack)
-    elif near:
-        moe.capacity_windows(model)
-
-    def f(batches):
-        dp.send_weights()
-        loss = gradients(cfg, mesh, model, dp, opt, batches, step=0)  # without dropout the step is not used
-        return loss if rooms is None else rooms.judge(loss)
-    dp.lazy = True
-    return Graph(f, rooms)
-
-
-def train_step(cfg, mesh, model, dp, opt, batches, step, full=True, graph=None, guard=None):
-    """Gradients, then the clipped update. graph: a graph.Graph of the first part. guard: a skip.Guard, may
-    forbid the second: then nothing moves, and the second result is None.
-    -> (4,) fp64 on the device: mean loss, gradient norm, zero gradients, weight norm; () 1.0 if refused."""
-    if graph is None:
-        loss = gradients(cfg, mesh, model, dp, opt, batches, step)
-    else:
-        dp.arrive(model.wte)  # its weights left before (dp.early): what is recorded cannot wait for that
-        loss = graph(batches)
-        dp.owed = False
-    with dp.timers("norm"):
-        totals = opt.totals(loss, full)
-    lr, refused, rooms = learning_rate(cfg, step), None, graph and graph.rooms
-    if rooms and not (guard and guard.sigma):
-        # the GPU goes on while the host asks: a void step's loss is NaN, and then nothing moves
-        refused = opt.step(lr, totals[1] + 0 * totals[0])
-    if rooms and not graph.fits(totals[0]):  # again, in blocks of rows as long as they are
-        totals, refused = opt.totals(gradients(cfg, mesh, model, dp, opt, batches, step), full), None
-    if refused is None:
-        if guard is not None and guard.veto(totals):
-            return totals, None
-        refused = opt.step(lr, totals[1])
-    moe.steer(model, cfg.router_bias_rate, refused)
-    return totals, refused
-
-
-def evaluate(cfg, mesh, model, source, batch, device):
+def evaluate(cfg, model, source, batch, device):
     """Mean cross-entropy in nats per token over eval_iters global batches of the validation split."""
+    mesh, n = model.mesh, max(1, min(cfg.eval_iters, source.n_samples // batch))
     model.eval()
-    n = max(1, min(cfg.eval_iters, source.n_samples // batch))
     total = torch.zeros((), dtype=torch.float64, device=device)
     for i in range(n):
         batches = micro_batches(cfg, mesh, source, i * batch, batch, device)
-        total += forward_only(model, mesh, batches) / mesh.tp.size  # every tp rank has the same sum
+        total += forward_only(model, batches) / mesh.tp.size  # every tp rank has the same sum
     mesh.world.all_reduce(total)  # SUM of one number, over the world
     model.train()
     return total.item() / (n * batch * cfg.seq_len)
@@ -182,219 +111,238 @@ def evaluate(cfg, mesh, model, source, batch, device):
 
 # -----------------------------------------------------------------------------
 
-def open_data(cfg, world):
-    """-> (train, val, vocabulary size, identity). Headers checked on every rank, checksums once per node."""
-    if cfg.data == "synthetic":
-        vocab = cfg.vocab_size or 256
-        train, val = (data.Synthetic(vocab, cfg.seq_len, cfg.seed + i) for i in (0, 1))
-        return train, val, vocab, f"synthetic-{vocab}"
-    meta = blend.load_meta(cfg.data)
-    if world.local_rank == 0:
-        blend.verify(cfg.data)
-    vocab = cfg.vocab_size or meta["vocab_size"]
-    if vocab < meta["vocab_size"]:
-        raise ValueError(f"--vocab-size {vocab} is less than the {meta['vocab_size']} symbols of {cfg.data}; "
-                         f"try --vocab-size {meta['vocab_size']}")
-    train, val = (blend.open_tokens(cfg.data, split, cfg.seq_len, cfg.seed) for split in ("train", "val"))
-    return train, val, vocab, meta["identity"]
+class Run:
+    """A run from its flags to what it leaves behind. Everything here happens on every rank; is_main marks
+    what only rank 0 does, which is to write and to print."""
 
+    def __init__(self, cfg, world, watchdog=watch.unwatched):
+        self.cfg, self.world, self.watchdog, self.device = cfg, world, watchdog, world.device
+        self.is_main, self.out = world.rank == 0, Path(cfg.out or f"out/{cfg.preset}")
+        self.outcome, self.stop_reason = Outcome.DONE, None
+        self.stop = launch.Stop(cfg.max_minutes)
+        self.timers = log.Timers(self.device, cfg.timers)
+        self.prepare()
+        self.resume()
+        self.make_step()
 
-def prompt_tokenizer(cfg):
-    if not cfg.prompt:
-        return None
-    if cfg.data == "synthetic":
-        raise ValueError("--prompt needs text, synthetic data has no tokenizer; try --data DIR")
-    from corpus import tokenizer
-    words = tokenizer.load(blend.first(cfg.data))
-    words.encode(cfg.prompt)  # an unknown character is an error now, not at the first evaluation
-    return words
+    def prepare(self):
+        """Who takes part: mesh, data, model. What does not fit: one line and exit code 2, on all ranks."""
+        cfg, world = self.cfg, self.world
+        with launch.exit_together(world):
+            if cfg.pdb >= world.size:
+                raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {world.size - 1}")
+            self.mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts)
+            self.watchdog.set_mesh(self.mesh)
+            # sequences per optimizer step, after the ramp
+            self.full_batch = cfg.global_batch or cfg.micro_batch * self.mesh.dp.size
+            check_layout(cfg, self.mesh, self.full_batch)
+            self.train_data, self.val_data, self.vocab_size, self.data_id = open_data(cfg, world.local_rank)
+            self.tokenizer = prompt_tokenizer(cfg)
+        with launch.exit_together(world):
+            self.choice = choose(cfg, self.mesh, self.device)  # which fast ways to take
+            self.model, self.dp, self.opt = build(cfg, self.mesh, self.vocab_size, self.device, self.timers,
+                                                  self.choice)
+        if cfg.pdb >= 0:
+            launch.attach_stdin(world, cfg.pdb)
+
+    def resume(self):
+        """Go on from a checkpoint, or start with equal replicas."""
+        cfg, world = self.cfg, self.world
+        resume.prepare_out_dir(cfg, world, self.out)
+        found = resume.find_checkpoint(cfg, world, self.out)
+        self.saver = resume.Saver(self.out, world.axis, cfg.keep, cfg.timeout, resume.run_id(world.axis))
+        self.watchdog.set_folder(self.out, self.saver.run_id)
+        with launch.exit_together(world):
+            self.state, self.skip = resume.start_from(found, cfg, self.model, self.dp, self.opt, self.data_id)
+            self.first = self.state.step + 1
+            if self.is_main:
+                self.log_file = log.make_log(cfg, self.mesh, world, self.out, self.state, self.vocab_size)
+        if self.is_main:
+            log.started(cfg, self.model, found, self.full_batch, self.train_data.n_samples, self.skip)
+
+    def make_step(self):
+        """The step itself, plain or faster, and what watches over it."""
+        with launch.exit_together(self.world):
+            self.step = make_step(Step(self.cfg, self.model, self.dp, self.opt), self.choice)
+        self.clock, self.guard = log.Clock(self.device), Guard(self.cfg, self.world, self.state)
+        self.stragglers = watch.Stragglers(self.mesh, self.device)
+        for axis in vars(self.mesh).values():
+            axis.sent.clear()  # counted from the first step on
+
+    # ---- the loop
+
+    def train(self):
+        """All steps -> the run's Outcome."""
+        cfg, state = self.cfg, self.state
+        profiler = log.start_profile(cfg.profile and self.is_main)
+        with log.tracer(cfg.trace and self.is_main, self.out) as self.trace:
+            while state.step < cfg.steps and self.outcome is Outcome.DONE:
+                number, batch = self.begin_step()
+                if cfg.pdb >= 0 and number == self.first:
+                    launch.break_on_rank(self.world, cfg.pdb)
+                # ---------------- training section begin
+                batches = self.next_batches(number, batch)
+                stats = self.take_step(batches, number)
+                # ---------------- training section end
+                self.end_step(number, batch)
+                self.log(number, batch, stats)
+                self.check_replicas(number)
+                self.poll_stop(number)
+                self.save(number)
+        return self.leave(profiler)
+
+    def begin_step(self):
+        """-> (number of the step, its global batch in sequences)"""
+        number, first = self.state.step + 1, self.state.step + 1 == self.first
+        self.t0 = time.monotonic()
+        self.watchdog.heartbeat(number, "first" * first)
+        self.guard.reason = None
+        self.stragglers.begin()
+        return number, batch_size(self.state.samples, self.full_batch, self.cfg.rampup_batch_size)
+
+    def next_batches(self, number, batch):
+        """-> this rank's micro-batches; also of a step that is skipped: its data is drawn and dropped."""
+        with self.timers("data"):
+            batches = micro_batches(self.cfg, self.mesh, self.train_data, self.state.samples, batch,
+                                    self.device)
+        return corrupt_targets(batches) if number == self.cfg.inject_spike else batches
+
+    def take_step(self, batches, number):
+        """-> optim.StepStats; None where --train-range-to-skip leaves weights and moments as they are."""
+        cfg = self.cfg
+        if number in self.skip:
+            self.state.skipped += 1
+            return None
+        if cfg.dump_grads and number == 1:
+            self.opt.on_grads_ready = lambda: resume.dump_grads(cfg.dump_grads, self.mesh, self.dp, self.opt,
+                                                                self.vocab_size)
+        stats, found_inf = self.step(batches, number, self.logs(number), self.guard)
+        self.opt.on_grads_ready = None
+        self.guard.refused_flags.append(found_inf)
+        self.clock.count(len(batches) * cfg.micro_batch * self.mesh.dp.size)
+        if number == self.first:
+            self.sent = {name: sum(axis.sent.values()) for name, axis in vars(self.mesh).items()}
+        return stats
+
+    def due(self, number, every):
+        """Whether this step does what is done every so many steps (0: never) and at the end."""
+        return every > 0 and (number % every == 0 or number == self.cfg.steps)
+
+    def end_step(self, number, batch):
+        """The step is over, also if it was skipped or refused."""
+        self.state.step, self.state.samples = number, self.state.samples + batch
+        if self.trace is not None:
+            self.trace.step()
+        if self.logs(number) or self.due(number, self.cfg.save_every) or self.guard.sigma:
+            self.guard.count_refused()  # a checkpoint holds the counts up to its step
+        if self.guard.given_up:
+            self.outcome = Outcome.GAVE_UP
+
+    def logs(self, number):
+        return (number == self.first or self.due(number, self.cfg.log_every)
+                or self.due(number, self.cfg.eval_every))
+
+    def log(self, number, batch, stats):
+        """A row of metrics.jsonl and its printed line; the validation loss and a sample with it."""
+        cfg, model = self.cfg, self.model
+        if not (self.logs(number) or self.guard.reason or self.outcome is not Outcome.DONE):
+            return
+        # the means since the last row; every rank takes part, because memory and times are maxima over ranks
+        row, steps = log.metrics_row(cfg, self.world, self.state, batch, learning_rate(cfg, number), stats,
+                                     self.guard.reason, self.clock, self.vocab_size)
+        own_times, slow_ranks = self.stragglers.report()
+        row.update(log.phase_times(self.timers, steps, self.mesh), **own_times)
+        if self.opt.loss_scale is not None:
+            row["loss_scale"] = self.opt.loss_scale.item()
+        if cfg.n_experts and stats is not None:
+            experts = moe.expert_stats(model, batch // cfg.micro_batch)
+            row.update(log.expert_metrics(experts))
+            if self.is_main:
+                self.log_file.experts(number, experts)
+        if number == self.first and stats is not None and self.is_main:
+            log.report_traffic(traffic(cfg, self.mesh, self.vocab_size, batch, self.choice), self.sent)
+        below = list(slow_ranks)  # printed below the row
+        if self.due(number, cfg.eval_every):
+            self.watchdog.heartbeat(number, "evaluation")
+            row["val_loss"] = evaluate(cfg, model, self.val_data, batch, self.device)
+            if self.tokenizer:
+                prompt = self.tokenizer.encode(cfg.prompt)
+                text = self.tokenizer.decode(generate(model, prompt, 100, 0.8, 50, cfg.seed))
+                below.append(f"--- {text}\n---")
+            self.clock.resume()
+        if self.is_main:
+            self.log_file.row(**row, time=time.time())
+            print(*below, sep="\n", end="\n" * bool(below), flush=True)
+        self.skip_reason = row["skip_reason"]
+
+    def check_replicas(self, number):
+        """--check-every: ranks that hold the same weights compare them."""
+        every = self.cfg.check_every
+        if self.outcome is Outcome.DONE and every and number % every == 0:
+            self.clock.pause()
+            self.differences = watch.replica_differences(self.model, self.mesh)
+            self.outcome = Outcome.REPLICAS_DIFFER if self.differences else Outcome.DONE
+            self.clock.resume()
+
+    def poll_stop(self, number):
+        """A signal on any rank, or --max-minutes: stop after this step (a run that is done just ends)."""
+        self.stop.step_took(time.monotonic() - self.t0)
+        if self.outcome is Outcome.DONE and number < self.cfg.steps:
+            self.stop_reason = self.stop.poll(self.world)
+            if self.stop_reason:
+                self.outcome = Outcome.GAVE_UP if self.guard.count_refused() else Outcome.STOPPED
+
+    def save(self, number):
+        """A checkpoint, written beside the next steps; of a run that goes wrong, none."""
+        due = self.outcome is Outcome.DONE and self.due(number, self.cfg.save_every)
+        if due or self.outcome is Outcome.STOPPED:
+            self.clock.pause()
+            self.watchdog.heartbeat(number, "save")
+            t0 = time.monotonic()
+            resume.save(self.cfg, self.mesh, self.dp, self.opt, self.saver, self.state)
+            self.stop.save_took(time.monotonic() - t0 + self.saver.seconds)
+            self.clock.resume()
+
+    def leave(self, profiler):
+        """Wait for the last save, write the plots, say how it ended -> Outcome."""
+        self.watchdog.heartbeat(self.state.step, "end")
+        if not self.saver.wait() and self.outcome in (Outcome.DONE, Outcome.STOPPED):
+            self.outcome = Outcome.FAILED  # the last steps are lost: neither done nor to be requeued
+        if self.is_main:
+            log.end_profile(profiler, self.out)
+            self.log_file.close(self.cfg.plot and self.outcome in (Outcome.DONE, Outcome.FAILED))
+            checkpoints = checkpoint.steps(self.out)
+            if self.outcome is Outcome.GAVE_UP:
+                why = self.guard.reason or self.skip_reason
+                print(give_up_message(checkpoints, *self.guard.refused_range, why), file=sys.stderr)
+            if self.outcome is Outcome.REPLICAS_DIFFER:
+                text = watch.differences_message(self.differences, self.state.step, checkpoints)
+                print(text, file=sys.stderr)
+            log.farewell(self.outcome, self.stop_reason, self.state.step, self.out, self.saver.saved)
+        return self.outcome
 
 
 def main(argv=None):
     # every rank sees the same wrong flag, or --help: one of them speaks
-    try:
-        with contextlib.nullcontext() if env_rank() == 0 else contextlib.redirect_stdout(io.StringIO()):
-            cfg = parse(sys.argv[1:] if argv is None else argv)
-    except ValueError as e:
-        if env_rank() == 0:
-            print(f"nanoshard: {e}", file=sys.stderr)
-        raise SystemExit(2) from None
-    timeout = cfg.timeout if cfg.pdb < 0 else FOR_EVER
+    rank = launch.env_rank()
+    speaks = contextlib.nullcontext() if rank == 0 else contextlib.redirect_stdout(io.StringIO())
+    with speaks, wrong_input(quiet=rank != 0):
+        cfg = parse(sys.argv[1:] if argv is None else argv)
+    timeout = cfg.timeout if cfg.pdb < 0 else launch.NO_TIMEOUT
     if cfg.deterministic:
-        deterministic()
-    watch = Watch(env_rank(), timeout)
+        launch.deterministic()
+    watchdog = watch.Watch(rank, timeout)
     try:
-        world = watch.world = launch(GROUP * timeout)
+        world = watchdog.world = launch.launch(watch.PG_TIMEOUT_FACTOR * timeout)
         try:
-            code = run(cfg, world, watch)
+            outcome = Run(cfg, world, watchdog).train()
         except SystemExit as e:  # wrong input, already explained
-            code = e.code
-        shutdown(world)
+            outcome = e.code
+        launch.shutdown(world)
     finally:
-        watch.close()
-    if code:
-        raise SystemExit(code)
-
-
-def run(cfg, world, watch=unwatched):
-    """-> the exit code: 0 done, 85 stopped early after a complete save, 42 gave up, 44 replicas differ."""
-    # 1) when to stop, and where to
-    stop = Stop(cfg.max_minutes)
-    chief, device = world.rank == 0, world.device
-    out = Path(cfg.out or f"out/{cfg.preset}")
-
-    # 2) mesh, data, model
-    with agreed(world):
-        if cfg.pdb >= world.size:
-            raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {world.size - 1}")
-        mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts)
-        watch.knows(mesh)
-        full_batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size  # sequences per optimizer step
-        check_layout(cfg, mesh, full_batch)
-        skip = Ranges(cfg.train_range_to_skip)
-        train, val, vocab_size, data_id = open_data(cfg, world)
-        words = prompt_tokenizer(cfg)
-    timers = log.Timers(device, cfg.timers)
-    with agreed(world):
-        model, dp, opt = build(cfg, mesh, vocab_size, device, timers)
-    if cfg.pdb >= 0:
-        attend(world, cfg.pdb)
-
-    # 3) resume, or start with equal replicas
-    found, saver = find_resume(cfg, world, out)
-    watch.into(out, saver.token)
-    with agreed(world):
-        if found is None:
-            broadcast_and_verify(model, mesh)
-            opt.reload()
-            if cfg.init_from:
-                note = upcycle(model, opt, cfg.init_from)
-                print(note if chief else "", end="\n" * chief, flush=True)
-            state = State(data=data_id)
-        else:
-            state = load(cfg, dp, opt, found, data_id)
-            late = skip.too_late(state.step, Ranges(state.skip))
-            if chief and late:
-                print(late, file=sys.stderr, flush=True)
-            skip = Ranges([*skip.ends(), *state.skip])  # a resume inside a range goes on skipping it
-        state.skip = skip.ends()
-        logger = make_logger(cfg, mesh, world, out, state, vocab_size) if chief else None
-    if chief:
-        n = sum(p.numel() for p in model.parameters())
-        how = f"resumed {found}" if found else "started"
-        print(f"{how}: {n:,} parameters on this rank, dp {mesh.dp.size} "
-              f"tp {cfg.tp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}, {full_batch} x {cfg.seq_len} tokens per "
-              f"step, {train.n_samples:,} training samples" + f", skipping steps {skip}" * bool(skip.pairs),
-              flush=True)
-
-    # 4) the training loop
-    with agreed(world):
-        graph = recorded(cfg, mesh, model, dp, opt)
-    if chief and dp.once and cfg.zero and not dp.near and mesh.pp.size == 1 < world.size == world.local_size:
-        print("messages go through NCCL: these GPUs do not reach each other; does each process see them all?")
-    for axis in vars(mesh).values():
-        axis.sent.clear()  # counted from the first step on
-    clock = log.Clock(device)
-    guard, stragglers = Guard(cfg, world, state), Stragglers(mesh, device)
-    profiler = log.start_profile(cfg.profile and chief)
-    code, reason, first = 0, None, state.step + 1
-    with log.tracer(cfg.trace and chief, out) as trace:
-        while state.step < cfg.steps and reason is None:
-            began = time.monotonic()
-            step = state.step + 1
-            watch.beat(step, "first" * (step == first), SLOW if step == first else 1)
-            batch = batch_size(state.samples, full_batch, cfg.rampup_batch_size)
-            evals = cfg.eval_every and (step % cfg.eval_every == 0 or step == cfg.steps)
-            logs = step in (first, cfg.steps) or step % cfg.log_every == 0 or evals
-            totals = guard.reason = None
-            if cfg.pdb >= 0 and step == first:
-                stop_here(world, cfg.pdb)
-            # ---------------- training section begin
-            stragglers.begin()
-            with timers("data"):
-                batches = micro_batches(cfg, mesh, train, state.samples, batch, device)
-            if step == cfg.inject_spike:
-                batches = spoil(batches)
-            if step in skip:
-                state.skipped += 1  # the data is drawn and dropped; weights and moments stay
-            else:
-                if cfg.dump_grads and step == 1:
-                    opt.before_step = lambda: dump(cfg.dump_grads, mesh, dp, opt, vocab_size)
-                totals, refused = train_step(cfg, mesh, model, dp, opt, batches, step, logs, graph, guard)
-                opt.before_step = None
-                guard.taken.append(refused)
-                clock.steps, clock.samples = clock.steps + 1, clock.samples + batch
-            # ---------------- training section end
-            state.step, state.samples = step, state.samples + batch
-            if trace is not None:
-                trace.step()
-            if (logs or guard.sigma) and guard.settle():
-                code = GIVEN_UP
-            if logs or guard.reason or code:
-                lr = learning_rate(cfg, step)
-                row, steps = measure(cfg, world, state, batch, lr, totals, guard.reason, clock, vocab_size)
-                row.update(timing(timers, steps, mesh), loss_scale=opt.scale and opt.scale.item())
-                own, slow = stragglers.read()
-                row.update(own)
-                if cfg.n_experts and totals is not None:
-                    experts = moe.summary(model, batch // cfg.micro_batch)
-                    row.update(log.expert_keys(experts))
-                    if chief:
-                        logger.experts(step, experts)
-                if step == first:
-                    report_traffic(cfg, mesh, vocab_size, batch, chief, windows=dp.near is not None)
-                if evals:
-                    watch.beat(step, "evaluation", SLOW)
-                    opt.wait()
-                    row["val_loss"] = evaluate(cfg, mesh, model, val, batch, device)
-                if chief:
-                    logger.row(**row, time=time.time())
-                    print(*slow, sep="\n", end="\n" * bool(slow), flush=True)
-                if evals and words:
-                    text = words.decode(generate(model, words.encode(cfg.prompt), 100, 0.8, 50, cfg.seed,
-                                                 next_logits))
-                    if chief:
-                        print(f"--- {text}\n---", flush=True)
-                if evals:
-                    clock.resume()
-            if cfg.check_every and step % cfg.check_every == 0 and not code:
-                clock.pause()
-                opt.wait()
-                differ = differences(model, mesh)
-                code = DIFFER if differ else 0
-                clock.resume()
-            if code:
-                break
-            stop.step_took(time.monotonic() - began)
-            reason = stop.agreed(world) if step < cfg.steps else None  # a run that is done is not requeued
-            if cfg.save_every and (step % cfg.save_every == 0 or step == cfg.steps) or reason:
-                clock.pause()
-                watch.beat(step, "save", SLOW)
-                began = time.monotonic()
-                opt.wait()
-                guard.settle()  # the checkpoint knows the steps since the last log too
-                save(cfg, mesh, dp, opt, saver, state)  # goes on beside the next steps
-                stop.save_took(time.monotonic() - began + saver.seconds)
-                clock.resume()
-
-    # 5) leave
-    watch.beat(state.step, "end", SLOW)
-    whole = saver.wait()
-    if chief:
-        log.end_profile(profiler, out)
-        logger.close(cfg.plot and reason is None and not code)
-        if code == GIVEN_UP:
-            print(rewind(checkpoint.steps(out), state, guard.reason or row["skip_reason"]), file=sys.stderr)
-        if code == DIFFER:
-            print(report(differ, state.step, checkpoint.steps(out)), file=sys.stderr)
-        how = f"stopped by {reason}" if reason else "gave up" if code else "done"
-        print(f"{how} after step {state.step}: {out}/ holds metrics.jsonl, loss.txt, config.json"
-              + (f", step_{saver.saved:06d}" if saver.saved else ""), flush=True)
-    if code:
-        return code
-    if not whole:
-        return 1  # the last steps are lost: neither done nor to be requeued as if nothing had happened
-    return 85 if reason else 0  # the job script requeues on 85
+        watchdog.close()
+    if outcome:
+        raise SystemExit(int(outcome))
 
 
 if __name__ == "__main__":
