@@ -11,7 +11,11 @@ from typing import NamedTuple
 import torch
 
 import moe
-from fast.window import Window
+from fast import symm_mem
+from fast.peer import CopyStream, PeerComm
+from model import DTYPES
+from ops.grouped_mm import has_grouped_mm, one_kernel_shapes
+from parallel import Comm
 
 
 class Choice(NamedTuple):
@@ -20,6 +24,29 @@ class Choice(NamedTuple):
     symm_mem: bool           # rows reach the experts of other ranks through symmetric memory, not all_to_all
     peer_copies: bool        # ZeRO-1's gradients and weights travel as copies between the GPUs of a node
     single_microbatch: bool  # bf16 gradients to which nothing is added: they need no fp32 sum
+
+    def dispatcher(self, cfg):
+        """-> what makes each expert layer's token dispatcher."""
+        return symm_mem.dispatcher_for(cfg) if self.symm_mem else moe.plain_dispatcher
+
+    def comm(self, cfg):
+        """-> what makes the communicator of a bucket that is reduced over an axis."""
+        stream = CopyStream()
+
+        def comm_for(axis):
+            if self.uses_peer_copies(axis):
+                return PeerComm(stream, DTYPES[cfg.dtype])
+            return Comm(DTYPES[cfg.dtype] if self.keeps_grad_dtype(axis) else None)
+        return comm_for
+
+    def uses_peer_copies(self, axis):
+        """Whether a bucket reduced over axis travels by copies between GPUs."""
+        return self.peer_copies and axis.size > 1
+
+    def keeps_grad_dtype(self, axis):
+        """Whether the gradients of a bucket reduced over axis stay in the model's dtype: nothing is added to
+        them on this rank, and NCCL does not sum them."""
+        return self.single_microbatch and (axis.size == 1 or self.peer_copies)
 
 
 def choose(cfg, mesh, device, reach=None):
@@ -54,15 +81,16 @@ def needs_row_limit(cfg, mesh):
 
 
 def grouped_mm_possible(cfg, device):
-    """Whether the experts' products are one kernel each. Where no GPU is, plan.py asks for one that has it."""
-    here = not torch.cuda.is_available() or moe.one_kernel(device)
-    return here and cfg.dtype == "bf16" and moe.aligned(cfg.n_embd, cfg.ffn_hidden)
+    """Whether the experts' products are one kernel each. Where no GPU is, plan.py asks for one that has
+    it."""
+    here = not torch.cuda.is_available() or has_grouped_mm(device)
+    return here and one_kernel_shapes(DTYPES[cfg.dtype], cfg.n_embd, cfg.ffn_hidden)
 
 
 def peer_access(mesh, axis, device):
     """Whether the ranks of each group of axis reach each other's memory: they are on one host, each on a
-    GPU of its own that all of them see, with peer access, and a first allocation succeeds. On a CPU: whether they
-    are on one host. Collective over the world; the same answer on all ranks."""
+    GPU of its own that all of them see, with peer access, and a first allocation succeeds. On a CPU: whether
+    they are on one host. Collective over the world; the same answer on all ranks."""
     world, gpu = mesh.world, device.index  # None: a CPU
     reachable = [p for p in range(torch.cuda.device_count() if gpu is not None else 0)
                  if p == gpu or torch.cuda.can_device_access_peer(gpu, p)]
@@ -71,12 +99,17 @@ def peer_access(mesh, axis, device):
     for group in {group for group, *_ in seen}:
         hosts, gpus, reached = zip(*(rest for first, *rest in seen if first == group), strict=True)
         apart = gpu is not None and (len(set(gpus)) < len(gpus) or any(set(gpus) - set(r) for r in reached))
-        if len(set(hosts)) > 1 or apart:
+        if len(set(hosts)) > 1:
+            return False
+        if apart:
+            if world.rank == 0:
+                print(f"note: the GPUs of {axis.name} {axis.size} cannot access each other's memory: NCCL is "
+                      "used (is CUDA_VISIBLE_DEVICES one GPU per process?)", flush=True)
             return False
     opened = True
     if gpu is not None:
         try:
-            Window(axis, 1, 128, torch.float32, device)
+            symm_mem.SymmetricBuffer(axis, 1, 128, torch.float32, device)
         except ValueError:
             opened = False
     return all(world.gather_objects(opened))

@@ -1,122 +1,196 @@
-"""Forward, backward and gradient sums as one CUDA graph: a thousand kernel launches become one.
+"""The step as one CUDA graph: the whole other program beside train.py's plain Step, with the same numbers.
 
-A small model's kernels are done before python can start the next. Where every shape is static the work of a
-step is the same list of kernels each time: it is recorded once and replayed on the same addresses
-(pytorch.org, CUDA graphs). Experts without dropping, over ep, are recorded with some room to spare
-(moe.plan_windows); a step whose rows did not fit is done again without the graph.
+A small model's kernels are done before python can start the next. Where every shape is static, forward,
+backward and gradient sums are the same list of kernels in every step: a thousand launches are captured once
+and replayed on the same addresses (pytorch.org, CUDA graphs). The update stays outside: its learning rate
+changes.
 """
 import gc
 import math
 
 import torch
 
-import moe
-from fast.window import open_windows
+from fast.choose import needs_row_limit
+from fast.compile import compile_blocks
+from fast.symm_mem import allocate, allocate_for_capacity
+from moe import moe_layers
 from parallel import MAX
 
-WARM = 3  # steps without a graph first: compilation, autotuning and NCCL's set-up must not be recorded
+WARMUP_STEPS = 3  # without a graph: compilation, autotuning and NCCL's set-up must not be captured
 
 
-def static_shapes(cfg, mesh, device):
-    """Whether every step launches the same kernels on the same shapes, without asking the host anything."""
-    if cfg.n_experts and not cfg.capacity_factor:
-        here = not torch.cuda.is_available() or moe.one_kernel(device)  # plan.py asks where there is no GPU
-        if not (here and cfg.dtype == "bf16" and moe.aligned(cfg.n_embd, cfg.ffn_hidden)):
-            return False  # moe.grouped_loop asks the host
-    return (device.type == "cuda" and cfg.cuda_graph and not cfg.timers and mesh.pp.size == 1
-            and cfg.dropout == 0 and cfg.recompute == "none" and (cfg.ep_slack > 0 or not bounded(cfg, mesh)))
+def make_step(plain, choice):
+    """plain: a train.Step; choice: a fast.choose.Choice -> the step to train with: plain itself, or a
+    GraphedStep around it; the model compiled if asked. Collective: allocates the experts' symmetric
+    memory."""
+    cfg, mesh, sizer = plain.cfg, plain.model.mesh, None
+    if cfg.compile:
+        compile_blocks(plain.model)
+    if not choice.graph:
+        return plain
+    if choice.symm_mem and needs_row_limit(cfg, mesh):
+        sizer = BufferSizer(plain.model, cfg.ep_slack)
+    elif choice.symm_mem:
+        allocate_for_capacity(list(moe_layers(plain.model).values()))
+    return GraphedStep(plain, choice, sizer)
 
 
-def bounded(cfg, mesh):
-    """Whether the shapes are static only within moe.plan_windows' room."""
-    return cfg.n_experts > 0 and cfg.capacity_factor == 0 and mesh.ep.size > 1
+class DeferredGather:
+    """In the place of a gather's handle: new weights that set out at the start of the next captured step. Who
+    waits for them before that starts the gather here, so nobody reads stale weights."""
+
+    def __init__(self, bucket):
+        self.bucket = bucket
+
+    def wait(self):
+        self.bucket.comm.start_gather(self.bucket).wait()
 
 
-class Graph:
-    """f(batches) -> tensor, replayed. batches: list of (x, y); other numbers or shapes record anew.
-    rooms: Rooms if the shapes depend on them."""
+class GraphedStep:
+    """step(batches, number) -> (StepStats, found_inf), as train.Step.
 
-    def __init__(self, f, rooms=None):
-        self.f, self.rooms, self.calls, self.shape, self.graph = f, rooms, 0, None, None
+    Dropless experts over several ranks have no static number of rows. Their buffers hold rows_in_use rows
+    (BufferSizer), and a step that brings some rank more is void and done again:
+      1. in the graph, a rank whose buffer overflowed makes its loss NaN; the all-reduce of the statistics
+         makes it NaN on every rank, so all decide alike
+      2. the update is launched before the host looks: with a NaN norm it is a no-op, and the GPU stays busy
+      3. the host reads the loss; if it is not finite, the plain step does the same batches with all_to_all,
+         whose messages have the exact size, and the buffers grow for the next step
+    ZeRO-1's new weights are gathered by the first nodes of the graph instead of right after the update,
+    except the embedding's where copy engines carry them: the forward needs those first, and they set out at
+    once."""
 
-    def __call__(self, batches):
+    def __init__(self, plain, choice, sizer=None):
+        self.plain, self.sizer = plain, sizer
+        self.dp, model = plain.dp, plain.model
+        self.at_once = self.dp.buckets_of[model.wte] if choice.peer_copies else []
+        self.dp.on_updated = self.on_updated
+        self.calls, self.shape, self.graph = 0, None, None
+
+    def on_updated(self, bucket):
+        """DataParallel.on_updated under a graph."""
+        if bucket in self.at_once:
+            bucket.start_gather()
+        elif bucket.shards > 1:
+            bucket.gather_handle = DeferredGather(bucket)
+
+    def __call__(self, batches, number, full=True, guard=None):
+        plain, sizer = self.plain, self.sizer
+        for bucket in self.at_once:
+            bucket.wait_for_weights()  # outside of the graph, where their gather was started
+        loss = self.gradients(batches)
+        with self.dp.timers("norm"):
+            stats = plain.opt.stats(loss, full)
+        if sizer is None:
+            return plain.finish(stats, number, guard)
+        vetoes = guard is not None and guard.sigma > 0  # then the host looks before every update
+        if not vetoes:
+            found_inf = plain.update(stats._replace(grad_norm=stats.grad_norm + 0 * stats.loss), number)
+        if self.overflowed(stats.loss):
+            return plain(batches, number, full, guard)
+        return plain.finish(stats, number, guard) if vetoes else (stats, found_inf)
+
+    def gradients(self, batches):
+        """batches [(x, y)] -> this rank's part of the mean loss (), replayed where a graph is there. A
+        different number of micro-batches or another shape captures again."""
         shape = [x.shape for x, _ in batches]
         if shape != self.shape:
             self.calls, self.shape, self.graph = 0, shape, None
-        if self.rooms is not None:
-            self.rooms.open(self.rooms.slack > 0)
-            if not self.rooms.slack:
-                return self.f(batches)
+        if self.sizer is not None:
+            self.sizer.enable(True)
+            if not self.sizer.slack:
+                return self.body(batches)
         self.calls += 1
-        if self.calls <= WARM:
-            return self.f(batches)
+        if self.calls <= WARMUP_STEPS:
+            return self.body(batches)
         if self.graph is None:
-            torch.cuda.synchronize()
-            gc.collect()
-            torch.cuda.empty_cache()  # the graph has its own memory: the warm steps' is not needed again
-            self.inputs = [tuple(t.clone() for t in pair) for pair in batches]
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.output = self.f(self.inputs)
-        for mine, theirs in zip(self.inputs, batches, strict=True):
-            for a, b in zip(mine, theirs, strict=True):
+            self.capture(batches)
+        for ours, theirs in zip(self.inputs, batches, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
                 a.copy_(b, non_blocking=True)
         self.graph.replay()
+        for bucket in self.dp.buckets:
+            bucket.gather_handle = None  # the graph gathered the weights, and its forward waited for them
         return self.output
 
-    def fits(self, loss):
-        """loss () of the step just done, of all ranks -> False if it is void: rows found no room."""
+    def body(self, batches):
+        """What the graph holds."""
+        for bucket in reversed(self.dp.buckets):  # in the order in which the forward needs them
+            if bucket not in self.at_once:
+                bucket.start_gather()
+        loss = self.plain.gradients(batches, number=0)  # without dropout the step's number is not used
+        return loss if self.sizer is None else self.sizer.nan_on_overflow(loss)
+
+    def capture(self, batches):
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()  # the graph has its own memory: the warm-up steps' is not needed again
+        self.inputs = [tuple(t.clone() for t in pair) for pair in batches]
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.output = self.body(self.inputs)
+
+    def overflowed(self, loss):
+        """loss () of the step just done, over all ranks -> True if the step is void."""
         void = not math.isfinite(loss.item())  # sync point
-        if self.rooms.changed(void):
-            self.output = self.graph = None  # recorded anew at the next call; the memory is free until then
+        if self.sizer.resize(void):
+            self.output = self.graph = None  # captured again at the next call; the memory is free until then
             gc.collect()
             torch.cuda.empty_cache()
-        self.rooms.open(False)
-        return not void
+        self.sizer.enable(False)
+        return void
 
 
-class Rooms:
-    """How many rows of the windows (moe.plan_windows) are in use: what the fullest rank needed and a tenth
-    more, at most --ep-slack times the balanced number, for that is memory. The same on all ranks and, unlike
-    the rows of a step, for many steps; closed (slack 0) while more is needed, and in the first step."""
+class BufferSizer:
+    """How many rows of the experts' buffers are in use: what the fullest rank needed and a tenth more. The
+    same on all ranks and for many steps, because a captured graph holds it. Rows are a multiple of 8. For
+    160 rows per rank (160 copies, balanced) and --ep-slack 2.5:
+        the first step has no buffers; the fullest rank needed 200 rows  -> 224 rows: slack 1.38
+        a step needs 300: void, done again                               -> 400 rows: a fifth more than 330
+        50 steps later the most was 180: the load is balanced now        -> 200 rows, captured again
+        a step needs 440, over 2.5 * 160 = 400 rows                      -> no buffers until steps need less
+    """
 
-    def __init__(self, model, limit, every=50):
+    def __init__(self, model, limit, interval=50):
         cfg, mesh = model.cfg, model.mesh
-        self.layers, self.world, self.ep = list(moe.layers(model).values()), mesh.world, mesh.ep.size
-        self.every, self.steps, self.redone, self.slack = every, every - 1, 0, 0.0
-        self.limit = min(limit, float(self.ep))  # at ep all ranks' copies can go to one
+        self.layers, self.world, self.ep = list(moe_layers(model).values()), mesh.world, mesh.ep.size
+        self.interval, self.steps, self.n_retries, self.slack = interval, interval - 1, 0, 0.0
+        self.limit = min(limit, float(self.ep))  # at slack ep, the copies of all ranks can go to one
         self.copies = cfg.micro_batch * cfg.seq_len // mesh.tp.size * cfg.top_k  # of a rank and micro-batch
-        # () most rows that came to this rank, since the last choice
-        self.need = torch.zeros_like(self.layers[0].need)
-        open_windows(self.layers, self.rows(self.limit), self.need.device)
+        # () the most rows that came to this rank since the last choice
+        self.rows_needed = torch.zeros_like(self.layers[0].dispatcher.rows_needed)
+        allocate(self.layers, self.rows(self.limit))
 
     def rows(self, slack):
+        """slack: times the balanced number -> rows, a multiple of 8."""
         return -(-int(self.copies * slack) // 8) * 8
 
-    def open(self, yes):
+    def enable(self, on):
+        """The dispatchers use the buffers from now on, or all_to_all."""
         for layer in self.layers:
-            layer.room = self.rows(self.slack) if yes else 0
+            layer.dispatcher.rows_in_use = self.rows(self.slack) if on else 0
 
-    def judge(self, loss):
-        """loss () of this rank's part -> NaN if rows found no room here; the sum tells all ranks."""
-        need = torch.stack([layer.need for layer in self.layers]).max()
-        torch.maximum(self.need, need, out=self.need)
-        room = self.layers[0].room
-        return torch.where(need > room, torch.nan, loss) if room else loss
+    def nan_on_overflow(self, loss):
+        """loss () of this rank -> the same, or NaN if rows had no place in this rank's buffer."""
+        needed = torch.stack([layer.dispatcher.rows_needed for layer in self.layers]).max()
+        torch.maximum(self.rows_needed, needed, out=self.rows_needed)
+        rows = self.layers[0].dispatcher.rows_in_use
+        return torch.where(needed > rows, torch.nan, loss) if rows else loss
 
-    def changed(self, void):
-        """Chosen again after a void step, and now and then, for it needs less once the load is balanced."""
-        self.steps, self.redone = self.steps + 1, self.redone + void
-        if not void and self.steps < self.every:
+    def resize(self, overflowed):
+        """Choose again after an overflow, and every `interval` steps, because a balanced load needs less.
+        -> whether the number of rows changed, alike on all ranks."""
+        self.steps, self.n_retries = self.steps + 1, self.n_retries + overflowed
+        if not overflowed and self.steps < self.interval:
             return False
-        self.world.all_reduce(self.need, MAX)  # MAX of one number, over the world
-        wanted = max(1.1 * self.need.item() / self.copies, 1.0)
-        self.steps = self.need.zero_().item()
-        if wanted > self.limit:
-            wanted = self.limit if self.limit == self.ep else 0.0
-        elif void:  # it grows: a new recording takes as long as some steps
-            wanted = min(1.2 * wanted, self.limit)
-        if 0.85 * self.slack < wanted <= self.slack:
-            return False
-        self.slack, before = wanted, self.slack
+        self.world.all_reduce(self.rows_needed, MAX)  # MAX of one number, over the world
+        slack = max(1.1 * self.rows_needed.item() / self.copies, 1.0)
+        self.steps = self.rows_needed.zero_().item()
+        if slack > self.limit:
+            slack = self.limit if self.limit == self.ep else 0.0
+        elif overflowed:  # the need grows, and a new capture takes as long as some steps
+            slack = min(1.2 * slack, self.limit)
+        if 0.85 * self.slack < slack <= self.slack:
+            return False  # a little less is not worth a new capture
+        self.slack, before = slack, self.slack
         return self.slack != before

@@ -1,0 +1,92 @@
+"""ZeRO-1's gradients and weights between the GPUs of one node, without NCCL: plain copies between symmetric
+buffers (fast/symm_mem.py).
+
+    gradients  each rank copies its own slice from all others and adds them up: a reduce-scatter
+    weights    each rank copies the others' slices from them: an all-gather
+
+The GPU's copy engines carry them while forward and backward run; NCCL's kernels would take multiprocessors
+from those. The gradients travel in the model's dtype, as backward made them, half the bytes of fp32; each
+rank adds them up in fp32, which gives the same sum.
+"""
+import contextlib
+
+import torch
+
+from fast.symm_mem import SymmetricBuffer
+from ops.flat import sum_shards
+from parallel import Comm, CompletedWork
+
+
+class CopyStream:
+    """A stream for copies between GPUs, beside the one that computes; on a CPU copies run in line.
+    recv_buffer: where the others' gradients arrive, shared by all buckets in turn."""
+
+    def __init__(self):
+        self.stream, self.recv_buffer = None, None
+
+    def reserve(self, n, like):
+        """Make room for n elements; before any graph is captured."""
+        if self.stream is None and like.is_cuda:
+            self.stream = torch.cuda.Stream(like.device, priority=-1)
+        if self.recv_buffer is None or self.recv_buffer.numel() < n:
+            self.recv_buffer = like.new_empty(n)
+
+    @contextlib.contextmanager
+    def side_stream(self):
+        """Operations issued inside run on the copy stream, after everything issued so far on the compute
+        stream."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def record_event(self):
+        """-> a handle; its wait() makes the compute stream wait for everything issued so far on this one."""
+        return CompletedWork() if self.stream is None else self.stream.record_event()
+
+
+class PeerComm(Comm):
+    """parallel.Comm for ZeRO-1 with one micro-batch per step, on an axis whose GPUs reach each other's
+    memory. A buffer is overwritten only after the all-reduce of Optimizer.stats, which no rank passes before
+    all have copied from it. One instance per bucket; all share a CopyStream."""
+
+    def __init__(self, stream, grad_dtype):
+        super().__init__(grad_dtype)
+        self.stream = stream
+
+    def allocate(self, bucket, weights):
+        n = weights.numel()
+        self.weights, self.gradients = (SymmetricBuffer(bucket.axis, 1, n, bucket.dtype, weights.device)
+                                        for _ in range(2))
+        flat, grad = self.weights.local[0].zero_(), self.gradients.local[0].zero_()
+        self.stream.reserve(n // bucket.shards * (bucket.shards - 1), flat)
+        return flat, grad, torch.zeros_like(weights[bucket.shard])
+
+    def start_reduce(self, bucket):
+        axis, grad, total = bucket.axis, bucket.grad, bucket.total
+        axis.record("reduce-scatter", grad, axis.ring_bytes(grad))
+        with self.stream.side_stream():
+            self.gradients.barrier()  # the gradients of all ranks are complete
+            n = total.numel()
+            parts = self.stream.recv_buffer[:n * (bucket.shards - 1)].view(-1, n)  # (size-1, n/size)
+            for part, rank in zip(parts, others(axis), strict=True):  # n/size from each, over the axis
+                part.copy_(self.gradients.peers[rank][0, bucket.shard])
+            sum_shards(total, grad[bucket.shard], parts)
+            return self.stream.record_event()
+
+    def start_gather(self, bucket):
+        axis, flat = bucket.axis, bucket.flat
+        axis.record("all-gather", flat, axis.ring_bytes(flat))
+        with self.stream.side_stream():
+            self.weights.barrier()  # all ranks have stepped their slices
+            for rank in others(axis):  # n/size weights from each, over the axis
+                theirs = bucket.shard_slice(rank, flat.numel())
+                flat[theirs].copy_(self.weights.peers[rank][0, theirs])
+            return self.stream.record_event()
+
+
+def others(axis):
+    """The other ranks of the axis; each rank begins with its neighbour, so that no GPU serves all at once."""
+    return [(axis.rank + i) % axis.size for i in range(1, axis.size)]

@@ -1,0 +1,248 @@
+"""Rows to the experts and back without messages: each rank writes into the memory of the other GPUs.
+
+all_to_all needs row counts on the host, and a host read cannot be captured in a CUDA graph. Here each rank
+writes rows directly into the destination's symmetric-memory buffer over NVLink, and reads the results back
+from there; only the GPUs know how many rows there are. Message passing synchronises implicitly. With
+one-sided writes we need explicit barriers: before reading what others wrote, and before overwriting what
+others may still read. (One-sided communication: MPI-3, chapter 11. torch's symmetric memory makes the
+addresses. Experts over it: DeepSeek-AI's DeepEP.)
+
+    SymmetricBuffer            memory of each rank of an axis that all of them address
+    SendRows, ReturnRows       the rows' way to the experts and back, with gradients
+    SymmMem, SymmMemCapacity   the token dispatchers: twins of moe.AllToAll and moe.Capacity
+
+A destination `dst` counts rows over all ranks: rank * rows + row of that rank's buffer; -1 is nowhere.
+"""
+import weakref
+from typing import NamedTuple
+
+import torch
+
+from moe import AllToAll, Capacity, expert_capacity
+from ops.permute import Unpermute, layout_from_counts, rank_within_expert, slots_from_ranks, unpermute
+
+
+class SymmetricBuffer:
+    """local (rows, width) on each rank of an axis of GPUs; peers: those of all ranks, by rank. All ranks of
+    the axis allocate together; torch's allocator does not know this memory. ValueError: these GPUs do not
+    reach each other's memory."""
+
+    instances = weakref.WeakSet()  # all of this process
+
+    def __init__(self, axis, rows, width, dtype, device):
+        import torch.distributed._symmetric_memory as symmetric
+        self.axis, self.rows = axis, rows
+        try:
+            self.local = symmetric.empty(rows, width, dtype=dtype, device=device)
+            self.handle = symmetric.rendezvous(self.local, axis.group)
+        except RuntimeError as e:
+            why = str(e).splitlines()[0]
+            if "out of memory" in why:
+                raise
+            raise ValueError(f"the GPUs of {axis.name} {axis.size} cannot reach each other's memory ({why}); "
+                             "try --no-cuda-graph --zero 0") from None
+        SymmetricBuffer.instances.add(self)
+        self.peers = [self.handle.get_buffer(r, (rows, width), dtype) for r in range(axis.size)]
+        self.peer_ptrs = torch.tensor([w.data_ptr() for w in self.peers], device=device)
+
+    def barrier(self):
+        """The axis' ranks wait for each other, on the GPU: what they wrote before is visible after."""
+        self.axis.record("barrier")
+        self.handle.barrier()
+
+    def _record(self, kind, dst):
+        """Count bytes as for balanced destinations: the true count is only on the GPU."""
+        row = self.local.size(1) * self.local.element_size()
+        self.axis.record(kind, self.local, dst.numel() * row * (self.axis.size - 1) / self.axis.size)
+
+    def put(self, x, dst, K=1):
+        """Write row c // K of x (n, width) to dst[c], c < n*K. A barrier must stand before it is read."""
+        self._record("put", dst)
+        _put(x.contiguous(), dst, self, K)
+
+    def get(self, dst):
+        """-> (len(dst), width): the rows at dst, zeros where it is -1."""
+        self._record("get", dst)
+        return _get(dst, self)
+
+    def publish(self, x):
+        """This rank's rows x (R, width), R <= rows, become readable for the others; they may stand here
+        already."""
+        if x.data_ptr() != self.local.data_ptr():
+            self.local[:x.size(0)].copy_(x)
+        self.barrier()
+
+
+def bytes_allocated():
+    """Bytes of this process' symmetric memory, which torch's allocator does not count."""
+    return sum(buffer.local.nbytes for buffer in SymmetricBuffer.instances)
+
+
+def _put(x, dst, buffer, K):
+    if x.is_cuda:
+        from ops import kernels
+        kernels.put[(dst.numel(),)](x, dst, buffer.peer_ptrs, buffer.rows, x.size(1), K=K, BLOCK=512,
+                                    num_warps=2)
+        return
+    for rank, theirs in enumerate(buffer.peers):
+        mask = (dst >= 0) & (dst // buffer.rows == rank)
+        theirs[dst[mask] % buffer.rows] = x[mask.nonzero().squeeze(1) // K]
+
+
+def _get(dst, buffer):
+    out = buffer.local.new_empty(dst.numel(), buffer.local.size(1))
+    if out.is_cuda:
+        from ops import kernels
+        kernels.get[(dst.numel(),)](out, dst, buffer.peer_ptrs, buffer.rows, out.size(1), BLOCK=512,
+                                    num_warps=2)
+        return out
+    out.zero_()
+    for rank, theirs in enumerate(buffer.peers):
+        mask = (dst >= 0) & (dst // buffer.rows == rank)
+        out[mask] = theirs[dst[mask] % buffer.rows]
+    return out
+
+
+# -----------------------------------------------------------------------------
+# rows to the experts and back: each other's adjoint, as Permute and Unpermute are
+
+class Buffers(NamedTuple):
+    """Of one expert layer. A buffer is overwritten only when its readers are known to be done: `rows` after
+    the next exchange of counts, which each rank joins after its reading; the other two because a barrier on
+    another buffer lies between any two of their uses."""
+    rows: SymmetricBuffer     # rows that came for this rank's experts; the layer's own: backward needs them
+    results: SymmetricBuffer  # results leave from here, in backward the rows' gradients; shared by all layers
+    grads: SymmetricBuffer    # the results' gradients come here; shared by all layers
+
+
+class SendRows(torch.autograd.Function):
+    """Copy row c // K of x (n, C) to dst[c]. -> (limit, C): what came here, by expert."""
+
+    @staticmethod
+    def forward(ctx, x, dst, K, limit, buffers):
+        ctx.save_for_backward(dst)
+        ctx.K, ctx.buffers = K, buffers
+        buffers.rows.put(x, dst, K)
+        buffers.rows.barrier()
+        return buffers.rows.local[:limit]
+
+    @staticmethod
+    def backward(ctx, g):
+        (dst,), buffers = ctx.saved_tensors, ctx.buffers
+        buffers.results.publish(g)
+        g = buffers.results.get(dst)  # (N, C)
+        if ctx.K > 1:
+            g = unpermute(g, torch.arange(g.size(0), device=g.device), ctx.K, False)
+        return g, None, None, None, None
+
+
+class ReturnRows(torch.autograd.Function):
+    """The experts' results y (R, C) go back to the ranks whose rows they are. -> (N, C), this rank's
+    copies."""
+
+    @staticmethod
+    def forward(ctx, y, dst, buffers):
+        ctx.save_for_backward(dst)
+        ctx.limit, ctx.buffers = y.size(0), buffers
+        buffers.results.publish(y)
+        return buffers.results.get(dst)
+
+    @staticmethod
+    def backward(ctx, g):
+        (dst,), buffers = ctx.saved_tensors, ctx.buffers
+        buffers.grads.put(g, dst)
+        buffers.grads.barrier()
+        return buffers.grads.local[:ctx.limit], None, None
+
+
+# -----------------------------------------------------------------------------
+# the token dispatchers
+
+class SymmMemPlan(NamedTuple):
+    dst: torch.Tensor   # (N,) where each copy goes: rank * rows + row, -1 if it has no place
+    offs: torch.Tensor  # (e,) where each local expert's rows end in this rank's buffer
+
+
+class _OneSided:
+    """What both dispatchers share. Of each buffer the first rows_in_use rows are used, the same number on
+    every rank; 0, and wherever no gradient is wanted (evaluation, whose shapes differ): the plain
+    dispatcher."""
+    buffers, rows_in_use = None, 0
+
+    def active(self):
+        return self.rows_in_use > 0 and torch.is_grad_enabled()
+
+    def exchange_counts(self, counts):
+        """counts (E,): this rank's rows for each expert -> starts (E,): the destination of the first of them;
+        offs (e,). This all-gather doubles as the barrier that protects buffers.rows: a rank enters it only
+        after reading the previous rows."""
+        counts = self.ep.all_gather(counts).view(-1, self.E)  # E counts from each rank to all, over ep
+        return layout_from_counts(counts, self.ep.rank, self.buffers.rows.rows, self.rows_in_use,
+                                  self.rows_needed)
+
+    def dispatch(self, x, plan):
+        if not isinstance(plan, SymmMemPlan):
+            return super().dispatch(x, plan)
+        return SendRows.apply(x, plan.dst, self.K, self.rows_in_use, self.buffers)  # (rows_in_use, C)
+
+    def combine(self, y, p, plan):
+        if not isinstance(plan, SymmMemPlan):
+            return super().combine(y, p, plan)
+        y = ReturnRows.apply(y, plan.dst, self.buffers)  # (N, C): the copies come back as they went
+        order = torch.arange(y.size(0), device=y.device)
+        return Unpermute.apply(y, p, order, order, False)
+
+    def output_buffer(self):
+        return self.buffers.results.local if self.active() else None
+
+
+class SymmMem(_OneSided, AllToAll):
+    """Dropless without asking the host: static shapes, so that a step with experts is one CUDA graph too. A
+    step that brings some rank more than rows_in_use rows overflows: see GraphedStep in fast/graph.py."""
+
+    def plan(self, ids, p):
+        if not self.active():
+            return super().plan(ids, p)
+        expert = ids.flatten()
+        rank, cumulative = rank_within_expert(expert, self.E)
+        starts, offs = self.exchange_counts(cumulative[:, -1])
+        dst = slots_from_ranks(expert, rank, cumulative, starts, self.e, self.buffers.rows.rows)
+        return SymmMemPlan(dst, offs)
+
+
+class SymmMemCapacity(_OneSided, Capacity):
+    """With a capacity the buffer can never overflow: each rank sends at most `capacity` rows per expert.
+    Every rank learns how many rows the others send, so no slot is left empty."""
+
+    def plan(self, ids, p):
+        if not self.active():
+            return super().plan(ids, p)
+        perm, inv_perm, capacity = self.assign(ids, p)
+        expert = ids.flatten()
+        starts, offs = self.exchange_counts((perm < expert.numel()).view(self.E, capacity).sum(1))
+        dst = starts[expert] + inv_perm - expert * capacity
+        return SymmMemPlan(torch.where(inv_perm < perm.numel(), dst, -1), offs)
+
+
+def dispatcher_for(cfg):
+    """-> the class of symmetric-memory dispatcher for these flags."""
+    return SymmMemCapacity if cfg.capacity_factor else SymmMem
+
+
+def allocate(layers, rows):
+    """Give the dispatchers of expert layers (moe.MoE) their buffers of `rows` rows. All ranks of ep
+    together."""
+    w = layers[0].w1
+    shape = layers[0].mesh.ep, rows, w.size(2), w.dtype, w.device
+    results, grads = SymmetricBuffer(*shape), SymmetricBuffer(*shape)
+    for layer in layers:
+        layer.dispatcher.buffers = Buffers(SymmetricBuffer(*shape), results, grads)
+
+
+def allocate_for_capacity(layers):
+    """Buffers that hold every row that can come under --capacity-factor; in use from now on."""
+    cfg, tp = layers[0].cfg, layers[0].mesh.tp
+    rows = cfg.n_experts * expert_capacity(cfg, cfg.micro_batch * cfg.seq_len // tp.size)
+    allocate(layers, rows)
+    for layer in layers:
+        layer.dispatcher.rows_in_use = rows
