@@ -1,40 +1,46 @@
-"""Checkpoints: step_000123/ holds one safetensors file per writing rank and index.json. No pickle, no gather.
+"""Checkpoints: step_000123/ has one safetensors file per writing rank and index.json. No pickle; no rank ever
+needs the memory for a whole tensor.
 
-Every tensor has one global name and one full shape, whatever the layout. A rank writes the rectangular
-pieces that it owns, as (name, where it begins, its data); index.json lists all pieces of all files. A reader
-asks for any rectangle of any tensor and copies what overlaps, so every layout can read what every other
-layout wrote.
+    python checkpoint.py show A       what is in A: a step_N directory, or a run, whose newest step_N is taken
+    python checkpoint.py diff A B     which tensors differ, and by how much
 
-    step_000123.TOKEN.tmp/rank_00000.safetensors, rank_00000.json   each rank writes its own, then says so
-    step_000123.TOKEN.tmp/index.json                                rank 0, when all have
-    step_000123/                                                    the commit: whole or not there
+Every tensor has one global name and one full shape, whatever the layout. A rank writes its shards: rectangles
+of tensors, as (name, data, full shape, offset of the rectangle). index.json lists the shards of all files. A
+reader asks for any rectangle of any tensor and copies what overlaps with it, so every layout reads what any
+other layout wrote.
 
-This file is the format: writing a part, committing, checking, reading, comparing. saver.py saves while
-training goes on.
+    step_000123.RUN_ID.tmp/rank_00000.safetensors   each rank writes its shards,
+    step_000123.RUN_ID.tmp/rank_00000.json          then their list: its part is complete
+    step_000123.RUN_ID.tmp/index.json               rank 0, when the lists of all ranks are there
+    step_000123/                                    the commit is a rename: complete, or absent
+
+This file is the format: writing a part, committing, checking, reading, comparing. runtime/resume.py decides
+which tensors are saved, and saves while training goes on.
 """
 import json
 import math
 import os
 import shutil
-import signal
 import sys
 import time
 import zlib
 from pathlib import Path
 
+from config import wrong_input
+
 FORMAT = 2
-KINDS = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64",
-         "int32": "I32", "uint8": "U8", "bool": "BOOL"}  # torch's names -> safetensors'
+SAFETENSORS_DTYPE = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64",
+                     "int32": "I32", "uint8": "U8", "bool": "BOOL"}  # by torch's names
 BLOCK = 1 << 24  # bytes written, or read, at once
-OLDER = "use an older step_N"
+HINT = "use an older step_N"
 
 
 # -----------------------------------------------------------------------------
-# pieces
+# shards
 
 def rectangles(shape, a, b):
-    """Cut elements a..b-1 of a row-major tensor into rectangles -> [(offset, size)], at most 2 ndim - 1.
-    A ZeRO slice is such a run: it begins and ends in the middle of a row."""
+    """Cut elements a..b-1 of a row-major tensor into rectangles -> [(offset, size)], at most 2 ndim - 1, in
+    the order of the elements. ZeRO's slices are such runs: they start and end in the middle of rows."""
     if a >= b:
         return []
     if len(shape) == 0:
@@ -59,18 +65,18 @@ def rectangles(shape, a, b):
 # -----------------------------------------------------------------------------
 # writing
 
-def save(root, step, rank, writers, pieces, meta, keep=0, timeout=600.0, token="0"):
-    """Write this rank's part; on rank 0 also commit. Returns when that is done -> the directory.
+def save(root, step, rank, writers, shards, meta, keep=0, timeout=600.0, run_id="0"):
+    """Write this rank's part; on rank 0 also commit -> the directory, when that is done.
 
-    pieces: [(name, tensor, full shape, offset)], each element of the model on exactly one rank. writers:
-    number of ranks that call this. meta: JSON-able, rank 0's is kept. keep: newest checkpoints left
-    afterwards, 0 = all. token: one word on all ranks of a run and on no other run's: what a dead run left is
-    never a part of this one.
-    No collective: rank 0 waits for the other ranks' files, so a dead rank means no commit, not a hang.
-    Errors: OSError (disk full, read-only), TimeoutError (an OSError) when a rank's part never came.
+    shards: [(name, tensor, full shape, offset)]; over all ranks each element is there exactly once. writers:
+    number of ranks that call this. meta: any JSON; rank 0's is stored. keep: newest checkpoints to keep
+    afterwards, 0 for all. run_id: a word that all ranks share and no other run has, so that files of a run
+    that was killed are never taken for a part of this one.
+    No collective is called: rank 0 waits for the other ranks' files, so a dead rank means no commit, no hang.
+    Errors: OSError (disk full, read-only), TimeoutError (an OSError) when a rank's part did not come.
     """
-    tmp = Path(root) / f"step_{step:06d}.{token}.tmp"
-    write_part(tmp, rank, pieces)
+    tmp = Path(root) / f"step_{step:06d}.{run_id}.tmp"
+    write_part(tmp, rank, shards)
     if rank == 0:
         commit(tmp, step, writers, meta, timeout)
         if keep:
@@ -78,12 +84,12 @@ def save(root, step, rank, writers, pieces, meta, keep=0, timeout=600.0, token="
     return Path(root) / f"step_{step:06d}"
 
 
-def write_part(tmp, rank, pieces):
-    """This rank's tensors as rank_R.safetensors, and rank_R.json that says they are complete."""
+def write_part(tmp, rank, shards):
+    """Write this rank's shards as rank_R.safetensors, then their list as rank_R.json: the part is done."""
     tmp.mkdir(parents=True, exist_ok=True)
     file = f"rank_{rank:05d}.safetensors"
     tensors, records = {}, []
-    for i, (name, tensor, full, offset) in enumerate(pieces):
+    for i, (name, tensor, full, offset) in enumerate(shards):
         key = name if tuple(tensor.shape) == tuple(full) else f"{name}#{i}"
         tensors[key] = tensor
         records.append([name, key, str(tensor.dtype)[6:], list(full), list(offset), list(tensor.shape)])
@@ -95,15 +101,16 @@ def write_part(tmp, rank, pieces):
 
 
 def write_safetensors(path, tensors):
-    """{key: tensor} -> (bytes, crc32). Written here and not by the library: block by block from where the
-    tensor lies, with the checksum on the way, and without the interpreter's lock, so that training goes on
-    beside it."""
+    """Write {key: tensor} -> (bytes, crc32). Unlike the library's function, this one writes block by block
+    without a copy, computes the checksum on the way, and releases the interpreter's lock, so that training
+    goes on beside it."""
     import torch
-    tensors = dict(sorted(tensors.items(), key=lambda kt: -kt[1].element_size()))  # widest first: aligned
+    tensors = dict(sorted(tensors.items(), key=lambda kt: -kt[1].element_size()))  # widest first: all aligned
     header, at = {}, 0
     for key, t in tensors.items():
         n = t.numel() * t.element_size()
-        header[key] = {"dtype": KINDS[str(t.dtype)[6:]], "shape": list(t.shape), "data_offsets": [at, at + n]}
+        header[key] = {"dtype": SAFETENSORS_DTYPE[str(t.dtype)[6:]], "shape": list(t.shape),
+                       "data_offsets": [at, at + n]}
         at += n
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
@@ -112,7 +119,7 @@ def write_safetensors(path, tensors):
         def put(block):
             nonlocal crc
             crc = zlib.crc32(block, crc)
-            while len(block):  # an unbuffered write may take a part only
+            while len(block):  # an unbuffered write may write a part only
                 block = block[f.write(block):]
         put(memoryview(len(head).to_bytes(8, "little") + head))
         for t in tensors.values():
@@ -124,16 +131,17 @@ def write_safetensors(path, tensors):
 
 
 def commit(tmp, step, writers, meta, timeout=600.0, stopped=lambda: False):
-    """Wait for all ranks' parts, write the index, rename. stopped(): a part will not come, give up."""
-    wanted = {f"rank_{r:05d}.json" for r in range(writers)}
-    began = time.monotonic()
-    while missing := wanted - set(os.listdir(tmp)):  # over NFS exists() may answer from memory
-        waited = time.monotonic() - began
+    """Wait for the parts of all ranks, write the index, rename the directory. stopped(): true if a part will
+    not come any more. TimeoutError: parts are missing."""
+    lists = {f"rank_{r:05d}.json" for r in range(writers)}
+    started = time.monotonic()
+    while missing := lists - set(os.listdir(tmp)):  # not exists(): over NFS it may answer from a cache
+        waited = time.monotonic() - started
         if waited > timeout or stopped() or (tmp / "failed").exists():
             names = ", ".join(sorted(m[:-5] for m in missing))
             raise TimeoutError(f"{tmp.name}: no part from {names} after {waited:.0f} s; not committed")
         time.sleep(0.005 if waited < 1 else 0.05)
-    parts = [json.loads((tmp / name).read_text()) for name in sorted(wanted)]
+    parts = [json.loads((tmp / name).read_text()) for name in sorted(lists)]
     tensors = {}
     for p in parts:
         for name, key, dtype, full, offset, size in p["records"]:
@@ -143,34 +151,35 @@ def commit(tmp, step, writers, meta, timeout=600.0, stopped=lambda: False):
     index = {"format": FORMAT, "step": step, "meta": meta, "files": files, "tensors": tensors}
     body = json.dumps(index, sort_keys=True)
     _write(tmp / "index.json", f'{{"crc32": {zlib.crc32(body.encode())}, {body[1:]}')
-    for name in wanted:
+    for name in lists:
         (tmp / name).unlink()
     _sync(tmp)
     final = tmp.with_name(f"step_{step:06d}")
-    aside = final.with_name(final.name + ".old")
-    if final.exists():  # the same step again: the old one leaves when the new one is there
-        if aside.exists():
-            shutil.rmtree(aside)
-        os.rename(final, aside)
+    backup = final.with_name(final.name + ".old")
+    if final.exists():  # this step was saved before: keep the old one until the new one is there
+        if backup.exists():
+            shutil.rmtree(backup)
+        os.rename(final, backup)
     try:
         os.rename(tmp, final)  # the commit
     except OSError:
-        if aside.exists():
-            os.rename(aside, final)
+        if backup.exists():
+            os.rename(backup, final)
         raise
     _sync(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(backup, ignore_errors=True)
 
 
 def prune(root, keep):
+    """Delete all checkpoints under root except the `keep` newest."""
     for old in steps(root)[keep:]:
-        gone = old.with_name(old.name + ".del")  # never a half-deleted directory under a valid name
-        os.rename(old, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        doomed = old.with_name(old.name + ".del")  # so that a half-deleted directory never has a valid name
+        os.rename(old, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
-def clean(root):
-    """Mend what a killed save or prune left behind. Call on one rank, before any rank saves."""
+def recover(root):
+    """Repair what a killed save or prune left behind. Call it on one rank, before any rank saves."""
     for old in Path(root).glob("step_*.old"):  # killed between the two renames of a commit
         if not old.with_suffix("").exists():
             os.rename(old, old.with_suffix(""))
@@ -178,9 +187,9 @@ def clean(root):
         shutil.rmtree(left)
 
 
-def set_aside(root, step):
-    """Checkpoints after `step` belong to a run that nobody goes on with: rename them, so that neither
-    --resume auto nor --keep sees them. -> their new names."""
+def archive_later(root, step):
+    """Rename the checkpoints of steps after `step`, from which the run resumes: neither --resume auto nor
+    --keep must count them. -> their new names."""
     moved = []
     for path in steps(root):
         if int(path.name[5:]) > step:
@@ -192,10 +201,10 @@ def set_aside(root, step):
 
 
 def _write(path, text):
-    aside = path.with_suffix(".part")
-    aside.write_text(text)
-    _sync(aside)
-    os.replace(aside, path)
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    _sync(part)
+    os.replace(part, path)
 
 
 def _sync(path):
@@ -210,13 +219,14 @@ def _sync(path):
 # reading
 
 def steps(root):
-    """Committed checkpoints under root, newest first (by name; whether they are sound, check() says)."""
+    """-> paths of the committed checkpoints under root, newest first. check() says whether they are sound."""
     return sorted((p for p in Path(root).glob("step_*") if p.is_dir() and p.name[5:].isdigit()),
                   key=lambda p: int(p.name[5:]), reverse=True)
 
 
 def read_index(path, patience=0.0):
-    """-> the index. patience: seconds to wait for a directory that another node has just committed (NFS)."""
+    """-> the index of the checkpoint at path. patience: seconds to wait for a directory that another node has
+    just committed (NFS). FileNotFoundError, ValueError: it is missing or damaged, and what to do."""
     path, until = Path(path), time.monotonic() + patience
     while not path.exists() and time.monotonic() < until:
         time.sleep(0.1)
@@ -226,30 +236,31 @@ def read_index(path, patience=0.0):
         index = json.loads((path / "index.json").read_text())
         crc = index.pop("crc32", None)
     except (OSError, ValueError, AttributeError, TypeError) as e:
-        raise ValueError(f"checkpoint {path} has no readable index.json ({e}); {OLDER}") from None
+        raise ValueError(f"checkpoint {path} has no readable index.json ({e}); {HINT}") from None
     if index.get("format") != FORMAT:
         raise ValueError(f"checkpoint {path} has format {index.get('format')}, this code reads {FORMAT}; "
                          "read it with the code that wrote it")
     if zlib.crc32(json.dumps(index, sort_keys=True).encode()) != crc:
-        raise ValueError(f"checkpoint {path}: index.json differs from its crc32, it was damaged; {OLDER}")
+        raise ValueError(f"checkpoint {path}: index.json differs from its crc32, it was damaged; {HINT}")
     if missing := {"step", "meta", "files", "tensors"} - index.keys():
-        raise ValueError(f"checkpoint {path}: index.json lacks {', '.join(sorted(missing))}; {OLDER}")
+        raise ValueError(f"checkpoint {path}: index.json lacks {', '.join(sorted(missing))}; {HINT}")
     return index
 
 
 def check(path, rank=0, size=1, patience=0.0):
-    """Sizes of all files, checksums of this rank's share of them -> index. ValueError: what is damaged."""
+    """Verify the sizes of all files and the checksums of every size-th one -> the index: `size` ranks verify
+    all. ValueError: what is damaged."""
     path = Path(path)
     index = read_index(path, patience)
     for i, (name, want) in enumerate(sorted(index["files"].items())):
         f = path / name
         if not f.is_file():
-            raise ValueError(f"checkpoint {path}: {name} is missing; {OLDER}")
+            raise ValueError(f"checkpoint {path}: {name} is missing; {HINT}")
         if f.stat().st_size != want["bytes"]:
             raise ValueError(f"checkpoint {path}: {name} has {f.stat().st_size} bytes, index.json says "
-                             f"{want['bytes']}; {OLDER}")
+                             f"{want['bytes']}; {HINT}")
         if i % size == rank and _crc(f) != want["crc32"]:
-            raise ValueError(f"checkpoint {path}: {name} differs from its crc32, it was damaged; {OLDER}")
+            raise ValueError(f"checkpoint {path}: {name} differs from its crc32, it was damaged; {HINT}")
     return index
 
 
@@ -261,8 +272,9 @@ def _crc(path):
     return crc
 
 
-def fault(path, rank=0, size=1):
-    """-> what is wrong with it, or None. For the rank of a run that waits for what another node wrote."""
+def damage(path, rank=0, size=1):
+    """-> what check() finds wrong with the checkpoint, or None. Ranks other than 0 wait for a directory that
+    rank 0 sees already."""
     try:
         check(path, rank, size, patience=30.0 if rank else 0.0)
     except (ValueError, OSError) as e:
@@ -270,22 +282,23 @@ def fault(path, rank=0, size=1):
 
 
 def newest(root, say=print):
-    """The newest sound checkpoint under root, or None. A damaged one is named, the one before it is tried."""
+    """-> the newest sound checkpoint under root, or None. What is wrong with newer ones is said."""
     for path in steps(root):
-        wrong = fault(path)
+        wrong = damage(path)
         if wrong is None:
             return path
         say(wrong)
 
 
 class Reader:
-    """A checkpoint from which any rectangle of any tensor can be asked."""
+    """A checkpoint of which any rectangle of any tensor can be read."""
 
     def __init__(self, path, index=None):
         self.path, self.index, self.handles = Path(path), index or read_index(path), {}
 
     def fill(self, name, out, full, offset):
-        """Copy the rectangle at offset into out. ValueError: no such name, another full shape, a hole."""
+        """Copy into out the rectangle of its shape at offset of tensor `name`, whose full shape is `full`.
+        ValueError: there is no such tensor, it has another shape, or elements are missing."""
         entry = self.index["tensors"].get(name)
         if entry is None:
             raise ValueError(f"checkpoint {self.path} holds no {name}; it was written by another model")
@@ -293,20 +306,20 @@ class Reader:
             raise ValueError(f"checkpoint {self.path}: {name} is {tuple(entry['shape'])} there, {tuple(full)}"
                              " in this model; give the flags of the run that wrote it")
         copied = 0
-        for piece in entry["pieces"]:
-            begin, size = piece["offset"], piece["size"]
+        for shard in entry["pieces"]:
+            begin, size = shard["offset"], shard["size"]
             low = [max(a, b) for a, b in zip(offset, begin, strict=True)]
             high = [min(a + s, b + t) for a, s, b, t in zip(offset, out.shape, begin, size, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
             there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, begin, strict=True))
             here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))
-            source = self._read(piece["file"], piece["key"], there)
+            source = self._read(shard["file"], shard["key"], there)
             (out[here] if here else out).copy_(source)
             copied += source.numel()
         if copied != out.numel():
             raise ValueError(f"checkpoint {self.path}: {name} covers {copied} of {out.numel()} elements; "
-                             f"{OLDER}")
+                             f"{HINT}")
 
     def _read(self, file, key, where):
         from safetensors import SafetensorError, safe_open
@@ -315,28 +328,28 @@ class Reader:
                 self.handles[file] = safe_open(self.path / file, framework="pt")
             return self.handles[file].get_slice(key)[where] if where else self.handles[file].get_tensor(key)
         except (SafetensorError, OSError) as e:
-            raise ValueError(f"checkpoint {self.path}: {file} is damaged ({e}); {OLDER}") from None
+            raise ValueError(f"checkpoint {self.path}: {file} is damaged ({e}); {HINT}") from None
 
 
-def load(path, wanted, index=None):
-    """Fill tensors in place. wanted: [(name, tensor, full shape, offset)]: this rank's rectangles.
-    Errors: ValueError when a name is missing, a full shape differs, or the pieces leave a hole."""
+def load(path, requested, index=None):
+    """Fill tensors in place. requested: [(name, tensor, full shape, offset)], this rank's rectangles.
+    ValueError: a name is missing, a full shape differs, or elements are missing."""
     reader = Reader(path, index)
-    for name, out, full, offset in wanted:
+    for name, out, full, offset in requested:
         reader.fill(name, out, full, offset)
 
 
 def full_tensors(path, names=None):
-    """{name: whole tensor} as stored, assembled from all pieces (for one process: sampling, inspection)."""
+    """-> {name: tensor at full size}, of all tensors or of names, assembled from all shards."""
     reader = Reader(path)
     return {n: block for n in names or reader.index["tensors"] for _, block in _blocks(reader, n, math.inf)}
 
 
 # -----------------------------------------------------------------------------
-# looking
+# the command line
 
 def _blocks(reader, name, limit=1 << 24):
-    """A tensor in blocks of whole rows, of about `limit` elements -> (index of the first element, block)."""
+    """Read a tensor in blocks of whole rows, of about `limit` elements: yields (first index, block)."""
     import torch
     entry = reader.index["tensors"][name]
     full, dtype = entry["shape"], getattr(torch, entry["dtype"])
@@ -349,9 +362,9 @@ def _blocks(reader, name, limit=1 << 24):
 
 
 def compare(a, b, name):
-    """-> (elements that differ, largest absolute difference, that over the largest |a|, first differing
-    index), or None where all are equal. a, b: Readers whose `name` has the same shape. -0.0 is not 0.0; NaN
-    is NaN."""
+    """-> (number of elements that differ, largest absolute difference, the same relative to the largest |a|,
+    index of the first), or None if all are equal. a, b: Readers; `name` has the same shape in both. -0.0 and
+    0.0 differ; NaN equals NaN."""
     import torch
     count, most, top, first = 0, 0.0, 0.0, None
     for (at, x), (_, y) in zip(_blocks(a, name), _blocks(b, name), strict=True):
@@ -372,14 +385,15 @@ def compare(a, b, name):
 
 
 def diff(path_a, path_b, say=print):
-    """Which tensors differ, and by how much -> number of differences. Any two layouts, a block at a time."""
+    """Say which tensors and counters differ, and by how much -> number of differences. Layouts may differ;
+    tensors are read block by block."""
     a, b = (Reader(p, check(p)) for p in (path_a, path_b))
     found = 0
     for key in sorted(a.index["meta"].keys() | b.index["meta"].keys()):
         x, y = (r.index["meta"].get(key, "absent") for r in (a, b))
         if x != y:
             note = ", of the layout" if key == "world" else ""
-            found += not note  # another number of ranks is no other model
+            found += not note  # another number of ranks does not make it another model
             say(f"  meta {key}: {x} -> {y}{note}")
     names_a, names_b = a.index["tensors"], b.index["tensors"]
     for name in sorted(names_a.keys() | names_b.keys()):
@@ -402,6 +416,7 @@ def diff(path_a, path_b, say=print):
 
 
 def show(path):
+    """Print a checkpoint's counters and its tensors."""
     index = check(path)
     print(f"{path}: step {index['step']}, {len(index['tensors'])} tensors in {len(index['files'])} files, "
           f"{sum(f['bytes'] for f in index['files'].values()) / 1e6:.1f} MB, all checksums right")
@@ -410,26 +425,18 @@ def show(path):
         print(f"  {name:48s} {entry['dtype']:8s} {tuple(entry['shape'])!s:20s} {len(entry['pieces'])} pieces")
 
 
+@wrong_input()
 def main(argv):
-    """show A, or diff A B, each a step_N or a run whose newest is meant -> 0 equal, 1 different"""
+    """show A, or diff A B -> exit code: 1 if diff found differences, else 0."""
     command, *paths = argv or [""]
     if (command, len(paths)) not in (("show", 1), ("diff", 2)):
         raise ValueError("usage: python checkpoint.py show A, or diff A B")
     paths = [next(iter(steps(p)), p) if not (Path(p) / "index.json").exists() else p for p in paths]
     if command == "show":
-        return show(paths[0])
+        show(paths[0])
+        return 0
     return int(diff(*paths) > 0)
 
 
-def program(argv):
-    """main() with wrong input as one line -> exit code."""
-    try:
-        return main(argv)
-    except (ValueError, OSError) as e:
-        print(f"nanoshard: {e}", file=sys.stderr)
-        return 2
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
-    sys.exit(program(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

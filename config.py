@@ -1,18 +1,20 @@
-"""Every flag of train.py, once: the field is the flag, its comment is the help, the presets are replacements.
+"""Every flag of train.py, its help and its default; the command line of all programs; their exit codes.
 
-    Config          the flags of train.py, and PRESETS of them
-    command_line    argv -> a frozen dataclass, by tyro, for every program; wrong flags are one line
-    wrong_input     a program's wrong input becomes one line on stderr and exit code 2
-    check           what can be wrong whatever the number of ranks; check_layout: for this number of them
+    Outcome         how a run ends: its exit code
+    Config          the flags of train.py; PRESETS are sets of values for them
+    command_line    argv -> a frozen dataclass, by tyro, for every program; wrong flags give one line
+    wrong_input     turns a program's wrong input into one line on stderr and exit code 2
+    check           refuses values that no run can have; check_layout: that this number of ranks cannot have
     batch_size      the batch ramp: sequences of each step
 
-A parsed configuration is never written back to.
+A configuration is never changed after it was parsed.
 """
 import contextlib
 import dataclasses
 import difflib
 import enum
 import io
+import itertools
 import os
 import re
 import sys
@@ -32,57 +34,64 @@ class Outcome(enum.IntEnum):
     STOPPED = 85          # by a signal or --max-minutes, after a complete save; a job script requeues on it
 
 
-
 @dataclass(frozen=True)
 class Config:
+    """The flags of train.py: --n-layer is n_layer. The comment beside or above a field is its help text."""
     # model
     n_layer: int = 4  # transformer blocks
     n_head: int = 4  # query heads
-    n_kv_head: int = 2  # key/value heads; equal to n-head is plain multi-head attention
-    n_embd: int = 128  # width
-    ffn_hidden: int = 384  # hidden width of the MLP
-    vocab_size: int = 0  # tokens of the vocabulary; 0 takes it from the data's meta.json
+    n_kv_head: int = 2  # key/value heads, each shared by n-head / n-kv-head query heads
+    n_embd: int = 128  # width of the model
+    ffn_hidden: int = 384  # hidden width of the MLP, and of each expert
+    vocab_size: int = 0  # tokens in the vocabulary; 0 takes their number from the data's meta.json
     seq_len: int = 128  # tokens in a sequence
-    dropout: float = 0.0  # probability on attention, residual branches and embedding
+    dropout: float = 0.0  # probability, in attention, residual branches and embedding; 0 is off
     norm: Literal["rms", "layer"] = "rms"  # RMSNorm or LayerNorm
     mlp: Literal["swiglu", "gelu"] = "swiglu"  # SwiGLU (three matrices) or GELU (two)
     pos: Literal["rope", "learned"] = "rope"  # rotary or learned absolute positions
-    rope_base: float = 10000.0  # RoPE's slowest wavelength is about 2 pi base tokens
-    bias: bool = False  # biases in linears and LayerNorm
-    tied: bool = False  # the head is the token embedding
+    rope_base: float = 10000.0  # RoPE base (theta); long sequences need a larger one
+    bias: bool = False  # biases in linear layers and LayerNorm
+    tied: bool = False  # the output head is the token embedding's matrix
     # mixture of experts
-    n_experts: int = 0  # experts in the place of each MLP, ffn-hidden wide each; 0 is a dense model
-    top_k: int = 2  # experts that each token visits
-    capacity_factor: float = 0.0  # rows per expert, times the balanced share; more are dropped; 0 drops none
-    drop_policy: Literal["probs", "position"] = "probs"  # over capacity, keep largest gates or first rows
+    n_experts: int = 0  # experts that replace each MLP; 0 is a dense model
+    top_k: int = 2  # experts that each token is sent to
+    # each expert takes at most ceil(capacity-factor * tokens * top-k / n-experts) rows of a rank's tokens in
+    # a micro-batch, and the rest is dropped; 0 drops none (dropless)
+    capacity_factor: float = 0.0
+    drop_policy: Literal["probs", "position"] = "probs"  # over capacity: keep largest gates, or first rows
     aux_coef: float = 1e-2  # weight of the load-balancing loss
-    z_coef: float = 0.0  # weight of the router's z-loss
-    router: Literal["softmax", "softmax-topk", "sigmoid"] = "softmax"  # gates: before or over the top-k
-    router_bias_rate: float = 0.0  # sigmoid only: step of the balancing bias (loss-free); 0 is no bias
-    n_shared_experts: int = 0  # experts that every token visits besides
-    init_from: str = ""  # a dense checkpoint: its MLP goes into every expert, the router starts fresh
+    z_coef: float = 0.0  # weight of the router's z-loss, which keeps its logits small
+    # the experts' gates: softmax over all experts, softmax-topk over the chosen ones, sigmoid for each alone
+    router: Literal["softmax", "softmax-topk", "sigmoid"] = "softmax"
+    router_bias_rate: float = 0.0  # sigmoid only: step of the bias that balances experts; 0 is no bias
+    n_shared_experts: int = 0  # experts that every token visits, beside its top-k
+    init_from: str = ""  # start from a dense checkpoint: its MLP goes into every expert, routers are random
     # layout (dp = world / (tp * pp) is derived)
-    tp: int = 1  # ranks that share each layer, and the sequence between the blocks
-    pp: int = 1  # pipeline stages
-    ep: int = 1  # ranks that share the experts; divides dp * tp
-    ep_slack: float = 2.5  # no drops over ep, CUDA graph: at most this times the balanced rows; 0: no graph
-    pp_layers: str = ""  # a,b,c: blocks of each stage; default balances, embedding and head count as layers
-    zero: Literal[0, 1] = 0  # 1: each replica keeps and steps only its share of the optimizer state
+    tp: int = 1  # tensor parallelism: ranks that split each layer, and the sequence between the blocks
+    pp: int = 1  # pipeline parallelism: stages, which hold different layers
+    ep: int = 1  # expert parallelism: ranks that split the experts; divides dp * tp
+    # dropless with ep > 1 under a CUDA graph: receive buffers hold this many times the balanced number of
+    # rows; a step that needs more is computed again with all_to_all; 0 turns the graph off
+    ep_slack: float = 2.5
+    pp_layers: str = ""  # a,b,c: blocks of each stage; default: balanced, embedding and head count as a block
+    zero: Literal[0, 1] = 0  # 1: each replica keeps and updates only its share of the optimizer state
     recompute: Literal["none", "full"] = "none"  # full: keep a block's input only, run it again in backward
     # batch
     micro_batch: int = 8  # sequences per data-parallel replica and micro-step
-    global_batch: int = 0  # sequences per optimizer step; 0 means micro-batch * dp
-    rampup_batch_size: tuple[int, ...] = ()  # START INCREMENT SAMPLES: grow to global-batch over SAMPLES
+    global_batch: int = 0  # sequences per optimizer step; 0 is micro-batch * dp
+    # START INCREMENT SAMPLES: the batch starts at START sequences and grows in steps of INCREMENT up to
+    # global-batch, while the first SAMPLES sequences are consumed
+    rampup_batch_size: tuple[int, ...] = ()
     # optimiser
     steps: int = 400  # optimizer steps in total, also after a resume
     lr: float = 2e-3  # peak learning rate
-    min_lr: float | None = None  # floor of the cosine; default lr / 10
-    warmup: int = 40  # steps of linear warmup
-    decay_steps: int = 0  # step at which the cosine reaches min-lr; 0 means steps
-    weight_decay: float = 0.1  # on matrices only
-    beta1: float = 0.9  # Adam
-    beta2: float = 0.95  # Adam
-    clip: float = 1.0  # largest global gradient norm; 0 never clips
+    min_lr: float | None = None  # learning rate at the end of the cosine; default lr / 10
+    warmup: int = 40  # steps in which the learning rate rises from 0 to lr
+    decay_steps: int = 0  # step at which the cosine reaches min-lr; 0 is steps
+    weight_decay: float = 0.1  # of matrices only
+    beta1: float = 0.9  # Adam: decay of the mean of gradients
+    beta2: float = 0.95  # Adam: decay of the mean of squared gradients
+    clip: float = 1.0  # gradients are scaled down to this global norm at most; 0 never clips
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"  # of weights, activations; sums at least fp32
     compile: bool = False  # torch.compile each block
     cuda_graph: bool = True  # on a GPU, replay forward and backward as one CUDA graph where shapes are static
@@ -90,31 +99,34 @@ class Config:
     data: str = "data/stdlib"  # directory that prepare.py made, several by weight (A:0.7,B:0.3), "synthetic"
     out: str = ""  # directory of the run's files; default out/PRESET
     seed: int = 1337  # of weights, data order and dropout
-    log_every: int = 20  # steps
-    eval_every: int = 100  # steps; 0 never evaluates
+    log_every: int = 20  # steps between logged steps
+    eval_every: int = 100  # steps between evaluations; 0 never evaluates
     eval_iters: int = 20  # global batches per evaluation
-    save_every: int = 200  # steps; 0 never saves
-    keep: int = 3  # newest checkpoints kept; 0 keeps all
+    save_every: int = 200  # steps between checkpoints; 0 never saves
+    keep: int = 3  # newest checkpoints to keep; 0 keeps all
     resume: str = "none"  # auto (newest in --out), a checkpoint's path, or none
     max_minutes: float = 0.0  # save and exit 85 before this much wall time has passed; 0 is no limit
-    timeout: float = 600.0  # seconds without progress that end the run; twice that in start, compile, save
+    timeout: float = 600.0  # seconds without progress that end the run; x 2 in start, compilation, saving
     check_every: int = 500  # steps between comparisons of the replicas' weights; 0 never compares
     # skip
     train_range_to_skip: tuple[int, ...] = ()  # A B [C D ...]: drop these steps' data, 1-based, inclusive
-    skip_spikes: float = 0.0  # SIGMA: skip steps with loss or norm over median + SIGMA deviations; 0 is off
-    inject_spike: int = 0  # every target of this step is the token 0; --clip 0 shows the harm; 0 is never
+    # SIGMA: skip a step whose loss or gradient norm is more than SIGMA deviations above the median of the
+    # last steps; 0 is off
+    skip_spikes: float = 0.0
+    # at this step every target is token 0, which makes a spike; --clip 0 shows the damage; 0 is never
+    inject_spike: int = 0
     # look
     profile: bool = False  # pyinstrument, as profile.html and profile.txt
     trace: bool = False  # torch profiler over steps 3 to 5, as trace.json
-    timers: bool = False  # milliseconds of each phase in the log; they synchronise the device
-    plot: bool = True  # draw the loss and the experts' loads in the terminal at the end; files always
+    timers: bool = False  # log the milliseconds of each phase; to measure them synchronises the device
+    plot: bool = True  # print loss and experts' loads as plots at the end; the files are always written
     prompt: str = ""  # continue this text at each evaluation
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases, from rank 0
     # debug
-    deterministic: bool = False  # a GPU's kernels give the same bits in every run; a CPU's always do
+    deterministic: bool = False  # on a GPU use only kernels that give the same bits in every run
     pdb: int = -1  # RANK that stops in the debugger before the first step; nothing times out; -1 is none
     dump_grads: str = ""  # FILE.safetensors: weights before and gradients of the first step, at full size
-    preset: str = field(default="tiny")  # which preset the other values started from
+    preset: str = field(default="tiny")  # the preset whose values are the defaults
 
 
 GPT2 = dict(norm="layer", mlp="gelu", pos="learned", bias=True, tied=True, dropout=0.0)
@@ -146,40 +158,42 @@ PRESETS = {
                        seq_len=2048, vocab_size=250880, micro_batch=2, global_batch=2048, steps=100_000,
                        lr=6e-5, warmup=375, dtype="bf16", **REPORTING),
 }
-MINIMUM = {**dict.fromkeys(("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len",
-                             "micro_batch",
-                          "steps", "log_every", "tp", "pp", "ep", "top_k", "timeout"), 1),
-         **dict.fromkeys(("vocab_size", "global_batch", "lr", "warmup", "decay_steps", "weight_decay", "clip",
-                          "n_experts", "capacity_factor", "aux_coef", "z_coef", "router_bias_rate",
-                          "n_shared_experts", "eval_every", "eval_iters", "save_every", "keep",
-                          "max_minutes", "check_every", "skip_spikes", "inject_spike"), 0)}
+MINIMUM = {  # flag: the least value it may have
+    **dict.fromkeys(("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "micro_batch",
+                     "steps", "log_every", "tp", "pp", "ep", "top_k", "timeout"), 1),
+    **dict.fromkeys(("vocab_size", "global_batch", "lr", "warmup", "decay_steps", "weight_decay", "clip",
+                     "n_experts", "capacity_factor", "aux_coef", "z_coef", "router_bias_rate",
+                     "n_shared_experts", "eval_every", "eval_iters", "save_every", "keep", "max_minutes",
+                     "check_every", "skip_spikes", "inject_spike"), 0)}
 
 
 # -----------------------------------------------------------------------------
 # the command line of every program
 
-def parse(argv, cls=Config, prog="train.py", about="Train a GPT."):
-    """[PRESET] [flags] -> cls, a Config or an extension of it. ValueError: one line, with a suggestion."""
+def parse(argv, cls=Config, prog="train.py", about="Train a GPT.", **defaults):
+    """[PRESET] [flags] (list of str) -> cls, which is Config or a dataclass derived from it. defaults replace
+    the preset's values. ValueError: one line that says what is wrong, with a suggestion."""
     argv = list(argv)
     preset = argv.pop(0) if argv and not argv[0].startswith("-") else "tiny"
     if preset not in PRESETS:
         raise ValueError(f"no preset {preset!r}; the presets are {', '.join(PRESETS)}")
-    cfg = command_line(cls, argv, f"{prog} [PRESET]", default=cls(**PRESETS[preset], preset=preset),
+    default = cls(**{**PRESETS[preset], **defaults}, preset=preset)
+    cfg = command_line(cls, argv, f"{prog} [PRESET]", default=default,
                        about=f"{about} Presets: {', '.join(PRESETS)}. Defaults below are those of {preset}.")
     check(cfg)
     return cfg
 
 
 def command_line(cls, argv, prog, about, default=None):
-    """Flags argv (list of str) -> the dataclass cls, whose fields are the flags and whose comments are their
-    help. --help prints and exits 0, quietly also where its reader leaves early (| head). ValueError: one line
+    """Flags argv (list of str) -> an instance of the dataclass cls: its fields are the flags, its comments
+    their help. --help prints and exits with 0, also if its reader leaves early (| head). ValueError: one line
     that says what is wrong, with the flag that an unknown one resembles."""
     import tyro
     said, printed = io.StringIO(), io.StringIO()
     try:
         with contextlib.ExitStack() as captured:
             captured.enter_context(contextlib.redirect_stderr(said))
-            if {"-h", "--help"} & set(argv):  # not always: tyro's frames depend on what stdout is
+            if {"-h", "--help"} & set(argv):  # only then: tyro's frames depend on stdout
                 captured.enter_context(contextlib.redirect_stdout(printed))
             kwargs = {} if default is None else {"default": default}
             return tyro.cli(cls, args=_booleans(argv, cls), prog=prog, description=about, **kwargs)
@@ -191,29 +205,38 @@ def command_line(cls, argv, prog, about, default=None):
 
 
 def print_quietly(text):
-    """Print text; a reader that closed the pipe (| head) is no error."""
+    """Print text; it is no error if the reader has closed the pipe (| head)."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the interpreter flushes at its end goes nowhere
+        _discard_stdout()
+
+
+def _discard_stdout():
+    """The reader of stdout has left: what is still buffered goes to /dev/null when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @contextlib.contextmanager
-def wrong_input():
-    """Inside, a ValueError or OSError is wrong input: its text becomes one line on stderr, exit code 2."""
+def wrong_input(quiet=False):
+    """For a program's body, also as decorator of its main(): a ValueError or OSError means wrong input. Its
+    message becomes one line on stderr (quiet: another rank says it), the exit code 2. If the reader of stdout
+    leaves (| head), it is 0."""
     try:
         yield
+        sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        raise SystemExit(0) from None  # the reader of our output has left, as with | head
+        _discard_stdout()
+        raise SystemExit(Outcome.DONE) from None
     except (ValueError, OSError) as e:
-        print("nanoshard: " + " ".join(str(e).split()), file=sys.stderr, flush=True)
+        if not quiet:
+            print("nanoshard: " + " ".join(str(e).split()), file=sys.stderr, flush=True)
         raise SystemExit(Outcome.WRONG_INPUT) from None
 
 
 def _booleans(argv, cls):
-    """tyro knows --x and --no-x; we also take --x True, --x False, --x=true."""
+    """argv -> argv as tyro expects it. It knows --x and --no-x; --x True, --x False and --x=true are ours."""
     switches = {f.name for f in dataclasses.fields(cls) if f.type in (bool, "bool")}
     out, i = [], 0
     while i < len(argv):
@@ -235,8 +258,9 @@ def _booleans(argv, cls):
 def _format_tyro_error(box, cls, prog):
     """tyro's framed message -> one line: its first paragraph, and the flag that an unknown one resembles."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ─╭╮╰╯") for line in box.splitlines()]
-    end = lines.index("", 1) if "" in lines[1:] else len(lines)  # a rule under the paragraph
-    what = " ".join(lines[1:end]).rstrip(".") or "wrong flags"
+    lines = ["" if set(line) == {"-"} else line for line in lines]  # rules, where the terminal has only ASCII
+    body = itertools.dropwhile(lambda line: not line, lines[1:])  # below the title
+    what = " ".join(itertools.takewhile(bool, body)).rstrip(".") or "wrong flags"
     unknown = re.search(r"nrecognized.*? --([\w-]+)", what)
     flags = [f.name.replace("_", "-") for f in dataclasses.fields(cls)]
     close = unknown and difflib.get_close_matches(unknown[1].replace("_", "-"), flags, 2)
@@ -245,10 +269,10 @@ def _format_tyro_error(box, cls, prog):
 
 
 # -----------------------------------------------------------------------------
-# what cannot be
+# values that are refused
 
 def check(cfg):
-    """What can be wrong whatever the world size and the data."""
+    """ValueError, with the fix, for values that are wrong whatever the number of ranks and the data."""
     for name, least in MINIMUM.items():
         if getattr(cfg, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least {least}")
@@ -290,8 +314,23 @@ def check(cfg):
                          "numbers; give the last step of every range")
 
 
+def check_ranks(n, tp, pp, ep, n_experts=0):
+    """n ranks as a mesh -> dp. ValueError: they do not divide. n_experts: for a hint that divides them
+    too."""
+    if n % (tp * pp):
+        fit = max(t for t in range(1, tp + 1) if n % (t * pp) == 0) if n % pp == 0 else 0
+        hint = f"try --tp {fit}" if fit else f"start a multiple of {tp * pp} ranks"
+        raise ValueError(f"{n} ranks do not divide by tp {tp} * pp {pp}; {hint}")
+    dp = n // (tp * pp)
+    if (dp * tp) % ep:
+        fit = max(e for e in range(1, ep + 1) if (dp * tp) % e == 0 and n_experts % e == 0)
+        raise ValueError(f"ep {ep} does not divide dp {dp} * tp {tp} = {dp * tp} ranks of a stage; "
+                         f"try --ep {fit}")
+    return dp
+
+
 def check_layout(cfg, mesh, batch):
-    """What can be wrong for this number of ranks; run after make_mesh."""
+    """ValueError, with the fix, for values that are wrong on this mesh. batch: sequences per step."""
     tp, dp = mesh.tp.size, mesh.dp.size
     if cfg.n_experts % mesh.ep.size:
         fit = max(e for e in range(1, mesh.ep.size) if cfg.n_experts % e == 0 and dp * tp % e == 0)
@@ -319,8 +358,14 @@ def check_layout(cfg, mesh, batch):
     stage_layers(cfg, mesh.pp.size)
 
 
+def pad_vocab(vocab_size):
+    """The vocabulary rounded up to a multiple of 128, whatever the layout: tiles like it, tp divides it."""
+    return -(-vocab_size // 128) * 128
+
+
 def stage_layers(cfg, pp):
-    """-> [(first, last+1)] blocks of each stage. Embedding and head count as a layer each."""
+    """-> [(first, last + 1)] blocks of each of pp stages. Embedding and head count as a block each.
+    ValueError: --pp-layers does not fit."""
     if cfg.pp_layers:
         counts = [int(c) if c.strip().isdigit() else -1 for c in cfg.pp_layers.split(",")]
         if len(counts) != pp or sum(counts) != cfg.n_layer or min(counts) < 1:
@@ -337,7 +382,8 @@ def stage_layers(cfg, pp):
 
 
 def _balance(n_layer, pp):
-    """Deal n_layer blocks so that the heaviest stage, embedding and head a layer each, is lightest."""
+    """-> number of blocks of each stage, so that the largest stage is as small as possible. Embedding and
+    head count as a block each."""
     counts = [0] * pp
     for _ in range(n_layer):
         load = [c + (s == 0) + (s == pp - 1) for s, c in enumerate(counts)]
@@ -347,14 +393,13 @@ def _balance(n_layer, pp):
 
 
 # -----------------------------------------------------------------------------
-# --rampup-batch-size START INCREMENT SAMPLES, with the meaning that Megatron-LM gave it
-# (megatron/core/num_microbatches_calculator.py). the global batch begins at START sequences and grows by
-# INCREMENT to --global-batch while the first SAMPLES sequences are consumed, in stages of equal samples. it
-# is a pure function of the samples consumed: a resumed run, another layout and plan.py find the same batch.
-# the learning rate stays a function of the step
+# --rampup-batch-size START INCREMENT SAMPLES, as in Megatron-LM (its num_microbatches_calculator.py): the
+# global batch starts at START sequences and grows by INCREMENT up to --global-batch while the first SAMPLES
+# sequences are consumed, in stages of equally many samples. it is a function of the samples consumed alone: a
+# resumed run, another layout and plan.py get the same batch. the learning rate stays a function of the step
 
 def batch_size(samples, full, ramp=()):
-    """Sequences of the step that begins after `samples` consumed ones. full: the batch after the ramp."""
+    """-> sequences in the step that starts after `samples` were consumed. full: the batch after the ramp."""
     if not ramp:
         return full
     start, increment, over = ramp
@@ -363,7 +408,7 @@ def batch_size(samples, full, ramp=()):
 
 
 def check_ramp(full, ramp, unit):
-    """Every stage must divide by unit = micro-batch * dp, or ValueError before the first step."""
+    """ValueError if the batch of a stage of the ramp does not divide by unit = micro-batch * dp."""
     if not ramp:
         return
     start, increment, over = ramp
@@ -378,7 +423,7 @@ def check_ramp(full, ramp, unit):
 
 
 def batch_schedule(samples, full, ramp=()):
-    """-> {batch: steps of it} of a run that ends with the step in which `samples` sequences are consumed."""
+    """-> {batch: number of steps with it} of a run that consumes at least `samples` sequences."""
     done, steps = 0, Counter()
     while done < samples and (batch := batch_size(done, full, ramp)) != full:
         steps[batch] += 1
@@ -389,7 +434,7 @@ def batch_schedule(samples, full, ramp=()):
 
 
 def samples_after(steps, full, ramp=()):
-    """Sequences consumed by the first `steps` steps."""
+    """-> sequences consumed by the first `steps` steps."""
     samples = 0
     for step in range(steps):
         if batch_size(samples, full, ramp) == full:

@@ -1,24 +1,24 @@
-"""Steps that are not taken: asked for (--train-range-to-skip A B [C D ...], 1-based, both ends included),
-found (--skip-spikes SIGMA: loss or gradient norm out of proportion), or impossible (a number is not finite).
+"""Steps that are not taken, for one of three reasons: a range (--train-range-to-skip A B [C D ...], 1-based,
+both ends included); a spike (--skip-spikes SIGMA: loss or gradient norm far above the last steps'); a loss or
+gradient norm that is not finite.
 
-A spike is data meeting a state of the weights (PaLM, arXiv:2204.02311, section 5.1): the same batches from
-another checkpoint do no harm. So the data is passed over, and the run goes on as if it had never been:
+A spike happens when certain data meets a certain state of the weights: the same batches do no harm to another
+checkpoint (PaLM, arXiv:2204.02311, section 5.1). So the data of a skipped step is dropped:
     advance     step, tokens, data position, learning rate (all are functions of the step), evaluation, saving
-    untouched   weights, Adam's moments and its own t, weight decay, the routers' bias, the detector's window
-A range costs no forward and no backward; a spike has cost both when it is seen.
+    unchanged   weights, Adam's moments and its own t, the routers' bias, the detector's window
+A range costs no forward and no backward pass; a spike has cost both when it is seen.
 """
 import math
 import statistics
 
 import torch
 
-WINDOW = 128  # accepted steps that a new one is compared with; none is skipped before half of them are there
-PATIENCE = 8  # steps not taken in a row that end the run: this is no spike any more
-GIVEN_UP = 42  # exit code
+WINDOW = 128  # accepted steps that a step is compared with; with less than half as many, nothing is a spike
+MAX_REFUSED = 8  # steps in a row that may be refused: so many are no spike, and the run ends with code 42
 
 
 class Ranges:
-    """Which steps to skip. Errors: ValueError when a pair is missing, reversed or not 1-based."""
+    """Which steps to skip. ends: A, B, C, D, ... ValueError: a pair is incomplete, reversed, not 1-based."""
 
     def __init__(self, ends):
         ends = list(ends)
@@ -43,7 +43,7 @@ class Ranges:
         return ", ".join(f"{a}-{b}" for a, b in self.pairs)
 
     def too_late(self, done, known):
-        """-> a warning or "". done: the steps of the checkpoint resumed from; known: its own ranges."""
+        """-> a warning or "". done: steps of the checkpoint that the run resumes; known: its own Ranges."""
         late = [(a, b) for a, b in self.pairs
                 if b <= done and not any(c <= a and b <= d for c, d in known.pairs)]
         if not late:
@@ -53,13 +53,16 @@ class Ranges:
                 f"--resume a checkpoint before step {late[0][0]}")
 
     def ends(self):
-        """The flat list again, for the checkpoint and for a union with the command line's."""
+        """-> [A, B, C, D, ...], merged: for the checkpoint, and to be united with the command line's."""
         return [e for pair in self.pairs for e in pair]
 
 
 def spike(window, loss, norm, sigma):
-    """Why this step is a spike, or None. window: [(loss, gradient norm)] of accepted steps. Median and MAD,
-    not mean and deviation: an outlier in it must not hide the next (1.4826 MAD is a normal's deviation)."""
+    """-> why this step is a spike, or None. window: [(loss, gradient norm)] of accepted steps.
+
+    A value is a spike if it exceeds the median by sigma deviations. Median and MAD instead of mean and
+    standard deviation, so that one outlier in the window does not hide the next; 1.4826 MAD is the standard
+    deviation of a normal distribution."""
     if len(window) < WINDOW // 2:
         return None
     losses, norms = zip(*window, strict=True)
@@ -72,66 +75,76 @@ def spike(window, loss, norm, sigma):
 
 
 class Guard:
-    """Decides before each update, and counts. Window and counts live in state: the checkpoint holds them.
-    fp16's loss scale begins at 2**16: the 16 overflows that may bring it down to 1 are no failures."""
+    """Decides before each update whether it is made, and counts the steps that are refused. Window and counts
+    are in state, so checkpoints contain them. The caller appends to refused_flags after every step."""
 
     def __init__(self, cfg, world, state):
         self.sigma, self.world, self.state = cfg.skip_spikes, world, state
-        self.patience = PATIENCE + 16 * (cfg.dtype == "fp16")
-        self.reason = None  # why the step just done was not taken, if the host knows
-        self.taken = []  # since the last settle(), per step: () 1.0 where it was not finite, None for a spike
+        # fp16's loss scale starts at 2**16: the 16 overflows that may bring it down to 1 are no failures
+        self.max_refused = MAX_REFUSED + 16 * (cfg.dtype == "fp16")
+        self.reason = None  # why the last step was refused, where the host knows
+        # of the steps since the last count_refused(): () 1.0 on the device if the step was not finite, else
+        # 0.0; None for a spike
+        self.refused_flags = []
+        self.given_up = False  # stays true once too many steps in a row were refused
+        self.refused_range = None  # (first, last) of those steps
 
-    def veto(self, totals):
-        """Before the update -> True on all ranks if it must not be made. totals: (4,), summed over all ranks.
-        Costs nothing without --skip-spikes; with it, one look from the host and one small collective."""
+    def veto(self, stats):
+        """Before the update -> True on all ranks if it must not be made. stats: (loss, grad_norm, ...), ()
+        fp64 each, the same on all ranks. Without --skip-spikes nothing is read; with it, this costs one
+        synchronisation and one small collective over the world."""
         self.reason = None
         if not self.sigma:
             return False
-        loss, norm = totals[:2].tolist()  # sync point
+        loss, norm = torch.stack(tuple(stats)).tolist()[:2]  # sync point
         finite = math.isfinite(loss) and math.isfinite(norm)
         reason = spike(self.state.window, loss, norm, self.sigma) if finite else None
         self.reason = None if finite else not_finite(loss, norm)
-        # all ranks computed the same bits; this guards against one that decides otherwise and hangs the rest
+        # all ranks compute the same bits; if one decided differently, the others would wait for it for ever
         seen = self.world.axis.any(reason is not None)  # MAX of one integer on the host, over the world
         if seen:
             self.reason = reason or "spike: seen by another rank"
-        elif finite:  # else the optimizer refuses it, on the device
+        elif finite:  # the optimizer itself refuses a step that is not finite, on the device
             self.state.window = [*self.state.window, (loss, norm)][-WINDOW:]
         return seen
 
-    def settle(self):
-        """Count what the steps since the last call came to -> True if too many in a row were not taken."""
-        on_device = [t for t in self.taken if t is not None]
-        flags = iter(torch.stack(on_device).tolist() if on_device else [])  # sync point
-        over = False
-        for t in self.taken:
-            refused = t is not None and next(flags) > 0
-            self.state.nan_steps += refused
-            self.state.skipped += t is None
-            self.state.streak = self.state.streak + 1 if refused or t is None else 0
-            over = over or self.state.streak >= self.patience
-        self.taken = []
-        return over
+    def count_refused(self):
+        """Count the refused steps since the last call -> given_up: were there too many in a row, now or ever?
+        One synchronisation. Call it before a save, so that the checkpoint has the counts."""
+        on_device = [flag for flag in self.refused_flags if flag is not None]
+        values = iter(torch.stack(on_device).tolist() if on_device else [])  # sync point
+        steps = len(self.refused_flags)
+        for i, flag in enumerate(self.refused_flags, 1):
+            not_taken = flag is not None and next(values) > 0
+            self.state.nan_steps += not_taken
+            self.state.skipped += flag is None
+            self.state.streak = self.state.streak + 1 if not_taken or flag is None else 0
+            if self.state.streak >= self.max_refused:
+                last = self.state.step - (steps - i)
+                self.given_up, self.refused_range = True, (last - self.state.streak + 1, last)
+        self.refused_flags = []
+        return self.given_up
 
 
 def not_finite(loss, norm):
+    """-> why a step whose loss or gradient norm is NaN or infinite was not taken."""
     return f"not finite: loss {loss:.4g}, gradient norm {norm:.4g}"
 
 
-def rewind(checkpoints, state, reason):
-    """The last words of a run whose last steps were not taken. checkpoints: paths, newest first."""
-    last, first = state.step, state.step - state.streak + 1
+def give_up_message(checkpoints, first, last, reason):
+    """-> the last words of a run that gave up, with a command that avoids these steps. checkpoints: paths,
+    newest first. first, last: the steps that were refused. reason: of the last one, or None if not known."""
     good = [p for p in checkpoints if int(p.name[5:]) < first]
     early = next((p for p in good if int(p.name[5:]) <= first - 100), good[0] if good else None)
     begin = max(int(early.name[5:]) + 1 if early else 1, first - 50)
     where = f"--resume {early} " if early else ""
     newest = f"the last good checkpoint is {good[0]}" if good else "no checkpoint was saved before"
-    return (f"nanoshard: gave up: steps {first} to {last} were not taken ({reason}); {newest}\n"
-            f"nanoshard: to go round it, the same command with {where}"
+    return (f"nanoshard: gave up: steps {first} to {last} were not taken ({reason or 'not finite'}); "
+            f"{newest}\nnanoshard: to go round them, the same command with {where}"
             f"--train-range-to-skip {begin} {first + 150}")
 
 
-def spoil(batches):
-    """--inject-spike: every target becomes the token 0. The loss is then large and all gradients
-    point one way, which is what a real spike does; a shuffle of the targets would cancel out."""
+def corrupt_targets(batches):
+    """--inject-spike: [(x, y)] -> the same with token 0 for every target. The loss is then large and all
+    gradients point one way, as in a real spike; shuffled targets would give gradients that cancel out."""
     return [(x, torch.zeros_like(y)) for x, y in batches]

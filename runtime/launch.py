@@ -1,19 +1,28 @@
-"""Who am I? One answer for plain python, torchrun, MPICH/hydra, Open MPI, PALS, Cray PMI and srun.
+"""Which rank is this process, and how do the ranks start, stop and fail together?
 
-1) detect()  reads the launcher's variables: rank, size, local rank. The only file that reads the environment.
-2) launch()  picks the device, agrees on an address through MPI, makes the process group.
-3) agreed()  turns a wrong input on any rank into one line from one rank and exit code 2 on all.
+One answer for plain python, torchrun, MPICH and Intel MPI (Hydra), Open MPI, PALS, Cray PMI and srun.
+
+    detect          reads the launcher's variables: rank, size, local rank
+    launch          picks the device, agrees on an address through MPI, makes the process group
+    exit_together   turns wrong input on any rank into one line from one rank and exit code 2 on all
+    Stop            ends a run early: on a signal, or before --max-minutes have passed
+    attach_stdin, break_on_rank     --pdb RANK: one rank stops in the debugger
+
+No other file reads the environment.
 """
 import contextlib
 import functools
 import gc
 import os
+import pdb
 import re
+import secrets
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -23,12 +32,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from config import Outcome
 from parallel import MAX, Axis
 
-# launcher: (rank, world size, local rank, local size), first complete family wins. slurm is last: inside a
-# batch script SLURM_PROCID and SLURM_NTASKS are set for everybody; only SLURM_STEP_NUM_TASKS says that srun
-# started *this* process.
-FAMILIES = {
+# launcher: its variables for (rank, world size, local rank, local size). the first launcher whose variables
+# are set is taken. srun is last: every process in a batch script has SLURM_PROCID and SLURM_NTASKS, and only
+# SLURM_STEP_NUM_TASKS says that srun started *this* process
+LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
     "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -40,13 +50,15 @@ FAMILIES = {
 
 
 class CollectiveLog:
-    """The collectives that this rank has begun, per axis, and the last one: what the watchdog reports."""
+    """The collectives that this rank has started, counted per axis, and the last of them: what the watchdog
+    reports when a run hangs."""
 
     def __init__(self):
         self.started, self.last = Counter(), None  # axis: how many; (kind, axis, (shape, dtype))
-        self.on_next_collective = None  # called once: the end of what a rank does alone
+        self.on_next_collective = None  # called once: here the rank's own work in a step ends
 
     def record(self, kind, axis, tensor=None):
+        """This rank is about to start a collective of this kind ("all-reduce") on tensor, over the axis."""
         if self.on_next_collective is not None:
             self.on_next_collective, callback = None, self.on_next_collective
             callback()
@@ -56,6 +68,7 @@ class CollectiveLog:
 
 @dataclass(frozen=True)
 class World:
+    """This process among all processes of the run. The default is a single process on a CPU."""
     rank: int = 0
     size: int = 1
     local_rank: int = 0
@@ -70,22 +83,23 @@ class World:
 
     @functools.cached_property
     def axis(self):
-        """The collectives among all ranks, from before there is a mesh."""
+        """All ranks as a parallel.Axis, for collectives before there is a mesh."""
         group = dist.group.WORLD if self.size > 1 else None
         return Axis("world", self.rank, self.size, group, tuple(range(self.size)), self.calls)
 
     def barrier(self):
         if self.size > 1:
             self.calls.record("barrier", "world")
-            dist.barrier()  # moves nothing: all ranks wait for the last one
+            dist.barrier()  # sends no data: all ranks wait for the last one
 
 
 def detect(env):
-    """-> (launcher, rank, size, local rank, local size) from a mapping of environment variables."""
-    for launcher, names in FAMILIES.items():
+    """-> (launcher, rank, size, local rank, local size) from a mapping of environment variables. size is -1
+    where only MPI knows it."""
+    for launcher, names in LAUNCHERS.items():
         rank, size, local, local_size = (env.get(name) for name in names)
         if launcher == "pals" and rank is not None and local is not None and size is None:
-            size = "-1"  # PALS_PMI=pmix gives no PMI_SIZE: mpi4py says it later
+            size = "-1"  # PALS_PMI=pmix sets no PMI_SIZE: mpi4py gives the size later
         if rank is None or size is None or local is None:
             continue
         local_size = (local_size or "1").split("(")[0].split(",")[0]  # slurm writes 4(x2)
@@ -94,7 +108,7 @@ def detect(env):
 
 
 def env_rank():
-    """This process's rank before launch(): enough to keep every rank but one quiet."""
+    """-> this process's rank, before launch(): so that only one rank prints."""
     return detect(os.environ)[1]
 
 
@@ -105,21 +119,21 @@ def started_by():
 
 
 def as_torchrun(rank, size, port):
-    """Make this process what torchrun's rank of this host would be: launch() then finds the others."""
+    """Set torchrun's variables for a rank of this host: launch() then finds the other ranks."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 def bare_environment():
-    """The environment without any launcher's variables: for a command that starts ranks of its own."""
+    """-> the environment without any launcher's variables, for a command that starts ranks itself."""
     ours = ("PMI", "MPI_LOCAL", "HYD", "OMPI_", "PRTE_", "PALS_", "TORCHELASTIC_", "SLURM_STEP", "MASTER_")
-    names = {name for family in FAMILIES.values() for name in family}
+    names = {name for variables in LAUNCHERS.values() for name in variables}
     return {k: v for k, v in os.environ.items() if k not in names and not k.startswith(ours)}
 
 
 def scheduler():
     """-> (name, job, number of nodes or None) of the batch system that this process runs in, or None.
-    ValueError, in one line: the node file is none."""
+    ValueError: PBS's node file is not a list of hosts."""
     if "SLURM_JOB_ID" in os.environ:
         return "SLURM", os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_JOB_NUM_NODES")
     if "PBS_JOBID" in os.environ:
@@ -129,7 +143,8 @@ def scheduler():
 
 
 def count_hosts(path):
-    """-> hosts in a node file of PBS, where each stands once per process. ValueError: why it is none."""
+    """-> number of hosts in a node file of PBS, which has a line per process. ValueError: the file is not a
+    list of hosts."""
     try:
         with open(path, encoding="ascii", newline="\n") as f:
             hosts = {line.strip(" \t\n") for line in f} - {""}
@@ -143,7 +158,8 @@ def count_hosts(path):
 
 
 def _mpi(launcher, rank, size):
-    """COMM_WORLD when it agrees with the launcher, None where srun runs without MPI, else a way out."""
+    """-> MPI.COMM_WORLD where it agrees with the launcher, None where srun runs without MPI. SystemExit, with
+    what to do: mpi4py is missing, or belongs to another MPI than the launcher."""
     try:
         from mpi4py import MPI
     except ImportError:
@@ -162,7 +178,7 @@ def _mpi(launcher, rank, size):
 
 
 def _address(n_nodes):
-    """A name for this host that the other ranks can reach."""
+    """-> a name or an address of this host that the other ranks can reach."""
     if n_nodes == 1:
         return "127.0.0.1"
     if "MASTER_ADDR" in os.environ:
@@ -176,9 +192,9 @@ def _address(n_nodes):
 
 
 def _store(launcher, comm, rank, size, n_nodes, timeout):
-    """The key-value store through which the ranks find each other -> TCPStore."""
+    """-> the TCPStore through which the ranks find each other; None: torchrun's agent has one already."""
     if launcher == "torchrun":
-        return None  # env://, the agent holds the store
+        return None
     if comm is not None:  # port 0: the kernel picks a free one, so two jobs on a host never clash
         store = dist.TCPStore(_address(n_nodes), 0, is_master=True, timeout=timeout,
                               wait_for_workers=False) if rank == 0 else None
@@ -191,39 +207,40 @@ def _store(launcher, comm, rank, size, n_nodes, timeout):
     return dist.TCPStore(host, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
 
 
-LOST = ("closed by peer", "reset by peer", "remote process exited", "was likely closed", "roken pipe")
+PEER_LOST = ("closed by peer", "reset by peer", "remote process exited", "was likely closed", "roken pipe")
 
 
 def _end_all_on_exception(rank, comm):
-    """One rank's exception ends all, with its traceback once: without this, mpiexec waits for the ranks that
-    still live, and those that lose their peer print a traceback each. comm: MPI's, or None."""
+    """Make an exception on one rank end all ranks, with one traceback. Otherwise mpiexec waits for the ranks
+    that still run, and each rank that loses its connection to the failed one prints a traceback as well.
+    comm: MPI's communicator, or None."""
     def hook(kind, value, tb):
-        lost = next((word for word in LOST if word in str(value)), None)
-        if lost:  # another rank failed, and says why; the launcher has this long to end me before I speak
-            time.sleep(3)
+        lost = next((text for text in PEER_LOST if text in str(value)), None)
+        if lost:  # another rank failed and prints why
+            time.sleep(3)  # give the launcher this long to end this rank before it prints, too
             why = " ".join(str(value).split())[:160]
             print(f"nanoshard: rank {rank} lost a peer ({why}): see its error",
                   file=sys.__stderr__, flush=True)
             os._exit(1)
-        # not sys.stderr: torch wraps this hook and holds back what it writes there until after the abort
+        # not sys.stderr: torch wraps this hook, and keeps what is written there until after the abort
         traceback.print_exception(kind, value, tb, file=sys.__stderr__)
         sys.__stderr__.flush()
-        time.sleep(0.2)  # mpiexec passes the text on before it hears of the abort
+        time.sleep(0.2)  # mpiexec must pass the text on before it learns of the abort
         if comm is not None:
             comm.Abort(1)
-        os._exit(1)  # the groups are not left in order: no destructors
+        os._exit(1)  # without destructors: those of the process groups would wait or abort
     sys.excepthook = hook
 
 
-def _bind(local, local_size):
-    """Choose the device, before the process group: a later set_device deadlocks some backends.
-    -> (device, threads)"""
+def select_device(local, local_size):
+    """Choose this rank's device -> (device, CPU threads). Call it before the process group is made: some
+    backends deadlock when the device is set later."""
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator().type
         index = local % torch.accelerator.device_count()  # one visible GPU per task also works
         torch.accelerator.set_device_index(index)
         return torch.device(kind, index), torch.get_num_threads()
-    # MKL sees an MPI launcher and falls to 1 thread, srun gives every rank all cores: share them ourselves
+    # MKL takes 1 thread under an MPI launcher, and srun gives every rank all cores: divide the cores here
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // local_size))
@@ -231,39 +248,41 @@ def _bind(local, local_size):
 
 
 def deterministic():
-    """Only kernels that give the same bits in every run, before the first of them; one that has no such form
-    raises an error. A mere warning (warn_only) would not do: cuDNN's attention then adds up in any order."""
+    """--deterministic: use only kernels that give the same bits in every run. Call it before the first one.
+    An operation without such a kernel raises an error; with warn_only instead of the error, cuDNN's attention
+    adds up in any order."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it
     torch.use_deterministic_algorithms(True)
 
 
 def launch(timeout=600.0, quiet=False):
-    """Start this rank -> World. timeout: seconds a collective may wait. Prints one line per node."""
+    """Start this rank -> World. timeout: seconds that a collective may wait. Prints a line per node, unless
+    quiet."""
     launcher, rank, size, local, local_size = detect(os.environ)
     if launcher == "single":  # plain python never touches MPI
-        device, threads = _bind(0, 1)
+        device, threads = select_device(0, 1)
         world = World(device=device, threads=threads)
         if not quiet:
-            _say(world)
+            print_node(world)
         return world
     comm = None if launcher == "torchrun" else _mpi(launcher, rank, size)
     node, n_nodes = int(os.environ.get("SLURM_NODEID", rank // local_size)), -(-size // local_size)
     if comm is not None:
         from mpi4py import MPI
         size = comm.size
-        host = comm.Split_type(MPI.COMM_TYPE_SHARED)  # the ranks that share this host's memory, in any order
+        host = comm.Split_type(MPI.COMM_TYPE_SHARED)  # the ranks of this host, in any order
         local_size, leader = host.size, host.bcast(rank)
         leaders = sorted(set(comm.allgather(leader)))
         node, n_nodes = leaders.index(leader), len(leaders)
     _end_all_on_exception(rank, comm)
-    device, threads = _bind(local, local_size)
+    device, threads = select_device(local, local_size)
     backend = "none"
     if size > 1:
         fast = dist.get_default_backend_for_device(device)  # nccl, xccl or gloo
         backend = fast
-        both = "gloo" if fast == "gloo" else f"cpu:gloo,{device.type}:{fast}"  # gloo: small host messages
+        both = "gloo" if fast == "gloo" else f"cpu:gloo,{device.type}:{fast}"  # gloo: host memory
         wait = timedelta(seconds=timeout)
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # flight recorder: the last collectives
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's record of its last collectives
         store = _store(launcher, comm, rank, size, n_nodes, wait)
         where = ({"init_method": "env://"} if store is None
                  else {"store": store, "rank": rank, "world_size": size})
@@ -271,11 +290,12 @@ def launch(timeout=600.0, quiet=False):
                                 device_id=None if device.type == "cpu" else device, **where)
     world = World(rank, size, local, local_size, node, n_nodes, launcher, device, backend, threads)
     if not quiet and local == 0:
-        _say(world)
+        print_node(world)
     return world
 
 
-def _say(w):
+def print_node(w):
+    """One line: this node, the launcher, how many ranks are here, the device. w: a World."""
     chip = (torch.cuda.get_device_name(w.device) if w.device.type == "cuda"
             else f"cpu, {w.threads} threads per rank")
     print(f"[node {w.node + 1}/{w.n_nodes} {socket.gethostname()}] {w.launcher}: {w.local_size} of {w.size} "
@@ -283,8 +303,8 @@ def _say(w):
 
 
 def shutdown(world):
-    """Leave together. Groups must be gone before the interpreter is, or gloo aborts: call this when nothing
-    that holds one (mesh, model, optimizer) is alive any more."""
+    """Destroy the process groups, on all ranks at once. Call it when nothing refers to a group any more: no
+    mesh, model or optimizer. gloo aborts where a group outlives the interpreter."""
     gc.collect()
     if dist.is_initialized():
         world.barrier()
@@ -292,43 +312,99 @@ def shutdown(world):
 
 
 @contextlib.contextmanager
-def agreed(world):
-    """Run the body; if it raised ValueError or OSError on any rank, print the first rank's text
-    and exit 2 on all."""
+def exit_together(world):
+    """Run the body on every rank. If it raised ValueError or OSError on any rank, the first such rank prints
+    its message in one line and all ranks exit with code 2. Collective over the world."""
     text = None
     try:
         yield
     except (ValueError, OSError) as e:
-        text = " ".join(str(e).split())  # one line, whatever the message held
+        text = " ".join(str(e).split())  # one line, whatever the message contains
     for rank, t in enumerate(world.axis.gather_objects(text)):  # one short string per rank, over the world
         if t is not None:
             if world.rank == rank:
                 print(f"nanoshard: {t}", file=sys.stderr, flush=True)
-            raise SystemExit(2)
+            raise SystemExit(Outcome.WRONG_INPUT)
 
+
+# -----------------------------------------------------------------------------
+# stopping early
 
 class Stop:
-    """Why to stop early: a signal on any rank, or the wall clock. The handler only sets a flag."""
+    """When to stop before the last step: after SIGTERM or SIGUSR1 on any rank, or before --max-minutes have
+    passed. The signal handler only sets a flag, so the step under way is always finished."""
 
     def __init__(self, max_minutes):
-        self.signal, self.limit, self.began = 0, max_minutes * 60, time.monotonic()
-        self.step = self.save = 0.0  # the longest so far, in seconds
+        self.signal, self.limit, self.started = 0, max_minutes * 60, time.monotonic()
+        self.longest_step = self.longest_save = 0.0  # seconds, so far
         for s in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(s, self._note)
+            signal.signal(s, self._on_signal)
 
-    def _note(self, number, frame):
+    def _on_signal(self, number, frame):
         self.signal = number
 
     def step_took(self, seconds):
-        self.step = max(self.step, seconds)
+        self.longest_step = max(self.longest_step, seconds)
 
     def save_took(self, seconds):
-        self.save = max(self.save, seconds)
+        self.longest_save = max(self.longest_save, seconds)
 
-    def agreed(self, world):
-        """-> a reason on all ranks at once, or None. Room is kept for two more steps and two saves."""
-        late = self.limit and time.monotonic() - self.began + 2 * (self.step + self.save) > self.limit
+    def poll(self, world):
+        """-> why to stop, the same on all ranks: a signal's name, "max-minutes", or None to go on. Collective
+        over the world. The time of two more steps and two saves is kept in reserve."""
+        elapsed, reserve = time.monotonic() - self.started, 2 * (self.longest_step + self.longest_save)
+        late = self.limit and elapsed + reserve > self.limit
         flags = torch.tensor([self.signal, int(bool(late))])
         world.axis.all_reduce(flags, MAX)  # two small integers on the host, over the world
         number, late = flags.tolist()
         return signal.Signals(number).name if number else "max-minutes" if late else None
+
+
+# -----------------------------------------------------------------------------
+# --pdb RANK: breakpoint() stops that rank in pdb, anywhere in the code, and does nothing on the other ranks.
+# launchers give the terminal to rank 0 (mpiexec, srun) and read it themselves, so the chosen rank cannot open
+# /dev/tty. rank 0 passes on what is typed through a socket, protected by a secret that only these two ranks
+# know; the debugger's answers come back through the launcher as all output does. torchrun's ranks share the
+# terminal already. nothing times out in such a run: the other ranks wait in their next collective
+
+NO_TIMEOUT = 30 * 86400.0  # seconds
+
+
+def attach_stdin(world, rank):
+    """Connect rank's stdin to what is typed at the launcher, and turn breakpoint() off on the other ranks.
+    Collective over the world."""
+    if world.rank != rank:
+        sys.breakpointhook = lambda *args, **kw: None
+    if world.size == 1:
+        return
+    server = address = None
+    if world.rank == rank and rank != 0 and not sys.stdin.isatty():
+        server = socket.create_server(("127.0.0.1" if world.n_nodes == 1 else "", 0))
+        host = "127.0.0.1" if world.n_nodes == 1 else socket.gethostname()
+        address = host, server.getsockname()[1], secrets.token_hex(16)
+    address = world.axis.broadcast_object(address, rank)  # host, port and secret, over the world
+    if world.rank == 0 and address is not None:
+        threading.Thread(target=_forward_stdin, args=address, daemon=True).start()
+    if server is not None:
+        while True:
+            typed = server.accept()[0].makefile("r")
+            if secrets.compare_digest(typed.readline().strip(), address[2]):
+                break  # this is rank 0, not another process that found the open port
+        server.close()
+        sys.stdin = typed
+
+
+def _forward_stdin(host, port, secret):
+    """Rank 0: send what arrives on stdin to the chosen rank."""
+    with socket.create_connection((host, port)) as there:
+        there.sendall(f"{secret}\n".encode())
+        while data := os.read(0, 1 << 16):  # not sys.stdin: its lock would be held when the interpreter ends
+            there.sendall(data)
+
+
+def break_on_rank(world, rank):
+    """Stop the chosen rank in pdb, in the caller's frame; the other ranks go on."""
+    if world.rank == rank:
+        print(f"nanoshard: rank {rank} of {world.size} stops in pdb, the others wait; n: next line, s: into "
+              "a call, c: go on (to a breakpoint() in the code, if any), q: end the run", flush=True)
+        pdb.Pdb().set_trace(sys._getframe(1))

@@ -1,11 +1,17 @@
-"""What a run leaves behind: config.json, metrics.jsonl, text plots, a line per logged step, wandb if asked.
+"""What a run prints and leaves behind: metrics.jsonl, config.json, plots as text, timings, profiles.
 
-Only rank 0 builds a Log; metrics.jsonl is the truth, everything else may fail without stopping the run.
+    Log          rank 0: a row of metrics.jsonl and a printed line per logged step, the plots at the end
+    metrics_row  what a row is made of; phase_times and expert_metrics add to it
+    Stopwatch, Clock, Timers    milliseconds on the device: of anything, of a step, of each phase of a step
+
+metrics.jsonl is the record that a resumed run goes on from. Everything else may fail without ending the run.
 """
 import contextlib
+import dataclasses
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,18 +19,29 @@ from pathlib import Path
 
 import torch
 
-PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16 FLOP/s by the vendor's datasheets
+from config import Outcome
+from corpus.shards import first_folder
+from cost.parameters import flops_per_token
+from cost.step_time import peak_flops
+from fast.symm_mem import bytes_allocated
+from parallel import MAX
+from skip import not_finite
+
 PLOTS = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")
 
 
+# -----------------------------------------------------------------------------
+# time
+
 class Stopwatch:
-    """Marks on the device's own time line: events on a GPU (a host clock would time
-    launches), the clock on a CPU."""
+    """Points in time on the device: events on a GPU, where a host clock would time the launches; the host's
+    clock on a CPU."""
 
     def __init__(self, device):
         self.cpu, self.device = device.type == "cpu", device
 
     def mark(self):
+        """-> the point in time when the device has done what was launched so far."""
         if self.cpu:
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
@@ -32,29 +49,34 @@ class Stopwatch:
         return event
 
     def ms(self, begin, end):
+        """-> milliseconds between two marks. Waits until the device has reached the second."""
         if self.cpu:
             return (end - begin) * 1e3
-        end.synchronize()  # sync point: a true time needs the work to be over
+        end.synchronize()  # sync point
         return begin.elapsed_time(end)
 
 
 class Clock:
-    """Mean milliseconds of a step, without the pauses (evaluation, saving)."""
+    """Mean milliseconds of a training step, without pauses (evaluation, saving)."""
 
     def __init__(self, device):
         self.watch, self.steps, self.samples, self.total = Stopwatch(device), 0, 0, 0.0
         self.resume()
 
     def resume(self):
-        self.began = self.watch.mark()
+        self.started = self.watch.mark()
 
     def pause(self):
         end = self.watch.mark()
-        self.total += self.watch.ms(self.began, end)
-        self.began = end
+        self.total += self.watch.ms(self.started, end)
+        self.started = end
+
+    def count(self, samples):
+        """A step of so many sequences was computed."""
+        self.steps, self.samples = self.steps + 1, self.samples + samples
 
     def per_step(self):
-        """-> mean ms per step since the last call, and start anew."""
+        """-> mean ms per step since the last call; all counts start again at zero."""
         self.pause()
         ms = self.total / max(1, self.steps)
         self.steps, self.samples, self.total = 0, 0, 0.0
@@ -62,8 +84,8 @@ class Clock:
 
 
 class Timers:
-    """--timers: milliseconds per step in each phase. forward holds param_gather; pipeline is the
-    wait for neighbours."""
+    """--timers: milliseconds per step in each phase: with timers("forward"): ... The time of forward contains
+    that of param_gather; pipeline is the time spent waiting for neighbouring stages."""
     PHASES = ("data", "forward", "backward", "pipeline", "grad_sync", "norm", "optimizer", "param_gather")
 
     def __init__(self, device, on):
@@ -79,8 +101,8 @@ class Timers:
         yield
         self.spans.append((phase, begin, self.watch.mark()))
 
-    def read(self, steps):
-        """-> [ms per step of each of PHASES], and start anew."""
+    def per_step(self, steps):
+        """-> [ms per step of each of PHASES] since the last call, in which `steps` steps were computed."""
         total = dict.fromkeys(self.PHASES, 0.0)
         for phase, begin, end in self.spans:
             total[phase] += self.watch.ms(begin, end) / max(1, steps)
@@ -88,13 +110,70 @@ class Timers:
         return list(total.values())
 
 
-def peak_flops(device):
-    """-> the chip's dense bf16 FLOP/s, or None when it is not in the table."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for chip, peak in PEAK.items() if chip in name), None)
+def phase_times(timers, steps, mesh):
+    """-> {t_PHASE: ms per step of the slowest rank}, empty without --timers. Collective over the world."""
+    if not timers.on:
+        return {}
+    ms = torch.tensor(timers.per_step(steps))
+    mesh.world.all_reduce(ms, MAX)  # one number per phase on the host, over the world
+    return {f"t_{phase}": t for phase, t in zip(timers.PHASES, ms.tolist(), strict=True)}
 
+
+# -----------------------------------------------------------------------------
+# the numbers of a step
+
+def metrics_row(cfg, world, state, batch, lr, stats, reason, clock, vocab_size):
+    """-> (a row of metrics.jsonl, steps since the row before). Collective over the world.
+
+    stats: the step's (loss, grad_norm, num_zeros, param_norm), () fp64 each; None if its range is skipped.
+    reason: why the step was not taken, or None; the loss of such a step is not logged. clock: a Clock."""
+    steps, samples, ms = clock.steps, clock.samples, clock.per_step()
+    row = {"step": state.step, "tokens": state.samples * cfg.seq_len, "samples": state.samples,
+           "global_batch": batch, "lr": lr, "skipped": state.skipped,
+           "nan_steps": state.nan_steps, "skip_reason": "range" if stats is None else reason}
+    if stats is not None and reason is None:
+        loss, grad_norm, num_zeros, param_norm = torch.stack(tuple(stats)).tolist()  # sync point
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            row.update(loss=loss, grad_norm=grad_norm, param_norm=param_norm, num_zeros=int(num_zeros))
+        else:
+            row.update(skip_reason=not_finite(loss, grad_norm))
+    if steps:
+        batch = samples / steps  # the mean since the row before: the batch may grow
+        per_gpu = batch * cfg.seq_len / ms * 1e3 / world.size  # tokens per second
+        flops, causal = (per_gpu * f for f in flops_per_token(cfg, vocab_size))
+        peak = peak_flops(world.device)
+        row.update(ms=ms, ms_per_sample=ms / batch, tok_s=per_gpu * world.size, tok_s_gpu=per_gpu,
+                   tflops=flops / 1e12, tflops_causal=causal / 1e12, mfu=flops / peak if peak else None)
+    if world.device.type == "cuda":
+        memory = torch.tensor((torch.cuda.max_memory_reserved() + bytes_allocated()) / 2**30)
+        world.axis.all_reduce(memory, MAX)  # one number on the host, over the world
+        row["mem_gb"] = memory.item()
+    return row, steps
+
+
+def expert_metrics(layers):
+    """{layer: {load, dropped, aux, z, entropy}} -> their keys of metrics.jsonl: means over the layers, and
+    the load of the busiest expert of any layer (1.0 is balanced)."""
+    def mean(key):
+        return sum(layer[key] for layer in layers.values()) / len(layers)
+    busiest = max(max(layer["load"]) * len(layer["load"]) for layer in layers.values())
+    return {"aux_loss": mean("aux"), "z_loss": mean("z"), "dropped": mean("dropped"),
+            "expert_load_max": busiest}
+
+
+def report_traffic(predicted, sent):
+    """Print the bytes that this rank sent in the first step, by axis: predicted, and as its collectives
+    counted them (Axis.sent). Both {axis name: bytes}."""
+    if predicted:
+        print("comm per step, MB sent by rank 0, predicted / measured: " + ", ".join(
+            f"{axis} {predicted[axis] / 1e6:.4g} / {sent[axis] / 1e6:.4g}" for axis in predicted), flush=True)
+
+
+# -----------------------------------------------------------------------------
+# the files
 
 def git_revision():
+    """-> the commit of this code, with -dirty where files differ from it; "unknown" outside of git."""
     try:
         here = Path(__file__).parent
         rev = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True,
@@ -103,24 +182,58 @@ def git_revision():
                                text=True).stdout
         return rev.strip() + ("-dirty" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"  # no git here: the run is as good
+        return "unknown"
 
 
 def warn(text):
-    print(f"nanoshard: {' '.join(text.split()) if len(text) < 500 else text}", file=sys.stderr, flush=True)
+    """One line on stderr, whatever the text contains."""
+    print("nanoshard: " + " ".join(text.split()), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def going_on(what, errors=OSError):
-    """A full disk or a vanished directory costs what was to be written there, not the run."""
+def best_effort(what, errors=OSError):
+    """Run the body; a full disk or a missing directory costs what it writes, not the run."""
     try:
         yield
     except errors as e:
         warn(f"{what}: {e}; going on without it")
 
 
+def make_log(cfg, mesh, world, out, state, vocab_size):
+    """-> the Log of rank 0. Also copies the tokenizer, so that sample.py needs only the run's directory."""
+    config = {**dataclasses.asdict(cfg), "vocab_size_used": vocab_size, "git": git_revision(),
+              "argv": sys.argv, "world": world.size, "launcher": world.launcher, "dp": mesh.dp.size,
+              "torch": torch.__version__}
+    log = Log(out, config, state.step, cfg.wandb)
+    if cfg.data != "synthetic":
+        folder = Path(first_folder(cfg.data))
+        for name in ("meta.json", "tokenizer.json"):
+            if (folder / name).exists():
+                shutil.copy(folder / name, out / name)
+    return log
+
+
+def started(cfg, model, resumed, batch, n_samples, skip):
+    """Print what begins. resumed: path of the checkpoint or None; batch: sequences per step, after the ramp;
+    n_samples: of the training data; skip: the steps to skip."""
+    n, mesh = sum(p.numel() for p in model.parameters()), model.mesh
+    how = f"resumed {resumed}" if resumed else "started"
+    print(f"{how}: {n:,} parameters on this rank, dp {mesh.dp.size} "
+          f"tp {cfg.tp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}, {batch} x {cfg.seq_len} tokens per step, "
+          f"{n_samples:,} training samples" + f", skipping steps {skip}" * bool(skip.pairs), flush=True)
+
+
+def farewell(outcome, stop_reason, step, out, saved):
+    """Print how the run ended and what is in its directory. saved: step of the last checkpoint, or 0."""
+    how = {Outcome.STOPPED: f"stopped by {stop_reason}", Outcome.GAVE_UP: "gave up",
+           Outcome.REPLICAS_DIFFER: "gave up"}.get(outcome, "done")
+    print(f"{how} after step {step}: {out}/ holds metrics.jsonl, loss.txt, config.json"
+          + (f", step_{saved:06d}" if saved else ""), flush=True)
+
+
 class Log:
-    """metrics.jsonl and the printed line. resumed: completed steps of a resumed run; later rows are cut."""
+    """metrics.jsonl, experts.jsonl and the printed line. resumed: completed steps of the checkpoint that the
+    run goes on from; rows of later steps are removed, because they will be written again."""
 
     def __init__(self, out, config, resumed=0, wandb="off"):
         self.out = Path(out)
@@ -128,12 +241,11 @@ class Log:
         (self.out / "config.json").write_text(json.dumps(config, indent=1))
         path = self.out / "metrics.jsonl"
         rows = self.rows() if resumed and path.exists() else []
-        kept = [r for r in rows if r["step"] <= resumed]
-        aside = path.with_suffix(".part")
-        aside.write_text("".join(json.dumps(r) + "\n" for r in kept))
-        os.replace(aside, path)
+        part = path.with_suffix(".part")
+        part.write_text("".join(json.dumps(r) + "\n" for r in rows if r["step"] <= resumed))
+        os.replace(part, path)
         self.file, self.backlog = open(path, "ab", buffering=0), b""
-        self.loads = None  # the last step's experts
+        self.last_experts = None
         path = self.out / "experts.jsonl"
         if path.exists():
             lines = [x for x in path.read_text().splitlines() if resumed and json.loads(x)["step"] <= resumed]
@@ -142,34 +254,36 @@ class Log:
         sys.stdout.reconfigure(errors="replace")  # plots are unicode; an ascii terminal gets question marks
 
     def rows(self):
+        """-> the rows of metrics.jsonl, without a last one that a kill or a full disk cut short."""
         rows = []
         for text in (self.out / "metrics.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError):  # a kill, or a full disk, in the middle of a row
+            with contextlib.suppress(ValueError):
                 rows.append(json.loads(text))
         return rows
 
     def row(self, **values):
-        """One logged step. Keys that are None do not apply and are left out."""
+        """Write and print one logged step. A key whose value is None does not apply and is left out."""
         values = {k: v for k, v in values.items() if v is not None}
         self.backlog += (json.dumps(values) + "\n").encode()
         try:
-            while self.backlog:  # unbuffered: what was not written is still here, and goes with the next row
+            while self.backlog:  # unbuffered: bytes that were not written stay here and go with the next row
                 self.backlog = self.backlog[self.file.write(self.backlog):]
         except OSError as e:
             warn(f"{self.out}/metrics.jsonl: {e}; its rows wait in memory")
-        print(line(values), flush=True)
+        print(format_row(values), flush=True)
         if self.wandb is not None:
             try:
                 self.wandb.log(values, step=values["step"])
-            except Exception as e:  # an outage of wandb never stops a run
+            except Exception as e:  # an outage of wandb must not stop a run
                 warn(f"wandb: {e}; going on without it")
                 self.wandb = None
 
     def experts(self, step, layers):
-        """experts.jsonl: per layer the load of every expert, dropped fraction, aux, z and router entropy."""
-        with going_on(self.out / "experts.jsonl"), open(self.out / "experts.jsonl", "a") as f:
+        """Write experts.jsonl: per layer the load of every expert, fraction dropped, aux, z and the router's
+        entropy."""
+        with best_effort(self.out / "experts.jsonl"), open(self.out / "experts.jsonl", "a") as f:
             f.write(json.dumps({"step": step, "layers": layers}) + "\n")
-        self.loads = layers
+        self.last_experts = layers
 
     def _wandb(self, mode, config):
         try:
@@ -180,29 +294,30 @@ class Log:
             warn(f"wandb: {e}; going on without it")
             return None
 
-    def close(self, draw):
-        """Write the plots and the experts' bars as text files; draw (--plot): print the loss and the bars."""
+    def close(self, show):
+        """Write the plots and the experts' loads as text files. show (--plot): also print loss and loads."""
         if self.backlog:
-            warn(f"{self.out}/metrics.jsonl is not whole; its last rows:\n{self.backlog.decode()}")
+            warn(f"{self.out}/metrics.jsonl is not complete; its last rows:")
+            print(self.backlog.decode(), file=sys.stderr, flush=True)
         self.file.close()
         if self.wandb is not None:
-            with going_on("wandb", Exception):
+            with best_effort("wandb", Exception):
                 self.wandb.finish()
-        if self.loads is not None:
-            text = load_bars(self.loads)
-            if draw:
+        if self.last_experts is not None:
+            text = load_bars(self.last_experts)
+            if show:
                 print(text, flush=True)
-            with going_on(self.out / "expert_load.txt"):
+            with best_effort(self.out / "expert_load.txt"):
                 (self.out / "expert_load.txt").write_text(text + "\n", encoding="utf-8")
         try:
-            with going_on(f"plots in {self.out}"):
-                plots(self.rows(), self.out, draw)
+            with best_effort(f"plots in {self.out}"):
+                plots(self.rows(), self.out, show)
         except ImportError:
             print("plotext is not installed: no plots (pip install 'plotext<6')", flush=True)
 
 
-def line(r):
-    """The readable form of a row."""
+def format_row(r):
+    """A row of metrics.jsonl -> the printed line."""
     s = f"step={r['step']}"
     if "loss" in r:
         s += f" loss={r['loss']:.4f}"
@@ -226,17 +341,11 @@ def line(r):
     return s + (f" | ms: {timers}" if timers else "")
 
 
-def expert_keys(layers):
-    """{layer: {load, dropped, aux, z, entropy}} summed up for metrics.jsonl: means, and the heaviest load."""
-    def mean(key):
-        return sum(layer[key] for layer in layers.values()) / len(layers)
-    heaviest = max(max(layer["load"]) * len(layer["load"]) for layer in layers.values())
-    return {"aux_loss": mean("aux"), "z_loss": mean("z"), "dropped": mean("dropped"),
-            "expert_load_max": heaviest}
-
+# -----------------------------------------------------------------------------
+# plots and profiles
 
 def load_bars(layers, width=40):
-    """One bar per expert: its share of all layers' routed copies (1.00 is balanced), the heaviest layer's."""
+    """-> one bar per expert: its rows over the balanced number, the mean over layers and the largest."""
     loads = [layer["load"] for layer in layers.values()]  # L x E
     E = len(loads[0])
     mean = [sum(load[e] for load in loads) / len(loads) * E for e in range(E)]
@@ -247,8 +356,8 @@ def load_bars(layers, width=40):
     return "\n".join(["expert load, 1.00 is balanced", *bars])
 
 
-def plots(rows, out, draw):
-    """OUT/loss.txt and one file per other metric; the loss also in the terminal."""
+def plots(rows, out, show):
+    """Write OUT/loss.txt and a file for each other metric of PLOTS. show: print the loss, too."""
     import plotext as plt
     for name in PLOTS:
         points = [(r["step"], r[name]) for r in rows if name in r and math.isfinite(r[name])]
@@ -265,11 +374,12 @@ def plots(rows, out, draw):
         plt.xlabel("step")
         text = plt.uncolorize(plt.build())
         (out / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
-        if name == "loss" and draw:
+        if name == "loss" and show:
             print(text, flush=True)
 
 
 def start_profile(on):
+    """--profile: -> a running pyinstrument profiler, or None."""
     if not on:
         return None
     try:
@@ -283,14 +393,17 @@ def start_profile(on):
 
 
 def end_profile(profiler, out):
+    """Write what start_profile() began: OUT/profile.html and profile.txt."""
     if profiler is not None:
         profiler.stop()
-        with going_on(out / "profile.html"):
+        with best_effort(out / "profile.html"):
             (out / "profile.html").write_text(profiler.output_html())
             (out / "profile.txt").write_text(profiler.output_text(unicode=False, color=False))
 
 
 def tracer(on, out):
+    """--trace: -> torch's profiler over steps 3 to 5, as a context; call its step() after every step. It
+    writes OUT/trace.json. Without --trace the context yields None."""
     if not on:
         return contextlib.nullcontext()
     from torch.profiler import profile, schedule

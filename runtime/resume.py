@@ -1,0 +1,395 @@
+"""What a run needs to go on after it was stopped: its state, its parts of the weights, and who writes them.
+
+    shards                            the part of weights and Adam moments that this rank saves and loads
+    State, save, load                 where the run is; checkpoint.py knows only tensors and their names
+    prepare_out_dir, find_checkpoint  the directory of the run, and which checkpoint in it is used
+    upcycle                           --init-from: start experts from a dense model
+    Saver                             writes checkpoints in the background
+"""
+import dataclasses
+import math
+import os
+import secrets
+import shutil
+import sys
+import threading
+import time
+import zlib
+from pathlib import Path
+
+import torch
+
+import checkpoint
+from config import Outcome, pad_vocab
+from parallel import Axis
+from runtime.launch import exit_together
+from runtime.log import warn
+from runtime.watch import checksum
+from skip import Ranges
+
+# -----------------------------------------------------------------------------
+# this rank's part of the tensors
+
+def shards(dp, opt, vectors=None, owned_only=True):
+    """-> [(name, view, full shape, offset)]: this rank's rectangles of the weights and Adam moments, or of
+    the given {prefix: a slice per bucket}. The views share memory with the optimizer: filling them loads.
+
+    owned_only: leave out what another rank saves; over all ranks every element is then there once.
+    The optimizer's slices are runs of flat buckets; checkpoint.rectangles cuts a run into rectangles."""
+    if vectors is None:
+        state = [opt.adam.state[m] for m in opt.masters]
+        vectors = {"": opt.masters, **{f"{k}/": [s[k] for s in state] for k in ("exp_avg", "exp_avg_sq")}}
+    out = []
+    for prefix, slices in vectors.items():
+        for b, own in zip(dp.buckets, slices, strict=True):
+            for name, p, start in zip(b.names, b.params, b.starts, strict=True):
+                if owned_only and b.shards == 1 and zlib.crc32(name.encode()) % b.axis.size != b.axis.rank:
+                    continue  # every replica holds it whole: a hash of the name chooses the one that saves it
+                low, high = max(start, b.shard.start), min(start + p.numel(), b.shard.stop)
+                for offset, size in checkpoint.rectangles(p.shape, low - start, high - start):
+                    n = math.prod(size)
+                    where = tuple(o + q for o, q in zip(offset, p.offset, strict=True))
+                    out.append((prefix + name, own[low - b.shard.start:][:n].view(size), p.full_shape, where))
+                    low += n
+    if "" in vectors and vectors[""] is opt.masters:  # the routers' biases: not trained, but state
+        for name, t in dp.buffers.items():
+            if not owned_only or zlib.crc32(name.encode()) % dp.mesh.stage.size == dp.mesh.stage.rank:
+                out.append((name, t, tuple(t.shape), (0,) * t.ndim))
+    return out
+
+
+def dump_grads(path, mesh, dp, opt, vocab_size):
+    """--dump-grads: write one safetensors file with NAME, the weight before the update, and grad/NAME, the
+    reduced, unclipped gradient, both at full size without padding. Collective over the world."""
+    vectors = {"": opt.masters, "grad/": [opt.unscale(g.to(m.dtype)) for m, g in
+                                          zip(opt.masters, opt.grads, strict=True)]}
+    parts, rank, ranks = Path(path).with_suffix(".parts"), mesh.world.rank, mesh.world.size
+    done = checkpoint.save(parts, 1, rank, ranks, shards(dp, opt, vectors), {}, run_id=run_id(mesh.world))
+    if rank == 0:
+        from safetensors.torch import save_file
+        full = checkpoint.full_tensors(done)
+        for name, t in full.items():
+            if name.split("/")[-1] in ("wte.weight", "head.weight") and t.size(0) == pad_vocab(vocab_size):
+                full[name] = t[:vocab_size].contiguous()
+        save_file(full, path)
+        shutil.rmtree(parts)
+
+
+# -----------------------------------------------------------------------------
+# where the run is
+
+@dataclasses.dataclass
+class State:
+    """Where the run is. Data order, learning rate and randomness are functions of these numbers and the
+    flags, so nothing else has to be saved beside the tensors."""
+    step: int = 0       # completed steps, skipped ones included
+    samples: int = 0    # sequences consumed
+    skipped: int = 0    # steps skipped: asked for by --train-range-to-skip, and spikes
+    nan_steps: int = 0  # steps not taken because loss or gradient norm was not finite
+    data: str = ""      # identity of the token files
+    skip: list = dataclasses.field(default_factory=list)  # ends of the ranges to skip
+    # [(loss, gradient norm)] of the last accepted steps
+    window: list = dataclasses.field(default_factory=list)
+    streak: int = 0     # steps in a row that were not taken: spikes and non-finite ones
+
+
+# flags that fix the names and shapes of the tensors: a checkpoint can be loaded only where they are equal
+SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "norm", "mlp", "pos", "bias",
+         "tied", "n_experts", "n_shared_experts")
+
+
+def save(cfg, mesh, dp, opt, saver, state):
+    """Start to write step_N/, every rank its part; saver.wait() says whether it was committed."""
+    meta = {**dataclasses.asdict(state), "seed": cfg.seed, "adam_t": int(opt.adam_t()),
+            "scaler": opt.scaler(), "world": mesh.world.size, "shape": {k: getattr(cfg, k) for k in SHAPE}}
+    opt.snapshot_done = saver.start(state.step, shards(dp, opt), meta)
+
+
+def check_shape(cfg, path, shape, may_differ=()):
+    """ValueError, with the flag to give, where the checkpoint's model has another shape than cfg's."""
+    for key, there in shape.items():
+        if there != getattr(cfg, key) and key not in may_differ:
+            flag = key.replace("_", "-")
+            raise ValueError(f"checkpoint {path} has {flag} {there}, the flags say {getattr(cfg, key)}; "
+                             f"give --{flag} {there}")
+
+
+def load(cfg, dp, opt, path, data_id):
+    """Fill weights, Adam moments and counters from a checkpoint of any layout -> State. ValueError: the
+    checkpoint belongs to another model or to other data."""
+    index = checkpoint.read_index(path)
+    meta = index["meta"]
+    if "shape" not in meta:
+        raise ValueError(f"checkpoint {path} holds no state of a run; give a step_N of an --out directory")
+    check_shape(cfg, path, meta["shape"])
+    if meta["data"] != data_id:
+        raise ValueError(f"checkpoint {path} was trained on other data ({meta['data']}) than --data holds "
+                         f"({data_id}); give its --data, or start a new --out")
+    checkpoint.load(path, shards(dp, opt, owned_only=False), index)
+    opt.set_adam_t(meta["adam_t"])
+    opt.set_scaler(meta["scaler"])
+    opt.masters_to_model()
+    return State(**{f.name: meta[f.name] for f in dataclasses.fields(State) if f.name in meta})
+
+
+# -----------------------------------------------------------------------------
+# the directory of the run, and the checkpoint to start from
+
+def run_id(axis):
+    """-> a short random word, the same on all ranks of the axis and on no other run's. Collective."""
+    # from the system's randomness: the run's own generators must not advance
+    return axis.broadcast_object(secrets.token_hex(4))  # one short string from the first rank to all
+
+
+def prepare_out_dir(cfg, world, out):
+    """Make --out ready: remove what a killed save left behind; with --resume none, rename the directory of an
+    older run. Collective over the world."""
+    with exit_together(world):
+        if world.rank == 0:
+            checkpoint.recover(out)
+            if cfg.resume == "none" and ((out / "metrics.jsonl").exists() or checkpoint.steps(out)):
+                names = (out.with_name(f"{out.name}.{i}") for i in range(1, 10**6))
+                backup = next(p for p in names if not p.exists())
+                os.rename(out, backup)
+                print(f"{out} held another run: it is now {backup} (--resume auto goes on)", flush=True)
+
+
+def find_checkpoint(cfg, world, out):
+    """-> path of the checkpoint that --resume asks for, the same on all ranks, or None to start at step 0.
+    Every rank verifies its share of the checksums. A damaged checkpoint is named, and with --resume auto the
+    one before it is tried. Checkpoints of later steps are renamed. Collective over the world."""
+    if cfg.resume == "none":
+        return None
+    paths = found = damage = None
+    with exit_together(world):
+        if world.rank == 0:
+            paths = checkpoint.steps(out) if cfg.resume == "auto" else [Path(cfg.resume)]
+            if cfg.resume != "auto":
+                checkpoint.read_index(cfg.resume)  # a path that does not exist: say so before all wait for it
+    paths = world.axis.broadcast_object(paths)  # a few paths from rank 0, over the world
+    for path in paths:
+        reports = world.axis.gather_objects(checkpoint.damage(path, world.rank, world.size))
+        damage = next((r for r in reports if r), None)  # of one short string per rank, over the world
+        if damage is None:
+            found = path
+            break
+        if world.rank == 0 and path != paths[-1]:
+            print(f"nanoshard: {damage}; trying the one before it", file=sys.stderr, flush=True)
+    with exit_together(world):
+        if paths and found is None:
+            hint = f"; no other in {out} is sound, --resume none starts a new run"
+            raise ValueError(damage + hint * (cfg.resume == "auto"))
+        if world.rank == 0 and found is not None:
+            moved = checkpoint.archive_later(out, checkpoint.read_index(found)["step"])
+            if moved:
+                print(f"going on from {found}: later checkpoints are now {', '.join(moved)}", flush=True)
+    return found
+
+
+def start_from(found, cfg, model, dp, opt, data_id):
+    """Go on from the checkpoint `found`, or start with equal replicas (found None; with --init-from, as a
+    dense checkpoint) -> (State, skip.Ranges). Collective over the world; ValueError: the checkpoint does not
+    fit."""
+    is_main, skip = model.mesh.world.rank == 0, Ranges(cfg.train_range_to_skip)
+    if found is None:
+        broadcast_and_verify(model)
+        opt.masters_from_model()
+        if cfg.init_from:
+            said = upcycle(model, opt, cfg.init_from)
+            print(said if is_main else "", end="\n" * is_main, flush=True)
+        state = State(data=data_id)
+    else:
+        state = load(cfg, dp, opt, found, data_id)
+        warning = skip.too_late(state.step, Ranges(state.skip))
+        if is_main and warning:
+            print(warning, file=sys.stderr, flush=True)
+        skip = Ranges([*skip.ends(), *state.skip])  # a resume inside a range goes on skipping it
+    state.skip = skip.ends()
+    return state, skip
+
+
+@torch.no_grad()
+def broadcast_and_verify(model):
+    """Replicas start equal: the first rank that holds a parameter sends it, then each checks its own."""
+    for name, p in model.named_parameters():
+        axis = getattr(model.mesh, p.reduce)
+        if axis.size == 1:
+            continue
+        axis.broadcast(p.data)  # one parameter, first replica to all, over its reduction axis
+        mine = checksum(p).view(1, 2)
+        for rank, theirs in zip(axis.ranks, axis.all_gather(mine), strict=True):  # two int64, over the axis
+            assert torch.equal(theirs, mine[0]), f"{name} on rank {rank} differs after the broadcast"
+
+
+def upcycle(model, opt, path):
+    """--init-from: load a dense checkpoint's weights, its MLP into every expert; routers keep their random
+    start (sparse upcycling, arXiv:2212.05055). -> one line that says so. ValueError: the shapes differ."""
+    world = model.mesh.world
+    index = checkpoint.check(path, world.rank, world.size)  # each rank verifies its share of the checksums
+    shape, cfg = index["meta"].get("shape"), model.cfg
+    if not shape or shape["n_experts"] or shape["bias"]:
+        raise ValueError(f"--init-from {path} is not a run of a dense model without bias: n-experts must be "
+                         "0 there, and experts have no biases to take theirs")
+    check_shape(cfg, path, shape, ("n_experts", "n_shared_experts", *["seq_len"] * (cfg.pos == "rope")))
+    requested, copied, buckets = [], 0, list(zip(opt.masters, opt.dp.buckets, strict=True))
+    weights = [b.flat.to(m.dtype) for m, b in buckets]  # a copy of the model in the masters' precision
+    for w, (m, b) in zip(weights, buckets, strict=True):
+        w[b.shard].copy_(m)
+        for name, p, start in zip(b.names, b.params, b.starts, strict=True):
+            own = w[start:start + p.numel()].view_as(p)
+            if p.expert:
+                dense = name.replace(".moe.", ".mlp.") + ".weight"
+                requested += [(dense, own[i], p.full_shape[1:], (0, 0)) for i in range(p.size(0))]
+                copied += 1
+            elif ".moe." not in name:
+                requested.append((name, own, p.full_shape, p.offset))
+    checkpoint.load(path, requested, index)
+    with torch.no_grad():
+        for w, (m, b) in zip(weights, buckets, strict=True):
+            b.flat.copy_(w), m.copy_(w[b.shard])
+    return (f"upcycled {path}: each of {cfg.n_experts} experts starts as that model's MLP "
+            f"({copied} expert matrices on this rank), routers start fresh")
+
+
+# -----------------------------------------------------------------------------
+# saving in the background
+#
+#     start()   main thread: wait for the save before, copy the shards to host buffers, start the thread
+#     thread    writes rank_R.safetensors; rank 0's waits for all ranks' files, then renames the directory
+#     wait()    main thread: join, and learn whether all ranks succeeded; before the next save and at the end
+#
+# the checkpoint holds the values at start(): on a GPU the copy runs on its own stream beside the next forward
+# and backward, and the optimizer waits for it before its update. the thread calls no collective: those of two
+# threads would get mixed up. a save that fails leaves older checkpoints as they are, and training goes on
+
+MAX_FAILURES = 3  # failed saves in a row that end the run
+
+
+class Saver:
+    """root: the run's directory. axis: all ranks, each of which saves its part; None: this rank alone. keep:
+    newest checkpoints to keep, 0 for all. timeout: seconds to wait for another rank's part. run_id: see
+    run_id()."""
+
+    def __init__(self, root, axis=None, keep=0, timeout=600.0, run_id="0"):
+        self.root, self.axis, self.run_id = Path(root), axis or Axis("world"), run_id
+        self.keep, self.timeout = keep, timeout
+        self.host, self.job, self.failures = HostBuffers(), None, 0
+        self.saved, self.seconds = 0, 0.0  # step of the last save that was committed; the longest save so far
+
+    def start(self, step, shards, meta):
+        """Start to save; arguments as of checkpoint.save -> event after which the tensors may change (None:
+        now)."""
+        self.wait()
+        copies, copied = self.host.copy(shards)
+        self.job = Job(self, step, copies, copied, meta)
+        return copied
+
+    def wait(self):
+        """Wait for the save that is under way on all ranks -> False if it failed. SystemExit(1) after
+        MAX_FAILURES failures in a row. Collective over the axis."""
+        if self.job is None:
+            return True
+        job = self.job
+        job.part_done.wait()
+        # one integer, over the axis: if a part will never come, rank 0's thread need not wait for it
+        job.stop = self.axis.any(job.error is not None)
+        job.thread.join()
+        self.job = None
+        failed = self.axis.any(job.error is not None)  # one integer, over the axis: rank 0's commit too
+        if not failed:
+            self.failures, self.saved, self.seconds = 0, job.step, max(self.seconds, job.seconds)
+            return True
+        if self.axis.rank == 0:
+            shutil.rmtree(job.tmp, ignore_errors=True)
+        self.failures += 1
+        if self.failures == MAX_FAILURES:
+            if self.axis.rank == 0:
+                warn(f"{MAX_FAILURES} saves in a row failed, the last at step {job.step}, and the run ends; "
+                     f"{self.newest()}; free space or repair the directory, then --resume auto")
+            raise SystemExit(Outcome.FAILED)
+        return False
+
+    def newest(self):
+        path = next(iter(checkpoint.steps(self.root)), None)
+        return f"the newest checkpoint is {path}" if path else f"{self.root} holds no checkpoint yet"
+
+
+class Job:
+    """One save of one rank, in a thread. copied: event after which the copies are complete, or None."""
+
+    def __init__(self, saver, step, copies, copied, meta):
+        self.saver, self.step, self.copies, self.copied, self.meta = saver, step, copies, copied, meta
+        self.tmp = saver.root / f"step_{step:06d}.{saver.run_id}.tmp"
+        self.part_done, self.error, self.stop, self.seconds = threading.Event(), None, False, 0.0
+        self.thread = threading.Thread(target=self.run, name="saver", daemon=True)
+        self.thread.start()
+
+    def run(self):
+        started, s = time.monotonic(), self.saver
+        try:
+            if self.copied is not None:
+                self.copied.synchronize()
+            checkpoint.write_part(self.tmp, s.axis.rank, self.copies)
+            self.part_done.set()
+            if s.axis.rank == 0:
+                checkpoint.commit(self.tmp, self.step, s.axis.size, self.meta, s.timeout, lambda: self.stop)
+        except Exception as e:  # any exception: wait() must learn of it
+            self.error = e
+            self.report()
+        self.part_done.set()
+        if s.axis.rank == 0 and s.keep and self.error is None:
+            try:
+                checkpoint.prune(s.root, s.keep)
+            except OSError as e:  # one checkpoint too many: the save itself is good
+                warn(f"an old checkpoint could not be removed: {e}")
+        self.seconds = time.monotonic() - started
+
+    def report(self):
+        """Print one line from one rank: the first that creates the file `failed`; if none can, rank 0."""
+        try:
+            (self.tmp / "failed").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        except OSError:
+            if self.saver.axis.rank:
+                return
+        warn(f"step {self.step} was not saved: {self.error} (rank {self.saver.axis.rank}); "
+             f"training goes on, {self.saver.newest()}")
+
+
+class HostBuffers:
+    """Host memory for one rank's shards, allocated once and used by every save. Pinned for a GPU's copies."""
+    CHUNK = 1 << 30  # bytes; torch's pinned allocator rounds up to a power of two, so allocate powers of two
+    free_bytes = 0  # in the last chunk
+
+    def __init__(self):
+        self.buffers, self.stream = {}, None
+
+    def copy(self, shards):
+        """[(name, tensor, full shape, offset)] -> (the same with copies, event: the tensors may change)."""
+        cuda = any(t.is_cuda for _, t, _, _ in shards)
+        if not cuda:
+            return [(n, self.buffer(i, t).copy_(t), *place) for i, (n, t, *place) in enumerate(shards)], None
+        self.stream = self.stream or torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())  # the step's update comes first
+        with torch.cuda.stream(self.stream):
+            copies = [(n, self.buffer(i, t).copy_(t, non_blocking=True), *place)
+                      for i, (n, t, *place) in enumerate(shards)]
+            return copies, self.stream.record_event()
+
+    def buffer(self, i, t):
+        """-> the host tensor for shard i, of t's shape and dtype."""
+        if i not in self.buffers or self.buffers[i].shape != t.shape or self.buffers[i].dtype != t.dtype:
+            self.buffers[i] = self.alloc(t.numel() * t.element_size(), t.is_cuda).view(t.dtype).view(t.shape)
+        return self.buffers[i]
+
+    def alloc(self, n, pinned):
+        """-> (n,) uint8, aligned to 64 bytes; pinned memory comes in chunks."""
+        if not pinned:
+            return torch.empty(n, dtype=torch.uint8)
+        if n > self.free_bytes:
+            self.chunk = torch.empty(max(n, self.CHUNK), dtype=torch.uint8, pin_memory=True)
+            self.free_bytes = self.chunk.numel()
+        at = self.chunk.numel() - self.free_bytes
+        self.free_bytes = max(0, self.free_bytes - -(-n // 64) * 64)
+        return self.chunk[at:at + n]
