@@ -4,25 +4,34 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 import checkpoint
 import config
 from corpus import tokenizer
 
+RunDir = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN_DIR")]]
+
 
 @dataclass(frozen=True)
 class Flags:
-    run: str  # directory of a run, or one of its step_N
+    """The command line of sample.py."""
+    run_dir: RunDir  # directory of a run of train.py, or one of its step_N
     prompt: str = "\n"  # text to continue
     max_new_tokens: int = 200  # tokens to add
-    temperature: float = 0.8  # 0 takes the likeliest token
+    temperature: float = 0.8  # below 1 favours likely tokens; 0 always takes the likeliest
     top_k: int = 50  # keep the k likeliest tokens; 0 keeps all
-    seed: int = 1337  # of the draws
+    seed: int = 1337  # of the random draws
 
 
-def read(run):
-    """-> (Config, vocabulary size, checkpoint, run directory). ValueError, OSError: nothing sound to read."""
-    run = Path(run)
+def read_run(run_dir):
+    """A run or one of its checkpoints -> (Config, vocabulary size, checkpoint.Reader, directory of the run).
+
+    ValueError, OSError: no run, or no sound checkpoint.
+    """
+    run = Path(run_dir)
     step = run if run.name.startswith("step_") else None
     run = run.parent if step else run
     if not (run / "config.json").exists():
@@ -40,20 +49,11 @@ def read(run):
         raise ValueError(f"{run}/config.json is no run's ({e!r}); give train.py's --out") from None
 
 
-def main(argv=None):
-    import tyro
-    flags = tyro.cli(Flags, args=argv, prog="sample.py", description=__doc__,
-                     config=(tyro.conf.PositionalRequiredArgs,))
-    try:
-        cfg, vocab_size, weights, run = read(flags.run)
-        words = tokenizer.load(run)
-        prompt = words.encode(flags.prompt)
-    except (ValueError, OSError) as e:
-        print(f"nanoshard: {e}", file=sys.stderr)
-        raise SystemExit(2) from None
-    import torch  # after the cheap checks
+def load_model(cfg, vocab_size, weights):
+    """-> the whole model on this process's device, with the weights of a checkpoint.Reader."""
+    import torch  # not at the top: wrong input is found without the seconds that torch takes
 
-    from model import GPT, generate
+    from model import GPT
     from parallel import make_mesh
     from runtime.launch import World
     device = (torch.accelerator.current_accelerator() if torch.accelerator.is_available()
@@ -62,8 +62,20 @@ def main(argv=None):
         model = GPT(cfg, make_mesh(World()), vocab_size)
     for name, p in model.named_parameters():
         weights.fill(name, p.data, p.full_shape, p.offset)
-    print(words.decode(generate(model, prompt, flags.max_new_tokens, flags.temperature, flags.top_k,
-                                flags.seed)))
+    return model
+
+
+def main(argv=None):
+    """Print the prompt with its continuation. SystemExit(2) after one line on stderr: wrong input."""
+    with config.wrong_input():
+        flags = config.command_line(Flags, sys.argv[1:] if argv is None else argv, "sample.py", __doc__)
+        cfg, vocab_size, weights, run = read_run(flags.run_dir)
+        vocabulary = tokenizer.load(run)
+        prompt = vocabulary.encode(flags.prompt)
+    model = load_model(cfg, vocab_size, weights)
+    from pipeline import generate
+    ids = generate(model, prompt, flags.max_new_tokens, flags.temperature, flags.top_k, flags.seed)
+    print(vocabulary.decode(ids))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Text, archives, tokenizers, token files, and the order of samples."""
+"""From text to samples: readers, tokenizers, token files, and the order in which a run reads them."""

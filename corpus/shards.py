@@ -1,0 +1,425 @@
+"""Token files, and the order in which a run reads them.
+
+A data set is a folder: meta.json, tokenizer.json and shards train_00000.bin, val_00000.bin, ... Each shard is
+a header of 4096 bytes, then token ids as little-endian uint16 or uint32. The shards of a split form one
+stream, which is cut into windows of seq_len tokens: the samples. Sample i of a run is a pure function of
+(seed, i), so any number of ranks, and a resumed run, see the same samples.
+
+    1) the files       load_meta, open_shards, verify
+    2) random order    permute: a permutation without a table
+    3) samples         Tokens (one data set), Synthetic (no files)
+    4) blends          Blend: several data sets by weight, --data A:0.7,B:0.3
+    5) a run's data    open_data
+
+Errors are ValueError or OSError, and say which command repairs the data.
+"""
+
+import hashlib
+import json
+import struct
+from bisect import bisect_right
+from contextlib import suppress
+from fractions import Fraction
+from math import lcm
+from pathlib import Path
+
+import numpy as np
+
+SPLITS = ("train", "val")
+MAGIC, VERSION = b"nanoshrd", 1
+HEADER = struct.Struct("<8sIIQ")  # magic, version, bytes per token, number of tokens; zeros follow
+HEADER_BYTES = 4096  # a whole page, so that the tokens can be memory-mapped
+META_KEYS = ["version", "tokenizer", "tokenizer_sha256", "vocab_size", "dtype", "tokens", "eod", "shards"]
+MAX_PERIOD = 100_000  # entries of a blend's schedule at most; it takes 0.6 s to compute
+WEIGHT_STEPS = 10_000  # weights in proportion to the tokens are multiples of 1 / WEIGHT_STEPS
+
+
+# -----------------------------------------------------------------------------
+# 1) the files
+
+def pack_header(itemsize, tokens):
+    """-> the first 4096 bytes of a shard of `tokens` tokens of `itemsize` bytes each."""
+    return HEADER.pack(MAGIC, VERSION, itemsize, tokens).ljust(HEADER_BYTES, b"\0")
+
+
+def how_to_fix(folder, meta=None):
+    """-> the end of an error message: the command that makes the data again."""
+    name = "stdlib" if Path(folder).name == "stdlib" else f"FILE... --name {Path(folder).name}"
+    return f"make it with: {(meta or {}).get('command', f'python prepare.py {name}')}"
+
+
+def load_meta(folder):
+    """-> meta.json of one data set as a dict, its fields checked.
+
+    FileNotFoundError: no such data set. ValueError: damaged, another version, or train and val share a shard.
+    """
+    path = Path(folder) / "meta.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no prepared data (no meta.json); {how_to_fix(folder)}")
+    try:
+        meta = json.loads(path.read_bytes())
+        missing = [key for key in META_KEYS if key not in meta]
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"{path} is not valid json ({e}); {how_to_fix(folder)}") from e
+    if missing or meta["version"] != VERSION:
+        raise ValueError(f"{path} lacks {missing} or has not version {VERSION}; {how_to_fix(folder)}")
+    try:
+        shards = [s for split in SPLITS for s in meta["shards"][split] or [{}]]
+        valid = meta["dtype"] in ("uint16", "uint32") and meta["vocab_size"] > 0
+        for s in shards:
+            valid = valid and isinstance(s["file"], str) and isinstance(s["sha256"], str) and s["tokens"] > 0
+    except (KeyError, TypeError):
+        valid = False
+    if not valid:
+        raise ValueError(f"{path} has no valid vocab_size, dtype or shards of train and val;"
+                         f" {how_to_fix(folder)}")
+    train, val = ({s["sha256"] for s in meta["shards"][split]} for split in SPLITS)
+    if train & val:
+        raise ValueError(f"{path}: train and val have equal sha256 {min(train & val)[:9]}, expected different"
+                         f" text; {how_to_fix(folder, meta)}")
+    return meta
+
+
+def open_shards(folder, split, meta):
+    """-> the shards of `split` as memory-mapped arrays, (tokens of the shard,) uint16 or uint32 each.
+
+    FileNotFoundError, ValueError: files, headers and `meta` do not agree.
+    """
+    arrays, itemsize = [], np.dtype(meta["dtype"]).itemsize
+    for shard in meta["shards"][split]:
+        path = Path(folder) / shard["file"]
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing; {how_to_fix(folder, meta)}")
+        with open(path, "rb") as f:
+            found = HEADER.unpack(f.read(HEADER.size).ljust(HEADER.size, b"\0"))
+        expected = (MAGIC, VERSION, itemsize, shard["tokens"])
+        if found != expected:
+            raise ValueError(f"{path} has the header {found} (magic, version, bytes per token, tokens),"
+                             f" expected {expected}; {how_to_fix(folder, meta)}")
+        size, expected = path.stat().st_size, HEADER_BYTES + itemsize * shard["tokens"]
+        if size != expected:
+            raise ValueError(f"{path} has {size} bytes, expected {expected}; {how_to_fix(folder, meta)}")
+        # a plain array over the mapped memory: slicing it costs less than slicing a memmap
+        arrays.append(np.asarray(np.memmap(path, f"<u{itemsize}", "r", HEADER_BYTES)))
+    return arrays
+
+
+def verify(folder, cache=True):
+    """Compare the sha256 of the shards and the tokenizer with meta.json -> the number of files.
+
+    It reads 1-2 GB/s, so a run does it once per node. cache: a file whose size and mtime_ns are those of an
+    earlier success (folder/.verified.json) is not read again. ValueError, OSError: the first difference.
+    """
+    folder, meta = Path(folder), load_meta(folder)
+    expected = {s["file"]: s["sha256"] for split in SPLITS for s in meta["shards"][split]}
+    expected["tokenizer.json"] = meta["tokenizer_sha256"]
+    for name in expected:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name} is missing; {how_to_fix(folder, meta)}")
+    try:
+        seen = json.loads((folder / ".verified.json").read_bytes()) if cache else {}
+    except (OSError, ValueError):
+        seen = {}
+    good = {}
+    for name, sha in expected.items():
+        path = folder / name
+        good[name] = [path.stat().st_size, path.stat().st_mtime_ns, sha]
+        if seen.get(name) != good[name]:
+            with open(path, "rb") as f:
+                found = hashlib.file_digest(f, "sha256").hexdigest()
+            if found != sha:
+                raise ValueError(f"{path} has sha256 {found[:9]}, expected {sha[:9]};"
+                                 f" {how_to_fix(folder, meta)}")
+    with suppress(OSError):  # in a read-only folder the files are read each time
+        # written in place: a half-written cache is not valid json, and is then ignored
+        (folder / ".verified.json").write_text(json.dumps(good))
+    return len(expected)
+
+
+# -----------------------------------------------------------------------------
+# 2) random order
+
+def splitmix64(z):
+    """splitmix64's finaliser (Steele et al. 2014) on uint64: a permutation in which every bit of the input
+    changes about half of the output's bits."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def draw_keys(*what):
+    """-> (8,) uint64, random, a function of `what` (strings and numbers): the same on every machine."""
+    return np.frombuffer(hashlib.blake2b(repr(what).encode(), digest_size=64).digest(), "<u8")
+
+
+def permute(i, n, keys):
+    """Where a random permutation of [0, n) sends the numbers i, (m,) -> (m,) uint64. It needs no table.
+
+    keys: (rounds,) uint64. A Feistel network with one round per key permutes [0, 2^(2h)), the smallest such
+    range that holds [0, n). A result of n or more is sent through the network again until it is below n
+    (cycle walking, Black and Rogaway 2002): at most 4 passes on average.
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    out, todo = np.array(i, np.uint64), np.arange(len(i))
+    while len(todo):
+        left, right = out[todo] >> half, out[todo] & mask
+        for key in keys:
+            left, right = right, left ^ (splitmix64(right + key) & mask)
+        out[todo] = left << half | right
+        todo = todo[out[todo] >= n]
+    return out
+
+
+# -----------------------------------------------------------------------------
+# 3) samples
+
+def inputs_and_targets(windows):
+    """Token ids (n, T+1) -> x, y, (n, T) each: new int64 tensors, y one token ahead of x."""
+    import torch  # not at the top: prepare.py and its workers import this file and should start without torch
+
+    return tuple(torch.from_numpy(w.astype(np.int64)) for w in (windows[:, :-1], windows[:, 1:]))
+
+
+class Tokens:
+    """One split of one data set as numbered samples. They never end: after an epoch the next one begins.
+
+    train: an epoch is a permutation of all windows, keyed by (seed, epoch). From the second epoch on the
+    windows also start at another offset, so that the text is cut elsewhere. val: in order, each epoch alike.
+    ValueError, OSError: the files are damaged or too short for one window.
+    """
+
+    def __init__(self, folder, split, seq_len, seed=0):
+        meta = load_meta(folder)
+        self.shards, self.vocab_size = open_shards(folder, split, meta), meta["vocab_size"]
+        self.split, self.seq_len, self.seed = split, seq_len, seed
+        # position in the stream where each shard starts, and the length of the stream
+        *self.starts, self.n_tokens = np.cumsum([0] + [len(s) for s in self.shards]).tolist()
+        self.n_samples = (self.n_tokens - 1) // seq_len  # windows per epoch
+        if self.n_samples < 1:
+            raise ValueError(f"{folder}: {split} has {self.n_tokens} tokens, one window needs {seq_len + 1};"
+                             f" use --seq-len {max(1, self.n_tokens - 1)} or prepare more text")
+        self.rows = np.empty((0, seq_len + 1), self.shards[0].dtype)  # reused by batches of equal size
+
+    def batch(self, first, n):
+        """Samples first .. first+n-1, numbered over the whole run -> x, y, (n, T) int64 each: new tensors."""
+        if len(self.rows) != n:
+            self.rows = np.empty((n, self.seq_len + 1), self.shards[0].dtype)
+        for row, start in zip(self.rows, self.window_starts(first, n).tolist(), strict=True):
+            filled = 0
+            while filled < len(row):  # one pass, unless the window crosses into the next shard or the start
+                at = (start + filled) % self.n_tokens
+                shard = bisect_right(self.starts, at) - 1
+                piece = self.shards[shard][at - self.starts[shard] :][: len(row) - filled]
+                row[filled : filled + len(piece)] = piece
+                filled += len(piece)
+        return inputs_and_targets(self.rows)
+
+    def window_starts(self, first, n):
+        """-> the positions in the stream where samples first .. first+n-1 start, (n,) int64."""
+        epoch, k = np.divmod(np.arange(first, first + n, dtype=np.int64), self.n_samples)
+        starts = k * self.seq_len
+        if self.split == "train":
+            for e in np.unique(epoch).tolist():  # one or two, unless the text is shorter than the batch
+                keys, in_epoch = draw_keys("order", self.seed, e), epoch == e
+                order = permute(k[in_epoch], self.n_samples, keys[:4])
+                starts[in_epoch] = order * np.uint64(self.seq_len)
+                starts[in_epoch] += int(keys[4]) % self.seq_len if e else 0
+        return starts
+
+
+class Synthetic:
+    """Samples without files: each sequence counts up with its own stride of 1 to 4, one token in 8 is noise.
+
+    The rule is the same for every seed, so another seed serves as validation.
+    """
+
+    def __init__(self, vocab_size, seq_len, seed=0):
+        self.vocab_size, self.seq_len, self.n_samples = vocab_size, seq_len, 1 << 40
+        self.key = draw_keys("synthetic", seed)[0]
+
+    def batch(self, first, n):
+        """Samples first .. first+n-1 -> x, y, (n, T) int64 each, as Tokens.batch."""
+        i = np.arange(first, first + n, dtype=np.uint64)
+        t = np.arange(self.seq_len + 1, dtype=np.uint64)
+        random = splitmix64(splitmix64(i[:, None] + self.key))  # (n, 1), gives the first token and the stride
+        count = (random >> np.uint64(8)) + t * (np.uint64(1) + random % np.uint64(4))  # (n, T+1)
+        noise = splitmix64(random + splitmix64(t + np.uint64(1)))  # (n, T+1)
+        tokens = np.where(noise % np.uint64(8) == 0, noise >> np.uint64(8), count)
+        return inputs_and_targets(tokens % np.uint64(self.vocab_size))
+
+
+# -----------------------------------------------------------------------------
+# 4) blends: several data sets by weight. --data DIR, --data A:0.7,B:0.3, or --data A,B in proportion to their
+# tokens. the weights become whole numbers that sum to a period P. within every P samples each data set gives
+# exactly its number of them, so one schedule of P entries makes sample i a pure function of (seed, i), as for
+# one data set; and the j-th sample that a data set gives to a blend is its sample j when it is used alone.
+# at every moment each data set has given its share to within one sample. Megatron-LM's greedy rule takes the
+# data set that is furthest behind; small ones among three or more then fall up to 1.7 samples behind
+
+def parse_blend(spec):
+    """--data -> [(folder, weight)], a Fraction or, where no weights are given, None. ValueError: syntax."""
+    if Path(spec).is_dir() or not any(c in spec for c in ",:"):
+        return [(spec, None)]
+    items = []
+    for item in spec.split(","):
+        folder, colon, weight = item.rpartition(":") if ":" in item else (item, "", "")
+        try:
+            items.append((folder, Fraction(weight) if colon else None))
+        except (ValueError, ZeroDivisionError) as e:
+            raise ValueError(f"--data {spec}: {weight!r} is not a weight; for example A:0.7,B:0.3") from e
+    folders, weights = [f for f, _ in items], [w for _, w in items]
+    if None in weights and any(w is not None for w in weights):
+        raise ValueError(f"--data {spec} gives some weights; give each, as in A:0.7,B:0.3, or none")
+    if not all(folders) or any(w is not None and w <= 0 for w in weights):
+        raise ValueError(f"--data {spec} has an empty name or a weight that is not above 0; for example"
+                         " A:0.7,B:0.3")
+    if len(set(folders)) < len(folders):
+        raise ValueError(f"--data {spec} names a folder twice; add up its weights")
+    return items
+
+
+def first_folder(spec):
+    """-> the first folder of --data; all have its tokenizer."""
+    return parse_blend(spec)[0][0]
+
+
+def samples_per_period(spec, metas, split="train"):
+    """-> how many samples each data set gives per period: the smallest whole numbers in the ratio of the
+    weights, or of the tokens where no weights are given. ValueError: the period is above MAX_PERIOD."""
+    weights = [w for _, w in parse_blend(spec)]
+    if None in weights:
+        tokens = [meta["tokens"][split] for meta in metas]
+        weights = [Fraction(max(1, round(WEIGHT_STEPS * t / sum(tokens)))) for t in tokens]
+    fractions = [w / sum(weights) for w in weights]
+    period = lcm(*(f.denominator for f in fractions))
+    if period > MAX_PERIOD:
+        raise ValueError(f"--data {spec}: as whole numbers the weights sum to {period:,}, at most"
+                         f" {MAX_PERIOD:,} are possible; round them")
+    return [int(f * period) for f in fractions]
+
+
+def load_blend_meta(spec):
+    """--data -> the meta.json of the first data set with the shards of all, and `identity`: a str that other
+    data or other weights would change; checkpoints keep it.
+
+    ValueError, OSError: a data set is damaged, the tokenizers differ, or one trains on another's val shard.
+    """
+    folders = [folder for folder, _ in parse_blend(spec)]
+    metas = [load_meta(folder) for folder in folders]
+    names = [f"{meta['tokenizer']} {meta['tokenizer_sha256'][:9]}" for meta in metas]
+    for folder, meta, name in zip(folders, metas, names, strict=True):
+        if meta["tokenizer_sha256"] != metas[0]["tokenizer_sha256"]:
+            raise ValueError(f"{folders[0]} and {folder} have different tokenizers ({names[0]}, {name});"
+                             f" prepare {folder} with --tokenizer {folders[0]}")
+    shards = {split: [s for meta in metas for s in meta["shards"][split]] for split in SPLITS}
+    equal = {s["sha256"] for s in shards["train"]} & {s["sha256"] for s in shards["val"]}
+    if equal:
+        raise ValueError(f"--data {spec}: a train and a val shard have equal sha256 {min(equal)[:9]}; one"
+                         " data set would be tested on what another trains on: leave one out")
+    identity = " ".join(s["sha256"][:16] for split in SPLITS for s in shards[split])
+    if len(metas) > 1:
+        identity += f" {':'.join(map(str, samples_per_period(spec, metas)))}"
+    return {**metas[0], "shards": shards, "identity": identity}
+
+
+def verify_blend(spec):
+    """verify() of each data set of --data -> the number of files."""
+    return sum(verify(folder) for folder, _ in parse_blend(spec))
+
+
+def open_tokens(spec, split, seq_len, seed=0):
+    """--data -> the samples of one split: Tokens of one data set, or a Blend of several."""
+    if len(parse_blend(spec)) == 1:
+        return Tokens(first_folder(spec), split, seq_len, seed)
+    return Blend(spec, split, seq_len, seed)
+
+
+class Blend:
+    """One split of several data sets by weight, with the interface of Tokens."""
+
+    def __init__(self, spec, split, seq_len, seed=0):
+        metas = [load_meta(folder) for folder, _ in parse_blend(spec)]
+        self.parts = [Tokens(folder, split, seq_len, seed) for folder, _ in parse_blend(spec)]
+        self.vocab_size = metas[0]["vocab_size"]
+        self.per_period = np.array(samples_per_period(spec, metas))  # (data sets,)
+        self.schedule = sample_schedule(self.per_period)  # (P,) which data set gives each sample
+        gives = self.schedule[:, None] == np.arange(len(self.parts))  # (P, data sets)
+        # (P,) how many samples that data set gave earlier in the period
+        self.given = (np.cumsum(gives, 0) - gives)[np.arange(len(gives)), self.schedule]
+        # samples until the first data set begins its second epoch
+        self.n_samples = min(max(1, part.n_samples * len(self.schedule) // count)
+                             for part, count in zip(self.parts, self.per_period.tolist(), strict=True))
+
+    def locate(self, i):
+        """Sample numbers (n,) -> the data set of each, and the sample's number in it, (n,) int64 both."""
+        period, k = np.divmod(i, len(self.schedule))
+        which = self.schedule[k]
+        return which, period * self.per_period[which] + self.given[k]
+
+    def batch(self, first, n):
+        """Samples first .. first+n-1 -> x, y, (n, T) int64 each, as Tokens.batch."""
+        which, number = self.locate(np.arange(first, first + n, dtype=np.int64))
+        xy = None
+        for d in np.unique(which).tolist():  # the samples that data set d gives here are consecutive
+            rows = np.flatnonzero(which == d)
+            part = self.parts[d].batch(int(number[rows[0]]), len(rows))
+            if len(rows) == n:
+                return part
+            xy = xy or tuple(p.new_empty((n, p.shape[1])) for p in part)
+            for both, some in zip(xy, part, strict=True):
+                both[rows] = some
+        return xy
+
+
+def sample_schedule(counts):
+    """Samples of each data set per period, (data sets,) -> which data set gives each sample of the period,
+    (sum of counts,) int64.
+
+    Of a data set with n of P samples, sample c may come once c P / n samples are given in all and must come
+    before (c + 1) P / n are. Of those that may come, the one with the earliest deadline does. No count is
+    ever a whole sample off its share (the chairman assignment problem, Tijdeman 1980). Nothing is rounded.
+    """
+    counts = np.array(counts)
+    period, given = counts.sum(), np.zeros_like(counts)
+    out = np.empty(period, np.int64)
+    for i in range(period):
+        deadline = -(-(given + 1) * period // counts)
+        out[i] = np.argmin(np.where(given * period < (i + 1) * counts, deadline, 2 * period))
+        given[out[i]] += 1
+    return out
+
+
+# -----------------------------------------------------------------------------
+# 5) a run's data
+
+def open_data(cfg, local_rank):
+    """The data of a run -> (train, val, vocab_size, identity of the data: str).
+
+    cfg: data, vocab_size, seq_len, seed. Every rank checks the headers; local rank 0, one per node, also the
+    checksums. vocab_size is that of cfg or, where it is 0, of the data. ValueError, OSError: see load_meta.
+    """
+    if cfg.data == "synthetic":
+        vocab_size = cfg.vocab_size or 256
+        train, val = (Synthetic(vocab_size, cfg.seq_len, cfg.seed + i) for i in (0, 1))
+        return train, val, vocab_size, f"synthetic-{vocab_size}"
+    meta = load_blend_meta(cfg.data)
+    if local_rank == 0:
+        verify_blend(cfg.data)
+    vocab_size = cfg.vocab_size or meta["vocab_size"]
+    if vocab_size < meta["vocab_size"]:
+        raise ValueError(f"--vocab-size {vocab_size} is less than the {meta['vocab_size']} symbols of"
+                         f" {cfg.data}; try --vocab-size {meta['vocab_size']}")
+    train, val = (open_tokens(cfg.data, split, cfg.seq_len, cfg.seed) for split in SPLITS)
+    return train, val, vocab_size, meta["identity"]
+
+
+def micro_batches(cfg, mesh, source, first, count, device):
+    """This rank's micro-batches of the `count` samples from `first` on -> [(x, y)], (B, T) int64 each.
+    Micro-batch j holds samples j*mb..(j+1)*mb-1; dp rank d takes micro-batches d*n..(d+1)*n-1."""
+    n = count // (cfg.micro_batch * mesh.dp.size)
+    start = first + mesh.dp.rank * n * cfg.micro_batch
+    pairs = [source.batch(start + j * cfg.micro_batch, cfg.micro_batch) for j in range(n)]
+    if device.type == "cpu":
+        return pairs
+    return [tuple(t.pin_memory().to(device, non_blocking=True) for t in pair) for pair in pairs]
