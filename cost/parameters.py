@@ -1,0 +1,126 @@
+"""How many parameters a model has, how many of them a rank holds, and how much work a token is.
+
+A rank's parameters are counted on the model itself, built on the meta device, which allocates nothing, and
+parallel.assign_buckets says which bucket each belongs to: no formula can drift from what trains. Only
+count_parameters is a formula, because it also counts what one token meets; tests compare it with the model.
+"""
+import dataclasses
+from functools import cache
+from types import SimpleNamespace
+
+import torch
+
+import config
+from config import pad_vocab
+from model import DTYPES, GPT
+from moe import expert_capacity
+from parallel import Axis, Mesh, assign_buckets
+
+# -----------------------------------------------------------------------------
+# the whole model
+
+def count_parameters(cfg, vocab_size):
+    """-> {total, matmul, embedding}, numbers of parameters: all of them; those that one token is multiplied
+    with (the head too; of the experts only the top-k and the shared ones; not the router, as in the reports
+    that we compare with); those of the input tables."""
+    C, D, E = cfg.n_embd, cfg.n_embd // cfg.n_head, cfg.n_experts
+    matrices = 3 if cfg.mlp == "swiglu" else 2
+    attn = 2 * C * C + 2 * C * cfg.n_kv_head * D
+    expert = matrices * C * cfg.ffn_hidden
+    shared = expert * cfg.n_shared_experts if E else 0
+    head = pad_vocab(vocab_size) * C
+    norms = (2 * cfg.n_layer + 1) * C * (2 if cfg.norm == "layer" and cfg.bias else 1)
+    bias = 2 * C + 2 * cfg.n_kv_head * D  # of q, o, k, v
+    hidden = cfg.n_shared_experts * cfg.ffn_hidden if E else cfg.ffn_hidden  # routed experts have no biases
+    bias += C + hidden * (matrices - 1) if hidden else 0
+    embedding = head + (cfg.seq_len * C if cfg.pos == "learned" else 0)
+    matmul = cfg.n_layer * (attn + expert * (cfg.top_k if E else 1) + shared) + head
+    total = (cfg.n_layer * (attn + shared + (E * (expert + C) if E else expert) + (bias if cfg.bias else 0))
+             + norms + embedding + (0 if cfg.tied else head))
+    return {"total": total, "matmul": matmul, "embedding": embedding}
+
+
+def flops_per_token(cfg, vocab_size):
+    """-> (full, causal): floating-point operations of forward and backward for one token: 6 for each
+    parameter that it is multiplied with, plus 12 L C T for attention, or half of that because the causal mask
+    hides half (Megatron-LM's formula, arXiv:2104.04473, appendix)."""
+    attention = 12 * cfg.n_layer * cfg.n_embd * cfg.seq_len
+    products = 6 * count_parameters(cfg, vocab_size)["matmul"]
+    return products + attention, products + attention / 2
+
+
+# -----------------------------------------------------------------------------
+# one rank
+
+@cache
+def _stage_layers(n_layer, pp_layers, pp):
+    return config.stage_layers(SimpleNamespace(n_layer=n_layer, pp_layers=pp_layers), pp)
+
+
+def stage_layers(cfg, pp):
+    """config.stage_layers, computed once for each split: a search asks for the same split a hundred times."""
+    return _stage_layers(cfg.n_layer, cfg.pp_layers, pp)
+
+
+def micro_batches(cfg, mesh, batch=0):
+    """Micro-batches of one data-parallel rank in a step of `batch` sequences, by default --global-batch."""
+    return max(1, (batch or cfg.global_batch) // (cfg.micro_batch * mesh.dp.size))
+
+
+def element_bytes(cfg):
+    """-> (bytes of a weight, bytes of a summed gradient or a master weight, which have at least fp32)."""
+    dtype = DTYPES[cfg.dtype]
+    return dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
+
+
+def expert_rows(cfg, n):
+    """Rows that a rank with n token rows sends to the experts: top-k copies of each, or with a capacity as
+    many as all experts take."""
+    return cfg.n_experts * expert_capacity(cfg, n) if cfg.capacity_factor else n * cfg.top_k
+
+
+@cache
+def _local_buckets(cfg, mesh, vocab_size, layers):
+    with torch.device("meta"):
+        model = GPT(cfg, mesh, vocab_size, layers)
+    position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
+    buckets = assign_buckets(model.named_parameters())
+    buckets.sort(key=lambda bucket: -position[bucket[2][-1]])  # backward reaches the first layers last
+    out = {}
+    for axis, _, _, params in buckets:
+        out.setdefault(axis, []).append(sum(p.numel() for p in params))
+    return out
+
+
+def local_buckets(cfg, mesh, vocab_size):
+    """-> {name of the axis whose ranks sum the gradient: [parameters of each bucket on this rank]}, in the
+    order in which backward completes the buckets."""
+    first, last = stage_layers(cfg, mesh.pp.size)[mesh.pp.rank]
+    # one entry of the cache for all layouts that cut the model alike
+    alike = dataclasses.replace(cfg, micro_batch=1, global_batch=0, zero=0, recompute="none", pp=1, tp=1,
+                                ep=1)
+    axes = [Axis(name, 0, getattr(mesh, name).size if name in ("tp", "ep") else 1)
+            for name in Mesh.__annotations__]
+    if first > 0 and last < cfg.n_layer:  # stages in the middle differ in nothing but the layers' numbers
+        first, last = 1, 1 + last - first
+    return _local_buckets(alike, Mesh(*axes), vocab_size, (first, last))
+
+
+def local_parameters(cfg, mesh, vocab_size):
+    """-> {name of the axis whose ranks sum the gradient: parameters on this rank}"""
+    return {axis: sum(buckets) for axis, buckets in local_buckets(cfg, mesh, vocab_size).items()}
+
+
+def owned_parameters(cfg, mesh, local):
+    """Parameters whose optimizer state this rank keeps; local: local_parameters. ZeRO-1 divides them among
+    the ranks of their axis."""
+    return sum(n / (getattr(mesh, axis).size if cfg.zero else 1) for axis, n in local.items())
+
+
+def unwidened_gradients(mesh, local, choice):
+    """-> (parameters of axes of one rank, {axis name: parameters that travel as peer copies}): those whose
+    gradient keeps the model's dtype, because nothing is added to it on this rank. local: local_parameters;
+    choice: fast.choose.Choice."""
+    alone = sum(n for axis, n in local.items() if getattr(mesh, axis).size == 1)
+    copied = {axis: n for axis, n in local.items() if getattr(mesh, axis).size > 1}
+    return alone if choice.single_microbatch else 0, copied if choice.peer_copies else {}

@@ -1,0 +1,89 @@
+"""Bytes that a rank sends in one optimizer step, collective by collective, before it runs.
+
+parallel.Axis counts the same bytes, by the same formulas of ring algorithms, while a model trains: a test
+compares the two, and a run prints both after its first step.
+"""
+from collections import Counter
+from typing import NamedTuple
+
+from cost.parameters import (
+    element_bytes,
+    expert_rows,
+    local_buckets,
+    local_parameters,
+    micro_batches,
+    stage_layers,
+    unwidened_gradients,
+)
+from cost.step_time import expected_choice
+
+
+def traffic(cfg, mesh, vocab_size, batch, choice=None):
+    """-> {axis name: bytes that this rank sends in an optimizer step of `batch` sequences}; the experts' rows
+    as if they were balanced. choice: the run's fast.choose.Choice, by default the expected one."""
+    first, last = stage_layers(cfg, mesh.pp.size)[mesh.pp.rank]
+    rows, micro = cfg.micro_batch * cfg.seq_len // mesh.tp.size, micro_batches(cfg, mesh, batch)
+    sent = Counter({axis: r.gradients + r.weights
+                    for axis, r in reductions(cfg, mesh, vocab_size, choice).items()})
+    sent["tp"] += micro * tensor_parallel_bytes(cfg, mesh, first == 0, last == cfg.n_layer, last - first)
+    if cfg.n_experts:
+        sent["ep"] += micro * (last - first) * dispatch_bytes(cfg, mesh)
+    if cfg.router_bias_rate > 0:  # moe.steer: an all-reduce of E fp64 counts per layer and step
+        share = 2 * (mesh.stage.size - 1) / mesh.stage.size
+        sent["stage"] += share * (last - first) * cfg.n_experts * 8
+    # pipeline: an activation to the next stage, its gradient to the stage before
+    neighbours = (first > 0) + (last < cfg.n_layer)
+    sent["pp"] += micro * neighbours * rows * cfg.n_embd * element_bytes(cfg)[0]
+    sent["world"] += 2 * (mesh.world.size - 1) / mesh.world.size * 4 * 8  # loss and norms: four fp64
+    return {axis: b for axis, b in sent.items() if b}
+
+
+def tensor_parallel_bytes(cfg, mesh, is_first, is_last, blocks):
+    """Bytes that a rank of `blocks` blocks sends over tp for one micro-batch, both ways."""
+    weight, wide = element_bytes(cfg)
+    rows = cfg.micro_batch * cfg.seq_len  # (B*T, C) on every tp rank when gathered
+    recompute, mlp = cfg.recompute == "full", not cfg.n_experts or cfg.n_shared_experts > 0
+    # attention and MLP gather and scatter (B*T, C) once each, and backward does both adjoints. recomputation
+    # stops at the last tensor that backward needs: before the last branch's scatter
+    calls = (8 if mlp else 4) + recompute * (3 if mlp else 2)
+    ends = 2 * is_first + 2 * is_last  # the embedding's scatter, the head's gather, and their adjoints
+    sent = (blocks * calls + ends) * rows * cfg.n_embd * weight
+    if is_last:  # cross-entropy over the vocabulary: all-reduces of a maximum and two sums per row
+        sent += 2 * 3 * rows * wide
+    sent += blocks * 2 * cfg.n_experts * wide  # all-reduce of the router's counts
+    return (mesh.tp.size - 1) / mesh.tp.size * sent
+
+
+def dispatch_bytes(cfg, mesh):
+    """Bytes that a rank sends over ep for one layer of experts and one micro-batch, both ways: rows go to the
+    experts and back in forward, in backward and, under --recompute full, in the second forward."""
+    trips = 6 if cfg.recompute == "full" else 4
+    rows = expert_rows(cfg, cfg.micro_batch * cfg.seq_len // mesh.tp.size)
+    counts = 0 if cfg.capacity_factor else 8 * cfg.n_experts  # dropless: E int64 tell how many rows come
+    return (mesh.ep.size - 1) / mesh.ep.size * (trips * rows * cfg.n_embd * element_bytes(cfg)[0] + counts)
+
+
+class Reduction(NamedTuple):
+    """The sums over one axis in a step, and what follows them."""
+    gradients: float  # bytes sent while the last backward runs
+    weights: float    # bytes sent while the next forward runs: ZeRO-1's all-gathers
+    calls: int        # collectives of each kind, one per bucket
+    last: float       # share of the bucket that leaves last and is needed first, which nothing can hide
+
+
+def reductions(cfg, mesh, vocab_size, choice=None):
+    """-> {axis name: Reduction}. An all-reduce is a reduce-scatter and an all-gather of gradients; ZeRO-1
+    all-gathers weights in the place of gradients; peer copies carry gradients in the model's dtype."""
+    choice = choice or expected_choice(cfg, mesh)
+    weight, grad = element_bytes(cfg)
+    _, copied = unwidened_gradients(mesh, local_parameters(cfg, mesh, vocab_size), choice)
+    out = {}
+    for axis, buckets in local_buckets(cfg, mesh, vocab_size).items():
+        size, n = getattr(mesh, axis).size, sum(buckets)
+        sent = (size - 1) / size * n  # elements
+        if cfg.zero:
+            moved = sent * (weight if axis in copied else grad), sent * weight
+        else:
+            moved = 2 * sent * grad, 0
+        out[axis] = Reduction(*moved, len(buckets), buckets[-1] / n)
+    return out
