@@ -1,37 +1,41 @@
 """Every collective we use, written by hand from send and receive, beside the library's.
 
-    1) by hand      each a few lines, with a drawing of who sends what
+    1) by hand      each in a few lines, with a drawing of which rank sends what
     2) the mesh     which ranks form a group along each axis; every group sums its rank ids
     3) measure      both versions against the exact answer; time, algbw and busbw by message size
 
 mpiexec -n 4 python bench/collectives.py --tp 2     (torchrun and srun: the same)
 
-All work along one axis of the mesh: n = axis.size ranks, this one is r = axis.rank. Ranks in an axis count
-from 0, the network knows the global ones, axis.ranks[r]. Tensors are flat, inputs may be overwritten.
-algbw = bytes / time; busbw = algbw * FACTOR compares with the speed of one link, however many ranks there are
+All of them work along one axis of the mesh: n = axis.size ranks, this one is r = axis.rank. Ranks in an axis
+count from 0; axis.ranks[r] is the number of rank r in the world. Tensors are flat, inputs may be overwritten.
+algbw = bytes / time. busbw = algbw * FACTOR is comparable with the speed of one link for any number of ranks
 (github.com/NVIDIA/nccl-tests: doc/PERFORMANCE.md, for scatter src/scatter.cu).
 """
 import functools
 import itertools
 import json
 import sys
-import time
+from dataclasses import dataclass
 from pathlib import Path
-
-sys.path[:0] = map(str, Path(__file__).resolve().parents[:2])  # bench/ and the root: starts from anywhere
 
 import torch
 import torch.distributed as dist
-from smoke import Parser, at_least_one
+from common import at_least_one, read_flags, start
+from timing import slowest
 
+from config import Outcome
 from parallel import all_gather_single, make_mesh, reduce_scatter_single
-from runtime.launch import agreed, launch, shutdown
+from runtime.launch import exit_together, launch, shutdown
 
 AXES = ("world", "dp", "tp", "pp", "ep", "edp", "stage")
 
 
+# -----------------------------------------------------------------------------
+# 1) by hand
+
 def exchange(axis, sends=(), receives=()):
-    """The only tool. sends: (to, tensor), receives: (from, tensor). One batch: no order can deadlock."""
+    """Send and receive tensors in one batch, which cannot deadlock: all that the collectives below use.
+    sends: (to, tensor), receives: (from, tensor), in ranks of the axis."""
     ops = [dist.P2POp(dist.isend, t, axis.ranks[rank], axis.group) for rank, t in sends]
     ops += [dist.P2POp(dist.irecv, t, axis.ranks[rank], axis.group) for rank, t in receives]
     for work in dist.batch_isend_irecv(ops) if ops else ():  # one message per pair, over the axis
@@ -39,28 +43,29 @@ def exchange(axis, sends=(), receives=()):
 
 
 def reduce_scatter(x, axis):
-    """(S,) -> (S/n,): the sum of everybody's part r. n sums travel the ring at once and grow on the way,
-    n-1 steps of S/n each; the one that ends at rank 2 of 3:     0 --[x0]--> 1 --[x0+x1]--> 2 adds x2"""
+    """(S,) -> (S/n,): the sum of all ranks' part r. n sums travel round the ring at once and grow on the way,
+    n-1 steps of S/n each. The sum that ends at rank 2 of 3:     0 --[x0]--> 1 --[x0+x1]--> 2 adds x2"""
     n, r = axis.size, axis.rank
     parts = x.tensor_split(n)
-    total = parts[(r - 1) % n]  # starts here, for the left neighbour: the longest way round
+    total = parts[(r - 1) % n]  # this sum is the left neighbour's, so it has the longest way: n-1 steps
     for step in range(2, n + 1):
-        mine = parts[(r - step) % n]
-        arriving = torch.empty_like(mine)
-        exchange(axis, [((r + 1) % n, total)], [((r - 1) % n, arriving)])
-        total = arriving.add_(mine)
+        own = parts[(r - step) % n]
+        received = torch.empty_like(own)
+        exchange(axis, [((r + 1) % n, total)], [((r - 1) % n, received)])
+        total = received.add_(own)
     return total
 
 
 def pass_around(blocks, axis):
-    """blocks[r] is filled; after n-1 steps to the right all are.     0 --[b0]--> 1 --[b0]--> 2 --[b0]--> 3"""
+    """Fill all blocks of a rank that has blocks[r], in n-1 steps of the ring:
+    0 --[b0]--> 1 --[b0]--> 2 --[b0]--> 3"""
     n, r = axis.size, axis.rank
     for step in range(n - 1):
         exchange(axis, [((r + 1) % n, blocks[(r - step) % n])], [((r - 1) % n, blocks[(r - step - 1) % n])])
 
 
 def all_gather(x, axis):
-    """(m,) -> (n*m,): everybody's block, in the order of ranks."""
+    """(m,) -> (n*m,): the blocks of all ranks, by rank."""
     out = x.new_empty(axis.size * x.numel())
     blocks = out.chunk(axis.size)
     blocks[axis.rank].copy_(x)
@@ -69,7 +74,7 @@ def all_gather(x, axis):
 
 
 def all_reduce(x, axis):
-    """(S,) -> (S,): each rank sums one part, then the parts go round: 2 (n-1) ring steps of S/n."""
+    """(S,) -> (S,): each rank sums one part, then the ring passes the parts on: 2 (n-1) steps of S/n."""
     blocks = x.tensor_split(axis.size)  # S need not divide by n
     blocks[axis.rank].copy_(reduce_scatter(x, axis))
     pass_around(blocks, axis)
@@ -77,10 +82,10 @@ def all_reduce(x, axis):
 
 
 def tree(axis, root):
-    """Rounds of a binary tree, log2(n) -> [(partner of this rank, am I the one nearer to the root)]:
+    """The log2(n) rounds of a binomial tree -> [(this rank's partner, whether this rank is nearer the root)]:
     0 -> 1;     0 -> 2, 1 -> 3;     0 -> 4, 1 -> 5, 2 -> 6, 3 -> 7;     ..."""
     n, v, rounds = axis.size, (axis.rank - root) % axis.size, []  # v: rank counted from the root
-    for have in (1 << k for k in range((n - 1).bit_length())):  # n=5: 1, 2, 4 ranks have it
+    for have in (1 << k for k in range((n - 1).bit_length())):  # n=5: 1, 2, 4 ranks have the data
         if v < have and v + have < n:
             rounds.append(((v + have + root) % n, True))
         elif have <= v < 2 * have:
@@ -89,7 +94,7 @@ def tree(axis, root):
 
 
 def broadcast(x, axis, root=0):
-    """(S,) of the root -> (S,) everywhere: down the tree, who has it gives it on."""
+    """(S,) of the root -> (S,) on all ranks: down the tree, a rank that has the data sends it on."""
     for partner, nearer in tree(axis, root):
         if nearer:
             exchange(axis, sends=[(partner, x)])
@@ -99,12 +104,12 @@ def broadcast(x, axis, root=0):
 
 
 def reduce(x, axis, root=0):
-    """(S,) everywhere -> their sum at the root: up the tree. The others keep partial sums."""
+    """(S,) on all ranks -> their sum at the root: up the tree. The other ranks end with partial sums."""
     for partner, nearer in reversed(tree(axis, root)):
         if nearer:
-            arriving = torch.empty_like(x)
-            exchange(axis, receives=[(partner, arriving)])
-            x.add_(arriving)
+            received = torch.empty_like(x)
+            exchange(axis, receives=[(partner, received)])
+            x.add_(received)
         else:
             exchange(axis, sends=[(partner, x)])
     return x
@@ -122,14 +127,14 @@ def scatter(x, axis, root=0):
 
 
 def all_to_all(x, axis):
-    """(S,) -> (S,): block j of rank i becomes block i of rank j, a transpose. All at once:
+    """(S,) -> (S,): block j of rank i becomes block i of rank j, a transpose. All messages at once:
         rank 0 [a0 a1 a2]           rank 0 [a0 b0 c0]
         rank 1 [b0 b1 b2]    -->    rank 1 [a1 b1 c1]
         rank 2 [c0 c1 c2]           rank 2 [a2 b2 c2]"""
     out = torch.empty_like(x)
     source, target = x.chunk(axis.size), out.chunk(axis.size)
     target[axis.rank].copy_(source[axis.rank])
-    others = [(axis.rank + d) % axis.size for d in range(1, axis.size)]  # next first: no jam
+    others = [(axis.rank + d) % axis.size for d in range(1, axis.size)]  # not all to rank 0 first
     exchange(axis, [(j, source[j]) for j in others], [(j, target[j]) for j in others])
     return out
 
@@ -141,12 +146,12 @@ FACTOR = {"all-reduce": lambda n: 2 * (n - 1) / n, "reduce": lambda n: 1, "broad
 
 
 def library(name, x, axis, root=0):
-    """The library's version of each, in the same form; roots are global ranks there."""
+    """The same collective by torch.distributed, where roots are ranks of the world -> the output."""
     n, group, src = axis.size, axis.group, axis.ranks[root]
     length = {"all-gather": x.numel() * n, "reduce-scatter": x.numel() // n, "scatter": x.numel() // n}
     out = x if name in ("all-reduce", "reduce", "broadcast") else x.new_empty(length.get(name, x.numel()))
     parts = list(x.chunk(n)) if name == "scatter" and axis.rank == root else None
-    {"all-reduce": lambda: dist.all_reduce(x, group=group),  # SUM, S to all; these seven over the axis
+    {"all-reduce": lambda: dist.all_reduce(x, group=group),  # SUM, S to all; all seven over the axis
      "reduce": lambda: dist.reduce(x, src, group=group),  # SUM, S to the root
      "broadcast": lambda: dist.broadcast(x, src, group=group),  # S from the root to all
      "all-gather": lambda: all_gather_single(out, x, group=group),  # S/n from each to all
@@ -158,11 +163,11 @@ def library(name, x, axis, root=0):
 
 
 def answer(name, axis, count, device, root=0):
-    """-> (this rank's input, its exact output or None where that is undefined). n divides count."""
+    """-> (this rank's input, its exact output or None where that is undefined). n must divide count."""
     n, r, m = axis.size, axis.rank, count // axis.size
-    # element i of rank q holds n * (i % 61) + q: a wrong sender and a wrong place both show, sums are exact
+    # element i of rank q holds n * (i % 61) + q: a wrong sender and a wrong place both show; sums are exact
     i, q = torch.arange(count, device=device), torch.arange(n, device=device).unsqueeze(1)  # (S,), (n, 1)
-    x = (n * (i % 61) + q).float()  # (n, S): what every rank holds
+    x = (n * (i % 61) + q).float()  # (n, S): the inputs of all ranks
     part = slice(r * m, (r + 1) * m)
     want = {"all-reduce": x.sum(0), "reduce": x.sum(0) if r == root else None, "broadcast": x[root],
             "all-gather": x[:, :m].flatten(), "reduce-scatter": x[:, part].sum(0), "scatter": x[root, part],
@@ -170,17 +175,17 @@ def answer(name, axis, count, device, root=0):
     return x[r, :m if name == "all-gather" else count].clone(), want
 
 
+# -----------------------------------------------------------------------------
+# 2) the mesh
+
 def mesh_table(world, mesh, say):
-    """-> ({axis: {ranks of a group: the sum of its rank ids, as each member got it}}, is every sum right).
-    The DP x SHARD x TP experiment: our replicas are dp, ZeRO shards over that dp, ep shards the experts."""
-    mine = {}
+    """-> ({axis: {ranks of a group: the sum of its rank ids, as each member got it}}, is every sum right)."""
+    own = {}
     for name in AXES:
-        axis, x = getattr(mesh, name), torch.tensor([world.rank], device=world.device)
-        if axis.size > 1:
-            dist.all_reduce(x, group=axis.group)  # SUM of one number, over the axis
-        mine[name] = axis.ranks, x.item()
-    everybody = [None] * world.size
-    dist.all_gather_object(everybody, mine)  # a few numbers per rank, over the world
+        axis = getattr(mesh, name)
+        total = axis.all_reduce(torch.tensor([world.rank], device=world.device))  # one number, over the axis
+        own[name] = axis.ranks, total.item()
+    everybody = world.axis.gather_objects(own)  # a few numbers per rank, over the world
     table, right = {name: {} for name in AXES}, True
     say(f"{'axis':<6} {'groups':<40} check")
     for name, groups in table.items():
@@ -194,82 +199,98 @@ def mesh_table(world, mesh, say):
     return table, right
 
 
+# -----------------------------------------------------------------------------
+# 3) measure
+
+def is_right(world, axis, name, collective, count):
+    """Whether collective(x, axis) gives the exact answer for count numbers, on every rank of the world."""
+    x, want = answer(name, axis, count, world.device)
+    got = collective(x, axis)
+    good = torch.tensor(float(want is None or torch.equal(got, want)), device=world.device)
+    return bool(world.axis.all_reduce(good, dist.ReduceOp.MIN))  # one number, over the world
+
+
 def measure(world, axis, sizes, iters, say):
     """-> rows. sizes in bytes, rounded up to n floats; messages up to 1 MiB are compared with the answer.
     Times are the slowest rank's; all groups of the axis work at the same time, as they do in training."""
-    sync = torch.accelerator.synchronize if world.device.type != "cpu" else lambda: None
     rows = []
     for name, size in itertools.product(HAND, sizes):
         count = -(-size // (4 * axis.size)) * axis.size
         text = f"{name:<14} {4 * count:>10}"
-        for version, fn in (("hand", HAND[name]), ("library", functools.partial(library, name))):
-            x, want = answer(name, axis, min(count, 2**18 // axis.size * axis.size), world.device)
-            got = fn(x, axis)
-            good = torch.tensor(float(want is None or torch.equal(got, want)), device=world.device)
-            dist.all_reduce(good, dist.ReduceOp.MIN)  # one number, over the world: right on every rank
+        for version, collective in (("hand", HAND[name]), ("library", functools.partial(library, name))):
+            good = is_right(world, axis, name, collective, min(count, 2**18 // axis.size * axis.size))
             x = torch.zeros(count // axis.size if name == "all-gather" else count, device=world.device)
-            fn(x, axis)  # warm up at this size
-            world.barrier()
-            sync()  # sync point: start together
-            began = time.perf_counter()
-            for _ in range(iters):
-                fn(x, axis)
-            sync()  # sync point: a true time needs the work to be over
-            t = torch.tensor((time.perf_counter() - began) / iters, device=world.device)
-            dist.all_reduce(t, dist.ReduceOp.MAX)  # one number, over the world
-            t, algbw = t.item(), 4e-9 * count / t.item()
+            collective(x, axis)  # warm up at this size
+            seconds = slowest(world, lambda: collective(x, axis), iters)
+            algbw = 4e-9 * count / seconds
             busbw = algbw * FACTOR[name](axis.size)
             rows.append({"axis": axis.name, "ranks": axis.size, "collective": name, "bytes": 4 * count,
-                         "version": version, "ok": bool(good), "us": t * 1e6, "algbw": algbw, "busbw": busbw})
-            text += f" | {t * 1e6:>11.0f} {algbw:>7.3f} {busbw:>7.3f} {'ok' if good else 'WRONG':>5}"
+                         "version": version, "ok": good, "us": seconds * 1e6, "algbw": algbw, "busbw": busbw})
+            text += f" | {seconds * 1e6:>11.0f} {algbw:>7.3f} {busbw:>7.3f} {'ok' if good else 'WRONG':>5}"
         say(text)
     return rows
 
 
-def run(world, args, say=print):
+def bytes_of(text):
+    """64, 4K, 16M, 1G -> bytes. ValueError: text is no size."""
+    k = "BKMG".find(text[-1:].upper())
+    digits = text if k < 0 else text[:-1]
+    if not digits.isdigit() or int(digits) < 1:
+        raise ValueError(f"--sizes {text} is not a whole number of at least 1, alone or with K, M or G")
+    return int(digits) * 1024 ** max(k, 0)
+
+
+@dataclass(frozen=True)
+class Flags:
+    tp: int = 1  # size of this axis: ranks that share each layer
+    pp: int = 1  # size of this axis: pipeline stages
+    ep: int = 1  # size of this axis: ranks that share the experts
+    sizes: tuple[str, ...] = ("4K", "256K", "4M")  # bytes of the messages
+    iters: int = 10  # repetitions per measurement
+    json: Path | None = None  # also write all numbers to this file
+
+    def check(self):
+        at_least_one(self, "tp", "pp", "ep", "iters")
+        if not self.sizes:
+            raise ValueError("--sizes needs at least one size, such as 4K")
+        for text in self.sizes:
+            bytes_of(text)
+
+
+def run(world, flags, say=print):
     """-> (mesh table, rows, is everything right)"""
-    with agreed(world):
-        mesh = make_mesh(world, args.tp, args.pp, args.ep)
-        if args.json and world.rank == 0:
-            args.json.touch()  # a wrong path is said now, not after the measurement
+    with exit_together(world):
+        mesh = make_mesh(world, flags.tp, flags.pp, flags.ep)
+        if flags.json and world.rank == 0:
+            flags.json.touch()  # a wrong path is reported now, not after the measurement
     table, right = mesh_table(world, mesh, say)
     rows = []
     for name in AXES:
         axis, same = getattr(mesh, name), [a for a in AXES if table[a].keys() == table[name].keys()]
         if axis.size > 1 and name == same[0]:  # the same ranks under another name are measured once
             say(f"\n{' = '.join(same)}: {len(table[name])} x {axis.size} ranks at once, bandwidths in GB/s")
-            say(f"{'collective':<19} bytes" + "".join(f" | {who:>11}   algbw   busbw check" for who in
-                                                      ("hand: us", "library: us")))
-            rows += measure(world, axis, args.sizes, args.iters, say)
+            titles = (f" | {title:>11}   algbw   busbw check" for title in ("hand: us", "library: us"))
+            say(f"{'collective':<19} bytes" + "".join(titles))
+            rows += measure(world, axis, [bytes_of(text) for text in flags.sizes], flags.iters, say)
     return table, rows, right and all(row["ok"] for row in rows)
 
 
-def bytes_of(text):
-    """64, 4K, 16M, 1G -> bytes."""
-    k = "BKMG".find(text[-1:].upper())
-    return at_least_one(text if k < 0 else text[:-1]) * 1024 ** max(k, 0)
-
-
 def main(argv=None):
-    p = Parser("collectives.py", allow_abbrev=False, description="collectives: by hand, by library")
-    for axis in ("tp", "pp", "ep"):
-        p.add_argument(f"--{axis}", type=at_least_one, default=1, help="size of this axis (default 1)")
-    p.add_argument("--sizes", type=bytes_of, nargs="+", default=[4096, 2**18, 2**22], help="e.g. 4K 256K 4M")
-    p.add_argument("--iters", type=at_least_one, default=10, help="repetitions per measurement (default 10)")
-    p.add_argument("--json", type=Path, help="also write all numbers to this file")
-    args = p.parse_args(argv)
+    flags = read_flags(Flags, argv, "collectives.py", "Measure the collectives of training, written by hand "
+                       "and by the library, along each axis of the mesh.")
     world = launch()
     if world.size == 1:
         print("one rank: nothing to measure; try mpiexec -n 2 python bench/collectives.py")
-        return
-    table, rows, right = run(world, args, print if world.rank == 0 else lambda text: None)
-    if args.json and world.rank == 0:
+        return Outcome.DONE
+    table, rows, right = run(world, flags, print if world.rank == 0 else lambda text: None)
+    if flags.json and world.rank == 0:
         report = {"backend": world.backend, "mesh": {k: list(v) for k, v in table.items()}, "rows": rows}
-        args.json.write_text(json.dumps(report))
+        flags.json.write_text(json.dumps(report))
     shutdown(world)
-    if not right:
-        raise SystemExit("nanoshard: WRONG results, see above" if world.rank == 0 else 1)
+    if not right and world.rank == 0:
+        print("nanoshard: WRONG results, see above", file=sys.stderr, flush=True)
+    return Outcome.DONE if right else Outcome.FAILED
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

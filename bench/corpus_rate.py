@@ -1,71 +1,76 @@
-"""How fast is prepare.py beside the tokenizer library alone?  python bench/corpus_rate.py
+"""How fast is prepare.py compared with the tokenizer library alone?  python bench/corpus_rate.py
 
-The same records, text of the standard library, on one core: a) tiktoken's own batch call on texts that are
-in memory already, b) one unit of prepare.py's work, from a .jsonl file to a finished part on disk: reading,
-json, two hashes, encoding, end-of-document, shuffle, fsync. Rates are per CPU-second, so that other people's
-load counts less; the last line is the ratio of the medians. The target is 0.90.
+The same records, text of the standard library, on one core: a) tiktoken's own batch call on texts that are in
+memory; b) one unit of prepare.py's work, from a .jsonl file to a finished part on disk: reading, json, two
+hashes, encoding, end-of-document, shuffle, fsync. Rates are per CPU-second, so that other load on the machine
+counts less. The last line is the ratio of the medians.
 """
-
-import argparse
 import json
 import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import prepare
-from corpus import parts
-from corpus import text as corpus
-from corpus import tokenizer as tok
+from config import command_line, wrong_input
+from corpus import build, tokenizer
+from corpus.text import list_spans
+
+
+@dataclass(frozen=True)
+class Flags:
+    mb: float = 32  # megabytes of text
+    rounds: int = 5  # each round measures both, one after the other
+    vocab_size: int = 32768  # of the tokenizer, which is trained on 8 MB of the text
 
 
 def records(megabytes):
-    """Documents of about 4,000 characters, from the standard library with its tests."""
-    left = megabytes * 1e6
+    """-> documents of about 4,000 characters, [str], from the standard library with its tests."""
+    texts, left = [], megabytes * 1e6
     for span in prepare.list_sources(prepare.parse(["stdlib", "--with-tests"])):
-        for text in corpus.documents(span, "text", lambda *_: None):
-            for at in range(0, len(text), 4000):
-                yield text[at : at + 4000]
+        for text in prepare.all_documents([[span]], "text"):
+            texts += [text[at : at + 4000] for at in range(0, len(text), 4000)]
             left -= len(text)
         if left < 0:
-            return
+            break
+    return texts
 
 
 def per_cpu_second(megabytes, work):
-    began = time.process_time()
+    """-> MB per second of CPU time that work() takes."""
+    start = time.process_time()
     work()
-    return megabytes / (time.process_time() - began)
+    return megabytes / (time.process_time() - start)
 
 
-def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--mb", type=float, default=32, help="of text (default 32)")
-    p.add_argument("--rounds", type=int, default=5, help="each once per round, in turn (default 5)")
-    p.add_argument("--vocab-size", type=int, default=32768, help="trained on 8 MB of it (default 32768)")
-    args = p.parse_args()
+def main(argv=None):
+    with wrong_input():
+        flags = command_line(Flags, sys.argv[1:] if argv is None else argv, "corpus_rate.py", __doc__)
+    texts = records(flags.mb)
+    mb = sum(len(text.encode()) for text in texts) / 1e6
     with tempfile.TemporaryDirectory() as folder:
-        folder, texts = Path(folder), list(records(args.mb))
+        folder = Path(folder)
         path = folder / "a.jsonl"
         path.write_text("".join(json.dumps({"id": k, "text": t}) + "\n" for k, t in enumerate(texts)))
-        t = tok.train_bpe(texts[:2000], args.vocab_size)
-        t.save(folder / "tokenizer.json")
-        mb = sum(len(text.encode()) for text in texts) / 1e6
-        settings = parts.Settings(str(folder / "tokenizer.json"), t.sha256, "<u2", "text", 0.1, 1)
-        unit = corpus.spans_of(str(path), 1 << 40, "text")
-        parts.load_tokenizer(settings.tokenizer)  # once per process, not per unit
-        rates = {"library": [], "prepare": []}
-        for k in range(args.rounds):
-            rates["library"].append(per_cpu_second(
-                mb, lambda: t.encoding.encode_ordinary_batch(texts, num_threads=1)))
-            rates["prepare"].append(per_cpu_second(
-                mb, lambda k=k: parts.encode_unit((k, str(k), unit), folder, settings)))
-            print(f"round {k + 1}: library {rates['library'][-1]:.2f}, prepare.py {rates['prepare'][-1]:.2f}"
-                  " MB/s per CPU-second", flush=True)
-    library, ours = (statistics.median(r) for r in rates.values())
-    print(f"{mb:.0f} MB, {t.n_vocab:,} symbols: library {library:.2f}, prepare.py {ours:.2f} MB/s per"
+        vocab = tokenizer.train_bpe(texts[:2000], flags.vocab_size)
+        vocab.save(folder / "tokenizer.json")
+        settings = build.Settings(str(folder / "tokenizer.json"), vocab.sha256, "<u2", "text", 0.1, 1)
+        unit = list_spans(str(path), 1 << 40, "text")
+        build.load_tokenizer(settings.tokenizer)  # prepare.py loads it once per process, not per unit
+        library, ours = [], []
+        for k in range(flags.rounds):
+            library.append(per_cpu_second(
+                mb, lambda: vocab.encoding.encode_ordinary_batch(texts, num_threads=1)))
+            job = k, str(k), unit
+            ours.append(per_cpu_second(mb, lambda job=job: build.encode_unit(job, folder, settings)))
+            print(f"round {k + 1}: library {library[-1]:.2f}, prepare.py {ours[-1]:.2f} MB/s per CPU-second",
+                  flush=True)
+    library, ours = statistics.median(library), statistics.median(ours)
+    print(f"{mb:.0f} MB, {vocab.n_vocab:,} symbols: library {library:.2f}, prepare.py {ours:.2f} MB/s per"
           f" CPU-second, ratio {ours / library:.3f}")
 
 

@@ -3,38 +3,38 @@
     python bench/doctor.py                  this process: packages, torch, device, MPI, scheduler, disks, data
     mpiexec -n 8 python bench/doctor.py     on every node, and a sum over all ranks (torchrun, srun too)
 
-Exit code 0, or 1 where anything FAILs. --json: the same as one object.
+The exit code is 0, or 1 if a check FAILs. --json prints the same as one object.
 """
-import argparse
 import contextlib
 import importlib.metadata
 import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # starts from anywhere
 BEGAN = time.perf_counter()
 import torch
 import torch.distributed as dist
 
 TORCH_SECONDS = time.perf_counter() - BEGAN
-from corpus import data
+from common import ROOT, read_flags, start
+
+from config import Outcome, print_quietly
+from corpus import shards
 from runtime.launch import bare_environment, launch, scheduler, shutdown
 
-SLOW_DISK = 50  # MB/s: below it a checkpoint of a billion parameters takes minutes
+SLOW_DISK = 50  # MB/s; a slower disk takes minutes for a checkpoint of a billion parameters
 NETWORK = ("lustre", "nfs", "nfs4", "gpfs", "beegfs", "cephfs", "fuse", "9p", "virtiofs")
 RANKS = """import sys
 from mpi4py import MPI
-name = MPI.Get_library_version().splitlines()[0]  # one write a rank: the launcher mixes smaller pieces
+name = MPI.Get_library_version().splitlines()[0]  # one write per rank: the launcher may mix smaller ones
 sys.stdout.write(f"rank {MPI.COMM_WORLD.rank} {MPI.COMM_WORLD.size} {name}\\n")
 """
 
@@ -44,36 +44,37 @@ def ok(text):
 
 
 def packages():
-    """Everything in requirements-site.txt, and plotext before 6, which removed the functions that we call."""
-    lacking, found = [], []
+    """Are the packages of requirements-site.txt here? plotext 6 removed the functions that we call."""
+    missing, found = [], []
     for line in (ROOT / "requirements-site.txt").read_text().splitlines():
         name = re.split(r"[<>=,]", line)[0].strip()
         if name and not name.startswith("#"):
             try:
                 found.append(f"{name} {importlib.metadata.version(name)}")
             except importlib.metadata.PackageNotFoundError:
-                lacking.append(name)
-    if lacking:
-        return "FAIL", f"missing: {', '.join(lacking)}", "pip install -r requirements-site.txt"
+                missing.append(name)
+    if missing:
+        return "FAIL", f"missing: {', '.join(missing)}", "pip install -r requirements-site.txt"
     if any(f.startswith("plotext 6") for f in found):
         return "WARN", "plotext 6 or later has no module functions", "pip install 'plotext>=5.3,<6'"
     return ok(", ".join(found))
 
 
-def torch_itself(world):
+def torch_import(world):
+    """How long did importing torch take?"""
     text = f"torch {torch.__version__}, python {sys.version.split()[0]}, imported in {TORCH_SECONDS:.1f} s"
     if TORCH_SECONDS > 30:
-        return "WARN", text, "the environment lies on a slow disk: copy it to every node's own, once per job"
+        return "WARN", text, "the environment is on a slow disk: copy it to each node's disk, once per job"
     return ok(text)
 
 
 def device(world):
-    """A product of two matrices, forwards and backwards, on this rank's device."""
+    """Does this rank's device multiply two matrices, forward and backward? Is the device free?"""
     if world.device.type == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         if Path("/proc/driver/nvidia/version").exists() or shutil.which("rocm-smi"):
             return "FAIL", "this node has GPUs, torch does not see them", \
-                "load the site's torch, or the CUDA or ROCm wheel; in a job: ask for GPUs"
+                "load the site's torch, or install the CUDA or ROCm wheel; in a job, ask for GPUs"
         if cores == 1 < (os.cpu_count() or 1):
             return "WARN", f"cpu: bound to 1 of {os.cpu_count()} cores", \
                 "give the launcher --bind-to none, --cpu-bind depth or srun -c"
@@ -84,20 +85,20 @@ def device(world):
         (a @ a).sum().backward()
         fine = a.grad.isfinite().all().item()
     except RuntimeError as e:
-        return "FAIL", f"{name}: {str(e).splitlines()[0]}", "a torch built for this GPU and driver"
+        return "FAIL", f"{name}: {str(e).splitlines()[0]}", "install a torch built for this GPU and driver"
     free, total = torch.cuda.mem_get_info(world.device)
     text = f"{count} x {name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
     if not fine:
-        return "FAIL", f"{text}: a matrix product is not finite", "another node; tell the site"
+        return "FAIL", f"{text}: a matrix product is not finite", "use another node; report it to the site"
     if free < 0.8 * total:
-        return "WARN", f"{text}: somebody else is on it", "nvidia-smi shows who; ask for whole nodes"
+        return "WARN", f"{text}: another process uses it", "nvidia-smi shows which; ask for whole nodes"
     if count < world.local_size:
-        return "WARN", f"{text} for {world.local_size} ranks", f"{count} ranks per node"
+        return "WARN", f"{text} for {world.local_size} ranks", f"start {count} ranks per node"
     return ok(text)
 
 
 def backend(world):
-    """A sum: of all ranks' numbers, or through a group of this one."""
+    """Is the sum of the rank numbers over all ranks right? One process sums through a group of its own."""
     try:
         socket.getaddrinfo(socket.gethostname(), None)
     except OSError:
@@ -117,12 +118,12 @@ def backend(world):
     version = f" {'.'.join(map(str, torch.cuda.nccl.version()))}" if name == "nccl" else ""
     text = f"{name}{version}: the sum over {world.size} rank(s), {1e3 * took:.1f} ms the first time"
     if total != world.size * (world.size - 1) / 2:
-        return "FAIL", f"{text}, is {total}", "see NCCL_DEBUG=INFO, and bench/collectives.py for more"
+        return "FAIL", f"{text}, is {total}", "set NCCL_DEBUG=INFO; bench/collectives.py tests more"
     return ok(text)
 
 
 def mpi():
-    """mpiexec starts two ranks: does mpi4py see two?"""
+    """Does mpi4py see the two ranks that mpiexec starts?"""
     try:
         have = importlib.metadata.version("mpi4py")
     except importlib.metadata.PackageNotFoundError:
@@ -132,14 +133,14 @@ def mpi():
     if where is None:
         return "WARN", f"mpi4py {have} but no mpiexec in PATH: start with torchrun or srun", \
             "pip install mpich, or load the site's MPI"
-    root = ["--allow-run-as-root", "--oversubscribe"]
     env = bare_environment()
-    for flags in ([], root):  # Open MPI refuses root, and more ranks than it counts slots
+    # Open MPI refuses to run as root, and more ranks than it counts slots
+    for flags in ([], ["--allow-run-as-root", "--oversubscribe"]):
         try:
             job = subprocess.run([where, *flags, "-n", "2", sys.executable, "-c", RANKS], capture_output=True,
                                  text=True, timeout=60, env=env, stdin=subprocess.DEVNULL)
         except (OSError, subprocess.TimeoutExpired) as e:
-            return "FAIL", f"{where} -n 2: {e}", "another mpiexec; on a login node: try inside a job"
+            return "FAIL", f"{where} -n 2: {e}", "use another mpiexec; on a login node, try inside a job"
         seen = re.findall(r"^rank (\d) (\d+) (.*)", job.stdout, re.M)
         if job.returncode == 0 or flags:
             break
@@ -147,13 +148,15 @@ def mpi():
         library = re.sub(r"[\s:]+", " ", seen[0][2]).strip()[:40]
         return ok(f"mpi4py {have} and {where} agree: {library}" + f" (needs {' '.join(flags)})" * bool(flags))
     if seen:
-        return "FAIL", f"{where} started 2 ranks, mpi4py sees {seen[0][1]}: they are of different MPIs", \
-            "the mpiexec of the MPI that mpi4py was built with"
+        return "FAIL", f"{where} started 2 ranks, mpi4py sees {seen[0][1]}: their MPIs differ", \
+            "use the mpiexec of the MPI that mpi4py was built with"
     last = (job.stderr.strip() or job.stdout.strip() or "no output").splitlines()[-1]
-    return "FAIL", f"{where} -n 2 ends with {job.returncode}: {last[:90]}", "inside a job, or another mpiexec"
+    return "FAIL", f"{where} -n 2 ends with {job.returncode}: {last[:90]}", \
+            "try inside a job, or another mpiexec"
 
 
 def batch():
+    """Which scheduler runs this job?"""
     try:
         found = scheduler()
     except ValueError as e:
@@ -167,7 +170,7 @@ def batch():
 
 
 def filesystem(path):
-    """-> its type, of the longest mount point above path"""
+    """-> the type of the file system that holds path: that of the longest mount point above it."""
     best = ("", "?")
     with contextlib.suppress(OSError):
         for line in Path("/proc/mounts").read_text().splitlines():
@@ -177,8 +180,9 @@ def filesystem(path):
     return best[1]
 
 
-def written(folder, megabytes=32):
-    """MB/s of a file written, synced, renamed and read back. OSError: why not; ValueError: other bytes."""
+def write_speed(folder, megabytes=32):
+    """MB/s of a file that is written, synced, renamed and read back. OSError: why it cannot be; ValueError:
+    other bytes came back."""
     folder.mkdir(parents=True, exist_ok=True)
     block = os.urandom(1 << 20)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-") as tmp:
@@ -192,88 +196,98 @@ def written(folder, megabytes=32):
         os.replace(part, whole)
         took = time.perf_counter() - began
         if whole.read_bytes() != block * megabytes:
-            raise ValueError(f"{folder} returns other bytes than were written")
+            raise ValueError(f"{folder} returned other bytes than were written")
     return megabytes / took
 
 
 def disk(folder, fix, local):
+    """Can folder be written to, fast enough, with 2 GB free? local: it should be a disk of this node."""
     folder = Path(folder)
     try:
-        speed = written(folder)
+        speed = write_speed(folder)
         free, kind = shutil.disk_usage(folder).free / 1e9, filesystem(folder)
     except (OSError, ValueError) as e:
         return "FAIL", f"{folder}: {e}", fix
     text = f"{folder}: {kind}, {free:.0f} GB free, {speed:.0f} MB/s written and synced"
     if free < 2:
-        return "WARN", text, f"room there; {fix}"
+        return "WARN", text, f"free some space; {fix}"
     if local and kind in NETWORK:
-        return "WARN", f"{text}: not this node's own", fix
+        return "WARN", f"{text}: a network file system", fix
     if speed < SLOW_DISK:
         return "WARN", f"{text}: slow", fix
     return ok(text)
 
 
 def tokens(folder):
+    """Are the token files whole?"""
     try:
-        meta = data.load_meta(folder)
-        files = data.verify(folder)
+        meta = shards.load_meta(folder)
+        files = shards.verify(folder)
     except (OSError, ValueError) as e:
         text = " ".join(str(e).split())
         return "FAIL" if Path(folder).exists() else "WARN", text, "python prepare.py stdlib, in one process"
     return ok(f"{folder}: {meta['tokens']['train']:,} training tokens, {files} files have their sha256")
 
 
-def examine(world, args):
-    """All checks of this rank's node -> [(name, status, text, fix)]; the backend's is all ranks' together."""
-    sum_of_all = backend(world)
+def examine(world, flags):
+    """Run all checks of this rank's node -> [(name, status, text, fix)].
+    All ranks check the backend together."""
+    backend_result = backend(world)
     if world.local_rank != 0:
         return []
     temporary = "set TMPDIR to the node's own disk (the site's /local, /tmp)"
-    writable = "--out on a disk with room that you may write to"
-    checks = [("packages", packages), ("torch", lambda: torch_itself(world)),
-              ("device", lambda: device(world)), ("backend", lambda: sum_of_all),
+    writable = "give --out on a disk with free space that you may write to"
+    checks = [("packages", packages), ("torch", lambda: torch_import(world)),
+              ("device", lambda: device(world)), ("backend", lambda: backend_result),
               ("mpi", mpi), ("scheduler", batch),
               ("node disk", lambda: disk(tempfile.gettempdir(), temporary, True)),
-              ("runs", lambda: disk(args.out, writable, False)), ("data", lambda: tokens(args.data))]
+              ("runs", lambda: disk(flags.out, writable, False)), ("data", lambda: tokens(flags.data))]
     if world.rank:
-        checks = [c for c in checks if c[0] not in ("mpi", "scheduler")]  # once is enough
+        checks = [c for c in checks if c[0] not in ("mpi", "scheduler")]  # rank 0 alone checks these
     return [(name, *check()) for name, check in checks]
 
 
+def as_json(world, nodes, failed):
+    """nodes: [{"host", "checks"}], one per rank -> one JSON object as text."""
+    rows = [{"host": node["host"], **dict(zip(("name", "status", "text", "fix"), check, strict=True))}
+            for node in nodes for check in node["checks"]]
+    return json.dumps({"ok": not failed, "launcher": world.launcher, "ranks": world.size, "checks": rows})
+
+
+def as_lines(world, nodes):
+    """A line per check: all of the first node, of the other nodes those that are not OK."""
+    lines = [f"{world.launcher}, {world.size} rank(s), {world.n_nodes} node(s), {nodes[0]['host']}"]
+    for i, node in enumerate(nodes):
+        for name, status, text, fix in node["checks"]:
+            if i == 0 or status != "OK":
+                where = f"{node['host']}: " if i else ""
+                lines.append(f"{status:5s} {name:10s} {where}{text}" + f"; fix: {fix}" * bool(fix))
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Flags:
+    data: str = "data/stdlib"  # token files to check
+    out: str = "out"  # folder that runs would be written to
+    json: bool = False  # print one JSON object, no lines
+
+
 def main(argv=None):
-    p = argparse.ArgumentParser("doctor.py", description="what is wrong with this machine")
-    p.add_argument("--data", default="data/stdlib", help="token files to check (default data/stdlib)")
-    p.add_argument("--out", default="out", help="where runs would be written (default out)")
-    p.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    args = p.parse_args(argv)
+    flags = read_flags(Flags, argv, "doctor.py", "Check this machine, under a launcher every node: packages, "
+                       "torch, device, MPI, scheduler, disks, data. One line per check, with the fix.")
     try:
         world = launch(60.0, quiet=True)
     except SystemExit as e:  # mpiexec and mpi4py of different MPIs: launch() says what to do
         print(f"FAIL  launch     {str(e).removeprefix('nanoshard: ')}", flush=True)
-        raise SystemExit(1) from None
-    mine = {"host": socket.gethostname(), "checks": examine(world, args)}
-    nodes = [mine]
-    if world.size > 1:
-        nodes = [None] * world.size
-        dist.all_gather_object(nodes, mine)  # a few lines per rank, over the world
+        return Outcome.FAILED
+    # a few lines per rank, over the world
+    nodes = world.axis.gather_objects({"host": socket.gethostname(), "checks": examine(world, flags)})
     shutdown(world)
-    if argv is None:  # the command, not a test: | head. Not earlier, a lost peer would end this rank unheard
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     failed = any(check[1] == "FAIL" for node in nodes for check in node["checks"])
-    if world.rank == 0 and args.json:
-        rows = [{"host": node["host"], **dict(zip(("name", "status", "text", "fix"), check, strict=True))}
-                for node in nodes for check in node["checks"]]
-        print(json.dumps({"ok": not failed, "launcher": world.launcher, "ranks": world.size, "checks": rows}))
-    elif world.rank == 0:
-        print(f"{world.launcher}, {world.size} rank(s), {world.n_nodes} node(s), {mine['host']}")
-        for i, node in enumerate(nodes):
-            for name, status, text, fix in node["checks"]:
-                if i == 0 or status != "OK":  # of other nodes, only what is wrong
-                    where = f"{node['host']}: " if i else ""
-                    print(f"{status:5s} {name:10s} {where}{text}" + f"; fix: {fix}" * bool(fix), flush=True)
-    if failed:
-        raise SystemExit(1)
+    if world.rank == 0:
+        print_quietly((as_json(world, nodes, failed) if flags.json else as_lines(world, nodes)) + "\n")
+    return Outcome.FAILED if failed else Outcome.DONE
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

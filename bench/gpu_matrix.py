@@ -1,86 +1,95 @@
-"""The layout matrix on the GPUs present: torchrun ... bench/gpu_matrix.py [fp64 bf16 replicas graph sync]
+"""The layout matrix on this host's GPUs: torchrun ... bench/gpu_matrix.py [fp64 bf16 replicas graph sync]
 
-1) fp64 over the real collectives (nccl): every layout of tests/test_layouts.py for this world size against
-   one rank, 1e-10 in losses, norms, every gradient, every parameter and moment
-2) bf16: the same layouts within rounding of one rank's bf16
-3) 20 bf16 steps, twice: replicas hold the same bits, and both runs do
-4) 20 bf16 steps as one CUDA graph give the losses of 20 steps without
-5) torch.cuda.set_sync_debug_mode("error") around the MoE layer: capacity mode, dropless ep 1 and dropless
-   over all ranks through windows never synchronise
+1) fp64        every layout of tests/test_layouts.py for this number of GPUs, over NCCL, equals one GPU to
+               1e-10 in losses, norms, every gradient, every parameter and moment
+2) bf16        the losses of the same layouts equal those of one GPU's bf16 within rounding
+3) replicas    after 20 bf16 steps replicas hold the same bits, and a second run holds them too
+4) graph       20 bf16 steps as one CUDA graph give the losses of 20 steps without a graph
+5) sync        the MoE layer never synchronises GPU and host (torch.cuda.set_sync_debug_mode("error")): with a
+               capacity, dropless on one rank, and dropless over all ranks through symmetric memory
 """
-import os.path
 import sys
+from dataclasses import dataclass
+from typing import Literal
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
+import torch
+from common import ROOT, read_flags, start
+from moe_layer import forward, moe_layer
+from training import Training
+from tyro.conf import Positional
+
+sys.path.insert(0, str(ROOT / "tests"))
 
 import numpy as np
 import test_layouts as matrix
-import torch
-import torch.distributed as dist
 
 import moe
-import train
 from config import PRESETS, Config
-from corpus.data import Synthetic
-from fast.window import open_windows
-from parallel import checksum, make_mesh
-from runtime.launch import World, launch, shutdown
+from fast import symm_mem
+from parallel import make_mesh
+from runtime.launch import World, exit_together, launch, shutdown
+from runtime.watch import checksum
 
 FAMILIES = {"llama": matrix.LLAMA, "gpt2": matrix.GPT2, "dropless": matrix.MOE, "capacity": matrix.CAPACITY}
+# 16 wide heads: the GPU's attention and grouped kernels need rows of a multiple of 16 bytes
+SHAPE = dict(n_embd=64, ffn_hidden=96)
+PARTS = ("fp64", "bf16", "replicas", "graph", "sync")
+STEPS = 20
 
 
-def everywhere(world, value):
-    out = [None] * world.size
-    dist.all_gather_object(out, value)  # small models: what each rank knows, over the world
-    return out
-
-
-def alone(world):
-    return World(device=world.device)
+@dataclass(frozen=True)
+class Flags:
+    parts: Positional[tuple[Literal[PARTS], ...]] = PARTS  # which of the checks, in any order
 
 
 def check_layouts(world, dtype):
-    """Every layout of this world size -> (checked, worst error). fp64: of any element; bf16: of losses."""
+    """Compare every layout of this world size with one rank -> (layouts, worst relative error). The error is
+    that of any element under fp64, of the losses under bf16."""
     layouts = [(family, batch, layout) for family in FAMILIES
                for n, batch, layout in (matrix.MOE_LAYOUTS if "n_experts" in FAMILIES[family]
                                         else matrix.LAYOUTS)
                if n == world.size]
     worst = 0.0
     for family, batch, layout in layouts:
-        # 16 wide heads: the GPU's attention and grouped kernels want rows of 16 bytes
         if world.rank == 0:
             print(f"  {dtype} {family} {layout}", flush=True)
-        base = dict(FAMILIES[family], micro_batch=2, dtype=dtype, n_embd=64, ffn_hidden=96)
+        base = dict(FAMILIES[family], **SHAPE, micro_batch=2, dtype=dtype)
         chunks = layout.get("tp", 1) if base.get("capacity_factor") else 1
-        want = matrix.run(alone(world), base, batch, chunks)
+        want = matrix.run(World(device=world.device), base, batch, chunks)
         seen = matrix.run(world, dict(base, **layout), batch)
-        results = everywhere(world, seen)
+        results = world.axis.gather_objects(seen)  # small models: what each rank knows, over the world
         if world.rank == 0:
-            expected, got = np.array(want["totals"]), np.array(seen["totals"])
-            if dtype == "fp64":
-                np.testing.assert_allclose(got[:, [0, 1, 3]], expected[:, [0, 1, 3]], rtol=1e-10,
-                                           err_msg=f"{family} {layout}")
-                whole, pieces = matrix.assemble([want]), matrix.assemble(results)
-                for name, t in whole.items():
-                    error = np.abs(pieces[name] - t).max() / max(1e-4, np.abs(t).max())
-                    worst = max(worst, error)
-                    assert error < 1e-10, f"{family} {layout} {name}: {error}"
-            else:
-                error = np.abs(got[:, 0] / expected[:, 0] - 1).max()
-                worst = max(worst, error)
-                assert error < 1e-2, f"{family} {layout}: losses {got[:, 0]} against {expected[:, 0]}"
+            error = worst_error(f"{family} {layout}", dtype, want, seen, results)
+            worst = max(worst, error)
     return len(layouts), worst
 
 
+def worst_error(name, dtype, want, seen, results):
+    """-> the worst relative error of a layout; AssertionError where it is too large. want: one rank's run,
+    seen: rank 0's, results: those of all ranks."""
+    expected, got = np.array(want["totals"]), np.array(seen["totals"])
+    if dtype != "fp64":
+        error = np.abs(got[:, 0] / expected[:, 0] - 1).max()
+        assert error < 1e-2, f"{name}: losses {got[:, 0]} and {expected[:, 0]}"
+        return error
+    np.testing.assert_allclose(got[:, [0, 1, 3]], expected[:, [0, 1, 3]], rtol=1e-10, err_msg=name)
+    whole, pieces, worst = matrix.assemble([want]), matrix.assemble(results), 0.0
+    for tensor, t in whole.items():
+        error = np.abs(pieces[tensor] - t).max() / max(1e-4, np.abs(t).max())
+        assert error < 1e-10, f"{name} {tensor}: {error}"
+        worst = max(worst, error)
+    return worst
+
+
 def fitting(world, layouts):
-    """-> [(family, flags)] of the layouts whose axes divide the ranks that there are; batches of 16 samples
-    as micro-batches of 2, and under ZeRO as one, so that gradients and weights travel through windows too."""
+    """-> [(family, flags)] of the layouts whose axes divide the number of ranks, 16 sequences per step in
+    micro-batches of 2; under ZeRO also in one micro-batch, the case in which gradients and weights travel as
+    peer-to-peer copies."""
     out = []
     for family, layout in layouts:
         if all(world.size % n == 0 for n in layout.values()):
-            flags = dict(FAMILIES[family], dtype="bf16", n_embd=64, ffn_hidden=96, ep_slack=1.5,
-                         global_batch=16, **layout)
+            flags = dict(FAMILIES[family], **SHAPE, dtype="bf16", ep_slack=1.5, global_batch=16,
+                         data="synthetic", **layout)
             dp = world.size // layout.get("tp", 1) // layout.get("pp", 1)
             sizes = (2, 16 // dp) if layout.get("zero") else (2,)
             out += [(family, dict(flags, micro_batch=size)) for size in sizes]
@@ -88,25 +97,20 @@ def fitting(world, layouts):
 
 
 def replicas_and_repeats(world):
-    """20 bf16 steps of layouts with replicas, each twice: the bits of every parameter on every rank."""
+    """Train layouts with replicas, each twice -> parameters compared. AssertionError: the bits of a parameter
+    differ between two ranks that hold it, or between the two runs."""
     checked = 0
     layouts = (("llama", {}), ("llama", dict(zero=1)), ("llama", dict(tp=2, zero=1)),
                ("gpt2", dict(pp=2)), ("dropless", dict(ep=4)),
                ("dropless", dict(ep=2, zero=1)), ("capacity", dict(tp=2, ep=4)))
     for family, flags in fitting(world, layouts):
-        cfg = Config(**flags)
         prints = []
         for _ in range(2):
-            mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
-            model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
-            source = Synthetic(cfg.vocab_size, cfg.seq_len, 0)
-            for step in range(1, 21):
-                batches = train.micro_batches(cfg, mesh, source, (step - 1) * 16, 16, world.device)
-                train.train_step(cfg, mesh, model, dp, opt, batches, step)
-            opt.wait()
-            prints.append({name: (getattr(mesh, p.reduce).ranks, checksum(p).tolist())
-                           for name, p in model.named_parameters()})
-        ranks = everywhere(world, prints[0])
+            training = Training(Config(**flags), world, graph=False)
+            training.run(STEPS)
+            prints.append({name: (getattr(training.mesh, p.reduce).ranks, checksum(p).tolist())
+                           for name, p in training.model.named_parameters()})
+        ranks = world.axis.gather_objects(prints[0])  # two integers per parameter, over the world
         for name, (group, bits) in prints[0].items():
             for r in group:
                 assert ranks[r][name][1] == bits, (f"{family} {flags}: {name} differs between ranks "
@@ -117,25 +121,19 @@ def replicas_and_repeats(world):
 
 
 def graphs(world):
-    """-> (layouts, worst relative difference of a loss, steps done again for want of room)"""
-    layouts, worst, redone = (("llama", {}), ("llama", dict(zero=1)), ("gpt2", dict(tp=2, zero=1)),
-                              ("capacity", dict(ep=4)), ("dropless", dict(zero=1)), ("dropless", dict(ep=4)),
-                              ("dropless", dict(ep=2, zero=1)), ("dropless", dict(ep=4, zero=1))), 0.0, 0
-    layouts = fitting(world, layouts)
+    """Train layouts with and without a CUDA graph -> (runs, worst relative difference of a loss, steps that
+    were redone because buffers overflowed)"""
+    worst, redone = 0.0, 0
+    layouts = fitting(world, (
+        ("llama", {}), ("llama", dict(zero=1)), ("gpt2", dict(tp=2, zero=1)), ("capacity", dict(ep=4)),
+        ("dropless", dict(zero=1)), ("dropless", dict(ep=4)), ("dropless", dict(ep=2, zero=1)),
+        ("dropless", dict(ep=4, zero=1))))
     for family, flags in layouts:
-        cfg = Config(**flags)
         seen = []
-        for recorded in (False, True):
-            mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
-            model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
-            graph = train.recorded(cfg, mesh, model, dp, opt) if recorded else None
-            source, losses = Synthetic(cfg.vocab_size, cfg.seq_len, 0), []
-            for step in range(1, 21):
-                batches = train.micro_batches(cfg, mesh, source, (step - 1) * 16, 16, world.device)
-                totals, _ = train.train_step(cfg, mesh, model, dp, opt, batches, step, graph=graph)
-                losses.append(totals[0].item())
-            seen.append(np.array(losses))
-        redone += graph.rooms.redone if graph.rooms else 0
+        for graph in (False, True):
+            training = Training(Config(**flags), world, graph=graph)
+            seen.append(np.array([training.step(training.batches(), full=True).item() for _ in range(STEPS)]))
+        redone += training.overflows()[0] or 0
         error = np.abs(seen[1] / seen[0] - 1).max()
         assert error < 1e-2, f"{family} {flags}: {seen}"
         worst = max(worst, error)
@@ -143,50 +141,51 @@ def graphs(world):
 
 
 def no_hidden_sync(world):
+    """Run the MoE layer in a mode in which torch raises RuntimeError when the host waits for the GPU."""
     for factor, ep in ((0.0, 1), (1.0, 1), (0.0, world.size)):
         cfg = Config(**dict(PRESETS["moe-4b"], capacity_factor=factor, ep=ep))
-        torch.set_default_dtype(torch.bfloat16)
-        with world.device:
-            layer = moe.MoE(cfg, make_mesh(world, ep=ep) if ep > 1 else make_mesh(alone(world)), None)
-        torch.set_default_dtype(torch.float32)
+        one = World(device=world.device)
+        dispatcher = symm_mem.dispatcher_for(cfg) if ep > 1 else moe.plain_dispatcher
+        mesh = make_mesh(world, ep=ep) if ep > 1 else make_mesh(one)
+        layer = moe_layer(cfg, mesh, world.device, dispatcher)
         if ep > 1:
-            layer.room = ep * 16384
-            open_windows([layer], layer.room, world.device)
-        for p in layer.parameters():
-            p.data.normal_(0, 0.02)
+            symm_mem.allocate([layer], ep * 16384)
+            layer.dispatcher.rows_in_use = ep * 16384
         x = torch.randn(16384, cfg.n_embd, device=world.device, dtype=torch.bfloat16, requires_grad=True)
         for i in range(3):
-            torch.cuda.set_sync_debug_mode("error" if i == 2 else "default")  # two rounds to warm up
-            y, aux = layer(x, lambda f, *args: f(*args))
+            torch.cuda.set_sync_debug_mode("error" if i == 2 else "default")  # the first two warm up
+            y, aux = forward(layer, x)
             torch.autograd.backward([y, aux], [torch.ones_like(y), None])
         torch.cuda.set_sync_debug_mode("default")
 
 
-def main():
+def main(argv=None):
+    flags = read_flags(Flags, argv, "gpu_matrix.py [PART...]", "Check on several GPUs that every layout "
+                       "equals one GPU, that replicas stay equal, and that a CUDA graph changes nothing.")
     world = launch(timeout=40)
-    if world.size == 1 or world.device.type != "cuda":
-        raise SystemExit("nanoshard: this needs several GPUs; the CPU's matrix is tests/test_layouts.py")
+    with exit_together(world):
+        if world.size == 1 or world.device.type != "cuda":
+            raise ValueError("gpu_matrix.py needs several GPUs; the CPU's matrix is tests/test_layouts.py")
     say = print if world.rank == 0 else lambda *a, **k: None
-    parts = sys.argv[1:] or ["fp64", "bf16", "replicas", "graph", "sync"]
     for dtype in ("fp64", "bf16"):
-        if dtype in parts:
+        if dtype in flags.parts:
             n, worst = check_layouts(world, dtype)
             say(f"{dtype}: {n} layouts of {world.size} ranks equal one rank, worst error {worst:.1e}",
                 flush=True)
-    if "replicas" in parts:
-        n = everywhere(world, replicas_and_repeats(world))
-        say(f"20 bf16 steps: {sum(n)} comparisons of replicated parameters, all equal to the bit; "
+    if "replicas" in flags.parts:
+        n = sum(world.axis.gather_objects(replicas_and_repeats(world)))  # one number per rank, over the world
+        say(f"{STEPS} bf16 steps: {n} comparisons of replicated parameters, all equal to the bit; "
             "two runs as well", flush=True)
-    if "graph" in parts:
+    if "graph" in flags.parts:
         n, worst, redone = graphs(world)
-        say(f"20 bf16 steps as a CUDA graph: {n} runs, losses within {worst:.1e} of those without; "
-            f"{redone} steps done again for want of room", flush=True)
-    if "sync" in parts:
+        say(f"{STEPS} bf16 steps as a CUDA graph: {n} runs, losses within {worst:.1e} of those without; "
+            f"{redone} steps redone because buffers overflowed", flush=True)
+    if "sync" in flags.parts:
         no_hidden_sync(world)
         say("no synchronisation in the MoE layer: capacity, dropless ep 1, "
-            f"dropless ep {world.size} through windows", flush=True)
+            f"dropless ep {world.size} through symmetric memory", flush=True)
     shutdown(world)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

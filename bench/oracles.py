@@ -2,32 +2,35 @@
 
     python bench/oracles.py
 
-Nothing here requires these packages: what is not installed is skipped, with the reason. To install them
-beside this environment: pip install --no-deps --target DIR transformers megatron-core (and what they
-import), then PYTHONPATH=DIR. Every figure is the largest difference, ours to theirs, as a part of the largest
-value; "map" and "kept" count entries that differ. fp32, one CPU process. Megatron's are zero to the bit.
+nanoshard requires neither package: a package that is not installed is skipped, with the reason. To install
+them beside this environment: pip install --no-deps --target DIR transformers megatron-core (and what they
+import), then PYTHONPATH=DIR. Every figure is the largest difference between ours and theirs, relative to the
+largest value; "map" and "kept" count entries that differ. fp32, one CPU process.
 """
 import importlib
 import logging
-import sys
 import warnings
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root: starts from anywhere
+from dataclasses import dataclass
 
 import torch
+from common import read_flags, start
 
-from config import Config
+from config import Config, Outcome
 from moe import MoE
 from parallel import make_mesh
 from runtime.launch import World
 
 T, E, C, F = 96, 8, 32, 48  # tokens, experts, width, hidden width
-FACTORS = (0.5, 0.75, 1.0, 1.25)
+FACTORS = (0.5, 0.75, 1.0, 1.25)  # of the capacity
+
+
+@dataclass(frozen=True)
+class Flags:
+    """No flag but --help."""
 
 
 def block(**flags):
-    """Our MoE block with seeded weights, one process."""
+    """-> (our MoE layer on one rank with seeded weights, its input (T, C))."""
     cfg = Config(n_experts=E, n_embd=C, ffn_hidden=F, **flags)
     layer = MoE(cfg, make_mesh(World(rank=0, size=1)), None)
     rng = torch.Generator().manual_seed(1)
@@ -37,23 +40,26 @@ def block(**flags):
     return layer, torch.randn(T, C, generator=rng)
 
 
-def run(f, *args):
+def call(f, *args):
+    """What a layer uses for a block whose activations are kept: no recomputation."""
     return f(*args)
 
 
-def far(a, b):
+def difference(a, b):
+    """The largest difference, relative to the largest value of b."""
     a, b = a.detach().double(), b.detach().double()
     return ((a - b).abs().max() / b.abs().max()).item()
 
 
 def dense(p, ids):
-    """(n, K) gates and experts -> (n, E) gates, zero where not chosen, and the map."""
+    """(n, K) gates and experts -> (n, E) gates, zero for experts not chosen, and the map of the chosen."""
     gates = torch.zeros(p.size(0), E).scatter(1, ids, p)
     return gates, torch.zeros(p.size(0), E, dtype=torch.bool).scatter(1, ids, True)
 
 
 def mixtral():
-    """Whole block with copied weights: output and every gradient. It renormalises: our softmax-topk."""
+    """The whole block with copied weights: output and every gradient. Mixtral renormalises the gates, as our
+    softmax-topk router does. -> {case: {tensor: difference}}"""
     module = importlib.import_module("transformers.models.mixtral.modeling_mixtral")
     config = importlib.import_module("transformers").MixtralConfig
     out = {}
@@ -67,24 +73,25 @@ def mixtral():
             theirs.experts.gate_up_proj.copy_(torch.cat([ours.w1, ours.w3], 1))
             theirs.experts.down_proj.copy_(ours.w2)
         a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-        y, aux = ours(a, run)
+        y, aux = ours(a, call)
         z = theirs(b.unsqueeze(0)).squeeze(0)
         seed = torch.randn(T, C, generator=torch.Generator().manual_seed(2))
         logits = x @ ours.router.weight.T
-        balance = module.load_balancing_loss_func((logits,), E, K)  # leaves out Megatron's 1/K: K times ours
+        balance = module.load_balancing_loss_func((logits,), E, K)  # without Megatron's 1/K: K times ours
         y.backward(seed), z.backward(seed)
         w13 = theirs.experts.gate_up_proj.grad.chunk(2, dim=1)
         out[f"Mixtral block k={K}"] = {
-            "output": far(y, z), "grad x": far(a.grad, b.grad),
-            "grad router": far(ours.router.weight.grad, theirs.gate.weight.grad),
-            "grad w1": far(ours.w1.grad, w13[0]), "grad w3": far(ours.w3.grad, w13[1]),
-            "grad w2": far(ours.w2.grad, theirs.experts.down_proj.grad),
-            "aux (theirs/K)": far(aux, balance / K)}
+            "output": difference(y, z), "grad x": difference(a.grad, b.grad),
+            "grad router": difference(ours.router.weight.grad, theirs.gate.weight.grad),
+            "grad w1": difference(ours.w1.grad, w13[0]), "grad w3": difference(ours.w3.grad, w13[1]),
+            "grad w2": difference(ours.w2.grad, theirs.experts.down_proj.grad),
+            "aux (theirs/K)": difference(aux, balance / K)}
     return out
 
 
 def megatron():
-    """Router maths on the same logits: gates, map, the two losses and their gradient, and who is dropped."""
+    """The router on the same logits: gates, map, both losses, their gradient, the dropped copies.
+    -> {case: {quantity: difference}}"""
     their = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     out = {}
     for router, K, steers in (("softmax", 1, 0.0), ("softmax", 2, 0.0), ("softmax-topk", 2, 0.0),
@@ -105,21 +112,24 @@ def megatron():
         (ga,), (gb,) = (torch.autograd.grad(loss, weight, retain_graph=True) for loss in (aux, balance))
         z = their.z_loss_func(logits, 1.0)
         zs, _ = block(router=router, top_k=K, aux_coef=0.0, z_coef=1.0)
-        row = {"gates": far(gates, their_gates), "map": (chosen != their_map).sum().item(),
-               "aux": far(aux, balance), "grad aux": far(ga, gb), "z": far(zs.route(x)[2], z)}
+        row = {"gates": difference(gates, their_gates), "map": (chosen != their_map).sum().item(),
+               "aux": difference(aux, balance), "grad aux": difference(ga, gb),
+               "z": difference(zs.route(x)[2], z)}
         for factor in FACTORS:
             _, kept = their.apply_router_token_dropping(their_gates, their_map, K, factor, "probs")
             cut, _ = block(router=router, top_k=K, capacity_factor=factor)
             cut.route(x)
-            room = E * cut.capacity(T)  # slots; a copy at `room` is dropped
+            slots = E * cut.capacity(T)  # a copy whose slot is `slots` is dropped
             slot = cut.plan(p, ids).slot.view(T, K)
-            mine = torch.zeros(T, E, dtype=torch.bool).scatter(1, ids, slot < room)
+            mine = torch.zeros(T, E, dtype=torch.bool).scatter(1, ids, slot < slots)
             row[f"kept at {factor}"] = (mine != kept).sum().item()
         out[f"Megatron {router} k={K}{' bias' * bool(steers)}"] = row
     return out
 
 
-def main():
+def main(argv=None):
+    read_flags(Flags, argv, "oracles.py", "Compare our MoE layer with the code of Hugging Face transformers "
+               "and Megatron-core, where they are installed.")
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     worst = 0.0
@@ -134,8 +144,8 @@ def main():
         for name, row in rows.items():
             print(f"  {name:28s} " + "  ".join(f"{k} {v:.2g}" for k, v in row.items()))
             worst = max(worst, *row.values())
-    return 0 if worst < 1e-5 else 1
+    return Outcome.DONE if worst < 1e-5 else Outcome.FAILED
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    start(main)

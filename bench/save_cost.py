@@ -1,8 +1,8 @@
 """What a checkpoint costs: bench/save_cost.py [PRESET] [train.py's flags] --save-every 10, under any launcher
 
-Trains on synthetic tokens, first without saving, then with --keep saves (3): the stall at the start of a
-save, the steps beside the writing against the step alone; the rates of saving and loading; the loaded state
-against the one that was saved.
+It trains on synthetic tokens, first without saving, then with --keep saves (3 by default). It prints how
+long a step waits when a save starts, the time of steps beside the writing and of steps without it, the rates
+of saving and loading, and whether the loaded state equals the saved one.
 """
 import shutil
 import statistics
@@ -12,84 +12,83 @@ import time
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from common import one_rank_speaks, start
+from timing import synchronize
+from training import Training
 
 import checkpoint
-import train
-from config import check_layout, parse
-from corpus.data import Synthetic
-from parallel import make_mesh
-from runtime import state
-from runtime.launch import launch, shutdown
-from runtime.saver import Saver
+from config import parse
+from runtime import resume
+from runtime.launch import exit_together, launch, shutdown
 
 
-def main(argv=None):
-    cfg = parse([*sys.argv[1:], "--data=synthetic"] if argv is None else argv)
-    world = launch()
-    run(cfg, world)
-    shutdown(world)
+def take_steps(training, count, save=None, every=0):
+    """-> (seconds of each step, with the start of its save; seconds of each such start). save(step) starts a
+    save after every `every`-th step."""
+    device, seconds, stalls = training.world.device, [], []
+    for _ in range(count):
+        synchronize(device)
+        began = time.perf_counter()
+        training.step(training.batches(), full=True)
+        synchronize(device)
+        if save is not None and training.number % every == 0:
+            middle = time.perf_counter()
+            save(training.number)
+            stalls.append(time.perf_counter() - middle)
+        seconds.append(time.perf_counter() - began)
+    return seconds, stalls
+
+
+def timed(world, f):
+    """Seconds of f() on all ranks together, and its result."""
+    world.barrier()
+    began = time.perf_counter()
+    result = f()
+    synchronize(world.device)
+    world.barrier()
+    return time.perf_counter() - began, result
+
+
+def load_again(training, path):
+    """Check and load a checkpoint -> (seconds of the checksums, of the loading, does the state equal the one
+    before)."""
+    world = training.world
+
+    def pieces():
+        return resume.shards(training.dp, training.opt, owned_only=False)
+
+    crc, index = timed(world, lambda: checkpoint.check(path, world.rank, world.size))
+    before = [t.clone() for _, t, _, _ in pieces()]
+    load, _ = timed(world, lambda: checkpoint.load(path, pieces(), index))
+    same = all(torch.equal(a, b) for a, (_, b, _, _) in zip(before, pieces(), strict=True))
+    return crc, load, same
 
 
 def run(cfg, world):
-    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
-    batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
-    check_layout(cfg, mesh, batch)
-    vocab = cfg.vocab_size or 256
-    model, dp, opt = train.build(cfg, mesh, vocab, world.device)
-    source, every, n = Synthetic(vocab, cfg.seq_len, cfg.seed), cfg.save_every, cfg.keep * cfg.save_every
-    out = Path(state.from_first(world.size, cfg.out or tempfile.mkdtemp(dir=".")))
-    saver = Saver(out, world.rank, world.size, keep=2, token=state.from_first(world.size, state.new_token()),
-                  agree=lambda bad: state.on_any(world.size, bad))
-    done = 0
+    """Train, save and load -> does the loaded state equal the saved one?"""
+    with exit_together(world):
+        if cfg.save_every < 1 or cfg.keep < 1:
+            raise ValueError("--save-every and --keep must be at least 1: they say how often to save")
+        training = Training(cfg, world, graph=False)
+    every, count = cfg.save_every, cfg.keep * cfg.save_every
+    # a path from rank 0, over the world
+    out = world.axis.broadcast_object((cfg.out or tempfile.mkdtemp(dir=".")) if world.rank == 0 else None)
+    saver = resume.Saver(Path(out), world.axis, keep=2, run_id=resume.run_id(world.axis))
 
-    def sync():
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
+    def save(step):
+        resume.save(cfg, training.mesh, training.dp, training.opt, saver, resume.State(step=step))
 
-    def steps(count, saving):
-        """-> (seconds of each step with its save's start, seconds of each start)."""
-        nonlocal done
-        took, stalls = [], []
-        for _ in range(count):
-            sync()
-            began = time.perf_counter()
-            done += 1
-            batches = train.micro_batches(cfg, mesh, source, done * batch, batch, world.device)
-            train.train_step(cfg, mesh, model, dp, opt, batches, done)
-            sync()
-            if saving and done % every == 0:
-                middle = time.perf_counter()
-                opt.wait()
-                state.save(cfg, mesh, dp, opt, saver, state.State(step=done))
-                stalls.append(time.perf_counter() - middle)
-            took.append(time.perf_counter() - began)
-        return took, stalls
-
-    steps(every, True)  # warm: buffers, allocator, the first write
+    take_steps(training, every, save, every)  # warm up: buffers, allocator, the first write
     saver.wait()
-    alone, _ = steps(n, False)
+    alone, _ = take_steps(training, count)
     saver.seconds = 0.0
-    mixed, stalls = steps(n, True)
+    mixed, stalls = take_steps(training, count, save, every)
     began = time.perf_counter()
     assert saver.wait(), "the save failed"
     last = time.perf_counter() - began
-    path = out / f"step_{saver.saved:06d}"
+    path = Path(out) / f"step_{saver.saved:06d}"
     gb = sum(f["bytes"] for f in checkpoint.read_index(path, 30)["files"].values()) / 1e9
-    world.barrier()
-    began = time.perf_counter()
-    index = checkpoint.check(path, world.rank, world.size)
-    world.barrier()
-    crc = time.perf_counter() - began
-    kept = [t.clone() for _, t, _, _ in state.pieces(dp, opt, owned=False)]
-    began = time.perf_counter()
-    checkpoint.load(path, state.pieces(dp, opt, owned=False), index)
-    sync()
-    world.barrier()
-    load = time.perf_counter() - began
-    now = state.pieces(dp, opt, owned=False)
-    same = all(torch.equal(a, b) for a, (_, b, _, _) in zip(kept, now, strict=True))
+    crc, load, same = load_again(training, path)
     if world.rank == 0:
         mean, saving, stall = (1e3 * statistics.mean(t) for t in (alone, mixed, stalls))
         print(f"step alone {mean:.1f} ms; with {gb:.3f} GB saved over {world.size} ranks every {every} steps"
@@ -99,8 +98,18 @@ def run(cfg, world):
               f"at the end); checksums {gb / crc:.2f} GB/s, load {gb / load:.2f} GB/s; same bits: {same}")
         if not cfg.out:
             shutil.rmtree(out)
-    assert same
+    return same
+
+
+def main(argv=None):
+    with one_rank_speaks():
+        cfg = parse(sys.argv[1:] if argv is None else argv, prog="save_cost.py", data="synthetic",
+                    about="Measure what saving a checkpoint in the background costs a training run.")
+    world = launch()
+    same = run(cfg, world)
+    shutdown(world)
+    assert same, "the loaded state differs from the saved one"
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

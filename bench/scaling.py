@@ -1,27 +1,32 @@
 """How well does it scale? python bench/scaling.py out/*/metrics.jsonl      (or the runs' folders)
 
-A row per run, by number of ranks: the median of the later rows of its metrics.jsonl, and its efficiency:
-tokens per second and rank against the run with the fewest ranks. Weak scaling where all ranks have the same
-work (global batch / ranks), strong where the global batch is: the table says which. A plot per model.
+The table has a row per run, by number of ranks: medians over the later rows of its metrics.jsonl, and the
+efficiency: tokens per second and rank relative to the run with the fewest ranks. The table says whether a run
+shows weak scaling (as many sequences per rank) or strong scaling (the same global batch). One plot per model.
 """
-import argparse
 import json
-import signal
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+
+from common import start
+from tyro.conf import Positional
+
+from config import Outcome, command_line, print_quietly, wrong_input
 
 MODEL = ("preset", "n_layer", "n_embd", "seq_len", "ffn_hidden", "n_experts", "top_k", "vocab_size_used",
          "dtype")  # runs that agree in these are one curve
 
 
 def read(path, share=0.5):
-    """A run's folder or metrics.jsonl -> its row of the table. ValueError, OSError: why there is none."""
+    """A run's folder or metrics.jsonl -> its row of the table, from the last `share` of its timed rows.
+    ValueError, OSError: why there is none."""
     path = Path(path)
     folder = path.parent if path.name == "metrics.jsonl" else path
     cfg = json.loads((folder / "config.json").read_text())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = [r for r in rows if "ms" in r and r["step"] > 1]  # a first step compiles and connects
+    timed = [r for r in rows if "ms" in r and r["step"] > 1]  # the first step compiles and connects
     if not timed:
         raise ValueError(f"{folder}/metrics.jsonl has no timed row after step 1; run more steps")
     late = timed[int(len(timed) * (1 - share)):]
@@ -40,7 +45,8 @@ def read(path, share=0.5):
 
 
 def groups(runs):
-    """-> {model: its runs by number of ranks}, each with "eff" and "kind" against the run of fewest ranks."""
+    """-> {model: its runs by number of ranks}, each with "eff" and "kind" relative to the run with the fewest
+    ranks."""
     out = {}
     for r in sorted(runs, key=lambda r: (r["ranks"], r["run"])):
         out.setdefault(r["model"], []).append(r)
@@ -55,6 +61,7 @@ def groups(runs):
 
 
 def table(runs):
+    """Rows of runs -> the table as text."""
     head = ("run", "ranks", "dp tp pp ep z", "gbs", "ms", "tok/s", "tok/s/gpu", "eff %", "scaling", "mfu %",
             "comm %", "rows")
     lines = [head]
@@ -69,7 +76,7 @@ def table(runs):
 
 
 def plot(runs, title):
-    """Tokens per second over ranks, beside the ideal -> text, or None where there is nothing to draw."""
+    """Tokens per second by ranks, beside the ideal -> text, or None if all runs have as many ranks."""
     if len({r["ranks"] for r in runs}) < 2:
         return None
     try:
@@ -90,30 +97,36 @@ def plot(runs, title):
     return plt.uncolorize(plt.build())
 
 
+@dataclass(frozen=True)
+class Flags:
+    runs: Positional[tuple[str, ...]]  # folders of runs, or their metrics.jsonl
+    last: float = 0.5  # share of the timed rows that counts, from the end
+    json: bool = False  # print the rows as JSON, no table and no plot
+
+
 def main(argv=None):
-    p = argparse.ArgumentParser("scaling.py", description="table and plot from several runs' metrics.jsonl")
-    p.add_argument("runs", nargs="+", help="folders of runs, or their metrics.jsonl")
-    p.add_argument("--last", type=float, default=0.5, help="share of rows that counts, from the end (0.5)")
-    p.add_argument("--json", action="store_true", help="the rows as JSON, no table and no plot")
-    args = p.parse_args(argv)
+    with wrong_input():
+        flags = command_line(Flags, sys.argv[1:] if argv is None else argv, "scaling.py RUN...",
+                             "Table and plot of the speed of several runs, from their metrics.jsonl.")
+        if not flags.runs:
+            raise ValueError("name at least one run's folder (scaling.py --help lists all flags)")
     sys.stdout.reconfigure(errors="replace")  # plots are unicode; an ascii terminal gets question marks
     found = []
-    for path in args.runs:
+    for path in flags.runs:
         try:
-            found.append(read(path, args.last))
-        except (OSError, ValueError, KeyError) as e:  # a run that died early does not hide the others
+            found.append(read(path, flags.last))
+        except (OSError, ValueError, KeyError) as e:  # a run that ended early does not hide the other runs
             why = f"has no {e}" if isinstance(e, KeyError) else e
             print(f"nanoshard: {path}: {why}; left out", file=sys.stderr)
     if not found:
-        raise SystemExit(2)
+        raise SystemExit(Outcome.WRONG_INPUT)
     for runs in groups(found).values():
-        if args.json:
-            print("\n".join(json.dumps(r) for r in runs))
+        if flags.json:
+            print_quietly("".join(json.dumps(r) + "\n" for r in runs))
         else:
             drawing = plot(runs, runs[0]["preset"])
-            print(table(runs), drawing or "", sep="\n", end="\n" if drawing else "", flush=True)
+            print_quietly(f"{table(runs)}\n" + (f"{drawing}\n" if drawing else ""))
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
-    main()
+    start(main)

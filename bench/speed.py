@@ -1,31 +1,33 @@
-"""The reference workloads on the GPUs present, against the peers' figures and this machine's ceilings.
+"""The reference workloads on the GPUs of this host, beside other trainers and this machine's ceilings.
 
-    torchrun --nproc-per-node 4 bench/speed.py W1 W2b G2 --json bench/results/4gpu.json   (or mpiexec)
+    torchrun --nproc-per-node 4 bench/speed.py W1 W2b G2 --json bench/results/4gpu.jsonl   (or mpiexec)
+    python bench/speed.py W2b --flags "--data data/stdlib"                                 (one GPU)
 
-Median of the last 30 of 60 steps, compilation and warm-up apart; train.py's own step on synthetic tokens.
-TFLOP/s by both counts (REFERENCE.md's formula: attention whole, and halved for causality). More flags of
-train.py: --flags "W2b: --ep 2".
+A row is the median of the last 30 of 60 steps on the slowest rank; compilation and the first steps do not
+count. It runs train.py's own step on synthetic tokens. TFLOP/s are counted twice: with attention in full, as
+Megatron-LM's papers do, and halved for causality.
 """
-import argparse
 import gc
 import json
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root: starts from anywhere
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+from common import read_flags, start
+from timing import gpu_milliseconds
+from training import Training, gpu_memory
+from tyro.conf import Positional
 
-import train
-from config import check_layout, parse
-from fast.window import in_use
-from model import count_parameters, flops_per_token
-from parallel import make_mesh
-from runtime.launch import launch, shutdown
-from runtime.log import peak_flops
+from config import parse
+from cost.parameters import count_parameters, flops_per_token
+from cost.step_time import peak_flops
+from parallel import MAX
+from runtime.launch import exit_together, launch, shutdown
 
 WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout
     "W1": "dense-210m",
@@ -37,45 +39,61 @@ WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout
     "G2-32": "gpt2 --no-bias --micro-batch 32 --global-batch 0 --vocab-size 50304",
     "WP": "wordplay --vocab-size 65",
 }
-LAYOUTS = {"W2a": "--ep 4 --zero 1", "W2b": "--ep 4 --zero 1", "default": "--zero 1"}  # on four GPUs
-PEERS = {  # tokens/s per GPU on the same H200s, REFERENCE.md: best peer, what ours must reach, by GPUs
-    ("W1", 1): ("HF", 256.6e3, 400e3), ("W1", 4): ("torchtitan", 271.1e3, 390e3),
-    ("W2b", 4): ("HF, no ep", 124.9e3, 240e3), ("W2a", 4): ("Megatron", 41.4e3, 240e3),
-    ("W3", 4): ("torchtitan", 48.96e3, 57e3), ("W3-8192", 4): ("HF", 37.4e3, 47e3),
-    ("G2", 1): ("nanoGPT", 535.6e3, 620e3), ("G2", 4): ("nanoGPT", 505.7e3, 605e3),
-    ("G2-32", 4): ("nanoGPT", 478.2e3, 570e3), ("WP", 4): ("nanoGPT", 692.5e3, 820e3),
+LAYOUTS = {"W2a": "--ep {gpus} --zero 1", "W2b": "--ep {gpus} --zero 1"}  # on several GPUs; others: --zero 1
+PEERS = {  # (workload, GPUs): the fastest other trainer, its tokens/s per GPU on the same H200s
+    ("W1", 1): ("torchtitan", 273.0e3), ("W1", 2): ("HF", 241.0e3), ("W1", 4): ("torchtitan", 271.1e3),
+    ("W2b", 1): ("HF, bf16 only", 138.9e3), ("W2b", 2): ("HF, bf16 only, no ep", 121.6e3),
+    ("W2b", 4): ("HF, bf16 only, no ep", 124.9e3), ("W2a", 4): ("Megatron", 41.4e3),
+    ("W3", 1): ("torchtitan", 50.4e3), ("W3", 4): ("torchtitan", 48.96e3),
+    ("W3-8192", 1): ("torchtitan", 41.5e3), ("W3-8192", 2): ("torchtitan", 38.7e3),
+    ("W3-8192", 4): ("HF", 37.4e3),
+    ("G2", 1): ("nanoGPT", 509.8e3), ("G2", 2): ("nanoGPT", 488.6e3), ("G2", 4): ("nanoGPT", 505.7e3),
+    ("G2-32", 1): ("nanoGPT", 493.5e3), ("G2-32", 2): ("nanoGPT", 469.9e3),
+    ("G2-32", 4): ("nanoGPT", 478.2e3),
+    ("WP", 1): ("nanoGPT", 705.3e3), ("WP", 2): ("nanoGPT", 678.1e3), ("WP", 4): ("nanoGPT", 692.5e3),
 }
 
 
-def milliseconds(f, n=20):
-    """Mean of n calls after three, by events."""
-    for _ in range(3):
-        f()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(n):
-        f()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / n
+@dataclass(frozen=True)
+class Flags:
+    workloads: Positional[tuple[Literal[tuple(WORKLOADS)], ...]]  # one or several, measured in this order
+    steps: int = 60  # steps of each workload; half of them, at most 30, count
+    flags: str = ""  # flags of train.py for all workloads, in place of the default layout
+    profile: bool = False  # also print the kernels of a step on rank 0, the slowest first
+    json: str = ""  # file to which each result is appended, one line each
+
+    def check(self):
+        if not self.workloads:
+            raise ValueError(f"name at least one workload of {', '.join(WORKLOADS)}")
+        if self.steps < 4:
+            raise ValueError(f"--steps {self.steps} must be at least 4")
+
+
+def join_value(argv, flag):
+    """[..., flag, value, ...] -> [..., flag=value, ...]: the value may begin with dashes itself."""
+    argv = list(argv)
+    if flag in argv[:-1]:
+        i = argv.index(flag)
+        argv[i:i + 2] = [f"{flag}={argv[i + 1]}"]
+    return argv
 
 
 def ceilings(world):
-    """What this machine does today: matrix product, copy, all-reduce."""
+    """The speed of this machine today: matrix product, copy, all-reduce."""
     a, b = (torch.randn(8192, 8192, device=world.device, dtype=torch.bfloat16) for _ in range(2))
-    out = {"matmul_tflops": 2 * 8192**3 / milliseconds(lambda: a @ b) / 1e9}
+    out = {"matmul_tflops": 2 * 8192**3 / gpu_milliseconds(lambda: a @ b) / 1e9}
     x, y = (torch.empty(2**30, device=world.device, dtype=torch.bfloat16) for _ in range(2))
-    out["copy_tb_s"] = 2 * x.numel() * 2 / milliseconds(lambda: y.copy_(x)) / 1e9
+    out["copy_tb_s"] = 2 * x.numel() * 2 / gpu_milliseconds(lambda: y.copy_(x)) / 1e9
     if world.size > 1:
         x = x[:2**27]  # 256 MB
-        ms = milliseconds(lambda: dist.all_reduce(x))
+        ms = gpu_milliseconds(lambda: dist.all_reduce(x))
         out["all_reduce_gb_s"] = 2 * (world.size - 1) / world.size * x.numel() * 2 / ms / 1e6
     return out
 
 
 def show_profile(world, step, n=3, rows=30):
-    """Where the time of a step goes on rank 0: kernels by their own time, what they sum to, what the host
-    needs."""
+    """Print where the time of a step goes on rank 0: kernels by their own time, the sum of all kernels, and
+    the time that the host needs to launch the step."""
     step()
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -97,87 +115,75 @@ def show_profile(world, step, n=3, rows=30):
             print(f"  {ms:8.3f} ms x {count:5.0f}  {key[:100]}", flush=True)
 
 
-def run(world, name, flags, steps, profile=False):
-    cfg = parse(flags.split() + ["--data=synthetic"] * ("--data" not in flags))
-    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
-    batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
-    check_layout(cfg, mesh, batch)
-    source, _, vocab, _ = train.open_data(cfg, world)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    model, dp, opt = train.build(cfg, mesh, vocab, world.device)
-    graph = train.recorded(cfg, mesh, model, dp, opt)
-    marks, first, losses = [], None, []
-    for step in range(1, steps + 1):
-        batches = train.micro_batches(cfg, mesh, source, (step - 1) * batch, batch, world.device)
-        totals, _ = train.train_step(cfg, mesh, model, dp, opt, batches, step, False, graph)
-        if step == 1 or step == steps:
-            losses.append(totals[0].item())
-            first = first or time.perf_counter() - began
-        mark = torch.cuda.Event(enable_timing=True)
-        mark.record()
-        marks.append(mark)
-    marks[-1].synchronize()
+def measure(world, name, train_flags, steps, profile=False):
+    """Train one workload -> its row: time of the slowest rank, memory of the fullest."""
+    with exit_together(world):
+        cfg = parse(train_flags.split(), data="synthetic")
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        training = Training(cfg, world)
+    times, losses, first_step = training.run(steps)
     if profile:
-        show_profile(world, lambda: train.train_step(cfg, mesh, model, dp, opt, batches, steps, False, graph))
-    times = [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)][-min(30, steps // 2):-1]
-    slow = torch.tensor([statistics.median(times), torch.cuda.max_memory_reserved() / 2**30,
-                         torch.cuda.max_memory_allocated() / 2**30])
-    if world.size > 1:
-        dist.all_reduce(slow, dist.ReduceOp.MAX)  # three numbers on the host: the slowest, the fullest
-    ms, reserved, allocated = slow.tolist()
-    rooms = graph and graph.rooms
-    tokens = batch * cfg.seq_len / world.size
-    full, causal = (tokens * f / ms / 1e9 for f in flops_per_token(cfg, vocab))
-    peer, theirs, goal = PEERS.get((name, world.size), ("none", None, None))
+        batches = training.batches()
+        show_profile(world, lambda: training.step(batches))
+    allocated, reserved, windows = gpu_memory()
+    worst = torch.tensor([statistics.median(times[1:][-min(30, steps // 2):-1]), reserved, allocated])
+    ms, reserved, allocated = world.axis.all_reduce(worst, MAX).tolist()  # three numbers on the host, world
+    redone, slack = training.overflows()
+    tokens = training.batch * cfg.seq_len / world.size
+    full, causal = (tokens * f / ms / 1e9 for f in flops_per_token(cfg, training.vocab))
+    peer, theirs = PEERS.get((name, world.size), ("none", None))
     rate = tokens / ms * 1e3
-    return {"workload": name, "flags": flags, "gpus": world.size, "ms": ms, "tok_s_gpu": rate, "tflops": full,
-            "tflops_causal": causal, "mfu": full * 1e12 / (peak_flops(world.device) or float("nan")),
-            "reserved_gib": reserved, "allocated_gib": allocated, "first_step_s": first, "loss": losses,
-            "parameters": count_parameters(cfg, vocab)["total"], "graph": graph is not None, "peer": peer,
-            "windows_gib": in_use() / 2**30,
-            "redone": rooms and rooms.redone, "slack": rooms and rooms.slack,
-            "ratio_to_peer": rate / theirs if theirs else None,
-            "ratio_to_goal": rate / goal if goal else None,
+    return {"workload": name, "flags": train_flags, "gpus": world.size, "ms": ms, "tok_s_gpu": rate,
+            "tflops": full, "tflops_causal": causal,
+            "mfu": full * 1e12 / (peak_flops(world.device) or float("nan")),
+            "reserved_gib": reserved, "allocated_gib": allocated, "windows_gib": windows,
+            "first_step_s": first_step, "loss": losses,
+            "parameters": count_parameters(cfg, training.vocab)["total"],
+            "graph": training.graph, "redone": redone, "slack": slack,
+            "peer": peer, "ratio_to_peer": rate / theirs if theirs else None,
             "torch": torch.__version__, "time": time.strftime("%Y-%m-%d %H:%M")}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("workloads", nargs="+", help=f"of {', '.join(WORKLOADS)}")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--flags", default="", help="flags of train.py in the place of the default layout")
-    parser.add_argument("--profile", action="store_true", help="also a step's kernels, by time, on rank 0")
-    parser.add_argument("--json", default="", help="file to which each result is appended, a line each")
-    args = parser.parse_args()
+def show(r, machine):
+    """Print a row of measure() as one line."""
+    ratio = "" if r["ratio_to_peer"] is None else f"; {r['ratio_to_peer']:.2f} x {r['peer']}"
+    beside = f" and {r['windows_gib']:.1f} of symmetric memory" if r["windows_gib"] else ""
+    redone = "" if r["slack"] is None else (f", {r['redone']} steps redone, "
+                                            f"buffers {r['slack']:.2f} x balanced")
+    print(f"{r['workload']} ({r['flags']}): {r['ms']:.2f} ms, {r['tok_s_gpu'] / 1e3:.1f} k tok/s/GPU, "
+          f"{r['tflops']:.0f} TFLOP/s ({r['tflops_causal']:.0f} causal), MFU {100 * r['mfu']:.1f} %, "
+          f"{r['tflops_causal'] / machine['matmul_tflops']:.2f} of the matmul ceiling, "
+          f"{r['reserved_gib']:.1f} GiB{beside}, first step {r['first_step_s']:.1f} s"
+          f"{redone}{ratio}", flush=True)
+
+
+def main(argv=None):
+    argv = join_value(sys.argv[1:] if argv is None else argv, "--flags")
+    flags = read_flags(Flags, argv, "speed.py WORKLOAD...", "Time train.py's step on the reference workloads "
+                       "beside the fastest other trainer on the same kind of GPU. Needs a GPU.")
     world = launch(timeout=300)
-    if world.device.type != "cuda":
-        raise SystemExit("nanoshard: bench/speed.py needs a GPU")
+    with exit_together(world):
+        if world.device.type != "cuda":
+            raise ValueError("bench/speed.py needs a GPU")
+        if flags.json and world.rank == 0:
+            Path(flags.json).touch()  # a wrong path is reported now, not after the measurement
     machine = ceilings(world)
     if world.rank == 0:
         print("ceilings: " + ", ".join(f"{k} {v:.1f}" for k, v in machine.items()), flush=True)
-    for name in args.workloads:
-        layout = args.flags or (LAYOUTS.get(name, LAYOUTS["default"]) if world.size > 1 else "")
-        r = run(world, name, f"{WORKLOADS[name]} {layout}".strip(), args.steps, args.profile)
+    for name in flags.workloads:
+        layout = LAYOUTS.get(name, "--zero 1").format(gpus=world.size) if world.size > 1 else ""
+        layout = flags.flags or layout
+        row = measure(world, name, f"{WORKLOADS[name]} {layout}".strip(), flags.steps, flags.profile)
         gc.collect()
-        torch._dynamo.reset()  # the next workload's shapes are new ones, not changed ones
+        torch._dynamo.reset()  # or it would compile the next workload for varying shapes
         if world.rank == 0:
-            ratio = "" if r["ratio_to_peer"] is None else (f"; {r['ratio_to_peer']:.2f} x {r['peer']}, "
-                                                           f"{r['ratio_to_goal']:.2f} of the goal")
-            beside = f" and {r['windows_gib']:.1f} of windows" if r["windows_gib"] else ""
-            again = "" if r["slack"] is None else (f", {r['redone']} steps done again, "
-                                                   f"room {r['slack']:.2f} x balanced")
-            print(f"{name} ({r['flags']}): {r['ms']:.2f} ms, {r['tok_s_gpu'] / 1e3:.1f} k tok/s/GPU, "
-                  f"{r['tflops']:.0f} TFLOP/s ({r['tflops_causal']:.0f} causal), MFU {100 * r['mfu']:.1f} %, "
-                  f"{r['tflops_causal'] / machine['matmul_tflops']:.2f} of the matmul ceiling, "
-                  f"{r['reserved_gib']:.1f} GiB{beside}, first step {r['first_step_s']:.1f} s"
-                  f"{again}{ratio}", flush=True)
-            if args.json:
-                with open(args.json, "a") as f:
-                    f.write(json.dumps({**r, **machine}) + "\n")
+            show(row, machine)
+            if flags.json:
+                with open(flags.json, "a") as f:
+                    f.write(json.dumps({**row, **machine}) + "\n")
     shutdown(world)
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

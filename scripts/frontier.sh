@@ -3,22 +3,22 @@
 #SBATCH --partition=batch --nodes=2 --time=02:00:00
 #SBATCH --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=7
 #SBATCH --signal=USR1@120 --requeue
-# Frontier (OLCF), 8 GCDs of MI250X per node. Exercised: its commands with stand-ins for srun, scontrol and
-# module (tests/test_scripts.py); the requeueing is that of generic.slurm, which runs on a real Slurm. Never
-# run on Frontier, nor on any AMD GPU: modules, flags and variables follow the site's documentation.
+# Frontier (OLCF), 8 GCDs of MI250X per node. Exercised: its commands, with stand-ins for srun, scontrol and
+# module (tests/test_scripts.py); it requeues as generic.slurm does, which runs on a real Slurm. Never run on
+# Frontier or on any AMD GPU: modules, flags and variables follow the site's documentation.
 #
-#   sbatch -A ACCOUNT scripts/frontier.sh PRESET --steps 2000 ...       AWS_OFI_RCCL: where the plugin lies
+#   sbatch -A ACCOUNT scripts/frontier.sh PRESET --steps 2000 ...       AWS_OFI_RCCL: the plugin's folder
 
 cd "$SLURM_SUBMIT_DIR" || exit 1
 module load rocm
-source "${VENV:-.venv}/bin/activate"  # -l made PATH anew: what was active at submission is gone
+source "${VENV:-.venv}/bin/activate"  # bash -l has reset PATH: an environment active at submission is lost
 export MIOPEN_USER_DB_PATH=/tmp/miopen-$SLURM_JOB_ID MIOPEN_CUSTOM_CACHE_DIR=/tmp/miopen-$SLURM_JOB_ID
-if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then  # RCCL reads NCCL's variables
+if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then  # RCCL reads the variables of NCCL
     export NCCL_SOCKET_IFNAME=hsn0 NCCL_CROSS_NIC=1 FI_MR_CACHE_MONITOR=userfaultfd
-    export LD_LIBRARY_PATH=$AWS_OFI_RCCL:$LD_LIBRARY_PATH  # without the plugin it falls back to sockets
+    export LD_LIBRARY_PATH=$AWS_OFI_RCCL:$LD_LIBRARY_PATH  # without the plugin RCCL uses sockets
 fi
 
 srun --wait=60 -c "$SLURM_CPUS_PER_TASK" --gpu-bind=none python train.py "${@:-tiny}" --resume auto
 rc=$?
-[ $rc = 85 ] && scontrol requeue "$SLURM_JOB_ID"  # saved before the time limit: back into the queue
+[ $rc = 85 ] && scontrol requeue "$SLURM_JOB_ID"  # saved before the time limit: queue the job again
 exit $rc

@@ -1,12 +1,12 @@
-# Sourced by the PBS job scripts. start SCRIPT COMMAND...: run it, pass signals on, submit SCRIPT again on
-# 85. Exercised for real with mpich's mpiexec (tests/test_scripts.py); qsub is a stand-in there: no PBS is
-# packaged.
+# The PBS job scripts source this file. start SCRIPT COMMAND...: run the command, pass signals on, submit
+# SCRIPT again if it exits with 85. Exercised for real with mpich's mpiexec (tests/test_scripts.py), where
+# qsub is a stand-in: no PBS is packaged.
 #
-# The walltime: train.py counts it itself (--max-minutes), for PBS leaves a few seconds between TERM and
-# KILL. Signals: `qsig -s USR1 JOB` reaches this shell, which passes it to mpiexec and that to the ranks.
-# Whether PALS' mpiexec (Polaris, Aurora) does so too was not tried.
+# The walltime: train.py watches it (--max-minutes), because PBS leaves only a few seconds between TERM and
+# KILL. Signals: `qsig -s USR1 JOB` reaches this shell, the shell passes it to mpiexec, and mpiexec to the
+# ranks. Whether the mpiexec of PALS (Polaris, Aurora) passes it on was not tried.
 
-# $PBS_NODEFILE, a host per line and rank -> $ranks, $nodes; where it is none, one line and exit 2
+# $PBS_NODEFILE, one line with a host per rank -> $ranks, $nodes. No such list: one line, exit code 2
 read_hosts() {
     local -x LC_ALL=C  # grep takes any bytes
     local wrong='' n line='^[[:alnum:]._-]*[[:blank:]]*$'  # a host, or blank
@@ -27,12 +27,12 @@ start() {
     "$@" &
     pid=$!
     trap 'signalled=1; kill -USR1 $pid' USR1 TERM
-    while signalled=; wait $pid; rc=$?; [ -n "$signalled" ]; do :; done  # a trap ends wait early: once more
+    while signalled=; wait $pid; rc=$?; [ -n "$signalled" ]; do :; done  # a trap ends wait early: wait again
     if [ $rc = 85 ]; then  # stopped after a complete save
         if command -v qsub; then
             qsub -v "ARGS=$ARGS,VENV=$VENV,MINUTES=$MINUTES" "$script"
         else
-            echo "saved, but there is no qsub on this node: submit again, or a chain up front:" \
+            echo "saved, but there is no qsub on this node: submit again, or submit a chain of jobs first:" \
                 "qsub -W depend=afterany:$PBS_JOBID $script"
         fi
     fi

@@ -1,0 +1,60 @@
+"""What every program of this folder begins with: the repository's root on sys.path, and its flags.
+
+Import this module before any module of the root: the programs then start from any folder.
+"""
+import contextlib
+import io
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import config
+
+
+@contextlib.contextmanager
+def one_rank_speaks():
+    """Around the reading of flags, before launch(): rank 0 alone prints the help, or one line about wrong
+    input before exit code 2. All ranks read the same flags, so no rank needs to ask another."""
+    from runtime.launch import env_rank  # not at the top: it imports torch, which scaling.py does without
+    with contextlib.ExitStack() as stack:
+        if env_rank() != 0:
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        stack.enter_context(config.wrong_input())
+        yield
+
+
+def read_flags(cls, argv, prog, about):
+    """-> cls from argv, or from this process's arguments where argv is None. One rank reports wrong ones."""
+    with one_rank_speaks():
+        flags = config.command_line(cls, sys.argv[1:] if argv is None else argv, prog, about)
+        if hasattr(flags, "check"):
+            flags.check()
+        return flags
+
+
+def at_least_one(flags, *names):
+    """ValueError unless each of these flags is at least 1."""
+    for name in names:
+        if getattr(flags, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(flags, name)} must be at least 1")
+
+
+def start(main):
+    """Run a program and exit with what main() returns.
+
+    If the output of a single process is closed (| head), the program ends quietly. Among several ranks the
+    exception passes: it must end the other ranks too, which would wait in a collective."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        from runtime.launch import started_by
+        if started_by()[0] != "single":
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the interpreter flushes at its end goes nowhere
+        code = 0
+    raise SystemExit(code)

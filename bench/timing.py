@@ -1,0 +1,50 @@
+"""How long the device takes: a collective on the slowest of all ranks, a kernel on one GPU."""
+import time
+
+import torch
+
+from parallel import MAX
+
+
+def synchronize(device):
+    """Wait until the device has done all its work. A CPU has no queue."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def slowest(world, f, iters):
+    """Seconds of one call of f() on the slowest rank: mean of `iters` calls that all ranks start together."""
+    world.barrier()
+    synchronize(world.device)  # sync point: start together
+    began = time.perf_counter()
+    for _ in range(iters):
+        f()
+    synchronize(world.device)  # sync point: a true time needs the work to be over
+    seconds = torch.tensor((time.perf_counter() - began) / iters, device=world.device)
+    return world.axis.all_reduce(seconds, MAX).item()  # one number, over the world
+
+
+def gpu_milliseconds(f, n=20):
+    """Milliseconds of one call of f() on the GPU: the mean of n calls after three, measured by events."""
+    for _ in range(3):
+        f()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(n):
+        f()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / n
+
+
+def graphed(f):
+    """f() recorded as a CUDA graph after three calls -> the function that replays it."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            f()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        f()
+    return graph.replay

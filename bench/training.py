@@ -1,0 +1,81 @@
+"""train.py's own model, optimizer and step, without its log and checkpoints: what the benchmarks time."""
+import time
+
+import torch
+
+import train
+from config import check_layout
+from fast.choose import choose
+from fast.graph import make_step
+from fast.symm_mem import bytes_allocated
+from parallel import make_mesh
+from runtime.log import Stopwatch
+
+
+class Training:
+    """One model in training on this rank. Collective: all ranks of the world make it together.
+
+    graph: replay the step as a CUDA graph where train.py would; without it, each kernel is launched."""
+
+    def __init__(self, cfg, world, graph=True):
+        self.cfg, self.world, self.number = cfg, world, 0  # number: steps taken
+        self.mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts)
+        self.batch = cfg.global_batch or cfg.micro_batch * self.mesh.dp.size  # sequences per step
+        check_layout(cfg, self.mesh, self.batch)
+        self.source, _, self.vocab, _ = train.open_data(cfg, world.local_rank)
+        self.began = time.perf_counter()
+        self.build(graph)
+
+    def build(self, graph):
+        cfg, mesh = self.cfg, self.mesh
+        device = self.world.device
+        choice = choose(cfg, mesh, device)
+        if not graph:
+            choice = choice._replace(graph=False)
+        self.model, self.dp, self.opt = train.build(cfg, mesh, self.vocab, device, choice=choice)
+        self.train_step = make_step(train.Step(cfg, self.model, self.dp, self.opt), choice)
+        self.graph = choice.graph
+
+    def batches(self):
+        """This rank's micro-batches of the next step."""
+        first = self.number * self.batch
+        return train.micro_batches(self.cfg, self.mesh, self.source, first, self.batch, self.world.device)
+
+    def step(self, batches, full=False):
+        """Train on batches -> their mean loss, () fp64 on the device. full: also count zeros and weights'
+        norm, as a logged step does."""
+        self.number += 1
+        stats, _ = self.train_step(batches, self.number, full)
+        return stats.loss
+
+    def run(self, steps):
+        """Take steps -> (milliseconds of each, losses of the first and the last, seconds from the start of
+        the build to the first loss)."""
+        watch = Stopwatch(self.world.device)
+        marks = [watch.mark()]
+        for _ in range(steps):
+            loss = self.step(self.batches())
+            if len(marks) == 1:
+                first = loss.item()  # sync point: compilation and the first step are over
+                seconds = time.perf_counter() - self.began
+            marks.append(watch.mark())
+        self.wait()
+        times = [watch.ms(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+        return times, [first, loss.item()], seconds
+
+    def wait(self):
+        """Wait until this rank holds all new weights: before anything outside a step reads them."""
+        self.model.wait_for_weights(self.model)
+
+    def overflows(self):
+        """-> (steps redone because the experts' receive buffers overflowed, the buffers' rows over the
+        balanced number), (None, None) where nothing can overflow."""
+        sizer = getattr(self.train_step, "sizer", None)
+        return (sizer.n_retries, sizer.slack) if sizer else (None, None)
+
+
+def gpu_memory():
+    """-> (allocated, reserved, symmetric memory) of this rank's GPU in GiB. The first two are the maxima that
+    torch's allocator saw; symmetric memory does not go through it."""
+    return tuple(n / 2**30 for n in (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(),
+                                     bytes_allocated()))
