@@ -2,15 +2,25 @@
 
     run_ranks(n, fn, *args) -> [fn(world, *args) of rank 0, of rank 1, ...]
 fn is a function of an importable test module. A rank that raises fails the call with that rank's traceback; a
-collective that does not match times out after 20 s instead of hanging.
+collective that does not match times out after COLLECTIVE seconds instead of hanging. A worker that dies or
+does not answer in time fails only the call that it works for, and is replaced.
 """
+import atexit
+import contextlib
 import gc
+import itertools
 import multiprocessing as mp
 import os
+import shutil
+import signal
 import sys
 import tempfile
+import time
 import traceback
+import warnings
 from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,44 +29,174 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 context = mp.get_context("forkserver")
 context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.functional", "torch.testing",
                                 "torch.utils.checkpoint", "train"])
-workers = []
+COLLECTIVE = 20  # seconds that a rank waits for the others in a collective
+AFTER_FAILURE = COLLECTIVE + 10  # seconds that the other ranks have to answer after one has failed
+LIMIT = 240  # seconds for a whole call, many times what the longest takes on an idle machine
+DYING = 10  # seconds between the end of a worker's pipe and its exit code
+READY, RESULT, IDLE, GONE = "ready", "result", "idle", "gone"  # a worker says: READY; RESULT, IDLE per call
 
+workers = []  # by rank
+stores = None  # the folder of the FileStores: it lives as long as the pool, a store needs its file to the end
+calls = itertools.count()
+
+
+class Worker:
+    """A process that serves one rank of each call."""
+
+    def __init__(self):
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()  # the process alone holds this end: its death is the pipe's end
+        self.ready = False
+
+    def end(self, patience=0):
+        """Kill the process if it still lives after so many seconds. -> what became of it, in words."""
+        self.process.join(patience)
+        killed = self.process.exitcode is None
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+        code = self.process.exitcode
+        name = f" ({signal.Signals(-code).name})" if code < 0 else ""
+        return "was killed by the pool" if killed else f"died, exit code {code}{name}"
+
+
+# -----------------------------------------------------------------------------
+# the worker's side
 
 def _serve(pipe):
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import torch
+    torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays: each collection below would walk through it for half a second
+    pipe.send((READY, None))
+    problem = ""
+    while not problem:
+        try:
+            job = pipe.recv_bytes()
+        except EOFError:  # the tests are over
+            return
+        joined, result = _run(job)
+        _send_result(pipe, result)
+        problem = _destroy_group() if joined else ": it could not join the process group"
+        pipe.send((IDLE, problem))
+
+
+def _run(job):
+    """-> (False if the process group could not be made, (True, value) or (False, traceback)). torch counts a
+    group that failed while it was made, and would look for its next peers under another name than theirs."""
     import torch.distributed as dist
 
     from runtime.launch import World
-    torch.set_num_threads(1)
-    gc.freeze()  # what is imported stays: each collection below would walk through it for half a second
-    while (job := pipe.recv()) is not None:
-        rank, size, store, fn, args = job
-        try:
-            if size > 1:
-                dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size,
-                                        timeout=timedelta(seconds=20))
-            world = World(rank=rank, size=size, local_rank=rank, local_size=size, launcher="test")
-            result = ("ok", fn(world, *args))
-        except BaseException:
-            result = ("failed", traceback.format_exc())
-        pipe.send(result)
+    joined = True
+    try:
+        rank, size, path, fn, args = ForkingPickler.loads(job)  # imports fn's module
+        if size > 1:
+            joined = False
+            store = dist.FileStore(path, size)
+            store.set_timeout(timedelta(seconds=COLLECTIVE))  # its own is 300 s
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size,
+                                    timeout=timedelta(seconds=COLLECTIVE))
+            joined = True
+        world = World(rank=rank, size=size, local_rank=rank, local_size=size, launcher="test")
+        return joined, (True, fn(world, *args))
+    except BaseException:
+        return joined, (False, traceback.format_exc())
+
+
+def _send_result(pipe, result):
+    try:
+        pipe.send((RESULT, result))
+    except Exception:  # what cannot be pickled is a failure of the call, not of the worker
+        pipe.send((RESULT, (False, traceback.format_exc())))
+
+
+def _destroy_group():
+    """-> "", or what went wrong."""
+    import torch.distributed as dist
+    try:
         gc.collect()  # mesh and model hold the groups in a cycle, and each group its threads
         if dist.is_initialized():
             dist.destroy_process_group()
+        return ""
+    except BaseException:
+        return f": its process group could not be destroyed:\n{traceback.format_exc()}"
 
+
+# -----------------------------------------------------------------------------
+# the tests' side
 
 def run_ranks(n, fn, *args):
-    while len(workers) < n:
-        ours, theirs = context.Pipe()
-        p = context.Process(target=_serve, args=(theirs,), daemon=True)
-        p.start()
-        workers.append((p, ours))
-    with tempfile.TemporaryDirectory() as folder:
-        for rank in range(n):
-            workers[rank][1].send((rank, n, f"{folder}/store", fn, args))
-        results = [workers[rank][1].recv() for rank in range(n)]
-    failed = [f"rank {r}: {text}" for r, (state, text) in enumerate(results) if state == "failed"]
+    global stores
+    if stores is None:
+        stores = tempfile.mkdtemp(prefix="nanoshard-stores-")
+        atexit.register(_close)
+    _fill(n)
+    path = f"{stores}/{next(calls)}"
+    jobs = [ForkingPickler.dumps((rank, n, path, fn, args)) for rank in range(n)]
+    for worker, job in zip(workers, jobs, strict=False):
+        with contextlib.suppress(OSError):  # it died a moment ago: _collect finds its pipe closed
+            worker.pipe.send_bytes(job)
+    results = _collect(n)
+    failed = [f"rank {r}: {value}" for r, (ok, value) in sorted(results.items()) if not ok]
     if failed:
         raise AssertionError("\n".join(failed))
-    return [value for _, value in results]
+    return [results[rank][1] for rank in range(n)]
+
+
+def _fill(n):
+    """Have n live workers that are past their imports, so that no rank waits for another one's."""
+    for rank, worker in enumerate(workers):
+        if not worker.process.is_alive():
+            warnings.warn(f"the worker of rank {rank} {worker.end()}, between two calls", stacklevel=3)
+            workers[rank] = Worker()
+    while len(workers) < n:
+        workers.append(Worker())
+    for rank, worker in enumerate(workers[:n]):
+        if not worker.ready:
+            with contextlib.suppress(EOFError, OSError):
+                worker.ready = worker.pipe.poll(LIMIT) and worker.pipe.recv() == (READY, None)
+            if not worker.ready:
+                workers[rank] = Worker()
+                raise AssertionError(f"rank {rank}: its worker could not start: it {worker.end(DYING)}")
+
+
+def _collect(n):
+    """-> {rank: (True, value) or (False, text)}, when every worker is idle again or replaced."""
+    results, busy, start = {}, set(range(n)), time.monotonic()
+    until = start + LIMIT
+    try:
+        while busy and (left := until - time.monotonic()) > 0:
+            pipes = {workers[rank].pipe: rank for rank in busy}
+            for pipe in connection.wait(list(pipes), left):
+                rank = pipes[pipe]
+                try:
+                    kind, value = pipe.recv()
+                except (EOFError, OSError):
+                    kind, value = GONE, ""
+                if kind == RESULT:
+                    results[rank] = value
+                    continue
+                busy.remove(rank)
+                if kind == GONE or value:
+                    _replace(rank, results, DYING, value)
+            if not all(ok for ok, _ in results.values()):
+                until = min(until, time.monotonic() + AFTER_FAILURE)
+    finally:  # also after Ctrl-C: a worker that is still at work would answer the next call with this result
+        for rank in busy:
+            _replace(rank, results, 0, f" after {time.monotonic() - start:.0f} s without an answer")
+    return results
+
+
+def _replace(rank, results, patience, why):
+    text = f"its worker {workers[rank].end(patience)}{why}"
+    if results.setdefault(rank, (False, text))[0]:  # the result counts: only what came after it went wrong
+        warnings.warn(f"rank {rank}: after its result, {text}", stacklevel=4)
+    workers[rank] = Worker()
+
+
+def _close():
+    for worker in workers:
+        worker.end()
+    shutil.rmtree(stores, ignore_errors=True)

@@ -44,78 +44,45 @@ def session(world, argv, plan=None):
     import train
     from runtime import launch
 
-    plan, steps, built = plan or {}, [], {}
-    real = {
-        (m, n): getattr(m, n)
-        for m, n in [
-            (train, "launch"),
-            (train, "shutdown"),
-            (launch, "shutdown"),
-            (train, "build"),
-            (train, "micro_batches"),
-            (train, "train_step"),
-        ]
-    }
+
+    plan, steps, runs = plan or {}, [], []
+    real = {(m, n): getattr(m, n) for m, n in [(launch, "launch"), (launch, "shutdown"), (train, "Run"),
+                                               (train, "Step")]}
     handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1)}
 
-    def build(*args, **kw):
-        built["all"] = real[train, "build"](*args, **kw)
-        return built["all"]
+    class WatchedRun(train.Run):
+        def __init__(self, *args):
+            runs.append(self)
+            super().__init__(*args)
 
-    def micro_batches(cfg, mesh, source, first, count, *args):
-        batches = real[train, "micro_batches"](cfg, mesh, source, first, count, *args)
-        if source.key_is == "train":
-            model, dp, opt = built["all"]
+        def next_batches(self, number, batch):
+            first, batches = self.state.samples, super().next_batches(number, batch)
             state = hashlib.sha256()
-            for m in opt.masters:
-                for t in (m, opt.adam.state[m]["exp_avg"], opt.adam.state[m]["exp_avg_sq"]):
+            for m in self.opt.masters:
+                for t in (m, self.opt.adam.state[m]["exp_avg"], self.opt.adam.state[m]["exp_avg_sq"]):
                     state.update(t.detach().numpy().tobytes())
-            for t in model.buffers():  # the routers' biases
+            for t in self.model.buffers():  # the routers' biases
                 state.update(t.numpy().tobytes())
             data = hashlib.sha256(b"".join(t.numpy().tobytes() for pair in batches for t in pair)).hexdigest()
-            steps.append(
-                {"first": first, "data": data, "state": state.hexdigest(), "adam_t": int(opt.adam_t())}
-            )
-            what = plan.get(first // count + 1)
+            steps.append({"first": first, "data": data, "state": state.hexdigest(),
+                          "adam_t": int(self.opt.adam_t())})
+            what = plan.get(number)
             if isinstance(what, int) and world.rank == world.size - 1:
                 os.kill(os.getpid(), what)
-        return batches
+            return batches
 
-    def train_step(cfg, mesh, model, dp, opt, batches, step, *args, **kw):
-        finish = dp.finish
-        if plan.get(step) == "nan":
-
-            def poisoned():
-                finish()
-                if world.rank == world.size - 1:
-                    dp.buckets[0].grad[dp.buckets[0].mine.start] = float("nan")  # in the slice this rank owns
-
-            dp.finish = poisoned
-        try:
-            return real[train, "train_step"](cfg, mesh, model, dp, opt, batches, step, *args, **kw)
-        finally:
-            dp.finish = finish
-
-    open_data = train.open_data
-
-    def opened(cfg, *args):
-        got = open_data(cfg, *args)
-        got[0].key_is, got[1].key_is = "train", "val"
-        return got
+    class PoisonedStep(train.Step):
+        def gradients(self, batches, number):
+            loss = super().gradients(batches, number)
+            if plan.get(number) == "nan" and world.rank == world.size - 1:
+                bucket = self.dp.buckets[0]
+                bucket.grad[bucket.shard.start] = float("nan")  # in the slice that this rank owns
+            return loss
 
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     try:
-        train.launch, train.shutdown, launch.shutdown = (
-            (lambda *a, **k: world),
-            (lambda w: None),
-            (lambda w: None),
-        )
-        train.build, train.micro_batches, train.train_step, train.open_data = (
-            build,
-            micro_batches,
-            train_step,
-            opened,
-        )
+        launch.launch, launch.shutdown = (lambda *a, **k: world), (lambda w: None)
+        train.Run, train.Step = WatchedRun, PoisonedStep
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 train.main(argv)
@@ -125,7 +92,6 @@ def session(world, argv, plan=None):
     finally:
         for (module, name), value in real.items():
             setattr(module, name, value)
-        train.open_data = open_data
         for s, handler in handlers.items():
             signal.signal(s, handler)
     return {

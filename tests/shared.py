@@ -1,4 +1,4 @@
-"""window.Window between processes of a CPU: shared memory in the place of NVLink."""
+"""fast.symm_mem.SymmetricBuffer between processes on a CPU: shared memory in the place of NVLink."""
 import os
 import shutil
 import sys
@@ -8,41 +8,41 @@ import time
 import torch
 import torch.distributed as dist
 
-from fast import window
+from fast import symm_mem
 
 
-class SharedWindow(window.Window):
-    nap = 0.0  # seconds that the last rank sleeps before what it does, so that a missing barrier shows
-    without = ""  # a function whose barrier is left out
+class SharedBuffer(symm_mem.SymmetricBuffer):
+    delay = 0.0  # seconds that the last rank sleeps before each operation, so that a missing barrier shows
+    without = ""  # name of a function whose barrier is left out
 
     def __init__(self, axis, rows, width, dtype, device):
-        folder = [tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)]
-        dist.broadcast_object_list(folder, axis.ranks[0], group=axis.group)
+        folder = tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        shared = axis.broadcast_object(folder)
         self.axis, self.rows = axis, rows
-        self.all = [torch.from_file(f"{folder[0]}/{r}", shared=True, size=rows * width, dtype=dtype)
-                    .view(rows, width) for r in range(axis.size)]
-        self.mine = self.all[axis.rank]
-        self.mine.fill_(torch.nan)  # what nobody wrote is nothing
+        self.peers = [torch.from_file(f"{shared}/{r}", shared=True, size=rows * width, dtype=dtype)
+                      .view(rows, width) for r in range(axis.size)]
+        self.local = self.peers[axis.rank]
+        self.local.fill_(torch.nan)  # rows that nobody wrote hold garbage
         dist.barrier(axis.group)
-        shutil.rmtree(folder[0], ignore_errors=True)  # the mappings stay
+        shutil.rmtree(folder)  # the mappings stay
 
-    def late(self):
+    def sleep(self):
         if self.axis.rank == self.axis.size - 1:
-            time.sleep(self.nap)
+            time.sleep(self.delay)
 
-    def push(self, *args):
-        self.late()
-        super().push(*args)
+    def put(self, *args):
+        self.sleep()
+        super().put(*args)
 
-    def offer(self, x):
-        self.late()
-        super().offer(x)
+    def publish(self, x):
+        self.sleep()
+        super().publish(x)
 
-    def pull(self, place):
-        self.late()
-        return super().pull(place)
+    def get(self, dst):
+        self.sleep()
+        return super().get(dst)
 
     def barrier(self):
-        self.late()
+        self.sleep()
         if sys._getframe(1).f_code.co_name != self.without:
             dist.barrier(self.axis.group)

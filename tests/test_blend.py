@@ -1,4 +1,4 @@
-"""Several data sets by weight: the shares, the order, the messages, and a run that is stopped and resumed."""
+"""Blends: shares, order, errors, and a run on a blend that is stopped and resumed."""
 
 import json
 from collections import Counter
@@ -10,7 +10,7 @@ from runs import go, rows, same
 from test_data import make_text, refused
 
 import prepare
-from corpus import blend, data
+from corpus import shards
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +29,21 @@ def test_shares_are_exact_within_one_sample_at_every_moment():
     rng = np.random.default_rng(0)
     for k in range(2, 14):
         w = rng.integers(1, 40, k)
-        w[: k // 2] *= 30  # two small ones behind large ones: where the greedy rule is more than one behind
+        w[: k // 2] *= 30  # two small ones among large ones: here the greedy rule falls more than one behind
         w //= np.gcd.reduce(w)
-        given = np.cumsum(blend.choose(w)[:, None] == np.arange(k), 0)
+        given = np.cumsum(shards.sample_schedule(w)[:, None] == np.arange(k), 0)
         off = given - np.arange(1, w.sum() + 1)[:, None] * w / w.sum()
         assert np.abs(off).max() < 1 and (given[-1] == w).all()
-    assert blend.choose([7, 3]).tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 0, 1], "pinned: resumed runs rely on it"
+    pinned = [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]
+    assert shards.sample_schedule([7, 3]).tolist() == pinned, "resumed runs rely on it"
 
 
 def test_sample_i_is_a_pure_function_of_seed_and_i(folders):
     spec = f"{folders}/a:0.5,{folders}/b:0.3,{folders}/c:0.2"
-    ds = blend.open_tokens(spec, "train", 16, seed=3)
-    alone = [data.Tokens(folders / name, "train", 16, seed=3) for name in "abc"]
-    n = 50 * max(one.n_samples for one in alone)  # every one begins again
-    which, number = ds.place(np.arange(n))
+    ds = shards.open_tokens(spec, "train", 16, seed=3)
+    alone = [shards.Tokens(folders / name, "train", 16, seed=3) for name in "abc"]
+    n = 50 * max(one.n_samples for one in alone)  # each begins another epoch
+    which, number = ds.locate(np.arange(n))
     assert Counter(which.tolist()) == {0: n // 10 * 5, 1: n // 10 * 3, 2: n // 10 * 2}
     for d in range(3):  # sample j that it gives is its sample j alone
         assert np.array_equal(number[which == d], np.arange((which == d).sum()))
@@ -54,30 +55,31 @@ def test_sample_i_is_a_pure_function_of_seed_and_i(folders):
         x = ds.batch(first, count)[0]
         ones = [ds.batch(first + k, 1)[0] for k in range(count)]
         assert x.shape == (count, 16) and torch.equal(x, torch.cat(ones))
-    assert not torch.equal(blend.open_tokens(spec, "train", 16, seed=4).batch(0, 40)[0], ds.batch(0, 40)[0])
-    # n_samples: until the first one begins again
+    assert not torch.equal(shards.open_tokens(spec, "train", 16, seed=4).batch(0, 40)[0], ds.batch(0, 40)[0])
+    # n_samples: until the first one begins its second epoch
     counts = [Counter(which[: ds.n_samples].tolist())[d] / one.n_samples for d, one in enumerate(alone)]
     assert 0.97 < max(counts) <= 1.03
 
 
-def test_one_data_set_is_as_it_was(folders):
+def test_blend_of_one_is_that_data_set(folders):
     for spec in (f"{folders}/a", f"{folders}/a:1"):
-        ds, alone = blend.open_tokens(spec, "val", 16, 5), data.Tokens(folders / "a", "val", 16, 5)
-        assert type(ds) is data.Tokens and torch.equal(ds.batch(3, 9)[0], alone.batch(3, 9)[0])
-    meta = data.load_meta(folders / "a")
+        ds, alone = shards.open_tokens(spec, "val", 16, 5), shards.Tokens(folders / "a", "val", 16, 5)
+        assert type(ds) is shards.Tokens and torch.equal(ds.batch(3, 9)[0], alone.batch(3, 9)[0])
+    meta = shards.load_meta(folders / "a")
     want = " ".join(s["sha256"][:16] for split in meta["shards"].values() for s in split)
-    assert blend.load_meta(f"{folders}/a")["identity"] == want, "checkpoints know their data by it"
-    assert blend.first(f"{folders}/a:1") == f"{folders}/a" and blend.parse("data/x") == [("data/x", None)]
+    assert shards.load_blend_meta(f"{folders}/a")["identity"] == want, "checkpoints know their data by it"
+    assert shards.first_folder(f"{folders}/a:1") == f"{folders}/a"
+    assert shards.parse_blend("data/x") == [("data/x", None)]
 
 
-def test_without_weights_in_proportion_to_the_tokens(folders):
+def test_without_weights_shares_follow_the_tokens(folders):
     spec = f"{folders}/a,{folders}/b"
-    tokens = [data.load_meta(folders / name)["tokens"]["train"] for name in "ab"]
-    shares = blend.open_tokens(spec, "train", 16).shares
-    assert abs(shares[0] / sum(shares) - tokens[0] / sum(tokens)) < 1e-3
-    identity = {blend.load_meta(f"{folders}/a:{w},{folders}/b:1")["identity"] for w in (1, 2, "0.5")}
-    assert len(identity | {blend.load_meta(spec)["identity"]}) == 4, "other weights are other data"
-    assert blend.verify(spec) == 6
+    tokens = [shards.load_meta(folders / name)["tokens"]["train"] for name in "ab"]
+    counts = shards.open_tokens(spec, "train", 16).per_period
+    assert abs(counts[0] / sum(counts) - tokens[0] / sum(tokens)) < 1e-3
+    identity = {shards.load_blend_meta(f"{folders}/a:{w},{folders}/b:1")["identity"] for w in (1, 2, "0.5")}
+    assert len(identity | {shards.load_blend_meta(spec)["identity"]}) == 4, "other weights are other data"
+    assert shards.verify_blend(spec) == 6
 
 
 @pytest.mark.parametrize("spec, say", [
@@ -91,21 +93,21 @@ def test_without_weights_in_proportion_to_the_tokens(folders):
     ("{0}/a:0.12345678,{0}/b:1", ["round them"]),
     ("{0}/a:1,{0}/none:1", ["no prepared data"]),
 ])
-def test_messages(spec, say, folders):
+def test_wrong_blends_are_refused(spec, say, folders):
     say = [s.format(folders) for s in say]
-    refused((ValueError, OSError), lambda: blend.load_meta(spec.format(folders)), *say)
+    refused((ValueError, OSError), lambda: shards.load_blend_meta(spec.format(folders)), *say)
 
 
-def test_train_and_val_of_two_must_not_meet(folders, tmp_path):
+def test_train_and_val_of_two_data_sets_must_not_be_equal(folders, tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         for path in (folders / name).glob("*.*"):
             (tmp_path / name / path.name).write_bytes(path.read_bytes())
     meta = json.loads((tmp_path / "b/meta.json").read_text())
-    meta["shards"]["val"] = data.load_meta(folders / "a")["shards"]["train"]
+    meta["shards"]["val"] = shards.load_meta(folders / "a")["shards"]["train"]
     (tmp_path / "b/meta.json").write_text(json.dumps(meta))
     spec = f"{tmp_path}/a:1,{tmp_path}/b:1"
-    refused(ValueError, lambda: blend.load_meta(spec), "equal sha256", "leave one out")
+    refused(ValueError, lambda: shards.load_blend_meta(spec), "equal sha256", "leave one out")
 
 
 def test_training_on_a_blend_stopped_and_resumed(folders, tmp_path):

@@ -1,4 +1,4 @@
-"""Checkpoints: any layout to any other, damage of every kind, saves beside training, full disks, diff."""
+"""Checkpoints: from any layout to any other, every kind of damage, background saves, full disks, diff."""
 import contextlib
 import io
 import math
@@ -21,13 +21,13 @@ from test_layouts import GPT2, LLAMA, MOE, SIGMOID, assemble
 import checkpoint
 import train
 from config import Config, check_layout
-from corpus.data import Synthetic
+from corpus.shards import Synthetic
 from parallel import make_mesh
-from runtime import state
-from runtime.saver import Saver
+from runtime import resume
+from runtime.resume import Saver
 
 # -----------------------------------------------------------------------------
-# layout A writes, layout B reads: every number of the state, then the next step's
+# layout A writes, layout B reads: every number of the state, and of the step after it
 
 def prepare(world, flags):
     cfg = Config(**flags, micro_batch=2)
@@ -36,39 +36,40 @@ def prepare(world, flags):
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
 
+    train_step = train.Step(cfg, model, dp, opt)
+
     def step(i):
         batches = train.micro_batches(cfg, mesh, source, (i - 1) * batch, batch, world.device)
-        return train.train_step(cfg, mesh, model, dp, opt, batches, i)[0].tolist()
+        return torch.stack(train_step(batches, i)[0]).tolist()
 
-    def pieces(prefix, owned=True):
-        return [(prefix + n, t.numpy().copy(), *at) for n, t, *at in state.pieces(dp, opt, owned=owned)]
-    return cfg, mesh, dp, opt, step, pieces
+    def owned(prefix, owned_only=True):
+        shards = resume.shards(dp, opt, owned_only=owned_only)
+        return [(prefix + n, t.numpy().copy(), *at) for n, t, *at in shards]
+    return cfg, mesh, dp, opt, step, owned
 
 
 def write(world, flags, folder):
-    """Two steps, a save, and a third step while it is being written."""
-    cfg, mesh, dp, opt, step, pieces = prepare(world, flags)
+    """Two steps, a save, and a third step while the save is written."""
+    cfg, mesh, dp, opt, step, owned = prepare(world, flags)
     step(1), step(2)
-    opt.wait()
-    saver = Saver(folder, world.rank, world.size, agree=world.axis.any)
-    seen = {"pieces": pieces("saved ")}
-    state.save(cfg, mesh, dp, opt, saver, state.State(step=2, samples=2 * cfg.global_batch))
+    saver = Saver(folder, world.axis)
+    seen = {"pieces": owned("saved ")}
+    resume.save(cfg, mesh, dp, opt, saver, resume.State(step=2, samples=2 * cfg.global_batch))
     seen["totals"] = step(3)
     assert saver.wait() and saver.saved == 2
-    seen["pieces"] += pieces("next ")
+    seen["pieces"] += owned("next ")
     return seen
 
 
 def read(world, flags, folder):
-    cfg, mesh, dp, opt, step, pieces = prepare(world, flags)
-    for _, t, _, _ in state.pieces(dp, opt, owned=False):
-        t.fill_(math.nan)  # what is not loaded shows
-    assert state.load(cfg, dp, opt, Path(folder) / "step_000002", "").samples == 2 * cfg.global_batch
-    seen = {"pieces": pieces("saved ")}
-    assert not any(np.isnan(t).any() for _, t, _, _ in pieces("", owned=False))
+    cfg, mesh, dp, opt, step, owned = prepare(world, flags)
+    for _, t, _, _ in resume.shards(dp, opt, owned_only=False):
+        t.fill_(math.nan)  # what load() leaves out stays NaN
+    assert resume.load(cfg, dp, opt, Path(folder) / "step_000002", "").samples == 2 * cfg.global_batch
+    seen = {"pieces": owned("saved ")}
+    assert not any(np.isnan(t).any() for _, t, _, _ in owned("", owned_only=False))
     seen["totals"] = step(3)
-    opt.wait()
-    seen["pieces"] += pieces("next ")
+    seen["pieces"] += owned("next ")
     return seen
 
 
@@ -89,7 +90,7 @@ PAIRS = {  # model: {writer: readers}
 
 
 @pytest.mark.parametrize("model", PAIRS)
-def test_any_layout_to_any(model, tmp_path):
+def test_any_layout_reads_what_any_other_wrote(model, tmp_path):
     base, pairs = PAIRS[model]
     for i, ((n, layout), readers) in enumerate(pairs):
         folder = tmp_path / str(i)
@@ -113,7 +114,7 @@ def test_any_layout_to_any(model, tmp_path):
             np.testing.assert_allclose(norm, written[0]["totals"][1], rtol=1e-10, err_msg=where)
 
 
-def test_rectangles_cover_exactly():
+def test_rectangles_cover_every_element_once():
     rng = random.Random(0)
     for _ in range(2000):
         shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 4)))
@@ -131,7 +132,7 @@ def test_rectangles_cover_exactly():
 
 
 def two_writers(root, step, seed=0, **kw):
-    """A checkpoint of two ranks' halves of w (6, 4), and v (3,) of rank 1 -> {name: tensor}."""
+    """Write a checkpoint: w (6, 4), a half of each of two ranks, and v (3,) of rank 1 -> {name: tensor}."""
     g = torch.Generator().manual_seed(seed + step)
     w, v = torch.randn(6, 4, generator=g), torch.randn(3, generator=g, dtype=torch.float64)
     half = [[("w", w[:3], (6, 4), (0, 0))], [("v", v, (3,), (0,)), ("w", w[3:], (6, 4), (3, 0))]]
@@ -140,7 +141,7 @@ def two_writers(root, step, seed=0, **kw):
     return {"w": w, "v": v}
 
 
-def test_the_library_reads_our_files(tmp_path):
+def test_the_safetensors_library_reads_our_files(tmp_path):
     want = two_writers(tmp_path, 7)
     a, b = (load_file(tmp_path / f"step_000007/rank_0000{r}.safetensors") for r in (0, 1))
     assert torch.equal(torch.cat([a["w#0"], b["w#1"]]), want["w"]) and torch.equal(b["v"], want["v"])
@@ -165,7 +166,7 @@ def digit(path):
 
 
 RANK_0, RANK_1 = "rank_00000.safetensors", "rank_00001.safetensors"
-DAMAGE = {  # what is done to step 2's directory: and what must be said
+DAMAGE = {  # what is done to step 2's directory, and what must be said
     "a bit of the data": (lambda d: flip(d / RANK_1, -5), f"{RANK_1} differs from its crc32"),
     "a bit of the header": (lambda d: flip(d / RANK_0, 20), f"{RANK_0} differs from its crc32"),
     "truncated": (lambda d: os.truncate(d / RANK_0, 100), "has 100 bytes, index.json says"),
@@ -183,14 +184,16 @@ DAMAGE = {  # what is done to step 2's directory: and what must be said
 }
 
 
-def choose(world, root, resume="auto"):
+def find(world, root, asked="auto"):
+    """-> (the checkpoint to resume or the exit code, the run's id, this rank's stderr)."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
         try:
-            found, saver = state.find_resume(Config(resume=resume), world, Path(root))
+            resume.prepare_out_dir(Config(resume=asked), world, Path(root))
+            found = resume.find_checkpoint(Config(resume=asked), world, Path(root))
         except SystemExit as e:
             return e.code, None, said.getvalue()
-    return found, saver.token, said.getvalue()
+    return found, resume.run_id(world.axis), said.getvalue()
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -202,22 +205,22 @@ def test_damage_is_named_and_the_one_before_is_used(name, tmp_path):
     said = []
     assert checkpoint.newest(tmp_path, said.append) == tmp_path / "step_000001"
     assert len(said) == 1 and "step_000002" in said[0] and text in said[0]
-    (one, token, line), (two, token_too, quiet) = run_ranks(2, choose, tmp_path)  # each checks its share
-    assert one == two == tmp_path / "step_000001" and token == token_too
+    (one, run_id, line), (two, run_id_too, quiet) = run_ranks(2, find, tmp_path)  # each checks its share
+    assert one == two == tmp_path / "step_000001" and run_id == run_id_too
     assert text in line and line.count("\n") == 1 and "trying the one before" in line and quiet == ""
     assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_000001"]  # no candidate again,
     assert (tmp_path / "step_000002.aside").is_dir()  # and not thrown away
 
 
-def test_nothing_sound_is_no_fresh_start(tmp_path):
+def test_a_run_does_not_start_anew_because_its_checkpoints_are_damaged(tmp_path):
     two_writers(tmp_path, 1)
     flip(tmp_path / "step_000001/rank_00001.safetensors", -1)
-    for code, _, line in run_ranks(2, choose, tmp_path):
+    for code, _, line in run_ranks(2, find, tmp_path):
         assert code == 2 and (line == "" or "no other" in line and "--resume none" in line)
     assert checkpoint.steps(tmp_path)
 
 
-def test_names_shapes_and_holes(tmp_path):
+def test_unknown_names_other_shapes_and_missing_elements_are_refused(tmp_path):
     want = two_writers(tmp_path, 1)
     path, out = tmp_path / "step_000001", torch.empty(2, 2)
     checkpoint.load(path, [("w", out, (6, 4), (2, 1))])
@@ -232,49 +235,49 @@ def test_names_shapes_and_holes(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# the directory: killed between two renames, pruned, gone on with from further back
+# the directory: a save killed between two renames, --keep, a resume from an earlier step
 
-def test_the_same_step_again_never_loses_both(tmp_path, monkeypatch):
+def test_saving_a_step_again_never_loses_old_and_new(tmp_path, monkeypatch):
     old = two_writers(tmp_path, 1)
     renames, rename = [], os.rename
     for kill_at in (1, 2, 3):
         def dies(a, b, at=kill_at):
             renames.append(a)
             if len(renames) == at:
-                raise KeyboardInterrupt  # what follows does not run, as after kill -9
+                raise KeyboardInterrupt  # nothing more runs, as after kill -9
             rename(a, b)
         renames.clear()
         monkeypatch.setattr(os, "rename", dies)
         with contextlib.suppress(KeyboardInterrupt):
-            new = two_writers(tmp_path, 1, seed=kill_at, token=str(kill_at))
+            new = two_writers(tmp_path, 1, seed=kill_at, run_id=str(kill_at))
         monkeypatch.setattr(os, "rename", rename)
-        checkpoint.clean(tmp_path)
+        checkpoint.recover(tmp_path)
         assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
         found = checkpoint.full_tensors(checkpoint.newest(tmp_path))
         assert torch.equal(found["w"], (old if kill_at < 3 else new)["w"])
 
 
-def test_parts_of_a_dead_run_are_not_taken(tmp_path):
+def test_parts_of_a_killed_run_are_not_used(tmp_path):
     g = torch.randn(2)
-    checkpoint.save(tmp_path, 1, 1, 2, [("b", g, (2,), (0,))], {}, token="dead")  # then that run was killed
+    checkpoint.save(tmp_path, 1, 1, 2, [("b", g, (2,), (0,))], {}, run_id="dead")  # then that run was killed
     with pytest.raises(TimeoutError, match="no part from rank_00001"):
-        checkpoint.save(tmp_path, 1, 0, 2, [("a", g, (2,), (0,))], {}, timeout=0.1, token="new")
+        checkpoint.save(tmp_path, 1, 0, 2, [("a", g, (2,), (0,))], {}, timeout=0.1, run_id="new")
     assert checkpoint.steps(tmp_path) == []
 
 
-def test_keep_and_later_checkpoints_of_a_run_given_up(tmp_path):
+def test_keep_does_not_count_checkpoints_of_later_steps(tmp_path):
     for step in (1, 2, 3, 4):
         two_writers(tmp_path, step, keep=3)
     assert [p.name[-1] for p in checkpoint.steps(tmp_path)] == ["4", "3", "2"]
-    assert checkpoint.set_aside(tmp_path, 2) == ["step_000004.aside", "step_000003.aside"]
+    assert checkpoint.archive_later(tmp_path, 2) == ["step_000004.aside", "step_000003.aside"]
     two_writers(tmp_path, 3, keep=2)  # the new branch's own
     assert [p.name[-1] for p in checkpoint.steps(tmp_path)] == ["3", "2"]
 
 
 # -----------------------------------------------------------------------------
-# beside training
+# in the background
 
-def test_async_equals_sync(tmp_path):
+def test_a_save_in_the_background_writes_the_same_bytes(tmp_path):
     tensors = [torch.randn(50, 7), torch.randn(9).double(), torch.tensor(3.0)]
     pieces = [(str(i), t, tuple(t.shape), (0,) * t.ndim) for i, t in enumerate(tensors)]
     checkpoint.save(tmp_path / "sync", 5, 0, 1, pieces, {"a": 1.5})
@@ -288,7 +291,7 @@ def test_async_equals_sync(tmp_path):
     assert all(x.read_bytes() == y.read_bytes() for x, y in zip(a, b, strict=True))
 
 
-def test_sixty_saves_leave_nothing_behind(tmp_path):
+def test_sixty_saves_need_no_more_memory_and_files_than_one(tmp_path):
     def resident():  # MB
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
     tensors = [torch.randn(1 << 18), torch.randn(100, 100)]  # 1 MB
@@ -304,9 +307,9 @@ def test_sixty_saves_leave_nothing_behind(tmp_path):
 
 
 def full_disk(world, root, sick, times):
-    """Save 1 is whole; then rank `sick` can write no more (`times` saves), and then again it can."""
+    """Save 1 succeeds; then rank `sick` cannot write for `times` saves; then it can again."""
     tensors = [torch.full((1 << 16,), float(world.rank))]
-    saver = Saver(root, world.rank, world.size, agree=world.axis.any)
+    saver = Saver(root, world.axis)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     said, went = io.StringIO(), []
     with contextlib.redirect_stderr(said):
@@ -325,7 +328,7 @@ def full_disk(world, root, sick, times):
 
 
 @pytest.mark.parametrize("sick", [0, 1])
-def test_a_full_disk(sick, tmp_path):
+def test_a_full_disk_costs_a_save_not_the_run(sick, tmp_path):
     results = run_ranks(2, full_disk, tmp_path, sick, 2)
     assert [went for went, _ in results] == [[True, False, False, True]] * 2
     lines = "".join(text for _, text in results).splitlines()
@@ -355,13 +358,13 @@ def test_a_directory_that_cannot_be_written(kind, tmp_path, capsys):
     if kind == "replaced":
         root.write_text("")
     saver.start(2, piece, {})
-    assert saver.wait() == (kind == "vanished")  # a vanished one is made again
+    assert saver.wait() == (kind == "vanished")  # a vanished directory is made again
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (kind != "vanished") and all("step 2 was not saved" in line for line in lines)
 
 
 def train_main(world, argv):
-    """train.py's own main, whose files may not exceed 30 kB -> (exit code, what it said)."""
+    """train.main with files of at most 30 kB -> (exit code, its stderr, its stdout)."""
     said, printed = (io.TextIOWrapper(io.BytesIO()) for _ in range(2))
     handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1)}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -374,13 +377,13 @@ def train_main(world, argv):
         code = e.code
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        for s, handler in handlers.items():  # or the pool's SIGTERM would only ask this process to save
+        for s, handler in handlers.items():  # so that SIGTERM ends this process of the pool
             signal.signal(s, handler)
     said.flush(), printed.flush()
     return code, said.buffer.getvalue().decode(), printed.buffer.getvalue().decode()
 
 
-def test_training_goes_on_until_the_third(tmp_path):
+def test_training_goes_on_until_the_third_failed_save(tmp_path):
     argv = ("tiny --n-layer 1 --n-embd 32 --ffn-hidden 32 --n-head 2 --seq-len 8 --data synthetic --steps 6 "
             f"--micro-batch 2 --eval-every 0 --no-plot --out {tmp_path / 'run'}").split()
     ((code, said, printed),) = run_ranks(1, train_main, [*argv, "--save-every", "3"])
@@ -420,7 +423,7 @@ def test_show_and_diff(tmp_path, capsys):
     assert "first at (0, 2)" in out and out.count("\n") == 2
 
 
-def test_blocks_are_bounded(tmp_path):
+def test_diff_reads_blocks_of_bounded_size(tmp_path):
     w = torch.arange(70.0).view(10, 7)
     checkpoint.save(tmp_path, 1, 0, 1, [("w", w, (10, 7), (0, 0))], {})
     reader = checkpoint.Reader(tmp_path / "step_000001")
@@ -436,7 +439,7 @@ def test_command_line_says_what_is_wrong(tmp_path):
         assert p.stderr.startswith("nanoshard: ") and p.stderr.count("\n") == 1, p.stderr
 
 
-def test_the_measurements_run(tmp_path, capsys, monkeypatch):
+def test_the_benchmarks_of_saving_run(tmp_path, capsys, monkeypatch):
     sys.path.insert(0, str(ROOT / "bench"))
     import dcp_compare
     import save_cost

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def wrong(tmp_path, *argv, words=(), base=TINY):
     return result["err"]
 
 
-FLAGS = [  # what is wrong, and what the line must name: both sides, the fix
+FLAGS = [  # wrong flags, and what the line must contain: both numbers, and the fix
     (["--stepz=3"], ["--stepz", "--steps"]),
     (["--n-layers", "3"], ["--n-layers", "--n-layer"]),
     (["--micro_batchs", "3"], ["--micro-batch"]),
@@ -86,7 +87,7 @@ FLAGS = [  # what is wrong, and what the line must name: both sides, the fix
 
 
 @pytest.mark.parametrize("argv,words", FLAGS, ids=[" ".join(argv) for argv, _ in FLAGS])
-def test_wrong_flags(argv, words, tmp_path):
+def test_wrong_flags_are_refused(argv, words, tmp_path):
     wrong(tmp_path, *argv, words=words) if argv != ["stray"] else one_line(
         session(World(), [*TINY, "stray"]), *words
     )
@@ -121,7 +122,7 @@ def test_wrong_layouts_on_two_ranks(argv, words, tmp_path):
     assert (results[1]["code"], results[1]["err"]) == (2, "")
 
 
-def test_the_ep_that_is_proposed_divides_ranks_and_experts(tmp_path):
+def test_the_suggested_ep_divides_ranks_and_experts(tmp_path):
     results = run_ranks(3, session, [*TINY, f"--out={tmp_path}", "--n-experts=4", "--ep=4"])
     one_line(results[0], "ep 4", "3 ranks of a stage", "--ep 1")
     for argv, say in (("--n-experts=4 --ep=4", "--ep 2"), ("--n-experts=9 --ep=4", "--ep 3")):
@@ -131,7 +132,7 @@ def test_the_ep_that_is_proposed_divides_ranks_and_experts(tmp_path):
         plan.check_gpus(parse(["--n-experts=6", "--ep=4"]), 8)
 
 
-def test_wrong_data(tmp_path, good):
+def test_wrong_data_is_refused(tmp_path, good):
     base = [f for f in TINY if "vocab" not in f]
 
     def toy():
@@ -163,7 +164,7 @@ def test_wrong_data(tmp_path, good):
     data_error("'%'", flags=["--prompt=%"])
 
 
-def test_wrong_checkpoint(tmp_path, good):
+def test_wrong_checkpoint_is_refused(tmp_path, good):
     step = tmp_path / "good" / "step_000001"
     go(1, tmp_path / "good", "--steps=1")
     for flag, words in [
@@ -177,7 +178,7 @@ def test_wrong_checkpoint(tmp_path, good):
         assert f"--{flag[2:].split('=')[0]} " in err or "--no-bias" in err, f"no fix in {err}"
     wrong(tmp_path, f"--resume={step}", f"--data={good}", "--vocab-size=0", words=["other data", "--data"])
     wrong(tmp_path, f"--resume={step}", "--vocab-size=99", words=["other data"])
-    # the fix that is printed works
+    # the suggested fix is read
     assert parse(["--no-bias", "--n-layer", "2"]).bias is False
     (step / "index.json").write_text(
         json.dumps({**json.loads((step / "index.json").read_text()), "format": 99})
@@ -185,8 +186,8 @@ def test_wrong_checkpoint(tmp_path, good):
     wrong(tmp_path, f"--resume={step}", words=[str(step), "format 99"])
 
 
-def test_under_mpiexec_one_rank_speaks(tmp_path):
-    """Real ranks: a wrong flag before they know each other, a wrong layout after."""
+def test_under_mpiexec_one_rank_prints(tmp_path):
+    """A wrong flag is found before the ranks are connected, a wrong layout after."""
     for n, argv, words in [
         (2, ["--stepz=3"], ["--steps"]),
         (2, [*TINY, f"--out={tmp_path}", "--global-batch=6"], ["dp 2", "--global-batch 8"]),
@@ -203,7 +204,7 @@ def test_under_mpiexec_one_rank_speaks(tmp_path):
 # ------------------------------------------------------------------------------------------------ right forms
 
 
-def test_booleans_in_every_form():
+def test_switches_are_read_in_every_form():
     for argv in (["--bias"], ["--bias", "True"], ["--bias", "true"], ["--bias=True"], ["--bias=true"]):
         assert parse(argv).bias is True, argv
         assert parse([*argv, "--steps", "7"]).steps == 7
@@ -244,28 +245,31 @@ def test_help_lists_every_field(capsys):
         parse(["gpt2", "--help"])
     assert e.value.code == 0
     text = capsys.readouterr().out
-    source = Path(config.__file__).read_text()
+    letters = re.sub(r"[\s│]", "", text)  # without tyro's frames and line breaks
+    source = Path(config.__file__).read_text().splitlines()
     for f in dataclasses.fields(Config):
         assert f"--{f.name.replace('_', '-')}" in text, f.name
-        comment = next(line for line in source.splitlines() if line.startswith(f"    {f.name}: ")).split(
-            "# ", 1
-        )[1]
-        assert comment.split()[0] in text, f"{f.name}: its comment is its help"
+        at = next(i for i, line in enumerate(source) if line.startswith(f"    {f.name}: "))
+        _, _, comment = source[at].partition("  # ")
+        while "  # " not in source[at].lstrip() and source[at - 1].startswith("    # "):  # a comment above it
+            at -= 1
+            comment = source[at].removeprefix("    # ") + comment
+        assert comment and re.sub(r"\s", "", comment) in letters, f"the comment of {f.name} is not its help"
     assert "100000" in text.replace("_", "") and all(p in text for p in PRESETS)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_help_from_one_rank(rank, monkeypatch, capsys):
+def test_help_is_printed_by_one_rank(rank, monkeypatch, capsys):
     import train
 
-    monkeypatch.setattr(train, "env_rank", lambda: rank)
+    monkeypatch.setattr(train.launch, "env_rank", lambda: rank)
     with pytest.raises(SystemExit) as e:
         train.main(["--help"])
     said = capsys.readouterr()
     assert e.value.code == 0 and ("--micro-batch" in said.out) == (rank == 0) and said.err == ""
 
 
-def test_config_is_frozen_and_not_written_back(tmp_path, monkeypatch):
+def test_config_is_frozen_and_never_changed(tmp_path, monkeypatch):
     import train
 
     with pytest.raises(dataclasses.FrozenInstanceError):

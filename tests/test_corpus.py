@@ -1,4 +1,4 @@
-"""The inputs of prepare.py at scale: formats, damage, shuffle, kills; see test_data.py for the rest of it."""
+"""prepare.py: formats, damaged input, shuffle, kills. test_data.py has its other tests."""
 
 import gzip
 import json
@@ -17,8 +17,8 @@ import pytest
 from test_data import make_text, refused, run
 
 import prepare
-from corpus import data, parts
-from corpus import text as corpus
+from corpus import build, shards
+from corpus import text as readers
 from corpus import tokenizer as tok
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,10 +35,10 @@ def make(capsys, folder, *argv, code=0):
     assert got == code, err
     if code:
         return err
-    meta, t = data.load_meta(folder / "x"), tok.load(folder / "x")
+    meta, t = shards.load_meta(folder / "x"), tok.load(folder / "x")
     docs = []
     for split in ("train", "val"):
-        docs.append(t.decode(np.concatenate(data.open_shards(folder / "x", split, meta))).split(tok.EOD))
+        docs.append(t.decode(np.concatenate(shards.open_shards(folder / "x", split, meta))).split(tok.EOD))
         assert docs[-1].pop() == "" and len(docs[-1]) == meta["documents"][split]
     return docs, meta, err
 
@@ -50,7 +50,7 @@ def write_parquet(path, texts, group=100, **more):
 
 
 def write(path, texts):
-    """`texts` as a file of the kind that its name says; packed ones in two members."""
+    """`texts` as a file of the kind that its name says; compressed files have two members."""
     half = len(texts) // 2
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(jsonl(texts[:half])) + gzip.compress(jsonl(texts[half:])) + b"\0" * 9)
@@ -85,7 +85,7 @@ def test_every_format_gives_the_same_documents(end, tmp_path, capsys, monkeypatc
 
 
 def test_shuffle_is_a_function_of_the_seed_alone(tmp_path, capsys, monkeypatch):
-    """Not of workers, of the size of the runs a worker holds, or of the stretches that are joined."""
+    """It does not depend on the workers, on the runs that they hold, or on the stretches that are merged."""
     path = write(tmp_path / "a.jsonl", TEXTS)
     monkeypatch.setattr(prepare, "UNIT_BYTES", 300_000)
     seen = {}
@@ -93,16 +93,16 @@ def test_shuffle_is_a_function_of_the_seed_alone(tmp_path, capsys, monkeypatch):
             ("one", ["--workers", 1], 1 << 24, 1 << 25), ("two", ["--workers", 2], 1 << 24, 1 << 25),
             ("small", ["--workers", 1], 5_000, 20_000),
             ("seed", ["--workers", 1, "--seed", 7], 1 << 24, 1 << 25)):
-        monkeypatch.setattr(parts, "RUN_TOKENS", run_tokens)
-        monkeypatch.setattr(parts, "BUCKET_TOKENS", bucket)
+        monkeypatch.setattr(build, "RUN_TOKENS", run_tokens)
+        monkeypatch.setattr(build, "MERGE_TOKENS", bucket)
         _, meta, _ = make(capsys, tmp_path / name, path, "--shard-tokens", 100_000, *more)
         seen[name] = meta["shards"]
         assert {s["tokens"] for s in meta["shards"]["train"][:-1]} == {100_000}
     assert len(seen["one"]["train"]) > 2 and seen["one"] == seen["two"] == seen["small"] != seen["seed"]
 
 
-def test_nothing_is_lost_in_silence(tmp_path, capsys):
-    """Broken lines, one clear line each, counted; the rest is kept."""
+def test_broken_records_are_named_and_counted(tmp_path, capsys):
+    """Each broken line gives one clear line and is counted; all other records are kept."""
     lines = jsonl(TEXTS[:200]).splitlines(keepends=True)
     bad = [b'{"text": "cut off\n', b"[1, 2]\n", b'{"words": "x"}\n', b'{"text": null}\n', b"\xff\xfe\n",
            b'{"text": "\\ud800"}\n', b"[" * 100_000 + b"\n"]
@@ -120,15 +120,15 @@ def test_nothing_is_lost_in_silence(tmp_path, capsys):
     # many are counted in one line; a wrong key is an error, not an empty data set
     (tmp_path / "b.jsonl").write_bytes(b"".join(lines + [b"{}\n"] * 35))
     _, meta, err = make(capsys, tmp_path, tmp_path / "b.jsonl")
-    assert err.count("\n") == parts.NOTES + 1 and err.endswith("all in all 35 broken\n")
+    assert err.count("\n") == build.MAX_REPORTS + 1 and err.endswith("all in all 35 broken\n")
     assert meta["sources"]["broken"] == 35
     err = make(capsys, tmp_path, tmp_path / "a.jsonl", "--text-key", "content", code=2)
     assert err.count("\n") == 1 and "no text under 'content'" in err and "--text-key" in err
-    assert data.load_meta(tmp_path / "x") == meta, "what was there stays"
+    assert shards.load_meta(tmp_path / "x") == meta, "what was there stays"
 
 
 @pytest.mark.parametrize("end", ["gz", "zst"])
-def test_packed_file_cut_short_or_with_bad_bytes(end, tmp_path, capsys):
+def test_compressed_file_cut_short_or_with_bad_bytes(end, tmp_path, capsys):
     good = write(tmp_path / f"a.jsonl.{end}", TEXTS)
     raw = good.read_bytes()
     second = raw.rindex(raw[:4])  # the second member's magic number
@@ -145,7 +145,7 @@ def test_packed_file_cut_short_or_with_bad_bytes(end, tmp_path, capsys):
     assert len(train + val) == 700 and err == "" and meta["sources"]["damaged"] == 0
 
 
-def test_parquet_that_will_not_do(tmp_path, capsys):
+def test_broken_rows_and_damaged_parquet(tmp_path, capsys):
     path = tmp_path / "a.parquet"
     texts = [*TEXTS[:150], None, "", *TEXTS[150:200]]
     write_parquet(path, texts, content=TEXTS[: len(texts)])
@@ -179,14 +179,14 @@ def test_missing_packages_are_one_line(tmp_path, capsys, monkeypatch):
         assert err.count("\n") == 1 and f"pip install {package}\n" in err, err
 
 
-def test_large_text_is_read_in_stretches(tmp_path, capsys, monkeypatch):
-    """Cut at a blank line, else a line, else a character: joined again it is the text."""
+def test_large_text_is_read_in_several_spans(tmp_path, capsys, monkeypatch):
+    """It is cut at a blank line, else at a line, else at a character; the pieces together are the text."""
     monkeypatch.setattr(prepare, "UNIT_BYTES", 100_000)
     for k, text in enumerate((make_text(50_000), make_text(50_000).replace("\n", " "), "字" * 200_000)):
         path = tmp_path / f"{k}.txt"
         path.write_text(text)
-        spans = corpus.spans_of(str(path), 100_000, "text")
-        pieces = ["".join(corpus.documents(span, "text", None)) for span in spans]
+        spans = readers.list_spans(str(path), 100_000, "text")
+        pieces = ["".join(readers.documents(span, "text", None)) for span in spans]
         assert len(pieces) > 3 and "".join(pieces) == text and max(map(len, pieces)) < 200_000
     _, meta, _ = make(capsys, tmp_path, tmp_path / "0.txt", tmp_path / "1.txt")
     assert meta["shuffle_seed"] is None, "pieces of one text stay in order unless --shuffle says so"
@@ -196,7 +196,7 @@ def test_large_text_is_read_in_stretches(tmp_path, capsys, monkeypatch):
 
 
 def stub_hub(monkeypatch, calls):
-    """datasets as corpus.py uses it, for machines without it: the repository is a folder."""
+    """A stand-in for the package datasets as corpus/text.py uses it: the repository is a folder."""
 
     class DownloadManager:
         def download(self, urls):
@@ -230,7 +230,7 @@ def test_names_on_the_hub(real, tmp_path, capsys, monkeypatch):
         stub_hub(monkeypatch, calls)
     for name, texts, end in (("fineweb_edu_10bt", TEXTS[:200], ".parquet"),
                              ("dclm_baseline_1.0", TEXTS[200:400], ".jsonl.zst")):
-        monkeypatch.setitem(corpus.HUB, name, (str(repo), corpus.HUB[name][1]))
+        monkeypatch.setitem(readers.HUB, name, (str(repo), readers.HUB[name][1]))
         (train, val), meta, err = make(capsys, tmp_path, name)
         assert Counter(train + val) == Counter(texts) and err == "" and meta["sources"]["paths"] == [name]
         assert real or all(u.endswith(end) for u in calls[-1])
@@ -263,7 +263,7 @@ def finished_parts(folder):
 
 
 def test_killed_and_resumed_is_byte_identical(tmp_path, capsys, monkeypatch):
-    """kill -9 after a random number of parts, more each time; the parts stay, the bytes are the same."""
+    """kill -9 after a random number of parts, more each time: the parts stay, the result has equal bytes."""
     sources = [write(tmp_path / "a.jsonl", TEXTS), write(tmp_path / "b.jsonl.gz", TEXTS[::2])]
     monkeypatch.setattr(prepare, "UNIT_BYTES", 20_000)
     _, meta, _ = make(capsys, tmp_path / "whole", *sources, "--workers", 1)
@@ -286,7 +286,7 @@ def test_killed_and_resumed_is_byte_identical(tmp_path, capsys, monkeypatch):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and err == "" and " units are kept from an earlier run" in out
     assert kept[-1] <= int(out.split(" of ")[0]) < 70
-    again = data.load_meta(folder / "x")
+    again = shards.load_meta(folder / "x")
     assert again["shards"] == meta["shards"] and again["tokenizer_sha256"] == meta["tokenizer_sha256"]
     for path in (tmp_path / "whole/x").glob("*.bin"):
         assert path.read_bytes() == (folder / "x" / path.name).read_bytes()
@@ -299,17 +299,17 @@ def no_space(*_):
 
 
 def test_parts_are_kept_only_while_they_fit(tmp_path, capsys, monkeypatch):
-    """After a failure at the last moment: the same call encodes nothing; a changed file, its units only."""
+    """After a late failure the same call encodes nothing; after a change of a file, only its units."""
     a, b = write(tmp_path / "a.jsonl", TEXTS[:300]), write(tmp_path / "b.jsonl", TEXTS[300:600])
     monkeypatch.setattr(prepare, "UNIT_BYTES", 100_000)
-    encoded, encode_unit = [], parts.encode_unit
-    monkeypatch.setattr(parts, "encode_unit", lambda *a, **kw: encoded.append(1) or encode_unit(*a, **kw))
+    encoded, encode_unit = [], build.encode_unit
+    monkeypatch.setattr(build, "encode_unit", lambda *a, **kw: encoded.append(1) or encode_unit(*a, **kw))
 
     def encoded_by(fail, *argv):
         encoded.clear()
         with monkeypatch.context() as m:
             if fail:
-                m.setattr(parts, "write_shards", no_space)
+                m.setattr(build, "write_shards", no_space)
             make(capsys, tmp_path, a, b, "--tokenizer", tmp_path / "t", "--workers", 1, *argv, code=2 * fail)
         return len(encoded)
 
@@ -325,9 +325,9 @@ def test_parts_are_kept_only_while_they_fit(tmp_path, capsys, monkeypatch):
     assert 1 < encoded_by(False, "--val-fraction", 0.2) < n
 
 
-def test_two_at_once(tmp_path, capsys):
+def test_only_one_prepare_works_in_a_folder(tmp_path, capsys):
     path = write(tmp_path / "a.jsonl", TEXTS[:100])
-    with parts.locked(tmp_path / "x/.parts"):
+    with build.locked(tmp_path / "x/.parts"):
         err = make(capsys, tmp_path, path, code=2)
         assert err.count("\n") == 1 and "another prepare.py is at work" in err
     make(capsys, tmp_path, path)
@@ -337,12 +337,35 @@ def test_progress_says_rate_and_time_left(tmp_path, capsys, monkeypatch):
     path = write(tmp_path / "a.jsonl", TEXTS)
     monkeypatch.setattr(prepare, "UNIT_BYTES", 100_000)
     clock = iter(range(0, 10_000, 3))
-    monkeypatch.setattr(parts, "time", types.SimpleNamespace(time=lambda: next(clock)))
+    monkeypatch.setattr(build, "time", types.SimpleNamespace(time=lambda: next(clock)))
     _, out, _ = run(capsys, path, "--name", "x", "--out", tmp_path, "--vocab-size", 300, "--workers", 1)
     lines = out.splitlines()[:-1]
     assert len(lines) > 5 and " MB/s, " in lines[0] and lines[-1].endswith(" 0:00 left")
     left = [int(m) * 60 + int(s) for m, s in (line.split()[-2].split(":") for line in lines)]
     assert left[1] > left[-2] > 0
+
+
+def test_fingerprint_is_pinned():
+    """Another fingerprint for the same settings would make every prepared data set again."""
+    span = readers.Span("packed", "a.jsonl.gz", 0, 100, 400, 7)
+    for more, want in (([], "2099d40c5515"),
+                       (["--no-shuffle", "--vocab-size", "300", "--seed", "2"], "278c30052d20")):
+        flags = prepare.parse(["a.jsonl.gz", "--name", "x", *more])
+        assert prepare.fingerprint(flags, [span]).startswith(want)
+
+
+@pytest.mark.parametrize("words", ["--vocab-size 300 --shard-tokens 9", "--vocab_size=300 --shard_tokens=9"])
+def test_flags_in_both_spellings(words):
+    flags = prepare.parse(["a.jsonl", "b.txt", "--name", "x", "--shuffle", *words.split()])
+    assert (flags.sources, flags.folder) == (("a.jsonl", "b.txt"), Path("data/x"))
+    assert (flags.vocab_size, flags.shard_tokens, flags.order) == (300, 9, True)
+    assert prepare.parse(["stdlib", "--no_shuffle"]).order is False
+    assert prepare.parse(["stdlib"]).order is None
+
+
+def test_preparing_needs_no_torch():
+    code = "import sys, prepare, corpus.build; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 @pytest.mark.parametrize("argv, say", [

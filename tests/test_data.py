@@ -1,10 +1,11 @@
-"""Token files, data order, tokenizers and prepare.py; every message a user can meet is one line."""
+"""Token files, data order, tokenizers and prepare.py. Every message that a user can see is one line."""
 
 import json
 import os
 import re
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 import prepare
-from corpus import data, parts
-from corpus import text as corpus
+from config import Config
+from corpus import build, shards
+from corpus import text as readers
 from corpus import tokenizer as tok
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,7 +24,7 @@ WORDS = [a + b + c for a in SOUNDS for b in SOUNDS for c in ("", "n", "st\n")]
 
 
 def make_text(n, seed=0):
-    """`n` words in short paragraphs; nobody's text."""
+    """-> n random words in short paragraphs, made up here."""
     picks = np.random.default_rng(seed).integers(0, len(WORDS), n)
     return " ".join(WORDS[i] + ("\n\n" if k % 40 == 39 else "") for k, i in enumerate(picks))
 
@@ -38,53 +40,56 @@ def texts(tmp_path_factory):
 def run(capsys, *argv):
     """prepare.main's exit code, stdout and stderr."""
     capsys.readouterr()
-    code = prepare.main([str(a) for a in argv])
+    try:
+        code = prepare.main([str(a) for a in argv])
+    except SystemExit as e:
+        code = e.code
     return code, *capsys.readouterr()
 
 
 @pytest.fixture
-def toy(tmp_path, texts, monkeypatch, capsys):
-    """Char data cut into shards of 1,000 tokens, so that much happens at a boundary; (folder, tokens)."""
-    monkeypatch.setattr(prepare, "SHARD_TOKENS", 1000)
-    code, _, err = run(capsys, texts[0], "--name", "toy", "--tokenizer", "char", "--out", tmp_path)
+def toy(tmp_path, texts, capsys):
+    """Characters in shards of 1,000 tokens, so that much happens at a boundary -> (folder, [token id])."""
+    code, _, err = run(capsys, texts[0], "--name", "toy", "--tokenizer", "char", "--out", tmp_path,
+                       "--shard-tokens", 1000)
     assert code == 0, err
     return tmp_path / "toy", tok.load(tmp_path / "toy").encode(Path(texts[0]).read_text())
 
 
 def keys(seed, epoch=0):
-    return data.draw_keys("order", seed, epoch)[:4]
+    return shards.draw_keys("order", seed, epoch)[:4]
 
 
 def test_permutation_is_bijective():
     for n in [*range(1, 300), *range(300, 4100, 37), 1023, 1024, 1025, 4095, 4096, 4097, 9973, 65537]:
-        assert np.array_equal(np.sort(data.permute(np.arange(n), n, keys(n))), np.arange(n)), n
+        assert np.array_equal(np.sort(shards.permute(np.arange(n), n, keys(n))), np.arange(n)), n
 
 
 def test_permutation_of_large_n():
-    """Where not all of [0, n) can be listed: in range, no collision, near uniform, keyed; and quick."""
+    """[0, n) is too large to list: results are in range, differ, are nearly uniform and fast."""
     for n in (99_999_989, 2**31 + 11, 3 * 2**40 + 1):
         i = np.random.default_rng(0).choice(10**8 - 11, 50_000, replace=False)
-        out, other = data.permute(i, n, keys(1)), data.permute(i, n, keys(2))
+        out, other = shards.permute(i, n, keys(1)), shards.permute(i, n, keys(2))
         assert out.max() < n and len(np.unique(out)) == len(i)
         assert (out == other).mean() < 0.01
         share = np.bincount((out * 16 // n).astype(int), minlength=16) / len(i)
         assert np.abs(share - 1 / 16).max() < 0.01
         # pieces of a permutation are the permutation
         start = time.perf_counter()
-        assert np.array_equal(data.permute(i[:512], n, keys(1)), out[:512])
+        assert np.array_equal(shards.permute(i[:512], n, keys(1)), out[:512])
         assert time.perf_counter() - start < 0.1, "a global batch takes 0.4-0.7 ms on an idle core"
 
 
 def test_order_is_pinned():
-    """A change of the order would silently give every resumed run other data: change VERSION with it."""
-    assert data.permute(np.arange(6), 1000, keys(1337)).tolist() == [402, 888, 629, 373, 659, 53]
-    assert data.permute(np.arange(3), 10**9, keys(1, epoch=2)).tolist() == [13667878, 511182942, 119998667]
-    assert data.Synthetic(1000, 5, seed=1).batch(7, 1)[0].tolist() == [[984, 987, 990, 993, 451]]
+    """Another order would silently give every resumed run other data: change VERSION together with it."""
+    assert shards.permute(np.arange(6), 1000, keys(1337)).tolist() == [402, 888, 629, 373, 659, 53]
+    assert shards.permute(np.arange(3), 10**9, keys(1, epoch=2)).tolist() == [13667878, 511182942, 119998667]
+    assert shards.Synthetic(1000, 5, seed=1).batch(7, 1)[0].tolist() == [[984, 987, 990, 993, 451]]
 
 
-def test_windows_of_an_epoch_and_the_next(toy):
+def test_each_epoch_has_all_windows_in_another_order(toy):
     folder, stream = toy
-    ds, T = data.Tokens(folder, "train", 33, seed=3), 33
+    ds, T = shards.Tokens(folder, "train", 33, seed=3), 33
     n, N = ds.n_samples, ds.n_tokens
     assert n == (N - 1) // T
     first = ds.window_starts(0, n)
@@ -95,15 +100,15 @@ def test_windows_of_an_epoch_and_the_next(toy):
     offset = min(second)
     assert 0 < offset < T and sorted(second) == [offset + k * T for k in range(n)], "cut elsewhere, each once"
     assert list(second - offset) != list(first), "and in another order"
-    assert list(data.Tokens(folder, "train", 33, seed=4).window_starts(0, n)) != list(first)
-    val = data.Tokens(folder, "val", 33)  # in order, every epoch alike
+    assert list(shards.Tokens(folder, "train", 33, seed=4).window_starts(0, n)) != list(first)
+    val = shards.Tokens(folder, "val", 33)  # in order, every epoch alike
     x, _ = val.batch(0, val.n_samples + 2)
     assert x[:-2].flatten().tolist() == stream[N : N + 33 * val.n_samples] and torch.equal(x[-2:], x[:2])
 
 
-def test_windows_read_over_shard_boundaries_and_round_the_end(toy):
+def test_windows_cross_shards_and_the_end_of_the_stream(toy):
     folder, stream = toy
-    ds, T = data.Tokens(folder, "train", 2500, seed=1), 2500  # every window spans three shards or four
+    ds, T = shards.Tokens(folder, "train", 2500, seed=1), 2500  # every window spans three shards or four
     N, n = ds.n_tokens, ds.n_samples
     assert len(ds.shards) > 10 and all(len(s) == 1000 for s in ds.shards[:-1])
     circle = torch.tensor(stream[:N] * 2)
@@ -117,9 +122,9 @@ def test_windows_read_over_shard_boundaries_and_round_the_end(toy):
             assert torch.equal(y[row], circle[at + 1 : at + 1 + T])
 
 
-def test_a_batch_does_not_depend_on_how_it_is_asked_for(toy):
-    """This is what makes every layout, and every resumed run, see the same samples."""
-    for ds in (data.Tokens(toy[0], "train", 40, seed=5), data.Synthetic(1000, 40, seed=5)):
+def test_a_sample_does_not_depend_on_the_batch_that_reads_it(toy):
+    """So every layout, and every resumed run, sees the same samples."""
+    for ds in (shards.Tokens(toy[0], "train", 40, seed=5), shards.Synthetic(1000, 40, seed=5)):
         for first in (0, ds.n_samples - 3 if ds.n_samples < 10**6 else 10**6):  # also across an epoch
             x, y = ds.batch(first, 8)  # stays as it is: later batches are fresh tensors
             parts = [ds.batch(first, 4), ds.batch(first + 4, 4)]
@@ -130,13 +135,13 @@ def test_a_batch_does_not_depend_on_how_it_is_asked_for(toy):
 
 
 def test_synthetic_is_learnable():
-    ds = data.Synthetic(50, 200, seed=0)
+    ds = shards.Synthetic(50, 200, seed=0)
     x, y = ds.batch(0, 100)
     assert x.min() >= 0 and x.max() < 50 and torch.equal(x[:, 1:], y[:, :-1])
     step = (y - x) % 50
     assert ((step >= 1) & (step <= 4)).float().mean() > 0.7, "the next token is one of four, mostly"
     assert len(torch.unique(x[:, 0])) > 30 and len(torch.unique(step.mode(1).values)) == 4
-    assert not torch.equal(data.Synthetic(50, 200, seed=1).batch(0, 1)[0], x[:1])
+    assert not torch.equal(shards.Synthetic(50, 200, seed=1).batch(0, 1)[0], x[:1])
 
 
 def refused(kind, call, *say):
@@ -147,7 +152,7 @@ def refused(kind, call, *say):
 
 
 def opens(folder, seq_len=32):
-    return lambda: data.Tokens(folder, "train", seq_len)
+    return lambda: shards.Tokens(folder, "train", seq_len)
 
 
 def edit(path, at, new):
@@ -184,24 +189,24 @@ def test_edited_token_is_caught_by_verify(toy, capsys):
     folder, _ = toy
     shard = folder / "train_00003.bin"
     files = len(list(folder.glob("*.bin"))) + 1
-    assert data.verify(folder) == files and data.verify(folder) == files  # the second from .verified.json
+    assert shards.verify(folder) == files and shards.verify(folder) == files  # the second from .verified.json
     before = shard.stat()
     edit(shard, 4096 + 77, b"\1")
     opens(folder)()  # headers and sizes are right
-    refused(ValueError, lambda: data.verify(folder), str(shard), "sha256", "expected", "make it with")
+    refused(ValueError, lambda: shards.verify(folder), str(shard), "sha256", "expected", "make it with")
     code, out, err = run(capsys, "x.txt", "--name", "toy", "--out", folder.parent, "--verify")
     assert code == 2 and err.startswith("nanoshard: ") and err.count("\n") == 1 and "train_00003" in err
-    # the cache believes size and time, as promised; cache=False reads
+    # with the old size and time the cache is believed; cache=False reads the file
     os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert data.verify(folder) == files
-    refused(ValueError, lambda: data.verify(folder, cache=False), str(shard))
+    assert shards.verify(folder) == files
+    refused(ValueError, lambda: shards.verify(folder, cache=False), str(shard))
     edit(folder / "tokenizer.json", 12, b"!")
-    refused(ValueError, lambda: data.verify(folder), "tokenizer.json", "sha256")
+    refused(ValueError, lambda: shards.verify(folder), "tokenizer.json", "sha256")
     (folder / "tokenizer.json").unlink()
-    refused(FileNotFoundError, lambda: data.verify(folder), "tokenizer.json", "missing")
+    refused(FileNotFoundError, lambda: shards.verify(folder), "tokenizer.json", "missing")
 
 
-def test_meta_is_checked(toy):
+def test_damaged_meta_json_is_refused(toy):
     path = toy[0] / "meta.json"
     meta = json.loads(path.read_text())
     refused(ValueError, opens(toy[0], 10**6), "train", "1000001", "--seq-len")  # too little text for a window
@@ -218,6 +223,30 @@ def test_meta_is_checked(toy):
     refused(ValueError, opens(toy[0]), "meta.json", "json")
     path.write_text("{}")
     refused(ValueError, opens(toy[0]), "meta.json", "lacks")
+
+
+def test_open_data_verifies_once_per_node(toy):
+    """Only local rank 0 reads the files to compare checksums; every rank checks headers and vocabulary."""
+    folder, stream = toy
+    cfg = Config(data=str(folder), seq_len=32, seed=3)
+    train, val, vocab_size, identity = shards.open_data(cfg, local_rank=1)
+    assert not (folder / ".verified.json").exists()
+    assert vocab_size == tok.load(folder).n_vocab and train.split == "train" and val.split == "val"
+    edit(folder / "train_00003.bin", 4096 + 77, b"\1")
+    assert shards.open_data(replace(cfg, vocab_size=500), 1)[2:] == (500, identity)
+    refused(ValueError, lambda: shards.open_data(cfg, 0), "train_00003.bin", "sha256")
+    refused(ValueError, lambda: shards.open_data(replace(cfg, vocab_size=3), 1), f"--vocab-size {vocab_size}")
+    train, val, vocab_size, identity = shards.open_data(Config(data="synthetic"), 0)
+    assert (vocab_size, identity) == (256, "synthetic-256")
+    assert not torch.equal(train.batch(0, 1)[0], val.batch(0, 1)[0])
+
+
+def test_prompt_tokenizer(toy):
+    cfg = Config(data=str(toy[0]), prompt="ba")
+    assert tok.prompt_tokenizer(cfg).encode("ba") == tok.load(toy[0]).encode("ba")
+    assert tok.prompt_tokenizer(replace(cfg, prompt="")) is None
+    refused(ValueError, lambda: tok.prompt_tokenizer(replace(cfg, data="synthetic")), "--data DIR")
+    refused(ValueError, lambda: tok.prompt_tokenizer(replace(cfg, prompt="%")), "'%'")
 
 
 def test_char_round_trip(tmp_path):
@@ -248,7 +277,7 @@ def test_bpe_round_trip(tmp_path):
 
 
 def test_published_encoding_is_saved_whole(tmp_path, monkeypatch):
-    """With a stand-in that has cl100k_base's hole before end-of-document: no network, no cache."""
+    """A stand-in that, like cl100k_base, does not use the id before end-of-document: no network, no cache."""
     import tiktoken
 
     fake = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", mergeable_ranks={bytes([b]): b for b in range(256)},
@@ -260,7 +289,7 @@ def test_published_encoding_is_saved_whole(tmp_path, monkeypatch):
     assert t.encode("a<|fim|>") == list(b"a<|fim|>") and t.decode([97, 256, 257]) == "a\ufffd" + tok.EOD
 
 
-def test_vocabulary_that_cannot_be_had(tmp_path, monkeypatch, capsys, texts):
+def test_vocabulary_that_cannot_be_fetched(tmp_path, monkeypatch, capsys, texts):
     import tiktoken
 
     def argv(name):
@@ -271,7 +300,7 @@ def test_vocabulary_that_cannot_be_had(tmp_path, monkeypatch, capsys, texts):
     code, _, err = run(capsys, *argv("p50k_base"))
     assert code == 2 and err.count("\n") == 1, err
     assert all(s in err for s in ("p50k_base", "no route", "TIKTOKEN_CACHE_DIR", "--tokenizer bpe"))
-    # a firewall that swallows packets: tiktoken itself would wait for ever
+    # a firewall that drops packets: tiktoken itself would wait for ever
     monkeypatch.setattr(tiktoken.load, "read_file", lambda path: time.sleep(1))
     monkeypatch.setattr(tok, "FETCH_SECONDS", 0.1)
     code, _, err = run(capsys, *argv("o200k_base"))
@@ -293,40 +322,40 @@ def test_shakespeare(tmp_path, capsys):
     text, t = path.read_text(), tok.load(tmp_path / "s")
     for name, want in (("train", text[:1_003_854]), ("val", text[1_003_854:])):
         assert t.decode(np.fromfile(tmp_path / f"s/{name}_00000.bin", "<u2", offset=4096)) == want
-    meta = data.load_meta(tmp_path / "s")
+    meta = shards.load_meta(tmp_path / "s")
     assert meta["vocab_size"] == 65 and meta["eod"] is None and meta["documents"] is None
 
 
 def test_same_bytes_for_any_number_of_workers(tmp_path, texts, capsys, monkeypatch):
     monkeypatch.setattr(prepare, "UNIT_BYTES", 100_000)
-    seen, encode_all = [], parts.encode_all
+    seen, encode_all = [], build.encode_all
 
     def watched(units, workers, *more):
         seen.append((workers, len(units) > 2))
         return encode_all(units, workers, *more)
 
-    monkeypatch.setattr(parts, "encode_all", watched)
+    monkeypatch.setattr(build, "encode_all", watched)
     for workers in (1, 2):
         code, _, err = run(capsys, *texts, "--name", "same", "--out", tmp_path / str(workers),
                            "--vocab-size", 400, "--workers", workers)
         assert code == 0, err
     assert seen == [(1, True), (2, True)]
-    one, two = (data.load_meta(tmp_path / w / "same") for w in "12")
+    one, two = (shards.load_meta(tmp_path / w / "same") for w in "12")
     for key in ("shards", "tokenizer_sha256", "tokens", "documents", "sources", "fingerprint"):
         assert one[key] == two[key], key
     for name in ("train_00000.bin", "val_00000.bin", "tokenizer.json"):
         assert (tmp_path / "1/same" / name).read_bytes() == (tmp_path / "2/same" / name).read_bytes()
-    # what is in them: every document once, each with its end, whole documents on either side
+    # what is in them: each document once and whole, in one split, with its end
     t, folder = tok.load(tmp_path / "1/same"), tmp_path / "1/same"
     assert one["eod"] == t.eod == 399 and one["vocab_size"] == 400 and one["dtype"] == "uint16"
     found = []
     for split in ("train", "val"):
-        ids = data.open_shards(folder, split, one)[0]
+        ids = shards.open_shards(folder, split, one)[0]
         docs = t.decode(ids).split(tok.EOD)
         assert docs.pop() == "" and len(docs) == one["documents"][split] == (ids == t.eod).sum()
         found += docs
     spans = prepare.list_sources(prepare.parse([*texts, "--name", "same"]))
-    wanted = [d for span in spans for d in corpus.documents(span, "text", None)]
+    wanted = [d for span in spans for d in readers.documents(span, "text", None)]
     assert Counter(found) == Counter(wanted) and len(wanted) > 10
     assert "".join(wanted) == "".join(Path(path).read_text() for path in texts)
     assert sorted(p.name for p in folder.iterdir()) == [
@@ -337,13 +366,13 @@ def test_duplicates_land_on_one_side(tmp_path, texts, capsys):
     code, _, err = run(capsys, *texts, *texts, "--name", "d", "--out", tmp_path, "--vocab-size", 300,
                        "--val-fraction", 0.5)
     assert code == 0, err
-    t, meta = tok.load(tmp_path / "d"), data.load_meta(tmp_path / "d")
-    train, val = (Counter(t.decode(data.open_shards(tmp_path / "d", split, meta)[0]).split(tok.EOD)[:-1])
+    t, meta = tok.load(tmp_path / "d"), shards.load_meta(tmp_path / "d")
+    train, val = (Counter(t.decode(shards.open_shards(tmp_path / "d", split, meta)[0]).split(tok.EOD)[:-1])
                   for split in ("train", "val"))
     assert train and val and not set(train) & set(val) and set(train.values()) == {2}
 
 
-def test_again_is_quick_until_something_changes(tmp_path, texts, capsys, monkeypatch):
+def test_second_call_does_nothing_unless_something_changed(tmp_path, texts, capsys):
     mine = tmp_path / "mine.txt"
     mine.write_text(Path(texts[0]).read_text())
     argv = [mine, "--name", "a", "--out", tmp_path, "--vocab-size", 300, "--val-fraction", 0.5]
@@ -358,29 +387,27 @@ def test_again_is_quick_until_something_changes(tmp_path, texts, capsys, monkeyp
     mine.write_text(mine.read_text() + "more\n")
     assert made() and not made()
     edit(tmp_path / "a/train_00000.bin", 5000, b"\1\1\1")
-    assert made() and data.verify(tmp_path / "a") and not made()  # damage is mended by the command named
-    monkeypatch.setattr(prepare, "SHARD_TOKENS", 5000)
-    assert made() and (tmp_path / "a/train_00001.bin").exists()
-    monkeypatch.undo()
+    assert made() and shards.verify(tmp_path / "a") and not made()  # repaired
+    assert made("--shard-tokens", 5000) and (tmp_path / "a/train_00001.bin").exists()
     assert made() and not (tmp_path / "a/train_00001.bin").exists(), "no stale shard stays"
     assert run(capsys, *argv, "--verify")[:2] == (0, f"{tmp_path}/a: 3 files have their sha256\n")
 
 
 def test_failed_and_killed_runs(tmp_path, texts, capsys, monkeypatch):
-    """A failure leaves the old data; a kill between two renames leaves none, not old beside new."""
+    """A failure leaves the old data. A kill between two renames leaves no data set, not a mixture of two."""
     argv = [texts[0], "--name", "a", "--out", tmp_path, "--tokenizer", "char"]
     assert run(capsys, *argv)[0] == 0
     before = {p.name: p.read_bytes() for p in (tmp_path / "a").glob("[!.]*")}
-    replace, done = os.replace, []
+    rename, done = os.replace, []
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     def killed(src, dst):
-        replace(src, dst) if not done or ".parts" in str(dst) else full()
+        rename(src, dst) if not done or ".parts" in str(dst) else full()
         done.extend([dst] * (".parts" not in str(dst)))
 
-    monkeypatch.setattr(parts, "write_shards", full)
+    monkeypatch.setattr(build, "write_shards", full)
     code, _, err = run(capsys, *argv, "--val-fraction", 0.3)
     assert code == 2 and "No space left" in err and err.count("\n") == 1
     assert {p.name: p.read_bytes() for p in (tmp_path / "a").glob("[!.]*")} == before
@@ -389,12 +416,12 @@ def test_failed_and_killed_runs(tmp_path, texts, capsys, monkeypatch):
     assert run(capsys, *argv, "--val-fraction", 0.3)[0] == 2 and len(done) == 1, done
     monkeypatch.undo()
     refused(FileNotFoundError, opens(tmp_path / "a"), "no prepared data")
-    assert run(capsys, *argv)[0] == 0 and data.verify(tmp_path / "a") == 3
+    assert run(capsys, *argv)[0] == 0 and shards.verify(tmp_path / "a") == 3
     assert not (tmp_path / "a/.parts").exists()
 
 
 def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
-    """A small library in place of the real one: order, left out, added by --with-tests, skipped."""
+    """On a small library: the order, what is left out, what --with-tests adds, what is not utf-8."""
     real = [span.path for span in prepare.list_sources(prepare.parse(["stdlib"]))]
     assert len(real) > 300 and not [n for n in real if re.search("/tests?/|/site-packages/", n)]
     lib = tmp_path / "lib"
@@ -411,7 +438,7 @@ def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
     argv = ["stdlib", "--out", tmp_path, "--vocab-size", 300, "--val-fraction", 0.5, "--with-tests"]
     code, out, err = run(capsys, *argv)
     assert code == 0 and "1 skipped" in out, err
-    meta = data.load_meta(tmp_path / "stdlib")
+    meta = shards.load_meta(tmp_path / "stdlib")
     assert meta["sources"]["skipped"] == 1 and meta["sources"]["files"] == 7
     assert sum(meta["documents"].values()) == 5, "one document a file, none for the empty and the skipped"
 
@@ -423,10 +450,11 @@ def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
         (["a.txt"], "--name"),
         (["stdlib", "a.txt", "--name", "x"], "mix"),
         (["a.txt", "--name", "x/y"], "x/y"),
-        (["stdlib", "--tokeniser", "char"], "did you mean --tokenizer?"),
+        (["stdlib", "--tokeniser", "char"], "perhaps you meant --tokenizer"),
         (["stdlib", "--val-fraction", "1.5"], "between 0 and 1"),
         (["stdlib", "--val-fraction", "much"], "--val-fraction"),
         (["stdlib", "--workers", "0"], "--workers 0"),
+        (["stdlib", "--shuffle", "--no-shuffle"], "exclude each other"),
         (["stdlib", "--tokenizer", "char", "--vocab-size", "300"], "--vocab-size"),
         (["stdlib", "--verify", "--name", "nothing"], "no prepared data"),
     ])
@@ -436,7 +464,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(argv, say, tmp_path, capsys):
     assert out == "" and not list(tmp_path.iterdir())
 
 
-def test_text_that_will_not_do(tmp_path, capsys):
+def test_text_that_is_not_utf_8_or_too_short(tmp_path, capsys):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
     (tmp_path / "short.txt").write_text("one document only\n")
     for name, say in (("latin.txt", "not utf-8 at byte 3"), ("short.txt", "1 documents")):

@@ -46,9 +46,9 @@ def test_a_rank_that_ends_while_it_is_asked_for_is_not_waited_for():
     rank = SimpleNamespace(is_alive=lambda: next(answers, False), sentinel=read, join=lambda: None)
     ranks, began = kill.Ranks.__new__(kill.Ranks), time.monotonic()
     ranks.all = [rank]
-    ranks.end(5.0)
+    ranks.end(120.0)
     os.close(read)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 60
 
 
 def test_mpiexec_ends_all_ranks_and_goes_on(folder):

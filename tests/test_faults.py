@@ -24,9 +24,10 @@ from test_layouts import compare, run
 
 import train
 from config import Config
-from corpus.data import Synthetic
-from model import GPT, initialise
-from parallel import make_mesh, vocab_cross_entropy
+from corpus.shards import Synthetic
+from model import GPT, init_weights, vocab_cross_entropy
+from optim import learning_rate
+from parallel import make_mesh
 from runtime.launch import World
 
 LLAMA, GPT2, MOE = (dict(base, micro_batch=2, n_layer=2)
@@ -74,8 +75,8 @@ def with_faults(world, faults, fn, *args):
 
 # ZeRO-1's weights travel while other work goes on: reading them too early is a race, which a test may win.
 # With this edit, which is no fault yet, they set out only when somebody waits for them.
-GATHER = "self.axis.start_all_gather(self.flat, self.flat[self.mine])"
-LATE = ("parallel.Bucket.send_weights", GATHER, f"type('Late', (), {{'wait': lambda _: {GATHER}.wait()}})()")
+GATHER = "bucket.axis.start_all_gather(bucket.flat, bucket.flat[bucket.shard])"
+LATE = ("parallel.Comm.start_gather", GATHER, f"type('Late', (), {{'wait': lambda _: {GATHER}.wait()}})()")
 
 ONE, DP, ZERO, PP = (1, dict()), (2, dict()), (2, dict(zero=1)), (2, dict(pp=2))  # ranks, layout
 TP, TP4, DP_TP, EP = (2, dict(tp=2)), (4, dict(tp=4)), (4, dict(tp=2)), (2, dict(ep=2))
@@ -89,30 +90,32 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "norm weights not summed over dp": (
         LLAMA, DP_TP, "parallel.parameter", '"stage" if', '"tp" if'),
     "gradients averaged, not summed": (
-        LLAMA, DP, "parallel.Bucket.finish", "self.work.wait()",
-        "self.work.wait(), self.grad.div_(self.axis.size)"),
+        LLAMA, DP, "parallel.Bucket.wait_grads", "self.reduce_handle.wait()",
+        "self.reduce_handle.wait(), self.grad.div_(self.axis.size)"),
     "loss divided by the local tokens": (
-        LLAMA, DP, "train.gradients", "* mesh.dp.size * cfg.micro", "* cfg.micro"),
+        LLAMA, DP, "train.Step.gradients", "* mesh.dp.size * cfg.micro", "* cfg.micro"),
     "tied embedding not summed over the stages": (
         GPT2, PP, "model.GPT.__init__", 'reduce="tied" if tied_copy else None', "reduce=None"),
     "bucket reduced after the first micro-batch": (
-        LLAMA, DP, "pipeline.forward_backward", "dp.last = done == n", "dp.last = done == 1",
-        ("parallel.Bucket.add", "self.reduce()", "self.reduce(), self.work.wait()")),  # or it is a race
+        LLAMA, DP, "pipeline.forward_backward", "last_microbatch = n_backward == n",
+        "last_microbatch = n_backward == 1",
+        ("parallel.Bucket.on_grad_ready", "self.start_reduce()",
+         "self.start_reduce(), self.reduce_handle.wait()")),  # or it is a race
     "same data on every dp rank": (
         LLAMA, DP, "train.micro_batches", "first + mesh.dp.rank * n", "first + 0 * n"),
     # norm and clipping
     "norm of the own shard": (
-        LLAMA, ZERO, "optim.Optimizer.totals", "self.world.all_reduce(total)",
-        "own = total[1].clone(); self.world.all_reduce(total); total[1] = own"),
+        LLAMA, ZERO, "optim.Optimizer.stats", "self.dp.mesh.world.all_reduce(total)",
+        "own = total[1].clone(); self.dp.mesh.world.all_reduce(total); total[1] = own"),
     "norm counts replicated weights once per rank": (
         LLAMA, TP, "parallel.Bucket.__init__", "1 / (axis.size // self.shards)", "1"),
     "clip by the local norm": (
         LLAMA, TP, "optim.Optimizer.step", "((grad_norm + 1e-6) /",
         "((sum(g.norm() ** 2 for g in self.grads) ** 0.5 + 1e-6) /"),
     "bucket padding counted as zero gradients": (
-        LLAMA, ZERO, "optim.Optimizer.totals", "g.numel() - padding -", "g.numel() -"),
+        LLAMA, ZERO, "optim.Optimizer.stats", "g.numel() - padding -", "g.numel() -"),
     "loss counted by every tp rank": (
-        LLAMA, TP, "optim.Optimizer.totals", "loss.double() / self.tp.size", "loss.double()"),
+        LLAMA, TP, "optim.Optimizer.stats", "loss.double() / self.dp.mesh.tp.size", "loss.double()"),
     # tensor and sequence parallelism
     "scatter_rows backward without the all-gather": (
         LLAMA, TP, "parallel._ScatterRows.backward", "ctx.axis.all_gather(g)",
@@ -124,14 +127,14 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
         LLAMA, TP, "parallel._GatherRows.backward", "ctx.axis.reduce_scatter(g)",
         "g.chunk(ctx.axis.size)[ctx.axis.rank]"),
     "softmax with the local maximum": (
-        LLAMA, TP, "parallel._VocabCrossEntropy.forward",
+        LLAMA, TP, "model._VocabCrossEntropy.forward",
         "axis.all_reduce(top, MAX)", "pass"),
     "targets at the wrong vocabulary offset": (
-        LLAMA, TP, "parallel._VocabCrossEntropy.forward", "low = axis.rank * z.size(1)", "low = 0"),
+        LLAMA, TP, "model._VocabCrossEntropy.forward", "low = axis.rank * z.size(1)", "low = 0"),
     "vocabulary padding takes probability": (
-        LLAMA, TP, "parallel.vocab_cross_entropy", "low = axis.rank * logits.size(1)", "low = 0"),
+        LLAMA, TP, "model.vocab_cross_entropy", "low = axis.rank * logits.size(1)", "low = 0"),
     "embedding of another rank's words": (
-        LLAMA, TP, "parallel.vocab_embedding", "axis.rank * weight", "(axis.size - 1 - axis.rank) * weight"),
+        LLAMA, TP, "model.vocab_embedding", "axis.rank * weight", "(axis.size - 1 - axis.rank) * weight"),
     "positions of the first rank's rows": (
         GPT2, TP4, "model.GPT._embed", "torch.arange(first, first + n,", "torch.arange(n,"),
     "row-linear bias added by every tp rank": (
@@ -140,19 +143,19 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "the wrong one of the replicated kv heads": (
         LLAMA, TP4, "model.Attention.__init__", "mesh.tp.rank * G // mesh.tp.size", "mesh.tp.rank % G"),
     "each shard draws its own weights": (
-        LLAMA, TP, "model.initialise", '{name}", p.device', '{name}/{p.offset}", p.device'),
+        LLAMA, TP, "model.init_weights", '{name}", p.device', '{name}/{p.offset}", p.device'),
     # pipeline
     "backward of the newest micro-batch": (
-        LLAMA, PP, "pipeline.forward_backward", "flying.pop(0)", "flying.pop()"),
+        LLAMA, PP, "pipeline.forward_backward", "in_flight.pop(0)", "in_flight.pop()"),
     "last stage's loss not divided": (
         LLAMA, PP, "pipeline.forward_backward", "out = out / tokens", "out = out / n"),
     # ZeRO-1
     "weights not gathered": (
-        LLAMA, ZERO, "parallel.DataParallel.stepped", "bucket.send_weights()", "pass"),
+        LLAMA, ZERO, "parallel.DataParallel.on_updated", "bucket.start_gather()", "pass"),
     "forward does not wait for the weights": (
-        LLAMA, ZERO, *LATE, ("parallel.DataParallel.arrive", "bucket.arrive()", "pass")),
+        LLAMA, ZERO, *LATE, ("parallel.DataParallel.wait_for_weights", "bucket.wait_for_weights()", "pass")),
     "weights read before they arrive": (
-        LLAMA, ZERO, *LATE, ("optim.Optimizer.wait", "b.arrive()", "pass")),
+        LLAMA, ZERO, *LATE, ("parallel.Bucket.wait_for_weights", "handle.wait()", "pass")),
     "every rank steps the first slice": (
         LLAMA, ZERO, "optim.Optimizer.__init__", "[b.master for",
         "[b.flat[:b.flat.numel() // b.shards] for"),
@@ -162,23 +165,23 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "experts summed over dp": (
         MOE, EP, "parallel.parameter", '"edp" if', '"dp" if'),
     "the same experts on every ep rank": (
-        MOE, EP, "model.initialise", "{p.offset[0] + i}", "{i}"),
+        MOE, EP, "model.init_weights", "{p.offset[0] + i}", "{i}"),
     "balancing loss not divided by dp": (
-        MOE, DP, "pipeline.forward_backward", "aux / (n * mesh.dp.size)", "aux / n"),
+        MOE, DP, "pipeline.forward_backward", "aux / (n * model.mesh.dp.size)", "aux / n"),
     "balancing counts not summed over tp": (
-        MOE, TP, "moe.MoE.balance", "tp.all_reduce(whole)", "pass"),
+        MOE, TP, "moe.MoE.balance", "tp.all_reduce(chosen.to(probs.dtype))", "chosen.to(probs.dtype)"),
     # dropout
     "the same dropout on every dp rank": (
-        dict(LLAMA, dropout=0.2), DP, "train.gradients", "mesh.dp.rank * len(batches) + i", "i"),
+        dict(LLAMA, dropout=0.2), DP, "train.Step.gradients", "mesh.dp.rank * len(batches) + i", "i"),
     # what all layouts share: only the plain loop sees it
     "weight decay on norms": (
-        LLAMA, ONE, "parallel.uses_weight_decay", "p.ndim >= 2", "True"),
+        LLAMA, ONE, "ops.flat.uses_weight_decay", "p.ndim >= 2", "True"),
     "micro-batches overwrite each other": (
-        LLAMA, ONE, "ops.fused.accumulate", "total.add_(g)", "total.copy_(g)"),
+        LLAMA, ONE, "ops.flat.accumulate", "total.add_(g)", "total.copy_(g)"),
     "every micro-batch's loss a mean of its own": (
-        LLAMA, ONE, "train.gradients", "len(batches) * mesh", "mesh"),
+        LLAMA, ONE, "train.Step.gradients", "len(batches) * mesh", "mesh"),
     "no clipping": (
-        LLAMA, ONE, "optim.Optimizer.step", "g.div_(torch.where(bad > 0, 1.0, divide))", "pass"),
+        LLAMA, ONE, "optim.Optimizer.step", "g.div_(torch.where(found_inf > 0, 1.0, grad_scale))", "pass"),
 }
 
 
@@ -191,7 +194,7 @@ def plain(flags, batch):
     cfg = Config(**flags)
     source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
     model = GPT(cfg, make_mesh(World(rank=0, size=1)), cfg.vocab_size).double()
-    initialise(model, cfg.seed)
+    init_weights(model, cfg.seed)
     named = dict(model.named_parameters())
     vectors = {n for n in named if "norm" in n or n.endswith("bias")}
     adam = torch.optim.AdamW([dict(params=[p for n, p in named.items() if n not in vectors]),
@@ -209,7 +212,7 @@ def plain(flags, batch):
         norm = torch.nn.utils.clip_grad_norm_(named.values(), cfg.clip).item()
         totals.append([loss.item(), norm, zeros, size])
         for group in adam.param_groups:
-            group["lr"] = train.learning_rate(cfg, step)
+            group["lr"] = learning_rate(cfg, step)
         adam.step()
     for n, p in named.items():
         want["end " + n] = p.detach().numpy()
@@ -257,7 +260,7 @@ def fails(world):
 
 
 def test_faults_are_gone_after_a_failure():
-    fault = ("parallel.uses_weight_decay", "p.ndim >= 2", "True")
+    fault = ("ops.flat.uses_weight_decay", "p.ndim >= 2", "True")
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
         run_ranks(1, with_faults, [fault], fails)
     judged(LLAMA, ONE)()
@@ -295,7 +298,7 @@ def sharp_agrees(n, words, faults=()):
 def test_sharp_logits():
     sharp_agrees(2, 100)()
     sharp_agrees(2, 60)()  # the second rank holds nothing but padding
-    where = "parallel._VocabCrossEntropy.forward"
+    where = "model._VocabCrossEntropy.forward"
     for words, fault in [(100, (where, "z.max(dim=1).values", "torch.zeros_like(z[:, 0])")),
                          (60, (where, "masked_fill(~mine, 0)", "mul(mine)"))]:  # -inf * 0
         look = sharp_agrees(2, words, [fault])
@@ -352,27 +355,31 @@ AT = 3  # the step with the overflow
 def overflow(world, flags, out):
     """train.py's run() with one infinity in one gradient of the last rank.
     -> per step: (weights, moments and Adam's t unchanged, refused, loss scale)"""
-    real, seen = train.train_step, []
+    seen = []
 
-    def step_with_overflow(cfg, mesh, model, dp, opt, batches, step, *rest):
-        def state():
-            opt.wait()
-            moments = [s for m in opt.masters for s in opt.adam.state[m].values()]
-            return [t.clone() for t in (*opt.masters, *moments, *(b.flat for b in dp.buckets))]
-        before = state()
-        p = next(model.parameters())
-        hook = p.register_hook(lambda g: g.flatten().index_fill(0, torch.tensor(5), torch.inf).view_as(g)
-                               if step == AT and world.rank == world.size - 1 else g)
-        totals, bad = real(cfg, mesh, model, dp, opt, batches, step, *rest)
-        hook.remove()
-        same = [torch.equal(a, b) for a, b in zip(before, state(), strict=True)]
-        seen.append((all(same), bool(bad), opt.scale.item()))
-        return totals, bad
+    class StepWithOverflow(train.Step):
+        def __call__(self, batches, number, *rest):
+            model, dp, opt = self.model, self.dp, self.opt
+
+            def state():
+                model.wait_for_weights(model)
+                moments = [s for m in opt.masters for s in opt.adam.state[m].values()]
+                return [t.clone() for t in (*opt.masters, *moments, *(b.flat for b in dp.buckets))]
+            before = state()
+            p = next(model.parameters())
+            hook = p.register_hook(
+                lambda g: g.flatten().index_fill(0, torch.tensor(5), torch.inf).view_as(g)
+                if number == AT and world.rank == world.size - 1 else g)
+            stats, found_inf = super().__call__(batches, number, *rest)
+            hook.remove()
+            same = [torch.equal(a, b) for a, b in zip(before, state(), strict=True)]
+            seen.append((all(same), bool(found_inf), opt.loss_scale.item()))
+            return stats, found_inf
 
     flags = dict(flags, dtype="fp16", data="synthetic", out=out, steps=5, log_every=1,
                  eval_every=0, save_every=0, plot=False, global_batch=sequences(world.size, flags))
-    with mock.patch.object(train, "train_step", step_with_overflow), mock.patch("signal.signal"):
-        train.run(Config(**flags), world)
+    with mock.patch.object(train, "Step", StepWithOverflow), mock.patch("signal.signal"):
+        train.Run(Config(**flags), world).train()
     return seen
 
 
@@ -426,7 +433,7 @@ def test_recompute_repeats_the_dropout(n, layout):
     if n == 2:
         without = run_ranks(n, run, dict(flags, dropout=0.0), batch)
         assert without[0]["totals"][0][0] != stored[0]["totals"][0][0]
-    fault = ("model.Block.again", "use_reentrant=False", "use_reentrant=False, preserve_rng_state=False")
+    fault = ("model.Block.recompute", "use_reentrant=False", "use_reentrant=False, preserve_rng_state=False")
     other = run_ranks(n, with_faults, [fault], run, dict(flags, recompute="full"), batch)
     with pytest.raises(AssertionError):
         same_bits(other, stored)

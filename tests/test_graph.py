@@ -1,5 +1,5 @@
-"""train.py with a step recorded as a CUDA graph, on a CPU: recording runs the step, a replay runs it again
-on the recorded tensors. What a real graph adds is bench/gpu_matrix.py's.
+"""The step as a CUDA graph, on a CPU: capturing runs the step, a replay runs it again on the captured inputs.
+What a real graph adds is tested by bench/gpu_matrix.py.
 """
 import contextlib
 from unittest import mock
@@ -8,38 +8,43 @@ import pytest
 import torch
 from pool import run_ranks
 from runs import TINY, rows, same, session
-from shared import SharedWindow
+from shared import SharedBuffer
 
 import train
-from fast import graph, window
-from runtime.stragglers import Stragglers
+from config import Config
+from corpus.shards import Synthetic, micro_batches
+from fast import choose, graph, symm_mem
+from fast.graph import DeferredGather, GraphedStep
+from parallel import make_mesh
+from runtime import watch
 
 MOE = ["--n-experts=4", "--top-k=1", "--aux-coef=0.01", "--ep=2"]
 
 
 @contextlib.contextmanager
-def recording(seen):
-    """torch.cuda's graphs for CPU tensors. seen: recordings, replays, first collectives recorded."""
+def graphs_on_a_cpu(seen):
+    """torch.cuda's graphs for CPU tensors. seen: counts captures, replays, first collectives of captured
+    steps."""
     made, capturing = [], False
 
-    class Recorded(graph.Graph):
+    class EmulatedStep(GraphedStep):
         def __init__(self, *args):
             super().__init__(*args)
             made.append(self)
 
     def replay():
         seen["replays"] += 1
-        made[-1].output = made[-1].f(made[-1].inputs)
+        made[-1].output = made[-1].body(made[-1].inputs)
 
     @contextlib.contextmanager
     def capture(_):
         nonlocal capturing
-        seen["recordings"] += 1
+        seen["captures"] += 1
         capturing = True
         yield
         capturing = False
 
-    class AsOnGpu(Stragglers):
+    class GpuStragglers(watch.Stragglers):
         def begin(self):
             self.cuda = True
             super().begin()
@@ -48,12 +53,12 @@ def recording(seen):
             def watched():
                 before = len(self.spans)
                 first()
-                assert len(self.spans) == before + (not capturing)  # a recorded event has no time
+                assert len(self.spans) == before + (not capturing)  # a captured event has no time
                 seen["first"] += capturing
             self.world.calls.on_next_collective = watched
-    patches = [(train, "static_shapes", lambda *_: True), (window, "Window", SharedWindow),
-               (train, "Graph", Recorded), (train, "Stragglers", AsOnGpu), (torch.cuda, "graph", capture),
-               (torch.cuda, "CUDAGraph", lambda: mock.Mock(replay=replay)),
+    patches = [(choose, "static_shapes", lambda *_: True), (symm_mem, "SymmetricBuffer", SharedBuffer),
+               (graph, "GraphedStep", EmulatedStep), (watch, "Stragglers", GpuStragglers),
+               (torch.cuda, "graph", capture), (torch.cuda, "CUDAGraph", lambda: mock.Mock(replay=replay)),
                (torch.cuda, "synchronize", lambda: None),
                (torch.cuda, "is_current_stream_capturing", lambda: capturing)]
     with contextlib.ExitStack() as stack:
@@ -62,29 +67,104 @@ def recording(seen):
         yield
 
 
-def recorded(world, argv):
-    seen = {"recordings": 0, "replays": 0, "first": 0}
-    with recording(seen):
+def graphed_session(world, argv):
+    seen = {"captures": 0, "replays": 0, "first": 0}
+    with graphs_on_a_cpu(seen):
         return session(world, argv), seen
 
 
 @pytest.mark.parametrize("flags", [[], ["--zero=1"], ["--zero=1", *MOE], ["--zero=1", "--ep-slack=1", *MOE]],
-                         ids=["ddp", "zero1", "experts", "experts-without-room"])
+                         ids=["ddp", "zero1", "experts", "experts-that-overflow"])
 def test_a_run_with_a_graph_is_the_run_without(flags, tmp_path):
     """Logged every step, evaluated, checked, saved, a range skipped, resumed: weights, moments, every row."""
     common = [*TINY, "--lr=1e-3", *flags, "--eval-every=3", "--eval-iters=2", "--check-every=2",
               "--save-every=6", "--decay-steps=14", "--train-range-to-skip", "8", "9", "--out"]
     plain = run_ranks(2, session, [*common, str(tmp_path / "plain"), "--steps=14"])
     assert [r["code"] for r in plain] == [0, 0], plain[0]["err"]
-    replays = 3 - ("--ep=2" in flags)  # three to warm up; experts take the first step without windows
+    replays = 3 - ("--ep=2" in flags)  # three to warm up; experts take the first step without buffers
     for steps, more in ((6, []), (14, ["--resume=auto"])):  # 14: two are skipped
         argv = [*common, str(tmp_path / "graph"), f"--steps={steps}", *more]
-        for result, seen in run_ranks(2, recorded, argv):
+        for result, seen in run_ranks(2, graphed_session, argv):
             assert result["code"] == 0, result["err"]
             if "--ep-slack=1" not in flags:
-                assert seen == {"recordings": 1, "replays": replays, "first": 1}
+                assert seen == {"captures": 1, "replays": replays, "first": 1}
     same(tmp_path / "plain", tmp_path / "graph", 14)
     assert rows(tmp_path / "plain") == rows(tmp_path / "graph")
+
+
+# -----------------------------------------------------------------------------
+# the two steps side by side
+
+SMALL = dict(n_layer=2, n_head=2, n_kv_head=1, n_embd=16, ffn_hidden=32, seq_len=16, vocab_size=100,
+             micro_batch=2, lr=1e-2, warmup=0, steps=20, weight_decay=0.1, eval_iters=2)
+EXPERTS = dict(SMALL, n_experts=4, top_k=2, aux_coef=0.01, ep=2)
+STEPS = 7  # without a graph, captured, and replayed
+
+
+def take_steps(world, flags, graphed, evaluated=()):
+    """STEPS steps on the same batches, the graphed or the plain ones; no wait for weights in between.
+    evaluated: steps after which the validation loss is taken, at once.
+    -> StepStats and found_inf of each step, validation losses, and at the end the weights of the whole model,
+    the masters and the moments; how often a graph was replayed"""
+    cfg, seen, device = Config(**flags), {"captures": 0, "replays": 0, "first": 0}, torch.device("cpu")
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
+    data, val_data = (Synthetic(cfg.vocab_size, cfg.seq_len, seed) for seed in (0, 1))
+    batch = cfg.micro_batch * mesh.dp.size
+    with graphs_on_a_cpu(seen) if graphed else contextlib.nullcontext():
+        choice = choose.choose(cfg, mesh, device)
+        model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, device, choice=choice)
+        step = graph.make_step(train.Step(cfg, model, dp, opt), choice)
+        assert isinstance(step, GraphedStep) == graphed
+        results, val_losses = [], []
+        for number in range(1, STEPS + 1):
+            batches = micro_batches(cfg, mesh, data, (number - 1) * batch, batch, device)
+            stats, found_inf = step(batches, number)
+            results.append((*torch.stack(stats).tolist(), found_inf.item()))
+            deferred = [isinstance(b.gather_handle, DeferredGather) for b in dp.buckets if b.shards > 1]
+            assert bool(deferred) == bool(cfg.zero) and set(deferred) <= {graphed}
+            if number in evaluated:
+                val_losses.append(train.evaluate(cfg, model, val_data, batch, device))
+        model.wait_for_weights(model)
+    moments = [opt.adam.state[m][k] for m in opt.masters for k in ("exp_avg", "exp_avg_sq", "step")]
+    weights = [p.detach() for p in model.parameters()]
+    return results, val_losses, [[t.numpy().copy() for t in tensors] for tensors in
+                                 (weights, opt.masters, moments)], seen["replays"]
+
+
+def same_bits(a, b):
+    return len(a) == len(b) and all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("flags", [SMALL, dict(SMALL, zero=1), dict(SMALL, zero=1, tp=2), EXPERTS,
+                                   dict(EXPERTS, zero=1), dict(EXPERTS, zero=1, ep_slack=1.0)],
+                         ids=["ddp", "zero1", "zero1-tp2", "experts", "experts-zero1",
+                              "experts-that-overflow"])
+def test_both_steps_give_the_same_bits(flags):
+    """Loss, norms, weights, masters and moments of the plain step and of the graphed one."""
+    plain, graphed = (run_ranks(2, take_steps, flags, yes) for yes in (False, True))
+    for (results, _, tensors, _), (expected, _, want, _) in zip(graphed, plain, strict=True):
+        assert results == expected
+        for got_tensors, want_tensors in zip(tensors, want, strict=True):
+            assert same_bits(got_tensors, want_tensors)
+    replays = {replays for *_, replays in graphed}
+    assert len(replays) == 1 and (replays.pop() > 0 or "ep_slack" in flags)
+    losses = [row[0] for row in plain[0][0]]
+    assert len(set(losses)) == STEPS, "a step that changes nothing proves nothing"
+
+
+@pytest.mark.parametrize("flags", [dict(SMALL, zero=1), dict(EXPERTS, zero=1, ep=1)],
+                         ids=["dense", "experts"])
+def test_no_reader_sees_stale_weights(flags):
+    """ZeRO-1 with gathers that wait for the next captured step: an evaluation right after a step reads the
+    new weights of all ranks, and after wait_for_weights all replicas are equal."""
+    evaluated = (2, 5, STEPS)  # after a step without a graph, after replays, after the last one
+    plain, graphed, quiet = (run_ranks(2, take_steps, flags, yes, when) for yes, when in
+                             ((False, evaluated), (True, evaluated), (True, ())))
+    for (_, val_losses, *_), (_, expected, *_) in zip(graphed, plain, strict=True):
+        assert val_losses == expected and len(set(expected)) == len(evaluated)
+    for ranks in (graphed, quiet):  # quiet: nothing but the last wait reads the last weights
+        (_, _, (weights, *_), _), (_, _, (others, *_), _) = ranks
+        assert same_bits(weights, others) and same_bits(weights, plain[0][2][0])
 
 
 @pytest.mark.skipif("not config.getoption('--slow')", reason="a minute of compilation: pytest --slow")

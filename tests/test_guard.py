@@ -1,4 +1,6 @@
-"""Steps not taken: the detector, what moves and what stays, agreement, resume, giving up. And bad disks."""
+"""Steps that are not taken: the detector, what advances and what does not, agreement of the ranks, resume,
+giving up. Then: what a full disk, a lost service or a jumping clock costs.
+"""
 import errno
 import json
 import math
@@ -6,6 +8,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import runs
@@ -18,25 +21,22 @@ import train
 from config import Config
 from runtime import log
 from runtime.launch import World
-from runtime.state import State
-from skip import Guard, rewind, spike
+from runtime.resume import State
+from skip import Guard, give_up_message, spike
 
 SMALL = 16  # the window in whole runs: active after 8 steps
 
 
 def small_window(world, argv, plan=None, at=0, alone=False):
     """runs.session with a short window, and a loss too large at step `at`. alone: on the last rank only."""
-    window, gradients = skip.WINDOW, train.gradients
+    gradients = train.Step.gradients
 
-    def jump(cfg, mesh, model, dp, opt, batches, step):
-        loss = gradients(cfg, mesh, model, dp, opt, batches, step)
-        return loss * 9 if step == at and (not alone or world.rank == world.size - 1) else loss
+    def jump(self, batches, number):
+        loss = gradients(self, batches, number)
+        return loss * 9 if number == at and (not alone or world.rank == world.size - 1) else loss
 
-    skip.WINDOW, train.gradients = SMALL, jump
-    try:
+    with mock.patch.object(skip, "WINDOW", SMALL), mock.patch.object(train.Step, "gradients", jump):
         return runs.session(world, argv, plan)
-    finally:
-        skip.WINDOW, train.gradients = window, gradients
 
 
 def small(n, out, *flags, plan=None, code=0, at=0, alone=False):
@@ -46,14 +46,14 @@ def small(n, out, *flags, plan=None, code=0, at=0, alone=False):
 
 
 def judged(values, sigma=6.0):
-    """-> steps (from 0) that are not taken, of [(loss, norm)]; the state afterwards."""
+    """[(loss, norm)] of each step -> the steps (from 0) that are not taken, and the state afterwards."""
     state, out = State(), []
     guard = Guard(Config(skip_spikes=sigma), World(), state)
     for step, (loss, norm) in enumerate(values):
         vetoed = guard.veto(torch.tensor([loss, norm, 0.0, 0.0], dtype=torch.float64))
         refused = torch.tensor(float(not math.isfinite(loss + norm)))
-        guard.taken.append(None if vetoed else refused)
-        guard.settle()
+        guard.refused_flags.append(None if vetoed else refused)
+        guard.count_refused()
         if vetoed or refused:
             out.append(step)
     return out, state
@@ -65,7 +65,7 @@ def stream(n):
     return [(loss, 0.5 + abs(draw.gauss(0, 0.1))) for loss in losses]
 
 
-def test_detector_fires_exactly():
+def test_detector_finds_the_spikes_and_nothing_else():
     values = stream(1000)
     for step in (200, 201, 202):
         values[step] = values[step][0] * 2, values[step][1]
@@ -78,26 +78,25 @@ def test_detector_fires_exactly():
     assert json.loads(json.dumps(state.window)) == [list(v) for v in state.window]  # as a checkpoint keeps it
 
 
-def test_detector_waits_for_half_a_window_and_has_a_floor():
+def test_detector_waits_for_half_a_window_and_ignores_tiny_deviations():
     flat = [(1.0, 1.0)] * 64
     assert spike(flat[:63], 9.0, 1.0, 6) is None
-    assert spike(flat, 1.0 + 6 * 1.4826e-3 - 1e-6, 1.0, 6) is None  # the floor: 0.1 % of the median
+    assert spike(flat, 1.0 + 6 * 1.4826e-3 - 1e-6, 1.0, 6) is None  # at least 0.1 % of the median
     assert "loss 1.01 > 1 + 6 * 0.001483" in spike(flat, 1.01, 1.0, 6)
     assert "gradient norm" in spike(flat, 1.0, 1.01, 6)
 
 
-def test_level_shift_gives_up_after_eight():
+def test_a_lasting_jump_of_the_loss_is_refused_until_the_run_gives_up():
     found, state = judged([*stream(100), *[(50.0, 1.0)] * 8])
-    assert found == list(range(100, 108)) and state.streak == skip.PATIENCE
+    assert found == list(range(100, 108)) and state.streak == skip.MAX_REFUSED
 
 
-def test_rewind_recipe():
-    state = State(step=1008, streak=8)
+def test_the_message_names_a_checkpoint_and_a_range_to_skip():
     paths = [Path(f"out/x/step_{s:06d}") for s in (1005, 1000, 900, 800)]
-    text = rewind(paths, state, "spike")
+    text = give_up_message(paths, 1001, 1008, "spike")
     assert "steps 1001 to 1008" in text and "last good checkpoint is out/x/step_001000" in text
     assert text.endswith("--resume out/x/step_000900 --train-range-to-skip 951 1151")
-    assert "no checkpoint" in rewind([], state, "spike")
+    assert "no checkpoint" in give_up_message([], 1001, 1008, "spike")
 
 
 # sigma 20: the window of 16 is short and the loss of these runs falls fast
@@ -108,8 +107,8 @@ LAYOUTS = [(1, []), (2, ["--zero=1"]), (2, ["--tp=2", *MOE]), (2, ["--pp=2"])]
 
 
 @pytest.mark.parametrize("n,layout", LAYOUTS, ids=str)
-def test_spike_found_is_the_range_asked_for(tmp_path, n, layout):
-    """Bit for bit: weights, both moments, Adam's t, router bias; and the learning rate went on."""
+def test_a_skipped_spike_equals_a_skipped_range(tmp_path, n, layout):
+    """Bit for bit: weights, both moments, Adam's t, router bias, and the learning rate of later steps."""
     common = ["--steps=16", "--save-every=16", *layout]
     got = small(n, tmp_path / "a", *common, "--skip-spikes=20", at=12)
     small(n, tmp_path / "b", *common, "--train-range-to-skip", 12, 12)
@@ -120,17 +119,17 @@ def test_spike_found_is_the_range_asked_for(tmp_path, n, layout):
     assert a == b and "loss" not in a[11] and a[-1]["skipped"] == 1 and len(got["steps"]) == 16
 
 
-def test_spike_on_one_rank_only(tmp_path):
+def test_a_spike_that_one_rank_sees_is_skipped_on_all(tmp_path):
     small(2, tmp_path, "--steps=14", "--skip-spikes=20", at=12, alone=True)
     assert [r["step"] for r in rows(tmp_path) if "skip_reason" in r] == [12]
 
 
-def test_spike_is_logged_between_logs(tmp_path):
+def test_a_spike_is_logged_whatever_log_every_says(tmp_path):
     small(1, tmp_path, "--steps=20", "--log-every=10", "--skip-spikes=20", at=12)
     assert [r["step"] for r in rows(tmp_path)] == [1, 10, 12, 20]
 
 
-def test_resume_knows_the_window(tmp_path):
+def test_a_resumed_run_has_the_detectors_window(tmp_path):
     flags = ["--steps=16", "--save-every=8", "--skip-spikes=20"]
     small(2, tmp_path / "a", *flags, at=13)
     small(2, tmp_path / "b", *flags, at=13, plan={12: int(signal.SIGUSR1)}, code=85)
@@ -142,7 +141,7 @@ def test_resume_knows_the_window(tmp_path):
 
 
 @pytest.mark.parametrize("sigma", [0, 20])
-def test_nan_on_one_rank(tmp_path, sigma):
+def test_nan_on_one_rank_refuses_one_step(tmp_path, sigma):
     small(2, tmp_path, "--steps=20", f"--skip-spikes={sigma}", plan={9: "nan"})
     table = rows(tmp_path)
     assert [r["step"] for r in table if "skip_reason" in r] == [9]  # and none of those after it
@@ -150,7 +149,7 @@ def test_nan_on_one_rank(tmp_path, sigma):
 
 
 @pytest.mark.parametrize("sigma", [0, 20])
-def test_eight_in_a_row_end_the_run(tmp_path, sigma):
+def test_eight_refused_steps_in_a_row_end_the_run(tmp_path, sigma):
     bad = {step: "nan" for step in range(7, 20)}
     flags = ["--steps=30", "--save-every=3", f"--skip-spikes={sigma}"]
     got = small(2, tmp_path, *flags, plan=bad, code=42)
@@ -162,14 +161,33 @@ def test_eight_in_a_row_end_the_run(tmp_path, sigma):
     assert rows(tmp_path)[-1]["step"] == 30 and rows(tmp_path)[-1]["nan_steps"] == 0
 
 
+def test_eight_refused_steps_end_the_run_although_a_save_falls_between(tmp_path):
+    """Steps 3 to 10 are refused; step 10 is saved but not logged, and the steps after it would be taken."""
+    bad = {step: "nan" for step in range(3, 11)}
+    flags = ["--steps=30", "--save-every=10", "--log-every=100"]
+    got = small(2, tmp_path, *flags, plan=bad, code=42)
+    assert "steps 3 to 10 were not taken" in got["err"] and len(got["steps"]) == 10
+    assert rows(tmp_path)[-1]["step"] == 10 and rows(tmp_path)[-1]["nan_steps"] == 8
+
+
+def test_refused_steps_that_are_counted_late_are_named_and_not_forgotten():
+    """The flags of 20 steps are read at once: the streak is in the middle, later calls remember it."""
+    guard = Guard(Config(), World(), State(step=20))
+    guard.refused_flags = [torch.tensor(float(3 <= step <= 10)) for step in range(1, 21)]
+    assert guard.count_refused() and guard.refused_range == (3, 10)
+    guard.state.step, guard.refused_flags = 21, [torch.tensor(0.0)]
+    assert guard.count_refused() and guard.given_up and guard.refused_range == (3, 10)
+    assert guard.state.nan_steps == 8 and guard.state.streak == 0
+
+
 def test_without_the_flag_nothing_is_read_from_the_device():
     guard = Guard(Config(), World(), State())
-    assert guard.veto(None) is False  # totals are not touched
+    assert guard.veto(None) is False  # the statistics are not touched
 
 
-def test_injected_spike_is_one_step_of_wrong_targets(tmp_path):
+def test_an_injected_spike_changes_one_steps_targets(tmp_path):
     x = torch.arange(6).view(2, 3)
-    ((a, b),) = skip.spoil([(x, x + 1)])
+    ((a, b),) = skip.corrupt_targets([(x, x + 1)])
     assert torch.equal(a, x) and b.count_nonzero() == 0
     go(1, tmp_path / "a", "--steps=6", "--save-every=0")
     go(1, tmp_path / "b", "--steps=6", "--save-every=0", "--inject-spike=4")
@@ -188,7 +206,7 @@ class Full:
         pass
 
 
-def test_full_disk_costs_no_row(tmp_path, capfd):
+def test_a_full_disk_costs_no_row(tmp_path, capfd):
     book = log.Log(tmp_path, {})
     row = dict(loss=1.0, lr=0.1)
     book.row(step=1, **row)
@@ -196,7 +214,7 @@ def test_full_disk_costs_no_row(tmp_path, capfd):
     book.row(step=2, **row)
     book.row(step=3, **row)
     assert "No space left" in capfd.readouterr().err
-    book.file = file  # room again: what waited comes first
+    book.file = file  # there is space again: the rows that waited come first
     book.row(step=4, **row)
     assert [r["step"] for r in book.rows()] == [1, 2, 3, 4]
     (tmp_path / "loss.txt").mkdir()  # a plot that cannot be written
@@ -204,7 +222,7 @@ def test_full_disk_costs_no_row(tmp_path, capfd):
     assert "going on without it" in capfd.readouterr().err
 
 
-def test_torn_last_row_and_lost_wandb(tmp_path, capfd):
+def test_a_cut_last_row_and_an_outage_of_wandb(tmp_path, capfd):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
     book = log.Log(tmp_path, {}, resumed=2)
     book.wandb = type("Gone", (), {"log": lambda *a, **k: 1 / 0})()
@@ -223,13 +241,13 @@ def jumping(world, argv):
         time.time = real
 
 
-def test_clock_jump(tmp_path):
+def test_a_jumping_clock_does_no_harm(tmp_path):
     flags = [f"--out={tmp_path}", "--steps=4", "--max-minutes=5", "--save-every=2"]
     (got,) = run_ranks(1, jumping, [*TINY, *flags])
     assert got["code"] == 0 and all(0 < r["ms"] < 60000 for r in rows(tmp_path, ()))
 
 
-def test_whole_run_on_go_is_unchanged_by_the_guard(tmp_path):
+def test_a_guard_that_finds_nothing_changes_nothing(tmp_path):
     go(1, tmp_path / "a", "--steps=6", "--save-every=6")
     go(1, tmp_path / "b", "--steps=6", "--save-every=6", "--skip-spikes=6", "--check-every=1")
     same(tmp_path / "a", tmp_path / "b", 6)

@@ -1,4 +1,4 @@
-"""Who am I, under every launcher; python, mpiexec and torchrun train alike; one rank's exception ends all."""
+"""Every launcher is recognised; python, mpiexec and torchrun train alike; one rank's exception ends all."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from pool import ROOT, context
 from runs import SHAPE
 
 import train
-from runtime.launch import FAMILIES, detect
+from runtime.launch import LAUNCHERS, detect
 
 BIN = Path(sys.executable).parent
 SLURM_BATCH = {  # what every process inside an sbatch script of 2 tasks sees, whoever started it (measured)
@@ -146,13 +146,13 @@ ENVIRONMENTS = {  # name: (environment, launcher, rank, size, local rank, local 
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_detect(name):
+def test_rank_and_size_are_read_from_the_launchers_variables(name):
     env, *want = ENVIRONMENTS[name]
     assert detect({"PATH": "/bin", **env}) == tuple(want)
 
 
-def test_every_family_is_covered():
-    assert {want[0] for _, *want in ENVIRONMENTS.values()} == {*FAMILIES, "single"}
+def test_every_launcher_is_covered():
+    assert {want[0] for _, *want in ENVIRONMENTS.values()} == {*LAUNCHERS, "single"}
 
 
 # ----------------------------------------------------------------------------------------- the real launchers
@@ -173,7 +173,7 @@ FLAGS = [
 
 
 def clean_env():
-    """This process may itself run under a launcher (make slurm)."""
+    """-> the environment without launchers: this process may itself run under one (make slurm)."""
     ours = (
         "PMI",
         "MPI",
@@ -211,7 +211,7 @@ def test_python_mpiexec_and_torchrun_train_alike(tmp_path):
         )
     for name, job in jobs.items():
         out = tmp_path / name
-        stdout, stderr = job.communicate(timeout=100)
+        stdout, stderr = job.communicate(timeout=240)
         assert job.returncode == 0, stdout + stderr
         n = 1 if name == "single" else 2
         assert f" {name}: {n} of {n} ranks here" in stdout and stdout.count("[node 1/1 ") == 1
@@ -239,17 +239,16 @@ def test_python_mpiexec_and_torchrun_train_alike(tmp_path):
 CRASH = """
 import sys, time
 import train
-step = train.train_step
-def broken(cfg, mesh, *args, **kw):
-    if mesh.world.rank == 1:
+def broken(self, *args):
+    if self.model.mesh.world.rank == 1:
         raise RuntimeError("the rank that breaks")
-    time.sleep(60)  # the other one is busy and would not notice
-train.train_step = broken
+    time.sleep(1000)  # the other one is busy and would not notice
+train.Step.__call__ = broken
 train.main(sys.argv[1:])
 """
 
 
-def test_one_ranks_exception_ends_all(tmp_path):
+def test_an_exception_on_one_rank_ends_all_ranks(tmp_path):
     (tmp_path / "crash.py").write_text(CRASH)
     began = time.monotonic()
     job = subprocess.run(
@@ -264,23 +263,23 @@ def test_one_ranks_exception_ends_all(tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         env={**clean_env(), "PYTHONPATH": str(ROOT)},
     )
     seconds = time.monotonic() - began
     print(
         f"an exception on rank 1 ended both ranks {seconds:.1f} s after the start, exit code {job.returncode}"
     )
-    assert seconds < 30 and job.returncode not in (0, 2, 85)
+    assert job.returncode not in (0, 2, 85)
     assert "RuntimeError: the rank that breaks" in job.stderr and "in broken" in job.stderr
     # torch wraps the hook, and prints what it wrote to sys.stderr with this prefix, after the abort if at all
     assert job.stderr.count("Traceback") == 1 and "[rank1]:" not in job.stderr
 
 
-def asked_before_launch(flags, said):
-    """A fresh process: what train.py has set when the devices would be touched for the first time."""
+def set_before_launch(flags, said):
+    """A new process: write down what train.py has set when it is about to touch the device."""
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    train.launch = lambda *_: sys.exit(9)
+    train.launch.launch = lambda *_: sys.exit(9)
     try:
         train.main(["tiny", *flags])
     except SystemExit as e:
@@ -289,8 +288,8 @@ def asked_before_launch(flags, said):
 
 
 @pytest.mark.parametrize("flags,words", [(["--deterministic"], (9, True, ":4096:8")), ([], (9, False, None))])
-def test_deterministic_is_asked_for_before_the_first_kernel(tmp_path, flags, words):
-    p = context.Process(target=asked_before_launch, args=(flags, tmp_path / "said"))
+def test_deterministic_kernels_are_chosen_before_the_first_kernel(tmp_path, flags, words):
+    p = context.Process(target=set_before_launch, args=(flags, tmp_path / "said"))
     p.start()
-    p.join(50)
-    assert (tmp_path / "said").read_text() == repr(words)
+    p.join(240)
+    assert p.exitcode == 0 and (tmp_path / "said").read_text() == repr(words)

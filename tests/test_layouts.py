@@ -14,9 +14,9 @@ from pool import run_ranks
 import moe
 import train
 from config import Config, check_layout
-from corpus.data import Synthetic
-from parallel import broadcast_and_verify, make_mesh
-from runtime.state import pieces
+from corpus.shards import Synthetic
+from parallel import make_mesh
+from runtime.resume import broadcast_and_verify, shards
 
 LLAMA = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, vocab_size=100, seq_len=8,
              norm="rms", mlp="swiglu", pos="rope", bias=False, tied=False, dtype="fp64", clip=0.05, lr=1e-2,
@@ -31,11 +31,11 @@ STEPS = 3
 
 def in_chunks(chunks):
     """MoE.forward as `chunks` tp ranks do it: routing of the whole micro-batch, capacity of its rows."""
-    def forward(self, x, again):
+    def forward(self, x, recompute):
         p, ids, aux = self.route(x)
         parts = []
         for xc, pc, ic in zip(x.chunk(chunks), p.chunk(chunks), ids.chunk(chunks), strict=True):
-            parts.append(self.experts(xc, pc, self.plan(pc, ic)))
+            parts.append(self.experts(xc, pc, self.dispatcher.plan(ic, pc)))
         y = torch.cat(parts)
         return (y if self.shared is None else y + self.shared(x)), aux
     return forward
@@ -58,18 +58,19 @@ def run(world, flags, batch, chunks=1):
     seen = {"totals": [], "pieces": []}
 
     def keep(prefix, vectors):
-        for name, t, full, offset in pieces(dp, opt, vectors):
+        for name, t, full, offset in shards(dp, opt, vectors):
             seen["pieces"].append((prefix + name, array(t), full, offset))
 
+    train_step = train.Step(cfg, model, dp, opt)
     for step in range(1, STEPS + 1):
         batches = train.micro_batches(cfg, mesh, source, (step - 1) * batch, batch, world.device)
-        opt.before_step = lambda step=step: keep(f"step {step} grad ", {"": opt.grads})
-        totals, _ = train.train_step(cfg, mesh, model, dp, opt, batches, step)
-        seen["totals"].append(totals.tolist())
-    opt.wait()
+        opt.on_grads_ready = lambda step=step: keep(f"step {step} grad ", {"": opt.grads})
+        stats, _ = train_step(batches, step)
+        seen["totals"].append(torch.stack(stats).tolist())
+    model.wait_for_weights(model)
     keep("end ", None)
     if cfg.n_experts:
-        seen["experts"] = moe.summary(model, batch // cfg.micro_batch)
+        seen["experts"] = moe.expert_stats(model, batch // cfg.micro_batch)
     seen["replicas"] = {n: array(p) for n, p in model.named_parameters()}
     seen["places"] = {n: (p.full_shape, p.offset) for n, p in model.named_parameters()}
     return seen
@@ -204,12 +205,12 @@ def drawn(world, dtype, zero):
     cfg = Config(**dict(MOE, dtype=dtype, zero=zero, ep=world.size))
     mesh = make_mesh(world, ep=cfg.ep)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
-    broadcast_and_verify(model, mesh)
-    opt.reload()
+    broadcast_and_verify(model)
+    opt.masters_from_model()
     assert all(p.dtype == train.DTYPES[dtype] for p in model.parameters())
-    assert all(torch.equal(m.to(b.flat.dtype), b.flat[b.mine]) for m, b in
+    assert all(torch.equal(m.to(b.flat.dtype), b.flat[b.shard]) for m, b in
                zip(opt.masters, dp.buckets, strict=True))
-    return {"pieces": [(name, array(t), full, offset) for name, t, full, offset in pieces(dp, opt)]}
+    return {"pieces": [(name, array(t), full, offset) for name, t, full, offset in shards(dp, opt)]}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -231,8 +232,8 @@ def drawn_otherwise(world):
     if world.rank:
         for m in opt.masters:
             m.mul_(1 + 1e-6)
-    broadcast_and_verify(model, mesh)
-    opt.reload()
+    broadcast_and_verify(model)
+    opt.masters_from_model()
     assert all(torch.equal(m.to(b.flat.dtype), b.flat) for m, b in zip(opt.masters, dp.buckets, strict=True))
     return [m.numpy() for m in opt.masters]
 

@@ -1,4 +1,4 @@
-"""bench/layouts.py on two CPU ranks: a row for every layout, whatever becomes of it."""
+"""bench/layouts.py on two CPU ranks: every layout becomes a row, also one whose ranks fail, die or hang."""
 import json
 import os
 import subprocess
@@ -14,24 +14,25 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = {"ranks": 2, "steps": 3, "global-batch": 8, "micro-batch": 2, "n-layer": 2, "n-embd": 32,
          "ffn-hidden": 48, "seq-len": 16, "dtype": "fp64"}
 FLAGS = [f"--{name}={value}" for name, value in SMALL.items()]
-# the ranks are forks: a patched train_step breaks rank 1 of three layouts while rank 0 waits in a collective
+# the ranks are forks: a patched step breaks rank 1 of three layouts while rank 0 waits in a collective
 BREAK = """
 import os, signal, sys, torch
 sys.path[:0] = ["bench", "."]
-import layouts, train
-real, run = train.train_step, layouts.run_layout
+import layouts
+from training import Training
+step, run = Training.step, layouts.run_layout
 layouts.run_layout = lambda cfg, n, limit, say: run(cfg, n, 0.5 if cfg.recompute == "full" else limit, say)
 
-def train_step(cfg, mesh, *rest, **more):
-    if mesh.world.rank == 1 and cfg.micro_batch == 4:
+def broken_step(self, *args):
+    if self.world.rank == 1 and self.cfg.micro_batch == 4:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
-    if mesh.world.rank == 1 and cfg.micro_batch == 1:
-        os.kill(os.getpid(), signal.SIGKILL)  # what the kernel does when the host is full
-    if mesh.world.rank == 1 and cfg.recompute == "full":
+    if self.world.rank == 1 and self.cfg.micro_batch == 1:
+        os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when the host has no memory left
+    if self.world.rank == 1 and self.cfg.recompute == "full":
         signal.pause()  # hangs
-    return real(cfg, mesh, *rest, **more)
+    return step(self, *args)
 
-train.train_step = train_step
+Training.step = broken_step
 raise SystemExit(layouts.main(sys.argv[1:]))
 """
 
@@ -43,13 +44,13 @@ def sweep(*argv, script=("bench/layouts.py",)):
 
 
 def test_every_layout_becomes_a_row(tmp_path):
-    asked = "mbs4; mbs1; recompute; tp3; dp3; zero2; dp2; tp2; pp2,zero1"
-    out = sweep("tiny", *FLAGS, "--layouts", asked, "--json", tmp_path / "rows.json", "--gpu", "h100",
+    layouts = "mbs4; mbs1; recompute; tp3; dp3; zero2; dp2; tp2; pp2,zero1"
+    out = sweep("tiny", *FLAGS, "--layouts", layouts, "--json", tmp_path / "rows.json", "--gpu", "h100",
                 script=("-c", BREAK))
     assert out.returncode == 0, out.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())
     by = {row["layout"]: row for row in rows}
-    assert list(by) == [s.strip() for s in asked.split(";")]
+    assert list(by) == [s.strip() for s in layouts.split(";")]
     assert by["mbs4"]["note"].startswith("out of memory on rank 1: CUDA out of memory")
     assert by["mbs1"]["note"] == "rank 1 died with exit code -9"
     assert by["recompute"]["note"] == "given up after 0.5 s, waiting for rank 0, 1"
@@ -61,7 +62,7 @@ def test_every_layout_becomes_a_row(tmp_path):
         assert (row["dp"], row["tp"], row["pp"], row["mbs"], row["gbs"]) == (dp, tp, pp, 2, 8)
         assert abs(row["loss"] - by["dp2"]["loss"]) < 1e-10, "layouts compute the same thing"
         assert abs(row["tok_s_gpu"] * row["seconds"] * 2 - 8 * 16) < 1e-6 and row["predicted"] > 0
-    for name, row in by.items():  # predicted for all that train.py would take, also where it then failed
+    for name, row in by.items():  # predicted for all that train.py accepts, also if it failed later
         assert ("predicted_s" in row) == ("predicted" in row) == (name not in ("tp3", "dp3", "zero2"))
     flags = [f for f in FLAGS if not f.startswith(("--ranks", "--steps"))]
     cfg, _ = plan.check_gpus(parse(["tiny", *flags, "--data=synthetic", "--tp=2"]), 2)

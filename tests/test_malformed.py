@@ -1,4 +1,4 @@
-"""Damaged and foreign files, to every program that reads them: one line, exit code 2, nothing overwritten.
+"""Damaged and foreign files, given to every program that reads them: one line, exit code 2, no file changed.
 
 Wrong flags and layouts: test_cli.py; a damaged checkpoint with a sound one before it: test_checkpoint.py.
 """
@@ -46,7 +46,7 @@ def copy(good, tmp_path):
 
 
 def tree(folder):
-    """Every file's content, every directory; but the note of which shards were verified."""
+    """{path: content} of every file and directory, except the record of which shards were verified."""
     files = (p for p in sorted(folder.rglob("*")) if p.name != ".verified.json")
     return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else "directory" for p in files}
 
@@ -141,7 +141,7 @@ DATA = {  # what was done to the data's directory d; the line must name it
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_data(name, copy):
+def test_damaged_data_is_refused(name, copy):
     damage, word = DATA[name]
     damage(copy / "toy")
     before = tree(copy)
@@ -152,7 +152,7 @@ def test_data(name, copy):
 
 
 def sealed(path, **changes):
-    """An index.json with other content and a right checksum: not damage, but another program's."""
+    """Change index.json and write the right checksum: it is not damaged, but written by another program."""
     import zlib
     index = json.loads((path / "index.json").read_text())
     del index["crc32"]
@@ -194,7 +194,7 @@ CHECKPOINT = {  # what was done to the one checkpoint step_000002, given as --re
 
 
 @pytest.mark.parametrize("name", CHECKPOINT)
-def test_checkpoint(name, copy):
+def test_damaged_checkpoint_is_refused(name, copy):
     path = copy / "run" / "step_000002"
     CHECKPOINT[name](path)
     before = tree(copy)
@@ -202,10 +202,10 @@ def test_checkpoint(name, copy):
     result = session(World(), [*argv, f"--resume={path}"])
     refused(result, "step_000002")
     assert result["steps"] == []
-    if name not in ("one tensor less", "meta of a dump"):  # sound, but not of this model
-        refused(program(checkpoint.program, ["show", str(path)]), "step_000002")
+    if name not in ("one tensor less", "meta of a dump"):  # these are sound, but do not fit this model
+        refused(program(checkpoint.main, ["show", str(path)]), "step_000002")
         one = str(path.with_name("step_000001"))
-        refused(program(checkpoint.program, ["diff", one, str(path)]), "step_000002")
+        refused(program(checkpoint.main, ["diff", one, str(path)]), "step_000002")
     refused(session(World(), [*argv, "--n-experts=2", f"--init-from={path}", f"--out={copy / 'new'}"]),
             "step_000002")
     shutil.rmtree(copy / "new", ignore_errors=True)
@@ -213,7 +213,7 @@ def test_checkpoint(name, copy):
 
 
 def at(d, *flags, cut=None, text=None):
-    """Arguments for the run (or a path in it) as it is, or after its file was cut short or replaced."""
+    """-> arguments that name the run, after one of its files was cut short or replaced."""
     if cut:
         os.truncate(d / cut, 9)
     if text:
@@ -222,7 +222,7 @@ def at(d, *flags, cut=None, text=None):
 
 
 def text(d, *flags, content=b"some text"):
-    """Arguments for preparing a file of this content as data set `new`."""
+    """-> arguments of prepare.py for a file with this content, as data set `new`."""
     (d / "x.txt").write_bytes(content)
     return [str(d / "x.txt"), *flags, "--name", "new", "--out", str(d)]
 
@@ -249,12 +249,12 @@ OTHER = {  # program, its arguments in the directory d, a word of the line
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_other_programs(name, copy):
+def test_other_programs_refuse_wrong_input(name, copy):
     main, argv, word = OTHER[name]
     argv = argv(copy)
     before = tree(copy)
     refused(program(main, argv), word)
-    shutil.rmtree(copy / "new", ignore_errors=True)  # prepare's own folder: parts for its next try
+    shutil.rmtree(copy / "new", ignore_errors=True)  # prepare.py leaves parts there for its next start
     assert tree(copy) == before
 
 
@@ -272,7 +272,7 @@ SITE = "module() { :; }; conda() { :; }; mpiexec() { echo started \"$@\"; }\n"
 
 
 def pbs(script, folder):
-    """A job script with stand-ins for the site's commands -> {code, out, err}"""
+    """Run a job script with substitutes for the site's commands -> {code, out, err}."""
     (folder / "site.sh").write_text(SITE)
     (folder / "venv/bin").mkdir(parents=True)
     (folder / "venv/bin/activate").touch()
@@ -285,14 +285,14 @@ def pbs(script, folder):
 
 @pytest.mark.parametrize("script", ["generic.pbs", "polaris.pbs", "aurora.pbs"])
 @pytest.mark.parametrize("name", NODES)
-def test_node_file(name, script, tmp_path):
+def test_job_scripts_refuse_a_damaged_node_file(name, script, tmp_path):
     NODES[name](tmp_path / "nodes")
     result = pbs(script, tmp_path)
     refused(result, "node file", str(tmp_path / "nodes"))
     assert result["out"] == "", "no rank was started"
 
 
-def test_node_file_with_blank_lines_and_none_at_all(tmp_path, monkeypatch):
+def test_blank_lines_in_a_node_file_are_ignored(tmp_path):
     (tmp_path / "nodes").write_text("x1\nx1 \n\nx2\nx2\n \n")
     result = pbs("generic.pbs", tmp_path)
     assert result["err"] == "" and result["out"].startswith("started -n 4 -ppn 2 -hostfile "), result
@@ -311,11 +311,11 @@ def test_doctor_says_what_is_wrong_with_a_node_file(name, tmp_path, monkeypatch)
     assert status == "FAIL" and str(tmp_path / "nodes") in text and "\n" not in text and "qsub" in fix
 
 
-def test_there_are_sixty():
+def test_at_least_sixty_kinds_of_damage():
     assert len(DATA) + len(CHECKPOINT) + len(OTHER) + len(NODES) >= 60
 
 
-def test_out_is_a_file(copy):
+def test_out_that_is_a_file_is_refused(copy):
     (copy / "file").write_text("mine")
     result = session(World(), [*BASE, f"--data={copy / 'toy'}", f"--out={copy / 'file'}", "--steps=1"])
     refused(result, "file")

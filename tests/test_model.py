@@ -9,19 +9,13 @@ import torch.nn.functional as F
 from pool import run_ranks
 
 import train
-from config import PRESETS, Config
-from corpus.data import Synthetic
-from model import (
-    GPT,
-    Attention,
-    count_parameters,
-    flops_per_token,
-    generate,
-    padded,
-    rope_table,
-    rotate,
-)
+from config import PRESETS, Config, pad_vocab
+from corpus.shards import Synthetic
+from cost.parameters import count_parameters, flops_per_token
+from model import GPT, Attention, rope_cache, rotate
+from optim import learning_rate
 from parallel import make_mesh
+from pipeline import generate
 from runtime.launch import World
 
 SMALL = dict(
@@ -49,15 +43,13 @@ def built(cfg, mesh=MESH):
 
 
 def steps(cfg, model, dp, opt, numbers):
-    source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
-    return [
-        train.train_step(cfg, MESH, model, dp, opt, [source.batch(4 * s, 2), source.batch(4 * s + 2, 2)], s)
-        for s in numbers
-    ]
+    """Optimizer steps of these numbers, two micro-batches each -> [(StepStats, found_inf)]"""
+    source, step = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), train.Step(cfg, model, dp, opt)
+    return [step([source.batch(4 * s, 2), source.batch(4 * s + 2, 2)], s) for s in numbers]
 
 
-def lively(cfg, dtype=torch.float64):
-    """A model whose next token depends on what came before: weights far larger than at the start."""
+def random_model(cfg, dtype=torch.float64):
+    """A model whose next token depends on the tokens before it: weights far larger than at the start."""
     model = GPT(dataclasses.replace(cfg, dtype="fp64"), MESH, cfg.vocab_size).to(dtype)
     rng = torch.Generator().manual_seed(1)
     for name, p in model.named_parameters():
@@ -65,7 +57,7 @@ def lively(cfg, dtype=torch.float64):
         one = "norm" in name and name.endswith("weight")
         p.data = 1.5 * noise if p.ndim > 1 else 0.1 * noise + float(one)
         if name in ("wte.weight", "head.weight"):
-            p.data = F.normalize(p.data)  # else the longest rows win whatever came before
+            p.data = F.normalize(p.data)  # otherwise the longest rows win, whatever came before
         p.data[p.used :] = 0
     return model.eval()
 
@@ -110,16 +102,16 @@ def test_only_matrices_decay(name):
     """By name, and by what a step with zero gradients does: matrices shrink by lr * weight_decay."""
     cfg = dataclasses.replace(FAMILIES.get(name, MOE), weight_decay=0.5, min_lr=1e-2)
     model, dp, opt = built(cfg)
-    groups = {n: b.decay for b in dp.buckets for n in b.names}
-    assert {n for n, decay in groups.items() if decay} == ALWAYS[name]
-    assert {n for n, decay in groups.items() if not decay} == NEVER[name]
-    assert groups.keys() == dict(model.named_parameters()).keys()
+    decayed = {n: b.decayed for b in dp.buckets for n in b.names}
+    assert {n for n, yes in decayed.items() if yes} == ALWAYS[name]
+    assert {n for n, yes in decayed.items() if not yes} == NEVER[name]
+    assert decayed.keys() == dict(model.named_parameters()).keys()
     with torch.no_grad():
         for p in model.parameters():  # biases start at zero, which would hide a decay
             p.add_(0.5)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    dp.begin()
-    dp.finish()  # no backward: all gradients are zero
+    dp.reset()
+    dp.finish_grad_sync()  # no backward: all gradients are zero
     assert opt.step(cfg.lr, torch.ones(())).item() == 0
     for n, p in model.named_parameters():
         want = before[n] * (1 - cfg.lr * cfg.weight_decay) if n in ALWAYS[name] else before[n]
@@ -148,7 +140,7 @@ def without_cache(model, tokens, n):
 @pytest.mark.parametrize("prompt", [1, 5, 8, 19], ids="prompt{}".format)
 def test_generate_with_cache_equals_without(cfg, prompt):
     """Greedy, past the end of the window several times; the prompt shorter, as long, longer than a window."""
-    model = lively(cfg)
+    model = random_model(cfg)
     tokens = [(7 * i + 3) % cfg.vocab_size for i in range(prompt)]
     got = generate(model, tokens, 30, temperature=0)
     assert got == without_cache(model, tokens, 30)
@@ -159,7 +151,7 @@ def test_generate_with_cache_equals_without(cfg, prompt):
 
 @family
 def test_generate_draws(cfg):
-    model = lively(cfg)
+    model = random_model(cfg)
     model.train()
     runs = {seed: generate(model, [1, 2], 40, temperature=1.5, seed=seed) for seed in (1, 2)}
     assert runs[1] == generate(model, [1, 2], 40, temperature=1.5, seed=1) != runs[2]
@@ -199,14 +191,14 @@ def test_count_parameters(name):
     if name == "dense-210m":
         assert count_parameters(cfg, vocab)["total"] == 213_148_160
     if name == "gpt2":  # 124,439,808 with the vocabulary unpadded
-        assert count_parameters(cfg, vocab)["total"] - (padded(vocab) - vocab) * cfg.n_embd == 124_439_808
+        assert count_parameters(cfg, vocab)["total"] - (pad_vocab(vocab) - vocab) * cfg.n_embd == 124_439_808
     full, causal = flops_per_token(cfg, vocab)
     attention = 12 * cfg.n_layer * cfg.n_embd * cfg.seq_len
     assert full == 6 * (matmul + head.weight.numel()) + attention and full - causal == attention / 2
 
 
-def test_padded():
-    assert [padded(v) for v in (1, 127, 128, 129, 50257, 128256)] == [128, 128, 128, 256, 50304, 128256]
+def test_padded_vocabulary():
+    assert [pad_vocab(v) for v in (1, 127, 128, 129, 50257, 128256)] == [128, 128, 128, 256, 50304, 128256]
 
 
 # ---------------------------------------------------------------------------------------- padding, loss, init
@@ -259,21 +251,22 @@ def test_init_statistics(cfg):
     )
 
 
-def shares(world, cfg):
+def parameter_shards(world, cfg):
     model, _, _ = train.build(cfg, make_mesh(world, cfg.tp, cfg.pp), cfg.vocab_size, world.device)
+    world.barrier()  # a rank that left now would close connections that another one is still making
     return {n: (p.detach().clone().numpy(), p.offset) for n, p in model.named_parameters()}
 
 
 @family
 @pytest.mark.parametrize("layout", [dict(tp=2), dict(pp=2), dict(zero=1)], ids=str)
 def test_init_is_independent_of_the_layout(cfg, layout):
-    """Bit for bit: every share is a cut of what one rank draws, and the shares cover it."""
+    """Bit for bit: every shard is a part of what one rank draws, and the shards cover all of it."""
     whole = dict(built(cfg)[0].named_parameters())
     seen = {n: torch.zeros(p.shape) for n, p in whole.items()}
-    for rank in run_ranks(2, shares, dataclasses.replace(cfg, **layout)):
-        for n, (share, offset) in rank.items():
-            cut = tuple(slice(o, o + s) for o, s in zip(offset, share.shape, strict=True))
-            assert torch.equal(whole[n][cut], torch.from_numpy(share)), n
+    for rank in run_ranks(2, parameter_shards, dataclasses.replace(cfg, **layout)):
+        for n, (shard, offset) in rank.items():
+            cut = tuple(slice(o, o + s) for o, s in zip(offset, shard.shape, strict=True))
+            assert torch.equal(whole[n][cut], torch.from_numpy(shard)), n
             seen[n][cut] = 1
     assert all(t.all() for t in seen.values())
 
@@ -283,7 +276,7 @@ def test_init_is_independent_of_the_layout(cfg, layout):
 
 def test_rope_sees_relative_positions_only():
     D, T = 8, 40
-    cos, sin = (t.double() for t in rope_table(T, D, 10000.0, "cpu"))
+    cos, sin = (t.double() for t in rope_cache(T, D, 10000.0, "cpu"))
     rng = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, 1, D, generator=rng, dtype=torch.float64).expand(1, 1, T, D) for _ in range(2))
     rq, rk = (rotate(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))  # (1, 1, T, D)
@@ -317,7 +310,7 @@ def test_gqa_equals_full_attention_with_repeated_heads(G):
             rows = getattr(few, name).weight.view(G, D, -1).repeat_interleave(H // G, dim=0)
             getattr(full, name).weight.copy_(rows.reshape(H * D, -1))
         x = torch.randn(B * T, cfg.n_embd)
-        cos, sin = rope_table(T, D, cfg.rope_base, "cpu")
+        cos, sin = rope_cache(T, D, cfg.rope_base, "cpu")
         got, want = few(x, T, cos, sin), full(x, T, cos, sin)
         torch.testing.assert_close(got, want)
         q, k, v = (getattr(full, n)(x).view(B, T, H, D) for n in ("wq", "wk", "wv"))
@@ -330,7 +323,7 @@ def test_gqa_equals_full_attention_with_repeated_heads(G):
 
 @family
 def test_the_future_is_not_seen(cfg):
-    model = lively(cfg)
+    model = random_model(cfg)
     x = torch.randint(0, 100, (1, 8), generator=torch.Generator().manual_seed(0))
     changed = x.clone()
     changed[0, 5] = (x[0, 5] + 1) % 100
@@ -344,7 +337,7 @@ def test_the_future_is_not_seen(cfg):
 
 def test_learning_rate():
     cfg = Config(lr=1e-3, min_lr=1e-4, warmup=10, steps=110)
-    rate = {s: train.learning_rate(cfg, s) for s in range(1, 200)}
+    rate = {s: learning_rate(cfg, s) for s in range(1, 200)}
     assert (
         rate[1] == pytest.approx(1e-4) and rate[5] == pytest.approx(5e-4) and rate[10] == pytest.approx(1e-3)
     )
@@ -354,10 +347,10 @@ def test_learning_rate():
     assert all(rate[s] > rate[s + 1] for s in range(10, 110))
     assert all(rate[s] == pytest.approx(1e-4) for s in range(110, 200))
     later = dataclasses.replace(cfg, steps=1000, decay_steps=110)  # a longer run, the same schedule
-    assert all(train.learning_rate(later, s) == rate[s] for s in rate)
-    assert train.learning_rate(dataclasses.replace(cfg, min_lr=None), 110) == pytest.approx(1e-4)  # lr / 10
-    assert train.learning_rate(dataclasses.replace(cfg, min_lr=0.0), 110) == 0
-    assert train.learning_rate(dataclasses.replace(cfg, warmup=0), 1) == pytest.approx(1e-3, rel=1e-3)
+    assert all(learning_rate(later, s) == rate[s] for s in rate)
+    assert learning_rate(dataclasses.replace(cfg, min_lr=None), 110) == pytest.approx(1e-4)  # lr / 10
+    assert learning_rate(dataclasses.replace(cfg, min_lr=0.0), 110) == 0
+    assert learning_rate(dataclasses.replace(cfg, warmup=0), 1) == pytest.approx(1e-3, rel=1e-3)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -373,19 +366,19 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad, dtype):
             p.detach().clone() for p in model.parameters()
         ]
 
-    before, finish = everything(), dp.finish
+    before, finish = everything(), dp.finish_grad_sync
 
     def poisoned():
         finish()
         dp.buckets[-1].grad[0] = bad
 
-    dp.finish = poisoned
-    [(totals, refused)] = steps(cfg, model, dp, opt, [2])
-    assert refused.item() == 1 and not torch.isfinite(totals[1]) and opt.adam_t() == 1
+    dp.finish_grad_sync = poisoned
+    [(stats, found_inf)] = steps(cfg, model, dp, opt, [2])
+    assert found_inf.item() == 1 and not torch.isfinite(stats.grad_norm) and opt.adam_t() == 1
     assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
-    dp.finish = finish
-    [(totals, refused)] = steps(cfg, model, dp, opt, [3])
-    assert refused.item() == 0 and opt.adam_t() == 2
+    dp.finish_grad_sync = finish
+    [(stats, found_inf)] = steps(cfg, model, dp, opt, [3])
+    assert found_inf.item() == 0 and opt.adam_t() == 2
     assert not all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
     twin, twin_dp, twin_opt = built(cfg)
     steps(cfg, twin, twin_dp, twin_opt, [1, 3])
@@ -400,13 +393,13 @@ def test_adamw_equals_the_paper():
     m, v = ({n: torch.zeros_like(p) for n, p in w.items()} for _ in range(2))
     for t in range(1, 4):
         grads = {}
-        opt.before_step = lambda g=grads: g.update(
+        opt.on_grads_ready = lambda g=grads: g.update(
             {n: x.clone() for b in dp.buckets for n, x in zip(b.names, b.grads, strict=True)}
         )
-        [(totals, _)] = steps(cfg, model, dp, opt, [t])
-        lr = train.learning_rate(cfg, t)
+        [(stats, _)] = steps(cfg, model, dp, opt, [t])
+        lr = learning_rate(cfg, t)
         norm = torch.stack([g.norm() for g in grads.values()]).norm()
-        torch.testing.assert_close(totals[1], norm, rtol=1e-12, atol=0)
+        torch.testing.assert_close(stats.grad_norm, norm, rtol=1e-12, atol=0)
         assert norm > cfg.clip
         for n, g in grads.items():
             g = g * (cfg.clip / (norm + 1e-6))
@@ -426,6 +419,6 @@ def test_dropout_is_seeded_by_step_and_micro_batch(cfg):
     for step, micro in [(1, 1), (1, 1), (2, 1), (1, 2)]:
         model, dp, opt = built(cfg)
         torch.manual_seed(len(losses))  # whatever was drawn before must not matter
-        totals, _ = train.train_step(cfg, MESH, model, dp, opt, [batch] * micro, step)
-        losses.append(totals[0].item())
+        stats, _ = train.Step(cfg, model, dp, opt)([batch] * micro, step)
+        losses.append(stats.loss.item())
     assert losses[0] == losses[1] and len(set(losses)) == 3, "the second micro-batch has a mask of its own"

@@ -25,14 +25,15 @@ import moe
 import parallel
 import train
 from config import Config, check, check_layout, parse
-from corpus.data import Synthetic
-from fast import window
-from model import GPT, MLP, count_parameters, flops_per_token
+from corpus.shards import Synthetic
+from cost.parameters import count_parameters, flops_per_token
+from fast import symm_mem
+from model import GPT, MLP, init_weights
+from ops import grouped_mm
 from parallel import make_mesh
 from pipeline import forward_backward
-from runtime import state
+from runtime import launch, resume
 from runtime.launch import World
-from runtime.saver import Saver
 
 ALONE = make_mesh(World(rank=0, size=1))
 SMALL = dict(n_experts=8, n_embd=6, ffn_hidden=5, n_head=1, n_kv_head=1)
@@ -90,11 +91,11 @@ def loop(x, router, expert, K, kind, bias=None, factor=0.0, policy="probs", shar
     return torch.stack(out), aux, z, dropped, visits
 
 
-def block(mesh=ALONE, **flags):
+def block(mesh=ALONE, dispatcher=moe.plain_dispatcher, **flags):
     """A MoE block in fp64 with seeded weights, the same on every layout."""
     cfg = Config(**dict(SMALL, **flags))
     shared = MLP(cfg, ALONE, cfg.n_shared_experts * cfg.ffn_hidden) if cfg.n_shared_experts else None
-    layer = moe.MoE(cfg, mesh, shared).double()
+    layer = moe.MoE(cfg, mesh, shared, dispatcher).double()
     rng = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in layer.parameters():
@@ -154,7 +155,7 @@ def against_the_loop(layer, x, what):
     for name, (a, b) in pairs.items():
         error = (a - b).abs().max().item()
         assert error <= 1e-12 * max(1.0, b.abs().max().item()), f"{what}: {name} is {error} off the loop's"
-    count = layer.stats[layer.E].item()
+    count = layer.dispatcher.n_dropped.item()
     assert count == len(dropped), f"{what}: dropped {count}, the loop {len(dropped)}"
     return visits, len(dropped)
 
@@ -192,7 +193,8 @@ def test_ties_go_to_the_lowest_expert_and_the_earlier_row():
             x = torch.randn(8, 6, dtype=torch.float64)
             p, ids, _ = layer.route(x)
             assert ids.tolist() == [[0, 1]] * 8
-            kept = layer.plan(p, ids).slot.view(8, 2) < 8 * layer.capacity(8)
+            plan = layer.dispatcher.plan(ids, p)
+            kept = plan.inv_perm.view(8, 2) < 8 * moe.expert_capacity(layer.cfg, 8)
             assert kept.tolist() == [[True, True]] * 2 + [[False, False]] * 6  # room for 8*2/8 = 2 rows
 
 
@@ -204,7 +206,7 @@ def aux_of(x, **flags):
     layer.router.weight.data.zero_()[:, :6] = torch.eye(8, 6, dtype=torch.float64)
     y, aux = layer(x, run)
     aux.backward()
-    return aux.item(), layer.router.weight.grad, layer.stats.clone()
+    return aux.item(), layer.router.weight.grad, layer.stats.clone(), layer.dispatcher.n_dropped.item()
 
 
 @pytest.mark.parametrize("K", [1, 2, 4])
@@ -222,13 +224,12 @@ def test_balance_loss_is_1_when_balanced_E_over_K_when_collapsed(router, K):
 
 def test_balance_loss_does_not_see_the_capacity():
     x = torch.randn(16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
-    aux, grad, stats = aux_of(x)
+    aux, grad, stats, _ = aux_of(x)
     for factor in (0.25, 1.0, 4.0):
         for policy in ("probs", "position"):
-            again, g, s = aux_of(x, capacity_factor=factor, drop_policy=policy)
-            assert again == aux and torch.equal(g, grad)
-            assert torch.equal(s[:8], stats[:8]) and torch.equal(s[9:], stats[9:])  # all but the dropped
-            assert (s[8] > 0) == (factor < 4)
+            again, g, s, dropped = aux_of(x, capacity_factor=factor, drop_policy=policy)
+            assert again == aux and torch.equal(g, grad) and torch.equal(s, stats)
+            assert (dropped > 0) == (factor < 4)
 
 
 def test_z_loss():
@@ -263,15 +264,15 @@ def aux_gradient(world, layout, n):
     with mock.patch.object(model, "forward", muted):
         count = n * cfg.micro_batch * mesh.dp.size
         batches = train.micro_batches(cfg, mesh, Same(cfg), 0, count, world.device)
-        dp.begin()
-        forward_backward(model, dp, mesh, batches, 1)
-        dp.finish()
+        dp.reset()
+        forward_backward(model, dp, batches, 1)
+        dp.finish_grad_sync()
     return owned(dp, opt, {"": opt.grads})
 
 
 def owned(dp, opt, vectors=None):
     """What this rank answers for, as assemble() takes it."""
-    pieces = state.pieces(dp, opt, vectors)
+    pieces = resume.shards(dp, opt, vectors)
     return {"pieces": [(name, t.numpy().copy(), full, offset) for name, t, full, offset in pieces]}
 
 
@@ -284,7 +285,7 @@ def check_aux_gradient(n, micro_batches, layout):
     torch.set_default_dtype(torch.float64)
     model = GPT(Config(**TINY), ALONE, TINY["vocab_size"])
     torch.set_default_dtype(torch.float32)
-    train.initialise(model, Config().seed)
+    init_weights(model, Config().seed)
     model(*Same(model.cfg).pair)[1].backward()
     want = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     got = assemble(run_ranks(n, aux_gradient, layout, micro_batches))
@@ -304,10 +305,10 @@ def test_bias_steers_towards_balance():
     layer = block(router="sigmoid", router_bias_rate=0.01)
     model = torch.nn.Module()
     model.blocks = {"0": mock.Mock(moe=layer)}
-    layer.stats = torch.tensor([9.0, 1, 5, 5, 5, 5, 5, 5] + [0] * 4, dtype=torch.float64)
-    moe.steer(model, 0.01, torch.zeros(()))
+    layer.stats = torch.tensor([9.0, 1, 5, 5, 5, 5, 5, 5] + [0] * 3, dtype=torch.float64)
+    moe.update_router_bias(model, 0.01, torch.zeros(()))
     torch.testing.assert_close(layer.router.bias.float(), torch.tensor([-0.01, 0.01, 0, 0, 0, 0, 0, 0]))
-    moe.steer(model, 0.01, torch.ones(()))  # a step that was not taken steers nothing
+    moe.update_router_bias(model, 0.01, torch.ones(()))  # a step that was not taken steers nothing
     torch.testing.assert_close(layer.router.bias.float(), torch.tensor([-0.01, 0.01, 0, 0, 0, 0, 0, 0]))
 
 
@@ -317,16 +318,17 @@ def test_bias_steers_towards_balance():
 def on_ranks(world, ep, flags, kind, slack=0.0):
     """The block over ep, own rows on each rank -> {output, gradients summed}, rows received"""
     mesh = make_mesh(world, ep=ep)
-    layer, rows = block(mesh, aux_coef=0.3, **flags), []
+    dispatcher = symm_mem.dispatcher_for(Config(**dict(SMALL, **flags))) if slack else moe.plain_dispatcher
+    layer, rows = block(mesh, dispatcher, aux_coef=0.3, **flags), []
     x = (tokens(kind, layer).detach() + 0.01 * (1 + world.rank)).requires_grad_()
     if slack:
-        layer.room = int(slack * x.size(0) * layer.K)
-        window.open_windows([layer], layer.room + 3, torch.device("cpu"))
+        layer.dispatcher.rows_in_use = int(slack * x.size(0) * layer.K)
+        symm_mem.allocate([layer], layer.dispatcher.rows_in_use + 3)
     ffn = layer.ffn
     layer.ffn = lambda x, *more: rows.append(x.size(0)) or ffn(x, *more)
     y, aux = layer(x, run)
     (y.square().sum() + aux).backward()
-    assert not slack or layer.need <= layer.room
+    assert not slack or layer.dispatcher.rows_needed <= layer.dispatcher.rows_in_use
     grads = {}
     for name, p in layer.named_parameters():
         whole = torch.zeros(p.full_shape, dtype=torch.float64)
@@ -393,7 +395,8 @@ class Poisoned(torch.autograd.Function):
 @contextlib.contextmanager
 def as_on_a_gpu():
     """The branches that a GPU takes, with a grouped GEMM that leaves garbage."""
-    with mock.patch.object(moe, "fast", lambda x, w: True), \
+    with mock.patch.object(moe, "use_grouped_mm", lambda x, w: True), \
+            mock.patch.object(grouped_mm, "use_grouped_mm", lambda x, w: True), \
             mock.patch.object(F, "grouped_mm", lambda x, w, offs: Poisoned.apply(x, w, offs), create=True):
         yield
 
@@ -433,8 +436,8 @@ def test_torchs_grouped_gemm_is_as_exact_as_the_loop(dtype, sizes):
         a, b = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
         y = product(a, b)
         return [t.double() for t in (y, *torch.autograd.grad(y, (a, b), g.to(dtype)))]
-    true = results(lambda a, b: moe.grouped_loop(a, b, ends), torch.float64)
-    slow = results(lambda a, b: moe.grouped_loop(a, b, ends), dtype)
+    true = results(lambda a, b: grouped_mm.grouped_mm_loop(a, b, ends), torch.float64)
+    slow = results(lambda a, b: grouped_mm.grouped_mm_loop(a, b, ends), dtype)
     fast = results(lambda a, b: F.grouped_mm(a, b.transpose(1, 2), offs=ends.to(torch.int32)), dtype)
     for t, s, f in zip(true, slow, fast, strict=True):  # the loop's own rounding is the measure
         assert (f - t).abs().max() <= 2 * (s - t).abs().max()
@@ -443,7 +446,7 @@ def test_torchs_grouped_gemm_is_as_exact_as_the_loop(dtype, sizes):
 
 def test_grouped_without_rows():
     x, w = torch.empty(0, 16, requires_grad=True), torch.randn(4, 24, 16, requires_grad=True)
-    y = moe.grouped(x, w, torch.zeros(4, dtype=torch.int64))
+    y = grouped_mm.grouped_mm(x, w, torch.zeros(4, dtype=torch.int64))
     y.sum().backward()
     assert y.shape == (0, 24) and x.grad.shape == (0, 16) and not w.grad.any()
 
@@ -466,16 +469,17 @@ def trained(cfg, mesh, steps, path=None, start=None):
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, torch.device("cpu"))
     at = 0
     if start:
-        at = state.load(cfg, dp, opt, start, "synthetic").step
-        opt.wait()
+        at = resume.load(cfg, dp, opt, start, "synthetic").step
+        model.wait_for_weights(model)
     source, totals = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), []
+    train_step = train.Step(cfg, model, dp, opt)
     for step in range(at + 1, at + steps + 1):
         batches = train.micro_batches(cfg, mesh, source, (step - 1) * 8, 8, torch.device("cpu"))
-        totals.append(train.train_step(cfg, mesh, model, dp, opt, batches, step)[0].tolist())
-    opt.wait()
+        totals.append(torch.stack(train_step(batches, step)[0]).tolist())
+    model.wait_for_weights(model)
     if path:
-        saver = Saver(path, mesh.world.rank, mesh.world.size)
-        state.save(cfg, mesh, dp, opt, saver, state.State(at + steps, 8 * (at + steps), data="synthetic"))
+        saver = resume.Saver(path, mesh.world)
+        resume.save(cfg, mesh, dp, opt, saver, resume.State(at + steps, 8 * (at + steps), data="synthetic"))
         assert saver.wait()
     return model, dp, opt, totals
 
@@ -528,16 +532,16 @@ def upcycled(world, flags, path):
     cfg = Config(**DENSE, **flags)
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
-    said = state.upcycle(model, opt, path)
-    opt.publish(), opt.wait()  # the masters follow: publishing them changes nothing
+    said = resume.upcycle(model, opt, path)
+    opt.masters_to_model(), model.wait_for_weights(model)  # changes nothing: the masters follow
     return said, {n: p.detach().numpy() for n, p in model.named_parameters()}
 
 
 def upcycled_masters(world, flags, path):
     cfg = Config(**dict(DENSE, dtype="bf16", n_experts=4, **flags))
     model, dp, opt = train.build(cfg, make_mesh(world, ep=cfg.ep), cfg.vocab_size, world.device)
-    state.upcycle(model, opt, path)
-    assert all(torch.equal(m.to(b.flat.dtype), b.flat[b.mine]) for m, b in
+    resume.upcycle(model, opt, path)
+    assert all(torch.equal(m.to(b.flat.dtype), b.flat[b.shard]) for m, b in
                zip(opt.masters, dp.buckets, strict=True))
     return owned(dp, opt)
 
@@ -564,7 +568,7 @@ def test_upcycling_copies_the_mlp_into_every_expert(tmp_path):
                         np.testing.assert_array_equal(expert, weights[name.replace("moe", "mlp") + ".weight"])
     cfg = Config(**DENSE, n_experts=4, router="softmax-topk")  # gates sum to one: the same function
     model, _, opt = train.build(cfg, ALONE, cfg.vocab_size, torch.device("cpu"))
-    state.upcycle(model, opt, path)
+    resume.upcycle(model, opt, path)
     x, _ = Synthetic(cfg.vocab_size, cfg.seq_len, 1).batch(0, 2)
     torch.testing.assert_close(model(x)[0], dense(x)[0], rtol=0, atol=1e-12)
     layer = block(n_experts=4, n_embd=16, ffn_hidden=24, top_k=2)  # else the gates' sum times the dense MLP
@@ -584,7 +588,7 @@ def test_upcycling_from_another_shape_is_one_line(there, here, words, tmp_path):
     cfg = Config(**dict(DENSE, n_experts=4, **here))
     model, _, opt = train.build(cfg, ALONE, cfg.vocab_size, torch.device("cpu"))
     with pytest.raises(ValueError, match=words) as e:
-        state.upcycle(model, opt, tmp_path / "step_000001")
+        resume.upcycle(model, opt, tmp_path / "step_000001")
     assert "\n" not in str(e.value)
 
 
@@ -595,7 +599,7 @@ def counted(recompute, **flags):
     route = moe.MoE.route
     with mock.patch.object(moe.MoE, "route", lambda self, x: routed.append(1) or route(self, x)):
         model, *_, totals = trained(cfg, ALONE, 1)
-    return {i: layer.stats.clone() for i, layer in moe.layers(model).items()}, len(routed), totals
+    return {i: layer.stats.clone() for i, layer in moe.moe_layers(model).items()}, len(routed), totals
 
 
 ROUTED = [dict(), dict(capacity_factor=0.5), dict(router="sigmoid", router_bias_rate=0.1)]
@@ -613,11 +617,11 @@ def test_recompute_routes_once(flags):
 
 
 def test_recompute_with_ties_everywhere():
-    def untrained(model, seed, initialise=train.initialise):
-        initialise(model, seed)
-        for layer in moe.layers(model).values():
+    def untrained(model, seed):
+        init_weights(model, seed)
+        for layer in moe.moe_layers(model).values():
             layer.router.weight.data.zero_()
-    with mock.patch.object(train, "initialise", untrained):
+    with mock.patch.object(train, "init_weights", untrained):
         (plain, _, totals), (stats, _, same) = counted("none", aux_coef=0.0), counted("full", aux_coef=0.0)
     assert same == totals and all(torch.equal(s, plain[i]) for i, s in stats.items())
     assert stats[0][2:8].sum() == 0  # all went to experts 0 and 1
@@ -687,7 +691,7 @@ def from_the_command_line(world, argv):
     """train.py's main() on the pool's ranks -> what was printed."""
     handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")) as said, \
-            mock.patch.object(train, "launch", lambda *args: world), mock.patch.object(train, "shutdown"):
+            mock.patch.object(launch, "launch", lambda *args: world), mock.patch.object(launch, "shutdown"):
         train.main(argv.split())
         said.seek(0)
     for s, handler in handlers.items():

@@ -24,19 +24,19 @@ PP = (4, dict(pp=2, ep=2, zero=1))
 LAYOUTS = {  # name: (model, (ranks, layout), function, its line, the faulty line)
     # 1, 4: the sums of the experts' gradients
     "expert gradients ep times too large": (
-        MOE, EP, "parallel.Bucket.finish", "self.work.wait()",
-        "self.work.wait(), self.grad.mul_(2 if self.axis.name == 'edp' else 1)"),
+        MOE, EP, "parallel.Bucket.wait_grads", "self.reduce_handle.wait()",
+        "self.reduce_handle.wait(), self.grad.mul_(2 if self.axis.name == 'edp' else 1)"),
     "expert gradients averaged over edp": (
-        MOE, EDP, "parallel.Bucket.finish", "self.work.wait()",
-        "self.work.wait(), self.grad.div_(self.axis.size if self.axis.name == 'edp' else 1)"),
+        MOE, EDP, "parallel.Bucket.wait_grads", "self.reduce_handle.wait()",
+        "self.reduce_handle.wait(), self.grad.div_(self.axis.size if self.axis.name == 'edp' else 1)"),
     "expert gradients summed over dp": (
         MOE, EP, "parallel.parameter", '"edp" if', '"dp" if'),
     "expert gradients not summed over edp": (
         MOE, EDP, "parallel.parameter", '"edp" if', '"pp" if'),
     # 2: the norm
     "the norm skips experts": (
-        MOE, EP, "optim.Optimizer.squared", "square() * self.shares",
-        "square() * self.shares * torch.tensor([b.axis.name != 'edp' for b in self.dp.buckets])"),
+        MOE, EP, "optim.Optimizer.sum_of_squares", "square() * self.replica_weights",
+        "square() * self.replica_weights * torch.tensor([b.axis.name != 'edp' for b in self.dp.buckets])"),
     "the norm counts experts as replicated": (
         MOE, EP, "parallel.Bucket.__init__", "1 / (axis.size // self.shards)",
         "1 / (axis.size // self.shards) / (2 if axis.name == 'edp' else 1)"),
@@ -44,40 +44,39 @@ LAYOUTS = {  # name: (model, (ranks, layout), function, its line, the faulty lin
     "router and norms not summed over tp": (
         MOE, TP, "parallel.parameter", '"stage" if', '"dp" if'),
     "balancing loss not divided by dp": (
-        MOE, EP, "pipeline.forward_backward", "aux / (n * mesh.dp.size)", "aux / n"),
+        MOE, EP, "pipeline.forward_backward", "aux / (n * model.mesh.dp.size)", "aux / n"),
     "balancing loss lost on all but the last stage": (
         MOE, PP, "pipeline.forward_backward", "if aux.requires_grad:",
         "if aux.requires_grad and model.is_last:"),
     "balancing loss counts the own tp rank's tokens": (
-        MOE, TP, "moe.MoE.balance", "tp.all_reduce(whole)", "pass"),
+        MOE, TP, "moe.MoE.balance", "tp.all_reduce(chosen.to(probs.dtype))", "chosen.to(probs.dtype)"),
     "losses averaged over the own tp rank's tokens": (
         MOE, TP, "moe.MoE.balance", "rows = n * tp.size", "rows = n"),
     "bias steered by the own rank's loads": (
-        SIGMOID, EP, "moe.steer", "moe.mesh.stage.all_reduce(load)", "pass"),
+        SIGMOID, EP, "moe.update_router_bias", "moe.mesh.stage.all_reduce(load)", "pass"),
     # capacity is a matter of the rows of this rank
     "capacity of all tp ranks' rows": (
-        CAPACITY, TP, "moe.MoE.plan_capacity", "self.capacity(ids.size(0))",
-        "self.capacity(ids.size(0) * self.mesh.tp.size)"),
+        CAPACITY, TP, "moe.Capacity.assign", "expert_capacity(self.cfg, ids.size(0))",
+        "expert_capacity(self.cfg, ids.size(0) * 2)"),
     # the same experts everywhere, the wrong rows
     "all ranks start with the same experts": (
-        MOE, EP, "model.initialise", "{p.offset[0] + i}", "{i}"),
+        MOE, EP, "model.init_weights", "{p.offset[0] + i}", "{i}"),
     "rows stay by sender, dropless": (
-        MOE, EP, "moe.MoE.plan_dropless", "run.argsort(stable=True)", "torch.arange(run.numel())"),
+        MOE, EP, "moe.AllToAll.plan", "expert.argsort(stable=True)", "torch.arange(expert.numel())"),
     "rows stay by sender, capacity": (
-        CAPACITY, EP, "moe.MoE.experts",
-        "unflatten(0, (ep.size, self.e, room)).transpose(0, 1).flatten(1, 2)",
-        "unflatten(0, (self.e, ep.size * room))"),
+        CAPACITY, EP, "moe.Capacity.dispatch",
+        "return x.transpose(0, 1).flatten(1, 2)", "return x.flatten(0, 2).unflatten(0, (self.e, -1))"),
     "rows come back by expert, capacity": (
-        CAPACITY, EP, "moe.MoE.experts",
-        "unflatten(1, (ep.size, room)).transpose(0, 1).flatten(0, 2)", "flatten(0, 1)"),
+        CAPACITY, EP, "moe.Capacity.combine",
+        "y = y.unflatten(1, (self.ep.size, -1)).transpose(0, 1)", "y = y.unflatten(1, (self.ep.size, -1))"),
     "gradients of the rows not sent back": (
         CAPACITY, EP, "parallel._AllToAll.backward", "ctx.axis.all_to_all(g, ctx.receive, ctx.send)", "g"),
     # 10: what a rank answers for
     "one rank's experts only saved": (
-        MOE, EP_TP, "runtime.state.pieces", "% b.axis.size != b.axis.rank",
-        "% dp.stage.size != dp.stage.rank"),
+        MOE, EP_TP, "runtime.resume.shards", "% b.axis.size != b.axis.rank",
+        "% dp.mesh.stage.size != dp.mesh.stage.rank"),
     "experts saved without their offset": (
-        MOE, EP, "runtime.state.pieces", "zip(offset, p.offset, strict=True)",
+        MOE, EP, "runtime.resume.shards", "zip(offset, p.offset, strict=True)",
         "zip(offset, [0] * 9, strict=False)"),
 }
 
@@ -122,51 +121,54 @@ def balance_gradient(n, micro_batches, layout, fault):
 
 
 def test_the_gradient_test_sees_no_fault_where_none_is():
-    balance_gradient(2, 2, {}, ("pipeline.forward_backward", "done += 1", "done += 1"))
+    balance_gradient(2, 2, {}, ("pipeline.forward_backward", "n_backward += 1", "n_backward += 1"))
 
 
 ALIKE = {  # in one process and in many alike: (function, line, faulty line, the test that sees it)
     "gates detached": (
-        "moe.MoE.route", "p = share.gather(1, ids) if", "p = share.detach().gather(1, ids) if",
+        "moe.MoE.route", "p = probs.gather(1, ids) if", "p = probs.detach().gather(1, ids) if",
         loop("softmax", 2)),
     "gates' gradient lost on the way back": (
-        "ops.fused.collect_backward",
-        "dp = y.new_zeros(p.numel() + 1).scatter_(0, src, (y * rows).sum(1))[:-1]",
+        "ops.permute.unpermute_backward",
+        "dp = y.new_zeros(p.numel() + 1).scatter_(0, perm, (y * rows).sum(1))[:-1]",
         "dp = torch.zeros_like(p)",
         loop("sigmoid", 1)),
     "ties go to the last expert": (
-        "moe.top_k", "rest.max(1).indices", "rest.size(1) - 1 - rest.flip(1).max(1).indices",
+        "moe.stable_top_k", "rest.max(1).indices", "rest.size(1) - 1 - rest.flip(1).max(1).indices",
         loop("softmax", 1)),
     "probs keeps the smallest gates": (
-        "moe.MoE.plan_capacity", "descending=True", "descending=False", loop("softmax", 1)),
+        "moe.Capacity.assign", "descending=True", "descending=False", loop("softmax", 1)),
     "a later row before an earlier one": (
-        "moe.MoE.plan_capacity", "torch.arange(flat.numel(), device=flat.device)",
-        "torch.arange(flat.numel()).flip(0)", loop("softmax", 1)),
+        "moe.Capacity.assign", "torch.arange(expert.numel(), device=expert.device)",
+        "torch.arange(expert.numel()).flip(0)", loop("softmax", 1)),
     "room for one more": (
-        "moe.deal", "torch.where(place < room,", "torch.where(place < room - 1,", loop("softmax-topk", 2)),
+        "ops.permute.assign_capacity_slots", "torch.where(queue < capacity,",
+        "torch.where(queue < capacity - 1,", loop("softmax-topk", 2)),
     "the bias counts in the balancing loss": (
-        "moe.MoE.balance", "ids if self.router.bias is None else top_k(share, K)", "ids",
+        "moe.MoE.balance", "ids if self.router.bias is None else stable_top_k(probs, K)", "ids",
         loop("sigmoid bias", 2)),
     "the bias is in the gate": (
         "moe.MoE.route", "p = scores.gather(1, ids)", "p = (scores + (0 if self.router.bias is None else "
         "self.router.bias)).gather(1, ids)", loop("sigmoid bias", 2)),
     "gates of the top-k before the softmax": (
-        "moe.MoE.route", "logits.gather(1, ids).softmax(1)", "share.gather(1, ids)", loop("softmax-topk", 2)),
+        "moe.MoE.route", "logits.gather(1, ids).softmax(1)", "probs.gather(1, ids)", loop("softmax-topk", 2)),
     "balancing loss not used": (
-        "moe.MoE.forward", "return (y if self.shared is None else y + again(self.shared, x)), aux",
-        "return (y if self.shared is None else y + again(self.shared, x)), aux.detach()", loop("softmax", 1)),
+        "moe.MoE.forward", "return (y if self.shared is None else y + recompute(self.shared, x)), aux",
+        "return (y if self.shared is None else y + recompute(self.shared, x)), aux.detach()",
+        loop("softmax", 1)),
     "balancing loss without the 1/K": (
         "moe.MoE.balance", "/ (K * rows * rows)", "/ (rows * rows)",
         lambda: test_moe.test_balance_loss_is_1_when_balanced_E_over_K_when_collapsed("softmax", 2)),
     "balancing loss counted after the drop": (
-        "moe.MoE.balance", "whole = chosen.to(share.dtype)", "whole = chosen.clamp(max=self.capacity(n) if "
-        "self.cfg.capacity_factor else n).to(share.dtype)",
+        "moe.MoE.balance", "chosen.to(probs.dtype)",
+        "chosen.clamp(max=expert_capacity(self.cfg, n) if "
+        "self.cfg.capacity_factor else n).to(probs.dtype)",
         test_moe.test_balance_loss_does_not_see_the_capacity),
     "routing recomputed": (
-        "moe.MoE.forward", "p, ids, aux = self.route(x)", "p, ids, aux = again(self.route, x)",
+        "moe.MoE.forward", "p, ids, aux = self.route(x)", "p, ids, aux = recompute(self.route, x)",
         lambda: test_moe.test_recompute_routes_once({})),
     "an empty rank's gradient is garbage": (
-        "moe.grouped", "return F.linear(x, w[0])",
+        "ops.grouped_mm.grouped_mm", "return F.linear(x, w[0])",
         "return x @ torch.full_like(w[0].T, torch.nan) + w.mean() * torch.nan",
         test_moe.test_grouped_without_rows),
 }
@@ -183,10 +185,11 @@ def test_somebody_sees_it(name):
 FORWARD = "pipeline.forward_backward"
 WEIGHTS = {  # of the balancing loss: (ranks, micro-batches on each, layout), line, faulty line
     "dropped in backward": ((1, 2, {}), "if aux.requires_grad:", "if False:"),
-    "summed over micro-batches": ((1, 2, {}), "aux / (n * mesh.dp.size)", "aux / mesh.dp.size"),
-    "summed over dp": ((2, 1, {}), "aux / (n * mesh.dp.size)", "aux / n"),
+    "summed over micro-batches": ((1, 2, {}), "aux / (n * model.mesh.dp.size)", "aux / model.mesh.dp.size"),
+    "summed over dp": ((2, 1, {}), "aux / (n * model.mesh.dp.size)", "aux / n"),
     "divided by tp once more": (
-        (2, 2, dict(tp=2)), "aux / (n * mesh.dp.size)", "aux / (n * mesh.dp.size * mesh.tp.size)"),
+        (2, 2, dict(tp=2)), "aux / (n * model.mesh.dp.size)",
+        "aux / (n * model.mesh.dp.size * model.mesh.tp.size)"),
 }
 
 
@@ -198,10 +201,10 @@ def test_the_balancing_gradient_sees_it(name):
 
 
 SAVED = {  # who does it wrong: first_half saves, second_half loads
-    "steering bias not saved": ("first_half", "runtime.state.pieces", "dp.buffers.items()", "{}.items()"),
+    "steering bias not saved": ("first_half", "runtime.resume.shards", "dp.buffers.items()", "{}.items()"),
     "experts read from the first rank's place": (
-        "second_half", "runtime.state.load", "pieces(dp, opt, owned=False)",
-        "[(n, t, f, (0, *o[1:]) if '.w1' in n else o) for n, t, f, o in pieces(dp, opt, owned=False)]"),
+        "second_half", "runtime.resume.load", "shards(dp, opt, owned_only=False)",
+        "[(n, t, f, (0, *o[1:]) if '.w1' in n else o) for n, t, f, o in shards(dp, opt, owned_only=False)]"),
 }
 
 

@@ -1,4 +1,4 @@
-"""--pdb RANK through a terminal of its own: the chosen rank answers, the others wait, the run goes on."""
+"""--pdb RANK in a terminal: the chosen rank answers, the others wait, the run goes on."""
 import os
 import pty
 import re
@@ -16,7 +16,7 @@ from train import main
 
 
 class Terminal:
-    """A command on a pseudo terminal -> what it prints, while we type."""
+    """A command in a pseudo terminal: read() what it prints, type() an answer."""
 
     def __init__(self, command):
         self.fd, there = pty.openpty()
@@ -26,8 +26,8 @@ class Terminal:
         os.set_blocking(self.fd, False)
         self.text = ""
 
-    def read(self, pattern, seconds=90):
-        """Wait for pattern in what came since the last read; None waits for the end."""
+    def read(self, pattern, seconds=240):
+        """-> what it printed since the last read, up to the pattern; None: up to its end."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             try:
@@ -49,7 +49,7 @@ class Terminal:
         os.write(self.fd, f"{line}\n".encode())
 
 
-def test_a_prompt_on_one_rank(tmp_path):
+def test_the_chosen_rank_stops_and_the_others_wait(tmp_path):
     """Under mpiexec and torchrun, side by side: the second starts while the first one's other rank waits."""
     starts = {"mpiexec": [BIN / "mpiexec", "-n", 2, sys.executable],
               "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", 2]}
@@ -58,7 +58,7 @@ def test_a_prompt_on_one_rank(tmp_path):
         t = terminals[name] = Terminal([*start, ROOT / "train.py", *FLAGS, f"--out={tmp_path / name}",
                                         "--timeout=2", "--pdb=1"])
         assert "rank 1 of 2 stops in pdb, the others wait" in t.read(r"\(Pdb\) ")
-        t.type("p 'I am', world.rank, step")
+        t.type("p 'I am', self.world.rank, number")
         assert re.search(r"\('I am', 1, 1\)", t.read(r"\(Pdb\) "))
     time.sleep(2.5)  # longer than --timeout: neither the watchdog nor the group ends the one that waits
     for name, t in terminals.items():
@@ -70,7 +70,7 @@ def test_a_prompt_on_one_rank(tmp_path):
         assert len((tmp_path / name / "metrics.jsonl").read_text().splitlines()) == 6
 
 
-def test_a_rank_that_is_not_there(capsys, tmp_path):
+def test_a_rank_that_does_not_exist_is_refused(capsys, tmp_path):
     with pytest.raises(SystemExit) as e:
         main([*FLAGS, f"--out={tmp_path}", "--pdb=3"])
     assert e.value.code == 2 and "--pdb 3: the ranks are 0 to 0" in capsys.readouterr().err

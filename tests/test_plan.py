@@ -1,7 +1,6 @@
 """plan.py against fact: parameters, autograd's own memory, counted collectives, measured GPUs, BLOOM."""
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -15,11 +14,20 @@ import moe
 import plan
 import train
 from config import PRESETS, Config, parse
-from corpus.data import Synthetic
-from cost import memory as footprint
-from cost import step_time as cost
-from model import GPT, count_parameters, flops_per_token
-from ops import fused
+from corpus.shards import Synthetic
+from cost import step_time
+from cost.memory import CONTEXT, GIB, saved_activations
+from cost.parameters import (
+    count_parameters,
+    flops_per_token,
+    local_buckets,
+    local_parameters,
+    unwidened_gradients,
+)
+from cost.step_time import GPUS, expected_choice, peak_flops
+from cost.traffic import traffic
+from model import GPT
+from ops import activations
 from parallel import DataParallel, make_mesh
 from runtime.launch import World
 
@@ -40,14 +48,14 @@ def test_parameters_of_every_preset_are_exact(name):
         whole = GPT(cfg, ONE, vocab)
     exact = sum(p.numel() for p in whole.parameters())
     assert count_parameters(cfg, vocab)["total"] == exact
-    assert exact == sum(plan.local_parameters(cfg, ONE, vocab).values())
+    assert exact == sum(local_parameters(cfg, ONE, vocab).values())
     known = {"dense-210m": 0.2131, "moe-4b": 4.376, "bloom-176b": 176.2}
     assert name not in known or abs(exact / 1e9 / known[name] - 1) < 1e-3
 
 
 def test_parameters_per_rank_add_up():
     cfg = preset("bloom-176b", tp=4, pp=12)
-    share = [sum(plan.local_parameters(cfg, plan.place(cfg, 384, s), 250880).values()) for s in range(12)]
+    share = [sum(local_parameters(cfg, plan.stage_mesh(cfg, 384, s), 250880).values()) for s in range(12)]
     total, C = count_parameters(cfg, 250880)["total"], cfg.n_embd
     # replicated on each of 4: norms, the biases behind row-parallel products, positions; and the tied copy
     twice = 3 * (70 * (4 * C + 2 * C) + 2 * C + cfg.seq_len * C) + 250880 * C
@@ -61,18 +69,18 @@ def test_flops_give_the_published_figures():
     assert abs(bloom / 102.03 / 384 / 1e12 - 153.68) < 1.5
 
 
-# ---- memory: what plan.kept says against what autograd keeps, on GPU's code paths with CPU tensors
+# ---- memory: what saved_activations says against what autograd keeps, on a GPU's code paths with CPU tensors
 
 FAMILY = {"swiglu": {}, "gelu": dict(norm="layer", mlp="gelu", pos="learned", n_kv_head=4),
           "moe": dict(n_experts=8, top_k=2), "capacity": dict(n_experts=8, top_k=2, capacity_factor=1.25)}
 
 
 @pytest.mark.parametrize("family", FAMILY)
-def test_kept_is_what_autograd_keeps(family, monkeypatch):
+def test_saved_activations_are_what_autograd_keeps(family, monkeypatch):
     cfg = Config(**{**dict(n_embd=64, ffn_hidden=224, n_kv_head=1, seq_len=64, micro_batch=8, dtype="bf16"),
                     **FAMILY[family]})
-    monkeypatch.setattr(model_, "swiglu", fused._SwiGLU.apply)
-    monkeypatch.setattr(moe, "fast", lambda x, w: True)
+    monkeypatch.setattr(model_, "swiglu", activations._SwiGLU.apply)
+    monkeypatch.setattr(moe, "use_grouped_mm", lambda x, w: True)
     # the GPU has one kernel: it keeps x and a number per row, not fp32 copies
     monkeypatch.setattr(model_.F, "rms_norm", lambda x, shape, w, e: torch.layer_norm(x, shape, w, None, e))
     torch.set_default_dtype(torch.bfloat16)
@@ -81,7 +89,7 @@ def test_kept_is_what_autograd_keeps(family, monkeypatch):
     for p in block.parameters():
         torch.nn.init.normal_(p, std=0.02)
     own, seen = {p.untyped_storage().data_ptr() for p in block.parameters()}, {}
-    table = model_.rope_table(64, 16, 1e4, "cpu") if cfg.pos == "rope" else (None, None)
+    table = model_.rope_cache(64, 16, 1e4, "cpu") if cfg.pos == "rope" else (None, None)
     own |= {t.untyped_storage().data_ptr() for t in table if t is not None}
 
     def pack(t):
@@ -93,7 +101,7 @@ def test_kept_is_what_autograd_keeps(family, monkeypatch):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = block(x, 64, *table)
     assert out[0].shape == x.shape
-    assert plan.kept(cfg, ONE)[0] == pytest.approx(sum(seen.values()), rel=0.03)
+    assert saved_activations(cfg, ONE).saved == pytest.approx(sum(seen.values()), rel=0.03)
 
 
 SMOL = "smol-1.7b --ffn-hidden 5632 --n-layer 12 --seq-len 4096 "
@@ -108,7 +116,7 @@ RESERVED = [("dense-210m --zero 1", 4, 12.2), ("dense-210m", 1, 14.5), ("moe-4b 
 
 
 def measured_rows():
-    """-> [(flags, GPUs, ms, most allocated GiB, room at the end, 0.0 closed, None none)] on H200"""
+    """-> [(flags, GPUs, ms, most allocated GiB, row limit at the end: 0.0 exceeded, None none)] on H200"""
     lines = map(json.loads, (ROOT / "bench/results/h200-near.jsonl").read_text().splitlines())
     rows = [tuple(r[k] for k in ("flags", "gpus", "ms", "allocated_gib", "slack")) for r in lines]
     for r in json.loads((ROOT / "bench/results/layouts-w3-4xh200.json").read_text()):  # an older commit
@@ -123,19 +131,21 @@ ALLOCATED += [(flags, gpus, gib) for flags, gpus, _, gib, _ in measured_rows()]
 @pytest.mark.parametrize("flags,gpus,measured", ALLOCATED + RESERVED)
 def test_memory_within_a_tenth_of_measured(flags, gpus, measured):
     cfg, _ = plan.check_gpus(parse(flags.split()), gpus)
-    parts, mesh = plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["memory_gib"], plan.place(cfg, gpus, 0)
-    close = footprint.near(cfg, mesh, plan.local_parameters(cfg, mesh, cfg.vocab_size))
-    outside = footprint.CONTEXT / plan.GIB if (flags, gpus, measured) in RESERVED else parts["overhead"]
-    outside += parts["windows"] + 4 * sum(close.values()) / plan.GIB  # windows are not torch's
+    parts = plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["memory_gib"]
+    mesh = plan.stage_mesh(cfg, gpus, 0)
+    local = local_parameters(cfg, mesh, cfg.vocab_size)
+    _, copied = unwidened_gradients(mesh, local, expected_choice(cfg, mesh))
+    outside = CONTEXT / GIB if (flags, gpus, measured) in RESERVED else parts["overhead"]
+    outside += parts["windows"] + 4 * sum(copied.values()) / GIB  # symmetric memory is not torch's
     assert sum(parts.values()) - outside == pytest.approx(measured, rel=0.1)
 
 
-# ---- milliseconds. no constant of cost.py was fitted to these
+# ---- milliseconds. no constant of step_time.py was fitted to these
 
 def crowded(flags):
-    """Synthetic tokens send the fullest of 4 ranks more than 2.3 times its share (NOTES.md): neither the room
-    nor the waiting is that of text, and a capacity drops more. Two rows, -24 and +12 %, that cost.py does not
-    try to predict."""
+    """Synthetic tokens send the fullest of 4 ranks more than 2.3 times its share: neither the row limit nor
+    the waiting is that of text, and a capacity drops more. Two rows, -24 and +12 %, that step_time.py does
+    not try to predict."""
     return "--ep" in flags and "--data" not in flags
 
 
@@ -145,36 +155,58 @@ def test_step_within_a_tenth_of_measured(flags, gpus, ms):
     assert plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["ms"] == pytest.approx(ms, rel=0.1)
 
 
-def test_rooms_settle_and_close_as_measured():
-    """Real tokens, step 200: graph.Rooms' slack at the end. Three runs of one command, ep 4, ended at 1.74,
-    1.85 and 1.93."""
+def test_row_limits_settle_as_measured():
+    """Real tokens, step 200: the CUDA graph's row limit at the end. Three runs of one command, ep 4, ended at
+    1.74, 1.85 and 1.93."""
     seen = 0
     for flags, gpus, *_, slack in measured_rows():
         if slack is not None and not crowded(flags):
             cfg, mesh = plan.check_gpus(parse(flags.split()), gpus)
-            assert cost.room(cfg, plan.place(cfg, gpus, 0)) == pytest.approx(slack, rel=0.07), flags
+            limit = step_time.row_limit_factor(cfg, plan.stage_mesh(cfg, gpus, 0))
+            assert limit == pytest.approx(slack, rel=0.07), flags
             seen += 1
     assert seen == 2
 
 
 def test_a_ring_over_nodes_is_slower_and_longer():
-    h200, mesh = cost.GPUS["h200"], plan.place(preset("dense-210m"), 64, 0)
-    assert cost.ring(mesh.dp, 1, h200) == h200.link  # 8 adapters of 40 GB/s together
-    assert cost.ring(mesh.dp, 4, h200) == 2 * h200.net and cost.ring(mesh.dp, 8, h200) == h200.net
-    assert cost.hops(mesh.dp, 1, h200) == pytest.approx(56 * 1.9e-6 + 7 * 4e-6)
-    assert cost.hops(plan.place(preset("dense-210m"), 1, 0).dp, 1, h200) == 0
+    h200, dp = GPUS["h200"], plan.stage_mesh(preset("dense-210m"), 64, 0).dp
+    assert step_time.ring_bandwidth(dp, 1, h200) == h200.link  # 8 adapters of 40 GB/s together
+    assert step_time.ring_bandwidth(dp, 4, h200) == 2 * h200.net
+    assert step_time.ring_bandwidth(dp, 8, h200) == h200.net
+    assert step_time.ring_latency(dp, 1, h200) == pytest.approx(56 * 1.9e-6 + 7 * 4e-6)
+    assert step_time.ring_latency(plan.stage_mesh(preset("dense-210m"), 1, 0).dp, 1, h200) == 0
+
+
+@pytest.mark.parametrize("name,peak", [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12),
+                                       ("NVIDIA H100 PCIe", 989e12), ("NVIDIA L4", None)])
+def test_peak_flops_by_the_device_name(name, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda")) == peak and peak_flops(torch.device("cpu")) is None
+
+
+def test_the_fast_ways_are_those_of_choose():
+    """GPUs of one node reach each other's memory; nothing else is decided by the planner."""
+    def choice(gpus, *flags):
+        cfg, mesh = plan.check_gpus(parse([*flags]), gpus)
+        return expected_choice(cfg, mesh)
+    assert choice(8, "dense-210m", "--zero", "1") == (True, False, True, True)
+    assert not choice(16, "dense-210m", "--zero", "1").peer_copies
+    assert choice(4, "moe-4b", "--ep", "4", "--zero", "1") == (True, True, True, True)
+    assert choice(16, "moe-4b", "--ep", "16") == (False, False, False, True)  # all_to_all asks the host
+    assert choice(16, "moe-4b", "--ep", "16", "--capacity-factor", "1")[:2] == (True, False)
+    assert choice(4, "tiny-moe", "--ep", "4")[:2] == (False, False)  # fp32: no grouped product
 
 
 def test_buckets_are_those_of_data_parallel():
     for name, layout in (("tiny", {}), ("tiny-moe", dict(ep=2)), ("gpt2", dict(n_layer=4, bias=True))):
         cfg = preset(name, **layout)
-        mesh = plan.place(cfg, 2, 0)
+        mesh = plan.stage_mesh(cfg, 2, 0)
         model = GPT(cfg, mesh, 500)
         real = DataParallel(model, mesh)
         seen = {}
         for bucket in real.buckets:
             seen.setdefault(bucket.axis.name, []).append(bucket.used)
-        predicted = plan.local_parameters(cfg, mesh, 500, buckets=True)
+        predicted = local_buckets(cfg, mesh, 500)
         assert {k: sorted(v) for k, v in seen.items()} == {k: sorted(v) for k, v in predicted.items()}
 
 
@@ -186,7 +218,9 @@ EXPERTS = dict(BASE, n_experts=8, top_k=2)
 LAYOUTS = [dict(BASE, tp=2, pp=2), dict(BASE, tp=4, recompute="full"), dict(BASE, zero=1, tp=2),
            dict(EXPERTS, ep=4, capacity_factor=1.0),
            dict(EXPERTS, ep=2, tp=2, capacity_factor=1.0, recompute="full"),
-           dict(EXPERTS, ep=4, tp=2, n_shared_experts=1, recompute="full"), dict(EXPERTS, ep=2, tp=2)]
+           dict(EXPERTS, ep=4, tp=2, n_shared_experts=1, recompute="full"), dict(EXPERTS, ep=2, tp=2),
+           dict(EXPERTS, ep=2, tp=2, router="sigmoid", router_bias_rate=0.1),
+           dict(EXPERTS, ep=2, pp=2, router="sigmoid", router_bias_rate=0.1)]
 
 
 def sent(world, flags):
@@ -194,10 +228,10 @@ def sent(world, flags):
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     batches = train.micro_batches(cfg, mesh, Synthetic(100, 8, 1), 0, 8, world.device)
-    train.train_step(cfg, mesh, model, dp, opt, batches, 1)
-    opt.wait()
+    train.Step(cfg, model, dp, opt)(batches, 1)
+    model.wait_for_weights(model)
     axes = {name: sum(getattr(mesh, name).sent.values()) for name in mesh.__annotations__}
-    return {k: v for k, v in axes.items() if v}, plan.traffic(cfg, mesh, cfg.vocab_size, 8)
+    return {k: v for k, v in axes.items() if v}, traffic(cfg, mesh, cfg.vocab_size, 8)
 
 
 @pytest.mark.parametrize("flags", LAYOUTS)
@@ -326,7 +360,7 @@ def test_a_closed_pipe_ends_it_quietly(tmp_path):
                                      text=True))
         os.close(write)
     assert [job.communicate(timeout=60)[1] for job in jobs] == ["", ""]
-    assert [job.returncode for job in jobs] == [-signal.SIGPIPE] * 2  # as cat ends
+    assert [job.returncode for job in jobs] == [0, 0]
 
 
 def test_a_plan_says_what_wastes_the_gpu(capsys):
@@ -341,7 +375,7 @@ def test_a_plan_says_what_wastes_the_gpu(capsys):
         assert part in said, part
 
 
-def test_a_plan_says_that_rooms_will_close(capsys):
+def test_a_plan_says_that_the_row_limit_will_be_exceeded(capsys):
     flags = ["moe-4b", "--gpus", "4", "--ep", "4", "--ep-slack"]
     plan.main([*flags, "1.8"])
     said = capsys.readouterr().out
@@ -351,21 +385,31 @@ def test_a_plan_says_that_rooms_will_close(capsys):
     assert "CUDA graph" not in capsys.readouterr().out
 
 
+def test_help_says_what_it_does_and_lists_both_kinds_of_flags(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        plan.main(["gpt2", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert exit_.value.code == 0
+    for part in ("Predict what a training run will cost", "--gpu {a100-40,a100-80,h100,h200}", "--search",
+                 "same work per GPU", "--n-layer INT transformer blocks (default: 12)"):
+        assert part in said, part
+
+
 @pytest.mark.parametrize("argv,part", [
     ("dense-210m --gpus 6 --tp 4", "6 ranks do not divide by tp 4"), ("tiny --gpu v100", "invalid choice"),
     ("tiny --gpus 0", "at least 1"), ("tiny --scaling 1,x", "numbers of GPUs"),
     ("tiny --scaling 0", "numbers of GPUs"), ("tiny --n-layr 3", "--n-layer"), ("nothing", "no preset"),
     ("bloom-176b --gpus 8 --gpu a100-40 --search", "fits; try more --gpus"),
-    ("tiny --gpus x", "invalid int")])
+    ("tiny --gpus x", "invalid literal for int()")])
 def test_wrong_flags_are_one_line(argv, part, capsys):
     with pytest.raises(SystemExit) as exit_:
         plan.main(argv.split())
     said = capsys.readouterr().err
-    assert exit_.value.code == 2 and len(said.splitlines()) == 1 and part in said
+    assert exit_.value.code == 2 and len(said.splitlines()) == 1 and part in said and "---" not in said
 
 
 def test_matrix_products_as_measured():
-    gpu = cost.GPUS["h200"]
+    gpu = GPUS["h200"]
     for m, n, k, low, high in ((8192, 8192, 8192, 650, 720), (16384, 512, 1792, 495, 605),
                                (16384, 128256, 512, 587, 683)):
-        assert low <= 2 * m * n * k / cost.product(m, n, k, gpu) / 1e12 <= high
+        assert low <= 2 * m * n * k / step_time.matmul_seconds(m, n, k, gpu) / 1e12 <= high

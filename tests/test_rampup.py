@@ -1,4 +1,4 @@
-"""--rampup-batch-size: Megatron's schedule, refused before the first step, the same after a resume."""
+"""--rampup-batch-size: Megatron's schedule; wrong ones are refused at the start; resume; layouts."""
 import pytest
 import torch
 from pool import run_ranks
@@ -7,21 +7,21 @@ from runs import go, rows, same
 import train
 from config import Config, batch_size, check_ramp, parse, samples_after
 from config import batch_schedule as schedule
-from corpus.data import Synthetic
+from corpus.shards import Synthetic
 from parallel import make_mesh
 
 RAMP = ["--global-batch=8", "--rampup-batch-size", 4, 2, 16]
 
 
 def megatron(samples, full, start, increment, over):
-    """update_num_microbatches of RampupBatchsizeNumMicroBatchesCalculator, as it stands there."""
+    """The batch as Megatron-LM's RampupBatchsizeNumMicroBatchesCalculator computes it."""
     per_increment = over / ((full - start) // increment)
     if samples > over:
         return full
     return start + int(samples / per_increment) * increment
 
 
-def test_schedule_is_megatrons():
+def test_the_schedule_is_megatrons():
     bloom = (2048, (192, 16, 9_765_625))
     for full, ramp in ((384, (32, 32, 2_000)), bloom, (16, (4, 4, 7)), (8, (4, 2, 16))):
         for samples in [*range(0, 3000, 13), 10**6, 9_765_625, 10**8]:
@@ -43,24 +43,24 @@ def test_schedule_is_megatrons():
     (32, (4, 8, 100), 4, "try --global-batch 36"), (8, (16, 4, 100), 4, "try --global-batch 20"),
     (16, (4, 4, 100), 8, "a stage of 4, which does not divide by micro-batch * dp = 8"),
     (16, (8, 4, 100), 8, "a stage of 12")])
-def test_refused_for_the_whole_schedule_at_start(full, ramp, unit, say):
+def test_every_stage_is_checked_before_the_first_step(full, ramp, unit, say):
     with pytest.raises(ValueError, match="--rampup-batch-size") as e:
         check_ramp(full, ramp, unit)
     assert say in str(e.value).replace("\n", "")
 
 
 @pytest.mark.parametrize("flags", ["4 2", "4", "0 2 16", "4 2 0"])
-def test_wrong_flag(flags):
+def test_wrong_numbers_are_refused(flags):
     with pytest.raises(ValueError, match="START INCREMENT SAMPLES"):
         parse(["--rampup-batch-size", *flags.split()])
 
 
-def test_refused_run_is_one_line(tmp_path):
+def test_a_refused_run_prints_one_line(tmp_path):
     got = go(2, tmp_path, "--steps=3", "--global-batch=8", "--rampup-batch-size", 4, 2, 16, code=2)
     assert got["err"].count("\n") == 1 and "a stage of 6" in got["err"]
 
 
-def test_resume_range_and_logged_numbers(tmp_path):
+def test_resume_skipped_steps_and_logged_numbers(tmp_path):
     flags = [*RAMP, "--steps=8", "--save-every=3", "--train-range-to-skip", 2, 2]
     whole = go(1, tmp_path / "a", *flags)
     go(1, tmp_path / "b", *flags[:-5], "--steps=3", "--save-every=3", "--decay-steps=8", *flags[-3:])

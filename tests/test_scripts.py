@@ -1,9 +1,8 @@
-"""The job scripts: generic.pbs for real with mpich's mpiexec, the sites' with stand-ins for commands."""
+"""The job scripts: generic.pbs runs for real with mpich's mpiexec, those of the sites with stand-ins."""
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -26,7 +25,7 @@ def test_size_syntax_and_what_must_not_be_in_them():
         assert not re.search(r"/(home|lus|eagle|flare|users|global|work)/|@\w+\.|\$HOME", text), path
         assert not re.search(r"^#(PBS|SBATCH).*(\s-A|--account|--mail)", text, re.M), f"{path}: an account"
         assert not re.search(r"^#(PBS|SBATCH)[^#\n]*#", text, re.M), f"{path}: comment behind a directive"
-        assert "xercised" in "\n".join(lines[:14]), f"{path} does not say what was tried"
+        assert "xercised" in "\n".join(lines[:14]), f"{path} does not say how it was tested"
         if path.name in JOBS:
             assert "python train.py" in text and "--resume auto" in text and "bin/activate" in text, path
             assert "85" in text or "pbs_start.sh" in text, path
@@ -34,7 +33,7 @@ def test_size_syntax_and_what_must_not_be_in_them():
 
 @pytest.fixture
 def site(tmp_path):
-    """A repository with a venv, and stand-ins that write down how they are called -> (folder, environment)"""
+    """A repository with a venv, and stand-ins that record how they are called -> (folder, environment)"""
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     (tmp_path / "train.py").symlink_to(ROOT / "train.py")
     stand_ins, activate = tmp_path / "bin", tmp_path / ".venv/bin/activate"
@@ -46,7 +45,7 @@ def site(tmp_path):
             f'echo {name} "$@" $settings >> {tmp_path}/calls\n'
             f"[ {name} = srun -o {name} = mpiexec ] && exit 85\nexit 0\n")
         (stand_ins / name).chmod(0o755)
-    # sourced after the login shell has made PATH anew; module and conda are functions there
+    # sourced after the login shell has reset PATH; module and conda are functions there
     activate.write_text(f"export PATH={stand_ins}:$PATH\n")
     (tmp_path / "site.sh").write_text("module() { echo module \"$@\"; }; conda() { :; }\n")
     return tmp_path, {**clean_env(), "BASH_ENV": str(tmp_path / "site.sh")}
@@ -63,7 +62,7 @@ def test_what_each_script_starts(site, name, nodes):
             "SLURM_CPUS_PER_TASK": "7", "PBS_O_WORKDIR": str(folder), "PBS_NODEFILE": str(folder / "nodes"),
             "PBS_JOBID": "7", "ARGS": "gpt2 --steps 9", "NCCL_SETTINGS": str(folder / "nccl.sh")}
     slurm = not name.endswith(".pbs")
-    # not as a login shell: that is the site's; the script's other lines are run as they are
+    # not as a login shell, whose profile would be the site's; the other lines run as they are
     job = subprocess.run(["bash", ROOT / "scripts" / name, *(["gpt2", "--steps", "9"] * slurm)], env=env,
                          cwd=folder, capture_output=True, text=True)
     assert job.returncode == 85, job.stdout + job.stderr
@@ -86,7 +85,7 @@ def test_polaris_gives_each_rank_the_gpu_beside_its_cores():
 
 
 def test_generic_pbs_stopped_and_submitted_again(tmp_path):
-    """Two hosts, a signal to the job's shell; the second job, on one host, goes on from there."""
+    """Two hosts and a signal to the job's shell; the second job, on one host, resumes from its save."""
     (tmp_path / "bin").mkdir()
     for name, text in (("activate", f"export PATH={tmp_path}/bin:{BIN}:$PATH\n"),
                        ("qsub", f'#!/bin/bash\necho "$@" >> {tmp_path}/qsub\n')):
@@ -105,12 +104,12 @@ def test_generic_pbs_stopped_and_submitted_again(tmp_path):
                                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     first = job(100_000, "localhost\nvm\n")
-    end = time.monotonic() + 120
+    end = time.monotonic() + 240
     while not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < 3:
         assert first.poll() is None and time.monotonic() < end, first.communicate()[0]
         time.sleep(0.1)
     first.send_signal(signal.SIGUSR1)  # what `qsig -s USR1` does
-    said = first.communicate(timeout=120)[0]
+    said = first.communicate(timeout=240)[0]
     assert first.returncode == 85, said
     step = int(re.search(r"stopped by SIGUSR1 after step (\d+)", said)[1])
     assert re.search(r"hydra: . of 2 ranks here", said)
@@ -118,7 +117,7 @@ def test_generic_pbs_stopped_and_submitted_again(tmp_path):
     assert again.startswith("-v ARGS=tiny --n-layer=2 ")
     assert again.endswith("MINUTES=27 scripts/generic.pbs\n")
     second = job(step + 2, "localhost\n")
-    said = second.communicate(timeout=120)[0]
+    said = second.communicate(timeout=240)[0]
     assert second.returncode == 0 and f"resumed {out}/step_{step:06d}" in said, said
     assert f"done after step {step + 2}" in said and (tmp_path / "qsub").read_text() == again
     assert Path(out, f"step_{step + 2:06d}").is_dir()
@@ -127,14 +126,13 @@ def test_generic_pbs_stopped_and_submitted_again(tmp_path):
 def test_without_packages_make_slurm_says_so_and_passes(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "tests/slurm"))
     import cluster
-    monkeypatch.setattr(sys, "argv", ["cluster.py"])
     monkeypatch.setattr(cluster.os, "geteuid", lambda: 1000)
-    cluster.main()
+    cluster.main([])
     assert "NOT RUN: needs root" in capsys.readouterr().out
     monkeypatch.setattr(cluster.os, "geteuid", lambda: 0)
     monkeypatch.setattr(cluster, "missing", lambda: ["slurmd"])
     unreachable = subprocess.CompletedProcess([], 100, "", "E: Failed to fetch slurmd  Could not resolve")
     monkeypatch.setattr(cluster.subprocess, "run", lambda *a, **kw: unreachable)
     monkeypatch.setattr(cluster.shutil, "which", lambda *a, **kw: "/usr/bin/apt-get")
-    cluster.main()
+    cluster.main([])
     assert "NOT RUN: apt-get install of slurmctld" in (said := capsys.readouterr().out) and "resolve" in said

@@ -1,14 +1,14 @@
-"""kill -9, again and again: python tests/drills/kill.py --count 200 --out DIR
+"""Runs killed with kill -9 and resumed: python tests/drills/kill.py --count 200 --out DIR
 
 Each run trains a tiny model over one layout, is killed one to three times (one rank or all, at any moment or
-in the middle of a save), is started again with --resume auto, and at its end must equal the run never killed:
+during a save), is started again with --resume auto, and must end equal to a run that was never killed:
 
     the same bits in every weight and moment, the same loss and gradient norm in every row, each step once
-    each start goes on from the newest committed checkpoint: no step before it is done again or lost
-    every step_N that is there at any kill is sound: no partial checkpoint is taken for a whole one
+    each start resumes the newest committed checkpoint: no step before it is computed again or lost
+    every step_N that exists at any kill is sound: no partial checkpoint is taken for a complete one
 
-Ranks are fresh processes forked from a server that has torch loaded, which saves the seconds of its import;
-every MPI_EVERY-th run is mpiexec's own. DIR/log.jsonl has one row per run; a second call goes on after it.
+Ranks are new processes forked from a server that has torch loaded, which saves the seconds of its import;
+every MPI_EVERY-th run is started by mpiexec. DIR/log.jsonl has one row per run; a second call continues it.
 """
 import argparse
 import json
@@ -51,7 +51,7 @@ LAYOUTS = {  # name: (ranks, flags)
 
 
 def rank_main(rank, size, port, argv, log):
-    """One rank, in a fresh process: train.py as torchrun would start it."""
+    """One rank in a new process: train.py as torchrun would start it."""
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1), os.dup2(fd, 2)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
@@ -62,7 +62,7 @@ def rank_main(rank, size, port, argv, log):
 
 
 class Ranks:
-    """The processes of one start."""
+    """The processes of one start, forked."""
 
     def __init__(self, size, argv, log):
         with socket.socket() as s:
@@ -81,9 +81,9 @@ class Ranks:
             p.kill()
 
     def end(self, grace):
-        """What a launcher does after a rank died: a moment, then all are killed."""
+        """Do what a launcher does after a rank died: wait for grace seconds, then kill the rest."""
         until = time.monotonic() + grace
-        while (alive := self.alive()) and time.monotonic() < until:  # asked once: for nobody, wait() sleeps
+        while (alive := self.alive()) and time.monotonic() < until:  # wait() on an empty list sleeps
             wait([p.sentinel for p in alive], timeout=until - time.monotonic())
         for p in self.alive():
             p.kill()
@@ -95,7 +95,7 @@ class Ranks:
 
 
 class MpiRanks:
-    """The same through mpiexec, which ends the other ranks by itself."""
+    """The processes of one start by mpiexec, which ends the other ranks itself."""
 
     def __init__(self, size, argv, log):
         mpiexec = str(Path(sys.executable).with_name("mpiexec"))
@@ -103,7 +103,7 @@ class MpiRanks:
         self.size, self.p = size, subprocess.Popen(command, stdout=open(log, "a"), stderr=subprocess.STDOUT)
 
     def ranks(self):
-        """pids of our python processes: descendants of mpiexec."""
+        """-> pids of the python processes below mpiexec."""
         children = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
@@ -141,15 +141,15 @@ class MpiRanks:
 
 
 def newest(out):
-    """-> the newest committed step, 0 if there is none. Raises where a committed checkpoint is not sound."""
+    """-> the newest committed step, 0 if there is none. ValueError: a committed checkpoint is not sound."""
     found = checkpoint.steps(out)
     for path in found:
-        checkpoint.check(path)  # ValueError: a partial one under a valid name
+        checkpoint.check(path)
     return int(found[0].name[5:]) if found else 0
 
 
 def started_from(log, start):
-    """-> the step that the start at byte `start` of the log went on from; None: it did not come so far."""
+    """-> the step from which the start at byte `start` of the log resumed; None: it was killed before."""
     for line in Path(log).read_text(errors="replace")[start:].splitlines():
         if line.startswith("resumed "):
             return int(line.split("step_")[1].split(":")[0])
@@ -163,7 +163,8 @@ def rows(out):
 
 
 def one_run(name, out, kills, rng, launcher=Ranks, typical=3.0):
-    """Train to the end through `kills` kills -> what happened. AssertionError: a promise was broken."""
+    """Train to the end, killed `kills` times -> what happened. AssertionError: a statement at the top is
+    false."""
     size, flags = LAYOUTS[name]
     log = out.with_suffix(".txt")
     seen = {"kills": 0, "in_save": 0, "starts": 0}
@@ -179,7 +180,7 @@ def one_run(name, out, kills, rng, launcher=Ranks, typical=3.0):
             moment, after = born + rng.uniform(0.1, 1.0) * typical, rng.randrange(STEPS // SAVE_EVERY)
             saves, last = set(), None
             while ranks.alive() and not killed:
-                if in_save:  # the n-th save that we see, somewhere within the first milliseconds of it
+                if in_save:  # within the first milliseconds of the n-th save that is seen
                     last = next(iter(out.glob("step_*.tmp")), None) if out.is_dir() else None
                     saves |= {last} - {None}
                     killed = last is not None and len(saves) > after or time.monotonic() > born + 3 * typical
@@ -194,8 +195,8 @@ def one_run(name, out, kills, rng, launcher=Ranks, typical=3.0):
                 ranks.end(rng.choice([0.0, 0.3, 2.0]))
                 seen["kills"] += 1
         ranks.end(LIMIT if not killed else 0)
-        went_on_from = started_from(log, at)
-        assert went_on_from in (None, expected), f"went on from {went_on_from}, not {expected}"
+        resumed_at = started_from(log, at)
+        assert resumed_at in (None, expected), f"resumed at {resumed_at}, not {expected}"
         try:
             now = newest(out) if out.is_dir() else 0
         except (ValueError, OSError) as e:
@@ -204,7 +205,7 @@ def one_run(name, out, kills, rng, launcher=Ranks, typical=3.0):
         expected = now
         if all(c == 0 for c in ranks.codes()):
             break
-        assert killed, f"ended by itself with {ranks.codes()}: {log.read_text()[at:][-2000:]}"
+        assert killed, f"ended without a kill with {ranks.codes()}: {log.read_text()[at:][-2000:]}"
     logged = [r["step"] for r in rows(out)]
     assert logged == list(range(1, STEPS + 1)), f"a step is missing or twice in the log: {logged}"
     left = [p.name for p in out.glob("step_*") if not p.name[5:].isdigit()]
@@ -213,7 +214,7 @@ def one_run(name, out, kills, rng, launcher=Ranks, typical=3.0):
 
 
 def equal(a, b):
-    """AssertionError where the runs' newest checkpoints or losses differ in a bit."""
+    """AssertionError if the newest checkpoints of two runs or their losses differ in a bit."""
     said = []
     assert checkpoint.diff(checkpoint.steps(a)[0], checkpoint.steps(b)[0], said.append) == 0, "\n".join(said)
     for x, y in zip(rows(a), rows(b), strict=True):
@@ -229,7 +230,7 @@ def reference(name, folder):
 
 
 def drill(i, folder, name=None, launcher=Ranks, typical=3.0):
-    """Run number i -> its row of the log. Its files stay where it failed."""
+    """Run number i -> its row of the log. The files of a failed run are kept."""
     rng = random.Random(i)
     name = name or list(LAYOUTS)[i % len(LAYOUTS)]
     row = {"run": i, "layout": name, "launcher": "mpiexec" if launcher is MpiRanks else "fork"}

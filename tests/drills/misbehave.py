@@ -1,9 +1,9 @@
-"""python misbehave.py FAULT STEP [flags of train.py]: a run whose last rank does wrong at that step.
+"""python misbehave.py FAULT STEP [flags of train.py]: a run whose last rank fails at that step.
 
-    sleep     never comes back            held      the same, in C, with the interpreter's lock
-    mismatch  one collective that the others do not begin
-    raise     an exception                slow      50 ms later at every step from that one on
-    flip      one bit of one weight turns over
+    sleep     never returns                     held   the same in C, with the interpreter's lock
+    mismatch  a collective that the other ranks do not call
+    raise     an exception                      slow   50 ms more in this and every later step
+    flip      one bit of one weight changes
 """
 import ctypes
 import sys
@@ -32,8 +32,8 @@ def main(fault, at, argv):
 
     def wrong(cfg, mesh, source, first, count, device):
         seen["step"] += 1
-        me = mesh.world.rank == mesh.world.size - 1
-        if me and (seen["step"] == at or fault == "slow" and seen["step"] > at):
+        is_last = mesh.world.rank == mesh.world.size - 1
+        if is_last and (seen["step"] == at or fault == "slow" and seen["step"] > at):
             if fault == "sleep":
                 sleep_for_ever()
             elif fault == "held":

@@ -1,14 +1,13 @@
 """Real SLURM on one machine: `make slurm`. Two emulated nodes, train.py under srun, mpiexec and sbatch.
 
-    1) the packages    Debian's, installed when this is root and apt answers; else it says why not, exit 0
-    2) the cluster     munged, slurmctld, two slurmd: children of this process, in a folder of their own
+    1) the packages    Debian's, installed if this is root and apt answers; else it says why not and exits 0
+    2) the cluster     munged, slurmctld, two slurmd: children of this process, in a temporary folder
     3) srun            -N 2 -n 4 train.py tiny; -m cyclic without MPI; mpiexec inside sbatch: the same weights
     4) the time limit  sbatch scripts/generic.slurm: SIGUSR1 before the limit, save, exit 85, requeue, resume,
-                       end; its final weights are those of the same job left alone
+                       end; its final weights equal those of the same job without interruption
 
-Nothing of it needs the machine's own SLURM or munge, and neither is touched. --keep leaves the folder.
+It neither needs nor touches a SLURM or munge that the machine has. --keep leaves the folder.
 """
-import argparse
 import contextlib
 import ctypes
 import json
@@ -22,9 +21,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from config import command_line, wrong_input  # noqa: E402
+
 BIN = Path(sys.executable).parent
 PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge", "slurm-wlm-basic-plugins"]
 PROGRAMS = ["munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "squeue"]
@@ -55,19 +59,19 @@ KillWait=30
 NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000
 PartitionName=debug Nodes=n[0-1] Default=YES MaxTime=01:00:00 State=UP
-"""  # cred_expire: a requeued job waits so long before it may start (120 s by default)
+"""  # cred_expire: a requeued job waits this long before it starts (120 s by default)
 MPIEXEC = """#!/bin/bash -l
 source {venv}/bin/activate
 mpiexec -n 4 -ppn 2 python train.py {flags} --out {out}
 """
 CYCLIC = """
 import train
-launch = train.launch
-def told(*args):
+launch = train.launch.launch
+def launch_and_print(*args):
     world = launch(*args)
     print(f"rank {world.rank}: node {world.node} local rank {world.local_rank}", flush=True)
     return world
-train.launch = told
+train.launch.launch = launch_and_print
 train.main()
 """
 
@@ -77,14 +81,14 @@ def say(text):
 
 
 def lines(text, *patterns):
-    """Print the lines that match, indented: the part of an output worth quoting."""
+    """Print the lines of text that match one of the patterns, indented."""
     for line in text.splitlines():
         if any(re.search(p, line) for p in patterns):
             say(f"    {line}")
 
 
 def check(what, good, detail=""):
-    """One result; the first that fails ends the run."""
+    """Print one result; the first failure ends the run."""
     say(f"  {'ok  ' if good else 'FAIL'} {what}")
     if not good:
         raise SystemExit(f"make slurm: failed: {what}\n{detail}")
@@ -104,12 +108,13 @@ def until(what, condition, seconds):
 # 1) the packages
 
 def missing():
+    """-> the programs that are not installed."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     return [p for p in PROGRAMS if shutil.which(p, path=path) is None]
 
 
 def install():
-    """-> None when all is there, or why it cannot be."""
+    """Install what is missing -> None, or the reason why that is impossible."""
     if os.geteuid() != 0:
         return "needs root (slurmd starts processes for its users)"
     if missing():
@@ -137,6 +142,8 @@ def dies_with_parent():
 
 
 class Cluster:
+    """Two emulated nodes: the daemons, their configuration, and the commands that use them."""
+
     def __init__(self, folder):
         self.folder, self.daemons = folder, []
         for name in ("state", "spool.n0", "spool.n1"):
@@ -151,10 +158,11 @@ class Cluster:
         ours = ("SLURM", "PMI", "MPI", "OMPI", "PBS", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         self.env |= {"SLURM_CONF": str(self.conf), "VENV": str(BIN.parent),
-                     "OMP_NUM_THREADS": "1",  # either node believes that all cores are its own
+                     "OMP_NUM_THREADS": "1",  # each node counts all cores as its own
                      "PATH": os.pathsep.join([str(BIN), os.environ["PATH"], "/usr/sbin", "/sbin"])}
 
     def start(self):
+        """Start the daemons and wait for two idle nodes."""
         f, key = self.folder, self.folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(1024))
@@ -188,17 +196,18 @@ class Cluster:
         return self.run("sbatch", "--parsable", *args).stdout.strip()
 
     def job(self, number):
-        """What scontrol knows of a job -> {key: value}"""
+        """-> {key: value} that scontrol shows of a job"""
         text = self.run("scontrol", "show", "job", "-o", number, ok=False).stdout
         return dict(re.findall(r"(\w+)=(\S*)", text))
 
     def finished(self, number, seconds):
+        """Wait for the end of a job -> what job() says of it."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
         until(f"job {number} to end", lambda: self.job(number).get("JobState") in over, seconds)
         return self.job(number)
 
     def stop(self):
-        """End jobs, then daemons, the last first -> what was still there afterwards, and killed"""
+        """End the jobs, then the daemons in reverse order -> processes that were left, which it kills."""
         with contextlib.suppress(Exception):
             jobs = self.run("squeue", "-h", "-o", "%A", ok=False, seconds=10).stdout.split()
             if jobs:
@@ -213,7 +222,7 @@ class Cluster:
                 p.kill()
                 p.wait()
         left = []
-        for proc in Path("/proc").glob("[0-9]*"):  # a step's daemon, a rank: its environment says so
+        for proc in Path("/proc").glob("[0-9]*"):  # step daemons and ranks: they have our SLURM_CONF
             with contextlib.suppress(OSError):
                 if f"SLURM_CONF={self.conf}".encode() in (proc / "environ").read_bytes():
                     left.append((int(proc.name), (proc / "cmdline").read_bytes().decode().replace("\0", " ")))
@@ -225,12 +234,14 @@ class Cluster:
 # 3), 4) what runs on it
 
 def rows(out):
+    """-> the rows of a run's metrics.jsonl so far"""
     with contextlib.suppress(OSError, ValueError):
         return [json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines()]
     return []
 
 
-def same(cluster, a, b):
+def same_weights(cluster, a, b):
+    """Check that two runs ended with equal checkpoints."""
     done = cluster.run("python", "checkpoint.py", "diff", a, b, ok=False)
     lines(done.stdout, ".")
     check(f"{a.name} and {b.name}: the same weights and moments, bit for bit", done.returncode == 0,
@@ -238,7 +249,8 @@ def same(cluster, a, b):
 
 
 def launchers(cluster, flags):
-    """srun in block and cyclic order, with and without MPI; mpiexec in a batch script. -> ms per step"""
+    """Start train.py by srun in block and cyclic order, with and without MPI, and by mpiexec in a batch
+    script -> ms per step"""
     say("srun -N 2 -n 4 python train.py tiny: MPI's ranks through pmi2")
     block, cyclic, hydra = (cluster.folder / name for name in ("block", "cyclic", "mpiexec"))
     done = cluster.run("srun", "-N", 2, "-n", 4, "python", "train.py", *flags, "--out", block)
@@ -253,7 +265,7 @@ def launchers(cluster, flags):
     places = sorted(re.findall(r"rank (\d): node (\d) local rank (\d)", done.stdout))
     check("every rank has its node's next device",
           [p[1:] for p in places] == [("0", "0"), ("1", "0"), ("0", "1"), ("1", "1")], done.stdout)
-    same(cluster, block, cyclic)
+    same_weights(cluster, block, cyclic)
     say("mpiexec -n 4 -ppn 2 inside sbatch")
     script = cluster.folder / "mpiexec.sh"
     script.write_text(MPIEXEC.format(venv=BIN.parent, flags=" ".join(map(str, flags)), out=hydra))
@@ -261,35 +273,35 @@ def launchers(cluster, flags):
     job = cluster.finished(number, 400)
     text = (cluster.folder / "mpiexec.out").read_text()
     lines(text, r"^\[node", "^done")
-    check("all ranks are of one world", job["JobState"] == "COMPLETED" and
+    check("all ranks are in one world", job["JobState"] == "COMPLETED" and
           text.count("hydra: 2 of 4 ranks here") == 2, f"{job['JobState']}\n{text}")
-    same(cluster, block, hydra)
+    same_weights(cluster, block, hydra)
     return min(r["ms"] for r in rows(block)[1:])
 
 
 def requeued(cluster, flags, steps):
-    """scripts/generic.slurm left alone, and interrupted by its time limit."""
-    began_with, flags = flags, [*flags, "--steps", steps, "--log-every", 5]
+    """Run scripts/generic.slurm without interruption, and interrupted by its time limit."""
+    run_flags, flags = flags, [*flags, "--steps", steps, "--log-every", 5]
     script = ["scripts/generic.slurm"]  # as it is: 2 nodes of 2 ranks, --signal, --requeue
     alone, cut = (cluster.folder / f"{name}-{steps}" for name in ("alone", "requeued"))
-    say(f"sbatch scripts/generic.slurm tiny --steps {steps}: left alone")
+    say(f"sbatch scripts/generic.slurm tiny --steps {steps}, not interrupted")
     job = cluster.finished(cluster.batch("-o", f"{alone}.out", *script, *flags, "--out", alone), 300)
     lines(Path(f"{alone}.out").read_text(), "^started", "^done")
     check("completed", (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"),
           f"{job}\n{Path(f'{alone}.out').read_text()}")
-    say("the same job; after 5 steps its time limit is set to now and a minute")
+    say("the same job; after 5 steps its time limit becomes a minute from now")
     number = cluster.batch("-o", f"{cut}.out", *script, *flags, "--out", cut)
     until("step 5", lambda: rows(cut)[-1:] and rows(cut)[-1]["step"] >= 5, 120)
     hours, minutes, seconds = map(int, cluster.job(number)["RunTime"].split(":"))
-    # at its next look, 0 to 30 s from now, slurm finds less than --signal's 120 s left
+    # slurm checks within 30 s, and finds less than the 120 s of --signal left
     limit = hours * 60 + minutes + (1 if seconds < 25 else 2)
     cluster.run("scontrol", "update", f"JobId={number}", f"TimeLimit={limit}")
     began = time.monotonic()
     until("the requeued job", lambda: cluster.job(number)["Restarts"] != "0" or
           cluster.job(number)["JobState"] == "COMPLETED", 120)
-    if cluster.job(number)["Restarts"] == "0":  # the machine has become faster
-        say("    it ended before slurm looked: the same with twice the steps")
-        return requeued(cluster, began_with, 2 * steps)
+    if cluster.job(number)["Restarts"] == "0":  # the steps were faster than before
+        say("    it ended before slurm checked the limit: repeat with twice the steps")
+        return requeued(cluster, run_flags, 2 * steps)
     say(f"    time limit {limit} min; back in the queue {time.monotonic() - began:.0f} s later")
     cluster.run("scontrol", "update", f"JobId={number}", "TimeLimit=30")
     job = cluster.finished(number, 300)
@@ -298,22 +310,27 @@ def requeued(cluster, flags, steps):
     check(f"stopped by SIGUSR1, requeued {job['Restarts']} time(s), resumed, completed",
           job["JobState"] == "COMPLETED" and job["Restarts"] != "0" and "stopped by SIGUSR1" in text and
           "resumed" in text, f"{job}\n{text}")
-    same(cluster, alone, cut)
+    same_weights(cluster, alone, cut)
     numbers, every = ([r["step"] for r in rows(out)] for out in (cut, alone))  # a start logs its first step
     check("its metrics have every row, once", numbers == sorted({*numbers, *every}), f"{numbers}")
 
 
-def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--keep", action="store_true", help="leave the folder with logs and runs")
-    args = p.parse_args()
+@dataclass(frozen=True)
+class Flags:
+    keep: bool = False  # leave the folder with logs and runs
+
+
+def main(argv=None):
+    with wrong_input():
+        flags = command_line(Flags, sys.argv[1:] if argv is None else argv, "cluster.py",
+                             "Run train.py on a real SLURM of two emulated nodes on this machine.")
     began = time.monotonic()
     why = install()
     if why:
         say(f"make slurm: NOT RUN: {why}")
         return
     folder = Path(tempfile.mkdtemp(prefix="nanoshard-slurm-"))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what follows below is done
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the finally below
     cluster = Cluster(folder)
     try:
         cluster.start()
@@ -322,9 +339,9 @@ def main():
         text = folder / "text.txt"
         text.write_text("".join(p.read_text() for p in sorted(ROOT.glob("*.py"))))
         cluster.run("python", "prepare.py", text, "--name", "toy", "--tokenizer", "char", "--out", folder)
-        flags = ["tiny", "--data", folder / "toy", "--seq-len=64", "--eval-every=0", "--no-plot"]
-        ms = launchers(cluster, [*flags, "--steps=20", "--log-every=5", "--save-every=20"])
-        requeued(cluster, flags, math.ceil(48_000 / ms))  # outlasts slurm's look at the limits, every 30 s
+        run_flags = ["tiny", "--data", folder / "toy", "--seq-len=64", "--eval-every=0", "--no-plot"]
+        ms = launchers(cluster, [*run_flags, "--steps=20", "--log-every=5", "--save-every=20"])
+        requeued(cluster, run_flags, math.ceil(48_000 / ms))  # slurm checks limits every 30 s
         say(f"make slurm: all passed in {time.monotonic() - began:.0f} s")
     except SystemExit:
         for log in ("slurmctld.log", "slurmd.n0.log", "daemons.log"):
@@ -335,7 +352,7 @@ def main():
         left = cluster.stop()
         if left:
             say(f"make slurm: killed what SLURM had left: {left}")
-        if not args.keep:
+        if not flags.keep:
             shutil.rmtree(folder, ignore_errors=True)
 
 

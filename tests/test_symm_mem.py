@@ -1,0 +1,257 @@
+"""Experts over ep through symmetric memory (fast/symm_mem.py) beside all_to_all, ZeRO-1 by copies between
+GPUs (fast/peer.py) beside gloo, and the size of the experts' buffers (fast.graph.BufferSizer).
+
+The ranks' buffers are shared memory here (shared.py), so a missing barrier is really missing.
+"""
+import contextlib
+import dataclasses
+import functools
+from types import SimpleNamespace as Some
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from pool import run_ranks
+from runs import TINY as RUN
+from runs import session
+from shared import SharedBuffer
+from test_moe import TINY, as_on_a_gpu, on_ranks, owned
+
+import moe
+import train
+from config import Config
+from corpus.shards import Synthetic, micro_batches
+from fast import choose, graph, peer, symm_mem
+from fast.graph import BufferSizer, GraphedStep
+from fast.peer import PeerComm
+from ops.flat import BUCKET_ELEMENTS
+from optim import Optimizer
+from parallel import Axis, DataParallel, make_mesh
+
+
+def through_symmetric_memory(world, *args):
+    with as_on_a_gpu(), mock.patch.object(moe.AllToAll, "plan", None), \
+            mock.patch.object(moe.Capacity, "plan", None), \
+            mock.patch.object(symm_mem, "SymmetricBuffer", SharedBuffer):
+        return on_ranks(world, *args)
+
+
+@pytest.mark.parametrize("flags", [dict(top_k=1), dict(top_k=2, mlp="gelu"), dict(capacity_factor=0.5)],
+                         ids=["swiglu", "gelu", "capacity"])
+@pytest.mark.parametrize("kind, slack", [("plain", 2.0), ("skewed", 4.0)])
+def test_symmetric_memory_gives_the_results_of_one_rank(kind, slack, flags):
+    """Static shapes over ep, with garbage in every row that nobody wrote."""
+    want = run_ranks(4, on_ranks, 1, flags, kind)
+    for ep in (2, 4):
+        got = run_ranks(4, through_symmetric_memory, ep, flags, kind, slack)
+        for (mine, _), (theirs, _) in zip(got, want, strict=True):
+            for name, a in mine.items():
+                np.testing.assert_allclose(a, theirs[name], rtol=0, atol=1e-11, err_msg=name)
+
+
+# -----------------------------------------------------------------------------
+# whole steps
+
+def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=False,
+                bucket_elements=BUCKET_ELEMENTS):
+    """Three training steps. slack 0: the plain step. Otherwise a GraphedStep, which captures nothing up to
+    graph.WARMUP_STEPS steps, with --ep-slack `slack`. peer_copies: gradients and weights by PeerComm.
+    -> StepStats of each step, the shards of this rank, how many steps were done again, the sizer's slack"""
+    cfg, device = Config(**flags), torch.device("cpu")
+    if slack:
+        cfg = dataclasses.replace(cfg, ep_slack=slack)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
+    source, stats, sizer = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), [], None
+    with contextlib.ExitStack() as stack:
+        def patch(*args):
+            stack.enter_context(mock.patch.object(*args))
+        patch(train, "DataParallel", functools.partial(DataParallel, bucket_elements=bucket_elements))
+        for module in (symm_mem, peer):
+            patch(module, "SymmetricBuffer", SharedBuffer)
+        if slack:
+            patch(choose, "static_shapes", lambda *_: True)
+        choice = choose.choose(cfg, mesh, device)
+        assert choice.graph == bool(slack) and not choice.peer_copies and not choice.single_microbatch
+        choice = choice._replace(peer_copies=peer_copies, single_microbatch=peer_copies)
+        model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, device, choice=choice)
+        assert all(isinstance(bucket.comm, PeerComm) == peer_copies for bucket in dp.buckets)
+        step = graph.make_step(train.Step(cfg, model, dp, opt), choice)
+        if slack:
+            assert isinstance(step, GraphedStep) and len(step.at_once) == peer_copies
+            sizer = step.sizer
+        if sizer:  # use the buffers from the first step on
+            sizer.interval, sizer.steps, sizer.slack = 2, 0, sizer.limit
+        stack.enter_context(mock.patch.multiple(SharedBuffer, delay=delay, without=without))
+        for number in range(1, 4):
+            batches = micro_batches(cfg, mesh, source, (number - 1) * 8, 8, device)
+            stats.append(torch.stack(step(batches, number)[0]).tolist())
+        model.wait_for_weights(model)
+    return stats, owned(dp, opt), sizer and sizer.n_retries, sizer and sizer.slack
+
+
+def assert_equal_steps(got, want):
+    """Statistics and shards of three_steps() on every rank."""
+    for (stats, mine, *_), (expected, theirs, *_) in zip(got, want, strict=True):
+        np.testing.assert_allclose(stats, expected, rtol=1e-10)
+        for (name, a, *_), (_, b, *_) in zip(mine["pieces"], theirs["pieces"], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+def steps_are_equal(got, want):
+    try:
+        assert_equal_steps(got, want)
+    except AssertionError:
+        return False
+    return True
+
+
+def capacity_steps(world, flags):
+    operations = []
+    with as_on_a_gpu(), mock.patch.object(choose, "grouped_mm_possible", lambda *_: True), \
+            mock.patch.object(SharedBuffer, "sleep", lambda self: operations.append(1)):
+        return *three_steps(world, flags, 1.0), len(operations)
+
+
+@pytest.mark.parametrize("layout", [dict(ep=4), dict(ep=2, tp=2, zero=1)], ids=str)
+def test_a_capacity_through_symmetric_memory(layout):
+    flags = dict(TINY, capacity_factor=0.75, top_k=2, **layout)
+    want = run_ranks(4, three_steps, flags)
+    got = run_ranks(4, capacity_steps, flags)
+    assert all(operations > 0 for *_, operations in got)
+    assert_equal_steps(got, want)
+
+
+@pytest.mark.parametrize("layout", [dict(ep=4), dict(ep=2, zero=1), dict(ep=2, tp=2, zero=1)], ids=str)
+def test_a_step_whose_buffers_overflowed_is_done_again(layout):
+    flags = dict(TINY, **layout)
+    want = run_ranks(4, three_steps, flags)
+    for slack, retried in ((1.0, True), (float(layout["ep"]), False)):
+        got = run_ranks(4, three_steps, flags, slack)
+        assert len({chosen for *_, chosen in got}) == 1  # the same on all ranks
+        for *_, n_retries, chosen in got:
+            assert (n_retries > 0) == retried and 0 <= chosen <= layout["ep"]
+        assert_equal_steps(got, want)
+
+
+@pytest.mark.parametrize("without", ["", "forward", "backward", "publish"])
+def test_a_late_rank_is_waited_for(without):
+    """One rank sleeps 5 ms before each operation. Without one of the barriers the results are wrong, or NaN,
+    for which the step is done again."""
+    flags = dict(TINY, ep=2, top_k=1)
+    want = run_ranks(2, three_steps, flags)
+    got = run_ranks(2, three_steps, flags, 2.0, 0.005, without)
+    right = steps_are_equal(got, want) and not any(n_retries for *_, n_retries, _ in got)
+    assert right == (not without)
+
+
+def test_buffers_follow_the_rows_that_are_needed():
+    """100 copies of a rank: what the fullest rank needed and a tenth more, none above the limit."""
+    layer = Some(dispatcher=Some(rows_needed=torch.zeros((), dtype=torch.int64)))
+    cfg, one = Some(micro_batch=1, seq_len=100, top_k=1), Axis("one")
+    with mock.patch.object(graph, "moe_layers", lambda model: {0: layer}), \
+            mock.patch.object(graph, "allocate"):
+        sizer = BufferSizer(Some(cfg=cfg, mesh=Some(world=one, tp=one, ep=Some(size=4))), 2.5, interval=2)
+
+    def after(*needs, overflowed=False):
+        for needed in needs:
+            sizer.rows_needed.fill_(max(needed, sizer.rows_needed.item()))
+            changed = sizer.resize(overflowed)
+        return changed, round(sizer.slack, 3)
+    assert sizer.slack == 0 and after(200) == (True, 2.2)  # the first step tells
+    assert after(100) == (False, 2.2)  # after that only every second step
+    assert after(150) == (True, 1.65)  # the larger of both
+    assert after(100, 140) == (False, 1.65)  # 1.54 is not worth a new capture
+    assert after(170, overflowed=True) == (True, 2.244)  # a fifth more than 1.87: the need grows
+    assert after(225, overflowed=True) == (True, 2.5)
+    assert after(230, overflowed=True) == (True, 0.0)  # 2.53 is over the limit
+    assert after(300, 240) == (False, 0.0)
+    assert after(100, 100) == (True, 1.1)
+    assert after(10, 10) == (False, 1.1)
+
+
+# -----------------------------------------------------------------------------
+# ZeRO-1 by copies between GPUs
+
+def peer_steps(world, flags, slack=0.0, delay=0.0, without=""):
+    """three_steps(), gradients and weights of many small buckets carried by PeerComm; the last rank is late
+    in every update."""
+    def late(self, *args):
+        SharedBuffer.sleep(Some(axis=self.dp.mesh.world, delay=SharedBuffer.delay))
+        return step(self, *args)
+    step = Optimizer.step
+    with mock.patch.object(Optimizer, "step", late):
+        return three_steps(world, flags, slack, delay, without, peer_copies=True, bucket_elements=300)
+
+
+def gloo_steps(world, flags):
+    return three_steps(world, flags, bucket_elements=300)
+
+
+@pytest.mark.parametrize("layout", [dict(), dict(tp=2), dict(ep=2)], ids=str)
+def test_gradients_and_weights_by_copies_between_gpus(layout):
+    """Without a graph (slack 0) each bucket's weights set out when it is stepped; with one only the
+    embedding's do. At slack 1.0 a step of experts is done again."""
+    flags = dict(TINY, zero=1, micro_batch=2 * layout.get("tp", 1), **layout)
+    want = run_ranks(4, gloo_steps, flags)
+    for slack in (0.0, 1.0, 4.0) if "ep" in layout else (0.0, 1.0):
+        got = run_ranks(4, peer_steps, flags, slack)
+        for *_, n_retries, _ in got:
+            assert bool(n_retries) == (slack == 1.0 and "ep" in layout)
+        assert_equal_steps(got, want)
+
+
+@pytest.mark.parametrize("without", ["", "start_reduce", "start_gather"])
+def test_a_rank_whose_gradients_are_late_is_waited_for(without):
+    flags = dict(TINY, zero=1, micro_batch=4)
+    want = run_ranks(2, gloo_steps, flags)
+    got = run_ranks(2, peer_steps, flags, 0.0, 0.005, without)
+    assert steps_are_equal(got, want) == (not without)
+
+
+# -----------------------------------------------------------------------------
+# which GPUs reach each other's memory
+
+def unreachable_session(world, argv):
+    with mock.patch.object(choose, "static_shapes", lambda *_: True):
+        return session(world, argv)
+
+
+def test_gpus_that_do_not_reach_each_other_are_named(tmp_path):
+    """A CPU has no symmetric memory either: one line, exit code 2."""
+    argv = [*RUN, "--n-experts=4", "--top-k=1", "--ep=2", f"--out={tmp_path}", "--steps=2"]
+    results = run_ranks(2, unreachable_session, argv)
+    assert [r["code"] for r in results] == [2, 2]
+    said = results[0]["err"].splitlines()
+    assert len(said) == 1 and "cannot reach each other's memory" in said[0]
+    assert "--no-cuda-graph --zero 0" in said[0]
+
+
+def reach_on_hosts(world, names):
+    with mock.patch.object(choose.socket, "gethostname", lambda: names[world.rank]):
+        mesh = make_mesh(world, ep=2)
+        return choose.peer_access(mesh, mesh.ep, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("names, answer", [("aaaa", True), ("aabb", True), ("aaab", False), ("abab", False)])
+def test_all_ranks_know_whether_any_group_spans_two_hosts(names, answer):
+    assert run_ranks(4, reach_on_hosts, names) == [answer] * 4
+
+
+def reach_on_gpus(world, gpus, access, broken):
+    def allocate(*_):
+        if world.rank == broken:
+            raise ValueError("no peer access")
+    mesh = make_mesh(world, ep=2)
+    with mock.patch.multiple(torch.cuda, device_count=lambda: 4, can_device_access_peer=lambda *_: access), \
+            mock.patch.object(symm_mem, "SymmetricBuffer", allocate):
+        return choose.peer_access(mesh, mesh.ep, torch.device("cuda", gpus[world.rank]))
+
+
+@pytest.mark.parametrize("gpus, access, broken, answer", [
+    ((0, 1, 2, 3), True, None, True), ((0, 1, 0, 1), True, None, True), ((0, 0, 1, 1), True, None, False),
+    ((0, 1, 2, 3), False, None, False), ((0, 1, 2, 3), True, 2, False), ((0, 5, 2, 3), True, None, False)])
+def test_all_ranks_know_whether_gpus_reach_each_other(gpus, access, broken, answer):
+    """Two processes of one GPU, GPUs without peer access, a GPU that another process does not see, an
+    allocation that fails."""
+    assert run_ranks(4, reach_on_gpus, gpus, access, broken) == [answer] * 4
