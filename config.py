@@ -315,8 +315,7 @@ def check(cfg):
 
 
 def check_ranks(n, tp, pp, ep, n_experts=0):
-    """n ranks as a mesh -> dp. ValueError: they do not divide. n_experts: for a hint that divides them
-    too."""
+    """n ranks as a mesh -> dp. ValueError: they do not divide. n_experts: for a hint that divides it, too."""
     if n % (tp * pp):
         fit = max(t for t in range(1, tp + 1) if n % (t * pp) == 0) if n % pp == 0 else 0
         hint = f"try --tp {fit}" if fit else f"start a multiple of {tp * pp} ranks"

@@ -1,16 +1,16 @@
 """One GPT, two families by flags: GPT-2 (LayerNorm, GELU, learned positions, bias, tied) and Llama-like
 (RMSNorm, SwiGLU, RoPE, grouped-query attention, untied).
 
-Legend for the whole repository. Upper case is the model's, lower case is this rank's share of it:
+Legend for the whole repository. Upper case is the whole model's, lower case this rank's share; N and R are
+this rank's, too:
     B T C  sequences in a micro-batch, tokens in a sequence, width
     n      token rows that this rank keeps between the blocks, B*T/tp
-    H D    query heads, head dim        h = H/tp     G g  key/value heads, this rank's
+    H D    query heads, head dim        h = H/tp     G g  key/value heads, g of them on this rank
     F      hidden width of the MLP      f = F/tp
     V L    vocabulary (padded), layers  v = V/tp
     E K    experts, top-k               e = E/ep     N = n*K routed copies, R the copies this rank received
-Between the blocks the tokens lie flat, (n, C): n = B*T on one rank, and each of tp ranks keeps an equal run
-of rows. Every primitive of parallel.py is the identity when its axis has one rank, so nothing here asks
-"if tp > 1".
+Between the blocks the tokens lie flat, (n, C): n = B*T on one rank, and each of tp ranks holds n contiguous
+rows. parallel.py's primitives are the identity on an axis of one rank; only the vocabulary asks for its size.
 """
 import hashlib
 import math
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from config import pad_vocab
 from moe import MoE, plain_dispatcher
-from ops.activations import gelu, swiglu
+from ops.activations import ACTIVATIONS
 from ops.cross_entropy import LinearCrossEntropy
 from parallel import MAX, gather_rows, parameter, scatter_rows
 
@@ -80,7 +80,7 @@ def rope_cache(T, D, base, device):
 
 
 def rotate(x, cos, sin):
-    """Turn each pair (x_i, x_{i+D/2}) by its position's angle: (B, T, h, D) -> same."""
+    """Turn each pair (x_i, x_{i+D/2}) by its position's angle: (B, T, heads, D) -> same."""
     a, b = x.chunk(2, dim=-1)  # (B, T, h, D/2) each
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (T, 1, D/2)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
@@ -91,7 +91,7 @@ def fused_linear(x, layers):
     rows of its weight to use or None for all)]. Concatenating the weights costs their bytes, a fraction of
     what reading x once more would."""
     def rows_of(p, rows):
-        return p if rows is None else p[rows]  # a slice of all rows would cost its gradient a zeroed copy
+        return p if rows is None else p[rows]  # backward of p[:] would fill and copy a full-size zero tensor
     weight = torch.cat([rows_of(layer.weight, rows) for layer, rows in layers])
     bias = None
     if layers[0][0].bias is not None:
@@ -100,10 +100,8 @@ def fused_linear(x, layers):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; query heads and key/value heads are split over tp. Where tp exceeds the number
-    of key/value heads, their weights are replicated and each rank uses the one head that its queries belong
-    to.
-    """
+    """Causal self-attention; query and key/value heads are split over tp. Where tp exceeds the number of
+    key/value heads, their weights are replicated and each rank uses the head of its queries."""
 
     def __init__(self, cfg, mesh):
         super().__init__()
@@ -112,7 +110,7 @@ class Attention(nn.Module):
         G, width = cfg.n_kv_head, cfg.n_kv_head * self.D
         shard_kv = G % mesh.tp.size == 0
         self.g = G // mesh.tp.size if shard_kv else 1
-        first = mesh.tp.rank * G // mesh.tp.size * self.D  # row of this rank's one head among the replicated
+        first = mesh.tp.rank * G // mesh.tp.size * self.D  # row of this rank's head in the replicated wk, wv
         self.kv_rows = None if shard_kv else slice(first, first + self.D)
         self.wq = ColumnLinear(cfg.n_embd, cfg.n_embd, cfg.bias, mesh)
         self.wk = ColumnLinear(cfg.n_embd, width, cfg.bias, mesh, shard=shard_kv)
@@ -128,10 +126,11 @@ class Attention(nn.Module):
             q, k = rotate(qk, cos, sin).split([self.h, self.g], dim=2)
         else:
             q, k, v = x.split([self.h, self.g, self.g], dim=2)  # (B, T, h, D), twice (B, T, g, D)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, h, T, D), ...: views, memory stays by token
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # views (B, h, T, D), ...: no copy
         if cache is not None:
             k, v = cache.append(self, k, v)  # (B, g, positions so far, D)
-        dropout, causal = self.dropout if self.training else 0.0, cache is None or T > 1
+        causal = cache is None or T > 1  # one new token sees the whole cache; several come with an empty one
+        dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=self.h != self.g,
                                            dropout_p=dropout)  # (B, h, T, D)
         return self.wo(y.transpose(1, 2).reshape(-1, self.h * self.D))  # (B*T, h*D) -> (n, C)
@@ -145,13 +144,13 @@ class MLP(nn.Module):
         self.tp = mesh.tp
         self.w1 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh)
         self.w3 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh) if cfg.mlp == "swiglu" else None
+        self.act = ACTIVATIONS[cfg.mlp]
         self.w2 = RowLinear(hidden, cfg.n_embd, cfg.bias, mesh)
 
     def forward(self, x):  # (n, C) -> (n, C)
         x = gather_rows(x, self.tp)  # (B*T, C)
-        if self.w3 is None:
-            return self.w2(gelu(self.w1(x)))
-        return self.w2(swiglu(fused_linear(x, [(self.w1, None), (self.w3, None)])))  # (B*T, 2f) -> (B*T, f)
+        h = self.w1(x) if self.w3 is None else fused_linear(x, [(self.w1, None), (self.w3, None)])
+        return self.w2(self.act(h))  # (B*T, f or 2f) -> (B*T, f)
 
 
 class Block(nn.Module):
@@ -169,8 +168,7 @@ class Block(nn.Module):
         self.dropout, self.recompute_all = cfg.dropout, cfg.recompute == "full"
 
     def forward(self, x, T, cos, sin, cache=None):
-        """x (n, C) -> (n, C), and this rank's part of the experts' balancing losses (), None without
-        experts"""
+        """x (n, C) -> (n, C), this rank's part of the experts' balancing losses (), or None"""
         if self.moe is None:
             return self.recompute(self.dense_block, x, T, cos, sin, cache), None
         x, normed = self.recompute(self.attention_half, x, T, cos, sin, cache)
@@ -232,7 +230,7 @@ def vocab_cross_entropy(logits, target, vocab_size, axis):
     every tp rank."""
     low = axis.rank * logits.size(1)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))  # at least fp32
-    if low + z.size(1) > vocab_size:  # padding rows are no words: they take no probability
+    if low + z.size(1) > vocab_size:  # padding columns are no tokens: they take no probability
         pad = torch.arange(low, low + z.size(1), device=z.device) >= vocab_size
         z = z.masked_fill(pad, -torch.inf)
     if axis.size == 1:
@@ -249,7 +247,7 @@ class Weight(nn.Module):
 
 
 class GPT(nn.Module):
-    """This rank's part of the model: layers first..last-1 of its stage, the 1/tp share of each of them.
+    """This rank's part of the model: layers (first, end) of its stage, the 1/tp share of each of them.
     dispatcher(cfg, mesh) makes each expert layer's token dispatcher."""
 
     def __init__(self, cfg, mesh, vocab_size, layers=None, dispatcher=plain_dispatcher):
@@ -259,10 +257,10 @@ class GPT(nn.Module):
         self.is_first, self.is_last = first == 0, last == cfg.n_layer
         V, C = pad_vocab(vocab_size), cfg.n_embd
         # a tied head is the embedding; under pp the last stage keeps a copy, reduced with the first stage's
-        tied_copy = cfg.tied and self.is_first != self.is_last
+        reduce = "tied" if cfg.tied and self.is_first != self.is_last else None
         self.wte = self.wpe = self.norm = self.head = None
         if self.is_first or cfg.tied and self.is_last:
-            self.wte = Weight((V, C), mesh, tp_dim=0, used=vocab_size, reduce="tied" if tied_copy else None)
+            self.wte = Weight((V, C), mesh, tp_dim=0, used=vocab_size, reduce=reduce)
         if self.is_first and cfg.pos == "learned":
             self.wpe = Weight((cfg.seq_len, C), mesh)
         self.blocks = nn.ModuleDict({str(i): Block(cfg, mesh, dispatcher) for i in range(first, last)})
@@ -270,7 +268,7 @@ class GPT(nn.Module):
             self.norm = Norm(cfg, mesh)
             self.head = None if cfg.tied else Weight((V, C), mesh, tp_dim=0, used=vocab_size)
         self.rope = None
-        self.wait_for_weights = lambda module: None  # ZeRO-1 waits here for the weights of a module
+        self.wait_for_weights = lambda module: None  # DataParallel puts ZeRO-1's wait here
 
     def _positions(self, start, T, like):
         """cos, sin of positions start..start+T-1: (T, D/2) each."""
@@ -310,8 +308,7 @@ class GPT(nn.Module):
             return logits, aux
         return vocab_cross_entropy(logits, targets.reshape(-1), self.vocab_size, self.mesh.tp), aux
 
-    def _embed(self, tokens, start):
-        """tokens (B, T) at positions from start on -> (n, C)"""
+    def _embed(self, tokens, start):  # (B, T) at positions from start on -> (n, C)
         T = tokens.size(1)
         self.wait_for_weights(self.wte)
         x = vocab_embedding(tokens.reshape(-1), self.wte.weight, self.mesh.tp)  # (n, C)
@@ -320,7 +317,7 @@ class GPT(nn.Module):
             n, pos = x.size(0), self.wpe.weight[start:start + T]  # (T, C)
             if n % T == 0:
                 x = (x.view(-1, *pos.shape) + pos).view(n, -1)
-            else:  # this rank's run of rows begins or ends inside a sequence
+            else:  # this rank's rows start inside a sequence
                 first = self.mesh.tp.rank * n
                 x = x + F.embedding(torch.arange(first, first + n, device=tokens.device) % T, pos)
         return F.dropout(x, self.cfg.dropout, self.training)

@@ -10,12 +10,12 @@ rank i // e. Four ranks, ep 4, four experts, K = 1; a letter is the expert that 
     rank 3   [a c d d]                   [a|.|c|d d]     ------------>   [d dd . dd]  expert d
 and the same way back, after which each row stands where it came from.
 
-    Router            scores, top-k, gates; the balancing losses
+    Router            one logit per expert
     token dispatcher  plan: who goes where; dispatch: rows to their experts; combine: back, times their gates
         Local         one rank holds all experts: a sort and a gather
         AllToAll      dropless over ep ranks: blocks as long as they are, uneven all_to_all
         Capacity      every expert takes the same number of rows, the rest is dropped: even all_to_all, bmm
-    MoE               router, dispatcher and the experts' matrices, in the place of a block's MLP
+    MoE               top-k, gates, balancing losses; the experts' matrices; in the place of a block's MLP
 fast/symm_mem.py has the dispatchers that write rows directly into other GPUs' memory.
 """
 import math
@@ -25,7 +25,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ops.activations import gelu
+from ops.activations import ACTIVATIONS
 from ops.grouped_mm import SwiGLUExperts, grouped_mm, use_grouped_mm
 from ops.permute import Permute, Unpermute, assign_capacity_slots, invert_permutation, sort_by_expert
 from parallel import all_to_all, parameter
@@ -37,13 +37,13 @@ from parallel import all_to_all, parameter
 class Dispatcher:
     """One per MoE layer; its plan is made once per micro-batch and never recomputed in backward.
         plan(ids, p)         experts ids (n, K), gates p (n, K) -> who goes where
-        dispatch(x, plan)    rows x (n, C) -> (R, C), by expert, on the ranks where the experts live
-        combine(y, p, plan)  the experts' results (R, C) -> (n, C): back home, the sum of gate * result"""
+        dispatch(x, plan)    rows x (n, C) -> (R, C), by expert, on their ranks; Capacity: (e, rows, C)
+        combine(y, p, plan)  the experts' results, likewise -> (n, C): back home, the sum of gate * result"""
 
     def __init__(self, cfg, mesh):
         self.cfg, self.ep = cfg, mesh.ep
         self.E, self.K, self.e = cfg.n_experts, cfg.top_k, cfg.n_experts // mesh.ep.size
-        # of the step so far, on the device so that nothing waits for the host
+        # of the step so far; on the device, so that the host need not wait for it
         self.n_dropped = torch.zeros((), dtype=torch.float64)
         self.rows_needed = torch.zeros((), dtype=torch.int64)  # the most rows that came here in a micro-batch
 
@@ -52,7 +52,7 @@ class Dispatcher:
         self.rows_needed.zero_()
 
     def output_buffer(self):
-        """Where the experts shall write their results (at least R, C), or None for memory of their own."""
+        """The tensor that receives the experts' results (at least R, C), or None to allocate one."""
         return None
 
 
@@ -81,26 +81,27 @@ class AllToAllPlan(NamedTuple):
     inv_perm: torch.Tensor   # (N,)
     send: list               # rows from here to each ep rank
     receive: list            # rows from each ep rank to here; R is their sum
-    by_expert: torch.Tensor  # (R,) received rows, which stand by sender -> by expert
-    by_sender: torch.Tensor  # (R,) and back
+    by_expert: torch.Tensor  # (R,) permutation: received rows, which stand by sender -> by expert
+    by_sender: torch.Tensor  # (R,) its inverse
     offs: torch.Tensor       # (e,)
 
 
 class AllToAll(Dispatcher):
-    """Dropless over ep ranks: the host must know how many rows go where, so each layer waits for the GPU."""
+    """Dropless over ep ranks: the host must know the row counts, so it waits for the GPU in each layer."""
 
     def plan(self, ids, p):
         ep, e = self.ep, self.e
         perm, inv_perm, counts = sort_by_expert(ids.flatten(), self.E)
-        theirs = ep.all_to_all(counts).view(ep.size, e)  # E counts to their owners, over ep
-        torch.maximum(self.rows_needed, theirs.sum(), out=self.rows_needed)
-        splits = torch.stack([counts.view(ep.size, e).sum(1), theirs.sum(1)])
+        # (ep, e) rows from each sender for each of this rank's experts: E counts to their owners, over ep
+        received = ep.all_to_all(counts).view(ep.size, e)
+        torch.maximum(self.rows_needed, received.sum(), out=self.rows_needed)
+        splits = torch.stack([counts.view(ep.size, e).sum(1), received.sum(1)])
         send, receive = splits.tolist()  # sync point, the only one
         local = torch.arange(e, device=perm.device).repeat(ep.size)  # rows come by sender, then by expert
-        expert = local.repeat_interleave(theirs.flatten(), output_size=sum(receive))  # (R,)
+        expert = local.repeat_interleave(received.flatten(), output_size=sum(receive))  # (R,)
         by_expert = expert.argsort(stable=True)
         return AllToAllPlan(perm, inv_perm, send, receive, by_expert, invert_permutation(by_expert),
-                            theirs.sum(0).cumsum(0))
+                            received.sum(0).cumsum(0))
 
     def dispatch(self, x, plan):
         x = Permute.apply(x, plan.perm, plan.inv_perm, self.K, False)  # (N, C), by expert
@@ -116,12 +117,12 @@ class AllToAll(Dispatcher):
 class CapacityPlan(NamedTuple):
     perm: torch.Tensor      # (E*capacity,) the copy in each slot, N where the slot is empty
     inv_perm: torch.Tensor  # (N,) the slot of each copy, E*capacity where the copy was dropped
-    offs = None             # every expert has as many rows as every other
+    offs = None             # of the class, no field: every expert has the same number of rows
 
 
 class Capacity(Dispatcher):
     """Each expert takes at most `capacity` copies from this rank, chosen among the rank's own rows: tp and
-    micro-batch change who is dropped, as in Megatron-LM. Shapes are static, messages are even."""
+    micro-batch decide which rows are dropped, as in Megatron-LM. Shapes are static, messages are even."""
 
     def plan(self, ids, p):
         perm, inv_perm, _ = self.assign(ids, p)
@@ -163,13 +164,18 @@ def plain_dispatcher(cfg, mesh):
 # -----------------------------------------------------------------------------
 
 class Router(nn.Module):
-    """One score per expert; the bias only steers the choice (loss-free balancing, arXiv:2408.15664)."""
+    """Its parameters: one row of weights per expert, and the bias, which only affects the choice (loss-free
+    balancing, arXiv:2408.15664). MoE.route computes the scores."""
 
     def __init__(self, cfg, mesh):
         super().__init__()
         self.weight = parameter((cfg.n_experts, cfg.n_embd), mesh)
         steers = cfg.router == "sigmoid" and cfg.router_bias_rate > 0
         self.register_buffer("bias", torch.zeros(cfg.n_experts, dtype=torch.float32) if steers else None)
+
+    def forward(self, x):
+        """x (n, C), in at least fp32 -> logits (n, E)"""
+        return x @ self.weight.to(x.dtype).T
 
 
 class MoE(nn.Module):
@@ -190,7 +196,7 @@ class MoE(nn.Module):
 
     def forward(self, x, recompute):
         """x (n, C); recompute(f, *args) runs f, and under --recompute runs it again in backward."""
-        p, ids, aux = self.route(x)  # never recomputed: a tie broken otherwise would change the splits
+        p, ids, aux = self.route(x)  # never recomputed: rounding could choose other experts
         plan = self.dispatcher.plan(ids, p)
         y = recompute(self.experts, x, p, plan)
         return (y if self.shared is None else y + recompute(self.shared, x)), aux
@@ -207,7 +213,8 @@ class MoE(nn.Module):
             out = self.dispatcher.output_buffer()
             return SwiGLUExperts.apply(x, self.w1, self.w3, self.w2, offs, out)
         h = grouped_mm(x, self.w1, offs)
-        h = gelu(h) if self.w3 is None else F.silu(h) * grouped_mm(x, self.w3, offs)
+        act = ACTIVATIONS[self.cfg.mlp]
+        h = act(h) if self.w3 is None else F.silu(h) * grouped_mm(x, self.w3, offs)
         return grouped_mm(h, self.w2, offs)
 
     def route(self, x):
@@ -215,7 +222,7 @@ class MoE(nn.Module):
         and z losses (). Scores are in at least fp32. A tie goes to the expert with the lower number."""
         cfg, K = self.cfg, self.K
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = x.to(wide) @ self.router.weight.to(wide).T  # (n, E)
+        logits = self.router(x.to(wide))
         if cfg.router == "sigmoid":
             scores = logits.sigmoid()
             probs = scores / scores.sum(1, keepdim=True)  # what the aux loss balances
@@ -225,7 +232,7 @@ class MoE(nn.Module):
         else:
             probs = logits.softmax(1)
             ids = stable_top_k(probs, K)
-            p = probs.gather(1, ids) if cfg.router == "softmax" else logits.gather(1, ids).softmax(1)
+            p = logits.gather(1, ids).softmax(1) if cfg.router == "softmax-topk" else probs.gather(1, ids)
         return p.to(x.dtype), ids, self.balance(logits, probs, ids)
 
     def balance(self, logits, probs, ids):
@@ -234,7 +241,8 @@ class MoE(nn.Module):
         part; the parts add up to the micro-batch's loss. Counted before anything is dropped, and without the
         router's bias."""
         n, E, K, tp = probs.size(0), self.E, self.K, self.mesh.tp
-        chosen = count_tokens(ids if self.router.bias is None else stable_top_k(probs, K), E)  # (E,)
+        # (E,) without the bias, for the aux loss; and with it, the rows that each expert gets
+        chosen = count_tokens(ids if self.router.bias is None else stable_top_k(probs, K), E)
         load = chosen if self.router.bias is None else count_tokens(ids, E)
         # SUM of E counts, over tp: the tp ranks share one micro-batch
         total = tp.all_reduce(chosen.to(probs.dtype))
@@ -260,7 +268,7 @@ def stable_top_k(scores, K):
 
 
 def count_tokens(ids, E):
-    """-> (E,) how often each expert stands in ids; bincount would synchronise with the host."""
+    """-> (E,) how often each expert occurs in ids; bincount would synchronise with the host."""
     flat = ids.flatten()
     return torch.zeros(E, dtype=torch.int64, device=ids.device).scatter_add_(0, flat, torch.ones_like(flat))
 
@@ -282,8 +290,9 @@ def reset_stats(model):
 
 @torch.no_grad()
 def update_router_bias(model, rate, found_inf):
-    """Auxiliary-loss-free balancing: each expert's bias moves by `rate` towards the mean load of the whole
-    global batch. found_inf: () 1.0 where the step was not taken; then nothing moves."""
+    """Auxiliary-loss-free balancing: an expert's bias rises by `rate` if its load is below the mean of the
+    global batch, and falls if above. found_inf: () 1.0 where the update was refused; then no bias changes.
+    Collective over the stage."""
     for moe in moe_layers(model).values():
         if moe.router.bias is not None:
             load = moe.stats[:moe.E].clone()
@@ -294,8 +303,7 @@ def update_router_bias(model, rate, found_inf):
 @torch.no_grad()
 def expert_stats(model, micro_batches):
     """Of the step just done, on every rank: {layer: {load: [E fractions of the copies], dropped, aux, z,
-    entropy}}. micro_batches: of the whole global batch. The table has a fixed size, so a stage without
-    experts takes part too."""
+    entropy}}. micro_batches: of the whole global batch. Collective: each stage fills its layers' rows."""
     cfg, E = model.cfg, model.cfg.n_experts
     table = torch.zeros(cfg.n_layer, E + 4, dtype=torch.float64, device=next(model.parameters()).device)
     for i, moe in moe_layers(model).items():

@@ -1,8 +1,8 @@
 """AdamW on the flat buckets: a few large tensors, fp32 masters, clipping and overflow test on the device.
 
 One step: stats() sums loss and norms over the world, step() clips and updates this rank's slice of every
-bucket (all of it without ZeRO), and each updated bucket's weights set out for the other ranks at once.
-Nothing here waits for the host: a step whose gradients are not finite is refused on the device, by found_inf.
+bucket (all of it without ZeRO) and passes each updated bucket to DataParallel.on_updated, which sends it. A
+step never synchronises with the host: gradients that are not finite make it a no-op on the device.
 """
 import math
 from typing import NamedTuple
@@ -27,25 +27,27 @@ class StepStats(NamedTuple):
     loss: torch.Tensor        # mean cross-entropy in nats per token of the global batch
     grad_norm: torch.Tensor   # of the whole model's gradient, before clipping
     num_zeros: torch.Tensor   # gradients that are exactly zero; 0 unless full statistics were asked for
-    param_norm: torch.Tensor  # likewise
+    param_norm: torch.Tensor  # norm of the weights; 0 unless full
 
 
 class AdamW:
     """What torch.optim.AdamW(fused=True) does; torch's own class imports torch's compiler, which costs 2 s at
     every start. Decoupled weight decay: arXiv:1711.05101. decay: one number per parameter; state holds each
     parameter's moments and step count t."""
+    moments = "exp_avg", "exp_avg_sq"
 
     def __init__(self, params, decay, betas, eps=1e-8):
         self.params, self.decay, self.betas, self.eps, self.state = params, decay, betas, eps, {}
 
     def step(self, grads, lr, grad_scale, found_inf):
-        """grad_scale: () fp32, the gradients' divisor; found_inf: () fp32, 1.0 changes nothing."""
+        """grads: one per parameter; lr: float; grad_scale: () fp32, the gradients' divisor; found_inf: ()
+        fp32, where 1.0 no tensor changes."""
         for decay in dict.fromkeys(self.decay):
-            params, of_these = zip(*[(p, g) for p, g, d in zip(self.params, grads, self.decay, strict=True)
+            params, matching = zip(*[(p, g) for p, g, d in zip(self.params, grads, self.decay, strict=True)
                                if d == decay], strict=True)
             m, v, t = ([self.state[p][k] for p in params] for k in ("exp_avg", "exp_avg_sq", "step"))
-            torch._foreach_add_(t, 1)
-            torch._fused_adamw_(params, of_these, m, v, [], t, lr=lr, beta1=self.betas[0],
+            torch._foreach_add_(t, 1)  # the kernel wants the new t
+            torch._fused_adamw_(params, matching, m, v, [], t, lr=lr, beta1=self.betas[0],
                                 beta2=self.betas[1], weight_decay=decay, eps=self.eps, amsgrad=False,
                                 maximize=False, grad_scale=grad_scale, found_inf=found_inf)
             torch._foreach_sub_(t, [found_inf] * len(t))
@@ -66,7 +68,7 @@ class Optimizer:
         # rounding
         self.use_triton = device.type == "cuda" and dp.buckets[0].master.dtype == torch.float32
         self.on_grads_ready = None  # called when gradients are summed, before the update (also a refused one)
-        self.snapshot_done = None  # event: a checkpoint has its copy of weights and moments
+        self.snapshot_done = None  # CUDA event: the checkpoint's copy of weights and moments is made
         self.masters = [b.master for b in dp.buckets]  # (n/shards,) each
         self.grads = [b.total for b in dp.buckets]  # likewise
         self.replica_weights = torch.tensor([b.replica_weight for b in dp.buckets], dtype=torch.float64,
@@ -76,7 +78,7 @@ class Optimizer:
         t = torch.zeros((), device=device)
         for m in self.masters:
             self.adam.state[m] = {"step": t if self.use_triton else t.clone(),
-                                  "exp_avg": torch.zeros_like(m), "exp_avg_sq": torch.zeros_like(m)}
+                                  **{k: torch.zeros_like(m) for k in self.adam.moments}}
 
     def adam_t(self):
         return self.adam.state[self.masters[0]]["step"].item()
@@ -100,8 +102,8 @@ class Optimizer:
 
     @torch.no_grad()
     def masters_from_model(self):
-        """The model's weights were overwritten, alike on all replicas: refresh the masters. A master that
-        rounds to its weight keeps its further digits, those of the first replica."""
+        """The model's weights were overwritten, equally on all replicas. A master that still rounds to its
+        weight is kept (with the first replica's low bits); another takes the weight's value. Collective."""
         for m, b in zip(self.masters, self.dp.buckets, strict=True):
             own = b.flat[b.shard]
             if b.shards < b.axis.size and m.dtype != own.dtype:
@@ -112,7 +114,7 @@ class Optimizer:
     def masters_to_model(self):
         """The masters' values become the model's weights, on this rank and (ZeRO-1) on the others."""
         for m, b in reversed(list(zip(self.masters, self.dp.buckets, strict=True))):
-            b.flat[b.shard].copy_(m)  # rounds to the model's dtype; copies onto itself without masters
+            b.flat[b.shard].copy_(m)  # rounds; a no-op where master is a view of flat
             self.dp.on_updated(b)
 
     @torch.no_grad()
@@ -136,8 +138,8 @@ class Optimizer:
         return StepStats(*total)
 
     def sum_of_squares(self, slices, dtype):
-        """-> () fp64: this rank's part of the squared norm of slices, one per bucket. torch takes those of
-        one dtype together."""
+        """-> () fp64: this rank's part of the squared norm of slices, one per bucket. _foreach_norm wants one
+        dtype per call."""
         norms = [None] * len(slices)
         for kind in {s.dtype for s in slices}:
             alike = [i for i, s in enumerate(slices) if s.dtype == kind]
@@ -148,8 +150,8 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr, grad_norm):
-        """One update. Gradients are divided by max(1, norm/clip) inside the kernel; a non-finite norm changes
-        nothing at all (weights, moments, Adam's own t). No host synchronisation.
+        """One update. Gradients are divided by max(1, (norm + 1e-6) / clip) inside the kernel, as in torch's
+        clip_grad_norm_; a non-finite norm changes nothing (weights, moments, Adam's own t). No host sync.
         -> found_inf, () fp32, 1.0 where the step was not taken."""
         if self.on_grads_ready is not None:
             self.on_grads_ready()
@@ -162,7 +164,7 @@ class Optimizer:
                       else torch.ones_like(grad_norm))
         grad_scale = grad_scale if self.loss_scale is None else grad_scale * self.loss_scale
         if self.masters[0].dtype == torch.float64:  # torch's kernel takes an fp32 divisor only
-            for g in self.grads:  # the slice's padding is never rewritten: a NaN written there would persist
+            for g in self.grads:  # by 1 if refused: padding is never rewritten, a NaN there would stay
                 g.div_(torch.where(found_inf > 0, 1.0, grad_scale))
             grad_scale = torch.ones_like(grad_scale)
         grad_scale = grad_scale.to(torch.float32)

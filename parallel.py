@@ -8,8 +8,8 @@ r"""Data, tensor and expert parallelism written out by hand: which ranks belong 
 The one rule: the loss is divided once, by the number of tokens of the whole global batch. Every gradient
 reduction is then a plain SUM over the ranks that hold the same parameter. No averages, no second division.
 
-One search finds all communication: grep -nE "\.(start_)?(all_|reduce_sc|broadcast|gather_obj)\w*\(" *.py.
-Each call says what moves, over which axis, how much. fast/ replaces some of them by copies between GPUs.
+Collectives are methods of Axis; pipeline.py sends to neighbours, fast/ copies between GPUs. Calls say what
+moves, over which axis, how much: grep -nE "\b(axis|[etp]p|world|stage)\.[a-z_]+\(|_(rows|all)\(|isend" *.py
 """
 import contextlib
 import weakref
@@ -34,14 +34,15 @@ MAX = dist.ReduceOp.MAX
 
 class CompletedWork:
     def wait(self):
-        """The handle of an asynchronous collective over one rank: there is nothing to wait for."""
+        """The handle of a collective that is already complete."""
 
 
 @dataclass(frozen=True)
 class Axis:
     """The ranks that differ from this one only along one axis of the mesh, and the collectives among them.
-    Over one rank each is the identity. Each tells the watchdog that it starts, and counts in `sent` the bytes
-    that this rank sends, by the ring algorithms' formulas (Thakur et al. 2005, section 4)."""
+    Over one rank each is the identity (start_* with `out`: size > 1 only). Each tells the watchdog that it
+    starts, and counts in `sent` the bytes that this rank sends, by the ring algorithms' formulas (Thakur et
+    al. 2005, section 4)."""
     name: str
     rank: int = 0
     size: int = 1
@@ -89,19 +90,19 @@ class Axis:
         return out
 
     def all_to_all(self, x, send=None, receive=None):
-        """Rows of x, block j to rank j; the blocks that come back stand by sender. send, receive: rows per
-        rank, None for equal blocks. (sum(send), ...) -> (sum(receive), ...)"""
+        """Block j of x's rows goes to rank j; received blocks are in the order of their senders. send,
+        receive: rows per rank, None for equal blocks. (sum(send), ...) -> (sum(receive), ...)"""
         if self.size == 1:
             return x
         out = x.new_empty(x.size(0) if receive is None else sum(receive), *x.shape[1:])
-        stays = x.size(0) // self.size if send is None else send[self.rank]
+        kept = x.size(0) // self.size if send is None else send[self.rank]
         row = x[0].numel() * x.element_size() if len(x) else 0
-        self.record("all-to-all", x, (x.size(0) - stays) * row)
+        self.record("all-to-all", x, (x.size(0) - kept) * row)
         dist.all_to_all_single(out, x.contiguous(), receive, send, group=self.group)
         return out
 
     def broadcast(self, x, source=0):
-        """The x of the axis' rank number `source` on all ranks, in place -> x."""
+        """The x of rank number `source` replaces the others', in place -> x."""
         if self.size > 1:
             self.record("broadcast", x, x.numel() * x.element_size() * (self.rank == source))
             dist.broadcast(x, self.ranks[source], group=self.group)
@@ -124,20 +125,20 @@ class Axis:
         return box[0]
 
     def any(self, flag):
-        """-> True on every rank if flag is true on any: one integer, on the host."""
-        return bool(self.all_reduce(torch.tensor(int(flag)), MAX))
+        """-> True on every rank if flag is true on any."""
+        return bool(self.all_reduce(torch.tensor(int(flag)), MAX))  # one integer, on the host (gloo)
 
     def start_all_reduce(self, x):
-        """-> a handle; when its wait() returns, x is the sum over the ranks."""
+        """-> a handle; after its wait() x is the sum over the ranks."""
         return CompletedWork() if self.size == 1 else self._all_reduce(x, dist.ReduceOp.SUM, async_op=True)
 
     def start_reduce_scatter(self, out, x):
-        """-> a handle; then out (n,) is this rank's slice of the sum of x (n*size,)."""
+        """-> a handle; after its wait() out (n,) is this rank's slice of the sum of x (n*size,)."""
         self.record("reduce-scatter", x, self.ring_bytes(x))
         return reduce_scatter_single(out, x, group=self.group, async_op=True)
 
     def start_all_gather(self, out, x):
-        """-> a handle; then out (n*size,) holds the x (n,) of all ranks, by rank."""
+        """-> a handle; after its wait() out (n*size,) holds the x (n,) of all ranks, by rank."""
         self.record("all-gather", out, self.ring_bytes(out))
         return all_gather_single(out, x, group=self.group, async_op=True)
 
@@ -155,9 +156,8 @@ class Mesh:
 
 
 def make_mesh(world, tp=1, pp=1, ep=1, groups=True, n_experts=0):
-    """world: rank, size and calls of this rank -> Mesh; without groups, a plan of one. Rank order, slowest
-    first: pp, dp, tp. A stage's ranks are viewed again as (edp, ep), ep fastest. ValueError: see check_ranks.
-    """
+    """world: rank, size and calls of this rank -> Mesh (groups=False: no process groups, for plans). Rank
+    order, slowest first: pp, dp, tp; a stage's ranks are seen again as (edp, ep). ValueError: check_ranks."""
     n, dp = world.size, check_ranks(world.size, tp, pp, ep, n_experts)
     grid = torch.arange(n).view(pp, dp, tp)  # (pp, dp, tp)
     expert_grid = grid.view(pp, dp * tp // ep, ep)  # (pp, edp, ep): the same ranks, seen by the experts
@@ -169,17 +169,16 @@ def make_mesh(world, tp=1, pp=1, ep=1, groups=True, n_experts=0):
     }
     first_last = grid[[0, -1]] if pp > 1 else grid  # (2 or 1, dp, tp)
     groups_of["tied"] = first_last.permute(2, 0, 1).reshape(tp, -1)
-    # every rank creates every group, in the same order; axes with the same ranks share one. but not pp: a
-    # stage sends to its neighbour before or after it joins a sum, and NCCL pairs calls on one communicator by
-    # their order alone
+    # every rank creates every group in the same order; axes of equal ranks share one. except pp: NCCL matches
+    # the calls on a communicator by their order, and stages mix sends and sums in different orders
     made = {}
     axes = {"tied": Axis("tied")}  # the stages between first and last have no part in it
     for name, table in groups_of.items():
         for ranks in map(tuple, table.tolist()):
             key = (name == "pp", ranks)
             if groups and len(ranks) > 1 and key not in made:
-                whole = len(ranks) == n and name != "pp"
-                made[key] = dist.group.WORLD if whole else dist.new_group(list(ranks))
+                world_group = len(ranks) == n and name != "pp"
+                made[key] = dist.group.WORLD if world_group else dist.new_group([*ranks])
             if world.rank in ranks:
                 rank, group = ranks.index(world.rank), made.get(key)
                 axes[name] = Axis(name, rank, len(ranks), group, ranks, world.calls)
@@ -212,8 +211,8 @@ def parameter(shape, mesh, tp_dim=None, expert=False, used=None, reduce=None):
 
 # -----------------------------------------------------------------------------
 # tensor and sequence parallelism: the two pairs of collectives around every sharded layer
-#   gather_rows   g-bar of arXiv:2205.05198, figure 5: forward all-gather, backward reduce-scatter
-#   scatter_rows  its adjoint g:                       forward reduce-scatter, backward all-gather
+#   gather_rows   g of arXiv:2205.05198, figure 5: forward all-gather, backward reduce-scatter
+#   scatter_rows  its adjoint g-bar:               forward reduce-scatter, backward all-gather
 # they replace Megatron-LM's all-reduces f and g (arXiv:1909.08053, figure 3) at the same number of bytes
 
 class _GatherRows(torch.autograd.Function):
@@ -279,9 +278,8 @@ def all_to_all(x, axis, send=None, receive=None):
 # data parallelism and ZeRO-1: flat buckets, reduced while backward still runs
 
 class Comm:
-    """How a bucket's gradients and weights travel: by NCCL or gloo. fast/peer.py has the other way.
-    grad_dtype None: gradients are summed in at least fp32. A dtype: the caller promises one micro-batch per
-    step. Nothing is added to a gradient here then, and it stays as backward made it: half the memory."""
+    """How a bucket's gradients and weights travel: NCCL or gloo (fast/peer.py has the other way). grad_dtype
+    None is at least fp32; another needs one micro-batch per step: gradients are copied, not accumulated."""
 
     def __init__(self, grad_dtype=None):
         self.grad_dtype = grad_dtype
@@ -307,13 +305,13 @@ class Comm:
 
 class Bucket:
     """Parameters that are reduced together, one after the other in flat buffers: one large collective beats
-    many small ones. The bucket lays them out and counts, its Comm moves them.
+    many small ones. The bucket lays them out and counts their gradients; its Comm communicates.
         flat (n,)           the weights in the model's dtype; every p.data is a view of it
         grad (n,)           their gradients
-        total (n/shards,)   the ranks' sum, for the slice that this rank steps
-        master (n/shards,)  that slice of the weights in at least fp32, as drawn: after rounding, a warmup's
-                            small updates would not show for many steps. A view of flat if the model is fp32
-    ZeRO-1 (arXiv:1910.02054, section 5.1): each of the axis' ranks owns one slice of n/size elements, steps
+        total (n/shards,)   the ranks' sum, for the slice that this rank updates
+        master (n/shards,)  that slice of the weights in at least fp32, initially unrounded: small first
+                            updates then change the rounded weights. A view of flat if the model is fp32
+    ZeRO-1 (arXiv:1910.02054, section 5.1): each of the axis' ranks owns a slice of n/size elements, updates
     only that, and sends the new weights to the others. Without ZeRO every rank owns all: shards is 1."""
 
     def __init__(self, names, params, axis, decayed, zero, dtype, comm):
@@ -323,7 +321,7 @@ class Bucket:
         # a slice that k ranks hold counts 1/k on each of them in sums over the world
         self.replica_weight = 1 / (axis.size // self.shards)
         self.used = sum(p.numel() for p in params)
-        unit = self.shards * 128 if self.shards > 1 else 1  # slices begin at aligned addresses
+        unit = self.shards * 128 if self.shards > 1 else 1  # slices begin at multiples of 128: aligned loads
         n = -(-self.used // unit) * unit
         self.shard = self.shard_slice(axis.rank if self.shards > 1 else 0, n)
         wide = torch.promote_types(params[0].dtype, torch.float32)
@@ -339,7 +337,7 @@ class Bucket:
             start += p.numel()
         self.master = weights[self.shard] if weights is self.flat else weights[self.shard].clone()
         self.flat.copy_(weights)
-        self.gather_handle = None  # of new weights on their way
+        self.gather_handle = None  # of the running all-gather of new weights, or None
         self.reset()
 
     def shard_slice(self, rank, n):
@@ -353,12 +351,12 @@ class Bucket:
         self.reduce_handle = None
 
     def on_grad_ready(self, i, is_last_microbatch):
-        """Backward has made parameter i's gradient of a micro-batch. The last one starts the reduction."""
+        """Backward has made parameter i's gradient. With all of the last micro-batch the reduction starts."""
         p = self.params[i]
         if self.comm.grad_dtype is None:
             accumulate(self.grads[i], p.grad, first=self.untouched[i])
             p.grad = None
-        else:  # it stays in p.grad until the bucket is full: one kernel then copies all
+        else:  # it stays in p.grad until all have come; then they are copied together
             assert self.untouched[i], "a second micro-batch, but grad_dtype promises one"
         self.untouched[i] = False
         if is_last_microbatch:
@@ -378,7 +376,7 @@ class Bucket:
         self.reduce_handle = self.comm.start_reduce(self)
 
     def wait_grads(self):
-        """Wait for the sums. A bucket that never filled is reduced here, in the same order on every rank."""
+        """Wait for the sums. If a parameter got no gradient (on all ranks alike), it starts here."""
         if self.reduce_handle is None:
             self.start_reduce()
         self.reduce_handle.wait()
@@ -395,16 +393,15 @@ class Bucket:
             handle.wait()
 
 
-def untimed(phase):
-    """In the place of runtime.log.Timers where nobody wants times."""
+def untimed(phase):  # in the place of runtime.log.Timers where nobody wants times
     return contextlib.nullcontext()
 
 
 class DataParallel:
-    """Sums every gradient over the ranks that hold the same parameter, and hands out ZeRO-1's new weights.
+    """Sums every gradient over the ranks that hold the same parameter, and sends ZeRO-1's new weights.
     Per step: reset(); per micro-batch set is_last_microbatch and run backward; finish_grad_sync(). When the
-    optimizer has written a bucket's slice it calls on_updated(bucket). Who reads weights calls
-    wait_for_weights(module) before: the model does so, module by module, in every forward.
+    optimizer has written a bucket's slice it calls on_updated(bucket). Call wait_for_weights(module) before
+    reading weights: the model does, module by module, in every forward.
     dtype: of the weights from now on. comm(axis) -> the Comm of a bucket that is reduced over axis."""
 
     def __init__(self, model, mesh, zero=0, timers=untimed, dtype=None, comm=lambda axis: Comm(),
@@ -424,8 +421,7 @@ class DataParallel:
                 p.register_post_accumulate_grad_hook(
                     lambda p, b=bucket_ref, i=i: b.on_grad_ready(i, dp_ref.is_last_microbatch))
         self.buffers = dict(model.named_buffers())  # not trained, but part of the model's state
-        self.buckets_of = {m: list(dict.fromkeys(bucket_of[p] for p in m.parameters()))
-                           for m in model.modules()}
+        self.buckets_of = {m: list({bucket_of[p]: None for p in m.parameters()}) for m in model.modules()}
         model.wait_for_weights = self.wait_for_weights
 
     def reset(self):
@@ -435,7 +431,7 @@ class DataParallel:
 
     def finish_grad_sync(self):
         """Wait until every bucket's total is the sum over its axis."""
-        with self.timers("grad_sync"):  # what backward did not hide
+        with self.timers("grad_sync"):  # the time that backward did not hide
             for bucket in self.buckets:
                 bucket.wait_grads()
 
@@ -447,6 +443,6 @@ class DataParallel:
         """The module's weights are the new ones of all ranks after this."""
         buckets = [b for b in self.buckets_of[module] if b.gather_handle is not None]
         if buckets:
-            with self.timers("param_gather"):  # what the forward before it did not hide
+            with self.timers("param_gather"):  # the time that forward did not hide
                 for bucket in buckets:
                     bucket.wait_for_weights()

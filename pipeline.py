@@ -23,17 +23,17 @@ from parallel import gather_rows, untimed
 class Link:
     """Point-to-point messages with the stages before and after: (n, C) activations and their gradients."""
 
-    def __init__(self, model, rows, timers=untimed):
+    def __init__(self, model, tokens, timers=untimed):  # tokens: B*T of the micro-batch
         weight, axis = next(model.parameters()), model.mesh.pp
         self.axis, self.timers = axis, timers
-        shape = rows // model.mesh.tp.size, model.cfg.n_embd  # (n, C)
+        shape = tokens // model.mesh.tp.size, model.cfg.n_embd  # (n, C)
         self.new = lambda: torch.empty(shape, dtype=weight.dtype, device=weight.device)
         self.prev = axis.ranks[axis.rank - 1] if axis.rank > 0 else None
         self.next = axis.ranks[axis.rank + 1] if axis.rank < axis.size - 1 else None
 
     def send_recv(self, peer, send=None, receive=False):
-        """Send to and receive from one neighbour at the same time: one after the other, both could wait for
-        each other. peer None: there is no neighbour. -> what was received, or None"""
+        """Send to and receive from one neighbour in one batch: one after the other, two neighbours could wait
+        for each other. peer None: there is no neighbour. -> what was received, or None"""
         if peer is None:
             return None
         received = self.new() if receive else None
@@ -54,7 +54,8 @@ def forward_backward(model, dp, batches, tokens, loss_scale=None, before_forward
     """All micro-batches of one step. batches: [(x, y)], (B, T) int64 each. tokens: of the whole global batch,
     the one division of the loss. loss_scale: () tensor, fp16 only. before_forward(i) is called ahead of each
     micro-batch's forward (it seeds dropout).
-    -> this rank's part of the mean loss: () in at least fp32, zero on all stages except the last."""
+    -> this dp rank's part of the mean loss, () in at least fp32: the same on its tp ranks, zero on all stages
+    except the last."""
     n, pp, timers = len(batches), model.mesh.pp, dp.timers
     weight, link = next(model.parameters()), Link(model, batches[0][0].numel(), dp.timers)
     loss = torch.zeros((), device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
@@ -71,7 +72,7 @@ def forward_backward(model, dp, batches, tokens, loss_scale=None, before_forward
         if model.is_last:
             out = out / tokens  # the one division
             loss = loss + out.detach()
-        in_flight.append((hidden, out, aux / (n * model.mesh.dp.size)))  # balancing losses: a mean
+        in_flight.append((hidden, out, aux / (n * model.mesh.dp.size)))  # a mean over micro-batches
         return out.detach()
 
     def backward(grad):
@@ -98,7 +99,7 @@ def forward_backward(model, dp, batches, tokens, loss_scale=None, before_forward
         grad = link.send_recv(link.next, send=out, receive=True)
         grad = backward(grad)
         hidden = link.send_recv(link.prev, send=grad, receive=i < n - 1)
-    for _ in range(num_warmup):  # cool-down: empty them
+    for _ in range(num_warmup):  # cool-down: the backwards that are left
         grad = backward(link.send_recv(link.next, receive=True))
         link.send_recv(link.prev, send=grad)
     return loss
@@ -154,8 +155,9 @@ class Cache:
 @torch.no_grad()
 def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, seed=0):
     """Continue tokens (list of int) by max_new_tokens -> the longer list. temperature 0 takes the likeliest
-    token; top_k keeps the k likeliest. A full window starts again from its last half. All ranks call this
-    together. A compiled model runs in eager mode, because shapes change with every token."""
+    token; top_k keeps the k likeliest. When the window is full, the cache is rebuilt from the last
+    seq_len / 2 tokens. All ranks call this together. A compiled model runs in eager mode, because shapes
+    change with every token."""
     with torch.compiler.set_stance("force_eager") if model.cfg.compile else contextlib.nullcontext():
         rng = torch.Generator("cpu").manual_seed(seed)
         was_training, cache, tokens = model.training, Cache(), list(tokens)

@@ -190,7 +190,7 @@ def prepare(flags, spans, about):
         vocab = keep_tokenizer(flags, units, path)
         shuffle = flags.order
         if shuffle is None:
-            shuffle = vocab.eod is not None and any(span.kind in text.KINDS.values() for span in spans)
+            shuffle = vocab.eod is not None and any(span.kind in text.RECORDS for span in spans)
         dtype = "<u2" if vocab.n_vocab <= 1 << 16 else "<u4"
         settings = build.Settings(str(path), vocab.sha256, dtype, flags.text_key, flags.val_fraction,
                                   flags.seed if shuffle else None)

@@ -83,8 +83,8 @@ class Guard:
         # fp16's loss scale starts at 2**16: the 16 overflows that may bring it down to 1 are no failures
         self.max_refused = MAX_REFUSED + 16 * (cfg.dtype == "fp16")
         self.reason = None  # why the last step was refused, where the host knows
-        # of the steps since the last count_refused(): () 1.0 on the device if the step was not finite, else
-        # 0.0; None for a spike
+        # [(step, flag)] since the last count_refused(). flag: () 1.0 on the device if the step was not
+        # finite, else 0.0; None for a spike
         self.refused_flags = []
         self.given_up = False  # stays true once too many steps in a row were refused
         self.refused_range = None  # (first, last) of those steps
@@ -109,19 +109,17 @@ class Guard:
         return seen
 
     def count_refused(self):
-        """Count the refused steps since the last call -> given_up: were there too many in a row, now or ever?
-        One synchronisation. Call it before a save, so that the checkpoint has the counts."""
-        on_device = [flag for flag in self.refused_flags if flag is not None]
+        """Count the refused steps since the last call -> given_up, which stays true once max_refused steps in
+        a row were refused. One synchronisation. Call it before a save: the checkpoint has the counts."""
+        on_device = [flag for _, flag in self.refused_flags if flag is not None]
         values = iter(torch.stack(on_device).tolist() if on_device else [])  # sync point
-        steps = len(self.refused_flags)
-        for i, flag in enumerate(self.refused_flags, 1):
+        for step, flag in self.refused_flags:
             not_taken = flag is not None and next(values) > 0
             self.state.nan_steps += not_taken
             self.state.skipped += flag is None
             self.state.streak = self.state.streak + 1 if not_taken or flag is None else 0
             if self.state.streak >= self.max_refused:
-                last = self.state.step - (steps - i)
-                self.given_up, self.refused_range = True, (last - self.state.streak + 1, last)
+                self.given_up, self.refused_range = True, (step - self.state.streak + 1, step)
         self.refused_flags = []
         return self.given_up
 

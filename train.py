@@ -36,7 +36,7 @@ from skip import Guard, corrupt_targets, give_up_message
 # the parts of a step; the layout tests call these, so that what is proven is what trains
 
 def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
-    """-> (model, dp, optimizer) of this rank. choice: which fast ways to take, a fast.choose.Choice."""
+    """-> (model, dp, optimizer) of this rank. choice: which parts of fast/ to use, a fast.choose.Choice."""
     choice, dtype = choice or choose(cfg, mesh, device), DTYPES[cfg.dtype]
     # weights are drawn in at least fp32; the buckets round them and keep the fp32 masters
     torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
@@ -45,7 +45,7 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
         model = GPT(cfg, mesh, vocab_size, layers, choice.dispatcher(cfg))
     torch.set_default_dtype(torch.float32)
     if device.type == "cuda":
-        # TF32 for fp32 matmuls: the router multiplies bf16 values cast to fp32, which TF32 represents exactly
+        # TF32 for fp32 matmuls: it represents the router's bf16 or fp16 values, cast to fp32, exactly
         torch.set_float32_matmul_precision("high" if cfg.dtype in ("bf16", "fp16") else "highest")
     init_weights(model, cfg.seed)
     dp = DataParallel(model, mesh, cfg.zero, timers, dtype, choice.comm(cfg))
@@ -59,9 +59,9 @@ class Step:
         self.cfg, self.model, self.dp, self.opt = cfg, model, dp, opt
 
     def __call__(self, batches, number, full=True, guard=None):
-        """batches: [(x, y)] of micro_batches(); number: the step, from 1 on; full: all of the statistics;
-        guard: a skip.Guard that may forbid the update.
-        -> (optim.StepStats, found_inf): () 1.0 if the update was refused on the device, None if forbidden"""
+        """batches: [(x, y)] of micro_batches(); number: of the step, from 1 on; full: also num_zeros and
+        param_norm; guard: a skip.Guard that may veto the update.
+        -> (optim.StepStats, found_inf): () 0.0, or 1.0 if refused on the device; None if guard vetoed it"""
         loss = self.gradients(batches, number)
         with self.dp.timers("norm"):
             stats = self.opt.stats(loss, full)
@@ -69,7 +69,7 @@ class Step:
 
     def finish(self, stats, number, guard):
         if guard is not None and guard.veto(stats):
-            return stats, None  # nothing moves
+            return stats, None  # weights and moments stay
         return stats, self.update(stats, number)
 
     def gradients(self, batches, number):
@@ -77,7 +77,8 @@ class Step:
         cfg, mesh = self.cfg, self.model.mesh
 
         def seed_dropout(i):
-            # randomness is a function of (seed, step, micro-batch, stage, tp rank): there is no state to save
+            # randomness is a function of (seed, step, micro-batch, stage, tp rank): no generator state to
+            # save
             if cfg.dropout:
                 micro = mesh.dp.rank * len(batches) + i
                 key = f"{cfg.seed}/{number}/{micro}/{mesh.pp.rank}/{mesh.tp.rank}"
@@ -90,20 +91,20 @@ class Step:
         return loss
 
     def update(self, stats, number):
-        """The clipped update -> found_inf, () 1.0 on the device where a norm is not finite: nothing moves."""
+        """Clip and update -> found_inf, () 1.0 on the device if the gradient norm is not finite: a no-op."""
         found_inf = self.opt.step(learning_rate(self.cfg, number), stats.grad_norm)
         moe.update_router_bias(self.model, self.cfg.router_bias_rate, found_inf)
         return found_inf
 
 
 def evaluate(cfg, model, source, batch, device):
-    """Mean cross-entropy in nats per token over eval_iters global batches of the validation split."""
+    """-> float: mean cross-entropy in nats per token of at most eval_iters validation batches. Collective."""
     mesh, n = model.mesh, max(1, min(cfg.eval_iters, source.n_samples // batch))
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
     for i in range(n):
         batches = micro_batches(cfg, mesh, source, i * batch, batch, device)
-        total += forward_only(model, batches) / mesh.tp.size  # every tp rank has the same sum
+        total += forward_only(model, batches) / mesh.tp.size  # every tp rank has the same sum, other stages 0
     mesh.world.all_reduce(total)  # SUM of one number, over the world
     model.train()
     return total.item() / (n * batch * cfg.seq_len)
@@ -112,8 +113,7 @@ def evaluate(cfg, model, source, batch, device):
 # -----------------------------------------------------------------------------
 
 class Run:
-    """A run from its flags to what it leaves behind. Everything here happens on every rank; is_main marks
-    what only rank 0 does, which is to write and to print."""
+    """A run from its flags to its files. Every method runs on every rank; is_main: rank 0, which logs."""
 
     def __init__(self, cfg, world, watchdog=watch.unwatched):
         self.cfg, self.world, self.watchdog, self.device = cfg, world, watchdog, world.device
@@ -126,7 +126,7 @@ class Run:
         self.make_step()
 
     def prepare(self):
-        """Who takes part: mesh, data, model. What does not fit: one line and exit code 2, on all ranks."""
+        """Mesh, data, model. Wrong input on any rank: one line, and all ranks exit with code 2."""
         cfg, world = self.cfg, self.world
         with launch.exit_together(world):
             if cfg.pdb >= world.size:
@@ -138,15 +138,15 @@ class Run:
             check_layout(cfg, self.mesh, self.full_batch)
             self.train_data, self.val_data, self.vocab_size, self.data_id = open_data(cfg, world.local_rank)
             self.tokenizer = prompt_tokenizer(cfg)
-        with launch.exit_together(world):
-            self.choice = choose(cfg, self.mesh, self.device)  # which fast ways to take
+        with launch.exit_together(world):  # again: choose() is collective, so no rank may have left before
+            self.choice = choose(cfg, self.mesh, self.device)
             self.model, self.dp, self.opt = build(cfg, self.mesh, self.vocab_size, self.device, self.timers,
                                                   self.choice)
         if cfg.pdb >= 0:
             launch.attach_stdin(world, cfg.pdb)
 
     def resume(self):
-        """Go on from a checkpoint, or start with equal replicas."""
+        """Resume from a checkpoint, or start with equal replicas."""
         cfg, world = self.cfg, self.world
         resume.prepare_out_dir(cfg, world, self.out)
         found = resume.find_checkpoint(cfg, world, self.out)
@@ -161,15 +161,13 @@ class Run:
             log.started(cfg, self.model, found, self.full_batch, self.train_data.n_samples, self.skip)
 
     def make_step(self):
-        """The step itself, plain or faster, and what watches over it."""
+        """The step, plain or as a CUDA graph; clock, guard, straggler detection."""
         with launch.exit_together(self.world):
             self.step = make_step(Step(self.cfg, self.model, self.dp, self.opt), self.choice)
         self.clock, self.guard = log.Clock(self.device), Guard(self.cfg, self.world, self.state)
         self.stragglers = watch.Stragglers(self.mesh, self.device)
         for axis in vars(self.mesh).values():
             axis.sent.clear()  # counted from the first step on
-
-    # ---- the loop
 
     def train(self):
         """All steps -> the run's Outcome."""
@@ -193,15 +191,15 @@ class Run:
 
     def begin_step(self):
         """-> (number of the step, its global batch in sequences)"""
-        number, first = self.state.step + 1, self.state.step + 1 == self.first
+        number, is_first = self.state.step + 1, self.state.step + 1 == self.first
         self.t0 = time.monotonic()
-        self.watchdog.heartbeat(number, "first" * first)
+        self.watchdog.heartbeat(number, "first" if is_first else "")
         self.guard.reason = None
         self.stragglers.begin()
         return number, batch_size(self.state.samples, self.full_batch, self.cfg.rampup_batch_size)
 
     def next_batches(self, number, batch):
-        """-> this rank's micro-batches; also of a step that is skipped: its data is drawn and dropped."""
+        """-> this rank's micro-batches; also for a skipped step: its data is consumed."""
         with self.timers("data"):
             batches = micro_batches(self.cfg, self.mesh, self.train_data, self.state.samples, batch,
                                     self.device)
@@ -213,12 +211,12 @@ class Run:
         if number in self.skip:
             self.state.skipped += 1
             return None
-        if cfg.dump_grads and number == 1:
+        if cfg.dump_grads and number == 1:  # between the sums and the update
             self.opt.on_grads_ready = lambda: resume.dump_grads(cfg.dump_grads, self.mesh, self.dp, self.opt,
                                                                 self.vocab_size)
         stats, found_inf = self.step(batches, number, self.logs(number), self.guard)
         self.opt.on_grads_ready = None
-        self.guard.refused_flags.append(found_inf)
+        self.guard.refused_flags.append((number, found_inf))
         self.clock.count(len(batches) * cfg.micro_batch * self.mesh.dp.size)
         if number == self.first:
             self.sent = {name: sum(axis.sent.values()) for name, axis in vars(self.mesh).items()}
@@ -234,7 +232,7 @@ class Run:
         if self.trace is not None:
             self.trace.step()
         if self.logs(number) or self.due(number, self.cfg.save_every) or self.guard.sigma:
-            self.guard.count_refused()  # a checkpoint holds the counts up to its step
+            self.guard.count_refused()  # synchronises; a row and a checkpoint need the counts up to here
         if self.guard.given_up:
             self.outcome = Outcome.GAVE_UP
 
@@ -255,6 +253,7 @@ class Run:
         if self.opt.loss_scale is not None:
             row["loss_scale"] = self.opt.loss_scale.item()
         if cfg.n_experts and stats is not None:
+            # loads and losses of every layer's experts, on every rank
             experts = moe.expert_stats(model, batch // cfg.micro_batch)
             row.update(log.expert_metrics(experts))
             if self.is_main:
@@ -266,34 +265,34 @@ class Run:
             self.watchdog.heartbeat(number, "evaluation")
             row["val_loss"] = evaluate(cfg, model, self.val_data, batch, self.device)
             if self.tokenizer:
-                prompt = self.tokenizer.encode(cfg.prompt)
-                text = self.tokenizer.decode(generate(model, prompt, 100, 0.8, 50, cfg.seed))
-                below.append(f"--- {text}\n---")
-            self.clock.resume()
+                ids = generate(model, self.tokenizer.encode(cfg.prompt), max_new_tokens=100, temperature=0.8,
+                               top_k=50, seed=cfg.seed)
+                below.append(f"--- {self.tokenizer.decode(ids)}\n---")
+            self.clock.resume()  # metrics_row() paused it
         if self.is_main:
             self.log_file.row(**row, time=time.time())
-            print(*below, sep="\n", end="\n" * bool(below), flush=True)
-        self.skip_reason = row["skip_reason"]
+            print(*below, sep="\n", end="\n" if below else "", flush=True)
+        self.skip_reason = row["skip_reason"]  # what leave() prints if the run gave up
 
     def check_replicas(self, number):
         """--check-every: ranks that hold the same weights compare them."""
-        every = self.cfg.check_every
-        if self.outcome is Outcome.DONE and every and number % every == 0:
+        if self.outcome is Outcome.DONE and self.cfg.check_every and number % self.cfg.check_every == 0:
             self.clock.pause()
             self.differences = watch.replica_differences(self.model, self.mesh)
             self.outcome = Outcome.REPLICAS_DIFFER if self.differences else Outcome.DONE
             self.clock.resume()
 
     def poll_stop(self, number):
-        """A signal on any rank, or --max-minutes: stop after this step (a run that is done just ends)."""
+        """A signal on any rank, or --max-minutes: stop after this step, unless it was the last."""
         self.stop.step_took(time.monotonic() - self.t0)
         if self.outcome is Outcome.DONE and number < self.cfg.steps:
             self.stop_reason = self.stop.poll(self.world)
             if self.stop_reason:
+                # a run that diverged must not be saved and requeued
                 self.outcome = Outcome.GAVE_UP if self.guard.count_refused() else Outcome.STOPPED
 
     def save(self, number):
-        """A checkpoint, written beside the next steps; of a run that goes wrong, none."""
+        """A checkpoint, written in the background; none of a run that failed; always when it is stopped."""
         due = self.outcome is Outcome.DONE and self.due(number, self.cfg.save_every)
         if due or self.outcome is Outcome.STOPPED:
             self.clock.pause()
@@ -307,9 +306,10 @@ class Run:
         """Wait for the last save, write the plots, say how it ended -> Outcome."""
         self.watchdog.heartbeat(self.state.step, "end")
         if not self.saver.wait() and self.outcome in (Outcome.DONE, Outcome.STOPPED):
-            self.outcome = Outcome.FAILED  # the last steps are lost: neither done nor to be requeued
+            self.outcome = Outcome.FAILED  # the last steps are lost: exit 1, so that no script requeues
         if self.is_main:
             log.end_profile(profiler, self.out)
+            # a run that is requeued draws its plot when it is done
             self.log_file.close(self.cfg.plot and self.outcome in (Outcome.DONE, Outcome.FAILED))
             checkpoints = checkpoint.steps(self.out)
             if self.outcome is Outcome.GAVE_UP:
@@ -323,7 +323,7 @@ class Run:
 
 
 def main(argv=None):
-    # every rank sees the same wrong flag, or --help: one of them speaks
+    # every rank sees the same wrong flag or --help: only rank 0 prints
     rank = launch.env_rank()
     speaks = contextlib.nullcontext() if rank == 0 else contextlib.redirect_stdout(io.StringIO())
     with speaks, wrong_input(quiet=rank != 0):
@@ -335,8 +335,9 @@ def main(argv=None):
     try:
         world = watchdog.world = launch.launch(watch.PG_TIMEOUT_FACTOR * timeout)
         try:
+            # in no variable: shutdown() wants all that holds a process group to be gone
             outcome = Run(cfg, world, watchdog).train()
-        except SystemExit as e:  # wrong input, already explained
+        except SystemExit as e:  # exit_together() has printed why
             outcome = e.code
         launch.shutdown(world)
     finally:

@@ -122,8 +122,7 @@ def encode_unit(job, folder, settings):
     """The work of one process: encode a unit into a part -> what NAME.json says.
 
     job: (number of the unit, NAME, its spans). Only paths and counts travel between processes.
-    ValueError, OSError: the unit cannot be read, or most of its records are broken.
-    """
+    ValueError, OSError: the unit cannot be read, or most of its records are broken."""
     k, name, unit = job
     path = Path(folder) / name
     with open(f"{path}.{os.getpid()}", "wb") as f:

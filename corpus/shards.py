@@ -9,7 +9,7 @@ stream, which is cut into windows of seq_len tokens: the samples. Sample i of a 
     2) random order    permute: a permutation without a table
     3) samples         Tokens (one data set), Synthetic (no files)
     4) blends          Blend: several data sets by weight, --data A:0.7,B:0.3
-    5) a run's data    open_data
+    5) a run's data    open_data, micro_batches
 
 Errors are ValueError or OSError, and say which command repairs the data.
 """
@@ -83,8 +83,7 @@ def load_meta(folder):
 def open_shards(folder, split, meta):
     """-> the shards of `split` as memory-mapped arrays, (tokens of the shard,) uint16 or uint32 each.
 
-    FileNotFoundError, ValueError: files, headers and `meta` do not agree.
-    """
+    FileNotFoundError, ValueError: files, headers and `meta` do not agree."""
     arrays, itemsize = [], np.dtype(meta["dtype"]).itemsize
     for shard in meta["shards"][split]:
         path = Path(folder) / shard["file"]
@@ -108,8 +107,7 @@ def verify(folder, cache=True):
     """Compare the sha256 of the shards and the tokenizer with meta.json -> the number of files.
 
     It reads 1-2 GB/s, so a run does it once per node. cache: a file whose size and mtime_ns are those of an
-    earlier success (folder/.verified.json) is not read again. ValueError, OSError: the first difference.
-    """
+    earlier success (folder/.verified.json) is not read again. ValueError, OSError: the first difference."""
     folder, meta = Path(folder), load_meta(folder)
     expected = {s["file"]: s["sha256"] for split in SPLITS for s in meta["shards"][split]}
     expected["tokenizer.json"] = meta["tokenizer_sha256"]
@@ -157,8 +155,7 @@ def permute(i, n, keys):
 
     keys: (rounds,) uint64. A Feistel network with one round per key permutes [0, 2^(2h)), the smallest such
     range that holds [0, n). A result of n or more is sent through the network again until it is below n
-    (cycle walking, Black and Rogaway 2002): at most 4 passes on average.
-    """
+    (cycle walking, Black and Rogaway 2002): at most 4 passes on average."""
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
     out, todo = np.array(i, np.uint64), np.arange(len(i))
@@ -186,8 +183,7 @@ class Tokens:
 
     train: an epoch is a permutation of all windows, keyed by (seed, epoch). From the second epoch on the
     windows also start at another offset, so that the text is cut elsewhere. val: in order, each epoch alike.
-    ValueError, OSError: the files are damaged or too short for one window.
-    """
+    ValueError, OSError: the files are damaged or too short for one window."""
 
     def __init__(self, folder, split, seq_len, seed=0):
         meta = load_meta(folder)
@@ -231,8 +227,7 @@ class Tokens:
 class Synthetic:
     """Samples without files: each sequence counts up with its own stride of 1 to 4, one token in 8 is noise.
 
-    The rule is the same for every seed, so another seed serves as validation.
-    """
+    The rule is the same for every seed, so another seed serves as validation."""
 
     def __init__(self, vocab_size, seq_len, seed=0):
         self.vocab_size, self.seq_len, self.n_samples = vocab_size, seq_len, 1 << 40

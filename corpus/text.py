@@ -63,8 +63,7 @@ def fetch_from_hub(name):
     """A data set on the Hugging Face hub -> [(name in the repository, local path)]. ValueError: not fetched.
 
     `datasets` finds the files and caches them; its own format is not used, because that would be a second
-    copy. A download that was stopped goes on at the next file.
-    """
+    copy. A download that was stopped goes on at the next file."""
     datasets = require("datasets", f"the data set {name}")
     repo, pattern = HUB[name] if name in HUB else (name[3:].split("::") + ["**"])[:2]
     try:
@@ -80,8 +79,7 @@ def list_spans(source, unit_bytes, key, whole=False):
     """One source, a path or a name on the hub -> its Spans in order.
 
     key: the column or json key of the text. whole: each file is one document, whatever its name.
-    ValueError, OSError: absent, no such column, a package is missing: found now, not hours later.
-    """
+    ValueError, OSError: absent, no such column, a package is missing: found now, not hours later."""
     if source in HUB or source.startswith("hf:"):
         files = fetch_from_hub(source)
     elif Path(source).is_file():
@@ -98,7 +96,7 @@ def list_spans(source, unit_bytes, key, whole=False):
                 require("zstandard", path)
             pieces = [(0, stat.st_size, 4 * stat.st_size)]  # text shrinks to about a quarter
         else:
-            step = max(stat.st_size, 1) if whole else unit_bytes
+            step = unit_bytes if kind in CUT else max(stat.st_size, 1)
             ends = ((at, min(at + step, stat.st_size)) for at in range(0, max(stat.st_size, 1), step))
             pieces = [(start, stop, stop - start) for start, stop in ends]
         spans += [Span(kind, str(path), *piece, stat.st_mtime_ns) for piece in pieces]
@@ -113,9 +111,7 @@ def group_spans(spans, unit_bytes):
 
 def documents(span, key, report):
     """Yield the texts of one span (str), none of them empty. report(kind, line) hears of what is left out."""
-    readers = {"whole": read_text, "text": read_text, "jsonl": read_json_lines, "packed": read_json_lines,
-               "parquet": read_rows}
-    for text in readers[span.kind](span, key, report):
+    for text in READERS[span.kind](span, key, report):
         if text:
             yield text
         else:
@@ -288,3 +284,9 @@ def read_rows(span, key, report):
                     report("broken", f"{place} {row:,}: {why}")
                 else:
                     yield text
+
+
+READERS = {"whole": read_text, "text": read_text, "jsonl": read_json_lines, "packed": read_json_lines,
+           "parquet": read_rows}
+CUT = "text", "jsonl"  # kinds whose large files are cut into spans
+RECORDS = "jsonl", "packed", "parquet"  # kinds that are shuffled by default

@@ -26,8 +26,7 @@ FETCH_SECONDS = 30.0  # tiktoken itself waits for ever where a firewall drops pa
 class Tokenizer:
     """What both kinds have in common. spec: the whole tokenizer as plain json; sha256: of the saved file.
 
-    A subclass has n_vocab (number of ids), eod (id of end-of-document or None), encode_numpy and decode.
-    """
+    A subclass has n_vocab (number of ids), eod (id of end-of-document or None), encode_numpy and decode."""
 
     def __init__(self, spec):
         self.spec, self.kind = spec, spec["kind"]
@@ -160,8 +159,7 @@ def load(path):
 def prompt_tokenizer(cfg):
     """-> the tokenizer of the run's data (cfg.data) where cfg.prompt is to be continued, else None.
 
-    ValueError: synthetic data, or a character that the vocabulary lacks.
-    """
+    ValueError: synthetic data, or a character that the vocabulary lacks."""
     if not cfg.prompt:
         return None
     if cfg.data == "synthetic":

@@ -80,7 +80,7 @@ def expert_activations(cfg, mesh, load_factor, choice=None):
         held = load_factor * held if load_factor else max(buffer, IMBALANCE * held)
     router = n * C * wide * (wide > size) + 2 * n * E * wide
     router += 8 * n * K * (2 if buffer else 5 if mesh.ep.size > 1 else 3)  # int64: which copy goes where
-    hidden = 2 if cfg.dtype == "bf16" or cfg.mlp != "swiglu" else 4  # ExpertMLP computes two of them again
+    hidden = 2 if cfg.dtype == "bf16" or cfg.mlp != "swiglu" else 4  # SwiGLUExperts recomputes two
     saved = router + size * (held * (C * (not buffer) + hidden * F) + n * K * C)  # x a b; the copies
     return BlockActivations(saved, router + size * n * C,  # norm2's output
                             size * held * (2 * F + C))
@@ -101,7 +101,7 @@ def gradient_bytes(cfg, mesh, vocab_size, choice):
 def memory(cfg, mesh, vocab_size, choice=None):
     """-> {part: bytes on this rank} at the fullest moment, on a GPU: weights, gradients, optimizer;
     activations of all micro-batches in flight (1F1B: at most stages - stage); logits; workspace, what the
-    first block's backward needs beside them and more than the logits did; windows, the experts' symmetric
+    first block's backward needs beside them and more than the logits did; symm_mem, the experts' symmetric
     memory; overhead. The last two are not of torch's allocator, nor are the weights and gradients that
     travel as peer copies. choice: the run's fast.choose.Choice, by default the expected one."""
     choice = choice or expected_choice(cfg, mesh)
@@ -131,5 +131,5 @@ def memory(cfg, mesh, vocab_size, choice=None):
     buffers = (last - first + 2) * buffer_rows(cfg, mesh, choice) * C * weight
     return {"weights": n * weight, "gradients": gradient_bytes(cfg, mesh, vocab_size, choice),
             "optimizer": owned_parameters(cfg, mesh, local) * (masters + 2 * grad),
-            "activations": activations, "logits": logits, "workspace": workspace, "windows": buffers,
+            "activations": activations, "logits": logits, "workspace": workspace, "symm_mem": buffers,
             "overhead": CONTEXT + FRAGMENTS * (activations + logits + workspace)}

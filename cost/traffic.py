@@ -16,6 +16,7 @@ from cost.parameters import (
     unwidened_gradients,
 )
 from cost.step_time import expected_choice
+from optim import StepStats
 
 
 def traffic(cfg, mesh, vocab_size, batch, choice=None):
@@ -28,13 +29,14 @@ def traffic(cfg, mesh, vocab_size, batch, choice=None):
     sent["tp"] += micro * tensor_parallel_bytes(cfg, mesh, first == 0, last == cfg.n_layer, last - first)
     if cfg.n_experts:
         sent["ep"] += micro * (last - first) * dispatch_bytes(cfg, mesh)
-    if cfg.router_bias_rate > 0:  # moe.steer: an all-reduce of E fp64 counts per layer and step
+    if cfg.router_bias_rate > 0:  # moe.update_router_bias: an all-reduce of E fp64 counts per layer and step
         share = 2 * (mesh.stage.size - 1) / mesh.stage.size
         sent["stage"] += share * (last - first) * cfg.n_experts * 8
     # pipeline: an activation to the next stage, its gradient to the stage before
     neighbours = (first > 0) + (last < cfg.n_layer)
     sent["pp"] += micro * neighbours * rows * cfg.n_embd * element_bytes(cfg)[0]
-    sent["world"] += 2 * (mesh.world.size - 1) / mesh.world.size * 4 * 8  # loss and norms: four fp64
+    statistics = 8 * len(StepStats._fields)  # bytes of fp64 that Optimizer.stats all-reduces
+    sent["world"] += 2 * (mesh.world.size - 1) / mesh.world.size * statistics
     return {axis: b for axis, b in sent.items() if b}
 
 

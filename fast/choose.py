@@ -26,11 +26,11 @@ class Choice(NamedTuple):
     single_microbatch: bool  # bf16 gradients to which nothing is added: they need no fp32 sum
 
     def dispatcher(self, cfg):
-        """-> what makes each expert layer's token dispatcher."""
+        """-> dispatcher(cfg, mesh), which makes each expert layer's token dispatcher."""
         return symm_mem.dispatcher_for(cfg) if self.symm_mem else moe.plain_dispatcher
 
     def comm(self, cfg):
-        """-> what makes the communicator of a bucket that is reduced over an axis."""
+        """-> comm(axis), which makes the Comm of a bucket that is reduced over axis."""
         stream = CopyStream()
 
         def comm_for(axis):
@@ -58,16 +58,16 @@ def choose(cfg, mesh, device, reach=None):
     peer = (single and cfg.zero == 1 and mesh.pp.size == 1 and mesh.stage.size > 1
             and reach(mesh, mesh.stage, device))
     graph = static_shapes(cfg, mesh, device)
-    symm_mem = graph and cfg.n_experts > 0 and mesh.ep.size > 1 and reach(mesh, mesh.ep, device)
+    one_sided = graph and cfg.n_experts > 0 and mesh.ep.size > 1 and reach(mesh, mesh.ep, device)
     if needs_row_limit(cfg, mesh):
-        graph = symm_mem  # all_to_all asks the host how many rows travel
-    elif symm_mem:
-        symm_mem = grouped_mm_possible(cfg, device)
-    return Choice(graph, symm_mem, peer, single)
+        graph = one_sided  # all_to_all asks the host how many rows travel
+    elif one_sided:
+        one_sided = grouped_mm_possible(cfg, device)
+    return Choice(graph, one_sided, peer, single)
 
 
 def static_shapes(cfg, mesh, device):
-    """Whether every step launches the same kernels on the same shapes, without asking the host anything."""
+    """Whether every step launches the same kernels on the same shapes (rows by symmetric memory)."""
     if cfg.n_experts and not cfg.capacity_factor and not grouped_mm_possible(cfg, device):
         return False  # the loop over experts reads row counts on the host
     return (device.type == "cuda" and cfg.cuda_graph and not cfg.timers and mesh.pp.size == 1
@@ -76,13 +76,13 @@ def static_shapes(cfg, mesh, device):
 
 
 def needs_row_limit(cfg, mesh):
-    """Whether the rows that reach a rank's experts vary without bound: dropless, over several ranks."""
+    """Whether only the GPUs know how many rows reach a rank's experts: dropless, over several ranks."""
     return cfg.n_experts > 0 and cfg.capacity_factor == 0 and mesh.ep.size > 1
 
 
 def grouped_mm_possible(cfg, device):
-    """Whether the experts' products are one kernel each. Where no GPU is, plan.py asks for one that has
-    it."""
+    """Whether the experts' products are one kernel each. Without a GPU (plan.py),
+    assume one that has it."""
     here = not torch.cuda.is_available() or has_grouped_mm(device)
     return here and one_kernel_shapes(DTYPES[cfg.dtype], cfg.n_embd, cfg.ffn_hidden)
 

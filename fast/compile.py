@@ -1,12 +1,11 @@
-"""--compile: torch.compile of a model's blocks, each as one graph."""
+"""--compile: torch.compile of a model's blocks; with tp 1 each is one graph."""
 import torch
 
 from parallel import disable_compile_for_collectives
 
 
 def compile_blocks(model):
-    """Compile in place. Of a block with experts, whose numbers of rows vary, everything except the
-    experts."""
+    """Compile in place. Of a block with experts only attention and router: the experts' row counts vary."""
     whole = model.mesh.tp.size == 1  # collectives over tp stand between graphs
     disable_compile_for_collectives()
     for block in model.blocks.values():

@@ -1,4 +1,4 @@
-"""The step as one CUDA graph: the whole other program beside train.py's plain Step, with the same numbers.
+"""Forward, backward and gradient sums as one CUDA graph: the fast twin of train.py's Step, the same numbers.
 
 A small model's kernels are done before python can start the next. Where every shape is static, forward,
 backward and gradient sums are the same list of kernels in every step: a thousand launches are captured once
@@ -21,8 +21,7 @@ WARMUP_STEPS = 3  # without a graph: compilation, autotuning and NCCL's set-up m
 
 def make_step(plain, choice):
     """plain: a train.Step; choice: a fast.choose.Choice -> the step to train with: plain itself, or a
-    GraphedStep around it; the model compiled if asked. Collective: allocates the experts' symmetric
-    memory."""
+    GraphedStep around it. Compiles the model if asked. Collective: it allocates symmetric memory."""
     cfg, mesh, sizer = plain.cfg, plain.model.mesh, None
     if cfg.compile:
         compile_blocks(plain.model)
@@ -36,8 +35,8 @@ def make_step(plain, choice):
 
 
 class DeferredGather:
-    """In the place of a gather's handle: new weights that set out at the start of the next captured step. Who
-    waits for them before that starts the gather here, so nobody reads stale weights."""
+    """Stands for a gather that the next captured step starts. Waiting earlier (evaluation, --check-every)
+    starts it here, so nobody reads stale weights."""
 
     def __init__(self, bucket):
         self.bucket = bucket
@@ -47,48 +46,48 @@ class DeferredGather:
 
 
 class GraphedStep:
-    """step(batches, number) -> (StepStats, found_inf), as train.Step.
+    """Called as train.Step is, with the same results.
 
     Dropless experts over several ranks have no static number of rows. Their buffers hold rows_in_use rows
     (BufferSizer), and a step that brings some rank more is void and done again:
       1. in the graph, a rank whose buffer overflowed makes its loss NaN; the all-reduce of the statistics
          makes it NaN on every rank, so all decide alike
       2. the update is launched before the host looks: with a NaN norm it is a no-op, and the GPU stays busy
-      3. the host reads the loss; if it is not finite, the plain step does the same batches with all_to_all,
+      3. the host reads the loss; if it is not finite, whatever the cause, the plain step does the same
+      batches with all_to_all,
          whose messages have the exact size, and the buffers grow for the next step
-    ZeRO-1's new weights are gathered by the first nodes of the graph instead of right after the update,
-    except the embedding's where copy engines carry them: the forward needs those first, and they set out at
-    once."""
+    ZeRO-1's new weights are gathered by the first nodes of the graph. With peer copies the embedding's
+    bucket, which the forward needs first, is gathered right after its update."""
 
     def __init__(self, plain, choice, sizer=None):
         self.plain, self.sizer = plain, sizer
         self.dp, model = plain.dp, plain.model
-        self.at_once = self.dp.buckets_of[model.wte] if choice.peer_copies else []
+        self.eager_buckets = self.dp.buckets_of[model.wte] if choice.peer_copies else []
         self.dp.on_updated = self.on_updated
         self.calls, self.shape, self.graph = 0, None, None
 
     def on_updated(self, bucket):
         """DataParallel.on_updated under a graph."""
-        if bucket in self.at_once:
+        if bucket in self.eager_buckets:
             bucket.start_gather()
         elif bucket.shards > 1:
             bucket.gather_handle = DeferredGather(bucket)
 
     def __call__(self, batches, number, full=True, guard=None):
         plain, sizer = self.plain, self.sizer
-        for bucket in self.at_once:
+        for bucket in self.eager_buckets:
             bucket.wait_for_weights()  # outside of the graph, where their gather was started
         loss = self.gradients(batches)
         with self.dp.timers("norm"):
             stats = plain.opt.stats(loss, full)
         if sizer is None:
             return plain.finish(stats, number, guard)
-        vetoes = guard is not None and guard.sigma > 0  # then the host looks before every update
-        if not vetoes:
+        look_first = guard is not None and guard.sigma > 0  # then the host looks before every update
+        if not look_first:
             found_inf = plain.update(stats._replace(grad_norm=stats.grad_norm + 0 * stats.loss), number)
         if self.overflowed(stats.loss):
             return plain(batches, number, full, guard)
-        return plain.finish(stats, number, guard) if vetoes else (stats, found_inf)
+        return plain.finish(stats, number, guard) if look_first else (stats, found_inf)
 
     def gradients(self, batches):
         """batches [(x, y)] -> this rank's part of the mean loss (), replayed where a graph is there. A
@@ -105,8 +104,8 @@ class GraphedStep:
             return self.body(batches)
         if self.graph is None:
             self.capture(batches)
-        for ours, theirs in zip(self.inputs, batches, strict=True):
-            for a, b in zip(ours, theirs, strict=True):
+        for static, new in zip(self.inputs, batches, strict=True):
+            for a, b in zip(static, new, strict=True):
                 a.copy_(b, non_blocking=True)
         self.graph.replay()
         for bucket in self.dp.buckets:
@@ -116,7 +115,7 @@ class GraphedStep:
     def body(self, batches):
         """What the graph holds."""
         for bucket in reversed(self.dp.buckets):  # in the order in which the forward needs them
-            if bucket not in self.at_once:
+            if bucket not in self.eager_buckets:
                 bucket.start_gather()
         loss = self.plain.gradients(batches, number=0)  # without dropout the step's number is not used
         return loss if self.sizer is None else self.sizer.nan_on_overflow(loss)
@@ -162,7 +161,7 @@ class BufferSizer:
         allocate(self.layers, self.rows(self.limit))
 
     def rows(self, slack):
-        """slack: times the balanced number -> rows, a multiple of 8."""
+        """slack: rows as a multiple of the balanced number -> rows, rounded up to a multiple of 8."""
         return -(-int(self.copies * slack) // 8) * 8
 
     def enable(self, on):
@@ -185,10 +184,11 @@ class BufferSizer:
             return False
         self.world.all_reduce(self.rows_needed, MAX)  # MAX of one number, over the world
         slack = max(1.1 * self.rows_needed.item() / self.copies, 1.0)
-        self.steps = self.rows_needed.zero_().item()
-        if slack > self.limit:
+        self.rows_needed.zero_()
+        self.steps = 0
+        if slack > self.limit:  # at limit ep nothing can overflow; below it, do without the buffers
             slack = self.limit if self.limit == self.ep else 0.0
-        elif overflowed:  # the need grows, and a new capture takes as long as some steps
+        elif overflowed:  # a fifth more: the need grows, and a new capture costs as much as several steps
             slack = min(1.2 * slack, self.limit)
         if 0.85 * self.slack < slack <= self.slack:
             return False  # a little less is not worth a new capture

@@ -6,7 +6,7 @@ buffers (fast/symm_mem.py).
 
 The GPU's copy engines carry them while forward and backward run; NCCL's kernels would take multiprocessors
 from those. The gradients travel in the model's dtype, as backward made them, half the bytes of fp32; each
-rank adds them up in fp32, which gives the same sum.
+rank adds them up in fp32: the sum of fp32 gradients, because one micro-batch adds nothing on a rank.
 """
 import contextlib
 
@@ -33,8 +33,7 @@ class CopyStream:
 
     @contextlib.contextmanager
     def side_stream(self):
-        """Operations issued inside run on the copy stream, after everything issued so far on the compute
-        stream."""
+        """Operations issued inside run on the copy stream, after all issued so far on the compute stream."""
         if self.stream is None:
             yield
             return
@@ -49,8 +48,9 @@ class CopyStream:
 
 class PeerComm(Comm):
     """parallel.Comm for ZeRO-1 with one micro-batch per step, on an axis whose GPUs reach each other's
-    memory. A buffer is overwritten only after the all-reduce of Optimizer.stats, which no rank passes before
-    all have copied from it. One instance per bucket; all share a CopyStream."""
+    memory. The others copy from gradients before their grad sync ends, and from weights in their forward;
+    both precede the all-reduce of Optimizer.stats, and this rank overwrites its buffers only after it. One
+    instance per bucket; all share a CopyStream."""
 
     def __init__(self, stream, grad_dtype):
         super().__init__(grad_dtype)

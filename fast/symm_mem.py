@@ -23,8 +23,8 @@ from ops.permute import Unpermute, layout_from_counts, rank_within_expert, slots
 
 
 class SymmetricBuffer:
-    """local (rows, width) on each rank of an axis of GPUs; peers: those of all ranks, by rank. All ranks of
-    the axis allocate together; torch's allocator does not know this memory. ValueError: these GPUs do not
+    """local: (rows, width) of this rank; peers: the same of every rank of the axis, by rank. All ranks of the
+    axis allocate together; torch's allocator does not know this memory. ValueError: these GPUs do not
     reach each other's memory."""
 
     instances = weakref.WeakSet()  # all of this process
@@ -51,12 +51,12 @@ class SymmetricBuffer:
         self.handle.barrier()
 
     def _record(self, kind, dst):
-        """Count bytes as for balanced destinations: the true count is only on the GPU."""
+        """Count bytes as if destinations were balanced: only the GPU knows."""
         row = self.local.size(1) * self.local.element_size()
         self.axis.record(kind, self.local, dst.numel() * row * (self.axis.size - 1) / self.axis.size)
 
     def put(self, x, dst, K=1):
-        """Write row c // K of x (n, width) to dst[c], c < n*K. A barrier must stand before it is read."""
+        """Write row c // K of x (n, width) to dst[c], c < n*K. Readers need a barrier first."""
         self._record("put", dst)
         _put(x.contiguous(), dst, self, K)
 
@@ -66,8 +66,7 @@ class SymmetricBuffer:
         return _get(dst, self)
 
     def publish(self, x):
-        """This rank's rows x (R, width), R <= rows, become readable for the others; they may stand here
-        already."""
+        """This rank's rows x (R, width), R <= rows, become readable for others; x may stand here already."""
         if x.data_ptr() != self.local.data_ptr():
             self.local[:x.size(0)].copy_(x)
         self.barrier()
@@ -137,8 +136,7 @@ class SendRows(torch.autograd.Function):
 
 
 class ReturnRows(torch.autograd.Function):
-    """The experts' results y (R, C) go back to the ranks whose rows they are. -> (N, C), this rank's
-    copies."""
+    """The experts' results y (R, C) go back to their rows' ranks. -> (N, C), this rank's copies."""
 
     @staticmethod
     def forward(ctx, y, dst, buffers):
@@ -164,9 +162,8 @@ class SymmMemPlan(NamedTuple):
 
 
 class _OneSided:
-    """What both dispatchers share. Of each buffer the first rows_in_use rows are used, the same number on
-    every rank; 0, and wherever no gradient is wanted (evaluation, whose shapes differ): the plain
-    dispatcher."""
+    """What both dispatchers share. rows_in_use: how many rows of each buffer are used, the same on every
+    rank. If it is 0, or without gradients (evaluation, generation), the plain dispatcher is used."""
     buffers, rows_in_use = None, 0
 
     def active(self):
@@ -230,8 +227,7 @@ def dispatcher_for(cfg):
 
 
 def allocate(layers, rows):
-    """Give the dispatchers of expert layers (moe.MoE) their buffers of `rows` rows. All ranks of ep
-    together."""
+    """Give the dispatchers of expert layers (moe.MoE) buffers of `rows` rows. Collective over ep."""
     w = layers[0].w1
     shape = layers[0].mesh.ep, rows, w.size(2), w.dtype, w.device
     results, grads = SymmetricBuffer(*shape), SymmetricBuffer(*shape)

@@ -1,1 +1,1 @@
-"""Operations twice: in torch, and as a Triton kernel. Below the model; nothing here knows of ranks."""
+"""Operations twice: in torch, and as a Triton kernel. Below the model; no collective is called here."""

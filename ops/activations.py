@@ -1,7 +1,7 @@
 """GELU and SwiGLU.
 
 SwiGLU is h = silu(gate) * up. Where gate and up come out of one matrix product side by side, plain autograd
-would make the gradients of the two halves apart and then copy them together; here they are written in place.
+would compute the two gradients separately and then concatenate them; here they are written in place.
 """
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,9 @@ def swiglu(y):
         return _SwiGLU.apply(y)
     gate, up = y.chunk(2, dim=1)
     return F.silu(gate) * up
+
+
+ACTIVATIONS = {"swiglu": swiglu, "gelu": gelu}  # --mlp -> function of w1's product, gate | up for swiglu
 
 
 class _SwiGLU(torch.autograd.Function):

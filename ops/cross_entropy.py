@@ -1,9 +1,9 @@
 """The head and its cross-entropy as one function, so that the logits are written once.
 
-At 128,256 words the logits of 16,384 tokens take 4.2 GB in bf16. Plain autograd writes them, an fp32 copy,
+At a vocabulary of 128,256 the logits of 16,384 tokens take 4.2 GB in bf16. Autograd writes them, a fp32 copy,
 the softmax and its gradient. Here they are written once, read once, and overwritten by their gradient, up to
-a factor per row that is known only at the end of the row. That factor is applied to the small matrices of
-backward, together with the scalar that backward brings.
+a factor per row that is known only at the end of the row. That factor, and the gradient of the loss,
+multiply the small results of backward instead.
 """
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from ops import backend
 
 
 def cross_entropy_rows(z, target, used):
-    """z (R, V) logits of which the first `used` columns are words, target (R,) -> losses (R,) and scales
+    """z (R, V) logits of which the first `used` columns are tokens, target (R,) -> losses (R,) and scales
     (R,), fp32; z becomes (softmax - onehot) / scale."""
     if not backend.use_triton(z) or z.dtype == torch.float16:  # fp16's range is too short for exponentials
         parts = [cross_entropy_rows_torch(*part, used)  # in fp32, so not all rows at once
@@ -38,7 +38,7 @@ def cross_entropy_rows_torch(z, target, used):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """x (R, C), w (V, C), target (R,) int64, used <= V words -> () sum of the cross-entropy in nats, in at
+    """x (R, C), w (V, C), target (R,) int64, used <= V tokens -> () sum of the cross-entropy in nats, in at
     least fp32."""
 
     @staticmethod

@@ -4,7 +4,7 @@ import torch
 from ops import backend
 
 COPY_ALONE = 2**22  # elements from which a gradient is copied by a kernel of its own
-BUCKET_ELEMENTS = 16_000_000  # a bucket with so many is full
+BUCKET_ELEMENTS = 16_000_000  # a bucket is closed when it has this many
 
 
 def assign_buckets(named_parameters, bucket_elements=BUCKET_ELEMENTS):

@@ -1,8 +1,7 @@
 """The experts' matrix products: each row times the matrix of its own expert.
 
 Rows stand by expert, and offs (e,) says where each expert's rows end (the argument of torch's grouped_mm).
-With a capacity every expert has the same number of rows: x is (e, rows, I), offs is None, the product is a
-bmm.
+With a capacity every expert has the same number of rows: x is (e, rows, I), offs is None, then bmm.
 """
 import functools
 
@@ -16,7 +15,7 @@ from ops.activations import silu_mul, silu_mul_backward
 @functools.cache
 def has_grouped_mm(device):
     """Whether torch's grouped_mm is one kernel on this GPU: on Hopper and Blackwell. Elsewhere torch reads
-    the runs' ends on the host."""
+    the row counts on the host."""
     return (device.type == "cuda" and hasattr(F, "grouped_mm")
             and torch.cuda.get_device_capability(device)[0] in (9, 10))
 
@@ -34,7 +33,7 @@ def use_grouped_mm(x, w):
 def grouped_mm(x, w, offs):
     """Row r of x (R, I) times the matrix of the expert whose rows it stands among: w (e, O, I), offs (e,) ->
     (R, O). torch's grouped_mm for bf16 on the GPU: one kernel, no synchronisation. Elsewhere an explicit
-    loop, its oracle. With a capacity: offs None, x (e, rows, I) -> (e, rows, O)."""
+    loop, the reference. With a capacity: offs None, x (e, rows, I) -> (e, rows, O)."""
     if offs is None:
         return torch.bmm(x, w.transpose(1, 2))
     if x.size(0) == 0:
@@ -60,7 +59,7 @@ class SwiGLUExperts(torch.autograd.Function):
     """x (R, C) by expert with offs (e,) int32, or (e, rows, C) with offs None; w1, w3 (e, F, C), w2 (e, C, F)
     -> like x; rows after the last expert's are undefined. bf16 on the GPU: torch's grouped_mm, or bmm.
     out (at least R, C): the tensor that receives the result and, in backward, the gradient of x; or None.
-    MoE.ffn in moe.py is its slow twin."""
+    The branch below its call in moe.MoE.ffn is the reference."""
 
     @staticmethod
     def forward(ctx, x, w1, w3, w2, offs, out):

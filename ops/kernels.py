@@ -2,7 +2,8 @@
 optim.py and fast/symm_mem.py hold a torch twin of each and decide which of the two runs. This file is
 imported on a GPU only, and by tests/test_kernels.py, which runs it in Triton's interpreter.
 
-One program handles one row, or BLOCK elements of a flat buffer; rows are counted in int64.
+One program handles one row, or BLOCK elements of a flat buffer; rows are counted in int64. x + 0 * at
+broadcasts the scalar x to the shape of at.
 """
 import triton
 import triton.language as tl
@@ -11,7 +12,8 @@ import triton.language as tl
 @triton.jit
 def cross_entropy(z_ptr, target_ptr, loss_ptr, scale_ptr, used, width, ROWS: tl.constexpr,
                   BLOCK: tl.constexpr):
-    """One program handles one row of logits z (R, width), and reads and writes each logit once. It stores the
+    """One program handles one row of logits z (R, width), and reads and writes each logit once (again where
+    the maximum rises by more than 32). It stores the
     loss, in the place of the logits (softmax - onehot) / scale, and that scale: 1 / the sum of the
     exponentials, which is known only when all of them are written."""
     row = tl.program_id(0).to(tl.int64)
@@ -187,7 +189,7 @@ def unpermute_backward(y_ptr, p_ptr, perm_ptr, g_ptr, dy_ptr, dp_ptr, limit, wid
 @triton.jit
 def put(x_ptr, dst_ptr, peers_ptr, rows, width, K: tl.constexpr, BLOCK: tl.constexpr):
     """Program c copies row c // K of x (n, width) to dst[c] = rank * rows + row: row `row` of the buffer
-    (rows, width) whose address is peers[rank], in another GPU's memory. Nowhere where dst is negative."""
+    (rows, width) whose address is peers[rank], in another GPU's memory. A negative dst is skipped."""
     copy = tl.program_id(0).to(tl.int64)
     dst = tl.load(dst_ptr + copy)
     if dst >= 0:

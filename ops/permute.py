@@ -5,15 +5,14 @@ slots, sorted by expert:
     perm (slots,)     the copy in each slot; N = n*K where the slot is empty
     inv_perm (N,)     the slot of each copy; `slots` where the copy was dropped
 Only with a capacity can slots be empty and copies be dropped: `padded` says so. Moving rows there and back
-are each other's adjoint, so all four directions are gathers by perm or by inv_perm, and no kernel needs
-atomics.
+are adjoint, so all four directions are gathers by perm or by inv_perm, and no kernel needs atomics.
 """
 import torch
 
 from ops import backend
 
 # -----------------------------------------------------------------------------
-# who stands where: a counting sort. torch's sort launches six kernels; only the order among equals is asked
+# who stands where: a stable counting sort by expert, two kernels where torch's sort launches six
 
 def sort_by_expert(expert, E):
     """expert (N,) int64 of each copy -> perm (N,), inv_perm (N,), counts (E,): a stable sort by expert.
@@ -30,7 +29,7 @@ def invert_permutation(perm):
 
 
 def sort_block_size(E):
-    """-> copies that one program of rank_within_expert counts: their (copies, E) table has to fit into a
+    """-> copies that one program of rank_within_expert counts: their (copies, E) table must fit into a
     multiprocessor; and E rounded up to a power of two."""
     wide = 1 << (E - 1).bit_length()
     return max(8, min(128, 16384 // wide)), wide
@@ -87,11 +86,10 @@ def layout_from_counts(counts, rank, rows, limit, needed):
     """counts (ep, E) int64: each rank's copies for each expert. The owner of an expert receives them in a
     buffer of `rows` rows, by expert, then by sender. -> starts (E,): where this rank's copies begin, counted
     as owner * rows + row; offs (e,) int32: where each local expert's rows end in this rank's own buffer,
-    `limit` at most. needed () int64 becomes the number of rows that come to this rank, if that is more than
-    it holds."""
+    `limit` at most. needed () int64 becomes max(needed, rows that come to this rank)."""
     ep, E = counts.shape
     if not backend.use_triton(counts):
-        by_owner = counts.T.reshape(ep, E)  # (ep, e*ep): each rank's rows for its first expert, ..., its last
+        by_owner = counts.T.reshape(ep, E)  # (owner, e*ep): counts by local expert, then by sender
         stops = by_owner.cumsum(1)
         torch.maximum(needed, stops[rank, -1], out=needed)
         starts = stops - by_owner + rows * torch.arange(ep, device=counts.device).unsqueeze(1)

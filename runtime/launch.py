@@ -256,8 +256,7 @@ def deterministic():
 
 
 def launch(timeout=600.0, quiet=False):
-    """Start this rank -> World. timeout: seconds that a collective may wait. Prints a line per node, unless
-    quiet."""
+    """Start this rank -> World. timeout: seconds that a collective may wait. quiet: no line per node."""
     launcher, rank, size, local, local_size = detect(os.environ)
     if launcher == "single":  # plain python never touches MPI
         device, threads = select_device(0, 1)

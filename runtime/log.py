@@ -132,11 +132,10 @@ def metrics_row(cfg, world, state, batch, lr, stats, reason, clock, vocab_size):
            "global_batch": batch, "lr": lr, "skipped": state.skipped,
            "nan_steps": state.nan_steps, "skip_reason": "range" if stats is None else reason}
     if stats is not None and reason is None:
-        loss, grad_norm, num_zeros, param_norm = torch.stack(tuple(stats)).tolist()  # sync point
-        if math.isfinite(loss) and math.isfinite(grad_norm):
-            row.update(loss=loss, grad_norm=grad_norm, param_norm=param_norm, num_zeros=int(num_zeros))
-        else:
-            row.update(skip_reason=not_finite(loss, grad_norm))
+        values = dict(zip(stats._fields, torch.stack(tuple(stats)).tolist(), strict=True))  # sync point
+        finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        values["num_zeros"] = int(values["num_zeros"]) if finite else 0
+        row.update(values if finite else {"skip_reason": not_finite(values["loss"], values["grad_norm"])})
     if steps:
         batch = samples / steps  # the mean since the row before: the batch may grow
         per_gpu = batch * cfg.seq_len / ms * 1e3 / world.size  # tokens per second
@@ -226,7 +225,7 @@ def started(cfg, model, resumed, batch, n_samples, skip):
 def farewell(outcome, stop_reason, step, out, saved):
     """Print how the run ended and what is in its directory. saved: step of the last checkpoint, or 0."""
     how = {Outcome.STOPPED: f"stopped by {stop_reason}", Outcome.GAVE_UP: "gave up",
-           Outcome.REPLICAS_DIFFER: "gave up"}.get(outcome, "done")
+           Outcome.REPLICAS_DIFFER: "gave up", Outcome.FAILED: "lost its last save"}.get(outcome, "done")
     print(f"{how} after step {step}: {out}/ holds metrics.jsonl, loss.txt, config.json"
           + (f", step_{saved:06d}" if saved else ""), flush=True)
 
@@ -279,8 +278,7 @@ class Log:
                 self.wandb = None
 
     def experts(self, step, layers):
-        """Write experts.jsonl: per layer the load of every expert, fraction dropped, aux, z and the router's
-        entropy."""
+        """Write experts.jsonl: per layer the load of every expert, dropped, aux, z, router entropy."""
         with best_effort(self.out / "experts.jsonl"), open(self.out / "experts.jsonl", "a") as f:
             f.write(json.dumps({"step": step, "layers": layers}) + "\n")
         self.last_experts = layers

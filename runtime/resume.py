@@ -38,7 +38,7 @@ def shards(dp, opt, vectors=None, owned_only=True):
     The optimizer's slices are runs of flat buckets; checkpoint.rectangles cuts a run into rectangles."""
     if vectors is None:
         state = [opt.adam.state[m] for m in opt.masters]
-        vectors = {"": opt.masters, **{f"{k}/": [s[k] for s in state] for k in ("exp_avg", "exp_avg_sq")}}
+        vectors = {"": opt.masters, **{f"{k}/": [s[k] for s in state] for k in opt.adam.moments}}
     out = []
     for prefix, slices in vectors.items():
         for b, own in zip(dp.buckets, slices, strict=True):
@@ -188,8 +188,7 @@ def find_checkpoint(cfg, world, out):
 
 def start_from(found, cfg, model, dp, opt, data_id):
     """Go on from the checkpoint `found`, or start with equal replicas (found None; with --init-from, as a
-    dense checkpoint) -> (State, skip.Ranges). Collective over the world; ValueError: the checkpoint does not
-    fit."""
+    dense checkpoint) -> (State, skip.Ranges). Collective; ValueError: the checkpoint does not fit."""
     is_main, skip = model.mesh.world.rank == 0, Ranges(cfg.train_range_to_skip)
     if found is None:
         broadcast_and_verify(model)

@@ -198,8 +198,7 @@ def verdict(reports, size, timeout):
 
 
 def cause(reports, missing):
-    """Which ranks keep the others waiting, as far as the counts of collectives tell. missing: ranks without a
-    report."""
+    """Which ranks keep the others waiting, by the counts of collectives. missing: ranks without a report."""
     if missing:
         return f"{format_ranks(missing)} did not answer"
     behind, mismatch = {}, None
@@ -337,8 +336,7 @@ class Stragglers:
         return keys, self.flag_slow(ms)
 
     def flag_slow(self, ms):
-        """ms: own time per step of every rank -> a line per rank that is slow for the SLOW_STREAKth time in a
-        row."""
+        """ms: own time per step of every rank -> a line per rank that is slow SLOW_STREAK times in a row."""
         lines, streak = [], {}
         for rank, own in enumerate(ms):
             first = rank // self.stage * self.stage
