@@ -1,6 +1,7 @@
-"""The tutorial: its exercises fail until solved, and its commands are commands that exist."""
+"""The tutorial: each exercise fails until it is solved; the commands, files and names in the text exist."""
 import importlib
 import json
+import operator
 import os
 import re
 import shlex
@@ -9,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import test_budget
 import torch
 import torch.distributed as dist
 from pool import ROOT, context, run_ranks
@@ -17,6 +17,7 @@ from runs import chars, session
 
 import config
 import prepare
+import train
 from parallel import make_mesh
 from runtime import launch
 from tutorial import exercises, solutions, test_exercises
@@ -35,14 +36,39 @@ def test_every_chapter_has_its_parts():
             assert needed in part, f"chapter {i} lacks {needed!r}"
         name = re.search(r"\*\*Exercise\*\* `(\w+)`", part)[1]
         assert callable(getattr(exercises, name)) and callable(getattr(solutions, name))
-    for name in re.findall(r"`((?:bench|scripts|tests)/[\w.]+|\w+\.py)`", TEXT):
-        assert any((ROOT / folder / name).exists() for folder in (".", "tutorial", "scripts")), name
 
 
-def typed(argv, said):
-    """python -m pytest ARGV in the root; torch is there already. Our own files must be found anew."""
+def test_every_file_that_the_text_names_exists():
+    names = set(re.findall(r"`([\w/]+\.(?:py|md|slurm|pbs|sh))`", TEXT))
+    assert {"train.py", "corpus/tokenizer.py", "runtime/launch.py", "bench/doctor.py"} <= names
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+def test_every_class_and_function_to_read_is_in_the_files_beside_it():
+    """Each `name` in a paragraph that begins with Read is a class or function of a file in that paragraph."""
+    paragraphs = re.findall(r"^\*\*Read\*\* (.*?)\n\n", TEXT, re.M | re.S)
+    assert len(paragraphs) == len(CHAPTERS)
+    for paragraph in paragraphs:
+        quoted = re.findall(r"`([^`]+)`", paragraph)
+        code = "\n".join((ROOT / name).read_text() for name in quoted if name.endswith(".py"))
+        for name in quoted:
+            if re.fullmatch(r"[A-Za-z_.]+(\(\))?", name) and not (ROOT / name).exists():
+                for part in name.removesuffix("()").split("."):
+                    assert re.search(rf"^\s*(def|class) {part}\b", code, re.M), (name, paragraph)
+
+
+def test_the_functions_that_grep_looks_for_in_the_profile_exist():
+    patterns = re.findall(r'^grep -oE "\[0-9.\]\+ \((.*)\)" out/ch05/profile.txt$', TEXT, re.M)
+    assert len(patterns) == 2
+    for name in {name for pattern in patterns for name in pattern.split("|")}:
+        assert callable(operator.attrgetter(name)(train)), name
+
+
+def pytest_in_a_new_process(argv, output):
+    """python -m pytest ARGV in the root; its stdout goes to the file output. torch is imported already, but
+    the modules of tests/ and tutorial/ must be imported again."""
     os.chdir(ROOT)
-    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)
     sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p) not in (ROOT, ROOT / "tests"))]
     for name, module in list(sys.modules.items()):
         file = Path(getattr(module, "__file__", None) or "/")
@@ -52,84 +78,78 @@ def typed(argv, said):
 
 
 @pytest.mark.parametrize("flags, outcome", [([], "2 failed"), (["--solutions"], "2 passed")])
-def test_the_readers_command(flags, outcome, tmp_path):
-    p = context.Process(target=typed, args=(["tutorial", "-k", "chapter_03 or chapter_05", *flags],
-                                            tmp_path / "said"))
+def test_the_command_that_the_reader_types(flags, outcome, tmp_path):
+    argv, output = ["tutorial", "-k", "chapter_05 or chapter_09", *flags], tmp_path / "output"
+    p = context.Process(target=pytest_in_a_new_process, args=(argv, output))
     p.start()
-    p.join(60)
-    said = (tmp_path / "said").read_text()
-    assert outcome in said.splitlines()[-1] and p.exitcode == (not flags), said[-3000:]
+    p.join(120)
+    text = output.read_text()
+    assert outcome in text.splitlines()[-1] and p.exitcode == (not flags), text[-3000:]
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
-def test_every_exercise_is_open_and_can_be_solved(chapter):
+def test_each_exercise_fails_at_first_and_passes_with_its_solution(chapter):
     test = getattr(test_exercises, f"test_chapter_{chapter}")
     with pytest.raises((NotImplementedError, AssertionError), match=f"chapter {int(chapter)}: "):
-        test(exercises)  # a rank's NotImplementedError comes as the pool's AssertionError, with its text
+        test(exercises)  # run_ranks makes an AssertionError of a rank's NotImplementedError
     test(solutions)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tutorial").glob("*.py")), ids=lambda p: p.name)
-def test_short_and_narrow(path):
-    test_budget.test_length_and_width(path)
-    assert "os.environ" not in path.read_text()
-
-
 # -----------------------------------------------------------------------------
-# the mistakes that each chapter warns of: its test must see them. the names are the exercises'
+# the mistake that each chapter warns of, under the name of its exercise: the chapter's test must fail
 
-def doctor_verdict(lines):
+def doctor_verdict(lines):  # takes FAIL and fix: anywhere in a line for a status and a fix
     return int(any("FAIL" in line for line in lines)), [x.split("fix: ")[1] for x in lines if "fix: " in x]
 
 
-def char_tokens(text, val_fraction):  # in the order of appearance
+def char_tokens(text, val_fraction):  # symbols in the order of appearance, not sorted
     symbols = "".join(dict.fromkeys(text))
     ids, cut = [symbols.index(c) for c in text], int(len(text) * (1 - val_fraction))
     return symbols, ids[:cut], ids[cut:]
 
 
-def causal_attention(q, k, v):  # the present is hidden too, or the future is not
+def causal_attention(q, k, v):  # without the mask
     return (q @ k.T / q.size(1) ** 0.5).softmax(1) @ v
 
 
-def bus_bandwidth(kind, ranks, nbytes, seconds):  # what "bandwidth" says at first
+def bus_bandwidth(kind, ranks, nbytes, seconds):  # size by time: algbw
     return nbytes / seconds / 1e9
 
 
-def global_gradient(x, y, w, rows_of_all_ranks):  # the mean of means
+def global_gradient(x, y, w, rows_of_all_ranks):  # the mean of the ranks' means
     (g,) = torch.autograd.grad((x @ w - y).square().mean(), w)
     dist.all_reduce(g)
     return g / dist.get_world_size()
 
 
-def hot_spot(tree):  # total time
+def hot_spot(tree):  # by total time
     return max(tree[2], key=lambda child: child[1])[:2] if tree[2] else tree[:2]
 
 
-def zero1_slice(n, rank, size):  # no padding
+def zero1_slice(n, rank, size):  # without padding
     return slice(rank * n // size, (rank + 1) * n // size)
 
 
-def row_splits(ids, n_experts, ep):  # nobody was asked
+def row_splits(ids, n_experts, ep):  # does not ask the other ranks
     send = torch.bincount(ids // (n_experts // ep.size), minlength=ep.size).tolist()
     return send, send
 
 
-def is_spike(past, value, sigma):  # mean and deviation
+def is_spike(past, value, sigma):  # mean and standard deviation
     return value > statistics.mean(past) + sigma * statistics.pstdev(past)
 
 
-def after_job(code, step_before, step_after):  # for ever
+def after_job(code, step_before, step_after):  # requeues for ever a job that gains no step
     return {0: "done", 85: "requeue"}.get(code, "look")
 
 
-def efficiency(runs):  # of the total, not per rank; the first step counts
+def efficiency(runs):  # of all ranks together, not per rank; and with the first step
     speed = {n: statistics.mean(row["tok_s"] for row in rows) for n, rows in runs.items()}
     return {n: s / speed[min(speed)] for n, s in speed.items()}
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
-def test_the_usual_mistake_is_seen(chapter):
+def test_each_chapters_test_rejects_the_usual_mistake(chapter):
     with pytest.raises(AssertionError):
         getattr(test_exercises, f"test_chapter_{chapter}")(sys.modules[__name__])
 
@@ -138,7 +158,7 @@ def test_the_usual_mistake_is_seen(chapter):
 # the commands of the text
 
 def pieces(command):
-    """A line of the shell -> [(ranks, [program, argument, ...])] of its python commands."""
+    """A shell command -> [(ranks, [program, argument, ...])], one for each python command in it."""
     lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, ""
     parts = [[]]
@@ -160,10 +180,11 @@ def pieces(command):
 
 
 def programs(name):
+    """-> [(ranks, [argument, ...])]: every call of the program in the text."""
     return [(n, words[1:]) for line in COMMANDS for n, words in pieces(line) if words[0] == name]
 
 
-def test_nothing_escapes_the_checks():
+def test_every_program_of_the_text_is_one_that_is_checked_below():
     known = {"train.py", "prepare.py", "plan.py", "sample.py", "checkpoint.py", "bench/doctor.py",
              "bench/smoke.py", "bench/collectives.py", "bench/scaling.py"}
     assert {words[0] for line in COMMANDS for _, words in pieces(line)} == known
@@ -171,7 +192,7 @@ def test_nothing_escapes_the_checks():
     assert others == {"grep", "cat"}, others
 
 
-def test_flags_exist_and_layouts_fit():
+def test_the_flags_of_the_text_exist_and_its_layouts_fit_the_ranks():
     runs = programs("train.py")
     assert len(runs) >= 15
     for n, argv in runs:
@@ -184,18 +205,18 @@ def test_flags_exist_and_layouts_fit():
 
 
 @pytest.mark.parametrize("name", ["smoke", "collectives", "plan", "sample"])
-def test_flags_are_in_the_help(name, capsys):
+def test_the_flags_of_other_programs_are_in_their_help(name, capsys):
     with pytest.raises(SystemExit):
         importlib.import_module(name).main(["--help"])
-    said = capsys.readouterr().out
+    text = capsys.readouterr().out
     commands = [argv for folder in ("", "bench/") for _, argv in programs(f"{folder}{name}.py")]
     assert commands
     for flag in (word for argv in commands for word in argv if word.startswith("--")):
-        ours = name == "plan" and flag == "--zero"  # one of train.py's, which plan.py takes too
-        assert ours or flag in said, f"{name} has no {flag}"
+        passed_on = name == "plan" and flag == "--zero"  # a flag of train.py, which plan.py takes too
+        assert passed_on or flag in text, f"{name} has no {flag}"
 
 
-def test_what_a_later_chapter_reads_an_earlier_one_made():
+def test_every_folder_that_a_command_reads_was_written_by_an_earlier_one():
     made = set()
     for line in COMMANDS:
         for _, (program, *argv) in pieces(line):
@@ -208,10 +229,10 @@ def test_what_a_later_chapter_reads_an_earlier_one_made():
 
 
 def test_the_training_commands_run(tmp_path):
-    """Each of them, two steps long and on a small text, by train.main in as many real processes."""
+    """Each command, two steps long and on a small text: train.main in as many processes as it has ranks."""
     toy, seen = chars(tmp_path), set()
     for i, (n, argv) in enumerate(programs("train.py")):
-        if (n, *argv) in seen or "--prompt" in argv:  # its prompt has letters that the toy text lacks
+        if (n, *argv) in seen or "--prompt" in argv:  # the prompt has letters that the small text lacks
             continue
         seen.add((n, *argv))
         less = ["--data", toy, "--out", tmp_path / str(i), "--steps", "2", "--log-every", "1",

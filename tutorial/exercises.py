@@ -1,10 +1,10 @@
-"""The exercises of tutorial/README.md, one function per chapter. Each raises until you have filled it in.
+"""The exercises of tutorial/README.md, one function per chapter. Each raises an error until you fill it in.
 
     python -m pytest tutorial -k chapter_03        the test of chapter 3
 
-solutions.py holds one answer to each. Look there last.
+solutions.py has one answer to each. Look there last.
 """
-import statistics  # noqa: F401 median() is of use in chapters 8 and 10
+import statistics  # noqa: F401 median() is useful in chapters 8 and 10
 
 import torch  # noqa: F401
 import torch.distributed as dist  # noqa: F401 chapter 4
@@ -16,8 +16,9 @@ def doctor_verdict(lines):
     """Read what bench/doctor.py printed, as a job script would.
 
     lines: [str], such as "OK    device     cpu: 2 cores" or "WARN  data       none; fix: python prepare.py".
-    The first word is the status; a fix stands behind "; fix: ".
-    -> (exit code, [the fixes, in order]): 1 if any check is FAIL, else 0; a WARN stops nobody.
+    The first word is the status. Where there is a fix, it follows "; fix: ".
+    -> (exit code, [the fixes, in order]). The exit code is 1 if any check is FAIL, otherwise 0: a WARN does
+    not stop a job.
     """
     raise NotImplementedError("chapter 0: exit code and fixes")
 
@@ -25,29 +26,29 @@ def doctor_verdict(lines):
 def char_tokens(text, val_fraction):
     """Turn text into training and validation tokens, one token per character.
 
-    -> (symbols, train, val): symbols, all distinct characters in code point order, as one str; train and val,
-    lists of int, the position of each character in symbols. The text is cut once: train is its first
-    int(len(text) * (1 - val_fraction)) characters, val the rest.
+    -> (symbols, train, val). symbols: all distinct characters in code point order, as one str. train and val:
+    lists of int, the position of each character in symbols. The text is cut once: train is the first
+    int(len(text) * (1 - val_fraction)) characters, val is the rest.
     """
     raise NotImplementedError("chapter 1: characters to tokens")
 
 
 def causal_attention(q, k, v):
-    """One head of attention for one sequence: position t looks at positions 0..t only.
+    """One head of attention for one sequence: position t attends to positions 0..t only.
 
     q, k, v: (T, D) float tensors. -> (T, D): softmax over the allowed positions of q . k / sqrt(D), times v.
-    torch.triu and masked_fill(mask, -torch.inf) help; scaled_dot_product_attention is not the point.
+    Useful: torch.triu, masked_fill(mask, -torch.inf). Do not call scaled_dot_product_attention.
     """
     raise NotImplementedError("chapter 2: causal attention")
 
 
 def bus_bandwidth(kind, ranks, nbytes, seconds):
-    """What one rank's link carried, in GB/s (1e9 bytes), when `ranks` ranks ran one collective in a ring.
+    """The bus bandwidth of one collective: what each rank sent, divided by the time, in GB/s (1e9 bytes).
 
-    nbytes is the size of the whole: what is reduced, or what all ranks together end with. Each rank sends
-        all-gather, reduce-scatter, all-to-all   (ranks - 1) / ranks of it
-        all-reduce                               both of the first two, one after the other
-    kind: one of these four names; ValueError for any other.
+    nbytes: size of the whole tensor that is reduced, gathered or exchanged. In a ring each rank sends
+        all-gather, reduce-scatter, all-to-all   (ranks - 1) / ranks of nbytes
+        all-reduce                               a reduce-scatter, then an all-gather
+    kind: one of these four names. ValueError: any other name.
     """
     raise NotImplementedError("chapter 3: bytes sent, divided by the time")
 
@@ -56,27 +57,27 @@ def global_gradient(x, y, w, rows_of_all_ranks):
     """The gradient of the mean squared error over the rows of ALL ranks, the same on every rank.
 
     x (n, C), y (n,): the rows of this rank; n differs from rank to rank. w (C,): the weights, the same on all
-    ranks, requires_grad is set. rows_of_all_ranks: the sum of n over the ranks.
-    -> (C,): d/dw of sum over all rows of (x @ w - y)**2 / rows_of_all_ranks.
-    One call of dist.all_reduce(tensor) is enough: it sums in place over the ranks.
+    ranks, with requires_grad. rows_of_all_ranks: the sum of n over the ranks.
+    -> (C,): the derivative by w of the sum over all rows of (x @ w - y)**2 / rows_of_all_ranks.
+    One call of dist.all_reduce(tensor) is enough: it sums the tensor over the ranks, in place.
     """
     raise NotImplementedError("chapter 4: divide once, then a plain sum")
 
 
 def hot_spot(tree):
-    """The function in which a profile spent most time itself, its callees not counted.
+    """The function with the largest own time in a profile: its time without that of the functions it calls.
 
-    tree: (name, seconds, [children]), each child the same; seconds include the children's. A name may stand
-    at several places: add them up. -> (name, its own seconds over the whole tree).
+    tree: (name, seconds, [children]). Each child is such a tuple too; seconds include the children's. A name
+    may occur in several places: add up its own times. -> (name, its own seconds in the whole tree).
     """
     raise NotImplementedError("chapter 5: own time, not total time")
 
 
 def zero1_slice(n, rank, size):
-    """Which part of a bucket of n gradients this rank of `size` owns under ZeRO-1.
+    """The part of a bucket of n gradients that rank number `rank` of `size` ranks owns under ZeRO-1.
 
-    The bucket is padded at its end to a multiple of size * 128, then cut into `size` equal parts in the order
-    of the ranks. -> slice(first, end) into the padded bucket.
+    The bucket is padded at its end to a multiple of size * 128, then cut into `size` equal parts, in the
+    order of the ranks. -> slice(first, end) of the padded bucket.
     """
     raise NotImplementedError("chapter 6: the rank's slice")
 
@@ -84,40 +85,42 @@ def zero1_slice(n, rank, size):
 def row_splits(ids, n_experts, ep):
     """How many rows this rank sends to each rank of ep, and how many it receives from each.
 
-    ids: (N,) int64, the expert that each row of this rank wants. The experts are dealt in order: each rank
-    holds e = n_experts / ep.size neighbours. Only this rank knows its ids, so the ranks must tell each other:
-    all_to_all(counts, ep), counts (ep.size,) int64, gives number i to rank i and returns theirs for us.
+    ids: (N,) int64, the expert that each row of this rank visits. ep: a parallel.Axis. Each rank of ep holds
+    e = n_experts / ep.size experts: rank 0 the first e, rank 1 the next e, and so on. Only this rank knows
+    its ids, so the ranks must exchange counts. all_to_all(counts, ep) takes counts (ep.size,) int64, sends
+    counts[i] to rank i, and returns the numbers that the ranks sent to this one.
     -> (send, receive), two lists of ep.size ints.
     """
     raise NotImplementedError("chapter 7: rows to send, rows to receive")
 
 
 def is_spike(past, value, sigma):
-    """Is value out of proportion with the past? Judged by medians, which one outlier cannot move.
+    """Whether value is far above the past values. Medians decide, because one outlier does not move them.
 
     past: a list of floats. The width is 1.4826 times the median of |x - median(past)|, but at least 1.4826
-    times a thousandth of |median(past)|: a flat past must not make everything a spike.
+    times a thousandth of |median(past)|: after equal values, the next small change is no spike.
     -> True if value > median(past) + sigma * width.
     """
     raise NotImplementedError("chapter 8: median and median deviation")
 
 
 def after_job(code, step_before, step_after):
-    """What a job script does when train.py has ended with this exit code.
+    """What a job script does next, after train.py has ended with this exit code.
 
     step_before, step_after: the step of the newest checkpoint before and after the job.
-    -> "done" after 0; "requeue" after 85 (stopped, and saved before), but "look" if no step was gained: the
-    next job would stop at the same place, for ever; "look" after anything else: a person has to.
+    -> "done" after code 0. "requeue" after code 85 (the run saved and stopped), but "look" if the newest step
+    is not later than before: the next job would stop at the same place, and so on for ever. "look" after any
+    other code: a person has to look.
     """
     raise NotImplementedError("chapter 9: done, requeue or look")
 
 
 def efficiency(runs):
-    """How much of its speed a rank keeps when there are more of them.
+    """The speed per rank of each run, relative to the run with the fewest ranks.
 
     runs: {ranks: [row, ...]}, the rows of each run's metrics.jsonl: dicts with "step" and "tok_s" (tokens per
-    second of all ranks together). Step 1 warms up and does not count. Of the other rows the later half counts
-    (of 5 the last 3): the median of its tok_s.
-    -> {ranks: tokens per second and rank, divided by the same of the run with the fewest ranks}.
+    second of all ranks together). Leave out step 1, which warms up. Of the other rows take the later half (of
+    5 rows the last 3). The run's speed is the median of their tok_s.
+    -> {ranks: speed per rank / speed per rank of the run with the fewest ranks}.
     """
     raise NotImplementedError("chapter 10: medians, per rank, against the smallest run")

@@ -1,4 +1,4 @@
-"""One answer to each exercise of exercises.py. python -m pytest tutorial --solutions tests these."""
+"""One answer to each exercise of exercises.py. python -m pytest tutorial --solutions tests them."""
 import math
 import statistics
 
@@ -22,7 +22,7 @@ def char_tokens(text, val_fraction):
 
 def causal_attention(q, k, v):
     T, D = q.shape
-    scores = q @ k.T / math.sqrt(D)  # (T, T): row t, what position t thinks of each position
+    scores = q @ k.T / math.sqrt(D)  # (T, T): row t has the scores of position t
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
     return scores.masked_fill(future, -torch.inf).softmax(1) @ v  # (T, D)
 
@@ -35,9 +35,9 @@ def bus_bandwidth(kind, ranks, nbytes, seconds):
 
 
 def global_gradient(x, y, w, rows_of_all_ranks):
-    loss = (x @ w - y).square().sum() / rows_of_all_ranks  # a sum over my rows, divided by everybody's
+    loss = (x @ w - y).square().sum() / rows_of_all_ranks  # the sum over this rank's rows, by all rows
     (gradient,) = torch.autograd.grad(loss, w)
-    dist.all_reduce(gradient)  # SUM, C numbers, over all ranks
+    dist.all_reduce(gradient)  # SUM of C numbers, over all ranks
     return gradient
 
 
@@ -54,14 +54,14 @@ def hot_spot(tree):
 
 
 def zero1_slice(n, rank, size):
-    own = -(-n // (size * 128)) * 128  # rounded up
-    return slice(rank * own, (rank + 1) * own)
+    part = -(-n // (size * 128)) * 128  # rounded up
+    return slice(rank * part, (rank + 1) * part)
 
 
 def row_splits(ids, n_experts, ep):
     e = n_experts // ep.size
     send = torch.bincount(ids // e, minlength=ep.size)  # (ep,)
-    receive = all_to_all(send, ep)  # (ep,): what each rank wants to send me
+    receive = all_to_all(send, ep)  # (ep,): rows that each rank sends to this one
     return send.tolist(), receive.tolist()
 
 
