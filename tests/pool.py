@@ -33,7 +33,8 @@ COLLECTIVE = 20  # seconds that a rank waits for the others in a collective
 AFTER_FAILURE = COLLECTIVE + 10  # seconds that the other ranks have to answer after one has failed
 LIMIT = 240  # seconds for a whole call, many times what the longest takes on an idle machine
 DYING = 10  # seconds between the end of a worker's pipe and its exit code
-READY, RESULT, IDLE, GONE = "ready", "result", "idle", "gone"  # a worker says: READY; RESULT, IDLE per call
+READY, RESULT, IDLE, GONE = "ready", "result", "idle", "gone"  # a worker says: READY; RESULT, IDLE per call.
+# between the two it waits for a word: a rank that left early could break connections that others still make
 
 workers = []  # by rank
 stores = None  # the folder of the FileStores: it lives as long as the pool, a store needs its file to the end
@@ -79,6 +80,10 @@ def _serve(pipe):
             return
         joined, result = _run(job)
         _send_result(pipe, result)
+        try:
+            pipe.recv_bytes()  # all ranks have a result: none is still connecting to this one's group
+        except EOFError:
+            return
         problem = _destroy_group() if joined else ": it could not join the process group"
         pipe.send((IDLE, problem))
 
@@ -165,7 +170,7 @@ def _fill(n):
 def _collect(n):
     """-> {rank: (True, value) or (False, text)}, when every worker is idle again or replaced."""
     results, busy, start = {}, set(range(n)), time.monotonic()
-    until = start + LIMIT
+    until, waiting = start + LIMIT, set()  # waiting: ranks that have a result and still hold their group
     try:
         while busy and (left := until - time.monotonic()) > 0:
             pipes = {workers[rank].pipe: rank for rank in busy}
@@ -177,16 +182,37 @@ def _collect(n):
                     kind, value = GONE, ""
                 if kind == RESULT:
                     results[rank] = value
+                    waiting.add(rank)
                     continue
                 busy.remove(rank)
                 if kind == GONE or value:
+                    waiting.discard(rank)
                     _replace(rank, results, DYING, value)
-            if not all(ok for ok, _ in results.values()):
+            failed = not all(ok for ok, _ in results.values())
+            if failed:
                 until = min(until, time.monotonic() + AFTER_FAILURE)
+            if failed or len(results) == n:
+                _leave(waiting)
     finally:  # also after Ctrl-C: a worker that is still at work would answer the next call with this result
-        for rank in busy:
-            _replace(rank, results, 0, f" after {time.monotonic() - start:.0f} s without an answer")
+        stuck, seconds = busy - waiting, time.monotonic() - start
+        for rank in stuck:
+            _replace(rank, results, 0, f" after {seconds:.0f} s without an answer")
+        _leave(waiting)
+        for rank in busy - stuck:
+            idle = False
+            with contextlib.suppress(EOFError, OSError):
+                idle = workers[rank].pipe.poll(DYING) and workers[rank].pipe.recv() == (IDLE, "")
+            if not idle:
+                _replace(rank, results, 0, " because it could not leave its process group")
     return results
+
+
+def _leave(waiting):
+    """Tell the ranks that have a result to destroy their process groups."""
+    for rank in waiting:
+        with contextlib.suppress(OSError):
+            workers[rank].pipe.send_bytes(b"leave")
+    waiting.clear()
 
 
 def _replace(rank, results, patience, why):

@@ -30,6 +30,7 @@ from runtime.resume import Saver
 # layout A writes, layout B reads: every number of the state, and of the step after it
 
 def prepare(world, flags):
+    """-> cfg, mesh, dp, opt, step(i) that trains step i, owned(prefix) that copies this rank's shards."""
     cfg = Config(**flags, micro_batch=2)
     mesh, batch = make_mesh(world, cfg.tp, cfg.pp, cfg.ep), cfg.global_batch
     check_layout(cfg, mesh, batch)
@@ -53,31 +54,32 @@ def write(world, flags, folder):
     cfg, mesh, dp, opt, step, owned = prepare(world, flags)
     step(1), step(2)
     saver = Saver(folder, world.axis)
-    seen = {"pieces": owned("saved ")}
+    results = {"shards": owned("saved ")}
     resume.save(cfg, mesh, dp, opt, saver, resume.State(step=2, samples=2 * cfg.global_batch))
-    seen["totals"] = step(3)
+    results["stats"] = step(3)
     assert saver.wait() and saver.saved == 2
-    seen["pieces"] += owned("next ")
-    return seen
+    results["shards"] += owned("next ")
+    return results
 
 
 def read(world, flags, folder):
+    """Load the checkpoint of step 2 and train step 3."""
     cfg, mesh, dp, opt, step, owned = prepare(world, flags)
     for _, t, _, _ in resume.shards(dp, opt, owned_only=False):
-        t.fill_(math.nan)  # what load() leaves out stays NaN
+        t.fill_(math.nan)  # an element that load() leaves out stays NaN
     assert resume.load(cfg, dp, opt, Path(folder) / "step_000002", "").samples == 2 * cfg.global_batch
-    seen = {"pieces": owned("saved ")}
+    results = {"shards": owned("saved ")}
     assert not any(np.isnan(t).any() for _, t, _, _ in owned("", owned_only=False))
-    seen["totals"] = step(3)
-    seen["pieces"] += owned("next ")
-    return seen
+    results["stats"] = step(3)
+    results["shards"] += owned("next ")
+    return results
 
 
 ONE, DP3Z, TP2, PP2, EP2 = (1, {}), (3, dict(zero=1)), (2, dict(tp=2)), (2, dict(pp=2)), (2, dict(ep=2))
 TP2Z, PP2Z, TP4 = (4, dict(tp=2, zero=1)), (4, dict(pp=2, zero=1)), (4, dict(tp=4))
 TP2PP2, EP4Z, TP2EP2 = (4, dict(tp=2, pp=2)), (4, dict(ep=4, zero=1)), (2, dict(tp=2, ep=2, zero=1))
 PP2EP2Z, DP2Z = (4, dict(pp=2, ep=2, zero=1)), (2, dict(zero=1))
-SMALL = dict(LLAMA, vocab_size=60, n_layer=2)  # padded to 128: with tp 2 the second rank holds no word at all
+SMALL = dict(LLAMA, vocab_size=60, n_layer=2)  # padded to 128: with tp 2 the second rank holds only padding
 PAIRS = {  # model: {writer: readers}
     "llama": (dict(SMALL, global_batch=12), [
         (ONE, [TP2Z, PP2]), (TP2Z, [ONE, PP2Z, TP2]), (DP3Z, [TP2PP2, ONE]), (PP2Z, [DP3Z, TP4])]),
@@ -85,12 +87,12 @@ PAIRS = {  # model: {writer: readers}
         (PP2, [ONE, TP2, PP2Z]), (ONE, [TP2PP2]), (TP2PP2, [DP2Z])]),
     "moe": (dict(MOE, global_batch=8), [
         (EP4Z, [ONE, TP2EP2, PP2EP2Z]), (ONE, [EP4Z]), (PP2EP2Z, [EP2, DP2Z])]),
-    "moe, steered": (dict(SIGMOID, global_batch=8), [(EP2, [ONE, PP2]), (PP2, [EP2])]),
+    "moe, router bias": (dict(SIGMOID, global_batch=8), [(EP2, [ONE, PP2]), (PP2, [EP2])]),
 }
 
 
 @pytest.mark.parametrize("model", PAIRS)
-def test_any_layout_reads_what_any_other_wrote(model, tmp_path):
+def test_any_layout_reads_the_checkpoint_of_any_other(model, tmp_path):
     base, pairs = PAIRS[model]
     for i, ((n, layout), readers) in enumerate(pairs):
         folder = tmp_path / str(i)
@@ -109,9 +111,9 @@ def test_any_layout_reads_what_any_other_wrote(model, tmp_path):
                 else:
                     worst = 1e-10 * max(1e-4, np.abs(t).max())
                     np.testing.assert_allclose(got[name], t, rtol=0, atol=worst, err_msg=f"{where}: {name}")
-            loss, norm = np.array([seen["totals"] for seen in results])[:, :2].T
-            np.testing.assert_allclose(loss, written[0]["totals"][0], rtol=1e-10, err_msg=where)
-            np.testing.assert_allclose(norm, written[0]["totals"][1], rtol=1e-10, err_msg=where)
+            loss, norm = np.array([seen["stats"] for seen in results])[:, :2].T
+            np.testing.assert_allclose(loss, written[0]["stats"][0], rtol=1e-10, err_msg=where)
+            np.testing.assert_allclose(norm, written[0]["stats"][1], rtol=1e-10, err_msg=where)
 
 
 def test_rectangles_cover_every_element_once():
@@ -132,12 +134,12 @@ def test_rectangles_cover_every_element_once():
 
 
 def two_writers(root, step, seed=0, **kw):
-    """Write a checkpoint: w (6, 4), a half of each of two ranks, and v (3,) of rank 1 -> {name: tensor}."""
+    """Write a checkpoint of two ranks: w (6, 4), half on each, and v (3,) on rank 1 -> {name: tensor}."""
     g = torch.Generator().manual_seed(seed + step)
     w, v = torch.randn(6, 4, generator=g), torch.randn(3, generator=g, dtype=torch.float64)
-    half = [[("w", w[:3], (6, 4), (0, 0))], [("v", v, (3,), (0,)), ("w", w[3:], (6, 4), (3, 0))]]
+    owned = [[("w", w[:3], (6, 4), (0, 0))], [("v", v, (3,), (0,)), ("w", w[3:], (6, 4), (3, 0))]]
     for rank in (1, 0):
-        checkpoint.save(root, step, rank, 2, half[rank], {"step": step}, **kw)
+        checkpoint.save(root, step, rank, 2, owned[rank], {"step": step}, **kw)
     return {"w": w, "v": v}
 
 
@@ -160,13 +162,13 @@ def flip(path, at):
     path.write_bytes(data)
 
 
-def digit(path):
+def change_an_offset(path):
     text = path.read_text()
     path.write_text(text.replace('"offset": [3, 0]', '"offset": [2, 0]'))
 
 
 RANK_0, RANK_1 = "rank_00000.safetensors", "rank_00001.safetensors"
-DAMAGE = {  # what is done to step 2's directory, and what must be said
+DAMAGE = {  # name: (what is done to step 2's directory, a part of the message)
     "a bit of the data": (lambda d: flip(d / RANK_1, -5), f"{RANK_1} differs from its crc32"),
     "a bit of the header": (lambda d: flip(d / RANK_0, 20), f"{RANK_0} differs from its crc32"),
     "truncated": (lambda d: os.truncate(d / RANK_0, 100), "has 100 bytes, index.json says"),
@@ -178,41 +180,41 @@ DAMAGE = {  # what is done to step 2's directory, and what must be said
     "index empty": (lambda d: (d / "index.json").write_text(""), "no readable index.json"),
     "index a list": (lambda d: (d / "index.json").write_text("[]"), "no readable index.json"),
     "index not text": (lambda d: (d / "index.json").write_bytes(b"\xff\xfe"), "no readable index.json"),
-    "index, one digit": (lambda d: digit(d / "index.json"), "index.json differs from its crc32"),
+    "index, one digit": (lambda d: change_an_offset(d / "index.json"), "index.json differs from its crc32"),
     "index of another": (lambda d: (d / "index.json").write_text('{"format": 9}'), "has format 9, this code"),
     "an empty directory": (lambda d: (shutil.rmtree(d), d.mkdir()), "no readable index.json"),
 }
 
 
-def find(world, root, asked="auto"):
-    """-> (the checkpoint to resume or the exit code, the run's id, this rank's stderr)."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+def find(world, root):
+    """--resume auto -> (the checkpoint to resume or the exit code, the run's id, this rank's stderr)."""
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
         try:
-            resume.prepare_out_dir(Config(resume=asked), world, Path(root))
-            found = resume.find_checkpoint(Config(resume=asked), world, Path(root))
+            resume.prepare_out_dir(Config(resume="auto"), world, Path(root))
+            found = resume.find_checkpoint(Config(resume="auto"), world, Path(root))
         except SystemExit as e:
-            return e.code, None, said.getvalue()
-    return found, resume.run_id(world.axis), said.getvalue()
+            return e.code, None, stderr.getvalue()
+    return found, resume.run_id(world.axis), stderr.getvalue()
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_named_and_the_one_before_is_used(name, tmp_path):
+def test_damage_is_named_and_the_previous_checkpoint_used(name, tmp_path):
     damage, text = DAMAGE[name]
     for step in (1, 2):
         two_writers(tmp_path, step)
     damage(tmp_path / "step_000002")
-    said = []
-    assert checkpoint.newest(tmp_path, said.append) == tmp_path / "step_000001"
-    assert len(said) == 1 and "step_000002" in said[0] and text in said[0]
-    (one, run_id, line), (two, run_id_too, quiet) = run_ranks(2, find, tmp_path)  # each checks its share
+    messages = []
+    assert checkpoint.newest(tmp_path, messages.append) == tmp_path / "step_000001"
+    assert len(messages) == 1 and "step_000002" in messages[0] and text in messages[0]
+    (one, run_id, line), (two, run_id_too, quiet) = run_ranks(2, find, tmp_path)  # each checks some files
     assert one == two == tmp_path / "step_000001" and run_id == run_id_too
     assert text in line and line.count("\n") == 1 and "trying the one before" in line and quiet == ""
-    assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_000001"]  # no candidate again,
-    assert (tmp_path / "step_000002.aside").is_dir()  # and not thrown away
+    assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_000001"]  # step 2 is no candidate any more,
+    assert (tmp_path / "step_000002.aside").is_dir()  # and it is not deleted
 
 
-def test_a_run_does_not_start_anew_because_its_checkpoints_are_damaged(tmp_path):
+def test_resume_auto_with_only_damaged_checkpoints_is_refused(tmp_path):
     two_writers(tmp_path, 1)
     flip(tmp_path / "step_000001/rank_00001.safetensors", -1)
     for code, _, line in run_ranks(2, find, tmp_path):
@@ -237,17 +239,17 @@ def test_unknown_names_other_shapes_and_missing_elements_are_refused(tmp_path):
 # -----------------------------------------------------------------------------
 # the directory: a save killed between two renames, --keep, a resume from an earlier step
 
-def test_saving_a_step_again_never_loses_old_and_new(tmp_path, monkeypatch):
+def test_saving_a_step_twice_never_loses_both_checkpoints(tmp_path, monkeypatch):
     old = two_writers(tmp_path, 1)
     renames, rename = [], os.rename
     for kill_at in (1, 2, 3):
-        def dies(a, b, at=kill_at):
+        def rename_or_die(a, b, at=kill_at):
             renames.append(a)
             if len(renames) == at:
-                raise KeyboardInterrupt  # nothing more runs, as after kill -9
+                raise KeyboardInterrupt  # the save stops here, as after kill -9
             rename(a, b)
         renames.clear()
-        monkeypatch.setattr(os, "rename", dies)
+        monkeypatch.setattr(os, "rename", rename_or_die)
         with contextlib.suppress(KeyboardInterrupt):
             new = two_writers(tmp_path, 1, seed=kill_at, run_id=str(kill_at))
         monkeypatch.setattr(os, "rename", rename)
@@ -270,34 +272,39 @@ def test_keep_does_not_count_checkpoints_of_later_steps(tmp_path):
         two_writers(tmp_path, step, keep=3)
     assert [p.name[-1] for p in checkpoint.steps(tmp_path)] == ["4", "3", "2"]
     assert checkpoint.archive_later(tmp_path, 2) == ["step_000004.aside", "step_000003.aside"]
-    two_writers(tmp_path, 3, keep=2)  # the new branch's own
+    two_writers(tmp_path, 3, keep=2)  # a checkpoint of the run that resumed from step 2
     assert [p.name[-1] for p in checkpoint.steps(tmp_path)] == ["3", "2"]
 
 
 # -----------------------------------------------------------------------------
 # in the background
 
+def whole(name, t):
+    """-> the shard that is the full tensor."""
+    return name, t, tuple(t.shape), (0,) * t.ndim
+
+
 def test_a_save_in_the_background_writes_the_same_bytes(tmp_path):
     tensors = [torch.randn(50, 7), torch.randn(9).double(), torch.tensor(3.0)]
-    pieces = [(str(i), t, tuple(t.shape), (0,) * t.ndim) for i, t in enumerate(tensors)]
-    checkpoint.save(tmp_path / "sync", 5, 0, 1, pieces, {"a": 1.5})
+    shards = [whole(str(i), t) for i, t in enumerate(tensors)]
+    checkpoint.save(tmp_path / "sync", 5, 0, 1, shards, {"a": 1.5})
     saver = Saver(tmp_path / "async")
-    saver.start(5, pieces, {"a": 1.5})
+    saver.start(5, shards, {"a": 1.5})
     for t in tensors:
-        t.fill_(1e9)  # training goes on
+        t.fill_(1e9)  # training continues
     assert saver.wait() and saver.saved == 5
     a, b = (sorted((tmp_path / kind / "step_000005").iterdir()) for kind in ("sync", "async"))
     assert [p.name for p in a] == [p.name for p in b]
     assert all(x.read_bytes() == y.read_bytes() for x, y in zip(a, b, strict=True))
 
 
-def test_sixty_saves_need_no_more_memory_and_files_than_one(tmp_path):
+def test_later_saves_need_no_more_memory_and_files(tmp_path):
     def resident():  # MB
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
     tensors = [torch.randn(1 << 18), torch.randn(100, 100)]  # 1 MB
     saver = Saver(tmp_path, keep=3)
     for step in range(1, 81):
-        saver.start(step, [(str(i), t, tuple(t.shape), (0,) * t.ndim) for i, t in enumerate(tensors)], {})
+        saver.start(step, [whole(str(i), t) for i, t in enumerate(tensors)], {})
         if step == 20:
             saver.wait()
             before = resident(), len(os.listdir("/proc/self/fd"))
@@ -306,31 +313,32 @@ def test_sixty_saves_need_no_more_memory_and_files_than_one(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["step_000078", "step_000079", "step_000080"]
 
 
-def full_disk(world, root, sick, times):
-    """Save 1 succeeds; then rank `sick` cannot write for `times` saves; then it can again."""
-    tensors = [torch.full((1 << 16,), float(world.rank))]
+def full_disk(world, root, failing, times):
+    """Save 1 succeeds; rank `failing` cannot write the next `times` saves; the last save succeeds.
+    -> [True, False or exit code of each save], this rank's stderr."""
+    shard = whole(str(world.rank), torch.full((1 << 16,), float(world.rank)))
     saver = Saver(root, world.axis)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    said, went = io.StringIO(), []
-    with contextlib.redirect_stderr(said):
+    stderr, saved = io.StringIO(), []
+    with contextlib.redirect_stderr(stderr):
         for step in range(1, times + 3):
-            if world.rank == sick and 1 < step < times + 2:
+            if world.rank == failing and 1 < step < times + 2:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # "File too large", a full quota
             try:
-                saver.start(step, [(str(world.rank), tensors[0], (1 << 16,), (0,))], {})
-                went.append(saver.wait())
+                saver.start(step, [shard], {})
+                saved.append(saver.wait())
             except SystemExit as e:
-                went.append(e.code)
+                saved.append(e.code)
                 break
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    return went, said.getvalue()
+    return saved, stderr.getvalue()
 
 
-@pytest.mark.parametrize("sick", [0, 1])
-def test_a_full_disk_costs_a_save_not_the_run(sick, tmp_path):
-    results = run_ranks(2, full_disk, tmp_path, sick, 2)
-    assert [went for went, _ in results] == [[True, False, False, True]] * 2
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_full_disk_costs_a_save_not_the_run(failing, tmp_path):
+    results = run_ranks(2, full_disk, tmp_path, failing, 2)
+    assert [saved for saved, _ in results] == [[True, False, False, True]] * 2
     lines = "".join(text for _, text in results).splitlines()
     assert len(lines) == 2 and "step 2 was not saved" in lines[0] and "File too large" in lines[0], lines
     assert "training goes on, the newest checkpoint is" in lines[0] and "step_000001" in lines[0]
@@ -340,73 +348,72 @@ def test_a_full_disk_costs_a_save_not_the_run(sick, tmp_path):
 
 def test_three_failed_saves_end_the_run(tmp_path):
     results = run_ranks(2, full_disk, tmp_path, 1, 3)
-    assert [went for went, _ in results] == [[True, False, False, 1]] * 2
+    assert [saved for saved, _ in results] == [[True, False, False, 1]] * 2
     last = results[0][1].splitlines()[-1]
     assert "3 saves in a row failed" in last and "step_000001" in last
     assert checkpoint.newest(tmp_path).name == "step_000001" and len(os.listdir(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("kind", ["read-only", "replaced", "vanished"])
-def test_a_directory_that_cannot_be_written(kind, tmp_path, capsys):
+def test_a_directory_that_cannot_be_written_costs_a_save(kind, tmp_path, capsys):
     root = Path("/proc/1/nanoshard") if kind == "read-only" else tmp_path / "run"
-    piece = [("w", torch.ones(3), (3,), (0,))]
+    shards = [whole("w", torch.ones(3))]
     saver = Saver(root)
     if kind != "read-only":
-        saver.start(1, piece, {})
+        saver.start(1, shards, {})
         assert saver.wait()
         shutil.rmtree(root)
     if kind == "replaced":
         root.write_text("")
-    saver.start(2, piece, {})
-    assert saver.wait() == (kind == "vanished")  # a vanished directory is made again
+    saver.start(2, shards, {})
+    assert saver.wait() == (kind == "vanished")  # a directory that vanished is made a second time
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (kind != "vanished") and all("step 2 was not saved" in line for line in lines)
 
 
 def train_main(world, argv):
     """train.main with files of at most 30 kB -> (exit code, its stderr, its stdout)."""
-    said, printed = (io.TextIOWrapper(io.BytesIO()) for _ in range(2))
+    stderr, stdout = (io.TextIOWrapper(io.BytesIO()) for _ in range(2))
     handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1)}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):
             train.main(argv)
         code = 0
     except SystemExit as e:
         code = e.code
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        for s, handler in handlers.items():  # so that SIGTERM ends this process of the pool
+        for s, handler in handlers.items():  # the pool ends its processes by SIGTERM
             signal.signal(s, handler)
-    said.flush(), printed.flush()
-    return code, said.buffer.getvalue().decode(), printed.buffer.getvalue().decode()
+    stderr.flush(), stdout.flush()
+    return code, stderr.buffer.getvalue().decode(), stdout.buffer.getvalue().decode()
 
 
 def test_training_goes_on_until_the_third_failed_save(tmp_path):
     argv = ("tiny --n-layer 1 --n-embd 32 --ffn-hidden 32 --n-head 2 --seq-len 8 --data synthetic --steps 6 "
             f"--micro-batch 2 --eval-every 0 --no-plot --out {tmp_path / 'run'}").split()
-    ((code, said, printed),) = run_ranks(1, train_main, [*argv, "--save-every", "3"])
-    assert code == 1 and "done after step 6" in printed, said  # trained to the end, but nothing is kept
-    assert len(said.splitlines()) == 2 and "step 3 was not saved" in said
-    ((code, said, printed),) = run_ranks(1, train_main, [*argv, "--save-every", "1"])
-    assert code == 1 and "3 saves in a row failed" in said.splitlines()[-1] and "done" not in printed
+    ((code, stderr, stdout),) = run_ranks(1, train_main, [*argv, "--save-every", "3"])
+    assert code == 1 and "lost its last save after step 6" in stdout, stderr
+    assert len(stderr.splitlines()) == 2 and "step 3 was not saved" in stderr
+    ((code, stderr, stdout),) = run_ranks(1, train_main, [*argv, "--save-every", "1"])
+    assert code == 1 and "3 saves in a row failed" in stderr.splitlines()[-1] and "done" not in stdout
     assert not list((tmp_path / "run").glob("step_*"))
 
 
 def test_show_and_diff(tmp_path, capsys):
     a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
     want = two_writers(a, 3)
-    whole = [(n, t, tuple(t.shape), (0,) * t.ndim) for n, t in want.items()]
-    checkpoint.save(b, 3, 0, 1, whole, {"step": 3})  # the same from another layout
+    shards = [whole(name, t) for name, t in want.items()]
+    checkpoint.save(b, 3, 0, 1, shards, {"step": 3})  # the same tensors from another layout
     assert checkpoint.main(["diff", str(a / "step_000003"), str(b)]) == 0
     assert "equal: all 2 tensors" in capsys.readouterr().out
     changed = want["w"].clone()
     changed[4, 1] += 0.5
     changed[5, 3] = math.nan
-    one = [("w", changed, (6, 4), (0, 0)), ("x", torch.zeros(()), (), ())]
-    one.append(("v", want["v"].float(), (3,), (0,)))
-    checkpoint.save(c, 4, 0, 1, one, {"step": 4, "extra": 1})
+    other = [whole("w", changed), whole("x", torch.zeros(())), whole("v", want["v"].float())]
+    checkpoint.save(c, 4, 0, 1, other, {"step": 4, "extra": 1})
     assert checkpoint.main(["diff", str(a), str(c)]) == 1
     out = capsys.readouterr().out
     assert "2 of 24 elements, max abs inf" in out and "first at (4, 1)" in out
@@ -416,7 +423,7 @@ def test_show_and_diff(tmp_path, capsys):
     assert "step 4, 3 tensors in 1 files" in capsys.readouterr().out
     changed = want["w"].clone()
     changed[0, 2] = -changed[0, 2]
-    checkpoint.save(b, 5, 0, 1, [("w", changed, (6, 4), (0, 0)), *whole[1:]], {"step": 3})
+    checkpoint.save(b, 5, 0, 1, [whole("w", changed), *shards[1:]], {"step": 3})
     assert checkpoint.main(["diff", str(a), str(b)]) == 1
     out = capsys.readouterr().out
     assert "1 of 24 elements" in out and f"max abs {2 * abs(want['w'][0, 2].item()):.3g}" in out
@@ -425,14 +432,14 @@ def test_show_and_diff(tmp_path, capsys):
 
 def test_diff_reads_blocks_of_bounded_size(tmp_path):
     w = torch.arange(70.0).view(10, 7)
-    checkpoint.save(tmp_path, 1, 0, 1, [("w", w, (10, 7), (0, 0))], {})
+    checkpoint.save(tmp_path, 1, 0, 1, [whole("w", w)], {})
     reader = checkpoint.Reader(tmp_path / "step_000001")
     blocks = list(checkpoint._blocks(reader, "w", 20))
     assert [(at, tuple(b.shape)) for at, b in blocks] == [(i, (2, 7)) for i in (0, 14, 28, 42, 56)]
     assert torch.equal(torch.cat([b for _, b in blocks]), w)
 
 
-def test_command_line_says_what_is_wrong(tmp_path):
+def test_wrong_arguments_of_checkpoint_py_are_refused_in_one_line(tmp_path):
     for argv in (["show"], ["diff", "a"], ["show", str(tmp_path / "none")], ["what", "a", "b"]):
         p = subprocess.run([sys.executable, ROOT / "checkpoint.py", *argv], capture_output=True, text=True)
         assert p.returncode == 2, p.stderr

@@ -1,5 +1,4 @@
-"""The command line: wrong input gives one line that names the fix, exit code 2; right forms are read."""
-
+"""The command line: wrong input gives one line with the fix and exit code 2; every right form is read."""
 import dataclasses
 import json
 import re
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from pool import ROOT, run_ranks
-from runs import TINY, chars, go, session
+from runs import TINY, assert_refused, chars, go, session
 
 import config
 import plan
@@ -25,31 +24,15 @@ def good(tmp_path_factory):
     return chars(tmp_path_factory.mktemp("toy"))
 
 
-def one_line(result, *words):
-    """Exit code 2, and on stderr exactly one line 'nanoshard: ...' that holds all of words."""
-    assert result["code"] == 2, result
-    lines = result["err"].splitlines()
-    assert len(lines) == 1 and lines[0].startswith("nanoshard: "), result["err"]
-    for word in words:
-        assert word in lines[0], f"{word!r} is not in {lines[0]!r}"
-
-
-def wrong(tmp_path, *argv, words=(), base=TINY):
-    result = session(
-        World(),
-        [
-            *map(str, argv[:1] if argv and not str(argv[0]).startswith("-") else []),
-            *base,
-            f"--out={tmp_path / 'run'}",
-            *map(str, argv),
-        ],
-    )
-    assert result["steps"] == [], "it must be said before the first step"
-    one_line(result, *words)
+def refused_run(tmp_path, *argv, words=(), base=TINY):
+    """Start a run with wrong flags and assert that it is refused before its first step -> the line."""
+    result = session(World(), [*base, f"--out={tmp_path / 'run'}", *map(str, argv)])
+    assert result["steps"] == [], "a run must be refused before its first step"
+    assert_refused(result, *words)
     return result["err"]
 
 
-FLAGS = [  # wrong flags, and what the line must contain: both numbers, and the fix
+FLAGS = [  # wrong flags, and words that the line must contain: both numbers, and the fix
     (["--stepz=3"], ["--stepz", "--steps"]),
     (["--n-layers", "3"], ["--n-layers", "--n-layer"]),
     (["--micro_batchs", "3"], ["--micro-batch"]),
@@ -88,14 +71,15 @@ FLAGS = [  # wrong flags, and what the line must contain: both numbers, and the 
 
 @pytest.mark.parametrize("argv,words", FLAGS, ids=[" ".join(argv) for argv, _ in FLAGS])
 def test_wrong_flags_are_refused(argv, words, tmp_path):
-    wrong(tmp_path, *argv, words=words) if argv != ["stray"] else one_line(
-        session(World(), [*TINY, "stray"]), *words
-    )
+    if argv == ["stray"]:
+        assert_refused(session(World(), [*TINY, "stray"]), *words)
+    else:
+        refused_run(tmp_path, *argv, words=words)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_unknown_preset(tmp_path):
-    one_line(session(World(), ["tinny", *TINY]), "tinny", *PRESETS)
+def test_unknown_preset_is_refused():
+    assert_refused(session(World(), ["tinny", *TINY]), "tinny", *PRESETS)
 
 
 TWO_RANKS = [
@@ -115,16 +99,16 @@ TWO_RANKS = [
 
 
 @pytest.mark.parametrize("argv,words", TWO_RANKS, ids=[" ".join(argv) for argv, _ in TWO_RANKS])
-def test_wrong_layouts_on_two_ranks(argv, words, tmp_path):
-    """One line from one rank, exit code 2 on all."""
+def test_wrong_layouts_are_refused_by_one_line_of_rank_0(argv, words, tmp_path):
+    """Rank 0 prints the line; every rank ends with exit code 2."""
     results = run_ranks(2, session, [*TINY, f"--out={tmp_path}", "--steps=1", *argv])
-    one_line(results[0], *words)
+    assert_refused(results[0], *words)
     assert (results[1]["code"], results[1]["err"]) == (2, "")
 
 
 def test_the_suggested_ep_divides_ranks_and_experts(tmp_path):
     results = run_ranks(3, session, [*TINY, f"--out={tmp_path}", "--n-experts=4", "--ep=4"])
-    one_line(results[0], "ep 4", "3 ranks of a stage", "--ep 1")
+    assert_refused(results[0], "ep 4", "3 ranks of a stage", "--ep 1")
     for argv, say in (("--n-experts=4 --ep=4", "--ep 2"), ("--n-experts=9 --ep=4", "--ep 3")):
         with pytest.raises(ValueError, match=say):
             plan.check_gpus(parse(argv.split()), 6)
@@ -140,19 +124,18 @@ def test_wrong_data_is_refused(tmp_path, good):
         return Path(shutil.copytree(good, tmp_path / "toy"))
 
     def data_error(*words, flags=()):
-        wrong(tmp_path, f"--data={tmp_path / 'toy'}", "--steps=1", *flags, words=words, base=base)
+        refused_run(tmp_path, f"--data={tmp_path / 'toy'}", "--steps=1", *flags, words=words, base=base)
 
-    data_error("toy", "prepare.py")  # nothing there
-    wrong(tmp_path, "--data=nowhere/stdlib", words=["nowhere/stdlib", "python prepare.py stdlib"], base=base)
+    data_error("toy", "prepare.py")  # the directory is missing
+    refused_run(tmp_path, "--data=nowhere/stdlib", base=base,
+                words=["nowhere/stdlib", "python prepare.py stdlib"])
     file = toy() / "train_00000.bin"
     raw = file.read_bytes()
     file.write_bytes(raw[:-2])
     data_error("train_00000.bin", "prepare.py")
     file.write_bytes(raw[:3])
     data_error("train_00000.bin", "prepare.py")
-    file.write_bytes(
-        raw[:-2] + bytes([raw[-2] ^ 1, raw[-1]])
-    )  # one token is another one: only the checksum sees it
+    file.write_bytes(raw[:-2] + bytes([raw[-2] ^ 1, raw[-1]]))  # one token changed: only its sha256 shows it
     data_error("train_00000.bin", "sha256", "prepare.py")
     file.unlink()
     data_error("train_00000.bin", "prepare.py")
@@ -174,35 +157,30 @@ def test_wrong_checkpoint_is_refused(tmp_path, good):
         ("--seq-len=8", ["seq-len 16", "8"]),
         ("--ffn-hidden=64", ["ffn-hidden 32", "64"]),
     ]:
-        err = wrong(tmp_path, f"--resume={step}", flag, words=[str(step), *words])
+        err = refused_run(tmp_path, f"--resume={step}", flag, words=[str(step), *words])
         assert f"--{flag[2:].split('=')[0]} " in err or "--no-bias" in err, f"no fix in {err}"
-    wrong(tmp_path, f"--resume={step}", f"--data={good}", "--vocab-size=0", words=["other data", "--data"])
-    wrong(tmp_path, f"--resume={step}", "--vocab-size=99", words=["other data"])
-    # the suggested fix is read
-    assert parse(["--no-bias", "--n-layer", "2"]).bias is False
-    (step / "index.json").write_text(
-        json.dumps({**json.loads((step / "index.json").read_text()), "format": 99})
-    )
-    wrong(tmp_path, f"--resume={step}", words=[str(step), "format 99"])
+    other = [f"--data={good}", "--vocab-size=0"]
+    refused_run(tmp_path, f"--resume={step}", *other, words=["other data", "--data"])
+    refused_run(tmp_path, f"--resume={step}", "--vocab-size=99", words=["other data"])
+    assert parse(["--no-bias", "--n-layer", "2"]).bias is False  # the suggested fix is a valid flag
+    index = json.loads((step / "index.json").read_text())
+    (step / "index.json").write_text(json.dumps({**index, "format": 99}))
+    refused_run(tmp_path, f"--resume={step}", words=[str(step), "format 99"])
 
 
-def test_under_mpiexec_one_rank_prints(tmp_path):
+def test_one_rank_prints_the_error_under_mpiexec(tmp_path):
     """A wrong flag is found before the ranks are connected, a wrong layout after."""
     for n, argv, words in [
         (2, ["--stepz=3"], ["--steps"]),
         (2, [*TINY, f"--out={tmp_path}", "--global-batch=6"], ["dp 2", "--global-batch 8"]),
     ]:
-        job = subprocess.run(
-            [MPIEXEC, "-n", str(n), sys.executable, str(ROOT / "train.py"), *argv],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        one_line({"code": job.returncode, "err": job.stderr}, *words)
+        job = subprocess.run([MPIEXEC, "-n", str(n), sys.executable, str(ROOT / "train.py"), *argv],
+                             capture_output=True, text=True, timeout=240)
+        assert_refused({"code": job.returncode, "err": job.stderr}, *words)
 
 
-# ------------------------------------------------------------------------------------------------ right forms
-
+# -----------------------------------------------------------------------------
+# right forms
 
 def test_switches_are_read_in_every_form():
     for argv in (["--bias"], ["--bias", "True"], ["--bias", "true"], ["--bias=True"], ["--bias=true"]):
@@ -215,23 +193,19 @@ def test_switches_are_read_in_every_form():
     assert parse(["--dump_grads=x", "--no-plot"]).plot is False
 
 
-def test_names_and_values_in_every_form():
-    want = dataclasses.replace(
-        Config(), n_layer=3, micro_batch=4, lr=1e-4, train_range_to_skip=(3, 5, 8, 9), pp_layers="1,2"
-    )
+def test_names_and_values_are_read_in_every_form():
+    want = dataclasses.replace(Config(), n_layer=3, micro_batch=4, lr=1e-4, pp_layers="1,2",
+                               train_range_to_skip=(3, 5, 8, 9))
     tail = ["--train-range-to-skip", "3", "5", "8", "9"]
-    assert (
-        parse(["--n-layer", "3", "--micro-batch", "4", "--lr", "1e-4", "--pp-layers", "1,2", *tail]) == want
-    )
+    words = ["--n-layer", "3", "--micro-batch", "4", "--lr", "1e-4", "--pp-layers", "1,2"]
+    assert parse([*words, *tail]) == want
     assert parse(["--n_layer", "3", "--micro_batch", "4", "--lr=1e-4", "--pp_layers=1,2", *tail]) == want
     assert parse(["tiny", "--n_layer=3", "--micro-batch=4", "--lr=.0001", *tail, "--pp-layers=1,2"]) == want
-    assert (
-        parse(["--n-layer=3", "--n-layer=5"]).n_layer == 5
-    )  # a script's "$@" overrides what stands before it
+    assert parse(["--n-layer=3", "--n-layer=5"]).n_layer == 5  # a script's "$@" overrides the flags before it
     assert parse(["--min-lr=0"]).min_lr == 0.0 and parse([]).min_lr is None
 
 
-def test_presets():
+def test_presets_set_their_values():
     assert parse([]) == parse(["tiny"]) == Config()
     for name, values in PRESETS.items():
         cfg = parse([name])
@@ -261,17 +235,15 @@ def test_help_lists_every_field(capsys):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_help_is_printed_by_one_rank(rank, monkeypatch, capsys):
     import train
-
     monkeypatch.setattr(train.launch, "env_rank", lambda: rank)
     with pytest.raises(SystemExit) as e:
         train.main(["--help"])
-    said = capsys.readouterr()
-    assert e.value.code == 0 and ("--micro-batch" in said.out) == (rank == 0) and said.err == ""
+    output = capsys.readouterr()
+    assert e.value.code == 0 and ("--micro-batch" in output.out) == (rank == 0) and output.err == ""
 
 
 def test_config_is_frozen_and_never_changed(tmp_path, monkeypatch):
     import train
-
     with pytest.raises(dataclasses.FrozenInstanceError):
         parse([]).steps = 3
     seen = []
@@ -280,7 +252,6 @@ def test_config_is_frozen_and_never_changed(tmp_path, monkeypatch):
     assert session(World(), argv)["code"] == 0
     assert seen == [parse(argv)] and seen[0].min_lr is None and seen[0].vocab_size == 100
     saved = json.loads((tmp_path / "config.json").read_text())
-    assert all(
-        saved[k] == (list(v) if isinstance(v, tuple) else v) for k, v in dataclasses.asdict(seen[0]).items()
-    )
+    assert all(saved[k] == (list(v) if isinstance(v, tuple) else v)
+               for k, v in dataclasses.asdict(seen[0]).items())
     assert {"git", "argv", "world", "launcher"} <= saved.keys()

@@ -265,14 +265,14 @@ def finished_parts(folder):
 def test_killed_and_resumed_is_byte_identical(tmp_path, capsys, monkeypatch):
     """kill -9 after a random number of parts, more each time: the parts stay, the result has equal bytes."""
     sources = [write(tmp_path / "a.jsonl", TEXTS), write(tmp_path / "b.jsonl.gz", TEXTS[::2])]
-    monkeypatch.setattr(prepare, "UNIT_BYTES", 20_000)
+    monkeypatch.setattr(prepare, "UNIT_BYTES", 5_000)  # many units: enough are left to be killed in
     _, meta, _ = make(capsys, tmp_path / "whole", *sources, "--workers", 1)
     rng, kept = random.Random(os.environ.get("PYTEST_SEED", "1")), []
     folder, before = tmp_path / "killed", 0
     for who in ("worker", "all"):
-        process = start(folder, sources, 20_000, 2 if who == "worker" else 1)
-        target, until = before + rng.randint(1, 12), time.time() + 60
-        while finished_parts(folder) < target and time.time() < until and process.poll() is None:
+        process = start(folder, sources, 5_000, 2 if who == "worker" else 1)
+        target, until = before + rng.randint(1, 12), time.monotonic() + 240
+        while finished_parts(folder) < target and time.monotonic() < until and process.poll() is None:
             time.sleep(0.002)
         os.kill(a_worker_of(process.pid) if who == "worker" else process.pid, signal.SIGKILL)
         out, err = process.communicate()
@@ -282,10 +282,10 @@ def test_killed_and_resumed_is_byte_identical(tmp_path, capsys, monkeypatch):
         kept.append(finished_parts(folder))
         assert kept[-1] > before and not (folder / "x/meta.json").exists()
         before = kept[-1]
-    process = start(folder, sources, 20_000, 1)
-    out, err = process.communicate(timeout=60)
+    process = start(folder, sources, 5_000, 1)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0 and err == "" and " units are kept from an earlier run" in out
-    assert kept[-1] <= int(out.split(" of ")[0]) < 70
+    assert kept[-1] <= int(out.split(" of ")[0]) < 200  # of 211
     again = shards.load_meta(folder / "x")
     assert again["shards"] == meta["shards"] and again["tokenizer_sha256"] == meta["tokenizer_sha256"]
     for path in (tmp_path / "whole/x").glob("*.bin"):

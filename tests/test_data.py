@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -75,9 +76,9 @@ def test_permutation_of_large_n():
         share = np.bincount((out * 16 // n).astype(int), minlength=16) / len(i)
         assert np.abs(share - 1 / 16).max() < 0.01
         # pieces of a permutation are the permutation
-        start = time.perf_counter()
+        start = time.thread_time()  # the CPU time of this thread, whatever else the machine does
         assert np.array_equal(shards.permute(i[:512], n, keys(1)), out[:512])
-        assert time.perf_counter() - start < 0.1, "a global batch takes 0.4-0.7 ms on an idle core"
+        assert time.thread_time() - start < 0.1, "a global batch takes 0.4-0.7 ms on an idle core"
 
 
 def test_order_is_pinned():
@@ -290,7 +291,7 @@ def test_published_encoding_is_saved_whole(tmp_path, monkeypatch):
 
 
 def test_vocabulary_that_cannot_be_fetched(tmp_path, monkeypatch, capsys, texts):
-    import tiktoken
+    import tiktoken.load
 
     def argv(name):
         return texts[0], "--name", "x", "--out", tmp_path, "--tokenizer", name
@@ -301,10 +302,12 @@ def test_vocabulary_that_cannot_be_fetched(tmp_path, monkeypatch, capsys, texts)
     assert code == 2 and err.count("\n") == 1, err
     assert all(s in err for s in ("p50k_base", "no route", "TIKTOKEN_CACHE_DIR", "--tokenizer bpe"))
     # a firewall that drops packets: tiktoken itself would wait for ever
-    monkeypatch.setattr(tiktoken.load, "read_file", lambda path: time.sleep(1))
+    given_up = threading.Event()
+    monkeypatch.setattr(tiktoken.load, "read_file", lambda path: given_up.wait(30))
     monkeypatch.setattr(tok, "FETCH_SECONDS", 0.1)
     code, _, err = run(capsys, *argv("o200k_base"))
     assert code == 2 and "no answer within 0.1 s" in err
+    given_up.set()  # tiktoken holds a lock while it fetches
     code, _, err = run(capsys, *argv("gtp2"))
     assert code == 2 and "'gtp2'" in err and "gpt2" in err and err.count("\n") == 1
     assert not (tmp_path / "x" / "meta.json").exists() and not list(tmp_path.glob("x/.tmp*"))

@@ -1,11 +1,11 @@
-"""Deliberate faults: each edits one line of ours inside the worker processes, and a comparison must fail.
+"""Planted faults: each replaces one line of our code inside the worker processes, and a comparison must fail.
 
-A comparison is worth what it can see. The faults are those of our peers' issue trackers (a sum over the wrong
-ranks, a second division, a clip by the local norm, ...), written as the lines they would be. What looks:
-    the layouts     every layout against one process          what one process does not do
-    a plain loop    one process against plain PyTorch         what every layout would share with its reference
-    sharp logits    the vocabulary-parallel loss at 1e4       what moderate numbers cannot show
-Then: replicas after 20 steps, fp16 overflow on one rank, dropout and recomputation.
+The faults are those that larger projects shipped (a sum over the wrong ranks, a second division, clipping by
+the local norm, ...), each written as one wrong line. Three comparisons detect them:
+    layouts        every layout against one process         faults in what several ranks do
+    plain PyTorch  one process against a plain loop         faults that a layout and its reference share
+    large logits   the vocabulary-parallel loss at 1e4      faults that moderate numbers do not show
+After them: replicas after 20 steps, an fp16 overflow on one rank, dropout and recomputation.
 """
 import contextlib
 import importlib
@@ -34,11 +34,11 @@ LLAMA, GPT2, MOE = (dict(base, micro_batch=2, n_layer=2)
                     for base in (test_layouts.LLAMA, test_layouts.GPT2, test_layouts.MOE))
 
 
-ROOMS = "ops", "fast", "runtime", "corpus", "cost"
+PACKAGES = "ops", "fast", "runtime", "corpus", "cost"
 
 
 def sequences(n, layout):
-    """Per step, in micro-batches of 2: two of them on every dp rank, or four through two stages."""
+    """-> sequences per step, in micro-batches of 2: two of them on every dp rank, four with two stages."""
     return 4 * (n // layout.get("tp", 1))
 
 
@@ -47,34 +47,34 @@ def sequences(n, layout):
 
 @contextlib.contextmanager
 def planted(where, old, new):
-    """Inside, the function `where` runs with `old` replaced by `new`, however others imported it."""
+    """Replace `old` by `new` in the source of the function `where`, however other modules imported it."""
     parts = where.split(".")
-    depth = 2 if parts[0] in ROOMS else 1
+    depth = 2 if parts[0] in PACKAGES else 1
     module, path = ".".join(parts[:depth]), ".".join(parts[depth:])
     function = inspect.unwrap(attrgetter(path)(importlib.import_module(module)))
     source = inspect.getsource(function)
-    assert source.count(old) == 1, f"{where} has {source.count(old)} times {old!r}: plant this fault anew"
+    assert source.count(old) == 1, f"{where} contains {old!r} {source.count(old)} times: rewrite this fault"
     source = ("class _:\n" if source[0] == " " else "") + source.replace(old, new)  # in a class, for super()
     codes = [compile(source, f"fault in {where}", "exec")]
     while codes[0].co_name != function.__name__:
         codes[:1] = [c for c in codes[0].co_consts if inspect.iscode(c)]
-    right, function.__code__ = function.__code__, codes[0]
+    original, function.__code__ = function.__code__, codes[0]
     try:
         yield
     finally:
-        function.__code__ = right
+        function.__code__ = original
 
 
 def with_faults(world, faults, fn, *args):
-    """fn on this rank with faults planted; they are gone afterwards, also after an error or a timeout."""
+    """fn on this rank with the faults planted. They are removed afterwards, also after an error."""
     with contextlib.ExitStack() as stack:
         for fault in faults:
             stack.enter_context(planted(*fault))
         return fn(world, *args)
 
 
-# ZeRO-1's weights travel while other work goes on: reading them too early is a race, which a test may win.
-# With this edit, which is no fault yet, they set out only when somebody waits for them.
+# ZeRO-1's all-gather of the weights overlaps with other work: reading the weights too early is a race, and a
+# test may miss it. With this edit, which is no fault, the all-gather starts only when it is waited for.
 GATHER = "bucket.axis.start_all_gather(bucket.flat, bucket.flat[bucket.shard])"
 LATE = ("parallel.Comm.start_gather", GATHER, f"type('Late', (), {{'wait': lambda _: {GATHER}.wait()}})()")
 
@@ -82,7 +82,7 @@ ONE, DP, ZERO, PP = (1, dict()), (2, dict()), (2, dict(zero=1)), (2, dict(pp=2))
 TP, TP4, DP_TP, EP = (2, dict(tp=2)), (4, dict(tp=4)), (4, dict(tp=2)), (2, dict(ep=2))
 
 FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line[, more edits])
-    # the sums
+    # sums of gradients
     "sharded weights summed over the stage": (
         LLAMA, TP, "parallel.parameter", 'else "dp")', 'else "stage")'),
     "norm weights not summed over tp": (
@@ -95,16 +95,17 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "loss divided by the local tokens": (
         LLAMA, DP, "train.Step.gradients", "* mesh.dp.size * cfg.micro", "* cfg.micro"),
     "tied embedding not summed over the stages": (
-        GPT2, PP, "model.GPT.__init__", 'reduce="tied" if tied_copy else None', "reduce=None"),
+        GPT2, PP, "model.GPT.__init__", 'reduce = "tied" if cfg.tied and self.is_first != self.is_last else',
+        "reduce = None if True else"),
     "bucket reduced after the first micro-batch": (
         LLAMA, DP, "pipeline.forward_backward", "last_microbatch = n_backward == n",
         "last_microbatch = n_backward == 1",
         ("parallel.Bucket.on_grad_ready", "self.start_reduce()",
-         "self.start_reduce(), self.reduce_handle.wait()")),  # or it is a race
+         "self.start_reduce(), self.reduce_handle.wait()")),  # the wait makes the fault no race
     "same data on every dp rank": (
         LLAMA, DP, "train.micro_batches", "first + mesh.dp.rank * n", "first + 0 * n"),
     # norm and clipping
-    "norm of the own shard": (
+    "norm of the local shard": (
         LLAMA, ZERO, "optim.Optimizer.stats", "self.dp.mesh.world.all_reduce(total)",
         "own = total[1].clone(); self.dp.mesh.world.all_reduce(total); total[1] = own"),
     "norm counts replicated weights once per rank": (
@@ -120,7 +121,7 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "scatter_rows backward without the all-gather": (
         LLAMA, TP, "parallel._ScatterRows.backward", "ctx.axis.all_gather(g)",
         "torch.cat([g] * ctx.axis.size)"),
-    "scatter_rows backward sums once more": (
+    "scatter_rows backward sums twice": (
         LLAMA, TP, "parallel._ScatterRows.backward", "ctx.axis.all_gather(g)",
         "ctx.axis.all_gather(g) * ctx.axis.size"),
     "gather_rows backward without the sum": (
@@ -133,14 +134,14 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
         LLAMA, TP, "model._VocabCrossEntropy.forward", "low = axis.rank * z.size(1)", "low = 0"),
     "vocabulary padding takes probability": (
         LLAMA, TP, "model.vocab_cross_entropy", "low = axis.rank * logits.size(1)", "low = 0"),
-    "embedding of another rank's words": (
+    "embedding rows of another rank": (
         LLAMA, TP, "model.vocab_embedding", "axis.rank * weight", "(axis.size - 1 - axis.rank) * weight"),
-    "positions of the first rank's rows": (
+    "every tp rank embeds the first rank's positions": (
         GPT2, TP4, "model.GPT._embed", "torch.arange(first, first + n,", "torch.arange(n,"),
     "row-linear bias added by every tp rank": (
         GPT2, TP, "model.RowLinear.forward", "y = scatter_rows(F.linear(x, self.weight), self.tp)",
         "return scatter_rows(F.linear(x, self.weight, self.bias), self.tp)"),
-    "the wrong one of the replicated kv heads": (
+    "a replicated kv head of other query heads": (
         LLAMA, TP4, "model.Attention.__init__", "mesh.tp.rank * G // mesh.tp.size", "mesh.tp.rank % G"),
     "each shard draws its own weights": (
         LLAMA, TP, "model.init_weights", '{name}", p.device', '{name}/{p.offset}", p.device'),
@@ -159,26 +160,26 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "every rank steps the first slice": (
         LLAMA, ZERO, "optim.Optimizer.__init__", "[b.master for",
         "[b.flat[:b.flat.numel() // b.shards] for"),
-    "every slice stepped by the first one's gradient": (
+    "every slice stepped with the first slice's gradient": (
         LLAMA, ZERO, "optim.Optimizer.__init__", "b.total", "b.grad[:b.master.numel()]"),
     # experts
     "experts summed over dp": (
         MOE, EP, "parallel.parameter", '"edp" if', '"dp" if'),
     "the same experts on every ep rank": (
         MOE, EP, "model.init_weights", "{p.offset[0] + i}", "{i}"),
-    "balancing loss not divided by dp": (
+    "balance loss not divided by dp": (
         MOE, DP, "pipeline.forward_backward", "aux / (n * model.mesh.dp.size)", "aux / n"),
-    "balancing counts not summed over tp": (
+    "balance loss's counts not summed over tp": (
         MOE, TP, "moe.MoE.balance", "tp.all_reduce(chosen.to(probs.dtype))", "chosen.to(probs.dtype)"),
     # dropout
     "the same dropout on every dp rank": (
         dict(LLAMA, dropout=0.2), DP, "train.Step.gradients", "mesh.dp.rank * len(batches) + i", "i"),
-    # what all layouts share: only the plain loop sees it
+    # faults of every layout: only the comparison with plain PyTorch detects them
     "weight decay on norms": (
         LLAMA, ONE, "ops.flat.uses_weight_decay", "p.ndim >= 2", "True"),
     "micro-batches overwrite each other": (
         LLAMA, ONE, "ops.flat.accumulate", "total.add_(g)", "total.copy_(g)"),
-    "every micro-batch's loss a mean of its own": (
+    "loss not divided by the number of micro-batches": (
         LLAMA, ONE, "train.Step.gradients", "len(batches) * mesh", "mesh"),
     "no clipping": (
         LLAMA, ONE, "optim.Optimizer.step", "g.div_(torch.where(found_inf > 0, 1.0, grad_scale))", "pass"),
@@ -186,11 +187,11 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
 
 
 # -----------------------------------------------------------------------------
-# looking
+# comparing
 
-def plain(flags, batch):
-    """What one rank's run() should find, by a loop that shares only model and learning rate with train.py.
-    -> (totals per step, {name: whole array}, None)"""
+def plain_pytorch(flags, batch):
+    """Train as one rank's run() does, by a loop that shares only model and learning rate with train.py
+    -> (stats of each step, {name: full array}, None), as test_layouts.reference()."""
     cfg = Config(**flags)
     source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
     model = GPT(cfg, make_mesh(World(rank=0, size=1)), cfg.vocab_size).double()
@@ -200,7 +201,7 @@ def plain(flags, batch):
     adam = torch.optim.AdamW([dict(params=[p for n, p in named.items() if n not in vectors]),
                               dict(params=[p for n, p in named.items() if n in vectors], weight_decay=0.0)],
                              betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay)
-    totals, want = [], {}
+    stats, want = [], {}
     for step in range(1, test_layouts.STEPS + 1):
         x, y = source.batch((step - 1) * batch, batch)
         adam.zero_grad()
@@ -210,100 +211,103 @@ def plain(flags, batch):
         zeros = sum((p.grad == 0).sum().item() for p in named.values())
         size = torch.cat([p.detach().flatten() for p in named.values()]).norm().item()
         norm = torch.nn.utils.clip_grad_norm_(named.values(), cfg.clip).item()
-        totals.append([loss.item(), norm, zeros, size])
+        stats.append([loss.item(), norm, zeros, size])
         for group in adam.param_groups:
             group["lr"] = learning_rate(cfg, step)
         adam.step()
     for n, p in named.items():
         want["end " + n] = p.detach().numpy()
         want.update({f"end {k}/{n}": adam.state[p][k].numpy() for k in ("exp_avg", "exp_avg_sq")})
-    return totals, want, None
+    return stats, want, None
 
 
-def judged(base, place, faults=()):
-    """-> a function that compares a run under the faults; a run that crashes fails before, uncompared."""
+def run_with_faults(base, place, faults=(), batch=None):
+    """Train with the faults -> check(): AssertionError if the results differ from one rank's. The run is over
+    before check() is called, so a run that crashes does not count as a fault that was caught."""
     n, layout = place
-    batch = sequences(n, layout)
-    want = plain(base, batch) if n == 1 else test_layouts.reference(dict(base), batch, 1)
+    batch = batch or sequences(n, layout)
+    chunks = layout.get("tp", 1) if base.get("capacity_factor") else 1
+    want = plain_pytorch(base, batch) if n == 1 else test_layouts.reference(dict(base), batch, chunks)
     results = run_ranks(n, with_faults, faults, run, dict(base, **layout), batch)
 
-    def look():
+    def check():
         with mock.patch.object(test_layouts, "run_ranks", lambda *job: results), \
                 mock.patch.object(test_layouts, "reference", lambda *job: want):
             compare(base, n, batch, **layout)
-    return look
+    return check
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_caught(name):
     base, place, where, old, new, *more = FAULTS[name]
-    look = judged(base, place, [(where, old, new), *more])
+    check = run_with_faults(base, place, [(where, old, new), *more])
     with pytest.raises(AssertionError):
-        look()
+        check()
 
 
 CONTROLS = {str((base, place)): (base, place) for base, place, *_ in FAULTS.values()}
 
 
 @pytest.mark.parametrize("key", CONTROLS, ids=lambda key: str(list(CONTROLS).index(key)))
-def test_no_fault_no_failure(key):
-    judged(*CONTROLS[key])()
+def test_runs_without_faults_pass(key):
+    run_with_faults(*CONTROLS[key])()
 
 
-def test_late_weights_are_no_fault():
-    judged(LLAMA, ZERO, [LATE])()
-    judged(GPT2, ONE)()
+def test_a_delayed_all_gather_is_no_fault():
+    run_with_faults(LLAMA, ZERO, [LATE])()
+    run_with_faults(GPT2, ONE)()
 
 
-def fails(world):
+def raise_error(world):
     raise ZeroDivisionError
 
 
-def test_faults_are_gone_after_a_failure():
+def test_faults_are_removed_after_an_error():
     fault = ("ops.flat.uses_weight_decay", "p.ndim >= 2", "True")
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
-        run_ranks(1, with_faults, [fault], fails)
-    judged(LLAMA, ONE)()
+        run_ranks(1, with_faults, [fault], raise_error)
+    run_with_faults(LLAMA, ONE)()
 
 
-def sharp(world, words):
-    """Logits so far apart that no exponential survives without the maximum. -> loss, this rank's gradient"""
+def loss_of_large_logits(world, words):
+    """-> loss, this rank's gradient of logits whose exponentials overflow without subtracting the maximum."""
     tp = make_mesh(world, tp=world.size).tp
-    z, target = sharp_logits(words)
+    z, target = large_logits(words)
     z = z.chunk(tp.size, dim=1)[tp.rank].clone().requires_grad_()
     loss = vocab_cross_entropy(z, target, words, tp)
     loss.backward()
     return loss.item(), z.grad
 
 
-def sharp_logits(words):
+def large_logits(words):
     rng = torch.Generator().manual_seed(words)
     z = 1e4 * torch.randn(6, 128, generator=rng, dtype=torch.float64)
     return z, torch.randint(words, (6,), generator=rng)
 
 
-def sharp_agrees(n, words, faults=()):
-    z, target = sharp_logits(words)
+def run_large_logits(n, words, faults=()):
+    """The loss over n tp ranks -> check(): AssertionError if loss or gradient differ from F.cross_entropy."""
+    z, target = large_logits(words)
     z.requires_grad_()
     F.cross_entropy(z[:, :words], target, reduction="sum").backward()
     want = F.cross_entropy(z[:, :words], target, reduction="sum").item()
-    losses, grads = zip(*run_ranks(n, with_faults, faults, sharp, words), strict=True)
+    losses, grads = zip(*run_ranks(n, with_faults, faults, loss_of_large_logits, words), strict=True)
 
-    def look():
+    def check():
         np.testing.assert_allclose(losses, want, rtol=1e-12)
         torch.testing.assert_close(torch.cat(grads, dim=1), z.grad, rtol=0, atol=1e-12)
-    return look
+    return check
 
 
-def test_sharp_logits():
-    sharp_agrees(2, 100)()
-    sharp_agrees(2, 60)()  # the second rank holds nothing but padding
+def test_cross_entropy_of_large_logits():
+    run_large_logits(2, 100)()
+    run_large_logits(2, 60)()  # the second rank holds only padding
     where = "model._VocabCrossEntropy.forward"
     for words, fault in [(100, (where, "z.max(dim=1).values", "torch.zeros_like(z[:, 0])")),
                          (60, (where, "masked_fill(~mine, 0)", "mul(mine)"))]:  # -inf * 0
-        look = sharp_agrees(2, words, [fault])
+        check = run_large_logits(2, words, [fault])
         with pytest.raises(AssertionError):
-            look()
+            check()
 
 
 # -----------------------------------------------------------------------------
@@ -314,16 +318,16 @@ def run_20(world, flags, batch):
         return run(world, flags, batch)
 
 
-def replicas_agree(results):
-    """The same share of the same tensor has the same bits wherever it is. -> how many are on several ranks"""
+def assert_replicas_equal(results):
+    """Assert that all ranks' copies of a shard have the same bits -> number of shards with several copies."""
     found = {}
     for seen in results:
-        for name, mine in seen["replicas"].items():
-            found.setdefault((name, seen["places"][name][1]), []).append(mine)
+        for name, local in seen["replicas"].items():
+            found.setdefault((name, seen["offsets"][name][1]), []).append(local)
     for (name, _), copies in found.items():
         for copy in copies:
-            off = np.abs(copy - copies[0]).max()
-            assert copy.tobytes() == copies[0].tobytes(), f"replicas of {name} differ by {off}"
+            error = np.abs(copy - copies[0]).max()
+            assert copy.tobytes() == copies[0].tobytes(), f"replicas of {name} differ by {error}"
     return sum(len(copies) > 1 for copies in found.values())
 
 
@@ -334,27 +338,27 @@ def replicas_agree(results):
 ], ids=["dp2tp2", "dp2tp2zero1", "pp2tied", "dp2pp2tiedzero1", "tp2kv1", "dp2tp2ep2zero1"])
 def test_replicas_have_equal_bits_after_20_steps(base, n, layout):
     results = run_ranks(n, run_20, dict(base, **layout, dtype="fp32", steps=20), sequences(n, layout))
-    assert replicas_agree(results) > 0
-    losses = [row[0] for row in results[0]["totals"]]
+    assert assert_replicas_equal(results) > 0, "no shard is on several ranks"
+    losses = [row[0] for row in results[0]["stats"]]
     assert len(set(losses)) == 20 and np.isfinite(losses).all()
 
 
-def test_a_drifting_replica_is_seen():
+def test_a_drifting_replica_is_detected():
     fault = ("parallel.parameter", '"stage" if', '"dp" if')
     results = run_ranks(2, with_faults, [fault], run_20, dict(LLAMA, tp=2, dtype="fp32", steps=20), 4)
     with pytest.raises(AssertionError, match="replicas of .*norm"):
-        replicas_agree(results)
+        assert_replicas_equal(results)
 
 
 # -----------------------------------------------------------------------------
 # fp16: an overflow on one rank
 
-AT = 3  # the step with the overflow
+OVERFLOW_STEP = 3
 
 
-def overflow(world, flags, out):
-    """train.py's run() with one infinity in one gradient of the last rank.
-    -> per step: (weights, moments and Adam's t unchanged, refused, loss scale)"""
+def run_with_overflow(world, flags, out):
+    """A run of train.py; in OVERFLOW_STEP one element of one gradient of the last rank is infinite
+    -> for each step (weights, moments and Adam's t are unchanged, the step is refused, loss scale)."""
     seen = []
 
     class StepWithOverflow(train.Step):
@@ -369,7 +373,7 @@ def overflow(world, flags, out):
             p = next(model.parameters())
             hook = p.register_hook(
                 lambda g: g.flatten().index_fill(0, torch.tensor(5), torch.inf).view_as(g)
-                if number == AT and world.rank == world.size - 1 else g)
+                if number == OVERFLOW_STEP and world.rank == world.size - 1 else g)
             stats, found_inf = super().__call__(batches, number, *rest)
             hook.remove()
             same = [torch.equal(a, b) for a, b in zip(before, state(), strict=True)]
@@ -383,7 +387,7 @@ def overflow(world, flags, out):
     return seen
 
 
-def skipped_everywhere(results, out):
+def assert_step_refused_everywhere(results, out):
     for seen in results:
         same, refused, scale = zip(*seen, strict=True)
         assert refused == (False, False, True, False, False)
@@ -396,44 +400,46 @@ def skipped_everywhere(results, out):
 
 @pytest.mark.parametrize("n,layout", [DP, TP, PP, ZERO], ids=str)
 def test_overflow_on_one_rank_skips_the_step_on_all(n, layout, tmp_path):
-    skipped_everywhere(run_ranks(n, overflow, dict(LLAMA, **layout), str(tmp_path / "run")), tmp_path / "run")
+    results = run_ranks(n, run_with_overflow, dict(LLAMA, **layout), str(tmp_path / "run"))
+    assert_step_refused_everywhere(results, tmp_path / "run")
 
 
-def test_overflow_judged_by_each_rank_alone_is_seen(tmp_path):
+def test_overflow_decided_by_each_rank_alone_is_detected(tmp_path):
     fault = ("optim.Optimizer.step", "~torch.isfinite(grad_norm)",
              "~torch.isfinite(sum(g.sum() for g in self.grads))")
-    results = run_ranks(2, with_faults, [fault], overflow, dict(LLAMA, zero=1), str(tmp_path / "run"))
+    flags, out = dict(LLAMA, zero=1), tmp_path / "run"
+    results = run_ranks(2, with_faults, [fault], run_with_overflow, flags, str(out))
     with pytest.raises(AssertionError):
-        skipped_everywhere(results, tmp_path / "run")
+        assert_step_refused_everywhere(results, out)
 
 
 # -----------------------------------------------------------------------------
 # dropout
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_dropout_over_dp_equals_one_process(family):
+def test_dropout_over_dp_equals_one_rank(family):
     base = dict(LLAMA if family == "llama" else GPT2, dropout=0.2)
     compare(base, 2, 8)
     compare(base, 2, 8, zero=1)
 
 
-def same_bits(results, others):
+def assert_same_bits(results, others):
     for seen, other in zip(results, others, strict=True):
-        assert seen["totals"] == other["totals"], "losses and norms"
-        for (name, a, *_), (_, b, *_) in zip(seen["pieces"], other["pieces"], strict=True):
+        assert seen["stats"] == other["stats"], "losses and norms"
+        for (name, a, *_), (_, b, *_) in zip(seen["shards"], other["shards"], strict=True):
             np.testing.assert_array_equal(a, b, err_msg=name)
 
 
 @pytest.mark.parametrize("n,layout", [TP, PP, (4, dict(tp=2, pp=2, zero=1))], ids=str)
 def test_recompute_repeats_the_dropout(n, layout):
-    """Every gradient and moment has the same bits with and without recomputation, and dropout does drop."""
+    """Every gradient and moment has the same bits with recomputation and without; dropout has an effect."""
     flags, batch = dict(LLAMA, **layout, dropout=0.2), sequences(n, layout)
     stored = run_ranks(n, run, flags, batch)
-    same_bits(run_ranks(n, run, dict(flags, recompute="full"), batch), stored)
+    assert_same_bits(run_ranks(n, run, dict(flags, recompute="full"), batch), stored)
     if n == 2:
         without = run_ranks(n, run, dict(flags, dropout=0.0), batch)
-        assert without[0]["totals"][0][0] != stored[0]["totals"][0][0]
+        assert without[0]["stats"][0][0] != stored[0]["stats"][0][0]
     fault = ("model.Block.recompute", "use_reentrant=False", "use_reentrant=False, preserve_rng_state=False")
     other = run_ranks(n, with_faults, [fault], run, dict(flags, recompute="full"), batch)
     with pytest.raises(AssertionError):
-        same_bits(other, stored)
+        assert_same_bits(other, stored)

@@ -1,5 +1,5 @@
-"""Steps that are not taken: the detector, what advances and what does not, agreement of the ranks, resume,
-giving up. Then: what a full disk, a lost service or a jumping clock costs.
+"""Refused steps: the detector, what a refused step changes, agreement of the ranks, resume, giving up.
+Then: a full disk, an outage of wandb and a clock that jumps.
 """
 import errno
 import json
@@ -24,35 +24,36 @@ from runtime.launch import World
 from runtime.resume import State
 from skip import Guard, give_up_message, spike
 
-SMALL = 16  # the window in whole runs: active after 8 steps
+SMALL = 16  # WINDOW of these runs: the detector is active after 8 steps
 
 
-def small_window(world, argv, plan=None, at=0, alone=False):
-    """runs.session with a short window, and a loss too large at step `at`. alone: on the last rank only."""
+def small_window(world, argv, plan=None, at=0, last_rank_only=False):
+    """runs.session with a short window and, at step `at`, a loss 9 times too large."""
     gradients = train.Step.gradients
 
     def jump(self, batches, number):
         loss = gradients(self, batches, number)
-        return loss * 9 if number == at and (not alone or world.rank == world.size - 1) else loss
+        return loss * 9 if number == at and (not last_rank_only or world.rank == world.size - 1) else loss
 
     with mock.patch.object(skip, "WINDOW", SMALL), mock.patch.object(train.Step, "gradients", jump):
         return runs.session(world, argv, plan)
 
 
-def small(n, out, *flags, plan=None, code=0, at=0, alone=False):
-    results = run_ranks(n, small_window, [*TINY, f"--out={out}", *map(str, flags)], plan, at, alone)
+def go_small(n, out, *flags, plan=None, code=0, at=0, last_rank_only=False):
+    """runs.go with small_window() as the session."""
+    results = run_ranks(n, small_window, [*TINY, f"--out={out}", *map(str, flags)], plan, at, last_rank_only)
     assert [r["code"] for r in results] == [code] * n, results[0]["err"] + results[0]["out"]
     return results[0]
 
 
-def judged(values, sigma=6.0):
-    """[(loss, norm)] of each step -> the steps (from 0) that are not taken, and the state afterwards."""
+def refused_steps(values, sigma=6.0):
+    """[(loss, norm)] of each step -> the steps (from 0) that are refused, and the state afterwards."""
     state, out = State(), []
     guard = Guard(Config(skip_spikes=sigma), World(), state)
     for step, (loss, norm) in enumerate(values):
         vetoed = guard.veto(torch.tensor([loss, norm, 0.0, 0.0], dtype=torch.float64))
         refused = torch.tensor(float(not math.isfinite(loss + norm)))
-        guard.refused_flags.append(None if vetoed else refused)
+        guard.refused_flags.append((step, None if vetoed else refused))
         guard.count_refused()
         if vetoed or refused:
             out.append(step)
@@ -60,9 +61,10 @@ def judged(values, sigma=6.0):
 
 
 def stream(n):
-    draw = random.Random(0)
-    losses = [2 + 3 * math.exp(-i / 300) + draw.gauss(0, 0.03) for i in range(n)]
-    return [(loss, 0.5 + abs(draw.gauss(0, 0.1))) for loss in losses]
+    """-> [(loss, gradient norm)] of n steps of a healthy run."""
+    rng = random.Random(0)
+    losses = [2 + 3 * math.exp(-i / 300) + rng.gauss(0, 0.03) for i in range(n)]
+    return [(loss, 0.5 + abs(rng.gauss(0, 0.1))) for loss in losses]
 
 
 def test_detector_finds_the_spikes_and_nothing_else():
@@ -71,11 +73,11 @@ def test_detector_finds_the_spikes_and_nothing_else():
         values[step] = values[step][0] * 2, values[step][1]
     values[300] = math.nan, math.nan
     values[600] = values[600][0], 40.0
-    found, state = judged(values)
-    assert found == [200, 201, 202, 300, 600]  # and the 200 steps after the NaN are taken
+    found, state = refused_steps(values)
+    assert found == [200, 201, 202, 300, 600]  # none of the steps after the NaN
     assert state.skipped == 4 and state.nan_steps == 1 and state.streak == 0
     assert len(state.window) == skip.WINDOW and state.window[-3:] == values[-3:]
-    assert json.loads(json.dumps(state.window)) == [list(v) for v in state.window]  # as a checkpoint keeps it
+    assert json.loads(json.dumps(state.window)) == [list(v) for v in state.window]  # as in a checkpoint
 
 
 def test_detector_waits_for_half_a_window_and_ignores_tiny_deviations():
@@ -87,7 +89,7 @@ def test_detector_waits_for_half_a_window_and_ignores_tiny_deviations():
 
 
 def test_a_lasting_jump_of_the_loss_is_refused_until_the_run_gives_up():
-    found, state = judged([*stream(100), *[(50.0, 1.0)] * 8])
+    found, state = refused_steps([*stream(100), *[(50.0, 1.0)] * 8])
     assert found == list(range(100, 108)) and state.streak == skip.MAX_REFUSED
 
 
@@ -99,7 +101,7 @@ def test_the_message_names_a_checkpoint_and_a_range_to_skip():
     assert "no checkpoint" in give_up_message([], 1001, 1008, "spike")
 
 
-# sigma 20: the window of 16 is short and the loss of these runs falls fast
+# --skip-spikes=20: the window of 16 steps is short, and the loss of these runs falls fast
 MOE = ["--n-experts=4", "--router=sigmoid", "--router-bias-rate=0.01"]
 
 
@@ -107,33 +109,33 @@ LAYOUTS = [(1, []), (2, ["--zero=1"]), (2, ["--tp=2", *MOE]), (2, ["--pp=2"])]
 
 
 @pytest.mark.parametrize("n,layout", LAYOUTS, ids=str)
-def test_a_skipped_spike_equals_a_skipped_range(tmp_path, n, layout):
-    """Bit for bit: weights, both moments, Adam's t, router bias, and the learning rate of later steps."""
+def test_a_refused_spike_equals_a_skipped_range(tmp_path, n, layout):
+    """Equal bits: weights, both moments, Adam's t, router bias, and the learning rate of later steps."""
     common = ["--steps=16", "--save-every=16", *layout]
-    got = small(n, tmp_path / "a", *common, "--skip-spikes=20", at=12)
-    small(n, tmp_path / "b", *common, "--train-range-to-skip", 12, 12)
+    got = go_small(n, tmp_path / "a", *common, "--skip-spikes=20", at=12)
+    go_small(n, tmp_path / "b", *common, "--train-range-to-skip", 12, 12)
     same(tmp_path / "a", tmp_path / "b", 16)
     a, b = rows(tmp_path / "a"), rows(tmp_path / "b")
     assert a[11].pop("skip_reason").startswith("spike: loss") and b[11].pop("skip_reason") == "range"
-    a[11] = {k: v for k, v in a[11].items() if k in b[11] or k == "loss"}  # the experts have been loaded
+    a[11] = {k: v for k, v in a[11].items() if k in b[11] or k == "loss"}  # a spike has expert statistics
     assert a == b and "loss" not in a[11] and a[-1]["skipped"] == 1 and len(got["steps"]) == 16
 
 
-def test_a_spike_that_one_rank_sees_is_skipped_on_all(tmp_path):
-    small(2, tmp_path, "--steps=14", "--skip-spikes=20", at=12, alone=True)
+def test_a_spike_on_one_rank_is_refused_on_all(tmp_path):
+    go_small(2, tmp_path, "--steps=14", "--skip-spikes=20", at=12, last_rank_only=True)
     assert [r["step"] for r in rows(tmp_path) if "skip_reason" in r] == [12]
 
 
-def test_a_spike_is_logged_whatever_log_every_says(tmp_path):
-    small(1, tmp_path, "--steps=20", "--log-every=10", "--skip-spikes=20", at=12)
+def test_a_spike_is_logged_regardless_of_log_every(tmp_path):
+    go_small(1, tmp_path, "--steps=20", "--log-every=10", "--skip-spikes=20", at=12)
     assert [r["step"] for r in rows(tmp_path)] == [1, 10, 12, 20]
 
 
-def test_a_resumed_run_has_the_detectors_window(tmp_path):
+def test_a_resumed_run_restores_the_detectors_window(tmp_path):
     flags = ["--steps=16", "--save-every=8", "--skip-spikes=20"]
-    small(2, tmp_path / "a", *flags, at=13)
-    small(2, tmp_path / "b", *flags, at=13, plan={12: int(signal.SIGUSR1)}, code=85)
-    small(2, tmp_path / "b", *flags, "--resume=auto", at=13)
+    go_small(2, tmp_path / "a", *flags, at=13)
+    go_small(2, tmp_path / "b", *flags, at=13, plan={12: int(signal.SIGUSR1)}, code=85)
+    go_small(2, tmp_path / "b", *flags, "--resume=auto", at=13)
     same(tmp_path / "a", tmp_path / "b", 16)
     assert rows(tmp_path / "a") == rows(tmp_path / "b")
     meta = runs.final(tmp_path / "b", 16)[1]
@@ -142,9 +144,9 @@ def test_a_resumed_run_has_the_detectors_window(tmp_path):
 
 @pytest.mark.parametrize("sigma", [0, 20])
 def test_nan_on_one_rank_refuses_one_step(tmp_path, sigma):
-    small(2, tmp_path, "--steps=20", f"--skip-spikes={sigma}", plan={9: "nan"})
+    go_small(2, tmp_path, "--steps=20", f"--skip-spikes={sigma}", plan={9: "nan"})
     table = rows(tmp_path)
-    assert [r["step"] for r in table if "skip_reason" in r] == [9]  # and none of those after it
+    assert [r["step"] for r in table if "skip_reason" in r] == [9]  # and no later step
     assert table[8]["skip_reason"].startswith("not finite: ") and table[-1]["nan_steps"] == 1
 
 
@@ -152,37 +154,38 @@ def test_nan_on_one_rank_refuses_one_step(tmp_path, sigma):
 def test_eight_refused_steps_in_a_row_end_the_run(tmp_path, sigma):
     bad = {step: "nan" for step in range(7, 20)}
     flags = ["--steps=30", "--save-every=3", f"--skip-spikes={sigma}"]
-    got = small(2, tmp_path, *flags, plan=bad, code=42)
+    got = go_small(2, tmp_path, *flags, plan=bad, code=42)
     assert rows(tmp_path)[-1]["step"] == 14
     assert "steps 7 to 14 were not taken (not finite: " in got["err"]
     assert f"the last good checkpoint is {tmp_path}/step_000006" in got["err"]
     assert f"--resume {tmp_path}/step_000006 --train-range-to-skip 7 157" in got["err"]
-    small(2, tmp_path, *flags, "--resume", tmp_path / "step_000006", "--train-range-to-skip", 7, 19, plan=bad)
+    fix = [f"--resume={tmp_path}/step_000006", "--train-range-to-skip", 7, 19]
+    go_small(2, tmp_path, *flags, *fix, plan=bad)
     assert rows(tmp_path)[-1]["step"] == 30 and rows(tmp_path)[-1]["nan_steps"] == 0
 
 
-def test_eight_refused_steps_end_the_run_although_a_save_falls_between(tmp_path):
-    """Steps 3 to 10 are refused; step 10 is saved but not logged, and the steps after it would be taken."""
+def test_eight_refused_steps_end_the_run_although_a_save_follows_the_last(tmp_path):
+    """Steps 3 to 10 are refused; step 10 is saved but not logged, and the steps after it have no NaN."""
     bad = {step: "nan" for step in range(3, 11)}
     flags = ["--steps=30", "--save-every=10", "--log-every=100"]
-    got = small(2, tmp_path, *flags, plan=bad, code=42)
+    got = go_small(2, tmp_path, *flags, plan=bad, code=42)
     assert "steps 3 to 10 were not taken" in got["err"] and len(got["steps"]) == 10
     assert rows(tmp_path)[-1]["step"] == 10 and rows(tmp_path)[-1]["nan_steps"] == 8
 
 
-def test_refused_steps_that_are_counted_late_are_named_and_not_forgotten():
-    """The flags of 20 steps are read at once: the streak is in the middle, later calls remember it."""
+def test_refused_steps_that_are_counted_late_still_end_the_run():
+    """The flags of 20 steps are read in one call, the streak in the middle; later calls report it, too."""
     guard = Guard(Config(), World(), State(step=20))
-    guard.refused_flags = [torch.tensor(float(3 <= step <= 10)) for step in range(1, 21)]
+    guard.refused_flags = [(step, torch.tensor(float(3 <= step <= 10))) for step in range(1, 21)]
     assert guard.count_refused() and guard.refused_range == (3, 10)
-    guard.state.step, guard.refused_flags = 21, [torch.tensor(0.0)]
+    guard.refused_flags = [(21, torch.tensor(0.0))]
     assert guard.count_refused() and guard.given_up and guard.refused_range == (3, 10)
     assert guard.state.nan_steps == 8 and guard.state.streak == 0
 
 
 def test_without_the_flag_nothing_is_read_from_the_device():
     guard = Guard(Config(), World(), State())
-    assert guard.veto(None) is False  # the statistics are not touched
+    assert guard.veto(None) is False  # None: reading the statistics would raise
 
 
 def test_an_injected_spike_changes_one_steps_targets(tmp_path):
@@ -196,9 +199,9 @@ def test_an_injected_spike_changes_one_steps_targets(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# what a bad disk, a lost service or a jumping clock costs
+# a full disk, an outage of wandb, a clock that jumps
 
-class Full:
+class FullDisk:
     def write(self, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -206,33 +209,34 @@ class Full:
         pass
 
 
-def test_a_full_disk_costs_no_row(tmp_path, capfd):
-    book = log.Log(tmp_path, {})
+def test_a_full_disk_loses_no_row(tmp_path, capfd):
+    run_log = log.Log(tmp_path, {})
     row = dict(loss=1.0, lr=0.1)
-    book.row(step=1, **row)
-    file, book.file = book.file, Full()
-    book.row(step=2, **row)
-    book.row(step=3, **row)
+    run_log.row(step=1, **row)
+    file, run_log.file = run_log.file, FullDisk()
+    run_log.row(step=2, **row)
+    run_log.row(step=3, **row)
     assert "No space left" in capfd.readouterr().err
-    book.file = file  # there is space again: the rows that waited come first
-    book.row(step=4, **row)
-    assert [r["step"] for r in book.rows()] == [1, 2, 3, 4]
+    run_log.file = file  # the disk has space: the rows that waited are written first
+    run_log.row(step=4, **row)
+    assert [r["step"] for r in run_log.rows()] == [1, 2, 3, 4]
     (tmp_path / "loss.txt").mkdir()  # a plot that cannot be written
-    book.close(False)
+    run_log.close(False)
     assert "going on without it" in capfd.readouterr().err
 
 
-def test_a_cut_last_row_and_an_outage_of_wandb(tmp_path, capfd):
+def test_a_cut_last_row_and_an_outage_of_wandb_lose_no_row(tmp_path, capfd):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
-    book = log.Log(tmp_path, {}, resumed=2)
-    book.wandb = type("Gone", (), {"log": lambda *a, **k: 1 / 0})()
-    book.row(step=3, lr=0.1)
-    book.row(step=4, lr=0.1)
-    assert [r["step"] for r in book.rows()] == [1, 2, 3, 4]
+    run_log = log.Log(tmp_path, {}, resumed=2)
+    run_log.wandb = type("Unreachable", (), {"log": lambda *a, **k: 1 / 0})()
+    run_log.row(step=3, lr=0.1)
+    run_log.row(step=4, lr=0.1)
+    assert [r["step"] for r in run_log.rows()] == [1, 2, 3, 4]
     assert capfd.readouterr().err.count("going on without it") == 1
 
 
-def jumping(world, argv):
+def session_with_jumping_clock(world, argv):
+    """runs.session; each call of time.time() jumps by 10**6 seconds, forward and back in turn."""
     real, ticks = time.time, iter(range(10**6))
     time.time = lambda: real() + (-1) ** next(ticks) * 1e6
     try:
@@ -243,11 +247,11 @@ def jumping(world, argv):
 
 def test_a_jumping_clock_does_no_harm(tmp_path):
     flags = [f"--out={tmp_path}", "--steps=4", "--max-minutes=5", "--save-every=2"]
-    (got,) = run_ranks(1, jumping, [*TINY, *flags])
+    (got,) = run_ranks(1, session_with_jumping_clock, [*TINY, *flags])
     assert got["code"] == 0 and all(0 < r["ms"] < 60000 for r in rows(tmp_path, ()))
 
 
-def test_a_guard_that_finds_nothing_changes_nothing(tmp_path):
+def test_a_guard_that_refuses_no_step_changes_no_bit(tmp_path):
     go(1, tmp_path / "a", "--steps=6", "--save-every=6")
     go(1, tmp_path / "b", "--steps=6", "--save-every=6", "--skip-spikes=6", "--check-every=1")
     same(tmp_path / "a", tmp_path / "b", 6)

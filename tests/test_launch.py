@@ -1,5 +1,4 @@
-"""Every launcher is recognised; python, mpiexec and torchrun train alike; one rank's exception ends all."""
-
+"""Every launcher is recognised; python, mpiexec and torchrun train alike; one exception ends all ranks."""
 import json
 import os
 import subprocess
@@ -16,126 +15,52 @@ import train
 from runtime.launch import LAUNCHERS, detect
 
 BIN = Path(sys.executable).parent
-SLURM_BATCH = {  # what every process inside an sbatch script of 2 tasks sees, whoever started it (measured)
-    "SLURM_JOB_ID": "7",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NTASKS": "2",
-    "SLURM_NPROCS": "2",
-    "SLURM_NODEID": "0",
-    "SLURM_TASKS_PER_NODE": "2",
-    "SLURM_NODELIST": "n0",
-}
+# what every process inside an sbatch script of 2 tasks sees, whoever started it (recorded on a real Slurm)
+SLURM_BATCH = {
+    "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_NPROCS": "2",
+    "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "2", "SLURM_NODELIST": "n0"}
 SRUN = {
-    **SLURM_BATCH,
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_NTASKS": "8",
-    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-    "SLURM_STEP_NODELIST": "n[0-1]",
-    "SLURM_STEP_ID": "0",
-}
+    **SLURM_BATCH, "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_NTASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NODELIST": "n[0-1]",
+    "SLURM_STEP_ID": "0"}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "9"}
+INTEL = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2",
+         "I_MPI_MPIRUN": "mpirun"}
 OPENMPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_RANK": "3",
-    "PRTE_LAUNCHED": "1",
-}
-PALS = {
-    "PALS_RANKID": "6",
-    "PALS_LOCAL_RANKID": "2",
-    "PMI_RANK": "6",
-    "PMI_SIZE": "8",
-    "PMI_LOCAL_RANK": "2",
-    "PMI_LOCAL_SIZE": "4",
-}
+    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_RANK": "3", "PRTE_LAUNCHED": "1"}
+PALS = {"PALS_RANKID": "6", "PALS_LOCAL_RANKID": "2", "PMI_RANK": "6", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "2",
+        "PMI_LOCAL_SIZE": "4"}
+PALS_PMIX = {"PALS_RANKID": "6", "PALS_LOCAL_RANKID": "2", "PMIX_RANK": "6"}
 TORCHRUN = {
-    "RANK": "2",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "n0",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "none",
-}
+    "RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n0",
+    "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
 CRAY = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
+CYCLIC = {**SRUN, "SLURM_PROCID": "2", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4",
+          "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+SALLOC = {k: v for k, v in SLURM_BATCH.items() if "PROCID" not in k}
+PROXY_STEP = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
 
 ENVIRONMENTS = {  # name: (environment, launcher, rank, size, local rank, local size)
     "nothing": ({}, "single", 0, 1, 0, 1),
     "torchrun": (TORCHRUN, "torchrun", 2, 4, 0, 2),
     "pals": (PALS, "pals", 6, 8, 2, 4),
-    "pals, PALS_PMI=pmix: no PMI_SIZE, mpi4py knows": (
-        {"PALS_RANKID": "6", "PALS_LOCAL_RANKID": "2", "PMIX_RANK": "6"},
-        "pals",
-        6,
-        -1,
-        2,
-        1,
-    ),
+    "pals, PALS_PMI=pmix: no PMI_SIZE, mpi4py gives the size": (PALS_PMIX, "pals", 6, -1, 2, 1),
     "open mpi": (OPENMPI, "openmpi", 3, 4, 1, 2),
     "mpich hydra": (HYDRA, "hydra", 1, 2, 1, 2),
-    "intel mpi": (
-        {
-            "PMI_RANK": "3",
-            "PMI_SIZE": "4",
-            "MPI_LOCALRANKID": "1",
-            "MPI_LOCALNRANKS": "2",
-            "I_MPI_MPIRUN": "mpirun",
-        },
-        "hydra",
-        3,
-        4,
-        1,
-        2,
-    ),
+    "intel mpi": (INTEL, "hydra", 3, 4, 1, 2),
     "cray aprun": (CRAY, "cray", 5, 8, 1, 4),
     "srun": (SRUN, "srun", 5, 8, 1, 4),
     "srun, uneven nodes": ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3,2(x2),1"}, "srun", 5, 8, 1, 3),
-    "srun --mpi=pmi2: PMI_RANK but no local one": (
-        {**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"},
-        "srun",
-        5,
-        8,
-        1,
-        4,
-    ),
-    "srun -m cyclic: rank 2 is the second of its node": (
-        {
-            **SRUN,
-            "SLURM_PROCID": "2",
-            "SLURM_LOCALID": "1",
-            "SLURM_STEP_NUM_TASKS": "4",
-            "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-        },
-        "srun",
-        2,
-        4,
-        1,
-        2,
-    ),
+    "srun --mpi=pmi2: PMI_RANK but no local rank": (
+        {**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}, "srun", 5, 8, 1, 4),
+    "srun -m cyclic: rank 2 is the second of its node": (CYCLIC, "srun", 2, 4, 1, 2),
     "srun --mpi=cray_shasta": ({**SRUN, **CRAY}, "cray", 5, 8, 1, 4),
-    "python in a batch script: SLURM_NTASKS is not for it": (SLURM_BATCH, "single", 0, 1, 0, 1),
-    "python in an salloc shell": (
-        {k: v for k, v in SLURM_BATCH.items() if "PROCID" not in k},
-        "single",
-        0,
-        1,
-        0,
-        1,
-    ),
+    "python in a batch script: SLURM_NTASKS is not its own size": (SLURM_BATCH, "single", 0, 1, 0, 1),
+    "python in an salloc shell": (SALLOC, "single", 0, 1, 0, 1),
     "mpiexec in a batch script": ({**SLURM_BATCH, **HYDRA}, "hydra", 1, 2, 1, 2),
     "mpiexec in a batch script, its proxy a step of one task": (
-        {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", **HYDRA},
-        "hydra",
-        1,
-        2,
-        1,
-        2,
-    ),
+        {**PROXY_STEP, **HYDRA}, "hydra", 1, 2, 1, 2),
     "open mpi in a batch script": ({**SLURM_BATCH, **OPENMPI}, "openmpi", 3, 4, 1, 2),
     "torchrun, one agent per node by srun": ({**SRUN, **TORCHRUN}, "torchrun", 2, 4, 0, 2),
     "torchrun under mpiexec": ({**HYDRA, **TORCHRUN}, "torchrun", 2, 4, 0, 2),
@@ -155,60 +80,32 @@ def test_every_launcher_is_covered():
     assert {want[0] for _, *want in ENVIRONMENTS.values()} == {*LAUNCHERS, "single"}
 
 
-# ----------------------------------------------------------------------------------------- the real launchers
+# -----------------------------------------------------------------------------
+# the real launchers
 
-FLAGS = [
-    *SHAPE,
-    "--data=synthetic",
-    "--micro-batch=2",
-    "--global-batch=8",
-    "--lr=1e-2",
-    "--warmup=2",
-    "--steps=6",
-    "--log-every=1",
-    "--eval-every=0",
-    "--save-every=0",
-    "--no-plot",
-]
+FLAGS = [*SHAPE, "--data=synthetic", "--micro-batch=2", "--global-batch=8", "--lr=1e-2", "--warmup=2",
+         "--steps=6", "--log-every=1", "--eval-every=0", "--save-every=0", "--no-plot"]
 
 
 def clean_env():
-    """-> the environment without launchers: this process may itself run under one (make slurm)."""
-    ours = (
-        "PMI",
-        "MPI",
-        "OMPI",
-        "PALS",
-        "SLURM",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_",
-        "MASTER_",
-        "TORCHELASTIC",
-        "HYD",
-    )
-    return {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    """-> the environment without a launcher's variables: pytest itself may run under one."""
+    prefixes = ("PMI", "MPI", "OMPI", "PALS", "SLURM", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_",
+                "TORCHELASTIC", "HYD")
+    return {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
 
 
 def test_python_mpiexec_and_torchrun_train_alike(tmp_path):
-    """The same global batch: every loss, and --dump-grads' weights and gradients, to 1e-5 in fp32."""
+    """With the same global batch: every loss, and --dump-grads' weights and gradients, to 1e-5 in fp32."""
     from safetensors.torch import load_file
-
-    launchers = {
-        "single": [sys.executable],
-        "hydra": [BIN / "mpiexec", "-n", "2", sys.executable],
-        "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "2"],
-    }
+    launchers = {"single": [sys.executable],
+                 "hydra": [BIN / "mpiexec", "-n", "2", sys.executable],
+                 "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "2"]}
     losses, dumps, jobs = {}, {}, {}
-    for name, start in launchers.items():  # side by side: torchrun's first seconds need one core only
+    for name, start in launchers.items():  # at the same time: torchrun needs only one core at first
         out = tmp_path / name
         jobs[name] = subprocess.Popen(
             [*start, ROOT / "train.py", *FLAGS, f"--out={out}", f"--dump-grads={out}.st"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=clean_env(),
-        )
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_env())
     for name, job in jobs.items():
         out = tmp_path / name
         stdout, stderr = job.communicate(timeout=240)
@@ -222,18 +119,15 @@ def test_python_mpiexec_and_torchrun_train_alike(tmp_path):
         dumps[name] = load_file(tmp_path / f"{name}.st")
     assert losses["single"].shape == (6, 2) and losses["single"][-1, 0] < losses["single"][0, 0] - 0.01
     want = dumps["single"]
-    assert len(want) == 2 * 21 and want["wte.weight"].shape == want["grad/head.weight"].shape == (
-        100,
-        16,
-    )  # no padding
+    assert len(want) == 2 * 21
+    assert want["wte.weight"].shape == want["grad/head.weight"].shape == (100, 16)  # without padding
     for name in ("hydra", "torchrun"):
         torch.testing.assert_close(losses[name], losses["single"], rtol=1e-5, atol=0)
         assert dumps[name].keys() == want.keys()
         for key, t in want.items():
             assert t.dtype == torch.float32 and (key[:5] != "grad/" or t.any()), key
-            torch.testing.assert_close(
-                dumps[name][key], t, rtol=1e-5, atol=1e-5 * t.abs().max().item(), msg=key
-            )
+            torch.testing.assert_close(dumps[name][key], t, rtol=1e-5, atol=1e-5 * t.abs().max().item(),
+                                       msg=key)
 
 
 CRASH = """
@@ -242,7 +136,7 @@ import train
 def broken(self, *args):
     if self.model.mesh.world.rank == 1:
         raise RuntimeError("the rank that breaks")
-    time.sleep(1000)  # the other one is busy and would not notice
+    time.sleep(1000)  # the other rank waits in no collective, so nothing tells it of the exception
 train.Step.__call__ = broken
 train.main(sys.argv[1:])
 """
@@ -250,46 +144,32 @@ train.main(sys.argv[1:])
 
 def test_an_exception_on_one_rank_ends_all_ranks(tmp_path):
     (tmp_path / "crash.py").write_text(CRASH)
-    began = time.monotonic()
-    job = subprocess.run(
-        [
-            BIN / "mpiexec",
-            "-n",
-            "2",
-            sys.executable,
-            tmp_path / "crash.py",
-            *FLAGS,
-            f"--out={tmp_path / 'run'}",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**clean_env(), "PYTHONPATH": str(ROOT)},
-    )
-    seconds = time.monotonic() - began
-    print(
-        f"an exception on rank 1 ended both ranks {seconds:.1f} s after the start, exit code {job.returncode}"
-    )
+    t0 = time.monotonic()
+    command = [BIN / "mpiexec", "-n", "2", sys.executable, tmp_path / "crash.py", *FLAGS]
+    job = subprocess.run([*command, f"--out={tmp_path / 'run'}"], capture_output=True, text=True, timeout=240,
+                         env={**clean_env(), "PYTHONPATH": str(ROOT)})
+    print(f"an exception on rank 1 ended both ranks {time.monotonic() - t0:.1f} s after the start, "
+          f"exit code {job.returncode}")
     assert job.returncode not in (0, 2, 85)
     assert "RuntimeError: the rank that breaks" in job.stderr and "in broken" in job.stderr
-    # torch wraps the hook, and prints what it wrote to sys.stderr with this prefix, after the abort if at all
+    # torch wraps sys.excepthook and repeats on stderr, with this prefix, what the hook wrote
     assert job.stderr.count("Traceback") == 1 and "[rank1]:" not in job.stderr
 
 
-def set_before_launch(flags, said):
-    """A new process: write down what train.py has set when it is about to touch the device."""
+def set_before_launch(flags, result):
+    """In a new process: write to the file `result` what train.py has set just before it uses the device."""
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     train.launch.launch = lambda *_: sys.exit(9)
     try:
         train.main(["tiny", *flags])
     except SystemExit as e:
-        asked = torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-        said.write_text(repr((e.code, *asked)))
+        settings = torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+        result.write_text(repr((e.code, *settings)))
 
 
-@pytest.mark.parametrize("flags,words", [(["--deterministic"], (9, True, ":4096:8")), ([], (9, False, None))])
-def test_deterministic_kernels_are_chosen_before_the_first_kernel(tmp_path, flags, words):
-    p = context.Process(target=set_before_launch, args=(flags, tmp_path / "said"))
+@pytest.mark.parametrize("flags,want", [(["--deterministic"], (9, True, ":4096:8")), ([], (9, False, None))])
+def test_deterministic_is_set_before_the_first_kernel(tmp_path, flags, want):
+    p = context.Process(target=set_before_launch, args=(flags, tmp_path / "result"))
     p.start()
     p.join(240)
-    assert p.exitcode == 0 and (tmp_path / "said").read_text() == repr(words)
+    assert p.exitcode == 0 and (tmp_path / "result").read_text() == repr(want)

@@ -1,8 +1,8 @@
 """Every layout equals one rank: train.py's own model, step and optimizer, fp64, three steps, clipping active.
 
-Each rank returns the pieces it owns; together they must cover every element of every tensor exactly once and
-equal the single process to 1e-10: losses, gradient norms, every gradient of every step, every parameter and
-moment at the end.
+Each rank returns the shards it owns. Every element of a tensor must be in exactly one rank's shard, and all
+numbers must equal one rank's to 1e-10: losses, gradient norms, every gradient of every step, every parameter
+and moment at the end.
 """
 import dataclasses
 
@@ -29,59 +29,65 @@ MOE_FORWARD = moe.MoE.forward
 STEPS = 3
 
 
-def in_chunks(chunks):
-    """MoE.forward as `chunks` tp ranks do it: routing of the whole micro-batch, capacity of its rows."""
+def forward_in_chunks(chunks):
+    """-> a MoE.forward that does on one rank what `chunks` tp ranks do: it routes the whole micro-batch, and
+    each chunk of rows has its own capacity."""
     def forward(self, x, recompute):
         p, ids, aux = self.route(x)
-        parts = []
+        out = []
         for xc, pc, ic in zip(x.chunk(chunks), p.chunk(chunks), ids.chunk(chunks), strict=True):
-            parts.append(self.experts(xc, pc, self.dispatcher.plan(ic, pc)))
-        y = torch.cat(parts)
+            out.append(self.experts(xc, pc, self.dispatcher.plan(ic, pc)))
+        y = torch.cat(out)
         return (y if self.shared is None else y + self.shared(x)), aux
     return forward
 
 
-def array(t):
-    """A copy as numpy, which knows no bf16."""
+def to_numpy(t):
+    """A copy as numpy; bf16, which numpy does not have, becomes fp32."""
     return t.detach().to("cpu", torch.promote_types(t.dtype, torch.float32), copy=True).numpy()
 
 
 def run(world, flags, batch, chunks=1):
-    """Train STEPS steps on synthetic tokens -> what this rank knows, as numpy.
-    chunks: tp ranks whose dropping to copy."""
+    """Train STEPS steps on synthetic tokens -> {stats, shards, replicas, ...} of this rank, as numpy.
+    chunks: with a capacity, the number of tp ranks whose dropping of rows this rank reproduces."""
     cfg = Config(**flags, global_batch=batch)
-    moe.MoE.forward = in_chunks(chunks) if chunks > 1 else MOE_FORWARD
+    moe.MoE.forward = forward_in_chunks(chunks) if chunks > 1 else MOE_FORWARD
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     check_layout(cfg, mesh, batch)
     source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
-    seen = {"totals": [], "pieces": []}
+    seen = {"stats": [], "shards": []}
 
     def keep(prefix, vectors):
         for name, t, full, offset in shards(dp, opt, vectors):
-            seen["pieces"].append((prefix + name, array(t), full, offset))
+            seen["shards"].append((prefix + name, to_numpy(t), full, offset))
 
     train_step = train.Step(cfg, model, dp, opt)
     for step in range(1, STEPS + 1):
         batches = train.micro_batches(cfg, mesh, source, (step - 1) * batch, batch, world.device)
         opt.on_grads_ready = lambda step=step: keep(f"step {step} grad ", {"": opt.grads})
         stats, _ = train_step(batches, step)
-        seen["totals"].append(torch.stack(stats).tolist())
+        seen["stats"].append(torch.stack(stats).tolist())
     model.wait_for_weights(model)
     keep("end ", None)
     if cfg.n_experts:
         seen["experts"] = moe.expert_stats(model, batch // cfg.micro_batch)
-    seen["replicas"] = {n: array(p) for n, p in model.named_parameters()}
-    seen["places"] = {n: (p.full_shape, p.offset) for n, p in model.named_parameters()}
+    seen["replicas"] = {n: to_numpy(p) for n, p in model.named_parameters()}
+    seen["offsets"] = {n: (p.full_shape, p.offset) for n, p in model.named_parameters()}
     return seen
 
 
+def slices(offset, shape):
+    """-> the index of a shard of this shape in its full tensor."""
+    return tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
+
+
 def assemble(results):
-    """Pieces of all ranks -> {name: whole array}; every element exactly once."""
+    """Shards of all ranks -> {name: full array}. AssertionError unless each element is in exactly one."""
     whole, count = {}, {}
     for seen in results:
-        for name, t, full, offset in seen["pieces"]:
-            where = tuple(slice(o, o + s) for o, s in zip(offset, t.shape, strict=True))
+        for name, t, full, offset in seen["shards"]:
+            where = slices(offset, t.shape)
             whole.setdefault(name, np.full(full, np.nan))[where] = t
             count.setdefault(name, np.zeros(full, int))[where] += 1
     for name, c in count.items():
@@ -93,25 +99,27 @@ references = {}
 
 
 def reference(flags, batch, chunks):
+    """-> (stats of each step, {name: full array}, expert statistics) of one rank, computed once per key."""
     key = (tuple(sorted(flags.items())), batch, chunks)
     if key not in references:
         (seen,) = run_ranks(1, run, flags, batch, chunks)
-        references[key] = seen["totals"], assemble([seen]), seen.get("experts")
+        references[key] = seen["stats"], assemble([seen]), seen.get("experts")
     return references[key]
 
 
 def compare(base, n, batch, **layout):
+    """Run the model `base` over a layout of n ranks and compare everything it computes with one rank."""
     chunks = layout.get("tp", 1) if base.get("capacity_factor") else 1
-    totals, want, experts = reference(dict(base), batch, chunks)
+    stats, want, experts = reference(dict(base), batch, chunks)
     results = run_ranks(n, run, dict(base, **layout), batch)
     for seen in results:
-        got, expected = np.array(seen["totals"]), np.array(totals)  # (steps, 4)
+        got, expected = np.array(seen["stats"]), np.array(stats)  # (steps, 4)
         np.testing.assert_allclose(got[:, [0, 1, 3]], expected[:, [0, 1, 3]], rtol=1e-10,
                                    err_msg="loss and norms")
-        # the key bias has gradient zero but for rounding (softmax ignores a shift), so its zeros come and go
+        # the gradient of the key bias is zero up to rounding (softmax ignores a shift): its zeros may differ
         np.testing.assert_allclose(got[:, 2], expected[:, 2], atol=64 if base["bias"] else 0,
                                    err_msg="zero gradients")
-        assert seen["totals"] == results[0]["totals"]  # the same bits on every rank: all decide alike
+        assert seen["stats"] == results[0]["stats"]  # equal bits on every rank: all take the same decisions
     for layer, row in (experts or {}).items():  # load, dropped, aux, z, entropy: as logged, on every rank
         assert not base["capacity_factor"] or row["dropped"] > 0, "nothing was dropped"
         for seen in results:
@@ -123,15 +131,15 @@ def compare(base, n, batch, **layout):
     for name in want:
         np.testing.assert_allclose(got[name], want[name], rtol=0,
                                    atol=1e-10 * max(1e-4, np.abs(want[name]).max()), err_msg=name)
-    for name in want:  # what a rank computes with, not only what it owns, is the same everywhere
+    for name in want:  # the weights a rank computes with, not only those it owns, are the same everywhere
         for seen in results:
             name = name.removeprefix("end ")
             if name in seen["replicas"]:
-                full, offset = seen["places"][name]
-                mine = seen["replicas"][name]
-                cut = tuple(slice(o, o + s) for o, s in zip(offset, mine.shape, strict=True))
-                np.testing.assert_array_equal(mine, got["end " + name][cut], err_msg=f"replica of {name}")
-    assert totals[0][1] > 2 * base["clip"], "clipping must be active"
+                full, offset = seen["offsets"][name]
+                local = seen["replicas"][name]
+                np.testing.assert_array_equal(local, got["end " + name][slices(offset, local.shape)],
+                                              err_msg=f"replica of {name}")
+    assert stats[0][1] > 2 * base["clip"], "clipping must be active"
 
 
 LAYOUTS = [  # ranks, sequences per step, layout; micro-batch 2
@@ -145,7 +153,7 @@ LAYOUTS = [  # ranks, sequences per step, layout; micro-batch 2
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("n,batch,layout", LAYOUTS, ids=lambda x: str(x).replace(" ", ""))
-def test_layout(family, n, batch, layout):
+def test_layout_equals_one_rank(family, n, batch, layout):
     base = dict(LLAMA if family == "llama" else GPT2, micro_batch=2)
     compare(base, n, batch, **layout)
 
@@ -160,11 +168,11 @@ MOE_LAYOUTS = [
 
 @pytest.mark.parametrize("family", ["dropless", "capacity"])
 @pytest.mark.parametrize("n,batch,layout", MOE_LAYOUTS, ids=lambda x: str(x).replace(" ", ""))
-def test_moe_layout(family, n, batch, layout):
+def test_moe_layout_equals_one_rank(family, n, batch, layout):
     compare(dict(MOE if family == "dropless" else CAPACITY, micro_batch=2), n, batch, **layout)
 
 
-def test_moe_variants():
+def test_moe_variants_equal_one_rank():
     compare(dict(CAPACITY, drop_policy="position", top_k=2, micro_batch=2), 4, 8, tp=2, ep=2, zero=1)
     compare(dict(SIGMOID, micro_batch=2), 4, 8, tp=2, ep=4)
     compare(dict(SIGMOID, micro_batch=2), 4, 8, pp=2, ep=2, zero=1)
@@ -177,31 +185,27 @@ def test_moe_variants():
 @pytest.mark.parametrize("base", [MOE, CAPACITY], ids=["dropless", "capacity"])
 @pytest.mark.parametrize("layout", [dict(ep=8), dict(ep=8, zero=1), dict(tp=2, ep=8),
                                     dict(tp=4, ep=8, zero=1)], ids=str)
-def test_moe_eight_ranks(base, layout):
+def test_moe_on_eight_ranks_equals_one_rank(base, layout):
     compare(dict(base, micro_batch=2), 8, 16, **layout)
 
 
-def test_pp_layers_and_recompute():
+def test_pp_layers_and_recompute_equal_one_rank():
     compare(dict(LLAMA, micro_batch=2), 4, 8, pp=2, pp_layers="1,3", recompute="full", zero=1)
     compare(dict(GPT2, micro_batch=2), 4, 8, tp=2, recompute="full")
 
 
-def test_one_kv_head_under_tp():
+def test_one_kv_head_under_tp_equals_one_rank():
     compare(dict(LLAMA, n_kv_head=1, micro_batch=2), 2, 4, tp=2, zero=1)
     compare(dict(LLAMA, n_kv_head=1, micro_batch=2), 4, 4, tp=4)
 
 
-def _config_fields():
-    return {f.name for f in dataclasses.fields(Config)}
-
-
-def test_every_layout_flag_is_read():
-    assert {"tp", "pp", "zero", "pp_layers", "recompute"} <= _config_fields()
+def test_layout_flags_are_fields_of_the_config_and_the_default_dtype_is_fp32():
+    assert {"tp", "pp", "zero", "pp_layers", "recompute"} <= {f.name for f in dataclasses.fields(Config)}
     assert torch.get_default_dtype() == torch.float32
 
 
-def drawn(world, dtype, zero):
-    """Masters as a run starts with them."""
+def initial_masters(world, dtype, zero):
+    """-> {"shards": the masters that this rank owns before the first step}."""
     cfg = Config(**dict(MOE, dtype=dtype, zero=zero, ep=world.size))
     mesh = make_mesh(world, ep=cfg.ep)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
@@ -210,22 +214,23 @@ def drawn(world, dtype, zero):
     assert all(p.dtype == train.DTYPES[dtype] for p in model.parameters())
     assert all(torch.equal(m.to(b.flat.dtype), b.flat[b.shard]) for m, b in
                zip(opt.masters, dp.buckets, strict=True))
-    return {"pieces": [(name, array(t), full, offset) for name, t, full, offset in shards(dp, opt)]}
+    return {"shards": [(name, to_numpy(t), full, offset) for name, t, full, offset in shards(dp, opt)]}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("n, zero", [(1, 0), (2, 0), (2, 1)])
-def test_masters_hold_what_was_drawn_not_what_it_rounds_to(dtype, n, zero):
-    """Rounded masters stand in the middle of what rounds to a weight: a warmup's first steps would move none
-    of the weights. On 4 H200 the loss after W2b's first step was 0.03 higher."""
-    want = assemble(run_ranks(1, drawn, "fp32", 0))
-    got = assemble(run_ranks(n, drawn, dtype, zero))
+def test_masters_keep_the_digits_that_16_bit_weights_round_away(dtype, n, zero):
+    """A master that equals its rounded weight is in the middle of the interval that rounds to this weight:
+    the small updates of the warmup's first steps would change no weight."""
+    want = assemble(run_ranks(1, initial_masters, "fp32", 0))
+    got = assemble(run_ranks(n, initial_masters, dtype, zero))
     for name, t in want.items():
         np.testing.assert_array_equal(got[name], t, err_msg=name)
 
 
-def drawn_otherwise(world):
-    """The last digits of one rank's draws differ, as on another kind of GPU."""
+def masters_after_different_draws(world):
+    """-> this rank's masters, after initial weights of rank 1 that differ in their last digits, as those that
+    another kind of GPU draws."""
     cfg = Config(**dict(MOE, dtype="bf16"))
     mesh = make_mesh(world)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
@@ -239,6 +244,6 @@ def drawn_otherwise(world):
 
 
 def test_replicas_start_with_equal_masters():
-    one, two = run_ranks(2, drawn_otherwise)
+    one, two = run_ranks(2, masters_after_different_draws)
     for a, b in zip(one, two, strict=True):
         np.testing.assert_array_equal(a, b)

@@ -40,7 +40,7 @@ raise SystemExit(layouts.main(sys.argv[1:]))
 def sweep(*argv, script=("bench/layouts.py",)):
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return subprocess.run([sys.executable, *script, *argv], cwd=ROOT, env={**env, "OMP_NUM_THREADS": "1"},
-                          capture_output=True, text=True, timeout=60)
+                          capture_output=True, text=True, timeout=240)
 
 
 def test_every_layout_becomes_a_row(tmp_path):

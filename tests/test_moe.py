@@ -1,13 +1,14 @@
-"""The experts against a loop over tokens, one at a time, written from the papers and not from moe.py.
+"""The experts against a loop over tokens, which is written from the papers and shares no line with moe.py.
 
     the loop       output and every gradient in fp64, every router, both modes, skewed and tied routing
-    the losses     their scale, where they come from, and that no layout changes their gradient
-    the ranks      any ep gives the same, a rank without a token, garbage that must not spread, equal bits
-    the run        upcycling, recompute, checkpoints between layouts, refusals, counts, files left behind
+    the losses     their scale, what they depend on, and that every layout gives the same gradient
+    the ranks      every ep gives the same results, a rank without a token, garbage rows, equal bits
+    the run        upcycling, recompute, checkpoints between layouts, refused flags, counts, files
 """
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import math
 import signal
@@ -19,7 +20,7 @@ import test_layouts
 import torch
 import torch.nn.functional as F
 from pool import run_ranks
-from test_layouts import MOE, SIGMOID, assemble
+from test_layouts import MOE, SIGMOID, assemble, slices
 
 import moe
 import parallel
@@ -41,10 +42,10 @@ TINY = dict(MOE, n_layer=2, micro_batch=2)
 
 
 # -----------------------------------------------------------------------------
-# the oracle
+# the loop over tokens, and a block that is compared with it
 
-def gates(logits, K, kind, bias=None):
-    """One token's logits (E,) -> its experts, best first (ties: the lowest number), and their gates (K,)."""
+def route_token(logits, K, kind, bias=None):
+    """One token's logits (E,) -> its K experts, best first (ties: lowest number), and their gates (K,)."""
     if kind == "sigmoid":
         score = logits.sigmoid()
         rank = (score if bias is None else score + bias).tolist()
@@ -61,11 +62,12 @@ def gates(logits, K, kind, bias=None):
     return ids, p
 
 
-def loop(x, router, expert, K, kind, bias=None, factor=0.0, policy="probs", shared=None):
-    """-> output (T, C), balancing loss, z-loss, {(token, expert)} dropped, visits [E] by the scores alone."""
+def loop_over_tokens(x, router, expert, K, kind, bias=None, factor=0.0, policy="probs", shared=None):
+    """-> output (T, C), balance loss, z-loss, {(token, expert)} dropped,
+    [tokens per expert, without the bias]."""
     T, E = len(x), len(router)
     logits = [router @ x[t] for t in range(T)]
-    chosen = [gates(row, K, kind, bias) for row in logits]
+    chosen = [route_token(row, K, kind, bias) for row in logits]
     dropped = set()
     for i in range(E if factor else 0):
         queue = [(t, p[ids.index(i)].item()) for t, (ids, p) in enumerate(chosen) if i in ids]
@@ -84,7 +86,7 @@ def loop(x, router, expert, K, kind, bias=None, factor=0.0, policy="probs", shar
         s = row.sigmoid() if kind == "sigmoid" else row.exp()
         for i in range(E):
             share[i] = share[i] + s[i] / s.sum()
-        for i in gates(row, K, kind)[0]:
+        for i in route_token(row, K, kind)[0]:
             visits[i] += 1
     aux = E / (K * T**2) * sum(s * c for s, c in zip(share, visits, strict=True))
     z = sum(row.exp().sum().log() ** 2 for row in logits) / T
@@ -92,24 +94,23 @@ def loop(x, router, expert, K, kind, bias=None, factor=0.0, policy="probs", shar
 
 
 def block(mesh=ALONE, dispatcher=moe.plain_dispatcher, **flags):
-    """A MoE block in fp64 with seeded weights, the same on every layout."""
+    """A MoE block in fp64 with seeded weights, the same in every layout."""
     cfg = Config(**dict(SMALL, **flags))
     shared = MLP(cfg, ALONE, cfg.n_shared_experts * cfg.ffn_hidden) if cfg.n_shared_experts else None
     layer = moe.MoE(cfg, mesh, shared, dispatcher).double()
     rng = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in layer.parameters():
-            whole = torch.randn(p.full_shape, dtype=torch.float64, generator=rng)
-            p.copy_(whole[tuple(slice(o, o + s) for o, s in zip(p.offset, p.shape, strict=True))])
+            p.copy_(torch.randn(p.full_shape, dtype=torch.float64, generator=rng)[slices(p.offset, p.shape)])
     return layer
 
 
-def run(f, *args):
+def no_recompute(f, *args):
     return f(*args)
 
 
 def tokens(kind, layer, T=10):
-    """x (T, C); the router's weights are set for plain, skewed (the same K for all) or tied routing."""
+    """-> x (T, C). The router's weights are set for plain, skewed (the same K for all) or tied routing."""
     rng = torch.Generator().manual_seed(4)
     x = torch.randn(T, layer.cfg.n_embd, dtype=torch.float64, generator=rng)
     weight = layer.router.weight.data
@@ -124,8 +125,9 @@ def tokens(kind, layer, T=10):
     return x.requires_grad_()
 
 
-def against_the_loop(layer, x, what):
-    """Output, losses, drops and all gradients of a block equal the loop's. -> visits per expert, dropped"""
+def assert_equals_loop(layer, x, what):
+    """Assert that a block's output, losses, dropped copies and gradients equal the loop's.
+    -> [tokens per expert], number of dropped copies."""
     cfg, weight = layer.cfg, layer.router.weight
     mlp = layer.shared
 
@@ -140,23 +142,23 @@ def against_the_loop(layer, x, what):
                                 else h * h.sigmoid() * (mlp.w3.weight @ row))
 
     bias = None if layer.router.bias is None else layer.router.bias.double()
-    y, aux = layer(x, run)
-    want, balance, z, dropped, visits = loop(
+    y, aux = layer(x, no_recompute)
+    want, balance, z, dropped, visits = loop_over_tokens(
         x, weight, expert, cfg.top_k, cfg.router, bias, cfg.capacity_factor, cfg.drop_policy,
         shared if mlp else None)
     losses = cfg.aux_coef * balance + cfg.z_coef * z
     seed = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(5))
-    parts = {"x": x, **dict(layer.named_parameters())}
-    ours, theirs = (torch.autograd.grad((out * seed).sum() + loss, list(parts.values()), allow_unused=True)
+    inputs = {"x": x, **dict(layer.named_parameters())}
+    ours, theirs = (torch.autograd.grad((out * seed).sum() + loss, list(inputs.values()), allow_unused=True)
                     for out, loss in ((y, aux), (want, losses)))
     pairs = {"output": (y, want), "aux": (aux, losses),
              **{f"gradient of {n}": (a, torch.zeros_like(a) if b is None else b)
-                for n, a, b in zip(parts, ours, theirs, strict=True)}}
+                for n, a, b in zip(inputs, ours, theirs, strict=True)}}
     for name, (a, b) in pairs.items():
         error = (a - b).abs().max().item()
-        assert error <= 1e-12 * max(1.0, b.abs().max().item()), f"{what}: {name} is {error} off the loop's"
+        assert error <= 1e-12 * max(1.0, b.abs().max().item()), f"{what}: {name} differs by {error}"
     count = layer.dispatcher.n_dropped.item()
-    assert count == len(dropped), f"{what}: dropped {count}, the loop {len(dropped)}"
+    assert count == len(dropped), f"{what}: {count} copies dropped, {len(dropped)} in the loop"
     return visits, len(dropped)
 
 
@@ -165,11 +167,11 @@ MODES = [dict(), *(dict(capacity_factor=c, drop_policy=p) for c, p in (
 
 
 ROUTERS = [(router, K) for router in ("softmax", "softmax-topk", "sigmoid", "sigmoid bias") for K in (1, 2, 4)
-           if (router, K) != ("softmax-topk", 1)]  # that one is refused
+           if (router, K) != ("softmax-topk", 1)]  # check() refuses this combination
 
 
 @pytest.mark.parametrize("router,K", ROUTERS)
-def test_equals_the_loop_over_tokens(router, K):
+def test_block_equals_the_loop_over_tokens(router, K):
     for kind in ("plain", "skewed", "ties"):
         for mode in MODES:
             layer = block(router=router.split()[0], top_k=K, router_bias_rate=0.1 * ("bias" in router),
@@ -178,11 +180,11 @@ def test_equals_the_loop_over_tokens(router, K):
             if layer.router.bias is not None:
                 layer.router.bias.copy_(torch.tensor([0.25, -0.25, 0.5, 0, 0, 0.125, -0.5, 0]))
             x = tokens(kind, layer)
-            visits, dropped = against_the_loop(layer, x, f"{kind} {mode}")
-            if kind == "skewed":  # the same K experts for all, the others get nothing
+            visits, dropped = assert_equals_loop(layer, x, f"{kind} {mode}")
+            if kind == "skewed":  # all tokens choose the same K experts
                 assert visits == [10] * K + [0] * (8 - K)
-                room = math.ceil(10 * K / 8 * mode["capacity_factor"]) if mode else 10
-                assert "bias" in router or dropped == K * max(0, 10 - room)
+                capacity = math.ceil(10 * K / 8 * mode["capacity_factor"]) if mode else 10
+                assert "bias" in router or dropped == K * max(0, 10 - capacity)
 
 
 def test_ties_go_to_the_lowest_expert_and_the_earlier_row():
@@ -195,16 +197,17 @@ def test_ties_go_to_the_lowest_expert_and_the_earlier_row():
             assert ids.tolist() == [[0, 1]] * 8
             plan = layer.dispatcher.plan(ids, p)
             kept = plan.inv_perm.view(8, 2) < 8 * moe.expert_capacity(layer.cfg, 8)
-            assert kept.tolist() == [[True, True]] * 2 + [[False, False]] * 6  # room for 8*2/8 = 2 rows
+            assert kept.tolist() == [[True, True]] * 2 + [[False, False]] * 6  # capacity 8*2/8 = 2 rows
 
 
 # -----------------------------------------------------------------------------
 # the losses
 
 def aux_of(x, **flags):
+    """-> balance loss of x, the router's gradient, the layer's statistics, number of dropped copies."""
     layer = block(**dict(dict(aux_coef=1.0), **flags))
     layer.router.weight.data.zero_()[:, :6] = torch.eye(8, 6, dtype=torch.float64)
-    y, aux = layer(x, run)
+    y, aux = layer(x, no_recompute)
     aux.backward()
     return aux.item(), layer.router.weight.grad, layer.stats.clone(), layer.dispatcher.n_dropped.item()
 
@@ -215,34 +218,34 @@ def test_balance_loss_is_1_when_balanced_E_over_K_when_collapsed(router, K):
     layer = block(router=router, top_k=K, aux_coef=1.0, n_embd=8)
     layer.router.weight.data.copy_(torch.eye(8))
     v = torch.linspace(2, -2, 8, dtype=torch.float64)
-    balanced = torch.stack([v.roll(i) for i in range(8)])  # each is the first of one token
-    torch.testing.assert_close(layer(balanced, run)[1].item(), 1.0, rtol=0, atol=1e-14)
+    balanced = torch.stack([v.roll(i) for i in range(8)])  # each expert is the first choice of one token
+    torch.testing.assert_close(layer(balanced, no_recompute)[1].item(), 1.0, rtol=0, atol=1e-14)
     collapsed = torch.full((16, 8), -50.0, dtype=torch.float64)
-    collapsed[:, :K] = 50.0  # exp(-100) is the rest
-    torch.testing.assert_close(layer(collapsed, run)[1].item(), 8 / K, rtol=0, atol=1e-13)
+    collapsed[:, :K] = 50.0  # the other experts' probabilities are of the order of exp(-100)
+    torch.testing.assert_close(layer(collapsed, no_recompute)[1].item(), 8 / K, rtol=0, atol=1e-13)
 
 
-def test_balance_loss_does_not_see_the_capacity():
+def test_balance_loss_does_not_depend_on_the_capacity():
     x = torch.randn(16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     aux, grad, stats, _ = aux_of(x)
     for factor in (0.25, 1.0, 4.0):
         for policy in ("probs", "position"):
-            again, g, s, dropped = aux_of(x, capacity_factor=factor, drop_policy=policy)
-            assert again == aux and torch.equal(g, grad) and torch.equal(s, stats)
+            same_aux, g, s, dropped = aux_of(x, capacity_factor=factor, drop_policy=policy)
+            assert same_aux == aux and torch.equal(g, grad) and torch.equal(s, stats)
             assert (dropped > 0) == (factor < 4)
 
 
-def test_z_loss():
+def test_z_loss_is_the_mean_square_of_logsumexp():
     x = torch.randn(16, 6, dtype=torch.float64)
     layer = block(aux_coef=0.0, z_coef=0.5)
     logits = x @ layer.router.weight.T
-    torch.testing.assert_close(layer(x, run)[1], 0.5 * torch.logsumexp(logits, 1).square().mean())
+    torch.testing.assert_close(layer(x, no_recompute)[1], 0.5 * torch.logsumexp(logits, 1).square().mean())
     layer.router.weight.data.zero_()
-    torch.testing.assert_close(layer(x, run)[1].item(), 0.5 * math.log(8) ** 2)
+    torch.testing.assert_close(layer(x, no_recompute)[1].item(), 0.5 * math.log(8) ** 2)
 
 
-class Same:
-    """Every micro-batch holds the same sequences: however they are dealt, their mean is that of one."""
+class SameBatch:
+    """A data source whose micro-batches are all equal: the mean over any number of them is that of one."""
 
     def __init__(self, cfg):
         self.pair = Synthetic(cfg.vocab_size, cfg.seq_len, 1).batch(0, cfg.micro_batch)
@@ -252,18 +255,18 @@ class Same:
 
 
 def aux_gradient(world, layout, n):
-    """All gradients of n micro-batches per rank with the cross-entropy multiplied by zero, as pieces."""
+    """-> {"shards": this rank's gradients} of n micro-batches with the cross-entropy multiplied by zero."""
     cfg = Config(**TINY, **layout)
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     forward = model.forward
 
-    def muted(*args):
+    def without_cross_entropy(*args):
         out, aux = forward(*args)
         return (out * 0.0 if model.is_last else out), aux
-    with mock.patch.object(model, "forward", muted):
+    with mock.patch.object(model, "forward", without_cross_entropy):
         count = n * cfg.micro_batch * mesh.dp.size
-        batches = train.micro_batches(cfg, mesh, Same(cfg), 0, count, world.device)
+        batches = train.micro_batches(cfg, mesh, SameBatch(cfg), 0, count, world.device)
         dp.reset()
         forward_backward(model, dp, batches, 1)
         dp.finish_grad_sync()
@@ -271,9 +274,9 @@ def aux_gradient(world, layout, n):
 
 
 def owned(dp, opt, vectors=None):
-    """What this rank answers for, as assemble() takes it."""
-    pieces = resume.shards(dp, opt, vectors)
-    return {"pieces": [(name, t.numpy().copy(), full, offset) for name, t, full, offset in pieces]}
+    """-> {"shards": what this rank owns}, as assemble() takes it."""
+    return {"shards": [(name, t.numpy().copy(), full, offset)
+                       for name, t, full, offset in resume.shards(dp, opt, vectors)]}
 
 
 AUX_LAYOUTS = [(1, 2, {}), (2, 1, {}), (2, 2, dict(tp=2)), (2, 2, dict(pp=2)),
@@ -281,42 +284,43 @@ AUX_LAYOUTS = [(1, 2, {}), (2, 1, {}), (2, 2, dict(tp=2)), (2, 2, dict(pp=2)),
 
 
 def check_aux_gradient(n, micro_batches, layout):
-    """Against autograd on the bare model: one micro-batch, nothing divided, nothing summed."""
+    """Compare a layout with autograd on the bare model: one micro-batch, nothing divided, nothing summed."""
     torch.set_default_dtype(torch.float64)
     model = GPT(Config(**TINY), ALONE, TINY["vocab_size"])
     torch.set_default_dtype(torch.float32)
     init_weights(model, Config().seed)
-    model(*Same(model.cfg).pair)[1].backward()
+    model(*SameBatch(model.cfg).pair)[1].backward()
     want = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     got = assemble(run_ranks(n, aux_gradient, layout, micro_batches))
     assert want["blocks.0.moe.router.weight"].norm() > 1e-6
     for name, g in want.items():
         error = (torch.from_numpy(got[name]) - g).abs().max().item()
         scale = max(1e-3, g.abs().max().item())
-        assert error <= 1e-12 * scale, f"{name}: balancing gradient wrong by {error}"
+        assert error <= 1e-12 * scale, f"{name}: the balance loss's gradient is wrong by {error}"
 
 
 @pytest.mark.parametrize("n,micro_batches,layout", AUX_LAYOUTS, ids=str)
-def test_aux_gradient_without_the_text_is_the_same_in_every_layout(n, micro_batches, layout):
+def test_aux_gradient_alone_is_the_same_in_every_layout(n, micro_batches, layout):
     check_aux_gradient(n, micro_batches, layout)
 
 
-def test_bias_steers_towards_balance():
+def test_router_bias_moves_towards_balance():
     layer = block(router="sigmoid", router_bias_rate=0.01)
     model = torch.nn.Module()
     model.blocks = {"0": mock.Mock(moe=layer)}
     layer.stats = torch.tensor([9.0, 1, 5, 5, 5, 5, 5, 5] + [0] * 3, dtype=torch.float64)
     moe.update_router_bias(model, 0.01, torch.zeros(()))
     torch.testing.assert_close(layer.router.bias.float(), torch.tensor([-0.01, 0.01, 0, 0, 0, 0, 0, 0]))
-    moe.update_router_bias(model, 0.01, torch.ones(()))  # a step that was not taken steers nothing
+    moe.update_router_bias(model, 0.01, torch.ones(()))  # a refused step leaves the bias unchanged
     torch.testing.assert_close(layer.router.bias.float(), torch.tensor([-0.01, 0.01, 0, 0, 0, 0, 0, 0]))
 
 
 # -----------------------------------------------------------------------------
 # the ranks
 
-def on_ranks(world, ep, flags, kind, slack=0.0):
-    """The block over ep, own rows on each rank -> {output, gradients summed}, rows received"""
+def block_over_ep(world, ep, flags, kind, slack=0.0):
+    """A block over ep; each rank has rows of its own. slack: symmetric memory with buffers for so many times
+    the balanced rows -> {output, gradient of x, gradients summed over the ranks}, rows received."""
     mesh = make_mesh(world, ep=ep)
     dispatcher = symm_mem.dispatcher_for(Config(**dict(SMALL, **flags))) if slack else moe.plain_dispatcher
     layer, rows = block(mesh, dispatcher, aux_coef=0.3, **flags), []
@@ -326,14 +330,14 @@ def on_ranks(world, ep, flags, kind, slack=0.0):
         symm_mem.allocate([layer], layer.dispatcher.rows_in_use + 3)
     ffn = layer.ffn
     layer.ffn = lambda x, *more: rows.append(x.size(0)) or ffn(x, *more)
-    y, aux = layer(x, run)
+    y, aux = layer(x, no_recompute)
     (y.square().sum() + aux).backward()
     assert not slack or layer.dispatcher.rows_needed <= layer.dispatcher.rows_in_use
     grads = {}
     for name, p in layer.named_parameters():
         whole = torch.zeros(p.full_shape, dtype=torch.float64)
         if p.grad is not None:
-            whole[tuple(slice(o, o + s) for o, s in zip(p.offset, p.shape, strict=True))] = p.grad
+            whole[slices(p.offset, p.shape)] = p.grad
         if world.size > 1:
             torch.distributed.all_reduce(whole)
         grads[name] = whole.numpy()
@@ -342,109 +346,112 @@ def on_ranks(world, ep, flags, kind, slack=0.0):
 
 @pytest.mark.parametrize("mode", [dict(), dict(capacity_factor=0.5)], ids=["dropless", "capacity"])
 @pytest.mark.parametrize("kind", ["skewed", "plain"])
-def test_any_ep_gives_the_same(kind, mode):
-    want = run_ranks(4, on_ranks, 1, mode, kind)
+def test_every_ep_gives_the_same_output_and_gradients(kind, mode):
+    want = run_ranks(4, block_over_ep, 1, mode, kind)
     for ep in (2, 4):
-        got = run_ranks(4, on_ranks, ep, mode, kind)
+        got = run_ranks(4, block_over_ep, ep, mode, kind)
         for (mine, _), (theirs, _) in zip(got, want, strict=True):
             for name, a in mine.items():
                 np.testing.assert_allclose(a, theirs[name], rtol=0, atol=1e-11, err_msg=name)
-        if kind == "skewed" and not mode:  # experts 0 and 1 get all, the other ranks not a row
+        if kind == "skewed" and not mode:  # experts 0 and 1 get all rows, the other ranks receive none
             assert [rows for _, rows in got] == {2: [40, 0, 40, 0], 4: [80, 0, 0, 0]}[ep]
 
 
-def nobody_sends(world):
+def all_to_all_of_no_rows(world):
     mesh = make_mesh(world, ep=2)
     x = torch.empty(0, 3, requires_grad=True)
     y = parallel.all_to_all(x, mesh.ep, [0, 0], [0, 0])
     y.sum().backward()
     one = torch.full((1 + world.rank, 2), float(world.rank), requires_grad=True)
-    receive = [[0, 0], [1, 2]][world.rank]  # rank 1 gets all
+    receive = [[0, 0], [1, 2]][world.rank]  # rank 1 receives all rows
     z = parallel.all_to_all(one, mesh.ep, [0, 1 + world.rank], receive)
     (z * 2).sum().backward()
     return tuple(y.shape), tuple(x.grad.shape), z.detach()[:, 0].tolist(), one.grad.tolist()
 
 
 def test_all_to_all_of_zero_rows():
-    first, second = run_ranks(2, nobody_sends)
+    first, second = run_ranks(2, all_to_all_of_no_rows)
     assert first == ((0, 3), (0, 3), [], [[2.0, 2.0]])
     assert second == ((0, 3), (0, 3), [0.0, 1.0, 1.0], [[2.0, 2.0]] * 2)
 
 
-class Poisoned(torch.autograd.Function):
-    """torch's grouped GEMM: rows past the last end are whatever the memory held, forward and backward."""
+class GroupedGemmWithGarbage(torch.autograd.Function):
+    """torch's grouped GEMM, forward and backward: rows past the last offset hold what was in memory."""
 
     @staticmethod
     def forward(ctx, x, w, offs):
         assert offs.dtype == torch.int32
         ctx.save_for_backward(x, w, offs)
-        stops = [0, *offs.tolist()]
+        offs = [0, *offs.tolist()]
         if w.ndim == 2:  # (O, R), (R, I) -> (e, O, I)
-            return torch.stack([x[:, a:b] @ w[a:b] for a, b in zip(stops, stops[1:], strict=False)])
+            return torch.stack([x[:, a:b] @ w[a:b] for a, b in itertools.pairwise(offs)])
         y = torch.full((x.size(0), w.size(2)), torch.nan, dtype=x.dtype)
-        for i, (a, b) in enumerate(zip(stops, stops[1:], strict=False)):
+        for i, (a, b) in enumerate(itertools.pairwise(offs)):
             y[a:b] = x[a:b] @ w[i]
         return y
 
     @staticmethod
     def backward(ctx, g):
         x, w, offs = ctx.saved_tensors
-        return Poisoned.apply(g, w.transpose(1, 2), offs), Poisoned.apply(x.t(), g, offs), None
+        mm = GroupedGemmWithGarbage.apply
+        return mm(g, w.transpose(1, 2), offs), mm(x.t(), g, offs), None
 
 
 @contextlib.contextmanager
-def as_on_a_gpu():
-    """The branches that a GPU takes, with a grouped GEMM that leaves garbage."""
+def gpu_branches():
+    """Take the branches that a GPU takes, with a grouped GEMM that leaves garbage."""
+    def mm(x, w, offs):
+        return GroupedGemmWithGarbage.apply(x, w, offs)
     with mock.patch.object(moe, "use_grouped_mm", lambda x, w: True), \
             mock.patch.object(grouped_mm, "use_grouped_mm", lambda x, w: True), \
-            mock.patch.object(F, "grouped_mm", lambda x, w, offs: Poisoned.apply(x, w, offs), create=True):
+            mock.patch.object(F, "grouped_mm", mm, create=True):
         yield
 
 
-def steps_as_on_a_gpu(world, flags):
-    with as_on_a_gpu():
+def run_gpu_branches(world, flags):
+    with gpu_branches():
         return test_layouts.run(world, flags, 8)
 
 
 @pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
-def test_garbage_behind_a_grouped_gemm_reaches_nobody(mlp):
+def test_garbage_rows_of_a_grouped_gemm_do_not_spread(mlp):
     for n, layout in ((1, {}), (4, dict(ep=4))):
         flags = dict(TINY, mlp=mlp, **layout)
         want = run_ranks(n, test_layouts.run, flags, 8)
-        for mine, theirs in zip(run_ranks(n, steps_as_on_a_gpu, flags), want, strict=True):
-            torch.testing.assert_close(mine["totals"], theirs["totals"], rtol=1e-12, atol=0)
-            assert all(math.isfinite(v) for row in mine["totals"] for v in row)
+        for mine, theirs in zip(run_ranks(n, run_gpu_branches, flags), want, strict=True):
+            torch.testing.assert_close(mine["stats"], theirs["stats"], rtol=1e-12, atol=0)
+            assert all(math.isfinite(v) for row in mine["stats"] for v in row)
 
 
 @pytest.mark.parametrize("mode", [dict(), dict(capacity_factor=0.5)], ids=["dropless", "capacity"])
 @pytest.mark.parametrize("kind", ["plain", "skewed"])
-def test_the_gpus_branches_equal_the_loop_over_tokens(kind, mode):
-    with as_on_a_gpu():
+def test_gpu_branches_equal_the_loop_over_tokens(kind, mode):
+    with gpu_branches():
         layer = block(top_k=2, aux_coef=0.3, **mode)
-        against_the_loop(layer, tokens(kind, layer), f"{kind} {mode}")
+        assert_equals_loop(layer, tokens(kind, layer), f"{kind} {mode}")
 
 
 @pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no F.grouped_mm")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [[3, 0, 0, 5], [0, 8, 0, 0], [2, 2, 2, 2], [0, 0, 0, 8]], ids=str)
-def test_torchs_grouped_gemm_is_as_exact_as_the_loop(dtype, sizes):
+def test_grouped_gemm_of_torch_is_as_exact_as_a_loop_over_experts(dtype, sizes):
     rng = torch.Generator().manual_seed(7)
     x, w, g = (torch.randn(s, dtype=torch.float64, generator=rng) for s in ((8, 16), (4, 24, 16), (8, 24)))
-    ends = torch.tensor(sizes).cumsum(0)
+    offs = torch.tensor(sizes).cumsum(0)
 
-    def results(product, dtype):
+    def results(matmul, dtype):
         a, b = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
-        y = product(a, b)
+        y = matmul(a, b)
         return [t.double() for t in (y, *torch.autograd.grad(y, (a, b), g.to(dtype)))]
-    true = results(lambda a, b: grouped_mm.grouped_mm_loop(a, b, ends), torch.float64)
-    slow = results(lambda a, b: grouped_mm.grouped_mm_loop(a, b, ends), dtype)
-    fast = results(lambda a, b: F.grouped_mm(a, b.transpose(1, 2), offs=ends.to(torch.int32)), dtype)
-    for t, s, f in zip(true, slow, fast, strict=True):  # the loop's own rounding is the measure
+    true = results(lambda a, b: grouped_mm.grouped_mm_loop(a, b, offs), torch.float64)
+    slow = results(lambda a, b: grouped_mm.grouped_mm_loop(a, b, offs), dtype)
+    fast = results(lambda a, b: F.grouped_mm(a, b.transpose(1, 2), offs=offs.to(torch.int32)), dtype)
+    for t, s, f in zip(true, slow, fast, strict=True):  # the tolerance is twice the loop's rounding error
         assert (f - t).abs().max() <= 2 * (s - t).abs().max()
         assert torch.equal(f[t == 0], t[t == 0])  # an expert without rows has gradient zero, not garbage
 
 
-def test_grouped_without_rows():
+def test_grouped_mm_without_rows():
     x, w = torch.empty(0, 16, requires_grad=True), torch.randn(4, 24, 16, requires_grad=True)
     y = grouped_mm.grouped_mm(x, w, torch.zeros(4, dtype=torch.int64))
     y.sum().backward()
@@ -456,88 +463,92 @@ def test_two_runs_give_the_same_bits(factor):
     flags = dict(TINY, ep=2, dtype="fp32", capacity_factor=factor)
     one, two = (run_ranks(2, test_layouts.run, flags, 8) for _ in range(2))
     for a, b in zip(one, two, strict=True):
-        assert a["totals"] == b["totals"] and len(a["pieces"]) == len(b["pieces"])
-        for (name, s, _, _), (_, t, _, _) in zip(a["pieces"], b["pieces"], strict=True):
+        assert a["stats"] == b["stats"] and len(a["shards"]) == len(b["shards"])
+        for (name, s, _, _), (_, t, _, _) in zip(a["shards"], b["shards"], strict=True):
             assert s.tobytes() == t.tobytes(), name
 
 
 # -----------------------------------------------------------------------------
 # the run
 
-def trained(cfg, mesh, steps, path=None, start=None):
-    """Train on synthetic data, from a checkpoint or from the start -> (model, dp, opt, totals per step)"""
+def train_steps(cfg, mesh, steps, path=None, start=None):
+    """Train `steps` steps on synthetic data. start: the checkpoint to load; path: the folder to save in
+    -> (model, dp, opt, stats of each step)."""
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, torch.device("cpu"))
     at = 0
     if start:
         at = resume.load(cfg, dp, opt, start, "synthetic").step
         model.wait_for_weights(model)
-    source, totals = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), []
+    source, stats = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), []
     train_step = train.Step(cfg, model, dp, opt)
     for step in range(at + 1, at + steps + 1):
         batches = train.micro_batches(cfg, mesh, source, (step - 1) * 8, 8, torch.device("cpu"))
-        totals.append(torch.stack(train_step(batches, step)[0]).tolist())
+        stats.append(torch.stack(train_step(batches, step)[0]).tolist())
     model.wait_for_weights(model)
     if path:
         saver = resume.Saver(path, mesh.world)
         resume.save(cfg, mesh, dp, opt, saver, resume.State(at + steps, 8 * (at + steps), data="synthetic"))
         assert saver.wait()
-    return model, dp, opt, totals
+    return model, dp, opt, stats
 
 
-def first_half(world, flags, path):
+def save_in_layout(world, flags, path):
     cfg = Config(**flags)
-    _, dp, opt, _ = trained(cfg, make_mesh(world, cfg.tp, cfg.pp, cfg.ep), 2, path)
+    _, dp, opt, _ = train_steps(cfg, make_mesh(world, cfg.tp, cfg.pp, cfg.ep), 2, path)
     return owned(dp, opt)
 
 
-def second_half(world, flags, path):
+def load_in_layout(world, flags, path):
     cfg = Config(**flags)
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
-    _, dp, opt, _ = trained(cfg, mesh, 0, start=path)
+    _, dp, opt, _ = train_steps(cfg, mesh, 0, start=path)
     loaded = owned(dp, opt)
-    *_, totals = trained(cfg, mesh, 1, start=path)
-    return dict(loaded, totals=totals)
+    *_, stats = train_steps(cfg, mesh, 1, start=path)
+    return dict(loaded, stats=stats)
 
 
-CHANGES = [(4, dict(ep=4, zero=1), 4, dict(tp=2, ep=2)), (4, dict(pp=2, ep=2), 2, dict(tp=2, ep=1, zero=1))]
+LAYOUT_CHANGES = [  # ranks and layout that save, ranks and layout that load
+    (4, dict(ep=4, zero=1), 4, dict(tp=2, ep=2)), (4, dict(pp=2, ep=2), 2, dict(tp=2, ep=1, zero=1))]
 
 
-def check_other_layout(n, layout, m, other, tmp_path):
-    base = dict(SIGMOID, n_layer=2, micro_batch=2)  # with a steering bias, which is saved too
-    saved = assemble(run_ranks(n, first_half, dict(base, **layout), tmp_path))
-    ends = []
+def check_load_in_other_layouts(n, layout, m, other, tmp_path):
+    """Save in one layout; load in it, in another and on one rank: equal bits, and an equal next step."""
+    base = dict(SIGMOID, n_layer=2, micro_batch=2)  # with a router bias, which is saved too
+    saved = assemble(run_ranks(n, save_in_layout, dict(base, **layout), tmp_path))
+    next_steps = []
     for ranks, flags in ((n, layout), (m, other), (1, {})):
-        results = run_ranks(ranks, second_half, dict(base, **flags), tmp_path / "step_000002")
+        results = run_ranks(ranks, load_in_layout, dict(base, **flags), tmp_path / "step_000002")
         loaded = assemble(results)
         assert loaded.keys() == saved.keys()
         for name, t in saved.items():
             assert t.tobytes() == loaded[name].tobytes(), f"{name} after loading with {flags}"
-        ends.append(results[0]["totals"])
+        next_steps.append(results[0]["stats"])
     assert saved["blocks.1.moe.router.bias"].any()
-    for totals in ends[1:]:  # the next loss, gradient norm and parameter norm
-        for i in (0, 1, 3):
-            assert math.isclose(totals[0][i], ends[0][0][i], rel_tol=1e-12), f"{totals} after {ends[0]}"
+    for stats in next_steps[1:]:
+        for i in (0, 1, 3):  # loss, gradient norm, parameter norm
+            assert math.isclose(stats[0][i], next_steps[0][0][i], rel_tol=1e-12), f"{stats}, {next_steps[0]}"
 
 
-@pytest.mark.parametrize("n,layout,m,other", CHANGES, ids=str)
+@pytest.mark.parametrize("n,layout,m,other", LAYOUT_CHANGES, ids=str)
 def test_saved_in_one_layout_loads_in_another(n, layout, m, other, tmp_path):
-    check_other_layout(n, layout, m, other, tmp_path)
+    check_load_in_other_layouts(n, layout, m, other, tmp_path)
 
 
 DENSE = dict(test_layouts.LLAMA, n_layer=2, micro_batch=2)
 
 
-def upcycled(world, flags, path):
-    """-> what upcycling said, and this rank's parameters."""
+def upcycled_parameters(world, flags, path):
+    """-> the message of upcycling, and this rank's parameters."""
     cfg = Config(**DENSE, **flags)
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
-    said = resume.upcycle(model, opt, path)
-    opt.masters_to_model(), model.wait_for_weights(model)  # changes nothing: the masters follow
-    return said, {n: p.detach().numpy() for n, p in model.named_parameters()}
+    message = resume.upcycle(model, opt, path)
+    opt.masters_to_model(), model.wait_for_weights(model)  # changes nothing if upcycling updated the masters
+    return message, {n: p.detach().numpy() for n, p in model.named_parameters()}
 
 
 def upcycled_masters(world, flags, path):
+    """-> {"shards": the fp32 masters that this rank owns} of an upcycled bf16 model."""
     cfg = Config(**dict(DENSE, dtype="bf16", n_experts=4, **flags))
     model, dp, opt = train.build(cfg, make_mesh(world, ep=cfg.ep), cfg.vocab_size, world.device)
     resume.upcycle(model, opt, path)
@@ -548,7 +559,7 @@ def upcycled_masters(world, flags, path):
 
 @pytest.mark.parametrize("n, flags", [(1, {}), (2, dict(ep=2, zero=1))])
 def test_upcycled_masters_keep_the_checkpoints_digits(n, flags, tmp_path):
-    dense, *_ = trained(Config(**DENSE), ALONE, 2, tmp_path)
+    dense, *_ = train_steps(Config(**DENSE), ALONE, 2, tmp_path)
     weights = {name: p.detach().numpy() for name, p in dense.named_parameters()}
     got = assemble(run_ranks(n, upcycled_masters, flags, tmp_path / "step_000002"))
     np.testing.assert_allclose(got["wte.weight"], weights["wte.weight"], rtol=1e-6)
@@ -557,12 +568,13 @@ def test_upcycled_masters_keep_the_checkpoints_digits(n, flags, tmp_path):
 
 
 def test_upcycling_copies_the_mlp_into_every_expert(tmp_path):
-    dense, *_ = trained(Config(**DENSE), ALONE, 2, tmp_path)
+    dense, *_ = train_steps(Config(**DENSE), ALONE, 2, tmp_path)
     path, weights = tmp_path / "step_000002", {n: p.detach().numpy() for n, p in dense.named_parameters()}
     for n, flags in ((1, {}), (4, dict(ep=2, zero=1, tp=2))):
-        for said, there in run_ranks(n, upcycled, dict(n_experts=4, n_shared_experts=1, **flags), path):
-            assert "\n" not in said and "each of 4 experts starts as that model's MLP" in said
-            for name, p in there.items():
+        flags = dict(n_experts=4, n_shared_experts=1, **flags)
+        for message, parameters in run_ranks(n, upcycled_parameters, flags, path):
+            assert "\n" not in message and "each of 4 experts starts as that model's MLP" in message
+            for name, p in parameters.items():
                 if name.split(".")[-1] in ("w1", "w2", "w3"):
                     for expert in p:
                         np.testing.assert_array_equal(expert, weights[name.replace("moe", "mlp") + ".weight"])
@@ -571,20 +583,20 @@ def test_upcycling_copies_the_mlp_into_every_expert(tmp_path):
     resume.upcycle(model, opt, path)
     x, _ = Synthetic(cfg.vocab_size, cfg.seq_len, 1).batch(0, 2)
     torch.testing.assert_close(model(x)[0], dense(x)[0], rtol=0, atol=1e-12)
-    layer = block(n_experts=4, n_embd=16, ffn_hidden=24, top_k=2)  # else the gates' sum times the dense MLP
+    layer = block(n_experts=4, n_embd=16, ffn_hidden=24, top_k=2)  # softmax: sum of the gates * the dense MLP
     for name in ("w1", "w3", "w2"):
         getattr(layer, name).data.copy_(torch.from_numpy(weights[f"blocks.0.mlp.{name}.weight"]))
     h = torch.randn(8, 16, dtype=torch.float64)
     want = layer.route(h)[0].sum(1, keepdim=True) * dense.blocks["0"].mlp(h)
-    torch.testing.assert_close(layer(h, run)[0], want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(layer(h, no_recompute)[0], want, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("there,here,words", [
     ({}, dict(ffn_hidden=32), "ffn-hidden"), ({}, dict(n_head=8), "n-head"), ({}, dict(mlp="gelu"), "mlp"),
     ({}, dict(n_layer=3), "n-layer"), (dict(bias=True), dict(bias=True), "biases"),
     (dict(n_experts=4), {}, "n-experts must be 0")], ids=str)
-def test_upcycling_from_another_shape_is_one_line(there, here, words, tmp_path):
-    trained(Config(**dict(DENSE, **there)), ALONE, 1, tmp_path)
+def test_upcycling_from_another_shape_is_refused_in_one_line(there, here, words, tmp_path):
+    train_steps(Config(**dict(DENSE, **there)), ALONE, 1, tmp_path)
     cfg = Config(**dict(DENSE, n_experts=4, **here))
     model, _, opt = train.build(cfg, ALONE, cfg.vocab_size, torch.device("cpu"))
     with pytest.raises(ValueError, match=words) as e:
@@ -592,39 +604,38 @@ def test_upcycling_from_another_shape_is_one_line(there, here, words, tmp_path):
     assert "\n" not in str(e.value)
 
 
-def counted(recompute, **flags):
-    """One step -> loads per layer and how often each layer routed."""
+def stats_and_routings(recompute, **flags):
+    """One step -> {layer: its statistics}, number of calls of route(), stats of the step."""
     cfg = Config(**dict(TINY, recompute=recompute, **flags))
-    routed = []
+    calls = []
     route = moe.MoE.route
-    with mock.patch.object(moe.MoE, "route", lambda self, x: routed.append(1) or route(self, x)):
-        model, *_, totals = trained(cfg, ALONE, 1)
-    return {i: layer.stats.clone() for i, layer in moe.moe_layers(model).items()}, len(routed), totals
+    with mock.patch.object(moe.MoE, "route", lambda self, x: calls.append(1) or route(self, x)):
+        model, *_, stats = train_steps(cfg, ALONE, 1)
+    return {i: layer.stats.clone() for i, layer in moe.moe_layers(model).items()}, len(calls), stats
 
 
-ROUTED = [dict(), dict(capacity_factor=0.5), dict(router="sigmoid", router_bias_rate=0.1)]
-
-
-@pytest.mark.parametrize("flags", ROUTED, ids=str)
+@pytest.mark.parametrize("flags", [
+    dict(), dict(capacity_factor=0.5), dict(router="sigmoid", router_bias_rate=0.1)], ids=str)
 def test_recompute_routes_once(flags):
-    plain, often, totals = counted("none", **flags)
-    stats, again, same = counted("full", **flags)
-    assert often == again == 2 * 4  # layers, micro-batches
-    for i, s in stats.items():
+    plain, n_calls, stats = stats_and_routings("none", **flags)
+    recomputed, n_calls_recomputed, stats_recomputed = stats_and_routings("full", **flags)
+    assert n_calls == n_calls_recomputed == 2 * 4  # layers, micro-batches
+    for i, s in recomputed.items():
         assert torch.equal(s, plain[i])
-        assert s[:8].sum() == 8 * TINY["seq_len"] * TINY["top_k"]  # each copy counted once
-    assert same == totals
+        assert s[:8].sum() == 8 * TINY["seq_len"] * TINY["top_k"]  # each copy is counted once
+    assert stats_recomputed == stats
 
 
-def test_recompute_with_ties_everywhere():
-    def untrained(model, seed):
+def test_recompute_with_tied_routing():
+    def init_with_zero_routers(model, seed):
         init_weights(model, seed)
         for layer in moe.moe_layers(model).values():
             layer.router.weight.data.zero_()
-    with mock.patch.object(train, "init_weights", untrained):
-        (plain, _, totals), (stats, _, same) = counted("none", aux_coef=0.0), counted("full", aux_coef=0.0)
-    assert same == totals and all(torch.equal(s, plain[i]) for i, s in stats.items())
-    assert stats[0][2:8].sum() == 0  # all went to experts 0 and 1
+    with mock.patch.object(train, "init_weights", init_with_zero_routers):
+        plain, _, stats = stats_and_routings("none", aux_coef=0.0)
+        recomputed, _, stats_recomputed = stats_and_routings("full", aux_coef=0.0)
+    assert stats_recomputed == stats and all(torch.equal(s, plain[i]) for i, s in recomputed.items())
+    assert recomputed[0][2:8].sum() == 0  # all tokens went to experts 0 and 1
 
 
 @pytest.mark.parametrize("argv,words", [
@@ -633,7 +644,7 @@ def test_recompute_with_ties_everywhere():
     ("tiny --n-shared-experts 1", "--n-experts 8"), ("tiny-moe --router-bias-rate 0.1", "--router sigmoid"),
     ("tiny-moe --init-from a --resume auto", "one of them"),
     ("tiny-moe --capacity-factor -1", "at least 0"), ("tiny-moe --top-k 0", "at least 1")])
-def test_refusals(argv, words):
+def test_wrong_expert_flags_are_refused(argv, words):
     with pytest.raises(ValueError) as e:
         parse(argv.split())
     assert words in str(e.value) and "\n" not in str(e.value)
@@ -678,7 +689,7 @@ def test_count_parameters_is_the_model(flags):
     assert count_parameters(cfg, 100)["total"] == meta_parameters(cfg, 100)
 
 
-def test_moe_4b():
+def test_parameters_of_moe_4b():
     cfg = parse(["moe-4b"])
     assert count_parameters(cfg, cfg.vocab_size)["total"] == meta_parameters(cfg, cfg.vocab_size)
     assert round(count_parameters(cfg, cfg.vocab_size)["total"] / 1e9, 3) == 4.376
@@ -687,22 +698,22 @@ def test_moe_4b():
 SHORT = "--data synthetic --n-embd 32 --ffn-hidden 32 --seq-len 16 --micro-batch 2 --eval-every 0"
 
 
-def from_the_command_line(world, argv):
-    """train.py's main() on the pool's ranks -> what was printed."""
+def train_main(world, argv):
+    """train.main() on the pool's ranks -> its standard output."""
     handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")) as said, \
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")) as stdout, \
             mock.patch.object(launch, "launch", lambda *args: world), mock.patch.object(launch, "shutdown"):
         train.main(argv.split())
-        said.seek(0)
+        stdout.seek(0)
     for s, handler in handlers.items():
-        signal.signal(s, handler)  # the pool stops its processes by SIGTERM, a training run would save first
-    return said.read()
+        signal.signal(s, handler)  # the pool ends its processes by SIGTERM, which train.main() catches
+    return stdout.read()
 
 
-def test_what_a_run_leaves_behind(tmp_path):
+def test_files_and_output_of_a_run_with_experts(tmp_path):
     argv = (f"tiny-moe {SHORT} --n-layer 2 --steps 3 --log-every 1 --save-every 0 --ep 2 "
             f"--capacity-factor 1.0 --z-coef 0.001 --out {tmp_path}/run")
-    said, quiet = run_ranks(2, from_the_command_line, argv)
+    stdout, quiet = run_ranks(2, train_main, argv)
     out = tmp_path / "run"
     rows, layers = ([json.loads(line) for line in (out / name).read_text().splitlines()]
                     for name in ("metrics.jsonl", "experts.jsonl"))
@@ -713,19 +724,19 @@ def test_what_a_run_leaves_behind(tmp_path):
         for layer in each["layers"].values():
             assert math.isclose(sum(layer["load"]), 1) and len(layer["load"]) == 8
             assert 0 < layer["entropy"] <= math.log(8) + 1e-6 and 0 < layer["dropped"] < 1
-            assert 0.9 < layer["aux"] < 8 and 3.9 < layer["z"] < 5  # log(8)^2 = 4.3 for a fresh router
+            assert 0.9 < layer["aux"] < 8 and 3.9 < layer["z"] < 5  # log(8)^2 = 4.3 for a new router
         for key, name in (("aux_loss", "aux"), ("z_loss", "z"), ("dropped", "dropped")):
             assert math.isclose(row[key], sum(layer[name] for layer in each["layers"].values()) / 2)
         heaviest = max(max(layer["load"]) for layer in each["layers"].values())
         assert math.isclose(row["expert_load_max"], 8 * heaviest)
     bars = (out / "expert_load.txt").read_text()
-    assert bars.count("\nexpert ") == 8 and "heaviest layer" in bars and bars in said + "\n"
+    assert bars.count("\nexpert ") == 8 and "heaviest layer" in bars and bars in stdout + "\n"
 
 
-def test_init_from_the_command_line(tmp_path):
+def test_init_from(tmp_path):
     short, start = f"{SHORT} --n-layer 1 --steps 1 --no-plot", f"{tmp_path}/dense/step_000001"
-    run_ranks(1, from_the_command_line, f"tiny {short} --out {tmp_path}/dense")
+    run_ranks(1, train_main, f"tiny {short} --out {tmp_path}/dense")
     argv = f"tiny-moe {short} --ep 2 --init-from {start} --out {tmp_path}/moe"
-    said, _ = run_ranks(2, from_the_command_line, argv)
-    assert said.count(f"upcycled {start}: each of 8 experts") == 1
-    assert "expert load" not in said and (tmp_path / "moe/expert_load.txt").exists()  # --no-plot: files only
+    stdout, _ = run_ranks(2, train_main, argv)
+    assert stdout.count(f"upcycled {start}: each of 8 experts") == 1
+    assert "expert load" not in stdout and (tmp_path / "moe/expert_load.txt").exists()  # --no-plot

@@ -1,4 +1,4 @@
-"""--pdb RANK in a terminal: the chosen rank answers, the others wait, the run goes on."""
+"""--pdb RANK in a terminal: the chosen rank stops in pdb, the others wait, the run continues."""
 import os
 import pty
 import re
@@ -16,18 +16,18 @@ from train import main
 
 
 class Terminal:
-    """A command in a pseudo terminal: read() what it prints, type() an answer."""
+    """A command in a pseudo terminal: read() returns its output, type() sends a line."""
 
     def __init__(self, command):
-        self.fd, there = pty.openpty()
-        self.job = subprocess.Popen([*map(str, command)], stdin=there, stdout=there, stderr=there,
+        self.fd, slave = pty.openpty()
+        self.job = subprocess.Popen([*map(str, command)], stdin=slave, stdout=slave, stderr=slave,
                                     env={**clean_env(), "OMP_NUM_THREADS": "1"}, start_new_session=True)
-        os.close(there)
+        os.close(slave)
         os.set_blocking(self.fd, False)
         self.text = ""
 
     def read(self, pattern, seconds=240):
-        """-> what it printed since the last read, up to the pattern; None: up to its end."""
+        """-> the output since the last read(), up to the pattern; None: up to the end of the command."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             try:
@@ -35,11 +35,11 @@ class Terminal:
                 self.text += data.decode(errors="replace").replace("\r", "")
             except BlockingIOError:
                 time.sleep(0.02)
-            except OSError:  # the last process has closed it
+            except OSError:  # the last process has closed the terminal
                 data = b""
             if pattern and (m := re.search(pattern, self.text)):
-                said, self.text = self.text[:m.end()], self.text[m.end():]
-                return said
+                output, self.text = self.text[:m.end()], self.text[m.end():]
+                return output
             if self.job.poll() is not None and pattern is None:
                 return self.text
         self.job.kill()
@@ -50,7 +50,7 @@ class Terminal:
 
 
 def test_the_chosen_rank_stops_and_the_others_wait(tmp_path):
-    """Under mpiexec and torchrun, side by side: the second starts while the first one's other rank waits."""
+    """Under mpiexec and torchrun at the same time: one starts while a rank of the other waits."""
     starts = {"mpiexec": [BIN / "mpiexec", "-n", 2, sys.executable],
               "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", 2]}
     terminals = {}
@@ -60,7 +60,7 @@ def test_the_chosen_rank_stops_and_the_others_wait(tmp_path):
         assert "rank 1 of 2 stops in pdb, the others wait" in t.read(r"\(Pdb\) ")
         t.type("p 'I am', self.world.rank, number")
         assert re.search(r"\('I am', 1, 1\)", t.read(r"\(Pdb\) "))
-    time.sleep(2.5)  # longer than --timeout: neither the watchdog nor the group ends the one that waits
+    time.sleep(2.5)  # longer than --timeout: neither the watchdog nor the process group ends the waiting rank
     for name, t in terminals.items():
         t.type("cfg.seq_len + 1000")
         assert "1016" in t.read(r"\(Pdb\) ")

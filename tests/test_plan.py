@@ -79,7 +79,7 @@ FAMILY = {"swiglu": {}, "gelu": dict(norm="layer", mlp="gelu", pos="learned", n_
 def test_saved_activations_are_what_autograd_keeps(family, monkeypatch):
     cfg = Config(**{**dict(n_embd=64, ffn_hidden=224, n_kv_head=1, seq_len=64, micro_batch=8, dtype="bf16"),
                     **FAMILY[family]})
-    monkeypatch.setattr(model_, "swiglu", activations._SwiGLU.apply)
+    monkeypatch.setitem(activations.ACTIVATIONS, "swiglu", activations._SwiGLU.apply)
     monkeypatch.setattr(moe, "use_grouped_mm", lambda x, w: True)
     # the GPU has one kernel: it keeps x and a number per row, not fp32 copies
     monkeypatch.setattr(model_.F, "rms_norm", lambda x, shape, w, e: torch.layer_norm(x, shape, w, None, e))
@@ -117,7 +117,7 @@ RESERVED = [("dense-210m --zero 1", 4, 12.2), ("dense-210m", 1, 14.5), ("moe-4b 
 
 def measured_rows():
     """-> [(flags, GPUs, ms, most allocated GiB, row limit at the end: 0.0 exceeded, None none)] on H200"""
-    lines = map(json.loads, (ROOT / "bench/results/h200-near.jsonl").read_text().splitlines())
+    lines = map(json.loads, (ROOT / "bench/results/h200-peer-copies.jsonl").read_text().splitlines())
     rows = [tuple(r[k] for k in ("flags", "gpus", "ms", "allocated_gib", "slack")) for r in lines]
     for r in json.loads((ROOT / "bench/results/layouts-w3-4xh200.json").read_text()):  # an older commit
         flags = f"--tp {r['tp']} --pp {r['pp']} --zero {r['zero']} --global-batch {r['gbs']}"
@@ -136,7 +136,7 @@ def test_memory_within_a_tenth_of_measured(flags, gpus, measured):
     local = local_parameters(cfg, mesh, cfg.vocab_size)
     _, copied = unwidened_gradients(mesh, local, expected_choice(cfg, mesh))
     outside = CONTEXT / GIB if (flags, gpus, measured) in RESERVED else parts["overhead"]
-    outside += parts["windows"] + 4 * sum(copied.values()) / GIB  # symmetric memory is not torch's
+    outside += parts["symm_mem"] + 4 * sum(copied.values()) / GIB  # symmetric memory is not torch's
     assert sum(parts.values()) - outside == pytest.approx(measured, rel=0.1)
 
 
@@ -359,7 +359,7 @@ def test_a_closed_pipe_ends_it_quietly(tmp_path):
         jobs.append(subprocess.Popen([sys.executable, *argv], cwd=ROOT, stdout=write, stderr=subprocess.PIPE,
                                      text=True))
         os.close(write)
-    assert [job.communicate(timeout=60)[1] for job in jobs] == ["", ""]
+    assert [job.communicate(timeout=240)[1] for job in jobs] == ["", ""]
     assert [job.returncode for job in jobs] == [0, 0]
 
 

@@ -1,4 +1,4 @@
-"""--rampup-batch-size: Megatron's schedule; wrong ones are refused at the start; resume; layouts."""
+"""--rampup-batch-size: Megatron's schedule; wrong flags are refused at the start; resume; layouts."""
 import pytest
 import torch
 from pool import run_ranks
@@ -39,18 +39,18 @@ def test_the_schedule_is_megatrons():
             assert samples_after(sum(steps.values()) - 1, full, ramp) < samples
 
 
-@pytest.mark.parametrize("full,ramp,unit,say", [
+@pytest.mark.parametrize("full,ramp,unit,words", [
     (32, (4, 8, 100), 4, "try --global-batch 36"), (8, (16, 4, 100), 4, "try --global-batch 20"),
     (16, (4, 4, 100), 8, "a stage of 4, which does not divide by micro-batch * dp = 8"),
     (16, (8, 4, 100), 8, "a stage of 12")])
-def test_every_stage_is_checked_before_the_first_step(full, ramp, unit, say):
+def test_every_stage_is_checked_before_the_first_step(full, ramp, unit, words):
     with pytest.raises(ValueError, match="--rampup-batch-size") as e:
         check_ramp(full, ramp, unit)
-    assert say in str(e.value).replace("\n", "")
+    assert words in str(e.value).replace("\n", "")
 
 
 @pytest.mark.parametrize("flags", ["4 2", "4", "0 2 16", "4 2 0"])
-def test_wrong_numbers_are_refused(flags):
+def test_wrong_ramp_flags_are_refused(flags):
     with pytest.raises(ValueError, match="START INCREMENT SAMPLES"):
         parse(["--rampup-batch-size", *flags.split()])
 
@@ -60,7 +60,7 @@ def test_a_refused_run_prints_one_line(tmp_path):
     assert got["err"].count("\n") == 1 and "a stage of 6" in got["err"]
 
 
-def test_resume_skipped_steps_and_logged_numbers(tmp_path):
+def test_a_ramp_with_a_resume_and_a_skipped_step_logs_the_right_numbers(tmp_path):
     flags = [*RAMP, "--steps=8", "--save-every=3", "--train-range-to-skip", 2, 2]
     whole = go(1, tmp_path / "a", *flags)
     go(1, tmp_path / "b", *flags[:-5], "--steps=3", "--save-every=3", "--decay-steps=8", *flags[-3:])
@@ -77,7 +77,7 @@ def test_resume_skipped_steps_and_logged_numbers(tmp_path):
 
 
 def consumed(world, layout, steps):
-    """What one rank reads in a ramp -> [tokens of each micro-batch], per step."""
+    """The data that this rank reads in a ramp -> [(dp rank, [tokens of each micro-batch])] of each step."""
     cfg = Config(**layout, micro_batch=2, global_batch=16, rampup_batch_size=(8, 4, 40), seq_len=8)
     mesh, source, samples, out = make_mesh(world, cfg.tp, cfg.pp), Synthetic(100, 8, 1), 0, []
     for _ in range(steps):
@@ -88,15 +88,15 @@ def consumed(world, layout, steps):
     return out
 
 
-def test_every_layout_reads_the_same_sequences_in_each_step():
-    (alone,) = run_ranks(1, consumed, {}, 6)
+def test_two_ranks_read_the_sequences_of_one_in_each_step():
+    (one,) = run_ranks(1, consumed, {}, 6)
     two = run_ranks(2, consumed, {}, 6)
     for step in range(6):
-        assert alone[step][1] == two[0][step][1] + two[1][step][1]
-    assert sum(len(m) for _, m in alone) * 2 == samples_after(6, 16, (8, 4, 40)) == 64
+        assert one[step][1] == two[0][step][1] + two[1][step][1]
+    assert sum(len(m) for _, m in one) * 2 == samples_after(6, 16, (8, 4, 40)) == 64
 
 
-def test_layouts_train_alike_through_the_ramp(tmp_path):
+def test_one_and_two_ranks_train_alike_through_the_ramp(tmp_path):
     flags = ["--global-batch=8", "--rampup-batch-size", 4, 4, 12, "--steps=5", "--dtype=fp64"]
     one, two = go(1, tmp_path / "a", *flags), go(2, tmp_path / "b", *flags, "--zero=1")
     assert len(one["steps"]) == len(two["steps"]) == 5

@@ -16,7 +16,7 @@ from pool import run_ranks
 from runs import TINY as RUN
 from runs import session
 from shared import SharedBuffer
-from test_moe import TINY, as_on_a_gpu, on_ranks, owned
+from test_moe import TINY, block_over_ep, gpu_branches, owned
 
 import moe
 import train
@@ -31,10 +31,10 @@ from parallel import Axis, DataParallel, make_mesh
 
 
 def through_symmetric_memory(world, *args):
-    with as_on_a_gpu(), mock.patch.object(moe.AllToAll, "plan", None), \
+    with gpu_branches(), mock.patch.object(moe.AllToAll, "plan", None), \
             mock.patch.object(moe.Capacity, "plan", None), \
             mock.patch.object(symm_mem, "SymmetricBuffer", SharedBuffer):
-        return on_ranks(world, *args)
+        return block_over_ep(world, *args)
 
 
 @pytest.mark.parametrize("flags", [dict(top_k=1), dict(top_k=2, mlp="gelu"), dict(capacity_factor=0.5)],
@@ -42,7 +42,7 @@ def through_symmetric_memory(world, *args):
 @pytest.mark.parametrize("kind, slack", [("plain", 2.0), ("skewed", 4.0)])
 def test_symmetric_memory_gives_the_results_of_one_rank(kind, slack, flags):
     """Static shapes over ep, with garbage in every row that nobody wrote."""
-    want = run_ranks(4, on_ranks, 1, flags, kind)
+    want = run_ranks(4, block_over_ep, 1, flags, kind)
     for ep in (2, 4):
         got = run_ranks(4, through_symmetric_memory, ep, flags, kind, slack)
         for (mine, _), (theirs, _) in zip(got, want, strict=True):
@@ -78,7 +78,7 @@ def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=Fals
         assert all(isinstance(bucket.comm, PeerComm) == peer_copies for bucket in dp.buckets)
         step = graph.make_step(train.Step(cfg, model, dp, opt), choice)
         if slack:
-            assert isinstance(step, GraphedStep) and len(step.at_once) == peer_copies
+            assert isinstance(step, GraphedStep) and len(step.eager_buckets) == peer_copies
             sizer = step.sizer
         if sizer:  # use the buffers from the first step on
             sizer.interval, sizer.steps, sizer.slack = 2, 0, sizer.limit
@@ -94,7 +94,7 @@ def assert_equal_steps(got, want):
     """Statistics and shards of three_steps() on every rank."""
     for (stats, mine, *_), (expected, theirs, *_) in zip(got, want, strict=True):
         np.testing.assert_allclose(stats, expected, rtol=1e-10)
-        for (name, a, *_), (_, b, *_) in zip(mine["pieces"], theirs["pieces"], strict=True):
+        for (name, a, *_), (_, b, *_) in zip(mine["shards"], theirs["shards"], strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12, err_msg=name)
 
 
@@ -108,7 +108,7 @@ def steps_are_equal(got, want):
 
 def capacity_steps(world, flags):
     operations = []
-    with as_on_a_gpu(), mock.patch.object(choose, "grouped_mm_possible", lambda *_: True), \
+    with gpu_branches(), mock.patch.object(choose, "grouped_mm_possible", lambda *_: True), \
             mock.patch.object(SharedBuffer, "sleep", lambda self: operations.append(1)):
         return *three_steps(world, flags, 1.0), len(operations)
 
@@ -136,11 +136,11 @@ def test_a_step_whose_buffers_overflowed_is_done_again(layout):
 
 @pytest.mark.parametrize("without", ["", "forward", "backward", "publish"])
 def test_a_late_rank_is_waited_for(without):
-    """One rank sleeps 5 ms before each operation. Without one of the barriers the results are wrong, or NaN,
+    """One rank sleeps 20 ms before each operation. Without one of the barriers the results are wrong, or NaN,
     for which the step is done again."""
     flags = dict(TINY, ep=2, top_k=1)
     want = run_ranks(2, three_steps, flags)
-    got = run_ranks(2, three_steps, flags, 2.0, 0.005, without)
+    got = run_ranks(2, three_steps, flags, 2.0, 0.02, without)
     right = steps_are_equal(got, want) and not any(n_retries for *_, n_retries, _ in got)
     assert right == (not without)
 
@@ -205,7 +205,7 @@ def test_gradients_and_weights_by_copies_between_gpus(layout):
 def test_a_rank_whose_gradients_are_late_is_waited_for(without):
     flags = dict(TINY, zero=1, micro_batch=4)
     want = run_ranks(2, gloo_steps, flags)
-    got = run_ranks(2, peer_steps, flags, 0.0, 0.005, without)
+    got = run_ranks(2, peer_steps, flags, 0.0, 0.02, without)
     assert steps_are_equal(got, want) == (not without)
 
 

@@ -1,6 +1,6 @@
-"""What no exception reports: runs that hang, ranks that are slow, replicas that drift apart.
+"""Faults that raise no exception: runs that hang, slow ranks, replicas that drift apart.
 
-The hangs are whole runs of two ranks that end themselves, all at the same time; the rest runs in the pool.
+The hangs are whole runs of two ranks that end themselves; they run at the same time. The rest uses the pool.
 """
 import os
 import re
@@ -31,15 +31,15 @@ from runtime.launch import World
 
 TIMEOUT = 4.0
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:/usr/bin")
-FAULTS = {  # where the last rank is, and what the verdict says
+FAULTS = {  # name: (where the report says the last rank is, a part of the verdict)
     "sleep": ("in sleep_for_ever (misbehave.py", "they wait for rank 1"),
     "mismatch": ("over world: broadcast of (3,) float32", "they wait for rank 0"),
     "held": ("no report: a C call holds the interpreter", "rank 1 did not answer"),
 }
 
 
-def rank(rank, folder, fault, argv):
-    """A process that runs train.main as rank 0 or 1, until it ends itself; what it prints goes to a file."""
+def run_rank(rank, folder, fault, argv):
+    """In a new process: train.main as rank 0 or 1, until it ends itself; its output goes to a file."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests/drills")]
     printed = os.open(f"{folder}/printed.{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(printed, 1), os.dup2(printed, 2)
@@ -52,8 +52,8 @@ def rank(rank, folder, fault, argv):
 
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory):
-    """-> {fault: (exit codes, what was printed, OUT/hang)}; "mpi" is the fault `sleep` under mpiexec."""
-    started, found = {}, {}
+    """-> {fault: (exit codes, output, OUT/hang)}; "mpi" is the fault `sleep` under mpiexec."""
+    started, ended = {}, {}
     for fault in [*FAULTS, *["mpi"] * bool(MPIEXEC)]:
         out = tmp_path_factory.mktemp(fault)
         argv = [*SHAPE, "--data=synthetic", "--micro-batch=2", "--steps=400", "--eval-every=0", "--no-plot",
@@ -63,18 +63,18 @@ def hung(tmp_path_factory):
             processes = [subprocess.Popen([MPIEXEC, "-n", "2", *script, *argv], stderr=subprocess.STDOUT,
                                           stdout=open(out / "printed.0", "w"))]
         else:
-            processes = [context.Process(target=rank, args=(r, str(out), fault, argv)) for r in (0, 1)]
+            processes = [context.Process(target=run_rank, args=(r, str(out), fault, argv)) for r in (0, 1)]
             for p in processes:
                 p.start()
         started[fault] = out, processes
     for fault, (out, processes) in started.items():
-        codes = [p.wait(120) if fault == "mpi" else p.join(120) or p.exitcode for p in processes]
-        found[fault] = codes, "".join(p.read_text() for p in sorted(out.glob("printed.*"))), out / "run/hang"
-    return found
+        codes = [p.wait(240) if fault == "mpi" else p.join(240) or p.exitcode for p in processes]
+        ended[fault] = codes, "".join(p.read_text() for p in sorted(out.glob("printed.*"))), out / "run/hang"
+    return ended
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_hang_is_reported_with_every_stack_and_ends(hung, fault):
+def test_a_hang_is_reported_with_every_stack_and_ended(hung, fault):
     codes, text, folder = hung[fault]
     where, cause = FAULTS[fault]
     assert codes == [Outcome.HUNG, -signal.SIGALRM if fault == "held" else Outcome.HUNG], text
@@ -83,7 +83,7 @@ def test_hang_is_reported_with_every_stack_and_ends(hung, fault):
     stacks = {p.name[:10]: p.read_text() for p in folder.glob("*.txt")}
     assert stacks.keys() == {"rank_00000", "rank_00001"}
     assert "parallel.py" in stacks["rank_00000"] and "misbehave.py" in stacks["rank_00001"], stacks
-    # from the fault to the report, a grace of T/4 before the end; the process itself measures it
+    # from the fault to the report, as the process itself measures it
     silent = float(re.search(r"no progress for ([\d.]+) s", text)[1])
     assert TIMEOUT <= silent < watch.SLOW_PHASE_FACTOR * TIMEOUT
     reported = [p.stat().st_mtime for p in folder.glob("rank_00000.*")]
@@ -91,14 +91,14 @@ def test_hang_is_reported_with_every_stack_and_ends(hung, fault):
 
 
 @pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec beside this python")
-def test_exit_code_through_mpiexec(hung):
+def test_a_hang_under_mpiexec_has_the_same_exit_code(hung):
     (code,), text, folder = hung["mpi"]
     assert code == Outcome.HUNG and text.count("they wait for rank 1") == 1, text
     assert len(list(folder.glob("*.json"))) == 2
 
 
 # -----------------------------------------------------------------------------
-# the verdict, from reports as ranks write them
+# the verdict on the reports that ranks write
 
 def report(step, begun, last, place="wait (parallel.py:1 finish)", axes=None):
     axes = axes or {"world": [0, 1, 2, 3], "dp": [0, 1, 2, 3]}
@@ -106,7 +106,7 @@ def report(step, begun, last, place="wait (parallel.py:1 finish)", axes=None):
             "axes": axes}
 
 
-def test_the_verdict_names_the_late_rank_and_groups_the_others():
+def test_verdict_names_the_late_rank_and_groups_the_others():
     reports = {r: report(7, {"dp": 30, "world": 9}, ["dp", "all-reduce of (4,) float32"]) for r in range(4)}
     reports[2] = report(7, {"dp": 29, "world": 9}, ["world", "all-reduce of (2,) int64"], "read (data.py:9)")
     text = watch.verdict(reports, 4, 5)
@@ -126,7 +126,7 @@ def test_stages_may_start_different_numbers_of_collectives():
     assert "all ranks began the same collectives" in watch.verdict(reports, 2, 5)
 
 
-def test_a_healthy_run_leaves_no_trace_and_compares_replicas(tmp_path):
+def test_a_healthy_run_reports_no_hang_and_logs_times_per_rank(tmp_path):
     results = run_ranks(2, runs.session, [*TINY, f"--out={tmp_path}", "--steps=4", "--check-every=1",
                                           "--zero=1", "--save-every=0", "--timeout=30"])
     assert [r["code"] for r in results] == [0, 0] and not (tmp_path / "hang").exists()
@@ -136,24 +136,21 @@ def test_a_healthy_run_leaves_no_trace_and_compares_replicas(tmp_path):
 # -----------------------------------------------------------------------------
 # slow ranks
 
-def late(world, argv, seconds):
-    """A run whose last rank needs more time for each step's data."""
+def session_with_slow_rank(world, argv, seconds):
+    """runs.session whose last rank loads each step's data so many seconds more slowly."""
     real = train.micro_batches
 
     def slow(*args):
         if world.rank == world.size - 1:
             time.sleep(seconds)
         return real(*args)
-    train.micro_batches = slow
-    try:
+    with mock.patch.object(train, "micro_batches", slow):
         return runs.session(world, argv)
-    finally:
-        train.micro_batches = real
 
 
-def test_slow_rank_is_named(tmp_path):
+def test_a_slow_rank_is_named(tmp_path):
     argv = [*TINY, f"--out={tmp_path}", "--steps=12", "--log-every=3", "--save-every=0"]
-    got = run_ranks(2, late, argv, 0.05)
+    got = run_ranks(2, session_with_slow_rank, argv, 0.05)
     last = rows(tmp_path, ())[-1]
     assert last["slowest_rank"] == 1 and last["step_ms_max"] - last["step_ms_min"] > 35
     assert re.search(r"slow rank 1: [\d.]+ ms of its own per step, the median", got[0]["out"]), got[0]["out"]
@@ -171,11 +168,11 @@ def test_nothing_is_timed_while_a_cuda_graph_is_recorded(monkeypatch):
         assert len(s.spans) == (not capturing)
 
 
-def test_a_slow_rank_is_named_once_after_three_intervals_and_compared_within_its_stage():
+def test_a_slow_rank_is_compared_within_its_stage_and_named_one_time_after_three_intervals():
     s = watch.Stragglers.__new__(watch.Stragglers)
     s.stage, s.slow_streak = 4, {}
-    even, slow = [10.0] * 4 + [30.0] * 4, [10.0] * 4 + [30.0] * 3 + [40.0]
-    assert [s.flag_slow(ms) for ms in (slow, slow, even, slow, slow)] == [[]] * 5
+    equal, slow = [10.0] * 4 + [30.0] * 4, [10.0] * 4 + [30.0] * 3 + [40.0]
+    assert [s.flag_slow(ms) for ms in (slow, slow, equal, slow, slow)] == [[]] * 5
     (line,) = s.flag_slow(slow)
     assert line.startswith("slow rank 7: 40.0 ms of its own per step, the median of its stage is 30.0")
     for ms in (slow, [10.0, 11.0] * 4, [0.1, 0.1, 0.1, 1.5] * 2):
@@ -185,42 +182,39 @@ def test_a_slow_rank_is_named_once_after_three_intervals_and_compared_within_its
 # -----------------------------------------------------------------------------
 # replicas
 
-def flipped(world, argv, at, which):
-    """A run in which one bit of one weight changes on the last rank, before step `at`."""
+def session_with_flipped_bit(world, argv, at, which):
+    """runs.session in which one bit of one weight changes on the last rank, before step `at`."""
     build, micro_batches, seen = train.build, train.micro_batches, {"step": 0}
 
     def keep(*args):
-        seen["model"] = build(*args)[0:3]
-        return seen["model"]
+        seen["built"] = build(*args)
+        return seen["built"]
 
     def flip(*args):
         seen["step"] += 1
         if seen["step"] == at and world.rank == world.size - 1:
-            p = dict(seen["model"][0].named_parameters())[which]
+            p = dict(seen["built"][0].named_parameters())[which]
             p.data.view(-1).view(torch.int32)[3] ^= 1 << 12
         return micro_batches(*args)
-    train.build, train.micro_batches = keep, flip
-    try:
+    with mock.patch.object(train, "build", keep), mock.patch.object(train, "micro_batches", flip):
         return runs.session(world, argv)
-    finally:
-        train.build, train.micro_batches = build, micro_batches
 
 
-@pytest.mark.parametrize("n,layout,which,who", [
+@pytest.mark.parametrize("n,layout,which,message", [
     (2, [], "blocks.1.attn.wo.weight", "rank 1 differs from rank 0"),
     (3, ["--global-batch=6"], "blocks.0.norm1.weight", "rank 2 differs from ranks 0-1"),
     (2, ["--tp=2"], "norm.weight", "rank 1 differs from rank 0")], ids=str)
-def test_one_changed_bit_on_one_replica_ends_the_run(tmp_path, n, layout, which, who):
+def test_one_changed_bit_on_one_replica_ends_the_run(tmp_path, n, layout, which, message):
     argv = [*TINY, f"--out={tmp_path}", "--steps=9", "--check-every=4", "--save-every=4", *layout]
-    results = run_ranks(n, flipped, argv, 6, which)
+    results = run_ranks(n, session_with_flipped_bit, argv, 6, which)
     assert [r["code"] for r in results] == [Outcome.REPLICAS_DIFFER] * n, results[0]["err"]
     assert rows(tmp_path)[-1]["step"] == 8 and not (tmp_path / "step_000008").exists()
-    said = results[0]["err"].splitlines()
-    assert said[0].endswith(f"replicas differ after step 8; the newest checkpoint is {tmp_path}/step_000004")
-    assert said[1] == f"{which} on {who}" and len(said) == 2
+    lines = results[0]["err"].splitlines()
+    assert lines[0].endswith(f"replicas differ after step 8; the newest checkpoint is {tmp_path}/step_000004")
+    assert lines[1] == f"{which} on {message}" and len(lines) == 2
 
 
-def test_the_larger_group_of_replicas_is_taken_to_be_right():
+def test_the_smaller_group_of_replicas_is_reported():
     hashes = [[1, 2], [1, 2], [1, 3], [1, 2]]
     assert watch.describe_mismatch("w", hashes, (0, 2, 4, 6)) == "w on rank 4 differs from ranks 0, 2, 6"
     assert watch.describe_mismatch("w", [[1, 2], [1, 2]], (0, 1)) is None
@@ -228,8 +222,8 @@ def test_the_larger_group_of_replicas_is_taken_to_be_right():
 
 
 def compare_with_gathers_under_way(world):
-    """A ZeRO-1 step whose new weights reach the other rank only when somebody waits for them -> the replicas'
-    differences, compared without that wait, and with it."""
+    """A ZeRO-1 step whose all-gather of the weights runs only when it is waited for -> the replicas'
+    differences, compared without that wait and with it."""
     def at_wait(axis, out, x):
         x = x.clone()
         return SimpleNamespace(wait=lambda: out.copy_(axis.all_gather(x)))
@@ -245,12 +239,12 @@ def compare_with_gathers_under_way(world):
         return stale, watch.replica_differences(model, mesh)
 
 
-def test_weights_that_are_still_on_their_way_are_not_compared():
+def test_replicas_are_compared_after_the_all_gather_of_the_weights():
     for stale, differences in run_ranks(2, compare_with_gathers_under_way):
         assert stale and differences == []
 
 
-class Made(TorchDispatchMode):
+class AllocatedBytes(TorchDispatchMode):
     """Records the memory that operations allocate: {address: bytes}. A view allocates none."""
 
     def __init__(self):
@@ -271,7 +265,7 @@ def test_a_checksum_in_parts_equals_that_of_the_whole(dtype, monkeypatch):
     want = [v.sum().item(), (v * (2 * torch.arange(1003) + 1)).sum().item()]
     assert watch.checksum(t).tolist() == want
     monkeypatch.setattr(watch, "CHUNK", 64)
-    with Made() as made:
+    with AllocatedBytes() as allocated:
         got = watch.checksum(t)
-    made.bytes.pop(t.untyped_storage().data_ptr())  # t's own memory, of its views
-    assert got.tolist() == want and max(made.bytes.values()) == 64 * 8
+    allocated.bytes.pop(t.untyped_storage().data_ptr())  # views of t
+    assert got.tolist() == want and max(allocated.bytes.values()) == 64 * 8

@@ -1,16 +1,15 @@
 """Runs killed with kill -9 and resumed: python tests/drills/kill.py --count 200 --out DIR
 
 Each run trains a tiny model over one layout, is killed one to three times (one rank or all, at any moment or
-during a save), is started again with --resume auto, and must end equal to a run that was never killed:
+during a save), is restarted with --resume auto after each kill, and must end equal to a run without a kill:
 
-    the same bits in every weight and moment, the same loss and gradient norm in every row, each step once
-    each start resumes the newest committed checkpoint: no step before it is computed again or lost
-    every step_N that exists at any kill is sound: no partial checkpoint is taken for a complete one
+    equal bits in every weight and moment; one row per step, with equal loss and gradient norm
+    each start resumes from the newest committed checkpoint: no earlier step is lost or computed twice
+    every step_N that exists at a kill is sound: no partial checkpoint has the name of a complete one
 
-Ranks are new processes forked from a server that has torch loaded, which saves the seconds of its import;
-every MPI_EVERY-th run is started by mpiexec. DIR/log.jsonl has one row per run; a second call continues it.
+Ranks are forked from a server that has imported torch, which saves the seconds of the import. mpiexec starts
+every MPI_EVERY-th run. DIR/log.jsonl has one row per run; a second call continues it.
 """
-import argparse
 import json
 import os
 import random
@@ -20,6 +19,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -30,6 +30,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPAT
 import pool  # noqa: E402
 
 import checkpoint  # noqa: E402
+from config import command_line, wrong_input  # noqa: E402
 
 STEPS, SAVE_EVERY, MPI_EVERY, LIMIT = 12, 2, 25, 120  # LIMIT: seconds after which a run counts as hung
 TINY = ("tiny --n-layer 2 --n-head 2 --n-kv-head 2 --n-embd 16 --ffn-hidden 16 --seq-len 8 --vocab-size 64 "
@@ -51,7 +52,7 @@ LAYOUTS = {  # name: (ranks, flags)
 
 
 def rank_main(rank, size, port, argv, log):
-    """One rank in a new process: train.py as torchrun would start it."""
+    """In a new process: train.main with the environment that torchrun sets."""
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1), os.dup2(fd, 2)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
@@ -62,7 +63,7 @@ def rank_main(rank, size, port, argv, log):
 
 
 class Ranks:
-    """The processes of one start, forked."""
+    """The forked processes of one start of a run."""
 
     def __init__(self, size, argv, log):
         with socket.socket() as s:
@@ -81,7 +82,7 @@ class Ranks:
             p.kill()
 
     def end(self, grace):
-        """Do what a launcher does after a rank died: wait for grace seconds, then kill the rest."""
+        """As a launcher does after a rank died: wait for `grace` seconds, then kill the remaining ranks."""
         until = time.monotonic() + grace
         while (alive := self.alive()) and time.monotonic() < until:  # wait() on an empty list sleeps
             wait([p.sentinel for p in alive], timeout=until - time.monotonic())
@@ -95,7 +96,7 @@ class Ranks:
 
 
 class MpiRanks:
-    """The processes of one start by mpiexec, which ends the other ranks itself."""
+    """The processes of one start of a run by mpiexec, which ends the other ranks when one dies."""
 
     def __init__(self, size, argv, log):
         mpiexec = str(Path(sys.executable).with_name("mpiexec"))
@@ -141,7 +142,7 @@ class MpiRanks:
 
 
 def newest(out):
-    """-> the newest committed step, 0 if there is none. ValueError: a committed checkpoint is not sound."""
+    """-> the newest committed step; 0: there is none. ValueError: a committed checkpoint is not sound."""
     found = checkpoint.steps(out)
     for path in found:
         checkpoint.check(path)
@@ -149,7 +150,8 @@ def newest(out):
 
 
 def started_from(log, start):
-    """-> the step from which the start at byte `start` of the log resumed; None: it was killed before."""
+    """-> the step from which the run resumed whose output starts at byte `start` of the log; None: it was
+    killed before it resumed."""
     for line in Path(log).read_text(errors="replace")[start:].splitlines():
         if line.startswith("resumed "):
             return int(line.split("step_")[1].split(":")[0])
@@ -163,27 +165,28 @@ def rows(out):
 
 
 def one_run(name, out, kills, rng, launcher=Ranks, typical=3.0):
-    """Train to the end, killed `kills` times -> what happened. AssertionError: a statement at the top is
-    false."""
+    """Train to the end with `kills` kills -> {kills, in_save, starts, seconds}. AssertionError: one of the
+    statements at the top of this file is false."""
     size, flags = LAYOUTS[name]
     log = out.with_suffix(".txt")
     seen = {"kills": 0, "in_save": 0, "starts": 0}
-    expected, began = 0, time.monotonic()
+    expected, t0 = 0, time.monotonic()
     while True:
         at = log.stat().st_size if log.exists() else 0
         ranks = launcher(size, [*TINY, *flags, "--out", str(out)], str(log))
         seen["starts"] += 1
-        born = time.monotonic()
+        t_start = time.monotonic()
         killed = False
         if kills > seen["kills"]:
             in_save = rng.random() < 0.6
-            moment, after = born + rng.uniform(0.1, 1.0) * typical, rng.randrange(STEPS // SAVE_EVERY)
+            moment, after = t_start + rng.uniform(0.1, 1.0) * typical, rng.randrange(STEPS // SAVE_EVERY)
             saves, last = set(), None
             while ranks.alive() and not killed:
-                if in_save:  # within the first milliseconds of the n-th save that is seen
+                if in_save:  # within the first milliseconds of the n-th save since this start
                     last = next(iter(out.glob("step_*.tmp")), None) if out.is_dir() else None
                     saves |= {last} - {None}
-                    killed = last is not None and len(saves) > after or time.monotonic() > born + 3 * typical
+                    late = time.monotonic() > t_start + 3 * typical
+                    killed = last is not None and len(saves) > after or late
                 else:
                     killed = time.monotonic() > moment
                 if not killed:
@@ -200,28 +203,29 @@ def one_run(name, out, kills, rng, launcher=Ranks, typical=3.0):
         try:
             now = newest(out) if out.is_dir() else 0
         except (ValueError, OSError) as e:
-            raise AssertionError(f"a partial checkpoint under a valid name: {e}") from None
-        assert now >= expected, f"step {expected} was committed and is gone"
+            raise AssertionError(f"a committed checkpoint is not sound: {e}") from None
+        assert now >= expected, f"step {expected} was committed and is missing"
         expected = now
         if all(c == 0 for c in ranks.codes()):
             break
         assert killed, f"ended without a kill with {ranks.codes()}: {log.read_text()[at:][-2000:]}"
     logged = [r["step"] for r in rows(out)]
-    assert logged == list(range(1, STEPS + 1)), f"a step is missing or twice in the log: {logged}"
-    left = [p.name for p in out.glob("step_*") if not p.name[5:].isdigit()]
-    assert not left, f"left behind: {left}"
-    return {**seen, "seconds": round(time.monotonic() - began, 2)}
+    assert logged == list(range(1, STEPS + 1)), f"a step is missing or logged twice: {logged}"
+    unfinished = [p.name for p in out.glob("step_*") if not p.name[5:].isdigit()]
+    assert not unfinished, f"unfinished checkpoints: {unfinished}"
+    return {**seen, "seconds": round(time.monotonic() - t0, 2)}
 
 
-def equal(a, b):
-    """AssertionError if the newest checkpoints of two runs or their losses differ in a bit."""
-    said = []
-    assert checkpoint.diff(checkpoint.steps(a)[0], checkpoint.steps(b)[0], said.append) == 0, "\n".join(said)
+def assert_equal_runs(a, b):
+    """Assert that the newest checkpoints of two runs and the rows of their logs have equal bits."""
+    messages, (newest_a, newest_b) = [], (checkpoint.steps(out)[0] for out in (a, b))
+    assert checkpoint.diff(newest_a, newest_b, messages.append) == 0, "\n".join(messages)
     for x, y in zip(rows(a), rows(b), strict=True):
         assert all(x[k] == y[k] for k in ("step", "loss", "grad_norm", "samples", "lr")), f"{x} {y}"
 
 
 def reference(name, folder):
+    """-> the folder of a run of this layout without a kill; the first call trains it."""
     out = folder / f"ref-{name}"
     if not (out / f"step_{STEPS:06d}").exists():
         shutil.rmtree(out, ignore_errors=True)
@@ -230,7 +234,7 @@ def reference(name, folder):
 
 
 def drill(i, folder, name=None, launcher=Ranks, typical=3.0):
-    """Run number i -> its row of the log. The files of a failed run are kept."""
+    """Drill number i, whose seed is i -> its row of the log. The files of a failed run are kept."""
     rng = random.Random(i)
     name = name or list(LAYOUTS)[i % len(LAYOUTS)]
     row = {"run": i, "layout": name, "launcher": "mpiexec" if launcher is MpiRanks else "fork"}
@@ -239,7 +243,7 @@ def drill(i, folder, name=None, launcher=Ranks, typical=3.0):
     out.with_suffix(".txt").unlink(missing_ok=True)
     try:
         row.update(one_run(name, out, rng.randint(1, 3), rng, launcher, typical))
-        equal(want, out)
+        assert_equal_runs(want, out)
         row["ok"] = True
         shutil.rmtree(out)
         out.with_suffix(".txt").unlink()
@@ -248,11 +252,15 @@ def drill(i, folder, name=None, launcher=Ranks, typical=3.0):
     return row
 
 
+@dataclass(frozen=True)
+class Flags:
+    count: int = 200  # kills in total, with those of earlier calls
+    out: Path = Path("out/drills")  # directory of the runs and of log.jsonl
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=200, help="kills in all, with those of earlier calls")
-    parser.add_argument("--out", type=Path, default=Path("out/drills"))
-    args = parser.parse_args()
+    with wrong_input():
+        args = command_line(Flags, sys.argv[1:], "kill.py", __doc__.splitlines()[0])
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "log.jsonl"
     done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,8 +1,8 @@
 """python misbehave.py FAULT STEP [flags of train.py]: a run whose last rank fails at that step.
 
-    sleep     never returns                     held   the same in C, with the interpreter's lock
+    sleep     sleeps for ever                   held   sleeps for ever in C, holding the interpreter's lock
     mismatch  a collective that the other ranks do not call
-    raise     an exception                      slow   50 ms more in this and every later step
+    raise     an exception                      slow   50 ms more in this step and every later one
     flip      one bit of one weight changes
 """
 import ctypes
@@ -23,14 +23,15 @@ def sleep_for_ever():
 
 
 def main(fault, at, argv):
-    built, micro_batches, build = {}, train.micro_batches, train.build
+    micro_batches, build = train.micro_batches, train.build
     seen = {"step": 0}
 
-    def remember(parts):
-        built["model"] = parts[0]
-        return parts
+    def build_and_keep(*args):
+        model, dp, opt = build(*args)
+        seen["model"] = model
+        return model, dp, opt
 
-    def wrong(cfg, mesh, source, first, count, device):
+    def micro_batches_with_fault(cfg, mesh, source, first, count, device):
         seen["step"] += 1
         is_last = mesh.world.rank == mesh.world.size - 1
         if is_last and (seen["step"] == at or fault == "slow" and seen["step"] > at):
@@ -42,15 +43,15 @@ def main(fault, at, argv):
                 mesh.world.record("broadcast", torch.zeros(3))
                 dist.broadcast(torch.zeros(3), 0)
             elif fault == "raise":
-                raise RuntimeError(f"rank {mesh.world.rank} has had enough")
+                raise RuntimeError(f"the planted exception of rank {mesh.world.rank}")
             elif fault == "slow":
                 time.sleep(0.05)
             elif fault == "flip":
-                p = next(p for n, p in built["model"].named_parameters() if p.ndim == 2)
+                p = next(p for n, p in seen["model"].named_parameters() if p.ndim == 2)
                 p.data.view(torch.int32).view(-1)[3] ^= 1 << 20
         return micro_batches(cfg, mesh, source, first, count, device)
 
-    train.micro_batches, train.build = wrong, lambda *a: remember(build(*a))
+    train.micro_batches, train.build = micro_batches_with_fault, build_and_keep
     train.main(argv)
 
 

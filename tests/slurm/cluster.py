@@ -1,12 +1,12 @@
 """Real SLURM on one machine: `make slurm`. Two emulated nodes, train.py under srun, mpiexec and sbatch.
 
-    1) the packages    Debian's, installed if this is root and apt answers; else it says why not and exits 0
+    1) the packages    Debian's, installed if this is root and apt answers; else it prints why not and exits 0
     2) the cluster     munged, slurmctld, two slurmd: children of this process, in a temporary folder
     3) srun            -N 2 -n 4 train.py tiny; -m cyclic without MPI; mpiexec inside sbatch: the same weights
     4) the time limit  sbatch scripts/generic.slurm: SIGUSR1 before the limit, save, exit 85, requeue, resume,
                        end; its final weights equal those of the same job without interruption
 
-It neither needs nor touches a SLURM or munge that the machine has. --keep leaves the folder.
+A SLURM or munge of the machine itself is neither needed nor changed. --keep leaves the folder.
 """
 import contextlib
 import ctypes
@@ -80,17 +80,17 @@ def say(text):
     print(text, flush=True)
 
 
-def lines(text, *patterns):
+def show_lines(text, *patterns):
     """Print the lines of text that match one of the patterns, indented."""
     for line in text.splitlines():
         if any(re.search(p, line) for p in patterns):
             say(f"    {line}")
 
 
-def check(what, good, detail=""):
+def check(what, ok, detail=""):
     """Print one result; the first failure ends the run."""
-    say(f"  {'ok  ' if good else 'FAIL'} {what}")
-    if not good:
+    say(f"  {'ok  ' if ok else 'FAIL'} {what}")
+    if not ok:
         raise SystemExit(f"make slurm: failed: {what}\n{detail}")
 
 
@@ -107,7 +107,7 @@ def until(what, condition, seconds):
 # -----------------------------------------------------------------------------
 # 1) the packages
 
-def missing():
+def missing_programs():
     """-> the programs that are not installed."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     return [p for p in PROGRAMS if shutil.which(p, path=path) is None]
@@ -117,9 +117,9 @@ def install():
     """Install what is missing -> None, or the reason why that is impossible."""
     if os.geteuid() != 0:
         return "needs root (slurmd starts processes for its users)"
-    if missing():
+    if missing_programs():
         if shutil.which("apt-get") is None:
-            return f"{', '.join(missing())} not installed, and there is no apt-get"
+            return f"{', '.join(missing_programs())} not installed, and there is no apt-get"
         apt = ["apt-get", "-qq", "-o", "Acquire::Retries=0", "-o", "Acquire::http::Timeout=15",
                "-o", "DPkg::Lock::Timeout=60"]
         env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
@@ -128,7 +128,7 @@ def install():
                 done = subprocess.run([*apt, *command], env=env, capture_output=True, text=True, timeout=180)
             except subprocess.TimeoutExpired:
                 return f"apt-get {command[0]} did not answer in 180 s"
-        if missing():
+        if missing_programs():
             last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
             return f"apt-get install of {' '.join(PACKAGES)} failed: {' '.join(last)}"
     return None
@@ -155,8 +155,8 @@ class Cluster:
             ports = [s.getsockname()[1] for s in socks]
         self.conf = folder / "slurm.conf"
         self.conf.write_text(CONF.format(host=socket.gethostname().split(".")[0], ports=ports, folder=folder))
-        ours = ("SLURM", "PMI", "MPI", "OMPI", "PBS", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
-        self.env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+        launchers = ("SLURM", "PMI", "MPI", "OMPI", "PBS", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
         self.env |= {"SLURM_CONF": str(self.conf), "VENV": str(BIN.parent),
                      "OMP_NUM_THREADS": "1",  # each node counts all cores as its own
                      "PATH": os.pathsep.join([str(BIN), os.environ["PATH"], "/usr/sbin", "/sbin"])}
@@ -183,7 +183,7 @@ class Cluster:
         self.daemons.append(p)
 
     def run(self, *command, ok=True, seconds=400, **env):
-        """A command with this cluster's environment, in the repository's root."""
+        """Run a command with this cluster's environment in the repository's root -> CompletedProcess."""
         done = subprocess.run([*map(str, command)], env={**self.env, **env}, cwd=ROOT, capture_output=True,
                               text=True, timeout=seconds, stdin=subprocess.DEVNULL)
         if ok and done.returncode:
@@ -196,18 +196,18 @@ class Cluster:
         return self.run("sbatch", "--parsable", *args).stdout.strip()
 
     def job(self, number):
-        """-> {key: value} that scontrol shows of a job"""
+        """-> {key: value}, what scontrol shows of a job"""
         text = self.run("scontrol", "show", "job", "-o", number, ok=False).stdout
         return dict(re.findall(r"(\w+)=(\S*)", text))
 
-    def finished(self, number, seconds):
-        """Wait for the end of a job -> what job() says of it."""
-        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-        until(f"job {number} to end", lambda: self.job(number).get("JobState") in over, seconds)
+    def wait_for_job(self, number, seconds):
+        """Wait for the end of a job -> job(number)."""
+        end_states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+        until(f"job {number} to end", lambda: self.job(number).get("JobState") in end_states, seconds)
         return self.job(number)
 
     def stop(self):
-        """End the jobs, then the daemons in reverse order -> processes that were left, which it kills."""
+        """End the jobs, then the daemons in reverse order, then kill their remaining processes -> those."""
         with contextlib.suppress(Exception):
             jobs = self.run("squeue", "-h", "-o", "%A", ok=False, seconds=10).stdout.split()
             if jobs:
@@ -222,7 +222,7 @@ class Cluster:
                 p.kill()
                 p.wait()
         left = []
-        for proc in Path("/proc").glob("[0-9]*"):  # step daemons and ranks: they have our SLURM_CONF
+        for proc in Path("/proc").glob("[0-9]*"):  # step daemons and ranks have this cluster's SLURM_CONF
             with contextlib.suppress(OSError):
                 if f"SLURM_CONF={self.conf}".encode() in (proc / "environ").read_bytes():
                     left.append((int(proc.name), (proc / "cmdline").read_bytes().decode().replace("\0", " ")))
@@ -240,79 +240,81 @@ def rows(out):
     return []
 
 
-def same_weights(cluster, a, b):
+def check_same_weights(cluster, a, b):
     """Check that two runs ended with equal checkpoints."""
     done = cluster.run("python", "checkpoint.py", "diff", a, b, ok=False)
-    lines(done.stdout, ".")
+    show_lines(done.stdout, ".")
     check(f"{a.name} and {b.name}: the same weights and moments, bit for bit", done.returncode == 0,
           done.stderr)
 
 
-def launchers(cluster, flags):
+def check_launchers(cluster, flags):
     """Start train.py by srun in block and cyclic order, with and without MPI, and by mpiexec in a batch
-    script -> ms per step"""
+    script -> ms per step."""
     say("srun -N 2 -n 4 python train.py tiny: MPI's ranks through pmi2")
     block, cyclic, hydra = (cluster.folder / name for name in ("block", "cyclic", "mpiexec"))
     done = cluster.run("srun", "-N", 2, "-n", 4, "python", "train.py", *flags, "--out", block)
-    lines(done.stdout, r"^\[node", "^started", r"^step=(1|20) ", "^done")
+    show_lines(done.stdout, r"^\[node", "^started", r"^step=(1|20) ", "^done")
     check("two nodes of two ranks", re.findall(r"\[node (./2) .*srun: 2 of 4 ranks", done.stdout) in
           (["1/2", "2/2"], ["2/2", "1/2"]), done.stdout)
     check("the loss falls", rows(block)[-1]["loss"] < rows(block)[0]["loss"] - 0.2)
     say("srun --mpi=none -N 2 -n 4 -m cyclic: ranks 0, 2 on the first node, 1, 3 on the second; no MPI")
     done = cluster.run("srun", "--mpi=none", "-N", 2, "-n", 4, "-m", "cyclic", "python", "-c", CYCLIC,
                        *flags, "--out", cyclic, MASTER_ADDR="127.0.0.1")  # n0, n1 are no real host names
-    lines("\n".join(sorted(done.stdout.splitlines())), "^rank")
+    show_lines("\n".join(sorted(done.stdout.splitlines())), "^rank")
     places = sorted(re.findall(r"rank (\d): node (\d) local rank (\d)", done.stdout))
     check("every rank has its node's next device",
           [p[1:] for p in places] == [("0", "0"), ("1", "0"), ("0", "1"), ("1", "1")], done.stdout)
-    same_weights(cluster, block, cyclic)
+    check_same_weights(cluster, block, cyclic)
     say("mpiexec -n 4 -ppn 2 inside sbatch")
     script = cluster.folder / "mpiexec.sh"
     script.write_text(MPIEXEC.format(venv=BIN.parent, flags=" ".join(map(str, flags)), out=hydra))
     number = cluster.batch("-N", 2, "--ntasks-per-node=2", "-o", cluster.folder / "mpiexec.out", script)
-    job = cluster.finished(number, 400)
+    job = cluster.wait_for_job(number, 400)
     text = (cluster.folder / "mpiexec.out").read_text()
-    lines(text, r"^\[node", "^done")
+    show_lines(text, r"^\[node", "^done")
     check("all ranks are in one world", job["JobState"] == "COMPLETED" and
           text.count("hydra: 2 of 4 ranks here") == 2, f"{job['JobState']}\n{text}")
-    same_weights(cluster, block, hydra)
+    check_same_weights(cluster, block, hydra)
     return min(r["ms"] for r in rows(block)[1:])
 
 
-def requeued(cluster, flags, steps):
-    """Run scripts/generic.slurm without interruption, and interrupted by its time limit."""
+def check_requeue(cluster, flags, steps):
+    """Run scripts/generic.slurm without interruption and interrupted by its time limit: equal weights."""
     run_flags, flags = flags, [*flags, "--steps", steps, "--log-every", 5]
     script = ["scripts/generic.slurm"]  # as it is: 2 nodes of 2 ranks, --signal, --requeue
-    alone, cut = (cluster.folder / f"{name}-{steps}" for name in ("alone", "requeued"))
+    whole, cut = (cluster.folder / f"{name}-{steps}" for name in ("whole", "requeued"))
     say(f"sbatch scripts/generic.slurm tiny --steps {steps}, not interrupted")
-    job = cluster.finished(cluster.batch("-o", f"{alone}.out", *script, *flags, "--out", alone), 300)
-    lines(Path(f"{alone}.out").read_text(), "^started", "^done")
+    job = cluster.wait_for_job(cluster.batch("-o", f"{whole}.out", *script, *flags, "--out", whole), 300)
+    show_lines(Path(f"{whole}.out").read_text(), "^started", "^done")
     check("completed", (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"),
-          f"{job}\n{Path(f'{alone}.out').read_text()}")
+          f"{job}\n{Path(f'{whole}.out').read_text()}")
     say("the same job; after 5 steps its time limit becomes a minute from now")
     number = cluster.batch("-o", f"{cut}.out", *script, *flags, "--out", cut)
     until("step 5", lambda: rows(cut)[-1:] and rows(cut)[-1]["step"] >= 5, 120)
     hours, minutes, seconds = map(int, cluster.job(number)["RunTime"].split(":"))
-    # slurm checks within 30 s, and finds less than the 120 s of --signal left
+    # SLURM checks within 30 s, and finds less than the 120 s of --signal left
     limit = hours * 60 + minutes + (1 if seconds < 25 else 2)
     cluster.run("scontrol", "update", f"JobId={number}", f"TimeLimit={limit}")
     began = time.monotonic()
     until("the requeued job", lambda: cluster.job(number)["Restarts"] != "0" or
           cluster.job(number)["JobState"] == "COMPLETED", 120)
     if cluster.job(number)["Restarts"] == "0":  # the steps were faster than before
-        say("    it ended before slurm checked the limit: repeat with twice the steps")
-        return requeued(cluster, run_flags, 2 * steps)
+        say("    it ended before SLURM checked the limit: repeat with twice the steps")
+        return check_requeue(cluster, run_flags, 2 * steps)
     say(f"    time limit {limit} min; back in the queue {time.monotonic() - began:.0f} s later")
     cluster.run("scontrol", "update", f"JobId={number}", "TimeLimit=30")
-    job = cluster.finished(number, 300)
+    job = cluster.wait_for_job(number, 300)
     text = Path(f"{cut}.out").read_text()
-    lines(text, "^started", "^resumed", "^stopped", "^done")
+    show_lines(text, "^started", "^resumed", "^stopped", "^done")
     check(f"stopped by SIGUSR1, requeued {job['Restarts']} time(s), resumed, completed",
           job["JobState"] == "COMPLETED" and job["Restarts"] != "0" and "stopped by SIGUSR1" in text and
           "resumed" in text, f"{job}\n{text}")
-    same_weights(cluster, alone, cut)
-    numbers, every = ([r["step"] for r in rows(out)] for out in (cut, alone))  # a start logs its first step
-    check("its metrics have every row, once", numbers == sorted({*numbers, *every}), f"{numbers}")
+    check_same_weights(cluster, whole, cut)
+    steps_cut, steps_whole = ([r["step"] for r in rows(out)] for out in (cut, whole))
+    # a resumed run also logs its first step
+    check("its metrics have one row per logged step", steps_cut == sorted({*steps_cut, *steps_whole}),
+          f"{steps_cut}")
 
 
 @dataclass(frozen=True)
@@ -340,8 +342,9 @@ def main(argv=None):
         text.write_text("".join(p.read_text() for p in sorted(ROOT.glob("*.py"))))
         cluster.run("python", "prepare.py", text, "--name", "toy", "--tokenizer", "char", "--out", folder)
         run_flags = ["tiny", "--data", folder / "toy", "--seq-len=64", "--eval-every=0", "--no-plot"]
-        ms = launchers(cluster, [*run_flags, "--steps=20", "--log-every=5", "--save-every=20"])
-        requeued(cluster, run_flags, math.ceil(48_000 / ms))  # slurm checks limits every 30 s
+        ms = check_launchers(cluster, [*run_flags, "--steps=20", "--log-every=5", "--save-every=20"])
+        check_requeue(cluster, run_flags, math.ceil(48_000 / ms))  # SLURM checks limits every 30 s
+
         say(f"make slurm: all passed in {time.monotonic() - began:.0f} s")
     except SystemExit:
         for log in ("slurmctld.log", "slurmd.n0.log", "daemons.log"):
