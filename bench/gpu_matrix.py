@@ -67,7 +67,7 @@ def check_layouts(world, dtype):
 def worst_error(name, dtype, want, seen, results):
     """-> the worst relative error of a layout; AssertionError where it is too large. want: one rank's run,
     seen: rank 0's, results: those of all ranks."""
-    expected, got = np.array(want["totals"]), np.array(seen["totals"])
+    expected, got = np.array(want["stats"]), np.array(seen["stats"])
     if dtype != "fp64":
         error = np.abs(got[:, 0] / expected[:, 0] - 1).max()
         assert error < 1e-2, f"{name}: losses {got[:, 0]} and {expected[:, 0]}"
