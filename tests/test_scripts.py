@@ -130,7 +130,7 @@ def test_without_packages_make_slurm_says_so_and_passes(monkeypatch, capsys):
     cluster.main([])
     assert "NOT RUN: needs root" in capsys.readouterr().out
     monkeypatch.setattr(cluster.os, "geteuid", lambda: 0)
-    monkeypatch.setattr(cluster, "missing", lambda: ["slurmd"])
+    monkeypatch.setattr(cluster, "missing_programs", lambda: ["slurmd"])
     unreachable = subprocess.CompletedProcess([], 100, "", "E: Failed to fetch slurmd  Could not resolve")
     monkeypatch.setattr(cluster.subprocess, "run", lambda *a, **kw: unreachable)
     monkeypatch.setattr(cluster.shutil, "which", lambda *a, **kw: "/usr/bin/apt-get")
