@@ -28,9 +28,9 @@ from fast.graph import make_step
 from model import DTYPES, GPT, init_weights
 from optim import Optimizer, learning_rate
 from parallel import DataParallel, make_mesh, untimed
-from pipeline import forward_backward, forward_only, generate
+from pipeline import forward_backward, forward_only
 from runtime import launch, log, resume, watch
-from skip import Guard, corrupt_targets, give_up_message
+from skip import Guard, Ranges, corrupt_targets, give_up_message
 
 # -----------------------------------------------------------------------------
 # the parts of a step; the layout tests call these, so that what is proven is what trains
@@ -136,6 +136,7 @@ class Run:
             # sequences per optimizer step, after the ramp
             self.full_batch = cfg.global_batch or cfg.micro_batch * self.mesh.dp.size
             check_layout(cfg, self.mesh, self.full_batch)
+            self.skip = Ranges(cfg.train_range_to_skip)  # wrong ranges are refused before --out is touched
             self.train_data, self.val_data, self.vocab_size, self.data_id = open_data(cfg, world.local_rank)
             self.tokenizer = prompt_tokenizer(cfg)
         with launch.exit_together(world):  # again: choose() is collective, so no rank may have left before
@@ -153,7 +154,7 @@ class Run:
         self.saver = resume.Saver(self.out, world.axis, cfg.keep, cfg.timeout, resume.run_id(world.axis))
         self.watchdog.set_folder(self.out, self.saver.run_id)
         with launch.exit_together(world):
-            self.state, self.skip = resume.start_from(found, cfg, self.model, self.dp, self.opt, self.data_id)
+            self.state, self.skip = resume.start_from(found, self.skip, self.model, self.opt, self.data_id)
             self.first = self.state.step + 1
             if self.is_main:
                 self.log_file = log.make_log(cfg, self.mesh, world, self.out, self.state, self.vocab_size)
@@ -195,11 +196,11 @@ class Run:
         self.t0 = time.monotonic()
         self.watchdog.heartbeat(number, "first" if is_first else "")
         self.guard.reason = None
-        self.stragglers.begin()
         return number, batch_size(self.state.samples, self.full_batch, self.cfg.rampup_batch_size)
 
     def next_batches(self, number, batch):
         """-> this rank's micro-batches; also for a skipped step: its data is consumed."""
+        self.stragglers.begin()
         with self.timers("data"):
             batches = micro_batches(self.cfg, self.mesh, self.train_data, self.state.samples, batch,
                                     self.device)
@@ -260,18 +261,16 @@ class Run:
                 self.log_file.experts(number, experts)
         if number == self.first and stats is not None and self.is_main:
             log.report_traffic(traffic(cfg, self.mesh, self.vocab_size, batch, self.choice), self.sent)
-        below = list(slow_ranks)  # printed below the row
         if self.due(number, cfg.eval_every):
             self.watchdog.heartbeat(number, "evaluation")
             row["val_loss"] = evaluate(cfg, model, self.val_data, batch, self.device)
-            if self.tokenizer:
-                ids = generate(model, self.tokenizer.encode(cfg.prompt), max_new_tokens=100, temperature=0.8,
-                               top_k=50, seed=cfg.seed)
-                below.append(f"--- {self.tokenizer.decode(ids)}\n---")
-            self.clock.resume()  # metrics_row() paused it
         if self.is_main:
             self.log_file.row(**row, time=time.time())
-            print(*below, sep="\n", end="\n" if below else "", flush=True)
+            print(*slow_ranks, sep="\n", end="\n" if slow_ranks else "", flush=True)
+        if self.due(number, cfg.eval_every):
+            if self.tokenizer:
+                log.print_sample(model, self.tokenizer, cfg.prompt, cfg.seed)
+            self.clock.resume()  # metrics_row() paused it
         self.skip_reason = row["skip_reason"]  # what leave() prints if the run gave up
 
     def check_replicas(self, number):
@@ -310,7 +309,8 @@ class Run:
         if self.is_main:
             log.end_profile(profiler, self.out)
             # a run that is requeued draws its plot when it is done
-            self.log_file.close(self.cfg.plot and self.outcome in (Outcome.DONE, Outcome.FAILED))
+            finished = self.stop_reason is None and self.outcome in (Outcome.DONE, Outcome.FAILED)
+            self.log_file.close(self.cfg.plot and finished)
             checkpoints = checkpoint.steps(self.out)
             if self.outcome is Outcome.GAVE_UP:
                 why = self.guard.reason or self.skip_reason

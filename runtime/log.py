@@ -25,6 +25,7 @@ from cost.parameters import flops_per_token
 from cost.step_time import peak_flops
 from fast.symm_mem import bytes_allocated
 from parallel import MAX
+from pipeline import generate
 from skip import not_finite
 
 PLOTS = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")
@@ -210,6 +211,13 @@ def make_log(cfg, mesh, world, out, state, vocab_size):
             if (folder / name).exists():
                 shutil.copy(folder / name, out / name)
     return log
+
+
+def print_sample(model, tokenizer, prompt, seed):
+    """--prompt: print how the model continues the text prompt, on rank 0. Collective over the world."""
+    ids = generate(model, tokenizer.encode(prompt), max_new_tokens=100, temperature=0.8, top_k=50, seed=seed)
+    if model.mesh.world.rank == 0:
+        print(f"--- {tokenizer.decode(ids)}\n---", flush=True)
 
 
 def started(cfg, model, resumed, batch, n_samples, skip):

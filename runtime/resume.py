@@ -186,10 +186,11 @@ def find_checkpoint(cfg, world, out):
     return found
 
 
-def start_from(found, cfg, model, dp, opt, data_id):
+def start_from(found, skip, model, opt, data_id):
     """Go on from the checkpoint `found`, or start with equal replicas (found None; with --init-from, as a
-    dense checkpoint) -> (State, skip.Ranges). Collective; ValueError: the checkpoint does not fit."""
-    is_main, skip = model.mesh.world.rank == 0, Ranges(cfg.train_range_to_skip)
+    dense checkpoint) -> (State, skip.Ranges). skip: of the flags; those of the checkpoint join. Collective;
+    ValueError: the checkpoint does not fit."""
+    cfg, is_main = model.cfg, model.mesh.world.rank == 0
     if found is None:
         broadcast_and_verify(model)
         opt.masters_from_model()
@@ -198,7 +199,7 @@ def start_from(found, cfg, model, dp, opt, data_id):
             print(said if is_main else "", end="\n" * is_main, flush=True)
         state = State(data=data_id)
     else:
-        state = load(cfg, dp, opt, found, data_id)
+        state = load(cfg, opt.dp, opt, found, data_id)
         warning = skip.too_late(state.step, Ranges(state.skip))
         if is_main and warning:
             print(warning, file=sys.stderr, flush=True)

@@ -255,3 +255,13 @@ def test_config_is_frozen_and_never_changed(tmp_path, monkeypatch):
     assert all(saved[k] == (list(v) if isinstance(v, tuple) else v)
                for k, v in dataclasses.asdict(seen[0]).items())
     assert {"git", "argv", "world", "launcher"} <= saved.keys()
+
+
+@pytest.mark.parametrize("flags", [["--train-range-to-skip", 5, 3], ["--tp=2"], ["--data=nowhere"]], ids=str)
+def test_a_refused_command_leaves_an_earlier_run_alone(flags, tmp_path):
+    """It ends before --out is touched: nothing is renamed, nothing is written."""
+    out = tmp_path / "run"
+    go(1, out, "--steps=2", "--save-every=1")
+    before = {p.relative_to(tmp_path): p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+    go(1, out, "--steps=2", *flags, code=2)
+    assert {p.relative_to(tmp_path): p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
