@@ -158,7 +158,7 @@ def measure(cfg, world):
 
 
 def run_layout(cfg, ranks, limit, say):
-    """Fork the ranks, wait for all or for the first that fails, kill them -> {numbers} or {note}."""
+    """Fork the ranks, wait for all, or a second after one has failed; kill them -> {numbers} or {note}."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))  # the kernel picks a free port
         port = s.getsockname()[1]
@@ -173,11 +173,11 @@ def run_layout(cfg, ranks, limit, say):
             processes.append(process)
             theirs.close()  # the rank holds the only writing end: if it dies, recv() raises EOFError
             pipes.append(ours)
+        failed = []
         while len(answers) < ranks:
             ready = wait([p for r, p in enumerate(pipes) if r not in answers], max(0, end - time.monotonic()))
             if not ready:
-                missing = ", ".join(str(r) for r in range(ranks) if r not in answers)
-                return {"note": f"given up after {limit:g} s, waiting for rank {missing}"}
+                break
             for pipe in ready:
                 rank = pipes.index(pipe)
                 try:
@@ -186,8 +186,13 @@ def run_layout(cfg, ranks, limit, say):
                     processes[rank].join()
                     answers[rank] = f"rank {rank} died with exit code {processes[rank].exitcode}"
             failed = [text for text in answers.values() if isinstance(text, str)]
-            if failed:
-                return {"note": min(failed, key=lambda text: "out of memory" not in text)}
+            if failed:  # another rank may be about to name the cause: a broken connection is heard before it
+                end = min(end, time.monotonic() + 1)
+        if failed:
+            return {"note": min(failed, key=lambda t: ("out of memory" not in t, "died with exit" not in t))}
+        if len(answers) < ranks:
+            missing = ", ".join(str(r) for r in range(ranks) if r not in answers)
+            return {"note": f"given up after {limit:g} s, waiting for rank {missing}"}
         # the slowest and the fullest rank
         return {key: max(row[key] for row in answers.values()) for key in answers[0]}
     finally:
