@@ -1,4 +1,4 @@
-"""The reference workloads on the GPUs of this host, beside other trainers and this machine's ceilings.
+"""The workloads of bench/README.md on the GPUs of this host, beside other trainers and its ceilings.
 
     torchrun --nproc-per-node 4 bench/speed.py W1 W2b G2 --json bench/results/4gpu.jsonl   (or mpiexec)
     python bench/speed.py W2b --flags "--data data/stdlib"                                 (one GPU)
@@ -160,7 +160,7 @@ def show(r, machine):
 
 def main(argv=None):
     argv = join_value(sys.argv[1:] if argv is None else argv, "--flags")
-    flags = read_flags(Flags, argv, "speed.py WORKLOAD...", "Time train.py's step on the reference workloads "
+    flags = read_flags(Flags, argv, "speed.py WORKLOAD...", "Time train.py's step on the workloads "
                        "beside the fastest other trainer on the same kind of GPU. Needs a GPU.")
     world = launch(timeout=300)
     with exit_together(world):

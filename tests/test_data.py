@@ -317,7 +317,7 @@ def test_shakespeare(tmp_path, capsys):
     path = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
     if not path.is_file():
         assert os.environ.get("CI") != "true", f"{path} is missing, and CI=true"
-        pytest.skip(f"{path} is not here: a public clone has no ../shared")
+        pytest.skip(f"{path} is missing: the text is no part of the repository")
     code, out, err = run(capsys, path, "--name", "s", "--tokenizer", "char", "--out", tmp_path)
     assert code == 0, err
     for say in ("1,115,394 characters", "65 symbols", "1,003,854 + 111,540 tokens"):
