@@ -4,8 +4,8 @@
     Config          the flags of train.py; PRESETS are sets of values for them
     command_line    argv -> a frozen dataclass, by tyro, for every program; wrong flags give one line
     wrong_input     turns a program's wrong input into one line on stderr and exit code 2
-    check           refuses values that no run can have; check_layout: that this number of ranks cannot have
-    batch_size      the batch ramp: sequences of each step
+    check_schema    refuses JSON of other types and ranges than a program reads
+    check           refuses values that no run can have; check_ranks: that this number of ranks cannot have
 
 A configuration is never changed after it was parsed.
 """
@@ -15,11 +15,13 @@ import difflib
 import enum
 import io
 import itertools
+import json
 import os
 import re
+import reprlib
 import sys
-from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 
@@ -231,8 +233,15 @@ def wrong_input(quiet=False):
         raise SystemExit(Outcome.DONE) from None
     except (ValueError, OSError) as e:
         if not quiet:
-            print("nanoshard: " + " ".join(str(e).split()), file=sys.stderr, flush=True)
+            print(f"nanoshard: {one_line(e)}", file=sys.stderr, flush=True)
         raise SystemExit(Outcome.WRONG_INPUT) from None
+
+
+def one_line(text):
+    """A message -> the same in one line. What is not printable is escaped: it may come from a file, and a
+    terminal obeys it."""
+    text = " ".join(str(text).split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _booleans(argv, cls):
@@ -269,6 +278,70 @@ def _format_tyro_error(box, cls, prog):
 
 
 # -----------------------------------------------------------------------------
+# JSON from a file: it may be cut, foreign, or made to do harm
+
+WORDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", list: "a list",
+         dict: "an object", type(None): "null"}
+
+
+@dataclass(frozen=True)
+class Range:
+    """For check_schema: a number from low to high; a whole one where both are whole."""
+    low: float = 0
+    high: float = 2**63 - 1  # what fits into 8 bytes
+
+
+def load_json(path):
+    """-> what a UTF-8 JSON file holds. OSError: it cannot be read; ValueError: a line that names the file."""
+    def refuse(word):
+        raise ValueError(f"{word} is no number in JSON")
+    try:
+        return json.loads(Path(path).read_bytes().decode(), parse_constant=refuse)
+    except RecursionError:
+        raise ValueError(f"{path} holds no sound JSON: it is nested too deep") from None
+    except ValueError as e:
+        raise ValueError(f"{path} holds no sound JSON: {e}") from None
+
+
+def check_schema(value, schema, where, path="the content"):
+    """ValueError, one line that starts with `where`, unless a value from JSON is as schema says: a type or a
+    tuple of types (float takes an int, too); a Range; {key: schema}, where "key?" may be missing, "*" stands
+    for every key, and other keys are free; [schema] for a list of such; or a predicate whose docstring says
+    what is expected."""
+    def expect(right, what):
+        if not right:
+            raise ValueError(f"{where}: {path} is {reprlib.repr(value)[:60]}, not {what}")
+
+    def is_a(kind):
+        number = not isinstance(value, bool) and (
+            isinstance(value, (int, float)) and abs(value) <= sys.float_info.max)
+        return (number if kind is float else number and isinstance(value, int) if kind is int else
+                isinstance(value, kind))
+
+    if isinstance(schema, dict):
+        expect(is_a(dict), WORDS[dict])
+        for key, inner in schema.items():
+            name = key.removesuffix("?")
+            if name == key != "*" and name not in value:
+                raise ValueError(f"{where}: {path} lacks {name}")
+            for k in value if key == "*" else {name} & value.keys():
+                check_schema(value[k], inner, where, k if path == "the content" else f"{path}.{k}")
+    elif isinstance(schema, list):
+        expect(is_a(list), WORDS[list])
+        for i, v in enumerate(value):
+            check_schema(v, schema[0], where, f"{path}[{i}]")
+    elif isinstance(schema, Range):
+        kind = int if type(schema.low) is type(schema.high) is int else float
+        expect(is_a(kind) and schema.low <= value <= schema.high,
+               f"{WORDS[kind]} from {schema.low} to {schema.high}")
+    elif isinstance(schema, (type, tuple)):
+        kinds = schema if isinstance(schema, tuple) else (schema,)
+        expect(any(map(is_a, kinds)), " or ".join(WORDS[kind] for kind in kinds))
+    else:
+        expect(schema(value), " ".join(schema.__doc__.split()))
+
+
+# -----------------------------------------------------------------------------
 # values that are refused
 
 def check(cfg):
@@ -279,13 +352,8 @@ def check(cfg):
     for name in ("dropout", "beta1", "beta2"):
         if not 0 <= getattr(cfg, name) < 1:
             raise ValueError(f"--{name} {getattr(cfg, name)} must be in [0, 1)")
-    if cfg.n_embd % cfg.n_head:
-        fit = max(h for h in range(1, cfg.n_head + 1) if cfg.n_embd % h == 0)
-        raise ValueError(f"n-embd {cfg.n_embd} does not divide by n-head {cfg.n_head}; try --n-head {fit}")
-    if cfg.n_head % cfg.n_kv_head:
-        fit = max(g for g in range(1, cfg.n_kv_head + 1) if cfg.n_head % g == 0)
-        raise ValueError(f"n-head {cfg.n_head} does not divide by n-kv-head {cfg.n_kv_head}; "
-                         f"try --n-kv-head {fit}")
+    must_divide("n-embd", cfg.n_embd, "n-head", cfg.n_head)
+    must_divide("n-head", cfg.n_head, "n-kv-head", cfg.n_kv_head)
     if cfg.pos == "rope" and cfg.n_embd // cfg.n_head % 2:
         raise ValueError(f"head dim {cfg.n_embd // cfg.n_head} is odd, RoPE turns pairs; "
                          "try another --n-head or --pos learned")
@@ -314,129 +382,31 @@ def check(cfg):
                          "numbers; give the last step of every range")
 
 
+def largest_divisor(most, *numbers):
+    """-> the largest number up to `most` that divides all of `numbers`."""
+    return next(d for d in range(most, 0, -1) if not any(n % d for n in numbers))
+
+
+def must_divide(what, n, flag, parts):
+    """ValueError, with the number to give, where n does not divide by --flag."""
+    if n % parts:
+        raise ValueError(f"{what} {n} does not divide by {flag} {parts}; "
+                         f"try --{flag} {largest_divisor(parts, n)}")
+
+
 def check_ranks(n, tp, pp, ep, n_experts=0):
     """n ranks as a mesh -> dp. ValueError: they do not divide. n_experts: for a hint that divides it, too."""
     if n % (tp * pp):
-        fit = max(t for t in range(1, tp + 1) if n % (t * pp) == 0) if n % pp == 0 else 0
-        hint = f"try --tp {fit}" if fit else f"start a multiple of {tp * pp} ranks"
+        hint = (f"start a multiple of {tp * pp} ranks" if n % pp else
+                f"try --tp {largest_divisor(tp, n // pp)}")
         raise ValueError(f"{n} ranks do not divide by tp {tp} * pp {pp}; {hint}")
     dp = n // (tp * pp)
     if (dp * tp) % ep:
-        fit = max(e for e in range(1, ep + 1) if (dp * tp) % e == 0 and n_experts % e == 0)
         raise ValueError(f"ep {ep} does not divide dp {dp} * tp {tp} = {dp * tp} ranks of a stage; "
-                         f"try --ep {fit}")
+                         f"try --ep {largest_divisor(ep, dp * tp, n_experts)}")
     return dp
-
-
-def check_layout(cfg, mesh, batch):
-    """ValueError, with the fix, for values that are wrong on this mesh. batch: sequences per step."""
-    tp, dp = mesh.tp.size, mesh.dp.size
-    if cfg.n_experts % mesh.ep.size:
-        fit = max(e for e in range(1, mesh.ep.size) if cfg.n_experts % e == 0 and dp * tp % e == 0)
-        raise ValueError(f"n-experts {cfg.n_experts} do not divide by ep {mesh.ep.size}; try --ep {fit}")
-    if cfg.n_head % tp:
-        fit = max(t for t in range(1, tp) if cfg.n_head % t == 0)
-        raise ValueError(f"n-head {cfg.n_head} does not divide by tp {tp}; try --tp {fit}")
-    if cfg.n_kv_head % tp and tp % cfg.n_kv_head:
-        raise ValueError(f"n-kv-head {cfg.n_kv_head} neither divides by tp {tp} nor divides it; "
-                         f"try --tp {cfg.n_kv_head}")
-    if cfg.ffn_hidden % tp:
-        raise ValueError(f"ffn-hidden {cfg.ffn_hidden} does not divide by tp {tp}; "
-                         f"try --ffn-hidden {-(-cfg.ffn_hidden // tp) * tp}")
-    if 128 % tp:
-        raise ValueError(f"the vocabulary is padded to a multiple of 128, which tp {tp} does not divide; "
-                         "try --tp 2 or 4")
-    if cfg.micro_batch * cfg.seq_len % tp:
-        raise ValueError(f"micro-batch {cfg.micro_batch} * seq-len {cfg.seq_len} tokens do not divide by "
-                         f"tp {tp}; try --micro-batch {tp}")
-    if batch % (cfg.micro_batch * dp):
-        whole = max(1, round(batch / (cfg.micro_batch * dp))) * cfg.micro_batch * dp
-        raise ValueError(f"global-batch {batch} does not divide by micro-batch {cfg.micro_batch} * dp {dp}; "
-                         f"try --global-batch {whole}")
-    check_ramp(batch, cfg.rampup_batch_size, cfg.micro_batch * dp)
-    stage_layers(cfg, mesh.pp.size)
 
 
 def pad_vocab(vocab_size):
     """The vocabulary rounded up to a multiple of 128, whatever the layout: tiles like it, tp divides it."""
     return -(-vocab_size // 128) * 128
-
-
-def stage_layers(cfg, pp):
-    """-> [(first, last + 1)] blocks of each of pp stages. Embedding and head count as a block each.
-    ValueError: --pp-layers does not fit."""
-    if cfg.pp_layers:
-        counts = [int(c) if c.strip().isdigit() else -1 for c in cfg.pp_layers.split(",")]
-        if len(counts) != pp or sum(counts) != cfg.n_layer or min(counts) < 1:
-            raise ValueError(f"--pp-layers {cfg.pp_layers} must be {pp} counts of at least 1 that sum to "
-                             f"n-layer {cfg.n_layer}; try --pp-layers "
-                             f"{','.join(map(str, _balance(cfg.n_layer, pp)))}")
-    else:
-        if cfg.n_layer < pp:
-            raise ValueError(f"n-layer {cfg.n_layer} is less than pp {pp}, a stage would be empty; "
-                             f"try --pp {cfg.n_layer}")
-        counts = _balance(cfg.n_layer, pp)
-    ends = [sum(counts[:s + 1]) for s in range(pp)]
-    return [(end - count, end) for end, count in zip(ends, counts, strict=True)]
-
-
-def _balance(n_layer, pp):
-    """-> number of blocks of each stage, so that the largest stage is as small as possible. Embedding and
-    head count as a block each."""
-    counts = [0] * pp
-    for _ in range(n_layer):
-        load = [c + (s == 0) + (s == pp - 1) for s, c in enumerate(counts)]
-        # ties: the middle first
-        counts[min(range(pp), key=lambda s: (counts[s] > 0, load[s], -min(s, pp - 1 - s)))] += 1
-    return counts
-
-
-# -----------------------------------------------------------------------------
-# --rampup-batch-size START INCREMENT SAMPLES, as in Megatron-LM (its num_microbatches_calculator.py): the
-# global batch starts at START sequences and grows by INCREMENT up to --global-batch while the first SAMPLES
-# sequences are consumed, in stages of equally many samples. it is a function of the samples consumed alone: a
-# resumed run, another layout and plan.py get the same batch. the learning rate stays a function of the step
-
-def batch_size(samples, full, ramp=()):
-    """-> sequences in the step that starts after `samples` were consumed. full: the batch after the ramp."""
-    if not ramp:
-        return full
-    start, increment, over = ramp
-    stages = (full - start) // increment
-    return min(full, start + increment * (samples * stages // over))
-
-
-def check_ramp(full, ramp, unit):
-    """ValueError if the batch of a stage of the ramp does not divide by unit = micro-batch * dp."""
-    if not ramp:
-        return
-    start, increment, over = ramp
-    flag = f"--rampup-batch-size {start} {increment} {over}"
-    if not 0 < start <= full or (full - start) % increment:
-        raise ValueError(f"{flag} does not reach global-batch {full} in whole increments; "
-                         f"try --global-batch {start + max(1, -(-(full - start) // increment)) * increment}")
-    bad = next((size for size in range(start, full + 1, increment) if size % unit), None)
-    if bad is not None:
-        raise ValueError(f"{flag} has a stage of {bad}, which does not divide by micro-batch * dp = {unit}; "
-                         f"give START and INCREMENT as multiples of {unit}")
-
-
-def batch_schedule(samples, full, ramp=()):
-    """-> {batch: number of steps with it} of a run that consumes at least `samples` sequences."""
-    done, steps = 0, Counter()
-    while done < samples and (batch := batch_size(done, full, ramp)) != full:
-        steps[batch] += 1
-        done += batch
-    if done < samples:
-        steps[full] = -(-(samples - done) // full)
-    return steps
-
-
-def samples_after(steps, full, ramp=()):
-    """-> sequences consumed by the first `steps` steps."""
-    samples = 0
-    for step in range(steps):
-        if batch_size(samples, full, ramp) == full:
-            return samples + (steps - step) * full
-        samples += batch_size(samples, full, ramp)
-    return samples

@@ -22,6 +22,39 @@ def learning_rate(cfg, step):
     return low + 0.5 * (1 + math.cos(math.pi * progress)) * (cfg.lr - low)
 
 
+# -----------------------------------------------------------------------------
+# --rampup-batch-size START INCREMENT SAMPLES, as in Megatron-LM (its num_microbatches_calculator.py): the
+# global batch starts at START sequences and grows by INCREMENT up to --global-batch while the first SAMPLES
+# sequences are consumed, in stages of equally many samples. it is a function of the samples consumed alone: a
+# resumed run, another layout and plan.py get the same batch. the learning rate stays a function of the step
+
+def batch_size(samples, full, ramp=()):
+    """-> sequences in the step that starts after `samples` were consumed. full: the batch after the ramp."""
+    if not ramp:
+        return full
+    start, increment, over = ramp
+    stages = (full - start) // increment
+    return min(full, start + increment * (samples * stages // over))
+
+
+def check_ramp(full, ramp, unit):
+    """ValueError if the batch of a stage of the ramp does not divide by unit = micro-batch * dp."""
+    if not ramp:
+        return
+    start, increment, over = ramp
+    flag = f"--rampup-batch-size {start} {increment} {over}"
+    if not 0 < start <= full or (full - start) % increment:
+        raise ValueError(f"{flag} does not reach global-batch {full} in whole increments; "
+                         f"try --global-batch {start + max(1, -(-(full - start) // increment)) * increment}")
+    for size in start, min(full, start + increment):  # if these two divide, so do all that follow
+        if size % unit:
+            raise ValueError(f"{flag} has a stage of {size}, which does not divide by micro-batch * dp = "
+                             f"{unit}; give START and INCREMENT as multiples of {unit}")
+
+
+# -----------------------------------------------------------------------------
+# the update
+
 class StepStats(NamedTuple):
     """Of one step, summed over the world: () fp64 each, on the device."""
     loss: torch.Tensor        # mean cross-entropy in nats per token of the global batch

@@ -12,12 +12,45 @@ backward of micro-batch i:
 A stage keeps at most (stages - stage) micro-batches of activations, however many there are.
 """
 import contextlib
+import itertools
 import math
 
 import torch
 import torch.distributed as dist
 
 from parallel import gather_rows, untimed
+
+# -----------------------------------------------------------------------------
+# stages
+
+def stage_layers(cfg, pp):
+    """-> [(first, last + 1)] blocks of each of pp stages. ValueError: --pp-layers does not fit, or a stage
+    would be empty."""
+    if cfg.n_layer < pp:
+        raise ValueError(f"n-layer {cfg.n_layer} is less than pp {pp}, a stage would be empty; "
+                         f"try --pp {cfg.n_layer}")
+    counts = _balance(cfg.n_layer, pp)
+    if cfg.pp_layers:
+        tried, asked = ",".join(map(str, counts)), cfg.pp_layers.split(",")
+        counts = [int(c) if c.strip().isdecimal() else -1 for c in asked]
+        if len(counts) != pp or sum(counts) != cfg.n_layer or min(counts) < 1:
+            raise ValueError(f"--pp-layers {cfg.pp_layers} must be {pp} counts of at least 1 that sum to "
+                             f"n-layer {cfg.n_layer}; try --pp-layers {tried}")
+    ends = list(itertools.accumulate(counts))
+    return [(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def _balance(n_layer, pp):
+    """-> number of blocks of each stage, so that the largest stage is as small as possible. Embedding and
+    head count as a block each."""
+    order = sorted(range(pp), key=lambda s: -min(s, pp - 1 - s))  # the middle first, the ends last
+    inner, left, counts = order[:-2], n_layer - pp, [1] * pp
+    for s in inner[:left]:  # up to the load of the ends
+        counts[s] += 1
+    left = max(0, left - len(inner))
+    for i, s in enumerate(order):
+        counts[s] += left // pp + (i < left % pp)
+    return counts
 
 
 class Link:

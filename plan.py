@@ -14,14 +14,16 @@ import itertools
 import json
 import math
 import sys
+from collections import Counter
 from functools import cache
 from types import SimpleNamespace
 from typing import Literal
 
-from config import Config, batch_schedule, check_layout, pad_vocab, parse, wrong_input
+from config import Config, pad_vocab, parse, wrong_input
 from corpus.shards import load_blend_meta
+from cost.fits import check_layout
 from cost.memory import GIB, memory, saved_activations
-from cost.parameters import count_parameters, flops_per_token, local_parameters, micro_batches, stage_layers
+from cost.parameters import count_parameters, flops_per_token, local_parameters, micro_batches
 from cost.step_time import (
     GPUS,
     expected_choice,
@@ -34,7 +36,9 @@ from cost.step_time import (
 )
 from cost.traffic import reductions, traffic
 from fast.choose import needs_row_limit
+from optim import batch_size
 from parallel import make_mesh
+from pipeline import stage_layers
 
 # -----------------------------------------------------------------------------
 # 1) the plan of one layout
@@ -92,6 +96,17 @@ def estimate(cfg, gpus, gpu, vocab):
             "tok_s_gpu": tokens / total / gpus, "tflops": full * tokens / total / gpus / 1e12,
             "mfu": full * tokens / total / gpus / chip.peak,
             "stage_ms": [by_stage[stage] for stage in sorted(by_stage)]}
+
+
+def batch_schedule(samples, full, ramp=()):
+    """-> {batch: number of steps with it} of a run that consumes at least `samples` sequences."""
+    done, steps = 0, Counter()
+    while done < samples and (batch := batch_size(done, full, ramp)) != full:
+        steps[batch] += 1
+        done += batch
+    if done < samples:
+        steps[full] = -(-(samples - done) // full)
+    return steps
 
 
 def training_cost(cfg, plan, vocab):

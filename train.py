@@ -19,16 +19,17 @@ import torch
 
 import checkpoint
 import moe
-from config import Outcome, batch_size, check_layout, parse, stage_layers, wrong_input
+from config import Outcome, parse, wrong_input
 from corpus.shards import micro_batches, open_data
 from corpus.tokenizer import prompt_tokenizer
+from cost.fits import check_layout
 from cost.traffic import traffic
 from fast.choose import choose
 from fast.graph import make_step
 from model import DTYPES, GPT, init_weights
-from optim import Optimizer, learning_rate
+from optim import Optimizer, batch_size, learning_rate
 from parallel import DataParallel, make_mesh, untimed
-from pipeline import forward_backward, forward_only
+from pipeline import forward_backward, forward_only, stage_layers
 from runtime import launch, log, resume, watch
 from skip import Guard, Ranges, corrupt_targets, give_up_message
 
@@ -133,8 +134,7 @@ class Run:
                 raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {world.size - 1}")
             self.mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts)
             self.watchdog.set_mesh(self.mesh)
-            # sequences per optimizer step, after the ramp
-            self.full_batch = cfg.global_batch or cfg.micro_batch * self.mesh.dp.size
+            self.full_batch = cfg.global_batch or cfg.micro_batch * self.mesh.dp.size  # after the ramp
             check_layout(cfg, self.mesh, self.full_batch)
             self.skip = Ranges(cfg.train_range_to_skip)  # wrong ranges are refused before --out is touched
             self.train_data, self.val_data, self.vocab_size, self.data_id = open_data(cfg, world.local_rank)

@@ -31,7 +31,8 @@ import torch._dynamo  # for --compile: once, not per rank. _inductor would touch
 from common import start
 from training import Training, gpu_memory
 
-from config import Config, Outcome, check, check_layout, parse, wrong_input
+from config import Config, Outcome, check, parse, wrong_input
+from cost.fits import check_layout
 from cost.parameters import count_parameters, flops_per_token
 from cost.step_time import GPUS
 from parallel import make_mesh

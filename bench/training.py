@@ -4,7 +4,7 @@ import time
 import torch
 
 import train
-from config import check_layout
+from cost.fits import check_layout
 from fast.choose import choose
 from fast.graph import make_step
 from fast.symm_mem import bytes_allocated

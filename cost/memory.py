@@ -11,11 +11,11 @@ from cost.parameters import (
     local_parameters,
     micro_batches,
     owned_parameters,
-    stage_layers,
     unwidened_gradients,
 )
 from cost.step_time import expected_choice
 from fast.choose import needs_row_limit
+from pipeline import stage_layers
 
 GIB = 2**30
 CONTEXT = 1.2 * GIB  # CUDA context, buffers of cuBLAS and NCCL: on the card, but not torch's

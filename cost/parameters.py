@@ -6,15 +6,14 @@ count_parameters is a formula, because it also counts what one token meets; test
 """
 import dataclasses
 from functools import cache
-from types import SimpleNamespace
 
 import torch
 
-import config
 from config import pad_vocab
 from model import DTYPES, GPT
 from moe import expert_capacity
 from parallel import Axis, Mesh, assign_buckets
+from pipeline import stage_layers
 
 # -----------------------------------------------------------------------------
 # the whole model
@@ -51,16 +50,6 @@ def flops_per_token(cfg, vocab_size):
 
 # -----------------------------------------------------------------------------
 # one rank
-
-@cache
-def _stage_layers(n_layer, pp_layers, pp):
-    return config.stage_layers(SimpleNamespace(n_layer=n_layer, pp_layers=pp_layers), pp)
-
-
-def stage_layers(cfg, pp):
-    """config.stage_layers, computed once for each split: a search asks for the same split a hundred times."""
-    return _stage_layers(cfg.n_layer, cfg.pp_layers, pp)
-
 
 def micro_batches(cfg, mesh, batch=0):
     """Micro-batches of one data-parallel rank in a step of `batch` sequences, by default --global-batch."""

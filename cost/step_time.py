@@ -17,10 +17,10 @@ from cost.parameters import (
     expert_rows,
     micro_batches,
     owned_parameters,
-    stage_layers,
     unwidened_gradients,
 )
 from fast.choose import choose, needs_row_limit
+from pipeline import stage_layers
 
 
 class Gpu(NamedTuple):

@@ -12,11 +12,11 @@ from cost.parameters import (
     local_buckets,
     local_parameters,
     micro_batches,
-    stage_layers,
     unwidened_gradients,
 )
 from cost.step_time import expected_choice
 from optim import StepStats
+from pipeline import stage_layers
 
 
 def traffic(cfg, mesh, vocab_size, batch, choice=None):

@@ -20,8 +20,9 @@ from test_layouts import GPT2, LLAMA, MOE, SIGMOID, assemble
 
 import checkpoint
 import train
-from config import Config, check_layout
+from config import Config
 from corpus.shards import Synthetic
+from cost.fits import check_layout
 from parallel import make_mesh
 from runtime import resume
 from runtime.resume import Saver

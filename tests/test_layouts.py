@@ -13,8 +13,9 @@ from pool import run_ranks
 
 import moe
 import train
-from config import Config, check_layout
+from config import Config
 from corpus.shards import Synthetic
+from cost.fits import check_layout
 from parallel import make_mesh
 from runtime.resume import broadcast_and_verify, shards
 

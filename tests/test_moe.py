@@ -25,8 +25,9 @@ from test_layouts import MOE, SIGMOID, assemble, slices
 import moe
 import parallel
 import train
-from config import Config, check, check_layout, parse
+from config import Config, check, parse
 from corpus.shards import Synthetic
+from cost.fits import check_layout
 from cost.parameters import count_parameters, flops_per_token
 from fast import symm_mem
 from model import GPT, MLP, init_weights

@@ -5,12 +5,23 @@ from pool import run_ranks
 from runs import go, rows, same
 
 import train
-from config import Config, batch_size, check_ramp, parse, samples_after
-from config import batch_schedule as schedule
+from config import Config, parse
 from corpus.shards import Synthetic
+from optim import batch_size, check_ramp
 from parallel import make_mesh
+from plan import batch_schedule as schedule
 
 RAMP = ["--global-batch=8", "--rampup-batch-size", 4, 2, 16]
+
+
+def samples_after(steps, full, ramp=()):
+    """-> sequences consumed by the first `steps` steps."""
+    samples = 0
+    for step in range(steps):
+        if batch_size(samples, full, ramp) == full:
+            return samples + (steps - step) * full
+        samples += batch_size(samples, full, ramp)
+    return samples
 
 
 def megatron(samples, full, start, increment, over):

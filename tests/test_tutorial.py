@@ -18,6 +18,7 @@ from runs import chars, session
 import config
 import prepare
 import train
+from cost.fits import check_layout
 from parallel import make_mesh
 from runtime import launch
 from tutorial import exercises, solutions, test_exercises
@@ -198,7 +199,7 @@ def test_the_flags_of_the_text_exist_and_its_layouts_fit_the_ranks():
     for n, argv in runs:
         cfg = config.parse(argv)
         mesh = make_mesh(launch.World(size=n), cfg.tp, cfg.pp, cfg.ep, groups=False)
-        config.check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
+        check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
         assert cfg.steps <= 2000 and cfg.data == "data/chars" and cfg.wandb == "off"
     for _, argv in programs("prepare.py"):
         assert prepare.parse(argv).tokenizer in ("char", "bpe")
