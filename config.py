@@ -160,13 +160,20 @@ PRESETS = {
                        seq_len=2048, vocab_size=250880, micro_batch=2, global_batch=2048, steps=100_000,
                        lr=6e-5, warmup=375, dtype="bf16", **REPORTING),
 }
-MINIMUM = {  # flag: the least value it may have
-    **dict.fromkeys(("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "micro_batch",
-                     "steps", "log_every", "tp", "pp", "ep", "top_k", "timeout"), 1),
-    **dict.fromkeys(("vocab_size", "global_batch", "lr", "warmup", "decay_steps", "weight_decay", "clip",
-                     "n_experts", "capacity_factor", "aux_coef", "z_coef", "router_bias_rate",
-                     "n_shared_experts", "eval_every", "eval_iters", "save_every", "keep", "max_minutes",
-                     "check_every", "skip_spikes", "inject_spike"), 0)}
+SIZE, COUNT, FACTOR = (1, 2**20), (0, 10**12), (0, 10**9)
+RANGES = {  # flag, of any program: the least and the largest value it may have
+    **dict.fromkeys(("n_head", "n_kv_head", "n_embd", "ffn_hidden", "top_k", "tp", "pp", "ep", "micro_batch"),
+                    SIZE),
+    **dict.fromkeys(("n_experts", "n_shared_experts", "global_batch"), (0, 2**20)),
+    **dict.fromkeys(("vocab_size", "eval_iters"), (0, 2**24)), "n_layer": (1, 2**12), "seq_len": (1, 2**24),
+    **dict.fromkeys(("steps", "log_every"), (1, 10**12)),
+    **dict.fromkeys(("warmup", "decay_steps", "eval_every", "save_every", "check_every", "keep",
+                     "inject_spike", "train_range_to_skip", "rampup_batch_size"), COUNT),
+    **dict.fromkeys(("lr", "min_lr", "weight_decay", "clip", "aux_coef", "z_coef", "router_bias_rate",
+                     "capacity_factor", "ep_slack", "max_minutes", "skip_spikes"), FACTOR),
+    "rope_base": (1, 10**12), "timeout": (1, 30 * 86400), "pdb": (-1, 2**20), "seed": (0, 2**63 - 1),
+    **dict.fromkeys(("dropout", "beta1", "beta2"), (0, 1))}
+LARGEST = 10**18  # of all other numbers
 
 
 # -----------------------------------------------------------------------------
@@ -198,7 +205,9 @@ def command_line(cls, argv, prog, about, default=None):
             if {"-h", "--help"} & set(argv):  # only then: tyro's frames depend on stdout
                 captured.enter_context(contextlib.redirect_stdout(printed))
             kwargs = {} if default is None else {"default": default}
-            return tyro.cli(cls, args=_booleans(argv, cls), prog=prog, description=about, **kwargs)
+            flags = tyro.cli(cls, args=_booleans(argv, cls), prog=prog, description=about, **kwargs)
+        check_numbers(flags)
+        return flags
     except SystemExit as e:
         if e.code == 0:
             print_quietly(printed.getvalue())
@@ -344,14 +353,25 @@ def check_schema(value, schema, where, path="the content"):
 # -----------------------------------------------------------------------------
 # values that are refused
 
+def check_numbers(flags):
+    """ValueError unless every number among a program's flags is finite and within its range. A class of flags
+    may have RANGES of its own."""
+    ranges = {**RANGES, **getattr(flags, "RANGES", {})}
+    for f in dataclasses.fields(flags):
+        values, (low, high) = getattr(flags, f.name), ranges.get(f.name, (-LARGEST, LARGEST))
+        for v in values if isinstance(values, tuple) else [values]:
+            if isinstance(v, (int, float)) and not low <= v <= high:  # nan is in no range
+                raise ValueError(f"--{f.name.replace('_', '-')} {v} must be at least {low}, at most {high}")
+
+
 def check(cfg):
     """ValueError, with the fix, for values that are wrong whatever the number of ranks and the data."""
-    for name, least in MINIMUM.items():
-        if getattr(cfg, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least {least}")
+    check_numbers(cfg)
     for name in ("dropout", "beta1", "beta2"):
-        if not 0 <= getattr(cfg, name) < 1:
+        if getattr(cfg, name) == 1:
             raise ValueError(f"--{name} {getattr(cfg, name)} must be in [0, 1)")
+    if cfg.min_lr is not None and cfg.min_lr > cfg.lr:
+        raise ValueError(f"--min-lr {cfg.min_lr} is above --lr {cfg.lr}; try --min-lr {cfg.lr / 10:g}")
     must_divide("n-embd", cfg.n_embd, "n-head", cfg.n_head)
     must_divide("n-head", cfg.n_head, "n-kv-head", cfg.n_kv_head)
     if cfg.pos == "rope" and cfg.n_embd // cfg.n_head % 2:
@@ -372,6 +392,10 @@ def check(cfg):
                          "try --n-experts 8")
     if cfg.ep_slack and cfg.ep_slack < 1:
         raise ValueError(f"--ep-slack {cfg.ep_slack} is less than the balanced share; try --ep-slack 2")
+    dump = Path(cfg.dump_grads)
+    if cfg.dump_grads and (not dump.name or dump.is_dir() or any(p.is_file() for p in dump.parents)):
+        raise ValueError(f"--dump-grads {cfg.dump_grads} is a folder or lies in a file; give the path of a "
+                         "new file, such as out/grads.safetensors")
     if cfg.init_from and cfg.resume != "none":
         raise ValueError("--init-from starts a run and --resume goes on with one; give one of them")
     if len(cfg.rampup_batch_size) not in (0, 3) or min(cfg.rampup_batch_size, default=1) < 1:
@@ -384,7 +408,7 @@ def check(cfg):
 
 def largest_divisor(most, *numbers):
     """-> the largest number up to `most` that divides all of `numbers`."""
-    return next(d for d in range(most, 0, -1) if not any(n % d for n in numbers))
+    return next(d for d in range(min(most, *filter(None, numbers)), 0, -1) if not any(n % d for n in numbers))
 
 
 def must_divide(what, n, flag, parts):

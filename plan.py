@@ -101,11 +101,14 @@ def estimate(cfg, gpus, gpu, vocab):
 def batch_schedule(samples, full, ramp=()):
     """-> {batch: number of steps with it} of a run that consumes at least `samples` sequences."""
     done, steps = 0, Counter()
-    while done < samples and (batch := batch_size(done, full, ramp)) != full:
-        steps[batch] += 1
-        done += batch
-    if done < samples:
-        steps[full] = -(-(samples - done) // full)
+    while done < samples:
+        batch, until = batch_size(done, full, ramp), samples
+        if batch < full:  # up to where the next stage starts
+            start, increment, over = ramp
+            stages, next_stage = (full - start) // increment, (batch - start) // increment + 1
+            until = min(samples, -(-next_stage * over // stages))
+        steps[batch] += -(-(until - done) // batch)
+        done += -(-(until - done) // batch) * batch
     return steps
 
 

@@ -22,7 +22,7 @@ import moe
 from config import Outcome, parse, wrong_input
 from corpus.shards import micro_batches, open_data
 from corpus.tokenizer import prompt_tokenizer
-from cost.fits import check_layout
+from cost.fits import check_layout, check_memory
 from cost.traffic import traffic
 from fast.choose import choose
 from fast.graph import make_step
@@ -130,14 +130,13 @@ class Run:
         """Mesh, data, model. Wrong input on any rank: one line, and all ranks exit with code 2."""
         cfg, world = self.cfg, self.world
         with launch.exit_together(world):
-            if cfg.pdb >= world.size:
-                raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {world.size - 1}")
             self.mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts)
             self.watchdog.set_mesh(self.mesh)
             self.full_batch = cfg.global_batch or cfg.micro_batch * self.mesh.dp.size  # after the ramp
             check_layout(cfg, self.mesh, self.full_batch)
             self.skip = Ranges(cfg.train_range_to_skip)  # wrong ranges are refused before --out is touched
             self.train_data, self.val_data, self.vocab_size, self.data_id = open_data(cfg, world.local_rank)
+            check_memory(cfg, self.mesh, self.vocab_size, world)
             self.tokenizer = prompt_tokenizer(cfg)
         with launch.exit_together(world):  # again: choose() is collective, so no rank may have left before
             self.choice = choose(cfg, self.mesh, self.device)

@@ -1,5 +1,14 @@
 """Whether these ranks can train a model: train.py refuses a layout that cannot, plan.py leaves it out."""
+import contextlib
+import dataclasses
+import os
+from pathlib import Path
+
+import torch
+
 from config import largest_divisor, must_divide
+from cost.memory import GIB, state_bytes
+from fast.choose import choose
 from optim import check_ramp
 from pipeline import stage_layers
 
@@ -7,6 +16,8 @@ from pipeline import stage_layers
 def check_layout(cfg, mesh, batch):
     """ValueError, with the fix, for values that are wrong on this mesh. batch: sequences per step."""
     tp, dp = mesh.tp.size, mesh.dp.size
+    if cfg.pdb >= mesh.world.size:
+        raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {mesh.world.size - 1}")
     if cfg.n_experts % mesh.ep.size:
         fit = largest_divisor(mesh.ep.size, cfg.n_experts, dp * tp)
         raise ValueError(f"n-experts {cfg.n_experts} do not divide by ep {mesh.ep.size}; try --ep {fit}")
@@ -29,3 +40,42 @@ def check_layout(cfg, mesh, batch):
                          f"try --global-batch {whole}")
     check_ramp(batch, cfg.rampup_batch_size, cfg.micro_batch * dp)
     stage_layers(cfg, mesh.pp.size)
+
+
+def check_memory(cfg, mesh, vocab_size, world):
+    """ValueError, with the numbers, if weights, gradients and optimizer state alone exceed the memory of this
+    rank's device. Activations are not counted: what passes may still be too large."""
+    choice = choose(cfg, mesh, world.device, lambda *_: True)  # at best: no rank is asked what it can reach
+
+    def need(stage):
+        at = dataclasses.replace(mesh, pp=dataclasses.replace(mesh.pp, rank=stage))
+        return sum(state_bytes(cfg, at, vocab_size, choice).values())
+
+    needed, have, who = need(mesh.pp.rank), 0, f"on {world.device} of rank {world.rank}"
+    if world.device.type == "cpu":  # the ranks of a node share its memory; the others need this much at least
+        needed += (world.local_size - 1) * min(map(need, range(mesh.pp.size)))
+        have, who = host_memory(), f"with {world.local_size} ranks on this node"
+    elif hasattr(backend := getattr(torch, world.device.type), "mem_get_info"):
+        have = backend.mem_get_info(world.device)[1]
+    if needed > have > 0:
+        zero = "--zero 1, " * (mesh.dp.size > 1 and not cfg.zero)
+        raise ValueError(f"weights, gradients and optimizer state alone take {needed / GIB:,.1f} GiB {who}, "
+                         f"which has {have / GIB:,.1f} GiB; try {zero}--tp {2 * cfg.tp} or --pp {2 * cfg.pp} "
+                         "on more devices, or a smaller --n-embd")
+
+
+def host_memory(groups="/proc/self/cgroup", root="/sys/fs/cgroup"):
+    """-> bytes that the processes of this node may use together: of the machine, or of a control group that
+    this process is in (a container, a batch job)."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with contextlib.suppress(OSError):  # not Linux
+        for line in Path(groups).read_text().splitlines():
+            _, kinds, name = line.split(":", 2)
+            if kinds not in ("", "memory"):
+                continue
+            file = "memory.limit_in_bytes" if kinds else "memory.max"  # versions 1 and 2
+            folder = Path(root, kinds, name.lstrip("/"))
+            for f in (folder, *folder.parents):
+                with contextlib.suppress(OSError, ValueError):  # "max": no limit
+                    limits.append(int((f / file).read_text()))
+    return min(limits)

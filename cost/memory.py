@@ -98,6 +98,16 @@ def gradient_bytes(cfg, mesh, vocab_size, choice):
     return out + max((n for axis in copied for n in buckets[axis]), default=0) * weight
 
 
+def state_bytes(cfg, mesh, vocab_size, choice):
+    """-> {part: bytes on this rank} of what stays from step to step: weights, gradients, optimizer."""
+    weight, grad = element_bytes(cfg)
+    local = local_parameters(cfg, mesh, vocab_size)
+    masters = 0 if weight == grad else grad
+    return {"weights": sum(local.values()) * weight,
+            "gradients": gradient_bytes(cfg, mesh, vocab_size, choice),
+            "optimizer": owned_parameters(cfg, mesh, local) * (masters + 2 * grad)}
+
+
 def memory(cfg, mesh, vocab_size, choice=None):
     """-> {part: bytes on this rank} at the fullest moment, on a GPU: weights, gradients, optimizer;
     activations of all micro-batches in flight (1F1B: at most stages - stage); logits; workspace, what the
@@ -106,8 +116,7 @@ def memory(cfg, mesh, vocab_size, choice=None):
     travel as peer copies. choice: the run's fast.choose.Choice, by default the expected one."""
     choice = choice or expected_choice(cfg, mesh)
     weight, grad = element_bytes(cfg)
-    local = local_parameters(cfg, mesh, vocab_size)
-    n, masters = sum(local.values()), 0 if weight == grad else grad
+    n = sum(local_parameters(cfg, mesh, vocab_size).values())
     tp, C, V = mesh.tp.size, cfg.n_embd, pad_vocab(vocab_size)
     rows = cfg.micro_batch * cfg.seq_len
     first, last = stage_layers(cfg, mesh.pp.size)[mesh.pp.rank]
@@ -129,7 +138,6 @@ def memory(cfg, mesh, vocab_size, choice=None):
     workspace = max(0, work - logits)
     # symmetric memory: a buffer for each layer, two for all layers
     buffers = (last - first + 2) * buffer_rows(cfg, mesh, choice) * C * weight
-    return {"weights": n * weight, "gradients": gradient_bytes(cfg, mesh, vocab_size, choice),
-            "optimizer": owned_parameters(cfg, mesh, local) * (masters + 2 * grad),
-            "activations": activations, "logits": logits, "workspace": workspace, "symm_mem": buffers,
+    return {**state_bytes(cfg, mesh, vocab_size, choice), "activations": activations, "logits": logits,
+            "workspace": workspace, "symm_mem": buffers,
             "overhead": CONTEXT + FRAGMENTS * (activations + logits + workspace)}

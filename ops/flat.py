@@ -1,4 +1,6 @@
 """The flat buffers of parallel.py: which parameters share one, and gradients on their way into them."""
+from collections import Counter
+
 import torch
 
 from ops import backend
@@ -11,14 +13,16 @@ def assign_buckets(named_parameters, bucket_elements=BUCKET_ELEMENTS):
     """-> [(axis name, decayed, names, parameters)] of each bucket, in the order in which backward fills them.
     Backward reaches the last layers first, so buckets are filled in reverse. Vectors (norms, biases) have
     buckets of their own: they are not decayed, and one bucket is one tensor of the optimizer."""
-    full, filling = [], {}  # filling: (axis name, decayed): names, parameters
+    full, filling, elements = [], {}, Counter()  # filling: (axis name, decayed): names, parameters
     for name, p in reversed(list(named_parameters)):
         key = p.reduce, uses_weight_decay(p)
         names, params = filling.setdefault(key, ([], []))
         names.append(name)
         params.append(p)
-        if sum(q.numel() for q in params) >= bucket_elements:
+        elements[key] += p.numel()
+        if elements[key] >= bucket_elements:
             full.append((*key, *filling.pop(key)))
+            del elements[key]
     return full + [(*key, names, params) for key, (names, params) in filling.items()]
 
 
