@@ -20,46 +20,28 @@ which tensors are saved, and saves while training goes on.
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
 import zlib
 from pathlib import Path
+from typing import Literal
 
-from config import wrong_input
+from config import Range, check_schema, load_json, one_line, printable, wrong_input
 
 FORMAT = 2
 SAFETENSORS_DTYPE = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64",
                      "int32": "I32", "uint8": "U8", "bool": "BOOL"}  # by torch's names
 BLOCK = 1 << 24  # bytes written, or read, at once
 HINT = "use an older step_N"
-
-
-# -----------------------------------------------------------------------------
-# shards
-
-def rectangles(shape, a, b):
-    """Cut elements a..b-1 of a row-major tensor into rectangles -> [(offset, size)], at most 2 ndim - 1, in
-    the order of the elements. ZeRO's slices are such runs: they start and end in the middle of rows."""
-    if a >= b:
-        return []
-    if len(shape) == 0:
-        return [((), ())]
-    row = 1
-    for s in shape[1:]:
-        row *= s
-    out = []
-    first, last = -(-a // row), b // row  # whole rows
-    if first > last:  # inside one row
-        last = first = first - 1
-        return [((first, *o), (1, *s)) for o, s in rectangles(shape[1:], a - first * row, b - first * row)]
-    if a < first * row:
-        out += [((first - 1, *o), (1, *s)) for o, s in rectangles(shape[1:], a - (first - 1) * row, row)]
-    if first < last:
-        out.append(((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
-    if last * row < b:
-        out += [((last, *o), (1, *s)) for o, s in rectangles(shape[1:], 0, b - last * row)]
-    return out
+COUNT, SIZES = Range(0, 10**12), [Range(0, 2**48)]
+PIECE = {"file": str, "key": str, "offset": SIZES, "size": SIZES}
+INDEX = {"step": COUNT, "meta": dict, "files": {"*": {"bytes": Range(), "crc32": Range()}},
+         "tensors": {"*": {"dtype": Literal[tuple(SAFETENSORS_DTYPE)], "shape": SIZES, "pieces": [PIECE]}}}
+RUN = {"step": COUNT, "samples": Range(), "skipped": COUNT, "nan_steps": COUNT, "streak?": COUNT,
+       "adam_t": COUNT, "data": str, "skip": [COUNT], "window?": [[float, float]], "seed": int,
+       "world": COUNT, "shape": {"n_experts": int, "bias": bool}}  # meta, if a run wrote it
 
 
 # -----------------------------------------------------------------------------
@@ -93,10 +75,9 @@ def write_part(tmp, rank, shards):
         key = name if tuple(tensor.shape) == tuple(full) else f"{name}#{i}"
         tensors[key] = tensor
         records.append([name, key, str(tensor.dtype)[6:], list(full), list(offset), list(tensor.shape)])
-    part = {"file": None, "records": records}
+    part = {"file": file if tensors else None, "records": records}
     if tensors:
-        size, crc = write_safetensors(tmp / file, tensors)
-        part = {"file": file, "records": records, "bytes": size, "crc32": crc}
+        part["bytes"], part["crc32"] = write_safetensors(tmp / file, tensors)
     _write(tmp / f"rank_{rank:05d}.json", json.dumps(part))
 
 
@@ -233,18 +214,43 @@ def read_index(path, patience=0.0):
     if not path.is_dir():
         raise FileNotFoundError(f"no checkpoint {path}; give a step_N directory, or --resume auto")
     try:
-        index = json.loads((path / "index.json").read_text())
+        index = load_json(path / "index.json")
+        check_schema(index, {"format": int}, "it")
+        if index["format"] != FORMAT:
+            raise ValueError(f"it has format {index['format']}, this code reads {FORMAT}; read it with the "
+                             "code that wrote it")
         crc = index.pop("crc32", None)
-    except (OSError, ValueError, AttributeError, TypeError) as e:
-        raise ValueError(f"checkpoint {path} has no readable index.json ({e}); {HINT}") from None
-    if index.get("format") != FORMAT:
-        raise ValueError(f"checkpoint {path} has format {index.get('format')}, this code reads {FORMAT}; "
-                         "read it with the code that wrote it")
-    if zlib.crc32(json.dumps(index, sort_keys=True).encode()) != crc:
-        raise ValueError(f"checkpoint {path}: index.json differs from its crc32, it was damaged; {HINT}")
-    if missing := {"step", "meta", "files", "tensors"} - index.keys():
-        raise ValueError(f"checkpoint {path}: index.json lacks {', '.join(sorted(missing))}; {HINT}")
+        if zlib.crc32(json.dumps(index, sort_keys=True).encode()) != crc:
+            raise ValueError("index.json differs from its crc32, it was damaged")
+        check_schema(index, INDEX, "it")
+        if "shape" in (meta := index["meta"]):
+            check_schema(meta, RUN, "its meta")
+            if meta.get("scaler") is not None:
+                check_schema(meta["scaler"], [float, int], "its meta", "scaler")
+            if meta["step"] != index["step"]:
+                raise ValueError(f"it is of step {index['step']}, its meta of step {meta['step']}")
+        check_pieces(index)
+    except (OSError, ValueError, RecursionError) as e:
+        raise ValueError(f"checkpoint {path} has no readable index.json: {e}; {HINT}") from None
     return index
+
+
+def check_pieces(index):
+    """ValueError unless every file is one of the directory, and the pieces of each tensor lie in it, are as
+    large together as it is, and not larger than their files."""
+    room = {name: f["bytes"] for name, f in index["files"].items()}
+    if odd := next((name for name in room if not re.fullmatch(r"rank_[0-9]+\.safetensors", name)), None):
+        raise ValueError(f"it names the file {odd!r}, no rank_R.safetensors")
+    for name, t in index["tensors"].items():
+        left = math.prod(t["shape"])
+        for p in t["pieces"]:
+            n, inside = math.prod(p["size"]), len(p["offset"]) == len(p["size"]) == len(t["shape"]) and all(
+                o + s <= full for o, s, full in zip(p["offset"], p["size"], t["shape"], strict=True))
+            room[p["file"]], left = room.get(p["file"], 0) - n, left - n
+            if not inside or room[p["file"]] < 0:
+                raise ValueError(f"a piece of {name} lies outside of the tensor or of {p['file']}")
+        if left:
+            raise ValueError(f"the pieces of {name} lack {left} of its elements")
 
 
 def check(path, rank=0, size=1, patience=0.0):
@@ -253,14 +259,15 @@ def check(path, rank=0, size=1, patience=0.0):
     path = Path(path)
     index = read_index(path, patience)
     for i, (name, want) in enumerate(sorted(index["files"].items())):
-        f = path / name
+        f, wrong = path / name, ""
         if not f.is_file():
-            raise ValueError(f"checkpoint {path}: {name} is missing; {HINT}")
-        if f.stat().st_size != want["bytes"]:
-            raise ValueError(f"checkpoint {path}: {name} has {f.stat().st_size} bytes, index.json says "
-                             f"{want['bytes']}; {HINT}")
-        if i % size == rank and _crc(f) != want["crc32"]:
-            raise ValueError(f"checkpoint {path}: {name} differs from its crc32, it was damaged; {HINT}")
+            wrong = "is missing"
+        elif f.stat().st_size != want["bytes"]:
+            wrong = f"has {f.stat().st_size} bytes, index.json says {want['bytes']}"
+        elif i % size == rank and _crc(f) != want["crc32"]:
+            wrong = "differs from its crc32, it was damaged"
+        if wrong:
+            raise ValueError(f"checkpoint {path}: {name} {wrong}; {HINT}")
     return index
 
 
@@ -278,7 +285,7 @@ def damage(path, rank=0, size=1):
     try:
         check(path, rank, size, patience=30.0 if rank else 0.0)
     except (ValueError, OSError) as e:
-        return str(e)
+        return one_line(e)
 
 
 def newest(root, say=print):
@@ -326,8 +333,11 @@ class Reader:
         try:
             if file not in self.handles:
                 self.handles[file] = safe_open(self.path / file, framework="pt")
-            return self.handles[file].get_slice(key)[where] if where else self.handles[file].get_tensor(key)
-        except (SafetensorError, OSError) as e:
+            got = self.handles[file].get_slice(key)[where] if where else self.handles[file].get_tensor(key)
+            if list(got.shape) != [s.stop - s.start for s in where]:
+                raise OSError(f"{key} is {tuple(got.shape)} there")
+            return got
+        except (SafetensorError, OSError, IndexError, ValueError) as e:
             raise ValueError(f"checkpoint {self.path}: {file} is damaged ({e}); {HINT}") from None
 
 
@@ -339,10 +349,10 @@ def load(path, requested, index=None):
         reader.fill(name, out, full, offset)
 
 
-def full_tensors(path, names=None):
-    """-> {name: tensor at full size}, of all tensors or of names, assembled from all shards."""
+def full_tensors(path):
+    """-> {name: tensor at full size}, assembled from all shards."""
     reader = Reader(path)
-    return {n: block for n in names or reader.index["tensors"] for _, block in _blocks(reader, n, math.inf)}
+    return {n: block for n in reader.index["tensors"] for _, block in _blocks(reader, n, math.inf)}
 
 
 # -----------------------------------------------------------------------------
@@ -377,14 +387,11 @@ def compare(a, b, name):
             most = max(most, (x - y).abs().nan_to_num(math.inf)[apart].max().item())
     if not count:
         return None
-    where = []
-    for s in reversed(a.index["tensors"][name]["shape"]):
-        first, i = divmod(first, s)
-        where.append(i)
-    return count, most, most / top if top else math.inf, tuple(reversed(where))
+    where = torch.unravel_index(torch.tensor(first), a.index["tensors"][name]["shape"])
+    return count, most, most / top if top else math.inf, tuple(int(i) for i in where)
 
 
-def diff(path_a, path_b, say=print):
+def diff(path_a, path_b, say=lambda text: print(printable(text))):
     """Say which tensors and counters differ, and by how much -> number of differences. Layouts may differ;
     tensors are read block by block."""
     a, b = (Reader(p, check(p)) for p in (path_a, path_b))
@@ -403,9 +410,8 @@ def diff(path_a, path_b, say=print):
             text = f"shape {tuple(names_a[name]['shape'])} -> {tuple(names_b[name]['shape'])}"
         else:
             apart = compare(a, b, name)
-            total = math.prod(names_a[name]["shape"])
             text = apart and "{} of {} elements, max abs {:.3g}, relative {:.3g}, first at {}".format(
-                apart[0], total, *apart[1:])
+                apart[0], math.prod(names_a[name]["shape"]), *apart[1:])
             if names_a[name]["dtype"] != names_b[name]["dtype"]:
                 text = f"{names_a[name]['dtype']} -> {names_b[name]['dtype']}" + (f", {text}" if text else "")
         if text:
@@ -415,14 +421,14 @@ def diff(path_a, path_b, say=print):
     return found
 
 
-def show(path):
-    """Print a checkpoint's counters and its tensors."""
+def show(path, say=lambda text: print(printable(text))):
+    """Say what a checkpoint's counters and tensors are."""
     index = check(path)
-    print(f"{path}: step {index['step']}, {len(index['tensors'])} tensors in {len(index['files'])} files, "
-          f"{sum(f['bytes'] for f in index['files'].values()) / 1e6:.1f} MB, all checksums right")
-    print("  " + " ".join(f"{k}={v}" for k, v in index["meta"].items() if not isinstance(v, dict)))
+    say(f"{path}: step {index['step']}, {len(index['tensors'])} tensors in {len(index['files'])} files, "
+        f"{sum(f['bytes'] for f in index['files'].values()) / 1e6:.1f} MB, all checksums right")
+    say("  " + " ".join(f"{k}={v}" for k, v in index["meta"].items() if not isinstance(v, dict)))
     for name, entry in sorted(index["tensors"].items()):
-        print(f"  {name:48s} {entry['dtype']:8s} {tuple(entry['shape'])!s:20s} {len(entry['pieces'])} pieces")
+        say(f"  {name:48s} {entry['dtype']:8s} {tuple(entry['shape'])!s:20s} {len(entry['pieces'])} pieces")
 
 
 @wrong_input()
@@ -432,10 +438,10 @@ def main(argv):
     if (command, len(paths)) not in (("show", 1), ("diff", 2)):
         raise ValueError("usage: python checkpoint.py show A, or diff A B")
     paths = [next(iter(steps(p)), p) if not (Path(p) / "index.json").exists() else p for p in paths]
-    if command == "show":
-        show(paths[0])
-        return 0
-    return int(diff(*paths) > 0)
+    if command == "diff":
+        return int(diff(*paths) > 0)
+    show(paths[0])
+    return 0
 
 
 if __name__ == "__main__":

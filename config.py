@@ -20,6 +20,7 @@ import os
 import re
 import reprlib
 import sys
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -247,9 +248,12 @@ def wrong_input(quiet=False):
 
 
 def one_line(text):
-    """A message -> the same in one line. What is not printable is escaped: it may come from a file, and a
-    terminal obeys it."""
-    text = " ".join(str(text).split())
+    """A message -> the same in one line, and printable."""
+    return printable(" ".join(str(text).split()))
+
+
+def printable(text):
+    """text, which may come from a file -> the same with what a terminal would obey escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -314,9 +318,9 @@ def load_json(path):
 
 def check_schema(value, schema, where, path="the content"):
     """ValueError, one line that starts with `where`, unless a value from JSON is as schema says: a type or a
-    tuple of types (float takes an int, too); a Range; {key: schema}, where "key?" may be missing, "*" stands
-    for every key, and other keys are free; [schema] for a list of such; or a predicate whose docstring says
-    what is expected."""
+    tuple of types (float takes an int, too); a Range; a Literal; {key: schema}, where "key?" may be missing,
+    "*" stands for every key, and other keys are free; [schema] for a list of such, [a, b] for a pair; or a
+    predicate whose docstring says what is expected."""
     def expect(right, what):
         if not right:
             raise ValueError(f"{where}: {path} is {reprlib.repr(value)[:60]}, not {what}")
@@ -336,13 +340,17 @@ def check_schema(value, schema, where, path="the content"):
             for k in value if key == "*" else {name} & value.keys():
                 check_schema(value[k], inner, where, k if path == "the content" else f"{path}.{k}")
     elif isinstance(schema, list):
-        expect(is_a(list), WORDS[list])
-        for i, v in enumerate(value):
-            check_schema(v, schema[0], where, f"{path}[{i}]")
+        length = f" of {len(schema)}" * (len(schema) > 1)
+        expect(is_a(list) and (not length or len(value) == len(schema)), WORDS[list] + length)
+        for i, (v, inner) in enumerate(zip(value, itertools.cycle(schema), strict=False)):
+            check_schema(v, inner, where, f"{path}[{i}]")
     elif isinstance(schema, Range):
         kind = int if type(schema.low) is type(schema.high) is int else float
         expect(is_a(kind) and schema.low <= value <= schema.high,
                f"{WORDS[kind]} from {schema.low} to {schema.high}")
+    elif typing.get_origin(schema) is Literal:
+        values = typing.get_args(schema)
+        expect(value in values, f"one of {', '.join(map(str, values))}")
     elif isinstance(schema, (type, tuple)):
         kinds = schema if isinstance(schema, tuple) else (schema,)
         expect(any(map(is_a, kinds)), " or ".join(WORDS[kind] for kind in kinds))

@@ -1,4 +1,5 @@
 """The flat buffers of parallel.py: which parameters share one, and gradients on their way into them."""
+import math
 from collections import Counter
 
 import torch
@@ -67,3 +68,25 @@ def sum_shards(total, own, others):
     total.copy_(own)
     for part in others:
         total.add_(part)
+
+
+def rectangles(shape, a, b):
+    """Cut elements a..b-1 of a row-major tensor into rectangles -> [(offset, size)], at most 2 ndim - 1, in
+    the order of the elements. ZeRO's slices are such runs: they start and end in the middle of rows."""
+    if a >= b:
+        return []
+    if len(shape) == 0:
+        return [((), ())]
+    row = math.prod(shape[1:])
+    out = []
+    first, last = -(-a // row), b // row  # whole rows
+    if first > last:  # inside one row
+        last = first = first - 1
+        return [((first, *o), (1, *s)) for o, s in rectangles(shape[1:], a - first * row, b - first * row)]
+    if a < first * row:
+        out += [((first - 1, *o), (1, *s)) for o, s in rectangles(shape[1:], a - (first - 1) * row, row)]
+    if first < last:
+        out.append(((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
+    if last * row < b:
+        out += [((last, *o), (1, *s)) for o, s in rectangles(shape[1:], 0, b - last * row)]
+    return out

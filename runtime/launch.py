@@ -32,7 +32,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from config import Outcome
+from config import Outcome, one_line
 from parallel import MAX, Axis
 
 # launcher: its variables for (rank, world size, local rank, local size). the first launcher whose variables
@@ -318,7 +318,7 @@ def exit_together(world):
     try:
         yield
     except (ValueError, OSError) as e:
-        text = " ".join(str(e).split())  # one line, whatever the message contains
+        text = one_line(e)
     for rank, t in enumerate(world.axis.gather_objects(text)):  # one short string per rank, over the world
         if t is not None:
             if world.rank == rank:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from config import Outcome
+from config import Outcome, one_line
 from corpus.shards import first_folder
 from cost.parameters import flops_per_token
 from cost.step_time import peak_flops
@@ -187,7 +187,7 @@ def git_revision():
 
 def warn(text):
     """One line on stderr, whatever the text contains."""
-    print("nanoshard: " + " ".join(text.split()), file=sys.stderr, flush=True)
+    print(f"nanoshard: {one_line(text)}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

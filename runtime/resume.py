@@ -21,6 +21,7 @@ import torch
 
 import checkpoint
 from config import Outcome, pad_vocab
+from ops.flat import rectangles
 from parallel import Axis
 from runtime.launch import exit_together
 from runtime.log import warn
@@ -35,7 +36,7 @@ def shards(dp, opt, vectors=None, owned_only=True):
     the given {prefix: a slice per bucket}. The views share memory with the optimizer: filling them loads.
 
     owned_only: leave out what another rank saves; over all ranks every element is then there once.
-    The optimizer's slices are runs of flat buckets; checkpoint.rectangles cuts a run into rectangles."""
+    The optimizer's slices are runs of flat buckets; ops.flat.rectangles cuts a run into rectangles."""
     if vectors is None:
         state = [opt.adam.state[m] for m in opt.masters]
         vectors = {"": opt.masters, **{f"{k}/": [s[k] for s in state] for k in opt.adam.moments}}
@@ -46,7 +47,7 @@ def shards(dp, opt, vectors=None, owned_only=True):
                 if owned_only and b.shards == 1 and zlib.crc32(name.encode()) % b.axis.size != b.axis.rank:
                     continue  # every replica holds it whole: a hash of the name chooses the one that saves it
                 low, high = max(start, b.shard.start), min(start + p.numel(), b.shard.stop)
-                for offset, size in checkpoint.rectangles(p.shape, low - start, high - start):
+                for offset, size in rectangles(p.shape, low - start, high - start):
                     n = math.prod(size)
                     where = tuple(o + q for o, q in zip(offset, p.offset, strict=True))
                     out.append((prefix + name, own[low - b.shard.start:][:n].view(size), p.full_shape, where))
@@ -108,10 +109,10 @@ def save(cfg, mesh, dp, opt, saver, state):
 def check_shape(cfg, path, shape, may_differ=()):
     """ValueError, with the flag to give, where the checkpoint's model has another shape than cfg's."""
     for key, there in shape.items():
-        if there != getattr(cfg, key) and key not in may_differ:
+        if there != getattr(cfg, key, None) and key not in may_differ:
             flag = key.replace("_", "-")
-            raise ValueError(f"checkpoint {path} has {flag} {there}, the flags say {getattr(cfg, key)}; "
-                             f"give --{flag} {there}")
+            raise ValueError(f"checkpoint {path} has {flag} {there}, the flags say "
+                             f"{getattr(cfg, key, None)}; give --{flag} {there}")
 
 
 def load(cfg, dp, opt, path, data_id):

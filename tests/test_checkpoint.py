@@ -23,6 +23,7 @@ import train
 from config import Config
 from corpus.shards import Synthetic
 from cost.fits import check_layout
+from ops.flat import rectangles
 from parallel import make_mesh
 from runtime import resume
 from runtime.resume import Saver
@@ -123,7 +124,7 @@ def test_rectangles_cover_every_element_once():
         shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 4)))
         n = math.prod(shape)
         a, b = sorted(rng.randint(0, n) for _ in range(2))
-        count, at, found = np.zeros(shape, int), a, checkpoint.rectangles(shape, a, b)
+        count, at, found = np.zeros(shape, int), a, rectangles(shape, a, b)
         flat = np.arange(n).reshape(shape)
         for offset, size in found:
             where = tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))
@@ -233,8 +234,12 @@ def test_unknown_names_other_shapes_and_missing_elements_are_refused(tmp_path):
             checkpoint.load(path, [(name, out, full, (0, 0))])
         assert text in str(e.value)
     checkpoint.save(tmp_path, 2, 0, 1, [("w", want["w"][:3], (6, 4), (0, 0))], {})
-    with pytest.raises(ValueError, match="w covers 2 of 4 elements"):
+    with pytest.raises(ValueError, match="the pieces of w lack 12 of its elements"):
         checkpoint.load(tmp_path / "step_000002", [("w", out, (6, 4), (2, 1))])
+    overlapping = [("w", want["w"][:4], (6, 4), (0, 0)), ("w", want["w"][2:4], (6, 4), (2, 0))]
+    checkpoint.save(tmp_path, 3, 0, 1, overlapping, {})
+    with pytest.raises(ValueError, match="w covers 0 of 4 elements"):
+        checkpoint.load(tmp_path / "step_000003", [("w", out, (6, 4), (4, 1))])
 
 
 # -----------------------------------------------------------------------------
