@@ -19,6 +19,7 @@ documents of about 4,000 characters. End-of-document follows each, and the hash 
 between train and val, so duplicates have the same split. `char` has no documents: its text is one stream, and
 the last tenth is val. A record that cannot be read is named on stderr and counted, here and in meta.json.
 """
+import fcntl
 import hashlib
 import json
 import os
@@ -28,19 +29,25 @@ import shutil
 import sys
 import sysconfig
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import tyro
 
-from config import command_line, wrong_input
+from config import check_schema, command_line, load_json, one_line, wrong_input
 from corpus import build, shards, text, tokenizer
 from corpus.shards import SPLITS
 
 UNIT_BYTES = 16 << 20  # of text per unit of work; the workers' number does not change it
+VOCAB_SIZE = 4096  # of bpe: an id stands for 3.5 characters of python, a small model is not dwarfed by them
 TRAINING_BYTES = 64 << 20  # of text to train a vocabulary on
 NOT_STDLIB, TESTS = {"site-packages", "dist-packages", "__pycache__"}, {"test", "tests", "idle_test"}
+LIMITS = {"workers": (1, 1024), "shard_tokens": (1, 1 << 40), "seed": (0, (1 << 63) - 1),
+          "vocab_size": (tokenizer.MIN_VOCAB, tokenizer.MAX_ID)}
+MAX_SHARDS = 100_000  # files of a split
 Sources = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE...")]]
 Switch = tyro.conf.FlagCreatePairsOff[bool]  # a flag without its --no- twin
 
@@ -87,19 +94,25 @@ def parse(argv):
         (not flags.stdlib and "stdlib" in flags.sources, "stdlib and other sources do not mix"),
         (not flags.stdlib and not flags.name, "sources other than stdlib need --name NAME, the folder under"
                                               " data/"),
-        (Path(flags.name).name != flags.name, f"--name {flags.name} has a path in it; --out says where it"
-                                              " goes"),
+        (flags.name and not plain(flags.name), f"--name {flags.name!r} is no plain name, as my-text is; --out"
+                                               " says where that folder goes"),
         (flags.with_tests and not flags.stdlib, "--with-tests belongs to stdlib"),
-        (flags.vocab_size and flags.tokenizer != "bpe", "--vocab-size belongs to --tokenizer bpe"),
+        (flags.vocab_size is not None and flags.tokenizer != "bpe", "--vocab-size is for --tokenizer bpe"),
         (not 0 < flags.val_fraction < 1, f"--val-fraction {flags.val_fraction:g} is not between 0 and 1"),
-        (flags.workers < 1, f"--workers {flags.workers} is below 1"),
-        (flags.shard_tokens < 1, f"--shard-tokens {flags.shard_tokens} is below 1"),
+        *((getattr(flags, name) is not None and not low <= getattr(flags, name) <= high,
+           f"--{name.replace('_', '-')} {getattr(flags, name)} is not between {low} and {high}")
+          for name, (low, high) in LIMITS.items()),
         (flags.shuffle and flags.no_shuffle, "--shuffle and --no-shuffle exclude each other"),
         (flags.shuffle and flags.tokenizer == "char", "--shuffle needs documents, char has one text"),
     ]:
         if wrong:
             raise ValueError(f"{message} (prepare.py --help lists all flags)")
     return flags
+
+
+def plain(name):
+    """Whether a name stays in its folder and is no flag for another program: not "..", "/x", ".x" or "-x"."""
+    return Path(name).name == name and name[0] not in ".-" and name.isprintable() and "\\" not in name
 
 
 def list_sources(flags):
@@ -157,8 +170,7 @@ def make_tokenizer(flags, units):
     if flags.tokenizer == "char":
         return tokenizer.train_char(all_documents(units, flags.text_key))
     if flags.tokenizer == "bpe":
-        # 4096 ids stand for 3.5 characters of python each, and their embedding does not dwarf a small model
-        return tokenizer.train_bpe(training_texts(units, flags.text_key), flags.vocab_size or 4096)
+        return tokenizer.train_bpe(training_texts(units, flags.text_key), flags.vocab_size or VOCAB_SIZE)
     if borrowed_tokenizer(flags):
         return tokenizer.load(flags.tokenizer)
     return tokenizer.from_tiktoken(flags.tokenizer)
@@ -176,6 +188,66 @@ def keep_tokenizer(flags, units, path):
 
 
 # -----------------------------------------------------------------------------
+# the folder
+
+OURS = {"tokenizer_sha256": str, "shards": dict.fromkeys(SPLITS, [{"file": shards.shard_name}])}
+RENAMED_LAST = ["tokenizer.json", "meta.json"]
+
+
+def listed_files(path):
+    """-> the files of the data set that a meta.json describes. ValueError: it is not prepare.py's."""
+    meta = load_json(path)
+    check_schema(meta, OURS, path)
+    return [shard["file"] for split in SPLITS for shard in meta["shards"][split]] + RENAMED_LAST
+
+
+def owned_files(folder):
+    """-> the names in `folder` that may be replaced or removed: those that its meta.json lists, or that the
+    lists in .parts do, which a killed install() leaves. ValueError: prepare.py did not make the folder, or
+    something else stands where its files go. It only reads."""
+    if not os.path.lexists(folder):
+        return set()
+    if not folder.is_dir() or (folder.is_symlink() and not any(folder.iterdir())):
+        raise ValueError(f"{folder} is a file, or a link to an empty folder; give another --name")
+    there, work = {path.name: path for path in folder.iterdir()}, folder / ".parts"
+    lists = [path for path in (folder / "meta.json", work / "meta.json", work / "old.json") if path.is_file()]
+    try:
+        owned = {name for path in lists for name in listed_files(path)}
+    except ValueError as e:
+        raise ValueError(f"{e}; prepare.py did not write that and changes nothing: give another --name, or"
+                         f" move {folder} away") from None
+    inside = list(work.iterdir()) if work.is_dir() else []
+    made_here = lists or work / "lock" in inside or there.keys() <= {".parts"}
+    foreign = [] if made_here else list(there)
+    for name, path in there.items():
+        if name == ".parts":  # no link may lead out of it: it is written to, and removed as a whole
+            sound = path.is_dir() and not any(p.is_symlink() for p in [path, *inside])
+            sound = sound and (not inside or path / "lock" in inside)
+        else:
+            sound = name in owned and path.is_file() and not path.is_symlink()
+            sound = sound or not (shards.shard_name(name) or name in RENAMED_LAST)
+        foreign += [] if sound else [name]
+    if foreign:
+        raise ValueError(f"{folder} holds {', '.join(sorted({*foreign})[:3])}, which prepare.py did not make;"
+                         " nothing is changed: give another --name, or move that away")
+    return owned
+
+
+@contextmanager
+def locked(folder):
+    """Only one prepare.py works in `folder`, else ValueError. The lock ends when its process does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise ValueError(f"another prepare.py is at work on {folder.parent}; wait for it") from e
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
+# -----------------------------------------------------------------------------
 # making the data
 
 def prepare(flags, spans, about):
@@ -185,7 +257,8 @@ def prepare(flags, spans, about):
     too short; an older data set in the folder is unchanged then.
     """
     start, work, units = time.time(), flags.folder / ".parts", text.group_spans(spans, UNIT_BYTES)
-    with build.locked(work):
+    owned_files(flags.folder)  # now, not after hours of work
+    with locked(work):
         path = work / f"{about['fingerprint']}.json"
         vocab = keep_tokenizer(flags, units, path)
         shuffle = flags.order
@@ -204,7 +277,10 @@ def prepare(flags, spans, about):
             raise ValueError(f"{flags.folder} would have {tokens} tokens of {total['train'] + total['val']}"
                              f" documents{left_out and f' ({left_out})'}, none may be 0; give more text,"
                              " another --val-fraction, or --tokenizer char")
-        files = {s: build.write_shards(work, s, dtype, streams[s], tokens[s], flags.shard_tokens)
+        if max(tokens.values()) > MAX_SHARDS * flags.shard_tokens:
+            raise ValueError(f"{tokens} tokens by {flags.shard_tokens} are more than {MAX_SHARDS} files; give"
+                             f" --shard-tokens {max(tokens.values()) // MAX_SHARDS + 1} or more")
+        files = {s: write_shards(work, s, dtype, streams[s], tokens[s], flags.shard_tokens)
                  for s in SPLITS}
         n_files = len({span.path for span in spans})
         sha = hashlib.sha256("".join(r["sha256"] for r in results).encode()).hexdigest()
@@ -227,13 +303,13 @@ def print_problems(results, total, left_out):
     if n_problems > len(lines):
         lines.append(f"... all in all {left_out}")
     for line in lines:
-        print("nanoshard:", line, file=sys.stderr)
+        print("nanoshard:", one_line(line), file=sys.stderr)
 
 
 def open_streams(results, paths, settings, vocab, total):
-    """-> ({split: number of tokens}, {split: build.TokenStream}) of the encoded parts."""
+    """-> ({split: number of tokens}, {split: TokenStream}) of the encoded parts."""
     tokens = {s: sum(run[s][1] for result in results for run in result["runs"]) for s in SPLITS}
-    streams = {s: build.TokenStream(build.merge(results, paths, s, settings)) for s in SPLITS}
+    streams = {s: TokenStream(build.merge(results, paths, s, settings)) for s in SPLITS}
     if vocab.eod is None:  # char: train and val are the two ends of one stream
         cut = int(total["chars"] * (1 - settings.val_fraction))
         tokens = {"train": cut, "val": total["chars"] - cut}
@@ -241,21 +317,65 @@ def open_streams(results, paths, settings, vocab, total):
     return tokens, streams
 
 
+class TokenStream:
+    """Tokens from an iterator of arrays, as many at a time as asked for."""
+
+    def __init__(self, arrays):
+        self.arrays, self.rest = iter(arrays), ()
+
+    def take(self, n):
+        """Yield the next n tokens as arrays."""
+        while n:
+            if not len(self.rest):
+                self.rest = next(self.arrays)
+            piece, self.rest = self.rest[:n], self.rest[n:]
+            n -= len(piece)
+            yield piece
+
+
+def write_shards(folder, split, dtype, stream, tokens, shard_tokens):
+    """Write the next `tokens` tokens of a TokenStream as shards -> what meta.json says of each."""
+    made = []
+    for first in range(0, tokens, shard_tokens):
+        n, max_id = min(shard_tokens, tokens - first), 0
+        header = shards.pack_header(np.dtype(dtype).itemsize, n)
+        digest = hashlib.sha256(header)
+        with open(folder / f"{split}_{len(made):05d}.bin", "wb") as f:
+            f.write(header)
+            for piece in stream.take(n):
+                f.write(piece)
+                digest.update(piece)
+                max_id = max(max_id, int(piece.max(initial=0)))
+            f.flush()
+            os.fsync(f.fileno())
+        made.append({"file": Path(f.name).name, "tokens": n, "sha256": digest.hexdigest(), "max_id": max_id})
+    return made
+
+
 def install(work, folder, vocab, meta):
     """Rename the shards from `work` into `folder`, then tokenizer.json and meta.json; delete `work`.
 
-    There is no data set without meta.json: a kill between the renames leaves a folder that train.py refuses.
+    There is no data set without meta.json: a kill between the renames leaves a folder that train.py refuses,
+    and in `work` the lists of the old files and the new, so that the next call knows them as ours.
     """
+    old, replaces = owned_files(folder), (folder / "meta.json").exists()
+    if not replaces:
+        remove(folder, old)  # what a killed install left: its list is about to be written over
     vocab.save(work / "tokenizer.json")
     (work / "meta.json").write_text(json.dumps(meta, indent=1))
     shards.load_meta(work)  # the reader's own checks, before anything is replaced
-    (folder / "meta.json").unlink(missing_ok=True)
-    for old in [*folder.glob("train_*.bin"), *folder.glob("val_*.bin")]:
-        old.unlink()
-    files = [shard["file"] for split in SPLITS for shard in meta["shards"][split]]
-    for name in [*files, "tokenizer.json", "meta.json"]:
+    if replaces:
+        os.replace(folder / "meta.json", work / "old.json")
+        remove(folder, old)
+    for name in listed_files(work / "meta.json"):
         os.replace(work / name, folder / name)
     shutil.rmtree(work)
+
+
+def remove(folder, names):
+    """Remove those files of `folder` that are there."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
 
 
 def main(argv=None):

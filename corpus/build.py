@@ -1,4 +1,4 @@
-"""Between text and token files: each unit of work becomes a part, then the parts are merged into shards.
+"""Between text and token files: each unit of work becomes a part, then the parts are merged into a stream.
 
 A part is two files. NAME.bin holds runs of about 16 M tokens each: an index (key, number of tokens) with one
 row per document, then the tokens, both sorted by (split, key). NAME.json is renamed into place last: a part
@@ -10,10 +10,8 @@ the result is the same for any number of workers and of kills. merge() reads one
 about 32 M tokens, from all runs: memory stays bounded for an input of any size.
 """
 
-import fcntl
 import functools
 import hashlib
-import itertools
 import json
 import multiprocessing
 import os
@@ -28,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from corpus import tokenizer
-from corpus.shards import SPLITS, VERSION, draw_keys, pack_header, splitmix64
+from corpus.shards import SPLITS, VERSION, draw_keys, splitmix64
 from corpus.text import DOC_CHARS, documents
 
 RUN_TOKENS = 1 << 24  # tokens that a worker holds in memory
@@ -208,7 +206,7 @@ def encode_all(units, workers, folder, settings, show):
 
 
 # -----------------------------------------------------------------------------
-# parts -> shards
+# parts -> one stream of tokens per split
 
 class Run(NamedTuple):
     """Where the documents of one split are in one run of a part."""
@@ -263,55 +261,5 @@ def merge(results, paths, split, settings):
 def sort_documents(index, tokens):
     """index: (documents, 2), key and number of tokens; tokens: (n,) -> (n,) the documents sorted by key."""
     keys, lengths = index.T
-    ends = np.cumsum(lengths).astype(np.int64)
-    starts, out, filled = ends - lengths.astype(np.int64), np.empty_like(tokens), 0
-    for i in np.argsort(keys).tolist():
-        doc = tokens[starts[i] : ends[i]]
-        out[filled : filled + len(doc)] = doc
-        filled += len(doc)
-    return out
-
-
-class TokenStream:
-    """Tokens from an iterator of arrays, as many at a time as asked for."""
-
-    def __init__(self, arrays):
-        self.arrays, self.rest = iter(arrays), ()
-
-    def take(self, n):
-        """Yield the next n tokens as arrays."""
-        while n:
-            if not len(self.rest):
-                self.rest = next(self.arrays)
-            piece, self.rest = self.rest[:n], self.rest[n:]
-            n -= len(piece)
-            yield piece
-
-
-def write_shards(folder, split, dtype, stream, tokens, shard_tokens):
-    """Write the next `tokens` tokens of a TokenStream as shards -> what meta.json says of each."""
-    shards = []
-    for first in range(0, tokens, shard_tokens):
-        n, digest = min(shard_tokens, tokens - first), hashlib.sha256()
-        with open(folder / f"{split}_{len(shards):05d}.bin", "wb") as f:
-            for piece in itertools.chain([pack_header(np.dtype(dtype).itemsize, n)], stream.take(n)):
-                f.write(piece)
-                digest.update(piece)
-            f.flush()
-            os.fsync(f.fileno())
-        shards.append({"file": Path(f.name).name, "tokens": n, "sha256": digest.hexdigest()})
-    return shards
-
-
-@contextmanager
-def locked(folder):
-    """Only one prepare.py works in `folder`, else ValueError. The lock ends when its process does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as f:
-        try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            raise ValueError(f"another prepare.py is at work on {folder.parent}; wait for it") from e
-        except OSError:  # a file system without locks
-            pass
-        yield
+    docs = np.split(tokens, np.cumsum(lengths)[:-1].astype(np.int64))
+    return np.concatenate([docs[i] for i in np.argsort(keys).tolist()])

@@ -16,6 +16,8 @@ Errors are ValueError or OSError, and say which command repairs the data.
 
 import hashlib
 import json
+import re
+import shlex
 import struct
 from bisect import bisect_right
 from contextlib import suppress
@@ -25,11 +27,12 @@ from pathlib import Path
 
 import numpy as np
 
+from config import Range, check_schema, load_json
+
 SPLITS = ("train", "val")
 MAGIC, VERSION = b"nanoshrd", 1
 HEADER = struct.Struct("<8sIIQ")  # magic, version, bytes per token, number of tokens; zeros follow
 HEADER_BYTES = 4096  # a whole page, so that the tokens can be memory-mapped
-META_KEYS = ["version", "tokenizer", "tokenizer_sha256", "vocab_size", "dtype", "tokens", "eod", "shards"]
 MAX_PERIOD = 100_000  # entries of a blend's schedule at most; it takes 0.6 s to compute
 WEIGHT_STEPS = 10_000  # weights in proportion to the tokens are multiples of 1 / WEIGHT_STEPS
 
@@ -42,42 +45,68 @@ def pack_header(itemsize, tokens):
     return HEADER.pack(MAGIC, VERSION, itemsize, tokens).ljust(HEADER_BYTES, b"\0")
 
 
+def shard_name(name):
+    """a name like train_00000.bin"""
+    return isinstance(name, str) and re.fullmatch(r"(train|val)_[0-9]{5,}\.bin", name)
+
+
+def dtype_name(name):
+    """uint16 or uint32"""
+    return name in ("uint16", "uint32")
+
+
+SHARD = {"file": shard_name, "tokens": Range(1, 1 << 62), "sha256": str, "max_id?": Range(0, 1 << 32)}
+META = {"version": Range(VERSION, VERSION), "tokenizer": str, "tokenizer_sha256": str, "dtype": dtype_name,
+        "vocab_size": Range(1, 1 << 32), "tokens": dict.fromkeys(SPLITS, Range(1, 1 << 62)),
+        "eod": (int, type(None)), "shards": dict.fromkeys(SPLITS, [SHARD]), "command?": str}
+
+
 def how_to_fix(folder, meta=None):
-    """-> the end of an error message: the command that makes the data again."""
+    """-> the end of an error message: the command that makes the data again. That of meta.json is shown only
+    if it is as prepare.py writes it, nothing more: a file cannot offer `curl X | sh`."""
     name = "stdlib" if Path(folder).name == "stdlib" else f"FILE... --name {Path(folder).name}"
-    return f"make it with: {(meta or {}).get('command', f'python prepare.py {name}')}"
+    command = (meta or {}).get("command", "")
+    with suppress(ValueError):  # an open quotation
+        words = shlex.split(command)
+        if words[:2] == ["python", "prepare.py"] and shlex.join(words) == command and command.isprintable():
+            return f"make it with: {command}"
+    return f"make it with: python prepare.py {name}"
+
+
+def check_ids(path, largest, limit, fix):
+    """ValueError if the largest token id of a shard is above the limit."""
+    if largest > limit:
+        raise ValueError(f"{path} has the token id {largest}, expected at most {limit}; {fix}")
 
 
 def load_meta(folder):
     """-> meta.json of one data set as a dict, its fields checked.
 
-    FileNotFoundError: no such data set. ValueError: damaged, another version, or train and val share a shard.
+    FileNotFoundError: no such data set. ValueError: damaged, another version, a token id is above the
+    vocabulary, or train and val share a shard. Data sets made before max_id was kept are read by verify().
     """
     path = Path(folder) / "meta.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no prepared data (no meta.json); {how_to_fix(folder)}")
     try:
-        meta = json.loads(path.read_bytes())
-        missing = [key for key in META_KEYS if key not in meta]
-    except (ValueError, TypeError) as e:
-        raise ValueError(f"{path} is not valid json ({e}); {how_to_fix(folder)}") from e
-    if missing or meta["version"] != VERSION:
-        raise ValueError(f"{path} lacks {missing} or has not version {VERSION}; {how_to_fix(folder)}")
-    try:
-        shards = [s for split in SPLITS for s in meta["shards"][split] or [{}]]
-        valid = meta["dtype"] in ("uint16", "uint32") and meta["vocab_size"] > 0
-        for s in shards:
-            valid = valid and isinstance(s["file"], str) and isinstance(s["sha256"], str) and s["tokens"] > 0
-    except (KeyError, TypeError):
-        valid = False
-    if not valid:
-        raise ValueError(f"{path} has no valid vocab_size, dtype or shards of train and val;"
-                         f" {how_to_fix(folder)}")
-    train, val = ({s["sha256"] for s in meta["shards"][split]} for split in SPLITS)
-    if train & val:
-        raise ValueError(f"{path}: train and val have equal sha256 {min(train & val)[:9]}, expected different"
-                         f" text; {how_to_fix(folder, meta)}")
+        meta = load_json(path)
+        check_schema(meta, META, path)
+        if not all(meta["shards"].values()):
+            raise ValueError(f"{path} names no shards of train or of val")
+    except ValueError as e:
+        raise ValueError(f"{e}; {how_to_fix(folder)}") from e
+    fix = how_to_fix(folder, meta)
+    for shard in (s for split in SPLITS for s in meta["shards"][split]):
+        check_ids(path.with_name(shard["file"]), shard.get("max_id", 0), meta["vocab_size"] - 1, fix)
+    equal = shared_sha256(meta["shards"])
+    if equal:
+        raise ValueError(f"{path}: train and val have equal sha256 {equal[:9]}, expected other text; {fix}")
     return meta
+
+
+def shared_sha256(shards):
+    """-> a sha256 that a train and a val shard have in common, else ""."""
+    return min({s["sha256"] for s in shards["train"]} & {s["sha256"] for s in shards["val"]}, default="")
 
 
 def open_shards(folder, split, meta):
@@ -104,34 +133,36 @@ def open_shards(folder, split, meta):
 
 
 def verify(folder, cache=True):
-    """Compare the sha256 of the shards and the tokenizer with meta.json -> the number of files.
+    """Compare the sha256 of the shards and the tokenizer with meta.json, and the token ids with the
+    vocabulary -> the number of files.
 
     It reads 1-2 GB/s, so a run does it once per node. cache: a file whose size and mtime_ns are those of an
     earlier success (folder/.verified.json) is not read again. ValueError, OSError: the first difference."""
-    folder, meta = Path(folder), load_meta(folder)
-    expected = {s["file"]: s["sha256"] for split in SPLITS for s in meta["shards"][split]}
-    expected["tokenizer.json"] = meta["tokenizer_sha256"]
-    for name in expected:
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name} is missing; {how_to_fix(folder, meta)}")
-    try:
-        seen = json.loads((folder / ".verified.json").read_bytes()) if cache else {}
-    except (OSError, ValueError):
-        seen = {}
-    good = {}
-    for name, sha in expected.items():
-        path = folder / name
-        good[name] = [path.stat().st_size, path.stat().st_mtime_ns, sha]
-        if seen.get(name) != good[name]:
-            with open(path, "rb") as f:
-                found = hashlib.file_digest(f, "sha256").hexdigest()
-            if found != sha:
-                raise ValueError(f"{path} has sha256 {found[:9]}, expected {sha[:9]};"
-                                 f" {how_to_fix(folder, meta)}")
-    with suppress(OSError):  # in a read-only folder the files are read each time
-        # written in place: a half-written cache is not valid json, and is then ignored
-        (folder / ".verified.json").write_text(json.dumps(good))
-    return len(expected)
+    folder, meta, seen, good = Path(folder), load_meta(folder), None, {}
+    fix, done = how_to_fix(folder, meta), folder / ".verified.json"
+    if not (folder / "tokenizer.json").is_file():
+        raise FileNotFoundError(f"{folder / 'tokenizer.json'} is missing; {fix}")
+    files = [({"file": "tokenizer.json", "sha256": meta["tokenizer_sha256"]}, np.zeros(1))]
+    for split in SPLITS:
+        files += zip(meta["shards"][split], open_shards(folder, split, meta), strict=True)
+    with suppress(OSError, ValueError):
+        seen = load_json(done) if cache else None
+    for shard, ids in files:
+        path, sha = folder / shard["file"], shard["sha256"]
+        good[path.name] = [path.stat().st_size, path.stat().st_mtime_ns, sha, meta["vocab_size"]]
+        if isinstance(seen, dict) and seen.get(path.name) == good[path.name]:
+            continue
+        with open(path, "rb") as f:
+            found = hashlib.file_digest(f, "sha256").hexdigest()
+        if found != sha:
+            raise ValueError(f"{path} has sha256 {found[:9]}, expected {sha[:9]}; {fix}")
+        check_ids(path, ids.max(), shard.get("max_id", meta["vocab_size"] - 1), fix)
+    if good != seen:
+        with suppress(OSError):  # in a read-only folder the files are read each time
+            done.unlink(missing_ok=True)  # a link is not followed
+            with open(done, "x") as f:  # not aside: a half-written cache is not valid json, and is ignored
+                json.dump(good, f)
+    return len(files)
 
 
 # -----------------------------------------------------------------------------
@@ -195,13 +226,11 @@ class Tokens:
         if self.n_samples < 1:
             raise ValueError(f"{folder}: {split} has {self.n_tokens} tokens, one window needs {seq_len + 1};"
                              f" use --seq-len {max(1, self.n_tokens - 1)} or prepare more text")
-        self.rows = np.empty((0, seq_len + 1), self.shards[0].dtype)  # reused by batches of equal size
 
     def batch(self, first, n):
         """Samples first .. first+n-1, numbered over the whole run -> x, y, (n, T) int64 each: new tensors."""
-        if len(self.rows) != n:
-            self.rows = np.empty((n, self.seq_len + 1), self.shards[0].dtype)
-        for row, start in zip(self.rows, self.window_starts(first, n).tolist(), strict=True):
+        rows = np.empty((n, self.seq_len + 1), self.shards[0].dtype)
+        for row, start in zip(rows, self.window_starts(first, n).tolist(), strict=True):
             filled = 0
             while filled < len(row):  # one pass, unless the window crosses into the next shard or the start
                 at = (start + filled) % self.n_tokens
@@ -209,7 +238,7 @@ class Tokens:
                 piece = self.shards[shard][at - self.starts[shard] :][: len(row) - filled]
                 row[filled : filled + len(piece)] = piece
                 filled += len(piece)
-        return inputs_and_targets(self.rows)
+        return inputs_and_targets(rows)
 
     def window_starts(self, first, n):
         """-> the positions in the stream where samples first .. first+n-1 start, (n,) int64."""
@@ -256,22 +285,24 @@ def parse_blend(spec):
     """--data -> [(folder, weight)], a Fraction or, where no weights are given, None. ValueError: syntax."""
     if Path(spec).is_dir() or not any(c in spec for c in ",:"):
         return [(spec, None)]
-    items = []
+    folders, weights = [], []
     for item in spec.split(","):
         folder, colon, weight = item.rpartition(":") if ":" in item else (item, "", "")
         try:
-            items.append((folder, Fraction(weight) if colon else None))
+            if len(weight.lower().partition("e")[2]) > 3:
+                raise ValueError("a Fraction of 1e1000000 would take minutes")
+            weights.append(Fraction(weight) if colon else None)
         except (ValueError, ZeroDivisionError) as e:
             raise ValueError(f"--data {spec}: {weight!r} is not a weight; for example A:0.7,B:0.3") from e
-    folders, weights = [f for f, _ in items], [w for _, w in items]
-    if None in weights and any(w is not None for w in weights):
+        if not folder or (colon and weights[-1] <= 0):
+            raise ValueError(f"--data {spec} has an empty name or a weight that is not above 0; for example"
+                             " A:0.7,B:0.3")
+        if folder in folders:
+            raise ValueError(f"--data {spec} names a folder twice; add up its weights")
+        folders.append(folder)
+    if None in weights and any(weights):
         raise ValueError(f"--data {spec} gives some weights; give each, as in A:0.7,B:0.3, or none")
-    if not all(folders) or any(w is not None and w <= 0 for w in weights):
-        raise ValueError(f"--data {spec} has an empty name or a weight that is not above 0; for example"
-                         " A:0.7,B:0.3")
-    if len(set(folders)) < len(folders):
-        raise ValueError(f"--data {spec} names a folder twice; add up its weights")
-    return items
+    return list(zip(folders, weights, strict=True))
 
 
 def first_folder(spec):
@@ -302,25 +333,20 @@ def load_blend_meta(spec):
     """
     folders = [folder for folder, _ in parse_blend(spec)]
     metas = [load_meta(folder) for folder in folders]
-    names = [f"{meta['tokenizer']} {meta['tokenizer_sha256'][:9]}" for meta in metas]
-    for folder, meta, name in zip(folders, metas, names, strict=True):
-        if meta["tokenizer_sha256"] != metas[0]["tokenizer_sha256"]:
+    names = [f"{m['tokenizer']} {m['tokenizer_sha256'][:9]} of {m['vocab_size']} symbols" for m in metas]
+    for folder, name in zip(folders, names, strict=True):
+        if name != names[0]:
             raise ValueError(f"{folders[0]} and {folder} have different tokenizers ({names[0]}, {name});"
                              f" prepare {folder} with --tokenizer {folders[0]}")
     shards = {split: [s for meta in metas for s in meta["shards"][split]] for split in SPLITS}
-    equal = {s["sha256"] for s in shards["train"]} & {s["sha256"] for s in shards["val"]}
+    equal = shared_sha256(shards)
     if equal:
-        raise ValueError(f"--data {spec}: a train and a val shard have equal sha256 {min(equal)[:9]}; one"
-                         " data set would be tested on what another trains on: leave one out")
+        raise ValueError(f"--data {spec}: a train and a val shard have equal sha256 {equal[:9]}; one data set"
+                         " would be tested on what another trains on: leave one out")
     identity = " ".join(s["sha256"][:16] for split in SPLITS for s in shards[split])
     if len(metas) > 1:
         identity += f" {':'.join(map(str, samples_per_period(spec, metas)))}"
     return {**metas[0], "shards": shards, "identity": identity}
-
-
-def verify_blend(spec):
-    """verify() of each data set of --data -> the number of files."""
-    return sum(verify(folder) for folder, _ in parse_blend(spec))
 
 
 def open_tokens(spec, split, seq_len, seed=0):
@@ -359,8 +385,6 @@ class Blend:
         for d in np.unique(which).tolist():  # the samples that data set d gives here are consecutive
             rows = np.flatnonzero(which == d)
             part = self.parts[d].batch(int(number[rows[0]]), len(rows))
-            if len(rows) == n:
-                return part
             xy = xy or tuple(p.new_empty((n, p.shape[1])) for p in part)
             for both, some in zip(xy, part, strict=True):
                 both[rows] = some
@@ -400,7 +424,8 @@ def open_data(cfg, local_rank):
         return train, val, vocab_size, f"synthetic-{vocab_size}"
     meta = load_blend_meta(cfg.data)
     if local_rank == 0:
-        verify_blend(cfg.data)
+        for folder, _ in parse_blend(cfg.data):
+            verify(folder)
     vocab_size = cfg.vocab_size or meta["vocab_size"]
     if vocab_size < meta["vocab_size"]:
         raise ValueError(f"--vocab-size {vocab_size} is less than the {meta['vocab_size']} symbols of"

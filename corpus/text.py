@@ -20,6 +20,8 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
+from config import one_line
+
 DOC_CHARS = 4_000  # characters of a text file per document: so small that a small text has both splits
 # how a file is read, by the end of its name. these words enter the fingerprint in meta.json: they must not
 # change, or every data set would be made again
@@ -54,11 +56,6 @@ def require(module, user):
 # -----------------------------------------------------------------------------
 # sources -> spans -> documents
 
-def kind_of(name):
-    """-> how a file is read, by the end of its name; any unknown ending is text."""
-    return next((kind for end, kind in KINDS.items() if str(name).lower().endswith(end)), "text")
-
-
 def fetch_from_hub(name):
     """A data set on the Hugging Face hub -> [(name in the repository, local path)]. ValueError: not fetched.
 
@@ -70,7 +67,7 @@ def fetch_from_hub(name):
         found = datasets.load_dataset_builder(repo, data_files={"train": pattern}).config.data_files["train"]
         return list(zip(map(str, found), datasets.DownloadManager().download(list(found)), strict=True))
     except Exception as e:  # errors of the network, http, the hub and the pattern; some have several lines
-        why = " ".join(f"{type(e).__name__}: {e}".split())[:200]
+        why = one_line(f"{type(e).__name__}: {e}")[:200]
         raise ValueError(f"{name}: {pattern} of {repo} could not be fetched ({why}); fetch the files by other"
                          " means and give their paths instead") from e
 
@@ -88,7 +85,8 @@ def list_spans(source, unit_bytes, key, whole=False):
         raise FileNotFoundError(f"{source} is not a file; give stdlib, files, or one of {', '.join(HUB)}")
     spans = []
     for name, path in files:
-        kind, stat = "whole" if whole else kind_of(name), Path(path).stat()
+        stat, by_name = Path(path).stat(), (KINDS[end] for end in KINDS if name.lower().endswith(end))
+        kind = "whole" if whole else next(by_name, "text")
         if kind == "parquet":
             pieces = list_row_groups(path, key)
         elif kind == "packed":
@@ -96,9 +94,9 @@ def list_spans(source, unit_bytes, key, whole=False):
                 require("zstandard", path)
             pieces = [(0, stat.st_size, 4 * stat.st_size)]  # text shrinks to about a quarter
         else:
-            step = unit_bytes if kind in CUT else max(stat.st_size, 1)
-            ends = ((at, min(at + step, stat.st_size)) for at in range(0, max(stat.st_size, 1), step))
-            pieces = [(start, stop, stop - start) for start, stop in ends]
+            size = stat.st_size
+            step = unit_bytes if kind in CUT else max(size, 1)
+            pieces = [(at, min(at + step, size), min(step, size - at)) for at in range(0, max(size, 1), step)]
         spans += [Span(kind, str(path), *piece, stat.st_mtime_ns) for piece in pieces]
     return spans
 
@@ -173,21 +171,19 @@ def read_json_lines(span, key, report):
         except (KeyError, IndexError, TypeError, AttributeError):
             report("broken", f"{span.path} at byte {at:,}: no text under {key!r}")
         except (ValueError, RecursionError) as e:
-            report("broken", f"{span.path} at byte {at:,}: {' '.join(str(e).split())[:120]}")
+            report("broken", f"{span.path} at byte {at:,}: {one_line(e)[:120]}")
         else:
             yield text
 
 
 def plain_lines(span, report):
     """Yield (position in the file, line: bytes) of the lines that start in the span."""
-    at = span.start
     with open(span.path, "rb") as f:
-        if at:  # skip the end of a line that belongs to the span before
-            f.seek(at - 1)
-            at += len(f.readline()) - 1
-        while at < span.stop and (line := f.readline()):
+        if span.start:  # skip the end of a line that belongs to the span before
+            f.seek(span.start - 1)
+            f.readline()
+        while (at := f.tell()) < span.stop and (line := f.readline()):
             yield at, line
-            at += len(line)
 
 
 def decompressed_lines(span, report):
@@ -199,19 +195,15 @@ def decompressed_lines(span, report):
             for line in complete:
                 yield at, line + b"\n"
                 at += len(line) + 1
-    except DamagedFile as e:
+    except EOFError as e:
         return report("damaged", f"{span.path} {e} after {at:,} bytes of text, the rest is lost:"
                                  " get it again")
     if rest:
         yield at, rest
 
 
-class DamagedFile(Exception):
-    """A compressed file ends early or holds bytes that do not decompress."""
-
-
 def decompress(path):
-    """Yield the text of a .gz or .zst file in blocks (bytes). DamagedFile: it cannot be read further."""
+    """Yield the text of a .gz or .zst file in blocks (bytes). EOFError: cut short, or damaged from there."""
     if str(path).lower().endswith(".gz"):
         start, error = (lambda: zlib.decompressobj(wbits=31)), zlib.error
     else:
@@ -227,10 +219,10 @@ def decompress(path):
                 try:
                     yield member.decompress(block)
                 except error as e:
-                    raise DamagedFile(f"does not unpack ({e})") from e
+                    raise EOFError(f"does not unpack ({e})") from e
                 member, block = (None, member.unused_data) if member.eof else (member, b"")
     if member is not None:
-        raise DamagedFile("is cut short")
+        raise EOFError("is cut short")
 
 
 # -----------------------------------------------------------------------------
@@ -242,7 +234,7 @@ def open_parquet(path):
     try:
         return parquet.ParquetFile(path)
     except (ValueError, OSError) as e:
-        raise ValueError(f"{path} is not a whole parquet file ({' '.join(str(e).split())[:120]})") from e
+        raise ValueError(f"{path} is not a whole parquet file ({one_line(e)[:120]})") from e
 
 
 def list_row_groups(path, key):
@@ -269,8 +261,7 @@ def read_rows(span, key, report):
                 batch = next(batches, None)
             except (ValueError, OSError) as e:
                 lost = sum(f.metadata.row_group(g).num_rows for g in groups) - row
-                why = " ".join(str(e).split())[:120]
-                return report("damaged", f"{place} {row + 1:,} does not unpack ({why}),"
+                return report("damaged", f"{place} {row + 1:,} does not unpack ({one_line(e)[:120]}),"
                                          f" {lost:,} rows are lost: get it again")
             if batch is None:
                 return

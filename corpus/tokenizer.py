@@ -7,12 +7,14 @@ reads it. tokenizer.json is complete: sampling needs neither the network nor a c
 import base64
 import hashlib
 import json
-import threading
+from multiprocessing import TimeoutError
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
 
-from corpus.shards import first_folder
+from config import Range, check_schema, load_json, one_line
+from corpus.shards import first_folder, load_meta
 
 EOD = "<|endoftext|>"  # written after each document; in text these characters are encoded as any others
 # how gpt-4 splits text into words (tiktoken, cl100k_base): a merge never crosses these boundaries
@@ -20,6 +22,8 @@ PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
+MIN_VOCAB = 257  # of bpe: the 256 bytes and end-of-document
+MAX_ID = (1 << 32) - 2  # tiktoken's ids have 32 bits, and it keeps the largest for itself
 FETCH_SECONDS = 30.0  # tiktoken itself waits for ever where a firewall drops packets
 
 
@@ -42,8 +46,21 @@ class Tokenizer:
         Path(path).write_bytes(self.text.encode())
 
 
+def distinct_characters(chars):
+    """text in which no character stands twice"""
+    return isinstance(chars, str) and len(set(chars)) == len(chars)
+
+
+def token_ids(ranks):
+    """{token: id}, whole numbers from 0 to 2^32 - 2, none twice"""
+    return (isinstance(ranks, dict) and all(type(i) is int and 0 <= i <= MAX_ID for i in ranks.values())
+            and len(set(ranks.values())) == len(ranks))
+
+
 class CharTokenizer(Tokenizer):
     """One id per character in code point order, as in nanoGPT's shakespeare_char; no end-of-document."""
+
+    SCHEMA = {"chars": distinct_characters}
 
     def __init__(self, spec):
         super().__init__(spec)
@@ -68,11 +85,15 @@ class CharTokenizer(Tokenizer):
 class BpeTokenizer(Tokenizer):
     """Byte pairs, encoded by tiktoken. spec["ranks"] maps the base64 of a token's bytes to its id."""
 
+    SCHEMA = {"pattern": str, "ranks": token_ids, "special": {EOD: int, "*": Range(0, MAX_ID)}}
+
     def __init__(self, spec):
         import tiktoken
 
         super().__init__(spec)
         ranks, special = {base64.b64decode(t): i for t, i in spec["ranks"].items()}, spec["special"]
+        if len(ranks) < len(spec["ranks"]) or any(bytes([b]) not in ranks for b in range(256)):
+            raise ValueError("ranks has a token twice, or not all 256 bytes")  # tiktoken would panic
         self.encoding = tiktoken.Encoding(spec["kind"], pat_str=spec["pattern"], mergeable_ranks=ranks,
                                           special_tokens=special)
         self.ids = {*ranks.values(), *special.values()}  # cl100k_base does not use every number
@@ -85,8 +106,14 @@ class BpeTokenizer(Tokenizer):
         return cls({"kind": kind, "pattern": pattern, "ranks": ranks, "special": special})
 
     def encode_numpy(self, text):
-        """-> the ids of `text`, (n,) uint32. Text never gives a special token."""
-        return self.encoding.encode_to_numpy(text, disallowed_special=())
+        """-> the ids of `text`, (n,) uint32. Text never gives a special token. ValueError: tiktoken fails."""
+        try:
+            return self.encoding.encode_to_numpy(text, disallowed_special=())
+        except BaseException as e:  # its panics are no Exceptions
+            if type(e).__name__ != "PanicException":
+                raise
+            raise ValueError(f"the pattern of this tokenizer, {self.spec['pattern'][:60]!r}, matches no text"
+                             f" ({one_line(e)[:60]}); make it again: python prepare.py") from None
 
     def decode(self, ids):
         """-> the text of `ids`; invalid utf-8 and ids without a token (such as padding) give U+FFFD."""
@@ -108,8 +135,8 @@ def train_bpe(texts, vocab_size):
 
     A small input runs out of pairs and gives fewer than vocab_size ids. ValueError: vocab_size below 257.
     """
-    if vocab_size < 257:
-        raise ValueError(f"--vocab-size {vocab_size} is below 257, the 256 bytes and the end-of-document")
+    if vocab_size < MIN_VOCAB:
+        raise ValueError(f"--vocab-size {vocab_size} is below {MIN_VOCAB}, the 256 bytes and end-of-document")
     import rustbpe  # not at the top, as tiktoken above: train.py imports this file and should start quickly
 
     trainer = rustbpe.Tokenizer()
@@ -125,22 +152,14 @@ def from_tiktoken(name):
     known = tiktoken.list_encoding_names()
     if name not in known:
         raise ValueError(f"no tokenizer is called {name!r}; choose char, bpe, {', '.join(known)}")
-    # in a thread: tiktoken sets no timeout, and a look-up of a host name has none that we could set
-    found = {"why": f"no answer within {FETCH_SECONDS:g} s"}
-
-    def fetch():
-        try:
-            found["encoding"] = tiktoken.get_encoding(name)
-        except Exception as e:  # of requests, ssl, the hash or the file: the message below says what to do
-            found["why"] = f"{type(e).__name__}: {' '.join(str(e).split())[:120]}"
-
-    thread = threading.Thread(target=fetch, daemon=True)
-    thread.start()
-    thread.join(FETCH_SECONDS)
-    if "encoding" not in found:
-        raise ValueError(f"the vocabulary of {name} is not in tiktoken's cache nor fetched ({found['why']});"
-                         " set TIKTOKEN_CACHE_DIR to a folder that has it, or train one: --tokenizer bpe")
-    e = found["encoding"]
+    try:  # in a thread: tiktoken sets no timeout, and a look-up of a host name has none that we could set
+        with ThreadPool(1) as pool:
+            e = pool.apply_async(tiktoken.get_encoding, [name]).get(FETCH_SECONDS)
+    except Exception as error:  # of requests, ssl, the hash or the file
+        why = (f"no answer within {FETCH_SECONDS:g} s" if isinstance(error, TimeoutError)
+               else f"{type(error).__name__}: {one_line(error)[:120]}")
+        raise ValueError(f"the vocabulary of {name} is not in tiktoken's cache nor fetched ({why});"
+                         " set TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bpe") from error
     return BpeTokenizer.make(name, e._pat_str, e._mergeable_ranks, e._special_tokens)
 
 
@@ -150,20 +169,27 @@ def load(path):
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; make it with: python prepare.py")
     try:
-        spec = json.loads(path.read_bytes())
-        return CharTokenizer(spec) if spec["kind"] == "char" else BpeTokenizer(spec)
-    except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{path} is not a tokenizer file ({e!r}); make it again: python prepare.py") from e
+        spec = load_json(path)
+        check_schema(spec, {"kind": str}, path.name)
+        kind = CharTokenizer if spec["kind"] == "char" else BpeTokenizer
+        check_schema(spec, kind.SCHEMA, path.name)
+        return kind(spec)
+    except ValueError as e:
+        raise ValueError(f"{path} is not a tokenizer file ({e}); make it again: python prepare.py") from e
 
 
 def prompt_tokenizer(cfg):
     """-> the tokenizer of the run's data (cfg.data) where cfg.prompt is to be continued, else None.
 
-    ValueError: synthetic data, or a character that the vocabulary lacks."""
+    ValueError: synthetic data, a tokenizer of more symbols than the data's, or a character that it lacks."""
     if not cfg.prompt:
         return None
     if cfg.data == "synthetic":
         raise ValueError("--prompt needs text, synthetic data has no tokenizer; try --data DIR")
-    tokenizer = load(first_folder(cfg.data))
+    folder = first_folder(cfg.data)
+    tokenizer, expected = load(folder), load_meta(folder)["vocab_size"]
+    if tokenizer.n_vocab > expected:
+        raise ValueError(f"{folder}: tokenizer.json has {tokenizer.n_vocab} symbols, meta.json {expected};"
+                         " make the data again: python prepare.py")
     tokenizer.encode(cfg.prompt)  # so that a wrong character ends the run now, not at its first evaluation
     return tokenizer

@@ -79,7 +79,6 @@ def test_without_weights_shares_follow_the_tokens(folders):
     assert abs(counts[0] / sum(counts) - tokens[0] / sum(tokens)) < 1e-3
     identity = {shards.load_blend_meta(f"{folders}/a:{w},{folders}/b:1")["identity"] for w in (1, 2, "0.5")}
     assert len(identity | {shards.load_blend_meta(spec)["identity"]}) == 4, "other weights are other data"
-    assert shards.verify_blend(spec) == 6
 
 
 @pytest.mark.parametrize("spec, say", [

@@ -309,7 +309,7 @@ def test_parts_are_kept_only_while_they_fit(tmp_path, capsys, monkeypatch):
         encoded.clear()
         with monkeypatch.context() as m:
             if fail:
-                m.setattr(build, "write_shards", no_space)
+                m.setattr(prepare, "write_shards", no_space)
             make(capsys, tmp_path, a, b, "--tokenizer", tmp_path / "t", "--workers", 1, *argv, code=2 * fail)
         return len(encoded)
 
@@ -327,7 +327,7 @@ def test_parts_are_kept_only_while_they_fit(tmp_path, capsys, monkeypatch):
 
 def test_only_one_prepare_works_in_a_folder(tmp_path, capsys):
     path = write(tmp_path / "a.jsonl", TEXTS[:100])
-    with build.locked(tmp_path / "x/.parts"):
+    with prepare.locked(tmp_path / "x/.parts"):
         err = make(capsys, tmp_path, path, code=2)
         assert err.count("\n") == 1 and "another prepare.py is at work" in err
     make(capsys, tmp_path, path)

@@ -216,7 +216,7 @@ def test_damaged_meta_json_is_refused(toy):
         path.write_text(json.dumps({**meta, **change}))
         return opens(toy[0])
 
-    refused(ValueError, with_(version=9), "meta.json", "version 1", "prepare.py")
+    refused(ValueError, with_(version=9), "meta.json", "version is 9", "prepare.py")
     same = {"train": meta["shards"]["train"], "val": [{**meta["shards"]["train"][0]}]}
     refused(ValueError, with_(shards=same), "train and val", "equal sha256")
     refused(ValueError, with_(dtype="uint32"), "train_00000.bin", "expected")
@@ -410,7 +410,7 @@ def test_failed_and_killed_runs(tmp_path, texts, capsys, monkeypatch):
         rename(src, dst) if not done or ".parts" in str(dst) else full()
         done.extend([dst] * (".parts" not in str(dst)))
 
-    monkeypatch.setattr(build, "write_shards", full)
+    monkeypatch.setattr(prepare, "write_shards", full)
     code, _, err = run(capsys, *argv, "--val-fraction", 0.3)
     assert code == 2 and "No space left" in err and err.count("\n") == 1
     assert {p.name: p.read_bytes() for p in (tmp_path / "a").glob("[!.]*")} == before
