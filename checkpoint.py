@@ -42,6 +42,7 @@ INDEX = {"step": COUNT, "meta": dict, "files": {"*": {"bytes": Range(), "crc32":
 RUN = {"step": COUNT, "samples": Range(), "skipped": COUNT, "nan_steps": COUNT, "streak?": COUNT,
        "adam_t": COUNT, "data": str, "skip": [COUNT], "window?": [[float, float]], "seed": int,
        "world": COUNT, "shape": {"n_experts": int, "bias": bool}}  # meta, if a run wrote it
+LEFT_BEHIND = re.compile(r"step_[0-9]+(\.[0-9a-z]+)?\.(tmp|del|old)")  # of a save or prune that was killed
 
 
 # -----------------------------------------------------------------------------
@@ -78,7 +79,7 @@ def write_part(tmp, rank, shards):
     part = {"file": file if tensors else None, "records": records}
     if tensors:
         part["bytes"], part["crc32"] = write_safetensors(tmp / file, tensors)
-    _write(tmp / f"rank_{rank:05d}.json", json.dumps(part))
+    write_whole(tmp / f"rank_{rank:05d}.json", json.dumps(part))
 
 
 def write_safetensors(path, tensors):
@@ -131,15 +132,14 @@ def commit(tmp, step, writers, meta, timeout=600.0, stopped=lambda: False):
     files = {p["file"]: {"bytes": p["bytes"], "crc32": p["crc32"]} for p in parts if p["file"]}
     index = {"format": FORMAT, "step": step, "meta": meta, "files": files, "tensors": tensors}
     body = json.dumps(index, sort_keys=True)
-    _write(tmp / "index.json", f'{{"crc32": {zlib.crc32(body.encode())}, {body[1:]}')
+    write_whole(tmp / "index.json", f'{{"crc32": {zlib.crc32(body.encode())}, {body[1:]}')
     for name in lists:
         (tmp / name).unlink()
     _sync(tmp)
     final = tmp.with_name(f"step_{step:06d}")
     backup = final.with_name(final.name + ".old")
     if final.exists():  # this step was saved before: keep the old one until the new one is there
-        if backup.exists():
-            shutil.rmtree(backup)
+        shutil.rmtree(backup, ignore_errors=True)
         os.rename(final, backup)
     try:
         os.rename(tmp, final)  # the commit
@@ -160,12 +160,16 @@ def prune(root, keep):
 
 
 def recover(root):
-    """Repair what a killed save or prune left behind. Call it on one rank, before any rank saves."""
-    for old in Path(root).glob("step_*.old"):  # killed between the two renames of a commit
-        if not old.with_suffix("").exists():
-            os.rename(old, old.with_suffix(""))
-    for left in [p for kind in ("tmp", "del", "old") for p in Path(root).glob(f"step_*.{kind}")]:
-        shutil.rmtree(left)
+    """Repair what a killed save or prune left behind. Call it on one rank, before any rank saves. Files and
+    directories with other names than ours stay; of a symbolic link only the link goes."""
+    left = [p for p in Path(root).glob("step_*") if LEFT_BEHIND.fullmatch(p.name) and p.is_dir()]
+    for path in left:
+        if path.suffix == ".old" and not path.with_suffix("").exists():
+            os.rename(path, path.with_suffix(""))  # killed between the two renames of a commit
+        elif path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
 
 def archive_later(root, step):
@@ -181,7 +185,8 @@ def archive_later(root, step):
     return moved
 
 
-def _write(path, text):
+def write_whole(path, text):
+    """Write a small text file aside and rename it: a reader finds all of it, or the file as it was before."""
     part = path.with_suffix(".part")
     part.write_text(text)
     _sync(part)
@@ -201,8 +206,8 @@ def _sync(path):
 
 def steps(root):
     """-> paths of the committed checkpoints under root, newest first. check() says whether they are sound."""
-    return sorted((p for p in Path(root).glob("step_*") if p.is_dir() and p.name[5:].isdigit()),
-                  key=lambda p: int(p.name[5:]), reverse=True)
+    found = (p for p in Path(root).glob("step_*") if re.fullmatch("step_[0-9]+", p.name) and p.is_dir())
+    return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
 
 
 def read_index(path, patience=0.0):
@@ -399,8 +404,11 @@ def diff(path_a, path_b, say=lambda text: print(printable(text))):
     for key in sorted(a.index["meta"].keys() | b.index["meta"].keys()):
         x, y = (r.index["meta"].get(key, "absent") for r in (a, b))
         if x != y:
-            note = ", of the layout" if key == "world" else ""
-            found += not note  # another number of ranks does not make it another model
+            if isinstance(x, dict) and isinstance(y, dict):
+                apart = {k for k in x.keys() | y.keys() if x.get(k) != y.get(k)}
+                x, y = ({k: v for k, v in sorted(d.items()) if k in apart} for d in (x, y))
+            note = {"world": ", of the layout", "flags": ", of the run"}.get(key, "")
+            found += not note  # other flags or another number of ranks do not make it another model
             say(f"  meta {key}: {x} -> {y}{note}")
     names_a, names_b = a.index["tensors"], b.index["tensors"]
     for name in sorted(names_a.keys() | names_b.keys()):

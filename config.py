@@ -108,6 +108,7 @@ class Config:
     save_every: int = 200  # steps between checkpoints; 0 never saves
     keep: int = 3  # newest checkpoints to keep; 0 keeps all
     resume: str = "none"  # auto (newest in --out), a checkpoint's path, or none
+    resume_changed: str = ""  # NAME[,NAME]: flags that a resume may change although the model or data changes
     max_minutes: float = 0.0  # save and exit 85 before this much wall time has passed; 0 is no limit
     timeout: float = 600.0  # seconds without progress that end the run; x 2 in start, compilation, saving
     check_every: int = 500  # steps between comparisons of the replicas' weights; 0 never compares

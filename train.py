@@ -30,7 +30,7 @@ from model import DTYPES, GPT, init_weights
 from optim import Optimizer, batch_size, learning_rate
 from parallel import DataParallel, make_mesh, untimed
 from pipeline import forward_backward, forward_only, stage_layers
-from runtime import launch, log, resume, watch
+from runtime import files, launch, log, resume, watch
 from skip import Guard, Ranges, corrupt_targets, give_up_message
 
 # -----------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def main(argv=None):
             outcome = e.code
         launch.shutdown(world)
     finally:
-        watchdog.close()
+        files.unlock(), watchdog.close()
     if outcome:
         raise SystemExit(int(outcome))
 

@@ -19,13 +19,15 @@ from pathlib import Path
 
 import torch
 
-from config import Outcome, one_line
+from checkpoint import write_whole
+from config import Outcome
 from corpus.shards import first_folder
 from cost.parameters import flops_per_token
 from cost.step_time import peak_flops
 from fast.symm_mem import bytes_allocated
 from parallel import MAX
 from pipeline import generate
+from runtime.files import Rows, sound_rows, warn
 from skip import not_finite
 
 PLOTS = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")
@@ -185,11 +187,6 @@ def git_revision():
         return "unknown"
 
 
-def warn(text):
-    """One line on stderr, whatever the text contains."""
-    print(f"nanoshard: {one_line(text)}", file=sys.stderr, flush=True)
-
-
 @contextlib.contextmanager
 def best_effort(what, errors=OSError):
     """Run the body; a full disk or a missing directory costs what it writes, not the run."""
@@ -200,17 +197,21 @@ def best_effort(what, errors=OSError):
 
 
 def make_log(cfg, mesh, world, out, state, vocab_size):
-    """-> the Log of rank 0. Also copies the tokenizer, so that sample.py needs only the run's directory."""
+    """-> the Log of rank 0. Also copies the tokenizer, so that sample.py needs only the run's directory.
+    OSError, with the fix: the directory cannot be written."""
     config = {**dataclasses.asdict(cfg), "vocab_size_used": vocab_size, "git": git_revision(),
               "argv": sys.argv, "world": world.size, "launcher": world.launcher, "dp": mesh.dp.size,
               "torch": torch.__version__}
-    log = Log(out, config, state.step, cfg.wandb)
-    if cfg.data != "synthetic":
-        folder = Path(first_folder(cfg.data))
-        for name in ("meta.json", "tokenizer.json"):
+    folder = Path(first_folder(cfg.data)) if cfg.data != "synthetic" else None
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name in ("meta.json", "tokenizer.json") if folder else ():
             if (folder / name).exists():
-                shutil.copy(folder / name, out / name)
-    return log
+                shutil.copy(folder / name, out / f"{name}.part")
+                os.replace(out / f"{name}.part", out / name)
+        return Log(out, config, state.step, cfg.wandb, state.changed)
+    except OSError as e:
+        raise OSError(f"{out} cannot be written: {e}; free space there, or give another --out") from None
 
 
 def print_sample(model, tokenizer, prompt, seed):
@@ -231,52 +232,49 @@ def started(cfg, model, resumed, batch, n_samples, skip):
 
 
 def farewell(outcome, stop_reason, step, out, saved):
-    """Print how the run ended and what is in its directory. saved: step of the last checkpoint, or 0."""
+    """Print how the run ended and what its directory holds. saved: step of the last checkpoint, or 0."""
     how = {Outcome.STOPPED: f"stopped by {stop_reason}", Outcome.GAVE_UP: "gave up",
            Outcome.REPLICAS_DIFFER: "gave up", Outcome.FAILED: "lost its last save"}.get(outcome, "done")
-    print(f"{how} after step {step}: {out}/ holds metrics.jsonl, loss.txt, config.json"
-          + (f", step_{saved:06d}" if saved else ""), flush=True)
+    names = ["metrics.jsonl", "loss.txt", "config.json", *[f"step_{saved:06d}"] * (saved > 0)]
+    print(f"{how} after step {step}: {out}/ holds "
+          f"{', '.join(name for name in names if (out / name).exists()) or 'nothing'}", flush=True)
 
 
 class Log:
-    """metrics.jsonl, experts.jsonl and the printed line. resumed: completed steps of the checkpoint that the
-    run goes on from; rows of later steps are removed, because they will be written again."""
+    """metrics.jsonl, experts.jsonl, history.jsonl (a row per start) and the printed line. resumed: completed
+    steps of the checkpoint that the run goes on from; rows of later steps are removed, because they will be
+    written again. changed: {flag: [before, now]} since that checkpoint."""
 
-    def __init__(self, out, config, resumed=0, wandb="off"):
+    def __init__(self, out, config, resumed=0, wandb="off", changed=None):
         self.out = Path(out)
         self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / "config.json").write_text(json.dumps(config, indent=1))
-        path = self.out / "metrics.jsonl"
-        rows = self.rows() if resumed and path.exists() else []
-        part = path.with_suffix(".part")
-        part.write_text("".join(json.dumps(r) + "\n" for r in rows if r["step"] <= resumed))
-        os.replace(part, path)
-        self.file, self.backlog = open(path, "ab", buffering=0), b""
-        self.last_experts = None
-        path = self.out / "experts.jsonl"
-        if path.exists():
-            lines = [x for x in path.read_text().splitlines() if resumed and json.loads(x)["step"] <= resumed]
-            path.write_text("".join(x + "\n" for x in lines))
+        self._keep_history({"step": resumed, "time": time.time(), "changed": changed or {},
+                            "config": config})
+        write_whole(self.out / "config.json", json.dumps(config, indent=1))
+        self.metrics = Rows(self.out / "metrics.jsonl", resumed or -1, create=True)
+        self.expert_rows, self.last_experts = Rows(self.out / "experts.jsonl", resumed or -1), None
         self.wandb = self._wandb(wandb, config) if wandb != "off" else None
         sys.stdout.reconfigure(errors="replace")  # plots are unicode; an ascii terminal gets question marks
 
+    def _keep_history(self, row):
+        """Append the row of this start, after the config.json of a run that began without history.jsonl."""
+        rows, is_first = [row], not (self.out / "history.jsonl").exists()
+        if is_first and row["step"]:
+            with contextlib.suppress(OSError, ValueError):
+                rows.insert(0, {"step": 0, "config": json.loads((self.out / "config.json").read_text())})
+        history = Rows(self.out / "history.jsonl", math.inf, create=True)
+        for row in rows:
+            history.add(row)
+        history.close()
+
     def rows(self):
-        """-> the rows of metrics.jsonl, without a last one that a kill or a full disk cut short."""
-        rows = []
-        for text in (self.out / "metrics.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                rows.append(json.loads(text))
-        return rows
+        """-> the sound rows of metrics.jsonl."""
+        return sound_rows(self.metrics.path)[0]
 
     def row(self, **values):
         """Write and print one logged step. A key whose value is None does not apply and is left out."""
         values = {k: v for k, v in values.items() if v is not None}
-        self.backlog += (json.dumps(values) + "\n").encode()
-        try:
-            while self.backlog:  # unbuffered: bytes that were not written stay here and go with the next row
-                self.backlog = self.backlog[self.file.write(self.backlog):]
-        except OSError as e:
-            warn(f"{self.out}/metrics.jsonl: {e}; its rows wait in memory")
+        self.metrics.add(values)
         print(format_row(values), flush=True)
         if self.wandb is not None:
             try:
@@ -287,8 +285,7 @@ class Log:
 
     def experts(self, step, layers):
         """Write experts.jsonl: per layer the load of every expert, dropped, aux, z, router entropy."""
-        with best_effort(self.out / "experts.jsonl"), open(self.out / "experts.jsonl", "a") as f:
-            f.write(json.dumps({"step": step, "layers": layers}) + "\n")
+        self.expert_rows.add({"step": step, "layers": layers})
         self.last_experts = layers
 
     def _wandb(self, mode, config):
@@ -302,10 +299,11 @@ class Log:
 
     def close(self, show):
         """Write the plots and the experts' loads as text files. show (--plot): also print loss and loads."""
-        if self.backlog:
+        if self.metrics.waiting:
             warn(f"{self.out}/metrics.jsonl is not complete; its last rows:")
-            print(self.backlog.decode(), file=sys.stderr, flush=True)
-        self.file.close()
+            print(self.metrics.waiting.decode(), file=sys.stderr, flush=True)
+        self.metrics.close()
+        self.expert_rows.close()
         if self.wandb is not None:
             with best_effort("wandb", Exception):
                 self.wandb.finish()
@@ -365,15 +363,18 @@ def load_bars(layers, width=40):
 def plots(rows, out, show):
     """Write OUT/loss.txt and a file for each other metric of PLOTS. show: print the loss, too."""
     import plotext as plt
+    def points_of(name):  # a resumed run may find foreign rows in its file
+        return [(r["step"], r[name]) for r in rows
+                if type(r.get(name)) in (int, float) and abs(r[name]) < 1e300 and 0 <= r["step"] < 1e15]
     for name in PLOTS:
-        points = [(r["step"], r[name]) for r in rows if name in r and math.isfinite(r[name])]
+        points = points_of(name)
         if not points:
             continue
         plt.clear_figure()
         plt.theme("clear")
         plt.plot_size(90, 24)
         plt.plot(*zip(*points, strict=True), marker="braille", label=name)
-        val = [(r["step"], r["val_loss"]) for r in rows if "val_loss" in r and math.isfinite(r["val_loss"])]
+        val = points_of("val_loss")
         if name == "loss" and val:
             plt.scatter(*zip(*val, strict=True), marker="x", label="val_loss")
         plt.title(name)

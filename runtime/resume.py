@@ -7,6 +7,7 @@
     Saver                             writes checkpoints in the background
 """
 import dataclasses
+import json
 import math
 import os
 import secrets
@@ -17,14 +18,16 @@ import time
 import zlib
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import checkpoint
 from config import Outcome, pad_vocab
 from ops.flat import rectangles
 from parallel import Axis
+from runtime import files
+from runtime.files import warn
 from runtime.launch import exit_together
-from runtime.log import warn
 from runtime.watch import checksum
 from skip import Ranges
 
@@ -92,18 +95,63 @@ class State:
     # [(loss, gradient norm)] of the last accepted steps
     window: list = dataclasses.field(default_factory=list)
     streak: int = 0     # steps in a row that were not taken: spikes and non-finite ones
+    vocab_size: int = 0  # of the model, without padding
+    changed: dict = dataclasses.field(default_factory=dict)  # {flag: [before, now]} at this start; not saved
 
 
-# flags that fix the names and shapes of the tensors: a checkpoint can be loaded only where they are equal
+# what a resume does with a flag that differs from the checkpoint's. not listed: printed, then it goes on.
+# refused, because they fix the names and shapes of the tensors:
 SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "norm", "mlp", "pos", "bias",
          "tied", "n_experts", "n_shared_experts")
+# refused unless --resume-changed names it: the weights would be another function, or the data come in another
+# order. seq_len with RoPE only, which has no tensor of that length
+MEANING = ("seed", "data", "vocab_size", "seq_len", "norm", "rope_base", "top_k", "router",
+           "router_bias_rate", "capacity_factor", "drop_policy")
+# not mentioned, because they say nothing about the training:
+SILENT = ("out", "preset", "init_from", "log_every", "eval_every", "eval_iters", "save_every", "keep",
+          "resume", "resume_changed", "max_minutes", "timeout", "check_every", "train_range_to_skip",
+          "profile", "trace", "timers", "plot", "prompt", "wandb", "pdb", "dump_grads")
+NEEDS = {**dict.fromkeys(("top_k", "router", "router_bias_rate", "capacity_factor", "aux_coef", "z_coef",
+                          "ep_slack"), "n_experts"), "drop_policy": "capacity_factor"}  # no effect without
 
 
 def save(cfg, mesh, dp, opt, saver, state):
     """Start to write step_N/, every rank its part; saver.wait() says whether it was committed."""
-    meta = {**dataclasses.asdict(state), "seed": cfg.seed, "adam_t": int(opt.adam_t()),
-            "scaler": opt.scaler(), "world": mesh.world.size, "shape": {k: getattr(cfg, k) for k in SHAPE}}
+    where = {k: v for k, v in dataclasses.asdict(state).items() if k != "changed"}
+    meta = {**where, "seed": cfg.seed, "adam_t": int(opt.adam_t()), "scaler": opt.scaler(),
+            "world": mesh.world.size, "shape": {k: getattr(cfg, k) for k in SHAPE},
+            "flags": dataclasses.asdict(cfg)}
     opt.snapshot_done = saver.start(state.step, shards(dp, opt), meta)
+
+
+def allowed_changes(cfg):
+    """-> the flags that --resume-changed names. ValueError: one is none that it can allow."""
+    names = [name.strip().lstrip("-").replace("-", "_") for name in cfg.resume_changed.split(",")]
+    if wrong := next((name for name in names if name and name not in MEANING), None):
+        raise ValueError(f"--resume-changed {wrong.replace('_', '-')}: give flags among "
+                         f"{', '.join(MEANING).replace('_', '-')}; no other one needs it or could change")
+    return names
+
+
+def changed_flags(cfg, path, meta, world, data_id, vocab_size):
+    """-> {flag: [the checkpoint's value, cfg's]} where they differ, if it matters to the training. meta: of
+    the checkpoint; an older one has not all flags. ValueError: --resume-changed has to allow it."""
+    now = {**json.loads(json.dumps(dataclasses.asdict(cfg))), "ranks": world, "data": data_id}
+    before = {**meta["shape"], **meta.get("flags", {}), "seed": meta["seed"], "ranks": meta["world"],
+              "data": meta["data"], "vocab_size": meta.get("vocab_size") or vocab_size}
+    now["vocab_size"] = vocab_size
+    for flags in (before, now):
+        if not flags.get("global_batch", 1):  # 0 is one micro-batch per replica: it follows from the layout
+            flags["global_batch"] = flags["micro_batch"] * (flags["ranks"] // (flags["tp"] * flags["pp"]))
+    changed = {name: [before[name], value] for name, value in now.items()
+               if before.get(name, value) != value and name not in SILENT
+               and (name not in NEEDS or getattr(cfg, NEEDS[name]))}
+    for name, (there, here) in changed.items():
+        if name in MEANING and name not in allowed_changes(cfg):
+            flag = name.replace("_", "-")
+            raise ValueError(f"checkpoint {path} was trained with {flag} {there}, this run has {here}; give "
+                             f"that --{flag}, or --resume-changed {flag} to go on with this one")
+    return changed
 
 
 def check_shape(cfg, path, shape, may_differ=()):
@@ -115,22 +163,21 @@ def check_shape(cfg, path, shape, may_differ=()):
                              f"{getattr(cfg, key, None)}; give --{flag} {there}")
 
 
-def load(cfg, dp, opt, path, data_id):
+def load(cfg, dp, opt, path, data_id, vocab_size=0):
     """Fill weights, Adam moments and counters from a checkpoint of any layout -> State. ValueError: the
-    checkpoint belongs to another model or to other data."""
+    checkpoint belongs to another model, to other data, or to flags that --resume-changed does not name."""
     index = checkpoint.read_index(path)
     meta = index["meta"]
     if "shape" not in meta:
         raise ValueError(f"checkpoint {path} holds no state of a run; give a step_N of an --out directory")
-    check_shape(cfg, path, meta["shape"])
-    if meta["data"] != data_id:
-        raise ValueError(f"checkpoint {path} was trained on other data ({meta['data']}) than --data holds "
-                         f"({data_id}); give its --data, or start a new --out")
+    check_shape(cfg, path, meta["shape"], ("norm", *["seq_len"] * (cfg.pos == "rope")))
+    changed = changed_flags(cfg, path, meta, dp.mesh.world.size, data_id, vocab_size)
     checkpoint.load(path, shards(dp, opt, owned_only=False), index)
     opt.set_adam_t(meta["adam_t"])
     opt.set_scaler(meta["scaler"])
     opt.masters_to_model()
-    return State(**{f.name: meta[f.name] for f in dataclasses.fields(State) if f.name in meta})
+    where = {f.name: meta[f.name] for f in dataclasses.fields(State) if f.name in meta}
+    return State(**{**where, "data": data_id, "vocab_size": vocab_size, "changed": changed})
 
 
 # -----------------------------------------------------------------------------
@@ -143,12 +190,18 @@ def run_id(axis):
 
 
 def prepare_out_dir(cfg, world, out):
-    """Make --out ready: remove what a killed save left behind; with --resume none, rename the directory of an
-    older run. Collective over the world."""
+    """Make --out ready: claim it, until files.unlock(); remove what a killed save left behind; with --resume
+    none, rename the directory of an older run. Collective over the world."""
     with exit_together(world):
+        allowed_changes(cfg)
         if world.rank == 0:
+            # a requeued job may start before the last processes of the stopped one have ended
+            files.lock(out, min(files.LOCK_WAIT, cfg.timeout / 2) if cfg.resume == "auto" else 0)
             checkpoint.recover(out)
             if cfg.resume == "none" and ((out / "metrics.jsonl").exists() or checkpoint.steps(out)):
+                if not out.is_absolute() and Path.cwd().is_relative_to(out.resolve()):
+                    raise ValueError(f"--out {out} holds another run and is the working directory, which "
+                                     "cannot be renamed; give another --out, or --resume auto to go on")
                 names = (out.with_name(f"{out.name}.{i}") for i in range(1, 10**6))
                 backup = next(p for p in names if not p.exists())
                 os.rename(out, backup)
@@ -198,9 +251,11 @@ def start_from(found, skip, model, opt, data_id):
         if cfg.init_from:
             said = upcycle(model, opt, cfg.init_from)
             print(said if is_main else "", end="\n" * is_main, flush=True)
-        state = State(data=data_id)
+        state = State(data=data_id, vocab_size=model.vocab_size)
     else:
-        state = load(cfg, opt.dp, opt, found, data_id)
+        state = load(cfg, opt.dp, opt, found, data_id, model.vocab_size)
+        for name, (before, now) in state.changed.items() if is_main else ():
+            print(f"resume: {name.replace('_', '-')} {before} -> {now}", flush=True)
         warning = skip.too_late(state.step, Ranges(state.skip))
         if is_main and warning:
             print(warning, file=sys.stderr, flush=True)
@@ -306,7 +361,7 @@ class Saver:
         if self.failures == MAX_FAILURES:
             if self.axis.rank == 0:
                 warn(f"{MAX_FAILURES} saves in a row failed, the last at step {job.step}, and the run ends; "
-                     f"{self.newest()}; free space or repair the directory, then --resume auto")
+                     f"{self.newest()}; free space, repair the directory or the flags, then --resume auto")
             raise SystemExit(Outcome.FAILED)
         return False
 
@@ -330,6 +385,7 @@ class Job:
         try:
             if self.copied is not None:
                 self.copied.synchronize()
+            refuse_not_finite(self.copies)
             checkpoint.write_part(self.tmp, s.axis.rank, self.copies)
             self.part_done.set()
             if s.axis.rank == 0:
@@ -348,6 +404,7 @@ class Job:
     def report(self):
         """Print one line from one rank: the first that creates the file `failed`; if none can, rank 0."""
         try:
+            self.tmp.mkdir(parents=True, exist_ok=True)  # nothing was written yet where a value is wrong
             (self.tmp / "failed").touch(exist_ok=False)
         except FileExistsError:
             return
@@ -356,6 +413,17 @@ class Job:
                 return
         warn(f"step {self.step} was not saved: {self.error} (rank {self.saver.axis.rank}); "
              f"training goes on, {self.saver.newest()}")
+
+
+def refuse_not_finite(shards):
+    """ValueError, with the tensor, where an element of the host copies is nan or inf: such a checkpoint is of
+    no use, and --keep would delete a good one for it. numpy: torch's threads are those of the training."""
+    for name, t, _, _ in shards:
+        values = (t.float() if t.dtype == torch.bfloat16 else t).detach().numpy()
+        with np.errstate(over="ignore", invalid="ignore"):
+            finite = np.isfinite(values.sum()) or np.isfinite(values).all()  # a sum is nan or inf if one is
+        if not finite:
+            raise ValueError(f"{name} holds values that are not finite")
 
 
 class HostBuffers:

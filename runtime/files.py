@@ -1,0 +1,177 @@
+"""The directory of a run, OUT: one run at a time works in it, and a torn line in its files ends no later run.
+
+    lock, unlock    claim OUT for this process, by a lock on a file beside it
+    sound_rows      the rows of a .jsonl file, without the lines that a kill or a full disk damaged
+    Rows            appends rows to such a file; those that cannot be written wait in memory
+"""
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from checkpoint import write_whole
+from config import one_line
+
+LOCK_WAIT = 60.0  # seconds that --resume auto waits for a run that is just leaving
+
+
+def warn(text):
+    """One line on stderr, whatever the text contains."""
+    print(f"nanoshard: {one_line(text)}", file=sys.stderr, flush=True)
+
+
+# -----------------------------------------------------------------------------
+# the lock: flock on OUT's sibling .NAME.lock, so that renaming OUT does not carry it away. rank 0 takes it
+# for all ranks; the kernel ends it with the process. programs that only read OUT never take it
+
+_held = {}  # {file descriptor: path to delete at unlock(), or None}: the locks of this process
+
+# a forked child shares the open file and with it the lock, which must not outlive the parent
+os.register_at_fork(after_in_child=lambda: [os.close(fd) for fd in _held])
+
+
+def lock(out, wait=0.0):
+    """Claim OUT for this process until unlock(). wait: seconds that another run has to leave. ValueError:
+    another run works in OUT. OSError: the lock file cannot be written."""
+    until, waits = time.monotonic() + wait, False
+    for path in _lock_files(Path(out)):
+        while holder := _claim(path):
+            if time.monotonic() >= until:
+                raise ValueError(f"{out} is in use by {holder}; wait for that run, stop it, or give another "
+                                 "--out")
+            if not waits:
+                waits = True
+                print(f"{out} is in use by {holder}: waiting up to {wait:.0f} s for it to leave", flush=True)
+            time.sleep(0.1)
+
+
+def unlock():
+    """Give back what lock() took, if anything."""
+    while _held:
+        fd, path = _held.popitem()
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, 0)  # the file stays and names nobody: deleting it could split a lock in two
+            if path:
+                path.unlink()
+        os.close(fd)
+
+
+def _lock_files(out):
+    """-> the lock file beside OUT and, where OUT is a symbolic link, also the one beside its target."""
+    real = out.resolve()
+    named = real if out.name in ("", "..") else out.parent.resolve() / out.name
+    for path in {real, named}:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return sorted({path.with_name(f".{path.name}.lock") for path in (real, named)})
+
+
+def _claim(path):
+    """Lock the file at path for this process -> None, or in words who has it."""
+    flags, delete = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, None
+    try:
+        fd, is_new = os.open(path, flags | os.O_EXCL, 0o666), True
+    except FileExistsError:
+        fd, is_new = os.open(path, flags), False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        holder, is_gone = _read_holder(fd)
+        has_locks = isinstance(e, BlockingIOError)
+        if has_locks or not (is_new or is_gone):
+            os.close(fd)
+            return holder if has_locks else f"{holder} (if that run has ended, delete {path})"
+        warn(f"{path.parent} has no file locks ({e.strerror}): while {path} exists, no other run of this "
+             f"--out starts")
+        delete = path
+    _held[fd] = delete
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.strftime("%Y-%m-%d %H:%M:%S")}
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, json.dumps(me).encode(), 0)
+    return None
+
+
+def _read_holder(fd):
+    """-> (in words who wrote the lock file, whether that was a process of this host which has ended)."""
+    try:
+        said = json.loads(os.pread(fd, 4096, 0))
+        host, pid, since = str(said["host"]), int(said["pid"]), str(said["time"])
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # it is being written
+        return "another process", False
+    is_gone = False
+    if host == socket.gethostname():
+        try:
+            os.kill(pid, 0)  # sends no signal: asks whether the process exists
+        except (ProcessLookupError, OverflowError):
+            is_gone = True
+        except PermissionError:  # another user's
+            pass
+    return f"process {pid} on {ascii(host)[1:-1]} since {ascii(since)[1:-1]}", is_gone
+
+
+# -----------------------------------------------------------------------------
+# rows
+
+def sound_rows(path):
+    """-> (rows of a .jsonl file, how many of its lines are none). A row is an object with its step; a missing
+    file has no rows."""
+    rows, damaged = [], 0
+    for line in Path(path).read_bytes().split(b"\n") if Path(path).exists() else ():
+        row = None
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line.decode())
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append(row)
+        else:
+            damaged += bool(line)
+    return rows, damaged
+
+
+class Rows:
+    """Appends rows to the .jsonl file at path. An earlier part's rows stay up to the step `until`; later ones
+    will be written again. create: make the file, also where there is no row yet."""
+
+    def __init__(self, path, until, create=False):
+        self.path, self.file, self.stat, self.waiting = Path(path), None, None, b""
+        rows, damaged = sound_rows(path)
+        rows = [row for row in rows if row["step"] <= until]
+        if damaged and rows:
+            warn(f"{path}: {damaged} damaged line(s) removed; the last sound row is that of step "
+                 f"{rows[-1]['step']}")
+        if create or self.path.exists():
+            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+            self.open()
+
+    def open(self):
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = open(self.path, "ab", buffering=0)
+        self.stat = os.stat(self.path)
+
+    def is_lost(self):
+        """Whether somebody removed or renamed the file while it is open."""
+        try:
+            return self.file is not None and not os.path.samestat(os.stat(self.path), self.stat)
+        except FileNotFoundError:
+            return True
+
+    def add(self, row):
+        self.waiting += (json.dumps(row) + "\n").encode()
+        try:
+            lost = self.is_lost()
+            if lost or self.file is None:
+                self.open()
+            if lost:
+                warn(f"{self.path} was removed or renamed: its rows are gone from there, a new one begins")
+            while self.waiting:  # unbuffered: bytes that were not written stay here and go with the next row
+                self.waiting = self.waiting[self.file.write(self.waiting):]
+        except OSError as e:
+            warn(f"{self.path}: {e}; its rows wait in memory")
+
+    def close(self):
+        if self.is_lost():
+            warn(f"{self.path} was removed or renamed: its rows are gone from there")
+        if self.file is not None:
+            self.file.close()
