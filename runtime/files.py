@@ -28,7 +28,7 @@ def warn(text):
 # the lock: flock on OUT's sibling .NAME.lock, so that renaming OUT does not carry it away. rank 0 takes it
 # for all ranks; the kernel ends it with the process. programs that only read OUT never take it
 
-_held = {}  # {file descriptor: path to delete at unlock(), or None}: the locks of this process
+_held = {}  # {file descriptor: path}: the locks of this process
 
 # a forked child shares the open file and with it the lock, which must not outlive the parent
 os.register_at_fork(after_in_child=lambda: [os.close(fd) for fd in _held])
@@ -53,10 +53,7 @@ def unlock():
     """Give back what lock() took, if anything."""
     while _held:
         fd, path = _held.popitem()
-        with contextlib.suppress(OSError):
-            os.ftruncate(fd, 0)  # the file stays and names nobody: deleting it could split a lock in two
-            if path:
-                path.unlink()
+        path.unlink(missing_ok=True)  # before the lock ends: _claim() sees that its file has no name any more
         os.close(fd)
 
 
@@ -71,7 +68,7 @@ def _lock_files(out):
 
 def _claim(path):
     """Lock the file at path for this process -> None, or in words who has it."""
-    flags, delete = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, None
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     try:
         fd, is_new = os.open(path, flags | os.O_EXCL, 0o666), True
     except FileExistsError:
@@ -86,12 +83,22 @@ def _claim(path):
             return holder if has_locks else f"{holder} (if that run has ended, delete {path})"
         warn(f"{path.parent} has no file locks ({e.strerror}): while {path} exists, no other run of this "
              f"--out starts")
-        delete = path
-    _held[fd] = delete
+    if not _is_at(path, os.fstat(fd)):  # its holder left and deleted it between our two calls
+        os.close(fd)
+        return _claim(path)
+    _held[fd] = path
     me = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.strftime("%Y-%m-%d %H:%M:%S")}
     os.ftruncate(fd, 0)
     os.pwrite(fd, json.dumps(me).encode(), 0)
     return None
+
+
+def _is_at(path, stat):
+    """Whether the open file with this stat still has this name."""
+    try:
+        return os.path.samestat(os.stat(path), stat)
+    except FileNotFoundError:
+        return False
 
 
 def _read_holder(fd):
@@ -102,13 +109,11 @@ def _read_holder(fd):
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # it is being written
         return "another process", False
     is_gone = False
-    if host == socket.gethostname():
-        try:
+    try:
+        if host == socket.gethostname():
             os.kill(pid, 0)  # sends no signal: asks whether the process exists
-        except (ProcessLookupError, OverflowError):
-            is_gone = True
-        except PermissionError:  # another user's
-            pass
+    except (OSError, OverflowError) as e:
+        is_gone = not isinstance(e, PermissionError)  # which means another user's process
     return f"process {pid} on {ascii(host)[1:-1]} since {ascii(since)[1:-1]}", is_gone
 
 
@@ -152,10 +157,7 @@ class Rows:
 
     def is_lost(self):
         """Whether somebody removed or renamed the file while it is open."""
-        try:
-            return self.file is not None and not os.path.samestat(os.stat(self.path), self.stat)
-        except FileNotFoundError:
-            return True
+        return self.file is not None and not _is_at(self.path, self.stat)
 
     def add(self, row):
         self.waiting += (json.dumps(row) + "\n").encode()

@@ -213,11 +213,11 @@ def test_a_full_disk_loses_no_row(tmp_path, capfd):
     run_log = log.Log(tmp_path, {})
     row = dict(loss=1.0, lr=0.1)
     run_log.row(step=1, **row)
-    file, run_log.file = run_log.file, FullDisk()
+    file, run_log.metrics.file = run_log.metrics.file, FullDisk()
     run_log.row(step=2, **row)
     run_log.row(step=3, **row)
     assert "No space left" in capfd.readouterr().err
-    run_log.file = file  # the disk has space: the rows that waited are written first
+    run_log.metrics.file = file  # the disk has space: the rows that waited are written first
     run_log.row(step=4, **row)
     assert [r["step"] for r in run_log.rows()] == [1, 2, 3, 4]
     (tmp_path / "loss.txt").mkdir()  # a plot that cannot be written
