@@ -6,20 +6,22 @@
       prepare    who takes part: mesh, data, model                 config.py corpus/shards.py
       resume     from a checkpoint, or start with equal replicas   checkpoint.py runtime/resume.py
       make_step  the step, and what watches over it                skip.py runtime/watch.py
-      log, check_replicas, poll_stop, save, leave                  runtime/log.py runtime/launch.py
+      log, check_replicas, poll_stop, save, leave                  runtime/log.py runtime/agree.py
 """
-import contextlib
-import io
 import sys
 import time
 import zlib
 from pathlib import Path
 
+if __name__ == "__main__":  # before torch, whose import takes seconds: a signal is handled from here on
+    from runtime import session
+    session.start_program()
+
 import torch
 
 import checkpoint
 import moe
-from config import Outcome, parse, wrong_input
+from config import Outcome, parse
 from corpus.shards import micro_batches, open_data
 from corpus.tokenizer import prompt_tokenizer
 from cost.fits import check_layout, check_memory
@@ -30,7 +32,7 @@ from model import DTYPES, GPT, init_weights
 from optim import Optimizer, batch_size, learning_rate
 from parallel import DataParallel, make_mesh, untimed
 from pipeline import forward_backward, forward_only, stage_layers
-from runtime import files, launch, log, resume, watch
+from runtime import agree, launch, log, resume, session, watch
 from skip import Guard, Ranges, corrupt_targets, give_up_message
 
 # -----------------------------------------------------------------------------
@@ -120,7 +122,7 @@ class Run:
         self.cfg, self.world, self.watchdog, self.device = cfg, world, watchdog, world.device
         self.is_main, self.out = world.rank == 0, Path(cfg.out or f"out/{cfg.preset}")
         self.outcome, self.stop_reason = Outcome.DONE, None
-        self.stop = launch.Stop(cfg.max_minutes)
+        self.stop = agree.Stop(cfg.max_minutes)
         self.timers = log.Timers(self.device, cfg.timers)
         self.prepare()
         self.resume()
@@ -138,7 +140,8 @@ class Run:
             self.train_data, self.val_data, self.vocab_size, self.data_id = open_data(cfg, world.local_rank)
             check_memory(cfg, self.mesh, self.vocab_size, world)
             self.tokenizer = prompt_tokenizer(cfg)
-        with launch.exit_together(world):  # again: choose() is collective, so no rank may have left before
+        with launch.exit_together(world):  # again: what is collective must not wait for a rank that has left
+            agree.compare(world, {"--data with the tokens": self.data_id}, "give all ranks the same data")
             self.choice = choose(cfg, self.mesh, self.device)
             self.model, self.dp, self.opt = build(cfg, self.mesh, self.vocab_size, self.device, self.timers,
                                                   self.choice)
@@ -152,6 +155,7 @@ class Run:
         found = resume.find_checkpoint(cfg, world, self.out)
         self.saver = resume.Saver(self.out, world.axis, cfg.keep, cfg.timeout, resume.run_id(world.axis))
         self.watchdog.set_folder(self.out, self.saver.run_id)
+        session.Stream.report(self.out)
         with launch.exit_together(world):
             self.state, self.skip = resume.start_from(found, self.skip, self.model, self.opt, self.data_id)
             self.first = self.state.step + 1
@@ -173,6 +177,7 @@ class Run:
         """All steps -> the run's Outcome."""
         cfg, state = self.cfg, self.state
         profiler = log.start_profile(cfg.profile and self.is_main)
+        session.signals.can_save = True  # from here on a signal waits for the end of its step
         with log.tracer(cfg.trace and self.is_main, self.out) as self.trace:
             while state.step < cfg.steps and self.outcome is Outcome.DONE:
                 number, batch = self.begin_step()
@@ -322,25 +327,20 @@ class Run:
 
 
 def main(argv=None):
-    # every rank sees the same wrong flag or --help: only rank 0 prints
-    rank = launch.env_rank()
-    speaks = contextlib.nullcontext() if rank == 0 else contextlib.redirect_stdout(io.StringIO())
-    with speaks, wrong_input(quiet=rank != 0):
-        cfg = parse(sys.argv[1:] if argv is None else argv)
-    timeout = cfg.timeout if cfg.pdb < 0 else launch.NO_TIMEOUT
-    if cfg.deterministic:
-        launch.deterministic()
-    watchdog = watch.Watch(rank, timeout)
-    try:
-        world = watchdog.world = launch.launch(watch.PG_TIMEOUT_FACTOR * timeout)
-        try:
-            # in no variable: shutdown() wants all that holds a process group to be gone
-            outcome = Run(cfg, world, watchdog).train()
-        except SystemExit as e:  # exit_together() has printed why
-            outcome = e.code
-        launch.shutdown(world)
-    finally:
-        files.unlock(), watchdog.close()
+    with session.surround():
+        cfg, wrong, timeout = agree.parse_flags(parse, argv)
+        if cfg is not None and cfg.deterministic:
+            launch.deterministic()
+        with watch.Watch(session.signals.rank, timeout) as watchdog:
+            # the watchdog alone ends what hangs: a timeout in gloo or NCCL would run on in a suspended run
+            world = watchdog.world = launch.launch(launch.NO_TIMEOUT, wrong is not None, watchdog.joining)
+            try:
+                agree.same_start(world, cfg, wrong)
+                # in no variable: shutdown() wants all that holds a process group to be gone
+                outcome = Run(cfg, world, watchdog).train()
+            except SystemExit as e:  # exit_together() has printed why
+                outcome = e.code
+            launch.shutdown(world)
     if outcome:
         raise SystemExit(int(outcome))
 

@@ -155,16 +155,32 @@ def mpi():
             "try inside a job, or another mpiexec"
 
 
+def count_hosts(path):
+    """-> number of hosts in a node file of PBS, which has a line per process. ValueError: the file is not a
+    list of hosts."""
+    try:
+        with open(path, encoding="ascii", newline="\n") as f:
+            hosts = {line.strip(" \t\n") for line in f} - {""}
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"the node file {path} cannot be read: {' '.join(str(e).split())}") from None
+    wrong = next((host for host in hosts if not re.fullmatch(r"[\w.-]+", host)), None)
+    if wrong is not None or not hosts:
+        raise ValueError(f"the node file {path} names no host" if not hosts else
+                         f"the node file {path} is no list of hosts: {wrong[:40]!r}")
+    return len(hosts)
+
+
 def batch():
     """Which scheduler runs this job?"""
-    try:
-        found = scheduler()
-    except ValueError as e:
-        return "FAIL", str(e), "unset PBS_NODEFILE, or start the job with qsub: PBS writes this file"
+    found = scheduler()
     if found is None:
         programs = [p for p in ("sbatch", "qsub") if shutil.which(p)]
         return ok(f"not in a job; {' and '.join(programs) or 'no sbatch or qsub'} here")
     name, job, hosts = found
+    try:
+        hosts = count_hosts(hosts) if name == "PBS" and hosts else hosts
+    except ValueError as e:
+        return "FAIL", str(e), "unset PBS_NODEFILE, or start the job with qsub: PBS writes this file"
     script = {"SLURM": "scripts/generic.slurm", "PBS": "scripts/generic.pbs"}[name]
     return ok(f"{name} job {job}, {hosts or '?'} node(s); a script to start from: {script}")
 

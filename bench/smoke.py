@@ -27,11 +27,11 @@ from common import at_least_one, read_flags, start
 from timing import slowest
 
 from config import Outcome
+from ops.checksum import checksum
 from optim import AdamW
 from parallel import MAX, DataParallel, make_mesh
 from runtime.launch import exit_together, launch, shutdown
 from runtime.log import Stopwatch
-from runtime.watch import checksum
 
 WIDTHS = (128, 1024, 512, 256, 128)
 METRICS = ("loss", "sps", "dt", "dtf", "dtb")

@@ -5,19 +5,19 @@ One answer for plain python, torchrun, MPICH and Intel MPI (Hydra), Open MPI, PA
     detect          reads the launcher's variables: rank, size, local rank
     launch          picks the device, agrees on an address through MPI, makes the process group
     exit_together   turns wrong input on any rank into one line from one rank and exit code 2 on all
-    Stop            ends a run early: on a signal, or before --max-minutes have passed
     attach_stdin, break_on_rank     --pdb RANK: one rank stops in the debugger
 
 No other file reads the environment.
 """
+import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import os
 import pdb
 import re
 import secrets
-import signal
 import socket
 import struct
 import subprocess
@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from config import Outcome, one_line
-from parallel import MAX, Axis
+from parallel import Axis
 
 # launcher: its variables for (rank, world size, local rank, local size). the first launcher whose variables
 # are set is taken. srun is last: every process in a batch script has SLURM_PROCID and SLURM_NTASKS, and only
@@ -95,7 +95,7 @@ class World:
 
 def detect(env):
     """-> (launcher, rank, size, local rank, local size) from a mapping of environment variables. size is -1
-    where only MPI knows it."""
+    where only MPI knows it. ValueError: a variable is not a number."""
     for launcher, names in LAUNCHERS.items():
         rank, size, local, local_size = (env.get(name) for name in names)
         if launcher == "pals" and rank is not None and local is not None and size is None:
@@ -103,7 +103,12 @@ def detect(env):
         if rank is None or size is None or local is None:
             continue
         local_size = (local_size or "1").split("(")[0].split(",")[0]  # slurm writes 4(x2)
-        return launcher, int(rank), int(size), int(local), int(local_size)
+        values = rank, size, local, local_size
+        for name, value in zip(names, values, strict=True):
+            if not re.fullmatch("-?[0-9]+", value):
+                raise ValueError(f"{name}={value} in the environment is not a number: unset it, or start "
+                                 f"the ranks with {launcher}")
+        return launcher, *map(int, values)
     return "single", 0, 1, 0, 1
 
 
@@ -132,36 +137,36 @@ def bare_environment():
 
 
 def scheduler():
-    """-> (name, job, number of nodes or None) of the batch system that this process runs in, or None.
-    ValueError: PBS's node file is not a list of hosts."""
+    """-> (name, job, number of nodes or PBS's file of hosts or None) of the batch system, or None."""
     if "SLURM_JOB_ID" in os.environ:
         return "SLURM", os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_JOB_NUM_NODES")
     if "PBS_JOBID" in os.environ:
-        path = os.environ.get("PBS_NODEFILE")
-        return "PBS", os.environ["PBS_JOBID"], None if path is None else count_hosts(path)
+        return "PBS", os.environ["PBS_JOBID"], os.environ.get("PBS_NODEFILE")
     return None
 
 
-def count_hosts(path):
-    """-> number of hosts in a node file of PBS, which has a line per process. ValueError: the file is not a
-    list of hosts."""
-    try:
-        with open(path, encoding="ascii", newline="\n") as f:
-            hosts = {line.strip(" \t\n") for line in f} - {""}
-    except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"the node file {path} cannot be read: {' '.join(str(e).split())}") from None
-    wrong = next((host for host in hosts if not re.fullmatch(r"[\w.-]+", host)), None)
-    if wrong is not None or not hosts:
-        raise ValueError(f"the node file {path} names no host" if not hosts else
-                         f"the node file {path} is no list of hosts: {wrong[:40]!r}")
-    return len(hosts)
+def _init_mpi():
+    """-> mpi4py's MPI, initialised. mpi4py itself would hold the interpreter's lock in MPI_Init, which waits
+    for all ranks: then neither watchdog nor signals could end a start that hangs. ctypes gives it up."""
+    import mpi4py
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+    if not MPI.Is_initialized():
+        try:
+            init = ctypes.CDLL(MPI.__file__).MPI_Init_thread  # of the MPI that mpi4py is linked to
+            init(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+            MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)  # as mpi4py does: an error is an exception
+        except (OSError, AttributeError):
+            MPI.Init_thread()
+        atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
+    return MPI
 
 
 def _mpi(launcher, rank, size):
     """-> MPI.COMM_WORLD where it agrees with the launcher, None where srun runs without MPI. SystemExit, with
     what to do: mpi4py is missing, or belongs to another MPI than the launcher."""
     try:
-        from mpi4py import MPI
+        MPI = _init_mpi()
     except ImportError:
         if launcher == "srun":
             return None
@@ -191,20 +196,37 @@ def _address(n_nodes):
         return socket.gethostname()
 
 
+def _listen(host, port, n_nodes):
+    """-> a socket that listens where the other ranks connect to, and nowhere else: the store trusts whoever
+    reaches it. Where no such address is known it listens on all interfaces, and says so."""
+    try:
+        address = socket.gethostbyname(host)
+        if n_nodes == 1 or not address.startswith("127."):
+            return socket.create_server((address, port), backlog=4096)
+    except OSError as e:
+        address = e
+    print(f"nanoshard: {host} is no address that {n_nodes} nodes can reach ({address}): the store listens on "
+          "all interfaces; set MASTER_ADDR to listen on one", file=sys.stderr, flush=True)
+    return socket.create_server(("", port), backlog=4096)
+
+
 def _store(launcher, comm, rank, size, n_nodes, timeout):
     """-> the TCPStore through which the ranks find each other; None: torchrun's agent has one already."""
     if launcher == "torchrun":
         return None
-    if comm is not None:  # port 0: the kernel picks a free one, so two jobs on a host never clash
-        store = dist.TCPStore(_address(n_nodes), 0, is_master=True, timeout=timeout,
-                              wait_for_workers=False) if rank == 0 else None
-        host, port = comm.bcast((store.host, store.port) if rank == 0 else None)
-        return store or dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    nodes = subprocess.run(["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]],
-                           capture_output=True, text=True, check=True).stdout.split()
-    host = os.environ.get("MASTER_ADDR", "127.0.0.1" if len(nodes) == 1 else nodes[0])
-    port = 20000 + (int(os.environ["SLURM_JOB_ID"]) * 31 + int(os.environ["SLURM_STEP_ID"])) % 20000
-    return dist.TCPStore(host, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+    host, port, store = _address(n_nodes), 0, None  # 0: a free port, so two jobs on a host never clash
+    if comm is None:  # srun without MPI: all ranks must guess the same
+        nodes = subprocess.run(["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]],
+                               capture_output=True, text=True, check=True).stdout.split()
+        host = host if len(nodes) == 1 else os.environ.get("MASTER_ADDR", nodes[0])
+        port = 20000 + (int(os.environ["SLURM_JOB_ID"]) * 31 + int(os.environ["SLURM_STEP_ID"])) % 20000
+    if rank == 0:
+        server = _listen(host, port, n_nodes)
+        port = server.getsockname()[1]
+        store = dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False,
+                              master_listen_fd=server.detach())
+    host, port = (host, port) if comm is None else comm.bcast((host, port))
+    return store or dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 PEER_LOST = ("closed by peer", "reset by peer", "remote process exited", "was likely closed", "roken pipe")
@@ -219,12 +241,14 @@ def _end_all_on_exception(rank, comm):
         if lost:  # another rank failed and prints why
             time.sleep(3)  # give the launcher this long to end this rank before it prints, too
             why = " ".join(str(value).split())[:160]
-            print(f"nanoshard: rank {rank} lost a peer ({why}): see its error",
-                  file=sys.__stderr__, flush=True)
+            with contextlib.suppress(OSError):
+                print(f"nanoshard: rank {rank} lost a peer ({why}): see its error",
+                      file=sys.__stderr__, flush=True)
             os._exit(1)
         # not sys.stderr: torch wraps this hook, and keeps what is written there until after the abort
-        traceback.print_exception(kind, value, tb, file=sys.__stderr__)
-        sys.__stderr__.flush()
+        with contextlib.suppress(OSError):
+            traceback.print_exception(kind, value, tb, file=sys.__stderr__)
+            sys.__stderr__.flush()
         time.sleep(0.2)  # mpiexec must pass the text on before it learns of the abort
         if comm is not None:
             comm.Abort(1)
@@ -255,8 +279,9 @@ def deterministic():
     torch.use_deterministic_algorithms(True)
 
 
-def launch(timeout=600.0, quiet=False):
-    """Start this rank -> World. timeout: seconds that a collective may wait. quiet: no line per node."""
+def launch(timeout=600.0, quiet=False, joining=lambda where, size: None):
+    """Start this rank -> World. timeout: seconds that a collective may wait. quiet: no line per node.
+    joining: told before this rank waits for all others to start, in MPI_Init and in the rendezvous."""
     launcher, rank, size, local, local_size = detect(os.environ)
     if launcher == "single":  # plain python never touches MPI
         device, threads = select_device(0, 1)
@@ -264,7 +289,9 @@ def launch(timeout=600.0, quiet=False):
         if not quiet:
             print_node(world)
         return world
+    joining("MPI_Init", size)
     comm = None if launcher == "torchrun" else _mpi(launcher, rank, size)
+    joining("the rendezvous", size)
     node, n_nodes = int(os.environ.get("SLURM_NODEID", rank // local_size)), -(-size // local_size)
     if comm is not None:
         from mpi4py import MPI
@@ -282,6 +309,8 @@ def launch(timeout=600.0, quiet=False):
         both = "gloo" if fast == "gloo" else f"cpu:gloo,{device.type}:{fast}"  # gloo: host memory
         wait = timedelta(seconds=timeout)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's record of its last collectives
+        if n_nodes == 1 and os.path.exists("/sys/class/net/lo"):  # gloo, too, listens on this host alone
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = _store(launcher, comm, rank, size, n_nodes, wait)
         where = ({"init_method": "env://"} if store is None
                  else {"store": store, "rank": rank, "world_size": size})
@@ -324,39 +353,6 @@ def exit_together(world):
             if world.rank == rank:
                 print(f"nanoshard: {t}", file=sys.stderr, flush=True)
             raise SystemExit(Outcome.WRONG_INPUT)
-
-
-# -----------------------------------------------------------------------------
-# stopping early
-
-class Stop:
-    """When to stop before the last step: after SIGTERM or SIGUSR1 on any rank, or before --max-minutes have
-    passed. The signal handler only sets a flag, so the step under way is always finished."""
-
-    def __init__(self, max_minutes):
-        self.signal, self.limit, self.started = 0, max_minutes * 60, time.monotonic()
-        self.longest_step = self.longest_save = 0.0  # seconds, so far
-        for s in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(s, self._on_signal)
-
-    def _on_signal(self, number, frame):
-        self.signal = number
-
-    def step_took(self, seconds):
-        self.longest_step = max(self.longest_step, seconds)
-
-    def save_took(self, seconds):
-        self.longest_save = max(self.longest_save, seconds)
-
-    def poll(self, world):
-        """-> why to stop, the same on all ranks: a signal's name, "max-minutes", or None to go on. Collective
-        over the world. The time of two more steps and two saves is kept in reserve."""
-        elapsed, reserve = time.monotonic() - self.started, 2 * (self.longest_step + self.longest_save)
-        late = self.limit and elapsed + reserve > self.limit
-        flags = torch.tensor([self.signal, int(bool(late))])
-        world.axis.all_reduce(flags, MAX)  # two small integers on the host, over the world
-        number, late = flags.tolist()
-        return signal.Signals(number).name if number else "max-minutes" if late else None
 
 
 # -----------------------------------------------------------------------------

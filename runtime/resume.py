@@ -24,12 +24,12 @@ import torch
 import checkpoint
 from config import Outcome, pad_vocab
 from fast.host_buffers import HostBuffers
+from ops.checksum import checksum
 from ops.flat import rectangles
 from parallel import Axis
 from runtime import files
 from runtime.files import warn
 from runtime.launch import exit_together
-from runtime.watch import checksum
 from skip import Ranges
 
 # -----------------------------------------------------------------------------

@@ -8,8 +8,8 @@ import contextlib
 import faulthandler
 import json
 import os
-import signal
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -18,7 +18,9 @@ from pathlib import Path
 import torch
 
 from config import Outcome
-from runtime.log import Stopwatch
+from ops.checksum import checksum
+from runtime import session
+from runtime.log import Stopwatch, warn
 
 # -----------------------------------------------------------------------------
 # the watchdog. a rank that waits in a collective cannot know which rank it waits for. so each rank, by its
@@ -30,27 +32,28 @@ from runtime.log import Stopwatch
 #     T         a thread of each rank notices: stacks, report
 #     T + g/2   if a C call holds the interpreter's lock: faulthandler's C thread writes the stacks
 #     T + g     one rank prints the verdict; all ranks exit
-#     T + 2g    the kernel's alarm ends a rank whose interpreter is still held
+#     T + 2g    guardian.py, a process beside each rank, kills one whose interpreter is still held
 #
-# progress is a heartbeat() of the main thread, or a collective that it starts
+# progress is a heartbeat() of the main thread, or a collective that it starts. time in which the process is
+# suspended does not count: a thread or a process whose own ticks have a gap did not run either
 
 SLOW_PHASE_FACTOR = 2  # start, compilation, evaluation and saving may take this many times --timeout
-PG_TIMEOUT_FACTOR = 3  # the process group's own timeout, in units of --timeout: it must not come first
 SYMMETRIC = ("world", "stage", "dp", "tp", "ep", "edp", "tied")  # over pp, stages send different numbers
 
 
-class Watch:
-    """The watchdog of this rank. Make it before launch(); then set .world, call set_mesh() and set_folder()
-    when mesh and --out exist, heartbeat() at each step, close() at the end."""
+class Watch(contextlib.AbstractContextManager):
+    """The watchdog of this rank. Make it before launch(); then set .world, call set_mesh() and
+    set_folder() when mesh and --out exist, heartbeat() at each step."""
 
     def __init__(self, rank, timeout):
         self.rank, self.timeout, self.grace = rank, timeout, min(timeout / 4, 10.0)
-        self.world = self.folder = None
+        self.world = self.folder = self.waits_in = None
         self.axes = {}  # name: ranks
         self.stacks, self.name, self.seen = sys.__stderr__, f"rank_{rank:05d}", 0
-        self.stopping = threading.Event()
-        self.main = threading.main_thread().ident
+        self.stopping, self.tick = threading.Event(), min(1.0, timeout / 16)
+        self.main = threading.get_ident()
         self.heartbeat(0, "start")
+        self._start_guardian()
         self._set_alarms(self.limit)
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.thread.start()
@@ -59,12 +62,19 @@ class Watch:
         """The main thread is alive: it starts a step, which may take timeout seconds, or a slow phase of it:
         what ("first", "save", ...) then, SLOW_PHASE_FACTOR times as long."""
         factor = SLOW_PHASE_FACTOR if what else 1
+        self.waits_in = None
         self.where, self.limit, self.last = (step, what), factor * self.timeout, time.monotonic()
+
+    def joining(self, where, size):
+        """The main thread waits in MPI_Init or the rendezvous until all ranks have started."""
+        self.heartbeat(0, where)
+        self.limit, self.waits_in = self.timeout, (where, size)
 
     def set_mesh(self, mesh):
         """Tell which ranks share an axis with this one. Only their numbers are kept: the process groups must
         be destroyed at the end."""
         self.axes = {name: getattr(mesh, name).ranks for name in SYMMETRIC}
+        self.heartbeat(0, "start")
 
     def set_folder(self, out, run_id):
         """Write reports to OUT/hang/ from now on. Their names contain run_id: a restart overwrites none."""
@@ -77,38 +87,67 @@ class Watch:
             self.stacks = open(folder / f"{self.name}.{run_id}.txt", "a")
             self.folder, self.run_id = folder, run_id
             self._set_alarms(self.limit)
+            session.dump_on_sigusr2(self.stacks)
 
-    def close(self):
+    def __exit__(self, *error):
         """Stop watching: the run has ended."""
         self.stopping.set()
         self.thread.join()
-        self._set_alarms(0)
+        faulthandler.cancel_dump_traceback_later()
+        self.guardian.stdin.close()  # which ends it
+        self.guardian.wait()
+        session.dump_on_sigusr2(sys.__stderr__)
         if self.folder is not None:
             self.stacks.close()
             with contextlib.suppress(OSError):
-                os.unlink(self.stacks.name)
-                self.folder.rmdir()  # the last rank succeeds, unless an earlier hang left reports here
+                if os.path.getsize(self.stacks.name) == 0:
+                    os.unlink(self.stacks.name)
+                self.folder.rmdir()  # the last rank succeeds, unless somebody asked for stacks (SIGUSR2)
+
+    def _start_guardian(self):
+        """The process that kills this one when its threads cannot. It is started before MPI, has a session of
+        its own and none of our streams: no launcher waits for it, no Ctrl-C reaches it."""
+        script, quiet = Path(__file__).with_name("guardian.py"), subprocess.DEVNULL
+        self.guardian = subprocess.Popen(
+            [sys.executable, "-S", "-E", script, str(os.getpid()), str(self.tick)], bufsize=0,
+            stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
+        os.set_blocking(self.guardian.stdin.fileno(), False)  # it may be stopped
 
     def _watch(self):
         """The thread: end the run when the main thread makes no progress."""
-        while not self.stopping.wait(min(1.0, self.timeout / 16)):
-            started = sum(self.world.calls.started.values()) if self.world else 0
+        before = time.monotonic()
+        while not self.stopping.wait(self.tick):
+            now, started = time.monotonic(), sum(self.world.calls.started.values()) if self.world else 0
+            gap = now - before - self.tick
+            if gap > 1 + 2 * self.tick:  # suspended, or kept from running
+                if now - self.last > self.limit + self.grace / 2:  # faulthandler's clock did not stand still
+                    with contextlib.suppress(OSError):
+                        print(f"suspended for {gap:.0f} s: the stacks above are of no hang", file=self.stacks)
+                self.last = min(now, self.last + gap)
             if started != self.seen:
-                self.seen, self.last = started, time.monotonic()
-            left = self.limit - (time.monotonic() - self.last)
+                self.seen, self.last = started, now
+            left = self.limit - (now - self.last)
             if left < 0:
                 self._report_and_exit()
             self._set_alarms(left)
+            before = now
 
     def _set_alarms(self, left):
-        """Set the two alarms that work without this thread: `left` seconds from now, and a grace. 0: none."""
+        """Set the two alarms that work without this thread: `left` seconds from now, and a grace."""
         faulthandler.cancel_dump_traceback_later()
-        signal.setitimer(signal.ITIMER_REAL, left + 2 * self.grace if left else 0)
-        if left:
-            faulthandler.dump_traceback_later(left + self.grace / 2, file=self.stacks)
+        faulthandler.dump_traceback_later(left + self.grace / 2, file=self.stacks)
+        with contextlib.suppress(OSError):  # somebody killed it
+            self.guardian.stdin.write(f"{left + 2 * self.grace}\n".encode())
 
     def _report_and_exit(self):
         faulthandler.cancel_dump_traceback_later()
+        if self.waits_in is not None:
+            time.sleep(min(0.3 * self.rank, self.grace))  # one line: the launcher ends the others after it
+            where, size = self.waits_in
+            with contextlib.suppress(OSError):
+                warn(f"rank {self.rank} of {size} waited {time.monotonic() - self.last:.0f} s in {where}: a "
+                     "rank did not start; look for its message")
+            os._exit(Outcome.HUNG)
         report = self._report()
         with contextlib.suppress(OSError):
             self.stacks.write(f"rank {self.rank}: {describe(report)}\n")
@@ -127,7 +166,8 @@ class Watch:
                     reports[int(path.name[5:10])] = json.loads(path.read_text())
         if self.rank == min(reports):
             text = verdict(reports, self.world.size if self.world else 1, self.timeout)
-            print(f"{text}\n  all stacks: {self.folder or 'above'}", file=sys.__stderr__, flush=True)
+            with contextlib.suppress(OSError):
+                print(f"{text}\n  all stacks: {self.folder or 'above'}", file=sys.__stderr__, flush=True)
         time.sleep(self.grace / 2)
         os._exit(Outcome.HUNG)
 
@@ -260,22 +300,6 @@ def replica_differences(model, mesh):
             lines += [line for line in found if line]
     # a few lines, or none, from each rank, over the world
     return [line for part in mesh.world.gather_objects(lines) for line in part]
-
-
-CHUNK = 2**24  # elements that checksum widens at once
-
-
-def checksum(t):
-    """(2,) int64: plain and position-weighted sum of the bit pattern. Equal bits give equal pairs; a swap of
-    two elements changes the second."""
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
-    v = t.detach().reshape(-1).view(bits)  # (n,)
-    sums = torch.zeros(2, dtype=torch.int64, device=v.device)
-    for first in range(0, v.numel(), CHUNK):  # widened, an element takes 8 bytes, more than once
-        part = v[first:first + CHUNK].long()
-        weight = torch.arange(first, first + part.numel(), device=v.device) * 2 + 1
-        sums += torch.stack([part.sum(), (part * weight).sum()])
-    return sums
 
 
 def describe_mismatch(name, hashes, ranks):

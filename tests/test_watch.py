@@ -25,6 +25,7 @@ import parallel
 import train
 from config import Config, Outcome
 from corpus.shards import Synthetic
+from ops import checksum
 from parallel import make_mesh
 from runtime import watch
 from runtime.launch import World
@@ -46,7 +47,7 @@ def run_rank(rank, folder, fault, argv):
     import misbehave
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     train.launch.env_rank = lambda: rank
-    train.launch.launch = lambda timeout: World(rank=rank, size=2)
+    train.launch.launch = lambda *args: World(rank=rank, size=2)
     misbehave.main(fault, 5, argv)
 
 
@@ -77,7 +78,7 @@ def hung(tmp_path_factory):
 def test_a_hang_is_reported_with_every_stack_and_ended(hung, fault):
     codes, text, folder = hung[fault]
     where, cause = FAULTS[fault]
-    assert codes == [Outcome.HUNG, -signal.SIGALRM if fault == "held" else Outcome.HUNG], text
+    assert codes == [Outcome.HUNG, -signal.SIGKILL if fault == "held" else Outcome.HUNG], text
     assert text.count("nanoshard: hung: ") == 1 and cause in text and "  rank 0: step 5, in " in text, text
     assert re.search(rf"^  rank 1: .*{re.escape(where)}", text, re.M), text
     stacks = {p.name[:10]: p.read_text() for p in folder.glob("*.txt")}
@@ -263,9 +264,9 @@ def test_a_checksum_in_parts_equals_that_of_the_whole(dtype, monkeypatch):
     t = torch.randn(1003, generator=torch.Generator().manual_seed(1)).to(dtype)
     v = t.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]).long()
     want = [v.sum().item(), (v * (2 * torch.arange(1003) + 1)).sum().item()]
-    assert watch.checksum(t).tolist() == want
-    monkeypatch.setattr(watch, "CHUNK", 64)
+    assert checksum.checksum(t).tolist() == want
+    monkeypatch.setattr(checksum, "CHUNK", 64)
     with AllocatedBytes() as allocated:
-        got = watch.checksum(t)
+        got = checksum.checksum(t)
     allocated.bytes.pop(t.untyped_storage().data_ptr())  # views of t
     assert got.tolist() == want and max(allocated.bytes.values()) == 64 * 8
