@@ -72,10 +72,10 @@ class RowLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def rope_cache(T, D, base, device):
-    """cos and sin of position * frequency, (T, D/2) each, fp32. RoFormer, arXiv:2104.09864, section 3.4.2."""
-    freq = base ** (-torch.arange(0, D, 2, device=device, dtype=torch.float32) / D)  # (D/2,)
-    angle = torch.outer(torch.arange(T, device=device, dtype=torch.float32), freq)  # (T, D/2)
+def rope_cache(T, D, base, device, dtype):
+    """cos and sin of position * frequency, (T, D/2) each. RoFormer, arXiv:2104.09864, section 3.4.2."""
+    freq = base ** (-torch.arange(0, D, 2, device=device, dtype=dtype) / D)  # (D/2,)
+    angle = torch.outer(torch.arange(T, device=device, dtype=dtype), freq)  # (T, D/2)
     return angle.cos(), angle.sin()
 
 
@@ -275,8 +275,8 @@ class GPT(nn.Module):
         if self.cfg.pos != "rope":
             return None, None
         if self.rope is None:
-            cfg = self.cfg
-            self.rope = rope_cache(cfg.seq_len, cfg.n_embd // cfg.n_head, cfg.rope_base, like.device)
+            cfg, wide = self.cfg, torch.promote_types(DTYPES[self.cfg.dtype], torch.float32)
+            self.rope = rope_cache(cfg.seq_len, cfg.n_embd // cfg.n_head, cfg.rope_base, like.device, wide)
         return self.rope[0][start:start + T], self.rope[1][start:start + T]
 
     def forward(self, tokens, targets=None, hidden=None, cache=None):

@@ -59,23 +59,23 @@ def check_layouts(world, dtype):
         seen = matrix.run(world, dict(base, **layout), batch)
         results = world.axis.gather_objects(seen)  # small models: what each rank knows, over the world
         if world.rank == 0:
-            error = worst_error(f"{family} {layout}", dtype, want, seen, results)
+            error = worst_error(f"{family} {layout}", base, want, seen, results)
             worst = max(worst, error)
     return len(layouts), worst
 
 
-def worst_error(name, dtype, want, seen, results):
-    """-> the worst relative error of a layout; AssertionError where it is too large. want: one rank's run,
-    seen: rank 0's, results: those of all ranks."""
+def worst_error(name, flags, want, seen, results):
+    """-> the worst error of a layout, relative to tests/test_layouts.scale; AssertionError where it is too
+    large. want: one rank's run, seen: rank 0's, results: those of all ranks."""
     expected, got = np.array(want["stats"]), np.array(seen["stats"])
-    if dtype != "fp64":
+    if flags["dtype"] != "fp64":
         error = np.abs(got[:, 0] / expected[:, 0] - 1).max()
         assert error < 1e-2, f"{name}: losses {got[:, 0]} and {expected[:, 0]}"
         return error
     np.testing.assert_allclose(got[:, [0, 1, 3]], expected[:, [0, 1, 3]], rtol=1e-10, err_msg=name)
     whole, pieces, worst = matrix.assemble([want]), matrix.assemble(results), 0.0
     for tensor, t in whole.items():
-        error = np.abs(pieces[tensor] - t).max() / max(1e-4, np.abs(t).max())
+        error = np.abs(pieces[tensor] - t).max() / matrix.scale(tensor, t, flags)
         assert error < 1e-10, f"{name} {tensor}: {error}"
         worst = max(worst, error)
     return worst

@@ -89,7 +89,7 @@ def test_saved_activations_are_what_autograd_keeps(family, monkeypatch):
     for p in block.parameters():
         torch.nn.init.normal_(p, std=0.02)
     own, seen = {p.untyped_storage().data_ptr() for p in block.parameters()}, {}
-    table = model_.rope_cache(64, 16, 1e4, "cpu") if cfg.pos == "rope" else (None, None)
+    table = model_.rope_cache(64, 16, 1e4, "cpu", torch.float32) if cfg.pos == "rope" else (None, None)
     own |= {t.untyped_storage().data_ptr() for t in table if t is not None}
 
     def pack(t):
