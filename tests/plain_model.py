@@ -115,7 +115,7 @@ def total_loss(cfg, w, vocab_size, batches, drop=undropped):
 
 @torch.no_grad()
 def val_loss(cfg, w, vocab_size, windows):
-    """windows (n, T+1) of token ids -> mean cross-entropy in nats per token, a float"""
-    windows = torch.tensor(windows)
-    logits, _ = forward(cfg, w, vocab_size, windows[:, :-1])
-    return cross_entropy(logits, windows[:, 1:]).item() / windows[:, 1:].numel()
+    """windows (n, T+1) of token ids -> mean cross-entropy in nats per token, a float. Experts with a capacity
+    drop rows within a micro-batch."""
+    batches = [(part[:, :-1], part[:, 1:]) for part in torch.as_tensor(windows).split(cfg.micro_batch)]
+    return total_loss(cfg, w, vocab_size, batches)[0].item()
