@@ -1,0 +1,168 @@
+"""Dropout: where it is and how much, in training only; which masks ranks, stages, micro-batches and steps
+draw, and that no CUDA graph replays one. Equal results over dp and under recompute: tests/test_faults.py.
+"""
+import dataclasses
+import hashlib
+import itertools
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import run_ranks
+from test_model import FORMS, WIDE, built, check_against_the_written_out_model, randomize
+
+import train
+from config import Config
+from corpus.shards import Synthetic, micro_batches
+from fast.choose import choose
+from parallel import make_mesh
+from pipeline import generate
+from runtime.launch import World
+
+P = 0.3
+FACTORS = {"embedding": 1.5, "residual": 1.5, "attention": 2.0}  # stand for the masks: they leave traces
+REAL_DROPOUT, REAL_ATTENTION = F.dropout, F.scaled_dot_product_attention
+
+
+def traced_dropout(x, p, training):
+    assert p == P
+    return x * FACTORS["residual"] if training else x
+
+
+def traced_attention(q, k, v, *, dropout_p, **kwargs):
+    return REAL_ATTENTION(q, k, v, **kwargs) * {0.0: 1.0, P: FACTORS["attention"]}[dropout_p]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_dropout_is_at_each_of_its_places_in_training_only(name):
+    """On the embedding, attention weights and what each half of a block adds: once and with p, forward and
+    backward, also under recompute; nowhere in eval mode."""
+    cfg = Config(**{**WIDE, **FORMS[name], "dropout": P})
+    with mock.patch.object(F, "dropout", traced_dropout), \
+            mock.patch.object(F, "scaled_dot_product_attention", traced_attention):
+        check_against_the_written_out_model(cfg, lambda place, x: x * FACTORS[place])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "softmax"])
+def test_generated_text_is_without_dropout(name):
+    texts = []
+    for p in (0.0, 0.5):
+        model, _, _ = built(Config(**{**WIDE, **FORMS[name], "dropout": p}))
+        randomize(model)
+        texts.append(generate(model.train(), [1, 2, 3], 12, temperature=0))
+        assert model.training
+    assert texts[0] == texts[1] and len(set(texts[0])) > 3
+
+
+# -----------------------------------------------------------------------------
+# masks: a mask is a function of the generator's state, which is noted whenever one is drawn
+
+SHAPE = dict(WIDE, n_layer=2, dropout=P, micro_batch=2, vocab_size=60)
+MOE = dict(SHAPE, n_experts=4, top_k=2)
+STEPS, BATCH = (1, 2), 8
+
+
+def masks(world, flags):
+    """Forward and backward of two steps -> [(step, generator's state as a hash)] of each mask drawn here."""
+    cfg, drawn = Config(**flags), []
+    mesh, source = make_mesh(world, cfg.tp, cfg.pp, cfg.ep), Synthetic(cfg.vocab_size, cfg.seq_len, 1)
+    step = train.Step(cfg, *train.build(cfg, mesh, cfg.vocab_size, world.device))
+
+    def note(p):
+        assert p == P
+        drawn.append((number, hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()))
+
+    def dropout(x, p, training):
+        note(p * training)
+        return REAL_DROPOUT(x, p, training)
+
+    def attention(*args, dropout_p, **kwargs):
+        note(dropout_p)
+        return REAL_ATTENTION(*args, dropout_p=dropout_p, **kwargs)
+    with mock.patch.object(F, "dropout", dropout), \
+            mock.patch.object(F, "scaled_dot_product_attention", attention):
+        for number in STEPS:
+            torch.manual_seed(world.rank)  # what was drawn before must not matter
+            step.gradients(micro_batches(cfg, mesh, source, 0, BATCH, world.device), number)
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The masks of one rank: all micro-batches, all layers."""
+    return run_ranks(1, masks, SHAPE)[0]
+
+
+@pytest.mark.parametrize("n,layout", [(1, {}), (2, {}), (2, dict(tp=2)), (2, dict(pp=2)), (4, dict(tp=2)),
+                                      (4, dict(tp=2, pp=2)), (2, dict(MOE, ep=2))],
+                         ids=["1", "dp2", "tp2", "pp2", "dp2tp2", "tp2pp2", "moe-ep2"])
+def test_no_two_masks_are_equal(n, layout, alone):
+    """Every rank has its own sequences, rows, heads or layers; a mask depends on no number of ranks but those
+    that split its sequence or its layers."""
+    flags = {**SHAPE, **layout}
+    ranks = run_ranks(n, masks, flags)
+    stages, tp = layout.get("pp", 1), layout.get("tp", 1)
+    micro = BATCH // 2 // (n // stages // tp)
+    # two residual branches and attention in each block; the first stage embeds
+    places = [3 * SHAPE["n_layer"] // stages + (rank < n // stages) for rank in range(n)]
+    assert [len(drawn) for drawn in ranks] == [len(STEPS) * micro * each for each in places]
+    drawn = [mask for rank in ranks for mask in rank]
+    assert len({state for _, state in drawn}) == len(drawn)
+    if (stages, tp) == (1, 1):
+        assert sorted(drawn) == sorted(alone)
+    again = run_ranks(n, masks, {**flags, "recompute": "full"})
+    for kept, twice in zip(ranks, again, strict=True):
+        assert set(kept) == set(twice) and len(twice) > 1.5 * len(kept), "the same masks, drawn again"
+
+
+def seeds(world, seed, steps, n):
+    """-> {(seed, rank, step, micro-batch): the generator's seed} of train.Step, without a model."""
+    out, drawn, cfg = {}, [], Config(dropout=P, seed=seed)
+    model = SimpleNamespace(mesh=make_mesh(world, tp=2, pp=2, groups=False), blocks={})
+    step = train.Step(cfg, model, mock.Mock(), mock.Mock())
+
+    def no_forward(model, dp, batches, tokens, scale, before_forward):
+        for i in range(len(batches)):
+            before_forward(i)
+    with mock.patch.object(train, "forward_backward", no_forward), \
+            mock.patch.object(torch, "manual_seed", drawn.append):
+        for number in steps:
+            step.gradients([None] * n, number)
+            out.update({(seed, world.rank, number, i): drawn[i] for i in range(n)})
+            assert len(drawn) == n, "one seed for each micro-batch"
+            drawn.clear()
+    return out
+
+
+def test_no_two_seeds_are_equal():
+    """16 ranks, two runs' seeds, steps of three micro-batches; numbers whose digits could run together."""
+    found = {}
+    for rank, seed in itertools.product(range(16), (1, 11)):
+        found.update(seeds(World(rank=rank, size=16), seed, [*range(1, 30), 111, 1111], 3))
+    assert len(found) == 16 * 2 * 31 * 3 and len(set(found.values())) == len(found)
+
+
+# -----------------------------------------------------------------------------
+# a CUDA graph would replay the mask that it captured
+
+STATIC = dict(n_layer=2, n_head=2, n_embd=64, ffn_hidden=64, vocab_size=100, dtype="bf16")
+
+
+@pytest.mark.parametrize("flags", [{}, dict(n_experts=4, ep=2, zero=1),
+                                   dict(n_experts=4, capacity_factor=1.0)], ids=["dense", "ep2", "capacity"])
+def test_no_cuda_graph_with_dropout(flags):
+    cfg = Config(**{**STATIC, **flags})
+    mesh = make_mesh(World(rank=0, size=2), ep=cfg.ep, groups=False)
+
+    def graph(cfg, mesh=mesh, device="cuda:0"):
+        choice = choose(cfg, mesh, torch.device(device), reach=lambda *_: True)
+        assert choice.graph or not choice.symm_mem
+        return choice.graph
+    assert graph(cfg)
+    for change in (dict(dropout=1e-6), dict(dropout=0.5), dict(recompute="full"), dict(timers=True),
+                   dict(cuda_graph=False)):
+        assert not graph(dataclasses.replace(cfg, **change)), change
+    assert not graph(cfg, device="cpu") and (cfg.ep > 1 or not graph(cfg, make_mesh(
+        World(rank=0, size=2), pp=2, groups=False)))
