@@ -1,0 +1,396 @@
+"""Every number of metrics.jsonl and experts.jsonl against a computation of its own, in one process.
+
+    the steps    loss, norms, zeros, the experts' loads and losses, from the weights of each step's checkpoint
+    the rest     learning rate, tokens, rates, times, which steps are logged, the printed line
+"""
+import dataclasses
+import json
+import math
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pool import run_ranks
+from runs import TINY, chars, final, go, rows, session
+from safetensors.torch import load_file
+
+import checkpoint
+import train
+from config import Config, parse
+from corpus.shards import Synthetic
+from model import GPT, init_weights
+from optim import AdamW, StepStats, learning_rate
+from parallel import make_mesh
+from runtime import log, resume, watch
+from runtime.launch import World
+from skip import Guard
+
+FLAGS = [*[f for f in TINY if "global-batch" not in f], "--global-batch=8", "--dtype=fp64", "--clip=0.05",
+         "--min-lr=3e-3", "--decay-steps=4", "--steps=5"]
+EXPERTS = ["--n-experts=4", "--top-k=2", "--z-coef=0.01", "--aux-coef=0.5"]
+RUNS = {"dp 2": (2, []), "tp 2": (2, ["--tp=2"]), "pp 2": (2, ["--pp=2"]), "one": (1, []),
+        "moe ep 2": (2, [*EXPERTS, "--ep=2"]), "moe pp 2": (2, [*EXPERTS, "--pp=2"]),
+        "moe, capacity": (2, [*EXPERTS, "--capacity-factor=0.75"]),
+        "moe, sigmoid": (2, [*EXPERTS, "--router=sigmoid", "--router-bias-rate=0.02", "--zero=1"])}
+
+
+def routing(cfg, logits, bias):
+    """A micro-batch's router logits (n, E) of one layer -> (copies per expert, dropped, aux, z, entropy)."""
+    n, E, K = *logits.shape, cfg.top_k
+    if cfg.router == "sigmoid":
+        scores = torch.sigmoid(logits)
+        probs, choice = scores / scores.sum(1, keepdim=True), scores + bias
+    else:
+        probs = choice = torch.softmax(logits, 1)
+
+    def copies(values):
+        return torch.bincount(values.topk(K).indices.flatten(), minlength=E).double()
+    capacity = math.ceil(n * K / E * cfg.capacity_factor) if cfg.capacity_factor else n
+    aux = E * (copies(probs) / (n * K) * probs.mean(0)).sum().item()
+    entropy = -(probs * probs.log()).sum(1).mean().item()
+    return (copies(choice), (copies(choice) - capacity).clamp(min=0).sum().item(), aux,
+            logits.logsumexp(1).square().mean().item(), entropy)
+
+
+def plain_step(cfg, weights, number):
+    """The step's forward and backward in one process, micro-batch after micro-batch, with full weights
+    -> loss, gradients, {layer: its row of experts.jsonl}"""
+    torch.set_default_dtype(torch.float64)
+    model = GPT(cfg, make_mesh(World()), cfg.vocab_size)
+    torch.set_default_dtype(torch.float32)
+    init_weights(model, cfg.seed)
+    for name, t in [*model.named_parameters(), *model.named_buffers()]:
+        t.data.copy_(weights.get(name, t.data))
+    seen = {}
+    for i, block in model.blocks.items():
+        if cfg.n_experts:
+            bias = block.moe.router.bias
+            block.moe.router.register_forward_hook(
+                lambda module, x, out, i=i, bias=bias: seen.setdefault(i, []).append(
+                    routing(cfg, out.detach(), bias)))
+    source, loss = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), 0.0
+    n, size = cfg.global_batch // cfg.micro_batch, cfg.micro_batch
+    for j in range(n):
+        out, aux = model(*source.batch((number - 1) * cfg.global_batch + j * size, size))
+        ce = out / (cfg.global_batch * cfg.seq_len)
+        (ce + aux / n).backward()
+        loss += ce.item()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    layers = {}
+    for i, batches in seen.items():
+        load, dropped, aux, z, entropy = map(sum, zip(*batches, strict=True))
+        layers[i] = {"load": (load / load.sum()).tolist(), "dropped": dropped / load.sum().item(),
+                     "aux": aux / n, "z": z / n, "entropy": entropy / n}
+    return loss, grads, layers, torch.cat([p.detach().flatten() for p in model.parameters()]).norm().item()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_logged_number_of_a_step(name, tmp_path):
+    n, layout = RUNS[name]
+    argv = [*FLAGS, *layout, "--save-every=1", "--keep=0"]
+    before = time.time()
+    go(n, tmp_path / "run", "--dump-grads", tmp_path / "dump", base=argv)
+    cfg, table = parse(argv), rows(tmp_path / "run", ())
+    assert [r["step"] for r in table] == [1, 2, 3, 4, 5]
+    experts = [json.loads(line) for line in (tmp_path / "run/experts.jsonl").read_text().splitlines()] \
+        if cfg.n_experts else []
+    for row in table:
+        number = row["step"]
+        weights = final(tmp_path / "run", number - 1)[0] if number > 1 else {}
+        loss, grads, layers, size = plain_step(cfg, weights, number)
+        norm = torch.stack([g.norm() for g in grads]).norm().item()
+        assert row["loss"] == pytest.approx(loss, rel=1e-10)
+        assert row["grad_norm"] == pytest.approx(norm, rel=1e-9) and norm > 2 * cfg.clip, "before clipping"
+        assert row["param_norm"] == pytest.approx(size, rel=1e-12)
+        assert row["num_zeros"] == sum((g == 0).sum().item() for g in grads)
+        lr = {1: 0.005, 2: 0.01, 3: (0.01 + 0.003) / 2, 4: 0.003, 5: 0.003}[number]  # warmup 2, cosine 2
+        assert row["lr"] == pytest.approx(lr, rel=1e-12)
+        assert (row["global_batch"], row["samples"], row["tokens"]) == (8, 8 * number, 8 * number * 16)
+        assert (row["skipped"], row["nan_steps"]) == (0, 0)
+        assert row.keys().isdisjoint(["skip_reason", "mfu", "mem_gb", "loss_scale", "val_loss"])
+        assert before <= row["time"] <= time.time()
+        if n > 1:
+            assert 0 < row["step_ms_min"] <= row["step_ms_max"] and row["slowest_rank"] in (0, 1)
+        if cfg.n_experts:
+            logged = experts[number - 1]
+            assert logged["step"] == number and logged["layers"].keys() == layers.keys() == {"0", "1"}
+            for i, want in layers.items():
+                for key, value in want.items():
+                    assert logged["layers"][i][key] == pytest.approx(value, rel=1e-9), (i, key)
+            for key, of in (("aux_loss", "aux"), ("z_loss", "z"), ("dropped", "dropped")):
+                assert row[key] == pytest.approx((layers["0"][of] + layers["1"][of]) / 2, rel=1e-9), key
+            assert row["expert_load_max"] == pytest.approx(4 * max(max(x["load"]) for x in layers.values()))
+            assert (row["dropped"] > 0) == (cfg.capacity_factor > 0)
+        check_rates(row, cfg, n)
+    dumped = load_file(tmp_path / "dump")  # of the first step: unclipped, beside the weights before it
+    norms = {k: torch.cat([t.flatten() for name, t in dumped.items() if name.startswith("grad/") == k]).norm()
+             for k in (True, False)}
+    assert norms[True].item() == pytest.approx(table[0]["grad_norm"], rel=1e-10)
+    assert norms[False].item() == pytest.approx(table[0]["param_norm"], rel=1e-10)
+
+
+def check_rates(row, cfg, ranks):
+    """The keys that follow from ms."""
+    token = 6 * (2 * (2 * 16 * 16 + 2 * 16 * 8) + 128 * 16)  # attention's matrices, the head
+    token += 6 * 2 * 3 * 16 * 32 * (cfg.top_k if cfg.n_experts else 1)  # SwiGLU: three matrices, both layers
+    attention = 12 * 2 * 16 * 16  # layers, width, sequence
+    per_rank = row["tokens"] / row["step"] / row["ms"] * 1e3 / ranks
+    for key, want in (("tok_s_gpu", per_rank), ("tok_s", per_rank * ranks), ("ms_per_sample", row["ms"] / 8),
+                      ("tflops", per_rank * (token + attention) / 1e12),
+                      ("tflops_causal", per_rank * (token + attention / 2) / 1e12)):
+        assert row[key] == pytest.approx(want, rel=1e-9), key
+    assert row["ms"] > 0
+
+
+def test_the_router_bias_follows_the_logged_loads(tmp_path):
+    """It rises by the rate where the load of the global batch is below the mean, and falls where above."""
+    flags = [*EXPERTS, "--router=sigmoid", "--router-bias-rate=0.02", "--tp=2", "--save-every=5"]
+    go(2, tmp_path, *flags, base=FLAGS)
+    lines = [json.loads(line)["layers"] for line in (tmp_path / "experts.jsonl").read_text().splitlines()]
+    for i in ("0", "1"):
+        loads = torch.tensor([x[i]["load"] for x in lines], dtype=torch.float64)  # (steps, E)
+        want = 0.02 * (0.25 - loads).sign().sum(0)
+        got = final(tmp_path, 5)[0][f"blocks.{i}.moe.router.bias"]
+        torch.testing.assert_close(got, want.float())
+        assert got.any()
+
+
+# -----------------------------------------------------------------------------
+# rates and times
+
+class Ticks:
+    """A Stopwatch whose time is that of the list."""
+
+    def __init__(self, *times):
+        self.times = list(times)
+
+    def mark(self):
+        return self.times.pop(0)
+
+    def ms(self, begin, end):
+        return end - begin
+
+
+def test_the_clock_means_over_steps_and_leaves_pauses_out():
+    clock = log.Clock(torch.device("cpu"))
+    clock.watch = Ticks(0, 10, 13, 20, 25)
+    clock.resume()
+    clock.count(4)
+    clock.pause()
+    clock.resume()  # 3 ms of a save
+    clock.count(8)
+    assert (clock.steps, clock.samples) == (2, 12)
+    assert clock.per_step() == (10 + 7) / 2 and (clock.steps, clock.samples, clock.total) == (0, 0, 0)
+    assert clock.per_step() == 5, "and goes on from there"
+
+
+def test_timers_mean_over_steps():
+    timers = log.Timers(torch.device("cpu"), True)
+    timers.watch = Ticks(0, 5, 7, 8, 20, 21)
+    for phase in ("forward", "backward", "forward"):
+        with timers(phase):
+            pass
+    assert timers.per_step(2) == [3.0 if p == "forward" else 0.5 if p == "backward" else 0
+                                  for p in log.Timers.PHASES]
+    assert timers.per_step(2) == [0] * 8
+    mesh = make_mesh(World())
+    keys = log.phase_times(timers, 1, mesh).keys()
+    assert keys == {"t_data", "t_forward", "t_backward", "t_pipeline", "t_grad_sync", "t_norm", "t_optimizer",
+                    "t_param_gather"}
+    assert log.phase_times(log.Timers(torch.device("cpu"), False), 1, mesh) == {}
+
+
+def test_a_row_after_several_steps_of_a_growing_batch(monkeypatch):
+    """ms and rates are means since the row before; loss and norms those of this step."""
+    cfg, state = Config(n_layer=1), resume.State(step=7, samples=40, skipped=2, nan_steps=1)
+    clock = SimpleNamespace(steps=4, samples=20, per_step=lambda: 50.0)
+    world = World(size=3)
+    stats = StepStats(*torch.tensor([2.5, 0.75, 9.0, 12.0], dtype=torch.float64))
+    monkeypatch.setattr(log, "peak_flops", lambda device: 4e12)
+    monkeypatch.setattr(log, "flops_per_token", lambda cfg, vocab: (1000.0, 600.0) if vocab == 99 else None)
+    row, steps = log.metrics_row(cfg, world, state, 6, 0.01, stats, None, clock, 99)
+    per_rank = 5 * 128 / 50.0 * 1e3 / 3
+    assert steps == 4 and row == {
+        "step": 7, "tokens": 40 * 128, "samples": 40, "global_batch": 6, "lr": 0.01, "skipped": 2,
+        "nan_steps": 1, "skip_reason": None, "loss": 2.5, "grad_norm": 0.75, "num_zeros": 9,
+        "param_norm": 12.0, "ms": 50.0, "ms_per_sample": 10.0, "tok_s": pytest.approx(3 * per_rank),
+        "tok_s_gpu": pytest.approx(per_rank), "tflops": pytest.approx(per_rank * 1000 / 1e12),
+        "tflops_causal": pytest.approx(per_rank * 600 / 1e12), "mfu": pytest.approx(per_rank * 1000 / 4e12)}
+    counts = {"step", "tokens", "samples", "global_batch", "lr", "skipped", "nan_steps", "skip_reason"}
+    idle = SimpleNamespace(steps=0, samples=0, per_step=lambda: 50.0)
+    for given, reason, why in ((None, None, "range"), (stats, "spike: so", "spike: so"),
+                               (stats._replace(loss=torch.tensor(math.nan).double()), None,
+                                "not finite: loss nan, gradient norm 0.75")):
+        row, _ = log.metrics_row(cfg, world, state, 6, 0.01, given, reason, idle, 99)
+        assert row.keys() == counts and row["skip_reason"] == why
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return chars(tmp_path_factory.mktemp("toy"))
+
+
+def test_evaluations_saves_and_comparisons_are_no_part_of_a_step(toy, tmp_path, monkeypatch):
+    """Each of them takes 1000 seconds on a clock of the test's own."""
+    late, real = [0.0], time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + late[0])
+
+    def takes_long(f):
+        def slow(*args):
+            late[0] += 1000.0
+            return f(*args)
+        return slow
+    for module, name in ((train, "evaluate"), (resume, "save"), (watch, "replica_differences"),
+                         (log, "print_sample")):
+        monkeypatch.setattr(module, name, takes_long(getattr(module, name)))
+    flags = ["--vocab-size=0", f"--data={toy}", "--prompt=a", "--eval-every=2", "--eval-iters=1"]
+    got = session(World(), [*TINY, *flags, "--save-every=2", "--check-every=3", "--steps=7",
+                            f"--out={tmp_path}"])
+    assert got["code"] == 0 and late[0] == 1000 * (4 + 4 + 2 + 4), got["err"]
+    assert all(0 < r["ms"] < 100e3 for r in rows(tmp_path, ())) and len(rows(tmp_path)) == 7
+
+
+# -----------------------------------------------------------------------------
+# which steps, which batch, which words
+
+def test_the_first_the_last_and_each_evaluation_is_logged(tmp_path):
+    flags = ["--log-every=3", "--eval-every=4", "--eval-iters=1", "--steps=10"]
+    go(1, tmp_path, *flags)
+    table = rows(tmp_path)
+    assert [r["step"] for r in table] == [1, 3, 4, 6, 8, 9, 10]
+    assert [r["step"] for r in table if "val_loss" in r] == [4, 8, 10]
+    go(1, tmp_path / "plain", "--log-every=4", "--steps=6")
+    assert [r["step"] for r in rows(tmp_path / "plain")] == [1, 4, 6]
+
+
+@pytest.mark.parametrize("layout,batch", [([], 6), (["--tp=2"], 2), (["--pp=2"], 2), (["--zero=1"], 6)],
+                         ids=str)
+def test_the_default_batch_is_a_micro_batch_per_replica(layout, batch, tmp_path):
+    base, n = [f for f in TINY if "global-batch" not in f], 3 if batch == 6 else 2
+    got = go(n, tmp_path, *layout, "--steps=2", base=base)
+    assert [s["first"] for s in got["steps"]] == [0, batch]
+    assert [(r["global_batch"], r["samples"], r["tokens"]) for r in rows(tmp_path)] == \
+        [(batch, batch, 16 * batch), (batch, 2 * batch, 32 * batch)]
+    assert f", {batch} x 16 tokens per step" in got["out"] and f"dp {batch // 2} tp" in got["out"]
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert (saved["world"], saved["dp"], saved["vocab_size_used"]) == (n, batch // 2, 100)
+
+
+@pytest.mark.parametrize("n,layout", [(2, ["--tp=2"]), (2, []), (2, ["--pp=2"]),
+                                      (2, [*EXPERTS, "--capacity-factor=1", "--ep=2"])], ids=str)
+def test_the_printed_traffic_is_as_predicted(n, layout, tmp_path):
+    """Of the first step alone: what was sent before it, and later, is not in it."""
+    got = go(n, tmp_path, *layout, "--steps=3")
+    (line,) = [x for x in got["out"].splitlines() if x.startswith("comm per step")]
+    pairs = [item.split()[1::2] for item in line.partition(": ")[2].split(", ")]
+    assert pairs and all(a == b and float(a) > 0 for a, b in pairs), line
+
+
+def test_experts_jsonl_of_a_resumed_run_has_each_step_once(tmp_path):
+    for steps in (3, 2, 5):
+        start = f"--resume={tmp_path}/step_000002" if steps == 5 else "--resume=auto"
+        go(1, tmp_path, *EXPERTS, f"--steps={steps}", "--save-every=2", "--keep=0", start)
+    assert [json.loads(x)["step"] for x in (tmp_path / "experts.jsonl").read_text().splitlines()] == \
+        [r["step"] for r in rows(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_the_printed_line():
+    row = dict(step=12, loss=2.34567, val_loss=2.5, lr=1.5e-3, grad_norm=0.98765, ms=12.34, tok_s=4000.4,
+               tok_s_gpu=2000.2, aux_loss=1.0321, expert_load_max=1.756, dropped=0.0123, mfu=0.4321)
+    assert log.format_row(row) == (
+        "step=12 loss=2.3457 val_loss=2.5000 lr=1.50e-03 gnorm=0.988 dt=12.3ms tok/s=4000 tok/s/gpu=2000 "
+        "aux=1.032 load_max=1.76 dropped=1.2% mfu=43.2%")
+    assert log.format_row(dict(step=3, lr=0.0, skipped=2, nan_steps=0, skip_reason="range", t_data=1.25)) == \
+        "step=3 lr=0.00e+00 (range) skipped=2 | ms: data=1.2"
+    bars = log.load_bars({0: {"load": [0.5, 0.25, 0.25]}, 1: {"load": [0.0, 0.75, 0.25]}}, width=10)
+    assert bars.splitlines() == [
+        "expert load, 1.00 is balanced", "expert   0 #####      0.75  (heaviest layer 1.50)",
+        "expert   1 ########## 1.50  (heaviest layer 2.25)",
+        "expert   2 #####      0.75  (heaviest layer 0.75)"]
+
+
+# -----------------------------------------------------------------------------
+# the update
+
+def test_the_learning_rate_of_every_kind_of_schedule():
+    """Written out beside optim.learning_rate: warm-up, cosine, what follows, and the defaults."""
+    for warmup, decay, steps, low in ((4, 0, 12, None), (0, 10, 30, 0.0), (3, 3, 9, 0.05), (7, 20, 9, 0.3)):
+        cfg = Config(lr=0.5, warmup=warmup, decay_steps=decay, steps=steps, min_lr=low)
+        end, low = decay or steps, 0.05 if low is None else low
+        for t in range(1, 40):
+            if t <= warmup:
+                want = 0.5 * t / warmup
+            else:
+                x = min(1.0, (t - warmup) / (end - warmup)) if end > warmup else 1.0
+                want = low + (0.5 - low) * (1 + math.cos(math.pi * x)) / 2
+            assert learning_rate(cfg, t) == pytest.approx(want, rel=1e-12), (cfg, t)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_adamw_is_torchs(decay):
+    """Bits of torch's own class: bias corrections from t, epsilon, decoupled decay, the divisor."""
+    rng = torch.Generator().manual_seed(1)
+    p = torch.randn(50, generator=rng)
+    q, t = torch.nn.Parameter(p.clone()), torch.zeros(())
+    theirs = torch.optim.AdamW([q], lr=0.1, betas=(0.8, 0.93), eps=1e-8, weight_decay=decay, fused=True)
+    ours = AdamW([p], [decay], (0.8, 0.93))
+    ours.state[p] = {"step": t, "exp_avg": torch.zeros(50), "exp_avg_sq": torch.zeros(50)}
+    for step in range(1, 5):
+        q.grad = 1e-7 * torch.randn(50, generator=rng)
+        theirs.param_groups[0]["lr"] = lr = 0.1 / step
+        ours.step([4 * q.grad], lr, torch.tensor(4.0), torch.zeros(()))
+        theirs.step()
+        torch.testing.assert_close(p, q.data, rtol=1e-6, atol=0)
+    assert ours.eps == 1e-8 and t == 4
+
+
+def clipped(clip):
+    """-> gradient norm, first moments after one step with --clip."""
+    cfg = Config(n_layer=1, n_embd=16, ffn_hidden=16, seq_len=8, dtype="fp64", clip=clip, vocab_size=50)
+    model, dp, opt = train.build(cfg, make_mesh(World()), 50, torch.device("cpu"))
+    stats, refused = train.Step(cfg, model, dp, opt)([Synthetic(50, 8, 1).batch(0, 2)], 1)
+    assert refused == 0
+    return stats.grad_norm.item(), torch.cat([opt.adam.state[m]["exp_avg"] for m in opt.masters])
+
+
+def test_clipping_scales_down_to_the_norm_and_never_up():
+    norm, free = clipped(0.0)
+    for clip, factor in ((norm / 3, norm / 3 / (norm + 1e-6)), (norm * 1.001, 1.0), (norm * 50, 1.0)):
+        seen, moments = clipped(clip)
+        assert seen == norm, "the norm is that before clipping"
+        torch.testing.assert_close(moments, free * factor, rtol=1e-9, atol=0)
+    assert free.norm().item() == pytest.approx(0.1 * norm, rel=1e-9), "1 - beta1 of the gradient"
+
+
+def test_state_counts_from_zero_and_a_checkpoint_holds_all_of_it(tmp_path):
+    """So that no field can be lost in a resume."""
+    assert dataclasses.astuple(resume.State()) == (0, 0, 0, 0, "", [], [], 0)
+    go(1, tmp_path, "--steps=3", "--save-every=3", "--train-range-to-skip", 2, 2)
+    meta = checkpoint.check(tmp_path / "step_000003")["meta"]
+    want = dict(step=3, samples=12, skipped=1, nan_steps=0, data="synthetic-100", skip=[2, 2], window=[],
+                streak=0, seed=1337, adam_t=2, scaler=None, world=1)
+    assert {k: meta[k] for k in want} == want
+
+
+def counts_after_a_resume(world, folder):
+    """Save a State of odd numbers, load it into a new model -> both."""
+    cfg = Config(n_layer=1, n_embd=16, ffn_hidden=16, seq_len=8, vocab_size=50)
+    mesh, state = make_mesh(world), resume.State(7, 28, 3, 2, "d", [2, 3, 9, 9], [[1.5, 0.5]], 2)
+    model, dp, opt = train.build(cfg, mesh, 50, world.device)
+    opt.set_adam_t(5)
+    saver = resume.Saver(folder, world.axis)
+    resume.save(cfg, mesh, dp, opt, saver, state)
+    assert saver.wait()
+    model, dp, opt = train.build(cfg, mesh, 50, world.device)
+    loaded = resume.load(cfg, dp, opt, folder / "step_000007", "d")
+    guard = Guard(cfg, world, loaded)
+    guard.refused_flags = [(8, torch.ones(()))]
+    guard.count_refused()
+    return state, loaded, opt.adam_t(), (loaded.streak, loaded.nan_steps)
+
+
+def test_every_counter_survives_a_resume(tmp_path):
+    for state, loaded, t, after in run_ranks(1, counts_after_a_resume, tmp_path):
+        assert t == 5 and after == (3, 3)
+        assert dataclasses.replace(loaded, streak=2, nan_steps=2) == state
