@@ -216,6 +216,48 @@ def test_damage_is_named_and_the_previous_checkpoint_used(name, tmp_path):
     assert (tmp_path / "step_000002.aside").is_dir()  # and it is not deleted
 
 
+def test_the_checksum_covers_every_block_of_a_file(tmp_path, monkeypatch):
+    """Files of many blocks: damage in any of them is found, and blocks change no byte of a file."""
+    w = torch.arange(1000.0)
+    checkpoint.save(tmp_path / "whole", 1, 0, 1, [whole("w", w)], {})
+    monkeypatch.setattr(checkpoint, "BLOCK", 256)
+    checkpoint.save(tmp_path, 1, 0, 1, [whole("w", w)], {})
+    path = tmp_path / "step_000001"
+    assert (path / RANK_0).read_bytes() == (tmp_path / "whole/step_000001" / RANK_0).read_bytes()
+    size = (path / RANK_0).stat().st_size
+    for at in (0, 255, 256, size // 2, size - 257, size - 1):
+        assert checkpoint.damage(path) is None
+        flip(path / RANK_0, at)
+        assert "differs from its crc32" in checkpoint.damage(path), at
+        flip(path / RANK_0, at)
+
+
+def test_the_ranks_that_check_share_out_every_file(tmp_path):
+    for rank in reversed(range(5)):
+        checkpoint.save(tmp_path, 1, rank, 5, [whole(str(rank), torch.ones(3))], {})
+    path = tmp_path / "step_000001"
+    for bad in range(5):
+        file = path / f"rank_{bad:05d}.safetensors"
+        flip(file, -1)
+        for size in (1, 2, 3, 8):
+            found = [checkpoint.damage(path, rank, size) is not None for rank in range(size)]
+            assert found == [bad % size == rank for rank in range(size)], (bad, size)
+        flip(file, -1)
+
+
+def test_checkpoints_are_ordered_by_their_numbers(tmp_path):
+    for step in (5, 999999, 1000000, 30):
+        checkpoint.save(tmp_path, step, 0, 1, [whole("w", torch.ones(1))], {})
+    numbers = [int(p.name[5:]) for p in checkpoint.steps(tmp_path)]
+    assert numbers == [1000000, 999999, 30, 5] and checkpoint.newest(tmp_path).name == "step_1000000"
+    checkpoint.prune(tmp_path, 2)
+    assert [int(p.name[5:]) for p in checkpoint.steps(tmp_path)] == [1000000, 999999]
+    for again in ("", "1"):  # a second resume from the same step keeps both
+        assert checkpoint.archive_later(tmp_path, 999999) == [f"step_1000000.aside{again}"]
+        checkpoint.save(tmp_path, 1000000, 0, 1, [whole("w", torch.ones(1))], {})
+    assert len(list(tmp_path.glob("*.aside*"))) == 2 and checkpoint.archive_later(tmp_path, 1000000) == []
+
+
 def test_resume_auto_with_only_damaged_checkpoints_is_refused(tmp_path):
     two_writers(tmp_path, 1)
     flip(tmp_path / "step_000001/rank_00001.safetensors", -1)

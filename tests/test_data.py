@@ -18,6 +18,8 @@ from config import Config
 from corpus import build, shards
 from corpus import text as readers
 from corpus import tokenizer as tok
+from parallel import make_mesh
+from runtime.launch import World
 
 ROOT = Path(__file__).resolve().parent.parent
 SOUNDS = ["ba", "co", "du", "fe", "gi", "ho", "ja", "ki", "lu", "me", "no", "pi", "ta", "vé", "wö", "字", "€"]
@@ -105,6 +107,57 @@ def test_each_epoch_has_all_windows_in_another_order(toy):
     val = shards.Tokens(folder, "val", 33)  # in order, every epoch alike
     x, _ = val.batch(0, val.n_samples + 2)
     assert x[:-2].flatten().tolist() == stream[N : N + 33 * val.n_samples] and torch.equal(x[-2:], x[:2])
+
+
+@pytest.mark.parametrize("split, T, windows", [
+    ("train", 30, 29), ("train", 31, 29), ("train", 32, 28), ("val", 20, 4), ("val", 33, 3), ("val", 99, 1)])
+def test_the_last_window_has_its_last_target(split, T, windows, tmp_path, capsys):
+    """n windows need n*T + 1 tokens. Of 1000 characters 900 are for training: they hold 29 windows of 30."""
+    text = make_text(500)[:1000]
+    (tmp_path / "x.txt").write_text(text)
+    code, _, err = run(capsys, tmp_path / "x.txt", "--name", "x", "--out", tmp_path, "--tokenizer", "char")
+    assert code == 0, err
+    stream = tok.load(tmp_path / "x").encode(text)
+    stream = stream[:900] if split == "train" else stream[900:]
+    ds = shards.Tokens(tmp_path / "x", split, T, seed=2)
+    assert (ds.n_tokens, ds.n_samples) == (len(stream), windows)
+    starts = ds.window_starts(0, windows).tolist()
+    assert sorted(starts) == [T * i for i in range(windows)]
+    x, y = ds.batch(0, windows)
+    for row, at in enumerate(starts):  # no window leaves its split, or begins it again
+        assert x[row].tolist() == stream[at : at + T] and y[row].tolist() == stream[at + 1 : at + T + 1]
+
+
+class Numbers:
+    """A source whose sample i is the number i."""
+
+    def batch(self, first, n):
+        return torch.arange(first, first + n)[:, None], None
+
+
+@pytest.mark.parametrize("layout, of_rank", [  # ranks, tp, pp -> the dp rank of each rank
+    ((1, 1, 1), [0]), ((3, 1, 1), [0, 1, 2]), ((4, 2, 1), [0, 0, 1, 1]), ((4, 1, 2), [0, 1, 0, 1]),
+    ((8, 2, 2), [0, 0, 1, 1, 0, 0, 1, 1])])
+def test_each_replica_takes_its_part_of_the_samples(layout, of_rank):
+    """Rank d of dp takes micro-batches d*n .. (d+1)*n-1; tp ranks and stages take the same."""
+    (n, tp, pp), cfg, dp = layout, Config(micro_batch=2), max(of_rank) + 1
+    for rank, d in enumerate(of_rank):
+        mesh = make_mesh(World(rank=rank, size=n), tp, pp, groups=False)
+        for first, each in ((0, 1), (40, 3)):
+            got = shards.micro_batches(cfg, mesh, Numbers(), first, each * dp * 2, torch.device("cpu"))
+            start = first + d * each * 2
+            assert [x.flatten().tolist() for x, _ in got] == [
+                [start + 2 * j, start + 2 * j + 1] for j in range(each)]
+
+
+def test_the_seed_of_a_run_orders_its_data(toy):
+    for seed in (3, 4):
+        train, *_ = shards.open_data(Config(data="synthetic", seq_len=9, seed=seed, vocab_size=77), 0)
+        assert torch.equal(train.batch(0, 3)[0], shards.Synthetic(77, 9, seed).batch(0, 3)[0])
+        train, val, *_ = shards.open_data(Config(data=str(toy[0]), seq_len=32, seed=seed), 1)
+        want = shards.Tokens(toy[0], "train", 32, seed)
+        assert (train.window_starts(0, 50) == want.window_starts(0, 50)).all()
+        assert (train.seq_len, val.seq_len, train.vocab_size) == (32, 32, want.vocab_size)
 
 
 def test_windows_cross_shards_and_the_end_of_the_stream(toy):

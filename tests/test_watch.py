@@ -215,6 +215,47 @@ def test_one_changed_bit_on_one_replica_ends_the_run(tmp_path, n, layout, which,
     assert lines[1] == f"{which} on {message}" and len(lines) == 2
 
 
+def changed_names(world, layout, family):
+    """Change one bit of each parameter and buffer in turn, on the last rank -> {name: (ranks that hold the
+    same elements, the lines of replica_differences)}."""
+    cfg = Config(n_layer=2, n_embd=16, n_head=2, n_kv_head=2, ffn_hidden=32, seq_len=8, **layout, **family)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
+    model, *_ = train.build(cfg, mesh, 64, world.device)
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    held = mesh.world.gather_objects({n: getattr(t, "offset", (0,)) for n, t in own.items()})
+    seen = {"nothing": ([], watch.replica_differences(model, mesh))}
+    for name in sorted(held[-1]):
+        bits = own[name].data.view(-1).view(torch.int32) if world.rank == world.size - 1 else None
+        if bits is not None:
+            bits[-1] ^= 1
+        alike = [r for r, names in enumerate(held) if names.get(name) == held[-1][name]]
+        seen[name] = alike, watch.replica_differences(model, mesh)
+        if bits is not None:
+            bits[-1] ^= 1
+    return seen
+
+
+SIGMOID = dict(n_experts=4, router="sigmoid", router_bias_rate=0.1)
+
+
+@pytest.mark.parametrize("n,layout,family", [
+    (2, dict(tp=2), SIGMOID), (4, dict(tp=2, ep=2), SIGMOID), (2, dict(pp=2), dict(tied=True, bias=True)),
+    (2, dict(zero=1), {})], ids=str)
+def test_every_tensor_is_compared_among_all_ranks_that_hold_it(n, layout, family):
+    """Parameters over their own axes, the routers' biases over the whole stage."""
+    results = run_ranks(n, changed_names, layout, family)
+    assert all(seen == results[0] for seen in results), "every rank has the same list"
+    alone = 0
+    for name, (alike, lines) in results[0].items():
+        others = watch.format_ranks(alike[:-1]) if len(alike) > 1 else None
+        if len(alike) == 2:  # two equal groups: the lower rank is taken to be right
+            others = f"rank {alike[0]}"
+        assert lines == [f"{name} on rank {n - 1} differs from {others}"] * (len(alike) > 1), alike
+        alone += len(alike) <= 1
+    assert any("router.bias" in name for name in results[0]) == ("n_experts" in family)
+    assert len(results[0]) > alone, "no tensor is on several ranks"
+
+
 def test_the_smaller_group_of_replicas_is_reported():
     hashes = [[1, 2], [1, 2], [1, 3], [1, 2]]
     assert watch.describe_mismatch("w", hashes, (0, 2, 4, 6)) == "w on rank 4 differs from ranks 0, 2, 6"

@@ -1,0 +1,118 @@
+"""The collectives of an Axis, one by one: what each rank receives, and the bytes that it counts as sent."""
+import pytest
+import torch
+from pool import run_ranks
+
+from parallel import MAX, Axis, all_to_all, gather_rows, make_mesh, scatter_rows
+from runtime.launch import World
+
+SEND = [[1, 2, 0], [3, 0, 2], [0, 1, 4]]  # rows from rank i to rank j
+E, W = 8, 5  # bytes of an fp64, columns
+
+
+def rows_of(rank, n):
+    """-> (n, W) fp64, other numbers on each rank."""
+    return (torch.arange(n * W, dtype=torch.float64) + 1000 * rank).view(n, W)
+
+
+def every_collective(world):
+    """-> {name: (what this rank received, {kind: bytes counted})}"""
+    axis, r = world.axis, world.rank
+    send, receive = SEND[r], [row[r] for row in SEND]
+
+    def started(start, size, n):
+        out = torch.empty(size, dtype=torch.float64)
+        start(out, rows_of(r, n).flatten()).wait()
+        return out
+
+    def waited(x):
+        axis.start_all_reduce(x).wait()
+        return x
+
+    def gradient(f, n, *more):
+        x = rows_of(r, n).requires_grad_()
+        (f(x, axis, *more) * (r + 1)).sum().backward()
+        return x.grad
+    calls = {
+        "all_reduce": lambda: axis.all_reduce(rows_of(r, 4)),
+        "max": lambda: axis.all_reduce(rows_of(r, 4), MAX),
+        "start_all_reduce": lambda: waited(rows_of(r, 4)),
+        "all_gather": lambda: axis.all_gather(rows_of(r, 2)),
+        "start_all_gather": lambda: started(axis.start_all_gather, 3 * 2 * W, 2),
+        "reduce_scatter": lambda: axis.reduce_scatter(rows_of(r, 6)),
+        "start_reduce_scatter": lambda: started(axis.start_reduce_scatter, 2 * W, 6),
+        "all_to_all": lambda: axis.all_to_all(rows_of(r, 3)),
+        "uneven": lambda: axis.all_to_all(rows_of(r, sum(send)), send, receive),
+        "broadcast": lambda: axis.broadcast(rows_of(r, 4), 1),
+        "objects": lambda: torch.tensor(axis.gather_objects(r) + [axis.broadcast_object(r, 2)]),
+        "any": lambda: torch.tensor([axis.any(r == 1), axis.any(False)]),
+        "gather_rows": lambda: gradient(gather_rows, 2),
+        "scatter_rows": lambda: gradient(scatter_rows, 3),
+        "gradient uneven": lambda: gradient(all_to_all, sum(send), send, receive)}
+    out = {}
+    for name, call in calls.items():
+        axis.sent.clear()
+        out[name] = call().numpy(), {k: v for k, v in axis.sent.items() if v}
+    return out
+
+
+def test_what_each_collective_gives_and_counts():
+    results = run_ranks(3, every_collective)
+    whole = torch.stack([rows_of(r, 6) for r in range(3)])  # (rank, 6, W)
+    row = W * E
+    for r, got in enumerate(results):
+        send, receive = SEND[r], [s[r] for s in SEND]
+        four = whole[:, :4]
+        uneven = [rows_of(j, sum(SEND[j])).split(SEND[j])[r] for j in range(3)]
+        ring = {"all-gather": 2 / 3 * 6 * row, "reduce-scatter": 2 / 3 * 6 * row}
+        # (what a rank receives, {kind: bytes}): of n ranks, each sends (n-1)/n of the whole tensor in a ring
+        # all-gather or reduce-scatter, twice that in an all-reduce; in an all-to-all what it does not keep
+        gathered, scattered = whole[:, :2].reshape(6, W), whole.sum(0)[2 * r:2 * r + 2]
+        to_rank = torch.repeat_interleave(torch.tensor([1.0, 2, 3]), torch.tensor(send))
+        want = {
+            "all_reduce": (four.sum(0), {"all-reduce": 4 / 3 * 4 * row}),
+            "max": (four.amax(0), {"all-reduce": 4 / 3 * 4 * row}),
+            "start_all_reduce": (four.sum(0), {"all-reduce": 4 / 3 * 4 * row}),
+            "all_gather": (gathered, {"all-gather": ring["all-gather"]}),
+            "start_all_gather": (gathered.flatten(), {"all-gather": ring["all-gather"]}),
+            "reduce_scatter": (scattered, {"reduce-scatter": ring["reduce-scatter"]}),
+            "start_reduce_scatter": (scattered.flatten(), {"reduce-scatter": ring["reduce-scatter"]}),
+            "all_to_all": (whole[:, r], {"all-to-all": 2 * row}),
+            "uneven": (torch.cat(uneven), {"all-to-all": (sum(send) - send[r]) * row}),
+            "broadcast": (four[1], {"broadcast": 4 * row} if r == 1 else {}),
+            "objects": (torch.tensor([0, 1, 2, 2]), {}),
+            "any": (torch.tensor([True, False]), {"all-reduce": 2 * 4 / 3 * E}),
+            # backward: the sum of what the ranks did with the row; for scatter_rows that of its owner alone
+            "gather_rows": (torch.full((2, W), 6.0), ring),
+            "scatter_rows": (torch.tensor([1.0, 2, 3])[:, None].expand(3, W),
+                             {k: v / 2 for k, v in ring.items()}),
+            "gradient uneven": (to_rank[:, None].expand(-1, W),
+                                {"all-to-all": (sum(send) - send[r] + sum(receive) - receive[r]) * row})}
+        assert got.keys() == want.keys()
+        for name, (value, counted) in want.items():
+            seen = torch.from_numpy(got[name][0])
+            assert torch.equal(seen.double(), value.double()), f"rank {r}: {name}"
+            assert got[name][1] == pytest.approx(counted), f"rank {r}: {name}"
+
+
+def test_over_one_rank_nothing_is_sent():
+    axis, x = Axis("alone"), rows_of(0, 4)
+    for same in (axis.all_reduce(x), axis.all_gather(x), axis.reduce_scatter(x), axis.all_to_all(x, [4], [4]),
+                 axis.broadcast(x)):
+        assert same is x
+    assert axis.gather_objects(3) == [3] and axis.broadcast_object(3) == 3 and axis.any(1) is True
+    axis.start_all_reduce(x).wait()
+    assert sum(axis.sent.values()) == 0
+
+
+def test_which_ranks_form_each_axis():
+    """Rank order, slowest first: pp, dp, tp; a stage's ranks are seen again as (edp, ep)."""
+    mesh = make_mesh(World(rank=11, size=16), tp=2, pp=2, ep=4, groups=False)
+    assert {name: axis.ranks for name, axis in vars(mesh).items()} == {
+        "world": tuple(range(16)), "tp": (10, 11), "dp": (9, 11, 13, 15), "pp": (3, 11),
+        "stage": tuple(range(8, 16)), "ep": (8, 9, 10, 11), "edp": (11, 15),
+        "tied": (1, 3, 5, 7, 9, 11, 13, 15)}
+    for name, axis in vars(mesh).items():
+        assert (axis.name, axis.size, axis.ranks[axis.rank]) == (name, len(axis.ranks), 11)
+    middle = make_mesh(World(rank=1, size=3), pp=3, groups=False)
+    assert middle.tied.size == 1 and middle.pp.ranks == (0, 1, 2)

@@ -1,0 +1,159 @@
+"""Sampling: from logits to a token exactly, the same text in every layout, sample.py's flags and weights."""
+import contextlib
+import io
+import json
+
+import pytest
+import torch
+from pool import run_ranks
+from runs import TINY, chars, final, go
+
+import pipeline
+import sample
+import train
+from config import Config
+from corpus import tokenizer
+from parallel import make_mesh
+
+FLAT = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, seq_len=8, micro_batch=2,
+            dtype="fp64", vocab_size=100)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """-> [(probabilities, number, generator)] of the draws; each takes the likeliest."""
+    seen = []
+
+    def multinomial(p, n, generator):
+        seen.append((p, n, generator))
+        return p.argmax().view(1)
+    monkeypatch.setattr(torch, "multinomial", multinomial)
+    return seen
+
+
+@pytest.mark.parametrize("temperature", [0.25, 1.0, 3.0])
+@pytest.mark.parametrize("top_k", [0, None, 1, 4, 11, 12, 500])
+def test_a_token_is_drawn_from_the_softmax_of_the_k_largest(temperature, top_k, drawn):
+    logits, rng = torch.randn(12, generator=torch.Generator().manual_seed(1)), object()
+    token = pipeline.sample_token(logits.clone(), temperature, top_k, rng)
+    ((p, n, generator),) = drawn
+    kept = logits.argsort(descending=True)[:top_k or 12]
+    want = torch.zeros(12)
+    want[kept] = torch.softmax(logits[kept] / temperature, 0)
+    torch.testing.assert_close(p, want)
+    assert (p > 0).sum() == min(top_k or 12, 12) and (n, generator) == (1, rng) and token == logits.argmax()
+
+
+def test_temperature_0_takes_the_likeliest_and_draws_nothing(drawn):
+    for k in (0, 1, 7):
+        assert pipeline.sample_token(torch.tensor([0.5, 3.0, -1.0, 2.9]), 0.0, k, None) == 1
+    assert drawn == []
+
+
+def texts(world, flags):
+    """-> the tokens that this rank gets, greedy and drawn, past the end of the window."""
+    cfg = Config(**dict(FLAT, **flags))
+    model, _, _ = train.build(cfg, make_mesh(world, cfg.tp, cfg.pp, cfg.ep), 100, world.device)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(8 if p.ndim > 1 else 1)  # else every token is as likely as any other
+    prompt = [(7 * i + 3) % 100 for i in range(11)]
+    model.train()
+    out = []
+    for n, how in (11, dict(temperature=0)), (3, dict(temperature=0.9, top_k=20, seed=5)), (1, dict(seed=6)):
+        out.append(pipeline.generate(model, prompt[:n], 9, **how))
+        assert model.training and out[-1][:n] == prompt[:n]
+    return out
+
+
+FAMILIES = {"llama": {}, "gpt2": dict(norm="layer", mlp="gelu", pos="learned", bias=True, tied=True),
+            "moe": dict(n_experts=4, top_k=2)}
+
+
+@pytest.mark.parametrize("family,n,layout", [
+    ("llama", 2, dict(tp=2)), ("gpt2", 4, dict(tp=2, pp=2)), ("moe", 2, dict(ep=2))], ids=str)
+def test_every_rank_of_every_layout_writes_the_same_text(family, n, layout):
+    (want,) = run_ranks(1, texts, FAMILIES[family])
+    assert [len(t) for t in want] == [20, 12, 10] and max(map(max, want)) < 100
+    assert all(len(set(drawn)) > 5 for drawn in want[1:])
+    for got in run_ranks(n, texts, dict(FAMILIES[family], **layout)):
+        assert got == want
+
+
+def test_a_window_that_is_full_goes_on_with_its_last_half(monkeypatch):
+    """What the model is given, token by token: the prompt, then one new token at its own position."""
+    given = []
+
+    def next_logits(model, tokens, cache):
+        given.append((tokens[0].tolist(), cache.length))
+        cache.length += tokens.size(1)
+        return torch.nn.functional.one_hot(torch.tensor(len(given)), 100).float()
+    monkeypatch.setattr(pipeline, "next_logits", next_logits)
+    model = train.build(Config(**FLAT), make_mesh(train.launch.World()), 100, torch.device("cpu"))[0]
+    assert pipeline.generate(model, list(range(50, 56)), 6, 0) == [*range(50, 56), 1, 2, 3, 4, 5, 6]
+    assert given == [
+        ([50, 51, 52, 53, 54, 55], 0), ([1], 6), ([2], 7), ([55, 1, 2, 3], 0), ([4], 4), ([5], 5)]
+    given.clear()
+    assert pipeline.generate(model, list(range(50, 61)), 2, 0) == [*range(50, 61), 1, 2]
+    assert given == [([53, 54, 55, 56, 57, 58, 59, 60], 0), ([58, 59, 60, 1], 0)]
+
+
+# -----------------------------------------------------------------------------
+# sample.py, and the samples of a run
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """-> the folder of a run on characters, with the checkpoints 1 and 2."""
+    folder = tmp_path_factory.mktemp("sample")
+    chars(folder)
+    base = [f for f in TINY if "vocab" not in f]
+    go(1, folder / "run", f"--data={folder / 'toy'}", "--steps=2", "--save-every=1", "--seed=7", base=base)
+    return folder / "run"
+
+
+def sampled(monkeypatch, *argv):
+    """sample.main -> (what it prints, the model, generate's other arguments)."""
+    seen, out, generate = [], io.StringIO(), pipeline.generate
+
+    def recorded(model, *args):
+        seen.append((model, args))
+        return generate(model, *args)
+    monkeypatch.setattr(pipeline, "generate", recorded)
+    with contextlib.redirect_stdout(out):
+        sample.main([str(a) for a in argv])
+    ((model, args),) = seen
+    return out.getvalue(), model, args
+
+
+def test_sample_py_passes_its_flags_on(run, monkeypatch):
+    words = tokenizer.load(run)
+    text, model, args = sampled(monkeypatch, run, "--prompt", "ab ", "--max-new-tokens", 7, "--temperature",
+                                0.5, "--top-k", 3, "--seed", 11)
+    assert args == (words.encode("ab "), 7, 0.5, 3, 11)
+    assert text.startswith("ab ") and len(text) == 3 + 7 + 1
+    assert sampled(monkeypatch, run)[2] == (words.encode("\n"), 200, 0.8, 50, 1337)
+
+
+def test_sample_py_reads_the_newest_checkpoint_or_the_one_that_is_named(run, monkeypatch):
+    for path, step in ((run, 2), (run / "step_000001", 1), (run / "step_000002", 2)):
+        _, model, _ = sampled(monkeypatch, path, "--max-new-tokens", 1)
+        want, _ = final(run, step)
+        for name, p in model.named_parameters():
+            assert torch.equal(p, want[name]), (path, name)
+    saved = json.loads((run / "config.json").read_text())
+    assert model.vocab_size == saved["vocab_size_used"] == tokenizer.load(run).n_vocab
+    assert (model.cfg.n_layer, model.cfg.seq_len, model.cfg.n_head) == (2, 16, 2)
+
+
+def test_the_samples_of_a_run_are_drawn_with_its_seed(run, tmp_path, capsys, monkeypatch):
+    """--prompt: 100 tokens at temperature 0.8 among the 50 likeliest, printed by rank 0 alone."""
+    model, words = object.__new__(train.GPT), tokenizer.load(run)
+    object.__setattr__(model, "mesh", make_mesh(train.launch.World(rank=0, size=2), groups=False))
+    seen = {}
+    monkeypatch.setattr(train.log, "generate", lambda model, ids, **how: seen.update(how, ids=ids) or ids)
+    train.log.print_sample(model, words, "bead", 7)
+    assert seen == dict(ids=words.encode("bead"), max_new_tokens=100, temperature=0.8, top_k=50, seed=7)
+    assert capsys.readouterr().out == "--- bead\n---\n"
+    object.__setattr__(model, "mesh", make_mesh(train.launch.World(rank=1, size=2), groups=False))
+    train.log.print_sample(model, words, "bead", 7)
+    assert capsys.readouterr().out == ""
