@@ -214,6 +214,96 @@ def test_presets_set_their_values():
     assert parse(["shakespeare-char", "--dropout=0"]).dropout == 0.0
 
 
+DEFAULTS = dict(
+    n_layer=4, n_head=4, n_kv_head=2, n_embd=128, ffn_hidden=384, vocab_size=0, seq_len=128, dropout=0.0,
+    norm="rms", mlp="swiglu", pos="rope", rope_base=10000.0, bias=False, tied=False, n_experts=0, top_k=2,
+    capacity_factor=0.0, drop_policy="probs", aux_coef=0.01, z_coef=0.0, router="softmax",
+    router_bias_rate=0.0, n_shared_experts=0, init_from="", tp=1, pp=1, ep=1, ep_slack=2.5, pp_layers="",
+    zero=0, recompute="none", micro_batch=8, global_batch=0, rampup_batch_size=(), steps=400, lr=0.002,
+    min_lr=None, warmup=40, decay_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.95, clip=1.0, dtype="fp32",
+    compile=False, cuda_graph=True, data="data/stdlib", out="", seed=1337, log_every=20, eval_every=100,
+    eval_iters=20, save_every=200, keep=3, resume="none", max_minutes=0.0, timeout=600.0, check_every=500,
+    train_range_to_skip=(), skip_spikes=0.0, inject_spike=0, profile=False, trace=False, timers=False,
+    plot=True, prompt="", wandb="off", deterministic=False, pdb=-1, dump_grads="", preset="tiny")
+PINNED = {  # preset: what differs from the defaults
+    "tiny": dict(),
+    "tiny-moe": dict(
+        n_experts=8),
+    "shakespeare-char": dict(
+        n_layer=6, n_head=6, n_kv_head=6, n_embd=384, ffn_hidden=1536, seq_len=256, dropout=0.2,
+        norm="layer", mlp="gelu", pos="learned", tied=True, micro_batch=64, steps=5000, lr=0.001,
+        min_lr=0.0001, warmup=100, beta2=0.99, dtype="bf16", log_every=10, eval_every=250, save_every=1000),
+    "wordplay": dict(
+        n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hidden=3072, seq_len=1024, norm="layer",
+        mlp="gelu", pos="learned", tied=True, micro_batch=64, steps=2000, lr=0.0006, warmup=100,
+        dtype="bf16", compile=True, log_every=10, eval_every=500, save_every=1000),
+    "gpt2": dict(
+        n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hidden=3072, seq_len=1024, norm="layer",
+        mlp="gelu", pos="learned", bias=True, tied=True, micro_batch=32, global_batch=480, steps=100000,
+        lr=0.0006, warmup=2000, dtype="bf16", compile=True, log_every=10, eval_every=500, save_every=1000),
+    "dense-210m": dict(
+        n_layer=24, n_kv_head=1, n_embd=512, ffn_hidden=1792, vocab_size=128256, seq_len=2048,
+        rope_base=100000.0, steps=20000, lr=0.001, warmup=200, dtype="bf16", compile=True, log_every=10,
+        eval_every=500, save_every=1000),
+    "moe-4b": dict(
+        n_layer=24, n_kv_head=1, n_embd=512, ffn_hidden=1792, vocab_size=128256, seq_len=2048,
+        rope_base=100000.0, n_experts=64, top_k=1, steps=20000, lr=0.001, warmup=200, dtype="bf16",
+        compile=True, log_every=10, eval_every=500, save_every=1000),
+    "smol-1.7b": dict(
+        n_layer=24, n_head=32, n_kv_head=32, n_embd=2048, ffn_hidden=8192, vocab_size=49152, seq_len=2048,
+        micro_batch=4, steps=20000, lr=0.0005, warmup=500, dtype="bf16", compile=True, log_every=10,
+        eval_every=500, save_every=1000),
+    "bloom-176b": dict(
+        n_layer=70, n_head=112, n_kv_head=112, n_embd=14336, ffn_hidden=57344, vocab_size=250880,
+        seq_len=2048, norm="layer", mlp="gelu", pos="learned", bias=True, tied=True, micro_batch=2,
+        global_batch=2048, steps=100000, lr=6e-05, warmup=375, dtype="bf16", log_every=10, eval_every=500,
+        save_every=1000)}
+
+
+@pytest.mark.parametrize("name", PINNED)
+def test_defaults_and_presets_are_pinned(name):
+    """Another default is another run for everybody who gives no flag: change both places, on purpose."""
+    cfg = dataclasses.asdict(parse([name]))
+    want = DEFAULTS | PINNED[name] | {"preset": name}
+    assert {k: cfg[k] for k in want} == want
+
+
+def test_every_preset_is_pinned():
+    assert PINNED.keys() == PRESETS.keys()
+    assert {o.name: o.value for o in config.Outcome} == {
+        "DONE": 0, "FAILED": 1, "WRONG_INPUT": 2, "GAVE_UP": 42, "HUNG": 43, "REPLICAS_DIFFER": 44,
+        "STOPPED": 85}
+
+
+LEAST = dict(n_layer=1, n_head=1, n_kv_head=1, n_embd=1, ffn_hidden=1, seq_len=1, micro_batch=1, steps=1,
+             log_every=1, tp=1, pp=1, ep=1, top_k=1, timeout=1, vocab_size=0, global_batch=0, lr=0, warmup=0,
+             decay_steps=0, weight_decay=0, clip=0, n_experts=0, capacity_factor=0, aux_coef=0, z_coef=0,
+             router_bias_rate=0, n_shared_experts=0, eval_every=0, eval_iters=0, save_every=0, keep=0,
+             max_minutes=0, check_every=0, skip_spikes=0, inject_spike=0, dropout=0, beta1=0, beta2=0)
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_a_value_below_the_least_is_refused(name):
+    flag = name.replace("_", "-")
+    for value in (LEAST[name] - 1, *[1] * (name in ("dropout", "beta1", "beta2"))):
+        with pytest.raises(ValueError, match=rf"--{flag} {value}") as e:
+            config.check(dataclasses.replace(Config(), **{name: value}))
+        assert "\n" not in str(e.value)
+
+
+def test_stages_follow_pp_layers_or_are_balanced():
+    """Embedding and head count as a block each."""
+    def stages(pp, n_layer=6, **flags):
+        return config.stage_layers(Config(n_layer=n_layer, **flags), pp)
+    assert stages(3, pp_layers="1,3,2") == [(0, 1), (1, 4), (4, 6)] and stages(1) == [(0, 6)]
+    assert stages(2) == [(0, 3), (3, 6)] and stages(4) == [(0, 1), (1, 3), (3, 5), (5, 6)]
+    for n, pp in ((6, 3), (7, 3), (10, 4), (24, 8), (5, 5), (70, 12)):
+        counts = [end - first for first, end in stages(pp, n)]
+        loads = [counts[0] + 1, *counts[1:-1], counts[-1] + 1]
+        assert sum(counts) == n and min(counts) >= 1
+        assert max(loads) == max(2, -(-(n + 2) // pp)), (n, pp, counts)
+
+
 def test_help_lists_every_field(capsys):
     with pytest.raises(SystemExit) as e:
         parse(["gpt2", "--help"])

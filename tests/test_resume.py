@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from pool import ROOT
-from runs import TINY, chars, final, go, rows, same
+from runs import TINY, assert_refused, chars, final, go, rows, same, session
 
 import checkpoint
+from runtime.launch import World
+from runtime.resume import SHAPE
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +184,31 @@ def test_any_layout_loads_any_other(family, tmp_path):
     assert x.keys() == y.keys()
     for name in x:
         torch.testing.assert_close(x[name], y[name], rtol=1e-8, atol=1e-11, msg=name)
+
+
+OTHER_SHAPES = [  # (name, value in the checkpoint, another one)
+    ("n_layer", 2, 3), ("n_head", 2, 4), ("n_kv_head", 1, 2), ("n_embd", 16, 32), ("ffn_hidden", 32, 64),
+    ("seq_len", 16, 8), ("norm", "rms", "layer"), ("mlp", "swiglu", "gelu"), ("pos", "rope", "learned"),
+    ("bias", False, True), ("tied", False, True), ("n_experts", 4, 0), ("n_experts", 4, 8),
+    ("n_shared_experts", 0, 1)]
+
+
+def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
+    """Each flag by its name with both values, also where the tensors would fit (--n-head, --norm rms)."""
+    assert {name for name, *_ in OTHER_SHAPES} == {*SHAPE}, "every name has a row"
+    shape = {name: there for name, there, _ in OTHER_SHAPES}
+
+    def flags(**changed):
+        return [f"--{k.replace('_', '-')}={v}" for k, v in (shape | changed).items()]
+    base = [*TINY, "--steps=1"]
+    go(1, tmp_path / "run", *flags(), base=base)
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("step_*/*")}
+    for name, there, here in OTHER_SHAPES:
+        argv = [*base, *flags(**{name: here}), f"--out={tmp_path / 'new'}"]
+        got = session(World(), [*argv, f"--resume={tmp_path}/run/step_000001"])
+        assert_refused(got, name.replace("_", "-"), str(there), str(here), "step_000001")
+        assert got["steps"] == []
+    assert before and before == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("step_*/*")}
 
 
 def test_nan_steps_change_nothing_and_are_counted(tmp_path):
