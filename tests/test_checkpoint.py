@@ -307,6 +307,18 @@ def test_saving_a_step_twice_never_loses_both_checkpoints(tmp_path, monkeypatch)
         assert torch.equal(found["w"], (old if kill_at < 3 else new)["w"])
 
 
+def test_what_a_killed_save_or_prune_left_behind_is_repaired(tmp_path):
+    """The last good checkpoint of a step comes back, the rest goes; what was put aside is not touched."""
+    for name in ("step_000001", "step_000002.old", "step_000003", "step_000003.old", "step_000004.del",
+                 "step_000005.ab12.tmp", "step_000006.aside", "other.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "was").write_text(name)
+    checkpoint.recover(tmp_path)
+    assert {p.name: (p / "was").read_text() for p in tmp_path.iterdir()} == {
+        "step_000001": "step_000001", "step_000002": "step_000002.old", "step_000003": "step_000003",
+        "step_000006.aside": "step_000006.aside", "other.tmp": "other.tmp"}
+
+
 def test_parts_of_a_killed_run_are_not_used(tmp_path):
     g = torch.randn(2)
     checkpoint.save(tmp_path, 1, 1, 2, [("b", g, (2,), (0,))], {}, run_id="dead")  # then that run was killed

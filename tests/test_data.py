@@ -88,6 +88,15 @@ def test_order_is_pinned():
     assert shards.permute(np.arange(6), 1000, keys(1337)).tolist() == [402, 888, 629, 373, 659, 53]
     assert shards.permute(np.arange(3), 10**9, keys(1, epoch=2)).tolist() == [13667878, 511182942, 119998667]
     assert shards.Synthetic(1000, 5, seed=1).batch(7, 1)[0].tolist() == [[984, 987, 990, 993, 451]]
+    x, y = shards.Synthetic(1000, 300, seed=1).batch(0, 8)
+    assert (int(x.sum()), int((x * y).sum() % 10007)) == (1095906, 9505)
+
+
+def test_the_windows_of_later_epochs_are_pinned(tmp_path, capsys):
+    (tmp_path / "x.txt").write_text(make_text(500)[:1000])
+    assert run(capsys, tmp_path / "x.txt", "--name", "x", "--out", tmp_path, "--tokenizer", "char")[0] == 0
+    starts = shards.Tokens(tmp_path / "x", "train", 150, seed=3).window_starts(0, 15).reshape(3, 5)
+    assert starts.tolist() == [[150, 450, 0, 300, 600], [265, 415, 715, 115, 565], [359, 209, 659, 509, 59]]
 
 
 def test_each_epoch_has_all_windows_in_another_order(toy):
@@ -364,6 +373,20 @@ def test_vocabulary_that_cannot_be_fetched(tmp_path, monkeypatch, capsys, texts)
     code, _, err = run(capsys, *argv("gtp2"))
     assert code == 2 and "'gtp2'" in err and "gpt2" in err and err.count("\n") == 1
     assert not (tmp_path / "x" / "meta.json").exists() and not list(tmp_path.glob("x/.tmp*"))
+
+
+@pytest.mark.parametrize("symbols, dtype", [(1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
+def test_ids_above_65535_are_stored_in_four_bytes(symbols, dtype, tmp_path, capsys):
+    text = "".join(map(chr, [*range(0x100, 0xD800), *range(0xE000, 0x20000)][:symbols]))
+    (tmp_path / "x.txt").write_text(text)
+    code, _, err = run(capsys, tmp_path / "x.txt", "--name", "x", "--out", tmp_path, "--tokenizer", "char")
+    assert code == 0, err
+    meta = shards.load_meta(tmp_path / "x")
+    assert (meta["dtype"], meta["vocab_size"]) == (dtype, symbols)
+    ids = [i for split in shards.SPLITS for i in shards.open_shards(tmp_path / "x", split, meta)[0].tolist()]
+    assert ids == list(range(symbols))
+    x, y = shards.Tokens(tmp_path / "x", "val", 100).batch(0, 65)
+    assert torch.equal(y, x + 1) and y.max() > 65400
 
 
 def test_shakespeare(tmp_path, capsys):
