@@ -12,7 +12,7 @@ test: .venv/ready-test
 	python -m pytest -q tests
 
 drills: .venv/ready-test
-	python tests/drills/kill.py --count 200 --out out/drills
+	python tests/drills/kill.py --count 1000 --workers 2 --out out/drills
 
 slurm: .venv/ready
 	python tests/slurm/cluster.py

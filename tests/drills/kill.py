@@ -8,7 +8,8 @@ during a save), is restarted with --resume auto after each kill, and must end eq
     every step_N that exists at a kill is sound: no partial checkpoint has the name of a complete one
 
 Ranks are forked from a server that has imported torch, which saves the seconds of the import. mpiexec starts
-every MPI_EVERY-th run. DIR/log.jsonl has one row per run; a second call continues it.
+every MPI_EVERY-th run. --workers N does N runs at a time, each of up to four ranks. DIR/log.jsonl has one row
+per run; a second call continues it, and --count 0 only prints what it holds.
 """
 import json
 import os
@@ -18,7 +19,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor
+from concurrent.futures import wait as wait_any
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -99,7 +104,7 @@ class MpiRanks:
     """The processes of one start of a run by mpiexec, which ends the other ranks when one dies."""
 
     def __init__(self, size, argv, log):
-        mpiexec = str(Path(sys.executable).with_name("mpiexec"))
+        mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
         command = [mpiexec, "-n", str(size), sys.executable, str(HERE.parent.parent / "train.py"), *argv]
         self.size, self.p = size, subprocess.Popen(command, stdout=open(log, "a"), stderr=subprocess.STDOUT)
 
@@ -256,30 +261,75 @@ def drill(i, folder, name=None, launcher=Ranks, typical=3.0):
 class Flags:
     count: int = 200  # kills in total, with those of earlier calls
     out: Path = Path("out/drills")  # directory of the runs and of log.jsonl
+    workers: int = 1  # runs at a time
+
+
+def summary(done):
+    """-> a line per layout and launcher, and one for all. done: rows of log.jsonl."""
+    table = {}
+    for row in done:
+        total = table.setdefault((row["layout"], row["launcher"]), Counter())
+        total.update(runs=1, failures=int(not row["ok"]))
+        total.update({k: row.get(k, 0) for k in ("starts", "kills", "in_save")})
+    table["all", ""] = sum(table.values(), Counter())
+    return [f"{name:14s} {launcher:8s} {t['runs']:5d} runs {t['starts']:5d} starts {t['kills']:5d} kills, "
+            f"{t['in_save']:4d} of them in a save, {t['failures']} failures"
+            for (name, launcher), t in table.items()]
+
+
+class Drills:
+    """Runs that are not in the log yet, `workers` at a time, until it counts enough kills."""
+
+    def __init__(self, out, workers):
+        self.out, self.path, self.workers, self.lock = out, out / "log.jsonl", workers, threading.Lock()
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        self.done = [json.loads(line) for line in lines]
+        self.times = {}  # (layout, launcher): seconds of a start, so that kills fall at any moment of it
+
+    def one(self, i):
+        launcher = MpiRanks if i % MPI_EVERY == MPI_EVERY - 1 else Ranks
+        name = list(LAYOUTS)[i % len(LAYOUTS)]
+        mean = self.times.get((name, launcher), 12.0 if launcher is MpiRanks else 3.0)
+        row = drill(i, self.out, name, launcher, mean)
+        with self.lock:
+            if row["ok"]:
+                self.times[name, launcher] = row["seconds"] / row["starts"]
+            with open(self.path, "a") as f:
+                f.write(json.dumps(row) + "\n")
+            self.done.append(row)
+            print(f"{self.kills()} kills, {self.failures()} failures: {row}", flush=True)
+
+    def kills(self):
+        return sum(row.get("kills", 0) for row in self.done)
+
+    def failures(self):
+        return sum(not row["ok"] for row in self.done)
+
+    def run(self, count):
+        if self.kills() >= count:
+            return
+        for name in LAYOUTS:
+            reference(name, self.out)
+        logged, i, busy = {row["run"] for row in self.done}, 0, set()
+        with ThreadPoolExecutor(self.workers) as pool:
+            while self.kills() < count:
+                while len(busy) < self.workers:
+                    if i not in logged:
+                        busy.add(pool.submit(self.one, i))
+                    i += 1
+                ended, busy = wait_any(busy, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    future.result()
 
 
 def main():
     with wrong_input():
         args = command_line(Flags, sys.argv[1:], "kill.py", __doc__.splitlines()[0])
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "log.jsonl"
-    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    kills, failures, i = sum(r.get("kills", 0) for r in done), sum(not r["ok"] for r in done), len(done)
-    times = {}
-    while kills < args.count:
-        launcher = MpiRanks if i % MPI_EVERY == MPI_EVERY - 1 else Ranks
-        name = list(LAYOUTS)[i % len(LAYOUTS)]
-        reference(name, args.out)
-        mean = times.get((name, launcher), 12.0 if launcher is MpiRanks else 3.0)
-        row = drill(i, args.out, name, launcher, mean)
-        if row["ok"]:
-            times[name, launcher] = row["seconds"] / row["starts"]
-        with open(path, "a") as f:
-            f.write(json.dumps(row) + "\n")
-        kills, failures, i = kills + row.get("kills", 0), failures + (not row["ok"]), i + 1
-        print(f"{kills} kills, {failures} failures: {row}", flush=True)
-    print(f"{i} runs, {kills} kills, {sum(1 for _ in open(path))} rows in {path}, {failures} failures")
-    return 1 if failures else 0
+    drills = Drills(args.out, args.workers)
+    drills.run(args.count)
+    print(*summary(drills.done), sep="\n")
+    return 1 if drills.failures() else 0
 
 
 if __name__ == "__main__":
