@@ -393,7 +393,7 @@ class Bucket:
             handle.wait()
 
 
-def untimed(phase):  # in the place of runtime.log.Timers where nobody wants times
+def untimed(phase):  # in the place of ops.timing.Timers where nobody wants times
     return contextlib.nullcontext()
 
 

@@ -21,6 +21,7 @@ import torch
 
 import checkpoint
 import moe
+import plot
 from config import Outcome, parse
 from corpus.shards import micro_batches, open_data
 from corpus.tokenizer import prompt_tokenizer
@@ -29,6 +30,7 @@ from cost.traffic import traffic
 from fast.choose import choose
 from fast.graph import make_step
 from model import DTYPES, GPT, init_weights
+from ops import timing
 from optim import Optimizer, batch_size, learning_rate
 from parallel import DataParallel, make_mesh, untimed
 from pipeline import forward_backward, forward_only, stage_layers
@@ -123,7 +125,7 @@ class Run:
         self.is_main, self.out = world.rank == 0, Path(cfg.out or f"out/{cfg.preset}")
         self.outcome, self.stop_reason = Outcome.DONE, None
         self.stop = agree.Stop(cfg.max_minutes)
-        self.timers = log.Timers(self.device, cfg.timers)
+        self.timers = timing.Timers(self.device, cfg.timers)
         self.prepare()
         self.resume()
         self.make_step()
@@ -168,7 +170,7 @@ class Run:
         """The step, plain or as a CUDA graph; clock, guard, straggler detection."""
         with launch.exit_together(self.world):
             self.step = make_step(Step(self.cfg, self.model, self.dp, self.opt), self.choice)
-        self.clock, self.guard = log.Clock(self.device), Guard(self.cfg, self.world, self.state)
+        self.clock, self.guard = timing.Clock(self.device), Guard(self.cfg, self.world, self.state)
         self.stragglers = watch.Stragglers(self.mesh, self.device)
         for axis in vars(self.mesh).values():
             axis.sent.clear()  # counted from the first step on
@@ -314,7 +316,8 @@ class Run:
             log.end_profile(profiler, self.out)
             # a run that is requeued draws its plot when it is done
             finished = self.stop_reason is None and self.outcome in (Outcome.DONE, Outcome.FAILED)
-            self.log_file.close(self.cfg.plot and finished)
+            self.log_file.close()
+            plot.at_end(self.out, self.log_file.last_experts, self.cfg.plot and finished)
             checkpoints = checkpoint.steps(self.out)
             if self.outcome is Outcome.GAVE_UP:
                 why = self.guard.reason or self.skip_reason

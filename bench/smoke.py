@@ -28,10 +28,10 @@ from timing import slowest
 
 from config import Outcome
 from ops.checksum import checksum
+from ops.timing import Stopwatch
 from optim import AdamW
 from parallel import MAX, DataParallel, make_mesh
 from runtime.launch import exit_together, launch, shutdown
-from runtime.log import Stopwatch
 
 WIDTHS = (128, 1024, 512, 256, 128)
 METRICS = ("loss", "sps", "dt", "dtf", "dtb")

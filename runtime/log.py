@@ -1,8 +1,7 @@
-"""What a run prints and leaves behind: metrics.jsonl, config.json, plots as text, timings, profiles.
+"""What a run prints and leaves behind: metrics.jsonl, config.json, profiles. Its plots: plot.py.
 
-    Log          rank 0: a row of metrics.jsonl and a printed line per logged step, the plots at the end
+    Log          rank 0: a row of metrics.jsonl and a printed line per logged step
     metrics_row  what a row is made of; phase_times and expert_metrics add to it
-    Stopwatch, Clock, Timers    milliseconds on the device: of anything, of a step, of each phase of a step
 
 metrics.jsonl is the record that a resumed run goes on from. Everything else may fail without ending the run.
 """
@@ -30,88 +29,8 @@ from pipeline import generate
 from runtime.files import Rows, sound_rows, warn
 from skip import not_finite
 
-PLOTS = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")
-
-
 # -----------------------------------------------------------------------------
-# time
-
-class Stopwatch:
-    """Points in time on the device: events on a GPU, where a host clock would time the launches; the host's
-    clock on a CPU."""
-
-    def __init__(self, device):
-        self.cpu, self.device = device.type == "cpu", device
-
-    def mark(self):
-        """-> the point in time when the device has done what was launched so far."""
-        if self.cpu:
-            return time.perf_counter()
-        event = torch.Event(self.device, enable_timing=True)
-        event.record()
-        return event
-
-    def ms(self, begin, end):
-        """-> milliseconds between two marks. Waits until the device has reached the second."""
-        if self.cpu:
-            return (end - begin) * 1e3
-        end.synchronize()  # sync point
-        return begin.elapsed_time(end)
-
-
-class Clock:
-    """Mean milliseconds of a training step, without pauses (evaluation, saving)."""
-
-    def __init__(self, device):
-        self.watch, self.steps, self.samples, self.total = Stopwatch(device), 0, 0, 0.0
-        self.resume()
-
-    def resume(self):
-        self.started = self.watch.mark()
-
-    def pause(self):
-        end = self.watch.mark()
-        self.total += self.watch.ms(self.started, end)
-        self.started = end
-
-    def count(self, samples):
-        """A step of so many sequences was computed."""
-        self.steps, self.samples = self.steps + 1, self.samples + samples
-
-    def per_step(self):
-        """-> mean ms per step since the last call; all counts start again at zero."""
-        self.pause()
-        ms = self.total / max(1, self.steps)
-        self.steps, self.samples, self.total = 0, 0, 0.0
-        return ms
-
-
-class Timers:
-    """--timers: milliseconds per step in each phase: with timers("forward"): ... The time of forward contains
-    that of param_gather; pipeline is the time spent waiting for neighbouring stages."""
-    PHASES = ("data", "forward", "backward", "pipeline", "grad_sync", "norm", "optimizer", "param_gather")
-
-    def __init__(self, device, on):
-        self.watch, self.on = Stopwatch(device), on
-        self.spans = []  # (phase, begin, end)
-
-    @contextlib.contextmanager
-    def __call__(self, phase):
-        if not self.on:
-            yield
-            return
-        begin = self.watch.mark()
-        yield
-        self.spans.append((phase, begin, self.watch.mark()))
-
-    def per_step(self, steps):
-        """-> [ms per step of each of PHASES] since the last call, in which `steps` steps were computed."""
-        total = dict.fromkeys(self.PHASES, 0.0)
-        for phase, begin, end in self.spans:
-            total[phase] += self.watch.ms(begin, end) / max(1, steps)
-        self.spans = []
-        return list(total.values())
-
+# the numbers of a step
 
 def phase_times(timers, steps, mesh):
     """-> {t_PHASE: ms per step of the slowest rank}, empty without --timers. Collective over the world."""
@@ -121,9 +40,6 @@ def phase_times(timers, steps, mesh):
     mesh.world.all_reduce(ms, MAX)  # one number per phase on the host, over the world
     return {f"t_{phase}": t for phase, t in zip(timers.PHASES, ms.tolist(), strict=True)}
 
-
-# -----------------------------------------------------------------------------
-# the numbers of a step
 
 def metrics_row(cfg, world, state, batch, lr, stats, reason, clock, vocab_size):
     """-> (a row of metrics.jsonl, steps since the row before). Collective over the world.
@@ -297,8 +213,8 @@ class Log:
             warn(f"wandb: {e}; going on without it")
             return None
 
-    def close(self, show):
-        """Write the plots and the experts' loads as text files. show (--plot): also print loss and loads."""
+    def close(self):
+        """The run has ended: say what could not be written."""
         if self.metrics.waiting:
             warn(f"{self.out}/metrics.jsonl is not complete; its last rows:")
             print(self.metrics.waiting.decode(), file=sys.stderr, flush=True)
@@ -307,17 +223,6 @@ class Log:
         if self.wandb is not None:
             with best_effort("wandb", Exception):
                 self.wandb.finish()
-        if self.last_experts is not None:
-            text = load_bars(self.last_experts)
-            if show:
-                print(text, flush=True)
-            with best_effort(self.out / "expert_load.txt"):
-                (self.out / "expert_load.txt").write_text(text + "\n", encoding="utf-8")
-        try:
-            with best_effort(f"plots in {self.out}"):
-                plots(self.rows(), self.out, show)
-        except ImportError:
-            print("plotext is not installed: no plots (pip install 'plotext<6')", flush=True)
 
 
 def format_row(r):
@@ -346,44 +251,7 @@ def format_row(r):
 
 
 # -----------------------------------------------------------------------------
-# plots and profiles
-
-def load_bars(layers, width=40):
-    """-> one bar per expert: its rows over the balanced number, the mean over layers and the largest."""
-    loads = [layer["load"] for layer in layers.values()]  # L x E
-    E = len(loads[0])
-    mean = [sum(load[e] for load in loads) / len(loads) * E for e in range(E)]
-    worst = [max(load[e] for load in loads) * E for e in range(E)]
-    top = max(*mean, 1.0)
-    bars = [f"expert {e:3d} {'#' * round(width * m / top):{width}s} {m:.2f}  (heaviest layer {w:.2f})"
-            for e, (m, w) in enumerate(zip(mean, worst, strict=True))]
-    return "\n".join(["expert load, 1.00 is balanced", *bars])
-
-
-def plots(rows, out, show):
-    """Write OUT/loss.txt and a file for each other metric of PLOTS. show: print the loss, too."""
-    import plotext as plt
-    def points_of(name):  # a resumed run may find foreign rows in its file
-        return [(r["step"], r[name]) for r in rows
-                if type(r.get(name)) in (int, float) and abs(r[name]) < 1e300 and 0 <= r["step"] < 1e15]
-    for name in PLOTS:
-        points = points_of(name)
-        if not points:
-            continue
-        plt.clear_figure()
-        plt.theme("clear")
-        plt.plot_size(90, 24)
-        plt.plot(*zip(*points, strict=True), marker="braille", label=name)
-        val = points_of("val_loss")
-        if name == "loss" and val:
-            plt.scatter(*zip(*val, strict=True), marker="x", label="val_loss")
-        plt.title(name)
-        plt.xlabel("step")
-        text = plt.uncolorize(plt.build())
-        (out / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
-        if name == "loss" and show:
-            print(text, flush=True)
-
+# profiles
 
 def start_profile(on):
     """--profile: -> a running pyinstrument profiler, or None."""

@@ -19,8 +19,9 @@ import torch
 
 from config import Outcome
 from ops.checksum import checksum
+from ops.timing import Stopwatch
 from runtime import session
-from runtime.log import Stopwatch, warn
+from runtime.log import warn
 
 # -----------------------------------------------------------------------------
 # the watchdog. a rank that waits in a collective cannot know which rank it waits for. so each rank, by its

@@ -16,10 +16,12 @@ from runs import TINY, chars, final, go, rows, session
 from safetensors.torch import load_file
 
 import checkpoint
+import plot
 import train
 from config import Config, parse
 from corpus.shards import Synthetic
 from model import GPT, init_weights
+from ops import timing
 from optim import AdamW, StepStats, learning_rate
 from parallel import make_mesh
 from runtime import log, resume, watch
@@ -183,7 +185,7 @@ class Ticks:
 
 
 def test_the_clock_means_over_steps_and_leaves_pauses_out():
-    clock = log.Clock(torch.device("cpu"))
+    clock = timing.Clock(torch.device("cpu"))
     clock.watch = Ticks(0, 10, 13, 20, 25)
     clock.resume()
     clock.count(4)
@@ -196,19 +198,19 @@ def test_the_clock_means_over_steps_and_leaves_pauses_out():
 
 
 def test_timers_mean_over_steps():
-    timers = log.Timers(torch.device("cpu"), True)
+    timers = timing.Timers(torch.device("cpu"), True)
     timers.watch = Ticks(0, 5, 7, 8, 20, 21)
     for phase in ("forward", "backward", "forward"):
         with timers(phase):
             pass
     assert timers.per_step(2) == [3.0 if p == "forward" else 0.5 if p == "backward" else 0
-                                  for p in log.Timers.PHASES]
+                                  for p in timing.Timers.PHASES]
     assert timers.per_step(2) == [0] * 8
     mesh = make_mesh(World())
     keys = log.phase_times(timers, 1, mesh).keys()
     assert keys == {"t_data", "t_forward", "t_backward", "t_pipeline", "t_grad_sync", "t_norm", "t_optimizer",
                     "t_param_gather"}
-    assert log.phase_times(log.Timers(torch.device("cpu"), False), 1, mesh) == {}
+    assert log.phase_times(timing.Timers(torch.device("cpu"), False), 1, mesh) == {}
 
 
 def test_a_row_after_several_steps_of_a_growing_batch(monkeypatch):
@@ -313,7 +315,7 @@ def test_the_printed_line():
         "aux=1.032 load_max=1.76 dropped=1.2% mfu=43.2%")
     assert log.format_row(dict(step=3, lr=0.0, skipped=2, nan_steps=0, skip_reason="range", t_data=1.25)) == \
         "step=3 lr=0.00e+00 (range) skipped=2 | ms: data=1.2"
-    bars = log.load_bars({0: {"load": [0.5, 0.25, 0.25]}, 1: {"load": [0.0, 0.75, 0.25]}}, width=10)
+    bars = plot.load_bars({0: {"load": [0.5, 0.25, 0.25]}, 1: {"load": [0.0, 0.75, 0.25]}}, width=10)
     assert bars.splitlines() == [
         "expert load, 1.00 is balanced", "expert   0 #####      0.75  (heaviest layer 1.50)",
         "expert   1 ########## 1.50  (heaviest layer 2.25)",

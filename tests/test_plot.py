@@ -1,0 +1,85 @@
+"""plot.py: several runs in one plot, their legend, other metrics, wrong input; foreign rows are left out."""
+import json
+
+import pytest
+
+import plot
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """Two runs, a and b; b's file also holds what is no row, and a loss that is not finite."""
+    monkeypatch.chdir(tmp_path)
+    for name, height in (("a", 1.0), ("b", 2.0)):
+        (tmp_path / name).mkdir()
+        rows = [{"step": i, "loss": height, "grad_norm": 10.0 ** i, **({"val_loss": 3.0} if i == 4 else {})}
+                for i in range(1, 9)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    with open(tmp_path / "b" / "metrics.jsonl", "a") as f:
+        f.write('5\n{"step": 9, "loss": NaN}\n{"step": 10, "loss": "x"}\n{"step": 11, "loss": 1e999}\n')
+    return tmp_path
+
+
+def marks(text, mark):
+    """How many cells of the plot hold the mark; the legend does not count."""
+    return sum(line.count(mark) for line in text.splitlines() if "\u2502" in line or "\u2524" in line)
+
+
+def test_two_runs_share_a_plot_and_the_legend_is_below_it(runs, capsys):
+    assert plot.main(["a", "b"]) == 0
+    text = capsys.readouterr().out
+    *drawn, legend = text.rstrip().splitlines()
+    assert legend.split("   ") == ["  a a loss", "A a val_loss", "b b loss", "B b val_loss"]
+    assert marks(text, "a") > 50 and marks(text, "b") > 50 and marks(text, "B") == 1
+    lines = [[i for i, line in enumerate(drawn) if letter in line] for letter in "ab"]
+    assert len(lines[0]) == len(lines[1]) == 1 and lines[0] > lines[1]  # 1.0 is below 2.0
+
+
+def test_one_run_its_steps_and_a_logarithmic_axis(runs, capsys):
+    assert plot.main(["a"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("\u28c0 loss   x val_loss")
+    plot.main(["a", "--metric", "grad_norm", "--steps", "2", "5"])
+    text = capsys.readouterr().out
+    assert "2.00" in text and "5.00" in text and "8.0" not in text.split("\u2514")[1]
+    straight = plot.draw("", [("", "g", [(i, 10.0 ** i) for i in range(9)])], log=True)
+    rows = [line.index("g") for line in straight.splitlines() if "g" in line]
+    assert len(rows) > 10 and rows == sorted(rows, reverse=True)  # a straight line, not a corner
+    assert plot.draw("", [("", "g", [(1, -1.0)])], log=True) == ""
+
+
+@pytest.mark.parametrize("argv,words", [
+    ([], "no RUN"), (["none"], "none holds no metrics.jsonl"), (["a", "--metric", "x"], "grad_norm, loss"),
+    (["a", "--steps", "3"], "FIRST LAST"), (["a", "--every", "nan"], "--every"),
+    (["a", "--width", "1"], "20")])
+def test_wrong_input_is_one_line(argv, words, runs, capsys):
+    with pytest.raises(SystemExit) as e:
+        plot.main(argv)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1 and words in err
+
+
+def test_follow_draws_a_run_that_has_no_row_yet(runs, capsys, monkeypatch):
+    (runs / "new").mkdir()
+    (runs / "new" / "metrics.jsonl").touch()
+    seen = []
+
+    def sleep(seconds):
+        seen.append((seconds, capsys.readouterr().out))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        (runs / "new" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
+    monkeypatch.setattr("time.sleep", sleep)
+    assert plot.main(["new", "--follow", "--every", "7"]) == 0
+    assert seen[0] == (7, "no rows yet\n") and "\u28c0 loss" in seen[1][1]
+
+
+def test_a_picture_needs_matplotlib(runs, capsys):
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        with pytest.raises(SystemExit):
+            plot.main(["a", "b", "--png", "x.png"])
+        assert "pip install matplotlib" in capsys.readouterr().err
+    else:
+        plot.main(["a", "b", "--png", "x.png"])
+        assert (runs / "x.png").read_bytes()[1:4] == b"PNG"
