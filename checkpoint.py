@@ -220,14 +220,14 @@ def read_index(path, patience=0.0):
         raise FileNotFoundError(f"no checkpoint {path}; give a step_N directory, or --resume auto")
     try:
         index = load_json(path / "index.json")
-        check_schema(index, {"format": int}, "it")
+        check_schema(index, {"format": int}, "index.json")
         if index["format"] != FORMAT:
             raise ValueError(f"it has format {index['format']}, this code reads {FORMAT}; read it with the "
                              "code that wrote it")
         crc = index.pop("crc32", None)
         if zlib.crc32(json.dumps(index, sort_keys=True).encode()) != crc:
             raise ValueError("index.json differs from its crc32, it was damaged")
-        check_schema(index, INDEX, "it")
+        check_schema(index, INDEX, "index.json")
         if "shape" in (meta := index["meta"]):
             check_schema(meta, RUN, "its meta")
             if meta.get("scaler") is not None:

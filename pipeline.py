@@ -200,7 +200,7 @@ def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, seed=0)
         new = tokens[-model.cfg.seq_len:]
         for _ in range(max_new_tokens):
             if cache.length + len(new) > model.cfg.seq_len:
-                cache, new = Cache(), tokens[-(model.cfg.seq_len // 2):]
+                cache, new = Cache(), tokens[-max(1, model.cfg.seq_len // 2):]
             x = torch.tensor([new] * copies, device=device)  # (tp, T)
             new = [sample_token(next_logits(model, x, cache), temperature, top_k, rng)]
             tokens += new

@@ -1,7 +1,7 @@
 """Text from a checkpoint: python sample.py RUN_DIR --prompt "...", in one process, from any layout."""
 import dataclasses
-import json
 import sys
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +25,13 @@ class Flags:
     top_k: int = 50  # keep the k likeliest tokens; 0 keeps all
     seed: int = 1337  # of the random draws
 
+    RANGES = {"max_new_tokens": (0, 10**9), "temperature": (0, 10**6), "top_k": (0, 2**24)}
+
+    def check(self):
+        """ValueError for a temperature by which logits cannot be divided."""
+        if 0 < self.temperature < 1e-6:
+            raise ValueError(f"--temperature {self.temperature} is too small; try 0, the likeliest token")
+
 
 def read_run(run_dir):
     """A run or one of its checkpoints -> (Config, vocabulary size, checkpoint.Reader, directory of the run).
@@ -40,17 +47,30 @@ def read_run(run_dir):
     step = step or checkpoint.newest(run)
     if step is None:
         raise FileNotFoundError(f"{run} holds no sound checkpoint; train with --save-every N")
-    known = {f.name for f in dataclasses.fields(config.Config)}
+    cfg, vocab_size = read_config(run / "config.json")
+    return cfg, vocab_size, checkpoint.Reader(step, index), run
+
+
+def read_config(path):
+    """A run's config.json -> (Config, vocabulary size). ValueError: it is none that train.py writes."""
+    # not what says nothing about the model, and may have been changed or moved since
+    types = {f.name: f.type for f in dataclasses.fields(config.Config)
+             if f.name not in ("min_lr", "init_from", "resume", "dump_grads")}
+    tuples = {k for k, t in types.items() if typing.get_origin(t) is tuple}
     try:
-        saved = json.loads((run / "config.json").read_text())
-        cfg = config.Config(**{k: v for k, v in saved.items() if k in known})
-        return cfg, saved["vocab_size_used"], checkpoint.Reader(step, index), run
-    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as e:
-        raise ValueError(f"{run}/config.json is no run's ({e!r}); give train.py's --out") from None
+        saved = config.load_json(path)
+        schema = {f"{k}?": [int] if k in tuples else t for k, t in types.items()}
+        config.check_schema(saved, {**schema, "vocab_size_used": config.Range(1, 2**24)}, "flags")
+        cfg = config.Config(**{k: tuple(v) if k in tuples else v for k, v in saved.items() if k in types})
+        config.check(cfg)
+    except ValueError as e:
+        raise ValueError(f"{path} is no run's ({e}); give train.py's --out") from None
+    return cfg, saved["vocab_size_used"]
 
 
 def load_model(cfg, vocab_size, weights):
-    """-> the whole model on this process's device, with the weights of a checkpoint.Reader."""
+    """-> the whole model on this process's device, with the weights of a checkpoint.Reader. ValueError: they
+    are another model's."""
     import torch  # not at the top: wrong input is found without the seconds that torch takes
 
     from model import GPT
@@ -58,8 +78,12 @@ def load_model(cfg, vocab_size, weights):
     from runtime.launch import World
     device = (torch.accelerator.current_accelerator() if torch.accelerator.is_available()
               else torch.device("cpu"))
+    mesh = make_mesh(World())
+    with torch.device("meta"):  # without memory: do all names and shapes fit?
+        for name, p in GPT(cfg, mesh, vocab_size).named_parameters():
+            weights.fill(name, p[:0], p.full_shape, p.offset)
     with torch.device(device):
-        model = GPT(cfg, make_mesh(World()), vocab_size)
+        model = GPT(cfg, mesh, vocab_size)
     for name, p in model.named_parameters():
         weights.fill(name, p.data, p.full_shape, p.offset)
     return model
@@ -69,13 +93,23 @@ def main(argv=None):
     """Print the prompt with its continuation. SystemExit(2) after one line on stderr: wrong input."""
     with config.wrong_input():
         flags = config.command_line(Flags, sys.argv[1:] if argv is None else argv, "sample.py", __doc__)
+        flags.check()
         cfg, vocab_size, weights, run = read_run(flags.run_dir)
         vocabulary = tokenizer.load(run)
+        if vocabulary.n_vocab > vocab_size:
+            raise ValueError(f"{run}/config.json has vocab_size_used {vocab_size}, tokenizer.json "
+                             f"{vocabulary.n_vocab} symbols: they are of two runs; give train.py's --out")
         prompt = vocabulary.encode(flags.prompt)
-    model = load_model(cfg, vocab_size, weights)
-    from pipeline import generate
-    ids = generate(model, prompt, flags.max_new_tokens, flags.temperature, flags.top_k, flags.seed)
-    print(vocabulary.decode(ids))
+        start = prompt or [vocabulary.eod]  # no prompt: a new document
+        if start == [None]:
+            raise ValueError("--prompt is empty, and this vocabulary has no end-of-document to start from; "
+                             "give at least one character")
+        model = load_model(cfg, vocab_size, weights)
+        from pipeline import generate
+        ids = generate(model, start, flags.max_new_tokens, flags.temperature, flags.top_k, flags.seed)
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")  # a terminal may lack the text's characters
+        print(vocabulary.decode(ids[len(start) - len(prompt):]))
 
 
 if __name__ == "__main__":
