@@ -46,6 +46,9 @@ def check_ramp(full, ramp, unit):
     if not 0 < start <= full or (full - start) % increment:
         raise ValueError(f"{flag} does not reach global-batch {full} in whole increments; "
                          f"try --global-batch {start + max(1, -(-(full - start) // increment)) * increment}")
+    if full - start > 1000 * increment:
+        raise ValueError(f"{flag} has {(full - start) // increment} stages, more than 1000; "
+                         f"try an INCREMENT of {-(-(full - start) // 1000)} or more")
     for size in start, min(full, start + increment):  # if these two divide, so do all that follow
         if size % unit:
             raise ValueError(f"{flag} has a stage of {size}, which does not divide by micro-batch * dp = "

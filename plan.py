@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import sys
 from collections import Counter
 from functools import cache
@@ -260,8 +261,10 @@ class PlanFlags(Config):
     gpu: Literal[tuple(GPUS)] = "h200"  # kind of GPU
     tokens: float = 0.0  # tokens to train on: prints the steps and days that they take; 0 prints none
     search: bool = False  # rank every layout that fits into memory, fastest first
-    scaling: str = ""  # numbers of GPUs such as 1,8,64: a plan for each, with the same work per GPU
+    scaling: str | None = None  # numbers of GPUs such as 1,8,64: a plan for each, with the same work per GPU
     json: bool = False  # print the numbers as JSON
+
+    RANGES = {"gpus": (1, 2**17), "tokens": (0, 10**18)}
 
 
 ABOUT = ("Predict what a training run will cost before it runs: parameters, memory, bytes sent and "
@@ -272,11 +275,11 @@ ABOUT = ("Predict what a training run will cost before it runs: parameters, memo
 def arguments(argv):
     """-> (PlanFlags, [numbers of GPUs of --scaling]); ValueError: one line that says what is wrong"""
     cfg = parse(argv, cls=PlanFlags, prog="plan.py", about=ABOUT)
-    counts = [int(n) if n.strip().isdecimal() else 0 for n in cfg.scaling.split(",") if n]
-    if min(counts, default=1) < 1:
-        raise ValueError("--scaling takes numbers of GPUs, 1,2,4,8")
-    if cfg.gpus < 1 or cfg.tokens < 0:
-        raise ValueError(f"--gpus {cfg.gpus} must be at least 1 and --tokens {cfg.tokens:g} not negative")
+    if cfg.scaling is None:
+        return cfg, []
+    counts = [int(n) if re.fullmatch(" *[0-9]{1,7} *", n) else 0 for n in cfg.scaling.split(",")]
+    if not 1 <= min(counts) <= max(counts) <= 2**17:
+        raise ValueError(f"--scaling takes numbers of GPUs such as 1,2,4,8, not {cfg.scaling!r}")
     return cfg, counts
 
 

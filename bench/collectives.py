@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import at_least_one, read_flags, start
+from common import read_flags, start
 from timing import slowest
 
 from config import Outcome
@@ -249,8 +249,9 @@ class Flags:
     iters: int = 10  # repetitions per measurement
     json: Path | None = None  # also write all numbers to this file
 
+    RANGES = {"iters": (1, 10**6)}
+
     def check(self):
-        at_least_one(self, "tp", "pp", "ep", "iters")
         if not self.sizes:
             raise ValueError("--sizes needs at least one size, such as 4K")
         for text in self.sizes:

@@ -36,13 +36,6 @@ def read_flags(cls, argv, prog, about):
         return flags
 
 
-def at_least_one(flags, *names):
-    """ValueError unless each of these flags is at least 1."""
-    for name in names:
-        if getattr(flags, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(flags, name)} must be at least 1")
-
-
 def start(main):
     """Run a program and exit with what main() returns.
 

@@ -27,6 +27,8 @@ class Flags:
     rounds: int = 5  # each round measures both, one after the other
     vocab_size: int = 32768  # of the tokenizer, which is trained on 8 MB of the text
 
+    RANGES = {"mb": (0.01, 10**5), "rounds": (1, 10**4), "vocab_size": (257, 2**20)}
+
 
 def records(megabytes):
     """-> documents of about 4,000 characters, [str], from the standard library with its tests."""

@@ -61,6 +61,8 @@ class Flags(Config):
     gpu: Literal[("", *GPUS)] = ""  # GPU whose time is predicted; default: the one found here
     json: Path | None = None  # write the rows to this file, after each layout
 
+    RANGES = {"ranks": (0, 1024), "limit": (1, 10**6), "steps": (3, 10**6)}
+
 
 def read_flags(argv):
     """-> Flags, whose model and batch all layouts share. ValueError: what is wrong."""
@@ -73,8 +75,6 @@ def read_flags(argv):
     if not cfg.layouts:
         raise ValueError('--layouts LIST is missing, such as --layouts "dp4; tp2,pp2; zero1"')
     ranks = cfg.ranks or torch.cuda.device_count() or 2  # NVML counts: a process that used CUDA cannot fork
-    if min(ranks, cfg.limit) <= 0 or cfg.steps < 3:
-        raise ValueError("--ranks and --limit must be positive, --steps at least 3")
     batch = cfg.global_batch or 4 * cfg.micro_batch * ranks  # 4 micro-batches per stage if pp is all ranks
     return dataclasses.replace(cfg, ranks=ranks, data="synthetic", global_batch=batch)
 
@@ -247,6 +247,8 @@ def sweep(flags):
 def main(argv=None):
     with wrong_input():
         flags = read_flags(sys.argv[1:] if argv is None else argv)
+        if flags.json:
+            flags.json.touch()  # a wrong path is reported now, not after the measurement
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave through finally: no rank stays behind
     began = time.monotonic()
     table([])

@@ -13,7 +13,7 @@ from pathlib import Path
 from common import start
 from tyro.conf import Positional
 
-from config import Outcome, command_line, print_quietly, wrong_input
+from config import Outcome, command_line, one_line, print_quietly, wrong_input
 
 MODEL = ("preset", "n_layer", "n_embd", "seq_len", "ffn_hidden", "n_experts", "top_k", "vocab_size_used",
          "dtype")  # runs that agree in these are one curve
@@ -29,7 +29,7 @@ def read(path, share=0.5):
     timed = [r for r in rows if "ms" in r and r["step"] > 1]  # the first step compiles and connects
     if not timed:
         raise ValueError(f"{folder}/metrics.jsonl has no timed row after step 1; run more steps")
-    late = timed[int(len(timed) * (1 - share)):]
+    late = timed[min(int(len(timed) * (1 - share)), len(timed) - 1):]
     row = {key: statistics.median(r[key] for r in late) for key in ("ms", "tok_s", "tok_s_gpu")}
     row.update(run=folder.name, ranks=cfg["world"],
                layout={k: cfg[k] for k in ("dp", "tp", "pp", "ep", "zero")},
@@ -103,6 +103,8 @@ class Flags:
     last: float = 0.5  # share of the timed rows that counts, from the end
     json: bool = False  # print the rows as JSON, no table and no plot
 
+    RANGES = {"last": (0, 1)}
+
 
 def main(argv=None):
     with wrong_input():
@@ -115,9 +117,9 @@ def main(argv=None):
     for path in flags.runs:
         try:
             found.append(read(path, flags.last))
-        except (OSError, ValueError, KeyError) as e:  # a run that ended early does not hide the other runs
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:  # a run that ended early does not hide the other runs
             why = f"has no {e}" if isinstance(e, KeyError) else e
-            print(f"nanoshard: {path}: {why}; left out", file=sys.stderr)
+            print(f"nanoshard: {one_line(f'{path}: {why}')}; left out", file=sys.stderr)
     if not found:
         raise SystemExit(Outcome.WRONG_INPUT)
     for runs in groups(found).values():

@@ -23,7 +23,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from common import at_least_one, read_flags, start
+from common import read_flags, start
 from timing import slowest
 
 from config import Outcome
@@ -48,8 +48,7 @@ class Flags:
     out: Path = Path("out/smoke")  # folder of the files left behind
     wandb: Literal["off", "offline", "online"] = "offline"  # Weights & Biases, from rank 0
 
-    def check(self):
-        at_least_one(self, "iters", "batch", "log_every")
+    RANGES = {"iters": (1, 10**9), "batch": (1, 2**20)}
 
 
 def check_sum(world):

@@ -62,11 +62,11 @@ class Flags:
     profile: bool = False  # also print the kernels of a step on rank 0, the slowest first
     json: str = ""  # file to which each result is appended, one line each
 
+    RANGES = {"steps": (4, 10**6)}
+
     def check(self):
         if not self.workloads:
             raise ValueError(f"name at least one workload of {', '.join(WORKLOADS)}")
-        if self.steps < 4:
-            raise ValueError(f"--steps {self.steps} must be at least 4")
 
 
 def join_value(argv, flag):
