@@ -117,7 +117,8 @@ def main(argv=None):
     for path in flags.runs:
         try:
             found.append(read(path, flags.last))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:  # a run that ended early does not hide the other runs
+        # a run that ended early does not hide the other runs
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             why = f"has no {e}" if isinstance(e, KeyError) else e
             print(f"nanoshard: {one_line(f'{path}: {why}')}; left out", file=sys.stderr)
     if not found:
