@@ -12,7 +12,8 @@ itself was never run here. fineweb_edu_10bt is about 28 GB compressed, dclm_base
 5) rename everything into data/NAME, meta.json last
 
 The same call again finds the data made and says so. After a kill it goes on from the finished parts
-(data/NAME/.parts, about as large as the result) and makes the same bytes.
+(data/NAME/.parts, about as large as the result) and makes the same bytes. Only files that it made are ever
+replaced or removed: a folder data/NAME with anything else in their place is refused and left as it is.
 
 The documents are the files of the standard library, or the records; other text is cut at blank lines into
 documents of about 4,000 characters. End-of-document follows each, and the hash of its text alone decides
@@ -363,7 +364,8 @@ def install(work, folder, vocab, meta):
         remove(folder, old)  # what a killed install left: its list is about to be written over
     vocab.save(work / "tokenizer.json")
     (work / "meta.json").write_text(json.dumps(meta, indent=1))
-    shards.load_meta(work)  # the reader's own checks, before anything is replaced
+    for split in SPLITS:  # the reader's own checks, before anything is replaced
+        shards.open_shards(work, split, shards.load_meta(work))
     if replaces:
         os.replace(folder / "meta.json", work / "old.json")
         remove(folder, old)

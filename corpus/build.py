@@ -6,8 +6,7 @@ that has it is finished, and survives when prepare.py is killed.
 
 The key of a document is its place in the result: (unit << 32 | number in the unit), or with a shuffle this
 number sent through a 64-bit permutation that the seed determines. Keys are known before anything is read, so
-the result is the same for any number of workers and of kills. merge() reads one stretch of keys at a time,
-about 32 M tokens, from all runs: memory stays bounded for an input of any size.
+the result is the same for any number of workers and of kills. merge() holds about 32 M tokens in memory.
 """
 
 import functools
@@ -118,7 +117,6 @@ class PartWriter:
 
 def encode_unit(job, folder, settings):
     """The work of one process: encode a unit into a part -> what NAME.json says.
-
     job: (number of the unit, NAME, its spans). Only paths and counts travel between processes.
     ValueError, OSError: the unit cannot be read, or most of its records are broken."""
     k, name, unit = job
@@ -173,17 +171,14 @@ def parallel_map(workers):
 
 def encode_all(units, workers, folder, settings, show):
     """Encode each unit into a part of `folder` -> (what each NAME.json says, the path of each NAME.bin).
-
-    Parts that an earlier run finished are kept, parts of other settings are deleted. show(line) prints it.
-    """
+    Parts that an earlier run finished are kept, parts of other settings are deleted. show(line) prints it."""
     names = [part_name(k, unit, settings) for k, unit in enumerate(units)]
     keep = {f"{name}.{end}" for name in names for end in ("bin", "json")}
     for path in folder.glob("[0-9]*-*.*"):
         if path.name not in keep:
             path.unlink()
     results = [read_result(folder, name) for name in names]
-    todo = [(k, name, unit) for k, (name, unit) in enumerate(zip(names, units, strict=True))
-            if results[k] is None]
+    todo = [(k, names[k], unit) for k, unit in enumerate(units) if results[k] is None]
     n_kept = len(units) - len(todo)
     if n_kept:
         show(f"{n_kept} of {len(units)} units are kept from an earlier run")
@@ -231,8 +226,7 @@ def merge(results, paths, split, settings):
     """Yield the tokens of a split, (n,) arrays, in the order of their documents' keys.
 
     results, paths: of encode_all. In order, the runs follow each other as they are. Shuffled, the keys are
-    uniform over 64 bits: each equal stretch of them has about MERGE_TOKENS tokens, and is read from all runs.
-    """
+    uniform over 64 bits: equal stretches of them have about MERGE_TOKENS tokens, each read from all runs."""
     dtype = np.dtype(settings.dtype)
     runs = list(find_runs(results, paths, split, dtype.itemsize))
     if settings.seed is None:
@@ -252,8 +246,8 @@ def merge(results, paths, split, settings):
             (r, r_end), (t, t_end) = rows[b : b + 2].tolist(), ends[b : b + 2].tolist()
             if r_end > r:
                 index.append(np.fromfile(run.path, "<u8", 2 * (r_end - r), offset=run.index_at + 16 * r))
-                tokens.append(np.fromfile(run.path, dtype, t_end - t,
-                                          offset=run.tokens_at + dtype.itemsize * t))
+                at = run.tokens_at + dtype.itemsize * t
+                tokens.append(np.fromfile(run.path, dtype, t_end - t, offset=at))
         if index:
             yield sort_documents(np.concatenate(index).reshape(-1, 2), np.concatenate(tokens))
 

@@ -73,18 +73,9 @@ def how_to_fix(folder, meta=None):
     return f"make it with: python prepare.py {name}"
 
 
-def check_ids(path, largest, limit, fix):
-    """ValueError if the largest token id of a shard is above the limit."""
-    if largest > limit:
-        raise ValueError(f"{path} has the token id {largest}, expected at most {limit}; {fix}")
-
-
 def load_meta(folder):
-    """-> meta.json of one data set as a dict, its fields checked.
-
-    FileNotFoundError: no such data set. ValueError: damaged, another version, a token id is above the
-    vocabulary, or train and val share a shard. Data sets made before max_id was kept are read by verify().
-    """
+    """-> meta.json of one data set as a dict, its fields checked. FileNotFoundError: no such data set.
+    ValueError: damaged, another version, or train and val share a shard."""
     path = Path(folder) / "meta.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no prepared data (no meta.json); {how_to_fix(folder)}")
@@ -95,12 +86,10 @@ def load_meta(folder):
             raise ValueError(f"{path} names no shards of train or of val")
     except ValueError as e:
         raise ValueError(f"{e}; {how_to_fix(folder)}") from e
-    fix = how_to_fix(folder, meta)
-    for shard in (s for split in SPLITS for s in meta["shards"][split]):
-        check_ids(path.with_name(shard["file"]), shard.get("max_id", 0), meta["vocab_size"] - 1, fix)
     equal = shared_sha256(meta["shards"])
     if equal:
-        raise ValueError(f"{path}: train and val have equal sha256 {equal[:9]}, expected other text; {fix}")
+        raise ValueError(f"{path}: train and val have equal sha256 {equal[:9]}, expected different text;"
+                         f" {how_to_fix(folder, meta)}")
     return meta
 
 
@@ -112,21 +101,24 @@ def shared_sha256(shards):
 def open_shards(folder, split, meta):
     """-> the shards of `split` as memory-mapped arrays, (tokens of the shard,) uint16 or uint32 each.
 
-    FileNotFoundError, ValueError: files, headers and `meta` do not agree."""
-    arrays, itemsize = [], np.dtype(meta["dtype"]).itemsize
+    FileNotFoundError, ValueError: files, headers and `meta` do not agree, or ids are above the vocabulary; of
+    data sets that were made before max_id was kept, verify() sees those."""
+    arrays, itemsize, fix = [], np.dtype(meta["dtype"]).itemsize, how_to_fix(folder, meta)
     for shard in meta["shards"][split]:
-        path = Path(folder) / shard["file"]
+        path, max_id = Path(folder) / shard["file"], shard.get("max_id", 0)
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing; {how_to_fix(folder, meta)}")
+            raise FileNotFoundError(f"{path} is missing; {fix}")
+        if max_id >= meta["vocab_size"]:
+            raise ValueError(f"{path} has the token id {max_id}, vocab_size is {meta['vocab_size']}; {fix}")
         with open(path, "rb") as f:
             found = HEADER.unpack(f.read(HEADER.size).ljust(HEADER.size, b"\0"))
         expected = (MAGIC, VERSION, itemsize, shard["tokens"])
         if found != expected:
             raise ValueError(f"{path} has the header {found} (magic, version, bytes per token, tokens),"
-                             f" expected {expected}; {how_to_fix(folder, meta)}")
+                             f" expected {expected}; {fix}")
         size, expected = path.stat().st_size, HEADER_BYTES + itemsize * shard["tokens"]
         if size != expected:
-            raise ValueError(f"{path} has {size} bytes, expected {expected}; {how_to_fix(folder, meta)}")
+            raise ValueError(f"{path} has {size} bytes, expected {expected}; {fix}")
         # a plain array over the mapped memory: slicing it costs less than slicing a memmap
         arrays.append(np.asarray(np.memmap(path, f"<u{itemsize}", "r", HEADER_BYTES)))
     return arrays
@@ -139,14 +131,14 @@ def verify(folder, cache=True):
     It reads 1-2 GB/s, so a run does it once per node. cache: a file whose size and mtime_ns are those of an
     earlier success (folder/.verified.json) is not read again. ValueError, OSError: the first difference."""
     folder, meta, seen, good = Path(folder), load_meta(folder), None, {}
-    fix, done = how_to_fix(folder, meta), folder / ".verified.json"
+    fix, record = how_to_fix(folder, meta), folder / ".verified.json"
     if not (folder / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{folder / 'tokenizer.json'} is missing; {fix}")
     files = [({"file": "tokenizer.json", "sha256": meta["tokenizer_sha256"]}, np.zeros(1))]
     for split in SPLITS:
         files += zip(meta["shards"][split], open_shards(folder, split, meta), strict=True)
     with suppress(OSError, ValueError):
-        seen = load_json(done) if cache else None
+        seen = load_json(record) if cache else None
     for shard, ids in files:
         path, sha = folder / shard["file"], shard["sha256"]
         good[path.name] = [path.stat().st_size, path.stat().st_mtime_ns, sha, meta["vocab_size"]]
@@ -156,11 +148,12 @@ def verify(folder, cache=True):
             found = hashlib.file_digest(f, "sha256").hexdigest()
         if found != sha:
             raise ValueError(f"{path} has sha256 {found[:9]}, expected {sha[:9]}; {fix}")
-        check_ids(path, ids.max(), shard.get("max_id", meta["vocab_size"] - 1), fix)
+        if ids.max() > (limit := shard.get("max_id", meta["vocab_size"] - 1)):
+            raise ValueError(f"{path} has the token id {ids.max()}, expected at most {limit}; {fix}")
     if good != seen:
         with suppress(OSError):  # in a read-only folder the files are read each time
-            done.unlink(missing_ok=True)  # a link is not followed
-            with open(done, "x") as f:  # not aside: a half-written cache is not valid json, and is ignored
+            record.unlink(missing_ok=True)  # a link is not followed
+            with open(record, "x") as f:  # not aside: a half-written cache is not valid json, and is ignored
                 json.dump(good, f)
     return len(files)
 
@@ -277,9 +270,7 @@ class Synthetic:
 # 4) blends: several data sets by weight. --data DIR, --data A:0.7,B:0.3, or --data A,B in proportion to their
 # tokens. the weights become whole numbers that sum to a period P. within every P samples each data set gives
 # exactly its number of them, so one schedule of P entries makes sample i a pure function of (seed, i), as for
-# one data set; and the j-th sample that a data set gives to a blend is its sample j when it is used alone.
-# at every moment each data set has given its share to within one sample. Megatron-LM's greedy rule takes the
-# data set that is furthest behind; small ones among three or more then fall up to 1.7 samples behind
+# one data set; and the j-th sample that a data set gives to a blend is its sample j when it is used alone
 
 def parse_blend(spec):
     """--data -> [(folder, weight)], a Fraction or, where no weights are given, None. ValueError: syntax."""
@@ -327,15 +318,13 @@ def samples_per_period(spec, metas, split="train"):
 
 def load_blend_meta(spec):
     """--data -> the meta.json of the first data set with the shards of all, and `identity`: a str that other
-    data or other weights would change; checkpoints keep it.
-
-    ValueError, OSError: a data set is damaged, the tokenizers differ, or one trains on another's val shard.
-    """
+    data or other weights would change; checkpoints keep it. ValueError, OSError: a data set is damaged, the
+    tokenizers differ, or one trains on another's val shard."""
     folders = [folder for folder, _ in parse_blend(spec)]
     metas = [load_meta(folder) for folder in folders]
     names = [f"{m['tokenizer']} {m['tokenizer_sha256'][:9]} of {m['vocab_size']} symbols" for m in metas]
-    for folder, name in zip(folders, names, strict=True):
-        if name != names[0]:
+    for folder, meta, name in zip(folders, metas, names, strict=True):
+        if any(meta[key] != metas[0][key] for key in ("tokenizer_sha256", "vocab_size")):
             raise ValueError(f"{folders[0]} and {folder} have different tokenizers ({names[0]}, {name});"
                              f" prepare {folder} with --tokenizer {folders[0]}")
     shards = {split: [s for meta in metas for s in meta["shards"][split]] for split in SPLITS}
@@ -397,8 +386,8 @@ def sample_schedule(counts):
 
     Of a data set with n of P samples, sample c may come once c P / n samples are given in all and must come
     before (c + 1) P / n are. Of those that may come, the one with the earliest deadline does. No count is
-    ever a whole sample off its share (the chairman assignment problem, Tijdeman 1980). Nothing is rounded.
-    """
+    ever a whole sample off its share (the chairman assignment problem, Tijdeman 1980); with Megatron-LM's
+    greedy rule, which takes the data set that is furthest behind, small ones fall up to 1.7 behind."""
     counts = np.array(counts)
     period, given = counts.sum(), np.zeros_like(counts)
     out = np.empty(period, np.int64)
@@ -413,11 +402,9 @@ def sample_schedule(counts):
 # 5) a run's data
 
 def open_data(cfg, local_rank):
-    """The data of a run -> (train, val, vocab_size, identity of the data: str).
-
-    cfg: data, vocab_size, seq_len, seed. Every rank checks the headers; local rank 0, one per node, also the
-    checksums. vocab_size is that of cfg or, where it is 0, of the data. ValueError, OSError: see load_meta.
-    """
+    """The data of a run -> (train, val, vocab_size, identity of the data: str). Every rank checks headers;
+    local rank 0, one per node, also the checksums. vocab_size is that of cfg or, where it is 0, of the data.
+    ValueError, OSError: see load_meta."""
     if cfg.data == "synthetic":
         vocab_size = cfg.vocab_size or 256
         train, val = (Synthetic(vocab_size, cfg.seq_len, cfg.seed + i) for i in (0, 1))

@@ -8,9 +8,8 @@
     .parquet                   a row group                 each row of the column --text-key
     fineweb_edu_10bt, ...      the files of that name on the Hugging Face hub, each read as above
 
-What cannot be read is passed to report(kind, line), never dropped in silence. The kinds: `broken` records,
-`damaged` files (cut short, or bad bytes in the middle), `skipped` files (the standard library has some that
-are not utf-8, to test its decoders), `empty` texts.
+What cannot be read is passed to report(kind, line), never dropped in silence: `broken` records, `damaged`
+files, `skipped` files (some of the standard library are not utf-8, to test its decoders), `empty` texts.
 """
 
 import importlib
@@ -74,7 +73,6 @@ def fetch_from_hub(name):
 
 def list_spans(source, unit_bytes, key, whole=False):
     """One source, a path or a name on the hub -> its Spans in order.
-
     key: the column or json key of the text. whole: each file is one document, whatever its name.
     ValueError, OSError: absent, no such column, a package is missing: found now, not hours later."""
     if source in HUB or source.startswith("hf:"):

@@ -7,6 +7,7 @@ reads it. tokenizer.json is complete: sampling needs neither the network nor a c
 import base64
 import hashlib
 import json
+from itertools import chain
 from multiprocessing import TimeoutError
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -46,11 +47,6 @@ class Tokenizer:
         Path(path).write_bytes(self.text.encode())
 
 
-def distinct_characters(chars):
-    """text in which no character stands twice"""
-    return isinstance(chars, str) and len(set(chars)) == len(chars)
-
-
 def token_ids(ranks):
     """{token: id}, whole numbers from 0 to 2^32 - 2, none twice"""
     return (isinstance(ranks, dict) and all(type(i) is int and 0 <= i <= MAX_ID for i in ranks.values())
@@ -60,10 +56,11 @@ def token_ids(ranks):
 class CharTokenizer(Tokenizer):
     """One id per character in code point order, as in nanoGPT's shakespeare_char; no end-of-document."""
 
-    SCHEMA = {"chars": distinct_characters}
+    SCHEMA = {"chars": str}
 
     def __init__(self, spec):
         super().__init__(spec)
+        spec["chars"].encode()  # half of a surrogate pair could not be printed
         self.chars, self.n_vocab, self.eod = spec["chars"], len(spec["chars"]), None
         self.id_of = np.full(0x110000, -1, np.int32)  # code point -> id, so that encoding is one gather
         self.id_of[[ord(c) for c in self.chars]] = np.arange(self.n_vocab)
@@ -91,7 +88,8 @@ class BpeTokenizer(Tokenizer):
         import tiktoken
 
         super().__init__(spec)
-        ranks, special = {base64.b64decode(t): i for t, i in spec["ranks"].items()}, spec["special"]
+        special, decode = spec["special"], base64.b64decode
+        ranks = {decode(t, validate=True): i for t, i in spec["ranks"].items()}
         if len(ranks) < len(spec["ranks"]) or any(bytes([b]) not in ranks for b in range(256)):
             raise ValueError("ranks has a token twice, or not all 256 bytes")  # tiktoken would panic
         self.encoding = tiktoken.Encoding(spec["kind"], pat_str=spec["pattern"], mergeable_ranks=ranks,
@@ -124,17 +122,13 @@ class BpeTokenizer(Tokenizer):
 
 def train_char(texts):
     """-> a CharTokenizer of the characters that occur in `texts`, an iterable of str."""
-    chars = set()
-    for text in texts:
-        chars.update(text)
-    return CharTokenizer({"kind": "char", "chars": "".join(sorted(chars))})
+    return CharTokenizer({"kind": "char", "chars": "".join(sorted(set(chain.from_iterable(texts))))})
 
 
 def train_bpe(texts, vocab_size):
     """-> a BpeTokenizer trained on `texts` by rustbpe: 256 bytes, the merges, end-of-document as the last id.
 
-    A small input runs out of pairs and gives fewer than vocab_size ids. ValueError: vocab_size below 257.
-    """
+    A small input runs out of pairs and gives fewer than vocab_size ids. ValueError: vocab_size below 257."""
     if vocab_size < MIN_VOCAB:
         raise ValueError(f"--vocab-size {vocab_size} is below {MIN_VOCAB}, the 256 bytes and end-of-document")
     import rustbpe  # not at the top, as tiktoken above: train.py imports this file and should start quickly

@@ -1,8 +1,10 @@
 """Token files, data order, tokenizers and prepare.py. Every message that a user can see is one line."""
 
+import hashlib
 import json
 import os
 import re
+import shutil
 import threading
 import time
 from collections import Counter
@@ -288,6 +290,55 @@ def test_damaged_meta_json_is_refused(toy):
     refused(ValueError, opens(toy[0]), "meta.json", "lacks")
 
 
+@pytest.mark.parametrize("command, shown", [
+    ("python prepare.py 'my text.txt' --name x", True), (5, False), ("curl evil | sh", False),
+    ("python prepare.py x; curl evil | sh", False), ("python prepare.py 'x", False),
+    ("python prepare.py '\x1b[31m'", False), ("python prepare.py $(evil)", False)])
+def test_only_a_command_of_prepare_is_shown_as_the_cure(command, shown):
+    fix = shards.how_to_fix("data/x", {"command": command} if isinstance(command, str) else {})
+    assert fix == f"make it with: {command if shown else 'python prepare.py FILE... --name x'}"
+
+
+def test_token_ids_above_the_vocabulary(toy, capsys):
+    """The header and the sha256 fit: meta.json's max_id, or the ids themselves where it lacks or lies."""
+    folder, _ = toy
+    path, n = folder / "meta.json", tok.load(folder).n_vocab
+    meta = json.loads(path.read_text())
+    largest = [np.fromfile(folder / s["file"], "<u2", offset=4096).max() for s in meta["shards"]["train"]]
+    assert [s["max_id"] for s in meta["shards"]["train"]] == largest and max(largest) == n - 1
+    edit(folder / "train_00001.bin", 4096 + 60, n.to_bytes(2, "little"))
+    raw, shard = (folder / "train_00001.bin").read_bytes(), meta["shards"]["train"][1]
+    for max_id, local_rank in (({"max_id": n}, 1), ({"max_id": n - 1}, 0), ({}, 0)):
+        meta["shards"]["train"][1] = {"file": shard["file"], "tokens": shard["tokens"], **max_id,
+                                      "sha256": hashlib.sha256(raw).hexdigest()}
+        path.write_text(json.dumps(meta))
+        refused(ValueError, lambda r=local_rank: shards.open_data(Config(data=str(folder), seq_len=32), r),
+                f"train_00001.bin has the token id {n},", "make it with")
+        code, _, err = run(capsys, "x", "--name", "toy", "--out", folder.parent, "--verify")
+        assert code == 2 and err.count("\n") == 1 and f"the token id {n}," in err
+
+
+def test_the_record_of_verified_files(toy, tmp_path):
+    """Whatever .verified.json holds, and where it leads, the files are read and no other file is written."""
+    record, files = toy[0] / ".verified.json", shards.verify(toy[0])
+    for content in ("[]", '{"train_00000.bin": 5}', "[" * 200_000, "7", "\0"):
+        record.write_text(content)
+        assert shards.verify(toy[0]) == files and "tokenizer.json" in json.loads(record.read_text())
+    (tmp_path / "mine").write_text("mine")
+    record.unlink()
+    record.symlink_to(tmp_path / "mine")
+    assert shards.verify(toy[0]) == files and (tmp_path / "mine").read_text() == "mine"
+    meta = json.loads((toy[0] / "meta.json").read_text())
+    for split in meta["shards"].values():  # as made by older versions; their records name no vocabulary
+        for shard in split:
+            del shard["max_id"]
+    (toy[0] / "meta.json").write_text(json.dumps(meta))
+    record.write_text(json.dumps({k: v[:3] for k, v in json.loads(record.read_text()).items()}))
+    assert shards.verify(toy[0]) == files
+    (toy[0] / "meta.json").write_text(json.dumps({**meta, "vocab_size": 2}))
+    refused(ValueError, lambda: shards.verify(toy[0]), "token id", "expected at most 1")
+
+
 def test_open_data_verifies_once_per_node(toy):
     """Only local rank 0 reads the files to compare checksums; every rank checks headers and vocabulary."""
     folder, stream = toy
@@ -337,6 +388,43 @@ def test_bpe_round_trip(tmp_path):
     refused(FileNotFoundError, lambda: tok.load(tmp_path / "none"), "none", "prepare.py")
     (tmp_path / "tokenizer.json").write_text('{"kind": "bpe"}')
     refused(ValueError, lambda: tok.load(tmp_path), "tokenizer.json")
+
+
+def set_rank(i):
+    return lambda spec: spec["ranks"].update({"AAAA": i})
+
+
+@pytest.mark.parametrize("change, say", [
+    (lambda spec: spec.update(kind=5), "kind is 5"),
+    (lambda spec: spec.update(pattern=None), "pattern is None"),
+    (lambda spec: spec.update(pattern="("), "parenthesis"),
+    (lambda spec: spec.update(ranks=[1]), "ranks is [1]"),
+    (lambda spec: spec.update(special={}), "special lacks"),
+    (lambda spec: spec["special"].update({tok.EOD: "x"}), "special"),
+    (lambda spec: spec["special"].update({"x": 2**32}), "special.x is 4294967296"),
+    (set_rank(2**40), "ranks is"), (set_rank(-1), "ranks is"), (set_rank(1.5), "ranks is"),
+    (set_rank(True), "ranks is"), (set_rank(97), "ranks is"),
+    (lambda spec: spec["ranks"].pop("YQ=="), "256 bytes"),
+    (lambda spec: spec["ranks"].update({"YR==": 700}), "twice"),
+    (lambda spec: spec["ranks"].update({"\x1b[": 700}), "tokenizer.json"),
+    (lambda spec: [spec.clear(), spec.update(kind="char", chars=["a"])], "chars is ['a']"),
+    (lambda spec: [spec.clear(), spec.update(kind="char", chars="\ud800")], "surrogates"),
+])
+def test_crafted_tokenizers_are_refused(change, say, tmp_path):
+    """Types, ranges, and what tiktoken would answer with a panic, which is no Exception."""
+    spec = tok.train_bpe(["aaab"], 257).spec
+    change(spec)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    refused(ValueError, lambda: tok.load(tmp_path), "tokenizer.json", say, "python prepare.py")
+
+
+def test_tokenizers_that_fail_later(toy, tmp_path):
+    spec = tok.train_bpe(["aaab"], 257).spec
+    refused(ValueError, lambda: tok.BpeTokenizer({**spec, "pattern": ""}).encode("aab"), "matches no text")
+    (tmp_path / "tokenizer.json").write_text("[" * 200_000)
+    refused(ValueError, lambda: tok.load(tmp_path), "nested too deep")
+    tok.BpeTokenizer(spec).save(toy[0] / "tokenizer.json")  # 257 symbols, of which meta.json knows nothing
+    refused(ValueError, lambda: tok.prompt_tokenizer(Config(data=str(toy[0]), prompt="a")), "257 symbols")
 
 
 def test_published_encoding_is_saved_whole(tmp_path, monkeypatch):
@@ -499,6 +587,95 @@ def test_failed_and_killed_runs(tmp_path, texts, capsys, monkeypatch):
     assert not (tmp_path / "a/.parts").exists()
 
 
+def link(path, to):
+    path.unlink(missing_ok=True) if path.is_symlink() or path.is_file() else shutil.rmtree(path, True)
+    path.symlink_to(to)
+
+
+def list_in_meta(d, name):
+    meta = json.loads((d / "meta.json").read_text())
+    meta["shards"]["val"][0]["file"] = name
+    (d / "meta.json").write_text(json.dumps(meta))
+
+
+def parts(d, *names):
+    """A folder .parts with these files; without `lock` no prepare.py has made it."""
+    (d / ".parts").mkdir()
+    for name in names:
+        (d / ".parts" / name).touch()
+
+
+FOREIGN = {  # what: (how d, a data set of ours or where "bare" an empty folder, is changed, what is said)
+    "bare: a shard": (lambda d: (d / "train_00000.bin").write_text("mine"), "x holds train_00000.bin, which"),
+    "bare: notes": (lambda d: (d / "notes.txt").write_text("mine"), "x holds notes.txt, which"),
+    "bare: a folder of parts": (lambda d: parts(d, "mine"), "x holds .parts, which"),
+    "bare: its parts are elsewhere": (lambda d: link(d / ".parts", d.parent / "mine"), "x holds .parts"),
+    "bare: a shard beside parts": (lambda d: [parts(d, "lock"), (d / "val_00000.bin").touch()], "val_00000"),
+    "bare: another meta.json": (lambda d: (d / "meta.json").write_text('{"version": 1}'), "meta.json"),
+    "bare: a file": (lambda d: [d.rmdir(), d.write_text("mine")], "is a file"),
+    "bare: a link to an empty folder": (lambda d: [d.rename(d.parent / "e"), link(d, "e")], "a link"),
+    "bare: a link to a folder": (lambda d: [d.rmdir(), link(d, "mine")], "x holds lock, train_00000.bin"),
+    "a meta.json cut": (lambda d: os.truncate(d / "meta.json", 50), "meta.json"),
+    "a list of other files": (lambda d: list_in_meta(d, "../mine/notes.txt"), "val[0].file"),
+    "a shard more": (lambda d: (d / "train_00009.bin").write_text("mine"), "x holds train_00009.bin, which"),
+    "a shard elsewhere": (lambda d: link(d / "train_00000.bin", d.parent / "mine/lock"), "train_00000.bin"),
+    "meta.json elsewhere": (lambda d: link(d / "meta.json", d.parent / "mine/meta.json"), "meta.json"),
+    "a shard that is a folder": (lambda d: [(d / "val_00000.bin").unlink(), (d / "val_00000.bin").mkdir()],
+                                 "x holds val_00000.bin, which"),
+    "a link in its parts": (lambda d: [parts(d, "lock"), link(d / ".parts/tokenizer.tmp", "../../mine/lock")],
+                            "x holds .parts, which"),
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_what_prepare_did_not_make_is_left_as_it_is(what, tmp_path, texts, capsys):
+    change, say = FOREIGN[what]
+    argv = [texts[0], "--name", "x", "--out", tmp_path, "--tokenizer", "char"]
+    if not what.startswith("bare"):
+        assert run(capsys, *argv)[0] == 0
+    (tmp_path / "x").mkdir(exist_ok=True)
+    (tmp_path / "mine").mkdir()
+    for name in ("lock", "train_00000.bin"):
+        (tmp_path / "mine" / name).write_text("mine")
+    if what == "meta.json elsewhere":
+        shutil.copy(tmp_path / "x/meta.json", tmp_path / "mine")
+    change(tmp_path / "x")
+
+    def tree():
+        return [(p, os.readlink(p) if p.is_symlink() else p.is_file() and p.read_bytes())
+                for p in sorted(tmp_path.rglob("*"))]
+
+    before = tree()
+    code, out, err = run(capsys, *argv, "--val-fraction", 0.3)
+    assert code == 2 and err.startswith("nanoshard: ") and err.count("\n") == 1 and say in err, err
+    assert "give another --name" in err and out == "" and tree() == before
+
+
+@pytest.mark.parametrize("version", ["now", "before"])
+def test_after_a_killed_install_no_file_stays(version, tmp_path, texts, capsys, monkeypatch):
+    """Killed after each rename, with three lists of files in turn: nothing stays that no list names."""
+    argv, rename = [texts[0], "--name", "a", "--out", tmp_path, "--tokenizer", "char"], os.replace
+    assert run(capsys, *argv, "--shard-tokens", 9000)[0] == 0
+    (tmp_path / "a/notes.txt").write_text("mine")
+    for tokens, kill_after in ((7000, 3), (5000, 6), (20000, 1)):
+        done = []
+
+        def killed(src, dst, done=done, kill_after=kill_after):
+            if Path(dst).parent.name == "a" and done.append(dst) is None and len(done) > kill_after:
+                raise OSError(5, "killed")
+            rename(src, dst)
+
+        with monkeypatch.context() as m:
+            m.setattr(prepare.os, "replace", killed)
+            assert run(capsys, *argv, "--shard-tokens", tokens)[0] == 2 and len(done) == kill_after + 1
+        assert not (tmp_path / "a/meta.json").exists()
+        if version == "before":  # which kept no list of the old files, and had removed them by then
+            (tmp_path / "a/.parts/old.json").unlink(missing_ok=True)
+    assert run(capsys, *argv)[0] == 0 and shards.verify(tmp_path / "a") == 3
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
+        ".verified.json", "meta.json", "notes.txt", "tokenizer.json", "train_00000.bin", "val_00000.bin"]
+
+
 def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
     """On a small library: the order, what is left out, what --with-tests adds, what is not utf-8."""
     real = [span.path for span in prepare.list_sources(prepare.parse(["stdlib"]))]
@@ -529,6 +706,15 @@ def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
         (["a.txt"], "--name"),
         (["stdlib", "a.txt", "--name", "x"], "mix"),
         (["a.txt", "--name", "x/y"], "x/y"),
+        *((["stdlib", f"--name={name}"], "is no plain name") for name in (
+            "..", ".", "/tmp/x", "a/../b", ".hidden", "-x", "a\x1b[31m", "a\nb", "a\\b", "a\0")),
+        *((["stdlib", "--vocab-size", n], f"--vocab-size {n} is not between 257")
+          for n in ("0", "-1", "1" + "0" * 10)),
+        (["stdlib", "--seed", "1" + "0" * 30], "--seed 1000"),
+        (["stdlib", "--seed=-1"], "--seed -1 is not between 0"),
+        (["stdlib", "--shard-tokens", "1" + "0" * 30], "--shard-tokens 1000"),
+        (["stdlib", "--workers", "1" + "0" * 9], "--workers 1000"),
+        (["stdlib", "--val-fraction", "nan"], "nan"),
         (["stdlib", "--tokeniser", "char"], "perhaps you meant --tokenizer"),
         (["stdlib", "--val-fraction", "1.5"], "between 0 and 1"),
         (["stdlib", "--val-fraction", "much"], "--val-fraction"),

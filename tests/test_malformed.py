@@ -81,6 +81,13 @@ def overwrite(path, at, value, form="<I"):
     path.write_bytes(raw)
 
 
+def reseal(d, token, **changes):
+    """Write a token id into the first shard, and a sha256 that fits into meta.json, beside other changes."""
+    overwrite(d / TRAIN, 4100, token, "<H")
+    sha256 = hashlib.sha256((d / TRAIN).read_bytes()).hexdigest()
+    change_shard(d / META, "train", sha256=sha256, **changes)
+
+
 def as_directory(path):
     path.unlink()
     path.mkdir()
@@ -113,6 +120,22 @@ DATA = {  # name: (what is done to the data's directory d, a word of the line)
     "another sha256": (lambda d: change_shard(d / META, "train", sha256="0" * 64), TRAIN),
     "train is val": (lambda d: change_shard(d / META, "val", sha256=json.loads(
         (d / META).read_text())["shards"]["train"][0]["sha256"]), "train and val"),
+    "meta.json a string": (lambda d: (d / META).write_text('"x"'), META),
+    "meta.json 200,000 deep": (lambda d: (d / META).write_text("[" * 200_000), "nested too deep"),
+    "vocab_size a fraction": (lambda d: change_json(d / META, vocab_size=1.5), "vocab_size is 1.5"),
+    "vocab_size true": (lambda d: change_json(d / META, vocab_size=True), "vocab_size is True"),
+    "vocab_size below the ids": (lambda d: change_json(d / META, vocab_size=2), "vocab_size is 2"),
+    "tokenizer_sha256 null": (lambda d: change_json(d / META, tokenizer_sha256=None), "tokenizer_sha256 is"),
+    "shards a list": (lambda d: change_json(d / META, shards=[1]), "shards is [1]"),
+    "a shard a word": (lambda d: change_json(d / META, shards={"train": ["x"]}), "train[0] is 'x'"),
+    "a shard elsewhere": (lambda d: change_shard(d / META, "train", file=str(d / TRAIN)), "train[0].file"),
+    "a shard above": (lambda d: change_shard(d / META, "val", file=f"../toy/{VAL}"), "val[0].file"),
+    "a shard's name red": (lambda d: change_shard(d / META, "val", file="\x1b[31m"), "val[0].file"),
+    "max_id a word": (lambda d: change_shard(d / META, "train", max_id="x"), "max_id"),
+    "ids above vocab_size": (lambda d: reseal(d, 999), f"{TRAIN} has the token id 999"),
+    "an id in the padding": (lambda d: reseal(d, 100), "the token id 100"),
+    "an id in the padding, max_id is right": (lambda d: reseal(d, 100, max_id=100), "the token id 100"),
+    "an id in the padding of older data": (lambda d: reseal(d, 100, max_id=GONE), "the token id 100"),
     "train missing": (lambda d: (d / TRAIN).unlink(), TRAIN),
     "val missing": (lambda d: (d / VAL).unlink(), VAL),
     "train empty": (lambda d: (d / TRAIN).write_bytes(b""), TRAIN),
