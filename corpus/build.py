@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from config import load_json
 from corpus import tokenizer
 from corpus.shards import SPLITS, VERSION, draw_keys, splitmix64
 from corpus.text import DOC_CHARS, documents
@@ -141,7 +142,7 @@ def encode_unit(job, folder, settings):
 def read_result(folder, name):
     """-> what NAME.json says; None where the part is not finished."""
     with suppress(OSError, ValueError):
-        return json.loads((Path(folder) / f"{name}.json").read_bytes())
+        return load_json(Path(folder) / f"{name}.json")
 
 
 # -----------------------------------------------------------------------------

@@ -86,8 +86,7 @@ def load_meta(folder):
             raise ValueError(f"{path} names no shards of train or of val")
     except ValueError as e:
         raise ValueError(f"{e}; {how_to_fix(folder)}") from e
-    equal = shared_sha256(meta["shards"])
-    if equal:
+    if equal := shared_sha256(meta["shards"]):
         raise ValueError(f"{path}: train and val have equal sha256 {equal[:9]}, expected different text;"
                          f" {how_to_fix(folder, meta)}")
     return meta
@@ -328,8 +327,7 @@ def load_blend_meta(spec):
             raise ValueError(f"{folders[0]} and {folder} have different tokenizers ({names[0]}, {name});"
                              f" prepare {folder} with --tokenizer {folders[0]}")
     shards = {split: [s for meta in metas for s in meta["shards"][split]] for split in SPLITS}
-    equal = shared_sha256(shards)
-    if equal:
+    if equal := shared_sha256(shards):
         raise ValueError(f"--data {spec}: a train and a val shard have equal sha256 {equal[:9]}; one data set"
                          " would be tested on what another trains on: leave one out")
     identity = " ".join(s["sha256"][:16] for split in SPLITS for s in shards[split])
