@@ -30,7 +30,7 @@ import shutil
 import sys
 import sysconfig
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -210,16 +210,19 @@ def owned_files(folder):
         return set()
     if not folder.is_dir() or (folder.is_symlink() and not any(folder.iterdir())):
         raise ValueError(f"{folder} is a file, or a link to an empty folder; give another --name")
-    there, work = {path.name: path for path in folder.iterdir()}, folder / ".parts"
-    lists = [path for path in (folder / "meta.json", work / "meta.json", work / "old.json") if path.is_file()]
+    there, work, owned = {path.name: path for path in folder.iterdir()}, folder / ".parts", set()
+    for path in (work / "meta.json", work / "old.json"):
+        with suppress(ValueError, OSError):  # one that is cut was being written: before any file was renamed
+            owned.update(listed_files(path))
     try:
-        owned = {name for path in lists for name in listed_files(path)}
+        if (folder / "meta.json").is_file():
+            owned.update(listed_files(folder / "meta.json"))
     except ValueError as e:
         raise ValueError(f"{e}; prepare.py did not write that and changes nothing: give another --name, or"
                          f" move {folder} away") from None
     inside = list(work.iterdir()) if work.is_dir() else []
-    made_here = lists or work / "lock" in inside or there.keys() <= {".parts"}
-    foreign = [] if made_here else list(there)
+    made_here = owned or work / "lock" in inside or there.keys() <= {".parts"}
+    foreign = set() if made_here else set(there)
     for name, path in there.items():
         if name == ".parts":  # no link may lead out of it: it is written to, and removed as a whole
             sound = path.is_dir() and not any(p.is_symlink() for p in [path, *inside])
@@ -227,9 +230,10 @@ def owned_files(folder):
         else:
             sound = name in owned and path.is_file() and not path.is_symlink()
             sound = sound or not (shards.shard_name(name) or name in RENAMED_LAST)
-        foreign += [] if sound else [name]
+        if not sound:
+            foreign.add(name)
     if foreign:
-        raise ValueError(f"{folder} holds {', '.join(sorted({*foreign})[:3])}, which prepare.py did not make;"
+        raise ValueError(f"{folder} holds {', '.join(sorted(foreign)[:3])}, which prepare.py did not make;"
                          " nothing is changed: give another --name, or move that away")
     return owned
 

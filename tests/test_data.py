@@ -653,7 +653,7 @@ def test_what_prepare_did_not_make_is_left_as_it_is(what, tmp_path, texts, capsy
 
 @pytest.mark.parametrize("version", ["now", "before"])
 def test_after_a_killed_install_no_file_stays(version, tmp_path, texts, capsys, monkeypatch):
-    """Killed after each rename, with three lists of files in turn: nothing stays that no list names."""
+    """Killed between renames, with three lists of files in turn, then while a list is written."""
     argv, rename = [texts[0], "--name", "a", "--out", tmp_path, "--tokenizer", "char"], os.replace
     assert run(capsys, *argv, "--shard-tokens", 9000)[0] == 0
     (tmp_path / "a/notes.txt").write_text("mine")
@@ -674,6 +674,9 @@ def test_after_a_killed_install_no_file_stays(version, tmp_path, texts, capsys, 
     assert run(capsys, *argv)[0] == 0 and shards.verify(tmp_path / "a") == 3
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
         ".verified.json", "meta.json", "notes.txt", "tokenizer.json", "train_00000.bin", "val_00000.bin"]
+    parts(tmp_path / "a", "lock")
+    (tmp_path / "a/.parts/meta.json").write_text('{"shards": {"tra')
+    assert run(capsys, *argv, "--val-fraction", 0.3)[0] == 0 and not (tmp_path / "a/.parts").exists()
 
 
 def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
