@@ -24,6 +24,15 @@ def warn(text):
     print(f"nanoshard: {one_line(text)}", file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def must_write(out):
+    """An OSError of the body says that OUT cannot be written, and what to do."""
+    try:
+        yield
+    except OSError as e:
+        raise OSError(f"{out} cannot be written: {e}; free space there, or give another --out") from None
+
+
 # -----------------------------------------------------------------------------
 # the lock: flock on OUT's sibling .NAME.lock, so that renaming OUT does not carry it away. rank 0 takes it
 # for all ranks; the kernel ends it with the process. programs that only read OUT never take it

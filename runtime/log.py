@@ -26,7 +26,7 @@ from cost.step_time import peak_flops
 from fast.symm_mem import bytes_allocated
 from parallel import MAX
 from pipeline import generate
-from runtime.files import Rows, sound_rows, warn
+from runtime.files import Rows, must_write, sound_rows, warn
 from skip import not_finite
 
 # -----------------------------------------------------------------------------
@@ -113,21 +113,18 @@ def best_effort(what, errors=OSError):
 
 
 def make_log(cfg, mesh, world, out, state, vocab_size):
-    """-> the Log of rank 0. Also copies the tokenizer, so that sample.py needs only the run's directory.
-    OSError, with the fix: the directory cannot be written."""
+    """-> the Log of rank 0. Also copies the tokenizer, so that sample.py needs only the run's directory."""
     config = {**dataclasses.asdict(cfg), "vocab_size_used": vocab_size, "git": git_revision(),
               "argv": sys.argv, "world": world.size, "launcher": world.launcher, "dp": mesh.dp.size,
               "torch": torch.__version__}
     folder = Path(first_folder(cfg.data)) if cfg.data != "synthetic" else None
-    try:
+    with must_write(out):
         out.mkdir(parents=True, exist_ok=True)
         for name in ("meta.json", "tokenizer.json") if folder else ():
             if (folder / name).exists():
                 shutil.copy(folder / name, out / f"{name}.part")
                 os.replace(out / f"{name}.part", out / name)
         return Log(out, config, state.step, cfg.wandb, state.changed)
-    except OSError as e:
-        raise OSError(f"{out} cannot be written: {e}; free space there, or give another --out") from None
 
 
 def print_sample(model, tokenizer, prompt, seed):

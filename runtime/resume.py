@@ -194,7 +194,7 @@ def run_id(axis):
 def prepare_out_dir(cfg, world, out):
     """Make --out ready: claim it, until files.unlock(); remove what a killed save left behind; with --resume
     none, rename the directory of an older run. Collective over the world."""
-    with exit_together(world):
+    with exit_together(world), files.must_write(out):
         allowed_changes(cfg)
         if world.rank == 0:
             # a requeued job may start before the last processes of the stopped one have ended

@@ -414,6 +414,47 @@ def test_three_failed_saves_end_the_run(tmp_path):
     assert checkpoint.newest(tmp_path).name == "step_000001" and len(os.listdir(tmp_path)) == 1
 
 
+def diverging(world, root, value):
+    """Save 1 is sound; in save 2 the last rank holds a value that is not finite; save 3 is sound.
+    -> [whether each was saved], this rank's stderr."""
+    saver, stderr, saved = Saver(root, world.axis, keep=1), io.StringIO(), []
+    last = world.rank == world.size - 1
+    with contextlib.redirect_stderr(stderr):
+        for step in (1, 2, 3):
+            t = torch.full((70, 70), 3e38)  # a sum that overflows is no fault
+            t[69, 69] = value if last and step == 2 else 1.0
+            saver.start(step, [whole(f"exp_avg/w{world.rank}", t)], {})
+            saved.append(saver.wait())
+            if step == 2:
+                assert [p.name for p in checkpoint.steps(root)] == ["step_000001"]
+    return saved, stderr.getvalue()
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_value_that_is_not_finite_costs_a_save_and_prunes_nothing(value, tmp_path):
+    results = run_ranks(2, diverging, tmp_path, value)
+    assert [saved for saved, _ in results] == [[True, False, True]] * 2
+    (line,) = "".join(err for _, err in results).splitlines()
+    assert "step 2 was not saved: exp_avg/w1 holds" in line and "(rank 1)" in line and "step_000001" in line
+    assert os.listdir(tmp_path) == ["step_000003"]
+
+
+def test_only_our_own_leftovers_are_removed(tmp_path):
+    two_writers(tmp_path / "run", 1)
+    target, run = tmp_path / "target", tmp_path / "run"
+    target.mkdir()
+    (target / "kept").touch()
+    foreign = ["step_\u00b2", "step_notes.tmp", "step_2.a b.tmp"]
+    for name in (*foreign, "step_000003.cafe.tmp", "step_000004.del"):
+        (run / name).mkdir()
+    (run / "step_5.tmp").touch()
+    (run / "step_000006.tmp").symlink_to(target)
+    (run / "step_000007.tmp").symlink_to("nowhere")
+    assert run_ranks(1, find, run)[0][0] == run / "step_000001"
+    assert {p.name for p in run.iterdir()} == {*foreign, "step_000001", "step_5.tmp", "step_000007.tmp"}
+    assert (target / "kept").exists()
+
+
 @pytest.mark.parametrize("kind", ["read-only", "replaced", "vanished"])
 def test_a_directory_that_cannot_be_written_costs_a_save(kind, tmp_path, capsys):
     root = Path("/proc/1/nanoshard") if kind == "read-only" else tmp_path / "run"

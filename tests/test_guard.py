@@ -4,7 +4,9 @@ Then: a full disk, an outage of wandb and a clock that jumps.
 import errno
 import json
 import math
+import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -19,7 +21,7 @@ from runs import TINY, go, rows, same
 import plot
 import skip
 import train
-from config import Config
+from config import Config, Outcome
 from runtime import log
 from runtime.files import sound_rows
 from runtime.launch import World
@@ -236,6 +238,62 @@ def test_a_cut_last_row_and_an_outage_of_wandb_lose_no_row(tmp_path, capfd):
     run_log.row(step=4, lr=0.1)
     assert [r["step"] for r in sound_rows(tmp_path / "metrics.jsonl")[0]] == [1, 2, 3, 4]
     assert capfd.readouterr().err.count("going on without it") == 1
+
+
+def test_damaged_lines_are_removed_and_said_once(tmp_path, capfd):
+    """NUL bytes, no utf-8, rows that are none, a cut row: in each file that a run appends to."""
+    damage = b'\0\0\0\n5\n[]\n{}\n{"step": "1"}\n\xff\xfe\n{"step": 9' + b"[" * 10**5 + b'\n{"step": 2'
+    names = ("metrics.jsonl", "experts.jsonl", "history.jsonl")
+    for name in names:
+        (tmp_path / name).write_bytes(b'{"step": 0}\n{"step": 1, "loss": "x", "lr": [1]}\n' + damage)
+    (tmp_path / "config.json").write_text("{}")
+    run_log = log.Log(tmp_path, {}, resumed=2)
+    lines = capfd.readouterr().err.splitlines()
+    assert sorted(Path(line.split(":")[1].strip()).name for line in lines) == sorted(names), lines
+    assert all("8 damaged" in line and "of step 1" in line for line in lines)
+    layers = {0: {"load": [0.5, 0.5], "dropped": 0.0}}
+    run_log.row(step=3, loss=1.0, lr=0.1)
+    run_log.experts(3, layers)
+    run_log.close(False)  # draws the sound values
+    assert capfd.readouterr().err == "" and (tmp_path / "loss.txt").exists()
+    steps = {name: [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()]
+             for name in names}
+    assert steps == {"metrics.jsonl": [0, 1, 3], "experts.jsonl": [0, 1, 3], "history.jsonl": [0, 1, 2]}
+    log.Log(tmp_path, {}, resumed=3).close(False)
+    assert capfd.readouterr().err == ""  # nothing is damaged any more
+
+
+@pytest.mark.parametrize("what", ["file", "renamed", "folder"])
+def test_a_removed_log_is_noticed_and_said_once(what, tmp_path, capfd):
+    out = tmp_path / "run"
+    run_log = log.Log(out, {})
+    run_log.row(step=1, lr=0.1)
+    if what == "folder":
+        shutil.rmtree(out)
+    elif what == "renamed":
+        os.rename(out, tmp_path / "else")
+    else:
+        (out / "metrics.jsonl").unlink()
+    run_log.row(step=2, lr=0.1)
+    run_log.row(step=3, lr=0.1)
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and f"{out}/metrics.jsonl was removed or renamed" in err
+    assert [r["step"] for r in run_log.rows()] == [2, 3]
+    (out / "metrics.jsonl").unlink()
+    run_log.close(False)
+    log.farewell(Outcome.DONE, None, 3, out, 0)
+    said = capfd.readouterr()
+    assert "metrics.jsonl was removed" in said.err and "holds" in said.out and "metrics" not in said.out
+
+
+def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path):
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    for place in ("runtime.log.write_whole", "runtime.files.write_whole", "os.pwrite"):
+        with mock.patch(place, full if "whole" in place else lambda *a: full(*a[:2])):
+            got = runs.session(World(), [*TINY, f"--out={tmp_path / 'run'}", "--steps=1"])
+        runs.assert_refused(got, str(tmp_path / "run"), "No space left", "free space", "--out")
+    assert not list(tmp_path.glob(".*"))
 
 
 def session_with_jumping_clock(world, argv):

@@ -3,21 +3,31 @@
 Also --train-range-to-skip, and one test that kills a rank under a real mpiexec.
 """
 import contextlib
+import dataclasses
+import errno
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+import zlib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from pool import ROOT
+from pool import ROOT, run_ranks
 from runs import TINY, assert_refused, chars, final, go, rows, same, session
 
 import checkpoint
-from runtime.launch import Stop, World
+from config import Config
+from runtime import files, resume
+from runtime.agree import Stop
+from runtime.launch import World
 
 
 @pytest.fixture(scope="module")
@@ -330,6 +340,162 @@ def test_a_range_of_past_steps_is_a_warning(tmp_path):
     got = go(2, tmp_path, "--steps=8", f"--resume={tmp_path}/step_000006", skip, 2, 4, 6, 6, 8, 8)
     assert got["err"] == (f"nanoshard: {skip} 2 4 6 6 has no effect: this run goes on after step 6; "
                           "--resume a checkpoint before step 2\n")
+
+
+# -----------------------------------------------------------------------------
+# one run per --out
+
+def session_in_use(world, argv, wait=0.0, leave_after=None):
+    """runs.session while another open file of this process holds the lock of --out, as another run would.
+    leave_after: seconds until that one ends."""
+    out = next(a for a in argv if a.startswith("--out="))[6:]
+    if world.rank == 0:
+        files.lock(Path(out).resolve())
+        fd, path = files._held.popitem()  # the session's own unlock() must not find it
+
+        def leave():
+            path.unlink()
+            os.close(fd)
+        timer = threading.Timer(leave_after if leave_after is not None else 0, leave)
+        if leave_after is not None:
+            timer.start()
+    with mock.patch.object(files, "LOCK_WAIT", wait):
+        result = session(world, argv)
+    if world.rank == 0:
+        leave() if leave_after is None else timer.join()
+    return result
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
+    out = tmp_path / "run"
+    go(1, out, "--steps=2")
+    before = sorted(p.name for p in out.iterdir())
+    (link := tmp_path / "link").symlink_to(out)
+    for name in (out, link):  # a link is the same directory
+        first, second = run_ranks(2, session_in_use, [*TINY, f"--out={name}", "--steps=4"])
+        assert_refused(first, "is in use by process ", f" on {socket.gethostname()} since", "another --out")
+        assert second["code"] == 2 and second["err"] == ""
+    (waited,) = run_ranks(1, session_in_use, [*TINY, f"--out={out}", "--steps=4", "--resume=auto"], 0.3)
+    assert_refused(waited, "is in use by")
+    assert waited["out"].count("waiting up to 0 s") == 1
+    assert sorted(p.name for p in out.iterdir()) == before and not list(tmp_path.glob("run.*"))
+    assert not list(tmp_path.glob(".*.lock"))
+
+
+def test_resume_auto_waits_for_a_run_that_is_leaving(tmp_path):
+    go(1, tmp_path / "run", "--steps=2")
+    argv = [*TINY, f"--out={tmp_path / 'run'}", "--steps=3", "--resume=auto"]
+    (got,) = run_ranks(1, session_in_use, argv, 60.0, 0.5)
+    assert got["code"] == 0 and got["out"].count("waiting up to 60 s") == 1 and "resumed" in got["out"]
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
+    """The file is the lock then: of a process that has ended it is replaced, of any other it is obeyed."""
+    def no_locks(fd, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    path, out = tmp_path / ".run.lock", tmp_path / "run"
+    files.lock(out)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "no file locks" in said and str(path) in said
+    assert json.loads(path.read_text())["pid"] == os.getpid()
+    with pytest.raises(ValueError, match=f"process {os.getpid()} on .*delete {path}"):
+        files.lock(out)
+    files.unlock()
+    assert not path.exists()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for host, works in ((socket.gethostname(), True), ("another-host", False)):
+        path.write_text(json.dumps({"host": host, "pid": ended.pid, "time": "then"}))
+        with contextlib.nullcontext() if works else pytest.raises(ValueError, match=f"{host}.*delete"):
+            files.lock(out)
+        files.unlock()
+
+
+def test_the_lock_ends_with_the_run_and_is_not_inherited(tmp_path):
+    go(1, tmp_path / "run", "--steps=1", "--resume=nowhere", code=2)
+    files.lock(tmp_path / "run")  # would raise
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        files.unlock()
+        files.lock(tmp_path / "run")
+    finally:
+        files.unlock()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_working_directory_with_a_run_is_not_renamed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    assert_refused(session(World(), [*TINY, "--out=.", "--steps=1"]), "working directory", "--resume auto")
+    assert session(World(), [*TINY, "--out=.", "--steps=1", "--resume=auto"])["code"] == 0
+
+
+# -----------------------------------------------------------------------------
+# other flags than those of the checkpoint
+
+def history(out):
+    return [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+
+
+def test_a_resume_with_another_meaning_is_refused(tmp_path):
+    moe = ["--n-experts=4", "--resume=auto", "--steps=3"]
+    go(2, tmp_path, "--steps=2", *moe[:1])
+    for flag, here, there in (("seed", 7, 1337), ("rope-base", 500.0, 10000.0), ("top-k", 1, 2),
+                              ("router", "sigmoid", "softmax"), ("capacity-factor", 1.5, 0.0),
+                              ("seq-len", 32, 16), ("norm", "layer", "rms"), ("vocab-size", 99, 100)):
+        err = go(2, tmp_path, *moe, f"--{flag}={here}", code=2)["err"]
+        assert err.count("\n") == 1 and f"{flag} {there}" in err and f"has {here}" in err, err
+        assert f"--resume-changed {flag}" in err or flag == "vocab-size" and "--resume-changed data" in err
+    assert "mlp swiglu" in go(2, tmp_path, *moe, "--mlp=gelu", "--resume-changed=seed", code=2)["err"]
+    for name in ("sed", "n-layer", "lr"):
+        assert f"--resume-changed {name}" in go(2, tmp_path, *moe, f"--resume-changed={name}", code=2)["err"]
+    got = go(2, tmp_path, *moe, "--seed=7", "--top-k=1", "--resume-changed=seed,top_k", "--seq-len=16")
+    assert "resume: seed 1337 -> 7\n" in got["out"] and "resume: top-k 2 -> 1\n" in got["out"]
+    go(2, tmp_path, *moe, "--seed=7", "--top-k=1", "--steps=4")  # the new values are the checkpoint's now
+    assert history(tmp_path)[1]["changed"] == {"top_k": [2, 1], "steps": [2, 3], "seed": [1337, 7]}
+
+
+def test_what_a_resume_may_change_is_printed_and_kept(tmp_path):
+    go(1, tmp_path, "--steps=2")
+    got = go(2, tmp_path, "--steps=3", "--lr=0.02", "--zero=1", "--resume=auto", "--log-every=2", "--plot")
+    lines = [line for line in got["out"].splitlines() if line.startswith("resume: ")]
+    assert sorted(lines) == ["resume: lr 0.01 -> 0.02", "resume: ranks 1 -> 2", "resume: steps 2 -> 3",
+                             "resume: zero 0 -> 1"]
+    first, second = history(tmp_path)
+    assert (first["step"], second["step"], first["changed"]) == (0, 2, {})
+    assert second["changed"]["lr"] == [0.01, 0.02]
+    assert (first["config"]["lr"], second["config"]["lr"]) == (0.01, 0.02) and second["time"] > first["time"]
+    a, b = tmp_path / "step_000002", tmp_path / "step_000003"
+    say = []
+    checkpoint.diff(a, b, say.append)
+    assert sum("of the run" in line and "'lr': 0.01" in line for line in say) == 1, say
+
+
+def test_a_checkpoint_and_a_run_without_flags_can_be_resumed(tmp_path):
+    """As written before flags and history.jsonl were: what is there is compared, config.json is kept."""
+    go(1, tmp_path, "--steps=2")
+    (tmp_path / "history.jsonl").unlink()
+    index = tmp_path / "step_000002" / "index.json"
+    body = json.loads(index.read_text())
+    del body["crc32"], body["meta"]["flags"], body["meta"]["vocab_size"]
+    text = json.dumps(body, sort_keys=True)
+    index.write_text(f'{{"crc32": {zlib.crc32(text.encode())}, {text[1:]}')
+    flags = ["--resume=auto", "--steps=3", "--lr=0.5"]
+    assert "seed 1337" in go(1, tmp_path, *flags, "--seed=2", code=2)["err"]
+    assert "resume: " not in go(1, tmp_path, *flags)["out"]
+    assert [(r["step"], r["config"]["lr"]) for r in history(tmp_path)] == [(0, 0.01), (2, 0.5)]
+
+
+def test_every_flag_of_a_resume_is_in_one_class_and_exists():
+    names = {f.name for f in dataclasses.fields(Config)}
+    assert {*resume.SHAPE, *resume.MEANING, *resume.SILENT, *resume.NEEDS} <= names
+    assert not set(resume.SILENT) & {*resume.SHAPE, *resume.MEANING}
+    assert set(resume.SHAPE) & set(resume.MEANING) == {"seq_len", "norm"}  # where the tensors fit
 
 
 # -----------------------------------------------------------------------------
