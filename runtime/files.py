@@ -62,7 +62,9 @@ def unlock():
     """Give back what lock() took, if anything."""
     while _held:
         fd, path = _held.popitem()
-        path.unlink(missing_ok=True)  # before the lock ends: _claim() sees that its file has no name any more
+        with contextlib.suppress(OSError):
+            if _is_at(path, os.fstat(fd)):
+                path.unlink()  # before the lock ends: who opened the file meanwhile sees that it has no name
         os.close(fd)
 
 

@@ -18,12 +18,11 @@ import time
 import zlib
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import checkpoint
 from config import Outcome, pad_vocab
-from fast.host_buffers import HostBuffers
+from fast.host_buffers import HostBuffers, refuse_not_finite
 from ops.checksum import checksum
 from ops.flat import rectangles
 from parallel import Axis
@@ -106,7 +105,7 @@ SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "n
          "tied", "n_experts", "n_shared_experts")
 # refused unless --resume-changed names it: the weights would be another function, or the data come in another
 # order. seq_len with RoPE only, which has no tensor of that length
-MEANING = ("seed", "data", "vocab_size", "seq_len", "norm", "rope_base", "top_k", "router",
+MEANING = ("data", "seed", "vocab_size", "seq_len", "norm", "rope_base", "top_k", "router",
            "router_bias_rate", "capacity_factor", "drop_policy")
 # not mentioned, because they say nothing about the training:
 SILENT = ("out", "preset", "init_from", "log_every", "eval_every", "eval_iters", "save_every", "keep",
@@ -138,20 +137,25 @@ def changed_flags(cfg, path, meta, world, data_id, vocab_size):
     """-> {flag: [the checkpoint's value, cfg's]} where they differ, if it matters to the training. meta: of
     the checkpoint; an older one has not all flags. ValueError: --resume-changed has to allow it."""
     now = {**json.loads(json.dumps(dataclasses.asdict(cfg))), "ranks": world, "data": data_id}
-    before = {**meta["shape"], **meta.get("flags", {}), "seed": meta["seed"], "ranks": meta["world"],
-              "data": meta["data"], "vocab_size": meta.get("vocab_size") or vocab_size}
-    now["vocab_size"] = vocab_size
-    for flags in (before, now):
-        if not flags.get("global_batch", 1):  # 0 is one micro-batch per replica: it follows from the layout
-            flags["global_batch"] = flags["micro_batch"] * (flags["ranks"] // (flags["tp"] * flags["pp"]))
+    try:
+        before = {**meta["shape"], **meta.get("flags", {}), "seed": meta["seed"], "ranks": meta["world"],
+                  "data": meta["data"], "vocab_size": meta.get("vocab_size") or vocab_size}
+        now["vocab_size"] = vocab_size or before["vocab_size"]
+        for flags in (before, now):
+            if not flags.get("global_batch", 1):  # one micro-batch per replica: it follows from the layout
+                flags["global_batch"] = flags["micro_batch"] * (flags["ranks"] // (flags["tp"] * flags["pp"]))
+    except (KeyError, TypeError, ZeroDivisionError) as e:
+        raise ValueError(f"checkpoint {path}: its meta is no run's ({e!r}); {checkpoint.HINT}") from None
+    # values of a file are printed: no escape codes for the terminal
+    before = {k: v.encode("unicode_escape").decode() if isinstance(v, str) else v for k, v in before.items()}
     changed = {name: [before[name], value] for name, value in now.items()
                if before.get(name, value) != value and name not in SILENT
                and (name not in NEEDS or getattr(cfg, NEEDS[name]))}
-    for name, (there, here) in changed.items():
-        if name in MEANING and name not in allowed_changes(cfg):
-            flag = name.replace("_", "-")
-            fix = "its --data" if name == "data" else f"--{flag} {there}"
-            raise ValueError(f"checkpoint {path} was trained with {flag} {there}, this run has {here}; give "
+    for name in MEANING:
+        if name in changed and name not in allowed_changes(cfg):
+            flag, (there, here) = name.replace("_", "-"), changed[name]
+            what, fix = ("other data,", "its --data") if name == "data" else (flag, f"--{flag} {there}")
+            raise ValueError(f"checkpoint {path} was trained with {what} {there}, this run has {here}; give "
                              f"{fix}, or --resume-changed {flag} to go on with {here}")
     return changed
 
@@ -415,14 +419,3 @@ class Job:
                 return
         warn(f"step {self.step} was not saved: {self.error} (rank {self.saver.axis.rank}); "
              f"training goes on, {self.saver.newest()}")
-
-
-def refuse_not_finite(shards):
-    """ValueError, with the tensor, where an element of the host copies is nan or inf: such a checkpoint is of
-    no use, and --keep would delete a good one for it. numpy: torch's threads are those of the training."""
-    for name, t, _, _ in shards:
-        values = (t.float() if t.dtype == torch.bfloat16 else t).detach().numpy()
-        with np.errstate(over="ignore", invalid="ignore"):
-            finite = np.isfinite(values.sum()) or np.isfinite(values).all()  # a sum is nan or inf if one is
-        if not finite:
-            raise ValueError(f"{name} holds values that are not finite")
