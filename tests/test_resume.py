@@ -438,6 +438,15 @@ def test_a_working_directory_with_a_run_is_not_renamed(tmp_path, monkeypatch):
 # -----------------------------------------------------------------------------
 # other flags than those of the checkpoint
 
+def change_meta(path, drop=(), **changes):
+    """Drop or change keys of the meta of a checkpoint and reseal it."""
+    body = json.loads((path / "index.json").read_text())
+    del body["crc32"]
+    body["meta"] = {k: v for k, v in {**body["meta"], **changes}.items() if k not in drop}
+    text = json.dumps(body, sort_keys=True)
+    (path / "index.json").write_text(f'{{"crc32": {zlib.crc32(text.encode())}, {text[1:]}')
+
+
 def history(out):
     return [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
 
@@ -483,15 +492,22 @@ def test_a_checkpoint_and_a_run_without_flags_can_be_resumed(tmp_path):
     """As written before flags and history.jsonl were: what is there is compared, config.json is kept."""
     go(1, tmp_path, "--steps=2")
     (tmp_path / "history.jsonl").unlink()
-    index = tmp_path / "step_000002" / "index.json"
-    body = json.loads(index.read_text())
-    del body["crc32"], body["meta"]["flags"], body["meta"]["vocab_size"]
-    text = json.dumps(body, sort_keys=True)
-    index.write_text(f'{{"crc32": {zlib.crc32(text.encode())}, {text[1:]}')
+    change_meta(tmp_path / "step_000002", drop=("flags", "vocab_size"))
     flags = ["--resume=auto", "--steps=3", "--lr=0.5"]
     assert "seed 1337" in go(1, tmp_path, *flags, "--seed=2", code=2)["err"]
     assert "resume: " not in go(1, tmp_path, *flags)["out"]
     assert [(r["step"], r["config"]["lr"]) for r in history(tmp_path)] == [(0, 0.01), (2, 0.5)]
+
+
+def test_foreign_flags_in_a_checkpoint_are_one_line(tmp_path):
+    go(1, tmp_path, "--steps=1")
+    for flags, word in ((5, "no run's"), ({"global_batch": 0}, "no run's"),
+                        ({"rope_base": "\x1b[2J"}, "rope-base"),
+                        ({"global_batch": 0, "micro_batch": 2, "tp": 0, "pp": 1}, "no run's")):
+        change_meta(tmp_path / "step_000001", flags=flags)
+        result = session(World(), [*TINY, f"--out={tmp_path}", "--steps=2", "--resume=auto"])
+        assert_refused(result, "step_000001", word)
+        assert "\x1b" not in result["err"]
 
 
 def test_every_flag_of_a_resume_is_in_one_class_and_exists():
