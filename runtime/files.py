@@ -39,8 +39,14 @@ def must_write(out):
 
 _held = {}  # {file descriptor: path}: the locks of this process
 
-# a forked child shares the open file and with it the lock, which must not outlive the parent
-os.register_at_fork(after_in_child=lambda: [os.close(fd) for fd in _held])
+
+def _forget():
+    """A forked child shares the open files and with them the locks, which must not outlive the parent."""
+    while _held:
+        os.close(_held.popitem()[0])
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def lock(out, wait=0.0):
@@ -154,9 +160,9 @@ class Rows:
         self.path, self.file, self.stat, self.waiting = Path(path), None, None, b""
         rows, damaged = sound_rows(path)
         rows = [row for row in rows if row["step"] <= until]
-        if damaged and rows:
-            warn(f"{path}: {damaged} damaged line(s) removed; the last sound row is that of step "
-                 f"{rows[-1]['step']}")
+        if damaged and until >= 0:
+            last = f"the last sound row is that of step {rows[-1]['step']}" if rows else "no row is sound"
+            warn(f"{path}: {damaged} damaged line(s) removed; {last}")
         if create or self.path.exists():
             write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
             self.open()
