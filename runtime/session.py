@@ -29,7 +29,7 @@ AGAIN = 0.5  # seconds: a terminal and a launcher may both pass on the same Ctrl
 class Signals:
     """Before can_save there is nothing to save: a signal ends the process. Later the first one is kept in
     .number until the step ends, and a second SIGINT ends the process."""
-    rank, is_program, previous = 0, False, {}
+    rank, is_program, previous = None, False, {}  # rank: None while it is not known
     number, can_save, interrupted = 0, False, None
 
     def catch(self):
@@ -66,9 +66,9 @@ class Signals:
         else:
             self.interrupted = self.interrupted or (now if number == signal.SIGINT else None)
             return
-        time.sleep(min(0.3 * self.rank, 3))  # a launcher ends the others after the first: one line, not many
+        time.sleep(min(0.3 * (self.rank or 0), 3))  # a launcher ends the others after the first: one line
         with contextlib.suppress(OSError):  # not sys.stderr: the main thread may hold its lock
-            os.write(2, f"nanoshard: rank {self.rank}: {text}\n".encode())
+            os.write(2, f"nanoshard: {'' if self.rank is None else f'rank {self.rank}: '}{text}\n".encode())
         if self.is_program:
             os._exit(code)
         raise SystemExit(int(code))
