@@ -1,17 +1,24 @@
-"""Every launcher is recognised; python, mpiexec and torchrun train alike; one exception ends all ranks."""
+"""Every launcher is recognised; python, mpiexec and torchrun train alike; one exception ends all ranks.
+Ranks that were started differently, signals, streams that fail, the address that the store listens on."""
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import runs
 import torch
-from pool import ROOT, context
-from runs import SHAPE
+from pool import ROOT, context, run_ranks
+from runs import SHAPE, TINY, assert_refused, rows
 
 import train
+from runtime import agree, launch, session
 from runtime.launch import LAUNCHERS, detect
 
 BIN = Path(sys.executable).parent
@@ -78,6 +85,70 @@ def test_rank_and_size_are_read_from_the_launchers_variables(name):
 
 def test_every_launcher_is_covered():
     assert {want[0] for _, *want in ENVIRONMENTS.values()} == {*LAUNCHERS, "single"}
+
+
+@pytest.mark.parametrize("name,value", [("RANK", "x"), ("WORLD_SIZE", ""), ("LOCAL_RANK", "1.5")])
+def test_a_variable_that_is_no_number_is_refused(name, value, monkeypatch, capsys):
+    for key, text in {**TORCHRUN, name: value}.items():
+        monkeypatch.setenv(key, text)
+    with pytest.raises(SystemExit) as e:
+        train.main(["--steps=1"])
+    assert_refused({"code": e.value.code, "err": capsys.readouterr().err}, f"{name}={value} ", "unset")
+
+
+# -----------------------------------------------------------------------------
+# ranks that were not started alike
+
+def session_of_each(world, argvs, files=None):
+    """runs.session, in which each rank has flags and loaded files of its own."""
+    with mock.patch.object(launch, "env_rank", lambda: world.rank), \
+            mock.patch.object(launch, "started_by", lambda: ("test", world.size)), \
+            mock.patch.object(agree, "loaded_files", lambda: files[world.rank] if files else {}):
+        return runs.session(world, argvs[world.rank])
+
+
+UNLIKE = {  # name: (the flags of each rank, what the line says)
+    "lr": ([["--lr=1e-3"], ["--lr=2e-3"], ["--lr=1e-3"]],
+           "rank 1 has --lr 0.002, ranks 0, 2 have --lr 0.001; start all ranks with the same flags"),
+    "layout": ([["--tp=2"], []], "rank 0 has --tp 2, rank 1 has --tp 1"),
+    "data": ([[], ["--data=elsewhere"]], "rank 0 has --data 'synthetic', rank 1 has --data 'elsewhere'"),
+    "wrong on one": ([[], ["--lr=x"]], "rank 1 only: Error parsing --lr"),
+    "wrong on all": ([["--n-head=3"]] * 2, "nanoshard: n-embd 16 does not divide by n-head 3"),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_ranks_with_different_flags_end_together_before_the_first_step(name, tmp_path):
+    flags, line = UNLIKE[name]
+    argvs = [[*TINY, "--steps=2", f"--out={tmp_path / 'run'}", *own] for own in flags]
+    first, *others = run_ranks(len(flags), session_of_each, argvs)
+    assert_refused(first, line)
+    assert all(r["code"] == 2 and r["err"] == "" and not r["steps"] for r in others)
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_with_different_code_or_data_end_together(tmp_path):
+    argv = [*TINY, "--steps=2", f"--out={tmp_path / 'run'}"]
+    files = [{"model.py": "aa", "only_here.py": "bb"}, {"model.py": "cc"}]
+    assert_refused(run_ranks(2, session_of_each, [argv] * 2, files)[0],
+                   "rank 0 has model.py aa, rank 1 has model.py cc")
+    same = [{"model.py": "aa", "only_here.py": "bb"}, {"model.py": "aa"}]
+    assert [r["code"] for r in run_ranks(2, session_of_each, [argv] * 2, same)] == [0, 0]
+    assert_refused(run_ranks(2, session_with_other_data, argv)[0],
+                   "rank 0 has --data with the tokens one, rank 1 has --data with the tokens two")
+
+
+def session_with_other_data(world, argv):
+    """runs.session, in which one path leads to other tokens on each rank."""
+    real = train.open_data
+    with mock.patch.object(train, "open_data", lambda *a: (*real(*a)[:3], ["one", "two"][world.rank])):
+        return runs.session(world, argv)
+
+
+def test_our_files_are_compared_and_no_others():
+    files = agree.loaded_files()
+    assert {"train.py", "model.py", "runtime/agree.py", "tests/pool.py"} <= files.keys()
+    assert not any("torch" in name or "site-packages" in name for name in files)
 
 
 # -----------------------------------------------------------------------------
@@ -173,3 +244,104 @@ def test_deterministic_is_set_before_the_first_kernel(tmp_path, flags, want):
     p.start()
     p.join(240)
     assert p.exitcode == 0 and (tmp_path / "result").read_text() == repr(want)
+
+
+# -----------------------------------------------------------------------------
+# who may reach the store
+
+def listeners():
+    """{port: address in hex} of what this machine listens on."""
+    found = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            address, port = line.split()[1].split(":")
+            if line.split()[3] == "0A":
+                found[int(port, 16)] = address
+    return found
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/net")
+def test_on_one_node_the_store_listens_on_loopback_alone(capfd):
+    comm = SimpleNamespace(bcast=lambda value: value)
+    store = launch._store("hydra", comm, 0, 2, 1, timedelta(seconds=20))
+    assert listeners()[store.port] == "0100007F"
+    client = launch._store("hydra", SimpleNamespace(bcast=lambda _: (store.host, store.port)), 1, 2, 1,
+                           timedelta(seconds=20))
+    client.set("key", "value")
+    assert store.get("key") == b"value" and capfd.readouterr().err == ""
+    everywhere = launch._listen("localhost", 0, 2)
+    assert everywhere.getsockname()[0] == "0.0.0.0"
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "127.0.0.1" in line and "listens on all interfaces" in line
+    everywhere.close()
+    with launch._listen("127.0.0.2", 0, 1) as s:
+        assert s.getsockname()[0] == "127.0.0.2"
+
+
+# -----------------------------------------------------------------------------
+# signals and streams
+
+def session_with_handlers(world, argv, at):
+    """runs.session with SIGHUP ignored, which gets SIGHUP, then SIGINT -> (its result, handlers as before)"""
+    mine = signal.signal(signal.SIGINT, lambda *_: None), signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = [signal.getsignal(s) for s in session.STOPPING]
+    result = runs.session(world, argv, {at: int(signal.SIGHUP), at + 1: int(signal.SIGINT)})
+    after = [signal.getsignal(s) for s in session.STOPPING]
+    signal.signal(signal.SIGINT, mine[0]), signal.signal(signal.SIGHUP, mine[1])
+    return result, before == after
+
+
+def test_an_ignored_signal_stays_ignored_and_handlers_are_put_back(tmp_path):
+    for _ in range(2):  # in one process: nothing of the first run is left
+        ((result, same),) = run_ranks(1, session_with_handlers, [*TINY, "--steps=9", f"--out={tmp_path}"], 2)
+        assert result["code"] == 85 and "stopped by SIGINT after step 3" in result["out"] and same
+
+
+def test_a_second_interrupt_leaves_at_once(capfd, monkeypatch):
+    signals = session.Signals()
+    signals.can_save = True
+    signals.handle(signal.SIGINT, None)
+    signals.handle(signal.SIGINT, None)  # the launcher's copy of the same Ctrl-C
+    monkeypatch.setattr(session, "AGAIN", -1)
+    with pytest.raises(SystemExit) as e:
+        signals.handle(signal.SIGINT, None)
+    assert e.value.code == session.INTERRUPTED and "second SIGINT" in capfd.readouterr().err
+
+
+def catches(pid, number):
+    """Whether the process has a handler for the signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_signal_during_start_up_and_ranks_that_never_start(tmp_path):
+    """Two starts at the same time: SIGTERM while torch is imported; a rank 1 that never calls MPI_Init."""
+    command = [sys.executable, ROOT / "train.py", *FLAGS, f"--out={tmp_path / 'run'}", "--timeout=1"]
+    alone = subprocess.Popen([BIN / "mpiexec", "-n", "1", *command, ":", "-n", "1", "sleep", "200"],
+                             stderr=subprocess.PIPE, text=True, env=clean_env())
+    early = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=clean_env())
+    while not catches(early.pid, signal.SIGTERM):
+        time.sleep(0.01)
+    early.send_signal(signal.SIGTERM)
+    said = early.communicate(timeout=60)[1].splitlines()
+    assert early.returncode == 85 and len(said) == 1 and "SIGTERM during start-up" in said[0], said
+    said = alone.communicate(timeout=120)[1]
+    assert alone.returncode == 43 and said.count("nanoshard: ") == 1 and "Traceback" not in said, said
+    assert "rank 0 of 2 waited 1 s in MPI_Init: a rank did not start" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_stream_that_fails_never_ends_a_run(tmp_path):
+    command = " ".join(map(str, [sys.executable, ROOT / "train.py", *FLAGS]))
+    lines = {"head": "{} 2> /dev/full | head -1; exit ${{PIPESTATUS[0]}}", "closed": "{} >&- 2>&-"}
+    jobs = {name: subprocess.Popen(["bash", "-c", line.format(f"{command} --out {tmp_path / name}")],
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_env())
+            for name, line in lines.items()}
+    for name, job in jobs.items():
+        out, err = job.communicate(timeout=240)
+        said = (tmp_path / name / "output_lost.txt").read_text().splitlines()
+        assert job.returncode == 0 and len(rows(tmp_path / name)) == 6, (name, err)
+        assert len(said) == 2 and "stdout" in said[0] and "stderr" in said[1], (name, said)
+        assert "Traceback" not in err and len(out.splitlines()) == (name == "head"), (name, out, err)

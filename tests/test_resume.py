@@ -99,7 +99,7 @@ def test_resume_of_a_finished_run_changes_nothing(tmp_path):
     assert rows(tmp_path) == before
 
 
-@pytest.mark.parametrize("why", ["SIGTERM", "SIGUSR1", "--max-minutes"])
+@pytest.mark.parametrize("why", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "--max-minutes"])
 def test_a_stopped_run_saves_and_exits_with_85(why, tmp_path):
     """A signal on one rank, or --max-minutes, stops both ranks after a step. The resumed run ends with the
     weights of an uninterrupted one."""

@@ -51,6 +51,33 @@ def run_rank(rank, folder, fault, argv):
     misbehave.main(fault, 5, argv)
 
 
+def suspend(out):
+    """A run of one rank, stopped for longer than the watchdog waits, then continued; SIGUSR2; SIGTERM.
+    -> (exit code, its output, its file of stacks)"""
+    job = subprocess.Popen([sys.executable, ROOT / "train.py", *TINY, f"--out={out}/run", "--steps=1000000",
+                            f"--timeout={TIMEOUT:g}", "--save-every=0"], text=True, stdout=subprocess.PIPE,
+                           stderr=subprocess.STDOUT)
+
+    def wait_for_rows(n):
+        end = time.monotonic() + 100
+        while not (out / "run/metrics.jsonl").exists() or len(rows(out / "run")) < n:
+            assert time.monotonic() < end and job.poll() is None, job.communicate(timeout=100)
+            time.sleep(0.05)
+        return len(rows(out / "run"))
+    wait_for_rows(2)
+    job.send_signal(signal.SIGSTOP)
+    time.sleep(1.5 * TIMEOUT + watch.SLOW_PHASE_FACTOR)
+    done = wait_for_rows(2)
+    job.send_signal(signal.SIGCONT)
+    time.sleep(0.6 * TIMEOUT)
+    wait_for_rows(done + 1)
+    job.send_signal(signal.SIGUSR2)
+    wait_for_rows(wait_for_rows(2) + 1)
+    job.send_signal(signal.SIGTERM)
+    text = job.communicate(timeout=100)[0]
+    return job.returncode, text, next((out / "run/hang").glob("*.txt")).read_text()
+
+
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory):
     """-> {fault: (exit codes, output, OUT/hang)}; "mpi" is the fault `sleep` under mpiexec."""
@@ -68,6 +95,7 @@ def hung(tmp_path_factory):
             for p in processes:
                 p.start()
         started[fault] = out, processes
+    ended["suspended"] = suspend(tmp_path_factory.mktemp("suspended"))
     for fault, (out, processes) in started.items():
         codes = [p.wait(240) if fault == "mpi" else p.join(240) or p.exitcode for p in processes]
         ended[fault] = codes, "".join(p.read_text() for p in sorted(out.glob("printed.*"))), out / "run/hang"
@@ -96,6 +124,13 @@ def test_a_hang_under_mpiexec_has_the_same_exit_code(hung):
     (code,), text, folder = hung["mpi"]
     assert code == Outcome.HUNG and text.count("they wait for rank 1") == 1, text
     assert len(list(folder.glob("*.json"))) == 2
+
+
+def test_a_suspended_run_goes_on_and_sigusr2_writes_stacks(hung):
+    code, text, stacks = hung["suspended"]
+    assert code == Outcome.STOPPED and "stopped by SIGTERM" in text and "hung" not in text, text
+    *_, last = stacks.split("suspended for ")
+    assert "of no hang" in last and "train.py" in last and "Current thread" in last, stacks
 
 
 # -----------------------------------------------------------------------------
