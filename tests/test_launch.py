@@ -337,7 +337,8 @@ def test_a_stream_that_fails_never_ends_a_run(tmp_path):
     command = " ".join(map(str, [sys.executable, ROOT / "train.py", *FLAGS]))
     lines = {"head": "{} 2> /dev/full | head -1; exit ${{PIPESTATUS[0]}}", "closed": "{} >&- 2>&-"}
     jobs = {name: subprocess.Popen(["bash", "-c", line.format(f"{command} --out {tmp_path / name}")],
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_env())
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                   env={**clean_env(), "OMP_NUM_THREADS": "1"})
             for name, line in lines.items()}
     for name, job in jobs.items():
         out, err = job.communicate(timeout=240)
