@@ -6,16 +6,14 @@ needs the memory for a whole tensor.
 
 Every tensor has one global name and one full shape, whatever the layout. A rank writes its shards: rectangles
 of tensors, as (name, data, full shape, offset of the rectangle). index.json lists the shards of all files. A
-reader asks for any rectangle of any tensor and copies what overlaps with it, so every layout reads what any
-other layout wrote.
+reader copies what overlaps with the rectangle that it asks for: every layout reads what any other wrote.
 
     step_000123.RUN_ID.tmp/rank_00000.safetensors   each rank writes its shards,
     step_000123.RUN_ID.tmp/rank_00000.json          then their list: its part is complete
     step_000123.RUN_ID.tmp/index.json               rank 0, when the lists of all ranks are there
     step_000123/                                    the commit is a rename: complete, or absent
 
-This file is the format: writing a part, committing, checking, reading, comparing. runtime/resume.py decides
-which tensors are saved, and saves while training goes on.
+runtime/resume.py decides which tensors are saved, and saves while training goes on.
 """
 import json
 import math
@@ -136,8 +134,7 @@ def commit(tmp, step, writers, meta, timeout=600.0, stopped=lambda: False):
     for name in lists:
         (tmp / name).unlink()
     _sync(tmp)
-    final = tmp.with_name(f"step_{step:06d}")
-    backup = final.with_name(final.name + ".old")
+    final, backup = (tmp.with_name(f"step_{step:06d}{end}") for end in ("", ".old"))
     if final.exists():  # this step was saved before: keep the old one until the new one is there
         shutil.rmtree(backup, ignore_errors=True)
         os.rename(final, backup)
@@ -162,8 +159,7 @@ def prune(root, keep):
 def recover(root):
     """Repair what a killed save or prune left behind. Call it on one rank, before any rank saves. Files and
     directories with other names than ours stay; of a symbolic link only the link goes."""
-    left = [p for p in Path(root).glob("step_*") if LEFT_BEHIND.fullmatch(p.name) and p.is_dir()]
-    for path in left:
+    for path in [p for p in Path(root).glob("step_*") if LEFT_BEHIND.fullmatch(p.name) and p.is_dir()]:
         if path.suffix == ".old" and not path.with_suffix("").exists():
             os.rename(path, path.with_suffix(""))  # killed between the two renames of a commit
         elif path.is_symlink():
@@ -176,12 +172,11 @@ def archive_later(root, step):
     """Rename the checkpoints of steps after `step`, from which the run resumes: neither --resume auto nor
     --keep must count them. -> their new names."""
     moved = []
-    for path in steps(root):
-        if int(path.name[5:]) > step:
-            names = (path.with_name(f"{path.name}.aside{i or ''}") for i in range(10**6))
-            new = next(p for p in names if not p.exists())
-            os.rename(path, new)
-            moved.append(new.name)
+    for path in (p for p in steps(root) if int(p.name[5:]) > step):
+        names = (path.with_name(f"{path.name}.aside{i or ''}") for i in range(10**6))
+        new = next(p for p in names if not p.exists())
+        os.rename(path, new)
+        moved.append(new.name)
     return moved
 
 
@@ -261,10 +256,9 @@ def check_pieces(index):
 def check(path, rank=0, size=1, patience=0.0):
     """Verify the sizes of all files and the checksums of every size-th one -> the index: `size` ranks verify
     all. ValueError: what is damaged."""
-    path = Path(path)
     index = read_index(path, patience)
     for i, (name, want) in enumerate(sorted(index["files"].items())):
-        f, wrong = path / name, ""
+        f, wrong = Path(path, name), ""
         if not f.is_file():
             wrong = "is missing"
         elif f.stat().st_size != want["bytes"]:

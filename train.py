@@ -147,8 +147,7 @@ class Run:
             self.choice = choose(cfg, self.mesh, self.device)
             self.model, self.dp, self.opt = build(cfg, self.mesh, self.vocab_size, self.device, self.timers,
                                                   self.choice)
-        if cfg.pdb >= 0:
-            launch.attach_stdin(world, cfg.pdb)
+        launch.attach_stdin(world, cfg.pdb)
 
     def resume(self):
         """Resume from a checkpoint, or start with equal replicas."""
@@ -332,8 +331,7 @@ class Run:
 def main(argv=None):
     with session.surround():
         cfg, wrong, timeout = agree.parse_flags(parse, argv)
-        if cfg is not None and cfg.deterministic:
-            launch.deterministic()
+        launch.deterministic(cfg is not None and cfg.deterministic)
         with watch.Watch(session.signals.rank, timeout) as watchdog:
             # the watchdog alone ends what hangs: a timeout in gloo or NCCL would run on in a suspended run
             world = watchdog.world = launch.launch(launch.NO_TIMEOUT, wrong is not None, watchdog.joining)

@@ -271,12 +271,13 @@ def select_device(local, local_size):
     return torch.device("cpu"), torch.get_num_threads()
 
 
-def deterministic():
+def deterministic(on):
     """--deterministic: use only kernels that give the same bits in every run. Call it before the first one.
     An operation without such a kernel raises an error; with warn_only instead of the error, cuDNN's attention
     adds up in any order."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it
-    torch.use_deterministic_algorithms(True)
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it
+        torch.use_deterministic_algorithms(True)
 
 
 def launch(timeout=600.0, quiet=False, joining=lambda where, size: None):
@@ -367,10 +368,10 @@ NO_TIMEOUT = 30 * 86400.0  # seconds
 
 def attach_stdin(world, rank):
     """Connect rank's stdin to what is typed at the launcher, and turn breakpoint() off on the other ranks.
-    Collective over the world."""
-    if world.rank != rank:
+    rank -1: do nothing. Collective over the world."""
+    if world.rank != rank >= 0:
         sys.breakpointhook = lambda *args, **kw: None
-    if world.size == 1:
+    if world.size == 1 or rank < 0:
         return
     server = address = None
     if world.rank == rank and rank != 0 and not sys.stdin.isatty():
