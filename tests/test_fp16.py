@@ -74,9 +74,9 @@ def near(got, want, share, what):
 
 
 RUNS = {  # name: (model, ranks, layout)
-    "dense": (DENSE, 1, {}), "tied": (TIED, 1, {}), "recompute": (DENSE, 1, dict(recompute="full")),
-    "dp 2": (DENSE, 2, {}), "zero 1": (DENSE, 2, dict(zero=1)), "tp 2": (DENSE, 2, dict(tp=2)),
-    "pp 2": (TIED, 2, dict(pp=2)), "moe": (EXPERTS, 1, {}), "moe tp 2": (EXPERTS, 2, dict(tp=2)),
+    "dense": (DENSE, 1, {}), "recompute": (DENSE, 1, dict(recompute="full")),
+    "zero 1": (DENSE, 2, dict(zero=1)), "tp 2": (DENSE, 2, dict(tp=2)), "pp 2": (TIED, 2, dict(pp=2)),
+    "moe": (EXPERTS, 1, {}), "moe tp 2": (EXPERTS, 2, dict(tp=2)),
     "moe pp 2": (EXPERTS, 2, dict(pp=2)), "moe ep 2": (EXPERTS, 2, dict(ep=2, zero=1)),
     "router bias": (BIASED, 2, dict(ep=2))}
 
@@ -179,7 +179,7 @@ def test_only_fp16_has_a_scale():
     assert opt.scaler() == [SCALE, 0]
 
 
-@pytest.mark.parametrize("scale", [1.0, 256.0, 2.0**17])
+@pytest.mark.parametrize("scale", [1.0, 2.0**17])
 def test_no_number_but_rounding_depends_on_the_scale(scale):
     """Moments after two steps with another scale in each: unscaled before they are mixed."""
     (_, one, step), (_, other, step_other) = small_steps(), small_steps()

@@ -16,7 +16,7 @@ from corpus import tokenizer
 from parallel import make_mesh
 
 FLAT = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, seq_len=8, micro_batch=2,
-            dtype="fp64", vocab_size=100)
+            dtype="fp64", vocab_size=100, dropout=0.3)  # of which generate() must see nothing
 
 
 @pytest.fixture
