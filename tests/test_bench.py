@@ -179,6 +179,7 @@ def test_missing_or_failing_packages_cost_one_line(tmp_path, monkeypatch, capsys
 
 @pytest.mark.parametrize("main,argv,words", [
     (smoke.main, ["--itres", "5"], "perhaps you meant --iters"), (smoke.main, ["--iters", "0"], "at least 1"),
+    (smoke.main, ["--lr", "nan"], "--lr nan"), (speed.main, ["W1", "--steps", "3"], "at least 4"),
     (collectives.main, ["--sizes", "3Q"], "3Q"), (collectives.main, ["--tp", "two"], "two")])
 def test_wrong_flags_are_one_line(main, argv, words, capsys):
     with pytest.raises(SystemExit) as end:

@@ -1,20 +1,32 @@
 """The command line: wrong input gives one line with the fix and exit code 2; every right form is read."""
+import contextlib
 import dataclasses
 import json
+import math
 import re
 import shutil
 import subprocess
 import sys
+import typing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from pool import ROOT, run_ranks
 from runs import TINY, assert_refused, chars, go, session
 
 import config
 import plan
+import sample
 from config import PRESETS, Config, parse
-from runtime.launch import World
+from corpus.shards import Synthetic
+from cost import fits
+from cost.memory import state_bytes
+from fast.choose import choose
+from parallel import make_mesh
+from runtime import log
+from runtime.launch import World, exit_together
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 
@@ -354,3 +366,110 @@ def test_a_refused_command_leaves_an_earlier_run_alone(flags, tmp_path):
     before = {p.relative_to(tmp_path): p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
     go(1, out, "--steps=2", *flags, code=2)
     assert {p.relative_to(tmp_path): p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
+
+
+# -----------------------------------------------------------------------------
+# numbers: finite, in their range, and small enough for the machine
+
+FLOATS = [(cls, f.name) for cls in (Config, plan.PlanFlags, sample.Flags) for f in dataclasses.fields(cls)
+          if f.type in (float, float | None) and (cls is Config or f.name not in Config.__annotations__)]
+
+
+@pytest.mark.parametrize("word", ["nan", "inf", "-inf", "1e400"])
+def test_no_program_takes_a_number_that_is_not_finite(word):
+    assert len(FLOATS) == 18
+    for cls, name in FLOATS:
+        argv = [f"--{name.replace('_', '-')}={word}", *["run"] * (cls is sample.Flags)]
+        with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')} -?(nan|inf) must be at least"):
+            config.command_line(cls, argv, "x.py", "", None if cls is sample.Flags else cls())
+
+
+@pytest.mark.parametrize("flags", [
+    "--lr=-1", "--min-lr=-1", "--min-lr=1", "--rope-base=0", "--rope-base=-1", "--pdb=-7", "--warmup=-1",
+    "--seed=-1", "--seed=1" + 30 * "0", "--timeout=0.5", "--timeout=1e18", "--beta2=1", "--ep-slack=-1",
+    "--n-embd=1000000000", "--vocab-size=1000000000000", "--seq-len=1000000000000", "--n-layer=1000000000",
+    "--tp=1000000000000", "--global-batch=100000000000000", "--train-range-to-skip 1 99999999999999999999",
+    "--rampup-batch-size 1 1 99999999999999999999", "--dump-grads=.", f"--dump-grads={__file__}/x"])
+def test_numbers_out_of_range_and_unusable_files_are_refused(flags):
+    flag = re.split("[= ]", flags)[0]
+    with pytest.raises(ValueError, match=f"^{flag} ") as e:
+        parse(["tiny", *flags.split()])
+    assert len(str(e.value)) < 250
+
+
+def test_the_largest_numbers_are_taken():
+    cfg = parse(["--seed=9223372036854775807", "--timeout=2592000", "--lr=0", "--dump-grads=new/x"])
+    assert torch.Generator().manual_seed(cfg.seed) and Synthetic(64, 8, cfg.seed + 1)
+
+
+def test_weights_that_exceed_the_nodes_memory_are_refused(tmp_path, monkeypatch):
+    flags = ["--n-embd=64", "--n-head=2", "--n-layer=2"]
+    monkeypatch.setattr(fits, "host_memory", lambda: 2**16)
+    said = refused_run(tmp_path, *flags, words=("optimizer state alone", "try --tp 2", "smaller --n-embd"))
+    assert re.search(r"take [\d.]+ GiB with 1 ranks on this node, which has 0.0 GiB", said), said
+    cfg, one = parse(flags), make_mesh(World())
+    need = sum(state_bytes(cfg, one, 100, choose(cfg, one, World().device)).values())
+    monkeypatch.setattr(fits, "host_memory", lambda: need)
+    fits.check_memory(cfg, one, 100, World())  # exactly as much as there is
+    pair = SimpleNamespace(rank=0, size=2, calls=None, local_size=2, device=World().device)
+    zero, halves = parse([*flags, "--zero=1"]), parse([*flags, "--pp=2"])
+    cases = ((2.0, cfg, ""), (1.9, cfg, "--zero 1"), (1.5, zero, ""), (1.4, zero, "--tp 2"),
+             (1.0, halves, ""), (0.9, halves, "with 2 ranks"))
+    for enough, this, words in cases:
+        monkeypatch.setattr(fits, "host_memory", lambda enough=enough: enough * need)
+        mesh = make_mesh(pair, pp=this.pp, groups=False)
+        with pytest.raises(ValueError, match=words) if words else contextlib.nullcontext():
+            fits.check_memory(this, mesh, 100, pair)
+
+
+@pytest.mark.parametrize("lines,files,want", [
+    ("0::/a/b", {"a/memory.max": "5000"}, 5000), ("0::/a/b", {"a/memory.max": "max"}, None),
+    ("3:cpu:/a\n4:memory:/a", {"memory/a/memory.limit_in_bytes": "7000"}, 7000)])
+def test_the_memory_of_a_control_group_counts(lines, files, want, tmp_path):
+    (tmp_path / "groups").write_text(lines)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    found = fits.host_memory(tmp_path / "groups", tmp_path)
+    assert found == want if want else found > 2**28
+
+
+def even(number):
+    """an even number"""
+    return number % 2 == 0
+
+
+SCHEMAS = [  # value, schema, and how the message goes on; "" if the value is right
+    (5, int, ""), (True, int, "the content is True, not a whole number"), (5, float, ""), (0.5, int, "0.5"),
+    (math.inf, float, "inf, not a finite number"), (10**400, float, "not a finite number"), (1, bool, "1"),
+    (None, (str, type(None)), ""), ({}, {"a": int}, "the content lacks a"), ({}, {"a?": int}, ""),
+    ({"a": None}, {"a?": int}, "a is None"), ({"b": 1}, {}, ""), ([], {}, "the content is [], not an object"),
+    ({"x": {"n": -1}}, {"*": {"n": config.Range(0, 9)}}, "x.n is -1, not a whole number from 0 to 9"),
+    (0.5, config.Range(0.0, 1), ""), (1.5, config.Range(0.0, 1), "1.5"), (1.0, config.Range(0, 9), "1.0"),
+    ([1, "a"], [int], "the content[1] is 'a'"), ([1, 2], [float, int], ""), ([1], [int, int], "a list of 2"),
+    (3, even, "3, not an even number"), ("rms", typing.Literal["rms", "layer"], ""),
+    (["rms"], typing.Literal["rms", "layer"], "not one of rms, layer"), ("x" * 999, int, "...")]
+
+
+@pytest.mark.parametrize("value,schema,say", SCHEMAS, ids=lambda v: str(v)[:30])
+def test_a_schema_names_the_first_wrong_value(value, schema, say):
+    with pytest.raises(ValueError) if say else contextlib.nullcontext() as e:
+        config.check_schema(value, schema, "f.json")
+    assert not say or str(e.value).startswith("f.json: ") and say in str(e.value) and len(str(e.value)) < 120
+
+
+@pytest.mark.parametrize("raw", [b"[" * 200_000, b"\xff", b"{", b'{"a": NaN}', b"1" * 5000, b""])
+def test_what_is_no_json_is_one_line(raw, tmp_path):
+    (tmp_path / "x.json").write_bytes(raw)
+    with pytest.raises(ValueError, match="x.json holds no sound JSON: "):
+        config.load_json(tmp_path / "x.json")
+
+
+def test_control_characters_of_a_file_are_printed_escaped(capsys):
+    with pytest.raises(SystemExit), config.wrong_input():
+        raise ValueError("a\x1b]0;evil\x07 \n \u202eb \xe9 \x9b2J")
+    assert capsys.readouterr().err == "nanoshard: a\\x1b]0;evil\\x07 \\u202eb \xe9 \\x9b2J\n"
+    with pytest.raises(SystemExit), exit_together(World()):
+        raise ValueError("\x1b[31m")
+    log.warn("\x1b[31m")
+    assert capsys.readouterr().err == 2 * "nanoshard: \\x1b[31m\n"

@@ -168,12 +168,15 @@ def test_damaged_data_is_refused(name, copy):
     assert result["steps"] == [] and tree(copy) == before
 
 
-def change_index(path, **changes):
-    """Change index.json and its checksum: the file is sound, but another program has written it."""
+def change_index(path, where=(), **changes):
+    """Change index.json at `where`, and its checksum: the file is sound, but another program wrote it."""
     import zlib
-    index = json.loads((path / "index.json").read_text())
+    index = there = json.loads((path / "index.json").read_text())
     del index["crc32"]
-    index = {k: v for k, v in {**index, **changes}.items() if v is not GONE}
+    for key in where:
+        there = there[key]
+    there.update(changes)
+    index = {k: v for k, v in index.items() if v is not GONE}
     body = json.dumps(index, sort_keys=True)
     (path / "index.json").write_text(json.dumps({"crc32": zlib.crc32(body.encode()), **index}))
 
@@ -244,6 +247,67 @@ def text_args(d, *flags, content=b"some text"):
     return [str(d / "x.txt"), *flags, "--name", "new", "--out", str(d)]
 
 
+CRAFTED = [  # (where in a sealed index.json, the value put there, a word of the line; "": only a run refuses)
+    (["meta"], [], "meta is []"), (["files"], [], "files is []"), (["tensors"], "x", "tensors is 'x'"),
+    (["step"], -5, "step is -5"), (["meta", "step"], 10**9, "its meta of step 1000000000"),
+    (["meta", "adam_t"], -3, "adam_t is -3"), (["meta", "scaler"], "x", "scaler is 'x'"),
+    (["meta", "window"], [1, 2], "window[0] is 1"), (["meta", "skip"], ["a"], "skip[0] is 'a'"),
+    (["meta", "shape"], 7, "shape is 7"), (["meta", "shape", "zzz"], 1, ""),
+    (["meta", "data"], 5, "data is 5"),
+    (["files", "/etc/passwd"], {"bytes": 1, "crc32": 0}, "/etc/passwd"),
+    (["files", "../x\x1b[31m"], {"bytes": 1, "crc32": 0}, "../x\\x1b[31m"),
+    (["files", SHARD, "bytes"], "x", "bytes is 'x'"), (["tensors", "wte.weight"], [], "wte.weight is []"),
+    (["tensors", "wte.weight", "shape"], [10**9, 10**9], "lack"),
+    (["tensors", "wte.weight", "shape"], [-1, 2], "shape[0] is -1"),
+    (["tensors", "wte.weight", "dtype"], "evil", "dtype is 'evil'"),
+    (["tensors", "wte.weight", "pieces", 0, "offset"], [500, 0], "outside"),
+    (["tensors", "wte.weight", "pieces", 0, "offset"], [0], "outside"),
+    (["tensors", "wte.weight", "pieces", 0, "size"], [10**9, 10**9], "outside"),
+    (["tensors", "wte.weight", "pieces", 0, "file"], "../x", "outside"),
+    (["tensors", "wte.weight", "pieces", 0, "key"], "norm.weight", "")]
+
+
+@pytest.mark.parametrize("where,value,word", CRAFTED, ids=lambda v: str(v)[-30:])
+def test_a_crafted_index_is_refused(where, value, word, copy):
+    path = copy / STEP
+    change_index(path, where[:-1], **{where[-1]: value})
+    argv = [*BASE, f"--data={copy / 'toy'}", f"--out={copy / 'run'}", "--steps=3", f"--resume={path}"]
+    result = session(World(), argv)
+    assert_refused(result, "step_000002", word)
+    assert result["steps"] == [] and "\x1b" not in result["err"]
+    if word:
+        assert_refused(run_program(checkpoint.main, ["show", str(path)]), word)
+        assert_refused(run_program(sample.main, [str(path)]), word)
+
+
+def test_names_of_a_checkpoint_are_printed_escaped(copy, capsys):
+    change_index(copy / STEP, ["meta"], **{"a\x1b[31m": "b\x07"})
+    checkpoint.main(["show", str(copy / STEP)])
+    checkpoint.main(["diff", str(copy / STEP), str(copy / "run/step_000001")])
+    out = capsys.readouterr().out
+    assert out.count(r"a\x1b[31m") == 2 and not {"\x1b", "\x07"} & set(out)
+
+
+CONFIG = [  # (a change of the run's config.json, a word of sample.py's line)
+    ({"n_embd": 64}, "wte.weight"), ({"n_embd": "x"}, "n_embd is 'x'"), ({"norm": "batch"}, "rms, layer"),
+    ({"n_embd": 2**20, "n_head": 1, "n_kv_head": 1}, "wte.weight"), ({"n_layer": -1}, "--n-layer -1"),
+    ({"n_experts": 4}, "moe"), ({"pos": "learned"}, "wpe"), ({"vocab_size_used": 3}, "vocab_size_used 3"),
+    ({"vocab_size_used": 1.5}, "1.5"), ({"vocab_size_used": GONE}, "lacks vocab_size_used"),
+    ({"compile": "yes"}, "true or false"), ({"rampup_batch_size": ["a"]}, "rampup_batch_size[0]"),
+    ({"dropout": float("nan")}, "NaN")]
+
+
+@pytest.mark.parametrize("change,word", CONFIG, ids=lambda v: str(v)[:30])
+def test_sample_refuses_a_config_that_is_not_the_checkpoints(change, word, copy):
+    change_json(copy / "run/config.json", **change)
+    assert_refused(run_program(sample.main, [str(copy / "run")]), word)
+
+
+def test_sample_reads_a_run_whose_flags_no_longer_matter(copy):
+    change_json(copy / "run/config.json", min_lr=9.0, resume="auto", init_from="x", dump_grads=".", x=1)
+    assert run_program(sample.main, [str(copy / "run"), "--max-new-tokens=2"]) == {"code": None, "err": ""}
+
+
 STEP = "run/step_000002"
 OTHER = {  # name: (program, its arguments in the directory d, a word of the line)
     "sample: no directory": (sample.main, lambda d: [str(d / "none")], "none"),
@@ -251,6 +315,15 @@ OTHER = {  # name: (program, its arguments in the directory d, a word of the lin
     "sample: config cut": (sample.main, lambda d: run_args(d, cut="run/config.json"), "config.json"),
     "sample: foreign config": (sample.main, lambda d: run_args(d, replace="run/config.json"), "config.json"),
     "sample: tokenizer cut": (sample.main, lambda d: run_args(d, cut="run/tokenizer.json"), "token"),
+    "sample: no prompt": (sample.main, lambda d: run_args(d, "--prompt", ""), "end-of-document"),
+    "sample: temperature nan": (sample.main, lambda d: run_args(d, "--temperature=nan"), "--temperature nan"),
+    "sample: temperature tiny": (sample.main, lambda d: run_args(d, "--temperature=1e-30"), "try 0"),
+    "sample: top-k -1": (sample.main, lambda d: run_args(d, "--top-k", "-1"), "--top-k -1"),
+    "sample: seed 10^30": (sample.main, lambda d: run_args(d, "--seed", f"{10**30}"), "--seed"),
+    "sample: -1 tokens": (sample.main, lambda d: run_args(d, "--max-new-tokens", "-1"), "--max-new-tokens"),
+    "sample: unknown flag": (sample.main, lambda d: run_args(d, "--topk", "3"), "--top-k"),
+    "sample: config nested": (sample.main, lambda d: (d / "run/config.json").write_text("[" * 200_000)
+                              and [str(d / "run")], "nested too deep"),
     "sample: unknown character": (sample.main, lambda d: run_args(d, "--prompt", "%"), "'%'"),
     "sample: index cut": (
         sample.main, lambda d: run_args(d, cut=f"{STEP}/index.json") and [str(d / STEP)], "json"),

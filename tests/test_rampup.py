@@ -53,7 +53,7 @@ def test_the_schedule_is_megatrons():
 @pytest.mark.parametrize("full,ramp,unit,words", [
     (32, (4, 8, 100), 4, "try --global-batch 36"), (8, (16, 4, 100), 4, "try --global-batch 20"),
     (16, (4, 4, 100), 8, "a stage of 4, which does not divide by micro-batch * dp = 8"),
-    (16, (8, 4, 100), 8, "a stage of 12")])
+    (16, (8, 4, 100), 8, "a stage of 12"), (2**20, (1, 1, 100), 1, "try an INCREMENT of 1049")])
 def test_every_stage_is_checked_before_the_first_step(full, ramp, unit, words):
     with pytest.raises(ValueError, match="--rampup-batch-size") as e:
         check_ramp(full, ramp, unit)
