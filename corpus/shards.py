@@ -126,7 +126,6 @@ def open_shards(folder, split, meta):
 def verify(folder, cache=True):
     """Compare the sha256 of the shards and the tokenizer with meta.json, and the token ids with the
     vocabulary -> the number of files.
-
     It reads 1-2 GB/s, so a run does it once per node. cache: a file whose size and mtime_ns are those of an
     earlier success (folder/.verified.json) is not read again. ValueError, OSError: the first difference."""
     folder, meta, seen, good = Path(folder), load_meta(folder), None, {}
