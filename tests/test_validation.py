@@ -63,7 +63,7 @@ def windows_of(data, folders, vocab, seed):
 RUNS = {  # name: (ranks, data, flags)
     "one-process-every-window": (1, "a", ["--micro-batch=1", "--global-batch=1", "--eval-iters=1000"]),
     "dp2-zero1-ramp": (2, "a", ["--zero=1", "--global-batch=8", "--rampup-batch-size", "4", "4", "16",
-                                "--eval-iters=2"]),
+                                "--eval-iters=1"]),
     "tp2-gpt2-batch-of-more-than-all": (2, "b", [*GPT2, "--tp=2", "--global-batch=8", "--eval-iters=3"]),
     "pp2-gpt2-synthetic": (2, "synthetic", [*GPT2, "--pp=2", "--eval-iters=3", "--seed=5"]),
     "dp2-tp2-ep4-blend": (4, "blend", [*SIGMOID, "--tp=2", "--ep=4", "--eval-iters=1000"]),
@@ -149,7 +149,7 @@ def test_bf16_losses_are_summed_in_fp32():
 def test_one_layout_evaluates_as_another():
     """evaluate() alone, at equal weights: the same number, to the bit, on all ranks."""
     results = [run_ranks(n, evaluated, layout) for n, layout in
-               ((1, {}), (4, dict(pp=4)), (4, dict(pp=2)), (4, dict(tp=4)))]
+               ((1, {}), (4, dict(pp=4)), (4, dict(tp=4)))]
     want = results[0][0]
     for ranks in results:
         assert ranks == pytest.approx([want] * len(ranks), rel=1e-12) and len(set(ranks)) == 1
