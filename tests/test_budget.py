@@ -13,7 +13,7 @@ FILES = {  # of the root, with the lines that each may have
     "skip.py": 150, "config.py": 450, "checkpoint.py": 450, "prepare.py": 450, "sample.py": 450,
     "plan.py": 450, "plot.py": 250}
 PLANNED = {"zero.py": 250, "muon.py": 250, "convert.py": 250}  # may come, need not
-# lines of a room. runtime/ had 1,900 before a run locked its directory, its ranks compared flags, code and data,
+# lines of a room. runtime/ had 1,900 before a run locked its directory, its ranks compared flags, code, data,
 # and signals, streams and a guardian process surrounded it: 400 lines, of which 300 were found elsewhere
 ROOMS = {"ops": 1000, "fast": 800, "runtime": 2000, "corpus": 1200, "cost": 700}
 READING_PATH, PATH_LINES = ("train.py", "model.py", "moe.py", "parallel.py", "pipeline.py", "optim.py"), 2100
