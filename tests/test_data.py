@@ -711,10 +711,10 @@ def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
         (["a.txt", "--name", "x/y"], "x/y"),
         *((["stdlib", f"--name={name}"], "is no plain name") for name in (
             "..", ".", "/tmp/x", "a/../b", ".hidden", "-x", "a\x1b[31m", "a\nb", "a\\b", "a\0")),
-        *((["stdlib", "--vocab-size", n], f"--vocab-size {n} is not between 257")
+        *((["stdlib", "--vocab-size", n], f"--vocab-size {n} must be at least 257")
           for n in ("0", "-1", "1" + "0" * 10)),
         (["stdlib", "--seed", "1" + "0" * 30], "--seed 1000"),
-        (["stdlib", "--seed=-1"], "--seed -1 is not between 0"),
+        (["stdlib", "--seed=-1"], "--seed -1 must be at least 0"),
         (["stdlib", "--shard-tokens", "1" + "0" * 30], "--shard-tokens 1000"),
         (["stdlib", "--workers", "1" + "0" * 9], "--workers 1000"),
         (["stdlib", "--val-fraction", "nan"], "nan"),

@@ -254,12 +254,13 @@ def test_damaged_lines_are_removed_and_said_once(tmp_path, capfd):
     layers = {0: {"load": [0.5, 0.5], "dropped": 0.0}}
     run_log.row(step=3, loss=1.0, lr=0.1)
     run_log.experts(3, layers)
-    run_log.close(False)  # draws the sound values
+    run_log.close()
+    plot.at_end(tmp_path, layers, False)  # draws the sound values
     assert capfd.readouterr().err == "" and (tmp_path / "loss.txt").exists()
     steps = {name: [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()]
              for name in names}
     assert steps == {"metrics.jsonl": [0, 1, 3], "experts.jsonl": [0, 1, 3], "history.jsonl": [0, 1, 2]}
-    log.Log(tmp_path, {}, resumed=3).close(False)
+    log.Log(tmp_path, {}, resumed=3).close()
     assert capfd.readouterr().err == ""  # nothing is damaged any more
 
 
@@ -278,9 +279,10 @@ def test_a_removed_log_is_noticed_and_said_once(what, tmp_path, capfd):
     run_log.row(step=3, lr=0.1)
     err = capfd.readouterr().err
     assert err.count("\n") == 1 and f"{out}/metrics.jsonl was removed or renamed" in err
-    assert [r["step"] for r in run_log.rows()] == [2, 3]
+    assert [r["step"] for r in sound_rows(out / "metrics.jsonl")[0]] == [2, 3]
     (out / "metrics.jsonl").unlink()
-    run_log.close(False)
+    run_log.close()
+    plot.at_end(out, None, False)
     log.farewell(Outcome.DONE, None, 3, out, 0)
     said = capfd.readouterr()
     assert "metrics.jsonl was removed" in said.err and "holds" in said.out and "metrics" not in said.out
