@@ -37,7 +37,7 @@ def parse_flags(parse, argv):
             if launch.started_by()[1] == 1:
                 raise
             seconds = re.findall(r"--timeout[= ]([1-9][0-9]*) ", " ".join(argv) + " ")
-            return None, str(e), float([Config.timeout, *seconds][-1])
+            return None, str(e), min(launch.NO_TIMEOUT, float([Config.timeout, *seconds][-1]))
 
 
 def same_start(world, cfg, wrong):
@@ -57,7 +57,8 @@ def same_start(world, cfg, wrong):
 def loaded_files():
     """-> {path below the root: a hash of its text} of our files that this process has loaded."""
     paths = {getattr(m, "__file__", None) or "" for m in list(sys.modules.values())}
-    ours = (Path(path) for path in paths if "site-packages" not in path and path.endswith(".py"))
+    ours = (Path(path).resolve() for path in paths if "site-packages" not in path
+            and path.endswith(".py") and Path(path).is_absolute())  # some of torch's are not
     return {path.relative_to(ROOT).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:12]
             for path in ours if path.is_relative_to(ROOT)}
 

@@ -80,7 +80,9 @@ def _lock_files(out):
     named = real if out.name in ("", "..") else out.parent.resolve() / out.name
     for path in {real, named}:
         path.parent.mkdir(parents=True, exist_ok=True)
-    return sorted({path.with_name(f".{path.name}.lock") for path in (real, named)})
+    # where the parent takes no file, nobody can rename OUT either: then the lock may lie in it
+    return sorted({path.with_name(f".{path.name}.lock") if os.access(path.parent, os.W_OK | os.X_OK)
+                   else path / ".lock" for path in (real, named)})
 
 
 def _claim(path):

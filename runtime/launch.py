@@ -207,7 +207,9 @@ def _listen(host, port, n_nodes):
         address = e
     print(f"nanoshard: {host} is no address that {n_nodes} nodes can reach ({address}): the store listens on "
           "all interfaces; set MASTER_ADDR to listen on one", file=sys.stderr, flush=True)
-    return socket.create_server(("", port), backlog=4096)
+    six = socket.has_dualstack_ipv6()
+    return socket.create_server(("", port), backlog=4096, dualstack_ipv6=six,
+                                family=socket.AF_INET6 if six else socket.AF_INET)
 
 
 def _store(launcher, comm, rank, size, n_nodes, timeout):
@@ -222,7 +224,8 @@ def _store(launcher, comm, rank, size, n_nodes, timeout):
         port = 20000 + (int(os.environ["SLURM_JOB_ID"]) * 31 + int(os.environ["SLURM_STEP_ID"])) % 20000
     if rank == 0:
         server = _listen(host, port, n_nodes)
-        port = server.getsockname()[1]
+        address, port = server.getsockname()[:2]
+        host = host if address in ("0.0.0.0", "::") else address  # the others may resolve the name otherwise
         store = dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False,
                               master_listen_fd=server.detach())
     host, port = (host, port) if comm is None else comm.bcast((host, port))
@@ -282,7 +285,7 @@ def deterministic(on):
 
 def launch(timeout=600.0, quiet=False, joining=lambda where, size: None):
     """Start this rank -> World. timeout: seconds that a collective may wait. quiet: no line per node.
-    joining: told before this rank waits for all others to start, in MPI_Init and in the rendezvous."""
+    joining: told before this rank waits for all to start, in MPI_Init and in the rendezvous; then ""."""
     launcher, rank, size, local, local_size = detect(os.environ)
     if launcher == "single":  # plain python never touches MPI
         device, threads = select_device(0, 1)
@@ -317,6 +320,7 @@ def launch(timeout=600.0, quiet=False, joining=lambda where, size: None):
                  else {"store": store, "rank": rank, "world_size": size})
         dist.init_process_group(both, timeout=wait,
                                 device_id=None if device.type == "cpu" else device, **where)
+    joining("", size)
     world = World(rank, size, local, local_size, node, n_nodes, launcher, device, backend, threads)
     if not quiet and local == 0:
         print_node(world)

@@ -150,6 +150,7 @@ def changed_flags(cfg, path, meta, world, data_id, vocab_size):
     before = {k: v.encode("unicode_escape").decode() if isinstance(v, str) else v for k, v in before.items()}
     changed = {name: [before[name], value] for name, value in now.items()
                if before.get(name, value) != value and name not in SILENT
+               and (name != "rope_base" or cfg.pos == "rope")
                and (name not in NEEDS or getattr(cfg, NEEDS[name]))}
     for name in MEANING:
         if name in changed and name not in allowed_changes(cfg):

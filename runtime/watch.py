@@ -63,13 +63,14 @@ class Watch(contextlib.AbstractContextManager):
         """The main thread is alive: it starts a step, which may take timeout seconds, or a slow phase of it:
         what ("first", "save", ...) then, SLOW_PHASE_FACTOR times as long."""
         factor = SLOW_PHASE_FACTOR if what else 1
-        self.waits_in = None
-        self.where, self.limit, self.last = (step, what), factor * self.timeout, time.monotonic()
+        self.waits_in = None  # .last comes first: the thread must not see an old one with a shorter limit
+        self.last, self.where, self.limit = time.monotonic(), (step, what), factor * self.timeout
 
     def joining(self, where, size):
-        """The main thread waits in MPI_Init or the rendezvous until all ranks have started."""
-        self.heartbeat(0, where)
-        self.limit, self.waits_in = self.timeout, (where, size)
+        """The main thread waits in MPI_Init or the rendezvous until all ranks have started; "": they have."""
+        self.heartbeat(0, where or "start")
+        if where:
+            self.limit, self.waits_in = self.timeout, (where, size)
 
     def set_mesh(self, mesh):
         """Tell which ranks share an axis with this one. Only their numbers are kept: the process groups must
@@ -95,7 +96,8 @@ class Watch(contextlib.AbstractContextManager):
         self.stopping.set()
         self.thread.join()
         faulthandler.cancel_dump_traceback_later()
-        self.guardian.stdin.close()  # which ends it
+        self.guardian.stdin.close()
+        self.guardian.kill()  # also if somebody has stopped it
         self.guardian.wait()
         session.dump_on_sigusr2(sys.__stderr__)
         if self.folder is not None:

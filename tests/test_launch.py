@@ -18,6 +18,7 @@ from pool import ROOT, context, run_ranks
 from runs import SHAPE, TINY, assert_refused, rows
 
 import train
+from config import parse
 from runtime import agree, launch, session
 from runtime.launch import LAUNCHERS, detect
 
@@ -145,6 +146,21 @@ def session_with_other_data(world, argv):
         return runs.session(world, argv)
 
 
+def test_a_wrong_timeout_among_several_ranks_is_a_message(monkeypatch):
+    """Its value is needed before it is known to be wrong."""
+    monkeypatch.setattr(launch, "started_by", lambda: ("hydra", 2))
+    cfg, wrong, timeout = agree.parse_flags(parse, ["--timeout", "1" + "0" * 30])
+    assert cfg is None and "--timeout" in wrong and timeout == launch.NO_TIMEOUT
+
+
+def test_files_behind_a_symbolic_link_are_compared(tmp_path):
+    (tmp_path / "link").symlink_to(ROOT)
+    code = (f"import sys; sys.path[0] = {str(tmp_path / 'link')!r}; from runtime import agree; "
+            "print(sorted(agree.loaded_files()))")
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert "'runtime/agree.py'" in found.stdout and "'config.py'" in found.stdout, found
+
+
 def test_our_files_are_compared_and_no_others():
     files = agree.loaded_files()
     assert {"train.py", "model.py", "runtime/agree.py", "tests/pool.py"} <= files.keys()
@@ -270,7 +286,7 @@ def test_on_one_node_the_store_listens_on_loopback_alone(capfd):
     client.set("key", "value")
     assert store.get("key") == b"value" and capfd.readouterr().err == ""
     everywhere = launch._listen("localhost", 0, 2)
-    assert everywhere.getsockname()[0] == "0.0.0.0"
+    assert everywhere.getsockname()[0] in ("::", "0.0.0.0")
     (line,) = capfd.readouterr().err.splitlines()
     assert "127.0.0.1" in line and "listens on all interfaces" in line
     everywhere.close()

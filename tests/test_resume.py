@@ -428,6 +428,17 @@ def test_the_lock_ends_with_the_run_and_is_not_inherited(tmp_path):
         os.waitpid(child, 0)
 
 
+def test_where_the_parent_takes_no_file_the_lock_lies_in_the_directory(tmp_path, monkeypatch):
+    """As with --out /output in a container. Nobody can rename such a directory away from its lock."""
+    out = tmp_path / "parent" / "run"
+    out.mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "parent")
+    files.lock(out)
+    assert (out / ".lock").exists() and not (tmp_path / "parent" / ".run.lock").exists()
+    files.unlock()
+    assert list(out.iterdir()) == []
+
+
 def test_a_working_directory_with_a_run_is_not_renamed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "metrics.jsonl").touch()
@@ -470,6 +481,12 @@ def test_a_resume_with_another_meaning_is_refused(tmp_path):
     assert "resume: seed 1337 -> 7\n" in got["out"] and "resume: top-k 2 -> 1\n" in got["out"]
     go(2, tmp_path, *moe, "--seed=7", "--top-k=1", "--steps=4")  # the new values are the checkpoint's now
     assert history(tmp_path)[1]["changed"] == {"top_k": [2, 1], "steps": [2, 3], "seed": [1337, 7]}
+
+
+def test_a_rope_base_without_rope_is_no_change(tmp_path):
+    flags = ["--pos=learned", "--save-every=1"]
+    go(1, tmp_path, *flags, "--steps=1")
+    go(1, tmp_path, *flags, "--steps=2", "--rope-base=500", "--resume=auto")
 
 
 def test_what_a_resume_may_change_is_printed_and_kept(tmp_path):
