@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from config import pad_vocab
 from moe import MoE, plain_dispatcher
-from ops.activations import ACTIVATIONS
+from ops.activations import ACTIVATIONS, GATED
 from ops.cross_entropy import LinearCrossEntropy
 from parallel import MAX, gather_rows, parameter, scatter_rows
 
@@ -137,13 +137,13 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """GELU (tanh form): w2(gelu(w1 x)). SwiGLU: w2(silu(w1 x) * w3 x), arXiv:2002.05202."""
+    """w2(act(w1 x)), or gated: w2(act(w1 x, w3 x)), arXiv:2002.05202. act: ops/activations.py."""
 
     def __init__(self, cfg, mesh, hidden):
         super().__init__()
         self.tp = mesh.tp
         self.w1 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh)
-        self.w3 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh) if cfg.mlp == "swiglu" else None
+        self.w3 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh) if cfg.mlp in GATED else None
         self.act = ACTIVATIONS[cfg.mlp]
         self.w2 = RowLinear(hidden, cfg.n_embd, cfg.bias, mesh)
 

@@ -23,9 +23,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
-from ops.activations import ACTIVATIONS
+from ops.activations import ACTIVATIONS, GATED
 from ops.grouped_mm import SwiGLUExperts, grouped_mm, use_grouped_mm
 from ops.permute import Permute, Unpermute, assign_capacity_slots, invert_permutation, sort_by_expert
 from parallel import all_to_all, parameter
@@ -187,7 +186,7 @@ class MoE(nn.Module):
         self.cfg, self.mesh, self.E, self.K = cfg, mesh, E, cfg.top_k
         self.router = Router(cfg, mesh)
         self.w1 = parameter((E, cfg.ffn_hidden, C), mesh, expert=True)  # (e, F, C)
-        self.w3 = parameter((E, cfg.ffn_hidden, C), mesh, expert=True) if cfg.mlp == "swiglu" else None
+        self.w3 = parameter((E, cfg.ffn_hidden, C), mesh, expert=True) if cfg.mlp in GATED else None
         self.w2 = parameter((E, C, cfg.ffn_hidden), mesh, expert=True)  # (e, C, F)
         self.shared = shared  # an MLP that every token visits, or None
         self.dispatcher = dispatcher(cfg, mesh)
@@ -208,14 +207,12 @@ class MoE(nn.Module):
 
     def ffn(self, x, offs):
         """Each row through its expert: x (R, C) with offs (e,), or (e, rows, C) with offs None -> like x."""
-        if use_grouped_mm(x, self.w1) and self.w3 is not None and x.numel():
+        if self.cfg.mlp == "swiglu" and use_grouped_mm(x, self.w1) and x.numel():
             offs = None if offs is None else offs.to(torch.int32)
             out = self.dispatcher.output_buffer()
             return SwiGLUExperts.apply(x, self.w1, self.w3, self.w2, offs, out)
-        h = grouped_mm(x, self.w1, offs)
-        act = ACTIVATIONS[self.cfg.mlp]
-        h = act(h) if self.w3 is None else F.silu(h) * grouped_mm(x, self.w3, offs)
-        return grouped_mm(h, self.w2, offs)
+        products = [grouped_mm(x, w, offs) for w in (self.w1, self.w3) if w is not None]
+        return grouped_mm(ACTIVATIONS[self.cfg.mlp](*products), self.w2, offs)
 
     def route(self, x):
         """x (n, C) -> gates p (n, K) in x's dtype, experts ids (n, K), this rank's part of the weighted aux

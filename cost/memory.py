@@ -15,6 +15,7 @@ from cost.parameters import (
 )
 from cost.step_time import expected_choice
 from fast.choose import needs_row_limit
+from ops.activations import GATED
 from pipeline import stage_layers
 
 GIB = 2**30
@@ -44,7 +45,7 @@ def saved_activations(cfg, mesh, load_factor=0.0, choice=None):
     size, tp, C, F = element_bytes(cfg)[0], mesh.tp.size, cfg.n_embd, cfg.ffn_hidden
     rows, D = cfg.micro_batch * cfg.seq_len, C // cfg.n_head
     q, kv = C / tp, max(cfg.n_kv_head // tp, 1) * D
-    swiglu = cfg.mlp == "swiglu"
+    gated = cfg.mlp in GATED
     # elements per token: the block's input, norm1's output as gathered, q k v side by side, attention's
     # output, norm2's input
     row = C / tp + C + (q + 2 * kv) + q + C / tp
@@ -56,10 +57,10 @@ def saved_activations(cfg, mesh, load_factor=0.0, choice=None):
     peak = 0.0
     if hidden:
         # norm2's output; gate, up and their product, or before and after GELU
-        row += C + (3 if swiglu else 2) * hidden / tp
-        fixed += 2 * hidden / tp * C if swiglu else 0  # the concatenated copy of w1, w3
-        peak = rows * (3 if swiglu else 2) * hidden / tp
-        if cfg.compile and swiglu and not cfg.n_experts:
+        row += C + (3 if gated else 2) * hidden / tp
+        fixed += 2 * hidden / tp * C if gated else 0  # the concatenated copy of w1, w3
+        peak = rows * (3 if gated else 2) * hidden / tp
+        if cfg.compile and cfg.mlp == "swiglu" and not cfg.n_experts:
             remains += rows * hidden / tp  # a Triton kernel's output is not recomputed (inferred from a run)
     own = 4 * rows * cfg.n_head / tp  # bytes: softmax's log-sum-exp, fp32
     own += 2 * rows * C / tp * (cfg.dropout > 0)  # the masks, one byte each
@@ -80,7 +81,8 @@ def expert_activations(cfg, mesh, load_factor, choice=None):
         held = load_factor * held if load_factor else max(buffer, IMBALANCE * held)
     router = n * C * wide * (wide > size) + 2 * n * E * wide
     router += 8 * n * K * (2 if buffer else 5 if mesh.ep.size > 1 else 3)  # int64: which copy goes where
-    hidden = 2 if cfg.dtype == "bf16" or cfg.mlp != "swiglu" else 4  # SwiGLUExperts recomputes two
+    recomputes = (cfg.mlp, cfg.dtype) == ("swiglu", "bf16")  # SwiGLUExperts: two of four
+    hidden = 2 if recomputes or cfg.mlp not in GATED else 4
     saved = router + size * (held * (C * (not buffer) + hidden * F) + n * K * C)  # x a b; the copies
     return BlockActivations(saved, router + size * n * C,  # norm2's output
                             size * held * (2 * F + C))

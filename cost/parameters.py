@@ -12,6 +12,7 @@ import torch
 from config import pad_vocab
 from model import DTYPES, GPT
 from moe import expert_capacity
+from ops.activations import GATED
 from parallel import Axis, Mesh, assign_buckets
 from pipeline import stage_layers
 
@@ -23,7 +24,7 @@ def count_parameters(cfg, vocab_size):
     with (the head too; of the experts only the top-k and the shared ones; not the router, as in the reports
     that we compare with); those of the input tables."""
     C, D, E = cfg.n_embd, cfg.n_embd // cfg.n_head, cfg.n_experts
-    matrices = 3 if cfg.mlp == "swiglu" else 2
+    matrices = 3 if cfg.mlp in GATED else 2
     attn = 2 * C * C + 2 * C * cfg.n_kv_head * D
     expert = matrices * C * cfg.ffn_hidden
     shared = expert * cfg.n_shared_experts if E else 0

@@ -20,6 +20,7 @@ from cost.parameters import (
     unwidened_gradients,
 )
 from fast.choose import choose, needs_row_limit
+from ops.activations import GATED
 from pipeline import stage_layers
 
 
@@ -129,7 +130,7 @@ def matmul_shapes(cfg, mesh):
     for one micro-batch forward."""
     tp, C, F, rows = mesh.tp.size, cfg.n_embd, cfg.ffn_hidden, cfg.micro_batch * cfg.seq_len
     kv = max(cfg.n_kv_head // tp, 1) * (C // cfg.n_head)
-    gates = 2 if cfg.mlp == "swiglu" else 1
+    gates = 2 if cfg.mlp in GATED else 1
     dense = [(rows, C // tp + 2 * kv, C, 1), (rows, C, C // tp, 1)]
     hidden = cfg.n_shared_experts * F if cfg.n_experts else F
     if hidden:

@@ -1,4 +1,4 @@
-"""GELU and SwiGLU.
+"""What the MLP and each expert does between its matrices: GELU, SwiGLU. --mlp NAME takes ACTIVATIONS[NAME].
 
 SwiGLU is h = silu(gate) * up. Where gate and up come out of one matrix product side by side, plain autograd
 would compute the two gradients separately and then concatenate them; here they are written in place.
@@ -17,15 +17,18 @@ def gelu(x):
     return F.gelu(x, approximate="tanh")
 
 
-def swiglu(y):
-    """y (R, 2f) = gate | up -> silu(gate) * up, (R, f)"""
-    if backend.use_triton(y):
-        return _SwiGLU.apply(y)
-    gate, up = y.chunk(2, dim=1)
+def swiglu(gate, up=None):
+    """gate and up (..., f), or both side by side in gate (R, 2f) -> silu(gate) * up, (..., f)"""
+    if up is None and backend.use_triton(gate):
+        return _SwiGLU.apply(gate)
+    gate, up = gate.chunk(2, dim=1) if up is None else (gate, up)
     return F.silu(gate) * up
 
 
-ACTIVATIONS = {"swiglu": swiglu, "gelu": gelu}  # --mlp -> function of w1's product, gate | up for swiglu
+# --mlp -> function of w1's product; where the name is in GATED, of the products of w1 and w3: the MLP gives
+# them side by side, an expert one by one. a new name also goes into the list at `mlp` in config.py
+ACTIVATIONS = {"swiglu": swiglu, "gelu": gelu}
+GATED = {"swiglu"}
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import typing
 
 import pytest
 import torch
@@ -9,12 +10,14 @@ import torch.nn.functional as F
 from plain_model import forward, total_loss
 from pool import run_ranks
 
+import moe
 import train
 from config import PRESETS, Config, pad_vocab
 from corpus.shards import Synthetic
 from cost.parameters import count_parameters, flops_per_token
-from model import GPT, Attention, rope_cache, rotate, vocab_cross_entropy
+from model import GPT, MLP, Attention, rope_cache, rotate, vocab_cross_entropy
 from moe import MoE
+from ops.activations import ACTIVATIONS, GATED
 from optim import learning_rate
 from parallel import make_mesh
 from pipeline import generate
@@ -523,3 +526,56 @@ def test_dropout_is_seeded_by_step_and_micro_batch(cfg):
         stats, _ = train.Step(cfg, model, dp, opt)([batch] * micro, step)
         losses.append(stats.loss.item())
     assert losses[0] == losses[1] and len(set(losses)) == 3, "the second micro-batch has a mask of its own"
+
+
+# -----------------------------------------------------------------------------
+# an activation of one's own
+
+ONE_EXPERT = dict(SMALL, n_kv_head=2, n_experts=1, top_k=1, router="sigmoid")
+
+
+def test_every_name_of_mlp_has_a_function():
+    assert set(typing.get_args(Config.__annotations__["mlp"])) == set(ACTIVATIONS)
+    assert set(ACTIVATIONS) > GATED
+
+
+@pytest.mark.parametrize("capacity_factor", [0.0, 2.0])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_expert_computes_what_the_mlp_computes(name, capacity_factor):
+    """... with the same weights, for every activation; and both what its function says."""
+    cfg = Config(**dict(ONE_EXPERT, mlp=name, capacity_factor=capacity_factor))
+    mlp, layer = MLP(cfg, MESH, cfg.ffn_hidden).double(), moe.MoE(cfg, MESH).double()
+    x = torch.randn(12, cfg.n_embd, dtype=torch.float64)
+    layer.router.weight.data.zero_()  # the gate is sigmoid(0)
+    for p in (mlp.w1, mlp.w3, mlp.w2):
+        if p is not None:
+            torch.nn.init.normal_(p.weight)
+    with torch.no_grad():
+        for own, theirs in ((layer.w1, mlp.w1), (layer.w3, mlp.w3), (layer.w2, mlp.w2)):
+            if own is not None:
+                own.copy_(theirs.weight.unsqueeze(0))
+    products = [x @ w.weight.T for w in (mlp.w1, mlp.w3) if w is not None]
+    want = ACTIVATIONS[name](*products) @ mlp.w2.weight.T
+    y, _ = layer(x, lambda f, *args: f(*args))
+    torch.testing.assert_close(mlp(x), want)
+    torch.testing.assert_close(2 * y, want)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_new_activation_trains_in_mlp_and_experts_on_every_path(gated, monkeypatch, request):
+    """Two steps with experts and a shared one: where GPUs have one kernel for SwiGLU, it is not taken."""
+    called = []
+
+    def mine(gate, up=None):
+        called.append(up is None)
+        gate, up = gate.chunk(2, dim=1) if gated and up is None else (gate, up)
+        return gate.relu().square() * (up if gated else 1)
+    monkeypatch.setitem(ACTIVATIONS, "mine", mine)
+    if gated:
+        GATED.add("mine")
+    request.addfinalizer(lambda: GATED.discard("mine"))
+    monkeypatch.setattr(moe, "use_grouped_mm", lambda x, w: True)
+    cfg = Config(**dict(ONE_EXPERT, n_experts=4, n_shared_experts=1, mlp="mine"))
+    stats = steps(cfg, *built(cfg), (1, 2))
+    assert all(s.loss.isfinite() for s, _ in stats)
+    assert set(called) == ({True, False} if gated else {True}) and len(called) == 2 * 2 * 2 * cfg.n_layer
