@@ -148,7 +148,7 @@ def farewell(outcome, stop_reason, step, out, saved):
     """Print how the run ended and what its directory holds. saved: step of the last checkpoint, or 0."""
     how = {Outcome.STOPPED: f"stopped by {stop_reason}", Outcome.GAVE_UP: "gave up",
            Outcome.REPLICAS_DIFFER: "gave up", Outcome.FAILED: "lost its last save"}.get(outcome, "done")
-    names = ["metrics.jsonl", "loss.txt", "config.json", *[f"step_{saved:06d}"] * (saved > 0)]
+    names = "metrics.jsonl", "loss.txt", "config.json", "profile.html", "trace.json", f"step_{saved:06d}"
     print(f"{how} after step {step}: {out}/ holds "
           f"{', '.join(name for name in names if (out / name).exists()) or 'nothing'}", flush=True)
 
@@ -167,7 +167,8 @@ class Log:
         self.metrics = Rows(self.out / "metrics.jsonl", resumed or -1, create=True)
         self.expert_rows, self.last_experts = Rows(self.out / "experts.jsonl", resumed or -1), None
         self.wandb = self._wandb(wandb, config) if wandb != "off" else None
-        sys.stdout.reconfigure(errors="replace")  # plots are unicode; an ascii terminal gets question marks
+        # plots are unicode; an ascii terminal gets question marks, a notebook's stdout cannot be an ascii one
+        getattr(sys.stdout, "reconfigure", dict)(errors="replace")
 
     def _keep_history(self, row):
         """Append the row of this start, after the config.json of a run that began without history.jsonl."""
@@ -204,8 +205,9 @@ class Log:
     def _wandb(self, mode, config):
         try:
             import wandb
-            return wandb.init(project="nanoshard", dir=self.out, config=config, mode=mode,
-                              settings=wandb.Settings(silent=True))
+            wandb.setup(wandb.Settings(silent=True))  # else init() asks for a missing key, and waits
+            return wandb.init(project="nanoshard", name=self.out.resolve().name, dir=self.out, config=config,
+                              mode=mode)
         except Exception as e:  # not installed, no key, no network
             warn(f"wandb: {e}; going on without it")
             return None
@@ -252,16 +254,12 @@ def format_row(r):
 
 def start_profile(on):
     """--profile: -> a running pyinstrument profiler, or None."""
-    if not on:
-        return None
-    try:
-        from pyinstrument import Profiler
-    except ImportError:
-        print("pyinstrument is not installed: no profile (pip install pyinstrument)", flush=True)
-        return None
-    profiler = Profiler()
-    profiler.start()
-    return profiler
+    if on:
+        with best_effort("--profile needs pyinstrument (pip install pyinstrument)", ImportError):
+            from pyinstrument import Profiler
+            profiler = Profiler()
+            profiler.start()
+            return profiler
 
 
 def end_profile(profiler, out):
@@ -278,6 +276,8 @@ def tracer(on, out):
     writes OUT/trace.json. Without --trace the context yields None."""
     if not on:
         return contextlib.nullcontext()
-    from torch.profiler import profile, schedule
-    return profile(schedule=schedule(wait=1, warmup=1, active=3),
-                   on_trace_ready=lambda p: p.export_chrome_trace(str(out / "trace.json")))
+    from torch.profiler import profile, schedule  # repeat: else such steps are traced again and again
+    def ready(p):
+        p.export_chrome_trace(str(out / "trace.json"))
+        print(f"trace: {out}/trace.json; open it in https://ui.perfetto.dev", flush=True)
+    return profile(schedule=schedule(wait=1, warmup=1, active=3, repeat=1), on_trace_ready=ready)

@@ -1,15 +1,18 @@
 """Refused steps: the detector, what a refused step changes, agreement of the ranks, resume, giving up.
-Then: a full disk, an outage of wandb and a clock that jumps.
+Then: a full disk, an outage of wandb and a clock that jumps; a run in a notebook, and what it says of traces.
 """
 import errno
+import io
 import json
 import math
 import os
 import random
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -318,3 +321,70 @@ def test_a_guard_that_refuses_no_step_changes_no_bit(tmp_path):
     go(1, tmp_path / "a", "--steps=6", "--save-every=6")
     go(1, tmp_path / "b", "--steps=6", "--save-every=6", "--skip-spikes=6", "--check-every=1")
     same(tmp_path / "a", tmp_path / "b", 6)
+
+
+# -----------------------------------------------------------------------------
+# a notebook; wandb, --profile and --trace
+
+class OutStream(io.TextIOBase):
+    """What a notebook has in the place of sys.stdout: no reconfigure, no file descriptor."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+        return len(text)
+
+
+TINY_RUN = [*TINY, "--steps=2", "--log-every=2", "--data=synthetic"]
+
+
+def test_a_run_in_a_notebook_prints_and_gives_back_what_it_took(tmp_path, monkeypatch):
+    """... also when it was refused; its refusal is one line without the frames that tyro draws."""
+    streams = OutStream(), OutStream()
+    monkeypatch.setattr(sys, "stdout", streams[0])
+    monkeypatch.setattr(sys, "stderr", streams[1])
+    stop = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    handlers = [signal.getsignal(s) for s in stop]
+    train.main([*TINY_RUN, f"--out={tmp_path / 'run'}"])
+    with pytest.raises(SystemExit) as refused:
+        train.main(["tiny", "--stepz", "3"])
+    assert refused.value.code == 2 and [signal.getsignal(s) for s in stop] == handlers
+    assert (sys.stdout, sys.stderr) == streams
+    assert "step=2 loss=" in streams[0].text and "done after step 2" in streams[0].text
+    assert streams[1].text.count("\n") == 1 and "--" not in streams[1].text.replace(" --", "")
+    assert streams[1].text.startswith("nanoshard: Unrecognized options: --stepz"), streams[1].text
+
+
+def test_wandb_is_silent_before_init_and_the_run_has_the_folders_name(tmp_path, monkeypatch):
+    """init() of a wandb that is not silent asks a terminal for a missing key, and waits."""
+    said = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(
+        Settings=lambda **kw: kw, setup=lambda settings: said.append(settings),
+        init=lambda **kw: said.append(kw) or SimpleNamespace(finish=lambda: said.append("finish"))))
+    monkeypatch.chdir(tmp_path)
+    log.Log(Path("."), {"a": 1}, wandb="online").close()
+    assert said[0] == {"silent": True} and said[2] == "finish"
+    assert (said[1]["name"], said[1]["mode"], said[1]["config"]) == (tmp_path.name, "online", {"a": 1})
+
+
+def test_trace_says_where_it_is_and_how_to_look_at_it(tmp_path, capfd):
+    """... once, over three steps; the last line names it, and a profile that is there."""
+    with log.tracer(True, tmp_path) as trace:
+        for _ in range(12):
+            torch.zeros(1).add_(1)
+            trace.step()
+    assert capfd.readouterr().out == f"trace: {tmp_path}/trace.json; open it in https://ui.perfetto.dev\n"
+    steps = {e["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+             if e["name"].startswith("ProfilerStep")}
+    assert steps == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}  # from 0
+    (tmp_path / "profile.html").touch()
+    log.farewell(Outcome.DONE, None, 3, tmp_path, 0)
+    assert capfd.readouterr().out.endswith("holds profile.html, trace.json\n")
+
+
+def test_a_profile_without_pyinstrument_costs_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pyinstrument", None)
+    assert log.start_profile(True) is log.start_profile(False) is None
+    assert capsys.readouterr().err.count("pip install pyinstrument") == 1
