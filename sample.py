@@ -1,4 +1,7 @@
-"""Text from a checkpoint: python sample.py RUN_DIR --prompt "...", in one process, from any layout."""
+"""Text from a checkpoint: python sample.py RUN_DIR --prompt "...", in one process, from any layout.
+
+Several samples: --n COUNT of each --prompt, of which there may be several; the model is loaded once.
+"""
 import dataclasses
 import sys
 import typing
@@ -12,6 +15,7 @@ import checkpoint
 import config
 from corpus import tokenizer
 
+Prompts = tyro.conf.UseAppendAction[tuple[str, ...]]
 RunDir = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN_DIR")]]
 
 
@@ -19,13 +23,14 @@ RunDir = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN_DIR")]]
 class Flags:
     """The command line of sample.py."""
     run_dir: RunDir  # directory of a run of train.py, or one of its step_N
-    prompt: str = "\n"  # text to continue
+    prompt: Prompts = ()  # text to continue; --prompt A --prompt B continues both; default: a line break
+    n: int = 1  # samples of each prompt; the first is drawn with --seed, the next with --seed + 1, ...
     max_new_tokens: int = 200  # tokens to add
     temperature: float = 0.8  # below 1 favours likely tokens; 0 always takes the likeliest
     top_k: int = 50  # keep the k likeliest tokens; 0 keeps all
     seed: int = 1337  # of the random draws
 
-    RANGES = {"max_new_tokens": (0, 10**9), "temperature": (0, 10**6), "top_k": (0, 2**24)}
+    RANGES = {"n": (1, 10**6), "max_new_tokens": (0, 10**9), "temperature": (0, 10**6), "top_k": (0, 2**24)}
 
     def check(self):
         """ValueError for a temperature by which logits cannot be divided."""
@@ -99,17 +104,26 @@ def main(argv=None):
         if vocabulary.n_vocab > vocab_size:
             raise ValueError(f"{run}/config.json has vocab_size_used {vocab_size}, tokenizer.json "
                              f"{vocabulary.n_vocab} symbols: they are of two runs; give train.py's --out")
-        prompt = vocabulary.encode(flags.prompt)
-        start = prompt or [vocabulary.eod]  # no prompt: a new document
-        if start == [None]:
+        prompts = [vocabulary.encode(prompt) for prompt in flags.prompt or ("\n",)]
+        if vocabulary.eod is None and not all(prompts):
             raise ValueError("--prompt is empty, and this vocabulary has no end-of-document to start from; "
                              "give at least one character")
         model = load_model(cfg, vocab_size, weights)
-        from pipeline import generate
-        ids = generate(model, start, flags.max_new_tokens, flags.temperature, flags.top_k, flags.seed)
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal may lack the text's characters
-        print(vocabulary.decode(ids[len(start) - len(prompt):]))
+        print_samples(model, vocabulary, prompts, flags)
+
+
+def print_samples(model, vocabulary, prompts, flags):
+    """flags.n samples of each prompt (a list of ids), each below a line of its own if there are several."""
+    from pipeline import generate
+    samples = [(prompt, flags.seed + i) for prompt in prompts for i in range(flags.n)]
+    for number, (prompt, seed) in enumerate(samples, 1):
+        if len(samples) > 1:
+            print(f"--- sample {number} of {len(samples)}, --seed {seed}")
+        start = prompt or [vocabulary.eod]  # no prompt: a new document
+        ids = generate(model, start, flags.max_new_tokens, flags.temperature, flags.top_k, seed)
+        print(vocabulary.decode(ids[len(start) - len(prompt):]), flush=True)
 
 
 if __name__ == "__main__":

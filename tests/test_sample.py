@@ -112,17 +112,22 @@ def run(tmp_path_factory):
 
 
 def sampled(monkeypatch, *argv):
-    """sample.main -> (what it prints, the model, generate's other arguments)."""
+    """sample.main -> (what it prints, the model, generate's other arguments), of one sample."""
+    text, ((model, args),) = all_sampled(monkeypatch, *argv)
+    return text, model, args
+
+
+def all_sampled(monkeypatch, *argv):
+    """sample.main -> (what it prints, [(model, generate's other arguments)])."""
     seen, out, generate = [], io.StringIO(), pipeline.generate
 
     def recorded(model, *args):
         seen.append((model, args))
         return generate(model, *args)
-    monkeypatch.setattr(pipeline, "generate", recorded)
-    with contextlib.redirect_stdout(out):
+    with monkeypatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(pipeline, "generate", recorded)
         sample.main([str(a) for a in argv])
-    ((model, args),) = seen
-    return out.getvalue(), model, args
+    return out.getvalue(), seen
 
 
 def test_sample_py_passes_its_flags_on(run, monkeypatch):
@@ -132,6 +137,18 @@ def test_sample_py_passes_its_flags_on(run, monkeypatch):
     assert args == (words.encode("ab "), 7, 0.5, 3, 11)
     assert text.startswith("ab ") and len(text) == 3 + 7 + 1
     assert sampled(monkeypatch, run)[2] == (words.encode("\n"), 200, 0.8, 50, 1337)
+
+
+def test_sample_py_draws_several_samples_of_several_prompts(run, monkeypatch):
+    """The model is read once. Each sample is what a call with its own prompt and seed gives."""
+    flags = [run, "--max-new-tokens", 9, "--temperature", 2.0]
+    text, seen = all_sampled(monkeypatch, *flags, "--prompt", "ab ", "--prompt=egg", "--n", 2, "--seed", 5)
+    assert len({id(model) for model, _ in seen}) == 1 and len(seen) == 4
+    pairs = [("ab ", 5), ("ab ", 6), ("egg", 5), ("egg", 6)]
+    alone = [sampled(monkeypatch, *flags, "--prompt", prompt, "--seed", seed)[0] for prompt, seed in pairs]
+    assert text == "".join(f"--- sample {i} of 4, --seed {seed}\n{one}"
+                           for i, ((_, seed), one) in enumerate(zip(pairs, alone, strict=True), 1))
+    assert len(set(alone)) == 4
 
 
 def test_sample_py_reads_the_newest_checkpoint_or_the_one_that_is_named(run, monkeypatch):
