@@ -335,15 +335,16 @@ def test_a_signal_during_start_up_and_ranks_that_never_start(tmp_path):
     """Two starts at the same time: SIGTERM while torch is imported; a rank 1 that never calls MPI_Init."""
     command = [sys.executable, ROOT / "train.py", *FLAGS, f"--out={tmp_path / 'run'}", "--timeout=1"]
     alone = subprocess.Popen([BIN / "mpiexec", "-n", "1", *command, ":", "-n", "1", "sleep", "200"],
-                             stderr=subprocess.PIPE, text=True, env=clean_env())
+                             stderr=open(tmp_path / "alone", "w"), env=clean_env())
     early = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=clean_env())
     while not catches(early.pid, signal.SIGTERM):
         time.sleep(0.01)
     early.send_signal(signal.SIGTERM)
     said = early.communicate(timeout=60)[1].splitlines()
     assert early.returncode == 85 and len(said) == 1 and "SIGTERM during start-up" in said[0], said
-    said = alone.communicate(timeout=120)[1]
-    assert alone.returncode == 43 and said.count("nanoshard: ") == 1 and "Traceback" not in said, said
+    code, said = alone.wait(timeout=120), (tmp_path / "alone").read_text()
+    assert code in (43, 9), code  # 9: of the signal with which mpiexec ends the other process
+    assert said.count("nanoshard: ") == 1 and "Traceback" not in said, said
     assert "rank 0 of 2 waited 1 s in MPI_Init: a rank did not start" in said
     assert not (tmp_path / "run").exists()
 
