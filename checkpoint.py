@@ -1,7 +1,7 @@
 """Checkpoints: step_000123/ has one safetensors file per writing rank and index.json. No pickle; no rank ever
 needs the memory for a whole tensor.
 
-    python checkpoint.py show A       what is in A: a step_N directory, or a run, whose newest step_N is taken
+    python checkpoint.py show A       what is in A: a step_N directory, or a run, then its newest
     python checkpoint.py diff A B     which tensors differ, and by how much
 
 Every tensor has one global name and one full shape, whatever the layout. A rank writes its shards: rectangles
@@ -26,7 +26,8 @@ import zlib
 from pathlib import Path
 from typing import Literal
 
-from config import Range, check_schema, load_json, one_line, printable, wrong_input
+from config import one_line, printable, wrap, wrong_input
+from ops.schema import Range, check_schema, load_json
 
 FORMAT = 2
 SAFETENSORS_DTYPE = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64",
@@ -436,14 +437,13 @@ def show(path, say=lambda text: print(printable(text))):
 @wrong_input()
 def main(argv):
     """show A, or diff A B -> exit code: 1 if diff found differences, else 0."""
+    if {"-h", "--help"} & set(argv):
+        return print(wrap(__doc__))
     command, *paths = argv or [""]
     if (command, len(paths)) not in (("show", 1), ("diff", 2)):
-        raise ValueError("usage: python checkpoint.py show A, or diff A B")
+        raise ValueError("usage: python checkpoint.py show A, or diff A B; --help says more")
     paths = [next(iter(steps(p)), p) if not (Path(p) / "index.json").exists() else p for p in paths]
-    if command == "diff":
-        return int(diff(*paths) > 0)
-    show(paths[0])
-    return 0
+    return int(bool({"show": show, "diff": diff}[command](*paths)))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     Outcome         how a run ends: its exit code
     Config          the flags of train.py; PRESETS are sets of values for them
     command_line    argv -> a frozen dataclass, by tyro, for every program; wrong flags give one line
+    format_help     what --help prints: it is read from the comments beside the flags
     wrong_input     turns a program's wrong input into one line on stderr and exit code 2
-    check_schema    refuses JSON of other types and ranges than a program reads
     check           refuses values that no run can have; check_ranks: that this number of ranks cannot have
 
 A configuration is never changed after it was parsed.
@@ -13,15 +13,16 @@ import contextlib
 import dataclasses
 import difflib
 import enum
+import inspect
 import io
 import itertools
-import json
 import os
 import re
-import reprlib
+import shutil
 import sys
+import textwrap
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -39,7 +40,8 @@ class Outcome(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Config:
-    """The flags of train.py: --n-layer is n_layer. The comment beside or above a field is its help text."""
+    """The flags of train.py: --n-layer is n_layer. The comment beside a field, or above it if none is beside
+    it, is its help text; one above a field that has its own begins a group."""
     # model
     n_layer: int = 4  # transformer blocks
     n_head: int = 4  # query heads
@@ -112,14 +114,14 @@ class Config:
     max_minutes: float = 0.0  # save and exit 85 before this much wall time has passed; 0 is no limit
     timeout: float = 600.0  # seconds without progress that end the run; x 2 in start, compilation, saving
     check_every: int = 500  # steps between comparisons of the replicas' weights; 0 never compares
-    # skip
+    # skipping data
     train_range_to_skip: tuple[int, ...] = ()  # A B [C D ...]: drop these steps' data, 1-based, inclusive
     # SIGMA: skip a step whose loss or gradient norm is more than SIGMA deviations above the median of the
     # last steps; 0 is off
     skip_spikes: float = 0.0
     # at this step every target is token 0, which makes a spike; --clip 0 shows the damage; 0 is never
     inject_spike: int = 0
-    # look
+    # looking at a run
     profile: bool = False  # pyinstrument, as profile.html and profile.txt
     trace: bool = False  # torch profiler over steps 3 to 5, as trace.json
     timers: bool = False  # log the milliseconds of each phase; to measure them synchronises the device
@@ -130,12 +132,17 @@ class Config:
     deterministic: bool = False  # on a GPU use only kernels that give the same bits in every run
     pdb: int = -1  # RANK that stops in the debugger before the first step; nothing times out; -1 is none
     dump_grads: str = ""  # FILE.safetensors: weights before and gradients of the first step, at full size
-    preset: str = field(default="tiny")  # the preset whose values are the defaults
+    preset: str = "tiny"  # no flag, the first word: the preset whose values are the defaults
 
 
 GPT2 = dict(norm="layer", mlp="gelu", pos="learned", bias=True, tied=True, dropout=0.0)
 LLAMA = dict(norm="rms", mlp="swiglu", pos="rope", bias=False, tied=False, dropout=0.0)
-REPORTING = dict(log_every=10, eval_every=500, save_every=1000)
+LARGE = dict(dtype="bf16", log_every=10, eval_every=500, save_every=1000)
+GPT2_SMALL = dict(GPT2, n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hidden=3072, seq_len=1024,
+                  lr=6e-4, compile=True, **LARGE)
+DENSE_210M = dict(LLAMA, n_layer=24, n_head=4, n_kv_head=1, n_embd=512, ffn_hidden=1792, seq_len=2048,
+                  rope_base=100000.0, vocab_size=128256, micro_batch=8, steps=20_000, lr=1e-3, warmup=200,
+                  compile=True, **LARGE)
 PRESETS = {
     "tiny": dict(),
     "tiny-moe": dict(n_experts=8, top_k=2),
@@ -143,24 +150,16 @@ PRESETS = {
                              bias=False, dropout=0.2, micro_batch=64, steps=5000, lr=1e-3, min_lr=1e-4,
                              warmup=100, beta2=0.99, dtype="bf16", log_every=10, eval_every=250,
                              eval_iters=20, save_every=1000),
-    "wordplay": dict(GPT2, n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hidden=3072, seq_len=1024,
-                     bias=False, micro_batch=64, steps=2000, lr=6e-4, warmup=100, dtype="bf16",
-                     compile=True, **REPORTING),
-    "gpt2": dict(GPT2, n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hidden=3072, seq_len=1024,
-                 micro_batch=32, global_batch=480, steps=100_000, lr=6e-4, warmup=2000, dtype="bf16",
-                 compile=True, **REPORTING),
-    "dense-210m": dict(LLAMA, n_layer=24, n_head=4, n_kv_head=1, n_embd=512, ffn_hidden=1792, seq_len=2048,
-                       rope_base=100000.0, vocab_size=128256, micro_batch=8, steps=20_000, lr=1e-3,
-                       warmup=200, dtype="bf16", compile=True, **REPORTING),
-    "moe-4b": dict(LLAMA, n_experts=64, top_k=1, n_layer=24, n_head=4, n_kv_head=1, n_embd=512,
-                   ffn_hidden=1792, seq_len=2048, rope_base=100000.0, vocab_size=128256, micro_batch=8,
-                   steps=20_000, lr=1e-3, warmup=200, dtype="bf16", compile=True, **REPORTING),
+    "wordplay": dict(GPT2_SMALL, bias=False, micro_batch=64, steps=2000, warmup=100),
+    "gpt2": dict(GPT2_SMALL, micro_batch=32, global_batch=480, steps=100_000, warmup=2000),
+    "dense-210m": DENSE_210M,
+    "moe-4b": dict(DENSE_210M, n_experts=64, top_k=1),
     "smol-1.7b": dict(LLAMA, n_layer=24, n_head=32, n_kv_head=32, n_embd=2048, ffn_hidden=8192, seq_len=2048,
-                      vocab_size=49152, micro_batch=4, steps=20_000, lr=5e-4, warmup=500, dtype="bf16",
-                      compile=True, **REPORTING),
+                      vocab_size=49152, micro_batch=4, steps=20_000, lr=5e-4, warmup=500, compile=True,
+                      **LARGE),
     "bloom-176b": dict(GPT2, n_layer=70, n_head=112, n_kv_head=112, n_embd=14336, ffn_hidden=57344,
                        seq_len=2048, vocab_size=250880, micro_batch=2, global_batch=2048, steps=100_000,
-                       lr=6e-5, warmup=375, dtype="bf16", **REPORTING),
+                       lr=6e-5, warmup=375, **LARGE),
 }
 SIZE, COUNT, FACTOR = (1, 2**20), (0, 10**12), (0, 10**9)
 RANGES = {  # flag, of any program: the least and the largest value it may have
@@ -176,6 +175,21 @@ RANGES = {  # flag, of any program: the least and the largest value it may have
     "rope_base": (1, 10**12), "timeout": (1, 30 * 86400), "pdb": (-1, 2**20), "seed": (0, 2**63 - 1),
     **dict.fromkeys(("dropout", "beta1", "beta2"), (0, 1))}
 LARGEST = 10**18  # of all other numbers
+COMMON = ("n_layer", "n_head", "n_embd", "seq_len", "n_experts", "top_k", "tp", "pp", "ep", "zero",
+          "micro_batch", "global_batch", "steps", "lr", "dtype", "data", "out", "eval_every", "save_every",
+          "resume")  # what --help shows of Config; --help-all shows all
+ELSEWHERE = {  # flags of other trainers: the name of ours, or what to do instead
+    **dict.fromkeys(("block_size", "max_seq_len", "context_length"), "seq_len"), "num_layers": "n_layer",
+    "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head",
+    **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "micro_batch"), "learning_rate": "lr",
+    **dict.fromkeys(("max_iters", "max_steps", "train_iters"), "steps"), "lr_decay_iters": "decay_steps",
+    **dict.fromkeys(("warmup_iters", "warmup_steps"), "warmup"), "grad_clip": "clip", "wandb_log": "wandb",
+    "eval_interval": "eval_every", "log_interval": "log_every", "save_interval": "save_every",
+    "out_dir": "out", "output_dir": "out", "dataset": "data",
+    **dict.fromkeys(("model", "preset"), "is the first word here, without dashes: train.py gpt2"),
+    "device": "is no flag: a GPU is taken if there is one; CUDA_VISIBLE_DEVICES=-1 in front hides it",
+    "epochs": "is no flag: give --steps; an epoch is training samples / global batch",
+    "gradient_accumulation_steps": "is no flag: give --global-batch, micro-batch * dp * those steps"}
 
 
 # -----------------------------------------------------------------------------
@@ -188,33 +202,92 @@ def parse(argv, cls=Config, prog="train.py", about="Train a GPT.", **defaults):
     preset = argv.pop(0) if argv and not argv[0].startswith("-") else "tiny"
     if preset not in PRESETS:
         raise ValueError(f"no preset {preset!r}; the presets are {', '.join(PRESETS)}")
+    about += f"\n\nPresets: {', '.join(PRESETS)}. Defaults below are those of {preset}."
     default = cls(**{**PRESETS[preset], **defaults}, preset=preset)
-    cfg = command_line(cls, argv, f"{prog} [PRESET]", default=default,
-                       about=f"{about} Presets: {', '.join(PRESETS)}. Defaults below are those of {preset}.")
+    cfg = command_line(cls, argv, f"{prog} [PRESET]", about, default)
     check(cfg)
     return cfg
 
 
 def command_line(cls, argv, prog, about, default=None):
     """Flags argv (list of str) -> an instance of the dataclass cls: its fields are the flags, its comments
-    their help. --help prints and exits with 0, also if its reader leaves early (| head). ValueError: one line
-    that says what is wrong, with the flag that an unknown one resembles."""
+    their help. --help and --help-all print and exit with 0, also if the reader leaves early (| head).
+    ValueError: one line that says what is wrong, with the flag that an unknown one resembles."""
+    if {"-h", "--help", "--help-all"} & set(argv):
+        print_quietly(format_help(cls, prog, about, default, "--help-all" in argv))
+        raise SystemExit(Outcome.DONE)
+    _refuse_names_of_others(argv, cls)
     import tyro
-    said, printed = io.StringIO(), io.StringIO()
+    said = io.StringIO()
     try:
-        with contextlib.ExitStack() as captured:
-            captured.enter_context(contextlib.redirect_stderr(said))
-            if {"-h", "--help"} & set(argv):  # only then: tyro's frames depend on stdout
-                captured.enter_context(contextlib.redirect_stdout(printed))
+        with contextlib.redirect_stderr(said):
             kwargs = {} if default is None else {"default": default}
-            flags = tyro.cli(cls, args=_booleans(argv, cls), prog=prog, description=about, **kwargs)
-        check_numbers(flags)
-        return flags
-    except SystemExit as e:
-        if e.code == 0:
-            print_quietly(printed.getvalue())
-            raise
+            flags = tyro.cli(cls, args=_booleans(argv, cls), prog=prog, **kwargs)
+    except SystemExit:
         raise ValueError(_format_tyro_error(said.getvalue(), cls, prog.split()[0])) from None
+    check_numbers(flags)
+    return flags
+
+
+def _refuse_names_of_others(argv, cls):
+    """ValueError: flags that other trainers have, each with ours or with what to do instead."""
+    ours, said = {f.name for f in dataclasses.fields(cls)} - {"preset"}, []
+    for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
+        key = name[2:].replace("-", "_")
+        text = ELSEWHERE.get(key, "") if key not in ours else ""
+        if text in ours:
+            said.append(f"{name} is --{text.replace('_', '-')} here")
+        elif " " in text and issubclass(cls, Config):
+            said.append(f"{name} {text}")
+    if said:
+        raise ValueError("; ".join(said))
+
+
+def _comments(cls):
+    """-> {field: (its group, its help)} from the comments in the source of a dataclass."""
+    found, group, above = {}, "", []
+    for line in inspect.getsource(cls).splitlines():
+        name, beside = re.match(r"    (\w+): ", line), line.partition("  # ")[2]
+        if name:
+            group = " ".join(above) if above and beside else group
+            found[name[1]] = group, beside or " ".join(above)
+        above = [*above, line[6:]] if line.startswith("    # ") else []
+    return found
+
+
+def format_help(cls, prog, about, default, everything):
+    """-> what a program does, its flags and their defaults; of Config's those of COMMON, or everything."""
+    lines = [f"usage: {prog} [flags]", "", wrap(about)]
+    notes, last = {k: v for c in cls.__mro__[-2::-1] for k, v in _comments(c).items()}, None
+    # its own flags first, then those that it has from Config
+    for f in sorted(dataclasses.fields(cls), key=lambda f: f.name not in cls.__annotations__):
+        hidden = issubclass(cls, Config) and f.name in Config.__annotations__ and f.name not in COMMON
+        if f.name == "preset" or hidden and not everything:
+            continue
+        (group, text), value = notes[f.name], f.default if default is None else getattr(default, f.name)
+        if group != last:
+            lines, last = [*lines, "", group or f"flags of {prog.split()[0]}"], group
+        flag = f"--{f.name.replace('_', '-')}"
+        if "Positional" in str(f.type):
+            flag = f.name.upper()
+        elif value is True:
+            flag, text = f"--no-{flag[2:]}", f"turns off: {text}"
+        elif value is not False:
+            value = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            flag += f" {'...' if value in (None, '') else value}"
+        if typing.get_origin(f.type) is Literal:
+            text += f" [{' | '.join(map(str, typing.get_args(f.type))).strip(' |')}]"
+        lines.append(wrap(text, initial_indent=f"  {printable(flag):25} ", subsequent_indent=28 * " "))
+    more = "\n--help-all lists all flags, --no-NAME turns a switch off.\n"
+    return "\n".join(lines) + "\n" + more * (issubclass(cls, Config) and not everything)
+
+
+def wrap(text, **indents):
+    """text -> the same in lines of the terminal's width, 80 to 100; indented or numbered ones stay."""
+    width = min(max(shutil.get_terminal_size().columns, 80), 100)
+    return "\n\n".join(p if re.search(r"^( |\d\))", p, re.M) else
+                       textwrap.fill(p, width, break_on_hyphens=False, **indents)
+                       for p in text.strip().split("\n\n"))
 
 
 def print_quietly(text):
@@ -261,20 +334,19 @@ def printable(text):
 def _booleans(argv, cls):
     """argv -> argv as tyro expects it. It knows --x and --no-x; --x True, --x False and --x=true are ours."""
     switches = {f.name for f in dataclasses.fields(cls) if f.type in (bool, "bool")}
-    out, i = [], 0
-    while i < len(argv):
-        name, eq, value = argv[i].partition("=")
+    out, words = [], list(argv)
+    while words:
+        word = words.pop(0)
+        name, eq, value = word.partition("=")
         key = name.removeprefix("--").replace("-", "_")
         if name.startswith("--") and key in switches:
-            if not eq and i + 1 < len(argv) and argv[i + 1].lower() in ("true", "false"):
-                i, value = i + 1, argv[i + 1]
+            if not eq and words and words[0].lower() in ("true", "false"):
+                value = words.pop(0)
             if value.lower() not in ("", "true", "false"):
                 raise ValueError(f"{name} is a switch: {name}, --no-{key.replace('_', '-')} or {name} True; "
                                  f"not {value!r}")
-            out.append(f"--no-{key}" if value.lower() == "false" else f"--{key}")
-        else:
-            out.append(argv[i])
-        i += 1
+            word = f"--no-{key}" if value.lower() == "false" else f"--{key}"
+        out.append(word)
     return out
 
 
@@ -289,74 +361,6 @@ def _format_tyro_error(box, cls, prog):
     close = unknown and difflib.get_close_matches(unknown[1].replace("_", "-"), flags, 2)
     hint = f"; perhaps you meant --{' or --'.join(close)}" if close else ""
     return f"{what}{hint} ({prog} --help lists all flags)"
-
-
-# -----------------------------------------------------------------------------
-# JSON from a file: it may be cut, foreign, or made to do harm
-
-WORDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", list: "a list",
-         dict: "an object", type(None): "null"}
-
-
-@dataclass(frozen=True)
-class Range:
-    """For check_schema: a number from low to high; a whole one where both are whole."""
-    low: float = 0
-    high: float = 2**63 - 1  # what fits into 8 bytes
-
-
-def load_json(path):
-    """-> what a UTF-8 JSON file holds. OSError: it cannot be read; ValueError: a line that names the file."""
-    def refuse(word):
-        raise ValueError(f"{word} is no number in JSON")
-    try:
-        return json.loads(Path(path).read_bytes().decode(), parse_constant=refuse)
-    except RecursionError:
-        raise ValueError(f"{path} holds no sound JSON: it is nested too deep") from None
-    except ValueError as e:
-        raise ValueError(f"{path} holds no sound JSON: {e}") from None
-
-
-def check_schema(value, schema, where, path="the content"):
-    """ValueError, one line that starts with `where`, unless a value from JSON is as schema says: a type or a
-    tuple of types (float takes an int, too); a Range; a Literal; {key: schema}, where "key?" may be missing,
-    "*" stands for every key, and other keys are free; [schema] for a list of such, [a, b] for a pair; or a
-    predicate whose docstring says what is expected."""
-    def expect(right, what):
-        if not right:
-            raise ValueError(f"{where}: {path} is {reprlib.repr(value)[:60]}, not {what}")
-
-    def is_a(kind):
-        number = not isinstance(value, bool) and (
-            isinstance(value, (int, float)) and abs(value) <= sys.float_info.max)
-        return (number if kind is float else number and isinstance(value, int) if kind is int else
-                isinstance(value, kind))
-
-    if isinstance(schema, dict):
-        expect(is_a(dict), WORDS[dict])
-        for key, inner in schema.items():
-            name = key.removesuffix("?")
-            if name == key != "*" and name not in value:
-                raise ValueError(f"{where}: {path} lacks {name}")
-            for k in value if key == "*" else {name} & value.keys():
-                check_schema(value[k], inner, where, k if path == "the content" else f"{path}.{k}")
-    elif isinstance(schema, list):
-        length = f" of {len(schema)}" * (len(schema) > 1)
-        expect(is_a(list) and (not length or len(value) == len(schema)), WORDS[list] + length)
-        for i, (v, inner) in enumerate(zip(value, itertools.cycle(schema), strict=False)):
-            check_schema(v, inner, where, f"{path}[{i}]")
-    elif isinstance(schema, Range):
-        kind = int if type(schema.low) is type(schema.high) is int else float
-        expect(is_a(kind) and schema.low <= value <= schema.high,
-               f"{WORDS[kind]} from {schema.low} to {schema.high}")
-    elif typing.get_origin(schema) is Literal:
-        values = typing.get_args(schema)
-        expect(value in values, f"one of {', '.join(map(str, values))}")
-    elif isinstance(schema, (type, tuple)):
-        kinds = schema if isinstance(schema, tuple) else (schema,)
-        expect(any(map(is_a, kinds)), " or ".join(WORDS[kind] for kind in kinds))
-    else:
-        expect(schema(value), " ".join(schema.__doc__.split()))
 
 
 # -----------------------------------------------------------------------------

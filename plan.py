@@ -268,8 +268,7 @@ class PlanFlags(Config):
 
 
 ABOUT = ("Predict what a training run will cost before it runs: parameters, memory, bytes sent and "
-         "milliseconds per step. --gpus, --gpu, --tokens, --search, --scaling and --json, at the end of the "
-         "list, are plan.py's own flags; the others are those of train.py.")
+         "milliseconds per step.")
 
 
 def arguments(argv):

@@ -1,12 +1,13 @@
 """The layout matrix on this host's GPUs: torchrun ... bench/gpu_matrix.py [fp64 bf16 replicas graph sync]
 
-1) fp64        every layout of tests/test_layouts.py for this number of GPUs, over NCCL, equals one GPU to
-               1e-10 in losses, norms, every gradient, every parameter and moment
+1) fp64        every layout of tests/test_layouts.py for this number of GPUs, over NCCL, equals one
+               GPU to 1e-10 in losses, norms, every gradient, every parameter and moment
 2) bf16        the losses of the same layouts equal those of one GPU's bf16 within rounding
 3) replicas    after 20 bf16 steps replicas hold the same bits, and a second run holds them too
 4) graph       20 bf16 steps as one CUDA graph give the losses of 20 steps without a graph
-5) sync        the MoE layer never synchronises GPU and host (torch.cuda.set_sync_debug_mode("error")): with a
-               capacity, dropless on one rank, and dropless over all ranks through symmetric memory
+5) sync        the MoE layer never synchronises GPU and host, torch.cuda.set_sync_debug_mode
+               says: with a capacity, dropless on one rank, and dropless over all ranks through
+               symmetric memory
 """
 import sys
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Flags:
-    parts: Positional[tuple[Literal[PARTS], ...]] = PARTS  # which of the checks, in any order
+    parts: Positional[tuple[Literal[PARTS], ...]] = PARTS  # which of these checks, in any order; default: all
 
 
 def check_layouts(world, dtype):
@@ -160,8 +161,7 @@ def no_hidden_sync(world):
 
 
 def main(argv=None):
-    flags = read_flags(Flags, argv, "gpu_matrix.py [PART...]", "Check on several GPUs that every layout "
-                       "equals one GPU, that replicas stay equal, and that a CUDA graph changes nothing.")
+    flags = read_flags(Flags, argv, "gpu_matrix.py [PART...]", __doc__)
     world = launch(timeout=40)
     with exit_together(world):
         if world.size == 1 or world.device.type != "cuda":

@@ -128,8 +128,7 @@ def megatron():
 
 
 def main(argv=None):
-    read_flags(Flags, argv, "oracles.py", "Compare our MoE layer with the code of Hugging Face transformers "
-               "and Megatron-core, where they are installed.")
+    read_flags(Flags, argv, "oracles.py", __doc__)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     worst = 0.0

@@ -103,8 +103,8 @@ def run(cfg, world):
 
 def main(argv=None):
     with one_rank_speaks():
-        cfg = parse(sys.argv[1:] if argv is None else argv, prog="save_cost.py", data="synthetic",
-                    about="Measure what saving a checkpoint in the background costs a training run.")
+        cfg = parse(sys.argv[1:] if argv is None else argv, prog="save_cost.py", about=__doc__,
+                    data="synthetic")
     world = launch()
     same = run(cfg, world)
     shutdown(world)

@@ -56,7 +56,7 @@ PEERS = {  # (workload, GPUs): the fastest other trainer, its tokens/s per GPU o
 
 @dataclass(frozen=True)
 class Flags:
-    workloads: Positional[tuple[Literal[tuple(WORKLOADS)], ...]]  # one or several, measured in this order
+    workloads: Positional[tuple[Literal[tuple(WORKLOADS)], ...]]  # W1 W2a W2b W3 W3-8192 G2 G2-32 WP
     steps: int = 60  # steps of each workload; half of them, at most 30, count
     flags: str = ""  # flags of train.py for all workloads, in place of the default layout
     profile: bool = False  # also print the kernels of a step on rank 0, the slowest first

@@ -33,7 +33,8 @@ ORDER = ["train",
          "moe optim",
          "zero muon",
          "parallel",
-         "ops skip checkpoint corpus",
+         "skip checkpoint corpus",
+         "ops",
          "config"]
 LEVEL = {unit: level for level, line in enumerate(ORDER) for unit in line.split()}
 OUTSIDE = {"bench", "tests", "tutorial", "scripts"}  # above the house: it imports nothing of theirs

@@ -520,7 +520,7 @@ def test_show_and_diff(tmp_path, capsys):
     assert "2 of 24 elements, max abs inf" in out and "first at (4, 1)" in out
     assert f"only in {c}" in out and "float64 -> float32" in out
     assert "meta step: 3 -> 4" in out and "meta extra: absent -> 1" in out
-    checkpoint.main(["show", str(c)])
+    assert checkpoint.main(["show", str(c)]) == 0
     assert "step 4, 3 tensors in 1 files" in capsys.readouterr().out
     changed = want["w"].clone()
     changed[0, 2] = -changed[0, 2]

@@ -24,6 +24,7 @@ from corpus.shards import Synthetic
 from cost import fits
 from cost.memory import state_bytes
 from fast.choose import choose
+from ops.schema import Range, check_schema, load_json
 from parallel import make_mesh
 from pipeline import stage_layers
 from runtime import log
@@ -318,20 +319,52 @@ def test_stages_follow_pp_layers_or_are_balanced():
 
 def test_help_lists_every_field(capsys):
     with pytest.raises(SystemExit) as e:
-        parse(["gpt2", "--help"])
+        parse(["gpt2", "--help-all"])
     assert e.value.code == 0
     text = capsys.readouterr().out
-    letters = re.sub(r"[\s│]", "", text)  # without tyro's frames and line breaks
+    letters = re.sub(r"\s", "", text)
     source = Path(config.__file__).read_text().splitlines()
-    for f in dataclasses.fields(Config):
-        assert f"--{f.name.replace('_', '-')}" in text, f.name
+    for f in dataclasses.fields(Config)[:-1]:
+        assert re.search(rf"\n  --(no-)?{f.name.replace('_', '-')} ", text), f.name
         at = next(i for i, line in enumerate(source) if line.startswith(f"    {f.name}: "))
         _, _, comment = source[at].partition("  # ")
         while "  # " not in source[at].lstrip() and source[at - 1].startswith("    # "):  # a comment above it
             at -= 1
             comment = source[at].removeprefix("    # ") + comment
         assert comment and re.sub(r"\s", "", comment) in letters, f"the comment of {f.name} is not its help"
-    assert "100000" in text.replace("_", "") and all(p in text for p in PRESETS)
+    assert "--steps 100000 " in text and "--preset" not in text and all(p in text for p in PRESETS)
+    assert "\n\nmixture of experts\n  --n-experts 0 " in text and text.count("--no-bias") == 1
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_the_short_help_has_the_common_flags_and_fits_the_terminal(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for argv in (["--help"], ["--help-all"]):
+        with pytest.raises(SystemExit):
+            parse(argv)
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= min(max(columns, 80), 100)
+        flags = re.findall(r"^  --(?:no-)?([\w-]+) ", text, re.M)
+        assert len(flags) == (20 if argv == ["--help"] else len(dataclasses.fields(Config)) - 1)
+        assert ("--help-all" in text) == (argv == ["--help"])
+
+
+def test_flags_of_other_trainers_are_answered_with_ours():
+    ours = {f.name for f in dataclasses.fields(Config)}
+    for word, answer in config.ELSEWHERE.items():
+        assert answer in ours and word not in ours or " " in answer, word
+    said = "--block-size is --seq-len here; --batch_size is --micro-batch here; --max-iters is --steps here"
+    for argv, words in (
+            (["--block-size", "64", "--batch_size=4", "--max-iters", "10"], f"^{said}$"),
+            (["--learning_rate=1e-4", "--lr", "1"], "^--learning_rate is --lr here$"),
+            (["gpt2", "--eval-interval=5"], "^--eval-interval is --eval-every here$"),
+            (["--device", "cpu"], "^--device is no flag: .*CUDA_VISIBLE_DEVICES=-1"),
+            (["--gradient-accumulation-steps", "4"], "give --global-batch, micro-batch .* those steps$"),
+            (["--preset", "gpt2"], "^--preset is the first word here, without dashes: train.py gpt2$")):
+        with pytest.raises(ValueError, match=words):
+            parse(argv)
+    with pytest.raises(ValueError, match="^--max-steps is"):
+        plan.arguments(["gpt2", "--max-steps=3"])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -445,8 +478,8 @@ SCHEMAS = [  # value, schema, and how the message goes on; "" if the value is ri
     (math.inf, float, "inf, not a finite number"), (10**400, float, "not a finite number"), (1, bool, "1"),
     (None, (str, type(None)), ""), ({}, {"a": int}, "the content lacks a"), ({}, {"a?": int}, ""),
     ({"a": None}, {"a?": int}, "a is None"), ({"b": 1}, {}, ""), ([], {}, "the content is [], not an object"),
-    ({"x": {"n": -1}}, {"*": {"n": config.Range(0, 9)}}, "x.n is -1, not a whole number from 0 to 9"),
-    (0.5, config.Range(0.0, 1), ""), (1.5, config.Range(0.0, 1), "1.5"), (1.0, config.Range(0, 9), "1.0"),
+    ({"x": {"n": -1}}, {"*": {"n": Range(0, 9)}}, "x.n is -1, not a whole number from 0 to 9"),
+    (0.5, Range(0.0, 1), ""), (1.5, Range(0.0, 1), "1.5"), (1.0, Range(0, 9), "1.0"),
     ([1, "a"], [int], "the content[1] is 'a'"), ([1, 2], [float, int], ""), ([1], [int, int], "a list of 2"),
     (3, even, "3, not an even number"), ("rms", typing.Literal["rms", "layer"], ""),
     (["rms"], typing.Literal["rms", "layer"], "not one of rms, layer"), ("x" * 999, int, "...")]
@@ -455,7 +488,7 @@ SCHEMAS = [  # value, schema, and how the message goes on; "" if the value is ri
 @pytest.mark.parametrize("value,schema,say", SCHEMAS, ids=lambda v: str(v)[:30])
 def test_a_schema_names_the_first_wrong_value(value, schema, say):
     with pytest.raises(ValueError) if say else contextlib.nullcontext() as e:
-        config.check_schema(value, schema, "f.json")
+        check_schema(value, schema, "f.json")
     assert not say or str(e.value).startswith("f.json: ") and say in str(e.value) and len(str(e.value)) < 120
 
 
@@ -463,7 +496,7 @@ def test_a_schema_names_the_first_wrong_value(value, schema, say):
 def test_what_is_no_json_is_one_line(raw, tmp_path):
     (tmp_path / "x.json").write_bytes(raw)
     with pytest.raises(ValueError, match="x.json holds no sound JSON: "):
-        config.load_json(tmp_path / "x.json")
+        load_json(tmp_path / "x.json")
 
 
 def test_control_characters_of_a_file_are_printed_escaped(capsys):

@@ -391,8 +391,8 @@ def test_help_says_what_it_does_and_lists_both_kinds_of_flags(capsys):
         plan.main(["gpt2", "--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert exit_.value.code == 0
-    for part in ("Predict what a training run will cost", "--gpu {a100-40,a100-80,h100,h200}", "--search",
-                 "same work per GPU", "--n-layer INT transformer blocks (default: 12)"):
+    for part in ("Predict what a training run will cost", "--gpu h200", "[a100-40 | a100-80 | h100 | h200]",
+                 "--search", "same work per GPU", "--n-layer 12 transformer blocks"):
         assert part in said, part
 
 
