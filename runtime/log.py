@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -83,8 +84,8 @@ def report_traffic(predicted, sent):
     """Print the bytes that this rank sent in the first step, by axis: predicted, and as its collectives
     counted them (Axis.sent). Both {axis name: bytes}."""
     if predicted:
-        print("comm per step, MB sent by rank 0, predicted / measured: " + ", ".join(
-            f"{axis} {predicted[axis] / 1e6:.4g} / {sent[axis] / 1e6:.4g}" for axis in predicted), flush=True)
+        rows = [f"\n  {axis:6}{n / 1e6:10.4g} / {sent[axis] / 1e6:.4g}" for axis, n in predicted.items()]
+        print("comm per step, MB sent by rank 0, predicted / measured:", *rows, sep="", flush=True)
 
 
 # -----------------------------------------------------------------------------
@@ -140,7 +141,7 @@ def started(cfg, model, resumed, batch, n_samples, skip):
     n, mesh = sum(p.numel() for p in model.parameters()), model.mesh
     how = f"resumed {resumed}" if resumed else "started"
     print(f"{how}: {n:,} parameters on this rank, dp {mesh.dp.size} "
-          f"tp {cfg.tp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}, {batch} x {cfg.seq_len} tokens per step, "
+          f"tp {cfg.tp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}\n  {batch} x {cfg.seq_len} tokens per step, "
           f"{n_samples:,} training samples" + f", skipping steps {skip}" * bool(skip.pairs), flush=True)
 
 
@@ -225,7 +226,7 @@ class Log:
 
 
 def format_row(r):
-    """A row of metrics.jsonl -> the printed line."""
+    """A row of metrics.jsonl -> the printed lines, of 100 columns: the step; below it experts, --timers."""
     s = f"step={r['step']}"
     if "loss" in r:
         s += f" loss={r['loss']:.4f}"
@@ -235,18 +236,17 @@ def format_row(r):
     if "grad_norm" in r:
         s += f" gnorm={r['grad_norm']:.3f}"
     if "ms" in r:
-        s += f" dt={r['ms']:.1f}ms tok/s={r['tok_s']:.0f} tok/s/gpu={r['tok_s_gpu']:.0f}"
-    if "aux_loss" in r:
-        s += f" aux={r['aux_loss']:.3f} load_max={r['expert_load_max']:.2f} dropped={100 * r['dropped']:.1f}%"
+        s += f" dt={r['ms']:.1f}ms tok/s={r['tok_s']:.0f}"
+        s += f" tok/s/gpu={r['tok_s_gpu']:.0f}" * ("mem_gb" in r and r["tok_s"] > r["tok_s_gpu"])
     if "mfu" in r:
         s += f" mfu={100 * r['mfu']:.1f}%"
-    if r.get("skip_reason"):
-        s += f" ({r['skip_reason']})"
-    for key in ("skipped", "nan_steps"):
-        if r.get(key):
-            s += f" {key}={r[key]}"
+    s += f" ({r['skip_reason']})" if r.get("skip_reason") else ""
+    s += "".join(f" {key}={r[key]}" for key in ("skipped", "nan_steps") if r.get(key))
+    if "aux_loss" in r:
+        s += f"\n  aux={r['aux_loss']:.3f} load_max={r['expert_load_max']:.2f} dropped={r['dropped']:.1%}"
     timers = " ".join(f"{k[2:]}={v:.1f}" for k, v in r.items() if k.startswith("t_"))
-    return s + (f" | ms: {timers}" if timers else "")
+    s += f"\n  ms: {timers}" if timers else ""
+    return "\n".join(textwrap.fill(x, 100, subsequent_indent="      ") for x in s.split("\n"))
 
 
 # -----------------------------------------------------------------------------

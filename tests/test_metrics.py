@@ -6,6 +6,7 @@
 import dataclasses
 import json
 import math
+import re
 import time
 from types import SimpleNamespace
 
@@ -284,7 +285,7 @@ def test_the_default_batch_is_a_micro_batch_per_replica(layout, batch, tmp_path)
     assert [s["first"] for s in got["steps"]] == [0, batch]
     assert [(r["global_batch"], r["samples"], r["tokens"]) for r in rows(tmp_path)] == \
         [(batch, batch, 16 * batch), (batch, 2 * batch, 32 * batch)]
-    assert f", {batch} x 16 tokens per step" in got["out"] and f"dp {batch // 2} tp" in got["out"]
+    assert f"\n  {batch} x 16 tokens per step" in got["out"] and f"dp {batch // 2} tp" in got["out"]
     saved = json.loads((tmp_path / "config.json").read_text())
     assert (saved["world"], saved["dp"], saved["vocab_size_used"]) == (n, batch // 2, 100)
 
@@ -294,9 +295,9 @@ def test_the_default_batch_is_a_micro_batch_per_replica(layout, batch, tmp_path)
 def test_the_printed_traffic_is_as_predicted(n, layout, tmp_path):
     """Of the first step alone: what was sent before it, and later, is not in it."""
     got = go(n, tmp_path, *layout, "--steps=3")
-    (line,) = [x for x in got["out"].splitlines() if x.startswith("comm per step")]
-    pairs = [item.split()[1::2] for item in line.partition(": ")[2].split(", ")]
-    assert pairs and all(a == b and float(a) > 0 for a, b in pairs), line
+    (table,) = re.findall(r"^comm per step.*measured:\n((?:  .*\n)+)", got["out"], re.M)
+    pairs = [line.split()[1::2] for line in table.splitlines()]
+    assert pairs and all(a == b and float(a) > 0 for a, b in pairs), table
 
 
 def test_experts_jsonl_of_a_resumed_run_has_each_step_once(tmp_path):
@@ -311,10 +312,14 @@ def test_the_printed_line():
     row = dict(step=12, loss=2.34567, val_loss=2.5, lr=1.5e-3, grad_norm=0.98765, ms=12.34, tok_s=4000.4,
                tok_s_gpu=2000.2, aux_loss=1.0321, expert_load_max=1.756, dropped=0.0123, mfu=0.4321)
     assert log.format_row(row) == (
-        "step=12 loss=2.3457 val_loss=2.5000 lr=1.50e-03 gnorm=0.988 dt=12.3ms tok/s=4000 tok/s/gpu=2000 "
-        "aux=1.032 load_max=1.76 dropped=1.2% mfu=43.2%")
+        "step=12 loss=2.3457 val_loss=2.5000 lr=1.50e-03 gnorm=0.988 dt=12.3ms tok/s=4000 mfu=43.2%\n"
+        "  aux=1.032 load_max=1.76 dropped=1.2%")
+    gpus = log.format_row({**row, "mem_gb": 1.5, "step": 10**6, "ms": 12345.6})
+    assert "tok/s=4000 tok/s/gpu=2000" in " ".join(gpus.split()) and max(map(len, gpus.splitlines())) <= 100
     assert log.format_row(dict(step=3, lr=0.0, skipped=2, nan_steps=0, skip_reason="range", t_data=1.25)) == \
-        "step=3 lr=0.00e+00 (range) skipped=2 | ms: data=1.2"
+        "step=3 lr=0.00e+00 (range) skipped=2\n  ms: data=1.2"
+    phases = log.format_row(dict(step=3, lr=0.0, **{f"t_{p}": 1234.5 for p in timing.Timers.PHASES}))
+    assert max(map(len, phases.splitlines())) <= 100 and phases.count("=1234.5") == len(timing.Timers.PHASES)
     bars = plot.load_bars({0: {"load": [0.5, 0.25, 0.25]}, 1: {"load": [0.0, 0.75, 0.25]}}, width=10)
     assert bars.splitlines() == [
         "expert load, 1.00 is balanced", "expert   0 #####      0.75  (heaviest layer 1.50)",
