@@ -15,6 +15,7 @@ import json
 import math
 import re
 import sys
+import textwrap
 from collections import Counter
 from functools import cache
 from types import SimpleNamespace
@@ -294,7 +295,7 @@ def print_table(title, rows):
 def print_plan(cfg, plan):
     """One layout, as tables. plan: estimate's, with warnings' and training_cost's entries."""
     flags = ", ".join(f"{k} {v}" for k, v in plan["layout"].items() if k != "gpus")
-    print(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {flags}")
+    print(textwrap.fill(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {flags}", 100, subsequent_indent="    "))
     print_table("parameters", [(k, f"{n:,}") for k, n in plan["parameters"].items()])
     print_table(f"memory of the fullest rank, GiB of {plan['capacity_gib']:.1f}",
                 [(k, f"{b:.2f}") for k, b in plan["memory_gib"].items()] + [("sum", f"{plan['memory']:.2f}")])
@@ -312,7 +313,7 @@ def print_plan(cfg, plan):
                     [("steps", f"{plan['steps']:,}"), ("days", f"{plan['days']:,.2f}"),
                      ("GPU-hours", f"{plan['gpu_hours']:,.0f}")])
     for line in plan["warnings"]:
-        print(f"warning: {line}")
+        print(textwrap.fill(f"warning: {line}", 100, subsequent_indent="    ", break_on_hyphens=False))
 
 
 def print_search(cfg, plans):

@@ -4,7 +4,7 @@
 
     1) the list     check each layout, predict its memory and time as plan.py does; a refused one says why
     2) one layout   train.py's own build and step on forked ranks: time of the slowest, memory of the fullest
-    3) the table    a row when it is known; then all rows, fastest first, as in BLOOM's planning document
+    3) the table    a line when a layout is done; then all rows, fastest first; --json has more of each
 
 Do not start it with torchrun or mpiexec: it starts the ranks of this host itself, new ones for each layout.
 A rank that runs out of memory leaves the other ranks in a collective that no process can leave; here all
@@ -20,6 +20,7 @@ import signal
 import socket
 import statistics
 import sys
+import textwrap
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -41,11 +42,10 @@ from runtime.launch import World, as_torchrun, launch, started_by
 
 FLAG = {"tp": "tp", "pp": "pp", "ep": "ep", "zero": "zero", "mbs": "micro_batch"}
 COLUMNS = {  # title: (key of the row, format)
-    "nodes": ("nodes", "d"), "size": ("size", ".3f"), "dp": ("dp", "d"), "tp": ("tp", "d"), "pp": ("pp", "d"),
-    "ep": ("ep", "d"), "zero": ("zero", "d"), "mbs": ("mbs", "d"), "gbs": ("gbs", "d"),
-    "mem GiB": ("mem", ".2f"), "reserved": ("reserved", ".2f"), "plan GiB": ("predicted", ".2f"),
-    "sec/it": ("seconds", ".4f"), "plan s/it": ("predicted_s", ".4f"), "tok/s/GPU": ("tok_s_gpu", ".0f"),
-    "TFLOP/s/GPU": ("tflops", ".3g"), "loss": ("loss", ".5f"),
+    " dp": ("dp", "d"), "tp": ("tp", "d"), "pp": ("pp", "d"), "ep": ("ep", "d"), "zero": ("zero", "d"),
+    "mbs": ("mbs", "d"), "mem GiB": ("mem", ".2f"), "plan GiB": ("predicted", ".2f"),
+    "  sec/it": ("seconds", ".4f"), "plan s/it": ("predicted_s", ".4f"), "tok/s/GPU": ("tok_s_gpu", ".0f"),
+    "TFLOP/s": ("tflops", ".3g"), "    loss": ("loss", ".5f"),
 }
 
 
@@ -206,19 +206,25 @@ def run_layout(cfg, ranks, limit, say):
 # 3) the table
 
 def line(row):
-    """A row of the table as text."""
-    cells = (f"{format(row[key], form) if key in row else '-':>{max(5, len(name))}}"
+    """A row of the table as text; below it the layout's name if that is too long."""
+    cells = (f"{format(row[key], form) if key in row else '-':>{len(name)}}"
              for name, (key, form) in COLUMNS.items())
-    notes = [s for s in ("recompute" if row.get("recompute") == "full" else "", row.get("note", "")) if s]
-    return f"| {' | '.join(cells)} | {row['layout']}{': ' * bool(notes)}{', '.join(notes)}"
+    return textwrap.fill(f"{' '.join(cells)}  {row['layout']}", 100, subsequent_indent=60 * " ")
+
+
+def outcome(row):
+    """What became of a layout, in lines of 100 columns."""
+    text = f"{row['seconds']:.4f} s per step" if "seconds" in row else row["note"]
+    if "note" in row and "predicted" in row:
+        text += f" (planned: {row['predicted']:.2f} GiB)"
+    return textwrap.fill(f"{row['layout']}: {text}", 100, subsequent_indent="    ")
 
 
 def table(rows):
-    """Print the table: fastest first, then the layouts that did not run, in the order of the list."""
-    head = [f"{name:>5}" for name in COLUMNS]
-    print(f"| {' | '.join(head)} | layout\n|{'|'.join('-' * (len(h) + 1) + ':' for h in head)}|---")
+    """Print the table, fastest first; below it the layouts that did not run, in the order of the list."""
+    print(f"{' '.join(COLUMNS)}  layout")
     for row in sorted(rows, key=lambda row: row.get("seconds", float("inf"))):
-        print(line(row), flush=True)
+        print(line(row) if "seconds" in row else outcome(row), flush=True)
 
 
 def sweep(flags):
@@ -238,7 +244,7 @@ def sweep(flags):
         configs.append(cfg)
         for pair in zip(configs, rows, strict=True):  # all: the first may fail before a GPU is named
             predict(*pair, flags.ranks, gpu)
-        print(line(row), flush=True)
+        print(outcome(row), flush=True)
         if flags.json:
             flags.json.write_text(json.dumps(rows, indent=1) + "\n")
     return rows, gpu
@@ -251,11 +257,12 @@ def main(argv=None):
             flags.json.touch()  # a wrong path is reported now, not after the measurement
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave through finally: no rank stays behind
     began = time.monotonic()
-    table([])
     rows, gpu = sweep(flags)
-    print(f"\n{flags.preset}, {len(rows)} layouts in {time.monotonic() - began:.0f} s, {flags.ranks} ranks, "
-          f"{flags.steps} steps: size in 1e9 parameters, sec/it of the slowest rank, memory of the fullest, "
-          "in GiB; plan: plan.py's" + f", for {gpu}" * bool(gpu) + "\n")
+    size = max((row.get("size", 0) for row in rows), default=0)
+    print(f"\n{flags.preset}, {round(1e9 * size):,} parameters, {len(rows)} layouts in "
+          f"{time.monotonic() - began:.0f} s, {flags.ranks} ranks, {flags.steps} steps of "
+          f"{flags.global_batch} sequences\nsec/it of the slowest rank, memory of the fullest, TFLOP/s per "
+          "GPU; plan is plan.py's" + f" for {gpu}" * bool(gpu) + "\n")
     table(rows)
     return Outcome.DONE if any("seconds" in row for row in rows) else Outcome.FAILED
 
