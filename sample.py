@@ -14,6 +14,7 @@ import tyro
 import checkpoint
 import config
 from corpus import tokenizer
+from ops.schema import Range, check_schema, load_json
 
 Prompts = tyro.conf.UseAppendAction[tuple[str, ...]]
 RunDir = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN_DIR")]]
@@ -63,9 +64,9 @@ def read_config(path):
              if f.name not in ("min_lr", "init_from", "resume", "dump_grads")}
     tuples = {k for k, t in types.items() if typing.get_origin(t) is tuple}
     try:
-        saved = config.load_json(path)
+        saved = load_json(path)
         schema = {f"{k}?": [int] if k in tuples else t for k, t in types.items()}
-        config.check_schema(saved, {**schema, "vocab_size_used": config.Range(1, 2**24)}, "flags")
+        check_schema(saved, {**schema, "vocab_size_used": Range(1, 2**24)}, "flags")
         cfg = config.Config(**{k: tuple(v) if k in tuples else v for k, v in saved.items() if k in types})
         config.check(cfg)
     except ValueError as e:
