@@ -82,8 +82,7 @@ class Step:
         cfg, mesh = self.cfg, self.model.mesh
 
         def seed_dropout(i):
-            # randomness is a function of (seed, step, micro-batch, stage, tp rank): no generator state to
-            # save
+            # a function of (seed, step, micro-batch, stage, tp rank): there is no generator state to save
             if cfg.dropout:
                 micro = mesh.dp.rank * len(batches) + i
                 key = f"{cfg.seed}/{number}/{micro}/{mesh.pp.rank}/{mesh.tp.rank}"
@@ -152,14 +151,15 @@ class Run:
     def resume(self):
         """Resume from a checkpoint, or start with equal replicas."""
         cfg, world = self.cfg, self.world
-        resume.prepare_out_dir(cfg, world, self.out)
-        found = resume.find_checkpoint(cfg, world, self.out)
+        found = resume.prepare_out_dir(cfg, world, self.out)
+        with launch.exit_together(world):
+            self.state, self.skip = resume.start_from(found, self.skip, self.model, self.opt, self.data_id)
+        resume.settle(cfg, world, self.out, self.state, found)
+        self.first = self.state.step + 1
         self.saver = resume.Saver(self.out, world.axis, cfg.keep, cfg.timeout, resume.run_id(world.axis))
         self.watchdog.set_folder(self.out, self.saver.run_id)
         session.Stream.report(self.out)
         with launch.exit_together(world):
-            self.state, self.skip = resume.start_from(found, self.skip, self.model, self.opt, self.data_id)
-            self.first = self.state.step + 1
             if self.is_main:
                 self.log_file = log.make_log(cfg, self.mesh, world, self.out, self.state, self.vocab_size)
         if self.is_main:

@@ -1,5 +1,7 @@
-"""The flat buffers of parallel.py: which parameters share one, and gradients on their way into them."""
+"""The flat buffers of parallel.py: which parameters share one, gradients on their way into them, and which
+rectangles of tensors a rank's slices are."""
 import math
+import zlib
 from collections import Counter
 
 import torch
@@ -89,4 +91,32 @@ def rectangles(shape, a, b):
         out.append(((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
     if last * row < b:
         out += [((last, *o), (1, *s)) for o, s in rectangles(shape[1:], 0, b - last * row)]
+    return out
+
+
+def shards(dp, opt, vectors=None, owned_only=True):
+    """-> [(name, view, full shape, offset)]: this rank's rectangles of the weights and Adam moments, or of
+    the given {prefix: a slice per bucket}. The views share memory with the optimizer: filling them loads.
+
+    owned_only: leave out what another rank saves; over all ranks every element is then there once.
+    The optimizer's slices are runs of flat buckets; rectangles() cuts a run into rectangles."""
+    if vectors is None:
+        state = [opt.adam.state[m] for m in opt.masters]
+        vectors = {"": opt.masters, **{f"{k}/": [s[k] for s in state] for k in opt.adam.moments}}
+    out = []
+    for prefix, slices in vectors.items():
+        for b, own in zip(dp.buckets, slices, strict=True):
+            for name, p, start in zip(b.names, b.params, b.starts, strict=True):
+                if owned_only and b.shards == 1 and zlib.crc32(name.encode()) % b.axis.size != b.axis.rank:
+                    continue  # every replica holds it whole: a hash of the name chooses the one that saves it
+                low, high = max(start, b.shard.start), min(start + p.numel(), b.shard.stop)
+                for offset, size in rectangles(p.shape, low - start, high - start):
+                    n = math.prod(size)
+                    where = tuple(o + q for o, q in zip(offset, p.offset, strict=True))
+                    out.append((prefix + name, own[low - b.shard.start:][:n].view(size), p.full_shape, where))
+                    low += n
+    if "" in vectors and vectors[""] is opt.masters:  # the routers' biases: not trained, but state
+        for name, t in dp.buffers.items():
+            if not owned_only or zlib.crc32(name.encode()) % dp.mesh.stage.size == dp.mesh.stage.rank:
+                out.append((name, t, tuple(t.shape), (0,) * t.ndim))
     return out

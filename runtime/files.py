@@ -1,6 +1,7 @@
 """The directory of a run, OUT: one run at a time works in it, and a torn line in its files ends no later run.
 
     lock, unlock    claim OUT for this process, by a lock on a file beside it
+    move_aside      rename OUT by what the run in it was
     sound_rows      the rows of a .jsonl file, without the lines that a kill or a full disk damaged
     Rows            appends rows to such a file; those that cannot be written wait in memory
 """
@@ -25,12 +26,24 @@ def warn(text):
 
 
 @contextlib.contextmanager
-def must_write(out):
-    """An OSError of the body says that OUT cannot be written, and what to do."""
+def must_write(path, flag="--out"):
+    """An OSError of the body says that the path cannot be written, and what to do."""
     try:
         yield
     except OSError as e:
-        raise OSError(f"{out} cannot be written: {e}; free space there, or give another --out") from None
+        raise OSError(f"{path} cannot be written: {e}; free space there, or give another {flag}") from None
+
+
+def move_aside(out):
+    """Rename the directory of a run -> NAME.DATE_TIME_stepN: when it last wrote a row, and of which step."""
+    metrics = out / "metrics.jsonl"
+    when = time.localtime((metrics if metrics.exists() else out).stat().st_mtime)
+    step = max((row["step"] for row in sound_rows(metrics)[0]), default=0)
+    name = f"{out.name}.{time.strftime('%Y-%m-%d_%H%M', when)}_step{step}"
+    names = (out.with_name(f"{name}{f'.{i}' * (i > 1)}") for i in range(1, 10**6))
+    new = next(p for p in names if not p.exists())
+    os.rename(out, new)
+    return new
 
 
 # -----------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from cost.step_time import peak_flops
 from fast.symm_mem import bytes_allocated
 from parallel import MAX
 from pipeline import generate
-from runtime.files import Rows, must_write, sound_rows, warn
+from runtime.files import Rows, must_write, warn
 from skip import not_finite
 
 # -----------------------------------------------------------------------------
@@ -94,12 +94,9 @@ def report_traffic(predicted, sent):
 def git_revision():
     """-> the commit of this code, with -dirty where files differ from it; "unknown" outside of git."""
     try:
-        here = Path(__file__).parent
-        rev = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True,
-                             check=True).stdout
-        dirty = subprocess.run(["git", "-C", here, "status", "--porcelain"], capture_output=True,
-                               text=True).stdout
-        return rev.strip() + ("-dirty" if dirty else "")
+        argv = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--abbrev=40",
+                "--exclude=*"]
+        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -181,10 +178,6 @@ class Log:
         for row in rows:
             history.add(row)
         history.close()
-
-    def rows(self):
-        """-> the sound rows of metrics.jsonl."""
-        return sound_rows(self.metrics.path)[0]
 
     def row(self, **values):
         """Write and print one logged step. A key whose value is None does not apply and is left out."""

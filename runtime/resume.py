@@ -1,21 +1,19 @@
 """What a run needs to go on after it was stopped: its state, its parts of the weights, and who writes them.
 
-    shards                            the part of weights and Adam moments that this rank saves and loads
-    State, save, load                 where the run is; checkpoint.py knows only tensors and their names
+    State, save, load, dump_grads     where the run is; checkpoint.py knows only tensors and their names
     prepare_out_dir, find_checkpoint  the directory of the run, and which checkpoint in it is used
+    settle                            the only one that moves files of an earlier run: after all was checked
     upcycle                           --init-from: start experts from a dense model
     Saver                             writes checkpoints in the background
 """
 import dataclasses
 import json
-import math
-import os
 import secrets
 import shutil
 import sys
+import tempfile
 import threading
 import time
-import zlib
 from pathlib import Path
 
 import torch
@@ -24,60 +22,12 @@ import checkpoint
 from config import Outcome, pad_vocab
 from fast.host_buffers import HostBuffers, refuse_not_finite
 from ops.checksum import checksum
-from ops.flat import rectangles
+from ops.flat import shards
 from parallel import Axis
 from runtime import files
 from runtime.files import warn
 from runtime.launch import exit_together
 from skip import Ranges
-
-# -----------------------------------------------------------------------------
-# this rank's part of the tensors
-
-def shards(dp, opt, vectors=None, owned_only=True):
-    """-> [(name, view, full shape, offset)]: this rank's rectangles of the weights and Adam moments, or of
-    the given {prefix: a slice per bucket}. The views share memory with the optimizer: filling them loads.
-
-    owned_only: leave out what another rank saves; over all ranks every element is then there once.
-    The optimizer's slices are runs of flat buckets; ops.flat.rectangles cuts a run into rectangles."""
-    if vectors is None:
-        state = [opt.adam.state[m] for m in opt.masters]
-        vectors = {"": opt.masters, **{f"{k}/": [s[k] for s in state] for k in opt.adam.moments}}
-    out = []
-    for prefix, slices in vectors.items():
-        for b, own in zip(dp.buckets, slices, strict=True):
-            for name, p, start in zip(b.names, b.params, b.starts, strict=True):
-                if owned_only and b.shards == 1 and zlib.crc32(name.encode()) % b.axis.size != b.axis.rank:
-                    continue  # every replica holds it whole: a hash of the name chooses the one that saves it
-                low, high = max(start, b.shard.start), min(start + p.numel(), b.shard.stop)
-                for offset, size in rectangles(p.shape, low - start, high - start):
-                    n = math.prod(size)
-                    where = tuple(o + q for o, q in zip(offset, p.offset, strict=True))
-                    out.append((prefix + name, own[low - b.shard.start:][:n].view(size), p.full_shape, where))
-                    low += n
-    if "" in vectors and vectors[""] is opt.masters:  # the routers' biases: not trained, but state
-        for name, t in dp.buffers.items():
-            if not owned_only or zlib.crc32(name.encode()) % dp.mesh.stage.size == dp.mesh.stage.rank:
-                out.append((name, t, tuple(t.shape), (0,) * t.ndim))
-    return out
-
-
-def dump_grads(path, mesh, dp, opt, vocab_size):
-    """--dump-grads: write one safetensors file with NAME, the weight before the update, and grad/NAME, the
-    reduced, unclipped gradient, both at full size without padding. Collective over the world."""
-    vectors = {"": opt.masters, "grad/": [opt.unscale(g.to(m.dtype)) for m, g in
-                                          zip(opt.masters, opt.grads, strict=True)]}
-    parts, rank, ranks = Path(path).with_suffix(".parts"), mesh.world.rank, mesh.world.size
-    done = checkpoint.save(parts, 1, rank, ranks, shards(dp, opt, vectors), {}, run_id=run_id(mesh.world))
-    if rank == 0:
-        from safetensors.torch import save_file
-        full = checkpoint.full_tensors(done)
-        for name, t in full.items():
-            if name.split("/")[-1] in ("wte.weight", "head.weight") and t.size(0) == pad_vocab(vocab_size):
-                full[name] = t[:vocab_size].contiguous()
-        save_file(full, path)
-        shutil.rmtree(parts)
-
 
 # -----------------------------------------------------------------------------
 # where the run is
@@ -187,6 +137,23 @@ def load(cfg, dp, opt, path, data_id, vocab_size=0):
     return State(**{**where, "data": data_id, "vocab_size": vocab_size, "changed": changed})
 
 
+def dump_grads(path, mesh, dp, opt, vocab_size):
+    """--dump-grads: write one safetensors file with NAME, the weight before the update, and grad/NAME, the
+    reduced, unclipped gradient, both at full size without padding. Collective over the world."""
+    vectors = {"": opt.masters, "grad/": [opt.unscale(g.to(m.dtype)) for m, g in
+                                          zip(opt.masters, opt.grads, strict=True)]}
+    parts, rank, ranks = Path(path).with_suffix(".parts"), mesh.world.rank, mesh.world.size
+    done = checkpoint.save(parts, 1, rank, ranks, shards(dp, opt, vectors), {}, run_id=run_id(mesh.world))
+    if rank == 0:
+        from safetensors.torch import save_file
+        full = checkpoint.full_tensors(done)
+        for name, t in full.items():
+            if name.split("/")[-1] in ("wte.weight", "head.weight") and t.size(0) == pad_vocab(vocab_size):
+                full[name] = t[:vocab_size].contiguous()
+        save_file(full, path)
+        shutil.rmtree(parts)
+
+
 # -----------------------------------------------------------------------------
 # the directory of the run, and the checkpoint to start from
 
@@ -197,28 +164,49 @@ def run_id(axis):
 
 
 def prepare_out_dir(cfg, world, out):
-    """Make --out ready: claim it, until files.unlock(); remove what a killed save left behind; with --resume
-    none, rename the directory of an older run. Collective over the world."""
+    """Claim --out, until files.unlock(), and remove what a killed save left behind -> find_checkpoint().
+    Paths that cannot be written are refused. Collective over the world."""
     with exit_together(world), files.must_write(out):
         allowed_changes(cfg)
         if world.rank == 0:
             # a requeued job may start before the last processes of the stopped one have ended
             files.lock(out, min(files.LOCK_WAIT, cfg.timeout / 2) if cfg.resume == "auto" else 0)
             checkpoint.recover(out)
-            if cfg.resume == "none" and ((out / "metrics.jsonl").exists() or checkpoint.steps(out)):
-                if not out.is_absolute() and Path.cwd().is_relative_to(out.resolve()):
-                    raise ValueError(f"--out {out} holds another run and is the working directory, which "
-                                     "cannot be renamed; give another --out, or --resume auto to go on")
-                names = (out.with_name(f"{out.name}.{i}") for i in range(1, 10**6))
-                backup = next(p for p in names if not p.exists())
-                os.rename(out, backup)
-                print(f"{out} held another run: it is now {backup} (--resume auto goes on)", flush=True)
+            is_here = not out.is_absolute() and Path.cwd().is_relative_to(out.resolve())
+            if is_here and holds_other_run(cfg, out):
+                raise ValueError(f"--out {out} holds another run and is the working directory, which cannot "
+                                 "be renamed; give another --out, or --resume auto to go on")
+    with exit_together(world), files.must_write(cfg.dump_grads, "--dump-grads"):
+        if world.rank == 0 and cfg.dump_grads:
+            (folder := Path(cfg.dump_grads).parent).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+    return find_checkpoint(cfg, world, out)
+
+
+def holds_other_run(cfg, out):
+    return cfg.resume == "none" and ((out / "metrics.jsonl").exists() or bool(checkpoint.steps(out)))
+
+
+def settle(cfg, world, out, state, found):
+    """Nothing was refused: rename what an earlier run has in --out and this one must not count, a whole run
+    or checkpoints of later steps. SystemExit(0) where no step is left to do. Collective over the world."""
+    if found is not None and state.step >= cfg.steps:
+        if world.rank == 0:
+            print(f"{out if cfg.resume == 'auto' else found} has all its {state.step} steps; give a larger "
+                  "--steps to go on, or another --out", flush=True)
+        raise SystemExit(Outcome.DONE)
+    with exit_together(world), files.must_write(out):
+        if world.rank == 0 and holds_other_run(cfg, out):
+            print(f"{out} held another run: it is now {files.move_aside(out)}\n"
+                  "(--resume auto would have gone on with it)", flush=True)
+        elif world.rank == 0 and found and (moved := checkpoint.archive_later(out, state.step)):
+            print(f"going on from {found}: later checkpoints are now {', '.join(moved)}", flush=True)
 
 
 def find_checkpoint(cfg, world, out):
     """-> path of the checkpoint that --resume asks for, the same on all ranks, or None to start at step 0.
     Every rank verifies its share of the checksums. A damaged checkpoint is named, and with --resume auto the
-    one before it is tried. Checkpoints of later steps are renamed. Collective over the world."""
+    one before it is tried. Collective over the world."""
     if cfg.resume == "none":
         return None
     paths = found = damage = None
@@ -240,10 +228,6 @@ def find_checkpoint(cfg, world, out):
         if paths and found is None:
             hint = f"; no other in {out} is sound, --resume none starts a new run"
             raise ValueError(damage + hint * (cfg.resume == "auto"))
-        if world.rank == 0 and found is not None:
-            moved = checkpoint.archive_later(out, checkpoint.read_index(found)["step"])
-            if moved:
-                print(f"going on from {found}: later checkpoints are now {', '.join(moved)}", flush=True)
     return found
 
 

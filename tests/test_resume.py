@@ -81,9 +81,34 @@ def test_resume_removes_the_rows_of_later_steps(tmp_path):
 def test_a_new_run_renames_the_directory_of_an_older_one(tmp_path):
     out = tmp_path / "run"
     go(1, out, "--steps=2")
-    second = go(1, out, "--steps=1")
-    assert [r["step"] for r in rows(out)] == [1] and [r["step"] for r in rows(tmp_path / "run.1")] == [1, 2]
-    assert str(tmp_path / "run.1") in second["out"]
+    os.utime(out / "metrics.jsonl", (0, time.mktime((2026, 11, 22, 1, 30, 0, 0, 0, -1))))
+    second, old = go(1, out, "--steps=1"), tmp_path / "run.2026-11-22_0130_step2"
+    assert [r["step"] for r in rows(out)] == [1] and [r["step"] for r in rows(old)] == [1, 2]
+    assert f"{out} held another run: it is now {old}\n" in second["out"]
+    for name in (old.name + ".2", old.name + ".3"):  # two runs of the same minute
+        shutil.copytree(old, out, dirs_exist_ok=True)
+        assert files.move_aside(out) == tmp_path / name and not out.exists()
+
+
+@pytest.mark.parametrize("flags,word", [
+    (["--init-from={0}/step_000007", "--n-experts=2"], "no checkpoint"),
+    (["--init-from={0}/run/step_000002", "--n-experts=2", "--n-embd=32"], "n-embd 16"),
+    (["--dump-grads=/proc/none/g.safetensors"], "give another --dump-grads"),
+    (["--resume={0}/run/step_000001", "--seed=5"], "--seed"),  # would rename step_000002
+    (["--resume={0}/run/step_000007"], "no checkpoint"),
+    (["--train-range-to-skip", "3", "2"], "low to high")])
+def test_a_refused_command_moves_nothing(flags, word, tmp_path):
+    out = tmp_path / "run"
+    go(1, out, "--steps=2", "--save-every=1")
+
+    def everything():
+        return {p: (p.stat().st_mtime_ns, p.is_dir() or p.read_bytes()) for p in tmp_path.rglob("*")
+                if not p.name.endswith(".lock")}
+    before = everything()
+    refused = run_ranks(1, session, [*TINY, f"--out={out}", *(f.format(tmp_path) for f in flags)])[0]
+    assert_refused(refused, word)
+    after = everything()
+    assert after.keys() == before.keys() and all(after[p][1] == before[p][1] for p in before)
 
 
 def test_resume_auto_without_a_checkpoint_starts_at_step_1(tmp_path):
@@ -94,9 +119,12 @@ def test_resume_auto_without_a_checkpoint_starts_at_step_1(tmp_path):
 
 def test_resume_of_a_finished_run_changes_nothing(tmp_path):
     go(1, tmp_path, "--steps=3")
-    before = rows(tmp_path)
-    assert go(1, tmp_path, "--steps=3", "--resume=auto")["steps"] == []
-    assert rows(tmp_path) == before
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+    again = go(2, tmp_path, "--steps=3", "--resume=auto", "--plot")
+    assert again["steps"] == [] and len(again["out"].splitlines()) == 2
+    assert f"{tmp_path} has all its 3 steps; give a larger --steps to go on" in again["out"]
+    assert before == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+    assert len(go(1, tmp_path, "--steps=4", "--decay-steps=3", "--resume=auto")["steps"]) == 1
 
 
 @pytest.mark.parametrize("why", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "--max-minutes"])
