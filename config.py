@@ -195,7 +195,7 @@ ELSEWHERE = {  # flags of other trainers: the name of ours, or what to do instea
 # -----------------------------------------------------------------------------
 # the command line of every program
 
-def parse(argv, cls=Config, prog="train.py", about="Train a GPT.", **defaults):
+def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: show all runs.", **defaults):
     """[PRESET] [flags] (list of str) -> cls, which is Config or a dataclass derived from it. defaults replace
     the preset's values. ValueError: one line that says what is wrong, with a suggestion."""
     argv = list(argv)

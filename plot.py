@@ -4,10 +4,16 @@ RUN is the --out directory of a run of train.py, or its metrics.jsonl. All runs 
 with the legend below it. --follow draws again while the runs train; --png FILE also writes a picture. A point
 is a logged row: train with --log-every 1 to see every step.
 
-train.py calls at_end() for the plots that a run leaves in its directory.
+train.py calls at_end() for the plots that a run leaves, parse_or_list() for --list, the table of runs.
 """
+import contextlib
 import itertools
+import json
+import math
+import os
+import socket
 import sys
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +21,10 @@ from typing import Annotated
 
 import tyro
 
+import checkpoint
+import config
 from config import command_line, wrong_input
-from runtime.files import sound_rows
+from runtime.files import read_holder, sound_rows
 from runtime.log import best_effort
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file of each, in OUT
@@ -107,6 +115,63 @@ def at_end(out, experts, show):
                     print(text, end="", flush=True)
     except ImportError:
         print(NO_PLOTEXT, flush=True)
+
+
+# -----------------------------------------------------------------------------
+# train.py --list: nothing is written, and what is no run, or foreign, is left out or shown as far as it goes
+
+ROW = "{:41s} {:>16s} {:>13s} {:>8s} {:>8s} {:>8s}"  # with the flags below it, because both are long
+
+
+def parse_or_list(argv):
+    """train.py's argv -> Config. --list [DIR]: print the table of the runs in DIR and end with 0."""
+    if "--list" not in argv:
+        return config.parse(argv)
+    folder = Path(*argv[1:2] or ["out"])
+    if argv[0] != "--list" or len(argv) > 2 or not folder.is_dir():
+        raise ValueError(f"--list {folder}: give one folder of runs, such as out, and no other flag")
+    found = sorted(p for p in [folder, *folder.iterdir()] if p.is_dir() and is_run(p))
+    table = [ROW.format("run", "state", "steps", "loss", "val_loss", "size"), *map(describe, found)]
+    config.print_quietly("\n".join(table if found else [f"no runs in {folder}"]) + "\n")
+    raise SystemExit(config.Outcome.DONE)
+
+
+def is_run(path):
+    return (path / "metrics.jsonl").is_file() or bool(checkpoint.steps(path))
+
+
+def describe(run):
+    """-> the lines of one run: state, last step and losses, size; then preset, ranks, flags unlike it has."""
+    rows, saved, config_json, size = [], checkpoint.steps(run), None, 0
+    with contextlib.suppress(ValueError, OSError):
+        rows = sound_rows(run / "metrics.jsonl")[0]
+        config_json = config.load_json(run / "config.json")
+    for folder, _, names in os.walk(run):
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += os.lstat(Path(folder, name)).st_size
+    flags = config_json if isinstance(config_json, dict) else {}
+    asked, preset, world = (flags.get(key, "?") for key in ("steps", "preset", "world"))
+    last, name = max((r["step"] for r in rows), default=0), config.printable(run.name)
+    state = in_use(run) or ("done" if last == asked else f"stopped at {int(saved[0].name[5:])}" if saved else
+                            "no checkpoint")
+    losses = [f"{([(0, math.nan)] + points(rows, key))[-1][1]:.5g}" for key in ("loss", "val_loss")]
+    line = ROW.format(name if len(name) <= 41 else f"{name}\n{'':41s}", state, f"{last}/{asked}"[:13],
+                      *losses, f"{size / 1e6:.1f} MB").replace(" nan", "   -")
+    default = vars(config.Config(**config.PRESETS.get(str(preset), {})))
+    other = [f"--{k.replace('_', '-')}={flags[k]}" for k, v in json.loads(json.dumps(default)).items()
+             if k not in ("out", "resume", "preset") and flags.get(k, v) != v]
+    text = config.printable(" ".join([f"{preset} on {world} rank(s)", *other]))
+    return "\n".join([line, textwrap.indent(textwrap.fill(text, 96, break_on_hyphens=False), "    ")])
+
+
+def in_use(run):
+    """-> "running", with a question mark where another machine has to know; "" if no process holds it."""
+    path = run.resolve().with_name(f".{run.resolve().name}.lock")
+    with contextlib.suppress(OSError), open(path, "rb") as f:
+        holder, is_gone = read_holder(f.fileno())
+        return "" if is_gone else "running" if f" on {socket.gethostname()} " in holder else "running?"
+    return ""
 
 
 # -----------------------------------------------------------------------------

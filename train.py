@@ -22,7 +22,7 @@ import torch
 import checkpoint
 import moe
 import plot
-from config import Outcome, parse
+from config import Outcome
 from corpus.shards import micro_batches, open_data
 from corpus.tokenizer import prompt_tokenizer
 from cost.fits import check_layout, check_memory
@@ -330,7 +330,7 @@ class Run:
 
 def main(argv=None):
     with session.surround():
-        cfg, wrong, timeout = agree.parse_flags(parse, argv)
+        cfg, wrong, timeout = agree.parse_flags(plot.parse_or_list, argv)
         launch.deterministic(cfg is not None and cfg.deterministic)
         with watch.Watch(session.signals.rank, timeout) as watchdog:
             # the watchdog alone ends what hangs: a timeout in gloo or NCCL would run on in a suspended run

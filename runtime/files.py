@@ -1,6 +1,7 @@
 """The directory of a run, OUT: one run at a time works in it, and a torn line in its files ends no later run.
 
     lock, unlock    claim OUT for this process, by a lock on a file beside it
+    read_holder     who has it
     move_aside      rename OUT by what the run in it was
     sound_rows      the rows of a .jsonl file, without the lines that a kill or a full disk damaged
     Rows            appends rows to such a file; those that cannot be written wait in memory
@@ -108,7 +109,7 @@ def _claim(path):
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
-        holder, is_gone = _read_holder(fd)
+        holder, is_gone = read_holder(fd)
         has_locks = isinstance(e, BlockingIOError)
         if has_locks or not (is_new or is_gone):
             os.close(fd)
@@ -133,7 +134,7 @@ def _is_at(path, stat):
         return False
 
 
-def _read_holder(fd):
+def read_holder(fd):
     """-> (in words who wrote the lock file, whether that was a process of this host which has ended)."""
     try:
         said = json.loads(os.pread(fd, 4096, 0))

@@ -197,8 +197,8 @@ def settle(cfg, world, out, state, found):
         raise SystemExit(Outcome.DONE)
     with exit_together(world), files.must_write(out):
         if world.rank == 0 and holds_other_run(cfg, out):
-            print(f"{out} held another run: it is now {files.move_aside(out)}\n"
-                  "(--resume auto would have gone on with it)", flush=True)
+            print(f"{out} held another run: it is now {files.move_aside(out)}\n(train.py --list shows all "
+                  "runs; --resume auto would have gone on with it)", flush=True)
         elif world.rank == 0 and found and (moved := checkpoint.archive_later(out, state.step)):
             print(f"going on from {found}: later checkpoints are now {', '.join(moved)}", flush=True)
 

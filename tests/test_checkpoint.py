@@ -193,8 +193,10 @@ def find(world, root):
     stderr = io.StringIO()
     with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
         try:
-            resume.prepare_out_dir(Config(resume="auto"), world, Path(root))
-            found = resume.find_checkpoint(Config(resume="auto"), world, Path(root))
+            found = resume.prepare_out_dir(Config(resume="auto"), world, Path(root))
+            if found:
+                state = resume.State(step=int(found.name[5:]))
+                resume.settle(Config(resume="auto"), world, Path(root), state, found)
         except SystemExit as e:
             return e.code, None, stderr.getvalue()
     return found, resume.run_id(world.axis), stderr.getvalue()

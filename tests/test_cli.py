@@ -378,11 +378,11 @@ def test_help_is_printed_by_one_rank(rank, monkeypatch, capsys):
 
 
 def test_config_is_frozen_and_never_changed(tmp_path, monkeypatch):
-    import train
+    import config
     with pytest.raises(dataclasses.FrozenInstanceError):
         parse([]).steps = 3
     seen = []
-    monkeypatch.setattr(train, "parse", lambda argv: seen.append(parse(argv)) or seen[-1])
+    monkeypatch.setattr(config, "parse", lambda argv: seen.append(parse(argv)) or seen[-1])
     argv = [*TINY, f"--out={tmp_path}", "--steps=2", "--train-range-to-skip", "2", "2"]
     assert session(World(), argv)["code"] == 0
     assert seen == [parse(argv)] and seen[0].min_lr is None and seen[0].vocab_size == 100

@@ -4,6 +4,8 @@ import json
 import pytest
 
 import plot
+import train
+from runtime import files
 
 
 @pytest.fixture
@@ -83,3 +85,32 @@ def test_a_picture_needs_matplotlib(runs, capsys):
     else:
         plot.main(["a", "b", "--png", "x.png"])
         assert (runs / "x.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_the_table_of_runs_reads_only_and_survives_foreign_folders(runs, capsys, monkeypatch):
+    for name, text in (("a", {"steps": 8, "preset": "tiny-moe", "world": 2, "seed": 7, "plot": True}),
+                       ("b", {"steps": 20, "preset": ["\x1b[31m"], "top_k": 10**30}), ("c", [1])):
+        (runs / name / "step_000005").mkdir(parents=True)
+        (runs / name / "config.json").write_text(json.dumps(text))
+    (runs / "d").mkdir(), (runs / "e" / "step_x").mkdir(parents=True), (runs / "e" / "config.json").mkdir()
+    (runs / "d" / "metrics.jsonl").write_text('{"step": 3, "loss": 1e250}\n\x00\n')
+    files.lock(runs / "c")
+    before = {p: p.lstat().st_mtime_ns for p in runs.rglob("*")}
+    with pytest.raises(SystemExit) as end:
+        plot.parse_or_list(["--list", str(runs)])
+    assert end.value.code == 0 and before == {p: p.lstat().st_mtime_ns for p in runs.rglob("*")}
+    files.unlock()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100 and not any("\x1b" in line for line in lines)
+    assert [" ".join(line.split()) for line in lines if line[0] != " "] == [
+        "run state steps loss val_loss size", "a done 8/8 1 3 0.0 MB", "b stopped at 5 11/20 2 3 0.0 MB",
+        "c running 0/? - - 0.0 MB", "d no checkpoint 3/? 1e+250 - 0.0 MB"]
+    assert lines[2] == "    tiny-moe on 2 rank(s) --steps=8 --seed=7" and "--top-k=1000" in lines[4]
+
+
+@pytest.mark.parametrize("argv", [["--list", "none"], ["tiny", "--list"], ["--list", "a", "b"]])
+def test_wrong_flags_beside_list(argv, runs, capsys):
+    with pytest.raises(SystemExit) as end:
+        train.main(argv)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1 and "give one folder of runs" in said
