@@ -38,9 +38,9 @@ COUNT, SIZES = Range(0, 10**12), [Range(0, 2**48)]
 PIECE = {"file": str, "key": str, "offset": SIZES, "size": SIZES}
 INDEX = {"step": COUNT, "meta": dict, "files": {"*": {"bytes": Range(), "crc32": Range()}},
          "tensors": {"*": {"dtype": Literal[tuple(SAFETENSORS_DTYPE)], "shape": SIZES, "pieces": [PIECE]}}}
-RUN = {"step": COUNT, "samples": Range(), "skipped": COUNT, "nan_steps": COUNT, "streak?": COUNT,
-       "adam_t": COUNT, "data": str, "skip": [COUNT], "window?": [[float, float]], "seed": int,
-       "world": COUNT, "shape": {"n_experts": int, "bias": bool}}  # meta, if a run wrote it
+RUN = {"step": COUNT, "samples": Range(), "skipped": COUNT, "nan_steps": COUNT, "world": COUNT, "seed": int,
+       "adam_t": COUNT, "data": str, "skip": [COUNT], "window?": [[float, float]], "streak?": COUNT,
+       "shape": {"n_experts": int, "bias": bool}, "best?": {"step?": COUNT, "val_loss?": float}}  # of a run
 LEFT_BEHIND = re.compile(r"step_[0-9]+(\.[0-9a-z]+)?\.(tmp|del|old)")  # of a save or prune that was killed
 
 
@@ -149,9 +149,9 @@ def commit(tmp, step, writers, meta, timeout=600.0, stopped=lambda: False):
     shutil.rmtree(backup, ignore_errors=True)
 
 
-def prune(root, keep):
-    """Delete all checkpoints under root except the `keep` newest."""
-    for old in steps(root)[keep:]:
+def prune(root, keep, best=None):
+    """Delete all checkpoints under root except the `keep` newest and that of step `best`."""
+    for old in (p for p in steps(root)[keep:] if int(p.name[5:]) != best):
         doomed = old.with_name(old.name + ".del")  # so that a half-deleted directory never has a valid name
         os.rename(old, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -402,7 +402,7 @@ def diff(path_a, path_b, say=lambda text: print(printable(text))):
             if isinstance(x, dict) and isinstance(y, dict):
                 apart = {k for k in x.keys() | y.keys() if x.get(k) != y.get(k)}
                 x, y = ({k: v for k, v in sorted(d.items()) if k in apart} for d in (x, y))
-            note = {"world": ", of the layout", "flags": ", of the run"}.get(key, "")
+            note = {"world": ", of the layout", "flags": ", of the run", "best": ", of the run"}.get(key, "")
             found += not note  # other flags or another number of ranks do not make it another model
             say(f"  meta {key}: {x} -> {y}{note}")
     names_a, names_b = a.index["tensors"], b.index["tensors"]

@@ -109,6 +109,8 @@ class Config:
     eval_iters: int = 20  # global batches per evaluation
     save_every: int = 200  # steps between checkpoints; 0 never saves
     keep: int = 3  # newest checkpoints to keep; 0 keeps all
+    # an evaluation that finds the lowest validation loss so far also saves, and that checkpoint is kept
+    keep_best: bool = True
     resume: str = "none"  # auto (newest in --out), a checkpoint's path, or none
     resume_changed: str = ""  # NAME[,NAME]: flags that a resume may change although the model or data changes
     max_minutes: float = 0.0  # save and exit 85 before this much wall time has passed; 0 is no limit

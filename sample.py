@@ -50,11 +50,23 @@ def read_run(run_dir):
     if not (run / "config.json").exists():
         raise FileNotFoundError(f"{run} holds no config.json; give the --out directory of a run of train.py")
     index = checkpoint.check(step) if step else None
-    step = step or checkpoint.newest(run)
-    if step is None:
-        raise FileNotFoundError(f"{run} holds no sound checkpoint; train with --save-every N")
+    step = step or choose_step(run)
     cfg, vocab_size = read_config(run / "config.json")
     return cfg, vocab_size, checkpoint.Reader(step, index), run
+
+
+def choose_step(run):
+    """-> of a run's checkpoints the one with the lowest validation loss, where it is known and sound, else
+    the newest sound one. Which one it is, and why, is said on stderr."""
+    newest = checkpoint.newest(run)
+    if newest is None:
+        raise FileNotFoundError(f"{run} holds no sound checkpoint; train with --save-every N")
+    found = checkpoint.read_index(newest)["meta"].get("best", {})
+    best, why = run / f"step_{found.get('step', 0):06d}", "the newest checkpoint"
+    if "val_loss" in found and best.is_dir() and checkpoint.damage(best) is None:
+        newest, why = best, f"lowest validation loss {found['val_loss']:.4f}"
+    print(f"{newest}: {why} (sample.py RUN/step_N takes another)", file=sys.stderr, flush=True)
+    return newest
 
 
 def read_config(path):

@@ -251,7 +251,7 @@ class Run:
         cfg, model = self.cfg, self.model
         if not (self.logs(number) or self.guard.reason or self.outcome is not Outcome.DONE):
             return
-        # the means since the last row; every rank takes part, because memory and times are maxima over ranks
+        # means since the last row; every rank takes part, because memory and times are maxima over ranks
         row, steps = log.metrics_row(cfg, self.world, self.state, batch, learning_rate(cfg, number), stats,
                                      self.guard.reason, self.clock, self.vocab_size)
         own_times, slow_ranks = self.stragglers.report()
@@ -268,7 +268,7 @@ class Run:
             log.report_traffic(traffic(cfg, self.mesh, self.vocab_size, batch, self.choice), self.sent)
         if self.due(number, cfg.eval_every):
             self.watchdog.heartbeat(number, "evaluation")
-            row["val_loss"] = evaluate(cfg, model, self.val_data, batch, self.device)
+            row["val_loss"] = self.state.evaluated(evaluate(cfg, model, self.val_data, batch, self.device))
         if self.is_main:
             self.log_file.row(**row, time=time.time())
             print(*slow_ranks, sep="\n", end="\n" if slow_ranks else "", flush=True)
@@ -297,8 +297,8 @@ class Run:
 
     def save(self, number):
         """A checkpoint, written in the background; none of a run that failed; always when it is stopped."""
-        due = self.outcome is Outcome.DONE and self.due(number, self.cfg.save_every)
-        if due or self.outcome is Outcome.STOPPED:
+        due = self.due(number, self.cfg.save_every) or self.state.save_best(self.cfg)
+        if (due and self.outcome is Outcome.DONE) or self.outcome is Outcome.STOPPED:
             self.clock.pause()
             self.watchdog.heartbeat(number, "save")
             t0 = time.monotonic()
@@ -324,7 +324,7 @@ class Run:
             if self.outcome is Outcome.REPLICAS_DIFFER:
                 text = watch.differences_message(self.differences, self.state.step, checkpoints)
                 print(text, file=sys.stderr)
-            log.farewell(self.outcome, self.stop_reason, self.state.step, self.out, self.saver.saved)
+            log.farewell(self.outcome, self.stop_reason, self.state, self.out, self.saver.saved)
         return self.outcome
 
 

@@ -1,7 +1,6 @@
 """The directory of a run, OUT: one run at a time works in it, and a torn line in its files ends no later run.
 
-    lock, unlock    claim OUT for this process, by a lock on a file beside it
-    read_holder     who has it
+    lock, unlock    claim OUT for this process, by a lock on a file beside it; read_holder: who has it
     move_aside      rename OUT by what the run in it was
     sound_rows      the rows of a .jsonl file, without the lines that a kill or a full disk damaged
     Rows            appends rows to such a file; those that cannot be written wait in memory

@@ -142,13 +142,15 @@ def started(cfg, model, resumed, batch, n_samples, skip):
           f"{n_samples:,} training samples" + f", skipping steps {skip}" * bool(skip.pairs), flush=True)
 
 
-def farewell(outcome, stop_reason, step, out, saved):
+def farewell(outcome, stop_reason, state, out, saved):
     """Print how the run ended and what its directory holds. saved: step of the last checkpoint, or 0."""
     how = {Outcome.STOPPED: f"stopped by {stop_reason}", Outcome.GAVE_UP: "gave up",
            Outcome.REPLICAS_DIFFER: "gave up", Outcome.FAILED: "lost its last save"}.get(outcome, "done")
     names = "metrics.jsonl", "loss.txt", "config.json", "profile.html", "trace.json", f"step_{saved:06d}"
-    print(f"{how} after step {step}: {out}/ holds "
+    print(f"{how} after step {state.step}: {out}/ holds "
           f"{', '.join(name for name in names if (out / name).exists()) or 'nothing'}", flush=True)
+    if "val_loss" in state.best and (out / state.best_name()).is_dir():
+        print(f"lowest validation loss {state.best['val_loss']:.4f} in {state.best_name()}", flush=True)
 
 
 class Log:

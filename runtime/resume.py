@@ -2,12 +2,13 @@
 
     State, save, load, dump_grads     where the run is; checkpoint.py knows only tensors and their names
     prepare_out_dir, find_checkpoint  the directory of the run, and which checkpoint in it is used
-    settle                            the only one that moves files of an earlier run: after all was checked
+    settle                            after all was checked: rename what an earlier run left there
     upcycle                           --init-from: start experts from a dense model
     Saver                             writes checkpoints in the background
 """
 import dataclasses
 import json
+import math
 import secrets
 import shutil
 import sys
@@ -46,7 +47,21 @@ class State:
     window: list = dataclasses.field(default_factory=list)
     streak: int = 0     # steps in a row that were not taken: spikes and non-finite ones
     vocab_size: int = 0  # of the model, without padding
+    # {step, val_loss} of the lowest validation loss so far; its checkpoint is kept beside the newest ones
+    best: dict = dataclasses.field(default_factory=dict)
     changed: dict = dataclasses.field(default_factory=dict)  # {flag: [before, now]} at this start; not saved
+
+    def evaluated(self, loss):
+        """Remember the validation loss of this step if it is the lowest so far -> loss."""
+        if loss < self.best.get("val_loss", math.inf):
+            self.best = {"step": self.step, "val_loss": loss}
+        return loss
+
+    def best_name(self):
+        return f"step_{self.best.get('step', 0):06d}"
+
+    def save_best(self, cfg):  # -> whether this step's validation loss is a reason to save it
+        return cfg.keep_best and cfg.save_every > 0 and self.best.get("step") == self.step
 
 
 # what a resume does with a flag that differs from the checkpoint's. not listed: printed, then it goes on.
@@ -59,15 +74,18 @@ MEANING = ("data", "seed", "vocab_size", "seq_len", "norm", "rope_base", "top_k"
            "router_bias_rate", "capacity_factor", "drop_policy")
 # not mentioned, because they say nothing about the training:
 SILENT = ("out", "preset", "init_from", "log_every", "eval_every", "eval_iters", "save_every", "keep",
-          "resume", "resume_changed", "max_minutes", "timeout", "check_every", "train_range_to_skip",
-          "profile", "trace", "timers", "plot", "prompt", "wandb", "pdb", "dump_grads")
+          "keep_best", "resume", "resume_changed", "max_minutes", "timeout", "check_every", "plot", "prompt",
+          "train_range_to_skip", "profile", "trace", "timers", "wandb", "pdb", "dump_grads")
 NEEDS = {**dict.fromkeys(("top_k", "router", "router_bias_rate", "capacity_factor", "aux_coef", "z_coef",
                           "ep_slack"), "n_experts"), "drop_policy": "capacity_factor"}  # no effect without
 
 
 def save(cfg, mesh, dp, opt, saver, state):
     """Start to write step_N/, every rank its part; saver.wait() says whether it was committed."""
+    if not saver.wait() and saver.failed == state.best.get("step"):
+        state.best = {}  # lost: the next evaluation is the lowest
     where = {k: v for k, v in dataclasses.asdict(state).items() if k != "changed"}
+    where["best"] = state.best if cfg.keep_best else {}
     meta = {**where, "seed": cfg.seed, "adam_t": int(opt.adam_t()), "scaler": opt.scaler(),
             "world": mesh.world.size, "shape": {k: getattr(cfg, k) for k in SHAPE},
             "flags": dataclasses.asdict(cfg)}
@@ -201,6 +219,8 @@ def settle(cfg, world, out, state, found):
                   "runs; --resume auto would have gone on with it)", flush=True)
         elif world.rank == 0 and found and (moved := checkpoint.archive_later(out, state.step)):
             print(f"going on from {found}: later checkpoints are now {', '.join(moved)}", flush=True)
+    if world.axis.any(world.rank == 0 and not (out / state.best_name()).is_dir()):
+        state.best = {}  # no checkpoint to keep: the run goes on in another directory, or it was removed
 
 
 def find_checkpoint(cfg, world, out):
@@ -226,8 +246,8 @@ def find_checkpoint(cfg, world, out):
             print(f"nanoshard: {damage}; trying the one before it", file=sys.stderr, flush=True)
     with exit_together(world):
         if paths and found is None:
-            hint = f"; no other in {out} is sound, --resume none starts a new run"
-            raise ValueError(damage + hint * (cfg.resume == "auto"))
+            hint = f"; no other in {out} is sound, --resume none starts a new run" * (cfg.resume == "auto")
+            raise ValueError(damage + hint)
     return found
 
 
@@ -320,7 +340,7 @@ class Saver:
     def __init__(self, root, axis=None, keep=0, timeout=600.0, run_id="0"):
         self.root, self.axis, self.run_id = Path(root), axis or Axis("world"), run_id
         self.keep, self.timeout = keep, timeout
-        self.host, self.job, self.failures = HostBuffers(), None, 0
+        self.host, self.job, self.failures, self.failed = HostBuffers(), None, 0, None
         self.saved, self.seconds = 0, 0.0  # step of the last save that was committed; the longest save so far
 
     def start(self, step, shards, meta):
@@ -348,7 +368,7 @@ class Saver:
             return True
         if self.axis.rank == 0:
             shutil.rmtree(job.tmp, ignore_errors=True)
-        self.failures += 1
+        self.failures, self.failed = self.failures + 1, job.step
         if self.failures == MAX_FAILURES:
             if self.axis.rank == 0:
                 warn(f"{MAX_FAILURES} saves in a row failed, the last at step {job.step}, and the run ends; "
@@ -387,7 +407,7 @@ class Job:
         self.part_done.set()
         if s.axis.rank == 0 and s.keep and self.error is None:
             try:
-                checkpoint.prune(s.root, s.keep)
+                checkpoint.prune(s.root, s.keep, self.meta.get("best", {}).get("step"))
             except OSError as e:  # one checkpoint too many: the save itself is good
                 warn(f"an old checkpoint could not be removed: {e}")
         self.seconds = time.monotonic() - started

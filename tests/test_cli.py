@@ -236,9 +236,10 @@ DEFAULTS = dict(
     zero=0, recompute="none", micro_batch=8, global_batch=0, rampup_batch_size=(), steps=400, lr=0.002,
     min_lr=None, warmup=40, decay_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.95, clip=1.0, dtype="fp32",
     compile=False, cuda_graph=True, data="data/stdlib", out="", seed=1337, log_every=20, eval_every=100,
-    eval_iters=20, save_every=200, keep=3, resume="none", max_minutes=0.0, timeout=600.0, check_every=500,
-    train_range_to_skip=(), skip_spikes=0.0, inject_spike=0, profile=False, trace=False, timers=False,
-    plot=True, prompt="", wandb="off", deterministic=False, pdb=-1, dump_grads="", preset="tiny")
+    eval_iters=20, save_every=200, keep=3, keep_best=True, resume="none", max_minutes=0.0, timeout=600.0,
+    check_every=500, train_range_to_skip=(), skip_spikes=0.0, inject_spike=0, profile=False,
+    trace=False, timers=False, plot=True, prompt="", wandb="off", deterministic=False, pdb=-1, dump_grads="",
+    preset="tiny")
 PINNED = {  # preset: what differs from the defaults
     "tiny": dict(),
     "tiny-moe": dict(

@@ -286,7 +286,7 @@ def test_a_removed_log_is_noticed_and_said_once(what, tmp_path, capfd):
     (out / "metrics.jsonl").unlink()
     run_log.close()
     plot.at_end(out, None, False)
-    log.farewell(Outcome.DONE, None, 3, out, 0)
+    log.farewell(Outcome.DONE, None, State(step=3), out, 0)
     said = capfd.readouterr()
     assert "metrics.jsonl was removed" in said.err and "holds" in said.out and "metrics" not in said.out
 

@@ -382,7 +382,7 @@ def test_clipping_scales_down_to_the_norm_and_never_up():
 
 def test_state_counts_from_zero_and_a_checkpoint_holds_all_of_it(tmp_path):
     """So that no field can be lost in a resume."""
-    assert dataclasses.astuple(resume.State()) == (0, 0, 0, 0, "", [], [], 0, 0, {})
+    assert dataclasses.astuple(resume.State()) == (0, 0, 0, 0, "", [], [], 0, 0, {}, {})
     go(1, tmp_path, "--steps=3", "--save-every=3", "--train-range-to-skip", 2, 2)
     meta = checkpoint.check(tmp_path / "step_000003")["meta"]
     want = dict(step=3, samples=12, skipped=1, nan_steps=0, data="synthetic-100", skip=[2, 2], window=[],
@@ -393,7 +393,8 @@ def test_state_counts_from_zero_and_a_checkpoint_holds_all_of_it(tmp_path):
 def counts_after_a_resume(world, folder):
     """Save a State of odd numbers, load it into a new model -> both."""
     cfg = Config(n_layer=1, n_embd=16, ffn_hidden=16, seq_len=8, vocab_size=50)
-    mesh, state = make_mesh(world), resume.State(7, 28, 3, 2, "d", [2, 3, 9, 9], [[1.5, 0.5]], 2)
+    mesh, state = make_mesh(world), resume.State(7, 28, 3, 2, "d", [2, 3, 9, 9], [[1.5, 0.5]], 2,
+                                                best={"step": 5, "val_loss": 1.25})
     model, dp, opt = train.build(cfg, mesh, 50, world.device)
     opt.set_adam_t(5)
     saver = resume.Saver(folder, world.axis)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -612,3 +613,49 @@ def test_kill_9_of_one_rank_ends_all_and_the_run_can_be_resumed(tmp_path):
     go(2, tmp_path / "never", *flags, f"--steps={at + 10}", "--log-every=1")
     same(tmp_path / "never", out, at + 10)
     assert rows(tmp_path / "never") == rows(out)
+
+
+def best_losses(out):
+    return {r["step"]: r["val_loss"] for r in rows(out) if "val_loss" in r}
+
+
+def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(toy, tmp_path):
+    """It is saved where no save is due and never pruned, --resume auto takes the newest, and a resume knows
+    the lowest loss so far."""
+    flags = [f"--data={toy}", "--vocab-size=0", "--lr=0.1", "--warmup=0", "--eval-every=2", "--eval-iters=4",
+             "--save-every=9", "--keep=1", "--decay-steps=99", "--clip=0", "--inject-spike=10", "--steps"]
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    got = go(2, whole, *flags, 11)
+    losses = best_losses(whole)
+    best = min(losses, key=losses.get)
+    assert 2 <= best < 9, losses  # the spike has done harm
+    assert [p.name for p in checkpoint.steps(whole)] == ["step_000011", f"step_{best:06d}"]
+    assert got["out"].endswith(f"lowest validation loss {losses[best]:.4f} in step_{best:06d}\n")
+    go(2, half, *flags, 9)
+    second = go(2, half, *flags, 11, "--resume=auto")
+    assert f"resumed {half}/step_000009" in second["out"]
+    same(whole, half, 11)
+    same(whole, half, best)
+    assert final(half, 11)[1]["best"] == final(whole, 11)[1]["best"] == {"step": best, "val_loss": min(
+        losses.values())}
+    assert [p.name for p in checkpoint.steps(half)] == ["step_000011", f"step_{best:06d}"]
+    # in another directory the lowest loss begins anew; without --keep-best only the newest are left
+    go(2, tmp_path / "other", *flags, 13, f"--resume={whole}/step_000011")
+    assert final(tmp_path / "other", 13)[1]["best"]["step"] in (12, 13)
+    last = go(2, half, *flags, 13, "--resume=auto", "--no-keep-best")
+    assert [p.name for p in checkpoint.steps(half)] == ["step_000013"] and "lowest" not in last["out"]
+
+
+def test_a_lowest_validation_loss_whose_save_failed_is_forgotten(tmp_path, monkeypatch):
+    saver, cfg = mock.Mock(failed=4, **{"wait.return_value": False}), Config()
+    state, saved = resume.State(step=6, best={"step": 4, "val_loss": 1.0}), []
+    monkeypatch.setattr(resume, "shards", lambda *_: [])
+    opt = mock.Mock(**{"adam_t.return_value": 6, "scaler.return_value": None})
+    for _ in range(2):
+        resume.save(cfg, mock.Mock(), None, opt, saver, state)
+        saved.append(saver.start.call_args[0][2]["best"])
+        state.best, saver.failed = {"step": 2, "val_loss": 1.0}, 4  # another save than that of step 2 failed
+    assert saved == [{}, {"step": 2, "val_loss": 1.0}]
+    assert not resume.State(step=2, best={"step": 2}).save_best(Config(save_every=0))
+    for loss in (math.nan, math.inf):
+        assert resume.State(step=2).evaluated(loss) is loss and not resume.State(step=2).best

@@ -2,12 +2,14 @@
 import contextlib
 import io
 import json
+import shutil
 
 import pytest
 import torch
 from pool import run_ranks
 from runs import TINY, chars, final, go
 
+import checkpoint
 import pipeline
 import sample
 import train
@@ -160,6 +162,23 @@ def test_sample_py_reads_the_newest_checkpoint_or_the_one_that_is_named(run, mon
     saved = json.loads((run / "config.json").read_text())
     assert model.vocab_size == saved["vocab_size_used"] == tokenizer.load(run).n_vocab
     assert (model.cfg.n_layer, model.cfg.seq_len, model.cfg.n_head) == (2, 16, 2)
+
+
+def test_sample_py_takes_the_lowest_validation_loss_and_says_so(run, tmp_path, capsys):
+    best = {"step": 1, "val_loss": 2.5}
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, 0, 1, [("w", torch.ones(2), (2,), (0,))], {"best": best})
+    shutil.copy(run / "config.json", tmp_path)
+
+    def taken(path):
+        return sample.read_run(path)[2].path.name, capsys.readouterr().err
+    assert taken(tmp_path / "step_000002") == ("step_000002", "")
+    name, said = taken(tmp_path)
+    assert name == "step_000001" and said.count("\n") == 1 and "lowest validation loss 2.5000" in said
+    (tmp_path / "step_000001" / "index.json").write_text("{}")  # damaged: the newest
+    assert taken(tmp_path)[0] == "step_000002"
+    name, said = taken(run)
+    assert name == "step_000002" and f"{run}/step_000002: the newest checkpoint" in said
 
 
 def test_the_samples_of_a_run_are_drawn_with_its_seed(run, tmp_path, capsys, monkeypatch):
