@@ -682,9 +682,11 @@ def test_after_a_killed_install_no_file_stays(version, tmp_path, texts, capsys, 
 def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
     """On a small library: the order, what is left out, what --with-tests adds, what is not utf-8."""
     real = [span.path for span in prepare.list_sources(prepare.parse(["stdlib"]))]
-    assert len(real) > 300 and not [n for n in real if re.search("/tests?/|/site-packages/", n)]
+    assert len(real) > 300 and not [
+        n for n in real if re.search("/(tests?|site-packages|encodings|pydoc_data)/", n)]
     lib = tmp_path / "lib"
-    names = ("b.py", "a/z.py", "a.py", "a/test/t.py", "test/u.py", "site-packages/s.py", "x.txt")
+    names = ("b.py", "a/z.py", "a.py", "a/test/t.py", "test/u.py", "site-packages/s.py", "x.txt",
+             "encodings/cp037.py", "pydoc_data/topics.py", "encodings.py")
     for k, name in enumerate(names):
         (lib / name).parent.mkdir(parents=True, exist_ok=True)
         (lib / name).write_text(make_text(3000, k))
@@ -693,13 +695,13 @@ def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(prepare.sysconfig, "get_path", lambda name: str(lib))
     args = prepare.parse(["stdlib"])
     assert [Path(span.path).relative_to(lib).as_posix() for span in prepare.list_sources(args)] == [
-        "a.py", "a/z.py", "b.py", "empty.py"]
+        "a.py", "a/z.py", "b.py", "empty.py", "encodings.py"]
     argv = ["stdlib", "--out", tmp_path, "--vocab-size", 300, "--val-fraction", 0.5, "--with-tests"]
     code, out, err = run(capsys, *argv)
     assert code == 0 and "1 skipped" in out, err
     meta = shards.load_meta(tmp_path / "stdlib")
-    assert meta["sources"]["skipped"] == 1 and meta["sources"]["files"] == 7
-    assert sum(meta["documents"].values()) == 5, "one document a file, none for the empty and the skipped"
+    assert meta["sources"]["skipped"] == 1 and meta["sources"]["files"] == 8
+    assert sum(meta["documents"].values()) == 6, "one document a file, none for the empty and the skipped"
 
 
 @pytest.mark.parametrize(
