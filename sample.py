@@ -89,11 +89,11 @@ def read_config(path):
 def load_model(cfg, vocab_size, weights):
     """-> the whole model on this process's device, with the weights of a checkpoint.Reader. ValueError: they
     are another model's."""
+    from runtime.launch import World  # isort: skip (before torch: it sets how idle threads wait)
     import torch  # not at the top: wrong input is found without the seconds that torch takes
 
     from model import GPT
     from parallel import make_mesh
-    from runtime.launch import World
     device = (torch.accelerator.current_accelerator() if torch.accelerator.is_available()
               else torch.device("cpu"))
     mesh = make_mesh(World())

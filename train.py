@@ -17,6 +17,8 @@ if __name__ == "__main__":  # before torch, whose import takes seconds: a signal
     from runtime import session
     session.start_program()
 
+from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
+
 import torch
 
 import checkpoint
@@ -34,7 +36,7 @@ from ops import timing
 from optim import Optimizer, batch_size, learning_rate
 from parallel import DataParallel, make_mesh, untimed
 from pipeline import forward_backward, forward_only, stage_layers
-from runtime import agree, launch, log, resume, session, watch
+from runtime import agree, log, resume, session, watch
 from skip import Guard, Ranges, corrupt_targets, give_up_message
 
 # -----------------------------------------------------------------------------
@@ -259,8 +261,7 @@ class Run:
         if self.opt.loss_scale is not None:
             row["loss_scale"] = self.opt.loss_scale.item()
         if cfg.n_experts and stats is not None:
-            # loads and losses of every layer's experts, on every rank
-            experts = moe.expert_stats(model, batch // cfg.micro_batch)
+            experts = moe.expert_stats(model, batch // cfg.micro_batch)  # of every layer, on every rank
             row.update(log.expert_metrics(experts))
             if self.is_main:
                 self.log_file.experts(number, experts)

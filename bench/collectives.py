@@ -18,14 +18,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import read_flags, start
+from runtime.launch import exit_together, launch, shutdown
+
 import torch
 import torch.distributed as dist
-from common import read_flags, start
 from timing import slowest
 
 from config import Outcome
 from parallel import all_gather_single, make_mesh, reduce_scatter_single
-from runtime.launch import exit_together, launch, shutdown
 
 AXES = ("world", "dp", "tp", "pp", "ep", "edp", "stage")
 

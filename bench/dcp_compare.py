@@ -11,13 +11,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import read_flags, start
+from runtime.launch import exit_together, launch, shutdown
+
 import torch
 import torch.distributed.checkpoint as dcp
-from common import read_flags, start
 from tyro.conf import Positional
 
 import checkpoint
-from runtime.launch import exit_together, launch, shutdown
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BEGAN = time.perf_counter()
+from common import ROOT, read_flags, start
+from runtime.launch import bare_environment, launch, scheduler, shutdown
+
 import torch
 import torch.distributed as dist
 
-TORCH_SECONDS = time.perf_counter() - BEGAN
-from common import ROOT, read_flags, start
-
+TORCH_SECONDS = time.perf_counter() - BEGAN  # most of it: runtime.launch imports torch
 from config import Outcome, print_quietly
 from corpus import shards
-from runtime.launch import bare_environment, launch, scheduler, shutdown
 
 SLOW_DISK = 50  # MB/s; a slower disk takes minutes for a checkpoint of a billion parameters
 NETWORK = ("lustre", "nfs", "nfs4", "gpfs", "beegfs", "cephfs", "fuse", "9p", "virtiofs")

@@ -13,8 +13,10 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from common import ROOT, read_flags, start
+from runtime.launch import World, exit_together, launch, shutdown
+
+import torch
 from moe_layer import forward, moe_layer
 from training import Training
 from tyro.conf import Positional
@@ -29,7 +31,6 @@ from config import PRESETS, Config
 from fast import symm_mem
 from ops.checksum import checksum
 from parallel import make_mesh
-from runtime.launch import World, exit_together, launch, shutdown
 
 FAMILIES = {"llama": matrix.LLAMA, "gpt2": matrix.GPT2, "dropless": matrix.MOE, "capacity": matrix.CAPACITY}
 # 16 wide heads: the GPU's attention and grouped kernels need rows of a multiple of 16 bytes

@@ -27,9 +27,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Literal
 
+from common import start
+from runtime.launch import World, as_torchrun, launch, started_by
+
 import torch
 import torch._dynamo  # for --compile: once, not per rank. _inductor would touch CUDA: no fork after that
-from common import start
 from training import Training, gpu_memory
 
 from config import Config, Outcome, check, parse, wrong_input
@@ -38,7 +40,6 @@ from cost.parameters import count_parameters, flops_per_token
 from cost.step_time import GPUS
 from parallel import make_mesh
 from plan import estimate, memory
-from runtime.launch import World, as_torchrun, launch, started_by
 
 FLAG = {"tp": "tp", "pp": "pp", "ep": "ep", "zero": "zero", "mbs": "micro_batch"}
 COLUMNS = {  # title: (key of the row, format)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 from unittest import mock
 
+from common import read_flags, start
+from runtime.launch import World
+
 import torch
 import torch.nn as nn
-from common import read_flags, start
 from timing import gpu_milliseconds, graphed
 
 import moe
@@ -18,7 +20,6 @@ from config import Config, wrong_input
 from ops import grouped_mm
 from ops.activations import swiglu
 from parallel import make_mesh
-from runtime.launch import World
 
 SHAPES = {  # tokens, experts, hidden width, width, top-k; ms of torch's grouped_mm, compiled, on an H200
     "W2": (16384, 64, 1792, 512, 1, 1.051),

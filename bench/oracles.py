@@ -12,13 +12,14 @@ import logging
 import warnings
 from dataclasses import dataclass
 
-import torch
 from common import read_flags, start
+from runtime.launch import World
+
+import torch
 
 from config import Config, Outcome
 from moe import MoE
 from parallel import make_mesh
-from runtime.launch import World
 
 T, E, C, F = 96, 8, 32, 48  # tokens, experts, width, hidden width
 FACTORS = (0.5, 0.75, 1.0, 1.25)  # of the capacity

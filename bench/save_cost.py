@@ -11,15 +11,16 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
 from common import one_rank_speaks, start
+from runtime.launch import exit_together, launch, shutdown
+
+import torch
 from timing import synchronize
 from training import Training
 
 import checkpoint
 from config import parse
 from runtime import resume
-from runtime.launch import exit_together, launch, shutdown
 
 
 def take_steps(training, count, save=None, every=0):

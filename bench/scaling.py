@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import start
+
 from tyro.conf import Positional
 
 from config import Outcome, command_line, one_line, print_quietly, wrong_input

@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from common import read_flags, start
+from runtime.launch import exit_together, launch, shutdown
+
 import torch
 import torch.distributed as dist
-from common import read_flags, start
 from timing import slowest
 
 from config import Outcome
@@ -31,7 +33,6 @@ from ops.checksum import checksum
 from ops.timing import Stopwatch
 from optim import AdamW
 from parallel import MAX, DataParallel, make_mesh
-from runtime.launch import exit_together, launch, shutdown
 
 WIDTHS = (128, 1024, 512, 256, 128)
 METRICS = ("loss", "sps", "dt", "dtf", "dtb")

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from common import read_flags, start
+from runtime.launch import exit_together, launch, shutdown
+
 import torch
 import torch.distributed as dist
-from common import read_flags, start
 from timing import gpu_milliseconds
 from training import Training, gpu_memory
 from tyro.conf import Positional
@@ -27,7 +29,6 @@ from config import parse
 from cost.parameters import count_parameters, flops_per_token
 from cost.step_time import peak_flops
 from parallel import MAX
-from runtime.launch import exit_together, launch, shutdown
 
 WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout
     "W1": "dense-210m",

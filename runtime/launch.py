@@ -7,7 +7,7 @@ One answer for plain python, torchrun, MPICH and Intel MPI (Hydra), Open MPI, PA
     exit_together   turns wrong input on any rank into one line from one rank and exit code 2 on all
     attach_stdin, break_on_rank     --pdb RANK: one rank stops in the debugger
 
-No other file reads the environment.
+No other file reads the environment. Programs import this file before torch, whose threads spin otherwise.
 """
 import atexit
 import contextlib
@@ -29,15 +29,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+# OpenMP reads it when torch is imported: threads that wait sleep, and leave their core to whoever has work
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 import torch.distributed as dist
 
 from config import Outcome, one_line
 from parallel import Axis
 
-# launcher: its variables for (rank, world size, local rank, local size). the first launcher whose variables
-# are set is taken. srun is last: every process in a batch script has SLURM_PROCID and SLURM_NTASKS, and only
-# SLURM_STEP_NUM_TASKS says that srun started *this* process
+# launcher: its variables for (rank, world size, local rank, local size); the first whose variables are set is
+# taken. srun is last: only SLURM_STEP_NUM_TASKS says that srun started *this* process, not the batch script
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
@@ -276,8 +278,7 @@ def select_device(local, local_size):
 
 def deterministic(on):
     """--deterministic: use only kernels that give the same bits in every run. Call it before the first one.
-    An operation without such a kernel raises an error; with warn_only instead of the error, cuDNN's attention
-    adds up in any order."""
+    An operation without one raises an error; with warn_only, cuDNN's attention adds up in any order."""
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it
         torch.use_deterministic_algorithms(True)
@@ -308,8 +309,7 @@ def launch(timeout=600.0, quiet=False, joining=lambda where, size: None):
     device, threads = select_device(local, local_size)
     backend = "none"
     if size > 1:
-        fast = dist.get_default_backend_for_device(device)  # nccl, xccl or gloo
-        backend = fast
+        backend = fast = dist.get_default_backend_for_device(device)  # nccl, xccl or gloo
         both = "gloo" if fast == "gloo" else f"cpu:gloo,{device.type}:{fast}"  # gloo: host memory
         wait = timedelta(seconds=timeout)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's record of its last collectives

@@ -363,3 +363,43 @@ def test_a_stream_that_fails_never_ends_a_run(tmp_path):
         assert job.returncode == 0 and len(rows(tmp_path / name)) == 6, (name, err)
         assert len(said) == 2 and "stdout" in said[0] and "stderr" in said[1], (name, said)
         assert "Traceback" not in err and len(out.splitlines()) == (name == "head"), (name, out, err)
+
+
+# -----------------------------------------------------------------------------
+# how threads wait
+
+IMPORT_ORDER = """import os, runpy, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise KeyboardInterrupt(os.environ.get("OMP_WAIT_POLICY"))
+sys.meta_path.insert(0, Finder())
+try:
+    if sys.argv[1] == "sample.py":
+        import sample
+        sample.load_model(None, 0, None)
+    sys.path.insert(0, os.path.dirname(sys.argv[1]))
+    runpy.run_path(sys.argv[1], run_name="__main__")
+except KeyboardInterrupt as e:
+    print(e)
+"""
+PROGRAMS = ["train.py", "sample.py", *(f"bench/{name}.py" for name in (
+    "collectives", "dcp_compare", "doctor", "gpu_matrix", "layouts", "moe_layer", "oracles", "save_cost",
+    "smoke", "speed"))]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_idle_threads_sleep(program):
+    """When a program first imports torch, whose OpenMP reads it then, OMP_WAIT_POLICY is set."""
+    env = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    for given, expected in ((env, "PASSIVE"), ({**env, "OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
+        if program == "train.py" or expected == "PASSIVE":
+            done = subprocess.run([sys.executable, "-c", IMPORT_ORDER, program], cwd=ROOT, env=given,
+                                  capture_output=True, text=True)
+            assert done.stdout == f"{expected}\n", done.stderr
+
+
+def test_every_program_that_trains_is_among_them():
+    names = subprocess.run(["git", "grep", "-lE", "^from runtime.launch import .*launch"], cwd=ROOT,
+                           capture_output=True, text=True).stdout.split()
+    assert {n for n in names if n.startswith("bench/")} <= set(PROGRAMS)
