@@ -87,6 +87,26 @@ def grouped_mm_possible(cfg, device):
     return here and one_kernel_shapes(DTYPES[cfg.dtype], cfg.n_embd, cfg.ffn_hidden)
 
 
+FP32_RATE = 2e10  # FLOP/s of one thread of a CPU in training, about
+SLOWER = {"bf16": 10, "fp16": 20, "fp64": 2}  # times, about, on a CPU whose instructions have bf16
+LONG = 60  # seconds of a step before which a run says so
+
+
+def slow_on_cpu(cfg, mesh, flops, device):
+    """-> what makes this run slow where its device is a CPU, and the fix, in lines. flops: per token."""
+    if device.type != "cpu":
+        return []
+    lines, times = [], SLOWER.get(cfg.dtype, 1)
+    if cfg.dtype in ("bf16", "fp16"):
+        lines.append(f"{cfg.dtype} is about {times} times slower than fp32 on a CPU: --dtype fp32")
+    tokens = (cfg.global_batch or cfg.micro_batch * mesh.dp.size) * cfg.seq_len
+    seconds = tokens * flops * times / FP32_RATE / mesh.world.size / torch.get_num_threads()
+    if seconds > LONG:
+        lines.append(f"a step takes about {seconds / 60:.0f} minutes on this CPU, {cfg.steps:,} steps "
+                     f"take {seconds * cfg.steps / 3600:,.0f} hours, less with a smaller batch or --seq-len")
+    return lines
+
+
 def peer_access(mesh, axis, device):
     """Whether the ranks of each group of axis reach each other's memory: they are on one host, each on a
     GPU of its own that all of them see, with peer access, and a first allocation succeeds. On a CPU: whether

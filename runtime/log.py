@@ -24,6 +24,7 @@ from config import Outcome
 from corpus.shards import first_folder
 from cost.parameters import flops_per_token
 from cost.step_time import peak_flops
+from fast.choose import slow_on_cpu
 from fast.symm_mem import bytes_allocated
 from parallel import MAX
 from pipeline import generate
@@ -116,6 +117,8 @@ def make_log(cfg, mesh, world, out, state, vocab_size):
               "argv": sys.argv, "world": world.size, "launcher": world.launcher, "dp": mesh.dp.size,
               "torch": torch.__version__}
     folder = Path(first_folder(cfg.data)) if cfg.data != "synthetic" else None
+    for line in slow_on_cpu(cfg, mesh, flops_per_token(cfg, vocab_size)[1], world.device):
+        warn(line)
     with must_write(out):
         out.mkdir(parents=True, exist_ok=True)
         for name in ("meta.json", "tokenizer.json") if folder else ():

@@ -11,15 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import run_ranks
-from runs import go, rows, same
+from runs import TINY, go, rows, same, session
 from safetensors.torch import load_file
 from test_layouts import GPT2, LLAMA, MOE, SIGMOID, assemble, to_numpy
 
 import checkpoint
 import moe
 import train
-from config import Config
+from config import PRESETS, Config
 from corpus.shards import Synthetic
+from cost.parameters import flops_per_token
+from fast.choose import slow_on_cpu
 from model import vocab_cross_entropy
 from parallel import make_mesh
 from runtime.launch import World
@@ -268,3 +270,24 @@ def test_norms_on_a_cpu_are_summed_in_fp64():
     assert (stats.loss.item(), stats.num_zeros.item()) == (1.5, 0)
     few = opt.stats(torch.tensor(1.5), full=False)
     assert few.grad_norm == stats.grad_norm and few.num_zeros == few.param_norm == 0
+
+
+def test_one_rank_says_that_a_dtype_is_slow_on_a_cpu(tmp_path):
+    for dtype, said in (("bf16", 1), ("fp32", 0)):
+        argv = [*TINY, "--dtype", dtype, "--steps", "1", "--out", str(tmp_path / dtype)]
+        errors = [got["err"] for got in run_ranks(2, session, argv)]
+        assert [e.count("times slower than fp32 on a CPU: --dtype fp32") for e in errors] == [said, 0], errors
+
+
+def test_a_step_of_minutes_is_announced(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    mesh = make_mesh(World())
+
+    def lines(preset, **flags):
+        cfg = Config(**{**PRESETS[preset], **flags})
+        return slow_on_cpu(cfg, mesh, flops_per_token(cfg, 65)[1], torch.device("cpu"))
+    assert lines("tiny") == []
+    assert lines("shakespeare-char", dtype="fp32", seq_len=128, micro_batch=16) == []
+    slow, long = lines("shakespeare-char")
+    assert "bf16 is about 10 times slower" in slow
+    assert "a step takes about 5 minutes" in long and "5,000 steps" in long
