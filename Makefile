@@ -17,13 +17,18 @@ drills: .venv/ready-test
 slurm: .venv/ready
 	python tests/slurm/cluster.py
 
+# on Linux the torch of PyPI is the CUDA build. no other index stands in requirements.txt: pip asks every index
+# for every package, and waits for one that does not answer
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -r requirements.txt
+	@if [ "$$(uname -s)" = Linux ] && [ ! -e /proc/driver/nvidia ] && ! $(BIN)/pip show -q torch 2>/dev/null; then \
+	  echo "note: PyPI's torch comes with CUDA, 3 GB. On a CPU 0.2 GB do: Ctrl-C, the next line, make again"; \
+	  echo "$(BIN)/pip install $$(grep ^torch== requirements.txt) --index-url https://download.pytorch.org/whl/cpu"; fi
+	$(BIN)/pip install -r requirements.txt
 	touch $@
 
 .venv/ready-test: .venv/ready requirements-test.txt
-	$(BIN)/pip install -q -r requirements-test.txt
+	$(BIN)/pip install -r requirements-test.txt
 	touch $@
 
 .PHONY: train test drills slurm
