@@ -19,6 +19,9 @@ slurm: .venv/ready
 
 # on Linux the torch of PyPI is the CUDA build. no other index stands in requirements.txt: pip asks every index
 # for every package, and waits for one that does not answer
+tutorial: .venv/ready-test
+	python tutorial/run.py
+
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
 	@if [ "$$(uname -s)" = Linux ] && [ ! -e /proc/driver/nvidia ] && ! $(BIN)/pip show -q torch 2>/dev/null; then \
@@ -31,4 +34,4 @@ slurm: .venv/ready
 	$(BIN)/pip install -r requirements-test.txt
 	touch $@
 
-.PHONY: train test drills slurm
+.PHONY: train test drills slurm tutorial

@@ -22,6 +22,7 @@ from cost.fits import check_layout
 from parallel import make_mesh
 from runtime import launch
 from tutorial import exercises, solutions, test_exercises
+from tutorial.run import BLOCK, refresh
 
 TEXT = (ROOT / "tutorial/README.md").read_text()
 BLOCKS = re.findall(r"^```sh\n(.*?)^```", TEXT, re.M | re.S)
@@ -243,3 +244,50 @@ def test_the_training_commands_run(tmp_path):
         rows = [json.loads(line) for line in (tmp_path / str(i) / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows] == [1, 2]
     assert len(seen) >= 14
+
+
+# -----------------------------------------------------------------------------
+# make tutorial
+
+def printed_by(chapter):
+    """-> what each command of the chapter prints, if it prints what the chapter shows."""
+    outputs, blocks = [], [(sh, body) for sh, body in BLOCK.findall(chapter)]
+    for i, (sh, body) in enumerate(blocks):
+        if sh:
+            n, after = len(body.splitlines()), [sh for sh, _ in blocks[i + 1:]]
+            shown = [text for _, text in blocks[i + 1:][: [*after, "sh"].index("sh")]]
+            outputs += shown if len(shown) == n else ["".join(shown)] + [""] * (n - 1)
+    return outputs
+
+
+def test_a_text_that_is_true_stays_as_it_is():
+    chapters = re.split(r"^(?=## \d)", TEXT, flags=re.M)[1:]
+    for chapter in chapters:
+        assert refresh(chapter, printed_by(chapter)) == (chapter, [])
+
+
+def test_new_numbers_replace_the_old_ones():
+    chapter = """Text: 1,234 of 2.5033, and 42.
+```sh
+first
+second
+```
+```
+...
+step=20 loss=2.5033 dt=1.0ms
+rank 1: 1,234 letters, made ...
+step=40 loss=1.9
+```
+```
+sum: 42 in out/dp2
+```
+The end of 42.
+"""
+    new, lost = refresh(chapter, [
+        "step=1 loss=9.9\nstep=20 loss=2.4791 dt=13.5ms\nrank 2: 77,777 letters, made by me\n",
+        "sum: 1 in out/dp1\nsum: 43 in out/dp2\n"])
+    assert lost == ["step=40 loss=1.9"]
+    for before, now in (("2.5033", "2.4791"), ("1.0ms", "13.5ms"), ("rank 1:", "rank 2:"),
+                        ("1,234", "77,777"), ("sum: 42", "sum: 43")):
+        chapter = chapter.replace(before, now)
+    assert new == chapter
