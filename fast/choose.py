@@ -88,7 +88,7 @@ def grouped_mm_possible(cfg, device):
 
 
 FP32_RATE = 2e10  # FLOP/s of one thread of a CPU in training, about
-SLOWER = {"bf16": 10, "fp16": 20, "fp64": 2}  # times, about, on a CPU whose instructions have bf16
+SLOWER = {"bf16": 3, "fp16": 10, "fp64": 2}  # times, about, on a CPU whose instructions have bf16
 LONG = 60  # seconds of a step before which a run says so
 
 
@@ -102,7 +102,7 @@ def slow_on_cpu(cfg, mesh, flops, device):
     tokens = (cfg.global_batch or cfg.micro_batch * mesh.dp.size) * cfg.seq_len
     seconds = tokens * flops * times / FP32_RATE / mesh.world.size / torch.get_num_threads()
     if seconds > LONG:
-        lines.append(f"a step takes about {seconds / 60:.0f} minutes on this CPU, {cfg.steps:,} steps "
+        lines.append(f"a step takes about {seconds:.0f} seconds on this CPU, {cfg.steps:,} steps "
                      f"take {seconds * cfg.steps / 3600:,.0f} hours, less with a smaller batch or --seq-len")
     return lines
 

@@ -289,5 +289,5 @@ def test_a_step_of_minutes_is_announced(monkeypatch):
     assert lines("tiny") == []
     assert lines("shakespeare-char", dtype="fp32", seq_len=128, micro_batch=16) == []
     slow, long = lines("shakespeare-char")
-    assert "bf16 is about 10 times slower" in slow
-    assert "a step takes about 5 minutes" in long and "5,000 steps" in long
+    assert "bf16 is about 3 times slower" in slow
+    assert "a step takes about 83 seconds" in long and "5,000 steps" in long

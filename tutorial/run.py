@@ -20,9 +20,9 @@ BLOCK = re.compile(r"^```(sh)?\n(.*?)^```$", re.M | re.S)
 
 
 def without_numbers(line):
-    """-> the line with # for each number; but a step's line keeps which step it is."""
-    step = re.match(r"(?:step|iter)=\d+ |", line)[0]
-    return step + " ".join(re.sub(NUMBER, "#", line[len(step):]).split())
+    """-> the line with # for each number and bar; but the line of a step or an expert keeps of which."""
+    which = re.match(r"(?:step|iter)=\d+ |expert +\d+ |", line)[0]
+    return which + " ".join(re.sub("#+", "#", re.sub(NUMBER, "#", line[len(which):])).split())
 
 
 def find(line, printed):
