@@ -18,7 +18,6 @@ if __name__ == "__main__":  # before torch, whose import takes seconds: a signal
     session.start_program()
 
 from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
-
 import torch
 
 import checkpoint
