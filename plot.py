@@ -23,7 +23,7 @@ import tyro
 
 import checkpoint
 import config
-from config import command_line, wrong_input
+from ops.schema import load_json
 from runtime.files import read_holder, sound_rows
 from runtime.log import best_effort
 
@@ -145,7 +145,7 @@ def describe(run):
     rows, saved, config_json, size = [], checkpoint.steps(run), None, 0
     with contextlib.suppress(ValueError, OSError):
         rows = sound_rows(run / "metrics.jsonl")[0]
-        config_json = config.load_json(run / "config.json")
+        config_json = load_json(run / "config.json")
     for folder, _, names in os.walk(run):
         for name in names:
             with contextlib.suppress(OSError):
@@ -216,7 +216,7 @@ def picture(found, path, log):
 
 def parse(argv):
     """argv (list of str) -> Flags. ValueError: one line that says what is wrong."""
-    flags = command_line(Flags, argv, "plot.py", __doc__)
+    flags = config.command_line(Flags, argv, "plot.py", __doc__)
     if not flags.runs:
         raise ValueError("no RUN is given: --out directories of runs, for example python plot.py out/tiny")
     if len(flags.steps) not in (0, 2):
@@ -226,7 +226,7 @@ def parse(argv):
 
 def main(argv=None):
     """-> 0. SystemExit(2) after one line on stderr: wrong input."""
-    with wrong_input():
+    with config.wrong_input():
         flags = parse(sys.argv[1:] if argv is None else argv)
         try:
             while True:

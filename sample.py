@@ -40,24 +40,23 @@ class Flags:
 
 
 def read_run(run_dir):
-    """A run or one of its checkpoints -> (Config, vocabulary size, checkpoint.Reader, directory of the run).
-
-    ValueError, OSError: no run, or no sound checkpoint.
-    """
+    """A run or one of its checkpoints -> (Config, vocabulary size, checkpoint.Reader, directory of the run, a
+    line that says which checkpoint was taken, or ""). ValueError, OSError: no run, or no sound checkpoint."""
     run = Path(run_dir)
     step = run if run.name.startswith("step_") else None
     run = run.parent if step else run
     if not (run / "config.json").exists():
         raise FileNotFoundError(f"{run} holds no config.json; give the --out directory of a run of train.py")
-    index = checkpoint.check(step) if step else None
-    step = step or choose_step(run)
+    index, said = checkpoint.check(step) if step else None, ""
+    if step is None:
+        step, said = choose_step(run)
     cfg, vocab_size = read_config(run / "config.json")
-    return cfg, vocab_size, checkpoint.Reader(step, index), run
+    return cfg, vocab_size, checkpoint.Reader(step, index), run, said
 
 
 def choose_step(run):
-    """-> of a run's checkpoints the one with the lowest validation loss, where it is known and sound, else
-    the newest sound one. Which one it is, and why, is said on stderr."""
+    """-> (of a run's checkpoints the one with the lowest validation loss, where it is known and sound, else
+    the newest sound one; a line that says which and why)."""
     newest = checkpoint.newest(run)
     if newest is None:
         raise FileNotFoundError(f"{run} holds no sound checkpoint; train with --save-every N")
@@ -65,8 +64,7 @@ def choose_step(run):
     best, why = run / f"step_{found.get('step', 0):06d}", "the newest checkpoint"
     if "val_loss" in found and best.is_dir() and checkpoint.damage(best) is None:
         newest, why = best, f"lowest validation loss {found['val_loss']:.4f}"
-    print(f"{newest}: {why} (sample.py RUN/step_N takes another)", file=sys.stderr, flush=True)
-    return newest
+    return newest, f"{newest}: {why} (sample.py RUN/step_N takes another)\n"
 
 
 def read_config(path):
@@ -112,7 +110,7 @@ def main(argv=None):
     with config.wrong_input():
         flags = config.command_line(Flags, sys.argv[1:] if argv is None else argv, "sample.py", __doc__)
         flags.check()
-        cfg, vocab_size, weights, run = read_run(flags.run_dir)
+        cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
         vocabulary = tokenizer.load(run)
         if vocabulary.n_vocab > vocab_size:
             raise ValueError(f"{run}/config.json has vocab_size_used {vocab_size}, tokenizer.json "
@@ -122,6 +120,7 @@ def main(argv=None):
             raise ValueError("--prompt is empty, and this vocabulary has no end-of-document to start from; "
                              "give at least one character")
         model = load_model(cfg, vocab_size, weights)
+        print(said, end="", file=sys.stderr, flush=True)
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal may lack the text's characters
         print_samples(model, vocabulary, prompts, flags)

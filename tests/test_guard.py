@@ -380,7 +380,7 @@ def test_trace_says_where_it_is_and_how_to_look_at_it(tmp_path, capfd):
              if e["name"].startswith("ProfilerStep")}
     assert steps == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}  # from 0
     (tmp_path / "profile.html").touch()
-    log.farewell(Outcome.DONE, None, 3, tmp_path, 0)
+    log.farewell(Outcome.DONE, None, State(step=3), tmp_path, 0)
     assert capfd.readouterr().out.endswith("holds profile.html, trace.json\n")
 
 
