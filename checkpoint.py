@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Literal
 
 from config import one_line, printable, wrap, wrong_input
-from ops.schema import Range, check_schema, load_json
+from tools.files import sync, write_whole
+from tools.schema import Range, check_schema, load_json
 
 FORMAT = 2
 SAFETENSORS_DTYPE = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64",
@@ -134,7 +135,7 @@ def commit(tmp, step, writers, meta, timeout=600.0, stopped=lambda: False):
     write_whole(tmp / "index.json", f'{{"crc32": {zlib.crc32(body.encode())}, {body[1:]}')
     for name in lists:
         (tmp / name).unlink()
-    _sync(tmp)
+    sync(tmp)
     final, backup = (tmp.with_name(f"step_{step:06d}{end}") for end in ("", ".old"))
     if final.exists():  # this step was saved before: keep the old one until the new one is there
         shutil.rmtree(backup, ignore_errors=True)
@@ -145,7 +146,7 @@ def commit(tmp, step, writers, meta, timeout=600.0, stopped=lambda: False):
         if backup.exists():
             os.rename(backup, final)
         raise
-    _sync(final.parent)
+    sync(final.parent)
     shutil.rmtree(backup, ignore_errors=True)
 
 
@@ -179,22 +180,6 @@ def archive_later(root, step):
         os.rename(path, new)
         moved.append(new.name)
     return moved
-
-
-def write_whole(path, text):
-    """Write a small text file aside and rename it: a reader finds all of it, or the file as it was before."""
-    part = path.with_suffix(".part")
-    part.write_text(text)
-    _sync(part)
-    os.replace(part, path)
-
-
-def _sync(path):
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 # -----------------------------------------------------------------------------

@@ -23,9 +23,9 @@ import tyro
 
 import checkpoint
 import config
-from ops.schema import load_json
-from runtime.files import read_holder, sound_rows
 from runtime.log import best_effort
+from tools.files import read_holder, sound_rows
+from tools.schema import load_json
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file of each, in OUT
 NO_PLOTEXT = "plotext is not installed: no plots (pip install 'plotext<6')"

@@ -41,7 +41,7 @@ import tyro
 from config import command_line, one_line, wrong_input
 from corpus import build, shards, text, tokenizer
 from corpus.shards import SPLITS
-from ops.schema import check_schema, load_json
+from tools.schema import check_schema, load_json
 
 UNIT_BYTES = 16 << 20  # of text per unit of work; the workers' number does not change it
 VOCAB_SIZE = 4096  # of bpe: an id stands for 3.5 characters of python, a small model is not dwarfed by them

@@ -14,7 +14,7 @@ import tyro
 import checkpoint
 import config
 from corpus import tokenizer
-from ops.schema import Range, check_schema, load_json
+from tools.schema import Range, check_schema, load_json
 
 Prompts = tyro.conf.UseAppendAction[tuple[str, ...]]
 RunDir = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN_DIR")]]

@@ -31,12 +31,12 @@ from cost.traffic import traffic
 from fast.choose import choose
 from fast.graph import make_step
 from model import DTYPES, GPT, init_weights
-from ops import timing
 from optim import Optimizer, batch_size, learning_rate
 from parallel import DataParallel, make_mesh, untimed
 from pipeline import forward_backward, forward_only, stage_layers
 from runtime import agree, log, resume, session, watch
 from skip import Guard, Ranges, corrupt_targets, give_up_message
+from tools import timing
 
 # -----------------------------------------------------------------------------
 # the parts of a step; the layout tests call these, so that what is proven is what trains

@@ -29,8 +29,8 @@ import test_layouts as matrix
 import moe
 from config import PRESETS, Config
 from fast import symm_mem
-from ops.checksum import checksum
 from parallel import make_mesh
+from tools.checksum import checksum
 
 FAMILIES = {"llama": matrix.LLAMA, "gpt2": matrix.GPT2, "dropless": matrix.MOE, "capacity": matrix.CAPACITY}
 # 16 wide heads: the GPU's attention and grouped kernels need rows of a multiple of 16 bytes

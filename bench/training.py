@@ -8,8 +8,8 @@ from cost.fits import check_layout
 from fast.choose import choose
 from fast.graph import make_step
 from fast.symm_mem import bytes_allocated
-from ops.timing import Stopwatch
 from parallel import make_mesh
+from tools.timing import Stopwatch
 
 
 class Training:

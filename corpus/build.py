@@ -27,7 +27,7 @@ import numpy as np
 from corpus import tokenizer
 from corpus.shards import SPLITS, VERSION, draw_keys, splitmix64
 from corpus.text import DOC_CHARS, documents
-from ops.schema import load_json
+from tools.schema import load_json
 
 RUN_TOKENS = 1 << 24  # tokens that a worker holds in memory
 MERGE_TOKENS = 1 << 25  # tokens that merge() holds in memory, about

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ops.schema import Range, check_schema, load_json
+from tools.schema import Range, check_schema, load_json
 
 SPLITS = ("train", "val")
 MAGIC, VERSION = b"nanoshrd", 1

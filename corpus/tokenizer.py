@@ -16,7 +16,7 @@ import numpy as np
 
 from config import one_line
 from corpus.shards import first_folder, load_meta
-from ops.schema import Range, check_schema, load_json
+from tools.schema import Range, check_schema, load_json
 
 EOD = "<|endoftext|>"  # written after each document; in text these characters are encoded as any others
 # how gpt-4 splits text into words (tiktoken, cl100k_base): a merge never crosses these boundaries

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import write_whole
 from config import Outcome
 from corpus.shards import first_folder
 from cost.parameters import flops_per_token
@@ -28,8 +27,8 @@ from fast.choose import slow_on_cpu
 from fast.symm_mem import bytes_allocated
 from parallel import MAX
 from pipeline import generate
-from runtime.files import Rows, must_write, warn
 from skip import not_finite
+from tools.files import Rows, must_write, warn, write_whole
 
 # -----------------------------------------------------------------------------
 # the numbers of a step

@@ -22,13 +22,13 @@ import torch
 import checkpoint
 from config import Outcome, pad_vocab
 from fast.host_buffers import HostBuffers, refuse_not_finite
-from ops.checksum import checksum
 from ops.flat import shards
 from parallel import Axis
-from runtime import files
-from runtime.files import warn
 from runtime.launch import exit_together
 from skip import Ranges
+from tools import files
+from tools.checksum import checksum
+from tools.files import warn
 
 # -----------------------------------------------------------------------------
 # where the run is

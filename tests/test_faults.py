@@ -34,7 +34,7 @@ LLAMA, GPT2, MOE = (dict(base, micro_batch=2, n_layer=2)
                     for base in (test_layouts.LLAMA, test_layouts.GPT2, test_layouts.MOE))
 
 
-PACKAGES = "ops", "fast", "runtime", "corpus", "cost"
+PACKAGES = "ops", "fast", "runtime", "corpus", "cost", "tools"
 
 
 def sequences(n, layout):

@@ -22,12 +22,12 @@ import train
 from config import Config, parse
 from corpus.shards import Synthetic
 from model import GPT, init_weights
-from ops import timing
 from optim import AdamW, StepStats, learning_rate
 from parallel import make_mesh
 from runtime import log, resume, watch
 from runtime.launch import World
 from skip import Guard
+from tools import timing
 
 FLAGS = [*[f for f in TINY if "global-batch" not in f], "--global-batch=8", "--dtype=fp64", "--clip=0.05",
          "--min-lr=3e-3", "--decay-steps=4", "--steps=5"]

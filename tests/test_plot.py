@@ -5,7 +5,7 @@ import pytest
 
 import plot
 import train
-from runtime import files
+from tools import files
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The directory of a run, OUT: one run at a time works in it, and a torn line in its files ends no later run.
 
+    write_whole     write a small file so that a reader finds all of it
     lock, unlock    claim OUT for this process, by a lock on a file beside it; read_holder: who has it
     move_aside      rename OUT by what the run in it was
     sound_rows      the rows of a .jsonl file, without the lines that a kill or a full disk damaged
@@ -14,7 +15,6 @@ import sys
 import time
 from pathlib import Path
 
-from checkpoint import write_whole
 from config import one_line
 
 LOCK_WAIT = 60.0  # seconds that --resume auto waits for a run that is just leaving
@@ -23,6 +23,23 @@ LOCK_WAIT = 60.0  # seconds that --resume auto waits for a run that is just leav
 def warn(text):
     """One line on stderr, whatever the text contains."""
     print(f"nanoshard: {one_line(text)}", file=sys.stderr, flush=True)
+
+
+def write_whole(path, text):
+    """Write a small text file aside and rename it: a reader finds all of it, or the file as it was before."""
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    sync(part)
+    os.replace(part, path)
+
+
+def sync(path):
+    """Wait until the file or directory is on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager
