@@ -1,9 +1,11 @@
 """One MoE layer, forward and backward, beside a dense MLP of the same FLOPs: python bench/moe_layer.py
 
-The rows are the dense SwiGLU, compiled; our layer, dropless (routing, sort, grouped matrix products) and with
-a capacity (bmm), each also as a CUDA graph, which is how train.py runs it; the loop over experts that the
-tests compare with.
+The rows are the dense SwiGLU, compiled; our layer, dropless (routing, sort, grouped matrix products), as on
+this GPU and with the Triton kernels, and with a capacity (bmm), each also as a CUDA graph, which is how
+train.py runs it; the loop over experts that the tests compare with. --tune looks for this GPU's line of TILES
+in ops/grouped_mm.py instead.
 """
+import contextlib
 from dataclasses import dataclass
 from typing import Literal
 from unittest import mock
@@ -17,6 +19,7 @@ from timing import gpu_milliseconds, graphed
 
 import moe
 from config import Config, wrong_input
+from model import DTYPES
 from ops import grouped_mm
 from ops.activations import swiglu
 from parallel import make_mesh
@@ -27,9 +30,18 @@ SHAPES = {  # tokens, experts, hidden width, width, top-k; ms of torch's grouped
 }
 
 
+# rows, columns, depth, warps, stages of a tile
+CANDIDATES = [(rows, columns, depth, warps, stages)
+              for rows, columns, warps in ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4),
+                                           (128, 128, 8), (64, 256, 4), (128, 256, 8), (256, 128, 8))
+              for depth, stages in ((32, 3), (32, 4), (64, 3), (64, 4))]
+
+
 @dataclass(frozen=True)
 class Flags:
     shapes: tuple[Literal[tuple(SHAPES)], ...] = tuple(SHAPES)  # which of these layers
+    tune: bool = False  # time the Triton kernels with many tiles instead, for ops/grouped_mm.py
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"  # of --tune
 
 
 class Dense(nn.Module):
@@ -94,15 +106,47 @@ def measure(name, device):
           f"{peer} ms on an H200")
     print(f"  dense, compiled          {gpu_milliseconds(forward_backward(dense, dense, x, g)):8.3f} ms",
           flush=True)
-    for label, factor in (("dropless", 0.0), ("capacity 1.0", 1.0)):
-        run = forward_backward(*compiled(experts(factor), device), x, g)
-        eager = gpu_milliseconds(run)
-        replay = gpu_milliseconds(graphed(run))
+    for label, factor, torchs in (("dropless", 0.0, grouped_mm.use_torch),
+                                  ("same, Triton's", 0.0, lambda *_: False),
+                                  ("capacity 1.0", 1.0, grouped_mm.use_torch)):
+        with mock.patch.object(grouped_mm, "use_torch", torchs):
+            run = forward_backward(*compiled(experts(factor), device), x, g)
+            eager = gpu_milliseconds(run)
+            replay = gpu_milliseconds(graphed(run))
         print(f"  {label:14s} {eager:8.3f} ms, as a CUDA graph {replay:8.3f} ms", flush=True)
     with mock.patch.object(grouped_mm, "use_grouped_mm", lambda *_: False), \
             mock.patch.object(moe, "use_grouped_mm", lambda *_: False):
         loop = gpu_milliseconds(forward_backward(*compiled(experts(0.0), device), x, g), 3)
     print(f"  loop over experts        {loop:8.3f} ms")
+
+
+def tune(name, dtype, device):
+    """Print the milliseconds of the experts' products and of their weight gradient with each of the
+    candidates that this GPU can run, the fastest first."""
+    from triton.runtime.errors import OutOfResources
+    T, E, F, C, K, _ = SHAPES[name]
+    shapes = (T * K, C), (T * K, F), (E, F, C)
+    x, g, w = (torch.randn(*shape, device=device, dtype=dtype) for shape in shapes)
+    offs = torch.bincount(torch.randint(E, (T * K,)), minlength=E).cumsum(0).to(device, torch.int32)
+    flop = 2 * T * K * C * F
+
+    def products():  # forward; the gradient of x
+        grouped_mm.experts_mm(x, w.transpose(1, 2), offs)
+        grouped_mm.experts_mm(g, w, offs)
+
+    def gradient():
+        grouped_mm.experts_wgrad(g, x, offs)
+    for f, n in ((products, 2), (gradient, 1)):
+        print(f"{name} {dtype}, {f.__name__}: {gpu_milliseconds(f):.3f} ms today; rows, columns, depth, "
+              "warps, stages:", flush=True)
+        times = []
+        for tile in CANDIDATES:
+            with mock.patch.object(grouped_mm, "use_torch", lambda *_: False), \
+                    mock.patch.object(grouped_mm, "tiles", lambda *_, tile=tile: (tile, tile)), \
+                    contextlib.suppress(OutOfResources):
+                times.append((gpu_milliseconds(f), tile))
+        for ms, tile in sorted(times)[:8]:
+            print(f"  {ms:8.3f} ms {n * flop / ms / 1e9:6.0f} TFLOP/s  {tile}", flush=True)
 
 
 def main(argv=None):
@@ -112,7 +156,10 @@ def main(argv=None):
         if not torch.cuda.is_available():
             raise ValueError("bench/moe_layer.py needs a GPU")
     for name in flags.shapes:
-        measure(name, torch.device("cuda"))
+        if flags.tune:
+            tune(name, DTYPES[flags.dtype], torch.device("cuda", 0))
+        else:
+            measure(name, torch.device("cuda", 0))
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def expert_activations(cfg, mesh, load_factor, choice=None):
         held = load_factor * held if load_factor else max(buffer, IMBALANCE * held)
     router = n * C * wide * (wide > size) + 2 * n * E * wide
     router += 8 * n * K * (2 if buffer else 5 if mesh.ep.size > 1 else 3)  # int64: which copy goes where
-    recomputes = (cfg.mlp, cfg.dtype) == ("swiglu", "bf16")  # SwiGLUExperts: two of four
+    recomputes = cfg.mlp == "swiglu" and cfg.dtype != "fp64"  # SwiGLUExperts: two of four
     hidden = 2 if recomputes or cfg.mlp not in GATED else 4
     saved = router + size * (held * (C * (not buffer) + hidden * F) + n * K * C)  # x a b; the copies
     return BlockActivations(saved, router + size * n * C,  # norm2's output

@@ -14,7 +14,7 @@ import moe
 from fast import symm_mem
 from fast.peer import CopyStream, PeerComm
 from model import DTYPES
-from ops.grouped_mm import has_grouped_mm, one_kernel_shapes
+from ops import backend
 from parallel import Comm
 
 
@@ -62,13 +62,13 @@ def choose(cfg, mesh, device, reach=None):
     if needs_row_limit(cfg, mesh):
         graph = one_sided  # all_to_all asks the host how many rows travel
     elif one_sided:
-        one_sided = grouped_mm_possible(cfg, device)
+        one_sided = grouped_mm_possible(cfg)
     return Choice(graph, one_sided, peer, single)
 
 
 def static_shapes(cfg, mesh, device):
     """Whether every step launches the same kernels on the same shapes (rows by symmetric memory)."""
-    if cfg.n_experts and not cfg.capacity_factor and not grouped_mm_possible(cfg, device):
+    if cfg.n_experts and not cfg.capacity_factor and not grouped_mm_possible(cfg):
         return False  # the loop over experts reads row counts on the host
     return (device.type == "cuda" and cfg.cuda_graph and not cfg.timers and mesh.pp.size == 1
             and cfg.dropout == 0 and cfg.recompute == "none"
@@ -80,11 +80,9 @@ def needs_row_limit(cfg, mesh):
     return cfg.n_experts > 0 and cfg.capacity_factor == 0 and mesh.ep.size > 1
 
 
-def grouped_mm_possible(cfg, device):
-    """Whether the experts' products are one kernel each. Without a GPU (plan.py),
-    assume one that has it."""
-    here = not torch.cuda.is_available() or has_grouped_mm(device)
-    return here and one_kernel_shapes(DTYPES[cfg.dtype], cfg.n_embd, cfg.ffn_hidden)
+def grouped_mm_possible(cfg):
+    """Whether the experts' products are one kernel each on a GPU: in every dtype that Triton multiplies."""
+    return DTYPES[cfg.dtype] in backend.DTYPES
 
 
 FP32_RATE = 2e10  # FLOP/s of one thread of a CPU in training, about

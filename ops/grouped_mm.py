@@ -2,6 +2,10 @@
 
 Rows stand by expert, and offs (e,) says where each expert's rows end (the argument of torch's grouped_mm).
 With a capacity every expert has the same number of rows: x is (e, rows, I), offs is None, then bmm.
+
+Three ways give the same product: torch's grouped_mm where that is one kernel (bf16 on Hopper and Blackwell),
+the Triton kernels of ops/kernels.py on every other GPU and dtype, and a loop over experts, the reference. The
+loop alone asks the host how many rows each expert has.
 """
 import functools
 
@@ -11,35 +15,48 @@ import torch.nn.functional as F
 from ops import backend
 from ops.activations import silu_mul, silu_mul_backward
 
+# tiles of the Triton kernels by architecture and bytes of an element: ROWS, COLUMNS, DEPTH, warps, stages of
+# the product and of the weights' gradient. an architecture that is not here takes sm80's.
+# bench/moe_layer.py --tune measures many and prints the line of this GPU
+TILES = {
+    ("sm80", 2): ((128, 128, 32, 4, 4), (128, 128, 32, 4, 4)),
+    ("sm80", 4): ((64, 64, 32, 4, 3), (64, 64, 32, 4, 3)),
+    ("sm90", 2): ((128, 256, 64, 8, 3), (128, 256, 64, 8, 3)),
+    ("sm90", 4): ((64, 64, 32, 4, 3), (64, 64, 32, 4, 3)),
+    ("hip", 2): ((128, 128, 32, 8, 2), (128, 128, 32, 8, 2)),
+}
+PROGRAMS_PER_SM = 2  # at least as many as run at once, so that none waits for the slowest
+
 
 @functools.cache
 def has_grouped_mm(device):
-    """Whether torch's grouped_mm is one kernel on this GPU: on Hopper and Blackwell. Elsewhere torch reads
-    the row counts on the host."""
-    return (device.type == "cuda" and hasattr(F, "grouped_mm")
+    """Whether torch's grouped_mm is one kernel on this GPU: on NVIDIA's Hopper and Blackwell. Elsewhere torch
+    reads the row counts on the host. AMD's MI250X and MI300X report capability 9, too."""
+    return (device.type == "cuda" and torch.version.hip is None and hasattr(F, "grouped_mm")
             and torch.cuda.get_device_capability(device)[0] in (9, 10))
 
 
-def one_kernel_shapes(dtype, *widths):
-    """Whether grouped_mm takes matrices of these widths: bf16, rows of a multiple of 16 bytes."""
-    return dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)
+def use_torch(x, w):
+    """Whether torch's grouped_mm multiplies x by w (e, O, I): bf16, rows of a multiple of 16 bytes."""
+    return (x.dtype == torch.bfloat16 and has_grouped_mm(x.device)
+            and all(width % 8 == 0 for width in w.shape[1:]))
 
 
 def use_grouped_mm(x, w):
     """Whether x times w (e, O, I) runs as one kernel that asks the host nothing."""
-    return x.is_cuda and has_grouped_mm(x.device) and one_kernel_shapes(x.dtype, *w.shape[1:])
+    return use_torch(x, w) or backend.use_triton(x)
 
 
 def grouped_mm(x, w, offs):
     """Row r of x (R, I) times the matrix of the expert whose rows it stands among: w (e, O, I), offs (e,) ->
-    (R, O). torch's grouped_mm for bf16 on the GPU: one kernel, no synchronisation. Elsewhere an explicit
-    loop, the reference. With a capacity: offs None, x (e, rows, I) -> (e, rows, O)."""
+    (R, O); rows after the last expert's are undefined. With a capacity: offs None, x (e, rows, I) -> (e,
+    rows, O)."""
     if offs is None:
         return torch.bmm(x, w.transpose(1, 2))
     if x.size(0) == 0:
         return F.linear(x, w[0])  # no token chose this rank: zero rows, and a gradient of zero
     if use_grouped_mm(x, w):
-        return F.grouped_mm(x, w.transpose(1, 2), offs=offs.to(torch.int32))
+        return GroupedMM.apply(x, w, offs.to(torch.int32))
     return grouped_mm_loop(x, w, offs)
 
 
@@ -52,14 +69,93 @@ def grouped_mm_loop(x, w, offs):
 
 
 # -----------------------------------------------------------------------------
+# one kernel each, asked of two libraries
+
+def experts_mm(x, w, offs):
+    """Each expert's rows times its matrix: x (R, I), w (e, I, O) of any strides, offs (e,) int32 -> (R, O)"""
+    if offs is None:
+        return torch.bmm(x, w)
+    if use_torch(x, w):
+        return F.grouped_mm(x, w, offs=offs)
+    from ops import kernels
+    (rows, columns, depth, warps, stages), _ = tiles(x.device, x.element_size())
+    (e, I, O), programs = w.shape, n_programs(x.device)
+    y = x.new_empty(x.size(0), O)
+    kernels.grouped_mm[(programs,)](
+        x.contiguous(), w, offs, y, I, O, *w.stride(), programs, E=e, WIDE=next_power_of_2(e),
+        EVEN=I % depth == 0, PRECISION=precision(x), ROWS=rows, COLUMNS=columns, DEPTH=depth,
+        num_warps=warps, num_stages=stages)
+    return y
+
+
+def experts_wgrad(g, x, offs):
+    """Each expert's weight gradient: (R, O), (R, I) -> (e, O, I); zero for an expert without rows."""
+    if offs is None:
+        return torch.bmm(g.transpose(1, 2), x)
+    (O, I), e = (g.size(1), x.size(1)), offs.numel()
+    if use_torch(x, g.new_empty(0, O, I)):
+        return F.grouped_mm(g.t(), x, offs=offs)
+    from ops import kernels
+    _, (rows, columns, depth, warps, stages) = tiles(x.device, x.element_size())
+    programs = n_programs(x.device)
+    dw = x.new_empty(e, O, I)
+    kernels.grouped_wgrad[(programs,)](
+        g.contiguous(), x.contiguous(), offs, dw, O, I, programs, E=e, PRECISION=precision(x), ROWS=rows,
+        COLUMNS=columns, DEPTH=depth, num_warps=warps, num_stages=stages)
+    return dw
+
+
+@functools.cache
+def tiles(device, size):
+    """-> this device's entry of TILES for elements of `size` bytes."""
+    name = "hip" if torch.version.hip else device.type
+    if name == "cuda":
+        name = f"sm{torch.cuda.get_device_capability(device)[0]}0"
+    return TILES.get((name, size)) or TILES["sm80", size]
+
+
+@functools.cache
+def n_programs(device):
+    """-> how many programs of a persistent kernel are started."""
+    if device.type == "cpu":
+        return 3  # Triton's interpreter
+    gpu = torch.get_device_module(device).get_device_properties(device)
+    return PROGRAMS_PER_SM * gpu.multi_processor_count
+
+
+def precision(x):
+    """-> how tl.dot multiplies: fp32 as torch's own matrix products do."""
+    exact = torch.get_float32_matmul_precision() == "highest"
+    return "ieee" if x.dtype == torch.float32 and exact else "tf32"
+
+
+def next_power_of_2(n):
+    return 1 << (n - 1).bit_length()
+
+
+class GroupedMM(torch.autograd.Function):
+    """grouped_mm in one kernel: x (R, I), w (e, O, I), offs (e,) int32 -> (R, O)"""
+
+    @staticmethod
+    def forward(ctx, x, w, offs):
+        ctx.save_for_backward(x, w, offs)
+        return experts_mm(x, w.transpose(1, 2), offs)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, w, offs), dy = ctx.saved_tensors, dy.contiguous()
+        return experts_mm(dy, w, offs), experts_wgrad(dy, x, offs), None
+
+
+# -----------------------------------------------------------------------------
 # the experts' SwiGLU MLP as one function: its gradients come out in the parameters' own layout, and nothing
 # is copied or added that need not be
 
 class SwiGLUExperts(torch.autograd.Function):
     """x (R, C) by expert with offs (e,) int32, or (e, rows, C) with offs None; w1, w3 (e, F, C), w2 (e, C, F)
-    -> like x; rows after the last expert's are undefined. bf16 on the GPU: torch's grouped_mm, or bmm.
+    -> like x; rows after the last expert's are undefined. On a GPU.
     out (at least R, C): the tensor that receives the result and, in backward, the gradient of x; or None.
-    The branch below its call in moe.MoE.ffn is the reference."""
+    The lines below its call in moe.MoE.ffn are the reference."""
 
     @staticmethod
     def forward(ctx, x, w1, w3, w2, offs, out):
@@ -82,16 +178,6 @@ class SwiGLUExperts(torch.autograd.Function):
         dx, dx3 = experts_mm(da, w1, offs), experts_mm(db, w3, offs)
         dx = dx.add_(dx3) if ctx.out is None else add_rows(dx, dx3, ctx.out, n_valid)
         return dx, experts_wgrad(da, x, offs), experts_wgrad(db, x, offs), dw2, None, None
-
-
-def experts_mm(x, w, offs):
-    """Each expert's rows times its matrix: (R, I), (e, I, O) -> (R, O)"""
-    return torch.bmm(x, w) if offs is None else F.grouped_mm(x, w, offs=offs)
-
-
-def experts_wgrad(g, x, offs):
-    """Each expert's weight gradient: (R, O), (R, I) -> (e, O, I); zero for an expert without rows."""
-    return torch.bmm(g.transpose(1, 2), x) if offs is None else F.grouped_mm(g.t(), x, offs=offs)
 
 
 def add_rows(a, b, out, n_valid):

@@ -2,8 +2,8 @@
 optim.py and fast/symm_mem.py hold a torch twin of each and decide which of the two runs. This file is
 imported on a GPU only, and by tests/test_kernels.py, which runs it in Triton's interpreter.
 
-One program handles one row, or BLOCK elements of a flat buffer; rows are counted in int64. x + 0 * at
-broadcasts the scalar x to the shape of at.
+One program handles one row, or BLOCK elements of a flat buffer, or tiles of a matrix product; rows are
+counted in int64. x + 0 * at broadcasts the scalar x to the shape of at.
 """
 import triton
 import triton.language as tl
@@ -213,6 +213,73 @@ def get(out_ptr, dst_ptr, peers_ptr, rows, width, BLOCK: tl.constexpr):
         at = start + tl.arange(0, BLOCK)
         y = tl.load(buffer + at, mask=(at < width) & (dst + 0 * at >= 0), other=0.0)
         tl.store(out_ptr + row * width + at, y, mask=at < width)
+
+
+@triton.jit
+def grouped_mm(x_ptr, w_ptr, offs_ptr, y_ptr, I, O, w_expert, w_in, w_out, PROGRAMS, E: tl.constexpr,
+               WIDE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+               COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    """y (R, O): each row of x (R, I) times the matrix w (E, I, O; any strides) of its expert, whose rows end
+    at offs (E,) int32; y's rows after the last end are not written. Each of PROGRAMS programs computes one
+    tile of ROWS x COLUMNS after the other; a tile's rows belong to one expert. WIDE: E rounded up to a power
+    of two; EVEN: DEPTH divides I."""
+    expert = tl.arange(0, WIDE)
+    end = tl.load(offs_ptr + expert, mask=expert < E, other=0)
+    begin = tl.load(offs_ptr + expert - 1, mask=(expert > 0) & (expert < E), other=0)
+    tiles = (end - begin + ROWS - 1) // ROWS  # of rows; masked experts have 0
+    after = tl.cumsum(tiles, axis=0)
+    across = (O + COLUMNS - 1) // COLUMNS
+    for tile in range(tl.program_id(0), tl.sum(tiles) * across, PROGRAMS):
+        down = tile // across
+        mine = tl.sum((after <= down).to(tl.int32))  # the expert: how many are done before this tile
+        is_mine = expert == mine
+        last = tl.sum(tl.where(is_mine, end, 0)) - 1
+        first = tl.sum(tl.where(is_mine, begin + (down - after + tiles) * ROWS, 0))
+        row, column = first + tl.arange(0, ROWS), tile % across * COLUMNS + tl.arange(0, COLUMNS)
+        at = tl.arange(0, DEPTH)
+        # rows and columns outside are read as a copy of one inside, and not written
+        x_at = x_ptr + tl.minimum(row, last).to(tl.int64)[:, None] * I + at[None, :]
+        w_at = w_ptr + mine.to(tl.int64) * w_expert + at[:, None] * w_in
+        w_at += tl.where(column < O, column, 0)[None, :] * w_out
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for k in range(0, I, DEPTH):
+            if EVEN:
+                x, w = tl.load(x_at), tl.load(w_at)
+            else:
+                x = tl.load(x_at, mask=(k + at < I)[None, :], other=0.0)
+                w = tl.load(w_at, mask=(k + at < I)[:, None], other=0.0)
+            total = tl.dot(x, w, total, input_precision=PRECISION)
+            x_at += DEPTH
+            w_at += DEPTH * w_in
+        y_at = y_ptr + row.to(tl.int64)[:, None] * O + column[None, :]
+        tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=(row <= last)[:, None] & (column < O)[None, :])
+
+
+@triton.jit
+def grouped_wgrad(g_ptr, x_ptr, offs_ptr, dw_ptr, O, I, PROGRAMS, E: tl.constexpr, PRECISION: tl.constexpr,
+                  ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    """dw (E, O, I): each expert's rows of g (R, O), transposed, times its rows of x (R, I), which end at offs
+    (E,) int32; zeros for an expert without rows. Tiles of ROWS x COLUMNS as in grouped_mm."""
+    across = (I + COLUMNS - 1) // COLUMNS
+    tiles = (O + ROWS - 1) // ROWS * across  # of an expert
+    for tile in range(tl.program_id(0), E * tiles, PROGRAMS):
+        mine, tile = tile // tiles, tile % tiles
+        begin = tl.load(offs_ptr + mine - 1, mask=mine > 0, other=0)
+        end = tl.load(offs_ptr + mine)
+        o, i = tile // across * ROWS + tl.arange(0, ROWS), tile % across * COLUMNS + tl.arange(0, COLUMNS)
+        row = begin + tl.arange(0, DEPTH)
+        g_at = g_ptr + row.to(tl.int64)[None, :] * O + tl.where(o < O, o, 0)[:, None]
+        x_at = x_ptr + row.to(tl.int64)[:, None] * I + tl.where(i < I, i, 0)[None, :]
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for k in range(begin, end, DEPTH):  # rows after the end may hold anything, also NaN: both are masked
+            inside = k + tl.arange(0, DEPTH) < end
+            g = tl.load(g_at, mask=inside[None, :], other=0.0)
+            x = tl.load(x_at, mask=inside[:, None], other=0.0)
+            total = tl.dot(g, x, total, input_precision=PRECISION)
+            g_at += DEPTH * O
+            x_at += DEPTH * I
+        dw_at = dw_ptr + mine.to(tl.int64) * O * I + o[:, None] * I + i[None, :]
+        tl.store(dw_at, total.to(dw_ptr.dtype.element_ty), mask=(o < O)[:, None] & (i < I)[None, :])
 
 
 @triton.jit

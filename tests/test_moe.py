@@ -405,6 +405,7 @@ def gpu_branches():
         return GroupedGemmWithGarbage.apply(x, w, offs)
     with mock.patch.object(moe, "use_grouped_mm", lambda x, w: True), \
             mock.patch.object(grouped_mm, "use_grouped_mm", lambda x, w: True), \
+            mock.patch.object(grouped_mm, "use_torch", lambda x, w: True), \
             mock.patch.object(F, "grouped_mm", mm, create=True):
         yield
 
