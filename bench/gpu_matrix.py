@@ -1,13 +1,15 @@
-"""The layout matrix on this host's GPUs: torchrun ... bench/gpu_matrix.py [fp64 bf16 replicas graph sync]
+"""The layout matrix on this host's GPUs: torchrun ... bench/gpu_matrix.py [PART...] [--portable]
 
 1) fp64        every layout of tests/test_layouts.py for this number of GPUs, over NCCL, equals one
                GPU to 1e-10 in losses, norms, every gradient, every parameter and moment
-2) bf16        the losses of the same layouts equal those of one GPU's bf16 within rounding
+2) fp32, bf16  the losses of the same layouts equal those of one GPU within rounding
 3) replicas    after 20 bf16 steps replicas hold the same bits, and a second run holds them too
 4) graph       20 bf16 steps as one CUDA graph give the losses of 20 steps without a graph
 5) sync        the MoE layer never synchronises GPU and host, torch.cuda.set_sync_debug_mode
                says: with a capacity, dropless on one rank, and dropless over all ranks through
                symmetric memory
+
+--portable: experts multiply by our Triton kernels also in bf16 on Hopper; in fp32 they always do.
 """
 import sys
 from dataclasses import dataclass
@@ -29,19 +31,21 @@ import test_layouts as matrix
 import moe
 from config import PRESETS, Config
 from fast import symm_mem
+from ops import grouped_mm
 from parallel import make_mesh
 from tools.checksum import checksum
 
 FAMILIES = {"llama": matrix.LLAMA, "gpt2": matrix.GPT2, "dropless": matrix.MOE, "capacity": matrix.CAPACITY}
 # 16 wide heads: the GPU's attention and grouped kernels need rows of a multiple of 16 bytes
 SHAPE = dict(n_embd=64, ffn_hidden=96)
-PARTS = ("fp64", "bf16", "replicas", "graph", "sync")
+PARTS = ("fp64", "fp32", "bf16", "replicas", "graph", "sync")
 STEPS = 20
 
 
 @dataclass(frozen=True)
 class Flags:
     parts: Positional[tuple[Literal[PARTS], ...]] = PARTS  # which of these checks, in any order; default: all
+    portable: bool = False  # experts multiply by our Triton kernels, as on GPUs that torch has no kernel for
 
 
 def check_layouts(world, dtype):
@@ -168,7 +172,9 @@ def main(argv=None):
         if world.size == 1 or world.device.type != "cuda":
             raise ValueError("gpu_matrix.py needs several GPUs; the CPU's matrix is tests/test_layouts.py")
     say = print if world.rank == 0 else lambda *a, **k: None
-    for dtype in ("fp64", "bf16"):
+    if flags.portable:
+        grouped_mm.use_torch = lambda x, w: False
+    for dtype in ("fp64", "fp32", "bf16"):
         if dtype in flags.parts:
             n, worst = check_layouts(world, dtype)
             say(f"{dtype}: {n} layouts of {world.size} ranks equal one rank, worst error {worst:.1e}",

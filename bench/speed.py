@@ -28,6 +28,7 @@ from tyro.conf import Positional
 from config import parse
 from cost.parameters import count_parameters, flops_per_token
 from cost.step_time import peak_flops
+from ops import grouped_mm
 from parallel import MAX
 
 WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout
@@ -60,6 +61,7 @@ class Flags:
     workloads: Positional[tuple[Literal[tuple(WORKLOADS)], ...]]  # W1 W2a W2b W3 W3-8192 G2 G2-32 WP
     steps: int = 60  # steps of each workload; half of them, at most 30, count
     flags: str = ""  # flags of train.py for all workloads, in place of the default layout
+    portable: bool = False  # experts multiply by our Triton kernels, as on GPUs that torch has no kernel for
     profile: bool = False  # also print the kernels of a step on rank 0, the slowest first
     json: str = ""  # file to which each result is appended, one line each
 
@@ -167,6 +169,8 @@ def main(argv=None):
     with exit_together(world):
         if world.device.type != "cuda":
             raise ValueError("bench/speed.py needs a GPU")
+        if flags.portable:
+            grouped_mm.use_torch = lambda x, w: False
         if flags.json and world.rank == 0:
             Path(flags.json).touch()  # a wrong path is reported now, not after the measurement
     machine = ceilings(world)

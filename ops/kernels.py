@@ -237,17 +237,16 @@ def grouped_mm(x_ptr, w_ptr, offs_ptr, y_ptr, I, O, w_expert, w_in, w_out, PROGR
         first = tl.sum(tl.where(is_mine, begin + (down - after + tiles) * ROWS, 0))
         row, column = first + tl.arange(0, ROWS), tile % across * COLUMNS + tl.arange(0, COLUMNS)
         at = tl.arange(0, DEPTH)
-        # rows and columns outside are read as a copy of one inside, and not written
+        # rows after the last are read as copies of it, and not written
         x_at = x_ptr + tl.minimum(row, last).to(tl.int64)[:, None] * I + at[None, :]
-        w_at = w_ptr + mine.to(tl.int64) * w_expert + at[:, None] * w_in
-        w_at += tl.where(column < O, column, 0)[None, :] * w_out
+        w_at = w_ptr + mine.to(tl.int64) * w_expert + at[:, None] * w_in + column[None, :] * w_out
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         for k in range(0, I, DEPTH):
             if EVEN:
-                x, w = tl.load(x_at), tl.load(w_at)
+                x, w = tl.load(x_at), tl.load(w_at, mask=(column < O)[None, :], other=0.0)
             else:
                 x = tl.load(x_at, mask=(k + at < I)[None, :], other=0.0)
-                w = tl.load(w_at, mask=(k + at < I)[:, None], other=0.0)
+                w = tl.load(w_at, mask=(k + at < I)[:, None] & (column < O)[None, :], other=0.0)
             total = tl.dot(x, w, total, input_precision=PRECISION)
             x_at += DEPTH
             w_at += DEPTH * w_in
@@ -268,13 +267,13 @@ def grouped_wgrad(g_ptr, x_ptr, offs_ptr, dw_ptr, O, I, PROGRAMS, E: tl.constexp
         end = tl.load(offs_ptr + mine)
         o, i = tile // across * ROWS + tl.arange(0, ROWS), tile % across * COLUMNS + tl.arange(0, COLUMNS)
         row = begin + tl.arange(0, DEPTH)
-        g_at = g_ptr + row.to(tl.int64)[None, :] * O + tl.where(o < O, o, 0)[:, None]
-        x_at = x_ptr + row.to(tl.int64)[:, None] * I + tl.where(i < I, i, 0)[None, :]
+        g_at = g_ptr + row.to(tl.int64)[None, :] * O + o[:, None]
+        x_at = x_ptr + row.to(tl.int64)[:, None] * I + i[None, :]
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         for k in range(begin, end, DEPTH):  # rows after the end may hold anything, also NaN: both are masked
             inside = k + tl.arange(0, DEPTH) < end
-            g = tl.load(g_at, mask=inside[None, :], other=0.0)
-            x = tl.load(x_at, mask=inside[:, None], other=0.0)
+            g = tl.load(g_at, mask=inside[None, :] & (o < O)[:, None], other=0.0)
+            x = tl.load(x_at, mask=inside[:, None] & (i < I)[None, :], other=0.0)
             total = tl.dot(g, x, total, input_precision=PRECISION)
             g_at += DEPTH * O
             x_at += DEPTH * I
