@@ -130,9 +130,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(self, k, v)  # (B, g, positions so far, D)
         causal = cache is None or T > 1  # one new token sees the whole cache; several come with an empty one
-        dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=self.h != self.g,
-                                           dropout_p=dropout)  # (B, h, T, D)
+                                           dropout_p=self.dropout if self.training else 0.0)  # (B, h, T, D)
         return self.wo(y.transpose(1, 2).reshape(-1, self.h * self.D))  # (B*T, h*D) -> (n, C)
 
 
@@ -158,13 +157,12 @@ class Block(nn.Module):
 
     def __init__(self, cfg, mesh, dispatcher=plain_dispatcher):
         super().__init__()
-        self.norm1, self.attn = Norm(cfg, mesh), Attention(cfg, mesh)
-        self.norm2, self.mlp, self.moe = Norm(cfg, mesh), None, None
+        self.norm1, self.attn, self.norm2 = Norm(cfg, mesh), Attention(cfg, mesh), Norm(cfg, mesh)
         if cfg.n_experts:
             shared = MLP(cfg, mesh, cfg.n_shared_experts * cfg.ffn_hidden) if cfg.n_shared_experts else None
-            self.moe = MoE(cfg, mesh, shared, dispatcher)
+            self.mlp, self.moe = None, MoE(cfg, mesh, shared, dispatcher)
         else:
-            self.mlp = MLP(cfg, mesh, cfg.ffn_hidden)
+            self.mlp, self.moe = MLP(cfg, mesh, cfg.ffn_hidden), None
         self.dropout, self.recompute_all = cfg.dropout, cfg.recompute == "full"
 
     def forward(self, x, T, cos, sin, cache=None):
@@ -177,7 +175,9 @@ class Block(nn.Module):
 
     def recompute(self, f, *args):
         """f(*args); under --recompute only its inputs are kept, and backward runs it again."""
-        return checkpoint(f, *args, use_reentrant=False) if self.recompute_all and self.training else f(*args)
+        if not (self.recompute_all and self.training):
+            return f(*args)
+        return checkpoint(f, *args, use_reentrant=False, preserve_rng_state=self.dropout > 0)
 
     def attention_half(self, x, T, cos, sin, cache):  # (n, C) -> (n, C), the same normed
         x = x + F.dropout(self.attn(self.norm1(x), T, cos, sin, cache), self.dropout, self.training)

@@ -14,6 +14,7 @@ A stage keeps at most (stages - stage) micro-batches of activations, however man
 import contextlib
 import itertools
 import math
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -81,6 +82,16 @@ class Link:
             for work in dist.batch_isend_irecv(ops):  # over pp
                 work.wait()
         return received
+
+
+def dropout_seeds(cfg, mesh, number, n):
+    """-> the seeds of this rank's n micro-batches in step `number`; none without dropout. Each is a function
+    of (seed, step, micro-batch, stage, tp rank): there is no generator state to save."""
+    if cfg.dropout == 0:
+        return []
+    first = mesh.dp.rank * n
+    return [zlib.crc32(f"{cfg.seed}/{number}/{micro}/{mesh.pp.rank}/{mesh.tp.rank}".encode())
+            for micro in range(first, first + n)]
 
 
 def forward_backward(model, dp, batches, tokens, loss_scale=None, before_forward=lambda i: None):

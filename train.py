@@ -10,7 +10,6 @@
 """
 import sys
 import time
-import zlib
 from pathlib import Path
 
 if __name__ == "__main__":  # before torch, whose import takes seconds: a signal is handled from here on
@@ -33,7 +32,7 @@ from fast.graph import make_step
 from model import DTYPES, GPT, init_weights
 from optim import Optimizer, batch_size, learning_rate
 from parallel import DataParallel, make_mesh, untimed
-from pipeline import forward_backward, forward_only, stage_layers
+from pipeline import dropout_seeds, forward_backward, forward_only, stage_layers
 from runtime import agree, log, resume, session, watch
 from skip import Guard, Ranges, corrupt_targets, give_up_message
 from tools import timing
@@ -78,16 +77,15 @@ class Step:
             return stats, None  # weights and moments stay
         return stats, self.update(stats, number)
 
-    def gradients(self, batches, number):
-        """Forward, backward, gradient sums -> this rank's part of the mean loss, () in at least fp32."""
+    def gradients(self, batches, number, seed=torch.manual_seed):
+        """Forward, backward, gradient sums -> this rank's part of the mean loss, () in at least fp32. seed is
+        called with a seed before each micro-batch's forward, if there is dropout."""
         cfg, mesh = self.cfg, self.model.mesh
+        seeds = dropout_seeds(cfg, mesh, number, len(batches))
 
         def seed_dropout(i):
-            # a function of (seed, step, micro-batch, stage, tp rank): there is no generator state to save
-            if cfg.dropout:
-                micro = mesh.dp.rank * len(batches) + i
-                key = f"{cfg.seed}/{number}/{micro}/{mesh.pp.rank}/{mesh.tp.rank}"
-                torch.manual_seed(zlib.crc32(key.encode()))
+            if seeds:
+                seed(seeds[i])
         self.dp.reset()
         moe.reset_stats(self.model)
         tokens = len(batches) * mesh.dp.size * cfg.micro_batch * cfg.seq_len  # of the whole global batch

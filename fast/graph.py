@@ -15,6 +15,7 @@ from fast.compile import compile_blocks
 from fast.symm_mem import allocate, allocate_for_capacity
 from moe import moe_layers
 from parallel import MAX
+from pipeline import dropout_seeds
 
 WARMUP_STEPS = 3  # without a graph: compilation, autotuning and NCCL's set-up must not be captured
 
@@ -77,7 +78,7 @@ class GraphedStep:
         plain, sizer = self.plain, self.sizer
         for bucket in self.eager_buckets:
             bucket.wait_for_weights()  # outside of the graph, where their gather was started
-        loss = self.gradients(batches)
+        loss = self.gradients(batches, number)
         with self.dp.timers("norm"):
             stats = plain.opt.stats(loss, full)
         if sizer is None:
@@ -89,45 +90,61 @@ class GraphedStep:
             return plain(batches, number, full, guard)
         return plain.finish(stats, number, guard) if look_first else (stats, found_inf)
 
-    def gradients(self, batches):
-        """batches [(x, y)] -> this rank's part of the mean loss (), replayed where a graph is there. A
-        different number of micro-batches or another shape captures again."""
+    def gradients(self, batches, number):
+        """batches [(x, y)] of step `number` -> this rank's part of the mean loss (), replayed where there is
+        a graph. A different number of micro-batches or another shape captures again."""
         shape = [x.shape for x, _ in batches]
         if shape != self.shape:
             self.calls, self.shape, self.graph = 0, shape, None
         if self.sizer is not None:
             self.sizer.enable(True)
             if not self.sizer.slack:
-                return self.body(batches)
+                return self.body(batches, number)
         self.calls += 1
         if self.calls <= WARMUP_STEPS:
-            return self.body(batches)
+            return self.body(batches, number)
+        seeds = dropout_seeds(self.plain.cfg, self.plain.model.mesh, number, len(batches))
         if self.graph is None:
-            self.capture(batches)
+            self.capture(batches, seeds)
         for static, new in zip(self.inputs, batches, strict=True):
             for a, b in zip(static, new, strict=True):
                 a.copy_(b, non_blocking=True)
+        for generator, seed in zip(self.generators, seeds, strict=True):
+            generator.manual_seed(seed)
         self.graph.replay()
         for bucket in self.dp.buckets:
             bucket.gather_handle = None  # the graph gathered the weights, and its forward waited for them
         return self.output
 
-    def body(self, batches):
-        """What the graph holds."""
+    def body(self, batches, number, seed=torch.manual_seed):
+        """What the graph holds. seed: see train.Step.gradients."""
         for bucket in reversed(self.dp.buckets):  # in the order in which the forward needs them
             if bucket not in self.eager_buckets:
                 bucket.start_gather()
-        loss = self.plain.gradients(batches, number=0)  # without dropout the step's number is not used
+        loss = self.plain.gradients(batches, number, seed)
         return loss if self.sizer is None else self.sizer.nan_on_overflow(loss)
 
-    def capture(self, batches):
+    def capture(self, batches, seeds):
+        """Capture body(). seeds: as many as dropout needs; their values are set before each replay."""
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()  # the graph has its own memory: the warm-up steps' is not needed again
         self.inputs = [tuple(t.clone() for t in pair) for pair in batches]
         self.graph = torch.cuda.CUDAGraph()
+        # torch.manual_seed cannot be captured. Each micro-batch draws from a generator of its own instead;
+        # replay() puts their seeds where the captured kernels read them
+        device = batches[0][0].device
+        self.generators = [torch.Generator(device) for _ in seeds]
+        for generator in self.generators:
+            self.graph.register_generator_state(generator)
+        default, next_generator = torch.cuda.default_generators[device.index], iter(self.generators)
+        before = default.graphsafe_get_state()
+
+        def seed(_):
+            default.graphsafe_set_state(next(next_generator))
         with torch.cuda.graph(self.graph):
-            self.output = self.body(self.inputs)
+            self.output = self.body(self.inputs, 0, seed)
+        default.graphsafe_set_state(before)
 
     def overflowed(self, loss):
         """loss () of the step just done, over all ranks -> True if the step is void."""

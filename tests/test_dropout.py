@@ -120,10 +120,9 @@ def seeds(world, seed, steps, n):
     def no_forward(model, dp, batches, tokens, scale, before_forward):
         for i in range(len(batches)):
             before_forward(i)
-    with mock.patch.object(train, "forward_backward", no_forward), \
-            mock.patch.object(torch, "manual_seed", drawn.append):
+    with mock.patch.object(train, "forward_backward", no_forward):
         for number in steps:
-            step.gradients([None] * n, number)
+            step.gradients([None] * n, number, drawn.append)
             out.update({(seed, world.rank, number, i): drawn[i] for i in range(n)})
             assert len(drawn) == n, "one seed for each micro-batch"
             drawn.clear()
@@ -139,14 +138,14 @@ def test_no_two_seeds_are_equal():
 
 
 # -----------------------------------------------------------------------------
-# a CUDA graph would replay the mask that it captured
+# which runs are a CUDA graph. Masks under a graph: tests/test_graph.py
 
 STATIC = dict(n_layer=2, n_head=2, n_embd=64, ffn_hidden=64, vocab_size=100, dtype="bf16")
 
 
 @pytest.mark.parametrize("flags", [{}, dict(n_experts=4, ep=2, zero=1),
                                    dict(n_experts=4, capacity_factor=1.0)], ids=["dense", "ep2", "capacity"])
-def test_no_cuda_graph_with_dropout(flags):
+def test_dropout_and_recompute_each_have_a_cuda_graph_but_not_both(flags):
     cfg = Config(**{**STATIC, **flags})
     mesh = make_mesh(World(rank=0, size=2), ep=cfg.ep, groups=False)
 
@@ -154,9 +153,9 @@ def test_no_cuda_graph_with_dropout(flags):
         choice = choose(cfg, mesh, torch.device(device), reach=lambda *_: True)
         assert choice.graph or not choice.symm_mem
         return choice.graph
-    assert graph(cfg)
-    for change in (dict(dropout=1e-6), dict(dropout=0.5), dict(recompute="full"), dict(timers=True),
-                   dict(cuda_graph=False)):
+    for change in ({}, dict(dropout=0.5), dict(recompute="full"), dict(global_batch=64)):
+        assert graph(dataclasses.replace(cfg, **change)), change
+    for change in (dict(dropout=1e-6, recompute="full"), dict(timers=True), dict(cuda_graph=False)):
         assert not graph(dataclasses.replace(cfg, **change)), change
     assert not graph(cfg, device="cpu") and (cfg.ep > 1 or not graph(cfg, make_mesh(
         World(rank=0, size=2), pp=2, groups=False)))

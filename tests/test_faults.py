@@ -173,7 +173,7 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
         MOE, TP, "moe.MoE.balance", "tp.all_reduce(chosen.to(probs.dtype))", "chosen.to(probs.dtype)"),
     # dropout
     "the same dropout on every dp rank": (
-        dict(LLAMA, dropout=0.2), DP, "train.Step.gradients", "mesh.dp.rank * len(batches) + i", "i"),
+        dict(LLAMA, dropout=0.2), DP, "pipeline.dropout_seeds", "mesh.dp.rank * n", "0"),
     # faults of every layout: only the comparison with plain PyTorch detects them
     "weight decay on norms": (
         LLAMA, ONE, "ops.flat.uses_weight_decay", "p.ndim >= 2", "True"),
@@ -439,7 +439,7 @@ def test_recompute_repeats_the_dropout(n, layout):
     if n == 2:
         without = run_ranks(n, run, dict(flags, dropout=0.0), batch)
         assert without[0]["stats"][0][0] != stored[0]["stats"][0][0]
-    fault = ("model.Block.recompute", "use_reentrant=False", "use_reentrant=False, preserve_rng_state=False")
+    fault = ("model.Block.recompute", "self.dropout > 0", "False")
     other = run_ranks(n, with_faults, [fault], run, dict(flags, recompute="full"), batch)
     with pytest.raises(AssertionError):
         assert_same_bits(other, stored)

@@ -32,9 +32,31 @@ def graphs_on_a_cpu(seen):
             super().__init__(*args)
             made.append(self)
 
+    class DefaultGenerator:
+        """Of a GPU; what it draws is drawn by the CPU's. Registered: states that a graph may capture."""
+        registered = []
+
+        def graphsafe_get_state(self):
+            return torch.default_generator.clone_state()
+
+        def graphsafe_set_state(self, generator):
+            assert not capturing or generator in self.registered
+            torch.default_generator.set_state(generator.get_state())
+
+    def register(generator):
+        assert not capturing
+        default.registered.append(generator)
+
     def replay():
         seen["replays"] += 1
-        made[-1].output = made[-1].body(made[-1].inputs)
+        states = iter(default.registered)
+        made[-1].output = made[-1].body(made[-1].inputs, 0,
+                                        lambda _: default.graphsafe_set_state(next(states)))
+        assert next(states, None) is None, "every micro-batch draws from its own generator"
+
+    def new_graph():
+        default.registered = []
+        return mock.Mock(replay=replay, register_generator_state=register)
 
     @contextlib.contextmanager
     def capture(_):
@@ -56,9 +78,11 @@ def graphs_on_a_cpu(seen):
                 assert len(self.spans) == before + (not capturing)  # a captured event has no time
                 seen["first"] += capturing
             self.world.calls.on_next_collective = watched
+    default = DefaultGenerator()
     patches = [(choose, "static_shapes", lambda *_: True), (symm_mem, "SymmetricBuffer", SharedBuffer),
                (graph, "GraphedStep", EmulatedStep), (watch, "Stragglers", GpuStragglers),
-               (torch.cuda, "graph", capture), (torch.cuda, "CUDAGraph", lambda: mock.Mock(replay=replay)),
+               (torch.cuda, "graph", capture), (torch.cuda, "CUDAGraph", new_graph),
+               (torch.cuda, "default_generators", {None: default}),
                (torch.cuda, "synchronize", lambda: None),
                (torch.cuda, "is_current_stream_capturing", lambda: capturing)]
     with contextlib.ExitStack() as stack:
@@ -97,6 +121,7 @@ def test_a_run_with_a_graph_is_the_run_without(flags, tmp_path):
 
 SMALL = dict(n_layer=2, n_head=2, n_kv_head=1, n_embd=16, ffn_hidden=32, seq_len=16, vocab_size=100,
              micro_batch=2, lr=1e-2, warmup=0, steps=20, weight_decay=0.1, eval_iters=2)
+ACCUMULATED = dict(SMALL, dropout=0.2, global_batch=12)  # three micro-batches on each of two ranks
 EXPERTS = dict(SMALL, n_experts=4, top_k=2, aux_coef=0.01, ep=2)
 STEPS = 7  # without a graph, captured, and replayed
 
@@ -109,7 +134,7 @@ def take_steps(world, flags, graphed, evaluated=()):
     cfg, seen, device = Config(**flags), {"captures": 0, "replays": 0, "first": 0}, torch.device("cpu")
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     data, val_data = (Synthetic(cfg.vocab_size, cfg.seq_len, seed) for seed in (0, 1))
-    batch = cfg.micro_batch * mesh.dp.size
+    batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
     with graphs_on_a_cpu(seen) if graphed else contextlib.nullcontext():
         choice = choose.choose(cfg, mesh, device)
         model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, device, choice=choice)
@@ -135,10 +160,12 @@ def same_bits(a, b):
     return len(a) == len(b) and all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("flags", [SMALL, dict(SMALL, zero=1), dict(SMALL, zero=1, tp=2), EXPERTS,
-                                   dict(EXPERTS, zero=1), dict(EXPERTS, zero=1, ep_slack=1.0)],
-                         ids=["ddp", "zero1", "zero1-tp2", "experts", "experts-zero1",
-                              "experts-that-overflow"])
+@pytest.mark.parametrize("flags", [ACCUMULATED, dict(SMALL, zero=1, recompute="full"),
+                                   dict(ACCUMULATED, zero=1, tp=2), EXPERTS,
+                                   dict(EXPERTS, zero=1, recompute="full"),
+                                   dict(EXPERTS, zero=1, dropout=0.2, ep_slack=1.0)],
+                         ids=["ddp-dropout", "zero1-recompute", "zero1-tp2-dropout", "experts",
+                              "experts-zero1-recompute", "experts-that-overflow-dropout"])
 def test_both_steps_give_the_same_bits(flags):
     """Loss, norms, weights, masters and moments of the plain step and of the graphed one."""
     plain, graphed = (run_ranks(2, take_steps, flags, yes) for yes in (False, True))
