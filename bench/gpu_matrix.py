@@ -93,7 +93,7 @@ def fitting(world, layouts):
     peer-to-peer copies."""
     out = []
     for family, layout in layouts:
-        if all(world.size % n == 0 for n in layout.values()):
+        if all(world.size % layout.get(axis, 1) == 0 for axis in ("tp", "pp", "ep")):
             flags = dict(FAMILIES[family], **SHAPE, dtype="bf16", ep_slack=1.5, global_batch=16,
                          data="synthetic", **layout)
             dp = world.size // layout.get("tp", 1) // layout.get("pp", 1)
@@ -132,6 +132,8 @@ def graphs(world):
     worst, redone = 0.0, 0
     layouts = fitting(world, (
         ("llama", {}), ("llama", dict(zero=1)), ("gpt2", dict(tp=2, zero=1)), ("capacity", dict(ep=4)),
+        ("llama", dict(recompute="full")), ("gpt2", dict(dropout=0.2)),
+        ("gpt2", dict(tp=2, zero=1, dropout=0.2)), ("dropless", dict(ep=2, recompute="full")),
         ("dropless", dict(zero=1)), ("dropless", dict(ep=4)), ("dropless", dict(ep=2, zero=1)),
         ("dropless", dict(ep=4, zero=1))))
     for family, flags in layouts:

@@ -1,5 +1,5 @@
 """Dropout: where it is and how much, in training only; which masks ranks, stages, micro-batches and steps
-draw, and that no CUDA graph replays one. Equal results over dp and under recompute: tests/test_faults.py.
+draw, and which runs are a CUDA graph. Equal results over dp and under recompute: tests/test_faults.py.
 """
 import dataclasses
 import hashlib

@@ -161,10 +161,11 @@ def same_bits(a, b):
 
 
 @pytest.mark.parametrize("flags", [ACCUMULATED, dict(SMALL, zero=1, recompute="full"),
-                                   dict(ACCUMULATED, zero=1, tp=2), EXPERTS,
+                                   dict(ACCUMULATED, zero=1, tp=2),
+                                   dict(EXPERTS, global_batch=8),
                                    dict(EXPERTS, zero=1, recompute="full"),
                                    dict(EXPERTS, zero=1, dropout=0.2, ep_slack=1.0)],
-                         ids=["ddp-dropout", "zero1-recompute", "zero1-tp2-dropout", "experts",
+                         ids=["ddp-dropout", "zero1-recompute", "zero1-tp2-dropout", "experts-accumulated",
                               "experts-zero1-recompute", "experts-that-overflow-dropout"])
 def test_both_steps_give_the_same_bits(flags):
     """Loss, norms, weights, masters and moments of the plain step and of the graphed one."""
