@@ -301,7 +301,7 @@ class GPT(nn.Module):
         self.wait_for_weights(self.norm)
         self.wait_for_weights(head)
         x = gather_rows(self.norm(x), self.mesh.tp)  # (B*T, C)
-        if targets is not None and x.is_cuda and self.mesh.tp.size == 1:
+        if targets is not None and x.device.type != "cpu" and self.mesh.tp.size == 1:
             return LinearCrossEntropy.apply(x, head.weight, targets.reshape(-1), self.vocab_size), aux
         logits = F.linear(x, head.weight)  # (B*T, v)
         if targets is None:

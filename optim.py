@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from ops import backend
+
 
 def learning_rate(cfg, step):
     """Linear warmup, then a cosine down to min_lr. step is 1-based: the update about to happen."""
@@ -79,8 +81,9 @@ class AdamW:
         """grads: one per parameter; lr: float; grad_scale: () fp32, the gradients' divisor; found_inf: ()
         fp32, where 1.0 no tensor changes."""
         for decay in dict.fromkeys(self.decay):
-            params, matching = zip(*[(p, g) for p, g, d in zip(self.params, grads, self.decay, strict=True)
-                               if d == decay], strict=True)
+            params, matching = zip(*[(p, g.to(p.dtype)) for p, g, d in
+                                     zip(self.params, grads, self.decay, strict=True) if d == decay],
+                                   strict=True)
             m, v, t = ([self.state[p][k] for p in params] for k in ("exp_avg", "exp_avg_sq", "step"))
             torch._foreach_add_(t, 1)  # the kernel wants the new t
             torch._fused_adamw_(params, matching, m, v, [], t, lr=lr, beta1=self.betas[0],
@@ -102,9 +105,9 @@ class Optimizer:
         # the Triton kernel reads each number once and writes the model's weights too: 30 bytes per weight.
         # its slow twin is torch's fused kernel, which also writes the divided gradients back: 38 with the
         # rounding
-        self.use_triton = device.type == "cuda" and dp.buckets[0].master.dtype == torch.float32
+        self.use_triton = backend.use_triton(dp.buckets[0].master)
         self.on_grads_ready = None  # called when gradients are summed, before the update (also a refused one)
-        self.snapshot_done = None  # CUDA event: the checkpoint's copy of weights and moments is made
+        self.snapshot_done = None  # event: the checkpoint's copy of weights and moments is made
         self.masters = [b.master for b in dp.buckets]  # (n/shards,) each
         self.grads = [b.total for b in dp.buckets]  # likewise
         self.replica_weights = torch.tensor([b.replica_weight for b in dp.buckets], dtype=torch.float64,
@@ -192,7 +195,7 @@ class Optimizer:
         if self.on_grads_ready is not None:
             self.on_grads_ready()
         if self.snapshot_done is not None:
-            torch.cuda.current_stream().wait_event(self.snapshot_done)
+            self.snapshot_done.wait()  # the device waits, not the host
             self.snapshot_done = None
         clip = self.cfg.clip
         found_inf = (~torch.isfinite(grad_norm)).to(torch.float32)

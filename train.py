@@ -49,7 +49,7 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
         layers = stage_layers(cfg, mesh.pp.size)[mesh.pp.rank]
         model = GPT(cfg, mesh, vocab_size, layers, choice.dispatcher(cfg))
     torch.set_default_dtype(torch.float32)
-    if device.type == "cuda":
+    if device.type != "cpu":
         # TF32 for fp32 matmuls: it represents the router's bf16 or fp16 values, cast to fp32, exactly
         torch.set_float32_matmul_precision("high" if cfg.dtype in ("bf16", "fp16") else "highest")
     init_weights(model, cfg.seed)

@@ -29,9 +29,11 @@ import torch.distributed as dist
 TORCH_SECONDS = time.perf_counter() - BEGAN  # most of it: runtime.launch imports torch
 from config import Outcome, print_quietly
 from corpus import shards
+from tools.accelerator import ask, device_name
 
 SLOW_DISK = 50  # MB/s; a slower disk takes minutes for a checkpoint of a billion parameters
 NETWORK = ("lustre", "nfs", "nfs4", "gpfs", "beegfs", "cephfs", "fuse", "9p", "virtiofs")
+SHOWS = {"cuda": "rocm-smi" if torch.version.hip else "nvidia-smi", "xpu": "xpu-smi"}  # a device's processes
 RANKS = """import sys
 from mpi4py import MPI
 name = MPI.Get_library_version().splitlines()[0]  # one write per rank: the launcher may mix smaller ones
@@ -72,29 +74,38 @@ def device(world):
     """Does this rank's device multiply two matrices, forward and backward? Is the device free?"""
     if world.device.type == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        if Path("/proc/driver/nvidia/version").exists() or shutil.which("rocm-smi"):
+        if Path("/proc/driver/nvidia/version").exists() or any(map(shutil.which, ("rocm-smi", "xpu-smi"))):
             return "FAIL", "this node has GPUs, torch does not see them", \
-                "load the site's torch, or install the CUDA or ROCm wheel; in a job, ask for GPUs"
+                "load the site's torch, or install the CUDA, ROCm or XPU wheel; in a job, ask for GPUs"
         if cores == 1 < (os.cpu_count() or 1):
             return "WARN", f"cpu: bound to 1 of {os.cpu_count()} cores", \
                 "give the launcher --bind-to none, --cpu-bind depth or srun -c"
         return ok(f"cpu: {cores} cores, {world.threads} threads per rank")
-    name, count = torch.cuda.get_device_name(world.device), torch.accelerator.device_count()
+    name, count = device_name(world.device), torch.accelerator.device_count()
     try:
         a = torch.randn(256, 256, device=world.device, dtype=torch.bfloat16, requires_grad=True)
         (a @ a).sum().backward()
         fine = a.grad.isfinite().all().item()
     except RuntimeError as e:
         return "FAIL", f"{name}: {str(e).splitlines()[0]}", "install a torch built for this GPU and driver"
-    free, total = torch.cuda.mem_get_info(world.device)
-    text = f"{count} x {name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
+    free, total = free_memory(world.device)
+    text = f"{count} x {name}" + f", {free / 2**30:.0f} of {total / 2**30:.0f} GiB free" * bool(total)
     if not fine:
         return "FAIL", f"{text}: a matrix product is not finite", "use another node; report it to the site"
     if free < 0.8 * total:
-        return "WARN", f"{text}: another process uses it", "nvidia-smi shows which; ask for whole nodes"
+        return "WARN", f"{text}: another process uses it", \
+            f"{SHOWS[world.device.type]} shows which; ask for whole nodes"
     if count < world.local_size:
         return "WARN", f"{text} for {world.local_size} ranks", f"start {count} ranks per node"
     return ok(text)
+
+
+def free_memory(device):
+    """-> (free, all) bytes of a GPU; (0, 0) where its driver does not say, as some of Intel's."""
+    try:
+        return ask(device, "mem_get_info") or (0, 0)
+    except RuntimeError:
+        return 0, 0
 
 
 def backend(world):

@@ -31,6 +31,7 @@ import test_layouts as matrix
 import moe
 from config import PRESETS, Config
 from fast import symm_mem
+from fast.choose import has_cuda_api
 from ops import grouped_mm
 from parallel import make_mesh
 from tools.checksum import checksum
@@ -171,8 +172,11 @@ def main(argv=None):
     flags = read_flags(Flags, argv, "gpu_matrix.py [PART...]", __doc__)
     world = launch(timeout=40)
     with exit_together(world):
-        if world.size == 1 or world.device.type != "cuda":
+        if world.size == 1 or world.device.type == "cpu":
             raise ValueError("gpu_matrix.py needs several GPUs; the CPU's matrix is tests/test_layouts.py")
+        if {"graph", "sync"} & set(flags.parts) and not has_cuda_api(world.device):
+            raise ValueError(f"graph and sync need CUDA, the device is {world.device.type}; try "
+                             "gpu_matrix.py fp64 bf16 replicas")
     say = print if world.rank == 0 else lambda *a, **k: None
     if flags.portable:
         grouped_mm.use_torch = lambda x, w: False

@@ -40,6 +40,7 @@ from cost.parameters import count_parameters, flops_per_token
 from cost.step_time import GPUS
 from parallel import make_mesh
 from plan import estimate, memory
+from tools.accelerator import device_name, total_memory
 
 FLAG = {"tp": "tp", "pp": "pp", "ep": "ep", "zero": "zero", "mbs": "micro_batch"}
 COLUMNS = {  # title: (key of the row, format)
@@ -75,9 +76,16 @@ def read_flags(argv):
                 "host: a table of time and memory.", steps=Flags.steps, data="synthetic")
     if not cfg.layouts:
         raise ValueError('--layouts LIST is missing, such as --layouts "dp4; tp2,pp2; zero1"')
-    ranks = cfg.ranks or torch.cuda.device_count() or 2  # NVML counts: a process that used CUDA cannot fork
+    ranks = cfg.ranks or count_devices() or 2
     batch = cfg.global_batch or 4 * cfg.micro_batch * ranks  # 4 micro-batches per stage if pp is all ranks
     return dataclasses.replace(cfg, ranks=ranks, data="synthetic", global_batch=batch)
+
+
+def count_devices():
+    """-> how many accelerators this host has. NVML counts those of CUDA: a process that used CUDA cannot
+    fork."""
+    kind = torch.accelerator.current_accelerator()  # what torch was built for, whether or not one is here
+    return torch.get_device_module(kind).device_count() if kind else 0
 
 
 def layout(text, cfg):
@@ -152,10 +160,10 @@ def measure(cfg, world):
     """-> {ms, loss, mem, reserved, gpu} of this rank, after cfg.steps steps."""
     times, losses, _ = Training(cfg, world).run(cfg.steps)
     row = {"ms": statistics.median(times[cfg.steps // 3:]), "loss": losses[1]}
-    if world.device.type == "cuda":
-        allocated, reserved, windows = gpu_memory()
+    if found := gpu_memory(world.device):
+        allocated, reserved, windows = found
         row.update(mem=allocated + windows, reserved=reserved + windows,
-                   gpu=kind(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1] / 2**30))
+                   gpu=kind(device_name(world.device), total_memory(world.device) / 2**30))
     return row
 
 

@@ -154,7 +154,7 @@ def main(argv=None):
                        "dense MLP of the same FLOPs. Needs a GPU.")
     with wrong_input():
         if not torch.cuda.is_available():
-            raise ValueError("bench/moe_layer.py needs a GPU")
+            raise ValueError("bench/moe_layer.py needs a GPU with CUDA graphs")
     for name in flags.shapes:
         if flags.tune:
             tune(name, DTYPES[flags.dtype], torch.device("cuda", 0))

@@ -21,7 +21,7 @@ from runtime.launch import exit_together, launch, shutdown
 
 import torch
 import torch.distributed as dist
-from timing import gpu_milliseconds
+from timing import gpu_milliseconds, synchronize
 from training import Training, gpu_memory
 from tyro.conf import Positional
 
@@ -98,18 +98,18 @@ def show_profile(world, step, n=3, rows=30):
     """Print where the time of a step goes on rank 0: kernels by their own time, the sum of all kernels, and
     the time that the host needs to launch the step."""
     step()
-    torch.cuda.synchronize()
+    synchronize(world.device)
     began = time.perf_counter()
     for _ in range(n):
         step()
     host = (time.perf_counter() - began) / n * 1e3
-    torch.cuda.synchronize()
+    synchronize(world.device)
     wall = (time.perf_counter() - began) / n * 1e3
-    activities = [torch.profiler.ProfilerActivity.CUDA]
+    activities = torch.profiler.supported_activities() - {torch.profiler.ProfilerActivity.CPU}
     with torch.profiler.profile(activities=activities) as p:
         for _ in range(n):
             step()
-        torch.cuda.synchronize()
+        synchronize(world.device)
     if world.rank == 0:
         kernels = sorted(((e.self_device_time_total / n / 1e3, e.count / n, e.key) for e in p.key_averages()
                           if e.self_device_time_total > 0), reverse=True)
@@ -122,14 +122,14 @@ def measure(world, name, train_flags, steps, profile=False):
     """Train one workload -> its row: time of the slowest rank, memory of the fullest."""
     with exit_together(world):
         cfg = parse(train_flags.split(), data="synthetic")
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        torch.get_device_module(world.device).empty_cache()
+        torch.get_device_module(world.device).reset_peak_memory_stats()
         training = Training(cfg, world)
     times, losses, first_step = training.run(steps)
     if profile:
         batches = training.batches()
         show_profile(world, lambda: training.step(batches))
-    allocated, reserved, windows = gpu_memory()
+    allocated, reserved, windows = gpu_memory(world.device)
     worst = torch.tensor([statistics.median(times[1:][-min(30, steps // 2):-1]), reserved, allocated])
     ms, reserved, allocated = world.axis.all_reduce(worst, MAX).tolist()  # three numbers on the host, world
     redone, slack = training.overflows()
@@ -167,7 +167,7 @@ def main(argv=None):
                        "beside the fastest other trainer on the same kind of GPU. Needs a GPU.")
     world = launch(timeout=300)
     with exit_together(world):
-        if world.device.type != "cuda":
+        if world.device.type == "cpu":
             raise ValueError("bench/speed.py needs a GPU")
         if flags.portable:
             grouped_mm.use_torch = lambda x, w: False

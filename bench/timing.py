@@ -4,6 +4,7 @@ import time
 import torch
 
 from parallel import MAX
+from tools.timing import Stopwatch
 
 
 def synchronize(device):
@@ -28,13 +29,11 @@ def gpu_milliseconds(f, n=20):
     """Milliseconds of one call of f() on the GPU: the mean of n calls after three, measured by events."""
     for _ in range(3):
         f()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
+    watch = Stopwatch(torch.accelerator.current_accelerator())
+    begin = watch.mark()
     for _ in range(n):
         f()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / n
+    return watch.ms(begin, watch.mark()) / n
 
 
 def graphed(f):

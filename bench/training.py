@@ -1,14 +1,13 @@
 """train.py's own model, optimizer and step, without its log and checkpoints: what the benchmarks time."""
 import time
 
-import torch
-
 import train
 from cost.fits import check_layout
 from fast.choose import choose
 from fast.graph import make_step
 from fast.symm_mem import bytes_allocated
 from parallel import make_mesh
+from tools.accelerator import peak_memory
 from tools.timing import Stopwatch
 
 
@@ -74,8 +73,8 @@ class Training:
         return (sizer.n_retries, sizer.slack) if sizer else (None, None)
 
 
-def gpu_memory():
-    """-> (allocated, reserved, symmetric memory) of this rank's GPU in GiB. The first two are the maxima that
-    torch's allocator saw; symmetric memory does not go through it."""
-    return tuple(n / 2**30 for n in (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(),
-                                     bytes_allocated()))
+def gpu_memory(device):
+    """-> (allocated, reserved, symmetric memory) of this rank's GPU in GiB; None where torch does not count.
+    The first two are the maxima that torch's allocator saw; symmetric memory does not go through it."""
+    peaks = peak_memory(device)
+    return peaks and tuple(n / 2**30 for n in (*peaks, bytes_allocated()))

@@ -4,13 +4,12 @@ import dataclasses
 import os
 from pathlib import Path
 
-import torch
-
 from config import largest_divisor, must_divide
 from cost.memory import GIB, state_bytes
 from fast.choose import choose
 from optim import check_ramp
 from pipeline import stage_layers
+from tools.accelerator import total_memory
 
 
 def check_layout(cfg, mesh, batch):
@@ -55,8 +54,8 @@ def check_memory(cfg, mesh, vocab_size, world):
     if world.device.type == "cpu":  # the ranks of a node share its memory; the others need this much at least
         needed += (world.local_size - 1) * min(map(need, range(mesh.pp.size)))
         have, who = host_memory(), f"with {world.local_size} ranks on this node"
-    elif hasattr(backend := getattr(torch, world.device.type), "get_device_properties"):
-        have = getattr(backend.get_device_properties(world.device), "total_memory", 0)
+    else:
+        have = total_memory(world.device)
     if needed > have > 0:
         zero = "--zero 1, " * (mesh.dp.size > 1 and not cfg.zero)
         raise ValueError(f"weights, gradients and optimizer state alone take {needed / GIB:,.1f} GiB {who}, "

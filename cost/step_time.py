@@ -22,6 +22,7 @@ from cost.parameters import (
 from fast.choose import choose, needs_row_limit
 from ops.activations import GATED
 from pipeline import stage_layers
+from tools.accelerator import device_name
 
 
 class Gpu(NamedTuple):
@@ -84,7 +85,7 @@ PUT = 0.9  # of link: rows through symmetric memory, 280 to 320 GB/s in both dir
 
 def peak_flops(device):
     """The dense bf16 peak of a torch.device, FLOP/s; None where GPUS does not know it."""
-    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
+    name = device_name(device).lower()
     return next((gpu.peak for key, gpu in GPUS.items() if key.split("-")[0] in name), None)
 
 

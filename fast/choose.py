@@ -53,9 +53,9 @@ def choose(cfg, mesh, device, reach=None):
     """-> Choice for this run. reach(mesh, axis, device) -> bool says whether the GPUs of each group of an
     axis reach each other's memory; default peer_access, which all ranks must call together."""
     reach = reach or peer_access
-    single = (cfg.dtype == "bf16" and device.type == "cuda"
+    single = (cfg.dtype == "bf16" and device.type != "cpu"
               and cfg.global_batch in (0, cfg.micro_batch * mesh.dp.size))
-    peer = (single and cfg.zero == 1 and mesh.pp.size == 1 and mesh.stage.size > 1
+    peer = (single and cfg.zero == 1 and mesh.pp.size == 1 and mesh.stage.size > 1 and has_cuda_api(device)
             and reach(mesh, mesh.stage, device))
     graph = static_shapes(cfg, mesh, device)
     one_sided = graph and cfg.n_experts > 0 and mesh.ep.size > 1 and reach(mesh, mesh.ep, device)
@@ -66,11 +66,16 @@ def choose(cfg, mesh, device, reach=None):
     return Choice(graph, one_sided, peer, single)
 
 
+def has_cuda_api(device):
+    """Whether the device has CUDA's or HIP's graphs and peer access; torch's symmetric memory needs these."""
+    return device.type == "cuda"
+
+
 def static_shapes(cfg, mesh, device):
     """Whether every step launches the same kernels on the same shapes (rows by symmetric memory)."""
     if cfg.n_experts and not cfg.capacity_factor and not grouped_mm_possible(cfg):
         return False  # the loop over experts reads row counts on the host
-    return (device.type == "cuda" and cfg.cuda_graph and not cfg.timers and mesh.pp.size == 1
+    return (has_cuda_api(device) and cfg.cuda_graph and not cfg.timers and mesh.pp.size == 1
             and (cfg.recompute == "none" or cfg.dropout == 0)  # their masks would be drawn at other offsets
             and (cfg.ep_slack > 0 or not needs_row_limit(cfg, mesh)))
 

@@ -2,9 +2,12 @@
 import numpy as np
 import torch
 
+from tools.accelerator import stream_module
+
 
 class HostBuffers:
-    """Host memory for one rank's shards, allocated once and used by every save. Pinned for a GPU's copies."""
+    """Host memory for one rank's shards, allocated once and used by every save. Pinned where a stream
+    copies."""
     CHUNK = 1 << 30  # bytes; torch's pinned allocator rounds up to a power of two, so allocate powers of two
     free_bytes = 0  # in the last chunk
 
@@ -13,12 +16,12 @@ class HostBuffers:
 
     def copy(self, shards):
         """[(name, tensor, full shape, offset)] -> (the same with copies, event: the tensors may change)."""
-        cuda = any(t.is_cuda for _, t, _, _ in shards)
-        if not cuda:
+        module = stream_module(shards[0][1].device) if shards else None
+        if module is None:
             return [(n, self.buffer(i, t).copy_(t), *place) for i, (n, t, *place) in enumerate(shards)], None
-        self.stream = self.stream or torch.cuda.Stream()
-        self.stream.wait_stream(torch.cuda.current_stream())  # the step's update comes first
-        with torch.cuda.stream(self.stream):
+        self.stream = self.stream or module.Stream()
+        self.stream.wait_stream(module.current_stream())  # the step's update comes first
+        with module.stream(self.stream):
             copies = [(n, self.buffer(i, t).copy_(t, non_blocking=True), *place)
                       for i, (n, t, *place) in enumerate(shards)]
             return copies, self.stream.record_event()
@@ -26,12 +29,12 @@ class HostBuffers:
     def buffer(self, i, t):
         """-> the host tensor for shard i, of t's shape and dtype."""
         if i not in self.buffers or self.buffers[i].shape != t.shape or self.buffers[i].dtype != t.dtype:
-            self.buffers[i] = self.alloc(t.numel() * t.element_size(), t.is_cuda).view(t.dtype).view(t.shape)
+            self.buffers[i] = self.alloc(t.numel() * t.element_size()).view(t.dtype).view(t.shape)
         return self.buffers[i]
 
-    def alloc(self, n, pinned):
+    def alloc(self, n):
         """-> (n,) uint8, aligned to 64 bytes; pinned memory comes in chunks."""
-        if not pinned:
+        if self.stream is None:
             return torch.empty(n, dtype=torch.uint8)
         if n > self.free_bytes:
             self.chunk = torch.empty(max(n, self.CHUNK), dtype=torch.uint8, pin_memory=True)

@@ -15,19 +15,22 @@ import torch
 from fast.symm_mem import SymmetricBuffer
 from ops.flat import sum_shards
 from parallel import Comm, CompletedWork
+from tools.accelerator import stream_module
 
 
 class CopyStream:
     """A stream for copies between GPUs, beside the one that computes; on a CPU copies run in line.
-    recv_buffer: where the others' gradients arrive, shared by all buckets in turn."""
+    module: torch's for this kind of device; recv_buffer: where the others' gradients arrive, shared by all
+    buckets in turn."""
 
     def __init__(self):
-        self.stream, self.recv_buffer = None, None
+        self.module = self.stream = self.recv_buffer = None
 
     def reserve(self, n, like):
         """Make room for n elements; before any graph is captured."""
-        if self.stream is None and like.is_cuda:
-            self.stream = torch.cuda.Stream(like.device, priority=-1)
+        self.module = stream_module(like.device)
+        if self.stream is None and self.module is not None:
+            self.stream = self.module.Stream(like.device, priority=-1)
         if self.recv_buffer is None or self.recv_buffer.numel() < n:
             self.recv_buffer = like.new_empty(n)
 
@@ -37,8 +40,8 @@ class CopyStream:
         if self.stream is None:
             yield
             return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        self.stream.wait_stream(self.module.current_stream())
+        with self.module.stream(self.stream):
             yield
 
     def record_event(self):

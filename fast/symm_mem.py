@@ -78,7 +78,7 @@ def bytes_allocated():
 
 
 def _put(x, dst, buffer, K):
-    if x.is_cuda:
+    if x.device.type != "cpu":
         from ops import kernels
         kernels.put[(dst.numel(),)](x, dst, buffer.peer_ptrs, buffer.rows, x.size(1), K=K, BLOCK=512,
                                     num_warps=2)
@@ -90,7 +90,7 @@ def _put(x, dst, buffer, K):
 
 def _get(dst, buffer):
     out = buffer.local.new_empty(dst.numel(), buffer.local.size(1))
-    if out.is_cuda:
+    if out.device.type != "cpu":
         from ops import kernels
         kernels.get[(dst.numel(),)](out, dst, buffer.peer_ptrs, buffer.rows, out.size(1), BLOCK=512,
                                     num_warps=2)

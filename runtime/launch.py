@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 from config import Outcome, one_line
 from parallel import Axis
+from tools.accelerator import device_name
 
 # launcher: its variables for (rank, world size, local rank, local size); the first whose variables are set is
 # taken. srun is last: only SLURM_STEP_NUM_TASKS says that srun started *this* process, not the batch script
@@ -329,8 +330,7 @@ def launch(timeout=600.0, quiet=False, joining=lambda where, size: None):
 
 def print_node(w):
     """One line: this node, the launcher, how many ranks are here, the device. w: a World."""
-    chip = (torch.cuda.get_device_name(w.device) if w.device.type == "cuda"
-            else f"cpu, {w.threads} threads per rank")
+    chip = f"cpu, {w.threads} threads per rank" if w.device.type == "cpu" else device_name(w.device)
     print(f"[node {w.node + 1}/{w.n_nodes} {socket.gethostname()}] {w.launcher}: {w.local_size} of {w.size} "
           f"ranks here, {chip}, {w.backend}, torch {torch.__version__}", flush=True)
 

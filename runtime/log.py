@@ -28,6 +28,7 @@ from fast.symm_mem import bytes_allocated
 from parallel import MAX
 from pipeline import generate
 from skip import not_finite
+from tools.accelerator import peak_memory
 from tools.files import Rows, must_write, warn, write_whole
 
 # -----------------------------------------------------------------------------
@@ -63,8 +64,8 @@ def metrics_row(cfg, world, state, batch, lr, stats, reason, clock, vocab_size):
         peak = peak_flops(world.device)
         row.update(ms=ms, ms_per_sample=ms / batch, tok_s=per_gpu * world.size, tok_s_gpu=per_gpu,
                    tflops=flops / 1e12, tflops_causal=causal / 1e12, mfu=flops / peak if peak else None)
-    if world.device.type == "cuda":
-        memory = torch.tensor((torch.cuda.max_memory_reserved() + bytes_allocated()) / 2**30)
+    if peaks := peak_memory(world.device):
+        memory = torch.tensor((peaks[1] + bytes_allocated()) / 2**30)
         world.axis.all_reduce(memory, MAX)  # one number on the host, over the world
         row["mem_gb"] = memory.item()
     return row, steps
