@@ -239,6 +239,53 @@ def test_only_launch_reads_the_environment():
     none(problems)
 
 
+CUDA_ONLY = {  # place: why it names CUDA. everything else asks the device's module (tools/accelerator.py)
+    "ops/backend.py triton_devices": "which of torch's devices each of Triton's vendors serves",
+    "ops/grouped_mm.py has_grouped_mm": "a kernel of Hopper and Blackwell",
+    "ops/grouped_mm.py use_grouped_mm": "the same",
+    "fast/choose.py has_cuda_api": "the one answer for graphs and peer access",
+    "fast/choose.py grouped_mm_possible": "plan.py asks on machines without CUDA too",
+    "fast/choose.py peer_access": "peer access between GPUs",
+    "fast/graph.py GraphedStep": "the CUDA graph",
+    "runtime/watch.py Stragglers": "whether a CUDA graph is being recorded",
+    "cost/step_time.py expected_choice": "its table of GPUs is NVIDIA's",
+    "bench/doctor.py SHOWS": "nvidia-smi", "bench/doctor.py backend": "NCCL's version",
+    "bench/gpu_matrix.py no_hidden_sync": "torch finds hidden synchronisations on CUDA only",
+    "bench/moe_layer.py main": "it times CUDA graphs", "bench/timing.py graphed": "the CUDA graph"}
+
+
+def names_cuda(node):
+    """Whether this is torch.cuda, x.is_cuda, "cuda", an import of torch.cuda, or x.cuda()."""
+    if isinstance(node, ast.Attribute):
+        return node.attr in ("cuda", "is_cuda") and ast.unparse(node) != "self.cuda"
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return "torch.cuda" in ast.unparse(node) or getattr(node, "module", "") == "torch" and any(
+            alias.name == "cuda" for alias in node.names)
+    return isinstance(node, ast.Constant) and str(node.value).split(":")[0] == "cuda"
+
+
+def test_cuda_is_named_only_where_nothing_else_will_do():
+    found = {}  # "file function": line
+    for path in HOUSE + BENCH + TUTORIAL:
+        for part in tree(path).body:
+            where = getattr(part, "name", None) or ast.unparse(getattr(part, "targets", [part])[0])
+            for node in ast.walk(part):
+                if names_cuda(node):
+                    found[f"{name(path)} {where}"] = node.lineno
+    none([f"{place}, line {line}, names CUDA: ask the device's module (tools/accelerator.py), or say in "
+          "CUDA_ONLY why it cannot" for place, line in found.items() if place not in CUDA_ONLY]
+         + [f"{place} names CUDA no more: take it out of CUDA_ONLY"
+            for place in sorted(CUDA_ONLY.keys() - found.keys())])
+
+
+@pytest.mark.parametrize("code,is_one", [
+    ("torch.cuda.synchronize()", True), ("x.is_cuda", True), ("d.type == 'cuda'", True), ("x.cuda()", True),
+    ("torch.device('cuda:0')", True), ("from torch import cuda", True), ("import torch.cuda as c", True),
+    ("torch.accelerator.synchronize()", False), ("cfg.cuda_graph", False), ("'on cuda'", False)])
+def test_what_names_cuda(code, is_one):
+    assert any(map(names_cuda, ast.walk(ast.parse(code)))) == is_one
+
+
 def test_nothing_is_left_to_do():
     words = "|".join(("TO" + "DO", "FIX" + "ME"))
     found = subprocess.run(["git", "grep", "-nE", words], cwd=ROOT, capture_output=True, text=True)

@@ -1,0 +1,180 @@
+"""A run on an accelerator that is not CUDA: a stand-in with the name of Intel's, "xpu", whose memory is the
+CPU's. Where code asks torch.cuda on it, or a CUDA-only way is chosen, the run fails or differs.
+"""
+import contextlib
+import dataclasses
+import sys
+import time
+from collections import Counter
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from pool import ROOT, run_ranks
+from runs import TINY, final, rows, session
+from torch.overrides import TorchFunctionMode
+
+sys.path.insert(0, str(ROOT / "bench"))
+
+import doctor
+
+from config import Config
+from cost.step_time import peak_flops
+from fast.choose import choose
+from fast.host_buffers import HostBuffers
+from ops import backend
+from parallel import make_mesh
+from runtime.launch import World, print_node
+from tools import accelerator
+
+XPU, CPU = torch.device("xpu", 0), torch.device("cpu")
+NAME = "Intel(R) Data Center GPU Max 1550"
+
+
+class StandIn(TorchFunctionMode):
+    """Tensors say that they are on XPU, and what is asked to be there is made on the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func == torch.Tensor.device.__get__:
+            return XPU
+        if func == torch.Tensor.pin_memory:
+            return args[0]
+        kwargs = {k: here(v) for k, v in (kwargs or {}).items() if k != "pin_memory"}
+        return func(*map(here, args), **kwargs)
+
+
+def here(value):
+    return CPU if isinstance(value, torch.device) else value
+
+
+class Event:
+    """On the CPU's clock; what counts is who calls what."""
+
+    def __init__(self, device=None, enable_timing=False):
+        assert device in (None, XPU)
+
+    def record(self, stream=None):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end):
+        return (end.at - self.at) * 1e3
+
+    def synchronize(self):
+        seen["synchronize"] += 1
+
+    def wait(self, stream=None):
+        seen["wait"] += 1
+
+
+class Stream:
+    def __init__(self, device=None, priority=0):
+        seen["stream"] += 1
+
+    def wait_stream(self, other):
+        seen["wait_stream"] += 1
+
+    def record_event(self):
+        return Event()
+
+
+seen = Counter()
+MODULE = SimpleNamespace(  # what torch.xpu has, of it what the house asks
+    Stream=Stream, Event=Event, current_stream=Stream, stream=lambda stream: contextlib.nullcontext(),
+    get_device_name=lambda device: NAME, device_count=lambda: 1,
+    max_memory_allocated=lambda device: 2**30, max_memory_reserved=lambda device: 3 * 2**30,
+    get_device_properties=lambda device: SimpleNamespace(total_memory=64 * 2**30),
+    mem_get_info=lambda device: (60 * 2**30, 64 * 2**30))
+
+
+@contextlib.contextmanager
+def stand_in(**changes):
+    """torch has an accelerator: XPU. changes: of its module; None takes a function away."""
+    module = SimpleNamespace(**{k: v for k, v in {**vars(MODULE), **changes}.items() if v is not None})
+    real = torch.get_device_module
+    modules = mock.patch.object(torch, "get_device_module",
+                                lambda device: module if device.type == "xpu" else real(device))
+    generator = torch.Generator
+    names = mock.patch.multiple(torch, Event=Event, Generator=lambda device=None: generator())
+    devices = mock.patch.multiple(torch.accelerator, is_available=lambda: True, device_count=lambda: 1,
+                                  current_accelerator=lambda check_available=False: torch.device("xpu"))
+    with modules, names, devices, StandIn():
+        yield
+
+
+def session_on_xpu(world, argv):
+    """runs.session where this rank's device is the stand-in -> (its result, how often streams and events
+    were used)"""
+    seen.clear()
+    with stand_in():
+        return session(dataclasses.replace(world, device=XPU), argv), dict(seen)
+
+
+@pytest.mark.parametrize("ranks,flags", [(2, ["--zero=1"]), (1, ["--dtype=bf16", "--n-experts=4", "--top-k=1",
+                                                                 "--global-batch=2"])],
+                         ids=["zero1", "experts"])
+def test_a_run_is_that_of_the_cpu(ranks, flags, tmp_path):
+    """Saved beside the steps, timed by events, its memory logged; MFU is left out: the chip is unknown."""
+    argv = [*TINY, "--steps=4", "--save-every=2", "--keep=0", "--timers", *flags, "--out"]
+    results = run_ranks(ranks, session_on_xpu, [*argv, str(tmp_path / "xpu")])
+    expected = run_ranks(ranks, session, [*argv, str(tmp_path / "cpu")])
+    for (result, used), want in zip(results, expected, strict=True):
+        assert result["code"] == want["code"] == 0, result["err"] + want["err"]
+        # two saves: each on one stream of its own, which waits for the update, and the next update for it
+        assert used["wait_stream"] == 2 and used["wait"] == 1 and used["synchronize"] > 2
+    assert " forward=" in results[0][0]["out"]
+    got, want = rows(tmp_path / "xpu", ()), rows(tmp_path / "cpu", ())
+    for a, b in zip(got, want, strict=True):
+        assert a.keys() == b.keys() | {"mem_gb"} and a["mem_gb"] == 3.0 and a["ms"] > 0
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5 if ranks == 2 else 1e-3)
+    (x, meta_x), (y, meta_y) = final(tmp_path / "xpu", 2), final(tmp_path / "cpu", 2)
+    assert meta_x["samples"] == meta_y["samples"] and x.keys() == y.keys()
+    if ranks == 2:  # the head is computed by another function, so not to the bit
+        assert max((x[n] - y[n]).abs().max() for n in x) < 1e-4
+
+
+def test_no_way_is_chosen_that_only_cuda_has():
+    """Not even asked: neither a graph nor what goes through another GPU's memory."""
+    cfg = Config(dtype="bf16", zero=1, ep=2, n_experts=4, global_batch=0)
+    mesh = make_mesh(World(size=2), ep=2, groups=False, n_experts=4)
+    assert choose(cfg, mesh, torch.device("cuda", 0), lambda *_: True)._replace(graph=True).peer_copies
+    choice = choose(cfg, mesh, XPU, lambda *_: pytest.fail("asked for peer access"))
+    assert choice == (False, False, False, True)
+
+
+def test_the_device_by_name_and_memory(capsys):
+    world = World(device=XPU)
+    with stand_in():
+        print_node(world)
+        assert capsys.readouterr().out.split(" ranks here, ")[1].startswith(f"{NAME}, none, torch ")
+        assert doctor.device(world) == ("OK", f"1 x {NAME}, 60 of 64 GiB free", "")
+        assert accelerator.total_memory(XPU) == 2**36 and peak_flops(XPU) is None
+    with stand_in(mem_get_info=lambda device: (2**33, 2**36)):
+        assert doctor.device(world)[0] == "WARN" and doctor.device(world)[2].startswith("xpu-smi shows")
+    with stand_in(mem_get_info=mock.Mock(side_effect=RuntimeError("not supported"))):
+        assert doctor.device(world) == ("OK", f"1 x {NAME}", "")
+    with stand_in(**dict.fromkeys(vars(MODULE))):  # a module that answers nothing
+        assert accelerator.device_name(XPU) == "xpu" and accelerator.stream_module(XPU) is None
+        assert accelerator.peak_memory(XPU) is None and accelerator.total_memory(XPU) == 0
+        copies, event = HostBuffers().copy([("w", torch.ones(3, device=XPU), (3,), (0,))])
+        assert event is None and copies[0][1].tolist() == [1, 1, 1]
+    assert accelerator.device_name(CPU) == "cpu" and accelerator.peak_memory(CPU) is None
+
+
+@pytest.mark.parametrize("folders,hip,kinds", [
+    (["nvidia", "amd"], None, ("cuda",)), (["nvidia", "amd"], "6.4", ("cuda",)), (["nvidia"], "6.4", ()),
+    (["intel"], None, ("xpu",)), ([], None, ())])
+def test_kernels_run_where_triton_serves_the_device(folders, hip, kinds, tmp_path, monkeypatch):
+    for name in folders:
+        (tmp_path / "backends" / name).mkdir(parents=True)
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert backend.triton_devices() == kinds
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    assert backend.triton_devices() == ()
+    monkeypatch.setattr(backend, "TRITON_DEVICES", kinds)
+    for kind in ("cuda", "xpu", "cpu"):
+        x = SimpleNamespace(device=torch.device(kind), dtype=torch.bfloat16)
+        assert backend.use_triton(x) == (kind in kinds)
+        assert not backend.use_triton(SimpleNamespace(device=x.device, dtype=torch.float64))
