@@ -242,9 +242,8 @@ def test_only_launch_reads_the_environment():
 CUDA_ONLY = {  # place: why it names CUDA. everything else asks the device's module (tools/accelerator.py)
     "ops/backend.py triton_devices": "which of torch's devices each of Triton's vendors serves",
     "ops/grouped_mm.py has_grouped_mm": "a kernel of Hopper and Blackwell",
-    "ops/grouped_mm.py use_grouped_mm": "the same",
+    "ops/grouped_mm.py tiles": "its table names NVIDIA's architectures",
     "fast/choose.py has_cuda_api": "the one answer for graphs and peer access",
-    "fast/choose.py grouped_mm_possible": "plan.py asks on machines without CUDA too",
     "fast/choose.py peer_access": "peer access between GPUs",
     "fast/graph.py GraphedStep": "the CUDA graph",
     "runtime/watch.py Stragglers": "whether a CUDA graph is being recorded",
