@@ -110,24 +110,31 @@ def slow_on_cpu(cfg, mesh, flops, device):
     return lines
 
 
+HIDDEN = ("the processes of {} see different GPUs and cannot be shown all of the node's: NCCL is used "
+          "(steps with experts took 210 ms on two H200, not 90); show every process all GPUs (srun --gpu-bind=none "
+          "--gpus-per-node=N) and set MPICH_GPU_SUPPORT_ENABLED=0")
+NO_ACCESS = "the GPUs of {} have no peer access to each other: NCCL is used (see nvidia-smi topo -p2p r)"
+
+
 def peer_access(mesh, axis, device):
     """Whether the ranks of each group of axis reach each other's memory: they are on one host, each on a
     GPU of its own that all of them see, with peer access, and a first allocation succeeds. On a CPU: whether
     they are on one host. Collective over the world; the same answer on all ranks."""
     world, gpu = mesh.world, device.index  # None: a CPU
-    reachable = [p for p in range(torch.cuda.device_count() if gpu is not None else 0)
-                 if p == gpu or torch.cuda.can_device_access_peer(gpu, p)]
+    seen = range(torch.cuda.device_count() if gpu is not None else 0)
+    reachable = [p for p in seen if p == gpu or torch.cuda.can_device_access_peer(gpu, p)]
     # a few words from each rank to all, over the world
-    seen = world.gather_objects((axis.ranks[0], socket.gethostname(), gpu, reachable))
-    for group in {group for group, *_ in seen}:
-        hosts, gpus, reached = zip(*(rest for first, *rest in seen if first == group), strict=True)
-        apart = gpu is not None and (len(set(gpus)) < len(gpus) or any(set(gpus) - set(r) for r in reached))
+    told = world.gather_objects((axis.ranks[0], socket.gethostname(), gpu, len(seen), reachable))
+    for group in {group for group, *_ in told}:
+        hosts, gpus, counts, reached = zip(*(rest for first, *rest in told if first == group), strict=True)
         if len(set(hosts)) > 1:
             return False
-        if apart:
+        # an index that two ranks have, or that one does not know, means another GPU to each process
+        hidden = gpu is not None and (len(set(gpus)) < len(gpus) or max(gpus) >= min(counts))
+        if hidden or (gpu is not None and any(set(gpus) - set(r) for r in reached)):
             if world.rank == 0:
-                print(f"note: the GPUs of {axis.name} {axis.size} cannot access each other's memory: NCCL is "
-                      "used (is CUDA_VISIBLE_DEVICES one GPU per process?)", flush=True)
+                why = HIDDEN if hidden else NO_ACCESS
+                print("note:", why.format(f"{axis.name} {axis.size}"), flush=True)
             return False
     opened = True
     if gpu is not None:

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import json
 import os
 import pdb
 import re
@@ -37,6 +38,7 @@ import torch.distributed as dist
 
 from config import Outcome, one_line
 from parallel import Axis
+from runtime import visible
 from tools.accelerator import device_name
 
 # launcher: its variables for (rank, world size, local rank, local size); the first whose variables are set is
@@ -82,6 +84,7 @@ class World:
     device: torch.device = torch.device("cpu")
     backend: str = "none"
     threads: int = 1
+    shown: str | None = None  # the launcher's CUDA_VISIBLE_DEVICES for this process
     calls: CollectiveLog = field(default_factory=CollectiveLog, compare=False)
 
     @functools.cached_property
@@ -216,9 +219,9 @@ def _listen(host, port, n_nodes):
 
 
 def _store(launcher, comm, rank, size, n_nodes, timeout):
-    """-> the TCPStore through which the ranks find each other; None: torchrun's agent has one already."""
+    """-> the TCPStore through which the ranks find each other: for torchrun, that of its agent."""
     if launcher == "torchrun":
-        return None
+        return next(dist.rendezvous("env://", timeout=timeout))[0]
     host, port, store = _address(n_nodes), 0, None  # 0: a free port, so two jobs on a host never clash
     if comm is None:  # srun without MPI: all ranks must guess the same
         nodes = subprocess.run(["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]],
@@ -262,12 +265,35 @@ def _end_all_on_exception(rank, comm):
     sys.excepthook = hook
 
 
-def select_device(local, local_size):
-    """Choose this rank's device -> (device, CPU threads). Call it before the process group is made: some
-    backends deadlock when the device is set later."""
+def show_all_gpus(store, rank, size, local):
+    """Let this process see every GPU that some process of its node sees -> the index of its own one. None:
+    nothing was changed. Call it before CUDA is initialised. Collective over the world."""
+    def tell(key, value, ranks):
+        """This rank's value, for any other -> the values of ranks."""
+        store.set(f"{key}/{rank}", json.dumps(value))
+        return [json.loads(text) for text in store.multi_get([f"{key}/{r}" for r in ranks])]
+
+    given, host = os.environ.get(visible.VARIABLE), socket.gethostname()
+    told = tell("shown", (host, local, given if visible.cuda_is_untouched() else None), range(size))
+    here = sorted((r for r in range(size) if told[r][0] == host), key=lambda r: told[r][1])
+    joined = visible.join([told[r][2] for r in here])
+    if joined is None:
+        return None
+    union, own = joined
+    os.environ[visible.VARIABLE] = ",".join(union)
+    if all(tell("sees all", visible.count_in_new_process() == len(union), here)):
+        return union.index(own[here.index(rank)])
+    os.environ[visible.VARIABLE] = given  # a cgroup hides GPUs from a process: choose.peer_access says so
+    return None
+
+
+def select_device(local, local_size, own=None):
+    """Choose this rank's device -> (device, CPU threads). own: its index, if not by local rank. Call it
+    before the process group is made: some backends deadlock when the device is set later."""
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator().type
-        index = local % torch.accelerator.device_count()  # one visible GPU per task also works
+        # the remainder: a process may see one GPU alone, or share a list of them with some others
+        index = local % torch.accelerator.device_count() if own is None else own
         torch.accelerator.set_device_index(index)
         return torch.device(kind, index), torch.get_num_threads()
     # MKL takes 1 thread under an MPI launcher, and srun gives every rank all cores: divide the cores here
@@ -307,22 +333,22 @@ def launch(timeout=600.0, quiet=False, joining=lambda where, size: None):
         leaders = sorted(set(comm.allgather(leader)))
         node, n_nodes = leaders.index(leader), len(leaders)
     _end_all_on_exception(rank, comm)
-    device, threads = select_device(local, local_size)
-    backend = "none"
+    backend, shown, own, wait = "none", os.environ.get(visible.VARIABLE), None, timedelta(seconds=timeout)
+    if size > 1:
+        store = _store(launcher, comm, rank, size, n_nodes, wait)
+        own = show_all_gpus(store, rank, size, local)
+    device, threads = select_device(local, local_size, own)
     if size > 1:
         backend = fast = dist.get_default_backend_for_device(device)  # nccl, xccl or gloo
         both = "gloo" if fast == "gloo" else f"cpu:gloo,{device.type}:{fast}"  # gloo: host memory
-        wait = timedelta(seconds=timeout)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's record of its last collectives
         if n_nodes == 1 and os.path.exists("/sys/class/net/lo"):  # gloo, too, listens on this host alone
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = _store(launcher, comm, rank, size, n_nodes, wait)
-        where = ({"init_method": "env://"} if store is None
-                 else {"store": store, "rank": rank, "world_size": size})
-        dist.init_process_group(both, timeout=wait,
-                                device_id=None if device.type == "cpu" else device, **where)
+        dist.init_process_group(both, timeout=wait, store=store, rank=rank, world_size=size,
+                                device_id=None if device.type == "cpu" else device)
     joining("", size)
-    world = World(rank, size, local, local_size, node, n_nodes, launcher, device, backend, threads)
+    world = World(rank, size, local, local_size, node, n_nodes, launcher, device, backend, threads,
+                  shown)
     if not quiet and local == 0:
         print_node(world)
     return world

@@ -1,5 +1,6 @@
 """Every launcher is recognised; python, mpiexec and torchrun train alike; one exception ends all ranks.
-Ranks that were started differently, signals, streams that fail, the address that the store listens on."""
+Ranks that were started differently, GPUs that a process was shown alone, signals, streams that fail, the
+address that the store listens on."""
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from runs import SHAPE, TINY, assert_refused, rows
 
 import train
 from config import parse
-from runtime import agree, launch, session
+from runtime import agree, launch, session, visible
 from runtime.launch import LAUNCHERS, detect
 
 BIN = Path(sys.executable).parent
@@ -260,6 +261,104 @@ def test_deterministic_is_set_before_the_first_kernel(tmp_path, flags, want):
     p.start()
     p.join(240)
     assert p.exitcode == 0 and (tmp_path / "result").read_text() == repr(want)
+
+
+# -----------------------------------------------------------------------------
+# which GPUs each process sees
+
+JOINED = {  # name: (CUDA_VISIBLE_DEVICES of each local rank, the union, each rank's own)
+    "one each, the nearest to the cores first": (["3", "2", "1", "0"], "3210", "3210"),
+    "UUIDs": (["GPU-b", "GPU-a"], ["GPU-b", "GPU-a"], ["GPU-b", "GPU-a"]),
+    "two each": (["0,1", "2, 3"], "0123", "03"),
+    "two ranks on each pair": (["0,1", "0,1", "2,3", "2,3"], "0123", "0123"),
+    "a rank has a spare one": (["0", "1,2"], "012", "02")}
+UNCHANGED = {
+    "all see the same": ["0,1", "0,1"], "unset": [None, None], "one unset": ["0", None], "alone": ["3"],
+    "the same twice": ["0", "0"], "the same twice among others": ["0", "1", "1"], "no GPU": ["", ""],
+    "one without a GPU": ["0", ""], "indices and UUIDs": ["0", "GPU-a"], "MIG": ["MIG-a", "MIG-b"],
+    "hidden on purpose": ["-1", "0"], "none": ["NoDevFiles", "NoDevFiles"]}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_what_the_processes_of_a_node_see_is_joined(name):
+    shown, union, own = JOINED[name]
+    assert visible.join(shown) == (list(union), list(own))
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_what_is_left_as_it_was(name):
+    assert visible.join(UNCHANGED[name]) is None
+
+
+def see_all(world, port, shown, hosts, started, in_cgroup):
+    """show_all_gpus through the store of torchrun's variables, with stand-ins for the driver."""
+    count = 1 if in_cgroup == world.rank else len(set(shown))
+    env = {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "MASTER_ADDR": "127.0.0.1",
+           "MASTER_PORT": str(port)}
+    with mock.patch.dict(os.environ, env), mock.patch.object(
+            launch.socket, "gethostname", lambda: hosts[world.rank]), mock.patch.multiple(
+            visible, cuda_is_untouched=lambda: world.rank != started, count_in_new_process=lambda: count):
+        os.environ.pop(visible.VARIABLE, None)
+        if shown[world.rank] is not None:
+            os.environ[visible.VARIABLE] = shown[world.rank]
+        store = launch._store("torchrun", None, world.rank, world.size, 1, timedelta(seconds=20))
+        own = launch.show_all_gpus(store, world.rank, world.size, world.local_rank)
+        world.barrier()  # the store is rank 0's
+        return own, os.environ.get(visible.VARIABLE)
+
+
+@pytest.mark.parametrize("shown, hosts, started, in_cgroup, want", [
+    ("3210", "aaaa", None, None, [(r, "3,2,1,0") for r in range(4)]),
+    ("0101", "aabb", None, None, [(0, "0,1"), (1, "0,1")] * 2),
+    ("0123", "aaaa", None, 2, [(None, str(r)) for r in range(4)]),
+    ("01", "aa", 1, None, [(None, "0"), (None, "1")]),
+    (("0", None), "aa", None, None, [(None, "0"), (None, None)])])
+def test_every_process_sees_the_gpus_of_its_node(shown, hosts, started, in_cgroup, want):
+    """One node, two nodes, a cgroup that hides the others from rank 2, CUDA initialised on rank 1 before,
+    a rank without the variable."""
+    with launch.socket.create_server(("127.0.0.1", 0)) as s:
+        port = s.getsockname()[1]
+    assert run_ranks(len(shown), see_all, port, shown, hosts, started, in_cgroup) == want
+
+
+def test_without_a_driver_nothing_is_asked(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+    monkeypatch.setattr(visible.ctypes, "CDLL", missing)
+    assert not visible.cuda_is_untouched()
+    monkeypatch.setattr(visible, "COUNT", "print(0, 0, 4)")
+    assert visible.count_in_new_process() == 4
+    monkeypatch.setattr(visible, "COUNT", "print(100, 3, 0)")  # no device
+    assert visible.count_in_new_process() == 0
+    monkeypatch.setattr(visible, "COUNT", "raise OSError")
+    assert visible.count_in_new_process() == 0
+
+
+SEEN = """
+import os
+from runtime import launch, visible
+visible.cuda_is_untouched, visible.count_in_new_process = lambda: True, lambda: 2
+select = launch.select_device
+def recorded(local, local_size, own=None):
+    global mine
+    mine = own, os.environ[visible.VARIABLE]
+    return select(local, local_size)
+launch.select_device = recorded
+world = launch.launch(60, quiet=True)
+all_ranks = world.axis.gather_objects((world.shown, *mine))
+if world.rank == 0:
+    print(world.launcher, all_ranks, flush=True)
+launch.shutdown(world)
+"""
+
+
+def test_ranks_of_mpiexec_are_shown_all_gpus_before_the_device_is_chosen(tmp_path):
+    (tmp_path / "seen.py").write_text(SEEN)
+    rank = ["-n", "1", "-env", visible.VARIABLE]
+    run = [sys.executable, tmp_path / "seen.py"]
+    job = subprocess.run([BIN / "mpiexec", *rank, "1", *run, ":", *rank, "0", *run], capture_output=True,
+                         text=True, timeout=240, env={**clean_env(), "PYTHONPATH": str(ROOT)})
+    assert "hydra [('1', 0, '1,0'), ('0', 1, '1,0')]" in job.stdout.splitlines(), job.stdout + job.stderr
 
 
 # -----------------------------------------------------------------------------
