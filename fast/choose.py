@@ -111,8 +111,8 @@ def slow_on_cpu(cfg, mesh, flops, device):
 
 
 HIDDEN = ("the processes of {} see different GPUs and cannot be shown all of the node's: NCCL is used "
-          "(steps with experts took 210 ms on two H200, not 90); show every process all GPUs (srun --gpu-bind=none "
-          "--gpus-per-node=N) and set MPICH_GPU_SUPPORT_ENABLED=0")
+          "(steps with experts took 210 ms on two H200, not 90); show every process all GPUs "
+          "(srun --gpu-bind=none --gpus-per-node=N) and set MPICH_GPU_SUPPORT_ENABLED=0")
 NO_ACCESS = "the GPUs of {} have no peer access to each other: NCCL is used (see nvidia-smi topo -p2p r)"
 
 

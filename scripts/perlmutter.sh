@@ -13,6 +13,7 @@
 cd "$SLURM_SUBMIT_DIR" || exit 1
 module load pytorch  # torch, NCCL with its slingshot plugin, mpi4py
 source "${VENV:-.venv}/bin/activate"  # bash -l has reset PATH: an environment active at submission is lost
+# docs.nersc.gov/machinelearning/pytorch has the modules and the flags of srun
 export MPICH_GPU_SUPPORT_ENABLED=0  # MPI sends one address; GPU-aware MPI would need Cray's GTL library
 if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
     export NCCL_SOCKET_IFNAME=hsn NCCL_CROSS_NIC=1 FI_MR_CACHE_MONITOR=userfaultfd

@@ -1,5 +1,4 @@
 """The job scripts: generic.pbs runs for real with mpich's mpiexec, those of the sites with stand-ins."""
-import os
 import re
 import signal
 import subprocess
@@ -42,6 +41,7 @@ def site(tmp_path):
     for name in ("srun", "scontrol", "qsub", "mpiexec"):
         (stand_ins / name).write_text(
             f'#!/bin/bash\nsettings="NCCL=$NCCL_CROSS_NIC CCL=$CCL_PROCESS_LAUNCHER"\n'
+            f'settings+=" $CCL_KVS_MODE $FI_CXI_DEFAULT_TX_SIZE GPU=$MPICH_GPU_SUPPORT_ENABLED"\n'
             f'echo {name} "$@" $settings >> {tmp_path}/calls\n'
             f"[ {name} = srun -o {name} = mpiexec ] && exit 85\nexit 0\n")
         (stand_ins / name).chmod(0o755)
@@ -59,7 +59,8 @@ def test_what_each_script_starts(site, name, nodes):
     (folder / "nodes").write_text("".join(f"x{i}\n" * lines for i in range(nodes)))
     (folder / "nccl.sh").write_text("export NCCL_CROSS_NIC=1\n")
     env |= {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_ID": "7",
-            "SLURM_CPUS_PER_TASK": "7", "PBS_O_WORKDIR": str(folder), "PBS_NODEFILE": str(folder / "nodes"),
+            "SLURM_CPUS_PER_TASK": "7", "SLURM_GPUS_PER_NODE": "4",
+            "PBS_O_WORKDIR": str(folder), "PBS_NODEFILE": str(folder / "nodes"),
             "PBS_JOBID": "7", "ARGS": "gpt2 --steps 9", "NCCL_SETTINGS": str(folder / "nccl.sh")}
     slurm = not name.endswith(".pbs")
     # not as a login shell, whose profile would be the site's; the other lines run as they are
@@ -70,18 +71,27 @@ def test_what_each_script_starts(site, name, nodes):
     assert "python train.py gpt2 --steps 9 --resume auto" in start and ("--max-minutes 27" in start) != slurm
     assert ("NCCL=1" in start or "CCL=pmix" in start) == (nodes > 1), start
     if slurm:
-        assert start.startswith("srun --wait=60 -c 7 ") and again.startswith("scontrol requeue 7 ")
+        assert start.startswith("srun --wait=60 ") and " -c 7 " in start and " --gpu-bind=none " in start
+        assert again.startswith("scontrol requeue 7 ")
     else:
         assert start.startswith(f"mpiexec -n {JOBS[name] * nodes} -") and f"ppn {JOBS[name]} " in start
         assert again.startswith(f"qsub -v ARGS=gpt2 --steps 9,VENV=,MINUTES=27 scripts/{name} ")
         assert f"hostfile {folder}/nodes" in start
+    # what the site's documentation asks for: Polaris' MPI must leave CUDA alone on one node, too
+    for script, several, words in (("aurora.pbs", True, "CCL=pmix mpi "), ("frontier.sh", True, " 2048 GPU"),
+                                   ("polaris.pbs", False, "GPU=0"), ("perlmutter.sh", False, "GPU=0")):
+        if name == script:
+            assert (words in start) == (nodes > 1 or not several), start
 
 
-def test_polaris_gives_each_rank_the_gpu_beside_its_cores():
-    got = [subprocess.run([ROOT / "scripts/polaris_gpu.sh", "printenv", "CUDA_VISIBLE_DEVICES"], text=True,
-                          capture_output=True, env={**os.environ, "PMI_LOCAL_RANK": str(r)}).stdout.strip()
-           for r in range(4)]
-    assert got == ["3", "2", "1", "0"]
+def test_every_script_shows_each_rank_all_gpus():
+    """In one order: its own is that of its local rank, on Polaris the one beside its cores."""
+    text = "".join(path.read_text() for path in SCRIPTS)
+    hiding = r"^[^#\n]*(--gpus-per-task|--gpu-bind=(?!none)|ZE_AFFINITY_MASK=|ROCR_VISIBLE)"
+    assert not re.search(hiding, text, re.M)
+    got = subprocess.run([ROOT / "scripts/polaris_gpu.sh", "printenv", "CUDA_VISIBLE_DEVICES"], text=True,
+                         capture_output=True)
+    assert [int(gpu) for gpu in got.stdout.split(",")] == [3 - local for local in range(4)]
 
 
 def test_generic_pbs_stopped_and_submitted_again(tmp_path):

@@ -6,6 +6,7 @@ The ranks' buffers are shared memory here (shared.py), so a missing barrier is r
 import contextlib
 import dataclasses
 import functools
+import io
 from types import SimpleNamespace as Some
 from unittest import mock
 
@@ -242,16 +243,20 @@ def reach_on_gpus(world, gpus, access, broken):
     def allocate(*_):
         if world.rank == broken:
             raise ValueError("no peer access")
-    mesh = make_mesh(world, ep=2)
+    mesh, said = make_mesh(world, ep=2), io.StringIO()
     with mock.patch.multiple(torch.cuda, device_count=lambda: 4, can_device_access_peer=lambda *_: access), \
-            mock.patch.object(symm_mem, "SymmetricBuffer", allocate):
-        return choose.peer_access(mesh, mesh.ep, torch.device("cuda", gpus[world.rank]))
+            mock.patch.object(symm_mem, "SymmetricBuffer", allocate), contextlib.redirect_stdout(said):
+        return choose.peer_access(mesh, mesh.ep, torch.device("cuda", gpus[world.rank])), said.getvalue()
 
 
-@pytest.mark.parametrize("gpus, access, broken, answer", [
-    ((0, 1, 2, 3), True, None, True), ((0, 1, 0, 1), True, None, True), ((0, 0, 1, 1), True, None, False),
-    ((0, 1, 2, 3), False, None, False), ((0, 1, 2, 3), True, 2, False), ((0, 5, 2, 3), True, None, False)])
-def test_all_ranks_know_whether_gpus_reach_each_other(gpus, access, broken, answer):
+@pytest.mark.parametrize("gpus, access, broken, answer, words", [
+    ((0, 1, 2, 3), True, None, True, ""), ((0, 1, 0, 1), True, None, True, ""),
+    ((0, 0, 1, 1), True, None, False, "see different GPUs"),
+    ((0, 1, 2, 3), False, None, False, "no peer access"), ((0, 1, 2, 3), True, 2, False, ""),
+    ((0, 5, 2, 3), True, None, False, "see different GPUs")])
+def test_all_ranks_know_whether_gpus_reach_each_other(gpus, access, broken, answer, words):
     """Two processes of one GPU, GPUs without peer access, a GPU that another process does not see, an
-    allocation that fails."""
-    assert run_ranks(4, reach_on_gpus, gpus, access, broken) == [answer] * 4
+    allocation that fails. Rank 0 says why."""
+    answers, (said, *others) = zip(*run_ranks(4, reach_on_gpus, gpus, access, broken), strict=True)
+    assert answers == (answer,) * 4 and others == [""] * 3
+    assert words in said and said.count("\n") == bool(words)
