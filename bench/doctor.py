@@ -1,7 +1,9 @@
 """What is wrong with this machine? python bench/doctor.py: a line per check, OK, WARN or FAIL, with the fix.
 
     python bench/doctor.py                  this process: packages, torch, device, MPI, scheduler, disks, data
-    mpiexec -n 8 python bench/doctor.py     on every node, and a sum over all ranks (torchrun, srun too)
+    mpiexec -n 8 python bench/doctor.py     on every node, a sum over all ranks, and each pair of ranks: the
+                                            slowest link is named (torchrun, srun too)
+    --network                               NCCL's network, which several nodes check without being asked
 
 The exit code is 0, or 1 if a check FAILs. --json prints the same as one object.
 """
@@ -21,10 +23,11 @@ from pathlib import Path
 
 BEGAN = time.perf_counter()
 from common import ROOT, read_flags, start
-from runtime.launch import bare_environment, launch, scheduler, shutdown
+from runtime.launch import bare_environment, env_rank, launch, scheduler, shutdown
 
 import torch
 import torch.distributed as dist
+from reach import fast_paths, gpus_seen, link_rates, links, network
 
 TORCH_SECONDS = time.perf_counter() - BEGAN  # most of it: runtime.launch imports torch
 from config import Outcome, print_quietly
@@ -145,25 +148,28 @@ def mpi():
         return "WARN", f"mpi4py {have} but no mpiexec in PATH: start with torchrun or srun", \
             "pip install mpich, or load the site's MPI"
     env = bare_environment()
-    # Open MPI refuses to run as root, and more ranks than it counts slots
-    for flags in ([], ["--allow-run-as-root", "--oversubscribe"]):
+    refused = False  # Open MPI refuses to run as root, and more ranks than it counts slots
+    for flags in ([], ["--allow-run-as-root"], ["--allow-run-as-root", "--oversubscribe"]):
         try:
             job = subprocess.run([where, *flags, "-n", "2", sys.executable, "-c", RANKS], capture_output=True,
                                  text=True, timeout=60, env=env, stdin=subprocess.DEVNULL)
         except (OSError, subprocess.TimeoutExpired) as e:
             return "FAIL", f"{where} -n 2: {e}", "use another mpiexec; on a login node, try inside a job"
         seen = re.findall(r"^rank (\d) (\d+) (.*)", job.stdout, re.M)
-        if job.returncode == 0 or flags:
+        refused |= "allow-run-as-root" in job.stderr  # of its explanation
+        if job.returncode == 0:
             break
+    fix = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, or do not be root" * refused
     if sorted(s[:2] for s in seen) == [("0", "2"), ("1", "2")]:
         library = re.sub(r"[\s:]+", " ", seen[0][2]).strip()[:40]
-        return ok(f"mpi4py {have} and {where} agree: {library}" + f" (needs {' '.join(flags)})" * bool(flags))
+        return "OK", f"mpi4py {have} and {where} agree: {library}" \
+            + f" (needs {' '.join(flags)})" * bool(flags), fix
     if seen:
         return "FAIL", f"{where} started 2 ranks, mpi4py sees {seen[0][1]}: their MPIs differ", \
             "use the mpiexec of the MPI that mpi4py was built with"
     last = (job.stderr.strip() or job.stdout.strip() or "no output").splitlines()[-1]
     return "FAIL", f"{where} -n 2 ends with {job.returncode}: {last[:90]}", \
-            "try inside a job, or another mpiexec"
+        fix or "try inside a job, or another mpiexec"
 
 
 def count_hosts(path):
@@ -259,13 +265,18 @@ def tokens(folder):
 def examine(world, flags):
     """Run all checks of this rank's node -> [(name, status, text, fix)].
     All ranks check the backend together."""
-    backend_result = backend(world)
+    backend_result, gpus, fast = backend(world), gpus_seen(world), fast_paths(world)
+    rates, hosts = link_rates(world), world.axis.gather_objects(socket.gethostname())
     if world.local_rank != 0:
         return []
     temporary = "set TMPDIR to the node's own disk (the site's /local, /tmp)"
     writable = "give --out on a disk with free space that you may write to"
     checks = [("packages", packages), ("torch", lambda: torch_import(world)),
               ("device", lambda: device(world)), ("backend", lambda: backend_result),
+              *[("gpus", lambda: gpus)] * (world.device.type != "cpu"), ("fast paths", lambda: fast),
+              *[("links", lambda: links(rates, hosts))] * (world.rank == 0 and world.size > 1),
+              *[("network", lambda: network(bare_environment(), world.device.type == "cuda"))] *
+              (world.n_nodes > 1 or flags.network),
               ("mpi", mpi), ("scheduler", batch),
               ("node disk", lambda: disk(tempfile.gettempdir(), temporary, True)),
               ("runs", lambda: disk(flags.out, writable, False)), ("data", lambda: tokens(flags.data))]
@@ -296,16 +307,24 @@ def as_lines(world, nodes):
 class Flags:
     data: str = "data/stdlib"  # token files to check
     out: str = "out"  # folder that runs would be written to
+    network: bool = False  # check NCCL's network on a single node, too
     json: bool = False  # print one JSON object, no lines
 
 
 def main(argv=None):
     flags = read_flags(Flags, argv, "doctor.py", "Check this machine, under a launcher every node: packages, "
-                       "torch, device, MPI, scheduler, disks, data. One line per check, with the fix.")
+                       "torch, device, MPI, scheduler, disks, data, links. One line per check, with the fix.")
     try:
         world = launch(60.0, quiet=True)
     except SystemExit as e:  # mpiexec and mpi4py of different MPIs: launch() says what to do
         print(f"FAIL  launch     {str(e).removeprefix('nanoshard: ')}", flush=True)
+        return Outcome.FAILED
+    except RuntimeError as e:
+        if "Duplicate GPU" not in str(e):  # what NCCL says of two ranks with one GPU
+            raise
+        if env_rank() == 0:
+            print("FAIL  launch     two ranks use the same GPU; fix: start one rank per GPU of a node, and "
+                  "show each rank all of them, or its own (CUDA_VISIBLE_DEVICES)", flush=True)
         return Outcome.FAILED
     # a few lines per rank, over the world
     nodes = world.axis.gather_objects({"host": socket.gethostname(), "checks": examine(world, flags)})

@@ -136,10 +136,12 @@ def as_torchrun(rank, size, port):
 
 
 def bare_environment():
-    """-> the environment without any launcher's variables, for a command that starts ranks itself."""
+    """-> the environment without any launcher's variables, for a command that starts ranks itself. What
+    allows Open MPI to run as root stays."""
     ours = ("PMI", "MPI_LOCAL", "HYD", "OMPI_", "PRTE_", "PALS_", "TORCHELASTIC_", "SLURM_STEP", "MASTER_")
     names = {name for variables in LAUNCHERS.values() for name in variables}
-    return {k: v for k, v in os.environ.items() if k not in names and not k.startswith(ours)}
+    return {k: v for k, v in os.environ.items()
+            if k.startswith("OMPI_ALLOW_RUN") or not (k in names or k.startswith(ours))}
 
 
 def scheduler():

@@ -3,15 +3,18 @@ import json
 import os
 import subprocess
 import sys
+import time
+from unittest import mock
 
 import pytest
-from pool import ROOT, context
+from pool import ROOT, context, run_ranks
 from test_launch import BIN
 
 sys.path.insert(0, str(ROOT / "bench"))
 
 import common
 import doctor
+import reach
 import scaling
 
 from runtime.launch import World, bare_environment, scheduler
@@ -24,8 +27,8 @@ def test_doctor_as_a_command(tmp_path, monkeypatch, capsys):
     said = json.loads(capsys.readouterr().out)
     status = {c["name"]: c["status"] for c in said["checks"]}
     assert code == 1 and said["ok"] is False and said["ranks"] == 1
-    assert list(status) == ["packages", "torch", "device", "backend", "mpi", "scheduler", "node disk", "runs",
-                            "data"]
+    assert list(status) == ["packages", "torch", "device", "backend", "fast paths", "mpi", "scheduler",
+                            "node disk", "runs", "data"]
     assert status["runs"] == "FAIL" and status["data"] == "WARN"
     assert {status[n] for n in ("packages", "torch", "backend", "mpi", "scheduler")} == {"OK"}, said
     assert all(c["fix"] for c in said["checks"] if c["status"] != "OK")
@@ -72,6 +75,88 @@ def test_mpiexec_that_does_not_fit(tmp_path, monkeypatch, text, status, words):
     fake(tmp_path, text)
     got = doctor.mpi()
     assert got[0] == status and words in got[1], got
+
+
+def test_root_with_open_mpi_is_told_which_variables_allow_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert bare_environment()["OMPI_ALLOW_RUN_AS_ROOT"] == "1"  # what the user has set stays
+    assert "OMPI_COMM_WORLD_RANK" not in bare_environment()
+    told = "echo root is refused, see --allow-run-as-root >&2; exit 1"
+    allowed = f"[ $# = 6 ] || {{ {told}; }}; echo rank 0 2 Open MPI; echo rank 1 2 Open MPI"
+    for text, status in ((allowed, "OK"), (told, "FAIL")):
+        (tmp_path / status).mkdir()
+        fake(tmp_path / status, text)
+        got = doctor.mpi()
+        assert got[0] == status and "OMPI_ALLOW_RUN_AS_ROOT=1" in got[2], got
+        assert "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1" in got[2]
+
+
+@pytest.mark.parametrize("rows, status, words", [
+    ([(None, 0, "a", 2), (None, 1, "b", 2)], "OK", "each rank sees the same 2 (CUDA_VISIBLE_DEVICES unset)"),
+    ([("1", 0, "b", 2), ("0", 1, "a", 2)], "OK", "shows each rank its own (CUDA_VISIBLE_DEVICES 1; 0)"),
+    ([("0", 0, "a", 1), ("0", 0, "b", 1)], "WARN", "GPUs of its own only (CUDA_VISIBLE_DEVICES 0)"),
+    ([("0", 0, "a", 1), (None, 1, "b", 2)], "WARN", "GPUs of its own only (CUDA_VISIBLE_DEVICES 0; unset)"),
+    ([("0", 0, "a", 1), ("0", 0, "a", 1)], "FAIL", "2 ranks use 1 GPUs")])
+def test_which_habit_of_showing_gpus_a_site_has(rows, status, words):
+    """The third: a cgroup hides the other GPU from each rank, and calls its own number 0."""
+    got = reach.habit(rows)
+    assert got[0] == status and words in got[1] and bool(got[2]) == (status != "OK"), got
+
+
+@pytest.mark.parametrize("devices, env, libraries, status, words", [
+    ([], {}, {}, "OK", "no fabric"),
+    (["cxi/cxi0"], {}, {}, "WARN", "cxi/cxi0, but NCCL has no plugin"),
+    (["cxi/cxi0"], {"LD_LIBRARY_PATH": "/none:{}"}, {}, "OK", "plugin {}/libnccl-net.so"),
+    (["cxi/cxi0"], {"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "ofi"}, {}, "WARN", "NCCL_NET=Socket"),
+    (["infiniband/efa_0"], {}, {"ibverbs": "x"}, "WARN", "no plugin"),
+    (["infiniband/mlx5_0"], {}, {"ibverbs": "x"}, "OK", "own InfiniBand"),
+    (["infiniband/mlx5_0"], {}, {}, "WARN", "no libibverbs"),
+    (["infiniband/mlx5_0"], {"NCCL_IB_DISABLE": "1"}, {"ibverbs": "x"}, "WARN", "NCCL_IB_DISABLE is set"),
+    ([f"infiniband/mlx5_{i}" for i in range(6)], {}, {"nccl-net": "y"}, "OK", "and 2 more, NCCL's plugin y")])
+def test_a_fabric_that_nccl_does_not_use(tmp_path, devices, env, libraries, status, words):
+    (tmp_path / "libnccl-net.so").touch()
+    for name in devices:
+        (tmp_path / "class" / name).mkdir(parents=True)
+    env = {key: value.format(tmp_path) for key, value in env.items()}
+    got = reach.network(env, True, tmp_path / "class", libraries.get)
+    assert got[0] == status and words.format(tmp_path) in got[1] and bool(got[2]) == (status != "OK"), got
+    assert reach.network(env, False, tmp_path / "class", libraries.get)[0] == "OK"
+
+
+def exchange(world, slow):
+    """link_rates, in which messages of a pair of ranks arrive late."""
+    real = reach.dist.batch_isend_irecv
+
+    def late(ops):
+        works = real(ops)
+        time.sleep(0.05 * ({world.rank, ops[0].peer} == slow))
+        return works
+    with mock.patch.object(reach.dist, "batch_isend_irecv", late):
+        return reach.link_rates(world, 3), reach.fast_paths(world), reach.gpus_seen(world)
+
+
+def test_the_slowest_link_is_named():
+    """Three ranks, one of which pauses in each turn; then nodes whose links differ by nature."""
+    rates, fast, gpus = run_ranks(3, exchange, {0, 2})[1]
+    assert rates.keys() == {(0, 1), (0, 2), (1, 2)} and rates[0, 2] < (4 << 20) / 0.05
+    assert "slowest ranks 0 and 2" in reach.links(rates, "aaa")[1]
+    assert fast[0] == gpus[0] == "OK" and "none on a CPU" in fast[1]
+    hosts = "aaabbb"
+    rates = {(a, b): 1e11 if hosts[a] == hosts[b] else 1e10 for a in range(6) for b in range(a + 1, 6)}
+    status, text, fix = reach.links(rates, hosts)
+    assert status == "OK" and fix == "" and "6 within nodes: median 100 GB/s" in text
+    assert "9 between nodes: median 10 GB/s" in text
+    status, text, fix = reach.links({**rates, (1, 4): 3e9}, hosts)
+    assert status == "WARN" and "slowest ranks 1 and 4 with 3, 70% less" in text and "a and b" in fix
+
+
+@pytest.mark.parametrize("size", [2, 4, 6, 12])
+def test_each_rank_meets_each_other_once(size):
+    turns = [[reach.partner(rank, turn, size) for rank in range(size)] for turn in range(size - 1)]
+    assert all(turn[other] == rank != other for turn in turns for rank, other in enumerate(turn))
+    assert all(len(set(met)) == size - 1 for met in zip(*turns, strict=True))
 
 
 def test_disks_devices_and_data(tmp_path, monkeypatch):

@@ -1,0 +1,170 @@
+"""What the ranks of a run reach: which GPUs, whose memory, over which network, and how fast each other.
+
+bench/doctor.py asks. Each check is (status, text, fix); those that take a world are collective over it.
+"""
+import contextlib
+import ctypes.util
+import importlib.util
+import io
+import socket
+import statistics
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from fast.choose import peer_access
+from ops.grouped_mm import use_grouped_mm
+
+SHOW_ALL = ("srun --gpus-per-node=N --gpu-bind=none; with Cray's MPI export MPICH_GPU_SUPPORT_ENABLED=0, "
+            "else MPI_Init initialises CUDA before a rank can be shown more GPUs")
+LINK_BYTES = 4 << 20, 32 << 20  # of a message between two ranks, on CPUs and on GPUs
+SLOW_LINK = 0.5  # of the median: a slower link is a WARN
+
+
+def gpus_seen(world):
+    """Does each process of this node see all of its GPUs? Collective."""
+    mine = None
+    if world.device.type != "cpu":
+        module = torch.get_device_module(world.device)
+        identity = str(getattr(module.get_device_properties(world.device), "uuid", world.device.index))
+        mine = world.shown, world.device.index, identity, module.device_count()
+    host = socket.gethostname()
+    told = world.axis.gather_objects((host, mine))  # a few words per rank, over the world
+    here = [row for there, row in told if there == host]
+    return habit(here) if None not in here else ("OK", "no GPU to share", "")
+
+
+def habit(rows):
+    """rows: (CUDA_VISIBLE_DEVICES as the launcher set it, index, UUID, number of GPUs seen) of a node's ranks
+    -> which habit the site has, and what it means for a run."""
+    shown, indices, names, counts = zip(*rows, strict=True)
+    values = "; ".join("unset" if text is None else text for text in dict.fromkeys(shown))
+    if len(set(names)) < len(names):
+        return "FAIL", f"{len(names)} ranks use {len(set(names))} GPUs (CUDA_VISIBLE_DEVICES {values})", \
+            f"start {len(set(names))} ranks per node, or show each its own"
+    if len(set(indices)) < len(names) or max(indices) >= min(counts):
+        return "WARN", f"each rank sees GPUs of its own only (CUDA_VISIBLE_DEVICES {values}); a cgroup or " \
+            "MPI_Init keeps the others from it: no symmetric memory, slower steps with experts", SHOW_ALL
+    if len(set(shown)) > 1:
+        return "OK", f"the launcher shows each rank its own (CUDA_VISIBLE_DEVICES {values}), nanoshard all " \
+            f"{min(counts)}; its own stays the current one", ""
+    return "OK", f"each rank sees the same {min(counts)} (CUDA_VISIBLE_DEVICES {values})", ""
+
+
+def fast_paths(world):
+    """Which of the fast paths does this machine have, and why not the others? Collective."""
+    if world.device.type == "cpu":
+        return "OK", "none on a CPU: torch's operations, a loop over the experts, gloo", ""
+    on, off = [], []
+
+    def tell(name, has, why):
+        (on if has else off).append(name if has else f"{name} ({why})")
+
+    cuda, triton = world.device.type == "cuda", importlib.util.find_spec("triton") is not None
+    w = torch.empty(2, 64, 64, dtype=torch.bfloat16, device=world.device)
+    tell("grouped matmul in one kernel", use_grouped_mm(w[0], w), "a loop over the experts")
+    tell("Triton kernels", triton, "not installed: torch's operations")
+    tell("CUDA graph", cuda, "NVIDIA's and AMD's alone")
+    reached = True
+    if not cuda or world.n_nodes > 1 or world.size == 1:
+        why = "start this with the ranks of one node to know" if cuda else "NVIDIA's and AMD's alone"
+        tell("symmetric memory", False, why)
+    else:
+        with contextlib.redirect_stdout(io.StringIO()) as said:  # rank 0 prints why not
+            reached = peer_access(SimpleNamespace(world=world.axis), world.axis, world.device)
+        why = said.getvalue().removeprefix("note: ").partition(": NCCL")[0]
+        tell("symmetric memory", reached, why or "its first allocation failed")
+    text = "; without ".join(", ".join(names) for names in (on or ["none"], off) if names)
+    if triton and reached:
+        return "OK", text, ""
+    return "WARN", text, SHOW_ALL if triton else "pip install triton"
+
+
+def network(env, nccl=True, system=Path("/sys/class"), find=ctypes.util.find_library):
+    """Would NCCL use sockets on a machine with a fabric? env: the environment. find: library name -> its file
+    or None. NCCL speaks to InfiniBand itself, to Slingshot (cxi) and EFA through a plugin."""
+    fabric = [f"{kind}/{p.name}" for kind in ("infiniband", "cxi") for p in sorted((system / kind).glob("*"))]
+    if not fabric:
+        return "OK", "no fabric in /sys/class (infiniband, cxi): TCP sockets", ""
+    names = ", ".join(fabric[:4]) + f" and {len(fabric) - 4} more" * (len(fabric) > 4)
+    if not nccl:
+        return "OK", f"{names}; gloo and MPI choose for themselves", ""
+    folders = [Path(folder) for folder in env.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    plugin = env.get("NCCL_NET_PLUGIN") or find("nccl-net") or next(
+        (str(p) for folder in folders for p in sorted(folder.glob("lib[nr]ccl-net*.so*"))), None)
+    if env.get("NCCL_NET") == "Socket":
+        return "WARN", f"{names}, but NCCL_NET=Socket", "unset NCCL_NET"
+    if all(name.startswith(("cxi/", "infiniband/efa")) for name in fabric):
+        if plugin is None:
+            return "WARN", f"{names}, but NCCL has no plugin for it: sockets", "put the folder of " \
+                "aws-ofi-nccl's libnccl-net.so on LD_LIBRARY_PATH (the site's module, " \
+                "scripts/polaris_nccl.sh); then NCCL_DEBUG=INFO says NET/OFI"
+        return "OK", f"{names}, NCCL's plugin {plugin}", ""
+    if plugin is None and env.get("NCCL_IB_DISABLE", "0") != "0":
+        return "WARN", f"{names}, but NCCL_IB_DISABLE is set: sockets", "unset NCCL_IB_DISABLE"
+    if plugin is None and find("ibverbs") is None:
+        return "WARN", f"{names}, but no libibverbs: NCCL uses sockets", \
+            "install rdma-core (libibverbs1), in the container too; then NCCL_DEBUG=INFO says NET/IB"
+    return "OK", f"{names}, NCCL's {'plugin ' + plugin if plugin else 'own InfiniBand'}", ""
+
+
+def partner(rank, turn, size):
+    """-> with whom a rank exchanges in this turn of size - 1, in which each rank meets each other once. size
+    is even: the circle method of tournaments."""
+    last = size - 1
+    if rank == last:
+        return turn * (size // 2) % last
+    other = (turn - rank) % last
+    return last if other == rank else other
+
+
+def link_rates(world, repeats=5):
+    """-> {(a, b): bytes per second each way} of all pairs of ranks, a < b: the fastest of some exchanges. In
+    each turn all pairs exchange at once, as in training. Collective."""
+    size = LINK_BYTES[world.device.type != "cpu"]
+    mine, theirs = (torch.ones(size, dtype=torch.uint8, device=world.device) for _ in range(2))
+    rates, even = {}, world.size + world.size % 2
+    for turn in range(even - 1):
+        other = partner(world.rank, turn, even)
+        world.barrier()
+        times = []
+        for _ in range(repeats if other < world.size else 0):  # an odd number of ranks: one pauses
+            began = time.perf_counter()
+            ops = [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, theirs, other)]
+            for work in dist.batch_isend_irecv(ops):  # one message each way
+                work.wait()
+            if world.device.type != "cpu":
+                torch.accelerator.synchronize()
+            times.append(time.perf_counter() - began)
+        if times and world.rank < other:
+            rates[world.rank, other] = size / min(times)
+    together = {}
+    for part in world.axis.gather_objects(rates):  # a number per pair, over the world
+        together |= part
+    return together
+
+
+def links(rates, hosts):
+    """Which pair of ranks is slow for its kind, within a node or between two? rates: of link_rates(). hosts:
+    of each rank."""
+    kinds = {}
+    for pair, rate in rates.items():
+        kinds.setdefault(len({hosts[r] for r in pair}), {})[pair] = rate
+    parts, worst = [], (1.0, None)
+    for nodes, of_kind in sorted(kinds.items()):
+        median = statistics.median(of_kind.values())
+        pair = min(of_kind, key=of_kind.get)
+        share = of_kind[pair] / median
+        parts.append(f"{len(of_kind)} {'between' if nodes > 1 else 'within'} nodes: median "
+                     f"{median / 1e9:.3g} GB/s, slowest ranks {pair[0]} and {pair[1]} with "
+                     f"{of_kind[pair] / 1e9:.3g}, {1 - share:.0%} less")
+        worst = min(worst, (share, pair), key=lambda x: x[0])
+    share, pair = worst
+    if share >= SLOW_LINK:
+        return "OK", "; ".join(parts), ""
+    where = " and ".join(dict.fromkeys(hosts[r] for r in pair))
+    return "WARN", "; ".join(parts), f"run it again; if ranks {pair[0]} and {pair[1]} stay slow, leave out " \
+        f"{where} and tell the site (NCCL_DEBUG=INFO shows what they use)"
