@@ -270,13 +270,14 @@ def examine(world, flags):
     if world.local_rank != 0:
         return []
     temporary = "set TMPDIR to the node's own disk (the site's /local, /tmp)"
+    asked = world.n_nodes > 1 or flags.network
+    nccl = dist.get_default_backend_for_device(world.device) == "nccl"
     writable = "give --out on a disk with free space that you may write to"
     checks = [("packages", packages), ("torch", lambda: torch_import(world)),
               ("device", lambda: device(world)), ("backend", lambda: backend_result),
               *[("gpus", lambda: gpus)] * (world.device.type != "cpu"), ("fast paths", lambda: fast),
               *[("links", lambda: links(rates, hosts))] * (world.rank == 0 and world.size > 1),
-              *[("network", lambda: network(bare_environment(), world.device.type == "cuda"))] *
-              (world.n_nodes > 1 or flags.network),
+              *[("network", lambda: network(bare_environment(), nccl))] * asked,
               ("mpi", mpi), ("scheduler", batch),
               ("node disk", lambda: disk(tempfile.gettempdir(), temporary, True)),
               ("runs", lambda: disk(flags.out, writable, False)), ("data", lambda: tokens(flags.data))]

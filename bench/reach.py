@@ -63,7 +63,8 @@ def fast_paths(world):
     def tell(name, has, why):
         (on if has else off).append(name if has else f"{name} ({why})")
 
-    cuda, triton = world.device.type == "cuda", importlib.util.find_spec("triton") is not None
+    cuda = dist.get_default_backend_for_device(world.device) == "nccl"  # CUDA or HIP
+    triton = importlib.util.find_spec("triton") is not None
     w = torch.empty(2, 64, 64, dtype=torch.bfloat16, device=world.device)
     tell("grouped matmul in one kernel", use_grouped_mm(w[0], w), "a loop over the experts")
     tell("Triton kernels", triton, "not installed: torch's operations")

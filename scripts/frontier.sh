@@ -24,7 +24,7 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then  # RCCL reads the variables of NCCL
 fi
 
 # every rank sees all GCDs of its node and uses the one with its local rank. the site's --gpu-bind=closest
-# would show it one, by a cgroup
+# would show it one alone
 srun --wait=60 -c "$SLURM_CPUS_PER_TASK" --gpu-bind=none python train.py "${@:-tiny}" --resume auto
 rc=$?
 [ $rc = 85 ] && scontrol requeue "$SLURM_JOB_ID"  # saved before the time limit: queue the job again
