@@ -136,8 +136,7 @@ def as_torchrun(rank, size, port):
 
 
 def bare_environment():
-    """-> the environment without any launcher's variables, for a command that starts ranks itself. What
-    allows Open MPI to run as root stays."""
+    """-> the environment without any launcher's own variables, for a command that starts ranks itself."""
     ours = ("PMI", "MPI_LOCAL", "HYD", "OMPI_", "PRTE_", "PALS_", "TORCHELASTIC_", "SLURM_STEP", "MASTER_")
     names = {name for variables in LAUNCHERS.values() for name in variables}
     return {k: v for k, v in os.environ.items()
@@ -271,15 +270,13 @@ def show_all_gpus(store, rank, size, local):
     """Let this process see every GPU that some process of its node sees -> the index of its own one. None:
     nothing was changed. Call it before CUDA is initialised. Collective over the world."""
     def tell(key, value, ranks):
-        """This rank's value, for any other -> the values of ranks."""
         store.set(f"{key}/{rank}", json.dumps(value))
         return [json.loads(text) for text in store.multi_get([f"{key}/{r}" for r in ranks])]
 
     given, host = os.environ.get(visible.VARIABLE), socket.gethostname()
     told = tell("shown", (host, local, given if visible.cuda_is_untouched() else None), range(size))
     here = sorted((r for r in range(size) if told[r][0] == host), key=lambda r: told[r][1])
-    joined = visible.join([told[r][2] for r in here])
-    if joined is None:
+    if (joined := visible.join([told[r][2] for r in here])) is None:
         return None
     union, own = joined
     os.environ[visible.VARIABLE] = ",".join(union)
@@ -294,8 +291,7 @@ def select_device(local, local_size, own=None):
     before the process group is made: some backends deadlock when the device is set later."""
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator().type
-        # the remainder: a process may see one GPU alone, or share a list of them with some others
-        index = local % torch.accelerator.device_count() if own is None else own
+        index = own if own is not None else local % torch.accelerator.device_count()  # it may see only one
         torch.accelerator.set_device_index(index)
         return torch.device(kind, index), torch.get_num_threads()
     # MKL takes 1 thread under an MPI launcher, and srun gives every rank all cores: divide the cores here
@@ -349,8 +345,7 @@ def launch(timeout=600.0, quiet=False, joining=lambda where, size: None):
         dist.init_process_group(both, timeout=wait, store=store, rank=rank, world_size=size,
                                 device_id=None if device.type == "cpu" else device)
     joining("", size)
-    world = World(rank, size, local, local_size, node, n_nodes, launcher, device, backend, threads,
-                  shown)
+    world = World(rank, size, local, local_size, node, n_nodes, launcher, device, backend, threads, shown)
     if not quiet and local == 0:
         print_node(world)
     return world

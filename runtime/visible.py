@@ -2,10 +2,8 @@
 
 GPUs reach each other's memory only in a process that sees both, and some sites show each process one: that
 beside its cores (CUDA_VISIBLE_DEVICES). The driver reads this variable once, in cuInit. Before, launch() sets
-it to the union of what the processes of the node were shown; the own GPU stays the current one.
-
-Left as they are: MIG devices, of which CUDA lets a process use one; and where it was never run, the variables
-of AMD (HIP_ and ROCR_VISIBLE_DEVICES, of which one counts within the other) and of Intel (ZE_AFFINITY_MASK).
+it to the union of what the processes of the node were shown; the own GPU stays the current one. Left as they
+are: MIG devices, of which CUDA lets a process use one, and, never tried, AMD's and Intel's variables.
 """
 import ctypes
 import re
@@ -13,10 +11,8 @@ import subprocess
 import sys
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED (CUDA Driver API, CUresult)
-COUNT = """import ctypes
-driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-print(driver.cuInit(0), driver.cuDeviceGetCount(ctypes.byref(count)), count.value)"""
+COUNT = ("import ctypes; driver, count = ctypes.CDLL('libcuda.so.1'), ctypes.c_int(); driver.cuInit(0); "
+         "driver.cuDeviceGetCount(ctypes.byref(count)); print(count.value)")
 
 
 def join(shown):
@@ -27,24 +23,20 @@ def join(shown):
     union = list(dict.fromkeys(entry for entries in lists for entry in entries))
     own = [entries[local % len(entries)] for local, entries in enumerate(lists)]
     one_kind = any(all(re.fullmatch(kind, entry) for entry in union) for kind in ("[0-9]+", "GPU-.+"))
-    if not one_kind or len(set(own)) < len(own) or all(entries == lists[0] for entries in lists):
-        return None
-    return union, own
+    distinct = len(set(own)) == len(own) and any(entries != lists[0] for entries in lists)
+    return (union, own) if one_kind and distinct else None
 
 
 def cuda_is_untouched():
     """Whether there is a CUDA driver that nobody has initialised yet. MPI_Init of a GPU-aware MPI has."""
     try:
-        return ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == NOT_INITIALIZED
+        error = ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
+        return error == 3  # CUDA_ERROR_NOT_INITIALIZED
     except (OSError, AttributeError):
         return False
 
 
 def count_in_new_process():
     """-> how many GPUs a process with this environment sees: a cgroup may hide some. 0 if that fails."""
-    try:
-        done = subprocess.run([sys.executable, "-I", "-S", "-c", COUNT], capture_output=True, timeout=60)
-        init, error, count = map(int, done.stdout.split())
-        return 0 if init or error else count
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return 0
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", COUNT], capture_output=True)
+    return int(done.stdout or 0)

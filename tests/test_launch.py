@@ -326,12 +326,9 @@ def test_without_a_driver_nothing_is_asked(monkeypatch):
         raise OSError(f"{name}: cannot open shared object file")
     monkeypatch.setattr(visible.ctypes, "CDLL", missing)
     assert not visible.cuda_is_untouched()
-    monkeypatch.setattr(visible, "COUNT", "print(0, 0, 4)")
-    assert visible.count_in_new_process() == 4
-    monkeypatch.setattr(visible, "COUNT", "print(100, 3, 0)")  # no device
-    assert visible.count_in_new_process() == 0
-    monkeypatch.setattr(visible, "COUNT", "raise OSError")
-    assert visible.count_in_new_process() == 0
+    for program, count in (("print(4)", 4), ("print(0)", 0), ("raise OSError", 0)):
+        monkeypatch.setattr(visible, "COUNT", program)
+        assert visible.count_in_new_process() == count
 
 
 SEEN = """
