@@ -75,8 +75,8 @@ class Config:
     tp: int = 1  # tensor parallelism: ranks that split each layer, and the sequence between the blocks
     pp: int = 1  # pipeline parallelism: stages, which hold different layers
     ep: int = 1  # expert parallelism: ranks that split the experts; divides dp * tp
-    # dropless with ep > 1 under a CUDA graph: receive buffers hold this many times the balanced number of
-    # rows; a step that needs more is computed again with all_to_all; 0 turns the graph off
+    # dropless with ep > 1 under a CUDA graph: receive buffers, between nodes messages, hold this many times
+    # the balanced number of rows; a step that needs more is computed again without; 0 turns the graph off
     ep_slack: float = 2.5
     pp_layers: str = ""  # a,b,c: blocks of each stage; default: balanced, embedding and head count as a block
     zero: Literal[0, 1] = 0  # 1: each replica keeps and updates only its share of the optimizer state

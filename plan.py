@@ -184,9 +184,9 @@ def layout_warnings(cfg, mesh, gpu, stage_ms):
         need = row_limit_factor(dataclasses.replace(cfg, ep_slack=cfg.ep), mesh)
         out.append(f"rows to the fullest of {cfg.ep} ranks: {need:.1f} times the balanced number expected, "
                    f"more than --ep-slack {cfg.ep_slack}, so no CUDA graph; try --ep-slack {math.ceil(need)}")
-    if expected_choice(cfg, mesh, node=cfg.ep).graph and not choice.graph:
-        out.append(f"ep {cfg.ep} reaches over the node's {node} GPUs: rows travel by all_to_all, not through"
-                   f" symmetric memory, so no CUDA graph; try --ep {node}")
+    if cfg.ep > node:
+        out.append(f"ep {cfg.ep} reaches over the node's {node} GPUs: rows travel by all_to_all on the slow "
+                   f"network, not through symmetric memory; try --ep {node}")
     if cfg.tp > node:
         out.append(f"tp {cfg.tp} reaches over the node's {node} GPUs, on the slow network")
     return out

@@ -236,14 +236,16 @@ def stage_time(cfg, mesh, gpu, vocab_size, saved, sent):
     backward; sent: {axis name: bytes that this rank sends in a step}, experts' rows balanced."""
     choice, varying = expected_choice(cfg, mesh, gpu.node), needs_row_limit(cfg, mesh)
     first, last = stage_layers(cfg, mesh.pp.size)[mesh.pp.rank]
-    blocks, micro = last - first, micro_batches(cfg, mesh)
-    recompute = 4 / 3 if cfg.recompute == "full" else 1
-    direct = choice.symm_mem and (not varying or row_limit_factor(cfg, mesh) > 0)
-    waits = varying and not direct  # all_to_all asks the host how many rows travel
+    blocks, micro, recompute = last - first, micro_batches(cfg, mesh), 4 / 3 if cfg.recompute == "full" else 1
+    limit = row_limit_factor(cfg, mesh) if varying and choice.graph else 0.0
+    waits = varying and not limit  # all_to_all asks the host how many rows travel
+    direct = choice.symm_mem and not waits
     head = head_seconds(cfg, mesh, gpu, vocab_size) if last == cfg.n_layer else 0.0
     device = blocks * (block_seconds(cfg, mesh, gpu, saved) * recompute + SYNC * waits) + head
     launches = blocks * recompute * (2 if cfg.n_experts else 1) * (waits or not choice.graph)
     per_micro = {axis: nbytes / micro for axis, nbytes in sent.items()}
+    if limit and not direct:
+        per_micro["ep"] *= limit / max_load_factor(cfg, mesh)  # of a fixed size, the rest is zeros
     return (max(device, LAUNCH[cfg.compile] * launches)
             + communication_seconds(cfg, mesh, gpu, blocks, per_micro, direct))
 

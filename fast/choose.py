@@ -12,6 +12,7 @@ import torch
 
 import moe
 from fast import symm_mem
+from fast.padded import PaddedAllToAll
 from fast.peer import CopyStream, PeerComm
 from model import DTYPES
 from ops import backend
@@ -27,7 +28,10 @@ class Choice(NamedTuple):
 
     def dispatcher(self, cfg):
         """-> dispatcher(cfg, mesh), which makes each expert layer's token dispatcher."""
-        return symm_mem.dispatcher_for(cfg) if self.symm_mem else moe.plain_dispatcher
+        if self.symm_mem:
+            return symm_mem.dispatcher_for(cfg)
+        dropless = cfg.ep > 1 and not cfg.capacity_factor  # a graph needs messages of a fixed size
+        return PaddedAllToAll if self.graph and dropless else moe.plain_dispatcher
 
     def comm(self, cfg):
         """-> comm(axis), which makes the Comm of a bucket that is reduced over axis."""
@@ -59,9 +63,7 @@ def choose(cfg, mesh, device, reach=None):
             and reach(mesh, mesh.stage, device))
     graph = static_shapes(cfg, mesh, device)
     one_sided = graph and cfg.n_experts > 0 and mesh.ep.size > 1 and reach(mesh, mesh.ep, device)
-    if needs_row_limit(cfg, mesh):
-        graph = one_sided  # all_to_all asks the host how many rows travel
-    elif one_sided:
+    if one_sided and not needs_row_limit(cfg, mesh):
         one_sided = grouped_mm_possible(cfg)
     return Choice(graph, one_sided, peer, single)
 
@@ -88,26 +90,6 @@ def needs_row_limit(cfg, mesh):
 def grouped_mm_possible(cfg):
     """Whether the experts' products are one kernel each on a GPU: in every dtype that Triton multiplies."""
     return DTYPES[cfg.dtype] in backend.DTYPES
-
-
-FP32_RATE = 2e10  # FLOP/s of one thread of a CPU in training, about
-SLOWER = {"bf16": 3, "fp16": 10, "fp64": 2}  # times, about, on a CPU whose instructions have bf16
-LONG = 60  # seconds of a step before which a run says so
-
-
-def slow_on_cpu(cfg, mesh, flops, device):
-    """-> what makes this run slow where its device is a CPU, and the fix, in lines. flops: per token."""
-    if device.type != "cpu":
-        return []
-    lines, times = [], SLOWER.get(cfg.dtype, 1)
-    if cfg.dtype in ("bf16", "fp16"):
-        lines.append(f"{cfg.dtype} is about {times} times slower than fp32 on a CPU: --dtype fp32")
-    tokens = (cfg.global_batch or cfg.micro_batch * mesh.dp.size) * cfg.seq_len
-    seconds = tokens * flops * times / FP32_RATE / mesh.world.size / torch.get_num_threads()
-    if seconds > LONG:
-        lines.append(f"a step takes about {seconds:.0f} seconds on this CPU, {cfg.steps:,} steps "
-                     f"take {seconds * cfg.steps / 3600:,.0f} hours, less with a smaller batch or --seq-len")
-    return lines
 
 
 HIDDEN = ("the processes of {} see different GPUs and cannot be shown all of the node's: NCCL is used "

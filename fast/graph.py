@@ -28,8 +28,10 @@ def make_step(plain, choice):
         compile_blocks(plain.model)
     if not choice.graph:
         return plain
-    if choice.symm_mem and needs_row_limit(cfg, mesh):
+    if needs_row_limit(cfg, mesh):
         sizer = BufferSizer(plain.model, cfg.ep_slack)
+        if choice.symm_mem:
+            allocate(sizer.layers, sizer.rows(sizer.limit))
     elif choice.symm_mem:
         allocate_for_capacity(list(moe_layers(plain.model).values()))
     return GraphedStep(plain, choice, sizer)
@@ -158,8 +160,8 @@ class GraphedStep:
 
 
 class BufferSizer:
-    """How many rows of the experts' buffers are in use: what the fullest rank needed and a tenth more. The
-    same on all ranks and for many steps, because a captured graph holds it. Rows are a multiple of 8. For
+    """How many rows of the experts' buffers (or messages: fast/padded.py) are in use: what the fullest rank
+    (pair) needed and a tenth more. The same on all ranks and for many steps: a captured graph holds it. For
     160 rows per rank (160 copies, balanced) and --ep-slack 2.5:
         the first step has no buffers; the fullest rank needed 200 rows  -> 224 rows: slack 1.38
         a step needs 300: void, done again                               -> 400 rows: a fifth more than 330
@@ -175,7 +177,6 @@ class BufferSizer:
         self.copies = cfg.micro_batch * cfg.seq_len // mesh.tp.size * cfg.top_k  # of a rank and micro-batch
         # () the most rows that came to this rank since the last choice
         self.rows_needed = torch.zeros_like(self.layers[0].dispatcher.rows_needed)
-        allocate(self.layers, self.rows(self.limit))
 
     def rows(self, slack):
         """slack: rows as a multiple of the balanced number -> rows, rounded up to a multiple of 8."""

@@ -28,6 +28,12 @@ def invert_permutation(perm):
     return torch.empty_like(perm).scatter_(0, perm, torch.arange(perm.numel(), device=perm.device))
 
 
+def occupants(slot, slots):
+    """slot (N,) of each copy, `slots` if it has none -> (slots,) the copy in each slot, N in an empty one."""
+    none, copies = slot.new_full((slots + 1,), slot.numel()), torch.arange(slot.numel(), device=slot.device)
+    return none.scatter_(0, slot, copies)[:slots]
+
+
 def sort_block_size(E):
     """-> copies that one program of rank_within_expert counts: their (copies, E) table must fit into a
     multiprocessor; and E rounded up to a power of two."""

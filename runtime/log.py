@@ -23,13 +23,13 @@ from config import Outcome
 from corpus.shards import first_folder
 from cost.parameters import flops_per_token
 from cost.step_time import peak_flops
-from fast.choose import slow_on_cpu
 from fast.symm_mem import bytes_allocated
 from parallel import MAX
 from pipeline import generate
 from skip import not_finite
 from tools.accelerator import peak_memory
 from tools.files import Rows, must_write, warn, write_whole
+from tools.timing import slow_on_cpu
 
 # -----------------------------------------------------------------------------
 # the numbers of a step

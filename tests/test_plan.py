@@ -193,7 +193,7 @@ def test_the_fast_ways_are_those_of_choose():
     assert choice(8, "dense-210m", "--zero", "1") == (True, False, True, True)
     assert not choice(16, "dense-210m", "--zero", "1").peer_copies
     assert choice(4, "moe-4b", "--ep", "4", "--zero", "1") == (True, True, True, True)
-    assert choice(16, "moe-4b", "--ep", "16") == (False, False, False, True)  # all_to_all asks the host
+    assert choice(16, "moe-4b", "--ep", "16") == (True, False, False, True)  # padded all_to_all
     assert choice(16, "moe-4b", "--ep", "16", "--capacity-factor", "1")[:2] == (True, False)
     assert choice(4, "tiny-moe", "--ep", "4")[:2] == (True, True)
     assert choice(4, "tiny-moe", "--ep", "4", "--dtype", "fp64")[:2] == (False, False)  # a loop over experts

@@ -17,13 +17,13 @@ from pool import run_ranks
 from runs import TINY as RUN
 from runs import session
 from shared import SharedBuffer
-from test_moe import TINY, block_over_ep, gpu_branches, owned
+from test_moe import TINY, block, block_over_ep, gpu_branches, no_recompute, owned, tokens
 
 import moe
 import train
 from config import Config
 from corpus.shards import Synthetic, micro_batches
-from fast import choose, graph, peer, symm_mem
+from fast import choose, graph, padded, peer, symm_mem
 from fast.graph import BufferSizer, GraphedStep
 from fast.peer import PeerComm
 from ops.flat import BUCKET_ELEMENTS
@@ -134,6 +134,62 @@ def test_a_step_whose_buffers_overflowed_is_done_again(layout):
             assert (n_retries > 0) == retried and 0 <= chosen <= layout["ep"]
         assert_equal_steps(got, want)
 
+
+# -----------------------------------------------------------------------------
+# several nodes: messages of a fixed size (fast/padded.py)
+
+def padded_block(world, ep, flags, kind, slack):
+    """A block over ep whose messages have room for `slack` times the balanced rows; 0: exact messages.
+    -> output, gradients of x and of the parameters, rows needed and in use."""
+    mesh = make_mesh(world, ep=ep)
+    layer = block(mesh, padded.PaddedAllToAll if slack else moe.plain_dispatcher, aux_coef=0.3, **flags)
+    x = (tokens(kind, layer).detach() + 0.01 * (1 + world.rank)).requires_grad_()
+    layer.dispatcher.rows_in_use = in_use = int(slack * x.size(0) * layer.K)
+    with mock.patch.object(moe.AllToAll, "plan", None) if slack else contextlib.nullcontext():
+        y, aux = layer(x, no_recompute)
+    (y.square().sum() + aux).backward()
+    tensors = (y.detach(), x.grad, *(p.grad for p in layer.parameters()))
+    return [t.numpy() for t in tensors if t is not None], layer.dispatcher.rows_needed.item(), in_use
+
+
+def padded_block_of_a_gpu(world, *args):
+    with gpu_branches():
+        return padded_block(world, *args)
+
+
+@pytest.mark.parametrize("flags", [dict(top_k=1), dict(top_k=2, mlp="gelu")], ids=["swiglu", "gelu"])
+def test_messages_of_a_fixed_size_give_the_results_of_exact_ones(flags):
+    """Empty experts, and one expert that gets everything; garbage where a grouped product leaves some."""
+    for kind, ep in (("plain", 2), ("skewed", 4)):
+        exact = run_ranks(4, padded_block, ep, flags, kind, 0.0)
+        fixed = run_ranks(4, padded_block_of_a_gpu, ep, flags, kind, float(ep))
+        for (got, needed, in_use), (want, *_) in zip(fixed, exact, strict=True):
+            assert 0 < needed <= in_use and len(got) == len(want) > 4
+            for a, b in zip(got, want, strict=True):
+                np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+
+
+def padded_steps(world, flags, slack):
+    plan, made = padded.PaddedAllToAll.plan, []
+    with mock.patch.object(choose, "peer_access", lambda *_: False), mock.patch.object(
+            padded.PaddedAllToAll, "plan", lambda self, *args: made.append(plan(self, *args)) or made[-1]):
+        steps = three_steps(world, flags, slack)
+    assert any(isinstance(made, padded.PaddedPlan) for made in made)
+    return steps
+
+
+@pytest.mark.parametrize("layout", [dict(ep=4), dict(ep=2, zero=1, tp=2)], ids=str)
+def test_a_step_whose_messages_overflowed_is_done_again(layout):
+    flags = dict(TINY, **layout)
+    want = run_ranks(4, three_steps, flags)
+    for slack, retried in ((1.0, True), (float(layout["ep"]), False)):
+        got = run_ranks(4, padded_steps, flags, slack)
+        assert len({chosen for *_, chosen in got}) == 1  # the same on all ranks
+        assert all((n_retries > 0) == retried for *_, n_retries, _ in got)
+        assert_equal_steps(got, want)
+
+
+# -----------------------------------------------------------------------------
 
 @pytest.mark.parametrize("without", ["", "forward", "backward", "publish"])
 def test_a_late_rank_is_waited_for(without):

@@ -1,4 +1,7 @@
-"""Milliseconds on the device: of anything (Stopwatch), of a step (Clock), of its phases (Timers)."""
+"""Milliseconds on the device: of anything (Stopwatch), of a step (Clock), of its phases (Timers).
+
+    slow_on_cpu   what makes a run slow where there is no GPU, before it starts
+"""
 import contextlib
 import time
 
@@ -80,3 +83,25 @@ class Timers:
             total[phase] += self.watch.ms(begin, end) / max(1, steps)
         self.spans = []
         return list(total.values())
+
+
+# -----------------------------------------------------------------------------
+
+FP32_RATE = 2e10  # FLOP/s of one thread of a CPU in training, about
+SLOWER = {"bf16": 3, "fp16": 10, "fp64": 2}  # times, about, on a CPU whose instructions have bf16
+LONG = 60  # seconds of a step before which a run says so
+
+
+def slow_on_cpu(cfg, mesh, flops, device):
+    """-> what makes this run slow where its device is a CPU, and the fix, in lines. flops: per token."""
+    if device.type != "cpu":
+        return []
+    lines, times = [], SLOWER.get(cfg.dtype, 1)
+    if cfg.dtype in ("bf16", "fp16"):
+        lines.append(f"{cfg.dtype} is about {times} times slower than fp32 on a CPU: --dtype fp32")
+    tokens = (cfg.global_batch or cfg.micro_batch * mesh.dp.size) * cfg.seq_len
+    seconds = tokens * flops * times / FP32_RATE / mesh.world.size / torch.get_num_threads()
+    if seconds > LONG:
+        lines.append(f"a step takes about {seconds:.0f} seconds on this CPU, {cfg.steps:,} steps "
+                     f"take {seconds * cfg.steps / 3600:,.0f} hours, less with a smaller batch or --seq-len")
+    return lines
