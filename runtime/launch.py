@@ -86,6 +86,7 @@ class World:
     threads: int = 1
     shown: str | None = None  # the launcher's CUDA_VISIBLE_DEVICES for this process
     calls: CollectiveLog = field(default_factory=CollectiveLog, compare=False)
+    nodes: list = field(default_factory=list, compare=False)  # of each rank, from launch() of several ranks
 
     @functools.cached_property
     def axis(self):
@@ -346,6 +347,7 @@ def launch(timeout=600.0, quiet=False, joining=lambda where, size: None):
                                 device_id=None if device.type == "cpu" else device)
     joining("", size)
     world = World(rank, size, local, local_size, node, n_nodes, launcher, device, backend, threads, shown)
+    world.nodes.extend(world.axis.gather_objects(node))  # one integer from each rank to all, over the world
     if not quiet and local == 0:
         print_node(world)
     return world

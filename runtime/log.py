@@ -15,14 +15,16 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
 
-from config import Outcome
+from config import Outcome, largest_divisor
 from corpus.shards import first_folder
 from cost.parameters import flops_per_token
 from cost.step_time import peak_flops
+from cost.traffic import traffic
 from fast.symm_mem import bytes_allocated
 from parallel import MAX
 from pipeline import generate
@@ -119,6 +121,8 @@ def make_log(cfg, mesh, world, out, state, vocab_size):
     folder = Path(first_folder(cfg.data)) if cfg.data != "synthetic" else None
     for line in slow_on_cpu(cfg, mesh, flops_per_token(cfg, vocab_size)[1], world.device):
         warn(line)
+    for line in groups_over_nodes(cfg, mesh, world.nodes, vocab_size):
+        print(line, flush=True)
     with must_write(out):
         out.mkdir(parents=True, exist_ok=True)
         for name in ("meta.json", "tokenizer.json") if folder else ():
@@ -126,6 +130,33 @@ def make_log(cfg, mesh, world, out, state, vocab_size):
                 shutil.copy(folder / name, out / f"{name}.part")
                 os.replace(out / f"{name}.part", out / name)
         return Log(out, config, state.step, cfg.wandb, state.changed)
+
+
+NETWORK = 25e9  # B/s of a GPU's share of a fabric, 200 Gb/s: a scale, nothing here was measured
+
+
+def groups_over_nodes(cfg, mesh, nodes, vocab_size):
+    """nodes: the node of each rank -> lines: whether the groups of tp and ep stay inside a node; where they
+    do not, the bytes that this costs, by the formulas of ring algorithms, and what to change."""
+    lines, here = [], min(Counter(nodes).values(), default=0)  # here: ranks of a node, of the smallest one
+    sent = traffic(cfg, mesh, vocab_size, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
+    for name, size in (("tp", cfg.tp), ("ep", cfg.ep)):  # make_mesh: both are groups of consecutive ranks
+        groups = [nodes[i:i + size] for i in range(0, len(nodes), size)]
+        apart = [group for group in groups if len(set(group)) > 1]
+        if size == 1 or len(set(nodes)) == 1 or not nodes:
+            continue
+        if not apart:
+            lines.append(f"{name} {size}: each group stays inside a node")
+            continue
+        share = max(sum(node != group[0] for node in group) for group in apart) / (size - 1)  # of its peers
+        crossing = share * sent[name] if name == "ep" else sent[name]  # a ring's neighbour gets all bytes
+        cure = ("place the ranks node by node (srun --distribution=block, mpiexec --map-by slot)"
+                if here % size == 0 else f"try --{name} {largest_divisor(size, size, here)}"
+                + f", or a multiple of {size} ranks on each node" * (here > size))
+        lines.append(f"note: {len(apart)} of {len(groups)} groups of {name} {size} span nodes, of {here} "
+                     f"rank{'s' * (here > 1)}: {crossing / 1e6:.4g} MB per rank and step cross the network, "
+                     f"{crossing / NETWORK * 1e3:.3g} ms at {NETWORK / 1e9:.0f} GB/s; {cure}")
+    return lines
 
 
 def print_sample(model, tokenizer, prompt, seed):
