@@ -2,7 +2,9 @@
 and every program has the same kind of command line."""
 import importlib
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -227,3 +229,47 @@ def test_one_rank_has_nothing_to_measure(capsys):
 
 def test_sizes():
     assert [collectives.bytes_of(t) for t in ("64", "4K", "16m", "1G", "8B")] == [64, 4096, 2**24, 2**30, 8]
+
+
+# -----------------------------------------------------------------------------
+# two_nodes.sh, with a python that trains nothing
+
+STAND_IN = """#!/bin/sh
+case "$1 $2" in
+    *device_count*) echo 0; exit ;;
+    "-c "*) echo 4321; exit ;;
+    "- "*) exec {python} -SE "$@" ;;
+esac
+for word; do
+    [ "$before" != --out ] || out=$word
+    [ "$before$word" != --steps100000 ] || long=1
+    before=$word
+done
+mkdir -p "$out/step_000008"
+printf '[node 2/2 node1] x, y\\nnote: 1 of 1 groups of x span nodes\\n'
+loss=1.0
+[ "$out" != "${{out%/$WRONG}}" ] && loss=1.01
+echo '{{"step": 1, "ms": 1.0, "loss": '$loss'}}' > "$out/metrics.jsonl"
+[ -z "$long" ] || {{ [ "$RANK" = 1 ] || {{ echo "rank 0 $SAID"; exit 1; }}; exec sleep 60; }}
+"""
+CAN_NAME_HOSTS = shutil.which("unshare") and not subprocess.run(["unshare", "-u", "true"],
+                                                                stderr=subprocess.DEVNULL).returncode
+
+
+@pytest.mark.skipif(not CAN_NAME_HOSTS, reason="unshare -u needs root: a process with a host name of its own")
+@pytest.mark.parametrize("wrong, said, fails", [
+    ("none", "lost a peer", []), ("whole", "is done", ["node 2 is killed", "resumed at step 8"])])
+def test_the_two_nodes_drill_fails_where_a_check_does(wrong, said, fails, tmp_path):
+    stand_in = tmp_path / "python"
+    stand_in.write_text(STAND_IN.format(python=sys.executable))
+    stand_in.chmod(0o755)
+    done = subprocess.run([ROOT / "bench/two_nodes.sh", "--cpu", "--out", tmp_path / "out"], text=True,
+                          capture_output=True, env={**os.environ, "PYTHON": str(stand_in), "WRONG": wrong,
+                                                    "SAID": said})
+    lines = done.stdout.splitlines()
+    failed = [line for line in lines if line.startswith("FAIL")]
+    print(done.stdout, done.stderr)
+    assert done.returncode == bool(fails) and len(failed) == len(fails)
+    for line, words in zip(failed, fails, strict=True):
+        assert words in line
+    assert sum(line.startswith("ok ") for line in lines) == 13 - len(fails)
