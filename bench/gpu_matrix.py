@@ -31,7 +31,7 @@ import test_layouts as matrix
 import moe
 from config import PRESETS, Config
 from fast import symm_mem
-from fast.choose import has_cuda_api
+from fast.choose import Choice, has_cuda_api
 from ops import grouped_mm
 from parallel import make_mesh
 from tools.checksum import checksum
@@ -154,7 +154,7 @@ def no_hidden_sync(world):
     for factor, ep in ((0.0, 1), (1.0, 1), (0.0, world.size)):
         cfg = Config(**dict(PRESETS["moe-4b"], capacity_factor=factor, ep=ep))
         one = World(device=world.device)
-        dispatcher = symm_mem.dispatcher_for(cfg) if ep > 1 else moe.plain_dispatcher
+        dispatcher = Choice(True, True, False, False).dispatcher(cfg) if ep > 1 else moe.plain_dispatcher
         mesh = make_mesh(world, ep=ep) if ep > 1 else make_mesh(one)
         layer = moe_layer(cfg, mesh, world.device, dispatcher)
         if ep > 1:

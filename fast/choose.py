@@ -29,7 +29,7 @@ class Choice(NamedTuple):
     def dispatcher(self, cfg):
         """-> dispatcher(cfg, mesh), which makes each expert layer's token dispatcher."""
         if self.symm_mem:
-            return symm_mem.dispatcher_for(cfg)
+            return symm_mem.SymmMemCapacity if cfg.capacity_factor else symm_mem.SymmMem
         dropless = cfg.ep > 1 and not cfg.capacity_factor  # a graph needs messages of a fixed size
         return PaddedAllToAll if self.graph and dropless else moe.plain_dispatcher
 
@@ -92,9 +92,8 @@ def grouped_mm_possible(cfg):
     return DTYPES[cfg.dtype] in backend.DTYPES
 
 
-HIDDEN = ("the processes of {} see different GPUs and cannot be shown all of the node's: NCCL is used "
-          "(steps with experts took 210 ms on two H200, not 90); show every process all GPUs "
-          "(srun --gpu-bind=none --gpus-per-node=N) and set MPICH_GPU_SUPPORT_ENABLED=0")
+HIDDEN = ("the processes of {} see different GPUs and cannot be shown all of the node's: NCCL is used, which "
+          "takes longer; docs/signals.md, 'Which GPUs a process sees', says how to show them")
 NO_ACCESS = "the GPUs of {} have no peer access to each other: NCCL is used (see nvidia-smi topo -p2p r)"
 
 
@@ -115,8 +114,7 @@ def peer_access(mesh, axis, device):
         hidden = gpu is not None and (len(set(gpus)) < len(gpus) or max(gpus) >= min(counts))
         if hidden or (gpu is not None and any(set(gpus) - set(r) for r in reached)):
             if world.rank == 0:
-                why = HIDDEN if hidden else NO_ACCESS
-                print("note:", why.format(f"{axis.name} {axis.size}"), flush=True)
+                print("note:", (HIDDEN if hidden else NO_ACCESS).format(f"{axis.name} {axis.size}"), flush=True)
             return False
     opened = True
     if gpu is not None:

@@ -1,5 +1,4 @@
 """Copies of a rank's tensors in host memory, so that a save goes on beside the next steps."""
-import numpy as np
 import torch
 
 from tools.accelerator import stream_module
@@ -42,14 +41,3 @@ class HostBuffers:
         at = self.chunk.numel() - self.free_bytes
         self.free_bytes = max(0, self.free_bytes - -(-n // 64) * 64)
         return self.chunk[at:at + n]
-
-
-def refuse_not_finite(shards):
-    """ValueError, with the tensor, where an element of the host copies is nan or inf: such a checkpoint is of
-    no use, and --keep would delete a good one for it. numpy: torch's threads are those of the training."""
-    for name, t, _, _ in shards:
-        values = (t.float() if t.dtype == torch.bfloat16 else t).detach().numpy()
-        with np.errstate(over="ignore", invalid="ignore"):
-            finite = np.isfinite(values.sum()) or np.isfinite(values).all()  # a sum is nan or inf if one is
-        if not finite:
-            raise ValueError(f"{name} holds values that are not finite")

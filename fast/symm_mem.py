@@ -221,11 +221,6 @@ class SymmMemCapacity(_OneSided, Capacity):
         return SymmMemPlan(torch.where(inv_perm < perm.numel(), dst, -1), offs)
 
 
-def dispatcher_for(cfg):
-    """-> the class of symmetric-memory dispatcher for these flags."""
-    return SymmMemCapacity if cfg.capacity_factor else SymmMem
-
-
 def allocate(layers, rows):
     """Give the dispatchers of expert layers (moe.MoE) buffers of `rows` rows. Collective over ep."""
     w = layers[0].w1

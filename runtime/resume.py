@@ -21,7 +21,7 @@ import torch
 
 import checkpoint
 from config import Outcome, pad_vocab
-from fast.host_buffers import HostBuffers, refuse_not_finite
+from fast.host_buffers import HostBuffers
 from ops.flat import shards
 from parallel import Axis
 from runtime.launch import exit_together
@@ -396,7 +396,7 @@ class Job:
         try:
             if self.copied is not None:
                 self.copied.synchronize()
-            refuse_not_finite(self.copies)
+            checkpoint.refuse_not_finite(self.copies)
             checkpoint.write_part(self.tmp, s.axis.rank, self.copies)
             self.part_done.set()
             if s.axis.rank == 0:

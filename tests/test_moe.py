@@ -30,6 +30,7 @@ from corpus.shards import Synthetic
 from cost.fits import check_layout
 from cost.parameters import count_parameters, flops_per_token
 from fast import symm_mem
+from fast.choose import Choice
 from model import GPT, MLP, init_weights
 from ops import grouped_mm
 from parallel import make_mesh
@@ -323,7 +324,8 @@ def block_over_ep(world, ep, flags, kind, slack=0.0):
     """A block over ep; each rank has rows of its own. slack: symmetric memory with buffers for so many times
     the balanced rows -> {output, gradient of x, gradients summed over the ranks}, rows received."""
     mesh = make_mesh(world, ep=ep)
-    dispatcher = symm_mem.dispatcher_for(Config(**dict(SMALL, **flags))) if slack else moe.plain_dispatcher
+    one_sided = Choice(graph=True, symm_mem=True, peer_copies=False, single_microbatch=False)
+    dispatcher = one_sided.dispatcher(Config(**dict(SMALL, **flags))) if slack else moe.plain_dispatcher
     layer, rows = block(mesh, dispatcher, aux_coef=0.3, **flags), []
     x = (tokens(kind, layer).detach() + 0.01 * (1 + world.rank)).requires_grad_()
     if slack:
