@@ -92,9 +92,9 @@ def grouped_mm_possible(cfg):
     return DTYPES[cfg.dtype] in backend.DTYPES
 
 
-HIDDEN = ("the processes of {} see different GPUs and cannot be shown all of the node's: NCCL is used, which "
-          "takes longer; docs/signals.md, 'Which GPUs a process sees', says how to show them")
-NO_ACCESS = "the GPUs of {} have no peer access to each other: NCCL is used (see nvidia-smi topo -p2p r)"
+HIDDEN = ("note: the processes of {} see different GPUs and cannot be shown all of the node's: NCCL is used, "
+          "which takes longer; docs/signals.md, 'Which GPUs a process sees', says how to show them")
+NO_ACCESS = "note: the GPUs of {} cannot access each other's memory: NCCL is used (nvidia-smi topo -p2p r)"
 
 
 def peer_access(mesh, axis, device):
@@ -114,7 +114,7 @@ def peer_access(mesh, axis, device):
         hidden = gpu is not None and (len(set(gpus)) < len(gpus) or max(gpus) >= min(counts))
         if hidden or (gpu is not None and any(set(gpus) - set(r) for r in reached)):
             if world.rank == 0:
-                print("note:", (HIDDEN if hidden else NO_ACCESS).format(f"{axis.name} {axis.size}"), flush=True)
+                print((HIDDEN if hidden else NO_ACCESS).format(f"{axis.name} {axis.size}"), flush=True)
             return False
     opened = True
     if gpu is not None:
