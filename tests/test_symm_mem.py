@@ -298,7 +298,7 @@ def test_all_ranks_know_whether_any_group_spans_two_hosts(names, answer):
 def reach_on_gpus(world, gpus, access, broken):
     def allocate(*_):
         if world.rank == broken:
-            raise ValueError("no peer access")
+            raise ValueError("cannot access")
     mesh, said = make_mesh(world, ep=2), io.StringIO()
     with mock.patch.multiple(torch.cuda, device_count=lambda: 4, can_device_access_peer=lambda *_: access), \
             mock.patch.object(symm_mem, "SymmetricBuffer", allocate), contextlib.redirect_stdout(said):
@@ -308,7 +308,7 @@ def reach_on_gpus(world, gpus, access, broken):
 @pytest.mark.parametrize("gpus, access, broken, answer, words", [
     ((0, 1, 2, 3), True, None, True, ""), ((0, 1, 0, 1), True, None, True, ""),
     ((0, 0, 1, 1), True, None, False, "see different GPUs"),
-    ((0, 1, 2, 3), False, None, False, "no peer access"), ((0, 1, 2, 3), True, 2, False, ""),
+    ((0, 1, 2, 3), False, None, False, "cannot access"), ((0, 1, 2, 3), True, 2, False, ""),
     ((0, 5, 2, 3), True, None, False, "see different GPUs")])
 def test_all_ranks_know_whether_gpus_reach_each_other(gpus, access, broken, answer, words):
     """Two processes of one GPU, GPUs without peer access, a GPU that another process does not see, an
