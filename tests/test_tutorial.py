@@ -22,17 +22,18 @@ from cost.fits import check_layout
 from parallel import make_mesh
 from runtime import launch
 from tutorial import exercises, solutions, test_exercises
-from tutorial.run import BLOCK, refresh
+from tutorial.run import BLOCK, FILL, LONG, commands, refresh
 
 TEXT = (ROOT / "tutorial/README.md").read_text()
-BLOCKS = re.findall(r"^```sh\n(.*?)^```", TEXT, re.M | re.S)
-COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
-CHAPTERS = [f"{i:02d}" for i in range(11)]
+BLOCKS = BLOCK.findall(TEXT)
+COMMANDS = [line for kind, body in BLOCKS if kind == "sh" for line in commands(body)]
+NOT_RUN = [line for kind, body in BLOCKS if kind == "bash" for line in commands(body)]  # they need GPUs
+CHAPTERS = [f"{i:02d}" for i in range(13)]
 
 
 def test_every_chapter_has_its_parts():
     parts = re.split(r"^## (?=\d)", TEXT.split("## And then")[0], flags=re.M)[1:]
-    assert [part.split()[0] for part in parts] == [str(i) for i in range(11)]
+    assert [part.split()[0] for part in parts] == [str(int(i)) for i in CHAPTERS]
     for i, part in enumerate(parts):
         for needed in ("```sh\n", "**Read** ", "**Exercise** ", f"-k chapter_{i:02d}`"):
             assert needed in part, f"chapter {i} lacks {needed!r}"
@@ -145,6 +146,15 @@ def after_job(code, step_before, step_after):  # requeues for ever a job that ga
     return {0: "done", 85: "requeue"}.get(code, "look")
 
 
+def gpu_of_rank(rank, ranks_per_node, visible):  # by the rank among all ranks, not among the node's
+    names = visible.split(",")
+    return names[rank % len(names)]
+
+
+def is_better(before, after):  # the means alone
+    return statistics.mean(after) < statistics.mean(before)
+
+
 def efficiency(runs):  # of all ranks together, not per rank; and with the first step
     speed = {n: statistics.mean(row["tok_s"] for row in rows) for n, rows in runs.items()}
     return {n: s / speed[min(speed)] for n, s in speed.items()}
@@ -159,15 +169,22 @@ def test_each_chapters_test_rejects_the_usual_mistake(chapter):
 # -----------------------------------------------------------------------------
 # the commands of the text
 
+def unroll(command):
+    """-> the command with the body of each `for NAME in WORDS; do BODY; done` once per word."""
+    return re.sub(r"for (\w+) in ([^;]+); do (.*?); done", lambda loop: "; ".join(
+        loop[3].replace(f"${loop[1]}", word) for word in loop[2].split()), command)
+
+
 def pieces(command):
     """A shell command -> [(ranks, [program, argument, ...])], one for each python command in it."""
+    command = re.sub(r" \(.*?\)\)'", "'", unroll(command))
     lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, ""
     parts = [[]]
     for word in lexer:
         if set(word) <= set(";|&"):
             parts.append([])
-        elif parts[-1] or not (word in ("while", "do") or re.match(r"[A-Z_]+=", word)):
+        else:
             parts[-1].append(word)
     found = []
     for words in parts:
@@ -182,16 +199,18 @@ def pieces(command):
 
 
 def programs(name):
-    """-> [(ranks, [argument, ...])]: every call of the program in the text."""
-    return [(n, words[1:]) for line in COMMANDS for n, words in pieces(line) if words[0] == name]
+    """-> [(ranks, [argument, ...])]: every call of the program in the text. tests/test_change_it.py adds the
+    activation that chapter 12 adds; here another one stands in for it."""
+    return [(n, ["gelu" if word == "relu2" else word for word in words[1:]])
+            for line in COMMANDS for n, words in pieces(line) if words[0] == name]
 
 
 def test_every_program_of_the_text_is_one_that_is_checked_below():
     known = {"train.py", "prepare.py", "plan.py", "sample.py", "checkpoint.py", "bench/doctor.py",
-             "bench/smoke.py", "bench/collectives.py", "bench/scaling.py"}
+             "bench/smoke.py", "bench/collectives.py", "bench/scaling.py", "plot.py", "-c", "-m"}
     assert {words[0] for line in COMMANDS for _, words in pieces(line)} == known
     others = {line.split()[0] for line in COMMANDS if not pieces(line)}
-    assert others == {"grep", "cat"}, others
+    assert others == {"grep", "cat", "tail", "sed", "git"}, others
 
 
 def test_the_flags_of_the_text_exist_and_its_layouts_fit_the_ranks():
@@ -202,11 +221,14 @@ def test_the_flags_of_the_text_exist_and_its_layouts_fit_the_ranks():
         mesh = make_mesh(launch.World(size=n), cfg.tp, cfg.pp, cfg.ep, groups=False)
         check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
         assert cfg.steps <= 2000 and cfg.data == "data/chars" and cfg.wandb == "off"
+    for n, argv in (piece for line in NOT_RUN for piece in pieces(line)):
+        if argv[0] == "train.py":
+            check_layout(config.parse(argv[1:]), make_mesh(launch.World(size=n), groups=False), 64 * n)
     for _, argv in programs("prepare.py"):
         assert prepare.parse(argv).tokenizer in ("char", "bpe")
 
 
-@pytest.mark.parametrize("name", ["smoke", "collectives", "plan", "sample"])
+@pytest.mark.parametrize("name", ["smoke", "collectives", "plan", "plot", "sample"])
 def test_the_flags_of_other_programs_are_in_their_help(name, capsys):
     with pytest.raises(SystemExit):
         importlib.import_module(name).main(["--help"])
@@ -222,21 +244,23 @@ def test_every_folder_that_a_command_reads_was_written_by_an_earlier_one():
     made = set()
     for line in COMMANDS:
         for _, (program, *argv) in pieces(line):
-            if program in ("sample.py", "checkpoint.py", "bench/scaling.py"):
+            if program in ("sample.py", "checkpoint.py", "bench/scaling.py", "plot.py"):
                 assert {w for w in argv if w.startswith("out/")} <= made, line
             if program == "train.py":
-                made.add(config.parse(argv).out)
-        if line.startswith(("grep", "cat")):
-            assert line.split()[-1].rsplit("/", 1)[0] in made, line
+                made.add(argv[argv.index("--out") + 1])
+        if line.startswith(("grep", "cat", "tail")):
+            names = re.search(r"out/\{?([\w,-]+)\}?/", line)[1]
+            assert {f"out/{name}" for name in names.split(",")} <= made, line
 
 
 def test_the_training_commands_run(tmp_path):
     """Each command, two steps long and on a small text: train.main in as many processes as it has ranks."""
     toy, seen = chars(tmp_path), set()
     for i, (n, argv) in enumerate(programs("train.py")):
-        if (n, *argv) in seen or "--prompt" in argv:  # the prompt has letters that the small text lacks
+        what = [word for flag, word in zip(argv, argv[1:], strict=False) if flag not in ("--out", "--seed")]
+        if (n, *what) in seen or "--prompt" in argv:  # the prompt has letters that the small text lacks
             continue
-        seen.add((n, *argv))
+        seen.add((n, *what))
         less = ["--data", toy, "--out", tmp_path / str(i), "--steps", "2", "--log-every", "1",
                 "--eval-every", "0", "--n-embd", "16", "--n-layer", "2", "--seq-len", "16"]
         for got in run_ranks(n, session, [*argv, *map(str, less)]):
@@ -251,10 +275,10 @@ def test_the_training_commands_run(tmp_path):
 
 def printed_by(chapter):
     """-> what each command of the chapter prints, if it prints what the chapter shows."""
-    outputs, blocks = [], [(sh, body) for sh, body in BLOCK.findall(chapter)]
-    for i, (sh, body) in enumerate(blocks):
-        if sh:
-            n, after = len(body.splitlines()), [sh for sh, _ in blocks[i + 1:]]
+    outputs, blocks = [], [(kind, body) for kind, body in BLOCK.findall(chapter) if kind in ("sh", *FILL)]
+    for i, (kind, body) in enumerate(blocks):
+        if kind == "sh":
+            n, after = len(commands(body)), [kind for kind, _ in blocks[i + 1:]]
             shown = [text for _, text in blocks[i + 1:][: [*after, "sh"].index("sh")]]
             outputs += shown if len(shown) == n else ["".join(shown)] + [""] * (n - 1)
     return outputs
@@ -264,6 +288,26 @@ def test_a_text_that_is_true_stays_as_it_is():
     chapters = re.split(r"^(?=## \d)", TEXT, flags=re.M)[1:]
     for chapter in chapters:
         assert refresh(chapter, printed_by(chapter)) == (chapter, [])
+
+
+def test_long_numbers_of_the_text_stand_in_an_output_of_the_chapter():
+    """So `make tutorial` changes them. Shakespeare's are those of a file that is not in the repository."""
+    for chapter in re.split(r"^(?=## \d)", TEXT, flags=re.M)[1:]:
+        shown = re.findall(LONG, "".join(body for kind, body in BLOCK.findall(chapter) if kind in FILL))
+        text = set(re.findall(LONG, BLOCK.sub("", chapter))) - {"1,115,394", "1,003,854", "111,540"}
+        assert text <= set(shown), (chapter[:20], text - set(shown))
+
+
+def test_the_change_of_chapter_12_is_the_one_that_is_tested():
+    page = (ROOT / "docs/change-it.md").read_text()
+    assert [body for kind, body in BLOCKS if kind == "diff"] == [BLOCK.findall(page)[0][1]]
+
+
+def test_plots_and_texts_are_replaced_whole():
+    chapter = "```sh\none\n```\nText.\n```text\nloss\n3|*\n...\n```\n```\nend=1\n```\n"
+    new, lost = refresh(chapter, ["first line\n  loss  \n 9|  *\n 8| *\nend=2\n"])
+    assert (new, lost) == (chapter.replace("\nloss\n3|*", "\n  loss\n 9|  *").replace("=1", "=2"), [])
+    assert refresh(chapter, ["end=1\n"]) == (chapter, ["loss"])
 
 
 def test_new_numbers_replace_the_old_ones():

@@ -4,7 +4,7 @@
 
 solutions.py has one answer to each. Look there last.
 """
-import statistics  # noqa: F401 median() is useful in chapters 8 and 10
+import statistics  # noqa: F401 useful in chapters 8, 10 and 12
 
 import torch  # noqa: F401
 import torch.distributed as dist  # noqa: F401 chapter 4
@@ -124,3 +124,26 @@ def efficiency(runs):
     -> {ranks: speed per rank / speed per rank of the run with the fewest ranks}.
     """
     raise NotImplementedError("chapter 10: medians, per rank, against the smallest run")
+
+
+def gpu_of_rank(rank, ranks_per_node, visible):
+    """The GPU of its node that a rank uses, under the name that the node gives it.
+
+    Ranks fill one node after the other, ranks_per_node each. visible: what CUDA_VISIBLE_DEVICES is in this
+    process, such as "0,1,2,3" or "3,2,1,0", or "2" where each process sees only one. Programs number the GPUs
+    that they see from 0. The rank takes the one whose number is its local rank; if there are fewer GPUs than
+    ranks, it begins again at the first.
+    -> str, one of the names in visible.
+    """
+    raise NotImplementedError("chapter 11: the local rank's GPU")
+
+
+def is_better(before, after):
+    """Whether a change lowered the loss by more than chance would.
+
+    before, after: final losses, two or more; those in the same place are of runs with the same seed. Take the
+    differences, seed by seed. Their standard error is their standard deviation (n - 1 in the denominator),
+    divided by the square root of their number.
+    -> True if the mean improvement is more than twice its standard error.
+    """
+    raise NotImplementedError("chapter 12: differences, seed by seed")

@@ -84,3 +84,14 @@ def efficiency(runs):
         speeds = [row["tok_s"] for row in rows if row["step"] > 1]
         per_rank[ranks] = statistics.median(speeds[len(speeds) // 2:]) / ranks
     return {ranks: speed / per_rank[min(per_rank)] for ranks, speed in per_rank.items()}
+
+
+def gpu_of_rank(rank, ranks_per_node, visible):
+    names = visible.split(",")
+    return names[rank % ranks_per_node % len(names)]
+
+
+def is_better(before, after):
+    gains = [a - b for a, b in zip(before, after, strict=True)]
+    error = statistics.stdev(gains) / math.sqrt(len(gains))
+    return statistics.mean(gains) > 2 * error

@@ -166,3 +166,20 @@ def test_chapter_10(yours):
     assert yours.efficiency({2: rows(10, 160, 160), 1: one}) == {1: 1.0, 2: pytest.approx(0.8)}
     got = yours.efficiency({4: rows(1, 400, 400, 380), 8: rows(1, 900, 720, 720, 720)})
     assert got == {4: 1.0, 8: pytest.approx(720 / 8 / (390 / 4))}
+
+
+def test_chapter_11(yours):
+    for rank, on_node, visible, gpu in (
+            (0, 4, "0,1,2,3", "0"), (3, 4, "0,1,2,3", "3"), (5, 4, "0,1,2,3", "1"), (5, 4, "3,2,1,0", "2"),
+            (5, 4, "1", "1"), (7, 4, "2,0", "0"), (3, 2, "0,1,2,3", "1"),
+            (6, 4, "GPU-a,GPU-b,MIG-c", "MIG-c")):
+        assert yours.gpu_of_rank(rank, on_node, visible) == gpu, (rank, on_node, visible)
+
+
+def test_chapter_12(yours):
+    before = [2.30, 2.20, 2.25]  # three seeds, which differ more than the change helps
+    assert yours.is_better(before, [x - 0.01 for x in before])
+    assert yours.is_better(before, [2.28, 2.19, 2.235])
+    assert not yours.is_better(before, before)
+    assert not yours.is_better(before, [x + 0.01 for x in before])
+    assert not yours.is_better(before, [2.20, 2.21, 2.26]), "better with one seed, worse with two"
