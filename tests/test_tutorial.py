@@ -41,6 +41,12 @@ def test_every_chapter_has_its_parts():
         assert callable(getattr(exercises, name)) and callable(getattr(solutions, name))
 
 
+def test_lines_have_at_most_100_columns():
+    """But those of a diff, which is code."""
+    diffs = "".join(body for kind, body in BLOCKS if kind == "diff").splitlines()
+    assert [x for x in TEXT.splitlines() if len(x) > 100 and x not in diffs] == []
+
+
 def test_every_file_that_the_text_names_exists():
     names = set(re.findall(r"`([\w/]+\.(?:py|md|slurm|pbs|sh))`", TEXT))
     assert {"train.py", "corpus/tokenizer.py", "runtime/launch.py", "bench/doctor.py"} <= names
