@@ -1,5 +1,4 @@
 """JSON from a file, read and checked: it may be cut, foreign, or made to do harm."""
-import itertools
 import json
 import reprlib
 import sys
@@ -36,38 +35,52 @@ def check_schema(value, schema, where, path="the content"):
     tuple of types (float takes an int, too); a Range; a Literal; {key: schema}, where "key?" may be missing,
     "*" stands for every key, and other keys are free; [schema] for a list of such, [a, b] for a pair; or a
     predicate whose docstring says what is expected."""
-    def expect(right, what):
-        if not right:
-            raise ValueError(f"{where}: {path} is {reprlib.repr(value)[:60]}, not {what}")
+    if wrong := mismatch(value, schema):
+        below, text = wrong
+        path = below[1:] if path == "the content" and below.startswith(".") else path + below
+        raise ValueError(f"{where}: {path} {text}")
 
-    def is_a(kind):
-        number = not isinstance(value, bool) and (
-            isinstance(value, (int, float)) and abs(value) <= sys.float_info.max)
-        return (number if kind is float else number and isinstance(value, int) if kind is int else
-                isinstance(value, kind))
 
+def mismatch(value, schema):
+    """-> None, or (the path from value to the first wrong one in it, what is wrong there). It is built on the
+    way back, only if something is wrong: an index.json may have a million values."""
     if isinstance(schema, dict):
-        expect(is_a(dict), WORDS[dict])
+        if not isinstance(value, dict):
+            return unlike(value, WORDS[dict])
         for key, inner in schema.items():
             name = key.removesuffix("?")
             if name == key != "*" and name not in value:
-                raise ValueError(f"{where}: {path} lacks {name}")
-            for k in value if key == "*" else {name} & value.keys():
-                check_schema(value[k], inner, where, k if path == "the content" else f"{path}.{k}")
+                return "", f"lacks {name}"
+            for k in value if key == "*" else [name] * (name in value):
+                if wrong := mismatch(value[k], inner):
+                    return f".{k}{wrong[0]}", wrong[1]
     elif isinstance(schema, list):
-        length = f" of {len(schema)}" * (len(schema) > 1)
-        expect(is_a(list) and (not length or len(value) == len(schema)), WORDS[list] + length)
-        for i, (v, inner) in enumerate(zip(value, itertools.cycle(schema), strict=False)):
-            check_schema(v, inner, where, f"{path}[{i}]")
+        if not isinstance(value, list) or len(schema) not in (1, len(value)):
+            return unlike(value, WORDS[list] + f" of {len(schema)}" * (len(schema) > 1))
+        for i, inner in enumerate(schema * len(value) if len(schema) == 1 else schema):
+            if wrong := mismatch(value[i], inner):
+                return f"[{i}]{wrong[0]}", wrong[1]
     elif isinstance(schema, Range):
         kind = int if type(schema.low) is type(schema.high) is int else float
-        expect(is_a(kind) and schema.low <= value <= schema.high,
-               f"{WORDS[kind]} from {schema.low} to {schema.high}")
-    elif typing.get_origin(schema) is Literal:
-        values = typing.get_args(schema)
-        expect(value in values, f"one of {', '.join(map(str, values))}")
+        if type(value) not in (int, kind) or not schema.low <= value <= schema.high:
+            return unlike(value, f"{WORDS[kind]} from {schema.low} to {schema.high}")
     elif isinstance(schema, (type, tuple)):
         kinds = schema if isinstance(schema, tuple) else (schema,)
-        expect(any(map(is_a, kinds)), " or ".join(WORDS[kind] for kind in kinds))
-    else:
-        expect(schema(value), " ".join(schema.__doc__.split()))
+        if not any(is_a(value, kind) for kind in kinds):
+            return unlike(value, " or ".join(WORDS[kind] for kind in kinds))
+    elif typing.get_origin(schema) is Literal:
+        if value not in (values := typing.get_args(schema)):
+            return unlike(value, f"one of {', '.join(map(str, values))}")
+    elif not schema(value):
+        return unlike(value, " ".join(schema.__doc__.split()))
+
+
+def is_a(value, kind):
+    """Whether a value is of a type of WORDS: true is no number, 1 is a finite number, 1e400 is none."""
+    if kind is int or kind is float:
+        return type(value) in (int, kind) and abs(value) <= sys.float_info.max
+    return isinstance(value, kind)
+
+
+def unlike(value, what):
+    return "", f"is {reprlib.repr(value)[:60]}, not {what}"
