@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import reprlib
 import shutil
 import sys
 import time
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Literal
 
 from config import one_line, printable, wrap, wrong_input
-from tools.files import sync, write_whole
+from tools.files import folded, sync, write_whole
 from tools.schema import Range, check_schema, load_json
 
 FORMAT = 2
@@ -389,7 +390,18 @@ def compare(a, b, name):
     return count, most, most / top if top else math.inf, tuple(int(i) for i in where)
 
 
-def diff(path_a, path_b, say=lambda text: print(printable(text))):
+def print_folded(text):
+    print(folded(printable(text)))
+
+
+def brief(value):
+    """-> a value of the meta as text; of a long list, such as the losses of --skip-spikes, the first six."""
+    short = reprlib.Repr()
+    short.maxdict = short.maxstring = short.maxother = 1000
+    return str(value) if isinstance(value, str) else short.repr(value)
+
+
+def diff(path_a, path_b, say=print_folded):
     """Say which tensors and counters differ, and by how much -> number of differences. Layouts may differ;
     tensors are read block by block."""
     a, b = (Reader(p, check(p)) for p in (path_a, path_b))
@@ -402,7 +414,7 @@ def diff(path_a, path_b, say=lambda text: print(printable(text))):
                 x, y = ({k: v for k, v in sorted(d.items()) if k in apart} for d in (x, y))
             note = {"world": ", of the layout", "flags": ", of the run", "best": ", of the run"}.get(key, "")
             found += not note  # other flags or another number of ranks do not make it another model
-            say(f"  meta {key}: {x} -> {y}{note}")
+            say(f"  meta {key}: {brief(x)} -> {brief(y)}{note}")
     names_a, names_b = a.index["tensors"], b.index["tensors"]
     for name in sorted(names_a.keys() | names_b.keys()):
         if name not in names_a or name not in names_b:
@@ -417,17 +429,17 @@ def diff(path_a, path_b, say=lambda text: print(printable(text))):
                 text = f"{names_a[name]['dtype']} -> {names_b[name]['dtype']}" + (f", {text}" if text else "")
         if text:
             found += 1
-            say(f"  {name:48s} {text}")
+            say(f"  {name:40s} {text}")
     say(f"{found} differences" if found else f"equal: all {len(names_a)} tensors, step {a.index['step']}")
     return found
 
 
-def show(path, say=lambda text: print(printable(text))):
+def show(path, say=print_folded):
     """Say what a checkpoint's counters and tensors are."""
     index = check(path)
     say(f"{path}: step {index['step']}, {len(index['tensors'])} tensors in {len(index['files'])} files, "
         f"{sum(f['bytes'] for f in index['files'].values()) / 1e6:.1f} MB, all checksums right")
-    say("  " + " ".join(f"{k}={v}" for k, v in index["meta"].items() if not isinstance(v, dict)))
+    say("  " + " ".join(f"{k}={brief(v)}" for k, v in index["meta"].items() if not isinstance(v, dict)))
     for name, entry in sorted(index["tensors"].items()):
         say(f"  {name:48s} {entry['dtype']:8s} {tuple(entry['shape'])!s:20s} {len(entry['pieces'])} pieces")
 

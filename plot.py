@@ -24,7 +24,7 @@ import tyro
 import checkpoint
 import config
 from runtime.log import best_effort
-from tools.files import read_holder, sound_rows
+from tools.files import folded, read_holder, sound_rows
 from tools.schema import load_json
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file of each, in OUT
@@ -78,7 +78,7 @@ def draw(title, series, size=(90, 24), log=False):
         plt.yscale("log")
     plt.title(title)
     plt.xlabel("step")
-    return f"{plt.uncolorize(plt.build())}\n  {'   '.join(legend)}\n"
+    return f"{plt.uncolorize(plt.build())}\n{folded('  ' + '   '.join(legend))}\n"
 
 
 def load_bars(layers, width=40):

@@ -96,7 +96,7 @@ def run(cfg, world):
               f" {saving:.1f} ms: {100 * (saving / mean - 1):+.1f} %\n"
               f"stall at the start of a save {stall:.1f} ms, {100 * stall / mean:.1f} % of a step\n"
               f"copy to commit {saver.seconds:.2f} s, {gb / saver.seconds:.2f} GB/s (waited {last:.2f} s "
-              f"at the end); checksums {gb / crc:.2f} GB/s, load {gb / load:.2f} GB/s; same bits: {same}")
+              f"at the end)\nchecksums {gb / crc:.2f} GB/s, load {gb / load:.2f} GB/s; same bits: {same}")
         if not cfg.out:
             shutil.rmtree(out)
     return same

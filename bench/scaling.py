@@ -62,7 +62,7 @@ def groups(runs):
 
 
 def table(runs):
-    """Rows of runs -> the table as text."""
+    """Rows of runs -> the table as text, 100 columns wide: a long name gets a line of its own."""
     head = ("run", "ranks", "dp tp pp ep z", "gbs", "ms", "tok/s", "tok/s/gpu", "eff %", "scaling", "mfu %",
             "comm %", "rows")
     lines = [head]
@@ -71,9 +71,15 @@ def table(runs):
         lines.append((r["run"], r["ranks"], " ".join(map(str, r["layout"].values())), r["batch"],
                       f"{r['ms']:.1f}", f"{r['tok_s']:,.0f}", f"{r['tok_s_gpu']:,.0f}", percent[0], r["kind"],
                       *percent[1:], r["rows"]))
-    widths = [max(len(str(x[i])) for x in lines) for i in range(len(head))]
-    return "\n".join("  ".join(f"{x!s:<{w}}" if i == 0 else f"{x!s:>{w}}" for i, (x, w) in
-                               enumerate(zip(line, widths, strict=True))) for line in lines)
+    widths = [max(len(str(x[i])) for x in lines) for i in range(1, len(head))]
+    most, out = max(100 - sum(w + 2 for w in widths), 3), []  # columns that are left for the name
+    width = min(most, max(len(line[0]) for line in lines))
+    for name, *numbers in lines:
+        if len(name) > most:
+            out, name = [*out, name], ""
+        numbers = [f"{x!s:>{w}}" for x, w in zip(numbers, widths, strict=True)]
+        out.append("  ".join([f"{name:{width}}", *numbers]))
+    return "\n".join(out)
 
 
 def plot(runs, title):

@@ -30,6 +30,7 @@ from cost.parameters import count_parameters, flops_per_token
 from cost.step_time import peak_flops
 from ops import grouped_mm
 from parallel import MAX
+from tools.files import folded
 
 WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout
     "W1": "dense-210m",
@@ -115,7 +116,7 @@ def show_profile(world, step, n=3, rows=30):
                           if e.self_device_time_total > 0), reverse=True)
         print(f"  step {wall:.1f} ms, host {host:.1f} ms, kernels sum to {sum(k[0] for k in kernels):.1f} ms")
         for ms, count, key in kernels[:rows]:
-            print(f"  {ms:8.3f} ms x {count:5.0f}  {key[:100]}", flush=True)
+            print(f"  {ms:8.3f} ms x {count:5.0f}  {key[:77]}", flush=True)
 
 
 def measure(world, name, train_flags, steps, profile=False):
@@ -149,16 +150,16 @@ def measure(world, name, train_flags, steps, profile=False):
 
 
 def show(r, machine):
-    """Print a row of measure() as one line."""
+    """Print a row of measure(), folded."""
     ratio = "" if r["ratio_to_peer"] is None else f"; {r['ratio_to_peer']:.2f} x {r['peer']}"
     beside = f" and {r['windows_gib']:.1f} of symmetric memory" if r["windows_gib"] else ""
     redone = "" if r["slack"] is None else (f", {r['redone']} steps redone, "
                                             f"buffers {r['slack']:.2f} x balanced")
-    print(f"{r['workload']} ({r['flags']}): {r['ms']:.2f} ms, {r['tok_s_gpu'] / 1e3:.1f} k tok/s/GPU, "
-          f"{r['tflops']:.0f} TFLOP/s ({r['tflops_causal']:.0f} causal), MFU {100 * r['mfu']:.1f} %, "
-          f"{r['tflops_causal'] / machine['matmul_tflops']:.2f} of the matmul ceiling, "
-          f"{r['reserved_gib']:.1f} GiB{beside}, first step {r['first_step_s']:.1f} s"
-          f"{redone}{ratio}", flush=True)
+    print(folded(f"{r['workload']} ({r['flags']}): {r['ms']:.2f} ms, {r['tok_s_gpu'] / 1e3:.1f} k tok/s/GPU, "
+                 f"{r['tflops']:.0f} TFLOP/s ({r['tflops_causal']:.0f} causal), MFU {100 * r['mfu']:.1f} %, "
+                 f"{r['tflops_causal'] / machine['matmul_tflops']:.2f} of the matmul ceiling, "
+                 f"{r['reserved_gib']:.1f} GiB{beside}, first step {r['first_step_s']:.1f} s{redone}{ratio}"),
+          flush=True)
 
 
 def main(argv=None):

@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import textwrap
 import time
 from collections import Counter
 from pathlib import Path
@@ -30,7 +29,7 @@ from parallel import MAX
 from pipeline import generate
 from skip import not_finite
 from tools.accelerator import peak_memory
-from tools.files import Rows, must_write, warn, write_whole
+from tools.files import Rows, folded, must_write, warn, write_whole
 from tools.timing import slow_on_cpu
 
 # -----------------------------------------------------------------------------
@@ -171,9 +170,10 @@ def started(cfg, model, resumed, batch, n_samples, skip):
     n_samples: of the training data; skip: the steps to skip."""
     n, mesh = sum(p.numel() for p in model.parameters()), model.mesh
     how = f"resumed {resumed}" if resumed else "started"
-    print(f"{how}: {n:,} parameters on this rank, dp {mesh.dp.size} "
-          f"tp {cfg.tp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}\n  {batch} x {cfg.seq_len} tokens per step, "
-          f"{n_samples:,} training samples" + f", skipping steps {skip}" * bool(skip.pairs), flush=True)
+    print(folded(f"{how}: {n:,} parameters on this rank, dp {mesh.dp.size} "
+                 f"tp {cfg.tp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}"),
+          folded(f"  {batch} x {cfg.seq_len} tokens per step, {n_samples:,} training samples"
+                 + f", skipping steps {skip}" * bool(skip.pairs)), sep="\n", flush=True)
 
 
 def farewell(outcome, stop_reason, state, out, saved):
@@ -181,8 +181,8 @@ def farewell(outcome, stop_reason, state, out, saved):
     how = {Outcome.STOPPED: f"stopped by {stop_reason}", Outcome.GAVE_UP: "gave up",
            Outcome.REPLICAS_DIFFER: "gave up", Outcome.FAILED: "lost its last save"}.get(outcome, "done")
     names = "metrics.jsonl", "loss.txt", "config.json", "profile.html", "trace.json", f"step_{saved:06d}"
-    print(f"{how} after step {state.step}: {out}/ holds "
-          f"{', '.join(name for name in names if (out / name).exists()) or 'nothing'}", flush=True)
+    print(folded(f"{how} after step {state.step}: {out}/ holds "
+                 f"{', '.join(name for name in names if (out / name).exists()) or 'nothing'}"), flush=True)
     if "val_loss" in state.best and (out / state.best_name()).is_dir():
         print(f"lowest validation loss {state.best['val_loss']:.4f} in {state.best_name()}", flush=True)
 
@@ -275,7 +275,7 @@ def format_row(r):
         s += f"\n  aux={r['aux_loss']:.3f} load_max={r['expert_load_max']:.2f} dropped={r['dropped']:.1%}"
     timers = " ".join(f"{k[2:]}={v:.1f}" for k, v in r.items() if k.startswith("t_"))
     s += f"\n  ms: {timers}" if timers else ""
-    return "\n".join(textwrap.fill(x, 100, subsequent_indent="      ") for x in s.split("\n"))
+    return "\n".join(map(folded, s.split("\n")))
 
 
 # -----------------------------------------------------------------------------

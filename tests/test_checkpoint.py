@@ -518,7 +518,7 @@ def test_show_and_diff(tmp_path, capsys):
     other = [whole("w", changed), whole("x", torch.zeros(())), whole("v", want["v"].float())]
     checkpoint.save(c, 4, 0, 1, other, {"step": 4, "extra": 1})
     assert checkpoint.main(["diff", str(a), str(c)]) == 1
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())  # lines are folded
     assert "2 of 24 elements, max abs inf" in out and "first at (4, 1)" in out
     assert f"only in {c}" in out and "float64 -> float32" in out
     assert "meta step: 3 -> 4" in out and "meta extra: absent -> 1" in out
@@ -528,9 +528,26 @@ def test_show_and_diff(tmp_path, capsys):
     changed[0, 2] = -changed[0, 2]
     checkpoint.save(b, 5, 0, 1, [whole("w", changed), *shards[1:]], {"step": 3})
     assert checkpoint.main(["diff", str(a), str(b)]) == 1
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert "1 of 24 elements" in out and f"max abs {2 * abs(want['w'][0, 2].item()):.3g}" in out
-    assert "first at (0, 2)" in out and out.count("\n") == 2
+    assert "first at (0, 2)" in out and out.endswith(" 1 differences")
+
+
+def test_show_and_diff_print_at_most_100_columns(tmp_path, capsys):
+    """Also with the losses that --skip-spikes keeps, 128 pairs; only a path may be longer."""
+    run = tmp_path / ("long" * 25)
+    for step in (1, 2):
+        window = [[step + i / 7, i / 3] for i in range(128)]
+        shards = [whole("exp_avg_sq/blocks.10.mlp.shared.w1.weight", torch.arange(70.0) * step)]
+        checkpoint.save(run, step, 0, 1, shards, {"window": window, "flags": {"lr": step}, "data": "a" * 64})
+    assert checkpoint.main(["show", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert checkpoint.main(["diff", str(run / "step_000001"), str(run / "step_000002")]) == 1
+    found = capsys.readouterr().out
+    assert max(len(line) for line in (shown + found).splitlines() if "longlong" not in line) <= 100
+    shown = " ".join(shown.split())
+    assert "window=[[2.0, 0.0], " in shown and ", ...]" in shown and f"data={'a' * 64}" in shown
+    assert "{'lr': 1} -> {'lr': 2}" in found and "..." in found and "69 of 70 elements" in found
 
 
 def test_diff_reads_blocks_of_bounded_size(tmp_path):

@@ -204,15 +204,17 @@ def run_folder(folder, ranks, batch, ms, rows=4, **more):
 def test_scaling(tmp_path, capsys):
     run_folder(tmp_path / "a1", 1, 8, 10.0)
     run_folder(tmp_path / "b2", 2, 16, 12.5, t_grad_sync=2.0, t_pipeline=0.5)
-    run_folder(tmp_path / "c4", 4, 8, 4.0)
+    run_folder(tmp_path / ("c4" * 30), 4, 8, 4.0)
     run_folder(tmp_path / "dead", 4, 8, 4.0, rows=1)
-    scaling.main([str(tmp_path / "a1"), str(tmp_path / "b2/metrics.jsonl"), str(tmp_path / "c4"),
+    scaling.main([str(tmp_path / "a1"), str(tmp_path / "b2/metrics.jsonl"), str(tmp_path / ("c4" * 30)),
                   str(tmp_path / "dead"), str(tmp_path / "none")])
     said, errors = capsys.readouterr()
     lines = [line.split() for line in said.splitlines()]
     assert lines[1][:1] == ["a1"] and lines[1][7:13] == ["8", "10.0", "800", "800", "100.0", "-"]
     assert lines[2][8:] == ["12.5", "1,280", "640", "80.0", "weak", "-", "20.0", "2"]
-    assert lines[3][8:13] == ["4.0", "2,000", "500", "62.5", "strong"]
+    assert lines[3] == ["c4" * 30], "a long name has a line of its own"
+    assert lines[4][7:12] == ["4.0", "2,000", "500", "62.5", "strong"]
+    assert max(map(len, said.splitlines())) <= 100
     assert "tok/s by ranks" in said and "ideal" in said
     assert "no timed row" in errors and errors.count("left out") == 2
     with pytest.raises(SystemExit) as e:

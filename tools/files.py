@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -23,6 +24,11 @@ LOCK_WAIT = 60.0  # seconds that --resume auto waits for a run that is just leav
 def warn(text):
     """One line on stderr, whatever the text contains."""
     print(f"nanoshard: {one_line(text)}", file=sys.stderr, flush=True)
+
+
+def folded(text):
+    """-> text as lines of at most 100 columns; a longer word, such as a path, gets a line of its own."""
+    return textwrap.fill(text, 100, subsequent_indent=6 * " ", break_long_words=False, break_on_hyphens=False)
 
 
 def write_whole(path, text):
