@@ -129,7 +129,7 @@ def parse_or_list(argv):
         return config.parse(argv)
     folder = Path(*argv[1:2] or ["out"])
     if argv[0] != "--list" or len(argv) > 2 or not folder.is_dir():
-        raise ValueError(f"--list {folder}: give one folder of runs, such as out, and no other flag")
+        raise ValueError(f"{' '.join(argv)}: beside --list give one folder of runs, such as out, only")
     found = sorted(p for p in [folder, *folder.iterdir()] if p.is_dir() and is_run(p))
     table = [ROW.format("run", "state", "steps", "loss", "val_loss", "size"), *map(describe, found)]
     config.print_quietly("\n".join(table if found else [f"no runs in {folder}"]) + "\n")

@@ -33,6 +33,7 @@ TORCH_SECONDS = time.perf_counter() - BEGAN  # most of it: runtime.launch import
 from config import Outcome, print_quietly
 from corpus import shards
 from tools.accelerator import ask, device_name
+from tools.files import folded
 
 SLOW_DISK = 50  # MB/s; a slower disk takes minutes for a checkpoint of a billion parameters
 NETWORK = ("lustre", "nfs", "nfs4", "gpfs", "beegfs", "cephfs", "fuse", "9p", "virtiofs")
@@ -294,13 +295,13 @@ def as_json(world, nodes, failed):
 
 
 def as_lines(world, nodes):
-    """A line per check: all of the first node, of the other nodes those that are not OK."""
+    """A line per check, folded: all of the first node, of the other nodes those that are not OK."""
     lines = [f"{world.launcher}, {world.size} rank(s), {world.n_nodes} node(s), {nodes[0]['host']}"]
     for i, node in enumerate(nodes):
         for name, status, text, fix in node["checks"]:
             if i == 0 or status != "OK":
                 where = f"{node['host']}: " if i else ""
-                lines.append(f"{status:5s} {name:10s} {where}{text}" + f"; fix: {fix}" * bool(fix))
+                lines.append(folded(f"{status:5s} {name:10s} {where}{text}" + f"; fix: {fix}" * bool(fix)))
     return "\n".join(lines)
 
 
