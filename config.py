@@ -203,7 +203,7 @@ def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: s
     preset = argv.pop(0) if argv and not argv[0].startswith("-") else "tiny"
     if preset not in PRESETS:
         raise ValueError(f"no preset {preset!r}; the presets are {', '.join(PRESETS)}")
-    about += f"\n\nPresets: {', '.join(PRESETS)}. Defaults below are those of {preset}."
+    about = f"{about.strip()}\n\nPresets: {', '.join(PRESETS)}. Defaults below are those of {preset}."
     default = cls(**{**PRESETS[preset], **defaults}, preset=preset)
     cfg = command_line(cls, argv, f"{prog} [PRESET]", about, default)
     check(cfg)
