@@ -298,8 +298,8 @@ def prepare(flags, spans, about):
             "eod": vocab.eod, "documents": None if vocab.eod is None else {s: total[s] for s in SPLITS},
             "sources": sources, "shuffle_seed": settings.seed, "shards": files, **about})
     return (f"{flags.folder}: {total['chars']:,} characters, {vocab.n_vocab:,} symbols,"
-            f" {tokens['train']:,} + {tokens['val']:,} tokens (train + val), {n_files} files"
-            f" ({left_out or 'nothing'} left out), {time.time() - start:.1f} s")
+            f" {tokens['train']:,} + {tokens['val']:,} tokens (train + val),\n"
+            f"  {n_files} files ({left_out or 'nothing'} left out), {time.time() - start:.1f} s")
 
 
 def print_problems(results, total, left_out):
