@@ -425,11 +425,11 @@ def largest_divisor(most, *numbers):
     return next(d for d in range(min(most, *filter(None, numbers)), 0, -1) if not any(n % d for n in numbers))
 
 
-def must_divide(what, n, flag, parts):
-    """ValueError, with the number to give, where n does not divide by --flag."""
+def must_divide(what, n, flag, parts, also=0):
+    """ValueError where n does not divide by --flag, with the number to give, which divides `also`, too."""
     if n % parts:
         raise ValueError(f"{what} {n} does not divide by {flag} {parts}; "
-                         f"try --{flag} {largest_divisor(parts, n)}")
+                         f"try --{flag} {largest_divisor(parts, n, also)}")
 
 
 def check_ranks(n, tp, pp, ep, n_experts=0):

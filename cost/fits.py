@@ -20,7 +20,7 @@ def check_layout(cfg, mesh, batch):
     if cfg.n_experts % mesh.ep.size:
         fit = largest_divisor(mesh.ep.size, cfg.n_experts, dp * tp)
         raise ValueError(f"n-experts {cfg.n_experts} do not divide by ep {mesh.ep.size}; try --ep {fit}")
-    must_divide("n-head", cfg.n_head, "tp", tp)
+    must_divide("n-head", cfg.n_head, "tp", tp, mesh.world.size // mesh.pp.size)
     if cfg.n_kv_head % tp and tp % cfg.n_kv_head:
         raise ValueError(f"n-kv-head {cfg.n_kv_head} neither divides by tp {tp} nor divides it; "
                          f"try --tp {cfg.n_kv_head}")

@@ -130,12 +130,13 @@ def changed_flags(cfg, path, meta, world, data_id, vocab_size):
 
 
 def check_shape(cfg, path, shape, may_differ=()):
-    """ValueError, with the flag to give, where the checkpoint's model has another shape than cfg's."""
-    for key, there in shape.items():
-        if there != getattr(cfg, key, None) and key not in may_differ:
-            flag = key.replace("_", "-")
-            raise ValueError(f"checkpoint {path} has {flag} {there}, the flags say "
-                             f"{getattr(cfg, key, None)}; give --{flag} {there}")
+    """ValueError, with all flags to give, where the checkpoint's model has another shape than cfg's."""
+    apart = {key.replace("_", "-"): (there, getattr(cfg, key, None)) for key, there in shape.items()
+             if there != getattr(cfg, key, None) and key not in may_differ}
+    if apart:
+        there, here = (", ".join(f"{flag} {values[i]}" for flag, values in apart.items()) for i in (0, 1))
+        fix = " ".join(f"--{flag} {values[0]}" for flag, values in apart.items())
+        raise ValueError(f"checkpoint {path} has {there}, the flags say {here}; give {fix}")
 
 
 def load(cfg, dp, opt, path, data_id, vocab_size=0):

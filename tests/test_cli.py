@@ -130,6 +130,12 @@ def test_the_suggested_ep_divides_ranks_and_experts(tmp_path):
         plan.check_gpus(parse(["--n-experts=6", "--ep=4"]), 8)
 
 
+@pytest.mark.parametrize("ranks,fix", [(3, "--tp 1$"), (6, "--tp 2$")])
+def test_the_suggested_tp_divides_ranks_and_heads(ranks, fix):
+    with pytest.raises(ValueError, match=f"n-head 4 does not divide by tp 3; try {fix}"):
+        plan.check_gpus(parse(["--tp=3"]), ranks)
+
+
 def test_wrong_data_is_refused(tmp_path, good):
     base = [f for f in TINY if "vocab" not in f]
 

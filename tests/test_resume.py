@@ -263,6 +263,10 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
         got = session(World(), [*argv, f"--resume={tmp_path}/run/step_000001"])
         assert_refused(got, name.replace("_", "-"), str(there), str(here), "step_000001")
         assert got["steps"] == []
+    argv = [*base, *flags(n_layer=3, ffn_hidden=64), f"--out={tmp_path / 'new'}"]  # all are named at once
+    got = session(World(), [*argv, f"--resume={tmp_path}/run/step_000001"])
+    assert_refused(got, "has ffn-hidden 32, n-layer 2, the flags say ffn-hidden 64, n-layer 3; ",
+                   "give --ffn-hidden 32 --n-layer 2")
     assert before and before == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("step_*/*")}
 
 
