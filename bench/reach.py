@@ -159,9 +159,11 @@ def links(rates, hosts):
         median = statistics.median(of_kind.values())
         pair = min(of_kind, key=of_kind.get)
         share = of_kind[pair] / median
-        parts.append(f"{len(of_kind)} {'between' if nodes > 1 else 'within'} nodes: median "
-                     f"{median / 1e9:.3g} GB/s, slowest ranks {pair[0]} and {pair[1]} with "
-                     f"{of_kind[pair] / 1e9:.3g}, {1 - share:.0%} less")
+        where, ranks = "between" if nodes > 1 else "within", f"ranks {pair[0]} and {pair[1]}"
+        slowest = (f"median {median / 1e9:.3g} GB/s, slowest {ranks} with {of_kind[pair] / 1e9:.3g}, "
+                   f"{1 - share:.0%} less")
+        parts.append(f"{len(of_kind)} {where} nodes: {slowest}" if len(of_kind) > 1 else
+                     f"{ranks}, {where} nodes: {median / 1e9:.3g} GB/s")
         worst = min(worst, (share, pair), key=lambda x: x[0])
     share, pair = worst
     if share >= SLOW_LINK:

@@ -142,10 +142,9 @@ def groups_over_nodes(cfg, mesh, nodes, vocab_size):
     for name, size in (("tp", cfg.tp), ("ep", cfg.ep)):  # make_mesh: both are groups of consecutive ranks
         groups = [nodes[i:i + size] for i in range(0, len(nodes), size)]
         apart = [group for group in groups if len(set(group)) > 1]
-        if size == 1 or len(set(nodes)) == 1 or not nodes:
-            continue
         if not apart:
-            lines.append(f"{name} {size}: each group stays inside a node")
+            if size > 1 and len(set(nodes)) > 1:
+                lines.append(f"{name} {size}: each group stays inside a node")
             continue
         share = max(sum(node != group[0] for node in group) for group in apart) / (size - 1)  # of its peers
         crossing = share * sent[name] if name == "ep" else sent[name]  # a ring's neighbour gets all bytes
