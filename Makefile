@@ -22,6 +22,10 @@ slurm: .venv/ready
 tutorial: .venv/ready-test
 	python tutorial/run.py
 
+# hours, and 3 GB to download per version. it can be stopped and typed again
+torch-versions: .venv/ready
+	python bench/torch_versions.py
+
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
 	@if [ "$$(uname -s)" = Linux ] && [ ! -e /proc/driver/nvidia ] && ! $(BIN)/pip show -q torch 2>/dev/null; then \
@@ -34,4 +38,4 @@ tutorial: .venv/ready-test
 	$(BIN)/pip install -r requirements-test.txt
 	touch $@
 
-.PHONY: train test drills slurm tutorial
+.PHONY: train test drills slurm tutorial torch-versions

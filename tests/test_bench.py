@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "bench"))  # also in the ranks of the pool, which 
 import collectives
 import smoke
 import speed
+import torch_versions
 
 import config
 from parallel import make_mesh
@@ -191,7 +192,7 @@ def test_wrong_flags_are_one_line(main, argv, words, capsys):
 
 
 PROGRAMS = ("collectives", "dcp_compare", "doctor", "gpu_matrix", "layouts", "moe_layer", "oracles",
-            "save_cost", "scaling", "smoke", "speed")
+            "save_cost", "scaling", "smoke", "speed", "torch_versions")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -273,3 +274,26 @@ def test_the_two_nodes_drill_fails_where_a_check_does(wrong, said, fails, tmp_pa
     for line, words in zip(failed, fails, strict=True):
         assert words in line
     assert sum(line.startswith("ok ") for line in lines) == 13 - len(fails)
+
+
+def test_the_page_of_torch_versions_has_one_row_per_version_and_list(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(torch_versions, "PAGE", page)
+    head, rule = "| torch | tests |", "|---|---|"
+    page.write_text(f"# Title\n\nwords\n\n{head}\n{rule}\n| 2.10.0 | list | old |\n\nend\n")
+    rows = torch_versions.read_rows()
+    assert rows == {("2.10.0", "list"): ["2.10.0", "list", "old"]}
+    new = {("2.10.0", "list"): ["2.10.0+cpu", "list", "new"],
+           ("2.8.0", "suite"): ["2.8.0+cu128", "suite", "x"]}
+    torch_versions.write_rows(rows | new)
+    assert torch_versions.read_rows() == new
+    text = page.read_text()
+    assert text.startswith("# Title\n\nwords\n\n| torch |") and text.endswith("|\n\nend\n")
+    assert text.index("2.8.0") < text.index("2.10.0"), "the oldest first"
+
+
+def test_each_requirement_has_a_lowest_version():
+    for lowest in (True, False):
+        assert all(re.fullmatch(r"\w+==[\d.]+", line) for line in torch_versions.packages(lowest))
+    named = [re.split("[=<>]", line)[0] for line in torch_versions.packages(True)]
+    assert {"numpy", "tyro", "mpi4py", "pytest"} <= set(named) and not {"torch", "triton"} & set(named)

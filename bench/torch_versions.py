@@ -1,0 +1,183 @@
+"""Do the tests pass with other versions of torch? A venv for each, a fixed list of tests, one table.
+
+    python bench/torch_versions.py                           2.8, 2.10, 2.11, 2.13, and PyPI's newest
+    python bench/torch_versions.py --versions 2.9 newest     these
+    python bench/torch_versions.py --versions 2.8 --suite    all tests, not only those of TESTS
+
+    1) a venv       torch X.Y in its last release with all that it needs (PyPI's torch for Linux does not
+                    import without its CUDA libraries: 7 GB), then the other packages. deleted in the end
+    2) its tests    pytest, in this tree, whatever this machine has: the GPU tests are bench/gpu_matrix.py
+    3) its row      in docs/torch-versions.md
+
+That page is also the list of what is done: a version with a row of this commit is not run again. To repeat
+one, delete its row. The commit is the last that changed more than text; a + says that the tree differs from
+it, and such a row is always run again.
+"""
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from common import ROOT, start
+
+from config import Outcome, command_line, wrong_input
+
+PAGE = ROOT / "docs/torch-versions.md"
+TESTS = ("layouts", "moe", "parallel", "checkpoint", "resume", "launch", "graph", "symm_mem", "kernels")
+OLDEST = "2.8"  # runs with the lowest versions that requirements-site.txt allows, and with these:
+SITE = "mpi4py==4.1.0", "mpich==4.3.1"  # the site's own there. older ones have no wheels
+HEAD = ("torch", "tests", "triton", "others", "passed", "failed", "skipped", "seconds", "commit",
+        "which failed")
+CODE = ".", ":!docs", ":!*.md"  # what a commit must have changed to count
+
+
+@dataclass(frozen=True)
+class Flags:
+    versions: tuple[str, ...] = (OLDEST, "2.10", "2.11", "2.13", "newest")  # of torch
+    suite: bool = False  # run the whole suite, not only the list
+    work: Path = ROOT / "out/torch-versions"  # folder of the venvs and of what pip and pytest print
+    keep: bool = False  # do not delete the venvs
+
+
+def last_releases(wanted):
+    """("2.8", "newest") -> ["2.8.0", "2.15.0"]. ValueError: PyPI does not answer, or has no such version."""
+    job = subprocess.run([sys.executable, "-m", "pip", "index", "versions", "torch"], capture_output=True,
+                         text=True)
+    found = re.search(r"^Available versions: (.*)", job.stdout, re.M)
+    if not found:
+        raise ValueError("pip index versions torch finds none: connect to PyPI or set PIP_INDEX_URL")
+    known = [v for v in found[1].split(", ") if "+" not in v]  # the newest first
+    releases = [next((v for v in known if name == "newest" or f"{v}.".startswith(f"{name}.")), None)
+                for name in wanted]
+    if None in releases:
+        raise ValueError(f"--versions {wanted[releases.index(None)]}: for this Python PyPI has torch "
+                         f"{known[-1]} to {known[0]}; give X.Y or newest")
+    return releases
+
+
+def commit():
+    """-> the last commit that changed more than text, with a + where the tree differs from it."""
+    def git(*words):
+        return subprocess.run(["git", *words, "--", *CODE], cwd=ROOT, capture_output=True, text=True,
+                              check=True).stdout.strip()
+    return git("log", "-1", "--format=%h") + "+" * bool(git("status", "--porcelain"))
+
+
+# -----------------------------------------------------------------------------
+# one version
+
+def packages(lowest):
+    """-> the requirements beside torch, as a list of str; lowest: each in the oldest version that is allowed.
+    Triton is torch's own, and no test needs ruff or wandb."""
+    names = f"requirements{'-site' * lowest}.txt", "requirements-test.txt"
+    lines = [line.split("#")[0].split(";")[0].strip() for name in names
+             for line in (ROOT / name).read_text().splitlines()]
+    found = [line for line in lines if re.match(r"(?!torch|triton|ruff|wandb)\w", line)]
+    return [*SITE, *(re.sub(r">=([\d.]+).*", r"==\1", line) for line in found)] if lowest else found
+
+
+def run_in(venv, log, *words):
+    """Run a command, the venv's programs first in PATH; what it prints goes into a file. -> its exit code"""
+    return subprocess.run(["sh", "-c", 'PATH="$0:$PATH" exec "$@"', venv / "bin", *words], cwd=ROOT,
+                          stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).returncode
+
+
+def install(version, lowest, venv, log):
+    """Make the venv, unless it is complete. ChildProcessError: pip failed."""
+    done = venv / "complete"
+    if done.exists():
+        return
+    for words in ([sys.executable, "-m", "venv", venv], ["pip", "install", f"torch=={version}"],
+                  ["pip", "install", *packages(lowest)]):
+        if run_in(venv, log, *words):
+            raise ChildProcessError(f"{' '.join(map(str, words[-3:]))} failed")
+    done.touch()
+
+
+def run_tests(venv, suite, log):
+    """-> (tests, names of those that failed, number skipped, seconds). ChildProcessError: pytest crashed."""
+    report = venv.with_suffix(".xml")
+    report.unlink(missing_ok=True)
+    files = ["tests"] if suite else [f"tests/test_{name}.py" for name in TESTS]
+    code = run_in(venv, log, "python", "-m", "pytest", "-qrs", "-p", "no:cacheprovider",
+                  f"--junitxml={report}", *files)
+    if not report.exists():
+        raise ChildProcessError(f"pytest ended with {code} and no report")
+    found = ElementTree.parse(report).getroot().find("testsuite")
+    failed = [f"{case.get('classname')}::{case.get('name')}" for case in found.iter("testcase")
+              if case.find("failure") is not None or case.find("error") is not None]
+    return int(found.get("tests")), failed, int(found.get("skipped")), float(found.get("time"))
+
+
+def try_version(version, flags):
+    """Install, test, delete -> the row of the table: a str for each of HEAD. ChildProcessError: see above."""
+    folder, lowest, code = flags.work / version, f"{version}.".startswith(f"{OLDEST}."), commit()
+    venv, what = folder / "venv", "suite" if flags.suite else "list"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{what}.log", "w") as log:
+        install(version, lowest, venv, log)
+        total, failed, skipped, seconds = run_tests(venv, flags.suite, log)
+    ask = "import torch, triton; print(torch.__version__, triton.__version__)"
+    torch, triton = subprocess.run([venv / "bin/python", "-c", ask], cwd=folder, capture_output=True,
+                                   text=True, check=True).stdout.split()
+    if not flags.keep:
+        shutil.rmtree(venv)
+    return [torch, what, triton, "lowest" if lowest else "pinned", str(total - len(failed) - skipped),
+            str(len(failed)), str(skipped), f"{seconds:.0f}", code,
+            ", ".join(failed).replace("|", "/") or "none"]
+
+
+# -----------------------------------------------------------------------------
+# the page
+
+def read_rows():
+    """-> {(torch without its +build, tests): row} of the page's table."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")]
+            for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    return {(row[0].split("+")[0], row[1]): row for row in rows[2:]}  # after the head and its rule
+
+
+def write_rows(rows):
+    """Put these rows, the oldest torch first, in the place of the page's."""
+    def age(item):
+        (torch, what), _ = item
+        return [int(n) for n in torch.split(".")], what
+    table = [HEAD, ["---"] * len(HEAD), *(row for _, row in sorted(rows.items(), key=age))]
+    lines = PAGE.read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    text = [line for line in lines if not line.startswith("|")]
+    text[at:at] = [f"| {' | '.join(row)} |" for row in table]
+    PAGE.write_text("\n".join(text) + "\n")
+
+
+@wrong_input()
+def main(argv=None):
+    flags = command_line(Flags, sys.argv[1:] if argv is None else argv, "torch_versions.py",
+                         "Run the tests with several versions of torch, each in a venv of its own. "
+                         "docs/torch-versions.md gets a row for each.")
+    outcome = Outcome.DONE
+    for version in last_releases(flags.versions):
+        key = version, "suite" if flags.suite else "list"
+        row = read_rows().get(key)
+        if row and row[HEAD.index("commit")] == commit() and not row[HEAD.index("commit")].endswith("+"):
+            print(f"torch {version}: done at this commit: delete its row to repeat it", flush=True)
+        else:
+            print(f"torch {version}: {flags.work / version / key[1]}.log grows", flush=True)
+            try:
+                row = try_version(version, flags)
+            except ChildProcessError as e:
+                print(f"torch {version}: {e}: see its log", flush=True)
+                outcome = Outcome.FAILED
+                continue
+            write_rows({**read_rows(), key: row})
+        print(", ".join(f"{title} {cell}" for title, cell in zip(HEAD, row, strict=True)), flush=True)
+        if row[HEAD.index("failed")] != "0":
+            outcome = Outcome.FAILED
+    return outcome
+
+
+if __name__ == "__main__":
+    start(main)
