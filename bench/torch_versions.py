@@ -28,7 +28,8 @@ from config import Outcome, command_line, wrong_input
 PAGE = ROOT / "docs/torch-versions.md"
 TESTS = ("layouts", "moe", "parallel", "checkpoint", "resume", "launch", "graph", "symm_mem", "kernels")
 OLDEST = "2.8"  # runs with the lowest versions that requirements-site.txt allows, and with these:
-SITE = "mpi4py==4.1.0", "mpich==4.3.1"  # the site's own there. older ones have no wheels
+SITE = {"mpi4py": "4.1.0", "mpich": "4.3.1", "pyarrow": "18.1.0"}  # older MPIs have no wheels; a newer
+# pyarrow refuses the lowest numpy
 HEAD = ("torch", "tests", "triton", "others", "passed", "failed", "skipped", "seconds", "commit",
         "which failed")
 CODE = ".", ":!docs", ":!*.md"  # what a commit must have changed to count
@@ -72,11 +73,11 @@ def commit():
 def packages(lowest):
     """-> the requirements beside torch, as a list of str; lowest: each in the oldest version that is allowed.
     Triton is torch's own, and no test needs ruff or wandb."""
-    names = f"requirements{'-site' * lowest}.txt", "requirements-test.txt"
-    lines = [line.split("#")[0].split(";")[0].strip() for name in names
+    files = f"requirements{'-site' * lowest}.txt", "requirements-test.txt"
+    lines = [re.match(r"(?!torch|triton|ruff|wandb)(\w+)[>=]=([\d.]+)", line) for name in files
              for line in (ROOT / name).read_text().splitlines()]
-    found = [line for line in lines if re.match(r"(?!torch|triton|ruff|wandb)\w", line)]
-    return [*SITE, *(re.sub(r">=([\d.]+).*", r"==\1", line) for line in found)] if lowest else found
+    found = dict(line.groups() for line in lines if line) | (SITE if lowest else {})
+    return [f"{name}=={version}" for name, version in found.items()]
 
 
 def run_in(venv, log, *words):
