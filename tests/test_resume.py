@@ -129,6 +129,12 @@ def test_resume_of_a_finished_run_changes_nothing(tmp_path):
     assert len(go(1, tmp_path, "--steps=4", "--decay-steps=3", "--resume=auto")["steps"]) == 1
 
 
+def heed(world, number):
+    """A rank of the pool obeys this signal from now on. It inherits what nohup and a script's & ignore."""
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("why", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "--max-minutes"])
 def test_a_stopped_run_saves_and_exits_with_85(why, tmp_path):
     """A signal on one rank, or --max-minutes, stops both ranks after a step. The resumed run ends with the
@@ -140,6 +146,7 @@ def test_a_stopped_run_saves_and_exits_with_85(why, tmp_path):
         stopped = go(2, out, *flags, "--max-minutes=1e-6", code=85)
         at = 1
     else:
+        run_ranks(2, heed, getattr(signal, why))
         stopped = go(2, out, *flags, plan={3: getattr(signal, why).value}, code=85)
         at = 3  # the step in progress is completed
     assert f"stopped by {why.strip('-')} after step {at}" in stopped["out"] and len(stopped["steps"]) == at
