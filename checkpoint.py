@@ -68,19 +68,6 @@ def save(root, step, rank, writers, shards, meta, keep=0, timeout=600.0, run_id=
     return Path(root) / f"step_{step:06d}"
 
 
-def refuse_not_finite(shards):
-    """ValueError, with the tensor, where an element of the host copies is nan or inf: such a checkpoint is of
-    no use, and --keep would delete a good one for it. numpy: torch's threads are those of the training."""
-    import numpy as np
-    import torch
-    for name, t, _, _ in shards:
-        values = (t.float() if t.dtype == torch.bfloat16 else t).detach().numpy()
-        with np.errstate(over="ignore", invalid="ignore"):
-            finite = np.isfinite(values.sum()) or np.isfinite(values).all()  # a sum is nan or inf if one is
-        if not finite:
-            raise ValueError(f"{name} holds values that are not finite")
-
-
 def write_part(tmp, rank, shards):
     """Write this rank's shards as rank_R.safetensors, then their list as rank_R.json: the part is done."""
     tmp.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ from parallel import Axis
 from runtime.launch import exit_together
 from skip import Ranges
 from tools import files
-from tools.checksum import checksum
+from tools.checksum import checksum, refuse_not_finite
 from tools.files import warn
 
 # -----------------------------------------------------------------------------
@@ -397,7 +397,7 @@ class Job:
         try:
             if self.copied is not None:
                 self.copied.synchronize()
-            checkpoint.refuse_not_finite(self.copies)
+            refuse_not_finite(self.copies)
             checkpoint.write_part(self.tmp, s.axis.rank, self.copies)
             self.part_done.set()
             if s.axis.rank == 0:

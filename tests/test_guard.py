@@ -381,7 +381,7 @@ def test_trace_says_where_it_is_and_how_to_look_at_it(tmp_path, capfd):
     assert steps == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}  # from 0
     (tmp_path / "profile.html").touch()
     log.farewell(Outcome.DONE, None, State(step=3), tmp_path, 0)
-    assert capfd.readouterr().out.endswith("holds profile.html, trace.json\n")
+    assert " ".join(capfd.readouterr().out.split()).endswith("holds profile.html, trace.json")
 
 
 def test_a_profile_without_pyinstrument_costs_one_line(monkeypatch, capsys):

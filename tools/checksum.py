@@ -1,4 +1,5 @@
-"""A checksum of a tensor's bits, computed on its device."""
+"""What is looked at before weights are trusted: a checksum of a tensor's bits, and whether it is finite."""
+import numpy as np
 import torch
 
 CHUNK = 2**24  # elements that checksum widens at once
@@ -15,3 +16,14 @@ def checksum(t):
         weight = torch.arange(first, first + part.numel(), device=v.device) * 2 + 1
         sums += torch.stack([part.sum(), (part * weight).sum()])
     return sums
+
+
+def refuse_not_finite(shards):
+    """ValueError, with the tensor, where an element of the host copies is nan or inf: such a checkpoint is of
+    no use, and --keep would delete a good one for it. numpy: torch's threads are those of the training."""
+    for name, t, _, _ in shards:
+        values = (t.float() if t.dtype == torch.bfloat16 else t).detach().numpy()
+        with np.errstate(over="ignore", invalid="ignore"):
+            finite = np.isfinite(values.sum()) or np.isfinite(values).all()  # a sum is nan or inf if one is
+        if not finite:
+            raise ValueError(f"{name} holds values that are not finite")
