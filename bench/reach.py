@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fast.choose import peer_access
 from ops.grouped_mm import use_grouped_mm
+from tools.accelerator import ask
 
 SHOW_ALL = ("srun --gpus-per-node=N --gpu-bind=none; with Cray's MPI export MPICH_GPU_SUPPORT_ENABLED=0, "
             "else MPI_Init initialises CUDA before a rank can be shown more GPUs")
@@ -28,9 +29,9 @@ def gpus_seen(world):
     """Does each process of this node see all of its GPUs? Collective."""
     mine = None
     if world.device.type != "cpu":
-        module = torch.get_device_module(world.device)
-        identity = str(getattr(module.get_device_properties(world.device), "uuid", world.device.index))
-        mine = world.shown, world.device.index, identity, module.device_count()
+        properties = ask(world.device, "get_device_properties")
+        identity = str(getattr(properties, "uuid", world.device.index))
+        mine = world.shown, world.device.index, identity, torch.accelerator.device_count()
     host = socket.gethostname()
     told = world.axis.gather_objects((host, mine))  # a few words per rank, over the world
     here = [row for there, row in told if there == host]

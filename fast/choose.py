@@ -63,8 +63,6 @@ def choose(cfg, mesh, device, reach=None):
             and reach(mesh, mesh.stage, device))
     graph = static_shapes(cfg, mesh, device)
     one_sided = graph and cfg.n_experts > 0 and mesh.ep.size > 1 and reach(mesh, mesh.ep, device)
-    if one_sided and not needs_row_limit(cfg, mesh):
-        one_sided = grouped_mm_possible(cfg)
     return Choice(graph, one_sided, peer, single)
 
 
@@ -75,8 +73,8 @@ def has_cuda_api(device):
 
 def static_shapes(cfg, mesh, device):
     """Whether every step launches the same kernels on the same shapes (rows by symmetric memory)."""
-    if cfg.n_experts and not cfg.capacity_factor and not grouped_mm_possible(cfg):
-        return False  # the loop over experts reads row counts on the host
+    if cfg.n_experts and not grouped_mm_possible(cfg, device):
+        return False  # without kernels the loop over experts and the counting sort read counts on the host
     return (has_cuda_api(device) and cfg.cuda_graph and not cfg.timers and mesh.pp.size == 1
             and (cfg.recompute == "none" or cfg.dropout == 0)  # their masks would be drawn at other offsets
             and (cfg.ep_slack > 0 or not needs_row_limit(cfg, mesh)))
@@ -87,9 +85,11 @@ def needs_row_limit(cfg, mesh):
     return cfg.n_experts > 0 and cfg.capacity_factor == 0 and mesh.ep.size > 1
 
 
-def grouped_mm_possible(cfg):
-    """Whether the experts' products are one kernel each on a GPU: in every dtype that Triton multiplies."""
-    return DTYPES[cfg.dtype] in backend.DTYPES
+def grouped_mm_possible(cfg, device):
+    """Whether the experts' products are one kernel each: a dtype and a device (plan.py's has no index) of
+    Triton's."""
+    here = device.index is None or device.type in backend.TRITON_DEVICES
+    return here and DTYPES[cfg.dtype] in backend.DTYPES
 
 
 HIDDEN = ("note: the processes of {} see different GPUs and cannot be shown all of the node's: NCCL is used, "

@@ -57,8 +57,7 @@ class GraphedStep:
          makes it NaN on every rank, so all decide alike
       2. the update is launched before the host looks: with a NaN norm it is a no-op, and the GPU stays busy
       3. the host reads the loss; if it is not finite, whatever the cause, the plain step does the same
-      batches with all_to_all,
-         whose messages have the exact size, and the buffers grow for the next step
+         batches with all_to_all, whose messages have the exact size, and the buffers grow for the next step
     ZeRO-1's new weights are gathered by the first nodes of the graph. With peer copies the embedding's
     bucket, which the forward needs first, is gathered right after its update."""
 
@@ -85,7 +84,8 @@ class GraphedStep:
             stats = plain.opt.stats(loss, full)
         if sizer is None:
             return plain.finish(stats, number, guard)
-        look_first = guard is not None and guard.sigma > 0  # then the host looks before every update
+        # the host looks first where a guard may veto the update, or a void one would change the loss scale
+        look_first = plain.opt.loss_scale is not None or (guard is not None and guard.sigma > 0)
         if not look_first:
             found_inf = plain.update(stats._replace(grad_norm=stats.grad_norm + 0 * stats.loss), number)
         if self.overflowed(stats.loss):

@@ -120,13 +120,13 @@ def n_programs(device):
     if device.type == "cpu":
         return 3  # Triton's interpreter
     gpu = torch.get_device_module(device).get_device_properties(device)
-    return PROGRAMS_PER_SM * gpu.multi_processor_count
+    return PROGRAMS_PER_SM * (getattr(gpu, "multi_processor_count", 0) or gpu.gpu_subslice_count)  # Intel's
 
 
 def precision(x):
-    """-> how tl.dot multiplies: fp32 as torch's own matrix products do."""
+    """-> how tl.dot multiplies fp32: as torch's own products do. AMD takes no tf32 for other dtypes."""
     exact = torch.get_float32_matmul_precision() == "highest"
-    return "ieee" if x.dtype == torch.float32 and exact else "tf32"
+    return "tf32" if x.dtype == torch.float32 and not exact else "ieee"
 
 
 def next_power_of_2(n):

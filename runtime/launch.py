@@ -268,23 +268,23 @@ def _end_all_on_exception(rank, comm):
 
 
 def show_all_gpus(store, rank, size, local):
-    """Let this process see every GPU that some process of its node sees -> the index of its own one. None:
-    nothing was changed. Call it before CUDA is initialised. Collective over the world."""
+    """Let this process see every GPU that some process of its node sees -> (host of each rank, the index of
+    the own GPU; None: nothing was changed). Call it before CUDA is initialised. Collective over the world."""
     def tell(key, value, ranks):
         store.set(f"{key}/{rank}", json.dumps(value))
         return [json.loads(text) for text in store.multi_get([f"{key}/{r}" for r in ranks])]
 
     given, host = os.environ.get(visible.VARIABLE), socket.gethostname()
-    told = tell("shown", (host, local, given if visible.cuda_is_untouched() else None), range(size))
-    here = sorted((r for r in range(size) if told[r][0] == host), key=lambda r: told[r][1])
-    if (joined := visible.join([told[r][2] for r in here])) is None:
-        return None
-    union, own = joined
-    os.environ[visible.VARIABLE] = ",".join(union)
-    if all(tell("sees all", visible.count_in_new_process() == len(union), here)):
-        return union.index(own[here.index(rank)])
-    os.environ[visible.VARIABLE] = given  # a cgroup hides GPUs from a process: choose.peer_access says so
-    return None
+    mine = host, local, given if visible.cuda_is_untouched() else None
+    hosts, places, shown = zip(*tell("shown", mine, range(size)), strict=True)
+    here = sorted((r for r in range(size) if hosts[r] == host), key=places.__getitem__)
+    if joined := visible.join([shown[r] for r in here]):
+        union, own = joined
+        os.environ[visible.VARIABLE] = ",".join(union)
+        if all(tell("sees all", visible.count_in_new_process() == len(union), here)):
+            return hosts, union.index(own[here.index(rank)])
+        os.environ[visible.VARIABLE] = given  # a cgroup hides GPUs from a process: choose.peer_access says so
+    return hosts, None
 
 
 def select_device(local, local_size, own=None):
@@ -332,10 +332,11 @@ def launch(timeout=600.0, quiet=False, joining=lambda where, size: None):
         leaders = sorted(set(comm.allgather(leader)))
         node, n_nodes = leaders.index(leader), len(leaders)
     _end_all_on_exception(rank, comm)
-    backend, shown, own, wait = "none", os.environ.get(visible.VARIABLE), None, timedelta(seconds=timeout)
+    backend, hosts, own, shown = "none", [], None, os.environ.get(visible.VARIABLE)
+    wait = timedelta(seconds=timeout)
     if size > 1:
         store = _store(launcher, comm, rank, size, n_nodes, wait)
-        own = show_all_gpus(store, rank, size, local)
+        hosts, own = show_all_gpus(store, rank, size, local)
     device, threads = select_device(local, local_size, own)
     if size > 1:
         backend = fast = dist.get_default_backend_for_device(device)  # nccl, xccl or gloo
@@ -347,7 +348,7 @@ def launch(timeout=600.0, quiet=False, joining=lambda where, size: None):
                                 device_id=None if device.type == "cpu" else device)
     joining("", size)
     world = World(rank, size, local, local_size, node, n_nodes, launcher, device, backend, threads, shown)
-    world.nodes.extend(world.axis.gather_objects(node))  # one integer from each rank to all, over the world
+    world.nodes.extend(list(dict.fromkeys(hosts)).index(host) for host in hosts)
     if not quiet and local == 0:
         print_node(world)
     return world

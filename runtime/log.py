@@ -140,8 +140,7 @@ def groups_over_nodes(cfg, mesh, nodes, vocab_size):
     lines, here = [], min(Counter(nodes).values(), default=0)  # here: ranks of a node, of the smallest one
     sent = traffic(cfg, mesh, vocab_size, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
     for name, size in (("tp", cfg.tp), ("ep", cfg.ep)):  # make_mesh: both are groups of consecutive ranks
-        groups = [nodes[i:i + size] for i in range(0, len(nodes), size)]
-        apart = [group for group in groups if len(set(group)) > 1]
+        apart = [group for i in range(0, len(nodes), size) if len(set(group := nodes[i:i + size])) > 1]
         if not apart:
             if size > 1 and len(set(nodes)) > 1:
                 lines.append(f"{name} {size}: each group stays inside a node")
@@ -151,9 +150,9 @@ def groups_over_nodes(cfg, mesh, nodes, vocab_size):
         cure = ("place the ranks node by node (srun --distribution=block, mpiexec --map-by slot)"
                 if here % size == 0 else f"try --{name} {largest_divisor(size, size, here)}"
                 + f", or a multiple of {size} ranks on each node" * (here > size))
-        lines.append(f"note: {len(apart)} of {len(groups)} groups of {name} {size} span nodes, of {here} "
-                     f"rank{'s' * (here > 1)}: {crossing / 1e6:.4g} MB per rank and step cross the network, "
-                     f"{crossing / NETWORK * 1e3:.3g} ms at {NETWORK / 1e9:.0f} GB/s; {cure}")
+        lines.append(f"note: {len(apart)} of {len(nodes) // size} groups of {name} {size} span nodes, of "
+                     f"{here} rank{'s' * (here > 1)}: {crossing / 1e6:.4g} MB per rank and step cross the "
+                     f"network, {crossing / NETWORK * 1e3:.3g} ms at {NETWORK / 1e9:.0f} GB/s; {cure}")
     return lines
 
 

@@ -11,8 +11,8 @@ import subprocess
 import sys
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-COUNT = ("import ctypes; driver, count = ctypes.CDLL('libcuda.so.1'), ctypes.c_int(); driver.cuInit(0); "
-         "driver.cuDeviceGetCount(ctypes.byref(count)); print(count.value)")
+COUNT = ("import ctypes, signal; signal.alarm(60); driver, count = ctypes.CDLL('libcuda.so.1'), "
+         "ctypes.c_int(); driver.cuInit(0); driver.cuDeviceGetCount(ctypes.byref(count)); print(count.value)")
 
 
 def join(shown):

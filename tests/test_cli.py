@@ -492,7 +492,7 @@ SCHEMAS = [  # value, schema, and how the message goes on; "" if the value is ri
     (["rms"], typing.Literal["rms", "layer"], "not one of rms, layer"), ("x" * 999, int, "...")]
 
 
-@pytest.mark.parametrize("value,schema,say", SCHEMAS, ids=lambda v: str(v)[:30])
+@pytest.mark.parametrize("value,schema,say", SCHEMAS, ids=lambda v: getattr(v, "__name__", str(v)[:30]))
 def test_a_schema_names_the_first_wrong_value(value, schema, say):
     with pytest.raises(ValueError) if say else contextlib.nullcontext() as e:
         check_schema(value, schema, "f.json")

@@ -303,7 +303,7 @@ def see_all(world, port, shown, hosts, started, in_cgroup):
         if shown[world.rank] is not None:
             os.environ[visible.VARIABLE] = shown[world.rank]
         store = launch._store("torchrun", None, world.rank, world.size, 1, timedelta(seconds=20))
-        own = launch.show_all_gpus(store, world.rank, world.size, world.local_rank)
+        _, own = launch.show_all_gpus(store, world.rank, world.size, world.local_rank)
         world.barrier()  # the store is rank 0's
         return own, os.environ.get(visible.VARIABLE)
 

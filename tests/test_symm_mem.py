@@ -109,7 +109,7 @@ def steps_are_equal(got, want):
 
 def capacity_steps(world, flags):
     operations = []
-    with gpu_branches(), mock.patch.object(choose, "grouped_mm_possible", lambda _: True), \
+    with gpu_branches(), mock.patch.object(choose, "grouped_mm_possible", lambda *_: True), \
             mock.patch.object(SharedBuffer, "sleep", lambda self: operations.append(1)):
         return *three_steps(world, flags, 1.0), len(operations)
 
