@@ -27,17 +27,18 @@ from config import Outcome, command_line, wrong_input
 
 PAGE = ROOT / "docs/torch-versions.md"
 TESTS = ("layouts", "moe", "parallel", "checkpoint", "resume", "launch", "graph", "symm_mem", "kernels")
-OLDEST = "2.8"  # runs with the lowest versions that requirements-site.txt allows, and with these:
-SITE = {"mpi4py": "4.1.0", "mpich": "4.3.1", "pyarrow": "18.1.0"}  # older MPIs have no wheels; a newer
-# pyarrow refuses the lowest numpy
+# torch older than that of requirements.txt runs with the lowest versions of requirements-site.txt, and these
+# newer ones would not do: Triton 3.6's interpreter, of torch 2.10 and 2.11, fails with numpy 2.4
+SITE = {"mpi4py": "4.1.0", "mpich": "4.3.1",  # older ones have no wheels
+        "pyarrow": "18.1.0"}  # a newer one refuses the lowest numpy
 HEAD = ("torch", "tests", "triton", "others", "passed", "failed", "skipped", "seconds", "commit",
         "which failed")
-CODE = ".", ":!docs", ":!*.md"  # what a commit must have changed to count
+CODE = ".", ":!docs", ":!*.md", ":!bench/torch_versions.py"  # what a commit must have changed to count
 
 
 @dataclass(frozen=True)
 class Flags:
-    versions: tuple[str, ...] = (OLDEST, "2.10", "2.11", "2.13", "newest")  # of torch
+    versions: tuple[str, ...] = ("2.8", "2.10", "2.11", "2.13", "newest")  # of torch
     suite: bool = False  # run the whole suite, not only the list
     work: Path = ROOT / "out/torch-versions"  # folder of the venvs and of what pip and pytest print
     keep: bool = False  # do not delete the venvs
@@ -113,9 +114,15 @@ def run_tests(venv, suite, log):
     return int(found.get("tests")), failed, int(found.get("skipped")), float(found.get("time"))
 
 
+def numbers(version):
+    """"2.10.0" -> [2, 10, 0]"""
+    return [int(n) for n in version.split(".")]
+
+
 def try_version(version, flags):
     """Install, test, delete -> the row of the table: a str for each of HEAD. ChildProcessError: see above."""
-    folder, lowest, code = flags.work / version, f"{version}.".startswith(f"{OLDEST}."), commit()
+    pinned = re.search(r"^torch==([\d.]+)", (ROOT / "requirements.txt").read_text(), re.M)[1]
+    folder, lowest, code = flags.work / version, numbers(version) < numbers(pinned), commit()
     venv, what = folder / "venv", "suite" if flags.suite else "list"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"{what}.log", "w") as log:
@@ -145,7 +152,7 @@ def write_rows(rows):
     """Put these rows, the oldest torch first, in the place of the page's."""
     def age(item):
         (torch, what), _ = item
-        return [int(n) for n in torch.split(".")], what
+        return numbers(torch), what
     table = [HEAD, ["---"] * len(HEAD), *(row for _, row in sorted(rows.items(), key=age))]
     lines = PAGE.read_text().splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("|"))
