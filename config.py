@@ -79,7 +79,7 @@ class Config:
     # the balanced number of rows; a step that needs more is computed again without; 0 turns the graph off
     ep_slack: float = 2.5
     pp_layers: str = ""  # a,b,c: blocks of each stage; default: balanced, embedding and head count as a block
-    zero: Literal[0, 1] = 0  # 1: each replica keeps and updates only its share of the optimizer state
+    zero: Literal[0, 1, 2] = 0  # replicas share out 1: the optimizer's state, 2: gradients too
     recompute: Literal["none", "full"] = "none"  # full: keep a block's input only, run it again in backward
     # batch
     micro_batch: int = 8  # sequences per data-parallel replica and micro-step
@@ -142,12 +142,11 @@ LLAMA = dict(norm="rms", mlp="swiglu", pos="rope", bias=False, tied=False, dropo
 LARGE = dict(dtype="bf16", log_every=10, eval_every=500, save_every=1000)
 GPT2_SMALL = dict(GPT2, n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hidden=3072, seq_len=1024,
                   lr=6e-4, compile=True, **LARGE)
-DENSE_210M = dict(LLAMA, n_layer=24, n_head=4, n_kv_head=1, n_embd=512, ffn_hidden=1792, seq_len=2048,
-                  rope_base=100000.0, vocab_size=128256, micro_batch=8, steps=20_000, lr=1e-3, warmup=200,
-                  compile=True, **LARGE)
+LARGE_LLAMA = dict(LLAMA, seq_len=2048, steps=20_000, compile=True, **LARGE)
+DENSE_210M = dict(LARGE_LLAMA, n_layer=24, n_head=4, n_kv_head=1, n_embd=512, ffn_hidden=1792,
+                  rope_base=100000.0, vocab_size=128256, micro_batch=8, lr=1e-3, warmup=200)
 PRESETS = {
-    "tiny": dict(),
-    "tiny-moe": dict(n_experts=8, top_k=2),
+    "tiny": dict(), "tiny-moe": dict(n_experts=8, top_k=2),
     "shakespeare-char": dict(GPT2, n_layer=6, n_head=6, n_kv_head=6, n_embd=384, ffn_hidden=1536, seq_len=256,
                              bias=False, dropout=0.2, micro_batch=64, steps=5000, lr=1e-3, min_lr=1e-4,
                              warmup=100, beta2=0.99, dtype="bf16", log_every=10, eval_every=250,
@@ -156,9 +155,10 @@ PRESETS = {
     "gpt2": dict(GPT2_SMALL, micro_batch=32, global_batch=480, steps=100_000, warmup=2000),
     "dense-210m": DENSE_210M,
     "moe-4b": dict(DENSE_210M, n_experts=64, top_k=1),
-    "smol-1.7b": dict(LLAMA, n_layer=24, n_head=32, n_kv_head=32, n_embd=2048, ffn_hidden=8192, seq_len=2048,
-                      vocab_size=49152, micro_batch=4, steps=20_000, lr=5e-4, warmup=500, compile=True,
-                      **LARGE),
+    "smol-1.7b": dict(LARGE_LLAMA, n_layer=24, n_head=32, n_kv_head=32, n_embd=2048, ffn_hidden=8192,
+                      vocab_size=49152, micro_batch=4, lr=5e-4, warmup=500),
+    "llama-7b": dict(LARGE_LLAMA, n_layer=32, n_head=32, n_kv_head=32, n_embd=4096, ffn_hidden=11008,
+                     vocab_size=32000, micro_batch=1, lr=3e-4, warmup=2000),
     "bloom-176b": dict(GPT2, n_layer=70, n_head=112, n_kv_head=112, n_embd=14336, ffn_hidden=57344,
                        seq_len=2048, vocab_size=250880, micro_batch=2, global_batch=2048, steps=100_000,
                        lr=6e-5, warmup=375, **LARGE),

@@ -144,16 +144,15 @@ class Optimizer:
         """The model's weights were overwritten, equally on all replicas. A master that still rounds to its
         weight is kept (with the first replica's low bits); another takes the weight's value. Collective."""
         for m, b in zip(self.masters, self.dp.buckets, strict=True):
-            own = b.flat[b.shard]
-            if b.shards < b.axis.size and m.dtype != own.dtype:
+            if b.shards < b.axis.size and m.dtype != b.own.dtype:
                 b.axis.broadcast(m)  # n masters, first replica to all, over the bucket's axis
-            m.copy_(torch.where(m.to(own.dtype) == own, m, own.to(m.dtype)))
+            m.copy_(torch.where(m.to(b.own.dtype) == b.own, m, b.own.to(m.dtype)))
 
     @torch.no_grad()
     def masters_to_model(self):
         """The masters' values become the model's weights, on this rank and (ZeRO-1) on the others."""
         for m, b in reversed(list(zip(self.masters, self.dp.buckets, strict=True))):
-            b.flat[b.shard].copy_(m)  # rounds; a no-op where master is a view of flat
+            b.own.copy_(m)  # rounds; a no-op where both are one
             self.dp.on_updated(b)
 
     @torch.no_grad()
@@ -228,8 +227,8 @@ class Optimizer:
                                found_inf]).float()
         for b, m, g, decay in reversed(list(zip(self.dp.buckets, self.masters, self.grads, self.adam.decay,
                                                 strict=True))):
-            state, flat = self.adam.state[m], b.flat[b.shard]
+            state = self.adam.state[m]
             kernels.adamw[(-(-m.numel() // 2048),)](
-                m, g, state["exp_avg"], state["exp_avg_sq"], flat, scalars, 1 - lr * decay, 1 - beta1,
-                1 - beta2, eps, m.numel(), OUT=flat.dtype != m.dtype, BLOCK=2048, num_warps=8)
+                m, g, state["exp_avg"], state["exp_avg_sq"], b.own, scalars, 1 - lr * decay, 1 - beta1,
+                1 - beta2, eps, m.numel(), OUT=b.own.dtype != m.dtype, BLOCK=2048, num_warps=8)
             self.dp.on_updated(b)

@@ -275,7 +275,7 @@ def all_to_all(x, axis, send=None, receive=None):
 
 
 # -----------------------------------------------------------------------------
-# data parallelism and ZeRO-1: flat buckets, reduced while backward still runs
+# data parallelism and ZeRO-1: flat buckets, reduced while backward still runs. zero.py: ZeRO-2 and ZeRO-3
 
 class Comm:
     """How a bucket's gradients and weights travel: NCCL or gloo (fast/peer.py has the other way). grad_dtype
@@ -286,9 +286,8 @@ class Comm:
 
     def allocate(self, bucket, weights):
         """weights (n,) in at least fp32 -> flat (n,) in the model's dtype, grad (n,), total (n/shards,)."""
-        dtype = bucket.dtype
-        flat = weights if weights.dtype == dtype else torch.zeros_like(weights, dtype=dtype)
-        grad = torch.zeros_like(weights, dtype=self.grad_dtype or torch.promote_types(dtype, torch.float32))
+        flat = weights if weights.dtype == bucket.dtype else torch.zeros_like(weights, dtype=bucket.dtype)
+        grad = torch.zeros_like(weights, dtype=self.grad_dtype)
         return flat, grad, grad[bucket.shard]
 
     def start_reduce(self, bucket):
@@ -300,7 +299,7 @@ class Comm:
     def start_gather(self, bucket):
         """Start sending this rank's stepped slice of bucket.flat to the others -> a handle with wait()."""
         # n/size weights from each rank to all, over the bucket's axis
-        return bucket.axis.start_all_gather(bucket.flat, bucket.flat[bucket.shard])
+        return bucket.axis.start_all_gather(bucket.flat, bucket.own)
 
 
 class Bucket:
@@ -309,8 +308,9 @@ class Bucket:
         flat (n,)           the weights in the model's dtype; every p.data is a view of it
         grad (n,)           their gradients
         total (n/shards,)   the ranks' sum, for the slice that this rank updates
-        master (n/shards,)  that slice of the weights in at least fp32, initially unrounded: small first
-                            updates then change the rounded weights. A view of flat if the model is fp32
+        own (n/shards,)     that slice of flat
+        master (n/shards,)  the same in at least fp32, initially unrounded: small first updates then change
+                            the rounded weights. A view of flat if the model is fp32
     ZeRO-1 (arXiv:1910.02054, section 5.1): each of the axis' ranks owns a slice of n/size elements, updates
     only that, and sends the new weights to the others. Without ZeRO every rank owns all: shards is 1."""
 
@@ -337,6 +337,7 @@ class Bucket:
             start += p.numel()
         self.master = weights[self.shard] if weights is self.flat else weights[self.shard].clone()
         self.flat.copy_(weights)
+        self.own = self.flat[self.shard]
         self.gather_handle = None  # of the running all-gather of new weights, or None
         self.reset()
 
@@ -347,8 +348,7 @@ class Bucket:
     def reset(self):
         """A new optimizer step: no gradient has come yet."""
         self.untouched = [True] * len(self.params)
-        self.pending_params = len(self.params)
-        self.reduce_handle = None
+        self.pending_params, self.reduce_handle = len(self.params), None
 
     def on_grad_ready(self, i, is_last_microbatch):
         """Backward has made parameter i's gradient. With all of the last micro-batch the reduction starts."""
@@ -403,15 +403,17 @@ class DataParallel:
     optimizer has written a bucket's slice it calls on_updated(bucket). Call wait_for_weights(module) before
     reading weights: the model does, module by module, in every forward.
     dtype: of the weights from now on. comm(axis) -> the Comm of a bucket that is reduced over axis."""
+    make_bucket = Bucket
 
     def __init__(self, model, mesh, zero=0, timers=untimed, dtype=None, comm=lambda axis: Comm(),
                  bucket_elements=BUCKET_ELEMENTS):
         self.mesh, self.zero, self.timers = mesh, zero, timers
         self.is_last_microbatch = True  # the micro-batch in flight completes the step's sums
         self.buckets = []
-        for axis_name, decayed, names, params in assign_buckets(model.named_parameters(), bucket_elements):
+        for axis_name, decayed, names, params in assign_buckets(model.named_parameters(), bucket_elements,
+                                                               by_block=zero == 3):
             axis = getattr(mesh, axis_name)
-            self.buckets.append(Bucket(names, params, axis, decayed, zero, dtype, comm(axis)))
+            self.buckets.append(self.make_bucket(names, params, axis, decayed, zero, dtype, comm(axis)))
         # weak references: a hook that held the bucket would keep parameter, hook and bucket alive for ever
         dp_ref, bucket_of = weakref.proxy(self), {}
         for bucket in self.buckets:

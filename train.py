@@ -1,6 +1,6 @@
 """Train a GPT on one process or many: python train.py [PRESET] [flags], also under mpiexec, torchrun, srun.
 
-    build        model, gradient sums, optimizer of this rank      model.py parallel.py optim.py
+    build        model, gradient sums, optimizer of this rank      model.py parallel.py zero.py optim.py
     Step         one optimizer step, plainly                       pipeline.py; its fast twin: fast/graph.py
     Run          a whole run; its loop is Run.train
       prepare    who takes part: mesh, data, model                 config.py corpus/shards.py
@@ -31,11 +31,12 @@ from fast.choose import choose
 from fast.graph import make_step
 from model import DTYPES, GPT, init_weights
 from optim import Optimizer, batch_size, learning_rate
-from parallel import DataParallel, make_mesh, untimed
+from parallel import make_mesh, untimed
 from pipeline import dropout_seeds, forward_backward, forward_only, stage_layers
 from runtime import agree, log, resume, session, watch
 from skip import Guard, Ranges, corrupt_targets, give_up_message
 from tools import timing
+from zero import LEVELS
 
 # -----------------------------------------------------------------------------
 # the parts of a step; the layout tests call these, so that what is proven is what trains
@@ -53,7 +54,7 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
         # TF32 for fp32 matmuls: it represents the router's bf16 or fp16 values, cast to fp32, exactly
         torch.set_float32_matmul_precision("high" if cfg.dtype in ("bf16", "fp16") else "highest")
     init_weights(model, cfg.seed)
-    dp = DataParallel(model, mesh, cfg.zero, timers, dtype, choice.comm(cfg))
+    dp = LEVELS[cfg.zero](model, mesh, cfg.zero, timers, dtype, choice.comm(cfg))
     return model, dp, Optimizer(cfg, dp)
 
 

@@ -17,6 +17,7 @@ from cost.step_time import expected_choice
 from fast.choose import needs_row_limit
 from ops.activations import GATED
 from pipeline import stage_layers
+from zero import uses_slot
 
 GIB = 2**30
 CONTEXT = 1.2 * GIB  # CUDA context, buffers of cuBLAS and NCCL: on the card, but not torch's
@@ -90,13 +91,16 @@ def expert_activations(cfg, mesh, load_factor, choice=None):
 
 def gradient_bytes(cfg, mesh, vocab_size, choice):
     """Bytes of the gradients: sums in at least fp32, or the model's dtype where nothing is added to them.
-    Peer copies also need this rank's slice of the sums, and room for the other ranks' part of a bucket."""
+    Peer copies also need this rank's slice of the sums, and room for the other ranks' part of a bucket. From
+    ZeRO-2 on the slices are all, beside two slots in which whole buckets are summed."""
     weight, grad = element_bytes(cfg)
-    local = local_parameters(cfg, mesh, vocab_size)
+    local, buckets = local_parameters(cfg, mesh, vocab_size), local_buckets(cfg, mesh, vocab_size)
     alone, copied = unwidened_gradients(mesh, local, choice)
-    out = sum(local.values()) * grad - (alone + sum(copied.values())) * (grad - weight)
-    out += sum(n / getattr(mesh, axis).size for axis, n in copied.items()) * grad
-    buckets = local_buckets(cfg, mesh, vocab_size)
+    sliced = {axis: n for axis, n in local.items() if cfg.zero > 1 and uses_slot(getattr(mesh, axis))}
+    out = (sum(local.values()) - sum(sliced.values())) * grad
+    out -= (alone + sum(copied.values())) * (grad - weight)
+    out += sum(n / getattr(mesh, axis).size for axis, n in {**copied, **sliced}.items()) * grad
+    out += 2 * max((n for axis in sliced for n in buckets[axis]), default=0) * grad
     return out + max((n for axis in copied for n in buckets[axis]), default=0) * weight
 
 

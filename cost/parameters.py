@@ -102,8 +102,8 @@ def local_parameters(cfg, mesh, vocab_size):
 
 
 def owned_parameters(cfg, mesh, local):
-    """Parameters whose optimizer state this rank keeps; local: local_parameters. ZeRO-1 divides them among
-    the ranks of their axis."""
+    """Parameters whose optimizer state this rank keeps; local: local_parameters. ZeRO divides them among the
+    ranks of their axis."""
     return sum(n / (getattr(mesh, axis).size if cfg.zero else 1) for axis, n in local.items())
 
 

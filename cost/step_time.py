@@ -211,8 +211,8 @@ def communication_seconds(cfg, mesh, gpu, blocks, sent, direct):
 
 def exposed_seconds(mesh, gpu, reductions, slowest, overlap):
     """Seconds of the sums of gradients and the gathers of weights that compute does not hide. reductions:
-    {axis name: cost.traffic.Reduction}; slowest: seconds of a micro-batch, of which backward is 2/3; overlap:
-    which part of what could be hidden is hidden."""
+    {axis name: cost.traffic.Reduction}; slowest: seconds of the micro-batches beside which they are sent, of
+    which backward is 2/3; overlap: which part of what could be hidden is hidden."""
     strides = {"dp": mesh.tp.size, "stage": 1, "edp": mesh.ep.size, "tied": mesh.tp.size}
     exposed = 0.0
     for kind, beside in (("gradients", 2 / 3), ("weights", 1 / 3)):
@@ -263,5 +263,6 @@ def step_time(cfg, mesh, gpu, slowest, local, reductions):
     adam = owned_parameters(cfg, mesh, local) * ADAM - alone * 4
     return {"compute": micro * slowest, "bubble": (mesh.pp.size - 1) * slowest,
             "gradients": to_fp32 / (STREAM * gpu.hbm),
-            "reduce": exposed_seconds(mesh, gpu, reductions, slowest, COPIED if copied else HIDDEN),
+            "reduce": exposed_seconds(mesh, gpu, reductions, slowest * (micro if cfg.zero > 1 else 1),
+                                      COPIED if copied else HIDDEN),
             "optimizer": adam / (STREAM * gpu.hbm)}

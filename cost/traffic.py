@@ -17,6 +17,7 @@ from cost.parameters import (
 from cost.step_time import expected_choice
 from optim import StepStats
 from pipeline import stage_layers
+from zero import uses_slot
 
 
 def traffic(cfg, mesh, vocab_size, batch, choice=None):
@@ -25,7 +26,7 @@ def traffic(cfg, mesh, vocab_size, batch, choice=None):
     first, last = stage_layers(cfg, mesh.pp.size)[mesh.pp.rank]
     rows, micro = cfg.micro_batch * cfg.seq_len // mesh.tp.size, micro_batches(cfg, mesh, batch)
     sent = Counter({axis: r.gradients + r.weights
-                    for axis, r in reductions(cfg, mesh, vocab_size, choice).items()})
+                    for axis, r in reductions(cfg, mesh, vocab_size, choice, batch).items()})
     sent["tp"] += micro * tensor_parallel_bytes(cfg, mesh, first == 0, last == cfg.n_layer, last - first)
     if cfg.n_experts:
         sent["ep"] += micro * (last - first) * dispatch_bytes(cfg, mesh)
@@ -67,24 +68,26 @@ def dispatch_bytes(cfg, mesh):
 
 class Reduction(NamedTuple):
     """The sums over one axis in a step, and what follows them."""
-    gradients: float  # bytes sent while the last backward runs
+    gradients: float  # bytes sent while the last backward runs; from ZeRO-2 on, while every backward runs
     weights: float    # bytes sent while the next forward runs: ZeRO-1's all-gathers
     calls: int        # collectives of each kind, one per bucket
     last: float       # share of the bucket that leaves last and is needed first, which nothing can hide
 
 
-def reductions(cfg, mesh, vocab_size, choice=None):
+def reductions(cfg, mesh, vocab_size, choice=None, batch=0):
     """-> {axis name: Reduction}. An all-reduce is a reduce-scatter and an all-gather of gradients; ZeRO-1
-    all-gathers weights in the place of gradients; peer copies carry gradients in the model's dtype."""
+    all-gathers weights in the place of gradients; peer copies carry gradients in the model's dtype; ZeRO-2
+    reduces in every micro-batch of the step of `batch` sequences."""
     choice = choice or expected_choice(cfg, mesh)
-    weight, grad = element_bytes(cfg)
+    (weight, grad), micro = element_bytes(cfg), micro_batches(cfg, mesh, batch)
     _, copied = unwidened_gradients(mesh, local_parameters(cfg, mesh, vocab_size), choice)
     out = {}
     for axis, buckets in local_buckets(cfg, mesh, vocab_size).items():
         size, n = getattr(mesh, axis).size, sum(buckets)
         sent = (size - 1) / size * n  # elements
         if cfg.zero:
-            moved = sent * (weight if axis in copied else grad), sent * weight
+            times = micro if cfg.zero > 1 and uses_slot(getattr(mesh, axis)) else 1
+            moved = sent * (weight if axis in copied else grad) * times, sent * weight
         else:
             moved = 2 * sent * grad, 0
         out[axis] = Reduction(*moved, len(buckets), buckets[-1] / n)

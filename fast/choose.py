@@ -76,6 +76,7 @@ def static_shapes(cfg, mesh, device):
     if cfg.n_experts and not grouped_mm_possible(cfg, device):
         return False  # without kernels the loop over experts and the counting sort read counts on the host
     return (has_cuda_api(device) and cfg.cuda_graph and not cfg.timers and mesh.pp.size == 1
+            and cfg.zero < 2  # their sums start in every micro-batch, and were never captured
             and (cfg.recompute == "none" or cfg.dropout == 0)  # their masks would be drawn at other offsets
             and (cfg.ep_slack > 0 or not needs_row_limit(cfg, mesh)))
 

@@ -12,21 +12,23 @@ COPY_ALONE = 2**22  # elements from which a gradient is copied by a kernel of it
 BUCKET_ELEMENTS = 16_000_000  # a bucket is closed when it has this many
 
 
-def assign_buckets(named_parameters, bucket_elements=BUCKET_ELEMENTS):
+def assign_buckets(named_parameters, bucket_elements=BUCKET_ELEMENTS, by_block=False):
     """-> [(axis name, decayed, names, parameters)] of each bucket, in the order in which backward fills them.
     Backward reaches the last layers first, so buckets are filled in reverse. Vectors (norms, biases) have
-    buckets of their own: they are not decayed, and one bucket is one tensor of the optimizer."""
-    full, filling, elements = [], {}, Counter()  # filling: (axis name, decayed): names, parameters
+    buckets of their own: they are not decayed, and one bucket is one tensor of the optimizer. by_block
+    (ZeRO-3): no matrix shares a bucket with another block's."""
+    full, filling, elements = [], {}, Counter()  # filling: (axis name, decayed, block): names, parameters
     for name, p in reversed(list(named_parameters)):
-        key = p.reduce, uses_weight_decay(p)
+        decayed = uses_weight_decay(p)
+        key = p.reduce, decayed, ".".join(name.split(".")[:2]) if by_block and decayed else ""
         names, params = filling.setdefault(key, ([], []))
         names.append(name)
         params.append(p)
         elements[key] += p.numel()
         if elements[key] >= bucket_elements:
-            full.append((*key, *filling.pop(key)))
+            full.append((*key[:2], *filling.pop(key)))
             del elements[key]
-    return full + [(*key, names, params) for key, (names, params) in filling.items()]
+    return full + [(*key[:2], names, params) for key, (names, params) in filling.items()]
 
 
 def uses_weight_decay(p):

@@ -55,7 +55,7 @@ FLAGS = [  # wrong flags, and words that the line must contain: both numbers, an
     (["--steps"], ["--steps"]),
     (["--lr", "fast"], ["--lr", "fast"]),
     (["--norm", "batch"], ["--norm", "batch", "rms", "layer"]),
-    (["--zero", "3"], ["--zero", "3"]),
+    (["--zero", "4"], ["--zero", "4"]),
     (["--bias", "--tied=maybe"], ["--tied", "maybe", "--no-tied"]),
     (["--n-embd=18", "--n-head=4"], ["18", "4", "--n-head 3"]),
     (["--n-head=4", "--n-kv-head=3"], ["4", "3", "--n-kv-head 2"]),
@@ -273,6 +273,10 @@ PINNED = {  # preset: what differs from the defaults
     "smol-1.7b": dict(
         n_layer=24, n_head=32, n_kv_head=32, n_embd=2048, ffn_hidden=8192, vocab_size=49152, seq_len=2048,
         micro_batch=4, steps=20000, lr=0.0005, warmup=500, dtype="bf16", compile=True, log_every=10,
+        eval_every=500, save_every=1000),
+    "llama-7b": dict(
+        n_layer=32, n_head=32, n_kv_head=32, n_embd=4096, ffn_hidden=11008, vocab_size=32000, seq_len=2048,
+        micro_batch=1, steps=20000, lr=0.0003, warmup=2000, dtype="bf16", compile=True, log_every=10,
         eval_every=500, save_every=1000),
     "bloom-176b": dict(
         n_layer=70, n_head=112, n_kv_head=112, n_embd=14336, ffn_hidden=57344, vocab_size=250880,

@@ -75,10 +75,11 @@ def with_faults(world, faults, fn, *args):
 
 # ZeRO-1's all-gather of the weights overlaps with other work: reading the weights too early is a race, and a
 # test may miss it. With this edit, which is no fault, the all-gather starts only when it is waited for.
-GATHER = "bucket.axis.start_all_gather(bucket.flat, bucket.flat[bucket.shard])"
+GATHER = "bucket.axis.start_all_gather(bucket.flat, bucket.own)"
 LATE = ("parallel.Comm.start_gather", GATHER, f"type('Late', (), {{'wait': lambda _: {GATHER}.wait()}})()")
 
 ONE, DP, ZERO, PP = (1, dict()), (2, dict()), (2, dict(zero=1)), (2, dict(pp=2))  # ranks, layout
+ZERO2 = 2, dict(zero=2)
 TP, TP4, DP_TP, EP = (2, dict(tp=2)), (4, dict(tp=4)), (4, dict(tp=2)), (2, dict(ep=2))
 
 FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line[, more edits])
@@ -162,6 +163,20 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
         "[b.flat[:b.flat.numel() // b.shards] for"),
     "every slice stepped with the first slice's gradient": (
         LLAMA, ZERO, "optim.Optimizer.__init__", "b.total", "b.grad[:b.master.numel()]"),
+    # ZeRO-2
+    "slices averaged, not summed": (
+        LLAMA, ZERO2, "zero.SlotBucket.take_sum", "self.grad[self.shard]",
+        "self.grad[self.shard] / self.axis.size"),
+    "only the last micro-batch is kept": (
+        LLAMA, ZERO2, "zero.SlotBucket.take_sum", "self.total.add_(part)", "self.total.copy_(part)"),
+    "the last micro-batch is not waited for": (
+        LLAMA, ZERO2, "zero.SlotBucket.wait_grads", "self.take_sum()", "pass"),
+    "a slot is given on before its sum was taken out": (
+        MOE, ZERO2, "zero.Slot.give_to", "self.user.take_sum()", "pass"),
+    "another bucket's gradients stay in the padding": (
+        MOE, ZERO2, "zero.SlotBucket.start_reduce", "self.grad[self.used:].zero_()", "pass"),
+    "every rank keeps the first slice's sum": (
+        LLAMA, ZERO2, "zero.SlotBucket.take_sum", "self.grad[self.shard]", "self.grad[:self.total.numel()]"),
     # experts
     "experts summed over dp": (
         MOE, EP, "parallel.parameter", '"edp" if', '"dp" if'),

@@ -205,6 +205,13 @@ def test_pp_layers_and_recompute_equal_one_rank():
     compare(dict(GPT2, micro_batch=2), 4, 8, tp=2, recompute="full")
 
 
+def test_zero_2_equals_one_rank():
+    """Several micro-batches on each replica; with two stages the tied embedding too."""
+    compare(dict(LLAMA, micro_batch=2), 4, 16, tp=2, zero=2)
+    compare(dict(GPT2, micro_batch=2), 4, 12, pp=2, zero=2, recompute="full")
+    compare(dict(MOE, micro_batch=2), 4, 8, tp=2, ep=2, zero=2)
+
+
 def test_one_kv_head_under_tp_equals_one_rank():
     compare(dict(LLAMA, n_kv_head=1, micro_batch=2), 2, 4, tp=2, zero=1)
     compare(dict(LLAMA, n_kv_head=1, micro_batch=2), 4, 4, tp=4)

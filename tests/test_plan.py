@@ -218,6 +218,7 @@ BASE = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, vocab_si
             dtype="fp64", micro_batch=2, global_batch=8)
 EXPERTS = dict(BASE, n_experts=8, top_k=2)
 LAYOUTS = [dict(BASE, tp=2, pp=2), dict(BASE, tp=4, recompute="full"), dict(BASE, zero=1, tp=2),
+           dict(BASE, zero=2, pp=2, tied=True, micro_batch=1),
            dict(EXPERTS, ep=4, capacity_factor=1.0),
            dict(EXPERTS, ep=2, tp=2, capacity_factor=1.0, recompute="full"),
            dict(EXPERTS, ep=4, tp=2, n_shared_experts=1, recompute="full"), dict(EXPERTS, ep=2, tp=2),
@@ -231,7 +232,6 @@ def sent(world, flags):
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     batches = train.micro_batches(cfg, mesh, Synthetic(100, 8, 1), 0, 8, world.device)
     train.Step(cfg, model, dp, opt)(batches, 1)
-    model.wait_for_weights(model)
     axes = {name: sum(getattr(mesh, name).sent.values()) for name in mesh.__annotations__}
     return {k: v for k, v in axes.items() if v}, traffic(cfg, mesh, cfg.vocab_size, 8)
 

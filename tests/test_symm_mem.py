@@ -67,7 +67,8 @@ def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=Fals
     with contextlib.ExitStack() as stack:
         def patch(*args):
             stack.enter_context(mock.patch.object(*args))
-        patch(train, "DataParallel", functools.partial(DataParallel, bucket_elements=bucket_elements))
+        cut = functools.partial(DataParallel, bucket_elements=bucket_elements)
+        stack.enter_context(mock.patch.dict(train.LEVELS, {0: cut, 1: cut}))
         for module in (symm_mem, peer):
             patch(module, "SymmetricBuffer", SharedBuffer)
         if slack:

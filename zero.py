@@ -1,0 +1,117 @@
+"""ZeRO-2 (arXiv:1910.02054, section 5.2): parallel.py's buckets, of which a rank keeps less.
+
+n: elements of a bucket, size: ranks of its axis. At rest, and for a moment, a rank holds
+
+              weights    gradients                     masters, moments
+    zero 0    n          n                             n
+    zero 1    n          n                             n / size
+    zero 2    n          n / size, two buckets whole   n / size
+
+A bucket over an axis of one rank is an ordinary one. LEVELS[zero] is the DataParallel of each --zero.
+"""
+import torch
+
+from ops.flat import BUCKET_ELEMENTS, assign_buckets, copy_gradients
+from parallel import Bucket, Comm, DataParallel, untimed
+
+# -----------------------------------------------------------------------------
+# ZeRO-2: a rank keeps the sums of only those gradients that it steps
+
+class Slot:
+    """One of two flat buffers in which whole gradients are summed: while the sum of one bucket is on its way
+    in the first, backward fills the next bucket's in the second. user: the bucket that was here last."""
+
+    def __init__(self, n, dtype, device):
+        self.buffer, self.user = torch.zeros(n, dtype=dtype, device=device), None
+
+    def give_to(self, bucket):
+        """The slot is bucket's now, after the sum that was under way in it was taken out."""
+        if self.user is not None:
+            self.user.take_sum()
+        self.user = bucket
+
+
+class SlotComm(Comm):
+    """The Comm of one bucket whose whole gradient is in a Slot."""
+
+    def __init__(self, slot):
+        super().__init__()
+        self.slot = slot
+
+    def allocate(self, bucket, weights):
+        flat = weights if weights.dtype == bucket.dtype else torch.zeros_like(weights, dtype=bucket.dtype)
+        return flat, self.slot.buffer[:weights.numel()], torch.zeros_like(weights[bucket.shard])
+
+    def start_reduce(self, bucket):
+        # SUM, n/size of n numbers to each rank, over the bucket's axis
+        return bucket.axis.start_reduce_scatter(bucket.grad[bucket.shard], bucket.grad)
+
+
+class SlotBucket(Bucket):
+    """A Bucket that sums its gradients over the ranks after every micro-batch, and adds this rank's slice of
+    the sum to total. A gradient waits in p.grad, in the model's dtype, until the bucket's last one has come:
+    then all are copied into the slot together. grad and grads are windows of the slot, so they hold this
+    bucket's gradients only while their sum is under way."""
+
+    def reset(self):
+        self.missing = set(range(len(self.params)))  # whose gradient of this micro-batch has not come
+        self.is_first, self.reduce_handle = True, None
+
+    def on_grad_ready(self, i, is_last_microbatch):
+        self.missing.discard(i)
+        if not self.missing:
+            self.start_reduce()
+
+    def start_reduce(self):
+        self.comm.slot.give_to(self)
+        copy_gradients([(grad, p.grad) for grad, p in zip(self.grads, self.params, strict=True)])
+        self.grad[self.used:].zero_()  # the padding: another bucket's gradients were here
+        for p in self.params:
+            p.grad = None
+        self.missing = set(range(len(self.params)))
+        self.reduce_handle = self.comm.start_reduce(self)
+
+    def take_sum(self):
+        """If a sum is under way: wait for it, and add this rank's slice to those of earlier micro-batches."""
+        if self.reduce_handle is not None:
+            self.reduce_handle.wait()
+            part = self.grad[self.shard]
+            self.total.copy_(part) if self.is_first else self.total.add_(part)
+            self.is_first, self.reduce_handle = False, None
+
+    def wait_grads(self):
+        # parameters without a gradient (on all ranks alike): the sum of the others has not started
+        if len(self.missing) < len(self.params) or self.is_first and self.reduce_handle is None:
+            self.start_reduce()
+        self.take_sum()
+
+
+def uses_slot(axis):
+    """Whether a bucket over this axis is summed in every micro-batch. Tied weights of two stages are summed
+    once a step, as in ZeRO-1: within a micro-batch each stage would wait for the other's backward."""
+    return axis.size > 1 and axis.name != "tied"
+
+
+class ZeRO2(DataParallel):
+    """DataParallel with sums of gradients that are as long as this rank's slices."""
+
+    def __init__(self, model, mesh, zero, timers=untimed, dtype=None, comm=lambda axis: Comm(),
+                 bucket_elements=BUCKET_ELEMENTS):
+        sizes = [sum(p.numel() for p in params) for axis, _, _, params in
+                 assign_buckets(model.named_parameters(), bucket_elements, by_block=zero == 3)
+                 if uses_slot(getattr(mesh, axis))]
+        weight = next(model.parameters())
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        # room for the padding: slices begin at multiples of 128
+        self.slots = [Slot(max(sizes, default=0) + 128 * mesh.stage.size, wide, weight.device)
+                      for _ in range(2 * bool(sizes))]
+        super().__init__(model, mesh, zero, timers, dtype, comm, bucket_elements)
+
+    def make_bucket(self, names, params, axis, decayed, zero, dtype, comm):
+        if not uses_slot(axis):
+            return Bucket(names, params, axis, decayed, zero, dtype, comm)
+        slot = self.slots[len(self.buckets) % 2]  # in the order in which backward fills them
+        return SlotBucket(names, params, axis, decayed, zero, dtype, SlotComm(slot))
+
+
+LEVELS = {0: DataParallel, 1: DataParallel, 2: ZeRO2}
