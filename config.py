@@ -79,7 +79,7 @@ class Config:
     # the balanced number of rows; a step that needs more is computed again without; 0 turns the graph off
     ep_slack: float = 2.5
     pp_layers: str = ""  # a,b,c: blocks of each stage; default: balanced, embedding and head count as a block
-    zero: Literal[0, 1, 2] = 0  # replicas share out 1: the optimizer's state, 2: gradients too
+    zero: Literal[0, 1, 2, 3] = 0  # replicas share out 1: optimizer state, 2: gradients too, 3: weights too
     recompute: Literal["none", "full"] = "none"  # full: keep a block's input only, run it again in backward
     # batch
     micro_batch: int = 8  # sequences per data-parallel replica and micro-step

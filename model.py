@@ -86,17 +86,17 @@ def rotate(x, cos, sin):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
 
 
-def fused_linear(x, layers):
-    """Several ColumnLinears of the same input as one matrix product, outputs side by side. layers: [(layer,
-    rows of its weight to use or None for all)]. Concatenating the weights costs their bytes, a fraction of
-    what reading x once more would."""
-    def rows_of(p, rows):
-        return p if rows is None else p[rows]  # backward of p[:] would fill and copy a full-size zero tensor
-    weight = torch.cat([rows_of(layer.weight, rows) for layer, rows in layers])
-    bias = None
-    if layers[0][0].bias is not None:
-        bias = torch.cat([rows_of(layer.bias, rows) for layer, rows in layers])
-    return F.linear(x, weight, bias)
+def fused_linear(x, layers, zero):
+    """Several ColumnLinears of the same input, outputs side by side. layers: [(layer, rows of its weight to
+    use or None for all)]. One product, of the concatenated weights, reads x once; but backward keeps that
+    copy. ZeRO-3, which frees weights in between, concatenates the outputs of several products instead."""
+    def rows_of(p, rows):  # backward of p[:] would fill and copy a full-size zero tensor
+        return p if rows is None or p is None else p[rows]
+    parts = [(rows_of(layer.weight, rows), rows_of(layer.bias, rows)) for layer, rows in layers]
+    if zero == 3:
+        return torch.cat([F.linear(x, weight, bias) for weight, bias in parts], dim=-1)
+    weights, biases = zip(*parts, strict=True)
+    return F.linear(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))
 
 
 class Attention(nn.Module):
@@ -106,7 +106,7 @@ class Attention(nn.Module):
     def __init__(self, cfg, mesh):
         super().__init__()
         self.D, self.h = cfg.n_embd // cfg.n_head, cfg.n_head // mesh.tp.size
-        self.dropout, self.mesh, self.rope = cfg.dropout, mesh, cfg.pos == "rope"
+        self.dropout, self.mesh, self.rope, self.zero = cfg.dropout, mesh, cfg.pos == "rope", cfg.zero
         G, width = cfg.n_kv_head, cfg.n_kv_head * self.D
         shard_kv = G % mesh.tp.size == 0
         self.g = G // mesh.tp.size if shard_kv else 1
@@ -119,7 +119,7 @@ class Attention(nn.Module):
 
     def forward(self, x, T, cos, sin, cache=None):  # (n, C) -> (n, C)
         x = gather_rows(x, self.mesh.tp)  # (B*T, C): every rank sees all tokens, for its own heads
-        x = fused_linear(x, [(self.wq, None), (self.wk, self.kv_rows), (self.wv, self.kv_rows)])
+        x = fused_linear(x, [(self.wq, None), (self.wk, self.kv_rows), (self.wv, self.kv_rows)], self.zero)
         x = x.view(-1, T, self.h + 2 * self.g, self.D)  # from (B*T, (h + 2g)*D)
         if self.rope:
             qk, v = x.split([self.h + self.g, self.g], dim=2)
@@ -140,7 +140,7 @@ class MLP(nn.Module):
 
     def __init__(self, cfg, mesh, hidden):
         super().__init__()
-        self.tp = mesh.tp
+        self.tp, self.zero = mesh.tp, cfg.zero
         self.w1 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh)
         self.w3 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh) if cfg.mlp in GATED else None
         self.act = ACTIVATIONS[cfg.mlp]
@@ -148,7 +148,7 @@ class MLP(nn.Module):
 
     def forward(self, x):  # (n, C) -> (n, C)
         x = gather_rows(x, self.tp)  # (B*T, C)
-        h = self.w1(x) if self.w3 is None else fused_linear(x, [(self.w1, None), (self.w3, None)])
+        h = self.w1(x) if self.w3 is None else fused_linear(x, [(self.w1, None), (self.w3, None)], self.zero)
         return self.w2(self.act(h))  # (B*T, f or 2f) -> (B*T, f)
 
 
@@ -268,7 +268,7 @@ class GPT(nn.Module):
             self.norm = Norm(cfg, mesh)
             self.head = None if cfg.tied else Weight((V, C), mesh, tp_dim=0, used=vocab_size)
         self.rope = None
-        self.wait_for_weights = lambda module: None  # DataParallel puts ZeRO-1's wait here
+        self.wait_for_weights = lambda module, x=None: None  # DataParallel puts ZeRO's wait here
 
     def _positions(self, start, T, like):
         """cos, sin of positions start..start+T-1: (T, D/2) each."""
@@ -290,7 +290,7 @@ class GPT(nn.Module):
         x = self._embed(tokens, start) if self.is_first else hidden
         aux = torch.zeros((), device=tokens.device)
         for block in self.blocks.values():
-            self.wait_for_weights(block)
+            self.wait_for_weights(block, x)
             x, block_aux = block(x, T, cos, sin, cache)
             aux = aux if block_aux is None else aux + block_aux
         if cache is not None:
@@ -298,7 +298,7 @@ class GPT(nn.Module):
         if not self.is_last:
             return x, aux
         head = self.wte if self.head is None else self.head
-        self.wait_for_weights(self.norm)
+        self.wait_for_weights(self.norm, x)
         self.wait_for_weights(head)
         x = gather_rows(self.norm(x), self.mesh.tp)  # (B*T, C)
         if targets is not None and x.device.type != "cpu" and self.mesh.tp.size == 1:

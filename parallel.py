@@ -441,8 +441,8 @@ class DataParallel:
         """The optimizer wrote this rank's slice of a bucket (first layers first): send it to the others."""
         bucket.start_gather()
 
-    def wait_for_weights(self, module):
-        """The module's weights are the new ones of all ranks after this."""
+    def wait_for_weights(self, module, x=None):
+        """The module's weights are the new ones of all ranks after this. x: its input, see zero.ZeRO3."""
         buckets = [b for b in self.buckets_of[module] if b.gather_handle is not None]
         if buckets:
             with self.timers("param_gather"):  # the time that forward did not hide

@@ -214,7 +214,7 @@ def layouts(cfg, gpus, gpu):
         stage = gpus // pp
         eps = [e for e in divisors if stage % e == 0 and cfg.n_experts % e == 0] if cfg.n_experts else [1]
         sizes = [2**i for i in range(8) if batch % (2**i * (stage // tp)) == 0]
-        for ep, mbs, recompute, zero in itertools.product(eps, sizes, ("none", "full"), (0, 1)):
+        for ep, mbs, recompute, zero in itertools.product(eps, sizes, ("none", "full"), range(4)):
             this = dataclasses.replace(cfg, tp=tp, pp=pp, ep=ep, micro_batch=mbs, recompute=recompute,
                                        zero=zero, global_batch=batch)
             try:

@@ -1,14 +1,17 @@
-"""ZeRO-2 (arXiv:1910.02054, section 5.2): parallel.py's buckets, of which a rank keeps less.
+"""ZeRO-2 and ZeRO-3 (arXiv:1910.02054, section 5): parallel.py's buckets, of which a rank keeps ever less.
 
 n: elements of a bucket, size: ranks of its axis. At rest, and for a moment, a rank holds
 
-              weights    gradients                     masters, moments
-    zero 0    n          n                             n
-    zero 1    n          n                             n / size
-    zero 2    n          n / size, two buckets whole   n / size
+              weights                       gradients                     masters, moments
+    zero 0    n                             n                             n
+    zero 1    n                             n                             n / size
+    zero 2    n                             n / size, two buckets whole   n / size
+    zero 3    n / size, two parts whole     n / size, two buckets whole   n / size
 
 A bucket over an axis of one rank is an ordinary one. LEVELS[zero] is the DataParallel of each --zero.
 """
+import itertools
+
 import torch
 
 from ops.flat import BUCKET_ELEMENTS, assign_buckets, copy_gradients
@@ -114,4 +117,90 @@ class ZeRO2(DataParallel):
         return SlotBucket(names, params, axis, decayed, zero, dtype, SlotComm(slot))
 
 
-LEVELS = {0: DataParallel, 1: DataParallel, 2: ZeRO2}
+# -----------------------------------------------------------------------------
+# ZeRO-3: the weights are gathered where they are needed, and freed
+
+class ShardedBucket(SlotBucket):
+    """A SlotBucket whose flat, and with it every p.data, has memory only while it is gathered. At rest the
+    rank has own, its slice in the model's dtype; in an fp32 or fp64 model master is the same tensor."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.storage = self.flat.untyped_storage()
+        self.own, self.nbytes = self.own.clone(), self.storage.nbytes()
+        self.master = self.own if self.own.dtype == self.master.dtype else self.master
+        self.free()
+
+    def is_whole(self):
+        """Whether flat has memory: the weights of all ranks are there, or on their way."""
+        return self.storage.nbytes() > 0
+
+    def fetch(self):
+        """Start to gather the weights of all ranks, unless they are there."""
+        if not self.is_whole():
+            self.storage.resize_(self.nbytes)
+            self.gather_handle = self.comm.start_gather(self)
+
+    def free(self):
+        self.wait_for_weights()  # what is on its way must not be written into memory of somebody else
+        self.storage.resize_(0)
+
+    def start_gather(self):
+        """This rank's slice is new, so what was gathered before is old. The next forward fetches."""
+        self.free()
+
+
+class ZeRO3(ZeRO2):
+    """ZeRO2 that keeps the weights of two parts of the model: of the one that computes and of the one that
+    comes next. The parts are the embedding, each block, the head; forward and backward walk along them:
+
+        forward   computes   embedding  block 0  block 1  head      backward  head     block 1  block 0
+                  fetches    block 0    block 1  head     (stays)             block 1  block 0
+                  frees                 emb.     block 0                               head     block 1
+
+    The last block stays from forward to backward. Backward comes to a part when the gradient of its output is
+    complete, which is the input of the part after it. Norms and biases are small: they stay as in ZeRO-2."""
+
+    def __init__(self, model, *args, **kwargs):
+        super().__init__(model, *args, **kwargs)
+        tail = [model.norm, model.wte if model.head is None else model.head]
+        self.parts = [[m for m in (model.wte, model.wpe) if m is not None],
+                      *([block] for block in model.blocks.values()), tail]
+        self.sharded = [[b for m in part for b in self.buckets_of[m] if isinstance(b, ShardedBucket)]
+                        for part in self.parts]
+        self.here = 0  # the part that computes
+
+    def make_bucket(self, names, params, axis, decayed, zero, dtype, comm):
+        if not (uses_slot(axis) and decayed):
+            return super().make_bucket(names, params, axis, decayed, zero, dtype, comm)
+        slot = self.slots[len(self.buckets) % 2]
+        return ShardedBucket(names, params, axis, decayed, zero, dtype, SlotComm(slot))
+
+    def wait_for_weights(self, module, x=None):
+        """Forward comes to module with the input x. Of a module that is no part, such as the whole model,
+        nothing is gathered."""
+        ahead = (i % len(self.parts) for i in range(self.here, self.here + len(self.parts)))
+        part = next((i for i in ahead if module in self.parts[i]), None)  # a tied embedding is in two
+        if part is not None:
+            self.enter(part)
+            if x is not None and x.requires_grad:
+                x.register_hook(lambda grad: self.enter(part - 1, backward=True))
+        super().wait_for_weights(module)
+
+    def enter(self, part, backward=False):
+        """Part number `part` computes next: fetch it and the one after it, free all others."""
+        turns = backward or part == len(self.parts) - 1
+        window = [part, part - 1 if turns else part + 1]
+        # the embedding's backward reads no weights
+        wanted = {bucket: None for i in window if i > 0 or not backward for bucket in self.sharded[i]}
+        for bucket in itertools.chain(*self.sharded):
+            if bucket not in wanted:
+                bucket.free()
+        for bucket in wanted:
+            bucket.fetch()
+        for module in self.parts[part]:
+            super().wait_for_weights(module)
+        self.here = part
+
+
+LEVELS = {0: DataParallel, 1: DataParallel, 2: ZeRO2, 3: ZeRO3}

@@ -38,6 +38,9 @@ def check_layout(cfg, mesh, batch):
         raise ValueError(f"global-batch {batch} does not divide by micro-batch {cfg.micro_batch} * dp {dp}; "
                          f"try --global-batch {whole}")
     check_ramp(batch, cfg.rampup_batch_size, cfg.micro_batch * dp)
+    if cfg.zero == 3 and mesh.pp.size > 1:
+        raise ValueError(f"--zero 3 does not go with --pp {mesh.pp.size}: a stage goes to and fro between "
+                         "micro-batches and would gather all the time; try --zero 2, or --pp 1")
     stage_layers(cfg, mesh.pp.size)
 
 
@@ -57,7 +60,8 @@ def check_memory(cfg, mesh, vocab_size, world):
     else:
         have = total_memory(world.device)
     if needed > have > 0:
-        zero = "--zero 1, " * (mesh.dp.size > 1 and not cfg.zero)
+        zero = "--zero 1, " if not cfg.zero else "--zero 3, " * (cfg.zero < 3 and mesh.pp.size == 1)
+        zero *= mesh.dp.size > 1
         raise ValueError(f"weights, gradients and optimizer state alone take {needed / GIB:,.1f} GiB {who}, "
                          f"which has {have / GIB:,.1f} GiB; try {zero}--tp {2 * cfg.tp} or --pp {2 * cfg.pp} "
                          "on more devices, or a smaller --n-embd")

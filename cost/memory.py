@@ -1,6 +1,7 @@
 """Bytes on a rank before it runs: parameters, gradients, optimizer, and what model.py and ops/ keep for
 backward, tensor by tensor. plan.py prints them.
 """
+import itertools
 from typing import NamedTuple
 
 from config import pad_vocab
@@ -11,6 +12,7 @@ from cost.parameters import (
     local_parameters,
     micro_batches,
     owned_parameters,
+    sharded_parameters,
     unwidened_gradients,
 )
 from cost.step_time import expected_choice
@@ -52,14 +54,15 @@ def saved_activations(cfg, mesh, load_factor=0.0, choice=None):
     row = C / tp + C + (q + 2 * kv) + q + C / tp
     if cfg.pos == "rope":
         row += q + kv  # q and k rotated
-    fixed = C * (q + 2 * kv)  # the concatenated copy of wq, wk, wv
+    keeps = cfg.zero < 3  # the concatenated copies of weights that share one product
+    fixed = C * (q + 2 * kv) * keeps  # wq, wk, wv
     remains = rows * C / tp
     hidden = cfg.n_shared_experts * F if cfg.n_experts else F
     peak = 0.0
     if hidden:
         # norm2's output; gate, up and their product, or before and after GELU
         row += C + (3 if gated else 2) * hidden / tp
-        fixed += 2 * hidden / tp * C if gated else 0  # the concatenated copy of w1, w3
+        fixed += 2 * hidden / tp * C * keeps if gated else 0  # w1, w3
         peak = rows * (3 if gated else 2) * hidden / tp
         if cfg.compile and cfg.mlp == "swiglu" and not cfg.n_experts:
             remains += rows * hidden / tp  # a Triton kernel's output is not recomputed (inferred from a run)
@@ -109,7 +112,11 @@ def state_bytes(cfg, mesh, vocab_size, choice):
     weight, grad = element_bytes(cfg)
     local = local_parameters(cfg, mesh, vocab_size)
     masters = 0 if weight == grad else grad
-    return {"weights": sum(local.values()) * weight,
+    # ZeRO-3: in the place of all matrices this rank's slices, and two parts of the model that are gathered
+    sharded, parts = sharded_parameters(cfg, mesh, vocab_size)
+    weights = sum(local.values()) + max(sum((a + b).values()) for a, b in itertools.pairwise(parts))
+    weights -= sum(n * (1 - 1 / getattr(mesh, axis).size) for axis, n in sharded.items())
+    return {"weights": weights * weight,
             "gradients": gradient_bytes(cfg, mesh, vocab_size, choice),
             "optimizer": owned_parameters(cfg, mesh, local) * (masters + 2 * grad)}
 

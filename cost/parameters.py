@@ -5,6 +5,7 @@ parallel.assign_buckets says which bucket each belongs to: no formula can drift 
 count_parameters is a formula, because it also counts what one token meets; tests compare it with the model.
 """
 import dataclasses
+from collections import Counter
 from functools import cache
 
 import torch
@@ -15,6 +16,7 @@ from moe import expert_capacity
 from ops.activations import GATED
 from parallel import Axis, Mesh, assign_buckets
 from pipeline import stage_layers
+from zero import uses_slot
 
 # -----------------------------------------------------------------------------
 # the whole model
@@ -70,30 +72,49 @@ def expert_rows(cfg, n):
 
 
 @cache
-def _local_buckets(cfg, mesh, vocab_size, layers):
+def _build_buckets(cfg, mesh, vocab_size, layers):
     with torch.device("meta"):
         model = GPT(cfg, mesh, vocab_size, layers)
     position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
-    buckets = assign_buckets(model.named_parameters())
+    buckets = assign_buckets(model.named_parameters(), by_block=cfg.zero == 3)
     buckets.sort(key=lambda bucket: -position[bucket[2][-1]])  # backward reaches the first layers last
-    out = {}
-    for axis, _, _, params in buckets:
-        out.setdefault(axis, []).append(sum(p.numel() for p in params))
-    return out
+    return [(axis, decayed, names[0], sum(p.numel() for p in params))
+            for axis, decayed, names, params in buckets]
 
 
-def local_buckets(cfg, mesh, vocab_size):
-    """-> {name of the axis whose ranks sum the gradient: [parameters of each bucket on this rank]}, in the
-    order in which backward completes the buckets."""
+def _buckets(cfg, mesh, vocab_size):
+    """-> [(axis name, decayed, name of a parameter, elements)] of this rank's buckets, in the order in which
+    backward completes them."""
     first, last = stage_layers(cfg, mesh.pp.size)[mesh.pp.rank]
     # one entry of the cache for all layouts that cut the model alike
-    alike = dataclasses.replace(cfg, micro_batch=1, global_batch=0, zero=0, recompute="none", pp=1, tp=1,
-                                ep=1)
+    alike = dataclasses.replace(cfg, micro_batch=1, global_batch=0, zero=3 * (cfg.zero == 3),
+                                recompute="none", pp=1, tp=1, ep=1)
     axes = [Axis(name, 0, getattr(mesh, name).size if name in ("tp", "ep") else 1)
             for name in Mesh.__annotations__]
     if first > 0 and last < cfg.n_layer:  # stages in the middle differ in nothing but the layers' numbers
         first, last = 1, 1 + last - first
-    return _local_buckets(alike, Mesh(*axes), vocab_size, (first, last))
+    return _build_buckets(alike, Mesh(*axes), vocab_size, (first, last))
+
+
+def local_buckets(cfg, mesh, vocab_size):
+    """-> {name of the axis whose ranks sum the gradient: [parameters of each bucket on this rank]}"""
+    out = {}
+    for axis, _, _, n in _buckets(cfg, mesh, vocab_size):
+        out.setdefault(axis, []).append(n)
+    return out
+
+
+def sharded_parameters(cfg, mesh, vocab_size):
+    """-> {axis name: parameters of this rank that ZeRO-3 shards}, [{axis name: parameters that it gathers}]
+    of the embedding, each block and the head; empty without ZeRO-3."""
+    sharded, parts = Counter(), [Counter() for _ in range(cfg.n_layer + 2)]
+    for axis, decayed, name, n in _buckets(cfg, mesh, vocab_size) if cfg.zero == 3 else ():
+        if decayed and uses_slot(getattr(mesh, axis)):
+            word, number = name.split(".")[:2]
+            sharded[axis] += n
+            parts[int(number) + 1 if word == "blocks" else -1 if word == "head" else 0][axis] += n
+            parts[-1][axis] += n * (word == "wte" and cfg.tied)
+    return sharded, parts
 
 
 def local_parameters(cfg, mesh, vocab_size):

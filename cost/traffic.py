@@ -12,6 +12,7 @@ from cost.parameters import (
     local_buckets,
     local_parameters,
     micro_batches,
+    sharded_parameters,
     unwidened_gradients,
 )
 from cost.step_time import expected_choice
@@ -77,17 +78,20 @@ class Reduction(NamedTuple):
 def reductions(cfg, mesh, vocab_size, choice=None, batch=0):
     """-> {axis name: Reduction}. An all-reduce is a reduce-scatter and an all-gather of gradients; ZeRO-1
     all-gathers weights in the place of gradients; peer copies carry gradients in the model's dtype; ZeRO-2
-    reduces in every micro-batch of the step of `batch` sequences."""
+    reduces in every micro-batch of the step of `batch` sequences, ZeRO-3 also gathers in each."""
     choice = choice or expected_choice(cfg, mesh)
     (weight, grad), micro = element_bytes(cfg), micro_batches(cfg, mesh, batch)
     _, copied = unwidened_gradients(mesh, local_parameters(cfg, mesh, vocab_size), choice)
-    out = {}
+    (sharded, parts), out = sharded_parameters(cfg, mesh, vocab_size), {}
     for axis, buckets in local_buckets(cfg, mesh, vocab_size).items():
         size, n = getattr(mesh, axis).size, sum(buckets)
         sent = (size - 1) / size * n  # elements
         if cfg.zero:
             times = micro if cfg.zero > 1 and uses_slot(getattr(mesh, axis)) else 1
-            moved = sent * (weight if axis in copied else grad) * times, sent * weight
+            # ZeRO-3: in a micro-batch the embedding, the last block and the head come once, the others twice
+            gathered = sum(part[axis] * (2 if 0 < i < cfg.n_layer else 1) for i, part in enumerate(parts))
+            received = n - sharded[axis] + micro * gathered
+            moved = sent * (weight if axis in copied else grad) * times, sent / n * received * weight
         else:
             moved = 2 * sent * grad, 0
         out[axis] = Reduction(*moved, len(buckets), buckets[-1] / n)

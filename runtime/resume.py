@@ -281,7 +281,7 @@ def broadcast_and_verify(model):
     """Replicas start equal: the first rank that holds a parameter sends it, then each checks its own."""
     for name, p in model.named_parameters():
         axis = getattr(model.mesh, p.reduce)
-        if axis.size == 1:
+        if axis.size == 1 or p.untyped_storage().nbytes() == 0:  # ZeRO-3: no other rank holds the same slice
             continue
         axis.broadcast(p.data)  # one parameter, first replica to all, over its reduction axis
         mine = checksum(p).view(1, 2)
@@ -299,24 +299,17 @@ def upcycle(model, opt, path):
         raise ValueError(f"--init-from {path} is not a run of a dense model without bias: n-experts must be "
                          "0 there, and experts have no biases to take theirs")
     check_shape(cfg, path, shape, ("n_experts", "n_shared_experts", *["seq_len"] * (cfg.pos == "rope")))
-    requested, copied, buckets = [], 0, list(zip(opt.masters, opt.dp.buckets, strict=True))
-    weights = [b.flat.to(m.dtype) for m, b in buckets]  # a copy of the model in the masters' precision
-    for w, (m, b) in zip(weights, buckets, strict=True):
-        w[b.shard].copy_(m)
-        for name, p, start in zip(b.names, b.params, b.starts, strict=True):
-            own = w[start:start + p.numel()].view_as(p)
-            if p.expert:
-                dense = name.replace(".moe.", ".mlp.") + ".weight"
-                requested += [(dense, own[i], p.full_shape[1:], (0, 0)) for i in range(p.size(0))]
-                copied += 1
-            elif ".moe." not in name:
-                requested.append((name, own, p.full_shape, p.offset))
+    requested, matrices = [], sum(p.expert for p in model.parameters())
+    for name, own, full, where in shards(opt.dp, opt, {"": opt.masters}, owned_only=False):
+        if ".moe." not in name:
+            requested.append((name, own, full, where))
+        elif len(full) == 3:  # (E, rows, columns) of w1, w2 or w3: a rectangle of one or several experts
+            dense = name.replace(".moe.", ".mlp.") + ".weight"
+            requested += [(dense, part, full[1:], where[1:]) for part in own]
     checkpoint.load(path, requested, index)
-    with torch.no_grad():
-        for w, (m, b) in zip(weights, buckets, strict=True):
-            b.flat.copy_(w), m.copy_(w[b.shard])
+    opt.masters_to_model()
     return (f"upcycled {path}: each of {cfg.n_experts} experts starts as that model's MLP "
-            f"({copied} expert matrices on this rank), routers start fresh")
+            f"({matrices} expert matrices on this rank), routers start fresh")
 
 
 # -----------------------------------------------------------------------------

@@ -284,18 +284,21 @@ def format_ranks(numbers):
 def replica_differences(model, mesh):
     """-> one line per parameter that differs between ranks that must hold equal bits; the same list on every
     rank, empty if all is well. Collective over the world."""
-    model.wait_for_weights(model)  # weights that are still on their way are not compared
-    held = {}  # axis name: {parameter: tensor}
-    for name, p in model.named_parameters():
-        held.setdefault(p.reduce, {})[name] = p
+    held = {}  # axis name: {parameter: its hash}
+    parts = {f"blocks.{i}": block for i, block in model.blocks.items()}
+    parts.update((name, module) for name, module in model.named_children() if name != "blocks")
+    for part, module in parts.items():
+        model.wait_for_weights(module)  # none that are still on their way; under ZeRO-3 they are gathered
+        for name, p in module.named_parameters(part):
+            held.setdefault(p.reduce, {})[name] = checksum(p)
     for name, t in model.named_buffers():  # the routers' biases: equal on a whole stage
-        held.setdefault("stage", {})[name] = t
+        held.setdefault("stage", {})[name] = checksum(t)
     lines = []
     for axis_name, tensors in sorted(held.items()):
         axis = getattr(mesh, axis_name)
         if axis.size == 1:
             continue
-        mine = torch.stack([checksum(t) for t in tensors.values()])  # (n, 2)
+        mine = torch.stack([*tensors.values()])  # (n, 2)
         hashes = axis.all_gather(mine).view(axis.size, -1, 2).tolist()  # 2 n int64 from each rank to all
         if axis.rank == 0:
             found = (describe_mismatch(name, rows, axis.ranks)

@@ -78,8 +78,12 @@ def with_faults(world, faults, fn, *args):
 GATHER = "bucket.axis.start_all_gather(bucket.flat, bucket.own)"
 LATE = ("parallel.Comm.start_gather", GATHER, f"type('Late', (), {{'wait': lambda _: {GATHER}.wait()}})()")
 
+# the memory that ZeRO-3 takes for weights on their way often is what it freed, with the same bits in it
+POISON = ("zero.ShardedBucket.fetch", "self.storage.resize_(self.nbytes)",
+          "self.storage.resize_(self.nbytes), self.flat.fill_(torch.nan)")
+
 ONE, DP, ZERO, PP = (1, dict()), (2, dict()), (2, dict(zero=1)), (2, dict(pp=2))  # ranks, layout
-ZERO2 = 2, dict(zero=2)
+ZERO2, ZERO3 = (2, dict(zero=2)), (2, dict(zero=3))
 TP, TP4, DP_TP, EP = (2, dict(tp=2)), (4, dict(tp=4)), (4, dict(tp=2)), (2, dict(ep=2))
 
 FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line[, more edits])
@@ -177,6 +181,20 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
         MOE, ZERO2, "zero.SlotBucket.start_reduce", "self.grad[self.used:].zero_()", "pass"),
     "every rank keeps the first slice's sum": (
         LLAMA, ZERO2, "zero.SlotBucket.take_sum", "self.grad[self.shard]", "self.grad[:self.total.numel()]"),
+    # ZeRO-3
+    "weights gathered before the step, used after it": (
+        LLAMA, ZERO3, "zero.ShardedBucket.free", "self.storage.resize_(0)", "pass"),
+    "backward does not gather again": (
+        LLAMA, ZERO3, "zero.ZeRO3.enter", "bucket.fetch()",
+        "bucket.is_whole() or bucket.storage.resize_(bucket.nbytes) and bucket.flat.fill_(torch.nan) "
+        "if backward else bucket.fetch()"),
+    "backward does not wait for the weights": (
+        LLAMA, ZERO3, *LATE, POISON, ("zero.ZeRO3.enter", "super().wait_for_weights(module)", "super()")),
+    "backward gathers a part too late": (
+        LLAMA, ZERO3, *LATE, POISON, ("zero.ZeRO3.wait_for_weights", "self.enter(part - 1, backward=True)",
+                                      "self.enter(part, backward=True)")),
+    "norm of slices counted as of replicas": (
+        LLAMA, ZERO3, "parallel.Bucket.__init__", "1 / (axis.size // self.shards)", "1 / axis.size"),
     # experts
     "experts summed over dp": (
         MOE, EP, "parallel.parameter", '"edp" if', '"dp" if'),
@@ -270,7 +288,18 @@ def test_runs_without_faults_pass(key):
 
 def test_a_delayed_all_gather_is_no_fault():
     run_with_faults(LLAMA, ZERO, [LATE])()
+    run_with_faults(LLAMA, ZERO3, [LATE, POISON])()
     run_with_faults(GPT2, ONE)()
+
+
+@pytest.mark.parametrize("fault", [
+    ("zero.ZeRO3.enter", "backward or part == len", "part == len"),
+    ("zero.ZeRO3.enter", "bucket not in wanted:", "bucket not in wanted and backward:")],
+    ids=["backward fetches the wrong part ahead", "forward frees nothing"])
+def test_weights_in_memory_that_should_not_be_there(fault):
+    results = run_ranks(2, with_faults, [fault], test_layouts.parts_alive, LLAMA)
+    with pytest.raises(AssertionError, match="are whole, not"):
+        test_layouts.check_parts(results, 2, False)
 
 
 def raise_error(world):

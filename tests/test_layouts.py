@@ -17,9 +17,12 @@ import train
 from config import Config
 from corpus.shards import Synthetic
 from cost.fits import check_layout
+from cost.memory import state_bytes
+from fast.choose import choose
 from parallel import make_mesh
-from pipeline import stage_layers
+from pipeline import generate, stage_layers
 from runtime.resume import broadcast_and_verify, shards
+from zero import ShardedBucket
 
 LLAMA = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, vocab_size=100, seq_len=8,
              norm="rms", mlp="swiglu", pos="rope", bias=False, tied=False, dtype="fp64", clip=0.05, lr=1e-2,
@@ -50,6 +53,14 @@ def to_numpy(t):
     return t.detach().to("cpu", torch.promote_types(t.dtype, torch.float32), copy=True).numpy()
 
 
+def wait_for_all_weights(model, dp):
+    """The whole model's weights are there after this, as nothing but a test needs them under ZeRO-3."""
+    for bucket in dp.buckets:
+        if isinstance(bucket, ShardedBucket):
+            bucket.fetch()
+    model.wait_for_weights(model)
+
+
 def run(world, flags, batch, chunks=1):
     """Train STEPS steps on synthetic tokens -> {stats, shards, replicas, ...} of this rank, as numpy.
     chunks: with a capacity, the number of tp ranks whose dropping of rows this rank reproduces."""
@@ -71,7 +82,7 @@ def run(world, flags, batch, chunks=1):
         opt.on_grads_ready = lambda step=step: keep(f"step {step} grad ", {"": opt.grads})
         stats, _ = train_step(batches, step)
         seen["stats"].append(torch.stack(stats).tolist())
-    model.wait_for_weights(model)
+    wait_for_all_weights(model, dp)
     keep("end ", None)
     if cfg.n_experts:
         seen["experts"] = moe.expert_stats(model, batch // cfg.micro_batch)
@@ -207,9 +218,78 @@ def test_pp_layers_and_recompute_equal_one_rank():
 
 def test_zero_2_equals_one_rank():
     """Several micro-batches on each replica; with two stages the tied embedding too."""
-    compare(dict(LLAMA, micro_batch=2), 4, 16, tp=2, zero=2)
-    compare(dict(GPT2, micro_batch=2), 4, 12, pp=2, zero=2, recompute="full")
+    compare(dict(LLAMA, micro_batch=2), 4, 8, tp=2, zero=2)
+    compare(dict(GPT2, micro_batch=2), 4, 8, pp=2, zero=2)
     compare(dict(MOE, micro_batch=2), 4, 8, tp=2, ep=2, zero=2)
+
+
+def test_zero_3_equals_one_rank():
+    """Several micro-batches on each replica; tied; experts."""
+    compare(dict(LLAMA, micro_batch=2), 4, 8, tp=2, zero=3)
+    compare(dict(GPT2, micro_batch=2), 2, 8, zero=3)
+    compare(dict(MOE, micro_batch=2), 4, 8, tp=2, ep=2, zero=3)
+
+
+@pytest.mark.skipif("not config.getoption('--slow')", reason="zero 3 over 8 ranks: pytest --slow")
+def test_zero_3_on_eight_ranks_equals_one_rank():
+    compare(dict(MOE, micro_batch=2), 8, 16, tp=2, ep=2, zero=3)
+    compare(dict(CAPACITY, micro_batch=2), 8, 16, ep=4, zero=3, recompute="full")
+    compare(dict(LLAMA, n_kv_head=1, micro_batch=2), 8, 16, tp=4, zero=3, recompute="full")
+
+
+def parts_alive(world, flags):
+    """Train a step, evaluate and generate under ZeRO-3 -> {"forward", "backward" of the step, "evaluation",
+    "generation": [(number of the block that computes, numbers of the parts whose weights are whole)]}, the
+    same after the step, the most bytes of weights, the bytes predicted. Parts: embedding 0, blocks, head."""
+    cfg = Config(**flags, zero=3)
+    mesh = make_mesh(world, cfg.tp, ep=cfg.ep)
+    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    seen, bytes_seen, kind = {}, [], "forward"
+
+    def alive():
+        whole = [i for i, part in enumerate(dp.sharded) if any(b.is_whole() for b in part)]
+        at_rest = sum(b.own.nbytes if isinstance(b, ShardedBucket) else b.flat.nbytes for b in dp.buckets)
+        bytes_seen.append(at_rest + sum(b.storage.nbytes() for b in {*itertools.chain(*dp.sharded)}))
+        return whole
+
+    def note(kind, i):
+        seen.setdefault(kind, []).append((i, alive()))
+    for i, block in enumerate(model.blocks.values(), 1):
+        for module in block.modules():
+            module.register_forward_pre_hook(lambda *_, i=i: note(kind, i))
+        for p in block.parameters():
+            p.register_hook(lambda grad, i=i: note("backward", i))
+    source, batch = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), 2 * cfg.micro_batch * mesh.dp.size
+    batches = train.micro_batches(cfg, mesh, source, 0, batch, world.device)
+    train.Step(cfg, model, dp, opt)(batches, 1)
+    after, kind = alive(), "evaluation"
+    train.evaluate(cfg, model, source, batch, world.device)
+    kind = "generation"
+    generate(model, [1, 2, 3], 2)
+    predicted = state_bytes(cfg, mesh, cfg.vocab_size, choose(cfg, mesh, world.device))["weights"]
+    return seen, after, max(bytes_seen), predicted
+
+
+def check_parts(results, n_layer, recompute):
+    """AssertionError unless at every hook the whole weights were those of the block that computes and of the
+    part that comes next."""
+    ahead = {i: {i, i + 1} for i in range(1, n_layer + 1)}
+    turned = {i: {i, i - 1} - {0} for i in range(1, n_layer + 1)}  # the embedding's are not needed
+    for seen, after, most, predicted in results:
+        assert seen.keys() == {"forward", "backward", "evaluation", "generation"} and after == []
+        for kind, events in seen.items():
+            for part, alive in events:
+                wants = [turned[part] if kind == "backward" else ahead[part]]
+                wants += [turned[part]] * (recompute and kind == "forward")
+                assert {*alive} in wants, f"{kind} of block {part}: {alive} are whole, not one of {wants}"
+        assert most == pytest.approx(predicted, rel=0.15), "bytes of weights"
+
+
+@pytest.mark.parametrize("n, flags", [
+    (2, dict(LLAMA, micro_batch=2)), (2, dict(MOE, micro_batch=2, recompute="full"))],
+    ids=["llama", "moe-recompute"])
+def test_two_parts_have_whole_weights_at_most(n, flags):
+    check_parts(run_ranks(n, parts_alive, flags), flags["n_layer"], "recompute" in flags)
 
 
 def test_one_kv_head_under_tp_equals_one_rank():
@@ -245,13 +325,13 @@ def initial_masters(world, dtype, zero):
     broadcast_and_verify(model)
     opt.masters_from_model()
     assert all(p.dtype == train.DTYPES[dtype] for p in model.parameters())
-    assert all(torch.equal(m.to(b.flat.dtype), b.flat[b.shard]) for m, b in
+    assert all(torch.equal(m.to(b.own.dtype), b.own) for m, b in
                zip(opt.masters, dp.buckets, strict=True))
     return {"shards": [(name, to_numpy(t), full, offset) for name, t, full, offset in shards(dp, opt)]}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("n, zero", [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize("n, zero", [(1, 0), (2, 0), (2, 1), (2, 3)])
 def test_masters_keep_the_digits_that_16_bit_weights_round_away(dtype, n, zero):
     """A master that equals its rounded weight is in the middle of the interval that rounds to this weight:
     the small updates of the warmup's first steps would change no weight."""

@@ -217,8 +217,10 @@ def test_buckets_are_those_of_data_parallel():
 BASE = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, vocab_size=100, seq_len=8,
             dtype="fp64", micro_batch=2, global_batch=8)
 EXPERTS = dict(BASE, n_experts=8, top_k=2)
+WIDE = dict(BASE, n_embd=64, ffn_hidden=256, micro_batch=1)  # so that the padding of ZeRO's slices is little
 LAYOUTS = [dict(BASE, tp=2, pp=2), dict(BASE, tp=4, recompute="full"), dict(BASE, zero=1, tp=2),
-           dict(BASE, zero=2, pp=2, tied=True, micro_batch=1),
+           dict(WIDE, zero=2, pp=2, tied=True, micro_batch=1), dict(WIDE, zero=3, tp=2),
+           dict(WIDE, zero=3, tied=True, pos="learned", n_experts=8, ep=2),
            dict(EXPERTS, ep=4, capacity_factor=1.0),
            dict(EXPERTS, ep=2, tp=2, capacity_factor=1.0, recompute="full"),
            dict(EXPERTS, ep=4, tp=2, n_shared_experts=1, recompute="full"), dict(EXPERTS, ep=2, tp=2),
@@ -243,6 +245,9 @@ def test_traffic_is_what_the_axes_counted(flags):
         measured, predicted = (sum(r[i].get(axis, 0) for r in ranks) for i in (0, 1))
         # dropless rows come as the router likes
         loose = axis == "ep" and "capacity_factor" not in flags
+        if flags.get("zero", 0) > 1 and axis not in ("world", "ep"):  # padding, most of it of the few vectors
+            assert 0.999 * measured <= 1.02 * predicted + 2**16 and predicted <= measured, axis
+            continue
         if flags.get("zero"):  # up to 128 elements per bucket and shard
             assert 0 <= measured - predicted <= 4 * 3 * 4 * 128 * 16, axis
             continue
@@ -400,6 +405,7 @@ def test_help_says_what_it_does_and_lists_both_kinds_of_flags(capsys):
 
 
 @pytest.mark.parametrize("argv,part", [
+    ("tiny --gpus 2 --pp 2 --zero 3", "--zero 3 does not go with --pp 2"),
     ("dense-210m --gpus 6 --tp 4", "6 ranks do not divide by tp 4"), ("tiny --gpu v100", "invalid choice"),
     ("tiny --gpus 0", "at least 1"), ("tiny --scaling 1,x", "numbers of GPUs"),
     ("tiny --scaling 0", "numbers of GPUs"), ("tiny --scaling=", "numbers of GPUs"),

@@ -44,17 +44,17 @@ MOE = ["--n-experts=4", "--top-k=2", "--router=sigmoid", "--router-bias-rate=0.0
 
 
 @pytest.mark.parametrize("n,zero,model", [
-    (1, 0, []), (1, 1, MOE), (2, 0, []), (2, 1, []), (2, 1, [*MOE, "--ep=2"])],
-    ids=["1", "1moe", "2", "2zero", "2zero-moe-ep2"])
+    (1, 0, []), (1, 1, MOE), (2, 0, []), (2, 1, []), (2, 1, [*MOE, "--ep=2"]), (2, 3, [])],
+    ids=["1", "1moe", "2", "2zero", "2zero-moe-ep2", "2zero3"])
 def test_resumed_equals_uninterrupted(n, zero, model, toy, tmp_path):
     """With dropout, evaluation and token files: weights, moments and every row of metrics.jsonl."""
     flags = [*model, f"--data={toy}", "--vocab-size=0", "--dropout=0.2", f"--zero={zero}", "--save-every=3",
-             "--eval-every=3", "--eval-iters=2", "--decay-steps=6", "--steps"]
+             "--eval-every=3", "--eval-iters=2", "--check-every=3", "--decay-steps=6", "--steps"]
     whole, half = tmp_path / "whole", tmp_path / "half"
     go(n, whole, *flags, 6)
     first = go(n, half, *flags, 3)
     assert not Path(half, "step_000006").exists()
-    prompt = ["--prompt=a"] * (zero == 0)  # sampling text must not advance training's random numbers
+    prompt = ["--prompt=a"] * (zero in (0, 3))  # sampling text must not advance training's random numbers
     second = go(n, half, *flags, 6, "--resume=auto", *prompt)
     assert f"resumed {half}/step_000003" in second["out"]
     assert [s["first"] for s in first["steps"] + second["steps"]] == [0, 4, 8, 12, 16, 20]
@@ -231,10 +231,10 @@ GPT2 = ["--n-kv-head=2", "--norm=layer", "--mlp=gelu", "--pos=learned", "--bias"
 
 @pytest.mark.parametrize("family", [[], GPT2], ids=["llama", "gpt2"])
 def test_any_layout_loads_any_other(family, tmp_path):
-    """dp 2 with ZeRO -> tp 2 -> one rank -> pp 2 -> dp 2, in fp64: the losses of one uninterrupted rank."""
+    """ZeRO-3 -> tp 2 with ZeRO-2 -> one rank -> pp 2 -> ZeRO-1, in fp64: one uninterrupted rank's losses."""
     flags = [*family, "--dtype=fp64", "--decay-steps=10", "--save-every=2", "--keep=0"]
     go(1, tmp_path / "one", *flags, "--steps=10")
-    chain = [(2, ["--zero=1"]), (2, ["--tp=2"]), (1, []), (2, ["--pp=2"]), (2, [])]
+    chain = [(2, ["--zero=3"]), (2, ["--tp=2", "--zero=2"]), (1, []), (2, ["--pp=2"]), (2, ["--zero=1"])]
     for i, (n, layout) in enumerate(chain):
         got = go(n, tmp_path / "chain", *flags, *layout, f"--steps={2 * i + 2}", "--resume=auto")
         assert ("resumed" in got["out"]) == (i > 0)
