@@ -95,7 +95,7 @@ def layout(text, cfg):
         found = re.fullmatch(r"(dp|tp|pp|ep|zero|mbs)(\d+)", item)
         if item == "recompute":
             flags["recompute"] = "full"
-        elif not found or item.startswith("zero") and item not in ("zero0", "zero1"):
+        elif not found or found[1] == "zero" and int(found[2]) > 3:
             raise ValueError(f"no layout item {item!r}; try dp4, tp2, pp2, ep2, zero1, mbs2 or recompute")
         elif found[1] == "dp":
             dp = int(found[2])

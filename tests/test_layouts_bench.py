@@ -45,7 +45,7 @@ def sweep(*argv, script=("bench/layouts.py",)):
 
 
 def test_every_layout_becomes_a_row(tmp_path):
-    layouts = "mbs4; mbs1; recompute; tp3; dp3; zero2; dp2; tp2; pp2,zero1"
+    layouts = "mbs4; mbs1; recompute; tp3; dp3; zero4; dp2; tp2; pp2,zero1"
     out = sweep("tiny", *FLAGS, "--layouts", layouts, "--json", tmp_path / "rows.json", "--gpu", "h100",
                 script=("-c", BREAK))
     assert out.returncode == 0, out.stderr
@@ -57,14 +57,14 @@ def test_every_layout_becomes_a_row(tmp_path):
     assert by["recompute"]["note"] == "given up after 0.5 s, waiting for rank 0, 1"
     assert by["tp3"]["note"] == "refused: 2 ranks do not divide by tp 3 * pp 1; try --tp 2"
     assert by["dp3"]["note"] == "refused: dp 3 * tp 1 * pp 1 are not 2 ranks; try dp2"
-    assert "try dp4, tp2" in by["zero2"]["note"]
+    assert "try dp4, tp2" in by["zero4"]["note"]
     for name, dp, tp, pp in (("dp2", 2, 1, 1), ("tp2", 1, 2, 1), ("pp2,zero1", 1, 1, 2)):
         row = by[name]
         assert (row["dp"], row["tp"], row["pp"], row["mbs"], row["gbs"]) == (dp, tp, pp, 2, 8)
         assert abs(row["loss"] - by["dp2"]["loss"]) < 1e-10, "layouts compute the same thing"
         assert abs(row["tok_s_gpu"] * row["seconds"] * 2 - 8 * 16) < 1e-6 and row["predicted"] > 0
     for name, row in by.items():  # predicted for all that train.py accepts, also if it failed later
-        assert ("predicted_s" in row) == ("predicted" in row) == (name not in ("tp3", "dp3", "zero2"))
+        assert ("predicted_s" in row) == ("predicted" in row) == (name not in ("tp3", "dp3", "zero4"))
     flags = [f for f in FLAGS if not f.startswith(("--ranks", "--steps"))]
     cfg, _ = plan.check_gpus(parse(["tiny", *flags, "--data=synthetic", "--tp=2"]), 2)
     assert by["tp2"]["predicted_s"] == plan.estimate(cfg, 2, "h100", 256)["ms"] / 1e3
