@@ -141,6 +141,13 @@ def test_memory_within_a_tenth_of_measured(flags, gpus, measured):
     assert sum(parts.values()) - outside == pytest.approx(measured, rel=0.1)
 
 
+def test_zero_3_holds_seven_billion_parameters_on_four_gpus_of_40_gb():
+    fits, memory = zip(*((p["fits"], p["memory"]) for p in (
+        plan.estimate(preset("llama-7b", zero=zero, global_batch=4, recompute="full"), 4, "a100-40", 32000)
+        for zero in range(4))), strict=True)
+    assert fits == (False, False, False, True) and memory[3] < 36
+
+
 # ---- milliseconds. no constant of step_time.py was fitted to these
 
 def crowded(flags):
@@ -192,6 +199,8 @@ def test_the_fast_ways_are_those_of_choose():
         return expected_choice(cfg, mesh)
     assert choice(8, "dense-210m", "--zero", "1") == (True, False, True, True)
     assert not choice(16, "dense-210m", "--zero", "1").peer_copies
+    for zero in "23":  # nothing captured, all by NCCL
+        assert choice(4, "moe-4b", "--ep", "4", "--zero", zero) == (False, False, False, True)
     assert choice(4, "moe-4b", "--ep", "4", "--zero", "1") == (True, True, True, True)
     assert choice(16, "moe-4b", "--ep", "16") == (True, False, False, True)  # padded all_to_all
     assert choice(16, "moe-4b", "--ep", "16", "--capacity-factor", "1")[:2] == (True, False)
