@@ -83,7 +83,7 @@ class SlotBucket(Bucket):
             self.is_first, self.reduce_handle = False, None
 
     def wait_grads(self):
-        # parameters without a gradient (on all ranks alike): the sum of the others has not started
+        # if a parameter got no gradient (on all ranks alike), the others' sum has not been started
         if len(self.missing) < len(self.params) or self.is_first and self.reduce_handle is None:
             self.start_reduce()
         self.take_sum()

@@ -196,7 +196,8 @@ def test_no_reader_sees_stale_weights(flags):
 
 
 @pytest.mark.skipif("not config.getoption('--slow')", reason="a minute of compilation: pytest --slow")
-@pytest.mark.parametrize("flags", [["--tp=2"], ["--ep=2", "--n-experts=4", "--top-k=1"]], ids=["tp2", "ep2"])
+@pytest.mark.parametrize("flags", [["--tp=2"], ["--ep=2", "--n-experts=4", "--top-k=1"], ["--zero=3"]],
+                         ids=["tp2", "ep2", "zero3"])
 def test_compiled_is_eager(flags, tmp_path):
     for out in ("eager", "compiled"):
         argv = [*TINY, *flags, "--steps=3", "--save-every=0", "--dtype=fp64", "--prompt=",
