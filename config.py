@@ -79,6 +79,7 @@ class Config:
     # the balanced number of rows; a step that needs more is computed again without; 0 turns the graph off
     ep_slack: float = 2.5
     pp_layers: str = ""  # a,b,c: blocks of each stage; default: balanced, embedding and head count as a block
+    pp_chunks: int = 1  # interleaved 1F1B: a rank holds this many stages, chunks of layers that lie pp apart
     zero: Literal[0, 1, 2, 3] = 0  # replicas share out 1: optimizer state, 2: gradients too, 3: weights too
     recompute: Literal["none", "full"] = "none"  # full: keep a block's input only, run it again in backward
     # batch
@@ -165,8 +166,8 @@ PRESETS = {
 }
 SIZE, COUNT, FACTOR = (1, 2**20), (0, 10**12), (0, 10**9)
 RANGES = {  # flag, of any program: the least and the largest value it may have
-    **dict.fromkeys(("n_head", "n_kv_head", "n_embd", "ffn_hidden", "top_k", "tp", "pp", "ep", "micro_batch"),
-                    SIZE),
+    **dict.fromkeys(("n_head", "n_kv_head", "n_embd", "ffn_hidden", "top_k", "tp", "pp", "ep",
+                     "pp_chunks", "micro_batch"), SIZE),
     **dict.fromkeys(("n_experts", "n_shared_experts", "global_batch"), (0, 2**20)),
     **dict.fromkeys(("vocab_size", "eval_iters"), (0, 2**24)), "n_layer": (1, 2**12), "seq_len": (1, 2**24),
     **dict.fromkeys(("steps", "log_every"), (1, 10**12)),
@@ -389,8 +390,7 @@ def check(cfg):
     must_divide("n-embd", cfg.n_embd, "n-head", cfg.n_head)
     must_divide("n-head", cfg.n_head, "n-kv-head", cfg.n_kv_head)
     if cfg.pos == "rope" and cfg.n_embd // cfg.n_head % 2:
-        raise ValueError(f"head dim {cfg.n_embd // cfg.n_head} is odd, RoPE turns pairs; "
-                         "try another --n-head or --pos learned")
+        raise ValueError(f"head dim {cfg.n_embd // cfg.n_head} is odd, RoPE turns pairs; try --pos learned")
     if cfg.n_experts:
         if cfg.top_k > cfg.n_experts:
             raise ValueError(f"top-k {cfg.top_k} exceeds n-experts {cfg.n_experts}; "

@@ -247,14 +247,14 @@ class Weight(nn.Module):
 
 
 class GPT(nn.Module):
-    """This rank's part of the model: layers (first, end) of its stage, the 1/tp share of each of them.
-    dispatcher(cfg, mesh) makes each expert layer's token dispatcher."""
+    """This rank's part of the model: layers [(first, end)] of each of its chunks, pipeline stages, the 1/tp
+    share of each layer. dispatcher(cfg, mesh) makes each expert layer's token dispatcher."""
 
     def __init__(self, cfg, mesh, vocab_size, layers=None, dispatcher=plain_dispatcher):
         super().__init__()
         self.cfg, self.mesh, self.vocab_size = cfg, mesh, vocab_size
-        first, last = layers or (0, cfg.n_layer)
-        self.is_first, self.is_last = first == 0, last == cfg.n_layer
+        self.chunks = layers or [(0, cfg.n_layer)]
+        self.is_first, self.is_last = self.chunks[0][0] == 0, self.chunks[-1][1] == cfg.n_layer
         V, C = pad_vocab(vocab_size), cfg.n_embd
         # a tied head is the embedding; under pp the last stage keeps a copy, reduced with the first stage's
         reduce = "tied" if cfg.tied and self.is_first != self.is_last else None
@@ -263,7 +263,8 @@ class GPT(nn.Module):
             self.wte = Weight((V, C), mesh, tp_dim=0, used=vocab_size, reduce=reduce)
         if self.is_first and cfg.pos == "learned":
             self.wpe = Weight((cfg.seq_len, C), mesh)
-        self.blocks = nn.ModuleDict({str(i): Block(cfg, mesh, dispatcher) for i in range(first, last)})
+        self.blocks = nn.ModuleDict({str(i): Block(cfg, mesh, dispatcher)
+                                     for chunk in self.chunks for i in range(*chunk)})
         if self.is_last:
             self.norm = Norm(cfg, mesh)
             self.head = None if cfg.tied else Weight((V, C), mesh, tp_dim=0, used=vocab_size)
@@ -279,23 +280,22 @@ class GPT(nn.Module):
             self.rope = rope_cache(cfg.seq_len, cfg.n_embd // cfg.n_head, cfg.rope_base, like.device, wide)
         return self.rope[0][start:start + T], self.rope[1][start:start + T]
 
-    def forward(self, tokens, targets=None, hidden=None, cache=None):
-        """tokens (B, T) int64; hidden (n, C) from the stage before; cache: a Cache, for generation.
+    def forward(self, tokens, targets=None, hidden=None, cache=None, chunk=0):
+        """tokens (B, T) int64; hidden (n, C) from the stage before; cache: a Cache, for generation; chunk:
+        which of this rank's stages.
         -> on the last stage with targets (B, T): the sum over B*T of the cross-entropy in nats, (); without
         targets: the logits (B*T, v); on every other stage: hidden (n, C). And this rank's part of this
         stage's weighted balancing losses, ()."""
-        T = tokens.size(1)
+        T, (first, end) = tokens.size(1), self.chunks[chunk]
         start = 0 if cache is None else cache.length
         cos, sin = self._positions(start, T, tokens)
-        x = self._embed(tokens, start) if self.is_first else hidden
+        x = self._embed(tokens, start) if first == 0 else hidden
         aux = torch.zeros((), device=tokens.device)
-        for block in self.blocks.values():
+        for block in (self.blocks[str(i)] for i in range(first, end)):
             self.wait_for_weights(block, x)
             x, block_aux = block(x, T, cos, sin, cache)
             aux = aux if block_aux is None else aux + block_aux
-        if cache is not None:
-            cache.length += T
-        if not self.is_last:
+        if end < self.cfg.n_layer:
             return x, aux
         head = self.wte if self.head is None else self.head
         self.wait_for_weights(self.norm, x)

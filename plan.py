@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import re
+import string
 import sys
 import textwrap
 from collections import Counter
@@ -25,9 +26,16 @@ from config import Config, pad_vocab, parse, wrong_input
 from corpus.shards import load_blend_meta
 from cost.fits import check_layout
 from cost.memory import GIB, memory, saved_activations
-from cost.parameters import count_parameters, flops_per_token, local_parameters, micro_batches
+from cost.parameters import (
+    count_parameters,
+    flops_per_token,
+    held_layers,
+    local_parameters,
+    micro_batches,
+)
 from cost.step_time import (
     GPUS,
+    bubble,
     expected_choice,
     matmul_shapes,
     max_load_factor,
@@ -40,7 +48,7 @@ from cost.traffic import reductions, traffic
 from fast.choose import needs_row_limit
 from optim import batch_size
 from parallel import make_mesh
-from pipeline import stage_layers
+from pipeline import timetable
 
 # -----------------------------------------------------------------------------
 # 1) the plan of one layout
@@ -68,8 +76,8 @@ def estimate(cfg, gpus, gpu, vocab):
     of the fullest stage, time of the slowest. vocab: symbols, before padding; cfg: with a global batch."""
     # of stages that differ only in their position the first has the most micro-batches in flight: it counts
     alike = {}
-    for stage, (first, last) in enumerate(stage_layers(cfg, cfg.pp)):
-        alike.setdefault((last - first, first == 0, last == cfg.n_layer), []).append(stage)
+    for stage in range(cfg.pp):
+        alike.setdefault(held_layers(cfg, stage_mesh(cfg, gpus, stage)), []).append(stage)
     meshes = [stage_mesh(cfg, gpus, stages[0]) for stages in alike.values()]
     chip = GPUS[gpu]
     choice = expected_choice(cfg, meshes[0], chip.node)
@@ -86,7 +94,7 @@ def estimate(cfg, gpus, gpu, vocab):
     total, tokens = sum(step.values()), cfg.global_batch * cfg.seq_len
     full, causal = flops_per_token(cfg, vocab)
     count = count_parameters(cfg, vocab)
-    flags = ("tp", "pp", "ep", "zero", "micro_batch", "global_batch", "recompute")
+    flags = ("tp", "pp", "pp_chunks", "ep", "zero", "micro_batch", "global_batch", "recompute")
     return {"layout": {"gpus": gpus, "dp": meshes[0].dp.size, **{k: getattr(cfg, k) for k in flags}},
             "parameters": {"vocabulary": vocab, "total": count["total"], "embedding": count["embedding"],
                            "active": count["matmul"], "per_rank": sum(local.values())},
@@ -175,10 +183,11 @@ def layout_warnings(cfg, mesh, gpu, stage_ms):
     if max(stage_ms) > 1.05 * mean:
         out.append(f"stages of unequal work: the slowest takes {max(stage_ms) / mean:.2f} times the mean "
                    f"({', '.join(f'{s:.0f}' for s in stage_ms)} ms)")
-    micro = micro_batches(cfg, mesh)
-    if cfg.pp > 1 and micro < 4 * cfg.pp:
-        out.append(f"{micro} micro-batches over {cfg.pp} stages: the pipeline idles "
-                   f"{100 * (cfg.pp - 1) / (micro + cfg.pp - 1):.0f} %")
+    idle = bubble(cfg.pp, cfg.pp_chunks, micro_batches(cfg, mesh))
+    if idle >= 1 / 4:
+        chunks = next((v for v in (2, 4) if v > cfg.pp_chunks and cfg.n_layer >= v * cfg.pp), None)
+        out.append(f"{micro_batches(cfg, mesh)} micro-batches over {cfg.pp} ranks: the pipeline idles "
+                   f"{100 * idle / (1 + idle):.0f} %" + f"; try --pp-chunks {chunks}" * bool(chunks))
     choice = expected_choice(cfg, mesh, node)
     if choice.graph and needs_row_limit(cfg, mesh) and not row_limit_factor(cfg, mesh):
         need = row_limit_factor(dataclasses.replace(cfg, ep_slack=cfg.ep), mesh)
@@ -214,9 +223,10 @@ def layouts(cfg, gpus, gpu):
         stage = gpus // pp
         eps = [e for e in divisors if stage % e == 0 and cfg.n_experts % e == 0] if cfg.n_experts else [1]
         sizes = [2**i for i in range(8) if batch % (2**i * (stage // tp)) == 0]
-        for ep, mbs, recompute, zero in itertools.product(eps, sizes, ("none", "full"), range(4)):
-            this = dataclasses.replace(cfg, tp=tp, pp=pp, ep=ep, micro_batch=mbs, recompute=recompute,
-                                       zero=zero, global_batch=batch)
+        chunks = [v for v in (1, 2) if v == 1 or pp > 1 and pp * v <= cfg.n_layer]
+        for ep, mbs, *rest in itertools.product(eps, sizes, ("none", "full"), range(4), chunks):
+            more = dict(zip(("recompute", "zero", "pp_chunks"), rest, strict=True))
+            this = dataclasses.replace(cfg, tp=tp, pp=pp, ep=ep, micro_batch=mbs, global_batch=batch, **more)
             try:
                 this, _ = check_gpus(this, gpus)
             except ValueError:
@@ -292,6 +302,30 @@ def print_table(title, rows):
         print("  ".join(["", row[0].ljust(widths[0]), *cells[1:]]))
 
 
+def draw_schedule(p, v, m, width=100):
+    """-> lines: what each of p pipeline ranks does when, F and B with their micro-batch of m and, of v > 1
+    chunks, their chunk a, b, ... A backward takes twice as long as a forward."""
+    table, unit = timetable(p, v, m), len(f"F{m - 1} ") + (v > 1)
+    rows = [[" " * unit] * max(table) for _ in range(p)]
+    for time, ops in table.items():
+        for row, (kind, i, chunk) in ((row, op) for row, op in zip(rows, ops, strict=True) if op):
+            name = f"{kind}{i}" + string.ascii_lowercase[chunk % 26] * (v > 1)
+            row[time - 1] = name.ljust(unit)
+            if kind == "B":
+                row[time - 2:time] = name.ljust(2 * unit - 1, "-") + " ", ""
+    lines = [f"  rank {rank:<4}" + "".join(row).rstrip() for rank, row in enumerate(rows)]
+    return [line if len(line) <= width else f"{line[:width - 4]} ..." for line in lines]
+
+
+def print_schedule(cfg, micro):
+    """The picture of one step of `micro` micro-batches, with the part of the time in which ranks idle."""
+    p, v = cfg.pp, cfg.pp_chunks
+    chunks = f" in {v} chunks" * (v > 1)
+    print(f"\nschedule of {micro} micro-batches{chunks} over {p} ranks, predicted bubble "
+          f"{100 * bubble(p, v, micro):.1f} % of the work:")
+    print(*draw_schedule(p, v, micro), sep="\n")
+
+
 def print_plan(cfg, plan):
     """One layout, as tables. plan: estimate's, with warnings' and training_cost's entries."""
     flags = ", ".join(f"{k} {v}" for k, v in plan["layout"].items() if k != "gpus")
@@ -307,6 +341,8 @@ def print_plan(cfg, plan):
                          ("FLOPs per step, causal", f"{plan['flops']['causal']:.4g}"),
                          ("TFLOP/s per GPU", f"{plan['tflops']:.1f}"), ("MFU", f"{100 * plan['mfu']:.1f} %"),
                          ("tokens/s per GPU", f"{plan['tok_s_gpu']:,.0f}")])
+    if cfg.pp > 1:
+        print_schedule(cfg, micro_batches(cfg, stage_mesh(cfg, cfg.gpus, 0)))
     if cfg.tokens:
         ramp = ", with the ramp" * bool(cfg.rampup_batch_size)
         print_table(f"{cfg.tokens:.3g} tokens{ramp}",
@@ -320,8 +356,9 @@ def print_search(cfg, plans):
     """A table of search's plans."""
     few = "; the first 20" if len(plans) > 20 else ""
     print(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {len(plans)} layouts fit{few}")
-    names = ("dp", "tp", "pp", "ep", "zero", "micro_batch", "recompute")
-    rows = [("#", *("mbs" if n == "micro_batch" else n for n in names), "GiB", "ms", "TFLOP/s/GPU", "days")]
+    names = {"dp": "dp", "tp": "tp", "pp": "pp", "pp_chunks": "chunks", "ep": "ep", "zero": "zero",
+             "micro_batch": "mbs", "recompute": "recompute"}
+    rows = [("#", *names.values(), "GiB", "ms", "TFLOP/s/GPU", "days")]
     for i, plan in enumerate(plans[:20], 1):
         days = f"{plan['days']:,.2f}" if cfg.tokens else "-"
         rows.append((str(i), *(str(plan["layout"][n]) for n in names), f"{plan['memory']:.1f}",

@@ -32,7 +32,7 @@ from fast.graph import make_step
 from model import DTYPES, GPT, init_weights
 from optim import Optimizer, batch_size, learning_rate
 from parallel import make_mesh, untimed
-from pipeline import dropout_seeds, forward_backward, forward_only, stage_layers
+from pipeline import dropout_seeds, forward_backward, forward_only, rank_layers
 from runtime import agree, log, resume, session, watch
 from skip import Guard, Ranges, corrupt_targets, give_up_message
 from tools import timing
@@ -47,8 +47,7 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
     # weights are drawn in at least fp32; the buckets round them and keep the fp32 masters
     torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
     with torch.device(device):
-        layers = stage_layers(cfg, mesh.pp.size)[mesh.pp.rank]
-        model = GPT(cfg, mesh, vocab_size, layers, choice.dispatcher(cfg))
+        model = GPT(cfg, mesh, vocab_size, rank_layers(cfg, mesh.pp), choice.dispatcher(cfg))
     torch.set_default_dtype(torch.float32)
     if device.type != "cpu":
         # TF32 for fp32 matmuls: it represents the router's bf16 or fp16 values, cast to fp32, exactly
@@ -82,11 +81,11 @@ class Step:
         """Forward, backward, gradient sums -> this rank's part of the mean loss, () in at least fp32. seed is
         called with a seed before each micro-batch's forward, if there is dropout."""
         cfg, mesh = self.cfg, self.model.mesh
-        seeds = dropout_seeds(cfg, mesh, number, len(batches))
+        seeds = [dropout_seeds(cfg, mesh, number, len(batches), chunk) for chunk in range(cfg.pp_chunks)]
 
-        def seed_dropout(i):
-            if seeds:
-                seed(seeds[i])
+        def seed_dropout(i, chunk):
+            if cfg.dropout:
+                seed(seeds[chunk][i])
         self.dp.reset()
         moe.reset_stats(self.model)
         tokens = len(batches) * mesh.dp.size * cfg.micro_batch * cfg.seq_len  # of the whole global batch

@@ -41,7 +41,12 @@ def check_layout(cfg, mesh, batch):
     if cfg.zero == 3 and mesh.pp.size > 1:
         raise ValueError(f"--zero 3 does not go with --pp {mesh.pp.size}: a stage goes to and fro between "
                          "micro-batches and would gather all the time; try --zero 2, or --pp 1")
-    stage_layers(cfg, mesh.pp.size)
+    if cfg.pp_chunks > 1 and mesh.pp.size == 1:
+        raise ValueError(f"--pp-chunks {cfg.pp_chunks} interleaves the stages of several ranks; try --pp 2")
+    if cfg.pp_chunks > 1 and cfg.zero > 1:
+        raise ValueError(f"--pp-chunks {cfg.pp_chunks} does not go with --zero {cfg.zero}, which sums the "
+                         "gradients of one stage per micro-batch; try --zero 1")
+    stage_layers(cfg, mesh.pp.size * cfg.pp_chunks)
 
 
 def check_memory(cfg, mesh, vocab_size, world):

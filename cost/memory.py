@@ -8,6 +8,7 @@ from config import pad_vocab
 from cost.parameters import (
     element_bytes,
     expert_rows,
+    held_layers,
     local_buckets,
     local_parameters,
     micro_batches,
@@ -18,7 +19,7 @@ from cost.parameters import (
 from cost.step_time import expected_choice
 from fast.choose import needs_row_limit
 from ops.activations import GATED
-from pipeline import stage_layers
+from pipeline import rank_layers, schedule
 from zero import uses_slot
 
 GIB = 2**30
@@ -121,9 +122,19 @@ def state_bytes(cfg, mesh, vocab_size, choice):
             "optimizer": owned_parameters(cfg, mesh, local) * (masters + 2 * grad)}
 
 
+def blocks_in_flight(cfg, mesh):
+    """Blocks of this rank times micro-batches whose activations are kept at once, at most."""
+    sizes, held, most = [end - first for first, end in rank_layers(cfg, mesh.pp)], 0, 0
+    few = min(micro_batches(cfg, mesh), 2 * mesh.pp.size)  # there are no more after the warm-up
+    for kind, _, chunk in schedule(mesh.pp.rank, mesh.pp.size, cfg.pp_chunks, few):
+        held += sizes[chunk] if kind == "F" else -sizes[chunk]
+        most = max(most, held)
+    return most
+
+
 def memory(cfg, mesh, vocab_size, choice=None):
     """-> {part: bytes on this rank} at the fullest moment, on a GPU: weights, gradients, optimizer;
-    activations of all micro-batches in flight (1F1B: at most stages - stage); logits; workspace, what the
+    activations of all micro-batches in flight (blocks_in_flight); logits; workspace, what the
     first block's backward needs beside them and more than the logits did; symm_mem, the experts' symmetric
     memory; overhead. The last two are not of torch's allocator, nor are the weights and gradients that
     travel as peer copies. choice: the run's fast.choose.Choice, by default the expected one."""
@@ -132,25 +143,24 @@ def memory(cfg, mesh, vocab_size, choice=None):
     n = sum(local_parameters(cfg, mesh, vocab_size).values())
     tp, C, V = mesh.tp.size, cfg.n_embd, pad_vocab(vocab_size)
     rows = cfg.micro_batch * cfg.seq_len
-    first, last = stage_layers(cfg, mesh.pp.size)[mesh.pp.rank]
+    blocks, is_first, is_last = held_layers(cfg, mesh)
     block = saved_activations(cfg, mesh, choice=choice)
     recompute, peak = cfg.recompute == "full", block.peak
-    in_flight = min(mesh.pp.size - mesh.pp.rank, micro_batches(cfg, mesh))
-    activations = in_flight * (last - first) * (block.remains if recompute else block.saved)
+    activations = blocks_in_flight(cfg, mesh) * (block.remains if recompute else block.saved)
     logits = 0
-    if last == cfg.n_layer:
+    if is_last:
         # one rank: logits in the model's dtype, overwritten by their gradient. tp: softmax, its gradient,
         # that scaled, in fp32. then the head's input, its norm, their gradients; that of the head's weight
         logits = rows * V / tp * (weight if tp == 1 else 3 * grad)
         logits += rows * C * weight * 5 + V / tp * C * weight
-    else:
+    if not is_last or cfg.pp_chunks > 1:
         peak += 2 * rows * C / tp * weight  # a message to the next stage and one from it
-    tables = sum(V // tp * C for here in (first == 0, last == cfg.n_layer and not cfg.tied) if here)
-    block_grads = max(0, n - tables) / (last - first) * weight  # before they reach the bucket
+    tables = sum(V // tp * C for here in (is_first, is_last and not cfg.tied) if here)
+    block_grads = max(0, n - tables) / blocks * weight  # before they reach the bucket
     work = peak + block_grads + (block.saved - block.remains if recompute else 0)
     workspace = max(0, work - logits)
     # symmetric memory: a buffer for each layer, two for all layers
-    buffers = (last - first + 2) * buffer_rows(cfg, mesh, choice) * C * weight
+    buffers = (blocks + 2) * buffer_rows(cfg, mesh, choice) * C * weight
     return {**state_bytes(cfg, mesh, vocab_size, choice), "activations": activations, "logits": logits,
             "workspace": workspace, "symm_mem": buffers,
             "overhead": CONTEXT + FRAGMENTS * (activations + logits + workspace)}

@@ -15,7 +15,7 @@ from model import DTYPES, GPT
 from moe import expert_capacity
 from ops.activations import GATED
 from parallel import Axis, Mesh, assign_buckets
-from pipeline import stage_layers
+from pipeline import rank_layers
 from zero import uses_slot
 
 # -----------------------------------------------------------------------------
@@ -71,10 +71,16 @@ def expert_rows(cfg, n):
     return cfg.n_experts * expert_capacity(cfg, n) if cfg.capacity_factor else n * cfg.top_k
 
 
+def held_layers(cfg, mesh):
+    """-> (blocks of this rank's stages together, whether one is the first stage, whether one is the last)"""
+    layers = rank_layers(cfg, mesh.pp)
+    return sum(end - first for first, end in layers), layers[0][0] == 0, layers[-1][1] == cfg.n_layer
+
+
 @cache
-def _build_buckets(cfg, mesh, vocab_size, layers):
+def _build_buckets(cfg, mesh, vocab_size, first, blocks):
     with torch.device("meta"):
-        model = GPT(cfg, mesh, vocab_size, layers)
+        model = GPT(cfg, mesh, vocab_size, [(first, first + blocks)])
     position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     buckets = assign_buckets(model.named_parameters(), by_block=cfg.zero == 3)
     buckets.sort(key=lambda bucket: -position[bucket[2][-1]])  # backward reaches the first layers last
@@ -85,15 +91,15 @@ def _build_buckets(cfg, mesh, vocab_size, layers):
 def _buckets(cfg, mesh, vocab_size):
     """-> [(axis name, decayed, name of a parameter, elements)] of this rank's buckets, in the order in which
     backward completes them."""
-    first, last = stage_layers(cfg, mesh.pp.size)[mesh.pp.rank]
+    blocks, is_first, is_last = held_layers(cfg, mesh)
     # one entry of the cache for all layouts that cut the model alike
     alike = dataclasses.replace(cfg, micro_batch=1, global_batch=0, zero=3 * (cfg.zero == 3),
-                                recompute="none", pp=1, tp=1, ep=1)
+                                recompute="none", pp=1, tp=1, ep=1, pp_chunks=1, pp_layers="")
     axes = [Axis(name, 0, getattr(mesh, name).size if name in ("tp", "ep") else 1)
             for name in Mesh.__annotations__]
-    if first > 0 and last < cfg.n_layer:  # stages in the middle differ in nothing but the layers' numbers
-        first, last = 1, 1 + last - first
-    return _build_buckets(alike, Mesh(*axes), vocab_size, (first, last))
+    # nothing depends on the layers' numbers but which of embedding and head are there
+    first = 0 if is_first else cfg.n_layer - blocks if is_last else 1
+    return _build_buckets(alike, Mesh(*axes), vocab_size, first, blocks)
 
 
 def local_buckets(cfg, mesh, vocab_size):

@@ -1,6 +1,6 @@
 """Milliseconds of one optimizer step, from shapes and an explicit efficiency model. plan.py prints them.
 
-    step = (micro-batches + stages - 1) * micro-batch of the slowest stage
+    step = (1 + bubble) * micro-batches * micro-batch of the slowest rank
            + gradients to fp32 + communication that compute does not hide + optimizer
 
 Beside each constant stands where it was measured: ceilings, single kernels, traces. None is fitted to the
@@ -15,13 +15,14 @@ from config import pad_vocab
 from cost.parameters import (
     element_bytes,
     expert_rows,
+    held_layers,
     micro_batches,
     owned_parameters,
     unwidened_gradients,
 )
 from fast.choose import choose, needs_row_limit
 from ops.activations import GATED
-from pipeline import stage_layers
+from pipeline import timetable
 from tools.accelerator import device_name
 
 
@@ -200,7 +201,7 @@ def ring_latency(axis, stride, gpu):
 def communication_seconds(cfg, mesh, gpu, blocks, sent, direct):
     """Seconds of one micro-batch's messages over tp, ep and pp, both ways, none of which compute hides. sent:
     {axis: bytes of the micro-batch}, experts' rows balanced; direct: rows go through symmetric memory."""
-    calls = {"tp": 8 * blocks, "ep": 5 * blocks if cfg.n_experts else 0, "pp": 2}
+    calls = {"tp": 8 * blocks, "ep": 5 * blocks if cfg.n_experts else 0, "pp": 2 * cfg.pp_chunks}
     rates = {"tp": ring_bandwidth(mesh.tp, 1, gpu),
              "ep": gpu.link * (PUT if direct else ALL_TO_ALL) if mesh.ep.size <= gpu.node else gpu.net,
              "pp": gpu.link if mesh.pp.size * mesh.stage.size <= gpu.node else gpu.net}
@@ -232,15 +233,15 @@ def exposed_seconds(mesh, gpu, reductions, slowest, overlap):
 # the step
 
 def stage_time(cfg, mesh, gpu, vocab_size, saved, sent):
-    """Seconds of one micro-batch on this rank's stage, both ways. saved: bytes that a block keeps for
+    """Seconds of one micro-batch on this rank's stages, both ways. saved: bytes that a block keeps for
     backward; sent: {axis name: bytes that this rank sends in a step}, experts' rows balanced."""
     choice, varying = expected_choice(cfg, mesh, gpu.node), needs_row_limit(cfg, mesh)
-    first, last = stage_layers(cfg, mesh.pp.size)[mesh.pp.rank]
-    blocks, micro, recompute = last - first, micro_batches(cfg, mesh), 4 / 3 if cfg.recompute == "full" else 1
+    (blocks, _, is_last), micro = held_layers(cfg, mesh), micro_batches(cfg, mesh)
+    recompute = 4 / 3 if cfg.recompute == "full" else 1
     limit = row_limit_factor(cfg, mesh) if varying and choice.graph else 0.0
     waits = varying and not limit  # all_to_all asks the host how many rows travel
     direct = choice.symm_mem and not waits
-    head = head_seconds(cfg, mesh, gpu, vocab_size) if last == cfg.n_layer else 0.0
+    head = head_seconds(cfg, mesh, gpu, vocab_size) if is_last else 0.0
     device = blocks * (block_seconds(cfg, mesh, gpu, saved) * recompute + SYNC * waits) + head
     launches = blocks * recompute * (2 if cfg.n_experts else 1) * (waits or not choice.graph)
     per_micro = {axis: nbytes / micro for axis, nbytes in sent.items()}
@@ -250,8 +251,15 @@ def stage_time(cfg, mesh, gpu, vocab_size, saved, sent):
             + communication_seconds(cfg, mesh, gpu, blocks, per_micro, direct))
 
 
+def bubble(p, v, m):
+    """Time that p ranks idle, over the time that they work, in a step of m micro-batches in v chunks."""
+    if v == 1 or m % p == 0:
+        return (p - 1) / (v * m)
+    return max(timetable(p, v, m)) / (3 * v * m) - 1
+
+
 def step_time(cfg, mesh, gpu, slowest, local, reductions):
-    """-> {part: seconds} of an optimizer step. slowest: seconds of the slowest stage's micro-batch; local:
+    """-> {part: seconds} of an optimizer step. slowest: seconds of the slowest rank's micro-batch; local:
     {axis: parameters of this rank} (cost.parameters); reductions: {axis: Reduction} (cost.traffic)."""
     weight, grad = element_bytes(cfg)
     count, micro = sum(local.values()), micro_batches(cfg, mesh)
@@ -261,7 +269,8 @@ def step_time(cfg, mesh, gpu, slowest, local, reductions):
     for axis, n in copied.items():  # the slices that came from the other ranks are added up
         to_fp32 += n * (weight + grad / getattr(mesh, axis).size)
     adam = owned_parameters(cfg, mesh, local) * ADAM - alone * 4
-    return {"compute": micro * slowest, "bubble": (mesh.pp.size - 1) * slowest,
+    return {"compute": micro * slowest,
+            "bubble": bubble(mesh.pp.size, cfg.pp_chunks, micro) * micro * slowest,
             "gradients": to_fp32 / (STREAM * gpu.hbm),
             "reduce": exposed_seconds(mesh, gpu, reductions, slowest * (micro if cfg.zero > 1 else 1),
                                       COPIED if copied else HIDDEN),

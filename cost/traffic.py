@@ -9,6 +9,7 @@ from typing import NamedTuple
 from cost.parameters import (
     element_bytes,
     expert_rows,
+    held_layers,
     local_buckets,
     local_parameters,
     micro_batches,
@@ -17,26 +18,25 @@ from cost.parameters import (
 )
 from cost.step_time import expected_choice
 from optim import StepStats
-from pipeline import stage_layers
 from zero import uses_slot
 
 
 def traffic(cfg, mesh, vocab_size, batch, choice=None):
     """-> {axis name: bytes that this rank sends in an optimizer step of `batch` sequences}; the experts' rows
     as if they were balanced. choice: the run's fast.choose.Choice, by default the expected one."""
-    first, last = stage_layers(cfg, mesh.pp.size)[mesh.pp.rank]
+    blocks, is_first, is_last = held_layers(cfg, mesh)
     rows, micro = cfg.micro_batch * cfg.seq_len // mesh.tp.size, micro_batches(cfg, mesh, batch)
     sent = Counter({axis: r.gradients + r.weights
                     for axis, r in reductions(cfg, mesh, vocab_size, choice, batch).items()})
-    sent["tp"] += micro * tensor_parallel_bytes(cfg, mesh, first == 0, last == cfg.n_layer, last - first)
+    sent["tp"] += micro * tensor_parallel_bytes(cfg, mesh, is_first, is_last, blocks)
     if cfg.n_experts:
-        sent["ep"] += micro * (last - first) * dispatch_bytes(cfg, mesh)
+        sent["ep"] += micro * blocks * dispatch_bytes(cfg, mesh)
     if cfg.router_bias_rate > 0:  # moe.update_router_bias: an all-reduce of E fp64 counts per layer and step
         share = 2 * (mesh.stage.size - 1) / mesh.stage.size
-        sent["stage"] += share * (last - first) * cfg.n_experts * 8
+        sent["stage"] += share * blocks * cfg.n_experts * 8
     # pipeline: an activation to the next stage, its gradient to the stage before
-    neighbours = (first > 0) + (last < cfg.n_layer)
-    sent["pp"] += micro * neighbours * rows * cfg.n_embd * element_bytes(cfg)[0]
+    messages = 2 * cfg.pp_chunks - is_first - is_last
+    sent["pp"] += micro * messages * rows * cfg.n_embd * element_bytes(cfg)[0]
     statistics = 8 * len(StepStats._fields)  # bytes of fp64 that Optimizer.stats all-reduces
     sent["world"] += 2 * (mesh.world.size - 1) / mesh.world.size * statistics
     return {axis: b for axis, b in sent.items() if b}

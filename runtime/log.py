@@ -36,12 +36,16 @@ from tools.timing import slow_on_cpu
 # the numbers of a step
 
 def phase_times(timers, steps, mesh):
-    """-> {t_PHASE: ms per step of the slowest rank}, empty without --timers. Collective over the world."""
+    """-> {t_PHASE: ms per step of the slowest rank}, empty without --timers; with stages also bubble: the
+    longest wait for other stages over forward and backward. Collective over the world."""
     if not timers.on:
         return {}
     ms = torch.tensor(timers.per_step(steps))
     mesh.world.all_reduce(ms, MAX)  # one number per phase on the host, over the world
-    return {f"t_{phase}": t for phase, t in zip(timers.PHASES, ms.tolist(), strict=True)}
+    row = {f"t_{phase}": t for phase, t in zip(timers.PHASES, ms.tolist(), strict=True)}
+    if mesh.pp.size > 1 and steps:
+        row["bubble"] = row["t_pipeline"] / (row["t_forward"] + row["t_backward"])
+    return row
 
 
 def metrics_row(cfg, world, state, batch, lr, stats, reason, clock, vocab_size):
@@ -273,6 +277,7 @@ def format_row(r):
         s += f"\n  aux={r['aux_loss']:.3f} load_max={r['expert_load_max']:.2f} dropped={r['dropped']:.1%}"
     timers = " ".join(f"{k[2:]}={v:.1f}" for k, v in r.items() if k.startswith("t_"))
     s += f"\n  ms: {timers}" if timers else ""
+    s += f" bubble={r['bubble']:.1%}" if "bubble" in r else ""
     return "\n".join(map(folded, s.split("\n")))
 
 

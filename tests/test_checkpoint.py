@@ -80,7 +80,7 @@ def read(world, flags, folder):
 ONE, DP3Z, TP2, PP2, EP2 = (1, {}), (3, dict(zero=1)), (2, dict(tp=2)), (2, dict(pp=2)), (2, dict(ep=2))
 TP2Z, PP2Z, TP4 = (4, dict(tp=2, zero=1)), (4, dict(pp=2, zero=1)), (4, dict(tp=4))
 TP2PP2, EP4Z, TP2EP2 = (4, dict(tp=2, pp=2)), (4, dict(ep=4, zero=1)), (2, dict(tp=2, ep=2, zero=1))
-PP2EP2Z, DP2Z = (4, dict(pp=2, ep=2, zero=1)), (2, dict(zero=1))
+PP2EP2Z, DP2Z = (4, dict(pp=2, pp_chunks=2, ep=2, zero=1)), (2, dict(zero=1))
 SMALL = dict(LLAMA, vocab_size=60, n_layer=2)  # padded to 128: with tp 2 the second rank holds only padding
 PAIRS = {  # model: {writer: readers}
     "llama": (dict(SMALL, global_batch=12), [

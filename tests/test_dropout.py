@@ -112,19 +112,19 @@ def test_no_two_masks_are_equal(n, layout):
 
 
 def seeds(world, seed, steps, n):
-    """-> {(seed, rank, step, micro-batch): the generator's seed} of train.Step, without a model."""
-    out, drawn, cfg = {}, [], Config(dropout=P, seed=seed)
+    """-> {(seed, rank, step, chunk and micro-batch): the generator's seed} of train.Step, without a model."""
+    out, drawn, cfg = {}, [], Config(dropout=P, seed=seed, pp_chunks=2)
     model = SimpleNamespace(mesh=make_mesh(world, tp=2, pp=2, groups=False), blocks={})
     step = train.Step(cfg, model, mock.Mock(), mock.Mock())
 
     def no_forward(model, dp, batches, tokens, scale, before_forward):
-        for i in range(len(batches)):
-            before_forward(i)
+        for chunk, i in itertools.product(range(2), range(len(batches))):
+            before_forward(i, chunk)
     with mock.patch.object(train, "forward_backward", no_forward):
         for number in steps:
             step.gradients([None] * n, number, drawn.append)
-            out.update({(seed, world.rank, number, i): drawn[i] for i in range(n)})
-            assert len(drawn) == n, "one seed for each micro-batch"
+            out.update({(seed, world.rank, number, i): drawn[i] for i in range(2 * n)})
+            assert len(drawn) == 2 * n, "one seed for each chunk and micro-batch"
             drawn.clear()
     return out
 
@@ -134,7 +134,7 @@ def test_no_two_seeds_are_equal():
     found = {}
     for rank, seed in itertools.product(range(16), (1, 11)):
         found.update(seeds(World(rank=rank, size=16), seed, [*range(1, 30), 111, 1111], 3))
-    assert len(found) == 16 * 2 * 31 * 3 and len(set(found.values())) == len(found)
+    assert len(found) == 16 * 2 * 31 * 2 * 3 and len(set(found.values())) == len(found)
 
 
 # -----------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import test_layouts
+import test_sample
 import torch
 import torch.nn.functional as F
 from pool import run_ranks
@@ -86,6 +87,8 @@ ONE, DP, ZERO, PP = (1, dict()), (2, dict()), (2, dict(zero=1)), (2, dict(pp=2))
 ZERO2, ZERO3 = (2, dict(zero=2)), (2, dict(zero=3))
 TP, TP4, DP_TP, EP = (2, dict(tp=2)), (4, dict(tp=4)), (4, dict(tp=2)), (2, dict(ep=2))
 
+CHUNKS, FOUR = (2, dict(pp=2, pp_chunks=2)), dict(LLAMA, n_layer=4)
+
 FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line[, more edits])
     # sums of gradients
     "sharded weights summed over the stage": (
@@ -103,8 +106,8 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
         GPT2, PP, "model.GPT.__init__", 'reduce = "tied" if cfg.tied and self.is_first != self.is_last else',
         "reduce = None if True else"),
     "bucket reduced after the first micro-batch": (
-        LLAMA, DP, "pipeline.forward_backward", "last_microbatch = n_backward == n",
-        "last_microbatch = n_backward == 1",
+        LLAMA, DP, "pipeline.forward_backward", "last_microbatch = n_backward[chunk] == n",
+        "last_microbatch = n_backward[chunk] == 1",
         ("parallel.Bucket.on_grad_ready", "self.start_reduce()",
          "self.start_reduce(), self.reduce_handle.wait()")),  # the wait makes the fault no race
     "same data on every dp rank": (
@@ -152,9 +155,30 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
         LLAMA, TP, "model.init_weights", '{name}", p.device', '{name}/{p.offset}", p.device'),
     # pipeline
     "backward of the newest micro-batch": (
-        LLAMA, PP, "pipeline.forward_backward", "in_flight.pop(0)", "in_flight.pop()"),
+        LLAMA, PP, "pipeline.forward_backward", "in_flight.pop((i, chunk))",
+        "in_flight.popitem()[1]"),
     "last stage's loss not divided": (
         LLAMA, PP, "pipeline.forward_backward", "out = out / tokens", "out = out / n"),
+    # chunks: interleaved stages
+    "a rank's stages side by side": (
+        FOUR, CHUNKS, "pipeline.rank_layers", "[pp.rank::pp.size]",
+        "[pp.rank * cfg.pp_chunks:][:cfg.pp_chunks]"),
+    "every chunk through the first one's blocks": (
+        FOUR, CHUNKS, "model.GPT.forward", "range(first, end)", "range(*self.chunks[0])"),
+    "a tied last rank embeds again": (
+        dict(GPT2, n_layer=4), CHUNKS, "model.GPT.forward", "if first == 0 else",
+        "if first == 0 else hidden + self._embed(tokens, start) if chunk == 0 and self.wte is not None else"),
+    "balance loss divided by the chunks": (
+        dict(MOE, n_layer=4), CHUNKS, "pipeline.forward_backward", "aux / (n * model.mesh.dp.size)",
+        "aux / (n * model.mesh.dp.size * len(model.chunks))"),
+    "messages read before they arrive": (
+        FOUR, CHUNKS, "pipeline.Ring.walk", "self.wait(batch)", "pass",
+        ("pipeline.Ring.exchange", "received = self.new()", "received = self.new().fill_(0)")),
+    "bucket reduced before a chunk's last micro-batch": (
+        FOUR, (4, dict(pp=2, pp_chunks=2)), "pipeline.forward_backward", "n_backward[chunk] == n",
+        "sum(n_backward) >= n",
+        ("parallel.Bucket.on_grad_ready", "self.start_reduce()",
+         "self.start_reduce(), self.reduce_handle.wait()")),
     # ZeRO-1
     "weights not gathered": (
         LLAMA, ZERO, "parallel.DataParallel.on_updated", "bucket.start_gather()", "pass"),
@@ -311,6 +335,14 @@ def test_faults_are_removed_after_an_error():
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
         run_ranks(1, with_faults, [fault], raise_error)
     run_with_faults(LLAMA, ONE)()
+
+
+def test_generation_detects_a_chunk_that_caches_nothing():
+    fault = "pipeline.next_logits", "cache=cache,", "cache=cache if chunk == 0 else Cache(),"
+    family = test_sample.FAMILIES["llama"]
+    (want,) = run_ranks(1, test_sample.texts, family)
+    layout = dict(family, pp=2, pp_chunks=2)
+    assert want not in run_ranks(2, with_faults, [fault], test_sample.texts, layout)
 
 
 def loss_of_large_logits(world, words):

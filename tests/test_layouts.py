@@ -170,6 +170,7 @@ LAYOUTS = [  # ranks, sequences per step, layout; micro-batch 2
     (2, 2, dict(pp=2)), (2, 8, dict(pp=2, zero=1)), (4, 12, dict(pp=4)), (4, 8, dict(pp=2, zero=1)),
     (4, 6, dict(tp=2, pp=2)), (8, 12, dict(tp=2, pp=2)), (8, 12, dict(tp=2, pp=2, zero=1)),
     (8, 8, dict(tp=4, zero=1)), (4, 8, dict(pp=2, zero=2)), (2, 8, dict(zero=3)), (4, 8, dict(tp=2, zero=3)),
+    (2, 6, dict(pp=2, pp_chunks=2)), (8, 16, dict(tp=2, pp=2, pp_chunks=2, zero=1)),
 ]
 
 
@@ -186,6 +187,7 @@ MOE_LAYOUTS = [
     (4, 8, dict(tp=2, ep=4, zero=1)), (2, 6, dict(pp=2)),
     (4, 8, dict(pp=2, ep=2, zero=1)), (4, 6, dict(pp=2, tp=2, ep=2)), (8, 12, dict(pp=2, tp=2, ep=4, zero=1)),
     (2, 8, dict(zero=2)), (2, 8, dict(zero=3)), (4, 8, dict(tp=2, ep=2, zero=3)),
+    (4, 8, dict(pp=2, pp_chunks=2, ep=2, zero=1)),
 ]
 
 
@@ -215,6 +217,9 @@ def test_moe_on_eight_ranks_equals_one_rank(base, layout):
 def test_pp_layers_and_recompute_equal_one_rank():
     compare(dict(LLAMA, micro_batch=2), 4, 8, pp=2, pp_layers="1,3", recompute="full", zero=1)
     compare(dict(GPT2, micro_batch=2), 4, 8, tp=2, recompute="full")
+    six = dict(GPT2, n_layer=6, micro_batch=2)
+    compare(six, 2, 8, pp=2, pp_chunks=2, pp_layers="1,2,1,2", recompute="full")
+    compare(six, 3, 8, pp=3, pp_chunks=2)
 
 
 @pytest.mark.skipif("not config.getoption('--slow')", reason="zero 3 over 8 ranks: pytest --slow")

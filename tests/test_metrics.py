@@ -212,6 +212,14 @@ def test_timers_mean_over_steps():
     assert keys == {"t_data", "t_forward", "t_backward", "t_pipeline", "t_grad_sync", "t_norm", "t_optimizer",
                     "t_param_gather"}
     assert log.phase_times(timing.Timers(torch.device("cpu"), False), 1, mesh) == {}
+    timers.watch = Ticks(0, 6, 6, 8, 8, 20)
+    for phase in ("forward", "pipeline", "backward"):
+        with timers(phase):
+            pass
+    stages = SimpleNamespace(world=SimpleNamespace(all_reduce=lambda x, op: x), pp=SimpleNamespace(size=2))
+    row = log.phase_times(timers, 1, stages)
+    assert row.pop("bubble") == 2 / (6 + 12) and row.keys() == keys
+    assert log.format_row({"step": 1, "lr": 0.0, "bubble": 1 / 9, **row}).endswith("bubble=11.1%")
 
 
 def test_a_row_after_several_steps_of_a_growing_batch(monkeypatch):

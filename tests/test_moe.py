@@ -263,8 +263,8 @@ def aux_gradient(world, layout, n):
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     forward = model.forward
 
-    def without_cross_entropy(*args):
-        out, aux = forward(*args)
+    def without_cross_entropy(*args, **kwargs):
+        out, aux = forward(*args, **kwargs)
         return (out * 0.0 if model.is_last else out), aux
     with mock.patch.object(model, "forward", without_cross_entropy):
         count = n * cfg.micro_batch * mesh.dp.size

@@ -46,7 +46,7 @@ LAYOUT_FAULTS = {  # name: (model, (ranks, layout), function, its line, the faul
         MOE, EP, "pipeline.forward_backward", "aux / (n * model.mesh.dp.size)", "aux / n"),
     "balance loss lost on all stages except the last": (
         MOE, PP, "pipeline.forward_backward", "if aux.requires_grad:",
-        "if aux.requires_grad and model.is_last:"),
+        "if aux.requires_grad and is_last(model, chunk):"),
     "balance loss counts only this tp rank's tokens": (
         MOE, TP, "moe.MoE.balance", "tp.all_reduce(chosen.to(probs.dtype))", "chosen.to(probs.dtype)"),
     "balance and z-loss averaged over this tp rank's tokens": (
@@ -107,7 +107,8 @@ def balance_gradient(n, micro_batches, layout, fault):
 
 
 def test_balance_gradient_without_a_fault_passes():
-    balance_gradient(2, 2, {}, ("pipeline.forward_backward", "n_backward += 1", "n_backward += 1"))
+    balance_gradient(2, 2, {}, ("pipeline.forward_backward", "n_backward[chunk] += 1",
+                                "n_backward[chunk] += 1"))
 
 
 SHARED_FAULTS = {  # faults that one process has too: (function, line, faulty line, the test that detects it)

@@ -234,7 +234,7 @@ LAYOUTS = [dict(BASE, tp=2, pp=2), dict(BASE, tp=4, recompute="full"), dict(BASE
            dict(EXPERTS, ep=2, tp=2, capacity_factor=1.0, recompute="full"),
            dict(EXPERTS, ep=4, tp=2, n_shared_experts=1, recompute="full"), dict(EXPERTS, ep=2, tp=2),
            dict(EXPERTS, ep=2, tp=2, router="sigmoid", router_bias_rate=0.1),
-           dict(EXPERTS, ep=2, pp=2, router="sigmoid", router_bias_rate=0.1)]
+           dict(EXPERTS, ep=2, pp=2, pp_chunks=2, router="sigmoid", router_bias_rate=0.1)]
 
 
 def sent(world, flags):
@@ -317,9 +317,10 @@ def test_search_lists_only_what_fits_fastest_first(capsys):
     plans = json.loads(capsys.readouterr().out)
     assert len(plans) > 10 and all(p["fits"] for p in plans)
     assert [p["ms"] for p in plans] == sorted(p["ms"] for p in plans)
-    keys = ("dp", "tp", "pp", "ep", "micro_batch", "recompute", "zero")
+    keys = ("dp", "tp", "pp", "pp_chunks", "ep", "micro_batch", "recompute", "zero")
     layouts = [tuple(p["layout"][k] for k in keys) for p in plans]
     assert len(set(layouts)) == len(layouts) and all(a * b * c == 4 for a, b, c, *_ in layouts)
+    assert {chunks for _, _, _, chunks, *_ in layouts} == {1, 2}
     plan.main(["tiny-moe", "--gpus", "4", "--search", "--tokens", "1e9"])
     assert "fastest first" in capsys.readouterr().out
 

@@ -73,6 +73,16 @@ def test_resumed_equals_uninterrupted(n, zero, model, toy, tmp_path):
     same(whole, half, 6)
 
 
+def test_interleaved_stages_resume_bit_for_bit(tmp_path):
+    flags = ["--n-layer=4", "--pp=2", "--pp-chunks=2", "--tied", "--dropout=0.2", "--save-every=2",
+             "--eval-every=2", "--eval-iters=1", "--decay-steps=4", "--steps"]
+    go(2, tmp_path / "whole", *flags, 4)
+    go(2, tmp_path / "half", *flags, 2)
+    go(2, tmp_path / "half", *flags, 4, "--resume=auto")
+    same(tmp_path / "whole", tmp_path / "half", 4)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "half")
+
+
 def test_resume_removes_the_rows_of_later_steps(tmp_path):
     go(1, tmp_path, "--steps=6", "--save-every=2")
     go(1, tmp_path, "--steps=5", "--decay-steps=6", "--save-every=5", "--log-every=5",

@@ -17,7 +17,7 @@ from config import Config
 from corpus import tokenizer
 from parallel import make_mesh
 
-FLAT = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, seq_len=8, micro_batch=2,
+FLAT = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, seq_len=8, micro_batch=2,
             dtype="fp64", vocab_size=100, dropout=0.3)  # of which generate() must see nothing
 
 
@@ -73,7 +73,8 @@ FAMILIES = {"llama": {}, "gpt2": dict(norm="layer", mlp="gelu", pos="learned", b
 
 
 @pytest.mark.parametrize("family,n,layout", [
-    ("llama", 2, dict(tp=2)), ("gpt2", 4, dict(tp=2, pp=2)), ("moe", 2, dict(ep=2))], ids=str)
+    ("llama", 2, dict(tp=2)), ("gpt2", 4, dict(tp=2, pp=2)), ("moe", 2, dict(ep=2)),
+    ("llama", 2, dict(pp=2, pp_chunks=2))], ids=str)
 def test_every_rank_of_every_layout_writes_the_same_text(family, n, layout):
     (want,) = run_ranks(1, texts, FAMILIES[family])
     assert [len(t) for t in want] == [20, 12, 10] and max(map(max, want)) < 100

@@ -149,7 +149,7 @@ def test_bf16_losses_are_summed_in_fp32():
 def test_one_layout_evaluates_as_another():
     """evaluate() alone, at equal weights: the same number, to the bit, on all ranks."""
     results = [run_ranks(n, evaluated, layout) for n, layout in
-               ((1, {}), (4, dict(pp=4)), (4, dict(tp=4)))]
+               ((1, {}), (4, dict(pp=4)), (4, dict(tp=4)), (2, dict(pp=2, pp_chunks=2)))]
     want = results[0][0]
     for ranks in results:
         assert ranks == pytest.approx([want] * len(ranks), rel=1e-12) and len(set(ranks)) == 1

@@ -1,0 +1,264 @@
+"""The schedules of pipeline.py without a model: no rank waits for ever, the bubble is what is promised,
+messages pair by their order alone, and plan.py's picture, bubble and memory are those of the schedule.
+"""
+import dataclasses
+import itertools
+from collections import Counter
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from test_faults import planted
+
+import pipeline
+import plan
+from config import Config
+from cost.memory import blocks_in_flight
+from cost.step_time import bubble
+from pipeline import rank_layers, schedule, stage_layers, timetable
+
+SIZES = [(p, v, m) for p in (1, 2, 3, 4, 5) for v in (1, 2, 3) for m in range(1, 2 * p + 2)]
+
+
+def simulate(p, v, m, forward=1, backward=2):
+    """-> the time that a step takes: every rank does its ops in order, each as soon as its input is there. 0
+    if ranks wait for each other for ever."""
+    todo, free, ends = [schedule(rank, p, v, m) for rank in range(p)], [0] * p, {}
+    while any(todo):
+        before = len(ends)
+        for rank, ops in enumerate(todo):
+            while ops:
+                kind, i, chunk = ops[0]
+                stage, step = chunk * p + rank, 1 if kind == "F" else -1
+                needs = [(kind, i, stage - step)] * (0 <= stage - step < p * v)
+                needs += [("F", i, stage)] * (kind == "B")
+                if not all(op in ends for op in needs):
+                    break
+                begin = max([free[rank], *(ends[op] for op in needs)])
+                free[rank] = ends[kind, i, stage] = begin + (forward if step > 0 else backward)
+                ops.pop(0)
+        if len(ends) == before:
+            return 0
+    return max(free)
+
+
+def messages(table, p, v):
+    """-> [[(sender, receiver, op that was done)] of each time] of a timetable."""
+    out = []
+    for now in table.values():
+        sent = []
+        for rank, (kind, i, chunk) in ((r, op) for r, op in enumerate(now) if op):
+            stage = chunk * p + rank + (1 if kind == "F" else -1)
+            sent += [(rank, stage % p, (kind, i, chunk))] * (0 <= stage < p * v)
+        out.append(sent)
+    return out
+
+
+def rendezvous(p, v, m, forward, backward):
+    """-> the time of a step if a batch of messages is over when all its receivers, too, have begun it, and a
+    rank's next batch waits for that, as NCCL's do; an op only waits for the batch that brings its input."""
+    table = timetable(p, v, m)
+    clock, network, arrived = [0] * p, [0] * p, {}
+    for now, sent in zip(table.values(), messages(table, p, v), strict=True):
+        for rank, op in enumerate(now):
+            if op:
+                begin = max(clock[rank], arrived.get((rank, op), 0))
+                clock[rank] = begin + (forward if op[0] == "F" else backward)
+        begun, over = [max(pair) for pair in zip(clock, network, strict=True)], [0] * p
+        for a, b, (kind, i, chunk) in sent:
+            there = (chunk * p + a + (1 if kind == "F" else -1)) // p
+            arrived[b, (kind, i, there)] = done = max(begun[a], begun[b])
+            over[a], over[b] = max(over[a], done), max(over[b], done)
+        network = [max(pair) for pair in zip(network, over, strict=True)]
+    return max(clock)
+
+
+# -----------------------------------------------------------------------------
+# who does what when
+
+def test_no_rank_waits_for_ever_and_the_bubble_is_what_is_promised():
+    for (p, v, m), (f, b) in itertools.product(SIZES, ((1, 1), (1, 2), (1, 3))):
+        time, work = simulate(p, v, m, f, b), v * m * (f + b)
+        assert time, f"p {p} v {v} m {m}: ranks wait for each other"
+        if v == 1 or m % p == 0:
+            assert time == work + (p - 1) * (f + b), (p, v, m)  # (p - 1) / (v m) of the work
+        else:  # at most the time of a whole last group
+            assert work + (p - 1) * (f + b) <= time <= simulate(p, v, -(-m // p) * p, f, b), (p, v, m)
+        if (f, b) == (1, 2):
+            assert bubble(p, v, m) == pytest.approx(time / work - 1, abs=1e-12)
+            assert max(timetable(p, v, m)) == time
+
+
+def test_every_rank_does_every_op_once_and_a_backward_after_its_forward():
+    for p, v, m in SIZES:
+        want = Counter(itertools.product("FB", range(m), range(v)))
+        for rank in range(p):
+            ops = schedule(rank, p, v, m)
+            at = {op: i for i, op in enumerate(ops)}
+            assert Counter(ops) == want
+            assert all(at["F", i, c] < at["B", i, c] for i, c in itertools.product(range(m), range(v)))
+            assert Counter(schedule(rank, p, v, m, backward=False)) == Counter(
+                op for op in want if op[0] == "F")
+
+
+def test_one_chunk_is_1f1b():
+    for p, m in itertools.product(range(1, 7), range(1, 12)):
+        for rank in range(p):
+            w = min(p - rank - 1, m)
+            steady = [op for i in range(w, m) for op in (("F", i, 0), ("B", i - w, 0))]
+            assert schedule(rank, p, 1, m) == [*(("F", i, 0) for i in range(w)), *steady,
+                                               *(("B", i, 0) for i in range(m - w, m))]
+
+
+def test_the_schedule_of_rank_1_of_2_with_two_chunks():
+    ops = " ".join(f"{kind}{i}{'ab'[chunk]}" for kind, i, chunk in schedule(1, 2, 2, 4))
+    assert ops == "F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a"
+
+
+def test_stages_of_a_rank_lie_pp_apart():
+    cfg = Config(n_layer=8, pp_chunks=2)
+    assert [rank_layers(cfg, SimpleNamespace(rank=r, size=2)) for r in range(2)] == [
+        [(0, 1), (4, 7)], [(1, 4), (7, 8)]]
+    cfg = dataclasses.replace(cfg, pp_layers="3,1,2,2")
+    assert rank_layers(cfg, SimpleNamespace(rank=1, size=2)) == [(3, 4), (6, 8)]
+    for n, text in ((3, "n-layer 3 is less than pp 2 * pp-chunks 2.*try --pp-chunks 1"),
+                    (1, "n-layer 1 is less than pp 2 * pp-chunks 2.*try --pp 1")):
+        with pytest.raises(ValueError, match=text.replace("*", r"\*", 1)):
+            stage_layers(Config(n_layer=n, pp_chunks=2), 4)
+
+
+# -----------------------------------------------------------------------------
+# messages
+
+def walk(rank, p, v, m, backward=True):
+    """Walk a timetable with a network that only writes down -> ([(peer, op sent)], [(peer, op received for)],
+    ops in the order in which they ran with what they got)."""
+    sends, receives, ran, ring = [], [], [], None
+
+    def batch(ops):
+        peers = [(peer, way) for way, _, peer, _ in ops]
+        assert len(set(peers)) == len(peers), "two messages one way to one peer: their order would count"
+        for way, tensor, peer, _ in ops:
+            (sends if way == "send" else receives).append((peer, tensor))
+        return []
+
+    def run(*op_and_received):
+        ran.append(op_and_received)
+        return torch.tensor([op_and_received[1], op_and_received[2], op_and_received[0] == "F"])
+    stub = SimpleNamespace(isend="send", irecv="receive", P2POp=lambda *args: args, batch_isend_irecv=batch)
+    axis = plan._mesh(p, rank, 1, p, 1, 0).pp
+    model = SimpleNamespace(mesh=SimpleNamespace(pp=axis, tp=SimpleNamespace(size=1)), chunks=[None] * v,
+                            cfg=SimpleNamespace(n_embd=1), parameters=lambda: iter([torch.zeros(1)]))
+    with mock.patch.object(pipeline, "dist", stub):
+        ring = pipeline.Ring(model, 1)
+        ring.walk(m, run, backward)
+    assert not ring.inbox and not ring.batches
+    sent = [(peer, ("FB"[not t[2]], int(t[0]), int(t[1]))) for peer, t in sends]
+    return sent, [(peer, id(t)) for peer, t in receives], ran
+
+
+def check_pairs(p, v, m):
+    """Between any two ranks the k-th message sent is the k-th received: it reaches the op that needs it."""
+    walks = [walk(rank, p, v, m) for rank in range(p)]
+    for a, b in itertools.permutations(range(p), 2):
+        sent = [op for peer, op in walks[a][0] if peer == b]
+        arrives = [tensor for peer, tensor in walks[b][1] if peer == a]
+        used = {id(got): (kind, i, chunk) for kind, i, chunk, got in walks[b][2] if got is not None}
+        assert len(sent) == len(arrives)
+        for (kind, i, chunk), tensor in zip(sent, arrives, strict=True):
+            stage = chunk * p + a + (1 if kind == "F" else -1)
+            assert used.get(tensor) == (kind, i, stage // p) and stage % p == b
+    for rank, (_, _, ran) in enumerate(walks):  # only the first stage and the last get nothing
+        for kind, _, chunk, got in ran:
+            assert (got is None) == (chunk * p + rank == (0 if kind == "F" else p * v - 1))
+
+
+def test_messages_pair_by_their_order_alone():
+    for p, v, m in ((2, 1, 3), (2, 2, 4), (2, 2, 3), (2, 3, 2), (3, 2, 4), (4, 2, 8)):
+        check_pairs(p, v, m)
+
+
+def test_batches_that_wait_for_both_sides_cost_no_time():
+    for (p, v, groups), b in itertools.product(((2, 1, 4), (2, 2, 4), (3, 3, 2), (4, 2, 3), (8, 2, 2)),
+                                               (1, 1.5, 2)):
+        m = p * groups
+        assert rendezvous(p, v, m, 1, b) == pytest.approx((v * m + p - 1) * (1 + b)), (p, v, m, b)
+
+
+# -----------------------------------------------------------------------------
+# plans
+
+def test_the_picture():
+    assert plan.draw_schedule(2, 1, 3) == ["  rank 0   F0 F1       B0--- F2 B1---    B2---",
+                                           "  rank 1      F0 B0--- F1 B1--- F2 B2---"]
+    assert plan.draw_schedule(2, 2, 2) == [
+        "  rank 0   F0a F1a F0b F1b         B0b----     B1b---- B0a---- B1a----",
+        "  rank 1       F0a F1a F0b B0b---- F1b B1b---- B0a---- B1a----"]
+    assert all(len(line) == 100 and line.endswith(" ...") for line in plan.draw_schedule(4, 2, 64))
+
+
+def test_a_plan_has_the_picture_and_the_bubble(capsys):
+    flags = ["dense-210m", "--gpus", "2", "--pp", "2", "--global-batch", "32"]
+    plan.main(flags)
+    one = capsys.readouterr().out
+    plan.main([*flags, "--pp-chunks", "2"])
+    two = capsys.readouterr().out
+    assert "schedule of 4 micro-batches over 2 ranks, predicted bubble 25.0 %" in one
+    assert "schedule of 4 micro-batches in 2 chunks over 2 ranks, predicted bubble 12.5 %" in two
+    assert "  rank 1      F0 B0--- F1" in one and "  rank 1       F0a F1a F0b B0b----" in two
+    assert "the pipeline idles 20 %; try --pp-chunks 2" in one and "idles" not in two
+
+
+def test_activations_in_flight_are_those_of_the_whole_schedule():
+    for p, v, m in SIZES:
+        cfg = Config(n_layer=p * v + 2, pp_chunks=v, micro_batch=1, global_batch=m)
+        for rank in range(p):
+            mesh = plan.stage_mesh(dataclasses.replace(cfg, pp=p), p, rank)
+            sizes, held, most = [b - a for a, b in rank_layers(cfg, mesh.pp)], 0, 0
+            for kind, _, chunk in schedule(rank, p, v, m):
+                held += sizes[chunk] * (1 if kind == "F" else -1)
+                most = max(most, held)
+            assert blocks_in_flight(cfg, mesh) == most
+            assert v > 1 or most == sizes[0] * min(p - rank, m)
+
+
+# -----------------------------------------------------------------------------
+# planted faults
+
+WAITS = test_no_rank_waits_for_ever_and_the_bubble_is_what_is_promised
+FAULTS = {  # name: (function, its line, the faulty line, the test that detects it)
+    "warm-up of one group less": ("pipeline.schedule", "(v - 1) * p +", "(v - 2) * p +", WAITS),
+    "backwards through the chunks as forwards": ("pipeline.schedule", "v - 1 - chunk", "chunk", WAITS),
+    "all micro-batches through a chunk before the next": (
+        "pipeline.schedule", "for first in range(0, m, p) for chunk in range(v)",
+        "for chunk in range(v) for first in range(0, m, p)", WAITS),
+    "the short warm-up of 1F1B": (
+        "pipeline.schedule", "(2 if v > 1 else 1)", "1", test_batches_that_wait_for_both_sides_cost_no_time),
+    "timetable of equally long ops": (
+        "pipeline.timetable", '(1 if kind == "F" else 2)', "1", WAITS),
+    "the last rank's message to the same chunk": (
+        "pipeline.Ring.exchange", "stage // size] = received", "chunk] = received",
+        test_messages_pair_by_their_order_alone),
+    "gradients sent on, not back": (
+        "pipeline.Ring.exchange", '(1 if kind == "F" else -1)', "1",
+        test_messages_pair_by_their_order_alone),
+    "memory of 1F1B": (
+        "cost.memory.blocks_in_flight", "cfg.pp_chunks, few", "1, few",
+        test_activations_in_flight_are_those_of_the_whole_schedule),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_caught(name):
+    where, old, new, test = FAULTS[name]
+    timetable.cache_clear()
+    with planted(where, old, new), pytest.raises(AssertionError):
+        test()
+    timetable.cache_clear()
+
+
+def test_one_rank_sends_nothing():
+    sent, received, ran = walk(0, 1, 1, 3)
+    assert not sent and not received
+    assert [op[:2] for op in ran] == [(kind, i) for i in range(3) for kind in "FB"]
