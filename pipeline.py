@@ -138,14 +138,14 @@ class Ring:
                 axis.record("receive", received)
                 ops.append(dist.P2POp(dist.irecv, received, axis.ranks[sender], axis.group))  # n*C from it
         if ops:
-            self.batches.append(dist.batch_isend_irecv(ops))  # over pp
+            self.batches.append((dist.batch_isend_irecv(ops), ops))  # over pp; ops keep the tensors alive
             self.begun += 1
 
     def wait(self, batch):
         """Until all batches up to this number have arrived."""
         while self.begun - len(self.batches) < batch:
             with self.timers("pipeline"):
-                for work in self.batches.pop(0):
+                for work in self.batches.pop(0)[0]:
                     work.wait()
 
 

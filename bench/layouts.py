@@ -42,7 +42,8 @@ from parallel import make_mesh
 from plan import estimate, memory
 from tools.accelerator import device_name, total_memory
 
-FLAG = {"tp": "tp", "pp": "pp", "ep": "ep", "zero": "zero", "mbs": "micro_batch"}
+FLAG = {"tp": "tp", "pp": "pp", "chunks": "pp_chunks", "ep": "ep", "zero": "zero",
+        "mbs": "micro_batch"}
 COLUMNS = {  # title: (key of the row, format)
     " dp": ("dp", "d"), "tp": ("tp", "d"), "pp": ("pp", "d"), "ep": ("ep", "d"), "zero": ("zero", "d"),
     "mbs": ("mbs", "d"), "mem GiB": ("mem", ".2f"), "plan GiB": ("predicted", ".2f"),
@@ -56,7 +57,7 @@ COLUMNS = {  # title: (key of the row, format)
 
 @dataclass(frozen=True)
 class Flags(Config):
-    layouts: str = ""  # "dp4; tp2,zero1; mbs2,recompute": of dp tp pp ep zero mbs with a number, recompute
+    layouts: str = ""  # "dp4; tp2,zero1; mbs2,recompute": of dp tp pp chunks ep zero mbs, a number, recompute
     ranks: int = 0  # processes; 0: one per GPU, 2 without a GPU
     steps: int = 12  # of each layout; the first third is warm-up
     limit: float = 180.0  # seconds until a layout is given up
@@ -92,11 +93,12 @@ def layout(text, cfg):
     """ "tp2,zero1" -> (Config, the given dp or 0). ValueError: an item that is none."""
     flags, dp = {}, 0
     for item in filter(None, map(str.strip, text.split(","))):
-        found = re.fullmatch(r"(dp|tp|pp|ep|zero|mbs)(\d+)", item)
+        found = re.fullmatch(r"(dp|tp|pp|chunks|ep|zero|mbs)(\d+)", item)
         if item == "recompute":
             flags["recompute"] = "full"
         elif not found or found[1] == "zero" and int(found[2]) > 3:
-            raise ValueError(f"no layout item {item!r}; try dp4, tp2, pp2, ep2, zero1, mbs2 or recompute")
+            raise ValueError(f"no layout item {item!r}; try dp4, tp2, pp2, chunks2, ep2, zero1, mbs2 or "
+                             "recompute")
         elif found[1] == "dp":
             dp = int(found[2])
         else:
