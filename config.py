@@ -81,7 +81,8 @@ class Config:
     pp_layers: str = ""  # a,b,c: blocks of each stage; default: balanced, embedding and head count as a block
     pp_chunks: int = 1  # interleaved 1F1B: a rank holds this many stages, chunks of layers that lie pp apart
     zero: Literal[0, 1, 2, 3] = 0  # replicas share out 1: optimizer state, 2: gradients too, 3: weights too
-    recompute: Literal["none", "full"] = "none"  # full: keep a block's input only, run it again in backward
+    # what backward runs again: full, whole blocks; selective, norms, rotation and the dense MLP's activation
+    recompute: Literal["none", "selective", "full"] = "none"
     # batch
     micro_batch: int = 8  # sequences per data-parallel replica and micro-step
     global_batch: int = 0  # sequences per optimizer step; 0 is micro-batch * dp
@@ -177,7 +178,6 @@ RANGES = {  # flag, of any program: the least and the largest value it may have
                      "capacity_factor", "ep_slack", "max_minutes", "skip_spikes"), FACTOR),
     "rope_base": (1, 10**12), "timeout": (1, 30 * 86400), "pdb": (-1, 2**20), "seed": (0, 2**63 - 1),
     **dict.fromkeys(("dropout", "beta1", "beta2"), (0, 1))}
-LARGEST = 10**18  # of all other numbers
 COMMON = ("n_layer", "n_head", "n_embd", "seq_len", "n_experts", "top_k", "tp", "pp", "ep", "zero",
           "micro_batch", "global_batch", "steps", "lr", "dtype", "data", "out", "eval_every", "save_every",
           "resume")  # what --help shows of Config; --help-all shows all
@@ -373,7 +373,7 @@ def check_numbers(flags):
     may have RANGES of its own."""
     ranges = {**RANGES, **getattr(flags, "RANGES", {})}
     for f in dataclasses.fields(flags):
-        values, (low, high) = getattr(flags, f.name), ranges.get(f.name, (-LARGEST, LARGEST))
+        values, (low, high) = getattr(flags, f.name), ranges.get(f.name, (-10**18, 10**18))
         for v in values if isinstance(values, tuple) else [values]:
             if isinstance(v, (int, float)) and not low <= v <= high:  # nan is in no range
                 raise ValueError(f"--{f.name.replace('_', '-')} {v} must be at least {low}, at most {high}")

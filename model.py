@@ -12,13 +12,14 @@ this rank's, too:
 Between the blocks the tokens lie flat, (n, C): n = B*T on one rank, and each of tp ranks holds n contiguous
 rows. parallel.py's primitives are the identity on an axis of one rank; only the vocabulary asks for its size.
 """
+import functools
 import hashlib
 import math
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from config import pad_vocab
 from moe import MoE, plain_dispatcher
@@ -152,6 +153,13 @@ class MLP(nn.Module):
         return self.w2(self.act(h))  # (B*T, f or 2f) -> (B*T, f)
 
 
+# what --recompute selective keeps: results of matrix products, attention's output and log-sum-exp. norms,
+# rotation, activation and the concatenated weights are made again
+ATTENTION = [f"_scaled_dot_product_{k}" for k in ("flash_attention", "efficient_attention", "cudnn_attention",
+                                                  "flash_attention_for_cpu")]
+KEPT = [getattr(torch.ops.aten, op).default for op in ("mm", "addmm", *ATTENTION)]
+
+
 class Block(nn.Module):
     """Attention, then the MLP or the experts, each added to the residual stream."""
 
@@ -163,21 +171,23 @@ class Block(nn.Module):
             self.mlp, self.moe = None, MoE(cfg, mesh, shared, dispatcher)
         else:
             self.mlp, self.moe = MLP(cfg, mesh, cfg.ffn_hidden), None
-        self.dropout, self.recompute_all = cfg.dropout, cfg.recompute == "full"
+        self.dropout, self.recomputes = cfg.dropout, cfg.recompute
 
     def forward(self, x, T, cos, sin, cache=None):
         """x (n, C) -> (n, C), this rank's part of the experts' balancing losses (), or None"""
         if self.moe is None:
             return self.recompute(self.dense_block, x, T, cos, sin, cache), None
         x, normed = self.recompute(self.attention_half, x, T, cos, sin, cache)
-        y, aux = self.moe(normed, self.recompute)
+        y, aux = self.moe(normed, self.recompute if self.recomputes == "full" else lambda f, *args: f(*args))
         return x + F.dropout(y, self.dropout, self.training), aux
 
     def recompute(self, f, *args):
-        """f(*args); under --recompute only its inputs are kept, and backward runs it again."""
-        if not (self.recompute_all and self.training):
+        """f(*args); under --recompute only its inputs, and KEPT, are kept, and backward runs it again."""
+        if self.recomputes == "none" or not self.training:
             return f(*args)
-        return checkpoint(f, *args, use_reentrant=False, preserve_rng_state=self.dropout > 0)
+        keep = functools.partial(create_selective_checkpoint_contexts, KEPT)
+        return checkpoint(f, *args, use_reentrant=False, preserve_rng_state=self.dropout > 0,
+                          **({"context_fn": keep} if self.recomputes == "selective" else {}))
 
     def attention_half(self, x, T, cos, sin, cache):  # (n, C) -> (n, C), the same normed
         x = x + F.dropout(self.attn(self.norm1(x), T, cos, sin, cache), self.dropout, self.training)

@@ -84,8 +84,8 @@ def estimate(cfg, gpus, gpu, vocab):
     parts = max((memory(cfg, mesh, vocab, choice) for mesh in meshes), key=lambda parts: sum(parts.values()))
     used = sum(parts.values())
     sent = [traffic(cfg, mesh, vocab, cfg.global_batch, choice) for mesh in meshes]
-    saved = saved_activations(cfg, meshes[0], max_load_factor(cfg, meshes[0]), choice).saved
-    seconds = [stage_time(cfg, mesh, chip, vocab, saved, moved)
+    block = saved_activations(cfg, meshes[0], max_load_factor(cfg, meshes[0]), choice)
+    seconds = [stage_time(cfg, mesh, chip, vocab, block, moved)
                for mesh, moved in zip(meshes, sent, strict=True)]
     by_stage = {s: t * 1e3 for stages, t in zip(alike.values(), seconds, strict=True) for s in stages}
     largest = max(meshes, key=lambda mesh: sum(local_parameters(cfg, mesh, vocab).values()))
@@ -224,7 +224,8 @@ def layouts(cfg, gpus, gpu):
         eps = [e for e in divisors if stage % e == 0 and cfg.n_experts % e == 0] if cfg.n_experts else [1]
         sizes = [2**i for i in range(8) if batch % (2**i * (stage // tp)) == 0]
         chunks = [v for v in (1, 2) if v == 1 or pp > 1 and pp * v <= cfg.n_layer]
-        for ep, mbs, *rest in itertools.product(eps, sizes, ("none", "full"), range(4), chunks):
+        for ep, mbs, *rest in itertools.product(eps, sizes, ("none", "selective", "full"), range(4),
+                                                 chunks):
             more = dict(zip(("recompute", "zero", "pp_chunks"), rest, strict=True))
             this = dataclasses.replace(cfg, tp=tp, pp=pp, ep=ep, micro_batch=mbs, global_batch=batch, **more)
             try:

@@ -39,7 +39,7 @@ def buffer_rows(cfg, mesh, choice):
 class BlockActivations(NamedTuple):
     """Bytes of one block and micro-batch."""
     saved: float       # tensors that backward needs
-    remains: float     # those of them that stay under --recompute full
+    remains: float     # those of them that stay under --recompute, and what selective keeps in their place
     peak: float        # the largest gradients that are alive at once in backward
 
 
@@ -68,6 +68,12 @@ def saved_activations(cfg, mesh, load_factor=0.0, choice=None):
         if cfg.compile and cfg.mlp == "swiglu" and not cfg.n_experts:
             remains += rows * hidden / tp  # a Triton kernel's output is not recomputed (inferred from a run)
     own = 4 * rows * cfg.n_head / tp  # bytes: softmax's log-sum-exp, fp32
+    if cfg.recompute == "selective":
+        # input, q k v, attention's output; the products with wo and w2 as they are before the scatter, w1 w3
+        kept = (q + 2 * kv) + q + C + (0 if cfg.n_experts else C + (2 if gated else 1) * hidden / tp)
+        remains += rows * kept + own / size
+        if cfg.n_experts and hidden:  # the shared expert: all, and its copy of w1, w3
+            remains += rows * (3 if gated else 2) * hidden / tp + (2 * hidden / tp * C if gated else 0)
     own += 2 * rows * C / tp * (cfg.dropout > 0)  # the masks, one byte each
     dense = size * (rows * row + fixed) + own, size * remains, size * (peak + 2 * rows * C)
     if not cfg.n_experts:
@@ -89,7 +95,8 @@ def expert_activations(cfg, mesh, load_factor, choice=None):
     recomputes = cfg.mlp == "swiglu" and cfg.dtype != "fp64"  # SwiGLUExperts: two of four
     hidden = 2 if recomputes or cfg.mlp not in GATED else 4
     saved = router + size * (held * (C * (not buffer) + hidden * F) + n * K * C)  # x a b; the copies
-    return BlockActivations(saved, router + size * n * C,  # norm2's output
+    remains = saved if cfg.recompute == "selective" else router
+    return BlockActivations(saved, remains + size * n * C,  # norm2's output
                             size * held * (2 * F + C))
 
 
@@ -145,7 +152,7 @@ def memory(cfg, mesh, vocab_size, choice=None):
     rows = cfg.micro_batch * cfg.seq_len
     blocks, is_first, is_last = held_layers(cfg, mesh)
     block = saved_activations(cfg, mesh, choice=choice)
-    recompute, peak = cfg.recompute == "full", block.peak
+    recompute, peak = cfg.recompute != "none", block.peak
     activations = blocks_in_flight(cfg, mesh) * (block.remains if recompute else block.saved)
     logits = 0
     if is_last:

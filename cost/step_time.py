@@ -232,9 +232,9 @@ def exposed_seconds(mesh, gpu, reductions, slowest, overlap):
 # -----------------------------------------------------------------------------
 # the step
 
-def stage_time(cfg, mesh, gpu, vocab_size, saved, sent):
-    """Seconds of one micro-batch on this rank's stages, both ways. saved: bytes that a block keeps for
-    backward; sent: {axis name: bytes that this rank sends in a step}, experts' rows balanced."""
+def stage_time(cfg, mesh, gpu, vocab_size, block, sent):
+    """Seconds of one micro-batch on this rank's stages, both ways. block: a cost.memory.BlockActivations;
+    sent: {axis name: bytes that this rank sends in a step}, experts' rows balanced."""
     choice, varying = expected_choice(cfg, mesh, gpu.node), needs_row_limit(cfg, mesh)
     (blocks, _, is_last), micro = held_layers(cfg, mesh), micro_batches(cfg, mesh)
     recompute = 4 / 3 if cfg.recompute == "full" else 1
@@ -242,7 +242,8 @@ def stage_time(cfg, mesh, gpu, vocab_size, saved, sent):
     waits = varying and not limit  # all_to_all asks the host how many rows travel
     direct = choice.symm_mem and not waits
     head = head_seconds(cfg, mesh, gpu, vocab_size) if is_last else 0.0
-    device = blocks * (block_seconds(cfg, mesh, gpu, saved) * recompute + SYNC * waits) + head
+    again = 2 * (block.saved - block.remains) / gpu.hbm if cfg.recompute == "selective" else 0  # a guess
+    device = blocks * (block_seconds(cfg, mesh, gpu, block.saved) * recompute + again + SYNC * waits) + head
     launches = blocks * recompute * (2 if cfg.n_experts else 1) * (waits or not choice.graph)
     per_micro = {axis: nbytes / micro for axis, nbytes in sent.items()}
     if limit and not direct:

@@ -46,10 +46,11 @@ def tensor_parallel_bytes(cfg, mesh, is_first, is_last, blocks):
     """Bytes that a rank of `blocks` blocks sends over tp for one micro-batch, both ways."""
     weight, wide = element_bytes(cfg)
     rows = cfg.micro_batch * cfg.seq_len  # (B*T, C) on every tp rank when gathered
-    recompute, mlp = cfg.recompute == "full", not cfg.n_experts or cfg.n_shared_experts > 0
+    mlp = not cfg.n_experts or cfg.n_shared_experts > 0
+    recompute = {"none": 0, "selective": 2 if cfg.n_experts else 3, "full": 3 if mlp else 2}[cfg.recompute]
     # attention and MLP gather and scatter (B*T, C) once each, and backward does both adjoints. recomputation
     # stops at the last tensor that backward needs: before the last branch's scatter
-    calls = (8 if mlp else 4) + recompute * (3 if mlp else 2)
+    calls = (8 if mlp else 4) + recompute
     ends = 2 * is_first + 2 * is_last  # the embedding's scatter, the head's gather, and their adjoints
     sent = (blocks * calls + ends) * rows * cfg.n_embd * weight
     if is_last:  # cross-entropy over the vocabulary: all-reduces of a maximum and two sums per row

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = {  # of the root, with the lines that each may have
-    "train.py": 350, "model.py": 350, "moe.py": 350, "parallel.py": 450, "pipeline.py": 295, "optim.py": 350,
+    "train.py": 350, "model.py": 360, "moe.py": 350, "parallel.py": 450, "pipeline.py": 295, "optim.py": 350,
     "skip.py": 150, "config.py": 450, "checkpoint.py": 450, "prepare.py": 450, "sample.py": 450,
     "plan.py": 450, "plot.py": 250}
 PLANNED = {"zero.py": 250, "muon.py": 250, "convert.py": 250}  # may come, need not

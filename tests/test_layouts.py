@@ -202,6 +202,7 @@ def test_moe_variants_equal_one_rank():
     compare(dict(SIGMOID, micro_batch=2), 4, 8, tp=2, ep=4)
     compare(dict(SIGMOID, micro_batch=2), 4, 8, pp=2, ep=2, zero=1)
     compare(dict(MOE, router="softmax-topk", micro_batch=2), 4, 8, ep=4, recompute="full")
+    compare(dict(SIGMOID, micro_batch=2), 4, 8, tp=2, ep=4, recompute="selective")
     compare(dict(CAPACITY, micro_batch=2), 4, 8, pp=2, tp=2, ep=2, recompute="full")
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from pool import ROOT, run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as model_
 import moe
@@ -103,6 +104,41 @@ def test_saved_activations_are_what_autograd_keeps(family, monkeypatch):
         out = block(x, 64, *table)
     assert out[0].shape == x.shape
     assert saved_activations(cfg, ONE).saved == pytest.approx(sum(seen.values()), rel=0.03)
+
+
+class Kept(TorchDispatchMode):
+    """What the ops of model.KEPT give: {name of the op: the bytes of each call}."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in model_.KEPT:
+            tensors = [t for t in (out if isinstance(out, tuple) else [out]) if isinstance(t, torch.Tensor)]
+            self.calls.setdefault(func.__name__.split(".")[0], []).append(sum(t.nbytes for t in tensors))
+        return out
+
+
+@pytest.mark.parametrize("family", ["swiglu", "gelu"])
+def test_what_selective_recomputation_keeps(family):
+    """The block's input, matrix products, attention, as predicted; none of them runs again in backward."""
+    cfg = Config(**{**dict(n_embd=64, ffn_hidden=224, n_kv_head=1, seq_len=64, micro_batch=8),
+                    **FAMILY[family], "recompute": "selective"})
+    block = model_.Block(cfg, ONE)
+    for p in block.parameters():
+        torch.nn.init.normal_(p, std=0.02)
+    x = torch.randn(512, 64, requires_grad=True)
+    table = model_.rope_cache(64, 16, 1e4, "cpu", torch.float32) if cfg.pos == "rope" else (None, None)
+    with Kept() as forward:
+        out, _ = block(x, 64, *table)
+    nbytes = sum(map(sum, forward.calls.values()))
+    assert saved_activations(cfg, ONE).remains == pytest.approx(nbytes + x.nbytes, rel=1e-9)
+    with Kept() as backward:
+        out.sum().backward()
+    products = [c for name in ("mm", "addmm") for c in forward.calls.get(name, [])]
+    assert {name: len(c) for name, c in backward.calls.items()} == {"mm": 2 * len(products)}, "dX and dW"
 
 
 SMOL = "smol-1.7b --ffn-hidden 5632 --n-layer 12 --seq-len 4096 "
@@ -233,6 +269,8 @@ LAYOUTS = [dict(BASE, tp=2, pp=2), dict(BASE, tp=4, recompute="full"), dict(BASE
            dict(EXPERTS, ep=4, capacity_factor=1.0),
            dict(EXPERTS, ep=2, tp=2, capacity_factor=1.0, recompute="full"),
            dict(EXPERTS, ep=4, tp=2, n_shared_experts=1, recompute="full"), dict(EXPERTS, ep=2, tp=2),
+           dict(BASE, tp=4, recompute="selective"),
+           dict(EXPERTS, ep=2, tp=2, capacity_factor=1.0, n_shared_experts=1, recompute="selective"),
            dict(EXPERTS, ep=2, tp=2, router="sigmoid", router_bias_rate=0.1),
            dict(EXPERTS, ep=2, pp=2, pp_chunks=2, router="sigmoid", router_bias_rate=0.1)]
 
