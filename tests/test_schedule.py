@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import test_dropout
 import torch
 from test_faults import planted
 
@@ -243,6 +244,9 @@ FAULTS = {  # name: (function, its line, the faulty line, the test that detects 
     "gradients sent on, not back": (
         "pipeline.Ring.exchange", '(1 if kind == "F" else -1)', "1",
         test_messages_pair_by_their_order_alone),
+    "the same dropout in every chunk": (
+        "pipeline.dropout_seeds", "chunk * mesh.pp.size + mesh.pp.rank", "mesh.pp.rank",
+        test_dropout.test_no_two_seeds_are_equal),
     "memory of 1F1B": (
         "cost.memory.blocks_in_flight", "cfg.pp_chunks, few", "1, few",
         test_activations_in_flight_are_those_of_the_whole_schedule),
