@@ -48,8 +48,7 @@ class Choice(NamedTuple):
         return self.peer_copies and axis.size > 1
 
     def keeps_grad_dtype(self, axis):
-        """Whether the gradients of a bucket reduced over axis stay in the model's dtype: nothing is added to
-        them on this rank, and NCCL does not sum them."""
+        """Whether a bucket's gradients stay in the model's dtype: nothing is added, and NCCL sums none."""
         return self.single_microbatch and (axis.size == 1 or self.peer_copies)
 
 
@@ -75,9 +74,10 @@ def static_shapes(cfg, mesh, device):
     """Whether every step launches the same kernels on the same shapes (rows by symmetric memory)."""
     if cfg.n_experts and not grouped_mm_possible(cfg, device):
         return False  # without kernels the loop over experts and the counting sort read counts on the host
-    return (has_cuda_api(device) and cfg.cuda_graph and not cfg.timers and mesh.pp.size == 1
-            and cfg.zero < 2  # their sums start in every micro-batch, and were never captured
-            and (cfg.recompute == "none" or cfg.dropout == 0)  # their masks would be drawn at other offsets
+    # sums in every micro-batch (ZeRO-2 and 3) and selective recomputation were never captured; masks that are
+    # drawn again would stand at other offsets
+    return (has_cuda_api(device) and cfg.cuda_graph and not cfg.timers and mesh.pp.size == 1 and cfg.zero < 2
+            and (cfg.recompute == "none" or cfg.recompute == "full" and cfg.dropout == 0)
             and (cfg.ep_slack > 0 or not needs_row_limit(cfg, mesh)))
 
 
@@ -87,8 +87,7 @@ def needs_row_limit(cfg, mesh):
 
 
 def grouped_mm_possible(cfg, device):
-    """Whether the experts' products are one kernel each: a dtype and a device (plan.py's has no index) of
-    Triton's."""
+    """Whether each of the experts' products is one kernel. plan.py's device has no index."""
     here = device.index is None or device.type in backend.TRITON_DEVICES
     return here and DTYPES[cfg.dtype] in backend.DTYPES
 
