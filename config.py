@@ -71,10 +71,11 @@ class Config:
     router_bias_rate: float = 0.0  # sigmoid only: step of the bias that balances experts; 0 is no bias
     n_shared_experts: int = 0  # experts that every token visits, beside its top-k
     init_from: str = ""  # start from a dense checkpoint: its MLP goes into every expert, routers are random
-    # layout (dp = world / (tp * pp) is derived)
+    # layout (dp = world / (tp * cp * pp) is derived)
     tp: int = 1  # tensor parallelism: ranks that split each layer, and the sequence between the blocks
+    cp: int = 1  # context parallelism: ranks that split each sequence; seq-len divides by 2 * cp
     pp: int = 1  # pipeline parallelism: stages, which hold different layers
-    ep: int = 1  # expert parallelism: ranks that split the experts; divides dp * tp
+    ep: int = 1  # expert parallelism: ranks that split the experts; divides dp * cp * tp
     # dropless with ep > 1 under a CUDA graph: receive buffers, between nodes messages, hold this many times
     # the balanced number of rows; a step that needs more is computed again without; 0 turns the graph off
     ep_slack: float = 2.5
@@ -167,7 +168,7 @@ PRESETS = {
 }
 SIZE, COUNT, FACTOR = (1, 2**20), (0, 10**12), (0, 10**9)
 RANGES = {  # flag, of any program: the least and the largest value it may have
-    **dict.fromkeys(("n_head", "n_kv_head", "n_embd", "ffn_hidden", "top_k", "tp", "pp", "ep",
+    **dict.fromkeys(("n_head", "n_kv_head", "n_embd", "ffn_hidden", "top_k", "tp", "cp", "pp", "ep",
                      "pp_chunks", "micro_batch"), SIZE),
     **dict.fromkeys(("n_experts", "n_shared_experts", "global_batch"), (0, 2**20)),
     **dict.fromkeys(("vocab_size", "eval_iters"), (0, 2**24)), "n_layer": (1, 2**12), "seq_len": (1, 2**24),
@@ -432,17 +433,16 @@ def must_divide(what, n, flag, parts, also=0):
                          f"try --{flag} {largest_divisor(parts, n, also)}")
 
 
-def check_ranks(n, tp, pp, ep, n_experts=0):
+def check_ranks(n, tp, pp, ep, n_experts=0, cp=1):
     """n ranks as a mesh -> dp. ValueError: they do not divide. n_experts: for a hint that divides it, too."""
-    if n % (tp * pp):
-        hint = (f"start a multiple of {tp * pp} ranks" if n % pp else
-                f"try --tp {largest_divisor(tp, n // pp)}")
-        raise ValueError(f"{n} ranks do not divide by tp {tp} * pp {pp}; {hint}")
-    dp = n // (tp * pp)
-    if (dp * tp) % ep:
-        raise ValueError(f"ep {ep} does not divide dp {dp} * tp {tp} = {dp * tp} ranks of a stage; "
-                         f"try --ep {largest_divisor(ep, dp * tp, n_experts)}")
-    return dp
+    if n % (tp * cp * pp):
+        hint = (f"start a multiple of {tp * cp * pp} ranks" if n % (cp * pp) else
+                f"try --tp {largest_divisor(tp, n // (cp * pp))}")
+        raise ValueError(f"{n} ranks do not divide by tp {tp} *{f' cp {cp} *' * (cp > 1)} pp {pp}; {hint}")
+    if (stage := n // pp) % ep:
+        raise ValueError(f"ep {ep} does not divide the {stage} ranks of a stage, {n} / pp {pp}; "
+                         f"try --ep {largest_divisor(ep, stage, n_experts)}")
+    return stage // (tp * cp)
 
 
 def pad_vocab(vocab_size):

@@ -3,14 +3,15 @@
 
 Legend for the whole repository. Upper case is the whole model's, lower case this rank's share; N and R are
 this rank's, too:
-    B T C  sequences in a micro-batch, tokens in a sequence, width
-    n      token rows that this rank keeps between the blocks, B*T/tp
+    B T C  sequences in a micro-batch, tokens in a sequence, width; t = T/cp
+    n      token rows that this rank keeps between the blocks, B*t/tp
     H D    query heads, head dim        h = H/tp     G g  key/value heads, g of them on this rank
     F      hidden width of the MLP      f = F/tp
     V L    vocabulary (padded), layers  v = V/tp
     E K    experts, top-k               e = E/ep     N = n*K routed copies, R the copies this rank received
 Between the blocks the tokens lie flat, (n, C): n = B*T on one rank, and each of tp ranks holds n contiguous
-rows. parallel.py's primitives are the identity on an axis of one rank; only the vocabulary asks for its size.
+rows. Under cp, T below is t, unless both are named. parallel.py's primitives are the identity on an axis of
+one rank; only the vocabulary and attention ask for its size.
 """
 import functools
 import hashlib
@@ -19,13 +20,14 @@ import math
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from config import pad_vocab
 from moe import MoE, plain_dispatcher
 from ops.activations import ACTIVATIONS, GATED
 from ops.cross_entropy import LinearCrossEntropy
-from parallel import MAX, gather_rows, parameter, scatter_rows
+from parallel import MAX, gather_chunks, gather_rows, parameter, scatter_rows
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -100,6 +102,18 @@ def fused_linear(x, layers, zero):
     return F.linear(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))
 
 
+def attend_chunks(q, k, v, axis, **options):
+    """Causal attention of this rank's two chunks of each sequence (Axis.own_chunks): q (B, h, t, D), k and v
+    (B, g, t, D) -> (B, h, t, D). A chunk's queries meet the keys of all ranks up to the chunk's own end."""
+    kv = torch.cat([x.permute(2, 0, 1, 3) for x in (k, v)], dim=2)  # (t, B, 2g, D)
+    k, v = gather_chunks(kv, axis).permute(1, 2, 0, 3).chunk(2, dim=1)  # (B, g, T, D) each, gathered over cp
+    out, c = [], q.size(2) // 2
+    for queries, end in zip(q.chunk(2, dim=2), ((axis.rank + 1) * c, k.size(2) - axis.rank * c), strict=True):
+        mask = causal_lower_right(c, end)  # the last query sees the last key
+        out.append(F.scaled_dot_product_attention(queries, k[:, :, :end], v[:, :, :end], mask, **options))
+    return torch.cat(out, dim=2)
+
+
 class Attention(nn.Module):
     """Causal self-attention; query and key/value heads are split over tp. Where tp exceeds the number of
     key/value heads, their weights are replicated and each rank uses the head of its queries."""
@@ -130,9 +144,11 @@ class Attention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # views (B, h, T, D), ...: no copy
         if cache is not None:
             k, v = cache.append(self, k, v)  # (B, g, positions so far, D)
-        causal = cache is None or T > 1  # one new token sees the whole cache; several come with an empty one
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=self.h != self.g,
-                                           dropout_p=self.dropout if self.training else 0.0)  # (B, h, T, D)
+        options = dict(enable_gqa=self.h != self.g, dropout_p=self.dropout if self.training else 0.0)
+        if cache is None and self.mesh.cp.size > 1:
+            y = attend_chunks(q, k, v, self.mesh.cp, **options)  # (B, h, T, D)
+        else:  # one new token sees the whole cache; several come with an empty one
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, **options)
         return self.wo(y.transpose(1, 2).reshape(-1, self.h * self.D))  # (B*T, h*D) -> (n, C)
 
 
@@ -281,14 +297,21 @@ class GPT(nn.Module):
         self.rope = None
         self.wait_for_weights = lambda module, x=None: None  # DataParallel puts ZeRO's wait here
 
-    def _positions(self, start, T, like):
-        """cos, sin of positions start..start+T-1: (T, D/2) each."""
+    def _positions(self, T, cache, device):
+        """-> where T tokens stand in their sequences: an index. With a cache each cp rank has whole ones."""
+        start, cp = 0 if cache is None else cache.length, self.mesh.cp
+        if cp.size == 1 or cache is not None:
+            return slice(start, start + T)
+        return cp.own_chunks(torch.arange(T * cp.size, device=device), 0)
+
+    def _rotation(self, positions, like):
+        """cos, sin of the positions: (T, D/2) each."""
         if self.cfg.pos != "rope":
             return None, None
         if self.rope is None:
             cfg, wide = self.cfg, torch.promote_types(DTYPES[self.cfg.dtype], torch.float32)
             self.rope = rope_cache(cfg.seq_len, cfg.n_embd // cfg.n_head, cfg.rope_base, like.device, wide)
-        return self.rope[0][start:start + T], self.rope[1][start:start + T]
+        return self.rope[0][positions], self.rope[1][positions]
 
     def forward(self, tokens, targets=None, hidden=None, cache=None, chunk=0):
         """tokens (B, T) int64; hidden (n, C) from the stage before; cache: a Cache, for generation; chunk:
@@ -297,9 +320,9 @@ class GPT(nn.Module):
         targets: the logits (B*T, v); on every other stage: hidden (n, C). And this rank's part of this
         stage's weighted balancing losses, ()."""
         T, (first, end) = tokens.size(1), self.chunks[chunk]
-        start = 0 if cache is None else cache.length
-        cos, sin = self._positions(start, T, tokens)
-        x = self._embed(tokens, start) if first == 0 else hidden
+        positions = self._positions(T, cache, tokens.device)
+        cos, sin = self._rotation(positions, tokens)
+        x = self._embed(tokens, positions) if first == 0 else hidden
         aux = torch.zeros((), device=tokens.device)
         for block in (self.blocks[str(i)] for i in range(first, end)):
             self.wait_for_weights(block, x)
@@ -318,13 +341,13 @@ class GPT(nn.Module):
             return logits, aux
         return vocab_cross_entropy(logits, targets.reshape(-1), self.vocab_size, self.mesh.tp), aux
 
-    def _embed(self, tokens, start):  # (B, T) at positions from start on -> (n, C)
+    def _embed(self, tokens, positions):  # (B, T) -> (n, C)
         T = tokens.size(1)
         self.wait_for_weights(self.wte)
         x = vocab_embedding(tokens.reshape(-1), self.wte.weight, self.mesh.tp)  # (n, C)
         if self.wpe is not None:
             self.wait_for_weights(self.wpe)
-            n, pos = x.size(0), self.wpe.weight[start:start + T]  # (T, C)
+            n, pos = x.size(0), self.wpe.weight[positions]  # (T, C)
             if n % T == 0:
                 x = (x.view(-1, *pos.shape) + pos).view(n, -1)
             else:  # this rank's rows start inside a sequence

@@ -1,6 +1,6 @@
 """Mixture of Experts: the MLP of a block, E times over, of which each token visits K.
 
-The rows (n, C) of a rank are already its own share of the micro-batch (dp splits sequences, tp splits rows),
+The rows (n, C) of a rank are already its own share of the micro-batch (cp splits sequences, tp splits rows),
 so experts need no tp. The ranks of a stage are viewed a second time as (edp, ep), and expert i lives on ep
 rank i // e. Four ranks, ep 4, four experts, K = 1; a letter is the expert that a row visits:
 
@@ -234,16 +234,16 @@ class MoE(nn.Module):
 
     def balance(self, logits, probs, ids):
         """The Switch load-balancing loss, arXiv:2101.03961 eq. 4-6, on Megatron-LM's scale (1 when balanced,
-        E/K when all tokens go to K experts), and the z-loss, arXiv:2202.08906 eq. 5. Each tp rank holds a
-        part; the parts add up to the micro-batch's loss. Counted before anything is dropped, and without the
-        router's bias."""
-        n, E, K, tp = probs.size(0), self.E, self.K, self.mesh.tp
+        E/K when all tokens go to K experts), and the z-loss, arXiv:2202.08906 eq. 5. Each rank of cp x tp
+        holds a part; the parts add up to the micro-batch's loss. Counted before anything is dropped, and
+        without the router's bias."""
+        n, E, K, cp, tp = probs.size(0), self.E, self.K, self.mesh.cp, self.mesh.tp
         # (E,) without the bias, for the aux loss; and with it, the rows that each expert gets
         chosen = count_tokens(ids if self.router.bias is None else stable_top_k(probs, K), E)
         load = chosen if self.router.bias is None else count_tokens(ids, E)
-        # SUM of E counts, over tp: the tp ranks share one micro-batch
-        total = tp.all_reduce(chosen.to(probs.dtype))
-        rows = n * tp.size
+        # SUM of E counts, over tp and over cp: their ranks share one micro-batch
+        total = cp.all_reduce(tp.all_reduce(chosen.to(probs.dtype)))
+        rows = n * tp.size * cp.size
         aux = (probs.sum(0) * total).sum() * E / (K * rows * rows)
         z = logits.logsumexp(1).square().sum() / rows
         with torch.no_grad():

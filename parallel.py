@@ -1,15 +1,15 @@
-r"""Data, tensor and expert parallelism written out by hand: which ranks belong together, what they send.
+r"""Data, context, tensor and expert parallelism by hand: which ranks belong together, what they send.
 
     Axis, Mesh, make_mesh       the ranks as a grid; an axis has the collectives as methods
     parameter                   this rank's share of a tensor, and the ranks that sum its gradient
-    gather_rows, scatter_rows   tensor and sequence parallelism;  all_to_all: rows to the experts
+    gather_rows, scatter_rows   tensor and sequence parallelism; gather_chunks: context; all_to_all: experts
     Comm, Bucket, DataParallel  gradients in flat buckets, summed while backward still runs; ZeRO-1
 
 The one rule: the loss is divided once, by the number of tokens of the whole global batch. Every gradient
 reduction is then a plain SUM over the ranks that hold the same parameter. No averages, no second division.
 
 Collectives are methods of Axis; pipeline.py sends to neighbours, fast/ copies between GPUs. Calls say what
-moves, over which axis, how much: grep -nE "\b(axis|[etp]p|world|stage)\.[a-z_]+\(|_(rows|all)\(|isend" *.py
+moves, over which axis, how much: grep -nE "\b(axis|[cetp]p|world|stage)\.[a-z_]+\(|_(rows|all)\(|isend" *.py
 """
 import contextlib
 import weakref
@@ -28,7 +28,6 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 MAX = dist.ReduceOp.MAX
 
-
 # -----------------------------------------------------------------------------
 # the mesh
 
@@ -41,8 +40,7 @@ class CompletedWork:
 class Axis:
     """The ranks that differ from this one only along one axis of the mesh, and the collectives among them.
     Over one rank each is the identity (start_* with `out`: size > 1 only). Each tells the watchdog that it
-    starts, and counts in `sent` the bytes that this rank sends, by the ring algorithms' formulas (Thakur et
-    al. 2005, section 4)."""
+    starts, and counts in `sent` the bytes it sends, by ring algorithms (Thakur et al. 2005, section 4)."""
     name: str
     rank: int = 0
     size: int = 1
@@ -124,6 +122,11 @@ class Axis:
             dist.broadcast_object_list(box, self.ranks[source], group=self.group)
         return box[0]
 
+    def own_chunks(self, x, dim):
+        """Of 2*size equal chunks of x along dim: number rank and, to balance causal attention, -1 - rank."""
+        chunks = x.chunk(2 * self.size, dim)
+        return x if self.size == 1 else torch.cat([chunks[self.rank], chunks[-1 - self.rank]], dim)
+
     def any(self, flag):
         """-> True on every rank if flag is true on any."""
         return bool(self.all_reduce(torch.tensor(int(flag)), MAX))  # one integer, on the host (gloo)
@@ -147,32 +150,32 @@ class Axis:
 class Mesh:
     world: Axis
     dp: Axis     # replicas of the model: different data, same parameters
+    cp: Axis     # chunks of the same sequences, same parameters
     tp: Axis     # one layer over several ranks (and the sequence between the blocks)
     pp: Axis     # stages: different layers
     ep: Axis     # different experts
     edp: Axis    # the ranks that hold the same experts
-    stage: Axis  # all ranks of one pipeline stage = dp x tp = edp x ep
-    tied: Axis   # dp x {first, last stage}: the two copies of a tied embedding
+    dpcp: Axis   # dp x cp: the ranks that hold the same share of every layer
+    stage: Axis  # all ranks of one pipeline stage = dp x cp x tp = edp x ep
+    tied: Axis   # dp x cp x {first, last stage}: the two copies of a tied embedding
 
 
-def make_mesh(world, tp=1, pp=1, ep=1, groups=True, n_experts=0):
+def make_mesh(world, tp=1, pp=1, ep=1, groups=True, n_experts=0, cp=1):
     """world: rank, size and calls of this rank -> Mesh (groups=False: no process groups, for plans). Rank
-    order, slowest first: pp, dp, tp; a stage's ranks are seen again as (edp, ep). ValueError: check_ranks."""
-    n, dp = world.size, check_ranks(world.size, tp, pp, ep, n_experts)
-    grid = torch.arange(n).view(pp, dp, tp)  # (pp, dp, tp)
-    expert_grid = grid.view(pp, dp * tp // ep, ep)  # (pp, edp, ep): the same ranks, seen by the experts
+    order, slowest first: pp, dp, cp, tp; a stage's ranks are also (edp, ep). ValueError: check_ranks."""
+    n, dp = world.size, check_ranks(world.size, tp, pp, ep, n_experts, cp)
+    grid = torch.arange(n).view(pp, dp, cp, tp)
+    expert_grid = grid.view(pp, -1, ep)  # (pp, edp, ep): the same ranks, seen by the experts
     groups_of = {
-        "world": grid.reshape(1, n), "tp": grid.reshape(-1, tp), "stage": grid.reshape(pp, dp * tp),
-        "dp": grid.transpose(1, 2).reshape(-1, dp), "pp": grid.permute(1, 2, 0).reshape(-1, pp),
-        "ep": expert_grid.reshape(-1, ep),
-        "edp": expert_grid.transpose(1, 2).reshape(-1, dp * tp // ep),
+        "world": grid.view(1, n), "tp": grid.view(-1, tp), "cp": grid.transpose(2, 3).reshape(-1, cp),
+        "stage": grid.view(pp, -1), "dp": grid.permute(0, 2, 3, 1).reshape(-1, dp),
+        "dpcp": grid.permute(0, 3, 1, 2).reshape(-1, dp * cp), "pp": grid.permute(1, 2, 3, 0).reshape(-1, pp),
+        "ep": expert_grid.view(-1, ep), "edp": expert_grid.transpose(1, 2).flatten(0, 1),
+        "tied": grid[::max(1, pp - 1)].permute(3, 0, 1, 2).reshape(tp, -1),  # of the first and last stage
     }
-    first_last = grid[[0, -1]] if pp > 1 else grid  # (2 or 1, dp, tp)
-    groups_of["tied"] = first_last.permute(2, 0, 1).reshape(tp, -1)
     # every rank creates every group in the same order; axes of equal ranks share one. except pp: NCCL matches
     # the calls on a communicator by their order, and stages mix sends and sums in different orders
-    made = {}
-    axes = {"tied": Axis("tied")}  # the stages between first and last have no part in it
+    made, axes = {}, {"tied": Axis("tied")}  # the stages between first and last have no part in that
     for name, table in groups_of.items():
         for ranks in map(tuple, table.tolist()):
             key = (name == "pp", ranks)
@@ -180,8 +183,8 @@ def make_mesh(world, tp=1, pp=1, ep=1, groups=True, n_experts=0):
                 world_group = len(ranks) == n and name != "pp"
                 made[key] = dist.group.WORLD if world_group else dist.new_group([*ranks])
             if world.rank in ranks:
-                rank, group = ranks.index(world.rank), made.get(key)
-                axes[name] = Axis(name, rank, len(ranks), group, ranks, world.calls)
+                at, group = ranks.index(world.rank), made.get(key)
+                axes[name] = Axis(name, at, len(ranks), group, ranks, world.calls)
     return Mesh(**axes)
 
 
@@ -192,20 +195,20 @@ def parameter(shape, mesh, tp_dim=None, expert=False, used=None, reduce=None):
     """An empty nn.Parameter holding this rank's share of a tensor of `shape`: cut along tp_dim over tp, or
     along dim 0 over ep for the experts. used: rows of dim 0 that are not vocabulary padding.
     Each parameter belongs to exactly one reduction group, whose ranks' gradients are summed:
-        cut over tp   -> dp      each replica of the same share
+        cut over tp   -> dp      each replica of the same share; under cp dpcp: cp ranks saw other tokens, too
         replicated    -> stage   under sequence parallelism every tp rank saw other tokens, so they count too
         experts       -> edp     the same experts; a rank's gradient already sums the tokens of all ep
-        tied          -> tied    dp x {first stage, last stage}: two copies of one embedding"""
-    full, offset = list(shape), [0] * len(shape)
-    local = list(full)
+        tied          -> tied    dp x cp x {first stage, last stage}: two copies of one embedding"""
+    local, offset = list(shape), [0] * len(shape)
     dim, axis = (0, mesh.ep) if expert else (tp_dim, mesh.tp)
     if dim is not None:
-        local[dim] = full[dim] // axis.size
-        assert local[dim] * axis.size == full[dim], f"{full} does not divide by {axis.name} {axis.size}"
+        local[dim] = shape[dim] // axis.size
+        assert local[dim] * axis.size == shape[dim], f"{shape} does not divide by {axis.name} {axis.size}"
         offset[dim] = local[dim] * axis.rank
     p = torch.nn.Parameter(torch.empty(local))
-    p.full_shape, p.offset, p.used = tuple(full), tuple(offset), full[0] if used is None else used
-    p.expert, p.reduce = expert, reduce or ("edp" if expert else "stage" if tp_dim is None else "dp")
+    p.full_shape, p.offset, p.used = tuple(shape), tuple(offset), shape[0] if used is None else used
+    replicas = "dp" if mesh.cp.size == 1 else "dpcp"
+    p.expert, p.reduce = expert, reduce or ("edp" if expert else "stage" if tp_dim is None else replicas)
     return p
 
 
@@ -219,11 +222,11 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis):  # (n, ...) -> (n*tp, ...)
         ctx.axis = axis
-        return axis.all_gather(x)  # n rows from each rank to all, over tp
+        return axis.all_gather(x)  # n rows from each rank to all, over tp or cp
 
     @staticmethod
     def backward(ctx, g):
-        return ctx.axis.reduce_scatter(g), None  # SUM, n of n*tp rows to each rank, over tp
+        return ctx.axis.reduce_scatter(g), None  # SUM, n of n*tp rows to each rank, over tp or cp
 
 
 class _ScatterRows(torch.autograd.Function):
@@ -237,15 +240,8 @@ class _ScatterRows(torch.autograd.Function):
         return ctx.axis.all_gather(g), None  # n rows from each rank to all, over tp
 
 
-def _uncompiled(function, *args):
+def _uncompiled(function, *args):  # fast/compile.py keeps it out of compiled graphs
     return function.apply(*args)
-
-
-def disable_compile_for_collectives():
-    """torch.compile leaves collectives out of its graphs: python counts their bytes. Only called under
-    --compile, because importing torch's compiler takes 2 s."""
-    global _uncompiled
-    _uncompiled, Axis._all_reduce = map(torch.compiler.disable, (_uncompiled, Axis._all_reduce))
 
 
 def gather_rows(x, axis):
@@ -256,6 +252,12 @@ def gather_rows(x, axis):
 def scatter_rows(x, axis):
     """(n*tp, ...) partial sums on each rank -> (n, ...) rows of the total."""
     return x if axis.size == 1 else _uncompiled(_ScatterRows, x, axis)
+
+
+def gather_chunks(x, axis):
+    """(t, ...) of each rank, its two chunks of a sequence -> (T, ...) on all, in the sequence's order."""
+    chunks = gather_rows(x, axis).chunk(2 * axis.size)  # t positions from each rank to all, over cp
+    return torch.cat(chunks[0::2] + chunks[::-2])  # by rank: first and last, second and last but one, ...
 
 
 class _AllToAll(torch.autograd.Function):
@@ -327,8 +329,7 @@ class Bucket:
         wide = torch.promote_types(params[0].dtype, torch.float32)
         weights = torch.zeros(n, dtype=wide, device=params[0].device)  # (n,), the last n - used are padding
         self.flat, self.grad, self.total = comm.allocate(self, weights)
-        self.grads, self.starts = [], []  # per parameter: its window of self.grad, and where that begins
-        start = 0
+        self.grads, self.starts, start = [], [], 0  # per parameter: its window of self.grad, where it begins
         for p in params:
             weights[start:start + p.numel()].view_as(p).copy_(p.data)
             p.data = self.flat[start:start + p.numel()].view_as(p)
@@ -407,9 +408,8 @@ class DataParallel:
 
     def __init__(self, model, mesh, zero=0, timers=untimed, dtype=None, comm=lambda axis: Comm(),
                  bucket_elements=BUCKET_ELEMENTS):
-        self.mesh, self.zero, self.timers = mesh, zero, timers
+        self.mesh, self.zero, self.timers, self.buckets = mesh, zero, timers, []
         self.is_last_microbatch = True  # the micro-batch in flight completes the step's sums
-        self.buckets = []
         for axis_name, decayed, names, params in assign_buckets(model.named_parameters(), bucket_elements,
                                                                by_block=zero == 3):
             axis = getattr(mesh, axis_name)

@@ -104,7 +104,7 @@ class Ring:
     their gradients, go around a ring of ranks. All that was just made is sent and received in one batch: with
     two ranks previous and next are one peer, and messages are told apart by nothing but their order."""
 
-    def __init__(self, model, tokens, timers=untimed):  # tokens: B*T of the micro-batch
+    def __init__(self, model, tokens, timers=untimed):  # tokens: B*T of the micro-batch, under cp B*t
         weight, self.axis, self.timers = next(model.parameters()), model.mesh.pp, timers
         self.new = lambda: weight.new_empty(tokens // model.mesh.tp.size, model.cfg.n_embd)  # (n, C)
         self.chunks, self.inbox = len(model.chunks), {}  # inbox: op: (what came for it, the batch's number)
@@ -156,11 +156,12 @@ def is_last(model, chunk):
 
 def dropout_seeds(cfg, mesh, number, n, chunk=0):
     """-> the seeds of this rank's n micro-batches in step `number`; none without dropout. Each is a function
-    of (seed, step, micro-batch, stage, tp rank): there is no generator state to save."""
+    of (seed, step, micro-batch, stage, cp and tp rank): there is no generator state to save."""
     if cfg.dropout == 0:
         return []
     first, stage = mesh.dp.rank * n, chunk * mesh.pp.size + mesh.pp.rank
-    return [zlib.crc32(f"{cfg.seed}/{number}/{micro}/{stage}/{mesh.tp.rank}".encode())
+    part = mesh.cp.rank * mesh.tp.size + mesh.tp.rank  # of a micro-batch's tokens
+    return [zlib.crc32(f"{cfg.seed}/{number}/{micro}/{stage}/{part}".encode())
             for micro in range(first, first + n)]
 
 
@@ -168,7 +169,7 @@ def forward_backward(model, dp, batches, tokens, loss_scale=None, before_forward
     """All micro-batches of one step. batches: [(x, y)], (B, T) int64 each. tokens: of the whole global batch,
     the one division of the loss. loss_scale: () tensor, fp16 only. before_forward(i, chunk) is called ahead
     of each micro-batch's forward (it seeds dropout).
-    -> this dp rank's part of the mean loss, () in at least fp32: the same on its tp ranks, zero on all stages
+    -> this rank's part of the mean loss, () in at least fp32: the same on all tp ranks, zero on all stages
     except the last."""
     n, timers, weight = len(batches), dp.timers, next(model.parameters())
     loss = torch.zeros((), device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))

@@ -54,13 +54,13 @@ from pipeline import timetable
 # 1) the plan of one layout
 
 @cache
-def _mesh(gpus, rank, tp, pp, ep, n_experts):
-    return make_mesh(SimpleNamespace(rank=rank, size=gpus, calls=None), tp, pp, ep, False, n_experts)
+def _mesh(gpus, rank, tp, pp, ep, n_experts, cp):
+    return make_mesh(SimpleNamespace(rank=rank, size=gpus, calls=None), tp, pp, ep, False, n_experts, cp)
 
 
 def stage_mesh(cfg, gpus, stage):
     """The mesh as the first rank of a pipeline stage sees it, without process groups."""
-    return _mesh(gpus, stage * (gpus // cfg.pp), cfg.tp, cfg.pp, cfg.ep, cfg.n_experts)
+    return _mesh(gpus, stage * (gpus // cfg.pp), cfg.tp, cfg.pp, cfg.ep, cfg.n_experts, cfg.cp)
 
 
 def check_gpus(cfg, gpus):
@@ -94,7 +94,7 @@ def estimate(cfg, gpus, gpu, vocab):
     total, tokens = sum(step.values()), cfg.global_batch * cfg.seq_len
     full, causal = flops_per_token(cfg, vocab)
     count = count_parameters(cfg, vocab)
-    flags = ("tp", "pp", "pp_chunks", "ep", "zero", "micro_batch", "global_batch", "recompute")
+    flags = ("tp", "cp", "pp", "pp_chunks", "ep", "zero", "micro_batch", "global_batch", "recompute")
     return {"layout": {"gpus": gpus, "dp": meshes[0].dp.size, **{k: getattr(cfg, k) for k in flags}},
             "parameters": {"vocabulary": vocab, "total": count["total"], "embedding": count["embedding"],
                            "active": count["matmul"], "per_rank": sum(local.values())},
@@ -198,6 +198,9 @@ def layout_warnings(cfg, mesh, gpu, stage_ms):
                    f"network, not through symmetric memory; try --ep {node}")
     if cfg.tp > node:
         out.append(f"tp {cfg.tp} reaches over the node's {node} GPUs, on the slow network")
+    elif cfg.cp * cfg.tp > node:
+        out.append(f"cp {cfg.cp} * tp {cfg.tp} reaches over the node's {node} GPUs: keys and values of whole "
+                   "sequences pass the slow network in each layer")
     return out
 
 
@@ -214,15 +217,16 @@ def warnings(cfg, plan, gpu, vocab):
 # 3) many layouts
 
 def layouts(cfg, gpus, gpu):
-    """Yield cfg with each layout that train.py accepts on `gpus` GPUs, all with one global batch."""
+    """Yield cfg with each layout that train.py accepts on `gpus` GPUs, all with one global batch and cfg's
+    cp."""
     batch = cfg.global_batch or cfg.micro_batch * gpus
     divisors = [d for d in range(1, gpus + 1) if gpus % d == 0]
     tps = [t for t in divisors if 128 % t == 0 and t <= GPUS[gpu].node]
     pps = [p for p in divisors if p <= cfg.n_layer]
-    for tp, pp in ((t, p) for t in tps for p in pps if gpus % (t * p) == 0):
+    for tp, pp in ((t, p) for t in tps for p in pps if gpus % (t * cfg.cp * p) == 0):
         stage = gpus // pp
         eps = [e for e in divisors if stage % e == 0 and cfg.n_experts % e == 0] if cfg.n_experts else [1]
-        sizes = [2**i for i in range(8) if batch % (2**i * (stage // tp)) == 0]
+        sizes = [2**i for i in range(8) if batch % (2**i * (stage // (tp * cfg.cp))) == 0]
         chunks = [v for v in (1, 2) if v == 1 or pp > 1 and pp * v <= cfg.n_layer]
         for ep, mbs, *rest in itertools.product(eps, sizes, ("none", "selective", "full"), range(4),
                                                  chunks):

@@ -132,7 +132,7 @@ class Run:
         """Mesh, data, model. Wrong input on any rank: one line, and all ranks exit with code 2."""
         cfg, world = self.cfg, self.world
         with launch.exit_together(world):
-            self.mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts)
+            self.mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp)
             self.watchdog.set_mesh(self.mesh)
             self.full_batch = cfg.global_batch or cfg.micro_batch * self.mesh.dp.size  # after the ramp
             check_layout(cfg, self.mesh, self.full_batch)

@@ -28,7 +28,7 @@ from timing import slowest
 from config import Outcome
 from parallel import all_gather_single, make_mesh, reduce_scatter_single
 
-AXES = ("world", "dp", "tp", "pp", "ep", "edp", "stage")
+AXES = ("world", "dp", "tp", "cp", "pp", "ep", "edp", "stage")
 
 
 # -----------------------------------------------------------------------------
@@ -244,6 +244,7 @@ def bytes_of(text):
 @dataclass(frozen=True)
 class Flags:
     tp: int = 1  # size of this axis: ranks that share each layer
+    cp: int = 1  # size of this axis: ranks that share each sequence
     pp: int = 1  # size of this axis: pipeline stages
     ep: int = 1  # size of this axis: ranks that share the experts
     sizes: tuple[str, ...] = ("4K", "256K", "4M")  # bytes of the messages
@@ -262,7 +263,7 @@ class Flags:
 def run(world, flags, say=print):
     """-> (mesh table, rows, is everything right)"""
     with exit_together(world):
-        mesh = make_mesh(world, flags.tp, flags.pp, flags.ep)
+        mesh = make_mesh(world, flags.tp, flags.pp, flags.ep, cp=flags.cp)
         if flags.json and world.rank == 0:
             flags.json.touch()  # a wrong path is reported now, not after the measurement
     table, right = mesh_table(world, mesh, say)

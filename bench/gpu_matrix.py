@@ -56,13 +56,13 @@ def check_layouts(world, dtype):
                for n, batch, layout in (matrix.MOE_LAYOUTS if "n_experts" in FAMILIES[family]
                                         else matrix.LAYOUTS)
                if n == world.size]
+    layouts += [(family, batch, layout) for family, n, batch, layout in matrix.CP_LAYOUTS if n == world.size]
     worst = 0.0
     for family, batch, layout in layouts:
         if world.rank == 0:
             print(f"  {dtype} {family} {layout}", flush=True)
         base = dict(FAMILIES[family], **SHAPE, micro_batch=2, dtype=dtype)
-        chunks = layout.get("tp", 1) if base.get("capacity_factor") else 1
-        want = matrix.run(World(device=world.device), base, batch, chunks)
+        want = matrix.run(World(device=world.device), base, batch, *matrix.capacity_ranks(base, layout))
         seen = matrix.run(world, dict(base, **layout), batch)
         results = world.axis.gather_objects(seen)  # small models: what each rank knows, over the world
         if world.rank == 0:
@@ -94,10 +94,10 @@ def fitting(world, layouts):
     peer-to-peer copies."""
     out = []
     for family, layout in layouts:
-        if all(world.size % layout.get(axis, 1) == 0 for axis in ("tp", "pp", "ep")):
+        if all(world.size % layout.get(axis, 1) == 0 for axis in ("tp", "cp", "pp", "ep")):
             flags = dict(FAMILIES[family], **SHAPE, dtype="bf16", ep_slack=1.5, global_batch=16,
                          data="synthetic", **layout)
-            dp = world.size // layout.get("tp", 1) // layout.get("pp", 1)
+            dp = world.size // layout.get("tp", 1) // layout.get("cp", 1) // layout.get("pp", 1)
             sizes = (2, 16 // dp) if layout.get("zero") else (2,)
             out += [(family, dict(flags, micro_batch=size)) for size in sizes]
     return out
@@ -109,7 +109,8 @@ def replicas_and_repeats(world):
     checked = 0
     layouts = (("llama", {}), ("llama", dict(zero=1)), ("llama", dict(tp=2, zero=1)),
                ("gpt2", dict(pp=2)), ("dropless", dict(ep=4)),
-               ("dropless", dict(ep=2, zero=1)), ("capacity", dict(tp=2, ep=4)))
+               ("dropless", dict(ep=2, zero=1)), ("capacity", dict(tp=2, ep=4)),
+               ("llama", dict(cp=2, zero=1)), ("dropless", dict(cp=2, ep=2)))
     for family, flags in fitting(world, layouts):
         prints = []
         for _ in range(2):
@@ -136,7 +137,8 @@ def graphs(world):
         ("llama", dict(recompute="full")), ("gpt2", dict(dropout=0.2)),
         ("gpt2", dict(tp=2, zero=1, dropout=0.2)), ("dropless", dict(ep=2, recompute="full")),
         ("dropless", dict(zero=1)), ("dropless", dict(ep=4)), ("dropless", dict(ep=2, zero=1)),
-        ("dropless", dict(ep=4, zero=1))))
+        ("dropless", dict(ep=4, zero=1)), ("gpt2", dict(cp=2, zero=1, dropout=0.2)),
+        ("dropless", dict(cp=2, ep=2))))
     for family, flags in layouts:
         seen = []
         for graph in (False, True):

@@ -42,13 +42,13 @@ from parallel import make_mesh
 from plan import estimate, memory
 from tools.accelerator import device_name, total_memory
 
-FLAG = {"tp": "tp", "pp": "pp", "chunks": "pp_chunks", "ep": "ep", "zero": "zero",
+FLAG = {"tp": "tp", "cp": "cp", "pp": "pp", "chunks": "pp_chunks", "ep": "ep", "zero": "zero",
         "mbs": "micro_batch"}
 COLUMNS = {  # title: (key of the row, format)
-    " dp": ("dp", "d"), "tp": ("tp", "d"), "pp": ("pp", "d"), "ep": ("ep", "d"), "zero": ("zero", "d"),
-    "mbs": ("mbs", "d"), "mem GiB": ("mem", ".2f"), "plan GiB": ("predicted", ".2f"),
-    "  sec/it": ("seconds", ".4f"), "plan s/it": ("predicted_s", ".4f"), "tok/s/GPU": ("tok_s_gpu", ".0f"),
-    "TFLOP/s": ("tflops", ".3g"), "    loss": ("loss", ".5f"),
+    " dp": ("dp", "d"), "tp": ("tp", "d"), "cp": ("cp", "d"), "pp": ("pp", "d"),
+    "ep": ("ep", "d"), "zero": ("zero", "d"), "mbs": ("mbs", "d"), "mem GiB": ("mem", ".2f"),
+    "plan GiB": ("predicted", ".2f"), "  sec/it": ("seconds", ".4f"), "plan s/it": ("predicted_s", ".4f"),
+    "tok/s/GPU": ("tok_s_gpu", ".0f"), "TFLOP/s": ("tflops", ".3g"), "    loss": ("loss", ".5f"),
 }
 
 
@@ -57,7 +57,7 @@ COLUMNS = {  # title: (key of the row, format)
 
 @dataclass(frozen=True)
 class Flags(Config):
-    layouts: str = ""  # "dp4; tp2,zero1; mbs2,recompute": of dp tp pp chunks ep zero mbs, a number, recompute
+    layouts: str = ""  # "dp4; tp2,zero1; mbs2,recompute": of dp tp cp pp chunks ep zero mbs, or recompute
     ranks: int = 0  # processes; 0: one per GPU, 2 without a GPU
     steps: int = 12  # of each layout; the first third is warm-up
     limit: float = 180.0  # seconds until a layout is given up
@@ -93,12 +93,12 @@ def layout(text, cfg):
     """ "tp2,zero1" -> (Config, the given dp or 0). ValueError: an item that is none."""
     flags, dp = {}, 0
     for item in filter(None, map(str.strip, text.split(","))):
-        found = re.fullmatch(r"(dp|tp|pp|chunks|ep|zero|mbs)(\d+)", item)
+        found = re.fullmatch(r"(dp|tp|cp|pp|chunks|ep|zero|mbs)(\d+)", item)
         if item == "recompute":
             flags["recompute"] = "full"
         elif not found or found[1] == "zero" and int(found[2]) > 3:
-            raise ValueError(f"no layout item {item!r}; try dp4, tp2, pp2, chunks2, ep2, zero1, mbs2 or "
-                             "recompute")
+            raise ValueError(f"no layout item {item!r}; try dp4, tp2, cp2, pp2, chunks2, ep2, zero1, "
+                             "mbs2 or recompute")
         elif found[1] == "dp":
             dp = int(found[2])
         else:
@@ -113,14 +113,15 @@ def plan_row(text, cfg, ranks):
     try:
         cfg, dp = layout(text, cfg)
         check(cfg)
-        meshes = [make_mesh(World(rank=r, size=ranks), cfg.tp, cfg.pp, cfg.ep, False, cfg.n_experts)
+        meshes = [make_mesh(World(rank=r, size=ranks), cfg.tp, cfg.pp, cfg.ep, False, cfg.n_experts, cfg.cp)
                   for r in range(ranks)]
         fits = meshes[0].dp.size
-        row.update(nodes=1, size=count_parameters(cfg, vocab)["total"] / 1e9, dp=fits, tp=cfg.tp, pp=cfg.pp,
-                   ep=cfg.ep, zero=cfg.zero, mbs=cfg.micro_batch, gbs=cfg.global_batch,
+        row.update(nodes=1, size=count_parameters(cfg, vocab)["total"] / 1e9, dp=fits, tp=cfg.tp, cp=cfg.cp,
+                   pp=cfg.pp, ep=cfg.ep, zero=cfg.zero, mbs=cfg.micro_batch, gbs=cfg.global_batch,
                    recompute=cfg.recompute)
         if dp not in (0, fits):
-            raise ValueError(f"dp {dp} * tp {cfg.tp} * pp {cfg.pp} are not {ranks} ranks; try dp{fits}")
+            raise ValueError(f"dp {dp} * tp {cfg.tp}{f' * cp {cfg.cp}' * (cfg.cp > 1)} * pp {cfg.pp} are not "
+                             f"{ranks} ranks; try dp{fits}")
         check_layout(cfg, meshes[0], cfg.global_batch)
         row["predicted"] = max(sum(memory(cfg, mesh, vocab).values()) for mesh in meshes) / 2**30
     except ValueError as e:

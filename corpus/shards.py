@@ -419,11 +419,13 @@ def open_data(cfg, local_rank):
 
 
 def micro_batches(cfg, mesh, source, first, count, device):
-    """This rank's micro-batches of the `count` samples from `first` on -> [(x, y)], (B, T) int64 each.
-    Micro-batch j holds samples j*mb..(j+1)*mb-1; dp rank d takes micro-batches d*n..(d+1)*n-1."""
+    """This rank's micro-batches of the `count` samples from `first` on -> [(x, y)], (B, T/cp) int64 each.
+    Micro-batch j holds samples j*mb..(j+1)*mb-1; dp rank d takes micro-batches d*n..(d+1)*n-1, and its cp
+    ranks their chunks of each sample."""
     n = count // (cfg.micro_batch * mesh.dp.size)
     start = first + mesh.dp.rank * n * cfg.micro_batch
     pairs = [source.batch(start + j * cfg.micro_batch, cfg.micro_batch) for j in range(n)]
+    pairs = [tuple(mesh.cp.own_chunks(t, 1) for t in pair) for pair in pairs]
     if device.type == "cpu":
         return pairs
     return [tuple(t.pin_memory().to(device, non_blocking=True) for t in pair) for pair in pairs]

@@ -14,11 +14,11 @@ from tools.accelerator import total_memory
 
 def check_layout(cfg, mesh, batch):
     """ValueError, with the fix, for values that are wrong on this mesh. batch: sequences per step."""
-    tp, dp = mesh.tp.size, mesh.dp.size
+    tp, cp, dp = mesh.tp.size, mesh.cp.size, mesh.dp.size
     if cfg.pdb >= mesh.world.size:
         raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {mesh.world.size - 1}")
     if cfg.n_experts % mesh.ep.size:
-        fit = largest_divisor(mesh.ep.size, cfg.n_experts, dp * tp)
+        fit = largest_divisor(mesh.ep.size, cfg.n_experts, mesh.stage.size)
         raise ValueError(f"n-experts {cfg.n_experts} do not divide by ep {mesh.ep.size}; try --ep {fit}")
     must_divide("n-head", cfg.n_head, "tp", tp, mesh.world.size // mesh.pp.size)
     if cfg.n_kv_head % tp and tp % cfg.n_kv_head:
@@ -30,9 +30,12 @@ def check_layout(cfg, mesh, batch):
     if 128 % tp:
         raise ValueError(f"the vocabulary is padded to a multiple of 128, which tp {tp} does not divide; "
                          "try --tp 2 or 4")
-    if cfg.micro_batch * cfg.seq_len % tp:
+    if cp > 1 and cfg.seq_len % (2 * cp):
+        raise ValueError(f"seq-len {cfg.seq_len} does not divide by 2 * cp {cp} chunks; "
+                         f"try --seq-len {-(-cfg.seq_len // (2 * cp)) * 2 * cp}")
+    if cfg.micro_batch * cfg.seq_len // cp % tp:
         raise ValueError(f"micro-batch {cfg.micro_batch} * seq-len {cfg.seq_len} tokens do not divide by "
-                         f"tp {tp}; try --micro-batch {tp}")
+                         f"{f'cp {cp} * ' * (cp > 1)}tp {tp}; try --micro-batch {tp}")
     if batch % (cfg.micro_batch * dp):
         whole = max(1, round(batch / (cfg.micro_batch * dp))) * cfg.micro_batch * dp
         raise ValueError(f"global-batch {batch} does not divide by micro-batch {cfg.micro_batch} * dp {dp}; "
@@ -41,6 +44,9 @@ def check_layout(cfg, mesh, batch):
     if cfg.zero == 3 and mesh.pp.size > 1:
         raise ValueError(f"--zero 3 does not go with --pp {mesh.pp.size}: a stage goes to and fro between "
                          "micro-batches and would gather all the time; try --zero 2, or --pp 1")
+    if cp > 1 and cfg.recompute == "selective":
+        raise ValueError(f"--recompute selective does not go with --cp {cp}, whose mask it cannot make; "
+                         "try --recompute full")
     if cfg.pp_chunks > 1 and mesh.pp.size == 1:
         raise ValueError(f"--pp-chunks {cfg.pp_chunks} interleaves the stages of several ranks; try --pp 2")
     if cfg.pp_chunks > 1 and cfg.zero > 1:
@@ -66,7 +72,7 @@ def check_memory(cfg, mesh, vocab_size, world):
         have = total_memory(world.device)
     if needed > have > 0:
         zero = "--zero 1, " if not cfg.zero else "--zero 3, " * (cfg.zero < 3 and mesh.pp.size == 1)
-        zero *= mesh.dp.size > 1
+        zero *= mesh.dpcp.size > 1
         raise ValueError(f"weights, gradients and optimizer state alone take {needed / GIB:,.1f} GiB {who}, "
                          f"which has {have / GIB:,.1f} GiB; try {zero}--tp {2 * cfg.tp} or --pp {2 * cfg.pp} "
                          "on more devices, or a smaller --n-embd")

@@ -9,10 +9,12 @@ from cost.parameters import (
     element_bytes,
     expert_rows,
     held_layers,
+    kv_width,
     local_buckets,
     local_parameters,
     micro_batches,
     owned_parameters,
+    rank_tokens,
     sharded_parameters,
     unwidened_gradients,
 )
@@ -32,7 +34,7 @@ def buffer_rows(cfg, mesh, choice):
     """Rows of each symmetric-memory buffer through which rows reach the experts; 0 where there is none."""
     if not choice.symm_mem:
         return 0
-    n = cfg.micro_batch * cfg.seq_len // mesh.tp.size
+    n = rank_tokens(cfg, mesh) // mesh.tp.size
     return expert_rows(cfg, n) * (1 if cfg.capacity_factor else min(cfg.ep_slack, mesh.ep.size))
 
 
@@ -47,24 +49,26 @@ def saved_activations(cfg, mesh, load_factor=0.0, choice=None):
     """-> BlockActivations. A test compares them with what autograd keeps. load_factor: rows of this rank's
     experts over the balanced number, dropless and ep > 1; 0: the most that memory sees."""
     size, tp, C, F = element_bytes(cfg)[0], mesh.tp.size, cfg.n_embd, cfg.ffn_hidden
-    rows, D = cfg.micro_batch * cfg.seq_len, C // cfg.n_head
-    q, kv = C / tp, max(cfg.n_kv_head // tp, 1) * D
+    rows, q, kv = rank_tokens(cfg, mesh), C / tp, kv_width(cfg, mesh)
     gated = cfg.mlp in GATED
     # elements per token: the block's input, norm1's output as gathered, q k v side by side, attention's
     # output, norm2's input
     row = C / tp + C + (q + 2 * kv) + q + C / tp
     if cfg.pos == "rope":
         row += q + kv  # q and k rotated
+    gathered = 2 * kv * cfg.micro_batch * cfg.seq_len if mesh.cp.size > 1 else 0  # k and v of whole sequences
+    if gathered:  # they are kept in the place of this rank's own v, and two outputs beside both as one
+        row += gathered / rows + q - (q + 2 * kv if cfg.pos == "rope" else 0)
     keeps = cfg.zero < 3  # the concatenated copies of weights that share one product
     fixed = C * (q + 2 * kv) * keeps  # wq, wk, wv
     remains = rows * C / tp
     hidden = cfg.n_shared_experts * F if cfg.n_experts else F
-    peak = 0.0
+    peak = 3 * gathered  # of both chunks' keys and values, and their sum
     if hidden:
         # norm2's output; gate, up and their product, or before and after GELU
         row += C + (3 if gated else 2) * hidden / tp
         fixed += 2 * hidden / tp * C * keeps if gated else 0  # w1, w3
-        peak = rows * (3 if gated else 2) * hidden / tp
+        peak = max(peak, rows * (3 if gated else 2) * hidden / tp)
         if cfg.compile and cfg.mlp == "swiglu" and not cfg.n_experts:
             remains += rows * hidden / tp  # a Triton kernel's output is not recomputed (inferred from a run)
     own = 4 * rows * cfg.n_head / tp  # bytes: softmax's log-sum-exp, fp32
@@ -86,7 +90,7 @@ def expert_activations(cfg, mesh, load_factor, choice=None):
     """saved_activations of the router and the routed experts alone -> BlockActivations"""
     choice = choice or expected_choice(cfg, mesh)
     (size, wide), C, F, K, E = element_bytes(cfg), cfg.n_embd, cfg.ffn_hidden, cfg.top_k, cfg.n_experts
-    n = cfg.micro_batch * cfg.seq_len // mesh.tp.size
+    n = rank_tokens(cfg, mesh) // mesh.tp.size
     held, buffer = expert_rows(cfg, n), buffer_rows(cfg, mesh, choice)
     if needs_row_limit(cfg, mesh):  # in a bad step the rows fill the buffer; the first step does without it
         held = load_factor * held if load_factor else max(buffer, IMBALANCE * held)
@@ -149,7 +153,7 @@ def memory(cfg, mesh, vocab_size, choice=None):
     weight, grad = element_bytes(cfg)
     n = sum(local_parameters(cfg, mesh, vocab_size).values())
     tp, C, V = mesh.tp.size, cfg.n_embd, pad_vocab(vocab_size)
-    rows = cfg.micro_batch * cfg.seq_len
+    rows = rank_tokens(cfg, mesh)
     blocks, is_first, is_last = held_layers(cfg, mesh)
     block = saved_activations(cfg, mesh, choice=choice)
     recompute, peak = cfg.recompute != "none", block.peak

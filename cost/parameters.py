@@ -59,10 +59,20 @@ def micro_batches(cfg, mesh, batch=0):
     return max(1, (batch or cfg.global_batch) // (cfg.micro_batch * mesh.dp.size))
 
 
+def rank_tokens(cfg, mesh):
+    """Tokens of a micro-batch that pass a rank's layers, B*t: cp splits the sequences."""
+    return cfg.micro_batch * cfg.seq_len // mesh.cp.size
+
+
 def element_bytes(cfg):
     """-> (bytes of a weight, bytes of a summed gradient or a master weight, which have at least fp32)."""
     dtype = DTYPES[cfg.dtype]
     return dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
+
+
+def kv_width(cfg, mesh):
+    """Columns of the keys, and of the values, that a rank computes."""
+    return max(cfg.n_kv_head // mesh.tp.size, 1) * (cfg.n_embd // cfg.n_head)
 
 
 def expert_rows(cfg, n):
@@ -94,8 +104,8 @@ def _buckets(cfg, mesh, vocab_size):
     blocks, is_first, is_last = held_layers(cfg, mesh)
     # one entry of the cache for all layouts that cut the model alike
     alike = dataclasses.replace(cfg, micro_batch=1, global_batch=0, zero=3 * (cfg.zero == 3),
-                                recompute="none", pp=1, tp=1, ep=1, pp_chunks=1, pp_layers="")
-    axes = [Axis(name, 0, getattr(mesh, name).size if name in ("tp", "ep") else 1)
+                                recompute="none", pp=1, tp=1, cp=1, ep=1, pp_chunks=1, pp_layers="")
+    axes = [Axis(name, 0, getattr(mesh, name).size if name in ("tp", "cp", "ep") else 1)
             for name in Mesh.__annotations__]
     # nothing depends on the layers' numbers but which of embedding and head are there
     first = 0 if is_first else cfg.n_layer - blocks if is_last else 1

@@ -16,8 +16,10 @@ from cost.parameters import (
     element_bytes,
     expert_rows,
     held_layers,
+    kv_width,
     micro_batches,
     owned_parameters,
+    rank_tokens,
     unwidened_gradients,
 )
 from fast.choose import choose, needs_row_limit
@@ -130,10 +132,9 @@ def matmul_seconds(m, n, k, gpu, count=1):
 def matmul_shapes(cfg, mesh):
     """-> ([(m, n, k, count)] of the dense matrix products of one block on this rank, those of its experts),
     for one micro-batch forward."""
-    tp, C, F, rows = mesh.tp.size, cfg.n_embd, cfg.ffn_hidden, cfg.micro_batch * cfg.seq_len
-    kv = max(cfg.n_kv_head // tp, 1) * (C // cfg.n_head)
+    tp, C, F, rows = mesh.tp.size, cfg.n_embd, cfg.ffn_hidden, rank_tokens(cfg, mesh)
     gates = 2 if cfg.mlp in GATED else 1
-    dense = [(rows, C // tp + 2 * kv, C, 1), (rows, C, C // tp, 1)]
+    dense = [(rows, C // tp + 2 * kv_width(cfg, mesh), C, 1), (rows, C, C // tp, 1)]
     hidden = cfg.n_shared_experts * F if cfg.n_experts else F
     if hidden:
         dense += [(rows, gates * hidden // tp, C, 1), (rows, C, hidden // tp, 1)]
@@ -158,7 +159,7 @@ def forward_matmuls(cfg, mesh, gpu):
 def block_seconds(cfg, mesh, gpu, saved):
     """Seconds of the kernels of one block, forward and backward of one micro-batch. saved: bytes that it
     keeps for backward."""
-    tp, rows, weight = mesh.tp.size, cfg.micro_batch * cfg.seq_len, element_bytes(cfg)[0]
+    tp, rows, weight = mesh.tp.size, rank_tokens(cfg, mesh), element_bytes(cfg)[0]
     out = 3 * forward_matmuls(cfg, mesh, gpu)
     rate = min(ATTENTION, SHORT * cfg.seq_len) * gpu.peak
     out += 6 * rows * cfg.seq_len * cfg.n_embd / tp / rate  # causal: half of 12
@@ -175,7 +176,7 @@ def block_seconds(cfg, mesh, gpu, saved):
 
 def head_seconds(cfg, mesh, gpu, vocab_size):
     """Seconds of the head and the cross-entropy, forward and backward of one micro-batch."""
-    tp, rows, v = mesh.tp.size, cfg.micro_batch * cfg.seq_len, pad_vocab(vocab_size) // mesh.tp.size
+    tp, rows, v = mesh.tp.size, rank_tokens(cfg, mesh), pad_vocab(vocab_size) // mesh.tp.size
     # cross-entropy: reads and writes logits; over tp 14 passes in fp32 (parallel.vocab_cross_entropy)
     passes = 2 * element_bytes(cfg)[0] / ENTROPY if tp == 1 else 14 * 4
     return 3 * matmul_seconds(rows, v, cfg.n_embd, gpu) + rows * v * passes / gpu.hbm
@@ -199,14 +200,15 @@ def ring_latency(axis, stride, gpu):
 
 
 def communication_seconds(cfg, mesh, gpu, blocks, sent, direct):
-    """Seconds of one micro-batch's messages over tp, ep and pp, both ways, none of which compute hides. sent:
-    {axis: bytes of the micro-batch}, experts' rows balanced; direct: rows go through symmetric memory."""
-    calls = {"tp": 8 * blocks, "ep": 5 * blocks if cfg.n_experts else 0, "pp": 2 * cfg.pp_chunks}
-    rates = {"tp": ring_bandwidth(mesh.tp, 1, gpu),
+    """Seconds of one micro-batch's messages over tp, cp, ep and pp, both ways, which compute does not hide.
+    sent: {axis: bytes of the micro-batch}, experts' rows balanced; direct: these use symmetric memory."""
+    calls = {"tp": 8 * blocks, "cp": 2 * blocks, "ep": 5 * blocks if cfg.n_experts else 0,
+             "pp": 2 * cfg.pp_chunks}
+    rates = {"tp": ring_bandwidth(mesh.tp, 1, gpu), "cp": ring_bandwidth(mesh.cp, mesh.tp.size, gpu),
              "ep": gpu.link * (PUT if direct else ALL_TO_ALL) if mesh.ep.size <= gpu.node else gpu.net,
              "pp": gpu.link if mesh.pp.size * mesh.stage.size <= gpu.node else gpu.net}
-    load = {"tp": 1, "ep": max_load_factor(cfg, mesh), "pp": 1}
-    return sum(sent.get(axis, 0) * load[axis] / rates[axis]
+    busiest = {"ep": max_load_factor(cfg, mesh)}
+    return sum(sent.get(axis, 0) * busiest.get(axis, 1) / rates[axis]
                + LATENCY * calls[axis] * (getattr(mesh, axis).size > 1) for axis in calls)
 
 
@@ -214,8 +216,8 @@ def exposed_seconds(mesh, gpu, reductions, slowest, overlap):
     """Seconds of the sums of gradients and the gathers of weights that compute does not hide. reductions:
     {axis name: cost.traffic.Reduction}; slowest: seconds of the micro-batches beside which they are sent, of
     which backward is 2/3; overlap: which part of what could be hidden is hidden."""
-    strides = {"dp": mesh.tp.size, "stage": 1, "edp": mesh.ep.size, "tied": mesh.tp.size}
-    exposed = 0.0
+    tp, exposed = mesh.tp.size, 0.0
+    strides = {"dp": tp, "dpcp": tp, "stage": 1, "edp": mesh.ep.size, "tied": tp}
     for kind, beside in (("gradients", 2 / 3), ("weights", 1 / 3)):
         whole = tail = 0.0
         for name, reduction in reductions.items():

@@ -10,9 +10,11 @@ from cost.parameters import (
     element_bytes,
     expert_rows,
     held_layers,
+    kv_width,
     local_buckets,
     local_parameters,
     micro_batches,
+    rank_tokens,
     sharded_parameters,
     unwidened_gradients,
 )
@@ -25,10 +27,11 @@ def traffic(cfg, mesh, vocab_size, batch, choice=None):
     """-> {axis name: bytes that this rank sends in an optimizer step of `batch` sequences}; the experts' rows
     as if they were balanced. choice: the run's fast.choose.Choice, by default the expected one."""
     blocks, is_first, is_last = held_layers(cfg, mesh)
-    rows, micro = cfg.micro_batch * cfg.seq_len // mesh.tp.size, micro_batches(cfg, mesh, batch)
+    rows, micro = rank_tokens(cfg, mesh) // mesh.tp.size, micro_batches(cfg, mesh, batch)
     sent = Counter({axis: r.gradients + r.weights
                     for axis, r in reductions(cfg, mesh, vocab_size, choice, batch).items()})
     sent["tp"] += micro * tensor_parallel_bytes(cfg, mesh, is_first, is_last, blocks)
+    sent["cp"] += micro * blocks * context_parallel_bytes(cfg, mesh)
     if cfg.n_experts:
         sent["ep"] += micro * blocks * dispatch_bytes(cfg, mesh)
     if cfg.router_bias_rate > 0:  # moe.update_router_bias: an all-reduce of E fp64 counts per layer and step
@@ -45,7 +48,7 @@ def traffic(cfg, mesh, vocab_size, batch, choice=None):
 def tensor_parallel_bytes(cfg, mesh, is_first, is_last, blocks):
     """Bytes that a rank of `blocks` blocks sends over tp for one micro-batch, both ways."""
     weight, wide = element_bytes(cfg)
-    rows = cfg.micro_batch * cfg.seq_len  # (B*T, C) on every tp rank when gathered
+    rows = rank_tokens(cfg, mesh)  # (B*T, C) on every tp rank when gathered
     mlp = not cfg.n_experts or cfg.n_shared_experts > 0
     recompute = {"none": 0, "selective": 2 if cfg.n_experts else 3, "full": 3 if mlp else 2}[cfg.recompute]
     # attention and MLP gather and scatter (B*T, C) once each, and backward does both adjoints. recomputation
@@ -59,11 +62,20 @@ def tensor_parallel_bytes(cfg, mesh, is_first, is_last, blocks):
     return (mesh.tp.size - 1) / mesh.tp.size * sent
 
 
+def context_parallel_bytes(cfg, mesh):
+    """Bytes that a rank sends over cp for one block and one micro-batch: keys and values of whole sequences
+    are gathered, once more under --recompute full, and their gradients are reduce-scattered."""
+    weight, wide = element_bytes(cfg)
+    gathered = cfg.micro_batch * cfg.seq_len * 2 * kv_width(cfg, mesh) * weight
+    counts = 2 * cfg.n_experts * wide  # all-reduce of the router's counts
+    return (mesh.cp.size - 1) / mesh.cp.size * ((3 if cfg.recompute == "full" else 2) * gathered + counts)
+
+
 def dispatch_bytes(cfg, mesh):
     """Bytes that a rank sends over ep for one layer of experts and one micro-batch, both ways: rows go to the
     experts and back in forward, in backward and, under --recompute full, in the second forward."""
     trips = 6 if cfg.recompute == "full" else 4
-    rows = expert_rows(cfg, cfg.micro_batch * cfg.seq_len // mesh.tp.size)
+    rows = expert_rows(cfg, rank_tokens(cfg, mesh) // mesh.tp.size)
     counts = 0 if cfg.capacity_factor else 8 * cfg.n_experts  # dropless: E int64 tell how many rows come
     return (mesh.ep.size - 1) / mesh.ep.size * (trips * rows * cfg.n_embd * element_bytes(cfg)[0] + counts)
 

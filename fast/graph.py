@@ -174,7 +174,7 @@ class BufferSizer:
         self.layers, self.world, self.ep = list(moe_layers(model).values()), mesh.world, mesh.ep.size
         self.interval, self.steps, self.n_retries, self.slack = interval, interval - 1, 0, 0.0
         self.limit = min(limit, float(self.ep))  # at slack ep, the copies of all ranks can go to one
-        self.copies = cfg.micro_batch * cfg.seq_len // mesh.tp.size * cfg.top_k  # of a rank and micro-batch
+        self.copies = cfg.micro_batch * cfg.seq_len // (mesh.cp.size * mesh.tp.size) * cfg.top_k  # of a rank
         # () the most rows that came to this rank since the last choice
         self.rows_needed = torch.zeros_like(self.layers[0].dispatcher.rows_needed)
 

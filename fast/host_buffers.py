@@ -5,8 +5,7 @@ from tools.accelerator import stream_module
 
 
 class HostBuffers:
-    """Host memory for one rank's shards, allocated once and used by every save. Pinned where a stream
-    copies."""
+    """Host memory for one rank's shards, allocated once, used by every save; pinned where a stream copies."""
     CHUNK = 1 << 30  # bytes; torch's pinned allocator rounds up to a power of two, so allocate powers of two
     free_bytes = 0  # in the last chunk
 

@@ -232,8 +232,8 @@ def allocate(layers, rows):
 
 def allocate_for_capacity(layers):
     """Buffers that hold every row that can come under --capacity-factor; in use from now on."""
-    cfg, tp = layers[0].cfg, layers[0].mesh.tp
-    rows = cfg.n_experts * expert_capacity(cfg, cfg.micro_batch * cfg.seq_len // tp.size)
+    cfg, ranks = layers[0].cfg, layers[0].mesh.cp.size * layers[0].mesh.tp.size  # that share a micro-batch
+    rows = cfg.n_experts * expert_capacity(cfg, cfg.micro_batch * cfg.seq_len // ranks)
     allocate(layers, rows)
     for layer in layers:
         layer.dispatcher.rows_in_use = rows

@@ -173,7 +173,7 @@ def started(cfg, model, resumed, batch, n_samples, skip):
     n, mesh = sum(p.numel() for p in model.parameters()), model.mesh
     how = f"resumed {resumed}" if resumed else "started"
     print(folded(f"{how}: {n:,} parameters on this rank, dp {mesh.dp.size} "
-                 f"tp {cfg.tp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}"),
+                 f"tp {cfg.tp}{f' cp {cfg.cp}' * (cfg.cp > 1)} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}"),
           folded(f"  {batch} x {cfg.seq_len} tokens per step, {n_samples:,} training samples"
                  + f", skipping steps {skip}" * bool(skip.pairs)), sep="\n", flush=True)
 

@@ -111,7 +111,8 @@ def changed_flags(cfg, path, meta, world, data_id, vocab_size):
         now["vocab_size"] = vocab_size or before["vocab_size"]
         for flags in (before, now):
             if not flags.get("global_batch", 1):  # one micro-batch per replica: it follows from the layout
-                flags["global_batch"] = flags["micro_batch"] * (flags["ranks"] // (flags["tp"] * flags["pp"]))
+                replica = flags["tp"] * flags["pp"] * flags.get("cp", 1)
+                flags["global_batch"] = flags["micro_batch"] * (flags["ranks"] // replica)
     except (KeyError, TypeError, ZeroDivisionError) as e:
         raise ValueError(f"checkpoint {path}: its meta is no run's ({e!r}); {checkpoint.HINT}") from None
     # values of a file are printed: no escape codes for the terminal

@@ -39,7 +39,8 @@ from tools.timing import Stopwatch
 # suspended does not count: a thread or a process whose own ticks have a gap did not run either
 
 SLOW_PHASE_FACTOR = 2  # start, compilation, evaluation and saving may take this many times --timeout
-SYMMETRIC = ("world", "stage", "dp", "tp", "ep", "edp", "tied")  # over pp, stages send different numbers
+# over pp, stages send different numbers
+SYMMETRIC = ("world", "stage", "dp", "cp", "dpcp", "tp", "ep", "edp", "tied")
 
 
 class Watch(contextlib.AbstractContextManager):

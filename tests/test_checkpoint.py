@@ -34,7 +34,7 @@ from runtime.resume import Saver
 def prepare(world, flags):
     """-> cfg, mesh, dp, opt, step(i) that trains step i, owned(prefix) that copies this rank's shards."""
     cfg = Config(**flags, micro_batch=2)
-    mesh, batch = make_mesh(world, cfg.tp, cfg.pp, cfg.ep), cfg.global_batch
+    mesh, batch = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp), cfg.global_batch
     check_layout(cfg, mesh, batch)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
@@ -81,12 +81,13 @@ ONE, DP3Z, TP2, PP2, EP2 = (1, {}), (3, dict(zero=1)), (2, dict(tp=2)), (2, dict
 TP2Z, PP2Z, TP4 = (4, dict(tp=2, zero=1)), (4, dict(pp=2, zero=1)), (4, dict(tp=4))
 TP2PP2, EP4Z, TP2EP2 = (4, dict(tp=2, pp=2)), (4, dict(ep=4, zero=1)), (2, dict(tp=2, ep=2, zero=1))
 PP2EP2Z, DP2Z = (4, dict(pp=2, pp_chunks=2, ep=2, zero=1)), (2, dict(zero=1))
+CP2Z = 4, dict(cp=2, tp=2, zero=1)
 SMALL = dict(LLAMA, vocab_size=60, n_layer=2)  # padded to 128: with tp 2 the second rank holds only padding
 PAIRS = {  # model: {writer: readers}
     "llama": (dict(SMALL, global_batch=12), [
         (ONE, [TP2Z, PP2]), (TP2Z, [ONE, PP2Z, TP2]), (DP3Z, [TP2PP2, ONE]), (PP2Z, [DP3Z, TP4])]),
     "gpt2 tied": (dict(GPT2, global_batch=8, n_layer=2), [
-        (PP2, [ONE, TP2, PP2Z]), (ONE, [TP2PP2]), (TP2PP2, [DP2Z])]),
+        (PP2, [ONE, TP2, PP2Z]), (ONE, [TP2PP2]), (TP2PP2, [DP2Z]), (CP2Z, [PP2])]),
     "moe": (dict(MOE, global_batch=8), [
         (EP4Z, [ONE, TP2EP2, PP2EP2Z]), (ONE, [EP4Z]), (PP2EP2Z, [EP2, DP2Z])]),
     "moe, router bias": (dict(SIGMOID, global_batch=8), [(EP2, [ONE, PP2]), (PP2, [EP2])]),

@@ -103,6 +103,8 @@ TWO_RANKS = [
     (["--tp=2", "--ffn-hidden=33"], ["ffn-hidden 33", "tp 2", "--ffn-hidden 34"]),
     (["--tp=2", "--micro-batch=1", "--seq-len=15"], ["15", "tp 2", "--micro-batch 2"]),
     (["--tp=3"], ["2 ranks", "tp 3", "--tp 2"]),
+    (["--cp=2", "--seq-len=18"], ["seq-len 18", "2 * cp 2", "--seq-len 20"]),
+    (["--cp=2", "--tp=2"], ["2 ranks", "tp 2", "cp 2", "--tp 1"]),
     (["--tp=2", "--pp=2"], ["2 ranks", "tp 2", "pp 2", "--tp 1"]),
     (["--pp=2", "--n-layer=1"], ["n-layer 1", "pp 2", "--pp 1"]),
     (["--pp=2", "--pp-chunks=2"], ["n-layer 2", "pp 2 * pp-chunks 2", "--pp-chunks 1"]),

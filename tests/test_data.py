@@ -143,7 +143,7 @@ class Numbers:
     """A source whose sample i is the number i."""
 
     def batch(self, first, n):
-        return torch.arange(first, first + n)[:, None], None
+        return (torch.arange(first, first + n)[:, None],) * 2
 
 
 @pytest.mark.parametrize("layout, of_rank", [  # ranks, tp, pp -> the dp rank of each rank

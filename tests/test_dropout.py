@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import run_ranks
+from test_faults import planted
 from test_model import FORMS, WIDE, built, check_against_the_written_out_model, randomize
+from torch.nn.attention.bias import CausalBias
 
 import train
 from config import Config
@@ -67,7 +69,8 @@ STEPS, BATCH = (1, 2), 8
 def masks(world, flags):
     """Forward and backward of two steps -> [(step, generator's state as a hash)] of each mask drawn here."""
     cfg, drawn = Config(**flags), []
-    mesh, source = make_mesh(world, cfg.tp, cfg.pp, cfg.ep), Synthetic(cfg.vocab_size, cfg.seq_len, 1)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)
+    source = Synthetic(cfg.vocab_size, cfg.seq_len, 1)
     step = train.Step(cfg, *train.build(cfg, mesh, cfg.vocab_size, world.device))
 
     def note(p):
@@ -80,6 +83,8 @@ def masks(world, flags):
 
     def attention(*args, dropout_p, **kwargs):
         note(dropout_p)
+        if isinstance(args[-1], CausalBias):  # it would not know the mock
+            args = *args[:-1], args[-1]._materialize()
         return REAL_ATTENTION(*args, dropout_p=dropout_p, **kwargs)
     with mock.patch.object(F, "dropout", dropout), \
             mock.patch.object(F, "scaled_dot_product_attention", attention):
@@ -89,21 +94,22 @@ def masks(world, flags):
     return drawn
 
 
-@pytest.mark.parametrize("n,layout", [(2, {}), (4, dict(tp=2)), (4, dict(tp=2, pp=2)), (2, dict(MOE, ep=2))],
-                         ids=["dp2", "dp2tp2", "tp2pp2", "moe-ep2"])
+@pytest.mark.parametrize("n,layout", [(2, {}), (4, dict(tp=2)), (4, dict(tp=2, pp=2)), (2, dict(MOE, ep=2)),
+                                      (4, dict(tp=2, cp=2))],
+                         ids=["dp2", "dp2tp2", "tp2pp2", "moe-ep2", "tp2cp2"])
 def test_no_two_masks_are_equal(n, layout):
     """Every rank has its own sequences, rows, heads or layers; a mask depends on no number of ranks but those
     that split its sequence or its layers."""
     flags = {**SHAPE, **layout}
     ranks = run_ranks(n, masks, flags)
-    stages, tp = layout.get("pp", 1), layout.get("tp", 1)
-    micro = BATCH // 2 // (n // stages // tp)
-    # two residual branches and attention in each block; the first stage embeds
-    places = [3 * SHAPE["n_layer"] // stages + (rank < n // stages) for rank in range(n)]
+    stages, tp, cp = (layout.get(axis, 1) for axis in ("pp", "tp", "cp"))
+    micro = BATCH // 2 // (n // stages // tp // cp)
+    # two residual branches and attention in each block, of each of two chunks; the first stage embeds
+    places = [(2 + min(cp, 2)) * SHAPE["n_layer"] // stages + (rank < n // stages) for rank in range(n)]
     assert [len(drawn) for drawn in ranks] == [len(STEPS) * micro * each for each in places]
     drawn = [mask for rank in ranks for mask in rank]
     assert len({state for _, state in drawn}) == len(drawn)
-    if (stages, tp) == (1, 1):
+    if (stages, tp, cp) == (1, 1, 1):
         alone, = run_ranks(1, masks, {**flags, "ep": 1})  # all micro-batches, all experts
         assert sorted(drawn) == sorted(alone)
     again = run_ranks(n, masks, {**flags, "recompute": "full"})  # also in the order of 1F1B
@@ -114,7 +120,7 @@ def test_no_two_masks_are_equal(n, layout):
 def seeds(world, seed, steps, n):
     """-> {(seed, rank, step, chunk and micro-batch): the generator's seed} of train.Step, without a model."""
     out, drawn, cfg = {}, [], Config(dropout=P, seed=seed, pp_chunks=2)
-    model = SimpleNamespace(mesh=make_mesh(world, tp=2, pp=2, groups=False), blocks={})
+    model = SimpleNamespace(mesh=make_mesh(world, tp=2, pp=2, groups=False, cp=2), blocks={})
     step = train.Step(cfg, model, mock.Mock(), mock.Mock())
 
     def no_forward(model, dp, batches, tokens, scale, before_forward):
@@ -135,6 +141,15 @@ def test_no_two_seeds_are_equal():
     for rank, seed in itertools.product(range(16), (1, 11)):
         found.update(seeds(World(rank=rank, size=16), seed, [*range(1, 30), 111, 1111], 3))
     assert len(found) == 16 * 2 * 31 * 2 * 3 and len(set(found.values())) == len(found)
+
+
+@pytest.mark.parametrize("part", ["mesh.cp.rank * mesh.tp.size + ", " + mesh.tp.rank", " * mesh.tp.size"])
+def test_equal_seeds_of_ranks_of_one_sequence_are_detected(part):
+    with planted("pipeline.dropout_seeds", part, ""):
+        found = {}
+        for rank in range(4):
+            found.update(seeds(World(rank=rank, size=8), 1, [1], 1))
+    assert len(set(found.values())) < len(found)
 
 
 # -----------------------------------------------------------------------------

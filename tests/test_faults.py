@@ -40,7 +40,7 @@ PACKAGES = "ops", "fast", "runtime", "corpus", "cost", "tools"
 
 def sequences(n, layout):
     """-> sequences per step, in micro-batches of 2: two of them on every dp rank, four with two stages."""
-    return 4 * (n // layout.get("tp", 1))
+    return 4 * (n // layout.get("tp", 1) // layout.get("cp", 1))
 
 
 # -----------------------------------------------------------------------------
@@ -86,13 +86,14 @@ POISON = ("zero.ShardedBucket.fetch", "self.storage.resize_(self.nbytes)",
 ONE, DP, ZERO, PP = (1, dict()), (2, dict()), (2, dict(zero=1)), (2, dict(pp=2))  # ranks, layout
 ZERO2, ZERO3 = (2, dict(zero=2)), (2, dict(zero=3))
 TP, TP4, DP_TP, EP = (2, dict(tp=2)), (4, dict(tp=4)), (4, dict(tp=2)), (2, dict(ep=2))
+CP = (2, dict(cp=2))
 
 CHUNKS, FOUR = (2, dict(pp=2, pp_chunks=2)), dict(LLAMA, n_layer=4)
 
 FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line[, more edits])
     # sums of gradients
     "sharded weights summed over the stage": (
-        LLAMA, TP, "parallel.parameter", 'else "dp")', 'else "stage")'),
+        LLAMA, TP, "parallel.parameter", 'else replicas)', 'else "stage")'),
     "norm weights not summed over tp": (
         LLAMA, TP, "parallel.parameter", '"stage" if', '"dp" if'),
     "norm weights not summed over dp": (
@@ -219,6 +220,37 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
                                       "self.enter(part, backward=True)")),
     "norm of slices counted as of replicas": (
         LLAMA, ZERO3, "parallel.Bucket.__init__", "1 / (axis.size // self.shards)", "1 / axis.size"),
+    # context parallelism
+    "positions as if each cp rank had one piece": (
+        LLAMA, CP, "model.GPT._positions", "cp.own_chunks(torch.arange(T * cp.size, device=device), 0)",
+        "slice(T * cp.rank, T * cp.rank + T)"),
+    "learned positions of the first cp rank": (
+        GPT2, CP, "model.GPT._positions", "if cp.size == 1 or", "if True or"),
+    "targets as if each cp rank had one piece": (
+        LLAMA, CP, "corpus.shards.micro_batches", "tuple(mesh.cp.own_chunks(t, 1) for t in pair)",
+        "(mesh.cp.own_chunks(pair[0], 1), pair[1].chunk(2, 1)[mesh.cp.rank])"),
+    "mask off by one chunk": (
+        LLAMA, CP, "model.attend_chunks", "(axis.rank + 1) * c", "(axis.rank + 2) * c"),
+    "mask aligned at the first key": (
+        LLAMA, CP, "model.attend_chunks", "causal_lower_right(c, end)",
+        "torch.ones(c, end, dtype=torch.bool).tril()"),
+    "keys gathered, values not": (
+        LLAMA, CP, "model.attend_chunks", ".permute(1, 2, 0, 3).chunk(2, dim=1)",
+        ".permute(1, 2, 0, 3).chunk(2, dim=1)[0], v.repeat(1, 1, axis.size, 1)"),
+    "gathered keys in the order of the ranks": (
+        LLAMA, CP, "parallel.gather_chunks", "chunks[0::2] + chunks[::-2]", "chunks"),
+    "gradients of keys and values not summed over cp": (
+        LLAMA, CP, "parallel._GatherRows.backward", "ctx.axis.reduce_scatter(g)",
+        "g.chunk(ctx.axis.size)[ctx.axis.rank]"),
+    "sharded weights summed over dp only": (
+        LLAMA, (4, dict(cp=2)), "parallel.parameter", 'else replicas)', 'else "dp")'),
+    "tied embedding summed without cp": (
+        GPT2, (4, dict(cp=2, pp=2)), "model.GPT.__init__", 'reduce = "tied" if', 'reduce = "pp" if'),
+    "loss divided by the tokens of all cp ranks as if they were others": (
+        LLAMA, CP, "train.Step.gradients", "* mesh.dp.size * cfg.micro", "* mesh.dpcp.size * cfg.micro"),
+    "balance loss's counts not summed over cp": (
+        MOE, CP, "moe.MoE.balance", "cp.all_reduce(tp.all_reduce(chosen.to(probs.dtype)))",
+        "tp.all_reduce(chosen.to(probs.dtype))"),
     # experts
     "experts summed over dp": (
         MOE, EP, "parallel.parameter", '"edp" if', '"dp" if'),
@@ -283,8 +315,8 @@ def run_with_faults(base, place, faults=(), batch=None):
     before check() is called, so a run that crashes does not count as a fault that was caught."""
     n, layout = place
     batch = batch or sequences(n, layout)
-    chunks = layout.get("tp", 1) if base.get("capacity_factor") else 1
-    want = plain_pytorch(base, batch) if n == 1 else test_layouts.reference(dict(base), batch, chunks)
+    chunks = test_layouts.capacity_ranks(base, layout)
+    want = plain_pytorch(base, batch) if n == 1 else test_layouts.reference(dict(base), batch, *chunks)
     results = run_ranks(n, with_faults, faults, run, dict(base, **layout), batch)
 
     def check():
@@ -410,8 +442,8 @@ def assert_replicas_equal(results):
 @pytest.mark.parametrize("base,n,layout", [
     (LLAMA, 4, dict(tp=2)), (LLAMA, 4, dict(tp=2, zero=1)), (GPT2, 2, dict(pp=2)),
     (GPT2, 4, dict(pp=2, zero=1)), (dict(LLAMA, n_kv_head=1), 2, dict(tp=2)),
-    (MOE, 4, dict(tp=2, ep=2, zero=1)),
-], ids=["dp2tp2", "dp2tp2zero1", "pp2tied", "dp2pp2tiedzero1", "tp2kv1", "dp2tp2ep2zero1"])
+    (MOE, 4, dict(tp=2, ep=2, zero=1)), (MOE, 4, dict(cp=2, ep=2, zero=1)),
+], ids=["dp2tp2", "dp2tp2zero1", "pp2tied", "dp2pp2tiedzero1", "tp2kv1", "dp2tp2ep2zero1", "dp2cp2ep2zero1"])
 def test_replicas_have_equal_bits_after_20_steps(base, n, layout):
     results = run_ranks(n, run_20, dict(base, **layout, dtype="fp32", steps=20), sequences(n, layout))
     assert assert_replicas_equal(results) > 0, "no shard is on several ranks"

@@ -132,7 +132,7 @@ def take_steps(world, flags, graphed, evaluated=()):
     -> StepStats and found_inf of each step, validation losses, and at the end the weights of the whole model,
     the masters and the moments; how often a graph was replayed"""
     cfg, seen, device = Config(**flags), {"captures": 0, "replays": 0, "first": 0}, torch.device("cpu")
-    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)
     data, val_data = (Synthetic(cfg.vocab_size, cfg.seq_len, seed) for seed in (0, 1))
     batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
     with graphs_on_a_cpu(seen) if graphed else contextlib.nullcontext():
@@ -164,9 +164,11 @@ def same_bits(a, b):
                                    dict(ACCUMULATED, zero=1, tp=2),
                                    dict(EXPERTS, global_batch=8),
                                    dict(EXPERTS, zero=1, recompute="full"),
+                                   dict(EXPERTS, cp=2, zero=1, dropout=0.2),
                                    dict(EXPERTS, zero=1, dropout=0.2, ep_slack=1.0)],
                          ids=["ddp-dropout", "zero1-recompute", "zero1-tp2-dropout", "experts-accumulated",
-                              "experts-zero1-recompute", "experts-that-overflow-dropout"])
+                              "experts-zero1-recompute", "experts-cp2-zero1-dropout",
+                              "experts-that-overflow-dropout"])
 def test_both_steps_give_the_same_bits(flags):
     """Loss, norms, weights, masters and moments of the plain step and of the graphed one."""
     plain, graphed = (run_ranks(2, take_steps, flags, yes) for yes in (False, True))
@@ -196,8 +198,9 @@ def test_no_reader_sees_stale_weights(flags):
 
 
 @pytest.mark.skipif("not config.getoption('--slow')", reason="a minute of compilation: pytest --slow")
-@pytest.mark.parametrize("flags", [["--tp=2"], ["--ep=2", "--n-experts=4", "--top-k=1"], ["--zero=3"]],
-                         ids=["tp2", "ep2", "zero3"])
+@pytest.mark.parametrize("flags", [["--tp=2"], ["--ep=2", "--n-experts=4", "--top-k=1"], ["--zero=3"],
+                                   ["--cp=2"]],
+                         ids=["tp2", "ep2", "zero3", "cp2"])
 def test_compiled_is_eager(flags, tmp_path):
     for out in ("eager", "compiled"):
         argv = [*TINY, *flags, "--steps=3", "--save-every=0", "--dtype=fp64", "--prompt=",

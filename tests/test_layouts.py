@@ -35,15 +35,15 @@ MOE_FORWARD = moe.MoE.forward
 STEPS = 3
 
 
-def forward_in_chunks(chunks):
-    """-> a MoE.forward that does on one rank what `chunks` tp ranks do: it routes the whole micro-batch, and
-    each chunk of rows has its own capacity."""
+def forward_in_chunks(chunks, cp):
+    """-> a MoE.forward that does on one rank what cp x chunks ranks do: it routes the whole micro-batch, and
+    the rows of each (of chunks r and 2 cp - 1 - r of each sequence, every tp rank's part) have a capacity."""
     def forward(self, x, recompute):
         p, ids, aux = self.route(x)
-        out = []
-        for xc, pc, ic in zip(x.chunk(chunks), p.chunk(chunks), ids.chunk(chunks), strict=True):
-            out.append(self.experts(xc, pc, self.dispatcher.plan(ic, pc)))
-        y = torch.cat(out)
+        rows, y = torch.arange(x.size(0)).view(-1, 2 * cp, self.cfg.seq_len // (2 * cp)), torch.zeros_like(x)
+        for r in range(cp):
+            for i in rows[:, [r, -1 - r]].flatten().chunk(chunks):
+                y = y.index_copy(0, i, self.experts(x[i], p[i], self.dispatcher.plan(ids[i], p[i])))
         return (y if self.shared is None else y + self.shared(x)), aux
     return forward
 
@@ -61,12 +61,12 @@ def wait_for_all_weights(model, dp):
     model.wait_for_weights(model)
 
 
-def run(world, flags, batch, chunks=1):
+def run(world, flags, batch, chunks=1, cp=1):
     """Train STEPS steps on synthetic tokens -> {stats, shards, replicas, ...} of this rank, as numpy.
-    chunks: with a capacity, the number of tp ranks whose dropping of rows this rank reproduces."""
+    chunks, cp: with a capacity, the number of tp and cp ranks whose dropping of rows this rank reproduces."""
     cfg = Config(**flags, global_batch=batch)
-    moe.MoE.forward = forward_in_chunks(chunks) if chunks > 1 else MOE_FORWARD
-    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
+    moe.MoE.forward = forward_in_chunks(chunks, cp) if chunks * cp > 1 else MOE_FORWARD
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)
     check_layout(cfg, mesh, batch)
     source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
@@ -117,22 +117,26 @@ def scale(name, want, flags):
     return 1.0 if shifts else max(1e-4, np.abs(want).max())
 
 
+def capacity_ranks(base, layout):
+    """-> (tp, cp) ranks that choose among their own rows, (1, 1) where nothing is dropped."""
+    return tuple(layout.get(axis, 1) if base.get("capacity_factor") else 1 for axis in ("tp", "cp"))
+
+
 references = {}
 
 
-def reference(flags, batch, chunks):
+def reference(flags, batch, chunks, cp=1):
     """-> (stats of each step, {name: full array}, expert statistics) of one rank, computed once per key."""
-    key = (tuple(sorted(flags.items())), batch, chunks)
+    key = (tuple(sorted(flags.items())), batch, chunks, cp)
     if key not in references:
-        (seen,) = run_ranks(1, run, flags, batch, chunks)
+        (seen,) = run_ranks(1, run, flags, batch, chunks, cp)
         references[key] = seen["stats"], assemble([seen]), seen.get("experts")
     return references[key]
 
 
 def compare(base, n, batch, **layout):
     """Run the model `base` over a layout of n ranks and compare everything it computes with one rank."""
-    chunks = layout.get("tp", 1) if base.get("capacity_factor") else 1
-    stats, want, experts = reference(dict(base), batch, chunks)
+    stats, want, experts = reference(dict(base), batch, *capacity_ranks(base, layout))
     results = run_ranks(n, run, dict(base, **layout), batch)
     for seen in results:
         got, expected = np.array(seen["stats"]), np.array(stats)  # (steps, 4)
@@ -179,6 +183,22 @@ LAYOUTS = [  # ranks, sequences per step, layout; micro-batch 2
 def test_layout_equals_one_rank(family, n, batch, layout):
     base = dict(LLAMA if family == "llama" else GPT2, micro_batch=2)
     compare(base, n, batch, **layout)
+
+
+# sequences of 8 tokens, in chunks of 2 or, over 4 ranks, of 1; cp, tp, pp and zero together; cp and dp
+CP_LAYOUTS = [("llama", 2, 4, dict(cp=2)), ("gpt2", 4, 4, dict(cp=4)), ("gpt2", 4, 4, dict(cp=2, tp=2)),
+              ("llama", 4, 8, dict(cp=2, zero=1)), ("gpt2", 4, 8, dict(cp=2, pp=2)),
+              ("llama", 8, 4, dict(cp=2, tp=2, pp=2, zero=1)), ("llama", 4, 8, dict(cp=2, recompute="full")),
+              ("dropless", 4, 8, dict(cp=2, ep=4)), ("capacity", 4, 8, dict(cp=2, ep=2, zero=1)),
+              ("capacity", 8, 4, dict(cp=2, tp=2, pp=2, ep=4, zero=1)), ("dropless", 4, 4, dict(cp=4, ep=2)),
+              ("gpt2", 4, 8, dict(cp=2, zero=2)), ("dropless", 4, 8, dict(cp=2, ep=2, zero=3)),
+              ("llama", 8, 6, dict(cp=2, tp=2, pp=2, pp_chunks=2))]
+
+
+@pytest.mark.parametrize("family,n,batch,layout", CP_LAYOUTS, ids=lambda x: str(x).replace(" ", ""))
+def test_context_parallel_layout_equals_one_rank(family, n, batch, layout):
+    base = dict(llama=LLAMA, gpt2=GPT2, dropless=MOE, capacity=CAPACITY)[family]
+    compare(dict(base, micro_batch=2), n, batch, **layout)
 
 
 MOE_LAYOUTS = [

@@ -112,14 +112,19 @@ def test_over_one_rank_nothing_is_sent():
 
 
 def test_which_ranks_form_each_axis():
-    """Rank order, slowest first: pp, dp, tp; a stage's ranks are seen again as (edp, ep)."""
+    """Rank order, slowest first: pp, dp, cp, tp; a stage's ranks are seen again as (edp, ep)."""
     mesh = make_mesh(World(rank=11, size=16), tp=2, pp=2, ep=4, groups=False)
     assert {name: axis.ranks for name, axis in vars(mesh).items()} == {
         "world": tuple(range(16)), "tp": (10, 11), "dp": (9, 11, 13, 15), "pp": (3, 11),
-        "stage": tuple(range(8, 16)), "ep": (8, 9, 10, 11), "edp": (11, 15),
-        "tied": (1, 3, 5, 7, 9, 11, 13, 15)}
+        "cp": (11,), "dpcp": (9, 11, 13, 15), "stage": tuple(range(8, 16)), "ep": (8, 9, 10, 11),
+        "edp": (11, 15), "tied": (1, 3, 5, 7, 9, 11, 13, 15)}
     for name, axis in vars(mesh).items():
         assert (axis.name, axis.size, axis.ranks[axis.rank]) == (name, len(axis.ranks), 11)
+    mesh = make_mesh(World(rank=11, size=16), tp=2, pp=2, ep=4, groups=False, cp=2)
+    assert {name: axis.ranks for name, axis in vars(mesh).items()} == {
+        "world": tuple(range(16)), "tp": (10, 11), "cp": (9, 11), "dp": (11, 15), "pp": (3, 11),
+        "dpcp": (9, 11, 13, 15), "stage": tuple(range(8, 16)), "ep": (8, 9, 10, 11), "edp": (11, 15),
+        "tied": (1, 3, 5, 7, 9, 11, 13, 15)}
     middle = make_mesh(World(rank=1, size=3), pp=3, groups=False)
     assert middle.tied.size == 1 and middle.pp.ranks == (0, 1, 2)
 
@@ -164,3 +169,15 @@ def test_a_group_that_spans_nodes_is_named_with_its_bytes(nodes, flags, share, w
         assert float(cost[2]) == pytest.approx(megabytes / 25, rel=1e-2)
         text = text.replace(cost[0], "").removeprefix("note: ")
     assert text.startswith(words) and bool(text) == bool(words)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_the_chunks_of_cp_ranks_are_the_sequence_and_equal_causal_work(cp):
+    sequence = torch.arange(3 * 8 * cp).view(3, 8 * cp)
+    own = [Axis("cp", rank, cp).own_chunks(sequence, 1) for rank in range(cp)]
+    assert torch.equal(torch.cat(own, 1).sort(1).values, sequence)
+    positions = [Axis("cp", rank, cp).own_chunks(torch.arange(8 * cp), 0) for rank in range(cp)]
+    assert len({int((p + 1).sum()) for p in positions}) == 1, "pairs of a query and a key that it sees"
+    assert cp == 1 or positions[1].tolist() == [4, 5, 6, 7, *range(8 * cp - 8, 8 * cp - 4)]
+    for x, p in zip(own, positions, strict=True):
+        assert torch.equal(x, sequence[:, p])

@@ -75,6 +75,7 @@ def test_flops_give_the_published_figures():
 
 FAMILY = {"swiglu": {}, "gelu": dict(norm="layer", mlp="gelu", pos="learned", n_kv_head=4),
           "moe": dict(n_experts=8, top_k=2), "capacity": dict(n_experts=8, top_k=2, capacity_factor=1.25)}
+FAMILY.update({"swiglu, cp": dict(cp=2), "gelu, cp": dict(FAMILY["gelu"], cp=2)})
 
 
 @pytest.mark.parametrize("family", FAMILY)
@@ -85,13 +86,18 @@ def test_saved_activations_are_what_autograd_keeps(family, monkeypatch):
     monkeypatch.setattr(moe, "use_grouped_mm", lambda x, w: True)
     # the GPU has one kernel: it keeps x and a number per row, not fp32 copies
     monkeypatch.setattr(model_.F, "rms_norm", lambda x, shape, w, e: torch.layer_norm(x, shape, w, None, e))
+    # of both cp ranks the same; flash attention needs no mask
+    monkeypatch.setattr(model_, "gather_chunks", lambda kv, axis: torch.cat([kv, kv]))
+    monkeypatch.setattr(model_, "causal_lower_right", lambda *sizes: None)
+    mesh = make_mesh(World(size=cfg.cp), cp=cfg.cp, groups=False)
     torch.set_default_dtype(torch.bfloat16)
-    block = model_.Block(cfg, ONE)
+    block = model_.Block(cfg, mesh)
     torch.set_default_dtype(torch.float32)
     for p in block.parameters():
         torch.nn.init.normal_(p, std=0.02)
     own, seen = {p.untyped_storage().data_ptr() for p in block.parameters()}, {}
-    table = model_.rope_cache(64, 16, 1e4, "cpu", torch.float32) if cfg.pos == "rope" else (None, None)
+    t = 64 // cfg.cp
+    table = model_.rope_cache(t, 16, 1e4, "cpu", torch.float32) if cfg.pos == "rope" else (None, None)
     own |= {t.untyped_storage().data_ptr() for t in table if t is not None}
 
     def pack(t):
@@ -99,11 +105,11 @@ def test_saved_activations_are_what_autograd_keeps(family, monkeypatch):
         if storage.data_ptr() not in own:
             seen[storage.data_ptr()] = storage.nbytes()
         return t
-    x = torch.randn(512, 64, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(8 * t, 64, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = block(x, 64, *table)
+        out = block(x, t, *table)
     assert out[0].shape == x.shape
-    assert saved_activations(cfg, ONE).saved == pytest.approx(sum(seen.values()), rel=0.03)
+    assert saved_activations(cfg, mesh).saved == pytest.approx(sum(seen.values()), rel=0.03)
 
 
 class Kept(TorchDispatchMode):
@@ -272,12 +278,14 @@ LAYOUTS = [dict(BASE, tp=2, pp=2), dict(BASE, tp=4, recompute="full"), dict(BASE
            dict(BASE, tp=4, recompute="selective"),
            dict(EXPERTS, ep=2, tp=2, capacity_factor=1.0, n_shared_experts=1, recompute="selective"),
            dict(EXPERTS, ep=2, tp=2, router="sigmoid", router_bias_rate=0.1),
-           dict(EXPERTS, ep=2, pp=2, pp_chunks=2, router="sigmoid", router_bias_rate=0.1)]
+           dict(EXPERTS, ep=2, pp=2, pp_chunks=2, router="sigmoid", router_bias_rate=0.1),
+           dict(BASE, cp=2, tp=2, recompute="full"), dict(BASE, cp=2, pp=2, n_kv_head=1, pos="learned"),
+           dict(EXPERTS, cp=4, ep=2, capacity_factor=1.0), dict(BASE, cp=2, zero=1)]
 
 
 def sent(world, flags):
     cfg = Config(**flags)
-    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     batches = train.micro_batches(cfg, mesh, Synthetic(100, 8, 1), 0, 8, world.device)
     train.Step(cfg, model, dp, opt)(batches, 1)
@@ -359,6 +367,8 @@ def test_search_lists_only_what_fits_fastest_first(capsys):
     layouts = [tuple(p["layout"][k] for k in keys) for p in plans]
     assert len(set(layouts)) == len(layouts) and all(a * b * c == 4 for a, b, c, *_ in layouts)
     assert {chunks for _, _, _, chunks, *_ in layouts} == {1, 2}
+    plans = planned(capsys, "smol-1.7b", "--gpus", "4", "--cp", "2", "--global-batch", "16", "--search")
+    assert plans and all(p["layout"]["dp"] * p["layout"]["tp"] * p["layout"]["pp"] == 2 for p in plans)
     plan.main(["tiny-moe", "--gpus", "4", "--search", "--tokens", "1e9"])
     assert "fastest first" in capsys.readouterr().out
 
@@ -428,6 +438,8 @@ def test_a_plan_says_what_wastes_the_gpu(capsys):
         assert part in said, part
     for part in ("weights", "optimizer", "activations", "overhead", "bubble", "FLOPs per step, causal"):
         assert part in said, part
+    plan.main(["dense-210m", "--gpus", "16", "--gpu", "h200", "--tp", "2", "--cp", "8"])
+    assert "cp 8 * tp 2 reaches over the node's 8 GPUs" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_plan_says_that_the_row_limit_will_be_exceeded(capsys):
@@ -454,7 +466,11 @@ def test_help_says_what_it_does_and_lists_both_kinds_of_flags(capsys):
 
 @pytest.mark.parametrize("argv,part", [
     ("tiny --gpus 2 --pp 2 --zero 3", "--zero 3 does not go with --pp 2"),
-    ("dense-210m --gpus 6 --tp 4", "6 ranks do not divide by tp 4"), ("tiny --gpu v100", "invalid choice"),
+    ("dense-210m --gpus 6 --tp 4", "6 ranks do not divide by tp 4"),
+    ("tiny --gpus 6 --cp 4", "6 ranks do not divide by tp 1 * cp 4 * pp 1; start a multiple of 4 ranks"),
+    ("tiny --gpus 2 --cp 2 --recompute selective", "--recompute selective does not go with --cp 2"),
+    ("tiny --gpus 3 --cp 3", "seq-len 128 does not divide by 2 * cp 3 chunks; try --seq-len 132"),
+    ("tiny --gpu v100", "invalid choice"),
     ("tiny --gpus 0", "at least 1"), ("tiny --scaling 1,x", "numbers of GPUs"),
     ("tiny --scaling 0", "numbers of GPUs"), ("tiny --scaling=", "numbers of GPUs"),
     ("tiny --scaling 1,,2", "numbers of GPUs"), ("tiny --tokens nan", "at least 0"),

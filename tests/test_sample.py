@@ -55,7 +55,8 @@ def test_temperature_0_takes_the_likeliest_and_draws_nothing(drawn):
 def texts(world, flags):
     """-> the tokens that this rank gets, greedy and drawn, past the end of the window."""
     cfg = Config(**dict(FLAT, **flags))
-    model, _, _ = train.build(cfg, make_mesh(world, cfg.tp, cfg.pp, cfg.ep), 100, world.device)
+    model, _, _ = train.build(cfg, make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp), 100,
+                              world.device)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(8 if p.ndim > 1 else 1)  # else every token is as likely as any other
@@ -74,7 +75,8 @@ FAMILIES = {"llama": {}, "gpt2": dict(norm="layer", mlp="gelu", pos="learned", b
 
 @pytest.mark.parametrize("family,n,layout", [
     ("llama", 2, dict(tp=2)), ("gpt2", 4, dict(tp=2, pp=2)), ("moe", 2, dict(ep=2)),
-    ("llama", 2, dict(pp=2, pp_chunks=2))], ids=str)
+    ("llama", 2, dict(pp=2, pp_chunks=2)),
+    ("gpt2", 2, dict(cp=2)), ("moe", 4, dict(cp=2, tp=2, ep=4))], ids=str)
 def test_every_rank_of_every_layout_writes_the_same_text(family, n, layout):
     (want,) = run_ranks(1, texts, FAMILIES[family])
     assert [len(t) for t in want] == [20, 12, 10] and max(map(max, want)) < 100

@@ -62,7 +62,7 @@ def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=Fals
     cfg, device = Config(**flags), torch.device("cpu")
     if slack:
         cfg = dataclasses.replace(cfg, ep_slack=slack)
-    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)
     source, stats, sizer = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), [], None
     with contextlib.ExitStack() as stack:
         def patch(*args):
@@ -209,7 +209,8 @@ def test_buffers_follow_the_rows_that_are_needed():
     cfg, one = Some(micro_batch=1, seq_len=100, top_k=1), Axis("one")
     with mock.patch.object(graph, "moe_layers", lambda model: {0: layer}), \
             mock.patch.object(graph, "allocate"):
-        sizer = BufferSizer(Some(cfg=cfg, mesh=Some(world=one, tp=one, ep=Some(size=4))), 2.5, interval=2)
+        mesh = Some(world=one, tp=one, cp=one, ep=Some(size=4))
+        sizer = BufferSizer(Some(cfg=cfg, mesh=mesh), 2.5, interval=2)
 
     def after(*needs, overflowed=False):
         for needed in needs:
@@ -246,11 +247,11 @@ def gloo_steps(world, flags):
     return three_steps(world, flags, bucket_elements=300)
 
 
-@pytest.mark.parametrize("layout", [dict(), dict(tp=2), dict(ep=2)], ids=str)
+@pytest.mark.parametrize("layout", [dict(), dict(tp=2), dict(ep=2), dict(cp=2)], ids=str)
 def test_gradients_and_weights_by_copies_between_gpus(layout):
     """Without a graph (slack 0) each bucket's weights set out when it is stepped; with one only the
     embedding's do. At slack 1.0 a step of experts is done again."""
-    flags = dict(TINY, zero=1, micro_batch=2 * layout.get("tp", 1), **layout)
+    flags = dict(TINY, zero=1, micro_batch=2 * layout.get("tp", layout.get("cp", 1)), **layout)
     want = run_ranks(4, gloo_steps, flags)
     for slack in (0.0, 1.0, 4.0) if "ep" in layout else (0.0, 1.0):
         got = run_ranks(4, peer_steps, flags, slack)

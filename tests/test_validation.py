@@ -149,7 +149,8 @@ def test_bf16_losses_are_summed_in_fp32():
 def test_one_layout_evaluates_as_another():
     """evaluate() alone, at equal weights: the same number, to the bit, on all ranks."""
     results = [run_ranks(n, evaluated, layout) for n, layout in
-               ((1, {}), (4, dict(pp=4)), (4, dict(tp=4)), (2, dict(pp=2, pp_chunks=2)))]
+               ((1, {}), (4, dict(pp=4)), (4, dict(tp=4)), (2, dict(pp=2, pp_chunks=2)),
+                (4, dict(cp=4)), (4, dict(cp=2)))]
     want = results[0][0]
     for ranks in results:
         assert ranks == pytest.approx([want] * len(ranks), rel=1e-12) and len(set(ranks)) == 1
@@ -158,7 +159,7 @@ def test_one_layout_evaluates_as_another():
 def evaluated(world, layout):
     cfg = Config(n_layer=4, n_head=4, n_embd=16, ffn_hidden=32, seq_len=T, vocab_size=60, micro_batch=2,
                  dtype="fp64", dropout=0.3, eval_iters=3, **layout)
-    model, _, _ = train.build(cfg, make_mesh(world, cfg.tp, cfg.pp), 60, world.device)
+    model, _, _ = train.build(cfg, make_mesh(world, cfg.tp, cfg.pp, cp=cfg.cp), 60, world.device)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(5)
