@@ -139,12 +139,14 @@ NETWORK = 25e9  # B/s of a GPU's share of a fabric, 200 Gb/s: a scale, nothing h
 
 
 def groups_over_nodes(cfg, mesh, nodes, vocab_size):
-    """nodes: the node of each rank -> lines: whether the groups of tp and ep stay inside a node; where they
-    do not, the bytes that this costs, by the formulas of ring algorithms, and what to change."""
+    """nodes: the node of each rank -> lines: whether the groups of tp, cp and ep stay inside a node; where
+    they do not, the bytes that this costs, by the formulas of ring algorithms, and what to change."""
     lines, here = [], min(Counter(nodes).values(), default=0)  # here: ranks of a node, of the smallest one
     sent = traffic(cfg, mesh, vocab_size, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
-    for name, size in (("tp", cfg.tp), ("ep", cfg.ep)):  # make_mesh: both are groups of consecutive ranks
-        apart = [group for i in range(0, len(nodes), size) if len(set(group := nodes[i:i + size])) > 1]
+    for name, size, stride in (("tp", cfg.tp, 1), ("cp", cfg.cp, cfg.tp), ("ep", cfg.ep, 1)):
+        span = size * stride  # make_mesh: every stride-th of so many consecutive ranks is a group
+        groups = [nodes[i + j:i + span:stride] for i in range(0, len(nodes), span) for j in range(stride)]
+        apart = [group for group in groups if len(set(group)) > 1]
         if not apart:
             if size > 1 and len(set(nodes)) > 1:
                 lines.append(f"{name} {size}: each group stays inside a node")
@@ -152,9 +154,9 @@ def groups_over_nodes(cfg, mesh, nodes, vocab_size):
         share = max(sum(node != group[0] for node in group) for group in apart) / (size - 1)  # of its peers
         crossing = share * sent[name] if name == "ep" else sent[name]  # a ring's neighbour gets all bytes
         cure = ("place the ranks node by node (srun --distribution=block, mpiexec --map-by slot)"
-                if here % size == 0 else f"try --{name} {largest_divisor(size, size, here)}"
-                + f", or a multiple of {size} ranks on each node" * (here > size))
-        lines.append(f"note: {len(apart)} of {len(nodes) // size} groups of {name} {size} span nodes, of "
+                if here % span == 0 else f"try --{name} {largest_divisor(size, size, max(1, here // stride))}"
+                + f", or a multiple of {span} ranks on each node" * (here > span))
+        lines.append(f"note: {len(apart)} of {len(groups)} groups of {name} {size} span nodes, of "
                      f"{here} rank{'s' * (here > 1)}: {crossing / 1e6:.4g} MB per rank and step cross the "
                      f"network, {crossing / NETWORK * 1e3:.3g} ms at {NETWORK / 1e9:.0f} GB/s; {cure}")
     return lines

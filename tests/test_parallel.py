@@ -154,13 +154,16 @@ NOTES = [  # nodes of the ranks, flags, share of the traffic of tp or ep that cr
     ("000111", dict(ep=2), 1, "1 of 3 groups of ep 2 span nodes, of 3 ranks; "
      "try --ep 1, or a multiple of 2 ranks on each node"),
     ("0101", dict(ep=2), 1, "2 of 2 groups of ep 2 span nodes, of 2 ranks; place the ranks node by node"),
-    ("01", dict(tp=2), 1, "1 of 1 groups of tp 2 span nodes, of 1 rank; try --tp 1")]
+    ("01", dict(tp=2), 1, "1 of 1 groups of tp 2 span nodes, of 1 rank; try --tp 1"),
+    ("00001111", dict(cp=8), 1, "1 of 1 groups of cp 8 span nodes, of 4 ranks; try --cp 4"),
+    ("00001111", dict(cp=2, tp=4), 1, "tp 4: each group stays inside a node\n"
+     "note: 4 of 4 groups of cp 2 span nodes, of 4 ranks; try --cp 1")]
 
 
 @pytest.mark.parametrize("nodes, flags, share, words", NOTES, ids=str)
 def test_a_group_that_spans_nodes_is_named_with_its_bytes(nodes, flags, share, words):
     cfg = Config(n_experts=8 * ("ep" in flags), **flags)
-    mesh = make_mesh(World(size=max(len(nodes), 2)), cfg.tp, cfg.pp, cfg.ep, groups=False)
+    mesh = make_mesh(World(size=max(len(nodes), 2)), cfg.tp, cfg.pp, cfg.ep, groups=False, cp=cfg.cp)
     text = "\n".join(groups_over_nodes(cfg, mesh, [*map(int, nodes)], 256))
     if share:
         megabytes = share * traffic(cfg, mesh, 256, cfg.micro_batch * mesh.dp.size)[[*flags][0]] / 1e6
