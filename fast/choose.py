@@ -74,8 +74,7 @@ def static_shapes(cfg, mesh, device):
     """Whether every step launches the same kernels on the same shapes (rows by symmetric memory)."""
     if cfg.n_experts and not grouped_mm_possible(cfg, device):
         return False  # without kernels the loop over experts and the counting sort read counts on the host
-    # sums in every micro-batch (ZeRO-2 and 3) and selective recomputation were never captured; masks that are
-    # drawn again would stand at other offsets
+    # ZeRO-2, 3 and selective recomputation were never captured; masks drawn again would stand elsewhere
     return (has_cuda_api(device) and cfg.cuda_graph and not cfg.timers and mesh.pp.size == 1 and cfg.zero < 2
             and (cfg.recompute == "none" or cfg.recompute == "full" and cfg.dropout == 0)
             and (cfg.ep_slack > 0 or not needs_row_limit(cfg, mesh)))
