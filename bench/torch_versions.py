@@ -92,8 +92,11 @@ def install(version, lowest, venv, log):
     done = venv / "complete"
     if done.exists():
         return
+    # torch's CPU build comes without Triton, which runs the kernels on a CPU: then that of requirements-test.txt
+    triton = re.search(r"^triton==[\d.]+", (ROOT / "requirements-test.txt").read_text(), re.M)[0]
     for words in ([sys.executable, "-m", "venv", venv], ["pip", "install", f"torch=={version}"],
-                  ["pip", "install", *packages(lowest)]):
+                  ["pip", "install", *packages(lowest)],
+                  ["sh", "-c", f"python -c 'import triton' || pip install {triton}"]):
         if run_in(venv, log, *words):
             raise ChildProcessError(f"{' '.join(map(str, words[-3:]))} failed")
     done.touch()
