@@ -92,7 +92,7 @@ def install(version, lowest, venv, log):
     done = venv / "complete"
     if done.exists():
         return
-    # torch's CPU build comes without Triton, which runs the kernels on a CPU: then that of requirements-test.txt
+    # torch's CPU build comes without Triton, whose interpreter the tests need: then requirements-test.txt's
     triton = re.search(r"^triton==[\d.]+", (ROOT / "requirements-test.txt").read_text(), re.M)[0]
     for words in ([sys.executable, "-m", "venv", venv], ["pip", "install", f"torch=={version}"],
                   ["pip", "install", *packages(lowest)],
