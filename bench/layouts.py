@@ -97,8 +97,7 @@ def layout(text, cfg):
         if item == "recompute":
             flags["recompute"] = "full"
         elif not found or found[1] == "zero" and int(found[2]) > 3:
-            raise ValueError(f"no layout item {item!r}; try dp4, tp2, cp2, pp2, chunks2, ep2, zero1, "
-                             "mbs2 or recompute")
+            raise ValueError(f"no layout item {item!r}; try dp4 tp2 cp2 pp2 chunks2 ep2 zero1 mbs2 recompute")
         elif found[1] == "dp":
             dp = int(found[2])
         else:
