@@ -1,4 +1,5 @@
-"""The exercises of tutorial/README.md, one function per chapter. Each raises an error until you fill it in.
+"""The exercises of tutorial/README.md, one function per chapter, four in the last. Each raises an
+error until you fill it in.
 
     python -m pytest tutorial -k chapter_03        the test of chapter 3
 
@@ -147,3 +148,47 @@ def is_better(before, after):
     -> True if the mean improvement is more than twice its standard error.
     """
     raise NotImplementedError("chapter 12: differences, seed by seed")
+
+
+def reduce_in_slot(axis, grads, slot, total, first):
+    """ZeRO-2: sum one micro-batch's gradients of a bucket over the ranks, and keep this rank's slice only.
+
+    axis: a parallel.Axis. grads: a list of tensors, this rank's gradients. slot (n,): a buffer in which other
+    buckets were summed before, n a multiple of axis.size. All grads fit into it, one after the other; what is
+    left at its end is padding, which counts as 0. total (n/size,): this rank's slice of the sums of earlier
+    micro-batches. If first is true there were none, and total holds old numbers.
+    -> None: total is changed in place, and only total keeps anything: the next bucket uses the slot.
+    axis.reduce_scatter(x) takes x (n,) and returns (n/size,): this rank's slice of the sum over the axis.
+    """
+    raise NotImplementedError("chapter 13: copy, sum, add the slice")
+
+
+def interleaved_order(rank, p, v, m):
+    """What rank number `rank` of p does in a pipeline with v chunks per rank and m micro-batches.
+
+    v > 1, and m is a multiple of p. Micro-batches pass a chunk in groups of p; then the same group passes the
+    next chunk. After the last chunk comes the next group. Backwards come in the same order, but from the last
+    chunk to the first. The rank warms up with (v - 1) p + 2 (p - rank - 1) forwards, or all if there are
+    fewer. Then one forward and one backward take turns, and at the end come the backwards that are left.
+    -> [("F" or "B", micro-batch, chunk)]; micro-batches and chunks count from 0.
+    """
+    raise NotImplementedError("chapter 13: warm-up, in turn, the rest")
+
+
+def zigzag(T, cp, rank):
+    """The positions of a sequence of T tokens that rank number `rank` of cp holds.
+
+    T is a multiple of 2 cp. Position t attends to the t + 1 positions 0..t, so late ones cost more. Cut the
+    sequence into 2 cp equal chunks and give each rank two, an early one and a late one, such that every rank
+    computes equally many pairs of query and key. Rank 0 has the first chunk.
+    -> [int], T / cp positions, in ascending order.
+    """
+    raise NotImplementedError("chapter 13: an early chunk and a late one")
+
+
+def keys_end(T, cp, rank):
+    """How many keys the queries of each of zigzag's two chunks need, counted from position 0.
+
+    -> [keys of the early chunk, keys of the late chunk]
+    """
+    raise NotImplementedError("chapter 13: up to the chunk's own end")

@@ -95,3 +95,30 @@ def is_better(before, after):
     gains = [a - b for a, b in zip(before, after, strict=True)]
     error = statistics.stdev(gains) / math.sqrt(len(gains))
     return statistics.mean(gains) > 2 * error
+
+
+def reduce_in_slot(axis, grads, slot, total, first):
+    used = sum(grad.numel() for grad in grads)
+    slot[:used].copy_(torch.cat([grad.flatten() for grad in grads]))
+    slot[used:].zero_()  # padding: another bucket was here
+    part = axis.reduce_scatter(slot)  # SUM, n/size of n numbers to each rank, over the axis
+    total.copy_(part) if first else total.add_(part)
+
+
+def interleaved_order(rank, p, v, m):
+    order = [(first + i, chunk) for first in range(0, m, p) for chunk in range(v) for i in range(p)]
+    forwards = [("F", i, chunk) for i, chunk in order]
+    backwards = [("B", i, v - 1 - chunk) for i, chunk in order]
+    warmup = min((v - 1) * p + 2 * (p - rank - 1), len(order))
+    pairs = zip(forwards[warmup:], backwards, strict=False)
+    return [*forwards[:warmup], *(op for pair in pairs for op in pair), *backwards[len(order) - warmup:]]
+
+
+def zigzag(T, cp, rank):
+    c = T // (2 * cp)
+    return [chunk * c + i for chunk in (rank, 2 * cp - 1 - rank) for i in range(c)]
+
+
+def keys_end(T, cp, rank):
+    c = T // (2 * cp)
+    return [(rank + 1) * c, T - rank * c]

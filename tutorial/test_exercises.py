@@ -1,8 +1,9 @@
-"""Are the exercises solved? One test per chapter, against nanoshard's own function where there is one.
+"""Are the exercises solved? One test per function, against nanoshard's own function where there is one.
 
     python -m pytest tutorial -k chapter_03                the test of chapter 3
     python -m pytest tutorial -k chapter_03 --solutions    the same for solutions.py
 """
+import itertools
 import math
 import random
 import sys
@@ -14,7 +15,9 @@ from pool import ROOT, run_ranks
 
 from corpus.tokenizer import train_char
 from parallel import Axis, Bucket, Comm, make_mesh
+from pipeline import schedule
 from skip import spike
+from zero import Slot, SlotBucket, SlotComm
 
 sys.path.append(str(ROOT / "bench"))
 
@@ -183,3 +186,75 @@ def test_chapter_12(yours):
     assert not yours.is_better(before, before)
     assert not yours.is_better(before, [x + 0.01 for x in before])
     assert not yours.is_better(before, [2.20, 2.21, 2.26]), "better with one seed, worse with two"
+
+
+SLOT = 256  # elements of the slot
+SHAPES = [(20, 8), (40,)], [(31, 8), (8,)]  # of two buckets' gradients: the first leaves 56 elements padding
+
+
+def gradients(rank, bucket, micro_batch):
+    """-> one rank's gradients of one micro-batch."""
+    draw = torch.Generator().manual_seed(100 * rank + 10 * bucket + micro_batch)
+    return [torch.randn(shape, dtype=torch.float64, generator=draw) for shape in SHAPES[bucket]]
+
+
+def slices_of_rank(world, name):
+    """Bucket 0, bucket 1 and bucket 0 once more, two micro-batches each, through one slot.
+    -> [(total of reduce_in_slot of the module called name, total of zero.SlotBucket)]"""
+    import importlib
+    module = importlib.import_module(name)
+    axis, totals = make_mesh(world).dp, []
+    slot, shared = torch.zeros(SLOT, dtype=torch.float64), Slot(SLOT, torch.float64, "cpu")
+    for number in (0, 1, 0):
+        total = torch.full((SLOT // axis.size,), 7.0, dtype=torch.float64)
+        params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in gradients(0, number, 0)]
+        theirs = SlotBucket(["a", "b"], params, axis, True, 2, torch.float64, SlotComm(shared))
+        for micro_batch in range(2):
+            grads = gradients(world.rank, number, micro_batch)
+            module.reduce_in_slot(axis, grads, slot, total, micro_batch == 0)
+            for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
+                p.grad = grad
+                theirs.on_grad_ready(i, micro_batch == 1)
+        theirs.wait_grads()
+        totals.append((total, theirs.total.clone()))
+    return totals
+
+
+def test_chapter_13_reduce_in_slot(yours):
+    got = run_ranks(2, slices_of_rank, yours.__name__)
+    for i, number in enumerate((0, 1, 0)):
+        whole = torch.zeros(SLOT, dtype=torch.float64)
+        for grads in (gradients(rank, number, micro_batch) for rank in range(2) for micro_batch in range(2)):
+            flat = torch.cat([grad.flatten() for grad in grads])
+            whole[:len(flat)] += flat
+        for rank, part in enumerate(whole.chunk(2)):
+            mine, theirs = got[rank][i]
+            torch.testing.assert_close(theirs, part)
+            torch.testing.assert_close(mine, part, msg=lambda text, i=i: f"bucket {i} of three: {text}")
+
+
+def test_chapter_13_interleaved_order(yours):
+    got = [f"{kind}{i}{'ab'[chunk]}" for kind, i, chunk in yours.interleaved_order(1, 2, 2, 4)]
+    assert " ".join(got) == "F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a"
+    for p, v, groups in itertools.product((2, 3, 4), (2, 3), (1, 2)):
+        for rank in range(p):
+            got = yours.interleaved_order(rank, p, v, groups * p)
+            assert got == schedule(rank, p, v, groups * p), f"rank {rank} of {p}, v {v}, m {groups * p}"
+
+
+def test_chapter_13_zigzag(yours):
+    for T, cp in ((16, 1), (16, 2), (48, 3), (64, 4)):
+        held = [yours.zigzag(T, cp, rank) for rank in range(cp)]
+        assert sorted(sum(held, [])) == list(range(T)), (T, cp)
+        assert len({sum(t + 1 for t in positions) for positions in held}) == 1, "unequal numbers of pairs"
+        for rank, positions in enumerate(held):
+            assert positions == Axis("cp", rank, cp).own_chunks(torch.arange(T), 0).tolist(), (T, cp, rank)
+
+
+def test_chapter_13_keys_end(yours):
+    assert yours.keys_end(16, 2, 0) == [4, 16]
+    assert yours.keys_end(16, 2, 1) == [8, 12]
+    for T, cp in ((16, 1), (48, 3), (64, 4)):
+        for rank in range(cp):
+            chunks = Axis("cp", rank, cp).own_chunks(torch.arange(T), 0).chunk(2)
+            assert yours.keys_end(T, cp, rank) == [c[-1].item() + 1 for c in chunks], (T, cp, rank)
