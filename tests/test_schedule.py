@@ -148,7 +148,7 @@ def walk(rank, p, v, m, backward=True):
         ran.append(op_and_received)
         return torch.tensor([op_and_received[1], op_and_received[2], op_and_received[0] == "F"])
     stub = SimpleNamespace(isend="send", irecv="receive", P2POp=lambda *args: args, batch_isend_irecv=batch)
-    axis = plan._mesh(p, rank, 1, p, 1, 0).pp
+    axis = plan._mesh(p, rank, 1, p, 1, 0, 1).pp
     model = SimpleNamespace(mesh=SimpleNamespace(pp=axis, tp=SimpleNamespace(size=1)), chunks=[None] * v,
                             cfg=SimpleNamespace(n_embd=1), parameters=lambda: iter([torch.zeros(1)]))
     with mock.patch.object(pipeline, "dist", stub):
