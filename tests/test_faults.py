@@ -168,7 +168,8 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
         FOUR, CHUNKS, "model.GPT.forward", "range(first, end)", "range(*self.chunks[0])"),
     "a tied last rank embeds again": (
         dict(GPT2, n_layer=4), CHUNKS, "model.GPT.forward", "if first == 0 else",
-        "if first == 0 else hidden + self._embed(tokens, positions) if chunk == 0 and self.wte is not None else"),
+        "if first == 0 else hidden + self._embed(tokens, positions) if chunk == 0 and self.wte is not None "
+        "else"),
     "balance loss divided by the chunks": (
         dict(MOE, n_layer=4), CHUNKS, "pipeline.forward_backward", "aux / (n * model.mesh.dp.size)",
         "aux / (n * model.mesh.dp.size * len(model.chunks))"),
