@@ -27,7 +27,7 @@ import zlib
 from pathlib import Path
 from typing import Literal
 
-from config import one_line, printable, wrap, wrong_input
+from tools.command_line import one_line, printable, wrap, wrong_input
 from tools.files import folded, sync, write_whole
 from tools.schema import Range, check_schema, load_json
 

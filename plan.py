@@ -22,7 +22,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Literal
 
-from config import Config, pad_vocab, parse, wrong_input
+from config import Config, pad_vocab
 from corpus.shards import load_blend_meta
 from cost.fits import check_layout
 from cost.memory import GIB, memory, saved_activations
@@ -49,6 +49,7 @@ from fast.choose import needs_row_limit
 from optim import batch_size
 from parallel import make_mesh
 from pipeline import timetable
+from tools.command_line import parse, wrong_input
 
 # -----------------------------------------------------------------------------
 # 1) the plan of one layout

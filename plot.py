@@ -24,13 +24,13 @@ import tyro
 import checkpoint
 import config
 from runtime.log import best_effort
+from tools.command_line import command_line, parse, print_quietly, printable, wrong_input
 from tools.files import folded, read_holder, sound_rows
 from tools.schema import load_json
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file of each, in OUT
 NO_PLOTEXT = "plotext is not installed: no plots (pip install 'plotext<6')"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"  # marks of several runs, without colours
-THIN = "\u28c0"  # in a legend: a thin line
 Runs = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN...")]]
 
 
@@ -71,7 +71,7 @@ def draw(title, series, size=(90, 24), log=False):
         if values := [(x, y) for x, y in values if y > 0 or not log]:
             plot = plt.scatter if mark == "x" or mark.isupper() else plt.plot
             plot(*zip(*values, strict=True), marker=mark or "braille")
-            legend.append(f"{mark or THIN} {label}")
+            legend.append(f"{mark or chr(0x28c0)} {label}")
     if not legend:
         return ""
     if log:
@@ -126,13 +126,13 @@ ROW = "{:41s} {:>16s} {:>13s} {:>8s} {:>8s} {:>8s}"  # with the flags below it, 
 def parse_or_list(argv):
     """train.py's argv -> Config. --list [DIR]: print the table of the runs in DIR and end with 0."""
     if "--list" not in argv:
-        return config.parse(argv)
+        return parse(argv)
     folder = Path(*argv[1:2] or ["out"])
     if argv[0] != "--list" or len(argv) > 2 or not folder.is_dir():
         raise ValueError(f"{' '.join(argv)}: beside --list give one folder of runs, such as out, only")
     found = sorted(p for p in [folder, *folder.iterdir()] if p.is_dir() and is_run(p))
     table = [ROW.format("run", "state", "steps", "loss", "val_loss", "size"), *map(describe, found)]
-    config.print_quietly("\n".join(table if found else [f"no runs in {folder}"]) + "\n")
+    print_quietly("\n".join(table if found else [f"no runs in {folder}"]) + "\n")
     raise SystemExit(config.Outcome.DONE)
 
 
@@ -152,7 +152,7 @@ def describe(run):
                 size += os.lstat(Path(folder, name)).st_size
     flags = config_json if isinstance(config_json, dict) else {}
     asked, preset, world = (flags.get(key, "?") for key in ("steps", "preset", "world"))
-    last, name = max((r["step"] for r in rows), default=0), config.printable(run.name)
+    last, name = max((r["step"] for r in rows), default=0), printable(run.name)
     state = in_use(run) or ("done" if last == asked else f"stopped at {int(saved[0].name[5:])}" if saved else
                             "no checkpoint")
     losses = [f"{([(0, math.nan)] + points(rows, key))[-1][1]:.5g}" for key in ("loss", "val_loss")]
@@ -161,7 +161,7 @@ def describe(run):
     default = vars(config.Config(**config.PRESETS.get(str(preset), {})))
     other = [f"--{k.replace('_', '-')}={flags[k]}" for k, v in json.loads(json.dumps(default)).items()
              if k not in ("out", "resume", "preset") and flags.get(k, v) != v]
-    text = config.printable(" ".join([f"{preset} on {world} rank(s)", *other]))
+    text = printable(" ".join([f"{preset} on {world} rank(s)", *other]))
     return "\n".join([line, textwrap.indent(textwrap.fill(text, 96, break_on_hyphens=False), "    ")])
 
 
@@ -214,9 +214,9 @@ def picture(found, path, log):
     figure.savefig(path)
 
 
-def parse(argv):
+def read_flags(argv):
     """argv (list of str) -> Flags. ValueError: one line that says what is wrong."""
-    flags = config.command_line(Flags, argv, "plot.py", __doc__)
+    flags = command_line(Flags, argv, "plot.py", __doc__)
     if not flags.runs:
         raise ValueError("no RUN is given: --out directories of runs, for example python plot.py out/tiny")
     if len(flags.steps) not in (0, 2):
@@ -226,15 +226,15 @@ def parse(argv):
 
 def main(argv=None):
     """-> 0. SystemExit(2) after one line on stderr: wrong input."""
-    with config.wrong_input():
-        flags = parse(sys.argv[1:] if argv is None else argv)
+    with wrong_input():
+        flags = read_flags(sys.argv[1:] if argv is None else argv)
         try:
             while True:
                 found = read(flags)
                 size = flags.width, flags.height
                 text = "".join(draw(title, series, size, flags.log) for title, series in found.items())
-                clear = "\x1b[H\x1b[J" if flags.follow and sys.stdout.isatty() else ""
-                print(clear + (text or "no rows yet\n"), end="", flush=True)
+                clear = "\x1b[H\x1b[J" * (flags.follow and sys.stdout.isatty())
+                print(clear, text or "no rows yet\n", sep="", end="", flush=True)
                 if flags.png:
                     picture(found, flags.png, flags.log)
                 if not flags.follow:

@@ -38,9 +38,9 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from config import command_line, one_line, wrong_input
 from corpus import build, shards, text, tokenizer
 from corpus.shards import SPLITS
+from tools.command_line import command_line, one_line, wrong_input
 from tools.schema import check_schema, load_json
 
 UNIT_BYTES = 16 << 20  # of text per unit of work; the workers' number does not change it

@@ -14,6 +14,7 @@ import tyro
 import checkpoint
 import config
 from corpus import tokenizer
+from tools.command_line import command_line, wrong_input
 from tools.schema import Range, check_schema, load_json
 
 Prompts = tyro.conf.UseAppendAction[tuple[str, ...]]
@@ -107,8 +108,8 @@ def load_model(cfg, vocab_size, weights):
 
 def main(argv=None):
     """Print the prompt with its continuation. SystemExit(2) after one line on stderr: wrong input."""
-    with config.wrong_input():
-        flags = config.command_line(Flags, sys.argv[1:] if argv is None else argv, "sample.py", __doc__)
+    with wrong_input():
+        flags = command_line(Flags, sys.argv[1:] if argv is None else argv, "sample.py", __doc__)
         flags.check()
         cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
         vocabulary = tokenizer.load(run)

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import config
+from tools.command_line import command_line, wrong_input
 
 
 @contextlib.contextmanager
@@ -23,14 +23,14 @@ def one_rank_speaks():
         if env_rank() != 0:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        stack.enter_context(config.wrong_input())
+        stack.enter_context(wrong_input())
         yield
 
 
 def read_flags(cls, argv, prog, about):
     """-> cls from argv, or from this process's arguments where argv is None. One rank reports wrong ones."""
     with one_rank_speaks():
-        flags = config.command_line(cls, sys.argv[1:] if argv is None else argv, prog, about)
+        flags = command_line(cls, sys.argv[1:] if argv is None else argv, prog, about)
         if hasattr(flags, "check"):
             flags.check()
         return flags

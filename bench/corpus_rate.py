@@ -16,9 +16,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import prepare
-from config import command_line, wrong_input
 from corpus import build, tokenizer
 from corpus.text import list_spans
+from tools.command_line import command_line, wrong_input
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,14 @@ import torch
 import torch._dynamo  # for --compile: once, not per rank. _inductor would touch CUDA: no fork after that
 from training import Training, gpu_memory
 
-from config import Config, Outcome, check, parse, wrong_input
+from config import Config, Outcome, check
 from cost.fits import check_layout
 from cost.parameters import count_parameters, flops_per_token
 from cost.step_time import GPUS
 from parallel import make_mesh
 from plan import estimate, memory
 from tools.accelerator import device_name, total_memory
+from tools.command_line import parse, wrong_input
 
 FLAG = {"tp": "tp", "cp": "cp", "pp": "pp", "chunks": "pp_chunks", "ep": "ep", "zero": "zero",
         "mbs": "micro_batch"}

@@ -25,11 +25,11 @@ from timing import gpu_milliseconds, synchronize
 from training import Training, gpu_memory
 from tyro.conf import Positional
 
-from config import parse
 from cost.parameters import count_parameters, flops_per_token
 from cost.step_time import peak_flops
 from ops import grouped_mm
 from parallel import MAX
+from tools.command_line import parse
 from tools.files import folded
 
 WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout

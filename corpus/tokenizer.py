@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from config import one_line
 from corpus.shards import first_folder, load_meta
+from tools.command_line import one_line
 from tools.schema import Range, check_schema, load_json
 
 EOD = "<|endoftext|>"  # written after each document; in text these characters are encoded as any others

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
-from config import Config, wrong_input
+from config import Config
 from parallel import MAX
 from runtime import launch, session, watch
+from tools.command_line import wrong_input
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -36,10 +36,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.distributed as dist
 
-from config import Outcome, one_line
+from config import Outcome
 from parallel import Axis
 from runtime import visible
 from tools.accelerator import device_name
+from tools.command_line import one_line
 
 # launcher: its variables for (rank, world size, local rank, local size); the first whose variables are set is
 # taken. srun is last: only SLURM_STEP_NUM_TASKS says that srun started *this* process, not the batch script

@@ -21,8 +21,8 @@ import smoke
 import speed
 import torch_versions
 
-import config
 from parallel import make_mesh
+from tools.command_line import command_line
 
 
 def every_collective(world, tp):
@@ -218,7 +218,7 @@ def test_checkpoint_and_the_drills_say_what_they_do():
 def test_train_flags_of_a_workload_may_begin_with_dashes():
     argv = speed.join_value(["W1", "--flags", "--ep 2", "--steps", "4", "W2b"], "--flags")
     assert argv == ["W1", "--flags=--ep 2", "--steps", "4", "W2b"]
-    flags = config.command_line(speed.Flags, ["W1", "W2b", *argv[1:4]], "speed.py", "")
+    flags = command_line(speed.Flags, ["W1", "W2b", *argv[1:4]], "speed.py", "")
     assert (flags.workloads, flags.flags, flags.steps) == (("W1", "W2b"), "--ep 2", 4)
     assert {name for name, _ in speed.PEERS} <= speed.WORKLOADS.keys()
 

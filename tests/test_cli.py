@@ -18,8 +18,9 @@ from runs import TINY, assert_refused, chars, go, session
 
 import config
 import plan
+import plot
 import sample
-from config import PRESETS, Config, parse
+from config import PRESETS, Config
 from corpus.shards import Synthetic
 from cost import fits
 from cost.memory import state_bytes
@@ -28,6 +29,7 @@ from parallel import make_mesh
 from pipeline import stage_layers
 from runtime import log
 from runtime.launch import World, exit_together
+from tools.command_line import command_line, parse, wrong_input
 from tools.schema import Range, check_schema, load_json
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
@@ -393,11 +395,10 @@ def test_help_is_printed_by_one_rank(rank, monkeypatch, capsys):
 
 
 def test_config_is_frozen_and_never_changed(tmp_path, monkeypatch):
-    import config
     with pytest.raises(dataclasses.FrozenInstanceError):
         parse([]).steps = 3
     seen = []
-    monkeypatch.setattr(config, "parse", lambda argv: seen.append(parse(argv)) or seen[-1])
+    monkeypatch.setattr(plot, "parse", lambda argv: seen.append(parse(argv)) or seen[-1])
     argv = [*TINY, f"--out={tmp_path}", "--steps=2", "--train-range-to-skip", "2", "2"]
     assert session(World(), argv)["code"] == 0
     assert seen == [parse(argv)] and seen[0].min_lr is None and seen[0].vocab_size == 100
@@ -430,7 +431,7 @@ def test_no_program_takes_a_number_that_is_not_finite(word):
     for cls, name in FLOATS:
         argv = [f"--{name.replace('_', '-')}={word}", *["run"] * (cls is sample.Flags)]
         with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')} -?(nan|inf) must be at least"):
-            config.command_line(cls, argv, "x.py", "", None if cls is sample.Flags else cls())
+            command_line(cls, argv, "x.py", "", None if cls is sample.Flags else cls())
 
 
 @pytest.mark.parametrize("flags", [
@@ -515,7 +516,7 @@ def test_what_is_no_json_is_one_line(raw, tmp_path):
 
 
 def test_control_characters_of_a_file_are_printed_escaped(capsys):
-    with pytest.raises(SystemExit), config.wrong_input():
+    with pytest.raises(SystemExit), wrong_input():
         raise ValueError("a\x1b]0;evil\x07 \n \u202eb \xe9 \x9b2J")
     assert capsys.readouterr().err == "nanoshard: a\\x1b]0;evil\\x07 \\u202eb \xe9 \\x9b2J\n"
     with pytest.raises(SystemExit), exit_together(World()):

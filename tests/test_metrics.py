@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import checkpoint
 import plot
 import train
-from config import Config, parse
+from config import Config
 from corpus.shards import Synthetic
 from model import GPT, init_weights
 from optim import AdamW, StepStats, learning_rate
@@ -28,6 +28,7 @@ from runtime import log, resume, watch
 from runtime.launch import World
 from skip import Guard
 from tools import timing
+from tools.command_line import parse
 
 FLAGS = [*[f for f in TINY if "global-batch" not in f], "--global-batch=8", "--dtype=fp64", "--clip=0.05",
          "--min-lr=3e-3", "--decay-steps=4", "--steps=5"]

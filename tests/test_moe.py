@@ -25,7 +25,7 @@ from test_layouts import MOE, SIGMOID, assemble, slices
 import moe
 import parallel
 import train
-from config import Config, check, parse
+from config import Config, check
 from corpus.shards import Synthetic
 from cost.fits import check_layout
 from cost.parameters import count_parameters, flops_per_token
@@ -37,6 +37,7 @@ from parallel import make_mesh
 from pipeline import forward_backward
 from runtime import launch, resume
 from runtime.launch import World
+from tools.command_line import parse
 
 ALONE = make_mesh(World(rank=0, size=1))
 SMALL = dict(n_experts=8, n_embd=6, ffn_hidden=5, n_head=1, n_kv_head=1)

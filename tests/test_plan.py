@@ -14,7 +14,7 @@ import model as model_
 import moe
 import plan
 import train
-from config import PRESETS, Config, parse
+from config import PRESETS, Config
 from corpus.shards import Synthetic
 from cost import step_time
 from cost.memory import CONTEXT, GIB, saved_activations
@@ -32,6 +32,7 @@ from ops import activations
 from parallel import DataParallel, make_mesh
 from pipeline import stage_layers
 from runtime.launch import World
+from tools.command_line import parse
 
 ONE = make_mesh(World(), groups=False)
 

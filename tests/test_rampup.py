@@ -5,11 +5,12 @@ from pool import run_ranks
 from runs import go, rows, same
 
 import train
-from config import Config, parse
+from config import Config
 from corpus.shards import Synthetic
 from optim import batch_size, check_ramp
 from parallel import make_mesh
 from plan import batch_schedule as schedule
+from tools.command_line import parse
 
 RAMP = ["--global-batch=8", "--rampup-batch-size", 4, 2, 16]
 

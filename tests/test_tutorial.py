@@ -21,6 +21,7 @@ import train
 from cost.fits import check_layout
 from parallel import make_mesh
 from runtime import launch
+from tools.command_line import parse
 from tutorial import exercises, solutions, test_exercises
 from tutorial.run import BLOCK, FILL, LONG, commands, refresh
 
@@ -251,13 +252,13 @@ def test_the_flags_of_the_text_exist_and_its_layouts_fit_the_ranks():
     runs = programs("train.py")
     assert len(runs) >= 15
     for n, argv in runs:
-        cfg = config.parse(argv)
+        cfg = parse(argv)
         mesh = make_mesh(launch.World(size=n), cfg.tp, cfg.pp, cfg.ep, groups=False, cp=cfg.cp)
         check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
         assert cfg.steps <= 2000 and cfg.data == "data/chars" and cfg.wandb == "off"
     for n, argv in (piece for line in NOT_RUN for piece in pieces(line)):
         if argv[0] == "train.py":
-            check_layout(config.parse(argv[1:]), make_mesh(launch.World(size=n), groups=False), 64 * n)
+            check_layout(parse(argv[1:]), make_mesh(launch.World(size=n), groups=False), 64 * n)
     for _, argv in programs("prepare.py"):
         assert prepare.parse(argv).tokenizer in ("char", "bpe")
 
@@ -295,7 +296,7 @@ def test_the_training_commands_run(tmp_path):
             "--n-layer=4", "--seq-len=16", "--seed=1"]
     seen = set()
     for i, (n, argv) in enumerate(programs("train.py")):
-        what = n, config.parse([*argv, *less, "--out=same"])
+        what = n, parse([*argv, *less, "--out=same"])
         if what in seen or "--prompt" in argv:  # the prompt has letters that the small text lacks
             continue
         seen.add(what)
