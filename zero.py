@@ -35,11 +35,15 @@ class Slot:
 
 
 class SlotComm(Comm):
-    """The Comm of one bucket whose whole gradient is in a Slot."""
+    """The Comm of one bucket whose whole gradient is in a Slot (fast/peer.py has another)."""
 
-    def __init__(self, slot):
+    def __init__(self, slot=None):
         super().__init__()
         self.slot = slot
+
+    def new_slot(self, n, weight, axis):
+        """-> a Slot for n elements of gradients of weights like this one; axis: all ranks of the stage."""
+        return Slot(n, torch.promote_types(weight.dtype, torch.float32), weight.device)
 
     def allocate(self, bucket, weights):
         flat = weights if weights.dtype == bucket.dtype else torch.zeros_like(weights, dtype=bucket.dtype)
@@ -48,6 +52,16 @@ class SlotComm(Comm):
     def start_reduce(self, bucket):
         # SUM, n/size of n numbers to each rank, over the bucket's axis
         return bucket.axis.start_reduce_scatter(bucket.grad[bucket.shard], bucket.grad)
+
+    def add_sum(self, bucket):
+        """The sum has come: add this rank's slice of it to those of earlier micro-batches."""
+        part = bucket.grad[bucket.shard]
+        bucket.total.copy_(part) if bucket.is_first else bucket.total.add_(part)
+
+    def keep(self, own):
+        """own (n/size,), this rank's slice of weights that are about to be freed -> the same in memory of its
+        own."""
+        return own.clone()
 
 
 class SlotBucket(Bucket):
@@ -78,8 +92,7 @@ class SlotBucket(Bucket):
         """If a sum is under way: wait for it, and add this rank's slice to those of earlier micro-batches."""
         if self.reduce_handle is not None:
             self.reduce_handle.wait()
-            part = self.grad[self.shard]
-            self.total.copy_(part) if self.is_first else self.total.add_(part)
+            self.comm.add_sum(self)
             self.is_first, self.reduce_handle = False, None
 
     def wait_grads(self):
@@ -95,26 +108,32 @@ def uses_slot(axis):
     return axis.size > 1 and axis.name != "tied"
 
 
+def plain_comm(axis):
+    """-> the Comm of a bucket that is reduced over axis, with collectives only."""
+    return SlotComm() if uses_slot(axis) else Comm()
+
+
 class ZeRO2(DataParallel):
     """DataParallel with sums of gradients that are as long as this rank's slices."""
+    decayed_bucket = SlotBucket
 
-    def __init__(self, model, mesh, zero, timers=untimed, dtype=None, comm=lambda axis: Comm(),
+    def __init__(self, model, mesh, zero, timers=untimed, dtype=None, comm=plain_comm,
                  bucket_elements=BUCKET_ELEMENTS):
         sizes = [sum(p.numel() for p in params) for axis, _, _, params in
                  assign_buckets(model.named_parameters(), bucket_elements, by_block=zero == 3)
                  if uses_slot(getattr(mesh, axis))]
-        weight = next(model.parameters())
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        # room for the padding: slices begin at multiples of 128
-        self.slots = [Slot(max(sizes, default=0) + 128 * mesh.stage.size, wide, weight.device)
-                      for _ in range(2 * bool(sizes))]
+        self.slots = []
+        if sizes:  # with room for the padding: slices begin at multiples of 128
+            n, weight = max(sizes) + 128 * mesh.stage.size, next(model.parameters())
+            self.slots = [comm(mesh.stage).new_slot(n, weight, mesh.stage) for _ in range(2)]
         super().__init__(model, mesh, zero, timers, dtype, comm, bucket_elements)
 
     def make_bucket(self, names, params, axis, decayed, zero, dtype, comm):
         if not uses_slot(axis):
             return Bucket(names, params, axis, decayed, zero, dtype, comm)
-        slot = self.slots[len(self.buckets) % 2]  # in the order in which backward fills them
-        return SlotBucket(names, params, axis, decayed, zero, dtype, SlotComm(slot))
+        comm.slot = self.slots[len(self.buckets) % 2]  # in the order in which backward fills them
+        kind = self.decayed_bucket if decayed else SlotBucket
+        return kind(names, params, axis, decayed, zero, dtype, comm)
 
 
 # -----------------------------------------------------------------------------
@@ -127,7 +146,7 @@ class ShardedBucket(SlotBucket):
     def __init__(self, *args):
         super().__init__(*args)
         self.storage = self.flat.untyped_storage()
-        self.own, self.nbytes = self.own.clone(), self.storage.nbytes()
+        self.own, self.nbytes = self.comm.keep(self.own), self.storage.nbytes()
         self.master = self.own if self.own.dtype == self.master.dtype else self.master
         self.free()
 
@@ -160,6 +179,7 @@ class ZeRO3(ZeRO2):
 
     The last block stays from forward to backward. Backward comes to a part when the gradient of its output is
     complete, which is the input of the part after it. Norms and biases are small: they stay as in ZeRO-2."""
+    decayed_bucket = ShardedBucket
 
     def __init__(self, model, *args, **kwargs):
         super().__init__(model, *args, **kwargs)
@@ -169,12 +189,6 @@ class ZeRO3(ZeRO2):
         self.sharded = [[b for m in part for b in self.buckets_of[m] if isinstance(b, ShardedBucket)]
                         for part in self.parts]
         self.here = 0  # the part that computes
-
-    def make_bucket(self, names, params, axis, decayed, zero, dtype, comm):
-        if not (uses_slot(axis) and decayed):
-            return super().make_bucket(names, params, axis, decayed, zero, dtype, comm)
-        slot = self.slots[len(self.buckets) % 2]
-        return ShardedBucket(names, params, axis, decayed, zero, dtype, SlotComm(slot))
 
     def wait_for_weights(self, module, x=None):
         """Forward comes to module with the input x. Of a module that is no part, such as the whole model,

@@ -103,6 +103,16 @@ def fitting(world, layouts):
     return out
 
 
+def weights_of(training):
+    """-> {name: (ranks that hold the same, checksum)} of the weights; of ZeRO-3 this rank's slices, which
+    nobody else holds."""
+    if training.cfg.zero == 3:
+        return {b.names[0]: ((training.mesh.world.rank,), checksum(b.own).tolist())
+                for b in training.dp.buckets}
+    return {name: (getattr(training.mesh, p.reduce).ranks, checksum(p).tolist())
+            for name, p in training.model.named_parameters()}
+
+
 def replicas_and_repeats(world):
     """Train layouts with replicas, each twice -> parameters compared. AssertionError: the bits of a parameter
     differ between two ranks that hold it, or between the two runs."""
@@ -110,14 +120,14 @@ def replicas_and_repeats(world):
     layouts = (("llama", {}), ("llama", dict(zero=1)), ("llama", dict(tp=2, zero=1)),
                ("gpt2", dict(pp=2)), ("dropless", dict(ep=4)),
                ("dropless", dict(ep=2, zero=1)), ("capacity", dict(tp=2, ep=4)),
-               ("llama", dict(cp=2, zero=1)), ("dropless", dict(cp=2, ep=2)))
+               ("llama", dict(cp=2, zero=1)), ("dropless", dict(cp=2, ep=2)), ("llama", dict(zero=2)),
+               ("llama", dict(zero=3)), ("dropless", dict(zero=3)), ("dropless", dict(ep=2, zero=3)))
     for family, flags in fitting(world, layouts):
         prints = []
         for _ in range(2):
             training = Training(Config(**flags), world, graph=False)
             training.run(STEPS)
-            prints.append({name: (getattr(training.mesh, p.reduce).ranks, checksum(p).tolist())
-                           for name, p in training.model.named_parameters()})
+            prints.append(weights_of(training))
         ranks = world.axis.gather_objects(prints[0])  # two integers per parameter, over the world
         for name, (group, bits) in prints[0].items():
             for r in group:

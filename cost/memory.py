@@ -107,15 +107,15 @@ def expert_activations(cfg, mesh, load_factor, choice=None):
 def gradient_bytes(cfg, mesh, vocab_size, choice):
     """Bytes of the gradients: sums in at least fp32, or the model's dtype where nothing is added to them.
     Peer copies also need this rank's slice of the sums, and room for the other ranks' part of a bucket. From
-    ZeRO-2 on the slices are all, beside two slots in which whole buckets are summed."""
+    ZeRO-2 on the slices are all, beside two slots for whole buckets, which peer copies leave unwidened."""
     weight, grad = element_bytes(cfg)
     local, buckets = local_parameters(cfg, mesh, vocab_size), local_buckets(cfg, mesh, vocab_size)
     alone, copied = unwidened_gradients(mesh, local, choice)
     sliced = {axis: n for axis, n in local.items() if cfg.zero > 1 and uses_slot(getattr(mesh, axis))}
-    out = (sum(local.values()) - sum(sliced.values())) * grad
-    out -= (alone + sum(copied.values())) * (grad - weight)
+    whole = sum(n for axis, n in copied.items() if axis not in sliced)
+    out = (sum(local.values()) - sum(sliced.values())) * grad - (alone + whole) * (grad - weight)
     out += sum(n / getattr(mesh, axis).size for axis, n in {**copied, **sliced}.items()) * grad
-    out += 2 * max((n for axis in sliced for n in buckets[axis]), default=0) * grad
+    out += 2 * max((n for axis in sliced for n in buckets[axis]), default=0) * (weight if copied else grad)
     return out + max((n for axis in copied for n in buckets[axis]), default=0) * weight
 
 
@@ -128,6 +128,8 @@ def state_bytes(cfg, mesh, vocab_size, choice):
     sharded, parts = sharded_parameters(cfg, mesh, vocab_size)
     weights = sum(local.values()) + max(sum((a + b).values()) for a, b in itertools.pairwise(parts))
     weights -= sum(n * (1 - 1 / getattr(mesh, axis).size) for axis, n in sharded.items())
+    if cfg.zero == 2 and choice.peer_copies:  # this rank's slice once more, for the others to read
+        weights += owned_parameters(cfg, mesh, local)
     return {"weights": weights * weight,
             "gradients": gradient_bytes(cfg, mesh, vocab_size, choice),
             "optimizer": owned_parameters(cfg, mesh, local) * (masters + 2 * grad)}

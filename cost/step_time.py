@@ -270,7 +270,8 @@ def step_time(cfg, mesh, gpu, slowest, local, reductions):
     to_fp32 = count * (weight + grad + (micro - 1) * (weight + 2 * grad))
     to_fp32 -= (alone + sum(copied.values())) * (grad - weight)
     for axis, n in copied.items():  # the slices that came from the other ranks are added up
-        to_fp32 += n * (weight + grad / getattr(mesh, axis).size)
+        times = micro if cfg.zero > 1 else 1
+        to_fp32 += n * (weight + grad / getattr(mesh, axis).size) * times
     adam = owned_parameters(cfg, mesh, local) * ADAM - alone * 4
     return {"compute": micro * slowest,
             "bubble": bubble(mesh.pp.size, cfg.pp_chunks, micro) * micro * slowest,

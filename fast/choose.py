@@ -13,17 +13,18 @@ import torch
 import moe
 from fast import symm_mem
 from fast.padded import PaddedAllToAll
-from fast.peer import CopyStream, PeerComm
+from fast.peer import CopyStream, PeerComm, PeerSlotComm
 from model import DTYPES
 from ops import backend
 from parallel import Comm
+from zero import SlotComm, uses_slot
 
 
 class Choice(NamedTuple):
     """What of fast/ a run uses."""
     graph: bool              # forward, backward and gradient sums are replayed as one CUDA graph
     symm_mem: bool           # rows reach the experts of other ranks through symmetric memory, not all_to_all
-    peer_copies: bool        # ZeRO-1's gradients and weights travel as copies between the GPUs of a node
+    peer_copies: bool        # ZeRO's gradients and weights travel as copies between the GPUs of a node
     single_microbatch: bool  # bf16 gradients to which nothing is added: they need no fp32 sum
 
     def dispatcher(self, cfg):
@@ -38,6 +39,8 @@ class Choice(NamedTuple):
         stream = CopyStream()
 
         def comm_for(axis):
+            if cfg.zero > 1 and uses_slot(axis):
+                return PeerSlotComm(stream) if self.peer_copies else SlotComm()
             if self.uses_peer_copies(axis):
                 return PeerComm(stream, DTYPES[cfg.dtype])
             return Comm(DTYPES[cfg.dtype] if self.keeps_grad_dtype(axis) else None)
@@ -56,10 +59,10 @@ def choose(cfg, mesh, device, reach=None):
     """-> Choice for this run. reach(mesh, axis, device) -> bool says whether the GPUs of each group of an
     axis reach each other's memory; default peer_access, which all ranks must call together."""
     reach = reach or peer_access
-    single = (cfg.dtype == "bf16" and device.type != "cpu"
-              and cfg.global_batch in (0, cfg.micro_batch * mesh.dp.size))
-    peer = (single and cfg.zero == 1 and mesh.pp.size == 1 and mesh.stage.size > 1 and has_cuda_api(device)
-            and reach(mesh, mesh.stage, device))
+    bf16 = cfg.dtype == "bf16" and device.type != "cpu"
+    single = bf16 and cfg.global_batch in (0, cfg.micro_batch * mesh.dp.size)
+    peer = ((single if cfg.zero == 1 else bf16 and cfg.zero > 1) and mesh.pp.size == 1
+            and mesh.stage.size > 1 and has_cuda_api(device) and reach(mesh, mesh.stage, device))
     graph = static_shapes(cfg, mesh, device)
     one_sided = graph and cfg.n_experts > 0 and mesh.ep.size > 1 and reach(mesh, mesh.ep, device)
     return Choice(graph, one_sided, peer, single)

@@ -1,4 +1,4 @@
-"""ZeRO-1's gradients and weights between the GPUs of one node, without NCCL: plain copies between symmetric
+"""ZeRO's gradients and weights between the GPUs of one node, without NCCL: plain copies between symmetric
 buffers (fast/symm_mem.py).
 
     gradients  each rank copies its own slice from all others and adds them up: a reduce-scatter
@@ -6,7 +6,8 @@ buffers (fast/symm_mem.py).
 
 The GPU's copy engines carry them while forward and backward run; NCCL's kernels would take multiprocessors
 from those. The gradients travel in the model's dtype, as backward made them, half the bytes of fp32; each
-rank adds them up in fp32: the sum of fp32 gradients, because one micro-batch adds nothing on a rank.
+rank adds them up in fp32. That is the sum of fp32 gradients: under ZeRO-1 there is one micro-batch, so
+nothing is added on a rank; ZeRO-2 and 3 send every micro-batch's.
 """
 import contextlib
 
@@ -16,6 +17,7 @@ from fast.symm_mem import SymmetricBuffer
 from ops.flat import sum_shards
 from parallel import Comm, CompletedWork
 from tools.accelerator import stream_module
+from zero import Slot
 
 
 class CopyStream:
@@ -87,6 +89,67 @@ class PeerComm(Comm):
             for rank in others(axis):  # n/size weights from each, over the axis
                 theirs = bucket.shard_slice(rank, flat.numel())
                 flat[theirs].copy_(self.weights.peers[rank][0, theirs])
+            return self.stream.record_event()
+
+
+class PeerSlot(Slot):
+    """A zero.Slot that the other ranks of the stage read."""
+
+    def __init__(self, n, dtype, device, axis):
+        self.memory = SymmetricBuffer(axis, 1, n, dtype, device)
+        self.buffer, self.user = self.memory.local[0], None
+
+
+class PeerSlotComm(PeerComm):
+    """zero.SlotComm on such an axis, for any number of micro-batches. What the others copy weights from is a
+    buffer of its own, this rank's slice: flat of a zero.ShardedBucket comes and goes. It too is overwritten
+    only after Optimizer.stats, and before that every rank has used what it copied."""
+
+    def __init__(self, stream):
+        super().__init__(stream, None)
+
+    def new_slot(self, n, weight, axis):
+        return PeerSlot(n, weight.dtype, weight.device, axis)
+
+    def allocate(self, bucket, weights):
+        n = weights.numel()
+        self.weights = SymmetricBuffer(bucket.axis, 1, n // bucket.shards, bucket.dtype, weights.device)
+        self.own, flat = self.weights.local[0], torch.zeros_like(weights, dtype=bucket.dtype)
+        self.stream.reserve(n // bucket.shards * (bucket.shards - 1), flat)
+        return flat, self.slot.buffer[:n], torch.zeros_like(weights[bucket.shard])
+
+    def keep(self, own):
+        return self.own.copy_(own)
+
+    def start_reduce(self, bucket):
+        axis, total, memory = bucket.axis, bucket.total, self.slot.memory
+        axis.record("reduce-scatter", bucket.grad, axis.ring_bytes(bucket.grad))
+        with self.stream.side_stream():
+            memory.barrier()  # the gradients of all ranks are complete
+            n = total.numel()
+            parts = self.stream.recv_buffer[:n * (bucket.shards - 1)].view(-1, n)  # (size-1, n/size)
+            for part, rank in zip(parts, others(axis), strict=True):  # n/size from each, over the axis
+                theirs = memory.peers[memory.axis.ranks.index(axis.ranks[rank])]
+                part.copy_(theirs[0, bucket.shard])
+            memory.barrier()  # all ranks have copied: the slot may be overwritten
+            added = total if bucket.is_first else torch.empty_like(total)
+            sum_shards(added, bucket.grad[bucket.shard], parts)
+            if added is not total:
+                total.add_(added)
+            return self.stream.record_event()
+
+    def add_sum(self, bucket):
+        """start_reduce() has done it."""
+
+    def start_gather(self, bucket):
+        axis, flat = bucket.axis, bucket.flat
+        axis.record("all-gather", flat, axis.ring_bytes(flat))
+        with self.stream.side_stream():
+            if bucket.own is not self.own:
+                self.own.copy_(bucket.own)
+            self.weights.barrier()  # all ranks have stepped their slices
+            for rank in (axis.rank, *others(axis)):  # n/size weights from each, over the axis
+                flat[bucket.shard_slice(rank, flat.numel())].copy_(self.weights.peers[rank][0])
             return self.stream.record_event()
 
 

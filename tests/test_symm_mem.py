@@ -28,7 +28,8 @@ from fast.graph import BufferSizer, GraphedStep
 from fast.peer import PeerComm
 from ops.flat import BUCKET_ELEMENTS
 from optim import Optimizer
-from parallel import Axis, DataParallel, make_mesh
+from parallel import Axis, make_mesh
+from zero import LEVELS
 
 
 def through_symmetric_memory(world, *args):
@@ -67,8 +68,9 @@ def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=Fals
     with contextlib.ExitStack() as stack:
         def patch(*args):
             stack.enter_context(mock.patch.object(*args))
-        cut = functools.partial(DataParallel, bucket_elements=bucket_elements)
-        stack.enter_context(mock.patch.dict(train.LEVELS, {0: cut, 1: cut}))
+        cut = {zero: functools.partial(kind, bucket_elements=bucket_elements)
+               for zero, kind in LEVELS.items()}
+        stack.enter_context(mock.patch.dict(train.LEVELS, cut))
         for module in (symm_mem, peer):
             patch(module, "SymmetricBuffer", SharedBuffer)
         if slack:
@@ -77,7 +79,8 @@ def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=Fals
         assert choice.graph == bool(slack) and not choice.peer_copies and not choice.single_microbatch
         choice = choice._replace(peer_copies=peer_copies, single_microbatch=peer_copies)
         model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, device, choice=choice)
-        assert all(isinstance(bucket.comm, PeerComm) == peer_copies for bucket in dp.buckets)
+        assert all(isinstance(bucket.comm, PeerComm) == (peer_copies and bucket.axis.size > 1)
+                   for bucket in dp.buckets)
         step = graph.make_step(train.Step(cfg, model, dp, opt), choice)
         if slack:
             assert isinstance(step, GraphedStep) and len(step.eager_buckets) == peer_copies
@@ -230,7 +233,7 @@ def test_buffers_follow_the_rows_that_are_needed():
 
 
 # -----------------------------------------------------------------------------
-# ZeRO-1 by copies between GPUs
+# ZeRO by copies between GPUs
 
 def peer_steps(world, flags, slack=0.0, delay=0.0, without=""):
     """three_steps(), gradients and weights of many small buckets carried by PeerComm; the last rank is late
@@ -260,9 +263,18 @@ def test_gradients_and_weights_by_copies_between_gpus(layout):
         assert_equal_steps(got, want)
 
 
+@pytest.mark.parametrize("layout", [dict(zero=2), dict(zero=3), dict(zero=2, ep=2), dict(zero=3, tp=2),
+                                    dict(zero=3, ep=2, cp=2)], ids=str)
+def test_zero_2_and_3_by_copies_between_gpus(layout):
+    """Two micro-batches a step; two slots for many small buckets."""
+    flags = dict(TINY, micro_batch=layout.get("tp", 1) * layout.get("cp", 1), **layout)
+    assert_equal_steps(run_ranks(4, peer_steps, flags), run_ranks(4, gloo_steps, flags))
+
+
+@pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("without", ["", "start_reduce", "start_gather"])
-def test_a_rank_whose_gradients_are_late_is_waited_for(without):
-    flags = dict(TINY, zero=1, micro_batch=4)
+def test_a_rank_whose_gradients_are_late_is_waited_for(without, zero):
+    flags = dict(TINY, zero=zero, micro_batch=4)
     want = run_ranks(2, gloo_steps, flags)
     got = run_ranks(2, peer_steps, flags, 0.0, 0.02, without)
     assert steps_are_equal(got, want) == (not without)
