@@ -410,8 +410,8 @@ class DataParallel:
                  bucket_elements=BUCKET_ELEMENTS):
         self.mesh, self.zero, self.timers, self.buckets = mesh, zero, timers, []
         self.is_last_microbatch = True  # the micro-batch in flight completes the step's sums
-        for axis_name, decayed, names, params in assign_buckets(model.named_parameters(), bucket_elements,
-                                                               by_block=zero == 3):
+        for axis_name, decayed, names, params in assign_buckets(model.named_parameters(), zero,
+                                                               bucket_elements):
             axis = getattr(mesh, axis_name)
             self.buckets.append(self.make_bucket(names, params, axis, decayed, zero, dtype, comm(axis)))
         # weak references: a hook that held the bucket would keep parameter, hook and bucket alive for ever

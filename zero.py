@@ -120,7 +120,7 @@ class ZeRO2(DataParallel):
     def __init__(self, model, mesh, zero, timers=untimed, dtype=None, comm=plain_comm,
                  bucket_elements=BUCKET_ELEMENTS):
         sizes = [sum(p.numel() for p in params) for axis, _, _, params in
-                 assign_buckets(model.named_parameters(), bucket_elements, by_block=zero == 3)
+                 assign_buckets(model.named_parameters(), zero, bucket_elements)
                  if uses_slot(getattr(mesh, axis))]
         self.slots = []
         if sizes:  # with room for the padding: slices begin at multiples of 128

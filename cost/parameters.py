@@ -92,7 +92,7 @@ def _build_buckets(cfg, mesh, vocab_size, first, blocks):
     with torch.device("meta"):
         model = GPT(cfg, mesh, vocab_size, [(first, first + blocks)])
     position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
-    buckets = assign_buckets(model.named_parameters(), by_block=cfg.zero == 3)
+    buckets = assign_buckets(model.named_parameters(), cfg.zero)
     buckets.sort(key=lambda bucket: -position[bucket[2][-1]])  # backward reaches the first layers last
     return [(axis, decayed, names[0], sum(p.numel() for p in params))
             for axis, decayed, names, params in buckets]
@@ -103,7 +103,7 @@ def _buckets(cfg, mesh, vocab_size):
     backward completes them."""
     blocks, is_first, is_last = held_layers(cfg, mesh)
     # one entry of the cache for all layouts that cut the model alike
-    alike = dataclasses.replace(cfg, micro_batch=1, global_batch=0, zero=3 * (cfg.zero == 3),
+    alike = dataclasses.replace(cfg, micro_batch=1, global_batch=0, zero=cfg.zero * (cfg.zero > 1),
                                 recompute="none", pp=1, tp=1, cp=1, ep=1, pp_chunks=1, pp_layers="")
     axes = [Axis(name, 0, getattr(mesh, name).size if name in ("tp", "cp", "ep") else 1)
             for name in Mesh.__annotations__]

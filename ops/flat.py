@@ -12,23 +12,29 @@ COPY_ALONE = 2**22  # elements from which a gradient is copied by a kernel of it
 BUCKET_ELEMENTS = 16_000_000  # a bucket is closed when it has this many
 
 
-def assign_buckets(named_parameters, bucket_elements=BUCKET_ELEMENTS, by_block=False):
+def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS):
     """-> [(axis name, decayed, names, parameters)] of each bucket, in the order in which backward fills them.
     Backward reaches the last layers first, so buckets are filled in reverse. Vectors (norms, biases) have
-    buckets of their own: they are not decayed, and one bucket is one tensor of the optimizer. by_block
-    (ZeRO-3): no matrix shares a bucket with another block's."""
-    full, filling, elements = [], {}, Counter()  # filling: (axis name, decayed, block): names, parameters
+    buckets of their own: they are not decayed, and one bucket is one tensor of the optimizer. From ZeRO-2 on
+    a bucket of matrices ends where a block does: their gradients come almost at once, and a second bucket
+    would wait for its slot. ZeRO-3 gathers block by block: there it ends with every block."""
+    full, filling, elements, block = [], {}, Counter(), ""  # filling: (axis name, decayed): names, parameters
+
+    def close(key):
+        full.append((*key, *filling.pop(key)))
+        del elements[key]
     for name, p in reversed(list(named_parameters)):
-        decayed = uses_weight_decay(p)
-        key = p.reduce, decayed, ".".join(name.split(".")[:2]) if by_block and decayed else ""
+        if zero > 1 and block != (block := ".".join(name.split(".")[:2])):
+            for key in [k for k, n in elements.items() if k[1] and (zero == 3 or n >= bucket_elements)]:
+                close(key)
+        key = p.reduce, uses_weight_decay(p)
         names, params = filling.setdefault(key, ([], []))
         names.append(name)
         params.append(p)
         elements[key] += p.numel()
-        if elements[key] >= bucket_elements:
-            full.append((*key[:2], *filling.pop(key)))
-            del elements[key]
-    return full + [(*key[:2], names, params) for key, (names, params) in filling.items()]
+        if elements[key] >= bucket_elements and not (zero > 1 and key[1]):
+            close(key)
+    return full + [(*key, names, params) for key, (names, params) in filling.items()]
 
 
 def uses_weight_decay(p):
