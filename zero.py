@@ -41,9 +41,9 @@ class SlotComm(Comm):
         super().__init__()
         self.slot = slot
 
-    def new_slot(self, n, weight, axis):
-        """-> a Slot for n elements of gradients of weights like this one; axis: all ranks of the stage."""
-        return Slot(n, torch.promote_types(weight.dtype, torch.float32), weight.device)
+    def new_slot(self, n, dtype, device, axis):
+        """-> a Slot for n gradients of a model of this dtype; axis: all ranks of the stage."""
+        return Slot(n, torch.promote_types(dtype, torch.float32), device)
 
     def allocate(self, bucket, weights):
         flat = weights if weights.dtype == bucket.dtype else torch.zeros_like(weights, dtype=bucket.dtype)
@@ -125,7 +125,8 @@ class ZeRO2(DataParallel):
         self.slots = []
         if sizes:  # with room for the padding: slices begin at multiples of 128
             n, weight = max(sizes) + 128 * mesh.stage.size, next(model.parameters())
-            self.slots = [comm(mesh.stage).new_slot(n, weight, mesh.stage) for _ in range(2)]
+            self.slots = [comm(mesh.stage).new_slot(n, dtype or weight.dtype, weight.device, mesh.stage)
+                          for _ in range(2)]
         super().__init__(model, mesh, zero, timers, dtype, comm, bucket_elements)
 
     def make_bucket(self, names, params, axis, decayed, zero, dtype, comm):

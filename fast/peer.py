@@ -108,8 +108,8 @@ class PeerSlotComm(PeerComm):
     def __init__(self, stream):
         super().__init__(stream, None)
 
-    def new_slot(self, n, weight, axis):
-        return PeerSlot(n, weight.dtype, weight.device, axis)
+    def new_slot(self, n, dtype, device, axis):
+        return PeerSlot(n, dtype, device, axis)
 
     def allocate(self, bucket, weights):
         n = weights.numel()

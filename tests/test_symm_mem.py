@@ -81,6 +81,7 @@ def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=Fals
         model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, device, choice=choice)
         assert all(isinstance(bucket.comm, PeerComm) == (peer_copies and bucket.axis.size > 1)
                    for bucket in dp.buckets)
+        assert not peer_copies or all(bucket.grad.dtype == bucket.flat.dtype for bucket in dp.buckets)
         step = graph.make_step(train.Step(cfg, model, dp, opt), choice)
         if slack:
             assert isinstance(step, GraphedStep) and len(step.eager_buckets) == peer_copies
@@ -269,6 +270,12 @@ def test_zero_2_and_3_by_copies_between_gpus(layout):
     """Two micro-batches a step; two slots for many small buckets."""
     flags = dict(TINY, micro_batch=layout.get("tp", 1) * layout.get("cp", 1), **layout)
     assert_equal_steps(run_ranks(4, peer_steps, flags), run_ranks(4, gloo_steps, flags))
+
+
+def test_gradients_that_are_copied_stay_in_the_model_s_dtype():
+    """Half the bytes of fp32; the sum of two ranks' bf16 is the same in either order."""
+    flags = dict(TINY, dtype="bf16", zero=3, micro_batch=2)
+    assert_equal_steps(run_ranks(2, peer_steps, flags), run_ranks(2, gloo_steps, flags))
 
 
 @pytest.mark.parametrize("zero", [1, 3])
