@@ -138,13 +138,14 @@ def training_cost(cfg, plan, vocab):
 
 
 def vocabulary(cfg):
-    """Symbols that train.py would take: the flag's, 256 of synthetic data, the data's, or GPT-2's."""
+    """Symbols that train.py would take: the flag's, 256 of synthetic data, the data's, or GPT-2's; [MASK]."""
+    mask = int(cfg.objective == "mlm")
     if cfg.vocab_size or cfg.data == "synthetic":
-        return cfg.vocab_size or 256
+        return cfg.vocab_size or 256 + mask
     try:
-        return load_blend_meta(cfg.data)["vocab_size"]
+        return load_blend_meta(cfg.data)["vocab_size"] + mask
     except OSError:
-        return 50257
+        return 50257 + mask
 
 
 # -----------------------------------------------------------------------------

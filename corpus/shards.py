@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from corpus.masked import mask_sources
 from corpus.order import draw_keys, permute, splitmix64
 from tools.schema import Range, check_schema, load_json
 
@@ -381,21 +382,24 @@ def sample_schedule(counts):
 
 def open_data(cfg, local_rank):
     """The data of a run -> (train, val, vocab_size, identity of the data: str). Every rank checks headers;
-    local rank 0, one per node, also the checksums. vocab_size is that of cfg or, where it is 0, of the data.
-    ValueError, OSError: see load_meta."""
+    local rank 0, one per node, also the checksums. vocab_size is that of cfg or, where it is 0, of the data,
+    and [MASK]. ValueError, OSError: see load_meta."""
+    mask = int(cfg.objective == "mlm")  # [MASK] is one id past the data's: corpus/masked.py
     if cfg.data == "synthetic":
-        vocab_size = cfg.vocab_size or 256
-        train, val = (Synthetic(vocab_size, cfg.seq_len, cfg.seed + i) for i in (0, 1))
+        vocab_size = cfg.vocab_size or 256 + mask
+        train, val = (Synthetic(vocab_size - mask, cfg.seq_len, cfg.seed + i) for i in (0, 1))
+        train, val = mask_sources(cfg, train, val)
         return train, val, vocab_size, f"synthetic-{vocab_size}"
     meta = load_blend_meta(cfg.data)
     if local_rank == 0:
         for folder, _ in parse_blend(cfg.data):
             verify(folder)
-    vocab_size = cfg.vocab_size or meta["vocab_size"]
-    if vocab_size < meta["vocab_size"]:
-        raise ValueError(f"--vocab-size {vocab_size} is less than the {meta['vocab_size']} symbols of"
-                         f" {cfg.data}; try --vocab-size {meta['vocab_size']}")
-    train, val = (open_tokens(cfg.data, split, cfg.seq_len, cfg.seed) for split in SPLITS)
+    needed = meta["vocab_size"] + mask
+    vocab_size = cfg.vocab_size or needed
+    if vocab_size < needed:
+        raise ValueError(f"--vocab-size {vocab_size} is less than the {needed} symbols of {cfg.data}"
+                         f"{' with [MASK]' * mask}; try --vocab-size {needed}")
+    train, val = mask_sources(cfg, *(open_tokens(cfg.data, split, cfg.seq_len, cfg.seed) for split in SPLITS))
     return train, val, vocab_size, meta["identity"]
 
 

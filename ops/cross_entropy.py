@@ -41,18 +41,21 @@ def cross_entropy_rows_torch(z, target, used):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """x (R, C), w (V, C), target (R,) int64, used <= V tokens -> () sum of the cross-entropy in nats, in at
-    least fp32; a target IGNORE adds nothing."""
+    """x (R, C), w (V, C), target (R,) int64, used <= V tokens, bias (V,) or None -> () sum of the
+    cross-entropy in nats, in at least fp32; a target IGNORE adds nothing."""
 
     @staticmethod
-    def forward(ctx, x, w, target, used):
-        z = F.linear(x, w)  # (R, V)
+    def forward(ctx, x, w, target, used, bias=None):
+        z = F.linear(x, w, bias)  # (R, V)
         loss, scale = cross_entropy_rows(z, target, used)
         ctx.save_for_backward(x, w, z, scale)
+        ctx.has_bias = bias is not None
         return loss.sum()
 
     @staticmethod
     def backward(ctx, g):
         x, w, z, scale = ctx.saved_tensors  # z holds (softmax - onehot) / scale
         scale = (g * scale).unsqueeze(1)  # (R, 1)
-        return (z @ w).mul_(scale), z.T @ torch.mul(x, scale, out=torch.empty_like(x)), None, None
+        dx, dw = (z @ w).mul_(scale), z.T @ torch.mul(x, scale, out=torch.empty_like(x))
+        db = z.T @ scale.squeeze(1).to(z.dtype) if ctx.has_bias else None
+        return dx, dw, None, None, db

@@ -16,6 +16,7 @@ from shared import Masked
 import moe
 import train
 from config import Config
+from corpus import masked
 from corpus.shards import Synthetic
 from cost.fits import check_layout
 from cost.memory import state_bytes
@@ -30,6 +31,7 @@ LLAMA = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, vocab_s
              warmup=0, steps=10, weight_decay=0.1)
 GPT2 = dict(LLAMA, n_kv_head=4, norm="layer", mlp="gelu", pos="learned", bias=True, tied=True)
 MOE = dict(LLAMA, n_experts=8, capacity_factor=0.0, top_k=2, aux_coef=0.02, z_coef=1e-3)
+BERT = dict(GPT2, objective="mlm", seq_len=20)  # 3 tokens of a sequence are masked
 CAPACITY = dict(MOE, capacity_factor=0.75, top_k=1)
 SIGMOID = dict(MOE, router="sigmoid", router_bias_rate=0.01, n_shared_experts=1, mlp="gelu", bias=True)
 MOE_FORWARD = moe.MoE.forward
@@ -62,6 +64,11 @@ def wait_for_all_weights(model, dp):
     model.wait_for_weights(model)
 
 
+def mask_synthetic(vocab_size, seq_len, seed):
+    """Synthetic samples for --objective mlm; the last symbol of the vocabulary is [MASK]."""
+    return masked.Masked(Synthetic(vocab_size - 1, seq_len, seed), seed)
+
+
 def run(world, flags, batch, chunks=1, cp=1, kind=Synthetic):
     """Train STEPS steps on synthetic tokens -> {stats, shards, replicas, ...} of this rank, as numpy.
     chunks, cp: with a capacity, the number of tp and cp ranks whose dropping of rows this rank reproduces."""
@@ -69,6 +76,7 @@ def run(world, flags, batch, chunks=1, cp=1, kind=Synthetic):
     moe.MoE.forward = forward_in_chunks(chunks, cp) if chunks * cp > 1 else MOE_FORWARD
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)
     check_layout(cfg, mesh, batch)
+    kind = mask_synthetic if cfg.objective == "mlm" else kind
     source = kind(cfg.vocab_size, cfg.seq_len, cfg.seed)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     seen = {"stats": [], "shards": []}
@@ -186,6 +194,18 @@ LAYOUTS = [  # ranks, sequences per step, layout; micro-batch 2
 def test_layout_equals_one_rank(family, n, batch, layout):
     base = dict(LLAMA if family == "llama" else GPT2, micro_batch=2)
     compare(base, n, batch, **layout)
+
+
+BERT_LAYOUTS = [("bert", 4, dict(tp=2, zero=1)), ("bert", 2, dict(pp=2)), ("bert", 4, dict(tp=2, pp=2)),
+                ("bert", 2, dict(zero=2)), ("bert", 4, dict(tp=2, zero=3)),
+                ("bert", 4, dict(pp=2, pp_chunks=2, zero=1)), ("llama", 2, dict(tp=2)),
+                ("moe", 4, dict(tp=2, ep=2)), ("moe", 2, dict(ep=2, zero=1, recompute="full"))]
+
+
+@pytest.mark.parametrize("family,n,layout", BERT_LAYOUTS, ids=lambda x: str(x).replace(" ", ""))
+def test_masked_language_model_layout_equals_one_rank(family, n, layout):
+    base = dict(bert=BERT, llama=dict(LLAMA, objective="mlm"), moe={**MOE, **BERT})[family]
+    compare(dict(base, micro_batch=2), n, 8, **layout)
 
 
 # sequences of 8 tokens, in chunks of 2 or, over 4 ranks, of 1; cp, tp, pp and zero together; cp and dp
