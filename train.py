@@ -161,7 +161,7 @@ class Run:
         session.Stream.report(self.out)
         with launch.exit_together(world):
             if self.is_main:
-                self.log_file = log.make_log(cfg, self.mesh, world, self.out, self.state, self.vocab_size)
+                self.log_file = log.make_log(cfg, self.mesh, world, self.out, self.state, self.train_data)
         if self.is_main:
             log.started(cfg, self.model, found, self.full_batch, self.train_data.n_samples, self.skip)
 

@@ -291,14 +291,17 @@ def test_count_parameters(name):
     for n, p in model.named_parameters():
         if n.startswith("blocks.") and p.ndim > 1 and "router" not in n:
             matmul += p.numel() if p.ndim == 2 else p.numel() * cfg.top_k // cfg.n_experts
-    assert count_parameters(cfg, vocab)["matmul"] == matmul + head.weight.numel()
+    heads = head.weight.numel() + (model.mlm.dense.weight.numel() if cfg.objective == "mlm" else 0)
+    assert count_parameters(cfg, vocab)["matmul"] == matmul + heads
     if name == "dense-210m":
         assert count_parameters(cfg, vocab)["total"] == 213_148_160
     if name == "gpt2":  # 124,439,808 with the vocabulary unpadded
         assert count_parameters(cfg, vocab)["total"] - (pad_vocab(vocab) - vocab) * cfg.n_embd == 124_439_808
     full, causal = flops_per_token(cfg, vocab)
     attention = 12 * cfg.n_layer * cfg.n_embd * cfg.seq_len
-    assert full == 6 * (matmul + head.weight.numel()) + attention and full - causal == attention / 2
+    seen = 77 / 512 if cfg.objective == "mlm" else 1  # of the tokens by the head: round(0.15 * 512) are masked
+    assert full == pytest.approx(6 * (matmul + seen * heads) + attention, rel=1e-12)
+    assert full - causal == (0 if cfg.objective == "mlm" else attention / 2)
 
 
 def test_padded_vocabulary():
