@@ -1,4 +1,4 @@
-"""The masked language model: its masks, head, transformers' MegatronBert, runs, filling, the published table.
+"""The masked language model: its masks, head, transformers' MegatronBert, runs, --fill.
 
 The layouts are in test_layouts.py; faults that only one process's comparison with plain code shows are here.
 """

@@ -299,7 +299,7 @@ def test_count_parameters(name):
         assert count_parameters(cfg, vocab)["total"] - (pad_vocab(vocab) - vocab) * cfg.n_embd == 124_439_808
     full, causal = flops_per_token(cfg, vocab)
     attention = 12 * cfg.n_layer * cfg.n_embd * cfg.seq_len
-    seen = 77 / 512 if cfg.objective == "mlm" else 1  # of the tokens by the head: round(0.15 * 512) are masked
+    seen = 77 / 512 if cfg.objective == "mlm" else 1  # share of the tokens that the head sees: the masked
     assert full == pytest.approx(6 * (matmul + seen * heads) + attention, rel=1e-12)
     assert full - causal == (0 if cfg.objective == "mlm" else attention / 2)
 
