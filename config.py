@@ -43,6 +43,8 @@ class Config:
     rope_base: float = 10000.0  # RoPE base (theta); long sequences need a larger one
     bias: bool = False  # biases in linear layers and LayerNorm
     tied: bool = False  # the output head is the token embedding's matrix
+    # causal predicts the next token; mlm is BERT's masked language model: 15 % of the tokens, from both sides
+    objective: Literal["causal", "mlm"] = "causal"
     # mixture of experts
     n_experts: int = 0  # experts that replace each MLP; 0 is a dense model
     top_k: int = 2  # experts that each token is sent to
@@ -146,6 +148,9 @@ PRESETS = {
     "moe-4b": dict(DENSE_210M, n_experts=64, top_k=1),
     "smol-1.7b": dict(LARGE_LLAMA, n_layer=24, n_head=32, n_kv_head=32, n_embd=2048, ffn_hidden=8192,
                       vocab_size=49152, micro_batch=4, lr=5e-4, warmup=500),
+    "bert-345m": dict(GPT2, objective="mlm", n_layer=24, n_head=16, n_kv_head=16, n_embd=1024,
+                      ffn_hidden=4096, seq_len=512, vocab_size=30592, micro_batch=64, steps=100_000, lr=1e-4,
+                      min_lr=1e-5, warmup=1000, weight_decay=0.01, beta2=0.999, compile=True, **LARGE),
     "llama-7b": dict(LARGE_LLAMA, n_layer=32, n_head=32, n_kv_head=32, n_embd=4096, ffn_hidden=11008,
                      vocab_size=32000, micro_batch=1, lr=3e-4, warmup=2000),
     "bloom-176b": dict(GPT2, n_layer=70, n_head=112, n_kv_head=112, n_embd=14336, ffn_hidden=57344,
@@ -207,6 +212,13 @@ def check(cfg):
     must_divide("n-head", cfg.n_head, "n-kv-head", cfg.n_kv_head)
     if cfg.pos == "rope" and cfg.n_embd // cfg.n_head % 2:
         raise ValueError(f"head dim {cfg.n_embd // cfg.n_head} is odd, RoPE turns pairs; try --pos learned")
+    if cfg.objective == "mlm" and n_masked(cfg.seq_len) < 1:
+        raise ValueError(f"--objective mlm masks 15 % of a sequence, of --seq-len {cfg.seq_len} no token; "
+                         "try --seq-len 128")
+    if cfg.objective == "mlm" and (cfg.cp > 1 or cfg.prompt):
+        what, fix = (("--prompt continues a text", "sample.py RUN --fill 'a [MASK] text'") if cfg.prompt else
+                     (f"--cp {cfg.cp} balances causal attention", "--tp or --pp"))
+        raise ValueError(f"{what}, --objective mlm predicts masked tokens from both sides; try {fix}")
     if cfg.n_experts:
         if cfg.top_k > cfg.n_experts:
             raise ValueError(f"top-k {cfg.top_k} exceeds n-experts {cfg.n_experts}; "
@@ -258,6 +270,12 @@ def check_ranks(n, tp, pp, ep, n_experts=0, cp=1):
         raise ValueError(f"ep {ep} does not divide the {stage} ranks of a stage, {n} / pp {pp}; "
                          f"try --ep {largest_divisor(ep, stage, n_experts)}")
     return stage // (tp * cp)
+
+
+def n_masked(seq_len):
+    """Tokens of a sequence that --objective mlm masks: 15 %, in each sequence equally many, so that all ranks
+    know their number."""
+    return round(0.15 * seq_len)
 
 
 def pad_vocab(vocab_size):

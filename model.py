@@ -1,5 +1,5 @@
 """One GPT, two families by flags: GPT-2 (LayerNorm, GELU, learned positions, bias, tied) and Llama-like
-(RMSNorm, SwiGLU, RoPE, grouped-query attention, untied).
+(RMSNorm, SwiGLU, RoPE, grouped-query attention, untied). --objective mlm makes an encoder of either: BERT.
 
 Legend for the whole repository. Upper case is the whole model's, lower case this rank's share; N and R are
 this rank's, too:
@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from config import pad_vocab
+from config import n_masked, pad_vocab
 from moe import MoE, plain_dispatcher
-from ops.activations import ACTIVATIONS, GATED
-from ops.cross_entropy import LinearCrossEntropy
+from ops.activations import ACTIVATIONS, GATED, gelu
+from ops.cross_entropy import IGNORE, LinearCrossEntropy
 from parallel import MAX, gather_chunks, gather_rows, parameter, scatter_rows
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -115,13 +115,15 @@ def attend_chunks(q, k, v, axis, **options):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; query and key/value heads are split over tp. Where tp exceeds the number of
-    key/value heads, their weights are replicated and each rank uses the head of its queries."""
+    """Self-attention, causal unless it is a masked language model's; query and key/value heads are split over
+    tp. Where tp exceeds the number of key/value heads, their weights are replicated and each rank uses the
+    head of its queries."""
 
     def __init__(self, cfg, mesh):
         super().__init__()
         self.D, self.h = cfg.n_embd // cfg.n_head, cfg.n_head // mesh.tp.size
         self.dropout, self.mesh, self.rope, self.zero = cfg.dropout, mesh, cfg.pos == "rope", cfg.zero
+        self.causal = cfg.objective == "causal"
         G, width = cfg.n_kv_head, cfg.n_kv_head * self.D
         shard_kv = G % mesh.tp.size == 0
         self.g = G // mesh.tp.size if shard_kv else 1
@@ -148,7 +150,8 @@ class Attention(nn.Module):
         if cache is None and self.mesh.cp.size > 1:
             y = attend_chunks(q, k, v, self.mesh.cp, **options)  # (B, h, T, D)
         else:  # one new token sees the whole cache; several come with an empty one
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, **options)
+            is_causal = self.causal and (cache is None or T > 1)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **options)
         return self.wo(y.transpose(1, 2).reshape(-1, self.h * self.D))  # (B*T, h*D) -> (n, C)
 
 
@@ -240,9 +243,10 @@ class _VocabCrossEntropy(torch.autograd.Function):
         total = p.sum(1)
         # SUM of exponentials and of target logits: 2 B*T, over tp
         total, picked = axis.all_reduce(torch.stack([total, picked]))
-        p /= total.unsqueeze(1)
+        ignored = target == IGNORE
+        p = p.div_(total.unsqueeze(1)).masked_fill_(ignored.unsqueeze(1), 0)
         ctx.save_for_backward(p, index, mine)
-        return (total.log() + top - picked).sum()
+        return (total.log() + top - picked).masked_fill(ignored, 0).sum()
 
     @staticmethod
     def backward(ctx, g):
@@ -252,15 +256,15 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
 
 def vocab_cross_entropy(logits, target, vocab_size, axis):
-    """logits (B*T, v) in the model's dtype, target (B*T,) -> sum of the cross-entropy in nats, the same on
-    every tp rank."""
+    """logits (B*T, v) in the model's dtype, target (B*T,), IGNORE takes no part -> sum of the cross-entropy
+    in nats, the same on every tp rank."""
     low = axis.rank * logits.size(1)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))  # at least fp32
     if low + z.size(1) > vocab_size:  # padding columns are no tokens: they take no probability
         pad = torch.arange(low, low + z.size(1), device=z.device) >= vocab_size
         z = z.masked_fill(pad, -torch.inf)
     if axis.size == 1:
-        return F.cross_entropy(z, target, reduction="sum")
+        return F.cross_entropy(z, target, reduction="sum", ignore_index=IGNORE)
     return _VocabCrossEntropy.apply(z, target, axis)
 
 
@@ -270,6 +274,30 @@ class Weight(nn.Module):
     def __init__(self, shape, mesh, **kwargs):
         super().__init__()
         self.weight = parameter(shape, mesh, **kwargs)
+
+
+class MaskedHead(nn.Module):
+    """What BERT has between the last norm and the vocabulary: a dense layer with GELU and a norm, and a bias
+    on the logits (arXiv:1810.04805; google-research/bert, get_masked_lm_output). Every tp rank does all rows:
+    its gradient is that of its columns of logits, so the sum over the stage is the whole."""
+
+    def __init__(self, cfg, mesh, V, used):
+        super().__init__()
+        self.dense = ColumnLinear(cfg.n_embd, cfg.n_embd, cfg.bias, mesh, shard=False)
+        self.norm = Norm(cfg, mesh)
+        self.bias = parameter((V,), mesh, tp_dim=0, used=used) if cfg.bias else None
+
+    def forward(self, x):  # (rows, C) -> (rows, C)
+        return self.norm(gelu(self.dense(x)))
+
+    @staticmethod
+    def masked_rows(x, targets):
+        """x (B*T, C), targets (B, T) -> those of the masked tokens, the only ones with a target. A sequence
+        has n_masked, so shapes are static: the host waits for nothing, and a CUDA graph can hold this."""
+        count = targets.size(0) * n_masked(targets.size(1))
+        targets = targets.reshape(-1)
+        rows = (targets < 0).byte().argsort(stable=True)[:count]  # in their order
+        return x.index_select(0, rows), targets[rows]
 
 
 class GPT(nn.Module):
@@ -284,7 +312,7 @@ class GPT(nn.Module):
         V, C = pad_vocab(vocab_size), cfg.n_embd
         # a tied head is the embedding; under pp the last stage keeps a copy, reduced with the first stage's
         reduce = "tied" if cfg.tied and self.is_first != self.is_last else None
-        self.wte = self.wpe = self.norm = self.head = None
+        self.wte = self.wpe = self.norm = self.head = self.mlm = None
         if self.is_first or cfg.tied and self.is_last:
             self.wte = Weight((V, C), mesh, tp_dim=0, used=vocab_size, reduce=reduce)
         if self.is_first and cfg.pos == "learned":
@@ -294,6 +322,7 @@ class GPT(nn.Module):
         if self.is_last:
             self.norm = Norm(cfg, mesh)
             self.head = None if cfg.tied else Weight((V, C), mesh, tp_dim=0, used=vocab_size)
+            self.mlm = MaskedHead(cfg, mesh, V, vocab_size) if cfg.objective == "mlm" else None
         self.rope = None
         self.wait_for_weights = lambda module, x=None: None  # DataParallel puts ZeRO's wait here
 
@@ -316,9 +345,9 @@ class GPT(nn.Module):
     def forward(self, tokens, targets=None, hidden=None, cache=None, chunk=0):
         """tokens (B, T) int64; hidden (n, C) from the stage before; cache: a Cache, for generation; chunk:
         which of this rank's stages.
-        -> on the last stage with targets (B, T): the sum over B*T of the cross-entropy in nats, (); without
-        targets: the logits (B*T, v); on every other stage: hidden (n, C). And this rank's part of this
-        stage's weighted balancing losses, ()."""
+        -> on the last stage with targets (B, T): the sum over B*T of the cross-entropy in nats, (), of mlm
+        over the masked tokens; without targets: the logits (B*T, v); on every other stage: hidden (n, C). And
+        this rank's part of this stage's weighted balancing losses, ()."""
         T, (first, end) = tokens.size(1), self.chunks[chunk]
         positions = self._positions(T, cache, tokens.device)
         cos, sin = self._rotation(positions, tokens)
@@ -330,16 +359,24 @@ class GPT(nn.Module):
             aux = aux if block_aux is None else aux + block_aux
         if end < self.cfg.n_layer:
             return x, aux
-        head = self.wte if self.head is None else self.head
+        return self._loss_or_logits(x, targets), aux
+
+    def _loss_or_logits(self, x, targets):  # (n, C), (B, T) or None -> () or (B*T, v)
+        head, bias = self.wte if self.head is None else self.head, None
         self.wait_for_weights(self.norm, x)
         self.wait_for_weights(head)
         x = gather_rows(self.norm(x), self.mesh.tp)  # (B*T, C)
+        if self.mlm is not None:
+            self.wait_for_weights(self.mlm)
+            if targets is not None:
+                x, targets = self.mlm.masked_rows(x, targets)  # (B*n_masked, C), (B*n_masked,)
+            x, bias = self.mlm(x), self.mlm.bias
         if targets is not None and x.device.type != "cpu" and self.mesh.tp.size == 1:
-            return LinearCrossEntropy.apply(x, head.weight, targets.reshape(-1), self.vocab_size), aux
-        logits = F.linear(x, head.weight)  # (B*T, v)
+            return LinearCrossEntropy.apply(x, head.weight, targets.reshape(-1), self.vocab_size, bias)
+        logits = F.linear(x, head.weight, bias)  # (B*T, v)
         if targets is None:
-            return logits, aux
-        return vocab_cross_entropy(logits, targets.reshape(-1), self.vocab_size, self.mesh.tp), aux
+            return logits
+        return vocab_cross_entropy(logits, targets.reshape(-1), self.vocab_size, self.mesh.tp)
 
     def _embed(self, tokens, positions):  # (B, T) -> (n, C)
         T = tokens.size(1)

@@ -138,13 +138,14 @@ def training_cost(cfg, plan, vocab):
 
 
 def vocabulary(cfg):
-    """Symbols that train.py would take: the flag's, 256 of synthetic data, the data's, or GPT-2's."""
+    """Symbols that train.py would take: the flag's, 256 of synthetic data, the data's, or GPT-2's; [MASK]."""
+    mask = int(cfg.objective == "mlm")
     if cfg.vocab_size or cfg.data == "synthetic":
-        return cfg.vocab_size or 256
+        return cfg.vocab_size or 256 + mask
     try:
-        return load_blend_meta(cfg.data)["vocab_size"]
+        return load_blend_meta(cfg.data)["vocab_size"] + mask
     except OSError:
-        return 50257
+        return 50257 + mask
 
 
 # -----------------------------------------------------------------------------
@@ -376,11 +377,12 @@ def print_scaling(cfg, plans):
     """A table of scaling's plans."""
     print(f"{cfg.preset}, zero {cfg.zero}, micro-batches of {cfg.micro_batch}: "
           f"predicted for {cfg.gpu}, nodes of {GPUS[cfg.gpu].node}")
-    rows = [("GPUs", "dp", "ep", "GiB", "ms", "of it exposed sums", "tok/s/GPU", "efficiency")]
+    rows = [("GPUs", "dp", "ep", "GiB", "ms", "of it exposed sums", "ms/sample", "tok/s/GPU", "efficiency")]
     for p in plans:
         rows.append((f"{p['layout']['gpus']}", f"{p['layout']['dp']}", f"{p['layout']['ep']}",
                      f"{p['memory']:.1f}" + " too many" * (not p["fits"]), f"{p['ms']:.1f}",
-                     f"{p['ms_parts']['reduce']:.1f}", f"{p['tok_s_gpu']:,.0f}",
+                     f"{p['ms_parts']['reduce']:.1f}", f"{p['ms'] / p['layout']['global_batch']:.2f}",
+                     f"{p['tok_s_gpu']:,.0f}",
                      f"{100 * p['efficiency']:.1f} %"))
     print_table("weak scaling", rows)
 

@@ -1,6 +1,7 @@
 """Text from a checkpoint: python sample.py RUN_DIR --prompt "...", in one process, from any layout.
 
 Several samples: --n COUNT of each --prompt, of which there may be several; the model is loaded once.
+A masked language model fills gaps: python sample.py RUN_DIR --fill "a [MASK] in a text".
 """
 import dataclasses
 import sys
@@ -26,6 +27,7 @@ class Flags:
     """The command line of sample.py."""
     run_dir: RunDir  # directory of a run of train.py, or one of its step_N
     prompt: Prompts = ()  # text to continue; --prompt A --prompt B continues both; default: a line break
+    fill: str = ""  # a text with [MASK] in it: print what fills it, by a model of --objective mlm
     n: int = 1  # samples of each prompt; the first is drawn with --seed, the next with --seed + 1, ...
     max_new_tokens: int = 200  # tokens to add
     temperature: float = 0.8  # below 1 favours likely tokens; 0 always takes the likeliest
@@ -116,7 +118,9 @@ def main(argv=None):
         if vocabulary.n_vocab > vocab_size:
             raise ValueError(f"{run}/config.json has vocab_size_used {vocab_size}, tokenizer.json "
                              f"{vocabulary.n_vocab} symbols: they are of two runs; give train.py's --out")
-        prompts = [vocabulary.encode(prompt) for prompt in flags.prompt or ("\n",)]
+        check_objective(cfg, flags, run)
+        gaps = read_gaps(cfg, vocabulary, run, flags.fill) if flags.fill else None
+        prompts = [] if gaps else [vocabulary.encode(prompt) for prompt in flags.prompt or ("\n",)]
         if vocabulary.eod is None and not all(prompts):
             raise ValueError("--prompt is empty, and this vocabulary has no end-of-document to start from; "
                              "give at least one character")
@@ -124,7 +128,10 @@ def main(argv=None):
         print(said, end="", file=sys.stderr, flush=True)
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal may lack the text's characters
-        print_samples(model, vocabulary, prompts, flags)
+        if gaps:
+            print_fillings(model, vocabulary, *gaps)
+        else:
+            print_samples(model, vocabulary, prompts, flags)
 
 
 def print_samples(model, vocabulary, prompts, flags):
@@ -137,6 +144,60 @@ def print_samples(model, vocabulary, prompts, flags):
         start = prompt or [vocabulary.eod]  # no prompt: a new document
         ids = generate(model, start, flags.max_new_tokens, flags.temperature, flags.top_k, seed)
         print(vocabulary.decode(ids[len(start) - len(prompt):]), flush=True)
+
+
+# -----------------------------------------------------------------------------
+# a masked language model
+
+MASK = "[MASK]"  # in the text of --fill; text that is trained on never gives its id
+
+
+def check_objective(cfg, flags, run):
+    """ValueError: a masked language model is asked to continue a text, or a causal one to fill a gap."""
+    if cfg.objective == "causal" and flags.fill:
+        raise ValueError(f"{run} was trained with --objective causal, which sees no text behind a gap, so "
+                         "--fill is not for it; try --prompt")
+    if cfg.objective == "mlm" and (flags.prompt or not flags.fill):
+        raise ValueError(f"{run} was trained with --objective mlm, which fills gaps and continues no text; "
+                         f"give --fill 'a {MASK} in a text', no --prompt")
+
+
+def read_gaps(cfg, vocabulary, run, text):
+    """-> (the ids of text, the id of [MASK]). ValueError: no [MASK] in it, more tokens than a sequence has, a
+    character that the vocabulary lacks, or a config.json without the id."""
+    saved = load_json(run / "config.json")
+    ids = Range(vocabulary.n_vocab, saved["vocab_size_used"] - 1)  # read_config() has checked this one
+    check_schema(saved, {"mask_token": ids}, run / "config.json")
+    *before, last = text.split(MASK)
+    if not before:
+        raise ValueError(f"--fill {text!r} has no {MASK}; for example --fill 'a {MASK} in a text'")
+    ids = []
+    for piece in before:
+        # a byte pair begins with the space in front of its word, so the gap does, too
+        ids += vocabulary.encode(piece if vocabulary.kind == "char" else piece.removesuffix(" "))
+        ids.append(saved["mask_token"])
+    ids += vocabulary.encode(last)
+    if len(ids) > cfg.seq_len:
+        raise ValueError(f"--fill has {len(ids)} tokens, a sequence has {cfg.seq_len}; give less text")
+    return ids, saved["mask_token"]
+
+
+def print_fillings(model, vocabulary, ids, mask):
+    """Print the text with the likeliest token in each gap, then each gap's five likeliest with their
+    probabilities. All gaps are predicted at once, none from what fills another."""
+    import torch
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        logits, _ = model.eval()(torch.tensor([ids], device=device))  # (T, V)
+    gaps = [i for i, token in enumerate(ids) if token == mask]
+    probabilities = logits[gaps, :model.vocab_size].float().softmax(1)[:, :mask]  # never [MASK]
+    best, tokens = (t.tolist() for t in probabilities.topk(min(5, mask)))
+    for i, (token, *_) in zip(gaps, tokens, strict=True):
+        ids[i] = token
+    print(vocabulary.decode(ids))
+    for number, row in enumerate(zip(best, tokens, strict=True), 1):
+        likeliest = (f"{vocabulary.decode([token])!r} {100 * p:.1f} %" for p, token in zip(*row, strict=True))
+        print(f"{MASK} {number}: {', '.join(likeliest)}", flush=True)
 
 
 if __name__ == "__main__":

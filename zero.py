@@ -184,7 +184,7 @@ class ZeRO3(ZeRO2):
 
     def __init__(self, model, *args, **kwargs):
         super().__init__(model, *args, **kwargs)
-        tail = [model.norm, model.wte if model.head is None else model.head]
+        tail = [model.norm, model.wte if model.head is None else model.head, *filter(None, [model.mlm])]
         self.parts = [[m for m in (model.wte, model.wpe) if m is not None],
                       *([block] for block in model.blocks.values()), tail]
         self.sharded = [[b for m in part for b in self.buckets_of[m] if isinstance(b, ShardedBucket)]

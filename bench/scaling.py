@@ -3,6 +3,7 @@
 The table has a row per run, by number of ranks: medians over the later rows of its metrics.jsonl, and the
 efficiency: tokens per second and rank relative to the run with the fewest ranks. The table says whether a run
 shows weak scaling (as many sequences per rank) or strong scaling (the same global batch). One plot per model.
+--published prints Megatron-LM's table of BERT 345M beside plan.py's prediction and beside runs of bert-345m.
 """
 import json
 import statistics
@@ -83,6 +84,30 @@ def table(runs):
     return "\n".join(out)
 
 
+# Megatron-LM's BERT 345M on A100 40 GB: {GPUs: milliseconds of a step over its sequences}. its batch is
+# not known; 4 sequences per GPU are those of Megatron-LM's examples/pretrain_bert.sh
+PUBLISHED = {1: 22.39, 8: 7.25, 32: 2.95, 64: 1.44, 128: 0.87}
+
+
+def published_table(runs):
+    """-> lines: PUBLISHED, what plan.py predicts for it, and the runs of bert-345m: ms per sample, and how
+    many times faster than one GPU over the number of GPUs."""
+    import plan  # not at the top: it imports torch
+    cfg, counts = plan.arguments(["bert-345m", "--micro-batch=4",
+                                  f"--scaling={','.join(map(str, PUBLISHED))}"])
+    predicted = {p["layout"]["gpus"]: p["ms"] / p["layout"]["global_batch"]
+                 for p in plan.scaling(cfg, counts, "a100-40", cfg.vocab_size)}
+    measured = {r["ranks"]: r["ms"] / r["batch"] for r in runs if r["preset"] == "bert-345m"}
+    lines = ["BERT 345M, ms per sample and efficiency: published for A100 40 GB, predicted for it by plan.py",
+             "with 4 sequences per GPU, and runs of bert-345m",
+             "GPUs" + "".join(f"{head:>18}" for head in ("published", "predicted", "run here"))]
+    for n in sorted({*PUBLISHED, *measured}):
+        cells = [f"{ms[n]:.2f} {100 * ms[min(ms)] * min(ms) / (ms[n] * n):6.1f} %" if n in ms else "-"
+                 for ms in (PUBLISHED, predicted, measured)]
+        lines.append(f"{n:4}" + "".join(f"{cell:>18}" for cell in cells))
+    return lines
+
+
 def plot(runs, title):
     """Tokens per second by ranks, beside the ideal -> text, or None if all runs have as many ranks."""
     if len({r["ranks"] for r in runs}) < 2:
@@ -109,6 +134,7 @@ def plot(runs, title):
 class Flags:
     runs: Positional[tuple[str, ...]]  # folders of runs, or their metrics.jsonl
     last: float = 0.5  # share of the timed rows that counts, from the end
+    published: bool = False  # print a published table of BERT 345M beside what is predicted and what ran
     json: bool = False  # print the rows as JSON, no table and no plot
 
     RANGES = {"last": (0, 1)}
@@ -118,7 +144,7 @@ def main(argv=None):
     with wrong_input():
         flags = command_line(Flags, sys.argv[1:] if argv is None else argv, "scaling.py RUN...",
                              "Table and plot of the speed of several runs, from their metrics.jsonl.")
-        if not flags.runs:
+        if not flags.runs and not flags.published:
             raise ValueError("name at least one run's folder (scaling.py --help lists all flags)")
     sys.stdout.reconfigure(errors="replace")  # plots are unicode; an ascii terminal gets question marks
     found = []
@@ -129,7 +155,9 @@ def main(argv=None):
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             why = f"has no {e}" if isinstance(e, KeyError) else e
             print(f"nanoshard: {one_line(f'{path}: {why}')}; left out", file=sys.stderr)
-    if not found:
+    if flags.published:
+        print_quietly("\n".join(published_table(found)) + "\n")
+    elif not found:
         raise SystemExit(Outcome.WRONG_INPUT)
     for runs in groups(found).values():
         if flags.json:

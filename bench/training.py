@@ -43,8 +43,9 @@ class Training:
     def step(self, batches, full=False):
         """Train on batches -> their mean loss, () fp64 on the device. full: also count zeros and weights'
         norm, as a logged step does."""
-        self.number += 1
-        stats, _ = self.train_step(batches, self.number, full)
+        first, self.number = self.number * self.batch, self.number + 1
+        tokens = train.trained_tokens(self.source, first, self.batch, self.world.device)
+        stats, _ = self.train_step(batches, self.number, full, tokens=tokens)
         return stats.loss
 
     def run(self, steps):

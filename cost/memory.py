@@ -8,6 +8,7 @@ from config import pad_vocab
 from cost.parameters import (
     element_bytes,
     expert_rows,
+    head_rows,
     held_layers,
     kv_width,
     local_buckets,
@@ -163,8 +164,10 @@ def memory(cfg, mesh, vocab_size, choice=None):
     logits = 0
     if is_last:
         # one rank: logits in the model's dtype, overwritten by their gradient. tp: softmax, its gradient,
-        # that scaled, in fp32. then the head's input, its norm, their gradients; that of the head's weight
-        logits = rows * V / tp * (weight if tp == 1 else 3 * grad)
+        # that scaled, in fp32. then the head's input, its norm, their gradients; that of the head's weight.
+        # mlm: as many of the masked rows, around its dense layer
+        logits = head_rows(cfg, mesh) * V / tp * (weight if tp == 1 else 3 * grad)
+        logits += head_rows(cfg, mesh) * C * weight * 5 * (cfg.objective == "mlm")
         logits += rows * C * weight * 5 + V / tp * C * weight
     if not is_last or cfg.pp_chunks > 1:
         peak += 2 * rows * C / tp * weight  # a message to the next stage and one from it

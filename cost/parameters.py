@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from config import pad_vocab
+from config import n_masked, pad_vocab
 from model import DTYPES, GPT
 from moe import expert_capacity
 from ops.activations import GATED
@@ -31,7 +31,8 @@ def count_parameters(cfg, vocab_size):
     expert = matrices * C * cfg.ffn_hidden
     shared = expert * cfg.n_shared_experts if E else 0
     head = pad_vocab(vocab_size) * C
-    norms = (2 * cfg.n_layer + 1) * C * (2 if cfg.norm == "layer" and cfg.bias else 1)
+    mlm = cfg.objective == "mlm"  # its head: a dense layer, a norm, a bias on the logits
+    norms = (2 * cfg.n_layer + 1 + mlm) * C * (2 if cfg.norm == "layer" and cfg.bias else 1)
     bias = 2 * C + 2 * cfg.n_kv_head * D  # of q, o, k, v
     hidden = cfg.n_shared_experts * cfg.ffn_hidden if E else cfg.ffn_hidden  # routed experts have no biases
     bias += C + hidden * (matrices - 1) if hidden else 0
@@ -39,15 +40,21 @@ def count_parameters(cfg, vocab_size):
     matmul = cfg.n_layer * (attn + expert * (cfg.top_k if E else 1) + shared) + head
     total = (cfg.n_layer * (attn + shared + (E * (expert + C) if E else expert) + (bias if cfg.bias else 0))
              + norms + embedding + (0 if cfg.tied else head))
+    if mlm:
+        matmul, total = matmul + C * C, total + C * C + (C + pad_vocab(vocab_size) if cfg.bias else 0)
     return {"total": total, "matmul": matmul, "embedding": embedding}
 
 
 def flops_per_token(cfg, vocab_size):
     """-> (full, causal): floating-point operations of forward and backward for one token: 6 for each
     parameter that it is multiplied with, plus 12 L C T for attention, or half of that because the causal mask
-    hides half (Megatron-LM's formula, arXiv:2104.04473, appendix)."""
-    attention = 12 * cfg.n_layer * cfg.n_embd * cfg.seq_len
+    hides half (Megatron-LM's formula, arXiv:2104.04473, appendix). mlm has no such mask, and a head for the
+    masked tokens only: the mean over the tokens is given."""
+    attention, C = 12 * cfg.n_layer * cfg.n_embd * cfg.seq_len, cfg.n_embd
     products = 6 * count_parameters(cfg, vocab_size)["matmul"]
+    if cfg.objective == "mlm":
+        products -= 6 * (1 - n_masked(cfg.seq_len) / cfg.seq_len) * C * (pad_vocab(vocab_size) + C)
+        return products + attention, products + attention
     return products + attention, products + attention / 2
 
 
@@ -62,6 +69,11 @@ def micro_batches(cfg, mesh, batch=0):
 def rank_tokens(cfg, mesh):
     """Tokens of a micro-batch that pass a rank's layers, B*t: cp splits the sequences."""
     return cfg.micro_batch * cfg.seq_len // mesh.cp.size
+
+
+def head_rows(cfg, mesh):
+    """Rows of a micro-batch that pass the head: of a masked language model those of the masked tokens."""
+    return cfg.micro_batch * n_masked(cfg.seq_len) if cfg.objective == "mlm" else rank_tokens(cfg, mesh)
 
 
 def element_bytes(cfg):
@@ -128,7 +140,7 @@ def sharded_parameters(cfg, mesh, vocab_size):
         if decayed and uses_slot(getattr(mesh, axis)):
             word, number = name.split(".")[:2]
             sharded[axis] += n
-            parts[int(number) + 1 if word == "blocks" else -1 if word == "head" else 0][axis] += n
+            parts[int(number) + 1 if word == "blocks" else -1 if word in ("head", "mlm") else 0][axis] += n
             parts[-1][axis] += n * (word == "wte" and cfg.tied)
     return sharded, parts
 

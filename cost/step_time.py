@@ -15,6 +15,7 @@ from config import pad_vocab
 from cost.parameters import (
     element_bytes,
     expert_rows,
+    head_rows,
     held_layers,
     kv_width,
     micro_batches,
@@ -161,8 +162,9 @@ def block_seconds(cfg, mesh, gpu, saved):
     keeps for backward."""
     tp, rows, weight = mesh.tp.size, rank_tokens(cfg, mesh), element_bytes(cfg)[0]
     out = 3 * forward_matmuls(cfg, mesh, gpu)
-    rate = min(ATTENTION, SHORT * cfg.seq_len) * gpu.peak
-    out += 6 * rows * cfg.seq_len * cfg.n_embd / tp / rate  # causal: half of 12
+    # causal: half of 12. without that mask a query meets as many keys as in a sequence twice as long
+    keys = cfg.seq_len * (2 if cfg.objective == "mlm" else 1)
+    out += 6 * rows * keys * cfg.n_embd / tp / (min(ATTENTION, SHORT * keys) * gpu.peak)
     out += TOUCHES * saved / gpu.hbm + GAP * (2 if cfg.n_experts else 1)  # twice: a guess, not in a trace
     routed = expert_rows(cfg, rows // tp) * max_load_factor(cfg, mesh) if cfg.n_experts else 0
     if cfg.mlp == "swiglu":  # h, which is not kept: written, read, and both again in backward
@@ -176,10 +178,11 @@ def block_seconds(cfg, mesh, gpu, saved):
 
 def head_seconds(cfg, mesh, gpu, vocab_size):
     """Seconds of the head and the cross-entropy, forward and backward of one micro-batch."""
-    tp, rows, v = mesh.tp.size, rank_tokens(cfg, mesh), pad_vocab(vocab_size) // mesh.tp.size
+    tp, rows, v = mesh.tp.size, head_rows(cfg, mesh), pad_vocab(vocab_size) // mesh.tp.size
     # cross-entropy: reads and writes logits; over tp 14 passes in fp32 (parallel.vocab_cross_entropy)
     passes = 2 * element_bytes(cfg)[0] / ENTROPY if tp == 1 else 14 * 4
-    return 3 * matmul_seconds(rows, v, cfg.n_embd, gpu) + rows * v * passes / gpu.hbm
+    dense = matmul_seconds(rows, cfg.n_embd, cfg.n_embd, gpu) if cfg.objective == "mlm" else 0
+    return 3 * (matmul_seconds(rows, v, cfg.n_embd, gpu) + dense) + rows * v * passes / gpu.hbm
 
 
 # -----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from cost.parameters import (
     element_bytes,
     expert_rows,
+    head_rows,
     held_layers,
     kv_width,
     local_buckets,
@@ -57,7 +58,7 @@ def tensor_parallel_bytes(cfg, mesh, is_first, is_last, blocks):
     ends = 2 * is_first + 2 * is_last  # the embedding's scatter, the head's gather, and their adjoints
     sent = (blocks * calls + ends) * rows * cfg.n_embd * weight
     if is_last:  # cross-entropy over the vocabulary: all-reduces of a maximum and two sums per row
-        sent += 2 * 3 * rows * wide
+        sent += 2 * 3 * head_rows(cfg, mesh) * wide
     sent += blocks * 2 * cfg.n_experts * wide  # all-reduce of the router's counts
     return (mesh.tp.size - 1) / mesh.tp.size * sent
 

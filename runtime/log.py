@@ -116,9 +116,11 @@ def best_effort(what, errors=OSError):
         warn(f"{what}: {e}; going on without it")
 
 
-def make_log(cfg, mesh, world, out, state, vocab_size):
-    """-> the Log of rank 0. Also copies the tokenizer, so that sample.py needs only the run's directory."""
-    config = {**dataclasses.asdict(cfg), "vocab_size_used": vocab_size, "git": git_revision(),
+def make_log(cfg, mesh, world, out, state, source):
+    """-> the Log of rank 0. Also copies the tokenizer, so that sample.py needs only the run's directory.
+    source: of the training samples; mlm's has a mask_token, the id of [MASK]."""
+    mask, vocab_size = {"mask_token": source.mask_token} if cfg.objective == "mlm" else {}, state.vocab_size
+    config = {**dataclasses.asdict(cfg), "vocab_size_used": vocab_size, **mask, "git": git_revision(),
               "argv": sys.argv, "world": world.size, "launcher": world.launcher, "dp": mesh.dp.size,
               "torch": torch.__version__}
     folder = Path(first_folder(cfg.data)) if cfg.data != "synthetic" else None

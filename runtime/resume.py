@@ -67,7 +67,8 @@ class State:
 # what a resume does with a flag that differs from the checkpoint's. not listed: printed, then it goes on.
 # refused, because they fix the names and shapes of the tensors:
 SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "norm", "mlp", "pos", "bias",
-         "tied", "n_experts", "n_shared_experts")
+         "tied", "objective", "n_experts", "n_shared_experts")
+VOCABULARY = "wte.weight", "head.weight", "mlm.bias"  # their rows are symbols and padding
 # refused unless --resume-changed names it: the weights would be another function, or the data come in another
 # order. seq_len with RoPE only, which has no tensor of that length
 MEANING = ("data", "seed", "vocab_size", "seq_len", "norm", "rope_base", "top_k", "router",
@@ -168,7 +169,7 @@ def dump_grads(path, mesh, dp, opt, vocab_size):
         from safetensors.torch import save_file
         full = checkpoint.full_tensors(done)
         for name, t in full.items():
-            if name.split("/")[-1] in ("wte.weight", "head.weight") and t.size(0) == pad_vocab(vocab_size):
+            if name.split("/")[-1] in VOCABULARY and t.size(0) == pad_vocab(vocab_size):
                 full[name] = t[:vocab_size].contiguous()
         save_file(full, path)
         shutil.rmtree(parts)

@@ -5,6 +5,7 @@ and moe.py. Weights come by the names of the model's parameters, at full size: {
     total_loss   what a step minimizes, over its micro-batches
     val_loss     mean cross-entropy of windows of text, without gradients
 """
+import dataclasses
 import math
 
 import torch
@@ -46,7 +47,8 @@ def attention(cfg, w, name, x, drop):  # x (B, T, C)
         g = h // (cfg.n_head // cfg.n_kv_head)  # head h shares this key/value head
         query, key = (turned(t, cfg.rope_base) if cfg.pos == "rope" else t for t in (q[h], k[g]))
         score = query @ key.transpose(1, 2) / math.sqrt(D)  # (B, T, T)
-        weight = torch.where(torch.ones(T, T).tril().bool(), score.exp(), 0)  # a token sees no later one
+        sees = torch.ones(T, T) if cfg.objective == "mlm" else torch.ones(T, T).tril()  # no later one
+        weight = torch.where(sees.bool(), score.exp(), 0)
         heads.append(drop("attention", weight / weight.sum(-1, keepdim=True)) @ v[g])
     return linear(cfg, w, name + ".wo", torch.cat(heads, -1))
 
@@ -93,12 +95,17 @@ def forward(cfg, w, vocab_size, tokens, drop=undropped):
         else:
             y = mlp(cfg, w, name + ".mlp", y)
         x = x + drop("residual", y)
-    head = w["wte.weight" if cfg.tied else "head.weight"]
-    return norm(cfg, w, "norm", x) @ head[:vocab_size].T, balance
+    x, head, bias = norm(cfg, w, "norm", x), w["wte.weight" if cfg.tied else "head.weight"], 0
+    if cfg.objective == "mlm":  # arXiv:1810.04805; google-research/bert, get_masked_lm_output
+        x = norm(cfg, w, "mlm.norm", activation(dataclasses.replace(cfg, mlp="gelu"),
+                                                linear(cfg, w, "mlm.dense", x), None))
+        bias = w["mlm.bias"][:vocab_size] if cfg.bias else 0
+    return x @ head[:vocab_size].T + bias, balance
 
 
 def cross_entropy(logits, targets):
-    """-> () the sum over all tokens, in nats"""
+    """-> () the sum over all tokens with a target, in nats"""
+    logits, targets = logits[targets >= 0], targets[targets >= 0]
     picked = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return (logits.exp().sum(-1).log() - picked).sum()
 
@@ -109,7 +116,7 @@ def total_loss(cfg, w, vocab_size, batches, drop=undropped):
     loss = balance = 0
     for x, y in batches:
         logits, losses = forward(cfg, w, vocab_size, x, drop)
-        loss, balance = loss + cross_entropy(logits, y) / y.numel(), balance + losses
+        loss, balance = loss + cross_entropy(logits, y) / (y >= 0).sum(), balance + losses
     return loss / len(batches), (loss + balance) / len(batches)
 
 

@@ -242,7 +242,8 @@ def test_presets_set_their_values():
 
 DEFAULTS = dict(
     n_layer=4, n_head=4, n_kv_head=2, n_embd=128, ffn_hidden=384, vocab_size=0, seq_len=128, dropout=0.0,
-    norm="rms", mlp="swiglu", pos="rope", rope_base=10000.0, bias=False, tied=False, n_experts=0, top_k=2,
+    norm="rms", mlp="swiglu", pos="rope", rope_base=10000.0, bias=False, tied=False,
+    objective="causal", n_experts=0, top_k=2,
     capacity_factor=0.0, drop_policy="probs", aux_coef=0.01, z_coef=0.0, router="softmax",
     router_bias_rate=0.0, n_shared_experts=0, init_from="", tp=1, pp=1, ep=1, ep_slack=2.5, pp_layers="",
     zero=0, recompute="none", micro_batch=8, global_batch=0, rampup_batch_size=(), steps=400, lr=0.002,
@@ -280,6 +281,11 @@ PINNED = {  # preset: what differs from the defaults
         n_layer=24, n_head=32, n_kv_head=32, n_embd=2048, ffn_hidden=8192, vocab_size=49152, seq_len=2048,
         micro_batch=4, steps=20000, lr=0.0005, warmup=500, dtype="bf16", compile=True, log_every=10,
         eval_every=500, save_every=1000),
+    "bert-345m": dict(
+        objective="mlm", n_layer=24, n_head=16, n_kv_head=16, n_embd=1024, ffn_hidden=4096, vocab_size=30592,
+        seq_len=512, norm="layer", mlp="gelu", pos="learned", bias=True, tied=True, micro_batch=64,
+        steps=100000, lr=0.0001, min_lr=1e-05, warmup=1000, weight_decay=0.01, beta2=0.999, dtype="bf16",
+        compile=True, log_every=10, eval_every=500, save_every=1000),
     "llama-7b": dict(
         n_layer=32, n_head=32, n_kv_head=32, n_embd=4096, ffn_hidden=11008, vocab_size=32000, seq_len=2048,
         micro_batch=1, steps=20000, lr=0.0003, warmup=2000, dtype="bf16", compile=True, log_every=10,

@@ -31,8 +31,9 @@ from optim import learning_rate
 from parallel import make_mesh
 from runtime.launch import World
 
-LLAMA, GPT2, MOE = (dict(base, micro_batch=2, n_layer=2)
-                    for base in (test_layouts.LLAMA, test_layouts.GPT2, test_layouts.MOE))
+LLAMA, GPT2, MOE, BERT = (
+    dict(base, micro_batch=2, n_layer=2)
+    for base in (test_layouts.LLAMA, test_layouts.GPT2, test_layouts.MOE, test_layouts.BERT))
 
 
 PACKAGES = "ops", "fast", "runtime", "corpus", "cost", "tools"
@@ -264,6 +265,15 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     # dropout
     "the same dropout on every dp rank": (
         dict(LLAMA, dropout=0.2), DP, "pipeline.dropout_seeds", "mesh.dp.rank * n", "0"),
+    # masked language model
+    "the bias on the logits not summed over dp": (
+        BERT, DP, "model.MaskedHead.__init__", "used=used)", 'used=used, reduce="tp")'),
+    "the head's dense layer not summed over tp": (
+        BERT, TP, "model.MaskedHead.__init__", "shard=False)",
+        "shard=False); self.dense.weight.reduce = 'dp'"),
+    "the tied head of the last stage is a copy": (
+        BERT, PP, "model.GPT.__init__", 'reduce = "tied" if cfg.tied and self.is_first != self.is_last else',
+        "reduce = None if True else"),
     # faults of every layout: only the comparison with plain PyTorch detects them
     "weight decay on norms": (
         LLAMA, ONE, "ops.flat.uses_weight_decay", "p.ndim >= 2", "True"),

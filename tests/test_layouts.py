@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from pool import run_ranks
+from shared import Masked
 
 import moe
 import train
 from config import Config
+from corpus import masked
 from corpus.shards import Synthetic
 from cost.fits import check_layout
 from cost.memory import state_bytes
@@ -29,6 +31,7 @@ LLAMA = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, vocab_s
              warmup=0, steps=10, weight_decay=0.1)
 GPT2 = dict(LLAMA, n_kv_head=4, norm="layer", mlp="gelu", pos="learned", bias=True, tied=True)
 MOE = dict(LLAMA, n_experts=8, capacity_factor=0.0, top_k=2, aux_coef=0.02, z_coef=1e-3)
+BERT = dict(GPT2, objective="mlm", seq_len=20)  # 3 tokens of a sequence are masked
 CAPACITY = dict(MOE, capacity_factor=0.75, top_k=1)
 SIGMOID = dict(MOE, router="sigmoid", router_bias_rate=0.01, n_shared_experts=1, mlp="gelu", bias=True)
 MOE_FORWARD = moe.MoE.forward
@@ -61,14 +64,20 @@ def wait_for_all_weights(model, dp):
     model.wait_for_weights(model)
 
 
-def run(world, flags, batch, chunks=1, cp=1):
+def mask_synthetic(vocab_size, seq_len, seed):
+    """Synthetic samples for --objective mlm; the last symbol of the vocabulary is [MASK]."""
+    return masked.Masked(Synthetic(vocab_size - 1, seq_len, seed), seed)
+
+
+def run(world, flags, batch, chunks=1, cp=1, kind=Synthetic):
     """Train STEPS steps on synthetic tokens -> {stats, shards, replicas, ...} of this rank, as numpy.
     chunks, cp: with a capacity, the number of tp and cp ranks whose dropping of rows this rank reproduces."""
     cfg = Config(**flags, global_batch=batch)
     moe.MoE.forward = forward_in_chunks(chunks, cp) if chunks * cp > 1 else MOE_FORWARD
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)
     check_layout(cfg, mesh, batch)
-    source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
+    kind = mask_synthetic if cfg.objective == "mlm" else kind
+    source = kind(cfg.vocab_size, cfg.seq_len, cfg.seed)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     seen = {"stats": [], "shards": []}
 
@@ -80,7 +89,9 @@ def run(world, flags, batch, chunks=1, cp=1):
     for step in range(1, STEPS + 1):
         batches = train.micro_batches(cfg, mesh, source, (step - 1) * batch, batch, world.device)
         opt.on_grads_ready = lambda step=step: keep(f"step {step} grad ", {"": opt.grads})
-        stats, _ = train_step(batches, step)
+        tokens = None if kind is Synthetic else train.trained_tokens(source, (step - 1) * batch, batch,
+                                                                     world.device)
+        stats, _ = train_step(batches, step, tokens=tokens)
         seen["stats"].append(torch.stack(stats).tolist())
     wait_for_all_weights(model, dp)
     keep("end ", None)
@@ -125,19 +136,19 @@ def capacity_ranks(base, layout):
 references = {}
 
 
-def reference(flags, batch, chunks, cp=1):
+def reference(flags, batch, chunks, cp=1, kind=Synthetic):
     """-> (stats of each step, {name: full array}, expert statistics) of one rank, computed once per key."""
-    key = (tuple(sorted(flags.items())), batch, chunks, cp)
+    key = (tuple(sorted(flags.items())), batch, chunks, cp, kind)
     if key not in references:
-        (seen,) = run_ranks(1, run, flags, batch, chunks, cp)
+        (seen,) = run_ranks(1, run, flags, batch, chunks, cp, kind)
         references[key] = seen["stats"], assemble([seen]), seen.get("experts")
     return references[key]
 
 
-def compare(base, n, batch, **layout):
+def compare(base, n, batch, kind=Synthetic, **layout):
     """Run the model `base` over a layout of n ranks and compare everything it computes with one rank."""
-    stats, want, experts = reference(dict(base), batch, *capacity_ranks(base, layout))
-    results = run_ranks(n, run, dict(base, **layout), batch)
+    stats, want, experts = reference(dict(base), batch, *capacity_ranks(base, layout), kind)
+    results = run_ranks(n, run, dict(base, **layout), batch, 1, 1, kind)
     for seen in results:
         got, expected = np.array(seen["stats"]), np.array(stats)  # (steps, 4)
         np.testing.assert_allclose(got[:, [0, 1, 3]], expected[:, [0, 1, 3]], rtol=1e-10,
@@ -185,6 +196,18 @@ def test_layout_equals_one_rank(family, n, batch, layout):
     compare(base, n, batch, **layout)
 
 
+BERT_LAYOUTS = [("bert", 4, dict(tp=2, zero=1)), ("bert", 2, dict(pp=2)), ("bert", 4, dict(tp=2, pp=2)),
+                ("bert", 2, dict(zero=2)), ("bert", 4, dict(tp=2, zero=3)),
+                ("bert", 4, dict(pp=2, pp_chunks=2, zero=1)), ("llama", 2, dict(tp=2)),
+                ("moe", 4, dict(tp=2, ep=2)), ("moe", 2, dict(ep=2, zero=1, recompute="full"))]
+
+
+@pytest.mark.parametrize("family,n,layout", BERT_LAYOUTS, ids=lambda x: str(x).replace(" ", ""))
+def test_masked_language_model_layout_equals_one_rank(family, n, layout):
+    base = dict(bert=BERT, llama=dict(LLAMA, objective="mlm"), moe={**MOE, **BERT})[family]
+    compare(dict(base, micro_batch=2), n, 8, **layout)
+
+
 # sequences of 8 tokens, in chunks of 2 or, over 4 ranks, of 1; cp, tp, pp and zero together; cp and dp
 CP_LAYOUTS = [("llama", 2, 4, dict(cp=2)), ("gpt2", 4, 4, dict(cp=4)), ("gpt2", 4, 4, dict(cp=2, tp=2)),
               ("llama", 4, 8, dict(cp=2, zero=1)), ("gpt2", 4, 8, dict(cp=2, pp=2)),
@@ -215,6 +238,19 @@ MOE_LAYOUTS = [
 @pytest.mark.parametrize("n,batch,layout", MOE_LAYOUTS, ids=lambda x: str(x).replace(" ", ""))
 def test_moe_layout_equals_one_rank(family, n, batch, layout):
     compare(dict(MOE if family == "dropless" else CAPACITY, micro_batch=2), n, batch, **layout)
+
+
+# every rank and every micro-batch has another number of trained tokens
+MASKED_LAYOUTS = [
+    ("llama", 2, 8, dict()), ("gpt2", 2, 4, dict(tp=2)), ("llama", 2, 8, dict(pp=2)),
+    ("gpt2", 2, 4, dict(cp=2)), ("dropless", 2, 8, dict(ep=2)), ("llama", 2, 8, dict(zero=2)),
+    ("dropless", 4, 8, dict(tp=2, ep=2, zero=3)), ("gpt2", 4, 8, dict(cp=2, pp=2, zero=1))]
+
+
+@pytest.mark.parametrize("family,n,batch,layout", MASKED_LAYOUTS, ids=lambda x: str(x).replace(" ", ""))
+def test_unequal_numbers_of_trained_tokens_equal_one_rank(family, n, batch, layout):
+    base = dict(llama=LLAMA, gpt2=GPT2, dropless=MOE)[family]
+    compare(dict(base, micro_batch=2), n, batch, Masked, **layout)
 
 
 def test_moe_variants_equal_one_rank():
