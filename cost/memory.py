@@ -60,6 +60,7 @@ def saved_activations(cfg, mesh, load_factor=0.0, choice=None):
     gathered = 2 * kv * cfg.micro_batch * cfg.seq_len if mesh.cp.size > 1 else 0  # k and v of whole sequences
     if gathered:  # they are kept in the place of this rank's own v, and two outputs beside both as one
         row += gathered / rows + q - (q + 2 * kv if cfg.pos == "rope" else 0)
+    whole = cfg.compile and tp == mesh.cp.size == 1  # else a block is compiled in pieces, between collectives
     keeps = cfg.zero < 3  # the concatenated copies of weights that share one product
     fixed = C * (q + 2 * kv) * keeps  # wq, wk, wv
     remains = rows * C / tp
@@ -70,12 +71,15 @@ def saved_activations(cfg, mesh, load_factor=0.0, choice=None):
         row += C + (3 if gated else 2) * hidden / tp
         fixed += 2 * hidden / tp * C * keeps if gated else 0  # w1, w3
         peak = max(peak, rows * (3 if gated else 2) * hidden / tp)
-        if cfg.compile and cfg.mlp == "swiglu" and not cfg.n_experts:
-            remains += rows * hidden / tp  # a Triton kernel's output is not recomputed (inferred from a run)
+        if whole and cfg.recompute == "full" and cfg.mlp == "swiglu" and not cfg.n_experts:
+            remains += rows * hidden  # a Triton kernel's output is not recomputed (inferred from a run)
     own = 4 * rows * cfg.n_head / tp  # bytes: softmax's log-sum-exp, fp32
     if cfg.recompute == "selective":
-        # input, q k v, attention's output; the products with wo and w2 as they are before the scatter, w1 w3
-        kept = (q + 2 * kv) + q + C + (0 if cfg.n_experts else C + (2 if gated else 1) * hidden / tp)
+        # input, q k v, attention's output; the products with wo and w2 as they are before the scatter, w1 w3.
+        # a compiled block drops that of w2, which nothing needs
+        kept = (q + 2 * kv) + q + C
+        if not cfg.n_experts:
+            kept += C * (not whole) + (2 if gated else 1) * hidden / tp
         remains += rows * kept + own / size
         if cfg.n_experts and hidden:  # the shared expert: all, and its copy of w1, w3
             remains += rows * (3 if gated else 2) * hidden / tp + (2 * hidden / tp * C if gated else 0)

@@ -36,15 +36,19 @@ from tools.timing import slow_on_cpu
 # the numbers of a step
 
 def phase_times(timers, steps, mesh):
-    """-> {t_PHASE: ms per step of the slowest rank}, empty without --timers; with stages also bubble: the
-    longest wait for other stages over forward and backward. Collective over the world."""
+    """-> {t_PHASE: ms per step of the slowest rank}, empty without --timers; with stages also bubble: what
+    all micro-batches take longer than forward and backward of the slowest stage, over these: the bubble of
+    cost/step_time.py, with messages. Collective over the world."""
     if not timers.on:
         return {}
-    ms = torch.tensor(timers.per_step(steps))
-    mesh.world.all_reduce(ms, MAX)  # one number per phase on the host, over the world
-    row = {f"t_{phase}": t for phase, t in zip(timers.PHASES, ms.tolist(), strict=True)}
+    own = dict(zip(timers.PHASES, timers.per_step(steps), strict=True))
+    busy = own["forward"] + own["backward"]
+    ms = torch.tensor([*own.values(), busy, busy + own["pipeline"]])
+    mesh.world.all_reduce(ms, MAX)  # a number per phase and two more on the host, over the world
+    *phases, busy, everything = ms.tolist()
+    row = {f"t_{phase}": t for phase, t in zip(timers.PHASES, phases, strict=True)}
     if mesh.pp.size > 1 and steps:
-        row["bubble"] = row["t_pipeline"] / (row["t_forward"] + row["t_backward"])
+        row["bubble"] = everything / busy - 1
     return row
 
 
