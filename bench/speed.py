@@ -38,6 +38,7 @@ WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout
     "W2b": "moe-4b",
     "W3": "smol-1.7b --ffn-hidden 5632",
     "W3-8192": "smol-1.7b",
+    "7B": "llama-7b",  # two GPUs of 141 GB: --flags "--zero 3 --micro-batch 2"
     "G2": "gpt2 --no-bias --micro-batch 64 --global-batch 0 --vocab-size 50304",
     "G2-32": "gpt2 --no-bias --micro-batch 32 --global-batch 0 --vocab-size 50304",
     "WP": "wordplay --vocab-size 65",
@@ -60,7 +61,7 @@ PEERS = {  # (workload, GPUs): the fastest other trainer, its tokens/s per GPU o
 
 @dataclass(frozen=True)
 class Flags:
-    workloads: Positional[tuple[Literal[tuple(WORKLOADS)], ...]]  # W1 W2a W2b W3 W3-8192 G2 G2-32 WP BERT
+    workloads: Positional[tuple[Literal[tuple(WORKLOADS)], ...]]  # W1 W2a W2b W3 W3-8192 7B G2 G2-32 WP BERT
     steps: int = 60  # steps of each workload; half of them, at most 30, count
     flags: str = ""  # flags of train.py for all workloads, in place of the default layout
     portable: bool = False  # experts multiply by our Triton kernels, as on GPUs that torch has no kernel for
