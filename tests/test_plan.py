@@ -4,10 +4,12 @@ import os
 import statistics
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 from pool import ROOT, run_ranks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as model_
@@ -74,6 +76,20 @@ def test_flops_give_the_published_figures():
 
 # ---- memory: what saved_activations says against what autograd keeps, on a GPU's code paths with CPU tensors
 
+
+def fewest_kv_heads():
+    """1; 4, as many as heads, where torch's flash attention for CPUs knows no grouped heads (2.8): then plain
+    matrix products stand in for it, and keep what no GPU does, (T, T) probabilities in fp32."""
+    q = torch.zeros(1, 4, 2, 16)
+    try:
+        with warnings.catch_warnings(action="ignore"), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            model_.F.scaled_dot_product_attention(q, q[:, :1], q[:, :1], is_causal=True, enable_gqa=True)
+        return 1
+    except RuntimeError:
+        return 4
+
+
+HEADS = dict(n_head=4, n_kv_head=fewest_kv_heads())
 FAMILY = {"swiglu": {}, "gelu": dict(norm="layer", mlp="gelu", pos="learned", n_kv_head=4),
           "moe": dict(n_experts=8, top_k=2), "capacity": dict(n_experts=8, top_k=2, capacity_factor=1.25)}
 FAMILY.update({"swiglu, cp": dict(cp=2), "gelu, cp": dict(FAMILY["gelu"], cp=2)})
@@ -81,7 +97,7 @@ FAMILY.update({"swiglu, cp": dict(cp=2), "gelu, cp": dict(FAMILY["gelu"], cp=2)}
 
 @pytest.mark.parametrize("family", FAMILY)
 def test_saved_activations_are_what_autograd_keeps(family, monkeypatch):
-    cfg = Config(**{**dict(n_embd=64, ffn_hidden=224, n_kv_head=1, seq_len=64, micro_batch=8, dtype="bf16"),
+    cfg = Config(**{**dict(n_embd=64, ffn_hidden=224, **HEADS, seq_len=64, micro_batch=8, dtype="bf16"),
                     **FAMILY[family]})
     monkeypatch.setitem(activations.ACTIVATIONS, "swiglu", activations._SwiGLU.apply)
     monkeypatch.setattr(moe, "use_grouped_mm", lambda x, w: True)
@@ -131,7 +147,7 @@ class Kept(TorchDispatchMode):
 @pytest.mark.parametrize("family", ["swiglu", "gelu"])
 def test_what_selective_recomputation_keeps(family):
     """The block's input, matrix products, attention, as predicted; none of them runs again in backward."""
-    cfg = Config(**{**dict(n_embd=64, ffn_hidden=224, n_kv_head=1, seq_len=64, micro_batch=8),
+    cfg = Config(**{**dict(n_embd=64, ffn_hidden=224, **HEADS, seq_len=64, micro_batch=8),
                     **FAMILY[family], "recompute": "selective"})
     block = model_.Block(cfg, ONE)
     for p in block.parameters():
