@@ -14,7 +14,7 @@ import itertools
 
 import torch
 
-from ops.flat import BUCKET_ELEMENTS, assign_buckets, copy_gradients
+from ops.flat import BUCKET_ELEMENTS, assign_buckets, copy_gradients, padded_elements
 from parallel import Bucket, Comm, DataParallel, untimed
 
 # -----------------------------------------------------------------------------
@@ -105,8 +105,8 @@ class ZeRO2(DataParallel):
                  if uses_slot(getattr(mesh, axis))]
         weight = next(model.parameters())
         wide = torch.promote_types(weight.dtype, torch.float32)
-        # room for the padding: slices begin at multiples of 128
-        self.slots = [Slot(max(sizes, default=0) + 128 * mesh.stage.size, wide, weight.device)
+        # long enough for every axis: the number of its ranks divides the stage's
+        self.slots = [Slot(padded_elements(max(sizes, default=0), mesh.stage.size), wide, weight.device)
                       for _ in range(2 * bool(sizes))]
         super().__init__(model, mesh, zero, timers, dtype, comm, bucket_elements)
 

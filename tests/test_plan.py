@@ -285,7 +285,7 @@ def test_buckets_are_those_of_data_parallel():
 BASE = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, vocab_size=100, seq_len=8,
             dtype="fp64", micro_batch=2, global_batch=8)
 EXPERTS = dict(BASE, n_experts=8, top_k=2)
-WIDE = dict(BASE, n_embd=64, ffn_hidden=256, micro_batch=1)  # so that the padding of ZeRO's slices is little
+WIDE = dict(BASE, n_embd=64, ffn_hidden=256, micro_batch=1)
 LAYOUTS = [dict(BASE, tp=2, pp=2), dict(BASE, tp=4, recompute="full"), dict(BASE, zero=1, tp=2),
            dict(WIDE, zero=2, pp=2, tied=True, micro_batch=1), dict(WIDE, zero=3, tp=2),
            dict(WIDE, zero=3, tied=True, pos="learned", n_experts=8, ep=2),
@@ -318,12 +318,6 @@ def test_traffic_is_what_the_axes_counted(flags):
         measured, predicted = (sum(r[i].get(axis, 0) for r in ranks) for i in (0, 1))
         # dropless rows come as the router likes
         loose = axis == "ep" and "capacity_factor" not in flags
-        if flags.get("zero", 0) > 1 and axis not in ("world", "ep"):  # padding, most of it of the few vectors
-            assert 0.999 * measured <= 1.02 * predicted + 2**16 and predicted <= measured, axis
-            continue
-        if flags.get("zero"):  # up to 128 elements per bucket and shard
-            assert 0 <= measured - predicted <= 4 * 3 * 4 * 128 * 16, axis
-            continue
         assert predicted == pytest.approx(measured, rel=0.35 if loose else 1e-9), axis
 
 
