@@ -1,4 +1,5 @@
 """plan.py against fact: parameters, autograd's own memory, counted collectives, measured GPUs, BLOOM."""
+import dataclasses
 import json
 import os
 import statistics
@@ -383,6 +384,20 @@ def test_search_lists_only_what_fits_fastest_first(capsys):
     assert plans and all(p["layout"]["dp"] * p["layout"]["tp"] * p["layout"]["pp"] == 2 for p in plans)
     plan.main(["tiny-moe", "--gpus", "4", "--search", "--tokens", "1e9"])
     assert "fastest first" in capsys.readouterr().out
+
+
+def test_search_cuts_long_sequences(capsys):
+    """One sequence of 131,072 on two GPUs: on small ones only halves of it fit, on large ones they are faster
+    than two stages or tp 2. Short sequences are not cut."""
+    flags = ["dense-210m", "--seq-len", "131072", "--gpus", "2", "--global-batch", "1", "--search", "--gpu"]
+    plans = planned(capsys, *flags, "a100-40")
+    assert {p["layout"]["cp"] for p in plans} == {2}
+    plans = planned(capsys, *flags, "a100-80")
+    assert plans[0]["layout"]["cp"] == 2 and {p["layout"]["cp"] for p in plans} == {1, 2}
+    assert min(p["ms"] for p in plans if p["layout"]["cp"] == 1) > 1.5 * plans[0]["ms"]
+    cfg = preset("dense-210m", seq_len=4096, global_batch=1)
+    assert {this.cp for this in plan.layouts(cfg, 4, "h200")} == {1, 2}  # 4 would leave 1,024 positions
+    assert {this.cp for this in plan.layouts(dataclasses.replace(cfg, seq_len=2048), 4, "h200")} == {1}
 
 
 def planned(capsys, *flags):
