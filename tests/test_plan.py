@@ -6,6 +6,7 @@ import statistics
 import subprocess
 import sys
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ from cost.parameters import (
 )
 from cost.step_time import GPUS, expected_choice, peak_flops
 from cost.traffic import traffic
+from fast.choose import Choice
+from fast.padded import PaddedAllToAll
 from model import GPT
 from ops import activations
 from parallel import DataParallel, make_mesh
@@ -96,23 +99,22 @@ FAMILY = {"swiglu": {}, "gelu": dict(norm="layer", mlp="gelu", pos="learned", n_
 FAMILY.update({"swiglu, cp": dict(cp=2), "gelu, cp": dict(FAMILY["gelu"], cp=2)})
 
 
-@pytest.mark.parametrize("family", FAMILY)
-def test_saved_activations_are_what_autograd_keeps(family, monkeypatch):
-    cfg = Config(**{**dict(n_embd=64, ffn_hidden=224, **HEADS, seq_len=64, micro_batch=8, dtype="bf16"),
-                    **FAMILY[family]})
-    monkeypatch.setitem(activations.ACTIVATIONS, "swiglu", activations._SwiGLU.apply)
-    monkeypatch.setattr(moe, "use_grouped_mm", lambda x, w: True)
-    # the GPU has one kernel: it keeps x and a number per row, not fp32 copies
-    monkeypatch.setattr(model_.F, "rms_norm", lambda x, shape, w, e: torch.layer_norm(x, shape, w, None, e))
-    # of both cp ranks the same; flash attention needs no mask
-    monkeypatch.setattr(model_, "gather_chunks", lambda kv, axis: torch.cat([kv, kv]))
-    monkeypatch.setattr(model_, "causal_lower_right", lambda *sizes: None)
-    mesh = make_mesh(World(size=cfg.cp), cp=cfg.cp, groups=False)
+@mock.patch.dict(activations.ACTIVATIONS, swiglu=activations._SwiGLU.apply)
+@mock.patch.object(moe, "use_grouped_mm", lambda x, w: True)
+# the GPU has one kernel: it keeps x and a number per row, not fp32 copies
+@mock.patch.object(model_.F, "rms_norm", lambda x, shape, w, e: torch.layer_norm(x, shape, w, None, e))
+# of both cp ranks the same; flash attention needs no mask
+@mock.patch.object(model_, "gather_chunks", lambda kv, axis: torch.cat([kv, kv]))
+@mock.patch.object(model_, "causal_lower_right", lambda *sizes: None)
+def kept_bytes(cfg, mesh, dispatcher=moe.plain_dispatcher, rows_in_use=0):
+    """-> bytes that autograd keeps of a block, besides its weights and rope's table."""
     torch.set_default_dtype(torch.bfloat16)
-    block = model_.Block(cfg, mesh)
+    block = model_.Block(cfg, mesh, dispatcher)
     torch.set_default_dtype(torch.float32)
     for p in block.parameters():
         torch.nn.init.normal_(p, std=0.02)
+    if rows_in_use:
+        block.moe.dispatcher.rows_in_use = rows_in_use
     own, seen = {p.untyped_storage().data_ptr() for p in block.parameters()}, {}
     t = 64 // cfg.cp
     table = model_.rope_cache(t, 16, 1e4, "cpu", torch.float32) if cfg.pos == "rope" else (None, None)
@@ -123,11 +125,33 @@ def test_saved_activations_are_what_autograd_keeps(family, monkeypatch):
         if storage.data_ptr() not in own:
             seen[storage.data_ptr()] = storage.nbytes()
         return t
-    x = torch.randn(8 * t, 64, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(cfg.micro_batch * t, 64, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = block(x, t, *table)
     assert out[0].shape == x.shape
-    assert saved_activations(cfg, mesh).saved == pytest.approx(sum(seen.values()), rel=0.03)
+    return sum(seen.values())
+
+
+BLOCK = dict(n_embd=64, ffn_hidden=224, **HEADS, seq_len=64, micro_batch=8, dtype="bf16")
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_saved_activations_are_what_autograd_keeps(family):
+    cfg = Config(**{**BLOCK, **FAMILY[family]})
+    mesh = make_mesh(World(size=cfg.cp), cp=cfg.cp, groups=False)
+    assert saved_activations(cfg, mesh).saved == pytest.approx(kept_bytes(cfg, mesh), rel=0.03)
+
+
+def kept_with_padding(world):
+    cfg = Config(**{**BLOCK, "micro_batch": 2}, n_experts=8, top_k=2, ep=2, ep_slack=1.75)
+    mesh, rows = make_mesh(world, ep=2, n_experts=8), int(2 * 64 * cfg.top_k * cfg.ep_slack)
+    predicted = saved_activations(cfg, mesh, choice=Choice(True, False, False, False)).saved
+    return kept_bytes(cfg, mesh, PaddedAllToAll, rows), predicted
+
+
+def test_messages_of_a_fixed_size_are_kept_with_their_padding():
+    for kept, predicted in run_ranks(2, kept_with_padding):
+        assert predicted == pytest.approx(kept, rel=0.01)
 
 
 class Kept(TorchDispatchMode):
