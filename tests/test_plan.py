@@ -105,7 +105,7 @@ FAMILY.update({"swiglu, cp": dict(cp=2), "gelu, cp": dict(FAMILY["gelu"], cp=2)}
 @mock.patch.object(model_.F, "rms_norm", lambda x, shape, w, e: torch.layer_norm(x, shape, w, None, e))
 # of both cp ranks the same; flash attention needs no mask
 @mock.patch.object(model_, "gather_chunks", lambda kv, axis: torch.cat([kv, kv]))
-@mock.patch.object(model_, "causal_lower_right", lambda *sizes: None)
+@mock.patch("torch.nn.attention.bias.causal_lower_right", lambda *sizes: None)
 def kept_bytes(cfg, mesh, dispatcher=moe.plain_dispatcher, rows_in_use=0):
     """-> bytes that autograd keeps of a block, besides its weights and rope's table."""
     torch.set_default_dtype(torch.bfloat16)
