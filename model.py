@@ -20,7 +20,6 @@ import math
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from config import n_masked, pad_vocab
@@ -105,6 +104,7 @@ def fused_linear(x, layers, zero):
 def attend_chunks(q, k, v, axis, **options):
     """Causal attention of this rank's two chunks of each sequence (Axis.own_chunks): q (B, h, t, D), k and v
     (B, g, t, D) -> (B, h, t, D). A chunk's queries meet the keys of all ranks up to the chunk's own end."""
+    from torch.nn.attention.bias import causal_lower_right  # here: it doubles the time that imports take
     kv = torch.cat([x.permute(2, 0, 1, 3) for x in (k, v)], dim=2)  # (t, B, 2g, D)
     k, v = gather_chunks(kv, axis).permute(1, 2, 0, 3).chunk(2, dim=1)  # (B, g, T, D) each, gathered over cp
     out, c = [], q.size(2) // 2

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from config import check_ranks
-from ops.flat import BUCKET_ELEMENTS, accumulate, assign_buckets, copy_gradients
+from ops.flat import BUCKET_ELEMENTS, accumulate, assign_buckets, copy_gradients, padded_elements
 
 # torch 2.13 has new names for these two, older versions only the old ones
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -323,8 +323,7 @@ class Bucket:
         # a slice that k ranks hold counts 1/k on each of them in sums over the world
         self.replica_weight = 1 / (axis.size // self.shards)
         self.used = sum(p.numel() for p in params)
-        unit = self.shards * 128 if self.shards > 1 else 1  # slices begin at multiples of 128: aligned loads
-        n = -(-self.used // unit) * unit
+        n = padded_elements(self.used, self.shards)
         self.shard = self.shard_slice(axis.rank if self.shards > 1 else 0, n)
         wide = torch.promote_types(params[0].dtype, torch.float32)
         weights = torch.zeros(n, dtype=wide, device=params[0].device)  # (n,), the last n - used are padding

@@ -218,22 +218,28 @@ def warnings(cfg, plan, gpu, vocab):
 # -----------------------------------------------------------------------------
 # 3) many layouts
 
+SHORTEST_CHUNK = 2048  # positions per rank below which the search cuts no sequence: cp is for long ones
+
+
 def layouts(cfg, gpus, gpu):
-    """Yield cfg with each layout that train.py accepts on `gpus` GPUs, all with one global batch and cfg's
-    cp."""
+    """Yield cfg with each layout that train.py accepts on `gpus` GPUs, all with one global batch. cp: cfg's
+    if that is above 1, else all that leave a rank SHORTEST_CHUNK positions of each sequence."""
     batch = cfg.global_batch or cfg.micro_batch * gpus
     divisors = [d for d in range(1, gpus + 1) if gpus % d == 0]
     tps = [t for t in divisors if 128 % t == 0 and t <= GPUS[gpu].node]
+    cps = [c for c in divisors if c == 1 or cfg.seq_len // c >= SHORTEST_CHUNK] if cfg.cp == 1 else [cfg.cp]
     pps = [p for p in divisors if p <= cfg.n_layer]
-    for tp, pp in ((t, p) for t in tps for p in pps if gpus % (t * cfg.cp * p) == 0):
+    for tp, cp, pp in itertools.product(tps, cps, pps):
         stage = gpus // pp
+        if stage % (tp * cp):
+            continue
         eps = [e for e in divisors if stage % e == 0 and cfg.n_experts % e == 0] if cfg.n_experts else [1]
-        sizes = [2**i for i in range(8) if batch % (2**i * (stage // (tp * cfg.cp))) == 0]
+        sizes = [2**i for i in range(8) if batch % (2**i * (stage // (tp * cp))) == 0]
         chunks = [v for v in (1, 2) if v == 1 or pp > 1 and pp * v <= cfg.n_layer]
         for ep, mbs, *rest in itertools.product(eps, sizes, ("none", "selective", "full"), range(4),
                                                  chunks):
-            more = dict(zip(("recompute", "zero", "pp_chunks"), rest, strict=True))
-            this = dataclasses.replace(cfg, tp=tp, pp=pp, ep=ep, micro_batch=mbs, global_batch=batch, **more)
+            more = dict(zip(("recompute", "zero", "pp_chunks"), rest, strict=True), cp=cp, global_batch=batch)
+            this = dataclasses.replace(cfg, tp=tp, pp=pp, ep=ep, micro_batch=mbs, **more)
             try:
                 this, _ = check_gpus(this, gpus)
             except ValueError:
@@ -363,7 +369,7 @@ def print_search(cfg, plans):
     """A table of search's plans."""
     few = "; the first 20" if len(plans) > 20 else ""
     print(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {len(plans)} layouts fit{few}")
-    names = {"dp": "dp", "tp": "tp", "pp": "pp", "pp_chunks": "chunks", "ep": "ep", "zero": "zero",
+    names = {**{k: k for k in ("dp", "cp", "tp", "pp")}, "pp_chunks": "chunks", "ep": "ep", "zero": "zero",
              "micro_batch": "mbs", "recompute": "recompute"}
     rows = [("#", *names.values(), "GiB", "ms", "TFLOP/s/GPU", "days")]
     for i, plan in enumerate(plans[:20], 1):

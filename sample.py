@@ -2,19 +2,29 @@
 
 Several samples: --n COUNT of each --prompt, of which there may be several; the model is loaded once.
 A masked language model fills gaps: python sample.py RUN_DIR --fill "a [MASK] in a text".
+
+No sample, but how well the model predicts a text: --score FILE prints {"tokens", "loss", "perplexity"}, a
+line of JSON for each document, loss in nats per token. In a .jsonl file (also .gz, .zst, .parquet) each line
+is a document, its "text"; any other file is one. Each token is predicted once, from the tokens before it in
+its document: from all where they fit into seq_len, else from seq_len / 2 to seq_len of them, because windows
+of seq_len move on by half of it. A document begins after end-of-document; where the vocabulary has none
+(char), its first token is not predicted. With no token to predict, loss and perplexity are null.
 """
 import dataclasses
+import json
+import math
 import sys
 import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import tyro
 
 import checkpoint
 import config
-from corpus import tokenizer
+from corpus import text, tokenizer
 from tools.command_line import command_line, wrong_input
 from tools.schema import Range, check_schema, load_json
 
@@ -33,11 +43,14 @@ class Flags:
     temperature: float = 0.8  # below 1 favours likely tokens; 0 always takes the likeliest
     top_k: int = 50  # keep the k likeliest tokens; 0 keeps all
     seed: int = 1337  # of the random draws
+    score: str | None = None  # print the loss and the perplexity of this file's text; no sample
 
     RANGES = {"n": (1, 10**6), "max_new_tokens": (0, 10**9), "temperature": (0, 10**6), "top_k": (0, 2**24)}
 
     def check(self):
-        """ValueError for a temperature by which logits cannot be divided."""
+        """ValueError for a temperature by which logits cannot be divided, or a prompt that nothing reads."""
+        if self.score is not None and self.prompt:
+            raise ValueError("--score predicts a file and does not go with --prompt; leave one out")
         if 0 < self.temperature < 1e-6:
             raise ValueError(f"--temperature {self.temperature} is too small; try 0, the likeliest token")
 
@@ -124,8 +137,11 @@ def main(argv=None):
         if vocabulary.eod is None and not all(prompts):
             raise ValueError("--prompt is empty, and this vocabulary has no end-of-document to start from; "
                              "give at least one character")
+        scored = [] if flags.score is None else read_documents(flags.score, vocabulary)
         model = load_model(cfg, vocab_size, weights)
         print(said, end="", file=sys.stderr, flush=True)
+        if scored:
+            return print_scores(model, scored)
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal may lack the text's characters
         if gaps:
@@ -198,6 +214,56 @@ def print_fillings(model, vocabulary, ids, mask):
     for number, row in enumerate(zip(best, tokens, strict=True), 1):
         likeliest = (f"{vocabulary.decode([token])!r} {100 * p:.1f} %" for p, token in zip(*row, strict=True))
         print(f"{MASK} {number}: {', '.join(likeliest)}", flush=True)
+
+
+# -----------------------------------------------------------------------------
+# --score
+
+def read_documents(path, vocabulary):
+    """-> [the ids of a document, (n,) int64] of --score FILE, after end-of-document if the vocabulary has it.
+    ValueError, OSError: no such file, no text in it, a line without text, an unknown character."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"--score {path} is no file; give a text, or a .jsonl of lines with a 'text'")
+
+    def refuse(kind, line):
+        raise ValueError(f"--score: {line}; mend that document, or leave it out")
+    whole = not path.lower().endswith(tuple(text.KINDS))
+    spans = text.list_spans(path, sys.maxsize, "text", whole)  # a span is a whole file
+    texts = [one for span in spans for one in text.READERS[span.kind](span, "text", refuse)]
+    if not texts:
+        raise ValueError(f"--score {path} holds no text; give a file that does")
+    start = np.array([] if vocabulary.eod is None else [vocabulary.eod], np.int64)
+    return [np.concatenate([start, vocabulary.encode_numpy(one)]) for one in texts]
+
+
+def print_scores(model, scored):
+    """A line of JSON for each of read_documents."""
+    for ids in scored:
+        tokens = max(0, len(ids) - 1)
+        loss = total_loss(model, ids) / tokens if tokens else math.nan
+        print(json.dumps({"tokens": tokens, "loss": loss if math.isfinite(loss) else None,
+                          "perplexity": math.exp(loss) if loss < 700 else None}), flush=True)  # or too large
+
+
+def total_loss(model, ids):
+    """-> float, the sum of -log p(token) in nats over all but the first of ids, (n,) int64 on the host."""
+    import torch
+
+    from model import vocab_cross_entropy
+    device, T = next(model.parameters()).device, model.cfg.seq_len
+    ids = torch.from_numpy(ids).to(device)
+    inputs, targets = ids[:-1], ids[1:]
+    model.eval()
+    done, total = 0, 0.0  # of the targets
+    with torch.no_grad():
+        while done < len(targets):
+            # the window of the T inputs before `end` predicts what no window before it has predicted
+            end = min(len(targets), max(T, done + max(1, T // 2)))
+            logits, _ = model(inputs[max(0, end - T):end].unsqueeze(0))  # (t, V), t <= T
+            total += vocab_cross_entropy(logits[done - end:], targets[done:end], model.vocab_size,
+                                         model.mesh.tp).item()
+            done = end
+    return total
 
 
 if __name__ == "__main__":

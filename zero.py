@@ -14,7 +14,7 @@ import itertools
 
 import torch
 
-from ops.flat import BUCKET_ELEMENTS, assign_buckets, copy_gradients
+from ops.flat import BUCKET_ELEMENTS, assign_buckets, copy_gradients, padded_elements
 from parallel import Bucket, Comm, DataParallel, untimed
 
 # -----------------------------------------------------------------------------
@@ -123,8 +123,8 @@ class ZeRO2(DataParallel):
                  assign_buckets(model.named_parameters(), zero, bucket_elements)
                  if uses_slot(getattr(mesh, axis))]
         self.slots = []
-        if sizes:  # with room for the padding: slices begin at multiples of 128
-            n, weight = max(sizes) + 128 * mesh.stage.size, next(model.parameters())
+        if sizes:  # long enough for every axis: the number of its ranks divides the stage's
+            n, weight = padded_elements(max(sizes), mesh.stage.size), next(model.parameters())
             self.slots = [comm(mesh.stage).new_slot(n, dtype or weight.dtype, weight.device, mesh.stage)
                           for _ in range(2)]
         super().__init__(model, mesh, zero, timers, dtype, comm, bucket_elements)

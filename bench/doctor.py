@@ -149,7 +149,7 @@ def mpi():
     if where is None:
         return "WARN", f"mpi4py {have} but no mpiexec in PATH: start with torchrun or srun", \
             "pip install mpich, or load the site's MPI"
-    env = bare_environment()
+    env, jobs = bare_environment(), []
     refused = False  # Open MPI refuses to run as root, and more ranks than it counts slots
     for flags in ([], ["--allow-run-as-root"], ["--allow-run-as-root", "--oversubscribe"]):
         try:
@@ -158,7 +158,8 @@ def mpi():
         except (OSError, subprocess.TimeoutExpired) as e:
             return "FAIL", f"{where} -n 2: {e}", "use another mpiexec; on a login node, try inside a job"
         seen = re.findall(r"^rank (\d) (\d+) (.*)", job.stdout, re.M)
-        refused |= "allow-run-as-root" in job.stderr  # of its explanation
+        refused |= not flags and "allow-run-as-root" in job.stderr  # of its explanation
+        jobs.append(job)
         if job.returncode == 0:
             break
     fix = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, or do not be root" * refused
@@ -169,8 +170,12 @@ def mpi():
     if seen:
         return "FAIL", f"{where} started 2 ranks, mpi4py sees {seen[0][1]}: their MPIs differ", \
             "use the mpiexec of the MPI that mpi4py was built with"
-    last = (job.stderr.strip() or job.stdout.strip() or "no output").splitlines()[-1]
-    return "FAIL", f"{where} -n 2 ends with {job.returncode}: {last[:90]}", \
+    # of the first that was not about the flag that another MPI does not know. a rank's exception, or the
+    # launcher's first line: Open MPI draws lines of dashes around a text
+    job = next((job for job in jobs if "allow-run-as-root" not in job.stderr), jobs[0])
+    lines = [line for line in (job.stderr + job.stdout).splitlines() if re.search("[a-z]", line)]
+    why = next((line for line in lines if re.match(r"[\w.]*Error: ", line)), [*lines, "no output"][0])
+    return "FAIL", f"{where} -n 2 ends with {job.returncode}: {why.strip()[:90]}", \
         fix or "try inside a job, or another mpiexec"
 
 

@@ -96,14 +96,17 @@ def expert_activations(cfg, mesh, load_factor, choice=None):
     choice = choice or expected_choice(cfg, mesh)
     (size, wide), C, F, K, E = element_bytes(cfg), cfg.n_embd, cfg.ffn_hidden, cfg.top_k, cfg.n_experts
     n = rank_tokens(cfg, mesh) // mesh.tp.size
-    held, buffer = expert_rows(cfg, n), buffer_rows(cfg, mesh, choice)
-    if needs_row_limit(cfg, mesh):  # in a bad step the rows fill the buffer; the first step does without it
-        held = load_factor * held if load_factor else max(buffer, IMBALANCE * held)
+    held, buffer, back = expert_rows(cfg, n), buffer_rows(cfg, mesh, choice), n * K
+    if varying := needs_row_limit(cfg, mesh):  # in a bad step the rows fill what a graph has for them
+        room = held * min(cfg.ep_slack, mesh.ep.size) * choice.graph  # the first step does without it
+        held = load_factor * held if load_factor else max(room, IMBALANCE * held)
     router = n * C * wide * (wide > size) + 2 * n * E * wide
     router += 8 * n * K * (2 if buffer else 5 if mesh.ep.size > 1 else 3)  # int64: which copy goes where
+    if varying and choice.graph and not buffer:  # fast/padded.py: messages of `held` rows, also back
+        router, back = router + 24 * (held - n * K), held
     recomputes = cfg.mlp == "swiglu" and cfg.dtype != "fp64"  # SwiGLUExperts: two of four
     hidden = 2 if recomputes or cfg.mlp not in GATED else 4
-    saved = router + size * (held * (C * (not buffer) + hidden * F) + n * K * C)  # x a b; the copies
+    saved = router + size * (held * (C * (not buffer) + hidden * F) + back * C)  # x a b; the copies
     remains = saved if cfg.recompute == "selective" else router
     return BlockActivations(saved, remains + size * n * C,  # norm2's output
                             size * held * (2 * F + C))

@@ -14,7 +14,8 @@ from config import n_masked, pad_vocab
 from model import DTYPES, GPT
 from moe import expert_capacity
 from ops.activations import GATED
-from parallel import Axis, Mesh, assign_buckets
+from ops.flat import assign_buckets, padded_elements
+from parallel import Axis, Mesh
 from pipeline import rank_layers
 from zero import uses_slot
 
@@ -133,12 +134,13 @@ def local_buckets(cfg, mesh, vocab_size):
 
 
 def sharded_parameters(cfg, mesh, vocab_size):
-    """-> {axis name: parameters of this rank that ZeRO-3 shards}, [{axis name: parameters that it gathers}]
-    of the embedding, each block and the head; empty without ZeRO-3."""
+    """-> {axis name: elements of this rank's buckets, padded, that ZeRO-3 shards}, [{axis name: elements that
+    it gathers}] of the embedding, each block and the head; empty without ZeRO-3."""
     sharded, parts = Counter(), [Counter() for _ in range(cfg.n_layer + 2)]
     for axis, decayed, name, n in _buckets(cfg, mesh, vocab_size) if cfg.zero == 3 else ():
         if decayed and uses_slot(getattr(mesh, axis)):
             word, number = name.split(".")[:2]
+            n = padded_elements(n, getattr(mesh, axis).size)
             sharded[axis] += n
             parts[int(number) + 1 if word == "blocks" else -1 if word in ("head", "mlm") else 0][axis] += n
             parts[-1][axis] += n * (word == "wte" and cfg.tied)

@@ -20,6 +20,7 @@ from cost.parameters import (
     unwidened_gradients,
 )
 from cost.step_time import expected_choice
+from ops.flat import padded_elements
 from optim import StepStats
 from zero import uses_slot
 
@@ -98,7 +99,8 @@ def reductions(cfg, mesh, vocab_size, choice=None, batch=0):
     _, copied = unwidened_gradients(mesh, local_parameters(cfg, mesh, vocab_size), choice)
     (sharded, parts), out = sharded_parameters(cfg, mesh, vocab_size), {}
     for axis, buckets in local_buckets(cfg, mesh, vocab_size).items():
-        size, n = getattr(mesh, axis).size, sum(buckets)
+        size = getattr(mesh, axis).size
+        n = sum(padded_elements(bucket, size if cfg.zero else 1) for bucket in buckets)
         sent = (size - 1) / size * n  # elements
         if cfg.zero:
             times = micro if cfg.zero > 1 and uses_slot(getattr(mesh, axis)) else 1

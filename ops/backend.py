@@ -21,6 +21,5 @@ TRITON_DEVICES = triton_devices()
 
 
 def use_triton(x):
-    """True for tensors on a device that Triton serves, of the dtypes that the kernels know; fp64 stays with
-    torch."""
+    """True for tensors on a device that Triton serves, of the dtypes that the kernels know: not fp64."""
     return x.device.type in TRITON_DEVICES and x.dtype in DTYPES

@@ -42,6 +42,11 @@ def uses_weight_decay(p):
     return p.ndim >= 2
 
 
+def padded_elements(n, shards):
+    """-> length of n elements cut into so many slices, which begin at multiples of 128: aligned loads."""
+    return -(-n // (128 * shards)) * 128 * shards if shards > 1 else n
+
+
 def accumulate(total, g, first):
     """total (fp32) = g of the model's dtype if first, else += g. A copy needs no zeroing before it."""
     if backend.use_triton(g) and g.dtype != total.dtype and g.numel() >= 2**18 and g.is_contiguous():
@@ -91,8 +96,7 @@ def rectangles(shape, a, b):
     out = []
     first, last = -(-a // row), b // row  # whole rows
     if first > last:  # inside one row
-        last = first = first - 1
-        return [((first, *o), (1, *s)) for o, s in rectangles(shape[1:], a - first * row, b - first * row)]
+        return [((last, *o), (1, *s)) for o, s in rectangles(shape[1:], a - last * row, b - last * row)]
     if a < first * row:
         out += [((first - 1, *o), (1, *s)) for o, s in rectangles(shape[1:], a - (first - 1) * row, row)]
     if first < last:
@@ -105,7 +109,6 @@ def rectangles(shape, a, b):
 def shards(dp, opt, vectors=None, owned_only=True):
     """-> [(name, view, full shape, offset)]: this rank's rectangles of the weights and Adam moments, or of
     the given {prefix: a slice per bucket}. The views share memory with the optimizer: filling them loads.
-
     owned_only: leave out what another rank saves; over all ranks every element is then there once.
     The optimizer's slices are runs of flat buckets; rectangles() cuts a run into rectangles."""
     if vectors is None:

@@ -124,7 +124,7 @@ class Watch(contextlib.AbstractContextManager):
             now, started = time.monotonic(), sum(self.world.calls.started.values()) if self.world else 0
             gap = now - before - self.tick
             if gap > 1 + 2 * self.tick:  # suspended, or kept from running
-                if now - self.last > self.limit + self.grace / 2:  # faulthandler's clock did not stand still
+                if now > self.alarm:  # faulthandler's clock did not stand still
                     with contextlib.suppress(OSError):
                         print(f"suspended for {gap:.0f} s: the stacks above are of no hang", file=self.stacks)
                 self.last = min(now, self.last + gap)
@@ -139,6 +139,7 @@ class Watch(contextlib.AbstractContextManager):
     def _set_alarms(self, left):
         """Set the two alarms that work without this thread: `left` seconds from now, and a grace."""
         faulthandler.cancel_dump_traceback_later()
+        self.alarm = time.monotonic() + left + self.grace / 2
         faulthandler.dump_traceback_later(left + self.grace / 2, file=self.stacks)
         with contextlib.suppress(OSError):  # somebody killed it
             self.guardian.stdin.write(f"{left + 2 * self.grace}\n".encode())

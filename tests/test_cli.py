@@ -340,6 +340,12 @@ def test_stages_follow_pp_layers_or_are_balanced():
         assert stages(len(counts), sum(counts)) == list(zip([0, *ends[:-1]], ends, strict=True))
 
 
+def test_the_programs_start_without_torchs_compiler():
+    """Its import, which torch.nn.attention.bias needs, takes as long as that of torch."""
+    code = "import sys, train, plan, sample; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
 def test_help_lists_every_field(capsys):
     with pytest.raises(SystemExit) as e:
         parse(["gpt2", "--help-all"])

@@ -69,13 +69,30 @@ def fake(folder, text):
 @pytest.mark.parametrize("text,status,words", [
     ('echo "rank 0 1 Another MPI 1.0"; echo "rank 0 1 Another MPI 1.0"', "FAIL", "mpi4py sees 1"),
     ("echo no slots >&2; exit 1", "FAIL", "ends with 1: no slots"),
+    ("printf -- '----\\nno slots\\ntry fewer\\n----\\n' >&2; exit 1", "FAIL", "ends with 1: no slots"),
+    ("printf '  File x\\nOSError: no MPI\\n--\\na rank ended\\n' >&2; exit 1", "FAIL", "1: OSError: no MPI"),
+    ("exit 1", "FAIL", "no output"),
+    ('[ $# = 5 ] || { echo what is --allow-run-as-root >&2; exit 9; }; echo no host >&2; exit 4', "FAIL",
+     "ends with 4: no host"),
     ('[ "$1" = --allow-run-as-root ] || exit 1; echo rank 0 2 Open MPI; echo rank 1 2 Open MPI', "OK",
      "needs --allow-run-as-root")])
 def test_mpiexec_that_does_not_fit(tmp_path, monkeypatch, text, status, words):
     monkeypatch.setenv("PATH", os.environ["PATH"])
     fake(tmp_path, text)
     got = doctor.mpi()
-    assert got[0] == status and words in got[1], got
+    assert got[0] == status and words in got[1] and "OMPI" not in got[2], got
+
+
+def test_mpiexec_hears_nothing_of_the_launcher_that_started_the_doctor(tmp_path, monkeypatch):
+    """Its two ranks would take themselves for ranks of torchrun, or of the other MPI's job."""
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+                 "TORCHELASTIC_RUN_ID", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PRTE_LAUNCHED"):
+        monkeypatch.setenv(name, "1")
+    theirs = "^(RANK|WORLD_SIZE|LOCAL_|MASTER_|TORCHELASTIC|PMI|OMPI_|PRTE)"
+    fake(tmp_path, f"env | grep -E '{theirs}' >&2 && exit 1; echo rank 0 2 an MPI; echo rank 1 2 an MPI")
+    got = doctor.mpi()
+    assert got[0] == "OK", got
 
 
 def test_root_with_open_mpi_is_told_which_variables_allow_it(tmp_path, monkeypatch):

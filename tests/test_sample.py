@@ -2,8 +2,10 @@
 import contextlib
 import io
 import json
+import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from pool import run_ranks
@@ -112,7 +114,8 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sample")
     chars(folder)
     base = [f for f in TINY if "vocab" not in f]
-    go(1, folder / "run", f"--data={folder / 'toy'}", "--steps=2", "--save-every=1", "--seed=7", base=base)
+    go(1, folder / "run", f"--data={folder / 'toy'}", "--steps=2", "--save-every=1", "--seed=7",
+       "--dropout=0.3", base=base)
     return folder / "run"
 
 
@@ -183,6 +186,63 @@ def test_sample_py_takes_the_lowest_validation_loss_and_says_so(run, tmp_path, c
     assert taken(tmp_path)[0] == "step_000002"
     name, said = taken(run)
     assert name == "step_000002" and f"{run}/step_000002: the newest checkpoint" in said
+
+
+def scores(*argv):
+    """sample.main -> the JSON that it prints, line by line."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        sample.main([str(a) for a in argv])
+    return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+def test_score_predicts_each_token_once(run, tmp_path):
+    """Against a loop over the tokens, each alone from its context: half a window of it, or all before it."""
+    text = "ab egg cab bead fed a face cafe deaf abba\n"[:-1]
+    (tmp_path / "one.txt").write_text(text)
+    lines = [json.dumps({"text": t}) + "\n" for t in (text, "a", "", text[:9])]
+    (tmp_path / "docs.jsonl").write_text("".join(lines))
+    cfg, vocab_size, weights, *_ = sample.read_run(run)
+    model, ids = sample.load_model(cfg, vocab_size, weights).eval(), tokenizer.load(run).encode(text)
+    T, want = cfg.seq_len, []
+    for j in range(1, len(ids)):
+        # windows end after T, T + T/2, ... inputs, the last at the end of the document
+        end = next((e for e in range(T, len(ids) - 1, T // 2) if j <= e), len(ids) - 1)
+        context = ids[max(0, end - T):j]
+        assert min(j, T // 2) <= len(context) <= T
+        with torch.no_grad():
+            logits = model(torch.tensor([context]))[0][-1, :vocab_size].float()
+        want.append(-torch.log_softmax(logits, 0)[ids[j]].item())
+    assert len(want) > 2 * T
+    found = scores(run, "--score", tmp_path / "docs.jsonl")
+    for row, losses in zip(found, (want, [], [], want[:8]), strict=True):
+        assert row["tokens"] == len(losses)
+        assert row["loss"] == (pytest.approx(sum(losses) / len(losses), rel=1e-6) if losses else None)
+        assert row["perplexity"] == (math.exp(row["loss"]) if losses else None)
+    assert scores(run, "--score", tmp_path / "one.txt") == found[:1]
+
+
+def test_score_starts_a_document_after_end_of_document(tmp_path):
+    (tmp_path / "one.txt").write_text("to be or not to be")
+    words = tokenizer.train_bpe(["to be or not to be"], 260)
+    (ids,) = sample.read_documents(str(tmp_path / "one.txt"), words)
+    assert ids.tolist() == [words.eod, *words.encode("to be or not to be")] and ids.dtype == np.int64
+
+
+@pytest.mark.parametrize("name,content,words", [
+    ("none.txt", None, ("none.txt", "is no file")), ("empty.txt", "", ("holds no text",)),
+    ("foreign.txt", "ab \u00e9", ("U+00E9",)), ("latin.txt", b"\xff", ("not utf-8",)),
+    ("broken.jsonl", '{"text": "ab"}\n{"body": "ab"}\n', ("no text under 'text'",)),
+    ("cut.jsonl", '{"text": "ab', ("cut.jsonl at byte 0",)), ("a.txt", "ab", ("--prompt", "leave one out"))])
+def test_score_refuses_a_wrong_file_in_one_line(name, content, words, run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sample, "load_model", lambda *args: pytest.fail("the model was read before the file"))
+    if content is not None:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SystemExit) as exit_:
+        sample.main([str(run), "--score", str(tmp_path / name), *["--prompt=a"] * (name == "a.txt")])
+    said = capsys.readouterr()
+    assert exit_.value.code == 2 and said.out == "" and said.err.count("\n") == 1
+    assert said.err.startswith("nanoshard: ") and all(word in said.err for word in words), said.err
 
 
 def test_the_samples_of_a_run_are_drawn_with_its_seed(run, tmp_path, capsys, monkeypatch):

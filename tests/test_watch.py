@@ -66,7 +66,7 @@ def suspend(out):
         return len(rows(out / "run"))
     wait_for_rows(2)
     job.send_signal(signal.SIGSTOP)
-    time.sleep(1.5 * TIMEOUT + watch.SLOW_PHASE_FACTOR)
+    time.sleep(watch.SLOW_PHASE_FACTOR * TIMEOUT + 2)  # the start, a slow phase, may have set the alarm
     done = wait_for_rows(2)
     job.send_signal(signal.SIGCONT)
     time.sleep(0.6 * TIMEOUT)
