@@ -1,7 +1,8 @@
-"""Text to token ids and back: characters, a byte-pair vocabulary trained here, or any tiktoken encoding.
+"""Text to token ids and back: characters, a byte-pair vocabulary trained here, any tiktoken encoding, or a
+tokenizer of Hugging Face.
 
 train_char(), train_bpe() and from_tiktoken() make a tokenizer; save() writes it beside the tokens, load()
-reads it. tokenizer.json is complete: sampling needs neither the network nor a cache.
+reads it, or one of Hugging Face. tokenizer.json is complete: sampling needs neither the network nor a cache.
 """
 
 import base64
@@ -42,6 +43,11 @@ class Tokenizer:
     def encode(self, text):
         """-> the token ids of `text`, a list of int; no end-of-document is added."""
         return self.encode_numpy(text).tolist()
+
+    def encode_prompt(self, text):
+        """-> the ids of a text that a model is to continue: those of encode(), or after a first special token
+        where the tokenizer is one of Hugging Face that begins each text with it."""
+        return self.encode(text)
 
     def save(self, path):
         """Write tokenizer.json (plain json, no code in it)."""
@@ -121,6 +127,42 @@ class BpeTokenizer(Tokenizer):
         return b"".join(tokens).decode("utf-8", "replace")
 
 
+class HfTokenizer(Tokenizer):
+    """A tokenizer of Hugging Face, run by their library `tokenizers`. spec: json, their tokenizer.json, and
+    config, their tokenizer_config.json, whose eos_token is end-of-document."""
+
+    SCHEMA = {"json": {"model": dict}, "config": dict}
+
+    def __init__(self, spec):
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError("a tokenizer of Hugging Face needs pip install tokenizers") from None
+        super().__init__(spec)
+        try:
+            self.library = tokenizers.Tokenizer.from_str(json.dumps(spec["json"]))
+        except Exception as e:  # the library has no exceptions of its own
+            raise ValueError(f"the library tokenizers cannot read it: {one_line(e)[:120]}") from None
+        self.library.encode_special_tokens = True  # in a text their characters are as any others
+        self.library.no_truncation()
+        self.library.no_padding()
+        self.n_vocab = max(self.library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        eos = spec["config"].get("eos_token")
+        eos = eos.get("content") if isinstance(eos, dict) else eos
+        self.eod = self.library.token_to_id(eos) if isinstance(eos, str) else None
+
+    def encode_numpy(self, text, special=False):
+        """-> the ids of `text`, (n,) uint32. special: with those that the tokenizer puts before a text."""
+        return np.array(self.library.encode(text, add_special_tokens=special).ids, np.uint32)
+
+    def encode_prompt(self, text):
+        return self.encode_numpy(text, special=True).tolist()
+
+    def decode(self, ids):
+        """-> the text of `ids`; ids without a token give nothing."""
+        return self.library.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
 def train_char(texts):
     """-> a CharTokenizer of the characters that occur in `texts`, an iterable of str."""
     return CharTokenizer({"kind": "char", "chars": "".join(sorted(set(chain.from_iterable(texts))))})
@@ -165,8 +207,11 @@ def load(path):
         raise FileNotFoundError(f"{path} does not exist; make it with: python prepare.py")
     try:
         spec = load_json(path)
+        if isinstance(spec, dict) and "model" in spec and "kind" not in spec:  # Hugging Face's own
+            config = path.with_name("tokenizer_config.json")
+            spec = {"kind": "hf", "json": spec, "config": load_json(config) if config.is_file() else {}}
         check_schema(spec, {"kind": str}, path.name)
-        kind = CharTokenizer if spec["kind"] == "char" else BpeTokenizer
+        kind = {"char": CharTokenizer, "hf": HfTokenizer}.get(spec["kind"], BpeTokenizer)
         check_schema(spec, kind.SCHEMA, path.name)
         return kind(spec)
     except ValueError as e:
