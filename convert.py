@@ -141,6 +141,9 @@ class HuggingFace(checkpoint.Reader):
         narrowest = min(stored, key=[*FLOATS].index, default="F32")
         found = hf.read_config(self.path / "config.json", FLOATS[narrowest], seq_len)
         kind, self.cfg, self.vocab_size = found
+        if self.cfg.n_layer * max(1, self.cfg.n_experts) > len(self.slices):
+            raise ValueError(f"{folder}/config.json has {self.cfg.n_layer} layers and {self.cfg.n_experts} "
+                             f"experts, the files have {len(self.slices)} tensors: they are of two models")
         if kind == "gpt2" and "wte.weight" in self.slices:  # as on the hub: saved without the head around it
             self.slices = {f"transformer.{name}": part for name, part in self.slices.items()}
         self.layout = tensors(self.cfg, kind, self.vocab_size)

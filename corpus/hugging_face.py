@@ -221,7 +221,8 @@ def byte_pairs(tokenizer: BpeTokenizer):
               if len(token) > 1]
     return {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
-            "vocab": {text(token): i for token, i in ranks.items()},
+            # special tokens too: the library numbers those that it does not find here by itself
+            "vocab": {**{text(token): i for token, i in ranks.items()}, **tokenizer.spec["special"]},
             "merges": [[text(a), text(b)] for a, b in merges]}
 
 
