@@ -38,10 +38,10 @@ class Config:
     seq_len: int = 128  # tokens in a sequence
     dropout: float = 0.0  # probability, in attention, residual branches and embedding; 0 is off
     norm: Literal["rms", "layer"] = "rms"  # RMSNorm or LayerNorm
-    norm_eps: float = 1e-5  # added to the variance (mean square) under the norm's root
     mlp: Literal["swiglu", "gelu"] = "swiglu"  # SwiGLU (three matrices) or GELU (two)
     pos: Literal["rope", "learned"] = "rope"  # rotary or learned absolute positions
     rope_base: float = 10000.0  # RoPE base (theta); long sequences need a larger one
+    norm_eps: float = 1e-5  # added to the variance (mean square) under the norm's root
     bias: bool = False  # biases in linear layers and LayerNorm
     tied: bool = False  # the output head is the token embedding's matrix
     # mixture of experts

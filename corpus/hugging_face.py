@@ -2,6 +2,7 @@
 models with it.
 """
 import dataclasses
+import json
 import re
 from typing import NamedTuple
 
@@ -169,17 +170,18 @@ def read_rope_base(path, theirs, kind):
 def export_tokenizer(tokenizer, seq_len):
     """-> {file: content} of a tokenizer of ours as transformers reads it: the same text gives the same ids,
     except that the characters of a special token give that token."""
+    spec, special = tokenizer.spec, tokenizer.spec.get("special", {})
     if tokenizer.kind == "hf":
-        return {"tokenizer.json": tokenizer.spec["json"], "tokenizer_config.json": tokenizer.spec["config"]}
-    special, parts = {}, {}
+        whole = json.loads(tokenizer.library.to_str()) if special else spec["json"]
+        return {"tokenizer.json": whole, "tokenizer_config.json": spec["config"]}
     if isinstance(tokenizer, CharTokenizer):
         vocab = {c: i for i, c in enumerate(tokenizer.chars)}
-        model = {"type": "WordLevel", "vocab": vocab, "unk_token": ""}
+        model = {"type": "WordLevel", "vocab": {**vocab, **special}, "unk_token": ""}
         parts = {"pre_tokenizer": split("[\\s\\S]"), "decoder": {"type": "Fuse"}}
     else:
-        model, special = byte_pairs(tokenizer), tokenizer.spec["special"]
+        model = byte_pairs(tokenizer)
         to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        steps = [split(for_oniguruma(tokenizer.spec["pattern"])), to_bytes]
+        steps = [split(for_oniguruma(spec["pattern"])), to_bytes]
         parts = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}, "decoder": to_bytes}
     added = [{"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
               "normalized": False, "special": True} for token, i in special.items()]

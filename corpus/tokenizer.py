@@ -128,10 +128,12 @@ class BpeTokenizer(Tokenizer):
 
 
 class HfTokenizer(Tokenizer):
-    """A tokenizer of Hugging Face, run by their library `tokenizers`. spec: json, their tokenizer.json, and
-    config, their tokenizer_config.json, whose eos_token is end-of-document."""
+    """A tokenizer of Hugging Face, run by their library `tokenizers`. spec: json, their tokenizer.json;
+    config, their tokenizer_config.json, whose eos_token is end-of-document; eos_id, the model's where that
+    has none; special, further special tokens and their ids."""
 
-    SCHEMA = {"json": {"model": dict}, "config": dict}
+    SCHEMA = {"json": {"model": dict}, "config": dict, "eos_id?": (int, list, type(None)),
+              "special?": token_ids}
 
     def __init__(self, spec):
         try:
@@ -143,13 +145,20 @@ class HfTokenizer(Tokenizer):
             self.library = tokenizers.Tokenizer.from_str(json.dumps(spec["json"]))
         except Exception as e:  # the library has no exceptions of its own
             raise ValueError(f"the library tokenizers cannot read it: {one_line(e)[:120]}") from None
+        special = spec.get("special", {})
+        self.library.add_special_tokens(sorted(special, key=special.get))  # the library numbers them
+        if any(self.library.token_to_id(token) != i for token, i in special.items()):
+            raise ValueError(f"its ids have gaps, {', '.join(special)} cannot come after them")
         self.library.encode_special_tokens = True  # in a text their characters are as any others
         self.library.no_truncation()
         self.library.no_padding()
         self.n_vocab = max(self.library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         eos = spec["config"].get("eos_token")
         eos = eos.get("content") if isinstance(eos, dict) else eos
+        eos = spec.get("eos_id") if eos is None else eos
         self.eod = self.library.token_to_id(eos) if isinstance(eos, str) else None
+        if type(eos) is int and self.library.id_to_token(eos) is not None:
+            self.eod = eos
 
     def encode_numpy(self, text, special=False):
         """-> the ids of `text`, (n,) uint32. special: with those that the tokenizer puts before a text."""
@@ -208,8 +217,10 @@ def load(path):
     try:
         spec = load_json(path)
         if isinstance(spec, dict) and "model" in spec and "kind" not in spec:  # Hugging Face's own
-            config = path.with_name("tokenizer_config.json")
-            spec = {"kind": "hf", "json": spec, "config": load_json(config) if config.is_file() else {}}
+            config, of_model = (load_json(path.with_name(name)) if path.with_name(name).is_file() else {}
+                                for name in ("tokenizer_config.json", "config.json"))
+            spec = {"kind": "hf", "json": spec, "config": config,
+                    "eos_id": of_model.get("eos_token_id") if isinstance(of_model, dict) else None}
         check_schema(spec, {"kind": str}, path.name)
         kind = {"char": CharTokenizer, "hf": HfTokenizer}.get(spec["kind"], BpeTokenizer)
         check_schema(spec, kind.SCHEMA, path.name)

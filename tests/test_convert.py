@@ -349,6 +349,18 @@ def test_a_tokenizer_of_theirs_is_ours(hf, trained, tmp_path):
         assert content == json.loads((tmp_path / name).read_text())
 
 
+def test_special_tokens_of_ours_join_a_tokenizer_of_theirs(hf, trained, tmp_path):
+    library(hf, trained, tmp_path)
+    read, n = tokenizer.load(tmp_path), trained.n_vocab
+    more = tokenizer.HfTokenizer({**read.spec, "special": {"<|b|>": n, "<|a|>": n + 1}})
+    assert more.n_vocab == n + 2 and more.decode([n, n + 1]) == "<|b|><|a|>"
+    assert more.encode("<|a|> x") == trained.encode("<|a|> x")
+    opened = library(hf, more, tmp_path)
+    assert opened.convert_tokens_to_ids(["<|a|>", "<|b|>"]) == [n + 1, n]
+    with pytest.raises(ValueError, match="gaps"):
+        tokenizer.HfTokenizer({**read.spec, "special": {"<|b|>": n + 5}})
+
+
 def test_data_by_a_tokenizer_of_theirs(hf, trained, tmp_path, capsys):
     """prepare.py --tokenizer hf:DIR gives the tokens of the same vocabulary of ours. It is refused without an
     end-of-document."""
@@ -362,6 +374,9 @@ def test_data_by_a_tokenizer_of_theirs(hf, trained, tmp_path, capsys):
     a, b = ((tmp_path / name / "train_00000.bin").read_bytes() for name in "ab")
     assert a == b and len(a) > 1000
     change(tmp_path / "tokenizer_config.json", eos_token=None)
+    for eos, eod in (trained.eod, trained.eod), (10**6, None), ([1, 2], None):
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
+        assert tokenizer.load(tmp_path).eod == eod
     refused(prepare.main, [*argv, "--name=c", f"--tokenizer=hf:{tmp_path}"], "eos_token")
     refused(prepare.main, [*argv, "--name=c", f"--tokenizer=hf:{tmp_path}/none"], "none/tokenizer.json")
 
