@@ -83,13 +83,13 @@ def write_part(tmp, rank, shards):
     write_whole(tmp / f"rank_{rank:05d}.json", json.dumps(part))
 
 
-def write_safetensors(path, tensors):
-    """Write {key: tensor} -> (bytes, crc32). Unlike the library's function, this one writes block by block
-    without a copy, computes the checksum on the way, and releases the interpreter's lock, so that training
-    goes on beside it."""
+def write_safetensors(path, tensors, metadata=None):
+    """Write {key: tensor} and metadata {str: str} -> (bytes, crc32). Unlike the library's function, this one
+    writes block by block without a copy, computes the checksum on the way, and releases the interpreter's
+    lock, so that training goes on beside it."""
     import torch
     tensors = dict(sorted(tensors.items(), key=lambda kt: -kt[1].element_size()))  # widest first: all aligned
-    header, at = {}, 0
+    header, at = {"__metadata__": metadata} if metadata else {}, 0
     for key, t in tensors.items():
         n = t.numel() * t.element_size()
         header[key] = {"dtype": SAFETENSORS_DTYPE[str(t.dtype)[6:]], "shape": list(t.shape),

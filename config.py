@@ -41,6 +41,7 @@ class Config:
     mlp: Literal["swiglu", "gelu"] = "swiglu"  # SwiGLU (three matrices) or GELU (two)
     pos: Literal["rope", "learned"] = "rope"  # rotary or learned absolute positions
     rope_base: float = 10000.0  # RoPE base (theta); long sequences need a larger one
+    norm_eps: float = 1e-5  # added to the variance (mean square) under the norm's root
     bias: bool = False  # biases in linear layers and LayerNorm
     tied: bool = False  # the output head is the token embedding's matrix
     # causal predicts the next token; mlm is BERT's masked language model: 15 % of the tokens, from both sides
@@ -169,7 +170,7 @@ RANGES = {  # flag, of any program: the least and the largest value it may have
     **dict.fromkeys(("lr", "min_lr", "weight_decay", "clip", "aux_coef", "z_coef", "router_bias_rate",
                      "capacity_factor", "ep_slack", "max_minutes", "skip_spikes"), FACTOR),
     "rope_base": (1, 10**12), "timeout": (1, 30 * 86400), "pdb": (-1, 2**20), "seed": (0, 2**63 - 1),
-    **dict.fromkeys(("dropout", "beta1", "beta2"), (0, 1))}
+    **dict.fromkeys(("dropout", "beta1", "beta2", "norm_eps"), (0, 1))}
 COMMON = ("n_layer", "n_head", "n_embd", "seq_len", "n_experts", "top_k", "tp", "pp", "ep", "zero",
           "micro_batch", "global_batch", "steps", "lr", "dtype", "data", "out", "eval_every", "save_every",
           "resume")  # what --help shows of Config; --help-all shows all

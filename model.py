@@ -36,14 +36,14 @@ class Norm(nn.Module):
 
     def __init__(self, cfg, mesh):
         super().__init__()
-        self.layer = cfg.norm == "layer"
+        self.layer, self.eps = cfg.norm == "layer", cfg.norm_eps
         self.weight = parameter((cfg.n_embd,), mesh)
         self.bias = parameter((cfg.n_embd,), mesh) if self.layer and cfg.bias else None
 
     def forward(self, x):  # (n, C) -> (n, C)
         if self.layer:
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
-        return F.rms_norm(x, self.weight.shape, self.weight, 1e-5)
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class ColumnLinear(nn.Module):

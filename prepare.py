@@ -62,7 +62,8 @@ class Flags:
     sources: Sources = ()  # stdlib, files, or names on the hub (see above)
     name: str = ""  # the folder under --out; the default is stdlib for stdlib
     out: str = "data"  # where that folder goes
-    tokenizer: str = "bpe"  # char, bpe (trained on the sources), gpt2, o200k_base..., or a prepared folder
+    # char, bpe (trained on the sources), gpt2, o200k_base..., a prepared folder, or hf:FOLDER of Hugging Face
+    tokenizer: str = "bpe"
     vocab_size: int | None = None  # bpe: number of ids, end-of-document included; None is 4096
     text_key: str = "text"  # the column or json key of the text
     shuffle: Switch = False  # put the documents of all sources in one random order; the default for records
@@ -143,9 +144,15 @@ def fingerprint(flags, spans):
 # the tokenizer
 
 def borrowed_tokenizer(flags):
-    """-> another data set's tokenizer.json as bytes where --tokenizer names its folder, else b""."""
-    path = Path(flags.tokenizer) / "tokenizer.json"
-    return path.read_bytes() if path.is_file() else b""
+    """-> the tokenizer of another data set or of Hugging Face as bytes where --tokenizer names its folder,
+    else b""."""
+    paths = [Path(folder_of(flags)) / f"{name}.json" for name in ("tokenizer", "tokenizer_config")]
+    return b"".join(path.read_bytes() for path in paths if paths[0].is_file() and path.is_file())
+
+
+def folder_of(flags):
+    """-> the folder that --tokenizer names, or another word."""
+    return flags.tokenizer.removeprefix("hf:")
 
 
 def training_texts(units, key):
@@ -168,13 +175,18 @@ def all_documents(units, key):
 
 
 def make_tokenizer(flags, units):
-    """-> trained on the sources (char, bpe), another data set's (a folder), or published (any other name)."""
+    """-> trained on the sources (char, bpe), another data set's or Hugging Face's (a folder), or published
+    (any other name). ValueError: there is none, or it has no end-of-document."""
     if flags.tokenizer == "char":
         return tokenizer.train_char(all_documents(units, flags.text_key))
     if flags.tokenizer == "bpe":
         return tokenizer.train_bpe(training_texts(units, flags.text_key), flags.vocab_size or VOCAB_SIZE)
-    if borrowed_tokenizer(flags):
-        return tokenizer.load(flags.tokenizer)
+    if borrowed_tokenizer(flags) or flags.tokenizer.startswith("hf:"):
+        made = tokenizer.load(Path(folder_of(flags)) / "tokenizer.json")
+        if made.eod is None and made.kind != "char":
+            raise ValueError(f"{folder_of(flags)}/tokenizer_config.json names no eos_token of its vocabulary,"
+                             " which ends each document; add one there")
+        return made
     return tokenizer.from_tiktoken(flags.tokenizer)
 
 

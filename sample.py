@@ -10,11 +10,9 @@ its document: from all where they fit into seq_len, else from seq_len / 2 to seq
 of seq_len move on by half of it. A document begins after end-of-document; where the vocabulary has none
 (char), its first token is not predicted. With no token to predict, loss and perplexity are null.
 """
-import dataclasses
 import json
 import math
 import sys
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -22,8 +20,7 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-import checkpoint
-import config
+from convert import read_run
 from corpus import text, tokenizer
 from tools.command_line import command_line, wrong_input
 from tools.schema import Range, check_schema, load_json
@@ -55,51 +52,6 @@ class Flags:
             raise ValueError(f"--temperature {self.temperature} is too small; try 0, the likeliest token")
 
 
-def read_run(run_dir):
-    """A run or one of its checkpoints -> (Config, vocabulary size, checkpoint.Reader, directory of the run, a
-    line that says which checkpoint was taken, or ""). ValueError, OSError: no run, or no sound checkpoint."""
-    run = Path(run_dir)
-    step = run if run.name.startswith("step_") else None
-    run = run.parent if step else run
-    if not (run / "config.json").exists():
-        raise FileNotFoundError(f"{run} holds no config.json; give the --out directory of a run of train.py")
-    index, said = checkpoint.check(step) if step else None, ""
-    if step is None:
-        step, said = choose_step(run)
-    cfg, vocab_size = read_config(run / "config.json")
-    return cfg, vocab_size, checkpoint.Reader(step, index), run, said
-
-
-def choose_step(run):
-    """-> (of a run's checkpoints the one with the lowest validation loss, where it is known and sound, else
-    the newest sound one; a line that says which and why)."""
-    newest = checkpoint.newest(run)
-    if newest is None:
-        raise FileNotFoundError(f"{run} holds no sound checkpoint; train with --save-every N")
-    found = checkpoint.read_index(newest)["meta"].get("best", {})
-    best, why = run / f"step_{found.get('step', 0):06d}", "the newest checkpoint"
-    if "val_loss" in found and best.is_dir() and checkpoint.damage(best) is None:
-        newest, why = best, f"lowest validation loss {found['val_loss']:.4f}"
-    return newest, f"{newest}: {why} (sample.py RUN/step_N takes another)\n"
-
-
-def read_config(path):
-    """A run's config.json -> (Config, vocabulary size). ValueError: it is none that train.py writes."""
-    # not what says nothing about the model, and may have been changed or moved since
-    types = {f.name: f.type for f in dataclasses.fields(config.Config)
-             if f.name not in ("min_lr", "init_from", "resume", "dump_grads")}
-    tuples = {k for k, t in types.items() if typing.get_origin(t) is tuple}
-    try:
-        saved = load_json(path)
-        schema = {f"{k}?": [int] if k in tuples else t for k, t in types.items()}
-        check_schema(saved, {**schema, "vocab_size_used": Range(1, 2**24)}, "flags")
-        cfg = config.Config(**{k: tuple(v) if k in tuples else v for k, v in saved.items() if k in types})
-        config.check(cfg)
-    except ValueError as e:
-        raise ValueError(f"{path} is no run's ({e}); give train.py's --out") from None
-    return cfg, saved["vocab_size_used"]
-
-
 def load_model(cfg, vocab_size, weights):
     """-> the whole model on this process's device, with the weights of a checkpoint.Reader. ValueError: they
     are another model's."""
@@ -118,6 +70,8 @@ def load_model(cfg, vocab_size, weights):
         model = GPT(cfg, mesh, vocab_size)
     for name, p in model.named_parameters():
         weights.fill(name, p.data, p.full_shape, p.offset)
+    for name, t in model.named_buffers():  # the routers' biases, which choose the experts
+        weights.fill(name, t, tuple(t.shape), (0,) * t.ndim)
     return model
 
 
@@ -133,7 +87,7 @@ def main(argv=None):
                              f"{vocabulary.n_vocab} symbols: they are of two runs; give train.py's --out")
         check_objective(cfg, flags, run)
         gaps = read_gaps(cfg, vocabulary, run, flags.fill) if flags.fill else None
-        prompts = [] if gaps else [vocabulary.encode(prompt) for prompt in flags.prompt or ("\n",)]
+        prompts = [] if gaps else [vocabulary.encode_prompt(prompt) for prompt in flags.prompt or ("\n",)]
         if vocabulary.eod is None and not all(prompts):
             raise ValueError("--prompt is empty, and this vocabulary has no end-of-document to start from; "
                              "give at least one character")

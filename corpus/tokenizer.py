@@ -1,7 +1,8 @@
-"""Text to token ids and back: characters, a byte-pair vocabulary trained here, or any tiktoken encoding.
+"""Text to token ids and back: characters, a byte-pair vocabulary trained here, any tiktoken encoding, or a
+tokenizer of Hugging Face.
 
 train_char(), train_bpe() and from_tiktoken() make a tokenizer; save() writes it beside the tokens, load()
-reads it. tokenizer.json is complete: sampling needs neither the network nor a cache.
+reads it, or one of Hugging Face. tokenizer.json is complete: sampling needs neither the network nor a cache.
 """
 
 import base64
@@ -42,6 +43,11 @@ class Tokenizer:
     def encode(self, text):
         """-> the token ids of `text`, a list of int; no end-of-document is added."""
         return self.encode_numpy(text).tolist()
+
+    def encode_prompt(self, text):
+        """-> the ids of a text that a model is to continue: those of encode(), or after a first special token
+        where the tokenizer is one of Hugging Face that begins each text with it."""
+        return self.encode(text)
 
     def save(self, path):
         """Write tokenizer.json (plain json, no code in it)."""
@@ -121,6 +127,51 @@ class BpeTokenizer(Tokenizer):
         return b"".join(tokens).decode("utf-8", "replace")
 
 
+class HfTokenizer(Tokenizer):
+    """A tokenizer of Hugging Face, run by their library `tokenizers`. spec: json, their tokenizer.json;
+    config, their tokenizer_config.json, whose eos_token is end-of-document; eos_id, the model's where that
+    has none; special, further special tokens and their ids."""
+
+    SCHEMA = {"json": {"model": dict}, "config": dict, "eos_id?": (int, list, type(None)),
+              "special?": token_ids}
+
+    def __init__(self, spec):
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError("a tokenizer of Hugging Face needs pip install tokenizers") from None
+        super().__init__(spec)
+        try:
+            self.library = tokenizers.Tokenizer.from_str(json.dumps(spec["json"]))
+        except Exception as e:  # the library has no exceptions of its own
+            raise ValueError(f"the library tokenizers cannot read it: {one_line(e)[:120]}") from None
+        special = spec.get("special", {})
+        self.library.add_special_tokens(sorted(special, key=special.get))  # the library numbers them
+        if any(self.library.token_to_id(token) != i for token, i in special.items()):
+            raise ValueError(f"its ids have gaps, {', '.join(special)} cannot come after them")
+        self.library.encode_special_tokens = True  # in a text their characters are as any others
+        self.library.no_truncation()
+        self.library.no_padding()
+        self.n_vocab = max(self.library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        eos = spec["config"].get("eos_token")
+        eos = eos.get("content") if isinstance(eos, dict) else eos
+        eos = spec.get("eos_id") if eos is None else eos
+        self.eod = self.library.token_to_id(eos) if isinstance(eos, str) else None
+        if type(eos) is int and self.library.id_to_token(eos) is not None:
+            self.eod = eos
+
+    def encode_numpy(self, text, special=False):
+        """-> the ids of `text`, (n,) uint32. special: with those that the tokenizer puts before a text."""
+        return np.array(self.library.encode(text, add_special_tokens=special).ids, np.uint32)
+
+    def encode_prompt(self, text):
+        return self.encode_numpy(text, special=True).tolist()
+
+    def decode(self, ids):
+        """-> the text of `ids`; ids without a token give nothing."""
+        return self.library.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
 def train_char(texts):
     """-> a CharTokenizer of the characters that occur in `texts`, an iterable of str."""
     return CharTokenizer({"kind": "char", "chars": "".join(sorted(set(chain.from_iterable(texts))))})
@@ -165,8 +216,13 @@ def load(path):
         raise FileNotFoundError(f"{path} does not exist; make it with: python prepare.py")
     try:
         spec = load_json(path)
+        if isinstance(spec, dict) and "model" in spec and "kind" not in spec:  # Hugging Face's own
+            config, of_model = (load_json(path.with_name(name)) if path.with_name(name).is_file() else {}
+                                for name in ("tokenizer_config.json", "config.json"))
+            spec = {"kind": "hf", "json": spec, "config": config,
+                    "eos_id": of_model.get("eos_token_id") if isinstance(of_model, dict) else None}
         check_schema(spec, {"kind": str}, path.name)
-        kind = CharTokenizer if spec["kind"] == "char" else BpeTokenizer
+        kind = {"char": CharTokenizer, "hf": HfTokenizer}.get(spec["kind"], BpeTokenizer)
         check_schema(spec, kind.SCHEMA, path.name)
         return kind(spec)
     except ValueError as e:

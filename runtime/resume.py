@@ -66,8 +66,8 @@ class State:
 
 # what a resume does with a flag that differs from the checkpoint's. not listed: printed, then it goes on.
 # refused, because they fix the names and shapes of the tensors:
-SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "norm", "mlp", "pos", "bias",
-         "tied", "objective", "n_experts", "n_shared_experts")
+SHAPE = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "seq_len", "norm", "norm_eps", "mlp",
+         "pos", "bias", "tied", "objective", "n_experts", "n_shared_experts")
 VOCABULARY = "wte.weight", "head.weight", "mlm.bias"  # their rows are symbols and padding
 # refused unless --resume-changed names it: the weights would be another function, or the data come in another
 # order. seq_len with RoPE only, which has no tensor of that length
@@ -133,6 +133,7 @@ def changed_flags(cfg, path, meta, world, data_id, vocab_size):
 
 def check_shape(cfg, path, shape, may_differ=()):
     """ValueError, with all flags to give, where the checkpoint's model has another shape than cfg's."""
+    shape = {"norm_eps": 1e-5, **shape}  # older checkpoints do not name it
     apart = {key.replace("_", "-"): (there, getattr(cfg, key, None)) for key, there in shape.items()
              if there != getattr(cfg, key, None) and key not in may_differ}
     if apart:

@@ -15,14 +15,17 @@ FILES = {
     "train.py": 350, "model.py": 425, "moe.py": 350, "parallel.py": 450, "pipeline.py": 295, "optim.py": 350,
     "skip.py": 150, "config.py": 450, "checkpoint.py": 450, "prepare.py": 450, "sample.py": 450,
     "plan.py": 450, "plot.py": 250}
-PLANNED = {"zero.py": 250, "muon.py": 250, "convert.py": 250}  # may come, need not
+# may come, need not. convert.py also finds what a directory holds, a run of ours or a model of theirs, which
+# sample.py and the export share
+PLANNED = {"zero.py": 250, "muon.py": 250, "convert.py": 390}
 # lines of a room. tools/ holds what several rooms share and none is the owner of: without it ops/ would hold
 # JSON schemas, runtime/ the files that plot.py and checkpoint.py write too, and config.py the parser of every
 # program's command line. fast/ had 800 before ZeRO-2 and 3 travelled as peer copies, too. cost/ had 700 lines
 # before it predicted what ZeRO-2 and 3, stages of several chunks and context parallelism hold and send, 820
 # before it knew the masked language model, whose head sees few rows and whose attention sees all; ops/ had
-# 1,000 before a target could take no part in the cross-entropy, corpus/ 1,200 before conversations and masks
-ROOMS = {"ops": 1020, "fast": 880, "runtime": 1920, "corpus": 1400, "cost": 855, "tools": 700}
+# 1,000 before a target could take no part in the cross-entropy, corpus/ 1,200 before it read and wrote
+# tokenizers and config.json of Hugging Face, conversations and masks
+ROOMS = {"ops": 1020, "fast": 880, "runtime": 1920, "corpus": 1660, "cost": 855, "tools": 700}
 READING_PATH, PATH_LINES = ("train.py", "model.py", "moe.py", "parallel.py", "pipeline.py", "optim.py"), 2100
 COMMENTS = 15, 25  # percent of the reading path's lines that are not blank
 FILE_LINES, TEST_LINES, FUNCTION_LINES, COLUMNS = 450, 750, 60, 110
@@ -31,7 +34,8 @@ README = 220, 100  # lines, columns
 # an import goes from a line to one further down. config is below everything: each program and each room
 # parses its command line there, so it has to be importable from everywhere, and imports none of us itself
 ORDER = ["train",
-         "sample convert plot prepare",
+         "sample plot prepare",
+         "convert",  # below sample, which reads directories of Hugging Face through it
          "runtime plan",
          "cost",
          "fast",

@@ -241,6 +241,7 @@ def test_presets_set_their_values():
 
 
 DEFAULTS = dict(
+    norm_eps=1e-5,
     n_layer=4, n_head=4, n_kv_head=2, n_embd=128, ffn_hidden=384, vocab_size=0, seq_len=128, dropout=0.0,
     norm="rms", mlp="swiglu", pos="rope", rope_base=10000.0, bias=False, tied=False,
     objective="causal", n_experts=0, top_k=2,
@@ -439,7 +440,7 @@ FLOATS = [(cls, f.name) for cls in (Config, plan.PlanFlags, sample.Flags) for f 
 
 @pytest.mark.parametrize("word", ["nan", "inf", "-inf", "1e400"])
 def test_no_program_takes_a_number_that_is_not_finite(word):
-    assert len(FLOATS) == 18
+    assert len(FLOATS) == 19
     for cls, name in FLOATS:
         argv = [f"--{name.replace('_', '-')}={word}", *["run"] * (cls is sample.Flags)]
         with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')} -?(nan|inf) must be at least"):

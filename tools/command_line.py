@@ -1,6 +1,7 @@
 """The command line of every program: a frozen dataclass whose fields are the flags, its comments their help.
 
     parse           [PRESET] [flags] -> config.Config, or a dataclass derived from it
+    read_run_config a run's config.json -> config.Config
     command_line    argv -> any frozen dataclass, by tyro; wrong flags give one line that says what is wrong
     format_help     what --help prints: it is read from the comments beside the flags
     wrong_input     turns a program's wrong input into one line on stderr and exit code 2
@@ -20,6 +21,7 @@ import typing
 from typing import Literal
 
 from config import COMMON, ELSEWHERE, PRESETS, Config, Outcome, check, check_numbers
+from tools.schema import Range, check_schema, load_json
 
 
 def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: show all runs.", **defaults):
@@ -54,6 +56,23 @@ def command_line(cls, argv, prog, about, default=None):
         raise ValueError(_format_tyro_error(said.getvalue(), cls, prog.split()[0])) from None
     check_numbers(flags)
     return flags
+
+
+def read_run_config(path):
+    """A run's config.json -> (Config, vocabulary size). ValueError: it is none that train.py writes."""
+    # not what says nothing about the model, and may have been changed or moved since
+    types = {f.name: f.type for f in dataclasses.fields(Config)
+             if f.name not in ("min_lr", "init_from", "resume", "dump_grads")}
+    tuples = {k for k, t in types.items() if typing.get_origin(t) is tuple}
+    try:
+        saved = load_json(path)
+        schema = {f"{k}?": [int] if k in tuples else t for k, t in types.items()}
+        check_schema(saved, {**schema, "vocab_size_used": Range(1, 2**24)}, "flags")
+        cfg = Config(**{k: tuple(v) if k in tuples else v for k, v in saved.items() if k in types})
+        check(cfg)
+    except ValueError as e:
+        raise ValueError(f"{path} is no run's ({e}); give train.py's --out") from None
+    return cfg, saved["vocab_size_used"]
 
 
 def _refuse_names_of_others(argv, cls):

@@ -1,0 +1,546 @@
+"""convert.py: models and tokenizers of Hugging Face, in and out, against transformers itself.
+
+transformers computes norms, rotary positions and routers in fp32 whatever the model's dtype is. Inside Wide()
+it computes them in fp64, so that logits and gradients can be compared to 1e-10.
+"""
+import contextlib
+import dataclasses
+import io
+import json
+import random
+import shutil
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from runs import TINY, assert_refused, chars, go, rows
+from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
+
+import convert
+import prepare
+import sample
+from config import Config
+from corpus import hugging_face, tokenizer
+from runtime import resume
+from tools.command_line import parse
+
+VOCAB, T = 100, 16
+
+
+@pytest.fixture(scope="module")
+def hf():
+    """-> transformers, silent."""
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install -r requirements-test.txt")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+class Wide(TorchFunctionMode):
+    """Whatever asks for fp32 gets fp64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def widen(x):
+            return torch.float64 if x is torch.float32 else x
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(widen, args), **{k: widen(v) for k, v in (kwargs or {}).items()})
+
+
+def tokens():
+    """-> inputs and targets, (2, T) each."""
+    ids = torch.randint(VOCAB, (2, T + 1), generator=torch.Generator().manual_seed(5))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def close(a, b, what):
+    scale = max(a.abs().max().item(), b.abs().max().item(), 1e-30)
+    assert a.shape == b.shape and (a - b).abs().max().item() <= 1e-10 * scale, what
+
+
+def theirs(hf, folder, out):
+    """A directory of Hugging Face, run by transformers -> logits (2T, V), gradients by their names."""
+    x, y = tokens()
+    with Wide():
+        model = hf.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager")
+        logits = model.eval()(x).logits.flatten(0, 1)
+        F.cross_entropy(logits, y.flatten(), reduction="sum").backward()
+        for p in model.parameters():
+            p.data = torch.zeros_like(p) if p.grad is None else p.grad
+        model.save_pretrained(out)
+    return logits.detach(), load_file(out / "model.safetensors")
+
+
+def ours(folder):
+    """A run, or a directory of Hugging Face, by our model -> logits (2T, V), gradients by their names."""
+    cfg, vocab_size, weights, _, _ = convert.read_run(folder)
+    cfg = dataclasses.replace(cfg, dtype="fp64", dropout=0.0, capacity_factor=0.0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = sample.load_model(cfg, vocab_size, weights).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    x, y = tokens()
+    logits = model(x)[0][:, :vocab_size]
+    model(x, y)[0].backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+
+    class Gradients:
+        def fill(self, name, out, full, offset):
+            out.copy_(grads[name][tuple(slice(o, o + s) for o, s in zip(offset, out.shape, strict=True))])
+    layout = convert.tensors(cfg, hugging_face.family_of(cfg), vocab_size)
+    return logits.detach(), {
+        name: convert.read_whole(Gradients(), grads, transposed, parts, torch.float64)
+        for name, (transposed, parts) in layout.items() if parts[0].name in grads}
+
+
+def assert_same_function(hf, theirs_at, ours_at, out, zeros=()):
+    """Logits and gradients of both are equal, none is missing. zeros: names that only theirs has."""
+    (a, grads), (b, own) = theirs(hf, theirs_at, out), ours(ours_at)
+    close(a, b, "logits")
+    left = {name for name in grads.keys() - own.keys() if not any(z in name for z in zeros)}
+    assert left <= {"lm_head.weight"} and not own.keys() - grads.keys(), left
+    for name, g in own.items():
+        close(grads[name], g, name)
+
+
+# -----------------------------------------------------------------------------
+# out: checkpoints of any layout
+
+GPT2 = ["--norm=layer", "--mlp=gelu", "--pos=learned", "--n-kv-head=2", "--tied"]
+MOE = ["--n-experts=4", "--top-k=2"]
+OUT = {  # name: (ranks, flags, what theirs has and ours has not)
+    "llama, tp 2 pp 2": (4, ["--tp=2", "--pp=2", "--norm-eps=1e-3", "--rope-base=500"], ()),
+    "llama tied with biases, zero 3": (2, ["--zero=3", "--tied", "--bias"], ()),
+    "gpt2, tp 2": (2, [*GPT2, "--bias", "--tp=2", "--norm-eps=1e-4"], ()),
+    "gpt2 without biases": (1, GPT2, ("bias",)),
+    "mixtral, ep 2": (2, [*MOE, "--router=softmax-topk", "--ep=2"], ()),
+    "glm, ep 2": (2, [*MOE, "--router=sigmoid", "--router-bias-rate=0.2", "--n-shared-experts=2", "--ep=2"],
+                  ("correction_bias",)),
+    "glm, top 1": (1, ["--n-experts=3", "--top-k=1", "--router=sigmoid"], ("correction_bias", "shared")),
+    "qwen": (1, [*MOE, "--capacity-factor=1"], ("shared",)),
+}
+
+
+@pytest.mark.parametrize("name", OUT)
+def test_an_exported_run_is_the_same_function(name, hf, tmp_path):
+    ranks, flags, zeros = OUT[name]
+    go(ranks, tmp_path / "run", "--steps=2", "--save-every=2", "--lr=0.3", *flags)
+    convert.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "hf"), "--dtype=fp64"])
+    assert_same_function(hf, tmp_path / "hf", tmp_path / "run", tmp_path / "grads", zeros)
+
+
+# -----------------------------------------------------------------------------
+# in: models that transformers made
+
+SHAPE = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=4, num_key_value_heads=2,
+             intermediate_size=24, max_position_embeddings=32, vocab_size=VOCAB, initializer_range=0.3)
+EXPERTS = dict(num_experts_per_tok=2, rms_norm_eps=1e-5)
+IN = {  # name: (class of its config, values)
+    "llama tied": ("LlamaConfig", dict(SHAPE, tie_word_embeddings=True, rms_norm_eps=1e-3,
+                                       rope_parameters={"rope_type": "default", "rope_theta": 300.0})),
+    "llama biases": ("LlamaConfig", dict(SHAPE, attention_bias=True, mlp_bias=True)),
+    "mistral": ("MistralConfig", dict(SHAPE, sliding_window=32)),
+    "gpt2": ("GPT2Config", dict(n_layer=2, n_embd=16, n_head=4, n_positions=32, vocab_size=VOCAB, n_inner=24,
+                                initializer_range=0.3, layer_norm_epsilon=1e-4)),
+    "gpt2 untied": ("GPT2Config", dict(n_layer=1, n_embd=8, n_head=2, n_positions=16, vocab_size=VOCAB,
+                                       tie_word_embeddings=False, activation_function="gelu_pytorch_tanh")),
+    "mixtral": ("MixtralConfig", dict(SHAPE, **EXPERTS, num_local_experts=4)),
+    "glm": ("Glm4MoeConfig", dict(SHAPE, **EXPERTS, moe_intermediate_size=8, n_routed_experts=4,
+                                  n_shared_experts=2, first_k_dense_replace=0, num_nextn_predict_layers=0,
+                                  rope_parameters={"rope_type": "default", "rope_theta": 1e4,
+                                                   "partial_rotary_factor": 1.0})),
+}
+
+
+def make(hf, name, folder, **change):
+    """A random model of IN, written by transformers; norms and biases are drawn, too -> folder."""
+    kind, values = IN[name]
+    torch.manual_seed(3)
+    model = hf.AutoModelForCausalLM.from_config(getattr(hf, kind)(**{**values, **change}))
+    for p in [*model.parameters(), *(b for n, b in model.named_buffers() if "correction" in n)]:
+        if p.ndim == 1:
+            p.data += 0.3 * torch.randn_like(p)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_every_tensor_keeps_its_type(hf, tmp_path):
+    """The bias of a router stays fp32 in a model in bf16."""
+    there = make(hf, "glm", tmp_path / "there", dtype=torch.bfloat16)
+    convert.main(["import", str(there), "--out", str(tmp_path / "run")])
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["dtype"] == "bf16"
+    convert.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "back"), "--dtype=bf16"])
+    same_bytes(there, tmp_path / "back")
+    assert {t.dtype for t in load_file(tmp_path / "back/model.safetensors").values()} == {
+        torch.bfloat16, torch.float32}
+
+
+def same_bytes(a, b):
+    """Two directories have the same tensors: names, types, shapes, bits."""
+    x, y = ({k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+            for folder in (a, b))
+    assert x.keys() == y.keys() and len(x) > 5
+    for name in x:
+        assert x[name].dtype == y[name].dtype and torch.equal(x[name], y[name]), name
+
+
+@pytest.mark.parametrize("name", IN)
+def test_an_imported_model_is_the_same_function_and_exports_the_same_bytes(name, hf, tmp_path):
+    there = make(hf, name, tmp_path / "there")
+    convert.main(["import", str(there), "--out", str(tmp_path / "run")])
+    assert_same_function(hf, there, tmp_path / "run", tmp_path / "grads", ("correction_bias",))
+    convert.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "back"), "--shard-gb=1e-5"])
+    assert (tmp_path / "back" / "model.safetensors.index.json").exists()
+    same_bytes(there, tmp_path / "back")
+
+
+@pytest.fixture
+def small(tmp_path):
+    """-> a directory that export wrote, of a run that made one step."""
+    go(1, tmp_path / "run", "--steps=1", "--save-every=1")
+    convert.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "hf")])
+    return tmp_path / "hf"
+
+
+def test_rows_of_queries_in_another_order_are_found(hf, small, tmp_path):
+    """Planted: pairs (2i, 2i+1) of Meta's own files in the place of (i, i + D/2)."""
+    assert_same_function(hf, small, tmp_path / "run", tmp_path / "grads")
+    held = load_file(small / "model.safetensors")
+    for name, w in held.items():
+        if "q_proj" in name or "k_proj" in name:
+            held[name] = w.view(-1, 4, 2, 16).transpose(1, 2).reshape(w.shape).contiguous()  # D = 8
+    save_file(held, small / "model.safetensors", {"format": "pt"})
+    with pytest.raises(AssertionError, match="logits"):
+        assert_same_function(hf, small, tmp_path / "run", tmp_path / "more")
+
+
+def test_no_more_than_two_tensors_are_in_memory(tmp_path, monkeypatch):
+    """Of a 7 B model neither direction needs the memory for more."""
+    alive, most = weakref.WeakSet(), []
+
+    def watched(read):
+        def call():
+            made = read()
+            alive.add(made.untyped_storage())
+            most.append(len(alive))
+            return made
+        return call
+    init = convert.Lazy.__init__
+    monkeypatch.setattr(convert.Lazy, "__init__", lambda self, *args: init(self, *args[:2], watched(args[2])))
+    go(1, tmp_path / "run", "--steps=1", "--save-every=1")
+    convert.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "hf")])
+    convert.main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "back")])
+    assert len(most) > 40 and max(most) <= 2
+
+
+def test_names_and_buffers_of_old_files_on_the_hub(hf, tmp_path):
+    """GPT-2 has no prefix `transformer.` there, and brings its masks along; Llama has rope_theta beside
+    rope_scaling null."""
+    there = make(hf, "gpt2", tmp_path / "there")
+    a = convert.HuggingFace(there)
+    held = load_file(there / "model.safetensors").items()
+    held = {name.removeprefix("transformer."): t for name, t in held}
+    save_file({**held, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, there / "model.safetensors")
+    b = convert.HuggingFace(there)
+    for name, entry in a.index["tensors"].items():
+        x, y = torch.zeros(entry["shape"]), torch.ones(entry["shape"])
+        a.fill(name, x, entry["shape"], [0] * x.ndim)
+        b.fill(name, y, entry["shape"], [0] * y.ndim)
+        assert torch.equal(x, y), name
+    old = make(hf, "llama tied", tmp_path / "old")
+    change(old / "config.json", rope_parameters=None, rope_scaling=None, rope_theta=1234.5)
+    assert convert.HuggingFace(old).cfg.rope_base == 1234.5
+
+
+def change(path, **fields):
+    """Change fields of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+# -----------------------------------------------------------------------------
+# tokenizers
+
+WORDS = ["def f(x):\n    return  x + 1\n\n\n", "don't I'LL we'Ve 'ſ 'S", "12345678 1234 ١٢٣٤٥ ½²", "   ",
+         "a  b   c    d ", "héllo wörld 字字 €€ 😀👍🏽", "a\u0085b\u2028c\x0b\x0cd\u00a0\u2003\u200b", "\n",
+         "\r\n\r\n \r\n", "\x00\x01\ufeff", "", " ", "a \n", "  \n  b", "\n  ", "\t\tx",
+         "e\u0301 'ﬆ ǅx", "!!!???\n\n...", "<|endoftext|>", "'ll'll"]
+
+
+def texts():
+    """-> texts that a pattern could take apart in two ways: real ones, then drawn from odd characters."""
+    rng, odd = random.Random(0), " \n\r\t'a0Z9é字😀.,!_ſK\u00a0\u2028\u0085٣Ⅷ½²ǅ\u0345\u200d/"
+    drawn = ("".join(rng.choice(odd) for _ in range(rng.randint(1, 30))) for _ in range(1500))
+    return [Path(__file__).read_text(), *WORDS, *drawn]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """-> a vocabulary of byte pairs that has tokens of several letters and of spaces."""
+    return tokenizer.train_bpe([Path(__file__).read_text(), *WORDS], 700)
+
+
+def library(hf, vocabulary, folder):
+    """A tokenizer of ours, exported and opened by transformers so that special tokens in a text are text."""
+    for name, content in hugging_face.export_tokenizer(vocabulary, 64).items():
+        (folder / name).write_text(json.dumps(content))
+    return hf.AutoTokenizer.from_pretrained(folder, split_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", ["ours", "r50k_base", "cl100k_base", "o200k_base"])
+def test_exported_byte_pairs_give_the_same_ids(name, hf, trained, tmp_path, monkeypatch):
+    """With the pattern of prepare.py, and with those of tiktoken's encodings and our vocabulary."""
+    from tiktoken_ext import openai_public
+    if name != "ours":
+        ranks = trained.encoding._mergeable_ranks
+        for function in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
+            monkeypatch.setattr(openai_public, function, lambda *_, **__: ranks)
+        pattern = getattr(openai_public, name)()["pat_str"]
+        trained = tokenizer.BpeTokenizer.make(name, pattern, ranks, {tokenizer.EOD: 777})
+    opened = library(hf, trained, tmp_path)
+    assert opened.eos_token_id == trained.eod and opened.decode([trained.eod]) == tokenizer.EOD
+    for text in texts():
+        ids = trained.encode(text)
+        assert opened(text)["input_ids"] == ids, text
+        assert opened.decode(ids) == text
+    assert any(len(trained.decode([i]).strip()) > 3 for i in ids + trained.encode(texts()[0]))
+
+
+def test_every_character_of_unicode_is_encoded_alike(hf, trained, tmp_path):
+    """The two libraries know letters and digits from tables of their own. Here without most ideographs."""
+    opened = library(hf, trained, tmp_path)
+    points = [*range(0x3400), *range(0xA490, 0xAC00), *range(0xF900, 0x11000), *range(0x1E000, 0x1E100)]
+    for first in range(0, len(points), 1000):
+        text = "".join(f"a{chr(c)}1{chr(c)}\n" for c in points[first:first + 1000])
+        assert opened(text)["input_ids"] == trained.encode(text), hex(points[first])
+
+
+def test_a_possessive_interval_within_a_word_is_refused():
+    with pytest.raises(ValueError, match="possessive"):
+        hugging_face.for_oniguruma(r"\p{N}{1,3}+a|\s")
+    assert hugging_face.for_oniguruma(r"\p{L}+|\p{N}{1,3}+|\s++$|\$") == r"\p{L}+|\p{N}{1,3}|\s++\z|\$"
+
+
+def test_exported_characters_give_the_same_ids(hf, tmp_path):
+    vocabulary = tokenizer.train_char(["ab \n\té字😀'"])
+    opened = library(hf, vocabulary, tmp_path)
+    for text in ("ab", "", " a  b\n\n", "é字😀'\t"):
+        assert opened(text)["input_ids"] == vocabulary.encode(text)
+        assert opened.decode(vocabulary.encode(text)) == text
+
+
+def test_a_tokenizer_of_theirs_is_ours(hf, trained, tmp_path):
+    """Saved in our tokenizer.json, opened again, and written back as it was."""
+    library(hf, trained, tmp_path)
+    read = tokenizer.load(tmp_path)
+    assert (read.n_vocab, read.eod, read.kind) == (trained.n_vocab, trained.eod, "hf")
+    read.save(tmp_path / "saved.json")
+    again = tokenizer.load(tmp_path / "saved.json")
+    for text in texts()[:100]:
+        assert again.encode(text) == read.encode(text) == trained.encode(text) == read.encode_prompt(text)
+        assert again.decode(trained.encode(text)) == text
+    assert again.sha256 == read.sha256
+    for name, content in hugging_face.export_tokenizer(again, 64).items():
+        assert content == json.loads((tmp_path / name).read_text())
+
+
+def test_special_tokens_of_ours_join_a_tokenizer_of_theirs(hf, trained, tmp_path):
+    library(hf, trained, tmp_path)
+    read, n = tokenizer.load(tmp_path), trained.n_vocab
+    more = tokenizer.HfTokenizer({**read.spec, "special": {"<|b|>": n, "<|a|>": n + 1}})
+    assert more.n_vocab == n + 2 and more.decode([n, n + 1]) == "<|b|><|a|>"
+    assert more.encode("<|a|> x") == trained.encode("<|a|> x")
+    opened = library(hf, more, tmp_path)
+    assert opened.convert_tokens_to_ids(["<|a|>", "<|b|>"]) == [n + 1, n]
+    with pytest.raises(ValueError, match="gaps"):
+        tokenizer.HfTokenizer({**read.spec, "special": {"<|b|>": n + 5}})
+
+
+def test_data_by_a_tokenizer_of_theirs(hf, trained, tmp_path, capsys):
+    """prepare.py --tokenizer hf:DIR gives the tokens of the same vocabulary of ours. It is refused without an
+    end-of-document."""
+    library(hf, trained, tmp_path)
+    (tmp_path / "text.txt").write_text("\n\n".join(texts()[0:1] * 3))
+    (tmp_path / "own").mkdir()
+    trained.save(tmp_path / "own" / "tokenizer.json")
+    argv = [str(tmp_path / "text.txt"), f"--out={tmp_path}", "--workers=1"]
+    for name, where in ("a", f"hf:{tmp_path}"), ("b", f"{tmp_path}/own"):
+        assert prepare.main([*argv, f"--name={name}", f"--tokenizer={where}"]) == 0
+    a, b = ((tmp_path / name / "train_00000.bin").read_bytes() for name in "ab")
+    assert a == b and len(a) > 1000
+    change(tmp_path / "tokenizer_config.json", eos_token=None)
+    for eos, eod in (trained.eod, trained.eod), (10**6, None), ([1, 2], None):
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
+        assert tokenizer.load(tmp_path).eod == eod
+    refused(prepare.main, [*argv, "--name=c", f"--tokenizer=hf:{tmp_path}"], "eos_token")
+    refused(prepare.main, [*argv, "--name=c", f"--tokenizer=hf:{tmp_path}/none"], "none/tokenizer.json")
+
+
+def refused(main, argv, *words):
+    """A program's main ends with exit code 2 and one line that has all of words."""
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), pytest.raises(SystemExit) as e:
+        main([str(a) for a in argv])
+    assert_refused({"code": e.value.code, "err": err.getvalue()}, *words)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "char"])
+def test_greedy_text_is_that_of_transformers(kind, hf, tmp_path, capsys):
+    """50 tokens: by sample.py on the run, on the exported directory and on what import makes of it."""
+    (tmp_path / "text.txt").write_text("".join(c for c in 2 * Path(__file__).read_text() if c.isascii()))
+    vocab = ["--vocab-size=400"] * (kind == "bpe")
+    prepare.main([str(tmp_path / "text.txt"), "--name=d", f"--out={tmp_path}", f"--tokenizer={kind}", *vocab,
+                  "--val-fraction=0.3"])
+    go(1, tmp_path / "run", f"--data={tmp_path}/d", "--steps=12", "--save-every=12", "--seq-len=96",
+       base=[f for f in TINY if "vocab" not in f])
+    there, back = str(tmp_path / "hf"), str(tmp_path / "back")
+    convert.main(["export", str(tmp_path / "run"), f"--out={there}"])
+    convert.main(["import", there, f"--out={back}"])
+    model, words = hf.AutoModelForCausalLM.from_pretrained(there), hf.AutoTokenizer.from_pretrained(there)
+    ids = model.generate(**words("def main(", return_tensors="pt"), max_new_tokens=50, min_new_tokens=50,
+                         do_sample=False)[0]
+    vocabulary, said = tokenizer.load(tmp_path / "run"), []
+    assert len(ids) == 50 + len(vocabulary.encode("def main(")) and len(set(ids.tolist())) > 3
+    for folder in (tmp_path / "run", there, back):
+        capsys.readouterr()
+        sample.main([str(folder), "--prompt=def main(", "--max-new-tokens=50", "--temperature=0"])
+        said.append(capsys.readouterr().out)
+    assert said == [words.decode(ids) + "\n"] * 3
+
+
+# -----------------------------------------------------------------------------
+# refused, in one line
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """-> a folder with toy/, data of characters; run/, a step on them; hf/, its export."""
+    folder = tmp_path_factory.mktemp("made")
+    chars(folder)
+    go(1, folder / "run", f"--data={folder}/toy", "--steps=1", "--save-every=1",
+       base=[f for f in TINY if "vocab" not in f])
+    convert.main(["export", str(folder / "run"), f"--out={folder}/hf"])
+    return folder
+
+
+LINEAR = {"type": "linear", "factor": 2.0}
+CONFIG = [  # (fields changed in config.json, a word of the line)
+    ({"model_type": "qwen3"}, "qwen3"), ({"model_type": "qwen2_moe"}, "qwen2_moe"),
+    ({"model_type": 3}, "model_type"), ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"hidden_act": ["silu"]}, "hidden_act"),
+    ({"attention_bias": True}, "mlp_bias"), ({"mlp_bias": True}, "mlp_bias"), ({"head_dim": 4}, "head_dim"),
+    ({"rope_scaling": LINEAR}, "rope_scaling"), ({"rope_scaling": 3}, "rope_scaling"),
+    ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta"),
+    ({"rope_interleaved": True}, "rope_interleaved"), ({"sliding_window": 8}, "--seq-len 8"),
+    ({"layer_types": ["sliding_attention"] * 2}, "layer_types"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"), ({"rms_norm_eps": None}, "rms_norm_eps"),
+    ({"rms_norm_eps": 7}, "--norm-eps 7"), ({"num_attention_heads": "2"}, "num_attention_heads"),
+    ({"num_attention_heads": 3}, "n-head 3"), ({"num_attention_heads": 0}, "--n-head 0"),
+    ({"hidden_size": 32, "head_dim": 16}, "embed_tokens.weight is ("), ({"vocab_size": 9}, "embed_tokens"),
+    ({"num_hidden_layers": 3}, "layers.2.input_layernorm.weight is not there"),
+    ({"num_hidden_layers": 1}, "no place for model.layers.1"), ({"num_hidden_layers": 4000}, "two models"),
+    ({"model_type": "mixtral", "num_local_experts": 2**20, "num_experts_per_tok": 2}, "two models"),
+    ({"tie_word_embeddings": "no"}, "tie_word_embeddings"), ({"intermediate_size": 1.5}, "intermediate_size")]
+
+
+@pytest.mark.parametrize("fields,word", CONFIG, ids=lambda v: str(v)[:40])
+def test_a_field_that_does_not_fit_is_named(fields, word, made, tmp_path):
+    shutil.copytree(made / "hf", tmp_path / "hf")
+    change(tmp_path / "hf" / "config.json", **fields)
+    refused(convert.main, ["import", tmp_path / "hf", f"--out={tmp_path}/out"], word)
+    assert not any((tmp_path / "out").iterdir())
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
+
+
+def listed(folder, file):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+
+
+DAMAGE = {  # name: (what happens to the directory, a word of the line)
+    "no weights": (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), ".bin"),
+    "weights cut": (lambda d: cut(d / "model.safetensors"), "model.safetensors is damaged"),
+    "weights of another kind": (lambda d: save_file({"a": torch.ones(3, dtype=torch.int8)},
+                                                    d / "model.safetensors"), "a is I8"),
+    "index names another folder": (lambda d: listed(d, "../x.safetensors"), "'../x.safetensors'"),
+    "index names a missing file": (lambda d: listed(d, "x.safetensors"), "no x.safetensors"),
+    "index is no object": (lambda d: (d / "model.safetensors.index.json").write_text("[]"), "index.json"),
+    "no config": (lambda d: (d / "config.json").unlink(), "config.json"),
+    "config cut": (lambda d: cut(d / "config.json"), "config.json"),
+    "config of a list": (lambda d: (d / "config.json").write_text("[1]"), "config.json"),
+    "no directory": (shutil.rmtree, "no model.safetensors"),
+    "another tokenizer": (lambda d: tokenizer.train_char(["".join(map(chr, range(40, 300)))]).save(
+        d / "tokenizer.json"), "260 symbols: they are of two models"),
+    "tokenizer cut": (lambda d: cut(d / "tokenizer.json"), "tokenizer.json"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_directory_is_refused(name, made, tmp_path):
+    damage, word = DAMAGE[name]
+    shutil.copytree(made / "hf", tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_bytes((made / "run" / "tokenizer.json").read_bytes())
+    damage(tmp_path / "hf")
+    refused(convert.main, ["import", tmp_path / "hf", f"--out={tmp_path}/out"], word)
+
+
+def test_wrong_flags_of_convert_py(made, tmp_path):
+    run, hf_dir, out = made / "run", made / "hf", f"--out={tmp_path}/out"
+    for argv, word in [
+            (["export", run], "--out is missing"), (["export", run, f"--out={made}"], "a new directory"),
+            (["turn", run, out], "turn"), (["export", run, out, "--dtype=int8"], "int8"),
+            (["export", run, out, "--shard-gb=nan"], "--shard-gb nan"),
+            (["export", made / "toy", out], "config.json"), (["import", run, out], "model.safetensors"),
+            (["import", hf_dir, out, "--seq-len=99"], "--seq-len 99")]:
+        refused(convert.main, argv, word)
+    (made / "hf" / "tokenizer.json").rename(made / "hf" / "none.json")  # its library is not everywhere
+    refused(convert.main, ["export", hf_dir, out], "already")
+    (made / "hf" / "none.json").rename(made / "hf" / "tokenizer.json")
+
+
+@pytest.mark.parametrize("flags,word", [
+    ("--norm layer", "--norm rms"), ("--mlp gelu", "--norm layer"), ("--pos learned", "--pos rope"),
+    ("--norm layer --mlp gelu --pos learned --n-kv-head 2", "--n-kv-head 4"),
+    ("--n-experts 4 --mlp gelu", "--mlp swiglu"), ("--n-experts 4 --bias", "--bias False"),
+    ("--n-experts 4 --n-shared-experts 1", "sigmoid may have shared experts"),
+    ("--n-experts 4 --n-shared-experts 1 --router softmax-topk", "--n-shared-experts 0")])
+def test_a_model_that_transformers_has_not_is_refused(flags, word):
+    with pytest.raises(ValueError, match=word):
+        hugging_face.family_of(parse(["tiny", *flags.split()]))
+
+
+def test_without_the_library_a_line_says_what_to_install(made, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(ValueError, match="pip install tokenizers"):
+        tokenizer.load(tmp_path)
+
+
+def test_the_card_says_what_was_trained(made, tmp_path):
+    card = (made / "hf" / "README.md").read_text()
+    loss = rows(made / "run")[-1]["loss"]
+    for words in (f"training loss {loss:.4f} at step 1", "--n-embd 16", "LlamaForCausalLM in fp32"):
+        assert words in card, card
+    assert json.loads((made / "hf" / "config.json").read_text())["eos_token_id"] is None
+    go(1, tmp_path / "run", "--steps=1", "--save-every=1", "--n-experts=4", "--capacity-factor=1.5")
+    convert.main(["export", f"{tmp_path}/run/step_000001", f"--out={tmp_path}/hf"])
+    assert "capacity of 1.5" in (tmp_path / "hf" / "README.md").read_text()
+
+
+def test_a_resume_with_another_eps_is_refused(tmp_path):
+    """A checkpoint that names none has 1e-5."""
+    go(1, tmp_path / "run", "--steps=1", "--save-every=1")
+    flags = [f"--resume={tmp_path}/run/step_000001", "--steps=2"]
+    result = go(1, tmp_path / "new", *flags, "--norm-eps=1e-6", code=2)
+    assert_refused(result, "norm-eps 1e-05", "--norm-eps 1e-05")
+    with pytest.raises(ValueError, match="give --norm-eps 1e-05"):
+        resume.check_shape(Config(norm_eps=1e-6), "x", {"n_layer": 4})
+    resume.check_shape(Config(), "x", {"n_layer": 4})
