@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from config import pad_vocab
 from moe import MoE, plain_dispatcher
 from ops.activations import ACTIVATIONS, GATED
-from ops.cross_entropy import LinearCrossEntropy
+from ops.cross_entropy import IGNORE, LinearCrossEntropy
 from parallel import MAX, gather_chunks, gather_rows, parameter, scatter_rows
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -240,9 +240,10 @@ class _VocabCrossEntropy(torch.autograd.Function):
         total = p.sum(1)
         # SUM of exponentials and of target logits: 2 B*T, over tp
         total, picked = axis.all_reduce(torch.stack([total, picked]))
-        p /= total.unsqueeze(1)
+        ignored = target == IGNORE
+        p = p.div_(total.unsqueeze(1)).masked_fill_(ignored.unsqueeze(1), 0)
         ctx.save_for_backward(p, index, mine)
-        return (total.log() + top - picked).sum()
+        return (total.log() + top - picked).masked_fill(ignored, 0).sum()
 
     @staticmethod
     def backward(ctx, g):
@@ -252,15 +253,15 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
 
 def vocab_cross_entropy(logits, target, vocab_size, axis):
-    """logits (B*T, v) in the model's dtype, target (B*T,) -> sum of the cross-entropy in nats, the same on
-    every tp rank."""
+    """logits (B*T, v) in the model's dtype, target (B*T,), IGNORE takes no part -> sum of the cross-entropy
+    in nats, the same on every tp rank."""
     low = axis.rank * logits.size(1)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))  # at least fp32
     if low + z.size(1) > vocab_size:  # padding columns are no tokens: they take no probability
         pad = torch.arange(low, low + z.size(1), device=z.device) >= vocab_size
         z = z.masked_fill(pad, -torch.inf)
     if axis.size == 1:
-        return F.cross_entropy(z, target, reduction="sum")
+        return F.cross_entropy(z, target, reduction="sum", ignore_index=IGNORE)
     return _VocabCrossEntropy.apply(z, target, axis)
 
 

@@ -166,9 +166,9 @@ def dropout_seeds(cfg, mesh, number, n, chunk=0):
 
 
 def forward_backward(model, dp, batches, tokens, loss_scale=None, before_forward=lambda i, chunk: None):
-    """All micro-batches of one step. batches: [(x, y)], (B, T) int64 each. tokens: of the whole global batch,
-    the one division of the loss. loss_scale: () tensor, fp16 only. before_forward(i, chunk) is called ahead
-    of each micro-batch's forward (it seeds dropout).
+    """All micro-batches of one step. batches: [(x, y)], (B, T) int64 each. tokens: the trained ones of the
+    whole global batch, an int or () on the device: the one division of the loss. loss_scale: () tensor, fp16
+    only. before_forward(i, chunk) is called ahead of each micro-batch's forward (it seeds dropout).
     -> this rank's part of the mean loss, () in at least fp32: the same on all tp ranks, zero on all stages
     except the last."""
     n, timers, weight = len(batches), dp.timers, next(model.parameters())
@@ -208,7 +208,7 @@ def forward_backward(model, dp, batches, tokens, loss_scale=None, before_forward
 
 @torch.no_grad()
 def forward_only(model, batches):
-    """-> () the sum of the cross-entropy over all tokens of batches; zero on all stages except the last."""
+    """-> () the sum of the cross-entropy over batches' trained tokens; zero on stages before the last."""
     weight = next(model.parameters())
     total = torch.zeros((), device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
 

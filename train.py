@@ -23,7 +23,7 @@ import checkpoint
 import moe
 import plot
 from config import Outcome
-from corpus.shards import micro_batches, open_data
+from corpus.shards import micro_batches, open_data, trained_tokens
 from corpus.tokenizer import prompt_tokenizer
 from cost.fits import check_layout, check_memory
 from cost.traffic import traffic
@@ -63,11 +63,11 @@ class Step:
     def __init__(self, cfg, model, dp, opt):
         self.cfg, self.model, self.dp, self.opt = cfg, model, dp, opt
 
-    def __call__(self, batches, number, full=True, guard=None):
+    def __call__(self, batches, number, full=True, guard=None, tokens=None):
         """batches: [(x, y)] of micro_batches(); number: of the step, from 1 on; full: also num_zeros and
-        param_norm; guard: a skip.Guard that may veto the update.
+        param_norm; guard: a skip.Guard that may veto the update; tokens: of trained_tokens(), None: all.
         -> (optim.StepStats, found_inf): () 0.0, or 1.0 if refused on the device; None if guard vetoed it"""
-        loss = self.gradients(batches, number)
+        loss = self.gradients(batches, number, tokens=tokens)
         with self.dp.timers("norm"):
             stats = self.opt.stats(loss, full)
         return self.finish(stats, number, guard)
@@ -77,7 +77,7 @@ class Step:
             return stats, None  # weights and moments stay
         return stats, self.update(stats, number)
 
-    def gradients(self, batches, number, seed=torch.manual_seed):
+    def gradients(self, batches, number, seed=torch.manual_seed, tokens=None):
         """Forward, backward, gradient sums -> this rank's part of the mean loss, () in at least fp32. seed is
         called with a seed before each micro-batch's forward, if there is dropout."""
         cfg, mesh = self.cfg, self.model.mesh
@@ -88,7 +88,8 @@ class Step:
                 seed(seeds[chunk][i])
         self.dp.reset()
         moe.reset_stats(self.model)
-        tokens = len(batches) * mesh.dp.size * cfg.micro_batch * cfg.seq_len  # of the whole global batch
+        if tokens is None:  # all of the whole global batch
+            tokens = len(batches) * mesh.dp.size * cfg.micro_batch * cfg.seq_len
         loss = forward_backward(self.model, self.dp, batches, tokens, self.opt.loss_scale, seed_dropout)
         self.dp.finish_grad_sync()
         return loss
@@ -101,7 +102,7 @@ class Step:
 
 
 def evaluate(cfg, model, source, batch, device):
-    """-> float: mean cross-entropy in nats per token of at most eval_iters validation batches. Collective."""
+    """-> float: mean cross-entropy in nats per trained token, at most eval_iters batches. Collective."""
     mesh, n = model.mesh, max(1, min(cfg.eval_iters, source.n_samples // batch))
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -110,7 +111,7 @@ def evaluate(cfg, model, source, batch, device):
         total += forward_only(model, batches) / mesh.tp.size  # every tp rank has the same sum, other stages 0
     mesh.world.all_reduce(total)  # SUM of one number, over the world
     model.train()
-    return total.item() / (n * batch * cfg.seq_len)
+    return total.item() / source.n_targets(0, n * batch)
 
 
 # -----------------------------------------------------------------------------
@@ -219,10 +220,12 @@ class Run:
         if cfg.dump_grads and number == 1:  # between the sums and the update
             self.opt.on_grads_ready = lambda: resume.dump_grads(cfg.dump_grads, self.mesh, self.dp, self.opt,
                                                                 self.vocab_size)
-        stats, found_inf = self.step(batches, number, self.logs(number), self.guard)
+        count = len(batches) * cfg.micro_batch * self.mesh.dp.size
+        tokens = trained_tokens(self.train_data, self.state.samples, count, self.device)
+        stats, found_inf = self.step(batches, number, self.logs(number), self.guard, tokens)
         self.opt.on_grads_ready = None
         self.guard.refused_flags.append((number, found_inf))
-        self.clock.count(len(batches) * cfg.micro_batch * self.mesh.dp.size)
+        self.clock.count(count)
         if number == self.first:
             self.sent = {name: sum(axis.sent.values()) for name, axis in vars(self.mesh).items()}
         return stats
@@ -315,13 +318,12 @@ class Run:
             finished = self.stop_reason is None and self.outcome in (Outcome.DONE, Outcome.FAILED)
             self.log_file.close()
             plot.at_end(self.out, self.log_file.last_experts, self.cfg.plot and finished)
-            checkpoints = checkpoint.steps(self.out)
+            step, checkpoints = self.state.step, checkpoint.steps(self.out)
             if self.outcome is Outcome.GAVE_UP:
                 why = self.guard.reason or self.skip_reason
                 print(give_up_message(checkpoints, *self.guard.refused_range, why), file=sys.stderr)
             if self.outcome is Outcome.REPLICAS_DIFFER:
-                text = watch.differences_message(self.differences, self.state.step, checkpoints)
-                print(text, file=sys.stderr)
+                print(watch.differences_message(self.differences, step, checkpoints), file=sys.stderr)
             log.farewell(self.outcome, self.stop_reason, self.state, self.out, self.saver.saved)
         return self.outcome
 

@@ -25,7 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from corpus import tokenizer
-from corpus.shards import SPLITS, VERSION, draw_keys, splitmix64
+from corpus.order import draw_keys, splitmix64
+from corpus.shards import SPLITS, VERSION
 from corpus.text import DOC_CHARS, documents
 from tools.schema import load_json
 

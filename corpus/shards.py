@@ -6,10 +6,9 @@ stream, which is cut into windows of seq_len tokens: the samples. Sample i of a 
 (seed, i), so any number of ranks, and a resumed run, see the same samples.
 
     1) the files       load_meta, open_shards, verify
-    2) random order    permute: a permutation without a table
-    3) samples         Tokens (one data set), Synthetic (no files)
-    4) blends          Blend: several data sets by weight, --data A:0.7,B:0.3
-    5) a run's data    open_data, micro_batches
+    2) samples         Tokens (one data set), Synthetic (no files)
+    3) blends          Blend: several data sets by weight, --data A:0.7,B:0.3
+    4) a run's data    open_data, trained_tokens, micro_batches
 
 Errors are ValueError or OSError, and say which command repairs the data.
 """
@@ -27,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from corpus.order import draw_keys, permute, splitmix64
 from tools.schema import Range, check_schema, load_json
 
 SPLITS = ("train", "val")
@@ -157,41 +157,7 @@ def verify(folder, cache=True):
 
 
 # -----------------------------------------------------------------------------
-# 2) random order
-
-def splitmix64(z):
-    """splitmix64's finaliser (Steele et al. 2014) on uint64: a permutation in which every bit of the input
-    changes about half of the output's bits."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-def draw_keys(*what):
-    """-> (8,) uint64, random, a function of `what` (strings and numbers): the same on every machine."""
-    return np.frombuffer(hashlib.blake2b(repr(what).encode(), digest_size=64).digest(), "<u8")
-
-
-def permute(i, n, keys):
-    """Where a random permutation of [0, n) sends the numbers i, (m,) -> (m,) uint64. It needs no table.
-
-    keys: (rounds,) uint64. A Feistel network with one round per key permutes [0, 2^(2h)), the smallest such
-    range that holds [0, n). A result of n or more is sent through the network again until it is below n
-    (cycle walking, Black and Rogaway 2002): at most 4 passes on average."""
-    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    out, todo = np.array(i, np.uint64), np.arange(len(i))
-    while len(todo):
-        left, right = out[todo] >> half, out[todo] & mask
-        for key in keys:
-            left, right = right, left ^ (splitmix64(right + key) & mask)
-        out[todo] = left << half | right
-        todo = todo[out[todo] >= n]
-    return out
-
-
-# -----------------------------------------------------------------------------
-# 3) samples
+# 2) samples
 
 def inputs_and_targets(windows):
     """Token ids (n, T+1) -> x, y, (n, T) each: new int64 tensors, y one token ahead of x."""
@@ -231,6 +197,10 @@ class Tokens:
                 filled += len(piece)
         return inputs_and_targets(rows)
 
+    def n_targets(self, first, n):
+        """-> int: the trained tokens of samples first .. first+n-1: here all."""
+        return n * self.seq_len
+
     def window_starts(self, first, n):
         """-> the positions in the stream where samples first .. first+n-1 start, (n,) int64."""
         epoch, k = np.divmod(np.arange(first, first + n, dtype=np.int64), self.n_samples)
@@ -263,9 +233,13 @@ class Synthetic:
         tokens = np.where(noise % np.uint64(8) == 0, noise >> np.uint64(8), count)
         return inputs_and_targets(tokens % np.uint64(self.vocab_size))
 
+    def n_targets(self, first, n):
+        """-> int: the trained tokens of samples first .. first+n-1: here all."""
+        return n * self.seq_len
+
 
 # -----------------------------------------------------------------------------
-# 4) blends: several data sets by weight. --data DIR, --data A:0.7,B:0.3, or --data A,B in proportion to their
+# 3) blends: several data sets by weight. --data DIR, --data A:0.7,B:0.3, or --data A,B in proportion to their
 # tokens. the weights become whole numbers that sum to a period P. within every P samples each data set gives
 # exactly its number of them, so one schedule of P entries makes sample i a pure function of (seed, i), as for
 # one data set; and the j-th sample that a data set gives to a blend is its sample j when it is used alone
@@ -346,6 +320,7 @@ class Blend:
     """One split of several data sets by weight, with the interface of Tokens."""
 
     def __init__(self, spec, split, seq_len, seed=0):
+        self.seq_len = seq_len
         metas = [load_meta(folder) for folder, _ in parse_blend(spec)]
         self.parts = [Tokens(folder, split, seq_len, seed) for folder, _ in parse_blend(spec)]
         self.vocab_size = metas[0]["vocab_size"]
@@ -357,6 +332,12 @@ class Blend:
         # samples until the first data set begins its second epoch
         self.n_samples = min(max(1, part.n_samples * len(self.schedule) // count)
                              for part, count in zip(self.parts, self.per_period.tolist(), strict=True))
+
+    def n_targets(self, first, n):
+        """-> int: the trained tokens of samples first .. first+n-1."""
+        which, number = self.locate(np.arange(first, first + n, dtype=np.int64))
+        return sum(self.parts[d].n_targets(int(number[which == d][0]), int((which == d).sum()))
+                   for d in np.unique(which).tolist())
 
     def locate(self, i):
         """Sample numbers (n,) -> the data set of each, and the sample's number in it, (n,) int64 both."""
@@ -396,7 +377,7 @@ def sample_schedule(counts):
 
 
 # -----------------------------------------------------------------------------
-# 5) a run's data
+# 4) a run's data
 
 def open_data(cfg, local_rank):
     """The data of a run -> (train, val, vocab_size, identity of the data: str). Every rank checks headers;
@@ -416,6 +397,18 @@ def open_data(cfg, local_rank):
                          f" {cfg.data}; try --vocab-size {meta['vocab_size']}")
     train, val = (open_tokens(cfg.data, split, cfg.seq_len, cfg.seed) for split in SPLITS)
     return train, val, vocab_size, meta["identity"]
+
+
+def trained_tokens(source, first, count, device):
+    """-> what the loss of the `count` samples from `first` on is divided by, the trained tokens of them all,
+    with no message: an int where every token is trained, a constant of a recorded CUDA graph; else () int64
+    on the device."""
+    n = source.n_targets(first, count)
+    if n == count * source.seq_len:
+        return n
+    import torch
+
+    return torch.full((), n, device=device)
 
 
 def micro_batches(cfg, mesh, source, first, count, device):

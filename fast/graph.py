@@ -1,9 +1,8 @@
 """Forward, backward and gradient sums as one CUDA graph: the fast twin of train.py's Step, the same numbers.
 
-A small model's kernels are done before python can start the next. Where every shape is static, forward,
-backward and gradient sums are the same list of kernels in every step: a thousand launches are captured once
-and replayed on the same addresses (pytorch.org, CUDA graphs). The update stays outside: its learning rate
-changes.
+A small model's kernels are done before python can start the next. Where every shape is static, these parts
+are the same list of kernels in every step: a thousand launches are captured once and replayed on the same
+addresses (pytorch.org, CUDA graphs). The update stays outside: its learning rate changes.
 """
 import gc
 import math
@@ -62,9 +61,8 @@ class GraphedStep:
     bucket, which the forward needs first, is gathered right after its update."""
 
     def __init__(self, plain, choice, sizer=None):
-        self.plain, self.sizer = plain, sizer
-        self.dp, model = plain.dp, plain.model
-        self.eager_buckets = self.dp.buckets_of[model.wte] if choice.peer_copies else []
+        self.plain, self.sizer, self.dp = plain, sizer, plain.dp
+        self.eager_buckets = self.dp.buckets_of[plain.model.wte] if choice.peer_copies else []
         self.dp.on_updated = self.on_updated
         self.calls, self.shape, self.graph = 0, None, None
 
@@ -75,11 +73,11 @@ class GraphedStep:
         elif bucket.shards > 1:
             bucket.gather_handle = DeferredGather(bucket)
 
-    def __call__(self, batches, number, full=True, guard=None):
+    def __call__(self, batches, number, full=True, guard=None, tokens=None):
         plain, sizer = self.plain, self.sizer
         for bucket in self.eager_buckets:
             bucket.wait_for_weights()  # outside of the graph, where their gather was started
-        loss = self.gradients(batches, number)
+        loss = self.gradients(batches, number, tokens)
         with self.dp.timers("norm"):
             stats = plain.opt.stats(loss, full)
         if sizer is None:
@@ -89,25 +87,27 @@ class GraphedStep:
         if not look_first:
             found_inf = plain.update(stats._replace(grad_norm=stats.grad_norm + 0 * stats.loss), number)
         if self.overflowed(stats.loss):
-            return plain(batches, number, full, guard)
+            return plain(batches, number, full, guard, tokens)
         return plain.finish(stats, number, guard) if look_first else (stats, found_inf)
 
-    def gradients(self, batches, number):
-        """batches [(x, y)] of step `number` -> this rank's part of the mean loss (), replayed where there is
-        a graph. A different number of micro-batches or another shape captures again."""
-        shape = [x.shape for x, _ in batches]
+    def gradients(self, batches, number, tokens=None):
+        """batches [(x, y)] of step `number`, tokens: see train.Step -> this rank's part of the mean loss (),
+        replayed where there is a graph. Another number of micro-batches, or shape, captures again."""
+        shape = [*(x.shape for x, _ in batches), type(tokens)]
         if shape != self.shape:
             self.calls, self.shape, self.graph = 0, shape, None
         if self.sizer is not None:
             self.sizer.enable(True)
             if not self.sizer.slack:
-                return self.body(batches, number)
+                return self.body(batches, number, tokens)
         self.calls += 1
         if self.calls <= WARMUP_STEPS:
-            return self.body(batches, number)
+            return self.body(batches, number, tokens)
         seeds = dropout_seeds(self.plain.cfg, self.plain.model.mesh, number, len(batches))
         if self.graph is None:
-            self.capture(batches, seeds)
+            self.capture(batches, seeds, tokens)
+        if torch.is_tensor(tokens):
+            self.tokens.copy_(tokens)
         for static, new in zip(self.inputs, batches, strict=True):
             for a, b in zip(static, new, strict=True):
                 a.copy_(b, non_blocking=True)
@@ -118,20 +118,21 @@ class GraphedStep:
             bucket.gather_handle = None  # the graph gathered the weights, and its forward waited for them
         return self.output
 
-    def body(self, batches, number, seed=torch.manual_seed):
-        """What the graph holds. seed: see train.Step.gradients."""
+    def body(self, batches, number, tokens, seed=torch.manual_seed):
+        """What the graph holds. tokens, seed: see train.Step."""
         for bucket in reversed(self.dp.buckets):  # in the order in which the forward needs them
             if bucket not in self.eager_buckets:
                 bucket.start_gather()
-        loss = self.plain.gradients(batches, number, seed)
+        loss = self.plain.gradients(batches, number, seed, tokens)
         return loss if self.sizer is None else self.sizer.nan_on_overflow(loss)
 
-    def capture(self, batches, seeds):
+    def capture(self, batches, seeds, tokens):
         """Capture body(). seeds: as many as dropout needs; their values are set before each replay."""
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()  # the graph has its own memory: the warm-up steps' is not needed again
         self.inputs = [tuple(t.clone() for t in pair) for pair in batches]
+        self.tokens = tokens.clone() if torch.is_tensor(tokens) else tokens
         self.graph = torch.cuda.CUDAGraph()
         # torch.manual_seed cannot be captured. Each micro-batch draws from a generator of its own instead;
         # replay() puts their seeds where the captured kernels read them
@@ -145,7 +146,7 @@ class GraphedStep:
         def seed(_):
             default.graphsafe_set_state(next(next_generator))
         with torch.cuda.graph(self.graph):
-            self.output = self.body(self.inputs, 0, seed)
+            self.output = self.body(self.inputs, 0, self.tokens, seed)
         default.graphsafe_set_state(before)
 
     def overflowed(self, loss):
@@ -208,7 +209,7 @@ class BufferSizer:
             slack = self.limit if self.limit == self.ep else 0.0
         elif overflowed:  # a fifth more: the need grows, and a new capture costs as much as several steps
             slack = min(1.2 * slack, self.limit)
-        if 0.85 * self.slack < slack <= self.slack:
-            return False  # a little less is not worth a new capture
-        self.slack, before = slack, self.slack
-        return self.slack != before
+        # a little less is not worth a new capture
+        changed = slack != self.slack and not 0.85 * self.slack < slack <= self.slack
+        self.slack = slack if changed else self.slack
+        return changed

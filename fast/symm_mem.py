@@ -2,10 +2,9 @@
 
 all_to_all needs row counts on the host, and a host read cannot be captured in a CUDA graph. Here each rank
 writes rows directly into the destination's symmetric-memory buffer over NVLink, and reads the results back
-from there; only the GPUs know how many rows there are. Message passing synchronises implicitly. With
-one-sided writes we need explicit barriers: before reading what others wrote, and before overwriting what
-others may still read. (One-sided communication: MPI-3, chapter 11. torch's symmetric memory makes the
-addresses. Experts over it: DeepSeek-AI's DeepEP.)
+from there; only the GPUs know how many rows there are. One-sided writes need explicit barriers:
+before reading what others wrote, and before overwriting what others may still read. (One-sided communication:
+MPI-3, chapter 11; its addresses: torch's symmetric memory; experts over it: DeepSeek-AI's DeepEP.)
 
     SymmetricBuffer            memory of each rank of an axis that all of them address
     SendRows, ReturnRows       the rows' way to the experts and back, with gradients

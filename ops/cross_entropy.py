@@ -10,10 +10,12 @@ import torch.nn.functional as F
 
 from ops import backend
 
+IGNORE = -100  # a target that takes no part: its loss is 0, its gradient exactly 0
+
 
 def cross_entropy_rows(z, target, used):
     """z (R, V) logits of which the first `used` columns are tokens, target (R,) -> losses (R,) and scales
-    (R,), fp32; z becomes (softmax - onehot) / scale."""
+    (R,), fp32; z becomes (softmax - onehot) / scale. Loss and scale of a target IGNORE are 0."""
     if not backend.use_triton(z) or z.dtype == torch.float16:  # fp16's range is too short for exponentials
         parts = [cross_entropy_rows_torch(*part, used)  # in fp32, so not all rows at once
                  for part in zip(z.split(1024), target.split(1024), strict=True)]
@@ -26,20 +28,21 @@ def cross_entropy_rows(z, target, used):
 
 
 def cross_entropy_rows_torch(z, target, used):
-    """The torch twin of the kernel; its scale is one."""
+    """The torch twin of the kernel; its scale is one, or 0 for a target that takes no part."""
+    trained, index = target != IGNORE, target.clamp(min=0).unsqueeze(1)
     wide = z[:, :used].to(torch.promote_types(z.dtype, torch.float32))
     lse = wide.logsumexp(1)  # (R,)
-    loss = lse - wide.gather(1, target.unsqueeze(1)).squeeze(1)
+    loss = (lse - wide.gather(1, index).squeeze(1)).masked_fill(~trained, 0)
     p = (wide - lse.unsqueeze(1)).exp_()
-    p.scatter_add_(1, target.unsqueeze(1), -torch.ones_like(p[:, :1]))
+    p.scatter_add_(1, index, -torch.ones_like(p[:, :1]))
     z[:, :used] = p.to(z.dtype)
     z[:, used:] = 0
-    return loss, torch.ones_like(loss)
+    return loss, trained.to(loss.dtype)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     """x (R, C), w (V, C), target (R,) int64, used <= V tokens -> () sum of the cross-entropy in nats, in at
-    least fp32."""
+    least fp32; a target IGNORE adds nothing."""
 
     @staticmethod
     def forward(ctx, x, w, target, used):

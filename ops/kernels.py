@@ -15,10 +15,13 @@ def cross_entropy(z_ptr, target_ptr, loss_ptr, scale_ptr, used, width, ROWS: tl.
     """One program handles one row of logits z (R, width), and reads and writes each logit once (again where
     the maximum rises by more than 32). It stores the
     loss, in the place of the logits (softmax - onehot) / scale, and that scale: 1 / the sum of the
-    exponentials, which is known only when all of them are written."""
+    exponentials, which is known only when all of them are written. Both are 0 for a target below 0, which
+    takes no part."""
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * width
     target = tl.load(target_ptr + row)
+    trained = target >= 0
+    target = tl.maximum(target, 0)
     picked = tl.load(z_ptr + target).to(tl.float32)
     # (ROWS, BLOCK) columns in order
     tile = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -40,8 +43,8 @@ def cross_entropy(z_ptr, target_ptr, loss_ptr, scale_ptr, used, width, ROWS: tl.
         total += tl.sum(e, axis=0)
         tl.store(z_ptr + at, e.to(z_ptr.dtype.element_ty), mask=at < width)
     whole = tl.sum(total)
-    tl.store(loss_ptr + row, top + tl.log(whole) - picked)
-    tl.store(scale_ptr + row, 1 / whole)
+    tl.store(loss_ptr + row, tl.where(trained, top + tl.log(whole) - picked, 0.0))
+    tl.store(scale_ptr + row, tl.where(trained, 1 / whole, 0.0))
     tl.debug_barrier()  # another thread may have written the target's column
     tl.store(z_ptr + target, (tl.exp(picked - top) - whole).to(z_ptr.dtype.element_ty))
 

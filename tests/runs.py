@@ -48,8 +48,8 @@ def session(world, argv, plan=None):
             return batches
 
     class StepWithNan(train.Step):
-        def gradients(self, batches, number, *args):
-            loss = super().gradients(batches, number, *args)
+        def gradients(self, batches, number, *args, **kwargs):
+            loss = super().gradients(batches, number, *args, **kwargs)
             if plan.get(number) == "nan" and world.rank == world.size - 1:
                 bucket = self.dp.buckets[0]
                 bucket.grad[bucket.shard.start] = float("nan")  # in the slice that this rank owns

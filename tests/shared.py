@@ -1,4 +1,6 @@
-"""fast.symm_mem.SymmetricBuffer between processes on a CPU: shared memory in the place of NVLink."""
+"""fast.symm_mem.SymmetricBuffer between processes on a CPU, shared memory in the place of NVLink; and samples
+of which some targets take no part.
+"""
 import os
 import shutil
 import sys
@@ -8,7 +10,25 @@ import time
 import torch
 import torch.distributed as dist
 
+from corpus.shards import Synthetic
 from fast import symm_mem
+from ops.cross_entropy import IGNORE
+
+
+class Masked(Synthetic):
+    """Synthetic samples; of sample i the first 3 i % T targets take no part."""
+
+    def n_masked(self, i):
+        return 3 * i % self.seq_len
+
+    def batch(self, first, n):
+        x, y = super().batch(first, n)
+        for i, row in enumerate(y, first):
+            row[: self.n_masked(i)] = IGNORE
+        return x, y
+
+    def n_targets(self, first, n):
+        return sum(self.seq_len - self.n_masked(i) for i in range(first, first + n))
 
 
 class SharedBuffer(symm_mem.SymmetricBuffer):

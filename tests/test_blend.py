@@ -55,6 +55,7 @@ def test_sample_i_is_a_pure_function_of_seed_and_i(folders):
         assert torch.equal(x[i], one[0][0]) and torch.equal(y[i], one[1][0])
     for first, count in ((37, 1), (n - 9, 9), (1, 2), (3, 30)):  # backwards too: there is no state
         x = ds.batch(first, count)[0]
+        assert ds.n_targets(first, count) == x.numel()
         ones = [ds.batch(first + k, 1)[0] for k in range(count)]
         assert x.shape == (count, 16) and torch.equal(x, torch.cat(ones))
     assert not torch.equal(shards.open_tokens(spec, "train", 16, seed=4).batch(0, 40)[0], ds.batch(0, 40)[0])

@@ -8,11 +8,11 @@ import pytest
 import torch
 from pool import run_ranks
 from runs import TINY, rows, same, session
-from shared import SharedBuffer
+from shared import Masked, SharedBuffer
 
 import train
 from config import Config
-from corpus.shards import Synthetic, micro_batches
+from corpus.shards import Synthetic, micro_batches, trained_tokens
 from fast import choose, graph, symm_mem
 from fast.graph import DeferredGather, GraphedStep
 from parallel import make_mesh
@@ -50,7 +50,7 @@ def graphs_on_a_cpu(seen):
     def replay():
         seen["replays"] += 1
         states = iter(default.registered)
-        made[-1].output = made[-1].body(made[-1].inputs, 0,
+        made[-1].output = made[-1].body(made[-1].inputs, 0, made[-1].tokens,
                                         lambda _: default.graphsafe_set_state(next(states)))
         assert next(states, None) is None, "every micro-batch draws from its own generator"
 
@@ -126,14 +126,14 @@ EXPERTS = dict(SMALL, n_experts=4, top_k=2, aux_coef=0.01, ep=2)
 STEPS = 7  # without a graph, captured, and replayed
 
 
-def take_steps(world, flags, graphed, evaluated=()):
+def take_steps(world, flags, graphed, evaluated=(), kind=Synthetic):
     """STEPS steps on the same batches, the graphed or the plain ones; no wait for weights in between.
     evaluated: steps after which the validation loss is taken, at once.
     -> StepStats and found_inf of each step, validation losses, and at the end the weights of the whole model,
     the masters and the moments; how often a graph was replayed"""
     cfg, seen, device = Config(**flags), {"captures": 0, "replays": 0, "first": 0}, torch.device("cpu")
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)
-    data, val_data = (Synthetic(cfg.vocab_size, cfg.seq_len, seed) for seed in (0, 1))
+    data, val_data = (kind(cfg.vocab_size, cfg.seq_len, seed) for seed in (0, 1))
     batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
     with graphs_on_a_cpu(seen) if graphed else contextlib.nullcontext():
         choice = choose.choose(cfg, mesh, device)
@@ -143,7 +143,8 @@ def take_steps(world, flags, graphed, evaluated=()):
         results, val_losses = [], []
         for number in range(1, STEPS + 1):
             batches = micro_batches(cfg, mesh, data, (number - 1) * batch, batch, device)
-            stats, found_inf = step(batches, number)
+            tokens = trained_tokens(data, (number - 1) * batch, batch, device)
+            stats, found_inf = step(batches, number, tokens=tokens)
             results.append((*torch.stack(stats).tolist(), found_inf.item()))
             deferred = [isinstance(b.gather_handle, DeferredGather) for b in dp.buckets if b.shards > 1]
             assert bool(deferred) == bool(cfg.zero) and set(deferred) <= {graphed}
@@ -169,9 +170,9 @@ def same_bits(a, b):
                          ids=["ddp-dropout", "zero1-recompute", "zero1-tp2-dropout", "experts-accumulated",
                               "experts-zero1-recompute", "experts-cp2-zero1-dropout",
                               "experts-that-overflow-dropout"])
-def test_both_steps_give_the_same_bits(flags):
+def test_both_steps_give_the_same_bits(flags, kind=Synthetic):
     """Loss, norms, weights, masters and moments of the plain step and of the graphed one."""
-    plain, graphed = (run_ranks(2, take_steps, flags, yes) for yes in (False, True))
+    plain, graphed = (run_ranks(2, take_steps, flags, yes, (), kind) for yes in (False, True))
     for (results, _, tensors, _), (expected, _, want, _) in zip(graphed, plain, strict=True):
         assert results == expected
         for got_tensors, want_tensors in zip(tensors, want, strict=True):
@@ -180,6 +181,11 @@ def test_both_steps_give_the_same_bits(flags):
     assert len(replays) == 1 and (replays.pop() > 0 or "ep_slack" in flags)
     losses = [row[0] for row in plain[0][0]]
     assert len(set(losses)) == STEPS, "a step that changes nothing proves nothing"
+
+
+def test_a_replay_divides_by_its_own_number_of_trained_tokens():
+    """It differs from step to step."""
+    test_both_steps_give_the_same_bits(ACCUMULATED, Masked)
 
 
 @pytest.mark.parametrize("flags", [dict(SMALL, zero=1), dict(EXPERTS, zero=1, ep=1)],

@@ -90,6 +90,23 @@ def test_cross_entropy(width, used):
     assert not z[:, used:].any()
 
 
+def test_a_target_that_takes_no_part():
+    """Loss and gradients of head and input are exactly 0 there, the others as without it."""
+    x, w = randn(4, 16).requires_grad_(), randn(384, 16).requires_grad_()
+    target = torch.tensor([5, cross_entropy.IGNORE, 299, cross_entropy.IGNORE], device=DEVICE)
+    loss = cross_entropy.LinearCrossEntropy.apply(x, w, target, 300)
+    dx, dw = torch.autograd.grad(loss, (x, w))
+    part = x.detach()[::2].requires_grad_()
+    want = cross_entropy.LinearCrossEntropy.apply(part, w, target[::2].contiguous(), 300)
+    assert loss.item() == want.item() and not dx[1::2].any()
+    for got, expected in zip((dx[::2], dw), torch.autograd.grad(want, (part, w)), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    twin = torch_twin(cross_entropy.cross_entropy_rows, (x @ w.T).detach(), target, 300)
+    loss, scale = cross_entropy.cross_entropy_rows((x @ w.T).detach(), target, 300)
+    assert not any(t[1::2].any() for t in (loss, scale, *twin))
+    assert_near(loss, twin[0], 1e-2)
+
+
 def test_cross_entropy_of_certain_predictions():
     z = torch.full((2, 9984), -3e4, device=DEVICE, dtype=torch.bfloat16)
     z[0, 7], z[1, 9983] = 3e4, 3e4

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from pool import run_ranks
+from shared import Masked
 
 import moe
 import train
@@ -61,14 +62,14 @@ def wait_for_all_weights(model, dp):
     model.wait_for_weights(model)
 
 
-def run(world, flags, batch, chunks=1, cp=1):
+def run(world, flags, batch, chunks=1, cp=1, kind=Synthetic):
     """Train STEPS steps on synthetic tokens -> {stats, shards, replicas, ...} of this rank, as numpy.
     chunks, cp: with a capacity, the number of tp and cp ranks whose dropping of rows this rank reproduces."""
     cfg = Config(**flags, global_batch=batch)
     moe.MoE.forward = forward_in_chunks(chunks, cp) if chunks * cp > 1 else MOE_FORWARD
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)
     check_layout(cfg, mesh, batch)
-    source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
+    source = kind(cfg.vocab_size, cfg.seq_len, cfg.seed)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     seen = {"stats": [], "shards": []}
 
@@ -80,7 +81,9 @@ def run(world, flags, batch, chunks=1, cp=1):
     for step in range(1, STEPS + 1):
         batches = train.micro_batches(cfg, mesh, source, (step - 1) * batch, batch, world.device)
         opt.on_grads_ready = lambda step=step: keep(f"step {step} grad ", {"": opt.grads})
-        stats, _ = train_step(batches, step)
+        tokens = None if kind is Synthetic else train.trained_tokens(source, (step - 1) * batch, batch,
+                                                                     world.device)
+        stats, _ = train_step(batches, step, tokens=tokens)
         seen["stats"].append(torch.stack(stats).tolist())
     wait_for_all_weights(model, dp)
     keep("end ", None)
@@ -125,19 +128,19 @@ def capacity_ranks(base, layout):
 references = {}
 
 
-def reference(flags, batch, chunks, cp=1):
+def reference(flags, batch, chunks, cp=1, kind=Synthetic):
     """-> (stats of each step, {name: full array}, expert statistics) of one rank, computed once per key."""
-    key = (tuple(sorted(flags.items())), batch, chunks, cp)
+    key = (tuple(sorted(flags.items())), batch, chunks, cp, kind)
     if key not in references:
-        (seen,) = run_ranks(1, run, flags, batch, chunks, cp)
+        (seen,) = run_ranks(1, run, flags, batch, chunks, cp, kind)
         references[key] = seen["stats"], assemble([seen]), seen.get("experts")
     return references[key]
 
 
-def compare(base, n, batch, **layout):
+def compare(base, n, batch, kind=Synthetic, **layout):
     """Run the model `base` over a layout of n ranks and compare everything it computes with one rank."""
-    stats, want, experts = reference(dict(base), batch, *capacity_ranks(base, layout))
-    results = run_ranks(n, run, dict(base, **layout), batch)
+    stats, want, experts = reference(dict(base), batch, *capacity_ranks(base, layout), kind)
+    results = run_ranks(n, run, dict(base, **layout), batch, 1, 1, kind)
     for seen in results:
         got, expected = np.array(seen["stats"]), np.array(stats)  # (steps, 4)
         np.testing.assert_allclose(got[:, [0, 1, 3]], expected[:, [0, 1, 3]], rtol=1e-10,
@@ -215,6 +218,19 @@ MOE_LAYOUTS = [
 @pytest.mark.parametrize("n,batch,layout", MOE_LAYOUTS, ids=lambda x: str(x).replace(" ", ""))
 def test_moe_layout_equals_one_rank(family, n, batch, layout):
     compare(dict(MOE if family == "dropless" else CAPACITY, micro_batch=2), n, batch, **layout)
+
+
+# every rank and every micro-batch has another number of trained tokens
+MASKED_LAYOUTS = [
+    ("llama", 2, 8, dict()), ("gpt2", 2, 4, dict(tp=2)), ("llama", 2, 8, dict(pp=2)),
+    ("gpt2", 2, 4, dict(cp=2)), ("dropless", 2, 8, dict(ep=2)), ("llama", 2, 8, dict(zero=2)),
+    ("dropless", 4, 8, dict(tp=2, ep=2, zero=3)), ("gpt2", 4, 8, dict(cp=2, pp=2, zero=1))]
+
+
+@pytest.mark.parametrize("family,n,batch,layout", MASKED_LAYOUTS, ids=lambda x: str(x).replace(" ", ""))
+def test_unequal_numbers_of_trained_tokens_equal_one_rank(family, n, batch, layout):
+    base = dict(llama=LLAMA, gpt2=GPT2, dropless=MOE)[family]
+    compare(dict(base, micro_batch=2), n, batch, Masked, **layout)
 
 
 def test_moe_variants_equal_one_rank():

@@ -18,6 +18,7 @@ from cost.parameters import count_parameters, flops_per_token
 from model import GPT, MLP, Attention, rope_cache, rotate, vocab_cross_entropy
 from moe import MoE
 from ops.activations import ACTIVATIONS, GATED
+from ops.cross_entropy import IGNORE
 from optim import learning_rate
 from parallel import make_mesh
 from pipeline import generate
@@ -322,6 +323,32 @@ def test_padding_stays_zero_and_gets_no_probability(cfg):
         logits = model(x)[0]
         want = F.cross_entropy(logits[:, :100], y.reshape(-1), reduction="sum")
         torch.testing.assert_close(model(x, y)[0], want, rtol=1e-6, atol=0)
+
+
+def masked_loss(world, logits, target):
+    """-> the loss of this rank's columns of the logits with the other ranks', its gradient."""
+    tp = make_mesh(world, tp=world.size).tp
+    own = logits.chunk(tp.size, 1)[tp.rank].clone().requires_grad_()
+    loss = vocab_cross_entropy(own, target, 100, tp)
+    loss.backward()
+    return loss.item(), own.grad
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_target_that_takes_no_part_has_no_loss_and_no_gradient(n):
+    rng = torch.Generator().manual_seed(5)
+    logits = torch.randn(12, 128, generator=rng, dtype=torch.float64)
+    target = torch.randint(100, (12,), generator=rng)
+    target[::3] = IGNORE
+    rows = [(z[:100].log_softmax(0)[t].item(), i) for i, (z, t) in enumerate(zip(logits, target, strict=True))
+            if t != IGNORE]  # a loop over tokens
+    losses, grads = zip(*run_ranks(n, masked_loss, logits, target), strict=True)
+    grad, softmax = torch.cat(grads, 1), logits[:, :100].softmax(1)
+    assert losses == pytest.approx([-sum(loss for loss, _ in rows)] * n, rel=1e-12)
+    assert not grad[::3].any() and not grad[:, 100:].any()
+    for _, i in rows:
+        want = softmax[i].index_add(0, target[i : i + 1], torch.tensor([-1.0], dtype=torch.float64))
+        torch.testing.assert_close(grad[i, :100], want, rtol=0, atol=1e-12)
 
 
 @family
