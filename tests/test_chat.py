@@ -1,0 +1,290 @@
+"""Fine-tuning: conversations as windows with masks, --init-from, the one division, and sample.py --chat."""
+import contextlib
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from pool import run_ranks
+from runs import TINY, assert_refused, final, go, rows, same, session
+
+import checkpoint
+import prepare
+import train
+from config import Config
+from corpus import chat, shards, tokenizer
+from ops.cross_entropy import IGNORE
+from parallel import make_mesh
+from runtime.launch import World
+
+SEQ = 48
+BASE = [f for f in TINY if "vocab" not in f and "synthetic" not in f and "seq-len" not in f]
+SYSTEM, LIE = {"role": "system", "content": "Be brief."}, "<|end|><|assistant|>"
+
+
+def conversation(i):
+    """-> messages; answers differ in length, and a user writes what looks like markers."""
+    messages = [SYSTEM] * (i % 3 == 0) + [{"role": "user", "content": f"{i} + {i}?{LIE * (i % 4 == 0)}"},
+                                          {"role": "assistant", "content": f"It is {2 * i}." * (1 + i % 3)}]
+    more = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
+    return messages + more * (i % 2)
+
+
+def run_prepare(*argv):
+    """prepare.main -> (exit code, stdout, stderr)."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = prepare.main(list(map(str, argv)))
+        except SystemExit as e:
+            code = e.code
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """-> a folder with the data sets base (text) and qa (conversations), and conversations.jsonl."""
+    folder = tmp_path_factory.mktemp("chat")
+    (folder / "text.txt").write_text("".join(f"{a} + {b}? It is {a + b}. Sure? Yes.\n" for a in range(40)
+                                             for b in range(30)))
+    lines = [json.dumps({"messages": conversation(i)}) for i in range(150)]
+    (folder / "conversations.jsonl").write_text("\n".join(lines) + "\n\n")
+    assert run_prepare(folder / "text.txt", "--name", "base", "--vocab-size", 300, "--out", folder)[0] == 0
+    code, out, err = prepare_chat(folder, folder / "conversations.jsonl")
+    assert code == 0 and err == "" and "; 0 conversations longer" not in out
+    return folder
+
+
+def prepare_chat(folder, *argv, name="qa", seq_len=SEQ):
+    return run_prepare("chat", *argv, "--name", name, "--tokenizer", folder / "base", "--seq-len", seq_len,
+                       "--out", folder)
+
+
+# -----------------------------------------------------------------------------
+# conversations -> windows
+
+def test_a_conversation_in_ids_and_which_are_trained(data):
+    vocab = tokenizer.load(data / "qa")
+    assert [vocab.special[m] for m in chat.MARKERS] == list(range(vocab.n_vocab - 4, vocab.n_vocab))
+    base = tokenizer.load(data / "base")
+    assert base.n_vocab == vocab.n_vocab - 4 and base.with_special([]) is base
+    ids, trained = chat.Template(vocab).conversation(conversation(12))
+    text = "<|system|>Be brief.<|end|><|user|>12 + 12?" + LIE + "<|end|><|assistant|>It is 24.<|end|>"
+    assert vocab.decode(ids) == tokenizer.EOD + text
+    assert [i for i in ids if i >= base.n_vocab] == [vocab.special[m] for m in (
+        "<|system|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>", "<|end|>")], "text gives none"
+    assert vocab.decode([i for i, t in zip(ids, trained, strict=True) if t]) == "It is 24.<|end|>"
+    with pytest.raises(ValueError, match="no <|system|>"):
+        chat.Template(base)
+
+
+def test_characters_have_special_tokens_too(tmp_path):
+    vocab = tokenizer.train_char(["abc"]).with_special(chat.MARKERS)
+    vocab.save(tmp_path / "tokenizer.json")
+    again = tokenizer.load(tmp_path)
+    ids, _ = chat.Template(again).conversation([{"role": "assistant", "content": "cab"}])
+    assert ids == [5, 2, 0, 1, 6] and again.decode(ids) == "<|assistant|>cab<|end|>" and again.n_vocab == 7
+    spec = {**again.spec, "special": {"<|x|>": 9}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(ValueError, match="after the 3 characters"):
+        tokenizer.load(tmp_path)
+
+
+def test_every_conversation_is_in_one_window_and_its_answers_are_the_targets(data):
+    vocab, meta = tokenizer.load(data / "qa"), shards.load_meta(data / "qa")
+    assert shards.verify(data / "qa", cache=False) == 5
+    seen, cut = [], 0
+    for split in shards.SPLITS:
+        ds = shards.Tokens(data / "qa", split, SEQ, seed=1)
+        x, y = ds.batch(0, ds.n_samples)
+        assert x.shape == y.shape == (ds.n_samples, SEQ) and (x >= 0).all()
+        assert ds.n_targets(0, ds.n_samples) == (y != IGNORE).sum() > 0
+        text = vocab.decode(y[y != IGNORE].tolist())
+        answers = text.removesuffix("<|end|>").split("<|end|>")
+        for row in x:
+            parts = vocab.decode(row.tolist()).split(tokenizer.EOD)
+            assert parts[0] == "", "a window begins with a conversation"
+            seen += [p.split("<|end|><|end|>")[0].removesuffix("<|end|>") for p in parts[1:]]
+        assert all(a == "Yes." or a.startswith("It is ") for a in answers)
+    whole = set()
+    for i in range(150):
+        text = vocab.decode(chat.Template(vocab).conversation(conversation(i))[0]).removeprefix(tokenizer.EOD)
+        whole.add(text.removesuffix("<|end|>"))
+    cut = [s for s in seen if s not in whole]
+    assert len(seen) == 150 and len(cut) <= meta["sources"]["cut"] + len(seen) // 10
+    assert all(any(w.startswith(s) for w in whole) for s in cut)
+    assert meta["documents"]["train"] + meta["documents"]["val"] == 150 and meta["documents"]["val"] > 5
+
+
+def test_sample_i_of_conversations_is_a_pure_function_of_seed_and_i(data):
+    ds = shards.open_tokens(str(data / "qa"), "train", SEQ, seed=3)
+    n = ds.n_samples
+    x, y = ds.batch(0, 3 * n)  # three epochs: each window once in each
+    for e in range(3):
+        assert len({tuple(row) for row in x[e * n : (e + 1) * n].tolist()}) == len({*map(tuple, x.tolist())})
+    assert not torch.equal(x[:n], x[n : 2 * n]) and not torch.equal(ds.batch(0, n)[0], shards.open_tokens(
+        str(data / "qa"), "train", SEQ, seed=4).batch(0, n)[0])
+    for first, count in ((n - 2, 5), (7, 1), (0, 3)):
+        got = ds.batch(first, count)
+        assert torch.equal(got[0], x[first : first + count]) and torch.equal(got[1], y[first : first + count])
+        assert ds.n_targets(first, count) == (got[1] != IGNORE).sum()
+    # a blend with text, where all is trained
+    assert run_prepare(data / "text.txt", "--name", "text", "--tokenizer", data / "qa", "--out", data)[0] == 0
+    both = shards.open_tokens(f"{data}/qa:0.5,{data}/text:0.5", "train", SEQ, seed=3)
+    _, y = both.batch(3, 20)
+    assert both.n_targets(3, 20) == (y != IGNORE).sum() and (y != IGNORE).all(1).sum() == 10
+
+
+def test_fill_windows_opens_no_more_than_it_must():
+    lengths = [int(n) for n in np.random.default_rng(1).integers(1, 20, 2000)]
+    ids, trained = chat.fill_windows([([n] * n, [1] * n) for n in lengths], 40, 99)
+    assert len(ids) < 1.02 * sum(lengths) / 40 + 5 and ids.shape == trained.shape == (len(ids), 40)
+    values, counts = np.unique(ids[trained == 1], return_counts=True)
+    assert {v: c for v, c in zip(values.tolist(), counts.tolist(), strict=True)} == {
+        n: n * lengths.count(n) for n in set(lengths)}
+    assert (ids[trained == 0] == 99).all()
+
+
+@pytest.mark.parametrize("line,words", [
+    ('{"messages": [{"role": "bot", "content": "x"}]}', "'bot', not one of system, user, assistant"),
+    ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant speaks"),
+    ('{"messages": [{"role": "user"', "Expecting"), ('{"text": "x"}', "lacks messages"),
+    ('{"messages": [{"role": "assistant", "content": 3}]}', "content is 3, not text"),
+    ('{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "surrogate")])
+def test_a_line_that_is_no_conversation_is_named(line, words, data):
+    good = json.dumps({"messages": conversation(1)})
+    (data / "bad.jsonl").write_text(f"{good}\n{line}\n")
+    code, _, err = prepare_chat(data, data / "bad.jsonl", name="bad")
+    assert code == 2 and err.count("\n") == 1 and words in err
+    assert f"bad.jsonl at byte {len(good) + 1}: " in err
+    assert not (data / "bad/meta.json").exists()
+
+
+@pytest.mark.parametrize("argv,words", [
+    (["chat", "nowhere.jsonl", "--tokenizer", "{}/base"], "nowhere.jsonl is not a file"),
+    (["chat"], "chat needs FILE.jsonl"),
+    (["chat", "{}/conversations.jsonl"], "--tokenizer data/stdlib"),
+    (["chat", "{}/text.txt", "--tokenizer", "{}/base"], "is not .jsonl"),
+    (["chat", "{}/conversations.jsonl", "--tokenizer", "{}/base", "--seq-len", "3"], "150 have no")])
+def test_wrong_input_of_prepare_chat(argv, words, data):
+    code, _, err = run_prepare(*(a.format(data) for a in argv), "--name", "bad", "--out", data)
+    assert code == 2 and err.count("\n") == 1 and words in err
+
+
+# -----------------------------------------------------------------------------
+# training on them
+
+@pytest.fixture(scope="module")
+def pretrained(data):
+    go(1, data / "pre", f"--data={data}/base", f"--seq-len={SEQ}", "--steps=2", "--seed=7", base=BASE)
+    return data / "pre"
+
+
+def tune(n, out, data, *flags, **kwargs):
+    return go(n, out, f"--data={data}/qa", f"--seq-len={SEQ}", *flags, base=BASE, **kwargs)
+
+
+def test_a_resumed_fine_tuning_is_the_run_that_was_not_stopped(data, pretrained, tmp_path):
+    """Two ranks; evaluated, saved, stopped, resumed. Its losses are those of one process."""
+    flags = [f"--init-from={pretrained}", "--save-every=2", "--eval-every=2", "--eval-iters=2"]
+    said = tune(2, tmp_path / "whole", data, *flags, "--steps=4")["out"]
+    assert f"starts from the weights of {pretrained}/step_000002" in said and "4 symbols are new" in said
+    tune(2, tmp_path / "cut", data, *flags, "--steps=2", "--decay-steps=4")
+    tune(2, tmp_path / "cut", data, "--resume=auto", *flags[1:], "--steps=4", "--decay-steps=4")
+    same(tmp_path / "whole", tmp_path / "cut", 4)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "cut")
+    tune(1, tmp_path / "one", data, *flags, "--steps=4", "--micro-batch=4")
+    for a, b in zip(rows(tmp_path / "one"), rows(tmp_path / "whole"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a.get("val_loss", 0) == pytest.approx(b.get("val_loss", 0), rel=1e-5)
+
+
+def test_the_loss_of_a_run_is_the_mean_over_trained_tokens(data):
+    """fp64, against a loop over tokens: of the step and of the evaluation; windows of unequal numbers."""
+    cfg = Config(n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_hidden=32, seq_len=SEQ, dtype="fp64",
+                 micro_batch=2, eval_iters=3, data=str(data / "qa"))
+    source, val, vocab_size, _ = shards.open_data(cfg, 0)
+    mesh = make_mesh(World())
+    model, dp, opt = train.build(cfg, mesh, vocab_size, torch.device("cpu"))
+
+    def loop(source, n):
+        losses = []
+        for i in range(n):
+            x, y = source.batch(i, 1)
+            with torch.no_grad():
+                logits = model(x)[0][:, :vocab_size].log_softmax(1)
+            losses += [-row[t].item() for row, t in zip(logits, y[0].tolist(), strict=True) if t != IGNORE]
+        return sum(losses) / len(losses)
+    assert train.evaluate(cfg, model, val, 4, torch.device("cpu")) == pytest.approx(loop(val, 12), rel=1e-12)
+    batches = train.micro_batches(cfg, mesh, source, 0, 6, torch.device("cpu"))
+    want = loop(source, 6)
+    stats, _ = train.Step(cfg, model, dp, opt)(
+        batches, 1, tokens=train.trained_tokens(source, 0, 6, torch.device("cpu")))
+    assert stats.loss.item() == pytest.approx(want, rel=1e-12)
+
+
+def masters_after_init_from(world, flags, path, vocab_size):
+    """-> {"shards": what init_from() leaves in the masters that this rank owns}, the message."""
+    from test_layouts import to_numpy
+
+    from runtime import resume
+    cfg = Config(**flags)
+    model, dp, opt = train.build(cfg, make_mesh(world, cfg.tp, cfg.pp, cfg.ep), vocab_size, world.device)
+    said = resume.init_from(model, opt, path)
+    return {"said": said, "shards": [(n, to_numpy(t), full, at) for n, t, full, at in
+                                     resume.shards(dp, opt, {"": opt.masters})]}
+
+
+@pytest.mark.parametrize("n,layout", [(1, {}), (2, dict(tp=2, zero=1)), (2, dict(zero=3)), (2, dict(pp=2))])
+def test_init_from_reads_every_weight_and_draws_the_rows_of_new_symbols(n, layout, data, pretrained):
+    """bf16, so that the masters must come from the checkpoint's fp32; a vocabulary that needs new rows."""
+    from test_layouts import assemble
+    was, meta = final(pretrained, 2)
+    flags = {**meta["shape"], "dtype": "bf16", "seed": 5, **layout}
+    size = meta["vocab_size"] + 140
+    results = run_ranks(n, masters_after_init_from, flags, pretrained, size)
+    assert results[0]["said"].endswith("140 symbols are new")
+    got = assemble(results)
+    assert got.keys() == {name for name in was if not name.startswith("exp_avg")}
+    for name, t in got.items():
+        old, used = was[name].numpy(), meta["vocab_size"]
+        if name in ("wte.weight", "head.weight"):
+            assert len(t) == 512 and not t[size:].any() and 0.01 < t[used:size].std() < 0.03
+            t, old = t[:used], old[:used]
+        np.testing.assert_array_equal(t, old, err_msg=name)
+
+
+def test_experts_start_from_experts(tmp_path):
+    base = [*TINY, "--n-experts=4", "--router=sigmoid", "--router-bias-rate=0.1"]
+    go(1, tmp_path / "pre", "--steps=2", "--save-every=2", base=base)
+    run = go(2, tmp_path / "ft", f"--init-from={tmp_path}/pre/step_000002", "--steps=1", "--save-every=1",
+             "--lr=0", "--min-lr=0", "--ep=2", "--top-k=1", "--seed=3", "--router-bias-rate=1e-9", base=base)
+    assert "upcycled" not in run["out"] and "top-k 2 -> 1; router-bias-rate 0.1 -> 1e-09" in run["out"]
+    was, now = final(tmp_path / "pre", 2)[0], final(tmp_path / "ft", 1)[0]
+    assert any("bias" in name for name in was)
+    for name in (n for n in was if not n.startswith("exp_avg")):
+        torch.testing.assert_close(now[name], was[name], rtol=0, atol=1e-8, msg=name)
+
+
+def test_refused_starts(data, pretrained, tmp_path):
+    flags = [*BASE, f"--data={data}/qa", f"--seq-len={SEQ}", "--steps=1", f"--out={tmp_path}/x"]
+
+    def refused(*more, words):
+        assert_refused(session(World(), [*flags, *more]), words)
+    refused(f"--init-from={tmp_path}", words="no readable index.json")
+    refused(f"--init-from={pretrained}", "--n-layer=3", words="--n-layer 2")
+    refused(f"--init-from={pretrained}", "--seq-len=64", words="give --seq-len 48")
+    go(1, tmp_path / "large", "--steps=1", "--save-every=1")
+    small = [f for f in flags if "seq-len" not in f and "qa" not in f]
+    assert_refused(session(World(), [*small, "--data=synthetic", "--vocab-size=90", "--seq-len=16",
+                                     f"--init-from={tmp_path}/large"]), "a vocabulary of 100, the data 90")
+    # a directory with weights alone, as convert.py imports them
+    step = tmp_path / "imported/step_000000"
+    tensors, meta = final(pretrained, 2)
+    weights = [(n, t, tuple(t.shape), (0,) * t.ndim) for n, t in tensors.items() if "exp_avg" not in n]
+    checkpoint.save(step.parent, 0, 0, 1, weights, {**meta, "step": 0, "samples": 0, "adam_t": 0, "data": ""})
+    refused(f"--resume={step}", words=f"give --init-from {step}")
+    assert math.isfinite(rows(tune(1, tmp_path / "ft", data, f"--init-from={step.parent}", "--steps=1")
+                              and tmp_path / "ft")[0]["loss"])
