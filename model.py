@@ -147,8 +147,9 @@ class Attention(nn.Module):
         options = dict(enable_gqa=self.h != self.g, dropout_p=self.dropout if self.training else 0.0)
         if cache is None and self.mesh.cp.size > 1:
             y = attend_chunks(q, k, v, self.mesh.cp, **options)  # (B, h, T, D)
-        else:  # one new token sees the whole cache; several come with an empty one
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, **options)
+        else:  # the last query sees the last key, also where a cache holds earlier keys
+            mask = causal_lower_right(T, k.size(2)) if 1 < T < k.size(2) else None
+            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=k.size(2) == T, **options)
         return self.wo(y.transpose(1, 2).reshape(-1, self.h * self.D))  # (B*T, h*D) -> (n, C)
 
 

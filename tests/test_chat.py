@@ -1,17 +1,26 @@
 """Fine-tuning: conversations as windows with masks, --init-from, the one division, and sample.py --chat."""
 import contextlib
+import dataclasses
 import io
 import json
 import math
+import os
+import pty
+import select
+import signal
+import sys
+import time
 
 import numpy as np
 import pytest
 import torch
-from pool import run_ranks
+from pool import context, run_ranks
 from runs import TINY, assert_refused, final, go, rows, same, session
 
 import checkpoint
+import pipeline
 import prepare
+import sample
 import train
 from config import Config
 from corpus import chat, shards, tokenizer
@@ -288,3 +297,165 @@ def test_refused_starts(data, pretrained, tmp_path):
     refused(f"--resume={step}", words=f"give --init-from {step}")
     assert math.isfinite(rows(tune(1, tmp_path / "ft", data, f"--init-from={step.parent}", "--steps=1")
                               and tmp_path / "ft")[0]["loss"])
+
+
+# -----------------------------------------------------------------------------
+# sample.py --chat
+
+QUESTIONS = ["3 + 3?", "Sure?", "and 4 + 4?"]
+
+
+@pytest.fixture(scope="module")
+def tuned(data, pretrained):
+    """-> a run that has learned to answer, more or less, and to end."""
+    tune(1, data / "tuned", data, f"--init-from={pretrained}", "--steps=60", "--lr=2e-2", "--warmup=2",
+         "--save-every=60", "--eval-every=60", "--eval-iters=1")
+    return data / "tuned"
+
+
+def talk(world, run, questions, dtype="fp64", tokens=12, stop_after=0, **layout):
+    """-> [the pieces of each answer], the tokens of the conversation, the positions that its cache holds."""
+    cfg, vocab_size, weights, _, _ = sample.read_run(run)
+    cfg = dataclasses.replace(cfg, **layout)
+    torch.set_default_dtype(train.DTYPES[dtype])
+    try:
+        model = sample.load_model(cfg, vocab_size, weights, world)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    seen = []
+
+    def agree(token):
+        seen.append(token)
+        return world.axis.broadcast_object((token, len(seen) == stop_after))
+    flags = sample.Flags(str(run), chat=True, max_new_tokens=tokens, temperature=0, system="Be brief.")
+    talk = sample.Chat(model, tokenizer.load(run), flags, agree)
+    return [list(talk.answer(q)) for q in questions], talk.tokens, talk.cache.length
+
+
+def talk_over_tp(world, *args):
+    return talk(world, *args, tp=world.size)
+
+
+def test_two_tp_ranks_answer_as_one(tuned):
+    answers, tokens, length = talk(World(), tuned, QUESTIONS[:2])
+    assert all("".join(a) for a in answers) and length == len(tokens) - 1 < SEQ, "one window, cache kept"
+    for got in run_ranks(2, talk_over_tp, tuned, QUESTIONS[:2]):
+        assert got == (answers, tokens, length)
+
+
+def test_answers_with_the_cache_are_those_without(tuned, monkeypatch):
+    """Each turn's answer is what the model says to the whole conversation, given at once; logits to 1e-10."""
+    seen, real = [], pipeline.next_logits
+
+    def next_logits(model, tokens, cache):
+        seen.append((model, tokens[0].tolist(), cache.length, real(model, tokens, cache)))
+        return seen[-1][-1]
+    monkeypatch.setattr(pipeline, "next_logits", next_logits)
+    _, tokens, _ = talk(World(), tuned, QUESTIONS[:2])
+    given = [t for _, new, _, _ in seen for t in new]
+    assert given == tokens[: len(given)] and sum(len(new) > 1 for _, new, _, _ in seen) == 2
+    for model, new, length, logits in seen:
+        whole = given[: length + len(new)]
+        torch.testing.assert_close(logits, real(model, torch.tensor([whole]), pipeline.Cache()), rtol=0,
+                                   atol=1e-10)
+
+
+def test_an_answer_that_is_stopped_ends_in_the_conversation(tuned):
+    vocab = tokenizer.load(tuned)
+    (whole, again), tokens, _ = talk(World(), tuned, QUESTIONS[:1] * 2)
+    (first, second), cut, _ = talk(World(), tuned, QUESTIONS[:1] * 2, stop_after=2)
+    assert "".join(whole).startswith("".join(first)) and len(first) <= 2 < len(whole)
+    text = vocab.decode(cut).removeprefix(f"{tokenizer.EOD}<|system|>Be brief.<|end|><|user|>3 + 3?<|end|>")
+    assert text.startswith(f"<|assistant|>{''.join(first)}<|end|><|user|>") and text.count("<|end|>") == 3
+
+
+def test_a_long_conversation_goes_on_when_the_window_is_full(tuned):
+    answers, tokens, length = talk(World(), tuned, QUESTIONS * 4)
+    assert len(tokens) > 2 * SEQ and length <= SEQ and len(answers) == 12
+
+
+def chat_session(world, argv, lines):
+    """sample.main on this rank, with lines typed -> (exit code, stdout, stderr)."""
+    from runtime import launch
+    out, err, launched = io.StringIO(), io.StringIO(), (launch.launch, launch.shutdown, launch.env_rank)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        launch.launch, launch.shutdown = (lambda *a, **k: world), (lambda w: None)
+        launch.env_rank = lambda: world.rank
+        sys.stdin = io.StringIO(lines if world.rank == 0 else "")
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = sample.main(argv)
+            except SystemExit as e:
+                code = e.code
+    finally:
+        launch.launch, launch.shutdown, launch.env_rank = launched
+        sys.stdin = sys.__stdin__
+        signal.signal(signal.SIGINT, handler)
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_questions_from_a_pipe_on_two_ranks(tuned):
+    argv = [str(tuned), "--chat", "--temperature=0", "--max-new-tokens=9"]
+    lines = "3 + 3?\n\nSure?\n/reset\n3 + 3?\n"
+    code, out, err = chat_session(World(), argv, lines)
+    first, second, third = out.splitlines()
+    assert not code and first == third and "lowest validation loss" in err
+    (code, both, _), (_, nothing, _) = run_ranks(2, chat_session, [*argv, "--tp=2"], lines)
+    assert not code and both == out and nothing == ""
+
+
+@pytest.mark.parametrize("argv,words", [
+    (["{pre}", "--chat"], "was not trained on conversations"), (["{tuned}", "--chat", "--tp=2"], "1 ranks"),
+    (["{tuned}", "--tp=2"], "are for --chat"), (["{tuned}", "--chat", "--ep=2"], "ep 2"),
+    (["{tuned}/nothing", "--chat"], "no config.json")])
+def test_wrong_input_of_chat(argv, words, tuned, pretrained):
+    argv = [a.format(pre=pretrained, tuned=tuned) for a in argv]
+    code, out, err = chat_session(World(), argv, "hello\n")
+    assert code == 2 and out == "" and err.count("\n") == 1 and words in err
+
+
+def test_characters_of_several_bytes_are_printed_whole():
+    vocab = tokenizer.train_bpe(["plain text"], 257)
+    text = "a\u00e4\u20ac\U0001f600b"
+    pieces = list(sample.whole_characters(vocab, vocab.encode(text)))
+    assert pieces == list(text)
+    assert list(sample.whole_characters(vocab, [97, 0xE2, 0x82])) == ["a", "\ufffd"]
+
+
+def chat_at_terminal(name, argv):
+    """sample.main of a new process whose stdin and stdout are the terminal of this name."""
+    terminal = os.open(name, os.O_RDWR)
+    for fd in (0, 1):
+        os.dup2(terminal, fd)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+    sample.main(argv)
+
+
+def test_ctrl_c_stops_the_answer_only(tuned):
+    """At a terminal: a prompt, an answer that SIGINT stops, another question, Ctrl-D."""
+    leader, follower = pty.openpty()
+    argv = [str(tuned), "--chat", "--temperature=5", "--max-new-tokens=1000000", "--top-k=2"]
+    p = context.Process(target=chat_at_terminal, args=(os.ttyname(follower), argv))
+    p.start()
+    said, until = b"", time.monotonic() + 100
+
+    def read(enough):
+        nonlocal said
+        said = b""
+        while not enough(said):
+            assert time.monotonic() < until and select.select([leader], [], [], 100)[0], said
+            said += os.read(leader, 4096)
+    read(lambda t: b"> " in t)
+    for _ in range(2):
+        os.write(leader, b"a?\n")
+        read(lambda t: len(t) > 20 or b"> " in t[4:])
+        if b"> " not in said[4:]:
+            os.kill(p.pid, signal.SIGINT)
+            read(lambda t: b"> " in t)
+    os.kill(p.pid, signal.SIGINT)  # at the prompt: a hint
+    read(lambda t: b"Ctrl-D ends" in t and t.endswith(b"> "))
+    os.write(leader, b"\x04")
+    p.join(60)
+    assert p.exitcode == 0
+    os.close(leader), os.close(follower)
