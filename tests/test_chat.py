@@ -10,12 +10,16 @@ import select
 import signal
 import sys
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
+import test_layouts
 import torch
 from pool import context, run_ranks
 from runs import TINY, assert_refused, final, go, rows, same, session
+from shared import Masked
+from test_faults import planted, with_faults
 
 import checkpoint
 import pipeline
@@ -236,26 +240,23 @@ def test_the_loss_of_a_run_is_the_mean_over_trained_tokens(data):
 
 def masters_after_init_from(world, flags, path, vocab_size):
     """-> {"shards": what init_from() leaves in the masters that this rank owns}, the message."""
-    from test_layouts import to_numpy
-
     from runtime import resume
     cfg = Config(**flags)
     model, dp, opt = train.build(cfg, make_mesh(world, cfg.tp, cfg.pp, cfg.ep), vocab_size, world.device)
     said = resume.init_from(model, opt, path)
-    return {"said": said, "shards": [(n, to_numpy(t), full, at) for n, t, full, at in
+    return {"said": said, "shards": [(n, test_layouts.to_numpy(t), full, at) for n, t, full, at in
                                      resume.shards(dp, opt, {"": opt.masters})]}
 
 
 @pytest.mark.parametrize("n,layout", [(1, {}), (2, dict(tp=2, zero=1)), (2, dict(zero=3)), (2, dict(pp=2))])
 def test_init_from_reads_every_weight_and_draws_the_rows_of_new_symbols(n, layout, data, pretrained):
     """bf16, so that the masters must come from the checkpoint's fp32; a vocabulary that needs new rows."""
-    from test_layouts import assemble
     was, meta = final(pretrained, 2)
     flags = {**meta["shape"], "dtype": "bf16", "seed": 5, **layout}
     size = meta["vocab_size"] + 140
     results = run_ranks(n, masters_after_init_from, flags, pretrained, size)
     assert results[0]["said"].endswith("140 symbols are new")
-    got = assemble(results)
+    got = test_layouts.assemble(results)
     assert got.keys() == {name for name in was if not name.startswith("exp_avg")}
     for name, t in got.items():
         old, used = was[name].numpy(), meta["vocab_size"]
@@ -297,6 +298,83 @@ def test_refused_starts(data, pretrained, tmp_path):
     refused(f"--resume={step}", words=f"give --init-from {step}")
     assert math.isfinite(rows(tune(1, tmp_path / "ft", data, f"--init-from={step.parent}", "--steps=1")
                               and tmp_path / "ft")[0]["loss"])
+
+
+# -----------------------------------------------------------------------------
+# planted faults, as in test_faults.py: each must fail a comparison
+
+COUNT = "sum((y >= 0).sum() for _, y in batches)"
+FORWARD, STEP, TP = "pipeline.forward_backward", "train.Step.gradients", "model._VocabCrossEntropy.forward"
+FAULTS = {  # name: (ranks, layout, function, its words, the faulty words)
+    "division by the rank's own count": (2, {}, STEP, "batches, tokens,", f"batches, {COUNT},"),
+    "the mean of the ranks' means": (2, {}, STEP, "batches, tokens,", f"batches, {COUNT} * mesh.dp.size,"),
+    "the mean of the micro-batches' means": (
+        1, {}, FORWARD, "out / tokens", "out / (batches[i][1] >= 0).sum() / n"),
+    "division by all tokens": (2, {}, STEP, "if tokens is None", "if True"),
+    "the count of a part of the batch": (
+        2, {}, "corpus.shards.trained_tokens", "n_targets(first, count)", "n_targets(first, count // 2)"),
+    "the loss of a masked target over tp": (2, dict(tp=2), TP, ".masked_fill(ignored, 0).sum()", ".sum()"),
+    "the gradient of a masked target over tp": (
+        2, dict(tp=2), TP, ".masked_fill_(ignored.unsqueeze(1), 0)", "")}
+MASKED = dict(test_layouts.LLAMA, n_layer=2, micro_batch=2)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_the_division_is_caught(name):
+    n, layout, *fault = FAULTS[name]
+    want = test_layouts.reference(dict(MASKED), 8, 1, 1, Masked)
+    results = run_ranks(n, with_faults, [fault], test_layouts.run, dict(MASKED, **layout), 8, 1, 1, Masked)
+    with mock.patch.object(test_layouts, "run_ranks", lambda *_: results), \
+            mock.patch.object(test_layouts, "reference", lambda *_: want), pytest.raises(AssertionError):
+        test_layouts.compare(MASKED, n, 8, Masked, **layout)
+
+
+CONVERSATION, WINDOWS = "corpus.chat.Template.conversation", "corpus.chat.fill_windows"
+BATCH, TARGETS = "corpus.shards.Tokens.batch", "corpus.shards.Tokens.n_targets"
+DATA_FAULTS = {
+    "the mask shifted by one": (
+        BATCH, "self.read(self.masks, starts))[1]", "self.read(self.masks, starts))[0]"),
+    "the user's words trained": (CONVERSATION, '== "assistant"', '!= "system"'),
+    "the role trained": (CONVERSATION, "[0] + [int", "[1] + [int"),
+    "the end not trained": (CONVERSATION, "* (len(new) - 1)", "* (len(new) - 2) + [0]"),
+    "padding trained": (WINDOWS, "np.zeros((len(windows), width), np.uint8)",
+                        "np.ones((len(windows), width), np.uint8)"),
+    "the counts of windows in order": (
+        TARGETS, "self.window_starts(first, n) // self.stride", "np.arange(first, first + n)"),
+    "targets that the shifted text gives": (
+        "corpus.shards.Tokens.window_starts", "if e and self.masks is None else", "if e else")}
+
+
+@pytest.mark.parametrize("name", [None, *DATA_FAULTS])
+def test_a_fault_of_the_masks_is_caught(name, data, tmp_path):
+    """The windows of three epochs against the conversations themselves."""
+    (tmp_path / "base").symlink_to(data / "base")
+    with planted(*DATA_FAULTS[name]) if name else contextlib.nullcontext():
+        assert prepare_chat(tmp_path, data / "conversations.jsonl")[0] == 0
+        ds = shards.Tokens(tmp_path / "qa", "train", SEQ, seed=1)
+        x, y = ds.batch(0, 3 * ds.n_samples)
+        count = ds.n_targets(3, 40)
+    vocab = tokenizer.load(tmp_path / "qa")
+    answers = {f"It is {2 * i}." * (1 + i % 3) + "<|end|>" for i in range(150)} | {"Yes.<|end|>"}
+
+    def check():
+        assert count == (y[3:43] != IGNORE).sum()
+        for row, targets in zip(x.tolist(), y.tolist(), strict=True):
+            assert all(t in (IGNORE, b) for t, b in zip(targets, row[1:], strict=False))
+            runs = "".join(vocab.decode([t]) if t != IGNORE else "\n" for t in targets).split("\n")
+            for run in filter(None, runs[:-1]):
+                assert run in answers, run
+            assert any(a.startswith(runs[-1]) for a in answers), "cut at the window's end"
+    if name is None:
+        return check()
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_evaluation_that_counts_masked_targets_is_caught(data):
+    fault = "train.evaluate", "source.n_targets(0, n * batch)", "(n * batch * cfg.seq_len)"
+    with planted(*fault), pytest.raises(AssertionError):
+        test_the_loss_of_a_run_is_the_mean_over_trained_tokens(data)
 
 
 # -----------------------------------------------------------------------------
