@@ -59,7 +59,9 @@ class Config:
     router: Literal["softmax", "softmax-topk", "sigmoid"] = "softmax"
     router_bias_rate: float = 0.0  # sigmoid only: step of the bias that balances experts; 0 is no bias
     n_shared_experts: int = 0  # experts that every token visits, beside its top-k
-    init_from: str = ""  # start from a dense checkpoint: its MLP goes into every expert, routers are random
+    # start from the weights of another run (or its step_N), with a fresh optimizer; of a dense model every
+    # expert gets the MLP
+    init_from: str = ""
     # layout (dp = world / (tp * cp * pp) is derived)
     tp: int = 1  # tensor parallelism: ranks that split each layer, and the sequence between the blocks
     cp: int = 1  # context parallelism: ranks that split each sequence; seq-len divides by 2 * cp

@@ -101,15 +101,20 @@ def fused_linear(x, layers, zero):
     return F.linear(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))
 
 
+def lower_right_mask(queries, keys):
+    """-> the mask of a sequence's last tokens, the last of which sees all keys so far; no tensor on a GPU."""
+    from torch.nn.attention.bias import causal_lower_right  # here: it doubles the time that imports take
+    return causal_lower_right(queries, keys)
+
+
 def attend_chunks(q, k, v, axis, **options):
     """Causal attention of this rank's two chunks of each sequence (Axis.own_chunks): q (B, h, t, D), k and v
     (B, g, t, D) -> (B, h, t, D). A chunk's queries meet the keys of all ranks up to the chunk's own end."""
-    from torch.nn.attention.bias import causal_lower_right  # here: it doubles the time that imports take
     kv = torch.cat([x.permute(2, 0, 1, 3) for x in (k, v)], dim=2)  # (t, B, 2g, D)
     k, v = gather_chunks(kv, axis).permute(1, 2, 0, 3).chunk(2, dim=1)  # (B, g, T, D) each, gathered over cp
     out, c = [], q.size(2) // 2
     for queries, end in zip(q.chunk(2, dim=2), ((axis.rank + 1) * c, k.size(2) - axis.rank * c), strict=True):
-        mask = causal_lower_right(c, end)  # the last query sees the last key
+        mask = lower_right_mask(c, end)
         out.append(F.scaled_dot_product_attention(queries, k[:, :, :end], v[:, :, :end], mask, **options))
     return torch.cat(out, dim=2)
 
@@ -149,9 +154,10 @@ class Attention(nn.Module):
         options = dict(enable_gqa=self.h != self.g, dropout_p=self.dropout if self.training else 0.0)
         if cache is None and self.mesh.cp.size > 1:
             y = attend_chunks(q, k, v, self.mesh.cp, **options)  # (B, h, T, D)
-        else:  # one new token sees the whole cache; several come with an empty one
-            is_causal = self.causal and (cache is None or T > 1)
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **options)
+        else:  # the last query sees the last key, also where a cache holds earlier keys
+            mask = lower_right_mask(T, k.size(2)) if 1 < T < k.size(2) else None
+            is_causal = self.causal and k.size(2) == T
+            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **options)
         return self.wo(y.transpose(1, 2).reshape(-1, self.h * self.D))  # (B*T, h*D) -> (n, C)
 
 

@@ -244,10 +244,11 @@ def next_logits(model, tokens, cache):
 # generation
 
 class Cache:
-    """Keys and values of the positions so far, per attention layer, (B, g, length, D) each."""
+    """Keys and values of the positions so far, per attention layer, (B, g, length, D) each. seen: how many
+    tokens of the list that stream() continues came before its next call."""
 
     def __init__(self):
-        self.length, self.kv = 0, {}
+        self.length, self.seen, self.kv = 0, 0, {}
 
     def append(self, layer, k, v):
         """k, v (B, g, T, D) of new positions -> those of all positions, (B, g, length + T, D) each."""
@@ -259,24 +260,32 @@ class Cache:
 
 
 @torch.no_grad()
+def stream(model, tokens, max_new_tokens, temperature, top_k, rng, cache):
+    """Append up to max_new_tokens to tokens (list of int), and yield each. temperature 0 takes the likeliest
+    token; top_k keeps the k likeliest. cache: a Cache, new or of an earlier call on the same list; what the
+    caller appends in between, it reads first. When the window is full, the cache is rebuilt from the last
+    seq_len / 2 tokens. All ranks call this together."""
+    device, window = next(model.parameters()).device, model.cfg.seq_len
+    copies = model.mesh.tp.size  # one token cannot be split over tp ranks: run tp copies of the sequence
+    for _ in range(max_new_tokens):
+        new = tokens[cache.seen:][-window:]
+        if cache.length + len(new) > window:
+            cache.length, cache.kv, new = 0, {}, tokens[-max(1, window // 2):]
+        cache.seen = len(tokens)
+        x = torch.tensor([new] * copies, device=device)  # (tp, T)
+        tokens.append(sample_token(next_logits(model, x, cache), temperature, top_k, rng))
+        yield tokens[-1]
+
+
 def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, seed=0):
-    """Continue tokens (list of int) by max_new_tokens -> the longer list. temperature 0 takes the likeliest
-    token; top_k keeps the k likeliest. When the window is full, the cache is rebuilt from the last
-    seq_len / 2 tokens. All ranks call this together. A compiled model runs in eager mode, because shapes
-    change with every token."""
+    """Continue tokens (list of int) by max_new_tokens -> the longer list. See stream(). A compiled model runs
+    in eager mode, because shapes change with every token."""
     with torch.compiler.set_stance("force_eager") if model.cfg.compile else contextlib.nullcontext():
         rng = torch.Generator("cpu").manual_seed(seed)
-        was_training, cache, tokens = model.training, Cache(), list(tokens)
+        was_training, tokens = model.training, list(tokens)
         model.eval()
-        device = next(model.parameters()).device
-        copies = model.mesh.tp.size  # one token cannot be split over tp ranks: run tp copies of the sequence
-        new = tokens[-model.cfg.seq_len:]
-        for _ in range(max_new_tokens):
-            if cache.length + len(new) > model.cfg.seq_len:
-                cache, new = Cache(), tokens[-max(1, model.cfg.seq_len // 2):]
-            x = torch.tensor([new] * copies, device=device)  # (tp, T)
-            new = [sample_token(next_logits(model, x, cache), temperature, top_k, rng)]
-            tokens += new
+        for _ in stream(model, tokens, max_new_tokens, temperature, top_k, rng, Cache()):
+            pass
         model.train(was_training)
     return tokens
 

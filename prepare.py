@@ -1,4 +1,5 @@
 """Text to token files:   python prepare.py stdlib   |   python prepare.py FILE... --name NAME
+Conversations:   python prepare.py chat FILE.jsonl... --name NAME --tokenizer data/stdlib --seq-len 128
 
 FILE is text, .jsonl, .jsonl.gz, .jsonl.zst (needs zstandard), .parquet (needs pyarrow), or a data set on the
 Hugging Face hub (needs datasets): fineweb_edu_10bt, fineweb_edu, dclm_baseline_1.0, dclm_baseline_1.0_10prct,
@@ -19,6 +20,9 @@ The documents are the files of the standard library, or the records; other text 
 documents of about 4,000 characters. End-of-document follows each, and the hash of its text alone decides
 between train and val, so duplicates have the same split. `char` has no documents: its text is one stream, and
 the last tenth is val. A record that cannot be read is named on stderr and counted, here and in meta.json.
+
+A line of a conversations' file is {"messages": [{"role": "user", "content": "..."}, ...]}, roles system, user
+and assistant. Only what the assistant says is trained: docs/chat.md.
 """
 import fcntl
 import hashlib
@@ -38,7 +42,7 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from corpus import build, shards, text, tokenizer
+from corpus import build, chat, shards, text, tokenizer
 from corpus.shards import SPLITS
 from tools.command_line import command_line, one_line, wrong_input
 from tools.schema import check_schema, load_json
@@ -59,7 +63,7 @@ Switch = tyro.conf.FlagCreatePairsOff[bool]  # a flag without its --no- twin
 @dataclass(frozen=True)
 class Flags:
     """The command line of prepare.py."""
-    sources: Sources = ()  # stdlib, files, or names on the hub (see above)
+    sources: Sources = ()  # stdlib, files, chat and files, or names on the hub (see above)
     name: str = ""  # the folder under --out; the default is stdlib for stdlib
     out: str = "data"  # where that folder goes
     # char, bpe (trained on the sources), gpt2, o200k_base..., a prepared folder, or hf:FOLDER of Hugging Face
@@ -71,6 +75,7 @@ class Flags:
     seed: int = 1337  # of the shuffle
     shard_tokens: int = 1 << 28  # tokens per file; 512 MB as uint16
     val_fraction: float = 0.1  # share of the text for val
+    seq_len: int = 128  # chat: tokens of a window; a longer conversation is cut
     workers: int = min(8, os.cpu_count() or 1)  # processes, at most one per 16 MB of text
     with_tests: bool = False  # stdlib: its test suites too, 3 times the text
     verify: bool = False  # only read the prepared files and compare their sha256
@@ -80,6 +85,11 @@ class Flags:
     def stdlib(self):
         """Whether the source is the standard library."""
         return self.sources == ("stdlib",)
+
+    @property
+    def chat(self):
+        """Whether the sources are conversations."""
+        return self.sources[:1] == ("chat",)
 
     @property
     def folder(self):
@@ -102,6 +112,9 @@ def parse(argv):
                                               " data/"),
         (flags.name and not plain(flags.name), f"--name {flags.name!r} is no plain name, as my-text is; --out"
                                                " says where that folder goes"),
+        (flags.chat and len(flags.sources) < 2, "chat needs FILE.jsonl, with a conversation on each line"),
+        (flags.chat and flags.tokenizer in ("char", "bpe"), "chat needs the tokenizer that the model knows:"
+                                                            " --tokenizer data/stdlib, or a published one"),
         (flags.with_tests and not flags.stdlib, "--with-tests belongs to stdlib"),
         (flags.vocab_size is not None and flags.tokenizer != "bpe", "--vocab-size is for --tokenizer bpe"),
         (not 0 < flags.val_fraction < 1, f"--val-fraction {flags.val_fraction:g} is not between 0 and 1"),
@@ -120,7 +133,7 @@ def plain(name):
 
 def list_sources(flags):
     """-> the spans of all sources (text.Span), in an order that only the sources determine."""
-    sources = flags.sources
+    sources = flags.sources[flags.chat:]
     if flags.stdlib:
         root = Path(sysconfig.get_path("stdlib"))
         skip = NOT_STDLIB if flags.with_tests else NOT_STDLIB | TESTS
@@ -136,7 +149,7 @@ def fingerprint(flags, spans):
     """-> a hash of all that determines the result: it tells whether a data set is up to date."""
     settings = [shards.VERSION, text.DOC_CHARS, borrowed_tokenizer(flags), spans,
                 flags.seed, flags.shard_tokens, flags.order, flags.stdlib, flags.text_key, flags.tokenizer,
-                flags.val_fraction, flags.vocab_size]
+                flags.val_fraction, flags.vocab_size, *[flags.seq_len] * flags.chat]
     return hashlib.sha256(repr(settings).encode()).hexdigest()
 
 
@@ -204,7 +217,8 @@ def keep_tokenizer(flags, units, path):
 # -----------------------------------------------------------------------------
 # the folder
 
-OURS = {"tokenizer_sha256": str, "shards": dict.fromkeys(SPLITS, [{"file": shards.shard_name}])}
+FILES = dict.fromkeys(SPLITS, [{"file": shards.shard_name}])
+OURS = {"tokenizer_sha256": str, "shards": FILES, "masks?": FILES}
 RENAMED_LAST = ["tokenizer.json", "meta.json"]
 
 
@@ -212,7 +226,8 @@ def listed_files(path):
     """-> the files of the data set that a meta.json describes. ValueError: it is not prepare.py's."""
     meta = load_json(path)
     check_schema(meta, OURS, path)
-    return [shard["file"] for split in SPLITS for shard in meta["shards"][split]] + RENAMED_LAST
+    return [shard["file"] for kind in ("shards", "masks") for split in SPLITS
+            for shard in meta.get(kind, {}).get(split, ())] + RENAMED_LAST
 
 
 def owned_files(folder):
@@ -312,6 +327,29 @@ def prepare(flags, spans, about):
     return (f"{flags.folder}: {total['chars']:,} characters, {vocab.n_vocab:,} symbols,"
             f" {tokens['train']:,} + {tokens['val']:,} tokens (train + val),\n"
             f"  {n_files} files ({left_out or 'nothing'} left out), {time.time() - start:.1f} s")
+
+
+def prepare_chat(flags, spans, about):
+    """prepare() for conversations: all are in memory, in one process -> a line that says what was made.
+    ValueError, OSError: as prepare()."""
+    start, work, size, masks = time.time(), flags.folder / ".parts", flags.shard_tokens, {}
+    owned_files(flags.folder)
+    with locked(work):
+        conversations = chat.read_conversations(spans)
+        vocab = make_tokenizer(flags, ()).with_special(chat.MARKERS)
+        packed = chat.pack(conversations, chat.Template(vocab), flags.seq_len, flags.val_fraction, flags.seed)
+        dtype, files = "<u2" if vocab.n_vocab <= 1 << 16 else "<u4", {}
+        for split in SPLITS:
+            ids, mask = packed.ids[split].astype(dtype).reshape(-1), packed.trained[split].reshape(-1)
+            files[split] = write_shards(work, split, dtype, TokenStream([ids]), ids.size, size)
+            masks[split] = write_shards(work, f"{split}_mask", "u1", TokenStream([mask]), mask.size, size)
+        install(work, flags.folder, vocab, {
+            "version": shards.VERSION, "tokenizer": vocab.kind, "tokenizer_sha256": vocab.sha256,
+            "vocab_size": vocab.n_vocab, "dtype": "uint16" if dtype == "<u2" else "uint32",
+            "tokens": {s: packed.ids[s].size for s in SPLITS}, "eod": vocab.eod, "documents": packed.count,
+            "sources": {"paths": flags.sources, "cut": packed.cut, "dropped": packed.dropped},
+            "seq_len": flags.seq_len, "shards": files, "masks": masks, **about})
+    return f"{flags.folder}: {packed.describe(vocab, flags.seq_len)}, {time.time() - start:.1f} s"
 
 
 def print_problems(results, total, left_out):
@@ -414,7 +452,8 @@ def main(argv=None):
             up_to_date = made and shards.verify(folder)
         except (ValueError, OSError):
             up_to_date = False  # absent or damaged: make it
-        print(f"{folder} is up to date" if up_to_date else prepare(flags, spans, about))
+        make = prepare_chat if flags.chat else prepare
+        print(f"{folder} is up to date" if up_to_date else make(flags, spans, about))
     return 0
 
 

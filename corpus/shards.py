@@ -20,12 +20,11 @@ import shlex
 import struct
 from bisect import bisect_right
 from contextlib import suppress
-from fractions import Fraction
-from math import lcm
 from pathlib import Path
 
 import numpy as np
 
+from corpus.blend import first_folder, parse_blend, sample_schedule, samples_per_period
 from corpus.masked import mask_sources
 from corpus.order import draw_keys, permute, splitmix64
 from tools.schema import Range, check_schema, load_json
@@ -34,8 +33,6 @@ SPLITS = ("train", "val")
 MAGIC, VERSION = b"nanoshrd", 1
 HEADER = struct.Struct("<8sIIQ")  # magic, version, bytes per token, number of tokens; zeros follow
 HEADER_BYTES = 4096  # a whole page, so that the tokens can be memory-mapped
-MAX_PERIOD = 100_000  # entries of a blend's schedule at most; it takes 0.6 s to compute
-WEIGHT_STEPS = 10_000  # weights in proportion to the tokens are multiples of 1 / WEIGHT_STEPS
 
 
 # -----------------------------------------------------------------------------
@@ -47,8 +44,8 @@ def pack_header(itemsize, tokens):
 
 
 def shard_name(name):
-    """a name like train_00000.bin"""
-    return isinstance(name, str) and re.fullmatch(r"(train|val)_[0-9]{5,}\.bin", name)
+    """a name like train_00000.bin or train_mask_00000.bin"""
+    return isinstance(name, str) and re.fullmatch(r"(train|val)(_mask)?_[0-9]{5,}\.bin", name)
 
 
 def dtype_name(name):
@@ -60,6 +57,8 @@ SHARD = {"file": shard_name, "tokens": Range(1, 1 << 62), "sha256": str, "max_id
 META = {"version": Range(VERSION, VERSION), "tokenizer": str, "tokenizer_sha256": str, "dtype": dtype_name,
         "vocab_size": Range(1, 1 << 32), "tokens": dict.fromkeys(SPLITS, Range(1, 1 << 62)),
         "eod": (int, type(None)), "shards": dict.fromkeys(SPLITS, [SHARD]), "command?": str}
+# of conversations: the windows' length, and shards that say which tokens are trained (corpus/chat.py)
+CHAT = {"seq_len": Range(1, 1 << 24), "masks": dict.fromkeys(SPLITS, [SHARD])}
 
 
 def how_to_fix(folder, meta=None):
@@ -83,6 +82,7 @@ def load_meta(folder):
     try:
         meta = load_json(path)
         check_schema(meta, META, path)
+        check_schema(meta, CHAT if "masks" in meta else {}, path)
         if not all(meta["shards"].values()):
             raise ValueError(f"{path} names no shards of train or of val")
     except ValueError as e:
@@ -98,13 +98,15 @@ def shared_sha256(shards):
     return min({s["sha256"] for s in shards["train"]} & {s["sha256"] for s in shards["val"]}, default="")
 
 
-def open_shards(folder, split, meta):
-    """-> the shards of `split` as memory-mapped arrays, (tokens of the shard,) uint16 or uint32 each.
+def open_shards(folder, split, meta, kind="shards"):
+    """-> the shards of `split` as memory-mapped arrays, (tokens of the shard,) uint16 or uint32 each; of kind
+    "masks" uint8.
 
     FileNotFoundError, ValueError: files, headers and `meta` do not agree, or ids are above the vocabulary; of
     data sets that were made before max_id was kept, verify() sees those."""
-    arrays, itemsize, fix = [], np.dtype(meta["dtype"]).itemsize, how_to_fix(folder, meta)
-    for shard in meta["shards"][split]:
+    arrays, fix = [], how_to_fix(folder, meta)
+    itemsize = 1 if kind == "masks" else np.dtype(meta["dtype"]).itemsize
+    for shard in meta[kind][split]:
         path, max_id = Path(folder) / shard["file"], shard.get("max_id", 0)
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing; {fix}")
@@ -135,7 +137,8 @@ def verify(folder, cache=True):
         raise FileNotFoundError(f"{folder / 'tokenizer.json'} is missing; {fix}")
     files = [({"file": "tokenizer.json", "sha256": meta["tokenizer_sha256"]}, np.zeros(1))]
     for split in SPLITS:
-        files += zip(meta["shards"][split], open_shards(folder, split, meta), strict=True)
+        for kind in ("shards", "masks")[: 1 + ("masks" in meta)]:
+            files += zip(meta[kind][split], open_shards(folder, split, meta, kind), strict=True)
     with suppress(OSError, ValueError):
         seen = load_json(record) if cache else None
     for shard, ids in files:
@@ -172,6 +175,7 @@ class Tokens:
 
     train: an epoch is a permutation of all windows, keyed by (seed, epoch). From the second epoch on the
     windows also start at another offset, so that the text is cut elsewhere. val: in order, each epoch alike.
+    Windows of conversations stay as prepare.py packed them, and what is not trained has the target IGNORE.
     ValueError, OSError: the files are damaged or too short for one window."""
 
     def __init__(self, folder, split, seq_len, seed=0):
@@ -180,38 +184,64 @@ class Tokens:
         self.split, self.seq_len, self.seed = split, seq_len, seed
         # position in the stream where each shard starts, and the length of the stream
         *self.starts, self.n_tokens = np.cumsum([0] + [len(s) for s in self.shards]).tolist()
-        self.n_samples = (self.n_tokens - 1) // seq_len  # windows per epoch
+        # windows per epoch; from one's start to the next's: those of text overlap by a token
+        self.n_samples, self.stride, self.masks = (self.n_tokens - 1) // seq_len, seq_len, None
+        if "masks" in meta:
+            self.open_masks(folder, meta)
         if self.n_samples < 1:
             raise ValueError(f"{folder}: {split} has {self.n_tokens} tokens, one window needs {seq_len + 1};"
                              f" use --seq-len {max(1, self.n_tokens - 1)} or prepare more text")
 
+    def open_masks(self, folder, meta):
+        """Of conversations: which tokens are trained, and how many of each window, (windows,) int64."""
+        self.masks, self.stride = open_shards(folder, self.split, meta, "masks"), self.seq_len + 1
+        if meta["seq_len"] != self.seq_len:
+            raise ValueError(f"{folder} has windows of {meta['seq_len']} tokens, --seq-len is {self.seq_len};"
+                             f" give --seq-len {meta['seq_len']}, or prepare the conversations again")
+        self.n_samples = self.n_tokens // self.stride
+        if [m.size for m in self.masks] != [s.size for s in self.shards] or self.n_tokens % self.stride:
+            raise ValueError(f"{folder}: the masks of {self.split} do not fit its tokens;"
+                             f" {how_to_fix(folder, meta)}")
+        self.counts = np.concatenate(self.masks).reshape(-1, self.stride)[:, 1:].sum(1, dtype=np.int64)
+
     def batch(self, first, n):
         """Samples first .. first+n-1, numbered over the whole run -> x, y, (n, T) int64 each: new tensors."""
-        rows = np.empty((n, self.seq_len + 1), self.shards[0].dtype)
-        for row, start in zip(rows, self.window_starts(first, n).tolist(), strict=True):
+        starts = self.window_starts(first, n).tolist()
+        x, y = inputs_and_targets(self.read(self.shards, starts))
+        if self.masks is not None:
+            from ops.cross_entropy import IGNORE  # not at the top: it imports torch
+            y.masked_fill_(inputs_and_targets(self.read(self.masks, starts))[1] == 0, IGNORE)
+        return x, y
+
+    def read(self, shards, starts):
+        """-> the windows at these positions of a stream, (n, T+1), from its shards."""
+        rows = np.empty((len(starts), self.seq_len + 1), shards[0].dtype)
+        for row, start in zip(rows, starts, strict=True):
             filled = 0
             while filled < len(row):  # one pass, unless the window crosses into the next shard or the start
                 at = (start + filled) % self.n_tokens
                 shard = bisect_right(self.starts, at) - 1
-                piece = self.shards[shard][at - self.starts[shard] :][: len(row) - filled]
+                piece = shards[shard][at - self.starts[shard] :][: len(row) - filled]
                 row[filled : filled + len(piece)] = piece
                 filled += len(piece)
-        return inputs_and_targets(rows)
+        return rows
 
     def n_targets(self, first, n):
-        """-> int: the trained tokens of samples first .. first+n-1: here all."""
-        return n * self.seq_len
+        """-> int: the trained tokens of samples first .. first+n-1; every rank knows those of all."""
+        if self.masks is None:
+            return n * self.seq_len
+        return int(self.counts[self.window_starts(first, n) // self.stride].sum())
 
     def window_starts(self, first, n):
         """-> the positions in the stream where samples first .. first+n-1 start, (n,) int64."""
         epoch, k = np.divmod(np.arange(first, first + n, dtype=np.int64), self.n_samples)
-        starts = k * self.seq_len
+        starts = k * self.stride
         if self.split == "train":
             for e in np.unique(epoch).tolist():  # one or two, unless the text is shorter than the batch
                 keys, in_epoch = draw_keys("order", self.seed, e), epoch == e
                 order = permute(k[in_epoch], self.n_samples, keys[:4])
-                starts[in_epoch] = order * np.uint64(self.seq_len)
-                starts[in_epoch] += int(keys[4]) % self.seq_len if e else 0
+                starts[in_epoch] = order * np.uint64(self.stride)
+                starts[in_epoch] += int(keys[4]) % self.seq_len if e and self.masks is None else 0
         return starts
 
 
@@ -241,53 +271,7 @@ class Synthetic:
 
 # -----------------------------------------------------------------------------
 # 3) blends: several data sets by weight. --data DIR, --data A:0.7,B:0.3, or --data A,B in proportion to their
-# tokens. the weights become whole numbers that sum to a period P. within every P samples each data set gives
-# exactly its number of them, so one schedule of P entries makes sample i a pure function of (seed, i), as for
-# one data set; and the j-th sample that a data set gives to a blend is its sample j when it is used alone
-
-def parse_blend(spec):
-    """--data -> [(folder, weight)], a Fraction or, where no weights are given, None. ValueError: syntax."""
-    if Path(spec).is_dir() or not any(c in spec for c in ",:"):
-        return [(spec, None)]
-    folders, weights = [], []
-    for item in spec.split(","):
-        folder, colon, weight = item.rpartition(":") if ":" in item else (item, "", "")
-        try:
-            if len(weight.lower().partition("e")[2]) > 3:
-                raise ValueError("a Fraction of 1e1000000 would take minutes")
-            weights.append(Fraction(weight) if colon else None)
-        except (ValueError, ZeroDivisionError) as e:
-            raise ValueError(f"--data {spec}: {weight!r} is not a weight; for example A:0.7,B:0.3") from e
-        if not folder or (colon and weights[-1] <= 0):
-            raise ValueError(f"--data {spec} has an empty name or a weight that is not above 0; for example"
-                             " A:0.7,B:0.3")
-        if folder in folders:
-            raise ValueError(f"--data {spec} names a folder twice; add up its weights")
-        folders.append(folder)
-    if None in weights and any(weights):
-        raise ValueError(f"--data {spec} gives some weights; give each, as in A:0.7,B:0.3, or none")
-    return list(zip(folders, weights, strict=True))
-
-
-def first_folder(spec):
-    """-> the first folder of --data; all have its tokenizer."""
-    return parse_blend(spec)[0][0]
-
-
-def samples_per_period(spec, metas, split="train"):
-    """-> how many samples each data set gives per period: the smallest whole numbers in the ratio of the
-    weights, or of the tokens where no weights are given. ValueError: the period is above MAX_PERIOD."""
-    weights = [w for _, w in parse_blend(spec)]
-    if None in weights:
-        tokens = [meta["tokens"][split] for meta in metas]
-        weights = [Fraction(max(1, round(WEIGHT_STEPS * t / sum(tokens)))) for t in tokens]
-    fractions = [w / sum(weights) for w in weights]
-    period = lcm(*(f.denominator for f in fractions))
-    if period > MAX_PERIOD:
-        raise ValueError(f"--data {spec}: as whole numbers the weights sum to {period:,}, at most"
-                         f" {MAX_PERIOD:,} are possible; round them")
-    return [int(f * period) for f in fractions]
-
+# tokens; corpus/blend.py says which data set gives each sample
 
 def load_blend_meta(spec):
     """--data -> the meta.json of the first data set with the shards of all, and `identity`: a str that other
@@ -304,7 +288,8 @@ def load_blend_meta(spec):
     if equal := shared_sha256(shards):
         raise ValueError(f"--data {spec}: a train and a val shard have equal sha256 {equal[:9]}; one data set"
                          " would be tested on what another trains on: leave one out")
-    identity = " ".join(s["sha256"][:16] for split in SPLITS for s in shards[split])
+    masks = [s for meta in metas if "masks" in meta for split in SPLITS for s in meta["masks"][split]]
+    identity = " ".join(s["sha256"][:16] for s in (*shards["train"], *shards["val"], *masks))
     if len(metas) > 1:
         identity += f" {':'.join(map(str, samples_per_period(spec, metas)))}"
     return {**metas[0], "shards": shards, "identity": identity}
@@ -357,24 +342,6 @@ class Blend:
             for both, some in zip(xy, part, strict=True):
                 both[rows] = some
         return xy
-
-
-def sample_schedule(counts):
-    """Samples of each data set per period, (data sets,) -> which data set gives each sample of the period,
-    (sum of counts,) int64.
-
-    Of a data set with n of P samples, sample c may come once c P / n samples are given in all and must come
-    before (c + 1) P / n are. Of those that may come, the one with the earliest deadline does. No count is
-    ever a whole sample off its share (the chairman assignment problem, Tijdeman 1980); with Megatron-LM's
-    greedy rule, which takes the data set that is furthest behind, small ones fall up to 1.7 behind."""
-    counts = np.array(counts)
-    period, given = counts.sum(), np.zeros_like(counts)
-    out = np.empty(period, np.int64)
-    for i in range(period):
-        deadline = -(-(given + 1) * period // counts)
-        out[i] = np.argmin(np.where(given * period < (i + 1) * counts, deadline, 2 * period))
-        given[out[i]] += 1
-    return out
 
 
 # -----------------------------------------------------------------------------

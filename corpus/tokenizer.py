@@ -31,18 +31,25 @@ FETCH_SECONDS = 30.0  # tiktoken itself waits for ever where a firewall drops pa
 
 
 class Tokenizer:
-    """What both kinds have in common. spec: the whole tokenizer as plain json; sha256: of the saved file.
+    """What both kinds have in common. spec: the whole tokenizer as plain json; sha256: of the saved file;
+    special: {token that text never gives: id}.
 
     A subclass has n_vocab (number of ids), eod (id of end-of-document or None), encode_numpy and decode."""
 
     def __init__(self, spec):
-        self.spec, self.kind = spec, spec["kind"]
+        self.spec, self.kind, self.special = spec, spec["kind"], spec.get("special", {})
         self.text = json.dumps(spec, sort_keys=True, separators=(",", ":"))
         self.sha256 = hashlib.sha256(self.text.encode()).hexdigest()
 
     def encode(self, text):
         """-> the token ids of `text`, a list of int; no end-of-document is added."""
         return self.encode_numpy(text).tolist()
+
+    def with_special(self, names):
+        """-> a tokenizer that has these special tokens, too; those that it lacked come after all others."""
+        new = [name for name in names if name not in self.special]
+        special = {**self.special, **{name: self.n_vocab + i for i, name in enumerate(new)}}
+        return type(self)({**self.spec, "special": special}) if new else self
 
     def encode_prompt(self, text):
         """-> the ids of a text that a model is to continue: those of encode(), or after a first special token
@@ -61,29 +68,34 @@ def token_ids(ranks):
 
 
 class CharTokenizer(Tokenizer):
-    """One id per character in code point order, as in nanoGPT's shakespeare_char; no end-of-document."""
+    """One id per character in code point order, as in nanoGPT's shakespeare_char; no end-of-document. Special
+    tokens, if any, come after them."""
 
-    SCHEMA = {"chars": str}
+    SCHEMA = {"chars": str, "special?": token_ids}
 
     def __init__(self, spec):
         super().__init__(spec)
         spec["chars"].encode()  # half of a surrogate pair could not be printed
-        self.chars, self.n_vocab, self.eod = spec["chars"], len(spec["chars"]), None
+        self.chars, self.eod = spec["chars"], None
+        self.symbols = [*self.chars, *sorted(self.special, key=self.special.get)]
+        self.n_vocab, n = len(self.symbols), len(self.chars)
+        if sorted(self.special.values()) != list(range(n, self.n_vocab)):
+            raise ValueError(f"its special tokens must have the ids after the {n} characters")
         self.id_of = np.full(0x110000, -1, np.int32)  # code point -> id, so that encoding is one gather
-        self.id_of[[ord(c) for c in self.chars]] = np.arange(self.n_vocab)
+        self.id_of[[ord(c) for c in self.chars]] = np.arange(n)
 
     def encode_numpy(self, text):
         """-> the ids of `text`, (len(text),) int32. ValueError: the vocabulary lacks a character."""
         ids = self.id_of[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)]
         if len(ids) and ids.min() < 0:
             c = text[int(np.argmax(ids < 0))]
-            raise ValueError(f"the character {c!r} (U+{ord(c):04X}) is not among the {self.n_vocab} of this"
-                             " vocabulary; leave it out, or prepare the data with --tokenizer bpe")
+            raise ValueError(f"the character {c!r} (U+{ord(c):04X}) is not among the {len(self.chars)} of"
+                             " this vocabulary; leave it out, or prepare the data with --tokenizer bpe")
         return ids
 
     def decode(self, ids):
         """-> the text of `ids` (any iterable of numbers); an id of n_vocab or more (padding) gives U+FFFD."""
-        return "".join(self.chars[i] if 0 <= i < self.n_vocab else "\ufffd" for i in map(int, ids))
+        return "".join(self.symbols[i] if 0 <= i < self.n_vocab else "\ufffd" for i in map(int, ids))
 
 
 class BpeTokenizer(Tokenizer):

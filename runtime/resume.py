@@ -3,7 +3,7 @@
     State, save, load, dump_grads     where the run is; checkpoint.py knows only tensors and their names
     prepare_out_dir, find_checkpoint  the directory of the run, and which checkpoint in it is used
     settle                            after all was checked: rename what an earlier run left there
-    upcycle                           --init-from: start experts from a dense model
+    init_from                         --init-from: start from another run's weights; experts from a dense one
     Saver                             writes checkpoints in the background
 """
 import dataclasses
@@ -28,6 +28,7 @@ from runtime.launch import exit_together
 from skip import Ranges
 from tools import files
 from tools.checksum import checksum, refuse_not_finite
+from tools.command_line import one_line
 from tools.files import warn
 
 # -----------------------------------------------------------------------------
@@ -149,6 +150,9 @@ def load(cfg, dp, opt, path, data_id, vocab_size=0):
     meta = index["meta"]
     if "shape" not in meta:
         raise ValueError(f"checkpoint {path} holds no state of a run; give a step_N of an --out directory")
+    if not any(name.startswith("exp_avg/") for name in index["tensors"]):
+        raise ValueError(f"checkpoint {path} holds weights alone, no moments, as an imported model does; "
+                         f"give --init-from {path} to start from it")
     check_shape(cfg, path, meta["shape"], ("norm", *["seq_len"] * (cfg.pos == "rope")))
     changed = changed_flags(cfg, path, meta, dp.mesh.world.size, data_id, vocab_size)
     checkpoint.load(path, shards(dp, opt, owned_only=False), index)
@@ -256,15 +260,15 @@ def find_checkpoint(cfg, world, out):
 
 
 def start_from(found, skip, model, opt, data_id):
-    """Go on from the checkpoint `found`, or start with equal replicas (found None; with --init-from, as a
-    dense checkpoint) -> (State, skip.Ranges). skip: of the flags; those of the checkpoint join. Collective;
-    ValueError: the checkpoint does not fit."""
+    """Go on from the checkpoint `found`, or start with equal replicas (found None; with --init-from, from
+    another run's weights) -> (State, skip.Ranges). skip: of the flags; those of the checkpoint join.
+    Collective; ValueError: the checkpoint does not fit."""
     cfg, is_main = model.cfg, model.mesh.world.rank == 0
     if found is None:
         broadcast_and_verify(model)
         opt.masters_from_model()
         if cfg.init_from:
-            said = upcycle(model, opt, cfg.init_from)
+            said = init_from(model, opt, cfg.init_from)
             print(said if is_main else "", end="\n" * is_main, flush=True)
         state = State(data=data_id, vocab_size=model.vocab_size)
     else:
@@ -292,27 +296,49 @@ def broadcast_and_verify(model):
             assert torch.equal(theirs, mine[0]), f"{name} on rank {rank} differs after the broadcast"
 
 
-def upcycle(model, opt, path):
-    """--init-from: load a dense checkpoint's weights, its MLP into every expert; routers keep their random
-    start (sparse upcycling, arXiv:2212.05055). -> one line that says so. ValueError: the shapes differ."""
-    world = model.mesh.world
+def init_from(model, opt, path):
+    """--init-from: load the weights of a checkpoint, or of a run's newest, and nothing else. Rows of symbols
+    that it lacks keep their random start. From a dense model every expert gets the MLP and routers keep their
+    random start (sparse upcycling, arXiv:2212.05055). -> one line that says so. ValueError: the shapes
+    differ, or its vocabulary is larger."""
+    world, cfg = model.mesh.world, model.cfg
+    if not (Path(path) / "index.json").exists():
+        path = next(iter(checkpoint.steps(path)), path)
     index = checkpoint.check(path, world.rank, world.size)  # each rank verifies its share of the checksums
-    shape, cfg = index["meta"].get("shape"), model.cfg
-    if not shape or shape["n_experts"] or shape["bias"]:
-        raise ValueError(f"--init-from {path} is not a run of a dense model without bias: n-experts must be "
-                         "0 there, and experts have no biases to take theirs")
-    check_shape(cfg, path, shape, ("n_experts", "n_shared_experts", *["seq_len"] * (cfg.pos == "rope")))
+    meta, shape = index["meta"], index["meta"].get("shape")
+    if not shape:
+        raise ValueError(f"--init-from {path} holds no weights of a run; give its --out directory or step_N")
+    upcycles = cfg.n_experts > 0 and not shape["n_experts"]
+    if upcycles and shape["bias"]:
+        raise ValueError(f"--init-from {path} is a dense model with biases, and experts have none to take "
+                         "them; give a model without bias, or train without --n-experts")
+    check_shape(cfg, path, shape, (*["n_experts", "n_shared_experts"] * upcycles,
+                                   *["seq_len"] * (cfg.pos == "rope")))
+    symbols = meta.get("vocab_size") or min(index["tensors"]["wte.weight"]["shape"][0], model.vocab_size)
+    if symbols > model.vocab_size:
+        raise ValueError(f"--init-from {path} has a vocabulary of {symbols}, the data {model.vocab_size}; "
+                         f"prepare the data with that run's tokenizer, or give --vocab-size {symbols}")
     requested, matrices = [], sum(p.expert for p in model.parameters())
     for name, own, full, where in shards(opt.dp, opt, {"": opt.masters}, owned_only=False):
-        if ".moe." not in name:
+        if name in ("wte.weight", "head.weight"):
+            rows = own[:max(0, symbols - where[0])]
+            requested.append((name, rows, (pad_vocab(symbols), *full[1:]), where))
+        elif not upcycles or ".moe." not in name:
             requested.append((name, own, full, where))
         elif len(full) == 3:  # (E, rows, columns) of w1, w2 or w3: a rectangle of one or several experts
             dense = name.replace(".moe.", ".mlp.") + ".weight"
             requested += [(dense, part, full[1:], where[1:]) for part in own]
     checkpoint.load(path, requested, index)
     opt.masters_to_model()
-    return (f"upcycled {path}: each of {cfg.n_experts} experts starts as that model's MLP "
-            f"({matrices} expert matrices on this rank), routers start fresh")
+    new = model.vocab_size - symbols
+    said = (f"upcycled {path}: each of {cfg.n_experts} experts starts as that model's MLP ({matrices} expert "
+            "matrices on this rank), routers start fresh" if upcycles else
+            f"starts from the weights of {path}, with a fresh optimizer")
+    before = meta.get("flags", {})
+    now = {k: getattr(cfg, k) for k in MEANING if k in before and k not in ("data", "seed", "vocab_size")}
+    changed = [f"{name.replace('_', '-')} {one_line(before[name])} -> {value}" for name, value in now.items()
+               if before[name] != value and (name not in NEEDS or getattr(cfg, NEEDS[name]) and not upcycles)]
+    return "; ".join([said, *[f"{new} symbols are new"] * (new > 0), *changed])
 
 
 # -----------------------------------------------------------------------------

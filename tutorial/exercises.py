@@ -1,4 +1,4 @@
-"""The exercises of tutorial/README.md, one function per chapter, four in the last. Each raises an
+"""The exercises of tutorial/README.md, one function per chapter, four in chapter 13. Each raises an
 error until you fill it in.
 
     python -m pytest tutorial -k chapter_03        the test of chapter 3
@@ -192,3 +192,14 @@ def keys_end(T, cp, rank):
     -> [keys of the early chunk, keys of the late chunk]
     """
     raise NotImplementedError("chapter 13: up to the chunk's own end")
+
+
+def answer_mask(ids, assistant, end):
+    """Which tokens of a conversation are trained.
+
+    ids: [int], the conversation. assistant: the id that stands before what the assistant says; end: the id
+    after what anybody says. A model must learn to stop, so the end of an answer is trained, too; the role is
+    not, because whoever asks for an answer writes it.
+    -> [bool], one per id.
+    """
+    raise NotImplementedError("chapter 14: from the role on, up to the end")

@@ -122,3 +122,11 @@ def zigzag(T, cp, rank):
 def keys_end(T, cp, rank):
     c = T // (2 * cp)
     return [(rank + 1) * c, T - rank * c]
+
+
+def answer_mask(ids, assistant, end):
+    mask, answers = [], False
+    for token in ids:
+        mask.append(answers)
+        answers = token == assistant or answers and token != end
+    return mask

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from pool import ROOT, run_ranks
 
+from corpus.chat import MARKERS, Template
 from corpus.tokenizer import train_char
 from parallel import Axis, Bucket, Comm, make_mesh
 from pipeline import schedule
@@ -258,3 +259,13 @@ def test_chapter_13_keys_end(yours):
         for rank in range(cp):
             chunks = Axis("cp", rank, cp).own_chunks(torch.arange(T), 0).chunk(2)
             assert yours.keys_end(T, cp, rank) == [c[-1].item() + 1 for c in chunks], (T, cp, rank)
+
+
+def test_chapter_14_answer_mask(yours):
+    vocab = train_char(["abc"]).with_special(MARKERS)
+    template, ids = Template(vocab), vocab.special
+    for said in ("user assistant", "system user assistant user assistant", "assistant", "assistant user"):
+        messages = [{"role": role, "content": "abc"[:i % 4]} for i, role in enumerate(said.split())]
+        tokens, trained = template.conversation(messages)
+        mask = yours.answer_mask(tokens, ids["<|assistant|>"], ids["<|end|>"])
+        assert [int(m) for m in mask] == trained, vocab.decode(tokens)

@@ -1,0 +1,539 @@
+"""Fine-tuning: conversations as windows with masks, --init-from, the one division, and sample.py --chat."""
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import os
+import pty
+import select
+import signal
+import sys
+import time
+from unittest import mock
+
+import numpy as np
+import pytest
+import test_layouts
+import torch
+from pool import context, run_ranks
+from runs import TINY, assert_refused, final, go, rows, same, session
+from shared import Masked
+from test_faults import planted, with_faults
+
+import checkpoint
+import pipeline
+import prepare
+import sample
+import train
+from config import Config
+from corpus import chat, shards, tokenizer
+from ops.cross_entropy import IGNORE
+from parallel import make_mesh
+from runtime.launch import World
+
+SEQ = 48
+BASE = [f for f in TINY if "vocab" not in f and "synthetic" not in f and "seq-len" not in f]
+SYSTEM, LIE = {"role": "system", "content": "Be brief."}, "<|end|><|assistant|>"
+
+
+def conversation(i):
+    """-> messages; answers differ in length, and a user writes what looks like markers."""
+    messages = [SYSTEM] * (i % 3 == 0) + [{"role": "user", "content": f"{i} + {i}?{LIE * (i % 4 == 0)}"},
+                                          {"role": "assistant", "content": f"It is {2 * i}." * (1 + i % 3)}]
+    more = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
+    return messages + more * (i % 2)
+
+
+def run_prepare(*argv):
+    """prepare.main -> (exit code, stdout, stderr)."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = prepare.main(list(map(str, argv)))
+        except SystemExit as e:
+            code = e.code
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """-> a folder with the data sets base (text) and qa (conversations), and conversations.jsonl."""
+    folder = tmp_path_factory.mktemp("chat")
+    (folder / "text.txt").write_text("".join(f"{a} + {b}? It is {a + b}. Sure? Yes.\n" for a in range(40)
+                                             for b in range(30)))
+    lines = [json.dumps({"messages": conversation(i)}) for i in range(150)]
+    (folder / "conversations.jsonl").write_text("\n".join(lines) + "\n\n")
+    assert run_prepare(folder / "text.txt", "--name", "base", "--vocab-size", 300, "--out", folder)[0] == 0
+    code, out, err = prepare_chat(folder, folder / "conversations.jsonl")
+    assert code == 0 and err == "" and "; 0 conversations longer" not in out
+    return folder
+
+
+def prepare_chat(folder, *argv, name="qa", seq_len=SEQ):
+    return run_prepare("chat", *argv, "--name", name, "--tokenizer", folder / "base", "--seq-len", seq_len,
+                       "--out", folder)
+
+
+# -----------------------------------------------------------------------------
+# conversations -> windows
+
+def test_a_conversation_in_ids_and_which_are_trained(data):
+    vocab = tokenizer.load(data / "qa")
+    assert [vocab.special[m] for m in chat.MARKERS] == list(range(vocab.n_vocab - 4, vocab.n_vocab))
+    base = tokenizer.load(data / "base")
+    assert base.n_vocab == vocab.n_vocab - 4 and base.with_special([]) is base
+    ids, trained = chat.Template(vocab).conversation(conversation(12))
+    text = "<|system|>Be brief.<|end|><|user|>12 + 12?" + LIE + "<|end|><|assistant|>It is 24.<|end|>"
+    assert vocab.decode(ids) == tokenizer.EOD + text
+    assert [i for i in ids if i >= base.n_vocab] == [vocab.special[m] for m in (
+        "<|system|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>", "<|end|>")], "text gives none"
+    assert vocab.decode([i for i, t in zip(ids, trained, strict=True) if t]) == "It is 24.<|end|>"
+    with pytest.raises(ValueError, match="no <|system|>"):
+        chat.Template(base)
+
+
+def test_characters_have_special_tokens_too(tmp_path):
+    vocab = tokenizer.train_char(["abc"]).with_special(chat.MARKERS)
+    vocab.save(tmp_path / "tokenizer.json")
+    again = tokenizer.load(tmp_path)
+    ids, _ = chat.Template(again).conversation([{"role": "assistant", "content": "cab"}])
+    assert ids == [5, 2, 0, 1, 6] and again.decode(ids) == "<|assistant|>cab<|end|>" and again.n_vocab == 7
+    spec = {**again.spec, "special": {"<|x|>": 9}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(ValueError, match="after the 3 characters"):
+        tokenizer.load(tmp_path)
+
+
+def test_every_conversation_is_in_one_window_and_its_answers_are_the_targets(data):
+    vocab, meta = tokenizer.load(data / "qa"), shards.load_meta(data / "qa")
+    assert shards.verify(data / "qa", cache=False) == 5
+    seen, cut = [], 0
+    for split in shards.SPLITS:
+        ds = shards.Tokens(data / "qa", split, SEQ, seed=1)
+        x, y = ds.batch(0, ds.n_samples)
+        assert x.shape == y.shape == (ds.n_samples, SEQ) and (x >= 0).all()
+        assert ds.n_targets(0, ds.n_samples) == (y != IGNORE).sum() > 0
+        text = vocab.decode(y[y != IGNORE].tolist())
+        answers = text.removesuffix("<|end|>").split("<|end|>")
+        for row in x:
+            parts = vocab.decode(row.tolist()).split(tokenizer.EOD)
+            assert parts[0] == "", "a window begins with a conversation"
+            seen += [p.split("<|end|><|end|>")[0].removesuffix("<|end|>") for p in parts[1:]]
+        assert all(a == "Yes." or a.startswith("It is ") for a in answers)
+    whole = set()
+    for i in range(150):
+        text = vocab.decode(chat.Template(vocab).conversation(conversation(i))[0]).removeprefix(tokenizer.EOD)
+        whole.add(text.removesuffix("<|end|>"))
+    cut = [s for s in seen if s not in whole]
+    assert len(seen) == 150 and len(cut) <= meta["sources"]["cut"] + len(seen) // 10
+    assert all(any(w.startswith(s) for w in whole) for s in cut)
+    assert meta["documents"]["train"] + meta["documents"]["val"] == 150 and meta["documents"]["val"] > 5
+
+
+def test_sample_i_of_conversations_is_a_pure_function_of_seed_and_i(data):
+    ds = shards.open_tokens(str(data / "qa"), "train", SEQ, seed=3)
+    n = ds.n_samples
+    x, y = ds.batch(0, 3 * n)  # three epochs: each window once in each
+    for e in range(3):
+        assert len({tuple(row) for row in x[e * n : (e + 1) * n].tolist()}) == len({*map(tuple, x.tolist())})
+    assert not torch.equal(x[:n], x[n : 2 * n]) and not torch.equal(ds.batch(0, n)[0], shards.open_tokens(
+        str(data / "qa"), "train", SEQ, seed=4).batch(0, n)[0])
+    for first, count in ((n - 2, 5), (7, 1), (0, 3)):
+        got = ds.batch(first, count)
+        assert torch.equal(got[0], x[first : first + count]) and torch.equal(got[1], y[first : first + count])
+        assert ds.n_targets(first, count) == (got[1] != IGNORE).sum()
+    # a blend with text, where all is trained
+    assert run_prepare(data / "text.txt", "--name", "text", "--tokenizer", data / "qa", "--out", data)[0] == 0
+    both = shards.open_tokens(f"{data}/qa:0.5,{data}/text:0.5", "train", SEQ, seed=3)
+    _, y = both.batch(3, 20)
+    assert both.n_targets(3, 20) == (y != IGNORE).sum() and (y != IGNORE).all(1).sum() == 10
+
+
+def test_fill_windows_opens_no_more_than_it_must():
+    lengths = [int(n) for n in np.random.default_rng(1).integers(1, 20, 2000)]
+    ids, trained = chat.fill_windows([([n] * n, [1] * n) for n in lengths], 40, 99)
+    assert len(ids) < 1.02 * sum(lengths) / 40 + 5 and ids.shape == trained.shape == (len(ids), 40)
+    values, counts = np.unique(ids[trained == 1], return_counts=True)
+    assert {v: c for v, c in zip(values.tolist(), counts.tolist(), strict=True)} == {
+        n: n * lengths.count(n) for n in set(lengths)}
+    assert (ids[trained == 0] == 99).all()
+
+
+@pytest.mark.parametrize("line,words", [
+    ('{"messages": [{"role": "bot", "content": "x"}]}', "'bot', not one of system, user, assistant"),
+    ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant speaks"),
+    ('{"messages": [{"role": "user"', "Expecting"), ('{"text": "x"}', "lacks messages"),
+    ('{"messages": [{"role": "assistant", "content": 3}]}', "content is 3, not text"),
+    ('{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "surrogate")])
+def test_a_line_that_is_no_conversation_is_named(line, words, data):
+    good = json.dumps({"messages": conversation(1)})
+    (data / "bad.jsonl").write_text(f"{good}\n{line}\n")
+    code, _, err = prepare_chat(data, data / "bad.jsonl", name="bad")
+    assert code == 2 and err.count("\n") == 1 and words in err
+    assert f"bad.jsonl at byte {len(good) + 1}: " in err
+    assert not (data / "bad/meta.json").exists()
+
+
+@pytest.mark.parametrize("argv,words", [
+    (["chat", "nowhere.jsonl", "--tokenizer", "{}/base"], "nowhere.jsonl is not a file"),
+    (["chat"], "chat needs FILE.jsonl"),
+    (["chat", "{}/conversations.jsonl"], "--tokenizer data/stdlib"),
+    (["chat", "{}/text.txt", "--tokenizer", "{}/base"], "is not .jsonl"),
+    (["chat", "{}/conversations.jsonl", "--tokenizer", "{}/base", "--seq-len", "3"], "150 have no")])
+def test_wrong_input_of_prepare_chat(argv, words, data):
+    code, _, err = run_prepare(*(a.format(data) for a in argv), "--name", "bad", "--out", data)
+    assert code == 2 and err.count("\n") == 1 and words in err
+
+
+# -----------------------------------------------------------------------------
+# training on them
+
+@pytest.fixture(scope="module")
+def pretrained(data):
+    go(1, data / "pre", f"--data={data}/base", f"--seq-len={SEQ}", "--steps=2", "--seed=7", base=BASE)
+    return data / "pre"
+
+
+def tune(n, out, data, *flags, **kwargs):
+    return go(n, out, f"--data={data}/qa", f"--seq-len={SEQ}", *flags, base=BASE, **kwargs)
+
+
+def test_a_resumed_fine_tuning_is_the_run_that_was_not_stopped(data, pretrained, tmp_path):
+    """Two ranks; evaluated, saved, stopped, resumed. Its losses are those of one process."""
+    flags = [f"--init-from={pretrained}", "--save-every=2", "--eval-every=2", "--eval-iters=2"]
+    said = tune(2, tmp_path / "whole", data, *flags, "--steps=4")["out"]
+    assert f"starts from the weights of {pretrained}/step_000002" in said and "4 symbols are new" in said
+    tune(2, tmp_path / "cut", data, *flags, "--steps=2", "--decay-steps=4")
+    tune(2, tmp_path / "cut", data, "--resume=auto", *flags[1:], "--steps=4", "--decay-steps=4")
+    same(tmp_path / "whole", tmp_path / "cut", 4)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "cut")
+    tune(1, tmp_path / "one", data, *flags, "--steps=4", "--micro-batch=4")
+    for a, b in zip(rows(tmp_path / "one"), rows(tmp_path / "whole"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a.get("val_loss", 0) == pytest.approx(b.get("val_loss", 0), rel=1e-5)
+
+
+def test_the_loss_of_a_run_is_the_mean_over_trained_tokens(data):
+    """fp64, against a loop over tokens: of the step and of the evaluation; windows of unequal numbers."""
+    cfg = Config(n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_hidden=32, seq_len=SEQ, dtype="fp64",
+                 micro_batch=2, eval_iters=3, data=str(data / "qa"))
+    source, val, vocab_size, _ = shards.open_data(cfg, 0)
+    mesh = make_mesh(World())
+    model, dp, opt = train.build(cfg, mesh, vocab_size, torch.device("cpu"))
+
+    def loop(source, n):
+        losses = []
+        for i in range(n):
+            x, y = source.batch(i, 1)
+            with torch.no_grad():
+                logits = model(x)[0][:, :vocab_size].log_softmax(1)
+            losses += [-row[t].item() for row, t in zip(logits, y[0].tolist(), strict=True) if t != IGNORE]
+        return sum(losses) / len(losses)
+    assert train.evaluate(cfg, model, val, 4, torch.device("cpu")) == pytest.approx(loop(val, 12), rel=1e-12)
+    batches = train.micro_batches(cfg, mesh, source, 0, 6, torch.device("cpu"))
+    want = loop(source, 6)
+    stats, _ = train.Step(cfg, model, dp, opt)(
+        batches, 1, tokens=train.trained_tokens(source, 0, 6, torch.device("cpu")))
+    assert stats.loss.item() == pytest.approx(want, rel=1e-12)
+
+
+def masters_after_init_from(world, flags, path, vocab_size):
+    """-> {"shards": what init_from() leaves in the masters that this rank owns}, the message."""
+    from runtime import resume
+    cfg = Config(**flags)
+    model, dp, opt = train.build(cfg, make_mesh(world, cfg.tp, cfg.pp, cfg.ep), vocab_size, world.device)
+    said = resume.init_from(model, opt, path)
+    return {"said": said, "shards": [(n, test_layouts.to_numpy(t), full, at) for n, t, full, at in
+                                     resume.shards(dp, opt, {"": opt.masters})]}
+
+
+@pytest.mark.parametrize("n,layout", [(1, {}), (2, dict(tp=2, zero=1)), (2, dict(zero=3)), (2, dict(pp=2))])
+def test_init_from_reads_every_weight_and_draws_the_rows_of_new_symbols(n, layout, data, pretrained):
+    """bf16, so that the masters must come from the checkpoint's fp32; a vocabulary that needs new rows."""
+    was, meta = final(pretrained, 2)
+    flags = {**meta["shape"], "dtype": "bf16", "seed": 5, **layout}
+    size = meta["vocab_size"] + 140
+    results = run_ranks(n, masters_after_init_from, flags, pretrained, size)
+    assert results[0]["said"].endswith("140 symbols are new")
+    got = test_layouts.assemble(results)
+    assert got.keys() == {name for name in was if not name.startswith("exp_avg")}
+    for name, t in got.items():
+        old, used = was[name].numpy(), meta["vocab_size"]
+        if name in ("wte.weight", "head.weight"):
+            assert len(t) == 512 and not t[size:].any() and 0.01 < t[used:size].std() < 0.03
+            t, old = t[:used], old[:used]
+        np.testing.assert_array_equal(t, old, err_msg=name)
+
+
+def test_experts_start_from_experts(tmp_path):
+    base = [*TINY, "--n-experts=4", "--router=sigmoid", "--router-bias-rate=0.1"]
+    go(1, tmp_path / "pre", "--steps=2", "--save-every=2", base=base)
+    run = go(2, tmp_path / "ft", f"--init-from={tmp_path}/pre/step_000002", "--steps=1", "--save-every=1",
+             "--lr=0", "--min-lr=0", "--ep=2", "--top-k=1", "--seed=3", "--router-bias-rate=1e-9", base=base)
+    assert "upcycled" not in run["out"] and "top-k 2 -> 1; router-bias-rate 0.1 -> 1e-09" in run["out"]
+    was, now = final(tmp_path / "pre", 2)[0], final(tmp_path / "ft", 1)[0]
+    assert any("bias" in name for name in was)
+    for name in (n for n in was if not n.startswith("exp_avg")):
+        torch.testing.assert_close(now[name], was[name], rtol=0, atol=1e-8, msg=name)
+
+
+def test_refused_starts(data, pretrained, tmp_path):
+    flags = [*BASE, f"--data={data}/qa", f"--seq-len={SEQ}", "--steps=1", f"--out={tmp_path}/x"]
+
+    def refused(*more, words):
+        assert_refused(session(World(), [*flags, *more]), words)
+    refused(f"--init-from={tmp_path}", words="no readable index.json")
+    refused(f"--init-from={pretrained}", "--n-layer=3", words="--n-layer 2")
+    refused(f"--init-from={pretrained}", "--seq-len=64", words="give --seq-len 48")
+    go(1, tmp_path / "large", "--steps=1", "--save-every=1")
+    small = [f for f in flags if "seq-len" not in f and "qa" not in f]
+    assert_refused(session(World(), [*small, "--data=synthetic", "--vocab-size=90", "--seq-len=16",
+                                     f"--init-from={tmp_path}/large"]), "a vocabulary of 100, the data 90")
+    # a directory with weights alone, as convert.py imports them
+    step = tmp_path / "imported/step_000000"
+    tensors, meta = final(pretrained, 2)
+    weights = [(n, t, tuple(t.shape), (0,) * t.ndim) for n, t in tensors.items() if "exp_avg" not in n]
+    checkpoint.save(step.parent, 0, 0, 1, weights, {**meta, "step": 0, "samples": 0, "adam_t": 0, "data": ""})
+    refused(f"--resume={step}", words=f"give --init-from {step}")
+    assert math.isfinite(rows(tune(1, tmp_path / "ft", data, f"--init-from={step.parent}", "--steps=1")
+                              and tmp_path / "ft")[0]["loss"])
+
+
+# -----------------------------------------------------------------------------
+# planted faults, as in test_faults.py: each must fail a comparison
+
+COUNT = "sum((y >= 0).sum() for _, y in batches)"
+FORWARD, STEP, TP = "pipeline.forward_backward", "train.Step.gradients", "model._VocabCrossEntropy.forward"
+FAULTS = {  # name: (ranks, layout, function, its words, the faulty words)
+    "division by the rank's own count": (2, {}, STEP, "batches, tokens,", f"batches, {COUNT},"),
+    "the mean of the ranks' means": (2, {}, STEP, "batches, tokens,", f"batches, {COUNT} * mesh.dp.size,"),
+    "the mean of the micro-batches' means": (
+        1, {}, FORWARD, "out / tokens", "out / (batches[i][1] >= 0).sum() / n"),
+    "division by all tokens": (2, {}, STEP, "if tokens is None", "if True"),
+    "the count of a part of the batch": (
+        2, {}, "corpus.shards.trained_tokens", "n_targets(first, count)", "n_targets(first, count // 2)"),
+    "the loss of a masked target over tp": (2, dict(tp=2), TP, ".masked_fill(ignored, 0).sum()", ".sum()"),
+    "the gradient of a masked target over tp": (
+        2, dict(tp=2), TP, ".masked_fill_(ignored.unsqueeze(1), 0)", "")}
+MASKED = dict(test_layouts.LLAMA, n_layer=2, micro_batch=2)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_the_division_is_caught(name):
+    n, layout, *fault = FAULTS[name]
+    want = test_layouts.reference(dict(MASKED), 8, 1, 1, Masked)
+    results = run_ranks(n, with_faults, [fault], test_layouts.run, dict(MASKED, **layout), 8, 1, 1, Masked)
+    with mock.patch.object(test_layouts, "run_ranks", lambda *_: results), \
+            mock.patch.object(test_layouts, "reference", lambda *_: want), pytest.raises(AssertionError):
+        test_layouts.compare(MASKED, n, 8, Masked, **layout)
+
+
+CONVERSATION, WINDOWS = "corpus.chat.Template.conversation", "corpus.chat.fill_windows"
+BATCH, TARGETS = "corpus.shards.Tokens.batch", "corpus.shards.Tokens.n_targets"
+DATA_FAULTS = {
+    "the mask shifted by one": (
+        BATCH, "self.read(self.masks, starts))[1]", "self.read(self.masks, starts))[0]"),
+    "the user's words trained": (CONVERSATION, '== "assistant"', '!= "system"'),
+    "the role trained": (CONVERSATION, "[0] + [int", "[1] + [int"),
+    "the end not trained": (CONVERSATION, "* (len(new) - 1)", "* (len(new) - 2) + [0]"),
+    "padding trained": (WINDOWS, "np.zeros((len(windows), width), np.uint8)",
+                        "np.ones((len(windows), width), np.uint8)"),
+    "the counts of windows in order": (
+        TARGETS, "self.window_starts(first, n) // self.stride", "np.arange(first, first + n)"),
+    "targets that the shifted text gives": (
+        "corpus.shards.Tokens.window_starts", "if e and self.masks is None else", "if e else")}
+
+
+@pytest.mark.parametrize("name", [None, *DATA_FAULTS])
+def test_a_fault_of_the_masks_is_caught(name, data, tmp_path):
+    """The windows of three epochs against the conversations themselves."""
+    (tmp_path / "base").symlink_to(data / "base")
+    with planted(*DATA_FAULTS[name]) if name else contextlib.nullcontext():
+        assert prepare_chat(tmp_path, data / "conversations.jsonl")[0] == 0
+        ds = shards.Tokens(tmp_path / "qa", "train", SEQ, seed=1)
+        x, y = ds.batch(0, 3 * ds.n_samples)
+        count = ds.n_targets(3, 40)
+    vocab = tokenizer.load(tmp_path / "qa")
+    answers = {f"It is {2 * i}." * (1 + i % 3) + "<|end|>" for i in range(150)} | {"Yes.<|end|>"}
+
+    def check():
+        assert count == (y[3:43] != IGNORE).sum()
+        for row, targets in zip(x.tolist(), y.tolist(), strict=True):
+            assert all(t in (IGNORE, b) for t, b in zip(targets, row[1:], strict=False))
+            runs = "".join(vocab.decode([t]) if t != IGNORE else "\n" for t in targets).split("\n")
+            for run in filter(None, runs[:-1]):
+                assert run in answers, run
+            assert any(a.startswith(runs[-1]) for a in answers), "cut at the window's end"
+    if name is None:
+        return check()
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_evaluation_that_counts_masked_targets_is_caught(data):
+    fault = "train.evaluate", "source.n_targets(0, n * batch)", "(n * batch * cfg.seq_len)"
+    with planted(*fault), pytest.raises(AssertionError):
+        test_the_loss_of_a_run_is_the_mean_over_trained_tokens(data)
+
+
+# -----------------------------------------------------------------------------
+# sample.py --chat
+
+QUESTIONS = ["3 + 3?", "Sure?", "and 4 + 4?"]
+
+
+@pytest.fixture(scope="module")
+def tuned(data, pretrained):
+    """-> a run that has learned to answer, more or less, and to end."""
+    tune(1, data / "tuned", data, f"--init-from={pretrained}", "--steps=60", "--lr=2e-2", "--warmup=2",
+         "--save-every=60", "--eval-every=60", "--eval-iters=1")
+    return data / "tuned"
+
+
+def talk(world, run, questions, dtype="fp64", tokens=12, stop_after=0, **layout):
+    """-> [the pieces of each answer], the tokens of the conversation, the positions that its cache holds."""
+    cfg, vocab_size, weights, _, _ = sample.read_run(run)
+    cfg = dataclasses.replace(cfg, **layout)
+    torch.set_default_dtype(train.DTYPES[dtype])
+    try:
+        model = sample.load_model(cfg, vocab_size, weights, world)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    seen = []
+
+    def agree(token):
+        seen.append(token)
+        return world.axis.broadcast_object((token, len(seen) == stop_after))
+    flags = sample.Flags(str(run), chat=True, max_new_tokens=tokens, temperature=0, system="Be brief.")
+    talk = sample.Chat(model, tokenizer.load(run), flags, agree)
+    return [list(talk.answer(q)) for q in questions], talk.tokens, talk.cache.length
+
+
+def talk_over_tp(world, *args):
+    return talk(world, *args, tp=world.size)
+
+
+def test_two_tp_ranks_answer_as_one(tuned):
+    answers, tokens, length = talk(World(), tuned, QUESTIONS[:2])
+    assert all("".join(a) for a in answers) and length == len(tokens) - 1 < SEQ, "one window, cache kept"
+    for got in run_ranks(2, talk_over_tp, tuned, QUESTIONS[:2]):
+        assert got == (answers, tokens, length)
+
+
+def test_answers_with_the_cache_are_those_without(tuned, monkeypatch):
+    """Each turn's answer is what the model says to the whole conversation, given at once; logits to 1e-10."""
+    seen, real = [], pipeline.next_logits
+
+    def next_logits(model, tokens, cache):
+        seen.append((model, tokens[0].tolist(), cache.length, real(model, tokens, cache)))
+        return seen[-1][-1]
+    monkeypatch.setattr(pipeline, "next_logits", next_logits)
+    _, tokens, _ = talk(World(), tuned, QUESTIONS[:2])
+    given = [t for _, new, _, _ in seen for t in new]
+    assert given == tokens[: len(given)] and sum(len(new) > 1 for _, new, _, _ in seen) == 2
+    for model, new, length, logits in seen:
+        whole = given[: length + len(new)]
+        torch.testing.assert_close(logits, real(model, torch.tensor([whole]), pipeline.Cache()), rtol=0,
+                                   atol=1e-10)
+
+
+def test_an_answer_that_is_stopped_ends_in_the_conversation(tuned):
+    vocab = tokenizer.load(tuned)
+    (whole, again), tokens, _ = talk(World(), tuned, QUESTIONS[:1] * 2)
+    (first, second), cut, _ = talk(World(), tuned, QUESTIONS[:1] * 2, stop_after=2)
+    assert "".join(whole).startswith("".join(first)) and len(first) <= 2 < len(whole)
+    text = vocab.decode(cut).removeprefix(f"{tokenizer.EOD}<|system|>Be brief.<|end|><|user|>3 + 3?<|end|>")
+    assert text.startswith(f"<|assistant|>{''.join(first)}<|end|><|user|>") and text.count("<|end|>") == 3
+
+
+def test_a_long_conversation_goes_on_when_the_window_is_full(tuned):
+    answers, tokens, length = talk(World(), tuned, QUESTIONS * 4)
+    assert len(tokens) > 2 * SEQ and length <= SEQ and len(answers) == 12
+
+
+def chat_session(world, argv, lines):
+    """sample.main on this rank, with lines typed -> (exit code, stdout, stderr)."""
+    from runtime import launch
+    out, err, launched = io.StringIO(), io.StringIO(), (launch.launch, launch.shutdown, launch.env_rank)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        launch.launch, launch.shutdown = (lambda *a, **k: world), (lambda w: None)
+        launch.env_rank = lambda: world.rank
+        sys.stdin = io.StringIO(lines if world.rank == 0 else "")
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = sample.main(argv)
+            except SystemExit as e:
+                code = e.code
+    finally:
+        launch.launch, launch.shutdown, launch.env_rank = launched
+        sys.stdin = sys.__stdin__
+        signal.signal(signal.SIGINT, handler)
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_questions_from_a_pipe_on_two_ranks(tuned):
+    argv = [str(tuned), "--chat", "--temperature=0", "--max-new-tokens=9"]
+    lines = "3 + 3?\n\nSure?\n/reset\n3 + 3?\n"
+    code, out, err = chat_session(World(), argv, lines)
+    first, second, third = out.splitlines()
+    assert not code and first == third and "lowest validation loss" in err
+    (code, both, _), (_, nothing, _) = run_ranks(2, chat_session, [*argv, "--tp=2"], lines)
+    assert not code and both == out and nothing == ""
+
+
+@pytest.mark.parametrize("argv,words", [
+    (["{pre}", "--chat"], "was not trained on conversations"), (["{tuned}", "--chat", "--tp=2"], "1 ranks"),
+    (["{tuned}", "--tp=2"], "are for --chat"), (["{tuned}", "--chat", "--ep=2"], "ep 2"),
+    (["{tuned}/nothing", "--chat"], "no config.json")])
+def test_wrong_input_of_chat(argv, words, tuned, pretrained):
+    argv = [a.format(pre=pretrained, tuned=tuned) for a in argv]
+    code, out, err = chat_session(World(), argv, "hello\n")
+    assert code == 2 and out == "" and err.count("\n") == 1 and words in err
+
+
+def test_characters_of_several_bytes_are_printed_whole():
+    vocab = tokenizer.train_bpe(["plain text"], 257)
+    text = "a\u00e4\u20ac\U0001f600b"
+    pieces = list(sample.whole_characters(vocab, vocab.encode(text)))
+    assert pieces == list(text)
+    assert list(sample.whole_characters(vocab, [97, 0xE2, 0x82])) == ["a", "\ufffd"]
+
+
+def chat_at_terminal(name, argv):
+    """sample.main of a new process whose stdin and stdout are the terminal of this name."""
+    terminal = os.open(name, os.O_RDWR)
+    for fd in (0, 1):
+        os.dup2(terminal, fd)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+    sample.main(argv)
+
+
+def test_ctrl_c_stops_the_answer_only(tuned):
+    """At a terminal: a prompt, an answer that SIGINT stops, another question, Ctrl-D."""
+    leader, follower = pty.openpty()
+    argv = [str(tuned), "--chat", "--temperature=5", "--max-new-tokens=1000000", "--top-k=2"]
+    p = context.Process(target=chat_at_terminal, args=(os.ttyname(follower), argv))
+    p.start()
+    said, until = b"", time.monotonic() + 100
+
+    def read(enough):
+        nonlocal said
+        said = b""
+        while not enough(said):
+            assert time.monotonic() < until and select.select([leader], [], [], 100)[0], said
+            said += os.read(leader, 4096)
+    read(lambda t: b"> " in t)
+    for _ in range(2):
+        os.write(leader, b"a?\n")
+        read(lambda t: len(t) > 20 or b"> " in t[4:])
+        if b"> " not in said[4:]:
+            os.kill(p.pid, signal.SIGINT)
+            read(lambda t: b"> " in t)
+    os.kill(p.pid, signal.SIGINT)  # at the prompt: a hint
+    read(lambda t: b"Ctrl-D ends" in t and t.endswith(b"> "))
+    os.write(leader, b"\x04")
+    p.join(60)
+    assert p.exitcode == 0
+    os.close(leader), os.close(follower)
