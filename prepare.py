@@ -44,7 +44,7 @@ import tyro
 
 from corpus import build, chat, shards, text, tokenizer
 from corpus.shards import SPLITS
-from tools.command_line import command_line, one_line, wrong_input
+from tools.command_line import command_line, wrong_input
 from tools.schema import check_schema, load_json
 
 UNIT_BYTES = 16 << 20  # of text per unit of work; the workers' number does not change it
@@ -159,13 +159,9 @@ def fingerprint(flags, spans):
 def borrowed_tokenizer(flags):
     """-> the tokenizer of another data set or of Hugging Face as bytes where --tokenizer names its folder,
     else b""."""
-    paths = [Path(folder_of(flags)) / f"{name}.json" for name in ("tokenizer", "tokenizer_config")]
+    folder = Path(flags.tokenizer.removeprefix("hf:"))
+    paths = [folder / f"{name}.json" for name in ("tokenizer", "tokenizer_config")]
     return b"".join(path.read_bytes() for path in paths if paths[0].is_file() and path.is_file())
-
-
-def folder_of(flags):
-    """-> the folder that --tokenizer names, or another word."""
-    return flags.tokenizer.removeprefix("hf:")
 
 
 def training_texts(units, key):
@@ -195,9 +191,10 @@ def make_tokenizer(flags, units):
     if flags.tokenizer == "bpe":
         return tokenizer.train_bpe(training_texts(units, flags.text_key), flags.vocab_size or VOCAB_SIZE)
     if borrowed_tokenizer(flags) or flags.tokenizer.startswith("hf:"):
-        made = tokenizer.load(Path(folder_of(flags)) / "tokenizer.json")
+        folder = flags.tokenizer.removeprefix("hf:")
+        made = tokenizer.load(Path(folder) / "tokenizer.json")
         if made.eod is None and made.kind != "char":
-            raise ValueError(f"{folder_of(flags)}/tokenizer_config.json names no eos_token of its vocabulary,"
+            raise ValueError(f"{folder}/tokenizer_config.json names no eos_token of its vocabulary,"
                              " which ends each document; add one there")
         return made
     return tokenizer.from_tiktoken(flags.tokenizer)
@@ -304,7 +301,7 @@ def prepare(flags, spans, about):
                                           lambda line: print(line, flush=True))
         total = {name: sum(r["counts"][name] for r in results) for name in build.COUNTS}
         left_out = ", ".join(f"{total[kind]:,} {kind}" for kind in build.PROBLEMS if total[kind])
-        print_problems(results, total, left_out)
+        build.print_problems(results, total, left_out)
         tokens, streams = open_streams(results, paths, settings, vocab, total)
         if not all(tokens.values()):
             raise ValueError(f"{flags.folder} would have {tokens} tokens of {total['train'] + total['val']}"
@@ -350,16 +347,6 @@ def prepare_chat(flags, spans, about):
             "sources": {"paths": flags.sources, "cut": packed.cut, "dropped": packed.dropped},
             "seq_len": flags.seq_len, "shards": files, "masks": masks, **about})
     return f"{flags.folder}: {packed.describe(vocab, flags.seq_len)}, {time.time() - start:.1f} s"
-
-
-def print_problems(results, total, left_out):
-    """Name the first records and files that could not be read on stderr, and count the rest in one line."""
-    lines = [line for result in results for line in result["notes"]][: build.MAX_REPORTS]
-    n_problems = sum(total[kind] for kind in build.PROBLEMS) - total["empty"]  # empty texts have no line
-    if n_problems > len(lines):
-        lines.append(f"... all in all {left_out}")
-    for line in lines:
-        print("nanoshard:", one_line(line), file=sys.stderr)
 
 
 def open_streams(results, paths, settings, vocab, total):

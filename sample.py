@@ -349,6 +349,7 @@ def chat_main(argv):
     world = launch.launch(launch.NO_TIMEOUT, quiet=True)
     with launch.exit_together(world):
         cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
+        check_objective(cfg, flags, run)
         vocabulary = load_vocabulary(run, vocab_size)
         Template(vocabulary)  # before the model is read
         # a token of each tp rank is the smallest micro-batch

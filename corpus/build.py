@@ -14,6 +14,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -28,6 +29,7 @@ from corpus import tokenizer
 from corpus.order import draw_keys, splitmix64
 from corpus.shards import SPLITS, VERSION
 from corpus.text import DOC_CHARS, documents
+from tools.command_line import one_line
 from tools.schema import load_json
 
 RUN_TOKENS = 1 << 24  # tokens that a worker holds in memory
@@ -200,6 +202,16 @@ def encode_all(units, workers, folder, settings, show):
                 show(f"encoded {megabytes:,.0f} MB, {n_kept + done} of {len(units)} units, {workers} workers,"
                      f" {megabytes / seconds:.1f} MB/s, {left // 60}:{left % 60:02d} left")
     return results, [folder / f"{name}.bin" for name in names]
+
+
+def print_problems(results, total, left_out):
+    """Name the first records and files that could not be read on stderr, and count the rest in one line."""
+    lines = [line for result in results for line in result["notes"]][: MAX_REPORTS]
+    n_problems = sum(total[kind] for kind in PROBLEMS) - total["empty"]  # empty texts have no line
+    if n_problems > len(lines):
+        lines.append(f"... all in all {left_out}")
+    for line in lines:
+        print("nanoshard:", one_line(line), file=sys.stderr)
 
 
 # -----------------------------------------------------------------------------

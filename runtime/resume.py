@@ -320,7 +320,7 @@ def init_from(model, opt, path):
                          f"prepare the data with that run's tokenizer, or give --vocab-size {symbols}")
     requested, matrices = [], sum(p.expert for p in model.parameters())
     for name, own, full, where in shards(opt.dp, opt, {"": opt.masters}, owned_only=False):
-        if name in ("wte.weight", "head.weight"):
+        if name in VOCABULARY:
             rows = own[:max(0, symbols - where[0])]
             requested.append((name, rows, (pad_vocab(symbols), *full[1:]), where))
         elif not upcycles or ".moe." not in name:
