@@ -163,8 +163,8 @@ def read_gaps(cfg, vocabulary, run, text):
     """-> (the ids of text, the id of [MASK]). ValueError: no [MASK] in it, more tokens than a sequence has, a
     character that the vocabulary lacks, or a config.json without the id."""
     saved = load_json(run / "config.json")
-    ids = Range(vocabulary.n_vocab, saved["vocab_size_used"] - 1)  # read_config() has checked this one
-    check_schema(saved, {"mask_token": ids}, run / "config.json")
+    one_past = Range(vocabulary.n_vocab, saved["vocab_size_used"] - 1)  # which read_run() has checked
+    check_schema(saved, {"mask_token": one_past}, run / "config.json")
     *before, last = text.split(MASK)
     if not before:
         raise ValueError(f"--fill {text!r} has no {MASK}; for example --fill 'a {MASK} in a text'")

@@ -36,7 +36,8 @@ from ops import grouped_mm
 from parallel import make_mesh
 from tools.checksum import checksum
 
-FAMILIES = {"llama": matrix.LLAMA, "gpt2": matrix.GPT2, "dropless": matrix.MOE, "capacity": matrix.CAPACITY}
+FAMILIES = {"llama": matrix.LLAMA, "gpt2": matrix.GPT2, "dropless": matrix.MOE, "capacity": matrix.CAPACITY,
+            "bert": matrix.BERT}
 # 16 wide heads: the GPU's attention and grouped kernels need rows of a multiple of 16 bytes
 SHAPE = dict(n_embd=64, ffn_hidden=96)
 PARTS = ("fp64", "fp32", "bf16", "replicas", "graph", "sync")
@@ -148,7 +149,7 @@ def graphs(world):
         ("gpt2", dict(tp=2, zero=1, dropout=0.2)), ("dropless", dict(ep=2, recompute="full")),
         ("dropless", dict(zero=1)), ("dropless", dict(ep=4)), ("dropless", dict(ep=2, zero=1)),
         ("dropless", dict(ep=4, zero=1)), ("gpt2", dict(cp=2, zero=1, dropout=0.2)),
-        ("dropless", dict(cp=2, ep=2))))
+        ("dropless", dict(cp=2, ep=2)), ("bert", dict(zero=1)), ("bert", dict(tp=2))))
     for family, flags in layouts:
         seen = []
         for graph in (False, True):

@@ -121,8 +121,7 @@ def best_effort(what, errors=OSError):
 
 
 def make_log(cfg, mesh, world, out, state, source):
-    """-> the Log of rank 0. Also copies the tokenizer, so that sample.py needs only the run's directory.
-    source: of the training samples; mlm's has a mask_token, the id of [MASK]."""
+    """-> the Log of rank 0. Also keeps what sample.py needs: the tokenizer, and mlm's [MASK] (of source)."""
     mask, vocab_size = {"mask_token": source.mask_token} if cfg.objective == "mlm" else {}, state.vocab_size
     config = {**dataclasses.asdict(cfg), "vocab_size_used": vocab_size, **mask, "git": git_revision(),
               "argv": sys.argv, "world": world.size, "launcher": world.launcher, "dp": mesh.dp.size,
