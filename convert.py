@@ -287,7 +287,7 @@ def import_model(flags):
         "vocab_size": weights.vocab_size, "shape": {k: saved[k] for k in SHAPE}, "flags": saved})
     if vocabulary:
         vocabulary.save(out / "tokenizer.json")
-    (out / "config.json").write_text(json.dumps({**saved, "vocab_size_used": weights.vocab_size}, indent=1))
+    write_json(out / "config.json", {**saved, "vocab_size_used": weights.vocab_size})
     other = [(f.name.replace("_", "-"), saved[f.name]) for f in dataclasses.fields(cfg)
              if saved[f.name] != f.default]
     words = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in other)
@@ -312,14 +312,16 @@ def export_model(flags):
         kept = torch.float32 if name.endswith("e_score_correction_bias") else dtype
         lazy[name] = Lazy(their_shape(transposed, parts), kept,
                           partial(read_whole, weights, own, transposed, parts, kept))
-    write_weights(out, lazy, flags.shard_gb * 1e9)
+    with must_write(out):
+        out.mkdir(parents=True, exist_ok=True)
+        write_weights(out, lazy, flags.shard_gb * 1e9)
     eod = vocabulary and vocabulary.eod
     files = {"config.json": hf.config_json(full, kind, vocab_size, eod, str(dtype)[6:]),
              "generation_config.json": {"bos_token_id": eod, "eos_token_id": eod}}
     files |= hf.export_tokenizer(vocabulary, cfg.seq_len) if vocabulary else {}
     for name, content in files.items():
-        (out / name).write_text(json.dumps(content, indent=1, ensure_ascii=False))
-    (out / "README.md").write_text(model_card(cfg, kind, weights, run, flags.dtype))
+        write_json(out / name, content)
+    (out / "README.md").write_bytes(model_card(cfg, kind, weights, run, flags.dtype).encode())
     return f"{said}{out}: {hf.FAMILIES[kind].architecture}, {len(lazy)} tensors in {flags.dtype}"
 
 
@@ -340,7 +342,12 @@ def write_weights(out, lazy, most):
         total = sum(t.numel() * t.element_size() for t in lazy.values())
         names = {name: file for file, part in zip(files, parts, strict=True) for name in part}
         index = {"metadata": {"total_size": total}, "weight_map": names}
-        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        write_json(out / "model.safetensors.index.json", index)
+
+
+def write_json(path, content):
+    """Write a JSON file; in UTF-8, whatever the terminal has."""
+    path.write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
 
 
 def model_card(cfg, kind, weights, run, dtype):
@@ -378,8 +385,6 @@ def main(argv=None):
     out = Path(flags.out)
     if not flags.out or out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {flags.out or 'is missing'}: give a new directory, or an empty one")
-    with must_write(out):
-        out.mkdir(parents=True, exist_ok=True)
     print({"import": import_model, "export": export_model}[flags.command](flags))
 
 

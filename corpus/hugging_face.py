@@ -112,8 +112,9 @@ def config_json(cfg, kind, vocab_size, eod, dtype):
     out |= fixed_fields(cfg, kind) | {theirs: getattr(cfg, ours) for ours, theirs in family.fields.items()}
     if cfg.pos == "rope":
         rope = {"rope_theta": cfg.rope_base, **({"partial_rotary_factor": 1.0} if kind == "glm4_moe" else {})}
-        return {"intermediate_size": cfg.ffn_hidden, "shared_expert_intermediate_size": cfg.ffn_hidden,
-                **out, **rope, "rope_parameters": {"rope_type": "default", **rope}}
+        if cfg.n_experts:  # of layers without experts, and of Qwen2Moe's shared one
+            out |= dict.fromkeys(("intermediate_size", "shared_expert_intermediate_size"), cfg.ffn_hidden)
+        return {**out, **rope, "rope_parameters": {"rope_type": "default", **rope}}
     return out | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), cfg.dropout)
 
 

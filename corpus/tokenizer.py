@@ -151,7 +151,7 @@ class HfTokenizer(Tokenizer):
         try:
             import tokenizers
         except ImportError:
-            raise ValueError("a tokenizer of Hugging Face needs pip install tokenizers") from None
+            raise FileNotFoundError("a tokenizer of Hugging Face needs: pip install tokenizers") from None
         super().__init__(spec)
         try:
             self.library = tokenizers.Tokenizer.from_str(json.dumps(spec["json"]))

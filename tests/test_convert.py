@@ -454,7 +454,7 @@ def test_a_field_that_does_not_fit_is_named(fields, word, made, tmp_path):
     shutil.copytree(made / "hf", tmp_path / "hf")
     change(tmp_path / "hf" / "config.json", **fields)
     refused(convert.main, ["import", tmp_path / "hf", f"--out={tmp_path}/out"], word)
-    assert not any((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 def cut(path):
@@ -519,9 +519,7 @@ def test_a_model_that_transformers_has_not_is_refused(flags, word):
 
 def test_without_the_library_a_line_says_what_to_install(made, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
-    with pytest.raises(ValueError, match="pip install tokenizers"):
-        tokenizer.load(tmp_path)
+    refused(convert.main, ["import", made / "hf", f"--out={tmp_path}/out"], "pip install tokenizers")
 
 
 def test_the_card_says_what_was_trained(made, tmp_path):
