@@ -92,8 +92,8 @@ class Packed(NamedTuple):
     ids: dict  # {split: (windows, seq_len + 1) int64}
     trained: dict  # {split: the same shape, uint8: 1 where the token is trained}
     count: dict  # {split: conversations}
-    cut: int  # conversations longer than a window: their end is lost
-    dropped: int  # those of them of which no trained token was left, so that they are left out
+    cut: int  # conversations longer than a window, whose end is lost
+    dropped: int  # others of which no trained token was left: they are left out
 
     def describe(self, vocab, seq_len):
         """-> what was made, in words."""
@@ -102,7 +102,7 @@ class Packed(NamedTuple):
         return (f"{self.count['train']:,} + {self.count['val']:,} conversations (train + val) in "
                 f"{windows[0]:,} + {windows[1]:,} windows of {seq_len}, {vocab.n_vocab:,} symbols,\n"
                 f"  {100 * trained / sum(windows) / seq_len:.0f} % of the targets are trained; {self.cut:,} "
-                f"conversations longer than a window were cut, {self.dropped:,} of them had no answer left")
+                f"conversations cut, {self.dropped:,} left out (longer than a window)")
 
 
 def pack(conversations, template, seq_len, val_fraction, seed):
@@ -114,11 +114,11 @@ def pack(conversations, template, seq_len, val_fraction, seed):
     split_of, count, cut, dropped = {split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0), 0, 0
     for i in np.random.default_rng(seed).permutation(len(conversations)).tolist():
         ids, trained = template.conversation(conversations[i])
-        cut += len(ids) > seq_len + 1
-        ids, trained = ids[: seq_len + 1], trained[: seq_len + 1]
+        long, ids, trained = len(ids) > seq_len + 1, ids[: seq_len + 1], trained[: seq_len + 1]
         if not any(trained):
             dropped += 1
             continue
+        cut += long
         digest = hashlib.sha256(json.dumps(conversations[i]).encode()).digest()
         split = "val" if int.from_bytes(digest[:8], "little") / 2**64 < val_fraction else "train"
         count[split] += 1

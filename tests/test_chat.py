@@ -66,7 +66,7 @@ def data(tmp_path_factory):
     (folder / "conversations.jsonl").write_text("\n".join(lines) + "\n\n")
     assert run_prepare(folder / "text.txt", "--name", "base", "--vocab-size", 300, "--out", folder)[0] == 0
     code, out, err = prepare_chat(folder, folder / "conversations.jsonl")
-    assert code == 0 and err == "" and "; 0 conversations longer" not in out
+    assert code == 0 and err == "" and "; 0 conversations cut, 0 left out" not in out
     return folder
 
 

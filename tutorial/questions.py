@@ -42,9 +42,10 @@ def conversations(root):
                 continue
             if answer := first_sentence(ast.get_docstring(node) or ""):
                 kind = "class" if isinstance(node, ast.ClassDef) else "function"
-                for asked, said in ((f"What does {module}.{node.name} do?", answer),
-                                    (f"Where is {node.name}?", f"It is a {kind} of the module {module}.")):
-                    yield [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+                where = f"It is a {kind} of the module {module}."
+                for asked, said in (("What does {} do?", answer), ("Where is {}?", where)):
+                    question = asked.format(f"{module}.{node.name}")
+                    yield [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
 
 
 def main(argv):
