@@ -148,8 +148,8 @@ def small_steps(dtype="fp16", **flags):
     gradients = train_step.gradients
 
     def step(number, bad=False):
-        def poisoned(*args):
-            loss = gradients(*args)
+        def poisoned(*args, **kwargs):
+            loss = gradients(*args, **kwargs)
             opt.grads[0][3] = torch.inf
             return loss
         train_step.gradients = poisoned if bad else gradients

@@ -38,8 +38,8 @@ def small_window(world, argv, plan=None, at=0, last_rank_only=False):
     """runs.session with a short window and, at step `at`, a loss 9 times too large."""
     gradients = train.Step.gradients
 
-    def jump(self, batches, number, *args):
-        loss = gradients(self, batches, number, *args)
+    def jump(self, batches, number, *args, **kwargs):
+        loss = gradients(self, batches, number, *args, **kwargs)
         return loss * 9 if number == at and (not last_rank_only or world.rank == world.size - 1) else loss
 
     with mock.patch.object(skip, "WINDOW", SMALL), mock.patch.object(train.Step, "gradients", jump):
