@@ -223,22 +223,22 @@ def byte_pairs(tokenizer: BpeTokenizer):
 
     def text(token):
         return "".join(char[b] for b in token)
-    merges = [last_pair(token, rank, ranks) for token, rank in sorted(ranks.items(), key=lambda item: item[1])
-              if len(token) > 1]
+    pairs = [last_pair(token, rank, ranks) for token, rank in sorted(ranks.items(), key=lambda item: item[1])]
     return {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
             # special tokens too: the library numbers those that it does not find here by itself
             "vocab": {**{text(token): i for token, i in ranks.items()}, **tokenizer.spec["special"]},
-            "merges": [[text(a), text(b)] for a, b in merges]}
+            "merges": [[text(a), text(b)] for a, b in filter(None, pairs)]}
 
 
 def last_pair(token, rank, ranks):
-    """-> the two parts of a token's bytes that its merge joins."""
+    """-> the two parts of a token's bytes that its merge joins. None: it is one byte, or no merge makes it,
+    and it stands for a whole word only."""
     parts = [token[i:i + 1] for i in range(len(token))]
     while len(parts) > 2:
         joined = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:], strict=False)]
         i = min(range(len(joined)), key=joined.__getitem__)
         if joined[i] >= rank:
-            raise ValueError(f"the token {token!r} of this vocabulary is no pair of two others")
+            return None
         parts[i:i + 2] = [parts[i] + parts[i + 1]]
-    return parts
+    return parts if len(parts) == 2 else None

@@ -311,6 +311,15 @@ def test_exported_byte_pairs_give_the_same_ids(name, hf, trained, tmp_path, monk
     assert any(len(trained.decode([i]).strip()) > 3 for i in ids + trained.encode(texts()[0]))
 
 
+def test_a_token_that_no_merge_makes_is_a_whole_word(hf, tmp_path):
+    """As of vocabularies that were put together from two, Llama 3's for example."""
+    ranks = {**{bytes([b]): b for b in range(256)}, b"xy": 256, b"wx": 257, b"wxyz": 258}
+    vocabulary = tokenizer.BpeTokenizer.make("own", tokenizer.PATTERN, ranks, {tokenizer.EOD: 259})
+    opened = library(hf, vocabulary, tmp_path)
+    for text, ids in ("wxyz", [258]), ("awxyz", [97, 119, 256, 122]), ("wx", [257]):
+        assert opened(text)["input_ids"] == vocabulary.encode(text) == ids
+
+
 def test_every_character_of_unicode_is_encoded_alike(hf, trained, tmp_path):
     """The two libraries know letters and digits from tables of their own. Here without most ideographs."""
     opened = library(hf, trained, tmp_path)
@@ -359,6 +368,18 @@ def test_special_tokens_of_ours_join_a_tokenizer_of_theirs(hf, trained, tmp_path
     assert opened.convert_tokens_to_ids(["<|a|>", "<|b|>"]) == [n + 1, n]
     with pytest.raises(ValueError, match="gaps"):
         tokenizer.HfTokenizer({**read.spec, "special": {"<|b|>": n + 5}})
+
+
+def test_a_first_special_token_is_put_before_a_prompt_alone(hf, trained, tmp_path):
+    """As Llama 2's <s>; transformers does so for every text."""
+    library(hf, trained, tmp_path)
+    piece = {"SpecialToken": {"id": tokenizer.EOD, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    known = {tokenizer.EOD: {"id": tokenizer.EOD, "ids": [trained.eod], "tokens": [tokenizer.EOD]}}
+    change(tmp_path / "tokenizer.json", post_processor={
+        "type": "TemplateProcessing", "single": piece, "pair": piece, "special_tokens": known})
+    read, ids = tokenizer.load(tmp_path), trained.encode("def f")
+    assert read.encode("def f") == ids and read.encode_prompt("def f") == [trained.eod, *ids]
+    assert hf.AutoTokenizer.from_pretrained(tmp_path)("def f")["input_ids"] == [trained.eod, *ids]
 
 
 def test_data_by_a_tokenizer_of_theirs(hf, trained, tmp_path, capsys):
