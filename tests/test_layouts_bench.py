@@ -68,7 +68,8 @@ def test_every_layout_becomes_a_row(tmp_path):
     flags = [f for f in FLAGS if not f.startswith(("--ranks", "--steps"))]
     cfg, _ = plan.check_gpus(parse(["tiny", *flags, "--data=synthetic", "--tp=2"]), 2)
     assert by["tp2"]["predicted_s"] == plan.estimate(cfg, 2, "h100", 256)["ms"] / 1e3
-    assert max(map(len, out.stdout.splitlines())) <= 100
+    # torch 2.8's gloo prints lines of its own, of two ranks at once
+    assert max(len(line) for line in out.stdout.splitlines() if "[Gloo]" not in line) <= 100
     head, *table = out.stdout.split("\n\n")[-1].splitlines()
     names = re.split(" (?!GiB|s/it)", " ".join(head.split()))
     bloom = ("dp", "tp", "pp", "mbs", "mem GiB", "sec/it", "TFLOP/s")  # the order of its planning document
