@@ -196,10 +196,10 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
         LLAMA, ZERO, "optim.Optimizer.__init__", "b.total", "b.grad[:b.master.numel()]"),
     # ZeRO-2
     "slices averaged, not summed": (
-        LLAMA, ZERO2, "zero.SlotBucket.take_sum", "self.grad[self.shard]",
-        "self.grad[self.shard] / self.axis.size"),
+        LLAMA, ZERO2, "zero.SlotComm.add_sum", "bucket.grad[bucket.shard]",
+        "bucket.grad[bucket.shard] / bucket.axis.size"),
     "only the last micro-batch is kept": (
-        LLAMA, ZERO2, "zero.SlotBucket.take_sum", "self.total.add_(part)", "self.total.copy_(part)"),
+        LLAMA, ZERO2, "zero.SlotComm.add_sum", "bucket.total.add_(part)", "bucket.total.copy_(part)"),
     "the last micro-batch is not waited for": (
         LLAMA, ZERO2, "zero.SlotBucket.wait_grads", "self.take_sum()", "pass"),
     "a slot is given on before its sum was taken out": (
@@ -207,7 +207,8 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "another bucket's gradients stay in the padding": (
         MOE, ZERO2, "zero.SlotBucket.start_reduce", "self.grad[self.used:].zero_()", "pass"),
     "every rank keeps the first slice's sum": (
-        LLAMA, ZERO2, "zero.SlotBucket.take_sum", "self.grad[self.shard]", "self.grad[:self.total.numel()]"),
+        LLAMA, ZERO2, "zero.SlotComm.add_sum", "bucket.grad[bucket.shard]",
+        "bucket.grad[:bucket.total.numel()]"),
     # ZeRO-3
     "weights gathered before the step, used after it": (
         LLAMA, ZERO3, "zero.ShardedBucket.free", "self.storage.resize_(0)", "pass"),
@@ -234,7 +235,7 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "mask off by one chunk": (
         LLAMA, CP, "model.attend_chunks", "(axis.rank + 1) * c", "(axis.rank + 2) * c"),
     "mask aligned at the first key": (
-        LLAMA, CP, "model.attend_chunks", "causal_lower_right(c, end)",
+        LLAMA, CP, "model.attend_chunks", "lower_right_mask(c, end)",
         "torch.ones(c, end, dtype=torch.bool).tril()"),
     "keys gathered, values not": (
         LLAMA, CP, "model.attend_chunks", ".permute(1, 2, 0, 3).chunk(2, dim=1)",
