@@ -218,6 +218,8 @@ def check(cfg):
     if cfg.objective == "mlm" and n_masked(cfg.seq_len) < 1:
         raise ValueError(f"--objective mlm masks 15 % of a sequence, of --seq-len {cfg.seq_len} no token; "
                          "try --seq-len 128")
+    if cfg.objective == "mlm" and cfg.vocab_size == 1:
+        raise ValueError("--vocab-size 1 is [MASK] alone with --objective mlm; try --vocab-size 65")
     if cfg.objective == "mlm" and (cfg.cp > 1 or cfg.prompt):
         what, fix = (("--prompt continues a text", "sample.py RUN --fill 'a [MASK] text'") if cfg.prompt else
                      (f"--cp {cfg.cp} balances causal attention", "--tp or --pp"))

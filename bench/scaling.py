@@ -155,9 +155,9 @@ def main(argv=None):
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             why = f"has no {e}" if isinstance(e, KeyError) else e
             print(f"nanoshard: {one_line(f'{path}: {why}')}; left out", file=sys.stderr)
-    if flags.published:
+    if flags.published and not flags.json:
         print_quietly("\n".join(published_table(found)) + "\n")
-    elif not found:
+    if not found and (flags.runs or not flags.published):
         raise SystemExit(Outcome.WRONG_INPUT)
     for runs in groups(found).values():
         if flags.json:

@@ -17,7 +17,7 @@ class Masked:
 
     def __init__(self, source, seed=0):
         self.source, self.seq_len, self.n_samples = source, source.seq_len, source.n_samples
-        self.n_masked = n_masked(self.seq_len)
+        self.n_masked, self.all_trained = n_masked(self.seq_len), False
         self.mask_token, self.key = source.vocab_size, draw_keys("masked", seed)[0]
 
     def batch(self, first, n):
@@ -48,4 +48,7 @@ def mask_sources(cfg, train, val):
     """A run's sources -> the same, under --objective mlm masked."""
     if cfg.objective == "causal":
         return train, val
+    if not train.all_trained:
+        raise ValueError(f"--data {cfg.data} has conversations, --objective mlm would mask their padding; "
+                         "prepare them as text")
     return Masked(train, cfg.seed), Masked(val, cfg.seed + 1)

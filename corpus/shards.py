@@ -188,6 +188,7 @@ class Tokens:
         self.n_samples, self.stride, self.masks = (self.n_tokens - 1) // seq_len, seq_len, None
         if "masks" in meta:
             self.open_masks(folder, meta)
+        self.all_trained = self.masks is None
         if self.n_samples < 1:
             raise ValueError(f"{folder}: {split} has {self.n_tokens} tokens, one window needs {seq_len + 1};"
                              f" use --seq-len {max(1, self.n_tokens - 1)} or prepare more text")
@@ -251,7 +252,7 @@ class Synthetic:
     The rule is the same for every seed, so another seed serves as validation."""
 
     def __init__(self, vocab_size, seq_len, seed=0):
-        self.vocab_size, self.seq_len, self.n_samples = vocab_size, seq_len, 1 << 40
+        self.vocab_size, self.seq_len, self.n_samples, self.all_trained = vocab_size, seq_len, 1 << 40, True
         self.key = draw_keys("synthetic", seed)[0]
 
     def batch(self, first, n):
@@ -309,7 +310,7 @@ class Blend:
         self.seq_len = seq_len
         metas = [load_meta(folder) for folder, _ in parse_blend(spec)]
         self.parts = [Tokens(folder, split, seq_len, seed) for folder, _ in parse_blend(spec)]
-        self.vocab_size = metas[0]["vocab_size"]
+        self.vocab_size, self.all_trained = metas[0]["vocab_size"], all(p.all_trained for p in self.parts)
         self.per_period = np.array(samples_per_period(spec, metas))  # (data sets,)
         self.schedule = sample_schedule(self.per_period)  # (P,) which data set gives each sample
         gives = self.schedule[:, None] == np.arange(len(self.parts))  # (P, data sets)
@@ -372,10 +373,10 @@ def open_data(cfg, local_rank):
 
 def trained_tokens(source, first, count, device):
     """-> what the loss of the `count` samples from `first` on is divided by, the trained tokens of them all,
-    with no message: an int where every token is trained, a constant of a recorded CUDA graph; else () int64
-    on the device."""
+    with no message: an int if the source trains every token, a constant of a recorded CUDA graph; else ()
+    int64 on the device, also in a step that trains all: a graph recorded with one does not hold the other."""
     n = source.n_targets(first, count)
-    if n == count * source.seq_len:
+    if source.all_trained:
         return n
     import torch
 

@@ -2,6 +2,7 @@
 
     parse_flags, same_start   this rank's flags, or what is wrong with them; the others' flags and code
     compare                   wrong input where a value differs between ranks
+    read_together             what one rank cannot read, no rank goes on with
     Stop                      a signal on any rank, or --max-minutes
 """
 import contextlib
@@ -19,7 +20,7 @@ import torch
 from config import Config
 from parallel import MAX
 from runtime import launch, session, watch
-from tools.command_line import wrong_input
+from tools.command_line import one_line, wrong_input
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -79,6 +80,19 @@ def compare(world, values, cure):
             said = [f"{watch.format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {name} {value}"
                     for value, ranks in sorted(groups.items(), key=lambda group: len(group[1]))]
             raise ValueError(f"{', '.join(said[:4])}{', ...' * (len(said) > 4)}; {cure}")
+
+
+def read_together(world, read, *args):
+    """read(*args) on every rank -> its result. What one rank cannot read, no rank goes on with: the weights
+    are sent next. Collective; ValueError on all ranks."""
+    out = wrong = None
+    try:
+        out = read(*args)
+    except (ValueError, OSError) as e:
+        wrong = one_line(e)
+    if found := next(filter(None, world.gather_objects(wrong)), None):  # a short string per rank
+        raise ValueError(found)
+    return out
 
 
 class Stop:

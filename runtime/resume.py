@@ -24,6 +24,7 @@ from config import Outcome, pad_vocab
 from fast.host_buffers import HostBuffers
 from ops.flat import shards
 from parallel import Axis
+from runtime.agree import read_together
 from runtime.launch import exit_together
 from skip import Ranges
 from tools import files
@@ -155,7 +156,7 @@ def load(cfg, dp, opt, path, data_id, vocab_size=0):
                          f"give --init-from {path} to start from it")
     check_shape(cfg, path, meta["shape"], ("norm", *["seq_len"] * (cfg.pos == "rope")))
     changed = changed_flags(cfg, path, meta, dp.mesh.world.size, data_id, vocab_size)
-    checkpoint.load(path, shards(dp, opt, owned_only=False), index)
+    read_together(dp.mesh.world, checkpoint.load, path, shards(dp, opt, owned_only=False), index)
     opt.set_adam_t(meta["adam_t"])
     opt.set_scaler(meta["scaler"])
     opt.masters_to_model()
@@ -299,12 +300,12 @@ def broadcast_and_verify(model):
 def init_from(model, opt, path):
     """--init-from: load the weights of a checkpoint, or of a run's newest, and nothing else. Rows of symbols
     that it lacks keep their random start. From a dense model every expert gets the MLP and routers keep their
-    random start (sparse upcycling, arXiv:2212.05055). -> one line that says so. ValueError: the shapes
-    differ, or its vocabulary is larger."""
+    random start (sparse upcycling, arXiv:2212.05055). -> one line that says so. ValueError: no fit."""
     world, cfg = model.mesh.world, model.cfg
     if not (Path(path) / "index.json").exists():
         path = next(iter(checkpoint.steps(path)), path)
-    index = checkpoint.check(path, world.rank, world.size)  # each rank verifies its share of the checksums
+    path = world.broadcast_object(path)  # that run may still save: rank 0's choice
+    index = read_together(world, checkpoint.check, path, world.rank, world.size)  # each a share of it
     meta, shape = index["meta"], index["meta"].get("shape")
     if not shape:
         raise ValueError(f"--init-from {path} holds no weights of a run; give its --out directory or step_N")
@@ -315,7 +316,7 @@ def init_from(model, opt, path):
     check_shape(cfg, path, shape, (*["n_experts", "n_shared_experts"] * upcycles,
                                    *["seq_len"] * (cfg.pos == "rope")))
     symbols = meta.get("vocab_size") or min(index["tensors"]["wte.weight"]["shape"][0], model.vocab_size)
-    if symbols > model.vocab_size:
+    if symbols > model.vocab_size or cfg.objective == "mlm" and symbols < model.vocab_size:  # [MASK]
         raise ValueError(f"--init-from {path} has a vocabulary of {symbols}, the data {model.vocab_size}; "
                          f"prepare the data with that run's tokenizer, or give --vocab-size {symbols}")
     requested, matrices = [], sum(p.expert for p in model.parameters())
@@ -328,7 +329,7 @@ def init_from(model, opt, path):
         elif len(full) == 3:  # (E, rows, columns) of w1, w2 or w3: a rectangle of one or several experts
             dense = name.replace(".moe.", ".mlp.") + ".weight"
             requested += [(dense, part, full[1:], where[1:]) for part in own]
-    checkpoint.load(path, requested, index)
+    read_together(world, checkpoint.load, path, requested, index)
     opt.masters_to_model()
     new = model.vocab_size - symbols
     said = (f"upcycled {path}: each of {cfg.n_experts} experts starts as that model's MLP ({matrices} expert "

@@ -18,6 +18,10 @@ from ops.cross_entropy import IGNORE
 class Masked(Synthetic):
     """Synthetic samples; of sample i the first 3 i % T targets take no part."""
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.all_trained = False
+
     def n_masked(self, i):
         return 3 * i % self.seq_len
 

@@ -315,7 +315,8 @@ def test_what_no_run_can_have_is_refused(run, tmp_path):
     data = f"--data={run.parent / 'toy'}"
     for flags, *words in [
             (["--prompt=a"], "--prompt", "mlm", "--fill"), (["--cp=2"], "--cp 2", "mlm", "--tp"),
-            (["--seq-len=3"], "--seq-len 3", "no token"),
+            (["--seq-len=3"], "--seq-len 3", "no token"), (["--vocab-size=1"], "--vocab-size 1", "[MASK]"),
+            (["--vocab-size=200", f"--init-from={run}"], "a vocabulary of", "the data 200"),
             ([f"--vocab-size={(most := json.loads((run / 'config.json').read_text())['mask_token'])}"],
              f"--vocab-size {most + 1}", "[MASK]"),
             (["--objective=causal", f"--resume={run}/step_000003"], "objective mlm", "--objective mlm")]:

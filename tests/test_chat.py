@@ -278,6 +278,35 @@ def test_experts_start_from_experts(tmp_path):
         torch.testing.assert_close(now[name], was[name], rtol=0, atol=1e-8, msg=name)
 
 
+def start_from_what_one_rank_cannot_read(world, argv):
+    def read(path, requested, index=None):
+        if world.rank == 1:
+            raise ValueError("rank_00001.safetensors is damaged")
+    with mock.patch.object(checkpoint, "load", read):
+        return session(world, argv)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_what_one_rank_cannot_read_ends_all_ranks(zero, pretrained, data, tmp_path):
+    """In one line: with ZeRO the others would wait in the all-gather of the weights."""
+    argv = [*BASE, f"--data={data}/qa", f"--seq-len={SEQ}", f"--zero={zero}", f"--out={tmp_path}/x",
+            f"--init-from={pretrained}"]
+    results = run_ranks(2, start_from_what_one_rank_cannot_read, argv)
+    assert [r["code"] for r in results] == [2, 2]
+    assert "".join(r["err"] for r in results).count("is damaged") == 1
+
+
+def test_a_blend_with_conversations_counts_on_the_device_in_every_step(data):
+    """A CUDA graph is recorded with a number or with a value on the device; its steps may not alternate."""
+    assert run_prepare(data / "text.txt", "--name", "qa-text", "--tokenizer", data / "qa",
+                       "--out", data)[0] == 0
+    blend = shards.open_tokens(f"{data}/qa:0.1,{data}/qa-text:0.9", "train", SEQ)
+    counts = [shards.trained_tokens(blend, i, 1, torch.device("cpu")) for i in range(10)]
+    assert all(isinstance(count, torch.Tensor) for count in counts) and SEQ in [c.item() for c in counts]
+    text = shards.open_tokens(f"{data}/qa-text", "train", SEQ)
+    assert shards.trained_tokens(text, 0, 2, torch.device("cpu")) == 2 * SEQ
+
+
 def test_refused_starts(data, pretrained, tmp_path):
     flags = [*BASE, f"--data={data}/qa", f"--seq-len={SEQ}", "--steps=1", f"--out={tmp_path}/x"]
 
@@ -290,6 +319,7 @@ def test_refused_starts(data, pretrained, tmp_path):
     small = [f for f in flags if "seq-len" not in f and "qa" not in f]
     assert_refused(session(World(), [*small, "--data=synthetic", "--vocab-size=90", "--seq-len=16",
                                      f"--init-from={tmp_path}/large"]), "a vocabulary of 100, the data 90")
+    refused("--objective=mlm", words="has conversations")
     # a directory with weights alone, as convert.py imports them
     step = tmp_path / "imported/step_000000"
     tensors, meta = final(pretrained, 2)
