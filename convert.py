@@ -109,7 +109,7 @@ def open_safetensors(folder):
     OSError: it has no such files, or they are damaged."""
     from safetensors import SafetensorError, safe_open
     files, index = ["model.safetensors"], folder / "model.safetensors.index.json"
-    if index.is_file():
+    if index.is_file() and not (folder / files[0]).is_file():  # an index may be of an older save
         check_schema(listed := load_json(index), {"weight_map": {"*": str}}, index)
         files = sorted(set(listed["weight_map"].values()))
     found = {}
@@ -154,7 +154,10 @@ class HuggingFace(checkpoint.Reader):
         for theirs, (_, parts) in self.layout.items():
             first = 0
             for name, full, offset, size in parts:
-                self.index["tensors"][name]["dtype"] = types[self.slices[theirs].get_dtype()]
+                stored = self.slices[theirs].get_dtype()
+                before = self.index["tensors"][name].get("dtype", "")  # parts may differ: the widest
+                widest = max(stored, checkpoint.SAFETENSORS_DTYPE.get(before, stored), key=[*FLOATS].index)
+                self.index["tensors"][name]["dtype"] = types[widest]
                 pieces = self.index["tensors"][name]["pieces"]
                 pieces.append({"file": theirs, "key": first, "offset": offset, "size": size})
                 first += size[0]
@@ -214,7 +217,7 @@ def read_run(run_dir):
     directory of the run, a line that says which checkpoint was taken, or ""). ValueError, OSError: no run,
     or no sound checkpoint."""
     run = Path(run_dir)
-    step = run if run.name.startswith("step_") else None
+    step = run if run.name.startswith("step_") and not (run / "config.json").exists() else None
     run = run.parent if step else run
     if not (run / "config.json").exists():
         raise FileNotFoundError(f"{run} holds no config.json; give the --out directory of a run of train.py")

@@ -57,8 +57,8 @@ class Flags:
 
     def check(self):
         """ValueError for a temperature by which logits cannot be divided, or a prompt that nothing reads."""
-        if self.score is not None and self.prompt:
-            raise ValueError("--score predicts a file and does not go with --prompt; leave one out")
+        if sum([self.chat, self.score is not None, bool(self.prompt or self.fill)]) > 1:
+            raise ValueError("--chat, --score and --prompt or --fill exclude each other; leave one out")
         if 0 < self.temperature < 1e-6:
             raise ValueError(f"--temperature {self.temperature} is too small; try 0, the likeliest token")
         if not self.chat and (self.system or self.tp * self.ep > 1):
@@ -100,7 +100,7 @@ def load_vocabulary(run, vocab_size):
 def main(argv=None):
     """Print the prompt with its continuation. SystemExit(2) after one line on stderr: wrong input."""
     argv = sys.argv[1:] if argv is None else argv
-    if {"--chat", "--chat=true"} & set(argv):
+    if any(word == "--chat" or word.lower() == "--chat=true" for word in argv):
         return chat_main(argv)
     with wrong_input():
         flags = command_line(Flags, argv, "sample.py", __doc__)
@@ -290,15 +290,15 @@ class Chat:
 
 def whole_characters(vocabulary, ids):
     """ids, one after the other -> their text in pieces: a token may end inside a character."""
-    held = []
+    held, said = [], 0  # all are decoded again: some decoders drop the space before the first token
     for token in ids:
         held.append(token)
         text = vocabulary.decode(held)
-        if not text.endswith("\ufffd") or len(held) > 8:
-            yield text
-            held = []
-    if held:
-        yield vocabulary.decode(held)
+        if not text.endswith("\ufffd"):
+            yield text[said:]
+            said = len(text)
+    if held and (rest := vocabulary.decode(held)[said:]):
+        yield rest
 
 
 class Console:
@@ -307,6 +307,8 @@ class Console:
     def __init__(self, world):
         self.world, self.stop, self.answering = world, False, False
         self.terminal = world.rank == 0 and sys.stdin.isatty()
+        if hasattr(sys.stdin, "reconfigure"):  # what is no UTF-8 must not end rank 0 while the others wait
+            sys.stdin.reconfigure(errors="replace")
         signal.signal(signal.SIGINT, self.interrupted if world.rank == 0 else signal.SIG_IGN)
 
     def interrupted(self, *_):

@@ -140,6 +140,8 @@ def read_config(path, dtype, seq_len=0):
     flags["seq_len"] = seq_len or flags["seq_len"]
     cfg = config.Config(**flags, dtype=dtype, rope_base=read_rope_base(path, theirs, kind))
     config.check(cfg)
+    if "n_experts" in fields and not cfg.n_experts:
+        raise ValueError(f"{path}: {fields['n_experts']} is 0, {name} has experts")
     must = fixed_fields(cfg, kind) | {"quantization_config": None,
                                       "layer_types": ["full_attention"] * cfg.n_layer}
     for field, value in must.items():
@@ -147,6 +149,7 @@ def read_config(path, dtype, seq_len=0):
         if have not in (None, value):
             raise ValueError(f"{path}: {field} is {have!r}, our model computes {value!r} only")
     window = theirs.get("sliding_window", 4096 if name == "mistral" else None)
+    check_schema({"sliding_window": window}, {"sliding_window": (int, type(None))}, path)
     if kind != "gpt2" and window and window < cfg.seq_len:
         raise ValueError(f"{path}: sliding_window {window} is shorter than the sequence, {cfg.seq_len}; give "
                          f"--seq-len {window}")
@@ -159,7 +162,7 @@ def read_rope_base(path, theirs, kind):
         rope = theirs.get(field) or {}
         if rope.keys() - ROPE_KEYS or rope.get("rope_type", rope.get("type", "default")) != "default":
             raise ValueError(f"{path}: {field} is {rope}, our rotary positions are not scaled")
-    rope = {**theirs, **(theirs.get("rope_parameters") or {})}
+    rope = {**theirs, **(theirs.get("rope_scaling") or theirs.get("rope_parameters") or {})}
     rope = {"rope_theta": 1e6 if kind == "mixtral" else 1e4, **rope}  # the defaults of transformers
     factor = rope.get("partial_rotary_factor", 0.5 if kind == "glm4_moe" else 1)
     if factor != 1:

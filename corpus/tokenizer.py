@@ -157,10 +157,16 @@ class HfTokenizer(Tokenizer):
             self.library = tokenizers.Tokenizer.from_str(json.dumps(spec["json"]))
         except Exception as e:  # the library has no exceptions of its own
             raise ValueError(f"the library tokenizers cannot read it: {one_line(e)[:120]}") from None
+        except BaseException as e:  # its panics are no Exceptions
+            if type(e).__name__ != "PanicException":
+                raise
+            raise ValueError(f"the library tokenizers cannot read it: {one_line(e)[:120]}") from None
         special = spec.get("special", {})
         self.library.add_special_tokens(sorted(special, key=special.get))  # the library numbers them
         if any(self.library.token_to_id(token) != i for token, i in special.items()):
             raise ValueError(f"its ids have gaps, {', '.join(special)} cannot come after them")
+        added = self.library.get_added_tokens_decoder().items()
+        self.special = {token.content: i for i, token in added if token.special}
         self.library.encode_special_tokens = True  # in a text their characters are as any others
         self.library.no_truncation()
         self.library.no_padding()
@@ -169,12 +175,16 @@ class HfTokenizer(Tokenizer):
         eos = eos.get("content") if isinstance(eos, dict) else eos
         eos = spec.get("eos_id") if eos is None else eos
         self.eod = self.library.token_to_id(eos) if isinstance(eos, str) else None
-        if type(eos) is int and self.library.id_to_token(eos) is not None:
+        if type(eos) is int and 0 <= eos < self.n_vocab and self.library.id_to_token(eos) is not None:
             self.eod = eos
 
     def encode_numpy(self, text, special=False):
         """-> the ids of `text`, (n,) uint32. special: with those that the tokenizer puts before a text."""
-        return np.array(self.library.encode(text, add_special_tokens=special).ids, np.uint32)
+        text.encode()  # half of a surrogate pair is a TypeError there
+        try:
+            return np.array(self.library.encode(text, add_special_tokens=special).ids, np.uint32)
+        except Exception as e:  # the library has no exceptions of its own; a symbol that it lacks
+            raise ValueError(f"this tokenizer cannot encode {text[:40]!r}: {one_line(e)[:80]}") from None
 
     def encode_prompt(self, text):
         return self.encode_numpy(text, special=True).tolist()

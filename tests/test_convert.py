@@ -483,6 +483,7 @@ def cut(path):
 
 
 def listed(folder, file):
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
 
 
@@ -493,7 +494,8 @@ DAMAGE = {  # name: (what happens to the directory, a word of the line)
                                                     d / "model.safetensors"), "a is I8"),
     "index names another folder": (lambda d: listed(d, "../x.safetensors"), "'../x.safetensors'"),
     "index names a missing file": (lambda d: listed(d, "x.safetensors"), "no x.safetensors"),
-    "index is no object": (lambda d: (d / "model.safetensors.index.json").write_text("[]"), "index.json"),
+    "index is no object": (lambda d: (listed(d, "a"), (d / "model.safetensors.index.json").write_text("[]")),
+                           "index.json"),
     "no config": (lambda d: (d / "config.json").unlink(), "config.json"),
     "config cut": (lambda d: cut(d / "config.json"), "config.json"),
     "config of a list": (lambda d: (d / "config.json").write_text("[1]"), "config.json"),

@@ -49,6 +49,9 @@ def conversations(root):
 
 
 def main(argv):
+    if len(argv) != 1:
+        print("nanoshard: give the file to write: python tutorial/questions.py FILE.jsonl", file=sys.stderr)
+        raise SystemExit(2)
     stdlib = Path(sysconfig.get_path("stdlib"))
     lines = [json.dumps({"messages": messages}) for messages in conversations(stdlib)]
     Path(argv[0]).write_text("\n".join(lines) + "\n")
