@@ -199,7 +199,7 @@ def read_index(path, patience=0.0):
     while not path.exists() and time.monotonic() < until:
         time.sleep(0.1)
     if not path.is_dir():
-        raise FileNotFoundError(f"no checkpoint {path}; give a step_N directory, or --resume auto")
+        raise FileNotFoundError(f"no checkpoint {path}; give the directory of a run, or a step_N in it")
     try:
         index = load_json(path / "index.json")
         check_schema(index, {"format": int}, "index.json")
@@ -218,7 +218,8 @@ def read_index(path, patience=0.0):
                 raise ValueError(f"it is of step {index['step']}, its meta of step {meta['step']}")
         check_pieces(index)
     except (OSError, ValueError, RecursionError) as e:
-        raise ValueError(f"checkpoint {path} has no readable index.json: {e}; {HINT}") from None
+        hint = "use python convert.py import for models of others" if any(path.glob("model*")) else HINT
+        raise ValueError(f"checkpoint {path} has no readable index.json: {e}; {hint}") from None
     return index
 
 

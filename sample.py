@@ -39,7 +39,7 @@ RunDir = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN_DIR")]]
 @dataclass(frozen=True)
 class Flags:
     """The command line of sample.py."""
-    run_dir: RunDir  # directory of a run of train.py, or one of its step_N
+    run_dir: RunDir  # directory of a run of train.py, one of its step_N, or a model of Hugging Face
     prompt: Prompts = ()  # text to continue; --prompt A --prompt B continues both; default: a line break
     fill: str = ""  # a text with [MASK] in it: print what fills it, by a model of --objective mlm
     n: int = 1  # samples of each prompt; the first is drawn with --seed, the next with --seed + 1, ...
@@ -156,7 +156,7 @@ def check_objective(cfg, flags, run):
                          "--fill is not for it; try --prompt")
     if cfg.objective == "mlm" and (flags.prompt or not flags.fill):
         raise ValueError(f"{run} was trained with --objective mlm, which fills gaps and continues no text; "
-                         f"give --fill 'a {MASK} in a text', no --prompt")
+                         f"give --fill 'a {MASK} in a text' alone")
 
 
 def read_gaps(cfg, vocabulary, run, text):

@@ -80,7 +80,8 @@ def read_conversations(spans):
                 check_schema(record, RECORD, "it")
                 json.dumps(record, ensure_ascii=False).encode()  # half of a surrogate pair cannot be encoded
             except (ValueError, RecursionError) as e:
-                raise ValueError(f"{where}: {one_line(e).removeprefix('it: ')[:200]}") from None
+                why = e.msg if isinstance(e, json.JSONDecodeError) else one_line(e).removeprefix("it: ")
+                raise ValueError(f"{where}: {why[:200]}") from None
             if not any(message["role"] == "assistant" for message in record["messages"]):
                 raise ValueError(f"{where}: no assistant speaks, there is nothing to train on; leave it out")
             found.append(record["messages"])

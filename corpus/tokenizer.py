@@ -219,7 +219,8 @@ def from_tiktoken(name):
 
     known = tiktoken.list_encoding_names()
     if name not in known:
-        raise ValueError(f"no tokenizer is called {name!r}; choose char, bpe, {', '.join(known)}")
+        raise ValueError(f"no tokenizer is called {name!r}; choose char, bpe, a prepared folder, hf:FOLDER, "
+                         f"{', '.join(known)}")
     try:  # in a thread: tiktoken sets no timeout, and a look-up of a host name has none that we could set
         with ThreadPool(1) as pool:
             e = pool.apply_async(tiktoken.get_encoding, [name]).get(FETCH_SECONDS)
@@ -251,10 +252,28 @@ def load(path):
         raise ValueError(f"{path} is not a tokenizer file ({e}); make it again: python prepare.py") from e
 
 
+def refuse_other_tokens(run, folder):
+    """ValueError unless the data set in folder has the tokens of a run (or its step_N), perhaps with special
+    tokens more. A run without tokenizer.json, of synthetic data, has none to compare."""
+    run = run if (run / "tokenizer.json").is_file() else run.parent
+    if (run / "tokenizer.json").is_file():
+        theirs, ours = load(run), load(folder)
+        same = {**theirs.spec, "special": 0} == {**ours.spec, "special": 0}
+        # a tokenizer of Hugging Face may stand for one of ours
+        text = set(range(theirs.n_vocab)) - set(theirs.special.values())
+        same = same or all(theirs.decode([i]) == ours.decode([i]) for i in text)
+        if not same or theirs.special.items() - ours.special.items():
+            raise ValueError(f"the tokens of {folder} are others than those of --init-from {run}; prepare the"
+                             f" data with --tokenizer {run}")
+
+
 def prompt_tokenizer(cfg):
     """-> the tokenizer of the run's data (cfg.data) where cfg.prompt is to be continued, else None.
 
-    ValueError: synthetic data, a tokenizer of more symbols than the data's, or a character that it lacks."""
+    ValueError: synthetic data, a tokenizer of more symbols than the data's, or a character that it lacks; a
+    tokenizer other than that of the run whose weights --init-from takes."""
+    if cfg.init_from and cfg.data != "synthetic":
+        refuse_other_tokens(Path(cfg.init_from), first_folder(cfg.data))
     if not cfg.prompt:
         return None
     if cfg.data == "synthetic":

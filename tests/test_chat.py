@@ -320,6 +320,9 @@ def test_refused_starts(data, pretrained, tmp_path):
     assert_refused(session(World(), [*small, "--data=synthetic", "--vocab-size=90", "--seq-len=16",
                                      f"--init-from={tmp_path}/large"]), "a vocabulary of 100, the data 90")
     refused("--objective=mlm", words="has conversations")
+    assert run_prepare(data / "text.txt", "--name", "other", "--vocab-size", 304, "--out", data,
+                       "--val-fraction", 0.5)[0] == 0
+    refused(f"--init-from={pretrained}", f"--data={data}/other", words="are others than those of --init-from")
     # a directory with weights alone, as convert.py imports them
     step = tmp_path / "imported/step_000000"
     tensors, meta = final(pretrained, 2)
