@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import re
+import shlex
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import tyro
 import checkpoint
 from corpus import hugging_face as hf
 from corpus import tokenizer
+from corpus.chat import END, MARKERS
 from tools.command_line import command_line, read_run_config, wrong_input
 from tools.files import must_write, sound_rows
 from tools.schema import check_schema, load_json
@@ -283,7 +285,8 @@ def import_model(flags):
         for piece in entry["pieces"]:
             lazy = Lazy(piece["size"], getattr(torch, entry["dtype"]), partial(read, name, entry, piece))
             shards.append((name, lazy, entry["shape"], piece["offset"]))
-    saved = dataclasses.asdict(dataclasses.replace(cfg, vocab_size=weights.vocab_size))
+    cfg = dataclasses.replace(cfg, vocab_size=weights.vocab_size)
+    saved = dataclasses.asdict(cfg)
     zero = dict.fromkeys(("step", "samples", "skipped", "nan_steps", "adam_t"), 0)
     step = checkpoint.save(out, 0, 0, 1, shards, {
         **zero, "world": 1, "seed": cfg.seed, "data": "", "skip": [], "scaler": None, "best": {},
@@ -291,10 +294,25 @@ def import_model(flags):
     if vocabulary:
         vocabulary.save(out / "tokenizer.json")
     write_json(out / "config.json", {**saved, "vocab_size_used": weights.vocab_size})
-    other = [(f.name.replace("_", "-"), saved[f.name]) for f in dataclasses.fields(cfg)
-             if saved[f.name] != f.default]
-    words = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in other)
-    return f"{step}\nsample.py {out} --prompt ..., or train.py --init-from {step} {words}"
+    by = (f"python prepare.py FILE... --name NAME --tokenizer {out}" if vocabulary else
+          f"{flags.model} holds no tokenizer.json; make it with the tokenizer of the model's training")
+    return (f"{step}\nsample.py {out} --prompt ..., or train.py --data data/NAME --init-from {step} "
+            f"{flag_words(cfg)}\ndata/NAME: {by}")
+
+
+def flag_words(cfg, left_out=()):
+    """-> the flags that differ from the defaults, as train.py reads them."""
+    words = []
+    for f in dataclasses.fields(cfg):
+        name, value = f.name.replace("_", "-"), getattr(cfg, f.name)
+        if value == f.default or f.name in left_out:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            values = value if isinstance(value, tuple) else [value]
+            words += [f"--{name}", *(shlex.quote(str(v)) for v in values)]
+    return " ".join(words)
 
 
 def export_model(flags):
@@ -318,13 +336,17 @@ def export_model(flags):
     with must_write(out):
         out.mkdir(parents=True, exist_ok=True)
         write_weights(out, lazy, flags.shard_gb * 1e9)
-    eod = vocabulary and vocabulary.eod
+    ends = eod = vocabulary and vocabulary.eod
+    if vocabulary and set(MARKERS) <= vocabulary.special.keys():
+        ends = [i for i in (eod, vocabulary.special[END]) if i is not None]
+    # generate() stops at the ends; config.json has end-of-document alone, import finds it there
     files = {"config.json": hf.config_json(full, kind, vocab_size, eod, str(dtype)[6:]),
-             "generation_config.json": {"bos_token_id": eod, "eos_token_id": eod}}
+             "generation_config.json": {"bos_token_id": eod, "eos_token_id": ends}}
     files |= hf.export_tokenizer(vocabulary, cfg.seq_len) if vocabulary else {}
     for name, content in files.items():
         write_json(out / name, content)
-    (out / "README.md").write_bytes(model_card(cfg, kind, weights, run, flags.dtype).encode())
+    talks = "chat_template" in files.get("tokenizer_config.json", {})
+    (out / "README.md").write_bytes(model_card(cfg, kind, weights, run, flags.dtype, talks).encode())
     return f"{said}{out}: {hf.FAMILIES[kind].architecture}, {len(lazy)} tensors in {flags.dtype}"
 
 
@@ -353,29 +375,38 @@ def write_json(path, content):
     path.write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
 
 
-def model_card(cfg, kind, weights, run, dtype):
-    """-> README.md: what was trained, on what, how far."""
+def model_card(cfg, kind, weights, run, dtype, talks):
+    """-> README.md: what was trained, on what, how far. talks: transformers has its chat_template."""
+    from runtime.resume import SILENT
     meta = weights.index["meta"]
+    data = meta.get("data") or "not known"
     rows = [row for row in sound_rows(run / "metrics.jsonl")[0] if row["step"] <= meta["step"]]
     losses = []
     for word, key in (("training", "loss"), ("validation", "val_loss")):
         losses += [f"{word} loss {row[key]:.4f} at step {row['step']}" for row in rows if row.get(key)][-1:]
-    flags = [f"--{f.name.replace('_', '-')} {getattr(cfg, f.name)}" for f in dataclasses.fields(cfg)
-             if getattr(cfg, f.name) != f.default and f.name not in ("out", "data", "resume", "prompt")]
+    # of what says nothing about the training, only the skipped steps do
+    flags = flag_words(cfg, {"data", *SILENT} - {"train_range_to_skip"})
+    saved = [load_json(run / "config.json"), meta.get("flags", {})]  # a resume empties it in the newer ones
+    before = next((Path(str(each["init_from"])) for each in saved if each.get("init_from")), Path())
+    name = "/".join(before.parts[-2:]) if before.name.startswith("step_") else before.name
+    began = f"- started from the weights of {name}; what follows counts this run alone\n" if name else ""
     note = (f"Training dropped what exceeded a capacity of {cfg.capacity_factor} per expert; here no token "
             "is dropped, so the losses above are not quite this model's.\n\n" if cfg.capacity_factor else "")
+    text = """tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], return_tensors="pt",
+                                     return_dict=True, add_generation_prompt=True)""" if talks else (
+        'tokenizer("Once", return_tensors="pt")')
     return f"""# {run.name}, step {meta['step']}
 
-{hf.FAMILIES[kind].architecture} in {dtype}, exported from nanoshard's {weights.path}.
+{hf.FAMILIES[kind].architecture} in {dtype}, exported from nanoshard's {weights.path.name}.
 
-- sequences trained on: {meta.get('samples')} of {cfg.seq_len} tokens; data: {meta.get('data') or 'not known'}
+{began}- sequences trained on: {meta.get('samples')} of {cfg.seq_len} tokens; data: {data}
 - {'; '.join(losses) or 'no losses are known'}
-- flags that differ from the defaults: `{' '.join(flags) or 'none'}`
+- flags that differ from the defaults: `{flags or 'none'}`
 
 {note}```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model, tokenizer = (kind.from_pretrained(".") for kind in (AutoModelForCausalLM, AutoTokenizer))
-text = tokenizer("Once", return_tensors="pt")
+text = {text}
 print(tokenizer.decode(model.generate(**text, max_new_tokens=50)[0]))
 ```
 """

@@ -12,7 +12,6 @@ With a special token for each of ROLES it becomes
     read_conversations   a file -> its conversations, checked
     pack                 conversations -> windows of seq_len + 1 tokens, whole conversations side by side
 """
-
 import hashlib
 import json
 from typing import Literal, NamedTuple

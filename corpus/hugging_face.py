@@ -1,12 +1,11 @@
-"""What Hugging Face calls things: fields of config.json, tensors, tokenizer.json. convert.py reads and writes
-models with it.
-"""
+"""What Hugging Face calls things, for convert.py: fields of config.json, tensors, tokenizer.json."""
 import dataclasses
 import json
 import re
 from typing import NamedTuple
 
 import config
+from corpus import chat
 from corpus.tokenizer import EOD, BpeTokenizer, CharTokenizer
 from tools.schema import Range, check_schema, load_json
 
@@ -177,10 +176,10 @@ def read_rope_base(path, theirs, kind):
 def export_tokenizer(tokenizer, seq_len):
     """-> {file: content} of a tokenizer of ours as transformers reads it: the same text gives the same ids,
     except that the characters of a special token give that token."""
-    spec, special = tokenizer.spec, tokenizer.spec.get("special", {})
+    spec, special, talk = tokenizer.spec, tokenizer.spec.get("special", {}), chat_template(tokenizer)
     if tokenizer.kind == "hf":
         whole = json.loads(tokenizer.library.to_str()) if special else spec["json"]
-        return {"tokenizer.json": whole, "tokenizer_config.json": spec["config"]}
+        return {"tokenizer.json": whole, "tokenizer_config.json": {**spec["config"], **talk}}
     if isinstance(tokenizer, CharTokenizer):
         vocab = {c: i for i, c in enumerate(tokenizer.chars)}
         model = {"type": "WordLevel", "vocab": {**vocab, **special}, "unk_token": ""}
@@ -195,8 +194,27 @@ def export_tokenizer(tokenizer, seq_len):
     eos = {"eos_token": EOD, "bos_token": EOD} if tokenizer.eod is not None else {}
     return {"tokenizer.json": {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
                                "normalizer": None, "post_processor": None, **parts, "model": model},
-            "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **eos,
+            "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **eos, **talk,
                                       "model_max_length": seq_len, "clean_up_tokenization_spaces": False}}
+
+
+def chat_template(tokenizer):
+    """-> {"chat_template": Jinja by which transformers writes a conversation as chat.Template does}. {}: the
+    tokenizer has no such tokens, or it reads the text behind one of them otherwise than a text alone."""
+    if not set(chat.MARKERS) <= tokenizer.special.keys():
+        return {}
+    template = chat.Template(tokenizer)
+    begin = tokenizer.decode(template.begin)
+    if tokenizer.kind == "hf":
+        library = type(tokenizer.library).from_str(tokenizer.library.to_str())  # finds them in a text
+        ids = library.encode(f"{begin}<|user|>a b{chat.END}", add_special_tokens=False).ids
+        if ids != [*template.begin, *template.message("user", "a b")]:
+            return {}
+    message = "{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}"
+    refuse = "{{ raise_exception(m['role'] + ' is no role of this model') }}"
+    return {"chat_template": f"{{{{ {json.dumps(begin)} }}}}{{% for m in messages %}}"
+                             f"{{% if m['role'] in {chat.ROLES} %}}{message}{{% else %}}{refuse}{{% endif %}}"
+                             "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"}
 
 
 def split(pattern):

@@ -155,10 +155,8 @@ class HfTokenizer(Tokenizer):
         super().__init__(spec)
         try:
             self.library = tokenizers.Tokenizer.from_str(json.dumps(spec["json"]))
-        except Exception as e:  # the library has no exceptions of its own
-            raise ValueError(f"the library tokenizers cannot read it: {one_line(e)[:120]}") from None
-        except BaseException as e:  # its panics are no Exceptions
-            if type(e).__name__ != "PanicException":
+        except BaseException as e:  # the library has none of its own, and its panics are no Exceptions
+            if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
                 raise
             raise ValueError(f"the library tokenizers cannot read it: {one_line(e)[:120]}") from None
         special = spec.get("special", {})

@@ -16,16 +16,16 @@ FILES = {
     "skip.py": 150, "config.py": 450, "checkpoint.py": 450, "prepare.py": 450, "sample.py": 450,
     "plan.py": 450, "plot.py": 250}
 # may come, need not. convert.py also finds what a directory holds, a run of ours or a model of theirs, which
-# sample.py and the export share
-PLANNED = {"zero.py": 250, "muon.py": 250, "convert.py": 400}
+# sample.py and the export share, and writes the model card
+PLANNED = {"zero.py": 250, "muon.py": 250, "convert.py": 430}
 # lines of a room. tools/ holds what several rooms share and none is the owner of: without it ops/ would hold
 # JSON schemas, runtime/ the files that plot.py and checkpoint.py write too, and config.py the parser of every
 # program's command line. fast/ had 800 before ZeRO-2 and 3 travelled as peer copies, too. cost/ had 700 lines
 # before it predicted what ZeRO-2 and 3, stages of several chunks and context parallelism hold and send, 820
 # before it knew the masked language model, whose head sees few rows and whose attention sees all; ops/ had
 # 1,000 before a target could take no part in the cross-entropy, corpus/ 1,200 before it read and wrote
-# tokenizers and config.json of Hugging Face, conversations and masks, runtime/ 1,920 before a run could start
-# from any checkpoint of the same shape
+# tokenizers, config.json and chat templates of Hugging Face, conversations and masks, runtime/ 1,920 before a
+# run could start from any checkpoint of the same shape
 ROOMS = {"ops": 1020, "fast": 880, "runtime": 1970, "corpus": 1840, "cost": 855, "tools": 700}
 READING_PATH, PATH_LINES = ("train.py", "model.py", "moe.py", "parallel.py", "pipeline.py", "optim.py"), 2100
 COMMENTS = 15, 25  # percent of the reading path's lines that are not blank
