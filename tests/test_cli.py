@@ -81,7 +81,7 @@ FLAGS = [  # wrong flags, and words that the line must contain: both numbers, an
     (["--train-range-to-skip", "3", "5", "9"], ["--train-range-to-skip", "3 numbers"]),
     (["--train-range-to-skip", "5", "3"], ["5 3", "low to high"]),
     (["--train-range-to-skip", "0", "3"], ["0 3", "from 1"]),
-    (["--resume=nowhere/step_000003"], ["nowhere/step_000003", "--resume auto"]),
+    (["--resume=nowhere/step_000003"], ["nowhere/step_000003", "a step_N in it"]),
     (["--prompt=a"], ["--prompt", "synthetic"]),
 ]
 
