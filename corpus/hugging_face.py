@@ -203,12 +203,13 @@ def chat_template(tokenizer):
     tokenizer has no such tokens, or it reads the text behind one of them otherwise than a text alone."""
     if not set(chat.MARKERS) <= tokenizer.special.keys():
         return {}
-    template = chat.Template(tokenizer)
+    template, special = chat.Template(tokenizer), {*tokenizer.special.values()}
     begin = tokenizer.decode(template.begin)
     if tokenizer.kind == "hf":
         library = type(tokenizer.library).from_str(tokenizer.library.to_str())  # finds them in a text
-        ids = library.encode(f"{begin}<|user|>a b{chat.END}", add_special_tokens=False).ids
-        if ids != [*template.begin, *template.message("user", "a b")]:
+        text = tokenizer.decode(sorted({*range(tokenizer.n_vocab)} - special)[-3:]).strip()  # it knows it
+        ids = library.encode(f"{begin}<|user|>{text}{chat.END}", add_special_tokens=False).ids
+        if ids != [*template.begin, *template.message("user", text)]:
             return {}
     message = "{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}"
     refuse = "{{ raise_exception(m['role'] + ' is no role of this model') }}"

@@ -105,7 +105,6 @@ class BpeTokenizer(Tokenizer):
 
     def __init__(self, spec):
         import tiktoken
-
         super().__init__(spec)
         special, decode = spec["special"], base64.b64decode
         ranks = {decode(t, validate=True): i for t, i in spec["ranks"].items()}

@@ -465,6 +465,8 @@ def test_the_chat_template_gives_the_ids_of_ours(kind, hf, trained, tmp_path):
     vocabulary = with_markers(kind, trained, hf, tmp_path)
     library(hf, vocabulary, tmp_path)
     words = hf.AutoTokenizer.from_pretrained(tmp_path)
+    again = hugging_face.export_tokenizer(tokenizer.load(tmp_path), 64)["tokenizer_config.json"]
+    assert again["chat_template"] == words.chat_template
     for messages in TALKS:
         ids = words.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert ids == asked(vocabulary, messages), messages
@@ -479,7 +481,11 @@ def test_the_chat_template_gives_the_ids_of_ours(kind, hf, trained, tmp_path):
 
 
 def test_no_chat_template_for_a_tokenizer_that_reads_it_otherwise(hf, trained, tmp_path):
-    """As Llama 2's: a space before a text alone, none behind a special token."""
+    """As Llama 2's: a space before a text alone, none behind a special token. One without letters has it."""
+    digits = tokenizer.train_char(["0123"]).with_special(chat.MARKERS)
+    library(hf, digits, tmp_path)
+    read = tokenizer.load(tmp_path)
+    assert hugging_face.chat_template(read) == hugging_face.chat_template(digits) != {}
     library(hf, trained, tmp_path)
     steps = json.loads((tmp_path / "tokenizer.json").read_text())["pre_tokenizer"]["pretokenizers"]
     first = {"type": "Metaspace", "replacement": "x", "prepend_scheme": "first", "split": False}
