@@ -9,7 +9,7 @@ train: .venv/ready
 
 test: .venv/ready-test
 	ruff check .
-	python -m pytest -q -n 3 --dist loadfile tests
+	python -m pytest -q -n 4 --dist loadfile tests
 
 drills: .venv/ready-test
 	python tests/drills/kill.py --count 1000 --workers 2 --out out/drills
