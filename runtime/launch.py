@@ -174,6 +174,10 @@ def _init_mpi():
 def _mpi(launcher, rank, size):
     """-> MPI.COMM_WORLD where it agrees with the launcher, None where srun runs without MPI. SystemExit, with
     what to do: mpi4py is missing, or belongs to another MPI than the launcher."""
+    if launcher == "srun" and "PMI_FD" in os.environ and os.path.exists(f"{sys.prefix}/lib/mpich"):
+        # slurm's pmi2 reads 1,024 bytes of a message and takes the rest for another one. pip's MPICH sends
+        # the addresses of UCX in pieces whose length depends on what memory holds; those of OFI have 16 bytes
+        os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
     try:
         MPI = _init_mpi()
     except ImportError:

@@ -4,8 +4,10 @@ address that the store listens on."""
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -172,6 +174,11 @@ def test_our_files_are_compared_and_no_others():
 # -----------------------------------------------------------------------------
 # the real launchers
 
+PMI = {  # what Slurm's pmi2 plugin answers MPICH, recorded on a real Slurm
+    "init": "response_to_init rc=0 pmi_version=1 pmi_subversion=1", "get_appnum": "appnum rc=0 appnum=-1",
+    "get_maxes": "maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=1024", "put": "put_result rc=0",
+    "get_my_kvsname": "my_kvsname rc=0 kvsname=1.0", "barrier_in": "barrier_out rc=0",
+    "finalize": "finalize_ack rc=0"}
 FLAGS = [*SHAPE, "--data=synthetic", "--micro-batch=2", "--global-batch=8", "--lr=1e-2", "--warmup=2",
          "--steps=6", "--log-every=1", "--eval-every=0", "--save-every=0", "--no-plot"]
 
@@ -181,6 +188,37 @@ def clean_env():
     prefixes = ("PMI", "MPI", "OMPI", "PALS", "SLURM", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_",
                 "TORCHELASTIC", "HYD")
     return {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
+
+
+@pytest.mark.skipif(not os.path.exists(f"{sys.prefix}/lib/mpich"), reason="another MPI than pip's MPICH")
+def test_addresses_of_mpi_fit_into_a_message_of_slurms_pmi2():
+    """Slurm reads 1,024 bytes of a message. Two ranks on two nodes, and a server that answers like Slurm."""
+    stored, lengths, both = {"PMI_process_mapping": "(vector,(0,2,1))"}, [], threading.Barrier(2)
+
+    def serve(rank_end):
+        while line := rank_end.recv(65536).decode():
+            words = dict(word.split("=", 1) for word in line.split())
+            lengths.append(len(line))
+            if words["cmd"] == "put":
+                stored[words["key"]] = words["value"]
+            if words["cmd"] == "barrier_in":
+                both.wait(60)
+            value = stored.get(words.get("key"))
+            answer = PMI.get(words["cmd"]) or f"get_result rc={0 if value else 1} value={value}"
+            rank_end.sendall(f"cmd={answer}\n".encode())
+
+    ranks = []
+    for rank in range(2):
+        server, client = socket.socketpair()
+        env = {**clean_env(), **SRUN, "PMI_FD": str(client.fileno()), "PMI_RANK": str(rank), "PMI_SIZE": "2"}
+        ranks.append(subprocess.Popen(
+            [sys.executable, "-c", f"from runtime import launch; c = launch._mpi('srun', {rank}, 2); "
+             "print(c.allgather(c.rank + 5))"], cwd=ROOT, env=env, pass_fds=[client.fileno()],
+            stdout=subprocess.PIPE, text=True))
+        client.close()
+        threading.Thread(target=serve, args=[server], daemon=True).start()
+    assert [job.communicate(timeout=240)[0] for job in ranks] == ["[5, 6]\n"] * 2
+    assert "-allgather-1-0" in stored and max(lengths) < 200
 
 
 def test_python_mpiexec_and_torchrun_train_alike(tmp_path):
