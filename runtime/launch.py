@@ -9,9 +9,7 @@ One answer for plain python, torchrun, MPICH and Intel MPI (Hydra), Open MPI, PA
 
 No other file reads the environment. Programs import this file before torch, whose threads spin otherwise.
 """
-import atexit
 import contextlib
-import ctypes
 import functools
 import gc
 import json
@@ -38,7 +36,7 @@ import torch.distributed as dist
 
 from config import Outcome
 from parallel import Axis
-from runtime import visible
+from runtime import mpi, visible
 from tools.accelerator import device_name
 from tools.command_line import one_line
 
@@ -152,47 +150,6 @@ def scheduler():
     if "PBS_JOBID" in os.environ:
         return "PBS", os.environ["PBS_JOBID"], os.environ.get("PBS_NODEFILE")
     return None
-
-
-def _init_mpi():
-    """-> mpi4py's MPI, initialised. mpi4py itself would hold the interpreter's lock in MPI_Init, which waits
-    for all ranks: then neither watchdog nor signals could end a start that hangs. ctypes gives it up."""
-    import mpi4py
-    mpi4py.rc.initialize = False
-    from mpi4py import MPI
-    if not MPI.Is_initialized():
-        try:
-            init = ctypes.CDLL(MPI.__file__).MPI_Init_thread  # of the MPI that mpi4py is linked to
-            init(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
-            MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)  # as mpi4py does: an error is an exception
-        except (OSError, AttributeError):
-            MPI.Init_thread()
-        atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
-    return MPI
-
-
-def _mpi(launcher, rank, size):
-    """-> MPI.COMM_WORLD where it agrees with the launcher, None where srun runs without MPI. SystemExit, with
-    what to do: mpi4py is missing, or belongs to another MPI than the launcher."""
-    if launcher == "srun" and "PMI_FD" in os.environ and os.path.exists(f"{sys.prefix}/lib/mpich"):
-        # slurm's pmi2 reads 1,024 bytes of a message and takes the rest for another one. pip's MPICH sends
-        # the addresses of UCX in pieces whose length depends on what memory holds; those of OFI have 16 bytes
-        os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
-    try:
-        MPI = _init_mpi()
-    except ImportError:
-        if launcher == "srun":
-            return None
-        raise SystemExit(f"nanoshard: {launcher} started {size} ranks but mpi4py is missing; pip install "
-                         "mpi4py (or load the site's), or start with torchrun") from None
-    comm = MPI.COMM_WORLD
-    if (comm.rank, comm.size) == (rank, size) or (size == -1 and comm.rank == rank):
-        return comm
-    if launcher == "srun":
-        return None  # srun --mpi=none: every process is its own MPI world
-    raise SystemExit(f"nanoshard: {launcher} started rank {rank} of {size} but mpi4py sees {comm.rank} of "
-                     f"{comm.size}; mpiexec and mpi4py come from different MPIs: use the mpiexec of the MPI "
-                     "mpi4py was built with")
 
 
 def _address(n_nodes):
@@ -326,7 +283,7 @@ def launch(timeout=600.0, quiet=False, joining=lambda where, size: None):
             print_node(world)
         return world
     joining("MPI_Init", size)
-    comm = None if launcher == "torchrun" else _mpi(launcher, rank, size)
+    comm = None if launcher == "torchrun" else mpi.world(launcher, rank, size, os.environ)
     joining("the rendezvous", size)
     node, n_nodes = int(os.environ.get("SLURM_NODEID", rank // local_size)), -(-size // local_size)
     if comm is not None:
@@ -339,18 +296,19 @@ def launch(timeout=600.0, quiet=False, joining=lambda where, size: None):
     _end_all_on_exception(rank, comm)
     backend, hosts, own, shown = "none", [], None, os.environ.get(visible.VARIABLE)
     wait = timedelta(seconds=timeout)
-    if size > 1:
-        store = _store(launcher, comm, rank, size, n_nodes, wait)
-        hosts, own = show_all_gpus(store, rank, size, local)
-    device, threads = select_device(local, local_size, own)
-    if size > 1:
-        backend = fast = dist.get_default_backend_for_device(device)  # nccl, xccl or gloo
-        both = "gloo" if fast == "gloo" else f"cpu:gloo,{device.type}:{fast}"  # gloo: host memory
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's record of its last collectives
-        if n_nodes == 1 and os.path.exists("/sys/class/net/lo"):  # gloo, too, listens on this host alone
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(both, timeout=wait, store=store, rank=rank, world_size=size,
-                                device_id=None if device.type == "cpu" else device)
+    with mpi.progress(comm):
+        if size > 1:
+            store = _store(launcher, comm, rank, size, n_nodes, wait)
+            hosts, own = show_all_gpus(store, rank, size, local)
+        device, threads = select_device(local, local_size, own)
+        if size > 1:
+            backend = fast = dist.get_default_backend_for_device(device)  # nccl, xccl or gloo
+            both = "gloo" if fast == "gloo" else f"cpu:gloo,{device.type}:{fast}"  # gloo: host memory
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's record of its last collectives
+            if n_nodes == 1 and os.path.exists("/sys/class/net/lo"):  # gloo, too, listens on this host alone
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            dist.init_process_group(both, timeout=wait, store=store, rank=rank, world_size=size,
+                                    device_id=None if device.type == "cpu" else device)
     joining("", size)
     world = World(rank, size, local, local_size, node, n_nodes, launcher, device, backend, threads, shown)
     world.nodes.extend(list(dict.fromkeys(hosts)).index(host) for host in hosts)

@@ -190,6 +190,15 @@ def clean_env():
     return {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
 
 
+def test_ranks_start_over_an_mpi_that_sends_only_inside_of_its_functions():
+    """MPICH's OFI over tcp, also between ranks of one host: rank 0 sends where to meet, and waits there."""
+    env = {**clean_env(), "MPIR_CVAR_CH4_NETMOD": "ofi", "MPIR_CVAR_NOLOCAL": "1"}
+    code = "from runtime import launch; w = launch.launch(100); print(w.axis.gather_objects(w.rank + 5)); "
+    done = subprocess.run([BIN / "mpiexec", "-n", "2", sys.executable, "-c", code + "launch.shutdown(w)"],
+                          cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.count("[5, 6]") == 2, done.stdout + done.stderr
+
+
 @pytest.mark.skipif(not os.path.exists(f"{sys.prefix}/lib/mpich"), reason="another MPI than pip's MPICH")
 def test_addresses_of_mpi_fit_into_a_message_of_slurms_pmi2():
     """Slurm reads 1,024 bytes of a message. Two ranks on two nodes, and a server that answers like Slurm."""
@@ -212,8 +221,8 @@ def test_addresses_of_mpi_fit_into_a_message_of_slurms_pmi2():
         server, client = socket.socketpair()
         env = {**clean_env(), **SRUN, "PMI_FD": str(client.fileno()), "PMI_RANK": str(rank), "PMI_SIZE": "2"}
         ranks.append(subprocess.Popen(
-            [sys.executable, "-c", f"from runtime import launch; c = launch._mpi('srun', {rank}, 2); "
-             "print(c.allgather(c.rank + 5))"], cwd=ROOT, env=env, pass_fds=[client.fileno()],
+            [sys.executable, "-c", f"import os; from runtime import mpi; c = mpi.world('srun', {rank}, 2, "
+             "os.environ); print(c.allgather(c.rank + 5))"], cwd=ROOT, env=env, pass_fds=[client.fileno()],
             stdout=subprocess.PIPE, text=True))
         client.close()
         threading.Thread(target=serve, args=[server], daemon=True).start()
