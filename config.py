@@ -220,10 +220,9 @@ def check(cfg):
                          "try --seq-len 128")
     if cfg.objective == "mlm" and cfg.vocab_size == 1:
         raise ValueError("--vocab-size 1 is [MASK] alone with --objective mlm; try --vocab-size 65")
-    if cfg.objective == "mlm" and (cfg.cp > 1 or cfg.prompt):
-        what, fix = (("--prompt continues a text", "sample.py RUN --fill 'a [MASK] text'") if cfg.prompt else
-                     (f"--cp {cfg.cp} balances causal attention", "--tp or --pp"))
-        raise ValueError(f"{what}, --objective mlm predicts masked tokens from both sides; try {fix}")
+    if cfg.objective == "mlm" and cfg.prompt:
+        raise ValueError("--prompt continues a text, --objective mlm predicts masked tokens from both sides; "
+                         "try sample.py RUN --fill 'a [MASK] text'")
     if cfg.n_experts:
         if cfg.top_k > cfg.n_experts:
             raise ValueError(f"top-k {cfg.top_k} exceeds n-experts {cfg.n_experts}; "

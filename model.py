@@ -107,11 +107,13 @@ def lower_right_mask(queries, keys):
     return causal_lower_right(queries, keys)
 
 
-def attend_chunks(q, k, v, axis, **options):
-    """Causal attention of this rank's two chunks of each sequence (Axis.own_chunks): q (B, h, t, D), k and v
-    (B, g, t, D) -> (B, h, t, D). A chunk's queries meet the keys of all ranks up to the chunk's own end."""
+def attend_chunks(q, k, v, axis, causal, **options):
+    """Attention of this rank's two chunks of each sequence (Axis.own_chunks): q (B, h, t, D), k and v
+    (B, g, t, D) -> (B, h, t, D). A chunk's queries meet the keys of all ranks, causal: up to its own end."""
     kv = torch.cat([x.permute(2, 0, 1, 3) for x in (k, v)], dim=2)  # (t, B, 2g, D)
     k, v = gather_chunks(kv, axis).permute(1, 2, 0, 3).chunk(2, dim=1)  # (B, g, T, D) each, gathered over cp
+    if not causal:
+        return F.scaled_dot_product_attention(q, k, v, **options)
     out, c = [], q.size(2) // 2
     for queries, end in zip(q.chunk(2, dim=2), ((axis.rank + 1) * c, k.size(2) - axis.rank * c), strict=True):
         mask = lower_right_mask(c, end)
@@ -153,7 +155,7 @@ class Attention(nn.Module):
             k, v = cache.append(self, k, v)  # (B, g, positions so far, D)
         options = dict(enable_gqa=self.h != self.g, dropout_p=self.dropout if self.training else 0.0)
         if cache is None and self.mesh.cp.size > 1:
-            y = attend_chunks(q, k, v, self.mesh.cp, **options)  # (B, h, T, D)
+            y = attend_chunks(q, k, v, self.mesh.cp, self.causal, **options)  # (B, h, T, D)
         else:  # the last query sees the last key, also where a cache holds earlier keys
             mask = lower_right_mask(T, k.size(2)) if 1 < T < k.size(2) else None
             is_causal = self.causal and k.size(2) == T
@@ -297,10 +299,11 @@ class MaskedHead(nn.Module):
         return self.norm(gelu(self.dense(x)))
 
     @staticmethod
-    def masked_rows(x, targets):
+    def masked_rows(x, targets, cp):
         """x (B*T, C), targets (B, T) -> those of the masked tokens, the only ones with a target. A sequence
-        has n_masked, so shapes are static: the host waits for nothing, and a CUDA graph can hold this."""
-        count = targets.size(0) * n_masked(targets.size(1))
+        has n_masked, so shapes are static: the host waits for nothing, and a CUDA graph can hold this. This
+        rank of cp may hold them all; where it holds fewer, rows without a target, IGNORE, stand behind."""
+        count = targets.size(0) * min(n_masked(targets.size(1) * cp.size), targets.size(1))
         targets = targets.reshape(-1)
         rows = (targets < 0).byte().argsort(stable=True)[:count]  # in their order
         return x.index_select(0, rows), targets[rows]
@@ -375,7 +378,7 @@ class GPT(nn.Module):
         if self.mlm is not None:
             self.wait_for_weights(self.mlm)
             if targets is not None:
-                x, targets = self.mlm.masked_rows(x, targets)  # (B*n_masked, C), (B*n_masked,)
+                x, targets = self.mlm.masked_rows(x, targets, self.mesh.cp)  # (B*n_masked, C), ...
             x, bias = self.mlm(x), self.mlm.bias
         if targets is not None and x.device.type != "cpu" and self.mesh.tp.size == 1:
             return LinearCrossEntropy.apply(x, head.weight, targets.reshape(-1), self.vocab_size, bias)

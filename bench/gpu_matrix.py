@@ -149,7 +149,8 @@ def graphs(world):
         ("gpt2", dict(tp=2, zero=1, dropout=0.2)), ("dropless", dict(ep=2, recompute="full")),
         ("dropless", dict(zero=1)), ("dropless", dict(ep=4)), ("dropless", dict(ep=2, zero=1)),
         ("dropless", dict(ep=4, zero=1)), ("gpt2", dict(cp=2, zero=1, dropout=0.2)),
-        ("dropless", dict(cp=2, ep=2)), ("bert", dict(zero=1)), ("bert", dict(tp=2))))
+        ("dropless", dict(cp=2, ep=2)), ("bert", dict(zero=1)), ("bert", dict(tp=2)),
+        ("bert", dict(cp=2))))
     for family, flags in layouts:
         seen = []
         for graph in (False, True):

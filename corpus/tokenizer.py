@@ -245,13 +245,13 @@ def load(path):
         kind = {"char": CharTokenizer, "hf": HfTokenizer}.get(spec["kind"], BpeTokenizer)
         check_schema(spec, kind.SCHEMA, path.name)
         return kind(spec)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is not a tokenizer file ({e}); make it again: python prepare.py") from e
 
 
-def refuse_other_tokens(run, folder):
-    """ValueError unless the data set in folder has the tokens of a run (or its step_N), perhaps with special
-    tokens more. A run without tokenizer.json, of synthetic data, has none to compare."""
+def refuse_other_tokens(run, folder, more=True):
+    """ValueError unless the data set in folder has the tokens of a run (or its step_N), perhaps, with more,
+    special tokens besides. A run without tokenizer.json, of synthetic data, has none to compare."""
     run = run if (run / "tokenizer.json").is_file() else run.parent
     if (run / "tokenizer.json").is_file():
         theirs, ours = load(run), load(folder)
@@ -259,7 +259,8 @@ def refuse_other_tokens(run, folder):
         # a tokenizer of Hugging Face may stand for one of ours
         text = set(range(theirs.n_vocab)) - set(theirs.special.values())
         same = same or all(theirs.decode([i]) == ours.decode([i]) for i in text)
-        if not same or theirs.special.items() - ours.special.items():
+        if not same or theirs.special.items() - ours.special.items() or (
+                not more and ours.n_vocab != theirs.n_vocab):
             raise ValueError(f"the tokens of {folder} are others than those of --init-from {run}; prepare the"
                              f" data with --tokenizer {run}")
 
@@ -270,7 +271,8 @@ def prompt_tokenizer(cfg):
     ValueError: synthetic data, a tokenizer of more symbols than the data's, or a character that it lacks; a
     tokenizer other than that of the run whose weights --init-from takes."""
     if cfg.init_from and cfg.data != "synthetic":
-        refuse_other_tokens(Path(cfg.init_from), first_folder(cfg.data))
+        # special tokens more would move [MASK], which follows the last of them
+        refuse_other_tokens(Path(cfg.init_from), first_folder(cfg.data), more=cfg.objective == "causal")
     if not cfg.prompt:
         return None
     if cfg.data == "synthetic":

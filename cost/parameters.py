@@ -73,8 +73,10 @@ def rank_tokens(cfg, mesh):
 
 
 def head_rows(cfg, mesh):
-    """Rows of a micro-batch that pass the head: of a masked language model those of the masked tokens."""
-    return cfg.micro_batch * n_masked(cfg.seq_len) if cfg.objective == "mlm" else rank_tokens(cfg, mesh)
+    """Rows of a micro-batch that pass the head: of a masked language model those of the masked tokens, all
+    of which one rank of cp may hold."""
+    most = n_masked(cfg.seq_len) if cfg.objective == "mlm" else cfg.seq_len
+    return cfg.micro_batch * min(most, cfg.seq_len // mesh.cp.size)
 
 
 def element_bytes(cfg):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from test_faults import planted, with_faults
 from test_layouts import BERT
 
+import prepare
 import sample
 from config import Config
 from corpus import tokenizer
@@ -296,7 +297,8 @@ def test_a_resumed_run_has_the_same_bits(run, tmp_path):
     same(run, tmp_path / "again", 6)
 
 
-@pytest.mark.parametrize("n,layout", [(2, ["--tp=2"]), (2, ["--pp=2", "--zero=1"])], ids=["tp", "pp-zero1"])
+@pytest.mark.parametrize("n,layout", [(2, ["--tp=2"]), (2, ["--pp=2", "--zero=1"]), (2, ["--cp=2"])],
+                         ids=["tp", "pp-zero1", "cp"])
 def test_a_checkpoint_goes_on_in_any_layout(run, tmp_path, n, layout):
     """... and its own goes on in one process."""
     data = f"--data={run.parent / 'toy'}"
@@ -314,13 +316,23 @@ def test_a_checkpoint_goes_on_in_any_layout(run, tmp_path, n, layout):
 def test_what_no_run_can_have_is_refused(run, tmp_path):
     data = f"--data={run.parent / 'toy'}"
     for flags, *words in [
-            (["--prompt=a"], "--prompt", "mlm", "--fill"), (["--cp=2"], "--cp 2", "mlm", "--tp"),
+            (["--prompt=a"], "--prompt", "mlm", "--fill"),
             (["--seq-len=3"], "--seq-len 3", "no token"), (["--vocab-size=1"], "--vocab-size 1", "[MASK]"),
             (["--vocab-size=200", f"--init-from={run}"], "a vocabulary of", "the data 200"),
             ([f"--vocab-size={(most := json.loads((run / 'config.json').read_text())['mask_token'])}"],
              f"--vocab-size {most + 1}", "[MASK]"),
             (["--objective=causal", f"--resume={run}/step_000003"], "objective mlm", "--objective mlm")]:
         assert_refused(session(World(), [*BASE, data, f"--out={tmp_path / 'new'}", *flags]), *words)
+
+
+def test_data_with_more_special_tokens_would_move_mask(run, tmp_path):
+    words = tokenizer.load(run).with_special(["<|user|>"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words.spec))
+    text = f"{run.parent / 'text.txt'}"
+    prepare.main([text, "--name=more", f"--tokenizer={tmp_path}", f"--out={tmp_path}"])
+    flags = [*BASE, f"--data={tmp_path / 'more'}", f"--init-from={run}", f"--out={tmp_path / 'new'}"]
+    assert_refused(session(World(), flags), "are others than those of --init-from")
+    tokenizer.refuse_other_tokens(run, tmp_path / "more")  # a causal model may have rows for them
 
 
 # -----------------------------------------------------------------------------

@@ -275,6 +275,11 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "the tied head of the last stage is a copy": (
         BERT, PP, "model.GPT.__init__", 'reduce = "tied" if cfg.tied and self.is_first != self.is_last else',
         "reduce = None if True else"),
+    "the causal mask is left on over cp": (
+        BERT, CP, "model.Attention.forward", "self.mesh.cp, self.causal", "self.mesh.cp, True"),
+    "a head for the masked tokens that a rank of cp has on average": (
+        BERT, CP, "model.MaskedHead.masked_rows", "n_masked(targets.size(1) * cp.size)",
+        "n_masked(targets.size(1))"),
     # faults of every layout: only the comparison with plain PyTorch detects them
     "weight decay on norms": (
         LLAMA, ONE, "ops.flat.uses_weight_decay", "p.ndim >= 2", "True"),

@@ -199,7 +199,10 @@ def test_layout_equals_one_rank(family, n, batch, layout):
 BERT_LAYOUTS = [("bert", 4, dict(tp=2, zero=1)), ("bert", 2, dict(pp=2)), ("bert", 4, dict(tp=2, pp=2)),
                 ("bert", 2, dict(zero=2)), ("bert", 4, dict(tp=2, zero=3)),
                 ("bert", 4, dict(pp=2, pp_chunks=2, zero=1)), ("llama", 2, dict(tp=2)),
-                ("moe", 4, dict(tp=2, ep=2)), ("moe", 2, dict(ep=2, zero=1, recompute="full"))]
+                ("moe", 4, dict(tp=2, ep=2)), ("moe", 2, dict(ep=2, zero=1, recompute="full")),
+                # sequences of 20 tokens in chunks of 5; a rank has up to 3 masked ones of each
+                ("bert", 2, dict(cp=2)), ("bert", 4, dict(cp=2, tp=2, zero=3)),
+                ("llama", 4, dict(cp=2, pp=2)), ("moe", 4, dict(cp=2, ep=4, zero=1, recompute="full"))]
 
 
 @pytest.mark.parametrize("family,n,layout", BERT_LAYOUTS, ids=lambda x: str(x).replace(" ", ""))

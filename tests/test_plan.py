@@ -341,7 +341,8 @@ LAYOUTS = [dict(BASE, tp=2, pp=2), dict(BASE, tp=4, recompute="full"), dict(BASE
            dict(WIDE, cp=2, zero=3), dict(BASE, cp=2, pp=2, pp_chunks=2),
            dict(BASE, objective="mlm", tp=2, pp=2, tied=True, bias=True, norm="layer"),
            dict(EXPERTS, objective="mlm", tp=4, ep=2, capacity_factor=1.0),
-           dict(WIDE, objective="mlm", tp=2, zero=3, tied=True, bias=True)]
+           dict(WIDE, objective="mlm", tp=2, zero=3, tied=True, bias=True),
+           dict(BASE, objective="mlm", cp=2, tp=2, zero=1, bias=True)]
 
 
 def sent(world, flags):
