@@ -386,8 +386,9 @@ def model_card(cfg, kind, weights, run, dtype, talks):
         losses += [f"{word} loss {row[key]:.4f} at step {row['step']}" for row in rows if row.get(key)][-1:]
     # of what says nothing about the training, only the skipped steps do
     flags = flag_words(cfg, {"data", *SILENT} - {"train_range_to_skip"})
-    saved = [load_json(run / "config.json"), meta.get("flags", {})]  # a resume empties it in the newer ones
-    before = next((Path(str(each["init_from"])) for each in saved if each.get("init_from")), Path())
+    starts = [row.get("config") for row in sound_rows(run / "history.jsonl")[0]]  # a resume empties init_from
+    before = next((Path(str(each["init_from"])) for each in (*starts, load_json(run / "config.json"))
+                   if isinstance(each, dict) and each.get("init_from")), Path())
     name = "/".join(before.parts[-2:]) if before.name.startswith("step_") else before.name
     began = f"- started from the weights of {name}; what follows counts this run alone\n" if name else ""
     note = (f"Training dropped what exceeded a capacity of {cfg.capacity_factor} per expert; here no token "

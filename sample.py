@@ -29,7 +29,7 @@ import tyro
 from convert import read_run
 from corpus import text, tokenizer
 from corpus.chat import Template
-from tools.command_line import command_line, wrong_input
+from tools.command_line import command_line, discard_stdout, wrong_input
 from tools.schema import Range, check_schema, load_json
 
 Prompts = tyro.conf.UseAppendAction[tuple[str, ...]]
@@ -100,7 +100,9 @@ def load_vocabulary(run, vocab_size):
 def main(argv=None):
     """Print the prompt with its continuation. SystemExit(2) after one line on stderr: wrong input."""
     argv = sys.argv[1:] if argv is None else argv
-    if any(word == "--chat" or word.lower() == "--chat=true" for word in argv):
+    words = [word.lower() for word in argv]
+    if any(word in ("--chat", "--chat=true") and after != "false" for word, after in
+           zip(words, [*words[1:], ""], strict=True)):
         return chat_main(argv)
     with wrong_input():
         flags = command_line(Flags, argv, "sample.py", __doc__)
@@ -305,7 +307,7 @@ class Console:
     """Where rank 0 reads questions. Ctrl-C during an answer sets `stop`; at the prompt it gives a hint."""
 
     def __init__(self, world):
-        self.world, self.stop, self.answering = world, False, False
+        self.world, self.stop, self.answering, self.reader_left = world, False, False, False
         self.terminal = world.rank == 0 and sys.stdin.isatty()
         if hasattr(sys.stdin, "reconfigure"):  # what is no UTF-8 must not end rank 0 while the others wait
             sys.stdin.reconfigure(errors="replace")
@@ -325,19 +327,24 @@ class Console:
         return self.world.axis.broadcast_object(self.read_line() if self.world.rank == 0 else None)
 
     def read_line(self):
-        while True:
+        while not self.reader_left:
             try:
-                print("> " * self.terminal, end="", flush=True)
+                self.print("> " * self.terminal)
                 line = input() if self.terminal else sys.stdin.readline()
                 return line.encode("utf-8", "replace").decode() if line or self.terminal else None
             except EOFError:
                 return None
             except KeyboardInterrupt:
-                print("\n/reset forgets, Ctrl-D ends", flush=True)
+                self.print("\n/reset forgets, Ctrl-D ends", "\n")
 
     def print(self, text, end=""):
+        """Print on rank 0. If the reader of stdout has left, the answer and the conversation end."""
         if self.world.rank == 0:
-            print(text, end=end, flush=True)
+            try:
+                print(text, end=end, flush=True)
+            except BrokenPipeError:
+                self.stop = self.reader_left = True
+                discard_stdout()
 
 
 def chat_main(argv):
@@ -365,8 +372,7 @@ def chat_main(argv):
     if world.rank == 0:
         print(said, end="", file=sys.stderr, flush=True)
     plain_stdout()
-    with wrong_input():  # the reader of stdout may leave
-        converse(chat, console)
+    converse(chat, console)
     del chat  # and with it the mesh
     launch.shutdown(world)
 

@@ -9,7 +9,6 @@ import pty
 import select
 import signal
 import sys
-import time
 from unittest import mock
 
 import numpy as np
@@ -485,10 +484,19 @@ def test_a_long_conversation_goes_on_when_the_window_is_full(tuned):
     assert len(tokens) > 2 * SEQ and length <= SEQ and len(answers) == 12
 
 
-def chat_session(world, argv, lines):
+class ReaderLeaves(io.StringIO):
+    """stdout into a pipe whose reader has gone after the first character."""
+
+    def write(self, text):
+        if text and self.getvalue():
+            raise BrokenPipeError
+        return super().write(text)
+
+
+def chat_session(world, argv, lines, stdout=io.StringIO):
     """sample.main on this rank, with lines typed -> (exit code, stdout, stderr)."""
     from runtime import launch
-    out, err, launched = io.StringIO(), io.StringIO(), (launch.launch, launch.shutdown, launch.env_rank)
+    out, err, launched = stdout(), io.StringIO(), (launch.launch, launch.shutdown, launch.env_rank)
     handler = signal.getsignal(signal.SIGINT)
     try:
         launch.launch, launch.shutdown = (lambda *a, **k: world), (lambda w: None)
@@ -514,6 +522,17 @@ def test_questions_from_a_pipe_on_two_ranks(tuned):
     assert not code and first == third and "lowest validation loss" in err
     (code, both, _), (_, nothing, _) = run_ranks(2, chat_session, [*argv, "--tp=2"], lines)
     assert not code and both == out and nothing == ""
+
+
+def test_all_ranks_end_when_the_reader_of_the_answers_leaves(tuned):
+    argv = [str(tuned), "--chat", "--temperature=0", "--max-new-tokens=9", "--tp=2"]
+    (code, out, _), (other, _, _) = run_ranks(2, chat_session, argv, "3 + 3?\nSure?\n" * 9, ReaderLeaves)
+    assert not code and not other and len(out) == 1
+
+
+def test_chat_false_is_no_chat(tuned, capsys):
+    sample.main([str(tuned), "--chat", "False", "--max-new-tokens=3", "--prompt=3"])
+    assert capsys.readouterr().out.startswith("3")
 
 
 @pytest.mark.parametrize("argv,words", [
@@ -549,14 +568,20 @@ def test_ctrl_c_stops_the_answer_only(tuned):
     argv = [str(tuned), "--chat", "--temperature=5", "--max-new-tokens=1000000", "--top-k=2"]
     p = context.Process(target=chat_at_terminal, args=(os.ttyname(follower), argv))
     p.start()
-    said, until = b"", time.monotonic() + 100
+    said = b""
 
     def read(enough):
+        """Read until that is enough and no more comes: an answer may end just before SIGINT arrives, which
+        then is one at the prompt."""
         nonlocal said
         said = b""
-        while not enough(said):
-            assert time.monotonic() < until and select.select([leader], [], [], 100)[0], said
+        while (more := select.select([leader], [], [], 1 if enough(said) else 300)[0]) or not enough(said):
+            if not more:
+                p.kill()  # else pytest would wait for it
+                raise AssertionError(said)
             said += os.read(leader, 4096)
+            if len(said) > 200 and enough(said):
+                break  # a long answer goes on
     read(lambda t: b"> " in t)
     for _ in range(2):
         os.write(leader, b"a?\n")

@@ -690,6 +690,15 @@ def test_the_card_says_what_was_trained(made, tmp_path):
     assert "capacity of 1.5" in (tmp_path / "hf" / "README.md").read_text()
 
 
+def test_the_card_says_where_a_resumed_run_started(made, tmp_path):
+    """--init-from is a flag of the run's first start alone."""
+    go(1, tmp_path / "run", "--steps=1", "--save-every=1", f"--init-from={made}/run")
+    go(1, tmp_path / "run", "--steps=2", "--save-every=1", "--resume=auto")
+    assert json.loads((tmp_path / "run/config.json").read_text())["init_from"] == ""
+    convert.main(["export", f"{tmp_path}/run", f"--out={tmp_path}/hf"])
+    assert "started from the weights of run;" in (tmp_path / "hf" / "README.md").read_text()
+
+
 def test_a_resume_with_another_eps_is_refused(tmp_path):
     """A checkpoint that names none has 1e-5."""
     go(1, tmp_path / "run", "--steps=1", "--save-every=1")

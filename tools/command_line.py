@@ -142,10 +142,10 @@ def print_quietly(text):
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        _discard_stdout()
+        discard_stdout()
 
 
-def _discard_stdout():
+def discard_stdout():
     """The reader of stdout has left: what is still buffered goes to /dev/null when the interpreter ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -159,7 +159,7 @@ def wrong_input(quiet=False):
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        _discard_stdout()
+        discard_stdout()
         raise SystemExit(Outcome.DONE) from None
     except (ValueError, OSError) as e:
         if not quiet:
