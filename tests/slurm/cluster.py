@@ -184,8 +184,13 @@ class Cluster:
 
     def run(self, *command, ok=True, seconds=400, **env):
         """Run a command with this cluster's environment in the repository's root -> CompletedProcess."""
-        done = subprocess.run([*map(str, command)], env={**self.env, **env}, cwd=ROOT, capture_output=True,
-                              text=True, timeout=seconds, stdin=subprocess.DEVNULL)
+        try:
+            done = subprocess.run([*map(str, command)], env={**self.env, **env}, cwd=ROOT, text=True,
+                                  capture_output=True, timeout=seconds, stdin=subprocess.DEVNULL)
+        except subprocess.TimeoutExpired as e:
+            printed = b"".join(filter(None, (e.stdout, e.stderr))).decode()
+            raise SystemExit(f"make slurm: failed: {' '.join(map(str, command))}: not done after {seconds} s"
+                             f"\n{printed}") from None
         if ok and done.returncode:
             raise SystemExit(f"make slurm: failed: {' '.join(map(str, command))}: exit code "
                              f"{done.returncode}\n{done.stdout}{done.stderr}")
