@@ -386,9 +386,10 @@ def model_card(cfg, kind, weights, run, dtype, talks):
         losses += [f"{word} loss {row[key]:.4f} at step {row['step']}" for row in rows if row.get(key)][-1:]
     # of what says nothing about the training, only the skipped steps do
     flags = flag_words(cfg, {"data", *SILENT} - {"train_range_to_skip"})
-    starts = [row.get("config") for row in sound_rows(run / "history.jsonl")[0]]  # a resume empties init_from
-    before = next((Path(str(each["init_from"])) for each in (*starts, load_json(run / "config.json"))
-                   if isinstance(each, dict) and each.get("init_from")), Path())
+    # a resume empties init_from in config.json; of several starts at step 0 the last one counts
+    starts = [row.get("config") for row in sound_rows(run / "history.jsonl")[0] if row["step"] == 0]
+    start = starts[-1] if starts and isinstance(starts[-1], dict) else load_json(run / "config.json")
+    before = Path(str(start.get("init_from") or ""))
     name = "/".join(before.parts[-2:]) if before.name.startswith("step_") else before.name
     began = f"- started from the weights of {name}; what follows counts this run alone\n" if name else ""
     note = (f"Training dropped what exceeded a capacity of {cfg.capacity_factor} per expert; here no token "

@@ -304,10 +304,11 @@ def whole_characters(vocabulary, ids):
 
 
 class Console:
-    """Where rank 0 reads questions. Ctrl-C during an answer sets `stop`; at the prompt it gives a hint."""
+    """Where rank 0 reads questions. Ctrl-C during an answer sets `stop`; at the prompt it gives a hint. What
+    stdin or stdout failed with is `lost`, and ends the conversation on all ranks."""
 
     def __init__(self, world):
-        self.world, self.stop, self.answering, self.reader_left = world, False, False, False
+        self.world, self.stop, self.answering, self.lost = world, False, False, None
         self.terminal = world.rank == 0 and sys.stdin.isatty()
         if hasattr(sys.stdin, "reconfigure"):  # what is no UTF-8 must not end rank 0 while the others wait
             sys.stdin.reconfigure(errors="replace")
@@ -327,23 +328,27 @@ class Console:
         return self.world.axis.broadcast_object(self.read_line() if self.world.rank == 0 else None)
 
     def read_line(self):
-        while not self.reader_left:
+        while True:
             try:
                 self.print("> " * self.terminal)
+                if self.lost is not None:
+                    return None
                 line = input() if self.terminal else sys.stdin.readline()
                 return line.encode("utf-8", "replace").decode() if line or self.terminal else None
             except EOFError:
                 return None
+            except OSError as e:
+                self.lost = e
             except KeyboardInterrupt:
                 self.print("\n/reset forgets, Ctrl-D ends", "\n")
 
     def print(self, text, end=""):
-        """Print on rank 0. If the reader of stdout has left, the answer and the conversation end."""
+        """Print on rank 0."""
         if self.world.rank == 0:
             try:
                 print(text, end=end, flush=True)
-            except BrokenPipeError:
-                self.stop = self.reader_left = True
+            except OSError as e:
+                self.stop, self.lost = True, e
                 discard_stdout()
 
 
@@ -373,6 +378,9 @@ def chat_main(argv):
         print(said, end="", file=sys.stderr, flush=True)
     plain_stdout()
     converse(chat, console)
+    with launch.exit_together(world):
+        if not isinstance(console.lost, BrokenPipeError | None):  # the reader of stdout may leave
+            raise console.lost
     del chat  # and with it the mesh
     launch.shutdown(world)
 

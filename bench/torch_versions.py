@@ -73,12 +73,14 @@ def commit():
 # one version
 
 def packages(lowest):
-    """-> the requirements beside torch, as a list of str; lowest: each in the oldest version that is allowed.
-    Triton is torch's own, and no test needs ruff or wandb."""
+    """-> the requirements beside torch, as a list of str; lowest: each in the oldest version that is allowed,
+    without transformers, which wants newer ones. Triton is torch's own, and no test needs ruff or wandb."""
     files = f"requirements{'-site' * lowest}.txt", "requirements-test.txt"
     lines = [re.match(r"(?!torch|triton|ruff|wandb)(\w+)[>=]=([\d.]+)", line) for name in files
              for line in (ROOT / name).read_text().splitlines()]
-    found = dict(line.groups() for line in lines if line) | (SITE if lowest else {})
+    found = dict(line.groups() for line in lines if line)
+    if lowest:
+        found = {k: v for k, v in found.items() if k != "transformers"} | SITE
     return [f"{name}=={version}" for name, version in found.items()]
 
 

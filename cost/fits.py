@@ -44,7 +44,7 @@ def check_layout(cfg, mesh, batch):
     if cfg.zero == 3 and mesh.pp.size > 1:
         raise ValueError(f"--zero 3 does not go with --pp {mesh.pp.size}: a stage goes to and fro between "
                          "micro-batches and would gather all the time; try --zero 2, or --pp 1")
-    if cp > 1 and cfg.recompute == "selective":
+    if cp > 1 and cfg.recompute == "selective" and cfg.objective == "causal":
         raise ValueError(f"--recompute selective does not go with --cp {cp}, whose mask it cannot make; "
                          "try --recompute full")
     if cfg.pp_chunks > 1 and mesh.pp.size == 1:

@@ -59,8 +59,9 @@ def progress(comm):
     done = threading.Event()
 
     def look_for_messages():
-        while not done.wait(0.01):
-            comm.Iprobe()
+        with contextlib.suppress(Exception):  # the rank itself reports a lost peer
+            while not done.wait(0.01):
+                comm.Iprobe()
 
     thread = threading.Thread(target=look_for_messages, daemon=True)
     if comm is not None and (MPI := init()).Query_thread() == MPI.THREAD_MULTIPLE:

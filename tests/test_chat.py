@@ -30,6 +30,7 @@ from corpus import chat, shards, tokenizer
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh
 from runtime.launch import World
+from tools.command_line import discard_stdout
 
 SEQ = 48
 BASE = [f for f in TINY if "vocab" not in f and "synthetic" not in f and "seq-len" not in f]
@@ -486,11 +487,16 @@ def test_a_long_conversation_goes_on_when_the_window_is_full(tuned):
 
 class ReaderLeaves(io.StringIO):
     """stdout into a pipe whose reader has gone after the first character."""
+    error = BrokenPipeError()
 
     def write(self, text):
         if text and self.getvalue():
-            raise BrokenPipeError
+            raise self.error
         return super().write(text)
+
+
+class FullDisk(ReaderLeaves):
+    error = OSError(28, "No space left on device")
 
 
 def chat_session(world, argv, lines, stdout=io.StringIO):
@@ -501,6 +507,7 @@ def chat_session(world, argv, lines, stdout=io.StringIO):
     try:
         launch.launch, launch.shutdown = (lambda *a, **k: world), (lambda w: None)
         launch.env_rank = lambda: world.rank
+        sample.discard_stdout = lambda: None  # this process keeps its own
         sys.stdin = io.StringIO(lines if world.rank == 0 else "")
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
@@ -509,6 +516,7 @@ def chat_session(world, argv, lines, stdout=io.StringIO):
                 code = e.code
     finally:
         launch.launch, launch.shutdown, launch.env_rank = launched
+        sample.discard_stdout = discard_stdout
         sys.stdin = sys.__stdin__
         signal.signal(signal.SIGINT, handler)
     return code, out.getvalue(), err.getvalue()
@@ -524,10 +532,24 @@ def test_questions_from_a_pipe_on_two_ranks(tuned):
     assert not code and both == out and nothing == ""
 
 
-def test_all_ranks_end_when_the_reader_of_the_answers_leaves(tuned):
+@pytest.mark.parametrize("stdout,code,said", [(ReaderLeaves, None, ""), (FullDisk, 2, "No space left")])
+def test_all_ranks_end_when_answers_cannot_be_written(stdout, code, said, tuned):
     argv = [str(tuned), "--chat", "--temperature=0", "--max-new-tokens=9", "--tp=2"]
-    (code, out, _), (other, _, _) = run_ranks(2, chat_session, argv, "3 + 3?\nSure?\n" * 9, ReaderLeaves)
-    assert not code and not other and len(out) == 1
+    (first, out, err), (second, _, other) = run_ranks(2, chat_session, argv, "3 + 3?\nSure?\n" * 9, stdout)
+    assert first == second == code and out and "\n" not in out
+    assert said in err and "Traceback" not in err and "No space" not in other
+
+
+def test_no_question_is_awaited_when_the_reader_has_left(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    with mock.patch("signal.signal"):
+        console = sample.Console(World())
+    console.terminal, seen = True, ReaderLeaves("answers")
+    monkeypatch.setattr("builtins.input", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(sample, "discard_stdout", lambda: None)
+    with contextlib.redirect_stdout(seen):
+        assert console.read() is None
+    assert seen.getvalue() == "answers"
 
 
 def test_chat_false_is_no_chat(tuned, capsys):

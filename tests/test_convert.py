@@ -697,6 +697,11 @@ def test_the_card_says_where_a_resumed_run_started(made, tmp_path):
     assert json.loads((tmp_path / "run/config.json").read_text())["init_from"] == ""
     convert.main(["export", f"{tmp_path}/run", f"--out={tmp_path}/hf"])
     assert "started from the weights of run;" in (tmp_path / "hf" / "README.md").read_text()
+    # of a start that left no checkpoint nothing has come
+    go(1, tmp_path / "lost", "--steps=1", "--save-every=0", f"--init-from={made}/run")
+    go(1, tmp_path / "lost", "--steps=1", "--save-every=1", "--resume=auto")
+    convert.main(["export", f"{tmp_path}/lost", f"--out={tmp_path}/hf2"])
+    assert "started from" not in (tmp_path / "hf2" / "README.md").read_text()
 
 
 def test_a_resume_with_another_eps_is_refused(tmp_path):

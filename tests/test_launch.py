@@ -226,7 +226,11 @@ def test_addresses_of_mpi_fit_into_a_message_of_slurms_pmi2():
             stdout=subprocess.PIPE, text=True))
         client.close()
         threading.Thread(target=serve, args=[server], daemon=True).start()
-    assert [job.communicate(timeout=240)[0] for job in ranks] == ["[5, 6]\n"] * 2
+    try:
+        assert [job.communicate(timeout=240)[0] for job in ranks] == ["[5, 6]\n"] * 2
+    finally:
+        for job in ranks:
+            job.kill()
     assert "-allgather-1-0" in stored and max(lengths) < 200
 
 

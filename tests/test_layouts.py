@@ -200,14 +200,16 @@ BERT_LAYOUTS = [("bert", 4, dict(tp=2, zero=1)), ("bert", 2, dict(pp=2)), ("bert
                 ("bert", 2, dict(zero=2)), ("bert", 4, dict(tp=2, zero=3)),
                 ("bert", 4, dict(pp=2, pp_chunks=2, zero=1)), ("llama", 2, dict(tp=2)),
                 ("moe", 4, dict(tp=2, ep=2)), ("moe", 2, dict(ep=2, zero=1, recompute="full")),
-                # sequences of 20 tokens in chunks of 5; a rank has up to 3 masked ones of each
+                # sequences of 20 tokens in chunks of 5; a rank has up to 3 masked ones of each sequence
                 ("bert", 2, dict(cp=2)), ("bert", 4, dict(cp=2, tp=2, zero=3)),
-                ("llama", 4, dict(cp=2, pp=2)), ("moe", 4, dict(cp=2, ep=4, zero=1, recompute="full"))]
+                ("llama", 4, dict(cp=2, pp=2)),
+                ("moe", 4, dict(cp=2, ep=4, zero=1, recompute="full")),
+                ("bert", 2, dict(cp=2, recompute="selective"))]
 
 
 @pytest.mark.parametrize("family,n,layout", BERT_LAYOUTS, ids=lambda x: str(x).replace(" ", ""))
 def test_masked_language_model_layout_equals_one_rank(family, n, layout):
-    base = dict(bert=BERT, llama=dict(LLAMA, objective="mlm"), moe={**MOE, **BERT})[family]
+    base = dict(bert=BERT, llama=dict(LLAMA, objective="mlm", seq_len=20), moe={**MOE, **BERT})[family]
     compare(dict(base, micro_batch=2), n, 8, **layout)
 
 

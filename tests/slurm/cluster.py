@@ -188,7 +188,7 @@ class Cluster:
             done = subprocess.run([*map(str, command)], env={**self.env, **env}, cwd=ROOT, text=True,
                                   capture_output=True, timeout=seconds, stdin=subprocess.DEVNULL)
         except subprocess.TimeoutExpired as e:
-            printed = b"".join(filter(None, (e.stdout, e.stderr))).decode()
+            printed = b"".join(filter(None, (e.stdout, e.stderr))).decode(errors="replace")
             raise SystemExit(f"make slurm: failed: {' '.join(map(str, command))}: not done after {seconds} s"
                              f"\n{printed}") from None
         if ok and done.returncode:
@@ -213,12 +213,12 @@ class Cluster:
 
     def stop(self):
         """End the jobs, then the daemons in reverse order, then kill their remaining processes -> those."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, SystemExit):  # of run() and until()
             jobs = self.run("squeue", "-h", "-o", "%A", ok=False, seconds=10).stdout.split()
             if jobs:
                 self.run("scancel", "--full", "-s", "KILL", *jobs, ok=False, seconds=10)
                 self.run("scancel", *jobs, ok=False, seconds=10)
-                until("jobs to end", lambda: not self.run("squeue", "-h", ok=False).stdout.strip(), 20)
+                until("jobs to end", lambda: not self.run("squeue", "-h", seconds=10).stdout.strip(), 20)
         for p in reversed(self.daemons):
             p.terminate()
             try:
