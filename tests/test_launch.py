@@ -231,7 +231,7 @@ def test_addresses_of_mpi_fit_into_a_message_of_slurms_pmi2():
     finally:
         for job in ranks:
             job.kill()
-    assert "-allgather-1-0" in stored and max(lengths) < 200
+    assert any("-allgather" in key for key in stored) and max(lengths) < 200
 
 
 def test_python_mpiexec_and_torchrun_train_alike(tmp_path):
