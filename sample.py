@@ -100,13 +100,16 @@ def load_vocabulary(run, vocab_size):
 def main(argv=None):
     """Print the prompt with its continuation. SystemExit(2) after one line on stderr: wrong input."""
     argv = sys.argv[1:] if argv is None else argv
-    words = [word.lower() for word in argv]
-    if any(word in ("--chat", "--chat=true") and after != "false" for word, after in
-           zip(words, [*words[1:], ""], strict=True)):
-        return chat_main(argv)
-    with wrong_input():
+    quiet = False
+    if any(word.startswith("--chat") for word in argv):  # then there may be several ranks, and one speaks
+        from runtime import launch
+        quiet = launch.env_rank() > 0
+    with wrong_input(quiet):
         flags = command_line(Flags, argv, "sample.py", __doc__)
         flags.check()
+    if flags.chat:
+        return chat_main(flags)
+    with wrong_input():
         cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
         vocabulary = load_vocabulary(run, vocab_size)
         check_objective(cfg, flags, run)
@@ -352,14 +355,11 @@ class Console:
                 discard_stdout()
 
 
-def chat_main(argv):
+def chat_main(flags):
     """--chat, on every rank. SystemExit(2) after one line on stderr from one rank: wrong input."""
     from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
     from cost.fits import check_layout
     from parallel import make_mesh
-    with wrong_input(quiet=launch.env_rank() > 0):
-        flags = command_line(Flags, argv, "sample.py", __doc__)
-        flags.check()
     world = launch.launch(launch.NO_TIMEOUT, quiet=True)
     with launch.exit_together(world):
         cfg, vocab_size, weights, run, said = read_run(flags.run_dir)

@@ -282,8 +282,12 @@ def launch(timeout=600.0, quiet=False, joining=lambda where, size: None):
         if not quiet:
             print_node(world)
         return world
+    if launcher == "srun" and "PMI_FD" in os.environ and os.path.exists(f"{sys.prefix}/lib/mpich"):
+        # slurm's pmi2 reads 1,024 bytes of a message and takes the rest for another one. pip's MPICH sends
+        # the addresses of UCX in pieces whose length depends on what memory holds; those of OFI have 16 bytes
+        os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
     joining("MPI_Init", size)
-    comm = None if launcher == "torchrun" else mpi.world(launcher, rank, size, os.environ)
+    comm = None if launcher == "torchrun" else mpi.world(launcher, rank, size)
     joining("the rendezvous", size)
     node, n_nodes = int(os.environ.get("SLURM_NODEID", rank // local_size)), -(-size // local_size)
     if comm is not None:

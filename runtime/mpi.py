@@ -6,8 +6,6 @@
 import atexit
 import contextlib
 import ctypes
-import os
-import sys
 import threading
 
 
@@ -28,13 +26,9 @@ def init():
     return MPI
 
 
-def world(launcher, rank, size, env):
+def world(launcher, rank, size):
     """-> MPI.COMM_WORLD where it agrees with the launcher, None where srun runs without MPI. SystemExit, with
-    what to do: mpi4py is missing, or belongs to another MPI than the launcher. env: os.environ."""
-    if launcher == "srun" and "PMI_FD" in env and os.path.exists(f"{sys.prefix}/lib/mpich"):
-        # slurm's pmi2 reads 1,024 bytes of a message and takes the rest for another one. pip's MPICH sends
-        # the addresses of UCX in pieces whose length depends on what memory holds; those of OFI have 16 bytes
-        env.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
+    what to do: mpi4py is missing, or belongs to another MPI than the launcher."""
     try:
         MPI = init()
     except ImportError:
@@ -56,19 +50,20 @@ def world(launcher, rank, size, env):
 def progress(comm):
     """While the body waits outside of MPI, go on sending what MPI holds of this rank: over tcp, MPICH's OFI
     does so inside of MPI's functions only. All ranks have it when the process group is made."""
+    if comm is None or (MPI := init()).Query_thread() != MPI.THREAD_MULTIPLE:
+        yield
+        return
     done = threading.Event()
 
     def look_for_messages():
-        with contextlib.suppress(Exception):  # the rank itself reports a lost peer
+        with contextlib.suppress(MPI.Exception):  # a peer is lost: the store's wait ends, and says so
             while not done.wait(0.01):
                 comm.Iprobe()
 
     thread = threading.Thread(target=look_for_messages, daemon=True)
-    if comm is not None and (MPI := init()).Query_thread() == MPI.THREAD_MULTIPLE:
-        thread.start()
+    thread.start()
     try:
         yield
     finally:
         done.set()
-        if thread.is_alive():
-            thread.join()
+        thread.join()

@@ -219,15 +219,19 @@ def test_addresses_of_mpi_fit_into_a_message_of_slurms_pmi2():
     ranks = []
     for rank in range(2):
         server, client = socket.socketpair()
-        env = {**clean_env(), **SRUN, "PMI_FD": str(client.fileno()), "PMI_RANK": str(rank), "PMI_SIZE": "2"}
+        env = {**clean_env(), **SRUN, "PMI_FD": str(client.fileno()), "PMI_RANK": str(rank), "PMI_SIZE": "2",
+               "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "SLURM_LOCALID": "0",
+               "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "MASTER_ADDR": "127.0.0.1"}
         ranks.append(subprocess.Popen(
-            [sys.executable, "-c", f"import os; from runtime import mpi; c = mpi.world('srun', {rank}, 2, "
-             "os.environ); print(c.allgather(c.rank + 5))"], cwd=ROOT, env=env, pass_fds=[client.fileno()],
+            [sys.executable, "-c", "from runtime import launch; w = launch.launch(100, quiet=True); "
+             "print(w.axis.gather_objects((w.rank, w.node, w.launcher))); launch.shutdown(w)"],
+            cwd=ROOT, env=env, pass_fds=[client.fileno()],
             stdout=subprocess.PIPE, text=True))
         client.close()
         threading.Thread(target=serve, args=[server], daemon=True).start()
     try:
-        assert [job.communicate(timeout=240)[0] for job in ranks] == ["[5, 6]\n"] * 2
+        assert [job.communicate(timeout=240)[0] for job in ranks] == [
+            "[(0, 0, 'srun'), (1, 1, 'srun')]\n"] * 2
     finally:
         for job in ranks:
             job.kill()
