@@ -27,9 +27,9 @@ import zlib
 from pathlib import Path
 from typing import Literal
 
-from tools.command_line import one_line, printable, wrap, wrong_input
-from tools.files import folded, sync, write_whole
-from tools.schema import Range, check_schema, load_json
+from interface.command_line import one_line, printable, wrap, wrong_input
+from interface.files import folded, sync, write_whole
+from interface.schema import Range, check_schema, load_json
 
 FORMAT = 2
 SAFETENSORS_DTYPE = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64",

@@ -4,7 +4,7 @@
     Config          the flags of train.py; PRESETS are sets of values for them
     check           refuses values that no run can have; check_ranks: that this number of ranks cannot have
 
-tools/command_line.py reads a command line into a Config, which is never changed after that.
+interface/command_line.py reads a command line into a Config, which is never changed after that.
 """
 import dataclasses
 import enum

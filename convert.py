@@ -24,9 +24,9 @@ import checkpoint
 from corpus import hugging_face as hf
 from corpus import tokenizer
 from corpus.chat import END, MARKERS
-from tools.command_line import command_line, read_run_config, wrong_input
-from tools.files import must_write, sound_rows
-from tools.schema import check_schema, load_json
+from interface.command_line import command_line, read_run_config, wrong_input
+from interface.files import must_write, sound_rows
+from interface.schema import check_schema, load_json
 
 Command = tyro.conf.Positional[Literal["import", "export"]]
 Folder = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="DIR")]]

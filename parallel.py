@@ -393,7 +393,7 @@ class Bucket:
             handle.wait()
 
 
-def untimed(phase):  # in the place of tools.timing.Timers where nobody wants times
+def untimed(phase):  # in the place of runtime.timing.Timers where nobody wants times
     return contextlib.nullcontext()
 
 

@@ -46,10 +46,10 @@ from cost.step_time import (
 )
 from cost.traffic import reductions, traffic
 from fast.choose import needs_row_limit
+from interface.command_line import parse, wrong_input
 from optim import batch_size
 from parallel import make_mesh
 from pipeline import timetable
-from tools.command_line import parse, wrong_input
 
 # -----------------------------------------------------------------------------
 # 1) the plan of one layout

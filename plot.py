@@ -23,10 +23,10 @@ import tyro
 
 import checkpoint
 import config
+from interface.command_line import command_line, parse, print_quietly, printable, wrong_input
+from interface.files import folded, read_holder, sound_rows
+from interface.schema import load_json
 from runtime.log import best_effort
-from tools.command_line import command_line, parse, print_quietly, printable, wrong_input
-from tools.files import folded, read_holder, sound_rows
-from tools.schema import load_json
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file of each, in OUT
 NO_PLOTEXT = "plotext is not installed: no plots (pip install 'plotext<6')"

@@ -44,8 +44,8 @@ import tyro
 
 from corpus import build, chat, shards, text, tokenizer
 from corpus.shards import SPLITS
-from tools.command_line import command_line, wrong_input
-from tools.schema import check_schema, load_json
+from interface.command_line import command_line, wrong_input
+from interface.schema import check_schema, load_json
 
 UNIT_BYTES = 16 << 20  # of text per unit of work; the workers' number does not change it
 VOCAB_SIZE = 4096  # of bpe: an id stands for 3.5 characters of python, a small model is not dwarfed by them

@@ -29,8 +29,8 @@ import tyro
 from convert import read_run
 from corpus import text, tokenizer
 from corpus.chat import Template
-from tools.command_line import command_line, discard_stdout, wrong_input
-from tools.schema import Range, check_schema, load_json
+from interface.command_line import command_line, discard_stdout, wrong_input
+from interface.schema import Range, check_schema, load_json
 
 Prompts = tyro.conf.UseAppendAction[tuple[str, ...]]
 RunDir = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN_DIR")]]

@@ -33,9 +33,8 @@ from model import DTYPES, GPT, init_weights
 from optim import Optimizer, batch_size, learning_rate
 from parallel import make_mesh, untimed
 from pipeline import dropout_seeds, forward_backward, forward_only, rank_layers
-from runtime import agree, log, resume, session, watch
+from runtime import agree, log, resume, session, timing, watch
 from skip import Guard, Ranges, corrupt_targets, give_up_message
-from tools import timing
 from zero import LEVELS
 
 # -----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.command_line import command_line, wrong_input
+from interface.command_line import command_line, wrong_input
 
 
 @contextlib.contextmanager

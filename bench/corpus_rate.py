@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import prepare
 from corpus import build, tokenizer
 from corpus.text import list_spans
-from tools.command_line import command_line, wrong_input
+from interface.command_line import command_line, wrong_input
 
 
 @dataclass(frozen=True)

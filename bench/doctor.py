@@ -32,9 +32,9 @@ from reach import fast_paths, gpus_seen, link_rates, links, network
 TORCH_SECONDS = time.perf_counter() - BEGAN  # most of it: runtime.launch imports torch
 from config import Outcome
 from corpus import shards
-from tools.accelerator import ask, device_name
-from tools.command_line import print_quietly
-from tools.files import folded
+from interface.command_line import print_quietly
+from interface.files import folded
+from ops.accelerator import ask, device_name
 
 SLOW_DISK = 50  # MB/s; a slower disk takes minutes for a checkpoint of a billion parameters
 NETWORK = ("lustre", "nfs", "nfs4", "gpfs", "beegfs", "cephfs", "fuse", "9p", "virtiofs")

@@ -33,8 +33,8 @@ from config import PRESETS, Config
 from fast import symm_mem
 from fast.choose import Choice, has_cuda_api
 from ops import grouped_mm
+from ops.checksum import checksum
 from parallel import make_mesh
-from tools.checksum import checksum
 
 FAMILIES = {"llama": matrix.LLAMA, "gpt2": matrix.GPT2, "dropless": matrix.MOE, "capacity": matrix.CAPACITY,
             "bert": matrix.BERT}

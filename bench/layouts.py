@@ -38,10 +38,10 @@ from config import Config, Outcome, check
 from cost.fits import check_layout
 from cost.parameters import count_parameters, flops_per_token
 from cost.step_time import GPUS
+from interface.command_line import parse, wrong_input
+from ops.accelerator import device_name, total_memory
 from parallel import make_mesh
 from plan import estimate, memory
-from tools.accelerator import device_name, total_memory
-from tools.command_line import parse, wrong_input
 
 FLAG = {"tp": "tp", "cp": "cp", "pp": "pp", "chunks": "pp_chunks", "ep": "ep", "zero": "zero",
         "mbs": "micro_batch"}

@@ -19,11 +19,11 @@ from timing import gpu_milliseconds, graphed
 
 import moe
 from config import Config
+from interface.command_line import wrong_input
 from model import DTYPES
 from ops import grouped_mm
 from ops.activations import swiglu
 from parallel import make_mesh
-from tools.command_line import wrong_input
 
 SHAPES = {  # tokens, experts, hidden width, width, top-k; ms of torch's grouped_mm, compiled, on an H200
     "W2": (16384, 64, 1792, 512, 1, 1.051),

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from fast.choose import peer_access
+from ops.accelerator import ask
 from ops.grouped_mm import use_grouped_mm
-from tools.accelerator import ask
 
 SHOW_ALL = ("srun --gpus-per-node=N --gpu-bind=none; with Cray's MPI export MPICH_GPU_SUPPORT_ENABLED=0, "
             "else MPI_Init initialises CUDA before a rank can be shown more GPUs")

@@ -19,8 +19,8 @@ from timing import synchronize
 from training import Training
 
 import checkpoint
+from interface.command_line import parse
 from runtime import resume
-from tools.command_line import parse
 
 
 def take_steps(training, count, save=None, every=0):

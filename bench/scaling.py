@@ -16,7 +16,7 @@ from common import start
 from tyro.conf import Positional
 
 from config import Outcome
-from tools.command_line import command_line, one_line, print_quietly, wrong_input
+from interface.command_line import command_line, one_line, print_quietly, wrong_input
 
 MODEL = ("preset", "n_layer", "n_embd", "seq_len", "ffn_hidden", "n_experts", "top_k", "vocab_size_used",
          "dtype")  # runs that agree in these are one curve

@@ -29,10 +29,10 @@ import torch.distributed as dist
 from timing import slowest
 
 from config import Outcome
+from ops.checksum import checksum
 from optim import AdamW
 from parallel import MAX, DataParallel, make_mesh
-from tools.checksum import checksum
-from tools.timing import Stopwatch
+from runtime.timing import Stopwatch
 
 WIDTHS = (128, 1024, 512, 256, 128)
 METRICS = ("loss", "sps", "dt", "dtf", "dtb")

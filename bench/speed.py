@@ -27,10 +27,10 @@ from tyro.conf import Positional
 
 from cost.parameters import count_parameters, flops_per_token
 from cost.step_time import peak_flops
+from interface.command_line import parse
+from interface.files import folded
 from ops import grouped_mm
 from parallel import MAX
-from tools.command_line import parse
-from tools.files import folded
 
 WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout
     "W1": "dense-210m",

@@ -4,7 +4,7 @@ import time
 import torch
 
 from parallel import MAX
-from tools.timing import Stopwatch
+from runtime.timing import Stopwatch
 
 
 def synchronize(device):

@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 from common import ROOT, start
 
 from config import Outcome
-from tools.command_line import command_line, wrong_input
+from interface.command_line import command_line, wrong_input
 
 PAGE = ROOT / "docs/torch-versions.md"
 TESTS = ("layouts", "moe", "parallel", "checkpoint", "resume", "launch", "graph", "symm_mem", "kernels")

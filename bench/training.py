@@ -6,9 +6,9 @@ from cost.fits import check_layout
 from fast.choose import choose
 from fast.graph import make_step
 from fast.symm_mem import bytes_allocated
+from ops.accelerator import peak_memory
 from parallel import make_mesh
-from tools.accelerator import peak_memory
-from tools.timing import Stopwatch
+from runtime.timing import Stopwatch
 
 
 class Training:

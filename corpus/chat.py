@@ -20,8 +20,8 @@ import numpy as np
 
 from corpus import text
 from corpus.shards import SPLITS
-from tools.command_line import one_line
-from tools.schema import check_schema
+from interface.command_line import one_line
+from interface.schema import check_schema
 
 ROLES = ("system", "user", "assistant")
 END = "<|end|>"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import config
 from corpus import chat
 from corpus.tokenizer import EOD, BpeTokenizer, CharTokenizer
-from tools.schema import Range, check_schema, load_json
+from interface.schema import Range, check_schema, load_json
 
 
 class Family(NamedTuple):

@@ -27,7 +27,7 @@ import numpy as np
 from corpus.blend import first_folder, parse_blend, sample_schedule, samples_per_period
 from corpus.masked import mask_sources
 from corpus.order import draw_keys, permute, splitmix64
-from tools.schema import Range, check_schema, load_json
+from interface.schema import Range, check_schema, load_json
 
 SPLITS = ("train", "val")
 MAGIC, VERSION = b"nanoshrd", 1

@@ -19,7 +19,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.command_line import one_line
+from interface.command_line import one_line
 
 DOC_CHARS = 4_000  # characters of a text file per document: so small that a small text has both splits
 # how a file is read, by the end of its name. these words enter the fingerprint in meta.json: they must not

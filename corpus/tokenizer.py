@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from corpus.shards import first_folder, load_meta
-from tools.command_line import one_line
-from tools.schema import Range, check_schema, load_json
+from interface.command_line import one_line
+from interface.schema import Range, check_schema, load_json
 
 EOD = "<|endoftext|>"  # written after each document; in text these characters are encoded as any others
 # how gpt-4 splits text into words (tiktoken, cl100k_base): a merge never crosses these boundaries

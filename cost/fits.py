@@ -7,9 +7,9 @@ from pathlib import Path
 from config import largest_divisor, must_divide
 from cost.memory import GIB, state_bytes
 from fast.choose import choose
+from ops.accelerator import total_memory
 from optim import check_ramp
 from pipeline import stage_layers
-from tools.accelerator import total_memory
 
 
 def check_layout(cfg, mesh, batch):

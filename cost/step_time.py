@@ -24,9 +24,9 @@ from cost.parameters import (
     unwidened_gradients,
 )
 from fast.choose import choose, needs_row_limit
+from ops.accelerator import device_name
 from ops.activations import GATED
 from pipeline import timetable
-from tools.accelerator import device_name
 
 
 class Gpu(NamedTuple):

@@ -1,7 +1,7 @@
 """Copies of a rank's tensors in host memory, so that a save goes on beside the next steps."""
 import torch
 
-from tools.accelerator import stream_module
+from ops.accelerator import stream_module
 
 
 class HostBuffers:

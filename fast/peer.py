@@ -14,9 +14,9 @@ import contextlib
 import torch
 
 from fast.symm_mem import SymmetricBuffer
+from ops.accelerator import stream_module
 from ops.flat import sum_shards
 from parallel import Comm, CompletedWork
-from tools.accelerator import stream_module
 from zero import Slot
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from config import Config
+from interface.command_line import one_line, wrong_input
 from parallel import MAX
 from runtime import launch, session, watch
-from tools.command_line import one_line, wrong_input
 
 ROOT = Path(__file__).resolve().parent.parent
 

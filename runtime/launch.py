@@ -35,10 +35,10 @@ import torch
 import torch.distributed as dist
 
 from config import Outcome
+from interface.command_line import one_line
+from ops.accelerator import device_name
 from parallel import Axis
 from runtime import mpi, visible
-from tools.accelerator import device_name
-from tools.command_line import one_line
 
 # launcher: its variables for (rank, world size, local rank, local size); the first whose variables are set is
 # taken. srun is last: only SLURM_STEP_NUM_TASKS says that srun started *this* process, not the batch script

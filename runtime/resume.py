@@ -22,15 +22,15 @@ import torch
 import checkpoint
 from config import Outcome, pad_vocab
 from fast.host_buffers import HostBuffers
+from interface import files
+from interface.command_line import one_line
+from interface.files import warn
+from ops.checksum import checksum, refuse_not_finite
 from ops.flat import shards
 from parallel import Axis
 from runtime.agree import read_together
 from runtime.launch import exit_together
 from skip import Ranges
-from tools import files
-from tools.checksum import checksum, refuse_not_finite
-from tools.command_line import one_line
-from tools.files import warn
 
 # -----------------------------------------------------------------------------
 # where the run is

@@ -15,7 +15,7 @@ import threading
 import time
 
 from config import Outcome
-from tools import files
+from interface import files
 
 # python runs a handler only when its main thread is back from C code, and MPI_Init may never come back. so
 # where train.py is the program, a thread learns of a signal from the interpreter's own handler in C

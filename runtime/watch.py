@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from config import Outcome
+from ops.checksum import checksum
 from runtime import session
 from runtime.log import warn
-from tools.checksum import checksum
-from tools.timing import Stopwatch
+from runtime.timing import Stopwatch
 
 # -----------------------------------------------------------------------------
 # the watchdog. a rank that waits in a collective cannot know which rank it waits for. so each rank, by its

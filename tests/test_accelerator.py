@@ -23,10 +23,9 @@ from config import Config
 from cost.step_time import peak_flops
 from fast.choose import choose
 from fast.host_buffers import HostBuffers
-from ops import backend
+from ops import accelerator, backend
 from parallel import make_mesh
 from runtime.launch import World, print_node
-from tools import accelerator
 
 XPU, CPU = torch.device("xpu", 0), torch.device("cpu")
 NAME = "Intel(R) Data Center GPU Max 1550"

@@ -21,8 +21,8 @@ import smoke
 import speed
 import torch_versions
 
+from interface.command_line import command_line
 from parallel import make_mesh
-from tools.command_line import command_line
 
 
 def every_collective(world, tp):

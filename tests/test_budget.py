@@ -18,7 +18,7 @@ FILES = {
 # may come, need not. convert.py also finds what a directory holds, a run of ours or a model of theirs, which
 # sample.py and the export share, and writes the model card
 PLANNED = {"zero.py": 250, "muon.py": 250, "convert.py": 430}
-# lines of a room. tools/ holds what several rooms share and none is the owner of: without it ops/ would hold
+# lines of a room. interface/ holds what several rooms share and none owns: without it ops/ would hold
 # JSON schemas, runtime/ the files that plot.py and checkpoint.py write too, and config.py the parser of every
 # program's command line. fast/ had 800 before ZeRO-2 and 3 travelled as peer copies, too. cost/ had 700 lines
 # before it predicted what ZeRO-2 and 3, stages of several chunks and context parallelism hold and send, 820
@@ -26,7 +26,7 @@ PLANNED = {"zero.py": 250, "muon.py": 250, "convert.py": 430}
 # 1,000 before a target could take no part in the cross-entropy, corpus/ 1,200 before it read and wrote
 # tokenizers, config.json and chat templates of Hugging Face, conversations and masks, runtime/ 1,920 before a
 # run could start from any checkpoint of the same shape, 1,970 before MPI's part of the start had its own file
-ROOMS = {"ops": 1020, "fast": 880, "runtime": 2000, "corpus": 1840, "cost": 855, "tools": 700}
+ROOMS = {"ops": 1100, "fast": 880, "runtime": 2200, "corpus": 1840, "cost": 855, "interface": 700}
 READING_PATH, PATH_LINES = ("train.py", "model.py", "moe.py", "parallel.py", "pipeline.py", "optim.py"), 2100
 COMMENTS = 15, 25  # percent of the reading path's lines that are not blank
 FILE_LINES, TEST_LINES, FUNCTION_LINES, COLUMNS = 450, 750, 60, 110
@@ -46,7 +46,7 @@ ORDER = ["train",
          "zero muon",
          "parallel",
          "skip checkpoint corpus",
-         "ops tools",
+         "ops interface",
          "config"]
 LEVEL = {unit: level for level, line in enumerate(ORDER) for unit in line.split()}
 OUTSIDE = {"bench", "tests", "tutorial", "scripts"}  # above the house: it imports nothing of theirs
@@ -251,7 +251,7 @@ def test_only_launch_reads_the_environment():
     none(problems)
 
 
-CUDA_ONLY = {  # place: why it names CUDA. everything else asks the device's module (tools/accelerator.py)
+CUDA_ONLY = {  # place: why it names CUDA. everything else asks the device's module (ops/accelerator.py)
     "ops/backend.py triton_devices": "which of torch's devices each of Triton's vendors serves",
     "ops/grouped_mm.py has_grouped_mm": "a kernel of Hopper and Blackwell",
     "ops/grouped_mm.py tiles": "its table names NVIDIA's architectures",
@@ -283,7 +283,7 @@ def test_cuda_is_named_only_where_nothing_else_will_do():
             for node in ast.walk(part):
                 if names_cuda(node):
                     found[f"{name(path)} {where}"] = node.lineno
-    none([f"{place}, line {line}, names CUDA: ask the device's module (tools/accelerator.py), or say in "
+    none([f"{place}, line {line}, names CUDA: ask the device's module (ops/accelerator.py), or say in "
           "CUDA_ONLY why it cannot" for place, line in found.items() if place not in CUDA_ONLY]
          + [f"{place} names CUDA no more: take it out of CUDA_ONLY"
             for place in sorted(CUDA_ONLY.keys() - found.keys())])

@@ -27,10 +27,10 @@ import sample
 import train
 from config import Config
 from corpus import chat, shards, tokenizer
+from interface.command_line import discard_stdout
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh
 from runtime.launch import World
-from tools.command_line import discard_stdout
 
 SEQ = 48
 BASE = [f for f in TINY if "vocab" not in f and "synthetic" not in f and "seq-len" not in f]

@@ -25,12 +25,12 @@ from corpus.shards import Synthetic
 from cost import fits
 from cost.memory import state_bytes
 from fast.choose import choose
+from interface.command_line import command_line, parse, wrong_input
+from interface.schema import Range, check_schema, load_json
 from parallel import make_mesh
 from pipeline import stage_layers
 from runtime import log
 from runtime.launch import World, exit_together
-from tools.command_line import command_line, parse, wrong_input
-from tools.schema import Range, check_schema, load_json
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 

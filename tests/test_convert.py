@@ -26,9 +26,9 @@ import prepare
 import sample
 from config import Config
 from corpus import chat, hugging_face, tokenizer
+from interface.command_line import parse
 from runtime import resume
 from runtime.launch import World
-from tools.command_line import parse
 
 VOCAB, T = 100, 16
 

@@ -36,7 +36,7 @@ LLAMA, GPT2, MOE, BERT = (
     for base in (test_layouts.LLAMA, test_layouts.GPT2, test_layouts.MOE, test_layouts.BERT))
 
 
-PACKAGES = "ops", "fast", "runtime", "corpus", "cost", "tools"
+PACKAGES = "ops", "fast", "runtime", "corpus", "cost", "interface"
 
 
 def sequences(n, layout):

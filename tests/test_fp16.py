@@ -25,8 +25,8 @@ from model import vocab_cross_entropy
 from parallel import make_mesh
 from runtime.launch import World
 from runtime.resume import State, shards
+from runtime.timing import slow_on_cpu
 from skip import Guard
-from tools.timing import slow_on_cpu
 
 STEPS, SCALE = 3, 65536.0
 # small updates, so that the two runs stay near each other

@@ -25,11 +25,11 @@ import plot
 import skip
 import train
 from config import Config, Outcome
+from interface.files import sound_rows
 from runtime import log
 from runtime.launch import World
 from runtime.resume import State
 from skip import Guard, give_up_message, spike
-from tools.files import sound_rows
 
 SMALL = 16  # WINDOW of these runs: the detector is active after 8 steps
 
@@ -294,7 +294,7 @@ def test_a_removed_log_is_noticed_and_said_once(what, tmp_path, capfd):
 def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path):
     def full(path, text):
         raise OSError(errno.ENOSPC, "No space left on device")
-    for place in ("runtime.log.write_whole", "tools.files.write_whole", "os.pwrite"):
+    for place in ("runtime.log.write_whole", "interface.files.write_whole", "os.pwrite"):
         with mock.patch(place, full if "whole" in place else lambda *a: full(*a[:2])):
             got = runs.session(World(), [*TINY, f"--out={tmp_path / 'run'}", "--steps=1"])
         runs.assert_refused(got, str(tmp_path / "run"), "No space left", "free space", "--out")

@@ -21,9 +21,9 @@ from pool import ROOT, context, run_ranks
 from runs import SHAPE, TINY, assert_refused, rows
 
 import train
+from interface.command_line import parse
 from runtime import agree, launch, session, visible
 from runtime.launch import LAUNCHERS, detect
-from tools.command_line import parse
 
 BIN = Path(sys.executable).parent
 # what every process inside an sbatch script of 2 tasks sees, whoever started it (recorded on a real Slurm)

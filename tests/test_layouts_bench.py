@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import plan
-from tools.command_line import parse
+from interface.command_line import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {"ranks": 2, "steps": 3, "global-batch": 8, "micro-batch": 2, "n-layer": 2, "n-embd": 32,

@@ -21,14 +21,13 @@ import plot
 import train
 from config import Config
 from corpus.shards import Synthetic
+from interface.command_line import parse
 from model import GPT, init_weights
 from optim import AdamW, StepStats, learning_rate
 from parallel import make_mesh
-from runtime import log, resume, watch
+from runtime import log, resume, timing, watch
 from runtime.launch import World
 from skip import Guard
-from tools import timing
-from tools.command_line import parse
 
 FLAGS = [*[f for f in TINY if "global-batch" not in f], "--global-batch=8", "--dtype=fp64", "--clip=0.05",
          "--min-lr=3e-3", "--decay-steps=4", "--steps=5"]

@@ -31,13 +31,13 @@ from cost.fits import check_layout
 from cost.parameters import count_parameters, flops_per_token
 from fast import symm_mem
 from fast.choose import Choice
+from interface.command_line import parse
 from model import GPT, MLP, init_weights
 from ops import grouped_mm
 from parallel import make_mesh
 from pipeline import forward_backward
 from runtime import launch, resume
 from runtime.launch import World
-from tools.command_line import parse
 
 ALONE = make_mesh(World(rank=0, size=1))
 SMALL = dict(n_experts=8, n_embd=6, ffn_hidden=5, n_head=1, n_kv_head=1)

@@ -11,7 +11,7 @@ import pytest
 from pool import ROOT
 from test_launch import BIN, FLAGS, clean_env
 
-from tools.command_line import parse
+from interface.command_line import parse
 from train import main
 
 

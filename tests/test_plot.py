@@ -5,7 +5,7 @@ import pytest
 
 import plot
 import train
-from tools import files
+from interface import files
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from runs import go, rows, same
 import train
 from config import Config
 from corpus.shards import Synthetic
+from interface.command_line import parse
 from optim import batch_size, check_ramp
 from parallel import make_mesh
 from plan import batch_schedule as schedule
-from tools.command_line import parse
 
 RAMP = ["--global-batch=8", "--rampup-batch-size", 4, 2, 16]
 

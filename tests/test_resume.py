@@ -26,10 +26,10 @@ from runs import TINY, assert_refused, chars, final, go, rows, same, session
 
 import checkpoint
 from config import Config
+from interface import files
 from runtime import resume
 from runtime.agree import Stop
 from runtime.launch import World
-from tools import files
 
 
 @pytest.fixture(scope="module")

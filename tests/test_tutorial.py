@@ -19,9 +19,9 @@ import config
 import prepare
 import train
 from cost.fits import check_layout
+from interface.command_line import parse
 from parallel import make_mesh
 from runtime import launch
-from tools.command_line import parse
 from tutorial import exercises, solutions, test_exercises
 from tutorial.run import BLOCK, FILL, LONG, commands, refresh
 

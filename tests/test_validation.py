@@ -17,8 +17,8 @@ import prepare
 import train
 from config import Config
 from corpus.shards import Synthetic, open_data
+from interface.command_line import parse
 from parallel import make_mesh
-from tools.command_line import parse
 
 T = 16  # of SHAPE
 GPT2 = ["--n-kv-head=2", "--norm=layer", "--mlp=gelu", "--pos=learned", "--bias", "--tied"]

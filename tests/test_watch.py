@@ -25,10 +25,10 @@ import parallel
 import train
 from config import Config, Outcome
 from corpus.shards import Synthetic
+from ops import checksum
 from parallel import make_mesh
 from runtime import watch
 from runtime.launch import World
-from tools import checksum
 
 TIMEOUT = 4.0
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:/usr/bin")

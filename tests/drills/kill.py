@@ -35,7 +35,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPAT
 import pool  # noqa: E402
 
 import checkpoint  # noqa: E402
-from tools.command_line import command_line, wrong_input  # noqa: E402
+from interface.command_line import command_line, wrong_input  # noqa: E402
 
 STEPS, SAVE_EVERY, MPI_EVERY, LIMIT = 12, 2, 25, 120  # LIMIT: seconds after which a run counts as hung
 TINY = ("tiny --n-layer 2 --n-head 2 --n-kv-head 2 --n-embd 16 --ffn-hidden 16 --seq-len 8 --vocab-size 64 "

@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools.command_line import command_line, wrong_input  # noqa: E402
+from interface.command_line import command_line, wrong_input  # noqa: E402
 
 BIN = Path(sys.executable).parent
 PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge", "slurm-wlm-basic-plugins"]

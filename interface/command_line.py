@@ -21,7 +21,7 @@ import typing
 from typing import Literal
 
 from config import COMMON, ELSEWHERE, PRESETS, Config, Outcome, check, check_numbers
-from tools.schema import Range, check_schema, load_json
+from interface.schema import Range, check_schema, load_json
 
 
 def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: show all runs.", **defaults):

@@ -16,7 +16,7 @@ import textwrap
 import time
 from pathlib import Path
 
-from tools.command_line import one_line
+from interface.command_line import one_line
 
 LOCK_WAIT = 60.0  # seconds that --resume auto waits for a run that is just leaving
 

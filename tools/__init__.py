@@ -1,1 +1,0 @@
-"""Small tools that every room uses: files of a run, JSON with a schema, clocks, checksums."""
