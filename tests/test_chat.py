@@ -21,7 +21,6 @@ from shared import Masked
 from test_faults import planted, with_faults
 
 import checkpoint
-import pipeline
 import prepare
 import sample
 import train
@@ -456,18 +455,18 @@ def test_two_tp_ranks_answer_as_one(tuned):
 
 def test_answers_with_the_cache_are_those_without(tuned, monkeypatch):
     """Each turn's answer is what the model says to the whole conversation, given at once; logits to 1e-10."""
-    seen, real = [], pipeline.next_logits
+    seen, real = [], generate.next_logits
 
     def next_logits(model, tokens, cache):
         seen.append((model, tokens[0].tolist(), cache.length, real(model, tokens, cache)))
         return seen[-1][-1]
-    monkeypatch.setattr(pipeline, "next_logits", next_logits)
+    monkeypatch.setattr("generate.next_logits", next_logits)
     _, tokens, _ = talk(World(), tuned, QUESTIONS[:2])
     given = [t for _, new, _, _ in seen for t in new]
     assert given == tokens[: len(given)] and sum(len(new) > 1 for _, new, _, _ in seen) == 2
     for model, new, length, logits in seen:
         whole = given[: length + len(new)]
-        torch.testing.assert_close(logits, real(model, torch.tensor([whole]), pipeline.Cache()), rtol=0,
+        torch.testing.assert_close(logits, real(model, torch.tensor([whole]), generate.Cache()), rtol=0,
                                    atol=1e-10)
 
 

@@ -78,7 +78,7 @@ def with_faults(world, faults, fn, *args):
 # ZeRO-1's all-gather of the weights overlaps with other work: reading the weights too early is a race, and a
 # test may miss it. With this edit, which is no fault, the all-gather starts only when it is waited for.
 GATHER = "bucket.axis.start_all_gather(bucket.flat, bucket.own)"
-LATE = ("parallel.Comm.start_gather", GATHER, f"type('Late', (), {{'wait': lambda _: {GATHER}.wait()}})()")
+LATE = ("ddp.Comm.start_gather", GATHER, f"type('Late', (), {{'wait': lambda _: {GATHER}.wait()}})()")
 
 # the memory that ZeRO-3 takes for weights on their way often is what it freed, with the same bits in it
 POISON = ("zero.ShardedBucket.fetch", "self.storage.resize_(self.nbytes)",
@@ -100,7 +100,7 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "norm weights not summed over dp": (
         LLAMA, DP_TP, "parallel.parameter", '"stage" if', '"tp" if'),
     "gradients averaged, not summed": (
-        LLAMA, DP, "parallel.Bucket.wait_grads", "self.reduce_handle.wait()",
+        LLAMA, DP, "ddp.Bucket.wait_grads", "self.reduce_handle.wait()",
         "self.reduce_handle.wait(), self.grad.div_(self.axis.size)"),
     "loss divided by the local tokens": (
         LLAMA, DP, "train.Step.gradients", "* mesh.dp.size * cfg.micro", "* cfg.micro"),
@@ -110,7 +110,7 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "bucket reduced after the first micro-batch": (
         LLAMA, DP, "pipeline.forward_backward", "last_microbatch = n_backward[chunk] == n",
         "last_microbatch = n_backward[chunk] == 1",
-        ("parallel.Bucket.on_grad_ready", "self.start_reduce()",
+        ("ddp.Bucket.on_grad_ready", "self.start_reduce()",
          "self.start_reduce(), self.reduce_handle.wait()")),  # the wait makes the fault no race
     "same data on every dp rank": (
         LLAMA, DP, "train.micro_batches", "first + mesh.dp.rank * n", "first + 0 * n"),
@@ -119,7 +119,7 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
         LLAMA, ZERO, "optim.Optimizer.stats", "self.dp.mesh.world.all_reduce(total)",
         "own = total[1].clone(); self.dp.mesh.world.all_reduce(total); total[1] = own"),
     "norm counts replicated weights once per rank": (
-        LLAMA, TP, "parallel.Bucket.__init__", "1 / (axis.size // self.shards)", "1"),
+        LLAMA, TP, "ddp.Bucket.__init__", "1 / (axis.size // self.shards)", "1"),
     "clip by the local norm": (
         LLAMA, TP, "optim.Optimizer.step", "((grad_norm + 1e-6) /",
         "((sum(g.norm() ** 2 for g in self.grads) ** 0.5 + 1e-6) /"),
@@ -180,15 +180,15 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
     "bucket reduced before a chunk's last micro-batch": (
         FOUR, (4, dict(pp=2, pp_chunks=2)), "pipeline.forward_backward", "n_backward[chunk] == n",
         "sum(n_backward) >= n",
-        ("parallel.Bucket.on_grad_ready", "self.start_reduce()",
+        ("ddp.Bucket.on_grad_ready", "self.start_reduce()",
          "self.start_reduce(), self.reduce_handle.wait()")),
     # ZeRO-1
     "weights not gathered": (
-        LLAMA, ZERO, "parallel.DataParallel.on_updated", "bucket.start_gather()", "pass"),
+        LLAMA, ZERO, "ddp.DataParallel.on_updated", "bucket.start_gather()", "pass"),
     "forward does not wait for the weights": (
-        LLAMA, ZERO, *LATE, ("parallel.DataParallel.wait_for_weights", "bucket.wait_for_weights()", "pass")),
+        LLAMA, ZERO, *LATE, ("ddp.DataParallel.wait_for_weights", "bucket.wait_for_weights()", "pass")),
     "weights read before they arrive": (
-        LLAMA, ZERO, *LATE, ("parallel.Bucket.wait_for_weights", "handle.wait()", "pass")),
+        LLAMA, ZERO, *LATE, ("ddp.Bucket.wait_for_weights", "handle.wait()", "pass")),
     "every rank steps the first slice": (
         LLAMA, ZERO, "optim.Optimizer.__init__", "[b.master for",
         "[b.flat[:b.flat.numel() // b.shards] for"),
@@ -222,7 +222,7 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
         LLAMA, ZERO3, *LATE, POISON, ("zero.ZeRO3.wait_for_weights", "self.enter(part - 1, backward=True)",
                                       "self.enter(part, backward=True)")),
     "norm of slices counted as of replicas": (
-        LLAMA, ZERO3, "parallel.Bucket.__init__", "1 / (axis.size // self.shards)", "1 / axis.size"),
+        LLAMA, ZERO3, "ddp.Bucket.__init__", "1 / (axis.size // self.shards)", "1 / axis.size"),
     # context parallelism
     "positions as if each cp rank had one piece": (
         LLAMA, CP, "model.GPT._positions", "cp.own_chunks(torch.arange(T * cp.size, device=device), 0)",
@@ -282,7 +282,7 @@ FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line
         "n_masked(targets.size(1))"),
     # faults of every layout: only the comparison with plain PyTorch detects them
     "weight decay on norms": (
-        LLAMA, ONE, "ops.flat.uses_weight_decay", "p.ndim >= 2", "True"),
+        LLAMA, ONE, "ddp.uses_weight_decay", "p.ndim >= 2", "True"),
     "micro-batches overwrite each other": (
         LLAMA, ONE, "ops.flat.accumulate", "total.add_(g)", "total.copy_(g)"),
     "loss not divided by the number of micro-batches": (
@@ -380,14 +380,14 @@ def raise_error(world):
 
 
 def test_faults_are_removed_after_an_error():
-    fault = ("ops.flat.uses_weight_decay", "p.ndim >= 2", "True")
+    fault = ("ddp.uses_weight_decay", "p.ndim >= 2", "True")
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
         run_ranks(1, with_faults, [fault], raise_error)
     run_with_faults(LLAMA, ONE)()
 
 
 def test_generation_detects_a_chunk_that_caches_nothing():
-    fault = "pipeline.next_logits", "cache=cache,", "cache=cache if chunk == 0 else Cache(),"
+    fault = "generate.next_logits", "cache=cache,", "cache=cache if chunk == 0 else Cache(),"
     family = test_sample.FAMILIES["llama"]
     (want,) = run_ranks(1, test_sample.texts, family)
     layout = dict(family, pp=2, pp_chunks=2)
@@ -491,7 +491,7 @@ def run_with_overflow(world, flags, out):
             model, dp, opt = self.model, self.dp, self.opt
 
             def state():
-                model.wait_for_weights(model)
+                model.provide_weights(model)
                 moments = [s for m in opt.masters for s in opt.adam.state[m].values()]
                 return [t.clone() for t in (*opt.masters, *moments, *(b.flat for b in dp.buckets))]
             before = state()

@@ -23,10 +23,10 @@ PP = (4, dict(pp=2, ep=2, zero=1))
 LAYOUT_FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line)
     # sums of the experts' gradients
     "expert gradients ep times too large": (
-        MOE, EP, "parallel.Bucket.wait_grads", "self.reduce_handle.wait()",
+        MOE, EP, "ddp.Bucket.wait_grads", "self.reduce_handle.wait()",
         "self.reduce_handle.wait(), self.grad.mul_(2 if self.axis.name == 'edp' else 1)"),
     "expert gradients averaged over edp": (
-        MOE, EDP, "parallel.Bucket.wait_grads", "self.reduce_handle.wait()",
+        MOE, EDP, "ddp.Bucket.wait_grads", "self.reduce_handle.wait()",
         "self.reduce_handle.wait(), self.grad.div_(self.axis.size if self.axis.name == 'edp' else 1)"),
     "expert gradients summed over dp": (
         MOE, EP, "parallel.parameter", '"edp" if', '"dp" if'),
@@ -37,7 +37,7 @@ LAYOUT_FAULTS = {  # name: (model, (ranks, layout), function, its line, the faul
         MOE, EP, "optim.Optimizer.sum_of_squares", "square() * self.replica_weights",
         "square() * self.replica_weights * torch.tensor([b.axis.name != 'edp' for b in self.dp.buckets])"),
     "the gradient norm counts experts as replicated": (
-        MOE, EP, "parallel.Bucket.__init__", "1 / (axis.size // self.shards)",
+        MOE, EP, "ddp.Bucket.__init__", "1 / (axis.size // self.shards)",
         "1 / (axis.size // self.shards) / (2 if axis.name == 'edp' else 1)"),
     # sums over tp and over micro-batches
     "router and norms not summed over tp": (

@@ -144,17 +144,19 @@ def walk(rank, p, v, m, backward=True):
             (sends if way == "send" else receives).append((peer, tensor))
         return []
 
-    def run(*op_and_received):
-        ran.append(op_and_received)
-        return torch.tensor([op_and_received[1], op_and_received[2], op_and_received[0] == "F"])
+    def run(kind):
+        def op(i, chunk, received):
+            ran.append((kind, i, chunk, received))
+            return torch.tensor([i, chunk, kind == "F"])
+        return op
     stub = SimpleNamespace(isend="send", irecv="receive", P2POp=lambda *args: args, batch_isend_irecv=batch)
     axis = plan._mesh(p, rank, 1, p, 1, 0, 1).pp
     model = SimpleNamespace(mesh=SimpleNamespace(pp=axis, tp=SimpleNamespace(size=1)), chunks=[None] * v,
                             cfg=SimpleNamespace(n_embd=1), parameters=lambda: iter([torch.zeros(1)]))
     with mock.patch.object(pipeline, "dist", stub):
         ring = pipeline.Ring(model, 1)
-        ring.walk(m, run, backward)
-    assert not ring.inbox and not ring.batches
+        ring.walk(m, run("F"), run("B") if backward else None)
+    assert not ring.inbox and not ring.in_flight
     sent = [(peer, ("FB"[not t[2]], int(t[0]), int(t[1]))) for peer, t in sends]
     return sent, [(peer, id(t)) for peer, t in receives], ran
 
