@@ -239,7 +239,7 @@ class Bucket:
         self.reduce_handle = self.comm.start_reduce(self)
 
     def wait_grads(self):
-        """Wait for the sum. If a parameter got no gradient on any rank, the sum only starts here."""
+        """Wait for the sum. If a parameter got no gradient on any rank, the sum starts here."""
         if self.reduce_handle is None:
             self.start_reduce()
         self.reduce_handle.wait()
@@ -298,7 +298,7 @@ class DataParallel:
 
     def __init__(self, model, mesh, zero=0, timers=untimed, *, dtype=None, comm=lambda axis: Comm(),
                  bucket_elements=BUCKET_ELEMENTS):
-        """dtype: of the weights from now on. comm(axis): the Comm of a bucket reduced over axis."""
+        """Lay out the buckets. dtype: of the weights from now on. comm(axis): a bucket's Comm."""
         self.mesh = mesh
         self.zero = zero
         self.timers = timers

@@ -30,7 +30,7 @@ class Cache:
         self.kv = {}
 
     def append(self, layer, k, v):
-        """Add k, v (B, g, T, D) of new positions; return those of all, (B, g, length + T, D) each."""
+        """Add k, v (B, g, T, D) of new positions. Return those of all, (B, g, length + T, D)."""
         if layer in self.kv:
             old_k, old_v = self.kv[layer]
             k = torch.cat([old_k, k], dim=2)

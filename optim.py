@@ -52,7 +52,7 @@ class AdamW:
     moments = "exp_avg", "exp_avg_sq"
 
     def __init__(self, params, decays, betas, eps=1e-8, *, one_step_count=False):
-        """decays: the weight decay of each parameter. one_step_count: all share one tensor."""
+        """Make the state. decays: of each parameter. one_step_count: all share one tensor."""
         self.params = params
         self.decays = decays
         self.betas = betas
@@ -112,8 +112,8 @@ class Optimizer:
         self.replica_weights = torch.tensor([bucket.replica_weight for bucket in dp.buckets],
                                             dtype=torch.float64, device=device)
         # The Triton kernel reads each number once and writes the model's weights too: it moves 30
-        # bytes per weight. torch's fused kernel moves 38: it also writes the scaled gradients back,
-        # and rounding is a second pass.
+        # bytes per weight. The fused kernel of torch moves 38: it also writes the scaled gradients
+        # back, and rounding is a second pass.
         self.use_triton = backend.use_triton(self.masters[0])
         decays = [cfg.weight_decay if bucket.decayed else 0.0 for bucket in dp.buckets]
         self.adam = AdamW(self.masters, decays, (cfg.beta1, cfg.beta2),
@@ -180,7 +180,7 @@ class Optimizer:
         num_zeros and param_norm are computed only if full. One all-reduce of four numbers serves
         all: the slices partition the model, and a slice that k ranks hold counts 1/k on each.
         """
-        # torch's fp32 norm on a CPU is a plain sum, which is 5e-5 off for a million elements.
+        # On a CPU the fp32 norm of torch is a plain sum, 5e-5 off for a million elements.
         dtype = torch.float64 if loss.device.type == "cpu" else self.masters[0].dtype
         loss = loss.double() / self.dp.mesh.tp.size  # Every tp rank computed the same loss.
         num_zeros = torch.zeros_like(loss)

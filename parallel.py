@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from config import check_ranks
 
-# torch 2.13 has new names for these two functions; older versions have only the old names.
+# Since torch 2.13 these two functions have new names; older versions have only the old ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 MAX = dist.ReduceOp.MAX

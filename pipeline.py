@@ -67,7 +67,7 @@ def one_stage(model, dp, batches, tokens, loss_scale, before_forward):
 
 
 def several_stages(model, dp, batches, tokens, loss_scale, before_forward):
-    """Do the same over several stages: a Ring calls forward and backward in the schedule's order."""
+    """Do the same over several stages: a Ring calls forward and backward in order."""
     mean_loss = zero_loss(model)
     in_flight = {}  # (micro-batch, chunk): (input, output, balance loss), until its backward
     backwards_done = [0] * len(model.chunks)
@@ -163,7 +163,9 @@ def stage_layers(cfg, stages):
     counts = balanced_counts(cfg.n_layer, stages)
     if cfg.pp_layers:
         proposal = ",".join(map(str, counts))
-        counts = [int(c) if c.strip().isdecimal() else -1 for c in cfg.pp_layers.split(",")]
+        counts = []
+        for text in cfg.pp_layers.split(","):
+            counts.append(int(text) if text.strip().isdecimal() else -1)
         if len(counts) != stages or sum(counts) != cfg.n_layer or min(counts) < 1:
             raise ValueError(f"--pp-layers {cfg.pp_layers} must be {stages} counts of at least 1 "
                              f"that sum to n-layer {cfg.n_layer}; try --pp-layers {proposal}")
@@ -195,7 +197,7 @@ def balanced_counts(n_layer, stages):
     """
     counts = [1] * stages
     # The middle comes first, the ends last.
-    order = sorted(range(stages), key=lambda s: -min(s, stages - 1 - s))
+    order = sorted(range(stages), key=lambda stage: -min(stage, stages - 1 - stage))
     inner = order[:-2]
     left = n_layer - stages
     for stage in inner[:left]:  # up to the load of the ends
@@ -284,7 +286,10 @@ def timetable(ranks, chunks, micro_batches, backward=True):
         return ended.get((op.kind, op.micro_batch, sender))
 
     while any(todo):
-        ready = [r for r in range(ranks) if todo[r] and input_time(r, todo[r][0]) is not None]
+        ready = []  # the ranks whose next Op has its input
+        for rank, ops in enumerate(todo):
+            if ops and input_time(rank, ops[0]) is not None:
+                ready.append(rank)
         assert ready, f"ranks wait for each other: {[list(ops)[:1] for ops in todo]}"
         for rank in ready:
             op = todo[rank].popleft()
@@ -345,7 +350,7 @@ class Ring:
     """
 
     def __init__(self, model, tokens, timers=untimed):
-        """tokens: of a micro-batch on this rank of cp, B*t."""
+        """Prepare for micro-batches of this many tokens on a rank of cp, B*t."""
         self.axis = model.mesh.pp
         self.chunks = len(model.chunks)
         self.timers = timers

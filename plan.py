@@ -56,8 +56,8 @@ from pipeline import timetable
 
 @cache
 def _mesh(gpus, rank, tp, pp, ep, n_experts, cp):
-    return make_mesh(SimpleNamespace(rank=rank, size=gpus, calls=None), tp, pp, ep, cp=cp, n_experts=n_experts,
-                     groups=False)
+    world = SimpleNamespace(rank=rank, size=gpus, calls=None)
+    return make_mesh(world, tp, pp, ep, cp=cp, n_experts=n_experts, groups=False)
 
 
 def stage_mesh(cfg, gpus, stage):

@@ -489,8 +489,8 @@ def main(argv=None):
                 agree.same_start(world, cfg, wrong)
                 # No variable holds the run: before shutdown() all process groups must be free.
                 outcome = Run(cfg, world, watchdog).train()
-            except SystemExit as e:  # exit_together() has printed why.
-                outcome = e.code
+            except SystemExit as leaving:  # exit_together() has printed why.
+                outcome = leaving.code
             launch.shutdown(world)
     if outcome:
         raise SystemExit(int(outcome))
