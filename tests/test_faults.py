@@ -164,19 +164,6 @@ def poisoned_fetch(original, bucket):
         bucket.gather_handle = bucket.comm.start_gather(bucket)
 
 
-def fill_with_nan(original, bucket):
-    """ShardedBucket.fetch without the gather: the memory is there, the weights are not."""
-    if not bucket.is_whole():
-        bucket.storage.resize_(bucket.nbytes)
-        bucket.flat.fill_(torch.nan)
-
-
-def gather_in_forward_only(original, dp, part, backward=False):
-    """ZeRO3.move_to_part that gathers nothing in backward."""
-    with planted("zero.ShardedBucket.fetch", fill_with_nan) if backward else contextlib.nullcontext():
-        original(dp, part, backward)
-
-
 class LateWork:
     """The handle of a collective that starts only when it is waited for."""
 
@@ -337,7 +324,9 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "weights gathered before the step, used after it": (
         LLAMA, ZERO3, "zero.ShardedBucket.free", "self.storage.resize_(0)", "pass"),
     "backward does not gather again": (
-        LLAMA, ZERO3, "zero.ZeRO3.move_to_part", gather_in_forward_only),
+        LLAMA, ZERO3, "zero.ZeRO3.move_to_part", "bucket.fetch()",
+        "bucket.fetch() if not backward else bucket.is_whole() or "
+        "(bucket.storage.resize_(bucket.nbytes), bucket.flat.fill_(torch.nan))"),
     "backward does not wait for the weights": (
         LLAMA, ZERO3, *LATE, POISON,
         ("zero.ZeRO3.move_to_part", "super().provide_weights(module)", "super()")),
