@@ -31,7 +31,7 @@ def refuse_not_finite(shards):
     for name, t, _, _ in shards:
         if t.dtype == torch.bfloat16:
             t = t.float()
-        # numpy computes here, because torch's threads are busy with the training.
+        # NumPy computes here, because torch's threads are busy with the training.
         if not is_finite(t.detach().numpy()):
             raise ValueError(f"{name} holds values that are not finite")
 

@@ -82,7 +82,7 @@ def grouped_mm_loop(x, w, offs):
 
 
 # -----------------------------------------------------------------------------
-# one kernel each, of torch or of ops/kernels.py
+# One kernel each, of torch or of ops/kernels.py
 
 def experts_mm(x, w, offs):
     """Multiply each expert's rows by its matrix: x (R, I), w (e, I, O), offs (e,) int32 -> (R, O)
