@@ -204,7 +204,8 @@ def run_layout(cfg, ranks, limit, say):
                     processes[rank].join()
                     answers[rank] = f"rank {rank} died with exit code {processes[rank].exitcode}"
             failed = [text for text in answers.values() if isinstance(text, str)]
-            if failed:  # another rank may be about to name the cause
+            # Another rank may be about to name the cause: a broken connection is noticed before its cause.
+            if failed:
                 end = min(end, time.monotonic() + 1)
         if failed:
             return {"note": min(failed, key=lambda t: ("out of memory" not in t, "died with exit" not in t))}

@@ -156,7 +156,7 @@ def tune(name, dtype, device):
 
 
 def main(argv=None):
-    flags = read_flags(Flags, argv, "moe_layer.py", "Time one MoE layer, forward and backward, beside a "
+    flags = read_flags(Flags, argv, "moe_layer.py", "Time one MoE layer, forward and backward, and a "
                        "dense MLP of the same FLOPs. Needs a GPU.")
     with wrong_input():
         if not torch.cuda.is_available():

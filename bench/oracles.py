@@ -53,7 +53,7 @@ def difference(a, b):
 
 
 def dense(p, ids):
-    """Return the gates (n, E), zero for experts not chosen, and the map of the chosen, from p and ids (n, K)."""
+    """Return the gates (n, E), zero for experts not chosen, and the map of the chosen. p, ids: (n, K)."""
     gates = torch.zeros(p.size(0), E).scatter(1, ids, p)
     return gates, torch.zeros(p.size(0), E, dtype=torch.bool).scatter(1, ids, True)
 

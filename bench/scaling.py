@@ -140,7 +140,7 @@ def plot(runs, title):
 class Flags:
     runs: Positional[tuple[str, ...]]  # folders of runs, or their metrics.jsonl
     last: float = 0.5  # share of the timed rows that counts, from the end
-    published: bool = False  # print a published table of BERT 345M beside what is predicted and what ran
+    published: bool = False  # print a published table of BERT 345M, with what is predicted and what ran
     json: bool = False  # print the rows as JSON, no table and no plot
 
     RANGES = {"last": (0, 1)}

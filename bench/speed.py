@@ -170,7 +170,7 @@ def show(r, machine):
 def main(argv=None):
     argv = join_value(sys.argv[1:] if argv is None else argv, "--flags")
     flags = read_flags(Flags, argv, "speed.py WORKLOAD...", "Time train.py's step on the workloads "
-                       "beside the fastest other trainer on the same kind of GPU. Needs a GPU.")
+                       "and compare it with the fastest other trainer on the same kind of GPU. Needs a GPU.")
     world = launch(timeout=300)
     with exit_together(world):
         if world.device.type == "cpu":
