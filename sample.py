@@ -171,7 +171,7 @@ def read_prompts(flags, vocabulary):
 
 def print_samples(model, vocabulary, prompts, flags):
     """Print flags.n samples of each prompt (a list of ids), below a line each if there are several."""
-    from pipeline import generate
+    from generate import generate
     samples = [(prompt, flags.seed + i) for prompt in prompts for i in range(flags.n)]
     for number, (prompt, seed) in enumerate(samples, 1):
         if len(samples) > 1:
@@ -348,7 +348,7 @@ class Chat:
 
     def reset(self):
         """Forget all that was said."""
-        from pipeline import Cache
+        from generate import Cache
         self.tokens = list(self.template.begin)
         if self.flags.system:
             self.tokens += self.template.message("system", self.flags.system)
@@ -361,11 +361,11 @@ class Chat:
 
     def answer_ids(self):
         """Yield the ids of the answer. However it ends, <|end|> follows it in the conversation."""
-        from pipeline import stream
+        from generate import stream
         flags = self.flags
         special = self.vocabulary.special.values()
-        for token in stream(self.model, self.tokens, flags.max_new_tokens, flags.temperature, flags.top_k,
-                            self.rng, self.cache):
+        for token in stream(self.model, self.tokens, flags.max_new_tokens, self.cache,
+                            temperature=flags.temperature, top_k=flags.top_k, rng=self.rng):
             token, stop = self.agree(token)
             self.tokens[-1] = token
             if token in special:
