@@ -1,5 +1,8 @@
-"""Text to token files:   python prepare.py stdlib   |   python prepare.py FILE... --name NAME
-Conversations:   python prepare.py chat FILE.jsonl... --name NAME --tokenizer data/stdlib --seq-len 128
+"""Text, or conversations, to token files.
+
+    python prepare.py stdlib
+    python prepare.py FILE... --name NAME
+    python prepare.py chat FILE.jsonl... --name NAME --tokenizer data/stdlib --seq-len 128
 
 FILE is text, .jsonl, .jsonl.gz, .jsonl.zst (needs zstandard), .parquet (needs pyarrow), or a data set on the
 Hugging Face hub (needs datasets): fineweb_edu_10bt, fineweb_edu, dclm_baseline_1.0, dclm_baseline_1.0_10prct,
@@ -12,9 +15,10 @@ itself was never run here. fineweb_edu_10bt is about 28 GB compressed, dclm_base
 4) merge the parts into shards: the same bytes for any --workers
 5) rename everything into data/NAME, meta.json last
 
-The same call again finds the data made and says so. After a kill, it goes on from the finished parts
-(data/NAME/.parts, about as large as the result) and makes the same bytes. Only files that prepare.py made are
-ever replaced or removed: a folder data/NAME with anything else in their place is refused and left as it is.
+The same call again finds that the data are made, and says so. After a kill, it goes on from the finished
+parts (data/NAME/.parts, about as large as the result) and makes the same bytes. Only files that prepare.py
+made are ever replaced or removed: a folder data/NAME with anything else in their place is refused and left as
+it is.
 
 The documents are the files of the standard library, or the records. Other text is cut at blank lines into
 documents of about 4,000 characters. End-of-document follows each, and the hash of its text alone decides
@@ -51,7 +55,7 @@ UNIT_BYTES = 16 << 20  # of text per unit of work; the number of workers does no
 VOCAB_SIZE = 4096  # of bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
 TRAINING_BYTES = 64 << 20  # of text to train a vocabulary on
 TRAINING_UNITS = 256  # the most units that this text is taken from
-# encodings and pydoc_data are tables of code points and help texts: 18 % of the text, and hardly programs.
+# `encodings` and `pydoc_data` are tables of code points and help texts: 18 % of the text, hardly programs.
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 TESTS = {"test", "tests", "idle_test"}
 LIMITS = {
@@ -185,7 +189,7 @@ def fingerprint(flags, spans):
 
 
 # -----------------------------------------------------------------------------
-# the tokenizer
+# The tokenizer
 
 def borrowed_tokenizer(flags):
     """Return the tokenizer of the folder that --tokenizer names as bytes, or b"" where it names none.
@@ -265,7 +269,7 @@ def token_dtype(vocab):
 
 
 # -----------------------------------------------------------------------------
-# the folder
+# The folder
 
 FILES = dict.fromkeys(SPLITS, [{"file": shards.shard_name}])
 OURS = {"tokenizer_sha256": str, "shards": FILES, "masks?": FILES}
@@ -363,7 +367,7 @@ def locked(folder):
 
 
 # -----------------------------------------------------------------------------
-# making the data
+# Making the data
 
 def prepare_text(flags, spans, about):
     """Make a data set of text in folder/.parts, then rename it into place; return a line that says so.

@@ -52,7 +52,7 @@ class Settings(NamedTuple):
 
 
 # -----------------------------------------------------------------------------
-# a unit -> a part
+# A unit -> a part
 
 # Loading takes 0.1 s for a vocabulary of 100,000: it is done once per process, not once per unit.
 load_tokenizer = functools.lru_cache(1)(tokenizer.load)
@@ -183,7 +183,7 @@ def read_result(folder, name):
 
 
 # -----------------------------------------------------------------------------
-# all units, in parallel
+# All units, in parallel
 
 def die_with_parent():
     """Make a worker end when its parent ends, kill -9 included."""
@@ -284,7 +284,7 @@ def print_problems(results, total, left_out):
 
 
 # -----------------------------------------------------------------------------
-# parts -> one stream of tokens per split
+# Parts -> one stream of tokens per split
 
 class Run(NamedTuple):
     """Where the documents of one split are in one run of a part."""

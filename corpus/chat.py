@@ -32,7 +32,7 @@ OPEN_WINDOWS = 64  # the most windows in which fill_windows() looks for room
 
 
 # -----------------------------------------------------------------------------
-# a conversation in ids
+# A conversation in ids
 
 class Template:
     """The special tokens of a vocabulary, and how a conversation is written with them.
@@ -72,7 +72,7 @@ class Template:
 
 
 # -----------------------------------------------------------------------------
-# a file -> conversations
+# A file -> conversations
 
 def read_conversations(spans):
     """Return the conversations of .jsonl files, also compressed: [messages], each [{"role", "content"}].
@@ -113,7 +113,7 @@ def read_conversation(line, where):
 
 
 # -----------------------------------------------------------------------------
-# conversations -> windows
+# Conversations -> windows
 
 class Packed(NamedTuple):
     """Windows of seq_len + 1 ids: the inputs are all but the last, the targets all but the first."""

@@ -21,7 +21,7 @@ class Family(NamedTuple):
 
 
 # -----------------------------------------------------------------------------
-# the families
+# The families
 
 LLAMA_FLAGS = {"norm": "rms", "mlp": "swiglu", "pos": "rope"}
 LLAMA_FIELDS = {
@@ -180,7 +180,7 @@ OPTIONAL = dict.fromkeys(("rope_parameters?", "rope_scaling?"), (dict, type(None
 
 
 # -----------------------------------------------------------------------------
-# config.json
+# Config.json
 
 def family_of(cfg):
     """Return the key of FAMILIES that computes what a model with these flags does. ValueError: none does."""
@@ -267,7 +267,7 @@ def config_json(cfg, kind, vocab_size, eod, dtype):
     rope = {"rope_theta": cfg.rope_base}
     if kind == "glm4_moe":
         rope["partial_rotary_factor"] = 1.0
-    # transformers 4 reads rope_theta, transformers 5 rope_parameters.
+    # Version 4 of transformers reads rope_theta, version 5 reads rope_parameters.
     return {**out, **rope, "rope_parameters": {"rope_type": "default", **rope}}
 
 
@@ -380,7 +380,7 @@ def read_rope_base(path, theirs, kind):
 
 
 # -----------------------------------------------------------------------------
-# tokenizer.json
+# Tokenizer.json
 
 def export_tokenizer(tokenizer, seq_len):
     """Return a tokenizer of ours as transformers reads it, {file: content}.

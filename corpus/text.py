@@ -60,7 +60,7 @@ def require(module, user):
 
 
 # -----------------------------------------------------------------------------
-# sources -> spans -> documents
+# Sources -> spans -> documents
 
 def fetch_from_hub(name):
     """Fetch a data set from the Hugging Face hub; return [(name in the repository, local path)].
@@ -156,7 +156,7 @@ def documents(span, key, report):
 
 
 # -----------------------------------------------------------------------------
-# plain text
+# Plain text
 
 def cut_point(f, at, size):
     """Return where file f may be cut, at byte `at` or later: after a blank line, a line, else a character."""
@@ -218,7 +218,7 @@ def document_end(text, start):
 
 
 # -----------------------------------------------------------------------------
-# json lines, plain or compressed
+# JSON lines, plain or compressed
 
 def read_json_lines(span, key, report):
     """Yield the value of `key` of each line. A line without such a text is reported as broken."""
@@ -312,7 +312,7 @@ def gzip_member():
 
 
 # -----------------------------------------------------------------------------
-# parquet
+# Parquet
 
 def open_parquet(path):
     """Return a pyarrow ParquetFile. ValueError: damaged, or pyarrow is missing."""

@@ -33,7 +33,7 @@ UNKNOWN = "\ufffd"  # what decoding gives for an id without a token, such as pad
 
 
 # -----------------------------------------------------------------------------
-# the kinds of tokenizers
+# The kinds of tokenizers
 
 class Tokenizer:
     """What all kinds have in common.
@@ -236,7 +236,7 @@ class HfTokenizer(Tokenizer):
 
 
 # -----------------------------------------------------------------------------
-# new ones
+# New ones
 
 def train_char(texts):
     """Return a CharTokenizer of the characters that occur in texts, an iterable of str."""
@@ -281,7 +281,7 @@ def from_tiktoken(name):
 
 
 # -----------------------------------------------------------------------------
-# saved ones
+# Saved ones
 
 def load(path):
     """Return the tokenizer saved at `path`, a tokenizer.json or its folder. ValueError, OSError: none."""
