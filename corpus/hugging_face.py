@@ -180,7 +180,7 @@ OPTIONAL = dict.fromkeys(("rope_parameters?", "rope_scaling?"), (dict, type(None
 
 
 # -----------------------------------------------------------------------------
-# Config.json
+# config.json
 
 def family_of(cfg):
     """Return the key of FAMILIES that computes what a model with these flags does. ValueError: none does."""
@@ -380,7 +380,7 @@ def read_rope_base(path, theirs, kind):
 
 
 # -----------------------------------------------------------------------------
-# Tokenizer.json
+# tokenizer.json
 
 def export_tokenizer(tokenizer, seq_len):
     """Return a tokenizer of ours as transformers reads it, {file: content}.

@@ -451,10 +451,10 @@ class Blend:
 
         The samples that one data set gives are consecutive. rows: their places among the n samples.
         """
-        which, number = self.locate(np.arange(first, first + n, dtype=np.int64))
-        for d in np.unique(which).tolist():
-            rows = np.flatnonzero(which == d)
-            yield self.parts[d], int(number[rows[0]]), rows
+        which, numbers = self.locate(np.arange(first, first + n, dtype=np.int64))
+        for i in np.unique(which).tolist():
+            rows = np.flatnonzero(which == i)
+            yield self.parts[i], int(numbers[rows[0]]), rows
 
     def batch(self, first, n):
         """Return samples first .. first+n-1 as x, y, (n, T) int64 each, as Tokens.batch."""
