@@ -28,17 +28,13 @@ the last tenth is val. A record that cannot be read is named on stderr and count
 A line of a file of conversations is {"messages": [{"role": "user", "content": "..."}, ...]}, with the roles
 system, user and assistant. Only what the assistant says is trained: docs/chat.md.
 """
-import fcntl
 import hashlib
-import json
 import os
 import platform
 import shlex
-import shutil
 import sys
 import sysconfig
 import time
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -47,9 +43,9 @@ import numpy as np
 import tyro
 
 from corpus import build, chat, shards, text, tokenizer
+from corpus.folder import install, locked, owned_files
 from corpus.shards import SPLITS
 from interface.command_line import command_line, wrong_input
-from interface.schema import check_schema, load_json
 
 UNIT_BYTES = 16 << 20  # of text per unit of work; the number of workers does not change it
 VOCAB_SIZE = 4096  # of bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
@@ -269,137 +265,45 @@ def token_dtype(vocab):
 
 
 # -----------------------------------------------------------------------------
-# The folder
-
-FILES = dict.fromkeys(SPLITS, [{"file": shards.shard_name}])
-OURS = {"tokenizer_sha256": str, "shards": FILES, "masks?": FILES}
-RENAMED_LAST = ["tokenizer.json", "meta.json"]
-
-
-def listed_files(path):
-    """Return the files of the data set that a meta.json describes. ValueError: it is not prepare.py's."""
-    meta = load_json(path)
-    check_schema(meta, OURS, path)
-    names = []
-    for kind in ("shards", "masks"):
-        for split in SPLITS:
-            names += [shard["file"] for shard in meta.get(kind, {}).get(split, ())]
-    return names + RENAMED_LAST
-
-
-def owned_files(folder):
-    """Return the names in `folder` that may be replaced or removed. It only reads.
-
-    These are the names that its meta.json lists, or that the lists in .parts do, which a killed install()
-    leaves. ValueError: prepare.py did not make the folder, or something else stands where its files go.
-    """
-    if not os.path.lexists(folder):
-        return set()
-    if not folder.is_dir() or (folder.is_symlink() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} is a file, or a link to an empty folder; give another --name")
-
-    owned = names_of_lists(folder)
-    paths = list(folder.iterdir())
-    work = folder / ".parts"
-    nothing_else = all(path == work for path in paths)
-    if owned or os.path.lexists(work / "lock") or nothing_else:
-        foreign = {path.name for path in paths if not may_stay(path, owned)}
-    else:  # prepare.py made none of it
-        foreign = {path.name for path in paths}
-    if foreign:
-        raise ValueError(f"{folder} holds {', '.join(sorted(foreign)[:3])}, which prepare.py did not make;"
-                         " nothing is changed: give another --name, or move that away")
-    return owned
-
-
-def names_of_lists(folder):
-    """Return the names that the meta.json of a folder and the lists in its .parts have."""
-    names = set()
-    for path in (folder / ".parts/meta.json", folder / ".parts/old.json"):
-        with suppress(ValueError, OSError):  # one that is cut was being written: before any file was renamed
-            names.update(listed_files(path))
-    try:
-        if (folder / "meta.json").is_file():
-            names.update(listed_files(folder / "meta.json"))
-    except ValueError as e:
-        raise ValueError(f"{e}; prepare.py did not write that and changes nothing: give another --name, or"
-                         f" move {folder} away") from None
-    return names
-
-
-def may_stay(path, owned):
-    """Whether a path in the folder of a data set is no obstacle: a file of ours, or none with such a name."""
-    if path.name == ".parts":
-        return is_ours(path)
-    if path.name in owned:
-        return path.is_file() and not path.is_symlink()
-    return not (shards.shard_name(path.name) or path.name in RENAMED_LAST)
-
-
-def is_ours(work):
-    """Whether prepare.py made this folder .parts.
-
-    No link may lead out of it, because it is written to, and removed as a whole.
-    """
-    if work.is_symlink() or not work.is_dir():
-        return False
-    inside = list(work.iterdir())
-    if any(path.is_symlink() for path in inside):
-        return False
-    return not inside or work / "lock" in inside
-
-
-@contextmanager
-def locked(folder):
-    """Let only one prepare.py work in `folder`. ValueError: another one does.
-
-    The lock ends when its process does.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as f:
-        try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            raise ValueError(f"another prepare.py is at work on {folder.parent}; wait for it") from e
-        except OSError:  # a file system without locks
-            pass
-        yield
-
-
-# -----------------------------------------------------------------------------
 # Making the data
 
 def prepare_text(flags, spans, about):
     """Make a data set of text in folder/.parts, then rename it into place; return a line that says so.
 
-    about: {"fingerprint", "command"} for meta.json. ValueError, OSError: the sources cannot be read, or are
-    too short; an older data set in the folder is unchanged then.
+    The steps 2) to 5) are those at the top of this file. about: {"fingerprint", "command"} for meta.json.
+    ValueError, OSError: the sources cannot be read, or are too short; an older data set in the folder is
+    unchanged then.
     """
     start = time.time()
     work = flags.folder / ".parts"
     units = text.group_spans(spans, UNIT_BYTES)
     owned_files(flags.folder)  # a foreign folder is refused now, not after hours of work
     with locked(work):
+        # 2) The tokenizer, and all that the parts depend on.
         vocab_path = work / f"{about['fingerprint']}.json"
         vocab = keep_tokenizer(flags, units, vocab_path)
         seed = flags.seed if is_shuffled(flags, spans, vocab) else None
         settings = build.Settings(str(vocab_path), vocab.sha256, token_dtype(vocab), flags.text_key,
                                   flags.val_fraction, seed)
-        results, paths = build.encode_all(units, flags.workers, work, settings, show)
 
+        # 3) The parts, and what could not be read.
+        results, paths = build.encode_all(units, flags.workers, work, settings, show)
         total = {name: sum(result["counts"][name] for result in results) for name in build.COUNTS}
         problems = {kind: total[kind] for kind in build.PROBLEMS}
         left_out = ", ".join(f"{count:,} {kind}" for kind, count in problems.items() if count)
         build.print_problems(results, total, left_out)
+
+        # 4) The shards.
         tokens, streams = open_streams(results, paths, settings, vocab, total)
         check_amount(flags, tokens, total, left_out)
-
         files = {}
         for split in SPLITS:
             files[split] = write_shards(work, split, settings.dtype, streams[split], tokens[split],
                                         flags.shard_tokens)
-        n_files = len({span.path for span in spans})
+
+        # 5) The folder.
         text_sha256 = hashlib.sha256("".join(result["sha256"] for result in results).encode()).hexdigest()
+        n_files = len({span.path for span in spans})
         sources = {"paths": flags.sources, "python": platform.python_version(), "files": n_files,
                    "sha256": text_sha256, "bytes": total["bytes"], **problems}
         documents = None if vocab.eod is None else {split: total[split] for split in SPLITS}
@@ -533,34 +437,6 @@ def write_shard(path, dtype, stream, n):
         f.flush()
         os.fsync(f.fileno())
     return {"file": path.name, "tokens": n, "sha256": digest.hexdigest(), "max_id": max_id}
-
-
-def install(work, folder, vocab, meta):
-    """Rename the shards from `work` into `folder`, then tokenizer.json and meta.json; delete `work`.
-
-    There is no data set without meta.json. A kill between the renames leaves a folder that train.py refuses,
-    and in `work` the lists of the old files and of the new ones, so that the next call knows them as ours.
-    """
-    old = owned_files(folder)
-    replaces = (folder / "meta.json").exists()
-    if not replaces:
-        remove(folder, old)  # what a killed install left: its list is about to be written over
-    vocab.save(work / "tokenizer.json")
-    (work / "meta.json").write_text(json.dumps(meta, indent=1))
-    for split in SPLITS:  # the reader's own checks, before anything is replaced
-        shards.open_shards(work, split, shards.load_meta(work))
-    if replaces:
-        os.replace(folder / "meta.json", work / "old.json")
-        remove(folder, old)
-    for name in listed_files(work / "meta.json"):
-        os.replace(work / name, folder / name)
-    shutil.rmtree(work)
-
-
-def remove(folder, names):
-    """Remove those files of `folder` that are there."""
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
 
 
 def is_up_to_date(folder, wanted):
