@@ -59,7 +59,7 @@ def names_of_lists(folder):
     """Return the names that the meta.json of a folder and the lists in its .parts have."""
     names = set()
     for path in (folder / ".parts/meta.json", folder / ".parts/old.json"):
-        with suppress(ValueError, OSError):  # a list that is cut was being written, before any file was renamed
+        with suppress(ValueError, OSError):  # a list that is cut was being written: no file was renamed yet
             names.update(listed_files(path))
     try:
         if (folder / "meta.json").is_file():
