@@ -67,6 +67,7 @@ LAWS = {
     "walrus": (laws.walrus, HOUSE),
     "function-length": (laws.function_length, HOUSE),
     "parameters": (laws.parameters, HOUSE),
+    "arguments-in-all": (laws.arguments_in_all, [ROOT / "checkpoint.py", ROOT / "runtime/log.py"]),
     "attributes": (laws.attributes, HOUSE),
     "run-attributes": (laws.run_attributes, [ROOT / "train.py"]),
     "columns": (laws.columns, EVERYTHING),
@@ -129,6 +130,13 @@ def test_the_root_and_the_rooms():
     assert rooms == ROOMS, f"the rooms are {sorted(ROOMS)}, there are {sorted(rooms)}"
     none([f"{room}/__init__.py has {len(lines(ROOT / room / '__init__.py'))} lines, 1 is allowed: its sign"
           for room in sorted(ROOMS) if len(lines(ROOT / room / "__init__.py")) != 1])
+
+
+def test_a_reader_is_told_what_each_file_of_the_root_and_each_room_is_for():
+    pages = [path.read_text() for path in (ROOT / "README.md", ROOT / "docs/README.md") if path.exists()]
+    wanted = sorted(p.name for p in ROOT.glob("*.py")) + [f"{room}/" for room in sorted(ROOMS)]
+    none([f"{n} has no line in the README's tree (or docs/README.md) that says what it is for"
+          for n in wanted if not any(re.search(rf"(?<![\w/]){re.escape(n)}", page) for page in pages)])
 
 
 # -----------------------------------------------------------------------------
@@ -218,6 +226,7 @@ def stays(path, line):
     return any(place.split(":", 1)[0] == name(path) and place.split(":", 1)[1] in text for place in STAYS)
 
 
+@cache
 def violations(law, path):
     """[(line, what is wrong, instead)] by line."""
     function, _ = LAWS[law]
@@ -231,9 +240,14 @@ def said(law, path, found):
 
 def allowed():
     """{(file, law): violations that are still there}."""
+    return read_exceptions(EXCEPTIONS.read_text()) if EXCEPTIONS.exists() else {}
+
+
+def read_exceptions(text):
+    """Both sides of a merge conflict are read, and the lower number of a line holds."""
     found = {}
-    for file, law, count in re.findall(r'"(\S+) (\S+)": (\d+)', EXCEPTIONS.read_text()):
-        count = int(count)  # both sides of a merge conflict stand in the file: the lower number holds
+    for file, law, digits in re.findall(r'"(\S+) (\S+)": (\d+)', text):
+        count = int(digits)
         found[file, law] = min(count, found.get((file, law), count))
     return found
 
@@ -266,6 +280,17 @@ def test_exceptions_are_of_laws_and_files_that_there_are():
     json.loads(EXCEPTIONS.read_text())
 
 
+def test_a_number_only_falls(monkeypatch, tmp_path):
+    file = tmp_path / "exceptions.json"
+    monkeypatch.setitem(globals(), "EXCEPTIONS", file)
+    monkeypatch.setitem(globals(), "counted", lambda: {("a.py", "walrus"): 2})
+    assert write(may_raise=False) == 1 and not file.exists()
+    assert write(may_raise=True) == 0 and json.loads(file.read_text()) == {"a.py walrus": 2}
+    file.write_text('<<<<<<<\n"a.py walrus": 3,\n"b.py walrus": 1\n=======\n"a.py walrus": 1,\n>>>>>>>\n')
+    assert allowed() == {("a.py", "walrus"): 1, ("b.py", "walrus"): 1}
+    assert write(may_raise=False) == 1
+
+
 def test_at_most_ten_lines_stay():
     assert len(STAYS) <= 10
     for place in STAYS:
@@ -284,7 +309,10 @@ BREAKS = {
     "product": ["'s' * (n > 1)", "[x] * bool(n)", "x = [1] * is_first", "f'{a}' * (not b)",
                 "(a,) * (b or not c)", "def f(x, quiet=False):\n    return 's' * quiet",
                 "done = a > b\nx = ['a'] * done",
-                "('', 's')[n > 1]", "bool(n) * 'x'"],
+                "('', 's')[n > 1]", "bool(n) * 'x'", "'s' * int(a > b)",
+                "class A:\n    chat: bool = False\nchat = 1\nx = [y] * flags.chat", "'a' * cfg.bias",
+                "def f():\n    x = 1\ndef g(n):\n    x = n > 1\n    return 'a' * x",
+                "class A:\n    @property\n    def ok(self):\n        return a == b\nx = 'a' * self.ok"],
     "tuple-assignment": ["a, b, c = 1, 2, 3", "a, (b, c) = 1, f()", "a, b, c = (1, 2, 3) if x else y"],
     "comprehension": ["[x for a in b for c in a for x in c]"],
     "lambda": ["f = lambda: 1", "self.f = lambda x: x", "f, g = lambda: 1, 2", "f = g if a else lambda: 1",
@@ -293,6 +321,8 @@ BREAKS = {
                "if (n := f()) > 3:\n    pass", "[y for x in z if (y := f(x))]"],
     "function-length": ["def f():\n" + "    x = 1\n" * 50],
     "parameters": ["def f(a, b, c, d, e, f, g): pass", "def f(self, a, b, c, d, e, f, g): pass"],
+    "arguments-in-all": ["def save(a, *, b, c, d, e, f, g): pass",
+                         "def metrics_row(a, b, c, d, e, f, g): pass"],
     "attributes": ["class A:\n    def f(self):\n" + set_attributes(17)],
     "run-attributes": ["class Run:\n    def f(self):\n" + set_attributes(13)],
     "columns": ["x = " + "1" * 107],
@@ -302,13 +332,18 @@ BREAKS = {
                                "f(sum(x for x in y) for y in z)"],
     "names": ["def f():\n" + "    a = 1\n" * 20, "def f(w):\n" + "    x = 1\n" * 20,
               "def f():\n" + "    x = 1\n" * 20 + "    for s in x: pass", "def f():\n" + "    w0 = 1\n" * 20],
-    "parameter-name": ["p = axis.size", "p, k = 1, 2", "for p in range(3): pass"],
+    "parameter-name": ["p = axis.size", "p, k = 1, 2", "for p in range(3): pass",
+                       "def f(ids, p): pass", "def f(p): return range(p)",
+                       "def f(p): return 2 * p"],
     "gradient": ["def f(ctx, g): pass", "g = x.grad", "dx, dw = f()", "for g in grads: pass"],
     "docstring": ['"""-> x."""', '"""the sum."""', '"""A sum"""', '"""One\ntwo\nthree."""',
                   'def f():\n    """Sum\n    of\n\n    all."""'],
     "arrow": ['"""-> x."""', 'def f():\n    """-> x."""'],
     "comment": ["# the sum of all ranks", "# The sum. it is small", "# x is\n# the sum",
-                "x = 1\n# this one here too", "class A:\n    # the number of all\n    x: int = 1",
+                "x = 1\n# this one here too",
+                "x = 1\n# the sum of all ranks\nf(x)", "# the other ranks would wait\naxis.any(x)",
+                "x = 1  # the sum\n# this one is a new comment",
+                "class A:\n    # the number of all\n    x: int = 1",
                 "# The sum of it (all ranks). then the rest"],
     "size": ["x = 1\n" * 601],
     "tests-size": ["x = 1\n" * 751],
@@ -318,6 +353,7 @@ HOLDS = {
     "statement": ["if a:\n    f()", "x = f() if a else g()", "f(a and b)", "f()", "'text'", "x = a or b"],
     "nested-conditional": ["x = a if b else c", "x = f(a if b else c, d if e else f)"],
     "product": ["'-' * width", "[x] * n", "3 * (a > b)", "['a'] * len(b)", "x * is_first", "[0] * axis.size",
+                "'-' * int(width)",
                 "'%d' % (a > b)", "x[a > b]"],
     "tuple-assignment": ["a, b, c = f()", "a, b = 1, 2", "a, *b, c = x", "a, b, c = x.shape",
                          "a, b, c = (f(x) for x in y)", "for a, b, c in x: pass"],
@@ -330,6 +366,7 @@ HOLDS = {
     "parameters": ["def f(a, b, c, d, e, f, *, g): pass", "def f(self, a, b, c, d, e, f): pass",
                    "class A(Function):\n    def forward(ctx, a, b, c, d, e, f, g): pass",
                    "@triton.jit\ndef f(a, b, c, d, e, f, g): pass"],
+    "arguments-in-all": ["def save(a, b, *, c, d, e, f): pass", "def other(a, b, c, d, e, f, g): pass"],
     "attributes": ["class A:\n    def f(self):\n" + "        self.a = 1\n" * 17,
                    "class A(nn.Module):\n    def f(self):\n" + set_attributes(17, "nn.Linear(1, 1)"),
                    "@dataclass\nclass A:\n    def f(self):\n"
@@ -344,7 +381,8 @@ HOLDS = {
               "def f():\n" + "    _ = x1 = 1\n" * 20,
               "def f():\n" + "    rows = 1\n" * 20],
     "parameter-name": ["for p in model.parameters(): pass", "p = nn.Parameter(x)", "p = bucket.params[0]",
-                       "for p, share in zip(params, shares): pass", "[p for p in params]", "f(p=1)"],
+                       "for p, share in zip(params, shares): pass", "[p for p in params]", "f(p=1)",
+                       "def f(self, p): return p.numel() * 2"],
     "gradient": ["def f(grad): pass", "g = n_kv_head // tp", "grad_x = 1", "self.g = 2", "h, g = x.heads"],
     "docstring": ['"""Return the sum."""', '"""(n, C) -> (T, C)."""', '"""The sum of\nall:\n\n    a  b\n"""',
                   '"""1F1B."""', '"""`x` is it. Is it?"""', "x = 1", '"""\nThe sum of\nall.\n\nMore."""'],
@@ -356,7 +394,8 @@ HOLDS = {
                 "# train.py is the sum. train.py is", "# The sum of all,\n# over ranks. It is",
                 "@dataclass\nclass A:\n    # the number of all\n    x: int = 1",
                 "# the sum over the axis, n bytes\naxis.all_reduce(x)", "x = '''\n# the sum of all\n'''",
-                "# Thakur et al. write so, vs. others", "# 1) the sum of it"],
+                "# Thakur et al. write so, vs. others", "# 1) the sum of it",
+                "x = 1  # the sum of it\n       # and of what else there is"],
     "size": ["x = 1\n" * 600],
     "tests-size": ["x = 1\n" * 750],
     "outside-function-length": ["def f():\n" + "    x = 1\n" * 59],
@@ -471,11 +510,11 @@ def show(files):
     total = 0
     for file in files:
         path = Path(file).resolve()
-        for law, (_, paths) in LAWS.items():
-            found = violations(law, path) if path in paths else []
-            total += len(found)
-            for each in found:
-                print(said(law, path, each))
+        found = [(each, law) for law, (_, paths) in LAWS.items() if path in paths
+                 for each in violations(law, path)]
+        total += len(found)
+        for each, law in sorted(found):
+            print(said(law, path, each))
     print(f"{total} violations")
     return total
 
@@ -493,7 +532,7 @@ def print_counts():
 
 
 def write(may_raise):
-    counts, before = counted(), allowed() if EXCEPTIONS.exists() else {}
+    counts, before = counted(), allowed()
     higher = [f"{file} {law}: {before.get((file, law), 0)} -> {count}" for (file, law), count
               in sorted(counts.items()) if count > before.get((file, law), 0)]
     if higher and not may_raise:
