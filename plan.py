@@ -4,11 +4,10 @@
     python plan.py smol-1.7b --gpus 8 --gpu h200 --search
     python plan.py dense-210m --zero 1 --scaling 1,2,4,8,64,512
 
-    1) the plan of one layout, from cost/: parameters.py, traffic.py, memory.py, step_time.py
-    2) warnings: what of its shapes leaves a GPU idle
-    3) many layouts: the search, weak scaling
-    4) what is printed
-    5) the command line
+    1) the plan of one layout, from cost/: parameters, traffic, memory, step_time, idle
+    2) many layouts: the search, weak scaling
+    3) what is printed
+    4) the command line
 """
 import dataclasses
 import itertools
@@ -23,9 +22,10 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Literal
 
-from config import Config, pad_vocab
+from config import Config
 from corpus.shards import load_blend_meta
 from cost.fits import check_layout
+from cost.idle import idle_warnings
 from cost.memory import GIB, memory, saved_activations
 from cost.parameters import (
     count_parameters,
@@ -38,15 +38,11 @@ from cost.step_time import (
     GPUS,
     bubble,
     expected_choice,
-    matmul_shapes,
     max_load_factor,
-    row_limit_factor,
     stage_time,
     step_time,
-    waves,
 )
 from cost.traffic import reductions, traffic
-from fast.choose import needs_row_limit
 from interface.command_line import parse, wrong_input
 from optim import batch_size
 from parallel import make_mesh
@@ -84,10 +80,10 @@ def check_gpus(cfg, gpus):
 
 
 def _groups_of_stages(cfg, gpus):
-    """Return [the stages that hold equally many layers], for each kind of stage.
+    """Return the pipeline stages in lists; the stages of one list hold the same kinds of layers.
 
-    Such stages differ only in their position. The first of them has the most micro-batches in flight,
-    so it stands for all.
+    They differ only in their position. The first of them has the most micro-batches in flight, so it
+    stands for all.
     """
     groups = {}
     for stage in range(cfg.pp):
@@ -99,8 +95,8 @@ def _groups_of_stages(cfg, gpus):
 def estimate(cfg, gpus, gpu, vocab):
     """Return {name: plain numbers} of one layout: memory of the fullest stage, time of the slowest.
 
-    gpus: how many. gpu: their kind, in cost.step_time.GPUS. vocab: symbols, before padding. cfg has a
-    global batch.
+    cfg: with a global batch. gpus: their number. gpu: their kind, a name in cost.step_time.GPUS.
+    vocab: symbols, before padding.
     """
     chip = GPUS[gpu]
     groups = _groups_of_stages(cfg, gpus)
@@ -156,7 +152,7 @@ def _ceil_div(n, parts):
 def batch_schedule(samples, full, ramp=()):
     """Return {batch: number of steps with it} of a run that consumes at least `samples` sequences.
 
-    full: --global-batch; ramp: --rampup-batch-size.
+    full: --global-batch. ramp: --rampup-batch-size.
     """
     steps = Counter()
     done = 0
@@ -201,11 +197,20 @@ def training_cost(cfg, plan, vocab):
     return {"steps": sum(steps.values()), "days": hours / 24, "gpu_hours": hours * gpus}
 
 
-def vocabulary(cfg):
-    """Return the number of symbols that train.py would take.
+def warnings(cfg, plan, gpu, vocab):
+    """Return a line for each cause that leaves a GPU idle, and one if the layout does not fit."""
+    mesh = stage_mesh(cfg, plan["layout"]["gpus"], 0)
+    lines = idle_warnings(cfg, mesh, gpu, vocab, plan["stage_ms"])
+    if not plan["fits"]:
+        lines.append(f"does not fit: {plan['memory']:.1f} of {plan['capacity_gib']:.1f} GiB; try --search")
+    return lines
 
-    The flag gives it, or else the data: 256 for synthetic data, GPT-2's vocabulary if there is none.
-    A masked language model has [MASK] besides, unless the flag gives the number.
+
+def vocabulary(cfg):
+    """Return the number of symbols that train.py would take: the flag's, or else the data's.
+
+    Synthetic data has 256. If there is no data, it is GPT-2's vocabulary. A masked language model adds
+    [MASK] to the symbols of the data.
     """
     if cfg.vocab_size:
         return cfg.vocab_size
@@ -219,105 +224,7 @@ def vocabulary(cfg):
 
 
 # -----------------------------------------------------------------------------
-# 2) warnings
-
-def width_warnings(cfg):
-    """Return lines: which widths are no multiple of what a GPU's kernels like."""
-    head_dim = cfg.n_embd // cfg.n_head
-    widths = {"n-embd": cfg.n_embd, "head dim": head_dim,
-              f"ffn-hidden / tp {cfg.tp}": cfg.ffn_hidden // cfg.tp}
-    lines = []
-    for name, n in widths.items():
-        if n % 8:
-            why, multiple = "no multiple of 8: slower kernels", 8
-        elif name == "head dim":
-            continue
-        elif n % 64:
-            why, multiple = "no multiple of 64: tiles are partly empty", 64
-        elif n % 128:
-            why, multiple = "no multiple of 128, the edge of a tile", 128
-        else:
-            continue
-        lines.append(f"{name} is {n}, {why}; try {_ceil_div(n, multiple) * multiple}")
-    if head_dim % 64:
-        padded = _ceil_div(head_dim, 64) * 64
-        lines.append(f"head dim {head_dim}: attention kernels pad it to {padded}")
-    return lines
-
-
-def shape_warnings(cfg, mesh, gpu, vocab):
-    """Return lines: which of a layout's matrix shapes leave a GPU's multiprocessors idle."""
-    sms = GPUS[gpu].sms
-    lines = width_warnings(cfg)
-    if vocab % 128:
-        lines.append(f"the vocabulary {vocab} is padded to {pad_vocab(vocab)} rows")
-    dense, experts = matmul_shapes(cfg, mesh)
-    distinct = dict.fromkeys((m, n, count) for m, n, _, count in dense + experts)
-    for m, n, count in distinct:
-        used, whole = waves(m, n, count, sms)
-        if used / whole < 0.8:
-            lines.append(f"wave quantisation: {count} x ({m}, {n}) fill {used:.2f} of {whole} waves of "
-                         f"{sms} multiprocessors: {100 * (1 - used / whole):.0f} % idle")
-    if cfg.n_kv_head % cfg.tp:
-        lines.append(f"tp {cfg.tp} exceeds n-kv-head {cfg.n_kv_head}: key/value weights are replicated, "
-                     f"{cfg.tp // cfg.n_kv_head} ranks compute each head")
-    return lines
-
-
-def pipeline_warnings(cfg, mesh, stage_ms):
-    """Return lines: where pipeline stages wait for each other. stage_ms: of each stage."""
-    lines = []
-    mean = sum(stage_ms) / len(stage_ms)
-    if max(stage_ms) > 1.05 * mean:
-        each = ", ".join(f"{ms:.0f}" for ms in stage_ms)
-        lines.append(f"stages of unequal work: the slowest takes {max(stage_ms) / mean:.2f} times the mean "
-                     f"({each} ms)")
-    num_micro_batches = micro_batches(cfg, mesh)
-    idle = bubble(cfg.pp, cfg.pp_chunks, num_micro_batches)
-    if idle >= 1 / 4:
-        line = (f"{num_micro_batches} micro-batches over {cfg.pp} ranks: the pipeline idles "
-                f"{100 * idle / (1 + idle):.0f} %")
-        more_chunks = [v for v in (2, 4) if v > cfg.pp_chunks and cfg.n_layer >= v * cfg.pp]
-        if more_chunks:
-            line += f"; try --pp-chunks {more_chunks[0]}"
-        lines.append(line)
-    return lines
-
-
-def network_warnings(cfg, mesh, gpu):
-    """Return lines: which axes reach over a node, and experts' rows that no CUDA graph has room for."""
-    node = GPUS[gpu].node
-    lines = []
-    choice = expected_choice(cfg, mesh, node)
-    if choice.graph and needs_row_limit(cfg, mesh) and not row_limit_factor(cfg, mesh):
-        need = row_limit_factor(dataclasses.replace(cfg, ep_slack=cfg.ep), mesh)
-        lines.append(f"rows to the fullest of {cfg.ep} ranks: {need:.1f} times the balanced number expected, "
-                     f"more than --ep-slack {cfg.ep_slack}, so no CUDA graph; "
-                     f"try --ep-slack {math.ceil(need)}")
-    if cfg.ep > node:
-        lines.append(f"ep {cfg.ep} reaches over the node's {node} GPUs: rows travel by all_to_all on the slow "
-                     f"network, not through symmetric memory; try --ep {node}")
-    if cfg.tp > node:
-        lines.append(f"tp {cfg.tp} reaches over the node's {node} GPUs, on the slow network")
-    elif cfg.cp * cfg.tp > node:
-        lines.append(f"cp {cfg.cp} * tp {cfg.tp} reaches over the node's {node} GPUs: keys and values of "
-                     "whole sequences pass the slow network in each layer")
-    return lines
-
-
-def warnings(cfg, plan, gpu, vocab):
-    """Return lines: what of this layout leaves a GPU idle, and whether it does not fit."""
-    mesh = stage_mesh(cfg, plan["layout"]["gpus"], 0)
-    lines = shape_warnings(cfg, mesh, gpu, vocab)
-    lines += pipeline_warnings(cfg, mesh, plan["stage_ms"])
-    lines += network_warnings(cfg, mesh, gpu)
-    if not plan["fits"]:
-        lines.append(f"does not fit: {plan['memory']:.1f} of {plan['capacity_gib']:.1f} GiB; try --search")
-    return lines
-
-
-# -----------------------------------------------------------------------------
-# 3) many layouts
+# 2) many layouts
 
 SHORTEST_CHUNK = 2048  # positions per rank below which the search cuts no sequence: cp is for long ones
 
@@ -366,7 +273,7 @@ def _ep_sizes(cfg, stage_ranks):
 
 
 def _micro_batch_sizes(batch, dp):
-    """Return the micro-batches, powers of two up to 128, of which dp replicas make whole batches."""
+    """Return the sizes of micro-batches, powers of two up to 128, that fill a batch on dp replicas."""
     return [2**i for i in range(8) if batch % (2**i * dp) == 0]
 
 
@@ -386,8 +293,8 @@ def search(cfg, gpus, gpu, vocab):
 def scaling(cfg, counts, gpu, vocab):
     """Return the plans of one layout on each number of GPUs, with the same work per GPU; dp grows.
 
-    ep is cfg's, or what of it divides the ranks of a stage. In a model with experts a plan of the
-    fastest ep follows where that is another one.
+    ep is the largest divisor of cfg's that divides the ranks of a stage. In a model with experts the
+    plan of the fastest ep follows, if that is a different one.
     """
     found = []
     for gpus in counts:
@@ -409,10 +316,10 @@ def scaling(cfg, counts, gpu, vocab):
 
 
 # -----------------------------------------------------------------------------
-# 4) what is printed
+# 3) what is printed
 
 def print_table(title, rows):
-    """Print lists of strings, equally long: the first column is aligned left, the others right."""
+    """Print a table: the first column is aligned left, the others right. rows: lists of strings."""
     print(f"\n{title}")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -422,10 +329,10 @@ def print_table(title, rows):
 
 
 def draw_schedule(ranks, chunks, num_micro_batches, width=100):
-    """Return lines: what each pipeline rank does when.
+    """Return a line per pipeline rank: what it does when, from left to right.
 
-    F and B are the forward and backward of a micro-batch, with its number and, of several chunks, the
-    chunk a, b, ... A backward takes twice as long as a forward.
+    F0 and B0 are the forward and the backward of micro-batch 0. With several chunks F0a is its forward
+    through chunk a. A backward takes twice as long as a forward.
     """
     table = timetable(ranks, chunks, num_micro_batches)
     unit = len(f"F{num_micro_batches - 1} ")  # columns of a forward
@@ -441,7 +348,7 @@ def draw_schedule(ranks, chunks, num_micro_batches, width=100):
             if chunks > 1:
                 name += string.ascii_lowercase[chunk % 26]
             row[end - 1] = name.ljust(unit)
-            if kind == "B":  # one text in the place of two units
+            if kind == "B":  # its text fills two units
                 row[end - 2] = name.ljust(2 * unit - 1, "-") + " "
                 row[end - 1] = ""
 
@@ -524,7 +431,7 @@ def print_scaling(cfg, plans):
 
 
 # -----------------------------------------------------------------------------
-# 5) the command line
+# 4) the command line
 
 MOST_GPUS = 2**17
 

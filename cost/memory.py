@@ -30,13 +30,13 @@ from zero import uses_slot
 
 GIB = 2**30
 CONTEXT = 1.2 * GIB  # CUDA context, buffers of cuBLAS and NCCL: on the card, but not torch's
-# dropless with ep > 1: rows of the fullest rank over the mean, with moe-4b's balance loss at step 20
+# Rows of the fullest rank over the mean, dropless with ep > 1: moe-4b with its balance loss at step 20.
 IMBALANCE = 1.44
-# of what a step allocates and frees, the part that torch's allocator reserves without using it
+# Of what a step allocates and frees, the part that torch's allocator reserves without using it.
 FRAGMENTS = 0.05
 
 # -----------------------------------------------------------------------------
-# what a block keeps for backward
+# What a block keeps for backward
 
 class BlockActivations(NamedTuple):
     """Bytes of one block, or of a part of it, in one micro-batch."""
@@ -84,8 +84,8 @@ def _attention_activations(cfg, mesh):
     saved = rows * row
     peak = 0
     if mesh.cp.size > 1:
-        # Keys and values of whole sequences are kept, and the outputs of a rank's two chunks beside
-        # both as one. Rotated queries are copies, so q k v side by side are freed.
+        # Attention keeps keys and values of whole sequences. Besides its output it keeps the outputs
+        # of the rank's two chunks. Rotated queries are copies, so the original q k v can be freed.
         whole_sequences = 2 * kv * cfg.micro_batch * cfg.seq_len
         saved += whole_sequences + rows * q
         if uses_rope:
@@ -97,7 +97,7 @@ def _attention_activations(cfg, mesh):
     softmax = 4 * rows * cfg.n_head / mesh.tp.size  # bytes of its log-sum-exp, in fp32
     remains = weight_bytes * rows * q  # the block's input
     if cfg.recompute == "selective":
-        # q k v, attention's output, the product with wo as it is before the scatter
+        # It keeps q k v, attention's output, and the product with wo as it is before the scatter.
         remains += weight_bytes * rows * (qkv + q + C) + softmax
     return BlockActivations(weight_bytes * saved + softmax, remains, weight_bytes * peak)
 
@@ -119,7 +119,7 @@ def _mlp_activations(cfg, mesh):
     if cfg.zero < 3:
         saved += concatenated
 
-    # Otherwise a block is compiled in pieces, between its collectives.
+    # With tp or cp a block is compiled in pieces, between its collectives.
     compiled_whole = cfg.compile and mesh.tp.size == mesh.cp.size == 1
     remains = 0
     if cfg.recompute == "selective" and cfg.n_experts:
@@ -127,8 +127,8 @@ def _mlp_activations(cfg, mesh):
     elif cfg.recompute == "selective":
         remains = rows * hidden * (2 if is_gated else 1)  # the products with w1 and w3
         if not compiled_whole:
-            # That with w2 as it is before the scatter. Backward does not need it, so a block that is
-            # compiled whole drops it.
+            # The product with w2 stays as it is before the scatter. Backward does not need it, so a
+            # block that is compiled whole drops it.
             remains += rows * C
     elif cfg.recompute == "full" and compiled_whole and cfg.mlp == "swiglu" and not cfg.n_experts:
         remains = rows * hidden  # a Triton kernel's output is not recomputed (inferred from a run)
@@ -166,7 +166,7 @@ def _expert_activations(cfg, mesh, load_factor, choice=None):
 
 
 def _rows_of_fullest_rank(cfg, mesh, load_factor, balanced, choice):
-    """Return the rows that a rank's dropless experts hold, where their number is not known before."""
+    """Return the rows that a rank's dropless experts hold at most. balanced: if all had equally many."""
     if load_factor:
         return load_factor * balanced
     # In a bad step the rows fill what a CUDA graph has for them. The first step does without a graph.
@@ -175,7 +175,7 @@ def _rows_of_fullest_rank(cfg, mesh, load_factor, balanced, choice):
 
 
 def _router_bytes(cfg, mesh, n, through_buffers):
-    """Return the bytes that routing n rows keeps: the router's tensors, and which copy goes where."""
+    """Return the bytes that the router of n rows keeps: its tensors, and which copy goes where."""
     weight_bytes, wide_bytes = element_bytes(cfg)
     kept = 2 * n * cfg.n_experts * wide_bytes
     if wide_bytes > weight_bytes:
@@ -202,14 +202,15 @@ def buffer_rows(cfg, mesh, choice):
 
 
 # -----------------------------------------------------------------------------
-# what stays from step to step
+# What stays from step to step
 
 def gradient_bytes(cfg, mesh, vocab_size, choice):
-    """Return the bytes of the gradients: sums in at least fp32, or the model's dtype where nothing is added.
+    """Return the bytes of the gradients.
 
-    Peer copies also need this rank's slice of the sums, and room for the other ranks' part of a
-    bucket. From ZeRO-2 on a rank keeps only its slices, and two slots for whole buckets. Peer copies
-    leave the gradients in the slots unwidened.
+    Sums have at least fp32. A gradient to which nothing is added keeps the model's dtype. Peer copies
+    also need this rank's slice of the sums, and room for the other ranks' part of a bucket. From ZeRO-2
+    on a rank keeps only its slices of the sums, and two slots for whole buckets; peer copies leave the
+    gradients in the slots unwidened.
     """
     weight_bytes, sum_bytes = element_bytes(cfg)
     local = local_parameters(cfg, mesh, vocab_size)
@@ -255,7 +256,7 @@ def state_bytes(cfg, mesh, vocab_size, choice):
 
 
 # -----------------------------------------------------------------------------
-# the fullest moment of a step
+# The fullest moment of a step
 
 def blocks_in_flight(cfg, mesh):
     """Return how many activations of one block and micro-batch this rank keeps at once, at most."""
@@ -280,13 +281,13 @@ def _logits_bytes(cfg, mesh, vocab_size):
     v = pad_vocab(vocab_size) // mesh.tp.size
     rows = head_rows(cfg, mesh)
     # On one rank the logits have the model's dtype, and their gradient overwrites them. Over tp there
-    # are the softmax, its gradient, and that scaled, in fp32.
-    nbytes = rows * v * (weight_bytes if mesh.tp.size == 1 else 3 * sum_bytes)
-    # the head's input, its norm and their gradients; the gradient of the head's weight
-    nbytes += rank_tokens(cfg, mesh) * C * weight_bytes * 5 + v * C * weight_bytes
+    # are the softmax, its gradient, and the gradient scaled, all in fp32.
+    logits = rows * v * (weight_bytes if mesh.tp.size == 1 else 3 * sum_bytes)
+    weight_grad = v * C * weight_bytes
+    tensors = 5 * rank_tokens(cfg, mesh)  # rows of the head's input, its norm and their gradients
     if cfg.objective == "mlm":
-        nbytes += rows * C * weight_bytes * 5  # the same tensors of the masked rows, around the dense layer
-    return nbytes
+        tensors += 5 * rows  # the same around the dense layer, of the masked rows
+    return logits + weight_grad + tensors * C * weight_bytes
 
 
 def _backward_bytes(cfg, mesh, vocab_size, block):
@@ -298,7 +299,7 @@ def _backward_bytes(cfg, mesh, vocab_size, block):
     held = held_layers(cfg, mesh)
     needed = block.peak
     if not held.has_head or cfg.pp_chunks > 1:
-        # A message to the next stage and one from it.
+        # There are a message to the next stage and one from it.
         needed += 2 * rank_tokens(cfg, mesh) * cfg.n_embd / mesh.tp.size * weight_bytes
 
     table = pad_vocab(vocab_size) // mesh.tp.size * cfg.n_embd
@@ -316,11 +317,14 @@ def _backward_bytes(cfg, mesh, vocab_size, block):
 def memory(cfg, mesh, vocab_size, choice=None):
     """Return {part: bytes on this rank} at the fullest moment, on a GPU.
 
-    weights, gradients, optimizer: state_bytes. activations: of all micro-batches in flight. logits.
-    workspace: what the first block's backward needs beside the activations, where that is more than
-    the logits did. symm_mem: the experts' symmetric memory. overhead.
-    torch's allocator does not know of the last two, nor of weights and gradients that travel as peer
-    copies. choice: the run's fast.choose.Choice, by default the expected one.
+    weights, gradients, optimizer: as in state_bytes.
+    activations: of all micro-batches in flight.
+    logits: what the head and the cross-entropy need.
+    workspace: what the first block's backward needs besides, if that is more than the logits.
+    symm_mem: the experts' symmetric memory.
+    overhead: the CUDA context, and fragments.
+    torch's allocator counts neither the last two nor weights and gradients that travel as peer copies.
+    choice: the run's fast.choose.Choice, by default the expected one.
     """
     choice = choice or expected_choice(cfg, mesh)
     weight_bytes, _ = element_bytes(cfg)

@@ -22,7 +22,7 @@ from pipeline import rank_layers
 from zero import uses_slot
 
 # -----------------------------------------------------------------------------
-# the whole model
+# The whole model
 
 def count_parameters(cfg, vocab_size):
     """Return the numbers of parameters of the whole model: {"total", "matmul", "embedding"}.
@@ -76,7 +76,7 @@ def _mlp_matrices(cfg):
 
 
 def _mlp_parameters(cfg):
-    """Return (parameters, those that one token meets) of a block's MLP or experts, without biases."""
+    """Return (all parameters, those that one token meets) of a block's MLP or experts, without biases."""
     mlp = _mlp_matrices(cfg) * cfg.n_embd * cfg.ffn_hidden
     if not cfg.n_experts:
         return mlp, mlp
@@ -122,7 +122,7 @@ def flops_per_token(cfg, vocab_size):
 
 
 # -----------------------------------------------------------------------------
-# the tokens of one rank
+# The tokens of one rank
 
 def micro_batches(cfg, mesh, batch=0):
     """Return the number of micro-batches of one data-parallel rank in a step.
@@ -148,9 +148,9 @@ def head_rows(cfg, mesh):
 
 
 def element_bytes(cfg):
-    """Return (bytes of a weight, bytes of a summed gradient or a master weight).
+    """Return (bytes of a weight, bytes of a summed gradient).
 
-    The second has at least fp32.
+    Master weights and moments are as wide as a summed gradient, which has at least fp32.
     """
     dtype = DTYPES[cfg.dtype]
     return dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
@@ -173,7 +173,7 @@ def expert_rows(cfg, n):
 
 
 # -----------------------------------------------------------------------------
-# the parameters of one rank
+# The parameters of one rank
 
 class HeldLayers(NamedTuple):
     """What of the model a rank's stages hold together."""
@@ -191,10 +191,10 @@ def held_layers(cfg, mesh):
 
 class BucketSize(NamedTuple):
     """One bucket of this rank."""
-    axis: str       # the ranks that sum its gradients
+    axis: str      # the name of the axis whose ranks sum its gradients
     is_decayed: bool
-    first_name: str  # of one of its parameters
-    elements: int
+    name: str      # of one of its parameters
+    elements: int  # of all its parameters
 
 
 @cache
@@ -204,17 +204,17 @@ def _build_buckets(cfg, mesh, vocab_size, first, blocks):
     position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     buckets = assign_buckets(model.named_parameters(), cfg.zero)
 
-    def reached_last(bucket):  # backward reaches the first layers last
+    def completion(bucket):  # backward reaches the first layers last
         _, _, names, _ = bucket
         return -position[names[-1]]
 
-    buckets.sort(key=reached_last)
+    buckets.sort(key=completion)
     return [BucketSize(axis, is_decayed, names[0], sum(p.numel() for p in params))
             for axis, is_decayed, names, params in buckets]
 
 
 def _buckets(cfg, mesh, vocab_size):
-    """Return the BucketSize of each of this rank's buckets, in the order of their completion."""
+    """Return the BucketSize of each of this rank's buckets, in the order in which backward fills them."""
     held = held_layers(cfg, mesh)
     # All layouts that cut the model alike share one entry of the cache.
     zero = 0 if cfg.zero == 1 else cfg.zero
@@ -229,9 +229,9 @@ def _buckets(cfg, mesh, vocab_size):
 
 
 def _representative_first_block(cfg, held):
-    """Return the first of consecutive blocks that weigh as much as those of this rank.
+    """Return the first of consecutive blocks that stand for those of this rank.
 
-    Nothing depends on the layers' numbers, except whether embedding and head are among them.
+    Nothing depends on the numbers of the blocks, except whether embedding and head are there.
     """
     if held.has_embedding:
         return 0
@@ -254,10 +254,10 @@ def local_parameters(cfg, mesh, vocab_size):
 
 
 def sharded_parameters(cfg, mesh, vocab_size):
-    """Return what ZeRO-3 shards and what it gathers, in padded elements of this rank's buckets.
+    """Return what ZeRO-3 shards, and what it gathers for each part of the model.
 
-    -> {axis name: elements that are sharded}, [{axis name: elements that are gathered}], whose
-    entries are the embedding, each block and the head. All are empty without ZeRO-3.
+    The first is {axis name: elements of this rank's buckets, padded}. The second is a list of the same
+    for the embedding, each block and the head. Without ZeRO-3 all are empty.
     """
     sharded = Counter()
     parts = [Counter() for _ in range(cfg.n_layer + 2)]
@@ -269,14 +269,14 @@ def sharded_parameters(cfg, mesh, vocab_size):
             continue
         n = padded_elements(bucket.elements, axis.size)
         sharded[bucket.axis] += n
-        parts[_part_of(bucket.first_name)][bucket.axis] += n
-        if cfg.tied and bucket.first_name.startswith("wte."):  # the head reads it, too
+        parts[_part_of(bucket.name)][bucket.axis] += n
+        if cfg.tied and bucket.name.startswith("wte."):  # the head reads the embedding, too
             parts[-1][bucket.axis] += n
     return sharded, parts
 
 
 def _part_of(name):
-    """Return the index of the part that a parameter belongs to: embedding, each block, head."""
+    """Return the part of the model that a parameter belongs to, as an index of sharded_parameters."""
     module, number = name.split(".")[:2]
     if module == "blocks":
         return int(number) + 1
@@ -296,10 +296,11 @@ def owned_parameters(cfg, mesh, local):
 
 
 def unwidened_gradients(mesh, local, choice):
-    """Return the parameters whose gradient keeps the model's dtype: nothing is added to it here.
+    """Return the numbers of parameters whose gradient keeps the model's dtype.
 
-    -> (parameters of axes of one rank, {axis name: parameters that travel as peer copies}).
-    local: local_parameters; choice: a fast.choose.Choice.
+    Nothing is added to such a gradient on this rank. The first number is that of all axes of one rank.
+    The second is {axis name: parameters that travel as peer copies}. local: local_parameters. choice: a
+    fast.choose.Choice.
     """
     alone, copied = 0, {}
     for axis, n in local.items():

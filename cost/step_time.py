@@ -31,7 +31,7 @@ from ops.activations import GATED
 from pipeline import timetable
 
 # -----------------------------------------------------------------------------
-# what was measured
+# What was measured
 
 class Gpu(NamedTuple):
     """What one kind of GPU and its cluster can do."""
@@ -56,8 +56,8 @@ HOPPER = dict(peak=989e12, sms=132, sustained=0.735, tail=0.5, link=320e9, net=4
 # BLOOM's planning table with other models, 12288, 13312 and 13824 wide (tests/test_plan.py lists them).
 # They are the best of a grid, with an error of 4.6 % rms (5.0 with the parts of a step that were added
 # later). They describe that cluster and its software of 2022, and are too low for others. The network
-# is assumed: 80 % of 4 x 100 Gb/s per node of 8. rails is 1, as it was when the network was chosen: with
-# 4, BLOOM's layout would come 5th of 17, not 3rd.
+# is assumed: 80 % of 4 x 100 Gb/s per node of 8, and one rail, as when it was chosen. With 4 rails BLOOM's
+# layout would come 5th of 17, not 3rd.
 AMPERE = dict(peak=312e12, sms=108, sustained=0.8, tail=2.0, link=80e9, net=5e9)
 GPUS = {
     "a100-40": Gpu(hbm=1.30e12, memory=39.4 * 2**30, **AMPERE),
@@ -67,28 +67,28 @@ GPUS = {
 }
 NODE = min(gpu.node for gpu in GPUS.values())
 
-# matrix products
+# Matrix products
 TILE_M, TILE_N = 128, 256  # output tile of cuBLAS' large kernels
 RAMP = 64  # elements of the inner dimension until a tile's pipeline is full
 GROUPED = 0.5  # of peak, experts: 445 TFLOP/s at 1024 rows each, less the time of the weights' bytes
 
-# other kernels
+# Other kernels
 ATTENTION = 0.34  # of peak, causal FLOPs: cuDNN SDPA both ways, 340 TFLOP/s on h200 at 2048 tokens
 SHORT = 0.2 / 1024  # the same per token of short sequences: 200 TFLOP/s at 1024, in G2's trace
 TOUCHES = 3  # times a saved tensor passes through memory outside products: write, read, gradient
 STREAM = 0.95  # of hbm, kernels over flat buffers: AdamW 4.17, gradients to fp32 4.0 of 4.28 TB/s
 # Bytes per parameter that is stepped. AdamW moves 30: it reads gradient, master and two moments, and
-# writes the last three and bf16 weights. The norm of the gradient reads 4. In all 30 if the gradient is
-# bf16.
+# writes the last three and bf16 weights. The norm of the gradient reads 4 more. If the gradient is bf16,
+# both together move 30.
 ADAM = 34
 ENTROPY = 0.82  # of hbm, cross-entropy: 2.43 ms for W1's 8.4 GB
 
-# the host
+# The host
 GAP = 63e-6  # s per block between the kernels of a CUDA graph: 1,223 kernels, 1.5 ms in W1's trace
 LAUNCH = {True: 0.2e-3, False: 0.5e-3}  # s of host per block, compiled or not, without a CUDA graph
 SYNC = 1e-3  # s per block that a GPU idles in dropless all_to_all: W2b's trace
 
-# messages
+# Messages
 LATENCY = 20e-6  # s per collective: 18 us at 1 MB on h200
 HOP_IN_NODE = 1.9e-6  # s per rank of a ring inside a node: NCCL's own table, LL128
 HOP_BETWEEN_NODES = 4e-6  # the same over the network
@@ -124,7 +124,7 @@ def expected_choice(cfg, mesh, node=NODE):
 
 
 # -----------------------------------------------------------------------------
-# the experts' rows
+# The experts' rows
 
 def max_load_factor(cfg, mesh, worst=False):
     """Return the rows of the fullest ep rank over the mean: in the mean layer, or in the worst one."""
@@ -136,19 +136,22 @@ def max_load_factor(cfg, mesh, worst=False):
 
 
 def row_limit_factor(cfg, mesh):
-    """Return the rows at which the limit of a CUDA graph's buffers settles, over the balanced number.
+    """Return the rows at which the limit of a CUDA graph settles (fast/graph.py), over the balanced number.
 
-    0 if that is more than --ep-slack: then there is no graph (fast/graph.py).
+    0 if that is more than --ep-slack: then there is no graph.
     """
     wanted = min(1.1 * max_load_factor(cfg, mesh, worst=True), mesh.ep.size)
     return wanted if wanted <= cfg.ep_slack else 0.0
 
 
 # -----------------------------------------------------------------------------
-# compute
+# Compute
 
 def waves(m, n, count, sms):
-    """Return (waves, whole waves) of the output tiles of `count` products (m, n) over the multiprocessors."""
+    """Return how many waves the output tiles of `count` products (m, n) fill, and how many they take.
+
+    sms: multiprocessors of the GPU, each of which computes one tile of a wave.
+    """
     tiles = count * math.ceil(m / TILE_M) * math.ceil(n / TILE_N)
     used = count * m * n / (TILE_M * TILE_N) / sms
     return used, max(1, math.ceil(tiles / sms))
@@ -165,9 +168,9 @@ def matmul_seconds(m, n, k, gpu, count=1):
 
 
 def matmul_shapes(cfg, mesh):
-    """Return the matrix products of one block on this rank, for one micro-batch forward.
+    """Return the matrix products of one block on this rank, for the forward of one micro-batch.
 
-    -> [(m, n, k, count)] of the dense ones, and the same of its experts.
+    They are two lists of (m, n, k, count), for matmul_seconds: the dense ones, and the experts'.
     """
     tp, C = mesh.tp.size, cfg.n_embd
     rows = rank_tokens(cfg, mesh)
@@ -253,7 +256,7 @@ def head_seconds(cfg, mesh, gpu, vocab_size):
 
 
 # -----------------------------------------------------------------------------
-# communication
+# Communication
 
 def ring_bandwidth(axis, stride, gpu):
     """Return the B/s along the ring of an axis whose ranks are `stride` apart.
@@ -324,7 +327,7 @@ def exposed_seconds(mesh, gpu, reductions, slowest, overlap):
 
 
 # -----------------------------------------------------------------------------
-# the step
+# The step
 
 def stage_time(cfg, mesh, gpu, vocab_size, block, sent):
     """Return the seconds of one micro-batch on this rank's stages, both ways.
@@ -356,7 +359,7 @@ def stage_time(cfg, mesh, gpu, vocab_size, block, sent):
 
     per_micro_batch = {axis: nbytes / micro_batches(cfg, mesh) for axis, nbytes in sent.items()}
     if limit and not direct:
-        # Messages have a fixed size, and zeros behind the rows.
+        # Messages have a fixed size: zeros fill what the rows leave.
         per_micro_batch["ep"] *= limit / max_load_factor(cfg, mesh)
     return max(device, host) + communication_seconds(cfg, mesh, gpu, held.blocks, per_micro_batch, direct)
 
