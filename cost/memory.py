@@ -48,8 +48,8 @@ class BlockActivations(NamedTuple):
 def saved_activations(cfg, mesh, load_factor=0.0, choice=None):
     """Return the BlockActivations of one block. A test compares them with what autograd keeps.
 
-    load_factor: rows of this rank's experts over the balanced number, dropless with ep > 1; 0 takes
-    the most that memory sees.
+    load_factor: rows of this rank's experts over the balanced number, dropless with ep > 1. 0 takes the
+    largest number that there has to be memory for.
     """
     attention = _attention_activations(cfg, mesh)
     mlp = _mlp_activations(cfg, mesh)
@@ -76,9 +76,9 @@ def _attention_activations(cfg, mesh):
     qkv = q + 2 * kv
     uses_rope = cfg.pos == "rope"
 
-    # Elements per token: the block's input, norm1's output as gathered, q k v side by side,
-    # attention's output, norm2's input.
-    row = q + C + qkv + q + q
+    # Elements per token: the inputs of the block and of norm2, norm1's output as gathered, q k v side
+    # by side, attention's output.
+    row = 2 * C / mesh.tp.size + C + qkv + q
     if uses_rope:
         row += q + kv  # q and k rotated
     saved = rows * row
@@ -95,7 +95,7 @@ def _attention_activations(cfg, mesh):
         saved += C * qkv  # wq, wk and wv concatenated
 
     softmax = 4 * rows * cfg.n_head / mesh.tp.size  # bytes of its log-sum-exp, in fp32
-    remains = weight_bytes * rows * q  # the block's input
+    remains = weight_bytes * rows * C / mesh.tp.size  # the block's input
     if cfg.recompute == "selective":
         # It keeps q k v, attention's output, and the product with wo as it is before the scatter.
         remains += weight_bytes * rows * (qkv + q + C) + softmax
@@ -112,7 +112,7 @@ def _mlp_activations(cfg, mesh):
     C = cfg.n_embd
     is_gated = cfg.mlp in GATED
 
-    # Per token: gate, up and their product, or the hidden layer before and after GELU.
+    # Gate, up and their product, or the hidden layer before and after GELU.
     inner = rows * hidden * (3 if is_gated else 2)
     concatenated = 2 * hidden * C if is_gated else 0  # w1 and w3
     saved = rows * C + inner
@@ -166,7 +166,7 @@ def _expert_activations(cfg, mesh, load_factor, choice=None):
 
 
 def _rows_of_fullest_rank(cfg, mesh, load_factor, balanced, choice):
-    """Return the rows that a rank's dropless experts hold at most. balanced: if all had equally many."""
+    """Return the most rows that a rank's dropless experts hold. balanced: the mean over the ranks."""
     if load_factor:
         return load_factor * balanced
     # In a bad step the rows fill what a CUDA graph has for them. The first step does without a graph.
