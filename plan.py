@@ -49,7 +49,7 @@ from parallel import make_mesh
 from pipeline import timetable
 
 # -----------------------------------------------------------------------------
-# 1) the plan of one layout
+# 1) The plan of one layout
 
 LAYOUT = ("tp", "cp", "pp", "pp_chunks", "ep", "zero", "micro_batch", "global_batch", "recompute")
 
@@ -80,9 +80,9 @@ def check_gpus(cfg, gpus):
 
 
 def _groups_of_stages(cfg, gpus):
-    """Return the pipeline stages in lists; the stages of one list hold the same kinds of layers.
+    """Return lists of pipeline stages: the stages of one list hold equal parts of the model.
 
-    They differ only in their position. The first of them has the most micro-batches in flight, so it
+    Such stages differ only in their position. The first has the most micro-batches in flight, so it
     stands for all.
     """
     groups = {}
@@ -224,7 +224,7 @@ def vocabulary(cfg):
 
 
 # -----------------------------------------------------------------------------
-# 2) many layouts
+# 2) Many layouts
 
 SHORTEST_CHUNK = 2048  # positions per rank below which the search cuts no sequence: cp is for long ones
 
@@ -316,7 +316,7 @@ def scaling(cfg, counts, gpu, vocab):
 
 
 # -----------------------------------------------------------------------------
-# 3) what is printed
+# 3) What is printed
 
 def print_table(title, rows):
     """Print a table: the first column is aligned left, the others right. rows: lists of strings."""
@@ -431,7 +431,7 @@ def print_scaling(cfg, plans):
 
 
 # -----------------------------------------------------------------------------
-# 4) the command line
+# 4) The command line
 
 MOST_GPUS = 2**17
 
