@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 from config import Config
+from corpus.rampup import batch_size
 from corpus.shards import load_blend_meta
 from cost.fits import check_layout
 from cost.idle import idle_warnings
@@ -44,7 +45,6 @@ from cost.step_time import (
 )
 from cost.traffic import reductions, traffic
 from interface.command_line import parse, wrong_input
-from optim import batch_size
 from parallel import make_mesh
 from pipeline import timetable
 
@@ -339,16 +339,15 @@ def draw_schedule(ranks, chunks, num_micro_batches, width=100):
     if chunks > 1:
         unit += 1
     rows = [[" " * unit for _ in range(max(table))] for _ in range(ranks)]
-    for end, operations in table.items():
-        for row, operation in zip(rows, operations, strict=True):
-            if operation is None:
+    for end, ops in table.items():
+        for row, op in zip(rows, ops, strict=True):
+            if op is None:
                 continue
-            kind, micro_batch, chunk = operation
-            name = f"{kind}{micro_batch}"
+            name = f"{op.kind}{op.micro_batch}"
             if chunks > 1:
-                name += string.ascii_lowercase[chunk % 26]
+                name += string.ascii_lowercase[op.chunk % 26]
             row[end - 1] = name.ljust(unit)
-            if kind == "B":  # its text fills two units
+            if op.kind == "B":  # its text fills two units
                 row[end - 2] = name.ljust(2 * unit - 1, "-") + " "
                 row[end - 1] = ""
 

@@ -265,11 +265,11 @@ def blocks_in_flight(cfg, mesh):
     few = min(micro_batches(cfg, mesh), 2 * mesh.pp.size)
     held = 0
     most = 0
-    for kind, _, chunk in schedule(mesh.pp.rank, mesh.pp.size, cfg.pp_chunks, few):
-        if kind == "F":
-            held += sizes[chunk]
+    for op in schedule(mesh.pp.rank, mesh.pp.size, cfg.pp_chunks, few):
+        if op.kind == "F":
+            held += sizes[op.chunk]
         else:
-            held -= sizes[chunk]
+            held -= sizes[op.chunk]
         most = max(most, held)
     return most
 

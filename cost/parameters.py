@@ -1,7 +1,7 @@
 """How many parameters a model has, how many of them one rank holds, and how much work one token is.
 
 A rank's parameters are counted on the model itself. It is built on the meta device, which allocates
-nothing, and ops.flat.assign_buckets says which bucket each parameter belongs to. So no formula can
+nothing, and ddp.assign_buckets says which bucket each parameter belongs to. So no formula can
 drift from the model that trains. Only count_parameters is a formula, because it also counts the
 parameters that one token meets; tests compare it with the model.
 """
@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 
 from config import n_masked, pad_vocab
+from ddp import assign_buckets
 from model import DTYPES, GPT
 from moe import expert_capacity
 from ops.activations import GATED
-from ops.flat import assign_buckets, padded_elements
+from ops.flat import padded_elements
 from parallel import Axis, Mesh
 from pipeline import rank_layers
 from zero import uses_slot
@@ -192,7 +193,7 @@ def held_layers(cfg, mesh):
 class BucketSize(NamedTuple):
     """One bucket of this rank."""
     axis: str      # the name of the axis whose ranks sum its gradients
-    is_decayed: bool
+    decayed: bool
     name: str      # of one of its parameters
     elements: int  # of all its parameters
 
@@ -204,13 +205,10 @@ def _build_buckets(cfg, mesh, vocab_size, first, blocks):
     position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     buckets = assign_buckets(model.named_parameters(), cfg.zero)
 
-    def completion(bucket):  # backward reaches the first layers last
-        _, _, names, _ = bucket
-        return -position[names[-1]]
-
-    buckets.sort(key=completion)
-    return [BucketSize(axis, is_decayed, names[0], sum(p.numel() for p in params))
-            for axis, is_decayed, names, params in buckets]
+    # Backward reaches the first layers last, so it completes the bucket with the last name first.
+    buckets.sort(key=lambda bucket: -position[bucket.names[-1]])
+    return [BucketSize(bucket.axis_name, bucket.decayed, bucket.names[0],
+                       sum(p.numel() for p in bucket.params)) for bucket in buckets]
 
 
 def _buckets(cfg, mesh, vocab_size):
@@ -265,7 +263,7 @@ def sharded_parameters(cfg, mesh, vocab_size):
         return sharded, parts
     for bucket in _buckets(cfg, mesh, vocab_size):
         axis = getattr(mesh, bucket.axis)
-        if not (bucket.is_decayed and uses_slot(axis)):
+        if not (bucket.decayed and uses_slot(axis)):
             continue
         n = padded_elements(bucket.elements, axis.size)
         sharded[bucket.axis] += n
