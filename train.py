@@ -33,7 +33,7 @@ from model import DTYPES, GPT, init_weights
 from optim import Optimizer, batch_size, learning_rate
 from parallel import make_mesh, untimed
 from pipeline import dropout_seeds, forward_backward, forward_only, rank_layers
-from runtime import agree, log, resume, session, timing, watch
+from runtime import agree, debugger, log, resume, session, timing, watch
 from skip import Guard, Ranges, corrupt_targets, give_up_message
 from zero import LEVELS
 
@@ -145,7 +145,7 @@ class Run:
             self.choice = choose(cfg, self.mesh, self.device)
             self.model, self.dp, self.opt = build(cfg, self.mesh, self.vocab_size, self.device, self.timers,
                                                   self.choice)
-        launch.attach_stdin(world, cfg.pdb)
+        debugger.attach_stdin(world, cfg.pdb)
 
     def resume(self):
         """Resume from a checkpoint, or start with equal replicas."""
@@ -182,7 +182,7 @@ class Run:
             while state.step < cfg.steps and self.outcome is Outcome.DONE:
                 number, batch = self.begin_step()
                 if cfg.pdb >= 0 and number == self.first:
-                    launch.break_on_rank(self.world, cfg.pdb)
+                    debugger.break_on_rank(self.world, cfg.pdb)
                 # ---------------- training section begin
                 batches = self.next_batches(number, batch)
                 stats = self.take_step(batches, number)
@@ -253,8 +253,8 @@ class Run:
         if not (self.logs(number) or self.guard.reason or self.outcome is not Outcome.DONE):
             return
         # means since the last row; every rank takes part, because memory and times are maxima over ranks
-        row, steps = log.metrics_row(cfg, self.world, self.state, batch, learning_rate(cfg, number), stats,
-                                     self.guard.reason, self.clock, self.vocab_size)
+        result = log.StepResult(batch, learning_rate(cfg, number), stats, self.guard.reason)
+        row, steps = log.metrics_row(cfg, self.world, self.state, result, self.clock, self.vocab_size)
         own_times, slow_ranks = self.stragglers.report()
         row.update(log.phase_times(self.timers, steps, self.mesh), **own_times)
         if self.opt.loss_scale is not None:
