@@ -112,8 +112,8 @@ class Guard:
             # The loss scale starts at 2**16: the 16 overflows that may bring it down to 1 are no failures.
             self.max_refused += 16
         self.reason = None  # why the last step was refused, if the host knows
-        # [(step, flag)] since the last count_refused(). flag: None for a spike, otherwise () on the device:
-        # 1.0 if the step was not finite, else 0.0.
+        # [(step, flag)] since the last count_refused(). The flag of a spike is None. Otherwise it is () on
+        # the device: 1.0 if the step was not finite, else 0.0.
         self.refused_flags = []
         self.given_up = False  # stays true once too many steps in a row were refused
         self.refused_range = None  # (first, last) of those steps

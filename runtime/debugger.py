@@ -62,7 +62,7 @@ def _forward_stdin(host, port, secret):
     """Send what arrives on the stdin of rank 0 to the chosen rank."""
     with socket.create_connection((host, port)) as there:
         there.sendall(f"{secret}\n".encode())
-        # not sys.stdin, whose lock would be held when the interpreter ends
+        # Not sys.stdin: its lock would be held when the interpreter ends.
         while data := os.read(0, 1 << 16):
             there.sendall(data)
 

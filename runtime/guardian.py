@@ -14,7 +14,7 @@ STDIN = 0
 
 
 def main(pid, step):
-    # srun sends these signals to all processes of a step
+    # With srun these signals go to all processes of a step, and so to this one.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 

@@ -6,8 +6,8 @@ The answer covers plain python, torchrun, MPICH and Intel MPI (Hydra), Open MPI,
     launch          choose the device, agree on an address through MPI, make the process group
     exit_together   turn wrong input on any rank into one line from one rank and exit code 2 on all
 
-No other file reads the environment. Programs import this file before torch: otherwise torch's idle threads
-spin.
+No other file reads the environment. Programs import this file before torch, so that torch's idle threads do
+not spin.
 """
 import contextlib
 import functools
@@ -26,8 +26,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
-# OpenMP reads this variable when torch is imported. Waiting threads then sleep and leave their core to other
-# threads.
+# OpenMP reads this variable when torch is imported. Then waiting threads sleep, and leave the core to others.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -40,8 +39,8 @@ from parallel import Axis
 from runtime import mpi, visible
 
 # Each launcher with its variables for (rank, world size, local rank, local size). The first launcher whose
-# variables are set is taken. srun comes last: only SLURM_STEP_NUM_TASKS says that srun started *this* process
-# and not the batch script around it.
+# variables are set is taken, and srun comes last: only SLURM_STEP_NUM_TASKS says that srun started *this*
+# process and not the batch script around it.
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
@@ -381,7 +380,8 @@ def _join(start, timeout, joining):
     _end_all_on_exception(rank, comm)
 
     shown = os.environ.get(visible.VARIABLE)
-    hosts, own = [], None
+    hosts = []
+    own = None
     backend = "none"
     wait = timedelta(seconds=timeout)
     with mpi.progress(comm):
@@ -392,8 +392,9 @@ def _join(start, timeout, joining):
         if size > 1:
             backend = dist.get_default_backend_for_device(device)  # nccl, xccl or gloo
             _prepare_backends(n_nodes)
-            # gloo is for tensors in host memory
-            backends = "gloo" if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}"
+            backends = f"cpu:gloo,{device.type}:{backend}"  # gloo: tensors in host memory
+            if backend == "gloo":
+                backends = "gloo"
             dist.init_process_group(backends, timeout=wait, store=store, rank=rank, world_size=size,
                                     device_id=None if device.type == "cpu" else device)
     joining("", size)

@@ -431,6 +431,6 @@ def tracer(on, out):
         profiler.export_chrome_trace(str(out / "trace.json"))
         print(f"trace: {out}/trace.json; open it in https://ui.perfetto.dev", flush=True)
 
-    # without repeat=1 such steps would be traced again and again
+    # Without repeat=1 such steps would be traced again and again.
     steps = schedule(wait=1, warmup=1, active=3, repeat=1)
     return profile(schedule=steps, on_trace_ready=write)

@@ -93,7 +93,7 @@ class Signals:
         time.sleep(min(0.3 * (self.rank or 0), 3))  # one line: a launcher ends the others after the first
         speaker = "" if self.rank is None else f"rank {self.rank}: "
         with contextlib.suppress(OSError):
-            # not through sys.stderr, whose lock the main thread may hold
+            # Not through sys.stderr: the main thread may hold its lock.
             os.write(2, f"nanoshard: {speaker}{text}\n".encode())
         if self.is_program:
             os._exit(code)
@@ -118,8 +118,7 @@ class Stream:
     If its reader leaves (| head) or its disk is full, the run loses what it prints and goes on. After the
     first error the output goes nowhere, and OUT/output_lost.txt says so.
     """
-    # of both streams together:
-    lost = []  # lines that wait until OUT is known
+    lost = []  # of both streams: lines that wait until OUT is known
     folder = None  # OUT
 
     def __init__(self, name):
