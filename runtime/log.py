@@ -97,7 +97,7 @@ def rates(cfg, world, batch, ms, vocab_size):
 def phase_times(timers, steps, mesh):
     """Return {t_PHASE: ms per step of the slowest rank}, or {} without --timers.
 
-    With stages the result has also the bubble: by what fraction all micro-batches together take longer than
+    With stages, the result also has the bubble: the fraction by which all micro-batches take longer than
     forward and backward of the slowest stage. It is the bubble of cost/step_time.py, with messages.
     Collective over the world.
     """

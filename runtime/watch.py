@@ -546,7 +546,7 @@ class Stragglers:
         if self.world.size == 1 or not spans:
             return {}, []
         own = sum(self.watch.ms(begin, end) for begin, end in spans) / len(spans)
-        # one number on the host from each rank to all
+        # One number on the host goes from each rank to all.
         ms = self.world.all_gather(torch.tensor([own])).tolist()
         slowest = max(ms)
         keys = {"step_ms_min": min(ms), "step_ms_max": slowest, "slowest_rank": ms.index(slowest)}
