@@ -346,12 +346,13 @@ def verdict(reports, size, timeout):
 
     reports: {rank: report}. size: the number of ranks. timeout: seconds.
     """
+    reports = dict(sorted(reports.items()))  # if several ranks are equally late, the lowest is named
     silent = max(report["silent"] for report in reports.values())
     missing = [rank for rank in range(size) if rank not in reports]
     lines = [f"nanoshard: hung: no progress for {silent:.1f} s (--timeout {timeout:g}); "
              f"{cause(reports, missing)}"]
     ranks_at = {}  # description: ranks
-    for rank, report in sorted(reports.items()):
+    for rank, report in reports.items():
         ranks_at.setdefault(describe(report), []).append(rank)
     for text, ranks in ranks_at.items():
         lines.append(f"  {format_ranks(ranks)}: {text}")
