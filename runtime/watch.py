@@ -457,7 +457,7 @@ def hashes_by_axis(model):
     parts.update((name, module) for name, module in model.named_children() if name != "blocks")
     held = {}
     for part, module in parts.items():
-        model.wait_for_weights(module)  # weights may be on their way; ZeRO-3 gathers them
+        model.provide_weights(module)  # weights may be on their way; ZeRO-3 gathers them
         for name, p in module.named_parameters(part):
             held.setdefault(p.reduce, {})[name] = checksum(p)
     for name, t in model.named_buffers():  # the routers' biases: equal on a whole stage
