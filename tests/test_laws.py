@@ -459,7 +459,7 @@ CUDA_ONLY = {  # place: why it names CUDA. Everything else asks the device's mod
     "ops/grouped_mm.py has_grouped_mm": "a kernel of Hopper and Blackwell",
     "ops/grouped_mm.py tiles": "its table names NVIDIA's architectures",
     "fast/choose.py has_cuda_api": "the one answer for graphs and peer access",
-    "fast/choose.py peer_access": "peer access between GPUs",
+    "fast/choose.py place_of": "peer access between GPUs",
     "fast/graph.py GraphedStep": "the CUDA graph",
     "runtime/watch.py Stragglers": "whether a CUDA graph is being recorded",
     "cost/step_time.py expected_choice": "its table of GPUs is NVIDIA's",
