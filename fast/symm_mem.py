@@ -1,10 +1,10 @@
 """Rows to the experts and back without messages: each rank writes into the memory of the other GPUs.
 
 all_to_all needs row counts on the host, and a CUDA graph cannot capture a host read. Here each rank writes
-rows directly into the destination's symmetric-memory buffer over NVLink, and reads the results back from there.
-Only the GPUs know how many rows there are. One-sided writes need explicit barriers: before a rank reads what
-others wrote, and before it overwrites what others may still read. (One-sided communication: MPI-3, chapter 11.
-Its addresses: torch's symmetric memory. Experts over it: DeepSeek-AI's DeepEP.)
+rows directly into the destination's symmetric-memory buffer over NVLink, and reads the results back from
+there. Only the GPUs know how many rows there are. One-sided writes need explicit barriers: before a rank
+reads what others wrote, and before it overwrites what others may still read. (One-sided communication:
+MPI-3, chapter 11. Its addresses: torch's symmetric memory. Experts over it: DeepSeek-AI's DeepEP.)
 
     SymmetricBuffer            memory of each rank of an axis that all of them address
     SendRows, ReturnRows       the rows' way to the experts and back, with gradients
