@@ -84,7 +84,8 @@ def layouts_of(size):
 def check_layouts(world, dtype):
     """Compare every layout of this world size with one rank, and return a line about it.
 
-    Its worst relative error is that of any element in fp64, of a loss in the other dtypes."""
+    Its worst relative error is that of any element in fp64, of a loss in the other dtypes.
+    """
     layouts = layouts_of(world.size)
     if not layouts:
         return f"{dtype}: left out, no layout of the table has this number of ranks, {world.size}"
@@ -107,7 +108,8 @@ def worst_error(name, flags, want, seen, results):
     """Return the worst error of a layout, relative to tests/test_layouts.scale.
 
     want: the run of one rank, seen: that of rank 0, results: those of all ranks.
-    AssertionError: the error is too large."""
+    AssertionError: the error is too large.
+    """
     expected, got = np.array(want["stats"]), np.array(seen["stats"])
     if flags["dtype"] != "fp64":
         error = np.abs(got[:, 0] / expected[:, 0] - 1).max()
@@ -131,7 +133,8 @@ def fitting(world, layouts):
     """Return [(family, flags)] of the layouts whose axes divide the number of ranks.
 
     A step has 16 sequences in micro-batches of 2. Under ZeRO the layout comes a second time with one
-    micro-batch, the case in which gradients and weights travel as copies between GPUs."""
+    micro-batch, the case in which gradients and weights travel as copies between GPUs.
+    """
     fits = []
     for family, layout in layouts:
         if any(world.size % layout.get(axis, 1) for axis in ("tp", "cp", "pp", "ep")):
@@ -147,9 +150,10 @@ def fitting(world, layouts):
 def weights_of(training):
     """Return {name: (ranks that hold the same, checksum)} of the weights.
 
-    Under ZeRO-3 these are this rank's slices, which no other rank holds."""
+    Under ZeRO-3 these are this rank's slices, which no other rank holds.
+    """
     if training.cfg.zero == 3:
-        return {b.names[0]: ((training.mesh.world.rank,), checksum(b.own).tolist())
+        return {b.contents.names[0]: ((training.mesh.world.rank,), checksum(b.own).tolist())
                 for b in training.dp.buckets}
     return {name: (getattr(training.mesh, p.reduce).ranks, checksum(p).tolist())
             for name, p in training.model.named_parameters()}
@@ -158,7 +162,8 @@ def weights_of(training):
 def check_replicas(world):
     """Train layouts with replicas, each twice, and return a line about it.
 
-    AssertionError: the bits of a parameter differ between two ranks that hold it, or between the runs."""
+    AssertionError: the bits of a parameter differ between two ranks that hold it, or between the runs.
+    """
     checked = 0
     for family, flags in fitting(world, REPLICATED):
         prints = []
@@ -181,7 +186,8 @@ def check_replicas(world):
 def check_graphs(world):
     """Train layouts with and without a CUDA graph, and return a line about it.
 
-    AssertionError: a loss differs by more than rounding."""
+    AssertionError: a loss differs by more than rounding.
+    """
     worst, redone = 0.0, 0
     layouts = fitting(world, CAPTURED)
     for family, flags in layouts:
@@ -206,7 +212,8 @@ def check_graphs(world):
 def check_sync(world):
     """Run the MoE layer where torch sees hidden synchronisations, and return a line about it.
 
-    RuntimeError: the host waited for the GPU."""
+    RuntimeError: the host waited for the GPU.
+    """
     if not has_cuda_api(world.device):
         for factor in (0.0, 1.0):
             run_layer(one_rank_layer(world, factor, **SHAPE), 256, world.device)

@@ -2,7 +2,7 @@
 
 The choice is made once. It follows from the run's flags, its mesh and what its GPUs can do. Each fast way
 has a plain twin that gives the same numbers: the step without a graph (train.py), all_to_all (moe.py), NCCL
-(parallel.py), gradients summed in fp32 (parallel.py).
+(parallel.py), gradients summed in fp32 (ddp.py).
 """
 import socket
 from typing import NamedTuple
@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 
 import moe
+from ddp import Comm
 from fast import symm_mem
 from fast.padded import PaddedAllToAll
 from fast.peer import CopyStream, PeerComm, PeerSlotComm
 from model import DTYPES
 from ops import backend
-from parallel import Comm
 from zero import SlotComm, uses_slot
 
 
@@ -61,7 +61,8 @@ def choose(cfg, mesh, device, reach=None):
     """Return the Choice of this run.
 
     reach(mesh, axis, device) says whether the GPUs of each group of an axis reach each other's memory. It is
-    peer_access by default, which all ranks must call together."""
+    peer_access by default, which all ranks must call together.
+    """
     reach = reach or peer_access
     bf16 = cfg.dtype == "bf16" and device.type != "cpu"
     single = bf16 and cfg.global_batch in (0, cfg.micro_batch * mesh.dp.size)
@@ -128,7 +129,8 @@ def peer_access(mesh, axis, device):
 
     They do if they are on one host, each has a GPU of its own that all of them see, these GPUs have peer
     access, and a first allocation succeeds. On a CPU the one host is enough. Collective over the world; the
-    same answer on all ranks. Rank 0 prints what the GPUs lack."""
+    same answer on all ranks. Rank 0 prints what the GPUs lack.
+    """
     world = mesh.world
     places = world.gather_objects(place_of(axis, device))  # a few words from each rank to all, over the world
     for first in dict.fromkeys(place.group for place in places):

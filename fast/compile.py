@@ -8,7 +8,8 @@ import parallel
 def compile_blocks(model):
     """Compile the blocks of a model, in place.
 
-    Of a block with experts only attention and router are compiled: the rows of an expert vary in number."""
+    Of a block with experts only attention and router are compiled: the rows of an expert vary in number.
+    """
     # Python counts the bytes of collectives, so these stay outside of the compiled graphs.
     keep_eager(parallel, "_uncompiled")
     keep_eager(parallel.Axis, "_all_reduce")

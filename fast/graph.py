@@ -27,7 +27,8 @@ WARMUP_STEPS = 3  # without a graph: compilation, autotuning and NCCL's set-up m
 def make_step(plain, choice):
     """Return the step to train with: the train.Step `plain`, or a GraphedStep around it.
 
-    choice: a fast.choose.Choice. The model is compiled if asked. Collective: symmetric memory is allocated."""
+    choice: a fast.choose.Choice. The model is compiled if asked. Collective: symmetric memory is allocated.
+    """
     cfg = plain.cfg
     model = plain.model
     if cfg.compile:
@@ -49,7 +50,8 @@ class DeferredGather:
     """The handle of a gather that the next captured step starts.
 
     A reader that cannot wait for that step (evaluation, --check-every) calls wait(), which gathers at once,
-    so that no reader sees stale weights."""
+    so that no reader sees stale weights.
+    """
 
     def __init__(self, bucket):
         self.bucket = bucket
@@ -69,7 +71,8 @@ class GraphedStep:
       3. The host reads the loss. If it is not finite, whatever the cause, the plain step does the same
          batches with all_to_all, whose messages have the exact size, and the buffers grow for the next step.
     ZeRO-1's new weights are gathered by the first nodes of the graph. With peer copies the embedding's
-    bucket, which the forward needs first, is gathered right after its update."""
+    bucket, which the forward needs first, is gathered right after its update.
+    """
 
     def __init__(self, plain, choice, sizer=None):
         self.plain = plain
@@ -96,12 +99,12 @@ class GraphedStep:
         with self.dp.timers("norm"):
             stats = plain.opt.stats(loss, full)
         if self.sizer is None:
-            return plain.finish(stats, number, guard)
+            return plain.update_unless_vetoed(stats, number, guard)
 
         if self.host_looks_first(guard):
             if self.overflowed(stats.loss):
                 return plain(batches, number, full, guard, tokens)
-            return plain.finish(stats, number, guard)
+            return plain.update_unless_vetoed(stats, number, guard)
 
         norm_or_nan = stats.grad_norm + 0 * stats.loss  # NaN in a void step
         found_inf = plain.update(stats._replace(grad_norm=norm_or_nan), number)
@@ -112,7 +115,8 @@ class GraphedStep:
     def host_looks_first(self, guard):
         """Whether the update waits until the host has read the loss.
 
-        It does if a guard may veto it, or if a void update would change the loss scale."""
+        It does if a guard may veto it, or if a void update would change the loss scale.
+        """
         guard_may_veto = guard is not None and guard.sigma > 0
         return guard_may_veto or self.plain.opt.loss_scale is not None
 
@@ -120,7 +124,8 @@ class GraphedStep:
         """Return this rank's part of the mean loss, (), replayed where there is a graph.
 
         batches: [(x, y)] of step `number`; tokens: see train.Step. Another number of micro-batches, or
-        another shape, captures again."""
+        another shape, captures again.
+        """
         shape = [*(x.shape for x, _ in batches), type(tokens)]
         if shape != self.shape:
             self.calls = 0
@@ -246,7 +251,8 @@ class BufferSizer:
     def resize(self, overflowed):
         """Choose the number of rows, and return whether it changed, alike on all ranks.
 
-        That is after an overflow, and every `interval` steps, because a balanced load needs less."""
+        That is after an overflow, and every `interval` steps, because a balanced load needs less.
+        """
         self.steps += 1
         self.n_retries += overflowed
         if not overflowed and self.steps < self.interval:

@@ -7,7 +7,8 @@ from ops.accelerator import stream_module
 class HostBuffers:
     """Host memory for the shards of one rank, allocated once and used by every save.
 
-    Where a stream copies, the memory is pinned."""
+    Where a stream copies, the memory is pinned.
+    """
     CHUNK = 1 << 30  # bytes; torch's pinned allocator rounds up to a power of two, so allocate powers of two
     free_bytes = 0  # at the end of the last chunk
 
@@ -19,7 +20,8 @@ class HostBuffers:
         """Copy the tensors of [(name, tensor, full shape, offset)] to the host.
 
         Return the same list with the copies, and an event: after it the tensors may change. The event is None
-        where the copies are complete at once."""
+        where the copies are complete at once.
+        """
         module = stream_module(shards[0][1].device) if shards else None
         if module is None:
             return self.copies(shards, non_blocking=False), None

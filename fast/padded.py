@@ -27,7 +27,8 @@ class PaddedAllToAll(AllToAll):
 
     rows_in_use: rows of all ep messages of a rank together, the same on every rank. If it is 0, or without
     gradients (evaluation, generation), the messages are exact. rows_needed: ep times the rows of the fullest
-    pair."""
+    pair.
+    """
     rows_in_use = 0
 
     def plan(self, ids, gates):
@@ -54,7 +55,8 @@ class PaddedAllToAll(AllToAll):
     def received_slots(self, counts, message, message_rows):
         """Return by_sender and offs of a PaddedPlan, from what the senders tell about their messages.
 
-        counts (ep, e): rows from here for each expert; message (ep, 1): 0, 1, ...; message_rows: of each."""
+        counts (ep, e): rows from here for each expert; message (ep, 1): 0, 1, ...; message_rows: of each.
+        """
         ep, e = counts.shape
         # (ep, e) each sender's rows for each of this rank's experts: E counts to their owners, over ep
         received = self.ep.all_to_all(counts.flatten()).view(ep, e)

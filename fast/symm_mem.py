@@ -26,7 +26,8 @@ class SymmetricBuffer:
 
     local: (rows, width) of this rank; peers: the same of every rank of the axis, by rank. All ranks of the
     axis allocate together. torch's allocator does not count this memory. ValueError: these GPUs do not reach
-    each other's memory."""
+    each other's memory.
+    """
 
     instances = weakref.WeakSet()  # all of this process
 
@@ -112,7 +113,8 @@ class Buffers(NamedTuple):
 
     A buffer is overwritten only when its readers are known to be done: `rows` after the next exchange of
     counts, which each rank joins after its reading; the other two because a barrier on another buffer lies
-    between any two of their uses."""
+    between any two of their uses.
+    """
     rows: SymmetricBuffer     # rows for this rank's experts arrive here; the layer's own: backward reads them
     results: SymmetricBuffer  # results leave from here, in backward the rows' gradients; shared by all layers
     grads: SymmetricBuffer    # the results' gradients arrive here; shared by all layers
@@ -174,7 +176,8 @@ class _OneSided:
     """What the two dispatchers share.
 
     rows_in_use: how many rows of each buffer are used, the same on every rank. If it is 0, or without
-    gradients (evaluation, generation), the plain dispatcher is used."""
+    gradients (evaluation, generation), the plain dispatcher is used.
+    """
     buffers = None
     rows_in_use = 0
 
@@ -185,7 +188,8 @@ class _OneSided:
         """Tell the other ranks how many rows this one has for each expert, counts (E,).
 
         Return starts (E,), the destination of the first of them, and offs (e,). The all-gather doubles as the
-        barrier that protects buffers.rows: a rank enters it only after reading the previous rows."""
+        barrier that protects buffers.rows: a rank enters it only after reading the previous rows.
+        """
         counts = self.ep.all_gather(counts).view(-1, self.E)  # E counts from each rank to all, over ep
         return layout_from_counts(counts, self.ep.rank, self.buffers.rows.rows, self.rows_in_use,
                                   self.rows_needed)
@@ -209,7 +213,8 @@ class _OneSided:
 class SymmMem(_OneSided, AllToAll):
     """Dropless without asking the host: shapes are static, so a step with experts is one CUDA graph too.
 
-    A step that brings more than rows_in_use rows to some rank overflows: see GraphedStep in fast/graph.py."""
+    A step that brings more than rows_in_use rows to some rank overflows: see GraphedStep in fast/graph.py.
+    """
 
     def plan(self, ids, gates):
         if not self.active():
@@ -224,7 +229,8 @@ class SymmMem(_OneSided, AllToAll):
 class SymmMemCapacity(_OneSided, Capacity):
     """With a capacity the buffer can never overflow: each rank sends at most `capacity` rows per expert.
 
-    Every rank learns how many rows the others send, so no slot is left empty."""
+    Every rank learns how many rows the others send, so no slot is left empty.
+    """
 
     def plan(self, ids, gates):
         if not self.active():

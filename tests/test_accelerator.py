@@ -33,9 +33,11 @@ NAME = "Intel(R) Data Center GPU Max 1550"
 
 
 class StandIn(TorchFunctionMode):
-    """Tensors are on XPU, and what is asked to be there is made on the CPU. Host tensors are marked: those
-    that are made without a device, or copied to the CPU. Where one meets a tensor on XPU, the operation fails
-    as it would on an accelerator."""
+    """Tensors say that they are on XPU, and what is asked to be there is made on the CPU.
+
+    Host tensors are marked: those that are made without a device, or copied to the CPU. Where one meets a
+    tensor on XPU, the operation fails as it would on an accelerator.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -75,7 +77,7 @@ def check_devices(func, tensors):
 
 
 def lands_on_host(func, args, kwargs, tensors):
-    """Whether the result of func is in host memory: it was asked to be there, or all that it comes from is."""
+    """Whether the result of func is in host memory: it was asked to be, or all that it comes from is."""
     asked = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.device)]
     if asked:
         return asked[0] == CPU
@@ -186,7 +188,7 @@ def test_a_run_is_that_of_the_cpu(ranks, flags, tmp_path):
     expected = run_ranks(ranks, session, [*argv, str(tmp_path / "cpu")])
     for (result, used), want in zip(results, expected, strict=True):
         assert result["code"] == want["code"] == 0, result["err"] + want["err"]
-        # two saves: each on one stream of its own, which waits for the update, and the next update for it
+        # Two saves: each on one stream of its own, which waits for the update, and the next update for it
         assert used["wait_stream"] == 2 and used["wait"] == 1 and used["synchronize"] > 2
     assert " forward=" in results[0][0]["out"]
     got, want = rows(tmp_path / "xpu", ()), rows(tmp_path / "cpu", ())

@@ -1,7 +1,7 @@
 """bench/gpu_matrix.py, whose checks need several GPUs, rehearsed on a CPU with fewer layouts and steps:
 
     every part        one rank and two, as the program runs them without CUDA
-    a stand-in        tensors on an accelerator, where an index in host memory is an error (test_accelerator.py)
+    a stand-in        test_accelerator.py's, where a tensor in host memory is an error as it is on a GPU
     CUDA's branches   the step as a graph, symmetric memory, the watch for hidden synchronisations
     what must fail    a wrong layout, replicas that differ, runs that differ
 """

@@ -23,10 +23,10 @@ import moe
 import train
 from config import Config
 from corpus.shards import Synthetic, micro_batches
+from ddp import BUCKET_ELEMENTS
 from fast import choose, graph, padded, peer, symm_mem
 from fast.graph import BufferSizer, GraphedStep
 from fast.peer import PeerComm
-from ops.flat import BUCKET_ELEMENTS
 from optim import Optimizer
 from parallel import Axis, make_mesh
 from zero import LEVELS
@@ -92,7 +92,7 @@ def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=Fals
         for number in range(1, 4):
             batches = micro_batches(cfg, mesh, source, (number - 1) * 8, 8, device)
             stats.append(torch.stack(step(batches, number)[0]).tolist())
-        model.wait_for_weights(model)
+        model.provide_weights(model)
     return stats, owned(dp, opt), sizer and sizer.n_retries, sizer and sizer.slack
 
 
@@ -141,7 +141,7 @@ def test_a_step_whose_buffers_overflowed_is_done_again(layout):
 
 
 # -----------------------------------------------------------------------------
-# several nodes: messages of a fixed size (fast/padded.py)
+# Several nodes: messages of a fixed size (fast/padded.py)
 
 def padded_block(world, ep, flags, kind, slack):
     """A block over ep whose messages have room for `slack` times the balanced rows; 0: exact messages.
@@ -288,7 +288,7 @@ def test_a_rank_whose_gradients_are_late_is_waited_for(without, zero):
 
 
 # -----------------------------------------------------------------------------
-# which GPUs reach each other's memory
+# Which GPUs reach each other's memory
 
 def unreachable_session(world, argv):
     with mock.patch.object(choose, "static_shapes", lambda *_: True):
