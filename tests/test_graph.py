@@ -79,7 +79,8 @@ class GpuStragglers(watch.Stragglers):
 def graphs_on_a_cpu(seen):
     """Give CPU tensors torch.cuda's graphs.
 
-    seen: counts captures, replays, first collectives of captured steps."""
+    seen: counts captures, replays, first collectives of captured steps.
+    """
     generator = DefaultGenerator()
 
     def replay():
@@ -104,6 +105,7 @@ def graphs_on_a_cpu(seen):
                (torch.cuda, "synchronize", lambda: None),
                (torch.cuda, "is_current_stream_capturing", lambda: generator.capturing)]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(EmulatedStep, "latest", None))
         stack.enter_context(mock.patch.object(GpuStragglers, "seen", seen, create=True))
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))
