@@ -157,7 +157,7 @@ class ReturnRows(torch.autograd.Function):
 
 class SymmMemPlan(NamedTuple):
     dst: torch.Tensor   # (N,) where each copy goes: rank * rows + row, -1 if it has no place
-    offs: torch.Tensor  # (e,) where each local expert's rows end in this rank's buffer
+    ends: torch.Tensor  # (e,) where each local expert's rows end in this rank's buffer
 
 
 class _OneSided:
@@ -170,7 +170,7 @@ class _OneSided:
 
     def exchange_counts(self, counts):
         """counts (E,): this rank's rows for each expert -> starts (E,): the destination of the first of them;
-        offs (e,). This all-gather doubles as the barrier that protects buffers.rows: a rank enters it only
+        ends (e,). This all-gather doubles as the barrier that protects buffers.rows: a rank enters it only
         after reading the previous rows."""
         counts = self.ep.all_gather(counts).view(-1, self.E)  # E counts from each rank to all, over ep
         return layout_from_counts(counts, self.ep.rank, self.buffers.rows.rows, self.rows_in_use,
@@ -201,9 +201,9 @@ class SymmMem(_OneSided, AllToAll):
             return super().plan(ids, p)
         expert = ids.flatten()
         rank, cumulative = rank_within_expert(expert, self.E)
-        starts, offs = self.exchange_counts(cumulative[:, -1])
+        starts, ends = self.exchange_counts(cumulative[:, -1])
         dst = slots_from_ranks(expert, rank, cumulative, starts, self.e, self.buffers.rows.rows)
-        return SymmMemPlan(dst, offs)
+        return SymmMemPlan(dst, ends)
 
 
 class SymmMemCapacity(_OneSided, Capacity):
@@ -215,9 +215,9 @@ class SymmMemCapacity(_OneSided, Capacity):
             return super().plan(ids, p)
         perm, inv_perm, capacity = self.assign(ids, p)
         expert = ids.flatten()
-        starts, offs = self.exchange_counts((perm < expert.numel()).view(self.E, capacity).sum(1))
+        starts, ends = self.exchange_counts((perm < expert.numel()).view(self.E, capacity).sum(1))
         dst = starts[expert] + inv_perm - expert * capacity
-        return SymmMemPlan(torch.where(inv_perm < perm.numel(), dst, -1), offs)
+        return SymmMemPlan(torch.where(inv_perm < perm.numel(), dst, -1), ends)
 
 
 def allocate(layers, rows):
