@@ -440,7 +440,7 @@ class GPT(nn.Module):
         self.is_first = self.chunks[0][0] == 0
         self.is_last = self.chunks[-1][1] == cfg.n_layer
         self.rope = None  # cos and sin of all positions, once they are needed
-        self.wait_for_weights = lambda module, x=None: None  # DataParallel puts ZeRO's wait here
+        self.data_parallel = None  # ddp.DataParallel sets itself: it knows which weights have come
 
         C = cfg.n_embd
         V = pad_vocab(vocab_size)
@@ -448,9 +448,8 @@ class GPT(nn.Module):
         if self.is_first or (cfg.tied and self.is_last):
             # A tied head is the embedding. Where the last stage is not the first one, it keeps a
             # copy, and the gradients of both are summed.
-            is_copied = cfg.tied and self.is_first != self.is_last
-            reduce = "tied" if is_copied else None
-            self.wte = Weight((V, C), mesh, tp_dim=0, used=vocab_size, reduce=reduce)
+            two_copies = cfg.tied and self.is_first != self.is_last
+            self.wte = Weight((V, C), mesh, tp_dim=0, used=vocab_size, tied=two_copies)
         if self.is_first and cfg.pos == "learned":
             self.wpe = Weight((cfg.seq_len, C), mesh)
         self.blocks = nn.ModuleDict()
@@ -461,6 +460,11 @@ class GPT(nn.Module):
             self.norm = Norm(cfg, mesh)
             self.head = None if cfg.tied else Weight((V, C), mesh, tp_dim=0, used=vocab_size)
             self.mlm = MaskedHead(cfg, mesh, V, vocab_size) if cfg.objective == "mlm" else None
+
+    def provide_weights(self, module, x=None):
+        """Wait for the newest weights of a module, before they are read. x: the module's input."""
+        if self.data_parallel is not None:
+            self.data_parallel.provide_weights(module, x)
 
     def forward(self, tokens, targets=None, hidden=None, cache=None, chunk=0):
         """Return the output of one of this rank's chunks of blocks, and its balancing losses.
@@ -479,7 +483,7 @@ class GPT(nn.Module):
         aux = torch.zeros((), device=tokens.device)
         for i in range(first, end):
             block = self.blocks[str(i)]
-            self.wait_for_weights(block, x)
+            self.provide_weights(block, x)
             x, block_aux = block(x, t, cos, sin, cache)
             aux = aux if block_aux is None else aux + block_aux
         if end < self.cfg.n_layer:
@@ -507,10 +511,10 @@ class GPT(nn.Module):
         return cos[positions], sin[positions]
 
     def _embed(self, tokens, positions):  # (B, t) -> (n, C)
-        self.wait_for_weights(self.wte)
+        self.provide_weights(self.wte)
         x = vocab_embedding(tokens.reshape(-1), self.wte.weight, self.mesh.tp)  # (n, C)
         if self.wpe is not None:
-            self.wait_for_weights(self.wpe)
+            self.provide_weights(self.wpe)
             x = self._add_positions(x, self.wpe.weight[positions])
         return F.dropout(x, self.cfg.dropout, self.training)
 
@@ -526,12 +530,12 @@ class GPT(nn.Module):
     def _loss_or_logits(self, x, targets):  # (n, C), (B, t) or None -> () or (B*t, local_vocab)
         head = self.wte if self.head is None else self.head
         bias = None
-        self.wait_for_weights(self.norm, x)
-        self.wait_for_weights(head)
+        self.provide_weights(self.norm, x)
+        self.provide_weights(head)
         x = self.norm(x)
         x = gather_rows(x, self.mesh.tp)  # (B*t, C): n rows from each rank to all, over tp
         if self.mlm is not None:
-            self.wait_for_weights(self.mlm)
+            self.provide_weights(self.mlm)
             if targets is not None:  # only the masked tokens have one
                 x, targets = self.mlm.masked_rows(x, targets, self.mesh.cp)
             x = self.mlm(x)
