@@ -156,6 +156,7 @@ def attend_chunks(q, k, v, axis, causal, **options):
     if not causal:
         return F.scaled_dot_product_attention(q, k, v, **options)
 
+    # This rank has chunk number rank, counted from the start, and one that is as far from the end.
     early_queries, late_queries = q.chunk(2, dim=2)  # (B, h, t/2, D) each
     chunk_size = q.size(2) // 2
     early_end = (axis.rank + 1) * chunk_size
@@ -166,7 +167,7 @@ def attend_chunks(q, k, v, axis, causal, **options):
 
 
 def attend_up_to(end, queries, k, v, **options):
-    """Causal attention of the queries of the last positions before `end`: like the queries."""
+    """Causal attention of queries (B, h, t/2, D), the last of which stands just before `end`."""
     k = k[:, :, :end]  # (B, g, end, D)
     v = v[:, :, :end]  # (B, g, end, D)
     mask = lower_right_mask(queries.size(2), end)
@@ -470,7 +471,7 @@ class GPT(nn.Module):
         """Return the output of one of this rank's chunks of blocks, and its balancing losses.
 
         tokens (B, t) int64; targets (B, t); hidden (n, C): the output of the stage before; cache: a
-        Cache, for generation.
+        Cache, for generation; chunk: which of this rank's chunks.
         The output is hidden (n, C) on every stage except the last. There it is the logits
         (B*t, local_vocab) or, with targets, the sum of the cross-entropy over them in nats, ().
         The losses are this rank's part of the stage's weighted balancing losses, ().
@@ -478,7 +479,7 @@ class GPT(nn.Module):
         t = tokens.size(1)
         first, end = self.chunks[chunk]
         positions = self._positions(t, cache, tokens.device)
-        cos, sin = self._rotation(positions, tokens)
+        cos, sin = self._rotation(positions, tokens.device)
         x = self._embed(tokens, positions) if first == 0 else hidden  # (n, C)
         aux = torch.zeros((), device=tokens.device)
         for i in range(first, end):
@@ -498,7 +499,7 @@ class GPT(nn.Module):
             return slice(start, start + t)
         return cp.own_chunks(torch.arange(t * cp.size, device=device), 0)
 
-    def _rotation(self, positions, like):
+    def _rotation(self, positions, device):
         """Return cos and sin of the positions, (t, D/2) each; without RoPE None, None."""
         cfg = self.cfg
         if cfg.pos != "rope":
@@ -506,7 +507,7 @@ class GPT(nn.Module):
         if self.rope is None:
             D = cfg.n_embd // cfg.n_head
             dtype = torch.promote_types(DTYPES[cfg.dtype], torch.float32)
-            self.rope = rope_cache(cfg.seq_len, D, cfg.rope_base, like.device, dtype)
+            self.rope = rope_cache(cfg.seq_len, D, cfg.rope_base, device, dtype)
         cos, sin = self.rope  # (T, D/2) each
         return cos[positions], sin[positions]
 
@@ -562,8 +563,8 @@ def init_weights(model, seed):
         if p.ndim == 1:
             p.fill_(1.0 if kind == "weight" else 0.0)
             continue
-        # Of an expert, w2 is itself the parameter. Elsewhere it is the layer that holds it.
-        writes_residual = {module, kind} & {"wo", "w2"}
+        # An expert's w2 is itself a parameter. Elsewhere w2 is a layer, with a weight.
+        writes_residual = module in ("wo", "w2") or kind == "w2"
         std = 0.02 / math.sqrt(2 * model.cfg.n_layer) if writes_residual else 0.02
         if p.expert:
             for i in range(p.size(0)):  # each expert draws for itself: (seed, name, number)

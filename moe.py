@@ -136,6 +136,7 @@ class MoE(nn.Module):
 
         With a capacity (e, rows, C) -> (e, rows, C), and ends is None.
         """
+        # On a GPU one function does it all. The lines below its call are the reference.
         if self.cfg.mlp == "swiglu" and use_grouped_mm(x, self.w1) and x.numel():
             ends = None if ends is None else ends.to(torch.int32)
             out = self.dispatcher.output_buffer()
@@ -230,10 +231,10 @@ class Local(Dispatcher):
         return LocalPlan(perm, inv_perm, num_tokens_per_expert.cumsum(0))
 
     def dispatch(self, x, plan):  # (n, C) -> (N, C)
-        return Permute.apply(x, plan.perm, plan.inv_perm, self.K, False)
+        return Permute.apply(x, plan.perm, plan.inv_perm, self.K)
 
     def combine(self, y, gates, plan):  # (N, C) -> (n, C)
-        return Unpermute.apply(y, gates, plan.perm, plan.inv_perm, False)
+        return Unpermute.apply(y, gates, plan.perm, plan.inv_perm)
 
 
 class AllToAllPlan(NamedTuple):
@@ -278,16 +279,19 @@ class AllToAll(Dispatcher):
         return AllToAllPlan(perm, inv_perm, send, receive, by_expert, by_sender, ends)
 
     def dispatch(self, x, plan):  # (n, C) -> (R, C)
-        x = Permute.apply(x, plan.perm, plan.inv_perm, self.K, False)  # (N, C), by expert
+        x = Permute.apply(x, plan.perm, plan.inv_perm, self.K)  # (N, C), by expert
         # Block j of the N rows goes to rank j, over ep.
         x = all_to_all(x, self.ep, plan.send, plan.receive)  # (R, C), by sender
-        return Permute.apply(x, plan.by_expert, plan.by_sender, 1, False)  # (R, C), by expert
+        return Permute.apply(x, plan.by_expert, plan.by_sender)  # (R, C), by expert
 
     def combine(self, y, gates, plan):  # (R, C) -> (n, C)
-        y = Permute.apply(y, plan.by_sender, plan.by_expert, 1, False)  # (R, C), by sender
+        y = Permute.apply(y, plan.by_sender, plan.by_expert)  # (R, C), by sender
         # The same blocks, R rows, go back over ep.
         y = all_to_all(y, self.ep, plan.receive, plan.send)  # (N, C), by expert
-        return Unpermute.apply(y, gates, plan.perm, plan.inv_perm, False)
+        return Unpermute.apply(y, gates, plan.perm, plan.inv_perm)
+
+
+PADDED = True  # what Permute and Unpermute are told where slots can be empty
 
 
 class CapacityPlan(NamedTuple):
@@ -323,7 +327,7 @@ class Capacity(Dispatcher):
         return perm, inv_perm, capacity
 
     def dispatch(self, x, plan):  # (n, C) -> (e, ep*capacity, C)
-        x = Permute.apply(x, plan.perm, plan.inv_perm, self.K, True)  # (E*capacity, C), by expert
+        x = Permute.apply(x, plan.perm, plan.inv_perm, self.K, PADDED)  # (E*capacity, C), by expert
         x = all_to_all(x, self.ep)  # (E*capacity, C), by sender: even blocks, over ep
         x = x.unflatten(0, (self.ep.size, self.e, -1))  # (ep, e, capacity, C)
         return x.transpose(0, 1).flatten(1, 2)
@@ -331,7 +335,7 @@ class Capacity(Dispatcher):
     def combine(self, y, gates, plan):  # (e, ep*capacity, C) -> (n, C)
         y = y.unflatten(1, (self.ep.size, -1)).transpose(0, 1)  # (ep, e, capacity, C), by sender
         y = all_to_all(y.flatten(0, 2), self.ep)  # (E*capacity, C): the same blocks back, over ep
-        return Unpermute.apply(y, gates, plan.perm, plan.inv_perm, True)
+        return Unpermute.apply(y, gates, plan.perm, plan.inv_perm, PADDED)
 
 
 def expert_capacity(cfg, n):
