@@ -288,7 +288,7 @@ def import_model(flags):
     cfg = dataclasses.replace(cfg, vocab_size=weights.vocab_size)
     saved = dataclasses.asdict(cfg)
     zero = dict.fromkeys(("step", "samples", "skipped", "nan_steps", "adam_t"), 0)
-    step = checkpoint.save(out, 0, 0, 1, shards, {
+    step = checkpoint.save(out, 0, shards, {
         **zero, "world": 1, "seed": cfg.seed, "data": "", "skip": [], "scaler": None, "best": {},
         "vocab_size": weights.vocab_size, "shape": {k: saved[k] for k in SHAPE}, "flags": saved})
     if vocabulary:
