@@ -79,6 +79,9 @@ def tensors(cfg, kind, vocab_size):
     for name, (full, rows) in shapes(cfg, vocab_size).items():
         block, module, leaf = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+?)(\.weight|\.bias)?", name).groups("")
         own = module + (leaf or ".weight")  # a name of its own, or that of its module
+        if own not in names and module not in names:
+            raise ValueError(f"{name} has no name in a {kind} model of Hugging Face; this model cannot be "
+                             "converted until FAMILIES in corpus/hugging_face.py has one")
         theirs = names[own] if own in names else names[module] + (leaf or ".weight")
         theirs = f"{names['blocks']}.{block}.{theirs}" if block else theirs
         if "{}" in theirs:  # (E, rows, columns): each expert is a tensor
