@@ -320,10 +320,10 @@ class GPT(nn.Module):
         self.is_first, self.is_last = self.chunks[0][0] == 0, self.chunks[-1][1] == cfg.n_layer
         V, C = pad_vocab(vocab_size), cfg.n_embd
         # a tied head is the embedding; under pp the last stage keeps a copy, reduced with the first stage's
-        reduce = "tied" if cfg.tied and self.is_first != self.is_last else None
+        two_copies = cfg.tied and self.is_first != self.is_last
         self.wte = self.wpe = self.norm = self.head = self.mlm = None
         if self.is_first or cfg.tied and self.is_last:
-            self.wte = Weight((V, C), mesh, tp_dim=0, used=vocab_size, reduce=reduce)
+            self.wte = Weight((V, C), mesh, tp_dim=0, used=vocab_size, tied=two_copies)
         if self.is_first and cfg.pos == "learned":
             self.wpe = Weight((cfg.seq_len, C), mesh)
         self.blocks = nn.ModuleDict({str(i): Block(cfg, mesh, dispatcher)
@@ -333,7 +333,12 @@ class GPT(nn.Module):
             self.head = None if cfg.tied else Weight((V, C), mesh, tp_dim=0, used=vocab_size)
             self.mlm = MaskedHead(cfg, mesh, V, vocab_size) if cfg.objective == "mlm" else None
         self.rope = None
-        self.wait_for_weights = lambda module, x=None: None  # DataParallel puts ZeRO's wait here
+        self.data_parallel = None  # ddp.DataParallel sets itself: it knows which weights have come
+
+    def provide_weights(self, module, x=None):
+        """Wait for the newest weights of a module, before they are read. x: the module's input."""
+        if self.data_parallel is not None:
+            self.data_parallel.provide_weights(module, x)
 
     def _positions(self, T, cache, device):
         """-> where T tokens stand in their sequences: an index. With a cache each cp rank has whole ones."""
@@ -363,7 +368,7 @@ class GPT(nn.Module):
         x = self._embed(tokens, positions) if first == 0 else hidden
         aux = torch.zeros((), device=tokens.device)
         for block in (self.blocks[str(i)] for i in range(first, end)):
-            self.wait_for_weights(block, x)
+            self.provide_weights(block, x)
             x, block_aux = block(x, T, cos, sin, cache)
             aux = aux if block_aux is None else aux + block_aux
         if end < self.cfg.n_layer:
@@ -372,11 +377,11 @@ class GPT(nn.Module):
 
     def _loss_or_logits(self, x, targets):  # (n, C), (B, T) or None -> () or (B*T, v)
         head, bias = self.wte if self.head is None else self.head, None
-        self.wait_for_weights(self.norm, x)
-        self.wait_for_weights(head)
+        self.provide_weights(self.norm, x)
+        self.provide_weights(head)
         x = gather_rows(self.norm(x), self.mesh.tp)  # (B*T, C)
         if self.mlm is not None:
-            self.wait_for_weights(self.mlm)
+            self.provide_weights(self.mlm)
             if targets is not None:
                 x, targets = self.mlm.masked_rows(x, targets, self.mesh.cp)  # (B*n_masked, C), ...
             x, bias = self.mlm(x), self.mlm.bias
@@ -389,10 +394,10 @@ class GPT(nn.Module):
 
     def _embed(self, tokens, positions):  # (B, T) -> (n, C)
         T = tokens.size(1)
-        self.wait_for_weights(self.wte)
+        self.provide_weights(self.wte)
         x = vocab_embedding(tokens.reshape(-1), self.wte.weight, self.mesh.tp)  # (n, C)
         if self.wpe is not None:
-            self.wait_for_weights(self.wpe)
+            self.provide_weights(self.wpe)
             n, pos = x.size(0), self.wpe.weight[positions]  # (T, C)
             if n % T == 0:
                 x = (x.view(-1, *pos.shape) + pos).view(n, -1)

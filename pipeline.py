@@ -1,7 +1,7 @@
 """One optimizer step's forwards and backwards: a plain loop on one stage, 1F1B over several.
 
-1F1B (PipeDream-flush, arXiv:2104.04473, figure 4): 4 stages, 6 micro-batches, Fi and Bi are forward and
-backward of micro-batch i:
+1F1B (PipeDream-flush, arXiv:2104.04473, figure 4) with 4 stages and 6 micro-batches. Fi and Bi are
+the forward and the backward of micro-batch i:
 
     stage 0  F0 F1 F2 F3          B0 F4 B1 F5 B2    B3    B4    B5
     stage 1     F0 F1 F2       B0 F3 B1 F4 B2 F5 B3    B4    B5
@@ -9,144 +9,122 @@ backward of micro-batch i:
     stage 3           F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
              warm-up         steady                 cool-down
 
-A stage keeps at most (stages - stage) micro-batches of activations, however many there are.
-Interleaved (section 2.2 there, --pp-chunks v): a rank holds v of p * v smaller stages, so ranks idle for
-(p - 1) / (v m) of the work of m micro-batches, and v times as many messages travel.
+A stage keeps the activations of at most (stages - stage) micro-batches, whatever their number.
+Interleaved (section 2.2 there, --pp-chunks v): each of p ranks holds v of p * v smaller stages.
+Then ranks idle for (p - 1) / (v m) of the work of m micro-batches, and send v times the messages.
+
+    forward_backward  all micro-batches of a step: one_stage, or several_stages with a Ring
+    schedule          the order in which one rank does its forwards and backwards
+    timetable         the schedules of all ranks, with times
+    Ring              walks the timetable on one rank, and sends and receives
 """
-import contextlib
+import collections
 import functools
 import itertools
-import math
 import zlib
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from parallel import gather_rows, untimed
+from ddp import untimed
 
 # -----------------------------------------------------------------------------
-# stages
+# One step
 
-def stage_layers(cfg, stages):
-    """-> [(first, last + 1)] blocks of each stage. ValueError: --pp-layers does not fit, or a stage would be
-    empty."""
-    if cfg.n_layer < stages:
-        p, v = stages // cfg.pp_chunks, cfg.pp_chunks
-        fix = f"--pp-chunks {cfg.n_layer // p}" if cfg.n_layer >= p else f"--pp {cfg.n_layer}"
-        raise ValueError(f"n-layer {cfg.n_layer} is less than pp {p}{f' * pp-chunks {v}' * (v > 1)}, a stage "
-                         f"would be empty; try {fix}")
-    counts = _balance(cfg.n_layer, stages)
-    if cfg.pp_layers:
-        tried, asked = ",".join(map(str, counts)), cfg.pp_layers.split(",")
-        counts = [int(c) if c.strip().isdecimal() else -1 for c in asked]
-        if len(counts) != stages or sum(counts) != cfg.n_layer or min(counts) < 1:
-            raise ValueError(f"--pp-layers {cfg.pp_layers} must be {stages} counts of at least 1 that sum to "
-                             f"n-layer {cfg.n_layer}; try --pp-layers {tried}")
-    ends = list(itertools.accumulate(counts))
-    return [(end - count, end) for end, count in zip(ends, counts, strict=True)]
+def nothing(i, chunk):
+    """Do nothing before a forward."""
 
 
-def rank_layers(cfg, pp):
-    """-> [(first, last + 1)] blocks of this rank's stages: rank, rank + pp, rank + 2 pp, ..."""
-    return stage_layers(cfg, pp.size * cfg.pp_chunks)[pp.rank::pp.size]
+def forward_backward(model, dp, batches, tokens, loss_scale=None, before_forward=nothing):
+    """Do all micro-batches of one step, and return this rank's part of the mean loss.
+
+    batches: [(x, y)], each (B, T) int64. tokens: the trained ones of the whole global batch, an int
+    or a () tensor; the loss is divided by it, and by nothing else. loss_scale: () tensor, for fp16
+    only. before_forward(i, chunk) is called before each forward; it seeds dropout. The loss, () in
+    at least fp32, is the same on all tp ranks, and zero on all stages except the last.
+    """
+    run = one_stage if model.mesh.pp.size == 1 else several_stages
+    return run(model, dp, batches, tokens, loss_scale, before_forward)
 
 
-def _balance(n_layer, pp):
-    """-> number of blocks of each stage, so that the largest stage is as small as possible. Embedding and
-    head count as a block each."""
-    order = sorted(range(pp), key=lambda s: -min(s, pp - 1 - s))  # the middle first, the ends last
-    inner, left, counts = order[:-2], n_layer - pp, [1] * pp
-    for s in inner[:left]:  # up to the load of the ends
-        counts[s] += 1
-    left = max(0, left - len(inner))
-    for i, s in enumerate(order):
-        counts[s] += left // pp + (i < left % pp)
-    return counts
+def one_stage(model, dp, batches, tokens, loss_scale, before_forward):
+    """Do the forward and backward of one micro-batch after the other."""
+    mean_loss = zero_loss(model)
+    for i, (x, y) in enumerate(batches):
+        before_forward(i, 0)
+        with dp.timers("forward"):
+            loss, balance_loss = model(x, y)  # The loss is a sum over this rank's tokens.
+        loss = loss / tokens  # the one division
+        mean_loss = mean_loss + loss.detach()
+        # Each micro-batch of each replica has a balance loss; the step's is their mean.
+        loss = loss + balance_loss / (len(batches) * model.mesh.dp.size)
+        # In the last micro-batch, the sum of a bucket starts as soon as its gradients are complete.
+        dp.begin_backward(is_last_microbatch=i == len(batches) - 1)
+        with dp.timers("backward"):
+            loss.backward(loss_scale)
+    return mean_loss
 
 
-# -----------------------------------------------------------------------------
-# who does what when
+def several_stages(model, dp, batches, tokens, loss_scale, before_forward):
+    """Do the same over several stages: a Ring calls forward and backward in order."""
+    mean_loss = zero_loss(model)
+    in_flight = {}  # (micro-batch, chunk): (input, output, balance loss), until its backward
+    backwards_done = [0] * len(model.chunks)
 
-def schedule(rank, p, v, m, backward=True):
-    """-> [("F" or "B", micro-batch, chunk)]: what a rank of p does, in this order, with v chunks and m
-    micro-batches. They pass a chunk in groups of p: then the first has come around to the next chunk."""
-    order = [(first + i, chunk) for first in range(0, m, p) for chunk in range(v) for i in range(p)]
-    forwards = [("F", i, chunk) for i, chunk in order]
-    backwards = [("B", i, v - 1 - chunk) for i, chunk in order] if backward else []
-    # of several chunks twice as many, so that none waits for a message on its way
-    num_warmup = (v - 1) * p + (p - rank - 1) * (2 if v > 1 else 1)
-    steady = itertools.chain(*itertools.zip_longest(forwards[num_warmup:], backwards))
-    return [op for op in (*forwards[:num_warmup], *steady) if op and op[1] < m]  # the last group may be less
+    def forward(i, chunk, hidden):
+        """Return what the next stage gets. hidden: from the stage before, None on the first."""
+        before_forward(i, chunk)
+        if hidden is not None:
+            hidden.requires_grad_()
+        with dp.timers("forward"):
+            out, balance_loss = model(*batches[i], hidden, chunk=chunk)
+        if is_last(model, chunk):
+            out = out / tokens  # the one division
+            mean_loss.add_(out.detach())
+        balance_loss = balance_loss / (len(batches) * model.mesh.dp.size)
+        in_flight[i, chunk] = hidden, out, balance_loss
+        return out.detach()
+
+    def backward(i, chunk, grad):
+        """Return the gradient of the input. grad: of the output, None on the last stage."""
+        hidden, out, balance_loss = in_flight.pop((i, chunk))
+        backwards_done[chunk] += 1
+        # Only a chunk's last backward completes the sums of its gradients.
+        dp.begin_backward(is_last_microbatch=backwards_done[chunk] == len(batches))
+        outputs = [out]
+        grads = [loss_scale if is_last(model, chunk) else grad]
+        if balance_loss.requires_grad:
+            outputs.append(balance_loss)
+            grads.append(loss_scale)
+        with dp.timers("backward"):
+            torch.autograd.backward(outputs, grads)
+        return None if hidden is None else hidden.grad
+
+    Ring(model, batches[0][0].numel(), dp.timers).walk(len(batches), forward, backward)
+    return mean_loss
 
 
-@functools.cache
-def timetable(p, v, m, backward=True):
-    """-> {time: [the op of each rank that ends then, or None]}, first to last, if a forward takes one unit of
-    time, a backward two, and messages none."""
-    todo = [schedule(rank, p, v, m, backward)[::-1] for rank in range(p)]  # the next op is the last
-    ends, free, table = {}, [0] * p, {}  # ends: (kind, micro-batch, stage): when that was done
-    while left := sum(map(len, todo)):
-        for rank, ops in enumerate(todo):
-            while ops:
-                kind, i, chunk = ops[-1]
-                stage, step = chunk * p + rank, 1 if kind == "F" else -1
-                if 0 <= stage - step < p * v and (kind, i, stage - step) not in ends:
-                    break
-                begin = max(free[rank], ends.get((kind, i, stage - step), 0))
-                free[rank] = ends[kind, i, stage] = begin + (1 if kind == "F" else 2)
-                table.setdefault(free[rank], [None] * p)[rank] = ops.pop()
-        assert sum(map(len, todo)) < left, f"ranks wait for each other: {[ops[-1:] for ops in todo]}"
-    return dict(sorted(table.items()))
+@torch.no_grad()
+def forward_only(model, batches):
+    """Return the sum of the trained tokens' cross-entropy, (); zero on stages before the last."""
+    total = zero_loss(model)
+
+    def forward(i, chunk, hidden):
+        out, _ = model(*batches[i], hidden, chunk=chunk)
+        if is_last(model, chunk):
+            total.add_(out)
+        return out
+
+    Ring(model, batches[0][0].numel()).walk(len(batches), forward)
+    return total
 
 
-class Ring:
-    """Walks a timetable on this rank. Chunk c of rank r is stage c p + r, so messages, (n, C) activations and
-    their gradients, go around a ring of ranks. All that was just made is sent and received in one batch: with
-    two ranks previous and next are one peer, and messages are told apart by nothing but their order."""
-
-    def __init__(self, model, tokens, timers=untimed):  # tokens: B*T of the micro-batch, under cp B*t
-        weight, self.axis, self.timers = next(model.parameters()), model.mesh.pp, timers
-        self.new = lambda: weight.new_empty(tokens // model.mesh.tp.size, model.cfg.n_embd)  # (n, C)
-        self.chunks, self.inbox = len(model.chunks), {}  # inbox: op: (what came for it, the batch's number)
-        self.batches, self.begun = [], 0  # those not waited for, oldest first; how many there were in all
-
-    def walk(self, m, run, backward=True):
-        """The timetable of m micro-batches. run(kind, micro-batch, chunk, what it received or None) does an
-        op of this rank -> what it sends. Batches are waited for in order, up to the one that an op needs, so
-        a rank only waits for others to reach a time that it has passed: there is no circle of waits."""
-        for now in timetable(self.axis.size, self.chunks, m, backward).values():
-            op = now[self.axis.rank]
-            received, batch = self.inbox.pop(op, (None, 0))
-            self.wait(batch)
-            self.exchange(now, run(*op, received) if op else None)
-            self.wait(self.begun - 2 * self.axis.size)  # else a rank could run ahead and fill its memory
-        self.wait(self.begun)
-
-    def exchange(self, now, out):
-        """Start to send out, what this rank's op gave, and to receive. now: the ops that end, by rank."""
-        axis, size, ops = self.axis, self.axis.size, []
-        for sender, (kind, i, chunk) in ((r, op) for r, op in enumerate(now) if op is not None):
-            stage = chunk * size + sender + (1 if kind == "F" else -1)  # where it goes
-            receiver = stage % size
-            if 0 <= stage < size * self.chunks and sender == axis.rank:
-                axis.record("send", out, out.numel() * out.element_size())
-                peer = axis.ranks[receiver]
-                ops.append(dist.P2POp(dist.isend, out.contiguous(), peer, axis.group))  # n*C to a neighbour
-            elif 0 <= stage < size * self.chunks and receiver == axis.rank:
-                received = self.new()
-                self.inbox[kind, i, stage // size] = received, self.begun + 1
-                axis.record("receive", received)
-                ops.append(dist.P2POp(dist.irecv, received, axis.ranks[sender], axis.group))  # n*C from it
-        if ops:
-            self.batches.append((dist.batch_isend_irecv(ops), ops))  # over pp; ops keep the tensors alive
-            self.begun += 1
-
-    def wait(self, batch):
-        """Until all batches up to this number have arrived."""
-        while self.begun - len(self.batches) < batch:
-            with self.timers("pipeline"):
-                for work in self.batches.pop(0)[0]:
-                    work.wait()
+def zero_loss(model):
+    """Return a loss of 0, () in at least fp32."""
+    weight = next(model.parameters())
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return torch.zeros((), device=weight.device, dtype=dtype)
 
 
 def is_last(model, chunk):
@@ -154,148 +132,288 @@ def is_last(model, chunk):
     return model.chunks[chunk][1] == model.cfg.n_layer
 
 
-def dropout_seeds(cfg, mesh, number, n, chunk=0):
-    """-> the seeds of this rank's n micro-batches in step `number`; none without dropout. Each is a function
-    of (seed, step, micro-batch, stage, cp and tp rank): there is no generator state to save."""
+def dropout_seeds(cfg, mesh, step, n_micro_batches, chunk=0):
+    """Return the seeds of this rank's micro-batches in a step; none without dropout.
+
+    Each seed is a function of (seed, step, micro-batch, stage, cp and tp rank), so no state of a
+    generator has to be saved.
+    """
     if cfg.dropout == 0:
         return []
-    first, stage = mesh.dp.rank * n, chunk * mesh.pp.size + mesh.pp.rank
+    first = mesh.dp.rank * n_micro_batches
+    stage = chunk * mesh.pp.size + mesh.pp.rank
     part = mesh.cp.rank * mesh.tp.size + mesh.tp.rank  # of a micro-batch's tokens
-    return [zlib.crc32(f"{cfg.seed}/{number}/{micro}/{stage}/{part}".encode())
-            for micro in range(first, first + n)]
-
-
-def forward_backward(model, dp, batches, tokens, loss_scale=None, before_forward=lambda i, chunk: None):
-    """All micro-batches of one step. batches: [(x, y)], (B, T) int64 each. tokens: the trained ones of the
-    whole global batch, an int or () on the device: the one division of the loss. loss_scale: () tensor, fp16
-    only. before_forward(i, chunk) is called ahead of each micro-batch's forward (it seeds dropout).
-    -> this rank's part of the mean loss, () in at least fp32: the same on all tp ranks, zero on all stages
-    except the last."""
-    n, timers, weight = len(batches), dp.timers, next(model.parameters())
-    loss = torch.zeros((), device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
-    in_flight = {}  # (micro-batch, chunk) without its backward: (input, output, balancing losses)
-    n_backward = [0] * len(model.chunks)
-
-    def forward(i, chunk, hidden):
-        nonlocal loss
-        before_forward(i, chunk)
-        if hidden is not None:
-            hidden.requires_grad_()
-        with timers("forward"):
-            out, aux = model(*batches[i], hidden, chunk=chunk)
-        if is_last(model, chunk):
-            out = out / tokens  # the one division
-            loss = loss + out.detach()
-        in_flight[i, chunk] = hidden, out, aux / (n * model.mesh.dp.size)  # a mean over micro-batches
-        return out.detach()
-
-    def backward(i, chunk, grad):
-        n_backward[chunk] += 1
-        dp.is_last_microbatch = n_backward[chunk] == n  # only a chunk's last backward completes its sums
-        hidden, out, aux = in_flight.pop((i, chunk))
-        outputs, grads = [out], [loss_scale if is_last(model, chunk) else grad]
-        if aux.requires_grad:
-            outputs = [out, aux]
-            grads = [*grads, None if loss_scale is None else loss_scale.to(aux.dtype)]
-        with timers("backward"):
-            torch.autograd.backward(outputs, grads)
-        return None if hidden is None else hidden.grad
-
-    Ring(model, batches[0][0].numel(), timers).walk(
-        n, lambda kind, *op: forward(*op) if kind == "F" else backward(*op))
-    return loss
-
-
-@torch.no_grad()
-def forward_only(model, batches):
-    """-> () the sum of the cross-entropy over batches' trained tokens; zero on stages before the last."""
-    weight = next(model.parameters())
-    total = torch.zeros((), device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
-
-    def forward(_, i, chunk, hidden):
-        out, _ = model(*batches[i], hidden, chunk=chunk)
-        if is_last(model, chunk):
-            total.add_(out)
-        return out
-
-    Ring(model, batches[0][0].numel()).walk(len(batches), forward, backward=False)
-    return total
-
-
-@torch.no_grad()
-def next_logits(model, tokens, cache):
-    """tokens (copies, T) int64 -> (vocab,) fp32 on every rank's host: the logits of the first copy's last
-    position, through all stages and then from the last stage to all. cache: a Cache."""
-    logits = torch.empty(model.vocab_size)
-
-    def forward(_, i, chunk, hidden):
-        out, _ = model(tokens, hidden=hidden, cache=cache, chunk=chunk)
-        if is_last(model, chunk):
-            row = gather_rows(out[tokens.size(1) - 1], model.mesh.tp)  # (v,) -> (V,)
-            logits.copy_(row[:model.vocab_size])
-        return out
-
-    Ring(model, tokens.numel()).walk(1, forward, backward=False)
-    cache.length += tokens.size(1)
-    return model.mesh.pp.broadcast(logits, model.mesh.pp.size - 1)  # vocab fp32 from the last stage, over pp
+    seeds = []
+    for micro_batch in range(first, first + n_micro_batches):
+        text = f"{cfg.seed}/{step}/{micro_batch}/{stage}/{part}"
+        seeds.append(zlib.crc32(text.encode()))
+    return seeds
 
 
 # -----------------------------------------------------------------------------
-# generation
+# Stages
 
-class Cache:
-    """Keys and values of the positions so far, per attention layer, (B, g, length, D) each. seen: how many
-    tokens of the list that stream() continues came before its next call."""
+def stage_layers(cfg, stages):
+    """Return the blocks of each stage, [(first, last + 1)].
 
-    def __init__(self):
-        self.length, self.seen, self.kv = 0, 0, {}
-
-    def append(self, layer, k, v):
-        """k, v (B, g, T, D) of new positions -> those of all positions, (B, g, length + T, D) each."""
-        if layer in self.kv:
-            past = self.kv[layer]
-            k, v = (torch.cat([old, new], dim=2) for old, new in zip(past, (k, v), strict=True))
-        self.kv[layer] = k, v
-        return k, v
-
-
-@torch.no_grad()
-def stream(model, tokens, max_new_tokens, temperature, top_k, rng, cache):
-    """Append up to max_new_tokens to tokens (list of int), and yield each. temperature 0 takes the likeliest
-    token; top_k keeps the k likeliest. cache: a Cache, new or of an earlier call on the same list; what the
-    caller appends in between, it reads first. When the window is full, the cache is rebuilt from the last
-    seq_len / 2 tokens. All ranks call this together."""
-    device, window = next(model.parameters()).device, model.cfg.seq_len
-    copies = model.mesh.tp.size  # one token cannot be split over tp ranks: run tp copies of the sequence
-    for _ in range(max_new_tokens):
-        new = tokens[cache.seen:][-window:]
-        if cache.length + len(new) > window:
-            cache.length, cache.kv, new = 0, {}, tokens[-max(1, window // 2):]
-        cache.seen = len(tokens)
-        x = torch.tensor([new] * copies, device=device)  # (tp, T)
-        tokens.append(sample_token(next_logits(model, x, cache), temperature, top_k, rng))
-        yield tokens[-1]
+    ValueError: --pp-layers does not fit, or a stage would be empty.
+    """
+    if cfg.n_layer < stages:
+        raise ValueError(empty_stage(cfg, stages // cfg.pp_chunks))
+    counts = balanced_counts(cfg.n_layer, stages)
+    if cfg.pp_layers:
+        proposal = ",".join(map(str, counts))
+        counts = []
+        for text in cfg.pp_layers.split(","):
+            counts.append(int(text) if text.strip().isdecimal() else -1)
+        if len(counts) != stages or sum(counts) != cfg.n_layer or min(counts) < 1:
+            raise ValueError(f"--pp-layers {cfg.pp_layers} must be {stages} counts of at least 1 "
+                             f"that sum to n-layer {cfg.n_layer}; try --pp-layers {proposal}")
+    ends = list(itertools.accumulate(counts))
+    return [(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
-def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, seed=0):
-    """Continue tokens (list of int) by max_new_tokens -> the longer list. See stream(). A compiled model runs
-    in eager mode, because shapes change with every token."""
-    with torch.compiler.set_stance("force_eager") if model.cfg.compile else contextlib.nullcontext():
-        rng = torch.Generator("cpu").manual_seed(seed)
-        was_training, tokens = model.training, list(tokens)
-        model.eval()
-        for _ in stream(model, tokens, max_new_tokens, temperature, top_k, rng, Cache()):
-            pass
-        model.train(was_training)
-    return tokens
+def empty_stage(cfg, pp):
+    """Say what is wrong if there are more stages than blocks, and what to try."""
+    stages = f"pp {pp}"
+    if cfg.pp_chunks > 1:
+        stages += f" * pp-chunks {cfg.pp_chunks}"
+    fix = f"--pp-chunks {cfg.n_layer // pp}" if cfg.n_layer >= pp else f"--pp {cfg.n_layer}"
+    return f"n-layer {cfg.n_layer} is less than {stages}, a stage would be empty; try {fix}"
 
 
-def sample_token(logits, temperature, top_k, rng):
-    """logits (vocab,) -> one token id drawn from them."""
-    if temperature == 0:
-        return int(logits.argmax())
-    logits = logits / temperature
-    if top_k:
-        kth = logits.topk(min(top_k, logits.numel())).values[-1]
-        logits = logits.masked_fill(logits < kth, -math.inf)
-    return int(torch.multinomial(logits.softmax(-1), 1, generator=rng))
+def rank_layers(cfg, pp):
+    """Return the blocks of this rank's stages, [(first, last + 1)].
+
+    They are the stages rank, rank + pp, rank + 2 pp, ...
+    """
+    return stage_layers(cfg, pp.size * cfg.pp_chunks)[pp.rank::pp.size]
+
+
+def balanced_counts(n_layer, stages):
+    """Return each stage's number of blocks, such that the largest stage is as small as possible.
+
+    The embedding and the head each count as a block.
+    """
+    counts = [1] * stages
+    # The middle comes first, the ends last.
+    order = sorted(range(stages), key=lambda stage: -min(stage, stages - 1 - stage))
+    inner = order[:-2]
+    left = n_layer - stages
+    for stage in inner[:left]:  # up to the load of the ends
+        counts[stage] += 1
+    left = max(0, left - len(inner))
+    for i, stage in enumerate(order):
+        counts[stage] += left // stages
+        if i < left % stages:
+            counts[stage] += 1
+    return counts
+
+
+# -----------------------------------------------------------------------------
+# Who does what when
+
+class Op(NamedTuple):
+    """The forward or the backward of one micro-batch through one chunk of a rank."""
+    kind: str  # "F" or "B"
+    micro_batch: int
+    chunk: int
+
+    @property
+    def direction(self):
+        """1: an activation goes to the next stage. -1: a gradient goes to the one before."""
+        return 1 if self.kind == "F" else -1
+
+    @property
+    def duration(self):
+        """The time that it takes: a backward takes twice as long as a forward."""
+        return 1 if self.kind == "F" else 2
+
+
+def schedule(rank, ranks, chunks, micro_batches, backward=True):
+    """Return the Ops of one rank, in the order in which the rank does them.
+
+    Micro-batches go through a chunk in groups of one per rank. When the last of a group leaves rank
+    0, the first is back for the next chunk.
+    """
+    forwards = []
+    backwards = []
+    for first in range(0, micro_batches, ranks):
+        for chunk in range(chunks):
+            for i in range(first, first + ranks):
+                forwards.append(Op("F", i, chunk))
+                backwards.append(Op("B", i, chunks - 1 - chunk))
+    if not backward:
+        return existing(forwards, micro_batches)
+    # Warm-up: one forward for each rank behind this one. With several chunks, the first group goes
+    # through all chunks but the last, and there are two forwards for each rank behind, so that no
+    # rank waits for a message in flight.
+    per_rank = 1 if chunks == 1 else 2
+    warmup = (chunks - 1) * ranks + (ranks - 1 - rank) * per_rank
+    warmup = min(warmup, len(forwards))
+    ops = forwards[:warmup]
+    # Steady: one forward, one backward.
+    for one_forward, one_backward in zip(forwards[warmup:], backwards, strict=False):
+        ops += [one_forward, one_backward]
+    # Cool-down: the backwards that are left.
+    ops += backwards[len(forwards) - warmup:]
+    return existing(ops, micro_batches)
+
+
+def existing(ops, micro_batches):
+    """Return the Ops whose micro-batch exists: the last group may not be full."""
+    return [op for op in ops if op.micro_batch < micro_batches]
+
+
+@functools.cache
+def timetable(ranks, chunks, micro_batches, backward=True):
+    """Return the Ops by the time when they end: {time: [the Op of each rank, or None]}, in order.
+
+    A forward takes one unit of time, a backward two, and messages none.
+    """
+    todo = []
+    for rank in range(ranks):
+        todo.append(collections.deque(schedule(rank, ranks, chunks, micro_batches, backward)))
+    free = [0] * ranks  # the time when each rank has ended its latest Op
+    ended = {}  # (kind, micro-batch, stage): the time when it ended
+    table = {}
+
+    def input_time(rank, op):
+        """Return when an Op's input is there; None if its sender has not come to it yet."""
+        sender = op.chunk * ranks + rank - op.direction
+        if not 0 <= sender < ranks * chunks:
+            return 0
+        return ended.get((op.kind, op.micro_batch, sender))
+
+    while any(todo):
+        ready = []  # the ranks whose next Op has its input
+        for rank, ops in enumerate(todo):
+            if ops and input_time(rank, ops[0]) is not None:
+                ready.append(rank)
+        assert ready, f"ranks wait for each other: {[list(ops)[:1] for ops in todo]}"
+        for rank in ready:
+            op = todo[rank].popleft()
+            free[rank] = max(free[rank], input_time(rank, op)) + op.duration
+            ended[op.kind, op.micro_batch, op.chunk * ranks + rank] = free[rank]
+            table.setdefault(free[rank], [None] * ranks)[rank] = op
+    return dict(sorted(table.items()))
+
+
+# -----------------------------------------------------------------------------
+# The ring of ranks: chunk c of rank r is stage c p + r, so messages go around a ring
+
+class Message(NamedTuple):
+    """What a rank sends when an Op of its own has ended."""
+    sender: int
+    receiver: int
+    op: Op  # the receiver's, which waits for it
+
+
+def messages_between(now, chunks):
+    """Return the Messages that are sent when the Ops of `now`, one per rank or None, have ended."""
+    ranks = len(now)
+    messages = []
+    for sender, op in enumerate(now):
+        if op is None:
+            continue
+        stage = op.chunk * ranks + sender + op.direction
+        if 0 <= stage < ranks * chunks:
+            waiting = op._replace(chunk=stage // ranks)
+            messages.append(Message(sender, stage % ranks, waiting))
+    return messages
+
+
+class Exchange:
+    """Messages of one rank that were started together.
+
+    With two ranks, the previous and the next one are the same peer, and only the order of the
+    messages tells them apart. So all that was just made is sent and received in one batch.
+    """
+
+    def __init__(self, operations):
+        self.operations = operations  # They keep the tensors alive until all have arrived.
+        self.works = dist.batch_isend_irecv(operations)
+        self.arrived = False
+
+    def wait(self):
+        """Wait until all messages have arrived."""
+        for work in self.works:
+            work.wait()
+        self.arrived = True
+
+
+class Ring:
+    """Walks a timetable on this rank: does its Ops, sends what they make, receives what they need.
+
+    A message is an activation (n, C) or its gradient. Exchanges are waited for in order. So a rank
+    only waits until others reach a time that it has passed itself: no circle of waits can arise.
+    """
+
+    def __init__(self, model, tokens, timers=untimed):
+        """Prepare for micro-batches of this many tokens on a rank of cp, B*t."""
+        self.axis = model.mesh.pp
+        self.chunks = len(model.chunks)
+        self.timers = timers
+        self.like = next(model.parameters())
+        self.shape = tokens // model.mesh.tp.size, model.cfg.n_embd  # (n, C)
+        self.inbox = {}  # Op: (the tensor that it waits for, the Exchange that brings it)
+        self.in_flight = collections.deque()  # the Exchanges that have not arrived, oldest first
+
+    def walk(self, micro_batches, forward, backward=None):
+        """Do this rank's part of the timetable.
+
+        forward(i, chunk, received) and backward(i, chunk, received) return what is sent on;
+        received is None where nothing comes.
+        """
+        table = timetable(self.axis.size, self.chunks, micro_batches, backward is not None)
+        for now in table.values():
+            op = now[self.axis.rank]
+            made = None
+            if op is not None:
+                run = forward if op.kind == "F" else backward
+                made = run(op.micro_batch, op.chunk, self.receive(op))
+            self.start_exchange(now, made)
+            # Without this wait, a rank could run ahead of the others and fill its memory.
+            self.wait_for_oldest(may_remain=2 * self.axis.size)
+        self.wait_for_oldest(may_remain=0)
+
+    def receive(self, op):
+        """Return what has come for an Op, None if nothing comes."""
+        if op not in self.inbox:
+            return None
+        received, exchange = self.inbox.pop(op)
+        while not exchange.arrived:
+            self.wait_for_oldest(may_remain=len(self.in_flight) - 1)
+        return received
+
+    def wait_for_oldest(self, may_remain):
+        """Wait for the oldest Exchanges, until at most `may_remain` are in flight."""
+        while len(self.in_flight) > may_remain:
+            with self.timers("pipeline"):
+                self.in_flight.popleft().wait()
+
+    def start_exchange(self, now, made):
+        """Start to send and receive all messages of this rank.
+
+        now: the Op that ends on each rank. made: what this rank's Op has made.
+        """
+        axis = self.axis
+        operations = []
+        arriving = {}
+        for sender, receiver, op in messages_between(now, self.chunks):
+            if sender == axis.rank:
+                axis.record("send", made, made.numel() * made.element_size())
+                peer = axis.ranks[receiver]
+                # n*C to a neighbour, over pp
+                operations.append(dist.P2POp(dist.isend, made.contiguous(), peer, axis.group))
+            elif receiver == axis.rank:
+                arriving[op] = self.like.new_empty(self.shape)
+                axis.record("receive", arriving[op])
+                peer = axis.ranks[sender]
+                # n*C from a neighbour, over pp
+                operations.append(dist.P2POp(dist.irecv, arriving[op], peer, axis.group))
+        if operations:
+            exchange = Exchange(operations)
+            self.in_flight.append(exchange)
+            for op, tensor in arriving.items():
+                self.inbox[op] = tensor, exchange

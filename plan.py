@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 from config import Config, pad_vocab
+from corpus.rampup import batch_size
 from corpus.shards import load_blend_meta
 from cost.fits import check_layout
 from cost.memory import GIB, memory, saved_activations
@@ -47,7 +48,6 @@ from cost.step_time import (
 from cost.traffic import reductions, traffic
 from fast.choose import needs_row_limit
 from interface.command_line import parse, wrong_input
-from optim import batch_size
 from parallel import make_mesh
 from pipeline import timetable
 
@@ -56,7 +56,8 @@ from pipeline import timetable
 
 @cache
 def _mesh(gpus, rank, tp, pp, ep, n_experts, cp):
-    return make_mesh(SimpleNamespace(rank=rank, size=gpus, calls=None), tp, pp, ep, False, n_experts, cp)
+    world = SimpleNamespace(rank=rank, size=gpus, calls=None)
+    return make_mesh(world, tp, pp, ep, cp=cp, n_experts=n_experts, groups=False)
 
 
 def stage_mesh(cfg, gpus, stage):

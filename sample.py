@@ -138,7 +138,7 @@ def plain_stdout():
 
 def print_samples(model, vocabulary, prompts, flags):
     """flags.n samples of each prompt (a list of ids), each below a line of its own if there are several."""
-    from pipeline import generate
+    from generate import generate
     samples = [(prompt, flags.seed + i) for prompt in prompts for i in range(flags.n)]
     for number, (prompt, seed) in enumerate(samples, 1):
         if len(samples) > 1:
@@ -267,7 +267,7 @@ class Chat:
 
     def reset(self):
         """Forget all that was said."""
-        from pipeline import Cache
+        from generate import Cache
         system = self.flags.system
         self.tokens = [*self.template.begin, *(self.template.message("system", system) if system else [])]
         self.cache = Cache()
@@ -279,10 +279,10 @@ class Chat:
 
     def answer_ids(self):
         """Yield the ids of the answer. Whatever ends it, <|end|> stands behind it in the conversation."""
-        from pipeline import stream
+        from generate import stream
         flags, special, stop = self.flags, self.vocabulary.special.values(), False
-        for token in stream(self.model, self.tokens, flags.max_new_tokens, flags.temperature, flags.top_k,
-                            self.rng, self.cache):
+        for token in stream(self.model, self.tokens, flags.max_new_tokens, self.cache,
+                            temperature=flags.temperature, top_k=flags.top_k, rng=self.rng):
             self.tokens[-1], stop = self.agree(token)
             if self.tokens[-1] in special:
                 self.tokens.pop()

@@ -29,9 +29,10 @@ import torch.distributed as dist
 from timing import slowest
 
 from config import Outcome
+from ddp import DataParallel
 from ops.checksum import checksum
 from optim import AdamW
-from parallel import MAX, DataParallel, make_mesh
+from parallel import MAX, make_mesh
 from runtime.timing import Stopwatch
 
 WIDTHS = (128, 1024, 512, 256, 128)
@@ -90,11 +91,7 @@ def build(world, mesh, flags):
         world.axis.broadcast(p.data)  # one parameter from rank 0 to all
     dp = DataParallel(model, mesh)
     flat = [bucket.flat for bucket in dp.buckets]  # Adam steps the few flat tensors of all weights
-    adam = AdamW(flat, [0.0] * len(flat), betas=(0.9, 0.999))
-    for w in flat:
-        adam.state[w] = {"step": torch.zeros((), device=world.device),
-                         "exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(w)}
-    return model, dp, adam
+    return model, dp, AdamW(flat, [0.0] * len(flat), betas=(0.9, 0.999))
 
 
 def train(world, model, dp, adam, flags, report=lambda row: None):

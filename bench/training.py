@@ -65,7 +65,7 @@ class Training:
 
     def wait(self):
         """Wait until this rank holds all new weights: before anything outside a step reads them."""
-        self.model.wait_for_weights(self.model)
+        self.model.provide_weights(self.model)
 
     def overflows(self):
         """-> (steps redone because the experts' receive buffers overflowed, the buffers' rows over the

@@ -5,10 +5,10 @@ import os
 from pathlib import Path
 
 from config import largest_divisor, must_divide
+from corpus.rampup import check_ramp
 from cost.memory import GIB, state_bytes
 from fast.choose import choose
 from ops.accelerator import total_memory
-from optim import check_ramp
 from pipeline import stage_layers
 
 

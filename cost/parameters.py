@@ -1,7 +1,7 @@
 """How many parameters a model has, how many of them a rank holds, and how much work a token is.
 
 A rank's parameters are counted on the model itself, built on the meta device, which allocates nothing, and
-parallel.assign_buckets says which bucket each belongs to: no formula can drift from what trains. Only
+ddp.assign_buckets says which bucket each belongs to: no formula can drift from what trains. Only
 count_parameters is a formula, because it also counts what one token meets; tests compare it with the model.
 """
 import dataclasses
@@ -11,10 +11,11 @@ from functools import cache
 import torch
 
 from config import n_masked, pad_vocab
+from ddp import assign_buckets
 from model import DTYPES, GPT
 from moe import expert_capacity
 from ops.activations import GATED
-from ops.flat import assign_buckets, padded_elements
+from ops.flat import padded_elements
 from parallel import Axis, Mesh
 from pipeline import rank_layers
 from zero import uses_slot

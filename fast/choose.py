@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 
 import moe
+from ddp import Comm
 from fast import symm_mem
 from fast.padded import PaddedAllToAll
 from fast.peer import CopyStream, PeerComm, PeerSlotComm
 from model import DTYPES
 from ops import backend
-from parallel import Comm
 from zero import SlotComm, uses_slot
 
 

@@ -81,14 +81,14 @@ class GraphedStep:
         with self.dp.timers("norm"):
             stats = plain.opt.stats(loss, full)
         if sizer is None:
-            return plain.finish(stats, number, guard)
+            return plain.update_unless_vetoed(stats, number, guard)
         # the host looks first where a guard may veto the update, or a void one would change the loss scale
         look_first = plain.opt.loss_scale is not None or (guard is not None and guard.sigma > 0)
         if not look_first:
             found_inf = plain.update(stats._replace(grad_norm=stats.grad_norm + 0 * stats.loss), number)
         if self.overflowed(stats.loss):
             return plain(batches, number, full, guard, tokens)
-        return plain.finish(stats, number, guard) if look_first else (stats, found_inf)
+        return plain.update_unless_vetoed(stats, number, guard) if look_first else (stats, found_inf)
 
     def gradients(self, batches, number, tokens=None):
         """batches [(x, y)] of step `number`, tokens: see train.Step -> this rank's part of the mean loss (),
@@ -118,12 +118,12 @@ class GraphedStep:
             bucket.gather_handle = None  # the graph gathered the weights, and its forward waited for them
         return self.output
 
-    def body(self, batches, number, tokens, seed=torch.manual_seed):
-        """What the graph holds. tokens, seed: see train.Step."""
+    def body(self, batches, number, tokens, set_seed=torch.manual_seed):
+        """What the graph holds. tokens, set_seed: see train.Step."""
         for bucket in reversed(self.dp.buckets):  # in the order in which the forward needs them
             if bucket not in self.eager_buckets:
                 bucket.start_gather()
-        loss = self.plain.gradients(batches, number, seed, tokens)
+        loss = self.plain.gradients(batches, number, set_seed, tokens)
         return loss if self.sizer is None else self.sizer.nan_on_overflow(loss)
 
     def capture(self, batches, seeds, tokens):

@@ -13,10 +13,11 @@ import contextlib
 
 import torch
 
+from ddp import Comm
 from fast.symm_mem import SymmetricBuffer
 from ops.accelerator import stream_module
 from ops.flat import sum_shards
-from parallel import Comm, CompletedWork
+from parallel import CompletedWork
 from zero import Slot
 
 
@@ -52,7 +53,7 @@ class CopyStream:
 
 
 class PeerComm(Comm):
-    """parallel.Comm for ZeRO-1 with one micro-batch per step, on an axis whose GPUs reach each other's
+    """ddp.Comm for ZeRO-1 with one micro-batch per step, on an axis whose GPUs reach each other's
     memory. The others copy from gradients before their grad sync ends, and from weights in their forward;
     both precede the all-reduce of Optimizer.stats, and this rank overwrites its buffers only after it. One
     instance per bucket; all share a CopyStream."""
@@ -61,13 +62,13 @@ class PeerComm(Comm):
         super().__init__(grad_dtype)
         self.stream = stream
 
-    def allocate(self, bucket, weights):
+    def allocate(self, axis, shard, weights, dtype):
         n = weights.numel()
-        self.weights, self.gradients = (SymmetricBuffer(bucket.axis, 1, n, bucket.dtype, weights.device)
-                                        for _ in range(2))
+        self.weights, self.gradients = (SymmetricBuffer(axis, 1, n, dtype, weights.device) for _ in range(2))
         flat, grad = self.weights.local[0].zero_(), self.gradients.local[0].zero_()
-        self.stream.reserve(n // bucket.shards * (bucket.shards - 1), flat)
-        return flat, grad, torch.zeros_like(weights[bucket.shard])
+        total = torch.zeros_like(weights[shard])
+        self.stream.reserve(n - total.numel(), flat)
+        return flat, grad, total
 
     def start_reduce(self, bucket):
         axis, grad, total = bucket.axis, bucket.grad, bucket.total
@@ -111,12 +112,13 @@ class PeerSlotComm(PeerComm):
     def new_slot(self, n, dtype, device, axis):
         return PeerSlot(n, dtype, device, axis)
 
-    def allocate(self, bucket, weights):
+    def allocate(self, axis, shard, weights, dtype):
         n = weights.numel()
-        self.weights = SymmetricBuffer(bucket.axis, 1, n // bucket.shards, bucket.dtype, weights.device)
-        self.own, flat = self.weights.local[0], torch.zeros_like(weights, dtype=bucket.dtype)
-        self.stream.reserve(n // bucket.shards * (bucket.shards - 1), flat)
-        return flat, self.slot.buffer[:n], torch.zeros_like(weights[bucket.shard])
+        total = torch.zeros_like(weights[shard])
+        self.weights = SymmetricBuffer(axis, 1, total.numel(), dtype, weights.device)
+        self.own, flat = self.weights.local[0], torch.zeros_like(weights, dtype=dtype)
+        self.stream.reserve(n - total.numel(), flat)
+        return flat, self.slot.buffer[:n], total
 
     def keep(self, own):
         return self.own.copy_(own)

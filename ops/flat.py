@@ -1,133 +1,167 @@
-"""The flat buffers of parallel.py: which parameters share one, gradients on their way into them, and which
-rectangles of tensors a rank's slices are."""
+"""The flat buffers of ddp.py: gradients on their way in, and the rectangles of tensors in a slice.
+
+    padded_elements             the length of a buffer that is cut into slices
+    accumulate, copy_gradients  gradients into a buffer
+    sum_shards                  the sum of several ranks' gradients, which fast/peer.py has copied
+    rectangles, shards          where a slice's elements are in the full tensors: for checkpoints
+"""
 import math
 import zlib
-from collections import Counter
+from typing import NamedTuple
 
 import torch
 
 from ops import backend
 
 COPY_ALONE = 2**22  # elements from which a gradient is copied by a kernel of its own
-BUCKET_ELEMENTS = 16_000_000  # a bucket is closed when it has this many
+CONVERT_ALONE = 2**18  # elements from which a Triton kernel converts and adds a gradient
+ALIGNMENT = 128  # elements: each slice begins at a multiple, so that loads are aligned
 
 
-def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS):
-    """-> [(axis name, decayed, names, parameters)] of each bucket, in the order in which backward fills them.
-    Backward reaches the last layers first, so buckets are filled in reverse. Vectors (norms, biases) have
-    buckets of their own: they are not decayed, and one bucket is one tensor of the optimizer. From ZeRO-2 on
-    a bucket of matrices ends where a block does: their gradients come almost at once, and a second bucket
-    would wait for its slot. ZeRO-3 gathers block by block: there it ends with every block."""
-    full, filling, elements, block = [], {}, Counter(), ""  # filling: (axis name, decayed): names, parameters
-
-    def close(key):
-        full.append((*key, *filling.pop(key)))
-        del elements[key]
-    for name, p in reversed(list(named_parameters)):
-        if zero > 1 and block != (block := ".".join(name.split(".")[:2])):
-            for key in [k for k, n in elements.items() if k[1] and (zero == 3 or n >= bucket_elements)]:
-                close(key)
-        key = p.reduce, uses_weight_decay(p)
-        names, params = filling.setdefault(key, ([], []))
-        names.append(name)
-        params.append(p)
-        elements[key] += p.numel()
-        if elements[key] >= bucket_elements and not (zero > 1 and key[1]):
-            close(key)
-    return full + [(*key, names, params) for key, (names, params) in filling.items()]
-
-
-def uses_weight_decay(p):
-    """Weight decay is for matrices only, never for norms, biases, vectors: by shape, not by class."""
-    return p.ndim >= 2
+def ceil_div(a, b):
+    """Return a / b, rounded up, in whole numbers: a float would lose the last of many elements."""
+    return -(-a // b)
 
 
 def padded_elements(n, shards):
-    """-> length of n elements cut into so many slices, which begin at multiples of 128: aligned loads."""
-    return -(-n // (128 * shards)) * 128 * shards if shards > 1 else n
+    """Return the length of a buffer for n elements that is cut into `shards` aligned slices."""
+    if shards == 1:
+        return n
+    multiple = ALIGNMENT * shards
+    return ceil_div(n, multiple) * multiple
 
 
-def accumulate(total, g, first):
-    """total (fp32) = g of the model's dtype if first, else += g. A copy needs no zeroing before it."""
-    if backend.use_triton(g) and g.dtype != total.dtype and g.numel() >= 2**18 and g.is_contiguous():
+# -----------------------------------------------------------------------------
+# Gradients
+
+def accumulate(total, grad, first):
+    """Add grad, in the model's dtype, to total (fp32); if first, overwrite what is there."""
+    converts = grad.dtype != total.dtype and grad.numel() >= CONVERT_ALONE and grad.is_contiguous()
+    if backend.use_triton(grad) and converts:
         from ops import kernels  # torch's own conversion reaches a third of the memory's speed
-        kernels.accumulate[(-(-g.numel() // 4096),)](g, total, g.numel(), ADD=not first, BLOCK=4096,
-                                                     num_warps=8)
+        blocks = ceil_div(grad.numel(), 4096)
+        kernels.accumulate[(blocks,)](grad, total, grad.numel(), ADD=not first, BLOCK=4096,
+                                      num_warps=8)
     elif first:
-        total.copy_(g)
+        total.copy_(grad)
     else:
-        total.add_(g)
+        total.add_(grad)
 
 
 def copy_gradients(pairs):
-    """pairs: [(window of the flat buffer, gradient or None)]; a gradient of None is zero. One kernel copies
-    all small ones; a copy by itself is twice as fast for a large one."""
-    small = [(out, g) for out, g in pairs if g is not None and g.numel() < COPY_ALONE]
-    if small:
-        torch._foreach_copy_(*zip(*small, strict=True))
-    for out, g in pairs:
-        if g is None:
-            out.zero_()
-        elif g.numel() >= COPY_ALONE:
-            out.copy_(g)
+    """Copy gradients into their windows of a flat buffer. pairs: [(window, gradient or None)].
+
+    A gradient of None is zero. One kernel copies all small gradients; for a large one, a copy by
+    itself is twice as fast.
+    """
+    small_windows = []
+    small_grads = []
+    for window, grad in pairs:
+        if grad is None:
+            window.zero_()
+        elif grad.numel() >= COPY_ALONE:
+            window.copy_(grad)
+        else:
+            small_windows.append(window)
+            small_grads.append(grad)
+    if small_grads:
+        torch._foreach_copy_(small_windows, small_grads)
 
 
 def sum_shards(total, own, others):
-    """total (n,) fp32 = own (n,) + each of others (ranks, n), both of the model's dtype."""
+    """Set total (n,) fp32 to own (n,) plus each of others (ranks, n), both in the model's dtype."""
     if backend.use_triton(own) and own.dtype != total.dtype:
         from ops import kernels
-        n = own.numel()
-        kernels.sum_shards[(-(-n // 2048),)](own, others, total, n, RANKS=len(others), BLOCK=2048,
-                                             num_warps=4)
+        blocks = ceil_div(own.numel(), 2048)
+        kernels.sum_shards[(blocks,)](own, others, total, own.numel(), RANKS=len(others),
+                                      BLOCK=2048, num_warps=4)
         return
     total.copy_(own)
     for part in others:
         total.add_(part)
 
 
-def rectangles(shape, a, b):
-    """Cut elements a..b-1 of a row-major tensor into rectangles -> [(offset, size)], at most 2 ndim - 1, in
-    the order of the elements. ZeRO's slices are such runs: they start and end in the middle of rows."""
-    if a >= b:
+# -----------------------------------------------------------------------------
+# Slices as rectangles of tensors
+
+def rectangles(shape, begin, end):
+    """Cut elements begin..end-1 of a row-major tensor into rectangles [(offset, size)], in order.
+
+    ZeRO's slices are such runs of elements: they begin and end in the middle of rows. There are at
+    most 2 ndim - 1 rectangles.
+    """
+    if begin >= end:
         return []
     if len(shape) == 0:
         return [((), ())]
-    row = math.prod(shape[1:])
-    out = []
-    first, last = -(-a // row), b // row  # whole rows
-    if first > last:  # inside one row
-        return [((last, *o), (1, *s)) for o, s in rectangles(shape[1:], a - last * row, b - last * row)]
-    if a < first * row:
-        out += [((first - 1, *o), (1, *s)) for o, s in rectangles(shape[1:], a - (first - 1) * row, row)]
+    row = math.prod(shape[1:])  # elements
+    first = ceil_div(begin, row)  # the first row that is whole
+    last = end // row  # the row after the last that is whole
+    if first > last:  # All elements are inside of one row.
+        return in_row(shape, last, begin, end)
+    found = in_row(shape, first - 1, begin, first * row)
     if first < last:
-        out.append(((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
-    if last * row < b:
-        out += [((last, *o), (1, *s)) for o, s in rectangles(shape[1:], 0, b - last * row)]
-    return out
+        zeros = [0] * (len(shape) - 1)
+        found.append(((first, *zeros), (last - first, *shape[1:])))
+    return found + in_row(shape, last, last * row, end)
+
+
+def in_row(shape, row, begin, end):
+    """Return the rectangles of elements begin..end-1, all of which are in one row of the tensor."""
+    start = row * math.prod(shape[1:])
+    inner = rectangles(shape[1:], begin - start, end - start)
+    return [((row, *offset), (1, *size)) for offset, size in inner]
+
+
+class Piece(NamedTuple):
+    """A rectangle of a full tensor, and this rank's memory of it."""
+    name: str
+    view: torch.Tensor
+    full_shape: tuple
+    offset: tuple
 
 
 def shards(dp, opt, vectors=None, owned_only=True):
-    """-> [(name, view, full shape, offset)]: this rank's rectangles of the weights and Adam moments, or of
-    the given {prefix: a slice per bucket}. The views share memory with the optimizer: filling them loads.
-    owned_only: leave out what another rank saves; over all ranks every element is then there once.
-    The optimizer's slices are runs of flat buckets; rectangles() cuts a run into rectangles."""
+    """Return this rank's Pieces of the weights and Adam moments, or of the given vectors.
+
+    vectors: {prefix of the names: a slice per bucket}. The views share memory with the optimizer:
+    filling them loads. owned_only leaves out what another rank saves: over all ranks, every element
+    is then there once.
+    """
     if vectors is None:
-        state = [opt.adam.state[m] for m in opt.masters]
-        vectors = {"": opt.masters, **{f"{k}/": [s[k] for s in state] for k in opt.adam.moments}}
-    out = []
+        vectors = {"": opt.masters}
+        for moment in opt.adam.moments:
+            vectors[f"{moment}/"] = [opt.adam.state[master][moment] for master in opt.masters]
+    pieces = []
     for prefix, slices in vectors.items():
-        for b, own in zip(dp.buckets, slices, strict=True):
-            for name, p, start in zip(b.names, b.params, b.starts, strict=True):
-                if owned_only and b.shards == 1 and zlib.crc32(name.encode()) % b.axis.size != b.axis.rank:
-                    continue  # every replica holds it whole: a hash of the name chooses the one that saves it
-                low, high = max(start, b.shard.start), min(start + p.numel(), b.shard.stop)
-                for offset, size in rectangles(p.shape, low - start, high - start):
-                    n = math.prod(size)
-                    where = tuple(o + q for o, q in zip(offset, p.offset, strict=True))
-                    out.append((prefix + name, own[low - b.shard.start:][:n].view(size), p.full_shape, where))
-                    low += n
-    if "" in vectors and vectors[""] is opt.masters:  # the routers' biases: not trained, but state
-        for name, t in dp.buffers.items():
-            if not owned_only or zlib.crc32(name.encode()) % dp.mesh.stage.size == dp.mesh.stage.rank:
-                out.append((name, t, tuple(t.shape), (0,) * t.ndim))
-    return out
+        for bucket, own in zip(dp.buckets, slices, strict=True):
+            pieces += bucket_pieces(bucket, own, prefix, owned_only)
+    if vectors.get("") is opt.masters:  # The routers' biases are not trained, but saved.
+        for name, buffer in dp.buffers.items():
+            if not owned_only or chosen_rank(name, dp.mesh.stage) == dp.mesh.stage.rank:
+                pieces.append(Piece(name, buffer, tuple(buffer.shape), (0,) * buffer.ndim))
+    return pieces
+
+
+def bucket_pieces(bucket, own, prefix, owned_only):
+    """Return the Pieces of own, this rank's slice of a vector over a bucket's elements."""
+    pieces = []
+    is_copied = owned_only and bucket.shards == 1  # Every replica holds the whole bucket.
+    for name, p, start in zip(bucket.names, bucket.params, bucket.starts(), strict=True):
+        if is_copied and chosen_rank(name, bucket.axis) != bucket.axis.rank:
+            continue
+        begin = max(start, bucket.shard.start)
+        end = min(start + p.numel(), bucket.shard.stop)
+        position = begin - bucket.shard.start
+        for offset, size in rectangles(p.shape, begin - start, end - start):
+            n = math.prod(size)
+            view = own[position:position + n].view(size)
+            offset = tuple(map(sum, zip(offset, p.offset, strict=True)))
+            pieces.append(Piece(prefix + name, view, p.full_shape, offset))
+            position += n
+    return pieces
+
+
+def chosen_rank(name, axis):
+    """Return the rank of the axis that saves what all its ranks hold, by a hash of the name."""
+    return zlib.crc32(name.encode()) % axis.size

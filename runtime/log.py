@@ -25,10 +25,10 @@ from cost.parameters import flops_per_token
 from cost.step_time import peak_flops
 from cost.traffic import traffic
 from fast.symm_mem import bytes_allocated
+from generate import generate
 from interface.files import Rows, folded, must_write, warn, write_whole
 from ops.accelerator import peak_memory
 from parallel import MAX
-from pipeline import generate
 from runtime.timing import slow_on_cpu
 from skip import not_finite
 

@@ -290,7 +290,7 @@ def replica_differences(model, mesh):
     parts = {f"blocks.{i}": block for i, block in model.blocks.items()}
     parts.update((name, module) for name, module in model.named_children() if name != "blocks")
     for part, module in parts.items():
-        model.wait_for_weights(module)  # none that are still on their way; under ZeRO-3 they are gathered
+        model.provide_weights(module)  # none that are still on their way; under ZeRO-3 they are gathered
         for name, p in module.named_parameters(part):
             held.setdefault(p.reduce, {})[name] = checksum(p)
     for name, t in model.named_buffers():  # the routers' biases: equal on a whole stage

@@ -53,8 +53,19 @@ def last_name(node):
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
+def bindings(node):
+    """(target, value) of each single binding of an assignment; (target, iterable) of a loop."""
+    if isinstance(node, (ast.For, ast.comprehension)):
+        yield node.target, node.iter
+    for target in getattr(node, "targets", []) if isinstance(node, ast.Assign) else []:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from zip(target.elts, node.value.elts, strict=False)
+        else:
+            yield target, node.value
+
+
 # -----------------------------------------------------------------------------
-# form, everywhere in the house
+# Form, everywhere in the house
 
 def statement(tree, lines):
     """A statement is no conditional expression, no `and` or `or`, no tuple of calls, no comprehension."""
@@ -104,7 +115,9 @@ def is_condition(node, flags=()):
         return isinstance(node.value, bool)
     if isinstance(node, (ast.Call, ast.Name, ast.Attribute)):
         name = last_name(node)
-        known = name in PREDICATES if isinstance(node, ast.Call) else name in flags
+        if name == "int" and isinstance(node, ast.Call) and node.args:
+            return is_condition(node.args[0], flags)
+        known = name in PREDICATES if isinstance(node, ast.Call) else key(node) in flags
         return known or name.startswith(("is_", "has_"))
     if isinstance(node, ast.BoolOp):
         return any(is_condition(value, flags) for value in node.values)
@@ -113,33 +126,61 @@ def is_condition(node, flags=()):
 
 @functools.cache
 def config_flags():
-    """The names of Config's fields that are true or false."""
+    """`.name` of each field of Config that is true or false."""
     source = ast.parse((ROOT / "config.py").read_text())
-    return {node.target.id for node in ast.walk(source) if isinstance(node, ast.AnnAssign)
-            and isinstance(node.target, ast.Name) and ast.unparse(node.annotation) == "bool"}
+    return {name for node in source.body if isinstance(node, ast.ClassDef) for name in fields(node)}
+
+
+def fields(node):
+    """`.name` of each field of a class that is declared as bool."""
+    return {f".{part.target.id}" for part in node.body
+            if isinstance(part, ast.AnnAssign) and ast.unparse(part.annotation) == "bool"}
+
+
+def conditional_properties(node):
+    """`.name` of each property of a class that returns a condition and nothing else."""
+    found = set()
+    for part in node.body:
+        if isinstance(part, FUNCTION) and any(last_name(m) in ("property", "cached_property")
+                                              for m in part.decorator_list):
+            returned = [line.value for line in ast.walk(part) if isinstance(line, ast.Return)]
+            if returned and all(value is not None and is_condition(value) for value in returned):
+                found.add(f".{part.name}")
+    return found
+
+
+def key(node):
+    """`name` of a variable, `.name` of an attribute."""
+    return f".{node.attr}" if isinstance(node, ast.Attribute) else last_name(node)
+
+
+def bool_arguments(node):
+    """The arguments whose default is True or False."""
+    positional = node.posonlyargs + node.args
+    pairs = [*zip(positional[::-1], node.defaults[::-1], strict=False),
+             *zip(node.kwonlyargs, node.kw_defaults, strict=True)]
+    return {argument.arg for argument, default in pairs
+            if isinstance(default, ast.Constant) and isinstance(default.value, bool)}
 
 
 def names_of_conditions(tree):
-    """The names that a file binds to conditions, or declares as bool, and to nothing else; Config's flags."""
-    flags, others = set(config_flags()), set()
+    """What a file or function binds to conditions and to nothing else, or declares as bool."""
+    flags, others = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
-            for target in node.targets:
-                (flags if is_condition(node.value) else others).add(last_name(target))
-        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "bool":
-            flags.add(last_name(node.target))
+            for target, value in bindings(node):
+                (flags if is_condition(value) else others).update(key(leaf) for leaf in leaves(target))
+        elif isinstance(node, ast.ClassDef):
+            flags |= fields(node) | conditional_properties(node)
         elif isinstance(node, ast.arguments):
-            positional = node.posonlyargs + node.args
-            pairs = [*zip(positional[::-1], node.defaults[::-1], strict=False),
-                     *zip(node.kwonlyargs, node.kw_defaults, strict=True)]
-            flags |= {argument.arg for argument, default in pairs
-                      if isinstance(default, ast.Constant) and isinstance(default.value, bool)}
-    return flags - others
+            flags |= bool_arguments(node)
+    return flags - others | config_flags()
 
 
 def product(tree, lines):
     """A condition does not multiply a text or a list, and does not choose from a literal."""
-    found, flags = [], names_of_conditions(tree)
+    found, parents = [], parents_of(tree)
+    attributes = {flag for flag in names_of_conditions(tree) if flag.startswith(".")}
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             sides = (node.left, node.right), (node.right, node.left)
@@ -147,15 +188,20 @@ def product(tree, lines):
             sides = [(node.value, node.slice)]
         else:
             continue
+        scope = node
+        while scope in parents and not isinstance(scope, FUNCTION):
+            scope = parents[scope]
+        flags = attributes | names_of_conditions(scope)
         for thing, factor in sides:
             is_text = isinstance(thing, ast.JoinedStr) or (
                 isinstance(thing, ast.Constant) and isinstance(thing.value, (str, bytes)))
             if not is_condition(factor, flags):
                 continue
+            test = factor.args[0] if isinstance(factor, ast.Call) and last_name(factor) == "bool" else factor
             if is_text:
-                instead = f"`{short(thing, 30)} if {short(factor, 40)} else \"\"`, or an `if` statement"
+                instead = f"`{short(thing, 30)} if {short(test, 40)} else \"\"`, or an `if` statement"
             elif isinstance(thing, (ast.List, ast.Tuple, ast.ListComp)):
-                instead = f"`if {short(factor, 40)}:`, which extends the list"
+                instead = f"`if {short(test, 40)}:`, which extends the list"
             else:
                 continue
             found.append((node.lineno, f"`{short(node)}` makes a number of a condition", instead))
@@ -213,12 +259,12 @@ def lambda_(tree, lines):
     """A lambda is not assigned; it holds no conditional, no comprehension and no lambda."""
     found = []
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
-            for held in held_lambdas(node.value):
-                target = short(node.targets[0] if isinstance(node, ast.Assign) else node.target, 30)
-                arguments = short(held.args, 30)
-                found.append((held.lineno, f"a lambda is assigned to `{target}`",
-                              f"`def {target.split('.')[-1]}({arguments}): return {short(held.body, 40)}`"))
+        pairs = [(node.target, node.value)] if isinstance(node, (ast.AnnAssign, ast.NamedExpr)) else []
+        for target, value in pairs or (bindings(node) if isinstance(node, ast.Assign) else ()):
+            for held in held_lambdas(value):
+                head = f"def {last_name(target) or 'name'}({short(held.args, 30)}):"
+                found.append((held.lineno, f"a lambda is assigned to `{short(target, 30)}`",
+                              f"`{head}` and `return {short(held.body, 40)}`"))
         if isinstance(node, ast.Lambda):
             for kinds, what in ((ast.IfExp, "conditional"), (COMPREHENSION, "comprehension"),
                                 (ast.Lambda, "lambda")):
@@ -274,12 +320,29 @@ def outside_function_length(tree, lines):
     return function_length(tree, lines, OUTSIDE_LINES)
 
 
+def arguments_of(node):
+    """The names of the parameters that can be given by position, without self, cls and ctx."""
+    names = [argument.arg for argument in node.args.posonlyargs + node.args.args]
+    return names[1:] if names[:1] in (["self"], ["cls"], ["ctx"]) else names
+
+
+def arguments_in_all(tree, lines):
+    """metrics_row and checkpoint.save have six parameters in all, by name or not."""
+    found = []
+    for node in tree.body:
+        if isinstance(node, FUNCTION) and node.name in ("metrics_row", "save"):
+            number = len(arguments_of(node)) + len(node.args.kwonlyargs)
+            if number > PARAMETERS:
+                found.append((node.lineno, f"{node.name} has {number} parameters, {PARAMETERS} are allowed",
+                              "an object for what belongs together"))
+    return found
+
+
 def parameters(tree, lines):
     """A function has six parameters at most that can be given without their name."""
     found = []
     for node in functions(tree):
-        names = [a.arg for a in node.args.posonlyargs + node.args.args]
-        names = names[1:] if names[:1] in (["self"], ["cls"], ["ctx"]) else names
+        names = arguments_of(node)
         if len(names) > PARAMETERS:
             found.append((node.lineno, f"{node.name} has {len(names)} parameters that can be given by "
                           f"position, {PARAMETERS} are allowed",
@@ -307,17 +370,14 @@ def is_layer(value):
 
 
 def attributes_of(node, is_module):
-    """The attributes that a class's methods set on self."""
+    """The names that a class's methods set on self."""
     layers = set()
-    names = {}
     for part in ast.walk(node):
         if is_module and isinstance(part, ast.Assign) and is_layer(part.value):
             layers |= set(part.targets)
-    for part in ast.walk(node):
-        if (isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and part not in layers
-                and ast.unparse(part.value) == "self"):
-            names[part.attr] = part.lineno
-    return names
+    return {part.attr for part in ast.walk(node)
+            if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and part not in layers
+            and ast.unparse(part.value) == "self"}
 
 
 def is_record(node):
@@ -326,22 +386,30 @@ def is_record(node):
     return "dataclass" in marks or "NamedTuple" in marks
 
 
-def attributes(tree, lines, most=ATTRIBUTES):
-    """A class sets 16 attributes at most: dataclasses and the layers of a module aside."""
-    found, modules = [], modules_of(tree)
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ClassDef) or is_record(node):
-            continue
-        names = attributes_of(node, node in modules)
-        if len(names) > most:
-            found.append((node.lineno, f"{node.name} sets {len(names)} attributes, {most} are allowed: "
-                          + ", ".join(sorted(names)), "smaller objects, and local variables"))
-    return found
+def too_many(node, names, most):
+    listed = ", ".join(sorted(names))
+    return (node.lineno, f"{node.name} sets {len(names)} attributes, {most} are allowed: {listed}",
+            "smaller objects, and local variables")
+
+
+def attributes(tree, lines):
+    """A class sets 16 attributes at most: dataclasses, NamedTuples and the layers of a module aside."""
+    modules = modules_of(tree)
+    sets = {node: attributes_of(node, node in modules) for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef) and not is_record(node)}
+    return [too_many(node, names, ATTRIBUTES) for node, names in sets.items() if len(names) > ATTRIBUTES]
 
 
 def run_attributes(tree, lines):
-    """Run, and each object that it makes in train.py, sets twelve attributes at most."""
-    return attributes(tree, lines, RUN_ATTRIBUTES)
+    """Run, and each object of train.py that it makes, has twelve attributes at most: fields count, too."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            names = attributes_of(node, False) | {
+                part.target.id for part in node.body if isinstance(part, ast.AnnAssign)}
+            if len(names) > RUN_ATTRIBUTES:
+                found.append(too_many(node, names, RUN_ATTRIBUTES))
+    return found
 
 
 def columns(tree, lines, most=COLUMNS):
@@ -351,7 +419,7 @@ def columns(tree, lines, most=COLUMNS):
 
 
 # -----------------------------------------------------------------------------
-# form, in the mainline besides
+# Form, in the mainline besides
 
 def mainline_columns(tree, lines):
     """A line of the mainline has 100 columns at most."""
@@ -424,15 +492,18 @@ def names(tree, lines):
     return [(line, f"`{name}` is not a word", instead) for line, name in sorted(found)]
 
 
-def bindings(node):
-    """(target, value) of each single binding of an assignment; (target, iterable) of a loop."""
-    if isinstance(node, (ast.For, ast.comprehension)):
-        yield node.target, node.iter
-    for target in getattr(node, "targets", []) if isinstance(node, ast.Assign) else []:
-        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-            yield from zip(target.elts, node.value.elts, strict=False)
+def is_number(name, function):
+    """Whether a function calculates with a name, or counts up to it."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.BinOp):
+            used = [node.left, node.right]
+        elif isinstance(node, ast.Call) and last_name(node) == "range":
+            used = node.args
         else:
-            yield target, node.value
+            continue
+        if any(isinstance(part, ast.Name) and part.id == name for part in used):
+            return True
+    return False
 
 
 def parameter_name(tree, lines):
@@ -446,7 +517,12 @@ def parameter_name(tree, lines):
             else:
                 is_one = not text.startswith(("range(", "enumerate(range("))
             if "p" in [getattr(leaf, "id", "") for leaf in leaves(target)] and not is_one:
-                found.append((target.lineno, f"`p` is bound to `{short(value)}`, not to an nn.Parameter",
+                found.append((target.lineno, f"`p = {short(value)}` is no nn.Parameter",
+                              "the word for what it is: `size`, `gates`, `path`"))
+        if isinstance(node, FUNCTION):
+            names = arguments_of(node)
+            if "p" in names and (names[0] != "p" or is_number("p", node)):
+                found.append((node.lineno, f"the argument `p` of {node.name} is not an nn.Parameter",
                               "the word for what it is: `size`, `gates`, `path`"))
     return found
 
@@ -488,7 +564,7 @@ def docstring(tree, lines):
 
 
 # -----------------------------------------------------------------------------
-# prose
+# Prose
 
 def arrow(tree, lines):
     """A docstring does not begin with an arrow."""
@@ -501,7 +577,7 @@ PRAGMA = re.compile(r"#(!|\s*(noqa|isort|fmt|type:|ruff|pragma|pylint|coding|-\*
 COLLECTIVE = re.compile(
     r"\.(start_)?(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|all_gather_object|gather_objects|"
     r"broadcast_object|any|isend|irecv|batch_isend_irecv)\b|\b_?(gather|scatter)_(rows|chunks)\b|_single\(")
-LABEL = re.compile(r"\b(over|axis|rank|ranks|each|from|to)\b")
+LABEL = re.compile(r"\bover\b|\baxis\b")  # what moves, over which axis
 ABBREVIATION = re.compile(r"(\b(e\.g|i\.e|etc|vs|al|cf|approx|resp|eq|fig|sec|no)|\.\.|\b[A-Z])\.$", re.I)
 
 
@@ -509,9 +585,13 @@ def comments(lines):
     """(first line, text) of each comment on lines of its own; neighbouring lines are one comment."""
     tokens = tokenize.generate_tokens(io.StringIO("\n".join(lines) + "\n").readline)
     found = []  # first line, last line, texts
+    behind = {}  # column of the comment behind code, by line
     for token in tokens:
         number, column = token.start
-        if token.type != tokenize.COMMENT or lines[number - 1][:column].strip():
+        if token.type != tokenize.COMMENT:
+            continue
+        if lines[number - 1][:column].strip() or behind.get(number - 1) == column:
+            behind[number] = column  # it goes on on the next line, at the same column
             continue
         if RULER.fullmatch(token.string.strip()) or PRAGMA.match(token.string):
             continue
@@ -557,17 +637,17 @@ def comment(tree, lines):
         may_begin_small = line in helps or is_label(text, lines, last)
         if not begins_well(words[0]) and not may_begin_small:
             found.append((line, f"the comment begins with `{short(text, 30)}`",
-                          f"`{short(words[0].capitalize() + text[len(words[0]):], 40)}`: a sentence"))
+                          f"`{short(text[0].upper() + text[1:], 40)}` (or `backticks`, if this is code)"))
         for before, word in zip(words, words[1:], strict=False):
             ends = re.search(r"[.?!][)\"'`]*$", before) and not ABBREVIATION.search(before)
             if ends and not begins_well(word):
                 found.append((line, f"a sentence of the comment begins with `{short(word, 30)}`",
-                              f"`{word.capitalize()}`, or no full stop before it"))
+                              f"`{word[0].upper()}{word[1:]}`, or no full stop before it"))
     return found
 
 
 # -----------------------------------------------------------------------------
-# size
+# Size
 
 def size(tree, lines, most=FILE_LINES):
     """A file has 600 lines at most."""

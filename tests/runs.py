@@ -34,14 +34,15 @@ def session(world, argv, plan=None):
         def next_batches(self, number, batch):
             first, batches = self.state.samples, super().next_batches(number, batch)
             state = hashlib.sha256()
-            for m in self.opt.masters:
-                for t in (m, self.opt.adam.state[m]["exp_avg"], self.opt.adam.state[m]["exp_avg_sq"]):
+            opt = self.parts.opt
+            for m in opt.masters:
+                for t in (m, opt.adam.state[m]["exp_avg"], opt.adam.state[m]["exp_avg_sq"]):
                     state.update(t.detach().numpy().tobytes())
-            for t in self.model.buffers():  # the routers' biases
+            for t in self.parts.model.buffers():  # the routers' biases
                 state.update(t.numpy().tobytes())
             data = hashlib.sha256(b"".join(t.numpy().tobytes() for pair in batches for t in pair)).hexdigest()
             steps.append({"first": first, "data": data, "state": state.hexdigest(),
-                          "adam_t": int(self.opt.adam_t())})
+                          "adam_t": int(opt.adam_t())})
             planned = plan.get(number)
             if isinstance(planned, int) and world.rank == world.size - 1:
                 os.kill(os.getpid(), planned)

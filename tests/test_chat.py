@@ -21,7 +21,7 @@ from shared import Masked
 from test_faults import planted, with_faults
 
 import checkpoint
-import pipeline
+import generate
 import prepare
 import sample
 import train
@@ -337,12 +337,12 @@ def test_refused_starts(data, pretrained, tmp_path):
 # planted faults, as in test_faults.py: each must fail a comparison
 
 COUNT = "sum((y >= 0).sum() for _, y in batches)"
-FORWARD, STEP, TP = "pipeline.forward_backward", "train.Step.gradients", "model._VocabCrossEntropy.forward"
+FORWARD, STEP, TP = "pipeline.one_stage", "train.Step.gradients", "model._VocabCrossEntropy.forward"
 FAULTS = {  # name: (ranks, layout, function, its words, the faulty words)
     "division by the rank's own count": (2, {}, STEP, "batches, tokens,", f"batches, {COUNT},"),
     "the mean of the ranks' means": (2, {}, STEP, "batches, tokens,", f"batches, {COUNT} * mesh.dp.size,"),
     "the mean of the micro-batches' means": (
-        1, {}, FORWARD, "out / tokens", "out / (batches[i][1] >= 0).sum() / n"),
+        1, {}, FORWARD, "loss / tokens", "loss / (y >= 0).sum() / len(batches)"),
     "division by all tokens": (2, {}, STEP, "if tokens is None", "if True"),
     "the count of a part of the batch": (
         2, {}, "corpus.shards.trained_tokens", "n_targets(first, count)", "n_targets(first, count // 2)"),
@@ -405,7 +405,7 @@ def test_a_fault_of_the_masks_is_caught(name, data, tmp_path):
 
 
 def test_evaluation_that_counts_masked_targets_is_caught(data):
-    fault = "train.evaluate", "source.n_targets(0, n * batch)", "(n * batch * cfg.seq_len)"
+    fault = "train.evaluate", "source.n_targets(0, n_batches * batch)", "(n_batches * batch * cfg.seq_len)"
     with planted(*fault), pytest.raises(AssertionError):
         test_the_loss_of_a_run_is_the_mean_over_trained_tokens(data)
 
@@ -456,18 +456,18 @@ def test_two_tp_ranks_answer_as_one(tuned):
 
 def test_answers_with_the_cache_are_those_without(tuned, monkeypatch):
     """Each turn's answer is what the model says to the whole conversation, given at once; logits to 1e-10."""
-    seen, real = [], pipeline.next_logits
+    seen, real = [], generate.next_logits
 
     def next_logits(model, tokens, cache):
         seen.append((model, tokens[0].tolist(), cache.length, real(model, tokens, cache)))
         return seen[-1][-1]
-    monkeypatch.setattr(pipeline, "next_logits", next_logits)
+    monkeypatch.setattr("generate.next_logits", next_logits)
     _, tokens, _ = talk(World(), tuned, QUESTIONS[:2])
     given = [t for _, new, _, _ in seen for t in new]
     assert given == tokens[: len(given)] and sum(len(new) > 1 for _, new, _, _ in seen) == 2
     for model, new, length, logits in seen:
         whole = given[: length + len(new)]
-        torch.testing.assert_close(logits, real(model, torch.tensor([whole]), pipeline.Cache()), rtol=0,
+        torch.testing.assert_close(logits, real(model, torch.tensor([whole]), generate.Cache()), rtol=0,
                                    atol=1e-10)
 
 

@@ -19,8 +19,8 @@ import train
 from config import Config
 from corpus.shards import Synthetic, micro_batches
 from fast.choose import choose
+from generate import generate
 from parallel import make_mesh
-from pipeline import generate
 from runtime.launch import World
 
 P = 0.3

@@ -54,13 +54,14 @@ def train_in(world, dtype, flags, batch):
     with mock.patch.object(moe, "stable_top_k", fixed_choice):
         for number in range(1, STEPS + 1):
             batches = train.micro_batches(cfg, mesh, source, (number - 1) * batch, batch, world.device)
-            opt.on_grads_ready = lambda n=number: keep(f"gradient {n} ", {"": map(opt.unscale, opt.grads)})
+            opt.on_grads_ready[:] = [
+                lambda n=number: keep(f"gradient {n} ", {"": map(opt.unscale, opt.grads)})]
             stats, refused = step(batches, number)
             assert not refused, "no step may overflow"
             seen["stats"].append(torch.stack(stats).tolist())
             if cfg.n_experts:
                 seen["experts"].append(moe.expert_stats(model, batch // cfg.micro_batch))
-    model.wait_for_weights(model)
+    model.provide_weights(model)
     keep(f"end {dtype} ", None)
     for m, b in zip(opt.masters, dp.buckets, strict=True):
         assert torch.equal(m.to(b.flat.dtype), b.flat[b.shard]), "the model has the rounded masters"

@@ -150,7 +150,7 @@ def take_steps(world, flags, graphed, evaluated=(), kind=Synthetic):
             assert bool(deferred) == bool(cfg.zero) and set(deferred) <= {graphed}
             if number in evaluated:
                 val_losses.append(train.evaluate(cfg, model, val_data, batch, device))
-        model.wait_for_weights(model)
+        model.provide_weights(model)
     moments = [opt.adam.state[m][k] for m in opt.masters for k in ("exp_avg", "exp_avg_sq", "step")]
     weights = [p.detach() for p in model.parameters()]
     return results, val_losses, [[t.numpy().copy() for t in tensors] for tensors in

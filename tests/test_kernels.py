@@ -248,9 +248,10 @@ def test_adamw(kernels, dtype, clip, keeps_dtype):
     """Optimizer.step with the kernel beside torch's fused AdamW, 4 steps, the third refused. keeps_dtype:
     bf16 gradients as backward made them beside the same in fp32."""
     from config import Config
+    from ddp import Comm, DataParallel
     from model import DTYPES
     from optim import Optimizer
-    from parallel import Comm, DataParallel, make_mesh
+    from parallel import make_mesh
     from runtime.launch import World
 
     def optimizer(triton, grad_dtype=None):

@@ -21,8 +21,9 @@ from corpus.shards import Synthetic
 from cost.fits import check_layout
 from cost.memory import state_bytes
 from fast.choose import choose
+from generate import generate
 from parallel import make_mesh
-from pipeline import generate, stage_layers
+from pipeline import stage_layers
 from runtime.resume import broadcast_and_verify, shards
 from zero import ShardedBucket
 
@@ -61,7 +62,7 @@ def wait_for_all_weights(model, dp):
     for bucket in dp.buckets:
         if isinstance(bucket, ShardedBucket):
             bucket.fetch()
-    model.wait_for_weights(model)
+    model.provide_weights(model)
 
 
 def mask_synthetic(vocab_size, seq_len, seed):
@@ -88,7 +89,7 @@ def run(world, flags, batch, chunks=1, cp=1, kind=Synthetic):
     train_step = train.Step(cfg, model, dp, opt)
     for step in range(1, STEPS + 1):
         batches = train.micro_batches(cfg, mesh, source, (step - 1) * batch, batch, world.device)
-        opt.on_grads_ready = lambda step=step: keep(f"step {step} grad ", {"": opt.grads})
+        opt.on_grads_ready[:] = [lambda step=step: keep(f"step {step} grad ", {"": opt.grads})]
         tokens = None if kind is Synthetic else train.trained_tokens(source, (step - 1) * batch, batch,
                                                                      world.device)
         stats, _ = train_step(batches, step, tokens=tokens)

@@ -15,13 +15,13 @@ import train
 from config import PRESETS, Config, pad_vocab
 from corpus.shards import Synthetic
 from cost.parameters import count_parameters, flops_per_token
+from generate import generate
 from model import GPT, MLP, Attention, rope_cache, rotate, vocab_cross_entropy
 from moe import MoE
 from ops.activations import ACTIVATIONS, GATED
 from ops.cross_entropy import IGNORE
 from optim import learning_rate
 from parallel import make_mesh
-from pipeline import generate
 from runtime.launch import World
 
 SMALL = dict(
@@ -527,9 +527,8 @@ def test_adamw_equals_the_paper():
     m, v = ({n: torch.zeros_like(p) for n, p in w.items()} for _ in range(2))
     for t in range(1, 4):
         grads = {}
-        opt.on_grads_ready = lambda g=grads: g.update(
-            {n: x.clone() for b in dp.buckets for n, x in zip(b.names, b.grads, strict=True)}
-        )
+        opt.on_grads_ready[:] = [lambda g=grads: g.update(
+            {n: x.clone() for b in dp.buckets for n, x in zip(b.names, b.grads, strict=True)})]
         [(stats, _)] = steps(cfg, model, dp, opt, [t])
         lr = learning_rate(cfg, t)
         norm = torch.stack([g.norm() for g in grads.values()]).norm()

@@ -483,13 +483,13 @@ def train_steps(cfg, mesh, steps, path=None, start=None):
     at = 0
     if start:
         at = resume.load(cfg, dp, opt, start, "synthetic").step
-        model.wait_for_weights(model)
+        model.provide_weights(model)
     source, stats = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), []
     train_step = train.Step(cfg, model, dp, opt)
     for step in range(at + 1, at + steps + 1):
         batches = train.micro_batches(cfg, mesh, source, (step - 1) * 8, 8, torch.device("cpu"))
         stats.append(torch.stack(train_step(batches, step)[0]).tolist())
-    model.wait_for_weights(model)
+    model.provide_weights(model)
     if path:
         saver = resume.Saver(path, mesh.world)
         resume.save(cfg, mesh, dp, opt, saver, resume.State(at + steps, 8 * (at + steps), data="synthetic"))
@@ -548,7 +548,7 @@ def upcycled_parameters(world, flags, path):
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     message = resume.init_from(model, opt, path)
-    opt.masters_to_model(), model.wait_for_weights(model)  # changes nothing if upcycling updated the masters
+    opt.masters_to_model(), model.provide_weights(model)  # changes nothing if upcycling updated the masters
     return message, {n: p.detach().numpy() for n, p in model.named_parameters()}
 
 

@@ -7,12 +7,13 @@ The faults are those that larger projects shipped. These tests detect them:
     recompute   the number of routings, the counted tokens
     checkpoint  saved in one layout, loaded in another
 """
+import functools
 from unittest import mock
 
 import pytest
 import test_moe
 from pool import run_ranks
-from test_faults import planted, run_with_faults, with_faults
+from test_faults import BALANCE, ONE_STAGE, SEVERAL_STAGES, group, planted, run_with_faults, with_faults
 from test_layouts import CAPACITY, MOE, SIGMOID, run
 
 BATCH = 8
@@ -20,33 +21,43 @@ MOE, CAPACITY, SIGMOID = (dict(base, n_layer=2, micro_batch=2) for base in (MOE,
 EP, EDP, TP, EP_TP = (2, dict(ep=2)), (4, dict(ep=2)), (2, dict(tp=2)), (4, dict(tp=2, ep=2))  # ranks, layout
 PP = (4, dict(pp=2, ep=2, zero=1))
 
-LAYOUT_FAULTS = {  # name: (model, (ranks, layout), function, its line, the faulty line)
+
+def scaled_experts(original, bucket, power):
+    """Bucket.wait_grads that multiplies the experts' gradients by a power of their 2 ranks."""
+    original(bucket)
+    if bucket.axis.name == "edp":
+        bucket.grad.mul_(2.0 ** power)
+
+
+def half_for_experts(original, bucket):
+    """Bucket.replica_weight that counts experts as if two ranks held them."""
+    return original(bucket) / (2 if bucket.axis.name == "edp" else 1)
+
+
+LAYOUT_FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted)
     # sums of the experts' gradients
     "expert gradients ep times too large": (
-        MOE, EP, "parallel.Bucket.wait_grads", "self.reduce_handle.wait()",
-        "self.reduce_handle.wait(), self.grad.mul_(2 if self.axis.name == 'edp' else 1)"),
+        MOE, EP, "ddp.Bucket.wait_grads", functools.partial(scaled_experts, power=1)),
     "expert gradients averaged over edp": (
-        MOE, EDP, "parallel.Bucket.wait_grads", "self.reduce_handle.wait()",
-        "self.reduce_handle.wait(), self.grad.div_(self.axis.size if self.axis.name == 'edp' else 1)"),
+        MOE, EDP, "ddp.Bucket.wait_grads", functools.partial(scaled_experts, power=-1)),
     "expert gradients summed over dp": (
-        MOE, EP, "parallel.parameter", '"edp" if', '"dp" if'),
+        MOE, EP, *group("edp", "dp")),
     "expert gradients not summed over edp": (
-        MOE, EDP, "parallel.parameter", '"edp" if', '"pp" if'),
+        MOE, EDP, *group("edp", "pp")),
     # the gradient norm
     "the gradient norm skips experts": (
         MOE, EP, "optim.Optimizer.sum_of_squares", "square() * self.replica_weights",
         "square() * self.replica_weights * torch.tensor([b.axis.name != 'edp' for b in self.dp.buckets])"),
     "the gradient norm counts experts as replicated": (
-        MOE, EP, "parallel.Bucket.__init__", "1 / (axis.size // self.shards)",
-        "1 / (axis.size // self.shards) / (2 if axis.name == 'edp' else 1)"),
+        MOE, EP, "ddp.Bucket.replica_weight", half_for_experts),
     # sums over tp and over micro-batches
     "router and norms not summed over tp": (
-        MOE, TP, "parallel.parameter", '"stage" if', '"dp" if'),
+        MOE, TP, *group("stage", "dp")),
     "balance loss not divided by dp": (
-        MOE, EP, "pipeline.forward_backward", "aux / (n * model.mesh.dp.size)", "aux / n"),
+        MOE, EP, ONE_STAGE, BALANCE, "balance_loss / len(batches)"),
     "balance loss lost on all stages except the last": (
-        MOE, PP, "pipeline.forward_backward", "if aux.requires_grad:",
-        "if aux.requires_grad and is_last(model, chunk):"),
+        MOE, PP, SEVERAL_STAGES, "if balance_loss.requires_grad:",
+        "if balance_loss.requires_grad and is_last(model, chunk):"),
     "balance loss counts only this tp rank's tokens": (
         MOE, TP, "moe.MoE.balance", "tp.all_reduce(chosen.to(probs.dtype))", "chosen.to(probs.dtype)"),
     "balance and z-loss averaged over this tp rank's tokens": (
@@ -69,13 +80,14 @@ LAYOUT_FAULTS = {  # name: (model, (ranks, layout), function, its line, the faul
         CAPACITY, EP, "moe.Capacity.combine",
         "y = y.unflatten(1, (self.ep.size, -1)).transpose(0, 1)", "y = y.unflatten(1, (self.ep.size, -1))"),
     "gradients of the rows not sent back": (
-        CAPACITY, EP, "parallel._AllToAll.backward", "ctx.axis.all_to_all(g, ctx.receive, ctx.send)", "g"),
+        CAPACITY, EP, "parallel._AllToAll.backward",
+        "ctx.axis.all_to_all(grad, ctx.receive, ctx.send)", "grad"),
     # the shards that a rank owns
     "only one rank's experts are saved": (
-        MOE, EP_TP, "runtime.resume.shards", "% b.axis.size != b.axis.rank",
-        "% dp.mesh.stage.size != dp.mesh.stage.rank"),
+        MOE, EP_TP, "ops.flat.bucket_pieces", "chosen_rank(name, bucket.axis) != bucket.axis.rank",
+        "zlib.crc32(name.encode()) % 4 != torch.distributed.get_rank()"),
     "experts are saved without their offset": (
-        MOE, EP, "runtime.resume.shards", "zip(offset, p.offset, strict=True)",
+        MOE, EP, "ops.flat.bucket_pieces", "zip(offset, p.offset, strict=True)",
         "zip(offset, [0] * 9, strict=False)"),
 }
 
@@ -107,8 +119,7 @@ def balance_gradient(n, micro_batches, layout, fault):
 
 
 def test_balance_gradient_without_a_fault_passes():
-    balance_gradient(2, 2, {}, ("pipeline.forward_backward", "n_backward[chunk] += 1",
-                                "n_backward[chunk] += 1"))
+    balance_gradient(2, 2, {}, (ONE_STAGE, BALANCE, BALANCE))
 
 
 SHARED_FAULTS = {  # faults that one process has too: (function, line, faulty line, the test that detects it)
@@ -169,22 +180,19 @@ def test_one_process_detects_the_fault(name):
         test()
 
 
-FORWARD = "pipeline.forward_backward"
-WEIGHT_FAULTS = {  # weight of the balance loss: (ranks, micro-batches on each, layout), line, faulty line
-    "dropped in backward": ((1, 2, {}), "if aux.requires_grad:", "if False:"),
-    "summed over micro-batches": ((1, 2, {}), "aux / (n * model.mesh.dp.size)", "aux / model.mesh.dp.size"),
-    "summed over dp": ((2, 1, {}), "aux / (n * model.mesh.dp.size)", "aux / n"),
-    "divided by tp twice": (
-        (2, 2, dict(tp=2)), "aux / (n * model.mesh.dp.size)",
-        "aux / (n * model.mesh.dp.size * model.mesh.tp.size)"),
+WEIGHT_FAULTS = {  # weight of the balance loss: (ranks, micro-batches on each, layout), the faulty weight
+    "dropped in backward": ((1, 2, {}), "balance_loss.detach()"),
+    "summed over micro-batches": ((1, 2, {}), "balance_loss / model.mesh.dp.size"),
+    "summed over dp": ((2, 1, {}), "balance_loss / len(batches)"),
+    "divided by tp twice": ((2, 2, dict(tp=2)), f"{BALANCE} / model.mesh.tp.size"),
 }
 
 
 @pytest.mark.parametrize("name", WEIGHT_FAULTS)
 def test_balance_gradient_detects_the_fault(name):
-    place, old, new = WEIGHT_FAULTS[name]
+    place, new = WEIGHT_FAULTS[name]
     with pytest.raises(AssertionError, match="balance loss's gradient is wrong"):
-        balance_gradient(*place, (FORWARD, old, new))
+        balance_gradient(*place, (ONE_STAGE, BALANCE, new))
 
 
 CHECKPOINT_FAULTS = {  # name: (the function with the fault, then as above)

@@ -31,12 +31,13 @@ from cost.parameters import (
 )
 from cost.step_time import GPUS, expected_choice, peak_flops
 from cost.traffic import traffic
+from ddp import DataParallel
 from fast.choose import Choice
 from fast.padded import PaddedAllToAll
 from interface.command_line import parse
 from model import GPT
 from ops import activations
-from parallel import DataParallel, make_mesh
+from parallel import make_mesh
 from pipeline import stage_layers
 from runtime.launch import World
 

@@ -12,7 +12,7 @@ from pool import run_ranks
 from runs import TINY, chars, final, go
 
 import checkpoint
-import pipeline
+import generate
 import sample
 import train
 from config import Config
@@ -39,7 +39,7 @@ def drawn(monkeypatch):
 @pytest.mark.parametrize("top_k", [0, None, 1, 4, 11, 12, 500])
 def test_a_token_is_drawn_from_the_softmax_of_the_k_largest(temperature, top_k, drawn):
     logits, rng = torch.randn(12, generator=torch.Generator().manual_seed(1)), object()
-    token = pipeline.sample_token(logits.clone(), temperature, top_k, rng)
+    token = generate.sample_token(logits.clone(), temperature, top_k, rng)
     ((p, n, generator),) = drawn
     kept = logits.argsort(descending=True)[:top_k or 12]
     want = torch.zeros(12)
@@ -50,7 +50,7 @@ def test_a_token_is_drawn_from_the_softmax_of_the_k_largest(temperature, top_k, 
 
 def test_temperature_0_takes_the_likeliest_and_draws_nothing(drawn):
     for k in (0, 1, 7):
-        assert pipeline.sample_token(torch.tensor([0.5, 3.0, -1.0, 2.9]), 0.0, k, None) == 1
+        assert generate.sample_token(torch.tensor([0.5, 3.0, -1.0, 2.9]), 0.0, k, None) == 1
     assert drawn == []
 
 
@@ -66,7 +66,7 @@ def texts(world, flags):
     model.train()
     out = []
     for n, how in (11, dict(temperature=0)), (3, dict(temperature=0.9, top_k=20, seed=5)), (1, dict(seed=6)):
-        out.append(pipeline.generate(model, prompt[:n], 9, **how))
+        out.append(generate.generate(model, prompt[:n], 9, **how))
         assert model.training and out[-1][:n] == prompt[:n]
     return out
 
@@ -95,13 +95,13 @@ def test_a_window_that_is_full_goes_on_with_its_last_half(monkeypatch):
         given.append((tokens[0].tolist(), cache.length))
         cache.length += tokens.size(1)
         return torch.nn.functional.one_hot(torch.tensor(len(given)), 100).float()
-    monkeypatch.setattr(pipeline, "next_logits", next_logits)
+    monkeypatch.setattr("generate.next_logits", next_logits)
     model = train.build(Config(**FLAT), make_mesh(train.launch.World()), 100, torch.device("cpu"))[0]
-    assert pipeline.generate(model, list(range(50, 56)), 6, 0) == [*range(50, 56), 1, 2, 3, 4, 5, 6]
+    assert generate.generate(model, list(range(50, 56)), 6, 0) == [*range(50, 56), 1, 2, 3, 4, 5, 6]
     assert given == [
         ([50, 51, 52, 53, 54, 55], 0), ([1], 6), ([2], 7), ([55, 1, 2, 3], 0), ([4], 4), ([5], 5)]
     given.clear()
-    assert pipeline.generate(model, list(range(50, 61)), 2, 0) == [*range(50, 61), 1, 2]
+    assert generate.generate(model, list(range(50, 61)), 2, 0) == [*range(50, 61), 1, 2]
     assert given == [([53, 54, 55, 56, 57, 58, 59, 60], 0), ([58, 59, 60, 1], 0)]
 
 
@@ -127,13 +127,13 @@ def sampled(monkeypatch, *argv):
 
 def all_sampled(monkeypatch, *argv):
     """sample.main -> (what it prints, [(model, generate's other arguments)])."""
-    seen, out, generate = [], io.StringIO(), pipeline.generate
+    seen, out, original = [], io.StringIO(), generate.generate
 
     def recorded(model, *args):
         seen.append((model, args))
-        return generate(model, *args)
+        return original(model, *args)
     with monkeypatch.context() as patch, contextlib.redirect_stdout(out):
-        patch.setattr(pipeline, "generate", recorded)
+        patch.setattr("generate.generate", recorded)
         sample.main([str(a) for a in argv])
     return out.getvalue(), seen
 

@@ -2,6 +2,7 @@
 messages pair by their order alone, and plan.py's picture, bubble and memory are those of the schedule.
 """
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from unittest import mock
 import pytest
 import test_dropout
 import torch
-from test_faults import planted
+from test_faults import constant, planted
 
 import pipeline
 import plan
@@ -144,17 +145,19 @@ def walk(rank, p, v, m, backward=True):
             (sends if way == "send" else receives).append((peer, tensor))
         return []
 
-    def run(*op_and_received):
-        ran.append(op_and_received)
-        return torch.tensor([op_and_received[1], op_and_received[2], op_and_received[0] == "F"])
+    def run(kind):
+        def op(i, chunk, received):
+            ran.append((kind, i, chunk, received))
+            return torch.tensor([i, chunk, kind == "F"])
+        return op
     stub = SimpleNamespace(isend="send", irecv="receive", P2POp=lambda *args: args, batch_isend_irecv=batch)
     axis = plan._mesh(p, rank, 1, p, 1, 0, 1).pp
     model = SimpleNamespace(mesh=SimpleNamespace(pp=axis, tp=SimpleNamespace(size=1)), chunks=[None] * v,
                             cfg=SimpleNamespace(n_embd=1), parameters=lambda: iter([torch.zeros(1)]))
     with mock.patch.object(pipeline, "dist", stub):
         ring = pipeline.Ring(model, 1)
-        ring.walk(m, run, backward)
-    assert not ring.inbox and not ring.batches
+        ring.walk(m, run("F"), run("B") if backward else None)
+    assert not ring.inbox and not ring.in_flight
     sent = [(peer, ("FB"[not t[2]], int(t[0]), int(t[1]))) for peer, t in sends]
     return sent, [(peer, id(t)) for peer, t in receives], ran
 
@@ -228,21 +231,24 @@ def test_activations_in_flight_are_those_of_the_whole_schedule():
 # planted faults
 
 WAITS = test_no_rank_waits_for_ever_and_the_bubble_is_what_is_promised
-FAULTS = {  # name: (function, its line, the faulty line, the test that detects it)
-    "warm-up of one group less": ("pipeline.schedule", "(v - 1) * p +", "(v - 2) * p +", WAITS),
-    "backwards through the chunks as forwards": ("pipeline.schedule", "v - 1 - chunk", "chunk", WAITS),
+FAULTS = {  # name: (a fault as arguments of planted, the test that detects it)
+    "warm-up of one group less": (
+        "pipeline.schedule", "(chunks - 1) * ranks +", "(chunks - 2) * ranks +", WAITS),
+    "backwards through the chunks as forwards": (
+        "pipeline.schedule", "chunks - 1 - chunk", "chunk", WAITS),
     "all micro-batches through a chunk before the next": (
-        "pipeline.schedule", "for first in range(0, m, p) for chunk in range(v)",
-        "for chunk in range(v) for first in range(0, m, p)", WAITS),
+        "pipeline.schedule", "range(first, first + ranks)", "range(micro_batches if first == 0 else 0)",
+        WAITS),
     "the short warm-up of 1F1B": (
-        "pipeline.schedule", "(2 if v > 1 else 1)", "1", test_batches_that_wait_for_both_sides_cost_no_time),
+        "pipeline.schedule", "1 if chunks == 1 else 2", "1",
+        test_batches_that_wait_for_both_sides_cost_no_time),
     "timetable of equally long ops": (
-        "pipeline.timetable", '(1 if kind == "F" else 2)', "1", WAITS),
+        "pipeline.Op.duration", functools.partial(constant, value=1), WAITS),
     "the last rank's message to the same chunk": (
-        "pipeline.Ring.exchange", "stage // size] = received", "chunk] = received",
+        "pipeline.messages_between", "op._replace(chunk=stage // ranks)", "op",
         test_messages_pair_by_their_order_alone),
     "gradients sent on, not back": (
-        "pipeline.Ring.exchange", '(1 if kind == "F" else -1)', "1",
+        "pipeline.messages_between", "+ op.direction", "+ 1",
         test_messages_pair_by_their_order_alone),
     "the same dropout in every chunk": (
         "pipeline.dropout_seeds", "chunk * mesh.pp.size + mesh.pp.rank", "mesh.pp.rank",
@@ -255,9 +261,9 @@ FAULTS = {  # name: (function, its line, the faulty line, the test that detects 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_caught(name):
-    where, old, new, test = FAULTS[name]
+    *fault, test = FAULTS[name]
     timetable.cache_clear()
-    with planted(where, old, new), pytest.raises(AssertionError):
+    with planted(*fault), pytest.raises(AssertionError):
         test()
     timetable.cache_clear()
 

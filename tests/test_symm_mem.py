@@ -23,10 +23,10 @@ import moe
 import train
 from config import Config
 from corpus.shards import Synthetic, micro_batches
+from ddp import BUCKET_ELEMENTS
 from fast import choose, graph, padded, peer, symm_mem
 from fast.graph import BufferSizer, GraphedStep
 from fast.peer import PeerComm
-from ops.flat import BUCKET_ELEMENTS
 from optim import Optimizer
 from parallel import Axis, make_mesh
 from zero import LEVELS
@@ -92,7 +92,7 @@ def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=Fals
         for number in range(1, 4):
             batches = micro_batches(cfg, mesh, source, (number - 1) * 8, 8, device)
             stats.append(torch.stack(step(batches, number)[0]).tolist())
-        model.wait_for_weights(model)
+        model.provide_weights(model)
     return stats, owned(dp, opt), sizer and sizer.n_retries, sizer and sizer.slack
 
 

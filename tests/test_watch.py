@@ -311,7 +311,7 @@ def compare_with_gathers_under_way(world):
     with mock.patch.object(parallel.Axis, "start_all_gather", at_wait):
         batches = train.micro_batches(cfg, mesh, source, 0, 2, world.device)
         train.Step(cfg, model, dp, opt)(batches, 1)
-        with mock.patch.object(model, "wait_for_weights", lambda *args: None):
+        with mock.patch.object(model, "provide_weights", lambda *args: None):
             stale = watch.replica_differences(model, mesh)
         return stale, watch.replica_differences(model, mesh)
 

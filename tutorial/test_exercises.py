@@ -15,7 +15,8 @@ from pool import ROOT, run_ranks
 
 from corpus.chat import MARKERS, Template
 from corpus.tokenizer import train_char
-from parallel import Axis, Bucket, Comm, make_mesh
+from ddp import Bucket, Comm, Contents
+from parallel import Axis, make_mesh
 from pipeline import schedule
 from skip import spike
 from zero import Slot, SlotBucket, SlotComm
@@ -111,8 +112,8 @@ def test_chapter_06(yours):
         for size in (2, 3, 4):
             for rank in range(size):
                 p = torch.nn.Parameter(torch.zeros(n))
-                bucket = Bucket(["w"], [p], Axis("dp", rank, size), decayed=True, zero=1, dtype=p.dtype,
-                                comm=Comm())
+                contents = Contents("dp", True, ["w"], [p])
+                bucket = Bucket(contents, Axis("dp", rank, size), zero=1, dtype=p.dtype, comm=Comm())
                 assert yours.zero1_slice(n, rank, size) == bucket.shard, (n, rank, size)
 
 
@@ -209,7 +210,8 @@ def slices_of_rank(world, name):
     for number in (0, 1, 0):
         total = torch.full((SLOT // axis.size,), 7.0, dtype=torch.float64)
         params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in gradients(0, number, 0)]
-        theirs = SlotBucket(["a", "b"], params, axis, True, 2, torch.float64, SlotComm(shared))
+        contents = Contents("dp", True, ["a", "b"], params)
+        theirs = SlotBucket(contents, axis, 2, torch.float64, SlotComm(shared))
         for micro_batch in range(2):
             grads = gradients(world.rank, number, micro_batch)
             module.reduce_in_slot(axis, grads, slot, total, micro_batch == 0)

@@ -1,0 +1,364 @@
+"""Data parallelism by hand: gradients in flat buckets, summed while backward still runs; ZeRO-1.
+
+    assign_buckets   which parameters share a bucket
+    Comm             how a bucket travels: over NCCL or gloo; fast/peer.py has a faster way
+    Bucket           the buffers, and which gradients have come
+    DataParallel     the buckets of a model, hooked into its backward; zero.py has ZeRO-2 and ZeRO-3
+
+The buffers of one bucket of n elements. Four ranks hold the same parameters; this is rank 1 under
+ZeRO-1, whose slice of the bucket is a quarter:
+
+             0          n/4        n/2        3n/4        n
+    flat     | weights in the model's dtype               |  every p.data is a window of it
+    grad     | gradients of this rank, in at least fp32   |  backward adds each p.grad to its window
+             |          |##########|          |           |  ## is bucket.shard, the slice of rank 1
+    total               | the sum  |   = grad[shard], by reduce-scatter, while backward runs
+    master              | fp32     |   AdamW updates it; its two moments are as long
+    own                 | rounded  |   = flat[shard]: the new master, sent to the others
+
+A rank updates its slice only. What these buffers hold under each --zero:
+
+              flat (weights)                grad                           master, moments
+    zero 0    n                             n, summed by all-reduce        n: shard is everything
+    zero 1    n                             n, summed by reduce-scatter    n/4
+    zero 2    n                             n/4, and two buckets whole     n/4
+    zero 3    n/4, and two parts whole      n/4, and two buckets whole     n/4
+
+In an fp32 model, master and own are the same memory.
+"""
+import contextlib
+import itertools
+import weakref
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+
+from ops.flat import accumulate, copy_gradients, padded_elements
+
+BUCKET_ELEMENTS = 16_000_000  # a bucket is closed when it has this many
+
+# -----------------------------------------------------------------------------
+# Which parameters share a bucket
+
+class Contents(NamedTuple):
+    """Parameters that are reduced together."""
+    axis_name: str  # the axis that sums their gradients: parallel.reduction_group
+    decayed: bool   # whether AdamW decays them
+    names: list
+    params: list
+
+
+def uses_weight_decay(p):
+    """Whether AdamW decays p: matrices only, never norms, biases or vectors."""
+    return p.ndim >= 2
+
+
+def block_of(name):
+    """Return the block of a parameter, "blocks.3". A name such as "wte.weight" is its own block."""
+    return ".".join(name.split(".")[:2])
+
+
+def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS):
+    """Return the Contents of each bucket, in the order in which backward fills the buckets.
+
+    Backward reaches the last layers first, so buckets are filled in reverse. Vectors (norms,
+    biases) have buckets of their own: they are not decayed, and one bucket is one tensor of the
+    optimizer. A bucket of matrices is closed
+        under ZeRO-0 and ZeRO-1   when it has bucket_elements
+        under ZeRO-2              at the first end of a block after that: the gradients of a block
+                                  come almost at once, and a second bucket would wait for its slot
+        under ZeRO-3              at the end of every block: weights are gathered block by block
+    """
+    closed = []
+    filling = {}  # (axis name, decayed): Contents
+    elements = Counter()
+    block = ""
+    for name, p in reversed(list(named_parameters)):
+        previous, block = block, block_of(name)
+        if zero > 1 and block != previous:
+            for key in list(filling):
+                is_full = zero == 3 or elements[key] >= bucket_elements
+                if filling[key].decayed and is_full:
+                    closed.append(filling.pop(key))
+        key = p.reduce, uses_weight_decay(p)
+        if key not in filling:
+            filling[key] = Contents(*key, [], [])
+            elements[key] = 0
+        filling[key].names.append(name)
+        filling[key].params.append(p)
+        elements[key] += p.numel()
+        ends_with_a_block = zero > 1 and filling[key].decayed
+        if elements[key] >= bucket_elements and not ends_with_a_block:
+            closed.append(filling.pop(key))
+    return closed + list(filling.values())
+
+
+# -----------------------------------------------------------------------------
+# One bucket
+
+class Comm:
+    """How a bucket's gradients and weights travel: over NCCL or gloo.
+
+    grad_dtype: of the gradients while they wait for their sum; None is at least fp32. Another dtype
+    is for a single micro-batch per step: see CopyBucket.
+    """
+
+    def __init__(self, grad_dtype=None):
+        self.grad_dtype = grad_dtype
+
+    def allocate(self, axis, shard, weights, dtype):
+        """Return a bucket's buffers flat (n,), grad (n,), total (n/shards,).
+
+        weights (n,): the initial weights, in at least fp32. dtype: of flat. shard: the slice of
+        grad whose sum over the axis becomes total.
+        """
+        flat = weights if weights.dtype == dtype else torch.zeros_like(weights, dtype=dtype)
+        grad = torch.zeros_like(weights, dtype=self.grad_dtype)
+        return flat, grad, grad[shard]
+
+    def start_reduce(self, bucket):
+        """Start to sum bucket.grad over the bucket's axis, and return a handle."""
+        if bucket.shards > 1:  # SUM, n/size of n numbers to each rank, over the bucket's axis
+            return bucket.axis.start_reduce_scatter(bucket.total, bucket.grad)
+        return bucket.axis.start_all_reduce(bucket.grad)  # SUM of n numbers, over the bucket's axis
+
+    def start_gather(self, bucket):
+        """Start to send this rank's new slice of flat to the others, and return a handle."""
+        # n/size weights from each rank to all, over the bucket's axis
+        return bucket.axis.start_all_gather(bucket.flat, bucket.own)
+
+
+class Bucket:
+    """Parameters in flat buffers, reduced together: one large collective beats many small ones.
+
+    The drawing at the top of this file shows the buffers. The bucket lays them out and knows which
+    gradients have come; its Comm communicates. A master begins unrounded, so that small first
+    updates already change the rounded weights. ZeRO-1: arXiv:1910.02054, section 5.1.
+    """
+
+    def __init__(self, contents, axis, zero, dtype, comm):
+        self.contents = contents
+        self.axis = axis
+        self.comm = comm
+        self.shards = axis.size if zero else 1
+        n = padded_elements(self.used, self.shards)
+        self.shard = self.shard_slice(axis.rank if self.shards > 1 else 0, n)
+        first = self.params[0]
+        wide = torch.promote_types(first.dtype, torch.float32)
+        weights = torch.zeros(n, dtype=wide, device=first.device)  # The last n - used are padding.
+        self.flat, self.grad, self.total = comm.allocate(
+            axis, self.shard, weights, dtype or first.dtype)
+        self.grads = self.windows(self.grad)
+        self.adopt_parameters(weights)
+        self.master = weights[self.shard]
+        if weights is not self.flat:
+            self.master = self.master.clone()
+        self.own = self.flat[self.shard]
+        self.gather_handle = None  # of the running all-gather of new weights, or None
+        self.reset()
+
+    @property
+    def names(self):
+        return self.contents.names
+
+    @property
+    def params(self):
+        return self.contents.params
+
+    @property
+    def decayed(self):
+        return self.contents.decayed
+
+    @property
+    def used(self):
+        """The number of elements that are not padding."""
+        return sum(p.numel() for p in self.params)
+
+    @property
+    def replica_weight(self):
+        """What this rank's slice counts in sums over the world: 1/k where k ranks hold it."""
+        return 1 / (self.axis.size // self.shards)
+
+    def starts(self):
+        """Return where each parameter begins in flat."""
+        ends = itertools.accumulate(p.numel() for p in self.params)
+        return [end - p.numel() for end, p in zip(ends, self.params, strict=True)]
+
+    def windows(self, buffer):
+        """Return each parameter's part of a buffer (n,), as a view in the parameter's shape."""
+        pairs = zip(self.params, self.starts(), strict=True)
+        return [buffer[start:start + p.numel()].view_as(p) for p, start in pairs]
+
+    def shard_slice(self, rank, n):
+        """Return the slice of a buffer of n elements that belongs to this rank of the axis."""
+        return slice(rank * n // self.shards, (rank + 1) * n // self.shards)
+
+    def adopt_parameters(self, weights):
+        """Copy the parameters into weights and flat, and make each p.data a window of flat."""
+        for p, window in zip(self.params, self.windows(weights), strict=True):
+            window.copy_(p.data)
+        for p, window in zip(self.params, self.windows(self.flat), strict=True):
+            p.data = window
+        self.flat.copy_(weights)
+
+    def reset(self):
+        """Begin an optimizer step: no gradient has come yet."""
+        self.untouched = [True] * len(self.params)
+        self.pending_params = len(self.params)
+        self.reduce_handle = None
+
+    def on_grad_ready(self, i, is_last_microbatch):
+        """Take the gradient that backward made for parameter i.
+
+        When the last micro-batch has brought a gradient to every parameter, the sum over the ranks
+        starts.
+        """
+        self.take_gradient(i)
+        self.untouched[i] = False
+        if is_last_microbatch:
+            self.pending_params -= 1
+            if self.pending_params == 0:
+                self.start_reduce()
+
+    def take_gradient(self, i):
+        """Add parameter i's gradient to its window of grad."""
+        p = self.params[i]
+        accumulate(self.grads[i], p.grad, first=self.untouched[i])
+        p.grad = None
+
+    def complete_grad(self):
+        """Make grad whole: a parameter that took no part in this step has a gradient of zero."""
+        for grad, untouched in zip(self.grads, self.untouched, strict=True):
+            if untouched:
+                grad.zero_()
+
+    def start_reduce(self):
+        """Start to sum this bucket's gradients over the ranks of its axis."""
+        self.complete_grad()
+        self.reduce_handle = self.comm.start_reduce(self)
+
+    def wait_grads(self):
+        """Wait for the sum. If a parameter got no gradient on any rank, the sum starts here."""
+        if self.reduce_handle is None:
+            self.start_reduce()
+        self.reduce_handle.wait()
+
+    def start_gather(self):
+        """Send this rank's new slice of the weights to the others."""
+        if self.shards > 1:
+            self.gather_handle = self.comm.start_gather(self)
+
+    def wait_for_weights(self):
+        """Wait until flat holds the new weights of all ranks."""
+        if self.gather_handle is not None:
+            self.gather_handle.wait()
+            self.gather_handle = None
+
+
+class CopyBucket(Bucket):
+    """A Bucket for a single micro-batch per step: nothing is added to a gradient on this rank.
+
+    Each gradient stays in p.grad until all have come. Then one kernel copies them into grad.
+    """
+
+    def take_gradient(self, i):
+        assert self.untouched[i], "a second micro-batch, but grad_dtype promises one"
+
+    def complete_grad(self):
+        self.copy_all_gradients()
+
+    def copy_all_gradients(self):
+        """Copy every p.grad into its window of grad, at once; a gradient of None is zero."""
+        copy_gradients([(grad, p.grad) for grad, p in zip(self.grads, self.params, strict=True)])
+        for p in self.params:
+            p.grad = None
+
+
+# -----------------------------------------------------------------------------
+# All buckets of a model
+
+def untimed(phase):
+    """Take the place of runtime.timing.Timers where no times are wanted."""
+    return contextlib.nullcontext()
+
+
+def unique(items):
+    """Return the items in their order, each once."""
+    return list(dict.fromkeys(items))
+
+
+class DataParallel:
+    """Sums every gradient over the ranks that hold the same parameter; sends ZeRO-1's new weights.
+
+    In a step: reset(), then begin_backward() ahead of each micro-batch's backward, then
+    finish_grad_sync(). The optimizer calls on_updated(bucket) when it has written a bucket's slice.
+    The model calls provide_weights(module) before it reads weights, module by module.
+    """
+
+    def __init__(self, model, mesh, zero=0, timers=untimed, *, dtype=None, comm=lambda axis: Comm(),
+                 bucket_elements=BUCKET_ELEMENTS):
+        """Lay out the buckets. dtype: of the weights from now on. comm(axis): a bucket's Comm."""
+        self.mesh = mesh
+        self.zero = zero
+        self.timers = timers
+        self.is_last_microbatch = True
+        self.buckets = []
+        for contents in assign_buckets(model.named_parameters(), zero, bucket_elements):
+            axis = getattr(mesh, contents.axis_name)
+            self.buckets.append(self.make_bucket(contents, axis, dtype, comm(axis)))
+        bucket_of = {}
+        for bucket in self.buckets:
+            for i, p in enumerate(bucket.params):
+                bucket_of[p] = bucket
+                p.register_post_accumulate_grad_hook(self.make_hook(bucket, i))
+        self.buckets_of = {}  # module: the buckets of its parameters
+        for module in model.modules():
+            self.buckets_of[module] = unique(bucket_of[p] for p in module.parameters())
+        self.buffers = dict(model.named_buffers())  # They are not trained, but part of the state.
+        model.data_parallel = self
+
+    def make_bucket(self, contents, axis, dtype, comm):
+        """Return a bucket of the kind that this data parallelism uses."""
+        kind = Bucket if comm.grad_dtype is None else CopyBucket
+        return kind(contents, axis, self.zero, dtype, comm)
+
+    def make_hook(self, bucket, i):
+        """Return what backward calls when parameter i of a bucket has its gradient.
+
+        The references are weak: a hook that held the bucket would keep parameter, hook and bucket
+        alive for ever.
+        """
+        weak_bucket = weakref.proxy(bucket)
+        weak_self = weakref.proxy(self)
+
+        def on_grad_ready(p):
+            weak_bucket.on_grad_ready(i, weak_self.is_last_microbatch)
+        return on_grad_ready
+
+    def reset(self):
+        """Begin an optimizer step."""
+        for bucket in self.buckets:
+            bucket.reset()
+
+    def begin_backward(self, is_last_microbatch):
+        """Announce a micro-batch's backward. The last one of a step completes the buckets' sums."""
+        self.is_last_microbatch = is_last_microbatch
+
+    def finish_grad_sync(self):
+        """Wait until every bucket's total is the sum over its axis."""
+        with self.timers("grad_sync"):  # the time that backward did not hide
+            for bucket in self.buckets:
+                bucket.wait_grads()
+
+    def on_updated(self, bucket):
+        """Send the slice of a bucket that the optimizer has just written to the other ranks."""
+        bucket.start_gather()
+
+    def provide_weights(self, module, x=None):
+        """Wait until the module's weights are new on all ranks. x: its input, for ZeRO-3."""
+        waiting = [bucket for bucket in self.buckets_of[module] if bucket.gather_handle is not None]
+        if waiting:
+            with self.timers("param_gather"):  # the time that forward did not hide
+                for bucket in waiting:
+                    bucket.wait_for_weights()

@@ -1,0 +1,116 @@
+"""Text from a model: the cache of keys and values, one token after the other, sampling.
+
+    generate      continue a list of tokens
+    stream        the same, token by token
+    next_logits   one forward through all stages
+    sample_token  draw a token from logits
+"""
+import contextlib
+import math
+
+import torch
+
+from parallel import gather_rows
+from pipeline import Ring, is_last
+
+
+class Cache:
+    """Keys and values of the positions so far, per attention layer, (B, g, length, D) each.
+
+    seen: how many tokens of the list that stream() continues came before its next call.
+    """
+
+    def __init__(self):
+        self.seen = 0
+        self.clear()
+
+    def clear(self):
+        """Forget all keys and values."""
+        self.length = 0
+        self.kv = {}
+
+    def append(self, layer, k, v):
+        """Add k, v (B, g, T, D) of new positions. Return those of all, (B, g, length + T, D)."""
+        if layer in self.kv:
+            old_k, old_v = self.kv[layer]
+            k = torch.cat([old_k, k], dim=2)
+            v = torch.cat([old_v, v], dim=2)
+        self.kv[layer] = k, v
+        return k, v
+
+
+@torch.no_grad()
+def next_logits(model, tokens, cache):
+    """Return the logits (vocab,) of the first copy's last position, fp32, on every rank's host.
+
+    tokens (copies, T) int64 go through all stages, and the logits from the last stage to all ranks.
+    """
+    logits = torch.empty(model.vocab_size)
+
+    def forward(i, chunk, hidden):
+        out, _ = model(tokens, hidden=hidden, cache=cache, chunk=chunk)
+        if is_last(model, chunk):
+            row = gather_rows(out[tokens.size(1) - 1], model.mesh.tp)  # (v,) -> (V,)
+            logits.copy_(row[:model.vocab_size])
+        return out
+
+    Ring(model, tokens.numel()).walk(1, forward)
+    cache.length += tokens.size(1)
+    # vocab fp32 from the last stage to all, over pp
+    return model.mesh.pp.broadcast(logits, model.mesh.pp.size - 1)
+
+
+@torch.no_grad()
+def stream(model, tokens, max_new_tokens, cache, *, temperature, top_k, rng):
+    """Append up to max_new_tokens to tokens, a list of int, and yield each of them.
+
+    Temperature 0 takes the likeliest token; top_k keeps the k likeliest. cache: a Cache, new or of
+    an earlier call on the same list. What the caller appended in between is read first. When the
+    window is full, the cache is rebuilt from the last seq_len / 2 tokens. All ranks call this
+    together.
+    """
+    device = next(model.parameters()).device
+    window = model.cfg.seq_len
+    # One token cannot be split over the tp ranks: they run `copies` copies of the sequence.
+    copies = model.mesh.tp.size
+    for _ in range(max_new_tokens):
+        new = tokens[cache.seen:][-window:]
+        if cache.length + len(new) > window:
+            cache.clear()
+            new = tokens[-max(1, window // 2):]
+        cache.seen = len(tokens)
+        x = torch.tensor([new] * copies, device=device)  # (tp, T)
+        logits = next_logits(model, x, cache)
+        tokens.append(sample_token(logits, temperature, top_k, rng))
+        yield tokens[-1]
+
+
+def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, seed=0):
+    """Return tokens, a list of int, continued by max_new_tokens: see stream().
+
+    A compiled model runs in eager mode, because shapes change with every token.
+    """
+    rng = torch.Generator("cpu").manual_seed(seed)
+    eager = contextlib.nullcontext()
+    if model.cfg.compile:
+        eager = torch.compiler.set_stance("force_eager")
+    tokens = list(tokens)
+    was_training = model.training
+    model.eval()
+    with eager:
+        for _ in stream(model, tokens, max_new_tokens, Cache(), temperature=temperature,
+                        top_k=top_k, rng=rng):
+            pass
+    model.train(was_training)
+    return tokens
+
+
+def sample_token(logits, temperature, top_k, rng):
+    """Draw one token id from logits (vocab,)."""
+    if temperature == 0:
+        return int(logits.argmax())
+    logits = logits / temperature
+    if top_k:
+        kth = logits.topk(min(top_k, logits.numel())).values[-1]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    return int(torch.multinomial(logits.softmax(-1), 1, generator=rng))
