@@ -4,9 +4,9 @@
     flag, Config    the flags of train.py: each says beside itself all that is to be known of it
     PRESETS         sets of values for them
     check           refuses values that no run can have
-    check_ranks     refuses what this number of ranks cannot have; more of it is in interface/layout.py
 
 interface/command_line.py reads a command line into a Config, which is never changed after that.
+interface/layout.py refuses what a number of ranks cannot have.
 """
 import dataclasses
 import enum
@@ -402,26 +402,6 @@ def must_divide(what, n, flag, parts, also=0):
     if n % parts:
         raise ValueError(f"{what} {n} does not divide by {flag} {parts}; "
                          f"try --{flag} {largest_divisor(parts, n, also)}")
-
-
-def check_ranks(n, tp, pp, ep, n_experts=0, cp=1):
-    """Return dp, the number of replicas, of n ranks as a mesh.
-
-    ValueError: the ranks do not divide. The --ep to try divides n_experts, too.
-    """
-    model = tp * cp * pp
-    if n % model:
-        if n % (cp * pp):
-            hint = f"start a multiple of {model} ranks"
-        else:
-            hint = f"try --tp {largest_divisor(tp, n // (cp * pp))}"
-        by = f"tp {tp} * cp {cp} * pp {pp}" if cp > 1 else f"tp {tp} * pp {pp}"
-        raise ValueError(f"{n} ranks do not divide by {by}; {hint}")
-    stage = n // pp
-    if stage % ep:
-        raise ValueError(f"ep {ep} does not divide the {stage} ranks of a stage, {n} / pp {pp}; "
-                         f"try --ep {largest_divisor(ep, stage, n_experts)}")
-    return stage // (tp * cp)
 
 
 # -----------------------------------------------------------------------------

@@ -28,10 +28,7 @@ from ops.flat import shards
 from parallel import MAX
 from runtime.agree import read_together
 from runtime.launch import exit_together
-from runtime.saver import Saver
 from skip import Ranges
-
-__all__ = ["Saver"]
 
 VOCABULARY = "wte.weight", "head.weight", "mlm.bias"  # their rows are symbols and padding
 

@@ -23,12 +23,12 @@ import train
 from checkpoint import Writers
 from config import Config
 from corpus.shards import Synthetic
-from cost.fits import check_layout
 from interface import tensor_file
+from interface.layout import check_layout
 from ops.flat import rectangles
 from parallel import make_mesh
 from runtime import resume
-from runtime.resume import Saver
+from runtime.saver import Saver
 
 # -----------------------------------------------------------------------------
 # layout A writes, layout B reads: every number of the state, and of the step after it

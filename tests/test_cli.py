@@ -26,9 +26,9 @@ from cost import fits
 from cost.memory import state_bytes
 from fast.choose import choose
 from interface.command_line import command_line, parse, wrong_input
+from interface.layout import stage_layers
 from interface.schema import Range, check_schema, load_json
 from parallel import make_mesh
-from pipeline import stage_layers
 from runtime import log
 from runtime.launch import World, exit_together
 

@@ -18,12 +18,11 @@ import train
 from config import Config
 from corpus import masked
 from corpus.shards import Synthetic
-from cost.fits import check_layout
 from cost.memory import state_bytes
 from fast.choose import choose
 from generate import generate
+from interface.layout import check_layout, stage_layers
 from parallel import make_mesh
-from pipeline import stage_layers
 from runtime.resume import broadcast_and_verify, shards
 from zero import ShardedBucket
 

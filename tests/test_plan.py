@@ -35,10 +35,10 @@ from ddp import DataParallel
 from fast.choose import Choice
 from fast.padded import PaddedAllToAll
 from interface.command_line import parse
+from interface.layout import stage_layers
 from model import GPT
 from ops import activations
 from parallel import make_mesh
-from pipeline import stage_layers
 from runtime.launch import World
 
 ONE = make_mesh(World(), groups=False)
