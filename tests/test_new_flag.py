@@ -92,7 +92,7 @@ def test_the_planner_counts_what_a_flag_of_the_model_changes(name):
 
 
 # -----------------------------------------------------------------------------
-# a flag is planted
+# A flag is planted
 
 FIELD = "\n    # RMSNorm of each query and key, before the rotation\n    qk_norm: bool = {}\n"
 CONSTRUCTOR = """
