@@ -440,8 +440,9 @@ def check_source(cfg, path, shape, upcycles):
 
 def count_symbols(model, path, index):
     """Return how many symbols the vocabulary of a checkpoint has. ValueError: this model has fewer."""
-    rows = index["tensors"]["wte.weight"]["shape"][0]
-    symbols = index["meta"].get("vocab_size") or min(rows, model.vocab_size)
+    symbols = index["meta"].get("vocab_size")
+    if not symbols:  # an older checkpoint: it says no more than the rows, padding included
+        symbols = min(index["tensors"]["wte.weight"]["shape"][0], model.vocab_size)
     # The last symbol of a masked language model is [MASK]: it can get no new ones.
     is_cut = model.cfg.objective == "mlm" and symbols < model.vocab_size
     if symbols > model.vocab_size or is_cut:
