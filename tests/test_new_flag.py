@@ -196,7 +196,7 @@ def test_resume_and_export_name_what_was_forgotten(kind, tmp_path):
     for name, words in zip(("without", "added", "from"), SAID[kind], strict=True):
         code, text = said[name]
         assert code == 2 and all(word in text for word in words), said[name]
-    assert err.startswith("nanoshard: blocks.0.attn.q_norm.weight has no name in a llama model"), err
+    assert err.startswith("nanoshard: blocks.0.attn.q_norm.weight has no name in this family"), err
 
 
 def test_the_planner_names_the_flag(tmp_path):
