@@ -20,6 +20,7 @@ from typing import Annotated, Literal, NamedTuple
 import tyro
 
 import checkpoint
+from config import SHAPE
 from corpus import hugging_face as hf
 from corpus import tokenizer
 from corpus.chat import END, MARKERS
@@ -416,7 +417,6 @@ def read_piece(weights, name, full, piece, dtype):
 
 def meta_of_no_step(cfg):
     """Return what index.json says of a run that has made no step."""
-    from runtime.resume import SHAPE
     saved = dataclasses.asdict(cfg)
     return {"step": 0, "samples": 0, "skipped": 0, "nan_steps": 0, "adam_t": 0, "world": 1, "seed": cfg.seed,
             "data": "", "skip": [], "scaler": None, "best": {}, "vocab_size": cfg.vocab_size,
