@@ -25,7 +25,6 @@ PLANNED = {"ddp.py", "generate.py", "muon.py"}  # these may come
 ROOMS = {"ops", "fast", "runtime", "corpus", "cost", "interface"}
 MAINLINE = ["train.py", "model.py", "parallel.py", "ddp.py", "zero.py", "pipeline.py", "generate.py",
             "moe.py", "optim.py", "muon.py", "ops/flat.py", "ops/permute.py"]
-README = 225, 100  # lines, columns
 
 # An import goes from a line to one further down. `config` is below everything: each program and each room
 # parses its command line there, so it has to be importable from everywhere, and imports none of us itself.
@@ -425,15 +424,6 @@ def test_a_law_can_break(law):
 def test_a_law_can_hold(law):
     for code in HOLDS[law]:
         assert not found_by(law, code), f"{law} is against:\n{code}\n{found_by(law, code)}"
-
-
-def test_readme():
-    text, (most, columns) = lines(ROOT / "README.md"), README
-    problems = [f"README.md:{i} has {len(line)} columns, {columns} are allowed: break the line"
-                for i, line in enumerate(text, 1) if len(line) > columns]
-    if len(text) > most:
-        problems.append(f"README.md has {len(text)} lines, {most} are allowed")
-    none(problems)
 
 
 # -----------------------------------------------------------------------------
