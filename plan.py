@@ -4,10 +4,10 @@
     python plan.py smol-1.7b --gpus 8 --gpu h200 --search
     python plan.py dense-210m --zero 1 --scaling 1,2,4,8,64,512
 
-    1) the plan of one layout, from cost/: parameters.py, traffic.py, memory.py, step_time.py
-    2) what of its shapes leaves a GPU idle
-    3) many layouts: the search, weak scaling
-    4) the command line, and what it prints
+    1) the plan of one layout, from cost/: parameters, traffic, memory, step_time, idle
+    2) many layouts: the search, weak scaling
+    3) what is printed
+    4) the command line
 """
 import dataclasses
 import itertools
@@ -22,10 +22,11 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Literal
 
-from config import Config, pad_vocab
+from config import Config
 from corpus.rampup import batch_size
 from corpus.shards import load_blend_meta
 from cost.fits import check_layout
+from cost.idle import idle_warnings
 from cost.memory import GIB, memory, saved_activations
 from cost.parameters import (
     count_parameters,
@@ -38,111 +39,184 @@ from cost.step_time import (
     GPUS,
     bubble,
     expected_choice,
-    matmul_shapes,
     max_load_factor,
-    row_limit_factor,
     stage_time,
     step_time,
-    waves,
 )
 from cost.traffic import reductions, traffic
-from fast.choose import needs_row_limit
 from interface.command_line import parse, wrong_input
 from parallel import make_mesh
 from pipeline import timetable
 
 # -----------------------------------------------------------------------------
-# 1) the plan of one layout
+# 1) The plan of one layout
+
+LAYOUT = ("tp", "cp", "pp", "pp_chunks", "ep", "zero", "micro_batch", "global_batch", "recompute")
+
 
 @cache
-def _mesh(gpus, rank, tp, pp, ep, n_experts, cp):
+def rank_mesh(gpus, rank, *, tp=1, pp=1, ep=1, cp=1, n_experts=0):
+    """Return the mesh as one rank of `gpus` sees it, without process groups."""
     world = SimpleNamespace(rank=rank, size=gpus, calls=None)
-    return make_mesh(world, tp, pp, ep, cp=cp, n_experts=n_experts, groups=False)
+    return make_mesh(world, tp=tp, pp=pp, ep=ep, cp=cp, n_experts=n_experts, groups=False)
 
 
 def stage_mesh(cfg, gpus, stage):
-    """The mesh as the first rank of a pipeline stage sees it, without process groups."""
-    return _mesh(gpus, stage * (gpus // cfg.pp), cfg.tp, cfg.pp, cfg.ep, cfg.n_experts, cfg.cp)
+    """Return the mesh as the first rank of a pipeline stage sees it, without process groups."""
+    first_rank = stage * (gpus // cfg.pp)
+    return rank_mesh(gpus, first_rank, tp=cfg.tp, pp=cfg.pp, ep=cfg.ep, cp=cfg.cp,
+                     n_experts=cfg.n_experts)
 
 
 def check_gpus(cfg, gpus):
-    """-> (cfg with its global batch, rank 0's mesh); ValueError where train.py would refuse this layout."""
+    """Return (cfg with its global batch, rank 0's mesh).
+
+    ValueError: train.py would refuse this layout.
+    """
     mesh = stage_mesh(cfg, gpus, 0)
     batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
     check_layout(cfg, mesh, batch)
     return dataclasses.replace(cfg, global_batch=batch), mesh
 
 
-def estimate(cfg, gpus, gpu, vocab):
-    """-> {name: plain numbers} of one layout on `gpus` GPUs of the kind `gpu` (cost.step_time.GPUS): memory
-    of the fullest stage, time of the slowest. vocab: symbols, before padding; cfg: with a global batch."""
-    # of stages that differ only in their position the first has the most micro-batches in flight: it counts
-    alike = {}
+def _groups_of_stages(cfg, gpus):
+    """Return lists of pipeline stages: the stages of one list hold equal parts of the model.
+
+    Such stages differ only in their position. The first has the most micro-batches in flight, so it
+    stands for all.
+    """
+    groups = {}
     for stage in range(cfg.pp):
-        alike.setdefault(held_layers(cfg, stage_mesh(cfg, gpus, stage)), []).append(stage)
-    meshes = [stage_mesh(cfg, gpus, stages[0]) for stages in alike.values()]
+        held = held_layers(cfg, stage_mesh(cfg, gpus, stage))
+        groups.setdefault(held, []).append(stage)
+    return list(groups.values())
+
+
+def estimate(cfg, gpus, gpu, vocab):
+    """Return {name: plain numbers} of one layout: memory of the fullest stage, time of the slowest.
+
+    cfg: with a global batch. gpus: their number. gpu: their kind, a name in cost.step_time.GPUS.
+    vocab: symbols, before padding.
+    """
     chip = GPUS[gpu]
+    groups = _groups_of_stages(cfg, gpus)
+    meshes = [stage_mesh(cfg, gpus, stages[0]) for stages in groups]
     choice = expected_choice(cfg, meshes[0], chip.node)
-    parts = max((memory(cfg, mesh, vocab, choice) for mesh in meshes), key=lambda parts: sum(parts.values()))
-    used = sum(parts.values())
+
+    candidates = [memory(cfg, mesh, vocab, choice) for mesh in meshes]
+    fullest = max(candidates, key=lambda parts: sum(parts.values()))
+    used = sum(fullest.values())
     sent = [traffic(cfg, mesh, vocab, cfg.global_batch, choice) for mesh in meshes]
+
     block = saved_activations(cfg, meshes[0], max_load_factor(cfg, meshes[0]), choice)
-    seconds = [stage_time(cfg, mesh, chip, vocab, block, moved)
-               for mesh, moved in zip(meshes, sent, strict=True)]
-    by_stage = {s: t * 1e3 for stages, t in zip(alike.values(), seconds, strict=True) for s in stages}
+    of_stage = {}  # seconds of a micro-batch on each stage
+    for stages, mesh, sent_here in zip(groups, meshes, sent, strict=True):
+        seconds = stage_time(cfg, mesh, chip, vocab, block, sent_here)
+        of_stage.update(dict.fromkeys(stages, seconds))
+
     largest = max(meshes, key=lambda mesh: sum(local_parameters(cfg, mesh, vocab).values()))
     local = local_parameters(cfg, largest, vocab)
-    step = step_time(cfg, largest, chip, max(seconds), local, reductions(cfg, largest, vocab, choice))
-    total, tokens = sum(step.values()), cfg.global_batch * cfg.seq_len
+    step = step_time(cfg, largest, chip, max(of_stage.values()), local,
+                     reductions(cfg, largest, vocab, choice))
+
+    total = sum(step.values())
+    tokens = cfg.global_batch * cfg.seq_len
     full, causal = flops_per_token(cfg, vocab)
     count = count_parameters(cfg, vocab)
-    flags = ("tp", "cp", "pp", "pp_chunks", "ep", "zero", "micro_batch", "global_batch", "recompute")
-    return {"layout": {"gpus": gpus, "dp": meshes[0].dp.size, **{k: getattr(cfg, k) for k in flags}},
-            "parameters": {"vocabulary": vocab, "total": count["total"], "embedding": count["embedding"],
-                           "active": count["matmul"], "per_rank": sum(local.values())},
-            "memory_gib": {k: b / GIB for k, b in parts.items()}, "memory": used / GIB,
-            "fits": used <= chip.memory, "capacity_gib": chip.memory / GIB,
-            "flops": {"full": full * tokens, "causal": causal * tokens},
-            "traffic_mb": {k: max(s.get(k, 0) for s in sent) / 1e6 for k in sorted(set().union(*sent))},
-            "ms_parts": {k: s * 1e3 for k, s in step.items()}, "ms": total * 1e3,
-            "tok_s_gpu": tokens / total / gpus, "tflops": full * tokens / total / gpus / 1e12,
-            "mfu": full * tokens / total / gpus / chip.peak,
-            "stage_ms": [by_stage[stage] for stage in sorted(by_stage)]}
+    return {
+        "layout": {"gpus": gpus, "dp": meshes[0].dp.size, **{name: getattr(cfg, name) for name in LAYOUT}},
+        "parameters": {"vocabulary": vocab, "total": count["total"], "embedding": count["embedding"],
+                       "active": count["matmul"], "per_rank": sum(local.values())},
+        "memory_gib": {part: nbytes / GIB for part, nbytes in fullest.items()},
+        "memory": used / GIB, "fits": used <= chip.memory, "capacity_gib": chip.memory / GIB,
+        "flops": {"full": full * tokens, "causal": causal * tokens},
+        "traffic_mb": _largest_traffic(sent),
+        "ms_parts": {part: seconds * 1e3 for part, seconds in step.items()}, "ms": total * 1e3,
+        "tok_s_gpu": tokens / total / gpus,
+        "tflops": full * tokens / total / gpus / 1e12,
+        "mfu": full * tokens / total / gpus / chip.peak,
+        "stage_ms": [of_stage[stage] * 1e3 for stage in range(cfg.pp)]}
+
+
+def _largest_traffic(sent):
+    """Return {axis name: MB of the stage that sends most}. sent: {axis name: bytes} of each stage."""
+    axes = sorted(set().union(*sent))
+    return {axis: max(stage.get(axis, 0) for stage in sent) / 1e6 for axis in axes}
+
+
+def _ceil_div(n, parts):
+    """Return n / parts, rounded up, of integers."""
+    return -(-n // parts)
 
 
 def batch_schedule(samples, full, ramp=()):
-    """-> {batch: number of steps with it} of a run that consumes at least `samples` sequences."""
-    done, steps = 0, Counter()
+    """Return {batch: number of steps with it} of a run that consumes at least `samples` sequences.
+
+    full: --global-batch. ramp: --rampup-batch-size.
+    """
+    steps = Counter()
+    done = 0
     while done < samples:
-        batch, until = batch_size(done, full, ramp), samples
-        if batch < full:  # up to where the next stage starts
-            start, increment, over = ramp
-            stages, next_stage = (full - start) // increment, (batch - start) // increment + 1
-            until = min(samples, -(-next_stage * over // stages))
-        steps[batch] += -(-(until - done) // batch)
-        done += -(-(until - done) // batch) * batch
+        batch = batch_size(done, full, ramp)
+        until = samples
+        if batch < full:
+            until = min(samples, _end_of_ramp_stage(batch, full, ramp))
+        count = _ceil_div(until - done, batch)
+        steps[batch] += count
+        done += count * batch
     return steps
 
 
+def _end_of_ramp_stage(batch, full, ramp):
+    """Return the sequences after which the batch ramp leaves this batch."""
+    start, increment, samples = ramp
+    stages = (full - start) // increment
+    next_stage = (batch - start) // increment + 1
+    return _ceil_div(next_stage * samples, stages)
+
+
 def training_cost(cfg, plan, vocab):
-    """-> {steps, days, gpu_hours} of --tokens; a step of the batch ramp costs what a plan of its own batch
-    costs. plan: what estimate returned for a layout of cfg, a PlanFlags."""
-    layout = dict(plan["layout"])
-    gpus, full = layout.pop("gpus"), layout["global_batch"]
-    del layout["dp"]
-    steps = batch_schedule(math.ceil(cfg.tokens / cfg.seq_len), full, cfg.rampup_batch_size)
-    ms = {batch: plan["ms"] if batch == full else
-          estimate(dataclasses.replace(cfg, **{**layout, "global_batch": batch}), gpus, cfg.gpu, vocab)["ms"]
-          for batch in steps}
-    hours = sum(n * ms[batch] for batch, n in steps.items()) / 3.6e6
+    """Return {"steps", "days", "gpu_hours"} of --tokens.
+
+    A step of the batch ramp costs what a plan of its own batch costs. plan: what estimate returned for
+    a layout of cfg, a PlanFlags.
+    """
+    layout = {name: plan["layout"][name] for name in LAYOUT}
+    gpus = plan["layout"]["gpus"]
+    full = layout["global_batch"]
+    samples = math.ceil(cfg.tokens / cfg.seq_len)
+    steps = batch_schedule(samples, full, cfg.rampup_batch_size)
+    ms = 0
+    for batch, count in steps.items():
+        of_this_batch = plan
+        if batch != full:
+            smaller = dataclasses.replace(cfg, **{**layout, "global_batch": batch})
+            of_this_batch = estimate(smaller, gpus, cfg.gpu, vocab)
+        ms += count * of_this_batch["ms"]
+    hours = ms / 3.6e6
     return {"steps": sum(steps.values()), "days": hours / 24, "gpu_hours": hours * gpus}
 
 
+def warnings(cfg, plan, gpu, vocab):
+    """Return a line for each cause that leaves a GPU idle, and one if the layout does not fit."""
+    mesh = stage_mesh(cfg, plan["layout"]["gpus"], 0)
+    lines = idle_warnings(cfg, mesh, gpu, vocab, plan["stage_ms"])
+    if not plan["fits"]:
+        lines.append(f"does not fit: {plan['memory']:.1f} of {plan['capacity_gib']:.1f} GiB; try --search")
+    return lines
+
+
 def vocabulary(cfg):
-    """Symbols that train.py would take: the flag's, 256 of synthetic data, the data's, or GPT-2's; [MASK]."""
-    mask = int(cfg.objective == "mlm")
-    if cfg.vocab_size or cfg.data == "synthetic":
-        return cfg.vocab_size or 256 + mask
+    """Return the number of symbols that train.py would take: the flag's, or else the data's.
+
+    Synthetic data has 256. If there is no data, it is GPT-2's vocabulary. A masked language model adds
+    [MASK] to the symbols of the data.
+    """
+    if cfg.vocab_size:
+        return cfg.vocab_size
+    mask = 1 if cfg.objective == "mlm" else 0
+    if cfg.data == "synthetic":
+        return 256 + mask
     try:
         return load_blend_meta(cfg.data)["vocab_size"] + mask
     except OSError:
@@ -150,138 +224,220 @@ def vocabulary(cfg):
 
 
 # -----------------------------------------------------------------------------
-# 2) warnings
-
-def shape_warnings(cfg, mesh, gpu, vocab):
-    """-> lines: which of a layout's matrix shapes leave a GPU's multiprocessors idle."""
-    D, tp, sms, out = cfg.n_embd // cfg.n_head, cfg.tp, GPUS[gpu].sms, []
-    widths = {"n-embd": cfg.n_embd, "head dim": D, f"ffn-hidden / tp {tp}": cfg.ffn_hidden // tp}
-    for name, n in widths.items():
-        if n % 8:
-            out.append(f"{name} is {n}, no multiple of 8: slower kernels; try {-(-n // 8) * 8}")
-        elif n % 64 and name != "head dim":
-            out.append(f"{name} is {n}, no multiple of 64: tiles are partly empty; try {-(-n // 64) * 64}")
-        elif n % 128 and name != "head dim":
-            out.append(f"{name} is {n}, no multiple of 128, the edge of a tile; try {-(-n // 128) * 128}")
-    if D % 64:
-        out.append(f"head dim {D}: attention kernels pad it to {-(-D // 64) * 64}")
-    if vocab % 128:
-        out.append(f"the vocabulary {vocab} is padded to {pad_vocab(vocab)} rows")
-    dense, experts = matmul_shapes(cfg, mesh)
-    for m, n, count in dict.fromkeys((m, n, count) for m, n, _, count in dense + experts):
-        used, whole = waves(m, n, count, sms)
-        if used / whole < 0.8:
-            out.append(f"wave quantisation: {count} x ({m}, {n}) fill {used:.2f} of {whole} waves of {sms} "
-                       f"multiprocessors: {100 * (1 - used / whole):.0f} % idle")
-    if cfg.n_kv_head % tp:
-        out.append(f"tp {tp} exceeds n-kv-head {cfg.n_kv_head}: key/value weights are replicated, "
-                   f"{tp // cfg.n_kv_head} ranks compute each head")
-    return out
-
-
-def layout_warnings(cfg, mesh, gpu, stage_ms):
-    """-> lines: where GPUs of a layout wait for each other or for the host. stage_ms: of each stage."""
-    node, out = GPUS[gpu].node, []
-    mean = sum(stage_ms) / len(stage_ms)
-    if max(stage_ms) > 1.05 * mean:
-        out.append(f"stages of unequal work: the slowest takes {max(stage_ms) / mean:.2f} times the mean "
-                   f"({', '.join(f'{s:.0f}' for s in stage_ms)} ms)")
-    idle = bubble(cfg.pp, cfg.pp_chunks, micro_batches(cfg, mesh))
-    if idle >= 1 / 4:
-        chunks = next((v for v in (2, 4) if v > cfg.pp_chunks and cfg.n_layer >= v * cfg.pp), None)
-        out.append(f"{micro_batches(cfg, mesh)} micro-batches over {cfg.pp} ranks: the pipeline idles "
-                   f"{100 * idle / (1 + idle):.0f} %" + f"; try --pp-chunks {chunks}" * bool(chunks))
-    choice = expected_choice(cfg, mesh, node)
-    if choice.graph and needs_row_limit(cfg, mesh) and not row_limit_factor(cfg, mesh):
-        need = row_limit_factor(dataclasses.replace(cfg, ep_slack=cfg.ep), mesh)
-        out.append(f"rows to the fullest of {cfg.ep} ranks: {need:.1f} times the balanced number expected, "
-                   f"more than --ep-slack {cfg.ep_slack}, so no CUDA graph; try --ep-slack {math.ceil(need)}")
-    if cfg.ep > node:
-        out.append(f"ep {cfg.ep} reaches over the node's {node} GPUs: rows travel by all_to_all on the slow "
-                   f"network, not through symmetric memory; try --ep {node}")
-    if cfg.tp > node:
-        out.append(f"tp {cfg.tp} reaches over the node's {node} GPUs, on the slow network")
-    elif cfg.cp * cfg.tp > node:
-        out.append(f"cp {cfg.cp} * tp {cfg.tp} reaches over the node's {node} GPUs: keys and values of whole "
-                   "sequences pass the slow network in each layer")
-    return out
-
-
-def warnings(cfg, plan, gpu, vocab):
-    """-> lines: what of this layout leaves a GPU idle, and whether it does not fit."""
-    mesh = stage_mesh(cfg, plan["layout"]["gpus"], 0)
-    out = shape_warnings(cfg, mesh, gpu, vocab) + layout_warnings(cfg, mesh, gpu, plan["stage_ms"])
-    if not plan["fits"]:
-        out.append(f"does not fit: {plan['memory']:.1f} of {plan['capacity_gib']:.1f} GiB; try --search")
-    return out
-
-
-# -----------------------------------------------------------------------------
-# 3) many layouts
+# 2) Many layouts
 
 SHORTEST_CHUNK = 2048  # positions per rank below which the search cuts no sequence: cp is for long ones
 
 
+def divisors(n):
+    """Return all divisors of n, smallest first."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
 def layouts(cfg, gpus, gpu):
-    """Yield cfg with each layout that train.py accepts on `gpus` GPUs, all with one global batch. cp: cfg's
-    if that is above 1, else all that leave a rank SHORTEST_CHUNK positions of each sequence."""
+    """Yield cfg with each layout that train.py accepts on `gpus` GPUs, all with one global batch.
+
+    cp is cfg's if that is above 1, else any that leaves a rank SHORTEST_CHUNK positions of a sequence.
+    """
     batch = cfg.global_batch or cfg.micro_batch * gpus
-    divisors = [d for d in range(1, gpus + 1) if gpus % d == 0]
-    tps = [t for t in divisors if 128 % t == 0 and t <= GPUS[gpu].node]
-    cps = [c for c in divisors if c == 1 or cfg.seq_len // c >= SHORTEST_CHUNK] if cfg.cp == 1 else [cfg.cp]
-    pps = [p for p in divisors if p <= cfg.n_layer]
-    for tp, cp, pp in itertools.product(tps, cps, pps):
-        stage = gpus // pp
-        if stage % (tp * cp):
+    sizes = divisors(gpus)
+    tp_sizes = [tp for tp in sizes if 128 % tp == 0 and tp <= GPUS[gpu].node]
+    cp_sizes = [cfg.cp]
+    if cfg.cp == 1:
+        cp_sizes = [cp for cp in sizes if cp == 1 or cfg.seq_len // cp >= SHORTEST_CHUNK]
+    pp_sizes = [pp for pp in sizes if pp <= cfg.n_layer]
+
+    for tp, cp, pp in itertools.product(tp_sizes, cp_sizes, pp_sizes):
+        stage_ranks = gpus // pp
+        if stage_ranks % (tp * cp):
             continue
-        eps = [e for e in divisors if stage % e == 0 and cfg.n_experts % e == 0] if cfg.n_experts else [1]
-        sizes = [2**i for i in range(8) if batch % (2**i * (stage // (tp * cp))) == 0]
-        chunks = [v for v in (1, 2) if v == 1 or pp > 1 and pp * v <= cfg.n_layer]
-        for ep, mbs, *rest in itertools.product(eps, sizes, ("none", "selective", "full"), range(4),
-                                                 chunks):
-            more = dict(zip(("recompute", "zero", "pp_chunks"), rest, strict=True), cp=cp, global_batch=batch)
-            this = dataclasses.replace(cfg, tp=tp, pp=pp, ep=ep, micro_batch=mbs, **more)
+        dp = stage_ranks // (tp * cp)
+        options = itertools.product(_ep_sizes(cfg, stage_ranks), _micro_batch_sizes(batch, dp),
+                                    ("none", "selective", "full"), range(4), _chunk_counts(cfg, pp))
+        for ep, micro_batch, recompute, zero, pp_chunks in options:
+            layout = dataclasses.replace(cfg, tp=tp, cp=cp, pp=pp, ep=ep, micro_batch=micro_batch,
+                                         recompute=recompute, zero=zero, pp_chunks=pp_chunks,
+                                         global_batch=batch)
             try:
-                this, _ = check_gpus(this, gpus)
+                layout, _ = check_gpus(layout, gpus)
             except ValueError:
                 continue
-            yield this
+            yield layout
+
+
+def _ep_sizes(cfg, stage_ranks):
+    """Return the sizes of ep that divide the ranks of a stage and the experts."""
+    if not cfg.n_experts:
+        return [1]
+    return [ep for ep in divisors(stage_ranks) if cfg.n_experts % ep == 0]
+
+
+def _micro_batch_sizes(batch, dp):
+    """Return the sizes of micro-batches, powers of two up to 128, that fill a batch on dp replicas."""
+    return [2**i for i in range(8) if batch % (2**i * dp) == 0]
+
+
+def _chunk_counts(cfg, pp):
+    """Return the numbers of chunks that a rank of the pipeline may hold."""
+    if pp > 1 and 2 * pp <= cfg.n_layer:
+        return [1, 2]
+    return [1]
 
 
 def search(cfg, gpus, gpu, vocab):
-    """-> plans of all layouts that the GPU's memory holds, fastest first."""
-    plans = [estimate(this, gpus, gpu, vocab) for this in layouts(cfg, gpus, gpu)]
+    """Return the plans of all layouts that the GPU's memory holds, fastest first."""
+    plans = [estimate(layout, gpus, gpu, vocab) for layout in layouts(cfg, gpus, gpu)]
     return sorted((plan for plan in plans if plan["fits"]), key=lambda plan: plan["ms"])
 
 
 def scaling(cfg, counts, gpu, vocab):
-    """-> plans of one layout on each number of GPUs, with the same work per GPU; dp grows. ep is at most the
-    ranks of a stage; of a model with experts the ep that is fastest follows where it is another one."""
+    """Return the plans of one layout on each number of GPUs, with the same work per GPU; dp grows.
+
+    ep is the largest divisor of cfg's that divides the ranks of a stage. In a model with experts the
+    plan of the fastest ep follows, if that is a different one.
+    """
     found = []
     for gpus in counts:
         batch = cfg.global_batch * gpus // counts[0]
-        ranks = gpus // cfg.pp
-        eps = [math.gcd(cfg.ep, ranks)]
-        if cfg.n_experts:
-            eps += [e for e in range(1, ranks + 1) if ranks % e == cfg.n_experts % e == 0 and e != eps[0]]
+        stage_ranks = gpus // cfg.pp
+        own = math.gcd(cfg.ep, stage_ranks)
+        others = [ep for ep in _ep_sizes(cfg, stage_ranks) if ep != own] if cfg.n_experts else []
         plans = []
-        for ep in eps:
-            this, _ = check_gpus(dataclasses.replace(cfg, ep=ep, global_batch=batch), gpus)
-            plans.append(estimate(this, gpus, gpu, vocab))
+        for ep in [own, *others]:
+            layout, _ = check_gpus(dataclasses.replace(cfg, ep=ep, global_batch=batch), gpus)
+            plans.append(estimate(layout, gpus, gpu, vocab))
+        fastest = min((plan for plan in plans if plan["fits"]), key=lambda plan: plan["ms"], default=plans[0])
         found.append(plans[0])
-        best = min((p for p in plans if p["fits"]), key=lambda p: p["ms"], default=plans[0])
-        found += [best] if best is not plans[0] else []
+        if fastest is not plans[0]:
+            found.append(fastest)
     for plan in found:
         plan["efficiency"] = plan["tok_s_gpu"] / found[0]["tok_s_gpu"]
     return found
 
 
 # -----------------------------------------------------------------------------
-# 4) the command line
+# 3) What is printed
+
+def print_table(title, rows):
+    """Print a table: the first column is aligned left, the others right. rows: lists of strings."""
+    print(f"\n{title}")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        first = row[0].ljust(widths[0])
+        others = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        print("  ".join(["", first, *others]))
+
+
+def draw_schedule(ranks, chunks, num_micro_batches, width=100):
+    """Return a line per pipeline rank: what it does when, from left to right.
+
+    F0 and B0 are the forward and the backward of micro-batch 0. With several chunks F0a is its forward
+    through chunk a. A backward takes twice as long as a forward.
+    """
+    table = timetable(ranks, chunks, num_micro_batches)
+    unit = len(f"F{num_micro_batches - 1} ")  # columns of a forward
+    if chunks > 1:
+        unit += 1
+    rows = [[" " * unit for _ in range(max(table))] for _ in range(ranks)]
+    for end, ops in table.items():
+        for row, op in zip(rows, ops, strict=True):
+            if op is None:
+                continue
+            name = f"{op.kind}{op.micro_batch}"
+            if chunks > 1:
+                name += string.ascii_lowercase[op.chunk % 26]
+            row[end - 1] = name.ljust(unit)
+            if op.kind == "B":  # its text fills two units
+                row[end - 2] = name.ljust(2 * unit - 1, "-") + " "
+                row[end - 1] = ""
+
+    lines = [f"  rank {rank:<4}" + "".join(row).rstrip() for rank, row in enumerate(rows)]
+    return [line if len(line) <= width else f"{line[:width - 4]} ..." for line in lines]
+
+
+def print_schedule(cfg, num_micro_batches):
+    """Print the picture of one step, with the part of the time in which ranks idle."""
+    in_chunks = f" in {cfg.pp_chunks} chunks" if cfg.pp_chunks > 1 else ""
+    idle = bubble(cfg.pp, cfg.pp_chunks, num_micro_batches)
+    print(f"\nschedule of {num_micro_batches} micro-batches{in_chunks} over {cfg.pp} ranks, "
+          f"predicted bubble {100 * idle:.1f} % of the work:")
+    for line in draw_schedule(cfg.pp, cfg.pp_chunks, num_micro_batches):
+        print(line)
+
+
+def print_plan(cfg, plan):
+    """Print one layout as tables. plan: estimate's, with warnings' and training_cost's entries."""
+    flags = ", ".join(f"{name} {value}" for name, value in plan["layout"].items() if name != "gpus")
+    title = f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {flags}"
+    print(textwrap.fill(title, 100, subsequent_indent="    "))
+    print_table("parameters", [(name, f"{n:,}") for name, n in plan["parameters"].items()])
+
+    parts = [(part, f"{gib:.2f}") for part, gib in plan["memory_gib"].items()]
+    print_table(f"memory of the fullest rank, GiB of {plan['capacity_gib']:.1f}",
+                [*parts, ("sum", f"{plan['memory']:.2f}")])
+
+    sent = [(axis, f"{megabytes:,.1f}") for axis, megabytes in plan["traffic_mb"].items()]
+    print_table("sent per rank and step, MB", sent or [("none", "0")])
+
+    parts = [(part, f"{ms:,.1f}") for part, ms in plan["ms_parts"].items()]
+    print_table("milliseconds per step, expected", [*parts, ("sum", f"{plan['ms']:,.1f}")])
+
+    print_table("work", [("FLOPs per step, full attention", f"{plan['flops']['full']:.4g}"),
+                         ("FLOPs per step, causal", f"{plan['flops']['causal']:.4g}"),
+                         ("TFLOP/s per GPU", f"{plan['tflops']:.1f}"),
+                         ("MFU", f"{100 * plan['mfu']:.1f} %"),
+                         ("tokens/s per GPU", f"{plan['tok_s_gpu']:,.0f}")])
+    if cfg.pp > 1:
+        print_schedule(cfg, micro_batches(cfg, stage_mesh(cfg, cfg.gpus, 0)))
+    if cfg.tokens:
+        ramp = ", with the ramp" if cfg.rampup_batch_size else ""
+        print_table(f"{cfg.tokens:.3g} tokens{ramp}", [("steps", f"{plan['steps']:,}"),
+                                                       ("days", f"{plan['days']:,.2f}"),
+                                                       ("GPU-hours", f"{plan['gpu_hours']:,.0f}")])
+    for line in plan["warnings"]:
+        print(textwrap.fill(f"warning: {line}", 100, subsequent_indent="    ", break_on_hyphens=False))
+
+
+def print_search(cfg, plans):
+    """Print a table of search's plans."""
+    first = "; the first 20" if len(plans) > 20 else ""
+    print(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {len(plans)} layouts fit{first}")
+    columns = {"dp": "dp", "cp": "cp", "tp": "tp", "pp": "pp", "pp_chunks": "chunks", "ep": "ep",
+               "zero": "zero", "micro_batch": "mbs", "recompute": "recompute"}
+    rows = [("#", *columns.values(), "GiB", "ms", "TFLOP/s/GPU", "days")]
+    for i, plan in enumerate(plans[:20], 1):
+        flags = [str(plan["layout"][name]) for name in columns]
+        days = f"{plan['days']:,.2f}" if cfg.tokens else "-"
+        rows.append((str(i), *flags, f"{plan['memory']:.1f}", f"{plan['ms']:,.1f}",
+                     f"{plan['tflops']:.1f}", days))
+    print_table("fastest first", rows)
+
+
+def print_scaling(cfg, plans):
+    """Print a table of scaling's plans."""
+    print(f"{cfg.preset}, zero {cfg.zero}, micro-batches of {cfg.micro_batch}: "
+          f"predicted for {cfg.gpu}, nodes of {GPUS[cfg.gpu].node}")
+    rows = [("GPUs", "dp", "ep", "GiB", "ms", "of it exposed sums", "ms/sample", "tok/s/GPU", "efficiency")]
+    for plan in plans:
+        layout = plan["layout"]
+        gib = f"{plan['memory']:.1f}"
+        if not plan["fits"]:
+            gib += " too many"
+        rows.append((str(layout["gpus"]), str(layout["dp"]), str(layout["ep"]), gib, f"{plan['ms']:.1f}",
+                     f"{plan['ms_parts']['reduce']:.1f}", f"{plan['ms'] / layout['global_batch']:.2f}",
+                     f"{plan['tok_s_gpu']:,.0f}", f"{100 * plan['efficiency']:.1f} %"))
+    print_table("weak scaling", rows)
+
+
+# -----------------------------------------------------------------------------
+# 4) The command line
+
+MOST_GPUS = 2**17
+
 
 @dataclasses.dataclass(frozen=True)
 class PlanFlags(Config):
-    """The flags of train.py describe what runs; these describe where, and what is wanted to be known."""
+    """train.py's flags say what runs; these say where, and what is to be printed."""
     gpus: int = 1  # GPUs in all
     gpu: Literal[tuple(GPUS)] = "h200"  # kind of GPU
     tokens: float = 0.0  # tokens to train on: prints the steps and days that they take; 0 prints none
@@ -289,7 +445,7 @@ class PlanFlags(Config):
     scaling: str | None = None  # numbers of GPUs such as 1,8,64: a plan for each, with the same work per GPU
     json: bool = False  # print the numbers as JSON
 
-    RANGES = {"gpus": (1, 2**17), "tokens": (0, 10**18)}
+    RANGES = {"gpus": (1, MOST_GPUS), "tokens": (0, 10**18)}
 
 
 ABOUT = ("Predict what a training run will cost before it runs: parameters, memory, bytes sent and "
@@ -297,101 +453,39 @@ ABOUT = ("Predict what a training run will cost before it runs: parameters, memo
 
 
 def arguments(argv):
-    """-> (PlanFlags, [numbers of GPUs of --scaling]); ValueError: one line that says what is wrong"""
+    """Return (PlanFlags, [numbers of GPUs of --scaling]).
+
+    ValueError: one line that says what is wrong.
+    """
     cfg = parse(argv, cls=PlanFlags, prog="plan.py", about=ABOUT)
     if cfg.scaling is None:
         return cfg, []
-    counts = [int(n) if re.fullmatch(" *[0-9]{1,7} *", n) else 0 for n in cfg.scaling.split(",")]
-    if not 1 <= min(counts) <= max(counts) <= 2**17:
-        raise ValueError(f"--scaling takes numbers of GPUs such as 1,2,4,8, not {cfg.scaling!r}")
+    counts = []
+    for word in cfg.scaling.split(","):
+        if not re.fullmatch(" *[0-9]{1,7} *", word) or not 1 <= int(word) <= MOST_GPUS:
+            raise ValueError(f"--scaling takes numbers of GPUs such as 1,2,4,8, not {cfg.scaling!r}")
+        counts.append(int(word))
     return cfg, counts
 
 
-def print_table(title, rows):
-    """rows: lists of strings, equally long; the first column is aligned left, the others right."""
-    print(f"\n{title}")
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join(["", row[0].ljust(widths[0]), *cells[1:]]))
+def plan_one(cfg, vocab):
+    """Return (cfg with its global batch, the plan of its layout with all that is printed)."""
+    cfg, _ = check_gpus(cfg, cfg.gpus)
+    plan = estimate(cfg, cfg.gpus, cfg.gpu, vocab)
+    plan["warnings"] = warnings(cfg, plan, cfg.gpu, vocab)
+    plan.update(training_cost(cfg, plan, vocab))
+    return cfg, plan
 
 
-def draw_schedule(p, v, m, width=100):
-    """-> lines: what each of p pipeline ranks does when, F and B with their micro-batch of m and, of v > 1
-    chunks, their chunk a, b, ... A backward takes twice as long as a forward."""
-    table, unit = timetable(p, v, m), len(f"F{m - 1} ") + (v > 1)
-    rows = [[" " * unit] * max(table) for _ in range(p)]
-    for time, ops in table.items():
-        for row, (kind, i, chunk) in ((row, op) for row, op in zip(rows, ops, strict=True) if op):
-            name = f"{kind}{i}" + string.ascii_lowercase[chunk % 26] * (v > 1)
-            row[time - 1] = name.ljust(unit)
-            if kind == "B":
-                row[time - 2:time] = name.ljust(2 * unit - 1, "-") + " ", ""
-    lines = [f"  rank {rank:<4}" + "".join(row).rstrip() for rank, row in enumerate(rows)]
-    return [line if len(line) <= width else f"{line[:width - 4]} ..." for line in lines]
-
-
-def print_schedule(cfg, micro):
-    """The picture of one step of `micro` micro-batches, with the part of the time in which ranks idle."""
-    p, v = cfg.pp, cfg.pp_chunks
-    chunks = f" in {v} chunks" * (v > 1)
-    print(f"\nschedule of {micro} micro-batches{chunks} over {p} ranks, predicted bubble "
-          f"{100 * bubble(p, v, micro):.1f} % of the work:")
-    print(*draw_schedule(p, v, micro), sep="\n")
-
-
-def print_plan(cfg, plan):
-    """One layout, as tables. plan: estimate's, with warnings' and training_cost's entries."""
-    flags = ", ".join(f"{k} {v}" for k, v in plan["layout"].items() if k != "gpus")
-    print(textwrap.fill(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {flags}", 100, subsequent_indent="    "))
-    print_table("parameters", [(k, f"{n:,}") for k, n in plan["parameters"].items()])
-    print_table(f"memory of the fullest rank, GiB of {plan['capacity_gib']:.1f}",
-                [(k, f"{b:.2f}") for k, b in plan["memory_gib"].items()] + [("sum", f"{plan['memory']:.2f}")])
-    moved = [(k, f"{b:,.1f}") for k, b in plan["traffic_mb"].items()]
-    print_table("sent per rank and step, MB", moved or [("none", "0")])
-    print_table("milliseconds per step, expected", [(k, f"{ms:,.1f}") for k, ms in plan["ms_parts"].items()]
-                + [("sum", f"{plan['ms']:,.1f}")])
-    print_table("work", [("FLOPs per step, full attention", f"{plan['flops']['full']:.4g}"),
-                         ("FLOPs per step, causal", f"{plan['flops']['causal']:.4g}"),
-                         ("TFLOP/s per GPU", f"{plan['tflops']:.1f}"), ("MFU", f"{100 * plan['mfu']:.1f} %"),
-                         ("tokens/s per GPU", f"{plan['tok_s_gpu']:,.0f}")])
-    if cfg.pp > 1:
-        print_schedule(cfg, micro_batches(cfg, stage_mesh(cfg, cfg.gpus, 0)))
-    if cfg.tokens:
-        ramp = ", with the ramp" * bool(cfg.rampup_batch_size)
-        print_table(f"{cfg.tokens:.3g} tokens{ramp}",
-                    [("steps", f"{plan['steps']:,}"), ("days", f"{plan['days']:,.2f}"),
-                     ("GPU-hours", f"{plan['gpu_hours']:,.0f}")])
-    for line in plan["warnings"]:
-        print(textwrap.fill(f"warning: {line}", 100, subsequent_indent="    ", break_on_hyphens=False))
-
-
-def print_search(cfg, plans):
-    """A table of search's plans."""
-    few = "; the first 20" if len(plans) > 20 else ""
-    print(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {len(plans)} layouts fit{few}")
-    names = {**{k: k for k in ("dp", "cp", "tp", "pp")}, "pp_chunks": "chunks", "ep": "ep", "zero": "zero",
-             "micro_batch": "mbs", "recompute": "recompute"}
-    rows = [("#", *names.values(), "GiB", "ms", "TFLOP/s/GPU", "days")]
-    for i, plan in enumerate(plans[:20], 1):
-        days = f"{plan['days']:,.2f}" if cfg.tokens else "-"
-        rows.append((str(i), *(str(plan["layout"][n]) for n in names), f"{plan['memory']:.1f}",
-                     f"{plan['ms']:,.1f}", f"{plan['tflops']:.1f}", days))
-    print_table("fastest first", rows)
-
-
-def print_scaling(cfg, plans):
-    """A table of scaling's plans."""
-    print(f"{cfg.preset}, zero {cfg.zero}, micro-batches of {cfg.micro_batch}: "
-          f"predicted for {cfg.gpu}, nodes of {GPUS[cfg.gpu].node}")
-    rows = [("GPUs", "dp", "ep", "GiB", "ms", "of it exposed sums", "ms/sample", "tok/s/GPU", "efficiency")]
-    for p in plans:
-        rows.append((f"{p['layout']['gpus']}", f"{p['layout']['dp']}", f"{p['layout']['ep']}",
-                     f"{p['memory']:.1f}" + " too many" * (not p["fits"]), f"{p['ms']:.1f}",
-                     f"{p['ms_parts']['reduce']:.1f}", f"{p['ms'] / p['layout']['global_batch']:.2f}",
-                     f"{p['tok_s_gpu']:,.0f}",
-                     f"{100 * p['efficiency']:.1f} %"))
-    print_table("weak scaling", rows)
+def plan_many(cfg, vocab):
+    """Return the plans of all layouts that fit. ValueError: none does."""
+    cfg = dataclasses.replace(cfg, pp_layers="")  # each layout has its own balance
+    plans = search(cfg, cfg.gpus, cfg.gpu, vocab)
+    if not plans:
+        raise ValueError(f"no layout of {cfg.preset} on {cfg.gpus} {cfg.gpu} fits; try more --gpus")
+    for plan in plans:
+        plan.update(training_cost(cfg, plan, vocab))
+    return plans
 
 
 @wrong_input()
@@ -399,26 +493,16 @@ def main(argv=None):
     cfg, counts = arguments(sys.argv[1:] if argv is None else argv)
     vocab = vocabulary(cfg)
     if counts:
-        plans = scaling(cfg, counts, cfg.gpu, vocab)
+        found, print_found = scaling(cfg, counts, cfg.gpu, vocab), print_scaling
     elif cfg.search:
-        cfg = dataclasses.replace(cfg, pp_layers="")  # each layout has its own balance
-        plans = search(cfg, cfg.gpus, cfg.gpu, vocab)
-        if not plans:
-            raise ValueError(f"no layout of {cfg.preset} on {cfg.gpus} {cfg.gpu} fits; try more --gpus")
+        found, print_found = plan_many(cfg, vocab), print_search
     else:
-        cfg, _ = check_gpus(cfg, cfg.gpus)
-        plans = [estimate(cfg, cfg.gpus, cfg.gpu, vocab)]
-        plans[0]["warnings"] = warnings(cfg, plans[0], cfg.gpu, vocab)
-    for plan in plans:
-        plan.update({} if counts else training_cost(cfg, plan, vocab))
+        cfg, found = plan_one(cfg, vocab)
+        print_found = print_plan
     if cfg.json:
-        print(json.dumps(plans if cfg.search or counts else plans[0], indent=1))
-    elif counts:
-        print_scaling(cfg, plans)
-    elif cfg.search:
-        print_search(cfg, plans)
+        print(json.dumps(found, indent=1))
     else:
-        print_plan(cfg, plans[0])
+        print_found(cfg, found)
 
 
 if __name__ == "__main__":

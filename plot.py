@@ -9,9 +9,9 @@ train.py calls at_end() for the plots that a run leaves, parse_or_list() for --l
 import contextlib
 import itertools
 import json
-import math
 import os
 import socket
+import string
 import sys
 import textwrap
 import time
@@ -30,7 +30,9 @@ from runtime.log import best_effort
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file of each, in OUT
 NO_PLOTEXT = "plotext is not installed: no plots (pip install 'plotext<6')"
-LETTERS = "abcdefghijklmnopqrstuvwxyz"  # marks of several runs, without colours
+LETTERS = string.ascii_lowercase  # marks of several runs, without colours
+THIN_LINE = "\u28c0"  # in the legend: a piece of plotext's finest line
+CLEAR_SCREEN = "\x1b[H\x1b[J"
 Runs = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN...")]]
 
 
@@ -50,28 +52,47 @@ class Flags:
 
 
 # -----------------------------------------------------------------------------
-# drawing
+# Drawing
 
 def points(rows, metric, steps=()):
-    """-> [(step, value)] of the rows that have a finite value of the metric. rows may be foreign."""
+    """Return [(step, value)] of the rows that have a finite value of the metric.
+
+    rows may be foreign. steps: the first and the last step to take, by default all.
+    """
     first, last = steps or (0, 10**15)
-    return [(r["step"], r[metric]) for r in rows if first <= r["step"] <= last
-            and type(r.get(metric)) in (int, float) and abs(r[metric]) < 1e300]
+    found = []
+    for row in rows:
+        value = row.get(metric)
+        is_finite = type(value) in (int, float) and abs(value) < 1e300
+        if is_finite and first <= row["step"] <= last:
+            found.append((row["step"], value))
+    return found
+
+
+def is_dots(mark):
+    """Whether a mark is drawn as dots, not as a line: x and capitals are."""
+    return mark == "x" or mark.isupper()
 
 
 def draw(title, series, size=(90, 24), log=False):
-    """series: [(label, mark, [(step, value)])] -> a plot as text, its legend below; "" without a value. mark:
-    a character, in capitals or x as dots, else as a line; "" is a thin line."""
+    """Return a plot as text, with its legend below; "" if there is no value.
+
+    series: [(label, mark, [(step, value)])]. mark: a character, or "" for a thin line. log: the
+    vertical axis is logarithmic, and values that are not positive are left out.
+    """
     import plotext as plt
     plt.clear_figure()
     plt.theme("clear")
     plt.plot_size(*size)
     legend = []
     for label, mark, values in series:
-        if values := [(x, y) for x, y in values if y > 0 or not log]:
-            plot = plt.scatter if mark == "x" or mark.isupper() else plt.plot
-            plot(*zip(*values, strict=True), marker=mark or "braille")
-            legend.append(f"{mark or chr(0x28c0)} {label}")
+        if log:
+            values = [(step, value) for step, value in values if value > 0]
+        if not values:
+            continue
+        plot = plt.scatter if is_dots(mark) else plt.plot
+        plot(*zip(*values, strict=True), marker=mark or "braille")
+        legend.append(f"{mark or THIN_LINE} {label}")
     if not legend:
         return ""
     if log:
@@ -82,20 +103,30 @@ def draw(title, series, size=(90, 24), log=False):
 
 
 def load_bars(layers, width=40):
-    """-> one bar per expert: its rows over the balanced number, the mean over layers and the largest."""
+    """Return one bar per expert, a line each: its rows over the balanced number.
+
+    A bar and the number beside it are the mean over layers; the heaviest layer stands behind them.
+    layers: {layer: {"load": [a share per expert]}}.
+    """
     loads = [layer["load"] for layer in layers.values()]  # L x E
-    E = len(loads[0])
-    mean = [sum(load[e] for load in loads) / len(loads) * E for e in range(E)]
-    worst = [max(load[e] for load in loads) * E for e in range(E)]
-    top = max(*mean, 1.0)
-    bars = [f"expert {e:3d} {'#' * round(width * m / top):{width}s} {m:.2f}  (heaviest layer {w:.2f})"
-            for e, (m, w) in enumerate(zip(mean, worst, strict=True))]
-    return "\n".join(["expert load, 1.00 is balanced", *bars])
+    n_experts = len(loads[0])
+    by_expert = list(zip(*loads, strict=True))  # E x L
+    means = [sum(load) / len(load) * n_experts for load in by_expert]
+    heaviest = [max(load) * n_experts for load in by_expert]
+    longest = max(*means, 1.0)
+    lines = ["expert load, 1.00 is balanced"]
+    for expert, (mean, most) in enumerate(zip(means, heaviest, strict=True)):
+        bar = "#" * round(width * mean / longest)
+        lines.append(f"expert {expert:3d} {bar:{width}s} {mean:.2f}  (heaviest layer {most:.2f})")
+    return "\n".join(lines)
 
 
 def at_end(out, experts, show):
-    """Write the plots that a run leaves in its directory, a Path: a file of each metric of AT_END, and the
-    experts' loads, {layer: {"load": [a share per expert]}} or None. show (--plot): print loss and loads."""
+    """Write the plots that a run leaves: a file of each metric of AT_END, and one of the experts' loads.
+
+    out: the run's directory, a Path. experts: {layer: {"load": [a share per expert]}}, or None. show
+    (--plot): print the plots of loss and loads, too.
+    """
     if experts is not None:
         text = load_bars(experts)
         if show:
@@ -105,34 +136,46 @@ def at_end(out, experts, show):
     rows, _ = sound_rows(out / "metrics.jsonl")
     try:
         with best_effort(f"plots in {out}"):
-            for name in AT_END:
-                series = [(name, "", points(rows, name))]
-                if name == "loss":
-                    series.append(("val_loss", "x", points(rows, "val_loss")))
-                if text := draw(name, series):
-                    (out / f"{name}.txt").write_text(text, encoding="utf-8")
-                if name == "loss" and show:
-                    print(text, end="", flush=True)
+            write_plots(out, rows, show)
     except ImportError:
         print(NO_PLOTEXT, flush=True)
 
 
+def write_plots(out, rows, show):
+    """Write a file of each metric of AT_END that the rows have. show: print the plot of the loss."""
+    for name in AT_END:
+        series = [(name, "", points(rows, name))]
+        if name == "loss":
+            series.append(("val_loss", "x", points(rows, "val_loss")))
+        text = draw(name, series)
+        if text:
+            (out / f"{name}.txt").write_text(text, encoding="utf-8")
+        if show and name == "loss":
+            print(text, end="", flush=True)
+
+
 # -----------------------------------------------------------------------------
-# train.py --list: nothing is written, and what is no run, or foreign, is left out or shown as far as it goes
+# train.py --list writes nothing. A folder that is no run is left out. A run with foreign files is shown
+# as far as they can be read.
 
 ROW = "{:41s} {:>16s} {:>13s} {:>8s} {:>8s} {:>8s}"  # with the flags below it, because both are long
 
 
 def parse_or_list(argv):
-    """train.py's argv -> Config. --list [DIR]: print the table of the runs in DIR and end with 0."""
+    """Return the Config that train.py's argv asks for.
+
+    --list [DIR] prints the table of the runs in DIR instead, and ends the process with 0.
+    """
     if "--list" not in argv:
         return parse(argv)
     folder = Path(*argv[1:2] or ["out"])
     if argv[0] != "--list" or len(argv) > 2 or not folder.is_dir():
         raise ValueError(f"{' '.join(argv)}: beside --list give one folder of runs, such as out, only")
-    found = sorted(p for p in [folder, *folder.iterdir()] if p.is_dir() and is_run(p))
-    table = [ROW.format("run", "state", "steps", "loss", "val_loss", "size"), *map(describe, found)]
-    print_quietly("\n".join(table if found else [f"no runs in {folder}"]) + "\n")
+    runs = sorted(path for path in [folder, *folder.iterdir()] if path.is_dir() and is_run(path))
+    lines = [f"no runs in {folder}"]
+    if runs:
+        lines = [ROW.format("run", "state", "steps", "loss", "val_loss", "size"), *map(describe, runs)]
+    print_quietly("\n".join(lines) + "\n")
     raise SystemExit(config.Outcome.DONE)
 
 
@@ -141,60 +184,132 @@ def is_run(path):
 
 
 def describe(run):
-    """-> the lines of one run: state, last step and losses, size; then preset, ranks, flags unlike it has."""
-    rows, saved, config_json, size = [], checkpoint.steps(run), None, 0
+    """Return the lines of one run: state, last step and losses, size; below them its flags."""
+    rows = []
+    flags = {}
     with contextlib.suppress(ValueError, OSError):
-        rows = sound_rows(run / "metrics.jsonl")[0]
-        config_json = load_json(run / "config.json")
+        rows, _ = sound_rows(run / "metrics.jsonl")
+        flags = load_json(run / "config.json")
+    if not isinstance(flags, dict):
+        flags = {}
+
+    asked = flags.get("steps", "?")
+    last = max((row["step"] for row in rows), default=0)
+    name = printable(run.name)
+    if len(name) > 41:
+        name += f"\n{'':41s}"
+    line = ROW.format(name, state(run, last, asked), f"{last}/{asked}"[:13], last_value(rows, "loss"),
+                      last_value(rows, "val_loss"), f"{size_on_disk(run) / 1e6:.1f} MB")
+    text = textwrap.fill(describe_flags(flags), 96, break_on_hyphens=False)
+    return line + "\n" + textwrap.indent(text, "    ")
+
+
+def state(run, last, asked):
+    """Return a run's state in words.
+
+    last: the last step that it logged. asked: the steps that were asked for.
+    """
+    running = in_use(run)
+    if running:
+        return running
+    if last == asked:
+        return "done"
+    saved = checkpoint.steps(run)
+    if saved:
+        return f"stopped at {int(saved[0].name[5:])}"
+    return "no checkpoint"
+
+
+def in_use(run):
+    """Return "running", or "running?" if only another machine knows; "" if no process holds the run."""
+    path = run.resolve().with_name(f".{run.resolve().name}.lock")
+    with contextlib.suppress(OSError), open(path, "rb") as f:
+        holder, is_gone = read_holder(f.fileno())
+        if is_gone:
+            return ""
+        if f" on {socket.gethostname()} " in holder:
+            return "running"
+        return "running?"
+    return ""
+
+
+def last_value(rows, metric):
+    """Return a metric's last finite value as text, "-" if there is none."""
+    values = points(rows, metric)
+    if not values:
+        return "-"
+    _, value = values[-1]
+    return f"{value:.5g}"
+
+
+def size_on_disk(run):
+    """Return the bytes of all files of a run. A file that vanishes meanwhile does not count."""
+    size = 0
     for folder, _, names in os.walk(run):
         for name in names:
             with contextlib.suppress(OSError):
                 size += os.lstat(Path(folder, name)).st_size
-    flags = config_json if isinstance(config_json, dict) else {}
-    asked, preset, world = (flags.get(key, "?") for key in ("steps", "preset", "world"))
-    last, name = max((r["step"] for r in rows), default=0), printable(run.name)
-    state = in_use(run) or ("done" if last == asked else f"stopped at {int(saved[0].name[5:])}" if saved else
-                            "no checkpoint")
-    losses = [f"{([(0, math.nan)] + points(rows, key))[-1][1]:.5g}" for key in ("loss", "val_loss")]
-    line = ROW.format(name if len(name) <= 41 else f"{name}\n{'':41s}", state, f"{last}/{asked}"[:13],
-                      *losses, f"{size / 1e6:.1f} MB").replace(" nan", "   -")
-    default = vars(config.Config(**config.PRESETS.get(str(preset), {})))
-    other = [f"--{k.replace('_', '-')}={flags[k]}" for k, v in json.loads(json.dumps(default)).items()
-             if k not in ("out", "resume", "preset") and flags.get(k, v) != v]
-    text = printable(" ".join([f"{preset} on {world} rank(s)", *other]))
-    return "\n".join([line, textwrap.indent(textwrap.fill(text, 96, break_on_hyphens=False), "    ")])
+    return size
 
 
-def in_use(run):
-    """-> "running", with a question mark where another machine has to know; "" if no process holds it."""
-    path = run.resolve().with_name(f".{run.resolve().name}.lock")
-    with contextlib.suppress(OSError), open(path, "rb") as f:
-        holder, is_gone = read_holder(f.fileno())
-        return "" if is_gone else "running" if f" on {socket.gethostname()} " in holder else "running?"
-    return ""
+def describe_flags(flags):
+    """Return a run's preset, its number of ranks, and the flags that differ from the preset's."""
+    preset = flags.get("preset", "?")
+    defaults = vars(config.Config(**config.PRESETS.get(str(preset), {})))
+    words = [f"{preset} on {flags.get('world', '?')} rank(s)"]
+    for name, default in json.loads(json.dumps(defaults)).items():  # as config.json holds them
+        if name not in ("out", "resume", "preset") and flags.get(name, default) != default:
+            words.append(f"--{name.replace('_', '-')}={flags[name]}")
+    return printable(" ".join(words))
 
 
 # -----------------------------------------------------------------------------
-# the command
+# The command
 
 def read(flags):
-    """-> {metric: [(label, mark, [(step, value)])]} of all runs. ValueError: there is nothing to draw."""
-    found, metrics, several = {}, flags.metric.split(","), len(flags.runs) > 1
+    """Return {metric: [(label, mark, [(step, value)])]} of all runs.
+
+    ValueError: there is nothing to draw.
+    """
+    metrics = flags.metric.split(",")
+    has_several = len(flags.runs) > 1
+    found = {}
     for run, letter in zip(flags.runs, itertools.cycle(LETTERS), strict=False):
-        path = Path(run) if Path(run).is_file() else Path(run) / "metrics.jsonl"
-        if not path.exists():
-            raise ValueError(f"{run} holds no metrics.jsonl; give the --out directory of a run of train.py")
-        rows = sound_rows(path)[0]
+        path = metrics_file(run)
+        rows, _ = sound_rows(path)
         for metric in metrics:
-            if not flags.follow and metric != "val_loss" and not any(metric in r for r in rows):
-                keys = sorted({k for r in rows for k, v in r.items() if type(v) in (int, float)} - {"step"})
-                raise ValueError(f"{path} has no {metric}; it has {', '.join(keys) or 'no rows'}")
-            is_val = metric == "val_loss" and "loss" in metrics  # it shares the plot of the loss
-            mark = (letter.upper() if is_val else letter) if several else "x" if is_val else ""
-            label = f"{run} {metric}" if several else metric
-            found.setdefault("loss" if is_val else metric, []).append(
-                (label, mark, points(rows, metric, flags.steps)))
+            if not flags.follow:
+                check_metric(path, rows, metric)
+            shares_plot = metric == "val_loss" and "loss" in metrics  # with the loss
+            title = "loss" if shares_plot else metric
+            if has_several:
+                mark = letter.upper() if shares_plot else letter
+                label = f"{run} {metric}"
+            else:
+                mark = "x" if shares_plot else ""
+                label = metric
+            values = points(rows, metric, flags.steps)
+            found.setdefault(title, []).append((label, mark, values))
     return found
+
+
+def metrics_file(run):
+    """Return the path of a run's metrics. run: its directory, or that file. ValueError: there is none."""
+    path = Path(run)
+    if not path.is_file():
+        path = path / "metrics.jsonl"
+    if not path.exists():
+        raise ValueError(f"{run} holds no metrics.jsonl; give the --out directory of a run of train.py")
+    return path
+
+
+def check_metric(path, rows, metric):
+    """ValueError: no row has this metric. A run without an evaluation may lack val_loss."""
+    if metric == "val_loss" or any(metric in row for row in rows):
+        return
+    keys = {key for row in rows for key, value in row.items() if type(value) in (int, float)}
+    there = ", ".join(sorted(keys - {"step"})) or "no rows"
+    raise ValueError(f"{path} has no {metric}; it has {there}")
 
 
 def picture(found, path, log):
@@ -204,18 +319,19 @@ def picture(found, path, log):
     except ImportError:
         raise ValueError("--png needs matplotlib (pip install matplotlib)") from None
     figure = Figure(figsize=(9, 4 * len(found)), layout="constrained")
-    for axes, (title, series) in zip(figure.subplots(len(found), squeeze=False)[:, 0], found.items(),
-                                     strict=True):
+    column = figure.subplots(len(found), squeeze=False)[:, 0]
+    for axes, (title, series) in zip(column, found.items(), strict=True):
         for label, mark, values in series:
-            line = "x" if mark == "x" or mark.isupper() else "-"
-            axes.plot([x for x, _ in values], [y for _, y in values], line, label=label)
+            steps = [step for step, _ in values]
+            heights = [value for _, value in values]
+            axes.plot(steps, heights, "x" if is_dots(mark) else "-", label=label)
         axes.set(title=title, xlabel="step", yscale="log" if log else "linear")
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path)
 
 
 def read_flags(argv):
-    """argv (list of str) -> Flags. ValueError: one line that says what is wrong."""
+    """Return the Flags of argv, a list of str. ValueError: one line that says what is wrong."""
     flags = command_line(Flags, argv, "plot.py", __doc__)
     if not flags.runs:
         raise ValueError("no RUN is given: --out directories of runs, for example python plot.py out/tiny")
@@ -224,26 +340,32 @@ def read_flags(argv):
     return flags
 
 
+def show_once(flags):
+    """Print the plots of all runs as they are now. With --png also write them as a picture."""
+    found = read(flags)
+    size = flags.width, flags.height
+    text = "".join(draw(title, series, size, flags.log) for title, series in found.items())
+    if flags.follow and sys.stdout.isatty():
+        print(CLEAR_SCREEN, end="")
+    print(text or "no rows yet\n", end="", flush=True)
+    if flags.png:
+        picture(found, flags.png, flags.log)
+
+
 def main(argv=None):
-    """-> 0. SystemExit(2) after one line on stderr: wrong input."""
+    """Return 0. SystemExit(2) after one line on stderr: wrong input."""
     with wrong_input():
         flags = read_flags(sys.argv[1:] if argv is None else argv)
         try:
-            while True:
-                found = read(flags)
-                size = flags.width, flags.height
-                text = "".join(draw(title, series, size, flags.log) for title, series in found.items())
-                clear = "\x1b[H\x1b[J" * (flags.follow and sys.stdout.isatty())
-                print(clear, text or "no rows yet\n", sep="", end="", flush=True)
-                if flags.png:
-                    picture(found, flags.png, flags.log)
-                if not flags.follow:
-                    return 0
+            show_once(flags)
+            while flags.follow:
                 time.sleep(flags.every)
+                show_once(flags)
         except ImportError:
             raise ValueError(NO_PLOTEXT) from None
         except KeyboardInterrupt:
             return 0
+    return 0
 
 
 if __name__ == "__main__":

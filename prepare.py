@@ -1,5 +1,8 @@
-"""Text to token files:   python prepare.py stdlib   |   python prepare.py FILE... --name NAME
-Conversations:   python prepare.py chat FILE.jsonl... --name NAME --tokenizer data/stdlib --seq-len 128
+"""Text, or conversations, to token files.
+
+    python prepare.py stdlib
+    python prepare.py FILE... --name NAME
+    python prepare.py chat FILE.jsonl... --name NAME --tokenizer data/stdlib --seq-len 128
 
 FILE is text, .jsonl, .jsonl.gz, .jsonl.zst (needs zstandard), .parquet (needs pyarrow), or a data set on the
 Hugging Face hub (needs datasets): fineweb_edu_10bt, fineweb_edu, dclm_baseline_1.0, dclm_baseline_1.0_10prct,
@@ -12,29 +15,26 @@ itself was never run here. fineweb_edu_10bt is about 28 GB compressed, dclm_base
 4) merge the parts into shards: the same bytes for any --workers
 5) rename everything into data/NAME, meta.json last
 
-The same call again finds the data made and says so. After a kill it goes on from the finished parts
-(data/NAME/.parts, about as large as the result) and makes the same bytes. Only files that it made are ever
-replaced or removed: a folder data/NAME with anything else in their place is refused and left as it is.
+The same call again finds that the data are made, and says so. After a kill, it goes on from the finished
+parts (data/NAME/.parts, about as large as the result) and makes the same bytes. Only files that prepare.py
+made are ever replaced or removed: a folder data/NAME with anything else in their place is refused and left as
+it is.
 
-The documents are the files of the standard library, or the records; other text is cut at blank lines into
+The documents are the files of the standard library, or the records. Other text is cut at blank lines into
 documents of about 4,000 characters. End-of-document follows each, and the hash of its text alone decides
 between train and val, so duplicates have the same split. `char` has no documents: its text is one stream, and
 the last tenth is val. A record that cannot be read is named on stderr and counted, here and in meta.json.
 
-A line of a conversations' file is {"messages": [{"role": "user", "content": "..."}, ...]}, roles system, user
-and assistant. Only what the assistant says is trained: docs/chat.md.
+A line of a file of conversations is {"messages": [{"role": "user", "content": "..."}, ...]}, with the roles
+system, user and assistant. Only what the assistant says is trained: docs/chat.md.
 """
-import fcntl
 import hashlib
-import json
 import os
 import platform
 import shlex
-import shutil
 import sys
 import sysconfig
 import time
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -43,18 +43,22 @@ import numpy as np
 import tyro
 
 from corpus import build, chat, shards, text, tokenizer
+from corpus.folder import install, locked, owned_files
 from corpus.shards import SPLITS
 from interface.command_line import command_line, wrong_input
-from interface.schema import check_schema, load_json
 
-UNIT_BYTES = 16 << 20  # of text per unit of work; the workers' number does not change it
-VOCAB_SIZE = 4096  # of bpe: an id stands for 3.5 characters of python, a small model is not dwarfed by them
+UNIT_BYTES = 16 << 20  # of text per unit of work; the number of workers does not change it
+VOCAB_SIZE = 4096  # of bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
 TRAINING_BYTES = 64 << 20  # of text to train a vocabulary on
-# encodings and pydoc_data are tables of code points and help texts: 18 % of the text, and hardly programs
+TRAINING_UNITS = 256  # the most units that this text is taken from
+# `encodings` and `pydoc_data` are tables of code points and help texts: 18 % of the text, hardly programs.
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 TESTS = {"test", "tests", "idle_test"}
-LIMITS = {"workers": (1, 1024), "shard_tokens": (1, 1 << 40),
-          "vocab_size": (tokenizer.MIN_VOCAB, tokenizer.MAX_ID)}
+LIMITS = {
+    "workers": (1, 1024),
+    "shard_tokens": (1, 1 << 40),
+    "vocab_size": (tokenizer.MIN_VOCAB, tokenizer.MAX_ID),
+}
 MAX_SHARDS = 100_000  # files of a split
 Sources = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE...")]]
 Switch = tyro.conf.FlagCreatePairsOff[bool]  # a flag without its --no- twin
@@ -98,75 +102,113 @@ class Flags:
 
     @property
     def order(self):
-        """True: shuffle, False: do not, None: as the kind of the sources says."""
-        return True if self.shuffle else False if self.no_shuffle else None
+        """Whether to shuffle, or None: the kind of the sources decides."""
+        if self.shuffle:
+            return True
+        if self.no_shuffle:
+            return False
+        return None
 
 
 def parse(argv):
-    """argv (list of str) -> Flags. ValueError: one line that says what is wrong."""
+    """Return the Flags of argv (list of str). ValueError: one line that says what is wrong."""
     flags = command_line(Flags, argv, "prepare.py", __doc__)
-    for wrong, message in [
-        (not flags.sources, "no SOURCE is given: stdlib, files, or names on the hub"),
-        (not flags.stdlib and "stdlib" in flags.sources, "stdlib and other sources do not mix"),
-        (not flags.stdlib and not flags.name, "sources other than stdlib need --name NAME, the folder under"
-                                              " data/"),
-        (flags.name and not plain(flags.name), f"--name {flags.name!r} is no plain name, as my-text is; --out"
-                                               " says where that folder goes"),
-        (flags.chat and len(flags.sources) < 2, "chat needs FILE.jsonl, with a conversation on each line"),
-        (flags.chat and flags.tokenizer in ("char", "bpe"), "chat needs the tokenizer that the model knows:"
-                                                            " --tokenizer data/stdlib, or a published one"),
-        (flags.with_tests and not flags.stdlib, "--with-tests belongs to stdlib"),
-        (flags.vocab_size is not None and flags.tokenizer != "bpe", "--vocab-size is for --tokenizer bpe"),
-        (not 0 < flags.val_fraction < 1, f"--val-fraction {flags.val_fraction:g} is not between 0 and 1"),
-        (flags.shuffle and flags.no_shuffle, "--shuffle and --no-shuffle exclude each other"),
-        (flags.shuffle and flags.tokenizer == "char", "--shuffle needs documents, char has one text"),
-    ]:
-        if wrong:
-            raise ValueError(f"{message} (prepare.py --help lists all flags)")
+    wrong = what_is_wrong(flags)
+    if wrong:
+        raise ValueError(f"{wrong} (prepare.py --help lists all flags)")
     return flags
 
 
-def plain(name):
-    """Whether a name stays in its folder and is no flag for another program: not "..", "/x", ".x" or "-x"."""
+def what_is_wrong(flags):
+    """Return what is wrong with the flags, or None."""
+    if not flags.sources:
+        return "no SOURCE is given: stdlib, files, or names on the hub"
+    if "stdlib" in flags.sources and not flags.stdlib:
+        return "stdlib and other sources do not mix"
+    if not flags.stdlib and not flags.name:
+        return "sources other than stdlib need --name NAME, the folder under data/"
+    if flags.name and not is_plain(flags.name):
+        return f"--name {flags.name!r} is no plain name, as my-text is; --out says where that folder goes"
+    if flags.chat and len(flags.sources) < 2:
+        return "chat needs FILE.jsonl, with a conversation on each line"
+    if flags.chat and flags.tokenizer in ("char", "bpe"):
+        return ("chat needs the tokenizer that the model knows: --tokenizer data/stdlib, or a published"
+                " one")
+    if flags.with_tests and not flags.stdlib:
+        return "--with-tests belongs to stdlib"
+    if flags.vocab_size is not None and flags.tokenizer != "bpe":
+        return "--vocab-size is for --tokenizer bpe"
+    if not 0 < flags.val_fraction < 1:
+        return f"--val-fraction {flags.val_fraction:g} is not between 0 and 1"
+    if flags.shuffle and flags.no_shuffle:
+        return "--shuffle and --no-shuffle exclude each other"
+    if flags.shuffle and flags.tokenizer == "char":
+        return "--shuffle needs documents, char has one text"
+    return None
+
+
+def is_plain(name):
+    """Whether a name stays in its folder and is no flag for a program: not "..", "/x", ".x" or "-x"."""
     return Path(name).name == name and name[0] not in ".-" and name.isprintable() and "\\" not in name
 
 
 def list_sources(flags):
-    """-> the spans of all sources (text.Span), in an order that only the sources determine."""
-    sources = flags.sources[flags.chat:]
+    """Return the spans of all sources (text.Span), in an order that only the sources determine."""
+    sources = flags.sources[1:] if flags.chat else flags.sources
     if flags.stdlib:
-        root = Path(sysconfig.get_path("stdlib"))
-        skip = NOT_STDLIB if flags.with_tests else NOT_STDLIB | TESTS
-        names = sorted((p.relative_to(root) for p in root.rglob("*.py")), key=Path.as_posix)
-        sources = [str(root / name) for name in names if not skip & set(name.parts)]
-        if not sources:
-            raise ValueError(f"no .py files under {root}: give text files instead of stdlib")
-    return [span for source in sources
-            for span in text.list_spans(source, UNIT_BYTES, flags.text_key, flags.stdlib)]
+        sources = list_stdlib(flags.with_tests)
+    spans = []
+    for source in sources:
+        spans += text.list_spans(source, UNIT_BYTES, flags.text_key, whole=flags.stdlib)
+    return spans
+
+
+def list_stdlib(with_tests):
+    """Return the paths of the standard library's files, in order."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skip = NOT_STDLIB if with_tests else NOT_STDLIB | TESTS
+    names = sorted((path.relative_to(root) for path in root.rglob("*.py")), key=Path.as_posix)
+    paths = [str(root / name) for name in names if not skip & set(name.parts)]
+    if not paths:
+        raise ValueError(f"no .py files under {root}: give text files instead of stdlib")
+    return paths
 
 
 def fingerprint(flags, spans):
-    """-> a hash of all that determines the result: it tells whether a data set is up to date."""
+    """Return a hash of all that determines the result: it tells whether a data set is up to date."""
     settings = [shards.VERSION, text.DOC_CHARS, borrowed_tokenizer(flags), spans,
                 flags.seed, flags.shard_tokens, flags.order, flags.stdlib, flags.text_key, flags.tokenizer,
-                flags.val_fraction, flags.vocab_size, *[flags.seq_len] * flags.chat]
+                flags.val_fraction, flags.vocab_size]
+    if flags.chat:
+        settings.append(flags.seq_len)
     return hashlib.sha256(repr(settings).encode()).hexdigest()
 
 
 # -----------------------------------------------------------------------------
-# the tokenizer
+# The tokenizer
 
 def borrowed_tokenizer(flags):
-    """-> the tokenizer of another data set or of Hugging Face as bytes where --tokenizer names its folder,
-    else b""."""
+    """Return the tokenizer of the folder that --tokenizer names as bytes, or b"" where it names none.
+
+    The folder is another data set, or one of Hugging Face.
+    """
     folder = Path(flags.tokenizer.removeprefix("hf:"))
-    paths = [folder / f"{name}.json" for name in ("tokenizer", "tokenizer_config")]
-    return b"".join(path.read_bytes() for path in paths if paths[0].is_file() and path.is_file())
+    if not (folder / "tokenizer.json").is_file():
+        return b""
+    content = (folder / "tokenizer.json").read_bytes()
+    config = folder / "tokenizer_config.json"
+    if config.is_file():
+        content += config.read_bytes()
+    return content
 
 
 def training_texts(units, key):
-    """Yield texts to train a vocabulary on: all of a small input, the beginnings of some units of a large."""
-    some = units[:: -(-len(units) // 256)]
+    """Yield texts to train a vocabulary on.
+
+    These are all texts of a small input, and the beginnings of some units of a large one.
+    """
+    step = -(-len(units) // TRAINING_UNITS)  # rounded up
+    some = units[::step]
     for unit in some:
         left = TRAINING_BYTES // len(some)
         for document in all_documents([unit], key):
@@ -177,270 +219,253 @@ def training_texts(units, key):
 
 
 def all_documents(units, key):
-    """Yield the documents of all units in order; encoding reports what cannot be read, not this."""
+    """Yield the documents of all units in order. What cannot be read is reported later, by the encoding."""
+    def ignore(kind, line):
+        pass
+
     for unit in units:
         for span in unit:
-            yield from text.documents(span, key, lambda *_: None)
+            yield from text.documents(span, key, ignore)
 
 
 def make_tokenizer(flags, units):
-    """-> trained on the sources (char, bpe), another data set's or Hugging Face's (a folder), or published
-    (any other name). ValueError: there is none, or it has no end-of-document."""
+    """Return the tokenizer that --tokenizer names. ValueError: there is none, or it has no end-of-document.
+
+    It is trained on the sources (char, bpe), another data set's or Hugging Face's (a folder), or published
+    (any other name).
+    """
     if flags.tokenizer == "char":
         return tokenizer.train_char(all_documents(units, flags.text_key))
     if flags.tokenizer == "bpe":
         return tokenizer.train_bpe(training_texts(units, flags.text_key), flags.vocab_size or VOCAB_SIZE)
     if borrowed_tokenizer(flags) or flags.tokenizer.startswith("hf:"):
         folder = flags.tokenizer.removeprefix("hf:")
-        made = tokenizer.load(Path(folder) / "tokenizer.json")
-        if made.eod is None and made.kind != "char":
+        borrowed = tokenizer.load(Path(folder) / "tokenizer.json")
+        if borrowed.eod is None and borrowed.kind != "char":
             raise ValueError(f"{folder}/tokenizer_config.json names no eos_token of its vocabulary,"
                              " which ends each document; add one there")
-        return made
+        return borrowed
     return tokenizer.from_tiktoken(flags.tokenizer)
 
 
 def keep_tokenizer(flags, units, path):
-    """-> the tokenizer at `path`, of an earlier run that was stopped; else a new one, saved there."""
+    """Return the tokenizer at `path`, of an earlier run that was stopped; else a new one, saved there."""
     try:
         return tokenizer.load(path)
     except (ValueError, OSError):
-        made = make_tokenizer(flags, units)
-        made.save(path.with_name("tokenizer.tmp"))
+        new = make_tokenizer(flags, units)
+        new.save(path.with_name("tokenizer.tmp"))
         os.replace(path.with_name("tokenizer.tmp"), path)
-        return made
+        return new
+
+
+def token_dtype(vocab):
+    """Return the dtype of the token files of a vocabulary, as numpy writes it."""
+    return "<u2" if vocab.n_vocab <= 1 << 16 else "<u4"
 
 
 # -----------------------------------------------------------------------------
-# the folder
+# Making the data
 
-FILES = dict.fromkeys(SPLITS, [{"file": shards.shard_name}])
-OURS = {"tokenizer_sha256": str, "shards": FILES, "masks?": FILES}
-RENAMED_LAST = ["tokenizer.json", "meta.json"]
+def prepare_text(flags, spans, about):
+    """Make a data set of text in folder/.parts, then rename it into place; return a line that says so.
 
-
-def listed_files(path):
-    """-> the files of the data set that a meta.json describes. ValueError: it is not prepare.py's."""
-    meta = load_json(path)
-    check_schema(meta, OURS, path)
-    return [shard["file"] for kind in ("shards", "masks") for split in SPLITS
-            for shard in meta.get(kind, {}).get(split, ())] + RENAMED_LAST
-
-
-def owned_files(folder):
-    """-> the names in `folder` that may be replaced or removed: those that its meta.json lists, or that the
-    lists in .parts do, which a killed install() leaves. ValueError: prepare.py did not make the folder, or
-    something else stands where its files go. It only reads."""
-    if not os.path.lexists(folder):
-        return set()
-    if not folder.is_dir() or (folder.is_symlink() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} is a file, or a link to an empty folder; give another --name")
-    there, work, owned = {path.name: path for path in folder.iterdir()}, folder / ".parts", set()
-    for path in (work / "meta.json", work / "old.json"):
-        with suppress(ValueError, OSError):  # one that is cut was being written: before any file was renamed
-            owned.update(listed_files(path))
-    try:
-        if (folder / "meta.json").is_file():
-            owned.update(listed_files(folder / "meta.json"))
-    except ValueError as e:
-        raise ValueError(f"{e}; prepare.py did not write that and changes nothing: give another --name, or"
-                         f" move {folder} away") from None
-    inside = list(work.iterdir()) if work.is_dir() else []
-    made_here = owned or work / "lock" in inside or there.keys() <= {".parts"}
-    foreign = set() if made_here else set(there)
-    for name, path in there.items():
-        if name == ".parts":  # no link may lead out of it: it is written to, and removed as a whole
-            sound = path.is_dir() and not any(p.is_symlink() for p in [path, *inside])
-            sound = sound and (not inside or path / "lock" in inside)
-        else:
-            sound = name in owned and path.is_file() and not path.is_symlink()
-            sound = sound or not (shards.shard_name(name) or name in RENAMED_LAST)
-        if not sound:
-            foreign.add(name)
-    if foreign:
-        raise ValueError(f"{folder} holds {', '.join(sorted(foreign)[:3])}, which prepare.py did not make;"
-                         " nothing is changed: give another --name, or move that away")
-    return owned
-
-
-@contextmanager
-def locked(folder):
-    """Only one prepare.py works in `folder`, else ValueError. The lock ends when its process does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as f:
-        try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            raise ValueError(f"another prepare.py is at work on {folder.parent}; wait for it") from e
-        except OSError:  # a file system without locks
-            pass
-        yield
-
-
-# -----------------------------------------------------------------------------
-# making the data
-
-def prepare(flags, spans, about):
-    """Make everything in folder/.parts, then rename it into place -> a line that says what was made.
-
-    about: {"fingerprint", "command"} for meta.json. ValueError, OSError: the sources cannot be read, or are
-    too short; an older data set in the folder is unchanged then.
+    The steps 2) to 5) are those at the top of this file. about: {"fingerprint", "command"} for meta.json.
+    ValueError, OSError: the sources cannot be read, or are too short; an older data set in the folder is
+    unchanged then.
     """
-    start, work, units = time.time(), flags.folder / ".parts", text.group_spans(spans, UNIT_BYTES)
-    owned_files(flags.folder)  # now, not after hours of work
+    start = time.time()
+    work = flags.folder / ".parts"
+    units = text.group_spans(spans, UNIT_BYTES)
+    owned_files(flags.folder)  # a foreign folder is refused now, not after hours of work
     with locked(work):
-        path = work / f"{about['fingerprint']}.json"
-        vocab = keep_tokenizer(flags, units, path)
-        shuffle = flags.order
-        if shuffle is None:
-            shuffle = vocab.eod is not None and any(span.kind in text.RECORDS for span in spans)
-        dtype = "<u2" if vocab.n_vocab <= 1 << 16 else "<u4"
-        settings = build.Settings(str(path), vocab.sha256, dtype, flags.text_key, flags.val_fraction,
-                                  flags.seed if shuffle else None)
-        results, paths = build.encode_all(units, flags.workers, work, settings,
-                                          lambda line: print(line, flush=True))
-        total = {name: sum(r["counts"][name] for r in results) for name in build.COUNTS}
-        left_out = ", ".join(f"{total[kind]:,} {kind}" for kind in build.PROBLEMS if total[kind])
+        # 2) The tokenizer, and all that the parts depend on.
+        vocab_path = work / f"{about['fingerprint']}.json"
+        vocab = keep_tokenizer(flags, units, vocab_path)
+        seed = flags.seed if is_shuffled(flags, spans, vocab) else None
+        settings = build.Settings(str(vocab_path), vocab.sha256, token_dtype(vocab), flags.text_key,
+                                  flags.val_fraction, seed)
+
+        # 3) The parts, and what could not be read.
+        results, paths = build.encode_all(units, flags.workers, work, settings, show)
+        total = {name: sum(result["counts"][name] for result in results) for name in build.COUNTS}
+        problems = {kind: total[kind] for kind in build.PROBLEMS}
+        left_out = ", ".join(f"{count:,} {kind}" for kind, count in problems.items() if count)
         build.print_problems(results, total, left_out)
+
+        # 4) The shards.
         tokens, streams = open_streams(results, paths, settings, vocab, total)
-        if not all(tokens.values()):
-            raise ValueError(f"{flags.folder} would have {tokens} tokens of {total['train'] + total['val']}"
-                             f" documents{left_out and f' ({left_out})'}, none may be 0; give more text,"
-                             " another --val-fraction, or --tokenizer char")
-        if max(tokens.values()) > MAX_SHARDS * flags.shard_tokens:
-            raise ValueError(f"{tokens} tokens by {flags.shard_tokens} are more than {MAX_SHARDS} files; give"
-                             f" --shard-tokens {max(tokens.values()) // MAX_SHARDS + 1} or more")
-        files = {s: write_shards(work, s, dtype, streams[s], tokens[s], flags.shard_tokens)
-                 for s in SPLITS}
+        check_amount(flags, tokens, total, left_out)
+        files = {}
+        for split in SPLITS:
+            files[split] = write_shards(work, split, settings.dtype, streams[split], tokens[split],
+                                        flags.shard_tokens)
+
+        # 5) The folder.
+        text_sha256 = hashlib.sha256("".join(result["sha256"] for result in results).encode()).hexdigest()
         n_files = len({span.path for span in spans})
-        sha = hashlib.sha256("".join(r["sha256"] for r in results).encode()).hexdigest()
         sources = {"paths": flags.sources, "python": platform.python_version(), "files": n_files,
-                   "sha256": sha, "bytes": total["bytes"], **{kind: total[kind] for kind in build.PROBLEMS}}
-        install(work, flags.folder, vocab, {
-            "version": shards.VERSION, "tokenizer": vocab.kind, "tokenizer_sha256": vocab.sha256,
-            "vocab_size": vocab.n_vocab, "dtype": "uint16" if dtype == "<u2" else "uint32", "tokens": tokens,
-            "eod": vocab.eod, "documents": None if vocab.eod is None else {s: total[s] for s in SPLITS},
-            "sources": sources, "shuffle_seed": settings.seed, "shards": files, **about})
+                   "sha256": text_sha256, "bytes": total["bytes"], **problems}
+        documents = None if vocab.eod is None else {split: total[split] for split in SPLITS}
+        meta = common_meta(vocab, tokens, documents, sources)
+        meta |= {"shuffle_seed": seed, "shards": files, **about}
+        install(work, flags.folder, vocab, meta)
     return (f"{flags.folder}: {total['chars']:,} characters, {vocab.n_vocab:,} symbols,"
             f" {tokens['train']:,} + {tokens['val']:,} tokens (train + val),\n"
             f"  {n_files} files ({left_out or 'nothing'} left out), {time.time() - start:.1f} s")
 
 
+def show(line):
+    """Print a line of progress at once."""
+    print(line, flush=True)
+
+
+def is_shuffled(flags, spans, vocab):
+    """Whether the documents are put in a random order: as the flags say, else where there are records."""
+    if flags.order is not None:
+        return flags.order
+    return vocab.eod is not None and any(span.kind in text.RECORDS for span in spans)
+
+
+def open_streams(results, paths, settings, vocab, total):
+    """Return {split: number of tokens} and {split: TokenStream} of the encoded parts."""
+    if vocab.eod is None:  # char: train and val are the two ends of one stream
+        cut = int(total["chars"] * (1 - settings.val_fraction))
+        stream = TokenStream(build.merge(results, paths, "train", settings))
+        return {"train": cut, "val": total["chars"] - cut}, {"train": stream, "val": stream}
+    tokens = {}
+    streams = {}
+    for split in SPLITS:
+        tokens[split] = sum(run[split][1] for result in results for run in result["runs"])
+        streams[split] = TokenStream(build.merge(results, paths, split, settings))
+    return tokens, streams
+
+
+def check_amount(flags, tokens, total, left_out):
+    """Raise ValueError if a split would be empty, or would have too many files."""
+    if not all(tokens.values()):
+        without = f" ({left_out})" if left_out else ""
+        raise ValueError(f"{flags.folder} would have {tokens} tokens of {total['train'] + total['val']}"
+                         f" documents{without}, none may be 0; give more text,"
+                         " another --val-fraction, or --tokenizer char")
+    most = max(tokens.values())
+    if most > MAX_SHARDS * flags.shard_tokens:
+        raise ValueError(f"{tokens} tokens by {flags.shard_tokens} are more than {MAX_SHARDS} files; give"
+                         f" --shard-tokens {most // MAX_SHARDS + 1} or more")
+
+
 def prepare_chat(flags, spans, about):
-    """prepare() for conversations: all are in memory, in one process -> a line that says what was made.
-    ValueError, OSError: as prepare()."""
-    start, work, size, masks = time.time(), flags.folder / ".parts", flags.shard_tokens, {}
+    """Make a data set of conversations, as prepare_text(): all are in memory, in one process."""
+    start = time.time()
+    work = flags.folder / ".parts"
     owned_files(flags.folder)
     with locked(work):
         conversations = chat.read_conversations(spans)
         vocab = make_tokenizer(flags, ()).with_special(chat.MARKERS)
         packed = chat.pack(conversations, chat.Template(vocab), flags.seq_len, flags.val_fraction, flags.seed)
-        dtype, files = "<u2" if vocab.n_vocab <= 1 << 16 else "<u4", {}
+        dtype = token_dtype(vocab)
+        files = {}
+        masks = {}
         for split in SPLITS:
-            ids, mask = packed.ids[split].astype(dtype).reshape(-1), packed.trained[split].reshape(-1)
-            files[split] = write_shards(work, split, dtype, TokenStream([ids]), ids.size, size)
-            masks[split] = write_shards(work, f"{split}_mask", "u1", TokenStream([mask]), mask.size, size)
-        install(work, flags.folder, vocab, {
-            "version": shards.VERSION, "tokenizer": vocab.kind, "tokenizer_sha256": vocab.sha256,
-            "vocab_size": vocab.n_vocab, "dtype": "uint16" if dtype == "<u2" else "uint32",
-            "tokens": {s: packed.ids[s].size for s in SPLITS}, "eod": vocab.eod, "documents": packed.count,
-            "sources": {"paths": flags.sources, "cut": packed.cut, "dropped": packed.dropped},
-            "seq_len": flags.seq_len, "shards": files, "masks": masks, **about})
+            ids = packed.ids[split].astype(dtype).reshape(-1)
+            mask = packed.trained[split].reshape(-1)
+            files[split] = write_shards(work, split, dtype, TokenStream([ids]), ids.size, flags.shard_tokens)
+            masks[split] = write_shards(work, f"{split}_mask", "u1", TokenStream([mask]), mask.size,
+                                        flags.shard_tokens)
+
+        tokens = {split: packed.ids[split].size for split in SPLITS}
+        sources = {"paths": flags.sources, "cut": packed.cut, "dropped": packed.dropped}
+        meta = common_meta(vocab, tokens, packed.count, sources)
+        meta |= {"seq_len": flags.seq_len, "shards": files, "masks": masks, **about}
+        install(work, flags.folder, vocab, meta)
     return f"{flags.folder}: {packed.describe(vocab, flags.seq_len)}, {time.time() - start:.1f} s"
 
 
-def open_streams(results, paths, settings, vocab, total):
-    """-> ({split: number of tokens}, {split: TokenStream}) of the encoded parts."""
-    tokens = {s: sum(run[s][1] for result in results for run in result["runs"]) for s in SPLITS}
-    streams = {s: TokenStream(build.merge(results, paths, s, settings)) for s in SPLITS}
-    if vocab.eod is None:  # char: train and val are the two ends of one stream
-        cut = int(total["chars"] * (1 - settings.val_fraction))
-        tokens = {"train": cut, "val": total["chars"] - cut}
-        streams["val"] = streams["train"]
-    return tokens, streams
+def common_meta(vocab, tokens, documents, sources):
+    """Return the first fields of meta.json, which text and conversations have in common."""
+    return {
+        "version": shards.VERSION,
+        "tokenizer": vocab.kind,
+        "tokenizer_sha256": vocab.sha256,
+        "vocab_size": vocab.n_vocab,
+        "dtype": np.dtype(token_dtype(vocab)).name,
+        "tokens": tokens,
+        "eod": vocab.eod,
+        "documents": documents,
+        "sources": sources,
+    }
 
 
 class TokenStream:
-    """Tokens from an iterator of arrays, as many at a time as asked for."""
+    """Tokens from an iterator of arrays; the caller says how many it takes at a time."""
 
     def __init__(self, arrays):
-        self.arrays, self.rest = iter(arrays), ()
+        self.arrays = iter(arrays)
+        self.rest = ()  # of the array that was begun
 
     def take(self, n):
         """Yield the next n tokens as arrays."""
         while n:
             if not len(self.rest):
                 self.rest = next(self.arrays)
-            piece, self.rest = self.rest[:n], self.rest[n:]
+            piece = self.rest[:n]
+            self.rest = self.rest[n:]
             n -= len(piece)
             yield piece
 
 
 def write_shards(folder, split, dtype, stream, tokens, shard_tokens):
-    """Write the next `tokens` tokens of a TokenStream as shards -> what meta.json says of each."""
+    """Write the next `tokens` tokens of a TokenStream as shards; return what meta.json says of each."""
     made = []
     for first in range(0, tokens, shard_tokens):
-        n, max_id = min(shard_tokens, tokens - first), 0
-        header = shards.pack_header(np.dtype(dtype).itemsize, n)
-        digest = hashlib.sha256(header)
-        with open(folder / f"{split}_{len(made):05d}.bin", "wb") as f:
-            f.write(header)
-            for piece in stream.take(n):
-                f.write(piece)
-                digest.update(piece)
-                max_id = max(max_id, int(piece.max(initial=0)))
-            f.flush()
-            os.fsync(f.fileno())
-        made.append({"file": Path(f.name).name, "tokens": n, "sha256": digest.hexdigest(), "max_id": max_id})
+        path = folder / f"{split}_{len(made):05d}.bin"
+        made.append(write_shard(path, dtype, stream, min(shard_tokens, tokens - first)))
     return made
 
 
-def install(work, folder, vocab, meta):
-    """Rename the shards from `work` into `folder`, then tokenizer.json and meta.json; delete `work`.
-
-    There is no data set without meta.json: a kill between the renames leaves a folder that train.py refuses,
-    and in `work` the lists of the old files and the new, so that the next call knows them as ours.
-    """
-    old, replaces = owned_files(folder), (folder / "meta.json").exists()
-    if not replaces:
-        remove(folder, old)  # what a killed install left: its list is about to be written over
-    vocab.save(work / "tokenizer.json")
-    (work / "meta.json").write_text(json.dumps(meta, indent=1))
-    for split in SPLITS:  # the reader's own checks, before anything is replaced
-        shards.open_shards(work, split, shards.load_meta(work))
-    if replaces:
-        os.replace(folder / "meta.json", work / "old.json")
-        remove(folder, old)
-    for name in listed_files(work / "meta.json"):
-        os.replace(work / name, folder / name)
-    shutil.rmtree(work)
+def write_shard(path, dtype, stream, n):
+    """Write the next n tokens of a TokenStream as one shard; return what meta.json says of it."""
+    header = shards.pack_header(np.dtype(dtype).itemsize, n)
+    digest = hashlib.sha256(header)
+    max_id = 0
+    with open(path, "wb") as f:
+        f.write(header)
+        for piece in stream.take(n):
+            f.write(piece)
+            digest.update(piece)
+            max_id = max(max_id, int(piece.max(initial=0)))
+        f.flush()
+        os.fsync(f.fileno())
+    return {"file": path.name, "tokens": n, "sha256": digest.hexdigest(), "max_id": max_id}
 
 
-def remove(folder, names):
-    """Remove those files of `folder` that are there."""
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
+def is_up_to_date(folder, wanted):
+    """Whether the folder holds a sound data set with this fingerprint."""
+    try:
+        meta = shards.load_meta(folder)
+        return meta.get("fingerprint") == wanted and shards.verify(folder) > 0
+    except (ValueError, OSError):  # absent or damaged: it is made
+        return False
 
 
 def main(argv=None):
-    """-> 0, the data are there. SystemExit(2) after one line on stderr: wrong input."""
+    """Make the data and return 0. SystemExit(2) after one line on stderr: wrong input."""
     argv = sys.argv[1:] if argv is None else argv
     with wrong_input():
         flags = parse(argv)
-        folder = flags.folder
         if flags.verify:
-            print(f"{folder}: {shards.verify(folder, cache=False)} files have their sha256")
+            n_files = shards.verify(flags.folder, cache=False)
+            print(f"{flags.folder}: {n_files} files have their sha256")
             return 0
         spans = list_sources(flags)
         about = {"fingerprint": fingerprint(flags, spans),
                  "command": shlex.join(["python", "prepare.py", *argv])}
-        try:
-            made = shards.load_meta(folder).get("fingerprint") == about["fingerprint"]
-            up_to_date = made and shards.verify(folder)
-        except (ValueError, OSError):
-            up_to_date = False  # absent or damaged: make it
-        make = prepare_chat if flags.chat else prepare
-        print(f"{folder} is up to date" if up_to_date else make(flags, spans, about))
+        if is_up_to_date(flags.folder, about["fingerprint"]):
+            print(f"{flags.folder} is up to date")
+        elif flags.chat:
+            print(prepare_chat(flags, spans, about))
+        else:
+            print(prepare_text(flags, spans, about))
     return 0
 
 

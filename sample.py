@@ -1,18 +1,18 @@
 """Text from a checkpoint: python sample.py RUN_DIR --prompt "...", in one process, from any layout.
 
-Several samples: --n COUNT of each --prompt, of which there may be several; the model is loaded once.
+--n COUNT draws several samples of each --prompt, and there may be several prompts; the model is loaded once.
 A masked language model fills gaps: python sample.py RUN_DIR --fill "a [MASK] in a text".
 
-No sample, but how well the model predicts a text: --score FILE prints {"tokens", "loss", "perplexity"}, a
-line of JSON for each document, loss in nats per token. In a .jsonl file (also .gz, .zst, .parquet) each line
-is a document, its "text"; any other file is one. Each token is predicted once, from the tokens before it in
-its document: from all where they fit into seq_len, else from seq_len / 2 to seq_len of them, because windows
-of seq_len move on by half of it. A document begins after end-of-document; where the vocabulary has none
-(char), its first token is not predicted. With no token to predict, loss and perplexity are null.
+--score FILE prints how well the model predicts a text: {"tokens", "loss", "perplexity"}, a line of JSON for
+each document, with the loss in nats per token. In a .jsonl file (also .gz, .zst, .parquet) the "text" of each
+line is a document; any other file is one document. Each token is predicted once, from the tokens before it in
+its document: from all of them where they fit into seq_len, else from seq_len / 2 to seq_len of them, because
+windows of seq_len move on by half of it. A document begins after end-of-document; where the vocabulary has
+none (char), its first token is not predicted. With no token to predict, loss and perplexity are null.
 
---chat: talk to a model that was trained on conversations (prepare.py chat), in the terminal or from a pipe, a
-question on each line. /reset forgets, Ctrl-C stops an answer, Ctrl-D ends. Several ranks share the model with
-mpiexec -n 2 python sample.py RUN_DIR --chat --tp 2.
+--chat talks with you, by a model that was trained on conversations (prepare.py chat), in the terminal or from
+a pipe with a question on each line. /reset forgets, Ctrl-C stops an answer, Ctrl-D ends. Several ranks share
+the model with mpiexec -n 2 python sample.py RUN_DIR --chat --tp 2.
 """
 import dataclasses
 import json
@@ -20,6 +20,7 @@ import math
 import signal
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -56,8 +57,9 @@ class Flags:
     RANGES = {"n": (1, 10**6), "max_new_tokens": (0, 10**9), "temperature": (0, 10**6), "top_k": (0, 2**24)}
 
     def check(self):
-        """ValueError for a temperature by which logits cannot be divided, or a prompt that nothing reads."""
-        if sum([self.chat, self.score is not None, bool(self.prompt or self.fill)]) > 1:
+        """ValueError: a temperature by which logits cannot be divided, or flags that exclude each other."""
+        asked = [self.chat, self.score is not None, bool(self.prompt or self.fill)]
+        if sum(asked) > 1:
             raise ValueError("--chat, --score and --prompt or --fill exclude each other; leave one out")
         if 0 < self.temperature < 1e-6:
             raise ValueError(f"--temperature {self.temperature} is too small; try 0, the likeliest token")
@@ -66,30 +68,45 @@ class Flags:
 
 
 def load_model(cfg, vocab_size, weights, world=None):
-    """-> the model with the weights of a checkpoint.Reader: whole, on this process's device; or this rank's
-    share by cfg.tp and cfg.ep on the ranks of world. ValueError: they are another model's."""
+    """Return the model with the weights of a checkpoint.Reader, whole, on this process's device.
+
+    With world, it is this rank's share by cfg.tp and cfg.ep on the ranks of world.
+    ValueError: the weights are another model's.
+    """
     from runtime.launch import World  # isort: skip (before torch: it sets how idle threads wait)
     import torch  # not at the top: wrong input is found without the seconds that torch takes
 
     from model import GPT
     from parallel import make_mesh
-    device = (torch.accelerator.current_accelerator() if torch.accelerator.is_available()
-              else torch.device("cpu"))
-    mesh = make_mesh(World()) if world is None else make_mesh(world, cfg.tp, ep=cfg.ep)
-    with torch.device("meta"):  # without memory: do all names and shapes fit?
-        for name, p in GPT(cfg, mesh, vocab_size).named_parameters():
-            weights.fill(name, p[:0], p.full_shape, p.offset)
-    with torch.device(device):
+    if world is None:
+        mesh = make_mesh(World())
+    else:
+        mesh = make_mesh(world, cfg.tp, ep=cfg.ep)
+
+    # A model without memory shows whether all names and shapes fit.
+    with torch.device("meta"):
+        empty = GPT(cfg, mesh, vocab_size)
+    for name, p in empty.named_parameters():
+        weights.fill(name, p[:0], p.full_shape, p.offset)
+
+    device = torch.device("cpu")
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+    with device:
         model = GPT(cfg, mesh, vocab_size)
     for name, p in model.named_parameters():
         weights.fill(name, p.data, p.full_shape, p.offset)
-    for name, t in model.named_buffers():  # the routers' biases, which choose the experts
+    # The buffers are the routers' biases, which choose the experts.
+    for name, t in model.named_buffers():
         weights.fill(name, t, tuple(t.shape), (0,) * t.ndim)
     return model
 
 
 def load_vocabulary(run, vocab_size):
-    """-> the run's tokenizer. ValueError, OSError: there is none, or it has more symbols than the model."""
+    """Return the run's tokenizer.
+
+    ValueError, OSError: there is none, or it has more symbols than the model.
+    """
     vocabulary = tokenizer.load(run)
     if vocabulary.n_vocab > vocab_size:
         raise ValueError(f"{run}/config.json has vocab_size_used {vocab_size}, tokenizer.json "
@@ -100,44 +117,60 @@ def load_vocabulary(run, vocab_size):
 def main(argv=None):
     """Print the prompt with its continuation. SystemExit(2) after one line on stderr: wrong input."""
     argv = sys.argv[1:] if argv is None else argv
-    quiet = False
-    if any(word.startswith("--chat") for word in argv):  # then there may be several ranks, and one speaks
-        from runtime import launch
-        quiet = launch.env_rank() > 0
-    with wrong_input(quiet):
+    with wrong_input(quiet=another_rank_speaks(argv)):
         flags = command_line(Flags, argv, "sample.py", __doc__)
         flags.check()
     if flags.chat:
-        return chat_main(flags)
+        chat_main(flags)
+        return
     with wrong_input():
         cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
         vocabulary = load_vocabulary(run, vocab_size)
         check_objective(cfg, flags, run)
-        gaps = read_gaps(cfg, vocabulary, run, flags.fill) if flags.fill else None
-        prompts = [] if gaps else [vocabulary.encode_prompt(prompt) for prompt in flags.prompt or ("\n",)]
-        if vocabulary.eod is None and not all(prompts):
-            raise ValueError("--prompt is empty, and this vocabulary has no end-of-document to start from; "
-                             "give at least one character")
-        scored = [] if flags.score is None else read_documents(flags.score, vocabulary)
+        # All input is read before the model, which takes longer.
+        if flags.fill:
+            ids, mask = read_gaps(cfg, vocabulary, run, flags.fill)
+            answer = partial(print_fillings, vocabulary=vocabulary, ids=ids, mask=mask)
+        elif flags.score is not None:
+            answer = partial(print_scores, documents=read_documents(flags.score, vocabulary))
+        else:
+            prompts = read_prompts(flags, vocabulary)
+            answer = partial(print_samples, vocabulary=vocabulary, prompts=prompts, flags=flags)
         model = load_model(cfg, vocab_size, weights)
         print(said, end="", file=sys.stderr, flush=True)
-        if scored:
-            return print_scores(model, scored)
         plain_stdout()
-        if gaps:
-            print_fillings(model, vocabulary, *gaps)
-        else:
-            print_samples(model, vocabulary, prompts, flags)
+        answer(model)
+
+
+def another_rank_speaks(argv):
+    """Whether the first of several ranks reports wrong input, and this is another rank."""
+    # Only --chat runs on several ranks. The flags are not parsed yet.
+    if not any(word.startswith("--chat") for word in argv):
+        return False
+    from runtime import launch
+    return launch.env_rank() > 0
 
 
 def plain_stdout():
-    """A terminal may lack the text's characters: it then prints a question mark."""
+    """Let a terminal that lacks a character of the text print a question mark."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
 
 
+def read_prompts(flags, vocabulary):
+    """Return the ids of each --prompt; the default is a line break.
+
+    ValueError: a prompt is empty, and the vocabulary has no end-of-document to start from.
+    """
+    prompts = [vocabulary.encode_prompt(prompt) for prompt in flags.prompt or ("\n",)]
+    if vocabulary.eod is None and not all(prompts):
+        raise ValueError("--prompt is empty, and this vocabulary has no end-of-document to start from; "
+                         "give at least one character")
+    return prompts
+
+
 def print_samples(model, vocabulary, prompts, flags):
-    """flags.n samples of each prompt (a list of ids), each below a line of its own if there are several."""
+    """Print flags.n samples of each prompt (a list of ids), below a line each if there are several."""
     from generate import generate
     samples = [(prompt, flags.seed + i) for prompt in prompts for i in range(flags.n)]
     for number, (prompt, seed) in enumerate(samples, 1):
@@ -145,13 +178,15 @@ def print_samples(model, vocabulary, prompts, flags):
             print(f"--- sample {number} of {len(samples)}, --seed {seed}")
         start = prompt or [vocabulary.eod]  # no prompt: a new document
         ids = generate(model, start, flags.max_new_tokens, flags.temperature, flags.top_k, seed)
-        print(vocabulary.decode(ids[len(start) - len(prompt):]), flush=True)
+        shown = ids[len(start) - len(prompt):]  # without the end-of-document
+        print(vocabulary.decode(shown), flush=True)
 
 
 # -----------------------------------------------------------------------------
-# a masked language model
+# A masked language model
 
 MASK = "[MASK]"  # in the text of --fill; text that is trained on never gives its id
+CANDIDATES = 5  # tokens that are printed for each gap
 
 
 def check_objective(cfg, flags, run):
@@ -165,89 +200,123 @@ def check_objective(cfg, flags, run):
 
 
 def read_gaps(cfg, vocabulary, run, text):
-    """-> (the ids of text, the id of [MASK]). ValueError: no [MASK] in it, more tokens than a sequence has, a
-    character that the vocabulary lacks, or a config.json without the id."""
+    """Return the ids of text, and the id of [MASK].
+
+    ValueError: text has no [MASK], more tokens than a sequence, or a character that the vocabulary lacks; or
+    config.json lacks the id.
+    """
     saved = load_json(run / "config.json")
-    one_past = Range(vocabulary.n_vocab, saved["vocab_size_used"] - 1)  # which read_run() has checked
+    one_past = Range(vocabulary.n_vocab, saved["vocab_size_used"] - 1)  # read_run() has checked this number
     check_schema(saved, {"mask_token": one_past}, run / "config.json")
+    mask = saved["mask_token"]
+
     *before, last = text.split(MASK)
     if not before:
         raise ValueError(f"--fill {text!r} has no {MASK}; for example --fill 'a {MASK} in a text'")
     ids = []
     for piece in before:
-        # a byte pair begins with the space in front of its word, so the gap does, too
-        ids += vocabulary.encode(piece if vocabulary.kind == "char" else piece.removesuffix(" "))
-        ids.append(saved["mask_token"])
+        # A byte pair begins with the space in front of its word, so that space belongs to the gap.
+        if vocabulary.kind != "char":
+            piece = piece.removesuffix(" ")
+        ids += vocabulary.encode(piece)
+        ids.append(mask)
     ids += vocabulary.encode(last)
     if len(ids) > cfg.seq_len:
         raise ValueError(f"--fill has {len(ids)} tokens, a sequence has {cfg.seq_len}; give less text")
-    return ids, saved["mask_token"]
+    return ids, mask
 
 
 def print_fillings(model, vocabulary, ids, mask):
-    """Print the text with the likeliest token in each gap, then each gap's five likeliest with their
-    probabilities. All gaps are predicted at once, none from what fills another."""
+    """Print the text with the likeliest token in each gap, then each gap's five likeliest tokens.
+
+    All gaps are predicted at once: what fills one gap does not influence another.
+    """
     import torch
     device = next(model.parameters()).device
+    model.eval()
     with torch.no_grad():
-        logits, _ = model.eval()(torch.tensor([ids], device=device))  # (T, V)
+        logits, _ = model(torch.tensor([ids], device=device))  # (T, V)
     gaps = [i for i, token in enumerate(ids) if token == mask]
-    probabilities = logits[gaps, :model.vocab_size].float().softmax(1)[:, :mask]  # never [MASK]
-    best, tokens = (t.tolist() for t in probabilities.topk(min(5, mask)))
-    for i, (token, *_) in zip(gaps, tokens, strict=True):
-        ids[i] = token
-    print(vocabulary.decode(ids))
-    for number, row in enumerate(zip(best, tokens, strict=True), 1):
-        likeliest = (f"{vocabulary.decode([token])!r} {100 * p:.1f} %" for p, token in zip(*row, strict=True))
-        print(f"{MASK} {number}: {', '.join(likeliest)}", flush=True)
+    probabilities = logits[gaps, :model.vocab_size].float().softmax(1)
+    probabilities = probabilities[:, :mask]  # all tokens but [MASK], which is the last
+    values, tokens = probabilities.topk(min(CANDIDATES, mask))  # (gaps, 5) each
+
+    filled = list(ids)
+    for i, token in zip(gaps, tokens[:, 0].tolist(), strict=True):
+        filled[i] = token
+    print(vocabulary.decode(filled))
+    for i in range(len(gaps)):
+        likeliest = []
+        for value, token in zip(values[i].tolist(), tokens[i].tolist(), strict=True):
+            likeliest.append(f"{vocabulary.decode([token])!r} {100 * value:.1f} %")
+        print(f"{MASK} {i + 1}: {', '.join(likeliest)}", flush=True)
 
 
 # -----------------------------------------------------------------------------
 # --score
 
 def read_documents(path, vocabulary):
-    """-> [the ids of a document, (n,) int64] of --score FILE, after end-of-document if the vocabulary has it.
-    ValueError, OSError: no such file, no text in it, a line without text, an unknown character."""
+    """Return the ids of each document of --score FILE, (n,) int64, after end-of-document if there is one.
+
+    ValueError, OSError: no such file, no text in it, a line without text, or an unknown character.
+    """
     if not Path(path).is_file():
         raise FileNotFoundError(f"--score {path} is no file; give a text, or a .jsonl of lines with a 'text'")
 
     def refuse(kind, line):
         raise ValueError(f"--score: {line}; mend that document, or leave it out")
+
     whole = not path.lower().endswith(tuple(text.KINDS))
     spans = text.list_spans(path, sys.maxsize, "text", whole)  # a span is a whole file
-    texts = [one for span in spans for one in text.READERS[span.kind](span, "text", refuse)]
+    texts = []
+    for span in spans:
+        texts.extend(text.READERS[span.kind](span, "text", refuse))
     if not texts:
         raise ValueError(f"--score {path} holds no text; give a file that does")
-    start = np.array([] if vocabulary.eod is None else [vocabulary.eod], np.int64)
-    return [np.concatenate([start, vocabulary.encode_numpy(one)]) for one in texts]
+
+    start = [] if vocabulary.eod is None else [vocabulary.eod]
+    start = np.array(start, np.int64)
+    return [np.concatenate([start, vocabulary.encode_numpy(document)]) for document in texts]
 
 
-def print_scores(model, scored):
-    """A line of JSON for each of read_documents."""
-    for ids in scored:
+def print_scores(model, documents):
+    """Print a line of JSON for each of read_documents(). A loss or perplexity that is too large is null."""
+    for ids in documents:
         tokens = max(0, len(ids) - 1)
-        loss = total_loss(model, ids) / tokens if tokens else math.nan
-        print(json.dumps({"tokens": tokens, "loss": loss if math.isfinite(loss) else None,
-                          "perplexity": math.exp(loss) if loss < 700 else None}), flush=True)  # or too large
+        loss = perplexity = None
+        if tokens:
+            mean = total_loss(model, ids) / tokens
+            if math.isfinite(mean):
+                loss = mean
+            if mean < 700:
+                perplexity = math.exp(mean)
+        print(json.dumps({"tokens": tokens, "loss": loss, "perplexity": perplexity}), flush=True)
 
 
 def total_loss(model, ids):
-    """-> float, the sum of -log p(token) in nats over all but the first of ids, (n,) int64 on the host."""
+    """Return the sum of -log p(token) in nats, a float, over all tokens but the first.
+
+    ids: (n,) int64 on the host.
+    """
     import torch
 
     from model import vocab_cross_entropy
-    device, T = next(model.parameters()).device, model.cfg.seq_len
+    device = next(model.parameters()).device
+    window = model.cfg.seq_len
     ids = torch.from_numpy(ids).to(device)
-    inputs, targets = ids[:-1], ids[1:]
+    inputs = ids[:-1]
+    targets = ids[1:]
     model.eval()
-    done, total = 0, 0.0  # of the targets
+    total = 0.0
+    done = 0  # targets that are predicted
     with torch.no_grad():
         while done < len(targets):
-            # the window of the T inputs before `end` predicts what no window before it has predicted
-            end = min(len(targets), max(T, done + max(1, T // 2)))
-            logits, _ = model(inputs[max(0, end - T):end].unsqueeze(0))  # (t, V), t <= T
-            total += vocab_cross_entropy(logits[done - end:], targets[done:end], model.vocab_size,
-                                         model.mesh.tp).item()
+            # The window of inputs before `end` predicts those targets that no earlier window has predicted.
+            end = min(len(targets), max(window, done + max(1, window // 2)))
+            logits, _ = model(inputs[max(0, end - window):end].unsqueeze(0))  # (t, V), t <= window
+            loss = vocab_cross_entropy(logits[done - end:], targets[done:end], model.vocab_size,
+                                       model.mesh.tp)
+            total += loss.item()
             done = end
     return total
 
@@ -255,21 +324,34 @@ def total_loss(model, ids):
 # -----------------------------------------------------------------------------
 # --chat
 
+def alone(token):
+    """The `agree` of one rank, which nothing stops."""
+    return token, False
+
+
 class Chat:
     """A conversation: its tokens so far, and the keys and values of those that the model has seen.
-    agree(token) -> (the first rank's token, whether it was told to stop), the same on all ranks."""
 
-    def __init__(self, model, vocabulary, flags, agree=lambda token: (token, False)):
+    agree: a function of this rank's token that gives the first rank's token, and whether the first rank was
+    told to stop. Both are the same on all ranks.
+    """
+
+    def __init__(self, model, vocabulary, flags, agree=alone):
         import torch
-        self.model, self.vocabulary, self.flags, self.agree = model.eval(), vocabulary, flags, agree
-        self.template, self.rng = Template(vocabulary), torch.Generator().manual_seed(flags.seed)
+        self.model = model.eval()
+        self.vocabulary = vocabulary
+        self.flags = flags
+        self.agree = agree
+        self.template = Template(vocabulary)
+        self.rng = torch.Generator().manual_seed(flags.seed)
         self.reset()
 
     def reset(self):
         """Forget all that was said."""
         from generate import Cache
-        system = self.flags.system
-        self.tokens = [*self.template.begin, *(self.template.message("system", system) if system else [])]
+        self.tokens = list(self.template.begin)
+        if self.flags.system:
+            self.tokens += self.template.message("system", self.flags.system)
         self.cache = Cache()
 
     def answer(self, question):
@@ -278,42 +360,54 @@ class Chat:
         return whole_characters(self.vocabulary, self.answer_ids())
 
     def answer_ids(self):
-        """Yield the ids of the answer. Whatever ends it, <|end|> stands behind it in the conversation."""
+        """Yield the ids of the answer. However it ends, <|end|> follows it in the conversation."""
         from generate import stream
-        flags, special, stop = self.flags, self.vocabulary.special.values(), False
+        flags = self.flags
+        special = self.vocabulary.special.values()
         for token in stream(self.model, self.tokens, flags.max_new_tokens, self.cache,
                             temperature=flags.temperature, top_k=flags.top_k, rng=self.rng):
-            self.tokens[-1], stop = self.agree(token)
-            if self.tokens[-1] in special:
+            token, stop = self.agree(token)
+            self.tokens[-1] = token
+            if token in special:
                 self.tokens.pop()
                 break
-            yield self.tokens[-1]
+            yield token
             if stop:
                 break
         self.tokens.append(self.template.end)
 
 
 def whole_characters(vocabulary, ids):
-    """ids, one after the other -> their text in pieces: a token may end inside a character."""
-    held, said = [], 0  # all are decoded again: some decoders drop the space before the first token
+    """Yield the text of ids in pieces of whole characters: a token may end inside a character."""
+    held = []
+    said = 0
+    text = ""
     for token in ids:
+        # All tokens are decoded again, because some decoders drop the space before the first token.
         held.append(token)
         text = vocabulary.decode(held)
         if not text.endswith("\ufffd"):
             yield text[said:]
             said = len(text)
-    if held and (rest := vocabulary.decode(held)[said:]):
-        yield rest
+    if text[said:]:
+        yield text[said:]
 
 
 class Console:
-    """Where rank 0 reads questions. Ctrl-C during an answer sets `stop`; at the prompt it gives a hint. What
-    stdin or stdout failed with is `lost`, and ends the conversation on all ranks."""
+    """Where rank 0 reads questions and prints answers.
+
+    Ctrl-C during an answer sets `stop`; at the prompt it gives a hint. `lost` is the error of stdin or
+    stdout, which ends the conversation on all ranks.
+    """
 
     def __init__(self, world):
-        self.world, self.stop, self.answering, self.lost = world, False, False, None
+        self.world = world
+        self.stop = False
+        self.answering = False
+        self.lost = None
         self.terminal = world.rank == 0 and sys.stdin.isatty()
-        if hasattr(sys.stdin, "reconfigure"):  # what is no UTF-8 must not end rank 0 while the others wait
+        if hasattr(sys.stdin, "reconfigure"):
+            # Bytes that are not UTF-8 must not end rank 0 while the other ranks wait.
             sys.stdin.reconfigure(errors="replace")
         signal.signal(signal.SIGINT, self.interrupted if world.rank == 0 else signal.SIG_IGN)
 
@@ -323,21 +417,27 @@ class Console:
             raise KeyboardInterrupt
 
     def agree(self, token):
-        """A token -> (rank 0's token, whether Ctrl-C was typed), a few bytes from rank 0 over the world."""
+        """Return rank 0's token, and whether Ctrl-C was typed."""
+        # a few bytes from rank 0, over the world
         return self.world.axis.broadcast_object((token, self.stop))
 
     def read(self):
-        """-> the next question, the same on all ranks; None: there is none."""
-        return self.world.axis.broadcast_object(self.read_line() if self.world.rank == 0 else None)
+        """Return the next question, the same on all ranks; None if there is none."""
+        line = self.read_line() if self.world.rank == 0 else None
+        return self.world.axis.broadcast_object(line)  # a line from rank 0, over the world
 
     def read_line(self):
+        """Return the next line that is typed, on rank 0; None at the end of the input."""
         while True:
             try:
-                self.print("> " * self.terminal)
+                self.print("> " if self.terminal else "")
                 if self.lost is not None:
                     return None
                 line = input() if self.terminal else sys.stdin.readline()
-                return line.encode("utf-8", "replace").decode() if line or self.terminal else None
+                # At its end a file gives an empty line, and a terminal an EOFError.
+                if not line and not self.terminal:
+                    return None
+                return line.encode("utf-8", "replace").decode()
             except EOFError:
                 return None
             except OSError as e:
@@ -347,16 +447,18 @@ class Console:
 
     def print(self, text, end=""):
         """Print on rank 0."""
-        if self.world.rank == 0:
-            try:
-                print(text, end=end, flush=True)
-            except OSError as e:
-                self.stop, self.lost = True, e
-                discard_stdout()
+        if self.world.rank != 0:
+            return
+        try:
+            print(text, end=end, flush=True)
+        except OSError as e:
+            self.stop = True
+            self.lost = e
+            discard_stdout()
 
 
 def chat_main(flags):
-    """--chat, on every rank. SystemExit(2) after one line on stderr from one rank: wrong input."""
+    """Talk, on every rank. SystemExit(2) after one line on stderr from one rank: wrong input."""
     from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
     from cost.fits import check_layout
     from parallel import make_mesh
@@ -365,10 +467,8 @@ def chat_main(flags):
         cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
         check_objective(cfg, flags, run)
         vocabulary = load_vocabulary(run, vocab_size)
-        Template(vocabulary)  # before the model is read
-        # a token of each tp rank is the smallest micro-batch
-        cfg = dataclasses.replace(cfg, tp=flags.tp, ep=flags.ep, pp=1, cp=1, pp_chunks=1, pp_layers="",
-                                  zero=0, micro_batch=flags.tp, rampup_batch_size=(), pdb=-1)
+        Template(vocabulary)  # refuses a vocabulary before the model is read
+        cfg = chat_config(cfg, flags)
         mesh = make_mesh(world, cfg.tp, 1, cfg.ep, groups=False, n_experts=cfg.n_experts)
         check_layout(cfg, mesh, cfg.micro_batch * mesh.dp.size)
     console = Console(world)
@@ -379,26 +479,42 @@ def chat_main(flags):
     plain_stdout()
     converse(chat, console)
     with launch.exit_together(world):
-        if not isinstance(console.lost, BrokenPipeError | None):  # the reader of stdout may leave
+        # That the reader of stdout leaves is no error.
+        if console.lost is not None and not isinstance(console.lost, BrokenPipeError):
             raise console.lost
     del chat  # and with it the mesh
     launch.shutdown(world)
 
 
+def chat_config(cfg, flags):
+    """Return cfg with the layout that --chat asks for, in the place of the one of the training."""
+    # The smallest micro-batch is a token for each tp rank.
+    return dataclasses.replace(
+        cfg, tp=flags.tp, ep=flags.ep, pp=1, cp=1, pp_chunks=1, pp_layers="", zero=0,
+        micro_batch=flags.tp, rampup_batch_size=(), pdb=-1)
+
+
 def converse(chat, console):
-    """Questions and answers until there are no more questions."""
+    """Answer questions until there are no more."""
     while (question := console.read()) is not None:
-        if question.strip() == "/reset":
+        question = question.strip()
+        if question == "/reset":
             chat.reset()
-        elif question.strip():
-            console.stop, console.answering = False, True
-            try:
-                for piece in chat.answer(question.strip()):
-                    console.print(piece)
-            except ValueError as e:  # a character that the vocabulary lacks, on all ranks alike
-                console.print(f"nanoshard: {e}")
-            console.print("", "\n")
-            console.answering = False
+        elif question:
+            answer_aloud(chat, console, question)
+
+
+def answer_aloud(chat, console, question):
+    """Print the answer to one question, piece by piece."""
+    console.stop = False
+    console.answering = True
+    try:
+        for piece in chat.answer(question):
+            console.print(piece)
+    except ValueError as e:  # a character that the vocabulary lacks, on all ranks alike
+        console.print(f"nanoshard: {e}")
+    console.print("", "\n")
+    console.answering = False
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from model import DTYPES, GPT, init_weights
 from optim import Optimizer, learning_rate
 from parallel import make_mesh
 from pipeline import dropout_seeds, forward_backward, forward_only, rank_layers
-from runtime import agree, log, resume, session, timing, watch
+from runtime import agree, debugger, log, resume, session, timing, watch
 from skip import Guard, Ranges, corrupt_targets, give_up_message
 from zero import LEVELS
 
@@ -229,7 +229,7 @@ class Run:
             model, dp, opt = build(cfg, mesh, self.data.vocab_size, world.device,
                                    self.watched.timers, choice)
             self.parts = Parts(mesh, choice, model, dp, opt)
-        launch.attach_stdin(world, cfg.pdb)
+        debugger.attach_stdin(world, cfg.pdb)
 
     def start(self):
         """Resume from a checkpoint, or start with equal replicas; then make the step."""
@@ -275,7 +275,7 @@ class Run:
                 number = state.step + 1
                 self.begin_step(number)
                 if cfg.pdb >= 0 and number == self.first_step:
-                    launch.break_on_rank(self.world, cfg.pdb)
+                    debugger.break_on_rank(self.world, cfg.pdb)
                 batch = batch_size(state.samples, self.full_batch, cfg.rampup_batch_size)
                 # ---------------- training section begin
                 batches = self.next_batches(number, batch)
@@ -391,8 +391,9 @@ class Run:
         parts = self.parts
         watched = self.watched
         lr = learning_rate(cfg, number)
-        row, steps = log.metrics_row(cfg, self.world, self.state, batch, lr, stats,
-                                     watched.guard.reason, watched.clock, self.data.vocab_size)
+        result = log.StepResult(batch, lr, stats, watched.guard.reason)
+        row, steps = log.metrics_row(cfg, self.world, self.state, result, watched.clock,
+                                     self.data.vocab_size)
         own_times, slow_ranks = watched.stragglers.report()
         row.update(log.phase_times(watched.timers, steps, parts.mesh), **own_times)
         if parts.opt.loss_scale is not None:

@@ -1,4 +1,4 @@
-"""Every collective we use, written by hand from send and receive, beside the library's.
+"""Every collective that training uses, written by hand from send and receive, beside the library's.
 
     1) by hand      each in a few lines, with a drawing of which rank sends what
     2) the mesh     which ranks form a group along each axis; every group sums its rank ids
@@ -35,8 +35,10 @@ AXES = ("world", "dp", "tp", "cp", "pp", "ep", "edp", "stage")
 # 1) by hand
 
 def exchange(axis, sends=(), receives=()):
-    """Send and receive tensors in one batch, which cannot deadlock: all that the collectives below use.
-    sends: (to, tensor), receives: (from, tensor), in ranks of the axis."""
+    """Send and receive tensors in one batch, which cannot deadlock. The collectives below use nothing else.
+
+    sends: (to, tensor), receives: (from, tensor), in ranks of the axis.
+    """
     ops = [dist.P2POp(dist.isend, t, axis.ranks[rank], axis.group) for rank, t in sends]
     ops += [dist.P2POp(dist.irecv, t, axis.ranks[rank], axis.group) for rank, t in receives]
     for work in dist.batch_isend_irecv(ops) if ops else ():  # one message per pair, over the axis
@@ -44,11 +46,14 @@ def exchange(axis, sends=(), receives=()):
 
 
 def reduce_scatter(x, axis):
-    """(S,) -> (S/n,): the sum of all ranks' part r. n sums travel round the ring at once and grow on the way,
-    n-1 steps of S/n each. The sum that ends at rank 2 of 3:     0 --[x0]--> 1 --[x0+x1]--> 2 adds x2"""
+    """(S,) -> (S/n,): the sum of all ranks' part r.
+
+    n sums travel around the ring at once and grow on the way, in n-1 steps of S/n each. This is the sum that
+    ends at rank 2 of 3:     0 --[x0]--> 1 --[x0+x1]--> 2 adds x2
+    """
     n, r = axis.size, axis.rank
     parts = x.tensor_split(n)
-    total = parts[(r - 1) % n]  # this sum is the left neighbour's, so it has the longest way: n-1 steps
+    total = parts[(r - 1) % n]  # the left neighbour's sum, which has the longest way: n-1 steps
     for step in range(2, n + 1):
         own = parts[(r - step) % n]
         received = torch.empty_like(own)
@@ -58,8 +63,10 @@ def reduce_scatter(x, axis):
 
 
 def pass_around(blocks, axis):
-    """Fill all blocks of a rank that has blocks[r], in n-1 steps of the ring:
-    0 --[b0]--> 1 --[b0]--> 2 --[b0]--> 3"""
+    """Fill all blocks of a rank that has blocks[r], in n-1 steps around the ring.
+
+    0 --[b0]--> 1 --[b0]--> 2 --[b0]--> 3
+    """
     n, r = axis.size, axis.rank
     for step in range(n - 1):
         exchange(axis, [((r + 1) % n, blocks[(r - step) % n])], [((r - 1) % n, blocks[(r - step - 1) % n])])
@@ -75,7 +82,7 @@ def all_gather(x, axis):
 
 
 def all_reduce(x, axis):
-    """(S,) -> (S,): each rank sums one part, then the ring passes the parts on: 2 (n-1) steps of S/n."""
+    """(S,) -> (S,): each rank sums one part, then the ring passes the parts on, in 2 (n-1) steps of S/n."""
     blocks = x.tensor_split(axis.size)  # S need not divide by n
     blocks[axis.rank].copy_(reduce_scatter(x, axis))
     pass_around(blocks, axis)
@@ -83,8 +90,10 @@ def all_reduce(x, axis):
 
 
 def tree(axis, root):
-    """The log2(n) rounds of a binomial tree -> [(this rank's partner, whether this rank is nearer the root)]:
-    0 -> 1;     0 -> 2, 1 -> 3;     0 -> 4, 1 -> 5, 2 -> 6, 3 -> 7;     ..."""
+    """Return the log2(n) rounds of a binomial tree: [(partner, whether this rank is nearer the root)].
+
+    0 -> 1;     0 -> 2, 1 -> 3;     0 -> 4, 1 -> 5, 2 -> 6, 3 -> 7;     ...
+    """
     n, v, rounds = axis.size, (axis.rank - root) % axis.size, []  # v: rank counted from the root
     for have in (1 << k for k in range((n - 1).bit_length())):  # n=5: 1, 2, 4 ranks have the data
         if v < have and v + have < n:
@@ -95,7 +104,7 @@ def tree(axis, root):
 
 
 def broadcast(x, axis, root=0):
-    """(S,) of the root -> (S,) on all ranks: down the tree, a rank that has the data sends it on."""
+    """(S,) of the root -> (S,) on all ranks: a rank that has the data sends it on, down the tree."""
     for partner, nearer in tree(axis, root):
         if nearer:
             exchange(axis, sends=[(partner, x)])
@@ -105,7 +114,7 @@ def broadcast(x, axis, root=0):
 
 
 def reduce(x, axis, root=0):
-    """(S,) on all ranks -> their sum at the root: up the tree. The other ranks end with partial sums."""
+    """(S,) on all ranks -> their sum at the root, up the tree. The other ranks end with partial sums."""
     for partner, nearer in reversed(tree(axis, root)):
         if nearer:
             received = torch.empty_like(x)
@@ -117,7 +126,7 @@ def reduce(x, axis, root=0):
 
 
 def scatter(x, axis, root=0):
-    """(S,) of the root -> (S/n,): part r to rank r.     root --[part 0]--> 0, --[part 1]--> 1, ..."""
+    """(S,) of the root -> (S/n,): part r goes to rank r.     root --[part 0]--> 0, --[part 1]--> 1, ..."""
     parts = x.chunk(axis.size)
     if axis.rank == root:
         exchange(axis, sends=[(to, parts[to]) for to in range(axis.size) if to != root])
@@ -128,10 +137,12 @@ def scatter(x, axis, root=0):
 
 
 def all_to_all(x, axis):
-    """(S,) -> (S,): block j of rank i becomes block i of rank j, a transpose. All messages at once:
+    """(S,) -> (S,): block j of rank i becomes block i of rank j, a transpose. All messages go at once.
+
         rank 0 [a0 a1 a2]           rank 0 [a0 b0 c0]
         rank 1 [b0 b1 b2]    -->    rank 1 [a1 b1 c1]
-        rank 2 [c0 c1 c2]           rank 2 [a2 b2 c2]"""
+        rank 2 [c0 c1 c2]           rank 2 [a2 b2 c2]
+    """
     out = torch.empty_like(x)
     source, target = x.chunk(axis.size), out.chunk(axis.size)
     target[axis.rank].copy_(source[axis.rank])
@@ -147,7 +158,7 @@ FACTOR = {"all-reduce": lambda n: 2 * (n - 1) / n, "reduce": lambda n: 1, "broad
 
 
 def library(name, x, axis, root=0):
-    """The same collective by torch.distributed, where roots are ranks of the world -> the output."""
+    """Return the output of the same collective of torch.distributed, where roots are ranks of the world."""
     n, group, src = axis.size, axis.group, axis.ranks[root]
     length = {"all-gather": x.numel() * n, "reduce-scatter": x.numel() // n, "scatter": x.numel() // n}
     out = x if name in ("all-reduce", "reduce", "broadcast") else x.new_empty(length.get(name, x.numel()))
@@ -164,9 +175,9 @@ def library(name, x, axis, root=0):
 
 
 def answer(name, axis, count, device, root=0):
-    """-> (this rank's input, its exact output or None where that is undefined). n must divide count."""
+    """Return this rank's input, and its exact output or None where that is undefined. n must divide count."""
     n, r, m = axis.size, axis.rank, count // axis.size
-    # element i of rank q holds n * (i % 61) + q: a wrong sender and a wrong place both show; sums are exact
+    # Element i of rank q holds n * (i % 61) + q: a wrong sender and a wrong place both show. Sums are exact.
     i, q = torch.arange(count, device=device), torch.arange(n, device=device).unsqueeze(1)  # (S,), (n, 1)
     x = (n * (i % 61) + q).float()  # (n, S): the inputs of all ranks
     part = slice(r * m, (r + 1) * m)
@@ -180,7 +191,10 @@ def answer(name, axis, count, device, root=0):
 # 2) the mesh
 
 def mesh_table(world, mesh, say):
-    """-> ({axis: {ranks of a group: the sum of its rank ids, as each member got it}}, is every sum right)."""
+    """Sum the rank ids over each group of each axis.
+
+    Return {axis: {ranks of a group: the sum, as each member got it}}, and whether every sum is right.
+    """
     own = {}
     for name in AXES:
         axis = getattr(mesh, name)
@@ -212,8 +226,11 @@ def is_right(world, axis, name, collective, count):
 
 
 def measure(world, axis, sizes, iters, say):
-    """-> rows. sizes in bytes, rounded up to n floats; messages up to 1 MiB are compared with the answer.
-    Times are the slowest rank's; all groups of the axis work at the same time, as they do in training."""
+    """Return a row for each collective, size and version.
+
+    sizes are in bytes, rounded up to n floats; messages up to 1 MiB are compared with the answer. Times are
+    the slowest rank's. All groups of the axis work at the same time, as they do in training.
+    """
     rows = []
     for name, size in itertools.product(HAND, sizes):
         count = -(-size // (4 * axis.size)) * axis.size
@@ -233,7 +250,7 @@ def measure(world, axis, sizes, iters, say):
 
 
 def bytes_of(text):
-    """64, 4K, 16M, 1G -> bytes. ValueError: text is no size."""
+    """Return the bytes of 64, 4K, 16M or 1G. ValueError: text is no size."""
     k = "BKMG".find(text[-1:].upper())
     digits = text if k < 0 else text[:-1]
     if not digits.isdigit() or int(digits) < 1:
@@ -261,7 +278,7 @@ class Flags:
 
 
 def run(world, flags, say=print):
-    """-> (mesh table, rows, is everything right)"""
+    """Return the mesh table, the rows, and whether everything is right."""
     with exit_together(world):
         mesh = make_mesh(world, flags.tp, flags.pp, flags.ep, cp=flags.cp)
         if flags.json and world.rank == 0:

@@ -16,8 +16,11 @@ from interface.command_line import command_line, wrong_input
 
 @contextlib.contextmanager
 def one_rank_speaks():
-    """Around the reading of flags, before launch(): rank 0 alone prints the help, or one line about wrong
-    input before exit code 2. All ranks read the same flags, so no rank needs to ask another."""
+    """Let rank 0 alone print the help, or one line about wrong input before exit code 2.
+
+    This context holds the reading of flags, before launch(). All ranks read the same flags, so no rank needs
+    to ask another one.
+    """
     from runtime.launch import env_rank  # not at the top: it imports torch, which scaling.py does without
     with contextlib.ExitStack() as stack:
         if env_rank() != 0:
@@ -28,7 +31,10 @@ def one_rank_speaks():
 
 
 def read_flags(cls, argv, prog, about):
-    """-> cls from argv, or from this process's arguments where argv is None. One rank reports wrong ones."""
+    """Return an instance of cls, read from argv, or from this process's arguments where argv is None.
+
+    One rank reports wrong flags.
+    """
     with one_rank_speaks():
         flags = command_line(cls, sys.argv[1:] if argv is None else argv, prog, about)
         if hasattr(flags, "check"):
@@ -40,7 +46,8 @@ def start(main):
     """Run a program and exit with what main() returns.
 
     If the output of a single process is closed (| head), the program ends quietly. Among several ranks the
-    exception passes: it must end the other ranks too, which would wait in a collective."""
+    exception passes, because it must end the other ranks too, which would wait in a collective.
+    """
     try:
         code = main()
         sys.stdout.flush()
@@ -48,6 +55,6 @@ def start(main):
         from runtime.launch import started_by
         if started_by()[0] != "single":
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the interpreter flushes at its end goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the interpreter flushes at its end
         code = 0
     raise SystemExit(code)

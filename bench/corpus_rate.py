@@ -1,9 +1,9 @@
 """How fast is prepare.py compared with the tokenizer library alone?  python bench/corpus_rate.py
 
-The same records, text of the standard library, on one core: a) tiktoken's own batch call on texts that are in
-memory; b) one unit of prepare.py's work, from a .jsonl file to a finished part on disk: reading, json, two
-hashes, encoding, end-of-document, shuffle, fsync. Rates are per CPU-second, so that other load on the machine
-counts less. The last line is the ratio of the medians.
+Both encode the same records, text of the standard library, on one core. The library is tiktoken's own batch
+call on texts that are in memory. prepare.py does one unit of its work, from a .jsonl file to a finished part
+on disk: reading, json, two hashes, encoding, end-of-document, shuffle, fsync. Rates are per CPU-second, so
+that other load on the machine counts less. The last line is the ratio of the medians.
 """
 import json
 import statistics
@@ -31,7 +31,7 @@ class Flags:
 
 
 def records(megabytes):
-    """-> documents of about 4,000 characters, [str], from the standard library with its tests."""
+    """Return documents of about 4,000 characters, [str], from the standard library with its tests."""
     texts, left = [], megabytes * 1e6
     for span in prepare.list_sources(prepare.parse(["stdlib", "--with-tests"])):
         for text in prepare.all_documents([[span]], "text"):
@@ -43,7 +43,7 @@ def records(megabytes):
 
 
 def per_cpu_second(megabytes, work):
-    """-> MB per second of CPU time that work() takes."""
+    """Return the MB per second of CPU time that work() takes."""
     start = time.process_time()
     work()
     return megabytes / (time.process_time() - start)

@@ -1,8 +1,10 @@
-"""Our checkpoint through torch.distributed.checkpoint and back: bench/dcp_compare.py STEP_DIR, or --gb 0.5
+"""Our checkpoint through torch.distributed.checkpoint (DCP) and back: dcp_compare.py STEP_DIR, or --gb 0.5
 
 Under mpiexec -n N every rank holds 1/N of each tensor's rows, as a DTensor of N shards. Our checkpoint is
-loaded, DCP saves it and loads it into tensors full of NaN, and both must be equal in every bit; then our
-code writes it again. DCP has no checksum and a pickled index, so train.py does not use it.
+loaded. DCP saves its tensors and loads them into others full of NaN, and both must be equal in every bit.
+Then our code writes the checkpoint again.
+
+DCP has no checksum and a pickled index, so train.py does not use it.
 """
 import math
 import shutil
@@ -31,13 +33,13 @@ class Flags:
 
 
 def rows(shape, world):
-    """This rank's rows of a tensor, cut as torch.chunk does -> (first, last + 1)."""
+    """Return this rank's rows of a tensor, (first, last + 1), cut as torch.chunk does."""
     each = -(-shape[0] // world.size)
     return min(shape[0], world.rank * each), min(shape[0], (world.rank + 1) * each)
 
 
 def save_random(root, gb, world):
-    """Save a checkpoint of about gb gigabytes, 24 random matrices -> its path."""
+    """Save a checkpoint of about gb gigabytes, 24 random matrices, and return its path."""
     side = int(math.sqrt(gb * 1e9 / 24 / 4))
     pieces = []
     for i in range(24):
@@ -48,7 +50,7 @@ def save_random(root, gb, world):
 
 
 def timed(what, world, gb, fn):
-    """Print the time of fn() on all ranks together -> its result."""
+    """Print the time of fn() on all ranks together, and return its result."""
     world.barrier()
     began = time.perf_counter()
     result = fn()
@@ -60,7 +62,7 @@ def timed(what, world, gb, fn):
 
 
 def own_rows(index, world):
-    """-> [(name, this rank's rows full of NaN, full shape, offset)] of the tensors in a checkpoint."""
+    """Return [(name, this rank's rows full of NaN, full shape, offset)] of the tensors in a checkpoint."""
     pieces = []
     for name, entry in index["tensors"].items():
         full, low, high = entry["shape"], 0, None
@@ -73,7 +75,7 @@ def own_rows(index, world):
 
 
 def as_dtensors(pieces, tensors, world):
-    """{name: this rank's rows} -> {name: DTensor}, which tells DCP which part of the whole each rank has."""
+    """Turn {name: this rank's rows} into {name: DTensor}, by which DCP knows the part that each rank has."""
     if world.size == 1:
         return tensors
     from torch.distributed.device_mesh import init_device_mesh
@@ -88,7 +90,7 @@ def as_dtensors(pieces, tensors, world):
 
 
 def compare(path, folder, world):
-    """Our checkpoint at path -> DCP -> ours. ValueError: a tensor differs."""
+    """Take our checkpoint at path through DCP, and write it again. ValueError: a tensor differs."""
     gb = size(path)
     index = timed("ours, crc32 of all files", world, gb, lambda: checkpoint.check(
         path, world.rank, world.size, patience=30))
@@ -114,7 +116,7 @@ def compare(path, folder, world):
 
 
 def size(path):
-    """Gigabytes of a checkpoint's files."""
+    """Return the gigabytes of a checkpoint's files."""
     return sum(f["bytes"] for f in checkpoint.read_index(path, 30)["files"].values()) / 1e9
 
 

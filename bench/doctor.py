@@ -1,8 +1,8 @@
-"""What is wrong with this machine? python bench/doctor.py: a line per check, OK, WARN or FAIL, with the fix.
+"""What is wrong with this machine? bench/doctor.py prints a line per check, OK, WARN or FAIL, and the fix.
 
     python bench/doctor.py                  this process: packages, torch, device, MPI, scheduler, disks, data
-    mpiexec -n 8 python bench/doctor.py     on every node, a sum over all ranks, and each pair of ranks: the
-                                            slowest link is named (torchrun, srun too)
+    mpiexec -n 8 python bench/doctor.py     every node, a sum over all ranks, and each pair of ranks, of which
+                                            the slowest link is named (torchrun and srun, too)
     --network                               NCCL's network, which several nodes check without being asked
 
 The exit code is 0, or 1 if a check FAILs. --json prints the same as one object.
@@ -106,7 +106,7 @@ def device(world):
 
 
 def free_memory(device):
-    """-> (free, all) bytes of a GPU; (0, 0) where its driver does not say, as some of Intel's."""
+    """Return (free, all) bytes of a GPU; (0, 0) where its driver does not say, as some of Intel's."""
     try:
         return ask(device, "mem_get_info") or (0, 0)
     except RuntimeError:
@@ -114,7 +114,7 @@ def free_memory(device):
 
 
 def backend(world):
-    """Is the sum of the rank numbers over all ranks right? One process sums through a group of its own."""
+    """Is the sum of the rank numbers over all ranks right? A single process makes a group of its own."""
     try:
         socket.getaddrinfo(socket.gethostname(), None)
     except OSError:
@@ -150,7 +150,7 @@ def mpi():
         return "WARN", f"mpi4py {have} but no mpiexec in PATH: start with torchrun or srun", \
             "pip install mpich, or load the site's MPI"
     env, jobs = bare_environment(), []
-    refused = False  # Open MPI refuses to run as root, and more ranks than it counts slots
+    refused = False  # Open MPI refuses to run as root, and to start more ranks than it has slots
     for flags in ([], ["--allow-run-as-root"], ["--allow-run-as-root", "--oversubscribe"]):
         try:
             job = subprocess.run([where, *flags, "-n", "2", sys.executable, "-c", RANKS], capture_output=True,
@@ -158,7 +158,7 @@ def mpi():
         except (OSError, subprocess.TimeoutExpired) as e:
             return "FAIL", f"{where} -n 2: {e}", "use another mpiexec; on a login node, try inside a job"
         seen = re.findall(r"^rank (\d) (\d+) (.*)", job.stdout, re.M)
-        refused |= not flags and "allow-run-as-root" in job.stderr  # of its explanation
+        refused |= not flags and "allow-run-as-root" in job.stderr  # words of its explanation
         jobs.append(job)
         if job.returncode == 0:
             break
@@ -170,8 +170,8 @@ def mpi():
     if seen:
         return "FAIL", f"{where} started 2 ranks, mpi4py sees {seen[0][1]}: their MPIs differ", \
             "use the mpiexec of the MPI that mpi4py was built with"
-    # of the first that was not about the flag that another MPI does not know. a rank's exception, or the
-    # launcher's first line: Open MPI draws lines of dashes around a text
+    # Another MPI does not know the flag, so its complaint about the flag is passed over. What is shown is a
+    # rank's exception, or the launcher's first line of text: Open MPI draws lines of dashes around a text.
     job = next((job for job in jobs if "allow-run-as-root" not in job.stderr), jobs[0])
     lines = [line for line in (job.stderr + job.stdout).splitlines() if re.search("[a-z]", line)]
     why = next((line for line in lines if re.match(r"[\w.]*Error: ", line)), [*lines, "no output"][0])
@@ -180,8 +180,10 @@ def mpi():
 
 
 def count_hosts(path):
-    """-> number of hosts in a node file of PBS, which has a line per process. ValueError: the file is not a
-    list of hosts."""
+    """Return the number of hosts in a node file of PBS, which has a line per process.
+
+    ValueError: the file is not a list of hosts.
+    """
     try:
         with open(path, encoding="ascii", newline="\n") as f:
             hosts = {line.strip(" \t\n") for line in f} - {""}
@@ -210,7 +212,7 @@ def batch():
 
 
 def filesystem(path):
-    """-> the type of the file system that holds path: that of the longest mount point above it."""
+    """Return the type of the file system that holds path: that of the longest mount point above it."""
     best = ("", "?")
     with contextlib.suppress(OSError):
         for line in Path("/proc/mounts").read_text().splitlines():
@@ -221,8 +223,10 @@ def filesystem(path):
 
 
 def write_speed(folder, megabytes=32):
-    """MB/s of a file that is written, synced, renamed and read back. OSError: why it cannot be; ValueError:
-    other bytes came back."""
+    """Return the MB/s of a file that is written, synced and renamed, and then read back.
+
+    OSError: why the file cannot be written; ValueError: other bytes came back.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     block = os.urandom(1 << 20)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-") as tmp:
@@ -241,7 +245,7 @@ def write_speed(folder, megabytes=32):
 
 
 def disk(folder, fix, local):
-    """Can folder be written to, fast enough, with 2 GB free? local: it should be a disk of this node."""
+    """Can folder be written to, fast enough, and are 2 GB free? local: it should be a disk of this node."""
     folder = Path(folder)
     try:
         speed = write_speed(folder)
@@ -270,8 +274,10 @@ def tokens(folder):
 
 
 def examine(world, flags):
-    """Run all checks of this rank's node -> [(name, status, text, fix)].
-    All ranks check the backend together."""
+    """Run all checks of this rank's node, and return [(name, status, text, fix)].
+
+    All ranks check the backend together.
+    """
     backend_result, gpus, fast = backend(world), gpus_seen(world), fast_paths(world)
     rates, hosts = link_rates(world), world.axis.gather_objects(socket.gethostname())
     if world.local_rank != 0:
@@ -294,7 +300,7 @@ def examine(world, flags):
 
 
 def as_json(world, nodes, failed):
-    """nodes: [{"host", "checks"}], one per rank -> one JSON object as text."""
+    """Return one JSON object as text. nodes: [{"host", "checks"}], one per rank."""
     rows = [{"host": node["host"], **dict(zip(("name", "status", "text", "fix"), check, strict=True))}
             for node in nodes for check in node["checks"]]
     return json.dumps({"ok": not failed, "launcher": world.launcher, "ranks": world.size, "checks": rows})

@@ -10,13 +10,14 @@
                symmetric memory
 
 --portable: experts multiply by our Triton kernels also in bf16 on Hopper; in fp32 they always do.
+Without CUDA (a CPU, for a rehearsal) graph captures nothing and sync watches nothing; both say so.
 """
 import sys
 from dataclasses import dataclass
 from typing import Literal
 
 from common import ROOT, read_flags, start
-from runtime.launch import World, exit_together, launch, shutdown
+from runtime.launch import World, launch, shutdown
 
 import torch
 from moe_layer import forward, moe_layer
@@ -28,7 +29,6 @@ sys.path.insert(0, str(ROOT / "tests"))
 import numpy as np
 import test_layouts as matrix
 
-import moe
 from config import PRESETS, Config
 from fast import symm_mem
 from fast.choose import Choice, has_cuda_api
@@ -42,6 +42,24 @@ FAMILIES = {"llama": matrix.LLAMA, "gpt2": matrix.GPT2, "dropless": matrix.MOE, 
 SHAPE = dict(n_embd=64, ffn_hidden=96)
 PARTS = ("fp64", "fp32", "bf16", "replicas", "graph", "sync")
 STEPS = 20
+LAYER = PRESETS["moe-4b"]  # of sync: the flags of its layer, and how many rows go through it
+ROWS = 16384
+
+REPLICATED = (
+    ("llama", {}), ("llama", dict(zero=1)), ("llama", dict(tp=2, zero=1)),
+    ("gpt2", dict(pp=2)), ("dropless", dict(ep=4)),
+    ("dropless", dict(ep=2, zero=1)), ("capacity", dict(tp=2, ep=4)),
+    ("llama", dict(cp=2, zero=1)), ("dropless", dict(cp=2, ep=2)), ("llama", dict(zero=2)),
+    ("llama", dict(zero=3)), ("dropless", dict(zero=3)), ("dropless", dict(ep=2, zero=3)))
+
+CAPTURED = (
+    ("llama", {}), ("llama", dict(zero=1)), ("gpt2", dict(tp=2, zero=1)), ("capacity", dict(ep=4)),
+    ("llama", dict(recompute="full")), ("gpt2", dict(dropout=0.2)),
+    ("gpt2", dict(tp=2, zero=1, dropout=0.2)), ("dropless", dict(ep=2, recompute="full")),
+    ("dropless", dict(zero=1)), ("dropless", dict(ep=4)), ("dropless", dict(ep=2, zero=1)),
+    ("dropless", dict(ep=4, zero=1)), ("gpt2", dict(cp=2, zero=1, dropout=0.2)),
+    ("dropless", dict(cp=2, ep=2)), ("bert", dict(zero=1)), ("bert", dict(tp=2)),
+    ("bert", dict(cp=2)))
 
 
 @dataclass(frozen=True)
@@ -50,14 +68,28 @@ class Flags:
     portable: bool = False  # experts multiply by our Triton kernels, as on GPUs that torch has no kernel for
 
 
+# -----------------------------------------------------------------------------
+# Layouts (fp64, fp32, bf16): a layout computes what one rank computes
+
+def layouts_of(size):
+    """Return [(family, sequences per step, layout)]: tests/test_layouts.py's layouts for `size` ranks."""
+    layouts = []
+    for family, flags in FAMILIES.items():
+        table = matrix.MOE_LAYOUTS if "n_experts" in flags else matrix.LAYOUTS
+        layouts += [(family, batch, layout) for n, batch, layout in table if n == size]
+    layouts += [(family, batch, layout) for family, n, batch, layout in matrix.CP_LAYOUTS if n == size]
+    return layouts
+
+
 def check_layouts(world, dtype):
-    """Compare every layout of this world size with one rank -> (layouts, worst relative error). The error is
-    that of any element under fp64, of the losses under bf16."""
-    layouts = [(family, batch, layout) for family in FAMILIES
-               for n, batch, layout in (matrix.MOE_LAYOUTS if "n_experts" in FAMILIES[family]
-                                        else matrix.LAYOUTS)
-               if n == world.size]
-    layouts += [(family, batch, layout) for family, n, batch, layout in matrix.CP_LAYOUTS if n == world.size]
+    """Compare every layout of this world size with one rank, and return a line about it.
+
+    Its worst relative error is that of any element in fp64, of a loss in the other dtypes.
+    """
+    layouts = layouts_of(world.size)
+    if not layouts:
+        return f"{dtype}: left out, no layout of the table has this number of ranks, {world.size}"
+
     worst = 0.0
     for family, batch, layout in layouts:
         if world.rank == 0:
@@ -69,61 +101,71 @@ def check_layouts(world, dtype):
         if world.rank == 0:
             error = worst_error(f"{family} {layout}", base, want, seen, results)
             worst = max(worst, error)
-    return len(layouts), worst
+    return f"{dtype}: {len(layouts)} layouts of {world.size} ranks equal one rank, worst error {worst:.1e}"
 
 
 def worst_error(name, flags, want, seen, results):
-    """-> the worst error of a layout, relative to tests/test_layouts.scale; AssertionError where it is too
-    large. want: one rank's run, seen: rank 0's, results: those of all ranks."""
+    """Return the worst error of a layout, relative to tests/test_layouts.scale.
+
+    want: the run of one rank, seen: that of rank 0, results: those of all ranks.
+    AssertionError: the error is too large.
+    """
     expected, got = np.array(want["stats"]), np.array(seen["stats"])
     if flags["dtype"] != "fp64":
         error = np.abs(got[:, 0] / expected[:, 0] - 1).max()
         assert error < 1e-2, f"{name}: losses {got[:, 0]} and {expected[:, 0]}"
         return error
+
     np.testing.assert_allclose(got[:, [0, 1, 3]], expected[:, [0, 1, 3]], rtol=1e-10, err_msg=name)
-    whole, pieces, worst = matrix.assemble([want]), matrix.assemble(results), 0.0
-    for tensor, t in whole.items():
-        error = np.abs(pieces[tensor] - t).max() / matrix.scale(tensor, t, flags)
+    pieces = matrix.assemble(results)
+    worst = 0.0
+    for tensor, whole in matrix.assemble([want]).items():
+        error = np.abs(pieces[tensor] - whole).max() / matrix.scale(tensor, whole, flags)
         assert error < 1e-10, f"{name} {tensor}: {error}"
         worst = max(worst, error)
     return worst
 
 
+# -----------------------------------------------------------------------------
+# Replicas, and the step as a CUDA graph: train.py's own step, 20 times
+
 def fitting(world, layouts):
-    """-> [(family, flags)] of the layouts whose axes divide the number of ranks, 16 sequences per step in
-    micro-batches of 2; under ZeRO also in one micro-batch, the case in which gradients and weights travel as
-    peer-to-peer copies."""
-    out = []
+    """Return [(family, flags)] of the layouts whose axes divide the number of ranks.
+
+    A step has 16 sequences in micro-batches of 2. Under ZeRO the layout comes a second time with one
+    micro-batch, the case in which gradients and weights travel as copies between GPUs.
+    """
+    fits = []
     for family, layout in layouts:
-        if all(world.size % layout.get(axis, 1) == 0 for axis in ("tp", "cp", "pp", "ep")):
-            flags = dict(FAMILIES[family], **SHAPE, dtype="bf16", ep_slack=1.5, global_batch=16,
-                         data="synthetic", **layout)
-            dp = world.size // layout.get("tp", 1) // layout.get("cp", 1) // layout.get("pp", 1)
-            sizes = (2, 16 // dp) if layout.get("zero") else (2,)
-            out += [(family, dict(flags, micro_batch=size)) for size in sizes]
-    return out
+        if any(world.size % layout.get(axis, 1) for axis in ("tp", "cp", "pp", "ep")):
+            continue
+        flags = dict(FAMILIES[family], **SHAPE, dtype="bf16", ep_slack=1.5, global_batch=16,
+                     data="synthetic", **layout)
+        dp = world.size // layout.get("tp", 1) // layout.get("cp", 1) // layout.get("pp", 1)
+        sizes = (2, 16 // dp) if layout.get("zero") else (2,)
+        fits += [(family, dict(flags, micro_batch=size)) for size in sizes]
+    return fits
 
 
 def weights_of(training):
-    """-> {name: (ranks that hold the same, checksum)} of the weights; of ZeRO-3 this rank's slices, which
-    nobody else holds."""
+    """Return {name: (ranks that hold the same, checksum)} of the weights.
+
+    Under ZeRO-3 these are this rank's slices, which no other rank holds.
+    """
     if training.cfg.zero == 3:
-        return {b.names[0]: ((training.mesh.world.rank,), checksum(b.own).tolist())
+        return {b.contents.names[0]: ((training.mesh.world.rank,), checksum(b.own).tolist())
                 for b in training.dp.buckets}
     return {name: (getattr(training.mesh, p.reduce).ranks, checksum(p).tolist())
             for name, p in training.model.named_parameters()}
 
 
-def replicas_and_repeats(world):
-    """Train layouts with replicas, each twice -> parameters compared. AssertionError: the bits of a parameter
-    differ between two ranks that hold it, or between the two runs."""
+def check_replicas(world):
+    """Train layouts with replicas, each twice, and return a line about it.
+
+    AssertionError: the bits of a parameter differ between two ranks that hold it, or between the runs.
+    """
     checked = 0
-    layouts = (("llama", {}), ("llama", dict(zero=1)), ("llama", dict(tp=2, zero=1)),
-               ("gpt2", dict(pp=2)), ("dropless", dict(ep=4)),
-               ("dropless", dict(ep=2, zero=1)), ("capacity", dict(tp=2, ep=4)),
-               ("llama", dict(cp=2, zero=1)), ("dropless", dict(cp=2, ep=2)), ("llama", dict(zero=2)),
-               ("llama", dict(zero=3)), ("dropless", dict(zero=3)), ("dropless", dict(ep=2, zero=3)))
-    for family, flags in fitting(world, layouts):
+    for family, flags in fitting(world, REPLICATED):
         prints = []
         for _ in range(2):
             training = Training(Config(**flags), world, graph=False)
@@ -136,21 +178,18 @@ def replicas_and_repeats(world):
                                                    f"{world.rank} and {r}")
                 checked += 1
         assert prints[0] == prints[1], f"{family} {flags}: two runs differ"
-    return checked
+    n = sum(world.axis.gather_objects(checked))  # one number per rank, over the world
+    return (f"{STEPS} bf16 steps: {n} comparisons of replicated parameters, all equal to the bit; "
+            "two runs as well")
 
 
-def graphs(world):
-    """Train layouts with and without a CUDA graph -> (runs, worst relative difference of a loss, steps that
-    were redone because buffers overflowed)"""
+def check_graphs(world):
+    """Train layouts with and without a CUDA graph, and return a line about it.
+
+    AssertionError: a loss differs by more than rounding.
+    """
     worst, redone = 0.0, 0
-    layouts = fitting(world, (
-        ("llama", {}), ("llama", dict(zero=1)), ("gpt2", dict(tp=2, zero=1)), ("capacity", dict(ep=4)),
-        ("llama", dict(recompute="full")), ("gpt2", dict(dropout=0.2)),
-        ("gpt2", dict(tp=2, zero=1, dropout=0.2)), ("dropless", dict(ep=2, recompute="full")),
-        ("dropless", dict(zero=1)), ("dropless", dict(ep=4)), ("dropless", dict(ep=2, zero=1)),
-        ("dropless", dict(ep=4, zero=1)), ("gpt2", dict(cp=2, zero=1, dropout=0.2)),
-        ("dropless", dict(cp=2, ep=2)), ("bert", dict(zero=1)), ("bert", dict(tp=2)),
-        ("bert", dict(cp=2))))
+    layouts = fitting(world, CAPTURED)
     for family, flags in layouts:
         seen = []
         for graph in (False, True):
@@ -160,57 +199,88 @@ def graphs(world):
         error = np.abs(seen[1] / seen[0] - 1).max()
         assert error < 1e-2, f"{family} {flags}: {seen}"
         worst = max(worst, error)
-    return len(layouts), worst, redone
+    if not has_cuda_api(world.device):
+        return (f"graph: left out, {world.device.type} has no CUDA graphs; {STEPS} bf16 steps without one, "
+                f"twice: {len(layouts)} runs, losses within {worst:.1e}")
+    return (f"{STEPS} bf16 steps as a CUDA graph: {len(layouts)} runs, losses within {worst:.1e} of those "
+            f"without; {redone} steps redone because buffers overflowed")
 
 
-def no_hidden_sync(world):
-    """Run the MoE layer in a mode in which torch raises RuntimeError when the host waits for the GPU."""
-    for factor, ep in ((0.0, 1), (1.0, 1), (0.0, world.size)):
-        cfg = Config(**dict(PRESETS["moe-4b"], capacity_factor=factor, ep=ep))
-        one = World(device=world.device)
-        dispatcher = Choice(True, True, False, False).dispatcher(cfg) if ep > 1 else moe.plain_dispatcher
-        mesh = make_mesh(world, ep=ep) if ep > 1 else make_mesh(one)
-        layer = moe_layer(cfg, mesh, world.device, dispatcher)
-        if ep > 1:
-            symm_mem.allocate([layer], ep * 16384)
-            layer.dispatcher.rows_in_use = ep * 16384
-        x = torch.randn(16384, cfg.n_embd, device=world.device, dtype=torch.bfloat16, requires_grad=True)
-        for i in range(3):
-            torch.cuda.set_sync_debug_mode("error" if i == 2 else "default")  # the first two warm up
-            y, aux = forward(layer, x)
-            torch.autograd.backward([y, aux], [torch.ones_like(y), None])
+# -----------------------------------------------------------------------------
+# Hidden synchronisations: the host never waits for the GPU
+
+def check_sync(world):
+    """Run the MoE layer where torch sees hidden synchronisations, and return a line about it.
+
+    RuntimeError: the host waited for the GPU.
+    """
+    if not has_cuda_api(world.device):
+        for factor in (0.0, 1.0):
+            run_layer(one_rank_layer(world, factor, **SHAPE), 256, world.device)
+        return ("sync: left out, torch sees hidden synchronisations under CUDA alone; the layer runs, with a "
+                "capacity and dropless on one rank")
+
+    for factor in (0.0, 1.0):
+        run_layer(one_rank_layer(world, factor), ROWS, world.device)
+    line = "no synchronisation in the MoE layer: capacity, dropless ep 1"
+    if world.size == 1:
+        return line
+    run_layer(symmetric_layer(world), ROWS, world.device)
+    return f"{line}, dropless ep {world.size} through symmetric memory"
+
+
+def one_rank_layer(world, capacity_factor, **shape):
+    """Return a MoE layer that has all of its experts on this rank."""
+    cfg = Config(**dict(LAYER, capacity_factor=capacity_factor, **shape))
+    return moe_layer(cfg, make_mesh(World(device=world.device)), world.device)
+
+
+def symmetric_layer(world):
+    """Return a dropless MoE layer with experts on all ranks; rows reach them through symmetric memory."""
+    cfg = Config(**dict(LAYER, capacity_factor=0.0, ep=world.size))
+    choice = Choice(graph=True, symm_mem=True, peer_copies=False, single_microbatch=False)
+    layer = moe_layer(cfg, make_mesh(world, ep=world.size), world.device, choice.dispatcher(cfg))
+    symm_mem.allocate([layer], world.size * ROWS)
+    layer.dispatcher.rows_in_use = world.size * ROWS
+    return layer
+
+
+def run_layer(layer, rows, device):
+    """Go forward and backward three times. The first two warm up, torch watches the third."""
+    watched = has_cuda_api(device)
+    x = torch.randn(rows, layer.cfg.n_embd, device=device, dtype=torch.bfloat16, requires_grad=True)
+    for mode in ("default", "default", "error"):
+        if watched:
+            torch.cuda.set_sync_debug_mode(mode)
+        y, aux = forward(layer, x)
+        torch.autograd.backward([y, aux], [torch.ones_like(y), None])
+    if watched:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# -----------------------------------------------------------------------------
+
+def check(part, world):
+    """Run one of PARTS on all ranks, and return a line about it."""
+    if part == "replicas":
+        return check_replicas(world)
+    if part == "graph":
+        return check_graphs(world)
+    if part == "sync":
+        return check_sync(world)
+    return check_layouts(world, part)
 
 
 def main(argv=None):
     flags = read_flags(Flags, argv, "gpu_matrix.py [PART...]", __doc__)
     world = launch(timeout=40)
-    with exit_together(world):
-        if world.size == 1 or world.device.type == "cpu":
-            raise ValueError("gpu_matrix.py needs several GPUs; the CPU's matrix is tests/test_layouts.py")
-        if {"graph", "sync"} & set(flags.parts) and not has_cuda_api(world.device):
-            raise ValueError(f"graph and sync need CUDA, the device is {world.device.type}; try "
-                             "gpu_matrix.py fp64 bf16 replicas")
-    say = print if world.rank == 0 else lambda *a, **k: None
     if flags.portable:
         grouped_mm.use_torch = lambda x, w: False
-    for dtype in ("fp64", "fp32", "bf16"):
-        if dtype in flags.parts:
-            n, worst = check_layouts(world, dtype)
-            say(f"{dtype}: {n} layouts of {world.size} ranks equal one rank, worst error {worst:.1e}",
-                flush=True)
-    if "replicas" in flags.parts:
-        n = sum(world.axis.gather_objects(replicas_and_repeats(world)))  # one number per rank, over the world
-        say(f"{STEPS} bf16 steps: {n} comparisons of replicated parameters, all equal to the bit; "
-            "two runs as well", flush=True)
-    if "graph" in flags.parts:
-        n, worst, redone = graphs(world)
-        say(f"{STEPS} bf16 steps as a CUDA graph: {n} runs, losses within {worst:.1e} of those without; "
-            f"{redone} steps redone because buffers overflowed", flush=True)
-    if "sync" in flags.parts:
-        no_hidden_sync(world)
-        say("no synchronisation in the MoE layer: capacity, dropless ep 1, "
-            f"dropless ep {world.size} through symmetric memory", flush=True)
+    for part in PARTS:
+        if part in flags.parts:
+            line = check(part, world)
+            if world.rank == 0:
+                print(line, flush=True)
     shutdown(world)
 
 

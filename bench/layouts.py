@@ -1,16 +1,16 @@
-"""Which layout is fastest here? Train with every layout of a list for a few steps: one table.
+"""Which layout is fastest here? Train with every layout of a list for a few steps, and print one table.
 
     python bench/layouts.py smol-1.7b --ranks 4 --layouts "dp4; tp2; tp4; pp2; pp4; zero1; tp2,zero1"
 
-    1) the list     check each layout, predict its memory and time as plan.py does; a refused one says why
+    1) the list     check each layout, and predict its memory and time as plan.py does; a refused one says why
     2) one layout   train.py's own build and step on forked ranks: time of the slowest, memory of the fullest
-    3) the table    a line when a layout is done; then all rows, fastest first; --json has more of each
+    3) the table    a line when a layout is done; then all rows, the fastest first; --json has more of each
 
 Do not start it with torchrun or mpiexec: it starts the ranks of this host itself, new ones for each layout.
-A rank that runs out of memory leaves the other ranks in a collective that no process can leave; here all
-ranks of a failed layout are killed and the next layout starts. The ranks are forks of this process: torch is
-imported once, and only a rank touches a GPU. All rows train on the same global batch, so their sec/it
-compare, and they start from the same weights and data, so the loss after the last step must agree too.
+A rank that runs out of memory leaves the other ranks in a collective that no process can leave. Here all
+ranks of a failed layout are killed, and the next layout starts. The ranks are forks of this process, so torch
+is imported once, and only a rank touches a GPU. All rows train on the same global batch, so their sec/it can
+be compared. They start from the same weights and data, so the loss after the last step must agree, too.
 """
 import dataclasses
 import json
@@ -31,7 +31,7 @@ from common import start
 from runtime.launch import World, as_torchrun, launch, started_by
 
 import torch
-import torch._dynamo  # for --compile: once, not per rank. _inductor would touch CUDA: no fork after that
+import torch._dynamo  # for --compile, once for all ranks; _inductor would touch CUDA, and nothing could fork
 from training import Training, gpu_memory
 
 from config import Config, Outcome, check
@@ -69,7 +69,7 @@ class Flags(Config):
 
 
 def read_flags(argv):
-    """-> Flags, whose model and batch all layouts share. ValueError: what is wrong."""
+    """Return Flags, whose model and batch all layouts share. ValueError: what is wrong."""
     launcher, size = started_by()
     if launcher != "single":
         raise ValueError(f"layouts.py starts its ranks itself; without {launcher}: bench/layouts.py ... "
@@ -84,14 +84,16 @@ def read_flags(argv):
 
 
 def count_devices():
-    """-> how many accelerators this host has. NVML counts those of CUDA: a process that used CUDA cannot
-    fork."""
+    """Return how many accelerators this host has.
+
+    NVML counts those of CUDA, because a process that used CUDA cannot fork.
+    """
     kind = torch.accelerator.current_accelerator()  # what torch was built for, whether or not one is here
     return torch.get_device_module(kind).device_count() if kind else 0
 
 
 def layout(text, cfg):
-    """ "tp2,zero1" -> (Config, the given dp or 0). ValueError: an item that is none."""
+    """Return (Config, the given dp or 0) of a layout such as "tp2,zero1". ValueError: an item is none."""
     flags, dp = {}, 0
     for item in filter(None, map(str.strip, text.split(","))):
         found = re.fullmatch(r"(dp|tp|cp|pp|chunks|ep|zero|mbs)(\d+)", item)
@@ -107,7 +109,7 @@ def layout(text, cfg):
 
 
 def plan_row(text, cfg, ranks):
-    """-> (Config, row), or (None, row) with a note that says why train.py refuses this layout."""
+    """Return (Config, row), or (None, row) with a note that says why train.py refuses this layout."""
     row = {"layout": text.strip()}
     vocab = cfg.vocab_size or 256  # as train.open_data has it for synthetic data
     try:
@@ -130,7 +132,7 @@ def plan_row(text, cfg, ranks):
 
 
 def kind(name, gib):
-    """A device's name and memory -> its name in cost.step_time.GPUS, or "" if plan.py does not know it."""
+    """Return a device's name in cost.step_time.GPUS, or "" if plan.py does not know it. gib: its memory."""
     found = [k for k in GPUS if k.split("-")[0] in name.lower()]
     return min(found, key=lambda k: abs(GPUS[k].memory / 2**30 - gib), default="")
 
@@ -145,7 +147,7 @@ def predict(cfg, row, ranks, gpu):
 # 2) one layout
 
 def rank_main(cfg, rank, ranks, port, say, pipe):
-    """A forked rank: send its numbers or the reason why it has none, then wait to be killed."""
+    """Run a forked rank: send its numbers or the reason why it has none, then wait to be killed."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     as_torchrun(rank, ranks, port)
@@ -160,7 +162,7 @@ def rank_main(cfg, rank, ranks, port, say, pipe):
 
 
 def measure(cfg, world):
-    """-> {ms, loss, mem, reserved, gpu} of this rank, after cfg.steps steps."""
+    """Return {ms, loss, mem, reserved, gpu} of this rank, after cfg.steps steps."""
     times, losses, _ = Training(cfg, world).run(cfg.steps)
     row = {"ms": statistics.median(times[cfg.steps // 3:]), "loss": losses[1]}
     if found := gpu_memory(world.device):
@@ -171,7 +173,10 @@ def measure(cfg, world):
 
 
 def run_layout(cfg, ranks, limit, say):
-    """Fork the ranks, wait for all, or a second after one has failed; kill them -> {numbers} or {note}."""
+    """Fork the ranks, wait for their answers, kill them, and return {numbers} or {note}.
+
+    After one has failed, the others have one more second.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))  # the kernel picks a free port
         port = s.getsockname()[1]
@@ -199,14 +204,15 @@ def run_layout(cfg, ranks, limit, say):
                     processes[rank].join()
                     answers[rank] = f"rank {rank} died with exit code {processes[rank].exitcode}"
             failed = [text for text in answers.values() if isinstance(text, str)]
-            if failed:  # another rank may be about to name the cause: a broken connection is heard before it
+            # Another rank may be about to name the cause: a broken connection is noticed before its cause.
+            if failed:
                 end = min(end, time.monotonic() + 1)
         if failed:
             return {"note": min(failed, key=lambda t: ("out of memory" not in t, "died with exit" not in t))}
         if len(answers) < ranks:
             missing = ", ".join(str(r) for r in range(ranks) if r not in answers)
             return {"note": f"given up after {limit:g} s, waiting for rank {missing}"}
-        # the slowest and the fullest rank
+        # The time is that of the slowest rank, the memory that of the fullest.
         return {key: max(row[key] for row in answers.values()) for key in answers[0]}
     finally:
         for process in processes:
@@ -218,14 +224,14 @@ def run_layout(cfg, ranks, limit, say):
 # 3) the table
 
 def line(row):
-    """A row of the table as text; below it the layout's name if that is too long."""
+    """Return a row of the table as text. A layout's name that is too long goes on below the row."""
     cells = (f"{format(row[key], form) if key in row else '-':>{len(name)}}"
              for name, (key, form) in COLUMNS.items())
     return textwrap.fill(f"{' '.join(cells)}  {row['layout']}", 100, subsequent_indent=60 * " ")
 
 
 def outcome(row):
-    """What became of a layout, in lines of 100 columns."""
+    """Return what became of a layout, in lines of 100 columns."""
     text = f"{row['seconds']:.4f} s per step" if "seconds" in row else row["note"]
     if "note" in row and "predicted" in row:
         text += f" (planned: {row['predicted']:.2f} GiB)"
@@ -233,14 +239,14 @@ def outcome(row):
 
 
 def table(rows):
-    """Print the table, fastest first; below it the layouts that did not run, in the order of the list."""
+    """Print the table, the fastest first, and below it the layouts that did not run, in the list's order."""
     print(f"{' '.join(COLUMNS)}  layout")
     for row in sorted(rows, key=lambda row: row.get("seconds", float("inf"))):
         print(line(row) if "seconds" in row else outcome(row), flush=True)
 
 
 def sweep(flags):
-    """Run every layout of flags, a printed row each -> rows."""
+    """Run every layout of flags, print a row for each, and return the rows and the name of the GPU."""
     rows, configs, gpu = [], [], flags.gpu
     for text in filter(str.strip, flags.layouts.split(";")):
         cfg, row = plan_row(text, flags, flags.ranks)
@@ -254,7 +260,7 @@ def sweep(flags):
         gpu = gpu or found
         rows.append(row)
         configs.append(cfg)
-        for pair in zip(configs, rows, strict=True):  # all: the first may fail before a GPU is named
+        for pair in zip(configs, rows, strict=True):  # all rows: the first may fail before a GPU is named
             predict(*pair, flags.ranks, gpu)
         print(outcome(row), flush=True)
         if flags.json:

@@ -1,9 +1,13 @@
-"""One MoE layer, forward and backward, beside a dense MLP of the same FLOPs: python bench/moe_layer.py
+"""One MoE layer, forward and backward, compared with a dense MLP of the same FLOPs: bench/moe_layer.py
 
-The rows are the dense SwiGLU, compiled; our layer, dropless (routing, sort, grouped matrix products), as on
-this GPU and with the Triton kernels, and with a capacity (bmm), each also as a CUDA graph, which is how
-train.py runs it; the loop over experts that the tests compare with. --tune looks for this GPU's line of TILES
-in ops/grouped_mm.py instead.
+    dense           the dense SwiGLU, compiled
+    dropless        our layer: routing, sort, grouped matrix products, as this GPU runs them
+    same, Triton's  the same with the Triton kernels
+    capacity 1.0    our layer with a capacity (bmm)
+    loop            the loop over experts that the tests compare with
+
+Our layer is timed as a CUDA graph, too, which is how train.py runs it. --tune looks for this GPU's line of
+TILES in ops/grouped_mm.py instead.
 """
 import contextlib
 from dataclasses import dataclass
@@ -30,8 +34,7 @@ SHAPES = {  # tokens, experts, hidden width, width, top-k; ms of torch's grouped
     "top-8": (16384, 64, 1408, 2048, 8, 14.14),
 }
 
-
-# rows, columns, depth, warps, stages of a tile
+# The tiles that --tune tries: rows, columns, depth, warps, stages.
 CANDIDATES = [(rows, columns, depth, warps, stages)
               for rows, columns, warps in ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4),
                                            (128, 128, 8), (64, 256, 4), (128, 256, 8), (256, 128, 8))
@@ -57,7 +60,7 @@ class Dense(nn.Module):
 
 
 def moe_layer(cfg, mesh, device, dispatcher=moe.plain_dispatcher):
-    """-> train.py's MoE layer of cfg with random bf16 weights."""
+    """Return train.py's MoE layer of cfg with random bf16 weights."""
     torch.set_default_dtype(torch.bfloat16)
     with device:
         layer = moe.MoE(cfg, mesh, None, dispatcher)
@@ -73,17 +76,17 @@ def forward(layer, x):
 
 
 def compiled(cfg, device):
-    """-> the forward pass of a layer on one rank, its routing compiled as train.py compiles it."""
+    """Return a layer on one rank, its routing compiled as train.py compiles it, and its forward pass."""
     layer = moe_layer(cfg, make_mesh(World()), device)
     layer.route = torch.compile(layer.route, fullgraph=True)
     return layer, lambda x: forward(layer, x)
 
 
 def forward_backward(layer, f, x, g):
-    """-> a function that runs f(x) and its backward pass with the gradient g of the output."""
+    """Return a function that runs f(x) and its backward pass with the gradient g of the output."""
     def run():
         out = f(x)
-        if isinstance(out, tuple):  # experts return their balance loss too
+        if isinstance(out, tuple):  # the experts return their balance loss, too
             torch.autograd.backward(out, [g, torch.ones_like(out[1])])
         else:
             out.backward(g)
@@ -122,8 +125,10 @@ def measure(name, device):
 
 
 def tune(name, dtype, device):
-    """Print the milliseconds of the experts' products and of their weight gradient with each of the
-    candidates that this GPU can run, the fastest first."""
+    """Print the milliseconds of the experts' products and of their weight gradient, the fastest tile first.
+
+    The tiles are those of CANDIDATES that this GPU can run.
+    """
     from triton.runtime.errors import OutOfResources
     T, E, F, C, K, _ = SHAPES[name]
     shapes = (T * K, C), (T * K, F), (E, F, C)
@@ -151,7 +156,7 @@ def tune(name, dtype, device):
 
 
 def main(argv=None):
-    flags = read_flags(Flags, argv, "moe_layer.py", "Time one MoE layer, forward and backward, beside a "
+    flags = read_flags(Flags, argv, "moe_layer.py", "Time one MoE layer, forward and backward, and a "
                        "dense MLP of the same FLOPs. Needs a GPU.")
     with wrong_input():
         if not torch.cuda.is_available():

@@ -3,9 +3,9 @@
     python bench/oracles.py
 
 nanoshard requires neither package: a package that is not installed is skipped, with the reason. To install
-them beside this environment: pip install --no-deps --target DIR transformers megatron-core (and what they
-import), then PYTHONPATH=DIR. Every figure is the largest difference between ours and theirs, relative to the
-largest value; "map" and "kept" count entries that differ. fp32, one CPU process.
+them outside this environment: pip install --no-deps --target DIR transformers megatron-core (and what they
+import), then set PYTHONPATH=DIR. Every figure is the largest difference between ours and theirs, relative to
+the largest value; "map" and "kept" count entries that differ. Everything runs in fp32, in one CPU process.
 """
 import importlib
 import logging
@@ -31,7 +31,7 @@ class Flags:
 
 
 def block(**flags):
-    """-> (our MoE layer on one rank with seeded weights, its input (T, C))."""
+    """Return our MoE layer on one rank with seeded weights, and its input (T, C)."""
     cfg = Config(n_experts=E, n_embd=C, ffn_hidden=F, **flags)
     layer = MoE(cfg, make_mesh(World(rank=0, size=1)), None)
     rng = torch.Generator().manual_seed(1)
@@ -42,25 +42,27 @@ def block(**flags):
 
 
 def call(f, *args):
-    """What a layer uses for a block whose activations are kept: no recomputation."""
+    """Call f: the `recompute` of a layer that keeps its activations."""
     return f(*args)
 
 
 def difference(a, b):
-    """The largest difference, relative to the largest value of b."""
+    """Return the largest difference, relative to the largest value of b."""
     a, b = a.detach().double(), b.detach().double()
     return ((a - b).abs().max() / b.abs().max()).item()
 
 
 def dense(p, ids):
-    """(n, K) gates and experts -> (n, E) gates, zero for experts not chosen, and the map of the chosen."""
+    """Return the gates (n, E), zero for experts not chosen, and the map of the chosen. p, ids: (n, K)."""
     gates = torch.zeros(p.size(0), E).scatter(1, ids, p)
     return gates, torch.zeros(p.size(0), E, dtype=torch.bool).scatter(1, ids, True)
 
 
 def mixtral():
-    """The whole block with copied weights: output and every gradient. Mixtral renormalises the gates, as our
-    softmax-topk router does. -> {case: {tensor: difference}}"""
+    """Compare the whole block with copied weights, output and every gradient: {case: {tensor: difference}}.
+
+    Mixtral renormalises the gates, as our softmax-topk router does.
+    """
     module = importlib.import_module("transformers.models.mixtral.modeling_mixtral")
     config = importlib.import_module("transformers").MixtralConfig
     out = {}
@@ -91,8 +93,10 @@ def mixtral():
 
 
 def megatron():
-    """The router on the same logits: gates, map, both losses, their gradient, the dropped copies.
-    -> {case: {quantity: difference}}"""
+    """Compare the router on the same logits: {case: {quantity: difference}}.
+
+    The quantities are the gates, their map, both losses, the gradient, and the dropped copies.
+    """
     their = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     out = {}
     for router, K, steers in (("softmax", 1, 0.0), ("softmax", 2, 0.0), ("softmax-topk", 2, 0.0),

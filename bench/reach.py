@@ -1,6 +1,7 @@
-"""What the ranks of a run reach: which GPUs, whose memory, over which network, and how fast each other.
+"""What the ranks of a run reach: which GPUs, whose memory, over which network, and each other how fast.
 
-bench/doctor.py asks. Each check is (status, text, fix); those that take a world are collective over it.
+bench/doctor.py calls these checks. A check returns (status, text, fix). The checks that take a world are
+collective over it.
 """
 import contextlib
 import ctypes.util
@@ -39,8 +40,10 @@ def gpus_seen(world):
 
 
 def habit(rows):
-    """rows: (CUDA_VISIBLE_DEVICES as the launcher set it, index, UUID, number of GPUs seen) of a node's ranks
-    -> which habit the site has, and what it means for a run."""
+    """Return which habit the site has in showing GPUs to ranks, and what it means for a run.
+
+    rows: (CUDA_VISIBLE_DEVICES as the launcher set it, index, UUID, number of GPUs seen) of a node's ranks.
+    """
     shown, indices, names, counts = zip(*rows, strict=True)
     values = "; ".join("unset" if text is None else text for text in dict.fromkeys(shown))
     if len(set(names)) < len(names):
@@ -86,8 +89,11 @@ def fast_paths(world):
 
 
 def network(env, nccl=True, system=Path("/sys/class"), find=ctypes.util.find_library):
-    """Would NCCL use sockets on a machine with a fabric? env: the environment. find: library name -> its file
-    or None. NCCL speaks to InfiniBand itself, to Slingshot (cxi) and EFA through a plugin."""
+    """Would NCCL use sockets on a machine with a fabric?
+
+    env: the environment. find: a function that gives the file of a library, or None. NCCL itself speaks to
+    InfiniBand. It needs a plugin for Slingshot (cxi) and EFA.
+    """
     fabric = [f"{kind}/{p.name}" for kind in ("infiniband", "cxi") for p in sorted((system / kind).glob("*"))]
     if not fabric:
         return "OK", "no fabric in /sys/class (infiniband, cxi): TCP sockets", ""
@@ -114,8 +120,10 @@ def network(env, nccl=True, system=Path("/sys/class"), find=ctypes.util.find_lib
 
 
 def partner(rank, turn, size):
-    """-> with whom a rank exchanges in this turn of size - 1, in which each rank meets each other once. size
-    is even: the circle method of tournaments."""
+    """Return the rank with which `rank` exchanges in one of size - 1 turns. size is even.
+
+    Over all turns each rank meets every other rank once: the circle method of tournaments.
+    """
     last = size - 1
     if rank == last:
         return turn * (size // 2) % last
@@ -124,8 +132,11 @@ def partner(rank, turn, size):
 
 
 def link_rates(world, repeats=5):
-    """-> {(a, b): bytes per second each way} of all pairs of ranks, a < b: the fastest of some exchanges. In
-    each turn all pairs exchange at once, as in training. Collective."""
+    """Return {(a, b): bytes per second each way} of all pairs of ranks, a < b. Collective.
+
+    The rate is that of the fastest of `repeats` exchanges. In each turn all pairs exchange at once, as in
+    training.
+    """
     size = LINK_BYTES[world.device.type != "cpu"]
     mine, theirs = (torch.ones(size, dtype=torch.uint8, device=world.device) for _ in range(2))
     rates, even = {}, world.size + world.size % 2
@@ -133,7 +144,7 @@ def link_rates(world, repeats=5):
         other = partner(world.rank, turn, even)
         world.barrier()
         times = []
-        for _ in range(repeats if other < world.size else 0):  # an odd number of ranks: one pauses
+        for _ in range(repeats if other < world.size else 0):  # of an odd number of ranks one pauses
             began = time.perf_counter()
             ops = [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, theirs, other)]
             for work in dist.batch_isend_irecv(ops):  # one message each way
@@ -150,8 +161,10 @@ def link_rates(world, repeats=5):
 
 
 def links(rates, hosts):
-    """Which pair of ranks is slow for its kind, within a node or between two? rates: of link_rates(). hosts:
-    of each rank."""
+    """Which pair of ranks is slow for its kind, within a node or between two nodes?
+
+    rates: what link_rates() returns. hosts: the host of each rank.
+    """
     kinds = {}
     for pair, rate in rates.items():
         kinds.setdefault(len({hosts[r] for r in pair}), {})[pair] = rate

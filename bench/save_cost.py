@@ -1,8 +1,8 @@
 """What a checkpoint costs: bench/save_cost.py [PRESET] [train.py's flags] --save-every 10, under any launcher
 
 It trains on synthetic tokens, first without saving, then with --keep saves (3 by default). It prints how
-long a step waits when a save starts, the time of steps beside the writing and of steps without it, the rates
-of saving and loading, and whether the loaded state equals the saved one.
+long a step waits when a save starts, the time of a step while a checkpoint is written and of a step alone,
+the rates of saving and loading, and whether the loaded state equals the saved one.
 """
 import shutil
 import statistics
@@ -24,8 +24,10 @@ from runtime import resume
 
 
 def take_steps(training, count, save=None, every=0):
-    """-> (seconds of each step, with the start of its save; seconds of each such start). save(step) starts a
-    save after every `every`-th step."""
+    """Return the seconds of each step with the start of its save, and the seconds of each such start.
+
+    save(step) starts a save after every `every`-th step.
+    """
     device, seconds, stalls = training.world.device, [], []
     for _ in range(count):
         synchronize(device)
@@ -41,7 +43,7 @@ def take_steps(training, count, save=None, every=0):
 
 
 def timed(world, f):
-    """Seconds of f() on all ranks together, and its result."""
+    """Return the seconds of f() on all ranks together, and its result."""
     world.barrier()
     began = time.perf_counter()
     result = f()
@@ -51,8 +53,10 @@ def timed(world, f):
 
 
 def load_again(training, path):
-    """Check and load a checkpoint -> (seconds of the checksums, of the loading, does the state equal the one
-    before)."""
+    """Check and load a checkpoint.
+
+    Return the seconds of the checksums, the seconds of the loading, and whether the state is as before.
+    """
     world = training.world
 
     def pieces():
@@ -66,7 +70,7 @@ def load_again(training, path):
 
 
 def run(cfg, world):
-    """Train, save and load -> does the loaded state equal the saved one?"""
+    """Train, save and load, and return whether the loaded state equals the saved one."""
     with exit_together(world):
         if cfg.save_every < 1 or cfg.keep < 1:
             raise ValueError("--save-every and --keep must be at least 1: they say how often to save")

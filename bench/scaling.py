@@ -2,8 +2,8 @@
 
 The table has a row per run, by number of ranks: medians over the later rows of its metrics.jsonl, and the
 efficiency: tokens per second and rank relative to the run with the fewest ranks. The table says whether a run
-shows weak scaling (as many sequences per rank) or strong scaling (the same global batch). One plot per model.
---published prints Megatron-LM's table of BERT 345M beside plan.py's prediction and beside runs of bert-345m.
+shows weak scaling (the same batch per rank) or strong scaling (the same global batch). Each model has a plot.
+--published prints Megatron-LM's table of BERT 345M next to plan.py's prediction and to runs of bert-345m.
 """
 import json
 import statistics
@@ -23,8 +23,10 @@ MODEL = ("preset", "n_layer", "n_embd", "seq_len", "ffn_hidden", "n_experts", "t
 
 
 def read(path, share=0.5):
-    """A run's folder or metrics.jsonl -> its row of the table, from the last `share` of its timed rows.
-    ValueError, OSError: why there is none."""
+    """Return a run's row of the table, from the last `share` of its timed rows.
+
+    path: the run's folder or its metrics.jsonl. ValueError, OSError: why there is no row.
+    """
     path = Path(path)
     folder = path.parent if path.name == "metrics.jsonl" else path
     cfg = json.loads((folder / "config.json").read_text())
@@ -48,8 +50,10 @@ def read(path, share=0.5):
 
 
 def groups(runs):
-    """-> {model: its runs by number of ranks}, each with "eff" and "kind" relative to the run with the fewest
-    ranks."""
+    """Return {model: its runs by number of ranks}.
+
+    Each run gets "eff" and "kind", relative to the run with the fewest ranks.
+    """
     out = {}
     for r in sorted(runs, key=lambda r: (r["ranks"], r["run"])):
         out.setdefault(r["model"], []).append(r)
@@ -64,7 +68,7 @@ def groups(runs):
 
 
 def table(runs):
-    """Rows of runs -> the table as text, 100 columns wide: a long name gets a line of its own."""
+    """Return the table as text, 100 columns wide. A long name gets a line of its own."""
     head = ("run", "ranks", "dp tp pp ep z", "gbs", "ms", "tok/s", "tok/s/gpu", "eff %", "scaling", "mfu %",
             "comm %", "rows")
     lines = [head]
@@ -84,14 +88,16 @@ def table(runs):
     return "\n".join(out)
 
 
-# Megatron-LM's BERT 345M on A100 40 GB: {GPUs: milliseconds of a step over its sequences}. its batch is
-# not known; 4 sequences per GPU are those of Megatron-LM's examples/pretrain_bert.sh
+# Megatron-LM's BERT 345M on A100 40 GB: {GPUs: milliseconds of a step over its sequences}. The batch is not
+# known; 4 sequences per GPU are those of Megatron-LM's examples/pretrain_bert.sh.
 PUBLISHED = {1: 22.39, 8: 7.25, 32: 2.95, 64: 1.44, 128: 0.87}
 
 
 def published_table(runs):
-    """-> lines: PUBLISHED, what plan.py predicts for it, and the runs of bert-345m: ms per sample, and how
-    many times faster than one GPU over the number of GPUs."""
+    """Return lines with PUBLISHED, what plan.py predicts for it, and the runs of bert-345m.
+
+    Each has the milliseconds per sample, and the efficiency: the speed-up over one GPU / the number of GPUs.
+    """
     import plan  # not at the top: it imports torch
     cfg, counts = plan.arguments(["bert-345m", "--micro-batch=4",
                                   f"--scaling={','.join(map(str, PUBLISHED))}"])
@@ -109,7 +115,7 @@ def published_table(runs):
 
 
 def plot(runs, title):
-    """Tokens per second by ranks, beside the ideal -> text, or None if all runs have as many ranks."""
+    """Return a plot of tokens per second by ranks with the ideal, or None if all runs have the same ranks."""
     if len({r["ranks"] for r in runs}) < 2:
         return None
     try:
@@ -134,7 +140,7 @@ def plot(runs, title):
 class Flags:
     runs: Positional[tuple[str, ...]]  # folders of runs, or their metrics.jsonl
     last: float = 0.5  # share of the timed rows that counts, from the end
-    published: bool = False  # print a published table of BERT 345M beside what is predicted and what ran
+    published: bool = False  # print a published table of BERT 345M, with what is predicted and what ran
     json: bool = False  # print the rows as JSON, no table and no plot
 
     RANGES = {"last": (0, 1)}
@@ -151,7 +157,7 @@ def main(argv=None):
     for path in flags.runs:
         try:
             found.append(read(path, flags.last))
-        # a run that ended early does not hide the other runs
+        # A run that ended early does not hide the other runs.
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             why = f"has no {e}" if isinstance(e, KeyError) else e
             print(f"nanoshard: {one_line(f'{path}: {why}')}; left out", file=sys.stderr)

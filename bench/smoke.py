@@ -1,4 +1,4 @@
-"""Does this machine train? python bench/smoke.py, the same under mpiexec, torchrun and srun; no data needed.
+"""Does this machine train? python bench/smoke.py, or the same under mpiexec, torchrun and srun, without data.
 
     1) one line per node               runtime/launch.py: launcher, ranks, device, backend
     2) a sum over all ranks            the smallest collective, with a known answer
@@ -8,8 +8,8 @@
 
 It prints fewer than 40 lines on one node.
 
-The test follows ezpz.test_dist (github.com/saforem2/ezpz, talk of July 2024), with one difference: there dt,
-dtf and dtb were the times to *launch* the work; here they are the times that the device took.
+The test follows ezpz.test_dist (github.com/saforem2/ezpz, talk of July 2024), with one difference. There dt,
+dtf and dtb were the times to *launch* the work. Here they are the times that the device took.
 """
 import time
 
@@ -54,7 +54,7 @@ class Flags:
 
 
 def check_sum(world):
-    """Sum the rank numbers over all ranks: RuntimeError unless every rank gets n (n - 1) / 2."""
+    """Sum the rank numbers over all ranks. RuntimeError: a rank does not get n (n - 1) / 2."""
     want = world.size * (world.size - 1) // 2
     total = world.axis.all_reduce(torch.tensor(world.rank, device=world.device)).item()  # one number, world
     if total != want:  # an uncaught exception on one rank ends all ranks
@@ -64,14 +64,14 @@ def check_sum(world):
 
 
 def bandwidth(world, iters=5):
-    """Print the time of an all-reduce, a row per size. collectives.py measures every collective like this."""
+    """Print the time of an all-reduce, a row per size. collectives.py does this for every collective."""
     if world.size == 1:
         return
     if world.rank == 0:
         print("all_reduce, bytes         us    algbw    busbw GB/s")
     for size in SIZES:
         x = torch.zeros(size // 4, device=world.device)
-        dist.all_reduce(x)  # SUM of size / 4 numbers, over the world: warm-up at this size
+        dist.all_reduce(x)  # SUM of size / 4 numbers, over the world: the warm-up at this size
         took = slowest(world, lambda x=x: dist.all_reduce(x), iters)  # the same
         algbw = size / took / 1e9
         busbw = algbw * 2 * (world.size - 1) / world.size  # the traffic on one link
@@ -80,7 +80,7 @@ def bandwidth(world, iters=5):
 
 
 def build(world, mesh, flags):
-    """-> (model, dp, adam). All replicas start with the weights of rank 0."""
+    """Return (model, dp, adam). All replicas start with the weights of rank 0."""
     torch.manual_seed(flags.seed)
     layers = []
     for n_in, n_out in zip(WIDTHS, WIDTHS[1:], strict=False):
@@ -95,7 +95,7 @@ def build(world, mesh, flags):
 
 
 def train(world, model, dp, adam, flags, report=lambda row: None):
-    """Train the model to repeat its input -> a row of METRICS per iteration, also given to report()."""
+    """Train the model to repeat its input; return a row of METRICS per iteration, also given to report()."""
     data = torch.Generator(world.device).manual_seed(flags.seed + world.rank)
     one, zero = (torch.full((), x, dtype=torch.float32, device=world.device) for x in (1.0, 0.0))
     watch = Stopwatch(world.device)
@@ -103,18 +103,18 @@ def train(world, model, dp, adam, flags, report=lambda row: None):
     def step(update=True):
         x = torch.rand(flags.batch, WIDTHS[0], device=world.device, generator=data)  # (B, 128)
         start = watch.mark()
-        # the one rule of parallel.py: divide once, here; gradients are then plain sums over the replicas
+        # The one rule: divide once, here. Gradients are then plain sums over the replicas.
         loss = (model(x) - x).square().sum() / world.size
         middle = watch.mark()
         dp.reset()
         loss.backward()  # a full bucket is reduced while the layers before it still compute
         dp.finish_grad_sync()
         if update:
-            # gradients are divided by one, and none of them is inf or nan
+            # Gradients are divided by one, and none of them is inf or nan.
             adam.step([bucket.grad for bucket in dp.buckets], flags.lr, one, zero)
         return loss.detach(), start, middle, watch.mark()
 
-    step(update=False)  # warm up: the first use makes threads, kernels and connections; nothing is learned
+    step(update=False)  # warm-up: the first use makes threads, kernels and connections; nothing is learned
     rows = []
     for i in range(1, flags.iters + 1):
         loss, start, middle, end = step()
@@ -138,7 +138,7 @@ def replicas_equal(model, mesh):
 
 
 # -----------------------------------------------------------------------------
-# the files left behind. each needs an optional package, and a missing one costs a line
+# The files left behind. Each needs an optional package. A missing package costs a line.
 
 @contextlib.contextmanager
 def profiled(out):
@@ -193,7 +193,7 @@ def to_wandb(rows, flags, ranks):
 
 
 def run(world, flags):
-    """-> (rows, whether all ranks hold the same weights, seconds of training)"""
+    """Return the rows, whether all ranks hold the same weights, and the seconds of training."""
     first, mesh = world.rank == 0, make_mesh(world)
     with exit_together(world):
         if first:

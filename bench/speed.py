@@ -1,10 +1,10 @@
-"""The workloads of bench/README.md on the GPUs of this host, beside other trainers and its ceilings.
+"""The workloads of bench/README.md on this host's GPUs, compared with other trainers and with its ceilings.
 
     torchrun --nproc-per-node 4 bench/speed.py W1 W2b G2 --json bench/results/4gpu.jsonl   (or mpiexec)
     python bench/speed.py W2b --flags "--data data/stdlib"                                 (one GPU)
 
-A row is the median of the last 30 of 60 steps on the slowest rank; compilation and the first steps do not
-count. It runs train.py's own step on synthetic tokens. TFLOP/s are counted twice: with attention in full, as
+A row is the median of the last 30 of 60 steps on the slowest rank. Compilation and the first steps do not
+count. The step is train.py's own, on synthetic tokens. TFLOP/s are counted twice: with attention in full, as
 Megatron-LM's papers do, and halved for causality.
 """
 import gc
@@ -76,7 +76,7 @@ class Flags:
 
 
 def join_value(argv, flag):
-    """[..., flag, value, ...] -> [..., flag=value, ...]: the value may begin with dashes itself."""
+    """Turn [..., flag, value, ...] into [..., flag=value, ...]: the value may begin with dashes itself."""
     argv = list(argv)
     if flag in argv[:-1]:
         i = argv.index(flag)
@@ -85,7 +85,7 @@ def join_value(argv, flag):
 
 
 def ceilings(world):
-    """The speed of this machine today: matrix product, copy, all-reduce."""
+    """Measure the speed of this machine today: matrix product, copy, all-reduce."""
     a, b = (torch.randn(8192, 8192, device=world.device, dtype=torch.bfloat16) for _ in range(2))
     out = {"matmul_tflops": 2 * 8192**3 / gpu_milliseconds(lambda: a @ b) / 1e9}
     x, y = (torch.empty(2**30, device=world.device, dtype=torch.bfloat16) for _ in range(2))
@@ -98,8 +98,11 @@ def ceilings(world):
 
 
 def show_profile(world, step, n=3, rows=30):
-    """Print where the time of a step goes on rank 0: kernels by their own time, the sum of all kernels, and
-    the time that the host needs to launch the step."""
+    """Print where the time of a step goes on rank 0.
+
+    It prints the kernels by their own time, the sum of all kernels, and the time in which the host launches
+    the step.
+    """
     step()
     synchronize(world.device)
     began = time.perf_counter()
@@ -122,7 +125,7 @@ def show_profile(world, step, n=3, rows=30):
 
 
 def measure(world, name, train_flags, steps, profile=False):
-    """Train one workload -> its row: time of the slowest rank, memory of the fullest."""
+    """Train one workload and return its row: time of the slowest rank, memory of the fullest."""
     with exit_together(world):
         cfg = parse(train_flags.split(), data="synthetic")
         torch.get_device_module(world.device).empty_cache()
@@ -167,7 +170,7 @@ def show(r, machine):
 def main(argv=None):
     argv = join_value(sys.argv[1:] if argv is None else argv, "--flags")
     flags = read_flags(Flags, argv, "speed.py WORKLOAD...", "Time train.py's step on the workloads "
-                       "beside the fastest other trainer on the same kind of GPU. Needs a GPU.")
+                       "and compare it with the fastest other trainer on the same kind of GPU. Needs a GPU.")
     world = launch(timeout=300)
     with exit_together(world):
         if world.device.type == "cpu":
@@ -184,7 +187,7 @@ def main(argv=None):
         layout = flags.flags or layout
         row = measure(world, name, f"{WORKLOADS[name]} {layout}".strip(), flags.steps, flags.profile)
         gc.collect()
-        torch._dynamo.reset()  # or it would compile the next workload for varying shapes
+        torch._dynamo.reset()  # else it would compile the next workload for varying shapes
         if world.rank == 0:
             show(row, machine)
             if flags.json:

@@ -1,4 +1,4 @@
-"""How long the device takes: a collective on the slowest of all ranks, a kernel on one GPU."""
+"""How long the device takes for a collective on the slowest of all ranks, or for a kernel on one GPU."""
 import time
 
 import torch
@@ -14,7 +14,10 @@ def synchronize(device):
 
 
 def slowest(world, f, iters):
-    """Seconds of one call of f() on the slowest rank: mean of `iters` calls that all ranks start together."""
+    """Return the seconds of one call of f() on the slowest rank.
+
+    They are the mean of `iters` calls, which all ranks start together.
+    """
     world.barrier()
     synchronize(world.device)  # sync point: start together
     began = time.perf_counter()
@@ -26,7 +29,7 @@ def slowest(world, f, iters):
 
 
 def gpu_milliseconds(f, n=20):
-    """Milliseconds of one call of f() on the GPU: the mean of n calls after three, measured by events."""
+    """Return the milliseconds of one call of f() on the GPU: the mean of n calls after three, by events."""
     for _ in range(3):
         f()
     watch = Stopwatch(torch.accelerator.current_accelerator())
@@ -37,7 +40,7 @@ def gpu_milliseconds(f, n=20):
 
 
 def graphed(f):
-    """f() recorded as a CUDA graph after three calls -> the function that replays it."""
+    """Record f() as a CUDA graph after three calls, and return the function that replays it."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):

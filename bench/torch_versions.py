@@ -1,17 +1,17 @@
-"""Do the tests pass with other versions of torch? A venv for each, a fixed list of tests, one table.
+"""Do the tests pass with other versions of torch? Each gets a venv, a fixed list of tests, a row of a table.
 
     python bench/torch_versions.py                           2.8, 2.10, 2.11, 2.13, and PyPI's newest
-    python bench/torch_versions.py --versions 2.9 newest     these
+    python bench/torch_versions.py --versions 2.9 newest     these two
     python bench/torch_versions.py --versions 2.8 --suite    all tests, not only those of TESTS
 
     1) a venv       torch X.Y in its last release with all that it needs (PyPI's torch for Linux does not
-                    import without its CUDA libraries: 7 GB), then the other packages. deleted in the end
+                    import without its CUDA libraries: 7 GB), then the other packages; deleted at the end
     2) its tests    pytest, in this tree, whatever this machine has: the GPU tests are bench/gpu_matrix.py
     3) its row      in docs/torch-versions.md
 
-That page is also the list of what is done: a version with a row of this commit is not run again. To repeat
-one, delete its row. The commit is the last that changed more than text; a + says that the tree differs from
-it, and such a row is always run again.
+That page is also the list of what is done: a version that has a row of this commit is not run again. To
+repeat it, delete the row. The commit is the last that changed more than text; a + says that the tree differs
+from it, and such a row is always run again.
 """
 import re
 import shutil
@@ -28,8 +28,8 @@ from interface.command_line import command_line, wrong_input
 
 PAGE = ROOT / "docs/torch-versions.md"
 TESTS = ("layouts", "moe", "parallel", "checkpoint", "resume", "launch", "graph", "symm_mem", "kernels")
-# torch older than that of requirements.txt runs with the lowest versions of requirements-site.txt, and these
-# newer ones would not do: Triton 3.6's interpreter, of torch 2.10 and 2.11, fails with numpy 2.4
+# A torch that is older than that of requirements.txt runs with the lowest versions of requirements-site.txt.
+# Newer ones would fail: Triton 3.6's interpreter, of torch 2.10 and 2.11, fails with numpy 2.4.
 SITE = {"mpi4py": "4.1.0", "mpich": "4.3.1",  # older ones have no wheels
         "pyarrow": "18.1.0"}  # a newer one refuses the lowest numpy
 HEAD = ("torch", "tests", "triton", "others", "passed", "failed", "skipped", "seconds", "commit",
@@ -46,7 +46,10 @@ class Flags:
 
 
 def last_releases(wanted):
-    """("2.8", "newest") -> ["2.8.0", "2.15.0"]. ValueError: PyPI does not answer, or has no such version."""
+    """Return releases such as ["2.8.0", "2.15.0"] for ("2.8", "newest").
+
+    ValueError: PyPI does not answer, or has no such version.
+    """
     job = subprocess.run([sys.executable, "-m", "pip", "index", "versions", "torch"], capture_output=True,
                          text=True)
     found = re.search(r"^Available versions: (.*)", job.stdout, re.M)
@@ -62,7 +65,7 @@ def last_releases(wanted):
 
 
 def commit():
-    """-> the last commit that changed more than text, with a + where the tree differs from it."""
+    """Return the last commit that changed more than text, with a + where the tree differs from it."""
     def git(*words):
         return subprocess.run(["git", *words, "--", *CODE], cwd=ROOT, capture_output=True, text=True,
                               check=True).stdout.strip()
@@ -73,8 +76,11 @@ def commit():
 # one version
 
 def packages(lowest):
-    """-> the requirements beside torch, as a list of str; lowest: each in the oldest version that is allowed,
-    without transformers, which wants newer ones. Triton is torch's own, and no test needs ruff or wandb."""
+    """Return the requirements other than torch, as a list of str.
+
+    lowest: each in the oldest version that is allowed, without transformers, which needs newer ones. Triton
+    comes with torch, and no test needs ruff or wandb.
+    """
     files = f"requirements{'-site' * lowest}.txt", "requirements-test.txt"
     lines = [re.match(r"(?!torch|triton|ruff|wandb)(\w+)[>=]=([\d.]+)", line) for name in files
              for line in (ROOT / name).read_text().splitlines()]
@@ -85,7 +91,7 @@ def packages(lowest):
 
 
 def run_in(venv, log, *words):
-    """Run a command, the venv's programs first in PATH; what it prints goes into a file. -> its exit code"""
+    """Run a command with the venv's programs first in PATH and its output in a file; return its exit code."""
     return subprocess.run(["sh", "-c", 'PATH="$0:$PATH" exec "$@"', venv / "bin", *words], cwd=ROOT,
                           stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).returncode
 
@@ -95,7 +101,8 @@ def install(version, lowest, venv, log):
     done = venv / "complete"
     if done.exists():
         return
-    # torch's CPU build comes without Triton, whose interpreter the tests need: then requirements-test.txt's
+    # The CPU build of torch comes without Triton, whose interpreter the tests need. Then Triton is that of
+    # requirements-test.txt.
     triton = re.search(r"^triton==[\d.]+", (ROOT / "requirements-test.txt").read_text(), re.M)[0]
     for words in ([sys.executable, "-m", "venv", venv], ["pip", "install", f"torch=={version}"],
                   ["pip", "install", *packages(lowest)],
@@ -106,7 +113,10 @@ def install(version, lowest, venv, log):
 
 
 def run_tests(venv, suite, log):
-    """-> (tests, names of those that failed, number skipped, seconds). ChildProcessError: pytest crashed."""
+    """Return (tests, names of those that failed, number skipped, seconds).
+
+    ChildProcessError: pytest crashed.
+    """
     report = venv.with_suffix(".xml")
     report.unlink(missing_ok=True)
     files = ["tests"] if suite else [f"tests/test_{name}.py" for name in TESTS]
@@ -121,12 +131,15 @@ def run_tests(venv, suite, log):
 
 
 def numbers(version):
-    """"2.10.0" -> [2, 10, 0]"""
+    """Return [2, 10, 0] for "2.10.0"."""
     return [int(n) for n in version.split(".")]
 
 
 def try_version(version, flags):
-    """Install, test, delete -> the row of the table: a str for each of HEAD. ChildProcessError: see above."""
+    """Install, test, delete, and return the row of the table, a str for each of HEAD.
+
+    ChildProcessError: pip failed, or pytest crashed.
+    """
     pinned = re.search(r"^torch==([\d.]+)", (ROOT / "requirements.txt").read_text(), re.M)[1]
     folder, lowest, code = flags.work / version, numbers(version) < numbers(pinned), commit()
     venv, what = folder / "venv", "suite" if flags.suite else "list"
@@ -148,14 +161,14 @@ def try_version(version, flags):
 # the page
 
 def read_rows():
-    """-> {(torch without its +build, tests): row} of the page's table."""
+    """Return {(torch without its +build, tests): row} of the page's table."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")]
             for line in PAGE.read_text().splitlines() if line.startswith("|")]
     return {(row[0].split("+")[0], row[1]): row for row in rows[2:]}  # after the head and its rule
 
 
 def write_rows(rows):
-    """Put these rows, the oldest torch first, in the place of the page's."""
+    """Replace the rows of the page by these, the oldest torch first."""
     def age(item):
         (torch, what), _ = item
         return numbers(torch), what

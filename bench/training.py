@@ -1,4 +1,4 @@
-"""train.py's own model, optimizer and step, without its log and checkpoints: what the benchmarks time."""
+"""What the benchmarks time: train.py's own model, optimizer and step, without its log and checkpoints."""
 import time
 
 import train
@@ -14,7 +14,8 @@ from runtime.timing import Stopwatch
 class Training:
     """One model in training on this rank. Collective: all ranks of the world make it together.
 
-    graph: replay the step as a CUDA graph where train.py would; without it, each kernel is launched."""
+    graph: replay the step as a CUDA graph where train.py would. Without it, each kernel is launched.
+    """
 
     def __init__(self, cfg, world, graph=True):
         self.cfg, self.world, self.number = cfg, world, 0  # number: steps taken
@@ -41,16 +42,21 @@ class Training:
         return train.micro_batches(self.cfg, self.mesh, self.source, first, self.batch, self.world.device)
 
     def step(self, batches, full=False):
-        """Train on batches -> their mean loss, () fp64 on the device. full: also count zeros and weights'
-        norm, as a logged step does."""
+        """Train on batches and return their mean loss, () fp64 on the device.
+
+        full: also compute the count of zeros and the norm of the weights, as a logged step does.
+        """
         first, self.number = self.number * self.batch, self.number + 1
         tokens = train.trained_tokens(self.source, first, self.batch, self.world.device)
         stats, _ = self.train_step(batches, self.number, full, tokens=tokens)
         return stats.loss
 
     def run(self, steps):
-        """Take steps -> (milliseconds of each, losses of the first and the last, seconds from the start of
-        the build to the first loss)."""
+        """Take steps.
+
+        Return the milliseconds of each, the losses of the first and the last, and the seconds from the start
+        of the build to the first loss.
+        """
         watch = Stopwatch(self.world.device)
         marks = [watch.mark()]
         for _ in range(steps):
@@ -64,18 +70,22 @@ class Training:
         return times, [first, loss.item()], seconds
 
     def wait(self):
-        """Wait until this rank holds all new weights: before anything outside a step reads them."""
+        """Wait until this rank holds all new weights, before anything outside a step reads them."""
         self.model.provide_weights(self.model)
 
     def overflows(self):
-        """-> (steps redone because the experts' receive buffers overflowed, the buffers' rows over the
-        balanced number), (None, None) where nothing can overflow."""
+        """Return the steps redone because the experts' receive buffers overflowed, and the buffers' slack.
+
+        The slack is their rows over the balanced number. (None, None) where nothing can overflow.
+        """
         sizer = getattr(self.train_step, "sizer", None)
         return (sizer.n_retries, sizer.slack) if sizer else (None, None)
 
 
 def gpu_memory(device):
-    """-> (allocated, reserved, symmetric memory) of this rank's GPU in GiB; None where torch does not count.
-    The first two are the maxima that torch's allocator saw; symmetric memory does not go through it."""
+    """Return (allocated, reserved, symmetric memory) of this GPU in GiB; None where torch does not count.
+
+    The first two are the maxima of torch's allocator. Symmetric memory does not go through the allocator.
+    """
     peaks = peak_memory(device)
     return peaks and tuple(n / 2**30 for n in (*peaks, bytes_allocated()))

@@ -6,7 +6,8 @@ With a special token for each of ROLES it becomes
     <|endoftext|><|system|>Be brief.<|end|><|user|>What is 2 + 2?<|end|><|assistant|>4<|end|>
 
 (the first only where the vocabulary has one). Text never gives a special token: a user who types
-"<|assistant|>" gets the ids of these characters. Trained are the assistant's words and the <|end|> after.
+"<|assistant|>" gets the ids of these characters. The assistant's words and the <|end|> after them are
+trained, and nothing else.
 
     Template             the special tokens of a vocabulary, and a conversation written with them
     read_conversations   a file -> its conversations, checked
@@ -27,65 +28,92 @@ ROLES = ("system", "user", "assistant")
 END = "<|end|>"
 MARKERS = (*(f"<|{role}|>" for role in ROLES), END)
 RECORD = {"messages": [{"role": Literal[ROLES], "content": str}]}
-OPEN_WINDOWS = 64  # fill_windows() looks for room in so many
+OPEN_WINDOWS = 64  # the most windows in which fill_windows() looks for room
 
+
+# -----------------------------------------------------------------------------
+# A conversation in ids
 
 class Template:
-    """vocab: a tokenizer that has MARKERS. ValueError: it has none."""
+    """The special tokens of a vocabulary, and how a conversation is written with them.
+
+    vocab: a tokenizer that has MARKERS. ValueError: it lacks some of them.
+    """
 
     def __init__(self, vocab):
-        special = vocab.special
-        if missing := [m for m in MARKERS if m not in special]:
+        missing = [marker for marker in MARKERS if marker not in vocab.special]
+        if missing:
             raise ValueError(f"this vocabulary has no {' '.join(missing)}: the model was not trained on "
                              "conversations; make them with python prepare.py chat")
-        self.vocab, self.end, self.role_ids = vocab, special[END], {r: special[f"<|{r}|>"] for r in ROLES}
+        self.vocab = vocab
+        self.end = vocab.special[END]
+        self.role_ids = {role: vocab.special[f"<|{role}|>"] for role in ROLES}
         self.begin = [] if vocab.eod is None else [vocab.eod]  # of a conversation, as of any document
 
     def message(self, role, content):
-        """-> the ids of one message, a list of int: the role, the text, the end."""
+        """Return the ids of one message, a list of int: the role, the text, the end."""
         return [self.role_ids[role], *self.vocab.encode(content), self.end]
 
     def question(self, content):
-        """-> the ids of a user's message and of the role after which the assistant speaks."""
+        """Return the ids of a user's message and of the role after which the assistant speaks."""
         return [*self.message("user", content), self.role_ids["assistant"]]
 
     def conversation(self, messages):
-        """messages: [{"role", "content"}] -> ids, and for each 1 if it is trained, else 0: two lists."""
-        ids, trained = list(self.begin), [0] * len(self.begin)
+        """Return the ids of messages, [{"role", "content"}], and for each id 1 if it is trained, else 0."""
+        ids = list(self.begin)
+        trained = [0] * len(ids)
         for message in messages:
             new = self.message(message["role"], message["content"])
+            speaks = int(message["role"] == "assistant")
             ids += new
-            trained += [0] + [int(message["role"] == "assistant")] * (len(new) - 1)
+            trained.append(0)  # the role itself
+            trained += [speaks] * (len(new) - 1)  # the words and the end
         return ids, trained
 
 
+# -----------------------------------------------------------------------------
+# A file -> conversations
+
 def read_conversations(spans):
-    """The spans (text.Span) of .jsonl files, also compressed -> [messages], each [{"role", "content"}].
-    ValueError, one line that names the place: no JSON, an unknown role, no assistant, a damaged file."""
+    """Return the conversations of .jsonl files, also compressed: [messages], each [{"role", "content"}].
+
+    spans: text.Span. ValueError, one line that names the place: no JSON, an unknown role, no assistant, or a
+    damaged file.
+    """
     def refuse(kind, line):
         raise ValueError(line)
+
     found = []
     for span in spans:
         if span.kind not in ("jsonl", "packed"):
             raise ValueError(f"{span.path} is not .jsonl, .jsonl.gz or .jsonl.zst; write one conversation on "
                              "each line")
-        read = text.plain_lines if span.kind == "jsonl" else text.decompressed_lines
-        for at, line in read(span, refuse):
-            if line.isspace():
-                continue
-            where = f"{span.path} at byte {at:,}"
-            try:
-                record = json.loads(line)
-                check_schema(record, RECORD, "it")
-                json.dumps(record, ensure_ascii=False).encode()  # half of a surrogate pair cannot be encoded
-            except (ValueError, RecursionError) as e:
-                why = e.msg if isinstance(e, json.JSONDecodeError) else one_line(e).removeprefix("it: ")
-                raise ValueError(f"{where}: {why[:200]}") from None
-            if not any(message["role"] == "assistant" for message in record["messages"]):
-                raise ValueError(f"{where}: no assistant speaks, there is nothing to train on; leave it out")
-            found.append(record["messages"])
+        for at, line in text.read_lines(span, refuse):
+            if not line.isspace():
+                found.append(read_conversation(line, f"{span.path} at byte {at:,}"))
     return found
 
+
+def read_conversation(line, where):
+    """Return the messages of one line (bytes).
+
+    ValueError, whose message begins with `where`: the line is no conversation to train on.
+    """
+    try:
+        record = json.loads(line)
+        check_schema(record, RECORD, "it")
+        json.dumps(record, ensure_ascii=False).encode()  # half of a surrogate pair cannot be encoded
+    except (ValueError, RecursionError) as e:
+        why = e.msg if isinstance(e, json.JSONDecodeError) else one_line(e).removeprefix("it: ")
+        raise ValueError(f"{where}: {why[:200]}") from None
+    messages = record["messages"]
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError(f"{where}: no assistant speaks, there is nothing to train on; leave it out")
+    return messages
+
+
+# -----------------------------------------------------------------------------
+# Conversations -> windows
 
 class Packed(NamedTuple):
     """Windows of seq_len + 1 ids: the inputs are all but the last, the targets all but the first."""
@@ -93,60 +121,91 @@ class Packed(NamedTuple):
     trained: dict  # {split: the same shape, uint8: 1 where the token is trained}
     count: dict  # {split: conversations}
     cut: int  # conversations longer than a window, whose end is lost
-    dropped: int  # others of which no trained token was left: they are left out
+    dropped: int  # conversations of which no trained token was left: they are left out
 
     def describe(self, vocab, seq_len):
-        """-> what was made, in words."""
-        windows = [len(self.ids[split]) for split in SPLITS]
-        trained = sum(int(self.trained[split].sum()) for split in SPLITS)
+        """Return what was made, in words."""
+        n_train = len(self.ids["train"])
+        n_val = len(self.ids["val"])
+        n_trained = sum(int(self.trained[split].sum()) for split in SPLITS)
+        percent = 100 * n_trained / (n_train + n_val) / seq_len
         return (f"{self.count['train']:,} + {self.count['val']:,} conversations (train + val) in "
-                f"{windows[0]:,} + {windows[1]:,} windows of {seq_len}, {vocab.n_vocab:,} symbols,\n"
-                f"  {100 * trained / sum(windows) / seq_len:.0f} % of the targets are trained; {self.cut:,} "
-                f"conversations cut, {self.dropped:,} left out (longer than a window)")
+                f"{n_train:,} + {n_val:,} windows of {seq_len}, {vocab.n_vocab:,} symbols,\n"
+                f"  {percent:.0f} % of the targets are trained; {self.cut:,} conversations cut, "
+                f"{self.dropped:,} left out (longer than a window)")
 
 
 def pack(conversations, template, seq_len, val_fraction, seed):
-    """Conversations in an order that seed determines -> Packed. The hash of its text alone decides whether
-    one is train or val, so equal ones stay together. ValueError: a split would be empty.
+    """Return the Packed windows of conversations, in an order that the seed determines.
 
-    Whole conversations fill a window, the rest is padding that is not trained. A token attends to all that
-    is before it in its window, also to other conversations, as in windows of any text."""
-    split_of, count, cut, dropped = {split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0), 0, 0
+    Whole conversations fill a window, and padding that is not trained fills the rest. A token attends to all
+    that is before it in its window, also to other conversations, as in windows of any text. ValueError: a
+    split would be empty.
+    """
+    width = seq_len + 1
+    pairs = {split: [] for split in SPLITS}  # (ids, trained) of each conversation
+    cut = 0
+    dropped = 0
     for i in np.random.default_rng(seed).permutation(len(conversations)).tolist():
         ids, trained = template.conversation(conversations[i])
-        long, ids, trained = len(ids) > seq_len + 1, ids[: seq_len + 1], trained[: seq_len + 1]
-        if not any(trained):
+        if not any(trained[:width]):
             dropped += 1
             continue
-        cut += long
-        digest = hashlib.sha256(json.dumps(conversations[i]).encode()).digest()
-        split = "val" if int.from_bytes(digest[:8], "little") / 2**64 < val_fraction else "train"
-        count[split] += 1
-        split_of[split].append((ids, trained))
+        if len(ids) > width:
+            cut += 1
+        pairs[split_of(conversations[i], val_fraction)].append((ids[:width], trained[:width]))
+
+    count = {split: len(pairs[split]) for split in SPLITS}
     if not all(count.values()):
         raise ValueError(f"of {len(conversations)} conversations train would have {count['train']} and val "
                          f"{count['val']} ({dropped} have no answer within --seq-len {seq_len}), none may be "
                          "0; give more of them, or another --val-fraction")
-    windows = {split: fill_windows(split_of[split], seq_len + 1, template.end) for split in SPLITS}
-    return Packed(*({split: windows[split][k] for split in SPLITS} for k in (0, 1)), count, cut, dropped)
+
+    window_ids = {}
+    window_trained = {}
+    for split in SPLITS:
+        window_ids[split], window_trained[split] = fill_windows(pairs[split], width, template.end)
+    return Packed(window_ids, window_trained, count, cut, dropped)
+
+
+def split_of(messages, val_fraction):
+    """Return train or val. The hash of a conversation's text alone decides, so equal ones stay together."""
+    digest = hashlib.sha256(json.dumps(messages).encode()).digest()
+    uniform = int.from_bytes(digest[:8], "little") / 2**64
+    return "val" if uniform < val_fraction else "train"
 
 
 def fill_windows(conversations, width, padding):
-    """[(ids, trained)], none longer than width -> ids (windows, width) int64, trained (windows, width) uint8.
-    Each goes to the first open window with room, or to a new one; of too many open ones the fullest is
-    closed."""
-    opened, closed = [], []
+    """Return windows of conversations: ids (windows, width) int64, trained (windows, width) uint8.
+
+    conversations: [(ids, trained)], none longer than width. Each goes to the first open window with room, or
+    to a new one. When there are too many open windows, the fullest is closed.
+    """
+    opened = []
+    closed = []
     for ids, trained in conversations:
-        window = next((w for w in opened if len(w[0]) + len(ids) <= width), None)
+        window = first_with_room(opened, width - len(ids))
         if window is None:
-            opened.append(window := ([], []))
-            if len(opened) > OPEN_WINDOWS:
-                closed.append(opened.pop(max(range(OPEN_WINDOWS), key=lambda k: len(opened[k][0]))))
+            window = ([], [])
+            opened.append(window)
+        if len(opened) > OPEN_WINDOWS:
+            lengths = [len(window_ids) for window_ids, _ in opened]
+            closed.append(opened.pop(lengths.index(max(lengths))))
         window[0].extend(ids)
         window[1].extend(trained)
+
     windows = closed + opened
-    ids = np.full((len(windows), width), padding, np.int64)
-    trained = np.zeros((len(windows), width), np.uint8)
-    for k, (i, t) in enumerate(windows):
-        ids[k, : len(i)], trained[k, : len(t)] = i, t
-    return ids, trained
+    all_ids = np.full((len(windows), width), padding, np.int64)
+    all_trained = np.zeros((len(windows), width), np.uint8)
+    for i, (ids, trained) in enumerate(windows):
+        all_ids[i, : len(ids)] = ids
+        all_trained[i, : len(trained)] = trained
+    return all_ids, all_trained
+
+
+def first_with_room(windows, longest):
+    """Return the first window (ids, trained) that has at most `longest` ids, or None."""
+    for window in windows:
+        if len(window[0]) <= longest:
+            return window
+    return None

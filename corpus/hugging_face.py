@@ -11,61 +11,168 @@ from interface.schema import Range, check_schema, load_json
 
 
 class Family(NamedTuple):
-    """An architecture of transformers. Fields in fixed have the one value that our model computes."""
+    """An architecture of transformers. A field in `fixed` has the one value that our model computes."""
     architecture: str
     flags: dict   # of our model, always
     fields: dict  # {flag: field of config.json}
     fixed: dict   # {field: value}
     names: dict   # {our module or parameter: theirs}; {} stands for an expert's number
-    only_out: bool = False
+    only_out: bool = False  # it can be exported, not imported
 
 
-ROPE = dict(n_layer="num_hidden_layers", n_head="num_attention_heads", n_kv_head="num_key_value_heads",
-            n_embd="hidden_size", ffn_hidden="intermediate_size", seq_len="max_position_embeddings",
-            norm_eps="rms_norm_eps", tied="tie_word_embeddings")
-LLAMA = dict(norm="rms", mlp="swiglu", pos="rope")
-BLOCK = {"blocks": "model.layers", "wte": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
-         "norm1": "input_layernorm", "norm2": "post_attention_layernorm",
-         **{f"attn.w{x}": f"self_attn.{x}_proj" for x in "qkvo"}}
-PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-EXPERTS = {"moe.router": "mlp.gate", **{f"moe.{w}": f"mlp.experts.{{}}.{p}" for w, p in PROJECTIONS.items()}}
+# -----------------------------------------------------------------------------
+# The families
+
+LLAMA_FLAGS = {"norm": "rms", "mlp": "swiglu", "pos": "rope"}
+LLAMA_FIELDS = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "n_embd": "hidden_size",
+    "ffn_hidden": "intermediate_size",
+    "seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+}
 SILU = {"hidden_act": "silu"}
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM", LLAMA, dict(ROPE, bias="attention_bias"),
-                    {**SILU, "rope_interleaved": False},
-                    BLOCK | {f"mlp.{w}": f"mlp.{p}" for w, p in PROJECTIONS.items()}),
-    "gpt2": Family("GPT2LMHeadModel", dict(norm="layer", mlp="gelu", pos="learned", bias=True),
-                   dict(n_layer="n_layer", n_head="n_head", n_kv_head="n_head", n_embd="n_embd",
-                        ffn_hidden="n_inner", seq_len="n_positions", norm_eps="layer_norm_epsilon",
-                        tied="tie_word_embeddings"),
-                   {"activation_function": "gelu_new", "scale_attn_weights": True,
-                    "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
-                   {"blocks": "transformer.h", "wte": "transformer.wte", "wpe": "transformer.wpe",
-                    "norm": "transformer.ln_f", "head": "lm_head", "norm1": "ln_1", "norm2": "ln_2",
-                    **{f"attn.w{x}": "attn.c_attn" for x in "qkv"}, "attn.wo": "attn.c_proj",
-                    "mlp.w1": "mlp.c_fc", "mlp.w2": "mlp.c_proj"}),
-    "mixtral": Family("MixtralForCausalLM", dict(LLAMA, router="softmax-topk"),
-                      dict(ROPE, n_experts="num_local_experts", top_k="num_experts_per_tok"), SILU,
-                      {**BLOCK, "moe.router": "block_sparse_moe.gate",
-                       **{f"moe.{w}": f"block_sparse_moe.experts.{{}}.{w}" for w in PROJECTIONS}}),
-    # the bias that steers a sigmoid router exists where its rate is not 0
-    "glm4_moe": Family("Glm4MoeForCausalLM", dict(LLAMA, router="sigmoid", router_bias_rate=1e-3),
-                       dict(ROPE, ffn_hidden="moe_intermediate_size", n_experts="n_routed_experts",
-                            top_k="num_experts_per_tok", n_shared_experts="n_shared_experts"),
-                       {**SILU, "attention_bias": False, "first_k_dense_replace": 0, "n_group": 1,
-                        "topk_group": 1, "routed_scaling_factor": 1.0, "use_qk_norm": False,
-                        "num_nextn_predict_layers": 0},
-                       {**BLOCK, **EXPERTS, "moe.router.bias": "mlp.gate.e_score_correction_bias",
-                        **{f"moe.shared.{w}": f"mlp.shared_experts.{p}" for w, p in PROJECTIONS.items()}}),
-    # its shared expert has a gate of its own, ours has none: it is written as zeros
-    "qwen2_moe": Family("Qwen2MoeForCausalLM", dict(LLAMA, router="softmax", n_shared_experts=1),
-                        dict(ROPE, ffn_hidden="moe_intermediate_size", n_experts="num_experts",
-                             top_k="num_experts_per_tok"),
-                        {**SILU, "qkv_bias": False, "norm_topk_prob": False, "decoder_sparse_step": 1,
-                         "use_sliding_window": False},
-                        {**BLOCK, **EXPERTS, "gate": "mlp.shared_expert_gate",
-                         **{f"moe.shared.{w}": f"mlp.shared_expert.{p}" for w, p in PROJECTIONS.items()}},
-                        only_out=True)}
+LLAMA_NAMES = {  # without the MLP
+    "blocks": "model.layers",
+    "wte": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+    "attn.wq": "self_attn.q_proj",
+    "attn.wk": "self_attn.k_proj",
+    "attn.wv": "self_attn.v_proj",
+    "attn.wo": "self_attn.o_proj",
+}
+EXPERT_NAMES = {
+    "moe.router": "mlp.gate",
+    "moe.w1": "mlp.experts.{}.gate_proj",
+    "moe.w3": "mlp.experts.{}.up_proj",
+    "moe.w2": "mlp.experts.{}.down_proj",
+}
+
+LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    flags=LLAMA_FLAGS,
+    fields={**LLAMA_FIELDS, "bias": "attention_bias"},
+    fixed={**SILU, "rope_interleaved": False},
+    names={
+        **LLAMA_NAMES,
+        "mlp.w1": "mlp.gate_proj",
+        "mlp.w3": "mlp.up_proj",
+        "mlp.w2": "mlp.down_proj",
+    })
+
+GPT2 = Family(
+    architecture="GPT2LMHeadModel",
+    flags={"norm": "layer", "mlp": "gelu", "pos": "learned", "bias": True},
+    fields={
+        "n_layer": "n_layer",
+        "n_head": "n_head",
+        "n_kv_head": "n_head",
+        "n_embd": "n_embd",
+        "ffn_hidden": "n_inner",
+        "seq_len": "n_positions",
+        "norm_eps": "layer_norm_epsilon",
+        "tied": "tie_word_embeddings",
+    },
+    fixed={
+        "activation_function": "gelu_new",
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+    names={
+        "blocks": "transformer.h",
+        "wte": "transformer.wte",
+        "wpe": "transformer.wpe",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+        "norm1": "ln_1",
+        "norm2": "ln_2",
+        "attn.wq": "attn.c_attn",
+        "attn.wk": "attn.c_attn",
+        "attn.wv": "attn.c_attn",
+        "attn.wo": "attn.c_proj",
+        "mlp.w1": "mlp.c_fc",
+        "mlp.w2": "mlp.c_proj",
+    })
+
+MIXTRAL = Family(
+    architecture="MixtralForCausalLM",
+    flags={**LLAMA_FLAGS, "router": "softmax-topk"},
+    fields={**LLAMA_FIELDS, "n_experts": "num_local_experts", "top_k": "num_experts_per_tok"},
+    fixed=SILU,
+    names={
+        **LLAMA_NAMES,
+        "moe.router": "block_sparse_moe.gate",
+        "moe.w1": "block_sparse_moe.experts.{}.w1",
+        "moe.w3": "block_sparse_moe.experts.{}.w3",
+        "moe.w2": "block_sparse_moe.experts.{}.w2",
+    })
+
+GLM4_MOE = Family(
+    architecture="Glm4MoeForCausalLM",
+    # The bias that steers a sigmoid router exists where its rate is not 0.
+    flags={**LLAMA_FLAGS, "router": "sigmoid", "router_bias_rate": 1e-3},
+    fields={
+        **LLAMA_FIELDS,
+        "ffn_hidden": "moe_intermediate_size",
+        "n_experts": "n_routed_experts",
+        "top_k": "num_experts_per_tok",
+        "n_shared_experts": "n_shared_experts",
+    },
+    fixed={
+        **SILU,
+        "attention_bias": False,
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "use_qk_norm": False,
+        "num_nextn_predict_layers": 0,
+    },
+    names={
+        **LLAMA_NAMES,
+        **EXPERT_NAMES,
+        "moe.router.bias": "mlp.gate.e_score_correction_bias",
+        "moe.shared.w1": "mlp.shared_experts.gate_proj",
+        "moe.shared.w3": "mlp.shared_experts.up_proj",
+        "moe.shared.w2": "mlp.shared_experts.down_proj",
+    })
+
+QWEN2_MOE = Family(
+    architecture="Qwen2MoeForCausalLM",
+    flags={**LLAMA_FLAGS, "router": "softmax", "n_shared_experts": 1},
+    fields={
+        **LLAMA_FIELDS,
+        "ffn_hidden": "moe_intermediate_size",
+        "n_experts": "num_experts",
+        "top_k": "num_experts_per_tok",
+    },
+    fixed={
+        **SILU,
+        "qkv_bias": False,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "use_sliding_window": False,
+    },
+    names={
+        **LLAMA_NAMES,
+        **EXPERT_NAMES,
+        # Its shared expert has a gate of its own. Ours has none, so the gate is written as zeros.
+        "gate": "mlp.shared_expert_gate",
+        "moe.shared.w1": "mlp.shared_expert.gate_proj",
+        "moe.shared.w3": "mlp.shared_expert.up_proj",
+        "moe.shared.w2": "mlp.shared_expert.down_proj",
+    },
+    only_out=True)
+
+FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "glm4_moe": GLM4_MOE, "qwen2_moe": QWEN2_MOE}
+FAMILY_OF_ROUTER = {"softmax-topk": "mixtral", "sigmoid": "glm4_moe", "softmax": "qwen2_moe"}
 ALSO = {"mistral": "llama"}  # the same tensors; read_config looks at its sliding window
 SAME = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}  # two names of one function
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -76,94 +183,196 @@ OPTIONAL = dict.fromkeys(("rope_parameters?", "rope_scaling?"), (dict, type(None
 # config.json
 
 def family_of(cfg):
-    """-> the key of FAMILIES that computes what a model with these flags does. ValueError: none does."""
+    """Return the key of FAMILIES that computes what a model with these flags does. ValueError: none does."""
     if cfg.objective == "mlm":
         raise ValueError("--objective mlm: a masked language model is not exported; train with --objective "
                          "causal for a model that goes out")
-    routers = {"softmax-topk": "mixtral", "sigmoid": "glm4_moe", "softmax": "qwen2_moe"}
-    kind = routers[cfg.router] if cfg.n_experts else "llama" if cfg.mlp == "swiglu" else "gpt2"
-    flags = {k: v for k, v in FAMILIES[kind].flags.items() if k in ("norm", "mlp", "pos")}
-    if kind == "gpt2":
-        flags["n_kv_head"] = cfg.n_head
-    elif cfg.n_experts:
-        flags |= {"bias": False} if kind == "glm4_moe" else {"bias": False, "n_shared_experts": 0}
-    if apart := [k for k, v in flags.items() if getattr(cfg, k) != v]:
-        have, want = (", ".join(f"--{k.replace('_', '-')} {of(k)}" for k in apart)
-                      for of in (lambda k: getattr(cfg, k), flags.get))
+    kind = nearest_family(cfg)
+    wanted = wanted_flags(cfg, kind)
+    different = [flag for flag, value in wanted.items() if getattr(cfg, flag) != value]
+    if different:
+        have = as_typed({flag: getattr(cfg, flag) for flag in different})
+        want = as_typed({flag: wanted[flag] for flag in different})
+        hint = "; --router sigmoid may have shared experts" if kind == "qwen2_moe" else ""
         raise ValueError(f"no model of transformers has {have} in this combination; the nearest, {kind}, has "
-                         f"{want}" + "; --router sigmoid may have shared experts" * (kind == "qwen2_moe"))
+                         f"{want}{hint}")
     return kind
 
 
+def nearest_family(cfg):
+    """Return the key of the family whose router or MLP is that of a model with these flags."""
+    if cfg.n_experts:
+        return FAMILY_OF_ROUTER[cfg.router]
+    if cfg.mlp == "swiglu":
+        return "llama"
+    return "gpt2"
+
+
+def wanted_flags(cfg, kind):
+    """Return the flags that a model must have to be of a family: {flag: value}."""
+    flags = FAMILIES[kind].flags
+    wanted = {flag: flags[flag] for flag in ("norm", "mlp", "pos")}
+    if kind == "gpt2":
+        wanted["n_kv_head"] = cfg.n_head
+    if cfg.n_experts:
+        wanted["bias"] = False
+        if kind != "glm4_moe":
+            wanted["n_shared_experts"] = 0
+    return wanted
+
+
+def as_typed(flags):
+    """Return flags, {flag: value}, as they are given on the command line."""
+    return ", ".join(f"--{flag.replace('_', '-')} {value}" for flag, value in flags.items())
+
+
 def fixed_fields(cfg, kind):
-    """-> {field: value}: what config.json must say, where it says it, for the function of our model."""
-    own = {"llama": {"mlp_bias": cfg.bias}, "glm4_moe": {"norm_topk_prob": cfg.top_k > 1}}.get(kind, {})
-    head_dim = {"head_dim": cfg.n_embd // cfg.n_head} if cfg.pos == "rope" else {}
-    return {**FAMILIES[kind].fixed, **own, **head_dim}
+    """Return what config.json must say, where it says it, for the function of our model: {field: value}."""
+    fixed = dict(FAMILIES[kind].fixed)
+    if kind == "llama":
+        fixed["mlp_bias"] = cfg.bias
+    if kind == "glm4_moe":
+        fixed["norm_topk_prob"] = cfg.top_k > 1
+    if cfg.pos == "rope":
+        fixed["head_dim"] = cfg.n_embd // cfg.n_head
+    return fixed
 
 
 def config_json(cfg, kind, vocab_size, eod, dtype):
-    """-> config.json of a model of ours, a dict. rope_theta is read by transformers 4, rope_parameters by 5.
-    The id of end-of-document is given where it is None, too: the defaults are ids of other models."""
+    """Return the config.json of a model of ours, a dict.
+
+    The id of end-of-document is given where it is None, too: the defaults are ids of other models.
+    """
     family = FAMILIES[kind]
-    out = {"model_type": kind, "architectures": [family.architecture], "torch_dtype": dtype,
-           "vocab_size": vocab_size, "bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}
-    out |= fixed_fields(cfg, kind) | {theirs: getattr(cfg, ours) for ours, theirs in family.fields.items()}
-    if cfg.pos == "rope":
-        rope = {"rope_theta": cfg.rope_base, **({"partial_rotary_factor": 1.0} if kind == "glm4_moe" else {})}
-        if cfg.n_experts:  # of layers without experts, and of Qwen2Moe's shared one
-            out |= dict.fromkeys(("intermediate_size", "shared_expert_intermediate_size"), cfg.ffn_hidden)
-        return {**out, **rope, "rope_parameters": {"rope_type": "default", **rope}}
-    return out | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), cfg.dropout)
+    out = {
+        "model_type": kind,
+        "architectures": [family.architecture],
+        "torch_dtype": dtype,
+        "vocab_size": vocab_size,
+        "bos_token_id": eod,
+        "eos_token_id": eod,
+        "pad_token_id": None,
+        **fixed_fields(cfg, kind),
+    }
+    for flag, field in family.fields.items():
+        out[field] = getattr(cfg, flag)
+
+    if cfg.pos != "rope":
+        for field in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+            out[field] = cfg.dropout
+        return out
+    if cfg.n_experts:
+        out["intermediate_size"] = cfg.ffn_hidden  # of layers without experts
+        out["shared_expert_intermediate_size"] = cfg.ffn_hidden  # of Qwen2Moe's shared expert
+    rope = {"rope_theta": cfg.rope_base}
+    if kind == "glm4_moe":
+        rope["partial_rotary_factor"] = 1.0
+    # Version 4 of transformers reads rope_theta, version 5 reads rope_parameters.
+    return {**out, **rope, "rope_parameters": {"rope_type": "default", **rope}}
 
 
 def read_config(path, dtype, seq_len=0):
-    """Their config.json -> (key of FAMILIES, Config, vocabulary size). ValueError names the field by which
-    it would be another function than our model's."""
+    """Return (key of FAMILIES, Config, vocabulary size) of their config.json.
+
+    ValueError names the field by which the model would be another function than ours.
+    """
     theirs = load_json(path)
     check_schema(theirs, {"model_type": str, "vocab_size": Range(1, 2**24), **OPTIONAL}, path)
+    kind = read_family(path, theirs)
+    family = FAMILIES[kind]
+    given = with_defaults(theirs, kind)
+    types = {field.name: field.type for field in dataclasses.fields(config.Config)}
+    check_schema(given, {field: types[flag] for flag, field in family.fields.items()}, path)
+
+    flags = dict(family.flags)
+    for flag, field in family.fields.items():
+        flags[flag] = given[field]
+    if seq_len > flags["seq_len"]:
+        raise ValueError(f"--seq-len {seq_len} exceeds {family.fields['seq_len']} {flags['seq_len']} of"
+                         f" {path}")
+    if seq_len:
+        flags["seq_len"] = seq_len
+    cfg = config.Config(**flags, dtype=dtype, rope_base=read_rope_base(path, theirs, kind))
+    config.check(cfg)
+    check_experts(path, theirs, cfg, kind)
+    check_fixed(path, given, cfg, kind)
+    check_window(path, theirs, cfg, kind)
+    return kind, cfg, theirs["vocab_size"]
+
+
+def read_family(path, theirs):
+    """Return the key of FAMILIES for their config.json. ValueError: none is imported from it."""
     name = theirs["model_type"]
     kind = ALSO.get(name, name)
     if kind not in FAMILIES or FAMILIES[kind].only_out:
-        known = [*(k for k, f in FAMILIES.items() if not f.only_out), *ALSO]
-        raise ValueError(f"{path}: model_type {name!r} is none of {', '.join(known)}")
-    fields, types = FAMILIES[kind].fields, {f.name: f.type for f in dataclasses.fields(config.Config)}
-    given = {"tie_word_embeddings": kind == "gpt2", "attention_bias": False}  # the defaults of transformers
-    given |= {"num_key_value_heads": theirs.get("num_attention_heads")}
-    given |= {"n_inner": 4 * theirs["n_embd"]} if type(theirs.get("n_embd")) is int else {}
-    given |= {k: v for k, v in theirs.items() if v is not None}
-    check_schema(given, {field: types[flag] for flag, field in fields.items()}, path)
-    flags = FAMILIES[kind].flags | {flag: given[field] for flag, field in fields.items()}
-    if seq_len > flags["seq_len"]:
-        raise ValueError(f"--seq-len {seq_len} exceeds {fields['seq_len']} {flags['seq_len']} of {path}")
-    flags["seq_len"] = seq_len or flags["seq_len"]
-    cfg = config.Config(**flags, dtype=dtype, rope_base=read_rope_base(path, theirs, kind))
-    config.check(cfg)
-    if "n_experts" in fields and not cfg.n_experts:
-        raise ValueError(f"{path}: {fields['n_experts']} is 0, {name} has experts")
-    must = fixed_fields(cfg, kind) | {"quantization_config": None,
-                                      "layer_types": ["full_attention"] * cfg.n_layer}
+        known = [key for key, family in FAMILIES.items() if not family.only_out]
+        raise ValueError(f"{path}: model_type {name!r} is none of {', '.join([*known, *ALSO])}")
+    return kind
+
+
+def with_defaults(theirs, kind):
+    """Return the fields of their config.json, those that are absent or null with transformers' defaults."""
+    given = {
+        "tie_word_embeddings": kind == "gpt2",
+        "attention_bias": False,
+        "num_key_value_heads": theirs.get("num_attention_heads"),
+    }
+    if type(theirs.get("n_embd")) is int:
+        given["n_inner"] = 4 * theirs["n_embd"]
+    for field, value in theirs.items():
+        if value is not None:
+            given[field] = value
+    return given
+
+
+def check_experts(path, theirs, cfg, kind):
+    """Raise ValueError if a model of a family with experts has none."""
+    field = FAMILIES[kind].fields.get("n_experts")
+    if field and not cfg.n_experts:
+        raise ValueError(f"{path}: {field} is 0, {theirs['model_type']} has experts")
+
+
+def check_fixed(path, given, cfg, kind):
+    """Raise ValueError if a field has another value than the one that our model computes."""
+    must = fixed_fields(cfg, kind)
+    must["quantization_config"] = None
+    must["layer_types"] = ["full_attention"] * cfg.n_layer
     for field, value in must.items():
-        have = SAME.get(given[field], given[field]) if type(given.get(field)) is str else given.get(field)
+        have = given.get(field)
+        if isinstance(have, str):
+            have = SAME.get(have, have)
         if have not in (None, value):
             raise ValueError(f"{path}: {field} is {have!r}, our model computes {value!r} only")
-    window = theirs.get("sliding_window", 4096 if name == "mistral" else None)
+
+
+def check_window(path, theirs, cfg, kind):
+    """Raise ValueError if a sliding window is shorter than the sequence."""
+    default = 4096 if theirs["model_type"] == "mistral" else None
+    window = theirs.get("sliding_window", default)
     check_schema({"sliding_window": window}, {"sliding_window": (int, type(None))}, path)
     if kind != "gpt2" and window and window < cfg.seq_len:
         raise ValueError(f"{path}: sliding_window {window} is shorter than the sequence, {cfg.seq_len}; give "
                          f"--seq-len {window}")
-    return kind, cfg, theirs["vocab_size"]
 
 
 def read_rope_base(path, theirs, kind):
-    """-> theta of the rotary positions. ValueError: frequencies are scaled, or not all dimensions turn."""
+    """Return theta of the rotary positions.
+
+    ValueError: the frequencies are scaled, or not all dimensions turn.
+    """
     for field in ("rope_scaling", "rope_parameters"):
         rope = theirs.get(field) or {}
-        if rope.keys() - ROPE_KEYS or rope.get("rope_type", rope.get("type", "default")) != "default":
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope.keys() - ROPE_KEYS or rope_type != "default":
             raise ValueError(f"{path}: {field} is {rope}, our rotary positions are not scaled")
-    rope = {**theirs, **(theirs.get("rope_scaling") or theirs.get("rope_parameters") or {})}
-    rope = {"rope_theta": 1e6 if kind == "mixtral" else 1e4, **rope}  # the defaults of transformers
-    factor = rope.get("partial_rotary_factor", 0.5 if kind == "glm4_moe" else 1)
+
+    rope = {
+        "rope_theta": 1e6 if kind == "mixtral" else 1e4,  # the defaults of transformers
+        "partial_rotary_factor": 0.5 if kind == "glm4_moe" else 1,
+        **theirs,
+        **(theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}),
+    }
+    factor = rope["partial_rotary_factor"]
     if factor != 1:
         raise ValueError(f"{path}: partial_rotary_factor is {factor!r}, our positions turn all dimensions")
     check_schema(rope, {"rope_theta": Range(1.0, 1e12)}, path)
@@ -174,43 +383,85 @@ def read_rope_base(path, theirs, kind):
 # tokenizer.json
 
 def export_tokenizer(tokenizer, seq_len):
-    """-> {file: content} of a tokenizer of ours as transformers reads it: the same text gives the same ids,
-    except that the characters of a special token give that token."""
-    spec, special, talk = tokenizer.spec, tokenizer.spec.get("special", {}), chat_template(tokenizer)
+    """Return a tokenizer of ours as transformers reads it, {file: content}.
+
+    The same text gives the same ids, except that the characters of a special token give that token.
+    """
     if tokenizer.kind == "hf":
-        whole = json.loads(tokenizer.library.to_str()) if special else spec["json"]
-        return {"tokenizer.json": whole, "tokenizer_config.json": {**spec["config"], **talk}}
+        return export_theirs(tokenizer)
     if isinstance(tokenizer, CharTokenizer):
-        vocab = {c: i for i, c in enumerate(tokenizer.chars)}
-        model = {"type": "WordLevel", "vocab": {**vocab, **special}, "unk_token": ""}
-        parts = {"pre_tokenizer": split("[\\s\\S]"), "decoder": {"type": "Fuse"}}
+        steps = character_steps(tokenizer)
     else:
-        model = byte_pairs(tokenizer)
-        to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        steps = [split(for_oniguruma(spec["pattern"])), to_bytes]
-        parts = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}, "decoder": to_bytes}
-    added = [{"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
-              "normalized": False, "special": True} for token, i in special.items()]
-    eos = {"eos_token": EOD, "bos_token": EOD} if tokenizer.eod is not None else {}
-    return {"tokenizer.json": {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-                               "normalizer": None, "post_processor": None, **parts, "model": model},
-            "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **eos, **talk,
-                                      "model_max_length": seq_len, "clean_up_tokenization_spaces": False}}
+        steps = byte_pair_steps(tokenizer)
+    whole = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [added_token(i, token) for token, i in tokenizer.special.items()],
+        "normalizer": None,
+        "post_processor": None,
+        **steps,
+    }
+    ends = {} if tokenizer.eod is None else {"eos_token": EOD, "bos_token": EOD}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **ends,
+        **chat_template(tokenizer),
+        "model_max_length": seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {"tokenizer.json": whole, "tokenizer_config.json": settings}
+
+
+def export_theirs(tokenizer):
+    """Return the files of an HfTokenizer, as they were read; its further special tokens are added."""
+    whole = tokenizer.spec["json"]
+    if tokenizer.spec.get("special"):
+        whole = json.loads(tokenizer.library.to_str())
+    settings = {**tokenizer.spec["config"], **chat_template(tokenizer)}
+    return {"tokenizer.json": whole, "tokenizer_config.json": settings}
+
+
+def added_token(i, token):
+    """Return the entry of a special token in tokenizer.json."""
+    return {"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
+            "normalized": False, "special": True}
+
+
+def character_steps(tokenizer):
+    """Return how tokenizer.json cuts, encodes and decodes for a CharTokenizer."""
+    vocab = {character: i for i, character in enumerate(tokenizer.chars)}
+    return {
+        "pre_tokenizer": split("[\\s\\S]"),
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": {**vocab, **tokenizer.special}, "unk_token": ""},
+    }
+
+
+def byte_pair_steps(tokenizer):
+    """Return how tokenizer.json cuts, encodes and decodes for a BpeTokenizer."""
+    model = byte_pairs(tokenizer)
+    to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    words = split(for_oniguruma(tokenizer.spec["pattern"]))
+    return {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, to_bytes]},
+        "decoder": to_bytes,
+        "model": model,
+    }
 
 
 def chat_template(tokenizer):
-    """-> {"chat_template": Jinja by which transformers writes a conversation as chat.Template does}. {}: the
-    tokenizer has no such tokens, or it reads the text behind one of them otherwise than a text alone."""
+    """Return {"chat_template": Jinja by which transformers writes a conversation as chat.Template does}.
+
+    It is {} where the tokenizer has no such tokens, or where it reads the text behind one of them otherwise
+    than a text alone.
+    """
     if not set(chat.MARKERS) <= tokenizer.special.keys():
         return {}
-    template, special = chat.Template(tokenizer), {*tokenizer.special.values()}
+    template = chat.Template(tokenizer)
     begin = tokenizer.decode(template.begin)
-    if tokenizer.kind == "hf":
-        library = type(tokenizer.library).from_str(tokenizer.library.to_str())  # finds them in a text
-        text = tokenizer.decode(sorted({*range(tokenizer.n_vocab)} - special)[-3:]).strip()  # it knows it
-        ids = library.encode(f"{begin}<|user|>{text}{chat.END}", add_special_tokens=False).ids
-        if ids != [*template.begin, *template.message("user", text)]:
-            return {}
+    if tokenizer.kind == "hf" and not reads_messages(tokenizer, template, begin):
+        return {}
     message = "{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}"
     refuse = "{{ raise_exception(m['role'] + ' is no role of this model') }}"
     return {"chat_template": f"{{{{ {json.dumps(begin)} }}}}{{% for m in messages %}}"
@@ -218,14 +469,27 @@ def chat_template(tokenizer):
                              "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"}
 
 
+def reads_messages(tokenizer, template, begin):
+    """Whether the library encodes a message that is written as one text as Template does."""
+    text_ids = set(range(tokenizer.n_vocab)) - set(tokenizer.special.values())
+    text = tokenizer.decode(sorted(text_ids)[-3:]).strip()  # a text that the tokenizer knows
+    # A copy of the library finds special tokens in a text.
+    library = type(tokenizer.library).from_str(tokenizer.library.to_str())
+    ids = library.encode(f"{begin}<|user|>{text}{chat.END}", add_special_tokens=False).ids
+    return ids == [*template.begin, *template.message("user", text)]
+
+
 def split(pattern):
-    """-> the pre-tokenizer that cuts a text into the matches of a regular expression."""
+    """Return the pre-tokenizer that cuts a text into the matches of a regular expression."""
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 def for_oniguruma(pattern):
-    """A regular expression of tiktoken -> the same for the library tokenizers. There `$` is also the end of a
-    line, and the + of {1,3}+ is no possessive one: it would repeat. ValueError: it cannot be dropped."""
+    """Return a regular expression of tiktoken as the library tokenizers needs it.
+
+    There, `$` is also the end of a line, and the + of {1,3}+ is not possessive: it would repeat. ValueError:
+    this + cannot be dropped.
+    """
     pattern = re.sub(r"(\{\d+(,\d*)?\})\+(?=\||$|\))", r"\1", pattern)
     if re.search(r"\{\d+(,\d*)?\}\+", pattern):
         raise ValueError(f"the pattern of this tokenizer, {pattern[:60]!r}, has a possessive interval inside "
@@ -234,33 +498,61 @@ def for_oniguruma(pattern):
 
 
 def byte_pairs(tokenizer: BpeTokenizer):
-    """-> their model of our ranks. A merge is the pair of tokens from which tiktoken makes a token: the one
-    that stays when all merges of lower ranks were applied to its bytes. ignore_merges: a whole word that is
-    a token is taken at once, as tiktoken does."""
+    """Return the model of tokenizer.json for our ranks.
+
+    A merge is the pair of tokens from which tiktoken makes a token: the pair that stays when all merges of
+    lower ranks were applied to the token's bytes. ignore_merges: a whole word that is a token is taken at
+    once, as tiktoken does.
+    """
     ranks = tokenizer.encoding._mergeable_ranks
-    # a printable character for each byte, as in GPT-2: those that print stand for themselves
-    own = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    rest = iter(range(256, 512))
-    char = [chr(b) if b in own else chr(next(rest)) for b in range(256)]
+    printable = printable_bytes()
 
     def text(token):
-        return "".join(char[b] for b in token)
-    pairs = [last_pair(token, rank, ranks) for token, rank in sorted(ranks.items(), key=lambda item: item[1])]
-    return {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
-            # special tokens too: the library numbers those that it does not find here by itself
-            "vocab": {**{text(token): i for token, i in ranks.items()}, **tokenizer.spec["special"]},
-            "merges": [[text(a), text(b)] for a, b in filter(None, pairs)]}
+        return "".join(printable[byte] for byte in token)
+
+    vocab = {text(token): i for token, i in ranks.items()}
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        pair = last_pair(token, rank, ranks)
+        if pair:
+            merges.append([text(pair[0]), text(pair[1])])
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": True,
+        # Special tokens too: the library itself numbers those that it does not find here.
+        "vocab": {**vocab, **tokenizer.special},
+        "merges": merges,
+    }
+
+
+def printable_bytes():
+    """Return a printable character for each byte, as in GPT-2: bytes that print stand for themselves."""
+    own = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    characters = []
+    for byte in range(256):
+        code_point = byte if byte in own else next(others)
+        characters.append(chr(code_point))
+    return characters
 
 
 def last_pair(token, rank, ranks):
-    """-> the two parts of a token's bytes that its merge joins. None: it is one byte, or no merge makes it,
-    and it stands for a whole word only."""
+    """Return the two parts of a token's bytes that its merge joins.
+
+    It is None for one byte, and for a token that no merge makes: it stands for a whole word only.
+    """
     parts = [token[i:i + 1] for i in range(len(token))]
     while len(parts) > 2:
         joined = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:], strict=False)]
-        i = min(range(len(joined)), key=joined.__getitem__)
-        if joined[i] >= rank:
+        lowest = min(joined)
+        if lowest >= rank:
             return None
+        i = joined.index(lowest)
         parts[i:i + 2] = [parts[i] + parts[i + 1]]
     return parts if len(parts) == 2 else None

@@ -30,7 +30,8 @@ from corpus.order import draw_keys, permute, splitmix64
 from interface.schema import Range, check_schema, load_json
 
 SPLITS = ("train", "val")
-MAGIC, VERSION = b"nanoshrd", 1
+MAGIC = b"nanoshrd"
+VERSION = 1
 HEADER = struct.Struct("<8sIIQ")  # magic, version, bytes per token, number of tokens; zeros follow
 HEADER_BYTES = 4096  # a whole page, so that the tokens can be memory-mapped
 
@@ -39,7 +40,7 @@ HEADER_BYTES = 4096  # a whole page, so that the tokens can be memory-mapped
 # 1) the files
 
 def pack_header(itemsize, tokens):
-    """-> the first 4096 bytes of a shard of `tokens` tokens of `itemsize` bytes each."""
+    """Return the first 4096 bytes of a shard of `tokens` tokens of `itemsize` bytes each."""
     return HEADER.pack(MAGIC, VERSION, itemsize, tokens).ljust(HEADER_BYTES, b"\0")
 
 
@@ -53,121 +54,187 @@ def dtype_name(name):
     return name in ("uint16", "uint32")
 
 
-SHARD = {"file": shard_name, "tokens": Range(1, 1 << 62), "sha256": str, "max_id?": Range(0, 1 << 32)}
-META = {"version": Range(VERSION, VERSION), "tokenizer": str, "tokenizer_sha256": str, "dtype": dtype_name,
-        "vocab_size": Range(1, 1 << 32), "tokens": dict.fromkeys(SPLITS, Range(1, 1 << 62)),
-        "eod": (int, type(None)), "shards": dict.fromkeys(SPLITS, [SHARD]), "command?": str}
-# of conversations: the windows' length, and shards that say which tokens are trained (corpus/chat.py)
-CHAT = {"seq_len": Range(1, 1 << 24), "masks": dict.fromkeys(SPLITS, [SHARD])}
+# Schemas of meta.json. The docstrings of the two predicates above end the messages about a wrong value.
+SHARD = {
+    "file": shard_name,
+    "tokens": Range(1, 1 << 62),
+    "sha256": str,
+    "max_id?": Range(0, 1 << 32),
+}
+META = {
+    "version": Range(VERSION, VERSION),
+    "tokenizer": str,
+    "tokenizer_sha256": str,
+    "dtype": dtype_name,
+    "vocab_size": Range(1, 1 << 32),
+    "tokens": dict.fromkeys(SPLITS, Range(1, 1 << 62)),
+    "eod": (int, type(None)),
+    "shards": dict.fromkeys(SPLITS, [SHARD]),
+    "command?": str,
+}
+# Conversations also have the length of their windows, and shards that say which tokens are trained
+# (corpus/chat.py).
+CHAT = {
+    "seq_len": Range(1, 1 << 24),
+    "masks": dict.fromkeys(SPLITS, [SHARD]),
+}
 
 
 def how_to_fix(folder, meta=None):
-    """-> the end of an error message: the command that makes the data again. That of meta.json is shown only
-    if it is as prepare.py writes it, nothing more: a file cannot offer `curl X | sh`."""
-    name = "stdlib" if Path(folder).name == "stdlib" else f"FILE... --name {Path(folder).name}"
+    """Return the end of an error message: the command that makes the data again.
+
+    The command in meta.json is shown only if it is exactly as prepare.py writes it, so that a file cannot
+    offer `curl X | sh`.
+    """
     command = (meta or {}).get("command", "")
     with suppress(ValueError):  # an open quotation
         words = shlex.split(command)
-        if words[:2] == ["python", "prepare.py"] and shlex.join(words) == command and command.isprintable():
+        is_ours = words[:2] == ["python", "prepare.py"] and shlex.join(words) == command
+        if is_ours and command.isprintable():
             return f"make it with: {command}"
-    return f"make it with: python prepare.py {name}"
+
+    name = Path(folder).name
+    source = "stdlib" if name == "stdlib" else f"FILE... --name {name}"
+    return f"make it with: python prepare.py {source}"
 
 
 def load_meta(folder):
-    """-> meta.json of one data set as a dict, its fields checked. FileNotFoundError: no such data set.
-    ValueError: damaged, another version, or train and val share a shard."""
+    """Return the meta.json of one data set as a dict, its fields checked.
+
+    FileNotFoundError: no such data set. ValueError: damaged, another version, or train and val share a shard.
+    """
     path = Path(folder) / "meta.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no prepared data (no meta.json); {how_to_fix(folder)}")
     try:
         meta = load_json(path)
         check_schema(meta, META, path)
-        check_schema(meta, CHAT if "masks" in meta else {}, path)
+        if "masks" in meta:
+            check_schema(meta, CHAT, path)
         if not all(meta["shards"].values()):
             raise ValueError(f"{path} names no shards of train or of val")
     except ValueError as e:
         raise ValueError(f"{e}; {how_to_fix(folder)}") from e
-    if equal := shared_sha256(meta["shards"]):
-        raise ValueError(f"{path}: train and val have equal sha256 {equal[:9]}, expected different text;"
+
+    shared = shared_sha256(meta["shards"])
+    if shared:
+        raise ValueError(f"{path}: train and val have equal sha256 {shared[:9]}, expected different text;"
                          f" {how_to_fix(folder, meta)}")
     return meta
 
 
 def shared_sha256(shards):
-    """-> a sha256 that a train and a val shard have in common, else ""."""
-    return min({s["sha256"] for s in shards["train"]} & {s["sha256"] for s in shards["val"]}, default="")
+    """Return a sha256 that a train and a val shard have in common, else ""."""
+    train = {shard["sha256"] for shard in shards["train"]}
+    val = {shard["sha256"] for shard in shards["val"]}
+    return min(train & val, default="")
 
 
 def open_shards(folder, split, meta, kind="shards"):
-    """-> the shards of `split` as memory-mapped arrays, (tokens of the shard,) uint16 or uint32 each; of kind
-    "masks" uint8.
+    """Return the shards of a split as memory-mapped arrays, (tokens of the shard,) uint16 or uint32 each.
 
-    FileNotFoundError, ValueError: files, headers and `meta` do not agree, or ids are above the vocabulary; of
-    data sets that were made before max_id was kept, verify() sees those."""
-    arrays, fix = [], how_to_fix(folder, meta)
+    kind: "masks" opens the shards that say which tokens are trained, uint8. FileNotFoundError, ValueError:
+    files, headers and meta.json do not agree, or ids are above the vocabulary. Data sets that were made
+    before max_id was kept hide such ids from this function; verify() finds them.
+    """
+    fix = how_to_fix(folder, meta)
     itemsize = 1 if kind == "masks" else np.dtype(meta["dtype"]).itemsize
+    arrays = []
     for shard in meta[kind][split]:
-        path, max_id = Path(folder) / shard["file"], shard.get("max_id", 0)
+        path = Path(folder) / shard["file"]
+        max_id = shard.get("max_id", 0)
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing; {fix}")
         if max_id >= meta["vocab_size"]:
             raise ValueError(f"{path} has the token id {max_id}, vocab_size is {meta['vocab_size']}; {fix}")
+
         with open(path, "rb") as f:
             found = HEADER.unpack(f.read(HEADER.size).ljust(HEADER.size, b"\0"))
         expected = (MAGIC, VERSION, itemsize, shard["tokens"])
         if found != expected:
             raise ValueError(f"{path} has the header {found} (magic, version, bytes per token, tokens),"
                              f" expected {expected}; {fix}")
-        size, expected = path.stat().st_size, HEADER_BYTES + itemsize * shard["tokens"]
-        if size != expected:
-            raise ValueError(f"{path} has {size} bytes, expected {expected}; {fix}")
-        # a plain array over the mapped memory: slicing it costs less than slicing a memmap
+        size = path.stat().st_size
+        expected_size = HEADER_BYTES + itemsize * shard["tokens"]
+        if size != expected_size:
+            raise ValueError(f"{path} has {size} bytes, expected {expected_size}; {fix}")
+
+        # A plain array over the mapped memory: slicing it costs less than slicing a memmap.
         arrays.append(np.asarray(np.memmap(path, f"<u{itemsize}", "r", HEADER_BYTES)))
     return arrays
 
 
 def verify(folder, cache=True):
-    """Compare the sha256 of the shards and the tokenizer with meta.json, and the token ids with the
-    vocabulary -> the number of files.
+    """Compare all files with their sha256 and all token ids with the vocabulary; return the number of files.
+
     It reads 1-2 GB/s, so a run does it once per node. cache: a file whose size and mtime_ns are those of an
-    earlier success (folder/.verified.json) is not read again. ValueError, OSError: the first difference."""
-    folder, meta, seen, good = Path(folder), load_meta(folder), None, {}
-    fix, record = how_to_fix(folder, meta), folder / ".verified.json"
-    if not (folder / "tokenizer.json").is_file():
-        raise FileNotFoundError(f"{folder / 'tokenizer.json'} is missing; {fix}")
-    files = [({"file": "tokenizer.json", "sha256": meta["tokenizer_sha256"]}, np.zeros(1))]
-    for split in SPLITS:
-        for kind in ("shards", "masks")[: 1 + ("masks" in meta)]:
-            files += zip(meta[kind][split], open_shards(folder, split, meta, kind), strict=True)
-    with suppress(OSError, ValueError):
-        seen = load_json(record) if cache else None
+    earlier success (folder/.verified.json) is not read again. ValueError, OSError: the first difference.
+    """
+    folder = Path(folder)
+    meta = load_meta(folder)
+    files = files_of(folder, meta)
+    record = folder / ".verified.json"
+    seen = None
+    if cache:
+        with suppress(OSError, ValueError):
+            seen = load_json(record)
+
+    good = {}
     for shard, ids in files:
-        path, sha = folder / shard["file"], shard["sha256"]
-        good[path.name] = [path.stat().st_size, path.stat().st_mtime_ns, sha, meta["vocab_size"]]
-        if isinstance(seen, dict) and seen.get(path.name) == good[path.name]:
-            continue
-        with open(path, "rb") as f:
-            found = hashlib.file_digest(f, "sha256").hexdigest()
-        if found != sha:
-            raise ValueError(f"{path} has sha256 {found[:9]}, expected {sha[:9]}; {fix}")
-        if ids.max() > (limit := shard.get("max_id", meta["vocab_size"] - 1)):
-            raise ValueError(f"{path} has the token id {ids.max()}, expected at most {limit}; {fix}")
+        path = folder / shard["file"]
+        stat = path.stat()
+        good[path.name] = [stat.st_size, stat.st_mtime_ns, shard["sha256"], meta["vocab_size"]]
+        is_known = isinstance(seen, dict) and seen.get(path.name) == good[path.name]
+        if not is_known:
+            verify_file(path, shard, ids, meta)
     if good != seen:
         with suppress(OSError):  # in a read-only folder the files are read each time
-            record.unlink(missing_ok=True)  # a link is not followed
-            with open(record, "x") as f:  # not aside: a half-written cache is not valid json, and is ignored
-                json.dump(good, f)
+            write_record(record, good)
     return len(files)
+
+
+def files_of(folder, meta):
+    """Return the files of a data set: [(its entry in meta.json, its ids)]; tokenizer.json has an id 0."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing; {how_to_fix(folder, meta)}")
+    files = [({"file": path.name, "sha256": meta["tokenizer_sha256"]}, np.zeros(1))]
+    kinds = ["shards", "masks"] if "masks" in meta else ["shards"]
+    for split in SPLITS:
+        for kind in kinds:
+            files += zip(meta[kind][split], open_shards(folder, split, meta, kind), strict=True)
+    return files
+
+
+def verify_file(path, shard, ids, meta):
+    """Raise ValueError unless a file has its sha256 and no id above the largest that meta.json allows."""
+    fix = how_to_fix(path.parent, meta)
+    with open(path, "rb") as f:
+        found = hashlib.file_digest(f, "sha256").hexdigest()
+    if found != shard["sha256"]:
+        raise ValueError(f"{path} has sha256 {found[:9]}, expected {shard['sha256'][:9]}; {fix}")
+    max_id = shard.get("max_id", meta["vocab_size"] - 1)
+    if ids.max() > max_id:
+        raise ValueError(f"{path} has the token id {ids.max()}, expected at most {max_id}; {fix}")
+
+
+def write_record(path, good):
+    """Write .verified.json. It is not written aside: a half-written one is no valid JSON, and is ignored."""
+    path.unlink(missing_ok=True)  # a link is not followed
+    with open(path, "x") as f:
+        json.dump(good, f)
 
 
 # -----------------------------------------------------------------------------
 # 2) samples
 
 def inputs_and_targets(windows):
-    """Token ids (n, T+1) -> x, y, (n, T) each: new int64 tensors, y one token ahead of x."""
+    """Return x, y of token ids, (n, T+1) -> (n, T) each: new int64 tensors, y one token ahead of x."""
     import torch  # not at the top: prepare.py and its workers import this file and should start without torch
 
-    return tuple(torch.from_numpy(w.astype(np.int64)) for w in (windows[:, :-1], windows[:, 1:]))
+    x = torch.from_numpy(windows[:, :-1].astype(np.int64))
+    y = torch.from_numpy(windows[:, 1:].astype(np.int64))
+    return x, y
 
 
 class Tokens:
@@ -175,17 +242,24 @@ class Tokens:
 
     train: an epoch is a permutation of all windows, keyed by (seed, epoch). From the second epoch on the
     windows also start at another offset, so that the text is cut elsewhere. val: in order, each epoch alike.
-    Windows of conversations stay as prepare.py packed them, and what is not trained has the target IGNORE.
-    ValueError, OSError: the files are damaged or too short for one window."""
+    Windows of conversations stay as prepare.py packed them, and a token that is not trained has the target
+    IGNORE. ValueError, OSError: the files are damaged or too short for one window.
+    """
 
     def __init__(self, folder, split, seq_len, seed=0):
         meta = load_meta(folder)
-        self.shards, self.vocab_size = open_shards(folder, split, meta), meta["vocab_size"]
-        self.split, self.seq_len, self.seed = split, seq_len, seed
-        # position in the stream where each shard starts, and the length of the stream
-        *self.starts, self.n_tokens = np.cumsum([0] + [len(s) for s in self.shards]).tolist()
-        # windows per epoch; from one's start to the next's: those of text overlap by a token
-        self.n_samples, self.stride, self.masks = (self.n_tokens - 1) // seq_len, seq_len, None
+        self.split = split
+        self.seq_len = seq_len
+        self.seed = seed
+        self.vocab_size = meta["vocab_size"]
+        self.shards = open_shards(folder, split, meta)
+        ends = np.cumsum([len(shard) for shard in self.shards]).tolist()
+        self.starts = [0, *ends[:-1]]  # the position in the stream where each shard starts
+        self.n_tokens = ends[-1]  # the length of the stream
+        # From a window's start to the next window's: windows of text overlap by one token.
+        self.stride = seq_len
+        self.n_samples = (self.n_tokens - 1) // seq_len  # windows per epoch
+        self.masks = None
         if "masks" in meta:
             self.open_masks(folder, meta)
         self.all_trained = self.masks is None
@@ -194,110 +268,150 @@ class Tokens:
                              f" use --seq-len {max(1, self.n_tokens - 1)} or prepare more text")
 
     def open_masks(self, folder, meta):
-        """Of conversations: which tokens are trained, and how many of each window, (windows,) int64."""
-        self.masks, self.stride = open_shards(folder, self.split, meta, "masks"), self.seq_len + 1
+        """Open the masks of conversations and count the trained tokens of each window, (windows,) int64."""
+        self.masks = open_shards(folder, self.split, meta, "masks")
         if meta["seq_len"] != self.seq_len:
             raise ValueError(f"{folder} has windows of {meta['seq_len']} tokens, --seq-len is {self.seq_len};"
                              f" give --seq-len {meta['seq_len']}, or prepare the conversations again")
+        self.stride = self.seq_len + 1
         self.n_samples = self.n_tokens // self.stride
-        if [m.size for m in self.masks] != [s.size for s in self.shards] or self.n_tokens % self.stride:
+        same_sizes = [mask.size for mask in self.masks] == [shard.size for shard in self.shards]
+        if not same_sizes or self.n_tokens % self.stride:
             raise ValueError(f"{folder}: the masks of {self.split} do not fit its tokens;"
                              f" {how_to_fix(folder, meta)}")
-        self.counts = np.concatenate(self.masks).reshape(-1, self.stride)[:, 1:].sum(1, dtype=np.int64)
+        trained = np.concatenate(self.masks).reshape(-1, self.stride)  # (windows, T+1)
+        self.counts = trained[:, 1:].sum(1, dtype=np.int64)
 
     def batch(self, first, n):
-        """Samples first .. first+n-1, numbered over the whole run -> x, y, (n, T) int64 each: new tensors."""
+        """Return samples first .. first+n-1 as x, y, (n, T) int64 each: new tensors.
+
+        Samples are numbered over the whole run.
+        """
         starts = self.window_starts(first, n).tolist()
         x, y = inputs_and_targets(self.read(self.shards, starts))
         if self.masks is not None:
             from ops.cross_entropy import IGNORE  # not at the top: it imports torch
-            y.masked_fill_(inputs_and_targets(self.read(self.masks, starts))[1] == 0, IGNORE)
+            _, trained = inputs_and_targets(self.read(self.masks, starts))
+            y.masked_fill_(trained == 0, IGNORE)
         return x, y
 
     def read(self, shards, starts):
-        """-> the windows at these positions of a stream, (n, T+1), from its shards."""
-        rows = np.empty((len(starts), self.seq_len + 1), shards[0].dtype)
-        for row, start in zip(rows, starts, strict=True):
+        """Return the windows at these positions of the stream of `shards`, (n, T+1)."""
+        windows = np.empty((len(starts), self.seq_len + 1), shards[0].dtype)
+        for window, start in zip(windows, starts, strict=True):
             filled = 0
-            while filled < len(row):  # one pass, unless the window crosses into the next shard or the start
+            # One pass, unless the window goes on in the next shard or at the start of the stream.
+            while filled < len(window):
                 at = (start + filled) % self.n_tokens
                 shard = bisect_right(self.starts, at) - 1
-                piece = shards[shard][at - self.starts[shard] :][: len(row) - filled]
-                row[filled : filled + len(piece)] = piece
+                at_in_shard = at - self.starts[shard]
+                piece = shards[shard][at_in_shard : at_in_shard + len(window) - filled]
+                window[filled : filled + len(piece)] = piece
                 filled += len(piece)
-        return rows
+        return windows
 
     def n_targets(self, first, n):
-        """-> int: the trained tokens of samples first .. first+n-1; every rank knows those of all."""
+        """Return how many tokens of samples first .. first+n-1 are trained; a rank may ask about any."""
         if self.masks is None:
             return n * self.seq_len
-        return int(self.counts[self.window_starts(first, n) // self.stride].sum())
+        windows = self.window_starts(first, n) // self.stride
+        return int(self.counts[windows].sum())
 
     def window_starts(self, first, n):
-        """-> the positions in the stream where samples first .. first+n-1 start, (n,) int64."""
-        epoch, k = np.divmod(np.arange(first, first + n, dtype=np.int64), self.n_samples)
-        starts = k * self.stride
+        """Return the positions in the stream where samples first .. first+n-1 start, (n,) int64."""
+        epochs, windows = np.divmod(np.arange(first, first + n, dtype=np.int64), self.n_samples)
+        starts = windows * self.stride
         if self.split == "train":
-            for e in np.unique(epoch).tolist():  # one or two, unless the text is shorter than the batch
-                keys, in_epoch = draw_keys("order", self.seed, e), epoch == e
-                order = permute(k[in_epoch], self.n_samples, keys[:4])
-                starts[in_epoch] = order * np.uint64(self.stride)
-                starts[in_epoch] += int(keys[4]) % self.seq_len if e and self.masks is None else 0
+            for epoch in np.unique(epochs).tolist():  # one or two, unless the text is shorter than the batch
+                in_epoch = epochs == epoch
+                starts[in_epoch] = self.shuffled_starts(epoch, windows[in_epoch])
+        return starts
+
+    def shuffled_starts(self, epoch, windows):
+        """Return where windows 0, 1, .. of a training epoch start in the stream: (n,) -> (n,) uint64."""
+        keys = draw_keys("order", self.seed, epoch)
+        starts = permute(windows, self.n_samples, keys[:4]) * np.uint64(self.stride)
+        cut_elsewhere = epoch > 0 and self.masks is None
+        if cut_elsewhere:
+            starts += keys[4] % np.uint64(self.seq_len)
         return starts
 
 
 class Synthetic:
     """Samples without files: each sequence counts up with its own stride of 1 to 4, one token in 8 is noise.
 
-    The rule is the same for every seed, so another seed serves as validation."""
+    The rule is the same for every seed, so another seed serves as validation.
+    """
 
     def __init__(self, vocab_size, seq_len, seed=0):
-        self.vocab_size, self.seq_len, self.n_samples, self.all_trained = vocab_size, seq_len, 1 << 40, True
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
+        self.n_samples = 1 << 40
+        self.all_trained = True
         self.key = draw_keys("synthetic", seed)[0]
 
     def batch(self, first, n):
-        """Samples first .. first+n-1 -> x, y, (n, T) int64 each, as Tokens.batch."""
-        i = np.arange(first, first + n, dtype=np.uint64)
-        t = np.arange(self.seq_len + 1, dtype=np.uint64)
-        random = splitmix64(splitmix64(i[:, None] + self.key))  # (n, 1), gives the first token and the stride
-        count = (random >> np.uint64(8)) + t * (np.uint64(1) + random % np.uint64(4))  # (n, T+1)
-        noise = splitmix64(random + splitmix64(t + np.uint64(1)))  # (n, T+1)
+        """Return samples first .. first+n-1 as x, y, (n, T) int64 each, as Tokens.batch."""
+        samples = np.arange(first, first + n, dtype=np.uint64)[:, None]  # (n, 1)
+        positions = np.arange(self.seq_len + 1, dtype=np.uint64)  # (T+1,)
+        random = splitmix64(splitmix64(samples + self.key))  # (n, 1), gives the first token and the stride
+        stride = np.uint64(1) + random % np.uint64(4)
+        count = (random >> np.uint64(8)) + positions * stride  # (n, T+1)
+        noise = splitmix64(random + splitmix64(positions + np.uint64(1)))  # (n, T+1)
         tokens = np.where(noise % np.uint64(8) == 0, noise >> np.uint64(8), count)
         return inputs_and_targets(tokens % np.uint64(self.vocab_size))
 
     def n_targets(self, first, n):
-        """-> int: the trained tokens of samples first .. first+n-1: here all."""
+        """Return how many tokens of samples first .. first+n-1 are trained: here all."""
         return n * self.seq_len
 
 
 # -----------------------------------------------------------------------------
 # 3) blends: several data sets by weight. --data DIR, --data A:0.7,B:0.3, or --data A,B in proportion to their
-# tokens; corpus/blend.py says which data set gives each sample
+# tokens. corpus/blend.py says which data set gives each sample.
 
 def load_blend_meta(spec):
-    """--data -> the meta.json of the first data set with the shards of all, and `identity`: a str that other
-    data or other weights would change; checkpoints keep it. ValueError, OSError: a data set is damaged, the
-    tokenizers differ, or one trains on another's val shard."""
+    """Return the meta.json of the first data set of --data, with the shards of all and their `identity`.
+
+    identity: a str that other data or other weights would change; checkpoints keep it. ValueError, OSError:
+    a data set is damaged, the tokenizers differ, or one data set trains on the val shard of another.
+    """
     folders = [folder for folder, _ in parse_blend(spec)]
     metas = [load_meta(folder) for folder in folders]
-    names = [f"{m['tokenizer']} {m['tokenizer_sha256'][:9]} of {m['vocab_size']} symbols" for m in metas]
-    for folder, meta, name in zip(folders, metas, names, strict=True):
-        if any(meta[key] != metas[0][key] for key in ("tokenizer_sha256", "vocab_size")):
-            raise ValueError(f"{folders[0]} and {folder} have different tokenizers ({names[0]}, {name});"
-                             f" prepare {folder} with --tokenizer {folders[0]}")
-    shards = {split: [s for meta in metas for s in meta["shards"][split]] for split in SPLITS}
-    if equal := shared_sha256(shards):
-        raise ValueError(f"--data {spec}: a train and a val shard have equal sha256 {equal[:9]}; one data set"
-                         " would be tested on what another trains on: leave one out")
-    masks = [s for meta in metas if "masks" in meta for split in SPLITS for s in meta["masks"][split]]
-    identity = " ".join(s["sha256"][:16] for s in (*shards["train"], *shards["val"], *masks))
+    for folder, meta in zip(folders, metas, strict=True):
+        check_same_tokenizer(folders[0], metas[0], folder, meta)
+
+    shards = {split: [] for split in SPLITS}
+    masks = []
+    for meta in metas:
+        for split in SPLITS:
+            shards[split] += meta["shards"][split]
+            if "masks" in meta:
+                masks += meta["masks"][split]
+    shared = shared_sha256(shards)
+    if shared:
+        raise ValueError(f"--data {spec}: a train and a val shard have equal sha256 {shared[:9]}; one data"
+                         " set would be tested on what another trains on: leave one out")
+
+    identity = [shard["sha256"][:16] for shard in (*shards["train"], *shards["val"], *masks)]
     if len(metas) > 1:
-        identity += f" {':'.join(map(str, samples_per_period(spec, metas)))}"
-    return {**metas[0], "shards": shards, "identity": identity}
+        identity.append(":".join(map(str, samples_per_period(spec, metas))))
+    return {**metas[0], "shards": shards, "identity": " ".join(identity)}
+
+
+def check_same_tokenizer(first, first_meta, folder, meta):
+    """Raise ValueError unless a data set of a blend has the tokenizer of the first one."""
+    if all(meta[key] == first_meta[key] for key in ("tokenizer_sha256", "vocab_size")):
+        return
+
+    def name(meta):
+        return f"{meta['tokenizer']} {meta['tokenizer_sha256'][:9]} of {meta['vocab_size']} symbols"
+    raise ValueError(f"{first} and {folder} have different tokenizers ({name(first_meta)},"
+                     f" {name(meta)}); prepare {folder} with --tokenizer {first}")
 
 
 def open_tokens(spec, split, seq_len, seed=0):
-    """--data -> the samples of one split: Tokens of one data set, or a Blend of several."""
+    """Return the samples of one split of --data: Tokens of one data set, or a Blend of several."""
     if len(parse_blend(spec)) == 1:
         return Tokens(first_folder(spec), split, seq_len, seed)
     return Blend(spec, split, seq_len, seed)
@@ -308,73 +422,96 @@ class Blend:
 
     def __init__(self, spec, split, seq_len, seed=0):
         self.seq_len = seq_len
-        metas = [load_meta(folder) for folder, _ in parse_blend(spec)]
-        self.parts = [Tokens(folder, split, seq_len, seed) for folder, _ in parse_blend(spec)]
-        self.vocab_size, self.all_trained = metas[0]["vocab_size"], all(p.all_trained for p in self.parts)
+        folders = [folder for folder, _ in parse_blend(spec)]
+        metas = [load_meta(folder) for folder in folders]
+        self.parts = [Tokens(folder, split, seq_len, seed) for folder in folders]
+        self.vocab_size = metas[0]["vocab_size"]
+        self.all_trained = all(part.all_trained for part in self.parts)
+
         self.per_period = np.array(samples_per_period(spec, metas))  # (data sets,)
         self.schedule = sample_schedule(self.per_period)  # (P,) which data set gives each sample
+        period = len(self.schedule)
         gives = self.schedule[:, None] == np.arange(len(self.parts))  # (P, data sets)
-        # (P,) how many samples that data set gave earlier in the period
-        self.given = (np.cumsum(gives, 0) - gives)[np.arange(len(gives)), self.schedule]
-        # samples until the first data set begins its second epoch
-        self.n_samples = min(max(1, part.n_samples * len(self.schedule) // count)
+        given_before = np.cumsum(gives, 0) - gives  # (P, data sets)
+        # (P,) how many samples the data set of each sample gave earlier in the period
+        self.given = given_before[np.arange(period), self.schedule]
+
+        # Samples until the first data set begins its second epoch.
+        self.n_samples = min(max(1, part.n_samples * period // count)
                              for part, count in zip(self.parts, self.per_period.tolist(), strict=True))
 
-    def n_targets(self, first, n):
-        """-> int: the trained tokens of samples first .. first+n-1."""
-        which, number = self.locate(np.arange(first, first + n, dtype=np.int64))
-        return sum(self.parts[d].n_targets(int(number[which == d][0]), int((which == d).sum()))
-                   for d in np.unique(which).tolist())
-
     def locate(self, i):
-        """Sample numbers (n,) -> the data set of each, and the sample's number in it, (n,) int64 both."""
+        """Return the data set of each sample, and the sample's number in it: (n,) -> (n,) int64 both."""
         period, k = np.divmod(i, len(self.schedule))
         which = self.schedule[k]
         return which, period * self.per_period[which] + self.given[k]
 
+    def pieces(self, first, n):
+        """Yield what each data set gives to samples first .. first+n-1: (Tokens, its first sample, its rows).
+
+        The samples that one data set gives are consecutive. rows: their places among the n samples.
+        """
+        which, numbers = self.locate(np.arange(first, first + n, dtype=np.int64))
+        for i in np.unique(which).tolist():
+            rows = np.flatnonzero(which == i)
+            yield self.parts[i], int(numbers[rows[0]]), rows
+
     def batch(self, first, n):
-        """Samples first .. first+n-1 -> x, y, (n, T) int64 each, as Tokens.batch."""
-        which, number = self.locate(np.arange(first, first + n, dtype=np.int64))
-        xy = None
-        for d in np.unique(which).tolist():  # the samples that data set d gives here are consecutive
-            rows = np.flatnonzero(which == d)
-            part = self.parts[d].batch(int(number[rows[0]]), len(rows))
-            xy = xy or tuple(p.new_empty((n, p.shape[1])) for p in part)
-            for both, some in zip(xy, part, strict=True):
-                both[rows] = some
-        return xy
+        """Return samples first .. first+n-1 as x, y, (n, T) int64 each, as Tokens.batch."""
+        import torch
+
+        x = torch.empty(n, self.seq_len, dtype=torch.int64)
+        y = torch.empty_like(x)
+        for part, start, rows in self.pieces(first, n):
+            x[rows], y[rows] = part.batch(start, len(rows))
+        return x, y
+
+    def n_targets(self, first, n):
+        """Return how many tokens of samples first .. first+n-1 are trained."""
+        return sum(part.n_targets(start, len(rows)) for part, start, rows in self.pieces(first, n))
 
 
 # -----------------------------------------------------------------------------
 # 4) a run's data
 
 def open_data(cfg, local_rank):
-    """The data of a run -> (train, val, vocab_size, identity of the data: str). Every rank checks headers;
-    local rank 0, one per node, also the checksums. vocab_size is that of cfg or, where it is 0, of the data,
-    and [MASK]. ValueError, OSError: see load_meta."""
-    mask = int(cfg.objective == "mlm")  # [MASK] is one id past the data's: corpus/masked.py
+    """Return the data of a run: train, val, vocab_size and the identity of the data, a str.
+
+    Every rank checks headers; local rank 0, one per node, also the checksums. vocab_size is that of cfg or,
+    where it is 0, of the data and [MASK]. ValueError, OSError: see load_meta.
+    """
+    n_mask = 1 if cfg.objective == "mlm" else 0  # [MASK] is one id past the data's: corpus/masked.py
     if cfg.data == "synthetic":
-        vocab_size = cfg.vocab_size or 256 + mask
-        train, val = (Synthetic(vocab_size - mask, cfg.seq_len, cfg.seed + i) for i in (0, 1))
-        train, val = mask_sources(cfg, train, val)
-        return train, val, vocab_size, f"synthetic-{vocab_size}"
-    meta = load_blend_meta(cfg.data)
-    if local_rank == 0:
-        for folder, _ in parse_blend(cfg.data):
-            verify(folder)
-    needed = meta["vocab_size"] + mask
-    vocab_size = cfg.vocab_size or needed
-    if vocab_size < needed:
-        raise ValueError(f"--vocab-size {vocab_size} is less than the {needed} symbols of {cfg.data}"
-                         f"{' with [MASK]' * mask}; try --vocab-size {needed}")
-    train, val = mask_sources(cfg, *(open_tokens(cfg.data, split, cfg.seq_len, cfg.seed) for split in SPLITS))
-    return train, val, vocab_size, meta["identity"]
+        vocab_size = cfg.vocab_size or 256 + n_mask
+        train = Synthetic(vocab_size - n_mask, cfg.seq_len, cfg.seed)
+        val = Synthetic(vocab_size - n_mask, cfg.seq_len, cfg.seed + 1)
+        identity = f"synthetic-{vocab_size}"
+    else:
+        meta = load_blend_meta(cfg.data)
+        if local_rank == 0:
+            for folder, _ in parse_blend(cfg.data):
+                verify(folder)
+        needed = meta["vocab_size"] + n_mask
+        vocab_size = cfg.vocab_size or needed
+        if vocab_size < needed:
+            with_mask = " with [MASK]" if n_mask else ""
+            raise ValueError(f"--vocab-size {vocab_size} is less than the {needed} symbols of {cfg.data}"
+                             f"{with_mask}; try --vocab-size {needed}")
+        train = open_tokens(cfg.data, "train", cfg.seq_len, cfg.seed)
+        val = open_tokens(cfg.data, "val", cfg.seq_len, cfg.seed)
+        identity = meta["identity"]
+
+    train, val = mask_sources(cfg, train, val)
+    return train, val, vocab_size, identity
 
 
 def trained_tokens(source, first, count, device):
-    """-> what the loss of the `count` samples from `first` on is divided by, the trained tokens of them all,
-    with no message: an int if the source trains every token, a constant of a recorded CUDA graph; else ()
-    int64 on the device, also in a step that trains all: a graph recorded with one does not hold the other."""
+    """Return the trained tokens of the `count` samples from `first` on, by which their loss is divided.
+
+    Every rank knows the number with no message. If the source trains every token, it is an int, a constant
+    of a recorded CUDA graph. Otherwise it is () int64 on the device, also in a step that trains all tokens:
+    a graph recorded with the one kind does not hold the other.
+    """
     n = source.n_targets(first, count)
     if source.all_trained:
         return n
@@ -384,13 +521,22 @@ def trained_tokens(source, first, count, device):
 
 
 def micro_batches(cfg, mesh, source, first, count, device):
-    """This rank's micro-batches of the `count` samples from `first` on -> [(x, y)], (B, T/cp) int64 each.
-    Micro-batch j holds samples j*mb..(j+1)*mb-1; dp rank d takes micro-batches d*n..(d+1)*n-1, and its cp
-    ranks their chunks of each sample."""
+    """Return this rank's micro-batches of the `count` samples from `first` on, [(x, y)].
+
+    x, y: (B, T/cp) int64. With micro-batches of mb samples, micro-batch j holds samples j*mb .. (j+1)*mb-1.
+    Rank d of dp takes micro-batches d*n .. (d+1)*n-1, and its cp ranks their chunks of each sample.
+    """
     n = count // (cfg.micro_batch * mesh.dp.size)
     start = first + mesh.dp.rank * n * cfg.micro_batch
-    pairs = [source.batch(start + j * cfg.micro_batch, cfg.micro_batch) for j in range(n)]
-    pairs = [tuple(mesh.cp.own_chunks(t, 1) for t in pair) for pair in pairs]
+    pairs = []
+    for j in range(n):
+        x, y = source.batch(start + j * cfg.micro_batch, cfg.micro_batch)
+        pairs.append((mesh.cp.own_chunks(x, 1), mesh.cp.own_chunks(y, 1)))
     if device.type == "cpu":
         return pairs
-    return [tuple(t.pin_memory().to(device, non_blocking=True) for t in pair) for pair in pairs]
+    return [(to_device(x, device), to_device(y, device)) for x, y in pairs]
+
+
+def to_device(tensor, device):
+    """Return a copy of a tensor on the device, without waiting for the copy."""
+    return tensor.pin_memory().to(device, non_blocking=True)

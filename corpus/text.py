@@ -13,7 +13,6 @@ files, `skipped` files (some of the standard library are not utf-8, to test its 
 """
 
 import importlib
-import itertools
 import json
 import zlib
 from pathlib import Path
@@ -21,10 +20,15 @@ from typing import NamedTuple
 
 from interface.command_line import one_line
 
-DOC_CHARS = 4_000  # characters of a text file per document: so small that a small text has both splits
-# how a file is read, by the end of its name. these words enter the fingerprint in meta.json: they must not
-# change, or every data set would be made again
-KINDS = {".jsonl": "jsonl", ".jsonl.gz": "packed", ".jsonl.zst": "packed", ".parquet": "parquet"}
+DOC_CHARS = 4_000  # characters of a text file per document: so few that a small text has both splits
+# How a file is read, by the end of its name. These words enter the fingerprint in meta.json: they must not
+# change, or every data set would be made again.
+KINDS = {
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "packed",
+    ".jsonl.zst": "packed",
+    ".parquet": "parquet",
+}
 HUB = {  # name -> repository, files in it
     "fineweb_edu": ("HuggingFaceFW/fineweb-edu", "data/*/*.parquet"),
     "fineweb_edu_10bt": ("HuggingFaceFW/fineweb-edu", "sample/10BT/*.parquet"),
@@ -44,7 +48,10 @@ class Span(NamedTuple):
 
 
 def require(module, user):
-    """Import an optional dependency -> the module. ValueError with the pip command: `user` needs it."""
+    """Import an optional dependency and return the module.
+
+    ValueError: it is not installed; the message has the pip command, and says that `user` needs it.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as e:
@@ -53,18 +60,26 @@ def require(module, user):
 
 
 # -----------------------------------------------------------------------------
-# sources -> spans -> documents
+# Sources -> spans -> documents
 
 def fetch_from_hub(name):
-    """A data set on the Hugging Face hub -> [(name in the repository, local path)]. ValueError: not fetched.
+    """Fetch a data set from the Hugging Face hub; return [(name in the repository, local path)].
 
-    `datasets` finds the files and caches them; its own format is not used, because that would be a second
-    copy. A download that was stopped goes on at the next file."""
+    `datasets` finds the files and caches them. Its own format is not used, because that would be a second
+    copy. A download that was stopped goes on at the next file. ValueError: the files cannot be fetched.
+    """
     datasets = require("datasets", f"the data set {name}")
-    repo, pattern = HUB[name] if name in HUB else (name[3:].split("::") + ["**"])[:2]
+    if name in HUB:
+        repo, pattern = HUB[name]
+    else:
+        words = name.removeprefix("hf:").split("::")
+        repo = words[0]
+        pattern = words[1] if len(words) > 1 else "**"
     try:
-        found = datasets.load_dataset_builder(repo, data_files={"train": pattern}).config.data_files["train"]
-        return list(zip(map(str, found), datasets.DownloadManager().download(list(found)), strict=True))
+        builder = datasets.load_dataset_builder(repo, data_files={"train": pattern})
+        found = list(builder.config.data_files["train"])
+        paths = datasets.DownloadManager().download(found)
+        return list(zip(map(str, found), paths, strict=True))
     except Exception as e:  # errors of the network, http, the hub and the pattern; some have several lines
         why = one_line(f"{type(e).__name__}: {e}")[:200]
         raise ValueError(f"{name}: {pattern} of {repo} could not be fetched ({why}); fetch the files by other"
@@ -72,19 +87,23 @@ def fetch_from_hub(name):
 
 
 def list_spans(source, unit_bytes, key, whole=False):
-    """One source, a path or a name on the hub -> its Spans in order.
-    key: the column or json key of the text. whole: each file is one document, whatever its name.
-    ValueError, OSError: absent, no such column, a package is missing: found now, not hours later."""
+    """Return the Spans of one source, a path or a name on the hub, in order.
+
+    key: the column or json key of the text. whole: each file is one document, whatever its name. ValueError,
+    OSError: the source is absent, has no such column, or needs a missing package. So these are found now,
+    not hours later.
+    """
     if source in HUB or source.startswith("hf:"):
         files = fetch_from_hub(source)
     elif Path(source).is_file():
         files = [(source, source)]
     else:
         raise FileNotFoundError(f"{source} is not a file; give stdlib, files, or one of {', '.join(HUB)}")
+
     spans = []
     for name, path in files:
-        stat, by_name = Path(path).stat(), (KINDS[end] for end in KINDS if name.lower().endswith(end))
-        kind = "whole" if whole else next(by_name, "text")
+        stat = Path(path).stat()
+        kind = "whole" if whole else kind_of(name)
         if kind == "parquet":
             pieces = list_row_groups(path, key)
         elif kind == "packed":
@@ -92,21 +111,43 @@ def list_spans(source, unit_bytes, key, whole=False):
                 require("zstandard", path)
             pieces = [(0, stat.st_size, 4 * stat.st_size)]  # text shrinks to about a quarter
         else:
-            size = stat.st_size
-            step = unit_bytes if kind in CUT else max(size, 1)
-            pieces = [(at, min(at + step, size), min(step, size - at)) for at in range(0, max(size, 1), step)]
+            step = unit_bytes if kind in CUT else max(stat.st_size, 1)
+            pieces = list_stretches(stat.st_size, step)
         spans += [Span(kind, str(path), *piece, stat.st_mtime_ns) for piece in pieces]
     return spans
 
 
+def kind_of(name):
+    """Return how a file is read, by its name."""
+    for end, kind in KINDS.items():
+        if name.lower().endswith(end):
+            return kind
+    return "text"
+
+
+def list_stretches(size, step):
+    """Return the stretches of a file of `size` bytes: [(start, stop, bytes)]; an empty file has one."""
+    starts = range(0, max(size, 1), step)
+    return [(start, min(start + step, size), min(step, size - start)) for start in starts]
+
+
 def group_spans(spans, unit_bytes):
-    """-> the units of work, lists of consecutive spans with about unit_bytes of text each."""
-    ends = zip(spans, itertools.accumulate(span.size for span in spans), strict=True)
-    return [[span for span, _ in unit] for _, unit in itertools.groupby(ends, lambda e: e[1] // unit_bytes)]
+    """Return the units of work, lists of consecutive spans with about unit_bytes of text each."""
+    units = []
+    last_number = None
+    end = 0
+    for span in spans:
+        end += span.size
+        number = end // unit_bytes
+        if number != last_number:
+            units.append([])
+        units[-1].append(span)
+        last_number = number
+    return units
 
 
 def documents(span, key, report):
-    """Yield the texts of one span (str), none of them empty. report(kind, line) hears of what is left out."""
+    """Yield the texts of one span (str), none of them empty; report(kind, line) is told what is left out."""
     for text in READERS[span.kind](span, key, report):
         if text:
             yield text
@@ -115,10 +156,10 @@ def documents(span, key, report):
 
 
 # -----------------------------------------------------------------------------
-# plain text
+# Plain text
 
 def cut_point(f, at, size):
-    """-> where file f may be cut, at byte `at` or later: after a blank line, a line, else at a character."""
+    """Return where file f may be cut, at byte `at` or later: after a blank line, a line, else a character."""
     if at == 0 or at >= size:
         return min(at, size)
     f.seek(at)
@@ -126,41 +167,62 @@ def cut_point(f, at, size):
     for mark in (b"\n\n", b"\n"):
         if mark in block:
             return at + block.index(mark) + len(mark)
-    return at + next((i for i, byte in enumerate(block) if byte & 0xC0 != 0x80), 0)
+    for i, byte in enumerate(block):
+        if byte & 0xC0 != 0x80:  # it is no continuation byte of utf-8
+            return at + i
+    return at
 
 
 def read_text(span, key, report):
     """Yield a whole file, or the documents of a stretch of it. ValueError: a stretch is not utf-8."""
     with open(span.path, "rb") as f:
         size = f.seek(0, 2)
-        start, stop = (cut_point(f, at, size) for at in (span.start, span.stop))
+        start = cut_point(f, span.start, size)
+        stop = cut_point(f, span.stop, size)
         f.seek(start)
         raw = f.read(stop - start)
     try:
         text = raw.decode()
     except UnicodeDecodeError as e:
         if span.kind == "whole":
-            return report("skipped", f"{span.path} is not utf-8 at byte {e.start}")
+            report("skipped", f"{span.path} is not utf-8 at byte {e.start}")
+            return
         raise ValueError(f"{span.path} is not utf-8 at byte {start + e.start}; convert it:"
                          f" iconv -t UTF-8 {span.path}") from e
-    if span.kind == "whole" or not text:
-        return (yield from [text] if text else [])
-    at = 0
-    while at < len(text):
-        end = len(text)
-        if end - at > DOC_CHARS:
-            blank = text.find("\n\n", at + DOC_CHARS, at + 2 * DOC_CHARS)
-            end = blank + 2 if blank >= 0 else text.find("\n", at + DOC_CHARS) + 1 or end
-        yield text[at:end]
-        at = end
+    if span.kind == "text":
+        yield from cut_documents(text)
+    elif text:
+        yield text
+
+
+def cut_documents(text):
+    """Yield a text in documents of about DOC_CHARS characters."""
+    start = 0
+    while start < len(text):
+        end = document_end(text, start)
+        yield text[start:end]
+        start = end
+
+
+def document_end(text, start):
+    """Return where the document that begins at `start` ends: after a blank line, a line, or with the text."""
+    if len(text) - start <= DOC_CHARS:
+        return len(text)
+    blank = text.find("\n\n", start + DOC_CHARS, start + 2 * DOC_CHARS)
+    if blank >= 0:
+        return blank + 2
+    line = text.find("\n", start + DOC_CHARS)
+    if line >= 0:
+        return line + 1
+    return len(text)
 
 
 # -----------------------------------------------------------------------------
-# json lines, plain or compressed
+# JSON lines, plain or compressed
 
 def read_json_lines(span, key, report):
     """Yield the value of `key` of each line. A line without such a text is reported as broken."""
-    for at, line in (plain_lines if span.kind == "jsonl" else decompressed_lines)(span, report):
+    for at, line in read_lines(span, report):
         if line.isspace():
             continue
         try:
@@ -174,19 +236,32 @@ def read_json_lines(span, key, report):
             yield text
 
 
-def plain_lines(span, report):
+def read_lines(span, report):
+    """Yield (position, line: bytes) of the lines of a span of json lines, plain or compressed."""
+    if span.kind == "jsonl":
+        return plain_lines(span)
+    return decompressed_lines(span, report)
+
+
+def plain_lines(span):
     """Yield (position in the file, line: bytes) of the lines that start in the span."""
     with open(span.path, "rb") as f:
         if span.start:  # skip the end of a line that belongs to the span before
             f.seek(span.start - 1)
             f.readline()
-        while (at := f.tell()) < span.stop and (line := f.readline()):
+        at = f.tell()
+        while at < span.stop:
+            line = f.readline()
+            if not line:
+                return
             yield at, line
+            at = f.tell()
 
 
 def decompressed_lines(span, report):
     """Yield (position in the text, line: bytes) of a .gz or .zst file; lines before a damage are kept."""
-    at, rest = 0, b""
+    at = 0
+    rest = b""  # the beginning of a line whose end is in a later block
     try:
         for block in decompress(span.path):
             *complete, rest = (rest + block).split(b"\n")
@@ -194,8 +269,8 @@ def decompressed_lines(span, report):
                 yield at, line + b"\n"
                 at += len(line) + 1
     except EOFError as e:
-        return report("damaged", f"{span.path} {e} after {at:,} bytes of text, the rest is lost:"
-                                 " get it again")
+        report("damaged", f"{span.path} {e} after {at:,} bytes of text, the rest is lost: get it again")
+        return
     if rest:
         yield at, rest
 
@@ -203,31 +278,44 @@ def decompressed_lines(span, report):
 def decompress(path):
     """Yield the text of a .gz or .zst file in blocks (bytes). EOFError: cut short, or damaged from there."""
     if str(path).lower().endswith(".gz"):
-        start, error = (lambda: zlib.decompressobj(wbits=31)), zlib.error
+        new_member = gzip_member
+        error = zlib.error
     else:
-        zstd = require("zstandard", path)
-        decompressor = zstd.ZstdDecompressor(max_window_size=1 << 31)
-        start, error = decompressor.decompressobj, zstd.ZstdError
+        zstandard = require("zstandard", path)
+        new_member = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+        error = zstandard.ZstdError
+
+    member = None  # both formats allow several members, one after the other
     with open(path, "rb") as f:
-        member = None  # both formats allow several members, one after the other
         while block := f.read(1 << 16):
-            # between members there may be zeros, the padding that tapes need
-            while block := block if member else block.lstrip(b"\0"):
-                member = member or start()
+            while block:
+                if member is None:
+                    block = block.lstrip(b"\0")  # zeros between members are the padding that tapes need
+                    if not block:
+                        break
+                    member = new_member()
                 try:
                     yield member.decompress(block)
                 except error as e:
                     raise EOFError(f"does not unpack ({e})") from e
-                member, block = (None, member.unused_data) if member.eof else (member, b"")
+                if not member.eof:
+                    break
+                block = member.unused_data
+                member = None
     if member is not None:
         raise EOFError("is cut short")
 
 
+def gzip_member():
+    """Return a decompressor of one member of a .gz file."""
+    return zlib.decompressobj(wbits=31)
+
+
 # -----------------------------------------------------------------------------
-# parquet
+# Parquet
 
 def open_parquet(path):
-    """-> a pyarrow ParquetFile. ValueError: damaged, or pyarrow is missing."""
+    """Return a pyarrow ParquetFile. ValueError: damaged, or pyarrow is missing."""
     parquet = require("pyarrow.parquet", path)
     try:
         return parquet.ParquetFile(path)
@@ -236,35 +324,45 @@ def open_parquet(path):
 
 
 def list_row_groups(path, key):
-    """-> [(group, group + 1, bytes of column `key`)]. ValueError: there is no such column of strings."""
+    """Return [(group, group + 1, bytes of column `key`)]. ValueError: there is no such column of strings."""
     with open_parquet(path) as f:
-        schema, meta = f.schema_arrow, f.metadata
+        schema = f.schema_arrow
         types = {name: str(schema.field(name).type) for name in schema.names}
         if "string" not in types.get(key, ""):
             has = ", ".join(f"{name} ({kind})" for name, kind in types.items())
             raise ValueError(f"{path} has no column {key!r} of strings, it has {has[:300]}; give --text-key")
-        paths = [meta.schema.column(i).path for i in range(meta.num_columns)]
-        sizes = (meta.row_group(g).column(paths.index(key)).total_uncompressed_size
-                 for g in range(meta.num_row_groups))
-        return [(g, g + 1, size) for g, size in enumerate(sizes)]
+
+        meta = f.metadata
+        columns = [meta.schema.column(i).path for i in range(meta.num_columns)]
+        column = columns.index(key)
+        groups = []
+        for i in range(meta.num_row_groups):
+            size = meta.row_group(i).column(column).total_uncompressed_size
+            groups.append((i, i + 1, size))
+        return groups
 
 
 def read_rows(span, key, report):
     """Yield the strings of column `key`. A null is reported as broken, a damaged page ends the row group."""
+    groups = range(span.start, span.stop)
+    place = f"{span.path} row group {span.start} row"
+    row = 0  # the number of rows read so far
     with open_parquet(span.path) as f:
-        row, groups, place = 0, range(span.start, span.stop), f"{span.path} row group {span.start} row"
         batches = f.iter_batches(256, row_groups=groups, columns=[key], use_threads=False)
         while True:
             try:
                 batch = next(batches, None)
             except (ValueError, OSError) as e:
-                lost = sum(f.metadata.row_group(g).num_rows for g in groups) - row
-                return report("damaged", f"{place} {row + 1:,} does not unpack ({one_line(e)[:120]}),"
-                                         f" {lost:,} rows are lost: get it again")
+                lost = sum(f.metadata.row_group(i).num_rows for i in groups) - row
+                report("damaged", f"{place} {row + 1:,} does not unpack ({one_line(e)[:120]}),"
+                                  f" {lost:,} rows are lost: get it again")
+                return
             if batch is None:
                 return
             for value in batch.column(0):
-                row, text, why = row + 1, None, f"no text under {key!r}"
+                row += 1
+                text = None
+                why = f"no text under {key!r}"
                 try:
                     text = value.as_py()
                 except UnicodeDecodeError as e:
@@ -275,7 +373,12 @@ def read_rows(span, key, report):
                     yield text
 
 
-READERS = {"whole": read_text, "text": read_text, "jsonl": read_json_lines, "packed": read_json_lines,
-           "parquet": read_rows}
-CUT = "text", "jsonl"  # kinds whose large files are cut into spans
-RECORDS = "jsonl", "packed", "parquet"  # kinds that are shuffled by default
+READERS = {
+    "whole": read_text,
+    "text": read_text,
+    "jsonl": read_json_lines,
+    "packed": read_json_lines,
+    "parquet": read_rows,
+}
+CUT = ("text", "jsonl")  # kinds whose large files are cut into spans
+RECORDS = ("jsonl", "packed", "parquet")  # kinds that are shuffled by default

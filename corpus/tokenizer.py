@@ -1,7 +1,8 @@
-"""Text to token ids and back: characters, a byte-pair vocabulary trained here, any tiktoken encoding, or a
-tokenizer of Hugging Face.
+"""Text to token ids and back.
 
-train_char(), train_bpe() and from_tiktoken() make a tokenizer; save() writes it beside the tokens, load()
+There are characters, byte pairs trained here, any encoding of tiktoken, and any tokenizer of Hugging Face.
+
+train_char(), train_bpe() and from_tiktoken() make a tokenizer. save() writes it beside the tokens, load()
 reads it, or one of Hugging Face. tokenizer.json is complete: sampling needs neither the network nor a cache.
 """
 
@@ -20,7 +21,7 @@ from interface.command_line import one_line
 from interface.schema import Range, check_schema, load_json
 
 EOD = "<|endoftext|>"  # written after each document; in text these characters are encoded as any others
-# how gpt-4 splits text into words (tiktoken, cl100k_base): a merge never crosses these boundaries
+# How gpt-4 splits text into words (tiktoken, cl100k_base): a merge never crosses these boundaries.
 PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -28,32 +29,47 @@ PATTERN = (
 MIN_VOCAB = 257  # of bpe: the 256 bytes and end-of-document
 MAX_ID = (1 << 32) - 2  # tiktoken's ids have 32 bits, and it keeps the largest for itself
 FETCH_SECONDS = 30.0  # tiktoken itself waits for ever where a firewall drops packets
+UNKNOWN = "\ufffd"  # what decoding gives for an id without a token, such as padding
 
+
+# -----------------------------------------------------------------------------
+# The kinds of tokenizers
 
 class Tokenizer:
-    """What both kinds have in common. spec: the whole tokenizer as plain json; sha256: of the saved file;
-    special: {token that text never gives: id}.
+    """What all kinds have in common.
 
-    A subclass has n_vocab (number of ids), eod (id of end-of-document or None), encode_numpy and decode."""
+    spec: the whole tokenizer as plain json. sha256: that of the saved file. special: the tokens that text
+    never gives, {token: id}. A subclass has n_vocab (number of ids), eod (id of end-of-document or None),
+    encode_numpy and decode.
+    """
 
     def __init__(self, spec):
-        self.spec, self.kind, self.special = spec, spec["kind"], spec.get("special", {})
+        self.spec = spec
+        self.kind = spec["kind"]
+        self.special = spec.get("special", {})
         self.text = json.dumps(spec, sort_keys=True, separators=(",", ":"))
         self.sha256 = hashlib.sha256(self.text.encode()).hexdigest()
 
     def encode(self, text):
-        """-> the token ids of `text`, a list of int; no end-of-document is added."""
+        """Return the token ids of a text, a list of int; no end-of-document is added."""
         return self.encode_numpy(text).tolist()
 
     def with_special(self, names):
-        """-> a tokenizer that has these special tokens, too; those that it lacked come after all others."""
+        """Return a tokenizer that has these special tokens, too; new ones come after all others."""
         new = [name for name in names if name not in self.special]
-        special = {**self.special, **{name: self.n_vocab + i for i, name in enumerate(new)}}
-        return type(self)({**self.spec, "special": special}) if new else self
+        if not new:
+            return self
+        special = dict(self.special)
+        for i, name in enumerate(new):
+            special[name] = self.n_vocab + i
+        return type(self)({**self.spec, "special": special})
 
     def encode_prompt(self, text):
-        """-> the ids of a text that a model is to continue: those of encode(), or after a first special token
-        where the tokenizer is one of Hugging Face that begins each text with it."""
+        """Return the ids of a text that a model is to continue, a list of int.
+
+        They are those of encode(). Some tokenizers of Hugging Face begin each text with a special token: then
+        it comes first.
+        """
         return self.encode(text)
 
     def save(self, path):
@@ -63,30 +79,37 @@ class Tokenizer:
 
 def token_ids(ranks):
     """{token: id}, whole numbers from 0 to 2^32 - 2, none twice"""
-    return (isinstance(ranks, dict) and all(type(i) is int and 0 <= i <= MAX_ID for i in ranks.values())
-            and len(set(ranks.values())) == len(ranks))
+    if not isinstance(ranks, dict):
+        return False
+    ids = list(ranks.values())
+    return all(type(i) is int and 0 <= i <= MAX_ID for i in ids) and len(set(ids)) == len(ids)
 
 
 class CharTokenizer(Tokenizer):
-    """One id per character in code point order, as in nanoGPT's shakespeare_char; no end-of-document. Special
-    tokens, if any, come after them."""
+    """One id per character in code point order, as in nanoGPT's shakespeare_char; no end-of-document.
+
+    Special tokens, if any, come after the characters.
+    """
 
     SCHEMA = {"chars": str, "special?": token_ids}
 
     def __init__(self, spec):
         super().__init__(spec)
         spec["chars"].encode()  # half of a surrogate pair could not be printed
-        self.chars, self.eod = spec["chars"], None
+        self.chars = spec["chars"]
+        self.eod = None
         self.symbols = [*self.chars, *sorted(self.special, key=self.special.get)]
-        self.n_vocab, n = len(self.symbols), len(self.chars)
-        if sorted(self.special.values()) != list(range(n, self.n_vocab)):
-            raise ValueError(f"its special tokens must have the ids after the {n} characters")
+        self.n_vocab = len(self.symbols)
+        n_chars = len(self.chars)
+        if sorted(self.special.values()) != list(range(n_chars, self.n_vocab)):
+            raise ValueError(f"its special tokens must have the ids after the {n_chars} characters")
         self.id_of = np.full(0x110000, -1, np.int32)  # code point -> id, so that encoding is one gather
-        self.id_of[[ord(c) for c in self.chars]] = np.arange(n)
+        self.id_of[[ord(c) for c in self.chars]] = np.arange(n_chars)
 
     def encode_numpy(self, text):
-        """-> the ids of `text`, (len(text),) int32. ValueError: the vocabulary lacks a character."""
-        ids = self.id_of[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)]
+        """Return the ids of a text, (len(text),) int32. ValueError: the vocabulary lacks a character."""
+        code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        ids = self.id_of[code_points]
         if len(ids) and ids.min() < 0:
             c = text[int(np.argmax(ids < 0))]
             raise ValueError(f"the character {c!r} (U+{ord(c):04X}) is not among the {len(self.chars)} of"
@@ -94,8 +117,9 @@ class CharTokenizer(Tokenizer):
         return ids
 
     def decode(self, ids):
-        """-> the text of `ids` (any iterable of numbers); an id of n_vocab or more (padding) gives U+FFFD."""
-        return "".join(self.symbols[i] if 0 <= i < self.n_vocab else "\ufffd" for i in map(int, ids))
+        """Return the text of ids, any iterable of numbers; ids above the vocabulary (padding) give U+FFFD."""
+        known = range(self.n_vocab)
+        return "".join(self.symbols[i] if i in known else UNKNOWN for i in map(int, ids))
 
 
 class BpeTokenizer(Tokenizer):
@@ -106,23 +130,24 @@ class BpeTokenizer(Tokenizer):
     def __init__(self, spec):
         import tiktoken
         super().__init__(spec)
-        special, decode = spec["special"], base64.b64decode
-        ranks = {decode(t, validate=True): i for t, i in spec["ranks"].items()}
-        if len(ranks) < len(spec["ranks"]) or any(bytes([b]) not in ranks for b in range(256)):
+        ranks = {base64.b64decode(token, validate=True): i for token, i in spec["ranks"].items()}
+        has_all_bytes = all(bytes([b]) in ranks for b in range(256))
+        if len(ranks) < len(spec["ranks"]) or not has_all_bytes:
             raise ValueError("ranks has a token twice, or not all 256 bytes")  # tiktoken would panic
         self.encoding = tiktoken.Encoding(spec["kind"], pat_str=spec["pattern"], mergeable_ranks=ranks,
-                                          special_tokens=special)
-        self.ids = {*ranks.values(), *special.values()}  # cl100k_base does not use every number
-        self.n_vocab, self.eod = max(self.ids) + 1, special[EOD]
+                                          special_tokens=self.special)
+        self.ids = {*ranks.values(), *self.special.values()}  # cl100k_base does not use every number
+        self.n_vocab = max(self.ids) + 1
+        self.eod = self.special[EOD]
 
     @classmethod
     def make(cls, kind, pattern, ranks, special):
-        """From ranks {bytes: id}, special tokens {str: id} and the regular expression that splits words."""
-        ranks = {base64.b64encode(t).decode(): i for t, i in ranks.items()}
+        """Make one of ranks {bytes: id}, special tokens {str: id} and the regular expression of words."""
+        ranks = {base64.b64encode(token).decode(): i for token, i in ranks.items()}
         return cls({"kind": kind, "pattern": pattern, "ranks": ranks, "special": special})
 
     def encode_numpy(self, text):
-        """-> the ids of `text`, (n,) uint32. Text never gives a special token. ValueError: tiktoken fails."""
+        """Return the ids of a text, (n,) uint32. ValueError: tiktoken fails."""
         try:
             return self.encoding.encode_to_numpy(text, disallowed_special=())
         except BaseException as e:  # its panics are no Exceptions
@@ -132,16 +157,22 @@ class BpeTokenizer(Tokenizer):
                              f" ({one_line(e)[:60]}); make it again: python prepare.py") from None
 
     def decode(self, ids):
-        """-> the text of `ids`; invalid utf-8 and ids without a token (such as padding) give U+FFFD."""
-        bytes_of, unknown = self.encoding.decode_single_token_bytes, "\ufffd".encode()
-        tokens = (bytes_of(i) if i in self.ids else unknown for i in map(int, ids))
+        """Return the text of ids; invalid utf-8 and ids without a token (such as padding) give U+FFFD."""
+        tokens = []
+        for i in map(int, ids):
+            if i in self.ids:
+                tokens.append(self.encoding.decode_single_token_bytes(i))
+            else:
+                tokens.append(UNKNOWN.encode())
         return b"".join(tokens).decode("utf-8", "replace")
 
 
 class HfTokenizer(Tokenizer):
-    """A tokenizer of Hugging Face, run by their library `tokenizers`. spec: json, their tokenizer.json;
-    config, their tokenizer_config.json, whose eos_token is end-of-document; eos_id, the model's where that
-    has none; special, further special tokens and their ids."""
+    """A tokenizer of Hugging Face, run by their library `tokenizers`.
+
+    spec: json, their tokenizer.json; config, their tokenizer_config.json, whose eos_token is end-of-document;
+    eos_id, the model's, where config has none; special, further special tokens and their ids.
+    """
 
     SCHEMA = {"json": {"model": dict}, "config": dict, "eos_id?": (int, list, type(None)),
               "special?": token_ids}
@@ -158,48 +189,66 @@ class HfTokenizer(Tokenizer):
             if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
                 raise
             raise ValueError(f"the library tokenizers cannot read it: {one_line(e)[:120]}") from None
-        special = spec.get("special", {})
-        self.library.add_special_tokens(sorted(special, key=special.get))  # the library numbers them
+        self.add_special(spec.get("special", {}))
+        self.library.no_truncation()
+        self.library.no_padding()
+        self.n_vocab = max(self.library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.eod = self.find_eod()
+
+    def add_special(self, special):
+        """Add further special tokens, {token: id}. ValueError: the library would number them otherwise."""
+        self.library.add_special_tokens(sorted(special, key=special.get))
         if any(self.library.token_to_id(token) != i for token, i in special.items()):
             raise ValueError(f"its ids have gaps, {', '.join(special)} cannot come after them")
         added = self.library.get_added_tokens_decoder().items()
         self.special = {token.content: i for i, token in added if token.special}
-        self.library.encode_special_tokens = True  # in a text their characters are as any others
-        self.library.no_truncation()
-        self.library.no_padding()
-        self.n_vocab = max(self.library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        eos = spec["config"].get("eos_token")
-        eos = eos.get("content") if isinstance(eos, dict) else eos
-        eos = spec.get("eos_id") if eos is None else eos
-        self.eod = self.library.token_to_id(eos) if isinstance(eos, str) else None
-        if type(eos) is int and 0 <= eos < self.n_vocab and self.library.id_to_token(eos) is not None:
-            self.eod = eos
+        self.library.encode_special_tokens = True  # in a text their characters are encoded as any others
+
+    def find_eod(self):
+        """Return the id of end-of-document, or None where neither the tokenizer nor the model names one."""
+        eos = self.spec["config"].get("eos_token")
+        if isinstance(eos, dict):
+            eos = eos.get("content")
+        if eos is None:
+            eos = self.spec.get("eos_id")
+        if isinstance(eos, str):
+            return self.library.token_to_id(eos)
+        is_id = type(eos) is int and 0 <= eos < self.n_vocab and self.library.id_to_token(eos) is not None
+        return eos if is_id else None
 
     def encode_numpy(self, text, special=False):
-        """-> the ids of `text`, (n,) uint32. special: with those that the tokenizer puts before a text."""
-        text.encode()  # half of a surrogate pair is a TypeError there
+        """Return the ids of a text, (n,) uint32.
+
+        special: with the tokens that the tokenizer puts before a text. ValueError: a symbol that it lacks.
+        """
+        text.encode()  # half of a surrogate pair is a TypeError in the library
         try:
             return np.array(self.library.encode(text, add_special_tokens=special).ids, np.uint32)
-        except Exception as e:  # the library has no exceptions of its own; a symbol that it lacks
+        except Exception as e:  # the library has no exceptions of its own
             raise ValueError(f"this tokenizer cannot encode {text[:40]!r}: {one_line(e)[:80]}") from None
 
     def encode_prompt(self, text):
         return self.encode_numpy(text, special=True).tolist()
 
     def decode(self, ids):
-        """-> the text of `ids`; ids without a token give nothing."""
+        """Return the text of ids; ids without a token give nothing."""
         return self.library.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
+# -----------------------------------------------------------------------------
+# New ones
+
 def train_char(texts):
-    """-> a CharTokenizer of the characters that occur in `texts`, an iterable of str."""
-    return CharTokenizer({"kind": "char", "chars": "".join(sorted(set(chain.from_iterable(texts))))})
+    """Return a CharTokenizer of the characters that occur in texts, an iterable of str."""
+    chars = sorted(set(chain.from_iterable(texts)))
+    return CharTokenizer({"kind": "char", "chars": "".join(chars)})
 
 
 def train_bpe(texts, vocab_size):
-    """-> a BpeTokenizer trained on `texts` by rustbpe: 256 bytes, the merges, end-of-document as the last id.
+    """Return a BpeTokenizer trained on texts by rustbpe: 256 bytes, the merges, last end-of-document.
 
-    A small input runs out of pairs and gives fewer than vocab_size ids. ValueError: vocab_size below 257."""
+    A small input runs out of pairs and gives fewer than vocab_size ids. ValueError: vocab_size below 257.
+    """
     if vocab_size < MIN_VOCAB:
         raise ValueError(f"--vocab-size {vocab_size} is below {MIN_VOCAB}, the 256 bytes and end-of-document")
     import rustbpe  # not at the top, as tiktoken above: train.py imports this file and should start quickly
@@ -211,7 +260,7 @@ def train_bpe(texts, vocab_size):
 
 
 def from_tiktoken(name):
-    """-> a published encoding (gpt2, ...). ValueError: unknown, or not in the cache and not fetched."""
+    """Return a published encoding (gpt2, ...). ValueError: unknown, or not in the cache and not fetched."""
     import tiktoken
 
     known = tiktoken.list_encoding_names()
@@ -220,27 +269,32 @@ def from_tiktoken(name):
                          f"{', '.join(known)}")
     try:  # in a thread: tiktoken sets no timeout, and a look-up of a host name has none that we could set
         with ThreadPool(1) as pool:
-            e = pool.apply_async(tiktoken.get_encoding, [name]).get(FETCH_SECONDS)
-    except Exception as error:  # of requests, ssl, the hash or the file
-        why = (f"no answer within {FETCH_SECONDS:g} s" if isinstance(error, TimeoutError)
-               else f"{type(error).__name__}: {one_line(error)[:120]}")
+            found = pool.apply_async(tiktoken.get_encoding, [name]).get(FETCH_SECONDS)
+    except Exception as e:  # of requests, ssl, the hash or the file
+        if isinstance(e, TimeoutError):
+            why = f"no answer within {FETCH_SECONDS:g} s"
+        else:
+            why = f"{type(e).__name__}: {one_line(e)[:120]}"
         raise ValueError(f"the vocabulary of {name} is not in tiktoken's cache nor fetched ({why});"
-                         " set TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bpe") from error
-    return BpeTokenizer.make(name, e._pat_str, e._mergeable_ranks, e._special_tokens)
+                         " set TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bpe") from e
+    return BpeTokenizer.make(name, found._pat_str, found._mergeable_ranks, found._special_tokens)
 
+
+# -----------------------------------------------------------------------------
+# Saved ones
 
 def load(path):
-    """-> the tokenizer saved at `path`, a tokenizer.json or its folder. ValueError, OSError: none."""
-    path = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    """Return the tokenizer saved at `path`, a tokenizer.json or its folder. ValueError, OSError: none."""
+    path = Path(path)
+    if path.is_dir():
+        path = path / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; make it with: python prepare.py")
     try:
         spec = load_json(path)
-        if isinstance(spec, dict) and "model" in spec and "kind" not in spec:  # Hugging Face's own
-            config, of_model = (load_json(path.with_name(name)) if path.with_name(name).is_file() else {}
-                                for name in ("tokenizer_config.json", "config.json"))
-            spec = {"kind": "hf", "json": spec, "config": config,
-                    "eos_id": of_model.get("eos_token_id") if isinstance(of_model, dict) else None}
+        is_theirs = isinstance(spec, dict) and "model" in spec and "kind" not in spec
+        if is_theirs:
+            spec = spec_of_theirs(spec, path)
         check_schema(spec, {"kind": str}, path.name)
         kind = {"char": CharTokenizer, "hf": HfTokenizer}.get(spec["kind"], BpeTokenizer)
         check_schema(spec, kind.SCHEMA, path.name)
@@ -249,36 +303,61 @@ def load(path):
         raise ValueError(f"{path} is not a tokenizer file ({e}); make it again: python prepare.py") from e
 
 
+def spec_of_theirs(content, path):
+    """Return the spec of an HfTokenizer from the content of Hugging Face's tokenizer.json at `path`."""
+    found = {}
+    for name in ("tokenizer_config.json", "config.json"):
+        beside = path.with_name(name)
+        found[name] = load_json(beside) if beside.is_file() else {}
+    of_model = found["config.json"]
+    eos_id = of_model.get("eos_token_id") if isinstance(of_model, dict) else None
+    return {"kind": "hf", "json": content, "config": found["tokenizer_config.json"], "eos_id": eos_id}
+
+
 def refuse_other_tokens(run, folder, more=True):
-    """ValueError unless the data set in folder has the tokens of a run (or its step_N), perhaps, with more,
-    special tokens besides. A run without tokenizer.json, of synthetic data, has none to compare."""
-    run = run if (run / "tokenizer.json").is_file() else run.parent
-    if (run / "tokenizer.json").is_file():
-        theirs, ours = load(run), load(folder)
-        same = {**theirs.spec, "special": 0} == {**ours.spec, "special": 0}
-        # a tokenizer of Hugging Face may stand for one of ours
-        text = set(range(theirs.n_vocab)) - set(theirs.special.values())
-        same = same or all(theirs.decode([i]) == ours.decode([i]) for i in text)
-        if not same or theirs.special.items() - ours.special.items() or (
-                not more and ours.n_vocab != theirs.n_vocab):
-            raise ValueError(f"the tokens of {folder} are others than those of --init-from {run}; prepare the"
-                             f" data with --tokenizer {run}")
+    """Raise ValueError unless the data set in `folder` has the tokens of a run (or of its step_N).
+
+    more: the data set may have special tokens besides. A run without tokenizer.json, of synthetic data, has
+    no tokens to compare.
+    """
+    if not (run / "tokenizer.json").is_file():
+        run = run.parent
+    if not (run / "tokenizer.json").is_file():
+        return
+    theirs = load(run)
+    ours = load(folder)
+    special_fits = theirs.special.items() <= ours.special.items()
+    size_fits = more or ours.n_vocab == theirs.n_vocab
+    if not (same_text_tokens(theirs, ours) and special_fits and size_fits):
+        raise ValueError(f"the tokens of {folder} are others than those of --init-from {run}; prepare the"
+                         f" data with --tokenizer {run}")
+
+
+def same_text_tokens(theirs, ours):
+    """Whether two tokenizers have the same tokens, special ones aside."""
+    if {**theirs.spec, "special": 0} == {**ours.spec, "special": 0}:
+        return True
+    # A tokenizer of Hugging Face may stand for one of ours.
+    text_ids = set(range(theirs.n_vocab)) - set(theirs.special.values())
+    return all(theirs.decode([i]) == ours.decode([i]) for i in text_ids)
 
 
 def prompt_tokenizer(cfg):
-    """-> the tokenizer of the run's data (cfg.data) where cfg.prompt is to be continued, else None.
+    """Return the tokenizer of the run's data (cfg.data) where cfg.prompt is to be continued, else None.
 
     ValueError: synthetic data, a tokenizer of more symbols than the data's, or a character that it lacks; a
-    tokenizer other than that of the run whose weights --init-from takes."""
+    tokenizer other than that of the run whose weights --init-from takes.
+    """
     if cfg.init_from and cfg.data != "synthetic":
-        # special tokens more would move [MASK], which follows the last of them
+        # More special tokens would move [MASK], which follows the last of them.
         refuse_other_tokens(Path(cfg.init_from), first_folder(cfg.data), more=cfg.objective == "causal")
     if not cfg.prompt:
         return None
     if cfg.data == "synthetic":
         raise ValueError("--prompt needs text, synthetic data has no tokenizer; try --data DIR")
     folder = first_folder(cfg.data)
-    tokenizer, expected = load(folder), load_meta(folder)["vocab_size"]
+    tokenizer = load(folder)
+    expected = load_meta(folder)["vocab_size"]
     if tokenizer.n_vocab > expected:
         raise ValueError(f"{folder}: tokenizer.json has {tokenizer.n_vocab} symbols, meta.json {expected};"
                          " make the data again: python prepare.py")

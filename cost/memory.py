@@ -1,11 +1,14 @@
-"""Bytes on a rank before it runs: parameters, gradients, optimizer, and what model.py and ops/ keep for
-backward, tensor by tensor. plan.py prints them.
+"""The bytes that a rank needs on a GPU, before it runs: weights, gradients, optimizer, activations.
+
+Activations are counted tensor by tensor, as model.py and ops/ keep them for backward. plan.py prints
+the result.
 """
 import itertools
 from typing import NamedTuple
 
 from config import pad_vocab
 from cost.parameters import (
+    dense_hidden,
     element_bytes,
     expert_rows,
     head_rows,
@@ -27,163 +30,313 @@ from zero import uses_slot
 
 GIB = 2**30
 CONTEXT = 1.2 * GIB  # CUDA context, buffers of cuBLAS and NCCL: on the card, but not torch's
-IMBALANCE = 1.44  # dropless, ep > 1: rows of the fullest rank over the mean; moe-4b's aux loss at step 20
-FRAGMENTS = 0.05  # of what is allocated and freed in a step: reserved by torch's allocator, but not in use
+# Rows of the fullest rank over the mean, dropless with ep > 1: moe-4b with its balance loss at step 20.
+IMBALANCE = 1.44
+# Of what a step allocates and frees, the part that torch's allocator reserves without using it.
+FRAGMENTS = 0.05
 
-
-def buffer_rows(cfg, mesh, choice):
-    """Rows of each symmetric-memory buffer through which rows reach the experts; 0 where there is none."""
-    if not choice.symm_mem:
-        return 0
-    n = rank_tokens(cfg, mesh) // mesh.tp.size
-    return expert_rows(cfg, n) * (1 if cfg.capacity_factor else min(cfg.ep_slack, mesh.ep.size))
-
+# -----------------------------------------------------------------------------
+# What a block keeps for backward
 
 class BlockActivations(NamedTuple):
-    """Bytes of one block and micro-batch."""
-    saved: float       # tensors that backward needs
-    remains: float     # those of them that stay under --recompute, and what selective keeps in their place
-    peak: float        # the largest gradients that are alive at once in backward
+    """Bytes of one block, or of a part of it, in one micro-batch."""
+    saved: float    # tensors that backward needs
+    remains: float  # what stays of them under --recompute, and what selective keeps in their place
+    peak: float     # the largest gradients that are alive at once in backward
 
 
 def saved_activations(cfg, mesh, load_factor=0.0, choice=None):
-    """-> BlockActivations. A test compares them with what autograd keeps. load_factor: rows of this rank's
-    experts over the balanced number, dropless and ep > 1; 0: the most that memory sees."""
-    size, tp, C, F = element_bytes(cfg)[0], mesh.tp.size, cfg.n_embd, cfg.ffn_hidden
-    rows, q, kv = rank_tokens(cfg, mesh), C / tp, kv_width(cfg, mesh)
-    gated = cfg.mlp in GATED
-    # elements per token: the block's input, norm1's output as gathered, q k v side by side, attention's
-    # output, norm2's input
-    row = C / tp + C + (q + 2 * kv) + q + C / tp
-    if cfg.pos == "rope":
-        row += q + kv  # q and k rotated
-    gathered = 2 * kv * cfg.micro_batch * cfg.seq_len if mesh.cp.size > 1 else 0  # k and v of whole sequences
-    if gathered:  # they are kept in the place of this rank's own v, and two outputs beside both as one
-        row += gathered / rows + q - (q + 2 * kv if cfg.pos == "rope" else 0)
-    whole = cfg.compile and tp == mesh.cp.size == 1  # else a block is compiled in pieces, between collectives
-    keeps = cfg.zero < 3  # the concatenated copies of weights that share one product
-    fixed = C * (q + 2 * kv) * keeps  # wq, wk, wv
-    remains = rows * C / tp
-    hidden = cfg.n_shared_experts * F if cfg.n_experts else F
-    peak = 3 * gathered  # of both chunks' keys and values, and their sum
-    if hidden:
-        # norm2's output; gate, up and their product, or before and after GELU
-        row += C + (3 if gated else 2) * hidden / tp
-        fixed += 2 * hidden / tp * C * keeps if gated else 0  # w1, w3
-        peak = max(peak, rows * (3 if gated else 2) * hidden / tp)
-        if whole and cfg.recompute == "full" and cfg.mlp == "swiglu" and not cfg.n_experts:
-            remains += rows * hidden  # a Triton kernel's output is not recomputed (inferred from a run)
-    own = 4 * rows * cfg.n_head / tp  # bytes: softmax's log-sum-exp, fp32
-    if cfg.recompute == "selective":
-        # input, q k v, attention's output; the products with wo and w2 as they are before the scatter, w1 w3.
-        # a compiled block drops that of w2, which nothing needs
-        kept = (q + 2 * kv) + q + C
-        if not cfg.n_experts:
-            kept += C * (not whole) + (2 if gated else 1) * hidden / tp
-        remains += rows * kept + own / size
-        if cfg.n_experts and hidden:  # the shared expert: all, and its copy of w1, w3
-            remains += rows * (3 if gated else 2) * hidden / tp + (2 * hidden / tp * C if gated else 0)
-    own += 2 * rows * C / tp * (cfg.dropout > 0)  # the masks, one byte each
-    dense = size * (rows * row + fixed) + own, size * remains, size * (peak + 2 * rows * C)
+    """Return the BlockActivations of one block. A test compares them with what autograd keeps.
+
+    load_factor: rows of this rank's experts over the balanced number, dropless with ep > 1. 0 takes the
+    largest number that there has to be memory for.
+    """
+    attention = _attention_activations(cfg, mesh)
+    mlp = _mlp_activations(cfg, mesh)
+    elements = rank_tokens(cfg, mesh) * cfg.n_embd  # of one (B*t, C) tensor
+    saved = attention.saved + mlp.saved
+    remains = attention.remains + mlp.remains
+    peak = max(attention.peak, mlp.peak) + 2 * elements * element_bytes(cfg)[0]
+    if cfg.dropout > 0:
+        saved += 2 * elements / mesh.tp.size  # the masks of both residual branches, a byte per element
     if not cfg.n_experts:
-        return BlockActivations(*dense)
-    experts = expert_activations(cfg, mesh, load_factor, choice)
-    return BlockActivations(*(a + b for a, b in zip(dense, experts, strict=True)))
+        return BlockActivations(saved, remains, peak)
+
+    experts = _expert_activations(cfg, mesh, load_factor, choice)
+    return BlockActivations(saved + experts.saved, remains + experts.remains, peak + experts.peak)
 
 
-def expert_activations(cfg, mesh, load_factor, choice=None):
-    """saved_activations of the router and the routed experts alone -> BlockActivations"""
+def _attention_activations(cfg, mesh):
+    """Return the BlockActivations from a block's input to the input of norm2."""
+    weight_bytes, _ = element_bytes(cfg)
+    rows = rank_tokens(cfg, mesh)
+    C = cfg.n_embd
+    q = C / mesh.tp.size
+    kv = kv_width(cfg, mesh)
+    qkv = q + 2 * kv
+    uses_rope = cfg.pos == "rope"
+
+    # Elements per token: the inputs of the block and of norm2, norm1's output as gathered, q k v side
+    # by side, attention's output.
+    row = 2 * C / mesh.tp.size + C + qkv + q
+    if uses_rope:
+        row += q + kv  # q and k rotated
+    saved = rows * row
+    peak = 0
+    if mesh.cp.size > 1:
+        # Attention keeps keys and values of whole sequences. Besides its output it keeps the outputs
+        # of the rank's two chunks. Rotated queries are copies, so the original q k v can be freed.
+        whole_sequences = 2 * kv * cfg.micro_batch * cfg.seq_len
+        saved += whole_sequences + rows * q
+        if uses_rope:
+            saved -= rows * qkv
+        peak = 3 * whole_sequences  # gradients of both chunks' keys and values, and their sum
+    if cfg.zero < 3:
+        saved += C * qkv  # wq, wk and wv concatenated
+
+    softmax = 4 * rows * cfg.n_head / mesh.tp.size  # bytes of its log-sum-exp, in fp32
+    remains = weight_bytes * rows * C / mesh.tp.size  # the block's input
+    if cfg.recompute == "selective":
+        # It keeps q k v, attention's output, and the product with wo as it is before the scatter.
+        remains += weight_bytes * rows * (qkv + q + C) + softmax
+    return BlockActivations(weight_bytes * saved + softmax, remains, weight_bytes * peak)
+
+
+def _mlp_activations(cfg, mesh):
+    """Return the BlockActivations of the MLP or of the shared experts, with norm2's output."""
+    hidden = dense_hidden(cfg) / mesh.tp.size
+    if not hidden:
+        return BlockActivations(0, 0, 0)
+    weight_bytes, _ = element_bytes(cfg)
+    rows = rank_tokens(cfg, mesh)
+    C = cfg.n_embd
+    is_gated = cfg.mlp in GATED
+
+    # Gate, up and their product, or the hidden layer before and after GELU.
+    inner = rows * hidden * (3 if is_gated else 2)
+    concatenated = 2 * hidden * C if is_gated else 0  # w1 and w3
+    saved = rows * C + inner
+    if cfg.zero < 3:
+        saved += concatenated
+
+    # With tp or cp a block is compiled in pieces, between its collectives.
+    compiled_whole = cfg.compile and mesh.tp.size == mesh.cp.size == 1
+    remains = 0
+    if cfg.recompute == "selective" and cfg.n_experts:
+        remains = inner + concatenated  # the shared experts are not recomputed
+    elif cfg.recompute == "selective":
+        remains = rows * hidden * (2 if is_gated else 1)  # the products with w1 and w3
+        if not compiled_whole:
+            # The product with w2 stays as it is before the scatter. Backward does not need it, so a
+            # block that is compiled whole drops it.
+            remains += rows * C
+    elif cfg.recompute == "full" and compiled_whole and cfg.mlp == "swiglu" and not cfg.n_experts:
+        remains = rows * hidden  # a Triton kernel's output is not recomputed (inferred from a run)
+    return BlockActivations(weight_bytes * saved, weight_bytes * remains, weight_bytes * inner)
+
+
+def _expert_activations(cfg, mesh, load_factor, choice=None):
+    """Return the BlockActivations of the router and the routed experts alone."""
     choice = choice or expected_choice(cfg, mesh)
-    (size, wide), C, F, K, E = element_bytes(cfg), cfg.n_embd, cfg.ffn_hidden, cfg.top_k, cfg.n_experts
+    weight_bytes, _ = element_bytes(cfg)
+    C, F = cfg.n_embd, cfg.ffn_hidden
     n = rank_tokens(cfg, mesh) // mesh.tp.size
-    held, buffer, back = expert_rows(cfg, n), buffer_rows(cfg, mesh, choice), n * K
-    if varying := needs_row_limit(cfg, mesh):  # in a bad step the rows fill what a graph has for them
-        room = held * min(cfg.ep_slack, mesh.ep.size) * choice.graph  # the first step does without it
-        held = load_factor * held if load_factor else max(room, IMBALANCE * held)
-    router = n * C * wide * (wide > size) + 2 * n * E * wide
-    router += 8 * n * K * (2 if buffer else 5 if mesh.ep.size > 1 else 3)  # int64: which copy goes where
-    if varying and choice.graph and not buffer:  # fast/padded.py: messages of `held` rows, also back
-        router, back = router + 24 * (held - n * K), held
-    recomputes = cfg.mlp == "swiglu" and cfg.dtype != "fp64"  # SwiGLUExperts: two of four
-    hidden = 2 if recomputes or cfg.mlp not in GATED else 4
-    saved = router + size * (held * (C * (not buffer) + hidden * F) + back * C)  # x a b; the copies
-    remains = saved if cfg.recompute == "selective" else router
-    return BlockActivations(saved, remains + size * n * C,  # norm2's output
-                            size * held * (2 * F + C))
+    through_buffers = buffer_rows(cfg, mesh, choice) > 0
+    has_row_limit = needs_row_limit(cfg, mesh)
 
+    held = expert_rows(cfg, n)
+    if has_row_limit:
+        held = _rows_of_fullest_rank(cfg, mesh, load_factor, held, choice)
+    returned = n * cfg.top_k
+    router = _router_bytes(cfg, mesh, n, through_buffers)
+    if has_row_limit and choice.graph and not through_buffers:
+        # fast/padded.py sends messages of `held` rows, also on the way back.
+        router += 24 * (held - returned)
+        returned = held
+
+    recomputes = cfg.mlp == "swiglu" and cfg.dtype != "fp64"  # SwiGLUExperts keeps two of four
+    hidden_tensors = 2 if recomputes or cfg.mlp not in GATED else 4
+    row = hidden_tensors * F
+    if not through_buffers:
+        row += C  # the input of the experts
+    saved = router + weight_bytes * (held * row + returned * C)
+    remains = saved if cfg.recompute == "selective" else router
+    norm2_output = weight_bytes * n * C
+    return BlockActivations(saved, remains + norm2_output, weight_bytes * held * (2 * F + C))
+
+
+def _rows_of_fullest_rank(cfg, mesh, load_factor, balanced, choice):
+    """Return the most rows that a rank's dropless experts hold. balanced: the mean over the ranks."""
+    if load_factor:
+        return load_factor * balanced
+    # In a bad step the rows fill what a CUDA graph has for them. The first step does without a graph.
+    room = balanced * min(cfg.ep_slack, mesh.ep.size) if choice.graph else 0
+    return max(room, IMBALANCE * balanced)
+
+
+def _router_bytes(cfg, mesh, n, through_buffers):
+    """Return the bytes that the router of n rows keeps: its tensors, and which copy goes where."""
+    weight_bytes, wide_bytes = element_bytes(cfg)
+    kept = 2 * n * cfg.n_experts * wide_bytes
+    if wide_bytes > weight_bytes:
+        kept += n * cfg.n_embd * wide_bytes  # the input, widened
+    permutations = 3
+    if through_buffers:
+        permutations = 2
+    elif mesh.ep.size > 1:
+        permutations = 5
+    return kept + 8 * n * cfg.top_k * permutations  # int64
+
+
+def buffer_rows(cfg, mesh, choice):
+    """Return the rows of each symmetric-memory buffer through which rows reach the experts.
+
+    0 where there is none.
+    """
+    if not choice.symm_mem:
+        return 0
+    rows = expert_rows(cfg, rank_tokens(cfg, mesh) // mesh.tp.size)
+    if cfg.capacity_factor:
+        return rows
+    return rows * min(cfg.ep_slack, mesh.ep.size)
+
+
+# -----------------------------------------------------------------------------
+# What stays from step to step
 
 def gradient_bytes(cfg, mesh, vocab_size, choice):
-    """Bytes of the gradients: sums in at least fp32, or the model's dtype where nothing is added to them.
-    Peer copies also need this rank's slice of the sums, and room for the other ranks' part of a bucket. From
-    ZeRO-2 on the slices are all, beside two slots for whole buckets, which peer copies leave unwidened."""
-    weight, grad = element_bytes(cfg)
-    local, buckets = local_parameters(cfg, mesh, vocab_size), local_buckets(cfg, mesh, vocab_size)
+    """Return the bytes of the gradients.
+
+    Sums have at least fp32. A gradient to which nothing is added keeps the model's dtype. Peer copies
+    also need this rank's slice of the sums, and room for the other ranks' part of a bucket. From ZeRO-2
+    on a rank keeps only its slices of the sums, and two slots for whole buckets; peer copies leave the
+    gradients in the slots unwidened.
+    """
+    weight_bytes, sum_bytes = element_bytes(cfg)
+    local = local_parameters(cfg, mesh, vocab_size)
+    buckets = local_buckets(cfg, mesh, vocab_size)
     alone, copied = unwidened_gradients(mesh, local, choice)
-    sliced = {axis: n for axis, n in local.items() if cfg.zero > 1 and uses_slot(getattr(mesh, axis))}
-    whole = sum(n for axis, n in copied.items() if axis not in sliced)
-    out = (sum(local.values()) - sum(sliced.values())) * grad - (alone + whole) * (grad - weight)
-    out += sum(n / getattr(mesh, axis).size for axis, n in {**copied, **sliced}.items()) * grad
-    out += 2 * max((n for axis in sliced for n in buckets[axis]), default=0) * (weight if copied else grad)
-    return out + max((n for axis in copied for n in buckets[axis]), default=0) * weight
+    sliced = {}
+    if cfg.zero > 1:
+        sliced = {axis: n for axis, n in local.items() if uses_slot(getattr(mesh, axis))}
+
+    whole = sum(n for axis, n in local.items() if axis not in sliced)
+    unwidened = alone + sum(n for axis, n in copied.items() if axis not in sliced)
+    slices = sum(n / getattr(mesh, axis).size for axis, n in {**copied, **sliced}.items())
+    slot = _largest_bucket(buckets, sliced)
+
+    total = (whole - unwidened) * sum_bytes + unwidened * weight_bytes
+    total += slices * sum_bytes
+    total += 2 * slot * (weight_bytes if copied else sum_bytes)
+    return total + _largest_bucket(buckets, copied) * weight_bytes
+
+
+def _largest_bucket(buckets, axes):
+    """Return the elements of the largest bucket that is reduced over one of the axes, or 0."""
+    return max((n for axis in axes for n in buckets[axis]), default=0)
 
 
 def state_bytes(cfg, mesh, vocab_size, choice):
-    """-> {part: bytes on this rank} of what stays from step to step: weights, gradients, optimizer."""
-    weight, grad = element_bytes(cfg)
+    """Return {part: bytes on this rank} of what stays from step to step: weights, gradients, optimizer."""
+    weight_bytes, sum_bytes = element_bytes(cfg)
     local = local_parameters(cfg, mesh, vocab_size)
-    masters = 0 if weight == grad else grad
-    # ZeRO-3: in the place of all matrices this rank's slices, and two parts of the model that are gathered
+    owned = owned_parameters(cfg, mesh, local)
+    master_bytes = sum_bytes if sum_bytes > weight_bytes else 0
+
+    # ZeRO-3 keeps this rank's slices in the place of all matrices, and two parts that are gathered.
     sharded, parts = sharded_parameters(cfg, mesh, vocab_size)
-    weights = sum(local.values()) + max(sum((a + b).values()) for a, b in itertools.pairwise(parts))
+    gathered = max(sum((a + b).values()) for a, b in itertools.pairwise(parts))
+    weights = sum(local.values()) + gathered
     weights -= sum(n * (1 - 1 / getattr(mesh, axis).size) for axis, n in sharded.items())
     if cfg.zero == 2 and choice.peer_copies:  # this rank's slice once more, for the others to read
-        weights += owned_parameters(cfg, mesh, local)
-    return {"weights": weights * weight,
+        weights += owned
+    return {"weights": weights * weight_bytes,
             "gradients": gradient_bytes(cfg, mesh, vocab_size, choice),
-            "optimizer": owned_parameters(cfg, mesh, local) * (masters + 2 * grad)}
+            "optimizer": owned * (master_bytes + 2 * sum_bytes)}
 
+
+# -----------------------------------------------------------------------------
+# The fullest moment of a step
 
 def blocks_in_flight(cfg, mesh):
-    """Blocks of this rank times micro-batches whose activations are kept at once, at most."""
-    sizes, held, most = [end - first for first, end in rank_layers(cfg, mesh.pp)], 0, 0
-    few = min(micro_batches(cfg, mesh), 2 * mesh.pp.size)  # there are no more after the warm-up
-    for kind, _, chunk in schedule(mesh.pp.rank, mesh.pp.size, cfg.pp_chunks, few):
-        held += sizes[chunk] if kind == "F" else -sizes[chunk]
+    """Return how many activations of one block and micro-batch this rank keeps at once, at most."""
+    sizes = [end - first for first, end in rank_layers(cfg, mesh.pp)]
+    # After the warm-up there are never more, so a few micro-batches are enough.
+    few = min(micro_batches(cfg, mesh), 2 * mesh.pp.size)
+    held = 0
+    most = 0
+    for op in schedule(mesh.pp.rank, mesh.pp.size, cfg.pp_chunks, few):
+        if op.kind == "F":
+            held += sizes[op.chunk]
+        else:
+            held -= sizes[op.chunk]
         most = max(most, held)
     return most
 
 
+def _logits_bytes(cfg, mesh, vocab_size):
+    """Return the bytes of the head and the cross-entropy on the last stage."""
+    weight_bytes, sum_bytes = element_bytes(cfg)
+    C = cfg.n_embd
+    v = pad_vocab(vocab_size) // mesh.tp.size
+    rows = head_rows(cfg, mesh)
+    # On one rank the logits have the model's dtype, and their gradient overwrites them. Over tp there
+    # are the softmax, its gradient, and the gradient scaled, all in fp32.
+    logits = rows * v * (weight_bytes if mesh.tp.size == 1 else 3 * sum_bytes)
+    weight_grad = v * C * weight_bytes
+    tensors = 5 * rank_tokens(cfg, mesh)  # rows of the head's input, its norm and their gradients
+    if cfg.objective == "mlm":
+        tensors += 5 * rows  # the same around the dense layer, of the masked rows
+    return logits + weight_grad + tensors * C * weight_bytes
+
+
+def _backward_bytes(cfg, mesh, vocab_size, block):
+    """Return the bytes that the first block's backward needs besides the activations in flight.
+
+    block: its BlockActivations.
+    """
+    weight_bytes, _ = element_bytes(cfg)
+    held = held_layers(cfg, mesh)
+    needed = block.peak
+    if not held.has_head or cfg.pp_chunks > 1:
+        # There are a message to the next stage and one from it.
+        needed += 2 * rank_tokens(cfg, mesh) * cfg.n_embd / mesh.tp.size * weight_bytes
+
+    table = pad_vocab(vocab_size) // mesh.tp.size * cfg.n_embd
+    in_blocks = sum(local_parameters(cfg, mesh, vocab_size).values())
+    if held.has_embedding:
+        in_blocks -= table
+    if held.has_head and not cfg.tied:
+        in_blocks -= table
+    needed += max(0, in_blocks) / held.blocks * weight_bytes  # gradients before they reach the bucket
+    if cfg.recompute != "none":
+        needed += block.saved - block.remains
+    return needed
+
+
 def memory(cfg, mesh, vocab_size, choice=None):
-    """-> {part: bytes on this rank} at the fullest moment, on a GPU: weights, gradients, optimizer;
-    activations of all micro-batches in flight (blocks_in_flight); logits; workspace, what the
-    first block's backward needs beside them and more than the logits did; symm_mem, the experts' symmetric
-    memory; overhead. The last two are not of torch's allocator, nor are the weights and gradients that
-    travel as peer copies. choice: the run's fast.choose.Choice, by default the expected one."""
+    """Return {part: bytes on this rank} at the fullest moment, on a GPU.
+
+    weights, gradients, optimizer: as in state_bytes.
+    activations: of all micro-batches in flight.
+    logits: what the head and the cross-entropy need.
+    workspace: what the first block's backward needs besides, if that is more than the logits.
+    symm_mem: the experts' symmetric memory.
+    overhead: the CUDA context, and fragments.
+    torch's allocator counts neither the last two nor weights and gradients that travel as peer copies.
+    choice: the run's fast.choose.Choice, by default the expected one.
+    """
     choice = choice or expected_choice(cfg, mesh)
-    weight, grad = element_bytes(cfg)
-    n = sum(local_parameters(cfg, mesh, vocab_size).values())
-    tp, C, V = mesh.tp.size, cfg.n_embd, pad_vocab(vocab_size)
-    rows = rank_tokens(cfg, mesh)
-    blocks, is_first, is_last = held_layers(cfg, mesh)
+    weight_bytes, _ = element_bytes(cfg)
+    held = held_layers(cfg, mesh)
     block = saved_activations(cfg, mesh, choice=choice)
-    recompute, peak = cfg.recompute != "none", block.peak
-    activations = blocks_in_flight(cfg, mesh) * (block.remains if recompute else block.saved)
-    logits = 0
-    if is_last:
-        # one rank: logits in the model's dtype, overwritten by their gradient. tp: softmax, its gradient,
-        # that scaled, in fp32. then the head's input, its norm, their gradients; that of the head's weight.
-        # mlm: as many of the masked rows, around its dense layer
-        logits = head_rows(cfg, mesh) * V / tp * (weight if tp == 1 else 3 * grad)
-        logits += head_rows(cfg, mesh) * C * weight * 5 * (cfg.objective == "mlm")
-        logits += rows * C * weight * 5 + V / tp * C * weight
-    if not is_last or cfg.pp_chunks > 1:
-        peak += 2 * rows * C / tp * weight  # a message to the next stage and one from it
-    tables = sum(V // tp * C for here in (is_first, is_last and not cfg.tied) if here)
-    block_grads = max(0, n - tables) / blocks * weight  # before they reach the bucket
-    work = peak + block_grads + (block.saved - block.remains if recompute else 0)
-    workspace = max(0, work - logits)
-    # symmetric memory: a buffer for each layer, two for all layers
-    buffers = (blocks + 2) * buffer_rows(cfg, mesh, choice) * C * weight
+
+    kept = block.saved if cfg.recompute == "none" else block.remains
+    activations = blocks_in_flight(cfg, mesh) * kept
+    logits = _logits_bytes(cfg, mesh, vocab_size) if held.has_head else 0
+    workspace = max(0, _backward_bytes(cfg, mesh, vocab_size, block) - logits)
+    buffers = held.blocks + 2  # one for each layer, two for all layers
+    symm_mem = buffers * buffer_rows(cfg, mesh, choice) * cfg.n_embd * weight_bytes
+    overhead = CONTEXT + FRAGMENTS * (activations + logits + workspace)
     return {**state_bytes(cfg, mesh, vocab_size, choice), "activations": activations, "logits": logits,
-            "workspace": workspace, "symm_mem": buffers,
-            "overhead": CONTEXT + FRAGMENTS * (activations + logits + workspace)}
+            "workspace": workspace, "symm_mem": symm_mem, "overhead": overhead}

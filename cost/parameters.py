@@ -1,12 +1,14 @@
-"""How many parameters a model has, how many of them a rank holds, and how much work a token is.
+"""How many parameters a model has, how many of them one rank holds, and how much work one token is.
 
-A rank's parameters are counted on the model itself, built on the meta device, which allocates nothing, and
-ddp.assign_buckets says which bucket each belongs to: no formula can drift from what trains. Only
-count_parameters is a formula, because it also counts what one token meets; tests compare it with the model.
+A rank's parameters are counted on the model itself. It is built on the meta device, which allocates
+nothing, and ddp.assign_buckets says which bucket each parameter belongs to. So no formula can
+drift from the model that trains. Only count_parameters is a formula, because it also counts the
+parameters that one token meets; tests compare it with the model.
 """
 import dataclasses
 from collections import Counter
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -21,86 +23,179 @@ from pipeline import rank_layers
 from zero import uses_slot
 
 # -----------------------------------------------------------------------------
-# the whole model
+# The whole model
 
 def count_parameters(cfg, vocab_size):
-    """-> {total, matmul, embedding}, numbers of parameters: all of them; those that one token is multiplied
-    with (the head too; of the experts only the top-k and the shared ones; not the router, as in the reports
-    that we compare with); those of the input tables."""
-    C, D, E = cfg.n_embd, cfg.n_embd // cfg.n_head, cfg.n_experts
-    matrices = 3 if cfg.mlp in GATED else 2
-    attn = 2 * C * C + 2 * C * cfg.n_kv_head * D
-    expert = matrices * C * cfg.ffn_hidden
-    shared = expert * cfg.n_shared_experts if E else 0
-    head = pad_vocab(vocab_size) * C
-    mlm = cfg.objective == "mlm"  # its head: a dense layer, a norm, a bias on the logits
-    norms = (2 * cfg.n_layer + 1 + mlm) * C * (2 if cfg.norm == "layer" and cfg.bias else 1)
-    bias = 2 * C + 2 * cfg.n_kv_head * D  # of q, o, k, v
-    hidden = cfg.n_shared_experts * cfg.ffn_hidden if E else cfg.ffn_hidden  # routed experts have no biases
-    bias += C + hidden * (matrices - 1) if hidden else 0
-    embedding = head + (cfg.seq_len * C if cfg.pos == "learned" else 0)
-    matmul = cfg.n_layer * (attn + expert * (cfg.top_k if E else 1) + shared) + head
-    total = (cfg.n_layer * (attn + shared + (E * (expert + C) if E else expert) + (bias if cfg.bias else 0))
-             + norms + embedding + (0 if cfg.tied else head))
-    if mlm:
-        matmul, total = matmul + C * C, total + C * C + (C + pad_vocab(vocab_size) if cfg.bias else 0)
+    """Return the numbers of parameters of the whole model: {"total", "matmul", "embedding"}.
+
+    total counts all parameters. matmul counts those that one token is multiplied with: the head, and
+    of the experts only the top-k and the shared ones. The router is left out, as in the reports that
+    we compare with. embedding counts the input tables.
+    """
+    C, V = cfg.n_embd, pad_vocab(vocab_size)
+    head = V * C
+    embedding = head
+    if cfg.pos == "learned":
+        embedding += cfg.seq_len * C
+
+    attention = 2 * C * C + 2 * C * _kv_columns(cfg)
+    held, met = _mlp_parameters(cfg)
+    block = attention + held
+    if cfg.bias:
+        block += _block_biases(cfg)
+
+    matmul = cfg.n_layer * (attention + met) + head
+    total = cfg.n_layer * block + _norm_parameters(cfg) + embedding
+    if not cfg.tied:
+        total += head
+    if cfg.objective == "mlm":  # a dense layer in front of the head, and a bias on the logits
+        matmul += C * C
+        total += C * C
+        if cfg.bias:
+            total += C + V
     return {"total": total, "matmul": matmul, "embedding": embedding}
 
 
+def dense_hidden(cfg):
+    """Return the hidden width of the MLP that every token passes.
+
+    In a model with experts these are the shared experts, side by side; 0 if there are none.
+    """
+    if cfg.n_experts:
+        return cfg.n_shared_experts * cfg.ffn_hidden
+    return cfg.ffn_hidden
+
+
+def _kv_columns(cfg):
+    """Return the columns of the keys, and of the values, of all heads together."""
+    return cfg.n_kv_head * (cfg.n_embd // cfg.n_head)
+
+
+def _mlp_matrices(cfg):
+    """Return the number of matrices of an MLP: a gated one also has w3."""
+    return 3 if cfg.mlp in GATED else 2
+
+
+def _mlp_parameters(cfg):
+    """Return (all parameters, those that one token meets) of a block's MLP or experts, without biases."""
+    mlp = _mlp_matrices(cfg) * cfg.n_embd * cfg.ffn_hidden
+    if not cfg.n_experts:
+        return mlp, mlp
+    router = cfg.n_experts * cfg.n_embd
+    held = (cfg.n_experts + cfg.n_shared_experts) * mlp + router
+    met = (cfg.top_k + cfg.n_shared_experts) * mlp
+    return held, met
+
+
+def _block_biases(cfg):
+    """Return the elements of the biases in a block's linear layers. Routed experts have none."""
+    biases = 2 * cfg.n_embd + 2 * _kv_columns(cfg)  # of wq and wo, of wk and wv
+    hidden = dense_hidden(cfg)
+    if hidden:
+        biases += cfg.n_embd + hidden * (_mlp_matrices(cfg) - 1)
+    return biases
+
+
+def _norm_parameters(cfg):
+    """Return the parameters of all norms: two per block, the last one, and one in the mlm head."""
+    norms = 2 * cfg.n_layer + 1
+    if cfg.objective == "mlm":
+        norms += 1
+    vectors = 2 if cfg.norm == "layer" and cfg.bias else 1
+    return norms * vectors * cfg.n_embd
+
+
 def flops_per_token(cfg, vocab_size):
-    """-> (full, causal): floating-point operations of forward and backward for one token: 6 for each
-    parameter that it is multiplied with, plus 12 L C T for attention, or half of that because the causal mask
-    hides half (Megatron-LM's formula, arXiv:2104.04473, appendix). mlm has no such mask, and a head for the
-    masked tokens only: the mean over the tokens is given."""
-    attention, C = 12 * cfg.n_layer * cfg.n_embd * cfg.seq_len, cfg.n_embd
+    """Return (full, causal): floating-point operations of forward and backward for one token.
+
+    They are 6 for each parameter that the token is multiplied with, plus 12 L C T for attention, or
+    half of that because the causal mask hides half (Megatron-LM's formula, arXiv:2104.04473,
+    appendix). mlm has no such mask, and its head sees the masked tokens only: the result is the mean
+    over all tokens.
+    """
+    C, V = cfg.n_embd, pad_vocab(vocab_size)
+    attention = 12 * cfg.n_layer * C * cfg.seq_len
     products = 6 * count_parameters(cfg, vocab_size)["matmul"]
     if cfg.objective == "mlm":
-        products -= 6 * (1 - n_masked(cfg.seq_len) / cfg.seq_len) * C * (pad_vocab(vocab_size) + C)
+        products -= 6 * (1 - n_masked(cfg.seq_len) / cfg.seq_len) * C * (V + C)
         return products + attention, products + attention
     return products + attention, products + attention / 2
 
 
 # -----------------------------------------------------------------------------
-# one rank
+# The tokens of one rank
 
 def micro_batches(cfg, mesh, batch=0):
-    """Micro-batches of one data-parallel rank in a step of `batch` sequences, by default --global-batch."""
-    return max(1, (batch or cfg.global_batch) // (cfg.micro_batch * mesh.dp.size))
+    """Return the number of micro-batches of one data-parallel rank in a step.
+
+    batch: sequences of the step, by default --global-batch.
+    """
+    sequences = batch or cfg.global_batch
+    return max(1, sequences // (cfg.micro_batch * mesh.dp.size))
 
 
 def rank_tokens(cfg, mesh):
-    """Tokens of a micro-batch that pass a rank's layers, B*t: cp splits the sequences."""
+    """Return the tokens of a micro-batch that pass a rank's layers, B*t: cp splits the sequences."""
     return cfg.micro_batch * cfg.seq_len // mesh.cp.size
 
 
 def head_rows(cfg, mesh):
-    """Rows of a micro-batch that pass the head: of a masked language model those of the masked tokens, all
-    of which one rank of cp may hold."""
+    """Return the rows of a micro-batch that pass the head.
+
+    In a masked language model these are the masked tokens, and one rank of cp may hold all of them.
+    """
     most = n_masked(cfg.seq_len) if cfg.objective == "mlm" else cfg.seq_len
     return cfg.micro_batch * min(most, cfg.seq_len // mesh.cp.size)
 
 
 def element_bytes(cfg):
-    """-> (bytes of a weight, bytes of a summed gradient or a master weight, which have at least fp32)."""
+    """Return (bytes of a weight, bytes of a summed gradient).
+
+    Master weights and moments are as wide as a summed gradient, which has at least fp32.
+    """
     dtype = DTYPES[cfg.dtype]
     return dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
 
 
 def kv_width(cfg, mesh):
-    """Columns of the keys, and of the values, that a rank computes."""
-    return max(cfg.n_kv_head // mesh.tp.size, 1) * (cfg.n_embd // cfg.n_head)
+    """Return the columns of the keys, and of the values, that a rank computes."""
+    heads = max(cfg.n_kv_head // mesh.tp.size, 1)
+    return heads * (cfg.n_embd // cfg.n_head)
 
 
 def expert_rows(cfg, n):
-    """Rows that a rank with n token rows sends to the experts: top-k copies of each, or with a capacity as
-    many as all experts take."""
-    return cfg.n_experts * expert_capacity(cfg, n) if cfg.capacity_factor else n * cfg.top_k
+    """Return the rows that a rank with n token rows sends to the experts.
+
+    Dropless, these are top-k copies of each row; with a capacity, all rows that all experts accept.
+    """
+    if cfg.capacity_factor:
+        return cfg.n_experts * expert_capacity(cfg, n)
+    return n * cfg.top_k
+
+
+# -----------------------------------------------------------------------------
+# The parameters of one rank
+
+class HeldLayers(NamedTuple):
+    """What of the model a rank's stages hold together."""
+    blocks: int
+    has_embedding: bool
+    has_head: bool
 
 
 def held_layers(cfg, mesh):
-    """-> (blocks of this rank's stages together, whether one is the first stage, whether one is the last)"""
-    layers = rank_layers(cfg, mesh.pp)
-    return sum(end - first for first, end in layers), layers[0][0] == 0, layers[-1][1] == cfg.n_layer
+    """Return the HeldLayers of this rank."""
+    stages = rank_layers(cfg, mesh.pp)
+    blocks = sum(end - first for first, end in stages)
+    return HeldLayers(blocks, has_embedding=stages[0][0] == 0, has_head=stages[-1][1] == cfg.n_layer)
+
+
+class BucketSize(NamedTuple):
+    """One bucket of this rank."""
+    axis: str      # the name of the axis whose ranks sum its gradients
+    decayed: bool
+    name: str      # of one of its parameters
+    elements: int  # of all its parameters
 
 
 @cache
@@ -109,62 +204,107 @@ def _build_buckets(cfg, mesh, vocab_size, first, blocks):
         model = GPT(cfg, mesh, vocab_size, [(first, first + blocks)])
     position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     buckets = assign_buckets(model.named_parameters(), cfg.zero)
-    buckets.sort(key=lambda bucket: -position[bucket[2][-1]])  # backward reaches the first layers last
-    return [(axis, decayed, names[0], sum(p.numel() for p in params))
-            for axis, decayed, names, params in buckets]
+
+    # Backward reaches the first layers last, so it completes the bucket with the last name first.
+    buckets.sort(key=lambda bucket: -position[bucket.names[-1]])
+    return [BucketSize(bucket.axis_name, bucket.decayed, bucket.names[0],
+                       sum(p.numel() for p in bucket.params)) for bucket in buckets]
 
 
 def _buckets(cfg, mesh, vocab_size):
-    """-> [(axis name, decayed, name of a parameter, elements)] of this rank's buckets, in the order in which
-    backward completes them."""
-    blocks, is_first, is_last = held_layers(cfg, mesh)
-    # one entry of the cache for all layouts that cut the model alike
-    alike = dataclasses.replace(cfg, micro_batch=1, global_batch=0, zero=cfg.zero * (cfg.zero > 1),
-                                recompute="none", pp=1, tp=1, cp=1, ep=1, pp_chunks=1, pp_layers="")
-    axes = [Axis(name, 0, getattr(mesh, name).size if name in ("tp", "cp", "ep") else 1)
-            for name in Mesh.__annotations__]
-    # nothing depends on the layers' numbers but which of embedding and head are there
-    first = 0 if is_first else cfg.n_layer - blocks if is_last else 1
-    return _build_buckets(alike, Mesh(*axes), vocab_size, first, blocks)
+    """Return the BucketSize of each of this rank's buckets, in the order in which backward fills them."""
+    held = held_layers(cfg, mesh)
+    # All layouts that cut the model alike share one entry of the cache.
+    zero = 0 if cfg.zero == 1 else cfg.zero
+    cut_alike = dataclasses.replace(cfg, micro_batch=1, global_batch=0, zero=zero, recompute="none",
+                                    pp=1, tp=1, cp=1, ep=1, pp_chunks=1, pp_layers="")
+    sizes = dict.fromkeys(Mesh.__annotations__, 1)
+    for name in ("tp", "cp", "ep"):
+        sizes[name] = getattr(mesh, name).size
+    axes = [Axis(name, size=size) for name, size in sizes.items()]
+    first = _representative_first_block(cfg, held)
+    return _build_buckets(cut_alike, Mesh(*axes), vocab_size, first, held.blocks)
+
+
+def _representative_first_block(cfg, held):
+    """Return the first of consecutive blocks that stand for those of this rank.
+
+    Nothing depends on the numbers of the blocks, except whether embedding and head are there.
+    """
+    if held.has_embedding:
+        return 0
+    if held.has_head:
+        return cfg.n_layer - held.blocks
+    return 1
 
 
 def local_buckets(cfg, mesh, vocab_size):
-    """-> {name of the axis whose ranks sum the gradient: [parameters of each bucket on this rank]}"""
-    out = {}
-    for axis, _, _, n in _buckets(cfg, mesh, vocab_size):
-        out.setdefault(axis, []).append(n)
-    return out
-
-
-def sharded_parameters(cfg, mesh, vocab_size):
-    """-> {axis name: elements of this rank's buckets, padded, that ZeRO-3 shards}, [{axis name: elements that
-    it gathers}] of the embedding, each block and the head; empty without ZeRO-3."""
-    sharded, parts = Counter(), [Counter() for _ in range(cfg.n_layer + 2)]
-    for axis, decayed, name, n in _buckets(cfg, mesh, vocab_size) if cfg.zero == 3 else ():
-        if decayed and uses_slot(getattr(mesh, axis)):
-            word, number = name.split(".")[:2]
-            n = padded_elements(n, getattr(mesh, axis).size)
-            sharded[axis] += n
-            parts[int(number) + 1 if word == "blocks" else -1 if word in ("head", "mlm") else 0][axis] += n
-            parts[-1][axis] += n * (word == "wte" and cfg.tied)
-    return sharded, parts
+    """Return {name of the axis whose ranks sum the gradient: [parameters of each bucket]}."""
+    sizes = {}
+    for bucket in _buckets(cfg, mesh, vocab_size):
+        sizes.setdefault(bucket.axis, []).append(bucket.elements)
+    return sizes
 
 
 def local_parameters(cfg, mesh, vocab_size):
-    """-> {name of the axis whose ranks sum the gradient: parameters on this rank}"""
-    return {axis: sum(buckets) for axis, buckets in local_buckets(cfg, mesh, vocab_size).items()}
+    """Return {name of the axis whose ranks sum the gradient: parameters on this rank}."""
+    return {axis: sum(sizes) for axis, sizes in local_buckets(cfg, mesh, vocab_size).items()}
+
+
+def sharded_parameters(cfg, mesh, vocab_size):
+    """Return what ZeRO-3 shards, and what it gathers for each part of the model.
+
+    The first is {axis name: elements of this rank's buckets, padded}. The second is a list of the same
+    for the embedding, each block and the head. Without ZeRO-3 all are empty.
+    """
+    sharded = Counter()
+    parts = [Counter() for _ in range(cfg.n_layer + 2)]
+    if cfg.zero < 3:
+        return sharded, parts
+    for bucket in _buckets(cfg, mesh, vocab_size):
+        axis = getattr(mesh, bucket.axis)
+        if not (bucket.decayed and uses_slot(axis)):
+            continue
+        n = padded_elements(bucket.elements, axis.size)
+        sharded[bucket.axis] += n
+        parts[_part_of(bucket.name)][bucket.axis] += n
+        if cfg.tied and bucket.name.startswith("wte."):  # the head reads the embedding, too
+            parts[-1][bucket.axis] += n
+    return sharded, parts
+
+
+def _part_of(name):
+    """Return the part of the model that a parameter belongs to, as an index of sharded_parameters."""
+    module, number = name.split(".")[:2]
+    if module == "blocks":
+        return int(number) + 1
+    if module in ("head", "mlm"):
+        return -1
+    return 0
 
 
 def owned_parameters(cfg, mesh, local):
-    """Parameters whose optimizer state this rank keeps; local: local_parameters. ZeRO divides them among the
-    ranks of their axis."""
-    return sum(n / (getattr(mesh, axis).size if cfg.zero else 1) for axis, n in local.items())
+    """Return the number of parameters whose optimizer state this rank keeps.
+
+    ZeRO divides them among the ranks of their axis. local: local_parameters.
+    """
+    if cfg.zero == 0:
+        return sum(local.values())
+    return sum(n / getattr(mesh, axis).size for axis, n in local.items())
 
 
 def unwidened_gradients(mesh, local, choice):
-    """-> (parameters of axes of one rank, {axis name: parameters that travel as peer copies}): those whose
-    gradient keeps the model's dtype, because nothing is added to it on this rank. local: local_parameters;
-    choice: fast.choose.Choice."""
-    alone = sum(n for axis, n in local.items() if getattr(mesh, axis).size == 1)
-    copied = {axis: n for axis, n in local.items() if getattr(mesh, axis).size > 1}
-    return alone if choice.single_microbatch else 0, copied if choice.peer_copies else {}
+    """Return the numbers of parameters whose gradient keeps the model's dtype.
+
+    Nothing is added to such a gradient on this rank. The first number is that of all axes of one rank.
+    The second is {axis name: parameters that travel as peer copies}. local: local_parameters. choice: a
+    fast.choose.Choice.
+    """
+    alone, copied = 0, {}
+    for axis, n in local.items():
+        if getattr(mesh, axis).size > 1:
+            if choice.peer_copies:
+                copied[axis] = n
+        elif choice.single_microbatch:
+            alone += n
+    return alone, copied

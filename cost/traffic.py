@@ -1,7 +1,7 @@
-"""Bytes that a rank sends in one optimizer step, collective by collective, before it runs.
+"""The bytes that a rank sends in one optimizer step, collective by collective, before it runs.
 
-parallel.Axis counts the same bytes, by the same formulas of ring algorithms, while a model trains: a test
-compares the two, and a run prints both after its first step.
+While a model trains, parallel.Axis counts the same bytes by the same formulas of ring algorithms. A
+test compares the two, and a run prints both after its first step.
 """
 from collections import Counter
 from typing import NamedTuple
@@ -25,61 +25,111 @@ from optim import StepStats
 from zero import uses_slot
 
 
+def ring_share(axis):
+    """Return the part of a tensor that each rank sends in an all-gather or a reduce-scatter over axis.
+
+    An all-reduce is both, so it sends twice as much.
+    """
+    return (axis.size - 1) / axis.size
+
+
 def traffic(cfg, mesh, vocab_size, batch, choice=None):
-    """-> {axis name: bytes that this rank sends in an optimizer step of `batch` sequences}; the experts' rows
-    as if they were balanced. choice: the run's fast.choose.Choice, by default the expected one."""
-    blocks, is_first, is_last = held_layers(cfg, mesh)
-    rows, micro = rank_tokens(cfg, mesh) // mesh.tp.size, micro_batches(cfg, mesh, batch)
-    sent = Counter({axis: r.gradients + r.weights
-                    for axis, r in reductions(cfg, mesh, vocab_size, choice, batch).items()})
-    sent["tp"] += micro * tensor_parallel_bytes(cfg, mesh, is_first, is_last, blocks)
-    sent["cp"] += micro * blocks * context_parallel_bytes(cfg, mesh)
+    """Return {axis name: bytes that this rank sends in an optimizer step of `batch` sequences}.
+
+    The experts' rows count as if they were balanced. choice: the run's fast.choose.Choice, by default
+    the expected one.
+    """
+    held = held_layers(cfg, mesh)
+    num_micro_batches = micro_batches(cfg, mesh, batch)
+    sent = Counter()
+    for axis, reduction in reductions(cfg, mesh, vocab_size, choice, batch).items():
+        sent[axis] = reduction.gradients + reduction.weights
+    sent["tp"] += num_micro_batches * tensor_parallel_bytes(cfg, mesh, held)
+    sent["cp"] += num_micro_batches * held.blocks * context_parallel_bytes(cfg, mesh)
     if cfg.n_experts:
-        sent["ep"] += micro * blocks * dispatch_bytes(cfg, mesh)
-    if cfg.router_bias_rate > 0:  # moe.update_router_bias: an all-reduce of E fp64 counts per layer and step
-        share = 2 * (mesh.stage.size - 1) / mesh.stage.size
-        sent["stage"] += share * blocks * cfg.n_experts * 8
-    # pipeline: an activation to the next stage, its gradient to the stage before
-    messages = 2 * cfg.pp_chunks - is_first - is_last
-    sent["pp"] += micro * messages * rows * cfg.n_embd * element_bytes(cfg)[0]
+        sent["ep"] += num_micro_batches * held.blocks * dispatch_bytes(cfg, mesh)
+    if cfg.router_bias_rate > 0:
+        # moe.update_router_bias: an all-reduce of E fp64 counts per layer and step
+        sent["stage"] += 2 * ring_share(mesh.stage) * held.blocks * cfg.n_experts * 8
+    sent["pp"] += num_micro_batches * pipeline_bytes(cfg, mesh, held)
     statistics = 8 * len(StepStats._fields)  # bytes of fp64 that Optimizer.stats all-reduces
-    sent["world"] += 2 * (mesh.world.size - 1) / mesh.world.size * statistics
-    return {axis: b for axis, b in sent.items() if b}
+    sent["world"] += 2 * ring_share(mesh.world) * statistics
+    return {axis: nbytes for axis, nbytes in sent.items() if nbytes}
 
 
-def tensor_parallel_bytes(cfg, mesh, is_first, is_last, blocks):
-    """Bytes that a rank of `blocks` blocks sends over tp for one micro-batch, both ways."""
-    weight, wide = element_bytes(cfg)
-    rows = rank_tokens(cfg, mesh)  # (B*T, C) on every tp rank when gathered
-    mlp = not cfg.n_experts or cfg.n_shared_experts > 0
-    recompute = {"none": 0, "selective": 2 if cfg.n_experts else 3, "full": 3 if mlp else 2}[cfg.recompute]
-    # attention and MLP gather and scatter (B*T, C) once each, and backward does both adjoints. recomputation
-    # stops at the last tensor that backward needs: before the last branch's scatter
-    calls = (8 if mlp else 4) + recompute
-    ends = 2 * is_first + 2 * is_last  # the embedding's scatter, the head's gather, and their adjoints
-    sent = (blocks * calls + ends) * rows * cfg.n_embd * weight
-    if is_last:  # cross-entropy over the vocabulary: all-reduces of a maximum and two sums per row
-        sent += 2 * 3 * head_rows(cfg, mesh) * wide
-    sent += blocks * 2 * cfg.n_experts * wide  # all-reduce of the router's counts
-    return (mesh.tp.size - 1) / mesh.tp.size * sent
+def tensor_parallel_bytes(cfg, mesh, held):
+    """Return the bytes that a rank sends over tp for one micro-batch, both ways.
+
+    held: the rank's cost.parameters.HeldLayers.
+    """
+    weight_bytes, wide_bytes = element_bytes(cfg)
+    has_mlp = not cfg.n_experts or cfg.n_shared_experts > 0
+    # Attention and the MLP gather and scatter (B*T, C) once each. Backward does both adjoints.
+    calls = held.blocks * ((8 if has_mlp else 4) + _recomputed_calls(cfg, has_mlp))
+    if held.has_embedding:
+        calls += 2  # its scatter, and the adjoint
+    if held.has_head:
+        calls += 2  # its gather, and the adjoint
+
+    gathered = rank_tokens(cfg, mesh) * cfg.n_embd * weight_bytes
+    nbytes = calls * gathered
+    if held.has_head:  # cross-entropy over the vocabulary: all-reduces of a maximum and two sums per row
+        nbytes += 2 * 3 * head_rows(cfg, mesh) * wide_bytes
+    nbytes += held.blocks * 2 * cfg.n_experts * wide_bytes  # all-reduce of the router's counts
+    return ring_share(mesh.tp) * nbytes
+
+
+def _recomputed_calls(cfg, has_mlp):
+    """Return the gathers and scatters of one block that recomputation repeats.
+
+    It stops at the last tensor that backward needs, before the last branch's scatter.
+    """
+    if cfg.recompute == "none":
+        return 0
+    if cfg.recompute == "selective":
+        return 2 if cfg.n_experts else 3
+    return 3 if has_mlp else 2
 
 
 def context_parallel_bytes(cfg, mesh):
-    """Bytes that a rank sends over cp for one block and one micro-batch: keys and values of whole sequences
-    are gathered, once more under --recompute full, and their gradients are reduce-scattered."""
-    weight, wide = element_bytes(cfg)
-    gathered = cfg.micro_batch * cfg.seq_len * 2 * kv_width(cfg, mesh) * weight
-    counts = 2 * cfg.n_experts * wide  # all-reduce of the router's counts
-    return (mesh.cp.size - 1) / mesh.cp.size * ((3 if cfg.recompute == "full" else 2) * gathered + counts)
+    """Return the bytes that a rank sends over cp for one block and one micro-batch, both ways.
+
+    Keys and values of whole sequences are gathered, once more under --recompute full, and their
+    gradients are reduce-scattered.
+    """
+    weight_bytes, wide_bytes = element_bytes(cfg)
+    gathered = cfg.micro_batch * cfg.seq_len * 2 * kv_width(cfg, mesh) * weight_bytes
+    calls = 3 if cfg.recompute == "full" else 2
+    counts = 2 * cfg.n_experts * wide_bytes  # all-reduce of the router's counts
+    return ring_share(mesh.cp) * (calls * gathered + counts)
 
 
 def dispatch_bytes(cfg, mesh):
-    """Bytes that a rank sends over ep for one layer of experts and one micro-batch, both ways: rows go to the
-    experts and back in forward, in backward and, under --recompute full, in the second forward."""
+    """Return the bytes that a rank sends over ep for one layer of experts and one micro-batch.
+
+    Rows go to the experts and back in forward, in backward and, under --recompute full, in the second
+    forward.
+    """
+    weight_bytes, _ = element_bytes(cfg)
     trips = 6 if cfg.recompute == "full" else 4
     rows = expert_rows(cfg, rank_tokens(cfg, mesh) // mesh.tp.size)
-    counts = 0 if cfg.capacity_factor else 8 * cfg.n_experts  # dropless: E int64 tell how many rows come
-    return (mesh.ep.size - 1) / mesh.ep.size * (trips * rows * cfg.n_embd * element_bytes(cfg)[0] + counts)
+    counts = 0 if cfg.capacity_factor else 8 * cfg.n_experts  # dropless: E int64 say how many rows come
+    return ring_share(mesh.ep) * (trips * rows * cfg.n_embd * weight_bytes + counts)
+
+
+def pipeline_bytes(cfg, mesh, held):
+    """Return the bytes that a rank sends over pp for one micro-batch.
+
+    Each stage sends an activation to the next stage and its gradient to the stage before.
+    """
+    weight_bytes, _ = element_bytes(cfg)
+    messages = 2 * cfg.pp_chunks
+    if held.has_embedding:
+        messages -= 1
+    if held.has_head:
+        messages -= 1
+    n = rank_tokens(cfg, mesh) // mesh.tp.size
+    return messages * n * cfg.n_embd * weight_bytes
 
 
 class Reduction(NamedTuple):
@@ -91,24 +141,45 @@ class Reduction(NamedTuple):
 
 
 def reductions(cfg, mesh, vocab_size, choice=None, batch=0):
-    """-> {axis name: Reduction}. An all-reduce is a reduce-scatter and an all-gather of gradients; ZeRO-1
-    all-gathers weights in the place of gradients; peer copies carry gradients in the model's dtype; ZeRO-2
-    reduces in every micro-batch of the step of `batch` sequences, ZeRO-3 also gathers in each."""
+    """Return {axis name: Reduction} of a step of `batch` sequences, by default --global-batch.
+
+    An all-reduce is a reduce-scatter and an all-gather of gradients. ZeRO-1 all-gathers weights in the
+    place of gradients. ZeRO-2 reduces in every micro-batch, and ZeRO-3 also gathers in each. Peer
+    copies carry gradients in the model's dtype.
+    """
     choice = choice or expected_choice(cfg, mesh)
-    (weight, grad), micro = element_bytes(cfg), micro_batches(cfg, mesh, batch)
+    weight_bytes, sum_bytes = element_bytes(cfg)
+    num_micro_batches = micro_batches(cfg, mesh, batch)
     _, copied = unwidened_gradients(mesh, local_parameters(cfg, mesh, vocab_size), choice)
-    (sharded, parts), out = sharded_parameters(cfg, mesh, vocab_size), {}
-    for axis, buckets in local_buckets(cfg, mesh, vocab_size).items():
-        size = getattr(mesh, axis).size
-        n = sum(padded_elements(bucket, size if cfg.zero else 1) for bucket in buckets)
-        sent = (size - 1) / size * n  # elements
-        if cfg.zero:
-            times = micro if cfg.zero > 1 and uses_slot(getattr(mesh, axis)) else 1
-            # ZeRO-3: in a micro-batch the embedding, the last block and the head come once, the others twice
-            gathered = sum(part[axis] * (2 if 0 < i < cfg.n_layer else 1) for i, part in enumerate(parts))
-            received = n - sharded[axis] + micro * gathered
-            moved = sent * (weight if axis in copied else grad) * times, sent / n * received * weight
+    sharded, parts = sharded_parameters(cfg, mesh, vocab_size)
+
+    found = {}
+    for name, buckets in local_buckets(cfg, mesh, vocab_size).items():
+        axis = getattr(mesh, name)
+        shards = axis.size if cfg.zero else 1
+        n = sum(padded_elements(bucket, shards) for bucket in buckets)
+        scattered = ring_share(axis) * n  # elements
+        if cfg.zero == 0:
+            gradients = 2 * scattered * sum_bytes
+            weights = 0
         else:
-            moved = 2 * sent * grad, 0
-        out[axis] = Reduction(*moved, len(buckets), buckets[-1] / n)
-    return out
+            grad_bytes = weight_bytes if name in copied else sum_bytes
+            times = num_micro_batches if cfg.zero > 1 and uses_slot(axis) else 1
+            gradients = scattered * grad_bytes * times
+            gathered = n - sharded[name] + num_micro_batches * _zero_3_gathers(cfg, parts, name)
+            weights = scattered / n * gathered * weight_bytes
+        found[name] = Reduction(gradients, weights, calls=len(buckets), last=buckets[-1] / n)
+    return found
+
+
+def _zero_3_gathers(cfg, parts, axis):
+    """Return the elements that ZeRO-3 gathers over an axis in one micro-batch.
+
+    The embedding, the last block and the head are gathered once. The other blocks are gathered in
+    forward and again in backward. parts: cost.parameters.sharded_parameters.
+    """
+    elements = 0
+    for i, part in enumerate(parts):
+        is_gathered_twice = 0 < i < cfg.n_layer
+        elements += part[axis] * (2 if is_gathered_twice else 1)
+    return elements

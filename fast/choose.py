@@ -1,9 +1,8 @@
-"""Which of the fast ways a run takes: one function, asked by train.py before it builds and by plan.py before
-anything runs.
+"""Which of the fast ways a run takes. train.py asks before it builds, plan.py before anything runs.
 
-A run's speed is chosen once, from its flags, its mesh and what its GPUs can do. Everything chosen here has a
-plain twin that gives the same numbers: the step without a graph (train.py), all_to_all (moe.py), NCCL
-(parallel.py), gradients summed in fp32 (parallel.py).
+The choice is made once. It follows from the run's flags, its mesh and what its GPUs can do. Each fast way
+has a plain twin that gives the same numbers: the step without a graph (train.py), all_to_all (moe.py), NCCL
+(parallel.py), gradients summed in fp32 (ddp.py).
 """
 import socket
 from typing import NamedTuple
@@ -21,21 +20,24 @@ from zero import SlotComm, uses_slot
 
 
 class Choice(NamedTuple):
-    """What of fast/ a run uses."""
+    """What a run uses of fast/."""
     graph: bool              # forward, backward and gradient sums are replayed as one CUDA graph
     symm_mem: bool           # rows reach the experts of other ranks through symmetric memory, not all_to_all
     peer_copies: bool        # ZeRO's gradients and weights travel as copies between the GPUs of a node
     single_microbatch: bool  # bf16 gradients to which nothing is added: they need no fp32 sum
 
     def dispatcher(self, cfg):
-        """-> dispatcher(cfg, mesh), which makes each expert layer's token dispatcher."""
+        """Return dispatcher(cfg, mesh), which makes the token dispatcher of each expert layer."""
         if self.symm_mem:
             return symm_mem.SymmMemCapacity if cfg.capacity_factor else symm_mem.SymmMem
-        dropless = cfg.ep > 1 and not cfg.capacity_factor  # a graph needs messages of a fixed size
-        return PaddedAllToAll if self.graph and dropless else moe.plain_dispatcher
+
+        dropless_over_ranks = cfg.ep > 1 and not cfg.capacity_factor
+        if self.graph and dropless_over_ranks:
+            return PaddedAllToAll  # a graph needs messages of a fixed size
+        return moe.plain_dispatcher
 
     def comm(self, cfg):
-        """-> comm(axis), which makes the Comm of a bucket that is reduced over axis."""
+        """Return comm(axis), which makes the Comm of a bucket that is reduced over axis."""
         stream = CopyStream()
 
         def comm_for(axis):
@@ -47,7 +49,7 @@ class Choice(NamedTuple):
         return comm_for
 
     def uses_peer_copies(self, axis):
-        """Whether a bucket reduced over axis travels by copies between GPUs."""
+        """Whether a bucket that is reduced over axis travels as copies between GPUs."""
         return self.peer_copies and axis.size > 1
 
     def keeps_grad_dtype(self, axis):
@@ -56,31 +58,42 @@ class Choice(NamedTuple):
 
 
 def choose(cfg, mesh, device, reach=None):
-    """-> Choice for this run. reach(mesh, axis, device) -> bool says whether the GPUs of each group of an
-    axis reach each other's memory; default peer_access, which all ranks must call together."""
+    """Return the Choice of this run.
+
+    reach(mesh, axis, device) says whether the GPUs of each group of an axis reach each other's memory. It is
+    peer_access by default, which all ranks must call together.
+    """
     reach = reach or peer_access
     bf16 = cfg.dtype == "bf16" and device.type != "cpu"
     single = bf16 and cfg.global_batch in (0, cfg.micro_batch * mesh.dp.size)
-    peer = ((single if cfg.zero == 1 else bf16 and cfg.zero > 1) and mesh.pp.size == 1
-            and mesh.stage.size > 1 and has_cuda_api(device) and reach(mesh, mesh.stage, device))
+
+    # ZeRO-1 adds micro-batches up on each rank, in fp32. ZeRO-2 and 3 send the gradients of each one.
+    worth_copying = single if cfg.zero == 1 else bf16 and cfg.zero > 1
+    one_stage_of_gpus = mesh.pp.size == 1 and mesh.stage.size > 1 and has_cuda_api(device)
+    peer_copies = worth_copying and one_stage_of_gpus and reach(mesh, mesh.stage, device)
+
     graph = static_shapes(cfg, mesh, device)
-    one_sided = graph and cfg.n_experts > 0 and mesh.ep.size > 1 and reach(mesh, mesh.ep, device)
-    return Choice(graph, one_sided, peer, single)
+    experts_of_others = cfg.n_experts > 0 and mesh.ep.size > 1
+    one_sided = graph and experts_of_others and reach(mesh, mesh.ep, device)
+    return Choice(graph, one_sided, peer_copies, single)
 
 
 def has_cuda_api(device):
-    """Whether the device has CUDA's or HIP's graphs and peer access; torch's symmetric memory needs these."""
+    """Whether the device has CUDA's or HIP's graphs and peer access, which torch's symmetric memory needs."""
     return device.type == "cuda"
 
 
 def static_shapes(cfg, mesh, device):
-    """Whether every step launches the same kernels on the same shapes (rows by symmetric memory)."""
+    """Whether every step launches the same kernels on the same shapes, as a CUDA graph needs."""
+    if not has_cuda_api(device) or not cfg.cuda_graph or cfg.timers:
+        return False
+    if mesh.pp.size > 1 or cfg.zero > 1 or cfg.recompute == "selective":
+        return False  # these were never captured
+    if cfg.recompute == "full" and cfg.dropout > 0:
+        return False  # the masks that are drawn again would differ from the first ones
     if cfg.n_experts and not grouped_mm_possible(cfg, device):
-        return False  # without kernels the loop over experts and the counting sort read counts on the host
-    # ZeRO-2, 3 and selective recomputation were never captured; masks drawn again would stand elsewhere
-    return (has_cuda_api(device) and cfg.cuda_graph and not cfg.timers and mesh.pp.size == 1 and cfg.zero < 2
-            and (cfg.recompute == "none" or cfg.recompute == "full" and cfg.dropout == 0)
-            and (cfg.ep_slack > 0 or not needs_row_limit(cfg, mesh)))
+        return False  # the loop over experts and torch's sort read row counts on the host
+    return cfg.ep_slack > 0 or not needs_row_limit(cfg, mesh)
 
 
 def needs_row_limit(cfg, mesh):
@@ -89,39 +102,76 @@ def needs_row_limit(cfg, mesh):
 
 
 def grouped_mm_possible(cfg, device):
-    """Whether each of the experts' products is one kernel. plan.py's device has no index."""
+    """Whether each product of the experts is one kernel. The device of plan.py has no index."""
     here = device.index is None or device.type in backend.TRITON_DEVICES
     return here and DTYPES[cfg.dtype] in backend.DTYPES
 
+
+# -----------------------------------------------------------------------------
+# Which GPUs reach each other's memory
 
 HIDDEN = ("note: the processes of {} see different GPUs and cannot be shown all of the node's: NCCL is used, "
           "which takes longer; docs/signals.md, 'Which GPUs a process sees', says how to show them")
 NO_ACCESS = "note: the GPUs of {} cannot access each other's memory: NCCL is used (nvidia-smi topo -p2p r)"
 
 
+class Place(NamedTuple):
+    """What a rank tells all others about its GPU."""
+    group: int       # the first rank of its group
+    host: str
+    gpu: int | None  # the index of its GPU as this process counts them; None on a CPU
+    n_seen: int      # how many GPUs this process sees
+    reachable: list  # the indices of those whose memory its GPU reaches
+
+
 def peer_access(mesh, axis, device):
-    """Whether the ranks of each group of axis reach each other's memory: they are on one host, each on a
-    GPU of its own that all of them see, with peer access, and a first allocation succeeds. On a CPU: whether
-    they are on one host. Collective over the world; the same answer on all ranks."""
-    world, gpu = mesh.world, device.index  # None: a CPU
-    seen = range(torch.cuda.device_count() if gpu is not None else 0)
-    reachable = [p for p in seen if p == gpu or torch.cuda.can_device_access_peer(gpu, p)]
-    # a few words from each rank to all, over the world
-    told = world.gather_objects((axis.ranks[0], socket.gethostname(), gpu, len(seen), reachable))
-    for group in {group for group, *_ in told}:
-        hosts, gpus, counts, reached = zip(*(rest for first, *rest in told if first == group), strict=True)
-        if len(set(hosts)) > 1:
+    """Whether the ranks of each group of `axis` reach each other's memory.
+
+    They do if they are on one host, each has a GPU of its own that all of them see, these GPUs have peer
+    access, and a first allocation succeeds. On a CPU the one host is enough. Collective over the world; the
+    same answer on all ranks. Rank 0 prints what the GPUs lack.
+    """
+    world = mesh.world
+    places = world.gather_objects(place_of(axis, device))  # a few words from each rank to all, over the world
+    for first in dict.fromkeys(place.group for place in places):
+        group = [place for place in places if place.group == first]
+        if len({place.host for place in group}) > 1:
             return False
-        # an index that two ranks have, or that one does not know, means another GPU to each process
-        hidden = gpu is not None and (len(set(gpus)) < len(gpus) or max(gpus) >= min(counts))
-        if hidden or (gpu is not None and any(set(gpus) - set(r) for r in reached)):
+        obstacle = obstacle_between(group)
+        if obstacle:
             if world.rank == 0:
-                print((HIDDEN if hidden else NO_ACCESS).format(f"{axis.name} {axis.size}"), flush=True)
+                print(obstacle.format(f"{axis.name} {axis.size}"), flush=True)
             return False
-    opened = True
-    if gpu is not None:
-        try:
-            symm_mem.SymmetricBuffer(axis, 1, 128, torch.float32, device)
-        except ValueError:
-            opened = False
-    return all(world.gather_objects(opened))
+    return all(world.gather_objects(can_allocate(axis, device)))  # one bool from each rank, over the world
+
+
+def place_of(axis, device):
+    """Return the Place of this rank. It looks at no GPU where the device is a CPU."""
+    n_seen = 0 if device.index is None else torch.cuda.device_count()
+    reachable = [gpu for gpu in range(n_seen)
+                 if gpu == device.index or torch.cuda.can_device_access_peer(device.index, gpu)]
+    return Place(axis.ranks[0], socket.gethostname(), device.index, n_seen, reachable)
+
+
+def obstacle_between(group):
+    """Return what keeps the ranks of one host, [Place], from each other's memory: a message, or None."""
+    if group[0].gpu is None:
+        return None
+    gpus = {place.gpu for place in group}
+    # An index that two ranks share, or that some rank does not know, means another GPU to each process.
+    if len(gpus) < len(group) or max(gpus) >= min(place.n_seen for place in group):
+        return HIDDEN
+    if any(gpus - set(place.reachable) for place in group):
+        return NO_ACCESS
+    return None
+
+
+def can_allocate(axis, device):
+    """Whether symmetric memory can be allocated over the axis; True on a CPU."""
+    if device.index is None:
+        return True
+    try:
+        symm_mem.SymmetricBuffer(axis, 1, 128, torch.float32, device)
+    except ValueError:
+        return False
+    return True

@@ -6,10 +6,16 @@ import parallel
 
 
 def compile_blocks(model):
-    """Compile in place. Of a block with experts only attention and router: the experts' row counts vary."""
+    """Compile the blocks of a model, in place.
+
+    Of a block with experts only attention and router are compiled: the rows of an expert vary in number.
+    """
+    # Python counts the bytes of collectives, so these stay outside of the compiled graphs.
+    keep_eager(parallel, "_uncompiled")
+    keep_eager(parallel.Axis, "_all_reduce")
+    keep_eager(model_, "attend_chunks")
+
     whole = model.mesh.tp.size * model.mesh.cp.size == 1  # collectives over tp and cp stand between graphs
-    for place, name in ((parallel, "_uncompiled"), (parallel.Axis, "_all_reduce"), (model_, "attend_chunks")):
-        setattr(place, name, torch.compiler.disable(getattr(place, name)))  # python counts their bytes
     for block in model.blocks.values():
         if block.moe is None:
             block.compile(fullgraph=whole)
@@ -18,3 +24,8 @@ def compile_blocks(model):
             block.moe.route = torch.compile(block.moe.route, fullgraph=whole)
     if model.norm is not None:
         model.norm.compile(fullgraph=True)
+
+
+def keep_eager(place, name):
+    """Replace a function of a module or class by one that torch.compile leaves out of its graphs."""
+    setattr(place, name, torch.compiler.disable(getattr(place, name)))

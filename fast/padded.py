@@ -1,9 +1,9 @@
 """Rows to the experts over a network without asking the host: messages of a fixed size.
 
-moe.AllToAll has to know on the host how many rows travel: the GPU idles in every layer. Here each pair of
-ranks exchanges as many rows as the fullest pair needed lately and a tenth more (graph.BufferSizer); the rest
-of a message is zeros. A step in which some pair has more is void and done again with exact messages
-(GraphedStep). The price is bytes: slack - 1 times those that are needed.
+moe.AllToAll has to know on the host how many rows travel, so the GPU idles in every layer. Here each pair of
+ranks exchanges as many rows as the fullest pair needed lately, and a tenth more (graph.BufferSizer). The rest
+of a message is zeros. A step in which some pair has more rows is void, and is done again with exact messages
+(graph.GraphedStep). The price is bytes: slack - 1 times those that are needed.
 """
 from typing import NamedTuple
 
@@ -23,33 +23,53 @@ class PaddedPlan(NamedTuple):
 
 
 class PaddedAllToAll(AllToAll):
-    """Twin of moe.AllToAll: the same rows in the same order. rows_in_use: rows of a rank's ep messages
-    together, the same on every rank; if it is 0, or without gradients (evaluation, generation), the messages
-    are exact. rows_needed: ep times the rows of the fullest pair."""
+    """The twin of moe.AllToAll, with the same rows in the same order.
+
+    rows_in_use: rows of all ep messages of a rank together, the same on every rank. If it is 0, or without
+    gradients (evaluation, generation), the messages are exact. rows_needed: ep times the rows of the fullest
+    pair.
+    """
     rows_in_use = 0
 
-    def plan(self, ids, p):
-        ep, e, expert = self.ep.size, self.e, ids.flatten()
+    def plan(self, ids, gates):
+        ep = self.ep.size
+        expert = ids.flatten()  # (N,)
         rank, cumulative = rank_within_expert(expert, self.E)
-        counts = cumulative[:, -1].reshape(ep, e)
+        counts = cumulative[:, -1].reshape(ep, self.e)  # rows from here for each expert, by its owner
         torch.maximum(self.rows_needed, ep * counts.sum(1).max(), out=self.rows_needed)
         if not self.rows_in_use or not torch.is_grad_enabled():
-            return super().plan(ids, p)
-        pair = -(-self.rows_in_use // (8 * ep)) * 8  # rows of a message
-        rows, message = ep * pair, torch.arange(ep, device=ids.device).unsqueeze(1)  # (ep, 1)
-        starts = (message * pair + counts.cumsum(1) - counts).flatten()  # (E,) where an expert's copies begin
-        inv_perm = slots_from_ranks(expert, rank, cumulative, starts, e, pair)
+            return super().plan(ids, gates)
+
+        message_rows = -(-self.rows_in_use // (8 * ep)) * 8  # of one pair of ranks: a multiple of 8
+        rows = ep * message_rows
+        message = torch.arange(ep, device=ids.device).unsqueeze(1)  # (ep, 1) its number
+
+        # What leaves: copies stand by expert in the message to the expert's owner.
+        starts = (message * message_rows + counts.cumsum(1) - counts).flatten()  # (E,) of an expert's copies
+        inv_perm = slots_from_ranks(expert, rank, cumulative, starts, self.e, message_rows)
         inv_perm = torch.where(inv_perm < 0, rows, inv_perm)
+
+        by_sender, offs = self.received_slots(counts, message, message_rows)
+        return PaddedPlan(occupants(inv_perm, rows), inv_perm, occupants(by_sender, rows), by_sender, offs)
+
+    def received_slots(self, counts, message, message_rows):
+        """Return by_sender and offs of a PaddedPlan, from what the senders tell about their messages.
+
+        counts (ep, e): rows from here for each expert; message (ep, 1): 0, 1, ...; message_rows: of each.
+        """
+        ep, e = counts.shape
         # (ep, e) each sender's rows for each of this rank's experts: E counts to their owners, over ep
-        stops = self.ep.all_to_all(counts.flatten()).view(ep, e).cumsum(1).clamp(max=pair)
-        kept = stops.diff(dim=1, prepend=torch.zeros_like(message))
-        moved = (kept.T.flatten().cumsum(0).view(e, ep).T - stops).flatten()  # by expert less in the message
-        at = torch.arange(pair, device=ids.device).repeat(ep, 1)  # (ep, pair) place in the message
-        local = torch.searchsorted(stops, at, right=True)  # the expert whose row stands there; e: nobody's
-        by_sender = at + moved[(message * e + local).clamp(max=self.E - 1)]
-        by_sender = torch.where(local < e, by_sender, rows).flatten()
-        return PaddedPlan(occupants(inv_perm, rows), inv_perm, occupants(by_sender, rows), by_sender,
-                          kept.sum(0).cumsum(0))
+        received = self.ep.all_to_all(counts.flatten()).view(ep, e)
+        stops = received.cumsum(1).clamp(max=message_rows)  # where an expert's rows end in a message
+        kept = stops.diff(dim=1, prepend=torch.zeros_like(message))  # a full message has no more of them
+        # From a row's place in its message to its place by expert: how far, by sender and expert.
+        moved = (kept.T.flatten().cumsum(0).view(e, ep).T - stops).flatten()
+
+        place = torch.arange(message_rows, device=counts.device).repeat(ep, 1)  # (ep, message_rows)
+        local = torch.searchsorted(stops, place, right=True)  # the expert of the row there; e: there is none
+        by_sender = place + moved[(message * e + local).clamp(max=self.E - 1)]
+        by_sender = torch.where(local < e, by_sender, ep * message_rows).flatten()
+        return by_sender, kept.sum(0).cumsum(0)
 
     def dispatch(self, x, plan):
         if not isinstance(plan, PaddedPlan):
@@ -58,8 +78,9 @@ class PaddedAllToAll(AllToAll):
         x = all_to_all(x, self.ep)  # (rows, C), by sender: even blocks, over ep
         return Permute.apply(x, plan.by_expert, plan.by_sender, 1, True)  # (rows, C), by expert
 
-    def combine(self, y, p, plan):
+    def combine(self, y, gates, plan):
         if not isinstance(plan, PaddedPlan):
-            return super().combine(y, p, plan)
-        y = all_to_all(Permute.apply(y, plan.by_sender, plan.by_expert, 1, True), self.ep)  # likewise, back
-        return Unpermute.apply(y, p, plan.perm, plan.inv_perm, True)
+            return super().combine(y, gates, plan)
+        y = Permute.apply(y, plan.by_sender, plan.by_expert, 1, True)  # (rows, C), by sender
+        y = all_to_all(y, self.ep)  # (rows, C), by receiver: the same blocks back, over ep
+        return Unpermute.apply(y, gates, plan.perm, plan.inv_perm, True)

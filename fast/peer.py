@@ -4,10 +4,15 @@ buffers (fast/symm_mem.py).
     gradients  each rank copies its own slice from all others and adds them up: a reduce-scatter
     weights    each rank copies the others' slices from them: an all-gather
 
-The GPU's copy engines carry them while forward and backward run; NCCL's kernels would take multiprocessors
-from those. The gradients travel in the model's dtype, as backward made them, half the bytes of fp32; each
-rank adds them up in fp32. That is the sum of fp32 gradients: under ZeRO-1 there is one micro-batch, so
-nothing is added on a rank; ZeRO-2 and 3 send every micro-batch's.
+The GPU's copy engines carry them while forward and backward run. NCCL's kernels would take multiprocessors
+away from forward and backward. The gradients travel in the model's dtype, as backward made them, which is
+half the bytes of fp32, and each rank adds them up in fp32. The result equals the sum of fp32 gradients:
+under ZeRO-1 there is one micro-batch, so nothing is added on a rank; ZeRO-2 and 3 send every micro-batch's
+gradients.
+
+    CopyStream                 where the copies run
+    PeerComm                   ddp.Comm by copies, for ZeRO-1
+    PeerSlot, PeerSlotComm     zero.Slot and zero.SlotComm by copies, for ZeRO-2 and 3
 """
 import contextlib
 
@@ -22,15 +27,19 @@ from zero import Slot
 
 
 class CopyStream:
-    """A stream for copies between GPUs, beside the one that computes; on a CPU copies run in line.
-    module: torch's for this kind of device; recv_buffer: where the others' gradients arrive, shared by all
-    buckets in turn."""
+    """A stream for copies between GPUs, next to the one that computes. On a CPU, copies run in line.
+
+    module: torch's for this kind of device. recv_buffer: where the others' gradients arrive; all buckets use
+    it in turn.
+    """
 
     def __init__(self):
-        self.module = self.stream = self.recv_buffer = None
+        self.module = None
+        self.stream = None
+        self.recv_buffer = None
 
     def reserve(self, n, like):
-        """Make room for n elements; before any graph is captured."""
+        """Make room for n elements, before any graph is captured. like: a tensor of the dtype and device."""
         self.module = stream_module(like.device)
         if self.stream is None and self.module is not None:
             self.stream = self.module.Stream(like.device, priority=-1)
@@ -39,7 +48,7 @@ class CopyStream:
 
     @contextlib.contextmanager
     def side_stream(self):
-        """Operations issued inside run on the copy stream, after all issued so far on the compute stream."""
+        """Run operations on the copy stream, after all issued so far on the compute stream."""
         if self.stream is None:
             yield
             return
@@ -48,15 +57,33 @@ class CopyStream:
             yield
 
     def record_event(self):
-        """-> a handle; its wait() makes the compute stream wait for everything issued so far on this one."""
+        """Return a handle. Its wait() makes the compute stream wait for all issued so far on this one."""
         return CompletedWork() if self.stream is None else self.stream.record_event()
+
+    def copy_slices(self, bucket, gradients):
+        """Copy the other ranks' gradients of this rank's slice. Return (size - 1, n/size), in recv_buffer.
+
+        gradients: of each rank of the bucket's axis, by rank, (1, n) or longer.
+        """
+        n = bucket.total.numel()
+        parts = self.recv_buffer[:n * (bucket.shards - 1)].view(-1, n)  # (size - 1, n/size)
+        for part, rank in zip(parts, others(bucket.axis), strict=True):  # n/size from each, over the axis
+            part.copy_(gradients[rank][0, bucket.shard])
+        return parts
+
+
+def others(axis):
+    """Return the other ranks of the axis, the neighbour first, so that no GPU serves all ranks at once."""
+    return [(axis.rank + i) % axis.size for i in range(1, axis.size)]
 
 
 class PeerComm(Comm):
-    """ddp.Comm for ZeRO-1 with one micro-batch per step, on an axis whose GPUs reach each other's
-    memory. The others copy from gradients before their grad sync ends, and from weights in their forward;
-    both precede the all-reduce of Optimizer.stats, and this rank overwrites its buffers only after it. One
-    instance per bucket; all share a CopyStream."""
+    """ddp.Comm for ZeRO-1 with one micro-batch per step, where the axis' GPUs reach each other's memory.
+
+    The others copy from this rank's gradients before their grad sync ends, and from its weights in their
+    forward. Both precede the all-reduce of Optimizer.stats, and this rank overwrites its buffers only after
+    that. There is one instance per bucket; all share a CopyStream.
+    """
 
     def __init__(self, stream, grad_dtype):
         super().__init__(grad_dtype)
@@ -64,26 +91,26 @@ class PeerComm(Comm):
 
     def allocate(self, axis, shard, weights, dtype):
         n = weights.numel()
-        self.weights, self.gradients = (SymmetricBuffer(axis, 1, n, dtype, weights.device) for _ in range(2))
-        flat, grad = self.weights.local[0].zero_(), self.gradients.local[0].zero_()
+        self.weights = SymmetricBuffer(axis, 1, n, dtype, weights.device)
+        self.gradients = SymmetricBuffer(axis, 1, n, dtype, weights.device)
+        flat = self.weights.local[0].zero_()
+        grad = self.gradients.local[0].zero_()
         total = torch.zeros_like(weights[shard])
         self.stream.reserve(n - total.numel(), flat)
         return flat, grad, total
 
     def start_reduce(self, bucket):
-        axis, grad, total = bucket.axis, bucket.grad, bucket.total
-        axis.record("reduce-scatter", grad, axis.ring_bytes(grad))
+        axis = bucket.axis
+        axis.record("reduce-scatter", bucket.grad, axis.ring_bytes(bucket.grad))
         with self.stream.side_stream():
             self.gradients.barrier()  # the gradients of all ranks are complete
-            n = total.numel()
-            parts = self.stream.recv_buffer[:n * (bucket.shards - 1)].view(-1, n)  # (size-1, n/size)
-            for part, rank in zip(parts, others(axis), strict=True):  # n/size from each, over the axis
-                part.copy_(self.gradients.peers[rank][0, bucket.shard])
-            sum_shards(total, grad[bucket.shard], parts)
+            parts = self.stream.copy_slices(bucket, self.gradients.peers)
+            sum_shards(bucket.total, bucket.grad[bucket.shard], parts)
             return self.stream.record_event()
 
     def start_gather(self, bucket):
-        axis, flat = bucket.axis, bucket.flat
+        axis = bucket.axis
+        flat = bucket.flat
         axis.record("all-gather", flat, axis.ring_bytes(flat))
         with self.stream.side_stream():
             self.weights.barrier()  # all ranks have stepped their slices
@@ -98,13 +125,21 @@ class PeerSlot(Slot):
 
     def __init__(self, n, dtype, device, axis):
         self.memory = SymmetricBuffer(axis, 1, n, dtype, device)
-        self.buffer, self.user = self.memory.local[0], None
+        self.buffer = self.memory.local[0]
+        self.user = None
+
+    def peers(self, axis):
+        """Return the slot of each rank of an axis of the stage, by rank."""
+        return [self.memory.peers[self.memory.axis.ranks.index(rank)] for rank in axis.ranks]
 
 
 class PeerSlotComm(PeerComm):
-    """zero.SlotComm on such an axis, for any number of micro-batches. What the others copy weights from is a
-    buffer of its own, this rank's slice: flat of a zero.ShardedBucket comes and goes. It too is overwritten
-    only after Optimizer.stats, and before that every rank has used what it copied."""
+    """zero.SlotComm where the axis' GPUs reach each other's memory, for any number of micro-batches.
+
+    The others copy weights from a buffer that holds this rank's slice, since flat of a zero.ShardedBucket
+    comes and goes. The buffer too is overwritten only after Optimizer.stats, and before that every rank has
+    used what it copied.
+    """
 
     def __init__(self, stream):
         super().__init__(stream, None)
@@ -116,7 +151,8 @@ class PeerSlotComm(PeerComm):
         n = weights.numel()
         total = torch.zeros_like(weights[shard])
         self.weights = SymmetricBuffer(axis, 1, total.numel(), dtype, weights.device)
-        self.own, flat = self.weights.local[0], torch.zeros_like(weights, dtype=dtype)
+        self.own = self.weights.local[0]
+        flat = torch.zeros_like(weights, dtype=dtype)
         self.stream.reserve(n - total.numel(), flat)
         return flat, self.slot.buffer[:n], total
 
@@ -124,27 +160,27 @@ class PeerSlotComm(PeerComm):
         return self.own.copy_(own)
 
     def start_reduce(self, bucket):
-        axis, total, memory = bucket.axis, bucket.total, self.slot.memory
+        axis = bucket.axis
         axis.record("reduce-scatter", bucket.grad, axis.ring_bytes(bucket.grad))
         with self.stream.side_stream():
-            memory.barrier()  # the gradients of all ranks are complete
-            n = total.numel()
-            parts = self.stream.recv_buffer[:n * (bucket.shards - 1)].view(-1, n)  # (size-1, n/size)
-            for part, rank in zip(parts, others(axis), strict=True):  # n/size from each, over the axis
-                theirs = memory.peers[memory.axis.ranks.index(axis.ranks[rank])]
-                part.copy_(theirs[0, bucket.shard])
-            memory.barrier()  # all ranks have copied: the slot may be overwritten
-            added = total if bucket.is_first else torch.empty_like(total)
-            sum_shards(added, bucket.grad[bucket.shard], parts)
-            if added is not total:
-                total.add_(added)
+            self.slot.memory.barrier()  # the gradients of all ranks are complete
+            parts = self.stream.copy_slices(bucket, self.slot.peers(axis))
+            self.slot.memory.barrier()  # all ranks have copied: the slot may be overwritten
+            own = bucket.grad[bucket.shard]
+            if bucket.is_first:
+                sum_shards(bucket.total, own, parts)
+            else:
+                new_sum = torch.empty_like(bucket.total)
+                sum_shards(new_sum, own, parts)
+                bucket.total.add_(new_sum)
             return self.stream.record_event()
 
     def add_sum(self, bucket):
-        """start_reduce() has done it."""
+        """Do nothing: start_reduce() has added the sum."""
 
     def start_gather(self, bucket):
-        axis, flat = bucket.axis, bucket.flat
+        axis = bucket.axis
+        flat = bucket.flat
         axis.record("all-gather", flat, axis.ring_bytes(flat))
         with self.stream.side_stream():
             if bucket.own is not self.own:
@@ -153,8 +189,3 @@ class PeerSlotComm(PeerComm):
             for rank in (axis.rank, *others(axis)):  # n/size weights from each, over the axis
                 flat[bucket.shard_slice(rank, flat.numel())].copy_(self.weights.peers[rank][0])
             return self.stream.record_event()
-
-
-def others(axis):
-    """The other ranks of the axis; each rank begins with its neighbour, so that no GPU serves all at once."""
-    return [(axis.rank + i) % axis.size for i in range(1, axis.size)]

@@ -1,16 +1,16 @@
 """Rows to the experts and back without messages: each rank writes into the memory of the other GPUs.
 
-all_to_all needs row counts on the host, and a host read cannot be captured in a CUDA graph. Here each rank
-writes rows directly into the destination's symmetric-memory buffer over NVLink, and reads the results back
-from there; only the GPUs know how many rows there are. One-sided writes need explicit barriers:
-before reading what others wrote, and before overwriting what others may still read. (One-sided communication:
-MPI-3, chapter 11; its addresses: torch's symmetric memory; experts over it: DeepSeek-AI's DeepEP.)
+all_to_all needs row counts on the host, and a CUDA graph cannot capture a host read. Here each rank writes
+rows directly into the destination's symmetric-memory buffer over NVLink, and reads the results back from
+there. Only the GPUs know how many rows there are. One-sided writes need explicit barriers: before a rank
+reads what others wrote, and before it overwrites what others may still read. (One-sided communication:
+MPI-3, chapter 11. Its addresses: torch's symmetric memory. Experts over it: DeepSeek-AI's DeepEP.)
 
     SymmetricBuffer            memory of each rank of an axis that all of them address
     SendRows, ReturnRows       the rows' way to the experts and back, with gradients
     SymmMem, SymmMemCapacity   the token dispatchers: twins of moe.AllToAll and moe.Capacity
 
-A destination `dst` counts rows over all ranks: rank * rows + row of that rank's buffer; -1 is nowhere.
+A destination `dst` counts rows over all ranks: rank * rows + row of that rank's buffer. -1 is no destination.
 """
 import weakref
 from typing import NamedTuple
@@ -22,15 +22,19 @@ from ops.permute import Unpermute, layout_from_counts, rank_within_expert, slots
 
 
 class SymmetricBuffer:
-    """local: (rows, width) of this rank; peers: the same of every rank of the axis, by rank. All ranks of the
-    axis allocate together; torch's allocator does not know this memory. ValueError: these GPUs do not
-    reach each other's memory."""
+    """A buffer of this rank that all ranks of an axis address.
+
+    local: (rows, width) of this rank; peers: the same of every rank of the axis, by rank. All ranks of the
+    axis allocate together. torch's allocator does not count this memory. ValueError: these GPUs do not reach
+    each other's memory.
+    """
 
     instances = weakref.WeakSet()  # all of this process
 
     def __init__(self, axis, rows, width, dtype, device):
         import torch.distributed._symmetric_memory as symmetric
-        self.axis, self.rows = axis, rows
+        self.axis = axis
+        self.rows = rows
         try:
             self.local = symmetric.empty(rows, width, dtype=dtype, device=device)
             self.handle = symmetric.rendezvous(self.local, axis.group)
@@ -45,12 +49,12 @@ class SymmetricBuffer:
         self.peer_ptrs = torch.tensor([w.data_ptr() for w in self.peers], device=device)
 
     def barrier(self):
-        """The axis' ranks wait for each other, on the GPU: what they wrote before is visible after."""
+        """Make the ranks of the axis wait for each other, on the GPU: what they wrote is visible after it."""
         self.axis.record("barrier")
         self.handle.barrier()
 
     def _record(self, kind, dst):
-        """Count bytes as if destinations were balanced: only the GPU knows."""
+        """Count the bytes of balanced destinations: only the GPU knows how many rows go where."""
         row = self.local.size(1) * self.local.element_size()
         self.axis.record(kind, self.local, dst.numel() * row * (self.axis.size - 1) / self.axis.size)
 
@@ -60,19 +64,19 @@ class SymmetricBuffer:
         _put(x.contiguous(), dst, self, K)
 
     def get(self, dst):
-        """-> (len(dst), width): the rows at dst, zeros where it is -1."""
+        """Return (len(dst), width): the rows at dst, zeros where it is -1."""
         self._record("get", dst)
         return _get(dst, self)
 
     def publish(self, x):
-        """This rank's rows x (R, width), R <= rows, become readable for others; x may stand here already."""
+        """Let the others read this rank's rows x (R, width), R <= rows. x may be in the buffer already."""
         if x.data_ptr() != self.local.data_ptr():
             self.local[:x.size(0)].copy_(x)
         self.barrier()
 
 
 def bytes_allocated():
-    """Bytes of this process' symmetric memory, which torch's allocator does not count."""
+    """Return the bytes of this process' symmetric memory, which torch's allocator does not count."""
     return sum(buffer.local.nbytes for buffer in SymmetricBuffer.instances)
 
 
@@ -102,58 +106,66 @@ def _get(dst, buffer):
 
 
 # -----------------------------------------------------------------------------
-# rows to the experts and back: each other's adjoint, as Permute and Unpermute are
+# Rows to the experts and back: each is the other's adjoint, as Permute and Unpermute are
 
 class Buffers(NamedTuple):
-    """Of one expert layer. A buffer is overwritten only when its readers are known to be done: `rows` after
-    the next exchange of counts, which each rank joins after its reading; the other two because a barrier on
-    another buffer lies between any two of their uses."""
-    rows: SymmetricBuffer     # rows that came for this rank's experts; the layer's own: backward needs them
+    """The buffers of one expert layer.
+
+    A buffer is overwritten only when its readers are known to be done: `rows` after the next exchange of
+    counts, which each rank joins after its reading; the other two because a barrier on another buffer lies
+    between any two of their uses.
+    """
+    rows: SymmetricBuffer     # rows for this rank's experts arrive here; the layer's own: backward reads them
     results: SymmetricBuffer  # results leave from here, in backward the rows' gradients; shared by all layers
-    grads: SymmetricBuffer    # the results' gradients come here; shared by all layers
+    grads: SymmetricBuffer    # the results' gradients arrive here; shared by all layers
 
 
 class SendRows(torch.autograd.Function):
-    """Copy row c // K of x (n, C) to dst[c]. -> (limit, C): what came here, by expert."""
+    """Copy row c // K of x (n, C) to dst[c]. Return (limit, C): the rows that arrived here, by expert."""
 
     @staticmethod
     def forward(ctx, x, dst, K, limit, buffers):
         ctx.save_for_backward(dst)
-        ctx.K, ctx.buffers = K, buffers
+        ctx.K = K
+        ctx.buffers = buffers
         buffers.rows.put(x, dst, K)
         buffers.rows.barrier()
         return buffers.rows.local[:limit]
 
     @staticmethod
-    def backward(ctx, g):
-        (dst,), buffers = ctx.saved_tensors, ctx.buffers
-        buffers.results.publish(g)
-        g = buffers.results.get(dst)  # (N, C)
+    def backward(ctx, grad):
+        (dst,) = ctx.saved_tensors
+        results = ctx.buffers.results
+        results.publish(grad)
+        grad = results.get(dst)  # (N, C)
         if ctx.K > 1:
-            g = unpermute(g, torch.arange(g.size(0), device=g.device), ctx.K, False)
-        return g, None, None, None, None
+            order = torch.arange(grad.size(0), device=grad.device)
+            grad = unpermute(grad, order, ctx.K, False)
+        return grad, None, None, None, None
 
 
 class ReturnRows(torch.autograd.Function):
-    """The experts' results y (R, C) go back to their rows' ranks. -> (N, C), this rank's copies."""
+    """Send the experts' results y (R, C) back to the ranks of their rows. Return (N, C), this rank's."""
 
     @staticmethod
     def forward(ctx, y, dst, buffers):
         ctx.save_for_backward(dst)
-        ctx.limit, ctx.buffers = y.size(0), buffers
+        ctx.limit = y.size(0)
+        ctx.buffers = buffers
         buffers.results.publish(y)
         return buffers.results.get(dst)
 
     @staticmethod
-    def backward(ctx, g):
-        (dst,), buffers = ctx.saved_tensors, ctx.buffers
-        buffers.grads.put(g, dst)
-        buffers.grads.barrier()
-        return buffers.grads.local[:ctx.limit], None, None
+    def backward(ctx, grad):
+        (dst,) = ctx.saved_tensors
+        grads = ctx.buffers.grads
+        grads.put(grad, dst)
+        grads.barrier()
+        return grads.local[:ctx.limit], None, None
 
 
 # -----------------------------------------------------------------------------
-# the token dispatchers
+# The token dispatchers
 
 class SymmMemPlan(NamedTuple):
     dst: torch.Tensor   # (N,) where each copy goes: rank * rows + row, -1 if it has no place
@@ -161,17 +173,23 @@ class SymmMemPlan(NamedTuple):
 
 
 class _OneSided:
-    """What both dispatchers share. rows_in_use: how many rows of each buffer are used, the same on every
-    rank. If it is 0, or without gradients (evaluation, generation), the plain dispatcher is used."""
-    buffers, rows_in_use = None, 0
+    """What the two dispatchers share.
+
+    rows_in_use: how many rows of each buffer are used, the same on every rank. If it is 0, or without
+    gradients (evaluation, generation), the plain dispatcher is used.
+    """
+    buffers = None
+    rows_in_use = 0
 
     def active(self):
         return self.rows_in_use > 0 and torch.is_grad_enabled()
 
     def exchange_counts(self, counts):
-        """counts (E,): this rank's rows for each expert -> starts (E,): the destination of the first of them;
-        offs (e,). This all-gather doubles as the barrier that protects buffers.rows: a rank enters it only
-        after reading the previous rows."""
+        """Tell the other ranks how many rows this one has for each expert, counts (E,).
+
+        Return starts (E,), the destination of the first of them, and offs (e,). The all-gather doubles as the
+        barrier that protects buffers.rows: a rank enters it only after reading the previous rows.
+        """
         counts = self.ep.all_gather(counts).view(-1, self.E)  # E counts from each rank to all, over ep
         return layout_from_counts(counts, self.ep.rank, self.buffers.rows.rows, self.rows_in_use,
                                   self.rows_needed)
@@ -181,24 +199,26 @@ class _OneSided:
             return super().dispatch(x, plan)
         return SendRows.apply(x, plan.dst, self.K, self.rows_in_use, self.buffers)  # (rows_in_use, C)
 
-    def combine(self, y, p, plan):
+    def combine(self, y, gates, plan):
         if not isinstance(plan, SymmMemPlan):
-            return super().combine(y, p, plan)
-        y = ReturnRows.apply(y, plan.dst, self.buffers)  # (N, C): the copies come back as they went
+            return super().combine(y, gates, plan)
+        y = ReturnRows.apply(y, plan.dst, self.buffers)  # (N, C): the copies come back in the order they left
         order = torch.arange(y.size(0), device=y.device)
-        return Unpermute.apply(y, p, order, order, False)
+        return Unpermute.apply(y, gates, order, order, False)
 
     def output_buffer(self):
         return self.buffers.results.local if self.active() else None
 
 
 class SymmMem(_OneSided, AllToAll):
-    """Dropless without asking the host: static shapes, so that a step with experts is one CUDA graph too. A
-    step that brings some rank more than rows_in_use rows overflows: see GraphedStep in fast/graph.py."""
+    """Dropless without asking the host: shapes are static, so a step with experts is one CUDA graph too.
 
-    def plan(self, ids, p):
+    A step that brings more than rows_in_use rows to some rank overflows: see GraphedStep in fast/graph.py.
+    """
+
+    def plan(self, ids, gates):
         if not self.active():
-            return super().plan(ids, p)
+            return super().plan(ids, gates)
         expert = ids.flatten()
         rank, cumulative = rank_within_expert(expert, self.E)
         starts, offs = self.exchange_counts(cumulative[:, -1])
@@ -208,31 +228,38 @@ class SymmMem(_OneSided, AllToAll):
 
 class SymmMemCapacity(_OneSided, Capacity):
     """With a capacity the buffer can never overflow: each rank sends at most `capacity` rows per expert.
-    Every rank learns how many rows the others send, so no slot is left empty."""
 
-    def plan(self, ids, p):
+    Every rank learns how many rows the others send, so no slot is left empty.
+    """
+
+    def plan(self, ids, gates):
         if not self.active():
-            return super().plan(ids, p)
-        perm, inv_perm, capacity = self.assign(ids, p)
+            return super().plan(ids, gates)
+        perm, inv_perm, capacity = self.assign(ids, gates)
         expert = ids.flatten()
-        starts, offs = self.exchange_counts((perm < expert.numel()).view(self.E, capacity).sum(1))
+        is_taken = (perm < expert.numel()).view(self.E, capacity)  # the slots that hold a copy
+        starts, offs = self.exchange_counts(is_taken.sum(1))
         dst = starts[expert] + inv_perm - expert * capacity
-        return SymmMemPlan(torch.where(inv_perm < perm.numel(), dst, -1), offs)
+        was_kept = inv_perm < perm.numel()
+        return SymmMemPlan(torch.where(was_kept, dst, -1), offs)
 
 
 def allocate(layers, rows):
     """Give the dispatchers of expert layers (moe.MoE) buffers of `rows` rows. Collective over ep."""
     w = layers[0].w1
     shape = layers[0].mesh.ep, rows, w.size(2), w.dtype, w.device
-    results, grads = SymmetricBuffer(*shape), SymmetricBuffer(*shape)
+    results = SymmetricBuffer(*shape)
+    grads = SymmetricBuffer(*shape)
     for layer in layers:
         layer.dispatcher.buffers = Buffers(SymmetricBuffer(*shape), results, grads)
 
 
 def allocate_for_capacity(layers):
-    """Buffers that hold every row that can come under --capacity-factor; in use from now on."""
-    cfg, ranks = layers[0].cfg, layers[0].mesh.cp.size * layers[0].mesh.tp.size  # that share a micro-batch
-    rows = cfg.n_experts * expert_capacity(cfg, cfg.micro_batch * cfg.seq_len // ranks)
+    """Allocate buffers for every row that can come under --capacity-factor, and use them from now on."""
+    cfg = layers[0].cfg
+    mesh = layers[0].mesh
+    tokens = cfg.micro_batch * cfg.seq_len // (mesh.cp.size * mesh.tp.size)  # of a micro-batch, on this rank
+    rows = cfg.n_experts * expert_capacity(cfg, tokens)
     allocate(layers, rows)
     for layer in layers:
         layer.dispatcher.rows_in_use = rows

@@ -8,18 +8,26 @@ DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.int64
 
 
 def triton_devices():
-    """-> the kinds of torch devices that the installed Triton compiles for. It has a folder for each vendor;
-    ROCm's torch calls an AMD GPU "cuda". Looks at the folders only: importing Triton takes a second."""
+    """Return the kinds of torch devices that the installed Triton compiles for, as a tuple of str.
+
+    Triton has a folder for each vendor. ROCm's torch calls an AMD GPU "cuda". This function only looks at the
+    folders, because importing Triton takes a second.
+    """
     found = importlib.util.find_spec("triton")
-    places = found.submodule_search_locations if found else ()
+    if found is None or not found.submodule_search_locations:
+        return ()
     vendors = {"cuda": "amd" if torch.version.hip else "nvidia", "xpu": "intel"}
-    return tuple(kind for kind, vendor in vendors.items()
-                 if any(Path(place, "backends", vendor).is_dir() for place in places))
+    kinds = []
+    for kind, vendor in vendors.items():
+        folders = [Path(place, "backends", vendor) for place in found.submodule_search_locations]
+        if any(folder.is_dir() for folder in folders):
+            kinds.append(kind)
+    return tuple(kinds)
 
 
 TRITON_DEVICES = triton_devices()
 
 
 def use_triton(x):
-    """True for tensors on a device that Triton serves, of the dtypes that the kernels know: not fp64."""
+    """Whether x is on a device that Triton serves and has a dtype that the kernels know (not fp64)."""
     return x.device.type in TRITON_DEVICES and x.dtype in DTYPES

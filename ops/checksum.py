@@ -1,29 +1,45 @@
-"""What is looked at before weights are trusted: a checksum of a tensor's bits, and whether it is finite."""
+"""Two checks before weights are trusted: a checksum of a tensor's bits, and whether its values are finite."""
 import numpy as np
 import torch
 
 CHUNK = 2**24  # elements that checksum widens at once
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 def checksum(t):
-    """(2,) int64: plain and position-weighted sum of the bit pattern. Equal bits give equal pairs; a swap of
-    two elements changes the second."""
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
-    v = t.detach().reshape(-1).view(bits)  # (n,)
-    sums = torch.zeros(2, dtype=torch.int64, device=v.device)
-    for first in range(0, v.numel(), CHUNK):  # widened, an element takes 8 bytes, more than once
-        part = v[first:first + CHUNK].long()
-        weight = torch.arange(first, first + part.numel(), device=v.device) * 2 + 1
+    """Return the plain and the position-weighted sum of the bit pattern of t, (2,) int64.
+
+    Equal bits give equal pairs. A swap of two elements changes the second sum.
+    """
+    bits = t.detach().reshape(-1).view(INTEGERS[t.element_size()])  # (n,)
+    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
+
+    # A widened element takes 8 bytes, in several tensors at a time: the whole tensor might not fit.
+    for first in range(0, bits.numel(), CHUNK):
+        part = bits[first:first + CHUNK].long()
+        weight = torch.arange(first, first + part.numel(), device=bits.device) * 2 + 1
         sums += torch.stack([part.sum(), (part * weight).sum()])
     return sums
 
 
 def refuse_not_finite(shards):
-    """ValueError, with the tensor, where an element of the host copies is nan or inf: such a checkpoint is of
-    no use, and --keep would delete a good one for it. numpy: torch's threads are those of the training."""
+    """Refuse host copies of tensors that hold nan or inf, before they are saved as a checkpoint.
+
+    Such a checkpoint is of no use, and --keep would delete a good one to make room for it.
+    ValueError: the name of the tensor.
+    """
     for name, t, _, _ in shards:
-        values = (t.float() if t.dtype == torch.bfloat16 else t).detach().numpy()
-        with np.errstate(over="ignore", invalid="ignore"):
-            finite = np.isfinite(values.sum()) or np.isfinite(values).all()  # a sum is nan or inf if one is
-        if not finite:
+        if t.dtype == torch.bfloat16:
+            t = t.float()
+        # NumPy computes here, because torch's threads are busy with the training.
+        if not is_finite(t.detach().numpy()):
             raise ValueError(f"{name} holds values that are not finite")
+
+
+def is_finite(values):
+    """Whether every element of a numpy array is finite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        # The sum is nan or inf if one element is. Large finite elements can overflow it, too.
+        if np.isfinite(values.sum()):
+            return True
+        return bool(np.isfinite(values).all())

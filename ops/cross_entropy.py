@@ -1,9 +1,9 @@
 """The head and its cross-entropy as one function, so that the logits are written once.
 
-At a vocabulary of 128,256 the logits of 16,384 tokens take 4.2 GB in bf16. Autograd writes them, a fp32 copy,
-the softmax and its gradient. Here they are written once, read once, and overwritten by their gradient, up to
-a factor per row that is known only at the end of the row. That factor, and the gradient of the loss,
-multiply the small results of backward instead.
+At a vocabulary of 128,256 the logits of 16,384 tokens take 4.2 GB in bf16. Autograd writes the logits, an
+fp32 copy of them, the softmax and its gradient. Here the logits are written once, read once, and overwritten
+by their gradient, up to a factor per row that is known only at the end of the row. In backward, that factor
+and the gradient of the loss multiply the small results instead.
 """
 import torch
 import torch.nn.functional as F
@@ -11,15 +11,30 @@ import torch.nn.functional as F
 from ops import backend
 
 IGNORE = -100  # a target that takes no part: its loss is 0, its gradient exactly 0
+ROWS_AT_ONCE = 1024  # of the torch twin, which computes in fp32
 
 
 def cross_entropy_rows(z, target, used):
-    """z (R, V) logits of which the first `used` columns are tokens, target (R,) -> losses (R,) and scales
-    (R,), fp32; z becomes (softmax - onehot) / scale. Loss and scale of a target IGNORE are 0."""
-    if not backend.use_triton(z) or z.dtype == torch.float16:  # fp16's range is too short for exponentials
-        parts = [cross_entropy_rows_torch(*part, used)  # in fp32, so not all rows at once
-                 for part in zip(z.split(1024), target.split(1024), strict=True)]
-        return tuple(map(torch.cat, zip(*parts, strict=True)))
+    """Return losses (R,) and scales (R,) in fp32, and overwrite the logits with their gradient.
+
+    z (R, V): the logits, of which the first `used` columns are tokens. Afterwards z is
+    (softmax - onehot) / scale. target (R,). A target of IGNORE has the loss 0 and the scale 0.
+    """
+    # The kernel stores exponentials in z, and the range of fp16 is too short for them.
+    if backend.use_triton(z) and z.dtype != torch.float16:
+        return cross_entropy_rows_triton(z, target, used)
+
+    losses = []
+    scales = []
+    for z_part, target_part in zip(z.split(ROWS_AT_ONCE), target.split(ROWS_AT_ONCE), strict=True):
+        loss, scale = cross_entropy_rows_torch(z_part, target_part, used)
+        losses.append(loss)
+        scales.append(scale)
+    return torch.cat(losses), torch.cat(scales)
+
+
+def cross_entropy_rows_triton(z, target, used):
+    """cross_entropy_rows in one kernel."""
     from ops import kernels
     loss, scale = torch.empty(2, z.size(0), dtype=torch.float32, device=z.device)
     kernels.cross_entropy[(z.size(0),)](z, target, loss, scale, used, z.size(1), ROWS=2, BLOCK=2048,
@@ -28,21 +43,25 @@ def cross_entropy_rows(z, target, used):
 
 
 def cross_entropy_rows_torch(z, target, used):
-    """The torch twin of the kernel; its scale is one, or 0 for a target that takes no part."""
-    trained, index = target != IGNORE, target.clamp(min=0).unsqueeze(1)
-    wide = z[:, :used].to(torch.promote_types(z.dtype, torch.float32))
-    lse = wide.logsumexp(1)  # (R,)
-    loss = (lse - wide.gather(1, index).squeeze(1)).masked_fill(~trained, 0)
-    p = (wide - lse.unsqueeze(1)).exp_()
-    p.scatter_add_(1, index, -torch.ones_like(p[:, :1]))
-    z[:, :used] = p.to(z.dtype)
+    """cross_entropy_rows in torch. Its scale is 1, or 0 for a target that takes no part."""
+    trained = target != IGNORE
+    index = target.clamp(min=0).unsqueeze(1)  # (R, 1)
+    logits = z[:, :used].to(torch.promote_types(z.dtype, torch.float32))
+    log_sum = logits.logsumexp(1)  # (R,)
+    loss = (log_sum - logits.gather(1, index).squeeze(1)).masked_fill(~trained, 0)
+
+    grad = (logits - log_sum.unsqueeze(1)).exp_()  # the softmax
+    grad.scatter_add_(1, index, -torch.ones_like(grad[:, :1]))
+    z[:, :used] = grad.to(z.dtype)
     z[:, used:] = 0
     return loss, trained.to(loss.dtype)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """x (R, C), w (V, C), target (R,) int64, used <= V tokens, bias (V,) or None -> () sum of the
-    cross-entropy in nats, in at least fp32; a target IGNORE adds nothing."""
+    """The sum of the cross-entropies in nats, (), in at least fp32. A target of IGNORE adds nothing.
+
+    x (R, C), w (V, C), target (R,) int64, used <= V tokens, bias (V,) or None.
+    """
 
     @staticmethod
     def forward(ctx, x, w, target, used, bias=None):
@@ -53,9 +72,16 @@ class LinearCrossEntropy(torch.autograd.Function):
         return loss.sum()
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx, grad_loss):
         x, w, z, scale = ctx.saved_tensors  # z holds (softmax - onehot) / scale
-        scale = (g * scale).unsqueeze(1)  # (R, 1)
-        dx, dw = (z @ w).mul_(scale), z.T @ torch.mul(x, scale, out=torch.empty_like(x))
-        db = z.T @ scale.squeeze(1).to(z.dtype) if ctx.has_bias else None
-        return dx, dw, None, None, db
+        scale = (grad_loss * scale).unsqueeze(1)  # (R, 1)
+        grad_x = (z @ w).mul_(scale)
+
+        # Without `out`, x times the fp32 scale would be a tensor in fp32.
+        scaled_x = torch.mul(x, scale, out=torch.empty_like(x))
+        grad_w = z.T @ scaled_x
+
+        grad_bias = None
+        if ctx.has_bias:
+            grad_bias = z.T @ scale.squeeze(1).to(z.dtype)
+        return grad_x, grad_w, None, None, grad_bias

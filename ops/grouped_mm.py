@@ -1,11 +1,12 @@
 """The experts' matrix products: each row times the matrix of its own expert.
 
 Rows stand by expert, and offs (e,) says where each expert's rows end (the argument of torch's grouped_mm).
-With a capacity every expert has the same number of rows: x is (e, rows, I), offs is None, then bmm.
+With a capacity every expert has the same number of rows: then x is (e, rows, I), offs is None, and bmm
+multiplies.
 
-Three ways give the same product: torch's grouped_mm where that is one kernel (bf16 on Hopper and Blackwell),
-the Triton kernels of ops/kernels.py on every other GPU and dtype, and a loop over experts, the reference. The
-loop alone asks the host how many rows each expert has.
+Three ways give the same product: torch's grouped_mm where it is one kernel (bf16 on Hopper and Blackwell),
+the Triton kernels of ops/kernels.py on every other GPU and dtype, and a loop over the experts, the reference.
+Only the loop asks the host how many rows each expert has.
 """
 import functools
 
@@ -15,9 +16,9 @@ import torch.nn.functional as F
 from ops import backend
 from ops.activations import silu_mul, silu_mul_backward
 
-# tiles of the Triton kernels by architecture and bytes of an element: ROWS, COLUMNS, DEPTH, warps, stages of
-# the product and of the weights' gradient. an architecture that is not here takes sm80's.
-# bench/moe_layer.py --tune measures many and prints the line of this GPU
+# Tiles of the Triton kernels, by architecture and bytes of an element: (ROWS, COLUMNS, DEPTH, warps, stages)
+# of the product, then of the weights' gradient. An architecture that is not in the table takes sm80's.
+# bench/moe_layer.py --tune times many tiles and prints the fastest on this GPU.
 TILES = {
     ("sm80", 2): ((128, 128, 32, 4, 4), (128, 128, 32, 4, 4)),
     ("sm80", 4): ((64, 64, 32, 4, 3), (64, 64, 32, 4, 3)),
@@ -25,21 +26,26 @@ TILES = {
     ("sm90", 4): ((64, 64, 32, 4, 3), (64, 64, 32, 4, 3)),
     ("hip", 2): ((128, 128, 32, 8, 2), (128, 128, 32, 8, 2)),
 }
-PROGRAMS_PER_SM = 2  # at least as many as run at once, so that none waits for the slowest
+PROGRAMS_PER_SM = 2  # at least what runs at once, so that no program waits for the slowest one
 
 
 @functools.cache
 def has_grouped_mm(device):
-    """Whether torch's grouped_mm is one kernel on this GPU: on NVIDIA's Hopper and Blackwell. Elsewhere torch
-    reads the row counts on the host. AMD's MI250X and MI300X report capability 9, too."""
-    return (device.type == "cuda" and torch.version.hip is None and hasattr(F, "grouped_mm")
-            and torch.cuda.get_device_capability(device)[0] in (9, 10))
+    """Whether torch's grouped_mm is one kernel on this GPU, which holds on NVIDIA's Hopper and Blackwell.
+
+    Elsewhere torch reads the row counts on the host.
+    """
+    # AMD's MI250X and MI300X report capability 9, too.
+    if device.type != "cuda" or torch.version.hip is not None or not hasattr(F, "grouped_mm"):
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def use_torch(x, w):
-    """Whether torch's grouped_mm multiplies x by w (e, O, I): bf16, rows of a multiple of 16 bytes."""
-    return (x.dtype == torch.bfloat16 and has_grouped_mm(x.device)
-            and all(width % 8 == 0 for width in w.shape[1:]))
+    """Whether torch's grouped_mm multiplies x by w (e, O, I): bf16, with rows of a multiple of 16 bytes."""
+    if x.dtype != torch.bfloat16 or not has_grouped_mm(x.device):
+        return False
+    return all(width % 8 == 0 for width in w.shape[1:])
 
 
 def use_grouped_mm(x, w):
@@ -48,38 +54,51 @@ def use_grouped_mm(x, w):
 
 
 def grouped_mm(x, w, offs):
-    """Row r of x (R, I) times the matrix of the expert whose rows it stands among: w (e, O, I), offs (e,) ->
-    (R, O); rows after the last expert's are undefined. With a capacity: offs None, x (e, rows, I) -> (e,
-    rows, O)."""
+    """Multiply each row of x (R, I) by the matrix of its expert in w (e, O, I): (R, O).
+
+    offs (e,): where each expert's rows end. Rows after the last expert's are undefined.
+    With a capacity offs is None: x (e, rows, I) -> (e, rows, O).
+    """
     if offs is None:
         return torch.bmm(x, w.transpose(1, 2))
     if x.size(0) == 0:
-        return F.linear(x, w[0])  # no token chose this rank: zero rows, and a gradient of zero
+        # No token chose this rank's experts: zero rows, and a gradient of zero.
+        return F.linear(x, w[0])
     if use_grouped_mm(x, w):
         return GroupedMM.apply(x, w, offs.to(torch.int32))
     return grouped_mm_loop(x, w, offs)
 
 
 def grouped_mm_loop(x, w, offs):
-    """grouped_mm, one expert after the other; rows after the last expert's are zero."""
+    """grouped_mm, one expert after the other. Rows after the last expert's are zero."""
     ends = offs.tolist()  # sync point on a GPU
-    runs = zip([0, *ends[:-1]], ends, strict=True)
-    unused = x.new_zeros(x.size(0) - ends[-1], w.size(1))
-    return torch.cat([*(F.linear(x[a:b], w[i]) for i, (a, b) in enumerate(runs)), unused])
+    outputs = []
+    begin = 0
+    for i, end in enumerate(ends):
+        outputs.append(F.linear(x[begin:end], w[i]))
+        begin = end
+    outputs.append(x.new_zeros(x.size(0) - begin, w.size(1)))
+    return torch.cat(outputs)
 
 
 # -----------------------------------------------------------------------------
-# one kernel each, asked of two libraries
+# One kernel each, of torch or of ops/kernels.py
 
 def experts_mm(x, w, offs):
-    """Each expert's rows times its matrix: x (R, I), w (e, I, O) of any strides, offs (e,) int32 -> (R, O)"""
+    """Multiply each expert's rows by its matrix: x (R, I), w (e, I, O), offs (e,) int32 -> (R, O)
+
+    w may have any strides. With a capacity offs is None: x (e, rows, I) -> (e, rows, O).
+    """
     if offs is None:
         return torch.bmm(x, w)
     if use_torch(x, w):
         return F.grouped_mm(x, w, offs=offs)
+
     from ops import kernels
-    (rows, columns, depth, warps, stages), _ = tiles(x.device, x.element_size())
-    (e, I, O), programs = w.shape, n_programs(x.device)
+    tile, _ = tiles(x.device, x.element_size())
+    rows, columns, depth, warps, stages = tile
+    e, I, O = w.shape
+    programs = n_programs(x.device)
     y = x.new_empty(x.size(0), O)
     kernels.grouped_mm[(programs,)](
         x.contiguous(), w, offs, y, I, O, *w.stride(), programs, E=e, WIDE=next_power_of_2(e),
@@ -88,26 +107,33 @@ def experts_mm(x, w, offs):
     return y
 
 
-def experts_wgrad(g, x, offs):
-    """Each expert's weight gradient: (R, O), (R, I) -> (e, O, I); zero for an expert without rows."""
+def experts_wgrad(grad, x, offs):
+    """Return each expert's weight gradient: grad (R, O), x (R, I) -> (e, O, I)
+
+    The gradient of an expert without rows is zero.
+    """
     if offs is None:
-        return torch.bmm(g.transpose(1, 2), x)
-    (O, I), e = (g.size(1), x.size(1)), offs.numel()
-    if use_torch(x, g.new_empty(0, O, I)):
-        return F.grouped_mm(g.t(), x, offs=offs)
+        return torch.bmm(grad.transpose(1, 2), x)
+    e = offs.numel()
+    O = grad.size(1)
+    I = x.size(1)
+    if use_torch(x, grad.new_empty(0, O, I)):
+        return F.grouped_mm(grad.t(), x, offs=offs)
+
     from ops import kernels
-    _, (rows, columns, depth, warps, stages) = tiles(x.device, x.element_size())
+    _, tile = tiles(x.device, x.element_size())
+    rows, columns, depth, warps, stages = tile
     programs = n_programs(x.device)
-    dw = x.new_empty(e, O, I)
+    grad_w = x.new_empty(e, O, I)
     kernels.grouped_wgrad[(programs,)](
-        g.contiguous(), x.contiguous(), offs, dw, O, I, programs, E=e, PRECISION=precision(x), ROWS=rows,
-        COLUMNS=columns, DEPTH=depth, num_warps=warps, num_stages=stages)
-    return dw
+        grad.contiguous(), x.contiguous(), offs, grad_w, O, I, programs, E=e, PRECISION=precision(x),
+        ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=warps, num_stages=stages)
+    return grad_w
 
 
 @functools.cache
 def tiles(device, size):
-    """-> this device's entry of TILES for elements of `size` bytes."""
+    """Return this device's entry of TILES for elements of `size` bytes: two tiles."""
     name = "hip" if torch.version.hip else device.type
     if name == "cuda":
         name = f"sm{torch.cuda.get_device_capability(device)[0]}0"
@@ -116,20 +142,26 @@ def tiles(device, size):
 
 @functools.cache
 def n_programs(device):
-    """-> how many programs of a persistent kernel are started."""
+    """Return how many programs of a persistent kernel are started."""
     if device.type == "cpu":
         return 3  # Triton's interpreter
     gpu = torch.get_device_module(device).get_device_properties(device)
-    return PROGRAMS_PER_SM * (getattr(gpu, "multi_processor_count", 0) or gpu.gpu_subslice_count)  # Intel's
+    # Intel's GPUs have subslices instead of multiprocessors.
+    processors = getattr(gpu, "multi_processor_count", 0) or gpu.gpu_subslice_count
+    return PROGRAMS_PER_SM * processors
 
 
 def precision(x):
-    """-> how tl.dot multiplies fp32: as torch's own products do. AMD takes no tf32 for other dtypes."""
+    """Return how tl.dot multiplies fp32: as torch's own products do.
+
+    AMD's compiler takes no "tf32" for other dtypes.
+    """
     exact = torch.get_float32_matmul_precision() == "highest"
     return "tf32" if x.dtype == torch.float32 and not exact else "ieee"
 
 
 def next_power_of_2(n):
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
@@ -142,51 +174,84 @@ class GroupedMM(torch.autograd.Function):
         return experts_mm(x, w.transpose(1, 2), offs)
 
     @staticmethod
-    def backward(ctx, dy):
-        (x, w, offs), dy = ctx.saved_tensors, dy.contiguous()
-        return experts_mm(dy, w, offs), experts_wgrad(dy, x, offs), None
+    def backward(ctx, grad):
+        x, w, offs = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = experts_mm(grad, w, offs)
+        grad_w = experts_wgrad(grad, x, offs)
+        return grad_x, grad_w, None
 
 
 # -----------------------------------------------------------------------------
-# the experts' SwiGLU MLP as one function: its gradients come out in the parameters' own layout, and nothing
-# is copied or added that need not be
+# The experts' SwiGLU MLP as one function. Its gradients come out in the parameters' own layout, and nothing
+# is copied or added without need.
 
 class SwiGLUExperts(torch.autograd.Function):
-    """x (R, C) by expert with offs (e,) int32, or (e, rows, C) with offs None; w1, w3 (e, F, C), w2 (e, C, F)
-    -> like x; rows after the last expert's are undefined. On a GPU.
-    out (at least R, C): the tensor that receives the result and, in backward, the gradient of x; or None.
-    The lines below its call in moe.MoE.ffn are the reference."""
+    """The experts' SwiGLU MLP on a GPU: x (R, C) by expert with offs (e,) int32 -> (R, C)
+
+    With a capacity offs is None and x is (e, rows, C). w1, w3 (e, F, C), w2 (e, C, F). Rows after the last
+    expert's are undefined. out: None, or a tensor (at least R, C) that receives the result and, in backward,
+    the gradient of x. The lines below the call in moe.MoE.ffn are the reference.
+    """
 
     @staticmethod
     def forward(ctx, x, w1, w3, w2, offs, out):
-        ctx.offs, ctx.out = offs, out
-        a, b = (experts_mm(x, w.transpose(1, 2), offs) for w in (w1, w3))  # (R, F) each
-        n_valid = None if offs is None else offs[-1]
-        h = silu_mul(a.flatten(0, -2), b.flatten(0, -2), n_valid).view_as(a)
-        ctx.save_for_backward(x, a, b, w1, w3, w2)
-        y = experts_mm(h, w2.transpose(1, 2), offs)
-        return y if out is None else add_rows(y, None, out, n_valid)
+        ctx.offs = offs
+        ctx.out = out
+        gate = experts_mm(x, w1.transpose(1, 2), offs)  # (R, F)
+        up = experts_mm(x, w3.transpose(1, 2), offs)  # (R, F)
+        n_valid = last_end(offs)
+        h = silu_mul(gate.flatten(0, -2), up.flatten(0, -2), n_valid).view_as(gate)
+        ctx.save_for_backward(x, gate, up, w1, w3, w2)
+        y = experts_mm(h, w2.transpose(1, 2), offs)  # (R, C)
+        if out is None:
+            return y
+        return add_rows(y, None, out, n_valid)
 
     @staticmethod
-    def backward(ctx, dy):
-        x, a, b, w1, w3, w2 = ctx.saved_tensors
-        offs, dy = ctx.offs, dy.contiguous()
-        n_valid = None if offs is None else offs[-1]
-        h = experts_mm(dy, w2, offs)  # the gradient of h, and after the next line h itself
-        da, db = silu_mul_backward(*(t.flatten(0, -2) for t in (h, a, b)), n_valid, recompute=True)
-        da, db, dw2 = da.view_as(a), db.view_as(a), experts_wgrad(dy, h, offs)
-        dx, dx3 = experts_mm(da, w1, offs), experts_mm(db, w3, offs)
-        dx = dx.add_(dx3) if ctx.out is None else add_rows(dx, dx3, ctx.out, n_valid)
-        return dx, experts_wgrad(da, x, offs), experts_wgrad(db, x, offs), dw2, None, None
+    def backward(ctx, grad_y):
+        x, gate, up, w1, w3, w2 = ctx.saved_tensors
+        offs = ctx.offs
+        n_valid = last_end(offs)
+        grad_y = grad_y.contiguous()
+
+        # silu_mul_backward computes h again and writes it over its gradient.
+        h = experts_mm(grad_y, w2, offs)  # until the next line, the gradient of h
+        grad_gate, grad_up = silu_mul_backward(
+            h.flatten(0, -2), gate.flatten(0, -2), up.flatten(0, -2), n_valid, recompute=True)
+        grad_gate = grad_gate.view_as(gate)
+        grad_up = grad_up.view_as(up)
+        grad_w2 = experts_wgrad(grad_y, h, offs)
+
+        grad_x = experts_mm(grad_gate, w1, offs)
+        grad_x_of_up = experts_mm(grad_up, w3, offs)
+        if ctx.out is None:
+            grad_x = grad_x.add_(grad_x_of_up)
+        else:
+            grad_x = add_rows(grad_x, grad_x_of_up, ctx.out, n_valid)
+        grad_w1 = experts_wgrad(grad_gate, x, offs)
+        grad_w3 = experts_wgrad(grad_up, x, offs)
+        return grad_x, grad_w1, grad_w3, grad_w2, None, None
+
+
+def last_end(offs):
+    """Return the number of rows that experts have, () int32 on the device; None where offs is None."""
+    return None if offs is None else offs[-1]
 
 
 def add_rows(a, b, out, n_valid):
-    """out[:n_valid] = a (R, C), plus b if it is not None -> out[:R]; rows from n_valid () int32 on are left
-    as they were."""
+    """Write a (R, C), plus b where it is not None, into the first n_valid rows of out, and return out[:R].
+
+    n_valid () int32. The other rows of out stay as they were.
+    """
     if backend.use_triton(a):
         from ops import kernels
-        kernels.add_rows[(a.size(0),)](a, a if b is None else b, out, n_valid, a.size(1), BOTH=b is not None,
-                                       BLOCK=512, num_warps=2)
+        both = b is not None
+        # Without b the kernel gets `a` in its place, and does not read it.
+        kernels.add_rows[(a.size(0),)](a, b if both else a, out, n_valid, a.size(1), BOTH=both, BLOCK=512,
+                                       num_warps=2)
+    elif b is None:
+        out[:n_valid] = a[:n_valid]
     else:
-        out[:n_valid] = a[:n_valid] if b is None else a[:n_valid] + b[:n_valid]
+        out[:n_valid] = a[:n_valid] + b[:n_valid]
     return out[:a.size(0)]

@@ -1,9 +1,10 @@
 """What the ranks decide together: that they have the same flags, code and data, and when to stop early.
 
-    parse_flags, same_start   this rank's flags, or what is wrong with them; the others' flags and code
-    compare                   wrong input where a value differs between ranks
-    read_together             what one rank cannot read, no rank goes on with
-    Stop                      a signal on any rank, or --max-minutes
+    parse_flags     this rank's flags, or what is wrong with them
+    same_start      all ranks have the same flags and the same code
+    compare         a value that differs between ranks is wrong input
+    read_together   if one rank cannot read something, no rank goes on
+    Stop            a signal on any rank, or --max-minutes
 """
 import contextlib
 import dataclasses
@@ -26,82 +27,131 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def parse_flags(parse, argv):
-    """-> (flags, None, --timeout), or among several ranks (None, what is wrong, --timeout): the others must
-    hear of it. --help and a single process with wrong flags end at once; rank 0 alone prints the help."""
+    """Return (flags, None, timeout), or (None, what is wrong, timeout) on a rank with wrong flags.
+
+    timeout: seconds. Among several ranks the others must hear what is wrong. A single process with wrong
+    flags ends at once. So does --help, which rank 0 alone prints.
+    """
+    argv = sys.argv[1:] if argv is None else argv
     with wrong_input(), contextlib.ExitStack() as stack:
-        rank = session.signals.rank = launch.env_rank()
-        if rank != 0:
+        session.signals.rank = launch.env_rank()
+        if session.signals.rank != 0:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         try:
-            cfg = parse(argv := sys.argv[1:] if argv is None else argv)
-            return cfg, None, cfg.timeout if cfg.pdb < 0 else launch.NO_TIMEOUT
+            cfg = parse(argv)
         except (ValueError, OSError) as e:
-            if launch.started_by()[1] == 1:
+            _, n_ranks = launch.started_by()
+            if n_ranks == 1:
                 raise
-            seconds = re.findall(r"--timeout[= ]([1-9][0-9]*) ", " ".join(argv) + " ")
-            return None, str(e), min(launch.NO_TIMEOUT, float([Config.timeout, *seconds][-1]))
+            return None, str(e), _timeout(argv)
+    in_debugger = cfg.pdb >= 0
+    return cfg, None, launch.NO_TIMEOUT if in_debugger else cfg.timeout
+
+
+def _timeout(argv):
+    """Return the seconds of --timeout in flags that cannot be parsed, or the default."""
+    text = " ".join(argv) + " "
+    given = re.findall(r"--timeout[= ]([1-9][0-9]*) ", text)
+    seconds = float(given[-1]) if given else Config.timeout
+    return min(launch.NO_TIMEOUT, seconds)
 
 
 def same_start(world, cfg, wrong):
-    """Wrong flags on a rank, flags or code that differ: one line, and all ranks exit with code 2. cfg,
-    wrong: of parse_flags()."""
+    """End all ranks with one line and code 2 if flags are wrong on any rank, or flags or code differ.
+
+    cfg, wrong: of parse_flags(). Collective over the world.
+    """
     with launch.exit_together(world):
         texts = world.axis.gather_objects(wrong)
-        if any(texts):
-            text = next(filter(None, texts))
-            ranks = [rank for rank, t in enumerate(texts) if t == text]
-            raise ValueError(f"{watch.format_ranks(ranks)} only: " * (len(ranks) < world.size) + text)
-        flags = {f"--{k.replace('_', '-')}": repr(v) for k, v in dataclasses.asdict(cfg).items()}
+        text = next((text for text in texts if text), None)
+        if text is not None:
+            ranks = [rank for rank, other in enumerate(texts) if other == text]
+            if len(ranks) < world.size:
+                text = f"{watch.format_ranks(ranks)} only: {text}"
+            raise ValueError(text)
+
+        flags = {f"--{name.replace('_', '-')}": repr(value)
+                 for name, value in dataclasses.asdict(cfg).items()}
         compare(world, flags, "start all ranks with the same flags")
-        compare(world, {"torch": torch.__version__, **loaded_files()}, "give all ranks the same code")
+        code = {"torch": torch.__version__, **loaded_files()}
+        compare(world, code, "give all ranks the same code")
 
 
 def loaded_files():
-    """-> {path below the root: a hash of its text} of our files that this process has loaded."""
-    paths = {getattr(m, "__file__", None) or "" for m in list(sys.modules.values())}
-    ours = (Path(path).resolve() for path in paths if "site-packages" not in path
-            and path.endswith(".py") and Path(path).is_absolute())  # some of torch's are not
-    return {path.relative_to(ROOT).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-            for path in ours if path.is_relative_to(ROOT)}
+    """Return {path below the root: a hash of its text} of our files that this process has loaded."""
+    hashes = {}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None) or ""
+        if "site-packages" in file or not file.endswith(".py"):
+            continue
+        if not Path(file).is_absolute():  # some of torch's are not
+            continue
+        path = Path(file).resolve()
+        if path.is_relative_to(ROOT):
+            hashes[path.relative_to(ROOT).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return hashes
 
 
 def compare(world, values, cure):
-    """ValueError, on all ranks, where a value of {name: str} differs between ranks; names that only some have
-    are not compared. Collective over the world: a digest from each rank, the values only where it differs."""
+    """Raise ValueError, on all ranks, if a value of {name: str} differs between ranks.
+
+    Names that only some ranks have are not compared. Collective over the world: each rank sends a digest, and
+    only if the digests differ it sends the values, too.
+    """
     digest = hashlib.sha256(repr(sorted(values.items())).encode()).digest()
     if len(set(world.axis.gather_objects(digest))) == 1:
         return
     everyone = world.axis.gather_objects(values)
-    for name in sorted(set.intersection(*map(set, everyone))):
-        groups = {}  # value: ranks
+    common = set.intersection(*map(set, everyone))
+    for name in sorted(common):
+        ranks_with = {}  # {value: ranks}
         for rank, theirs in enumerate(everyone):
-            groups.setdefault(theirs[name], []).append(rank)
-        if len(groups) > 1:
-            said = [f"{watch.format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {name} {value}"
-                    for value, ranks in sorted(groups.items(), key=lambda group: len(group[1]))]
-            raise ValueError(f"{', '.join(said[:4])}{', ...' * (len(said) > 4)}; {cure}")
+            ranks_with.setdefault(theirs[name], []).append(rank)
+        if len(ranks_with) > 1:
+            raise ValueError(f"{_describe_difference(name, ranks_with)}; {cure}")
 
 
-def read_together(world, read, *args):
-    """read(*args) on every rank -> its result. What one rank cannot read, no rank goes on with: the weights
-    are sent next. Collective; ValueError on all ranks."""
-    out = wrong = None
+def _describe_difference(name, ranks_with):
+    """Return "rank 1 has NAME VALUE, ranks 0, 2 have NAME VALUE", of four values at most.
+
+    ranks_with: {value: ranks}. The value of the fewest ranks comes first.
+    """
+    parts = []
+    for value, ranks in sorted(ranks_with.items(), key=lambda item: len(item[1])):
+        verb = "has" if len(ranks) == 1 else "have"
+        parts.append(f"{watch.format_ranks(ranks)} {verb} {name} {value}")
+    if len(parts) > 4:
+        parts = [*parts[:4], "..."]
+    return ", ".join(parts)
+
+
+def read_together(axis, read, *args):
+    """Return read(*args) of this rank, or raise ValueError on all ranks if one of them cannot read.
+
+    The weights are sent next, and no rank must wait for one that has failed. Collective over the axis.
+    """
+    result = wrong = None
     try:
-        out = read(*args)
+        result = read(*args)
     except (ValueError, OSError) as e:
         wrong = one_line(e)
-    if found := next(filter(None, world.gather_objects(wrong)), None):  # a short string per rank
-        raise ValueError(found)
-    return out
+    for text in axis.gather_objects(wrong):  # a short string per rank
+        if text:
+            raise ValueError(text)
+    return result
 
 
 class Stop:
-    """When to stop before the last step: after a signal on any rank, or before --max-minutes have passed. The
-    step under way is always finished."""
+    """When to stop before the last step: after a signal on any rank, or before --max-minutes have passed.
+
+    The step under way is always finished.
+    """
 
     def __init__(self, max_minutes):
-        self.limit, self.started = max_minutes * 60, time.monotonic()
-        self.longest_step = self.longest_save = 0.0  # seconds, so far
+        self.limit = max_minutes * 60  # seconds; 0: none
+        self.started = time.monotonic()
+        self.longest_step = 0.0  # seconds, so far
+        self.longest_save = 0.0
 
     def step_took(self, seconds):
         self.longest_step = max(self.longest_step, seconds)
@@ -110,12 +160,22 @@ class Stop:
         self.longest_save = max(self.longest_save, seconds)
 
     def poll(self, world):
-        """-> why to stop, the same on all ranks: a signal's name, "max-minutes", or None to go on. Collective
-        over the world. The time of two more steps and two saves is kept in reserve."""
-        elapsed, reserve = time.monotonic() - self.started, 2 * (self.longest_step + self.longest_save)
-        late = self.limit and elapsed + reserve > self.limit
-        flags = torch.tensor([session.signals.number, int(bool(late))])
-        world.axis.all_reduce(flags, MAX)  # two small integers on the host, over the world
-        number, late = flags.tolist()
-        return signal.Signals(number).name if number else "max-minutes" if late else None
+        """Return why to stop: a signal's name, "max-minutes", or None to go on; the same on all ranks.
 
+        The time of two more steps and two saves is kept in reserve. Collective over the world.
+        """
+        flags = torch.tensor([session.signals.number, int(self._is_late())])
+        world.axis.all_reduce(flags, MAX)  # two small integers on the host, over the world
+        number, is_late = flags.tolist()
+        if number:
+            return signal.Signals(number).name
+        if is_late:
+            return "max-minutes"
+        return None
+
+    def _is_late(self):
+        if not self.limit:
+            return False
+        elapsed = time.monotonic() - self.started
+        reserve = 2 * (self.longest_step + self.longest_save)
+        return elapsed + reserve > self.limit

@@ -1,34 +1,32 @@
 """Which rank is this process, and how do the ranks start, stop and fail together?
 
-One answer for plain python, torchrun, MPICH and Intel MPI (Hydra), Open MPI, PALS, Cray PMI and srun.
+The answer covers plain python, torchrun, MPICH and Intel MPI (Hydra), Open MPI, PALS, Cray PMI and srun.
 
-    detect          reads the launcher's variables: rank, size, local rank
-    launch          picks the device, agrees on an address through MPI, makes the process group
-    exit_together   turns wrong input on any rank into one line from one rank and exit code 2 on all
-    attach_stdin, break_on_rank     --pdb RANK: one rank stops in the debugger
+    detect          read the launcher's variables: rank, size, local rank
+    launch          choose the device, agree on an address through MPI, make the process group
+    exit_together   turn wrong input on any rank into one line from one rank and exit code 2 on all
 
-No other file reads the environment. Programs import this file before torch, whose threads spin otherwise.
+No other file reads the environment. Programs import this file before torch, so that torch's idle threads do
+not spin.
 """
 import contextlib
 import functools
 import gc
 import json
 import os
-import pdb
 import re
-import secrets
 import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
-# OpenMP reads it when torch is imported: threads that wait sleep, and leave their core to whoever has work
+# OpenMP reads this variable when torch is imported. Then waiting threads sleep, and leave the core to others.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -40,34 +38,44 @@ from ops.accelerator import device_name
 from parallel import Axis
 from runtime import mpi, visible
 
-# launcher: its variables for (rank, world size, local rank, local size); the first whose variables are set is
-# taken. srun is last: only SLURM_STEP_NUM_TASKS says that srun started *this* process, not the batch script
+# Each launcher with its variables for (rank, world size, local rank, local size). The first launcher whose
+# variables are set is taken, and srun comes last: only SLURM_STEP_NUM_TASKS says that srun started *this*
+# process and not the batch script around it.
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
     "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
                 "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    "hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # mpich and intel mpi
+    "hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI
     "cray": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
 
 
+NO_TIMEOUT = 30 * 86400.0  # seconds, longer than any run
+
+
 class CollectiveLog:
-    """The collectives that this rank has started, counted per axis, and the last of them: what the watchdog
-    reports when a run hangs."""
+    """The collectives that this rank has started, which the watchdog reports when a run hangs.
+
+    started: {axis: number of collectives}. last: (kind, axis, (shape, dtype)) of the newest one, or None.
+    """
 
     def __init__(self):
-        self.started, self.last = Counter(), None  # axis: how many; (kind, axis, (shape, dtype))
-        self.on_next_collective = None  # called once: here the rank's own work in a step ends
+        self.started = Counter()
+        self.last = None
+        self.on_next_collective = None  # called once: this rank's own work in a step ends there
 
     def record(self, kind, axis, tensor=None):
-        """This rank is about to start a collective of this kind ("all-reduce") on tensor, over the axis."""
-        if self.on_next_collective is not None:
-            self.on_next_collective, callback = None, self.on_next_collective
+        """Note that this rank is about to start a collective, for example an "all-reduce" of tensor."""
+        callback = self.on_next_collective
+        if callback is not None:
+            self.on_next_collective = None
             callback()
+
         self.started[axis] += 1
-        self.last = kind, axis, None if tensor is None else (tensor.shape, tensor.dtype)
+        contents = None if tensor is None else (tensor.shape, tensor.dtype)
+        self.last = (kind, axis, contents)
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ class World:
     threads: int = 1
     shown: str | None = None  # the launcher's CUDA_VISIBLE_DEVICES for this process
     calls: CollectiveLog = field(default_factory=CollectiveLog, compare=False)
-    nodes: list = field(default_factory=list, compare=False)  # of each rank, from launch() of several ranks
+    nodes: list = field(default_factory=list, compare=False)  # the node of each rank; empty for a single rank
 
     @functools.cached_property
     def axis(self):
@@ -94,57 +102,82 @@ class World:
         return Axis("world", self.rank, self.size, group, tuple(range(self.size)), self.calls)
 
     def barrier(self):
+        """Wait until all ranks have arrived here. No data is sent."""
         if self.size > 1:
             self.calls.record("barrier", "world")
-            dist.barrier()  # sends no data: all ranks wait for the last one
+            dist.barrier()
+
+
+# -----------------------------------------------------------------------------
+# The environment
+
+class Start(NamedTuple):
+    """How this process was started, as far as its environment says."""
+    launcher: str
+    rank: int
+    size: int  # -1 where only MPI knows it
+    local_rank: int
+    local_size: int
 
 
 def detect(env):
-    """-> (launcher, rank, size, local rank, local size) from a mapping of environment variables. size is -1
-    where only MPI knows it. ValueError: a variable is not a number."""
+    """Return the Start that a mapping of environment variables describes.
+
+    ValueError: a variable of the launcher is not a number.
+    """
     for launcher, names in LAUNCHERS.items():
-        rank, size, local, local_size = (env.get(name) for name in names)
-        if launcher == "pals" and rank is not None and local is not None and size is None:
-            size = "-1"  # PALS_PMI=pmix sets no PMI_SIZE: mpi4py gives the size later
-        if rank is None or size is None or local is None:
+        rank, size, local_rank, local_size = (env.get(name) for name in names)
+        if launcher == "pals" and rank is not None and local_rank is not None and size is None:
+            size = "-1"  # PALS_PMI=pmix sets no PMI_SIZE. mpi4py gives the size later.
+        if rank is None or size is None or local_rank is None:
             continue
-        local_size = (local_size or "1").split("(")[0].split(",")[0]  # slurm writes 4(x2)
-        values = rank, size, local, local_size
+
+        local_size = (local_size or "1").split("(")[0].split(",")[0]  # Slurm writes 4(x2),3
+        values = (rank, size, local_rank, local_size)
         for name, value in zip(names, values, strict=True):
             if not re.fullmatch("-?[0-9]+", value):
                 raise ValueError(f"{name}={value} in the environment is not a number: unset it, or start "
                                  f"the ranks with {launcher}")
-        return launcher, *map(int, values)
-    return "single", 0, 1, 0, 1
+        return Start(launcher, *map(int, values))
+    return Start("single", rank=0, size=1, local_rank=0, local_size=1)
 
 
 def env_rank():
-    """-> this process's rank, before launch(): so that only one rank prints."""
-    return detect(os.environ)[1]
+    """Return this process's rank before launch(), for example so that only one rank prints."""
+    return detect(os.environ).rank
 
 
 def started_by():
-    """-> (launcher, ranks) of this process, before launch()."""
-    launcher, _, size, _, _ = detect(os.environ)
-    return launcher, size
+    """Return (launcher, number of ranks) of this process before launch()."""
+    start = detect(os.environ)
+    return start.launcher, start.size
 
 
 def as_torchrun(rank, size, port):
-    """Set torchrun's variables for a rank of this host: launch() then finds the other ranks."""
+    """Set torchrun's variables for a rank of this host, so that launch() finds the other ranks."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 def bare_environment():
-    """-> the environment without any launcher's own variables, for a command that starts ranks itself."""
-    ours = ("PMI", "MPI_LOCAL", "HYD", "OMPI_", "PRTE_", "PALS_", "TORCHELASTIC_", "SLURM_STEP", "MASTER_")
+    """Return the environment without any launcher's own variables, for a command that starts ranks itself."""
     names = {name for variables in LAUNCHERS.values() for name in variables}
-    return {k: v for k, v in os.environ.items()
-            if k.startswith("OMPI_ALLOW_RUN") or not (k in names or k.startswith(ours))}
+    prefixes = ("PMI", "MPI_LOCAL", "HYD", "OMPI_", "PRTE_", "PALS_", "TORCHELASTIC_", "SLURM_STEP",
+                "MASTER_")
+
+    def belongs_to_a_launcher(name):
+        if name.startswith("OMPI_ALLOW_RUN"):
+            return False
+        return name in names or name.startswith(prefixes)
+
+    return {name: value for name, value in os.environ.items() if not belongs_to_a_launcher(name)}
 
 
 def scheduler():
-    """-> (name, job, number of nodes or PBS's file of hosts or None) of the batch system, or None."""
+    """Return (name, job, nodes) of the batch system, or None without one.
+
+    nodes: their number under SLURM, the path of the file of hosts under PBS; None if the system does not say.
+    """
     if "SLURM_JOB_ID" in os.environ:
         return "SLURM", os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_JOB_NUM_NODES")
     if "PBS_JOBID" in os.environ:
@@ -152,185 +185,309 @@ def scheduler():
     return None
 
 
+# -----------------------------------------------------------------------------
+# The store through which the ranks find each other
+
+SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
+
+
 def _address(n_nodes):
-    """-> a name or an address of this host that the other ranks can reach."""
+    """Return a name or an address of this host that the other ranks can reach."""
     if n_nodes == 1:
         return "127.0.0.1"
     if "MASTER_ADDR" in os.environ:
         return os.environ["MASTER_ADDR"]
-    try:  # slingshot machines: the IPv4 address of hsn0 (SIOCGIFADDR), whatever the hostname says
+
+    # On Slingshot machines it is the IPv4 address of hsn0, whatever the hostname says.
+    try:
         import fcntl
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            return socket.inet_ntoa(fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", b"hsn0"))[20:24])
+            answer = fcntl.ioctl(s.fileno(), SIOCGIFADDR, struct.pack("256s", b"hsn0"))
+            return socket.inet_ntoa(answer[20:24])
     except OSError:
         return socket.gethostname()
 
 
+def _slurm_address(n_nodes):
+    """Return (host, port) of rank 0 where srun runs without MPI, so that all ranks must derive the same."""
+    command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
+    nodes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    if len(nodes) == 1:
+        host = _address(n_nodes)
+    else:
+        host = os.environ.get("MASTER_ADDR", nodes[0])
+
+    job = int(os.environ["SLURM_JOB_ID"])
+    step = int(os.environ["SLURM_STEP_ID"])
+    return host, 20000 + (job * 31 + step) % 20000
+
+
 def _listen(host, port, n_nodes):
-    """-> a socket that listens where the other ranks connect to, and nowhere else: the store trusts whoever
-    reaches it. Where no such address is known it listens on all interfaces, and says so."""
+    """Return a socket that listens only on the address to which the other ranks connect.
+
+    The store trusts everybody who reaches it. If the address is not known, the socket listens on all
+    interfaces, and a line says so.
+    """
     try:
         address = socket.gethostbyname(host)
         if n_nodes == 1 or not address.startswith("127."):
             return socket.create_server((address, port), backlog=4096)
+        problem = address
     except OSError as e:
-        address = e
-    print(f"nanoshard: {host} is no address that {n_nodes} nodes can reach ({address}): the store listens on "
+        problem = e
+
+    print(f"nanoshard: {host} is no address that {n_nodes} nodes can reach ({problem}): the store listens on "
           "all interfaces; set MASTER_ADDR to listen on one", file=sys.stderr, flush=True)
-    six = socket.has_dualstack_ipv6()
-    return socket.create_server(("", port), backlog=4096, dualstack_ipv6=six,
-                                family=socket.AF_INET6 if six else socket.AF_INET)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), backlog=4096, dualstack_ipv6=both, family=family)
 
 
-def _store(launcher, comm, rank, size, n_nodes, timeout):
-    """-> the TCPStore through which the ranks find each other: for torchrun, that of its agent."""
+def _store(launcher, comm, rank, n_nodes, timeout):
+    """Return the TCPStore through which the ranks find each other.
+
+    torchrun's agent has opened one. Otherwise rank 0 opens it and tells the other ranks its address through
+    comm, MPI's communicator; comm is None where srun runs without MPI. timeout: a timedelta.
+    """
     if launcher == "torchrun":
-        return next(dist.rendezvous("env://", timeout=timeout))[0]
-    host, port, store = _address(n_nodes), 0, None  # 0: a free port, so two jobs on a host never clash
-    if comm is None:  # srun without MPI: all ranks must guess the same
-        nodes = subprocess.run(["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]],
-                               capture_output=True, text=True, check=True).stdout.split()
-        host = host if len(nodes) == 1 else os.environ.get("MASTER_ADDR", nodes[0])
-        port = 20000 + (int(os.environ["SLURM_JOB_ID"]) * 31 + int(os.environ["SLURM_STEP_ID"])) % 20000
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        return store
+
+    if comm is None:
+        host, port = _slurm_address(n_nodes)
+    else:
+        host, port = _address(n_nodes), 0  # 0: a free port, so that two jobs on a host never clash
+
+    store = None
     if rank == 0:
         server = _listen(host, port, n_nodes)
         address, port = server.getsockname()[:2]
-        host = host if address in ("0.0.0.0", "::") else address  # the others may resolve the name otherwise
+        if address not in ("0.0.0.0", "::"):
+            host = address  # the other ranks might resolve the name to another address
         store = dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False,
                               master_listen_fd=server.detach())
-    host, port = (host, port) if comm is None else comm.bcast((host, port))
-    return store or dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    if comm is not None:
+        host, port = comm.bcast((host, port))
+    if store is None:
+        store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return store
+
+
+# -----------------------------------------------------------------------------
+# The device of this rank
+
+def show_all_gpus(store, rank, size, local_rank):
+    """Let this process see every GPU that any process of its node sees.
+
+    Return (host name of each rank, index of this rank's GPU or None if nothing was changed). Call it before
+    CUDA is initialised. Collective over the world.
+    """
+    def exchange(key, value, ranks):
+        """Publish this rank's value, and return the values of `ranks`."""
+        store.set(f"{key}/{rank}", json.dumps(value))
+        texts = store.multi_get([f"{key}/{r}" for r in ranks])
+        return [json.loads(text) for text in texts]
+
+    given = os.environ.get(visible.VARIABLE)
+    shown = given if visible.cuda_is_untouched() else None
+    everyone = exchange("shown", (socket.gethostname(), local_rank, shown), range(size))
+    hosts = [host for host, _, _ in everyone]
+
+    here = [r for r in range(size) if hosts[r] == hosts[rank]]
+    here.sort(key=lambda r: everyone[r][1])  # by local rank
+    joined = visible.join([everyone[r][2] for r in here])
+    if joined is None:
+        return hosts, None
+
+    union, own = joined
+    os.environ[visible.VARIABLE] = ",".join(union)
+    sees_all = visible.count_in_new_process() == len(union)
+    if not all(exchange("sees all", sees_all, here)):
+        # A cgroup hides some of the GPUs from a process. fast.choose.peer_access reports it.
+        os.environ[visible.VARIABLE] = given
+        return hosts, None
+    return hosts, union.index(own[here.index(rank)])
+
+
+def select_device(local_rank, local_size, own=None):
+    """Choose this rank's device. Return (device, number of CPU threads).
+
+    own: the index of the device, if the local rank does not give it. Call this function before the process
+    group is made: some backends deadlock when the device is set later.
+    """
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type
+        index = own
+        if index is None:
+            index = local_rank % torch.accelerator.device_count()  # a process may see only one device
+        torch.accelerator.set_device_index(index)
+        return torch.device(kind, index), torch.get_num_threads()
+
+    # MKL takes one thread under an MPI launcher, and srun gives all cores to every rank. So the cores are
+    # divided here.
+    if "OMP_NUM_THREADS" not in os.environ:
+        if hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))
+        else:
+            cores = os.cpu_count()
+        torch.set_num_threads(max(1, cores // local_size))
+    return torch.device("cpu"), torch.get_num_threads()
+
+
+def deterministic(on):
+    """--deterministic: use only kernels that give the same bits in every run.
+
+    Call it before the first kernel. An operation without such a kernel raises an error. torch's warn_only is
+    not used: with it cuDNN's attention adds up in any order.
+    """
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it
+        torch.use_deterministic_algorithms(True)
+
+
+# -----------------------------------------------------------------------------
+# Start and end
+
+def _tell_nobody(where, size):
+    """Ignore where this rank waits: the default of launch()."""
+
+
+def launch(timeout=600.0, quiet=False, joining=_tell_nobody):
+    """Start this rank and return its World.
+
+    timeout: seconds that a collective may wait. quiet: print no line per node. joining(where, size): called
+    before this rank waits for all ranks, in MPI_Init and in the rendezvous; then with "", when all are there.
+    """
+    start = detect(os.environ)
+    if start.launcher == "single":  # plain python never touches MPI
+        device, threads = select_device(0, 1)
+        world = World(device=device, threads=threads)
+    else:
+        world = _join(start, timeout, joining)
+    if not quiet and world.local_rank == 0:
+        print_node(world)
+    return world
+
+
+def _join(start, timeout, joining):
+    """Meet the other ranks, and return the World. The arguments are those of launch(), after detect()."""
+    launcher, rank, size, local_rank, _ = start
+    _keep_messages_short_for_pmi2(launcher)
+    joining("MPI_Init", size)
+    comm = None if launcher == "torchrun" else mpi.world(launcher, rank, size)
+    joining("the rendezvous", size)
+    size, local_size, node, n_nodes = _place(start, comm)
+    _end_all_on_exception(rank, comm)
+
+    shown = os.environ.get(visible.VARIABLE)
+    hosts = []
+    own = None
+    backend = "none"
+    wait = timedelta(seconds=timeout)
+    with mpi.progress(comm):
+        if size > 1:
+            store = _store(launcher, comm, rank, n_nodes, wait)
+            hosts, own = show_all_gpus(store, rank, size, local_rank)
+        device, threads = select_device(local_rank, local_size, own)
+        if size > 1:
+            backend = dist.get_default_backend_for_device(device)  # nccl, xccl or gloo
+            _prepare_backends(n_nodes)
+            backends = f"cpu:gloo,{device.type}:{backend}"  # gloo: tensors in host memory
+            if backend == "gloo":
+                backends = "gloo"
+            dist.init_process_group(backends, timeout=wait, store=store, rank=rank, world_size=size,
+                                    device_id=None if device.type == "cpu" else device)
+    joining("", size)
+
+    order = list(dict.fromkeys(hosts))
+    return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, node=node,
+                 n_nodes=n_nodes, launcher=launcher, device=device, backend=backend, threads=threads,
+                 shown=shown, nodes=[order.index(host) for host in hosts])
+
+
+def _keep_messages_short_for_pmi2(launcher):
+    """Let pip's MPICH start under Slurm's pmi2, which reads only 1,024 bytes of a message.
+
+    Slurm takes the rest of a longer message for another message. MPICH sends the addresses of UCX in pieces
+    whose length depends on what memory holds. Those of OFI have 16 bytes.
+    """
+    if launcher == "srun" and "PMI_FD" in os.environ and os.path.exists(f"{sys.prefix}/lib/mpich"):
+        os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
+
+
+def _place(start, comm):
+    """Return (world size, ranks on this node, this node, number of nodes).
+
+    start: of detect(). comm: MPI's communicator, or None.
+    """
+    if comm is None:
+        node = int(os.environ.get("SLURM_NODEID", start.rank // start.local_size))
+        n_nodes = -(-start.size // start.local_size)  # rounded up
+        return start.size, start.local_size, node, n_nodes
+
+    from mpi4py import MPI
+    host = comm.Split_type(MPI.COMM_TYPE_SHARED)  # the ranks of this host, in any order
+    leader = host.bcast(start.rank)
+    leaders = sorted(set(comm.allgather(leader)))
+    return comm.size, host.size, leaders.index(leader), len(leaders)
+
+
+def _prepare_backends(n_nodes):
+    """Set the variables that torch and gloo read when the process group is made."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the length of torch's record of collectives
+    if n_nodes == 1 and os.path.exists("/sys/class/net/lo"):  # gloo, too, listens on this host alone
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 PEER_LOST = ("closed by peer", "reset by peer", "remote process exited", "was likely closed", "roken pipe")
 
 
 def _end_all_on_exception(rank, comm):
-    """Make an exception on one rank end all ranks, with one traceback. Otherwise mpiexec waits for the ranks
-    that still run, and each rank that loses its connection to the failed one prints a traceback as well.
-    comm: MPI's communicator, or None."""
-    def hook(kind, value, tb):
-        lost = next((text for text in PEER_LOST if text in str(value)), None)
-        if lost:  # another rank failed and prints why
-            time.sleep(3)  # give the launcher this long to end this rank before it prints, too
-            why = " ".join(str(value).split())[:160]
+    """Make an exception on one rank end all ranks, with one traceback. comm: MPI's communicator, or None.
+
+    Otherwise mpiexec waits for the ranks that still run, and each rank that loses its connection to the
+    failed one prints a traceback as well. The hook ends the process without destructors, because those of
+    the process groups would wait or abort. It does not write to sys.stderr, because torch wraps this hook
+    and keeps what is written there until after the abort.
+    """
+    def hook(kind, value, trace):
+        text = str(value)
+        if any(words in text for words in PEER_LOST):  # another rank has failed and prints why
+            time.sleep(3)  # the launcher has this long to end this rank before it prints, too
+            why = " ".join(text.split())[:160]
             with contextlib.suppress(OSError):
                 print(f"nanoshard: rank {rank} lost a peer ({why}): see its error",
                       file=sys.__stderr__, flush=True)
             os._exit(1)
-        # not sys.stderr: torch wraps this hook, and keeps what is written there until after the abort
+
         with contextlib.suppress(OSError):
-            traceback.print_exception(kind, value, tb, file=sys.__stderr__)
+            traceback.print_exception(kind, value, trace, file=sys.__stderr__)
             sys.__stderr__.flush()
         time.sleep(0.2)  # mpiexec must pass the text on before it learns of the abort
         if comm is not None:
             comm.Abort(1)
-        os._exit(1)  # without destructors: those of the process groups would wait or abort
+        os._exit(1)
+
     sys.excepthook = hook
 
 
-def show_all_gpus(store, rank, size, local):
-    """Let this process see every GPU that some process of its node sees -> (host of each rank, the index of
-    the own GPU; None: nothing was changed). Call it before CUDA is initialised. Collective over the world."""
-    def tell(key, value, ranks):
-        store.set(f"{key}/{rank}", json.dumps(value))
-        return [json.loads(text) for text in store.multi_get([f"{key}/{r}" for r in ranks])]
-
-    given, host = os.environ.get(visible.VARIABLE), socket.gethostname()
-    mine = host, local, given if visible.cuda_is_untouched() else None
-    hosts, places, shown = zip(*tell("shown", mine, range(size)), strict=True)
-    here = sorted((r for r in range(size) if hosts[r] == host), key=places.__getitem__)
-    if joined := visible.join([shown[r] for r in here]):
-        union, own = joined
-        os.environ[visible.VARIABLE] = ",".join(union)
-        if all(tell("sees all", visible.count_in_new_process() == len(union), here)):
-            return hosts, union.index(own[here.index(rank)])
-        os.environ[visible.VARIABLE] = given  # a cgroup hides GPUs from a process: choose.peer_access says so
-    return hosts, None
-
-
-def select_device(local, local_size, own=None):
-    """Choose this rank's device -> (device, CPU threads). own: its index, if not by local rank. Call it
-    before the process group is made: some backends deadlock when the device is set later."""
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator().type
-        index = own if own is not None else local % torch.accelerator.device_count()  # it may see only one
-        torch.accelerator.set_device_index(index)
-        return torch.device(kind, index), torch.get_num_threads()
-    # MKL takes 1 thread under an MPI launcher, and srun gives every rank all cores: divide the cores here
-    if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // local_size))
-    return torch.device("cpu"), torch.get_num_threads()
-
-
-def deterministic(on):
-    """--deterministic: use only kernels that give the same bits in every run. Call it before the first one.
-    An operation without one raises an error; with warn_only, cuDNN's attention adds up in any order."""
-    if on:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it
-        torch.use_deterministic_algorithms(True)
-
-
-def launch(timeout=600.0, quiet=False, joining=lambda where, size: None):
-    """Start this rank -> World. timeout: seconds that a collective may wait. quiet: no line per node.
-    joining: told before this rank waits for all to start, in MPI_Init and in the rendezvous; then ""."""
-    launcher, rank, size, local, local_size = detect(os.environ)
-    if launcher == "single":  # plain python never touches MPI
-        device, threads = select_device(0, 1)
-        world = World(device=device, threads=threads)
-        if not quiet:
-            print_node(world)
-        return world
-    if launcher == "srun" and "PMI_FD" in os.environ and os.path.exists(f"{sys.prefix}/lib/mpich"):
-        # slurm's pmi2 reads 1,024 bytes of a message and takes the rest for another one. pip's MPICH sends
-        # the addresses of UCX in pieces whose length depends on what memory holds; those of OFI have 16 bytes
-        os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
-    joining("MPI_Init", size)
-    comm = None if launcher == "torchrun" else mpi.world(launcher, rank, size)
-    joining("the rendezvous", size)
-    node, n_nodes = int(os.environ.get("SLURM_NODEID", rank // local_size)), -(-size // local_size)
-    if comm is not None:
-        from mpi4py import MPI
-        size = comm.size
-        host = comm.Split_type(MPI.COMM_TYPE_SHARED)  # the ranks of this host, in any order
-        local_size, leader = host.size, host.bcast(rank)
-        leaders = sorted(set(comm.allgather(leader)))
-        node, n_nodes = leaders.index(leader), len(leaders)
-    _end_all_on_exception(rank, comm)
-    backend, hosts, own, shown = "none", [], None, os.environ.get(visible.VARIABLE)
-    wait = timedelta(seconds=timeout)
-    with mpi.progress(comm):
-        if size > 1:
-            store = _store(launcher, comm, rank, size, n_nodes, wait)
-            hosts, own = show_all_gpus(store, rank, size, local)
-        device, threads = select_device(local, local_size, own)
-        if size > 1:
-            backend = fast = dist.get_default_backend_for_device(device)  # nccl, xccl or gloo
-            both = "gloo" if fast == "gloo" else f"cpu:gloo,{device.type}:{fast}"  # gloo: host memory
-            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's record of its last collectives
-            if n_nodes == 1 and os.path.exists("/sys/class/net/lo"):  # gloo, too, listens on this host alone
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            dist.init_process_group(both, timeout=wait, store=store, rank=rank, world_size=size,
-                                    device_id=None if device.type == "cpu" else device)
-    joining("", size)
-    world = World(rank, size, local, local_size, node, n_nodes, launcher, device, backend, threads, shown)
-    world.nodes.extend(list(dict.fromkeys(hosts)).index(host) for host in hosts)
-    if not quiet and local == 0:
-        print_node(world)
-    return world
-
-
-def print_node(w):
-    """One line: this node, the launcher, how many ranks are here, the device. w: a World."""
-    chip = f"cpu, {w.threads} threads per rank" if w.device.type == "cpu" else device_name(w.device)
-    print(f"[node {w.node + 1}/{w.n_nodes} {socket.gethostname()}] {w.launcher}: {w.local_size} of {w.size} "
-          f"ranks here, {chip}, {w.backend}, torch {torch.__version__}", flush=True)
+def print_node(world):
+    """Print one line: this node, the launcher, how many ranks are here, the device."""
+    if world.device.type == "cpu":
+        chip = f"cpu, {world.threads} threads per rank"
+    else:
+        chip = device_name(world.device)
+    print(f"[node {world.node + 1}/{world.n_nodes} {socket.gethostname()}] {world.launcher}: "
+          f"{world.local_size} of {world.size} ranks here, {chip}, {world.backend}, "
+          f"torch {torch.__version__}", flush=True)
 
 
 def shutdown(world):
-    """Destroy the process groups, on all ranks at once. Call it when nothing refers to a group any more: no
-    mesh, model or optimizer. gloo aborts where a group outlives the interpreter."""
+    """Destroy the process groups, on all ranks at once.
+
+    Call it when nothing refers to a group any more: no mesh, model or optimizer. gloo aborts if a group
+    outlives the interpreter.
+    """
     gc.collect()
     if dist.is_initialized():
         world.barrier()
@@ -339,65 +496,21 @@ def shutdown(world):
 
 @contextlib.contextmanager
 def exit_together(world):
-    """Run the body on every rank. If it raised ValueError or OSError on any rank, the first such rank prints
-    its message in one line and all ranks exit with code 2. Collective over the world."""
-    text = None
+    """Run the body on every rank, and end all ranks with exit code 2 if it failed on any of them.
+
+    It fails with ValueError or OSError: the lowest such rank prints its message in one line. Any other
+    exception passes. Collective over the world.
+    """
+    own_text = None
     try:
         yield
     except (ValueError, OSError) as e:
-        text = one_line(e)
-    for rank, t in enumerate(world.axis.gather_objects(text)):  # one short string per rank, over the world
-        if t is not None:
-            if world.rank == rank:
-                print(f"nanoshard: {t}", file=sys.stderr, flush=True)
-            raise SystemExit(Outcome.WRONG_INPUT)
+        own_text = one_line(e)
 
-
-# -----------------------------------------------------------------------------
-# --pdb RANK: breakpoint() stops that rank in pdb, anywhere in the code, and does nothing on the other ranks.
-# launchers give the terminal to rank 0 (mpiexec, srun) and read it themselves, so the chosen rank cannot open
-# /dev/tty. rank 0 passes on what is typed through a socket, protected by a secret that only these two ranks
-# know; the debugger's answers come back through the launcher as all output does. torchrun's ranks share the
-# terminal already. nothing times out in such a run: the other ranks wait in their next collective
-
-NO_TIMEOUT = 30 * 86400.0  # seconds
-
-
-def attach_stdin(world, rank):
-    """Connect rank's stdin to what is typed at the launcher, and turn breakpoint() off on the other ranks.
-    rank -1: do nothing. Collective over the world."""
-    if world.rank != rank >= 0:
-        sys.breakpointhook = lambda *args, **kw: None
-    if world.size == 1 or rank < 0:
-        return
-    server = address = None
-    if world.rank == rank and rank != 0 and not sys.stdin.isatty():
-        server = socket.create_server(("127.0.0.1" if world.n_nodes == 1 else "", 0))
-        host = "127.0.0.1" if world.n_nodes == 1 else socket.gethostname()
-        address = host, server.getsockname()[1], secrets.token_hex(16)
-    address = world.axis.broadcast_object(address, rank)  # host, port and secret, over the world
-    if world.rank == 0 and address is not None:
-        threading.Thread(target=_forward_stdin, args=address, daemon=True).start()
-    if server is not None:
-        while True:
-            typed = server.accept()[0].makefile("r")
-            if secrets.compare_digest(typed.readline().strip(), address[2]):
-                break  # this is rank 0, not another process that found the open port
-        server.close()
-        sys.stdin = typed
-
-
-def _forward_stdin(host, port, secret):
-    """Rank 0: send what arrives on stdin to the chosen rank."""
-    with socket.create_connection((host, port)) as there:
-        there.sendall(f"{secret}\n".encode())
-        while data := os.read(0, 1 << 16):  # not sys.stdin: its lock would be held when the interpreter ends
-            there.sendall(data)
-
-
-def break_on_rank(world, rank):
-    """Stop the chosen rank in pdb, in the caller's frame; the other ranks go on."""
-    if world.rank == rank:
-        print(f"nanoshard: rank {rank} of {world.size} stops in pdb, the others wait; n: next line, s: into "
-              "a call, c: go on (to a breakpoint() in the code, if any), q: end the run", flush=True)
-        pdb.Pdb().set_trace(sys._getframe(1))
+    texts = world.axis.gather_objects(own_text)  # one short string per rank, over the world
+    for rank, text in enumerate(texts):
+        if text is None:
+            continue
+        if world.rank == rank:
+            print(f"nanoshard: {text}", file=sys.stderr, flush=True)
+        raise SystemExit(Outcome.WRONG_INPUT)

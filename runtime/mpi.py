@@ -1,7 +1,7 @@
-"""MPI, which the ranks need only to meet: to agree on an address. Then torch's process groups take over.
+"""MPI, which the ranks need only to meet and to agree on an address. Then torch's process groups take over.
 
-    world       -> MPI's communicator of all ranks, where it agrees with the launcher
-    progress    keeps its messages going while a rank waits elsewhere
+    world       MPI's communicator of all ranks, if it agrees with the launcher
+    progress    keeps MPI's messages going while a rank waits elsewhere
 """
 import atexit
 import contextlib
@@ -10,11 +10,15 @@ import threading
 
 
 def init():
-    """-> mpi4py's MPI, initialised. mpi4py itself would hold the interpreter's lock in MPI_Init, which waits
-    for all ranks: then neither watchdog nor signals could end a start that hangs. ctypes gives it up."""
+    """Return mpi4py's MPI, initialised.
+
+    mpi4py itself would hold the interpreter's lock in MPI_Init, which waits for all ranks. Then neither the
+    watchdog nor a signal could end a start that hangs. ctypes releases the lock.
+    """
     import mpi4py
     mpi4py.rc.initialize = False
     from mpi4py import MPI
+
     if not MPI.Is_initialized():
         try:
             init_thread = ctypes.CDLL(MPI.__file__).MPI_Init_thread  # of the MPI that mpi4py is linked to
@@ -22,13 +26,20 @@ def init():
             MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)  # as mpi4py does: an error is an exception
         except (OSError, AttributeError):
             MPI.Init_thread()
-        atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
+        atexit.register(_finalize, MPI)
     return MPI
 
 
+def _finalize(MPI):
+    if not MPI.Is_finalized():
+        MPI.Finalize()
+
+
 def world(launcher, rank, size):
-    """-> MPI.COMM_WORLD where it agrees with the launcher, None where srun runs without MPI. SystemExit, with
-    what to do: mpi4py is missing, or belongs to another MPI than the launcher."""
+    """Return MPI.COMM_WORLD if it agrees with the launcher, or None if srun runs without MPI.
+
+    SystemExit, with what to do: mpi4py is missing, or belongs to another MPI than the launcher.
+    """
     try:
         MPI = init()
     except ImportError:
@@ -36,11 +47,12 @@ def world(launcher, rank, size):
             return None
         raise SystemExit(f"nanoshard: {launcher} started {size} ranks but mpi4py is missing; pip install "
                          "mpi4py (or load the site's), or start with torchrun") from None
+
     comm = MPI.COMM_WORLD
-    if (comm.rank, comm.size) == (rank, size) or (size == -1 and comm.rank == rank):
+    if comm.rank == rank and size in (comm.size, -1):  # -1: the launcher does not say
         return comm
     if launcher == "srun":
-        return None  # srun --mpi=none: every process is its own MPI world
+        return None  # under srun --mpi=none every process is an MPI world of its own
     raise SystemExit(f"nanoshard: {launcher} started rank {rank} of {size} but mpi4py sees {comm.rank} of "
                      f"{comm.size}; mpiexec and mpi4py come from different MPIs: use the mpiexec of the MPI "
                      "mpi4py was built with")
@@ -48,11 +60,16 @@ def world(launcher, rank, size):
 
 @contextlib.contextmanager
 def progress(comm):
-    """While the body waits outside of MPI, go on sending what MPI holds of this rank: over tcp, MPICH's OFI
-    does so inside of MPI's functions only. All ranks have it when the process group is made."""
-    if comm is None or (MPI := init()).Query_thread() != MPI.THREAD_MULTIPLE:
+    """Keep sending the messages that MPI holds of this rank, while the body waits outside of MPI.
+
+    Over tcp, MPICH's OFI sends only inside of MPI's functions. All ranks have received them when the process
+    group is made. comm: MPI's communicator, or None.
+    """
+    MPI = None if comm is None else init()
+    if MPI is None or MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         yield
         return
+
     done = threading.Event()
 
     def look_for_messages():

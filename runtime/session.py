@@ -1,10 +1,12 @@
 """What surrounds a run: the streams that it prints to and the signals that stop it.
 
-    start_program   the first act of train.py as a program;  surround: around every run
-    signals         SIGTERM, SIGUSR1, SIGINT, SIGHUP: which one came;  dump_on_sigusr2: every thread's stack
-    Stream          sys.stdout and sys.stderr, which may fail
+    start_program     the first act of train.py as a program
+    surround          the context around every run
+    signals           which of SIGTERM, SIGUSR1, SIGINT, SIGHUP has come
+    dump_on_sigusr2   SIGUSR2 writes every thread's stack
+    Stream            sys.stdout or sys.stderr, which may fail
 
-It imports no torch, whose import takes seconds: a signal that comes meanwhile is handled, too.
+This file imports no torch, whose import takes seconds: a signal that comes meanwhile is handled, too.
 """
 import contextlib
 import faulthandler
@@ -17,36 +19,51 @@ import time
 from config import Outcome
 from interface import files
 
-# python runs a handler only when its main thread is back from C code, and MPI_Init may never come back. so
-# where train.py is the program, a thread learns of a signal from the interpreter's own handler in C
-# (set_wakeup_fd) and can end the process. in a notebook, which owns that descriptor, the handler does it
+# Python runs a signal handler only when its main thread is back from C code, and MPI_Init may never come
+# back. So where train.py is the program, a thread learns of a signal from the interpreter's own handler in C
+# (set_wakeup_fd), and can end the process. In a notebook, which owns that descriptor, the handler does it.
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-INTERRUPTED = 130  # 128 + SIGINT: a second Ctrl-C; nothing was saved, so no job script may requeue on it
+INTERRUPTED = 130  # 128 + SIGINT: a second Ctrl-C. Nothing was saved, so no job script may requeue on it.
 AGAIN = 0.5  # seconds: a terminal and a launcher may both pass on the same Ctrl-C
 
 
 class Signals:
-    """Before can_save there is nothing to save: a signal ends the process. Later the first one is kept in
-    .number until the step ends, and a second SIGINT ends the process."""
-    rank, is_program, previous = None, False, {}  # rank: None while it is not known
-    number, can_save, interrupted = 0, False, None
+    """The signals that stop a run.
+
+    Before can_save is set there is nothing to save, and a signal ends the process. Later the first signal is
+    kept in .number until the step ends, and a second SIGINT ends the process.
+    """
+
+    def __init__(self):
+        self.rank = None  # not known yet
+        self.is_program = False
+        self._reset()
+
+    def _reset(self):
+        self.previous = {}  # {signal: the caller's handler}
+        self.number = 0
+        self.can_save = False
+        self.interrupted = None  # when the first SIGINT came
 
     def catch(self):
-        """Handle STOPPING, except what is ignored (nohup, a script's &). Only the main thread may do so."""
-        if not self.previous and threading.current_thread() is threading.main_thread():
-            self.previous = {s: signal.signal(s, self.handle) for s in STOPPING
-                             if signal.getsignal(s) not in (signal.SIG_IGN, None)}
+        """Handle STOPPING, except for signals that are ignored (nohup, a script's &)."""
+        if self.previous or threading.current_thread() is not threading.main_thread():
+            return  # only the main thread may set handlers
+        for number in STOPPING:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                self.previous[number] = signal.signal(number, self.handle)
 
     def release(self):
         """Put back the caller's handlers. A program keeps ours: a late signal must not change how it ends."""
-        if not self.is_program:
-            for s, handler in self.previous.items():
-                signal.signal(s, handler)
-            self.previous, self.number, self.can_save, self.interrupted = {}, 0, False, None
+        if self.is_program:
+            return
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+        self._reset()
 
     def listen(self, read):
-        """The thread: take the number of each signal from a pipe."""
+        """Take the number of each signal from a pipe, in a thread of its own."""
         while number := os.read(read, 1)[0]:
             if number in STOPPING and signal.getsignal(number) == self.handle:  # pdb may have set its own
                 self._leave_at_once(number)
@@ -58,17 +75,26 @@ class Signals:
 
     def _leave_at_once(self, number):
         """End the process if this signal cannot wait for the end of the step."""
-        name, now = signal.Signals(number).name, time.monotonic()
+        name = signal.Signals(number).name
         if not self.can_save:
-            code, text = Outcome.STOPPED, f"stopped by {name} during start-up: there is nothing to save"
-        elif number == signal.SIGINT and self.interrupted and now - self.interrupted > AGAIN:
-            code, text = INTERRUPTED, f"a second {name}: left at once, the last checkpoint stands"
-        else:
-            self.interrupted = self.interrupted or (now if number == signal.SIGINT else None)
-            return
-        time.sleep(min(0.3 * (self.rank or 0), 3))  # a launcher ends the others after the first: one line
-        with contextlib.suppress(OSError):  # not sys.stderr: the main thread may hold its lock
-            os.write(2, f"nanoshard: {'' if self.rank is None else f'rank {self.rank}: '}{text}\n".encode())
+            self._leave(Outcome.STOPPED, f"stopped by {name} during start-up: there is nothing to save")
+        elif number == signal.SIGINT and self._is_second_interrupt():
+            self._leave(INTERRUPTED, f"a second {name}: left at once, the last checkpoint stands")
+
+    def _is_second_interrupt(self):
+        """Whether a SIGINT came before this one, and not as a copy of the same Ctrl-C."""
+        now = time.monotonic()
+        if self.interrupted is None:
+            self.interrupted = now
+            return False
+        return now - self.interrupted > AGAIN
+
+    def _leave(self, code, text):
+        time.sleep(min(0.3 * (self.rank or 0), 3))  # one line: a launcher ends the others after the first
+        speaker = "" if self.rank is None else f"rank {self.rank}: "
+        with contextlib.suppress(OSError):
+            # Not through sys.stderr: the main thread may hold its lock.
+            os.write(2, f"nanoshard: {speaker}{text}\n".encode())
         if self.is_program:
             os._exit(code)
         raise SystemExit(int(code))
@@ -78,7 +104,7 @@ signals = Signals()
 
 
 def dump_on_sigusr2(file):
-    """Let SIGUSR2 write the stacks of this process to a file; None: it does what it did before."""
+    """Let SIGUSR2 write the stacks of this process to a file. None: it does what it did before."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a notebook's stderr is no file
         if file is None:
             faulthandler.unregister(signal.SIGUSR2)
@@ -87,12 +113,17 @@ def dump_on_sigusr2(file):
 
 
 class Stream:
-    """sys.stdout or sys.stderr of a run. A reader that leaves (| head) or a full disk costs what is printed,
-    not the run: after the first error the output goes nowhere, and OUT/output_lost.txt says so."""
-    lost, folder = [], None  # of both streams: lines that wait until OUT is known
+    """sys.stdout or sys.stderr of a run.
+
+    If its reader leaves (| head) or its disk is full, the run loses what it prints and goes on. After the
+    first error the output goes nowhere, and OUT/output_lost.txt says so.
+    """
+    lost = []  # of both streams: lines that wait until OUT is known
+    folder = None  # OUT
 
     def __init__(self, name):
-        self.name, self.stream = name, getattr(sys, name) or open(os.devnull, "w")
+        self.name = name
+        self.stream = getattr(sys, name) or open(os.devnull, "w")
         setattr(sys, name, self)
 
     def __getattr__(self, attribute):
@@ -108,21 +139,33 @@ class Stream:
         try:
             return function(*args)
         except OSError as e:
-            with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), self.stream.fileno())  # also what is buffered or printed by C code
-                self.stream.flush()
+            self._send_nowhere()
             self.lost.append(f"{self.name}: {e}")
             self.report(self.folder)
 
+    def _send_nowhere(self):
+        """Let the descriptor lead nowhere, also for what is buffered and for what C code prints."""
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), self.stream.fileno())
+            self.stream.flush()
+
     @classmethod
     def report(cls, folder):
-        """Say what was lost: in OUT, as soon as it is known, and on stderr, which may still be read."""
+        """Say what was lost, in OUT as soon as it is known, and on stderr, which somebody may still read."""
         cls.folder = folder
-        while folder is not None and cls.lost:
+        if folder is None:
+            return
+        while cls.lost:
             line = f"rank {signals.rank}: {cls.lost.pop(0)}; what is printed there is lost, the run goes on\n"
             with contextlib.suppress(OSError), open(folder / "output_lost.txt", "a") as f:
                 f.write(time.strftime("%F %T ") + line)
             sys.stderr.write("nanoshard: " + line)
+
+    @classmethod
+    def forget(cls):
+        """Forget OUT and what was lost: the run has ended."""
+        cls.folder = None
+        cls.lost = []
 
     def close(self):
         self.flush()
@@ -130,36 +173,46 @@ class Stream:
             setattr(sys, self.name, self.stream)
 
 
+STANDARD_STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # by descriptor
+
+
 def start_program():
-    """Call it before torch is imported. Where one of the descriptors 0 to 2 is closed it is opened: another
-    file would get its number, and what is printed with it."""
-    for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number: fd
-            stream = open(fd, mode, closefd=False)
-            setattr(sys, name, stream), setattr(sys, f"__{name}__", stream)
-            Stream.lost += [f"{name} is closed"] * (fd > 0)
+    """Prepare this process, before torch is imported."""
+    for descriptor, (name, mode) in enumerate(STANDARD_STREAMS):
+        _open_if_closed(descriptor, name, mode)
     signals.catch()
-    signals.is_program, (read, write) = True, os.pipe()
+    signals.is_program = True
+    read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     threading.Thread(target=signals.listen, args=(read,), name="signals", daemon=True).start()
     dump_on_sigusr2(sys.__stderr__)
 
 
+def _open_if_closed(descriptor, name, mode):
+    """Open a standard stream that is closed. Otherwise another file gets its number, and what it prints."""
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number
+        stream = open(descriptor, mode, closefd=False)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+        if name != "stdin":
+            Stream.lost.append(f"{name} is closed")
+
+
 @contextlib.contextmanager
 def surround():
-    """Around a run. What the caller had, a notebook for example, is put back."""
+    """Surround a run, and put back what the caller, for example a notebook, had before it."""
     signals.catch()
-    streams = [Stream(name) for name in ("stdout", "stderr")]
+    streams = [Stream("stdout"), Stream("stderr")]
     try:
         yield
     finally:
         for stream in streams:
             stream.close()
-        Stream.folder, Stream.lost = None, []
+        Stream.forget()
         files.unlock()
         signals.release()
         dump_on_sigusr2(sys.__stderr__ if signals.is_program else None)

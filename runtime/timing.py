@@ -1,6 +1,6 @@
-"""Milliseconds on the device: of anything (Stopwatch), of a step (Clock), of its phases (Timers).
+"""Milliseconds on the device: between any two points (Stopwatch), of a step (Clock), of its phases (Timers).
 
-    slow_on_cpu   what makes a run slow where there is no GPU, before it starts
+    slow_on_cpu   says before a run starts what makes it slow where there is no GPU
 """
 import contextlib
 import time
@@ -9,14 +9,17 @@ import torch
 
 
 class Stopwatch:
-    """Points in time on the device: events on a GPU, where a host clock would time the launches; the host's
-    clock on a CPU."""
+    """Points in time on the device.
+
+    On a GPU these are events: a host clock would time the launches only. On a CPU it is the host's clock.
+    """
 
     def __init__(self, device):
-        self.cpu, self.device = device.type == "cpu", device
+        self.device = device
+        self.cpu = device.type == "cpu"
 
     def mark(self):
-        """-> the point in time when the device has done what was launched so far."""
+        """Return the point in time when the device has done what was launched so far."""
         if self.cpu:
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
@@ -24,7 +27,7 @@ class Stopwatch:
         return event
 
     def ms(self, begin, end):
-        """-> milliseconds between two marks. Waits until the device has reached the second."""
+        """Return the milliseconds between two marks. Wait until the device has reached the second."""
         if self.cpu:
             return (end - begin) * 1e3
         end.synchronize()  # sync point
@@ -35,8 +38,14 @@ class Clock:
     """Mean milliseconds of a training step, without pauses (evaluation, saving)."""
 
     def __init__(self, device):
-        self.watch, self.steps, self.samples, self.total = Stopwatch(device), 0, 0, 0.0
+        self.watch = Stopwatch(device)
+        self._start_counts()
         self.resume()
+
+    def _start_counts(self):
+        self.steps = 0
+        self.samples = 0
+        self.total = 0.0  # milliseconds
 
     def resume(self):
         self.started = self.watch.mark()
@@ -47,24 +56,29 @@ class Clock:
         self.started = end
 
     def count(self, samples):
-        """A step of so many sequences was computed."""
-        self.steps, self.samples = self.steps + 1, self.samples + samples
+        """Count a step that was computed on this number of sequences."""
+        self.steps += 1
+        self.samples += samples
 
     def per_step(self):
-        """-> mean ms per step since the last call; all counts start again at zero."""
+        """Return the mean milliseconds per step since the last call. All counts start again at zero."""
         self.pause()
         ms = self.total / max(1, self.steps)
-        self.steps, self.samples, self.total = 0, 0, 0.0
+        self._start_counts()
         return ms
 
 
 class Timers:
-    """--timers: milliseconds per step in each phase: with timers("forward"): ... The time of forward contains
-    that of param_gather; pipeline is the time spent waiting for neighbouring stages."""
+    """--timers: milliseconds per step in each phase, measured by `with timers("forward"): ...`.
+
+    The time of forward contains that of param_gather. pipeline is the time spent waiting for neighbouring
+    stages.
+    """
     PHASES = ("data", "forward", "backward", "pipeline", "grad_sync", "norm", "optimizer", "param_gather")
 
     def __init__(self, device, on):
-        self.watch, self.on = Stopwatch(device), on
+        self.watch = Stopwatch(device)
+        self.on = on
         self.spans = []  # (phase, begin, end)
 
     @contextlib.contextmanager
@@ -77,31 +91,36 @@ class Timers:
         self.spans.append((phase, begin, self.watch.mark()))
 
     def per_step(self, steps):
-        """-> [ms per step of each of PHASES] since the last call, in which `steps` steps were computed."""
+        """Return {phase: ms per step} since the last call, in which `steps` steps were computed."""
         total = dict.fromkeys(self.PHASES, 0.0)
         for phase, begin, end in self.spans:
             total[phase] += self.watch.ms(begin, end) / max(1, steps)
         self.spans = []
-        return list(total.values())
+        return total
 
 
 # -----------------------------------------------------------------------------
+# What makes a run slow on a CPU
 
 FP32_RATE = 2e10  # FLOP/s of one thread of a CPU in training, about
 SLOWER = {"bf16": 3, "fp16": 10, "fp64": 2}  # times, about, on a CPU whose instructions have bf16
-LONG = 60  # seconds of a step before which a run says so
+LONG = 60  # seconds: a run announces a step that takes longer
 
 
 def slow_on_cpu(cfg, mesh, flops, device):
-    """-> what makes this run slow where its device is a CPU, and the fix, in lines. flops: per token."""
+    """Return lines that say what makes this run slow on a CPU, and what helps. flops: per token."""
     if device.type != "cpu":
         return []
-    lines, times = [], SLOWER.get(cfg.dtype, 1)
+    lines = []
+    factor = SLOWER.get(cfg.dtype, 1)
     if cfg.dtype in ("bf16", "fp16"):
-        lines.append(f"{cfg.dtype} is about {times} times slower than fp32 on a CPU: --dtype fp32")
-    tokens = (cfg.global_batch or cfg.micro_batch * mesh.dp.size) * cfg.seq_len
-    seconds = tokens * flops * times / FP32_RATE / mesh.world.size / torch.get_num_threads()
+        lines.append(f"{cfg.dtype} is about {factor} times slower than fp32 on a CPU: --dtype fp32")
+
+    sequences = cfg.global_batch or cfg.micro_batch * mesh.dp.size
+    rate = FP32_RATE * torch.get_num_threads() * mesh.world.size / factor  # FLOP/s of the whole run
+    seconds = sequences * cfg.seq_len * flops / rate
     if seconds > LONG:
+        hours = seconds * cfg.steps / 3600
         lines.append(f"a step takes about {seconds:.0f} seconds on this CPU, {cfg.steps:,} steps "
-                     f"take {seconds * cfg.steps / 3600:,.0f} hours, less with a smaller batch or --seq-len")
+                     f"take {hours:,.0f} hours, less with a smaller batch or --seq-len")
     return lines

@@ -14,6 +14,7 @@ import torch
 from pool import ROOT, run_ranks
 from runs import TINY, final, rows, session
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(ROOT / "bench"))
 
@@ -32,15 +33,59 @@ NAME = "Intel(R) Data Center GPU Max 1550"
 
 
 class StandIn(TorchFunctionMode):
-    """Tensors say that they are on XPU, and what is asked to be there is made on the CPU."""
+    """Tensors say that they are on XPU, and what is asked to be there is made on the CPU.
+
+    Host tensors are marked: those that are made without a device, or copied to the CPU. Where one meets a
+    tensor on XPU, the operation fails as it would on an accelerator.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if func == torch.Tensor.device.__get__:
-            return XPU
+            return CPU if is_on_host(args[0]) else XPU
         if func == torch.Tensor.pin_memory:
             return args[0]
-        kwargs = {k: here(v) for k, v in (kwargs or {}).items() if k != "pin_memory"}
-        return func(*map(here, args), **kwargs)
+        if func == torch.device:
+            return func(*args, **kwargs)
+        if func not in TAKES_BOTH:
+            check_devices(func, tensors)
+        result = func(*map(here, args), **{k: here(v) for k, v in kwargs.items() if k != "pin_memory"})
+        on_host = lands_on_host(func, args, kwargs, tensors)
+        if any(result is x for x in tensors) and on_host != is_on_host(result):
+            result = result.clone()  # a copy from one device to the other
+        for x in tree_leaves(result):
+            if on_host and isinstance(x, torch.Tensor):
+                x.is_on_host = True
+        return result
+
+
+# These read a tensor on one device and write to one on another, and an index may be on the host.
+TAKES_BOTH = {torch.Tensor.copy_, torch.Tensor.data.__set__, torch.Tensor.__getitem__,
+              torch.Tensor.__setitem__}
+
+
+def is_on_host(tensor):
+    return getattr(tensor, "is_on_host", False)
+
+
+def check_devices(func, tensors):
+    """RuntimeError where host tensors meet others; a host tensor of no dimensions may meet any."""
+    on_host = {is_on_host(x) for x in tensors if x.dim() > 0}
+    if len(on_host) > 1:
+        raise RuntimeError(f"{func}: expected all tensors to be on the same device, found {XPU} and {CPU}")
+
+
+def lands_on_host(func, args, kwargs, tensors):
+    """Whether the result of func is in host memory: it was asked to be, or all that it comes from is."""
+    asked = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.device)]
+    if asked:
+        return asked[0] == CPU
+    if func == torch.Tensor.cpu or (func == torch.Tensor.to and "cpu" in args):
+        return True
+    if func in TAKES_BOTH:
+        return is_on_host(tensors[0])
+    return all(map(is_on_host, tensors))
 
 
 def here(value):
@@ -66,6 +111,11 @@ class Event:
         seen["wait"] += 1
 
 
+class Generator(torch.Generator):
+    def __new__(cls, device=None):
+        return super().__new__(cls)
+
+
 class Stream:
     def __init__(self, device=None, priority=0):
         seen["stream"] += 1
@@ -86,6 +136,24 @@ MODULE = SimpleNamespace(  # what torch.xpu has, of it what the house asks
     mem_get_info=lambda device: (60 * 2**30, 64 * 2**30))
 
 
+batch_isend_irecv = torch.distributed.batch_isend_irecv
+
+
+def on_the_cpu(operations):
+    """Messages to neighbours: gloo serves the CPU alone, and torch asks the group for the tensors' device."""
+    with torch._C.DisableTorchFunction():
+        return batch_isend_irecv(operations)
+
+
+run_backward = torch.autograd._engine_run_backward
+
+
+def in_stand_in(*args, **kwargs):
+    """A backward pass: torch leaves the stand-in before it calls one, and what recomputes would miss it."""
+    with StandIn():
+        return run_backward(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def stand_in(**changes):
     """torch has an accelerator: XPU. changes: of its module; None takes a function away."""
@@ -93,11 +161,12 @@ def stand_in(**changes):
     real = torch.get_device_module
     modules = mock.patch.object(torch, "get_device_module",
                                 lambda device: module if device.type == "xpu" else real(device))
-    generator = torch.Generator
-    names = mock.patch.multiple(torch, Event=Event, Generator=lambda device=None: generator())
+    names = mock.patch.multiple(torch, Event=Event, Generator=Generator)
     devices = mock.patch.multiple(torch.accelerator, is_available=lambda: True, device_count=lambda: 1,
                                   current_accelerator=lambda check_available=False: torch.device("xpu"))
-    with modules, names, devices, StandIn():
+    neighbours = mock.patch.object(torch.distributed, "batch_isend_irecv", on_the_cpu)
+    backward = mock.patch.object(torch.autograd, "_engine_run_backward", in_stand_in)
+    with modules, names, devices, neighbours, backward, StandIn():
         yield
 
 
@@ -119,7 +188,7 @@ def test_a_run_is_that_of_the_cpu(ranks, flags, tmp_path):
     expected = run_ranks(ranks, session, [*argv, str(tmp_path / "cpu")])
     for (result, used), want in zip(results, expected, strict=True):
         assert result["code"] == want["code"] == 0, result["err"] + want["err"]
-        # two saves: each on one stream of its own, which waits for the update, and the next update for it
+        # Two saves: each on one stream of its own, which waits for the update, and the next update for it
         assert used["wait_stream"] == 2 and used["wait"] == 1 and used["synchronize"] > 2
     assert " forward=" in results[0][0]["out"]
     got, want = rows(tmp_path / "xpu", ()), rows(tmp_path / "cpu", ())

@@ -214,17 +214,17 @@ FAULTS = {  # name: (checks, function, its line, the faulty line)
     "the rows in another order than the targets": (
         MODEL, "model.MaskedHead.masked_rows", "targets[rows]", "targets[targets >= 0].flip(0)"),
     "masks drawn from the place in the batch": (
-        MASKS, "corpus.masked.Masked.batch", "((first, n)", "((0, n)"),
+        MASKS, "corpus.masked.Masked.draw", "np.arange(first, first + n,", "np.arange(0, n,"),
     "the same masks with every seed": (
         MASKS, "corpus.masked.Masked.__init__", 'draw_keys("masked", seed)', 'draw_keys("masked")'),
     "a random token that may be [MASK]": (
-        MASKS, "corpus.masked.Masked.batch", "other % np.uint64(self.mask_token)",
-        "other % np.uint64(self.mask_token + 1)"),
+        MASKS, "corpus.masked.Masked.replace", "% np.uint64(self.mask_token)",
+        "% np.uint64(self.mask_token + 1)"),
     "70 % replaced by [MASK]": (
-        MASKS, "corpus.masked.Masked.batch", "kind < 8", "kind < 7"),
+        MASKS, "corpus.masked.Masked.replace", "kind < 8", "kind < 7"),
     "what stays is no target": (
-        MASKS, "corpus.masked.Masked.batch", "np.put_along_axis(targets, at, chosen, axis=1)",
-        "np.put_along_axis(targets, at, np.where(kind == 9, IGNORE, chosen), axis=1)"),
+        MASKS, "corpus.masked.Masked.batch", "np.put_along_axis(targets, places, chosen,",
+        "np.put_along_axis(targets, places, np.where(replaced == chosen, IGNORE, chosen),"),
     "a mask in 15 % of the places on average": (
         MASKS, "corpus.masked.Masked.batch",
         "np.argpartition(draws, self.n_masked, axis=1)[:, :self.n_masked]",

@@ -366,16 +366,16 @@ CONVERSATION, WINDOWS = "corpus.chat.Template.conversation", "corpus.chat.fill_w
 BATCH, TARGETS = "corpus.shards.Tokens.batch", "corpus.shards.Tokens.n_targets"
 DATA_FAULTS = {
     "the mask shifted by one": (
-        BATCH, "self.read(self.masks, starts))[1]", "self.read(self.masks, starts))[0]"),
+        BATCH, "_, trained = ", "trained, _ = "),
     "the user's words trained": (CONVERSATION, '== "assistant"', '!= "system"'),
-    "the role trained": (CONVERSATION, "[0] + [int", "[1] + [int"),
+    "the role trained": (CONVERSATION, "append(0)", "append(1)"),
     "the end not trained": (CONVERSATION, "* (len(new) - 1)", "* (len(new) - 2) + [0]"),
     "padding trained": (WINDOWS, "np.zeros((len(windows), width), np.uint8)",
                         "np.ones((len(windows), width), np.uint8)"),
     "the counts of windows in order": (
         TARGETS, "self.window_starts(first, n) // self.stride", "np.arange(first, first + n)"),
     "targets that the shifted text gives": (
-        "corpus.shards.Tokens.window_starts", "if e and self.masks is None else", "if e else")}
+        "corpus.shards.Tokens.shuffled_starts", "epoch > 0 and self.masks is None", "epoch > 0")}
 
 
 @pytest.mark.parametrize("name", [None, *DATA_FAULTS])

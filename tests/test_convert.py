@@ -97,8 +97,8 @@ def ours(folder):
             out.copy_(grads[name][tuple(slice(o, o + s) for o, s in zip(offset, out.shape, strict=True))])
     layout = convert.tensors(cfg, hugging_face.family_of(cfg), vocab_size)
     return logits.detach(), {
-        name: convert.read_whole(Gradients(), grads, transposed, parts, torch.float64)
-        for name, (transposed, parts) in layout.items() if parts[0].name in grads}
+        name: convert.read_whole(Gradients(), grads, tensor, torch.float64)
+        for name, tensor in layout.items() if tensor.parts[0].name in grads}
 
 
 def assert_same_function(hf, theirs_at, ours_at, out, zeros=()):

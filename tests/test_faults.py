@@ -341,8 +341,8 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "learned positions of the first cp rank": (
         GPT2, CP, "model.GPT._positions", "if cp.size == 1 or", "if True or"),
     "targets as if each cp rank had one piece": (
-        LLAMA, CP, "corpus.shards.micro_batches", "tuple(mesh.cp.own_chunks(t, 1) for t in pair)",
-        "(mesh.cp.own_chunks(pair[0], 1), pair[1].chunk(2, 1)[mesh.cp.rank])"),
+        LLAMA, CP, "corpus.shards.micro_batches", "mesh.cp.own_chunks(y, 1)",
+        "y.chunk(2, 1)[mesh.cp.rank]"),
     "mask off by one chunk": (
         LLAMA, CP, "model.attend_chunks", "(axis.rank + 1) * c", "(axis.rank + 2) * c"),
     "mask aligned at the first key": (

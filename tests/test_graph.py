@@ -21,71 +21,92 @@ from runtime import watch
 MOE = ["--n-experts=4", "--top-k=1", "--aux-coef=0.01", "--ep=2"]
 
 
+class DefaultGenerator:
+    """The default generator of a GPU. What it draws is drawn by the CPU's.
+
+    registered: the states that the graph being captured may use.
+    """
+
+    def __init__(self):
+        self.registered = []
+        self.capturing = False
+
+    def graphsafe_get_state(self):
+        return torch.default_generator.clone_state()
+
+    def graphsafe_set_state(self, generator):
+        assert not self.capturing or generator in self.registered
+        torch.default_generator.set_state(generator.get_state())
+
+    def register(self, generator):
+        assert not self.capturing
+        self.registered.append(generator)
+
+
+class EmulatedStep(GraphedStep):
+    """A GraphedStep whose replays run the step again, on the captured inputs."""
+    latest = None  # the one that was made last
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        EmulatedStep.latest = self
+
+    def replay(self, generator):
+        states = iter(generator.registered)
+        self.output = self.body(self.inputs, 0, self.tokens,
+                                lambda _: generator.graphsafe_set_state(next(states)))
+        assert next(states, None) is None, "every micro-batch draws from its own generator"
+
+
+class GpuStragglers(watch.Stragglers):
+    """Stragglers that notes the first collective of a step as on a GPU: a captured event has no time."""
+
+    def begin(self):
+        self.cuda = True
+        super().begin()
+        first = self.world.calls.on_next_collective
+
+        def watched():
+            before = len(self.spans)
+            capturing = torch.cuda.is_current_stream_capturing()
+            first()
+            assert len(self.spans) == before + (not capturing)
+            self.seen["first"] += capturing
+        self.world.calls.on_next_collective = watched
+
+
 @contextlib.contextmanager
 def graphs_on_a_cpu(seen):
-    """torch.cuda's graphs for CPU tensors. seen: counts captures, replays, first collectives of captured
-    steps."""
-    made, capturing = [], False
+    """Give CPU tensors torch.cuda's graphs.
 
-    class EmulatedStep(GraphedStep):
-        def __init__(self, *args):
-            super().__init__(*args)
-            made.append(self)
-
-    class DefaultGenerator:
-        """Of a GPU; what it draws is drawn by the CPU's. Registered: states that a graph may capture."""
-        registered = []
-
-        def graphsafe_get_state(self):
-            return torch.default_generator.clone_state()
-
-        def graphsafe_set_state(self, generator):
-            assert not capturing or generator in self.registered
-            torch.default_generator.set_state(generator.get_state())
-
-    def register(generator):
-        assert not capturing
-        default.registered.append(generator)
+    seen: counts captures, replays, first collectives of captured steps.
+    """
+    generator = DefaultGenerator()
 
     def replay():
         seen["replays"] += 1
-        states = iter(default.registered)
-        made[-1].output = made[-1].body(made[-1].inputs, 0, made[-1].tokens,
-                                        lambda _: default.graphsafe_set_state(next(states)))
-        assert next(states, None) is None, "every micro-batch draws from its own generator"
+        EmulatedStep.latest.replay(generator)
 
     def new_graph():
-        default.registered = []
-        return mock.Mock(replay=replay, register_generator_state=register)
+        generator.registered = []
+        return mock.Mock(replay=replay, register_generator_state=generator.register)
 
     @contextlib.contextmanager
     def capture(_):
-        nonlocal capturing
         seen["captures"] += 1
-        capturing = True
+        generator.capturing = True
         yield
-        capturing = False
+        generator.capturing = False
 
-    class GpuStragglers(watch.Stragglers):
-        def begin(self):
-            self.cuda = True
-            super().begin()
-            first = self.world.calls.on_next_collective
-
-            def watched():
-                before = len(self.spans)
-                first()
-                assert len(self.spans) == before + (not capturing)  # a captured event has no time
-                seen["first"] += capturing
-            self.world.calls.on_next_collective = watched
-    default = DefaultGenerator()
     patches = [(choose, "static_shapes", lambda *_: True), (symm_mem, "SymmetricBuffer", SharedBuffer),
                (graph, "GraphedStep", EmulatedStep), (watch, "Stragglers", GpuStragglers),
                (torch.cuda, "graph", capture), (torch.cuda, "CUDAGraph", new_graph),
-               (torch.cuda, "default_generators", {None: default}),
+               (torch.cuda, "default_generators", {None: generator}),
                (torch.cuda, "synchronize", lambda: None),
-               (torch.cuda, "is_current_stream_capturing", lambda: capturing)]
+               (torch.cuda, "is_current_stream_capturing", lambda: generator.capturing)]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(EmulatedStep, "latest", None))
+        stack.enter_context(mock.patch.object(GpuStragglers, "seen", seen, create=True))
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))
         yield
@@ -117,7 +138,7 @@ def test_a_run_with_a_graph_is_the_run_without(flags, tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# the two steps side by side
+# The two steps side by side
 
 SMALL = dict(n_layer=2, n_head=2, n_kv_head=1, n_embd=16, ffn_hidden=32, seq_len=16, vocab_size=100,
              micro_batch=2, lr=1e-2, warmup=0, steps=20, weight_decay=0.1, eval_iters=2)

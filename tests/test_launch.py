@@ -357,7 +357,7 @@ def see_all(world, port, shown, hosts, started, in_cgroup):
         os.environ.pop(visible.VARIABLE, None)
         if shown[world.rank] is not None:
             os.environ[visible.VARIABLE] = shown[world.rank]
-        store = launch._store("torchrun", None, world.rank, world.size, 1, timedelta(seconds=20))
+        store = launch._store("torchrun", None, world.rank, 1, timedelta(seconds=20))
         _, own = launch.show_all_gpus(store, world.rank, world.size, world.local_rank)
         world.barrier()  # the store is rank 0's
         return own, os.environ.get(visible.VARIABLE)
@@ -431,9 +431,9 @@ def listeners():
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/net")
 def test_on_one_node_the_store_listens_on_loopback_alone(capfd):
     comm = SimpleNamespace(bcast=lambda value: value)
-    store = launch._store("hydra", comm, 0, 2, 1, timedelta(seconds=20))
+    store = launch._store("hydra", comm, 0, 1, timedelta(seconds=20))
     assert listeners()[store.port] == "0100007F"
-    client = launch._store("hydra", SimpleNamespace(bcast=lambda _: (store.host, store.port)), 1, 2, 1,
+    client = launch._store("hydra", SimpleNamespace(bcast=lambda _: (store.host, store.port)), 1, 1,
                            timedelta(seconds=20))
     client.set("key", "value")
     assert store.get("key") == b"value" and capfd.readouterr().err == ""

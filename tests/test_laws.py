@@ -449,12 +449,12 @@ CUDA_ONLY = {  # place: why it names CUDA. Everything else asks the device's mod
     "ops/grouped_mm.py has_grouped_mm": "a kernel of Hopper and Blackwell",
     "ops/grouped_mm.py tiles": "its table names NVIDIA's architectures",
     "fast/choose.py has_cuda_api": "the one answer for graphs and peer access",
-    "fast/choose.py peer_access": "peer access between GPUs",
+    "fast/choose.py place_of": "peer access between GPUs",
     "fast/graph.py GraphedStep": "the CUDA graph",
     "runtime/watch.py Stragglers": "whether a CUDA graph is being recorded",
     "cost/step_time.py expected_choice": "its table of GPUs is NVIDIA's",
     "bench/doctor.py SHOWS": "nvidia-smi", "bench/doctor.py backend": "NCCL's version",
-    "bench/gpu_matrix.py no_hidden_sync": "torch finds hidden synchronisations on CUDA only",
+    "bench/gpu_matrix.py run_layer": "torch finds hidden synchronisations on CUDA only",
     "bench/moe_layer.py main": "it times CUDA graphs", "bench/timing.py graphed": "the CUDA graph"}
 
 

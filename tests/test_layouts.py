@@ -44,7 +44,8 @@ def forward_in_chunks(chunks, cp):
     the rows of each (of chunks r and 2 cp - 1 - r of each sequence, every tp rank's part) have a capacity."""
     def forward(self, x, recompute):
         p, ids, aux = self.route(x)
-        rows, y = torch.arange(x.size(0)).view(-1, 2 * cp, self.cfg.seq_len // (2 * cp)), torch.zeros_like(x)
+        rows, y = torch.arange(x.size(0), device=x.device), torch.zeros_like(x)
+        rows = rows.view(-1, 2 * cp, self.cfg.seq_len // (2 * cp))
         for r in range(cp):
             for i in rows[:, [r, -1 - r]].flatten().chunk(chunks):
                 y = y.index_copy(0, i, self.experts(x[i], p[i], self.dispatcher.plan(ids[i], p[i])))

@@ -151,7 +151,7 @@ def walk(rank, p, v, m, backward=True):
             return torch.tensor([i, chunk, kind == "F"])
         return op
     stub = SimpleNamespace(isend="send", irecv="receive", P2POp=lambda *args: args, batch_isend_irecv=batch)
-    axis = plan._mesh(p, rank, 1, p, 1, 0, 1).pp
+    axis = plan.rank_mesh(p, rank, pp=p).pp
     model = SimpleNamespace(mesh=SimpleNamespace(pp=axis, tp=SimpleNamespace(size=1)), chunks=[None] * v,
                             cfg=SimpleNamespace(n_embd=1), parameters=lambda: iter([torch.zeros(1)]))
     with mock.patch.object(pipeline, "dist", stub):
@@ -254,7 +254,7 @@ FAULTS = {  # name: (a fault as arguments of planted, the test that detects it)
         "pipeline.dropout_seeds", "chunk * mesh.pp.size + mesh.pp.rank", "mesh.pp.rank",
         test_dropout.test_no_two_seeds_are_equal),
     "memory of 1F1B": (
-        "cost.memory.blocks_in_flight", "cfg.pp_chunks, few", "1, few",
+        "cost.memory.blocks_in_flight", "cfg.pp_chunks", "1",
         test_activations_in_flight_are_those_of_the_whole_schedule),
 }
 

@@ -141,7 +141,7 @@ def test_a_step_whose_buffers_overflowed_is_done_again(layout):
 
 
 # -----------------------------------------------------------------------------
-# several nodes: messages of a fixed size (fast/padded.py)
+# Several nodes: messages of a fixed size (fast/padded.py)
 
 def padded_block(world, ep, flags, kind, slack):
     """A block over ep whose messages have room for `slack` times the balanced rows; 0: exact messages.
@@ -288,7 +288,7 @@ def test_a_rank_whose_gradients_are_late_is_waited_for(without, zero):
 
 
 # -----------------------------------------------------------------------------
-# which GPUs reach each other's memory
+# Which GPUs reach each other's memory
 
 def unreachable_session(world, argv):
     with mock.patch.object(choose, "static_shapes", lambda *_: True):

@@ -111,7 +111,7 @@ def test_a_hang_is_reported_with_every_stack_and_ended(hung, fault):
     assert re.search(rf"^  rank 1: .*{re.escape(where)}", text, re.M), text
     stacks = {p.name[:10]: p.read_text() for p in folder.glob("*.txt")}
     assert stacks.keys() == {"rank_00000", "rank_00001"}
-    assert "parallel.py" in stacks["rank_00000"] and "misbehave.py" in stacks["rank_00001"], stacks
+    assert "ddp.py" in stacks["rank_00000"] and "misbehave.py" in stacks["rank_00001"], stacks
     # from the fault to the report, as the process itself measures it
     silent = float(re.search(r"no progress for ([\d.]+) s", text)[1])
     assert TIMEOUT <= silent < watch.SLOW_PHASE_FACTOR * TIMEOUT
@@ -350,7 +350,7 @@ def test_a_checksum_in_parts_equals_that_of_the_whole(dtype, monkeypatch):
 
 def test_a_stopped_guardian_does_not_keep_a_finished_run():
     watchdog = watch.Watch(0, 600.0)
-    os.kill(watchdog.guardian.pid, signal.SIGSTOP)
+    os.kill(watchdog.guardian.process.pid, signal.SIGSTOP)
     t0 = time.monotonic()
     with watchdog:
         pass
@@ -360,6 +360,6 @@ def test_a_stopped_guardian_does_not_keep_a_finished_run():
 def test_once_all_ranks_have_started_a_hang_is_no_missing_rank():
     with watch.Watch(0, 600.0) as watchdog:
         watchdog.joining("MPI_Init", 2)
-        assert watchdog.waits_in == ("MPI_Init", 2) and watchdog.limit == 600.0
+        assert watchdog.phase.waits_in == ("MPI_Init", 2) and watchdog.phase.limit == 600.0
         watchdog.joining("", 2)
-        assert watchdog.waits_in is None and watchdog.limit == 1200.0
+        assert watchdog.phase.waits_in is None and watchdog.phase.limit == 1200.0

@@ -1,0 +1,114 @@
+"""What of a layout leaves a GPU idle: the warnings that plan.py prints, a line for each."""
+import dataclasses
+import math
+
+from config import pad_vocab
+from cost.parameters import micro_batches
+from cost.step_time import (
+    GPUS,
+    bubble,
+    expected_choice,
+    matmul_shapes,
+    row_limit_factor,
+    waves,
+)
+from fast.choose import needs_row_limit
+
+
+def idle_warnings(cfg, mesh, gpu, vocab, stage_ms):
+    """Return all warnings about one layout.
+
+    mesh: that of rank 0. gpu: a name in GPUS. vocab: symbols, before padding. stage_ms: of each stage.
+    """
+    return [*width_warnings(cfg),
+            *shape_warnings(cfg, mesh, gpu, vocab),
+            *pipeline_warnings(cfg, mesh, stage_ms),
+            *row_limit_warnings(cfg, mesh, gpu),
+            *network_warnings(cfg, gpu)]
+
+
+def _round_up(n, multiple):
+    return -(-n // multiple) * multiple
+
+
+def width_warnings(cfg):
+    """Return which widths are not the multiples that a GPU's kernels need to be fast."""
+    head_dim = cfg.n_embd // cfg.n_head
+    widths = {"n-embd": cfg.n_embd, "head dim": head_dim,
+              f"ffn-hidden / tp {cfg.tp}": cfg.ffn_hidden // cfg.tp}
+    lines = []
+    for name, n in widths.items():
+        fills_tiles = name != "head dim"  # it is no edge of a product's tiles
+        if n % 8:
+            lines.append(f"{name} is {n}, no multiple of 8: slower kernels; try {_round_up(n, 8)}")
+        elif n % 64 and fills_tiles:
+            lines.append(f"{name} is {n}, no multiple of 64: tiles are partly empty; try {_round_up(n, 64)}")
+        elif n % 128 and fills_tiles:
+            lines.append(f"{name} is {n}, no multiple of 128, the edge of a tile; try {_round_up(n, 128)}")
+    if head_dim % 64:
+        lines.append(f"head dim {head_dim}: attention kernels pad it to {_round_up(head_dim, 64)}")
+    return lines
+
+
+def shape_warnings(cfg, mesh, gpu, vocab):
+    """Return which of a layout's matrix shapes leave a GPU's multiprocessors idle."""
+    sms = GPUS[gpu].sms
+    lines = []
+    if vocab % 128:
+        lines.append(f"the vocabulary {vocab} is padded to {pad_vocab(vocab)} rows")
+    dense, experts = matmul_shapes(cfg, mesh)
+    distinct = dict.fromkeys((m, n, count) for m, n, _, count in dense + experts)
+    for m, n, count in distinct:
+        used, whole = waves(m, n, count, sms)
+        if used / whole < 0.8:
+            lines.append(f"wave quantisation: {count} x ({m}, {n}) fill {used:.2f} of {whole} waves of "
+                         f"{sms} multiprocessors: {100 * (1 - used / whole):.0f} % idle")
+    if cfg.n_kv_head % cfg.tp:
+        lines.append(f"tp {cfg.tp} exceeds n-kv-head {cfg.n_kv_head}: key/value weights are replicated, "
+                     f"{cfg.tp // cfg.n_kv_head} ranks compute each head")
+    return lines
+
+
+def pipeline_warnings(cfg, mesh, stage_ms):
+    """Return where the stages of a pipeline wait for each other. stage_ms: of each stage."""
+    lines = []
+    mean = sum(stage_ms) / len(stage_ms)
+    if max(stage_ms) > 1.05 * mean:
+        each = ", ".join(f"{ms:.0f}" for ms in stage_ms)
+        lines.append(f"stages of unequal work: the slowest takes {max(stage_ms) / mean:.2f} times the mean "
+                     f"({each} ms)")
+    num_micro_batches = micro_batches(cfg, mesh)
+    idle = bubble(cfg.pp, cfg.pp_chunks, num_micro_batches)
+    if idle >= 1 / 4:
+        warning = (f"{num_micro_batches} micro-batches over {cfg.pp} ranks: the pipeline idles "
+                   f"{100 * idle / (1 + idle):.0f} %")
+        more_chunks = [v for v in (2, 4) if v > cfg.pp_chunks and cfg.n_layer >= v * cfg.pp]
+        if more_chunks:
+            warning += f"; try --pp-chunks {more_chunks[0]}"
+        lines.append(warning)
+    return lines
+
+
+def row_limit_warnings(cfg, mesh, gpu):
+    """Return whether the experts' rows will be more than a CUDA graph has room for."""
+    choice = expected_choice(cfg, mesh, GPUS[gpu].node)
+    if not choice.graph or not needs_row_limit(cfg, mesh) or row_limit_factor(cfg, mesh):
+        return []
+    need = row_limit_factor(dataclasses.replace(cfg, ep_slack=cfg.ep), mesh)
+    return [f"rows to the fullest of {cfg.ep} ranks: {need:.1f} times the balanced number expected, more "
+            f"than --ep-slack {cfg.ep_slack}, so no CUDA graph; try --ep-slack {math.ceil(need)}"]
+
+
+def network_warnings(cfg, gpu):
+    """Return which axes reach over a node, where the network is slow."""
+    node = GPUS[gpu].node
+    lines = []
+    if cfg.ep > node:
+        lines.append(f"ep {cfg.ep} reaches over the node's {node} GPUs: rows travel by all_to_all on the "
+                     f"slow network, not through symmetric memory; try --ep {node}")
+    if cfg.tp > node:
+        lines.append(f"tp {cfg.tp} reaches over the node's {node} GPUs, on the slow network")
+    elif cfg.cp * cfg.tp > node:
+        lines.append(f"cp {cfg.cp} * tp {cfg.tp} reaches over the node's {node} GPUs: keys and values of "
+                     "whole sequences pass the slow network in each layer")
+    return lines

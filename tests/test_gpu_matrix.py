@@ -1,0 +1,171 @@
+"""bench/gpu_matrix.py, whose checks need several GPUs, rehearsed on a CPU with fewer layouts and steps:
+
+    every part        one rank and two, as the program runs them without CUDA
+    a stand-in        test_accelerator.py's, where a tensor in host memory is an error as it is on a GPU
+    CUDA's branches   the step as a graph, symmetric memory, the watch for hidden synchronisations
+    what must fail    a wrong layout, replicas that differ, runs that differ
+"""
+import contextlib
+import dataclasses
+import io
+import itertools
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from pool import ROOT, run_ranks
+from shared import SharedBuffer
+from test_accelerator import XPU, stand_in
+from test_graph import graphs_on_a_cpu
+
+sys.path.insert(0, str(ROOT / "bench"))  # also in the ranks of the pool, which import this module
+
+import gpu_matrix
+
+from fast import symm_mem
+
+
+@contextlib.contextmanager
+def small(steps=2):
+    """Fewer layouts and steps, so that each part takes a second."""
+    tables = mock.patch.multiple(
+        gpu_matrix.matrix, STEPS=2, LAYOUTS=[(2, 4, dict(pp=2))],
+        MOE_LAYOUTS=[(2, 4, dict(tp=2, ep=2, zero=1))], CP_LAYOUTS=[("capacity", 2, 4, dict(cp=2))])
+    parts = mock.patch.multiple(
+        gpu_matrix, STEPS=steps, REPLICATED=(("capacity", dict(tp=2)), ("dropless", dict(zero=3))),
+        CAPTURED=(("llama", dict(zero=1)), ("dropless", dict(ep=2))))
+    few = {name: gpu_matrix.FAMILIES[name] for name in ("llama", "dropless", "capacity")}
+    with tables, parts, mock.patch.object(gpu_matrix, "FAMILIES", few):
+        yield
+
+
+def rehearsed(world, *argv):
+    """Return what gpu_matrix.main prints on this rank."""
+    said = io.StringIO()
+    ranks = mock.patch.multiple(gpu_matrix, launch=lambda **options: world, shutdown=lambda world: None)
+    with small(), ranks, contextlib.redirect_stdout(said):
+        gpu_matrix.main(list(argv))
+    return said.getvalue()
+
+
+def test_every_part_runs_on_two_ranks_of_a_cpu():
+    first, second = run_ranks(2, rehearsed)
+    assert second == ""
+    lines = [line for line in first.splitlines() if not line.startswith("  ")]
+    for line, dtype in zip(lines, ("fp64", "fp32", "bf16"), strict=False):
+        assert line.startswith(f"{dtype}: 4 layouts of 2 ranks equal one rank, worst error ")
+    assert lines[3].startswith("2 bf16 steps: ") and lines[3].endswith("; two runs as well")
+    assert lines[4].startswith("graph: left out, cpu has no CUDA graphs; ")
+    assert lines[5].startswith("sync: left out, torch sees hidden synchronisations under CUDA alone; ")
+    assert len(lines) == 6
+
+
+def test_one_rank_has_no_layouts():
+    (said,) = run_ranks(1, rehearsed, "sync", "graph", "fp64")
+    layouts, graph, sync = said.splitlines()
+    assert layouts == "fp64: left out, no layout of the table has this number of ranks, 1"
+    assert graph.startswith("graph: left out") and sync.startswith("sync: left out")
+
+
+# -----------------------------------------------------------------------------
+# Tensors on an accelerator
+
+def layouts_on_a_stand_in(world):
+    with small(), stand_in():
+        return gpu_matrix.check_layouts(dataclasses.replace(world, device=XPU), "fp64")
+
+
+def test_no_tensor_of_the_layouts_stays_on_the_host():
+    """The reference's too: an index in host memory is an error there, as it is on a GPU."""
+    line, _ = run_ranks(2, layouts_on_a_stand_in)
+    assert line.startswith("fp64: 4 layouts of 2 ranks equal one rank, worst error ")
+
+
+def test_the_stand_in_refuses_a_host_tensor_where_a_gpu_does():
+    with stand_in():
+        x = torch.zeros(3, 2, device=XPU)
+        index = torch.arange(3)
+        assert (x.device, index.device, index.to(XPU).device) == (XPU, torch.device("cpu"), XPU)
+        assert x.cpu().device == x.to("cpu").device == torch.device("cpu")
+        for operation in (lambda: x.index_copy(0, index, x), lambda: x + torch.ones(3, 2),
+                          lambda: torch.cat([x, torch.ones(3, 2)])):
+            with pytest.raises(RuntimeError, match="on the same device, found xpu:0 and cpu"):
+                operation()
+        assert x.index_copy(0, index.to(XPU), x).device == XPU
+        assert x[index].device == (x + torch.ones(())).device == XPU
+        with XPU:
+            assert torch.arange(3).device == XPU
+
+
+# -----------------------------------------------------------------------------
+# CUDA's branches
+
+def graphs(world):
+    seen = {"captures": 0, "replays": 0, "first": 0}
+    with small(steps=5), graphs_on_a_cpu(seen), \
+            mock.patch.object(gpu_matrix, "has_cuda_api", lambda device: True):
+        return gpu_matrix.check_graphs(world), seen
+
+
+def test_steps_are_captured_and_replayed():
+    for line, seen in run_ranks(2, graphs):
+        assert line.startswith("5 bf16 steps as a CUDA graph: 3 runs, losses within ")
+        assert seen["captures"] > 1 and seen["replays"] > 1
+
+
+def watched_layers(world):
+    """Return the line of check_sync, and the modes that torch was told to watch in."""
+    modes = []
+    shape = dict(gpu_matrix.LAYER, **gpu_matrix.SHAPE)
+    with mock.patch.multiple(gpu_matrix, LAYER=shape, ROWS=64, has_cuda_api=lambda device: True), \
+            mock.patch.object(symm_mem, "SymmetricBuffer", SharedBuffer), \
+            mock.patch.object(torch.cuda, "set_sync_debug_mode", modes.append):
+        return gpu_matrix.check_sync(world), modes
+
+
+def test_synchronisations_are_watched_in_the_third_pass():
+    for size in (1, 2):
+        for line, modes in run_ranks(size, watched_layers):
+            assert line.endswith("dropless ep 2 through symmetric memory") == (size == 2)
+            assert modes == ["default", "default", "error", "default"] * (size + 1)
+
+
+# -----------------------------------------------------------------------------
+# What must fail
+
+def wrong_layout(world):
+    """One rank stands for two, but drops its rows as one."""
+    with small(), mock.patch.object(gpu_matrix.matrix, "capacity_ranks", lambda base, layout: (1, 1)):
+        return gpu_matrix.check_layouts(world, "fp64")
+
+
+def wrong_weights(world):
+    """The second rank's weights differ from the first's."""
+    prints = gpu_matrix.weights_of
+
+    def weights_of(training):
+        weights = prints(training)
+        return {name: (ranks, [world.rank, *bits]) for name, (ranks, bits) in weights.items()}
+    with small(), mock.patch.object(gpu_matrix, "weights_of", weights_of):
+        return gpu_matrix.check_replicas(world)
+
+
+def wrong_repetition(world):
+    """Each run ends with other weights."""
+    prints, runs = gpu_matrix.weights_of, itertools.count()
+
+    def weights_of(training):
+        run = next(runs)
+        return {name: (ranks, [run, *bits]) for name, (ranks, bits) in prints(training).items()}
+    with small(), mock.patch.object(gpu_matrix, "weights_of", weights_of):
+        return gpu_matrix.check_replicas(world)
+
+
+@pytest.mark.parametrize("fault, said", [
+    (wrong_layout, "capacity {'tp': 2, "), (wrong_weights, "differs between ranks 0 and 1"),
+    (wrong_repetition, "two runs differ")])
+def test_a_fault_is_named(fault, said):
+    with pytest.raises(AssertionError) as failure:
+        run_ranks(2, fault)
+    assert said in str(failure.value)
