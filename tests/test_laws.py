@@ -138,6 +138,24 @@ def test_a_reader_is_told_what_each_file_of_the_root_and_each_room_is_for():
           for n in wanted if not any(re.search(rf"(?<![\w/]){re.escape(n)}", page) for page in pages)])
 
 
+def test_the_files_of_the_rooms_are_listed():
+    page = (ROOT / "docs/README.md").read_text()
+    none([f"{name(path)} has no line in docs/README.md that says what it is for" for path in HOUSE
+          if path.parent != ROOT and path.name != "__init__.py" and name(path) not in page])
+
+
+def test_the_reading_path_is_as_long_as_the_readme_says():
+    page = (ROOT / "README.md").read_text()
+    first = [ROOT / f for f in re.findall(r"^(\w+\.py)  ", page, re.M)]
+    path = [*first, ROOT / "ops/flat.py", ROOT / "ops/permute.py"]
+    step, training = re.findall(r"files(?: and two of ops/)?, about ([\d,]+) lines", page)
+    compared = re.search(r"\| ([\d,]+) of ([\d,]+) \|", page)
+    for said, files in ((step, first[:4]), (training, path), (compared[1], path), (compared[2], HOUSE)):
+        found = sum(len(lines(file)) for file in files)
+        said = int(said.replace(",", ""))
+        assert abs(said - found) <= 0.05 * found, f"README.md says {said} lines, there are {found}"
+
+
 # -----------------------------------------------------------------------------
 # Who may import whom
 
