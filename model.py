@@ -1,17 +1,24 @@
-"""One GPT, two families by flags: GPT-2 (LayerNorm, GELU, learned positions, bias, tied) and Llama-like
-(RMSNorm, SwiGLU, RoPE, grouped-query attention, untied). --objective mlm makes an encoder of either: BERT.
+"""One GPT in two families, chosen by flags: GPT-2 and Llama. With --objective mlm either is BERT.
 
-Legend for the whole repository. Upper case is the whole model's, lower case this rank's share; N and R are
-this rank's, too:
-    B T C  sequences in a micro-batch, tokens in a sequence, width; t = T/cp
+GPT-2 has LayerNorm, GELU, learned positions, biases and a tied head. Llama has RMSNorm, SwiGLU,
+RoPE, grouped-query attention and a head of its own.
+
+Legend of names for the whole repository. Upper case is the whole model's, lower case is this rank's
+share. Only N and R, in upper case, are this rank's too.
+
+    B T C  sequences in a micro-batch, tokens in a sequence, width of the model    t = T/cp
     n      token rows that this rank keeps between the blocks, B*t/tp
-    H D    query heads, head dim        h = H/tp     G g  key/value heads, g of them on this rank
-    F      hidden width of the MLP      f = F/tp
-    V L    vocabulary (padded), layers  v = V/tp
-    E K    experts, top-k               e = E/ep     N = n*K routed copies, R the copies this rank received
-Between the blocks the tokens lie flat, (n, C): n = B*T on one rank, and each of tp ranks holds n contiguous
-rows. Under cp, T below is t, unless both are named. parallel.py's primitives are the identity on an axis of
-one rank; only the vocabulary and attention ask for its size.
+    H D    query heads, width of a head                                            h = H/tp
+    G g    key/value heads, g of them on this rank
+    F      hidden width of the MLP                                                 f = F/tp
+    V L    tokens in the vocabulary (padded), layers                     local_vocab = V/tp
+    E K    experts, experts that each token visits (top-k)                         e = E/ep
+    N R    N = n*K copies of this rank's rows, one for each expert that a row visits;
+           R copies that this rank's experts received
+
+Between the blocks the tokens lie flat, (n, C). Each of tp ranks holds n contiguous rows of the B*t.
+parallel.py's primitives are the identity on an axis of one rank. Only the vocabulary and attention
+ask for the size of an axis.
 """
 import functools
 import hashlib
@@ -28,40 +35,51 @@ from ops.activations import ACTIVATIONS, GATED, gelu
 from ops.cross_entropy import IGNORE, LinearCrossEntropy
 from parallel import MAX, gather_chunks, gather_rows, parameter, scatter_rows
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16,
+          "fp16": torch.float16}
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm over the width; statistics in at least fp32 inside the kernel."""
+    """LayerNorm or RMSNorm over the width. The kernel computes statistics in at least fp32."""
 
     def __init__(self, cfg, mesh):
         super().__init__()
-        self.layer, self.eps = cfg.norm == "layer", cfg.norm_eps
+        self.is_layer_norm = cfg.norm == "layer"
+        self.eps = cfg.norm_eps
         self.weight = parameter((cfg.n_embd,), mesh)
-        self.bias = parameter((cfg.n_embd,), mesh) if self.layer and cfg.bias else None
+        has_bias = self.is_layer_norm and cfg.bias
+        self.bias = parameter((cfg.n_embd,), mesh) if has_bias else None
 
     def forward(self, x):  # (n, C) -> (n, C)
-        if self.layer:
+        if self.is_layer_norm:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class ColumnLinear(nn.Module):
-    """y = x W^T, the rows of W (output features) split over tp: Megatron-LM, arXiv:1909.08053, section 3."""
+    """Computes y = x W^T, with the rows of W, the output features, split over tp.
+
+    Rank r holds W_r of W = [W_0; W_1; ...] and computes x W_r^T, which is its own columns of y.
+    With shard=False every rank holds all of W. Source: Megatron-LM, arXiv:1909.08053, section 3.
+    """
 
     def __init__(self, n_in, n_out, bias, mesh, shard=True):
         super().__init__()
-        dim = 0 if shard else None
-        self.weight = parameter((n_out, n_in), mesh, tp_dim=dim)
-        self.bias = parameter((n_out,), mesh, tp_dim=dim) if bias else None
+        tp_dim = 0 if shard else None
+        self.weight = parameter((n_out, n_in), mesh, tp_dim=tp_dim)
+        self.bias = parameter((n_out,), mesh, tp_dim=tp_dim) if bias else None
 
-    def forward(self, x):  # (B*T, n_in) -> (B*T, n_out/tp)
+    def forward(self, x):  # (B*t, n_in) -> (B*t, n_out/tp)
         return F.linear(x, self.weight, self.bias)
 
 
 class RowLinear(nn.Module):
-    """y = x W^T, the columns of W (input features) split over tp: each rank has a partial sum for every row,
-    and scatter_rows adds them up. The bias is added after that, once, so it is replicated."""
+    """Computes y = x W^T, with the columns of W, the input features, split over tp.
+
+    Rank r holds W_r of W = [W_0, W_1, ...] and its own columns x_r of x. Its product x_r W_r^T is a
+    partial sum for every row of y. scatter_rows adds the partial sums up, n rows on each rank. The
+    bias is added once, after the sum, so it is replicated.
+    """
 
     def __init__(self, n_in, n_out, bias, mesh):
         super().__init__()
@@ -69,122 +87,189 @@ class RowLinear(nn.Module):
         self.weight = parameter((n_out, n_in), mesh, tp_dim=1)
         self.bias = parameter((n_out,), mesh) if bias else None
 
-    def forward(self, x):  # (B*T, n_in/tp) -> (n, n_out)
-        y = scatter_rows(F.linear(x, self.weight), self.tp)
+    def forward(self, x):  # (B*t, n_in/tp) -> (n, n_out)
+        partial_sum = F.linear(x, self.weight)  # (B*t, n_out)
+        y = scatter_rows(partial_sum, self.tp)  # SUM, n of B*t rows to each rank, over tp
         return y if self.bias is None else y + self.bias
 
 
+def fused_linear(x, layers, zero):
+    """Return the outputs of several ColumnLinears of the same input, side by side.
+
+    layers: pairs of a layer and the rows of its weight to use, None for all of them. One product
+    with the concatenated weights reads x once, but backward keeps the concatenated copy. ZeRO-3
+    frees the weights in between, so under ZeRO-3 each layer has a product of its own.
+    """
+    weights = [select_rows(layer.weight, rows) for layer, rows in layers]
+    biases = [select_rows(layer.bias, rows) for layer, rows in layers]
+    if zero == 3:
+        pairs = zip(weights, biases, strict=True)
+        return torch.cat([F.linear(x, weight, bias) for weight, bias in pairs], dim=-1)
+    bias = None if biases[0] is None else torch.cat(biases)
+    return F.linear(x, torch.cat(weights), bias)
+
+
+def select_rows(p, rows):
+    """Return these rows of a parameter, for None all of it."""
+    if p is None or rows is None:
+        return p  # backward of p[:] would fill and copy a zero tensor of full size
+    return p[rows]
+
+
+# -----------------------------------------------------------------------------
+# Attention
+
 def rope_cache(T, D, base, device, dtype):
-    """cos and sin of position * frequency, (T, D/2) each. RoFormer, arXiv:2104.09864, section 3.4.2."""
-    freq = base ** (-torch.arange(0, D, 2, device=device, dtype=dtype) / D)  # (D/2,)
-    angle = torch.outer(torch.arange(T, device=device, dtype=dtype), freq)  # (T, D/2)
+    """Return cos and sin of position * frequency, (T, D/2) each: arXiv:2104.09864, 3.4.2."""
+    frequency = base ** (-torch.arange(0, D, 2, device=device, dtype=dtype) / D)  # (D/2,)
+    position = torch.arange(T, device=device, dtype=dtype)  # (T,)
+    angle = torch.outer(position, frequency)  # (T, D/2)
     return angle.cos(), angle.sin()
 
 
 def rotate(x, cos, sin):
-    """Turn each pair (x_i, x_{i+D/2}) by its position's angle: (B, T, heads, D) -> same."""
-    a, b = x.chunk(2, dim=-1)  # (B, T, h, D/2) each
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (T, 1, D/2)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
+    """Turn each pair (x_i, x_{i+D/2}) by its position's angle: (B, t, heads, D) -> same."""
+    first, second = x.chunk(2, dim=-1)  # (B, t, heads, D/2) each
+    cos = cos.unsqueeze(1)  # (t, 1, D/2)
+    sin = sin.unsqueeze(1)  # (t, 1, D/2)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return turned.type_as(x)
 
 
-def fused_linear(x, layers, zero):
-    """Several ColumnLinears of the same input, outputs side by side. layers: [(layer, rows of its weight to
-    use or None for all)]. One product, of the concatenated weights, reads x once; but backward keeps that
-    copy. ZeRO-3, which frees weights in between, concatenates the outputs of several products instead."""
-    def rows_of(p, rows):  # backward of p[:] would fill and copy a full-size zero tensor
-        return p if rows is None or p is None else p[rows]
-    parts = [(rows_of(layer.weight, rows), rows_of(layer.bias, rows)) for layer, rows in layers]
-    if zero == 3:
-        return torch.cat([F.linear(x, weight, bias) for weight, bias in parts], dim=-1)
-    weights, biases = zip(*parts, strict=True)
-    return F.linear(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))
-
-
-def lower_right_mask(queries, keys):
-    """-> the mask of a sequence's last tokens, the last of which sees all keys so far; no tensor on a GPU."""
-    from torch.nn.attention.bias import causal_lower_right  # here: it doubles the time that imports take
-    return causal_lower_right(queries, keys)
+def lower_right_mask(n_queries, n_keys):
+    """Return the causal mask of a sequence's last tokens, the last of which sees all keys so far.
+    No tensor is made for it on a GPU."""
+    # Imported here, because it doubles the time that the imports take.
+    from torch.nn.attention.bias import causal_lower_right
+    return causal_lower_right(n_queries, n_keys)
 
 
 def attend_chunks(q, k, v, axis, causal, **options):
-    """Attention of this rank's two chunks of each sequence (Axis.own_chunks): q (B, h, t, D), k and v
-    (B, g, t, D) -> (B, h, t, D). A chunk's queries meet the keys of all ranks, causal: up to its own end."""
-    kv = torch.cat([x.permute(2, 0, 1, 3) for x in (k, v)], dim=2)  # (t, B, 2g, D)
-    k, v = gather_chunks(kv, axis).permute(1, 2, 0, 3).chunk(2, dim=1)  # (B, g, T, D) each, gathered over cp
+    """Attention of this rank's two chunks of each sequence (Axis.own_chunks) to all ranks' keys.
+
+    q (B, h, t, D), k and v (B, g, t, D) -> (B, h, t, D). In causal attention the queries of a chunk
+    see the keys up to the chunk's own end.
+    """
+    kv = torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=2)  # (t, B, 2g, D)
+    kv = gather_chunks(kv, axis)  # (T, B, 2g, D): t positions from each rank to all, over cp
+    k, v = kv.permute(1, 2, 0, 3).chunk(2, dim=1)  # (B, g, T, D) each
     if not causal:
         return F.scaled_dot_product_attention(q, k, v, **options)
-    out, c = [], q.size(2) // 2
-    for queries, end in zip(q.chunk(2, dim=2), ((axis.rank + 1) * c, k.size(2) - axis.rank * c), strict=True):
-        mask = lower_right_mask(c, end)
-        out.append(F.scaled_dot_product_attention(queries, k[:, :, :end], v[:, :, :end], mask, **options))
-    return torch.cat(out, dim=2)
+
+    # This rank has chunk number rank, counted from the start, and one that is as far from the end.
+    early_queries, late_queries = q.chunk(2, dim=2)  # (B, h, t/2, D) each
+    chunk_size = q.size(2) // 2
+    early_end = (axis.rank + 1) * chunk_size
+    late_end = k.size(2) - axis.rank * chunk_size
+    early = attend_up_to(early_end, early_queries, k, v, **options)  # (B, h, t/2, D)
+    late = attend_up_to(late_end, late_queries, k, v, **options)  # (B, h, t/2, D)
+    return torch.cat([early, late], dim=2)
+
+
+def attend_up_to(end, queries, k, v, **options):
+    """Causal attention of queries (B, h, t/2, D), the last of which stands just before `end`."""
+    k = k[:, :, :end]  # (B, g, end, D)
+    v = v[:, :, :end]  # (B, g, end, D)
+    mask = lower_right_mask(queries.size(2), end)
+    return F.scaled_dot_product_attention(queries, k, v, mask, **options)
 
 
 class Attention(nn.Module):
-    """Self-attention, causal unless it is a masked language model's; query and key/value heads are split over
-    tp. Where tp exceeds the number of key/value heads, their weights are replicated and each rank uses the
-    head of its queries."""
+    """Self-attention, causal except in a masked language model. Its heads are split over tp.
+
+    Where tp exceeds the number of key/value heads, wk and wv are replicated, and each rank uses the
+    one key/value head of its query heads.
+    """
 
     def __init__(self, cfg, mesh):
         super().__init__()
-        self.D, self.h = cfg.n_embd // cfg.n_head, cfg.n_head // mesh.tp.size
-        self.dropout, self.mesh, self.rope, self.zero = cfg.dropout, mesh, cfg.pos == "rope", cfg.zero
+        self.mesh = mesh
+        self.zero = cfg.zero
+        self.dropout = cfg.dropout
+        self.rope = cfg.pos == "rope"
         self.causal = cfg.objective == "causal"
-        G, width = cfg.n_kv_head, cfg.n_kv_head * self.D
-        shard_kv = G % mesh.tp.size == 0
-        self.g = G // mesh.tp.size if shard_kv else 1
-        first = mesh.tp.rank * G // mesh.tp.size * self.D  # row of this rank's head in the replicated wk, wv
-        self.kv_rows = None if shard_kv else slice(first, first + self.D)
-        self.wq = ColumnLinear(cfg.n_embd, cfg.n_embd, cfg.bias, mesh)
-        self.wk = ColumnLinear(cfg.n_embd, width, cfg.bias, mesh, shard=shard_kv)
-        self.wv = ColumnLinear(cfg.n_embd, width, cfg.bias, mesh, shard=shard_kv)
-        self.wo = RowLinear(cfg.n_embd, cfg.n_embd, cfg.bias, mesh)
 
-    def forward(self, x, T, cos, sin, cache=None):  # (n, C) -> (n, C)
-        x = gather_rows(x, self.mesh.tp)  # (B*T, C): every rank sees all tokens, for its own heads
-        x = fused_linear(x, [(self.wq, None), (self.wk, self.kv_rows), (self.wv, self.kv_rows)], self.zero)
-        x = x.view(-1, T, self.h + 2 * self.g, self.D)  # from (B*T, (h + 2g)*D)
+        C = cfg.n_embd
+        G = cfg.n_kv_head
+        tp = mesh.tp
+        self.D = C // cfg.n_head
+        self.h = cfg.n_head // tp.size
+        shard_kv = G % tp.size == 0
+        self.g = G // tp.size if shard_kv else 1
+        head = tp.rank * G // tp.size  # the one that this rank uses of replicated wk and wv
+        self.kv_rows = None if shard_kv else slice(head * self.D, (head + 1) * self.D)
+
+        self.wq = ColumnLinear(C, C, cfg.bias, mesh)
+        self.wk = ColumnLinear(C, G * self.D, cfg.bias, mesh, shard=shard_kv)
+        self.wv = ColumnLinear(C, G * self.D, cfg.bias, mesh, shard=shard_kv)
+        self.wo = RowLinear(C, C, cfg.bias, mesh)
+
+    def forward(self, x, t, cos, sin, cache=None):  # (n, C) -> (n, C)
+        # Every rank sees all tokens, for its own heads: n rows from each rank to all, over tp.
+        x = gather_rows(x, self.mesh.tp)  # (B*t, C)
+        q, k, v = self.project(x, t, cos, sin)  # (B, h, t, D), twice (B, g, t, D)
+        if cache is not None:
+            k, v = cache.append(self, k, v)  # (B, g, positions so far, D) each
+        y = self.attend(q, k, v, cache)  # (B, h, t, D)
+        return self.wo(y.transpose(1, 2).reshape(-1, self.h * self.D))  # (B*t, h*D) -> (n, C)
+
+    def project(self, x, t, cos, sin):  # (B*t, C) -> (B, h, t, D), twice (B, g, t, D)
+        layers = [(self.wq, None), (self.wk, self.kv_rows), (self.wv, self.kv_rows)]
+        x = fused_linear(x, layers, self.zero)  # (B*t, (h + 2g)*D)
+        x = x.view(-1, t, self.h + 2 * self.g, self.D)
         if self.rope:
             qk, v = x.split([self.h + self.g, self.g], dim=2)
             q, k = rotate(qk, cos, sin).split([self.h, self.g], dim=2)
         else:
-            q, k, v = x.split([self.h, self.g, self.g], dim=2)  # (B, T, h, D), twice (B, T, g, D)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # views (B, h, T, D), ...: no copy
-        if cache is not None:
-            k, v = cache.append(self, k, v)  # (B, g, positions so far, D)
-        options = dict(enable_gqa=self.h != self.g, dropout_p=self.dropout if self.training else 0.0)
+            q, k, v = x.split([self.h, self.g, self.g], dim=2)  # (B, t, h, D), twice (B, t, g, D)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # views: nothing is copied
+
+    def attend(self, q, k, v, cache):  # (B, h, t, D), twice (B, g, keys, D) -> (B, h, t, D)
+        options = {"enable_gqa": self.h != self.g,
+                   "dropout_p": self.dropout if self.training else 0.0}
         if cache is None and self.mesh.cp.size > 1:
-            y = attend_chunks(q, k, v, self.mesh.cp, self.causal, **options)  # (B, h, T, D)
-        else:  # the last query sees the last key, also where a cache holds earlier keys
-            mask = lower_right_mask(T, k.size(2)) if 1 < T < k.size(2) else None
-            is_causal = self.causal and k.size(2) == T
-            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **options)
-        return self.wo(y.transpose(1, 2).reshape(-1, self.h * self.D))  # (B*T, h*D) -> (n, C)
+            return attend_chunks(q, k, v, self.mesh.cp, self.causal, **options)
+
+        # The last query sees the last key, also where a cache holds earlier keys.
+        n_queries = q.size(2)
+        n_keys = k.size(2)
+        mask = lower_right_mask(n_queries, n_keys) if 1 < n_queries < n_keys else None
+        is_causal = self.causal and n_queries == n_keys
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **options)
 
 
 class MLP(nn.Module):
-    """w2(act(w1 x)), or gated: w2(act(w1 x, w3 x)), arXiv:2002.05202. act: ops/activations.py."""
+    """Computes w2(act(w1 x)), or gated w2(act(w1 x, w3 x)), arXiv:2002.05202."""
 
     def __init__(self, cfg, mesh, hidden):
         super().__init__()
-        self.tp, self.zero = mesh.tp, cfg.zero
+        self.tp = mesh.tp
+        self.zero = cfg.zero
+        self.act = ACTIVATIONS[cfg.mlp]  # see ops/activations.py
+        is_gated = cfg.mlp in GATED
         self.w1 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh)
-        self.w3 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh) if cfg.mlp in GATED else None
-        self.act = ACTIVATIONS[cfg.mlp]
+        self.w3 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh) if is_gated else None
         self.w2 = RowLinear(hidden, cfg.n_embd, cfg.bias, mesh)
 
     def forward(self, x):  # (n, C) -> (n, C)
-        x = gather_rows(x, self.tp)  # (B*T, C)
-        h = self.w1(x) if self.w3 is None else fused_linear(x, [(self.w1, None), (self.w3, None)], self.zero)
-        return self.w2(self.act(h))  # (B*T, f or 2f) -> (B*T, f)
+        x = gather_rows(x, self.tp)  # (B*t, C): n rows from each rank to all, over tp
+        if self.w3 is None:
+            hidden = self.w1(x)  # (B*t, f)
+        else:
+            hidden = fused_linear(x, [(self.w1, None), (self.w3, None)], self.zero)  # (B*t, 2f)
+        return self.w2(self.act(hidden))  # (B*t, f) -> (n, C)
 
 
-# what --recompute selective keeps: results of matrix products, attention's output and log-sum-exp. norms,
-# rotation, activation and the concatenated weights are made again
-ATTENTION = [f"_scaled_dot_product_{k}" for k in ("flash_attention", "efficient_attention", "cudnn_attention",
-                                                  "flash_attention_for_cpu")]
-KEPT = [getattr(torch.ops.aten, op).default for op in ("mm", "addmm", *ATTENTION)]
+# What --recompute selective keeps: results of matrix products, attention's output and log-sum-exp.
+# Norms, rotation, activation and the concatenated weights are computed again.
+ATTENTION = ["flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"]
+KEPT_NAMES = ["mm", "addmm", *(f"_scaled_dot_product_{kernel}" for kernel in ATTENTION)]
+KEPT = [getattr(torch.ops.aten, name).default for name in KEPT_NAMES]
+
+
+def call(f, *args):
+    """Return f(*args), which backward does not compute again."""
+    return f(*args)
 
 
 class Block(nn.Module):
@@ -192,88 +277,109 @@ class Block(nn.Module):
 
     def __init__(self, cfg, mesh, dispatcher=plain_dispatcher):
         super().__init__()
-        self.norm1, self.attn, self.norm2 = Norm(cfg, mesh), Attention(cfg, mesh), Norm(cfg, mesh)
+        self.dropout = cfg.dropout
+        self.recompute_mode = cfg.recompute  # none, selective or full
+        self.norm1 = Norm(cfg, mesh)
+        self.attn = Attention(cfg, mesh)
+        self.norm2 = Norm(cfg, mesh)
+        self.mlp = None
+        self.moe = None
         if cfg.n_experts:
-            shared = MLP(cfg, mesh, cfg.n_shared_experts * cfg.ffn_hidden) if cfg.n_shared_experts else None
-            self.mlp, self.moe = None, MoE(cfg, mesh, shared, dispatcher)
+            shared_hidden = cfg.n_shared_experts * cfg.ffn_hidden
+            shared = MLP(cfg, mesh, shared_hidden) if cfg.n_shared_experts else None
+            self.moe = MoE(cfg, mesh, shared, dispatcher)
         else:
-            self.mlp, self.moe = MLP(cfg, mesh, cfg.ffn_hidden), None
-        self.dropout, self.recomputes = cfg.dropout, cfg.recompute
+            self.mlp = MLP(cfg, mesh, cfg.ffn_hidden)
 
-    def forward(self, x, T, cos, sin, cache=None):
-        """x (n, C) -> (n, C), this rank's part of the experts' balancing losses (), or None"""
+    def forward(self, x, t, cos, sin, cache=None):
+        """(n, C) -> (n, C), and this rank's part of the experts' balancing losses, () or None."""
         if self.moe is None:
-            return self.recompute(self.dense_block, x, T, cos, sin, cache), None
-        x, normed = self.recompute(self.attention_half, x, T, cos, sin, cache)
-        y, aux = self.moe(normed, self.recompute if self.recomputes == "full" else lambda f, *args: f(*args))
+            return self.with_recompute(self.dense_block, x, t, cos, sin, cache), None
+        x, normed = self.with_recompute(self.attention_half, x, t, cos, sin, cache)
+        run = self.with_recompute if self.recompute_mode == "full" else call
+        y, aux = self.moe(normed, run)
         return x + F.dropout(y, self.dropout, self.training), aux
 
-    def recompute(self, f, *args):
-        """f(*args); under --recompute only its inputs, and KEPT, are kept, and backward runs it again."""
-        if self.recomputes == "none" or not self.training:
-            return f(*args)
-        keep = functools.partial(create_selective_checkpoint_contexts, KEPT)
-        return checkpoint(f, *args, use_reentrant=False, preserve_rng_state=self.dropout > 0,
-                          **({"context_fn": keep} if self.recomputes == "selective" else {}))
-
-    def attention_half(self, x, T, cos, sin, cache):  # (n, C) -> (n, C), the same normed
-        x = x + F.dropout(self.attn(self.norm1(x), T, cos, sin, cache), self.dropout, self.training)
+    def attention_half(self, x, t, cos, sin, cache):  # (n, C) -> (n, C), the same normed
+        y = self.attn(self.norm1(x), t, cos, sin, cache)
+        x = x + F.dropout(y, self.dropout, self.training)
         return x, self.norm2(x)
 
-    def dense_block(self, x, T, cos, sin, cache):  # (n, C) -> (n, C)
-        x, normed = self.attention_half(x, T, cos, sin, cache)
+    def dense_block(self, x, t, cos, sin, cache):  # (n, C) -> (n, C)
+        x, normed = self.attention_half(x, t, cos, sin, cache)
         return x + F.dropout(self.mlp(normed), self.dropout, self.training)
 
+    def with_recompute(self, f, *args):
+        """Return f(*args). Under --recompute autograd keeps only the arguments (and, if selective,
+        what KEPT names), and backward runs f again."""
+        if self.recompute_mode == "none" or not self.training:
+            return f(*args)
+        options = {"use_reentrant": False, "preserve_rng_state": self.dropout > 0}
+        if self.recompute_mode == "selective":
+            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, KEPT)
+        return checkpoint(f, *args, **options)
+
+
+# -----------------------------------------------------------------------------
+# Embedding and loss: the vocabulary is split over tp
 
 def vocab_embedding(tokens, weight, axis):
-    """tokens (B*T,) int64, weight (v, C) -> (n, C): each rank looks up the ids it holds, and their sum is
-    scattered by rows."""
+    """Return the rows of the embedding: tokens (B*t,) int64, weight (local_vocab, C) -> (n, C).
+
+    Each rank of the axis looks up the ids that it holds. The sum is scattered by rows.
+    """
     if axis.size == 1:
         return F.embedding(tokens, weight)
     local = tokens - axis.rank * weight.size(0)
-    mine = (local >= 0) & (local < weight.size(0))  # (B*T,)
-    x = F.embedding(local * mine, weight) * mine.unsqueeze(1)  # (B*T, C), zero for other ranks' ids
-    return scatter_rows(x, axis)
+    mine = (local >= 0) & (local < weight.size(0))  # (B*t,)
+    x = F.embedding(local * mine, weight) * mine.unsqueeze(1)  # (B*t, C), 0 for other ranks' ids
+    return scatter_rows(x, axis)  # SUM, n of B*t rows to each rank, over tp
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
-    """Sum of -log softmax(logits)[target], the vocabulary split over tp; backward needs no communication."""
+    """Sum of -log softmax(logits)[target]. Its backward pass needs no communication."""
 
     @staticmethod
-    def forward(ctx, z, target, axis):  # (B*T, v), (B*T,) -> ()
-        low = axis.rank * z.size(1)
-        top = z.max(dim=1).values  # (B*T,)
-        axis.all_reduce(top, MAX)  # B*T maxima, over tp
-        mine = (target >= low) & (target < low + z.size(1))
-        index = ((target - low) * mine).unsqueeze(1)  # (B*T, 1)
-        picked = z.gather(1, index).squeeze(1).masked_fill(~mine, 0)  # (B*T,) target's logit; -inf * 0 is NaN
-        p = (z - top.unsqueeze(1)).exp_()  # (B*T, v)
-        total = p.sum(1)
-        # SUM of exponentials and of target logits: 2 B*T, over tp
-        total, picked = axis.all_reduce(torch.stack([total, picked]))
+    def forward(ctx, logits, target, axis):  # (B*t, local_vocab), (B*t,) -> ()
+        low = axis.rank * logits.size(1)
+        largest = logits.max(dim=1).values  # (B*t,)
+        axis.all_reduce(largest, MAX)  # MAX of B*t numbers, over tp
+
+        # The target's logit, or 0 if another rank has it. A product would not do: -inf * 0 is NaN.
+        mine = (target >= low) & (target < low + logits.size(1))  # (B*t,)
+        index = ((target - low) * mine).unsqueeze(1)  # (B*t, 1)
+        picked = logits.gather(1, index).squeeze(1).masked_fill(~mine, 0)  # (B*t,)
+
+        exponentials = (logits - largest.unsqueeze(1)).exp_()  # (B*t, local_vocab)
+        sums = torch.stack([exponentials.sum(1), picked])  # (2, B*t)
+        total, picked = axis.all_reduce(sums)  # SUM of 2*B*t numbers, over tp
+
         ignored = target == IGNORE
-        p = p.div_(total.unsqueeze(1)).masked_fill_(ignored.unsqueeze(1), 0)
-        ctx.save_for_backward(p, index, mine)
-        return (total.log() + top - picked).masked_fill(ignored, 0).sum()
+        softmax = exponentials.div_(total.unsqueeze(1)).masked_fill_(ignored.unsqueeze(1), 0)
+        ctx.save_for_backward(softmax, index, mine)
+        return (total.log() + largest - picked).masked_fill(ignored, 0).sum()
 
     @staticmethod
-    def backward(ctx, g):
-        p, index, mine = ctx.saved_tensors
-        dz = p.scatter_add(1, index, -mine.to(p.dtype).unsqueeze(1))  # softmax - onehot
-        return dz * g, None, None
+    def backward(ctx, grad):
+        softmax, index, mine = ctx.saved_tensors
+        minus_one_hot = -mine.to(softmax.dtype).unsqueeze(1)  # (B*t, 1), 0 for other ranks' targets
+        return softmax.scatter_add(1, index, minus_one_hot) * grad, None, None
 
 
 def vocab_cross_entropy(logits, target, vocab_size, axis):
-    """logits (B*T, v) in the model's dtype, target (B*T,), IGNORE takes no part -> sum of the cross-entropy
-    in nats, the same on every tp rank."""
+    """Return the sum of the cross-entropy in nats, (), the same on every rank of the axis.
+
+    logits (B*t, local_vocab) in the model's dtype; target (B*t,), of which IGNORE takes no part.
+    """
     low = axis.rank * logits.size(1)
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32))  # at least fp32
-    if low + z.size(1) > vocab_size:  # padding columns are no tokens: they take no probability
-        pad = torch.arange(low, low + z.size(1), device=z.device) >= vocab_size
-        z = z.masked_fill(pad, -torch.inf)
+    high = low + logits.size(1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # at least fp32
+    if high > vocab_size:  # padding columns are no tokens: they take no probability
+        is_padding = torch.arange(low, high, device=logits.device) >= vocab_size
+        logits = logits.masked_fill(is_padding, -torch.inf)
     if axis.size == 1:
-        return F.cross_entropy(z, target, reduction="sum", ignore_index=IGNORE)
-    return _VocabCrossEntropy.apply(z, target, axis)
+        return F.cross_entropy(logits, target, reduction="sum", ignore_index=IGNORE)
+    return _VocabCrossEntropy.apply(logits, target, axis)
 
 
 class Weight(nn.Module):
@@ -285,9 +391,12 @@ class Weight(nn.Module):
 
 
 class MaskedHead(nn.Module):
-    """What BERT has between the last norm and the vocabulary: a dense layer with GELU and a norm, and a bias
-    on the logits (arXiv:1810.04805; google-research/bert, get_masked_lm_output). Every tp rank does all rows:
-    its gradient is that of its columns of logits, so the sum over the stage is the whole."""
+    """What BERT has after the last norm: a dense layer with GELU, a norm, a bias on the logits.
+
+    Every tp rank computes all rows. The gradient on a rank comes from the rank's own columns of the
+    logits, so the sum over the stage is the whole gradient.
+    Source: arXiv:1810.04805; google-research/bert, get_masked_lm_output.
+    """
 
     def __init__(self, cfg, mesh, V, used):
         super().__init__()
@@ -300,135 +409,183 @@ class MaskedHead(nn.Module):
 
     @staticmethod
     def masked_rows(x, targets, cp):
-        """x (B*T, C), targets (B, T) -> those of the masked tokens, the only ones with a target. A sequence
-        has n_masked, so shapes are static: the host waits for nothing, and a CUDA graph can hold this. This
-        rank of cp may hold them all; where it holds fewer, rows without a target, IGNORE, stand behind."""
-        count = targets.size(0) * min(n_masked(targets.size(1) * cp.size), targets.size(1))
+        """Return the rows of the masked tokens, the only ones with a target, and their targets.
+
+        x (B*t, C), targets (B, t) -> (B*masked, C), (B*masked,). n_masked tokens of each sequence
+        are masked, so shapes are static: the host waits for nothing, and a CUDA graph can hold it.
+        One rank of cp may hold them all. Where a rank holds fewer, rows with target IGNORE follow.
+        """
+        B, t = targets.shape
+        count = B * min(n_masked(t * cp.size), t)
         targets = targets.reshape(-1)
-        rows = (targets < 0).byte().argsort(stable=True)[:count]  # in their order
+        rows = (targets < 0).byte().argsort(stable=True)[:count]  # in the order of the tokens
         return x.index_select(0, rows), targets[rows]
 
 
+# -----------------------------------------------------------------------------
+# The model
+
 class GPT(nn.Module):
-    """This rank's part of the model: layers [(first, end)] of each of its chunks, pipeline stages, the 1/tp
-    share of each layer. dispatcher(cfg, mesh) makes each expert layer's token dispatcher."""
+    """This rank's part of the model: the blocks of its stages, and of each layer the 1/tp share.
+
+    layers: a pair (first, end) of block numbers for each chunk that this rank has; None is all
+    blocks. dispatcher(cfg, mesh) makes the token dispatcher of each expert layer.
+    """
 
     def __init__(self, cfg, mesh, vocab_size, layers=None, dispatcher=plain_dispatcher):
         super().__init__()
-        self.cfg, self.mesh, self.vocab_size = cfg, mesh, vocab_size
+        self.cfg = cfg
+        self.mesh = mesh
+        self.vocab_size = vocab_size
         self.chunks = layers or [(0, cfg.n_layer)]
-        self.is_first, self.is_last = self.chunks[0][0] == 0, self.chunks[-1][1] == cfg.n_layer
-        V, C = pad_vocab(vocab_size), cfg.n_embd
-        # a tied head is the embedding; under pp the last stage keeps a copy, reduced with the first stage's
-        two_copies = cfg.tied and self.is_first != self.is_last
+        self.is_first = self.chunks[0][0] == 0
+        self.is_last = self.chunks[-1][1] == cfg.n_layer
+        self.rope = None  # cos and sin of all positions, once they are needed
+        self.data_parallel = None  # ddp.DataParallel sets itself: it knows which weights have come
+
+        C = cfg.n_embd
+        V = pad_vocab(vocab_size)
         self.wte = self.wpe = self.norm = self.head = self.mlm = None
-        if self.is_first or cfg.tied and self.is_last:
+        if self.is_first or (cfg.tied and self.is_last):
+            # A tied head is the embedding. Where the last stage is not the first one, it keeps a
+            # copy, and the gradients of both are summed.
+            two_copies = cfg.tied and self.is_first != self.is_last
             self.wte = Weight((V, C), mesh, tp_dim=0, used=vocab_size, tied=two_copies)
         if self.is_first and cfg.pos == "learned":
             self.wpe = Weight((cfg.seq_len, C), mesh)
-        self.blocks = nn.ModuleDict({str(i): Block(cfg, mesh, dispatcher)
-                                     for chunk in self.chunks for i in range(*chunk)})
+        self.blocks = nn.ModuleDict()
+        for first, end in self.chunks:
+            for i in range(first, end):
+                self.blocks[str(i)] = Block(cfg, mesh, dispatcher)
         if self.is_last:
             self.norm = Norm(cfg, mesh)
             self.head = None if cfg.tied else Weight((V, C), mesh, tp_dim=0, used=vocab_size)
             self.mlm = MaskedHead(cfg, mesh, V, vocab_size) if cfg.objective == "mlm" else None
-        self.rope = None
-        self.data_parallel = None  # ddp.DataParallel sets itself: it knows which weights have come
 
     def provide_weights(self, module, x=None):
         """Wait for the newest weights of a module, before they are read. x: the module's input."""
         if self.data_parallel is not None:
             self.data_parallel.provide_weights(module, x)
 
-    def _positions(self, T, cache, device):
-        """-> where T tokens stand in their sequences: an index. With a cache each cp rank has whole ones."""
-        start, cp = 0 if cache is None else cache.length, self.mesh.cp
-        if cp.size == 1 or cache is not None:
-            return slice(start, start + T)
-        return cp.own_chunks(torch.arange(T * cp.size, device=device), 0)
-
-    def _rotation(self, positions, like):
-        """cos, sin of the positions: (T, D/2) each."""
-        if self.cfg.pos != "rope":
-            return None, None
-        if self.rope is None:
-            cfg, wide = self.cfg, torch.promote_types(DTYPES[self.cfg.dtype], torch.float32)
-            self.rope = rope_cache(cfg.seq_len, cfg.n_embd // cfg.n_head, cfg.rope_base, like.device, wide)
-        return self.rope[0][positions], self.rope[1][positions]
-
     def forward(self, tokens, targets=None, hidden=None, cache=None, chunk=0):
-        """tokens (B, T) int64; hidden (n, C) from the stage before; cache: a Cache, for generation; chunk:
-        which of this rank's stages.
-        -> on the last stage with targets (B, T): the sum over B*T of the cross-entropy in nats, (), of mlm
-        over the masked tokens; without targets: the logits (B*T, v); on every other stage: hidden (n, C). And
-        this rank's part of this stage's weighted balancing losses, ()."""
-        T, (first, end) = tokens.size(1), self.chunks[chunk]
-        positions = self._positions(T, cache, tokens.device)
-        cos, sin = self._rotation(positions, tokens)
-        x = self._embed(tokens, positions) if first == 0 else hidden
+        """Return the output of one of this rank's chunks of blocks, and its balancing losses.
+
+        tokens (B, t) int64; targets (B, t); hidden (n, C): the output of the stage before; cache: a
+        Cache, for generation; chunk: which of this rank's chunks.
+        The output is hidden (n, C) on every stage except the last. There it is the logits
+        (B*t, local_vocab) or, with targets, the sum of the cross-entropy over them in nats, ().
+        The losses are this rank's part of the stage's weighted balancing losses, ().
+        """
+        t = tokens.size(1)
+        first, end = self.chunks[chunk]
+        positions = self._positions(t, cache, tokens.device)
+        cos, sin = self._rotation(positions, tokens.device)
+        x = self._embed(tokens, positions) if first == 0 else hidden  # (n, C)
         aux = torch.zeros((), device=tokens.device)
-        for block in (self.blocks[str(i)] for i in range(first, end)):
+        for i in range(first, end):
+            block = self.blocks[str(i)]
             self.provide_weights(block, x)
-            x, block_aux = block(x, T, cos, sin, cache)
+            x, block_aux = block(x, t, cos, sin, cache)
             aux = aux if block_aux is None else aux + block_aux
         if end < self.cfg.n_layer:
             return x, aux
         return self._loss_or_logits(x, targets), aux
 
-    def _loss_or_logits(self, x, targets):  # (n, C), (B, T) or None -> () or (B*T, v)
-        head, bias = self.wte if self.head is None else self.head, None
-        self.provide_weights(self.norm, x)
-        self.provide_weights(head)
-        x = gather_rows(self.norm(x), self.mesh.tp)  # (B*T, C)
-        if self.mlm is not None:
-            self.provide_weights(self.mlm)
-            if targets is not None:
-                x, targets = self.mlm.masked_rows(x, targets, self.mesh.cp)  # (B*n_masked, C), ...
-            x, bias = self.mlm(x), self.mlm.bias
-        if targets is not None and x.device.type != "cpu" and self.mesh.tp.size == 1:
-            return LinearCrossEntropy.apply(x, head.weight, targets.reshape(-1), self.vocab_size, bias)
-        logits = F.linear(x, head.weight, bias)  # (B*T, v)
-        if targets is None:
-            return logits
-        return vocab_cross_entropy(logits, targets.reshape(-1), self.vocab_size, self.mesh.tp)
+    def _positions(self, t, cache, device):
+        """Return an index: where t tokens stand in their sequences."""
+        cp = self.mesh.cp
+        if cp.size == 1 or cache is not None:  # with a cache each cp rank has whole sequences
+            start = 0 if cache is None else cache.length
+            return slice(start, start + t)
+        return cp.own_chunks(torch.arange(t * cp.size, device=device), 0)
 
-    def _embed(self, tokens, positions):  # (B, T) -> (n, C)
-        T = tokens.size(1)
+    def _rotation(self, positions, device):
+        """Return cos and sin of the positions, (t, D/2) each; without RoPE None, None."""
+        cfg = self.cfg
+        if cfg.pos != "rope":
+            return None, None
+        if self.rope is None:
+            D = cfg.n_embd // cfg.n_head
+            dtype = torch.promote_types(DTYPES[cfg.dtype], torch.float32)
+            self.rope = rope_cache(cfg.seq_len, D, cfg.rope_base, device, dtype)
+        cos, sin = self.rope  # (T, D/2) each
+        return cos[positions], sin[positions]
+
+    def _embed(self, tokens, positions):  # (B, t) -> (n, C)
         self.provide_weights(self.wte)
         x = vocab_embedding(tokens.reshape(-1), self.wte.weight, self.mesh.tp)  # (n, C)
         if self.wpe is not None:
             self.provide_weights(self.wpe)
-            n, pos = x.size(0), self.wpe.weight[positions]  # (T, C)
-            if n % T == 0:
-                x = (x.view(-1, *pos.shape) + pos).view(n, -1)
-            else:  # this rank's rows start inside a sequence
-                first = self.mesh.tp.rank * n
-                x = x + F.embedding(torch.arange(first, first + n, device=tokens.device) % T, pos)
+            x = self._add_positions(x, self.wpe.weight[positions])
         return F.dropout(x, self.cfg.dropout, self.training)
+
+    def _add_positions(self, x, places):  # (n, C), (t, C) -> (n, C)
+        n = x.size(0)
+        t = places.size(0)
+        if n % t == 0:
+            return (x.view(-1, *places.shape) + places).view(n, -1)
+        first = self.mesh.tp.rank * n  # this rank's rows start inside a sequence
+        index = torch.arange(first, first + n, device=x.device) % t  # (n,)
+        return x + F.embedding(index, places)
+
+    def _loss_or_logits(self, x, targets):  # (n, C), (B, t) or None -> () or (B*t, local_vocab)
+        head = self.wte if self.head is None else self.head
+        bias = None
+        self.provide_weights(self.norm, x)
+        self.provide_weights(head)
+        x = self.norm(x)
+        x = gather_rows(x, self.mesh.tp)  # (B*t, C): n rows from each rank to all, over tp
+        if self.mlm is not None:
+            self.provide_weights(self.mlm)
+            if targets is not None:  # only the masked tokens have one
+                x, targets = self.mlm.masked_rows(x, targets, self.mesh.cp)
+            x = self.mlm(x)
+            bias = self.mlm.bias
+        if targets is not None and x.device.type != "cpu" and self.mesh.tp.size == 1:
+            targets = targets.reshape(-1)
+            return LinearCrossEntropy.apply(x, head.weight, targets, self.vocab_size, bias)
+        logits = F.linear(x, head.weight, bias)  # (B*t, local_vocab)
+        if targets is None:
+            return logits
+        return vocab_cross_entropy(logits, targets.reshape(-1), self.vocab_size, self.mesh.tp)
 
 
 @torch.no_grad()
 def init_weights(model, seed):
-    """Fill every parameter independently of the layout: the *full* tensor is drawn from a generator seeded by
-    (seed, name), then this rank keeps its share. N(0, 0.02), the two matrices that write into the residual
-    stream divided by sqrt(2 L) (GPT-2 paper, section 2.3); norms one, biases and padding zero."""
+    """Fill every parameter, independently of the layout.
+
+    The *full* tensor is drawn from a generator seeded by (seed, name). Then this rank keeps its
+    share. Matrices are N(0, 0.02), and the two that write into the residual stream are divided by
+    sqrt(2 L) (GPT-2 paper, section 2.3). Norms are one, biases and padding are zero.
+    """
     for name, p in model.named_parameters():
-        name_parts = name.rsplit(".", 2)[-2:]
+        module, kind = name.split(".")[-2:]
         if p.ndim == 1:
-            p.fill_(1.0 if name_parts[1] == "weight" else 0.0)
+            p.fill_(1.0 if kind == "weight" else 0.0)
             continue
-        std = 0.02 / math.sqrt(2 * model.cfg.n_layer) if {"wo", "w2"} & set(name_parts) else 0.02
-        if p.expert:  # each expert draws for itself: (seed, name, number)
-            for i in range(p.size(0)):
-                p[i] = normal_from_key(p.shape[1:], std, f"{seed}/{name}/{p.offset[0] + i}", p.device)
+        # An expert's w2 is itself a parameter. Elsewhere w2 is a layer, with a weight.
+        writes_residual = module in ("wo", "w2") or kind == "w2"
+        std = 0.02 / math.sqrt(2 * model.cfg.n_layer) if writes_residual else 0.02
+        if p.expert:
+            for i in range(p.size(0)):  # each expert draws for itself: (seed, name, number)
+                key = f"{seed}/{name}/{p.offset[0] + i}"
+                p[i] = normal_from_key(p.shape[1:], std, key, p.device)
             continue
         full = torch.zeros(p.full_shape, dtype=torch.float32, device=p.device)
-        full[:p.used] = normal_from_key((p.used, *p.full_shape[1:]), std, f"{seed}/{name}", p.device)
-        p.copy_(full[tuple(slice(o, o + s) for o, s in zip(p.offset, p.shape, strict=True))])
+        used_shape = (p.used, *p.full_shape[1:])
+        full[:p.used] = normal_from_key(used_shape, std, f"{seed}/{name}", p.device)
+        p.copy_(full[own_share(p)])
+
+
+def own_share(p):
+    """Return the index of this rank's share of a parameter in the full tensor."""
+    pairs = zip(p.offset, p.shape, strict=True)
+    return tuple(slice(start, start + size) for start, size in pairs)
 
 
 def normal_from_key(shape, std, key, device):
-    """-> N(0, std) of this shape, fp32, from a generator seeded by the text key."""
+    """Return N(0, std) of this shape, fp32, from a generator seeded by the text `key`."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    rng = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+    seed = int.from_bytes(digest, "little") >> 1
+    rng = torch.Generator(device).manual_seed(seed)
     return torch.empty(shape, dtype=torch.float32, device=device).normal_(0.0, std, generator=rng)

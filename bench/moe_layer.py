@@ -133,15 +133,15 @@ def tune(name, dtype, device):
     T, E, F, C, K, _ = SHAPES[name]
     shapes = (T * K, C), (T * K, F), (E, F, C)
     x, g, w = (torch.randn(*shape, device=device, dtype=dtype) for shape in shapes)
-    offs = torch.bincount(torch.randint(E, (T * K,)), minlength=E).cumsum(0).to(device, torch.int32)
+    ends = torch.bincount(torch.randint(E, (T * K,)), minlength=E).cumsum(0).to(device, torch.int32)
     flop = 2 * T * K * C * F
 
     def products():  # forward; the gradient of x
-        grouped_mm.experts_mm(x, w.transpose(1, 2), offs)
-        grouped_mm.experts_mm(g, w, offs)
+        grouped_mm.experts_mm(x, w.transpose(1, 2), ends)
+        grouped_mm.experts_mm(g, w, ends)
 
     def gradient():
-        grouped_mm.experts_wgrad(g, x, offs)
+        grouped_mm.experts_wgrad(g, x, ends)
     for f, n in ((products, 2), (gradient, 1)):
         print(f"{name} {dtype}, {f.__name__}: {gpu_milliseconds(f):.3f} ms today; rows, columns, depth, "
               "warps, stages:", flush=True)

@@ -19,7 +19,7 @@ class PaddedPlan(NamedTuple):
     inv_perm: torch.Tensor   # (N,) the slot of each copy, `rows` where it has no place
     by_expert: torch.Tensor  # (rows,) received slots by expert, then by sender; `rows` where there is none
     by_sender: torch.Tensor  # (rows,) where each received slot then stands, `rows` if it is empty
-    offs: torch.Tensor       # (e,)
+    ends: torch.Tensor       # (e,)
 
 
 class PaddedAllToAll(AllToAll):

@@ -169,7 +169,7 @@ class ReturnRows(torch.autograd.Function):
 
 class SymmMemPlan(NamedTuple):
     dst: torch.Tensor   # (N,) where each copy goes: rank * rows + row, -1 if it has no place
-    offs: torch.Tensor  # (e,) where each local expert's rows end in this rank's buffer
+    ends: torch.Tensor  # (e,) where each local expert's rows end in this rank's buffer
 
 
 class _OneSided:
@@ -187,7 +187,7 @@ class _OneSided:
     def exchange_counts(self, counts):
         """Tell the other ranks how many rows this one has for each expert, counts (E,).
 
-        Return starts (E,), the destination of the first of them, and offs (e,). The all-gather doubles as the
+        Return starts (E,), the destination of the first of them, and ends (e,). The all-gather doubles as the
         barrier that protects buffers.rows: a rank enters it only after reading the previous rows.
         """
         counts = self.ep.all_gather(counts).view(-1, self.E)  # E counts from each rank to all, over ep
@@ -221,9 +221,9 @@ class SymmMem(_OneSided, AllToAll):
             return super().plan(ids, gates)
         expert = ids.flatten()
         rank, cumulative = rank_within_expert(expert, self.E)
-        starts, offs = self.exchange_counts(cumulative[:, -1])
+        starts, ends = self.exchange_counts(cumulative[:, -1])
         dst = slots_from_ranks(expert, rank, cumulative, starts, self.e, self.buffers.rows.rows)
-        return SymmMemPlan(dst, offs)
+        return SymmMemPlan(dst, ends)
 
 
 class SymmMemCapacity(_OneSided, Capacity):
@@ -238,10 +238,10 @@ class SymmMemCapacity(_OneSided, Capacity):
         perm, inv_perm, capacity = self.assign(ids, gates)
         expert = ids.flatten()
         is_taken = (perm < expert.numel()).view(self.E, capacity)  # the slots that hold a copy
-        starts, offs = self.exchange_counts(is_taken.sum(1))
+        starts, ends = self.exchange_counts(is_taken.sum(1))
         dst = starts[expert] + inv_perm - expert * capacity
         was_kept = inv_perm < perm.numel()
-        return SymmMemPlan(torch.where(was_kept, dst, -1), offs)
+        return SymmMemPlan(torch.where(was_kept, dst, -1), ends)
 
 
 def allocate(layers, rows):

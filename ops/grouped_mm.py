@@ -1,7 +1,7 @@
 """The experts' matrix products: each row times the matrix of its own expert.
 
-Rows stand by expert, and offs (e,) says where each expert's rows end (the argument of torch's grouped_mm).
-With a capacity every expert has the same number of rows: then x is (e, rows, I), offs is None, and bmm
+Rows stand by expert, and ends (e,) says where each expert's rows end (torch's grouped_mm calls it offs).
+With a capacity every expert has the same number of rows: then x is (e, rows, I), ends is None, and bmm
 multiplies.
 
 Three ways give the same product: torch's grouped_mm where it is one kernel (bf16 on Hopper and Blackwell),
@@ -53,25 +53,25 @@ def use_grouped_mm(x, w):
     return use_torch(x, w) or backend.use_triton(x)
 
 
-def grouped_mm(x, w, offs):
+def grouped_mm(x, w, ends):
     """Multiply each row of x (R, I) by the matrix of its expert in w (e, O, I): (R, O).
 
-    offs (e,): where each expert's rows end. Rows after the last expert's are undefined.
-    With a capacity offs is None: x (e, rows, I) -> (e, rows, O).
+    ends (e,): where each expert's rows end. Rows after the last expert's are undefined.
+    With a capacity ends is None: x (e, rows, I) -> (e, rows, O).
     """
-    if offs is None:
+    if ends is None:
         return torch.bmm(x, w.transpose(1, 2))
     if x.size(0) == 0:
         # No token chose this rank's experts: zero rows, and a gradient of zero.
         return F.linear(x, w[0])
     if use_grouped_mm(x, w):
-        return GroupedMM.apply(x, w, offs.to(torch.int32))
-    return grouped_mm_loop(x, w, offs)
+        return GroupedMM.apply(x, w, ends.to(torch.int32))
+    return grouped_mm_loop(x, w, ends)
 
 
-def grouped_mm_loop(x, w, offs):
+def grouped_mm_loop(x, w, ends):
     """grouped_mm, one expert after the other. Rows after the last expert's are zero."""
-    ends = offs.tolist()  # sync point on a GPU
+    ends = ends.tolist()  # sync point on a GPU
     outputs = []
     begin = 0
     for i, end in enumerate(ends):
@@ -84,15 +84,15 @@ def grouped_mm_loop(x, w, offs):
 # -----------------------------------------------------------------------------
 # One kernel each, of torch or of ops/kernels.py
 
-def experts_mm(x, w, offs):
-    """Multiply each expert's rows by its matrix: x (R, I), w (e, I, O), offs (e,) int32 -> (R, O)
+def experts_mm(x, w, ends):
+    """Multiply each expert's rows by its matrix: x (R, I), w (e, I, O), ends (e,) int32 -> (R, O)
 
-    w may have any strides. With a capacity offs is None: x (e, rows, I) -> (e, rows, O).
+    w may have any strides. With a capacity ends is None: x (e, rows, I) -> (e, rows, O).
     """
-    if offs is None:
+    if ends is None:
         return torch.bmm(x, w)
     if use_torch(x, w):
-        return F.grouped_mm(x, w, offs=offs)
+        return F.grouped_mm(x, w, offs=ends)
 
     from ops import kernels
     tile, _ = tiles(x.device, x.element_size())
@@ -101,24 +101,24 @@ def experts_mm(x, w, offs):
     programs = n_programs(x.device)
     y = x.new_empty(x.size(0), O)
     kernels.grouped_mm[(programs,)](
-        x.contiguous(), w, offs, y, I, O, *w.stride(), programs, E=e, WIDE=next_power_of_2(e),
+        x.contiguous(), w, ends, y, I, O, *w.stride(), programs, E=e, WIDE=next_power_of_2(e),
         EVEN=I % depth == 0, PRECISION=precision(x), ROWS=rows, COLUMNS=columns, DEPTH=depth,
         num_warps=warps, num_stages=stages)
     return y
 
 
-def experts_wgrad(grad, x, offs):
+def experts_wgrad(grad, x, ends):
     """Return each expert's weight gradient: grad (R, O), x (R, I) -> (e, O, I)
 
     The gradient of an expert without rows is zero.
     """
-    if offs is None:
+    if ends is None:
         return torch.bmm(grad.transpose(1, 2), x)
-    e = offs.numel()
+    e = ends.numel()
     O = grad.size(1)
     I = x.size(1)
     if use_torch(x, grad.new_empty(0, O, I)):
-        return F.grouped_mm(grad.t(), x, offs=offs)
+        return F.grouped_mm(grad.t(), x, offs=ends)
 
     from ops import kernels
     _, tile = tiles(x.device, x.element_size())
@@ -126,7 +126,7 @@ def experts_wgrad(grad, x, offs):
     programs = n_programs(x.device)
     grad_w = x.new_empty(e, O, I)
     kernels.grouped_wgrad[(programs,)](
-        grad.contiguous(), x.contiguous(), offs, grad_w, O, I, programs, E=e, PRECISION=precision(x),
+        grad.contiguous(), x.contiguous(), ends, grad_w, O, I, programs, E=e, PRECISION=precision(x),
         ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=warps, num_stages=stages)
     return grad_w
 
@@ -166,19 +166,19 @@ def next_power_of_2(n):
 
 
 class GroupedMM(torch.autograd.Function):
-    """grouped_mm in one kernel: x (R, I), w (e, O, I), offs (e,) int32 -> (R, O)"""
+    """grouped_mm in one kernel: x (R, I), w (e, O, I), ends (e,) int32 -> (R, O)"""
 
     @staticmethod
-    def forward(ctx, x, w, offs):
-        ctx.save_for_backward(x, w, offs)
-        return experts_mm(x, w.transpose(1, 2), offs)
+    def forward(ctx, x, w, ends):
+        ctx.save_for_backward(x, w, ends)
+        return experts_mm(x, w.transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx, grad):
-        x, w, offs = ctx.saved_tensors
+        x, w, ends = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_x = experts_mm(grad, w, offs)
-        grad_w = experts_wgrad(grad, x, offs)
+        grad_x = experts_mm(grad, w, ends)
+        grad_w = experts_wgrad(grad, x, ends)
         return grad_x, grad_w, None
 
 
@@ -187,23 +187,23 @@ class GroupedMM(torch.autograd.Function):
 # is copied or added without need.
 
 class SwiGLUExperts(torch.autograd.Function):
-    """The experts' SwiGLU MLP on a GPU: x (R, C) by expert with offs (e,) int32 -> (R, C)
+    """The experts' SwiGLU MLP on a GPU: x (R, C) by expert with ends (e,) int32 -> (R, C)
 
-    With a capacity offs is None and x is (e, rows, C). w1, w3 (e, F, C), w2 (e, C, F). Rows after the last
+    With a capacity ends is None and x is (e, rows, C). w1, w3 (e, F, C), w2 (e, C, F). Rows after the last
     expert's are undefined. out: None, or a tensor (at least R, C) that receives the result and, in backward,
     the gradient of x. The lines below the call in moe.MoE.ffn are the reference.
     """
 
     @staticmethod
-    def forward(ctx, x, w1, w3, w2, offs, out):
-        ctx.offs = offs
+    def forward(ctx, x, w1, w3, w2, ends, out):
+        ctx.ends = ends
         ctx.out = out
-        gate = experts_mm(x, w1.transpose(1, 2), offs)  # (R, F)
-        up = experts_mm(x, w3.transpose(1, 2), offs)  # (R, F)
-        n_valid = last_end(offs)
+        gate = experts_mm(x, w1.transpose(1, 2), ends)  # (R, F)
+        up = experts_mm(x, w3.transpose(1, 2), ends)  # (R, F)
+        n_valid = last_end(ends)
         h = silu_mul(gate.flatten(0, -2), up.flatten(0, -2), n_valid).view_as(gate)
         ctx.save_for_backward(x, gate, up, w1, w3, w2)
-        y = experts_mm(h, w2.transpose(1, 2), offs)  # (R, C)
+        y = experts_mm(h, w2.transpose(1, 2), ends)  # (R, C)
         if out is None:
             return y
         return add_rows(y, None, out, n_valid)
@@ -211,32 +211,32 @@ class SwiGLUExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y):
         x, gate, up, w1, w3, w2 = ctx.saved_tensors
-        offs = ctx.offs
-        n_valid = last_end(offs)
+        ends = ctx.ends
+        n_valid = last_end(ends)
         grad_y = grad_y.contiguous()
 
         # silu_mul_backward computes h again and writes it over its gradient.
-        h = experts_mm(grad_y, w2, offs)  # until the next line, the gradient of h
+        h = experts_mm(grad_y, w2, ends)  # until the next line, the gradient of h
         grad_gate, grad_up = silu_mul_backward(
             h.flatten(0, -2), gate.flatten(0, -2), up.flatten(0, -2), n_valid, recompute=True)
         grad_gate = grad_gate.view_as(gate)
         grad_up = grad_up.view_as(up)
-        grad_w2 = experts_wgrad(grad_y, h, offs)
+        grad_w2 = experts_wgrad(grad_y, h, ends)
 
-        grad_x = experts_mm(grad_gate, w1, offs)
-        grad_x_of_up = experts_mm(grad_up, w3, offs)
+        grad_x = experts_mm(grad_gate, w1, ends)
+        grad_x_of_up = experts_mm(grad_up, w3, ends)
         if ctx.out is None:
             grad_x = grad_x.add_(grad_x_of_up)
         else:
             grad_x = add_rows(grad_x, grad_x_of_up, ctx.out, n_valid)
-        grad_w1 = experts_wgrad(grad_gate, x, offs)
-        grad_w3 = experts_wgrad(grad_up, x, offs)
+        grad_w1 = experts_wgrad(grad_gate, x, ends)
+        grad_w3 = experts_wgrad(grad_up, x, ends)
         return grad_x, grad_w1, grad_w3, grad_w2, None, None
 
 
-def last_end(offs):
-    """Return the number of rows that experts have, () int32 on the device; None where offs is None."""
-    return None if offs is None else offs[-1]
+def last_end(ends):
+    """Return the number of rows that experts have, () int32 on the device; None where ends is None."""
+    return None if ends is None else ends[-1]
 
 
 def add_rows(a, b, out, n_valid):

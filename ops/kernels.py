@@ -139,13 +139,13 @@ def slots_from_ranks(expert_ptr, rank_ptr, cumulative_ptr, start_ptr, slot_ptr, 
 
 
 @triton.jit
-def layout_from_counts(counts_ptr, starts_ptr, offs_ptr, needed_ptr, rank, rows, limit, EP: tl.constexpr,
+def layout_from_counts(counts_ptr, starts_ptr, ends_ptr, needed_ptr, rank, rows, limit, EP: tl.constexpr,
                        E: tl.constexpr, WIDE: tl.constexpr):
     """Where rows begin and end in the receive buffers. Program `owner` lays out the buffer of that rank.
 
     Of counts (EP, E), a buffer holds the rows for its owner's E / EP experts, by expert, then by sender.
     starts (E,): where this rank's rows begin. The program of this rank's own buffer also writes the ends of
-    its experts' rows, offs (E / EP,), and the rows that came, *needed. WIDE: E rounded up to a power of two.
+    its experts' rows, ends (E / EP,), and the rows that came, *needed. WIDE: E rounded up to a power of two.
     """
     owner = tl.program_id(0)
     at = tl.arange(0, WIDE)
@@ -156,7 +156,7 @@ def layout_from_counts(counts_ptr, starts_ptr, offs_ptr, needed_ptr, rank, rows,
     tl.store(starts_ptr + expert, stop - count + owner * rows, mask=(at < E) & (sender == rank))
     if owner == rank:
         end = tl.minimum(stop, limit).to(tl.int32)
-        tl.store(offs_ptr + at // EP, end, mask=(at < E) & (sender == EP - 1))
+        tl.store(ends_ptr + at // EP, end, mask=(at < E) & (sender == EP - 1))
         tl.store(needed_ptr, tl.maximum(tl.load(needed_ptr), tl.sum(count)))
 
 
@@ -252,18 +252,18 @@ def get(out_ptr, dst_ptr, peers_ptr, rows, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def grouped_mm(x_ptr, w_ptr, offs_ptr, y_ptr, I, O, w_expert, w_in, w_out, PROGRAMS, E: tl.constexpr,
+def grouped_mm(x_ptr, w_ptr, ends_ptr, y_ptr, I, O, w_expert, w_in, w_out, PROGRAMS, E: tl.constexpr,
                WIDE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
                COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
     """y (R, O): each row of x (R, I) times the matrix of its expert in w (E, I, O, of any strides).
 
-    The rows of each expert end at offs (E,) int32. The rows of y after the last end are not written. Each of
+    The rows of each expert end at ends (E,) int32. The rows of y after the last end are not written. Each of
     PROGRAMS programs computes one tile of ROWS x COLUMNS after the other. The rows of a tile belong to one
     expert. WIDE: E rounded up to a power of two. EVEN: DEPTH divides I.
     """
     expert = tl.arange(0, WIDE)
-    end = tl.load(offs_ptr + expert, mask=expert < E, other=0)
-    begin = tl.load(offs_ptr + expert - 1, mask=(expert > 0) & (expert < E), other=0)
+    end = tl.load(ends_ptr + expert, mask=expert < E, other=0)
+    begin = tl.load(ends_ptr + expert - 1, mask=(expert > 0) & (expert < E), other=0)
     tiles = (end - begin + ROWS - 1) // ROWS  # tiles from top to bottom per expert; masked experts have 0
     after = tl.cumsum(tiles, axis=0)
     across = (O + COLUMNS - 1) // COLUMNS
@@ -296,11 +296,11 @@ def grouped_mm(x_ptr, w_ptr, offs_ptr, y_ptr, I, O, w_expert, w_in, w_out, PROGR
 
 
 @triton.jit
-def grouped_wgrad(grad_ptr, x_ptr, offs_ptr, grad_w_ptr, O, I, PROGRAMS, E: tl.constexpr,
+def grouped_wgrad(grad_ptr, x_ptr, ends_ptr, grad_w_ptr, O, I, PROGRAMS, E: tl.constexpr,
                   PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
     """grad_w (E, O, I): each expert's rows of grad (R, O), transposed, times its rows of x (R, I).
 
-    The rows of each expert end at offs (E,) int32. An expert without rows gets zeros. The tiles are
+    The rows of each expert end at ends (E,) int32. An expert without rows gets zeros. The tiles are
     ROWS x COLUMNS, as in grouped_mm.
     """
     across = (I + COLUMNS - 1) // COLUMNS
@@ -308,8 +308,8 @@ def grouped_wgrad(grad_ptr, x_ptr, offs_ptr, grad_w_ptr, O, I, PROGRAMS, E: tl.c
     for tile in range(tl.program_id(0), E * tiles, PROGRAMS):
         mine = tile // tiles
         place = tile % tiles
-        begin = tl.load(offs_ptr + mine - 1, mask=mine > 0, other=0)
-        end = tl.load(offs_ptr + mine)
+        begin = tl.load(ends_ptr + mine - 1, mask=mine > 0, other=0)
+        end = tl.load(ends_ptr + mine)
         o = place // across * ROWS + tl.arange(0, ROWS)
         i = place % across * COLUMNS + tl.arange(0, COLUMNS)
         row = begin + tl.arange(0, DEPTH)

@@ -1,5 +1,7 @@
-"""The whole model written out in plain tensor operations, from the papers: it shares no line with model.py
-and moe.py. Weights come by the names of the model's parameters, at full size: {name: tensor}.
+"""The whole model written out in plain tensor operations, from the papers.
+
+It shares no line with model.py and moe.py. Weights come by the names of the model's parameters, at
+full size: {name: tensor}.
 
     forward      tokens -> logits, weighted balancing losses of the micro-batch
     total_loss   what a step minimizes, over its micro-batches
@@ -13,116 +15,162 @@ from test_moe import loop_over_tokens
 
 
 def undropped(place, x):
+    """Return x: dropout that drops nothing."""
     return x
 
 
-def norm(cfg, w, name, x):
-    gain = w[name + ".weight"]
-    if cfg.norm == "rms":  # arXiv:1910.07467
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * gain
-    mean = x.mean(-1, keepdim=True)
-    y = (x - mean) / torch.sqrt(((x - mean) ** 2).mean(-1, keepdim=True) + 1e-5) * gain
-    return y + w[name + ".bias"] if cfg.bias else y
+def norm(cfg, weights, name, x):
+    """RMSNorm, arXiv:1910.07467, or LayerNorm, arXiv:1607.06450, over the width: like x."""
+    gain = weights[name + ".weight"]
+    if cfg.norm == "rms":
+        mean_square = (x * x).mean(-1, keepdim=True)
+        return x / torch.sqrt(mean_square + 1e-5) * gain
+    centred = x - x.mean(-1, keepdim=True)
+    variance = (centred ** 2).mean(-1, keepdim=True)
+    y = centred / torch.sqrt(variance + 1e-5) * gain
+    return y + weights[name + ".bias"] if cfg.bias else y
 
 
-def linear(cfg, w, name, x):
-    y = x @ w[name + ".weight"].T
-    return y + w[name + ".bias"] if cfg.bias else y
+def linear(cfg, weights, name, x):
+    y = x @ weights[name + ".weight"].T
+    return y + weights[name + ".bias"] if cfg.bias else y
 
 
 def turned(x, base):
-    """RoPE: x (B, T, D); pair (x_i, x_{i+D/2}) of position t is turned by the angle t * base^(-2i/D)."""
-    T, half = x.size(1), x.size(2) // 2
-    angle = torch.tensor([[t * base ** (-2 * i / x.size(2)) for i in range(half)] for t in range(T)],
-                         dtype=torch.float64)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    """RoPE: in x (B, T, D) pair (x_i, x_{i+D/2}) of position t is turned by t * base^(-2i/D)."""
+    _, T, D = x.shape
+    half = D // 2
+    angle = torch.zeros(T, half, dtype=torch.float64)
+    for t in range(T):
+        for i in range(half):
+            angle[t, i] = t * base ** (-2 * i / D)
+    cos = angle.cos().to(x.dtype)
+    sin = angle.sin().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
 
 
-def attention(cfg, w, name, x, drop):  # x (B, T, C)
-    T, D, heads = x.size(1), cfg.n_embd // cfg.n_head, []
-    q, k, v = (linear(cfg, w, f"{name}.{which}", x).split(D, -1) for which in ("wq", "wk", "wv"))
+def attention(cfg, weights, name, x, drop):
+    """Softmax(q k^T / sqrt(D)) v of each head, then wo: x (B, T, C) -> the same shape."""
+    T = x.size(1)
+    D = cfg.n_embd // cfg.n_head
+    q, k, v = (linear(cfg, weights, f"{name}.{matrix}", x).split(D, -1) for matrix in ("wq", "wk", "wv"))
+    sees = torch.ones(T, T)
+    if cfg.objective == "causal":
+        sees = sees.tril()  # no later token
+    heads = []
     for h in range(cfg.n_head):
         g = h // (cfg.n_head // cfg.n_kv_head)  # head h shares this key/value head
-        query, key = (turned(t, cfg.rope_base) if cfg.pos == "rope" else t for t in (q[h], k[g]))
+        query, key, value = q[h], k[g], v[g]  # (B, T, D) each
+        if cfg.pos == "rope":
+            query = turned(query, cfg.rope_base)
+            key = turned(key, cfg.rope_base)
         score = query @ key.transpose(1, 2) / math.sqrt(D)  # (B, T, T)
-        sees = torch.ones(T, T) if cfg.objective == "mlm" else torch.ones(T, T).tril()  # no later one
-        weight = torch.where(sees.bool(), score.exp(), 0)
-        heads.append(drop("attention", weight / weight.sum(-1, keepdim=True)) @ v[g])
-    return linear(cfg, w, name + ".wo", torch.cat(heads, -1))
+        share = torch.where(sees.bool(), score.exp(), 0)
+        share = share / share.sum(-1, keepdim=True)
+        heads.append(drop("attention", share) @ value)
+    return linear(cfg, weights, name + ".wo", torch.cat(heads, -1))
 
 
 def activation(cfg, gate, up):
-    if cfg.mlp == "swiglu":  # arXiv:2002.05202
+    """SwiGLU, arXiv:2002.05202, or GELU, arXiv:1606.08415, section 2, which has no `up`."""
+    if cfg.mlp == "swiglu":
         return gate / (1 + torch.exp(-gate)) * up
-    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate ** 3)  # GELU, arXiv:1606.08415, section 2
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate ** 3)
     return gate / 2 * (1 + torch.tanh(inner))
 
 
-def mlp(cfg, w, name, x):
-    up = linear(cfg, w, name + ".w3", x) if cfg.mlp == "swiglu" else None
-    return linear(cfg, w, name + ".w2", activation(cfg, linear(cfg, w, name + ".w1", x), up))
+def mlp(cfg, weights, name, x):
+    gate = linear(cfg, weights, name + ".w1", x)
+    up = linear(cfg, weights, name + ".w3", x) if cfg.mlp == "swiglu" else None
+    return linear(cfg, weights, name + ".w2", activation(cfg, gate, up))
 
 
-def experts(cfg, w, name, x):
-    """x (B, T, C) -> the same; the weighted balancing losses of this micro-batch."""
-    w1, w2, w3 = (w.get(f"{name}.{matrix}") for matrix in ("w1", "w2", "w3"))
+def experts(cfg, weights, name, x):
+    """Return the experts' output, like x (B, T, C), and the micro-batch's weighted balancing losses."""
+    w1, w2, w3 = (weights.get(f"{name}.{matrix}") for matrix in ("w1", "w2", "w3"))
 
     def expert(i, row):
-        return w2[i] @ activation(cfg, w1[i] @ row, None if w3 is None else w3[i] @ row)
-    y, aux, z, *_ = loop_over_tokens(
-        x.flatten(0, 1), w[name + ".router.weight"], expert, cfg.top_k, cfg.router,
-        w.get(name + ".router.bias"), cfg.capacity_factor, cfg.drop_policy,
-        (lambda row: mlp(cfg, w, name + ".shared", row)) if cfg.n_shared_experts else None)
-    return y.view_as(x), cfg.aux_coef * aux + cfg.z_coef * z
+        up = None if w3 is None else w3[i] @ row
+        return w2[i] @ activation(cfg, w1[i] @ row, up)
+
+    def shared(row):
+        return mlp(cfg, weights, name + ".shared", row)
+    y, balance_loss, z_loss, *_ = loop_over_tokens(
+        x.flatten(0, 1), weights[name + ".router.weight"], expert, cfg.top_k, cfg.router,
+        weights.get(name + ".router.bias"), cfg.capacity_factor, cfg.drop_policy,
+        shared if cfg.n_shared_experts else None)
+    return y.view_as(x), cfg.aux_coef * balance_loss + cfg.z_coef * z_loss
 
 
-def forward(cfg, w, vocab_size, tokens, drop=undropped):
-    """tokens (B, T) -> logits (B, T, vocab_size), weighted balancing losses. drop(place, x): what dropout
-    does, at each of its places."""
-    x, balance = w["wte.weight"][tokens], torch.zeros((), dtype=torch.float64)
+def masked_head(cfg, weights, x):
+    """BERT's layers after the last norm: arXiv:1810.04805; google-research/bert, get_masked_lm_output."""
+    gelu = dataclasses.replace(cfg, mlp="gelu")
+    x = activation(gelu, linear(cfg, weights, "mlm.dense", x), None)
+    return norm(cfg, weights, "mlm.norm", x)
+
+
+def forward(cfg, weights, vocab_size, tokens, drop=undropped):
+    """Return the logits (B, T, vocab_size) of tokens (B, T), and the weighted balancing losses.
+
+    drop(place, x): what dropout does, at each of its places.
+    """
+    x = weights["wte.weight"][tokens]
+    aux = torch.zeros((), dtype=torch.float64)
     if cfg.pos == "learned":
-        x = x + w["wpe.weight"][:tokens.size(1)]
+        x = x + weights["wpe.weight"][:tokens.size(1)]
     x = drop("embedding", x)
     for i in range(cfg.n_layer):
         name = f"blocks.{i}"
-        x = x + drop("residual", attention(cfg, w, name + ".attn", norm(cfg, w, name + ".norm1", x), drop))
-        y = norm(cfg, w, name + ".norm2", x)
+        y = norm(cfg, weights, name + ".norm1", x)
+        x = x + drop("residual", attention(cfg, weights, name + ".attn", y, drop))
+        y = norm(cfg, weights, name + ".norm2", x)
         if cfg.n_experts:
-            y, losses = experts(cfg, w, name + ".moe", y)
-            balance = balance + losses
+            y, losses = experts(cfg, weights, name + ".moe", y)
+            aux = aux + losses
         else:
-            y = mlp(cfg, w, name + ".mlp", y)
+            y = mlp(cfg, weights, name + ".mlp", y)
         x = x + drop("residual", y)
-    x, head, bias = norm(cfg, w, "norm", x), w["wte.weight" if cfg.tied else "head.weight"], 0
-    if cfg.objective == "mlm":  # arXiv:1810.04805; google-research/bert, get_masked_lm_output
-        x = norm(cfg, w, "mlm.norm", activation(dataclasses.replace(cfg, mlp="gelu"),
-                                                linear(cfg, w, "mlm.dense", x), None))
-        bias = w["mlm.bias"][:vocab_size] if cfg.bias else 0
-    return x @ head[:vocab_size].T + bias, balance
+    x = norm(cfg, weights, "norm", x)
+    head = weights["wte.weight" if cfg.tied else "head.weight"]
+    if cfg.objective == "mlm":
+        x = masked_head(cfg, weights, x)
+    logits = x @ head[:vocab_size].T
+    if cfg.objective == "mlm" and cfg.bias:
+        logits = logits + weights["mlm.bias"][:vocab_size]
+    return logits, aux
 
 
 def cross_entropy(logits, targets):
-    """-> () the sum over all tokens with a target, in nats"""
-    logits, targets = logits[targets >= 0], targets[targets >= 0]
+    """Return the sum over all tokens with a target, in nats, ()."""
+    has_target = targets >= 0
+    logits = logits[has_target]
+    targets = targets[has_target]
     picked = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return (logits.exp().sum(-1).log() - picked).sum()
 
 
-def total_loss(cfg, w, vocab_size, batches, drop=undropped):
-    """-> the mean cross-entropy of all micro-batches [(x, y)], and what is minimized: the same plus the mean
-    of their balancing losses."""
-    loss = balance = 0
+def total_loss(cfg, weights, vocab_size, batches, drop=undropped):
+    """Return the mean cross-entropy of all micro-batches [(x, y)], and what is minimized.
+
+    What is minimized is the same plus the mean of the micro-batches' balancing losses.
+    """
+    loss = 0
+    aux = 0
     for x, y in batches:
-        logits, losses = forward(cfg, w, vocab_size, x, drop)
-        loss, balance = loss + cross_entropy(logits, y) / (y >= 0).sum(), balance + losses
-    return loss / len(batches), (loss + balance) / len(batches)
+        logits, losses = forward(cfg, weights, vocab_size, x, drop)
+        loss = loss + cross_entropy(logits, y) / (y >= 0).sum()
+        aux = aux + losses
+    return loss / len(batches), (loss + aux) / len(batches)
 
 
 @torch.no_grad()
-def val_loss(cfg, w, vocab_size, windows):
-    """windows (n, T+1) of token ids -> mean cross-entropy in nats per token, a float. Experts with a capacity
-    drop rows within a micro-batch."""
-    batches = [(part[:, :-1], part[:, 1:]) for part in torch.as_tensor(windows).split(cfg.micro_batch)]
-    return total_loss(cfg, w, vocab_size, batches)[0].item()
+def val_loss(cfg, weights, vocab_size, windows):
+    """Return the mean cross-entropy in nats per token, a float, of windows (n, T+1) of token ids.
+
+    Experts with a capacity drop rows within a micro-batch.
+    """
+    windows = torch.as_tensor(windows).split(cfg.micro_batch)
+    batches = [(part[:, :-1], part[:, 1:]) for part in windows]
+    loss, _ = total_loss(cfg, weights, vocab_size, batches)
+    return loss.item()

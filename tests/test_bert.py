@@ -208,7 +208,7 @@ FAULTS = {  # name: (checks, function, its line, the faulty line)
     "the head without its norm": (
         MODEL, "model.MaskedHead.forward", "self.norm(gelu(self.dense(x)))", "gelu(self.dense(x))"),
     "the head without the bias on the logits": (
-        MODEL, "model.GPT._loss_or_logits", "self.mlm(x), self.mlm.bias", "self.mlm(x), None"),
+        MODEL, "model.GPT._loss_or_logits", "bias = self.mlm.bias", "bias = None"),
     "the rows of other tokens": (
         MODEL, "model.MaskedHead.masked_rows", "targets < 0", "targets >= 0"),
     "the rows in another order than the targets": (

@@ -251,22 +251,22 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
         "grad.chunk(ctx.axis.size)[ctx.axis.rank]"),
     "softmax with the local maximum": (
         LLAMA, TP, "model._VocabCrossEntropy.forward",
-        "axis.all_reduce(top, MAX)", "pass"),
+        "axis.all_reduce(largest, MAX)", "pass"),
     "targets at the wrong vocabulary offset": (
-        LLAMA, TP, "model._VocabCrossEntropy.forward", "low = axis.rank * z.size(1)", "low = 0"),
+        LLAMA, TP, "model._VocabCrossEntropy.forward", "low = axis.rank * logits.size(1)", "low = 0"),
     "vocabulary padding takes probability": (
         LLAMA, TP, "model.vocab_cross_entropy", "low = axis.rank * logits.size(1)", "low = 0"),
     "embedding rows of another rank": (
         LLAMA, TP, "model.vocab_embedding", "axis.rank * weight", "(axis.size - 1 - axis.rank) * weight"),
     "every tp rank embeds the first rank's positions": (
-        GPT2, TP4, "model.GPT._embed", "torch.arange(first, first + n,", "torch.arange(n,"),
+        GPT2, TP4, "model.GPT._add_positions", "torch.arange(first, first + n,", "torch.arange(n,"),
     "row-linear bias added by every tp rank": (
-        GPT2, TP, "model.RowLinear.forward", "y = scatter_rows(F.linear(x, self.weight), self.tp)",
+        GPT2, TP, "model.RowLinear.forward", "y = scatter_rows(partial_sum, self.tp)",
         "return scatter_rows(F.linear(x, self.weight, self.bias), self.tp)"),
     "a replicated kv head of other query heads": (
-        LLAMA, TP4, "model.Attention.__init__", "mesh.tp.rank * G // mesh.tp.size", "mesh.tp.rank % G"),
+        LLAMA, TP4, "model.Attention.__init__", "tp.rank * G // tp.size", "tp.rank % G"),
     "each shard draws its own weights": (
-        LLAMA, TP, "model.init_weights", '{name}", p.device', '{name}/{p.offset}", p.device'),
+        LLAMA, TP, "model.init_weights", '{seed}/{name}"', '{seed}/{name}/{p.offset}"'),
     # pipeline
     "backward of the newest micro-batch": (
         LLAMA, PP, SEVERAL_STAGES, "in_flight.pop((i, chunk))",
@@ -336,18 +336,18 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
         LLAMA, ZERO3, "ddp.Bucket.replica_weight", one_replica),
     # context parallelism
     "positions as if each cp rank had one piece": (
-        LLAMA, CP, "model.GPT._positions", "cp.own_chunks(torch.arange(T * cp.size, device=device), 0)",
-        "slice(T * cp.rank, T * cp.rank + T)"),
+        LLAMA, CP, "model.GPT._positions", "cp.own_chunks(torch.arange(t * cp.size, device=device), 0)",
+        "slice(t * cp.rank, t * cp.rank + t)"),
     "learned positions of the first cp rank": (
         GPT2, CP, "model.GPT._positions", "if cp.size == 1 or", "if True or"),
     "targets as if each cp rank had one piece": (
         LLAMA, CP, "corpus.shards.micro_batches", "mesh.cp.own_chunks(y, 1)",
         "y.chunk(2, 1)[mesh.cp.rank]"),
     "mask off by one chunk": (
-        LLAMA, CP, "model.attend_chunks", "(axis.rank + 1) * c", "(axis.rank + 2) * c"),
+        LLAMA, CP, "model.attend_chunks", "(axis.rank + 1) *", "(axis.rank + 2) *"),
     "mask aligned at the first key": (
-        LLAMA, CP, "model.attend_chunks", "lower_right_mask(c, end)",
-        "torch.ones(c, end, dtype=torch.bool).tril()"),
+        LLAMA, CP, "model.attend_up_to", "lower_right_mask(queries.size(2), end)",
+        "torch.ones(queries.size(2), end, dtype=torch.bool).tril()"),
     "keys gathered, values not": (
         LLAMA, CP, "model.attend_chunks", ".permute(1, 2, 0, 3).chunk(2, dim=1)",
         ".permute(1, 2, 0, 3).chunk(2, dim=1)[0], v.repeat(1, 1, axis.size, 1)"),
@@ -363,8 +363,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "loss divided by the tokens of all cp ranks as if they were others": (
         LLAMA, CP, "train.Step.gradients", "* mesh.dp.size * cfg.micro", "* mesh.dpcp.size * cfg.micro"),
     "balance loss's counts not summed over cp": (
-        MOE, CP, "moe.MoE.balance", "cp.all_reduce(tp.all_reduce(chosen.to(probs.dtype)))",
-        "tp.all_reduce(chosen.to(probs.dtype))"),
+        MOE, CP, "moe.MoE.balancing_losses", "cp.all_reduce(total)", "total"),
     # experts
     "experts summed over dp": (
         MOE, EP, *group("edp", "dp")),
@@ -373,7 +372,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "balance loss not divided by dp": (
         MOE, DP, ONE_STAGE, BALANCE, "balance_loss / len(batches)"),
     "balance loss's counts not summed over tp": (
-        MOE, TP, "moe.MoE.balance", "tp.all_reduce(chosen.to(probs.dtype))", "chosen.to(probs.dtype)"),
+        MOE, TP, "moe.MoE.balancing_losses", "tp.all_reduce(chosen", "(chosen"),
     # dropout
     "the same dropout on every dp rank": (
         dict(LLAMA, dropout=0.2), DP, "pipeline.dropout_seeds", "mesh.dp.rank * n_micro_batches", "0"),
@@ -387,10 +386,9 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "the tied head of the last stage is a copy": (
         BERT, PP, *group("tied", "dp")),
     "the causal mask is left on over cp": (
-        BERT, CP, "model.Attention.forward", "self.mesh.cp, self.causal", "self.mesh.cp, True"),
+        BERT, CP, "model.Attention.attend", "self.mesh.cp, self.causal", "self.mesh.cp, True"),
     "a head for the masked tokens that a rank of cp has on average": (
-        BERT, CP, "model.MaskedHead.masked_rows", "n_masked(targets.size(1) * cp.size)",
-        "n_masked(targets.size(1))"),
+        BERT, CP, "model.MaskedHead.masked_rows", "n_masked(t * cp.size)", "n_masked(t)"),
     # faults of every layout: only the comparison with plain PyTorch detects them
     "weight decay on norms": (
         LLAMA, ONE, "ddp.uses_weight_decay", functools.partial(constant, value=True)),
@@ -541,7 +539,7 @@ def test_cross_entropy_of_large_logits():
     run_large_logits(2, 100)()
     run_large_logits(2, 60)()  # the second rank holds only padding
     where = "model._VocabCrossEntropy.forward"
-    for words, fault in [(100, (where, "z.max(dim=1).values", "torch.zeros_like(z[:, 0])")),
+    for words, fault in [(100, (where, "logits.max(dim=1).values", "torch.zeros_like(logits[:, 0])")),
                          (60, (where, "masked_fill(~mine, 0)", "mul(mine)"))]:  # -inf * 0
         check = run_large_logits(2, words, [fault])
         with pytest.raises(AssertionError):
@@ -678,7 +676,7 @@ def test_recompute_repeats_the_dropout(n, layout):
     if n == 2:
         without = run_ranks(n, run, dict(flags, dropout=0.0), batch)
         assert without[0]["stats"][0][0] != stored[0]["stats"][0][0]
-    fault = ("model.Block.recompute", "self.dropout > 0", "False")
+    fault = ("model.Block.with_recompute", "self.dropout > 0", "False")
     other = run_ranks(n, with_faults, [fault], run, dict(flags, recompute="full"), batch)
     with pytest.raises(AssertionError):
         assert_same_bits(other, stored)

@@ -201,8 +201,8 @@ def test_permute_and_unpermute(K, padded):
     for gates in ((), (p,)):
         assert_near(back(y, inv_perm, K, padded, *gates), torch_twin(back, y, inv_perm, K, padded, *gates),
                     1e-2)
-    for got, want in zip(back_grad(y, p, perm, K, padded, g),
-                         torch_twin(back_grad, y, p, perm, K, padded, g), strict=True):
+    for got, want in zip(back_grad(y, p, perm, padded, g),
+                         torch_twin(back_grad, y, p, perm, padded, g), strict=True):
         assert_near(got, want, 1e-2)
 
 
@@ -215,7 +215,7 @@ def test_unpermutes_torch_twin_has_autograds_gradients():
     p = torch.randn(n, K, dtype=torch.float64, requires_grad=True)
     g = torch.randn(n, C, dtype=torch.float64)
     want = torch.autograd.grad(permute.unpermute(y, inv_perm, K, False, p), (y, p), g)
-    got = permute.unpermute_backward(y.detach(), p.detach(), perm, K, False, g)
+    got = permute.unpermute_backward(y.detach(), p.detach(), perm, False, g)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
 
