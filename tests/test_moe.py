@@ -170,8 +170,8 @@ MODES = [dict(), *(dict(capacity_factor=c, drop_policy=p) for c, p in (
     (0.5, "probs"), (1.0, "probs"), (8.0, "probs"), (0.3, "position"), (1.25, "position")))]
 
 
-ROUTERS = [(router, K) for router in ("softmax", "softmax-topk", "sigmoid", "sigmoid bias") for K in (1, 2, 4)
-           if (router, K) != ("softmax-topk", 1)]  # check() refuses this combination
+ROUTERS = [(router, K) for router in ("softmax", "softmax-topk", "sigmoid", "sigmoid bias")
+           for K in (1, 2, 4) if (router, K) != ("softmax-topk", 1)]  # check() refuses this combination
 
 
 @pytest.mark.parametrize("router,K", ROUTERS)
