@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import test_layouts
 import torch
+from faults import planted, with_faults
 from pool import context, run_ranks
 from runs import TINY, assert_refused, final, go, rows, same, session
 from shared import Masked
-from test_faults import planted, with_faults
 
 import checkpoint
 import generate

@@ -3,7 +3,6 @@ import contextlib
 import io
 import math
 import os
-import random
 import resource
 import shutil
 import signal
@@ -25,7 +24,6 @@ from config import Config
 from corpus.shards import Synthetic
 from interface import tensor_file
 from interface.layout import check_layout
-from ops.flat import rectangles
 from parallel import make_mesh
 from runtime import resume
 from runtime.saver import Saver
@@ -119,23 +117,6 @@ def test_any_layout_reads_the_checkpoint_of_any_other(model, tmp_path):
             loss, norm = np.array([seen["stats"] for seen in results])[:, :2].T
             np.testing.assert_allclose(loss, written[0]["stats"][0], rtol=1e-10, err_msg=where)
             np.testing.assert_allclose(norm, written[0]["stats"][1], rtol=1e-10, err_msg=where)
-
-
-def test_rectangles_cover_every_element_once():
-    rng = random.Random(0)
-    for _ in range(2000):
-        shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 4)))
-        n = math.prod(shape)
-        a, b = sorted(rng.randint(0, n) for _ in range(2))
-        count, at, found = np.zeros(shape, int), a, rectangles(shape, a, b)
-        flat = np.arange(n).reshape(shape)
-        for offset, size in found:
-            where = tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))
-            count[where] += 1
-            assert (flat[where].reshape(-1) == np.arange(at, at + math.prod(size))).all()
-            at += math.prod(size)
-        assert at == b if a < b else not found
-        assert count.sum() == b - a and len(found) <= max(1, 2 * len(shape) - 1)
 
 
 def two_writers(root, step, seed=0, run_id="0"):
