@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from config import check_ranks
+from interface.layout import check_ranks
 
 # Since torch 2.13 these two functions have new names; older versions have only the old ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -187,7 +187,7 @@ def ranks_of_axes(pp, dp, cp, tp, ep):
     """
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     expert_grid = grid.view(pp, -1, ep)  # (pp, edp, ep)
-    ends = grid[::max(1, pp - 1)]  # (2, dp, cp, tp): the first and the last stage
+    ends = grid[::max(1, pp - 1)]  # the first and the last stage: (2, dp, cp, tp), or (1, ...)
     return {
         "world": grid.view(1, -1),
         "tp": grid.view(-1, tp),

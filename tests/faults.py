@@ -161,15 +161,15 @@ def not_over(original, axis, x, *op, name):
     return x if axis.name == name else original(axis, x, *op)
 
 
-def balance_times(original, model, *args, factor, **kwargs):
-    """GPT.forward with another weight of the balancing losses."""
-    out, balance_loss = original(model, *args, **kwargs)
-    return out, balance_loss * factor
+def router_loss_times(original, model, *args, factor, **kwargs):
+    """GPT.forward with another weight of the router loss."""
+    out, router_loss = original(model, *args, **kwargs)
+    return out, router_loss * factor
 
 
-def balance_weight(factor):
-    """Return the fault that gives the balancing losses `factor` times their weight."""
-    return "model.GPT.forward", functools.partial(balance_times, factor=factor)
+def router_loss_weight(factor):
+    """Return the fault that gives the router loss `factor` times its weight."""
+    return "model.GPT.forward", functools.partial(router_loss_times, factor=factor)
 
 
 def other_coordinates(original, cfg, mesh, *args, **ranks):

@@ -1,13 +1,15 @@
-"""docs/change-it.md: its diffs apply to this tree; with them its tests pass and its commands train."""
+"""docs/change-it.md: its changes fit this tree; with them its tests pass, and its commands train."""
 import re
 import shutil
 import subprocess
 import sys
 
+import change_it
+import pytest
 from pool import ROOT
 
-PAGE = (ROOT / "docs/change-it.md").read_text()
-DIFFS = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.M | re.S)
+PAGE = change_it.PAGE.read_text()
+DIFFS = change_it.diffs()
 TESTS = re.findall(r'^python -m pytest -q "?(tests/[^"\n]+)"?$', PAGE, re.M)
 TRAIN = [line.split() for line in re.findall(r"^python train.py (.+)$", PAGE, re.M)]
 TYPED = f"""
@@ -22,11 +24,6 @@ def test_typed(argv, tmp_path, capsys):
 """
 
 
-def apply(diff, folder, *flags):
-    done = subprocess.run(["git", "apply", *flags], input=diff, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stderr}\n{diff}\nmake docs/change-it.md fit the tree again"
-
-
 def test_the_page_shows_five_changes():
     sections = PAGE.split("\n## ")[1:]
     assert len(sections) == len(DIFFS) == 5
@@ -35,17 +32,57 @@ def test_the_page_shows_five_changes():
     assert PAGE.count("python -m pytest") == len(TESTS) and PAGE.count("\npython train.py") == len(TRAIN)
 
 
-def test_the_diffs_apply_and_are_right(tmp_path):
-    """Each to the tree as it is; then all of them together."""
+def run(folder, *command):
+    """Return what a command printed. AssertionError: it failed."""
+    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stderr}\n{done.stdout[-3000:]}"
+    return done.stdout
+
+
+def count_violations(folder, files):
+    """Return how many violations of the laws test_laws.py finds in the files."""
+    command = [sys.executable, "tests/test_laws.py", *files]
+    printed = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
+    return int(re.search(r"(\d+) violations", printed)[1]), printed
+
+
+def test_the_changes_are_right(tmp_path):
+    """Each fits the tree as it is. All together pass the page's tests and train, and they keep the laws."""
+    files = {file for diff in DIFFS.values() for file in change_it.changed_files(diff)}
     copy = tmp_path / "copy"
-    left_out = shutil.ignore_patterns(".*", "__pycache__", "data", "out")
-    shutil.copytree(ROOT, copy, ignore=left_out)
-    for diff in DIFFS:
-        apply(diff, copy, "--check")
-    for diff in DIFFS:
-        apply(diff, copy)
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "data", "out"))
+    before, _ = count_violations(copy, files)
+
+    printed = run(copy, "tests/change_it.py", *DIFFS)
+    assert [line.split(":")[0] for line in printed.splitlines()] == list(DIFFS)
+    run(copy, "-m", "ruff", "check", *files)
+    after, printed = count_violations(copy, files)
+    assert after <= before, printed
+
     (copy / "tests/test_typed.py").write_text(TYPED)
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS,
-                           "tests/test_typed.py"], cwd=copy, capture_output=True, text=True)
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert done.returncode == 0 and int(passed[1]) >= len(TESTS) + len(TRAIN), done.stdout[-3000:]
+    printed = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, "tests/test_typed.py")
+    assert int(re.search(r"(\d+) passed", printed)[1]) >= len(TESTS) + len(TRAIN)
+
+
+TEXT = "x = 1\n\n\nclass A:\n    def f(self):\n        x = 1\n        y = 2\n\n\nT = {\n    1: 2,\n}\n"
+
+
+@pytest.mark.parametrize("diff,old,new", [
+    ("@@ a.py, A.f\n-        x = 1\n+        x = 3\n", "  x = 1\n", "  x = 3\n"),
+    ("@@ a.py, A\n         y = 2\n+        z = 4\n", "y = 2\n", "y = 2\n        z = 4\n"),
+    ("@@ a.py\n-    1: 2,\n", "    1: 2,\n", "")], ids=["replaced", "added", "removed"])
+def test_an_edit(diff, old, new):
+    (edit,) = change_it.edits(diff)
+    assert change_it.changed(TEXT, edit) == TEXT.replace(old, new)
+
+
+@pytest.mark.parametrize("diff,words", [
+    ("@@ a.py, A.g\n-        x = 1\n", "a.py, A.g is not defined"),
+    ("@@ a.py, T\n-x = 1\n", "`x = 1` of docs/change-it.md stands there 0 times"),
+    ("@@ b.py\n-a\n", "b.py: `a` of docs/change-it.md stands there 2 times")],
+    ids=["no place", "no line", "two"])
+def test_an_edit_that_does_not_fit_is_refused(diff, words):
+    (edit,) = change_it.edits(diff)
+    text = TEXT if edit.file == "a.py" else "a\na\n"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        change_it.changed(text, edit)

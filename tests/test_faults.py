@@ -30,21 +30,21 @@ from faults import (
     SEVERAL_STAGES,
     TP,
     ZERO,
-    balance_weight,
     constant,
     group,
     not_over,
     nothing,
     other_coordinates,
+    router_loss_weight,
     run_with_faults,
     with_faults,
 )
 from pool import run_ranks
 
 from ddp import DataParallel
+from interface.layout import stage_layers
 from model import vocab_cross_entropy
 from parallel import gather_rows, make_mesh, scatter_rows
-from pipeline import stage_layers
 from zero import ShardedBucket
 
 ONE, ZERO2, ZERO3, CP = (1, dict()), (2, dict(zero=2)), (2, dict(zero=3)), (2, dict(cp=2))  # ranks, layout
@@ -62,7 +62,7 @@ def grad_average(original, bucket):
 
 
 def always_last(original, dp, is_last_microbatch):
-    """DataParallel.begin_backward that announces the last micro-batch each time."""
+    """DataParallel.announce_backward that announces the last micro-batch each time."""
     original(dp, is_last_microbatch=True)
 
 
@@ -351,7 +351,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "tied embedding not summed over the stages": (
         GPT2, PP, *group("tied", "dp")),
     "bucket reduced after the first micro-batch": (
-        LLAMA, DP, "ddp.DataParallel.begin_backward", always_last,
+        LLAMA, DP, "ddp.DataParallel.announce_backward", always_last,
         ("ddp.Bucket.start_reduce", reduce_and_wait)),
     "same data on every dp rank": (
         LLAMA, DP, "corpus.shards.micro_batches", functools.partial(other_coordinates, dp=0)),
@@ -391,7 +391,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
         LLAMA, TP, "model.normal_from_key", draw_of_this_rank),
     # pipeline
     "backward of the newest micro-batch": (
-        LLAMA, PP, SEVERAL_STAGES, "in_flight.pop((i, chunk))", "in_flight.popitem()[1]"),
+        LLAMA, PP, SEVERAL_STAGES, "awaiting_backward.pop((i, chunk))", "awaiting_backward.popitem()[1]"),
     "last stage's loss not divided": (
         LLAMA, PP, SEVERAL_STAGES, "out / tokens", "out / len(batches)"),
     "loss of one stage not divided": (LLAMA, DP, ONE_STAGE, "loss / tokens", "loss / len(batches)"),
@@ -403,7 +403,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "a tied last rank embeds again": (
         dict(GPT2, n_layer=4), CHUNKS, "model.GPT.forward", embedding_again),
     "balance loss divided by the chunks": (
-        dict(MOE, n_layer=4), CHUNKS, *balance_weight(1 / 2)),  # of 2 chunks
+        dict(MOE, n_layer=4), CHUNKS, *router_loss_weight(1 / 2)),  # of 2 chunks
     "messages read before they arrive": (
         FOUR, CHUNKS, "pipeline.Ring.receive", receive_at_once,
         ("pipeline.Ring.start_exchange", ".new_empty(", ".new_zeros(")),
@@ -479,7 +479,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "the same experts on every ep rank": (
         MOE, EP, "model.init_weights", "p.offset[0] + ", ""),
     "balance loss not divided by dp": (
-        MOE, DP, *balance_weight(2)),
+        MOE, DP, *router_loss_weight(2)),
     "balance loss's counts not summed over tp": (
         MOE, TP, "moe.MoE.balancing_losses", "tp.all_reduce(chosen", "(chosen"),
     # dropout

@@ -17,7 +17,7 @@ import train
 from config import Config
 from corpus import masked
 from corpus.shards import Synthetic
-from cost.fits import check_layout
+from interface.layout import check_layout
 from parallel import make_mesh
 from runtime.resume import shards
 from zero import ShardedBucket

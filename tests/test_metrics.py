@@ -27,6 +27,7 @@ from optim import StepStats
 from parallel import make_mesh
 from runtime import log, resume, timing, watch
 from runtime.launch import World
+from runtime.saver import Saver
 from skip import Guard
 
 FLAGS = [*[f for f in TINY if "global-batch" not in f], "--global-batch=8", "--dtype=fp64", "--clip=0.05",
@@ -356,7 +357,7 @@ def counts_after_a_resume(world, folder):
                                                 best={"step": 5, "val_loss": 1.25})
     model, dp, opt = train.build(cfg, mesh, 50, world.device)
     opt.set_adam_t(5)
-    saver = resume.Saver(folder, world.axis)
+    saver = Saver(folder, world.axis)
     resume.save(cfg, mesh, dp, opt, saver, state)
     assert saver.wait()
     model, dp, opt = train.build(cfg, mesh, 50, world.device)

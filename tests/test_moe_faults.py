@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import test_moe
 import torch
-from faults import balance_weight, group, not_over, planted, run_with_faults, with_faults
+from faults import group, not_over, planted, router_loss_weight, run_with_faults, with_faults
 from pool import run_ranks
 from test_layouts import CAPACITY, MOE, SIGMOID, run
 
@@ -49,10 +49,10 @@ def without_experts(original, optimizer, slices, dtype):
     return original(optimizer, kept, dtype)
 
 
-def balance_of_last_stage(original, model, *args, chunk=0):
-    """GPT.forward whose balancing losses have a gradient on the last stage only."""
-    out, balance_loss = original(model, *args, chunk=chunk)
-    return out, balance_loss if is_last(model, chunk) else balance_loss.detach()
+def router_loss_of_last_stage(original, model, *args, chunk=0):
+    """GPT.forward whose router loss has a gradient on the last stage only."""
+    out, router_loss = original(model, *args, chunk=chunk)
+    return out, router_loss if is_last(model, chunk) else router_loss.detach()
 
 
 def capacity_of_two_ranks(original, cfg, n):
@@ -93,8 +93,8 @@ def pieces_without_offset(original, bucket, *args):
 
 def detached_gates(original, layer, x):
     """MoE.route whose gates have no gradient."""
-    gates, expert_ids, aux = original(layer, x)
-    return gates.detach(), expert_ids, aux
+    gates, expert_ids, router_loss = original(layer, x)
+    return gates.detach(), expert_ids, router_loss
 
 
 def zero_gradient_of_gates(original, *args):
@@ -113,16 +113,16 @@ def smallest_gates(original, dispatcher, expert_ids, gates):
     return original(dispatcher, expert_ids, -gates)
 
 
-def unused_balance(original, layer, x, run):
-    """MoE.forward whose balancing losses have no gradient."""
-    y, aux = original(layer, x, run)
-    return y, aux.detach()
+def unused_router_loss(original, layer, x, run):
+    """MoE.forward whose router loss has no gradient."""
+    y, router_loss = original(layer, x, run)
+    return y, router_loss.detach()
 
 
-def detached_balance(original, model, *args, **kwargs):
-    """GPT.forward whose balancing losses have no gradient."""
-    out, balance_loss = original(model, *args, **kwargs)
-    return out, balance_loss.detach()
+def detached_router_loss(original, model, *args, **kwargs):
+    """GPT.forward whose router loss has no gradient."""
+    out, router_loss = original(model, *args, **kwargs)
+    return out, router_loss.detach()
 
 
 def shards_without_buffers(original, dp, *args, **kwargs):
@@ -162,9 +162,9 @@ LAYOUT_FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of plan
     "router and norms not summed over tp": (
         MOE, TP, *group("stage", "dp")),
     "balance loss not divided by dp": (
-        MOE, EP, *balance_weight(2)),  # of 2 ranks
+        MOE, EP, *router_loss_weight(2)),  # of 2 ranks
     "balance loss lost on all stages except the last": (
-        MOE, PP, "model.GPT.forward", balance_of_last_stage),
+        MOE, PP, "model.GPT.forward", router_loss_of_last_stage),
     "balance loss counts only this tp rank's tokens": (
         MOE, TP, "moe.MoE.balancing_losses", "tp.all_reduce(chosen", "(chosen"),
     "balance and z-loss averaged over this tp rank's tokens": (
@@ -221,7 +221,7 @@ def balance_gradient(n, micro_batches, layout, fault):
 
 
 def test_balance_gradient_without_a_fault_passes():
-    balance_gradient(2, 2, {}, balance_weight(1))
+    balance_gradient(2, 2, {}, router_loss_weight(1))
 
 
 SHARED_FAULTS = {  # faults that one process has, too: (a fault as above, the test that detects it)
@@ -249,7 +249,7 @@ SHARED_FAULTS = {  # faults that one process has, too: (a fault as above, the te
         "moe.MoE.route", "logits.gather(1, expert_ids).softmax(1)", "probabilities.gather(1, expert_ids)",
         loop("softmax-topk", 2)),
     "balance loss not used": (
-        "moe.MoE.forward", unused_balance, loop("softmax", 1)),
+        "moe.MoE.forward", unused_router_loss, loop("softmax", 1)),
     "balance loss without the 1/K": (
         "moe.MoE.balancing_losses", "K * rows * rows", "rows * rows",
         lambda: test_moe.test_balance_loss_is_1_when_balanced_E_over_K_when_collapsed("softmax", 2)),
@@ -276,10 +276,10 @@ def test_one_process_detects_the_fault(name):
 
 
 WEIGHT_FAULTS = {  # of the balance loss: (ranks, micro-batches on each, layout), a fault as above
-    "dropped in backward": ((1, 2, {}), "model.GPT.forward", detached_balance),
-    "summed over micro-batches": ((1, 2, {}), *balance_weight(2)),
-    "summed over dp": ((2, 1, {}), *balance_weight(2)),
-    "divided by tp twice": ((2, 2, dict(tp=2)), *balance_weight(1 / 2)),
+    "dropped in backward": ((1, 2, {}), "model.GPT.forward", detached_router_loss),
+    "summed over micro-batches": ((1, 2, {}), *router_loss_weight(2)),
+    "summed over dp": ((2, 1, {}), *router_loss_weight(2)),
+    "divided by tp twice": ((2, 2, dict(tp=2)), *router_loss_weight(1 / 2)),
 }
 
 

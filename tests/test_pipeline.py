@@ -18,7 +18,8 @@ import plan
 from config import Config
 from cost.memory import blocks_in_flight
 from cost.step_time import bubble
-from pipeline import rank_layers, schedule, stage_layers, timetable
+from interface.layout import stage_layers
+from pipeline import rank_layers, schedule, timetable
 
 SIZES = [(p, v, m) for p in (1, 2, 3, 4, 5) for v in (1, 2, 3) for m in range(1, 2 * p + 2)]
 

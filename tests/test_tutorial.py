@@ -9,6 +9,7 @@ import statistics
 import sys
 from pathlib import Path
 
+import change_it
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,8 +19,8 @@ from runs import chars, session
 import config
 import prepare
 import train
-from cost.fits import check_layout
 from interface.command_line import parse
+from interface.layout import check_layout
 from parallel import make_mesh
 from runtime import launch
 from tutorial import exercises, solutions, test_exercises
@@ -44,7 +45,7 @@ def test_every_chapter_has_its_parts():
 
 
 def test_lines_have_at_most_100_columns():
-    """But those of a diff, which is code."""
+    """The lines of a diff may be longer, because they are code."""
     diffs = "".join(body for kind, body in BLOCKS if kind == "diff").splitlines()
     assert [x for x in TEXT.splitlines() if len(x) > 100 and x not in diffs] == []
 
@@ -76,8 +77,10 @@ def test_the_functions_that_grep_looks_for_in_the_profile_exist():
 
 
 def pytest_in_a_new_process(argv, output):
-    """python -m pytest ARGV in the root; its stdout goes to the file output. torch is imported already, but
-    the modules of tests/ and tutorial/ must be imported again."""
+    """Run python -m pytest ARGV in the root, with its stdout in the file output.
+
+    torch is imported already, but the modules of tests/ and tutorial/ must be imported again.
+    """
     os.chdir(ROOT)
     os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)
     sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p) not in (ROOT, ROOT / "tests"))]
@@ -111,15 +114,17 @@ def test_each_exercise_fails_at_first_and_passes_with_its_solution(name):
 
 
 # -----------------------------------------------------------------------------
-# the mistake that each chapter warns of, under the name of its exercise: the chapter's test must fail
+# The mistake that each chapter warns of, under the name of its exercise: the chapter's test must fail
 
-def doctor_verdict(lines):  # takes FAIL and fix: anywhere in a line for a status and a fix
-    return int(any("FAIL" in line for line in lines)), [x.split("fix: ")[1] for x in lines if "fix: " in x]
+def doctor_verdict(lines):  # takes FAIL and "fix: " anywhere in a line for a status and a fix
+    failed = any("FAIL" in line for line in lines)
+    return int(failed), [line.split("fix: ")[1] for line in lines if "fix: " in line]
 
 
 def char_tokens(text, val_fraction):  # symbols in the order of appearance, not sorted
     symbols = "".join(dict.fromkeys(text))
-    ids, cut = [symbols.index(c) for c in text], int(len(text) * (1 - val_fraction))
+    ids = [symbols.index(c) for c in text]
+    cut = int(len(text) * (1 - val_fraction))
     return symbols, ids[:cut], ids[cut:]
 
 
@@ -132,9 +137,9 @@ def bus_bandwidth(kind, ranks, nbytes, seconds):  # size by time: algbw
 
 
 def global_gradient(x, y, w, rows_of_all_ranks):  # the mean of the ranks' means
-    (g,) = torch.autograd.grad((x @ w - y).square().mean(), w)
-    dist.all_reduce(g)
-    return g / dist.get_world_size()
+    (grad,) = torch.autograd.grad((x @ w - y).square().mean(), w)
+    dist.all_reduce(grad)
+    return grad / dist.get_world_size()
 
 
 def hot_spot(tree):  # by total time
@@ -176,12 +181,16 @@ def reduce_in_slot(axis, grads, slot, total, first):  # leaves another bucket's 
     flat = torch.cat([grad.flatten() for grad in grads])
     slot[:len(flat)] = flat
     part = axis.reduce_scatter(slot)
-    total.copy_(part) if first else total.add_(part)
+    if first:
+        total.copy_(part)
+    else:
+        total.add_(part)
 
 
 def interleaved_order(rank, p, v, m):  # warms up as 1F1B without chunks does
     order = [(first + i, chunk) for first in range(0, m, p) for chunk in range(v) for i in range(p)]
-    forwards, backwards = [("F", *op) for op in order], [("B", i, v - 1 - chunk) for i, chunk in order]
+    forwards = [("F", i, chunk) for i, chunk in order]
+    backwards = [("B", i, v - 1 - chunk) for i, chunk in order]
     n = p - rank - 1
     pairs = zip(forwards[n:], backwards, strict=False)
     return [*forwards[:n], *(op for pair in pairs for op in pair), *backwards[len(order) - n:]]
@@ -196,11 +205,14 @@ def keys_end(T, cp, rank):  # as many keys as the chunk has queries
 
 
 def answer_mask(ids, assistant, end):  # the end is not trained: the model never stops
-    mask, answers = [], False
+    mask = []
+    in_answer = False
     for token in ids:
-        answers = answers and token != end
-        mask.append(answers)
-        answers = answers or token == assistant
+        if token == end:
+            in_answer = False
+        mask.append(in_answer)
+        if token == assistant:
+            in_answer = True
     return mask
 
 
@@ -211,16 +223,19 @@ def test_each_test_rejects_the_usual_mistake(name):
 
 
 # -----------------------------------------------------------------------------
-# the commands of the text
+# The commands of the text
 
 def unroll(command):
-    """-> the command with the body of each `for NAME in WORDS; do BODY; done` once per word."""
-    return re.sub(r"for (\w+) in ([^;]+); do (.*?); done", lambda loop: "; ".join(
-        loop[3].replace(f"${loop[1]}", word) for word in loop[2].split()), command)
+    """Return the command with the body of each `for NAME in WORDS; do BODY; done` once per word."""
+    def bodies(loop):
+        name, words, body = loop.groups()
+        return "; ".join(body.replace(f"${name}", word) for word in words.split())
+
+    return re.sub(r"for (\w+) in ([^;]+); do (.*?); done", bodies, command)
 
 
 def pieces(command):
-    """A shell command -> [(ranks, [program, argument, ...])], one for each python command in it."""
+    """Return [(ranks, [program, argument, ...])] of a shell command, one for each python command in it."""
     command = re.sub(r" \(.*?\)\)'", "'", unroll(command))
     lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, ""
@@ -243,8 +258,10 @@ def pieces(command):
 
 
 def programs(name):
-    """-> [(ranks, [argument, ...])]: every call of the program in the text. tests/test_change_it.py adds the
-    activation that chapter 12 adds; here another one stands in for it."""
+    """Return [(ranks, [argument, ...])], every call of the program in the text.
+
+    tests/test_change_it.py tests the activation that chapter 12 adds; here another one stands in for it.
+    """
     return [(n, ["gelu" if word == "relu2" else word for word in words[1:]])
             for line in COMMANDS for n, words in pieces(line) if words[0] == name]
 
@@ -252,10 +269,10 @@ def programs(name):
 def test_every_program_of_the_text_is_one_that_is_checked_below():
     known = {"train.py", "prepare.py", "plan.py", "sample.py", "checkpoint.py", "bench/doctor.py",
              "bench/smoke.py", "bench/collectives.py", "bench/scaling.py", "plot.py", "-c", "-m",
-             "tutorial/questions.py"}
+             "tutorial/questions.py", "tests/change_it.py"}
     assert {words[0] for line in COMMANDS for _, words in pieces(line)} == known
     others = {line.split()[0] for line in COMMANDS if not pieces(line)}
-    assert others == {"grep", "cat", "tail", "sed", "git"}, others
+    assert others == {"grep", "cat", "tail", "git"}, others
 
 
 def test_the_flags_of_the_text_exist_and_its_layouts_fit_the_ranks():
@@ -307,7 +324,7 @@ def test_the_training_commands_run(tmp_path):
     seen = set()
     for i, (n, argv) in enumerate(programs("train.py")):
         what = n, parse([*argv, *less, "--out=same"])
-        # the prompt has letters that the small text lacks; what --init-from reads is of another size
+        # The prompt has letters that the small text lacks. What --init-from reads has another size.
         if what in seen or {"--prompt", "--init-from"} & set(argv):
             continue
         seen.add(what)
@@ -322,7 +339,7 @@ def test_the_training_commands_run(tmp_path):
 # make tutorial
 
 def printed_by(chapter):
-    """-> what each command of the chapter prints, if it prints what the chapter shows."""
+    """Return what each command of the chapter prints, if it prints what the chapter shows."""
     outputs, blocks = [], [(kind, body) for kind, body in BLOCK.findall(chapter) if kind in ("sh", *FILL)]
     for i, (kind, body) in enumerate(blocks):
         if kind == "sh":
@@ -347,8 +364,7 @@ def test_long_numbers_of_the_text_stand_in_an_output_of_the_chapter():
 
 
 def test_the_change_of_chapter_12_is_the_one_that_is_tested():
-    page = (ROOT / "docs/change-it.md").read_text()
-    assert [body for kind, body in BLOCKS if kind == "diff"] == [BLOCK.findall(page)[0][1]]
+    assert [body for kind, body in BLOCKS if kind == "diff"] == [change_it.diffs()["activation"]]
 
 
 def test_plots_and_texts_are_replaced_whole():

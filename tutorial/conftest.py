@@ -9,6 +9,6 @@ def pytest_addoption(parser):
 
 @pytest.fixture
 def yours(request):
-    """The module whose functions are tested: exercises.py, or solutions.py with --solutions."""
+    """Return the module whose functions are tested: exercises.py, or solutions.py with --solutions."""
     name = "solutions" if request.config.getoption("--solutions") else "exercises"
     return importlib.import_module(f"tutorial.{name}")

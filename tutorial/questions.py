@@ -1,7 +1,7 @@
 """Questions about the standard library, from its docstrings: python tutorial/questions.py FILE.jsonl
 
-Each public function and class of a module's top level that has a docstring gives two conversations, what it
-does and where it is, in the form that python prepare.py chat reads.
+Each public function and class at a module's top level that has a docstring gives two conversations: what it
+does, and where it is. They are written in the form that python prepare.py chat reads.
 """
 import ast
 import json
@@ -11,41 +11,55 @@ import sysconfig
 from pathlib import Path
 
 SKIP = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+SHORTEST = 15
 LONGEST = 120  # characters of an answer: about 40 tokens
 
 
 def modules(root):
-    """Yield (module's name, path) of the public modules below root, in order."""
+    """Yield (name, path) of each public module below root, in order."""
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
-        parts = parts[:-1] if parts[-1] == "__init__" else parts
-        if parts and not SKIP & {*parts} and not any(part.startswith("_") for part in parts):
+        if parts[-1] == "__init__":
+            parts = parts[:-1]
+        is_private = any(part.startswith("_") for part in parts)
+        if parts and not is_private and not SKIP & set(parts):
             yield ".".join(parts), path
 
 
 def first_sentence(docstring):
-    """-> the docstring's first sentence in one line, or "" where there is none of a fair length."""
+    """Return the first sentence of a docstring on one line, or "" if it is too short or too long."""
     paragraph = " ".join(docstring.split("\n\n")[0].split())
     sentence = re.split(r"(?<=[a-z)\]'`])\.(?:\s|$)", paragraph)[0].rstrip(".") + "."
-    return sentence if 15 <= len(sentence) <= LONGEST and sentence[0].isalpha() else ""
+    if SHORTEST <= len(sentence) <= LONGEST and sentence[0].isalpha():
+        return sentence
+    return ""
+
+
+def definitions(path):
+    """Yield the public functions and classes at the top level of a module, none if its syntax is wrong."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError):  # Some files of the standard library are wrong on purpose.
+        return
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            yield node
+
+
+def conversation(question, answer):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def conversations(root):
-    """Yield [message, message] of each function and class with a docstring."""
+    """Yield two conversations, [message, message], of each function and class with a docstring."""
     for module, path in modules(root):
-        try:
-            body = ast.parse(path.read_bytes()).body
-        except (SyntaxError, ValueError):  # some are made to be wrong
-            continue
-        for node in body:
-            if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith("_"):
-                continue
-            if answer := first_sentence(ast.get_docstring(node) or ""):
+        for node in definitions(path):
+            summary = first_sentence(ast.get_docstring(node) or "")
+            if summary:
+                name = f"{module}.{node.name}"
                 kind = "class" if isinstance(node, ast.ClassDef) else "function"
-                where = f"It is a {kind} of the module {module}."
-                for asked, said in (("What does {} do?", answer), ("Where is {}?", where)):
-                    question = asked.format(f"{module}.{node.name}")
-                    yield [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
+                yield conversation(f"What does {name} do?", summary)
+                yield conversation(f"Where is {name}?", f"It is a {kind} of the module {module}.")
 
 
 def main(argv):

@@ -1,19 +1,21 @@
 """Run the tutorial's commands in order and write what they print into its text:   make tutorial
 
 The commands run in a fresh clone in a temporary folder, so nothing of out/ and data/ is touched. It takes
-about eleven minutes on two idle cores. The kinds of blocks in tutorial/README.md:
+about eleven minutes on two idle cores. These are the kinds of blocks in tutorial/README.md:
 
     ```sh      commands, one per line; a backslash at the end of a line continues it
-    ```        lines of their output. Each is replaced by the line of the new output that says the same with
-               other numbers. A line that ends with ... is cut there; between lines, ... stands for others
-    ```text    a plot, or what a model writes: as many lines as the block has, from the first line of the
-               output that begins with the same word
-    others     no command and no output: left as they are
+    ```        lines of their output. Each line is replaced by the line of the new output that says the same
+               with other numbers. A line that ends with ... is cut there; between lines, ... stands for
+               other lines
+    ```text    a plot, or what a model writes. The block gets as many lines as it has, from the first line of
+               the output that begins with the same word
+    others     no command and no output: they stay as they are
 
-Times of a step (dt=... tok/s=...) are cut where the block shows none: they tell of the machine. Long numbers
-of the text that stood in a replaced line change with it. A line without a match is named at the end and left
-as it is.
+The time of a step (dt=... tok/s=...) depends on the machine. It is cut in each block that shows no times.
+If a long number of a replaced line stands in the text as well, it changes there, too. A line without a match
+stays as it is and is named at the end.
 """
+import itertools
 import re
 import subprocess
 import sys
@@ -29,91 +31,132 @@ TIMES = re.compile(r" dt=\S+ms tok/s=\S+")
 
 
 def commands(body):
-    """A block of commands -> [each in one line]."""
+    """Return the commands of a block, each on one line."""
     return re.sub(r" *\\\n *", " ", body).splitlines()
 
 
 def without_numbers(line):
-    """-> the line with # for each number and bar; but the line of a step or an expert keeps of which."""
+    """Return a line with # for each number and for each bar of #.
+
+    The number of a step, an iteration or an expert stays, because it says which line this is.
+    """
     which = re.match(r"(?:step|iter)=\d+ |expert +\d+ |", line)[0]
-    return which + " ".join(re.sub("#+", "#", re.sub(NUMBER, "#", line[len(which):])).split())
+    rest = re.sub(NUMBER, "#", line[len(which):])
+    rest = re.sub("#+", "#", rest)
+    return which + " ".join(rest.split())
 
 
 def find(line, printed):
-    """-> (the first of the printed lines that says the same as `line` with other numbers, the lines after
-    it), or (None, printed). Where `line` is cut by ... at its end, so is what is found."""
-    wanted, cut = without_numbers(line.removesuffix("...")), line.endswith("...")
+    """Find the first of the printed lines that says the same as `line` with other numbers.
+
+    Return this line and the lines after it, or (None, printed). If `line` is cut by ... at its end, the line
+    that is returned is cut after as many words.
+    """
+    is_cut = line.endswith("...")
+    wanted = without_numbers(line.removesuffix("..."))
+    n_words = len(line.split(" ")) - 1
     for i, other in enumerate(printed):
-        if cut and without_numbers(other).startswith(wanted):  # as many words as before
-            return " ".join(other.split(" ")[: len(line.split(" ")) - 1]) + " ...", printed[i + 1:]
-        if without_numbers(other) == wanted:
+        said = without_numbers(other)
+        if is_cut and said.startswith(wanted):
+            words = other.split(" ")[:n_words]
+            return " ".join([*words, "..."]), printed[i + 1:]
+        if said == wanted:
             return other, printed[i + 1:]
     return None, printed
 
 
 def new_lines(body, printed, changed, lost):
-    """-> a block of output with the lines of `printed`. changed: {long number before: now}, lost: the lines
-    that have no match; both are added to."""
-    lines, shows_times = [], TIMES.search(body)
-    printed = (printed if shows_times else TIMES.sub(" ...", printed)).splitlines()
+    """Return a block of output with the lines of `printed`.
+
+    Long numbers are added to changed, {before: now}; lines that have no match are added to lost.
+    """
+    if not TIMES.search(body):
+        printed = TIMES.sub(" ...", printed)
+    left = printed.splitlines()
+    lines = []
     for line in body.splitlines():
         new = line
         if line not in ("...", ""):
-            new, printed = find(line, printed)
+            new, left = find(line, left)
         if new is None:
             lost.append(line)
+            lines.append(line)
         else:
             changed.update(zip(re.findall(LONG, line), re.findall(LONG, new), strict=False))
-        lines.append(f"{line if new is None else new}\n")
-    return "".join(lines)
-
-
-def new_text(body, printed, changed, lost):
-    """-> as many lines of `printed` as the block has, from the first that begins with the block's first
-    word. The last line stays if it is `...`."""
-    lines, printed = body.splitlines(), printed.splitlines()
-    cut = lines[-1] == "..."
-    for i, line in enumerate(printed):
-        if line.split()[:1] == lines[0].split()[:1]:
-            n = len(lines) - cut
-            lines[:n] = [x.rstrip().replace("```", "...") for x in printed[i:i + n]]
-            break
-    else:
-        lost.append(lines[0])
+            lines.append(new)
     return "".join(f"{line}\n" for line in lines)
 
 
-FILL = {"": new_lines, "text": new_text}  # kind of block -> how the output comes into it
+def new_text(body, printed, changed, lost):
+    """Return a block of text with as many lines of `printed` as it has.
+
+    They start at the first line that begins with the block's first word. A last line `...` stays. If no line
+    begins with this word, the block stays as it is, and its first line is added to lost.
+    """
+    lines = body.splitlines()
+    printed = printed.splitlines()
+    n = len(lines)
+    if lines[-1] == "...":
+        n -= 1
+    word = lines[0].split()[:1]
+    starts = [i for i, line in enumerate(printed) if line.split()[:1] == word]
+    if not starts:
+        lost.append(lines[0])
+        return body
+    start = starts[0]
+    new = [line.rstrip().replace("```", "...") for line in printed[start:start + n]]
+    return "".join(f"{line}\n" for line in new + lines[n:])
+
+
+FILL = {"": new_lines, "text": new_text}  # kind of block: the function that fills it with output
+
+
+def count_outputs(kinds):
+    """Return how many blocks of output stand before the next block of commands. kinds: those that follow."""
+    before_commands = itertools.takewhile(lambda kind: kind != "sh", kinds)
+    return sum(kind in FILL for kind in before_commands)
 
 
 def refresh(chapter, outputs):
-    """A chapter's text, what each of its commands printed -> (the text with that, lines without a match).
+    """Return (a chapter's text with the new outputs, the lines that have no match).
 
-    Where a block of commands has as many blocks of output, each command has its own; else one has them all.
+    outputs: what each command printed. If a block of commands has as many blocks of output as commands, each
+    command fills its own block. Otherwise each block is filled from the outputs of all of them.
     """
     parts = re.split(BLOCK, chapter)  # text, kind, block, text, kind, block, ..., text
-    changed, lost, left = {}, [], list(outputs)
-    for i in range(1, len(parts), 3):
-        if parts[i] == "sh":
-            n = len(commands(parts[i + 1]))
-            mine, left = left[:n], left[n:]
-            after = [*parts[i + 3::3], "sh"]
-            n_blocks = sum(kind in FILL for kind in after[:after.index("sh")])
-            printed = iter(mine if n_blocks == n else ["".join(mine)] * n_blocks)
-        elif parts[i] in FILL:
-            parts[i + 1] = FILL[parts[i]](parts[i + 1], next(printed), changed, lost)
-    for i in range(0, len(parts), 3):
-        parts[i] = re.sub(LONG, lambda m: changed.get(m[0], m[0]), parts[i])
-    text = parts[0] + "".join(f"```{kind}\n{body}```{after}"
-                              for kind, body, after in zip(*(parts[j::3] for j in (1, 2, 3)), strict=True))
+    texts = parts[::3]
+    kinds = parts[1::3]
+    blocks = parts[2::3]
+    changed = {}
+    lost = []
+    left = list(outputs)
+    for i, kind in enumerate(kinds):
+        if kind == "sh":
+            n = len(commands(blocks[i]))
+            n_blocks = count_outputs(kinds[i + 1:])
+            printed = left[:n]
+            left = left[n:]
+            if n_blocks != n:
+                printed = ["".join(printed)] * n_blocks
+            printed = iter(printed)
+        elif kind in FILL:
+            blocks[i] = FILL[kind](blocks[i], next(printed), changed, lost)
+
+    def number_now(match):
+        return changed.get(match[0], match[0])
+
+    text = re.sub(LONG, number_now, texts[0])
+    for kind, block, after in zip(kinds, blocks, texts[1:], strict=True):
+        text += f"```{kind}\n{block}```" + re.sub(LONG, number_now, after)
     return text, lost
 
 
 def run(command, folder):
-    """-> what the command prints. A chapter shows exit codes other than 0, so they are no error."""
+    """Return what a command prints. An exit code other than 0 is no error: some chapters show one."""
     start = time.time()
-    done = subprocess.run(["bash", "-c", f"export OMP_NUM_THREADS=1 PATH=$PWD/.venv/bin:$PATH; {command}"],
-                          cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = "export OMP_NUM_THREADS=1 PATH=$PWD/.venv/bin:$PATH"
+    done = subprocess.run(["bash", "-c", f"{environment}; {command}"], cwd=folder,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(f"{time.time() - start:6.1f} s  {command}", flush=True)
     return done.stdout
 
@@ -126,8 +169,11 @@ def main():
         subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
         (clone / ".venv").symlink_to(ROOT / ".venv")
         for i, chapter in enumerate(chapters[1:], 1):
-            typed = [line for kind, body in BLOCK.findall(chapter) if kind == "sh" for line in commands(body)]
-            chapters[i], lost = refresh(chapter, [run(line, clone) for line in typed])
+            outputs = []
+            for kind, body in BLOCK.findall(chapter):
+                if kind == "sh":
+                    outputs += [run(command, clone) for command in commands(body)]
+            chapters[i], lost = refresh(chapter, outputs)
             path.write_text("".join(chapters))
             for line in lost:
                 print(f"nanoshard: chapter {i - 1} no longer prints: {line}", file=sys.stderr)

@@ -10,13 +10,15 @@ from parallel import all_to_all
 
 def doctor_verdict(lines):
     failed = any(line.split()[0] == "FAIL" for line in lines)
-    return int(failed), [line.split("; fix: ", 1)[1] for line in lines if "; fix: " in line]
+    fixes = [line.split("; fix: ", 1)[1] for line in lines if "; fix: " in line]
+    return int(failed), fixes
 
 
 def char_tokens(text, val_fraction):
     symbols = "".join(sorted(set(text)))
-    number = {c: i for i, c in enumerate(symbols)}
-    ids, cut = [number[c] for c in text], int(len(text) * (1 - val_fraction))
+    number = {symbol: i for i, symbol in enumerate(symbols)}
+    ids = [number[character] for character in text]
+    cut = int(len(text) * (1 - val_fraction))
     return symbols, ids[:cut], ids[cut:]
 
 
@@ -35,10 +37,11 @@ def bus_bandwidth(kind, ranks, nbytes, seconds):
 
 
 def global_gradient(x, y, w, rows_of_all_ranks):
-    loss = (x @ w - y).square().sum() / rows_of_all_ranks  # the sum over this rank's rows, by all rows
-    (gradient,) = torch.autograd.grad(loss, w)
-    dist.all_reduce(gradient)  # SUM of C numbers, over all ranks
-    return gradient
+    # The sum runs over the rows of this rank. The divisor counts the rows of all ranks.
+    loss = (x @ w - y).square().sum() / rows_of_all_ranks
+    (grad,) = torch.autograd.grad(loss, w)
+    dist.all_reduce(grad)  # SUM of C numbers, over all ranks
+    return grad
 
 
 def hot_spot(tree):
@@ -46,22 +49,25 @@ def hot_spot(tree):
 
     def visit(node):
         name, seconds, children = node
-        own[name] = own.get(name, 0.0) + seconds - sum(child[1] for child in children)
+        seconds_of_children = sum(child[1] for child in children)
+        own[name] = own.get(name, 0.0) + seconds - seconds_of_children
         for child in children:
             visit(child)
+
     visit(tree)
-    return max(own.items(), key=lambda item: item[1])
+    name = max(own, key=own.get)
+    return name, own[name]
 
 
 def zero1_slice(n, rank, size):
-    part = -(-n // (size * 128)) * 128  # rounded up
+    part = math.ceil(n / (size * 128)) * 128
     return slice(rank * part, (rank + 1) * part)
 
 
 def row_splits(ids, n_experts, ep):
-    e = n_experts // ep.size
-    send = torch.bincount(ids // e, minlength=ep.size)  # (ep,)
-    receive = all_to_all(send, ep)  # (ep,): rows that each rank sends to this one
+    experts_per_rank = n_experts // ep.size
+    send = torch.bincount(ids // experts_per_rank, minlength=ep.size)  # (ep,)
+    receive = all_to_all(send, ep)  # (ep,): the rows that each rank sends to this rank
     return send.tolist(), receive.tolist()
 
 
@@ -73,22 +79,27 @@ def is_spike(past, value, sigma):
 
 
 def after_job(code, step_before, step_after):
+    if code == 0:
+        return "done"
     if code == 85 and step_after > step_before:
         return "requeue"
-    return "done" if code == 0 else "look"
+    return "look"
 
 
 def efficiency(runs):
     per_rank = {}
     for ranks, rows in runs.items():
         speeds = [row["tok_s"] for row in rows if row["step"] > 1]
-        per_rank[ranks] = statistics.median(speeds[len(speeds) // 2:]) / ranks
-    return {ranks: speed / per_rank[min(per_rank)] for ranks, speed in per_rank.items()}
+        later_half = speeds[len(speeds) // 2:]
+        per_rank[ranks] = statistics.median(later_half) / ranks
+    reference = per_rank[min(per_rank)]
+    return {ranks: speed / reference for ranks, speed in per_rank.items()}
 
 
 def gpu_of_rank(rank, ranks_per_node, visible):
     names = visible.split(",")
-    return names[rank % ranks_per_node % len(names)]
+    local_rank = rank % ranks_per_node
+    return names[local_rank % len(names)]
 
 
 def is_better(before, after):
@@ -100,33 +111,48 @@ def is_better(before, after):
 def reduce_in_slot(axis, grads, slot, total, first):
     used = sum(grad.numel() for grad in grads)
     slot[:used].copy_(torch.cat([grad.flatten() for grad in grads]))
-    slot[used:].zero_()  # padding: another bucket was here
+    slot[used:].zero_()  # The padding holds numbers of another bucket.
     part = axis.reduce_scatter(slot)  # SUM, n/size of n numbers to each rank, over the axis
-    total.copy_(part) if first else total.add_(part)
+    if first:
+        total.copy_(part)
+    else:
+        total.add_(part)
 
 
 def interleaved_order(rank, p, v, m):
-    order = [(first + i, chunk) for first in range(0, m, p) for chunk in range(v) for i in range(p)]
+    order = []  # (micro-batch, chunk) of the forwards
+    for first in range(0, m, p):
+        for chunk in range(v):
+            order += [(first + i, chunk) for i in range(p)]
     forwards = [("F", i, chunk) for i, chunk in order]
     backwards = [("B", i, v - 1 - chunk) for i, chunk in order]
+
     warmup = min((v - 1) * p + 2 * (p - rank - 1), len(order))
-    pairs = zip(forwards[warmup:], backwards, strict=False)
-    return [*forwards[:warmup], *(op for pair in pairs for op in pair), *backwards[len(order) - warmup:]]
+    operations = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        operations += [forward, backward]
+    return operations + backwards[len(order) - warmup:]
 
 
 def zigzag(T, cp, rank):
-    c = T // (2 * cp)
-    return [chunk * c + i for chunk in (rank, 2 * cp - 1 - rank) for i in range(c)]
+    length = T // (2 * cp)
+    early = rank
+    late = 2 * cp - 1 - rank
+    return [chunk * length + i for chunk in (early, late) for i in range(length)]
 
 
 def keys_end(T, cp, rank):
-    c = T // (2 * cp)
-    return [(rank + 1) * c, T - rank * c]
+    length = T // (2 * cp)
+    return [(rank + 1) * length, T - rank * length]
 
 
 def answer_mask(ids, assistant, end):
-    mask, answers = [], False
+    mask = []
+    in_answer = False
     for token in ids:
-        mask.append(answers)
-        answers = token == assistant or answers and token != end
+        mask.append(in_answer)
+        if token == assistant:
+            in_answer = True
+        elif token == end:
+            in_answer = False
     return mask

@@ -1,7 +1,7 @@
-"""Are the exercises solved? One test per function, against nanoshard's own function where there is one.
+"""Are the exercises solved? One test per function, against nanoshard's own function if there is one.
 
     python -m pytest tutorial -k chapter_03                the test of chapter 3
-    python -m pytest tutorial -k chapter_03 --solutions    the same for solutions.py
+    python -m pytest tutorial -k chapter_03 --solutions    the same test for solutions.py
 """
 import itertools
 import math
@@ -47,12 +47,12 @@ def test_chapter_02(yours):
     q, k, v = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     want = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
     torch.testing.assert_close(yours.causal_attention(q, k, v), want)
-    v[3:] += 100  # the later values change; the results before them must not
+    v[3:] += 100  # The later values change; the results before them must not.
     torch.testing.assert_close(yours.causal_attention(q, k, v)[:3], want[:3])
 
 
 def all_reduce_bytes(world):
-    """An all-reduce of 1000 fp32 numbers -> the bytes that this rank sent, as train.py counts them."""
+    """Return the bytes that this rank sent in an all-reduce of 1000 fp32 numbers, as train.py counts them."""
     axis = make_mesh(world).dp
     axis.all_reduce(torch.zeros(1000))
     return axis.sent["all-reduce"]
@@ -63,18 +63,19 @@ def test_chapter_03(yours):
     for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
         for ranks in (1, 2, 8):
             got = yours.bus_bandwidth(kind, ranks, 4_194_304, 0.005)
-            assert got == pytest.approx(4_194_304 / 0.005 * 1e-9 * FACTOR[kind](ranks)), (kind, ranks)
-    per_second = yours.bus_bandwidth("all-reduce", 4, 4000, 1e-9)  # in one nanosecond: GB/s are bytes
-    assert run_ranks(4, all_reduce_bytes) == [pytest.approx(per_second)] * 4
+            want = 4_194_304 / 0.005 * 1e-9 * FACTOR[kind](ranks)
+            assert got == pytest.approx(want), (kind, ranks)
+    sent = yours.bus_bandwidth("all-reduce", 4, 4000, 1e-9)  # GB/s are bytes per nanosecond.
+    assert run_ranks(4, all_reduce_bytes) == [pytest.approx(sent)] * 4
     with pytest.raises(ValueError):
         yours.bus_bandwidth("gossip", 2, 1, 1)
 
 
-ROWS = (5, 2, 1)  # of each rank; uneven, as the rows of three experts are
+ROWS = (5, 2, 1)  # of each rank, uneven like the rows of three experts
 
 
 def gradient_of_rank(world, name):
-    """global_gradient of the module called name, on this rank's rows."""
+    """Return global_gradient of this rank's rows. name: the module whose function is called."""
     import importlib
     module = importlib.import_module(name)
     x, y, w = regression()
@@ -84,7 +85,7 @@ def gradient_of_rank(world, name):
 
 
 def regression():
-    """-> x (rows, 4), y (rows,), w (4,): those of all ranks."""
+    """Return x (rows, 4), y (rows,) and w (4,) with the rows of all ranks."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(sum(ROWS), 4, dtype=torch.float64, generator=draw)
     y = torch.randn(sum(ROWS), dtype=torch.float64, generator=draw)
@@ -93,7 +94,7 @@ def regression():
 
 def test_chapter_04(yours):
     x, y, w = regression()
-    (x @ w - y).square().mean().backward()  # one process that has all rows
+    (x @ w - y).square().mean().backward()  # One process has all rows.
     for got in run_ranks(len(ROWS), gradient_of_rank, yours.__name__):
         torch.testing.assert_close(got, w.grad)
 
@@ -121,15 +122,19 @@ N_EXPERTS = 8
 
 
 def choices(rank):
-    """The experts that the rows of a rank want. The higher the rank, the more its rows want the experts with
-    low numbers; all rows of rank 2 want expert 0."""
+    """Return the experts that the rows of a rank want.
+
+    The higher the rank, the more its rows want the experts with low numbers. All rows of rank 2 want
+    expert 0.
+    """
+    if rank == 2:
+        return torch.zeros(4, dtype=torch.int64)
     draw = random.Random(rank)
-    ids = [0] * 4 if rank == 2 else [int(N_EXPERTS * draw.random() ** (rank + 1)) for _ in range(6 + rank)]
-    return torch.tensor(ids)
+    return torch.tensor([int(N_EXPERTS * draw.random() ** (rank + 1)) for _ in range(6 + rank)])
 
 
 def row_splits_of_rank(world, name, ep):
-    """row_splits of the module called name, on this rank's choices."""
+    """Return row_splits of this rank's choices. name: the module whose function is called."""
     import importlib
     module = importlib.import_module(name)
     mesh = make_mesh(world, ep=ep)
@@ -138,18 +143,20 @@ def row_splits_of_rank(world, name, ep):
 
 def test_chapter_07(yours):
     for ep in (2, 4):
-        both = run_ranks(4, row_splits_of_rank, yours.__name__, ep)
-        for rank, (send, receive) in enumerate(both):
-            group = range(rank // ep * ep, rank // ep * ep + ep)
-            owner = (choices(rank) // (N_EXPERTS // ep)).tolist()
-            assert list(send) == [owner.count(r) for r in range(ep)], f"rank {rank} of ep {ep}"
-            assert list(receive) == [both[r][0][rank % ep] for r in group], f"rank {rank} of ep {ep}"
+        got = run_ranks(4, row_splits_of_rank, yours.__name__, ep)
+        for rank, (send, receive) in enumerate(got):
+            first = rank // ep * ep
+            group = range(first, first + ep)  # the ranks of its ep group
+            owners = (choices(rank) // (N_EXPERTS // ep)).tolist()
+            sent_to_it = [got[other][0][rank % ep] for other in group]
+            assert list(send) == [owners.count(i) for i in range(ep)], f"rank {rank} of ep {ep}"
+            assert list(receive) == sent_to_it, f"rank {rank} of ep {ep}"
 
 
 def test_chapter_08(yours):
     draw = random.Random(0)
     calm = [2.0 + draw.gauss(0, 0.05) for _ in range(128)]
-    shaken = [*calm[:120], *[1000.0] * 8]  # 8 outliers: from a mean they would hide a spike
+    shaken = [*calm[:120], *[1000.0] * 8]  # With a mean, the 8 outliers would hide a spike.
     for past in (calm, shaken, [2.0] * 128):
         for value in (1.0, 2.0, 2.005, 2.2, 2.35, 2.6, 5.0, math.inf):
             want = spike([(x, 1.0) for x in past], value, 1.0, 6.0) is not None
@@ -157,16 +164,20 @@ def test_chapter_08(yours):
 
 
 def test_chapter_09(yours):
-    want = {(0, 0, 400): "done", (0, 400, 400): "done", (85, 0, 120): "requeue", (85, 120, 121): "requeue",
-            (85, 120, 120): "look", (85, 0, 0): "look", **{(c, 0, 100): "look" for c in (1, 2, 42, 43, 44)}}
-    for (code, before, after), word in want.items():
+    cases = [(0, 0, 400, "done"), (0, 400, 400, "done"), (85, 0, 120, "requeue"), (85, 120, 121, "requeue"),
+             (85, 120, 120, "look"), (85, 0, 0, "look")]
+    cases += [(code, 0, 100, "look") for code in (1, 2, 42, 43, 44)]
+    for code, before, after, word in cases:
         assert yours.after_job(code, before, after) == word, (code, before, after)
 
 
 def test_chapter_10(yours):
     def rows(*speeds):
-        return [{"step": 10 * i + (i == 0), "tok_s": s} for i, s in enumerate(speeds)]
-    one = rows(5, 100, 90, 110, 100, 1)  # step 1 is slow; in the last step another program used the machine
+        steps = [1, *range(10, 10 * len(speeds), 10)]
+        return [{"step": step, "tok_s": speed} for step, speed in zip(steps, speeds, strict=True)]
+
+    # Step 1 is slow. In the last step another program used the machine.
+    one = rows(5, 100, 90, 110, 100, 1)
     assert yours.efficiency({1: one}) == {1: 1.0}
     assert yours.efficiency({2: rows(10, 160, 160), 1: one}) == {1: 1.0, 2: pytest.approx(0.8)}
     got = yours.efficiency({4: rows(1, 400, 400, 380), 8: rows(1, 900, 720, 720, 720)})
@@ -191,24 +202,29 @@ def test_chapter_12(yours):
 
 
 SLOT = 256  # elements of the slot
-SHAPES = [(20, 8), (40,)], [(31, 8), (8,)]  # of two buckets' gradients: the first leaves 56 elements padding
+SHAPES = [(20, 8), (40,)], [(31, 8), (8,)]  # of two buckets: the first has 56 elements of padding
 
 
 def gradients(rank, bucket, micro_batch):
-    """-> one rank's gradients of one micro-batch."""
+    """Return one rank's gradients of one micro-batch."""
     draw = torch.Generator().manual_seed(100 * rank + 10 * bucket + micro_batch)
     return [torch.randn(shape, dtype=torch.float64, generator=draw) for shape in SHAPES[bucket]]
 
 
 def slices_of_rank(world, name):
-    """Bucket 0, bucket 1 and bucket 0 once more, two micro-batches each, through one slot.
-    -> [(total of reduce_in_slot of the module called name, total of zero.SlotBucket)]"""
+    """Return [(total of reduce_in_slot, total of zero.SlotBucket)] of three buckets that share one slot.
+
+    Bucket 0, bucket 1 and bucket 0 again go through the slot with two micro-batches each. name: the module
+    whose reduce_in_slot is called.
+    """
     import importlib
     module = importlib.import_module(name)
-    axis, totals = make_mesh(world).dp, []
-    slot, shared = torch.zeros(SLOT, dtype=torch.float64), Slot(SLOT, torch.float64, "cpu")
+    axis = make_mesh(world).dp
+    totals = []
+    slot = torch.zeros(SLOT, dtype=torch.float64)
+    shared = Slot(SLOT, torch.float64, "cpu")
     for number in (0, 1, 0):
-        total = torch.full((SLOT // axis.size,), 7.0, dtype=torch.float64)
+        total = torch.full((SLOT // axis.size,), 7.0, dtype=torch.float64)  # 7.0 is an old number.
         params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in gradients(0, number, 0)]
         contents = Contents("dp", True, ["a", "b"], params)
         theirs = SlotBucket(contents, axis, 2, torch.float64, SlotComm(shared))
@@ -227,8 +243,8 @@ def test_chapter_13_reduce_in_slot(yours):
     got = run_ranks(2, slices_of_rank, yours.__name__)
     for i, number in enumerate((0, 1, 0)):
         whole = torch.zeros(SLOT, dtype=torch.float64)
-        for grads in (gradients(rank, number, micro_batch) for rank in range(2) for micro_batch in range(2)):
-            flat = torch.cat([grad.flatten() for grad in grads])
+        for rank, micro_batch in itertools.product(range(2), range(2)):
+            flat = torch.cat([grad.flatten() for grad in gradients(rank, number, micro_batch)])
             whole[:len(flat)] += flat
         for rank, part in enumerate(whole.chunk(2)):
             mine, theirs = got[rank][i]
@@ -265,7 +281,8 @@ def test_chapter_13_keys_end(yours):
 
 def test_chapter_14_answer_mask(yours):
     vocab = train_char(["abc"]).with_special(MARKERS)
-    template, ids = Template(vocab), vocab.special
+    template = Template(vocab)
+    ids = vocab.special
     for said in ("user assistant", "system user assistant user assistant", "assistant", "assistant user"):
         messages = [{"role": role, "content": "abc"[:i % 4]} for i, role in enumerate(said.split())]
         tokens, trained = template.conversation(messages)
