@@ -287,7 +287,7 @@ def average_of_slice(original, comm, bucket):
 
 def last_sum(original, comm, bucket):
     """SlotComm.add_sum that forgets earlier micro-batches."""
-    bucket.is_first = True
+    bucket.total.zero_()
     original(comm, bucket)
 
 
@@ -317,8 +317,8 @@ def nothing_fetched_in_backward(original, zero, part, backward=False):
 
 
 def move_without_waiting(original, zero, part, backward=False):
-    """ZeRO3.move_to_part that does not wait for the weights."""
-    with mock.patch.object(DataParallel, "provide_weights"):
+    """ZeRO3.move_to_part that does not wait for the weights in backward."""
+    with mock.patch.object(DataParallel, "provide_weights") if backward else contextlib.nullcontext():
         original(zero, part, backward)
 
 
