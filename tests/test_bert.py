@@ -23,6 +23,7 @@ from corpus import tokenizer
 from corpus.masked import Masked
 from corpus.shards import Synthetic, open_data
 from model import GPT, init_weights
+from ops.activations import gelu
 from ops.cross_entropy import IGNORE, LinearCrossEntropy
 from parallel import make_mesh
 from runtime.launch import World
@@ -201,12 +202,28 @@ def test_the_fused_head_adds_the_bias():
 # -----------------------------------------------------------------------------
 # planted faults
 
+def causal_attention(original, attention, *args):
+    """Attention.__init__ of a causal model."""
+    original(attention, *args)
+    attention.causal = True
+
+
+def without_norm(original, head, x):
+    """MaskedHead.forward without its norm."""
+    return gelu(head.dense(x))
+
+
+def one_seed(original, masked, source, seed):
+    """Masked.__init__ that forgets the seed."""
+    original(masked, source, 0)
+
+
 MASKS, MODEL = (check_masks, check_samples), (check_against_plain_code,)
-FAULTS = {  # name: (checks, function, its line, the faulty line)
+FAULTS = {  # name: (checks, a fault as arguments of planted)
     "the causal mask is left on": (
-        MODEL, "model.Attention.__init__", 'cfg.objective == "causal"', "True"),
+        MODEL, "model.Attention.__init__", causal_attention),
     "the head without its norm": (
-        MODEL, "model.MaskedHead.forward", "self.norm(gelu(self.dense(x)))", "gelu(self.dense(x))"),
+        MODEL, "model.MaskedHead.forward", without_norm),
     "the head without the bias on the logits": (
         MODEL, "model.GPT._loss_or_logits", "bias = self.mlm.bias", "bias = None"),
     "the rows of other tokens": (
@@ -216,19 +233,19 @@ FAULTS = {  # name: (checks, function, its line, the faulty line)
     "masks drawn from the place in the batch": (
         MASKS, "corpus.masked.Masked.draw", "np.arange(first, first + n,", "np.arange(0, n,"),
     "the same masks with every seed": (
-        MASKS, "corpus.masked.Masked.__init__", 'draw_keys("masked", seed)', 'draw_keys("masked")'),
+        MASKS, "corpus.masked.Masked.__init__", one_seed),
     "a random token that may be [MASK]": (
-        MASKS, "corpus.masked.Masked.replace", "% np.uint64(self.mask_token)",
-        "% np.uint64(self.mask_token + 1)"),
+        MASKS, "corpus.masked.Masked.replace", "np.uint64(self.mask_token)",
+        "np.uint64(self.mask_token + 1)"),
     "70 % replaced by [MASK]": (
         MASKS, "corpus.masked.Masked.replace", "kind < 8", "kind < 7"),
     "what stays is no target": (
-        MASKS, "corpus.masked.Masked.batch", "np.put_along_axis(targets, places, chosen,",
-        "np.put_along_axis(targets, places, np.where(replaced == chosen, IGNORE, chosen),"),
+        MASKS, "corpus.masked.Masked.batch", "targets, places, chosen,",
+        "targets, places, np.where(replaced == chosen, IGNORE, chosen),"),
     "a mask in 15 % of the places on average": (
         MASKS, "corpus.masked.Masked.batch",
-        "np.argpartition(draws, self.n_masked, axis=1)[:, :self.n_masked]",
-        "(draws % np.uint64(tokens.shape[1])).astype(np.int64)[:, :self.n_masked]"),
+        "np.argpartition(draws, self.n_masked, axis=1)",
+        "(draws % np.uint64(tokens.shape[1])).astype(np.int64)"),
 }
 
 

@@ -1,6 +1,7 @@
 """Fine-tuning: conversations as windows with masks, --init-from, the one division, and sample.py --chat."""
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -334,18 +335,32 @@ def test_refused_starts(data, pretrained, tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# planted faults, as in test_faults.py: each must fail a comparison
+# Planted faults, as in test_faults.py: each must fail a comparison.
 
-COUNT = "sum((y >= 0).sum() for _, y in batches)"
-FORWARD, STEP, TP = "pipeline.one_stage", "train.Step.gradients", "model._VocabCrossEntropy.forward"
-FAULTS = {  # name: (ranks, layout, function, its words, the faulty words)
-    "division by the rank's own count": (2, {}, STEP, "batches, tokens,", f"batches, {COUNT},"),
-    "the mean of the ranks' means": (2, {}, STEP, "batches, tokens,", f"batches, {COUNT} * mesh.dp.size,"),
+def own_count(original, model, dp, batches, tokens, *args, factor):
+    """forward_backward that divides by `factor` times this rank's own number of trained tokens."""
+    own = sum((y >= 0).sum() for _, y in batches)
+    return original(model, dp, batches, own * factor, *args)
+
+
+def all_tokens(original, step, *args, tokens):
+    """Step.gradients to which every token is trained."""
+    return original(step, *args)
+
+
+def count_of_half(original, source, first, count, device):
+    """trained_tokens of the first half of the batch."""
+    return original(source, first, count // 2, device)
+
+
+DIVIDE, TP = "pipeline.forward_backward", "model._VocabCrossEntropy.forward"
+FAULTS = {  # name: (ranks, layout, a fault as arguments of planted)
+    "division by the rank's own count": (2, {}, DIVIDE, functools.partial(own_count, factor=1)),
+    "the mean of the ranks' means": (2, {}, DIVIDE, functools.partial(own_count, factor=2)),
     "the mean of the micro-batches' means": (
-        1, {}, FORWARD, "loss / tokens", "loss / (y >= 0).sum() / len(batches)"),
-    "division by all tokens": (2, {}, STEP, "if tokens is None", "if True"),
-    "the count of a part of the batch": (
-        2, {}, "corpus.shards.trained_tokens", "n_targets(first, count)", "n_targets(first, count // 2)"),
+        1, {}, "pipeline.one_stage", "loss / tokens", "loss / (y >= 0).sum() / len(batches)"),
+    "division by all tokens": (2, {}, "train.Step.gradients", all_tokens),
+    "the count of a part of the batch": (2, {}, "corpus.shards.trained_tokens", count_of_half),
     "the loss of a masked target over tp": (2, dict(tp=2), TP, ".masked_fill(ignored, 0).sum()", ".sum()"),
     "the gradient of a masked target over tp": (
         2, dict(tp=2), TP, ".masked_fill_(ignored.unsqueeze(1), 0)", "")}

@@ -2,6 +2,7 @@
 draw, and which runs are a CUDA graph. Equal results over dp and under recompute: tests/test_faults.py.
 """
 import dataclasses
+import functools
 import hashlib
 import itertools
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from faults import GPT2, LLAMA, PP, TP, planted, sequences, with_faults
+from faults import GPT2, LLAMA, PP, TP, other_coordinates, planted, sequences, with_faults
 from pool import run_ranks
 from test_layouts import compare, run
 from test_model import FORMS, WIDE, built, check_against_the_written_out_model, family, randomize
@@ -145,9 +146,17 @@ def test_no_two_seeds_are_equal():
     assert len(found) == 16 * 2 * 31 * 2 * 3 and len(set(found.values())) == len(found)
 
 
-@pytest.mark.parametrize("part", ["mesh.cp.rank * mesh.tp.size + ", " + mesh.tp.rank", " * mesh.tp.size"])
-def test_equal_seeds_of_ranks_of_one_sequence_are_detected(part):
-    with planted("pipeline.dropout_seeds", part, ""):
+def one_number_for_tp_and_cp(original, cfg, mesh, *args):
+    """dropout_seeds that add the ranks of tp and cp up: (0, 1) and (1, 0) are the same."""
+    tp = dataclasses.replace(mesh.tp, size=1)
+    return original(cfg, dataclasses.replace(mesh, tp=tp), *args)
+
+
+@pytest.mark.parametrize("fault", [functools.partial(other_coordinates, cp=0),
+                                   functools.partial(other_coordinates, tp=0), one_number_for_tp_and_cp],
+                         ids=["cp", "tp", "both"])
+def test_equal_seeds_of_ranks_of_one_sequence_are_detected(fault):
+    with planted("pipeline.dropout_seeds", fault):
         found = {}
         for rank in range(4):
             found.update(seeds(World(rank=rank, size=8), 1, [1], 1))

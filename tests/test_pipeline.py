@@ -274,6 +274,11 @@ def test_activations_in_flight_are_those_of_the_whole_schedule():
 # -----------------------------------------------------------------------------
 # planted faults
 
+def same_in_every_chunk(original, cfg, mesh, step, n_micro_batches, chunk=0):
+    """dropout_seeds that forget the chunk."""
+    return original(cfg, mesh, step, n_micro_batches)
+
+
 WAITS = test_no_rank_waits_for_ever_and_the_bubble_is_what_is_promised
 FAULTS = {  # name: (a fault as arguments of planted, the test that detects it)
     "warm-up of one group less": (
@@ -289,14 +294,13 @@ FAULTS = {  # name: (a fault as arguments of planted, the test that detects it)
     "timetable of equally long ops": (
         "pipeline.Op.duration", functools.partial(constant, value=1), WAITS),
     "the last rank's message to the same chunk": (
-        "pipeline.messages_between", "op._replace(chunk=stage // ranks)", "op",
+        "pipeline.messages_between", "chunk=stage // ranks", "chunk=op.chunk",
         test_messages_pair_by_their_order_alone),
     "gradients sent on, not back": (
         "pipeline.messages_between", "+ op.direction", "+ 1",
         test_messages_pair_by_their_order_alone),
     "the same dropout in every chunk": (
-        "pipeline.dropout_seeds", "chunk * mesh.pp.size + mesh.pp.rank", "mesh.pp.rank",
-        test_dropout.test_no_two_seeds_are_equal),
+        "pipeline.dropout_seeds", same_in_every_chunk, test_dropout.test_no_two_seeds_are_equal),
     "memory of 1F1B": (
         "cost.memory.blocks_in_flight", "cfg.pp_chunks", "1",
         test_activations_in_flight_are_those_of_the_whole_schedule),
