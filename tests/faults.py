@@ -9,7 +9,8 @@ in the process of a rank, and the test must notice it. There are two ways, and `
         function tell the fault: the fault survives when somebody rewrites the function's lines.
     By text:  planted("pipeline.one_stage", "loss / tokens", "loss / len(batches)")
         A piece of the function's source is replaced. Use this for what happens inside of a function,
-        and take a short piece. It must occur exactly once; otherwise planting fails.
+        and take a short piece. Line breaks and spaces in it do not matter, but it must occur exactly
+        once; otherwise planting fails.
 
 In both ways the function object stays and gets other code. So the fault reaches every module that has
 imported the function. The function gets its own code back at the end of the `with` block.
@@ -24,6 +25,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import re
 import types
 from operator import attrgetter
 from unittest import mock
@@ -91,11 +93,12 @@ def code_that_calls(name, function):
 
 @contextlib.contextmanager
 def edited(where, old, new):
-    """Replace `old` by `new` in the source of the function `where`."""
+    """Replace `old` by `new` in the source of the function `where`, however its lines are broken."""
     function = find(where)
-    source = inspect.getsource(function)
-    assert source.count(old) == 1, f"{where} contains {old!r} {source.count(old)} times: rewrite this fault"
-    source = source.replace(old, new)
+    words = re.findall(r"\w+|[^\w\s]", old)
+    pattern = r"\s*".join(map(re.escape, words))
+    source, count = re.subn(pattern, lambda match: new, inspect.getsource(function))
+    assert count == 1, f"{where} contains {old!r} {count} times: rewrite this fault"
     if source[0] == " ":
         source = "class _:\n" + source  # A method stands in a class, so that super() works.
     before = function.__code__

@@ -213,6 +213,11 @@ def without_norm(original, head, x):
     return gelu(head.dense(x))
 
 
+def draws_of_first(original, masked, first, n):
+    """Masked.draw that counts samples from the start of the batch."""
+    return original(masked, 0, n)
+
+
 def one_seed(original, masked, source, seed):
     """Masked.__init__ that forgets the seed."""
     original(masked, source, 0)
@@ -231,7 +236,7 @@ FAULTS = {  # name: (checks, a fault as arguments of planted)
     "the rows in another order than the targets": (
         MODEL, "model.MaskedHead.masked_rows", "targets[rows]", "targets[targets >= 0].flip(0)"),
     "masks drawn from the place in the batch": (
-        MASKS, "corpus.masked.Masked.draw", "np.arange(first, first + n,", "np.arange(0, n,"),
+        MASKS, "corpus.masked.Masked.draw", draws_of_first),
     "the same masks with every seed": (
         MASKS, "corpus.masked.Masked.__init__", one_seed),
     "a random token that may be [MASK]": (
