@@ -5,7 +5,6 @@ import math
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from pool import ROOT, run_ranks
+from runs import session
 from safetensors.torch import load_file
 from test_layouts import GPT2, LLAMA, MOE, SIGMOID, assemble, scale
 
@@ -461,34 +461,25 @@ def test_a_directory_that_cannot_be_written_costs_a_save(kind, tmp_path, capsys)
     assert len(lines) == (kind != "vanished") and all("step 2 was not saved" in line for line in lines)
 
 
-def train_main(world, argv):
-    """train.main with files of at most 30 kB -> (exit code, its stderr, its stdout)."""
-    stderr, stdout = (io.TextIOWrapper(io.BytesIO()) for _ in range(2))
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1)}
+def small_files(world, argv):
+    """runs.session with files of at most 30 kB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
     try:
-        with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):
-            train.main(argv)
-        code = 0
-    except SystemExit as e:
-        code = e.code
+        return session(world, argv)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        for s, handler in handlers.items():  # the pool ends its processes by SIGTERM
-            signal.signal(s, handler)
-    stderr.flush(), stdout.flush()
-    return code, stderr.buffer.getvalue().decode(), stdout.buffer.getvalue().decode()
 
 
 def test_training_goes_on_until_the_third_failed_save(tmp_path):
     argv = ("tiny --n-layer 1 --n-embd 32 --ffn-hidden 32 --n-head 2 --seq-len 8 --data synthetic --steps 6 "
             f"--micro-batch 2 --eval-every 0 --no-plot --out {tmp_path / 'run'}").split()
-    ((code, stderr, stdout),) = run_ranks(1, train_main, [*argv, "--save-every", "3"])
-    assert code == 1 and "lost its last save after step 6" in stdout, stderr
-    assert len(stderr.splitlines()) == 2 and "step 3 was not saved" in stderr
-    ((code, stderr, stdout),) = run_ranks(1, train_main, [*argv, "--save-every", "1"])
-    assert code == 1 and "3 saves in a row failed" in stderr.splitlines()[-1] and "done" not in stdout
+    (run,) = run_ranks(1, small_files, [*argv, "--save-every", "3"])
+    assert run["code"] == 1 and "lost its last save after step 6" in run["out"], run["err"]
+    assert len(run["err"].splitlines()) == 2 and "step 3 was not saved" in run["err"]
+    (run,) = run_ranks(1, small_files, [*argv, "--save-every", "1"])
+    assert run["code"] == 1 and "3 saves in a row failed" in run["err"].splitlines()[-1]
+    assert "done" not in run["out"]
     assert not list((tmp_path / "run").glob("step_*"))
 
 
