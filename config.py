@@ -1,10 +1,12 @@
 """Every flag of train.py, its help and its default; exit codes; values that no run can have.
 
     Outcome         how a run ends: its exit code
-    Config          the flags of train.py; PRESETS are sets of values for them
-    check           refuses values that no run can have; check_ranks: that this number of ranks cannot have
+    flag, Config    the flags of train.py: each says beside itself all that is to be known of it
+    PRESETS         sets of values for them
+    check           refuses values that no run can have
 
 interface/command_line.py reads a command line into a Config, which is never changed after that.
+interface/layout.py refuses what a number of ranks cannot have.
 """
 import dataclasses
 import enum
@@ -24,112 +26,237 @@ class Outcome(enum.IntEnum):
     STOPPED = 85          # by a signal or --max-minutes, after a complete save; a job script requeues on it
 
 
+# -----------------------------------------------------------------------------
+# The flags
+
+# The least and the largest value of a number, for a flag's `within`.
+SIZE = (1, 2**20)
+COUNT = (0, 10**12)
+FACTOR = (0, 10**9)
+SHARE = (0, 1)
+
+KINDS = ("shape", "shape or meaning", "meaning", "data", "free", "silent")
+
+
+def flag(default, kind="", within=None, *, needs="", common=False):
+    """Declare a field of Config: its default, and what is to be known of it.
+
+    kind: what it means to a checkpoint that was written with another value.
+        shape     The weights have other names, sizes or uses. A resume refuses it.
+        meaning   The same weights compute something else. A resume refuses it unless --resume-changed
+                  names the flag.
+        data      The data are others, or come in another order. Refused likewise.
+        free      Training goes on in another way. The resume prints it.
+        silent    It says nothing about the training.
+        "shape or meaning" is a shape of which some values have tensors that fit each other.
+    within: the least and the largest value of a number, or of each number of a tuple.
+    needs: the flag without which this one has no effect, or flag=value.
+    common: whether --help shows it; --help-all shows every flag.
+    """
+    said = {"kind": kind, "within": within, "needs": needs, "common": common}
+    return dataclasses.field(default=default, metadata=said)
+
+
 @dataclass(frozen=True)
 class Config:
-    """The flags of train.py: --n-layer is n_layer. The comment beside a field, or above it if none is beside
-    it, is its help text; one above a field that has its own begins a group."""
+    """The flags of train.py: --n-layer is n_layer.
+
+    The comment beside a field, or above it if none is beside it, is its help text. A comment above an empty
+    line begins a group of --help.
+    """
     # model
-    n_layer: int = 4  # transformer blocks
-    n_head: int = 4  # query heads
-    n_kv_head: int = 2  # key/value heads, each shared by n-head / n-kv-head query heads
-    n_embd: int = 128  # width of the model
-    ffn_hidden: int = 384  # hidden width of the MLP, and of each expert
-    vocab_size: int = 0  # tokens in the vocabulary; 0 takes their number from the data's meta.json
-    seq_len: int = 128  # tokens in a sequence
-    dropout: float = 0.0  # probability, in attention, residual branches and embedding; 0 is off
-    norm: Literal["rms", "layer"] = "rms"  # RMSNorm or LayerNorm
-    mlp: Literal["swiglu", "gelu"] = "swiglu"  # SwiGLU (three matrices) or GELU (two)
-    pos: Literal["rope", "learned"] = "rope"  # rotary or learned absolute positions
-    rope_base: float = 10000.0  # RoPE base (theta); long sequences need a larger one
-    norm_eps: float = 1e-5  # added to the variance (mean square) under the norm's root
-    bias: bool = False  # biases in linear layers and LayerNorm
-    tied: bool = False  # the output head is the token embedding's matrix
+
+    n_layer: int = flag(4, "shape", (1, 2**12), common=True)  # transformer blocks
+    n_head: int = flag(4, "shape", SIZE, common=True)  # query heads
+    n_kv_head: int = flag(2, "shape", SIZE)  # key/value heads, each shared by n-head / n-kv-head query heads
+    n_embd: int = flag(128, "shape", SIZE, common=True)  # width of the model
+    ffn_hidden: int = flag(384, "shape", SIZE)  # hidden width of the MLP, and of each expert
+    # tokens in the vocabulary; 0 takes their number from the data's meta.json
+    vocab_size: int = flag(0, "meaning", (0, 2**24))
+    seq_len: int = flag(128, "shape or meaning", (1, 2**24), common=True)  # tokens in a sequence
+    # probability, in attention, residual branches and embedding; 0 is off
+    dropout: float = flag(0.0, "free", SHARE)
+    norm: Literal["rms", "layer"] = flag("rms", "shape or meaning")  # RMSNorm or LayerNorm
+    mlp: Literal["swiglu", "gelu"] = flag("swiglu", "shape")  # SwiGLU (three matrices) or GELU (two)
+    pos: Literal["rope", "learned"] = flag("rope", "shape")  # rotary or learned absolute positions
+    # RoPE base (theta); long sequences need a larger one
+    rope_base: float = flag(10000.0, "meaning", (1, 10**12), needs="pos=rope")
+    norm_eps: float = flag(1e-5, "shape", SHARE)  # added to the variance (mean square) under the norm's root
+    bias: bool = flag(False, "shape")  # biases in linear layers and LayerNorm
+    tied: bool = flag(False, "shape")  # the output head is the token embedding's matrix
     # causal predicts the next token; mlm is BERT's masked language model: 15 % of the tokens, from both sides
-    objective: Literal["causal", "mlm"] = "causal"
+    objective: Literal["causal", "mlm"] = flag("causal", "shape")
+
     # mixture of experts
-    n_experts: int = 0  # experts that replace each MLP; 0 is a dense model
-    top_k: int = 2  # experts that each token is sent to
+
+    # experts that replace each MLP; 0 is a dense model
+    n_experts: int = flag(0, "shape", (0, 2**20), common=True)
+    # experts that each token is sent to
+    top_k: int = flag(2, "meaning", SIZE, needs="n_experts", common=True)
     # each expert takes at most ceil(capacity-factor * tokens * top-k / n-experts) rows of a rank's tokens in
     # a micro-batch, and the rest is dropped; 0 drops none (dropless)
-    capacity_factor: float = 0.0
-    drop_policy: Literal["probs", "position"] = "probs"  # over capacity: keep largest gates, or first rows
-    aux_coef: float = 1e-2  # weight of the load-balancing loss
-    z_coef: float = 0.0  # weight of the router's z-loss, which keeps its logits small
+    capacity_factor: float = flag(0.0, "meaning", FACTOR, needs="n_experts")
+    # over capacity: keep largest gates, or first rows
+    drop_policy: Literal["probs", "position"] = flag("probs", "meaning", needs="capacity_factor")
+    aux_coef: float = flag(1e-2, "free", FACTOR, needs="n_experts")  # weight of the load-balancing loss
+    # weight of the router's z-loss, which keeps its logits small
+    z_coef: float = flag(0.0, "free", FACTOR, needs="n_experts")
     # the experts' gates: softmax over all experts, softmax-topk over the chosen ones, sigmoid for each alone
-    router: Literal["softmax", "softmax-topk", "sigmoid"] = "softmax"
-    router_bias_rate: float = 0.0  # sigmoid only: step of the bias that balances experts; 0 is no bias
-    n_shared_experts: int = 0  # experts that every token visits, beside its top-k
+    router: Literal["softmax", "softmax-topk", "sigmoid"] = flag("softmax", "meaning", needs="n_experts")
+    # sigmoid only: step of the bias that balances experts; 0 is no bias
+    router_bias_rate: float = flag(0.0, "meaning", FACTOR, needs="n_experts")
+    n_shared_experts: int = flag(0, "shape", (0, 2**20))  # experts that every token visits, beside its top-k
     # start from the weights of another run (or its step_N), with a fresh optimizer; of a dense model every
     # expert gets the MLP
-    init_from: str = ""
+    init_from: str = flag("", "silent")
+
     # layout (dp = world / (tp * cp * pp) is derived)
-    tp: int = 1  # tensor parallelism: ranks that split each layer, and the sequence between the blocks
-    cp: int = 1  # context parallelism: ranks that split each sequence; seq-len divides by 2 * cp
-    pp: int = 1  # pipeline parallelism: stages, which hold different layers
-    ep: int = 1  # expert parallelism: ranks that split the experts; divides dp * cp * tp
+
+    # tensor parallelism: ranks that split each layer, and the sequence between the blocks
+    tp: int = flag(1, "free", SIZE, common=True)
+    # context parallelism: ranks that split each sequence; seq-len divides by 2 * cp
+    cp: int = flag(1, "free", SIZE)
+    pp: int = flag(1, "free", SIZE, common=True)  # pipeline parallelism: stages, which hold different layers
+    # expert parallelism: ranks that split the experts; divides dp * cp * tp
+    ep: int = flag(1, "free", SIZE, common=True)
     # dropless with ep > 1 under a CUDA graph: receive buffers, between nodes messages, hold this many times
     # the balanced number of rows; a step that needs more is computed again without; 0 turns the graph off
-    ep_slack: float = 2.5
-    pp_layers: str = ""  # a,b,c: blocks of each stage; default: balanced, embedding and head count as a block
-    pp_chunks: int = 1  # interleaved 1F1B: a rank holds this many stages, chunks of layers that lie pp apart
-    zero: Literal[0, 1, 2, 3] = 0  # replicas share out 1: optimizer state, 2: gradients too, 3: weights too
+    ep_slack: float = flag(2.5, "free", FACTOR, needs="n_experts")
+    # a,b,c: blocks of each stage; default: balanced, embedding and head count as a block
+    pp_layers: str = flag("", "free")
+    # interleaved 1F1B: a rank holds this many stages, chunks of layers that lie pp apart
+    pp_chunks: int = flag(1, "free", SIZE)
+    # replicas share out 1: optimizer state, 2: gradients too, 3: weights too
+    zero: Literal[0, 1, 2, 3] = flag(0, "free", common=True)
     # what backward runs again: full, whole blocks; selective, norms, rotation and the dense MLP's activation
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = flag("none", "free")
+
     # batch
-    micro_batch: int = 8  # sequences per data-parallel replica and micro-step
-    global_batch: int = 0  # sequences per optimizer step; 0 is micro-batch * dp
+
+    # sequences per data-parallel replica and micro-step
+    micro_batch: int = flag(8, "free", SIZE, common=True)
+    # sequences per optimizer step; 0 is micro-batch * dp
+    global_batch: int = flag(0, "free", (0, 2**20), common=True)
     # START INCREMENT SAMPLES: the batch starts at START sequences and grows in steps of INCREMENT up to
     # global-batch, while the first SAMPLES sequences are consumed
-    rampup_batch_size: tuple[int, ...] = ()
+    rampup_batch_size: tuple[int, ...] = flag((), "free", COUNT)
+
     # optimiser
-    steps: int = 400  # optimizer steps in total, also after a resume
-    lr: float = 2e-3  # peak learning rate
-    min_lr: float | None = None  # learning rate at the end of the cosine; default lr / 10
-    warmup: int = 40  # steps in which the learning rate rises from 0 to lr
-    decay_steps: int = 0  # step at which the cosine reaches min-lr; 0 is steps
-    weight_decay: float = 0.1  # of matrices only
-    beta1: float = 0.9  # Adam: decay of the mean of gradients
-    beta2: float = 0.95  # Adam: decay of the mean of squared gradients
-    clip: float = 1.0  # gradients are scaled down to this global norm at most; 0 never clips
-    dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"  # of weights, activations; sums at least fp32
-    compile: bool = False  # torch.compile each block
-    cuda_graph: bool = True  # on a GPU, replay forward and backward as one CUDA graph where shapes are static
+
+    steps: int = flag(400, "free", (1, 10**12), common=True)  # optimizer steps in total, also after a resume
+    lr: float = flag(2e-3, "free", FACTOR, common=True)  # peak learning rate
+    # learning rate at the end of the cosine; default lr / 10
+    min_lr: float | None = flag(None, "free", FACTOR)
+    warmup: int = flag(40, "free", COUNT)  # steps in which the learning rate rises from 0 to lr
+    decay_steps: int = flag(0, "free", COUNT)  # step at which the cosine reaches min-lr; 0 is steps
+    weight_decay: float = flag(0.1, "free", FACTOR)  # of matrices only
+    beta1: float = flag(0.9, "free", SHARE)  # Adam: decay of the mean of gradients
+    beta2: float = flag(0.95, "free", SHARE)  # Adam: decay of the mean of squared gradients
+    # gradients are scaled down to this global norm at most; 0 never clips
+    clip: float = flag(1.0, "free", FACTOR)
+    # of weights, activations; sums at least fp32
+    dtype: Literal["fp64", "fp32", "bf16", "fp16"] = flag("fp32", "free", common=True)
+    compile: bool = flag(False, "free")  # torch.compile each block
+    # on a GPU, replay forward and backward as one CUDA graph where shapes are static
+    cuda_graph: bool = flag(True, "free")
+
     # run
-    data: str = "data/stdlib"  # directory that prepare.py made, several by weight (A:0.7,B:0.3), "synthetic"
-    out: str = ""  # directory of the run's files; default out/PRESET
-    seed: int = 1337  # of weights, data order and dropout
-    log_every: int = 20  # steps between logged steps
-    eval_every: int = 100  # steps between evaluations; 0 never evaluates
-    eval_iters: int = 20  # global batches per evaluation
-    save_every: int = 200  # steps between checkpoints; 0 never saves
-    keep: int = 3  # newest checkpoints to keep; 0 keeps all
+
+    # directory that prepare.py made, several by weight (A:0.7,B:0.3), "synthetic"
+    data: str = flag("data/stdlib", "data", common=True)
+    out: str = flag("", "silent", common=True)  # directory of the run's files; default out/PRESET
+    seed: int = flag(1337, "data", (0, 2**63 - 1))  # of weights, data order and dropout
+    log_every: int = flag(20, "silent", (1, 10**12))  # steps between logged steps
+    eval_every: int = flag(100, "silent", COUNT, common=True)  # steps between evaluations; 0 never evaluates
+    eval_iters: int = flag(20, "silent", (0, 2**24))  # global batches per evaluation
+    save_every: int = flag(200, "silent", COUNT, common=True)  # steps between checkpoints; 0 never saves
+    keep: int = flag(3, "silent", COUNT)  # newest checkpoints to keep; 0 keeps all
     # an evaluation that finds the lowest validation loss so far also saves, and that checkpoint is kept
-    keep_best: bool = True
-    resume: str = "none"  # auto (newest in --out), a checkpoint's path, or none
-    resume_changed: str = ""  # NAME[,NAME]: flags that a resume may change although the model or data changes
-    max_minutes: float = 0.0  # save and exit 85 before this much wall time has passed; 0 is no limit
-    timeout: float = 600.0  # seconds without progress that end the run; x 2 in start, compilation, saving
-    check_every: int = 500  # steps between comparisons of the replicas' weights; 0 never compares
+    keep_best: bool = flag(True, "silent")
+    resume: str = flag("none", "silent", common=True)  # auto (newest in --out), a checkpoint's path, or none
+    # NAME[,NAME]: flags that a resume may change although the model or data changes
+    resume_changed: str = flag("", "silent")
+    # save and exit 85 before this much wall time has passed; 0 is no limit
+    max_minutes: float = flag(0.0, "silent", FACTOR)
+    # seconds without progress that end the run; x 2 in start, compilation, saving
+    timeout: float = flag(600.0, "silent", (1, 30 * 86400))
+    # steps between comparisons of the replicas' weights; 0 never compares
+    check_every: int = flag(500, "silent", COUNT)
+
     # skipping data
-    train_range_to_skip: tuple[int, ...] = ()  # A B [C D ...]: drop these steps' data, 1-based, inclusive
+
+    # A B [C D ...]: drop these steps' data, 1-based, inclusive
+    train_range_to_skip: tuple[int, ...] = flag((), "silent", COUNT)
     # SIGMA: skip a step whose loss or gradient norm is more than SIGMA deviations above the median of the
     # last steps; 0 is off
-    skip_spikes: float = 0.0
+    skip_spikes: float = flag(0.0, "free", FACTOR)
     # at this step every target is token 0, which makes a spike; --clip 0 shows the damage; 0 is never
-    inject_spike: int = 0
-    # looking at a run
-    profile: bool = False  # pyinstrument, as profile.html and profile.txt
-    trace: bool = False  # torch profiler over steps 3 to 5, as trace.json
-    timers: bool = False  # log the milliseconds of each phase; to measure them synchronises the device
-    plot: bool = True  # print loss and experts' loads as plots at the end; the files are always written
-    prompt: str = ""  # continue this text at each evaluation
-    wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases, from rank 0
-    # debug
-    deterministic: bool = False  # on a GPU use only kernels that give the same bits in every run
-    pdb: int = -1  # RANK that stops in the debugger before the first step; nothing times out; -1 is none
-    dump_grads: str = ""  # FILE.safetensors: weights before and gradients of the first step, at full size
-    preset: str = "tiny"  # no flag, the first word: the preset whose values are the defaults
+    inject_spike: int = flag(0, "free", COUNT)
 
+    # looking at a run
+
+    profile: bool = flag(False, "silent")  # pyinstrument, as profile.html and profile.txt
+    trace: bool = flag(False, "silent")  # torch profiler over steps 3 to 5, as trace.json
+    # log the milliseconds of each phase; to measure them synchronises the device
+    timers: bool = flag(False, "silent")
+    # print loss and experts' loads as plots at the end; the files are always written
+    plot: bool = flag(True, "silent")
+    prompt: str = flag("", "silent")  # continue this text at each evaluation
+    wandb: Literal["off", "offline", "online"] = flag("off", "silent")  # Weights & Biases, from rank 0
+
+    # debug
+
+    # on a GPU use only kernels that give the same bits in every run
+    deterministic: bool = flag(False, "free")
+    # RANK that stops in the debugger before the first step; nothing times out; -1 is none
+    pdb: int = flag(-1, "silent", (-1, 2**20))
+    # FILE.safetensors: weights before and gradients of the first step, at full size
+    dump_grads: str = flag("", "silent")
+    preset: str = flag("tiny", "silent")  # no flag, the first word: the preset whose values are the defaults
+
+
+def declaration(field):
+    """Return what flag() was told of a field of Config.
+
+    TypeError, with the field's name: it was not told everything, or the field has no flag().
+    """
+    said = field.metadata
+    if said.get("kind") not in KINDS:
+        raise TypeError(f"Config.{field.name} does not say what it means to a checkpoint: declare it as "
+                        f"flag({field.default!r}, KIND), where KIND is one of {', '.join(KINDS)}")
+    if field.type in (int, float, float | None, tuple[int, ...]) and not said["within"]:
+        raise TypeError(f"Config.{field.name} is a number without a range: declare it as "
+                        f"flag({field.default!r}, {said['kind']!r}, (LEAST, LARGEST))")
+    return said
+
+
+FLAGS = {field.name: declaration(field) for field in dataclasses.fields(Config)}
+
+
+def flags_of_kind(kind):
+    """Return the names of the flags of a kind; those of "shape or meaning" are of both."""
+    return tuple(name for name, said in FLAGS.items() if kind in said["kind"].split(" or "))
+
+
+RANGES = {name: said["within"] for name, said in FLAGS.items() if said["within"]}
+COMMON = tuple(name for name, said in FLAGS.items() if said["common"])
+SHAPE = flags_of_kind("shape")
+MEANING = flags_of_kind("data") + flags_of_kind("meaning")  # what --resume-changed can allow
+SILENT = flags_of_kind("silent")
+
+
+def has_effect(name, cfg):
+    """Whether a flag makes a difference in this Config: some have none without another flag."""
+    needed, _, value = FLAGS[name]["needs"].partition("=")
+    if not needed:
+        return True
+    if value:
+        return getattr(cfg, needed) == value
+    return bool(getattr(cfg, needed))
+
+
+# -----------------------------------------------------------------------------
+# Presets, and the names that other trainers have for our flags
 
 GPT2 = dict(norm="layer", mlp="gelu", pos="learned", bias=True, tied=True, dropout=0.0)
 LLAMA = dict(norm="rms", mlp="swiglu", pos="rope", bias=False, tied=False, dropout=0.0)
@@ -160,22 +287,6 @@ PRESETS = {
                        seq_len=2048, vocab_size=250880, micro_batch=2, global_batch=2048, steps=100_000,
                        lr=6e-5, warmup=375, **LARGE),
 }
-SIZE, COUNT, FACTOR = (1, 2**20), (0, 10**12), (0, 10**9)
-RANGES = {  # flag, of any program: the least and the largest value it may have
-    **dict.fromkeys(("n_head", "n_kv_head", "n_embd", "ffn_hidden", "top_k", "tp", "cp", "pp", "ep",
-                     "pp_chunks", "micro_batch"), SIZE),
-    **dict.fromkeys(("n_experts", "n_shared_experts", "global_batch"), (0, 2**20)),
-    **dict.fromkeys(("vocab_size", "eval_iters"), (0, 2**24)), "n_layer": (1, 2**12), "seq_len": (1, 2**24),
-    **dict.fromkeys(("steps", "log_every"), (1, 10**12)),
-    **dict.fromkeys(("warmup", "decay_steps", "eval_every", "save_every", "check_every", "keep",
-                     "inject_spike", "train_range_to_skip", "rampup_batch_size"), COUNT),
-    **dict.fromkeys(("lr", "min_lr", "weight_decay", "clip", "aux_coef", "z_coef", "router_bias_rate",
-                     "capacity_factor", "ep_slack", "max_minutes", "skip_spikes"), FACTOR),
-    "rope_base": (1, 10**12), "timeout": (1, 30 * 86400), "pdb": (-1, 2**20), "seed": (0, 2**63 - 1),
-    **dict.fromkeys(("dropout", "beta1", "beta2", "norm_eps"), (0, 1))}
-COMMON = ("n_layer", "n_head", "n_embd", "seq_len", "n_experts", "top_k", "tp", "pp", "ep", "zero",
-          "micro_batch", "global_batch", "steps", "lr", "dtype", "data", "out", "eval_every", "save_every",
-          "resume")  # what --help shows of Config; --help-all shows all
 ELSEWHERE = {  # flags of other trainers: the name of ours, or what to do instead
     **dict.fromkeys(("block_size", "max_seq_len", "context_length"), "seq_len"), "num_layers": "n_layer",
     "hidden_size": "n_embd", "num_attention_heads": "n_head", "lr_decay_iters": "decay_steps",
@@ -190,17 +301,21 @@ ELSEWHERE = {  # flags of other trainers: the name of ours, or what to do instea
 
 
 # -----------------------------------------------------------------------------
-# values that are refused
+# Values that are refused
 
 def check_numbers(flags):
-    """ValueError unless every number among a program's flags is finite and within its range. A class of flags
-    may have RANGES of its own."""
+    """ValueError unless every number among a program's flags is finite and within its range.
+
+    A flag that Config has, too, has the range given there, unless the class of flags has RANGES of its own.
+    """
     ranges = {**RANGES, **getattr(flags, "RANGES", {})}
-    for f in dataclasses.fields(flags):
-        values, (low, high) = getattr(flags, f.name), ranges.get(f.name, (-10**18, 10**18))
-        for v in values if isinstance(values, tuple) else [values]:
-            if isinstance(v, (int, float)) and not low <= v <= high:  # nan is in no range
-                raise ValueError(f"--{f.name.replace('_', '-')} {v} must be at least {low}, at most {high}")
+    for field in dataclasses.fields(flags):
+        low, high = ranges.get(field.name, (-10**18, 10**18))
+        values = getattr(flags, field.name)
+        for value in values if isinstance(values, tuple) else [values]:
+            if isinstance(value, (int, float)) and not low <= value <= high:  # nan is in no range
+                raise ValueError(f"--{field.name.replace('_', '-')} {value} must be at least {low}, "
+                                 f"at most {high}")
 
 
 def check(cfg):
@@ -211,33 +326,54 @@ def check(cfg):
             raise ValueError(f"--{name} {getattr(cfg, name)} must be in [0, 1)")
     if cfg.min_lr is not None and cfg.min_lr > cfg.lr:
         raise ValueError(f"--min-lr {cfg.min_lr} is above --lr {cfg.lr}; try --min-lr {cfg.lr / 10:g}")
+    check_heads(cfg)
+    if cfg.objective == "mlm":
+        check_masked_model(cfg)
+    check_experts(cfg)
+    check_run(cfg)
+
+
+def check_heads(cfg):
+    """ValueError unless the heads divide the width, and RoPE finds pairs in a head."""
     must_divide("n-embd", cfg.n_embd, "n-head", cfg.n_head)
     must_divide("n-head", cfg.n_head, "n-kv-head", cfg.n_kv_head)
-    if cfg.pos == "rope" and cfg.n_embd // cfg.n_head % 2:
-        raise ValueError(f"head dim {cfg.n_embd // cfg.n_head} is odd, RoPE turns pairs; try --pos learned")
-    if cfg.objective == "mlm" and n_masked(cfg.seq_len) < 1:
+    head_dim = cfg.n_embd // cfg.n_head
+    if cfg.pos == "rope" and head_dim % 2:
+        raise ValueError(f"head dim {head_dim} is odd, RoPE turns pairs; try --pos learned")
+
+
+def check_masked_model(cfg):
+    """ValueError for flags that a masked language model cannot have."""
+    if n_masked(cfg.seq_len) < 1:
         raise ValueError(f"--objective mlm masks 15 % of a sequence, of --seq-len {cfg.seq_len} no token; "
                          "try --seq-len 128")
-    if cfg.objective == "mlm" and cfg.vocab_size == 1:
+    if cfg.vocab_size == 1:
         raise ValueError("--vocab-size 1 is [MASK] alone with --objective mlm; try --vocab-size 65")
-    if cfg.objective == "mlm" and cfg.prompt:
+    if cfg.prompt:
         raise ValueError("--prompt continues a text, --objective mlm predicts masked tokens from both sides; "
                          "try sample.py RUN --fill 'a [MASK] text'")
-    if cfg.n_experts:
-        if cfg.top_k > cfg.n_experts:
-            raise ValueError(f"top-k {cfg.top_k} exceeds n-experts {cfg.n_experts}; "
-                             f"try --top-k {cfg.n_experts}")
-        if cfg.router == "softmax-topk" and cfg.top_k == 1:
-            raise ValueError("--router softmax-topk with --top-k 1 has the constant gate 1, the router would "
-                             "learn nothing from the text; try --router softmax")
-        if cfg.router_bias_rate and cfg.router != "sigmoid":
-            raise ValueError(f"--router-bias-rate steers sigmoid routers, not {cfg.router}; "
-                             "try --router sigmoid")
-    elif cfg.ep > 1 or cfg.n_shared_experts:
-        raise ValueError(f"--ep {cfg.ep} and --n-shared-experts {cfg.n_shared_experts} need experts; "
-                         "try --n-experts 8")
+
+
+def check_experts(cfg):
+    """ValueError for a router that cannot choose or learn, and for flags of experts in a dense model."""
+    if not cfg.n_experts:
+        if cfg.ep > 1 or cfg.n_shared_experts:
+            raise ValueError(f"--ep {cfg.ep} and --n-shared-experts {cfg.n_shared_experts} need experts; "
+                             "try --n-experts 8")
+    elif cfg.top_k > cfg.n_experts:
+        raise ValueError(f"top-k {cfg.top_k} exceeds n-experts {cfg.n_experts}; try --top-k {cfg.n_experts}")
+    elif cfg.router == "softmax-topk" and cfg.top_k == 1:
+        raise ValueError("--router softmax-topk with --top-k 1 has the constant gate 1, the router would "
+                         "learn nothing from the text; try --router softmax")
+    elif cfg.router_bias_rate and cfg.router != "sigmoid":
+        raise ValueError(f"--router-bias-rate steers sigmoid routers, not {cfg.router}; "
+                         "try --router sigmoid")
     if cfg.ep_slack and cfg.ep_slack < 1:
         raise ValueError(f"--ep-slack {cfg.ep_slack} is less than the balanced share; try --ep-slack 2")
+
+
+def check_run(cfg):
+    """ValueError for paths, beginnings and lists of numbers that no run can use."""
     dump = Path(cfg.dump_grads)
     if cfg.dump_grads and (not dump.name or dump.is_dir() or any(p.is_file() for p in dump.parents)):
         raise ValueError(f"--dump-grads {cfg.dump_grads} is a folder or lies in a file; give the path of a "
@@ -253,35 +389,32 @@ def check(cfg):
 
 
 def largest_divisor(most, *numbers):
-    """-> the largest number up to `most` that divides all of `numbers`."""
-    return next(d for d in range(min(most, *filter(None, numbers)), 0, -1) if not any(n % d for n in numbers))
+    """Return the largest number up to `most` that divides all of `numbers`. Zeros count as nothing."""
+    at_most = min(most, *filter(None, numbers))
+    for divisor in range(at_most, 1, -1):
+        if not any(n % divisor for n in numbers):
+            return divisor
+    return 1
 
 
 def must_divide(what, n, flag, parts, also=0):
-    """ValueError where n does not divide by --flag, with the number to give, which divides `also`, too."""
+    """ValueError unless `parts`, the value of --flag, divides n. The number to try divides `also`, too."""
     if n % parts:
         raise ValueError(f"{what} {n} does not divide by {flag} {parts}; "
                          f"try --{flag} {largest_divisor(parts, n, also)}")
 
 
-def check_ranks(n, tp, pp, ep, n_experts=0, cp=1):
-    """n ranks as a mesh -> dp. ValueError: they do not divide. n_experts: for a hint that divides it, too."""
-    if n % (tp * cp * pp):
-        hint = (f"start a multiple of {tp * cp * pp} ranks" if n % (cp * pp) else
-                f"try --tp {largest_divisor(tp, n // (cp * pp))}")
-        raise ValueError(f"{n} ranks do not divide by tp {tp} *{f' cp {cp} *' * (cp > 1)} pp {pp}; {hint}")
-    if (stage := n // pp) % ep:
-        raise ValueError(f"ep {ep} does not divide the {stage} ranks of a stage, {n} / pp {pp}; "
-                         f"try --ep {largest_divisor(ep, stage, n_experts)}")
-    return stage // (tp * cp)
-
+# -----------------------------------------------------------------------------
+# Numbers that follow from a flag, whatever the layout
 
 def n_masked(seq_len):
-    """Tokens of a sequence that --objective mlm masks: 15 %, in each sequence equally many, so that all ranks
-    know their number."""
+    """Return how many tokens of a sequence --objective mlm masks: 15 %.
+
+    The number is the same in each sequence, so that all ranks know it.
+    """
     return round(0.15 * seq_len)
 
 
 def pad_vocab(vocab_size):
-    """The vocabulary rounded up to a multiple of 128, whatever the layout: tiles like it, tp divides it."""
+    """Return the vocabulary rounded up to a multiple of 128: matrix kernels like it, and tp divides it."""
     return -(-vocab_size // 128) * 128

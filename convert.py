@@ -20,6 +20,7 @@ from typing import Annotated, Literal, NamedTuple
 import tyro
 
 import checkpoint
+from config import SHAPE
 from corpus import hugging_face as hf
 from corpus import tokenizer
 from corpus.chat import END, MARKERS
@@ -121,13 +122,17 @@ def their_name(name, names):
     """Return the name of theirs for one of our parameters, with {} for the number of an expert.
 
     names: of a Family. A parameter has a name of its own there, or that of its module.
+    ValueError: it has none.
     """
     block, module, leaf = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+?)(\.weight|\.bias)?", name).groups("")
     leaf = leaf or ".weight"
     if module + leaf in names:
         theirs = names[module + leaf]
-    else:
+    elif module in names:
         theirs = names[module] + leaf
+    else:
+        raise ValueError(f"{name} has no name in this family of Hugging Face's models; the model cannot be "
+                         "converted until FAMILIES in corpus/hugging_face.py has one")
     if not block:
         return theirs
     return f"{names['blocks']}.{block}.{theirs}"
@@ -378,7 +383,7 @@ def import_model(flags):
     vocabulary = load_tokenizer(weights.path, weights.vocab_size)
     out = Path(flags.out)
     cfg = dataclasses.replace(weights.cfg, vocab_size=weights.vocab_size)
-    step = checkpoint.save(out, 0, 0, 1, lazy_shards(weights), meta_of_no_step(cfg))
+    step = checkpoint.save(out, 0, lazy_shards(weights), meta_of_no_step(cfg))
     if vocabulary:
         vocabulary.save(out / "tokenizer.json")
         data = f"python prepare.py FILE... --name NAME --tokenizer {out}"
@@ -412,7 +417,6 @@ def read_piece(weights, name, full, piece, dtype):
 
 def meta_of_no_step(cfg):
     """Return what index.json says of a run that has made no step."""
-    from runtime.resume import SHAPE
     saved = dataclasses.asdict(cfg)
     return {"step": 0, "samples": 0, "skipped": 0, "nan_steps": 0, "adam_t": 0, "world": 1, "seed": cfg.seed,
             "data": "", "skip": [], "scaler": None, "best": {}, "vocab_size": cfg.vocab_size,

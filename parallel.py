@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from config import check_ranks
+from interface.layout import check_ranks
 
 # Since torch 2.13 these two functions have new names; older versions have only the old ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -20,7 +20,6 @@ Then ranks idle for (p - 1) / (v m) of the work of m micro-batches, and send v t
 """
 import collections
 import functools
-import itertools
 import zlib
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ddp import untimed
+from interface.layout import stage_layers
 
 # -----------------------------------------------------------------------------
 # One step
@@ -153,61 +153,12 @@ def dropout_seeds(cfg, mesh, step, n_micro_batches, chunk=0):
 # -----------------------------------------------------------------------------
 # Stages
 
-def stage_layers(cfg, stages):
-    """Return the blocks of each stage, [(first, last + 1)].
-
-    ValueError: --pp-layers does not fit, or a stage would be empty.
-    """
-    if cfg.n_layer < stages:
-        raise ValueError(empty_stage(cfg, stages // cfg.pp_chunks))
-    counts = balanced_counts(cfg.n_layer, stages)
-    if cfg.pp_layers:
-        proposal = ",".join(map(str, counts))
-        counts = []
-        for text in cfg.pp_layers.split(","):
-            counts.append(int(text) if text.strip().isdecimal() else -1)
-        if len(counts) != stages or sum(counts) != cfg.n_layer or min(counts) < 1:
-            raise ValueError(f"--pp-layers {cfg.pp_layers} must be {stages} counts of at least 1 "
-                             f"that sum to n-layer {cfg.n_layer}; try --pp-layers {proposal}")
-    ends = list(itertools.accumulate(counts))
-    return [(end - count, end) for end, count in zip(ends, counts, strict=True)]
-
-
-def empty_stage(cfg, pp):
-    """Say what is wrong if there are more stages than blocks, and what to try."""
-    stages = f"pp {pp}"
-    if cfg.pp_chunks > 1:
-        stages += f" * pp-chunks {cfg.pp_chunks}"
-    fix = f"--pp-chunks {cfg.n_layer // pp}" if cfg.n_layer >= pp else f"--pp {cfg.n_layer}"
-    return f"n-layer {cfg.n_layer} is less than {stages}, a stage would be empty; try {fix}"
-
-
 def rank_layers(cfg, pp):
     """Return the blocks of this rank's stages, [(first, last + 1)].
 
     They are the stages rank, rank + pp, rank + 2 pp, ...
     """
     return stage_layers(cfg, pp.size * cfg.pp_chunks)[pp.rank::pp.size]
-
-
-def balanced_counts(n_layer, stages):
-    """Return each stage's number of blocks, such that the largest stage is as small as possible.
-
-    The embedding and the head each count as a block.
-    """
-    counts = [1] * stages
-    # The middle comes first, the ends last.
-    order = sorted(range(stages), key=lambda stage: -min(stage, stages - 1 - stage))
-    inner = order[:-2]
-    left = n_layer - stages
-    for stage in inner[:left]:  # up to the load of the ends
-        counts[stage] += 1
-    left = max(0, left - len(inner))
-    for i, stage in enumerate(order):
-        counts[stage] += left // stages
-        if i < left % stages:
-            counts[stage] += 1
-    return counts
 
 
 # -----------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from typing import Literal
 from config import Config
 from corpus.rampup import batch_size
 from corpus.shards import load_blend_meta
-from cost.fits import check_layout
 from cost.idle import idle_warnings
 from cost.memory import GIB, memory, saved_activations
 from cost.parameters import (
@@ -45,6 +44,7 @@ from cost.step_time import (
 )
 from cost.traffic import reductions, traffic
 from interface.command_line import parse, wrong_input
+from interface.layout import check_layout
 from parallel import make_mesh
 from pipeline import timetable
 

@@ -460,7 +460,7 @@ class Console:
 def chat_main(flags):
     """Talk, on every rank. SystemExit(2) after one line on stderr from one rank: wrong input."""
     from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
-    from cost.fits import check_layout
+    from interface.layout import check_layout
     from parallel import make_mesh
     world = launch.launch(launch.NO_TIMEOUT, quiet=True)
     with launch.exit_together(world):

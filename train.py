@@ -28,16 +28,18 @@ from config import Outcome
 from corpus.rampup import batch_size
 from corpus.shards import micro_batches, open_data, trained_tokens
 from corpus.tokenizer import prompt_tokenizer
-from cost.fits import check_layout, check_memory
+from cost.fits import check_memory
 from cost.traffic import traffic
 from ddp import untimed
 from fast.choose import choose
 from fast.graph import make_step
+from interface.layout import check_layout
 from model import DTYPES, GPT, init_weights
 from optim import Optimizer, learning_rate
 from parallel import make_mesh
 from pipeline import dropout_seeds, forward_backward, forward_only, rank_layers
 from runtime import agree, debugger, log, resume, session, timing, watch
+from runtime.saver import Saver
 from skip import Guard, Ranges, corrupt_targets, give_up_message
 from zero import LEVELS
 
@@ -244,7 +246,7 @@ class Run:
         resume.settle(cfg, world, self.out, self.state, found)
         self.first_step = self.state.step + 1
         run_id = resume.run_id(world.axis)
-        self.saver = resume.Saver(self.out, world.axis, cfg.keep, cfg.timeout, run_id)
+        self.saver = Saver(self.out, world.axis, cfg.keep, cfg.timeout, run_id)
         watched.watchdog.set_folder(self.out, run_id)
         session.Stream.report(self.out)
         with launch.exit_together(world):

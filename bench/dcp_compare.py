@@ -46,7 +46,7 @@ def save_random(root, gb, world):
         low, high = rows((side,), world)
         pieces.append((f"w{i}", torch.randn(high - low, side), (side, side), (low, 0)))
     return timed("ours, save, fsync and crc32", world, gb, lambda: checkpoint.save(
-        root, 1, world.rank, world.size, pieces, {}))
+        root, 1, pieces, {}, checkpoint.Writers(world.rank, world.size)))
 
 
 def timed(what, world, gb, fn):
@@ -95,7 +95,8 @@ def compare(path, folder, world):
     index = timed("ours, crc32 of all files", world, gb, lambda: checkpoint.check(
         path, world.rank, world.size, patience=30))
     pieces = own_rows(index, world)
-    timed("ours, load", world, gb, lambda: checkpoint.load(path, [p for p in pieces if p[1].numel()], index))
+    asked = [p for p in pieces if p[1].numel()]
+    timed("ours, load", world, gb, lambda: checkpoint.load(path, asked, index, others=index["tensors"]))
     state = {name: t for name, t, _, _ in pieces}
     timed("dcp, save", world, gb, lambda: dcp.save(as_dtensors(pieces, state, world),
                                                    checkpoint_id=folder / "dcp"))
@@ -107,7 +108,7 @@ def compare(path, folder, world):
         raise ValueError(f"{len(wrong)} of {len(state)} tensors came back from DCP changed: {wrong[:3]}")
     owned = [p for p in pieces if p[1].numel() and (p[2] or world.rank == 0)]  # rank 0 writes the scalars
     again = timed("ours, save again", world, gb, lambda: checkpoint.save(
-        folder / "again", 1, world.rank, world.size, owned, index["meta"]))
+        folder / "again", 1, owned, index["meta"], checkpoint.Writers(world.rank, world.size)))
     if world.rank == 0:
         differences = []
         if checkpoint.diff(path, again, differences.append):

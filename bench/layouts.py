@@ -35,10 +35,10 @@ import torch._dynamo  # for --compile, once for all ranks; _inductor would touch
 from training import Training, gpu_memory
 
 from config import Config, Outcome, check
-from cost.fits import check_layout
 from cost.parameters import count_parameters, flops_per_token
 from cost.step_time import GPUS
 from interface.command_line import parse, wrong_input
+from interface.layout import check_layout
 from ops.accelerator import device_name, total_memory
 from parallel import make_mesh
 from plan import estimate, memory

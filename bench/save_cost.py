@@ -21,6 +21,7 @@ from training import Training
 import checkpoint
 from interface.command_line import parse
 from runtime import resume
+from runtime.saver import Saver
 
 
 def take_steps(training, count, save=None, every=0):
@@ -64,7 +65,7 @@ def load_again(training, path):
 
     crc, index = timed(world, lambda: checkpoint.check(path, world.rank, world.size))
     before = [t.clone() for _, t, _, _ in pieces()]
-    load, _ = timed(world, lambda: checkpoint.load(path, pieces(), index))
+    load, _ = timed(world, lambda: checkpoint.load(path, pieces(), index, others=index["tensors"]))
     same = all(torch.equal(a, b) for a, (_, b, _, _) in zip(before, pieces(), strict=True))
     return crc, load, same
 
@@ -78,7 +79,7 @@ def run(cfg, world):
     every, count = cfg.save_every, cfg.keep * cfg.save_every
     # a path from rank 0, over the world
     out = world.axis.broadcast_object((cfg.out or tempfile.mkdtemp(dir=".")) if world.rank == 0 else None)
-    saver = resume.Saver(Path(out), world.axis, keep=2, run_id=resume.run_id(world.axis))
+    saver = Saver(Path(out), world.axis, keep=2, run_id=resume.run_id(world.axis))
 
     def save(step):
         resume.save(cfg, training.mesh, training.dp, training.opt, saver, resume.State(step=step))

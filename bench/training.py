@@ -2,10 +2,10 @@
 import time
 
 import train
-from cost.fits import check_layout
 from fast.choose import choose
 from fast.graph import make_step
 from fast.symm_mem import bytes_allocated
+from interface.layout import check_layout
 from ops.accelerator import peak_memory
 from parallel import make_mesh
 from runtime.timing import Stopwatch

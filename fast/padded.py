@@ -31,29 +31,29 @@ class PaddedAllToAll(AllToAll):
     """
     rows_in_use = 0
 
-    def plan(self, ids, gates):
+    def plan(self, expert_ids, gates):
         ep = self.ep.size
-        expert = ids.flatten()  # (N,)
+        expert = expert_ids.flatten()  # (N,)
         rank, cumulative = rank_within_expert(expert, self.E)
         counts = cumulative[:, -1].reshape(ep, self.e)  # rows from here for each expert, by its owner
         torch.maximum(self.rows_needed, ep * counts.sum(1).max(), out=self.rows_needed)
         if not self.rows_in_use or not torch.is_grad_enabled():
-            return super().plan(ids, gates)
+            return super().plan(expert_ids, gates)
 
         message_rows = -(-self.rows_in_use // (8 * ep)) * 8  # of one pair of ranks: a multiple of 8
         rows = ep * message_rows
-        message = torch.arange(ep, device=ids.device).unsqueeze(1)  # (ep, 1) its number
+        message = torch.arange(ep, device=expert_ids.device).unsqueeze(1)  # (ep, 1) its number
 
         # What leaves: copies stand by expert in the message to the expert's owner.
         starts = (message * message_rows + counts.cumsum(1) - counts).flatten()  # (E,) of an expert's copies
         inv_perm = slots_from_ranks(expert, rank, cumulative, starts, self.e, message_rows)
         inv_perm = torch.where(inv_perm < 0, rows, inv_perm)
 
-        by_sender, offs = self.received_slots(counts, message, message_rows)
-        return PaddedPlan(occupants(inv_perm, rows), inv_perm, occupants(by_sender, rows), by_sender, offs)
+        by_sender, ends = self.received_slots(counts, message, message_rows)
+        return PaddedPlan(occupants(inv_perm, rows), inv_perm, occupants(by_sender, rows), by_sender, ends)
 
     def received_slots(self, counts, message, message_rows):
-        """Return by_sender and offs of a PaddedPlan, from what the senders tell about their messages.
+        """Return by_sender and ends of a PaddedPlan, from what the senders tell about their messages.
 
         counts (ep, e): rows from here for each expert; message (ep, 1): 0, 1, ...; message_rows: of each.
         """

@@ -216,10 +216,10 @@ class SymmMem(_OneSided, AllToAll):
     A step that brings more than rows_in_use rows to some rank overflows: see GraphedStep in fast/graph.py.
     """
 
-    def plan(self, ids, gates):
+    def plan(self, expert_ids, gates):
         if not self.active():
-            return super().plan(ids, gates)
-        expert = ids.flatten()
+            return super().plan(expert_ids, gates)
+        expert = expert_ids.flatten()
         rank, cumulative = rank_within_expert(expert, self.E)
         starts, ends = self.exchange_counts(cumulative[:, -1])
         dst = slots_from_ranks(expert, rank, cumulative, starts, self.e, self.buffers.rows.rows)
@@ -232,11 +232,11 @@ class SymmMemCapacity(_OneSided, Capacity):
     Every rank learns how many rows the others send, so no slot is left empty.
     """
 
-    def plan(self, ids, gates):
+    def plan(self, expert_ids, gates):
         if not self.active():
-            return super().plan(ids, gates)
-        perm, inv_perm, capacity = self.assign(ids, gates)
-        expert = ids.flatten()
+            return super().plan(expert_ids, gates)
+        perm, inv_perm, capacity = self.assign(expert_ids, gates)
+        expert = expert_ids.flatten()
         is_taken = (perm < expert.numel()).view(self.E, capacity)  # the slots that hold a copy
         starts, ends = self.exchange_counts(is_taken.sum(1))
         dst = starts[expert] + inv_perm - expert * capacity

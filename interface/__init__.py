@@ -1,1 +1,1 @@
-"""Where a program meets its user and its disk: flags, JSON that is checked, the files of a run."""
+"""Where a program meets its user and its disk: flags, layouts, JSON that is checked, the files of a run."""

@@ -1,7 +1,7 @@
 """The directory of a run, OUT: one run at a time works in it, and a torn line in its files ends no later run.
 
     write_whole     write a small file so that a reader finds all of it
-    lock, unlock    claim OUT for this process, by a lock on a file beside it; read_holder: who has it
+    lock, unlock    claim OUT for this process, by a lock on a file next to it; read_holder: who has it
     move_aside      rename OUT by what the run in it was
     sound_rows      the rows of a .jsonl file, without the lines that a kill or a full disk damaged
     Rows            appends rows to such a file; those that cannot be written wait in memory
@@ -22,17 +22,20 @@ LOCK_WAIT = 60.0  # seconds that --resume auto waits for a run that is just leav
 
 
 def warn(text):
-    """One line on stderr, whatever the text contains."""
+    """Print one line on stderr, whatever the text contains."""
     print(f"nanoshard: {one_line(text)}", file=sys.stderr, flush=True)
 
 
 def folded(text):
-    """-> text as lines of at most 100 columns; a longer word, such as a path, gets a line of its own."""
+    """Return text as lines of at most 100 columns; a longer word, such as a path, gets a line of its own."""
     return textwrap.fill(text, 100, subsequent_indent=6 * " ", break_long_words=False, break_on_hyphens=False)
 
 
 def write_whole(path, text):
-    """Write a small text file aside and rename it: a reader finds all of it, or the file as it was before."""
+    """Write a small text file under another name and rename it.
+
+    A reader finds all of it, or the file as it was before.
+    """
     part = path.with_suffix(".part")
     part.write_text(text)
     sync(part)
@@ -50,7 +53,7 @@ def sync(path):
 
 @contextlib.contextmanager
 def must_write(path, flag="--out"):
-    """An OSError of the body says that the path cannot be written, and what to do."""
+    """Let an OSError of the body say that the path cannot be written, and what to do."""
     try:
         yield
     except OSError as e:
@@ -58,39 +61,53 @@ def must_write(path, flag="--out"):
 
 
 def move_aside(out):
-    """Rename the directory of a run -> NAME.DATE_TIME_stepN: when it last wrote a row, and of which step."""
+    """Rename the directory of a run, and return its new name, NAME.DATE_TIME_stepN.
+
+    It says when the run last wrote a row, and of which step.
+    """
     metrics = out / "metrics.jsonl"
-    when = time.localtime((metrics if metrics.exists() else out).stat().st_mtime)
+    last_file = metrics if metrics.exists() else out
+    when = time.strftime("%Y-%m-%d_%H%M", time.localtime(last_file.stat().st_mtime))
     step = max((row["step"] for row in sound_rows(metrics)[0]), default=0)
-    name = f"{out.name}.{time.strftime('%Y-%m-%d_%H%M', when)}_step{step}"
-    names = (out.with_name(f"{name}{f'.{i}' * (i > 1)}") for i in range(1, 10**6))
-    new = next(p for p in names if not p.exists())
+    name = f"{out.name}.{when}_step{step}"
+    new = out.with_name(name)
+    number = 1
+    while new.exists():
+        number += 1
+        new = out.with_name(f"{name}.{number}")
     os.rename(out, new)
     return new
 
 
 # -----------------------------------------------------------------------------
-# the lock: flock on OUT's sibling .NAME.lock, so that renaming OUT does not carry it away. rank 0 takes it
-# for all ranks; the kernel ends it with the process. programs that only read OUT never take it
+# The lock
+
+# It is a flock on OUT's sibling .NAME.lock, so that renaming OUT does not carry it away. Rank 0 takes it for
+# all ranks; the kernel ends it with the process. Programs that only read OUT never take it.
 
 _held = {}  # {file descriptor: path}: the locks of this process
 
 
 def _forget():
-    """A forked child shares the open files and with them the locks, which must not outlive the parent."""
+    """Close the locks' files in a forked child: it shares them, and the locks must not outlive the parent."""
     while _held:
-        os.close(_held.popitem()[0])
+        fd, _ = _held.popitem()
+        os.close(fd)
 
 
 os.register_at_fork(after_in_child=_forget)
 
 
 def lock(out, wait=0.0):
-    """Claim OUT for this process until unlock(). wait: seconds that another run has to leave. ValueError:
-    another run works in OUT. OSError: the lock file cannot be written."""
-    until, waits = time.monotonic() + wait, False
+    """Claim OUT for this process until unlock().
+
+    wait: seconds that another run has to leave.
+    ValueError: another run works in OUT. OSError: the lock file cannot be written.
+    """
+    until = time.monotonic() + wait
+    waits = False
     for path in _lock_files(Path(out)):
-        while holder := _claim(path):
+        while (holder := _claim(path)) is not None:
             if time.monotonic() >= until:
                 raise ValueError(f"{out} is in use by {holder}; wait for that run, stop it, or give another "
                                  "--out")
@@ -106,36 +123,44 @@ def unlock():
         fd, path = _held.popitem()
         with contextlib.suppress(OSError):
             if _is_at(path, os.fstat(fd)):
-                path.unlink()  # before the lock ends: who opened the file meanwhile sees that it has no name
+                # The file goes before the lock ends: who has just opened it sees that it lost its name.
+                path.unlink()
         os.close(fd)
 
 
 def _lock_files(out):
-    """-> the lock file beside OUT and, where OUT is a symbolic link, also the one beside its target."""
+    """Return the lock file next to OUT and, where OUT is a symbolic link, also the one next to its target."""
     real = out.resolve()
     named = real if out.name in ("", "..") else out.parent.resolve() / out.name
-    for path in {real, named}:
+    found = set()
+    for path in (real, named):
         path.parent.mkdir(parents=True, exist_ok=True)
-    # where the parent takes no file, nobody can rename OUT either: then the lock may lie in it
-    return sorted({path.with_name(f".{path.name}.lock") if os.access(path.parent, os.W_OK | os.X_OK)
-                   else path / ".lock" for path in (real, named)})
+        if os.access(path.parent, os.W_OK | os.X_OK):
+            found.add(path.with_name(f".{path.name}.lock"))
+        else:  # where the parent takes no file, nobody can rename OUT either: then the lock may lie in it
+            found.add(path / ".lock")
+    return sorted(found)
 
 
 def _claim(path):
-    """Lock the file at path for this process -> None, or in words who has it."""
+    """Lock the file at path for this process. Return None, or in words who has it."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     try:
-        fd, is_new = os.open(path, flags | os.O_EXCL, 0o666), True
+        fd = os.open(path, flags | os.O_EXCL, 0o666)
+        is_new = True
     except FileExistsError:
-        fd, is_new = os.open(path, flags), False
+        fd = os.open(path, flags)
+        is_new = False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
         holder, is_gone = read_holder(fd)
-        has_locks = isinstance(e, BlockingIOError)
-        if has_locks or not (is_new or is_gone):
+        if isinstance(e, BlockingIOError):  # the file system has locks, and another process holds this one
             os.close(fd)
-            return holder if has_locks else f"{holder} (if that run has ended, delete {path})"
+            return holder
+        if not (is_new or is_gone):
+            os.close(fd)
+            return f"{holder} (if that run has ended, delete {path})"
         warn(f"{path.parent} has no file locks ({e.strerror}): while {path} exists, no other run of this "
              f"--out starts")
     if not _is_at(path, os.fstat(fd)):  # its holder left and deleted it between our two calls
@@ -157,45 +182,63 @@ def _is_at(path, stat):
 
 
 def read_holder(fd):
-    """-> (in words who wrote the lock file, whether that was a process of this host which has ended)."""
+    """Return (in words who wrote the lock file, whether that was a process of this host which has ended)."""
     try:
         said = json.loads(os.pread(fd, 4096, 0))
-        host, pid, since = str(said["host"]), int(said["pid"]), str(said["time"])
+        host = str(said["host"])
+        pid = int(said["pid"])
+        since = str(said["time"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # it is being written
         return "another process", False
-    is_gone = False
-    try:
-        if host == socket.gethostname():
-            os.kill(pid, 0)  # sends no signal: asks whether the process exists
-    except (OSError, OverflowError) as e:
-        is_gone = not isinstance(e, PermissionError)  # which means another user's process
+    is_gone = host == socket.gethostname() and has_ended(pid)
     return f"process {pid} on {ascii(host)[1:-1]} since {ascii(since)[1:-1]}", is_gone
 
 
+def has_ended(pid):
+    """Whether this host has no process of this number."""
+    try:
+        os.kill(pid, 0)  # sends no signal: asks whether the process exists
+    except PermissionError:  # another user's process
+        return False
+    except (OSError, OverflowError):
+        return True
+    return False
+
+
 # -----------------------------------------------------------------------------
-# rows
+# Rows
 
 def sound_rows(path):
-    """-> (rows of a .jsonl file, how many of its lines are none). A row is an object with its step; a missing
-    file has no rows."""
-    rows, damaged = [], 0
-    for line in Path(path).read_bytes().split(b"\n") if Path(path).exists() else ():
+    """Return (the rows of a .jsonl file, how many of its lines are none).
+
+    A row is an object with its step; a missing file has no rows.
+    """
+    rows = []
+    damaged = 0
+    text = Path(path).read_bytes() if Path(path).exists() else b""
+    for line in text.split(b"\n"):
         row = None
         with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line.decode())
         if isinstance(row, dict) and type(row.get("step")) is int:
             rows.append(row)
-        else:
-            damaged += bool(line)
+        elif line:
+            damaged += 1
     return rows, damaged
 
 
 class Rows:
-    """Appends rows to the .jsonl file at path. An earlier part's rows stay up to the step `until`; later ones
-    will be written again. create: make the file, also where there is no row yet."""
+    """Appends rows to the .jsonl file at path.
+
+    An earlier part's rows stay up to the step `until`; later ones will be written again.
+    create: make the file, also where there is no row yet.
+    """
 
     def __init__(self, path, until, create=False):
-        self.path, self.file, self.stat, self.waiting = Path(path), None, None, b""
+        self.path = Path(path)
+        self.file = None  # open for appending, and its stat; None until there is something to write
+        self.stat = None
+        self.waiting = b""  # what could not be written yet
         rows, damaged = sound_rows(path)
         rows = [row for row in rows if row["step"] <= until]
         if damaged and until >= 0:
@@ -206,6 +249,7 @@ class Rows:
             self.open()
 
     def open(self):
+        """Open the file for appending, and its directory if that is gone."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = open(self.path, "ab", buffering=0)
         self.stat = os.stat(self.path)
@@ -215,6 +259,7 @@ class Rows:
         return self.file is not None and not _is_at(self.path, self.stat)
 
     def add(self, row):
+        """Append a row, and those that wait. If it cannot be written now, it waits in memory."""
         self.waiting += (json.dumps(row) + "\n").encode()
         try:
             lost = self.is_lost()
@@ -222,12 +267,15 @@ class Rows:
                 self.open()
             if lost:
                 warn(f"{self.path} was removed or renamed: its rows are gone from there, a new one begins")
-            while self.waiting:  # unbuffered: bytes that were not written stay here and go with the next row
-                self.waiting = self.waiting[self.file.write(self.waiting):]
+            # The file is unbuffered: bytes that were not written stay here and go with the next row.
+            while self.waiting:
+                written = self.file.write(self.waiting)
+                self.waiting = self.waiting[written:]
         except OSError as e:
             warn(f"{self.path}: {e}; its rows wait in memory")
 
     def close(self):
+        """Close the file. If somebody removed it, say so."""
         if self.is_lost():
             warn(f"{self.path} was removed or renamed: its rows are gone from there")
         if self.file is not None:

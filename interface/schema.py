@@ -19,9 +19,13 @@ class Range:
 
 
 def load_json(path):
-    """-> what a UTF-8 JSON file holds. OSError: it cannot be read; ValueError: a line that names the file."""
+    """Return what a UTF-8 JSON file holds.
+
+    OSError: it cannot be read. ValueError: it is no JSON; the line names the file.
+    """
     def refuse(word):
         raise ValueError(f"{word} is no number in JSON")
+
     try:
         return json.loads(Path(path).read_bytes().decode(), parse_constant=refuse)
     except RecursionError:
@@ -31,36 +35,36 @@ def load_json(path):
 
 
 def check_schema(value, schema, where, path="the content"):
-    """ValueError, one line that starts with `where`, unless a value from JSON is as schema says: a type or a
-    tuple of types (float takes an int, too); a Range; a Literal; {key: schema}, where "key?" may be missing,
-    "*" stands for every key, and other keys are free; [schema] for a list of such, [a, b] for a pair; or a
-    predicate whose docstring says what is expected."""
-    if wrong := mismatch(value, schema):
+    """ValueError, one line that starts with `where`, unless a value from JSON is as the schema says.
+
+    A schema is
+        a type, or a tuple of types    a value of one of them; float takes an int, too
+        a Range                        a number
+        a Literal                      one of its values
+        {key: schema}                  an object: "key?" may be missing, "*" is every key, others are free
+        [schema], [a, b]               a list of any length; one of exactly these
+        a predicate                    what its docstring says
+    """
+    wrong = mismatch(value, schema)
+    if wrong:
         below, text = wrong
-        path = below[1:] if path == "the content" and below.startswith(".") else path + below
+        if path == "the content" and below.startswith("."):
+            path = below[1:]
+        else:
+            path += below
         raise ValueError(f"{where}: {path} {text}")
 
 
 def mismatch(value, schema):
-    """-> None, or (the path from value to the first wrong one in it, what is wrong there). It is built on the
-    way back, only if something is wrong: an index.json may have a million values."""
+    """Return None, or (the path from value to the first wrong one in it, what is wrong there).
+
+    The path is built on the way back, only if something is wrong: an index.json may have a million values.
+    """
     if isinstance(schema, dict):
-        if not isinstance(value, dict):
-            return unlike(value, WORDS[dict])
-        for key, inner in schema.items():
-            name = key.removesuffix("?")
-            if name == key != "*" and name not in value:
-                return "", f"lacks {name}"
-            for k in value if key == "*" else [name] * (name in value):
-                if wrong := mismatch(value[k], inner):
-                    return f".{k}{wrong[0]}", wrong[1]
-    elif isinstance(schema, list):
-        if not isinstance(value, list) or len(schema) not in (1, len(value)):
-            return unlike(value, WORDS[list] + f" of {len(schema)}" * (len(schema) > 1))
-        for i, inner in enumerate(schema * len(value) if len(schema) == 1 else schema):
-            if wrong := mismatch(value[i], inner):
-                return f"[{i}]{wrong[0]}", wrong[1]
-    elif isinstance(schema, Range):
+        return mismatch_of_object(value, schema)
+    if isinstance(schema, list):
+        return mismatch_of_list(value, schema)
+    if isinstance(schema, Range):
         kind = int if type(schema.low) is type(schema.high) is int else float
         if type(value) not in (int, kind) or not schema.low <= value <= schema.high:
             return unlike(value, f"{WORDS[kind]} from {schema.low} to {schema.high}")
@@ -69,10 +73,45 @@ def mismatch(value, schema):
         if not any(is_a(value, kind) for kind in kinds):
             return unlike(value, " or ".join(WORDS[kind] for kind in kinds))
     elif typing.get_origin(schema) is Literal:
-        if value not in (values := typing.get_args(schema)):
-            return unlike(value, f"one of {', '.join(map(str, values))}")
+        choices = typing.get_args(schema)
+        if value not in choices:
+            return unlike(value, f"one of {', '.join(map(str, choices))}")
     elif not schema(value):
         return unlike(value, " ".join(schema.__doc__.split()))
+    return None
+
+
+def mismatch_of_object(value, schema):
+    """Return mismatch() for a schema {key: schema}."""
+    if not isinstance(value, dict):
+        return unlike(value, WORDS[dict])
+    for key, inner in schema.items():
+        name = key.removesuffix("?")
+        if key == "*":
+            keys = value
+        elif name in value:
+            keys = [name]
+        elif name == key:
+            return "", f"lacks {name}"
+        else:
+            keys = []
+        for k in keys:
+            wrong = mismatch(value[k], inner)
+            if wrong:
+                return f".{k}{wrong[0]}", wrong[1]
+    return None
+
+
+def mismatch_of_list(value, schema):
+    """Return mismatch() for a schema [schema] or [a, b]."""
+    if not isinstance(value, list) or len(schema) not in (1, len(value)):
+        length = f" of {len(schema)}" if len(schema) > 1 else ""
+        return unlike(value, WORDS[list] + length)
+    for i, element in enumerate(value):
+        wrong = mismatch(element, schema[0] if len(schema) == 1 else schema[i])
+        if wrong:
+            return f"[{i}]{wrong[0]}", wrong[1]
+    return None
 
 
 def is_a(value, kind):
@@ -83,4 +122,5 @@ def is_a(value, kind):
 
 
 def unlike(value, what):
+    """Return mismatch() for a value that is itself the wrong one."""
     return "", f"is {reprlib.repr(value)[:60]}, not {what}"

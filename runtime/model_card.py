@@ -3,6 +3,7 @@ import dataclasses
 import shlex
 from pathlib import Path
 
+from config import SILENT
 from corpus import hugging_face as hf
 from interface.files import sound_rows
 from interface.schema import load_json
@@ -13,7 +14,6 @@ CHAT = """tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], 
 
 def model_card(cfg, kind, weights, run, dtype, talks):
     """Return README.md: what was trained, on what, and how far. talks: transformers has its chat_template."""
-    from runtime.resume import SILENT
     meta = weights.index["meta"]
     data = meta.get("data") or "not known"
     losses = "; ".join(last_losses(run, meta["step"])) or "no losses are known"

@@ -10,10 +10,10 @@ import plain_model
 import pytest
 import torch
 import torch.nn.functional as F
+from faults import planted, with_faults
 from pool import run_ranks
 from runs import assert_refused, chars, final, go, rows, same, session
 from safetensors.torch import load_file
-from test_faults import planted, with_faults
 from test_layouts import BERT
 
 import prepare

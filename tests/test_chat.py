@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import test_layouts
 import torch
+from faults import planted, with_faults
 from pool import context, run_ranks
 from runs import TINY, assert_refused, final, go, rows, same, session
 from shared import Masked
-from test_faults import planted, with_faults
 
 import checkpoint
 import generate
@@ -279,7 +279,7 @@ def test_experts_start_from_experts(tmp_path):
 
 
 def start_from_what_one_rank_cannot_read(world, argv):
-    def read(path, requested, index=None):
+    def read(path, requested, index=None, others=()):
         if world.rank == 1:
             raise ValueError("rank_00001.safetensors is damaged")
     with mock.patch.object(checkpoint, "load", read):
@@ -327,7 +327,7 @@ def test_refused_starts(data, pretrained, tmp_path):
     step = tmp_path / "imported/step_000000"
     tensors, meta = final(pretrained, 2)
     weights = [(n, t, tuple(t.shape), (0,) * t.ndim) for n, t in tensors.items() if "exp_avg" not in n]
-    checkpoint.save(step.parent, 0, 0, 1, weights, {**meta, "step": 0, "samples": 0, "adam_t": 0, "data": ""})
+    checkpoint.save(step.parent, 0, weights, {**meta, "step": 0, "samples": 0, "adam_t": 0, "data": ""})
     refused(f"--resume={step}", words=f"give --init-from {step}")
     assert math.isfinite(rows(tune(1, tmp_path / "ft", data, f"--init-from={step.parent}", "--steps=1")
                               and tmp_path / "ft")[0]["loss"])

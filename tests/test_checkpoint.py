@@ -3,7 +3,6 @@ import contextlib
 import io
 import math
 import os
-import random
 import resource
 import shutil
 import signal
@@ -20,13 +19,14 @@ from test_layouts import GPT2, LLAMA, MOE, SIGMOID, assemble, scale
 
 import checkpoint
 import train
+from checkpoint import Writers
 from config import Config
 from corpus.shards import Synthetic
-from cost.fits import check_layout
-from ops.flat import rectangles
+from interface import tensor_file
+from interface.layout import check_layout
 from parallel import make_mesh
 from runtime import resume
-from runtime.resume import Saver
+from runtime.saver import Saver
 
 # -----------------------------------------------------------------------------
 # layout A writes, layout B reads: every number of the state, and of the step after it
@@ -119,30 +119,13 @@ def test_any_layout_reads_the_checkpoint_of_any_other(model, tmp_path):
             np.testing.assert_allclose(norm, written[0]["stats"][1], rtol=1e-10, err_msg=where)
 
 
-def test_rectangles_cover_every_element_once():
-    rng = random.Random(0)
-    for _ in range(2000):
-        shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 4)))
-        n = math.prod(shape)
-        a, b = sorted(rng.randint(0, n) for _ in range(2))
-        count, at, found = np.zeros(shape, int), a, rectangles(shape, a, b)
-        flat = np.arange(n).reshape(shape)
-        for offset, size in found:
-            where = tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))
-            count[where] += 1
-            assert (flat[where].reshape(-1) == np.arange(at, at + math.prod(size))).all()
-            at += math.prod(size)
-        assert at == b if a < b else not found
-        assert count.sum() == b - a and len(found) <= max(1, 2 * len(shape) - 1)
-
-
-def two_writers(root, step, seed=0, **kw):
+def two_writers(root, step, seed=0, run_id="0"):
     """Write a checkpoint of two ranks: w (6, 4), half on each, and v (3,) on rank 1 -> {name: tensor}."""
     g = torch.Generator().manual_seed(seed + step)
     w, v = torch.randn(6, 4, generator=g), torch.randn(3, generator=g, dtype=torch.float64)
     owned = [[("w", w[:3], (6, 4), (0, 0))], [("v", v, (3,), (0,)), ("w", w[3:], (6, 4), (3, 0))]]
     for rank in (1, 0):
-        checkpoint.save(root, step, rank, 2, owned[rank], {"step": step}, **kw)
+        checkpoint.save(root, step, owned[rank], {"step": step}, Writers(rank, 2, run_id))
     return {"w": w, "v": v}
 
 
@@ -222,9 +205,10 @@ def test_damage_is_named_and_the_previous_checkpoint_used(name, tmp_path):
 def test_the_checksum_covers_every_block_of_a_file(tmp_path, monkeypatch):
     """Files of many blocks: damage in any of them is found, and blocks change no byte of a file."""
     w = torch.arange(1000.0)
-    checkpoint.save(tmp_path / "whole", 1, 0, 1, [whole("w", w)], {})
+    checkpoint.save(tmp_path / "whole", 1, [whole("w", w)], {})
     monkeypatch.setattr(checkpoint, "BLOCK", 256)
-    checkpoint.save(tmp_path, 1, 0, 1, [whole("w", w)], {})
+    monkeypatch.setattr(tensor_file, "BLOCK", 256)
+    checkpoint.save(tmp_path, 1, [whole("w", w)], {})
     path = tmp_path / "step_000001"
     assert (path / RANK_0).read_bytes() == (tmp_path / "whole/step_000001" / RANK_0).read_bytes()
     size = (path / RANK_0).stat().st_size
@@ -237,7 +221,7 @@ def test_the_checksum_covers_every_block_of_a_file(tmp_path, monkeypatch):
 
 def test_the_ranks_that_check_share_out_every_file(tmp_path):
     for rank in reversed(range(5)):
-        checkpoint.save(tmp_path, 1, rank, 5, [whole(str(rank), torch.ones(3))], {})
+        checkpoint.save(tmp_path, 1, [whole(str(rank), torch.ones(3))], {}, Writers(rank, 5))
     path = tmp_path / "step_000001"
     for bad in range(5):
         file = path / f"rank_{bad:05d}.safetensors"
@@ -250,14 +234,14 @@ def test_the_ranks_that_check_share_out_every_file(tmp_path):
 
 def test_checkpoints_are_ordered_by_their_numbers(tmp_path):
     for step in (5, 999999, 1000000, 30):
-        checkpoint.save(tmp_path, step, 0, 1, [whole("w", torch.ones(1))], {})
+        checkpoint.save(tmp_path, step, [whole("w", torch.ones(1))], {})
     numbers = [int(p.name[5:]) for p in checkpoint.steps(tmp_path)]
     assert numbers == [1000000, 999999, 30, 5] and checkpoint.newest(tmp_path).name == "step_1000000"
     checkpoint.prune(tmp_path, 2)
     assert [int(p.name[5:]) for p in checkpoint.steps(tmp_path)] == [1000000, 999999]
     for again in ("", "1"):  # a second resume from the same step keeps both
         assert checkpoint.archive_later(tmp_path, 999999) == [f"step_1000000.aside{again}"]
-        checkpoint.save(tmp_path, 1000000, 0, 1, [whole("w", torch.ones(1))], {})
+        checkpoint.save(tmp_path, 1000000, [whole("w", torch.ones(1))], {})
     assert len(list(tmp_path.glob("*.aside*"))) == 2 and checkpoint.archive_later(tmp_path, 1000000) == []
 
 
@@ -272,17 +256,17 @@ def test_resume_auto_with_only_damaged_checkpoints_is_refused(tmp_path):
 def test_unknown_names_other_shapes_and_missing_elements_are_refused(tmp_path):
     want = two_writers(tmp_path, 1)
     path, out = tmp_path / "step_000001", torch.empty(2, 2)
-    checkpoint.load(path, [("w", out, (6, 4), (2, 1))])
+    checkpoint.load(path, [("w", out, (6, 4), (2, 1))], others=["v"])
     assert torch.equal(out, want["w"][2:4, 1:3])
     for name, full, text in (("u", (6, 4), "holds no u"), ("w", (6, 5), "(6, 4) there, (6, 5) in this")):
         with pytest.raises(ValueError, match="checkpoint") as e:
             checkpoint.load(path, [(name, out, full, (0, 0))])
         assert text in str(e.value)
-    checkpoint.save(tmp_path, 2, 0, 1, [("w", want["w"][:3], (6, 4), (0, 0))], {})
+    checkpoint.save(tmp_path, 2, [("w", want["w"][:3], (6, 4), (0, 0))], {})
     with pytest.raises(ValueError, match="the pieces of w lack 12 of its elements"):
         checkpoint.load(tmp_path / "step_000002", [("w", out, (6, 4), (2, 1))])
     overlapping = [("w", want["w"][:4], (6, 4), (0, 0)), ("w", want["w"][2:4], (6, 4), (2, 0))]
-    checkpoint.save(tmp_path, 3, 0, 1, overlapping, {})
+    checkpoint.save(tmp_path, 3, overlapping, {})
     with pytest.raises(ValueError, match="w covers 0 of 4 elements"):
         checkpoint.load(tmp_path / "step_000003", [("w", out, (6, 4), (4, 1))])
 
@@ -324,18 +308,20 @@ def test_what_a_killed_save_or_prune_left_behind_is_repaired(tmp_path):
 
 def test_parts_of_a_killed_run_are_not_used(tmp_path):
     g = torch.randn(2)
-    checkpoint.save(tmp_path, 1, 1, 2, [("b", g, (2,), (0,))], {}, run_id="dead")  # then that run was killed
+    checkpoint.save(tmp_path, 1, [("b", g, (2,), (0,))], {}, Writers(1, 2, "dead"))  # that run was killed
     with pytest.raises(TimeoutError, match="no part from rank_00001"):
-        checkpoint.save(tmp_path, 1, 0, 2, [("a", g, (2,), (0,))], {}, timeout=0.1, run_id="new")
+        checkpoint.save(tmp_path, 1, [("a", g, (2,), (0,))], {}, Writers(0, 2, "new", timeout=0.1))
     assert checkpoint.steps(tmp_path) == []
 
 
 def test_keep_does_not_count_checkpoints_of_later_steps(tmp_path):
     for step in (1, 2, 3, 4):
-        two_writers(tmp_path, step, keep=3)
+        two_writers(tmp_path, step)
+        checkpoint.prune(tmp_path, 3)
     assert [p.name[-1] for p in checkpoint.steps(tmp_path)] == ["4", "3", "2"]
     assert checkpoint.archive_later(tmp_path, 2) == ["step_000004.aside", "step_000003.aside"]
-    two_writers(tmp_path, 3, keep=2)  # a checkpoint of the run that resumed from step 2
+    two_writers(tmp_path, 3)  # a checkpoint of the run that resumed from step 2
+    checkpoint.prune(tmp_path, 2)
     assert [p.name[-1] for p in checkpoint.steps(tmp_path)] == ["3", "2"]
 
 
@@ -350,7 +336,7 @@ def whole(name, t):
 def test_a_save_in_the_background_writes_the_same_bytes(tmp_path):
     tensors = [torch.randn(50, 7), torch.randn(9).double(), torch.tensor(3.0)]
     shards = [whole(str(i), t) for i, t in enumerate(tensors)]
-    checkpoint.save(tmp_path / "sync", 5, 0, 1, shards, {"a": 1.5})
+    checkpoint.save(tmp_path / "sync", 5, shards, {"a": 1.5})
     saver = Saver(tmp_path / "async")
     saver.start(5, shards, {"a": 1.5})
     for t in tensors:
@@ -510,14 +496,14 @@ def test_show_and_diff(tmp_path, capsys):
     a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
     want = two_writers(a, 3)
     shards = [whole(name, t) for name, t in want.items()]
-    checkpoint.save(b, 3, 0, 1, shards, {"step": 3})  # the same tensors from another layout
+    checkpoint.save(b, 3, shards, {"step": 3})  # the same tensors from another layout
     assert checkpoint.main(["diff", str(a / "step_000003"), str(b)]) == 0
     assert "equal: all 2 tensors" in capsys.readouterr().out
     changed = want["w"].clone()
     changed[4, 1] += 0.5
     changed[5, 3] = math.nan
     other = [whole("w", changed), whole("x", torch.zeros(())), whole("v", want["v"].float())]
-    checkpoint.save(c, 4, 0, 1, other, {"step": 4, "extra": 1})
+    checkpoint.save(c, 4, other, {"step": 4, "extra": 1})
     assert checkpoint.main(["diff", str(a), str(c)]) == 1
     out = " ".join(capsys.readouterr().out.split())  # lines are folded
     assert "2 of 24 elements, max abs inf" in out and "first at (4, 1)" in out
@@ -527,7 +513,7 @@ def test_show_and_diff(tmp_path, capsys):
     assert "step 4, 3 tensors in 1 files" in " ".join(capsys.readouterr().out.split())
     changed = want["w"].clone()
     changed[0, 2] = -changed[0, 2]
-    checkpoint.save(b, 5, 0, 1, [whole("w", changed), *shards[1:]], {"step": 3})
+    checkpoint.save(b, 5, [whole("w", changed), *shards[1:]], {"step": 3})
     assert checkpoint.main(["diff", str(a), str(b)]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "1 of 24 elements" in out and f"max abs {2 * abs(want['w'][0, 2].item()):.3g}" in out
@@ -540,7 +526,7 @@ def test_show_and_diff_print_at_most_100_columns(tmp_path, capsys):
     for step in (1, 2):
         window = [[step + i / 7, i / 3] for i in range(128)]
         shards = [whole("exp_avg_sq/blocks.10.mlp.shared.w1.weight", torch.arange(70.0) * step)]
-        checkpoint.save(run, step, 0, 1, shards, {"window": window, "flags": {"lr": step}, "data": "a" * 64})
+        checkpoint.save(run, step, shards, {"window": window, "flags": {"lr": step}, "data": "a" * 64})
     assert checkpoint.main(["show", str(run)]) == 0
     shown = capsys.readouterr().out
     assert checkpoint.main(["diff", str(run / "step_000001"), str(run / "step_000002")]) == 1
@@ -553,7 +539,7 @@ def test_show_and_diff_print_at_most_100_columns(tmp_path, capsys):
 
 def test_diff_reads_blocks_of_bounded_size(tmp_path):
     w = torch.arange(70.0).view(10, 7)
-    checkpoint.save(tmp_path, 1, 0, 1, [whole("w", w)], {})
+    checkpoint.save(tmp_path, 1, [whole("w", w)], {})
     reader = checkpoint.Reader(tmp_path / "step_000001")
     blocks = list(checkpoint._blocks(reader, "w", 20))
     assert [(at, tuple(b.shape)) for at, b in blocks] == [(i, (2, 7)) for i in (0, 14, 28, 42, 56)]

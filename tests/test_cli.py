@@ -28,7 +28,6 @@ from fast.choose import choose
 from interface.command_line import command_line, parse, wrong_input
 from interface.schema import Range, check_schema, load_json
 from parallel import make_mesh
-from pipeline import stage_layers
 from runtime import log
 from runtime.launch import World, exit_together
 
@@ -327,18 +326,6 @@ def test_a_value_below_the_least_is_refused(name):
         with pytest.raises(ValueError, match=rf"--{flag} {value}") as e:
             config.check(dataclasses.replace(Config(), **{name: value}))
         assert "\n" not in str(e.value)
-
-
-def test_stages_follow_pp_layers_or_are_balanced():
-    """Embedding and head count as a block each."""
-    def stages(pp, n_layer=6, **flags):
-        return stage_layers(Config(n_layer=n_layer, **flags), pp)
-    assert stages(3, pp_layers="1,3,2") == [(0, 1), (1, 4), (4, 6)] and stages(1) == [(0, 6)]
-    assert stages(2) == [(0, 3), (3, 6)] and stages(4) == [(0, 1), (1, 3), (3, 5), (5, 6)]
-    for counts in ([2, 1], [1, 3, 1], [2, 4, 2], [3, 4, 2], [2, 4, 4, 2], [2, 4, 3, 2], [3, 5, 5, 5, 3],
-                   [2, 4, 4, 4, 4, 2]):
-        ends = [sum(counts[:s + 1]) for s in range(len(counts))]
-        assert stages(len(counts), sum(counts)) == list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def test_the_programs_start_without_torchs_compiler():

@@ -7,12 +7,14 @@ import itertools
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from faults import GPT2, LLAMA, PP, TP, planted, sequences, with_faults
 from pool import run_ranks
-from test_faults import planted
-from test_model import FORMS, WIDE, built, check_against_the_written_out_model, randomize
+from test_layouts import compare, run
+from test_model import FORMS, WIDE, built, check_against_the_written_out_model, family, randomize
 from torch.nn.attention.bias import CausalBias
 
 import train
@@ -150,6 +152,52 @@ def test_equal_seeds_of_ranks_of_one_sequence_are_detected(part):
         for rank in range(4):
             found.update(seeds(World(rank=rank, size=8), 1, [1], 1))
     assert len(set(found.values())) < len(found)
+
+
+@family
+def test_dropout_is_seeded_by_step_and_micro_batch(cfg):
+    cfg = dataclasses.replace(cfg, dropout=0.3)
+    batch = Synthetic(cfg.vocab_size, cfg.seq_len, 1).batch(0, 2)
+    losses = []
+    for step, micro in [(1, 1), (1, 1), (2, 1), (1, 2)]:
+        model, dp, opt = built(cfg)
+        torch.manual_seed(len(losses))  # whatever was drawn before must not matter
+        stats, _ = train.Step(cfg, model, dp, opt)([batch] * micro, step)
+        losses.append(stats.loss.item())
+    assert losses[0] == losses[1] and len(set(losses)) == 3, "the second micro-batch has a mask of its own"
+
+
+# -----------------------------------------------------------------------------
+# Ranks and recomputation
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_dropout_over_dp_equals_one_rank(family):
+    base = dict(LLAMA if family == "llama" else GPT2, dropout=0.2)
+    compare(base, 2, 8)
+    compare(base, 2, 8, zero=1)
+
+
+def assert_same_bits(results, others):
+    for seen, other in zip(results, others, strict=True):
+        assert seen["stats"] == other["stats"], "losses and norms"
+        for (name, a, *_), (_, b, *_) in zip(seen["shards"], other["shards"], strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+@pytest.mark.parametrize("n,layout", [TP, PP, (4, dict(tp=2, pp=2, zero=1))], ids=str)
+def test_recompute_repeats_the_dropout(n, layout):
+    """Every gradient and moment has the same bits with recomputation and without; dropout has an effect."""
+    flags, batch = dict(LLAMA, **layout, dropout=0.2), sequences(n, layout)
+    stored = run_ranks(n, run, flags, batch)
+    for what in ("full", "selective"):
+        assert_same_bits(run_ranks(n, run, dict(flags, recompute=what), batch), stored)
+    if n == 2:
+        without = run_ranks(n, run, dict(flags, dropout=0.0), batch)
+        assert without[0]["stats"][0][0] != stored[0]["stats"][0][0]
+    fault = ("model.Block.with_recompute", "self.dropout > 0", "False")
+    other = run_ranks(n, with_faults, [fault], run, dict(flags, recompute="full"), batch)
+    with pytest.raises(AssertionError):
+        assert_same_bits(other, stored)
 
 
 # -----------------------------------------------------------------------------

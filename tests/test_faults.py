@@ -8,128 +8,44 @@ the local norm, ...), each written as one wrong line. Three comparisons detect t
     layouts        every layout against one process         faults in what several ranks do
     plain PyTorch  one process against a plain loop         faults that a layout and its reference share
     large logits   the vocabulary-parallel loss at 1e4      faults that moderate numbers do not show
-After them: replicas after 20 steps, an fp16 overflow on one rank, dropout and recomputation.
 """
-import contextlib
 import functools
-import importlib
-import inspect
-import json
-import types
-from operator import attrgetter
-from unittest import mock
 
 import numpy as np
 import pytest
-import test_layouts
 import test_sample
 import torch
 import torch.nn.functional as F
+from faults import (
+    BALANCE,
+    BERT,
+    DP,
+    GPT2,
+    LLAMA,
+    MOE,
+    ONE_STAGE,
+    PP,
+    SEVERAL_STAGES,
+    TP,
+    ZERO,
+    constant,
+    group,
+    nothing,
+    run_with_faults,
+    with_faults,
+)
 from pool import run_ranks
-from test_layouts import compare, run
 
-import train
-from config import Config
-from corpus.shards import Synthetic
-from model import GPT, init_weights, vocab_cross_entropy
-from optim import learning_rate
+from model import vocab_cross_entropy
 from parallel import make_mesh
-from runtime.launch import World
 
-LLAMA, GPT2, MOE, BERT = (
-    dict(base, micro_batch=2, n_layer=2)
-    for base in (test_layouts.LLAMA, test_layouts.GPT2, test_layouts.MOE, test_layouts.BERT))
-
-
-PACKAGES = "ops", "fast", "runtime", "corpus", "cost", "interface"
-
-
-def sequences(n, layout):
-    """-> sequences per step, in micro-batches of 2: two of them on every dp rank, four with two stages."""
-    return 4 * (n // layout.get("tp", 1) // layout.get("cp", 1))
+ONE, ZERO2, ZERO3, CP = (1, dict()), (2, dict(zero=2)), (2, dict(zero=3)), (2, dict(cp=2))  # ranks, layout
+TP4, DP_TP, EP, CHUNKS = (4, dict(tp=4)), (4, dict(tp=2)), (2, dict(ep=2)), (2, dict(pp=2, pp_chunks=2))
+FOUR = dict(LLAMA, n_layer=4)
 
 
 # -----------------------------------------------------------------------------
-# planting
-
-def find(where):
-    """Return the function that has this name, also that of a property or under a decorator."""
-    parts = where.split(".")
-    depth = 2 if parts[0] in PACKAGES else 1
-    module = importlib.import_module(".".join(parts[:depth]))
-    found = attrgetter(".".join(parts[depth:]))(module)
-    if isinstance(found, property):
-        found = found.fget
-    return inspect.unwrap(found)
-
-
-def planted(where, *fault):
-    """Plant a fault in the function `where`, however other modules have imported it.
-
-    By name: planted(where, replacement). Calls of the function become replacement(original, *arguments).
-    By text: planted(where, old, new) replaces a piece of the function's source.
-    """
-    return replaced(where, *fault) if callable(fault[0]) else edited(where, *fault)
-
-
-@contextlib.contextmanager
-def edited(where, old, new):
-    """Replace `old` by `new` in the source of the function `where`."""
-    function = find(where)
-    source = inspect.getsource(function)
-    assert source.count(old) == 1, f"{where} contains {old!r} {source.count(old)} times: rewrite this fault"
-    source = source.replace(old, new)
-    if source[0] == " ":
-        source = "class _:\n" + source  # A method stands in a class, so that super() works.
-    codes = [compile(source, f"fault in {where}", "exec")]
-    while codes[0].co_name != function.__name__:
-        codes[:1] = [c for c in codes[0].co_consts if inspect.iscode(c)]
-    original, function.__code__ = function.__code__, codes[0]
-    try:
-        yield
-    finally:
-        function.__code__ = original
-
-
-@contextlib.contextmanager
-def replaced(where, replacement):
-    """Call replacement(original, *arguments) in the place of the function `where`.
-
-    The function object stays, because other modules may hold it: only its code is exchanged.
-    """
-    function = find(where)
-    assert not function.__code__.co_freevars, f"{where} is a closure: plant this fault by text"
-    before = function.__code__, function.__defaults__, function.__kwdefaults__
-    original = types.FunctionType(before[0], function.__globals__, function.__name__, before[1])
-    original.__kwdefaults__ = before[2]
-    name = f"_replacement_of_{function.__name__}"
-    function.__globals__[name] = functools.partial(replacement, original)
-    code = {}
-    exec(f"def {function.__name__}(*args, **kwargs): return {name}(*args, **kwargs)", code)
-    function.__defaults__ = function.__kwdefaults__ = None
-    function.__code__ = code[function.__name__].__code__
-    try:
-        yield
-    finally:
-        function.__code__, function.__defaults__, function.__kwdefaults__ = before
-        del function.__globals__[name]
-
-
-# Functions that are called in the place of others. They are of this module because they travel to the ranks.
-
-def nothing(original, *args, **kwargs):
-    """Leave the call out."""
-
-
-def other_group(original, mesh, tp_dim, *args, of, instead):
-    """parallel.reduction_group with another answer where it is `of`."""
-    group = original(mesh, tp_dim, *args)
-    return instead if group == of else group
-
-
-def constant(original, *args, value):
-    return value
-
+# Functions that are called in the place of others
 
 def one_replica(original, bucket):
     """Bucket.replica_weight as if the bucket were on one rank of its axis."""
@@ -179,35 +95,14 @@ def late_gather(original, comm, bucket):
     return LateWork(lambda: original(comm, bucket))
 
 
-def with_faults(world, faults, fn, *args):
-    """fn on this rank with the faults planted. They are removed afterwards, also after an error."""
-    with contextlib.ExitStack() as stack:
-        for fault in faults:
-            stack.enter_context(planted(*fault))
-        return fn(world, *args)
-
-
 # ZeRO-1's all-gather of the weights overlaps with other work: reading the weights too early is a race, and a
 # test may miss it. With this change, which is no fault, the all-gather starts only when it is waited for.
 LATE = ("ddp.Comm.start_gather", late_gather)
 POISON = ("zero.ShardedBucket.fetch", poisoned_fetch)
-GROUP = "parallel.reduction_group"
 
 
-def group(of, instead):
-    """The fault that sums the gradients of one group over another."""
-    return GROUP, functools.partial(other_group, of=of, instead=instead)
-
-
-ONE, DP, ZERO, PP = (1, dict()), (2, dict()), (2, dict(zero=1)), (2, dict(pp=2))  # ranks, layout
-ZERO2, ZERO3 = (2, dict(zero=2)), (2, dict(zero=3))
-TP, TP4, DP_TP, EP = (2, dict(tp=2)), (4, dict(tp=4)), (4, dict(tp=2)), (2, dict(ep=2))
-CP = (2, dict(cp=2))
-
-CHUNKS, FOUR = (2, dict(pp=2, pp_chunks=2)), dict(LLAMA, n_layer=4)
-
-ONE_STAGE, SEVERAL_STAGES = "pipeline.one_stage", "pipeline.several_stages"
-BALANCE = "balance_loss / (len(batches) * model.mesh.dp.size)"
+# -----------------------------------------------------------------------------
+# The faults
 
 FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, more faults])
     # sums of gradients
@@ -404,53 +299,6 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
 # -----------------------------------------------------------------------------
 # comparing
 
-def plain_pytorch(flags, batch):
-    """Train as one rank's run() does, by a loop that shares only model and learning rate with train.py
-    -> (stats of each step, {name: full array}, None), as test_layouts.reference()."""
-    cfg = Config(**flags)
-    source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
-    model = GPT(cfg, make_mesh(World(rank=0, size=1)), cfg.vocab_size).double()
-    init_weights(model, cfg.seed)
-    named = dict(model.named_parameters())
-    vectors = {n for n in named if "norm" in n or n.endswith("bias")}
-    adam = torch.optim.AdamW([dict(params=[p for n, p in named.items() if n not in vectors]),
-                              dict(params=[p for n, p in named.items() if n in vectors], weight_decay=0.0)],
-                             betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay)
-    stats, want = [], {}
-    for step in range(1, test_layouts.STEPS + 1):
-        x, y = source.batch((step - 1) * batch, batch)
-        adam.zero_grad()
-        loss = model(x, y)[0] / y.numel()
-        loss.backward()
-        want.update({f"step {step} grad {n}": p.grad.numpy().copy() for n, p in named.items()})
-        zeros = sum((p.grad == 0).sum().item() for p in named.values())
-        size = torch.cat([p.detach().flatten() for p in named.values()]).norm().item()
-        norm = torch.nn.utils.clip_grad_norm_(named.values(), cfg.clip).item()
-        stats.append([loss.item(), norm, zeros, size])
-        for group in adam.param_groups:
-            group["lr"] = learning_rate(cfg, step)
-        adam.step()
-    for n, p in named.items():
-        want["end " + n] = p.detach().numpy()
-        want.update({f"end {k}/{n}": adam.state[p][k].numpy() for k in ("exp_avg", "exp_avg_sq")})
-    return stats, want, None
-
-
-def run_with_faults(base, place, faults=(), batch=None):
-    """Train with the faults -> check(): AssertionError if the results differ from one rank's. The run is over
-    before check() is called, so a run that crashes does not count as a fault that was caught."""
-    n, layout = place
-    batch = batch or sequences(n, layout)
-    chunks = test_layouts.capacity_ranks(base, layout)
-    want = plain_pytorch(base, batch) if n == 1 else test_layouts.reference(dict(base), batch, *chunks)
-    results = run_ranks(n, with_faults, faults, run, dict(base, **layout), batch)
-
-    def check():
-        with mock.patch.object(test_layouts, "run_ranks", lambda *job: results), \
-                mock.patch.object(test_layouts, "reference", lambda *job: want):
-            compare(base, n, batch, **layout)
-    return check
-
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_caught(name):
@@ -474,16 +322,6 @@ def test_a_delayed_all_gather_is_no_fault():
     run_with_faults(LLAMA, ZERO, [LATE])()
     run_with_faults(LLAMA, ZERO3, [LATE, POISON])()
     run_with_faults(GPT2, ONE)()
-
-
-@pytest.mark.parametrize("fault", [
-    ("zero.ZeRO3.move_to_part", "backward or is_head", "is_head"),
-    ("zero.ZeRO3.move_to_part", "bucket not in wanted:", "bucket not in wanted and backward:")],
-    ids=["backward fetches the wrong part ahead", "forward frees nothing"])
-def test_weights_in_memory_that_should_not_be_there(fault):
-    results = run_ranks(2, with_faults, [fault], test_layouts.parts_alive, LLAMA)
-    with pytest.raises(AssertionError, match="are whole, not"):
-        test_layouts.check_parts(results, 2, False)
 
 
 def raise_error(world):
@@ -544,139 +382,3 @@ def test_cross_entropy_of_large_logits():
         check = run_large_logits(2, words, [fault])
         with pytest.raises(AssertionError):
             check()
-
-
-# -----------------------------------------------------------------------------
-# replicas after many steps
-
-def run_20(world, flags, batch):
-    with mock.patch.object(test_layouts, "STEPS", 20):
-        return run(world, flags, batch)
-
-
-def assert_replicas_equal(results):
-    """Assert that all ranks' copies of a shard have the same bits -> number of shards with several copies."""
-    found = {}
-    for seen in results:
-        for name, local in seen["replicas"].items():
-            found.setdefault((name, seen["offsets"][name][1]), []).append(local)
-    for (name, _), copies in found.items():
-        for copy in copies:
-            error = np.abs(copy - copies[0]).max()
-            assert copy.tobytes() == copies[0].tobytes(), f"replicas of {name} differ by {error}"
-    return sum(len(copies) > 1 for copies in found.values())
-
-
-@pytest.mark.parametrize("base,n,layout", [
-    (LLAMA, 4, dict(tp=2)), (LLAMA, 4, dict(tp=2, zero=1)), (GPT2, 2, dict(pp=2)),
-    (GPT2, 4, dict(pp=2, zero=1)), (dict(LLAMA, n_kv_head=1), 2, dict(tp=2)),
-    (MOE, 4, dict(tp=2, ep=2, zero=1)), (MOE, 4, dict(cp=2, ep=2, zero=1)),
-], ids=["dp2tp2", "dp2tp2zero1", "pp2tied", "dp2pp2tiedzero1", "tp2kv1", "dp2tp2ep2zero1", "dp2cp2ep2zero1"])
-def test_replicas_have_equal_bits_after_20_steps(base, n, layout):
-    results = run_ranks(n, run_20, dict(base, **layout, dtype="fp32", steps=20), sequences(n, layout))
-    assert assert_replicas_equal(results) > 0, "no shard is on several ranks"
-    losses = [row[0] for row in results[0]["stats"]]
-    assert len(set(losses)) == 20 and np.isfinite(losses).all()
-
-
-def test_a_drifting_replica_is_detected():
-    fault = group("stage", "dp")
-    results = run_ranks(2, with_faults, [fault], run_20, dict(LLAMA, tp=2, dtype="fp32", steps=20), 4)
-    with pytest.raises(AssertionError, match="replicas of .*norm"):
-        assert_replicas_equal(results)
-
-
-# -----------------------------------------------------------------------------
-# fp16: an overflow on one rank
-
-OVERFLOW_STEP = 3
-
-
-def run_with_overflow(world, flags, out):
-    """A run of train.py; in OVERFLOW_STEP one element of one gradient of the last rank is infinite
-    -> for each step (weights, moments and Adam's t are unchanged, the step is refused, loss scale)."""
-    seen = []
-
-    class StepWithOverflow(train.Step):
-        def __call__(self, batches, number, *rest):
-            model, dp, opt = self.model, self.dp, self.opt
-
-            def state():
-                model.provide_weights(model)
-                moments = [s for m in opt.masters for s in opt.adam.state[m].values()]
-                return [t.clone() for t in (*opt.masters, *moments, *(b.flat for b in dp.buckets))]
-            before = state()
-            p = next(model.parameters())
-            hook = p.register_hook(
-                lambda g: g.flatten().index_fill(0, torch.tensor(5), torch.inf).view_as(g)
-                if number == OVERFLOW_STEP and world.rank == world.size - 1 else g)
-            stats, found_inf = super().__call__(batches, number, *rest)
-            hook.remove()
-            same = [torch.equal(a, b) for a, b in zip(before, state(), strict=True)]
-            seen.append((all(same), bool(found_inf), opt.loss_scale.item()))
-            return stats, found_inf
-
-    flags = dict(flags, dtype="fp16", data="synthetic", out=out, steps=5, log_every=1,
-                 eval_every=0, save_every=0, plot=False, global_batch=sequences(world.size, flags))
-    with mock.patch.object(train, "Step", StepWithOverflow), mock.patch("signal.signal"):
-        train.Run(Config(**flags), world).train()
-    return seen
-
-
-def assert_step_refused_everywhere(results, out):
-    for seen in results:
-        same, refused, scale = zip(*seen, strict=True)
-        assert refused == (False, False, True, False, False)
-        assert same == refused
-        assert scale == (65536, 65536, 32768, 32768, 32768)
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [row["nan_steps"] for row in rows] == [0, 0, 1, 1, 1]
-    assert [row["loss_scale"] for row in rows] == [65536, 65536, 32768, 32768, 32768]
-
-
-@pytest.mark.parametrize("n,layout", [DP, TP, PP, ZERO], ids=str)
-def test_overflow_on_one_rank_skips_the_step_on_all(n, layout, tmp_path):
-    results = run_ranks(n, run_with_overflow, dict(LLAMA, **layout), str(tmp_path / "run"))
-    assert_step_refused_everywhere(results, tmp_path / "run")
-
-
-def test_overflow_decided_by_each_rank_alone_is_detected(tmp_path):
-    fault = ("optim.Optimizer.step", "~torch.isfinite(grad_norm)",
-             "~torch.isfinite(sum(g.sum() for g in self.grads))")
-    flags, out = dict(LLAMA, zero=1), tmp_path / "run"
-    results = run_ranks(2, with_faults, [fault], run_with_overflow, flags, str(out))
-    with pytest.raises(AssertionError):
-        assert_step_refused_everywhere(results, out)
-
-
-# -----------------------------------------------------------------------------
-# dropout
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_dropout_over_dp_equals_one_rank(family):
-    base = dict(LLAMA if family == "llama" else GPT2, dropout=0.2)
-    compare(base, 2, 8)
-    compare(base, 2, 8, zero=1)
-
-
-def assert_same_bits(results, others):
-    for seen, other in zip(results, others, strict=True):
-        assert seen["stats"] == other["stats"], "losses and norms"
-        for (name, a, *_), (_, b, *_) in zip(seen["shards"], other["shards"], strict=True):
-            np.testing.assert_array_equal(a, b, err_msg=name)
-
-
-@pytest.mark.parametrize("n,layout", [TP, PP, (4, dict(tp=2, pp=2, zero=1))], ids=str)
-def test_recompute_repeats_the_dropout(n, layout):
-    """Every gradient and moment has the same bits with recomputation and without; dropout has an effect."""
-    flags, batch = dict(LLAMA, **layout, dropout=0.2), sequences(n, layout)
-    stored = run_ranks(n, run, flags, batch)
-    for what in ("full", "selective"):
-        assert_same_bits(run_ranks(n, run, dict(flags, recompute=what), batch), stored)
-    if n == 2:
-        without = run_ranks(n, run, dict(flags, dropout=0.0), batch)
-        assert without[0]["stats"][0][0] != stored[0]["stats"][0][0]
-    fault = ("model.Block.with_recompute", "self.dropout > 0", "False")
-    other = run_ranks(n, with_faults, [fault], run, dict(flags, recompute="full"), batch)
-    with pytest.raises(AssertionError):
-        assert_same_bits(other, stored)

@@ -5,7 +5,6 @@ numbers must equal one rank's to 1e-10: losses, gradient norms, every gradient o
 and moment at the end; relative to the tensor's largest element, but for key biases (see scale).
 """
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
@@ -18,13 +17,9 @@ import train
 from config import Config
 from corpus import masked
 from corpus.shards import Synthetic
-from cost.fits import check_layout
-from cost.memory import state_bytes
-from fast.choose import choose
-from generate import generate
+from interface.layout import check_layout
 from parallel import make_mesh
-from pipeline import stage_layers
-from runtime.resume import broadcast_and_verify, shards
+from runtime.resume import shards
 from zero import ShardedBucket
 
 LLAMA = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, vocab_size=100, seq_len=8,
@@ -286,133 +281,11 @@ def test_pp_layers_and_recompute_equal_one_rank():
     compare(six, 3, 8, pp=3, pp_chunks=2)
 
 
-@pytest.mark.skipif("not config.getoption('--slow')", reason="zero 3 over 8 ranks: pytest --slow")
-def test_zero_3_on_eight_ranks_equals_one_rank():
-    compare(dict(MOE, micro_batch=2), 8, 16, tp=2, ep=2, zero=3)
-    compare(dict(CAPACITY, micro_batch=2), 8, 16, ep=4, zero=3, recompute="full")
-    compare(dict(LLAMA, n_kv_head=1, micro_batch=2), 8, 16, tp=4, zero=3, recompute="full")
-
-
-def parts_alive(world, flags):
-    """Train a step, evaluate and generate under ZeRO-3 -> {"forward", "backward" of the step, "evaluation",
-    "generation": [(number of the block that computes, numbers of the parts whose weights are whole)]}, the
-    same after the step, the most bytes of weights, the bytes predicted. Parts: embedding 0, blocks, head."""
-    cfg = Config(**flags, zero=3, eval_iters=1)
-    mesh = make_mesh(world, cfg.tp, ep=cfg.ep)
-    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
-    seen, bytes_seen, kind = {}, [], "forward"
-
-    def alive():
-        whole = [i for i, part in enumerate(dp.sharded) if any(b.is_whole() for b in part)]
-        at_rest = sum(b.own.nbytes if isinstance(b, ShardedBucket) else b.flat.nbytes for b in dp.buckets)
-        bytes_seen.append(at_rest + sum(b.storage.nbytes() for b in {*itertools.chain(*dp.sharded)}))
-        return whole
-
-    def note(kind, i):
-        seen.setdefault(kind, []).append((i, alive()))
-    for i, block in enumerate(model.blocks.values(), 1):
-        for module in block.modules():
-            module.register_forward_pre_hook(lambda *_, i=i: note(kind, i))
-        for p in block.parameters():
-            p.register_hook(lambda grad, i=i: note("backward", i))
-    source, batch = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), 2 * cfg.micro_batch * mesh.dp.size
-    batches = train.micro_batches(cfg, mesh, source, 0, batch, world.device)
-    train.Step(cfg, model, dp, opt)(batches, 1)
-    after, kind = alive(), "evaluation"
-    train.evaluate(cfg, model, source, batch, world.device)
-    kind = "generation"
-    generate(model, [1, 2, 3], 2)
-    predicted = state_bytes(cfg, mesh, cfg.vocab_size, choose(cfg, mesh, world.device))["weights"]
-    return seen, after, max(bytes_seen), predicted
-
-
-def check_parts(results, n_layer, recompute):
-    """AssertionError unless at every hook the whole weights were those of the block that computes and of the
-    part that comes next."""
-    ahead = {i: {i, i + 1} for i in range(1, n_layer + 1)}
-    turned = {i: {i, i - 1} - {0} for i in range(1, n_layer + 1)}  # the embedding's are not needed
-    for seen, after, most, predicted in results:
-        assert seen.keys() == {"forward", "backward", "evaluation", "generation"} and after == []
-        for kind, events in seen.items():
-            for part, alive in events:
-                wants = [turned[part] if kind == "backward" else ahead[part]]
-                wants += [turned[part]] * (recompute and kind == "forward")
-                assert {*alive} in wants, f"{kind} of block {part}: {alive} are whole, not one of {wants}"
-        assert most == pytest.approx(predicted, rel=0.15), "bytes of weights"
-
-
-@pytest.mark.parametrize("n, flags", [
-    (2, dict(LLAMA, micro_batch=2)), (2, dict(MOE, micro_batch=2, recompute="full"))],
-    ids=["llama", "moe-recompute"])
-def test_two_parts_have_whole_weights_at_most(n, flags):
-    check_parts(run_ranks(n, parts_alive, flags), flags["n_layer"], "recompute" in flags)
-
-
 def test_one_kv_head_under_tp_equals_one_rank():
     compare(dict(LLAMA, n_kv_head=1, micro_batch=2), 2, 4, tp=2, zero=1)
     compare(dict(LLAMA, n_kv_head=1, micro_batch=2), 4, 4, tp=4)
 
 
-def test_stages_are_balanced_with_embedding_and_head():
-    counts = {(n, pp): [end - first for first, end in stage_layers(Config(n_layer=n), pp)]
-              for n in range(1, 9) for pp in range(1, min(n, 4) + 1)}
-    for (n, pp), blocks in counts.items():
-        def fullest(blocks):  # embedding and head count as a block each
-            return max(b + (s == 0) + (s == len(blocks) - 1) for s, b in enumerate(blocks))
-        assert sum(blocks) == n and min(blocks) >= 1
-        others = (c for c in itertools.product(range(1, n + 1), repeat=pp) if sum(c) == n)
-        assert fullest(blocks) == min(map(fullest, others)), f"{n} blocks over {pp} stages: {blocks}"
-    # checkpoints are read by any split, but plans and memory were measured with these
-    assert (counts[6, 2], counts[6, 4], counts[4, 2], counts[4, 4]) == ([3, 3], [1, 2, 2, 1], [2, 2], [1] * 4)
-    assert (counts[5, 2], counts[7, 3], counts[8, 4]) == ([3, 2], [2, 3, 2], [1, 3, 3, 1])
-    assert stage_layers(Config(n_layer=6), 4) == [(0, 1), (1, 3), (3, 5), (5, 6)]
-
-
 def test_layout_flags_are_fields_of_the_config_and_the_default_dtype_is_fp32():
     assert {"tp", "pp", "zero", "pp_layers", "recompute"} <= {f.name for f in dataclasses.fields(Config)}
     assert torch.get_default_dtype() == torch.float32
-
-
-def initial_masters(world, dtype, zero):
-    """-> {"shards": the masters that this rank owns before the first step}."""
-    cfg = Config(**dict(MOE, dtype=dtype, zero=zero, ep=world.size))
-    mesh = make_mesh(world, ep=cfg.ep)
-    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
-    broadcast_and_verify(model)
-    opt.masters_from_model()
-    assert all(p.dtype == train.DTYPES[dtype] for p in model.parameters())
-    assert all(torch.equal(m.to(b.own.dtype), b.own) for m, b in
-               zip(opt.masters, dp.buckets, strict=True))
-    return {"shards": [(name, to_numpy(t), full, offset) for name, t, full, offset in shards(dp, opt)]}
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("n, zero", [(1, 0), (2, 0), (2, 1), (2, 3)])
-def test_masters_keep_the_digits_that_16_bit_weights_round_away(dtype, n, zero):
-    """A master that equals its rounded weight is in the middle of the interval that rounds to this weight:
-    the small updates of the warmup's first steps would change no weight."""
-    want = assemble(run_ranks(1, initial_masters, "fp32", 0))
-    got = assemble(run_ranks(n, initial_masters, dtype, zero))
-    for name, t in want.items():
-        np.testing.assert_array_equal(got[name], t, err_msg=name)
-
-
-def masters_after_different_draws(world):
-    """-> this rank's masters, after initial weights of rank 1 that differ in their last digits, as those that
-    another kind of GPU draws."""
-    cfg = Config(**dict(MOE, dtype="bf16"))
-    mesh = make_mesh(world)
-    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
-    if world.rank:
-        for m in opt.masters:
-            m.mul_(1 + 1e-6)
-    broadcast_and_verify(model)
-    opt.masters_from_model()
-    assert all(torch.equal(m.to(b.flat.dtype), b.flat) for m, b in zip(opt.masters, dp.buckets, strict=True))
-    return [m.numpy() for m in opt.masters]
-
-
-def test_replicas_start_with_equal_masters():
-    one, two = run_ranks(2, masters_after_different_draws)
-    for a, b in zip(one, two, strict=True):
-        np.testing.assert_array_equal(a, b)

@@ -23,10 +23,11 @@ from config import Config
 from corpus.shards import Synthetic
 from interface.command_line import parse
 from model import GPT, init_weights
-from optim import AdamW, StepStats, learning_rate
+from optim import StepStats
 from parallel import make_mesh
 from runtime import log, resume, timing, watch
 from runtime.launch import World
+from runtime.saver import Saver
 from skip import Guard
 
 FLAGS = [*[f for f in TINY if "global-batch" not in f], "--global-batch=8", "--dtype=fp64", "--clip=0.05",
@@ -338,55 +339,6 @@ def test_the_printed_line():
 # -----------------------------------------------------------------------------
 # the update
 
-def test_the_learning_rate_of_every_kind_of_schedule():
-    """Written out beside optim.learning_rate: warm-up, cosine, what follows, and the defaults."""
-    for warmup, decay, steps, low in ((4, 0, 12, None), (0, 10, 30, 0.0), (3, 3, 9, 0.05), (7, 20, 9, 0.3)):
-        cfg = Config(lr=0.5, warmup=warmup, decay_steps=decay, steps=steps, min_lr=low)
-        end, low = decay or steps, 0.05 if low is None else low
-        for t in range(1, 40):
-            if t <= warmup:
-                want = 0.5 * t / warmup
-            else:
-                x = min(1.0, (t - warmup) / (end - warmup)) if end > warmup else 1.0
-                want = low + (0.5 - low) * (1 + math.cos(math.pi * x)) / 2
-            assert learning_rate(cfg, t) == pytest.approx(want, rel=1e-12), (cfg, t)
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_adamw_is_torchs(decay):
-    """Bits of torch's own class: bias corrections from t, epsilon, decoupled decay, the divisor."""
-    rng = torch.Generator().manual_seed(1)
-    p = torch.randn(50, generator=rng)
-    q, t = torch.nn.Parameter(p.clone()), torch.zeros(())
-    theirs = torch.optim.AdamW([q], lr=0.1, betas=(0.8, 0.93), eps=1e-8, weight_decay=decay, fused=True)
-    ours = AdamW([p], [decay], (0.8, 0.93))
-    ours.state[p] = {"step": t, "exp_avg": torch.zeros(50), "exp_avg_sq": torch.zeros(50)}
-    for step in range(1, 5):
-        q.grad = 1e-7 * torch.randn(50, generator=rng)
-        theirs.param_groups[0]["lr"] = lr = 0.1 / step
-        ours.step([4 * q.grad], lr, torch.tensor(4.0), torch.zeros(()))
-        theirs.step()
-        torch.testing.assert_close(p, q.data, rtol=1e-6, atol=0)
-    assert ours.eps == 1e-8 and t == 4
-
-
-def clipped(clip):
-    """-> gradient norm, first moments after one step with --clip."""
-    cfg = Config(n_layer=1, n_embd=16, ffn_hidden=16, seq_len=8, dtype="fp64", clip=clip, vocab_size=50)
-    model, dp, opt = train.build(cfg, make_mesh(World()), 50, torch.device("cpu"))
-    stats, refused = train.Step(cfg, model, dp, opt)([Synthetic(50, 8, 1).batch(0, 2)], 1)
-    assert refused == 0
-    return stats.grad_norm.item(), torch.cat([opt.adam.state[m]["exp_avg"] for m in opt.masters])
-
-
-def test_clipping_scales_down_to_the_norm_and_never_up():
-    norm, free = clipped(0.0)
-    for clip, factor in ((norm / 3, norm / 3 / (norm + 1e-6)), (norm * 1.001, 1.0), (norm * 50, 1.0)):
-        seen, moments = clipped(clip)
-        assert seen == norm, "the norm is that before clipping"
-        torch.testing.assert_close(moments, free * factor, rtol=1e-9, atol=0)
-    assert free.norm().item() == pytest.approx(0.1 * norm, rel=1e-9), "1 - beta1 of the gradient"
-
 
 def test_state_counts_from_zero_and_a_checkpoint_holds_all_of_it(tmp_path):
     """So that no field can be lost in a resume."""
@@ -405,7 +357,7 @@ def counts_after_a_resume(world, folder):
                                                 best={"step": 5, "val_loss": 1.25})
     model, dp, opt = train.build(cfg, mesh, 50, world.device)
     opt.set_adam_t(5)
-    saver = resume.Saver(folder, world.axis)
+    saver = Saver(folder, world.axis)
     resume.save(cfg, mesh, dp, opt, saver, state)
     assert saver.wait()
     model, dp, opt = train.build(cfg, mesh, 50, world.device)

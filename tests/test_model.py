@@ -20,7 +20,6 @@ from model import GPT, MLP, Attention, rope_cache, rotate, vocab_cross_entropy
 from moe import MoE, plain_dispatcher
 from ops.activations import ACTIVATIONS, GATED
 from ops.cross_entropy import IGNORE
-from optim import learning_rate
 from parallel import make_mesh
 from runtime.launch import World
 
@@ -40,6 +39,7 @@ FAMILIES = {
     "llama": Config(**SMALL, n_kv_head=2),
     "gpt2": Config(**SMALL, n_kv_head=4, norm="layer", mlp="gelu", pos="learned", bias=True, tied=True),
 }
+MOE = dataclasses.replace(FAMILIES["llama"], n_experts=4, top_k=2, n_shared_experts=1)
 MESH = make_mesh(World())
 family = pytest.mark.parametrize("cfg", FAMILIES.values(), ids=FAMILIES)
 
@@ -164,63 +164,6 @@ def test_the_rope_table_is_as_exact_as_the_model():
         model, _, _ = built(dataclasses.replace(FAMILIES["llama"], dtype=dtype))
         model(torch.zeros(1, 8, dtype=torch.int64))
         assert [t.dtype for t in model.rope] == [wide] * 2 and model.rope[0].shape == (8, 2)
-
-
-# ----------------------------------------------------------------------------------------------- weight decay
-
-LAYER = {
-    "llama": ["norm1.weight", "norm2.weight"],
-    "gpt2": [
-        "norm1.weight",
-        "norm1.bias",
-        "norm2.weight",
-        "norm2.bias",
-        "attn.wq.bias",
-        "attn.wk.bias",
-        "attn.wv.bias",
-        "attn.wo.bias",
-        "mlp.w1.bias",
-        "mlp.w2.bias",
-    ],
-}
-NEVER = {
-    name: {f"blocks.{i}.{p}" for i in (0, 1) for p in LAYER[name]} | {"norm.weight"} for name in FAMILIES
-}
-NEVER["gpt2"] |= {"norm.bias"}
-NEVER["moe"] = NEVER["llama"]
-MATRICES = ["attn.wq", "attn.wk", "attn.wv", "attn.wo", "mlp.w1", "mlp.w2"]
-ALWAYS = {
-    "llama": {f"blocks.{i}.{p}.weight" for i in (0, 1) for p in [*MATRICES, "mlp.w3"]}
-    | {"wte.weight", "head.weight"},
-    "gpt2": {f"blocks.{i}.{p}.weight" for i in (0, 1) for p in MATRICES} | {"wte.weight", "wpe.weight"},
-}
-EXPERTS = ["router.weight", "w1", "w2", "w3", "shared.w1.weight", "shared.w2.weight", "shared.w3.weight"]
-ALWAYS["moe"] = {n for n in ALWAYS["llama"] if ".mlp." not in n} | {
-    f"blocks.{i}.moe.{p}" for i in (0, 1) for p in EXPERTS
-}
-MOE = dataclasses.replace(FAMILIES["llama"], n_experts=4, top_k=2, n_shared_experts=1)
-
-
-@pytest.mark.parametrize("name", [*FAMILIES, "moe"])
-def test_only_matrices_decay(name):
-    """By name, and by what a step with zero gradients does: matrices shrink by lr * weight_decay."""
-    cfg = dataclasses.replace(FAMILIES.get(name, MOE), weight_decay=0.5, min_lr=1e-2)
-    model, dp, opt = built(cfg)
-    decayed = {n: b.decayed for b in dp.buckets for n in b.names}
-    assert {n for n, yes in decayed.items() if yes} == ALWAYS[name]
-    assert {n for n, yes in decayed.items() if not yes} == NEVER[name]
-    assert decayed.keys() == dict(model.named_parameters()).keys()
-    with torch.no_grad():
-        for p in model.parameters():  # biases start at zero, which would hide a decay
-            p.add_(0.5)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    dp.reset()
-    dp.finish_grad_sync()  # no backward: all gradients are zero
-    assert opt.step(cfg.lr, torch.ones(())).item() == 0
-    for n, p in model.named_parameters():
-        want = before[n] * (1 - cfg.lr * cfg.weight_decay) if n in ALWAYS[name] else before[n]
-        torch.testing.assert_close(p.data, want, rtol=1e-6, atol=0, msg=n)
-    assert not torch.equal(model.wte.weight, before["wte.weight"])
 
 
 # ------------------------------------------------------------------------------------------------- generation
@@ -467,94 +410,6 @@ def test_the_future_is_not_seen(cfg):
 
 
 # ------------------------------------------------------------------------------------ schedule, bad gradients
-
-
-def test_learning_rate():
-    cfg = Config(lr=1e-3, min_lr=1e-4, warmup=10, steps=110)
-    rate = {s: learning_rate(cfg, s) for s in range(1, 200)}
-    assert (
-        rate[1] == pytest.approx(1e-4) and rate[5] == pytest.approx(5e-4) and rate[10] == pytest.approx(1e-3)
-    )
-    assert rate[60] == pytest.approx(5.5e-4) and rate[35] == pytest.approx(
-        1e-4 + 9e-4 * (1 + math.sqrt(0.5)) / 2
-    )
-    assert all(rate[s] > rate[s + 1] for s in range(10, 110))
-    assert all(rate[s] == pytest.approx(1e-4) for s in range(110, 200))
-    later = dataclasses.replace(cfg, steps=1000, decay_steps=110)  # a longer run, the same schedule
-    assert all(learning_rate(later, s) == rate[s] for s in rate)
-    assert learning_rate(dataclasses.replace(cfg, min_lr=None), 110) == pytest.approx(1e-4)  # lr / 10
-    assert learning_rate(dataclasses.replace(cfg, min_lr=0.0), 110) == 0
-    assert learning_rate(dataclasses.replace(cfg, warmup=0), 1) == pytest.approx(1e-3, rel=1e-3)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
-def test_a_gradient_that_is_not_finite_changes_nothing(bad, dtype):
-    """Weights, both moments, Adam's own t: not one bit; the next step is taken as if it had not been."""
-    cfg = dataclasses.replace(FAMILIES["llama"], dtype=dtype, weight_decay=0.5)
-    model, dp, opt = built(cfg)
-    steps(cfg, model, dp, opt, [1])
-
-    def everything():
-        return [t.detach().clone() for m in opt.masters for t in (m, *opt.adam.state[m].values())] + [
-            p.detach().clone() for p in model.parameters()
-        ]
-
-    before, finish = everything(), dp.finish_grad_sync
-
-    def poisoned():
-        finish()
-        dp.buckets[-1].grad[0] = bad
-
-    dp.finish_grad_sync = poisoned
-    [(stats, found_inf)] = steps(cfg, model, dp, opt, [2])
-    assert found_inf.item() == 1 and not torch.isfinite(stats.grad_norm) and opt.adam_t() == 1
-    assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
-    dp.finish_grad_sync = finish
-    [(stats, found_inf)] = steps(cfg, model, dp, opt, [3])
-    assert found_inf.item() == 0 and opt.adam_t() == 2
-    assert not all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
-    twin, twin_dp, twin_opt = built(cfg)
-    steps(cfg, twin, twin_dp, twin_opt, [1, 3])
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
-
-
-def test_adamw_equals_the_paper():
-    """The slow oracle: clipping and decoupled decay written out beside the fused kernel on flat buckets."""
-    cfg = dataclasses.replace(FAMILIES["gpt2"], dtype="fp64", clip=0.05, weight_decay=0.3)
-    model, dp, opt = built(cfg)
-    w = {n: p.detach().clone() for n, p in model.named_parameters()}
-    m, v = ({n: torch.zeros_like(p) for n, p in w.items()} for _ in range(2))
-    for t in range(1, 4):
-        grads = {}
-        opt.on_grads_ready[:] = [lambda g=grads: g.update(
-            {n: x.clone() for b in dp.buckets for n, x in zip(b.names, b.grads, strict=True)})]
-        [(stats, _)] = steps(cfg, model, dp, opt, [t])
-        lr = learning_rate(cfg, t)
-        norm = torch.stack([g.norm() for g in grads.values()]).norm()
-        torch.testing.assert_close(stats.grad_norm, norm, rtol=1e-12, atol=0)
-        assert norm > cfg.clip
-        for n, g in grads.items():
-            g = g * (cfg.clip / (norm + 1e-6))
-            m[n] = cfg.beta1 * m[n] + (1 - cfg.beta1) * g
-            v[n] = cfg.beta2 * v[n] + (1 - cfg.beta2) * g * g
-            w[n] = w[n] * (1 - lr * (cfg.weight_decay if g.ndim > 1 else 0))
-            w[n] = w[n] - lr * (m[n] / (1 - cfg.beta1**t)) / ((v[n] / (1 - cfg.beta2**t)).sqrt() + 1e-8)
-    for n, p in model.named_parameters():
-        torch.testing.assert_close(p.data, w[n], rtol=1e-9, atol=1e-11, msg=n)
-
-
-@family
-def test_dropout_is_seeded_by_step_and_micro_batch(cfg):
-    cfg = dataclasses.replace(cfg, dropout=0.3)
-    batch = Synthetic(cfg.vocab_size, cfg.seq_len, 1).batch(0, 2)
-    losses = []
-    for step, micro in [(1, 1), (1, 1), (2, 1), (1, 2)]:
-        model, dp, opt = built(cfg)
-        torch.manual_seed(len(losses))  # whatever was drawn before must not matter
-        stats, _ = train.Step(cfg, model, dp, opt)([batch] * micro, step)
-        losses.append(stats.loss.item())
-    assert losses[0] == losses[1] and len(set(losses)) == 3, "the second micro-batch has a mask of its own"
 
 
 # -----------------------------------------------------------------------------

@@ -27,17 +27,18 @@ import parallel
 import train
 from config import Config, check
 from corpus.shards import Synthetic
-from cost.fits import check_layout
 from cost.parameters import count_parameters, flops_per_token
 from fast import symm_mem
 from fast.choose import Choice
 from interface.command_line import parse
+from interface.layout import check_layout
 from model import GPT, MLP, init_weights
 from ops import grouped_mm
 from parallel import make_mesh
 from pipeline import forward_backward
 from runtime import launch, resume
 from runtime.launch import World
+from runtime.saver import Saver
 
 ALONE = make_mesh(World(rank=0, size=1))
 SMALL = dict(n_experts=8, n_embd=6, ffn_hidden=5, n_head=1, n_kv_head=1)
@@ -491,7 +492,7 @@ def train_steps(cfg, mesh, steps, path=None, start=None):
         stats.append(torch.stack(train_step(batches, step)[0]).tolist())
     model.provide_weights(model)
     if path:
-        saver = resume.Saver(path, mesh.world)
+        saver = Saver(path, mesh.world)
         resume.save(cfg, mesh, dp, opt, saver, resume.State(at + steps, 8 * (at + steps), data="synthetic"))
         assert saver.wait()
     return model, dp, opt, stats

@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 import test_moe
+from faults import BALANCE, ONE_STAGE, SEVERAL_STAGES, group, planted, run_with_faults, with_faults
 from pool import run_ranks
-from test_faults import BALANCE, ONE_STAGE, SEVERAL_STAGES, group, planted, run_with_faults, with_faults
 from test_layouts import CAPACITY, MOE, SIGMOID, run
 
 BATCH = 8

@@ -38,7 +38,6 @@ from interface.command_line import parse
 from model import GPT
 from ops import activations
 from parallel import make_mesh
-from pipeline import stage_layers
 from runtime.launch import World
 
 ONE = make_mesh(World(), groups=False)
@@ -560,16 +559,3 @@ def test_matrix_products_as_measured():
     for m, n, k, low, high in ((8192, 8192, 8192, 650, 720), (16384, 512, 1792, 495, 605),
                                (16384, 128256, 512, 587, 683)):
         assert low <= 2 * m * n * k / step_time.matmul_seconds(m, n, k, gpu) / 1e12 <= high
-
-
-def test_the_split_into_stages_is_the_one_that_adds_block_by_block():
-    def greedy(n_layer, pp):
-        counts = [0] * pp
-        for _ in range(n_layer):
-            load = [c + (s == 0) + (s == pp - 1) for s, c in enumerate(counts)]
-            counts[min(range(pp), key=lambda s: (counts[s] > 0, load[s], -min(s, pp - 1 - s)))] += 1
-        return counts
-    for pp in range(1, 10):
-        for n in range(pp, 3 * pp + 3):
-            assert [b - a for a, b in stage_layers(Config(n_layer=n), pp)] == greedy(n, pp)
-    assert len(stage_layers(Config(n_layer=10**6), 10**5)) == 10**5  # at once

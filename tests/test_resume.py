@@ -3,7 +3,6 @@
 Also --train-range-to-skip, and one test that kills a rank under a real mpiexec.
 """
 import contextlib
-import dataclasses
 import errno
 import json
 import math
@@ -578,13 +577,6 @@ def test_foreign_flags_in_a_checkpoint_are_one_line(tmp_path):
         result = session(World(), [*TINY, f"--out={tmp_path}", "--steps=2", "--resume=auto"])
         assert_refused(result, "step_000001", word)
         assert "\x1b" not in result["err"]
-
-
-def test_every_flag_of_a_resume_is_in_one_class_and_exists():
-    names = {f.name for f in dataclasses.fields(Config)}
-    assert {*resume.SHAPE, *resume.MEANING, *resume.SILENT, *resume.NEEDS} <= names
-    assert not set(resume.SILENT) & {*resume.SHAPE, *resume.MEANING}
-    assert set(resume.SHAPE) & set(resume.MEANING) == {"seq_len", "norm"}  # where the tensors fit
 
 
 # -----------------------------------------------------------------------------

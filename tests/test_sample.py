@@ -173,7 +173,7 @@ def test_sample_py_reads_the_newest_checkpoint_or_the_one_that_is_named(run, mon
 def test_sample_py_takes_the_lowest_validation_loss_and_says_so(run, tmp_path, capsys):
     best = {"step": 1, "val_loss": 2.5}
     for step in (1, 2):
-        checkpoint.save(tmp_path, step, 0, 1, [("w", torch.ones(2), (2,), (0,))], {"best": best})
+        checkpoint.save(tmp_path, step, [("w", torch.ones(2), (2,), (0,))], {"best": best})
     shutil.copy(run / "config.json", tmp_path)
 
     def taken(path):

@@ -20,8 +20,8 @@ from runs import chars, session
 import config
 import prepare
 import train
-from cost.fits import check_layout
 from interface.command_line import parse
+from interface.layout import check_layout
 from parallel import make_mesh
 from runtime import launch
 from tutorial import exercises, solutions, test_exercises

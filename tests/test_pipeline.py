@@ -11,14 +11,15 @@ from unittest import mock
 import pytest
 import test_dropout
 import torch
-from test_faults import constant, planted
+from faults import constant, planted
 
 import pipeline
 import plan
 from config import Config
 from cost.memory import blocks_in_flight
 from cost.step_time import bubble
-from pipeline import rank_layers, schedule, stage_layers, timetable
+from interface.layout import stage_layers
+from pipeline import rank_layers, schedule, timetable
 
 SIZES = [(p, v, m) for p in (1, 2, 3, 4, 5) for v in (1, 2, 3) for m in range(1, 2 * p + 2)]
 
@@ -118,6 +119,9 @@ def test_the_schedule_of_rank_1_of_2_with_two_chunks():
     assert ops == "F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a"
 
 
+# -----------------------------------------------------------------------------
+# which stage has which blocks
+
 def test_stages_of_a_rank_lie_pp_apart():
     cfg = Config(n_layer=8, pp_chunks=2)
     assert [rank_layers(cfg, SimpleNamespace(rank=r, size=2)) for r in range(2)] == [
@@ -128,6 +132,46 @@ def test_stages_of_a_rank_lie_pp_apart():
                     (1, "n-layer 1 is less than pp 2 * pp-chunks 2.*try --pp 1")):
         with pytest.raises(ValueError, match=text.replace("*", r"\*", 1)):
             stage_layers(Config(n_layer=n, pp_chunks=2), 4)
+
+
+def test_stages_are_balanced_with_embedding_and_head():
+    counts = {(n, pp): [end - first for first, end in stage_layers(Config(n_layer=n), pp)]
+              for n in range(1, 9) for pp in range(1, min(n, 4) + 1)}
+    for (n, pp), blocks in counts.items():
+        def fullest(blocks):  # embedding and head count as a block each
+            return max(b + (s == 0) + (s == len(blocks) - 1) for s, b in enumerate(blocks))
+        assert sum(blocks) == n and min(blocks) >= 1
+        others = (c for c in itertools.product(range(1, n + 1), repeat=pp) if sum(c) == n)
+        assert fullest(blocks) == min(map(fullest, others)), f"{n} blocks over {pp} stages: {blocks}"
+    # checkpoints are read by any split, but plans and memory were measured with these
+    assert (counts[6, 2], counts[6, 4], counts[4, 2], counts[4, 4]) == ([3, 3], [1, 2, 2, 1], [2, 2], [1] * 4)
+    assert (counts[5, 2], counts[7, 3], counts[8, 4]) == ([3, 2], [2, 3, 2], [1, 3, 3, 1])
+    assert stage_layers(Config(n_layer=6), 4) == [(0, 1), (1, 3), (3, 5), (5, 6)]
+
+
+def test_stages_follow_pp_layers_or_are_balanced():
+    """Embedding and head count as a block each."""
+    def stages(pp, n_layer=6, **flags):
+        return stage_layers(Config(n_layer=n_layer, **flags), pp)
+    assert stages(3, pp_layers="1,3,2") == [(0, 1), (1, 4), (4, 6)] and stages(1) == [(0, 6)]
+    assert stages(2) == [(0, 3), (3, 6)] and stages(4) == [(0, 1), (1, 3), (3, 5), (5, 6)]
+    for counts in ([2, 1], [1, 3, 1], [2, 4, 2], [3, 4, 2], [2, 4, 4, 2], [2, 4, 3, 2], [3, 5, 5, 5, 3],
+                   [2, 4, 4, 4, 4, 2]):
+        ends = [sum(counts[:s + 1]) for s in range(len(counts))]
+        assert stages(len(counts), sum(counts)) == list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def test_the_split_into_stages_is_the_one_that_adds_block_by_block():
+    def greedy(n_layer, pp):
+        counts = [0] * pp
+        for _ in range(n_layer):
+            load = [c + (s == 0) + (s == pp - 1) for s, c in enumerate(counts)]
+            counts[min(range(pp), key=lambda s: (counts[s] > 0, load[s], -min(s, pp - 1 - s)))] += 1
+        return counts
+    for pp in range(1, 10):
+        for n in range(pp, 3 * pp + 3):
+            assert [b - a for a, b in stage_layers(Config(n_layer=n), pp)] == greedy(n, pp)
+    assert len(stage_layers(Config(n_layer=10**6), 10**5)) == 10**5  # at once
 
 
 # -----------------------------------------------------------------------------

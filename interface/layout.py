@@ -1,0 +1,171 @@
+"""What a number of ranks can have: which values of the flags fit a layout and each other.
+
+    check_ranks     whether the ranks can be a mesh; how many replicas they are
+    check_layout    whether they can train the model
+    stage_layers    which blocks each pipeline stage holds
+
+train.py refuses a layout that cannot be, plan.py leaves it out. cost/fits.py asks whether memory suffices.
+"""
+import itertools
+
+from config import largest_divisor, must_divide
+
+
+def check_ranks(n, tp, pp, ep, n_experts=0, cp=1):
+    """Return dp, the number of replicas, of n ranks as a mesh.
+
+    ValueError: the ranks do not divide. The --ep to try divides n_experts, too.
+    """
+    model = tp * cp * pp
+    if n % model:
+        if n % (cp * pp):
+            hint = f"start a multiple of {model} ranks"
+        else:
+            hint = f"try --tp {largest_divisor(tp, n // (cp * pp))}"
+        by = f"tp {tp} * cp {cp} * pp {pp}" if cp > 1 else f"tp {tp} * pp {pp}"
+        raise ValueError(f"{n} ranks do not divide by {by}; {hint}")
+    stage = n // pp
+    if stage % ep:
+        raise ValueError(f"ep {ep} does not divide the {stage} ranks of a stage, {n} / pp {pp}; "
+                         f"try --ep {largest_divisor(ep, stage, n_experts)}")
+    return stage // (tp * cp)
+
+
+def check_layout(cfg, mesh, batch):
+    """ValueError, with the fix, for values that are wrong on this mesh. batch: sequences per step."""
+    if cfg.pdb >= mesh.world.size:
+        raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {mesh.world.size - 1}")
+    if cfg.n_experts % mesh.ep.size:
+        fit = largest_divisor(mesh.ep.size, cfg.n_experts, mesh.stage.size)
+        raise ValueError(f"n-experts {cfg.n_experts} do not divide by ep {mesh.ep.size}; try --ep {fit}")
+    check_tensor_parallel(cfg, mesh.tp.size, mesh.world.size // mesh.pp.size)
+    check_sequence(cfg, mesh.cp.size, mesh.tp.size)
+    check_batch(cfg, mesh.dp.size, batch)
+    check_pipeline(cfg, mesh.pp.size, mesh.cp.size)
+
+
+def check_tensor_parallel(cfg, tp, stage):
+    """ValueError unless heads, MLP and vocabulary divide by tp. stage: ranks of a stage."""
+    must_divide("n-head", cfg.n_head, "tp", tp, stage)
+    if cfg.n_kv_head % tp and tp % cfg.n_kv_head:
+        raise ValueError(f"n-kv-head {cfg.n_kv_head} neither divides by tp {tp} nor divides it; "
+                         f"try --tp {cfg.n_kv_head}")
+    if cfg.ffn_hidden % tp:
+        raise ValueError(f"ffn-hidden {cfg.ffn_hidden} does not divide by tp {tp}; "
+                         f"try --ffn-hidden {next_multiple(cfg.ffn_hidden, tp)}")
+    if 128 % tp:
+        raise ValueError(f"the vocabulary is padded to a multiple of 128, which tp {tp} does not divide; "
+                         "try --tp 2 or 4")
+
+
+def check_sequence(cfg, cp, tp):
+    """ValueError unless a sequence divides by cp, and a rank's tokens by tp."""
+    if cp > 1 and cfg.seq_len % (2 * cp):
+        raise ValueError(f"seq-len {cfg.seq_len} does not divide by 2 * cp {cp} chunks; "
+                         f"try --seq-len {next_multiple(cfg.seq_len, 2 * cp)}")
+    if cfg.micro_batch * cfg.seq_len // cp % tp:
+        by = f"cp {cp} * tp {tp}" if cp > 1 else f"tp {tp}"
+        raise ValueError(f"micro-batch {cfg.micro_batch} * seq-len {cfg.seq_len} tokens do not divide by "
+                         f"{by}; try --micro-batch {tp}")
+
+
+def check_batch(cfg, dp, batch):
+    """ValueError unless the global batch, and each stage of its ramp, is a number of whole micro-batches."""
+    unit = cfg.micro_batch * dp
+    if batch % unit:
+        whole = max(1, round(batch / unit)) * unit
+        raise ValueError(f"global-batch {batch} does not divide by micro-batch {cfg.micro_batch} * dp {dp}; "
+                         f"try --global-batch {whole}")
+    check_ramp(batch, cfg.rampup_batch_size, unit)
+
+
+def check_ramp(full, ramp, unit):
+    """ValueError if the batch of some stage of the ramp does not divide by unit = micro-batch * dp."""
+    if not ramp:
+        return
+    start, increment, over = ramp
+    flag = f"--rampup-batch-size {start} {increment} {over}"
+    if not 0 < start <= full or (full - start) % increment:
+        increments = max(1, -(-(full - start) // increment))
+        raise ValueError(f"{flag} does not reach global-batch {full} in whole increments; "
+                         f"try --global-batch {start + increments * increment}")
+    if full - start > 1000 * increment:
+        raise ValueError(f"{flag} has {(full - start) // increment} stages, more than 1000; "
+                         f"try an INCREMENT of {-(-(full - start) // 1000)} or more")
+    for size in start, min(full, start + increment):  # If these two divide, all that follow do.
+        if size % unit:
+            raise ValueError(f"{flag} has a stage of {size}, which does not divide by micro-batch * dp = "
+                             f"{unit}; give START and INCREMENT as multiples of {unit}")
+
+
+def check_pipeline(cfg, pp, cp):
+    """ValueError for parts that do not go together, and for stages that do not fit the blocks."""
+    if cfg.zero == 3 and pp > 1:
+        raise ValueError(f"--zero 3 does not go with --pp {pp}: a stage goes to and fro between "
+                         "micro-batches and would gather all the time; try --zero 2, or --pp 1")
+    if cp > 1 and cfg.recompute == "selective" and cfg.objective == "causal":
+        raise ValueError(f"--recompute selective does not go with --cp {cp}, whose mask it cannot make; "
+                         "try --recompute full")
+    if cfg.pp_chunks > 1 and pp == 1:
+        raise ValueError(f"--pp-chunks {cfg.pp_chunks} interleaves the stages of several ranks; try --pp 2")
+    if cfg.pp_chunks > 1 and cfg.zero > 1:
+        raise ValueError(f"--pp-chunks {cfg.pp_chunks} does not go with --zero {cfg.zero}, which sums the "
+                         "gradients of one stage per micro-batch; try --zero 1")
+    stage_layers(cfg, pp * cfg.pp_chunks)
+
+
+def next_multiple(n, of):
+    """Return the smallest multiple of `of` that is at least n."""
+    return -(-n // of) * of
+
+
+# -----------------------------------------------------------------------------
+# The blocks of each stage
+
+def stage_layers(cfg, stages):
+    """Return the blocks of each stage, [(first, last + 1)].
+
+    ValueError: --pp-layers does not fit, or a stage would be empty.
+    """
+    if cfg.n_layer < stages:
+        raise ValueError(empty_stage(cfg, stages // cfg.pp_chunks))
+    counts = balanced_counts(cfg.n_layer, stages)
+    if cfg.pp_layers:
+        proposal = ",".join(map(str, counts))
+        counts = []
+        for text in cfg.pp_layers.split(","):
+            counts.append(int(text) if text.strip().isdecimal() else -1)
+        if len(counts) != stages or sum(counts) != cfg.n_layer or min(counts) < 1:
+            raise ValueError(f"--pp-layers {cfg.pp_layers} must be {stages} counts of at least 1 "
+                             f"that sum to n-layer {cfg.n_layer}; try --pp-layers {proposal}")
+    ends = list(itertools.accumulate(counts))
+    return [(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def empty_stage(cfg, pp):
+    """Say what is wrong if there are more stages than blocks, and what to try."""
+    stages = f"pp {pp}"
+    if cfg.pp_chunks > 1:
+        stages += f" * pp-chunks {cfg.pp_chunks}"
+    fix = f"--pp-chunks {cfg.n_layer // pp}" if cfg.n_layer >= pp else f"--pp {cfg.n_layer}"
+    return f"n-layer {cfg.n_layer} is less than {stages}, a stage would be empty; try {fix}"
+
+
+def balanced_counts(n_layer, stages):
+    """Return each stage's number of blocks, such that the largest stage is as small as possible.
+
+    The embedding and the head each count as a block.
+    """
+    counts = [1] * stages
+    # The middle comes first, the ends last.
+    order = sorted(range(stages), key=lambda stage: -min(stage, stages - 1 - stage))
+    inner = order[:-2]
+    left = n_layer - stages
+    for stage in inner[:left]:  # up to the load of the ends
+        counts[stage] += 1
+    left = max(0, left - len(inner))
+    for i, stage in enumerate(order):
+        counts[stage] += left // stages
+        if i < left % stages:
+            counts[stage] += 1
+    return counts

@@ -1,0 +1,128 @@
+"""Buckets: which part of each tensor a slice covers, fp32 masters, and replicas after many steps.
+
+test_layouts.py compares the sums of gradients with one rank's; test_faults.py has the faults of them.
+"""
+import math
+import random
+from unittest import mock
+
+import numpy as np
+import pytest
+import test_layouts
+import torch
+from faults import GPT2, LLAMA, MOE, group, sequences, with_faults
+from pool import run_ranks
+from test_layouts import assemble, run, to_numpy
+
+import train
+from config import Config
+from ops.flat import rectangles
+from parallel import make_mesh
+from runtime.resume import broadcast_and_verify, shards
+
+# -----------------------------------------------------------------------------
+# The part of each tensor that a slice of a bucket covers
+
+def test_rectangles_cover_every_element_once():
+    rng = random.Random(0)
+    for _ in range(2000):
+        shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 4)))
+        n = math.prod(shape)
+        a, b = sorted(rng.randint(0, n) for _ in range(2))
+        count, at, found = np.zeros(shape, int), a, rectangles(shape, a, b)
+        flat = np.arange(n).reshape(shape)
+        for offset, size in found:
+            where = tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))
+            count[where] += 1
+            assert (flat[where].reshape(-1) == np.arange(at, at + math.prod(size))).all()
+            at += math.prod(size)
+        assert at == b if a < b else not found
+        assert count.sum() == b - a and len(found) <= max(1, 2 * len(shape) - 1)
+
+
+# -----------------------------------------------------------------------------
+# Masters
+
+def initial_masters(world, dtype, zero):
+    """-> {"shards": the masters that this rank owns before the first step}."""
+    cfg = Config(**dict(test_layouts.MOE, dtype=dtype, zero=zero, ep=world.size))
+    mesh = make_mesh(world, ep=cfg.ep)
+    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    broadcast_and_verify(model)
+    opt.masters_from_model()
+    assert all(p.dtype == train.DTYPES[dtype] for p in model.parameters())
+    assert all(torch.equal(m.to(b.own.dtype), b.own) for m, b in
+               zip(opt.masters, dp.buckets, strict=True))
+    return {"shards": [(name, to_numpy(t), full, offset) for name, t, full, offset in shards(dp, opt)]}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("n, zero", [(1, 0), (2, 0), (2, 1), (2, 3)])
+def test_masters_keep_the_digits_that_16_bit_weights_round_away(dtype, n, zero):
+    """A master that equals its rounded weight is in the middle of the interval that rounds to this weight:
+    the small updates of the warmup's first steps would change no weight."""
+    want = assemble(run_ranks(1, initial_masters, "fp32", 0))
+    got = assemble(run_ranks(n, initial_masters, dtype, zero))
+    for name, t in want.items():
+        np.testing.assert_array_equal(got[name], t, err_msg=name)
+
+
+def masters_after_different_draws(world):
+    """-> this rank's masters, after initial weights of rank 1 that differ in their last digits, as those that
+    another kind of GPU draws."""
+    cfg = Config(**dict(test_layouts.MOE, dtype="bf16"))
+    mesh = make_mesh(world)
+    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    if world.rank:
+        for m in opt.masters:
+            m.mul_(1 + 1e-6)
+    broadcast_and_verify(model)
+    opt.masters_from_model()
+    assert all(torch.equal(m.to(b.flat.dtype), b.flat) for m, b in zip(opt.masters, dp.buckets, strict=True))
+    return [m.numpy() for m in opt.masters]
+
+
+def test_replicas_start_with_equal_masters():
+    one, two = run_ranks(2, masters_after_different_draws)
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# -----------------------------------------------------------------------------
+# Replicas after many steps
+
+def run_20(world, flags, batch):
+    with mock.patch.object(test_layouts, "STEPS", 20):
+        return run(world, flags, batch)
+
+
+def assert_replicas_equal(results):
+    """Assert that all ranks' copies of a shard have the same bits -> number of shards with several copies."""
+    found = {}
+    for seen in results:
+        for name, local in seen["replicas"].items():
+            found.setdefault((name, seen["offsets"][name][1]), []).append(local)
+    for (name, _), copies in found.items():
+        for copy in copies:
+            error = np.abs(copy - copies[0]).max()
+            assert copy.tobytes() == copies[0].tobytes(), f"replicas of {name} differ by {error}"
+    return sum(len(copies) > 1 for copies in found.values())
+
+
+@pytest.mark.parametrize("base,n,layout", [
+    (LLAMA, 4, dict(tp=2)), (LLAMA, 4, dict(tp=2, zero=1)), (GPT2, 2, dict(pp=2)),
+    (GPT2, 4, dict(pp=2, zero=1)), (dict(LLAMA, n_kv_head=1), 2, dict(tp=2)),
+    (MOE, 4, dict(tp=2, ep=2, zero=1)), (MOE, 4, dict(cp=2, ep=2, zero=1)),
+], ids=["dp2tp2", "dp2tp2zero1", "pp2tied", "dp2pp2tiedzero1", "tp2kv1", "dp2tp2ep2zero1", "dp2cp2ep2zero1"])
+def test_replicas_have_equal_bits_after_20_steps(base, n, layout):
+    results = run_ranks(n, run_20, dict(base, **layout, dtype="fp32", steps=20), sequences(n, layout))
+    assert assert_replicas_equal(results) > 0, "no shard is on several ranks"
+    losses = [row[0] for row in results[0]["stats"]]
+    assert len(set(losses)) == 20 and np.isfinite(losses).all()
+
+
+def test_a_drifting_replica_is_detected():
+    fault = group("stage", "dp")
+    results = run_ranks(2, with_faults, [fault], run_20, dict(LLAMA, tp=2, dtype="fp32", steps=20), 4)
+    with pytest.raises(AssertionError, match="replicas of .*norm"):
+        assert_replicas_equal(results)

@@ -1,0 +1,92 @@
+"""ZeRO-3's weights: which parts of the model have whole weights when, and eight ranks.
+
+test_layouts.py compares every --zero with one rank, test_faults.py has the faults of ZeRO, and
+test_symm_mem.py has ZeRO by copies between GPUs.
+"""
+import itertools
+
+import pytest
+from faults import with_faults
+from pool import run_ranks
+from test_layouts import CAPACITY, LLAMA, MOE, compare
+
+import train
+from config import Config
+from corpus.shards import Synthetic
+from cost.memory import state_bytes
+from fast.choose import choose
+from generate import generate
+from parallel import make_mesh
+from zero import ShardedBucket
+
+
+def parts_alive(world, flags):
+    """Train a step, evaluate and generate under ZeRO-3 -> {"forward", "backward" of the step, "evaluation",
+    "generation": [(number of the block that computes, numbers of the parts whose weights are whole)]}, the
+    same after the step, the most bytes of weights, the bytes predicted. Parts: embedding 0, blocks, head."""
+    cfg = Config(**flags, zero=3, eval_iters=1)
+    mesh = make_mesh(world, cfg.tp, ep=cfg.ep)
+    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    seen, bytes_seen, kind = {}, [], "forward"
+
+    def alive():
+        whole = [i for i, part in enumerate(dp.sharded) if any(b.is_whole() for b in part)]
+        at_rest = sum(b.own.nbytes if isinstance(b, ShardedBucket) else b.flat.nbytes for b in dp.buckets)
+        bytes_seen.append(at_rest + sum(b.storage.nbytes() for b in {*itertools.chain(*dp.sharded)}))
+        return whole
+
+    def note(kind, i):
+        seen.setdefault(kind, []).append((i, alive()))
+    for i, block in enumerate(model.blocks.values(), 1):
+        for module in block.modules():
+            module.register_forward_pre_hook(lambda *_, i=i: note(kind, i))
+        for p in block.parameters():
+            p.register_hook(lambda grad, i=i: note("backward", i))
+    source, batch = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), 2 * cfg.micro_batch * mesh.dp.size
+    batches = train.micro_batches(cfg, mesh, source, 0, batch, world.device)
+    train.Step(cfg, model, dp, opt)(batches, 1)
+    after, kind = alive(), "evaluation"
+    train.evaluate(cfg, model, source, batch, world.device)
+    kind = "generation"
+    generate(model, [1, 2, 3], 2)
+    predicted = state_bytes(cfg, mesh, cfg.vocab_size, choose(cfg, mesh, world.device))["weights"]
+    return seen, after, max(bytes_seen), predicted
+
+
+def check_parts(results, n_layer, recompute):
+    """AssertionError unless at every hook the whole weights were those of the block that computes and of the
+    part that comes next."""
+    ahead = {i: {i, i + 1} for i in range(1, n_layer + 1)}
+    turned = {i: {i, i - 1} - {0} for i in range(1, n_layer + 1)}  # the embedding's are not needed
+    for seen, after, most, predicted in results:
+        assert seen.keys() == {"forward", "backward", "evaluation", "generation"} and after == []
+        for kind, events in seen.items():
+            for part, alive in events:
+                wants = [turned[part] if kind == "backward" else ahead[part]]
+                wants += [turned[part]] * (recompute and kind == "forward")
+                assert {*alive} in wants, f"{kind} of block {part}: {alive} are whole, not one of {wants}"
+        assert most == pytest.approx(predicted, rel=0.15), "bytes of weights"
+
+
+@pytest.mark.parametrize("n, flags", [
+    (2, dict(LLAMA, micro_batch=2)), (2, dict(MOE, micro_batch=2, recompute="full"))],
+    ids=["llama", "moe-recompute"])
+def test_two_parts_have_whole_weights_at_most(n, flags):
+    check_parts(run_ranks(n, parts_alive, flags), flags["n_layer"], "recompute" in flags)
+
+
+@pytest.mark.parametrize("fault", [
+    ("zero.ZeRO3.move_to_part", "backward or is_head", "is_head"),
+    ("zero.ZeRO3.move_to_part", "bucket not in wanted:", "bucket not in wanted and backward:")],
+    ids=["backward fetches the wrong part ahead", "forward frees nothing"])
+def test_weights_in_memory_that_should_not_be_there(fault):
+    results = run_ranks(2, with_faults, [fault], parts_alive, dict(LLAMA, n_layer=2, micro_batch=2))
+    with pytest.raises(AssertionError, match="are whole, not"):
+        check_parts(results, 2, False)
+
+
+@pytest.mark.skipif("not config.getoption('--slow')", reason="zero 3 over 8 ranks: pytest --slow")
+def test_zero_3_on_eight_ranks_equals_one_rank():
+    compare(dict(MOE, micro_batch=2), 8, 16, tp=2, ep=2, zero=3)
+    compare(dict(CAPACITY, micro_batch=2), 8, 16, ep=4, zero=3, recompute="full")
+    compare(dict(LLAMA, n_kv_head=1, micro_batch=2), 8, 16, tp=4, zero=3, recompute="full")
