@@ -287,7 +287,7 @@ def average_of_slice(original, comm, bucket):
 
 def last_sum(original, comm, bucket):
     """SlotComm.add_sum that forgets earlier micro-batches."""
-    bucket.is_first = True
+    bucket.total_is_empty = True
     original(comm, bucket)
 
 
