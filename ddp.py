@@ -215,13 +215,15 @@ class Bucket:
         """Take the gradient that backward made for parameter i.
 
         When the last micro-batch has brought a gradient to every parameter, the sum over the ranks
-        starts.
+        starts. A tied embedding's sum waits until backward is over, in wait_grads(). The last stage
+        has that gradient before it sends its own to the stage in front of it. On a GPU, a sum that
+        waits for the first stage could hold up that message, for which the first stage waits.
         """
         self.take_gradient(i)
         self.untouched[i] = False
         if is_last_microbatch:
             self.pending_params -= 1
-            if self.pending_params == 0:
+            if self.pending_params == 0 and self.axis.name != "tied":
                 self.start_reduce()
 
     def take_gradient(self, i):

@@ -1,5 +1,6 @@
 """The tutorial: each exercise fails until it is solved; the commands, files and names in the text exist."""
 import importlib
+import itertools
 import json
 import operator
 import os
@@ -340,12 +341,17 @@ def test_the_training_commands_run(tmp_path):
 
 def printed_by(chapter):
     """Return what each command of the chapter prints, if it prints what the chapter shows."""
-    outputs, blocks = [], [(kind, body) for kind, body in BLOCK.findall(chapter) if kind in ("sh", *FILL)]
+    blocks = [(kind, body) for kind, body in BLOCK.findall(chapter) if kind in ("sh", *FILL)]
+    outputs = []
     for i, (kind, body) in enumerate(blocks):
-        if kind == "sh":
-            n, after = len(commands(body)), [kind for kind, _ in blocks[i + 1:]]
-            shown = [text for _, text in blocks[i + 1:][: [*after, "sh"].index("sh")]]
-            outputs += shown if len(shown) == n else ["".join(shown)] + [""] * (n - 1)
+        if kind != "sh":
+            continue
+        following = itertools.takewhile(lambda block: block[0] != "sh", blocks[i + 1:])
+        shown = [text for _, text in following]
+        n = len(commands(body))
+        if len(shown) != n:
+            shown = ["".join(shown)] + [""] * (n - 1)
+        outputs += shown
     return outputs
 
 
