@@ -64,7 +64,7 @@ class Worker:
 
 
 # -----------------------------------------------------------------------------
-# the worker's side
+# The worker's side
 
 def _serve(pipe):
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -89,7 +89,7 @@ def _serve(pipe):
 
 
 def _run(job):
-    """-> (False if the process group could not be made, (True, value) or (False, traceback)). torch counts a
+    """Return (False if the process group could not be made, (True, value) or (False, traceback)). torch counts a
     group that failed while it was made, and would look for its next peers under another name than theirs."""
     import torch.distributed as dist
 
@@ -118,7 +118,7 @@ def _send_result(pipe, result):
 
 
 def _destroy_group():
-    """-> "", or what went wrong."""
+    """Return "", or what went wrong."""
     import torch.distributed as dist
     try:
         gc.collect()  # mesh and model hold the groups in a cycle, and each group its threads
@@ -130,7 +130,7 @@ def _destroy_group():
 
 
 # -----------------------------------------------------------------------------
-# the tests' side
+# The tests' side
 
 def run_ranks(n, fn, *args):
     global stores
@@ -168,7 +168,7 @@ def _fill(n):
 
 
 def _collect(n):
-    """-> {rank: (True, value) or (False, text)}, when every worker is idle again or replaced."""
+    """Return {rank: (True, value) or (False, text)}, when every worker is idle again or replaced."""
     results, busy, start = {}, set(range(n)), time.monotonic()
     until, waiting = start + LIMIT, set()  # waiting: ranks that have a result and still hold their group
     try:

@@ -87,7 +87,7 @@ def in_fp64(argument, fn):
 
 
 def smoked(world):
-    """-> losses, final weights, whether all replicas are equal, whether the time is positive"""
+    """Return losses, final weights, whether all replicas are equal, whether the time is positive."""
     mesh = make_mesh(world)
     model, dp, adam = smoke.build(world, mesh, SMOKE)
     rows = smoke.train(world, model, dp, adam, SMOKE)
@@ -96,7 +96,7 @@ def smoked(world):
 
 
 def plain(ranks):
-    """-> losses and weights of one process that trains on the batches of all ranks with torch's own Adam"""
+    """Return losses and weights of one process that trains on the batches of all ranks with torch's own Adam."""
     torch.manual_seed(SMOKE.seed)
     w = smoke.WIDTHS
     layers = [m for a, b in zip(w, w[1:], strict=False) for m in (torch.nn.Linear(a, b), torch.nn.ReLU())]

@@ -32,7 +32,7 @@ T = 128
 
 
 # -----------------------------------------------------------------------------
-# masks
+# Masks
 
 def check_masks():
     """AssertionError unless 2,000 sequences have the masks that BERT's have."""
@@ -78,10 +78,10 @@ def test_a_sample_has_the_same_masks_in_every_batch():
 
 
 # -----------------------------------------------------------------------------
-# the model
+# The model
 
 def make_model(**flags):
-    """-> (Config, model, x, y): fp64, no weight zero or one."""
+    """Return (Config, model, x, y): fp64, no weight zero or one."""
     cfg = Config(**{**BERT, "n_layer": 3, "n_embd": 32, "vocab_size": 99, **flags})
     torch.manual_seed(1)
     model = GPT(cfg, make_mesh(World(rank=0, size=1)), 99).double()
@@ -93,7 +93,7 @@ def make_model(**flags):
 
 
 def gradients(model, x, y):
-    """-> the mean loss of the masked tokens, {name: gradient}."""
+    """Return the mean loss of the masked tokens, {name: gradient}."""
     model.zero_grad()
     loss = model(x, y)[0] / (y >= 0).sum()
     loss.backward()
@@ -200,7 +200,7 @@ def test_the_fused_head_adds_the_bias():
 
 
 # -----------------------------------------------------------------------------
-# planted faults
+# Planted faults
 
 def causal_attention(original, attention, *args):
     """Attention.__init__ of a causal model."""
@@ -263,7 +263,7 @@ def test_fault_is_caught(name):
 
 
 # -----------------------------------------------------------------------------
-# runs of train.py
+# Runs of train.py
 
 BASE = ["--objective=mlm", "--n-layer=2", "--n-embd=16", "--n-head=2", "--n-kv-head=2", "--ffn-hidden=32",
         "--seq-len=16", "--norm=layer", "--mlp=gelu", "--pos=learned", "--bias", "--tied", "--dtype=fp64",
@@ -273,7 +273,7 @@ BASE = ["--objective=mlm", "--n-layer=2", "--n-embd=16", "--n-head=2", "--n-kv-h
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """-> the folder of a run of one process on characters, with dump.safetensors and the data beside it."""
+    """Return the folder of a run of one process on characters, with dump.safetensors and the data beside it."""
     folder = tmp_path_factory.mktemp("bert")
     go(1, folder / "run", f"--data={chars(folder)}", f"--dump-grads={folder / 'dump.safetensors'}", base=BASE)
     return folder / "run"

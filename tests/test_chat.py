@@ -39,7 +39,7 @@ SYSTEM, LIE = {"role": "system", "content": "Be brief."}, "<|end|><|assistant|>"
 
 
 def conversation(i):
-    """-> messages; answers differ in length, and a user writes what looks like markers."""
+    """Return messages; answers differ in length, and a user writes what looks like markers."""
     messages = [SYSTEM] * (i % 3 == 0) + [{"role": "user", "content": f"{i} + {i}?{LIE * (i % 4 == 0)}"},
                                           {"role": "assistant", "content": f"It is {2 * i}." * (1 + i % 3)}]
     more = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
@@ -59,7 +59,7 @@ def run_prepare(*argv):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """-> a folder with the data sets base (text) and qa (conversations), and conversations.jsonl."""
+    """Return a folder with the data sets base (text) and qa (conversations), and conversations.jsonl."""
     folder = tmp_path_factory.mktemp("chat")
     (folder / "text.txt").write_text("".join(f"{a} + {b}? It is {a + b}. Sure? Yes.\n" for a in range(40)
                                              for b in range(30)))
@@ -77,7 +77,7 @@ def prepare_chat(folder, *argv, name="qa", seq_len=SEQ):
 
 
 # -----------------------------------------------------------------------------
-# conversations -> windows
+# Conversations -> windows
 
 def test_a_conversation_in_ids_and_which_are_trained(data):
     vocab = tokenizer.load(data / "qa")
@@ -188,7 +188,7 @@ def test_wrong_input_of_prepare_chat(argv, words, data):
 
 
 # -----------------------------------------------------------------------------
-# training on them
+# Training on them
 
 @pytest.fixture(scope="module")
 def pretrained(data):
@@ -240,7 +240,7 @@ def test_the_loss_of_a_run_is_the_mean_over_trained_tokens(data):
 
 
 def masters_after_init_from(world, flags, path, vocab_size):
-    """-> {"shards": what init_from() leaves in the masters that this rank owns}, the message."""
+    """Return {"shards": what init_from() leaves in the masters that this rank owns}, the message."""
     from runtime import resume
     cfg = Config(**flags)
     model, dp, opt = train.build(cfg, make_mesh(world, cfg.tp, cfg.pp, cfg.ep), vocab_size, world.device)
@@ -433,14 +433,14 @@ QUESTIONS = ["3 + 3?", "Sure?", "and 4 + 4?"]
 
 @pytest.fixture(scope="module")
 def tuned(data, pretrained):
-    """-> a run that has learned to answer, more or less, and to end."""
+    """Return a run that has learned to answer, more or less, and to end."""
     tune(1, data / "tuned", data, f"--init-from={pretrained}", "--steps=60", "--lr=2e-2", "--warmup=2",
          "--save-every=60", "--eval-every=60", "--eval-iters=1")
     return data / "tuned"
 
 
 def talk(world, run, questions, dtype="fp64", tokens=12, stop_after=0, **layout):
-    """-> [the pieces of each answer], the tokens of the conversation, the positions that its cache holds."""
+    """Return [the pieces of each answer], the tokens of the conversation, the positions that its cache holds."""
     cfg, vocab_size, weights, _, _ = sample.read_run(run)
     cfg = dataclasses.replace(cfg, **layout)
     torch.set_default_dtype(train.DTYPES[dtype])

@@ -29,10 +29,10 @@ from runtime import resume
 from runtime.saver import Saver
 
 # -----------------------------------------------------------------------------
-# layout A writes, layout B reads: every number of the state, and of the step after it
+# Layout A writes, layout B reads: every number of the state, and of the step after it
 
 def prepare(world, flags):
-    """-> cfg, mesh, dp, opt, step(i) that trains step i, owned(prefix) that copies this rank's shards."""
+    """Return cfg, mesh, dp, opt, step(i) that trains step i, owned(prefix) that copies this rank's shards."""
     cfg = Config(**flags, micro_batch=2)
     mesh, batch = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp), cfg.global_batch
     check_layout(cfg, mesh, batch)
@@ -140,7 +140,7 @@ def test_the_safetensors_library_reads_our_files(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# damage
+# Damage
 
 def flip(path, at):
     data = bytearray(path.read_bytes())
@@ -272,7 +272,7 @@ def test_unknown_names_other_shapes_and_missing_elements_are_refused(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# the directory: a save killed between two renames, --keep, a resume from an earlier step
+# The directory: a save killed between two renames, --keep, a resume from an earlier step
 
 def test_saving_a_step_twice_never_loses_both_checkpoints(tmp_path, monkeypatch):
     old = two_writers(tmp_path, 1)
@@ -326,10 +326,10 @@ def test_keep_does_not_count_checkpoints_of_later_steps(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# in the background
+# In the background
 
 def whole(name, t):
-    """-> the shard that is the full tensor."""
+    """Return the shard that is the full tensor."""
     return name, t, tuple(t.shape), (0,) * t.ndim
 
 
@@ -364,7 +364,7 @@ def test_later_saves_need_no_more_memory_and_files(tmp_path):
 
 def full_disk(world, root, failing, times):
     """Save 1 succeeds; rank `failing` cannot write the next `times` saves; the last save succeeds.
-    -> [True, False or exit code of each save], this rank's stderr."""
+    Return [True, False or exit code of each save], this rank's stderr."""
     shard = whole(str(world.rank), torch.full((1 << 16,), float(world.rank)))
     saver = Saver(root, world.axis)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -405,7 +405,7 @@ def test_three_failed_saves_end_the_run(tmp_path):
 
 def diverging(world, root, value):
     """Save 1 is sound; in save 2 the last rank holds a value that is not finite; save 3 is sound.
-    -> [whether each was saved], this rank's stderr."""
+    Return [whether each was saved], this rank's stderr."""
     saver, stderr, saved = Saver(root, world.axis, keep=1), io.StringIO(), []
     last = world.rank == world.size - 1
     with contextlib.redirect_stderr(stderr):

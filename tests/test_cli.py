@@ -205,7 +205,7 @@ def test_one_rank_prints_the_error_under_mpiexec(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# right forms
+# Right forms
 
 def test_switches_are_read_in_every_form():
     for argv in (["--bias"], ["--bias", "True"], ["--bias", "true"], ["--bias=True"], ["--bias=true"]):
@@ -419,7 +419,7 @@ def test_a_refused_command_leaves_an_earlier_run_alone(flags, tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# numbers: finite, in their range, and small enough for the machine
+# Numbers: finite, in their range, and small enough for the machine
 
 FLOATS = [(cls, f.name) for cls in (Config, plan.PlanFlags, sample.Flags) for f in dataclasses.fields(cls)
           if f.type in (float, float | None) and (cls is Config or f.name not in Config.__annotations__)]

@@ -35,7 +35,7 @@ VOCAB, T = 100, 16
 
 @pytest.fixture(scope="module")
 def hf():
-    """-> transformers, silent."""
+    """Return transformers, silent."""
     transformers = pytest.importorskip(
         "transformers", reason="transformers is not installed: pip install -r requirements-test.txt")
     transformers.logging.set_verbosity_error()
@@ -54,7 +54,7 @@ class Wide(TorchFunctionMode):
 
 
 def tokens():
-    """-> inputs and targets, (2, T) each."""
+    """Return inputs and targets, (2, T) each."""
     ids = torch.randint(VOCAB, (2, T + 1), generator=torch.Generator().manual_seed(5))
     return ids[:, :-1], ids[:, 1:]
 
@@ -112,7 +112,7 @@ def assert_same_function(hf, theirs_at, ours_at, out, zeros=()):
 
 
 # -----------------------------------------------------------------------------
-# out: checkpoints of any layout
+# Out: checkpoints of any layout
 
 GPT2 = ["--norm=layer", "--mlp=gelu", "--pos=learned", "--n-kv-head=2", "--tied"]
 MOE = ["--n-experts=4", "--top-k=2"]
@@ -138,7 +138,7 @@ def test_an_exported_run_is_the_same_function(name, hf, tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# in: models that transformers made
+# In: models that transformers made
 
 SHAPE = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=4, num_key_value_heads=2,
              intermediate_size=24, max_position_embeddings=32, vocab_size=VOCAB, initializer_range=0.3)
@@ -204,7 +204,7 @@ def test_an_imported_model_is_the_same_function_and_exports_the_same_bytes(name,
 
 @pytest.fixture
 def small(tmp_path):
-    """-> a directory that export wrote, of a run that made one step."""
+    """Return a directory that export wrote, of a run that made one step."""
     go(1, tmp_path / "run", "--steps=1", "--save-every=1")
     convert.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "hf")])
     return tmp_path / "hf"
@@ -266,7 +266,7 @@ def change(path, **fields):
 
 
 # -----------------------------------------------------------------------------
-# tokenizers
+# Tokenizers
 
 WORDS = ["def f(x):\n    return  x + 1\n\n\n", "don't I'LL we'Ve 'ſ 'S", "12345678 1234 ١٢٣٤٥ ½²", "   ",
          "a  b   c    d ", "héllo wörld 字字 €€ 😀👍🏽", "a\u0085b\u2028c\x0b\x0cd\u00a0\u2003\u200b", "\n",
@@ -275,7 +275,7 @@ WORDS = ["def f(x):\n    return  x + 1\n\n\n", "don't I'LL we'Ve 'ſ 'S", "12345
 
 
 def texts():
-    """-> texts that a pattern could take apart in two ways: real ones, then drawn from odd characters."""
+    """Return texts that a pattern could take apart in two ways: real ones, then drawn from odd characters."""
     rng, odd = random.Random(0), " \n\r\t'a0Z9é字😀.,!_ſK\u00a0\u2028\u0085٣Ⅷ½²ǅ\u0345\u200d/"
     drawn = ("".join(rng.choice(odd) for _ in range(rng.randint(1, 30))) for _ in range(1500))
     return [Path(__file__).read_text(), *WORDS, *drawn]
@@ -283,7 +283,7 @@ def texts():
 
 @pytest.fixture(scope="module")
 def trained():
-    """-> a vocabulary of byte pairs that has tokens of several letters and of spaces."""
+    """Return a vocabulary of byte pairs that has tokens of several letters and of spaces."""
     return tokenizer.train_bpe([Path(__file__).read_text(), *WORDS], 700)
 
 
@@ -437,7 +437,7 @@ def test_greedy_text_is_that_of_transformers(kind, hf, tmp_path, capsys):
 
 
 # -----------------------------------------------------------------------------
-# conversations
+# Conversations
 
 SYSTEM, QUESTION = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 3?"}
 ANSWER = {"role": "assistant", "content": "  It is\n6. "}
@@ -446,12 +446,12 @@ NO_VOCAB = [f for f in TINY if "vocab" not in f]
 
 
 def asked(vocabulary, messages):
-    """-> the ids of a conversation in which the assistant speaks next, as sample.py --chat writes them."""
+    """Return the ids of a conversation in which the assistant speaks next, as sample.py --chat writes them."""
     return [*chat.Template(vocabulary).conversation(messages)[0], vocabulary.special["<|assistant|>"]]
 
 
 def with_markers(kind, trained, hf, folder):
-    """-> a tokenizer that has the tokens of conversations."""
+    """Return a tokenizer that has the tokens of conversations."""
     if kind == "char":
         return tokenizer.train_char([json.dumps(TALKS), "é\n"]).with_special(chat.MARKERS)
     if kind == "hf":
@@ -497,7 +497,7 @@ def test_no_chat_template_for_a_tokenizer_that_reads_it_otherwise(hf, trained, t
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
-    """-> a folder with pre/, a run on text; tuned/, from its weights on conversations; hf/, its export."""
+    """Return a folder with pre/, a run on text; tuned/, from its weights on conversations; hf/, its export."""
     folder = tmp_path_factory.mktemp("tuned")
     lines = [{"messages": [SYSTEM] * (i % 2) + [{"role": "user", "content": f"{i} + {i}?"}, {
         "role": "assistant", "content": "It is much."}]} for i in range(60)]
@@ -555,11 +555,11 @@ def test_the_card_of_a_chat_model(hf, tuned):
 
 
 # -----------------------------------------------------------------------------
-# refused, in one line
+# Refused, in one line
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """-> a folder with toy/, data of characters; run/, a step on them; hf/, its export."""
+    """Return a folder with toy/, data of characters; run/, a step on them; hf/, its export."""
     folder = tmp_path_factory.mktemp("made")
     chars(folder)
     go(1, folder / "run", f"--data={folder}/toy", "--steps=1", "--save-every=1",

@@ -29,7 +29,7 @@ WORDS = [a + b + c for a in SOUNDS for b in SOUNDS for c in ("", "n", "st\n")]
 
 
 def make_text(n, seed=0):
-    """-> n random words in short paragraphs, made up here."""
+    """Return n random words in short paragraphs, made up here."""
     picks = np.random.default_rng(seed).integers(0, len(WORDS), n)
     return " ".join(WORDS[i] + ("\n\n" if k % 40 == 39 else "") for k, i in enumerate(picks))
 

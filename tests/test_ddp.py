@@ -45,7 +45,7 @@ def test_rectangles_cover_every_element_once():
 # Masters
 
 def initial_masters(world, dtype, zero):
-    """-> {"shards": the masters that this rank owns before the first step}."""
+    """Return {"shards": the masters that this rank owns before the first step}."""
     cfg = Config(**dict(test_layouts.MOE, dtype=dtype, zero=zero, ep=world.size))
     mesh = make_mesh(world, ep=cfg.ep)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
@@ -69,7 +69,7 @@ def test_masters_keep_the_digits_that_16_bit_weights_round_away(dtype, n, zero):
 
 
 def masters_after_different_draws(world):
-    """-> this rank's masters, after initial weights of rank 1 that differ in their last digits, as those that
+    """Return this rank's masters, after initial weights of rank 1 that differ in their last digits, as those that
     another kind of GPU draws."""
     cfg = Config(**dict(test_layouts.MOE, dtype="bf16"))
     mesh = make_mesh(world)

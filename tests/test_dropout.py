@@ -62,7 +62,7 @@ def test_generated_text_is_without_dropout(name):
 
 
 # -----------------------------------------------------------------------------
-# masks: a mask is a function of the generator's state, which is noted whenever one is drawn
+# Masks: a mask is a function of the generator's state, which is noted whenever one is drawn
 
 SHAPE = dict(WIDE, n_layer=2, dropout=P, micro_batch=2, vocab_size=60)
 MOE = dict(SHAPE, n_experts=4, top_k=2)
@@ -121,7 +121,7 @@ def test_no_two_masks_are_equal(n, layout):
 
 
 def seeds(world, seed, steps, n):
-    """-> {(seed, rank, step, chunk and micro-batch): the generator's seed} of train.Step, without a model."""
+    """Return {(seed, rank, step, chunk and micro-batch): the generator's seed} of train.Step, without a model."""
     out, drawn, cfg = {}, [], Config(dropout=P, seed=seed, pp_chunks=2)
     model = SimpleNamespace(mesh=make_mesh(world, tp=2, pp=2, groups=False, cp=2), blocks={})
     step = train.Step(cfg, model, mock.Mock(), mock.Mock())
@@ -210,7 +210,7 @@ def test_recompute_repeats_the_dropout(n, layout):
 
 
 # -----------------------------------------------------------------------------
-# which runs are a CUDA graph. Masks under a graph: tests/test_graph.py
+# Which runs are a CUDA graph. Masks under a graph: tests/test_graph.py
 
 STATIC = dict(n_layer=2, n_head=2, n_embd=64, ffn_hidden=64, vocab_size=100, dtype="bf16")
 

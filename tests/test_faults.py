@@ -555,7 +555,7 @@ def test_generation_detects_a_chunk_that_caches_nothing():
 
 
 def loss_of_large_logits(world, words):
-    """-> loss, this rank's gradient of logits whose exponentials overflow without subtracting the maximum."""
+    """Return loss, this rank's gradient of logits whose exponentials overflow without subtracting the maximum."""
     tp = make_mesh(world, tp=world.size).tp
     z, target = large_logits(words)
     z = z.chunk(tp.size, dim=1)[tp.rank].clone().requires_grad_()

@@ -139,10 +139,10 @@ def test_dumped_gradients_and_logged_numbers_are_unscaled(n, flags, tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# the loss scale
+# The loss scale
 
 def small_steps(dtype="fp16", **flags):
-    """-> cfg, optimizer, step(number, bad=False): a step whose gradient holds an infinity if bad."""
+    """Return cfg, optimizer, step(number, bad=False): a step whose gradient holds an infinity if bad."""
     cfg = Config(**dict(DENSE, dtype=dtype, **flags))
     model, dp, opt = train.build(cfg, make_mesh(World()), cfg.vocab_size, torch.device("cpu"))
     source, train_step = Synthetic(cfg.vocab_size, cfg.seq_len, 1), train.Step(cfg, model, dp, opt)
@@ -229,10 +229,10 @@ def test_a_resumed_fp16_run_equals_the_uninterrupted_one(n, flags, tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# other sums that are wider than their terms
+# Other sums that are wider than their terms
 
 def cross_entropy_of_a_share(world, logits, target, used):
-    """-> the loss of this rank's columns of the logits with the other ranks', its gradient."""
+    """Return the loss of this rank's columns of the logits with the other ranks', its gradient."""
     mesh = make_mesh(world, tp=world.size)
     own = logits.chunk(world.size, 1)[world.rank].clone().requires_grad_()
     loss = vocab_cross_entropy(own, target, used, mesh.tp)

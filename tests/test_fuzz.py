@@ -46,10 +46,10 @@ OUTSIDE = ("train_00000.bin", "val_00000.bin", "meta.json", "tokenizer.json", "m
 
 
 # -----------------------------------------------------------------------------
-# mutations
+# Mutations
 
 def mutate_json(rng, value):
-    """-> value with one random place of its tree replaced, removed or buried."""
+    """Return value with one random place of its tree replaced, removed or buried."""
     if rng.random() < 0.3 or not isinstance(value, (dict, list)) or not value:
         return rng.choice(JSON)
     value = value.copy()
@@ -62,7 +62,7 @@ def mutate_json(rng, value):
 
 
 def mutate_bytes(rng, data):
-    """-> data with a few bytes changed, inserted, cut off or appended."""
+    """Return data with a few bytes changed, inserted, cut off or appended."""
     data, at = bytearray(data), rng.randrange(max(1, len(data)))
     how = rng.randrange(6)
     if how == 0:
@@ -105,7 +105,7 @@ def seal(folder):
 
 
 # -----------------------------------------------------------------------------
-# cases: each changes the working directory, which holds data/toy and out/run, and returns a program's call
+# Cases: each changes the working directory, which holds data/toy and out/run, and returns a program's call
 
 def train(world, *flags):
     return lambda: session(world, [*TRAIN, *flags])

@@ -150,7 +150,7 @@ STEPS = 7  # without a graph, captured, and replayed
 def take_steps(world, flags, graphed, evaluated=(), kind=Synthetic):
     """STEPS steps on the same batches, the graphed or the plain ones; no wait for weights in between.
     evaluated: steps after which the validation loss is taken, at once.
-    -> StepStats and found_inf of each step, validation losses, and at the end the weights of the whole model,
+    Return StepStats and found_inf of each step, validation losses, and at the end the weights of the whole model,
     the masters and the moments; how often a graph was replayed"""
     cfg, seen, device = Config(**flags), {"captures": 0, "replays": 0, "first": 0}, torch.device("cpu")
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)

@@ -68,7 +68,7 @@ def refused_steps(values, sigma=6.0):
 
 
 def stream(n):
-    """-> [(loss, gradient norm)] of n steps of a healthy run."""
+    """Return [(loss, gradient norm)] of n steps of a healthy run."""
     rng = random.Random(0)
     losses = [2 + 3 * math.exp(-i / 300) + rng.gauss(0, 0.03) for i in range(n)]
     return [(loss, 0.5 + abs(rng.gauss(0, 0.1))) for loss in losses]
@@ -206,7 +206,7 @@ def test_an_injected_spike_changes_one_steps_targets(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# a full disk, an outage of wandb, a clock that jumps
+# A full disk, an outage of wandb, a clock that jumps
 
 class FullDisk:
     def write(self, data):
@@ -324,7 +324,7 @@ def test_a_guard_that_refuses_no_step_changes_no_bit(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# a notebook; wandb, --profile and --trace
+# A notebook; wandb, --profile and --trace
 
 class OutStream(io.TextIOBase):
     """What a notebook has in the place of sys.stdout: no reconfigure, no file descriptor."""

@@ -101,7 +101,7 @@ def test_a_variable_that_is_no_number_is_refused(name, value, monkeypatch, capsy
 
 
 # -----------------------------------------------------------------------------
-# ranks that were not started alike
+# Ranks that were not started alike
 
 def session_of_each(world, argvs, files=None):
     """runs.session, in which each rank has flags and loaded files of its own."""
@@ -172,7 +172,7 @@ def test_our_files_are_compared_and_no_others():
 
 
 # -----------------------------------------------------------------------------
-# the real launchers
+# The real launchers
 
 PMI = {  # what Slurm's pmi2 plugin answers MPICH, recorded on a real Slurm
     "init": "response_to_init rc=0 pmi_version=1 pmi_subversion=1", "get_appnum": "appnum rc=0 appnum=-1",
@@ -184,7 +184,7 @@ FLAGS = [*SHAPE, "--data=synthetic", "--micro-batch=2", "--global-batch=8", "--l
 
 
 def clean_env():
-    """-> the environment without a launcher's variables: pytest itself may run under one."""
+    """Return the environment without a launcher's variables: pytest itself may run under one."""
     prefixes = ("PMI", "MPI", "OMPI", "PALS", "SLURM", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_",
                 "TORCHELASTIC", "HYD")
     return {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
@@ -320,7 +320,7 @@ def test_deterministic_is_set_before_the_first_kernel(tmp_path, flags, want):
 
 
 # -----------------------------------------------------------------------------
-# which GPUs each process sees
+# Which GPUs each process sees
 
 JOINED = {  # name: (CUDA_VISIBLE_DEVICES of each local rank, the union, each rank's own)
     "one each, the nearest to the cores first": (["3", "2", "1", "0"], "3210", "3210"),
@@ -415,7 +415,7 @@ def test_ranks_of_mpiexec_are_shown_all_gpus_before_the_device_is_chosen(tmp_pat
 
 
 # -----------------------------------------------------------------------------
-# who may reach the store
+# Who may reach the store
 
 def listeners():
     """{port: address in hex} of what this machine listens on."""
@@ -447,7 +447,7 @@ def test_on_one_node_the_store_listens_on_loopback_alone(capfd):
 
 
 # -----------------------------------------------------------------------------
-# signals and streams
+# Signals and streams
 
 def session_with_handlers(world, argv, at):
     """runs.session with SIGHUP ignored, which gets SIGHUP, then SIGINT -> (its result, handlers as before)"""
@@ -518,7 +518,7 @@ def test_a_stream_that_fails_never_ends_a_run(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# how threads wait
+# How threads wait
 
 IMPORT_ORDER = """import os, runpy, sys
 class Finder:

@@ -35,7 +35,7 @@ STEPS = 3
 
 
 def forward_in_chunks(chunks, cp):
-    """-> a MoE.forward that does on one rank what cp x chunks ranks do: it routes the whole micro-batch, and
+    """Return a MoE.forward that does on one rank what cp x chunks ranks do: it routes the whole micro-batch, and
     the rows of each (of chunks r and 2 cp - 1 - r of each sequence, every tp rank's part) have a capacity."""
     def forward(self, x, recompute):
         p, ids, aux = self.route(x)
@@ -100,7 +100,7 @@ def run(world, flags, batch, chunks=1, cp=1, kind=Synthetic):
 
 
 def slices(offset, shape):
-    """-> the index of a shard of this shape in its full tensor."""
+    """Return the index of a shard of this shape in its full tensor."""
     return tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
 
 
@@ -118,7 +118,7 @@ def assemble(results):
 
 
 def scale(name, want, flags):
-    """-> what 1e-10 is relative to: the largest element of the tensor `want`. Key biases are compared
+    """Return what 1e-10 is relative to: the largest element of the tensor `want`. Key biases are compared
     absolutely: without RoPE they shift all scores of a query alike, which softmax ignores. Their gradient is
     nothing but rounding errors, and Adam divides one of those by another."""
     shifts = name.endswith("attn.wk.bias") and flags["pos"] == "learned"
@@ -126,7 +126,7 @@ def scale(name, want, flags):
 
 
 def capacity_ranks(base, layout):
-    """-> (tp, cp) ranks that choose among their own rows, (1, 1) where nothing is dropped."""
+    """Return (tp, cp) ranks that choose among their own rows, (1, 1) where nothing is dropped."""
     return tuple(layout.get(axis, 1) if base.get("capacity_factor") else 1 for axis in ("tp", "cp"))
 
 
@@ -134,7 +134,7 @@ references = {}
 
 
 def reference(flags, batch, chunks, cp=1, kind=Synthetic):
-    """-> (stats of each step, {name: full array}, expert statistics) of one rank, computed once per key."""
+    """Return (stats of each step, {name: full array}, expert statistics) of one rank, computed once per key."""
     key = (tuple(sorted(flags.items())), batch, chunks, cp, kind)
     if key not in references:
         (seen,) = run_ranks(1, run, flags, batch, chunks, cp, kind)

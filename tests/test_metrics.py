@@ -59,7 +59,7 @@ def routing(cfg, logits, bias):
 
 def plain_step(cfg, weights, number):
     """The step's forward and backward in one process, micro-batch after micro-batch, with full weights
-    -> loss, gradients, {layer: its row of experts.jsonl}"""
+    Return loss, gradients, {layer: its row of experts.jsonl}"""
     torch.set_default_dtype(torch.float64)
     model = GPT(cfg, make_mesh(World()), cfg.vocab_size)
     torch.set_default_dtype(torch.float32)
@@ -171,7 +171,7 @@ def test_the_router_bias_follows_the_logged_loads(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# rates and times
+# Rates and times
 
 class Ticks:
     """A Stopwatch whose time is that of the list."""
@@ -274,7 +274,7 @@ def test_evaluations_saves_and_comparisons_are_no_part_of_a_step(toy, tmp_path, 
 
 
 # -----------------------------------------------------------------------------
-# which steps, which batch, which words
+# Which steps, which batch, which words
 
 def test_the_first_the_last_and_each_evaluation_is_logged(tmp_path):
     flags = ["--log-every=3", "--eval-every=4", "--eval-iters=1", "--steps=10"]
@@ -337,7 +337,7 @@ def test_the_printed_line():
 
 
 # -----------------------------------------------------------------------------
-# the update
+# The state that a checkpoint holds
 
 
 def test_state_counts_from_zero_and_a_checkpoint_holds_all_of_it(tmp_path):

@@ -68,7 +68,8 @@ def random_model(cfg, dtype=torch.float64):
     return model.eval()
 
 
-# ----------------------------------------------------------------------- the whole model, written out plainly
+# -----------------------------------------------------------------------------
+# The whole model, written out plainly
 
 WIDE = dict(SMALL, n_kv_head=2, dtype="fp64", rope_base=500.0, n_layer=3)
 EXPERTS_OF = dict(WIDE, n_experts=4, top_k=2, aux_coef=0.05, z_coef=0.01, n_layer=2)
@@ -131,7 +132,7 @@ def test_one_process_equals_the_model_written_out(name):
 
 
 def loss_of_bf16_logits(world, logits, target):
-    """-> the loss of logits whose columns are split over all ranks."""
+    """Return the loss of logits whose columns are split over all ranks."""
     tp = make_mesh(world, tp=world.size).tp
     return vocab_cross_entropy(logits.chunk(tp.size, 1)[tp.rank], target, 100, tp).item()
 
@@ -166,8 +167,8 @@ def test_the_rope_table_is_as_exact_as_the_model():
         assert [t.dtype for t in model.rope] == [wide] * 2 and model.rope[0].shape == (8, 2)
 
 
-# ------------------------------------------------------------------------------------------------- generation
-
+# -----------------------------------------------------------------------------
+# Generation
 
 def without_cache(model, tokens, n):
     """Greedy, the slow way: the whole window through the model for every token."""
@@ -211,8 +212,8 @@ def test_generate_draws(cfg):
     assert max(generate(model, [1], 300, temperature=1e6)) < cfg.vocab_size, "padding is no word"
 
 
-# --------------------------------------------------------------------------------------------------- counting
-
+# -----------------------------------------------------------------------------
+# Counting
 
 @pytest.mark.parametrize("name", [*PRESETS, "llama", "moe", "moe-bias", "gpt2-tiny", "bias", "tied"])
 def test_count_parameters(name):
@@ -251,8 +252,8 @@ def test_padded_vocabulary():
     assert [pad_vocab(v) for v in (1, 127, 128, 129, 50257, 128256)] == [128, 128, 128, 256, 50304, 128256]
 
 
-# ---------------------------------------------------------------------------------------- padding, loss, init
-
+# -----------------------------------------------------------------------------
+# Padding, loss, init
 
 @family
 def test_padding_stays_zero_and_gets_no_probability(cfg):
@@ -272,7 +273,7 @@ def test_padding_stays_zero_and_gets_no_probability(cfg):
 
 
 def masked_loss(world, logits, target):
-    """-> the loss of this rank's columns of the logits with the other ranks', its gradient."""
+    """Return the loss of this rank's columns of the logits with the other ranks', its gradient."""
     tp = make_mesh(world, tp=world.size).tp
     own = logits.chunk(tp.size, 1)[tp.rank].clone().requires_grad_()
     loss = vocab_cross_entropy(own, target, 100, tp)
@@ -348,8 +349,8 @@ def test_init_is_independent_of_the_layout(cfg, layout):
     assert all(t.all() for t in seen.values())
 
 
-# -------------------------------------------------------------------------------------------------- attention
-
+# -----------------------------------------------------------------------------
+# Attention
 
 def test_rope_sees_relative_positions_only():
     D, T = 8, 40
@@ -409,11 +410,11 @@ def test_the_future_is_not_seen(cfg):
     assert same.tolist() == [True] * 5 + [False] * 3
 
 
-# ------------------------------------------------------------------------------------ schedule, bad gradients
-
+# -----------------------------------------------------------------------------
+# Schedule, bad gradients
 
 # -----------------------------------------------------------------------------
-# an activation of one's own
+# An activation of one's own
 
 ONE_EXPERT = dict(SMALL, n_kv_head=2, n_experts=1, top_k=1, router="sigmoid")
 

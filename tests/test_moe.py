@@ -46,7 +46,7 @@ TINY = dict(MOE, n_layer=2, micro_batch=2)
 
 
 # -----------------------------------------------------------------------------
-# the loop over tokens, and a block that is compared with it
+# The loop over tokens, and a block that is compared with it
 
 def route_token(logits, K, kind, bias=None):
     """One token's logits (E,) -> its K experts, best first (ties: lowest number), and their gates (K,)."""
@@ -67,7 +67,7 @@ def route_token(logits, K, kind, bias=None):
 
 
 def loop_over_tokens(x, router, expert, K, kind, bias=None, factor=0.0, policy="probs", shared=None):
-    """-> output (T, C), balance loss, z-loss, {(token, expert)} dropped,
+    """Return output (T, C), balance loss, z-loss, {(token, expert)} dropped,
     [tokens per expert, without the bias]."""
     T, E = len(x), len(router)
     logits = [router @ x[t] for t in range(T)]
@@ -114,7 +114,7 @@ def no_recompute(f, *args):
 
 
 def tokens(kind, layer, T=10):
-    """-> x (T, C). The router's weights are set for plain, skewed (the same K for all) or tied routing."""
+    """Return x (T, C). The router's weights are set for plain, skewed (the same K for all) or tied routing."""
     rng = torch.Generator().manual_seed(4)
     x = torch.randn(T, layer.cfg.n_embd, dtype=torch.float64, generator=rng)
     weight = layer.router.weight.data
@@ -131,7 +131,7 @@ def tokens(kind, layer, T=10):
 
 def assert_equals_loop(layer, x, what):
     """Assert that a block's output, losses, dropped copies and gradients equal the loop's.
-    -> [tokens per expert], number of dropped copies."""
+    Return [tokens per expert], number of dropped copies."""
     cfg, weight = layer.cfg, layer.router.weight
     mlp = layer.shared
 
@@ -205,10 +205,10 @@ def test_ties_go_to_the_lowest_expert_and_the_earlier_row():
 
 
 # -----------------------------------------------------------------------------
-# the losses
+# The losses
 
 def aux_of(x, **flags):
-    """-> balance loss of x, the router's gradient, the layer's statistics, number of dropped copies."""
+    """Return balance loss of x, the router's gradient, the layer's statistics, number of dropped copies."""
     layer = block(**dict(dict(aux_coef=1.0), **flags))
     layer.router.weight.data.zero_()[:, :6] = torch.eye(8, 6, dtype=torch.float64)
     y, aux = layer(x, no_recompute)
@@ -259,7 +259,7 @@ class SameBatch:
 
 
 def aux_gradient(world, layout, n):
-    """-> {"shards": this rank's gradients} of n micro-batches with the cross-entropy multiplied by zero."""
+    """Return {"shards": this rank's gradients} of n micro-batches with the cross-entropy multiplied by zero."""
     cfg = Config(**TINY, **layout)
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
@@ -278,7 +278,7 @@ def aux_gradient(world, layout, n):
 
 
 def owned(dp, opt, vectors=None):
-    """-> {"shards": what this rank owns}, as assemble() takes it."""
+    """Return {"shards": what this rank owns}, as assemble() takes it."""
     return {"shards": [(name, t.numpy().copy(), full, offset)
                        for name, t, full, offset in resume.shards(dp, opt, vectors)]}
 
@@ -320,7 +320,7 @@ def test_router_bias_moves_towards_balance():
 
 
 # -----------------------------------------------------------------------------
-# the ranks
+# The ranks
 
 def block_over_ep(world, ep, flags, kind, slack=0.0):
     """A block over ep; each rank has rows of its own. slack: symmetric memory with buffers for so many times
@@ -475,11 +475,11 @@ def test_two_runs_give_the_same_bits(factor):
 
 
 # -----------------------------------------------------------------------------
-# the run
+# The run
 
 def train_steps(cfg, mesh, steps, path=None, start=None):
     """Train `steps` steps on synthetic data. start: the checkpoint to load; path: the folder to save in
-    -> (model, dp, opt, stats of each step)."""
+    Return (model, dp, opt, stats of each step)."""
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, torch.device("cpu"))
     at = 0
     if start:
@@ -544,7 +544,7 @@ DENSE = dict(test_layouts.LLAMA, n_layer=2, micro_batch=2)
 
 
 def upcycled_parameters(world, flags, path):
-    """-> the message of upcycling, and this rank's parameters."""
+    """Return the message of upcycling, and this rank's parameters."""
     cfg = Config(**DENSE, **flags)
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
@@ -554,7 +554,7 @@ def upcycled_parameters(world, flags, path):
 
 
 def upcycled_masters(world, flags, path):
-    """-> {"shards": the fp32 masters that this rank owns} of an upcycled bf16 model."""
+    """Return {"shards": the fp32 masters that this rank owns} of an upcycled bf16 model."""
     cfg = Config(**dict(DENSE, dtype="bf16", n_experts=4, **flags))
     model, dp, opt = train.build(cfg, make_mesh(world, ep=cfg.ep), cfg.vocab_size, world.device)
     resume.init_from(model, opt, path)

@@ -75,7 +75,7 @@ def test_adamw_is_torchs(decay):
 
 
 def clipped(clip):
-    """-> gradient norm, first moments after one step with --clip."""
+    """Return gradient norm, first moments after one step with --clip."""
     cfg = Config(n_layer=1, n_embd=16, ffn_hidden=16, seq_len=8, dtype="fp64", clip=clip, vocab_size=50)
     model, dp, opt = train.build(cfg, make_mesh(World()), 50, torch.device("cpu"))
     stats, refused = train.Step(cfg, model, dp, opt)([Synthetic(50, 8, 1).batch(0, 2)], 1)
@@ -214,7 +214,7 @@ OVERFLOW_STEP = 3
 
 def run_with_overflow(world, flags, out):
     """A run of train.py; in OVERFLOW_STEP one element of one gradient of the last rank is infinite
-    -> for each step (weights, moments and Adam's t are unchanged, the step is refused, loss scale)."""
+    Return for each step (weights, moments and Adam's t are unchanged, the step is refused, loss scale)."""
     seen = []
 
     class StepWithOverflow(train.Step):

@@ -17,12 +17,12 @@ E, W = 8, 5  # bytes of an fp64, columns
 
 
 def rows_of(rank, n):
-    """-> (n, W) fp64, other numbers on each rank."""
+    """Return (n, W) fp64, other numbers on each rank."""
     return (torch.arange(n * W, dtype=torch.float64) + 1000 * rank).view(n, W)
 
 
 def every_collective(world):
-    """-> {name: (what this rank received, {kind: bytes counted})}"""
+    """Return {name: (what this rank received, {kind: bytes counted})}."""
     axis, r = world.axis, world.rank
     send, receive = SEND[r], [row[r] for row in SEND]
 
@@ -130,7 +130,7 @@ def test_which_ranks_form_each_axis():
 
 
 # -----------------------------------------------------------------------------
-# several nodes
+# Several nodes
 
 @pytest.mark.parametrize("n, here", [(8, 4), (8, 2), (12, 6), (16, 8)])
 def test_no_group_of_tp_or_ep_spans_nodes_unless_it_must(n, here):

@@ -27,7 +27,7 @@ class Terminal:
         self.text = ""
 
     def read(self, pattern, seconds=240):
-        """-> the output since the last read(), up to the pattern; None: up to the end of the command."""
+        """Return the output since the last read(), up to the pattern; None: up to the end of the command."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             try:

@@ -25,7 +25,7 @@ SIZES = [(p, v, m) for p in (1, 2, 3, 4, 5) for v in (1, 2, 3) for m in range(1,
 
 
 def simulate(p, v, m, forward=1, backward=2):
-    """-> the time that a step takes: every rank does its ops in order, each as soon as its input is there. 0
+    """Return the time that a step takes: every rank does its ops in order, each as soon as its input is there. 0
     if ranks wait for each other for ever."""
     todo, free, ends = [schedule(rank, p, v, m) for rank in range(p)], [0] * p, {}
     while any(todo):
@@ -47,7 +47,7 @@ def simulate(p, v, m, forward=1, backward=2):
 
 
 def messages(table, p, v):
-    """-> [[(sender, receiver, op that was done)] of each time] of a timetable."""
+    """Return [[(sender, receiver, op that was done)] of each time] of a timetable."""
     out = []
     for now in table.values():
         sent = []
@@ -59,7 +59,7 @@ def messages(table, p, v):
 
 
 def rendezvous(p, v, m, forward, backward):
-    """-> the time of a step if a batch of messages is over when all its receivers, too, have begun it, and a
+    """Return the time of a step if a batch of messages is over when all its receivers, too, have begun it, and a
     rank's next batch waits for that, as NCCL's do; an op only waits for the batch that brings its input."""
     table = timetable(p, v, m)
     clock, network, arrived = [0] * p, [0] * p, {}
@@ -78,7 +78,7 @@ def rendezvous(p, v, m, forward, backward):
 
 
 # -----------------------------------------------------------------------------
-# who does what when
+# Who does what when
 
 def test_no_rank_waits_for_ever_and_the_bubble_is_what_is_promised():
     for (p, v, m), (f, b) in itertools.product(SIZES, ((1, 1), (1, 2), (1, 3))):
@@ -120,7 +120,7 @@ def test_the_schedule_of_rank_1_of_2_with_two_chunks():
 
 
 # -----------------------------------------------------------------------------
-# which stage has which blocks
+# Which stage has which blocks
 
 def test_stages_of_a_rank_lie_pp_apart():
     cfg = Config(n_layer=8, pp_chunks=2)
@@ -175,7 +175,7 @@ def test_the_split_into_stages_is_the_one_that_adds_block_by_block():
 
 
 # -----------------------------------------------------------------------------
-# messages
+# Messages
 
 def walk(rank, p, v, m, backward=True):
     """Walk a timetable with a network that only writes down -> ([(peer, op sent)], [(peer, op received for)],
@@ -235,7 +235,7 @@ def test_batches_that_wait_for_both_sides_cost_no_time():
 
 
 # -----------------------------------------------------------------------------
-# plans
+# Plans
 
 def test_the_picture():
     assert plan.draw_schedule(2, 1, 3) == ["  rank 0   F0 F1       B0--- F2 B1---    B2---",
@@ -272,7 +272,7 @@ def test_activations_in_flight_are_those_of_the_whole_schedule():
 
 
 # -----------------------------------------------------------------------------
-# planted faults
+# Planted faults
 
 def same_in_every_chunk(original, cfg, mesh, step, n_micro_batches, chunk=0):
     """dropout_seeds that forget the chunk."""

@@ -47,7 +47,8 @@ def preset(name, **more):
     return Config(**{**PRESETS[name], "preset": name, **more})
 
 
-# ---- parameters and FLOPs
+# -----------------------------------------------------------------------------
+# Parameters and FLOPs
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters_of_every_preset_are_exact(name):
@@ -78,8 +79,8 @@ def test_flops_give_the_published_figures():
     assert abs(bloom / 102.03 / 384 / 1e12 - 153.68) < 1.5
 
 
-# ---- memory: what saved_activations says against what autograd keeps, on a GPU's code paths with CPU tensors
-
+# -----------------------------------------------------------------------------
+# Memory: what saved_activations says against what autograd keeps, on a GPU's code paths with CPU tensors
 
 def fewest_kv_heads():
     """1; 4, as many as heads, where torch's flash attention for CPUs knows no grouped heads (2.8): then plain
@@ -107,7 +108,7 @@ FAMILY.update({"swiglu, cp": dict(cp=2), "gelu, cp": dict(FAMILY["gelu"], cp=2)}
 @mock.patch.object(model_, "gather_chunks", lambda kv, axis: torch.cat([kv, kv]))
 @mock.patch("torch.nn.attention.bias.causal_lower_right", lambda *sizes: None)
 def kept_bytes(cfg, mesh, dispatcher=moe.plain_dispatcher, rows_in_use=0):
-    """-> bytes that autograd keeps of a block, besides its weights and rope's table."""
+    """Return bytes that autograd keeps of a block, besides its weights and rope's table."""
     torch.set_default_dtype(torch.bfloat16)
     block = model_.Block(cfg, mesh, dispatcher)
     torch.set_default_dtype(torch.float32)
@@ -201,7 +202,7 @@ RESERVED = [("dense-210m --zero 1", 4, 12.2), ("dense-210m", 1, 14.5), ("moe-4b 
 
 
 def measured_rows():
-    """-> [(flags, GPUs, ms, most allocated GiB, row limit at the end: 0.0 exceeded, None none)] on H200"""
+    """Return [(flags, GPUs, ms, most allocated GiB, row limit at the end: 0.0 exceeded, None none)] on H200."""
     lines = map(json.loads, (ROOT / "bench/results/h200-peer-copies.jsonl").read_text().splitlines())
     rows = [tuple(r[k] for k in ("flags", "gpus", "ms", "allocated_gib", "slack")) for r in lines]
     for r in json.loads((ROOT / "bench/results/layouts-w3-4xh200.json").read_text()):  # an older commit
@@ -246,7 +247,8 @@ def test_zero_3_holds_seven_billion_parameters_on_four_gpus_of_40_gb():
     assert fits == (False, False, False, True) and memory[3] < 36
 
 
-# ---- milliseconds. no constant of step_time.py was fitted to these
+# -----------------------------------------------------------------------------
+# Milliseconds: no constant of step_time.py was fitted to these measurements
 
 def crowded(flags):
     """Synthetic tokens send the fullest of 4 ranks more than 2.3 times its share: neither the row limit nor
@@ -320,7 +322,8 @@ def test_buckets_are_those_of_data_parallel():
         assert {k: sorted(v) for k, v in seen.items()} == {k: sorted(v) for k, v in predicted.items()}
 
 
-# ---- traffic: every byte that parallel.Axis counted
+# -----------------------------------------------------------------------------
+# Traffic: every byte that parallel.Axis counted
 
 BASE = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, vocab_size=100, seq_len=8,
             dtype="fp64", micro_batch=2, global_batch=8)
@@ -365,7 +368,8 @@ def test_traffic_is_what_the_axes_counted(flags):
         assert predicted == pytest.approx(measured, rel=0.35 if loose else 1e-9), axis
 
 
-# ---- BLOOM: constants from other models' rows, judged on its own
+# -----------------------------------------------------------------------------
+# BLOOM: constants from other models' rows, judged on its own
 
 # width, layers, dp, tp, pp, micro-batch, global batch, seconds; 64 heads or 96. from 02-25 on, when the
 # cluster was tuned; without micro-batch 1 (one row, 148 s, we say 115). equal stages at first; from 02-28,
@@ -412,7 +416,8 @@ def test_blooms_layout_fits_and_is_among_the_first_three():
     assert chosen["ms"] / 1e3 == pytest.approx(102.03, rel=0.1)
 
 
-# ---- the command
+# -----------------------------------------------------------------------------
+# The command
 
 def test_search_lists_only_what_fits_fastest_first(capsys):
     plan.main(["smol-1.7b", "--gpus", "4", "--gpu", "a100-40", "--global-batch", "16", "--search", "--json"])

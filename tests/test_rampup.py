@@ -17,7 +17,7 @@ RAMP = ["--global-batch=8", "--rampup-batch-size", 4, 2, 16]
 
 
 def samples_after(steps, full, ramp=()):
-    """-> sequences consumed by the first `steps` steps."""
+    """Return sequences consumed by the first `steps` steps."""
     samples = 0
     for step in range(steps):
         if batch_size(samples, full, ramp) == full:

@@ -37,7 +37,7 @@ def toy(tmp_path_factory):
 
 
 # -----------------------------------------------------------------------------
-# stop and resume
+# Stop and resume
 
 MOE = ["--n-experts=4", "--top-k=2", "--router=sigmoid", "--router-bias-rate=0.01", "--aux-coef=0.01"]
 
@@ -311,7 +311,7 @@ SKIP = ["--decay-steps=12", "--dropout=0.1", "--save-every=4", "--eval-every=4",
 
 @pytest.fixture(scope="module", params=[(1, []), (2, ["--zero=1", *MOE])], ids=["1rank", "2ranks-zero-moe"])
 def skips(request, tmp_path_factory):
-    """-> (ranks, flags, folder, session without ranges, session with them)."""
+    """Return (ranks, flags, folder, session without ranges, session with them)."""
     (n, model), folder = request.param, tmp_path_factory.mktemp("skips")
     flags = [*SKIP, *model]
     plain = go(n, folder / "plain", *flags, "--steps=12")
@@ -395,7 +395,7 @@ def test_a_range_of_past_steps_is_a_warning(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# one run per --out
+# One run per --out
 
 def session_in_use(world, argv, wait=0.0, leave_after=None):
     """runs.session while another open file of this process holds the lock of --out, as another run would.
@@ -499,7 +499,7 @@ def test_a_working_directory_with_a_run_is_not_renamed(tmp_path, monkeypatch):
 
 
 # -----------------------------------------------------------------------------
-# other flags than those of the checkpoint
+# Other flags than those of the checkpoint
 
 def change_meta(path, drop=(), **changes):
     """Drop or change keys of the meta of a checkpoint and reseal it."""
@@ -580,10 +580,10 @@ def test_foreign_flags_in_a_checkpoint_are_one_line(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# a rank is killed under mpiexec
+# A rank is killed under mpiexec
 
 def ranks_of(out):
-    """-> {rank: pid} of the live train.py processes under an MPI launcher whose --out is `out`."""
+    """Return {rank: pid} of the live train.py processes under an MPI launcher whose --out is `out`."""
     found = {}
     for p in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

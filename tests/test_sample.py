@@ -25,7 +25,7 @@ FLAT = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, seq_len=
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """-> [(probabilities, number, generator)] of the draws; each takes the likeliest."""
+    """Return [(probabilities, number, generator)] of the draws; each takes the likeliest."""
     seen = []
 
     def multinomial(p, n, generator):
@@ -55,7 +55,7 @@ def test_temperature_0_takes_the_likeliest_and_draws_nothing(drawn):
 
 
 def texts(world, flags):
-    """-> the tokens that this rank gets, greedy and drawn, past the end of the window."""
+    """Return the tokens that this rank gets, greedy and drawn, past the end of the window."""
     cfg = Config(**dict(FLAT, **flags))
     model, _, _ = train.build(cfg, make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp), 100,
                               world.device)
@@ -110,7 +110,7 @@ def test_a_window_that_is_full_goes_on_with_its_last_half(monkeypatch):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """-> the folder of a run on characters, with the checkpoints 1 and 2."""
+    """Return the folder of a run on characters, with the checkpoints 1 and 2."""
     folder = tmp_path_factory.mktemp("sample")
     chars(folder)
     base = [f for f in TINY if "vocab" not in f]

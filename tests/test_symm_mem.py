@@ -53,13 +53,13 @@ def test_symmetric_memory_gives_the_results_of_one_rank(kind, slack, flags):
 
 
 # -----------------------------------------------------------------------------
-# whole steps
+# Whole steps
 
 def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=False,
                 bucket_elements=BUCKET_ELEMENTS):
     """Three training steps. slack 0: the plain step. Otherwise a GraphedStep, which captures nothing up to
     graph.WARMUP_STEPS steps, with --ep-slack `slack`. peer_copies: gradients and weights by PeerComm.
-    -> StepStats of each step, the shards of this rank, how many steps were done again, the sizer's slack"""
+    Return StepStats of each step, the shards of this rank, how many steps were done again, the sizer's slack"""
     cfg, device = Config(**flags), torch.device("cpu")
     if slack:
         cfg = dataclasses.replace(cfg, ep_slack=slack)
@@ -145,7 +145,7 @@ def test_a_step_whose_buffers_overflowed_is_done_again(layout):
 
 def padded_block(world, ep, flags, kind, slack):
     """A block over ep whose messages have room for `slack` times the balanced rows; 0: exact messages.
-    -> output, gradients of x and of the parameters, rows needed and in use."""
+    Return output, gradients of x and of the parameters, rows needed and in use."""
     mesh = make_mesh(world, ep=ep)
     layer = block(mesh, padded.PaddedAllToAll if slack else moe.plain_dispatcher, aux_coef=0.3, **flags)
     x = (tokens(kind, layer).detach() + 0.01 * (1 + world.rank)).requires_grad_()

@@ -337,7 +337,7 @@ def test_the_training_commands_run(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# make tutorial
+# `make tutorial`
 
 def printed_by(chapter):
     """Return what each command of the chapter prints, if it prints what the chapter shows."""

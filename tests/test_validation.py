@@ -42,7 +42,7 @@ def folders(tmp_path_factory):
 
 
 def windows_of_file(folder):
-    """-> the windows of the val split, (n, T+1), in the order of the text, read without corpus/."""
+    """Return the windows of the val split, (n, T+1), in the order of the text, read without corpus/."""
     files = sorted(folder.glob("val_*.bin"))
     stream = np.concatenate([np.fromfile(path, "<u2", offset=4096) for path in files])
     n = (len(stream) - 1) // T  # a window needs a token after it
@@ -127,7 +127,7 @@ def test_synthetic_validation_is_other_text_than_training():
 
 
 def losses_of_a_bf16_model(world):
-    """-> losses of an evaluation and of a step over 32 micro-batches, and the mean of each alone."""
+    """Return losses of an evaluation and of a step over 32 micro-batches, and the mean of each alone."""
     cfg = Config(n_layer=1, n_head=2, n_embd=16, ffn_hidden=32, seq_len=T, vocab_size=100, micro_batch=1,
                  dtype="bf16", dropout=0.3, eval_iters=2)
     mesh, source = make_mesh(world), Synthetic(100, T, 1)

@@ -53,7 +53,7 @@ def run_rank(rank, folder, fault, argv):
 
 def suspend(out):
     """A run of one rank, stopped for longer than the watchdog waits, then continued; SIGUSR2; SIGTERM.
-    -> (exit code, its output, its file of stacks)"""
+    Return (exit code, its output, its file of stacks)"""
     job = subprocess.Popen([sys.executable, ROOT / "train.py", *TINY, f"--out={out}/run", "--steps=1000000",
                             f"--timeout={TIMEOUT:g}", "--save-every=0"], text=True, stdout=subprocess.PIPE,
                            stderr=subprocess.STDOUT)
@@ -80,7 +80,7 @@ def suspend(out):
 
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory):
-    """-> {fault: (exit codes, output, OUT/hang)}; "mpi" is the fault `sleep` under mpiexec."""
+    """Return {fault: (exit codes, output, OUT/hang)}; "mpi" is the fault `sleep` under mpiexec."""
     started, ended = {}, {}
     for fault in [*FAULTS, *["mpi"] * bool(MPIEXEC)]:
         out = tmp_path_factory.mktemp(fault)
@@ -134,7 +134,7 @@ def test_a_suspended_run_goes_on_and_sigusr2_writes_stacks(hung):
 
 
 # -----------------------------------------------------------------------------
-# the verdict on the reports that ranks write
+# The verdict on the reports that ranks write
 
 def report(step, begun, last, place="wait (parallel.py:1 finish)", axes=None):
     axes = axes or {"world": [0, 1, 2, 3], "dp": [0, 1, 2, 3]}
@@ -170,7 +170,7 @@ def test_a_healthy_run_reports_no_hang_and_logs_times_per_rank(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# slow ranks
+# Slow ranks
 
 def session_with_slow_rank(world, argv, seconds):
     """runs.session whose last rank loads each step's data so many seconds more slowly."""
@@ -216,7 +216,7 @@ def test_a_slow_rank_is_compared_within_its_stage_and_named_one_time_after_three
 
 
 # -----------------------------------------------------------------------------
-# replicas
+# Replicas
 
 def session_with_flipped_bit(world, argv, at, which):
     """runs.session in which one bit of one weight changes on the last rank, before step `at`."""

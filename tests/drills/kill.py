@@ -109,7 +109,7 @@ class MpiRanks:
         self.size, self.p = size, subprocess.Popen(command, stdout=open(log, "a"), stderr=subprocess.STDOUT)
 
     def ranks(self):
-        """-> pids of the python processes below mpiexec."""
+        """Return pids of the python processes below mpiexec."""
         children = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
@@ -147,7 +147,7 @@ class MpiRanks:
 
 
 def newest(out):
-    """-> the newest committed step; 0: there is none. ValueError: a committed checkpoint is not sound."""
+    """Return the newest committed step; 0: there is none. ValueError: a committed checkpoint is not sound."""
     found = checkpoint.steps(out)
     for path in found:
         checkpoint.check(path)
@@ -155,7 +155,7 @@ def newest(out):
 
 
 def started_from(log, start):
-    """-> the step from which the run resumed whose output starts at byte `start` of the log; None: it was
+    """Return the step from which the run resumed whose output starts at byte `start` of the log; None: it was
     killed before it resumed."""
     for line in Path(log).read_text(errors="replace")[start:].splitlines():
         if line.startswith("resumed "):
@@ -230,7 +230,7 @@ def assert_equal_runs(a, b):
 
 
 def reference(name, folder):
-    """-> the folder of a run of this layout without a kill; the first call trains it."""
+    """Return the folder of a run of this layout without a kill; the first call trains it."""
     out = folder / f"ref-{name}"
     if not (out / f"step_{STEPS:06d}").exists():
         shutil.rmtree(out, ignore_errors=True)
@@ -265,7 +265,7 @@ class Flags:
 
 
 def summary(done):
-    """-> a line per layout and launcher, and one for all. done: rows of log.jsonl."""
+    """Return a line per layout and launcher, and one for all. done: rows of log.jsonl."""
     table = {}
     for row in done:
         total = table.setdefault((row["layout"], row["launcher"]), Counter())

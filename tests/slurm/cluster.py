@@ -108,7 +108,7 @@ def until(what, condition, seconds):
 # 1) the packages
 
 def missing_programs():
-    """-> the programs that are not installed."""
+    """Return the programs that are not installed."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     return [p for p in PROGRAMS if shutil.which(p, path=path) is None]
 
@@ -201,7 +201,7 @@ class Cluster:
         return self.run("sbatch", "--parsable", *args).stdout.strip()
 
     def job(self, number):
-        """-> {key: value}, what scontrol shows of a job"""
+        """Return {key: value}, what scontrol shows of a job."""
         text = self.run("scontrol", "show", "job", "-o", number, ok=False).stdout
         return dict(re.findall(r"(\w+)=(\S*)", text))
 
@@ -239,7 +239,7 @@ class Cluster:
 # 3), 4) what runs on it
 
 def rows(out):
-    """-> the rows of a run's metrics.jsonl so far"""
+    """Return the rows of a run's metrics.jsonl so far."""
     with contextlib.suppress(OSError, ValueError):
         return [json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines()]
     return []
