@@ -16,13 +16,14 @@ ZeRO-1, whose slice of the bucket is a quarter:
     master              | fp32     |   AdamW updates it; its two moments are as long
     own                 | rounded  |   = flat[shard]: the new master, sent to the others
 
-A rank updates its slice only. What these buffers hold under each --zero:
+A rank updates its slice only. What it keeps under each --zero (a slot is memory for one whole
+bucket, which the buckets use in turn: zero.py):
 
               flat (weights)                grad                           master, moments
     zero 0    n                             n, summed by all-reduce        n: shard is everything
     zero 1    n                             n, summed by reduce-scatter    n/4
-    zero 2    n                             n/4, and two buckets whole     n/4
-    zero 3    n/4, and two parts whole      n/4, and two buckets whole     n/4
+    zero 2    n                             total n/4; grad in 2 slots     n/4
+    zero 3    own n/4; flat of 2 blocks     total n/4; grad in 2 slots     n/4
 
 In an fp32 model, master and own are the same memory.
 """
@@ -67,7 +68,7 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS):
     optimizer. A bucket of matrices is closed
         under ZeRO-0 and ZeRO-1   when it has bucket_elements
         under ZeRO-2              at the first end of a block after that: the gradients of a block
-                                  come almost at once, and a second bucket would wait for its slot
+                                  come almost at once, and a second bucket would wait for a slot
         under ZeRO-3              at the end of every block: weights are gathered block by block
     """
     closed = []
@@ -119,6 +120,7 @@ class Comm:
 
     def start_reduce(self, bucket):
         """Start to sum bucket.grad over the bucket's axis, and return a handle."""
+        # Both collectives work in place: total is a window of grad, and own one of flat.
         if bucket.shards > 1:  # SUM, n/size of n numbers to each rank, over the bucket's axis
             return bucket.axis.start_reduce_scatter(bucket.total, bucket.grad)
         return bucket.axis.start_all_reduce(bucket.grad)  # SUM of n numbers, over the bucket's axis
@@ -133,8 +135,9 @@ class Bucket:
     """Parameters in flat buffers, reduced together: one large collective beats many small ones.
 
     The drawing at the top of this file shows the buffers. The bucket lays them out and knows which
-    gradients have come; its Comm communicates. A master begins unrounded, so that small first
-    updates already change the rounded weights. ZeRO-1: arXiv:1910.02054, section 5.1.
+    gradients have come; its Comm communicates. The masters keep the fp32 values that were drawn,
+    not the rounded ones, so that updates smaller than a bf16 step add up from the start. ZeRO-1:
+    arXiv:1910.02054, section 5.1.
     """
 
     def __init__(self, contents, axis, zero, dtype, comm):
@@ -212,13 +215,15 @@ class Bucket:
         """Take the gradient that backward made for parameter i.
 
         When the last micro-batch has brought a gradient to every parameter, the sum over the ranks
-        starts.
+        starts. A tied embedding's sum waits until backward is over, in wait_grads(). The last stage
+        has that gradient before it sends its own to the stage in front of it. On a GPU, a sum that
+        waits for the first stage could hold up that message, for which the first stage waits.
         """
         self.take_gradient(i)
         self.untouched[i] = False
         if is_last_microbatch:
             self.pending_params -= 1
-            if self.pending_params == 0:
+            if self.pending_params == 0 and self.axis.name != "tied":
                 self.start_reduce()
 
     def take_gradient(self, i):
@@ -239,12 +244,12 @@ class Bucket:
         self.reduce_handle = self.comm.start_reduce(self)
 
     def wait_grads(self):
-        """Wait for the sum. If a parameter got no gradient on any rank, the sum starts here."""
+        """Wait for the sum, which starts only here if a parameter got no gradient (on any rank)."""
         if self.reduce_handle is None:
             self.start_reduce()
         self.reduce_handle.wait()
 
-    def start_gather(self):
+    def publish(self):
         """Send this rank's new slice of the weights to the others."""
         if self.shards > 1:
             self.gather_handle = self.comm.start_gather(self)
@@ -291,7 +296,7 @@ def unique(items):
 class DataParallel:
     """Sums every gradient over the ranks that hold the same parameter; sends ZeRO-1's new weights.
 
-    In a step: reset(), then begin_backward() ahead of each micro-batch's backward, then
+    In a step: reset(), then announce_backward() ahead of each micro-batch's backward, then
     finish_grad_sync(). The optimizer calls on_updated(bucket) when it has written a bucket's slice.
     The model calls provide_weights(module) before it reads weights, module by module.
     """
@@ -341,8 +346,8 @@ class DataParallel:
         for bucket in self.buckets:
             bucket.reset()
 
-    def begin_backward(self, is_last_microbatch):
-        """Announce a micro-batch's backward. The last one of a step completes the buckets' sums."""
+    def announce_backward(self, is_last_microbatch):
+        """Say whether the next backward is a step's last, which completes the buckets' sums."""
         self.is_last_microbatch = is_last_microbatch
 
     def finish_grad_sync(self):
@@ -352,8 +357,11 @@ class DataParallel:
                 bucket.wait_grads()
 
     def on_updated(self, bucket):
-        """Send the slice of a bucket that the optimizer has just written to the other ranks."""
-        bucket.start_gather()
+        """Send the slice of a bucket that the optimizer has just written to the other ranks.
+
+        fast/graph.py puts a function of its own here: a CUDA graph starts with the gathers.
+        """
+        bucket.publish()
 
     def provide_weights(self, module, x=None):
         """Wait until the module's weights are new on all ranks. x: its input, for ZeRO-3."""

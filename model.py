@@ -4,7 +4,7 @@ GPT-2 has LayerNorm, GELU, learned positions, biases and a tied head. Llama has 
 RoPE, grouped-query attention and a head of its own.
 
 Legend of names for the whole repository. Upper case is the whole model's, lower case is this rank's
-share. Only N and R, in upper case, are this rank's too.
+share. B is of one micro-batch of one replica. N and R, in upper case, are this rank's.
 
     B T C  sequences in a micro-batch, tokens in a sequence, width of the model    t = T/cp
     n      token rows that this rank keeps between the blocks, B*t/tp
@@ -17,8 +17,8 @@ share. Only N and R, in upper case, are this rank's too.
            R copies that this rank's experts received
 
 Between the blocks the tokens lie flat, (n, C). Each of tp ranks holds n contiguous rows of the B*t.
-parallel.py's primitives are the identity on an axis of one rank. Only the vocabulary and attention
-ask for the size of an axis.
+parallel.py's primitives are the identity on an axis of one rank, so that few lines ask for the size
+of an axis: those of the vocabulary, of attention, of positions and of experts.
 """
 import functools
 import hashlib

@@ -1,9 +1,11 @@
 """Mixture of Experts: the MLP of a block, E times over, of which each token visits K.
 
-The rows (n, C) of a rank are its own share of the micro-batch already: cp splits sequences, tp
-splits rows. So experts need no tp. The ranks of a stage are viewed a second time as (edp, ep), and
-expert i lives on ep rank i // e. Four ranks, ep 4, four experts, K = 1; a letter is the expert that
-a row visits:
+A row is a token's vector (C,). It travels as K copies, one to each of its experts; a gate is the
+factor of an expert's result. No two ranks of a stage hold the same rows: dp and cp split sequences,
+tp splits rows. So an expert's matrices need no tp. The ranks of a stage are viewed a second time as
+(edp, ep), and expert i lives on ep rank i // e. So ep adds no ranks: those of one ep group have
+rows of their own. With two ranks and ep 2, dp is 2 and edp is 1. The drawing has four ranks, ep 4,
+four experts, K = 1; a letter is the expert that a row visits:
 
     rank 0   [a a b d]      sort by     [a a|b|.|d]     all_to_all     [aa a . a]   expert a's rows
     rank 1   [c a d d]      expert      [a|.|c|d d]     block j goes   [b . bb .]   expert b's
@@ -252,11 +254,11 @@ class AllToAll(Dispatcher):
 
     dispatch has three steps. On two ranks, experts a and b on rank 0, c and d on rank 1, K = 1:
 
-                           Permute:      all_to_all:   Permute:
-                           by expert     by sender     by expert
-        rank 0  c a d b d  [a b|c d d]   [a b|a a b]   [a a a|b b]   send [2, 3], receive [2, 3]
-        rank 1  a c b a    [a a b|c]     [c d d|c]     [c c|d d]     send [3, 1], receive [3, 1]
-    The ends are [3, 5] on rank 0 and [2, 4] on rank 1. combine does the same steps backwards.
+                           Permute:      all_to_all:     Permute:
+                           by expert     by sender       by expert
+        rank 0  c a d b d  [a b|c d d]   [a b|a a a b]   [a a a a|b b]   send [2, 3], receive [2, 4]
+        rank 1  a a b a    [a a a b|]    [c d d|]        [c|d d]         send [4, 0], receive [3, 0]
+    The ends are [4, 6] on rank 0 and [1, 3] on rank 1. combine does the same steps backwards.
     """
 
     def plan(self, expert_ids, gates):
@@ -266,7 +268,7 @@ class AllToAll(Dispatcher):
         received = ep.all_to_all(num_tokens_per_expert)  # E counts to the experts' owners, over ep
         received = received.view(ep.size, self.e)  # (ep, e), by sender and expert
         torch.maximum(self.rows_needed, received.sum(), out=self.rows_needed)
-        # Sync point, the only one: all_to_all takes the sizes of its messages from the host.
+        # Sync point, the only one here: all_to_all takes the sizes of its messages from the host.
         send, receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
         R = sum(receive)
 

@@ -165,7 +165,11 @@ class Optimizer:
 
     @torch.no_grad()
     def masters_to_model(self):
-        """Round the masters into the model's weights, here and, under ZeRO, on the other ranks."""
+        """Round the masters into the model's weights, here and, under ZeRO, on the other ranks.
+
+        Buckets are in backward's order. The first layers go first: the next forward needs them
+        first.
+        """
         for master, bucket in reversed(list(zip(self.masters, self.dp.buckets, strict=True))):
             bucket.own.copy_(master)  # a no-op where master and own are one tensor
             self.dp.on_updated(bucket)
@@ -272,7 +276,7 @@ class Optimizer:
         step_size = lr / (1 - beta1 ** wide)
         correction = (1 - beta2 ** wide).sqrt()
         scalars = torch.stack([step_size, correction, grad_scale, found_inf]).float()
-        for i in reversed(range(len(self.masters))):  # The first layers are last.
+        for i in reversed(range(len(self.masters))):  # The first layers go first.
             master = self.masters[i]
             bucket = self.dp.buckets[i]
             state = self.adam.state[master]

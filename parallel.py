@@ -187,7 +187,7 @@ def ranks_of_axes(pp, dp, cp, tp, ep):
     """
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     expert_grid = grid.view(pp, -1, ep)  # (pp, edp, ep)
-    ends = grid[::max(1, pp - 1)]  # (2, dp, cp, tp): the first and the last stage
+    ends = grid[::max(1, pp - 1)]  # the first and the last stage: (2, dp, cp, tp), or (1, ...)
     return {
         "world": grid.view(1, -1),
         "tp": grid.view(-1, tp),

@@ -7,7 +7,9 @@ the forward and the backward of micro-batch i:
     stage 1     F0 F1 F2       B0 F3 B1 F4 B2 F5 B3    B4    B5
     stage 2        F0 F1    B0 F2 B1 F3 B2 F4 B3 F5 B4    B5
     stage 3           F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
-             warm-up         steady                 cool-down
+
+Stage 0 warms up with three forwards. Then, in the steady phase, forward and backward take turns; B3
+to B5 are its cool-down. F and B are drawn equally wide, though B takes about twice as long.
 
 A stage keeps the activations of at most (stages - stage) micro-batches, whatever their number.
 Interleaved (section 2.2 there, --pp-chunks v): each of p ranks holds v of p * v smaller stages.
@@ -36,40 +38,43 @@ def nothing(i, chunk):
     """Do nothing before a forward."""
 
 
-def forward_backward(model, dp, batches, tokens, loss_scale=None, before_forward=nothing):
+def forward_backward(model, data_parallel, batches, tokens, loss_scale=None,
+                     before_forward=nothing):
     """Do all micro-batches of one step, and return this rank's part of the mean loss.
 
     batches: [(x, y)], each (B, T) int64. tokens: the trained ones of the whole global batch, an int
-    or a () tensor; the loss is divided by it, and by nothing else. loss_scale: () tensor, for fp16
-    only. before_forward(i, chunk) is called before each forward; it seeds dropout. The loss, () in
-    at least fp32, is the same on all tp ranks, and zero on all stages except the last.
+    or a () tensor; the cross-entropy is divided by it, and by nothing else. loss_scale: () tensor,
+    for fp16 only; backward starts with it in the place of 1. before_forward(i, chunk) is called
+    before each forward; it seeds dropout. The loss, () in at least fp32, is the same on all tp
+    ranks, and zero on all stages except the last.
     """
     run = one_stage if model.mesh.pp.size == 1 else several_stages
-    return run(model, dp, batches, tokens, loss_scale, before_forward)
+    return run(model, data_parallel, batches, tokens, loss_scale, before_forward)
 
 
-def one_stage(model, dp, batches, tokens, loss_scale, before_forward):
+def one_stage(model, data_parallel, batches, tokens, loss_scale, before_forward):
     """Do the forward and backward of one micro-batch after the other."""
     mean_loss = zero_loss(model)
     for i, (x, y) in enumerate(batches):
         before_forward(i, 0)
-        with dp.timers("forward"):
-            loss, balance_loss = model(x, y)  # The loss is a sum over this rank's tokens.
+        with data_parallel.timers("forward"):
+            loss, router_loss = model(x, y)  # The loss is a sum over this rank's tokens.
         loss = loss / tokens  # the one division
         mean_loss = mean_loss + loss.detach()
-        # Each micro-batch of each replica has a balance loss; the step's is their mean.
-        loss = loss + balance_loss / (len(batches) * model.mesh.dp.size)
+        # The router's loss is a mean over a micro-batch; the step's is the mean of these.
+        # It is 0 without experts.
+        loss = loss + router_loss / (len(batches) * model.mesh.dp.size)
         # In the last micro-batch, the sum of a bucket starts as soon as its gradients are complete.
-        dp.begin_backward(is_last_microbatch=i == len(batches) - 1)
-        with dp.timers("backward"):
+        data_parallel.announce_backward(is_last_microbatch=i == len(batches) - 1)
+        with data_parallel.timers("backward"):
             loss.backward(loss_scale)
     return mean_loss
 
 
-def several_stages(model, dp, batches, tokens, loss_scale, before_forward):
+def several_stages(model, data_parallel, batches, tokens, loss_scale, before_forward):
     """Do the same over several stages: a Ring calls forward and backward in order."""
     mean_loss = zero_loss(model)
-    in_flight = {}  # (micro-batch, chunk): (input, output, balance loss), until its backward
+    awaiting_backward = {}  # (micro-batch, chunk): (input, output, router's loss)
     backwards_done = [0] * len(model.chunks)
 
     def forward(i, chunk, hidden):
@@ -77,31 +82,31 @@ def several_stages(model, dp, batches, tokens, loss_scale, before_forward):
         before_forward(i, chunk)
         if hidden is not None:
             hidden.requires_grad_()
-        with dp.timers("forward"):
-            out, balance_loss = model(*batches[i], hidden, chunk=chunk)
+        with data_parallel.timers("forward"):
+            out, router_loss = model(*batches[i], hidden, chunk=chunk)
         if is_last(model, chunk):
             out = out / tokens  # the one division
             mean_loss.add_(out.detach())
-        balance_loss = balance_loss / (len(batches) * model.mesh.dp.size)
-        in_flight[i, chunk] = hidden, out, balance_loss
+        router_loss = router_loss / (len(batches) * model.mesh.dp.size)
+        awaiting_backward[i, chunk] = hidden, out, router_loss
         return out.detach()
 
     def backward(i, chunk, grad):
         """Return the gradient of the input. grad: of the output, None on the last stage."""
-        hidden, out, balance_loss = in_flight.pop((i, chunk))
+        hidden, out, router_loss = awaiting_backward.pop((i, chunk))
         backwards_done[chunk] += 1
         # Only a chunk's last backward completes the sums of its gradients.
-        dp.begin_backward(is_last_microbatch=backwards_done[chunk] == len(batches))
+        data_parallel.announce_backward(is_last_microbatch=backwards_done[chunk] == len(batches))
         outputs = [out]
         grads = [loss_scale if is_last(model, chunk) else grad]
-        if balance_loss.requires_grad:
-            outputs.append(balance_loss)
+        if router_loss.requires_grad:
+            outputs.append(router_loss)
             grads.append(loss_scale)
-        with dp.timers("backward"):
+        with data_parallel.timers("backward"):
             torch.autograd.backward(outputs, grads)
         return None if hidden is None else hidden.grad
 
-    Ring(model, batches[0][0].numel(), dp.timers).walk(len(batches), forward, backward)
+    Ring(model, batches[0][0].numel(), data_parallel.timers).walk(len(batches), forward, backward)
     return mean_loss
 
 
@@ -231,10 +236,10 @@ def timetable(ranks, chunks, micro_batches, backward=True):
 
     def input_time(rank, op):
         """Return when an Op's input is there; None if its sender has not come to it yet."""
-        sender = op.chunk * ranks + rank - op.direction
-        if not 0 <= sender < ranks * chunks:
+        source = op.chunk * ranks + rank - op.direction  # the stage that sends it
+        if not 0 <= source < ranks * chunks:
             return 0
-        return ended.get((op.kind, op.micro_batch, sender))
+        return ended.get((op.kind, op.micro_batch, source))
 
     while any(todo):
         ready = []  # the ranks whose next Op has its input
@@ -305,7 +310,7 @@ class Ring:
         self.axis = model.mesh.pp
         self.chunks = len(model.chunks)
         self.timers = timers
-        self.like = next(model.parameters())
+        self.like = next(model.parameters())  # for the dtype and device of messages
         self.shape = tokens // model.mesh.tp.size, model.cfg.n_embd  # (n, C)
         self.inbox = {}  # Op: (the tensor that it waits for, the Exchange that brings it)
         self.in_flight = collections.deque()  # the Exchanges that have not arrived, oldest first

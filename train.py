@@ -67,7 +67,9 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
 class Step:
     """One optimizer step: gradients, statistics, veto, update.
 
-    It has a method for each part because fast/graph.py replays the first as a CUDA graph.
+    It has a method for each part because make_step() usually puts a fast.graph.GraphedStep around
+    it on a GPU: that calls these methods three times, and then replays `gradients` as a CUDA graph.
+    --no-cuda-graph trains with this class alone, as a CPU does.
     """
 
     def __init__(self, cfg, model, dp, opt):
@@ -221,7 +223,7 @@ class Run:
             opened = open_data(cfg, world.local_rank)
             self.data = Data(*opened, tokenizer=prompt_tokenizer(cfg))
             check_memory(cfg, mesh, self.data.vocab_size, world)
-        self.watched = Oversight(watchdog, agree.Stop(cfg.max_minutes),
+        self.oversight = Oversight(watchdog, agree.Stop(cfg.max_minutes),
                                  timing.Timers(world.device, cfg.timers), skip)
         # A second time, since what is collective must not wait for a rank that has left.
         with launch.exit_together(world):
@@ -229,7 +231,7 @@ class Run:
             agree.compare(world, tokens, "give all ranks the same data")
             choice = choose(cfg, mesh, world.device)
             model, dp, opt = build(cfg, mesh, self.data.vocab_size, world.device,
-                                   self.watched.timers, choice)
+                                   self.oversight.timers, choice)
             self.parts = Parts(mesh, choice, model, dp, opt)
         debugger.attach_stdin(world, cfg.pdb)
 
@@ -238,16 +240,16 @@ class Run:
         cfg = self.cfg
         world = self.world
         parts = self.parts
-        watched = self.watched
+        oversight = self.oversight
         found = resume.prepare_out_dir(cfg, world, self.out)
         with launch.exit_together(world):
-            self.state, watched.skip = resume.start_from(
-                found, watched.skip, parts.model, parts.opt, self.data.identity)
+            self.state, oversight.skip = resume.start_from(
+                found, oversight.skip, parts.model, parts.opt, self.data.identity)
         resume.settle(cfg, world, self.out, self.state, found)
         self.first_step = self.state.step + 1
         run_id = resume.run_id(world.axis)
         self.saver = Saver(self.out, world.axis, cfg.keep, cfg.timeout, run_id)
-        watched.watchdog.set_folder(self.out, run_id)
+        oversight.watchdog.set_folder(self.out, run_id)
         session.Stream.report(self.out)
         with launch.exit_together(world):
             if self.is_main:
@@ -255,13 +257,13 @@ class Run:
                                              self.data.train)
         if self.is_main:
             n_samples = self.data.train.n_samples
-            log.started(cfg, parts.model, found, self.full_batch, n_samples, watched.skip)
+            log.started(cfg, parts.model, found, self.full_batch, n_samples, oversight.skip)
         with launch.exit_together(world):
             step = Step(cfg, parts.model, parts.dp, parts.opt)
             parts.step = make_step(step, parts.choice)
-        watched.clock = timing.Clock(world.device)
-        watched.guard = Guard(cfg, world, self.state)
-        watched.stragglers = watch.Stragglers(parts.mesh, world.device)
+        oversight.clock = timing.Clock(world.device)
+        oversight.guard = Guard(cfg, world, self.state)
+        oversight.stragglers = watch.Stragglers(parts.mesh, world.device)
         for axis in vars(parts.mesh).values():
             axis.sent.clear()  # Bytes are counted from the first step on.
 
@@ -295,14 +297,14 @@ class Run:
     def begin_step(self, number):
         """Tell those who watch that a step begins."""
         is_first = number == self.first_step
-        self.watched.watchdog.heartbeat(number, "first" if is_first else "")
-        self.watched.guard.reason = None
+        self.oversight.watchdog.heartbeat(number, "first" if is_first else "")
+        self.oversight.guard.reason = None
 
     def next_batches(self, number, batch):
         """Return this rank's micro-batches. Those of a skipped step are consumed, too."""
         cfg = self.cfg
-        self.watched.stragglers.begin()
-        with self.watched.timers("data"):
+        self.oversight.stragglers.begin()
+        with self.oversight.timers("data"):
             batches = micro_batches(cfg, self.parts.mesh, self.data.train, self.state.samples,
                                     batch, self.world.device)
         if number == cfg.inject_spike:
@@ -313,18 +315,19 @@ class Run:
         """Return optim.StepStats; None if --train-range-to-skip leaves out this step."""
         cfg = self.cfg
         parts = self.parts
-        watched = self.watched
-        if number in watched.skip:
+        oversight = self.oversight
+        if number in oversight.skip:
             self.state.skipped += 1
             return None
         if cfg.dump_grads and number == 1:
             parts.opt.on_grads_ready.append(self.dump_grads)
         count = len(batches) * cfg.micro_batch * parts.mesh.dp.size
         tokens = trained_tokens(self.data.train, self.state.samples, count, self.world.device)
-        stats, found_inf = parts.step(batches, number, self.logs(number), watched.guard, tokens)
+        full = self.is_logged(number)
+        stats, found_inf = parts.step(batches, number, full, oversight.guard, tokens)
         parts.opt.on_grads_ready.clear()
-        watched.guard.refused_flags.append((number, found_inf))
-        watched.clock.count(count)
+        oversight.guard.refused_flags.append((number, found_inf))
+        oversight.clock.count(count)
         if number == self.first_step:
             axes = vars(parts.mesh)
             self.sent = {name: sum(axis.sent.values()) for name, axis in axes.items()}
@@ -338,11 +341,11 @@ class Run:
 
     def end_step(self, number, batch):
         """Count the step, whether it was done, skipped or refused."""
-        guard = self.watched.guard
+        guard = self.oversight.guard
         self.state.step = number
         self.state.samples += batch
         # A row and a checkpoint need the number of refused steps. Reading it synchronises.
-        if self.logs(number) or self.due(number, self.cfg.save_every) or guard.sigma:
+        if self.is_logged(number) or self.due(number, self.cfg.save_every) or guard.sigma:
             guard.count_refused()
         if guard.given_up:
             self.ending.outcome = Outcome.GAVE_UP
@@ -351,7 +354,7 @@ class Run:
         """Whether this step does what is done at every `every` steps (0: never) and at the end."""
         return every > 0 and (number % every == 0 or number == self.cfg.steps)
 
-    def logs(self, number):
+    def is_logged(self, number):
         """Whether this step is logged."""
         if number == self.first_step:
             return True
@@ -360,9 +363,9 @@ class Run:
     def log(self, number, batch, stats):
         """Write a row of metrics.jsonl and print its line; evaluate and print a sample if due."""
         cfg = self.cfg
-        watched = self.watched
+        oversight = self.oversight
         goes_on = self.ending.outcome is Outcome.DONE
-        if goes_on and not self.logs(number) and not watched.guard.reason:
+        if goes_on and not self.is_logged(number) and not oversight.guard.reason:
             return
         row, slow_ranks = self.metrics(number, batch, stats)
         if self.is_main and number == self.first_step and stats is not None:
@@ -371,7 +374,7 @@ class Run:
             log.report_traffic(predicted, self.sent)
         evaluates = self.due(number, cfg.eval_every)
         if evaluates:
-            watched.watchdog.heartbeat(number, "evaluation")
+            oversight.watchdog.heartbeat(number, "evaluation")
             val_loss = evaluate(cfg, self.parts.model, self.data.val, batch, self.world.device)
             row["val_loss"] = self.state.evaluated(val_loss)
         if self.is_main:
@@ -381,7 +384,7 @@ class Run:
         if evaluates:
             if self.data.tokenizer:
                 log.print_sample(self.parts.model, self.data.tokenizer, cfg.prompt, cfg.seed)
-            watched.clock.resume()  # metrics_row() has paused it.
+            oversight.clock.resume()  # metrics_row() has paused it.
         self.ending.skip_reason = row["skip_reason"]
 
     def metrics(self, number, batch, stats):
@@ -391,13 +394,13 @@ class Run:
         """
         cfg = self.cfg
         parts = self.parts
-        watched = self.watched
+        oversight = self.oversight
         lr = learning_rate(cfg, number)
-        result = log.StepResult(batch, lr, stats, watched.guard.reason)
-        row, steps = log.metrics_row(cfg, self.world, self.state, result, watched.clock,
+        result = log.StepResult(batch, lr, stats, oversight.guard.reason)
+        row, steps = log.metrics_row(cfg, self.world, self.state, result, oversight.clock,
                                      self.data.vocab_size)
-        own_times, slow_ranks = watched.stragglers.report()
-        row.update(log.phase_times(watched.timers, steps, parts.mesh), **own_times)
+        own_times, slow_ranks = oversight.stragglers.report()
+        row.update(log.phase_times(oversight.timers, steps, parts.mesh), **own_times)
         if parts.opt.loss_scale is not None:
             row["loss_scale"] = parts.opt.loss_scale.item()
         if cfg.n_experts and stats is not None:
@@ -413,25 +416,25 @@ class Run:
         every = self.cfg.check_every
         if self.ending.outcome is not Outcome.DONE or every == 0 or number % every:
             return
-        self.watched.clock.pause()
+        self.oversight.clock.pause()
         self.ending.differences = watch.replica_differences(self.parts.model, self.parts.mesh)
         if self.ending.differences:
             self.ending.outcome = Outcome.REPLICAS_DIFFER
-        self.watched.clock.resume()
+        self.oversight.clock.resume()
 
     def poll_stop(self, number, seconds):
         """Stop after this step if a signal came on any rank, or --max-minutes are over.
 
         seconds: that this step took. The last step needs no stop.
         """
-        stop = self.watched.stop
+        stop = self.oversight.stop
         stop.step_took(seconds)
         if self.ending.outcome is not Outcome.DONE or number == self.cfg.steps:
             return
         self.ending.stop_reason = stop.poll(self.world)
         if self.ending.stop_reason:
             # A run that diverged must not be saved and requeued.
-            diverged = self.watched.guard.count_refused()
+            diverged = self.oversight.guard.count_refused()
             self.ending.outcome = Outcome.GAVE_UP if diverged else Outcome.STOPPED
 
     def save(self, number):
@@ -441,18 +444,18 @@ class Run:
         if outcome is not Outcome.STOPPED and not (due and outcome is Outcome.DONE):
             return
         parts = self.parts
-        watched = self.watched
-        watched.clock.pause()
-        watched.watchdog.heartbeat(number, "save")
+        oversight = self.oversight
+        oversight.clock.pause()
+        oversight.watchdog.heartbeat(number, "save")
         begun = time.monotonic()
         resume.save(self.cfg, parts.mesh, parts.dp, parts.opt, self.saver, self.state)
-        watched.stop.save_took(time.monotonic() - begun + self.saver.seconds)
-        watched.clock.resume()
+        oversight.stop.save_took(time.monotonic() - begun + self.saver.seconds)
+        oversight.clock.resume()
 
     def leave(self, profiler):
         """Wait for the last save, write the plots, say how the run ended. Return its Outcome."""
         ending = self.ending
-        self.watched.watchdog.heartbeat(self.state.step, "end")
+        self.oversight.watchdog.heartbeat(self.state.step, "end")
         if not self.saver.wait() and ending.outcome in (Outcome.DONE, Outcome.STOPPED):
             ending.outcome = Outcome.FAILED  # The last steps are lost, so no script may requeue it.
         if self.is_main:
@@ -469,7 +472,7 @@ class Run:
     def print_failure(self):
         """Say on stderr why a run gave up, or in what its replicas differ."""
         ending = self.ending
-        guard = self.watched.guard
+        guard = self.oversight.guard
         saved = checkpoint.steps(self.out)
         if ending.outcome is Outcome.GAVE_UP:
             why = guard.reason or ending.skip_reason

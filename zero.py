@@ -68,7 +68,7 @@ class SlotComm(Comm):
     def add_sum(self, bucket):
         """Add this rank's slice of a complete sum to those of earlier micro-batches."""
         part = bucket.grad[bucket.shard]
-        if bucket.is_first:
+        if bucket.total_is_empty:
             bucket.total.copy_(part)
         else:
             bucket.total.add_(part)
@@ -89,7 +89,7 @@ class SlotBucket(CopyBucket):
 
     def reset(self):
         self.missing = set(range(len(self.params)))  # those without a gradient of this micro-batch
-        self.is_first = True  # no sum has been added to total in this step
+        self.total_is_empty = True  # No sum has been added to total in this step.
         self.reduce_handle = None
 
     def on_grad_ready(self, i, is_last_microbatch):
@@ -109,13 +109,13 @@ class SlotBucket(CopyBucket):
         if self.reduce_handle is not None:
             self.reduce_handle.wait()
             self.comm.add_sum(self)
-            self.is_first = False
+            self.total_is_empty = False
             self.reduce_handle = None
 
     def wait_grads(self):
-        # If a parameter got no gradient, on all ranks alike, the sum of the others has not started.
+        # If some parameter got no gradient, on all ranks alike, the sum has not started yet.
         some_wait = len(self.missing) < len(self.params)
-        none_summed = self.is_first and self.reduce_handle is None
+        none_summed = self.total_is_empty and self.reduce_handle is None
         if some_wait or none_summed:
             self.start_reduce()
         self.take_sum()
@@ -195,12 +195,16 @@ class ShardedBucket(SlotBucket):
             self.gather_handle = self.comm.start_gather(self)
 
     def free(self):
-        """Give back the memory of flat."""
+        """Give back the memory of flat.
+
+        Autograd's saved views of the weights share this storage. fetch() fills it again before
+        backward reads them.
+        """
         # A gather that is under way must not write into memory that has another owner by then.
         self.wait_for_weights()
         self.storage.resize_(0)
 
-    def start_gather(self):
+    def publish(self):
         """Free the gathered weights: this rank's slice is newer. The next forward fetches."""
         self.free()
 
@@ -214,13 +218,13 @@ class ZeRO3(ZeRO2):
                   fetches    block 0    block 1   head      (block 1 stays)
                   frees                 embedding block 0
 
-        backward  computes   head       block 1   block 0
-                  fetches    block 1    block 0
-                  frees                 head      block 1
+        backward  computes   head       block 1   block 0   (embedding: reads no weights)
+                  fetches               block 0
+                  frees                 head      block 1   block 0
 
-    The last block stays from forward to backward. Backward reaches a part when the gradient of its
-    output is complete; that is the input of the part after it. Norms and biases are small: they
-    stay as in ZeRO-2.
+    The last block stays from forward to backward. The output of a part is the input x of the next
+    part. So a hook on x, which runs when x's gradient is complete, tells that backward comes to the
+    part before. Norms and biases are small: they stay as in ZeRO-2.
     """
     decayed_bucket = ShardedBucket
 
@@ -257,11 +261,12 @@ class ZeRO3(ZeRO2):
         Nothing is gathered for a module that is not a part, such as the whole model.
         """
         part = self.part_of(module)
-        if part is not None:
-            self.move_to_part(part)
-            if x is not None and x.requires_grad:
-                x.register_hook(lambda grad: self.move_to_part(part - 1, backward=True))
-        super().provide_weights(module)
+        if part is None:
+            super().provide_weights(module)
+            return
+        self.move_to_part(part)
+        if x is not None and x.requires_grad:
+            x.register_hook(lambda grad: self.move_to_part(part - 1, backward=True))
 
     def move_to_part(self, part, backward=False):
         """Fetch the part that computes now and the one after it, and free all others."""
@@ -282,4 +287,5 @@ class ZeRO3(ZeRO2):
         self.here = part
 
 
+# The DataParallel of each --zero.
 LEVELS = {0: DataParallel, 1: DataParallel, 2: ZeRO2, 3: ZeRO3}

@@ -87,7 +87,7 @@ class GraphedStep:
     def on_updated(self, bucket):
         """Take the place of DataParallel.on_updated: the next graph gathers the weights of most buckets."""
         if bucket in self.eager_buckets:
-            bucket.start_gather()
+            bucket.publish()
         elif bucket.shards > 1:
             bucket.gather_handle = DeferredGather(bucket)
 
@@ -152,7 +152,7 @@ class GraphedStep:
         """Do what the graph holds. tokens, set_seed: see train.Step."""
         for bucket in reversed(self.dp.buckets):  # in the order in which the forward needs them
             if bucket not in self.eager_buckets:
-                bucket.start_gather()
+                bucket.publish()
         loss = self.plain.gradients(batches, number, set_seed, tokens)
         return loss if self.sizer is None else self.sizer.nan_on_overflow(loss)
 

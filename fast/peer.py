@@ -167,7 +167,7 @@ class PeerSlotComm(PeerComm):
             parts = self.stream.copy_slices(bucket, self.slot.peers(axis))
             self.slot.memory.barrier()  # all ranks have copied: the slot may be overwritten
             own = bucket.grad[bucket.shard]
-            if bucket.is_first:
+            if bucket.total_is_empty:
                 sum_shards(bucket.total, own, parts)
             else:
                 new_sum = torch.empty_like(bucket.total)

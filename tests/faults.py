@@ -136,7 +136,7 @@ LLAMA, GPT2, MOE, BERT = (
 DP, TP, PP, ZERO = (2, dict()), (2, dict(tp=2)), (2, dict(pp=2)), (2, dict(zero=1))  # ranks, layout
 
 ONE_STAGE, SEVERAL_STAGES = "pipeline.one_stage", "pipeline.several_stages"
-BALANCE = "balance_loss / (len(batches) * model.mesh.dp.size)"
+BALANCE = "router_loss / (len(batches) * model.mesh.dp.size)"
 
 
 def sequences(n, layout):

@@ -16,8 +16,9 @@ from test_layouts import assemble, run, to_numpy
 
 import train
 from config import Config
+from corpus.shards import Synthetic
 from ops.flat import rectangles
-from parallel import make_mesh
+from parallel import Axis, make_mesh
 from runtime.resume import broadcast_and_verify, shards
 
 # -----------------------------------------------------------------------------
@@ -126,3 +127,32 @@ def test_a_drifting_replica_is_detected():
     results = run_ranks(2, with_faults, [fault], run_20, dict(LLAMA, tp=2, dtype="fp32", steps=20), 4)
     with pytest.raises(AssertionError, match="replicas of .*norm"):
         assert_replicas_equal(results)
+
+
+# -----------------------------------------------------------------------------
+# Tied embeddings: their sum must not stand between the messages of a pipeline
+
+def calls_of_a_step(world, flags):
+    """Return [(axis, kind)] of this rank's collectives and messages in one training step."""
+    cfg = Config(**flags)
+    mesh = make_mesh(world, pp=cfg.pp)
+    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
+    batches = train.micro_batches(cfg, mesh, source, 0, cfg.global_batch, world.device)
+    seen = []
+
+    def record(axis, kind, *_):
+        seen.append((axis.name, kind))
+    with mock.patch.object(Axis, "record", record):
+        train.Step(cfg, model, dp, opt)(batches, 1)
+    return seen
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_tied_embedding_is_summed_after_the_last_message(zero):
+    flags = dict(GPT2, n_layer=2, pp=2, zero=zero, micro_batch=2, global_batch=4)
+    for seen in run_ranks(2, calls_of_a_step, flags):
+        reduce = "all-reduce" if zero == 0 else "reduce-scatter"
+        messages = [i for i, (axis, _) in enumerate(seen) if axis == "pp"]
+        assert seen.count(("tied", reduce)) == 1 and messages
+        assert seen.index(("tied", reduce)) > max(messages)

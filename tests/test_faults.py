@@ -164,8 +164,8 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
         LLAMA, TP, "model.init_weights", '{seed}/{name}"', '{seed}/{name}/{p.offset}"'),
     # pipeline
     "backward of the newest micro-batch": (
-        LLAMA, PP, SEVERAL_STAGES, "in_flight.pop((i, chunk))",
-        "in_flight.popitem()[1]"),
+        LLAMA, PP, SEVERAL_STAGES, "awaiting_backward.pop((i, chunk))",
+        "awaiting_backward.popitem()[1]"),
     "last stage's loss not divided": (
         LLAMA, PP, SEVERAL_STAGES, "out / tokens", "out / len(batches)"),
     "loss of one stage not divided": (LLAMA, DP, ONE_STAGE, "loss / tokens", "loss / len(batches)"),
@@ -265,7 +265,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "the same experts on every ep rank": (
         MOE, EP, "model.init_weights", "{p.offset[0] + i}", "{i}"),
     "balance loss not divided by dp": (
-        MOE, DP, ONE_STAGE, BALANCE, "balance_loss / len(batches)"),
+        MOE, DP, ONE_STAGE, BALANCE, "router_loss / len(batches)"),
     "balance loss's counts not summed over tp": (
         MOE, TP, "moe.MoE.balancing_losses", "tp.all_reduce(chosen", "(chosen"),
     # dropout

@@ -54,10 +54,10 @@ LAYOUT_FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of plan
     "router and norms not summed over tp": (
         MOE, TP, *group("stage", "dp")),
     "balance loss not divided by dp": (
-        MOE, EP, ONE_STAGE, BALANCE, "balance_loss / len(batches)"),
+        MOE, EP, ONE_STAGE, BALANCE, "router_loss / len(batches)"),
     "balance loss lost on all stages except the last": (
-        MOE, PP, SEVERAL_STAGES, "if balance_loss.requires_grad:",
-        "if balance_loss.requires_grad and is_last(model, chunk):"),
+        MOE, PP, SEVERAL_STAGES, "if router_loss.requires_grad:",
+        "if router_loss.requires_grad and is_last(model, chunk):"),
     "balance loss counts only this tp rank's tokens": (
         MOE, TP, "moe.MoE.balancing_losses", "tp.all_reduce(chosen", "(chosen"),
     "balance and z-loss averaged over this tp rank's tokens": (
@@ -178,9 +178,9 @@ def test_one_process_detects_the_fault(name):
 
 
 WEIGHT_FAULTS = {  # weight of the balance loss: (ranks, micro-batches on each, layout), the faulty weight
-    "dropped in backward": ((1, 2, {}), "balance_loss.detach()"),
-    "summed over micro-batches": ((1, 2, {}), "balance_loss / model.mesh.dp.size"),
-    "summed over dp": ((2, 1, {}), "balance_loss / len(batches)"),
+    "dropped in backward": ((1, 2, {}), "router_loss.detach()"),
+    "summed over micro-batches": ((1, 2, {}), "router_loss / model.mesh.dp.size"),
+    "summed over dp": ((2, 1, {}), "router_loss / len(batches)"),
     "divided by tp twice": ((2, 2, dict(tp=2)), f"{BALANCE} / model.mesh.tp.size"),
 }
 
