@@ -296,6 +296,7 @@ class Exchange:
         for work in self.works:
             work.wait()
         self.arrived = True
+        self.operations = []
 
 
 class Ring:

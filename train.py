@@ -213,6 +213,7 @@ class Run:
         """Set up mesh, data and model. Wrong input on any rank is one line and code 2 for all."""
         cfg = self.cfg
         world = self.world
+        stop = agree.Stop(cfg.max_minutes)  # Its clock runs while data is verified, too.
         with launch.exit_together(world):
             mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp)
             watchdog.set_mesh(mesh)
@@ -223,7 +224,7 @@ class Run:
             opened = open_data(cfg, world.local_rank)
             self.data = Data(*opened, tokenizer=prompt_tokenizer(cfg))
             check_memory(cfg, mesh, self.data.vocab_size, world)
-        self.oversight = Oversight(watchdog, agree.Stop(cfg.max_minutes),
+        self.oversight = Oversight(watchdog, stop,
                                  timing.Timers(world.device, cfg.timers), skip)
         # A second time, since what is collective must not wait for a rank that has left.
         with launch.exit_together(world):

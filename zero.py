@@ -14,7 +14,6 @@ import torch
 
 from ddp import (
     BUCKET_ELEMENTS,
-    Bucket,
     Comm,
     CopyBucket,
     DataParallel,
@@ -158,7 +157,7 @@ class ZeRO2(DataParallel):
 
     def make_bucket(self, contents, axis, dtype, comm):
         if not uses_slot(axis):
-            return Bucket(contents, axis, self.zero, dtype, comm)
+            return super().make_bucket(contents, axis, dtype, comm)
         # Buckets are made in the order in which backward fills them: neighbours use both slots.
         comm.slot = self.slots[len(self.buckets) % 2]
         kind = self.decayed_bucket if contents.decayed else SlotBucket

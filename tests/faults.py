@@ -1,13 +1,29 @@
-"""Plant a fault in our code, and see a test fail. See `planted` for the two ways.
+"""Plant a fault in our code, and see a test fail.
 
-    planted, with_faults   plant faults here, or in the process of a rank
-    nothing, constant, ... functions that are called in the place of others
-    run_with_faults        train with faults, and compare with one rank's numbers
+A test that never failed proves little. So a fault is planted in the code that runs, in this process or
+in the process of a rank, and the test must notice it. There are two ways, and `planted` takes both:
+
+    By name:  planted("ddp.Bucket.wait_grads", grad_average)
+        A call of Bucket.wait_grads becomes a call of grad_average(original, *arguments), where
+        `original` is the function as it was. Use this wherever arguments, result or effect of a
+        function tell the fault: the fault survives when somebody rewrites the function's lines.
+    By text:  planted("pipeline.one_stage", "loss / tokens", "loss / len(batches)")
+        A piece of the function's source is replaced. Use this for what happens inside of a function,
+        and take a short piece. It must occur exactly once; otherwise planting fails.
+
+In both ways the function object stays and gets other code. So the fault reaches every module that has
+imported the function. The function gets its own code back at the end of the `with` block.
+
+    planted, with_faults     plant faults, here or on a rank
+    nothing, constant, ...   functions for several files that are called in the place of others
+    run_with_faults          train with faults, and compare with the numbers of one rank
 """
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
+import itertools
 import types
 from operator import attrgetter
 from unittest import mock
@@ -25,10 +41,70 @@ from parallel import make_mesh
 from runtime.launch import World
 
 PACKAGES = "ops", "fast", "runtime", "corpus", "cost", "interface"
+numbers = itertools.count()  # of the faults that are planted by name
 
 
 # -----------------------------------------------------------------------------
 # Planting
+
+def planted(where, *fault):
+    """Return a context manager in which the function `where` has a fault.
+
+    fault: (replacement,) or (old text, new text), as the top of this file explains.
+    """
+    return replaced(where, *fault) if callable(fault[0]) else edited(where, *fault)
+
+
+@contextlib.contextmanager
+def replaced(where, replacement):
+    """Call replacement(original, *arguments) in the place of the function `where`."""
+    function = find(where)
+    before = function.__code__, function.__defaults__, function.__kwdefaults__
+    original = types.FunctionType(function.__code__, function.__globals__, function.__name__,
+                                  function.__defaults__, function.__closure__)
+    original.__kwdefaults__ = function.__kwdefaults__
+    name = f"_replacement_{next(numbers)}"
+    function.__globals__[name] = functools.partial(replacement, original)
+    function.__defaults__ = function.__kwdefaults__ = None
+    function.__code__ = code_that_calls(name, function)
+    try:
+        yield
+    finally:
+        function.__code__, function.__defaults__, function.__kwdefaults__ = before
+        del function.__globals__[name]
+
+
+def code_that_calls(name, function):
+    """Return code for a function that passes its arguments on to the global function `name`.
+
+    A method that calls super() refers to a variable of its class body, and a function must go on to
+    refer to as many outer variables as before. So the new code mentions them.
+    """
+    outer = ", ".join(function.__code__.co_freevars)
+    source = f"""def outside({outer}):
+    def {function.__name__}(*args, **kwargs):
+        {outer or "pass"}
+        return {name}(*args, **kwargs)
+"""
+    return code_named(function.__name__, compile(source, f"fault in {function.__name__}", "exec"))
+
+
+@contextlib.contextmanager
+def edited(where, old, new):
+    """Replace `old` by `new` in the source of the function `where`."""
+    function = find(where)
+    source = inspect.getsource(function)
+    assert source.count(old) == 1, f"{where} contains {old!r} {source.count(old)} times: rewrite this fault"
+    source = source.replace(old, new)
+    if source[0] == " ":
+        source = "class _:\n" + source  # A method stands in a class, so that super() works.
+    before = function.__code__
+    function.__code__ = code_named(function.__name__, compile(source, f"fault in {where}", "exec"))
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
 
 def find(where):
     """Return the function that has this name, also that of a property or under a decorator."""
@@ -41,60 +117,16 @@ def find(where):
     return inspect.unwrap(found)
 
 
-def planted(where, *fault):
-    """Plant a fault in the function `where`, however other modules have imported it.
-
-    By name: planted(where, replacement). Calls of the function become replacement(original, *arguments).
-    By text: planted(where, old, new) replaces a piece of the function's source.
-    """
-    return replaced(where, *fault) if callable(fault[0]) else edited(where, *fault)
-
-
-@contextlib.contextmanager
-def edited(where, old, new):
-    """Replace `old` by `new` in the source of the function `where`."""
-    function = find(where)
-    source = inspect.getsource(function)
-    assert source.count(old) == 1, f"{where} contains {old!r} {source.count(old)} times: rewrite this fault"
-    source = source.replace(old, new)
-    if source[0] == " ":
-        source = "class _:\n" + source  # A method stands in a class, so that super() works.
-    codes = [compile(source, f"fault in {where}", "exec")]
-    while codes[0].co_name != function.__name__:
-        codes[:1] = [c for c in codes[0].co_consts if inspect.iscode(c)]
-    original, function.__code__ = function.__code__, codes[0]
-    try:
-        yield
-    finally:
-        function.__code__ = original
-
-
-@contextlib.contextmanager
-def replaced(where, replacement):
-    """Call replacement(original, *arguments) in the place of the function `where`.
-
-    The function object stays, because other modules may hold it: only its code is exchanged.
-    """
-    function = find(where)
-    assert not function.__code__.co_freevars, f"{where} is a closure: plant this fault by text"
-    before = function.__code__, function.__defaults__, function.__kwdefaults__
-    original = types.FunctionType(before[0], function.__globals__, function.__name__, before[1])
-    original.__kwdefaults__ = before[2]
-    name = f"_replacement_of_{function.__name__}"
-    function.__globals__[name] = functools.partial(replacement, original)
-    code = {}
-    exec(f"def {function.__name__}(*args, **kwargs): return {name}(*args, **kwargs)", code)
-    function.__defaults__ = function.__kwdefaults__ = None
-    function.__code__ = code[function.__name__].__code__
-    try:
-        yield
-    finally:
-        function.__code__, function.__defaults__, function.__kwdefaults__ = before
-        del function.__globals__[name]
+def code_named(name, code):
+    """Return the code of the function `name` that is defined somewhere inside of other code."""
+    codes = [code]
+    while codes[0].co_name != name:
+        codes[:1] = [constant for constant in codes[0].co_consts if inspect.iscode(constant)]
+    return codes[0]
 
 
 def with_faults(world, faults, fn, *args):
-    """fn on this rank with the faults planted. They are removed afterwards, also after an error."""
+    """Call fn on this rank while the faults are planted."""
     with contextlib.ExitStack() as stack:
         for fault in faults:
             stack.enter_context(planted(*fault))
@@ -102,10 +134,15 @@ def with_faults(world, faults, fn, *args):
 
 
 # -----------------------------------------------------------------------------
-# Functions that are called in the place of others. They are of a module because they travel to the ranks.
+# Functions that are called in the place of others. They travel to the ranks, so each is of a module, and
+# functools.partial gives it the values that differ from fault to fault.
 
 def nothing(original, *args, **kwargs):
     """Leave the call out."""
+
+
+def constant(original, *args, value):
+    return value
 
 
 def other_group(original, mesh, tp_dim, *args, of, instead):
@@ -114,20 +151,35 @@ def other_group(original, mesh, tp_dim, *args, of, instead):
     return instead if group == of else group
 
 
-def constant(original, *args, value):
-    return value
-
-
-GROUP = "parallel.reduction_group"
-
-
 def group(of, instead):
-    """The fault that sums the gradients of one group over another."""
-    return GROUP, functools.partial(other_group, of=of, instead=instead)
+    """Return the fault that sums the gradients of one group over another."""
+    return "parallel.reduction_group", functools.partial(other_group, of=of, instead=instead)
+
+
+def not_over(original, axis, x, *op, name):
+    """Axis.all_reduce that leaves out the axis `name`."""
+    return x if axis.name == name else original(axis, x, *op)
+
+
+def router_loss_times(original, model, *args, factor, **kwargs):
+    """GPT.forward with another weight of the router loss."""
+    out, router_loss = original(model, *args, **kwargs)
+    return out, router_loss * factor
+
+
+def router_loss_weight(factor):
+    """Return the fault that gives the router loss `factor` times its weight."""
+    return "model.GPT.forward", functools.partial(router_loss_times, factor=factor)
+
+
+def other_coordinates(original, cfg, mesh, *args, **ranks):
+    """A function of (cfg, mesh, ...), as if this rank had other ranks along some axes: dp=0."""
+    axes = {name: dataclasses.replace(getattr(mesh, name), rank=rank) for name, rank in ranks.items()}
+    return original(cfg, dataclasses.replace(mesh, **axes), *args)
 
 
 # -----------------------------------------------------------------------------
-# Models and layouts that have faults, and what is in the functions that have several
+# Models and layouts that have faults, and functions that have several
 
 LLAMA, GPT2, MOE, BERT = (
     dict(base, micro_batch=2, n_layer=2)
@@ -136,11 +188,10 @@ LLAMA, GPT2, MOE, BERT = (
 DP, TP, PP, ZERO = (2, dict()), (2, dict(tp=2)), (2, dict(pp=2)), (2, dict(zero=1))  # ranks, layout
 
 ONE_STAGE, SEVERAL_STAGES = "pipeline.one_stage", "pipeline.several_stages"
-BALANCE = "router_loss / (len(batches) * model.mesh.dp.size)"
 
 
 def sequences(n, layout):
-    """-> sequences per step, in micro-batches of 2: two of them on every dp rank, four with two stages."""
+    """Return the sequences of a step, in micro-batches of 2: two on every dp rank, four with two stages."""
     return 4 * (n // layout.get("tp", 1) // layout.get("cp", 1))
 
 
@@ -148,8 +199,10 @@ def sequences(n, layout):
 # Training with faults
 
 def plain_pytorch(flags, batch):
-    """Train as one rank's run() does, by a loop that shares only model and learning rate with train.py
-    -> (stats of each step, {name: full array}, None), as test_layouts.reference()."""
+    """Train as one rank's run() does, by a loop that shares only model and learning rate with train.py.
+
+    Return (stats of each step, {name: full array}, None), as test_layouts.reference() does.
+    """
     cfg = Config(**flags)
     source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
     model = GPT(cfg, make_mesh(World(rank=0, size=1)), cfg.vocab_size).double()
@@ -180,8 +233,11 @@ def plain_pytorch(flags, batch):
 
 
 def run_with_faults(base, place, faults=(), batch=None):
-    """Train with the faults -> check(): AssertionError if the results differ from one rank's. The run is over
-    before check() is called, so a run that crashes does not count as a fault that was caught."""
+    """Train with the faults. Return check(): AssertionError if the results differ from one rank's.
+
+    The run is over before check() is called, so a run that crashes does not count as a fault that was
+    caught.
+    """
     n, layout = place
     batch = batch or sequences(n, layout)
     chunks = test_layouts.capacity_ranks(base, layout)

@@ -9,7 +9,10 @@ the local norm, ...), each written as one wrong line. Three comparisons detect t
     plain PyTorch  one process against a plain loop         faults that a layout and its reference share
     large logits   the vocabulary-parallel loss at 1e4      faults that moderate numbers do not show
 """
+import contextlib
+import dataclasses
 import functools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +20,6 @@ import test_sample
 import torch
 import torch.nn.functional as F
 from faults import (
-    BALANCE,
     BERT,
     DP,
     GPT2,
@@ -30,14 +32,20 @@ from faults import (
     ZERO,
     constant,
     group,
+    not_over,
     nothing,
+    other_coordinates,
+    router_loss_weight,
     run_with_faults,
     with_faults,
 )
 from pool import run_ranks
 
+from ddp import DataParallel
+from interface.layout import stage_layers
 from model import vocab_cross_entropy
-from parallel import make_mesh
+from parallel import gather_rows, make_mesh, scatter_rows
+from zero import ShardedBucket
 
 ONE, ZERO2, ZERO3, CP = (1, dict()), (2, dict(zero=2)), (2, dict(zero=3)), (2, dict(cp=2))  # ranks, layout
 TP4, DP_TP, EP, CHUNKS = (4, dict(tp=4)), (4, dict(tp=2)), (2, dict(ep=2)), (2, dict(pp=2, pp_chunks=2))
@@ -45,17 +53,17 @@ FOUR = dict(LLAMA, n_layer=4)
 
 
 # -----------------------------------------------------------------------------
-# Functions that are called in the place of others
-
-def one_replica(original, bucket):
-    """Bucket.replica_weight as if the bucket were on one rank of its axis."""
-    return 1 / bucket.axis.size
-
+# Functions that are called in the place of others: gradients, norms, statistics
 
 def grad_average(original, bucket):
     """Bucket.wait_grads that averages."""
     original(bucket)
     bucket.grad.div_(bucket.axis.size)
+
+
+def always_last(original, dp, is_last_microbatch):
+    """DataParallel.announce_backward that announces the last micro-batch each time."""
+    original(dp, is_last_microbatch=True)
 
 
 def reduce_and_wait(original, bucket):
@@ -64,21 +72,175 @@ def reduce_and_wait(original, bucket):
     bucket.reduce_handle.wait()
 
 
-def local_divisor(original, optimizer, grad_norm):
+def tokens_times(original, model, dp, batches, tokens, *args, factor):
+    """forward_backward that divides the loss by another number of tokens."""
+    return original(model, dp, batches, tokens * factor, *args)
+
+
+def token_count(factor):
+    """Return the fault that divides the loss by `factor` times the number of tokens."""
+    return "pipeline.forward_backward", functools.partial(tokens_times, factor=factor)
+
+
+def local_norm(optimizer):
+    """Return the norm of this rank's own gradients, ()."""
+    return optimizer.sum_of_squares(optimizer.grads, torch.float64).sqrt()
+
+
+def stats_of_local_norm(original, optimizer, *args):
+    """Optimizer.stats with the norm of this rank's own gradients."""
+    return original(optimizer, *args)._replace(grad_norm=local_norm(optimizer))
+
+
+def divisor_by_local_norm(original, optimizer, grad_norm):
     """Optimizer.divisor of this rank's own gradients."""
-    return original(optimizer, sum(grad.norm() ** 2 for grad in optimizer.grads) ** 0.5)
+    return original(optimizer, local_norm(optimizer))
 
 
-def poisoned_fetch(original, bucket):
-    """ShardedBucket.fetch into memory that holds NaN until the weights have come.
+def stats_of_all_tp_losses(original, optimizer, loss, *args):
+    """Optimizer.stats that adds up the loss of every tp rank."""
+    return original(optimizer, loss * optimizer.dp.mesh.tp.size, *args)
 
-    The memory that ZeRO-3 takes for weights on their way is often what it freed, with the same bits in it.
-    """
-    if not bucket.is_whole():
-        bucket.storage.resize_(bucket.nbytes)
-        bucket.flat.fill_(torch.nan)
-        bucket.gather_handle = bucket.comm.start_gather(bucket)
 
+def one_replica(original, bucket):
+    """Bucket.replica_weight as if the bucket were on one rank of its axis."""
+    return 1 / bucket.axis.size
+
+
+def overwriting_accumulate(original, total, grad, first):
+    """ops.flat.accumulate that takes every gradient for the first."""
+    original(total, grad, first=True)
+
+
+# -----------------------------------------------------------------------------
+# Tensor, sequence and context parallelism, and the model
+
+def repeated_grad(original, ctx, grad):
+    """_ScatterRows.backward without the all-gather."""
+    return torch.cat([grad] * ctx.axis.size), None
+
+
+def grad_times_ranks(original, ctx, grad):
+    """_ScatterRows.backward that sums twice."""
+    grad, _ = original(ctx, grad)
+    return grad * ctx.axis.size, None
+
+
+def own_rows(original, ctx, grad):
+    """_GatherRows.backward without the sum."""
+    return grad.chunk(ctx.axis.size)[ctx.axis.rank], None
+
+
+def without_maximum(original, axis, x, *op):
+    """Axis.all_reduce that only knows sums."""
+    return x if op else original(axis, x)
+
+
+def target_of_first_rank(original, ctx, logits, target, axis):
+    """_VocabCrossEntropy.forward as if every rank had the first words of the vocabulary."""
+    return original(ctx, logits, target, dataclasses.replace(axis, rank=0))
+
+
+def without_padding(original, logits, target, vocab_size, axis):
+    """vocab_cross_entropy to which the vocabulary's padding are words."""
+    return original(logits, target, logits.size(1) * axis.size, axis)
+
+
+def mirrored_rows(original, tokens, weight, axis):
+    """vocab_embedding with the rows of another rank."""
+    return original(tokens, weight, dataclasses.replace(axis, rank=axis.size - 1 - axis.rank))
+
+
+def positions_of_first_tp_rank(original, model, *args):
+    """GPT._add_positions as if every tp rank had the first rows."""
+    mesh = dataclasses.replace(model.mesh, tp=dataclasses.replace(model.mesh.tp, rank=0))
+    with mock.patch.object(model, "mesh", mesh):
+        return original(model, *args)
+
+
+def bias_on_every_rank(original, layer, x):
+    """RowLinear.forward that adds the bias before the sum."""
+    return scatter_rows(F.linear(x, layer.weight, layer.bias), layer.tp)
+
+
+def next_kv_head(original, attention, cfg, mesh):
+    """Attention.__init__ with the key/value heads dealt out one by one."""
+    original(attention, cfg, mesh)
+    head = mesh.tp.rank % cfg.n_kv_head
+    attention.kv_rows = slice(head * attention.D, (head + 1) * attention.D)
+
+
+def draw_of_this_rank(original, shape, std, key, device):
+    """normal_from_key with another key on each rank."""
+    return original(shape, std, f"{key}/{torch.distributed.get_rank()}", device)
+
+
+def one_piece(original, model, t, cache, device):
+    """GPT._positions as if each rank of cp had one piece of the sequence."""
+    return slice(t * model.mesh.cp.rank, t * model.mesh.cp.rank + t)
+
+
+def first_positions(original, model, t, cache, device):
+    """GPT._positions that start at 0 on every rank."""
+    return slice(0, t)
+
+
+def upper_left_mask(original, n_queries, n_keys):
+    """lower_right_mask whose first query sees the first key only."""
+    return torch.ones(n_queries, n_keys, dtype=torch.bool).tril()
+
+
+def gathered_keys_alone(original, kv, axis):
+    """gather_chunks of keys (t, B, g, D); the values next to them are this rank's own, repeated."""
+    keys, values = kv.chunk(2, dim=2)
+    return torch.cat([original(keys, axis), values.repeat(axis.size, 1, 1, 1)], dim=2)
+
+
+def chunks_by_rank(original, x, axis):
+    """gather_chunks that leaves the chunks in the order of the ranks."""
+    return gather_rows(x, axis)
+
+
+def causal_chunks(original, q, k, v, axis, causal, **options):
+    """attend_chunks with the causal mask."""
+    return original(q, k, v, axis, True, **options)
+
+
+def masked_rows_of_one_rank(original, x, targets, cp):
+    """MaskedHead.masked_rows as if the rank had its share of every sequence's masked tokens."""
+    return original(x, targets, dataclasses.replace(cp, size=1))
+
+
+def reduced_elsewhere(original, head, *args, name, group):
+    """MaskedHead.__init__ that sums the gradient of one parameter over another group."""
+    original(head, *args)
+    head.get_parameter(name).reduce = group
+
+
+# -----------------------------------------------------------------------------
+# Stages and chunks
+
+def neighbouring_stages(original, cfg, pp):
+    """rank_layers with the stages of a rank one after the other."""
+    return stage_layers(cfg, pp.size * cfg.pp_chunks)[pp.rank * cfg.pp_chunks:][:cfg.pp_chunks]
+
+
+def embedding_again(original, model, tokens, targets=None, hidden=None, chunk=0):
+    """GPT.forward whose tied last rank adds the embedding to the input of its first chunk."""
+    if hidden is not None and chunk == 0 and model.wte is not None:
+        positions = model._positions(tokens.size(1), None, tokens.device)
+        hidden = hidden + model._embed(tokens, positions)
+    return original(model, tokens, targets, hidden, chunk=chunk)
+
+
+def receive_at_once(original, ring, op):
+    """Ring.receive that does not wait for the message."""
+    received, _ = ring.inbox.pop(op, (None, None))
+    return received
+
+
+# -----------------------------------------------------------------------------
+# ZeRO
 
 class LateWork:
     """The handle of a collective that starts only when it is waited for."""
@@ -93,6 +255,76 @@ class LateWork:
 def late_gather(original, comm, bucket):
     """Comm.start_gather that starts when it is waited for."""
     return LateWork(lambda: original(comm, bucket))
+
+
+def garbage_in(bucket):
+    """Give a ShardedBucket memory for its weights, with NaN in it."""
+    bucket.storage.resize_(bucket.nbytes)
+    bucket.flat.fill_(torch.nan)
+
+
+def poisoned_fetch(original, bucket):
+    """ShardedBucket.fetch into memory that holds NaN until the weights have come.
+
+    The memory that ZeRO-3 takes for weights on their way is often what it freed, with the same bits in it.
+    """
+    if not bucket.is_whole():
+        garbage_in(bucket)
+        bucket.gather_handle = bucket.comm.start_gather(bucket)
+
+
+def grads_of_first_slice(original, optimizer, cfg, dp):
+    """Optimizer.__init__ with the gradients of every bucket's first slice."""
+    original(optimizer, cfg, dp)
+    optimizer.grads = [bucket.grad[:bucket.master.numel()] for bucket in dp.buckets]
+
+
+def average_of_slice(original, comm, bucket):
+    """SlotComm.add_sum that averages."""
+    bucket.grad[bucket.shard].div_(bucket.axis.size)
+    original(comm, bucket)
+
+
+def last_sum(original, comm, bucket):
+    """SlotComm.add_sum that forgets earlier micro-batches."""
+    bucket.total_is_empty = True
+    original(comm, bucket)
+
+
+def sum_of_first_slice(original, comm, bucket):
+    """SlotComm.add_sum of the first slice on every rank."""
+    bucket.grad[bucket.shard].copy_(bucket.grad[:bucket.total.numel()].clone())
+    original(comm, bucket)
+
+
+def given_at_once(original, slot, bucket):
+    """Slot.give_to that does not take out the sum of the last user."""
+    slot.user = bucket
+
+
+def free_nothing(original, bucket):
+    """ShardedBucket.free that keeps the memory."""
+    bucket.wait_for_weights()
+
+
+def nothing_fetched_in_backward(original, zero, part, backward=False):
+    """ZeRO3.move_to_part whose weights in backward are garbage."""
+    def fetch(bucket):
+        if not bucket.is_whole():
+            garbage_in(bucket)
+    with mock.patch.object(ShardedBucket, "fetch", fetch) if backward else contextlib.nullcontext():
+        original(zero, part, backward)
+
+
+def move_without_waiting(original, zero, part, backward=False):
+    """ZeRO3.move_to_part that does not wait for the weights."""
+    with mock.patch.object(DataParallel, "provide_weights"):
+        original(zero, part, backward)
+
+
+def move_one_part_late(original, zero, part, backward=False):
+    """ZeRO3.move_to_part that moves to the part that backward has just left."""
+    original(zero, part + 1 if backward else part, backward)
 
 
 # ZeRO-1's all-gather of the weights overlaps with other work: reading the weights too early is a race, and a
@@ -115,75 +347,66 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "gradients averaged, not summed": (
         LLAMA, DP, "ddp.Bucket.wait_grads", grad_average),
     "loss divided by the local tokens": (
-        LLAMA, DP, "train.Step.gradients", "* mesh.dp.size * cfg.micro", "* cfg.micro"),
+        LLAMA, DP, *token_count(1 / 2)),  # of 2 ranks
     "tied embedding not summed over the stages": (
         GPT2, PP, *group("tied", "dp")),
     "bucket reduced after the first micro-batch": (
-        LLAMA, DP, ONE_STAGE, "i == len(batches) - 1", "i == 0",
+        LLAMA, DP, "ddp.DataParallel.announce_backward", always_last,
         ("ddp.Bucket.start_reduce", reduce_and_wait)),
     "same data on every dp rank": (
-        LLAMA, DP, "train.micro_batches", "first + mesh.dp.rank * n", "first + 0 * n"),
+        LLAMA, DP, "corpus.shards.micro_batches", functools.partial(other_coordinates, dp=0)),
     # norm and clipping
     "norm of the local shard": (
-        LLAMA, ZERO, "optim.Optimizer.stats", "self.unscale(sums[1].sqrt())", "grad_squares.sqrt()"),
+        LLAMA, ZERO, "optim.Optimizer.stats", stats_of_local_norm),
     "norm counts replicated weights once per rank": (
         LLAMA, TP, "ddp.Bucket.replica_weight", functools.partial(constant, value=1)),
     "clip by the local norm": (
-        LLAMA, TP, "optim.Optimizer.divisor", local_divisor),
+        LLAMA, TP, "optim.Optimizer.divisor", divisor_by_local_norm),
     "bucket padding counted as zero gradients": (
         LLAMA, ZERO, "optim.Optimizer.num_zeros", "- padding", ""),
     "loss counted by every tp rank": (
-        LLAMA, TP, "optim.Optimizer.stats", "loss.double() / self.dp.mesh.tp.size", "loss.double()"),
+        LLAMA, TP, "optim.Optimizer.stats", stats_of_all_tp_losses),
     # tensor and sequence parallelism
     "scatter_rows backward without the all-gather": (
-        LLAMA, TP, "parallel._ScatterRows.backward", "ctx.axis.all_gather(grad)",
-        "torch.cat([grad] * ctx.axis.size)"),
+        LLAMA, TP, "parallel._ScatterRows.backward", repeated_grad),
     "scatter_rows backward sums twice": (
-        LLAMA, TP, "parallel._ScatterRows.backward", "ctx.axis.all_gather(grad)",
-        "ctx.axis.all_gather(grad) * ctx.axis.size"),
+        LLAMA, TP, "parallel._ScatterRows.backward", grad_times_ranks),
     "gather_rows backward without the sum": (
-        LLAMA, TP, "parallel._GatherRows.backward", "ctx.axis.reduce_scatter(grad)",
-        "grad.chunk(ctx.axis.size)[ctx.axis.rank]"),
+        LLAMA, TP, "parallel._GatherRows.backward", own_rows),
     "softmax with the local maximum": (
-        LLAMA, TP, "model._VocabCrossEntropy.forward",
-        "axis.all_reduce(largest, MAX)", "pass"),
+        LLAMA, TP, "parallel.Axis.all_reduce", without_maximum),
     "targets at the wrong vocabulary offset": (
-        LLAMA, TP, "model._VocabCrossEntropy.forward", "low = axis.rank * logits.size(1)", "low = 0"),
+        LLAMA, TP, "model._VocabCrossEntropy.forward", target_of_first_rank),
     "vocabulary padding takes probability": (
-        LLAMA, TP, "model.vocab_cross_entropy", "low = axis.rank * logits.size(1)", "low = 0"),
+        LLAMA, TP, "model.vocab_cross_entropy", without_padding),
     "embedding rows of another rank": (
-        LLAMA, TP, "model.vocab_embedding", "axis.rank * weight", "(axis.size - 1 - axis.rank) * weight"),
+        LLAMA, TP, "model.vocab_embedding", mirrored_rows),
     "every tp rank embeds the first rank's positions": (
-        GPT2, TP4, "model.GPT._add_positions", "torch.arange(first, first + n,", "torch.arange(n,"),
+        GPT2, TP4, "model.GPT._add_positions", positions_of_first_tp_rank),
     "row-linear bias added by every tp rank": (
-        GPT2, TP, "model.RowLinear.forward", "y = scatter_rows(partial_sum, self.tp)",
-        "return scatter_rows(F.linear(x, self.weight, self.bias), self.tp)"),
+        GPT2, TP, "model.RowLinear.forward", bias_on_every_rank),
     "a replicated kv head of other query heads": (
-        LLAMA, TP4, "model.Attention.__init__", "tp.rank * G // tp.size", "tp.rank % G"),
+        LLAMA, TP4, "model.Attention.__init__", next_kv_head),
     "each shard draws its own weights": (
-        LLAMA, TP, "model.init_weights", '{seed}/{name}"', '{seed}/{name}/{p.offset}"'),
+        LLAMA, TP, "model.normal_from_key", draw_of_this_rank),
     # pipeline
     "backward of the newest micro-batch": (
-        LLAMA, PP, SEVERAL_STAGES, "awaiting_backward.pop((i, chunk))",
-        "awaiting_backward.popitem()[1]"),
+        LLAMA, PP, SEVERAL_STAGES, "awaiting_backward.pop((i, chunk))", "awaiting_backward.popitem()[1]"),
     "last stage's loss not divided": (
         LLAMA, PP, SEVERAL_STAGES, "out / tokens", "out / len(batches)"),
     "loss of one stage not divided": (LLAMA, DP, ONE_STAGE, "loss / tokens", "loss / len(batches)"),
     # chunks: interleaved stages
     "a rank's stages side by side": (
-        FOUR, CHUNKS, "pipeline.rank_layers", "[pp.rank::pp.size]",
-        "[pp.rank * cfg.pp_chunks:][:cfg.pp_chunks]"),
+        FOUR, CHUNKS, "pipeline.rank_layers", neighbouring_stages),
     "every chunk through the first one's blocks": (
         FOUR, CHUNKS, "model.GPT.forward", "range(first, end)", "range(*self.chunks[0])"),
     "a tied last rank embeds again": (
-        dict(GPT2, n_layer=4), CHUNKS, "model.GPT.forward", "if first == 0 else",
-        "if first == 0 else hidden + self._embed(tokens, positions) if chunk == 0 and self.wte is not None "
-        "else"),
+        dict(GPT2, n_layer=4), CHUNKS, "model.GPT.forward", embedding_again),
     "balance loss divided by the chunks": (
-        dict(MOE, n_layer=4), CHUNKS, SEVERAL_STAGES, BALANCE, f"{BALANCE} / len(model.chunks)"),
+        dict(MOE, n_layer=4), CHUNKS, *router_loss_weight(1 / 2)),  # of 2 chunks
     "messages read before they arrive": (
-        FOUR, CHUNKS, "pipeline.Ring.receive", "while not exchange.arrived", "while False",
-        ("pipeline.Ring.start_exchange", "self.like.new_empty(", "self.like.new_zeros(")),
+        FOUR, CHUNKS, "pipeline.Ring.receive", receive_at_once,
+        ("pipeline.Ring.start_exchange", ".new_empty(", ".new_zeros(")),
     "bucket reduced before a chunk's last micro-batch": (
         FOUR, (4, dict(pp=2, pp_chunks=2)), SEVERAL_STAGES,
         "backwards_done[chunk] ==", "sum(backwards_done) >=",
@@ -199,105 +422,93 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
         LLAMA, ZERO, "optim.Optimizer.__init__", "bucket.master for",
         "bucket.flat[:bucket.flat.numel() // bucket.shards] for"),
     "every slice stepped with the first slice's gradient": (
-        LLAMA, ZERO, "optim.Optimizer.__init__", "bucket.total", "bucket.grad[:bucket.master.numel()]"),
+        LLAMA, ZERO, "optim.Optimizer.__init__", grads_of_first_slice),
     # ZeRO-2
     "slices averaged, not summed": (
-        LLAMA, ZERO2, "zero.SlotComm.add_sum", "bucket.grad[bucket.shard]",
-        "bucket.grad[bucket.shard] / bucket.axis.size"),
+        LLAMA, ZERO2, "zero.SlotComm.add_sum", average_of_slice),
     "only the last micro-batch is kept": (
-        LLAMA, ZERO2, "zero.SlotComm.add_sum", "bucket.total.add_(part)", "bucket.total.copy_(part)"),
+        LLAMA, ZERO2, "zero.SlotComm.add_sum", last_sum),
     "the last micro-batch is not waited for": (
         LLAMA, ZERO2, "zero.SlotBucket.wait_grads", "self.take_sum()", "pass"),
     "a slot is given on before its sum was taken out": (
-        MOE, ZERO2, "zero.Slot.give_to", "self.user.take_sum()", "pass"),
+        MOE, ZERO2, "zero.Slot.give_to", given_at_once),
     "another bucket's gradients stay in the padding": (
         MOE, ZERO2, "zero.SlotBucket.start_reduce", "self.grad[self.used:].zero_()", "pass"),
     "every rank keeps the first slice's sum": (
-        LLAMA, ZERO2, "zero.SlotComm.add_sum", "bucket.grad[bucket.shard]",
-        "bucket.grad[:bucket.total.numel()]"),
+        LLAMA, ZERO2, "zero.SlotComm.add_sum", sum_of_first_slice),
     # ZeRO-3
     "weights gathered before the step, used after it": (
-        LLAMA, ZERO3, "zero.ShardedBucket.free", "self.storage.resize_(0)", "pass"),
+        LLAMA, ZERO3, "zero.ShardedBucket.free", free_nothing),
     "backward does not gather again": (
-        LLAMA, ZERO3, "zero.ZeRO3.move_to_part", "bucket.fetch()",
-        "bucket.fetch() if not backward else bucket.is_whole() or "
-        "(bucket.storage.resize_(bucket.nbytes), bucket.flat.fill_(torch.nan))"),
+        LLAMA, ZERO3, "zero.ZeRO3.move_to_part", nothing_fetched_in_backward),
     "backward does not wait for the weights": (
-        LLAMA, ZERO3, *LATE, POISON,
-        ("zero.ZeRO3.move_to_part", "super().provide_weights(module)", "super()")),
+        LLAMA, ZERO3, *LATE, POISON, ("zero.ZeRO3.move_to_part", move_without_waiting)),
     "backward gathers a part too late": (
-        LLAMA, ZERO3, *LATE, POISON, ("zero.ZeRO3.provide_weights", "part - 1", "part")),
+        LLAMA, ZERO3, *LATE, POISON, ("zero.ZeRO3.move_to_part", move_one_part_late)),
     "norm of slices counted as of replicas": (
         LLAMA, ZERO3, "ddp.Bucket.replica_weight", one_replica),
     # context parallelism
     "positions as if each cp rank had one piece": (
-        LLAMA, CP, "model.GPT._positions", "cp.own_chunks(torch.arange(t * cp.size, device=device), 0)",
-        "slice(t * cp.rank, t * cp.rank + t)"),
+        LLAMA, CP, "model.GPT._positions", one_piece),
     "learned positions of the first cp rank": (
-        GPT2, CP, "model.GPT._positions", "if cp.size == 1 or", "if True or"),
+        GPT2, CP, "model.GPT._positions", first_positions),
     "targets as if each cp rank had one piece": (
         LLAMA, CP, "corpus.shards.micro_batches", "mesh.cp.own_chunks(y, 1)",
         "y.chunk(2, 1)[mesh.cp.rank]"),
     "mask off by one chunk": (
         LLAMA, CP, "model.attend_chunks", "(axis.rank + 1) *", "(axis.rank + 2) *"),
     "mask aligned at the first key": (
-        LLAMA, CP, "model.attend_up_to", "lower_right_mask(queries.size(2), end)",
-        "torch.ones(queries.size(2), end, dtype=torch.bool).tril()"),
+        LLAMA, CP, "model.lower_right_mask", upper_left_mask),
     "keys gathered, values not": (
-        LLAMA, CP, "model.attend_chunks", ".permute(1, 2, 0, 3).chunk(2, dim=1)",
-        ".permute(1, 2, 0, 3).chunk(2, dim=1)[0], v.repeat(1, 1, axis.size, 1)"),
+        LLAMA, CP, "parallel.gather_chunks", gathered_keys_alone),
     "gathered keys in the order of the ranks": (
-        LLAMA, CP, "parallel.gather_chunks", "chunks[0::2] + chunks[::-2]", "chunks"),
+        LLAMA, CP, "parallel.gather_chunks", chunks_by_rank),
     "gradients of keys and values not summed over cp": (
-        LLAMA, CP, "parallel._GatherRows.backward", "ctx.axis.reduce_scatter(grad)",
-        "grad.chunk(ctx.axis.size)[ctx.axis.rank]"),
+        LLAMA, CP, "parallel._GatherRows.backward", own_rows),
     "sharded weights summed over dp only": (
         LLAMA, (4, dict(cp=2)), *group("dpcp", "dp")),
     "tied embedding summed without cp": (
         GPT2, (4, dict(cp=2, pp=2)), *group("tied", "pp")),
     "loss divided by the tokens of all cp ranks as if they were others": (
-        LLAMA, CP, "train.Step.gradients", "* mesh.dp.size * cfg.micro", "* mesh.dpcp.size * cfg.micro"),
+        LLAMA, CP, *token_count(2)),
     "balance loss's counts not summed over cp": (
-        MOE, CP, "moe.MoE.balancing_losses", "cp.all_reduce(total)", "total"),
+        MOE, CP, "parallel.Axis.all_reduce", functools.partial(not_over, name="cp")),
     # experts
     "experts summed over dp": (
         MOE, EP, *group("edp", "dp")),
     "the same experts on every ep rank": (
-        MOE, EP, "model.init_weights", "{p.offset[0] + i}", "{i}"),
+        MOE, EP, "model.init_weights", "p.offset[0] + ", ""),
     "balance loss not divided by dp": (
-        MOE, DP, ONE_STAGE, BALANCE, "router_loss / len(batches)"),
+        MOE, DP, *router_loss_weight(2)),
     "balance loss's counts not summed over tp": (
         MOE, TP, "moe.MoE.balancing_losses", "tp.all_reduce(chosen", "(chosen"),
     # dropout
     "the same dropout on every dp rank": (
-        dict(LLAMA, dropout=0.2), DP, "pipeline.dropout_seeds", "mesh.dp.rank * n_micro_batches", "0"),
+        dict(LLAMA, dropout=0.2), DP, "pipeline.dropout_seeds",
+        functools.partial(other_coordinates, dp=0)),
     # masked language model
     "the bias on the logits not summed over dp": (
-        BERT, DP, "model.MaskedHead.__init__", "if cfg.bias else None",
-        "if cfg.bias else None; self.bias.reduce = 'tp'"),
+        BERT, DP, "model.MaskedHead.__init__",
+        functools.partial(reduced_elsewhere, name="bias", group="tp")),
     "the head's dense layer not summed over tp": (
-        BERT, TP, "model.MaskedHead.__init__", "shard=False)",
-        "shard=False); self.dense.weight.reduce = 'dp'"),
+        BERT, TP, "model.MaskedHead.__init__",
+        functools.partial(reduced_elsewhere, name="dense.weight", group="dp")),
     "the tied head of the last stage is a copy": (
         BERT, PP, *group("tied", "dp")),
     "the causal mask is left on over cp": (
-        BERT, CP, "model.Attention.attend", "self.mesh.cp, self.causal", "self.mesh.cp, True"),
+        BERT, CP, "model.attend_chunks", causal_chunks),
     "a head for the masked tokens that a rank of cp has on average": (
-        BERT, CP, "model.MaskedHead.masked_rows", "n_masked(t * cp.size)", "n_masked(t)"),
+        BERT, CP, "model.MaskedHead.masked_rows", masked_rows_of_one_rank),
     # faults of every layout: only the comparison with plain PyTorch detects them
     "weight decay on norms": (
         LLAMA, ONE, "ddp.uses_weight_decay", functools.partial(constant, value=True)),
     "micro-batches overwrite each other": (
-        LLAMA, ONE, "ops.flat.accumulate", "total.add_(", "total.copy_("),
+        LLAMA, ONE, "ops.flat.accumulate", overwriting_accumulate),
     "loss not divided by the number of micro-batches": (
-        LLAMA, ONE, "train.Step.gradients", "len(batches) * mesh", "mesh"),
+        LLAMA, ONE, *token_count(1 / 2)),  # of 2 micro-batches
     "no clipping": (
         LLAMA, ONE, "optim.Optimizer.divide_gradients", nothing),
 }
-
-
-# -----------------------------------------------------------------------------
-# comparing
 
 
 @pytest.mark.parametrize("name", FAULTS)

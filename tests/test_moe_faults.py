@@ -7,20 +7,28 @@ The faults are those that larger projects shipped. These tests detect them:
     recompute   the number of routings, the counted tokens
     checkpoint  saved in one layout, loaded in another
 """
+import contextlib
 import functools
+import zlib
 from unittest import mock
 
 import pytest
 import test_moe
-from faults import BALANCE, ONE_STAGE, SEVERAL_STAGES, group, planted, run_with_faults, with_faults
+import torch
+from faults import group, not_over, planted, router_loss_weight, run_with_faults, with_faults
 from pool import run_ranks
 from test_layouts import CAPACITY, MOE, SIGMOID, run
+
+from pipeline import is_last
 
 BATCH = 8
 MOE, CAPACITY, SIGMOID = (dict(base, n_layer=2, micro_batch=2) for base in (MOE, CAPACITY, SIGMOID))
 EP, EDP, TP, EP_TP = (2, dict(ep=2)), (4, dict(ep=2)), (2, dict(tp=2)), (4, dict(tp=2, ep=2))  # ranks, layout
 PP = (4, dict(pp=2, ep=2, zero=1))
 
+
+# -----------------------------------------------------------------------------
+# Functions that are called in the place of others
 
 def scaled_experts(original, bucket, power):
     """Bucket.wait_grads that multiplies the experts' gradients by a power of their 2 ranks."""
@@ -34,6 +42,107 @@ def half_for_experts(original, bucket):
     return original(bucket) / (2 if bucket.axis.name == "edp" else 1)
 
 
+def without_experts(original, optimizer, slices, dtype):
+    """Optimizer.sum_of_squares that skips the experts."""
+    pairs = zip(slices, optimizer.dp.buckets, strict=True)
+    kept = [piece * (bucket.axis.name != "edp") for piece, bucket in pairs]
+    return original(optimizer, kept, dtype)
+
+
+def router_loss_of_last_stage(original, model, *args, chunk=0):
+    """GPT.forward whose router loss has a gradient on the last stage only."""
+    out, router_loss = original(model, *args, chunk=chunk)
+    return out, router_loss if is_last(model, chunk) else router_loss.detach()
+
+
+def capacity_of_two_ranks(original, cfg, n):
+    """expert_capacity of twice the rows."""
+    return original(cfg, 2 * n)
+
+
+def plan_by_sender(original, dispatcher, *args):
+    """AllToAll.plan that leaves the received rows by sender."""
+    plan = original(dispatcher, *args)
+    rows = torch.arange(plan.by_expert.numel())
+    return plan._replace(by_expert=rows, by_sender=rows)
+
+
+def grad_not_sent(original, ctx, grad):
+    """_AllToAll.backward that sends nothing back."""
+    return grad, None, None, None
+
+
+def swapped_sizes(original, ctx, grad):
+    """_AllToAll.backward with the sizes of forward."""
+    ctx.send, ctx.receive = ctx.receive, ctx.send
+    return original(ctx, grad)
+
+
+def chosen_rank_of_world(original, name, axis):
+    """chosen_rank that chooses one of four ranks of the world; -1 on the others."""
+    return axis.rank if zlib.crc32(name.encode()) % 4 == torch.distributed.get_rank() else -1
+
+
+def pieces_without_offset(original, bucket, *args):
+    """bucket_pieces as if every rank's share of a parameter began at 0."""
+    with contextlib.ExitStack() as stack:
+        for p in bucket.params:
+            stack.enter_context(mock.patch.object(p, "offset", (0,) * p.ndim))
+        return original(bucket, *args)
+
+
+def detached_gates(original, layer, x):
+    """MoE.route whose gates have no gradient."""
+    gates, expert_ids, router_loss = original(layer, x)
+    return gates.detach(), expert_ids, router_loss
+
+
+def zero_gradient_of_gates(original, *args):
+    """unpermute_backward that loses the gates' gradient."""
+    grad_y, grad_gates = original(*args)
+    return grad_y, torch.zeros_like(grad_gates)
+
+
+def last_of_equals(original, scores, K):
+    """stable_top_k that prefers the highest column."""
+    return scores.size(1) - 1 - original(scores.flip(1), K)
+
+
+def smallest_gates(original, dispatcher, expert_ids, gates):
+    """Capacity.assign that keeps the smallest gates."""
+    return original(dispatcher, expert_ids, -gates)
+
+
+def unused_router_loss(original, layer, x, run):
+    """MoE.forward whose router loss has no gradient."""
+    y, router_loss = original(layer, x, run)
+    return y, router_loss.detach()
+
+
+def detached_router_loss(original, model, *args, **kwargs):
+    """GPT.forward whose router loss has no gradient."""
+    out, router_loss = original(model, *args, **kwargs)
+    return out, router_loss.detach()
+
+
+def shards_without_buffers(original, dp, *args, **kwargs):
+    """ops.flat.shards without the routers' biases."""
+    with mock.patch.object(dp, "buffers", {}):
+        return original(dp, *args, **kwargs)
+
+
+def shards_of_first_experts(original, *args, owned_only=True):
+    """ops.flat.shards that reads the first rank's w1 on every rank."""
+    pieces = original(*args, owned_only=owned_only)
+    for i, piece in enumerate(pieces):
+        if ".w1" in piece.name and not owned_only:
+            pieces[i] = piece._replace(offset=(0, *piece.offset[1:]))
+    return pieces
+
+
+# -----------------------------------------------------------------------------
+# Layouts
+
 LAYOUT_FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted)
     # sums of the experts' gradients
     "expert gradients ep times too large": (
@@ -46,48 +155,42 @@ LAYOUT_FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of plan
         MOE, EDP, *group("edp", "pp")),
     # the gradient norm
     "the gradient norm skips experts": (
-        MOE, EP, "optim.Optimizer.sum_of_squares", "square() * self.replica_weights",
-        "square() * self.replica_weights * torch.tensor([b.axis.name != 'edp' for b in self.dp.buckets])"),
+        MOE, EP, "optim.Optimizer.sum_of_squares", without_experts),
     "the gradient norm counts experts as replicated": (
         MOE, EP, "ddp.Bucket.replica_weight", half_for_experts),
     # sums over tp and over micro-batches
     "router and norms not summed over tp": (
         MOE, TP, *group("stage", "dp")),
     "balance loss not divided by dp": (
-        MOE, EP, ONE_STAGE, BALANCE, "router_loss / len(batches)"),
+        MOE, EP, *router_loss_weight(2)),  # of 2 ranks
     "balance loss lost on all stages except the last": (
-        MOE, PP, SEVERAL_STAGES, "if router_loss.requires_grad:",
-        "if router_loss.requires_grad and is_last(model, chunk):"),
+        MOE, PP, "model.GPT.forward", router_loss_of_last_stage),
     "balance loss counts only this tp rank's tokens": (
         MOE, TP, "moe.MoE.balancing_losses", "tp.all_reduce(chosen", "(chosen"),
     "balance and z-loss averaged over this tp rank's tokens": (
         MOE, TP, "moe.MoE.balancing_losses", "rows = n * tp.size", "rows = n"),
     "router bias updated with this rank's loads only": (
-        SIGMOID, EP, "moe.update_router_bias", "layer.mesh.stage.all_reduce(load)", "pass"),
+        SIGMOID, EP, "parallel.Axis.all_reduce", functools.partial(not_over, name="stage")),
     # the capacity depends on this rank's rows only
     "capacity computed from all tp ranks' rows": (
-        CAPACITY, TP, "moe.Capacity.assign", "expert_ids.size(0)", "expert_ids.size(0) * 2"),
+        CAPACITY, TP, "moe.expert_capacity", capacity_of_two_ranks),
     # the wrong experts, the wrong rows
     "all ranks start with the same experts": (
-        MOE, EP, "model.init_weights", "{p.offset[0] + i}", "{i}"),
+        MOE, EP, "model.init_weights", "p.offset[0] + ", ""),
     "rows stay sorted by sender, dropless": (
-        MOE, EP, "moe.AllToAll.plan", "expert.argsort(stable=True)", "torch.arange(expert.numel())"),
+        MOE, EP, "moe.AllToAll.plan", plan_by_sender),
     "rows stay sorted by sender, capacity": (
-        CAPACITY, EP, "moe.Capacity.dispatch",
-        "x.transpose(0, 1).flatten(1, 2)", "x.flatten(0, 2).unflatten(0, (self.e, -1))"),
+        CAPACITY, EP, "moe.Capacity.dispatch", "x.transpose(0, 1).flatten(1, 2)",
+        "x.flatten(0, 2).unflatten(0, (self.e, -1))"),
     "rows come back sorted by expert, capacity": (
-        CAPACITY, EP, "moe.Capacity.combine",
-        ".transpose(0, 1)", ""),
+        CAPACITY, EP, "moe.Capacity.combine", ".transpose(0, 1)", ""),
     "gradients of the rows not sent back": (
-        CAPACITY, EP, "parallel._AllToAll.backward",
-        "ctx.axis.all_to_all(grad, ctx.receive, ctx.send)", "grad"),
+        CAPACITY, EP, "parallel._AllToAll.backward", grad_not_sent),
     # the shards that a rank owns
     "only one rank's experts are saved": (
-        MOE, EP_TP, "ops.flat.bucket_pieces", "chosen_rank(name, bucket.axis) != bucket.axis.rank",
-        "zlib.crc32(name.encode()) % 4 != torch.distributed.get_rank()"),
+        MOE, EP_TP, "ops.flat.chosen_rank", chosen_rank_of_world),
     "experts are saved without their offset": (
-        MOE, EP, "ops.flat.bucket_pieces", "zip(offset, p.offset, strict=True)",
-        "zip(offset, [0] * 9, strict=False)"),
+        MOE, EP, "ops.flat.bucket_pieces", pieces_without_offset),
 }
 
 
@@ -118,28 +221,24 @@ def balance_gradient(n, micro_batches, layout, fault):
 
 
 def test_balance_gradient_without_a_fault_passes():
-    balance_gradient(2, 2, {}, (ONE_STAGE, BALANCE, BALANCE))
+    balance_gradient(2, 2, {}, router_loss_weight(1))
 
 
-SHARED_FAULTS = {  # faults that one process has too: (function, line, faulty line, the test that detects it)
+SHARED_FAULTS = {  # faults that one process has, too: (a fault as above, the test that detects it)
     "gates detached": (
-        "moe.MoE.route", "probabilities.gather(1", "probabilities.detach().gather(1",
-        loop("softmax", 2)),
+        "moe.MoE.route", detached_gates, loop("softmax", 2)),
     "gates' gradient lost on the way back": (
-        "ops.permute.unpermute_backward",
-        ".scatter_(0, perm, of_slot)", "",
-        loop("sigmoid", 1)),
+        "ops.permute.unpermute_backward", zero_gradient_of_gates, loop("sigmoid", 1)),
     "ties go to the last expert": (
-        "moe.stable_top_k", "rest.max(1).indices", "rest.size(1) - 1 - rest.flip(1).max(1).indices",
-        loop("softmax", 1)),
+        "moe.stable_top_k", last_of_equals, loop("softmax", 1)),
     "drop policy probs keeps the smallest gates": (
-        "moe.Capacity.assign", "descending=True", "descending=False", loop("softmax", 1)),
+        "moe.Capacity.assign", smallest_gates, loop("softmax", 1)),
     "of equal gates the later row is kept": (
-        "moe.Capacity.assign", "torch.arange(expert.numel(), device=expert.device)",
-        "torch.arange(expert.numel()).flip(0)", loop("softmax", 1)),
+        "moe.Capacity.assign", "device=expert.device)", "device=expert.device).flip(0)",
+        loop("softmax", 1)),
     "capacity one row too small": (
-        "ops.permute.assign_slots", "torch.where(queue < capacity,",
-        "torch.where(queue < capacity - 1,", loop("softmax-topk", 2)),
+        "ops.permute.assign_slots", "queue < capacity,", "queue < capacity - 1,",
+        loop("softmax-topk", 2)),
     "the router bias changes the balance loss": (
         "moe.MoE.balancing_losses", "if self.router.bias is None", "if True",
         loop("sigmoid bias", 2)),
@@ -150,10 +249,9 @@ SHARED_FAULTS = {  # faults that one process has too: (function, line, faulty li
         "moe.MoE.route", "logits.gather(1, expert_ids).softmax(1)", "probabilities.gather(1, expert_ids)",
         loop("softmax-topk", 2)),
     "balance loss not used": (
-        "moe.MoE.forward", "return y, aux", "return y, aux.detach()",
-        loop("softmax", 1)),
+        "moe.MoE.forward", unused_router_loss, loop("softmax", 1)),
     "balance loss without the 1/K": (
-        "moe.MoE.balancing_losses", "/ (K * rows * rows)", "/ (rows * rows)",
+        "moe.MoE.balancing_losses", "K * rows * rows", "rows * rows",
         lambda: test_moe.test_balance_loss_is_1_when_balanced_E_over_K_when_collapsed("softmax", 2)),
     "balance loss counts rows after dropping": (
         "moe.MoE.balancing_losses", "chosen.to(",
@@ -163,41 +261,40 @@ SHARED_FAULTS = {  # faults that one process has too: (function, line, faulty li
         "moe.MoE.forward", "self.route(x)", "run(self.route, x)",
         lambda: test_moe.test_recompute_routes_once({})),
     "gradient of a rank without rows is garbage": (
-        "ops.grouped_mm.grouped_mm", "return F.linear(x, w[0])",
-        "return x @ torch.full_like(w[0].T, torch.nan) + w.mean() * torch.nan",
+        "ops.grouped_mm.grouped_mm", "F.linear(x, w[0])",
+        "x @ torch.full_like(w[0].T, torch.nan) + w.mean() * torch.nan",
         test_moe.test_grouped_mm_without_rows),
 }
 
 
 @pytest.mark.parametrize("name", SHARED_FAULTS)
 def test_one_process_detects_the_fault(name):
-    where, old, new, test = SHARED_FAULTS[name]
+    *fault, test = SHARED_FAULTS[name]
     test()
-    with planted(where, old, new), pytest.raises(AssertionError):
+    with planted(*fault), pytest.raises(AssertionError):
         test()
 
 
-WEIGHT_FAULTS = {  # weight of the balance loss: (ranks, micro-batches on each, layout), the faulty weight
-    "dropped in backward": ((1, 2, {}), "router_loss.detach()"),
-    "summed over micro-batches": ((1, 2, {}), "router_loss / model.mesh.dp.size"),
-    "summed over dp": ((2, 1, {}), "router_loss / len(batches)"),
-    "divided by tp twice": ((2, 2, dict(tp=2)), f"{BALANCE} / model.mesh.tp.size"),
+WEIGHT_FAULTS = {  # of the balance loss: (ranks, micro-batches on each, layout), a fault as above
+    "dropped in backward": ((1, 2, {}), "model.GPT.forward", detached_router_loss),
+    "summed over micro-batches": ((1, 2, {}), *router_loss_weight(2)),
+    "summed over dp": ((2, 1, {}), *router_loss_weight(2)),
+    "divided by tp twice": ((2, 2, dict(tp=2)), *router_loss_weight(1 / 2)),
 }
 
 
 @pytest.mark.parametrize("name", WEIGHT_FAULTS)
 def test_balance_gradient_detects_the_fault(name):
-    place, new = WEIGHT_FAULTS[name]
+    place, *fault = WEIGHT_FAULTS[name]
     with pytest.raises(AssertionError, match="balance loss's gradient is wrong"):
-        balance_gradient(*place, (ONE_STAGE, BALANCE, new))
+        balance_gradient(*place, fault)
 
 
 CHECKPOINT_FAULTS = {  # name: (the function with the fault, then as above)
     "router bias not saved": (
-        "save_in_layout", "runtime.resume.shards", "dp.buffers.items()", "{}.items()"),
+        "save_in_layout", "ops.flat.shards", shards_without_buffers),
     "experts read from the first rank's offset": (
-        "load_in_layout", "runtime.resume.load", "shards(dp, opt, owned_only=False)",
-        "[(n, t, f, (0, *o[1:]) if '.w1' in n else o) for n, t, f, o in shards(dp, opt, owned_only=False)]"),
+        "load_in_layout", "ops.flat.shards", shards_of_first_experts),
 }
 
 
@@ -214,6 +311,6 @@ def test_loading_in_another_layout_detects_the_fault(name, tmp_path):
 def test_swapped_split_sizes_are_refused_by_torch():
     """Backward returns blocks of different sizes: torch refuses sizes that do not match the tensor."""
     base, (n, layout) = MOE, EP
-    fault = ("parallel._AllToAll.backward", "ctx.receive, ctx.send", "ctx.send, ctx.receive")
+    fault = ("parallel._AllToAll.backward", swapped_sizes)
     with pytest.raises(AssertionError, match="[Ss]plit"):
         run_ranks(n, with_faults, [fault], run, dict(base, **layout), BATCH)
