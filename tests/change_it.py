@@ -8,7 +8,8 @@ numbers:
     -line             goes
     +line             comes
 
-The lines that stay or go must stand there exactly once. The lines around them do not matter.
+The lines that stay or go must stand there exactly once. The lines around them do not matter. A block whose
+lines that stay or come stand there already has been made.
 """
 import ast
 import re
@@ -75,8 +76,17 @@ def place(text, name):
     return first, stop
 
 
+def find(wanted, lines, first, stop):
+    """Return each i at which the wanted lines stand in lines[first:stop], one below the other."""
+    n = len(wanted)
+    return [i for i in range(first, stop - n + 1) if lines[i:i + n] == wanted]
+
+
 def changed(text, edit):
-    """Return the text of a file after an edit. ValueError: its old lines do not stand there exactly once."""
+    """Return the text of a file after an edit, the same text if the edit has been made.
+
+    ValueError: the old lines do not stand there exactly once.
+    """
     where = f"{edit.file}, {edit.name}" if edit.name else edit.file
     try:
         first, stop = place(text, edit.name)
@@ -84,12 +94,13 @@ def changed(text, edit):
         raise ValueError(f"{where} is not defined; make the change by hand") from None
 
     lines = text.splitlines()
-    length = len(edit.old)
-    starts = [i for i in range(first, stop - length + 1) if lines[i:i + length] == edit.old]
+    if find(edit.new, lines, first, stop):
+        return text
+    starts = find(edit.old, lines, first, stop)
     if len(starts) != 1:
         raise ValueError(f"{where}: `{edit.old[0].strip()}` of docs/change-it.md stands there {len(starts)} "
                          "times, expected once; make the change by hand")
-    lines[starts[0]:starts[0] + length] = edit.new
+    lines[starts[0]:starts[0] + len(edit.old)] = edit.new
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -113,9 +124,10 @@ def main(names):
         except ValueError as e:
             print(f"nanoshard: {e}", file=sys.stderr)
             raise SystemExit(2) from e
-        for file, text in texts.items():
-            (ROOT / file).write_text(text)
-        print(f"{name}: changed {', '.join(texts)}")
+        files = [file for file, text in texts.items() if text != (ROOT / file).read_text()]
+        for file in files:
+            (ROOT / file).write_text(texts[file])
+        print(f"{name}: changed {', '.join(files) or 'nothing, it has been made'}")
 
 
 if __name__ == "__main__":

@@ -70,16 +70,17 @@ TEXT = "x = 1\n\n\nclass A:\n    def f(self):\n        x = 1\n        y = 2\n\n\
 @pytest.mark.parametrize("diff,old,new", [
     ("@@ a.py, A.f\n-        x = 1\n+        x = 3\n", "  x = 1\n", "  x = 3\n"),
     ("@@ a.py, A\n         y = 2\n+        z = 4\n", "y = 2\n", "y = 2\n        z = 4\n"),
-    ("@@ a.py\n-    1: 2,\n", "    1: 2,\n", "")], ids=["replaced", "added", "removed"])
-def test_an_edit(diff, old, new):
+    ("@@ a.py\n+U = 0\n T = {\n", "T =", "U = 0\nT =")], ids=["replaced", "added", "in front"])
+def test_an_edit_is_made_once(diff, old, new):
     (edit,) = change_it.edits(diff)
-    assert change_it.changed(TEXT, edit) == TEXT.replace(old, new)
+    text = change_it.changed(TEXT, edit)
+    assert text == TEXT.replace(old, new) and change_it.changed(text, edit) == text
 
 
 @pytest.mark.parametrize("diff,words", [
-    ("@@ a.py, A.g\n-        x = 1\n", "a.py, A.g is not defined"),
-    ("@@ a.py, T\n-x = 1\n", "`x = 1` of docs/change-it.md stands there 0 times"),
-    ("@@ b.py\n-a\n", "b.py: `a` of docs/change-it.md stands there 2 times")],
+    ("@@ a.py, A.g\n-        x = 1\n+        x = 3\n", "a.py, A.g is not defined"),
+    ("@@ a.py, T\n-x = 1\n+x = 3\n", "`x = 1` of docs/change-it.md stands there 0 times"),
+    ("@@ b.py\n-a\n+c\n", "b.py: `a` of docs/change-it.md stands there 2 times")],
     ids=["no place", "no line", "two"])
 def test_an_edit_that_does_not_fit_is_refused(diff, words):
     (edit,) = change_it.edits(diff)
