@@ -201,9 +201,9 @@ def chunks_by_rank(original, x, axis):
     return gather_rows(x, axis)
 
 
-def causal_chunks(original, q, k, v, axis, causal, **options):
+def causal_chunks(original, q, k, v, cfg, axis, **options):
     """attend_chunks with the causal mask."""
-    return original(q, k, v, axis, True, **options)
+    return original(q, k, v, dataclasses.replace(cfg, objective="causal"), axis, **options)
 
 
 def masked_rows_of_one_rank(original, x, targets, cp):
