@@ -474,8 +474,8 @@ def warn_of_uncounted(cfg):
     """Print a line on stderr if a flag changes the model in a way that cost/ does not know of."""
     uncounted = flags_beyond((*COUNTED, *COSTS_NOTHING), cfg)
     if uncounted:
-        print(f"nanoshard: warning: plan.py does not count what {as_typed(uncounted)} costs; count it in cost/ "
-              "and declare it in COUNTED of cost/parameters.py, or in COSTS_NOTHING", file=sys.stderr)
+        print(f"nanoshard: warning: plan.py does not count what {as_typed(uncounted)} costs; count it in "
+              "cost/ and declare it in COUNTED of cost/parameters.py, or in COSTS_NOTHING", file=sys.stderr)
 
 
 def plan_one(cfg, vocab):
