@@ -279,7 +279,7 @@ def test_adamw(kernels, dtype, clip, keeps_dtype):
     for a, b, m, m2 in zip(dp.buckets, dp2.buckets, opt.masters, opt2.masters, strict=True):
         assert_near(m, m2, 1e-6)
         assert_near(a.flat, b.flat, 1e-2 if dtype == "bf16" else 1e-6)
-        # the interpreter cuts bits off where a GPU rounds
+        # The interpreter cuts bits off where a GPU rounds
         assert_near(a.flat[a.shard], m.to(a.flat.dtype), 0 if DEVICE == "cuda" else 8e-3)
         for key, value in opt2.adam.state[m2].items():
             assert_near(opt.adam.state[m][key], value, 1e-6)

@@ -114,7 +114,7 @@ def no_recompute(f, *args):
 
 
 def tokens(kind, layer, T=10):
-    """Return x (T, C). The router's weights are set for plain, skewed (the same K for all) or tied routing."""
+    """Return x (T, C). Set the router's weights for plain, skewed (the same K for all) or tied routing."""
     rng = torch.Generator().manual_seed(4)
     x = torch.randn(T, layer.cfg.n_embd, dtype=torch.float64, generator=rng)
     weight = layer.router.weight.data
@@ -259,7 +259,7 @@ class SameBatch:
 
 
 def aux_gradient(world, layout, n):
-    """Return {"shards": this rank's gradients} of n micro-batches with the cross-entropy multiplied by zero."""
+    """Return {"shards": this rank's gradients} of n micro-batches with the cross-entropy times zero."""
     cfg = Config(**TINY, **layout)
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
