@@ -353,7 +353,7 @@ def count_of_half(original, source, first, count, device):
     return original(source, first, count // 2, device)
 
 
-DIVIDE, TP = "pipeline.forward_backward", "model._VocabCrossEntropy.forward"
+DIVIDE, TP = "pipeline.forward_backward", "vocab._VocabCrossEntropy.forward"
 FAULTS = {  # name: (ranks, layout, a fault as arguments of planted)
     "division by the rank's own count": (2, {}, DIVIDE, functools.partial(own_count, factor=1)),
     "the mean of the ranks' means": (2, {}, DIVIDE, functools.partial(own_count, factor=2)),

@@ -532,7 +532,7 @@ def test_diff_reads_blocks_of_bounded_size(tmp_path):
     w = torch.arange(70.0).view(10, 7)
     checkpoint.save(tmp_path, 1, [whole("w", w)], {})
     reader = checkpoint.Reader(tmp_path / "step_000001")
-    blocks = list(checkpoint._blocks(reader, "w", 20))
+    blocks = list(reader.blocks("w", 20))
     assert [(at, tuple(b.shape)) for at, b in blocks] == [(i, (2, 7)) for i in (0, 14, 28, 42, 56)]
     assert torch.equal(torch.cat([b for _, b in blocks]), w)
 

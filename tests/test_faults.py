@@ -43,8 +43,8 @@ from pool import run_ranks
 
 from ddp import DataParallel
 from interface.layout import stage_layers
-from model import vocab_cross_entropy
 from parallel import gather_rows, make_mesh, scatter_rows
+from vocab import vocab_cross_entropy
 from zero import ShardedBucket
 
 ONE, ZERO2, ZERO3, CP = (1, dict()), (2, dict(zero=2)), (2, dict(zero=3)), (2, dict(cp=2))  # ranks, layout
@@ -376,11 +376,11 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "softmax with the local maximum": (
         LLAMA, TP, "parallel.Axis.all_reduce", without_maximum),
     "targets at the wrong vocabulary offset": (
-        LLAMA, TP, "model._VocabCrossEntropy.forward", target_of_first_rank),
+        LLAMA, TP, "vocab._VocabCrossEntropy.forward", target_of_first_rank),
     "vocabulary padding takes probability": (
-        LLAMA, TP, "model.vocab_cross_entropy", without_padding),
+        LLAMA, TP, "vocab.vocab_cross_entropy", without_padding),
     "embedding rows of another rank": (
-        LLAMA, TP, "model.vocab_embedding", mirrored_rows),
+        LLAMA, TP, "vocab.vocab_embedding", mirrored_rows),
     "every tp rank embeds the first rank's positions": (
         GPT2, TP4, "model.GPT._add_positions", positions_of_first_tp_rank),
     "row-linear bias added by every tp rank": (
@@ -587,7 +587,7 @@ def run_large_logits(n, words, faults=()):
 def test_cross_entropy_of_large_logits():
     run_large_logits(2, 100)()
     run_large_logits(2, 60)()  # the second rank holds only padding
-    where = "model._VocabCrossEntropy.forward"
+    where = "vocab._VocabCrossEntropy.forward"
     for words, fault in [(100, (where, "logits.max(dim=1).values", "torch.zeros_like(logits[:, 0])")),
                          (60, (where, "masked_fill(~mine, 0)", "mul(mine)"))]:  # -inf * 0
         check = run_large_logits(2, words, [fault])

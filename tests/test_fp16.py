@@ -21,12 +21,12 @@ import train
 from config import PRESETS, Config
 from corpus.shards import Synthetic
 from cost.parameters import flops_per_token
-from model import vocab_cross_entropy
 from parallel import make_mesh
 from runtime.launch import World
 from runtime.resume import State, shards
 from runtime.timing import slow_on_cpu
 from skip import Guard
+from vocab import vocab_cross_entropy
 
 STEPS, SCALE = 3, 65536.0
 # small updates, so that the two runs stay near each other

@@ -16,12 +16,13 @@ from config import PRESETS, Config, pad_vocab
 from corpus.shards import Synthetic
 from cost.parameters import count_parameters, flops_per_token
 from generate import generate
-from model import GPT, MLP, Attention, rope_cache, rotate, vocab_cross_entropy
+from model import GPT, MLP, Attention, rope_cache, rotate
 from moe import MoE, plain_dispatcher
 from ops.activations import ACTIVATIONS, GATED
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh
 from runtime.launch import World
+from vocab import vocab_cross_entropy
 
 SMALL = dict(
     n_layer=2,
