@@ -4,11 +4,11 @@ needs the memory for a whole tensor.
     python checkpoint.py show A       what is in A: a step_N directory, or a run, then its newest
     python checkpoint.py diff A B     which tensors differ, and by how much
 
-Every tensor has one global name and one full shape, whatever the layout. A rank writes its shards: rectangles
-of tensors, as (name, data, full shape, offset of the rectangle). index.json lists the shards of all files. A
+Every tensor has one global name and one full shape, whatever the layout. A rank writes its pieces: rectangles
+of tensors, as (name, data, full shape, offset of the rectangle). index.json lists the pieces of all files. A
 reader copies what overlaps with the rectangle that it asks for: every layout reads what any other wrote.
 
-    step_000123.RUN_ID.tmp/rank_00000.safetensors   each rank writes its shards,
+    step_000123.RUN_ID.tmp/rank_00000.safetensors   each rank writes its pieces,
     step_000123.RUN_ID.tmp/rank_00000.json          then their list: its part is complete
     step_000123.RUN_ID.tmp/index.json               rank 0, when the lists of all ranks are there
     step_000123/                                    the commit is a rename: complete, or absent
@@ -61,28 +61,28 @@ class Writers(NamedTuple):
 ALONE = Writers()
 
 
-def save(root, step, shards, meta, writers=ALONE):
+def save(root, step, pieces, meta, writers=ALONE):
     """Write this rank's part of a checkpoint, and on rank 0 commit it. Return its directory.
 
-    shards: [(name, tensor, full shape, offset)]; over all ranks each element is there exactly once.
+    pieces: [(name, tensor, full shape, offset)]; over all ranks each element is there exactly once.
     meta: any JSON; rank 0's is stored.
     No collective is called: rank 0 waits for the other ranks' files, so a dead rank means no commit, no hang.
     OSError: the disk is full or read-only. TimeoutError, an OSError: a rank's part did not come.
     """
     tmp = Path(root) / f"step_{step:06d}.{writers.run_id}.tmp"
-    write_part(tmp, writers.rank, shards)
+    write_part(tmp, writers.rank, pieces)
     if writers.rank == 0:
         commit(tmp, step, meta, writers)
     return Path(root) / f"step_{step:06d}"
 
 
-def write_part(tmp, rank, shards):
-    """Write this rank's shards as rank_R.safetensors, then their list as rank_R.json: the part is done."""
+def write_part(tmp, rank, pieces):
+    """Write this rank's pieces as rank_R.safetensors, then their list as rank_R.json: the part is done."""
     tmp.mkdir(parents=True, exist_ok=True)
     file = f"rank_{rank:05d}.safetensors"
     tensors = {}
     records = []
-    for i, (name, tensor, full, offset) in enumerate(shards):
+    for i, (name, tensor, full, offset) in enumerate(pieces):
         key = name if tuple(tensor.shape) == tuple(full) else f"{name}#{i}"
         tensors[key] = tensor
         records.append([name, key, dtype_name(tensor), list(full), list(offset), list(tensor.shape)])
@@ -441,7 +441,7 @@ def load(path, requested, index=None, others=()):
 
 
 def full_tensors(path):
-    """Return {name: tensor at full size}, assembled from all shards."""
+    """Return {name: tensor at full size}, assembled from all pieces."""
     reader = Reader(path)
     out = {}
     for name in reader.index["tensors"]:

@@ -33,7 +33,7 @@ from config import n_masked, pad_vocab
 from moe import MoE, plain_dispatcher
 from ops.activations import ACTIVATIONS, GATED, gelu
 from ops.cross_entropy import LinearCrossEntropy
-from parallel import gather_chunks, gather_rows, parameter, scatter_rows
+from parallel import gather_rows, gather_segments, parameter, scatter_rows
 from vocab import vocab_cross_entropy, vocab_embedding
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16,
@@ -146,13 +146,13 @@ def lower_right_mask(n_queries, n_keys):
 
 
 def attend_chunks(q, k, v, axis, causal, **options):
-    """Attention of this rank's two chunks of each sequence (Axis.own_chunks) to all ranks' keys.
+    """Attention of this rank's two chunks of each sequence (Axis.own_segments) to all ranks' keys.
 
     q (B, h, t, D), k and v (B, g, t, D) -> (B, h, t, D). In causal attention the queries of a chunk
     see the keys up to the chunk's own end.
     """
     kv = torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=2)  # (t, B, 2g, D)
-    kv = gather_chunks(kv, axis)  # (T, B, 2g, D): t positions from each rank to all, over cp
+    kv = gather_segments(kv, axis)  # (T, B, 2g, D): t positions from each rank to all, over cp
     k, v = kv.permute(1, 2, 0, 3).chunk(2, dim=1)  # (B, g, T, D) each
     if not causal:
         return F.scaled_dot_product_attention(q, k, v, **options)
@@ -268,7 +268,7 @@ KEPT_NAMES = ["mm", "addmm", *(f"_scaled_dot_product_{kernel}" for kernel in ATT
 KEPT = [getattr(torch.ops.aten, name).default for name in KEPT_NAMES]
 
 
-def call(f, *args):
+def plain_call(f, *args):
     """Return f(*args), which backward does not compute again."""
     return f(*args)
 
@@ -293,13 +293,13 @@ class Block(nn.Module):
             self.mlp = MLP(cfg, mesh, cfg.ffn_hidden)
 
     def forward(self, x, t, cos, sin, cache=None):
-        """(n, C) -> (n, C), and this rank's part of the experts' balancing losses, () or None."""
+        """(n, C) -> (n, C), and this rank's part of the router loss, (), None without experts."""
         if self.moe is None:
-            return self.with_recompute(self.dense_block, x, t, cos, sin, cache), None
-        x, normed = self.with_recompute(self.attention_half, x, t, cos, sin, cache)
-        run = self.with_recompute if self.recompute_mode == "full" else call
-        y, aux = self.moe(normed, run)
-        return x + F.dropout(y, self.dropout, self.training), aux
+            return self.recomputed_call(self.dense_block, x, t, cos, sin, cache), None
+        x, normed = self.recomputed_call(self.attention_half, x, t, cos, sin, cache)
+        call = self.recomputed_call if self.recompute_mode == "full" else plain_call
+        y, router_loss = self.moe(normed, call)
+        return x + F.dropout(y, self.dropout, self.training), router_loss
 
     def attention_half(self, x, t, cos, sin, cache):  # (n, C) -> (n, C), the same normed
         y = self.attn(self.norm1(x), t, cos, sin, cache)
@@ -310,7 +310,7 @@ class Block(nn.Module):
         x, normed = self.attention_half(x, t, cos, sin, cache)
         return x + F.dropout(self.mlp(normed), self.dropout, self.training)
 
-    def with_recompute(self, f, *args):
+    def recomputed_call(self, f, *args):
         """Return f(*args). Under --recompute autograd keeps only the arguments (and, if selective,
         what KEPT names), and backward runs f again."""
         if self.recompute_mode == "none" or not self.training:
@@ -410,28 +410,29 @@ class GPT(nn.Module):
             self.data_parallel.provide_weights(module, x)
 
     def forward(self, tokens, targets=None, hidden=None, cache=None, chunk=0):
-        """Return the output of one of this rank's chunks of blocks, and its balancing losses.
+        """Return the output of one of this rank's chunks of blocks, and their router loss.
 
         tokens (B, t) int64; targets (B, t); hidden (n, C): the output of the stage before; cache: a
         Cache, for generation; chunk: which of this rank's chunks.
         The output is hidden (n, C) on every stage except the last. There it is the logits
         (B*t, local_vocab) or, with targets, the sum of the cross-entropy over them in nats, ().
-        The losses are this rank's part of the stage's weighted balancing losses, ().
+        The router loss is this rank's part of the sum over the stage's blocks, ().
         """
         t = tokens.size(1)
         first, end = self.chunks[chunk]
         positions = self._positions(t, cache, tokens.device)
         cos, sin = self._rotation(positions, tokens.device)
         x = self._embed(tokens, positions) if first == 0 else hidden  # (n, C)
-        aux = torch.zeros((), device=tokens.device)
+        router_loss = torch.zeros((), device=tokens.device)
         for i in range(first, end):
             block = self.blocks[str(i)]
             self.provide_weights(block, x)
-            x, block_aux = block(x, t, cos, sin, cache)
-            aux = aux if block_aux is None else aux + block_aux
+            x, block_loss = block(x, t, cos, sin, cache)
+            if block_loss is not None:
+                router_loss = router_loss + block_loss
         if end < self.cfg.n_layer:
-            return x, aux
-        return self._loss_or_logits(x, targets), aux
+            return x, router_loss
+        return self._loss_or_logits(x, targets), router_loss
 
     def _positions(self, t, cache, device):
         """Return an index: where t tokens stand in their sequences."""
@@ -439,7 +440,7 @@ class GPT(nn.Module):
         if cp.size == 1 or cache is not None:  # with a cache each cp rank has whole sequences
             start = 0 if cache is None else cache.length
             return slice(start, start + t)
-        return cp.own_chunks(torch.arange(t * cp.size, device=device), 0)
+        return cp.own_segments(torch.arange(t * cp.size, device=device), 0)
 
     def _rotation(self, positions, device):
         """Return cos and sin of the positions, (t, D/2) each; without RoPE None, None."""

@@ -154,8 +154,8 @@ def weights_of(training):
     """
     if training.cfg.zero == 3:
         return {b.contents.names[0]: ((training.mesh.world.rank,), checksum(b.own).tolist())
-                for b in training.dp.buckets}
-    return {name: (getattr(training.mesh, p.reduce).ranks, checksum(p).tolist())
+                for b in training.data_parallel.buckets}
+    return {name: (getattr(training.mesh, p.summed_over).ranks, checksum(p).tolist())
             for name, p in training.model.named_parameters()}
 
 

@@ -49,9 +49,10 @@ def built(cfg, mesh=MESH):
     return train.build(cfg, mesh, cfg.vocab_size, torch.device("cpu"))
 
 
-def steps(cfg, model, dp, opt, numbers):
+def steps(cfg, model, data_parallel, opt, numbers):
     """Optimizer steps of these numbers, two micro-batches each -> [(StepStats, found_inf)]"""
-    source, step = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), train.Step(cfg, model, dp, opt)
+    source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
+    step = train.Step(cfg, model, data_parallel, opt)
     return [step([source.batch(4 * s, 2), source.batch(4 * s + 2, 2)], s) for s in numbers]
 
 
@@ -105,14 +106,14 @@ def randomize(model):
 
 def check_against_the_written_out_model(cfg, drop=lambda place, x: x):
     """Two micro-batches: logits, loss, balancing losses, every gradient relative to its largest, to 1e-12."""
-    model, dp, opt = built(cfg)
+    model, data_parallel, opt = built(cfg)
     w, source = randomize(model), Synthetic(cfg.vocab_size, cfg.seq_len, 1)
     batches = [source.batch(0, cfg.micro_batch), source.batch(cfg.micro_batch, cfg.micro_batch)]
-    loss = train.Step(cfg, model, dp, opt).gradients(batches, 1)
+    loss = train.Step(cfg, model, data_parallel, opt).gradients(batches, 1)
     want, minimized = total_loss(cfg, w, cfg.vocab_size, batches, drop)
     torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
     minimized.backward()
-    seen = {n: g for b in dp.buckets for n, g in zip(b.names, b.grads, strict=True)}
+    seen = {n: g for b in data_parallel.buckets for n, g in zip(b.names, b.grad_windows, strict=True)}
     assert seen.keys() == dict(model.named_parameters()).keys()
     for n, g in seen.items():
         # softmax ignores a shift of all scores: without RoPE a key bias has no gradient but rounding errors
@@ -258,11 +259,11 @@ def test_padded_vocabulary():
 
 @family
 def test_padding_stays_zero_and_gets_no_probability(cfg):
-    model, dp, opt = built(dataclasses.replace(cfg, weight_decay=0.5))
+    model, data_parallel, opt = built(dataclasses.replace(cfg, weight_decay=0.5))
     head = model.wte if cfg.tied else model.head
     assert head.weight.shape == model.wte.weight.shape == (128, 16)
     before = head.weight.detach().clone()
-    steps(cfg, model, dp, opt, range(1, 5))
+    steps(cfg, model, data_parallel, opt, range(1, 5))
     assert not head.weight[100:].any() and not model.wte.weight[100:].any()
     assert (head.weight[:100] != before[:100]).any(dim=1).all()
     x, y = Synthetic(100, cfg.seq_len, 5).batch(0, 3)

@@ -59,7 +59,7 @@ def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=Fals
                 bucket_elements=BUCKET_ELEMENTS):
     """Three training steps. slack 0: the plain step. Otherwise a GraphedStep, which captures nothing up to
     graph.WARMUP_STEPS steps, with --ep-slack `slack`. peer_copies: gradients and weights by PeerComm.
-    Return StepStats of each step, the shards of this rank, how many steps were done again, the sizer's slack"""
+    Return StepStats of each step, this rank's pieces, how many steps were done again, the sizer's slack"""
     cfg, device = Config(**flags), torch.device("cpu")
     if slack:
         cfg = dataclasses.replace(cfg, ep_slack=slack)
@@ -78,11 +78,12 @@ def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=Fals
         choice = choose.choose(cfg, mesh, device)
         assert choice.graph == bool(slack) and not choice.peer_copies and not choice.single_microbatch
         choice = choice._replace(peer_copies=peer_copies, single_microbatch=peer_copies)
-        model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, device, choice=choice)
+        model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, device, choice=choice)
         assert all(isinstance(bucket.comm, PeerComm) == (peer_copies and bucket.axis.size > 1)
-                   for bucket in dp.buckets)
-        assert not peer_copies or all(bucket.grad.dtype == bucket.flat.dtype for bucket in dp.buckets)
-        step = graph.make_step(train.Step(cfg, model, dp, opt), choice)
+                   for bucket in data_parallel.buckets)
+        same = [bucket.grad.dtype == bucket.flat.dtype for bucket in data_parallel.buckets]
+        assert not peer_copies or all(same)
+        step = graph.make_step(train.Step(cfg, model, data_parallel, opt), choice)
         if slack:
             assert isinstance(step, GraphedStep) and len(step.eager_buckets) == peer_copies
             sizer = step.sizer
@@ -93,14 +94,14 @@ def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=Fals
             batches = micro_batches(cfg, mesh, source, (number - 1) * 8, 8, device)
             stats.append(torch.stack(step(batches, number)[0]).tolist())
         model.provide_weights(model)
-    return stats, owned(dp, opt), sizer and sizer.n_retries, sizer and sizer.slack
+    return stats, owned(data_parallel, opt), sizer and sizer.n_retries, sizer and sizer.slack
 
 
 def assert_equal_steps(got, want):
-    """Statistics and shards of three_steps() on every rank."""
+    """Statistics and pieces of three_steps() on every rank."""
     for (stats, mine, *_), (expected, theirs, *_) in zip(got, want, strict=True):
         np.testing.assert_allclose(stats, expected, rtol=1e-10)
-        for (name, a, *_), (_, b, *_) in zip(mine["shards"], theirs["shards"], strict=True):
+        for (name, a, *_), (_, b, *_) in zip(mine["pieces"], theirs["pieces"], strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12, err_msg=name)
 
 
@@ -240,7 +241,7 @@ def peer_steps(world, flags, slack=0.0, delay=0.0, without=""):
     """three_steps(), gradients and weights of many small buckets carried by PeerComm; the last rank is late
     in every update."""
     def late(self, *args):
-        SharedBuffer.sleep(Some(axis=self.dp.mesh.world, delay=SharedBuffer.delay))
+        SharedBuffer.sleep(Some(axis=self.data_parallel.mesh.world, delay=SharedBuffer.delay))
         return step(self, *args)
     step = Optimizer.step
     with mock.patch.object(Optimizer, "step", late):
