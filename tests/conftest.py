@@ -1,12 +1,12 @@
 import os
 from multiprocessing import forkserver
 
-import pool  # noqa: F401 says what the server imports
+import pool  # noqa: F401 sets what the server imports
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # test_kernels.py; read at Triton's first import
-forkserver.ensure_running()  # the pool's ranks come from it; it imports torch while the tests are collected
+    os.environ["TRITON_INTERPRET"] = "1"  # for test_kernels.py; Triton reads it at its first import
+forkserver.ensure_running()  # it forks the pool's ranks, and imports torch while pytest collects the tests
 
 
 def pytest_addoption(parser):

@@ -1,23 +1,23 @@
 """Plant a fault in our code, and see a test fail.
 
-A test that never failed proves little. So a fault is planted in the code that runs, in this process or
-in the process of a rank, and the test must notice it. There are two ways, and `planted` takes both:
+A test that has never failed proves little. So we plant a fault in the code that runs, in this process or
+in a rank's process, and the test must notice it. `planted` offers two ways:
 
     By name:  planted("ddp.Bucket.wait_grads", grad_average)
         A call of Bucket.wait_grads becomes a call of grad_average(original, *arguments), where
-        `original` is the function as it was. Use this wherever arguments, result or effect of a
-        function tell the fault: the fault survives when somebody rewrites the function's lines.
+        `original` is the function as it was. Use this where the fault can be described by the function's
+        arguments, result or effect. Such a fault still works after the function's lines are rewritten.
     By text:  planted("pipeline.one_stage", "loss / tokens", "loss / len(batches)")
-        A piece of the function's source is replaced. Use this for what happens inside of a function,
-        and take a short piece. Line breaks and spaces in it do not matter, but it must occur exactly
-        once; otherwise planting fails.
+        A piece of the function's source is replaced. Use this for a fault inside a function, and choose a
+        short piece. Line breaks and spaces in it do not matter, but it must occur exactly once; otherwise
+        planting fails.
 
-In both ways the function object stays and gets other code. So the fault reaches every module that has
-imported the function. The function gets its own code back at the end of the `with` block.
+Both ways keep the function object and change its code. So the fault reaches every module that has imported
+the function. At the end of the `with` block, the function gets its own code back.
 
-    planted, with_faults     plant faults, here or on a rank
-    nothing, constant, ...   functions for several files that are called in the place of others
-    run_with_faults          train with faults, and compare with the numbers of one rank
+    planted, with_faults     plant faults, in this process or on a rank
+    nothing, constant, ...   replacements that several test files use
+    run_with_faults          trains with faults, and compares the numbers with those of one rank
 """
 import contextlib
 import dataclasses
@@ -43,7 +43,7 @@ from parallel import make_mesh
 from runtime.launch import World
 
 PACKAGES = "ops", "fast", "runtime", "corpus", "cost", "interface"
-numbers = itertools.count()  # of the faults that are planted by name
+numbers = itertools.count()  # one for each fault that is planted by name
 
 
 # -----------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def planted(where, *fault):
 
 @contextlib.contextmanager
 def replaced(where, replacement):
-    """Call replacement(original, *arguments) in the place of the function `where`."""
+    """Call replacement(original, *arguments) in place of the function `where`."""
     function = find(where)
     before = function.__code__, function.__defaults__, function.__kwdefaults__
     original = types.FunctionType(function.__code__, function.__globals__, function.__name__,
@@ -79,8 +79,8 @@ def replaced(where, replacement):
 def code_that_calls(name, function):
     """Return code for a function that passes its arguments on to the global function `name`.
 
-    A method that calls super() refers to a variable of its class body, and a function must go on to
-    refer to as many outer variables as before. So the new code mentions them.
+    Python only accepts new code that has the same number of outer variables as the old code. A method that
+    calls super() has one, __class__. So the new code mentions the old code's outer variables.
     """
     outer = ", ".join(function.__code__.co_freevars)
     source = f"""def outside({outer}):
@@ -93,14 +93,14 @@ def code_that_calls(name, function):
 
 @contextlib.contextmanager
 def edited(where, old, new):
-    """Replace `old` by `new` in the source of the function `where`, however its lines are broken."""
+    """Replace `old` by `new` in the source of the function `where`; line breaks and spaces do not matter."""
     function = find(where)
     words = re.findall(r"\w+|[^\w\s]", old)
     pattern = r"\s*".join(map(re.escape, words))
     source, count = re.subn(pattern, lambda match: new, inspect.getsource(function))
     assert count == 1, f"{where} contains {old!r} {count} times: rewrite this fault"
     if source[0] == " ":
-        source = "class _:\n" + source  # A method stands in a class, so that super() works.
+        source = "class _:\n" + source  # A method is compiled inside a class, so that super() works.
     before = function.__code__
     function.__code__ = code_named(function.__name__, compile(source, f"fault in {where}", "exec"))
     try:
@@ -110,7 +110,7 @@ def edited(where, old, new):
 
 
 def find(where):
-    """Return the function that has this name, also that of a property or under a decorator."""
+    """Return the function of this name. It may be a property's, and it may be decorated."""
     parts = where.split(".")
     depth = 2 if parts[0] in PACKAGES else 1
     module = importlib.import_module(".".join(parts[:depth]))
@@ -121,7 +121,7 @@ def find(where):
 
 
 def code_named(name, code):
-    """Return the code of the function `name` that is defined somewhere inside of other code."""
+    """Return the code of the function `name`, which is defined somewhere inside `code`."""
     codes = [code]
     while codes[0].co_name != name:
         codes[:1] = [constant for constant in codes[0].co_consts if inspect.iscode(constant)]
@@ -137,8 +137,8 @@ def with_faults(world, faults, fn, *args):
 
 
 # -----------------------------------------------------------------------------
-# Functions that are called in the place of others. They travel to the ranks, so each is of a module, and
-# functools.partial gives it the values that differ from fault to fault.
+# Functions that are called in place of others. They are pickled for the ranks, so they are defined at the top
+# level of a module, and functools.partial gives them the values that differ from fault to fault.
 
 def nothing(original, *args, **kwargs):
     """Leave the call out."""
@@ -149,40 +149,40 @@ def constant(original, *args, value):
 
 
 def other_group(original, mesh, tp_dim, *args, of, instead):
-    """parallel.reduction_group with another answer where it is `of`."""
+    """Return the group `instead` where parallel.reduction_group returns `of`."""
     group = original(mesh, tp_dim, *args)
     return instead if group == of else group
 
 
 def group(of, instead):
-    """Return the fault that sums the gradients of one group over another."""
+    """Return the fault that sums the gradients of the group `of` over the group `instead`."""
     return "parallel.reduction_group", functools.partial(other_group, of=of, instead=instead)
 
 
 def not_over(original, axis, x, *op, name):
-    """Axis.all_reduce that leaves out the axis `name`."""
+    """Do what Axis.all_reduce does, except over the axis `name`: there, return x unchanged."""
     return x if axis.name == name else original(axis, x, *op)
 
 
 def router_loss_times(original, model, *args, factor, **kwargs):
-    """GPT.forward with another weight of the router loss."""
+    """Multiply the router loss of GPT.forward by `factor`."""
     out, router_loss = original(model, *args, **kwargs)
     return out, router_loss * factor
 
 
 def router_loss_weight(factor):
-    """Return the fault that gives the router loss `factor` times its weight."""
+    """Return the fault that multiplies the router loss by `factor`."""
     return "model.GPT.forward", functools.partial(router_loss_times, factor=factor)
 
 
 def other_coordinates(original, cfg, mesh, *args, **ranks):
-    """A function of (cfg, mesh, ...), as if this rank had other ranks along some axes: dp=0."""
+    """Call a function of (cfg, mesh, ...) as if this rank had other coordinates, such as dp=0."""
     axes = {name: dataclasses.replace(getattr(mesh, name), rank=rank) for name, rank in ranks.items()}
     return original(cfg, dataclasses.replace(mesh, **axes), *args)
 
 
 # -----------------------------------------------------------------------------
-# Models and layouts that have faults, and functions that have several
+# Models and layouts to train with faults, and functions in which several faults are planted
 
 LLAMA, GPT2, MOE, BERT = (
     dict(base, micro_batch=2, n_layer=2)
@@ -194,7 +194,10 @@ ONE_STAGE, SEVERAL_STAGES = "pipeline.one_stage", "pipeline.several_stages"
 
 
 def sequences(n, layout):
-    """Return the sequences of a step, in micro-batches of 2: two on every dp rank, four with two stages."""
+    """Return the number of sequences in a step.
+
+    The micro-batches hold 2 sequences. Every dp rank has two micro-batches, or four with two pipeline stages.
+    """
     return 4 * (n // layout.get("tp", 1) // layout.get("cp", 1))
 
 
@@ -202,7 +205,7 @@ def sequences(n, layout):
 # Training with faults
 
 def plain_pytorch(flags, batch):
-    """Train as one rank's run() does, by a loop that shares only model and learning rate with train.py.
+    """Train as run() does on one rank, in a loop that shares only model and learning rate with train.py.
 
     Return (stats of each step, {name: full array}, None), as test_layouts.reference() does.
     """
@@ -236,10 +239,9 @@ def plain_pytorch(flags, batch):
 
 
 def run_with_faults(base, place, faults=(), batch=None):
-    """Train with the faults. Return check(): AssertionError if the results differ from one rank's.
+    """Train with the faults. Return check(), which asserts that the results equal those of one rank.
 
-    The run is over before check() is called, so a run that crashes does not count as a fault that was
-    caught.
+    The run is over before check() is called, so a run that crashes does not count as a detected fault.
     """
     n, layout = place
     batch = batch or sequences(n, layout)

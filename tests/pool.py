@@ -1,9 +1,9 @@
 """Real ranks for the tests: a pool of processes that stays alive, gloo between them, torch imported once.
 
-    run_ranks(n, fn, *args) -> [fn(world, *args) of rank 0, of rank 1, ...]
-fn is a function of an importable test module. A rank that raises fails the call with that rank's traceback; a
-collective that does not match times out after COLLECTIVE seconds instead of hanging. A worker that dies or
-does not answer in time fails only the call that it works for, and is replaced.
+run_ranks(n, fn, *args) calls fn(world, *args) on n ranks, and returns their results as a list. fn must be a
+function of a module that a worker can import. If a rank raises, the call fails with that rank's traceback. A
+collective that the other ranks do not match times out after COLLECTIVE seconds instead of hanging. A worker
+that dies or does not answer in time fails the call that it works for, and a new worker replaces it.
 """
 import atexit
 import contextlib
@@ -29,15 +29,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 context = mp.get_context("forkserver")
 context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.functional", "torch.testing",
                                 "torch.utils.checkpoint", "train"])
-COLLECTIVE = 20  # seconds that a rank waits for the others in a collective
+COLLECTIVE = 20  # seconds that a rank waits for the other ranks in a collective
 AFTER_FAILURE = COLLECTIVE + 10  # seconds that the other ranks have to answer after one has failed
-LIMIT = 240  # seconds for a whole call, many times what the longest takes on an idle machine
-DYING = 10  # seconds between the end of a worker's pipe and its exit code
-READY, RESULT, IDLE, GONE = "ready", "result", "idle", "gone"  # a worker says: READY; RESULT, IDLE per call.
-# between the two it waits for a word: a rank that left early could break connections that others still make
+LIMIT = 240  # seconds for a whole call; the longest call on an idle machine takes a small part of this
+DYING = 10  # seconds to wait for the exit code of a worker whose pipe has closed
+
+# A worker sends READY once, then RESULT and IDLE for each call. Between these two it waits for a message that
+# lets it leave its process group: if it left early, it could break connections that other ranks still make.
+# GONE stands for a worker whose pipe has closed.
+READY, RESULT, IDLE, GONE = "ready", "result", "idle", "gone"
 
 workers = []  # by rank
-stores = None  # the folder of the FileStores: it lives as long as the pool, a store needs its file to the end
+stores = None  # the folder of the FileStores; it is kept to the end, because a store needs its file
 calls = itertools.count()
 
 
@@ -48,11 +51,11 @@ class Worker:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
-        theirs.close()  # the process alone holds this end: its death is the pipe's end
+        theirs.close()  # only the process holds this end, so the pipe closes when it dies
         self.ready = False
 
     def end(self, patience=0):
-        """Kill the process if it still lives after so many seconds. -> what became of it, in words."""
+        """Wait `patience` seconds for the process, then kill it. Return in words how it ended."""
         self.process.join(patience)
         killed = self.process.exitcode is None
         self.process.kill()
@@ -70,7 +73,7 @@ def _serve(pipe):
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import torch
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported stays: each collection below would walk through it for half a second
+    gc.freeze()  # without this, each collection below would spend half a second on the imported modules
     pipe.send((READY, None))
     problem = ""
     while not problem:
@@ -81,7 +84,7 @@ def _serve(pipe):
         joined, result = _run(job)
         _send_result(pipe, result)
         try:
-            pipe.recv_bytes()  # all ranks have a result: none is still connecting to this one's group
+            pipe.recv_bytes()  # once all ranks have a result, none is still connecting to this rank
         except EOFError:
             return
         problem = _destroy_group() if joined else ": it could not join the process group"
@@ -89,8 +92,11 @@ def _serve(pipe):
 
 
 def _run(job):
-    """Return (False if the process group could not be made, (True, value) or (False, traceback)). torch counts a
-    group that failed while it was made, and would look for its next peers under another name than theirs."""
+    """Run one call's function on this rank. Return (joined, (True, value) or (False, traceback)).
+
+    joined is False if the process group could not be made. Such a worker is of no further use: torch counts
+    the group that failed, so it would look for its next peers under a name that differs from theirs.
+    """
     import torch.distributed as dist
 
     from runtime.launch import World
@@ -100,7 +106,7 @@ def _run(job):
         if size > 1:
             joined = False
             store = dist.FileStore(path, size)
-            store.set_timeout(timedelta(seconds=COLLECTIVE))  # its own is 300 s
+            store.set_timeout(timedelta(seconds=COLLECTIVE))  # the default is 300 s
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size,
                                     timeout=timedelta(seconds=COLLECTIVE))
             joined = True
@@ -113,15 +119,15 @@ def _run(job):
 def _send_result(pipe, result):
     try:
         pipe.send((RESULT, result))
-    except Exception:  # what cannot be pickled is a failure of the call, not of the worker
+    except Exception:  # a value that cannot be pickled fails the call, not the worker
         pipe.send((RESULT, (False, traceback.format_exc())))
 
 
 def _destroy_group():
-    """Return "", or what went wrong."""
+    """Leave the process group. Return "", or what went wrong."""
     import torch.distributed as dist
     try:
-        gc.collect()  # mesh and model hold the groups in a cycle, and each group its threads
+        gc.collect()  # mesh and model hold the groups in a reference cycle, and each group holds its threads
         if dist.is_initialized():
             dist.destroy_process_group()
         return ""
@@ -133,6 +139,10 @@ def _destroy_group():
 # The tests' side
 
 def run_ranks(n, fn, *args):
+    """Return [fn(world, *args) of rank 0, of rank 1, ...].
+
+    AssertionError: a rank raised, died or did not answer.
+    """
     global stores
     if stores is None:
         stores = tempfile.mkdtemp(prefix="nanoshard-stores-")
@@ -141,7 +151,7 @@ def run_ranks(n, fn, *args):
     path = f"{stores}/{next(calls)}"
     jobs = [ForkingPickler.dumps((rank, n, path, fn, args)) for rank in range(n)]
     for worker, job in zip(workers, jobs, strict=False):
-        with contextlib.suppress(OSError):  # it died a moment ago: _collect finds its pipe closed
+        with contextlib.suppress(OSError):  # the worker has just died, and _collect will find its pipe closed
             worker.pipe.send_bytes(job)
     results = _collect(n)
     failed = [f"rank {r}: {value}" for r, (ok, value) in sorted(results.items()) if not ok]
@@ -151,7 +161,7 @@ def run_ranks(n, fn, *args):
 
 
 def _fill(n):
-    """Have n live workers that are past their imports, so that no rank waits for another one's."""
+    """Bring n workers past their imports, so that in a call no rank waits for another rank's imports."""
     for rank, worker in enumerate(workers):
         if not worker.process.is_alive():
             warnings.warn(f"the worker of rank {rank} {worker.end()}, between two calls", stacklevel=3)
@@ -168,9 +178,9 @@ def _fill(n):
 
 
 def _collect(n):
-    """Return {rank: (True, value) or (False, text)}, when every worker is idle again or replaced."""
+    """Wait until every worker is idle again or replaced. Return {rank: (True, value) or (False, text)}."""
     results, busy, start = {}, set(range(n)), time.monotonic()
-    until, waiting = start + LIMIT, set()  # waiting: ranks that have a result and still hold their group
+    until, waiting = start + LIMIT, set()  # waiting: ranks with a result, still in their group
     try:
         while busy and (left := until - time.monotonic()) > 0:
             pipes = {workers[rank].pipe: rank for rank in busy}
@@ -193,7 +203,7 @@ def _collect(n):
                 until = min(until, time.monotonic() + AFTER_FAILURE)
             if failed or len(results) == n:
                 _leave(waiting)
-    finally:  # also after Ctrl-C: a worker that is still at work would answer the next call with this result
+    finally:  # also after Ctrl-C: a worker that is still busy would send this call's result to the next call
         stuck, seconds = busy - waiting, time.monotonic() - start
         for rank in stuck:
             _replace(rank, results, 0, f" after {seconds:.0f} s without an answer")
@@ -217,7 +227,7 @@ def _leave(waiting):
 
 def _replace(rank, results, patience, why):
     text = f"its worker {workers[rank].end(patience)}{why}"
-    if results.setdefault(rank, (False, text))[0]:  # the result counts: only what came after it went wrong
+    if results.setdefault(rank, (False, text))[0]:  # keep the result: only what came after it went wrong
         warnings.warn(f"rank {rank}: after its result, {text}", stacklevel=4)
     workers[rank] = Worker()
 

@@ -1,10 +1,10 @@
 """Whole runs of train.main on the ranks of the pool, and comparisons of what they leave behind.
 
-    session         one run on one rank
-    go              the same on n ranks, at once
-    rows, final     what a run leaves behind: metrics, a checkpoint
-    same            whether two runs left the same bits
-    assert_refused  a run that ended with one line about its wrong input
+    session         does one run on one rank
+    go              the same on n ranks at once
+    rows, final     read what a run leaves behind: its metrics, a checkpoint
+    same            asserts that two runs left the same bits
+    assert_refused  asserts that a run ended with one line about its wrong input
 """
 import contextlib
 import hashlib
@@ -33,18 +33,18 @@ TIMES = {"time", "ms", "ms_per_sample", "tok_s", "tok_s_gpu", "tflops", "tflops_
 def session(world, argv, plan=None):
     """Run train.main(argv) on this rank. Return {code, out, err, steps}.
 
-    This stands in for a process that a launcher starts. Such a process finds its rank in the
-    environment, joins the others, prints, and ends with an exit code; to start it takes seconds. The
-    workers of the pool have started and joined already, so main() runs inside of them, with these
-    replacements:
-        launch.launch     returns the World that the worker has
-        launch.shutdown   does nothing: the pool leaves the process group
-        stdout, stderr    are kept: out, err
-        SystemExit        is caught: code
-        train.Run         notes what each step starts with: steps, of record_steps()
-        train.Step        makes a gradient NaN, and Run sends signals, where the plan says so
+    This stands in for a process that a launcher starts. Such a process takes seconds to start. It finds
+    its rank in the environment, joins the other ranks, prints, and ends with an exit code. The workers of
+    the pool have already started and joined, so main() runs inside them, with these replacements:
+        launch.launch     returns the worker's World
+        launch.shutdown   does nothing, because the pool leaves the process group
+        stdout, stderr    are returned as out and err
+        SystemExit        is caught, and its code is returned as code
+        train.Run         records in steps what each step starts with (see record_steps), and sends
+                          itself the signals of the plan
+        train.Step        makes a gradient NaN where the plan says so
 
-    plan: {number of a step: what goes wrong in it on the last rank}, a signal's number or "nan".
+    plan: {number of a step: a signal's number or "nan"}, which is what goes wrong there on the last rank.
     """
     plan = plan or {}
     steps = []
@@ -74,11 +74,14 @@ def is_last(world):
 
 
 def record_steps(steps, plan):
-    """Return a train.Run that appends to steps, before each step, a dict of what the step starts with.
+    """Return a train.Run that records in `steps` what each step starts with.
 
-    first: the number of its first sample. data, state: hashes of this rank's micro-batches, and of its
-    masters, moments and router biases. adam_t: the number of updates so far. Then it sends the signal
-    that the plan has for the step.
+    Before a step it appends a dict:
+        first     the number of the step's first sample
+        data      a hash of this rank's micro-batches
+        state     a hash of this rank's masters, moments and router biases
+        adam_t    the number of updates so far
+    Then it sends its process the signal that the plan has for the step.
     """
     class RecordingRun(train.Run):
         def next_batches(self, number, batch):
@@ -107,7 +110,7 @@ def hash_of(tensors):
 
 
 def plant_nan(plan):
-    """Return a train.Step whose gradient holds a NaN on the last rank in the steps that are planned "nan"."""
+    """Return a train.Step that puts a NaN into the last rank's gradient where the plan says "nan"."""
     class StepWithNan(train.Step):
         def gradients(self, batches, number, *args, **kwargs):
             loss = super().gradients(batches, number, *args, **kwargs)
@@ -119,7 +122,7 @@ def plant_nan(plan):
 
 
 def assert_refused(result, *words):
-    """Exit code 2, and on stderr exactly one line 'nanoshard: ...' that contains all of words."""
+    """Assert exit code 2 and exactly one line on stderr, 'nanoshard: ...', that contains all words."""
     lines = result["err"].splitlines()
     assert result["code"] == 2 and len(lines) == 1 and lines[0].startswith("nanoshard: "), result
     for word in words:
@@ -127,7 +130,7 @@ def assert_refused(result, *words):
 
 
 def go(n, out, *flags, plan=None, code=0, base=TINY):
-    """Do a session on each of n ranks. All must end with exit code `code`. Return rank 0's session."""
+    """Run a session on each of n ranks, assert that all exit with `code`, and return rank 0's session."""
     results = run_ranks(n, session, [*base, f"--out={out}", *map(str, flags)], plan)
     assert [r["code"] for r in results] == [code] * n, results[0]["err"] + results[0]["out"]
     return results[0]

@@ -96,7 +96,7 @@ def smoked(world):
 
 
 def plain(ranks):
-    """Return losses and weights of one process that trains on the batches of all ranks with torch's own Adam."""
+    """Return losses and weights of one process with torch's own Adam on the batches of all ranks."""
     torch.manual_seed(SMOKE.seed)
     w = smoke.WIDTHS
     layers = [m for a, b in zip(w, w[1:], strict=False) for m in (torch.nn.Linear(a, b), torch.nn.ReLU())]

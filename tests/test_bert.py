@@ -46,12 +46,12 @@ def check_masks():
         new, old = x[chosen], before[chosen]
         changed = new[(new != words) & (new != old)]
         assert ((new >= 0) & (new <= words)).all()
-        # one random token in `words` is the old one
+        # Of the random replacements, one in `words` is the old token again
         shares = {0.8: (new == words).sum(), 0.1 * (1 - 1 / words): changed.numel(),
                   0.1 * (1 + 1 / words): (new == old).sum()}
         for share, count in shares.items():
             assert abs(count - n * share) < 3 * (n * share * (1 - share)) ** 0.5, (words, count, n * share)
-        # each position of a sequence is as likely as any other, and each token as a replacement
+        # All positions of a sequence are equally likely, and so are all tokens as replacements
         counts = torch.bincount(changed, minlength=words).double()
         assert (chosen.sum(0) - n / T).abs().max() < 4.5 * (n / T) ** 0.5
         assert (counts - counts.mean()).abs().max() < 5 * counts.mean() ** 0.5
@@ -121,7 +121,8 @@ def test_loss_and_gradients_are_plain_codes(flags):
     check_against_plain_code(**flags)
 
 
-# our name: transformers' in MegatronBertForMaskedLM; a block's begin with blocks.i and bert.encoder.layer.i
+# Our names, and those of MegatronBertForMaskedLM in transformers. A block's names begin with blocks.i here,
+# and with bert.encoder.layer.i there.
 NAMES = {"wte": "bert.embeddings.word_embeddings", "wpe": "bert.embeddings.position_embeddings",
          "norm": "bert.encoder.ln", "mlm.dense": "cls.predictions.transform.dense",
          "mlm.norm": "cls.predictions.transform.LayerNorm", "mlm": "cls.predictions"}
@@ -159,7 +160,7 @@ def test_hidden_states_loss_and_gradients_are_transformers():
     loss, grads = gradients(model, x, y)
     out = bert(input_ids=x, labels=y, output_hidden_states=True)
     out.loss.backward()
-    # theirs: the embedding, the blocks, the last one normed
+    # The other model returns the embedding and each block's output, the last one after the final norm
     for got, want in zip(hidden.values(), out.hidden_states[1:], strict=True):
         torch.testing.assert_close(got, want.flatten(0, 1), rtol=0, atol=1e-10)
     np.testing.assert_allclose(loss, out.loss.item(), rtol=1e-12)
@@ -273,7 +274,7 @@ BASE = ["--objective=mlm", "--n-layer=2", "--n-embd=16", "--n-head=2", "--n-kv-h
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return the folder of a run of one process on characters, with dump.safetensors and the data beside it."""
+    """Return the folder of a run of one process on characters. Its parent has dump.safetensors and data."""
     folder = tmp_path_factory.mktemp("bert")
     go(1, folder / "run", f"--data={chars(folder)}", f"--dump-grads={folder / 'dump.safetensors'}", base=BASE)
     return folder / "run"

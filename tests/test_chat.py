@@ -144,7 +144,7 @@ def test_sample_i_of_conversations_is_a_pure_function_of_seed_and_i(data):
         got = ds.batch(first, count)
         assert torch.equal(got[0], x[first : first + count]) and torch.equal(got[1], y[first : first + count])
         assert ds.n_targets(first, count) == (got[1] != IGNORE).sum()
-    # a blend with text, where all is trained
+    # In a blend with plain text, every token of the text is a target
     assert run_prepare(data / "text.txt", "--name", "text", "--tokenizer", data / "qa", "--out", data)[0] == 0
     both = shards.open_tokens(f"{data}/qa:0.5,{data}/text:0.5", "train", SEQ, seed=3)
     _, y = both.batch(3, 20)
@@ -325,7 +325,7 @@ def test_refused_starts(data, pretrained, tmp_path):
     assert run_prepare(data / "text.txt", "--name", "other", "--vocab-size", 304, "--out", data,
                        "--val-fraction", 0.5)[0] == 0
     refused(f"--init-from={pretrained}", f"--data={data}/other", words="are others than those of --init-from")
-    # a directory with weights alone, as convert.py imports them
+    # This directory holds weights alone, like one that convert.py has imported
     step = tmp_path / "imported/step_000000"
     tensors, meta = final(pretrained, 2)
     weights = [(n, t, tuple(t.shape), (0,) * t.ndim) for n, t in tensors.items() if "exp_avg" not in n]
@@ -441,7 +441,7 @@ def tuned(data, pretrained):
 
 
 def talk(world, run, questions, dtype="fp64", tokens=12, stop_after=0, **layout):
-    """Return [the pieces of each answer], the tokens of the conversation, the positions that its cache holds."""
+    """Return the pieces of each answer, the tokens of the conversation and the length of its cache."""
     cfg, vocab_size, weights, _, _ = sample.read_run(run)
     cfg = dataclasses.replace(cfg, **layout)
     torch.set_default_dtype(train.DTYPES[dtype])

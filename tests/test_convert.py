@@ -446,7 +446,7 @@ NO_VOCAB = [f for f in TINY if "vocab" not in f]
 
 
 def asked(vocabulary, messages):
-    """Return the ids of a conversation in which the assistant speaks next, as sample.py --chat writes them."""
+    """Return the ids of a conversation that the assistant continues, as sample.py --chat writes them."""
     return [*chat.Template(vocabulary).conversation(messages)[0], vocabulary.special["<|assistant|>"]]
 
 
@@ -497,7 +497,11 @@ def test_no_chat_template_for_a_tokenizer_that_reads_it_otherwise(hf, trained, t
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
-    """Return a folder with pre/, a run on text; tuned/, from its weights on conversations; hf/, its export."""
+    """Return a folder with three directories.
+
+    pre/ is a run on text. tuned/ is a run on conversations that starts from the weights of pre/. hf/ is the
+    export of tuned/.
+    """
     folder = tmp_path_factory.mktemp("tuned")
     lines = [{"messages": [SYSTEM] * (i % 2) + [{"role": "user", "content": f"{i} + {i}?"}, {
         "role": "assistant", "content": "It is much."}]} for i in range(60)]
@@ -697,7 +701,7 @@ def test_the_card_says_where_a_resumed_run_started(made, tmp_path):
     assert json.loads((tmp_path / "run/config.json").read_text())["init_from"] == ""
     convert.main(["export", f"{tmp_path}/run", f"--out={tmp_path}/hf"])
     assert "started from the weights of run;" in (tmp_path / "hf" / "README.md").read_text()
-    # of a start that left no checkpoint nothing has come
+    # A start that left no checkpoint passed nothing on, so the card does not name its weights
     go(1, tmp_path / "lost", "--steps=1", "--save-every=0", f"--init-from={made}/run")
     go(1, tmp_path / "lost", "--steps=1", "--save-every=1", "--resume=auto")
     convert.main(["export", f"{tmp_path}/lost", f"--out={tmp_path}/hf2"])

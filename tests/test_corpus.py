@@ -74,7 +74,7 @@ def test_every_format_gives_the_same_documents(end, tmp_path, capsys, monkeypatc
     assert sorted(train + val, key=place.get) == TEXTS, "each once, whole"
     for docs in (train, val):
         assert [place[d] for d in docs] == sorted(place[d] for d in docs), "in the order of the files"
-    # shuffled: the same documents on either side, in another order, over all files
+    # Shuffled, each side holds the same documents in a different order, across all files
     (train2, val2), meta2, _ = make(capsys, tmp_path, *paths, "--workers", 1)
     assert Counter(train2) == Counter(train) and Counter(val2) == Counter(val) and train2 != train
     assert meta["shuffle_seed"] is None and meta2["shuffle_seed"] == 1337
@@ -117,7 +117,7 @@ def test_broken_records_are_named_and_counted(tmp_path, capsys):
     assert "no text under 'text'" in err and "surrogates" in err and "recursion" in err
     _, out, _ = run(capsys, tmp_path / "a.jsonl", "--name", "y", "--out", tmp_path, "--vocab-size", 300)
     assert "(7 broken, 1 empty left out)" in out
-    # many are counted in one line; a wrong key is an error, not an empty data set
+    # After MAX_REPORTS lines, one more line gives the total. A wrong key is an error, not an empty data set
     (tmp_path / "b.jsonl").write_bytes(b"".join(lines + [b"{}\n"] * 35))
     _, meta, err = make(capsys, tmp_path, tmp_path / "b.jsonl")
     assert err.count("\n") == build.MAX_REPORTS + 1 and err.endswith("all in all 35 broken\n")

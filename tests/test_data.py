@@ -79,7 +79,7 @@ def test_permutation_of_large_n():
         assert (out == other).mean() < 0.01
         share = np.bincount((out * 16 // n).astype(int), minlength=16) / len(i)
         assert np.abs(share - 1 / 16).max() < 0.01
-        # pieces of a permutation are the permutation
+        # A piece of the input gives the same piece of the permutation
         start = time.thread_time()  # the CPU time of this thread, whatever else the machine does
         assert np.array_equal(shards.permute(i[:512], n, keys(1)), out[:512])
         assert time.thread_time() - start < 0.1, "a global batch takes 0.4-0.7 ms on an idle core"
@@ -261,7 +261,7 @@ def test_edited_token_is_caught_by_verify(toy, capsys):
     refused(ValueError, lambda: shards.verify(folder), str(shard), "sha256", "expected", "make it with")
     code, out, err = run(capsys, "x.txt", "--name", "toy", "--out", folder.parent, "--verify")
     assert code == 2 and err.startswith("nanoshard: ") and err.count("\n") == 1 and "train_00003" in err
-    # with the old size and time the cache is believed; cache=False reads the file
+    # With the old size and time, verify() trusts its cache; with cache=False it reads the file
     os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert shards.verify(folder) == files
     refused(ValueError, lambda: shards.verify(folder, cache=False), str(shard))
@@ -451,7 +451,7 @@ def test_vocabulary_that_cannot_be_fetched(tmp_path, monkeypatch, capsys, texts)
     code, _, err = run(capsys, *argv("p50k_base"))
     assert code == 2 and err.count("\n") == 1, err
     assert all(s in err for s in ("p50k_base", "no route", "TIKTOKEN_CACHE_DIR", "--tokenizer bpe"))
-    # a firewall that drops packets: tiktoken itself would wait for ever
+    # Behind a firewall that drops packets, tiktoken itself would wait for ever
     given_up = threading.Event()
     monkeypatch.setattr(tiktoken.load, "read_file", lambda path: given_up.wait(30))
     monkeypatch.setattr(tok, "FETCH_SECONDS", 0.1)
@@ -512,7 +512,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path, texts, capsys, monkeypat
         assert one[key] == two[key], key
     for name in ("train_00000.bin", "val_00000.bin", "tokenizer.json"):
         assert (tmp_path / "1/same" / name).read_bytes() == (tmp_path / "2/same" / name).read_bytes()
-    # what is in them: each document once and whole, in one split, with its end
+    # The files contain each document once and whole, in one split, with its end
     t, folder = tok.load(tmp_path / "1/same"), tmp_path / "1/same"
     assert one["eod"] == t.eod == 399 and one["vocab_size"] == 400 and one["dtype"] == "uint16"
     found = []

@@ -70,8 +70,10 @@ def test_masters_keep_the_digits_that_16_bit_weights_round_away(dtype, n, zero):
 
 
 def masters_after_different_draws(world):
-    """Return this rank's masters, after initial weights of rank 1 that differ in their last digits, as those that
-    another kind of GPU draws."""
+    """Return this rank's masters after rank 1 has drawn slightly different initial weights.
+
+    They differ in their last digits, like the weights that another kind of GPU draws.
+    """
     cfg = Config(**dict(test_layouts.MOE, dtype="bf16"))
     mesh = make_mesh(world)
     model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)

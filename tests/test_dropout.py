@@ -107,7 +107,8 @@ def test_no_two_masks_are_equal(n, layout):
     ranks = run_ranks(n, masks, flags)
     stages, tp, cp = (layout.get(axis, 1) for axis in ("pp", "tp", "cp"))
     micro = BATCH // 2 // (n // stages // tp // cp)
-    # two residual branches and attention in each block, of each of two chunks; the first stage embeds
+    # Each block draws a mask for each of its two residual branches and one for attention. Under cp, attention
+    # draws one for each of its two chunks. The first stage also draws one for the embedding.
     places = [(2 + min(cp, 2)) * SHAPE["n_layer"] // stages + (rank < n // stages) for rank in range(n)]
     assert [len(drawn) for drawn in ranks] == [len(STEPS) * micro * each for each in places]
     drawn = [mask for rank in ranks for mask in rank]
@@ -121,7 +122,10 @@ def test_no_two_masks_are_equal(n, layout):
 
 
 def seeds(world, seed, steps, n):
-    """Return {(seed, rank, step, chunk and micro-batch): the generator's seed} of train.Step, without a model."""
+    """Return the seeds that train.Step gives its generator, without a model.
+
+    They are {(seed, rank, step, number of the chunk and micro-batch): the generator's seed}.
+    """
     out, drawn, cfg = {}, [], Config(dropout=P, seed=seed, pp_chunks=2)
     model = SimpleNamespace(mesh=make_mesh(world, tp=2, pp=2, groups=False, cp=2), blocks={})
     step = train.Step(cfg, model, mock.Mock(), mock.Mock())

@@ -366,7 +366,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
         LLAMA, ZERO, "optim.Optimizer.num_zeros", "- padding", ""),
     "loss counted by every tp rank": (
         LLAMA, TP, "optim.Optimizer.stats", stats_of_all_tp_losses),
-    # tensor and sequence parallelism
+    # Tensor and sequence parallelism
     "scatter_rows backward without the all-gather": (
         LLAMA, TP, "parallel._ScatterRows.backward", repeated_grad),
     "scatter_rows backward sums twice": (
@@ -499,7 +499,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
         BERT, CP, "model.attend_chunks", causal_chunks),
     "a head for the masked tokens that a rank of cp has on average": (
         BERT, CP, "model.MaskedHead.masked_rows", masked_rows_of_one_rank),
-    # faults of every layout: only the comparison with plain PyTorch detects them
+    # These faults change every layout alike: only the comparison with plain PyTorch detects them
     "weight decay on norms": (
         LLAMA, ONE, "ddp.uses_weight_decay", functools.partial(constant, value=True)),
     "micro-batches overwrite each other": (
@@ -555,7 +555,10 @@ def test_generation_detects_a_chunk_that_caches_nothing():
 
 
 def loss_of_large_logits(world, words):
-    """Return loss, this rank's gradient of logits whose exponentials overflow without subtracting the maximum."""
+    """Return the loss of large logits, and this rank's gradient.
+
+    The exponentials of these logits overflow unless the maximum is subtracted first.
+    """
     tp = make_mesh(world, tp=world.size).tp
     z, target = large_logits(words)
     z = z.chunk(tp.size, dim=1)[tp.rank].clone().requires_grad_()

@@ -29,7 +29,7 @@ from skip import Guard
 from vocab import vocab_cross_entropy
 
 STEPS, SCALE = 3, 65536.0
-# small updates, so that the two runs stay near each other
+# Updates are small, so that the two runs stay near each other
 DENSE, TIED, EXPERTS, BIASED = (dict(base, n_layer=2, micro_batch=2, lr=1e-4)
                                 for base in (LLAMA, GPT2, MOE, SIGMOID))
 EXPERTS.update(aux_coef=1.0, z_coef=0.3)  # their gradients are then as large as the cross-entropy's
@@ -255,7 +255,7 @@ def test_the_cross_entropy_of_16_bit_logits_is_computed_in_fp32(dtype, n):
         assert kind == torch.float32 and loss == pytest.approx(want.item(), rel=1e-6)
     grad = torch.cat([g for *_, g in results], 1).double()
     assert not grad[:, used:].any()
-    # rounded to the logits' dtype in the end, and nowhere before; fp16's smallest number is 6e-8
+    # The gradient is rounded to the logits' dtype at the end only; fp16's smallest number is 6e-8
     torch.testing.assert_close(grad[:, :used], wide.grad, rtol=torch.finfo(dtype).eps, atol=1e-7)
 
 

@@ -34,8 +34,8 @@ HUGE = "9" * 30
 VALUES = ["nan", "inf", "-inf", "1e400", "-1", "0", "-0.0", "1.5", "", " ", "x", "True", "None", HUGE,
           "-" + HUGE, "..", "/", "/dev/null", "a:0.5,b", "\x1b[31m", "\u00e9\u2028", "1,2", "--", "[]",
           "0x10", "2"]
-# flags that may wait for somebody (--pdb) or take minutes (--compile, --steps) get only what
-# no value of theirs can be. --out and --dump-grads write where they are told to: they stay as they are
+# Some flags may wait for input (--pdb) or take minutes (--compile, --steps), so they only get values that are
+# never valid for them. --out and --dump-grads write to any path that they are given, so they stay unchanged.
 ASKED = {"pdb", "timeout", "compile", "profile", "trace", "wandb", "deterministic",
          "eval_every", "eval_iters", "steps", "max_minutes", "init_from"}
 NONSENSE = ["nan", "-inf", "-7", "x", "1,2", "\x1b[31m", "[]"]

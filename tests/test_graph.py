@@ -148,10 +148,13 @@ STEPS = 7  # without a graph, captured, and replayed
 
 
 def take_steps(world, flags, graphed, evaluated=(), kind=Synthetic):
-    """STEPS steps on the same batches, the graphed or the plain ones; no wait for weights in between.
-    evaluated: steps after which the validation loss is taken, at once.
-    Return StepStats and found_inf of each step, validation losses, and at the end the weights of the whole model,
-    the masters and the moments; how often a graph was replayed"""
+    """Take STEPS steps on the same batches, graphed or plain, without waiting for weights in between.
+
+    evaluated: the steps right after which the validation loss is computed.
+
+    Return the StepStats and found_inf of each step; the validation losses; the final weights of the whole
+    model, masters and moments; and how often a graph was replayed.
+    """
     cfg, seen, device = Config(**flags), {"captures": 0, "replays": 0, "first": 0}, torch.device("cpu")
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)
     data, val_data = (kind(cfg.vocab_size, cfg.seq_len, seed) for seed in (0, 1))

@@ -277,10 +277,12 @@ def test_adamw(kernels, dtype, clip, keeps_dtype):
             b.grad.copy_(a.grad)
         norm = torch.tensor(float("nan") if step == 2 else 3.0, device=DEVICE)
         assert opt.step(0.01, norm).item() == opt2.step(0.01, norm).item() == float(step == 2)
-    for a, b, m, m2 in zip(data_parallel.buckets, data_parallel2.buckets, opt.masters, opt2.masters, strict=True):
+    ours = zip(data_parallel.buckets, opt.masters, strict=True)
+    theirs = zip(data_parallel2.buckets, opt2.masters, strict=True)
+    for (a, m), (b, m2) in zip(ours, theirs, strict=True):
         assert_near(m, m2, 1e-6)
         assert_near(a.flat, b.flat, 1e-2 if dtype == "bf16" else 1e-6)
-        # the interpreter cuts bits off where a GPU rounds
+        # The interpreter cuts bits off where a GPU rounds
         assert_near(a.flat[a.own_slice], m.to(a.flat.dtype), 0 if DEVICE == "cuda" else 8e-3)
         for key, value in opt2.adam.state[m2].items():
             assert_near(opt.adam.state[m][key], value, 1e-6)

@@ -26,7 +26,7 @@ from runtime import agree, launch, session, visible
 from runtime.launch import LAUNCHERS, detect
 
 BIN = Path(sys.executable).parent
-# what every process inside an sbatch script of 2 tasks sees, whoever started it (recorded on a real Slurm)
+# Every process in an sbatch script of 2 tasks sees these, whatever starts it (recorded on a real Slurm)
 SLURM_BATCH = {
     "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_NPROCS": "2",
     "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "2", "SLURM_NODELIST": "n0"}
@@ -296,7 +296,7 @@ def test_an_exception_on_one_rank_ends_all_ranks(tmp_path):
           f"exit code {job.returncode}")
     assert job.returncode not in (0, 2, 85)
     assert "RuntimeError: the rank that breaks" in job.stderr and "in broken" in job.stderr
-    # torch wraps sys.excepthook and repeats on stderr, with this prefix, what the hook wrote
+    # PyTorch wraps sys.excepthook, and would repeat on stderr, with this prefix, what the hook wrote
     assert job.stderr.count("Traceback") == 1 and "[rank1]:" not in job.stderr
 
 

@@ -35,8 +35,11 @@ STEPS = 3
 
 
 def forward_in_chunks(chunks, cp):
-    """Return a MoE.forward that does on one rank what cp x chunks ranks do: it routes the whole micro-batch, and
-    the rows of each (segments r and 2 cp - 1 - r of each sequence, every tp rank's part) have a capacity."""
+    """Return a MoE.forward that does on one rank what cp x chunks ranks do.
+
+    It routes the whole micro-batch, but the rows of each rank have their own capacity. Rank r of cp has
+    segments r and 2 cp - 1 - r of each sequence, and every tp rank has a part of these rows.
+    """
     def forward(self, x, recompute):
         p, ids, aux = self.route(x)
         rows, y = torch.arange(x.size(0), device=x.device), torch.zeros_like(x)
@@ -134,7 +137,10 @@ references = {}
 
 
 def reference(flags, batch, chunks, cp=1, kind=Synthetic):
-    """Return (stats of each step, {name: full array}, expert statistics) of one rank, computed once per key."""
+    """Return (stats of each step, {name: full array}, expert statistics) of one rank.
+
+    Equal arguments are computed once.
+    """
     key = (tuple(sorted(flags.items())), batch, chunks, cp, kind)
     if key not in references:
         (seen,) = run_ranks(1, run, flags, batch, chunks, cp, kind)
@@ -150,7 +156,8 @@ def compare(base, n, batch, kind=Synthetic, **layout):
         got, expected = np.array(seen["stats"]), np.array(stats)  # (steps, 4)
         np.testing.assert_allclose(got[:, [0, 1, 3]], expected[:, [0, 1, 3]], rtol=1e-10,
                                    err_msg="loss and norms")
-        # the gradient of the key bias is zero up to rounding (softmax ignores a shift): its zeros may differ
+        # Softmax ignores a shift, so the gradient of the key bias is zero up to rounding. How many of its
+        # elements are exactly zero may differ.
         np.testing.assert_allclose(got[:, 2], expected[:, 2], atol=64 if base["bias"] else 0,
                                    err_msg="zero gradients")
         assert seen["stats"] == results[0]["stats"]  # equal bits on every rank: all take the same decisions
@@ -197,7 +204,7 @@ BERT_LAYOUTS = [("bert", 4, dict(tp=2, zero=1)), ("bert", 2, dict(pp=2)), ("bert
                 ("bert", 2, dict(zero=2)), ("bert", 4, dict(tp=2, zero=3)),
                 ("bert", 4, dict(pp=2, pp_chunks=2, zero=1)), ("llama", 2, dict(tp=2)),
                 ("moe", 4, dict(tp=2, ep=2)), ("moe", 2, dict(ep=2, zero=1, recompute="full")),
-                # sequences of 20 tokens in segments of 5; a rank has up to 3 masked ones of each sequence
+                # Sequences of 20 tokens have segments of 5; a rank has up to 3 masked tokens of each sequence
                 ("bert", 2, dict(cp=2)), ("bert", 4, dict(cp=2, tp=2, zero=3)),
                 ("llama", 4, dict(cp=2, pp=2)),
                 ("moe", 4, dict(cp=2, ep=4, zero=1, recompute="full")),
@@ -210,7 +217,8 @@ def test_masked_language_model_layout_equals_one_rank(family, n, layout):
     compare(dict(base, micro_batch=2), n, 8, **layout)
 
 
-# sequences of 8 tokens, in segments of 2 or, over 4 ranks, of 1; cp, tp, pp and zero together; cp and dp
+# Sequences of 8 tokens have segments of 2 or, over 4 ranks, of 1. These layouts combine cp with tp, pp, zero
+# and dp.
 CP_LAYOUTS = [("llama", 2, 4, dict(cp=2)), ("gpt2", 4, 4, dict(cp=4)), ("gpt2", 4, 4, dict(cp=2, tp=2)),
               ("llama", 4, 8, dict(cp=2, zero=1)), ("gpt2", 4, 8, dict(cp=2, pp=2)),
               ("llama", 8, 4, dict(cp=2, tp=2, pp=2, zero=1)), ("llama", 4, 8, dict(cp=2, recompute="full")),
@@ -242,7 +250,7 @@ def test_moe_layout_equals_one_rank(family, n, batch, layout):
     compare(dict(MOE if family == "dropless" else CAPACITY, micro_batch=2), n, batch, **layout)
 
 
-# every rank and every micro-batch has another number of trained tokens
+# Every rank and every micro-batch has a different number of trained tokens
 MASKED_LAYOUTS = [
     ("llama", 2, 8, dict()), ("gpt2", 2, 4, dict(tp=2)), ("llama", 2, 8, dict(pp=2)),
     ("gpt2", 2, 4, dict(cp=2)), ("dropless", 2, 8, dict(ep=2)), ("llama", 2, 8, dict(zero=2)),

@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = {"ranks": 2, "steps": 3, "global-batch": 8, "micro-batch": 2, "n-layer": 2, "n-embd": 32,
          "ffn-hidden": 48, "seq-len": 16, "dtype": "fp64"}
 FLAGS = [f"--{name}={value}" for name, value in SMALL.items()]
-# the ranks are forks: a patched step breaks rank 1 of three layouts while rank 0 waits in a collective
+# The ranks are forks, so they inherit this patch: a step that breaks rank 1 of three layouts while rank 0
+# waits in a collective.
 BREAK = """
 import os, signal, sys, torch
 sys.path[:0] = ["bench", "."]
@@ -68,7 +69,7 @@ def test_every_layout_becomes_a_row(tmp_path):
     flags = [f for f in FLAGS if not f.startswith(("--ranks", "--steps"))]
     cfg, _ = plan.check_gpus(parse(["tiny", *flags, "--data=synthetic", "--tp=2"]), 2)
     assert by["tp2"]["predicted_s"] == plan.estimate(cfg, 2, "h100", 256)["ms"] / 1e3
-    # torch 2.8's gloo prints lines of its own, of two ranks at once
+    # In torch 2.8, gloo prints lines of its own, and two ranks may print at once
     assert max(len(line) for line in out.stdout.splitlines() if "[Gloo]" not in line) <= 100
     head, *table = out.stdout.split("\n\n")[-1].splitlines()
     names = re.split(" (?!GiB|s/it)", " ".join(head.split()))

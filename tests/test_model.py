@@ -116,7 +116,7 @@ def check_against_the_written_out_model(cfg, drop=lambda place, x: x):
     seen = {n: g for b in data_parallel.buckets for n, g in zip(b.names, b.grad_windows, strict=True)}
     assert seen.keys() == dict(model.named_parameters()).keys()
     for n, g in seen.items():
-        # softmax ignores a shift of all scores: without RoPE a key bias has no gradient but rounding errors
+        # Softmax ignores a shift of all scores. So without RoPE, the gradient of a key bias is rounding error
         largest = 1e-2 if cfg.pos == "learned" and n.endswith("wk.bias") else w[n].grad.abs().max().item()
         assert largest > 1e-6, f"{n} has no gradient: the comparison would prove nothing"
         torch.testing.assert_close(g, w[n].grad, rtol=0, atol=1e-12 * largest, msg=n)
@@ -367,7 +367,7 @@ def test_rope_sees_relative_positions_only():
     assert (dots[0] - dots[0, 0]).abs().max() > 0.5, "and positions do matter"
     torch.testing.assert_close(rq.norm(dim=-1), q.norm(dim=-1))
     torch.testing.assert_close(rq[0, 0, 0], q[0, 0, 0])  # position 0 is not turned
-    # the oracle: complex multiplication of pair (i, i + D/2) by exp(i * position * base^(-2i/D))
+    # The oracle multiplies each pair (i, i + D/2), as a complex number, by exp(i * position * base^(-2i/D))
     z = torch.complex(q[..., : D // 2], q[..., D // 2 :])
     angle = torch.arange(T).double()[:, None] * 10000.0 ** (-torch.arange(0, D, 2).double() / D)
     turned = z * torch.polar(torch.ones_like(angle), angle)

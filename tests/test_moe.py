@@ -114,7 +114,7 @@ def no_recompute(f, *args):
 
 
 def tokens(kind, layer, T=10):
-    """Return x (T, C). The router's weights are set for plain, skewed (the same K for all) or tied routing."""
+    """Return x (T, C). Set the router's weights for plain, skewed (the same K for all) or tied routing."""
     rng = torch.Generator().manual_seed(4)
     x = torch.randn(T, layer.cfg.n_embd, dtype=torch.float64, generator=rng)
     weight = layer.router.weight.data

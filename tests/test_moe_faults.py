@@ -144,7 +144,7 @@ def pieces_of_first_experts(original, *args, owned_only=True):
 # Layouts
 
 LAYOUT_FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted)
-    # sums of the experts' gradients
+    # Sums of the experts' gradients
     "expert gradients ep times too large": (
         MOE, EP, "ddp.Bucket.wait_grads", functools.partial(scaled_experts, power=1)),
     "expert gradients averaged over edp": (
@@ -158,7 +158,7 @@ LAYOUT_FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of plan
         MOE, EP, "optim.Optimizer.sum_of_squares", without_experts),
     "the gradient norm counts experts as replicated": (
         MOE, EP, "ddp.Bucket.replica_weight", half_for_experts),
-    # sums over tp and over micro-batches
+    # Sums over tp and over micro-batches
     "router and norms not summed over tp": (
         MOE, TP, *group("stage", "dp")),
     "balance loss not divided by dp": (
@@ -171,10 +171,10 @@ LAYOUT_FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of plan
         MOE, TP, "moe.MoE.router_loss", "rows = n * tp.size", "rows = n"),
     "router bias updated with this rank's loads only": (
         SIGMOID, EP, "parallel.Axis.all_reduce", functools.partial(not_over, name="stage")),
-    # the capacity depends on this rank's rows only
+    # The capacity depends on this rank's rows only
     "capacity computed from all tp ranks' rows": (
         CAPACITY, TP, "moe.expert_capacity", capacity_of_two_ranks),
-    # the wrong experts, the wrong rows
+    # Wrong experts or wrong rows
     "all ranks start with the same experts": (
         MOE, EP, "model.init_weights", "p.offset[0] + ", ""),
     "rows stay sorted by sender, dropless": (
@@ -186,7 +186,7 @@ LAYOUT_FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of plan
         CAPACITY, EP, "moe.Capacity.combine", ".transpose(0, 1)", ""),
     "gradients of the rows not sent back": (
         CAPACITY, EP, "parallel._AllToAll.backward", grad_not_sent),
-    # the pieces that a rank owns
+    # The pieces that a rank owns
     "only one rank's experts are saved": (
         MOE, EP_TP, "ops.flat.chosen_rank", chosen_rank_of_world),
     "experts are saved without their offset": (

@@ -88,7 +88,7 @@ def test_what_each_collective_gives_and_counts():
             "broadcast": (four[1], {"broadcast": 4 * row} if r == 1 else {}),
             "objects": (torch.tensor([0, 1, 2, 2]), {}),
             "any": (torch.tensor([True, False]), {"all-reduce": 2 * 4 / 3 * E}),
-            # backward: the sum of what the ranks did with the row; for scatter_rows that of its owner alone
+            # Backward of gather_rows sums what all ranks did with a row; of scatter_rows, what its owner did
             "gather_rows": (torch.full((2, W), 6.0), ring),
             "scatter_rows": (torch.tensor([1.0, 2, 3])[:, None].expand(3, W),
                              {k: v / 2 for k, v in ring.items()}),

@@ -25,8 +25,10 @@ SIZES = [(p, v, m) for p in (1, 2, 3, 4, 5) for v in (1, 2, 3) for m in range(1,
 
 
 def simulate(p, v, m, forward=1, backward=2):
-    """Return the time that a step takes: every rank does its ops in order, each as soon as its input is there. 0
-    if ranks wait for each other for ever."""
+    """Return the time that a step takes, or 0 if ranks wait for each other for ever.
+
+    Every rank does its ops in order, each as soon as its input is there.
+    """
     todo, free, ends = [schedule(rank, p, v, m) for rank in range(p)], [0] * p, {}
     while any(todo):
         before = len(ends)
@@ -59,8 +61,11 @@ def messages(table, p, v):
 
 
 def rendezvous(p, v, m, forward, backward):
-    """Return the time of a step if a batch of messages is over when all its receivers, too, have begun it, and a
-    rank's next batch waits for that, as NCCL's do; an op only waits for the batch that brings its input."""
+    """Return the time of a step whose messages must meet, as NCCL's do.
+
+    A batch of messages is over once all its receivers have begun it, too. A rank's next batch waits for that,
+    but an op only waits for the batch that brings its input.
+    """
     table = timetable(p, v, m)
     clock, network, arrived = [0] * p, [0] * p, {}
     for now, sent in zip(table.values(), messages(table, p, v), strict=True):
@@ -143,7 +148,7 @@ def test_stages_are_balanced_with_embedding_and_head():
         assert sum(blocks) == n and min(blocks) >= 1
         others = (c for c in itertools.product(range(1, n + 1), repeat=pp) if sum(c) == n)
         assert fullest(blocks) == min(map(fullest, others)), f"{n} blocks over {pp} stages: {blocks}"
-    # checkpoints are read by any split, but plans and memory were measured with these
+    # Any split can read a checkpoint, but plans and memory were measured with these splits
     assert (counts[6, 2], counts[6, 4], counts[4, 2], counts[4, 4]) == ([3, 3], [1, 2, 2, 1], [2, 2], [1] * 4)
     assert (counts[5, 2], counts[7, 3], counts[8, 4]) == ([3, 2], [2, 3, 2], [1, 3, 3, 1])
     assert stage_layers(Config(n_layer=6), 4) == [(0, 1), (1, 3), (3, 5), (5, 6)]

@@ -67,7 +67,8 @@ def test_parameters_per_rank_add_up():
     cfg = preset("bloom-176b", tp=4, pp=12)
     share = [sum(local_parameters(cfg, plan.stage_mesh(cfg, 384, s), 250880).values()) for s in range(12)]
     total, C = count_parameters(cfg, 250880)["total"], cfg.n_embd
-    # replicated on each of 4: norms, the biases behind row-parallel products, positions; and the tied copy
+    # Each of 4 ranks holds norms, positions and the biases behind row-parallel products. The last stage also
+    # holds a copy of the tied embedding.
     twice = 3 * (70 * (4 * C + 2 * C) + 2 * C + cfg.seq_len * C) + 250880 * C
     assert 4 * sum(share) == total + twice
 
@@ -102,9 +103,9 @@ FAMILY.update({"swiglu, cp": dict(cp=2), "gelu, cp": dict(FAMILY["gelu"], cp=2)}
 
 @mock.patch.dict(activations.ACTIVATIONS, swiglu=activations._SwiGLU.apply)
 @mock.patch.object(moe, "use_grouped_mm", lambda x, w: True)
-# the GPU has one kernel: it keeps x and a number per row, not fp32 copies
+# On a GPU, one kernel does this: it keeps x and a number per row, not fp32 copies
 @mock.patch.object(model_.F, "rms_norm", lambda x, shape, w, e: torch.layer_norm(x, shape, w, None, e))
-# of both cp ranks the same; flash attention needs no mask
+# Both ranks of cp hold the same values here; flash attention needs no mask
 @mock.patch.object(model_, "gather_segments", lambda kv, axis: torch.cat([kv, kv]))
 @mock.patch("torch.nn.attention.bias.causal_lower_right", lambda *sizes: None)
 def kept_bytes(cfg, mesh, dispatcher=moe.plain_dispatcher, rows_in_use=0):
@@ -191,18 +192,21 @@ def test_what_selective_recomputation_keeps(family):
 
 
 SMOL = "smol-1.7b --ffn-hidden 5632 --n-layer 12 --seq-len 4096 "
-# flags, GPUs, measured on H200: the maximum allocated, GiB
+# Rows of flags, GPUs, and the most GiB allocated, as measured on H200
 ALLOCATED = [(SMOL + "--micro-batch 4", 2, 31.04), (SMOL + "--micro-batch 16", 2, 79.67),
              (SMOL + "--recompute full", 2, 18.53), (SMOL + "--pp 2 --global-batch 32", 2, 23.42),
              (SMOL + "--pp 2 --micro-batch 16 --global-batch 128", 2, 70.46),
              (SMOL + "--pp 2 --micro-batch 32 --global-batch 256 --no-compile", 2, 127.67),
              (SMOL + "--tp 2 --zero 1 --no-compile", 2, 19.97)]
-# ... the maximum reserved
+# Rows of flags, GPUs, and the most GiB reserved
 RESERVED = [("dense-210m --zero 1", 4, 12.2), ("dense-210m", 1, 14.5), ("moe-4b --ep 4 --zero 1", 4, 34.6)]
 
 
 def measured_rows():
-    """Return [(flags, GPUs, ms, most allocated GiB, row limit at the end: 0.0 exceeded, None none)] on H200."""
+    """Return rows measured on H200: (flags, GPUs, ms, most GiB allocated, row limit at the end).
+
+    The row limit is 0.0 if it was exceeded, and None if there was none.
+    """
     lines = map(json.loads, (ROOT / "bench/results/h200-peer-copies.jsonl").read_text().splitlines())
     rows = [tuple(r[k] for k in ("flags", "gpus", "ms", "allocated_gib", "slack")) for r in lines]
     for r in json.loads((ROOT / "bench/results/layouts-w3-4xh200.json").read_text()):  # an older commit
@@ -363,7 +367,7 @@ def test_traffic_is_what_the_axes_counted(flags):
     ranks = run_ranks(4, sent, flags)
     for axis in set().union(*(a | b for a, b in ranks)):
         measured, predicted = (sum(r[i].get(axis, 0) for r in ranks) for i in (0, 1))
-        # dropless rows come as the router likes
+        # Without a capacity, the router decides how many rows each rank gets
         loose = axis == "ep" and "capacity_factor" not in flags
         assert predicted == pytest.approx(measured, rel=0.35 if loose else 1e-9), axis
 
@@ -371,9 +375,10 @@ def test_traffic_is_what_the_axes_counted(flags):
 # -----------------------------------------------------------------------------
 # BLOOM: constants from other models' rows, judged on its own
 
-# width, layers, dp, tp, pp, micro-batch, global batch, seconds; 64 heads or 96. from 02-25 on, when the
-# cluster was tuned; without micro-batch 1 (one row, 148 s, we say 115). equal stages at first; from 02-28,
-# the second list, embedding and head count as layers, as ours do
+# Rows of width, layers, dp, tp, pp, micro-batch, global batch and seconds, with 64 or 96 heads. They were
+# measured from 02-25 on, when the cluster was tuned. The one row with micro-batch 1 is left out: it took
+# 148 s, and our estimate is 115. The stages of EQUAL are equal. BALANCED dates from 02-28 on: there the
+# embedding and the head count as layers, as they do here.
 EQUAL = [(13312, 84, 8, 4, 12, 2, 2048, 103.82), (13312, 84, 8, 4, 12, 4, 2048, 113.21),
          (13312, 84, 8, 8, 6, 2, 2048, 129.61), (13824, 78, 8, 4, 12, 2, 2048, 103.51),
          (13824, 78, 8, 4, 12, 4, 2048, 106.72), (13824, 78, 8, 4, 12, 2, 512, 35.77),
@@ -383,7 +388,7 @@ EQUAL = [(13312, 84, 8, 4, 12, 2, 2048, 103.82), (13312, 84, 8, 4, 12, 4, 2048, 
 BALANCED = [(13312, 82, 4, 8, 12, 4, 2048, 111.79), (13312, 82, 8, 4, 12, 2, 2048, 104.45),
             (13312, 82, 8, 4, 12, 4, 2048, 104.82), (12288, 106, 8, 4, 12, 2, 2048, 116.54),
             (12288, 100, 8, 8, 6, 2, 2048, 139.72), (12288, 100, 8, 8, 6, 4, 2048, 120.96)]
-# all 14336-wide layouts on 48 nodes that ran on 02-25: dp, tp, pp, micro-batch, global batch
+# All 14336-wide layouts that ran on 48 nodes on 02-25: dp, tp, pp, micro-batch, global batch
 CONTENDERS = [(8, 8, 6, 4, 2048), (8, 8, 6, 6, 2016), (4, 8, 12, 4, 2048), (4, 8, 12, 2, 2048),
               (6, 8, 8, 4, 2016),
               (12, 8, 4, 2, 2016), (12, 8, 4, 4, 2016), (24, 8, 2, 1, 2016), (24, 8, 2, 2, 2016),
@@ -470,7 +475,7 @@ def test_the_ramp_is_in_the_days(capsys):
     plan.main([*flags, "--rampup-batch-size", "16", "16", "1200"])
     assert "5e+06 tokens, with the ramp\n  steps        66\n" in capsys.readouterr().out
     plans = planned(capsys, *flags, "--search", "--rampup-batch-size", "16", "16", "1200")
-    # no layout whose replicas are too many for the ramp's first batch
+    # The search leaves out layouts with too many replicas for the ramp's first batch
     assert plans and all(p["steps"] == 66 and 16 % (p["layout"]["dp"] * p["layout"]["micro_batch"]) == 0
                          for p in plans)
 

@@ -63,7 +63,7 @@ def test_resumed_equals_uninterrupted(n, zero, model, toy, tmp_path):
         assert any(n.endswith("router.bias") and t.any() for n, t in final(half, 6)[0].items())
     assert rows(whole) == rows(half) and [r["step"] for r in rows(half)] == [1, 2, 3, 4, 5, 6]
     assert ["val_loss" in r for r in rows(half)] == [False, False, True] * 2
-    # from a PATH into another --out: only the later rows; from a PATH in --out: the later rows are replaced
+    # A PATH outside --out gives only the later rows. A PATH inside --out replaces the later rows.
     go(n, tmp_path / "other", *flags, 6, f"--resume={whole}/step_000003")
     same(whole, tmp_path / "other", 6)
     assert rows(tmp_path / "other") == rows(whole)[3:]
@@ -211,7 +211,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_used(tmp_path
         assert f"checkpoint {out}/step_000006" in got["err"] and file.name in got["err"], kind
         assert f"resumed {out}/step_000004" in got["out"]
         same(tmp_path / "whole", out, 6)
-    # a damaged checkpoint that --resume names is an error: no other one replaces it
+    # A damaged checkpoint that --resume names is an error: no other one replaces it
     (tmp_path / "gone" / "step_000006" / "rank_00000.safetensors").write_bytes(b"")
     err = go(1, tmp_path / "gone", "--resume", tmp_path / "gone" / "step_000006", code=2)["err"]
     assert err.startswith("nanoshard: ") and err.count("\n") == 1 and "rank_00000.safetensors" in err
@@ -367,7 +367,7 @@ def test_resume_within_a_range(skips):
     got = go(n, folder / "without", *flags, "--steps=12", "--resume=auto")
     assert "skipping steps 3-5, 8-9" in got["out"]
     same(folder / "skipped", folder / "without", 12)
-    # the next checkpoint holds the union of the saved ranges and those of the flag
+    # The next checkpoint holds the union of the saved ranges and those of the flag
     go(n, folder / "without", *flags, "--steps=8", "--resume", folder / "inside" / "step_000004",
        "--train-range-to-skip", 10, 11)
     assert final(folder / "without", 8)[1]["skip"] == [3, 5, 8, 11]
@@ -655,7 +655,7 @@ def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(toy, tmp_path):
     assert final(half, 11)[1]["best"] == final(whole, 11)[1]["best"] == {"step": best, "val_loss": min(
         losses.values())}
     assert [p.name for p in checkpoint.steps(half)] == ["step_000011", f"step_{best:06d}"]
-    # in another directory the lowest loss begins anew; without --keep-best only the newest are left
+    # In another directory the lowest loss starts afresh. Without --keep-best only the newest are left.
     go(2, tmp_path / "other", *flags, 13, f"--resume={whole}/step_000011")
     assert final(tmp_path / "other", 13)[1]["best"]["step"] in (12, 13)
     last = go(2, half, *flags, 13, "--resume=auto", "--no-keep-best")

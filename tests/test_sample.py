@@ -206,7 +206,7 @@ def test_score_predicts_each_token_once(run, tmp_path):
     model, ids = sample.load_model(cfg, vocab_size, weights).eval(), tokenizer.load(run).encode(text)
     T, want = cfg.seq_len, []
     for j in range(1, len(ids)):
-        # windows end after T, T + T/2, ... inputs, the last at the end of the document
+        # The first window ends after T inputs, each further one T/2 later, the last one with the document
         end = next((e for e in range(T, len(ids) - 1, T // 2) if j <= e), len(ids) - 1)
         context = ids[max(0, end - T):j]
         assert min(j, T // 2) <= len(context) <= T

@@ -45,7 +45,8 @@ def site(tmp_path):
             f'echo {name} "$@" $settings >> {tmp_path}/calls\n'
             f"[ {name} = srun -o {name} = mpiexec ] && exit 85\nexit 0\n")
         (stand_ins / name).chmod(0o755)
-    # sourced after the login shell has reset PATH; module and conda are functions there
+    # The scripts source `activate` after the login shell has reset PATH. On a site, module and conda are
+    # functions.
     activate.write_text(f"export PATH={stand_ins}:$PATH\n")
     (tmp_path / "site.sh").write_text("module() { echo module \"$@\"; }; conda() { :; }\n")
     return tmp_path, {**clean_env(), "BASH_ENV": str(tmp_path / "site.sh")}
@@ -63,7 +64,7 @@ def test_what_each_script_starts(site, name, nodes):
             "PBS_O_WORKDIR": str(folder), "PBS_NODEFILE": str(folder / "nodes"),
             "PBS_JOBID": "7", "ARGS": "gpt2 --steps 9", "NCCL_SETTINGS": str(folder / "nccl.sh")}
     slurm = not name.endswith(".pbs")
-    # not as a login shell, whose profile would be the site's; the other lines run as they are
+    # Bash does not run as a login shell, whose profile would be the site's. All other lines run as they are.
     job = subprocess.run(["bash", ROOT / "scripts" / name, *(["gpt2", "--steps", "9"] * slurm)], env=env,
                          cwd=folder, capture_output=True, text=True)
     assert job.returncode == 85, job.stdout + job.stderr
@@ -77,7 +78,7 @@ def test_what_each_script_starts(site, name, nodes):
         assert start.startswith(f"mpiexec -n {JOBS[name] * nodes} -") and f"ppn {JOBS[name]} " in start
         assert again.startswith(f"qsub -v ARGS=gpt2 --steps 9,VENV=,MINUTES=27 scripts/{name} ")
         assert f"hostfile {folder}/nodes" in start
-    # what the site's documentation asks for: Polaris' MPI must leave CUDA alone on one node, too
+    # The sites' documentation asks for these settings. On Polaris, MPI must ignore CUDA even on one node.
     for script, several, words in (("aurora.pbs", True, "CCL=pmix mpi "), ("frontier.sh", True, " 2048 GPU"),
                                    ("polaris.pbs", False, "GPU=0"), ("perlmutter.sh", False, "GPU=0")):
         if name == script:

@@ -57,9 +57,14 @@ def test_symmetric_memory_gives_the_results_of_one_rank(kind, slack, flags):
 
 def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=False,
                 bucket_elements=BUCKET_ELEMENTS):
-    """Three training steps. slack 0: the plain step. Otherwise a GraphedStep, which captures nothing up to
-    graph.WARMUP_STEPS steps, with --ep-slack `slack`. peer_copies: gradients and weights by PeerComm.
-    Return StepStats of each step, this rank's pieces, how many steps were done again, the sizer's slack"""
+    """Take three training steps.
+
+    slack: 0 for the plain step; otherwise the --ep-slack of a GraphedStep, which captures nothing during its
+    first graph.WARMUP_STEPS steps. peer_copies: whether PeerComm moves gradients and weights.
+
+    Return the StepStats of each step, the pieces of this rank, how many steps were done again, and the
+    sizer's slack.
+    """
     cfg, device = Config(**flags), torch.device("cpu")
     if slack:
         cfg = dataclasses.replace(cfg, ep_slack=slack)

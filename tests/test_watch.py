@@ -112,7 +112,7 @@ def test_a_hang_is_reported_with_every_stack_and_ended(hung, fault):
     stacks = {p.name[:10]: p.read_text() for p in folder.glob("*.txt")}
     assert stacks.keys() == {"rank_00000", "rank_00001"}
     assert "ddp.py" in stacks["rank_00000"] and "misbehave.py" in stacks["rank_00001"], stacks
-    # from the fault to the report, as the process itself measures it
+    # The process itself measures the time from the fault to the report
     silent = float(re.search(r"no progress for ([\d.]+) s", text)[1])
     assert TIMEOUT <= silent < watch.SLOW_PHASE_FACTOR * TIMEOUT
     reported = [p.stat().st_mtime for p in folder.glob("rank_00000.*")]

@@ -317,7 +317,7 @@ def check_requeue(cluster, flags, steps):
           "resumed" in text, f"{job}\n{text}")
     check_same_weights(cluster, whole, cut)
     steps_cut, steps_whole = ([r["step"] for r in rows(out)] for out in (cut, whole))
-    # a resumed run also logs its first step
+    # A resumed run also logs its first step
     check("its metrics have one row per logged step", steps_cut == sorted({*steps_cut, *steps_whole}),
           f"{steps_cut}")
 
