@@ -106,7 +106,7 @@ class MoE(nn.Module):
         it). It is 1 when balanced, E/K when all tokens go to the same K experts. The z-loss is the
         mean of logsumexp(logits)^2 (arXiv:2202.08906 eq. 5). Both count what the router chooses
         without its bias, before anything is dropped. The parts of the cp x tp ranks add up to the
-        losses of the micro-batch: each has the sum over its own rows of P_i.
+        losses of the micro-batch: each rank sums P_i over its own rows.
         """
         n, E = logits.shape
         K = self.K

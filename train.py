@@ -235,7 +235,7 @@ class Run:
             agree.compare(world, tokens, "give all ranks the same data")
             choice = choose(cfg, mesh, world.device)
             model, data_parallel, opt = build(cfg, mesh, self.data.vocab_size, world.device,
-                                   self.oversight.timers, choice)
+                                              self.oversight.timers, choice)
             self.parts = Parts(mesh, choice, model, data_parallel, opt)
         debugger.attach_stdin(world, cfg.pdb)
 

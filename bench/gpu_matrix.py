@@ -252,8 +252,8 @@ def run_layer(layer, rows, device):
     for mode in ("default", "default", "error"):
         if watched:
             torch.cuda.set_sync_debug_mode(mode)
-        y, aux = forward(layer, x)
-        torch.autograd.backward([y, aux], [torch.ones_like(y), None])
+        y, router_loss = forward(layer, x)
+        torch.autograd.backward([y, router_loss], [torch.ones_like(y), None])
     if watched:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -106,7 +106,7 @@ def swiglu_backward(gate_ptr, up_ptr, grad_h_ptr, grad_gate_ptr, grad_up_ptr, va
 
 @triton.jit
 def place_within_expert(expert_ptr, place_ptr, counts_ptr, n, blocks, E: tl.constexpr, WIDE: tl.constexpr,
-                       BLOCK: tl.constexpr):
+                        BLOCK: tl.constexpr):
     """The place of each copy in its expert's queue, within a block. One program handles BLOCK copies.
 
     expert (n,): the expert of each copy. place (n,): the number of earlier copies of the block with the same
@@ -123,7 +123,7 @@ def place_within_expert(expert_ptr, place_ptr, counts_ptr, n, blocks, E: tl.cons
 
 @triton.jit
 def slots_from_places(expert_ptr, place_ptr, cumulative_ptr, start_ptr, slot_ptr, n, rows, blocks,
-                     EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+                      EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """slot (n,) = start[expert] + cumulative[expert, block - 1] + place, of place_within_expert.
 
     The slot is -1 where it would lie beyond the end of its buffer, which has `rows` rows for EXPERTS experts.

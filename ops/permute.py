@@ -78,7 +78,7 @@ def place_within_expert(expert, E):
     counts = torch.empty(E, blocks, dtype=torch.int32, device=expert.device)
     warps = 4 if wide <= 64 else 8
     kernels.place_within_expert[(blocks,)](expert, place, counts, N, blocks, E=E, WIDE=wide,
-                                          BLOCK=block, num_warps=warps)
+                                           BLOCK=block, num_warps=warps)
     return place, counts.cumsum(1)
 
 
@@ -98,7 +98,7 @@ def slots_from_places(expert, place, cumulative, start, experts, rows):
     E, blocks = cumulative.shape
     block, _ = sort_block_size(E)
     kernels.slots_from_places[(blocks,)](expert, place, cumulative, start, slot, expert.numel(),
-                                        rows, blocks, EXPERTS=experts, BLOCK=block, num_warps=4)
+                                         rows, blocks, EXPERTS=experts, BLOCK=block, num_warps=4)
     return slot
 
 

@@ -122,10 +122,10 @@ def check_against_the_written_out_model(cfg, drop=lambda place, x: x):
         torch.testing.assert_close(g, w[n].grad, rtol=0, atol=1e-12 * largest, msg=n)
     x = batches[0][0][:, : cfg.seq_len - 3]  # shorter than the window
     with torch.no_grad():
-        got, aux = model.eval()(x)
+        got, router_loss = model.eval()(x)
         logits, balance = forward(cfg, w, cfg.vocab_size, x)
     torch.testing.assert_close(got.view(*x.shape, -1)[..., : cfg.vocab_size], logits, rtol=0, atol=1e-12)
-    torch.testing.assert_close(torch.as_tensor(aux, dtype=torch.float64), balance, rtol=1e-12, atol=0)
+    torch.testing.assert_close(torch.as_tensor(router_loss, dtype=torch.float64), balance, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -156,9 +156,9 @@ def test_a_bf16_model_computes_in_fp32_what_bf16_would_ruin():
         for p in layer.parameters():
             p.normal_(0.0, 1.0, generator=rng)
         x = torch.randn(64, 16, generator=rng).bfloat16()
-        p, ids, aux = layer.bfloat16().route(x)
+        p, ids, router_loss = layer.bfloat16().route(x)
         wide_p, wide_ids, wide_aux = layer.double().route(x.double())
-    assert torch.equal(ids, wide_ids) and aux.item() == pytest.approx(wide_aux.item(), rel=1e-6)
+    assert torch.equal(ids, wide_ids) and router_loss.item() == pytest.approx(wide_aux.item(), rel=1e-6)
     assert p.dtype == torch.bfloat16 and ((p - wide_p).abs() <= wide_p / 2**8).all()
 
 

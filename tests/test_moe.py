@@ -146,7 +146,7 @@ def assert_equals_loop(layer, x, what):
                                 else h * h.sigmoid() * (mlp.w3.weight @ row))
 
     bias = None if layer.router.bias is None else layer.router.bias.double()
-    y, aux = layer(x, no_recompute)
+    y, router_loss = layer(x, no_recompute)
     want, balance, z, dropped, visits = loop_over_tokens(
         x, weight, expert, cfg.top_k, cfg.router, bias, cfg.capacity_factor, cfg.drop_policy,
         shared if mlp else None)
@@ -154,8 +154,8 @@ def assert_equals_loop(layer, x, what):
     seed = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(5))
     inputs = {"x": x, **dict(layer.named_parameters())}
     ours, theirs = (torch.autograd.grad((out * seed).sum() + loss, list(inputs.values()), allow_unused=True)
-                    for out, loss in ((y, aux), (want, losses)))
-    pairs = {"output": (y, want), "aux": (aux, losses),
+                    for out, loss in ((y, router_loss), (want, losses)))
+    pairs = {"output": (y, want), "aux": (router_loss, losses),
              **{f"gradient of {n}": (a, torch.zeros_like(a) if b is None else b)
                 for n, a, b in zip(inputs, ours, theirs, strict=True)}}
     for name, (a, b) in pairs.items():
@@ -211,9 +211,10 @@ def aux_of(x, **flags):
     """Return balance loss of x, the router's gradient, the layer's statistics, number of dropped copies."""
     layer = block(**dict(dict(aux_coef=1.0), **flags))
     layer.router.weight.data.zero_()[:, :6] = torch.eye(8, 6, dtype=torch.float64)
-    y, aux = layer(x, no_recompute)
-    aux.backward()
-    return aux.item(), layer.router.weight.grad, layer.stats.clone(), layer.dispatcher.n_dropped.item()
+    y, router_loss = layer(x, no_recompute)
+    router_loss.backward()
+    dropped = layer.dispatcher.n_dropped.item()
+    return router_loss.item(), layer.router.weight.grad, layer.stats.clone(), dropped
 
 
 @pytest.mark.parametrize("K", [1, 2, 4])
@@ -231,11 +232,11 @@ def test_balance_loss_is_1_when_balanced_E_over_K_when_collapsed(router, K):
 
 def test_balance_loss_does_not_depend_on_the_capacity():
     x = torch.randn(16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
-    aux, grad, stats, _ = aux_of(x)
+    router_loss, grad, stats, _ = aux_of(x)
     for factor in (0.25, 1.0, 4.0):
         for policy in ("probs", "position"):
             same_aux, g, s, dropped = aux_of(x, capacity_factor=factor, drop_policy=policy)
-            assert same_aux == aux and torch.equal(g, grad) and torch.equal(s, stats)
+            assert same_aux == router_loss and torch.equal(g, grad) and torch.equal(s, stats)
             assert (dropped > 0) == (factor < 4)
 
 
@@ -266,8 +267,8 @@ def aux_gradient(world, layout, n):
     forward = model.forward
 
     def without_cross_entropy(*args, **kwargs):
-        out, aux = forward(*args, **kwargs)
-        return (out * 0.0 if model.is_last else out), aux
+        out, router_loss = forward(*args, **kwargs)
+        return (out * 0.0 if model.is_last else out), router_loss
     with mock.patch.object(model, "forward", without_cross_entropy):
         count = n * cfg.micro_batch * mesh.dp.size
         batches = train.micro_batches(cfg, mesh, SameBatch(cfg), 0, count, world.device)
@@ -335,8 +336,8 @@ def block_over_ep(world, ep, flags, kind, slack=0.0):
         symm_mem.allocate([layer], layer.dispatcher.rows_in_use + 3)
     ffn = layer.ffn
     layer.ffn = lambda x, *more: rows.append(x.size(0)) or ffn(x, *more)
-    y, aux = layer(x, no_recompute)
-    (y.square().sum() + aux).backward()
+    y, router_loss = layer(x, no_recompute)
+    (y.square().sum() + router_loss).backward()
     assert not slack or layer.dispatcher.rows_needed <= layer.dispatcher.rows_in_use
     grads = {}
     for name, p in layer.named_parameters():

@@ -157,8 +157,8 @@ def padded_block(world, ep, flags, kind, slack):
     x = (tokens(kind, layer).detach() + 0.01 * (1 + world.rank)).requires_grad_()
     layer.dispatcher.rows_in_use = in_use = int(slack * x.size(0) * layer.K)
     with mock.patch.object(moe.AllToAll, "plan", None) if slack else contextlib.nullcontext():
-        y, aux = layer(x, no_recompute)
-    (y.square().sum() + aux).backward()
+        y, router_loss = layer(x, no_recompute)
+    (y.square().sum() + router_loss).backward()
     tensors = (y.detach(), x.grad, *(p.grad for p in layer.parameters()))
     return [t.numpy() for t in tensors if t is not None], layer.dispatcher.rows_needed.item(), in_use
 
