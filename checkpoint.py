@@ -4,11 +4,11 @@ needs the memory for a whole tensor.
     python checkpoint.py show A       what is in A: a step_N directory, or a run, then its newest
     python checkpoint.py diff A B     which tensors differ, and by how much
 
-Every tensor has one global name and one full shape, whatever the layout. A rank writes its shards: rectangles
-of tensors, as (name, data, full shape, offset of the rectangle). index.json lists the shards of all files. A
+Every tensor has one global name and one full shape, whatever the layout. A rank writes its pieces: rectangles
+of tensors, as (name, data, full shape, offset of the rectangle). index.json lists the pieces of all files. A
 reader copies what overlaps with the rectangle that it asks for: every layout reads what any other wrote.
 
-    step_000123.RUN_ID.tmp/rank_00000.safetensors   each rank writes its shards,
+    step_000123.RUN_ID.tmp/rank_00000.safetensors   each rank writes its pieces,
     step_000123.RUN_ID.tmp/rank_00000.json          then their list: its part is complete
     step_000123.RUN_ID.tmp/index.json               rank 0, when the lists of all ranks are there
     step_000123/                                    the commit is a rename: complete, or absent
@@ -19,7 +19,6 @@ import json
 import math
 import os
 import re
-import reprlib
 import shutil
 import sys
 import time
@@ -27,6 +26,7 @@ import zlib
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from interface import checkpoint_report as report
 from interface.command_line import one_line, printable, wrap, wrong_input
 from interface.files import folded, sync, write_whole
 from interface.schema import Range, check_schema, load_json
@@ -61,28 +61,28 @@ class Writers(NamedTuple):
 ALONE = Writers()
 
 
-def save(root, step, shards, meta, writers=ALONE):
+def save(root, step, pieces, meta, writers=ALONE):
     """Write this rank's part of a checkpoint, and on rank 0 commit it. Return its directory.
 
-    shards: [(name, tensor, full shape, offset)]; over all ranks each element is there exactly once.
+    pieces: [(name, tensor, full shape, offset)]; over all ranks each element is there exactly once.
     meta: any JSON; rank 0's is stored.
     No collective is called: rank 0 waits for the other ranks' files, so a dead rank means no commit, no hang.
     OSError: the disk is full or read-only. TimeoutError, an OSError: a rank's part did not come.
     """
     tmp = Path(root) / f"step_{step:06d}.{writers.run_id}.tmp"
-    write_part(tmp, writers.rank, shards)
+    write_part(tmp, writers.rank, pieces)
     if writers.rank == 0:
         commit(tmp, step, meta, writers)
     return Path(root) / f"step_{step:06d}"
 
 
-def write_part(tmp, rank, shards):
-    """Write this rank's shards as rank_R.safetensors, then their list as rank_R.json: the part is done."""
+def write_part(tmp, rank, pieces):
+    """Write this rank's pieces as rank_R.safetensors, then their list as rank_R.json: the part is done."""
     tmp.mkdir(parents=True, exist_ok=True)
     file = f"rank_{rank:05d}.safetensors"
     tensors = {}
     records = []
-    for i, (name, tensor, full, offset) in enumerate(shards):
+    for i, (name, tensor, full, offset) in enumerate(pieces):
         key = name if tuple(tensor.shape) == tuple(full) else f"{name}#{i}"
         tensors[key] = tensor
         records.append([name, key, dtype_name(tensor), list(full), list(offset), list(tensor.shape)])
@@ -374,6 +374,26 @@ class Reader:
             raise ValueError(f"checkpoint {self.path}: {name} covers {copied} of {out.numel()} elements; "
                              f"{HINT}")
 
+    def blocks(self, name, limit=1 << 24):
+        """Read a tensor in blocks of whole rows, of about `limit` elements: yields (first index, block)."""
+        import torch
+        entry = self.index["tensors"][name]
+        full = entry["shape"]
+        dtype = getattr(torch, entry["dtype"])
+        if not full:
+            block = torch.empty([], dtype=dtype)
+            self.fill(name, block, full, [])
+            yield 0, block
+            return
+        row = math.prod(full[1:])
+        rows = full[0]
+        if row > 0 and limit != math.inf:
+            rows = max(1, limit // row)
+        for i in range(0, full[0], max(1, rows)):
+            block = torch.empty([min(rows, full[0] - i), *full[1:]], dtype=dtype)
+            self.fill(name, block, full, [i] + [0] * (len(full) - 1))
+            yield i * row, block
+
     def _read(self, file, key, where):
         from safetensors import SafetensorError, safe_open
         try:
@@ -421,89 +441,25 @@ def load(path, requested, index=None, others=()):
 
 
 def full_tensors(path):
-    """Return {name: tensor at full size}, assembled from all shards."""
+    """Return {name: tensor at full size}, assembled from all pieces."""
     reader = Reader(path)
     out = {}
     for name in reader.index["tensors"]:
-        for _, block in _blocks(reader, name, math.inf):
+        for _, block in reader.blocks(name, math.inf):
             out[name] = block
     return out
-
-
-def _blocks(reader, name, limit=1 << 24):
-    """Read a tensor in blocks of whole rows, of about `limit` elements: yields (first index, block)."""
-    import torch
-    entry = reader.index["tensors"][name]
-    full = entry["shape"]
-    dtype = getattr(torch, entry["dtype"])
-    if not full:
-        block = torch.empty([], dtype=dtype)
-        reader.fill(name, block, full, [])
-        yield 0, block
-        return
-    row = math.prod(full[1:])
-    rows = full[0]
-    if row > 0 and limit != math.inf:
-        rows = max(1, limit // row)
-    for i in range(0, full[0], max(1, rows)):
-        block = torch.empty([min(rows, full[0] - i), *full[1:]], dtype=dtype)
-        reader.fill(name, block, full, [i] + [0] * (len(full) - 1))
-        yield i * row, block
 
 
 # -----------------------------------------------------------------------------
 # The command line
 
-class Difference(NamedTuple):
-    """How two tensors differ."""
-    count: int       # of elements that differ
-    most: float      # largest absolute difference
-    relative: float  # the same, relative to the largest absolute value of the first tensor
-    first: tuple     # index of the first element that differs
-
-
-def compare(a, b, name):
-    """Return the Difference of a tensor of two Readers, in which it has the same shape; None: they are equal.
-
-    -0.0 and 0.0 differ; NaN equals NaN.
-    """
-    import torch
-    count = 0
-    most = 0.0
-    top = 0.0
-    first = None
-    for (at, x), (_, y) in zip(_blocks(a, name), _blocks(b, name), strict=True):
-        x = x.reshape(-1).double()
-        y = y.reshape(-1).double()
-        top = max(top, x.abs().nan_to_num(0.0).max().item())
-        apart = ((x != y) | (x.signbit() != y.signbit())) & ~(x.isnan() & y.isnan())
-        if apart.any():
-            count += int(apart.sum())
-            most = max(most, (x - y).abs().nan_to_num(math.inf)[apart].max().item())
-            if first is None:
-                first = at + int(apart.to(torch.uint8).argmax())
-    if not count:
-        return None
-    where = torch.unravel_index(torch.tensor(first), a.index["tensors"][name]["shape"])
-    return Difference(count, most, most / top if top else math.inf, tuple(int(i) for i in where))
-
-
 def print_folded(text):
     print(folded(printable(text)))
 
 
-def brief(value):
-    """Return a value of the meta as text.
-
-    Of a long list, such as the losses of --skip-spikes, it has the first six.
-    """
-    if isinstance(value, str):
-        return value
-    short = reprlib.Repr()
-    short.maxdict = 1000
-    short.maxstring = 1000
-    short.maxother = 1000
-    return short.repr(value)
+def show(path, say=print_folded):
+    """Say what a checkpoint's counters and tensors are."""
+    report.describe(path, check(path), say)
 
 
 def diff(path_a, path_b, say=print_folded):
@@ -513,69 +469,7 @@ def diff(path_a, path_b, say=print_folded):
     """
     a = Reader(path_a, check(path_a))
     b = Reader(path_b, check(path_b))
-    found = diff_meta(a.index["meta"], b.index["meta"], say)
-    names_a = a.index["tensors"]
-    names_b = b.index["tensors"]
-    for name in sorted(names_a.keys() | names_b.keys()):
-        if name not in names_b:
-            text = f"only in {path_a}"
-        elif name not in names_a:
-            text = f"only in {path_b}"
-        else:
-            text = diff_tensor(a, b, name)
-        if text:
-            found += 1
-            say(f"  {name:40s} {text}")
-    say(f"{found} differences" if found else f"equal: all {len(names_a)} tensors, step {a.index['step']}")
-    return found
-
-
-def diff_meta(a, b, say):
-    """Say which counters differ. Return their number.
-
-    Other flags or another number of ranks do not make it another model: they do not count.
-    """
-    notes = {"world": ", of the layout", "flags": ", of the run", "best": ", of the run"}
-    found = 0
-    for key in sorted(a.keys() | b.keys()):
-        x = a.get(key, "absent")
-        y = b.get(key, "absent")
-        if x == y:
-            continue
-        if isinstance(x, dict) and isinstance(y, dict):
-            apart = sorted(k for k in x.keys() | y.keys() if x.get(k) != y.get(k))
-            x, y = ({k: values[k] for k in apart if k in values} for values in (x, y))
-        if key not in notes:
-            found += 1
-        say(f"  meta {key}: {brief(x)} -> {brief(y)}{notes.get(key, '')}")
-    return found
-
-
-def diff_tensor(a, b, name):
-    """Return in words how a tensor of two Readers differs, or ""."""
-    x = a.index["tensors"][name]
-    y = b.index["tensors"][name]
-    if x["shape"] != y["shape"]:
-        return f"shape {tuple(x['shape'])} -> {tuple(y['shape'])}"
-    said = []
-    if x["dtype"] != y["dtype"]:
-        said.append(f"{x['dtype']} -> {y['dtype']}")
-    apart = compare(a, b, name)
-    if apart:
-        said.append(f"{apart.count} of {math.prod(x['shape'])} elements, max abs {apart.most:.3g}, "
-                    f"relative {apart.relative:.3g}, first at {apart.first}")
-    return ", ".join(said)
-
-
-def show(path, say=print_folded):
-    """Say what a checkpoint's counters and tensors are."""
-    index = check(path)
-    megabytes = sum(file["bytes"] for file in index["files"].values()) / 1e6
-    say(f"{path}: step {index['step']}, {len(index['tensors'])} tensors in {len(index['files'])} files, "
-        f"{megabytes:.1f} MB, all checksums right")
-    say("  " + " ".join(f"{k}={brief(v)}" for k, v in index["meta"].items() if not isinstance(v, dict)))
-    for name, entry in sorted(index["tensors"].items()):
-        say(f"  {name:48s} {entry['dtype']:8s} {tuple(entry['shape'])!s:20s} {len(entry['pieces'])} pieces")
+    return report.compare(a, b, say)
 
 
 @wrong_input()

@@ -438,6 +438,11 @@ def n_masked(seq_len):
     return round(0.15 * seq_len)
 
 
+def ceil_div(a, b):
+    """Return a / b, rounded up, in whole numbers: a float would lose the last of many elements."""
+    return -(-a // b)
+
+
 def pad_vocab(vocab_size):
     """Return the vocabulary rounded up to a multiple of 128: matrix kernels like it, and tp divides it."""
-    return -(-vocab_size // 128) * 128
+    return ceil_div(vocab_size, 128) * 128

@@ -383,7 +383,7 @@ def import_model(flags):
     vocabulary = load_tokenizer(weights.path, weights.vocab_size)
     out = Path(flags.out)
     cfg = dataclasses.replace(weights.cfg, vocab_size=weights.vocab_size)
-    step = checkpoint.save(out, 0, lazy_shards(weights), meta_of_no_step(cfg))
+    step = checkpoint.save(out, 0, lazy_pieces(weights), meta_of_no_step(cfg))
     if vocabulary:
         vocabulary.save(out / "tokenizer.json")
         data = f"python prepare.py FILE... --name NAME --tokenizer {out}"
@@ -395,16 +395,16 @@ def import_model(flags):
             f"{flag_words(cfg)}\ndata/NAME: {data}")
 
 
-def lazy_shards(weights):
+def lazy_pieces(weights):
     """Return [(name, Lazy, full shape, offset)] of all tensors of a HuggingFace, for checkpoint.save."""
     import torch
-    shards = []
+    pieces = []
     for name, entry in weights.index["tensors"].items():
         dtype = getattr(torch, entry["dtype"])
         for piece in entry["pieces"]:
             read = partial(read_piece, weights, name, entry["shape"], piece, dtype)
-            shards.append((name, Lazy(piece["size"], dtype, read), entry["shape"], piece["offset"]))
-    return shards
+            pieces.append((name, Lazy(piece["size"], dtype, read), entry["shape"], piece["offset"]))
+    return pieces
 
 
 def read_piece(weights, name, full, piece, dtype):

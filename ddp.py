@@ -2,7 +2,8 @@
 
     assign_buckets   which parameters share a bucket
     Comm             how a bucket travels: over NCCL or gloo; fast/peer.py has a faster way
-    Bucket           the buffers, and which gradients have come
+    FlatBuffers      the flat buffers of a bucket
+    Bucket           a bucket that is summed once in a step: which gradients have come
     DataParallel     the buckets of a model, hooked into its backward; zero.py has ZeRO-2 and ZeRO-3
 
 The buffers of one bucket of n elements. Four ranks hold the same parameters; this is rank 1 under
@@ -11,19 +12,19 @@ ZeRO-1, whose slice of the bucket is a quarter:
              0          n/4        n/2        3n/4        n
     flat     | weights in the model's dtype               |  every p.data is a window of it
     grad     | gradients of this rank, in at least fp32   |  backward adds each p.grad to its window
-             |          |##########|          |           |  ## is bucket.shard, the slice of rank 1
-    total               | the sum  |   = grad[shard], by reduce-scatter, while backward runs
+             |          |##########|          |           |  ## is bucket.own_slice, of rank 1
+    grad_sum            | all ranks|   = grad[own_slice] after its reduce-scatter: what AdamW reads
     master              | fp32     |   AdamW updates it; its two moments are as long
-    own                 | rounded  |   = flat[shard]: the new master, sent to the others
+    own                 | rounded  |   = flat[own_slice]: the new master, sent to the others
 
 A rank updates its slice only. What it keeps under each --zero (a slot is memory for one whole
 bucket, which the buckets use in turn: zero.py):
 
               flat (weights)                grad                           master, moments
-    zero 0    n                             n, summed by all-reduce        n: shard is everything
+    zero 0    n                             n, summed by all-reduce        n: the slice is all n
     zero 1    n                             n, summed by reduce-scatter    n/4
-    zero 2    n                             total n/4; grad in 2 slots     n/4
-    zero 3    own n/4; flat of 2 blocks     total n/4; grad in 2 slots     n/4
+    zero 2    n                             grad_sum n/4; grad in 2 slots  n/4
+    zero 3    own n/4; flat of 2 blocks     grad_sum n/4; grad in 2 slots  n/4
 
 In an fp32 model, master and own are the same memory.
 """
@@ -82,7 +83,7 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS):
                 is_full = zero == 3 or elements[key] >= bucket_elements
                 if filling[key].decayed and is_full:
                     closed.append(filling.pop(key))
-        key = p.reduce, uses_weight_decay(p)
+        key = p.summed_over, uses_weight_decay(p)
         if key not in filling:
             filling[key] = Contents(*key, [], [])
             elements[key] = 0
@@ -108,21 +109,21 @@ class Comm:
     def __init__(self, grad_dtype=None):
         self.grad_dtype = grad_dtype
 
-    def allocate(self, axis, shard, weights, dtype):
-        """Return a bucket's buffers flat (n,), grad (n,), total (n/shards,).
+    def allocate(self, axis, own_slice, weights, dtype):
+        """Return a bucket's buffers flat (n,), grad (n,), grad_sum (n/n_slices,).
 
-        weights (n,): the initial weights, in at least fp32. dtype: of flat. shard: the slice of
-        grad whose sum over the axis becomes total.
+        weights (n,): the initial weights, in at least fp32. dtype: of flat. own_slice: the slice of
+        grad whose sum over the axis becomes grad_sum.
         """
         flat = weights if weights.dtype == dtype else torch.zeros_like(weights, dtype=dtype)
         grad = torch.zeros_like(weights, dtype=self.grad_dtype)
-        return flat, grad, grad[shard]
+        return flat, grad, grad[own_slice]
 
     def start_reduce(self, bucket):
         """Start to sum bucket.grad over the bucket's axis, and return a handle."""
-        # Both collectives work in place: total is a window of grad, and own one of flat.
-        if bucket.shards > 1:  # SUM, n/size of n numbers to each rank, over the bucket's axis
-            return bucket.axis.start_reduce_scatter(bucket.total, bucket.grad)
+        # Both collectives work in place: grad_sum is a window of grad, and own one of flat.
+        if bucket.n_slices > 1:  # SUM, n/size of n numbers to each rank, over the bucket's axis
+            return bucket.axis.start_reduce_scatter(bucket.grad_sum, bucket.grad)
         return bucket.axis.start_all_reduce(bucket.grad)  # SUM of n numbers, over the bucket's axis
 
     def start_gather(self, bucket):
@@ -131,33 +132,33 @@ class Comm:
         return bucket.axis.start_all_gather(bucket.flat, bucket.own)
 
 
-class Bucket:
-    """Parameters in flat buffers, reduced together: one large collective beats many small ones.
+class FlatBuffers:
+    """The flat buffers of a bucket: one large collective beats many small ones.
 
-    The drawing at the top of this file shows the buffers. The bucket lays them out and knows which
-    gradients have come; its Comm communicates. The masters keep the fp32 values that were drawn,
-    not the rounded ones, so that updates smaller than a bf16 step add up from the start. ZeRO-1:
-    arXiv:1910.02054, section 5.1.
+    The drawing at the top of this file shows them. Bucket and zero.SlotBucket add which gradients
+    have come and when they are summed; the bucket's Comm communicates. The masters keep the fp32
+    values that were drawn, not the rounded ones, so that updates smaller than a bf16 step add up
+    from the start. ZeRO-1: arXiv:1910.02054, section 5.1.
     """
 
     def __init__(self, contents, axis, zero, dtype, comm):
         self.contents = contents
         self.axis = axis
         self.comm = comm
-        self.shards = axis.size if zero else 1
-        n = padded_elements(self.used, self.shards)
-        self.shard = self.shard_slice(axis.rank if self.shards > 1 else 0, n)
+        self.n_slices = axis.size if zero else 1
+        n = padded_elements(self.used, self.n_slices)
+        self.own_slice = self.slice_of_rank(axis.rank if self.n_slices > 1 else 0, n)
         first = self.params[0]
         wide = torch.promote_types(first.dtype, torch.float32)
         weights = torch.zeros(n, dtype=wide, device=first.device)  # The last n - used are padding.
-        self.flat, self.grad, self.total = comm.allocate(
-            axis, self.shard, weights, dtype or first.dtype)
-        self.grads = self.windows(self.grad)
+        self.flat, self.grad, self.grad_sum = comm.allocate(
+            axis, self.own_slice, weights, dtype or first.dtype)
+        self.grad_windows = self.windows(self.grad)  # of each parameter
         self.adopt_parameters(weights)
-        self.master = weights[self.shard]
+        self.master = weights[self.own_slice]
         if weights is not self.flat:
             self.master = self.master.clone()
-        self.own = self.flat[self.shard]
+        self.own = self.flat[self.own_slice]
         self.gather_handle = None  # of the running all-gather of new weights, or None
         self.reset()
 
@@ -181,7 +182,7 @@ class Bucket:
     @property
     def replica_weight(self):
         """What this rank's slice counts in sums over the world: 1/k where k ranks hold it."""
-        return 1 / (self.axis.size // self.shards)
+        return 1 / (self.axis.size // self.n_slices)
 
     def starts(self):
         """Return where each parameter begins in flat."""
@@ -193,9 +194,9 @@ class Bucket:
         pairs = zip(self.params, self.starts(), strict=True)
         return [buffer[start:start + p.numel()].view_as(p) for p, start in pairs]
 
-    def shard_slice(self, rank, n):
+    def slice_of_rank(self, rank, n):
         """Return the slice of a buffer of n elements that belongs to this rank of the axis."""
-        return slice(rank * n // self.shards, (rank + 1) * n // self.shards)
+        return slice(rank * n // self.n_slices, (rank + 1) * n // self.n_slices)
 
     def adopt_parameters(self, weights):
         """Copy the parameters into weights and flat, and make each p.data a window of flat."""
@@ -204,6 +205,28 @@ class Bucket:
         for p, window in zip(self.params, self.windows(self.flat), strict=True):
             p.data = window
         self.flat.copy_(weights)
+
+    def copy_all_gradients(self):
+        """Copy every p.grad into its window of grad, at once; a gradient of None is zero."""
+        grads = [p.grad for p in self.params]
+        copy_gradients(zip(self.grad_windows, grads, strict=True))
+        for p in self.params:
+            p.grad = None
+
+    def publish(self):
+        """Send this rank's new slice of the weights to the others."""
+        if self.n_slices > 1:
+            self.gather_handle = self.comm.start_gather(self)
+
+    def wait_for_weights(self):
+        """Wait until flat holds the new weights of all ranks."""
+        if self.gather_handle is not None:
+            self.gather_handle.wait()
+            self.gather_handle = None
+
+
+class Bucket(FlatBuffers):
+    """A bucket whose gradients are added up over the micro-batches, and summed once in a step."""
 
     def reset(self):
         """Begin an optimizer step: no gradient has come yet."""
@@ -229,12 +252,12 @@ class Bucket:
     def take_gradient(self, i):
         """Add parameter i's gradient to its window of grad."""
         p = self.params[i]
-        accumulate(self.grads[i], p.grad, first=self.untouched[i])
+        accumulate(self.grad_windows[i], p.grad, first=self.untouched[i])
         p.grad = None
 
     def complete_grad(self):
         """Make grad whole: a parameter that took no part in this step has a gradient of zero."""
-        for grad, untouched in zip(self.grads, self.untouched, strict=True):
+        for grad, untouched in zip(self.grad_windows, self.untouched, strict=True):
             if untouched:
                 grad.zero_()
 
@@ -249,17 +272,6 @@ class Bucket:
             self.start_reduce()
         self.reduce_handle.wait()
 
-    def publish(self):
-        """Send this rank's new slice of the weights to the others."""
-        if self.shards > 1:
-            self.gather_handle = self.comm.start_gather(self)
-
-    def wait_for_weights(self):
-        """Wait until flat holds the new weights of all ranks."""
-        if self.gather_handle is not None:
-            self.gather_handle.wait()
-            self.gather_handle = None
-
 
 class CopyBucket(Bucket):
     """A Bucket for a single micro-batch per step: nothing is added to a gradient on this rank.
@@ -272,12 +284,6 @@ class CopyBucket(Bucket):
 
     def complete_grad(self):
         self.copy_all_gradients()
-
-    def copy_all_gradients(self):
-        """Copy every p.grad into its window of grad, at once; a gradient of None is zero."""
-        copy_gradients([(grad, p.grad) for grad, p in zip(self.grads, self.params, strict=True)])
-        for p in self.params:
-            p.grad = None
 
 
 # -----------------------------------------------------------------------------
@@ -351,7 +357,7 @@ class DataParallel:
         self.is_last_microbatch = is_last_microbatch
 
     def finish_grad_sync(self):
-        """Wait until every bucket's total is the sum over its axis."""
+        """Wait until every bucket's grad_sum is the sum over its axis."""
         with self.timers("grad_sync"):  # the time that backward did not hide
             for bucket in self.buckets:
                 bucket.wait_grads()

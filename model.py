@@ -32,8 +32,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from config import n_masked, pad_vocab
 from moe import MoE, plain_dispatcher
 from ops.activations import ACTIVATIONS, GATED, gelu
-from ops.cross_entropy import IGNORE, LinearCrossEntropy
-from parallel import MAX, gather_chunks, gather_rows, parameter, scatter_rows
+from ops.cross_entropy import LinearCrossEntropy
+from parallel import gather_rows, gather_segments, parameter, scatter_rows
+from vocab import vocab_cross_entropy, vocab_embedding
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16,
           "fp16": torch.float16}
@@ -168,23 +169,23 @@ def attend(q, k, v, cfg, **options):
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **options)
 
 
-def attend_chunks(q, k, v, cfg, axis, **options):
-    """Attention of this rank's two chunks of each sequence (Axis.own_chunks) to all ranks' keys.
+def attend_segments(q, k, v, cfg, axis, **options):
+    """Attention of this rank's two segments (Axis.own_segments) of each sequence to all keys.
 
-    q (B, h, t, D), k and v (B, g, t, D) -> (B, h, t, D). In causal attention the queries of a chunk
-    get the keys up to the chunk's own end.
+    q (B, h, t, D), k and v (B, g, t, D) -> (B, h, t, D). In causal attention the queries of a
+    segment get the keys up to the segment's own end.
     """
     kv = torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=2)  # (t, B, 2g, D)
-    kv = gather_chunks(kv, axis)  # (T, B, 2g, D): t positions from each rank to all, over cp
+    kv = gather_segments(kv, axis)  # (T, B, 2g, D): t positions from each rank to all, over cp
     k, v = kv.permute(1, 2, 0, 3).chunk(2, dim=1)  # (B, g, T, D) each
     if cfg.objective == "mlm":
         return attend(q, k, v, cfg, **options)
 
-    # This rank has chunk number rank, counted from the start, and one that is as far from the end.
+    # This rank has segment `rank`, counted from the start, and one that is as far from the end.
     early_queries, late_queries = q.chunk(2, dim=2)  # (B, h, t/2, D) each
-    chunk_size = q.size(2) // 2
-    early_end = (axis.rank + 1) * chunk_size
-    late_end = k.size(2) - axis.rank * chunk_size
+    segment_size = q.size(2) // 2
+    early_end = (axis.rank + 1) * segment_size
+    late_end = k.size(2) - axis.rank * segment_size
     early = attend(early_queries, k[:, :, :early_end], v[:, :, :early_end], cfg, **options)
     late = attend(late_queries, k[:, :, :late_end], v[:, :, :late_end], cfg, **options)
     return torch.cat([early, late], dim=2)  # (B, h, t, D)
@@ -242,7 +243,7 @@ class Attention(nn.Module):
         options = {"enable_gqa": self.h != self.g,
                    "dropout_p": self.cfg.dropout if self.training else 0.0}
         if cache is None and self.mesh.cp.size > 1:
-            return attend_chunks(q, k, v, self.cfg, self.mesh.cp, **options)
+            return attend_segments(q, k, v, self.cfg, self.mesh.cp, **options)
         return attend(q, k, v, self.cfg, **options)
 
 
@@ -275,7 +276,7 @@ KEPT_NAMES = ["mm", "addmm", *(f"_scaled_dot_product_{kernel}" for kernel in ATT
 KEPT = [getattr(torch.ops.aten, name).default for name in KEPT_NAMES]
 
 
-def call(f, *args):
+def plain_call(f, *args):
     """Return f(*args), which backward does not compute again."""
     return f(*args)
 
@@ -300,13 +301,13 @@ class Block(nn.Module):
             self.mlp = MLP(cfg, mesh, cfg.ffn_hidden)
 
     def forward(self, x, t, cos, sin, cache=None):
-        """(n, C) -> (n, C), and this rank's part of the experts' balancing losses, () or None."""
+        """(n, C) -> (n, C), and this rank's part of the router loss, (), None without experts."""
         if self.moe is None:
-            return self.with_recompute(self.dense_block, x, t, cos, sin, cache), None
-        x, normed = self.with_recompute(self.attention_half, x, t, cos, sin, cache)
-        run = self.with_recompute if self.recompute_mode == "full" else call
-        y, aux = self.moe(normed, run)
-        return x + F.dropout(y, self.dropout, self.training), aux
+            return self.recomputed_call(self.dense_block, x, t, cos, sin, cache), None
+        x, normed = self.recomputed_call(self.attention_half, x, t, cos, sin, cache)
+        call = self.recomputed_call if self.recompute_mode == "full" else plain_call
+        y, router_loss = self.moe(normed, call)
+        return x + F.dropout(y, self.dropout, self.training), router_loss
 
     def attention_half(self, x, t, cos, sin, cache):  # (n, C) -> (n, C), the same normed
         y = self.attn(self.norm1(x), t, cos, sin, cache)
@@ -317,7 +318,7 @@ class Block(nn.Module):
         x, normed = self.attention_half(x, t, cos, sin, cache)
         return x + F.dropout(self.mlp(normed), self.dropout, self.training)
 
-    def with_recompute(self, f, *args):
+    def recomputed_call(self, f, *args):
         """Return f(*args). Under --recompute autograd keeps only the arguments (and, if selective,
         what KEPT names), and backward runs f again."""
         if self.recompute_mode == "none" or not self.training:
@@ -329,66 +330,7 @@ class Block(nn.Module):
 
 
 # -----------------------------------------------------------------------------
-# Embedding and loss: the vocabulary is split over tp
-
-def vocab_embedding(tokens, weight, axis):
-    """Return the rows of the embedding: tokens (B*t,) int64, weight (local_vocab, C) -> (n, C).
-
-    Each rank of the axis looks up the ids that it holds. The sum is scattered by rows.
-    """
-    if axis.size == 1:
-        return F.embedding(tokens, weight)
-    local = tokens - axis.rank * weight.size(0)
-    mine = (local >= 0) & (local < weight.size(0))  # (B*t,)
-    x = F.embedding(local * mine, weight) * mine.unsqueeze(1)  # (B*t, C), 0 for other ranks' ids
-    return scatter_rows(x, axis)  # SUM, n of B*t rows to each rank, over tp
-
-
-class _VocabCrossEntropy(torch.autograd.Function):
-    """Sum of -log softmax(logits)[target]. Its backward pass needs no communication."""
-
-    @staticmethod
-    def forward(ctx, logits, target, axis):  # (B*t, local_vocab), (B*t,) -> ()
-        low = axis.rank * logits.size(1)
-        largest = logits.max(dim=1).values  # (B*t,)
-        axis.all_reduce(largest, MAX)  # MAX of B*t numbers, over tp
-
-        # The target's logit, or 0 if another rank has it. A product would not do: -inf * 0 is NaN.
-        mine = (target >= low) & (target < low + logits.size(1))  # (B*t,)
-        index = ((target - low) * mine).unsqueeze(1)  # (B*t, 1)
-        picked = logits.gather(1, index).squeeze(1).masked_fill(~mine, 0)  # (B*t,)
-
-        exponentials = (logits - largest.unsqueeze(1)).exp_()  # (B*t, local_vocab)
-        sums = torch.stack([exponentials.sum(1), picked])  # (2, B*t)
-        total, picked = axis.all_reduce(sums)  # SUM of 2*B*t numbers, over tp
-
-        ignored = target == IGNORE
-        softmax = exponentials.div_(total.unsqueeze(1)).masked_fill_(ignored.unsqueeze(1), 0)
-        ctx.save_for_backward(softmax, index, mine)
-        return (total.log() + largest - picked).masked_fill(ignored, 0).sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        softmax, index, mine = ctx.saved_tensors
-        minus_one_hot = -mine.to(softmax.dtype).unsqueeze(1)  # (B*t, 1), 0 for other ranks' targets
-        return softmax.scatter_add(1, index, minus_one_hot) * grad, None, None
-
-
-def vocab_cross_entropy(logits, target, vocab_size, axis):
-    """Return the sum of the cross-entropy in nats, (), the same on every rank of the axis.
-
-    logits (B*t, local_vocab) in the model's dtype; target (B*t,), of which IGNORE takes no part.
-    """
-    low = axis.rank * logits.size(1)
-    high = low + logits.size(1)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # at least fp32
-    if high > vocab_size:  # padding columns are no tokens: they take no probability
-        is_padding = torch.arange(low, high, device=logits.device) >= vocab_size
-        logits = logits.masked_fill(is_padding, -torch.inf)
-    if axis.size == 1:
-        return F.cross_entropy(logits, target, reduction="sum", ignore_index=IGNORE)
-    return _VocabCrossEntropy.apply(logits, target, axis)
-
+# Embedding and head
 
 class Weight(nn.Module):
     """A bare matrix with a name: the token embedding, the positions, the head."""
@@ -476,28 +418,29 @@ class GPT(nn.Module):
             self.data_parallel.provide_weights(module, x)
 
     def forward(self, tokens, targets=None, hidden=None, cache=None, chunk=0):
-        """Return the output of one of this rank's chunks of blocks, and its balancing losses.
+        """Return the output of one of this rank's chunks of blocks, and their router loss.
 
         tokens (B, t) int64; targets (B, t); hidden (n, C): the output of the stage before; cache: a
         Cache, for generation; chunk: which of this rank's chunks.
         The output is hidden (n, C) on every stage except the last. There it is the logits
         (B*t, local_vocab) or, with targets, the sum of the cross-entropy over them in nats, ().
-        The losses are this rank's part of the stage's weighted balancing losses, ().
+        The router loss is this rank's part of the sum over the stage's blocks, ().
         """
         t = tokens.size(1)
         first, end = self.chunks[chunk]
         positions = self._positions(t, cache, tokens.device)
         cos, sin = self._rotation(positions, tokens.device)
         x = self._embed(tokens, positions) if first == 0 else hidden  # (n, C)
-        aux = torch.zeros((), device=tokens.device)
+        router_loss = torch.zeros((), device=tokens.device)
         for i in range(first, end):
             block = self.blocks[str(i)]
             self.provide_weights(block, x)
-            x, block_aux = block(x, t, cos, sin, cache)
-            aux = aux if block_aux is None else aux + block_aux
+            x, block_loss = block(x, t, cos, sin, cache)
+            if block_loss is not None:
+                router_loss = router_loss + block_loss
         if end < self.cfg.n_layer:
-            return x, aux
-        return self._loss_or_logits(x, targets), aux
+            return x, router_loss
+        return self._loss_or_logits(x, targets), router_loss
 
     def _positions(self, t, cache, device):
         """Return an index: where t tokens stand in their sequences."""
@@ -505,7 +448,7 @@ class GPT(nn.Module):
         if cp.size == 1 or cache is not None:  # with a cache each cp rank has whole sequences
             start = 0 if cache is None else cache.length
             return slice(start, start + t)
-        return cp.own_chunks(torch.arange(t * cp.size, device=device), 0)
+        return cp.own_segments(torch.arange(t * cp.size, device=device), 0)
 
     def _rotation(self, positions, device):
         """Return cos and sin of the positions, (t, D/2) each; without RoPE None, None."""

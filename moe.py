@@ -58,24 +58,24 @@ class MoE(nn.Module):
         # (E + 3,), summed over the step so far: tokens per expert, balance loss, z-loss, entropy
         self.stats = torch.zeros(self.E + 3, dtype=torch.float64)
 
-    def forward(self, x, run):
-        """(n, C) -> (n, C), and this rank's part of the weighted balancing losses, ().
+    def forward(self, x, call):
+        """(n, C) -> (n, C), and this rank's part of the router loss, ().
 
-        run(f, *args) calls f. Under --recompute full backward calls f again.
+        call(f, *args) returns f(*args). Under --recompute full, backward calls f again.
         """
         # The routing is never recomputed: rounding could choose other experts.
-        gates, expert_ids, aux = self.route(x)
+        gates, expert_ids, router_loss = self.route(x)
         plan = self.dispatcher.plan(expert_ids, gates)
-        y = run(self.experts, x, gates, plan)
+        y = call(self.experts, x, gates, plan)
         if self.shared is not None:
-            y = y + run(self.shared, x)
-        return y, aux
+            y = y + call(self.shared, x)
+        return y, router_loss
 
     def route(self, x):
-        """Return the gates (n, K) in x's dtype, the experts' numbers (n, K), the losses ().
+        """Return the gates (n, K) in x's dtype, the experts' numbers (n, K), the router loss ().
 
         x (n, C). Scores are in at least fp32. Of equal scores the expert with the lower number is
-        chosen. The losses are this rank's part of the weighted balance loss and z-loss.
+        chosen. The router loss is this rank's part of it.
         """
         K = self.K
         logits = self.router(x.to(torch.promote_types(x.dtype, torch.float32)))  # (n, E)
@@ -95,15 +95,18 @@ class MoE(nn.Module):
             else:
                 gates = probabilities.gather(1, expert_ids)
         gates = gates.to(x.dtype)
-        return gates, expert_ids, self.balancing_losses(logits, probabilities, expert_ids)
+        return gates, expert_ids, self.router_loss(logits, probabilities, expert_ids)
 
-    def balancing_losses(self, logits, probabilities, expert_ids):
-        """Return this rank's part of the weighted sum of two losses, ().
+    def router_loss(self, logits, probabilities, expert_ids):
+        """Return this rank's part of aux_coef * balance loss + z_coef * z-loss, ().
 
-        The balance loss is the Switch Transformer's, arXiv:2101.03961 eq. 4-6, on Megatron-LM's
-        scale: 1 when balanced, E/K when all tokens go to the same K experts. The z-loss is that of
-        arXiv:2202.08906 eq. 5. The parts of the cp x tp ranks add up to the micro-batch's losses.
-        They count what the router chooses without its bias, before anything is dropped.
+        The balance loss is E * sum over the experts of f_i * P_i. f_i is the fraction of the
+        micro-batch's K * rows choices that fall on expert i, and P_i the mean probability of expert
+        i over its rows (Switch Transformer, arXiv:2101.03961 eq. 4-6; for K > 1 as Megatron-LM does
+        it). It is 1 when balanced, E/K when all tokens go to the same K experts. The z-loss is the
+        mean of logsumexp(logits)^2 (arXiv:2202.08906 eq. 5). Both count what the router chooses
+        without its bias, before anything is dropped. The parts of the cp x tp ranks add up to the
+        losses of the micro-batch: each rank sums P_i over its own rows.
         """
         n, E = logits.shape
         K = self.K
@@ -119,6 +122,7 @@ class MoE(nn.Module):
         total = tp.all_reduce(chosen.to(probabilities.dtype))  # SUM of E counts, over tp
         total = cp.all_reduce(total)  # SUM of E counts, over cp
         rows = n * tp.size * cp.size  # of the micro-batch
+        # f_i is total / (K * rows), and P_i is the ranks' sum of probabilities.sum(0) / rows.
         balance_loss = (probabilities.sum(0) * total).sum() * E / (K * rows * rows)
         z_loss = logits.logsumexp(1).square().sum() / rows
         with torch.no_grad():
@@ -293,9 +297,6 @@ class AllToAll(Dispatcher):
         return Unpermute.apply(y, gates, plan.perm, plan.inv_perm)
 
 
-PADDED = True  # what Permute and Unpermute are told where slots can be empty
-
-
 class CapacityPlan(NamedTuple):
     perm: torch.Tensor      # (E*capacity,) the copy in each slot, N where the slot is empty
     inv_perm: torch.Tensor  # (N,) the slot of each copy, E*capacity where the copy was dropped
@@ -308,6 +309,7 @@ class Capacity(Dispatcher):
     The choice is among the rank's own rows, so tp and micro-batch decide which rows are dropped, as
     in Megatron-LM.
     """
+    padded = True  # what Permute and Unpermute are told: slots can be empty, and copies dropped
 
     def plan(self, expert_ids, gates):
         perm, inv_perm, _ = self.assign(expert_ids, gates)
@@ -329,7 +331,8 @@ class Capacity(Dispatcher):
         return perm, inv_perm, capacity
 
     def dispatch(self, x, plan):  # (n, C) -> (e, ep*capacity, C)
-        x = Permute.apply(x, plan.perm, plan.inv_perm, self.K, PADDED)  # (E*capacity, C), by expert
+        # (E*capacity, C), by expert
+        x = Permute.apply(x, plan.perm, plan.inv_perm, self.K, self.padded)
         x = all_to_all(x, self.ep)  # (E*capacity, C), by sender: even blocks, over ep
         x = x.unflatten(0, (self.ep.size, self.e, -1))  # (ep, e, capacity, C)
         return x.transpose(0, 1).flatten(1, 2)
@@ -337,7 +340,7 @@ class Capacity(Dispatcher):
     def combine(self, y, gates, plan):  # (e, ep*capacity, C) -> (n, C)
         y = y.unflatten(1, (self.ep.size, -1)).transpose(0, 1)  # (ep, e, capacity, C), by sender
         y = all_to_all(y.flatten(0, 2), self.ep)  # (E*capacity, C): the same blocks back, over ep
-        return Unpermute.apply(y, gates, plan.perm, plan.inv_perm, PADDED)
+        return Unpermute.apply(y, gates, plan.perm, plan.inv_perm, self.padded)
 
 
 def expert_capacity(cfg, n):

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from config import ceil_div
 from ops import backend
-from ops.flat import ceil_div
 
 INITIAL_LOSS_SCALE = 65536.0
 LOSS_SCALE_STEPS = 2000  # The loss scale is doubled after this many steps without an overflow.
@@ -58,9 +58,11 @@ class AdamW:
         self.betas = betas
         self.eps = eps
         self.state = {}
-        step_count = torch.zeros((), device=params[0].device)
+        device = params[0].device
+        shared_count = torch.zeros((), device=device) if one_step_count else None
         for p in params:
-            self.state[p] = {"step": step_count if one_step_count else step_count.clone()}
+            count = torch.zeros((), device=device) if shared_count is None else shared_count
+            self.state[p] = {"step": count}
             for moment in self.moments:
                 self.state[p][moment] = torch.zeros_like(p)
         self.groups = {}  # weight decay: the positions in params of those that have it
@@ -96,10 +98,10 @@ class Optimizer:
     In an fp32 or fp64 model the masters are the weights themselves.
     """
 
-    def __init__(self, cfg, dp):
+    def __init__(self, cfg, data_parallel):
         self.cfg = cfg
-        self.dp = dp
-        device = dp.buckets[0].flat.device
+        self.data_parallel = data_parallel
+        device = data_parallel.buckets[0].flat.device
         # fp16 multiplies the loss by loss_scale, which is halved at an overflow (arXiv:1710.03740).
         self.loss_scale = None
         if cfg.dtype == "fp16":
@@ -107,15 +109,16 @@ class Optimizer:
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.on_grads_ready = []  # functions that are called before an update
         self.snapshot_done = None  # event: the checkpoint has its copy of weights and moments
-        self.masters = [bucket.master for bucket in dp.buckets]  # (n/shards,) each
-        self.grads = [bucket.total for bucket in dp.buckets]  # (n/shards,) each
-        self.replica_weights = torch.tensor([bucket.replica_weight for bucket in dp.buckets],
-                                            dtype=torch.float64, device=device)
+        self.masters = [bucket.master for bucket in data_parallel.buckets]  # (n/n_slices,) each
+        self.grads = [bucket.grad_sum for bucket in data_parallel.buckets]  # (n/n_slices,) each
+        replica_weights = [bucket.replica_weight for bucket in data_parallel.buckets]
+        self.replica_weights = torch.tensor(replica_weights, dtype=torch.float64, device=device)
         # The Triton kernel reads each number once and writes the model's weights too: it moves 30
         # bytes per weight. The fused kernel of torch moves 38: it also writes the scaled gradients
-        # back, and rounding is a second pass.
+        # back, and rounding is a second pass. So on a GPU the formula of the update is in
+        # ops/kernels.py, adamw. If you change AdamW.step, change the kernel too, or set this False.
         self.use_triton = backend.use_triton(self.masters[0])
-        decays = [cfg.weight_decay if bucket.decayed else 0.0 for bucket in dp.buckets]
+        decays = [cfg.weight_decay if bucket.decayed else 0.0 for bucket in data_parallel.buckets]
         self.adam = AdamW(self.masters, decays, (cfg.beta1, cfg.beta2),
                           one_step_count=self.use_triton)
 
@@ -157,8 +160,8 @@ class Optimizer:
         If rounding a master gives its weight, the master is kept, with the low bits of the first
         replica. Otherwise it takes the weight's value. Collective.
         """
-        for master, bucket in zip(self.masters, self.dp.buckets, strict=True):
-            if bucket.shards < bucket.axis.size and master.dtype != bucket.own.dtype:
+        for master, bucket in zip(self.masters, self.data_parallel.buckets, strict=True):
+            if bucket.n_slices < bucket.axis.size and master.dtype != bucket.own.dtype:
                 bucket.axis.broadcast(master)  # n masters, first replica to all, over its axis
             is_same = master.to(bucket.own.dtype) == bucket.own
             master.copy_(torch.where(is_same, master, bucket.own.to(master.dtype)))
@@ -170,9 +173,10 @@ class Optimizer:
         Buckets are in backward's order. The first layers go first: the next forward needs them
         first.
         """
-        for master, bucket in reversed(list(zip(self.masters, self.dp.buckets, strict=True))):
+        pairs = list(zip(self.masters, self.data_parallel.buckets, strict=True))
+        for master, bucket in reversed(pairs):
             bucket.own.copy_(master)  # a no-op where master and own are one tensor
-            self.dp.on_updated(bucket)
+            self.data_parallel.on_updated(bucket)
 
     # -------------------------------------------------------------------------
     # A step
@@ -186,7 +190,8 @@ class Optimizer:
         """
         # On a CPU the fp32 norm of torch is a plain sum, 5e-5 off for a million elements.
         dtype = torch.float64 if loss.device.type == "cpu" else self.masters[0].dtype
-        loss = loss.double() / self.dp.mesh.tp.size  # Every tp rank computed the same loss.
+        mesh = self.data_parallel.mesh
+        loss = loss.double() / mesh.tp.size  # Every tp rank computed the same loss.
         num_zeros = torch.zeros_like(loss)
         param_squares = torch.zeros_like(loss)
         if full:
@@ -194,16 +199,16 @@ class Optimizer:
             param_squares = self.sum_of_squares(self.masters, dtype)
         grad_squares = self.sum_of_squares(self.grads, dtype)
         sums = torch.stack([loss, grad_squares, num_zeros, param_squares])
-        self.dp.mesh.world.all_reduce(sums)  # SUM of 4 numbers, over the world
+        mesh.world.all_reduce(sums)  # SUM of 4 numbers, over the world
         grad_norm = self.unscale(sums[1].sqrt())
         return StepStats(sums[0], grad_norm, num_zeros=sums[2], param_norm=sums[3].sqrt())
 
     def num_zeros(self):
         """Return this rank's part of the number of gradients that are zero, () fp64."""
         total = torch.zeros((), dtype=torch.float64, device=self.replica_weights.device)
-        for grad, bucket in zip(self.grads, self.dp.buckets, strict=True):
-            end_of_used = max(bucket.used, bucket.shard.start)
-            padding = max(0, bucket.shard.stop - end_of_used)
+        for grad, bucket in zip(self.grads, self.data_parallel.buckets, strict=True):
+            end_of_used = max(bucket.used, bucket.own_slice.start)
+            padding = max(0, bucket.own_slice.stop - end_of_used)
             zeros = grad.numel() - padding - grad.count_nonzero()
             total += zeros * bucket.replica_weight
         return total
@@ -236,7 +241,7 @@ class Optimizer:
             self.divide_gradients(grad_scale, found_inf)
             grad_scale = torch.ones_like(grad_scale)
         grad_scale = grad_scale.to(torch.float32)
-        with self.dp.timers("optimizer"):
+        with self.data_parallel.timers("optimizer"):
             if self.use_triton:
                 self.step_triton(lr, grad_scale, found_inf)
             else:
@@ -278,11 +283,11 @@ class Optimizer:
         scalars = torch.stack([step_size, correction, grad_scale, found_inf]).float()
         for i in reversed(range(len(self.masters))):  # The first layers go first.
             master = self.masters[i]
-            bucket = self.dp.buckets[i]
+            bucket = self.data_parallel.buckets[i]
             state = self.adam.state[master]
             grid = (ceil_div(master.numel(), 2048),)
             kernels.adamw[grid](
                 master, self.grads[i], state["exp_avg"], state["exp_avg_sq"], bucket.own, scalars,
                 1 - lr * self.adam.decays[i], 1 - beta1, 1 - beta2, self.adam.eps, master.numel(),
                 OUT=bucket.own.dtype != master.dtype, BLOCK=2048, num_warps=8)
-            self.dp.on_updated(bucket)
+            self.data_parallel.on_updated(bucket)

@@ -3,7 +3,7 @@ r"""The ranks as a mesh; tensor, sequence, context and expert parallelism by han
     Axis, Mesh, make_mesh       the ranks as a grid; an axis has the collectives as methods
     reduction_group, parameter  which ranks sum a gradient; this rank's share of a tensor
     gather_rows, scatter_rows   tensor and sequence parallelism
-    gather_chunks               context parallelism
+    gather_segments             context parallelism
     all_to_all                  expert parallelism
 
 The one rule: the loss is divided once, by the number of tokens of the whole global batch. Every
@@ -131,16 +131,16 @@ class Axis:
             dist.broadcast_object_list(box, self.ranks[source], group=self.group)
         return box[0]
 
-    def own_chunks(self, x, dim):
-        """Return this rank's two of 2*size equal chunks of x along dim, joined.
+    def own_segments(self, x, dim):
+        """Return this rank's two of 2*size equal segments of x along dim, joined.
 
-        Rank i has the i-th chunk from the front and the i-th from the back. Under causal attention
+        Rank i has the i-th segment from the front and the i-th from the back. In causal attention
         the two together see the same number of keys on every rank, so the work is balanced.
         """
         if self.size == 1:
             return x
-        chunks = x.chunk(2 * self.size, dim)
-        return torch.cat([chunks[self.rank], chunks[-1 - self.rank]], dim)
+        segments = x.chunk(2 * self.size, dim)
+        return torch.cat([segments[self.rank], segments[-1 - self.rank]], dim)
 
     def any(self, flag):
         """Whether flag is true on any rank. Every rank gets the same answer."""
@@ -169,7 +169,7 @@ class Mesh:
     """The axes of this rank. README.md draws a mesh of eight ranks."""
     world: Axis
     dp: Axis     # replicas of the model: different data, same parameters
-    cp: Axis     # chunks of the same sequences, same parameters
+    cp: Axis     # segments of the same sequences, same parameters
     tp: Axis     # one layer over several ranks (and the sequence between the blocks)
     pp: Axis     # stages: different layers
     ep: Axis     # different experts
@@ -269,7 +269,7 @@ def parameter(shape, mesh, tp_dim=None, expert=False, *, used=None, tied=False):
     p.offset = tuple(offset)
     p.used = shape[0] if used is None else used
     p.expert = expert
-    p.reduce = reduction_group(mesh, tp_dim, expert, tied)
+    p.summed_over = reduction_group(mesh, tp_dim, expert, tied)
     return p
 
 
@@ -322,12 +322,13 @@ def scatter_rows(x, axis):
     return _uncompiled(_ScatterRows, x, axis)
 
 
-def gather_chunks(x, axis):
-    """(t, ...) of each rank, its two chunks of a sequence -> (T, ...) on all, in sequence order."""
-    chunks = gather_rows(x, axis).chunk(2 * axis.size)  # t positions from each rank to all, over cp
-    # Each rank sent one chunk from the front of the sequence and one from its back. The front ones
-    # are in order; the back ones are read in reverse.
-    return torch.cat(chunks[0::2] + chunks[::-2])
+def gather_segments(x, axis):
+    """(t, ...) of each rank, its two segments of a sequence -> (T, ...) on all, in their order."""
+    # t positions from each rank to all, over cp
+    segments = gather_rows(x, axis).chunk(2 * axis.size)
+    # Each rank sent one segment from the front of the sequence and one from its back. The front
+    # ones are in order; the back ones are read in reverse.
+    return torch.cat(segments[0::2] + segments[::-2])
 
 
 class _AllToAll(torch.autograd.Function):

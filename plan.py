@@ -22,7 +22,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Literal
 
-from config import Config, as_typed, flags_beyond
+from config import Config, as_typed, ceil_div, flags_beyond
 from corpus.rampup import batch_size
 from corpus.shards import load_blend_meta
 from cost.idle import idle_warnings
@@ -146,11 +146,6 @@ def _largest_traffic(sent):
     return {axis: max(stage.get(axis, 0) for stage in sent) / 1e6 for axis in axes}
 
 
-def _ceil_div(n, parts):
-    """Return n / parts, rounded up, of integers."""
-    return -(-n // parts)
-
-
 def batch_schedule(samples, full, ramp=()):
     """Return {batch: number of steps with it} of a run that consumes at least `samples` sequences.
 
@@ -163,7 +158,7 @@ def batch_schedule(samples, full, ramp=()):
         until = samples
         if batch < full:
             until = min(samples, _end_of_ramp_stage(batch, full, ramp))
-        count = _ceil_div(until - done, batch)
+        count = ceil_div(until - done, batch)
         steps[batch] += count
         done += count * batch
     return steps
@@ -174,7 +169,7 @@ def _end_of_ramp_stage(batch, full, ramp):
     start, increment, samples = ramp
     stages = (full - start) // increment
     next_stage = (batch - start) // increment + 1
-    return _ceil_div(next_stage * samples, stages)
+    return ceil_div(next_stage * samples, stages)
 
 
 def training_cost(cfg, plan, vocab):
@@ -228,7 +223,7 @@ def vocabulary(cfg):
 # -----------------------------------------------------------------------------
 # 2) Many layouts
 
-SHORTEST_CHUNK = 2048  # positions per rank below which the search cuts no sequence: cp is for long ones
+SHORTEST_SHARE = 2048  # positions per rank below which the search cuts no sequence: cp is for long ones
 
 
 def divisors(n):
@@ -239,14 +234,14 @@ def divisors(n):
 def layouts(cfg, gpus, gpu):
     """Yield cfg with each layout that train.py accepts on `gpus` GPUs, all with one global batch.
 
-    cp is cfg's if that is above 1, else any that leaves a rank SHORTEST_CHUNK positions of a sequence.
+    cp is cfg's if that is above 1, else any that leaves a rank SHORTEST_SHARE positions of a sequence.
     """
     batch = cfg.global_batch or cfg.micro_batch * gpus
     sizes = divisors(gpus)
     tp_sizes = [tp for tp in sizes if 128 % tp == 0 and tp <= GPUS[gpu].node]
     cp_sizes = [cfg.cp]
     if cfg.cp == 1:
-        cp_sizes = [cp for cp in sizes if cp == 1 or cfg.seq_len // cp >= SHORTEST_CHUNK]
+        cp_sizes = [cp for cp in sizes if cp == 1 or cfg.seq_len // cp >= SHORTEST_SHARE]
     pp_sizes = [pp for pp in sizes if pp <= cfg.n_layer]
 
     for tp, cp, pp in itertools.product(tp_sizes, cp_sizes, pp_sizes):

@@ -42,6 +42,7 @@ from typing import Annotated
 import numpy as np
 import tyro
 
+from config import ceil_div
 from corpus import build, chat, shards, text, tokenizer
 from corpus.folder import install, locked, owned_files
 from corpus.shards import SPLITS
@@ -207,7 +208,7 @@ def training_texts(units, key):
 
     These are all texts of a small input, and the beginnings of some units of a large one.
     """
-    step = -(-len(units) // TRAINING_UNITS)  # rounded up
+    step = ceil_div(len(units), TRAINING_UNITS)
     some = units[::step]
     for unit in some:
         left = TRAINING_BYTES // len(some)

@@ -300,7 +300,7 @@ def total_loss(model, ids):
     """
     import torch
 
-    from model import vocab_cross_entropy
+    from vocab import vocab_cross_entropy
     device = next(model.parameters()).device
     window = model.cfg.seq_len
     ids = torch.from_numpy(ids).to(device)

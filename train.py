@@ -47,7 +47,7 @@ from zero import LEVELS
 # The parts of a step. The layout tests call these, so what is proven is what trains.
 
 def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
-    """Return this rank's (model, dp, optimizer). choice: a fast.choose.Choice."""
+    """Return this rank's (model, data_parallel, optimizer). choice: a fast.choose.Choice."""
     choice = choice or choose(cfg, mesh, device)
     dtype = DTYPES[cfg.dtype]
     # Weights are drawn in at least fp32. The buckets round them and keep the fp32 masters.
@@ -60,8 +60,9 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
         is_16_bit = cfg.dtype in ("bf16", "fp16")
         torch.set_float32_matmul_precision("high" if is_16_bit else "highest")
     init_weights(model, cfg.seed)
-    dp = LEVELS[cfg.zero](model, mesh, cfg.zero, timers, dtype=dtype, comm=choice.comm(cfg))
-    return model, dp, Optimizer(cfg, dp)
+    kind = LEVELS[cfg.zero]
+    data_parallel = kind(model, mesh, cfg.zero, timers, dtype=dtype, comm=choice.comm(cfg))
+    return model, data_parallel, Optimizer(cfg, data_parallel)
 
 
 class Step:
@@ -72,21 +73,22 @@ class Step:
     --no-cuda-graph trains with this class alone, as a CPU does.
     """
 
-    def __init__(self, cfg, model, dp, opt):
+    def __init__(self, cfg, model, data_parallel, opt):
         self.cfg = cfg
         self.model = model
-        self.dp = dp
+        self.data_parallel = data_parallel
         self.opt = opt
 
     def __call__(self, batches, number, full=True, guard=None, tokens=None):
-        """Do step `number`, counted from 1. Return (optim.StepStats, found_inf).
+        """Do step `number`, counted from 1. Return (optim.StepStats, refused).
 
         batches: [(x, y)] of micro_batches(). full: also compute num_zeros and param_norm. guard: a
-        skip.Guard that may veto the update. tokens: of trained_tokens(), None for all. found_inf is
-        () 0.0, or 1.0 if the update was refused on the device, or None if the guard vetoed it.
+        skip.Guard that may veto the update. tokens: of trained_tokens(), None for all. refused
+        is () 1.0 if the gradient's norm was not finite, which the device notices, else () 0.0; None
+        if the guard vetoed the update.
         """
         loss = self.gradients(batches, number, tokens=tokens)
-        with self.dp.timers("norm"):
+        with self.data_parallel.timers("norm"):
             stats = self.opt.stats(loss, full)
         return self.update_unless_vetoed(stats, number, guard)
 
@@ -107,15 +109,16 @@ class Step:
 
         if tokens is None:  # every token of the whole global batch is trained
             tokens = len(batches) * mesh.dp.size * cfg.micro_batch * cfg.seq_len
-        self.dp.reset()
+        self.data_parallel.reset()
         moe.reset_stats(self.model)
         scale = self.opt.loss_scale
-        loss = forward_backward(self.model, self.dp, batches, tokens, scale, seed_dropout)
-        self.dp.finish_grad_sync()
+        loss = forward_backward(self.model, self.data_parallel, batches, tokens, scale,
+                                seed_dropout)
+        self.data_parallel.finish_grad_sync()
         return loss
 
     def update_unless_vetoed(self, stats, number, guard):
-        """Return (stats, found_inf). If the guard vetoes the update, weights and moments stay."""
+        """Return (stats, refused). If the guard vetoes the update, weights and moments stay."""
         if guard is not None and guard.veto(stats):
             return stats, None
         return stats, self.update(stats, number)
@@ -163,7 +166,7 @@ class Parts:
     mesh: Any
     choice: Any = None  # fast.choose.Choice
     model: Any = None
-    dp: Any = None
+    data_parallel: Any = None
     opt: Any = None
     step: Any = None    # a Step, or its fast twin
 
@@ -235,9 +238,9 @@ class Run:
             tokens = {"--data with the tokens": self.data.identity}
             agree.compare(world, tokens, "give all ranks the same data")
             choice = choose(cfg, mesh, world.device)
-            model, dp, opt = build(cfg, mesh, self.data.vocab_size, world.device,
-                                   self.oversight.timers, choice)
-            self.parts = Parts(mesh, choice, model, dp, opt)
+            model, data_parallel, opt = build(cfg, mesh, self.data.vocab_size, world.device,
+                                              self.oversight.timers, choice)
+            self.parts = Parts(mesh, choice, model, data_parallel, opt)
         debugger.attach_stdin(world, cfg.pdb)
 
     def start(self):
@@ -264,7 +267,7 @@ class Run:
             n_samples = self.data.train.n_samples
             log.started(cfg, parts.model, found, self.full_batch, n_samples, oversight.skip)
         with launch.exit_together(world):
-            step = Step(cfg, parts.model, parts.dp, parts.opt)
+            step = Step(cfg, parts.model, parts.data_parallel, parts.opt)
             parts.step = make_step(step, parts.choice)
         oversight.clock = timing.Clock(world.device)
         oversight.guard = Guard(cfg, world, self.state)
@@ -329,9 +332,9 @@ class Run:
         count = len(batches) * cfg.micro_batch * parts.mesh.dp.size
         tokens = trained_tokens(self.data.train, self.state.samples, count, self.world.device)
         full = self.is_logged(number)
-        stats, found_inf = parts.step(batches, number, full, oversight.guard, tokens)
+        stats, refused = parts.step(batches, number, full, oversight.guard, tokens)
         parts.opt.on_grads_ready.clear()
-        oversight.guard.refused_flags.append((number, found_inf))
+        oversight.guard.refused_flags.append((number, refused))
         oversight.clock.count(count)
         if number == self.first_step:
             axes = vars(parts.mesh)
@@ -341,7 +344,7 @@ class Run:
     def dump_grads(self):
         """Write --dump-grads, between the gradient sums and the update."""
         parts = self.parts
-        resume.dump_grads(self.cfg.dump_grads, parts.mesh, parts.dp, parts.opt,
+        resume.dump_grads(self.cfg.dump_grads, parts.mesh, parts.data_parallel, parts.opt,
                           self.data.vocab_size)
 
     def end_step(self, number, batch):
@@ -453,7 +456,7 @@ class Run:
         oversight.clock.pause()
         oversight.watchdog.heartbeat(number, "save")
         begun = time.monotonic()
-        resume.save(self.cfg, parts.mesh, parts.dp, parts.opt, self.saver, self.state)
+        resume.save(self.cfg, parts.mesh, parts.data_parallel, parts.opt, self.saver, self.state)
         oversight.stop.save_took(time.monotonic() - begun + self.saver.seconds)
         oversight.clock.resume()
 

@@ -15,8 +15,8 @@ import torch
 from ddp import (
     BUCKET_ELEMENTS,
     Comm,
-    CopyBucket,
     DataParallel,
+    FlatBuffers,
     assign_buckets,
     unique,
     untimed,
@@ -55,40 +55,40 @@ class SlotComm(Comm):
         """Return a Slot for n gradients of a model in dtype. axis: all ranks of the stage."""
         return Slot(n, torch.promote_types(dtype, torch.float32), device)
 
-    def allocate(self, axis, shard, weights, dtype):
+    def allocate(self, axis, own_slice, weights, dtype):
         flat = weights if weights.dtype == dtype else torch.zeros_like(weights, dtype=dtype)
         grad = self.slot.buffer[:weights.numel()]
-        return flat, grad, torch.zeros_like(weights[shard])
+        return flat, grad, torch.zeros_like(weights[own_slice])
 
     def start_reduce(self, bucket):
         # SUM, n/size of n numbers to each rank, over the bucket's axis
-        return bucket.axis.start_reduce_scatter(bucket.grad[bucket.shard], bucket.grad)
+        return bucket.axis.start_reduce_scatter(bucket.grad[bucket.own_slice], bucket.grad)
 
     def add_sum(self, bucket):
         """Add this rank's slice of a complete sum to those of earlier micro-batches."""
-        part = bucket.grad[bucket.shard]
-        if bucket.total_is_empty:
-            bucket.total.copy_(part)
+        part = bucket.grad[bucket.own_slice]
+        if bucket.sum_is_empty:
+            bucket.grad_sum.copy_(part)
         else:
-            bucket.total.add_(part)
+            bucket.grad_sum.add_(part)
 
     def keep(self, own):
         """Return own (n/size,), a window of weights that will be freed, in memory that stays."""
         return own.clone()
 
 
-class SlotBucket(CopyBucket):
+class SlotBucket(FlatBuffers):
     """A bucket whose gradients are summed over the ranks after every micro-batch.
 
     Each gradient waits in p.grad, in the model's dtype, until the last one of the bucket has come.
     Then all are copied into the slot, and the sum starts. This rank's slice of the sum is added to
-    total. grad and grads are windows of the slot: they hold this bucket's gradients only while
-    their sum is under way.
+    grad_sum. grad is a window of the slot: it holds this bucket's gradients only while their sum is
+    under way.
     """
 
     def reset(self):
         self.missing = set(range(len(self.params)))  # those without a gradient of this micro-batch
-        self.total_is_empty = True  # No sum has been added to total in this step.
+        self.sum_is_empty = True  # No sum has been added to grad_sum in this step.
         self.reduce_handle = None
 
     def on_grad_ready(self, i, is_last_microbatch):
@@ -104,17 +104,17 @@ class SlotBucket(CopyBucket):
         self.reduce_handle = self.comm.start_reduce(self)
 
     def take_sum(self):
-        """If a sum is under way, wait for it and add this rank's slice to total."""
+        """If a sum is under way, wait for it and add this rank's slice to grad_sum."""
         if self.reduce_handle is not None:
             self.reduce_handle.wait()
             self.comm.add_sum(self)
-            self.total_is_empty = False
+            self.sum_is_empty = False
             self.reduce_handle = None
 
     def wait_grads(self):
         # If some parameter got no gradient, on all ranks alike, the sum has not started yet.
         some_wait = len(self.missing) < len(self.params)
-        none_summed = self.total_is_empty and self.reduce_handle is None
+        none_summed = self.sum_is_empty and self.reduce_handle is None
         if some_wait or none_summed:
             self.start_reduce()
         self.take_sum()

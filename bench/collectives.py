@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from timing import slowest
 
-from config import Outcome
+from config import Outcome, ceil_div
 from parallel import all_gather_single, make_mesh, reduce_scatter_single
 
 AXES = ("world", "dp", "tp", "cp", "pp", "ep", "edp", "stage")
@@ -233,7 +233,7 @@ def measure(world, axis, sizes, iters, say):
     """
     rows = []
     for name, size in itertools.product(HAND, sizes):
-        count = -(-size // (4 * axis.size)) * axis.size
+        count = ceil_div(size, 4 * axis.size) * axis.size
         text = f"{name:<14} {4 * count:>10}"
         for version, collective in (("hand", HAND[name]), ("library", functools.partial(library, name))):
             good = is_right(world, axis, name, collective, min(count, 2**18 // axis.size * axis.size))

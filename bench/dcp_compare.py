@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from tyro.conf import Positional
 
 import checkpoint
+from config import ceil_div
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Flags:
 
 def rows(shape, world):
     """Return this rank's rows of a tensor, (first, last + 1), cut as torch.chunk does."""
-    each = -(-shape[0] // world.size)
+    each = ceil_div(shape[0], world.size)
     return min(shape[0], world.rank * each), min(shape[0], (world.rank + 1) * each)
 
 

@@ -154,8 +154,8 @@ def weights_of(training):
     """
     if training.cfg.zero == 3:
         return {b.contents.names[0]: ((training.mesh.world.rank,), checksum(b.own).tolist())
-                for b in training.dp.buckets}
-    return {name: (getattr(training.mesh, p.reduce).ranks, checksum(p).tolist())
+                for b in training.data_parallel.buckets}
+    return {name: (getattr(training.mesh, p.summed_over).ranks, checksum(p).tolist())
             for name, p in training.model.named_parameters()}
 
 
@@ -252,8 +252,8 @@ def run_layer(layer, rows, device):
     for mode in ("default", "default", "error"):
         if watched:
             torch.cuda.set_sync_debug_mode(mode)
-        y, aux = forward(layer, x)
-        torch.autograd.backward([y, aux], [torch.ones_like(y), None])
+        y, router_loss = forward(layer, x)
+        torch.autograd.backward([y, router_loss], [torch.ones_like(y), None])
     if watched:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -76,7 +76,7 @@ def mixtral():
             theirs.experts.gate_up_proj.copy_(torch.cat([ours.w1, ours.w3], 1))
             theirs.experts.down_proj.copy_(ours.w2)
         a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-        y, aux = ours(a, call)
+        y, router_loss = ours(a, call)
         z = theirs(b.unsqueeze(0)).squeeze(0)
         seed = torch.randn(T, C, generator=torch.Generator().manual_seed(2))
         logits = x @ ours.router.weight.T
@@ -88,7 +88,7 @@ def mixtral():
             "grad router": difference(ours.router.weight.grad, theirs.gate.weight.grad),
             "grad w1": difference(ours.w1.grad, w13[0]), "grad w3": difference(ours.w3.grad, w13[1]),
             "grad w2": difference(ours.w2.grad, theirs.experts.down_proj.grad),
-            "aux (theirs/K)": difference(aux, balance / K)}
+            "aux (theirs/K)": difference(router_loss, balance / K)}
     return out
 
 
@@ -107,18 +107,19 @@ def megatron():
             ours.router.bias.copy_(torch.linspace(-0.2, 0.2, E))
         weight = ours.router.weight
         logits = x @ weight.T
-        p, ids, aux = ours.route(x)
+        p, ids, router_loss = ours.route(x)
         gates, chosen = dense(p, ids)
         their_gates, their_map = their.topk_routing_with_score_function(
             logits, K, use_pre_softmax=router == "softmax", score_function=score,
             expert_bias=ours.router.bias)
         visits, scores = their.compute_routing_scores_for_aux_loss(logits, K, score)
         balance = their.switch_load_balancing_loss_func(scores, visits.sum(0), T, K, E, 1.0)
-        (ga,), (gb,) = (torch.autograd.grad(loss, weight, retain_graph=True) for loss in (aux, balance))
+        losses = router_loss, balance
+        (ga,), (gb,) = (torch.autograd.grad(loss, weight, retain_graph=True) for loss in losses)
         z = their.z_loss_func(logits, 1.0)
         zs, _ = block(router=router, top_k=K, aux_coef=0.0, z_coef=1.0)
         row = {"gates": difference(gates, their_gates), "map": (chosen != their_map).sum().item(),
-               "aux": difference(aux, balance), "grad aux": difference(ga, gb),
+               "aux": difference(router_loss, balance), "grad aux": difference(ga, gb),
                "z": difference(zs.route(x)[2], z)}
         for factor in FACTORS:
             _, kept = their.apply_router_token_dropping(their_gates, their_map, K, factor, "probs")

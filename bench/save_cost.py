@@ -61,7 +61,7 @@ def load_again(training, path):
     world = training.world
 
     def pieces():
-        return resume.shards(training.dp, training.opt, owned_only=False)
+        return resume.own_pieces(training.data_parallel, training.opt, owned_only=False)
 
     crc, index = timed(world, lambda: checkpoint.check(path, world.rank, world.size))
     before = [t.clone() for _, t, _, _ in pieces()]
@@ -82,7 +82,7 @@ def run(cfg, world):
     saver = Saver(Path(out), world.axis, keep=2, run_id=resume.run_id(world.axis))
 
     def save(step):
-        resume.save(cfg, training.mesh, training.dp, training.opt, saver, resume.State(step=step))
+        resume.save(cfg, training.mesh, training.data_parallel, training.opt, saver, resume.State(step=step))
 
     take_steps(training, every, save, every)  # warm up: buffers, allocator, the first write
     saver.wait()

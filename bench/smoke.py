@@ -80,21 +80,21 @@ def bandwidth(world, iters=5):
 
 
 def build(world, mesh, flags):
-    """Return (model, dp, adam). All replicas start with the weights of rank 0."""
+    """Return (model, data_parallel, adam). All replicas start with the weights of rank 0."""
     torch.manual_seed(flags.seed)
     layers = []
     for n_in, n_out in zip(WIDTHS, WIDTHS[1:], strict=False):
         layers += [torch.nn.Linear(n_in, n_out), torch.nn.ReLU()]
     model = torch.nn.Sequential(*layers[:-1]).to(world.device)
     for p in model.parameters():
-        p.reduce = "dp"  # gradients are summed over the replicas: here, all ranks
+        p.summed_over = "dp"  # gradients are summed over the replicas: here, all ranks
         world.axis.broadcast(p.data)  # one parameter from rank 0 to all
-    dp = DataParallel(model, mesh)
-    flat = [bucket.flat for bucket in dp.buckets]  # Adam steps the few flat tensors of all weights
-    return model, dp, AdamW(flat, [0.0] * len(flat), betas=(0.9, 0.999))
+    data_parallel = DataParallel(model, mesh)
+    flat = [bucket.flat for bucket in data_parallel.buckets]  # Adam steps the few flat tensors of all weights
+    return model, data_parallel, AdamW(flat, [0.0] * len(flat), betas=(0.9, 0.999))
 
 
-def train(world, model, dp, adam, flags, report=lambda row: None):
+def train(world, model, data_parallel, adam, flags, report=lambda row: None):
     """Train the model to repeat its input; return a row of METRICS per iteration, also given to report()."""
     data = torch.Generator(world.device).manual_seed(flags.seed + world.rank)
     one, zero = (torch.full((), x, dtype=torch.float32, device=world.device) for x in (1.0, 0.0))
@@ -106,12 +106,12 @@ def train(world, model, dp, adam, flags, report=lambda row: None):
         # The one rule: divide once, here. Gradients are then plain sums over the replicas.
         loss = (model(x) - x).square().sum() / world.size
         middle = watch.mark()
-        dp.reset()
+        data_parallel.reset()
         loss.backward()  # a full bucket is reduced while the layers before it still compute
-        dp.finish_grad_sync()
+        data_parallel.finish_grad_sync()
         if update:
             # Gradients are divided by one, and none of them is inf or nan.
-            adam.step([bucket.grad for bucket in dp.buckets], flags.lr, one, zero)
+            adam.step([bucket.grad for bucket in data_parallel.buckets], flags.lr, one, zero)
         return loss.detach(), start, middle, watch.mark()
 
     step(update=False)  # warm-up: the first use makes threads, kernels and connections; nothing is learned
@@ -210,9 +210,9 @@ def run(world, flags):
                       .format(**row), flush=True)
 
     with profiled(flags.out) if first else contextlib.nullcontext():
-        model, dp, adam = build(world, mesh, flags)
+        model, data_parallel, adam = build(world, mesh, flags)
         began = time.perf_counter()
-        rows = train(world, model, dp, adam, flags, report)
+        rows = train(world, model, data_parallel, adam, flags, report)
         took = time.perf_counter() - began
     if first:
         metrics.close()

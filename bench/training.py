@@ -32,8 +32,8 @@ class Training:
         choice = choose(cfg, mesh, device)
         if not graph:
             choice = choice._replace(graph=False)
-        self.model, self.dp, self.opt = train.build(cfg, mesh, self.vocab, device, choice=choice)
-        self.train_step = make_step(train.Step(cfg, self.model, self.dp, self.opt), choice)
+        self.model, self.data_parallel, self.opt = train.build(cfg, mesh, self.vocab, device, choice=choice)
+        self.train_step = make_step(train.Step(cfg, self.model, self.data_parallel, self.opt), choice)
         self.graph = choice.graph
 
     def batches(self):

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from config import ceil_div
+
 MAX_PERIOD = 100_000  # the most entries of a schedule; that many take 0.6 s to compute
 WEIGHT_STEPS = 10_000  # weights in proportion to the tokens are multiples of 1 / WEIGHT_STEPS
 
@@ -98,7 +100,7 @@ def sample_schedule(counts):
     schedule = np.empty(period, np.int64)
     for i in range(period):
         may_come = given * period < (i + 1) * counts
-        deadline = -(-(given + 1) * period // counts)  # rounded up
+        deadline = ceil_div((given + 1) * period, counts)
         chosen = np.argmin(np.where(may_come, deadline, 2 * period))
         schedule[i] = chosen
         given[chosen] += 1

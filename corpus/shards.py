@@ -524,14 +524,14 @@ def micro_batches(cfg, mesh, source, first, count, device):
     """Return this rank's micro-batches of the `count` samples from `first` on, [(x, y)].
 
     x, y: (B, T/cp) int64. With micro-batches of mb samples, micro-batch j holds samples j*mb .. (j+1)*mb-1.
-    Rank d of dp takes micro-batches d*n .. (d+1)*n-1, and its cp ranks their chunks of each sample.
+    Rank d of dp takes micro-batches d*n .. (d+1)*n-1, and its cp ranks their segments of each sample.
     """
     n = count // (cfg.micro_batch * mesh.dp.size)
     start = first + mesh.dp.rank * n * cfg.micro_batch
     pairs = []
     for j in range(n):
         x, y = source.batch(start + j * cfg.micro_batch, cfg.micro_batch)
-        pairs.append((mesh.cp.own_chunks(x, 1), mesh.cp.own_chunks(y, 1)))
+        pairs.append((mesh.cp.own_segments(x, 1), mesh.cp.own_segments(y, 1)))
     if device.type == "cpu":
         return pairs
     return [(to_device(x, device), to_device(y, device)) for x, y in pairs]

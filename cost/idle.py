@@ -2,7 +2,7 @@
 import dataclasses
 import math
 
-from config import pad_vocab
+from config import ceil_div, pad_vocab
 from cost.parameters import micro_batches
 from cost.step_time import (
     GPUS,
@@ -28,7 +28,7 @@ def idle_warnings(cfg, mesh, gpu, vocab, stage_ms):
 
 
 def _round_up(n, multiple):
-    return -(-n // multiple) * multiple
+    return ceil_div(n, multiple) * multiple
 
 
 def width_warnings(cfg):

@@ -85,12 +85,12 @@ def _attention_activations(cfg, mesh):
     peak = 0
     if mesh.cp.size > 1:
         # Attention keeps keys and values of whole sequences. Besides its output it keeps the outputs
-        # of the rank's two chunks. Rotated queries are copies, so the original q k v can be freed.
+        # of the rank's two segments. Rotated queries are copies, so the original q k v can be freed.
         whole_sequences = 2 * kv * cfg.micro_batch * cfg.seq_len
         saved += whole_sequences + rows * q
         if uses_rope:
             saved -= rows * qkv
-        peak = 3 * whole_sequences  # gradients of both chunks' keys and values, and their sum
+        peak = 3 * whole_sequences  # gradients of both segments' keys and values, and their sum
     if cfg.zero < 3:
         saved += C * qkv  # wq, wk and wv concatenated
 

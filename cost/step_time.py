@@ -251,7 +251,7 @@ def head_seconds(cfg, mesh, gpu, vocab_size):
         weight_bytes, _ = element_bytes(cfg)
         passes = 2 * weight_bytes / ENTROPY  # the cross-entropy reads and writes logits
     else:
-        passes = 14 * 4  # 14 passes in fp32 (model.vocab_cross_entropy)
+        passes = 14 * 4  # 14 passes in fp32 (vocab.vocab_cross_entropy)
     return 3 * products + rows * v * passes / gpu.hbm
 
 

@@ -156,8 +156,8 @@ def reductions(cfg, mesh, vocab_size, choice=None, batch=0):
     found = {}
     for name, buckets in local_buckets(cfg, mesh, vocab_size).items():
         axis = getattr(mesh, name)
-        shards = axis.size if cfg.zero else 1
-        n = sum(padded_elements(bucket, shards) for bucket in buckets)
+        n_slices = axis.size if cfg.zero else 1
+        n = sum(padded_elements(bucket, n_slices) for bucket in buckets)
         scattered = ring_share(axis) * n  # elements
         if cfg.zero == 0:
             gradients = 2 * scattered * sum_bytes

@@ -14,6 +14,7 @@ import math
 
 import torch
 
+from config import ceil_div
 from fast.choose import needs_row_limit
 from fast.compile import compile_blocks
 from fast.symm_mem import allocate, allocate_for_capacity
@@ -77,9 +78,9 @@ class GraphedStep:
     def __init__(self, plain, choice, sizer=None):
         self.plain = plain
         self.sizer = sizer
-        self.dp = plain.dp
-        self.eager_buckets = self.dp.buckets_of[plain.model.wte] if choice.peer_copies else []
-        self.dp.on_updated = self.on_updated
+        self.data_parallel = plain.data_parallel
+        self.eager_buckets = self.data_parallel.buckets_of[plain.model.wte] if choice.peer_copies else []
+        self.data_parallel.on_updated = self.on_updated
         self.calls = 0
         self.shape = None
         self.graph = None
@@ -88,7 +89,7 @@ class GraphedStep:
         """Take the place of DataParallel.on_updated: the next graph gathers the weights of most buckets."""
         if bucket in self.eager_buckets:
             bucket.publish()
-        elif bucket.shards > 1:
+        elif bucket.n_slices > 1:
             bucket.gather_handle = DeferredGather(bucket)
 
     def __call__(self, batches, number, full=True, guard=None, tokens=None):
@@ -96,7 +97,7 @@ class GraphedStep:
         for bucket in self.eager_buckets:
             bucket.wait_for_weights()  # outside of the graph, where their gather was started
         loss = self.gradients(batches, number, tokens)
-        with self.dp.timers("norm"):
+        with self.data_parallel.timers("norm"):
             stats = plain.opt.stats(loss, full)
         if self.sizer is None:
             return plain.update_unless_vetoed(stats, number, guard)
@@ -107,10 +108,10 @@ class GraphedStep:
             return plain.update_unless_vetoed(stats, number, guard)
 
         norm_or_nan = stats.grad_norm + 0 * stats.loss  # NaN in a void step
-        found_inf = plain.update(stats._replace(grad_norm=norm_or_nan), number)
+        refused = plain.update(stats._replace(grad_norm=norm_or_nan), number)
         if self.overflowed(stats.loss):
             return plain(batches, number, full, guard, tokens)
-        return stats, found_inf
+        return stats, refused
 
     def host_looks_first(self, guard):
         """Whether the update waits until the host has read the loss.
@@ -144,13 +145,13 @@ class GraphedStep:
             self.capture(batches, len(seeds), tokens)
         self.fill_inputs(batches, seeds, tokens)
         self.graph.replay()
-        for bucket in self.dp.buckets:
+        for bucket in self.data_parallel.buckets:
             bucket.gather_handle = None  # the graph gathered the weights, and its forward waited for them
         return self.output
 
     def body(self, batches, number, tokens, set_seed=torch.manual_seed):
         """Do what the graph holds. tokens, set_seed: see train.Step."""
-        for bucket in reversed(self.dp.buckets):  # in the order in which the forward needs them
+        for bucket in reversed(self.data_parallel.buckets):  # in the order in which the forward needs them
             if bucket not in self.eager_buckets:
                 bucket.publish()
         loss = self.plain.gradients(batches, number, set_seed, tokens)
@@ -234,7 +235,7 @@ class BufferSizer:
 
     def rows(self, slack):
         """Return the number of rows, a multiple of 8, for `slack` times the balanced number."""
-        return -(-int(self.copies * slack) // 8) * 8
+        return ceil_div(int(self.copies * slack), 8) * 8
 
     def enable(self, on):
         """Let the dispatchers use the buffers from now on, or all_to_all."""

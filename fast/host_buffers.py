@@ -1,47 +1,48 @@
 """Copies of a rank's tensors in host memory, so that a save goes on while the next steps run."""
 import torch
 
+from config import ceil_div
 from ops.accelerator import stream_module
 
 
 class HostBuffers:
-    """Host memory for the shards of one rank, allocated once and used by every save.
+    """Host memory for the pieces of one rank, allocated once and used by every save.
 
     Where a stream copies, the memory is pinned.
     """
-    CHUNK = 1 << 30  # bytes; torch's pinned allocator rounds up to a power of two, so allocate powers of two
-    free_bytes = 0  # at the end of the last chunk
+    BLOCK = 1 << 30  # bytes; torch's pinned allocator rounds up to a power of two, so allocate powers of two
+    free_bytes = 0  # at the end of the last block
 
     def __init__(self):
-        self.buffers = {}  # number of a shard: its host tensor
+        self.buffers = {}  # number of a piece: its host tensor
         self.stream = None
 
-    def copy(self, shards):
+    def copy(self, pieces):
         """Copy the tensors of [(name, tensor, full shape, offset)] to the host.
 
         Return the same list with the copies, and an event: after it the tensors may change. The event is None
         where the copies are complete at once.
         """
-        module = stream_module(shards[0][1].device) if shards else None
+        module = stream_module(pieces[0][1].device) if pieces else None
         if module is None:
-            return self.copies(shards, non_blocking=False), None
+            return self.copies(pieces, non_blocking=False), None
 
         self.stream = self.stream or module.Stream()
         self.stream.wait_stream(module.current_stream())  # the step's update comes first
         with module.stream(self.stream):
-            copies = self.copies(shards, non_blocking=True)
+            copies = self.copies(pieces, non_blocking=True)
             return copies, self.stream.record_event()
 
-    def copies(self, shards, non_blocking):
-        """Return shards with the host's copies of their tensors."""
+    def copies(self, pieces, non_blocking):
+        """Return pieces with the host's copies of their tensors."""
         copies = []
-        for i, (name, tensor, *place) in enumerate(shards):
+        for i, (name, tensor, *place) in enumerate(pieces):
             copy = self.buffer(i, tensor).copy_(tensor, non_blocking=non_blocking)
             copies.append((name, copy, *place))
         return copies
 
     def buffer(self, i, tensor):
-        """Return the host tensor for shard number i, of the tensor's shape and dtype."""
+        """Return the host tensor for piece number i, of the tensor's shape and dtype."""
         buffer = self.buffers.get(i)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             memory = self.allocate(tensor.numel() * tensor.element_size())
@@ -50,13 +51,13 @@ class HostBuffers:
         return buffer
 
     def allocate(self, n):
-        """Return (n,) uint8 of host memory, aligned to 64 bytes. Pinned memory comes in chunks."""
+        """Return (n,) uint8 of host memory, aligned to 64 bytes. Pinned memory comes in blocks."""
         if self.stream is None:
             return torch.empty(n, dtype=torch.uint8)
         if n > self.free_bytes:
-            self.chunk = torch.empty(max(n, self.CHUNK), dtype=torch.uint8, pin_memory=True)
-            self.free_bytes = self.chunk.numel()
-        start = self.chunk.numel() - self.free_bytes
-        aligned = -(-n // 64) * 64
+            self.block = torch.empty(max(n, self.BLOCK), dtype=torch.uint8, pin_memory=True)
+            self.free_bytes = self.block.numel()
+        start = self.block.numel() - self.free_bytes
+        aligned = ceil_div(n, 64) * 64
         self.free_bytes = max(0, self.free_bytes - aligned)
-        return self.chunk[start:start + n]
+        return self.block[start:start + n]

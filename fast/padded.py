@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from config import ceil_div
 from moe import AllToAll
-from ops.permute import Permute, Unpermute, occupants, rank_within_expert, slots_from_ranks
+from ops.permute import Permute, Unpermute, occupants, place_within_expert, slots_from_places
 from parallel import all_to_all
 
 
@@ -34,19 +35,19 @@ class PaddedAllToAll(AllToAll):
     def plan(self, expert_ids, gates):
         ep = self.ep.size
         expert = expert_ids.flatten()  # (N,)
-        rank, cumulative = rank_within_expert(expert, self.E)
+        place, cumulative = place_within_expert(expert, self.E)
         counts = cumulative[:, -1].reshape(ep, self.e)  # rows from here for each expert, by its owner
         torch.maximum(self.rows_needed, ep * counts.sum(1).max(), out=self.rows_needed)
         if not self.rows_in_use or not torch.is_grad_enabled():
             return super().plan(expert_ids, gates)
 
-        message_rows = -(-self.rows_in_use // (8 * ep)) * 8  # of one pair of ranks: a multiple of 8
+        message_rows = ceil_div(self.rows_in_use, 8 * ep) * 8  # of one pair of ranks: a multiple of 8
         rows = ep * message_rows
         message = torch.arange(ep, device=expert_ids.device).unsqueeze(1)  # (ep, 1) its number
 
         # What leaves: copies stand by expert in the message to the expert's owner.
         starts = (message * message_rows + counts.cumsum(1) - counts).flatten()  # (E,) of an expert's copies
-        inv_perm = slots_from_ranks(expert, rank, cumulative, starts, self.e, message_rows)
+        inv_perm = slots_from_places(expert, place, cumulative, starts, self.e, message_rows)
         inv_perm = torch.where(inv_perm < 0, rows, inv_perm)
 
         by_sender, ends = self.received_slots(counts, message, message_rows)

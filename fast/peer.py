@@ -21,7 +21,7 @@ import torch
 from ddp import Comm
 from fast.symm_mem import SymmetricBuffer
 from ops.accelerator import stream_module
-from ops.flat import sum_shards
+from ops.flat import sum_slices
 from parallel import CompletedWork
 from zero import Slot
 
@@ -65,10 +65,10 @@ class CopyStream:
 
         gradients: of each rank of the bucket's axis, by rank, (1, n) or longer.
         """
-        n = bucket.total.numel()
-        parts = self.recv_buffer[:n * (bucket.shards - 1)].view(-1, n)  # (size - 1, n/size)
+        n = bucket.grad_sum.numel()
+        parts = self.recv_buffer[:n * (bucket.n_slices - 1)].view(-1, n)  # (size - 1, n/size)
         for part, rank in zip(parts, others(bucket.axis), strict=True):  # n/size from each, over the axis
-            part.copy_(gradients[rank][0, bucket.shard])
+            part.copy_(gradients[rank][0, bucket.own_slice])
         return parts
 
 
@@ -89,15 +89,15 @@ class PeerComm(Comm):
         super().__init__(grad_dtype)
         self.stream = stream
 
-    def allocate(self, axis, shard, weights, dtype):
+    def allocate(self, axis, own_slice, weights, dtype):
         n = weights.numel()
         self.weights = SymmetricBuffer(axis, 1, n, dtype, weights.device)
         self.gradients = SymmetricBuffer(axis, 1, n, dtype, weights.device)
         flat = self.weights.local[0].zero_()
         grad = self.gradients.local[0].zero_()
-        total = torch.zeros_like(weights[shard])
-        self.stream.reserve(n - total.numel(), flat)
-        return flat, grad, total
+        grad_sum = torch.zeros_like(weights[own_slice])
+        self.stream.reserve(n - grad_sum.numel(), flat)
+        return flat, grad, grad_sum
 
     def start_reduce(self, bucket):
         axis = bucket.axis
@@ -105,7 +105,7 @@ class PeerComm(Comm):
         with self.stream.side_stream():
             self.gradients.barrier()  # the gradients of all ranks are complete
             parts = self.stream.copy_slices(bucket, self.gradients.peers)
-            sum_shards(bucket.total, bucket.grad[bucket.shard], parts)
+            sum_slices(bucket.grad_sum, bucket.grad[bucket.own_slice], parts)
             return self.stream.record_event()
 
     def start_gather(self, bucket):
@@ -115,7 +115,7 @@ class PeerComm(Comm):
         with self.stream.side_stream():
             self.weights.barrier()  # all ranks have stepped their slices
             for rank in others(axis):  # n/size weights from each, over the axis
-                theirs = bucket.shard_slice(rank, flat.numel())
+                theirs = bucket.slice_of_rank(rank, flat.numel())
                 flat[theirs].copy_(self.weights.peers[rank][0, theirs])
             return self.stream.record_event()
 
@@ -147,14 +147,14 @@ class PeerSlotComm(PeerComm):
     def new_slot(self, n, dtype, device, axis):
         return PeerSlot(n, dtype, device, axis)
 
-    def allocate(self, axis, shard, weights, dtype):
+    def allocate(self, axis, own_slice, weights, dtype):
         n = weights.numel()
-        total = torch.zeros_like(weights[shard])
-        self.weights = SymmetricBuffer(axis, 1, total.numel(), dtype, weights.device)
+        grad_sum = torch.zeros_like(weights[own_slice])
+        self.weights = SymmetricBuffer(axis, 1, grad_sum.numel(), dtype, weights.device)
         self.own = self.weights.local[0]
         flat = torch.zeros_like(weights, dtype=dtype)
-        self.stream.reserve(n - total.numel(), flat)
-        return flat, self.slot.buffer[:n], total
+        self.stream.reserve(n - grad_sum.numel(), flat)
+        return flat, self.slot.buffer[:n], grad_sum
 
     def keep(self, own):
         return self.own.copy_(own)
@@ -166,13 +166,13 @@ class PeerSlotComm(PeerComm):
             self.slot.memory.barrier()  # the gradients of all ranks are complete
             parts = self.stream.copy_slices(bucket, self.slot.peers(axis))
             self.slot.memory.barrier()  # all ranks have copied: the slot may be overwritten
-            own = bucket.grad[bucket.shard]
-            if bucket.total_is_empty:
-                sum_shards(bucket.total, own, parts)
+            own = bucket.grad[bucket.own_slice]
+            if bucket.sum_is_empty:
+                sum_slices(bucket.grad_sum, own, parts)
             else:
-                new_sum = torch.empty_like(bucket.total)
-                sum_shards(new_sum, own, parts)
-                bucket.total.add_(new_sum)
+                new_sum = torch.empty_like(bucket.grad_sum)
+                sum_slices(new_sum, own, parts)
+                bucket.grad_sum.add_(new_sum)
             return self.stream.record_event()
 
     def add_sum(self, bucket):
@@ -187,5 +187,5 @@ class PeerSlotComm(PeerComm):
                 self.own.copy_(bucket.own)
             self.weights.barrier()  # all ranks have stepped their slices
             for rank in (axis.rank, *others(axis)):  # n/size weights from each, over the axis
-                flat[bucket.shard_slice(rank, flat.numel())].copy_(self.weights.peers[rank][0])
+                flat[bucket.slice_of_rank(rank, flat.numel())].copy_(self.weights.peers[rank][0])
             return self.stream.record_event()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from moe import AllToAll, Capacity, expert_capacity
-from ops.permute import Unpermute, layout_from_counts, rank_within_expert, slots_from_ranks, unpermute
+from ops.permute import Unpermute, layout_from_counts, place_within_expert, slots_from_places, unpermute
 
 
 class SymmetricBuffer:
@@ -220,9 +220,9 @@ class SymmMem(_OneSided, AllToAll):
         if not self.active():
             return super().plan(expert_ids, gates)
         expert = expert_ids.flatten()
-        rank, cumulative = rank_within_expert(expert, self.E)
+        place, cumulative = place_within_expert(expert, self.E)
         starts, ends = self.exchange_counts(cumulative[:, -1])
-        dst = slots_from_ranks(expert, rank, cumulative, starts, self.e, self.buffers.rows.rows)
+        dst = slots_from_places(expert, place, cumulative, starts, self.e, self.buffers.rows.rows)
         return SymmMemPlan(dst, ends)
 
 

@@ -8,7 +8,7 @@ train.py refuses a layout that cannot be, plan.py leaves it out. cost/fits.py as
 """
 import itertools
 
-from config import largest_divisor, must_divide
+from config import ceil_div, largest_divisor, must_divide
 
 
 def check_ranks(n, tp, pp, ep, n_experts=0, cp=1):
@@ -61,7 +61,7 @@ def check_tensor_parallel(cfg, tp, stage):
 def check_sequence(cfg, cp, tp):
     """ValueError unless a sequence divides by cp, and a rank's tokens by tp."""
     if cp > 1 and cfg.seq_len % (2 * cp):
-        raise ValueError(f"seq-len {cfg.seq_len} does not divide by 2 * cp {cp} chunks; "
+        raise ValueError(f"seq-len {cfg.seq_len} does not divide by 2 * cp {cp} segments; "
                          f"try --seq-len {next_multiple(cfg.seq_len, 2 * cp)}")
     if cfg.micro_batch * cfg.seq_len // cp % tp:
         by = f"cp {cp} * tp {tp}" if cp > 1 else f"tp {tp}"
@@ -86,12 +86,12 @@ def check_ramp(full, ramp, unit):
     start, increment, over = ramp
     flag = f"--rampup-batch-size {start} {increment} {over}"
     if not 0 < start <= full or (full - start) % increment:
-        increments = max(1, -(-(full - start) // increment))
+        increments = max(1, ceil_div(full - start, increment))
         raise ValueError(f"{flag} does not reach global-batch {full} in whole increments; "
                          f"try --global-batch {start + increments * increment}")
     if full - start > 1000 * increment:
         raise ValueError(f"{flag} has {(full - start) // increment} stages, more than 1000; "
-                         f"try an INCREMENT of {-(-(full - start) // 1000)} or more")
+                         f"try an INCREMENT of {ceil_div(full - start, 1000)} or more")
     for size in start, min(full, start + increment):  # If these two divide, all that follow do.
         if size % unit:
             raise ValueError(f"{flag} has a stage of {size}, which does not divide by micro-batch * dp = "
@@ -116,7 +116,7 @@ def check_pipeline(cfg, pp, cp):
 
 def next_multiple(n, of):
     """Return the smallest multiple of `of` that is at least n."""
-    return -(-n // of) * of
+    return ceil_div(n, of) * of
 
 
 # -----------------------------------------------------------------------------

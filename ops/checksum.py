@@ -2,7 +2,7 @@
 import numpy as np
 import torch
 
-CHUNK = 2**24  # elements that checksum widens at once
+BLOCK = 2**24  # elements that checksum widens at once
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
@@ -15,20 +15,20 @@ def checksum(t):
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
 
     # A widened element takes 8 bytes, in several tensors at a time: the whole tensor might not fit.
-    for first in range(0, bits.numel(), CHUNK):
-        part = bits[first:first + CHUNK].long()
+    for first in range(0, bits.numel(), BLOCK):
+        part = bits[first:first + BLOCK].long()
         weight = torch.arange(first, first + part.numel(), device=bits.device) * 2 + 1
         sums += torch.stack([part.sum(), (part * weight).sum()])
     return sums
 
 
-def refuse_not_finite(shards):
+def refuse_not_finite(pieces):
     """Refuse host copies of tensors that hold nan or inf, before they are saved as a checkpoint.
 
     Such a checkpoint is of no use, and --keep would delete a good one to make room for it.
     ValueError: the name of the tensor.
     """
-    for name, t, _, _ in shards:
+    for name, t, _, _ in pieces:
         if t.dtype == torch.bfloat16:
             t = t.float()
         # NumPy computes here, because torch's threads are busy with the training.

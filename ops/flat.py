@@ -2,8 +2,8 @@
 
     padded_elements             the length of a buffer that is cut into slices
     accumulate, copy_gradients  gradients into a buffer
-    sum_shards                  the sum of several ranks' gradients, which fast/peer.py has copied
-    rectangles, shards          where a slice's elements are in the full tensors: for checkpoints
+    sum_slices                  the sum of several ranks' gradients, which fast/peer.py has copied
+    rectangles, own_pieces      where a slice's elements are in the full tensors: for checkpoints
 """
 import math
 import zlib
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from config import ceil_div
 from ops import backend
 
 COPY_ALONE = 2**22  # elements from which a gradient is copied by a kernel of its own
@@ -18,16 +19,11 @@ CONVERT_ALONE = 2**18  # elements from which a Triton kernel converts and adds a
 ALIGNMENT = 128  # elements: each slice begins at a multiple, so that loads are aligned
 
 
-def ceil_div(a, b):
-    """Return a / b, rounded up, in whole numbers: a float would lose the last of many elements."""
-    return -(-a // b)
-
-
-def padded_elements(n, shards):
-    """Return the length of a buffer for n elements that is cut into `shards` aligned slices."""
-    if shards == 1:
+def padded_elements(n, n_slices):
+    """Return the length of a buffer for n elements that is cut into `n_slices` aligned slices."""
+    if n_slices == 1:
         return n
-    multiple = ALIGNMENT * shards
+    multiple = ALIGNMENT * n_slices
     return ceil_div(n, multiple) * multiple
 
 
@@ -68,12 +64,12 @@ def copy_gradients(pairs):
         torch._foreach_copy_(small_windows, small_grads)
 
 
-def sum_shards(total, own, others):
+def sum_slices(total, own, others):
     """Set total (n,) fp32 to own (n,) plus each of others (ranks, n), both in the model's dtype."""
     if backend.use_triton(own) and own.dtype != total.dtype:
         from ops import kernels
         blocks = ceil_div(own.numel(), 2048)
-        kernels.sum_shards[(blocks,)](own, others, total, own.numel(), RANKS=len(others),
+        kernels.sum_slices[(blocks,)](own, others, total, own.numel(), RANKS=len(others),
                                       BLOCK=2048, num_warps=4)
         return
     total.copy_(own)
@@ -121,7 +117,7 @@ class Piece(NamedTuple):
     offset: tuple
 
 
-def shards(dp, opt, vectors=None, owned_only=True):
+def own_pieces(data_parallel, opt, vectors=None, owned_only=True):
     """Return this rank's Pieces of the weights and Adam moments, or of the given vectors.
 
     vectors: {prefix of the names: a slice per bucket}. The views share memory with the optimizer:
@@ -134,11 +130,12 @@ def shards(dp, opt, vectors=None, owned_only=True):
             vectors[f"{moment}/"] = [opt.adam.state[master][moment] for master in opt.masters]
     pieces = []
     for prefix, slices in vectors.items():
-        for bucket, own in zip(dp.buckets, slices, strict=True):
+        for bucket, own in zip(data_parallel.buckets, slices, strict=True):
             pieces += bucket_pieces(bucket, own, prefix, owned_only)
     if vectors.get("") is opt.masters:  # The routers' biases are not trained, but saved.
-        for name, buffer in dp.buffers.items():
-            if not owned_only or chosen_rank(name, dp.mesh.stage) == dp.mesh.stage.rank:
+        stage = data_parallel.mesh.stage
+        for name, buffer in data_parallel.buffers.items():
+            if not owned_only or chosen_rank(name, stage) == stage.rank:
                 pieces.append(Piece(name, buffer, tuple(buffer.shape), (0,) * buffer.ndim))
     return pieces
 
@@ -146,13 +143,13 @@ def shards(dp, opt, vectors=None, owned_only=True):
 def bucket_pieces(bucket, own, prefix, owned_only):
     """Return the Pieces of own, this rank's slice of a vector over a bucket's elements."""
     pieces = []
-    is_copied = owned_only and bucket.shards == 1  # Every replica holds the whole bucket.
+    is_copied = owned_only and bucket.n_slices == 1  # Every replica holds the whole bucket.
     for name, p, start in zip(bucket.names, bucket.params, bucket.starts(), strict=True):
         if is_copied and chosen_rank(name, bucket.axis) != bucket.axis.rank:
             continue
-        begin = max(start, bucket.shard.start)
-        end = min(start + p.numel(), bucket.shard.stop)
-        position = begin - bucket.shard.start
+        begin = max(start, bucket.own_slice.start)
+        end = min(start + p.numel(), bucket.own_slice.stop)
+        position = begin - bucket.own_slice.start
         for offset, size in rectangles(p.shape, begin - start, end - start):
             n = math.prod(size)
             view = own[position:position + n].view(size)

@@ -105,11 +105,11 @@ def swiglu_backward(gate_ptr, up_ptr, grad_h_ptr, grad_gate_ptr, grad_up_ptr, va
 
 
 @triton.jit
-def rank_within_expert(expert_ptr, rank_ptr, counts_ptr, n, blocks, E: tl.constexpr, WIDE: tl.constexpr,
-                       BLOCK: tl.constexpr):
-    """The rank of each copy within its expert, block by block. One program handles BLOCK of the n copies.
+def place_within_expert(expert_ptr, place_ptr, counts_ptr, n, blocks, E: tl.constexpr, WIDE: tl.constexpr,
+                        BLOCK: tl.constexpr):
+    """The place of each copy in its expert's queue, within a block. One program handles BLOCK copies.
 
-    expert (n,): the expert of each copy. rank (n,): the number of earlier copies of the block with the same
+    expert (n,): the expert of each copy. place (n,): the number of earlier copies of the block with the same
     expert. counts (E, blocks): the copies of each expert in each block. WIDE: E rounded up to a power of two.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -117,14 +117,14 @@ def rank_within_expert(expert_ptr, rank_ptr, counts_ptr, n, blocks, E: tl.conste
     expert = tl.load(expert_ptr + at, mask=at < n, other=WIDE)
     wants = (expert[:, None] == one[None, :]).to(tl.int32)  # (BLOCK, WIDE)
     before = tl.cumsum(wants, axis=0) - wants
-    tl.store(rank_ptr + at, tl.sum(before * wants, axis=1), mask=at < n)
+    tl.store(place_ptr + at, tl.sum(before * wants, axis=1), mask=at < n)
     tl.store(counts_ptr + one * blocks + tl.program_id(0), tl.sum(wants, axis=0), mask=one < E)
 
 
 @triton.jit
-def slots_from_ranks(expert_ptr, rank_ptr, cumulative_ptr, start_ptr, slot_ptr, n, rows, blocks,
-                     EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """slot (n,) = start[expert] + cumulative[expert, block - 1] + rank, in the blocks of rank_within_expert.
+def slots_from_places(expert_ptr, place_ptr, cumulative_ptr, start_ptr, slot_ptr, n, rows, blocks,
+                      EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """slot (n,) = start[expert] + cumulative[expert, block - 1] + place, of place_within_expert.
 
     The slot is -1 where it would lie beyond the end of its buffer, which has `rows` rows for EXPERTS experts.
     """
@@ -133,7 +133,7 @@ def slots_from_ranks(expert_ptr, rank_ptr, cumulative_ptr, start_ptr, slot_ptr, 
     expert = tl.load(expert_ptr + at, mask=at < n, other=0)
     slot = tl.load(start_ptr + expert)
     slot += tl.load(cumulative_ptr + expert * blocks + block - 1, mask=expert * 0 + block > 0, other=0)
-    slot += tl.load(rank_ptr + at, mask=at < n, other=0)
+    slot += tl.load(place_ptr + at, mask=at < n, other=0)
     slot = tl.where(slot < (expert // EXPERTS + 1) * rows, slot, -1)
     tl.store(slot_ptr + at, slot, mask=at < n)
 
@@ -352,7 +352,7 @@ def accumulate(x_ptr, out_ptr, n, ADD: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sum_shards(own_ptr, others_ptr, out_ptr, n, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+def sum_slices(own_ptr, others_ptr, out_ptr, n, RANKS: tl.constexpr, BLOCK: tl.constexpr):
     """out (n,) fp32 = own (n,) + the sum of others (RANKS, n)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(own_ptr + at, mask=at < n).to(tl.float32)

@@ -10,6 +10,7 @@ kernel needs atomics.
 """
 import torch
 
+from config import ceil_div
 from ops import backend
 
 # -----------------------------------------------------------------------------
@@ -21,10 +22,10 @@ def sort_by_expert(expert, E):
     The sort is stable. Plainly: perm = expert.argsort(stable=True), inv_perm is its inverse, and
     counts = bincount(expert).
     """
-    rank, cumulative = rank_within_expert(expert, E)
+    place, cumulative = place_within_expert(expert, E)
     counts = cumulative[:, -1].contiguous()
     start = counts.cumsum(0) - counts
-    inv_perm = slots_from_ranks(expert, rank, cumulative, start, E, expert.numel())
+    inv_perm = slots_from_places(expert, place, cumulative, start, E, expert.numel())
     return invert_permutation(inv_perm), inv_perm, counts
 
 
@@ -46,7 +47,7 @@ def occupants(slot, slots):
 
 
 def sort_block_size(E):
-    """Return how many copies one program of rank_within_expert counts, and E's next power of two.
+    """Return how many copies one program of place_within_expert counts, and E's next power of two.
 
     The program's table of (copies, E) must fit into a multiprocessor.
     """
@@ -54,14 +55,17 @@ def sort_block_size(E):
     return max(8, min(128, 16384 // wide)), wide
 
 
-def rank_within_expert(expert, E):
-    """Count, the first half of the sort: expert (N,) int64 -> rank (N,), cumulative (E, blocks).
+def place_within_expert(expert, E):
+    """Count, the first half of the sort: expert (N,) int64 -> place (N,), cumulative (E, blocks).
 
-    rank: how many earlier copies of the same block of copies have the same expert. cumulative: the
-    copies for each expert in the blocks 0..b.
+    place: a copy's place in the queue of its expert, within a block of copies: how many earlier
+    copies of the block have the same expert. cumulative: the copies for each expert in the blocks
+    0..b.
     """
     N = expert.numel()
-    if not backend.use_triton(expert):  # one block
+    if not backend.use_triton(expert):
+        # One block. No operation of torch counts earlier equals. A stable sort puts the copies of
+        # an expert side by side in their order. A copy's place is its distance from the first.
         order = expert.argsort(stable=True)
         counts = torch.bincount(expert, minlength=E)
         start = counts.cumsum(0) - counts
@@ -69,23 +73,23 @@ def rank_within_expert(expert, E):
 
     from ops import kernels
     block, wide = sort_block_size(E)
-    blocks = -(-N // block)
-    rank = torch.empty(N, dtype=torch.int32, device=expert.device)
+    blocks = ceil_div(N, block)
+    place = torch.empty(N, dtype=torch.int32, device=expert.device)
     counts = torch.empty(E, blocks, dtype=torch.int32, device=expert.device)
     warps = 4 if wide <= 64 else 8
-    kernels.rank_within_expert[(blocks,)](expert, rank, counts, N, blocks, E=E, WIDE=wide,
-                                          BLOCK=block, num_warps=warps)
-    return rank, counts.cumsum(1)
+    kernels.place_within_expert[(blocks,)](expert, place, counts, N, blocks, E=E, WIDE=wide,
+                                           BLOCK=block, num_warps=warps)
+    return place, counts.cumsum(1)
 
 
-def slots_from_ranks(expert, rank, cumulative, start, experts, rows):
-    """Place, the second half: slot (N,) = start[expert] + copies in earlier blocks + rank.
+def slots_from_places(expert, place, cumulative, start, experts, rows):
+    """Place, the second half: slot (N,) = start[expert] + copies in earlier blocks + place.
 
     start (E,): where each expert's copies begin. Each buffer has `rows` rows for `experts` experts.
     A slot beyond the end of its buffer is -1.
     """
     if not backend.use_triton(expert):
-        slot = start[expert] + rank
+        slot = start[expert] + place
         buffer_end = (expert // experts + 1) * rows
         return torch.where(slot < buffer_end, slot, -1)
 
@@ -93,8 +97,8 @@ def slots_from_ranks(expert, rank, cumulative, start, experts, rows):
     slot = torch.empty_like(expert)
     E, blocks = cumulative.shape
     block, _ = sort_block_size(E)
-    kernels.slots_from_ranks[(blocks,)](expert, rank, cumulative, start, slot, expert.numel(),
-                                        rows, blocks, EXPERTS=experts, BLOCK=block, num_warps=4)
+    kernels.slots_from_places[(blocks,)](expert, place, cumulative, start, slot, expert.numel(),
+                                         rows, blocks, EXPERTS=experts, BLOCK=block, num_warps=4)
     return slot
 
 
@@ -107,9 +111,9 @@ def assign_slots(expert, priority, E, capacity):
     N = expert.numel()
     slots = E * capacity
     wanted = expert[priority]  # (N,) in the order of the priority
-    rank, cumulative = rank_within_expert(wanted, E)
+    place, cumulative = place_within_expert(wanted, E)
     zeros = torch.zeros_like(cumulative[:, 0])
-    queue = slots_from_ranks(wanted, rank, cumulative, zeros, E, N)  # (N,) place in the queue
+    queue = slots_from_places(wanted, place, cumulative, zeros, E, N)  # (N,) place in the queue
     slot = torch.where(queue < capacity, wanted * capacity + queue, slots)
     inv_perm = torch.empty_like(slot).scatter_(0, priority, slot)
     perm = torch.full((slots + 1,), N, device=priority.device).scatter_(0, slot, priority)[:slots]

@@ -32,7 +32,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.distributed as dist
 
-from config import Outcome
+from config import Outcome, ceil_div
 from interface.command_line import one_line
 from ops.accelerator import device_name
 from parallel import Axis
@@ -422,7 +422,7 @@ def _place(start, comm):
     """
     if comm is None:
         node = int(os.environ.get("SLURM_NODEID", start.rank // start.local_size))
-        n_nodes = -(-start.size // start.local_size)  # rounded up
+        n_nodes = ceil_div(start.size, start.local_size)
         return start.size, start.local_size, node, n_nodes
 
     from mpi4py import MPI

@@ -24,7 +24,7 @@ from config import MEANING, SHAPE, SILENT, Config, Outcome, flags_of_kind, has_e
 from interface import files
 from interface.command_line import one_line
 from ops.checksum import checksum
-from ops.flat import shards
+from ops.flat import own_pieces
 from parallel import MAX
 from runtime.agree import read_together
 from runtime.launch import exit_together
@@ -72,7 +72,7 @@ class State:
         return cfg.keep_best and cfg.save_every > 0 and self.best.get("step") == self.step
 
 
-def save(cfg, mesh, dp, opt, saver, state):
+def save(cfg, mesh, data_parallel, opt, saver, state):
     """Start to write step_N/, every rank its part; saver.wait() says whether it was committed."""
     is_written = saver.wait()
     if not is_written and saver.failed == state.best.get("step"):
@@ -87,10 +87,10 @@ def save(cfg, mesh, dp, opt, saver, state):
     meta["world"] = mesh.world.size
     meta["shape"] = {name: getattr(cfg, name) for name in SHAPE}
     meta["flags"] = dataclasses.asdict(cfg)
-    opt.snapshot_done = saver.start(state.step, shards(dp, opt), meta)
+    opt.snapshot_done = saver.start(state.step, own_pieces(data_parallel, opt), meta)
 
 
-def load(cfg, dp, opt, path, data_id, vocab_size=0):
+def load(cfg, data_parallel, opt, path, data_id, vocab_size=0):
     """Fill weights, Adam moments and counters from a checkpoint of any layout. Return the State.
 
     ValueError: the checkpoint belongs to another model, to other data, or to flags that --resume-changed does
@@ -104,10 +104,11 @@ def load(cfg, dp, opt, path, data_id, vocab_size=0):
         raise ValueError(f"checkpoint {path} holds weights alone, no moments, as an imported model does; "
                          f"give --init-from {path} to start from it")
     check_shape(cfg, path, meta["shape"], ["norm", *flexible_shapes(cfg)])
-    changed = changed_flags(cfg, path, meta, dp.mesh.world.size, data_id, vocab_size)
+    changed = changed_flags(cfg, path, meta, data_parallel.mesh.world.size, data_id, vocab_size)
     # A change that --resume-changed allows may leave tensors without a use: the bias of a router, of a norm.
     unused = index["tensors"] if changed.keys() & set(flags_of_kind("meaning")) else ()
-    load_tensors(dp.mesh.world, path, index, shards(dp, opt, owned_only=False), unused)
+    pieces = own_pieces(data_parallel, opt, owned_only=False)
+    load_tensors(data_parallel.mesh.world, path, index, pieces, unused)
     opt.set_adam_t(meta["adam_t"])
     opt.set_scaler(meta["scaler"])
     opt.masters_to_model()
@@ -130,14 +131,14 @@ def load_tensors(world, path, index, requested, unused=()):
     read_together(world, checkpoint.load, path, requested, index, others)
 
 
-def dump_grads(path, mesh, dp, opt, vocab_size):
+def dump_grads(path, mesh, data_parallel, opt, vocab_size):
     """--dump-grads: write weights and gradients as one safetensors file. Collective over the world.
 
     NAME is the weight before the update, grad/NAME the reduced, unclipped gradient, both at full size without
     padding.
     """
     grads = [opt.unscale(grad.to(master.dtype)) for master, grad in zip(opt.masters, opt.grads, strict=True)]
-    pieces = shards(dp, opt, {"": opt.masters, "grad/": grads})
+    pieces = own_pieces(data_parallel, opt, {"": opt.masters, "grad/": grads})
     parts = Path(path).with_suffix(".parts")
     writers = checkpoint.Writers(mesh.world.rank, mesh.world.size, run_id(mesh.world))
     done = checkpoint.save(parts, 1, pieces, {}, writers)
@@ -185,13 +186,13 @@ def check_shape(cfg, path, shape, may_differ=()):
         raise ValueError(f"checkpoint {path} has {theirs}, the flags say {ours}; give {fix}")
 
 
-def changed_flags(cfg, path, meta, world, data_id, vocab_size):
+def changed_flags(cfg, path, meta, world_size, data_id, vocab_size):
     """Return {flag: [the checkpoint's value, cfg's]} where they differ, if it matters to the training.
 
     meta: of the checkpoint; an older one has not all flags.
     ValueError: --resume-changed has to allow it.
     """
-    before, now = compared_flags(cfg, path, meta, world, data_id, vocab_size)
+    before, now = compared_flags(cfg, path, meta, world_size, data_id, vocab_size)
     changed = {}
     for name, value in now.items():
         there = before.get(name, value)
@@ -213,13 +214,13 @@ def changed_flags(cfg, path, meta, world, data_id, vocab_size):
     return changed
 
 
-def compared_flags(cfg, path, meta, world, data_id, vocab_size):
+def compared_flags(cfg, path, meta, world_size, data_id, vocab_size):
     """Return ({flag: the checkpoint's value}, {flag: cfg's}), and in both the number of `ranks`.
 
     ValueError: the meta is no run's.
     """
     now = json.loads(json.dumps(dataclasses.asdict(cfg)))
-    now["ranks"] = world
+    now["ranks"] = world_size
     now["data"] = data_id
     try:
         before = {**meta["shape"], **meta.get("flags", {})}
@@ -362,7 +363,7 @@ def start_from(found, skip, model, opt, data_id):
                 print(said, flush=True)
         state = State(data=data_id, vocab_size=model.vocab_size)
     else:
-        state = load(cfg, opt.dp, opt, found, data_id, model.vocab_size)
+        state = load(cfg, opt.data_parallel, opt, found, data_id, model.vocab_size)
         warning = skip.too_late(state.step, Ranges(state.skip))
         if is_main:
             for name, (before, now) in state.changed.items():
@@ -378,7 +379,7 @@ def start_from(found, skip, model, opt, data_id):
 def broadcast_and_verify(model):
     """Make replicas start equal: the first rank that holds a parameter sends it, then each checks its own."""
     for name, p in model.named_parameters():
-        axis = getattr(model.mesh, p.reduce)
+        axis = getattr(model.mesh, p.summed_over)
         if axis.size == 1 or p.untyped_storage().nbytes() == 0:  # ZeRO-3: no other rank holds the same slice
             continue
         axis.broadcast(p.data)  # one parameter, first replica to all, over its reduction axis
@@ -457,7 +458,7 @@ def weights_to_read(opt, symbols, upcycles):
     symbols: of its vocabulary. upcycles: it is dense, and this model has experts.
     """
     requested = []
-    for name, own, full, where in shards(opt.dp, opt, {"": opt.masters}, owned_only=False):
+    for name, own, full, where in own_pieces(opt.data_parallel, opt, {"": opt.masters}, owned_only=False):
         if name in VOCABULARY:
             rows = own[:max(0, symbols - where[0])]
             requested.append((name, rows, (pad_vocab(symbols), *full[1:]), where))

@@ -1,6 +1,6 @@
 """Saving in the background: training goes on while a checkpoint is written.
 
-    start()   main thread: wait for the save before, copy the shards to host buffers, start the thread
+    start()   main thread: wait for the save before, copy the pieces to host buffers, start the thread
     thread    writes rank_R.safetensors; rank 0's waits for all ranks' files, then renames the directory
     wait()    main thread: join, and learn whether all ranks succeeded; before the next save and at the end
 
@@ -44,13 +44,13 @@ class Saver:
         self.saved = 0       # step of the last save that was committed
         self.seconds = 0.0   # the longest save so far
 
-    def start(self, step, shards, meta):
+    def start(self, step, pieces, meta):
         """Start to save; the arguments are those of checkpoint.save.
 
         Return the event after which the tensors may change (None: now).
         """
         self.wait()
-        copies, copied = self.host.copy(shards)
+        copies, copied = self.host.copy(pieces)
         self.job = Job(self, step, copies, copied, meta)
         return copied
 

@@ -576,7 +576,7 @@ RULER = re.compile(r"#\s*[-=#*]{4,}.*|#")
 PRAGMA = re.compile(r"#(!|\s*(noqa|isort|fmt|type:|ruff|pragma|pylint|coding|-\*-))")
 COLLECTIVE = re.compile(
     r"\.(start_)?(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|all_gather_object|gather_objects|"
-    r"broadcast_object|any|isend|irecv|batch_isend_irecv)\b|\b_?(gather|scatter)_(rows|chunks)\b|_single\(")
+    r"broadcast_object|any|isend|irecv|batch_isend_irecv)\b|\b_?(gather|scatter)_(rows|segments)\b|_single\(")
 LABEL = re.compile(r"\bover\b|\baxis\b")  # what moves, over which axis
 ABBREVIATION = re.compile(r"(\b(e\.g|i\.e|etc|vs|al|cf|approx|resp|eq|fig|sec|no)|\.\.|\b[A-Z])\.$", re.I)
 

@@ -115,8 +115,8 @@ def plant_nan(plan):
         def gradients(self, batches, number, *args, **kwargs):
             loss = super().gradients(batches, number, *args, **kwargs)
             if plan.get(number) == "nan" and is_last(self.model.mesh.world):
-                bucket = self.dp.buckets[0]
-                bucket.grad[bucket.shard.start] = float("nan")  # in the slice that this rank owns
+                bucket = self.data_parallel.buckets[0]
+                bucket.grad[bucket.own_slice.start] = float("nan")  # in the slice that this rank owns
             return loss
     return StepWithNan
 

@@ -89,8 +89,8 @@ def in_fp64(argument, fn):
 def smoked(world):
     """Return losses, final weights, whether all replicas are equal, whether the time is positive."""
     mesh = make_mesh(world)
-    model, dp, adam = smoke.build(world, mesh, SMOKE)
-    rows = smoke.train(world, model, dp, adam, SMOKE)
+    model, data_parallel, adam = smoke.build(world, mesh, SMOKE)
+    rows = smoke.train(world, model, data_parallel, adam, SMOKE)
     weights = [p.detach().clone() for p in model.parameters()]
     return [r["loss"] for r in rows], weights, smoke.replicas_equal(model, mesh), rows[0]["dt"] > 0
 

@@ -221,7 +221,7 @@ def test_the_loss_of_a_run_is_the_mean_over_trained_tokens(data):
                  micro_batch=2, eval_iters=3, data=str(data / "qa"))
     source, val, vocab_size, _ = shards.open_data(cfg, 0)
     mesh = make_mesh(World())
-    model, dp, opt = train.build(cfg, mesh, vocab_size, torch.device("cpu"))
+    model, data_parallel, opt = train.build(cfg, mesh, vocab_size, torch.device("cpu"))
 
     def loop(source, n):
         losses = []
@@ -234,7 +234,7 @@ def test_the_loss_of_a_run_is_the_mean_over_trained_tokens(data):
     assert train.evaluate(cfg, model, val, 4, torch.device("cpu")) == pytest.approx(loop(val, 12), rel=1e-12)
     batches = train.micro_batches(cfg, mesh, source, 0, 6, torch.device("cpu"))
     want = loop(source, 6)
-    stats, _ = train.Step(cfg, model, dp, opt)(
+    stats, _ = train.Step(cfg, model, data_parallel, opt)(
         batches, 1, tokens=train.trained_tokens(source, 0, 6, torch.device("cpu")))
     assert stats.loss.item() == pytest.approx(want, rel=1e-12)
 
@@ -243,10 +243,11 @@ def masters_after_init_from(world, flags, path, vocab_size):
     """Return {"shards": what init_from() leaves in the masters that this rank owns}, the message."""
     from runtime import resume
     cfg = Config(**flags)
-    model, dp, opt = train.build(cfg, make_mesh(world, cfg.tp, cfg.pp, cfg.ep), vocab_size, world.device)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
+    model, data_parallel, opt = train.build(cfg, mesh, vocab_size, world.device)
     said = resume.init_from(model, opt, path)
     return {"said": said, "shards": [(n, test_layouts.to_numpy(t), full, at) for n, t, full, at in
-                                     resume.shards(dp, opt, {"": opt.masters})]}
+                                     resume.own_pieces(data_parallel, opt, {"": opt.masters})]}
 
 
 @pytest.mark.parametrize("n,layout", [(1, {}), (2, dict(tp=2, zero=1)), (2, dict(zero=3)), (2, dict(pp=2))])
@@ -337,10 +338,10 @@ def test_refused_starts(data, pretrained, tmp_path):
 # -----------------------------------------------------------------------------
 # Planted faults, as in test_faults.py: each must fail a comparison.
 
-def own_count(original, model, dp, batches, tokens, *args, factor):
+def own_count(original, model, data_parallel, batches, tokens, *args, factor):
     """forward_backward that divides by `factor` times this rank's own number of trained tokens."""
     own = sum((y >= 0).sum() for _, y in batches)
-    return original(model, dp, batches, own * factor, *args)
+    return original(model, data_parallel, batches, own * factor, *args)
 
 
 def all_tokens(original, step, *args, tokens):
@@ -353,7 +354,7 @@ def count_of_half(original, source, first, count, device):
     return original(source, first, count // 2, device)
 
 
-DIVIDE, TP = "pipeline.forward_backward", "model._VocabCrossEntropy.forward"
+DIVIDE, TP = "pipeline.forward_backward", "vocab._VocabCrossEntropy.forward"
 FAULTS = {  # name: (ranks, layout, a fault as arguments of planted)
     "division by the rank's own count": (2, {}, DIVIDE, functools.partial(own_count, factor=1)),
     "the mean of the ranks' means": (2, {}, DIVIDE, functools.partial(own_count, factor=2)),

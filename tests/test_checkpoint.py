@@ -32,48 +32,49 @@ from runtime.saver import Saver
 # Layout A writes, layout B reads: every number of the state, and of the step after it
 
 def prepare(world, flags):
-    """Return cfg, mesh, dp, opt, step(i) that trains step i, owned(prefix) that copies this rank's shards."""
+    """Return cfg, mesh, data_parallel, opt, step(i) that trains step i, owned(prefix), this rank's pieces."""
     cfg = Config(**flags, micro_batch=2)
     mesh, batch = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp), cfg.global_batch
     check_layout(cfg, mesh, batch)
-    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
 
-    train_step = train.Step(cfg, model, dp, opt)
+    train_step = train.Step(cfg, model, data_parallel, opt)
 
     def step(i):
         batches = train.micro_batches(cfg, mesh, source, (i - 1) * batch, batch, world.device)
         return torch.stack(train_step(batches, i)[0]).tolist()
 
     def owned(prefix, owned_only=True):
-        shards = resume.shards(dp, opt, owned_only=owned_only)
-        return [(prefix + n, t.numpy().copy(), *at) for n, t, *at in shards]
-    return cfg, mesh, dp, opt, step, owned
+        pieces = resume.own_pieces(data_parallel, opt, owned_only=owned_only)
+        return [(prefix + n, t.numpy().copy(), *at) for n, t, *at in pieces]
+    return cfg, mesh, data_parallel, opt, step, owned
 
 
 def write(world, flags, folder):
     """Two steps, a save, and a third step while the save is written."""
-    cfg, mesh, dp, opt, step, owned = prepare(world, flags)
+    cfg, mesh, data_parallel, opt, step, owned = prepare(world, flags)
     step(1), step(2)
     saver = Saver(folder, world.axis)
-    results = {"shards": owned("saved ")}
-    resume.save(cfg, mesh, dp, opt, saver, resume.State(step=2, samples=2 * cfg.global_batch))
+    results = {"pieces": owned("saved ")}
+    resume.save(cfg, mesh, data_parallel, opt, saver, resume.State(step=2, samples=2 * cfg.global_batch))
     results["stats"] = step(3)
     assert saver.wait() and saver.saved == 2
-    results["shards"] += owned("next ")
+    results["pieces"] += owned("next ")
     return results
 
 
 def read(world, flags, folder):
     """Load the checkpoint of step 2 and train step 3."""
-    cfg, mesh, dp, opt, step, owned = prepare(world, flags)
-    for _, t, _, _ in resume.shards(dp, opt, owned_only=False):
+    cfg, mesh, data_parallel, opt, step, owned = prepare(world, flags)
+    for _, t, _, _ in resume.own_pieces(data_parallel, opt, owned_only=False):
         t.fill_(math.nan)  # an element that load() leaves out stays NaN
-    assert resume.load(cfg, dp, opt, Path(folder) / "step_000002", "").samples == 2 * cfg.global_batch
-    results = {"shards": owned("saved ")}
+    state = resume.load(cfg, data_parallel, opt, Path(folder) / "step_000002", "")
+    assert state.samples == 2 * cfg.global_batch
+    results = {"pieces": owned("saved ")}
     assert not any(np.isnan(t).any() for _, t, _, _ in owned("", owned_only=False))
     results["stats"] = step(3)
-    results["shards"] += owned("next ")
+    results["pieces"] += owned("next ")
     return results
 
 
@@ -329,16 +330,16 @@ def test_keep_does_not_count_checkpoints_of_later_steps(tmp_path):
 # In the background
 
 def whole(name, t):
-    """Return the shard that is the full tensor."""
+    """Return the piece that is the full tensor."""
     return name, t, tuple(t.shape), (0,) * t.ndim
 
 
 def test_a_save_in_the_background_writes_the_same_bytes(tmp_path):
     tensors = [torch.randn(50, 7), torch.randn(9).double(), torch.tensor(3.0)]
-    shards = [whole(str(i), t) for i, t in enumerate(tensors)]
-    checkpoint.save(tmp_path / "sync", 5, shards, {"a": 1.5})
+    pieces = [whole(str(i), t) for i, t in enumerate(tensors)]
+    checkpoint.save(tmp_path / "sync", 5, pieces, {"a": 1.5})
     saver = Saver(tmp_path / "async")
-    saver.start(5, shards, {"a": 1.5})
+    saver.start(5, pieces, {"a": 1.5})
     for t in tensors:
         t.fill_(1e9)  # training continues
     assert saver.wait() and saver.saved == 5
@@ -365,7 +366,7 @@ def test_later_saves_need_no_more_memory_and_files(tmp_path):
 def full_disk(world, root, failing, times):
     """Save 1 succeeds; rank `failing` cannot write the next `times` saves; the last save succeeds.
     Return [True, False or exit code of each save], this rank's stderr."""
-    shard = whole(str(world.rank), torch.full((1 << 16,), float(world.rank)))
+    piece = whole(str(world.rank), torch.full((1 << 16,), float(world.rank)))
     saver = Saver(root, world.axis)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     stderr, saved = io.StringIO(), []
@@ -374,7 +375,7 @@ def full_disk(world, root, failing, times):
             if world.rank == failing and 1 < step < times + 2:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # "File too large", a full quota
             try:
-                saver.start(step, [shard], {})
+                saver.start(step, [piece], {})
                 saved.append(saver.wait())
             except SystemExit as e:
                 saved.append(e.code)
@@ -447,15 +448,15 @@ def test_only_our_own_leftovers_are_removed(tmp_path):
 @pytest.mark.parametrize("kind", ["read-only", "replaced", "vanished"])
 def test_a_directory_that_cannot_be_written_costs_a_save(kind, tmp_path, capsys):
     root = Path("/proc/1/nanoshard") if kind == "read-only" else tmp_path / "run"
-    shards = [whole("w", torch.ones(3))]
+    pieces = [whole("w", torch.ones(3))]
     saver = Saver(root)
     if kind != "read-only":
-        saver.start(1, shards, {})
+        saver.start(1, pieces, {})
         assert saver.wait()
         shutil.rmtree(root)
     if kind == "replaced":
         root.write_text("")
-    saver.start(2, shards, {})
+    saver.start(2, pieces, {})
     assert saver.wait() == (kind == "vanished")  # a directory that vanished is made a second time
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (kind != "vanished") and all("step 2 was not saved" in line for line in lines)
@@ -486,8 +487,8 @@ def test_training_goes_on_until_the_third_failed_save(tmp_path):
 def test_show_and_diff(tmp_path, capsys):
     a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
     want = two_writers(a, 3)
-    shards = [whole(name, t) for name, t in want.items()]
-    checkpoint.save(b, 3, shards, {"step": 3})  # the same tensors from another layout
+    pieces = [whole(name, t) for name, t in want.items()]
+    checkpoint.save(b, 3, pieces, {"step": 3})  # the same tensors from another layout
     assert checkpoint.main(["diff", str(a / "step_000003"), str(b)]) == 0
     assert "equal: all 2 tensors" in capsys.readouterr().out
     changed = want["w"].clone()
@@ -504,7 +505,7 @@ def test_show_and_diff(tmp_path, capsys):
     assert "step 4, 3 tensors in 1 files" in " ".join(capsys.readouterr().out.split())
     changed = want["w"].clone()
     changed[0, 2] = -changed[0, 2]
-    checkpoint.save(b, 5, [whole("w", changed), *shards[1:]], {"step": 3})
+    checkpoint.save(b, 5, [whole("w", changed), *pieces[1:]], {"step": 3})
     assert checkpoint.main(["diff", str(a), str(b)]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "1 of 24 elements" in out and f"max abs {2 * abs(want['w'][0, 2].item()):.3g}" in out
@@ -516,8 +517,8 @@ def test_show_and_diff_print_at_most_100_columns(tmp_path, capsys):
     run = tmp_path / ("long" * 25)
     for step in (1, 2):
         window = [[step + i / 7, i / 3] for i in range(128)]
-        shards = [whole("exp_avg_sq/blocks.10.mlp.shared.w1.weight", torch.arange(70.0) * step)]
-        checkpoint.save(run, step, shards, {"window": window, "flags": {"lr": step}, "data": "a" * 64})
+        pieces = [whole("exp_avg_sq/blocks.10.mlp.shared.w1.weight", torch.arange(70.0) * step)]
+        checkpoint.save(run, step, pieces, {"window": window, "flags": {"lr": step}, "data": "a" * 64})
     assert checkpoint.main(["show", str(run)]) == 0
     shown = capsys.readouterr().out
     assert checkpoint.main(["diff", str(run / "step_000001"), str(run / "step_000002")]) == 1
@@ -532,7 +533,7 @@ def test_diff_reads_blocks_of_bounded_size(tmp_path):
     w = torch.arange(70.0).view(10, 7)
     checkpoint.save(tmp_path, 1, [whole("w", w)], {})
     reader = checkpoint.Reader(tmp_path / "step_000001")
-    blocks = list(checkpoint._blocks(reader, "w", 20))
+    blocks = list(reader.blocks("w", 20))
     assert [(at, tuple(b.shape)) for at, b in blocks] == [(i, (2, 7)) for i in (0, 14, 28, 42, 56)]
     assert torch.equal(torch.cat([b for _, b in blocks]), w)
 

@@ -19,7 +19,7 @@ from config import Config
 from corpus.shards import Synthetic
 from ops.flat import rectangles
 from parallel import Axis, make_mesh
-from runtime.resume import broadcast_and_verify, shards
+from runtime.resume import broadcast_and_verify, own_pieces
 
 # -----------------------------------------------------------------------------
 # The part of each tensor that a slice of a bucket covers
@@ -45,16 +45,17 @@ def test_rectangles_cover_every_element_once():
 # Masters
 
 def initial_masters(world, dtype, zero):
-    """Return {"shards": the masters that this rank owns before the first step}."""
+    """Return {"pieces": the masters that this rank owns before the first step}."""
     cfg = Config(**dict(test_layouts.MOE, dtype=dtype, zero=zero, ep=world.size))
     mesh = make_mesh(world, ep=cfg.ep)
-    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     broadcast_and_verify(model)
     opt.masters_from_model()
     assert all(p.dtype == train.DTYPES[dtype] for p in model.parameters())
     assert all(torch.equal(m.to(b.own.dtype), b.own) for m, b in
-               zip(opt.masters, dp.buckets, strict=True))
-    return {"shards": [(name, to_numpy(t), full, offset) for name, t, full, offset in shards(dp, opt)]}
+               zip(opt.masters, data_parallel.buckets, strict=True))
+    pieces = own_pieces(data_parallel, opt)
+    return {"pieces": [(name, to_numpy(t), full, offset) for name, t, full, offset in pieces]}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -75,13 +76,14 @@ def masters_after_different_draws(world):
     """
     cfg = Config(**dict(test_layouts.MOE, dtype="bf16"))
     mesh = make_mesh(world)
-    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     if world.rank:
         for m in opt.masters:
             m.mul_(1 + 1e-6)
     broadcast_and_verify(model)
     opt.masters_from_model()
-    assert all(torch.equal(m.to(b.flat.dtype), b.flat) for m, b in zip(opt.masters, dp.buckets, strict=True))
+    pairs = zip(opt.masters, data_parallel.buckets, strict=True)
+    assert all(torch.equal(m.to(b.flat.dtype), b.flat) for m, b in pairs)
     return [m.numpy() for m in opt.masters]
 
 
@@ -100,7 +102,7 @@ def run_20(world, flags, batch):
 
 
 def assert_replicas_equal(results):
-    """Assert that all ranks' copies of a shard have the same bits -> number of shards with several copies."""
+    """Assert that all ranks' copies of a piece have the same bits -> number of pieces with several copies."""
     found = {}
     for seen in results:
         for name, local in seen["replicas"].items():
@@ -119,7 +121,7 @@ def assert_replicas_equal(results):
 ], ids=["dp2tp2", "dp2tp2zero1", "pp2tied", "dp2pp2tiedzero1", "tp2kv1", "dp2tp2ep2zero1", "dp2cp2ep2zero1"])
 def test_replicas_have_equal_bits_after_20_steps(base, n, layout):
     results = run_ranks(n, run_20, dict(base, **layout, dtype="fp32", steps=20), sequences(n, layout))
-    assert assert_replicas_equal(results) > 0, "no shard is on several ranks"
+    assert assert_replicas_equal(results) > 0, "no piece is on several ranks"
     losses = [row[0] for row in results[0]["stats"]]
     assert len(set(losses)) == 20 and np.isfinite(losses).all()
 
@@ -138,7 +140,7 @@ def calls_of_a_step(world, flags):
     """Return [(axis, kind)] of this rank's collectives and messages in one training step."""
     cfg = Config(**flags)
     mesh = make_mesh(world, pp=cfg.pp)
-    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
     batches = train.micro_batches(cfg, mesh, source, 0, cfg.global_batch, world.device)
     seen = []
@@ -146,7 +148,7 @@ def calls_of_a_step(world, flags):
     def record(axis, kind, *_):
         seen.append((axis.name, kind))
     with mock.patch.object(Axis, "record", record):
-        train.Step(cfg, model, dp, opt)(batches, 1)
+        train.Step(cfg, model, data_parallel, opt)(batches, 1)
     return seen
 
 

@@ -130,7 +130,7 @@ def seeds(world, seed, steps, n):
     model = SimpleNamespace(mesh=make_mesh(world, tp=2, pp=2, groups=False, cp=2), blocks={})
     step = train.Step(cfg, model, mock.Mock(), mock.Mock())
 
-    def no_forward(model, dp, batches, tokens, scale, before_forward):
+    def no_forward(model, data_parallel, batches, tokens, scale, before_forward):
         for chunk, i in itertools.product(range(2), range(len(batches))):
             before_forward(i, chunk)
     with mock.patch.object(train, "forward_backward", no_forward):
@@ -173,9 +173,9 @@ def test_dropout_is_seeded_by_step_and_micro_batch(cfg):
     batch = Synthetic(cfg.vocab_size, cfg.seq_len, 1).batch(0, 2)
     losses = []
     for step, micro in [(1, 1), (1, 1), (2, 1), (1, 2)]:
-        model, dp, opt = built(cfg)
+        model, data_parallel, opt = built(cfg)
         torch.manual_seed(len(losses))  # whatever was drawn before must not matter
-        stats, _ = train.Step(cfg, model, dp, opt)([batch] * micro, step)
+        stats, _ = train.Step(cfg, model, data_parallel, opt)([batch] * micro, step)
         losses.append(stats.loss.item())
     assert losses[0] == losses[1] and len(set(losses)) == 3, "the second micro-batch has a mask of its own"
 
@@ -193,7 +193,7 @@ def test_dropout_over_dp_equals_one_rank(family):
 def assert_same_bits(results, others):
     for seen, other in zip(results, others, strict=True):
         assert seen["stats"] == other["stats"], "losses and norms"
-        for (name, a, *_), (_, b, *_) in zip(seen["shards"], other["shards"], strict=True):
+        for (name, a, *_), (_, b, *_) in zip(seen["pieces"], other["pieces"], strict=True):
             np.testing.assert_array_equal(a, b, err_msg=name)
 
 
@@ -207,7 +207,7 @@ def test_recompute_repeats_the_dropout(n, layout):
     if n == 2:
         without = run_ranks(n, run, dict(flags, dropout=0.0), batch)
         assert without[0]["stats"][0][0] != stored[0]["stats"][0][0]
-    fault = ("model.Block.with_recompute", "self.dropout > 0", "False")
+    fault = ("model.Block.recomputed_call", "self.dropout > 0", "False")
     other = run_ranks(n, with_faults, [fault], run, dict(flags, recompute="full"), batch)
     with pytest.raises(AssertionError):
         assert_same_bits(other, stored)

@@ -43,8 +43,8 @@ from pool import run_ranks
 
 from ddp import DataParallel
 from interface.layout import stage_layers
-from model import vocab_cross_entropy
 from parallel import gather_rows, make_mesh, scatter_rows
+from vocab import vocab_cross_entropy
 from zero import ShardedBucket
 
 ONE, ZERO2, ZERO3, CP = (1, dict()), (2, dict(zero=2)), (2, dict(zero=3)), (2, dict(cp=2))  # ranks, layout
@@ -61,9 +61,9 @@ def grad_average(original, bucket):
     bucket.grad.div_(bucket.axis.size)
 
 
-def always_last(original, dp, is_last_microbatch):
+def always_last(original, data_parallel, is_last_microbatch):
     """DataParallel.announce_backward that announces the last micro-batch each time."""
-    original(dp, is_last_microbatch=True)
+    original(data_parallel, is_last_microbatch=True)
 
 
 def reduce_and_wait(original, bucket):
@@ -72,9 +72,9 @@ def reduce_and_wait(original, bucket):
     bucket.reduce_handle.wait()
 
 
-def tokens_times(original, model, dp, batches, tokens, *args, factor):
+def tokens_times(original, model, data_parallel, batches, tokens, *args, factor):
     """forward_backward that divides the loss by another number of tokens."""
-    return original(model, dp, batches, tokens * factor, *args)
+    return original(model, data_parallel, batches, tokens * factor, *args)
 
 
 def token_count(factor):
@@ -99,7 +99,7 @@ def divisor_by_local_norm(original, optimizer, grad_norm):
 
 def stats_of_all_tp_losses(original, optimizer, loss, *args):
     """Optimizer.stats that adds up the loss of every tp rank."""
-    return original(optimizer, loss * optimizer.dp.mesh.tp.size, *args)
+    return original(optimizer, loss * optimizer.data_parallel.mesh.tp.size, *args)
 
 
 def one_replica(original, bucket):
@@ -191,18 +191,18 @@ def upper_left_mask(original, n_queries, n_keys):
 
 
 def gathered_keys_alone(original, kv, axis):
-    """gather_chunks of keys (t, B, g, D); the values next to them are this rank's own, repeated."""
+    """gather_segments of keys (t, B, g, D); the values next to them are this rank's own, repeated."""
     keys, values = kv.chunk(2, dim=2)
     return torch.cat([original(keys, axis), values.repeat(axis.size, 1, 1, 1)], dim=2)
 
 
-def chunks_by_rank(original, x, axis):
-    """gather_chunks that leaves the chunks in the order of the ranks."""
+def segments_by_rank(original, x, axis):
+    """gather_segments that leaves the segments in the order of the ranks."""
     return gather_rows(x, axis)
 
 
 def causal_chunks(original, q, k, v, cfg, axis, **options):
-    """attend_chunks with the causal mask."""
+    """attend_segments with the causal mask."""
     return original(q, k, v, dataclasses.replace(cfg, objective="causal"), axis, **options)
 
 
@@ -214,7 +214,7 @@ def masked_rows_of_one_rank(original, x, targets, cp):
 def reduced_elsewhere(original, head, *args, name, group):
     """MaskedHead.__init__ that sums the gradient of one parameter over another group."""
     original(head, *args)
-    head.get_parameter(name).reduce = group
+    head.get_parameter(name).summed_over = group
 
 
 # -----------------------------------------------------------------------------
@@ -273,27 +273,27 @@ def poisoned_fetch(original, bucket):
         bucket.gather_handle = bucket.comm.start_gather(bucket)
 
 
-def grads_of_first_slice(original, optimizer, cfg, dp):
+def grads_of_first_slice(original, optimizer, cfg, data_parallel):
     """Optimizer.__init__ with the gradients of every bucket's first slice."""
-    original(optimizer, cfg, dp)
-    optimizer.grads = [bucket.grad[:bucket.master.numel()] for bucket in dp.buckets]
+    original(optimizer, cfg, data_parallel)
+    optimizer.grads = [bucket.grad[:bucket.master.numel()] for bucket in data_parallel.buckets]
 
 
 def average_of_slice(original, comm, bucket):
     """SlotComm.add_sum that averages."""
-    bucket.grad[bucket.shard].div_(bucket.axis.size)
+    bucket.grad[bucket.own_slice].div_(bucket.axis.size)
     original(comm, bucket)
 
 
 def last_sum(original, comm, bucket):
     """SlotComm.add_sum that forgets earlier micro-batches."""
-    bucket.total.zero_()
+    bucket.grad_sum.zero_()
     original(comm, bucket)
 
 
 def sum_of_first_slice(original, comm, bucket):
     """SlotComm.add_sum of the first slice on every rank."""
-    bucket.grad[bucket.shard].copy_(bucket.grad[:bucket.total.numel()].clone())
+    bucket.grad[bucket.own_slice].copy_(bucket.grad[:bucket.grad_sum.numel()].clone())
     original(comm, bucket)
 
 
@@ -376,11 +376,11 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "softmax with the local maximum": (
         LLAMA, TP, "parallel.Axis.all_reduce", without_maximum),
     "targets at the wrong vocabulary offset": (
-        LLAMA, TP, "model._VocabCrossEntropy.forward", target_of_first_rank),
+        LLAMA, TP, "vocab._VocabCrossEntropy.forward", target_of_first_rank),
     "vocabulary padding takes probability": (
-        LLAMA, TP, "model.vocab_cross_entropy", without_padding),
+        LLAMA, TP, "vocab.vocab_cross_entropy", without_padding),
     "embedding rows of another rank": (
-        LLAMA, TP, "model.vocab_embedding", mirrored_rows),
+        LLAMA, TP, "vocab.vocab_embedding", mirrored_rows),
     "every tp rank embeds the first rank's positions": (
         GPT2, TP4, "model.GPT._add_positions", positions_of_first_tp_rank),
     "row-linear bias added by every tp rank": (
@@ -420,7 +420,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
         LLAMA, ZERO, *LATE, ("ddp.Bucket.wait_for_weights", nothing)),
     "every rank steps the first slice": (
         LLAMA, ZERO, "optim.Optimizer.__init__", "bucket.master for",
-        "bucket.flat[:bucket.flat.numel() // bucket.shards] for"),
+        "bucket.flat[:bucket.flat.numel() // bucket.n_slices] for"),
     "every slice stepped with the first slice's gradient": (
         LLAMA, ZERO, "optim.Optimizer.__init__", grads_of_first_slice),
     # ZeRO-2
@@ -453,16 +453,16 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "learned positions of the first cp rank": (
         GPT2, CP, "model.GPT._positions", first_positions),
     "targets as if each cp rank had one piece": (
-        LLAMA, CP, "corpus.shards.micro_batches", "mesh.cp.own_chunks(y, 1)",
+        LLAMA, CP, "corpus.shards.micro_batches", "mesh.cp.own_segments(y, 1)",
         "y.chunk(2, 1)[mesh.cp.rank]"),
-    "mask off by one chunk": (
-        LLAMA, CP, "model.attend_chunks", "(axis.rank + 1) *", "(axis.rank + 2) *"),
+    "mask off by one segment": (
+        LLAMA, CP, "model.attend_segments", "(axis.rank + 1) *", "(axis.rank + 2) *"),
     "mask aligned at the first key": (
         LLAMA, CP, "model.lower_right_mask", upper_left_mask),
     "keys gathered, values not": (
-        LLAMA, CP, "parallel.gather_chunks", gathered_keys_alone),
+        LLAMA, CP, "parallel.gather_segments", gathered_keys_alone),
     "gathered keys in the order of the ranks": (
-        LLAMA, CP, "parallel.gather_chunks", chunks_by_rank),
+        LLAMA, CP, "parallel.gather_segments", segments_by_rank),
     "gradients of keys and values not summed over cp": (
         LLAMA, CP, "parallel._GatherRows.backward", own_rows),
     "sharded weights summed over dp only": (
@@ -481,7 +481,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "balance loss not divided by dp": (
         MOE, DP, *router_loss_weight(2)),
     "balance loss's counts not summed over tp": (
-        MOE, TP, "moe.MoE.balancing_losses", "tp.all_reduce(chosen", "(chosen"),
+        MOE, TP, "moe.MoE.router_loss", "tp.all_reduce(chosen", "(chosen"),
     # dropout
     "the same dropout on every dp rank": (
         dict(LLAMA, dropout=0.2), DP, "pipeline.dropout_seeds",
@@ -496,7 +496,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "the tied head of the last stage is a copy": (
         BERT, PP, *group("tied", "dp")),
     "the causal mask is left on over cp": (
-        BERT, CP, "model.attend_chunks", causal_chunks),
+        BERT, CP, "model.attend_segments", causal_chunks),
     "a head for the masked tokens that a rank of cp has on average": (
         BERT, CP, "model.MaskedHead.masked_rows", masked_rows_of_one_rank),
     # These faults change every layout alike: only the comparison with plain PyTorch detects them
@@ -590,7 +590,7 @@ def run_large_logits(n, words, faults=()):
 def test_cross_entropy_of_large_logits():
     run_large_logits(2, 100)()
     run_large_logits(2, 60)()  # the second rank holds only padding
-    where = "model._VocabCrossEntropy.forward"
+    where = "vocab._VocabCrossEntropy.forward"
     for words, fault in [(100, (where, "logits.max(dim=1).values", "torch.zeros_like(logits[:, 0])")),
                          (60, (where, "masked_fill(~mine, 0)", "mul(mine)"))]:  # -inf * 0
         check = run_large_logits(2, words, [fault])

@@ -21,12 +21,12 @@ import train
 from config import PRESETS, Config
 from corpus.shards import Synthetic
 from cost.parameters import flops_per_token
-from model import vocab_cross_entropy
 from parallel import make_mesh
 from runtime.launch import World
-from runtime.resume import State, shards
+from runtime.resume import State, own_pieces
 from runtime.timing import slow_on_cpu
 from skip import Guard
+from vocab import vocab_cross_entropy
 
 STEPS, SCALE = 3, 65536.0
 # Updates are small, so that the two runs stay near each other
@@ -42,14 +42,15 @@ def fixed_choice(scores, K):
 
 
 def train_in(world, dtype, flags, batch):
-    """STEPS steps -> {stats, shards, experts} of this rank; gradients as the optimizer gets them."""
+    """STEPS steps -> {stats, pieces, experts} of this rank; gradients as the optimizer gets them."""
     cfg = Config(**dict(flags, dtype=dtype), global_batch=batch)
     mesh, source = make_mesh(world, cfg.tp, cfg.pp, cfg.ep), Synthetic(cfg.vocab_size, cfg.seq_len, 1)
-    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
-    seen, step = {"stats": [], "shards": [], "experts": []}, train.Step(cfg, model, dp, opt)
+    model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    seen, step = {"stats": [], "pieces": [], "experts": []}, train.Step(cfg, model, data_parallel, opt)
 
     def keep(prefix, vectors):
-        seen["shards"] += [(prefix + name, to_numpy(t), *at) for name, t, *at in shards(dp, opt, vectors)]
+        pieces = own_pieces(data_parallel, opt, vectors)
+        seen["pieces"] += [(prefix + name, to_numpy(t), *at) for name, t, *at in pieces]
 
     with mock.patch.object(moe, "stable_top_k", fixed_choice):
         for number in range(1, STEPS + 1):
@@ -63,8 +64,8 @@ def train_in(world, dtype, flags, batch):
                 seen["experts"].append(moe.expert_stats(model, batch // cfg.micro_batch))
     model.provide_weights(model)
     keep(f"end {dtype} ", None)
-    for m, b in zip(opt.masters, dp.buckets, strict=True):
-        assert torch.equal(m.to(b.flat.dtype), b.flat[b.shard]), "the model has the rounded masters"
+    for m, b in zip(opt.masters, data_parallel.buckets, strict=True):
+        assert torch.equal(m.to(b.flat.dtype), b.flat[b.own_slice]), "the model has the rounded masters"
     assert opt.scaler() == ([SCALE, STEPS] if dtype == "fp16" else None)
     return seen
 
@@ -144,8 +145,8 @@ def test_dumped_gradients_and_logged_numbers_are_unscaled(n, flags, tmp_path):
 def small_steps(dtype="fp16", **flags):
     """Return cfg, optimizer, step(number, bad=False): a step whose gradient holds an infinity if bad."""
     cfg = Config(**dict(DENSE, dtype=dtype, **flags))
-    model, dp, opt = train.build(cfg, make_mesh(World()), cfg.vocab_size, torch.device("cpu"))
-    source, train_step = Synthetic(cfg.vocab_size, cfg.seq_len, 1), train.Step(cfg, model, dp, opt)
+    model, data_parallel, opt = train.build(cfg, make_mesh(World()), cfg.vocab_size, torch.device("cpu"))
+    source, train_step = Synthetic(cfg.vocab_size, cfg.seq_len, 1), train.Step(cfg, model, data_parallel, opt)
     gradients = train_step.gradients
 
     def step(number, bad=False):
@@ -260,10 +261,10 @@ def test_the_cross_entropy_of_16_bit_logits_is_computed_in_fp32(dtype, n):
 
 def test_norms_on_a_cpu_are_summed_in_fp64():
     cfg = Config(n_layer=1, n_head=1, n_kv_head=1, n_embd=128, ffn_hidden=8, seq_len=8, vocab_size=8192)
-    _, dp, opt = train.build(cfg, make_mesh(World()), cfg.vocab_size, torch.device("cpu"))
+    _, data_parallel, opt = train.build(cfg, make_mesh(World()), cfg.vocab_size, torch.device("cpu"))
     for g, m in zip(opt.grads, opt.masters, strict=True):
         g.fill_(0.1), m.fill_(0.3)
-    n = sum(b.used for b in dp.buckets)
+    n = sum(b.used for b in data_parallel.buckets)
     assert max(g.numel() for g in opt.grads) > 2**20
     stats = opt.stats(torch.tensor(1.5))
     for norm, value in ((stats.grad_norm, np.float32(0.1)), (stats.param_norm, np.float32(0.3))):

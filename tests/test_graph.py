@@ -161,8 +161,8 @@ def take_steps(world, flags, graphed, evaluated=(), kind=Synthetic):
     batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
     with graphs_on_a_cpu(seen) if graphed else contextlib.nullcontext():
         choice = choose.choose(cfg, mesh, device)
-        model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, device, choice=choice)
-        step = graph.make_step(train.Step(cfg, model, dp, opt), choice)
+        model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, device, choice=choice)
+        step = graph.make_step(train.Step(cfg, model, data_parallel, opt), choice)
         assert isinstance(step, GraphedStep) == graphed
         results, val_losses = [], []
         for number in range(1, STEPS + 1):
@@ -170,7 +170,8 @@ def take_steps(world, flags, graphed, evaluated=(), kind=Synthetic):
             tokens = trained_tokens(data, (number - 1) * batch, batch, device)
             stats, found_inf = step(batches, number, tokens=tokens)
             results.append((*torch.stack(stats).tolist(), found_inf.item()))
-            deferred = [isinstance(b.gather_handle, DeferredGather) for b in dp.buckets if b.shards > 1]
+            deferred = [isinstance(b.gather_handle, DeferredGather)
+                        for b in data_parallel.buckets if b.n_slices > 1]
             assert bool(deferred) == bool(cfg.zero) and set(deferred) <= {graphed}
             if number in evaluated:
                 val_losses.append(train.evaluate(cfg, model, val_data, batch, device))

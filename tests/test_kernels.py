@@ -172,10 +172,10 @@ def test_sum_shards(ranks):
     """The sum is in fp32: 1 + 2^-8 + ... of bf16 numbers is not rounded."""
     own, others = randn(5000), randn(ranks - 1, 5000)
     total = torch.full((5000,), torch.nan, device=DEVICE)
-    flat.sum_shards(total, own, others)
+    flat.sum_slices(total, own, others)
     assert_near(total, own.double() + others.double().sum(0), 1e-6)
     want = torch.empty(5000, dtype=torch.float64, device=DEVICE)
-    torch_twin(flat.sum_shards, want, own, others)
+    torch_twin(flat.sum_slices, want, own, others)
     assert_near(total, want, 1e-6)
 
 
@@ -259,28 +259,31 @@ def test_adamw(kernels, dtype, clip, keeps_dtype):
         model = torch.nn.Sequential(torch.nn.Linear(70, 90), torch.nn.LayerNorm(90)).to(DEVICE)
         for p in model.parameters():
             p.data = p.data.to(DTYPES[dtype])
-            p.reduce = "dp"
+            p.summed_over = "dp"
         mesh = make_mesh(World(device=torch.device(DEVICE)))
-        dp = DataParallel(model, mesh, comm=lambda axis: Comm(grad_dtype))
-        opt = Optimizer(Config(dtype=dtype, clip=clip, weight_decay=0.1), dp)
+        data_parallel = DataParallel(model, mesh, comm=lambda axis: Comm(grad_dtype))
+        opt = Optimizer(Config(dtype=dtype, clip=clip, weight_decay=0.1), data_parallel)
         opt.use_triton = triton
         for state in opt.adam.state.values():  # torch's kernel counts in each bucket's own tensor
             t = opt.adam.state[opt.masters[0]]["step"]
             state["step"] = t if triton else torch.zeros((), device=DEVICE)
-        return dp, opt
-    (dp, opt), (dp2, opt2) = optimizer(True, DTYPES[dtype] if keeps_dtype else None), optimizer(False)
+        return data_parallel, opt
+    data_parallel, opt = optimizer(True, DTYPES[dtype] if keeps_dtype else None)
+    data_parallel2, opt2 = optimizer(False)
     assert {g.dtype for g in opt.grads} == {DTYPES[dtype] if keeps_dtype else torch.float32}
     for step in range(4):
-        for a, b in zip(dp.buckets, dp2.buckets, strict=True):
+        for a, b in zip(data_parallel.buckets, data_parallel2.buckets, strict=True):
             a.grad.copy_(torch.randn_like(a.grad))
             b.grad.copy_(a.grad)
         norm = torch.tensor(float("nan") if step == 2 else 3.0, device=DEVICE)
         assert opt.step(0.01, norm).item() == opt2.step(0.01, norm).item() == float(step == 2)
-    for a, b, m, m2 in zip(dp.buckets, dp2.buckets, opt.masters, opt2.masters, strict=True):
+    ours = zip(data_parallel.buckets, opt.masters, strict=True)
+    theirs = zip(data_parallel2.buckets, opt2.masters, strict=True)
+    for (a, m), (b, m2) in zip(ours, theirs, strict=True):
         assert_near(m, m2, 1e-6)
         assert_near(a.flat, b.flat, 1e-2 if dtype == "bf16" else 1e-6)
         # The interpreter cuts bits off where a GPU rounds
-        assert_near(a.flat[a.shard], m.to(a.flat.dtype), 0 if DEVICE == "cuda" else 8e-3)
+        assert_near(a.flat[a.own_slice], m.to(a.flat.dtype), 0 if DEVICE == "cuda" else 8e-3)
         for key, value in opt2.adam.state[m2].items():
             assert_near(opt.adam.state[m][key], value, 1e-6)
     assert opt.adam_t() == opt2.adam_t() == 3
@@ -292,9 +295,9 @@ def test_slots_are_those_of_a_stable_sort(E, N, monkeypatch):
     buffer."""
     expert = (torch.rand(N, device=DEVICE) ** 2 * E).long()  # low numbers are chosen more often
     counts = torch.bincount(expert, minlength=E)
-    rank, cumulative = permute.rank_within_expert(expert, E)
-    assert rank.numel() == N and torch.equal(cumulative[:, -1], counts)
-    slot = permute.slots_from_ranks(expert, rank, cumulative, counts.cumsum(0) - counts, E, N)
+    place, cumulative = permute.place_within_expert(expert, E)
+    assert place.numel() == N and torch.equal(cumulative[:, -1], counts)
+    slot = permute.slots_from_places(expert, place, cumulative, counts.cumsum(0) - counts, E, N)
     order = expert.argsort(stable=True)
     assert torch.equal(slot[order], torch.arange(N, device=DEVICE))
     for got, want in zip(permute.sort_by_expert(expert, E), (order, slot, counts), strict=True):
@@ -302,10 +305,10 @@ def test_slots_are_those_of_a_stable_sort(E, N, monkeypatch):
     experts, rows = -(-E // 2), max(1, N // 3)  # two buffers, too small for all
     start = counts.cumsum(0) - counts
     start = torch.cat([start[:experts], start[experts:] - counts[:experts].sum() + rows])
-    got = permute.slots_from_ranks(expert, rank, cumulative, start, experts, rows)
+    got = permute.slots_from_places(expert, place, cumulative, start, experts, rows)
     monkeypatch.setattr(backend, "use_triton", lambda x: False)
-    rank, cumulative = permute.rank_within_expert(expert, E)
-    want = permute.slots_from_ranks(expert, rank, cumulative, start, experts, rows)
+    place, cumulative = permute.place_within_expert(expert, E)
+    want = permute.slots_from_places(expert, place, cumulative, start, experts, rows)
     assert torch.equal(got, want) and got.max() < 2 * rows and (N < 3 or (got == -1).any())
 
 

@@ -1,6 +1,6 @@
 """Every layout equals one rank: train.py's own model, step and optimizer, fp64, three steps, clipping active.
 
-Each rank returns the shards it owns. Every element of a tensor must be in exactly one rank's shard, and all
+Each rank returns the pieces it owns. Every element of a tensor must be in exactly one rank's piece, and all
 numbers must equal one rank's to 1e-10: losses, gradient norms, every gradient of every step, every parameter
 and moment at the end; relative to the tensor's largest element, but for key biases (see scale).
 """
@@ -19,7 +19,7 @@ from corpus import masked
 from corpus.shards import Synthetic
 from interface.layout import check_layout
 from parallel import make_mesh
-from runtime.resume import shards
+from runtime.resume import own_pieces
 from zero import ShardedBucket
 
 LLAMA = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, vocab_size=100, seq_len=8,
@@ -38,16 +38,16 @@ def forward_in_chunks(chunks, cp):
     """Return a MoE.forward that does on one rank what cp x chunks ranks do.
 
     It routes the whole micro-batch, but the rows of each rank have their own capacity. Rank r of cp has
-    chunks r and 2 cp - 1 - r of each sequence, and every tp rank has a part of these rows.
+    segments r and 2 cp - 1 - r of each sequence, and every tp rank has a part of these rows.
     """
     def forward(self, x, recompute):
-        p, ids, aux = self.route(x)
+        p, ids, router_loss = self.route(x)
         rows, y = torch.arange(x.size(0), device=x.device), torch.zeros_like(x)
         rows = rows.view(-1, 2 * cp, self.cfg.seq_len // (2 * cp))
         for r in range(cp):
             for i in rows[:, [r, -1 - r]].flatten().chunk(chunks):
                 y = y.index_copy(0, i, self.experts(x[i], p[i], self.dispatcher.plan(ids[i], p[i])))
-        return (y if self.shared is None else y + self.shared(x)), aux
+        return (y if self.shared is None else y + self.shared(x)), router_loss
     return forward
 
 
@@ -56,9 +56,9 @@ def to_numpy(t):
     return t.detach().to("cpu", torch.promote_types(t.dtype, torch.float32), copy=True).numpy()
 
 
-def wait_for_all_weights(model, dp):
+def wait_for_all_weights(model, data_parallel):
     """The whole model's weights are there after this, as nothing but a test needs them under ZeRO-3."""
-    for bucket in dp.buckets:
+    for bucket in data_parallel.buckets:
         if isinstance(bucket, ShardedBucket):
             bucket.fetch()
     model.provide_weights(model)
@@ -70,7 +70,7 @@ def mask_synthetic(vocab_size, seq_len, seed):
 
 
 def run(world, flags, batch, chunks=1, cp=1, kind=Synthetic):
-    """Train STEPS steps on synthetic tokens -> {stats, shards, replicas, ...} of this rank, as numpy.
+    """Train STEPS steps on synthetic tokens -> {stats, pieces, replicas, ...} of this rank, as numpy.
     chunks, cp: with a capacity, the number of tp and cp ranks whose dropping of rows this rank reproduces."""
     cfg = Config(**flags, global_batch=batch)
     moe.MoE.forward = forward_in_chunks(chunks, cp) if chunks * cp > 1 else MOE_FORWARD
@@ -78,14 +78,14 @@ def run(world, flags, batch, chunks=1, cp=1, kind=Synthetic):
     check_layout(cfg, mesh, batch)
     kind = mask_synthetic if cfg.objective == "mlm" else kind
     source = kind(cfg.vocab_size, cfg.seq_len, cfg.seed)
-    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
-    seen = {"stats": [], "shards": []}
+    model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    seen = {"stats": [], "pieces": []}
 
     def keep(prefix, vectors):
-        for name, t, full, offset in shards(dp, opt, vectors):
-            seen["shards"].append((prefix + name, to_numpy(t), full, offset))
+        for name, t, full, offset in own_pieces(data_parallel, opt, vectors):
+            seen["pieces"].append((prefix + name, to_numpy(t), full, offset))
 
-    train_step = train.Step(cfg, model, dp, opt)
+    train_step = train.Step(cfg, model, data_parallel, opt)
     for step in range(1, STEPS + 1):
         batches = train.micro_batches(cfg, mesh, source, (step - 1) * batch, batch, world.device)
         opt.on_grads_ready[:] = [lambda step=step: keep(f"step {step} grad ", {"": opt.grads})]
@@ -93,7 +93,7 @@ def run(world, flags, batch, chunks=1, cp=1, kind=Synthetic):
                                                                      world.device)
         stats, _ = train_step(batches, step, tokens=tokens)
         seen["stats"].append(torch.stack(stats).tolist())
-    wait_for_all_weights(model, dp)
+    wait_for_all_weights(model, data_parallel)
     keep("end ", None)
     if cfg.n_experts:
         seen["experts"] = moe.expert_stats(model, batch // cfg.micro_batch)
@@ -103,7 +103,7 @@ def run(world, flags, batch, chunks=1, cp=1, kind=Synthetic):
 
 
 def slices(offset, shape):
-    """Return the index of a shard of this shape in its full tensor."""
+    """Return the index of a piece of this shape in its full tensor."""
     return tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
 
 
@@ -111,7 +111,7 @@ def assemble(results):
     """Shards of all ranks -> {name: full array}. AssertionError unless each element is in exactly one."""
     whole, count = {}, {}
     for seen in results:
-        for name, t, full, offset in seen["shards"]:
+        for name, t, full, offset in seen["pieces"]:
             where = slices(offset, t.shape)
             whole.setdefault(name, np.full(full, np.nan))[where] = t
             count.setdefault(name, np.zeros(full, int))[where] += 1
@@ -204,7 +204,7 @@ BERT_LAYOUTS = [("bert", 4, dict(tp=2, zero=1)), ("bert", 2, dict(pp=2)), ("bert
                 ("bert", 2, dict(zero=2)), ("bert", 4, dict(tp=2, zero=3)),
                 ("bert", 4, dict(pp=2, pp_chunks=2, zero=1)), ("llama", 2, dict(tp=2)),
                 ("moe", 4, dict(tp=2, ep=2)), ("moe", 2, dict(ep=2, zero=1, recompute="full")),
-                # Sequences of 20 tokens have chunks of 5; a rank has up to 3 masked tokens of each sequence
+                # Sequences of 20 tokens have segments of 5; a rank has up to 3 masked tokens of each sequence
                 ("bert", 2, dict(cp=2)), ("bert", 4, dict(cp=2, tp=2, zero=3)),
                 ("llama", 4, dict(cp=2, pp=2)),
                 ("moe", 4, dict(cp=2, ep=4, zero=1, recompute="full")),
@@ -217,7 +217,7 @@ def test_masked_language_model_layout_equals_one_rank(family, n, layout):
     compare(dict(base, micro_batch=2), n, 8, **layout)
 
 
-# Sequences of 8 tokens have chunks of 2 or, over 4 ranks, of 1. These layouts combine cp with tp, pp, zero
+# Sequences of 8 tokens have segments of 2 or, over 4 ranks, of 1. These layouts combine cp with tp, pp, zero
 # and dp.
 CP_LAYOUTS = [("llama", 2, 4, dict(cp=2)), ("gpt2", 4, 4, dict(cp=4)), ("gpt2", 4, 4, dict(cp=2, tp=2)),
               ("llama", 4, 8, dict(cp=2, zero=1)), ("gpt2", 4, 8, dict(cp=2, pp=2)),

@@ -355,13 +355,13 @@ def counts_after_a_resume(world, folder):
     cfg = Config(n_layer=1, n_embd=16, ffn_hidden=16, seq_len=8, vocab_size=50)
     mesh, state = make_mesh(world), resume.State(7, 28, 3, 2, "d", [2, 3, 9, 9], [[1.5, 0.5]], 2,
                                                 best={"step": 5, "val_loss": 1.25})
-    model, dp, opt = train.build(cfg, mesh, 50, world.device)
+    model, data_parallel, opt = train.build(cfg, mesh, 50, world.device)
     opt.set_adam_t(5)
     saver = Saver(folder, world.axis)
-    resume.save(cfg, mesh, dp, opt, saver, state)
+    resume.save(cfg, mesh, data_parallel, opt, saver, state)
     assert saver.wait()
-    model, dp, opt = train.build(cfg, mesh, 50, world.device)
-    loaded = resume.load(cfg, dp, opt, folder / "step_000007", "d")
+    model, data_parallel, opt = train.build(cfg, mesh, 50, world.device)
+    loaded = resume.load(cfg, data_parallel, opt, folder / "step_000007", "d")
     guard = Guard(cfg, world, loaded)
     guard.refused_flags = [(8, torch.ones(()))]
     guard.count_refused()

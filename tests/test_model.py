@@ -18,12 +18,13 @@ from config import PRESETS, Config, pad_vocab
 from corpus.shards import Synthetic
 from cost.parameters import count_parameters, flops_per_token
 from generate import Cache, generate
-from model import GPT, MLP, Attention, rope_cache, rotate, vocab_cross_entropy
+from model import GPT, MLP, Attention, rope_cache, rotate
 from moe import MoE, plain_dispatcher
 from ops.activations import ACTIVATIONS, GATED
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh
 from runtime.launch import World
+from vocab import vocab_cross_entropy
 
 SMALL = dict(
     n_layer=2,
@@ -50,9 +51,10 @@ def built(cfg, mesh=MESH):
     return train.build(cfg, mesh, cfg.vocab_size, torch.device("cpu"))
 
 
-def steps(cfg, model, dp, opt, numbers):
+def steps(cfg, model, data_parallel, opt, numbers):
     """Optimizer steps of these numbers, two micro-batches each -> [(StepStats, found_inf)]"""
-    source, step = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), train.Step(cfg, model, dp, opt)
+    source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
+    step = train.Step(cfg, model, data_parallel, opt)
     return [step([source.batch(4 * s, 2), source.batch(4 * s + 2, 2)], s) for s in numbers]
 
 
@@ -106,14 +108,14 @@ def randomize(model):
 
 def check_against_the_written_out_model(cfg, drop=lambda place, x: x):
     """Two micro-batches: logits, loss, balancing losses, every gradient relative to its largest, to 1e-12."""
-    model, dp, opt = built(cfg)
+    model, data_parallel, opt = built(cfg)
     w, source = randomize(model), Synthetic(cfg.vocab_size, cfg.seq_len, 1)
     batches = [source.batch(0, cfg.micro_batch), source.batch(cfg.micro_batch, cfg.micro_batch)]
-    loss = train.Step(cfg, model, dp, opt).gradients(batches, 1)
+    loss = train.Step(cfg, model, data_parallel, opt).gradients(batches, 1)
     want, minimized = total_loss(cfg, w, cfg.vocab_size, batches, drop)
     torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
     minimized.backward()
-    seen = {n: g for b in dp.buckets for n, g in zip(b.names, b.grads, strict=True)}
+    seen = {n: g for b in data_parallel.buckets for n, g in zip(b.names, b.grad_windows, strict=True)}
     assert seen.keys() == dict(model.named_parameters()).keys()
     for n, g in seen.items():
         # Softmax ignores a shift of all scores. So without RoPE, the gradient of a key bias is rounding error
@@ -122,10 +124,10 @@ def check_against_the_written_out_model(cfg, drop=lambda place, x: x):
         torch.testing.assert_close(g, w[n].grad, rtol=0, atol=1e-12 * largest, msg=n)
     x = batches[0][0][:, : cfg.seq_len - 3]  # shorter than the window
     with torch.no_grad():
-        got, aux = model.eval()(x)
+        got, router_loss = model.eval()(x)
         logits, balance = forward(cfg, w, cfg.vocab_size, x)
     torch.testing.assert_close(got.view(*x.shape, -1)[..., : cfg.vocab_size], logits, rtol=0, atol=1e-12)
-    torch.testing.assert_close(torch.as_tensor(aux, dtype=torch.float64), balance, rtol=1e-12, atol=0)
+    torch.testing.assert_close(torch.as_tensor(router_loss, dtype=torch.float64), balance, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -156,9 +158,9 @@ def test_a_bf16_model_computes_in_fp32_what_bf16_would_ruin():
         for p in layer.parameters():
             p.normal_(0.0, 1.0, generator=rng)
         x = torch.randn(64, 16, generator=rng).bfloat16()
-        p, ids, aux = layer.bfloat16().route(x)
+        p, ids, router_loss = layer.bfloat16().route(x)
         wide_p, wide_ids, wide_aux = layer.double().route(x.double())
-    assert torch.equal(ids, wide_ids) and aux.item() == pytest.approx(wide_aux.item(), rel=1e-6)
+    assert torch.equal(ids, wide_ids) and router_loss.item() == pytest.approx(wide_aux.item(), rel=1e-6)
     assert p.dtype == torch.bfloat16 and ((p - wide_p).abs() <= wide_p / 2**8).all()
 
 
@@ -308,11 +310,11 @@ def test_padded_vocabulary():
 
 @family
 def test_padding_stays_zero_and_gets_no_probability(cfg):
-    model, dp, opt = built(dataclasses.replace(cfg, weight_decay=0.5))
+    model, data_parallel, opt = built(dataclasses.replace(cfg, weight_decay=0.5))
     head = model.wte if cfg.tied else model.head
     assert head.weight.shape == model.wte.weight.shape == (128, 16)
     before = head.weight.detach().clone()
-    steps(cfg, model, dp, opt, range(1, 5))
+    steps(cfg, model, data_parallel, opt, range(1, 5))
     assert not head.weight[100:].any() and not model.wte.weight[100:].any()
     assert (head.weight[:100] != before[:100]).any(dim=1).all()
     x, y = Synthetic(100, cfg.seq_len, 5).batch(0, 3)

@@ -146,7 +146,7 @@ def assert_equals_loop(layer, x, what):
                                 else h * h.sigmoid() * (mlp.w3.weight @ row))
 
     bias = None if layer.router.bias is None else layer.router.bias.double()
-    y, aux = layer(x, no_recompute)
+    y, router_loss = layer(x, no_recompute)
     want, balance, z, dropped, visits = loop_over_tokens(
         x, weight, expert, cfg.top_k, cfg.router, bias, cfg.capacity_factor, cfg.drop_policy,
         shared if mlp else None)
@@ -154,8 +154,8 @@ def assert_equals_loop(layer, x, what):
     seed = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(5))
     inputs = {"x": x, **dict(layer.named_parameters())}
     ours, theirs = (torch.autograd.grad((out * seed).sum() + loss, list(inputs.values()), allow_unused=True)
-                    for out, loss in ((y, aux), (want, losses)))
-    pairs = {"output": (y, want), "aux": (aux, losses),
+                    for out, loss in ((y, router_loss), (want, losses)))
+    pairs = {"output": (y, want), "aux": (router_loss, losses),
              **{f"gradient of {n}": (a, torch.zeros_like(a) if b is None else b)
                 for n, a, b in zip(inputs, ours, theirs, strict=True)}}
     for name, (a, b) in pairs.items():
@@ -211,9 +211,10 @@ def aux_of(x, **flags):
     """Return balance loss of x, the router's gradient, the layer's statistics, number of dropped copies."""
     layer = block(**dict(dict(aux_coef=1.0), **flags))
     layer.router.weight.data.zero_()[:, :6] = torch.eye(8, 6, dtype=torch.float64)
-    y, aux = layer(x, no_recompute)
-    aux.backward()
-    return aux.item(), layer.router.weight.grad, layer.stats.clone(), layer.dispatcher.n_dropped.item()
+    y, router_loss = layer(x, no_recompute)
+    router_loss.backward()
+    dropped = layer.dispatcher.n_dropped.item()
+    return router_loss.item(), layer.router.weight.grad, layer.stats.clone(), dropped
 
 
 @pytest.mark.parametrize("K", [1, 2, 4])
@@ -231,11 +232,11 @@ def test_balance_loss_is_1_when_balanced_E_over_K_when_collapsed(router, K):
 
 def test_balance_loss_does_not_depend_on_the_capacity():
     x = torch.randn(16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
-    aux, grad, stats, _ = aux_of(x)
+    router_loss, grad, stats, _ = aux_of(x)
     for factor in (0.25, 1.0, 4.0):
         for policy in ("probs", "position"):
             same_aux, g, s, dropped = aux_of(x, capacity_factor=factor, drop_policy=policy)
-            assert same_aux == aux and torch.equal(g, grad) and torch.equal(s, stats)
+            assert same_aux == router_loss and torch.equal(g, grad) and torch.equal(s, stats)
             assert (dropped > 0) == (factor < 4)
 
 
@@ -259,28 +260,28 @@ class SameBatch:
 
 
 def aux_gradient(world, layout, n):
-    """Return {"shards": this rank's gradients} of n micro-batches with the cross-entropy times zero."""
+    """Return {"pieces": this rank's gradients} of n micro-batches with the cross-entropy times zero."""
     cfg = Config(**TINY, **layout)
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
-    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     forward = model.forward
 
     def without_cross_entropy(*args, **kwargs):
-        out, aux = forward(*args, **kwargs)
-        return (out * 0.0 if model.is_last else out), aux
+        out, router_loss = forward(*args, **kwargs)
+        return (out * 0.0 if model.is_last else out), router_loss
     with mock.patch.object(model, "forward", without_cross_entropy):
         count = n * cfg.micro_batch * mesh.dp.size
         batches = train.micro_batches(cfg, mesh, SameBatch(cfg), 0, count, world.device)
-        dp.reset()
-        forward_backward(model, dp, batches, 1)
-        dp.finish_grad_sync()
-    return owned(dp, opt, {"": opt.grads})
+        data_parallel.reset()
+        forward_backward(model, data_parallel, batches, 1)
+        data_parallel.finish_grad_sync()
+    return owned(data_parallel, opt, {"": opt.grads})
 
 
-def owned(dp, opt, vectors=None):
-    """Return {"shards": what this rank owns}, as assemble() takes it."""
-    return {"shards": [(name, t.numpy().copy(), full, offset)
-                       for name, t, full, offset in resume.shards(dp, opt, vectors)]}
+def owned(data_parallel, opt, vectors=None):
+    """Return {"pieces": what this rank owns}, as assemble() takes it."""
+    return {"pieces": [(name, t.numpy().copy(), full, offset)
+                       for name, t, full, offset in resume.own_pieces(data_parallel, opt, vectors)]}
 
 
 AUX_LAYOUTS = [(1, 2, {}), (2, 1, {}), (2, 2, dict(tp=2)), (2, 2, dict(pp=2)),
@@ -335,8 +336,8 @@ def block_over_ep(world, ep, flags, kind, slack=0.0):
         symm_mem.allocate([layer], layer.dispatcher.rows_in_use + 3)
     ffn = layer.ffn
     layer.ffn = lambda x, *more: rows.append(x.size(0)) or ffn(x, *more)
-    y, aux = layer(x, no_recompute)
-    (y.square().sum() + aux).backward()
+    y, router_loss = layer(x, no_recompute)
+    (y.square().sum() + router_loss).backward()
     assert not slack or layer.dispatcher.rows_needed <= layer.dispatcher.rows_in_use
     grads = {}
     for name, p in layer.named_parameters():
@@ -469,8 +470,8 @@ def test_two_runs_give_the_same_bits(factor):
     flags = dict(TINY, ep=2, dtype="fp32", capacity_factor=factor)
     one, two = (run_ranks(2, test_layouts.run, flags, 8) for _ in range(2))
     for a, b in zip(one, two, strict=True):
-        assert a["stats"] == b["stats"] and len(a["shards"]) == len(b["shards"])
-        for (name, s, _, _), (_, t, _, _) in zip(a["shards"], b["shards"], strict=True):
+        assert a["stats"] == b["stats"] and len(a["pieces"]) == len(b["pieces"])
+        for (name, s, _, _), (_, t, _, _) in zip(a["pieces"], b["pieces"], strict=True):
             assert s.tobytes() == t.tobytes(), name
 
 
@@ -479,36 +480,37 @@ def test_two_runs_give_the_same_bits(factor):
 
 def train_steps(cfg, mesh, steps, path=None, start=None):
     """Train `steps` steps on synthetic data. start: the checkpoint to load; path: the folder to save in
-    Return (model, dp, opt, stats of each step)."""
-    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, torch.device("cpu"))
+    Return (model, data_parallel, opt, stats of each step)."""
+    model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, torch.device("cpu"))
     at = 0
     if start:
-        at = resume.load(cfg, dp, opt, start, "synthetic").step
+        at = resume.load(cfg, data_parallel, opt, start, "synthetic").step
         model.provide_weights(model)
     source, stats = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), []
-    train_step = train.Step(cfg, model, dp, opt)
+    train_step = train.Step(cfg, model, data_parallel, opt)
     for step in range(at + 1, at + steps + 1):
         batches = train.micro_batches(cfg, mesh, source, (step - 1) * 8, 8, torch.device("cpu"))
         stats.append(torch.stack(train_step(batches, step)[0]).tolist())
     model.provide_weights(model)
     if path:
         saver = Saver(path, mesh.world)
-        resume.save(cfg, mesh, dp, opt, saver, resume.State(at + steps, 8 * (at + steps), data="synthetic"))
+        state = resume.State(at + steps, 8 * (at + steps), data="synthetic")
+        resume.save(cfg, mesh, data_parallel, opt, saver, state)
         assert saver.wait()
-    return model, dp, opt, stats
+    return model, data_parallel, opt, stats
 
 
 def save_in_layout(world, flags, path):
     cfg = Config(**flags)
-    _, dp, opt, _ = train_steps(cfg, make_mesh(world, cfg.tp, cfg.pp, cfg.ep), 2, path)
-    return owned(dp, opt)
+    _, data_parallel, opt, _ = train_steps(cfg, make_mesh(world, cfg.tp, cfg.pp, cfg.ep), 2, path)
+    return owned(data_parallel, opt)
 
 
 def load_in_layout(world, flags, path):
     cfg = Config(**flags)
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
-    _, dp, opt, _ = train_steps(cfg, mesh, 0, start=path)
-    loaded = owned(dp, opt)
+    _, data_parallel, opt, _ = train_steps(cfg, mesh, 0, start=path)
+    loaded = owned(data_parallel, opt)
     *_, stats = train_steps(cfg, mesh, 1, start=path)
     return dict(loaded, stats=stats)
 
@@ -547,20 +549,20 @@ def upcycled_parameters(world, flags, path):
     """Return the message of upcycling, and this rank's parameters."""
     cfg = Config(**DENSE, **flags)
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
-    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     message = resume.init_from(model, opt, path)
     opt.masters_to_model(), model.provide_weights(model)  # changes nothing if upcycling updated the masters
     return message, {n: p.detach().numpy() for n, p in model.named_parameters()}
 
 
 def upcycled_masters(world, flags, path):
-    """Return {"shards": the fp32 masters that this rank owns} of an upcycled bf16 model."""
+    """Return {"pieces": the fp32 masters that this rank owns} of an upcycled bf16 model."""
     cfg = Config(**dict(DENSE, dtype="bf16", n_experts=4, **flags))
-    model, dp, opt = train.build(cfg, make_mesh(world, ep=cfg.ep), cfg.vocab_size, world.device)
+    model, data_parallel, opt = train.build(cfg, make_mesh(world, ep=cfg.ep), cfg.vocab_size, world.device)
     resume.init_from(model, opt, path)
     assert all(torch.equal(m.to(b.own.dtype), b.own) for m, b in
-               zip(opt.masters, dp.buckets, strict=True))
-    return owned(dp, opt)
+               zip(opt.masters, data_parallel.buckets, strict=True))
+    return owned(data_parallel, opt)
 
 
 @pytest.mark.parametrize("n, flags", [(1, {}), (2, dict(ep=2, zero=1)), (2, dict(zero=3))])

@@ -1,7 +1,7 @@
 """Planted faults in the experts: each replaces one line, as in test_faults.py, and a test must fail.
 
 The faults are those that larger projects shipped. These tests detect them:
-    layouts     every layout against one process              sums, splits, shards
+    layouts     every layout against one process              sums, splits, pieces
     loop        a block against the loop over tokens          faults that a layout and its reference share
     balance     the balance loss's gradient alone             its weight, its counts
     recompute   the number of routings, the counted tokens
@@ -44,7 +44,7 @@ def half_for_experts(original, bucket):
 
 def without_experts(original, optimizer, slices, dtype):
     """Optimizer.sum_of_squares that skips the experts."""
-    pairs = zip(slices, optimizer.dp.buckets, strict=True)
+    pairs = zip(slices, optimizer.data_parallel.buckets, strict=True)
     kept = [piece * (bucket.axis.name != "edp") for piece, bucket in pairs]
     return original(optimizer, kept, dtype)
 
@@ -113,9 +113,9 @@ def smallest_gates(original, dispatcher, expert_ids, gates):
     return original(dispatcher, expert_ids, -gates)
 
 
-def unused_router_loss(original, layer, x, run):
+def unused_router_loss(original, layer, x, call):
     """MoE.forward whose router loss has no gradient."""
-    y, router_loss = original(layer, x, run)
+    y, router_loss = original(layer, x, call)
     return y, router_loss.detach()
 
 
@@ -125,14 +125,14 @@ def detached_router_loss(original, model, *args, **kwargs):
     return out, router_loss.detach()
 
 
-def shards_without_buffers(original, dp, *args, **kwargs):
-    """ops.flat.shards without the routers' biases."""
-    with mock.patch.object(dp, "buffers", {}):
-        return original(dp, *args, **kwargs)
+def pieces_without_buffers(original, data_parallel, *args, **kwargs):
+    """ops.flat.own_pieces without the routers' biases."""
+    with mock.patch.object(data_parallel, "buffers", {}):
+        return original(data_parallel, *args, **kwargs)
 
 
-def shards_of_first_experts(original, *args, owned_only=True):
-    """ops.flat.shards that reads the first rank's w1 on every rank."""
+def pieces_of_first_experts(original, *args, owned_only=True):
+    """ops.flat.own_pieces that reads the first rank's w1 on every rank."""
     pieces = original(*args, owned_only=owned_only)
     for i, piece in enumerate(pieces):
         if ".w1" in piece.name and not owned_only:
@@ -166,9 +166,9 @@ LAYOUT_FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of plan
     "balance loss lost on all stages except the last": (
         MOE, PP, "model.GPT.forward", router_loss_of_last_stage),
     "balance loss counts only this tp rank's tokens": (
-        MOE, TP, "moe.MoE.balancing_losses", "tp.all_reduce(chosen", "(chosen"),
+        MOE, TP, "moe.MoE.router_loss", "tp.all_reduce(chosen", "(chosen"),
     "balance and z-loss averaged over this tp rank's tokens": (
-        MOE, TP, "moe.MoE.balancing_losses", "rows = n * tp.size", "rows = n"),
+        MOE, TP, "moe.MoE.router_loss", "rows = n * tp.size", "rows = n"),
     "router bias updated with this rank's loads only": (
         SIGMOID, EP, "parallel.Axis.all_reduce", functools.partial(not_over, name="stage")),
     # The capacity depends on this rank's rows only
@@ -186,7 +186,7 @@ LAYOUT_FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of plan
         CAPACITY, EP, "moe.Capacity.combine", ".transpose(0, 1)", ""),
     "gradients of the rows not sent back": (
         CAPACITY, EP, "parallel._AllToAll.backward", grad_not_sent),
-    # The shards that a rank owns
+    # The pieces that a rank owns
     "only one rank's experts are saved": (
         MOE, EP_TP, "ops.flat.chosen_rank", chosen_rank_of_world),
     "experts are saved without their offset": (
@@ -240,7 +240,7 @@ SHARED_FAULTS = {  # faults that one process has, too: (a fault as above, the te
         "ops.permute.assign_slots", "queue < capacity,", "queue < capacity - 1,",
         loop("softmax-topk", 2)),
     "the router bias changes the balance loss": (
-        "moe.MoE.balancing_losses", "if self.router.bias is None", "if True",
+        "moe.MoE.router_loss", "if self.router.bias is None", "if True",
         loop("sigmoid bias", 2)),
     "the router bias changes the gates": (
         "moe.MoE.route", "scores.gather(1", "(scores if bias is None else scores + bias).gather(1",
@@ -251,14 +251,14 @@ SHARED_FAULTS = {  # faults that one process has, too: (a fault as above, the te
     "balance loss not used": (
         "moe.MoE.forward", unused_router_loss, loop("softmax", 1)),
     "balance loss without the 1/K": (
-        "moe.MoE.balancing_losses", "K * rows * rows", "rows * rows",
+        "moe.MoE.router_loss", "K * rows * rows", "rows * rows",
         lambda: test_moe.test_balance_loss_is_1_when_balanced_E_over_K_when_collapsed("softmax", 2)),
     "balance loss counts rows after dropping": (
-        "moe.MoE.balancing_losses", "chosen.to(",
+        "moe.MoE.router_loss", "chosen.to(",
         "chosen.clamp(max=expert_capacity(self.cfg, n) if self.cfg.capacity_factor else n).to(",
         test_moe.test_balance_loss_does_not_depend_on_the_capacity),
     "routing recomputed in backward": (
-        "moe.MoE.forward", "self.route(x)", "run(self.route, x)",
+        "moe.MoE.forward", "self.route(x)", "call(self.route, x)",
         lambda: test_moe.test_recompute_routes_once({})),
     "gradient of a rank without rows is garbage": (
         "ops.grouped_mm.grouped_mm", "F.linear(x, w[0])",
@@ -292,9 +292,9 @@ def test_balance_gradient_detects_the_fault(name):
 
 CHECKPOINT_FAULTS = {  # name: (the function with the fault, then as above)
     "router bias not saved": (
-        "save_in_layout", "ops.flat.shards", shards_without_buffers),
+        "save_in_layout", "ops.flat.own_pieces", pieces_without_buffers),
     "experts read from the first rank's offset": (
-        "load_in_layout", "ops.flat.shards", shards_of_first_experts),
+        "load_in_layout", "ops.flat.own_pieces", pieces_of_first_experts),
 }
 
 

@@ -77,8 +77,8 @@ def test_adamw_is_torchs(decay):
 def clipped(clip):
     """Return gradient norm, first moments after one step with --clip."""
     cfg = Config(n_layer=1, n_embd=16, ffn_hidden=16, seq_len=8, dtype="fp64", clip=clip, vocab_size=50)
-    model, dp, opt = train.build(cfg, make_mesh(World()), 50, torch.device("cpu"))
-    stats, refused = train.Step(cfg, model, dp, opt)([Synthetic(50, 8, 1).batch(0, 2)], 1)
+    model, data_parallel, opt = train.build(cfg, make_mesh(World()), 50, torch.device("cpu"))
+    stats, refused = train.Step(cfg, model, data_parallel, opt)([Synthetic(50, 8, 1).batch(0, 2)], 1)
     assert refused == 0
     return stats.grad_norm.item(), torch.cat([opt.adam.state[m]["exp_avg"] for m in opt.masters])
 
@@ -97,26 +97,26 @@ def test_clipping_scales_down_to_the_norm_and_never_up():
 def test_a_gradient_that_is_not_finite_changes_nothing(bad, dtype):
     """Weights, both moments, Adam's own t: not one bit; the next step is taken as if it had not been."""
     cfg = dataclasses.replace(FAMILIES["llama"], dtype=dtype, weight_decay=0.5)
-    model, dp, opt = built(cfg)
-    steps(cfg, model, dp, opt, [1])
+    model, data_parallel, opt = built(cfg)
+    steps(cfg, model, data_parallel, opt, [1])
 
     def everything():
         return [t.detach().clone() for m in opt.masters for t in (m, *opt.adam.state[m].values())] + [
             p.detach().clone() for p in model.parameters()
         ]
 
-    before, finish = everything(), dp.finish_grad_sync
+    before, finish = everything(), data_parallel.finish_grad_sync
 
     def poisoned():
         finish()
-        dp.buckets[-1].grad[0] = bad
+        data_parallel.buckets[-1].grad[0] = bad
 
-    dp.finish_grad_sync = poisoned
-    [(stats, found_inf)] = steps(cfg, model, dp, opt, [2])
+    data_parallel.finish_grad_sync = poisoned
+    [(stats, found_inf)] = steps(cfg, model, data_parallel, opt, [2])
     assert found_inf.item() == 1 and not torch.isfinite(stats.grad_norm) and opt.adam_t() == 1
     assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
-    dp.finish_grad_sync = finish
-    [(stats, found_inf)] = steps(cfg, model, dp, opt, [3])
+    data_parallel.finish_grad_sync = finish
+    [(stats, found_inf)] = steps(cfg, model, data_parallel, opt, [3])
     assert found_inf.item() == 0 and opt.adam_t() == 2
     assert not all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
     twin, twin_dp, twin_opt = built(cfg)
@@ -127,14 +127,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad, dtype):
 def test_adamw_equals_the_paper():
     """The slow oracle: clipping and decoupled decay written out beside the fused kernel on flat buckets."""
     cfg = dataclasses.replace(FAMILIES["gpt2"], dtype="fp64", clip=0.05, weight_decay=0.3)
-    model, dp, opt = built(cfg)
+    model, data_parallel, opt = built(cfg)
     w = {n: p.detach().clone() for n, p in model.named_parameters()}
     m, v = ({n: torch.zeros_like(p) for n, p in w.items()} for _ in range(2))
     for t in range(1, 4):
         grads = {}
         opt.on_grads_ready[:] = [lambda g=grads: g.update(
-            {n: x.clone() for b in dp.buckets for n, x in zip(b.names, b.grads, strict=True)})]
-        [(stats, _)] = steps(cfg, model, dp, opt, [t])
+            {n: x.clone() for b in data_parallel.buckets
+             for n, x in zip(b.names, b.grad_windows, strict=True)})]
+        [(stats, _)] = steps(cfg, model, data_parallel, opt, [t])
         lr = learning_rate(cfg, t)
         norm = torch.stack([g.norm() for g in grads.values()]).norm()
         torch.testing.assert_close(stats.grad_norm, norm, rtol=1e-12, atol=0)
@@ -188,8 +189,8 @@ ALWAYS["moe"] = {n for n in ALWAYS["llama"] if ".mlp." not in n} | {
 def test_only_matrices_decay(name):
     """By name, and by what a step with zero gradients does: matrices shrink by lr * weight_decay."""
     cfg = dataclasses.replace(FAMILIES.get(name, MOE), weight_decay=0.5, min_lr=1e-2)
-    model, dp, opt = built(cfg)
-    decayed = {n: b.decayed for b in dp.buckets for n in b.names}
+    model, data_parallel, opt = built(cfg)
+    decayed = {n: b.decayed for b in data_parallel.buckets for n in b.names}
     assert {n for n, yes in decayed.items() if yes} == ALWAYS[name]
     assert {n for n, yes in decayed.items() if not yes} == NEVER[name]
     assert decayed.keys() == dict(model.named_parameters()).keys()
@@ -197,8 +198,8 @@ def test_only_matrices_decay(name):
         for p in model.parameters():  # biases start at zero, which would hide a decay
             p.add_(0.5)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    dp.reset()
-    dp.finish_grad_sync()  # no backward: all gradients are zero
+    data_parallel.reset()
+    data_parallel.finish_grad_sync()  # no backward: all gradients are zero
     assert opt.step(cfg.lr, torch.ones(())).item() == 0
     for n, p in model.named_parameters():
         want = before[n] * (1 - cfg.lr * cfg.weight_decay) if n in ALWAYS[name] else before[n]
@@ -219,12 +220,12 @@ def run_with_overflow(world, flags, out):
 
     class StepWithOverflow(train.Step):
         def __call__(self, batches, number, *rest):
-            model, dp, opt = self.model, self.dp, self.opt
+            model, data_parallel, opt = self.model, self.data_parallel, self.opt
 
             def state():
                 model.provide_weights(model)
                 moments = [s for m in opt.masters for s in opt.adam.state[m].values()]
-                return [t.clone() for t in (*opt.masters, *moments, *(b.flat for b in dp.buckets))]
+                return [t.clone() for t in (*opt.masters, *moments, *(b.flat for b in data_parallel.buckets))]
             before = state()
             p = next(model.parameters())
             hook = p.register_hook(

@@ -175,11 +175,11 @@ def test_a_group_that_spans_nodes_is_named_with_its_bytes(nodes, flags, share, w
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_the_chunks_of_cp_ranks_are_the_sequence_and_equal_causal_work(cp):
+def test_the_segments_of_cp_ranks_are_the_sequence_and_equal_causal_work(cp):
     sequence = torch.arange(3 * 8 * cp).view(3, 8 * cp)
-    own = [Axis("cp", rank, cp).own_chunks(sequence, 1) for rank in range(cp)]
+    own = [Axis("cp", rank, cp).own_segments(sequence, 1) for rank in range(cp)]
     assert torch.equal(torch.cat(own, 1).sort(1).values, sequence)
-    positions = [Axis("cp", rank, cp).own_chunks(torch.arange(8 * cp), 0) for rank in range(cp)]
+    positions = [Axis("cp", rank, cp).own_segments(torch.arange(8 * cp), 0) for rank in range(cp)]
     assert len({int((p + 1).sum()) for p in positions}) == 1, "pairs of a query and a key that it sees"
     assert cp == 1 or positions[1].tolist() == [4, 5, 6, 7, *range(8 * cp - 8, 8 * cp - 4)]
     for x, p in zip(own, positions, strict=True):

@@ -106,7 +106,7 @@ FAMILY.update({"swiglu, cp": dict(cp=2), "gelu, cp": dict(FAMILY["gelu"], cp=2)}
 # On a GPU, one kernel does this: it keeps x and a number per row, not fp32 copies
 @mock.patch.object(model_.F, "rms_norm", lambda x, shape, w, e: torch.layer_norm(x, shape, w, None, e))
 # Both ranks of cp hold the same values here; flash attention needs no mask
-@mock.patch.object(model_, "gather_chunks", lambda kv, axis: torch.cat([kv, kv]))
+@mock.patch.object(model_, "gather_segments", lambda kv, axis: torch.cat([kv, kv]))
 @mock.patch("torch.nn.attention.bias.causal_lower_right", lambda *sizes: None)
 def kept_bytes(cfg, mesh, dispatcher=moe.plain_dispatcher, rows_in_use=0):
     """Return bytes that autograd keeps of a block, besides its weights and rope's table."""
@@ -355,9 +355,9 @@ LAYOUTS = [dict(BASE, tp=2, pp=2), dict(BASE, tp=4, recompute="full"), dict(BASE
 def sent(world, flags):
     cfg = Config(**flags)
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)
-    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     batches = train.micro_batches(cfg, mesh, Synthetic(100, 8, 1), 0, 8, world.device)
-    train.Step(cfg, model, dp, opt)(batches, 1)
+    train.Step(cfg, model, data_parallel, opt)(batches, 1)
     axes = {name: sum(getattr(mesh, name).sent.values()) for name in mesh.__annotations__}
     return {k: v for k, v in axes.items() if v}, traffic(cfg, mesh, cfg.vocab_size, 8)
 
@@ -549,7 +549,7 @@ def test_help_says_what_it_does_and_lists_both_kinds_of_flags(capsys):
     ("dense-210m --gpus 6 --tp 4", "6 ranks do not divide by tp 4"),
     ("tiny --gpus 6 --cp 4", "6 ranks do not divide by tp 1 * cp 4 * pp 1; start a multiple of 4 ranks"),
     ("tiny --gpus 2 --cp 2 --recompute selective", "--recompute selective does not go with --cp 2"),
-    ("tiny --gpus 3 --cp 3", "seq-len 128 does not divide by 2 * cp 3 chunks; try --seq-len 132"),
+    ("tiny --gpus 3 --cp 3", "seq-len 128 does not divide by 2 * cp 3 segments; try --seq-len 132"),
     ("tiny --gpu v100", "invalid choice"),
     ("tiny --gpus 0", "at least 1"), ("tiny --scaling 1,x", "numbers of GPUs"),
     ("tiny --scaling 0", "numbers of GPUs"), ("tiny --scaling=", "numbers of GPUs"),

@@ -62,7 +62,7 @@ def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=Fals
     slack: 0 for the plain step; otherwise the --ep-slack of a GraphedStep, which captures nothing during its
     first graph.WARMUP_STEPS steps. peer_copies: whether PeerComm moves gradients and weights.
 
-    Return the StepStats of each step, the shards of this rank, how many steps were done again, and the
+    Return the StepStats of each step, the pieces of this rank, how many steps were done again, and the
     sizer's slack.
     """
     cfg, device = Config(**flags), torch.device("cpu")
@@ -83,11 +83,12 @@ def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=Fals
         choice = choose.choose(cfg, mesh, device)
         assert choice.graph == bool(slack) and not choice.peer_copies and not choice.single_microbatch
         choice = choice._replace(peer_copies=peer_copies, single_microbatch=peer_copies)
-        model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, device, choice=choice)
+        model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, device, choice=choice)
         assert all(isinstance(bucket.comm, PeerComm) == (peer_copies and bucket.axis.size > 1)
-                   for bucket in dp.buckets)
-        assert not peer_copies or all(bucket.grad.dtype == bucket.flat.dtype for bucket in dp.buckets)
-        step = graph.make_step(train.Step(cfg, model, dp, opt), choice)
+                   for bucket in data_parallel.buckets)
+        same = [bucket.grad.dtype == bucket.flat.dtype for bucket in data_parallel.buckets]
+        assert not peer_copies or all(same)
+        step = graph.make_step(train.Step(cfg, model, data_parallel, opt), choice)
         if slack:
             assert isinstance(step, GraphedStep) and len(step.eager_buckets) == peer_copies
             sizer = step.sizer
@@ -98,14 +99,14 @@ def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=Fals
             batches = micro_batches(cfg, mesh, source, (number - 1) * 8, 8, device)
             stats.append(torch.stack(step(batches, number)[0]).tolist())
         model.provide_weights(model)
-    return stats, owned(dp, opt), sizer and sizer.n_retries, sizer and sizer.slack
+    return stats, owned(data_parallel, opt), sizer and sizer.n_retries, sizer and sizer.slack
 
 
 def assert_equal_steps(got, want):
-    """Statistics and shards of three_steps() on every rank."""
+    """Statistics and pieces of three_steps() on every rank."""
     for (stats, mine, *_), (expected, theirs, *_) in zip(got, want, strict=True):
         np.testing.assert_allclose(stats, expected, rtol=1e-10)
-        for (name, a, *_), (_, b, *_) in zip(mine["shards"], theirs["shards"], strict=True):
+        for (name, a, *_), (_, b, *_) in zip(mine["pieces"], theirs["pieces"], strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12, err_msg=name)
 
 
@@ -156,8 +157,8 @@ def padded_block(world, ep, flags, kind, slack):
     x = (tokens(kind, layer).detach() + 0.01 * (1 + world.rank)).requires_grad_()
     layer.dispatcher.rows_in_use = in_use = int(slack * x.size(0) * layer.K)
     with mock.patch.object(moe.AllToAll, "plan", None) if slack else contextlib.nullcontext():
-        y, aux = layer(x, no_recompute)
-    (y.square().sum() + aux).backward()
+        y, router_loss = layer(x, no_recompute)
+    (y.square().sum() + router_loss).backward()
     tensors = (y.detach(), x.grad, *(p.grad for p in layer.parameters()))
     return [t.numpy() for t in tensors if t is not None], layer.dispatcher.rows_needed.item(), in_use
 
@@ -245,7 +246,7 @@ def peer_steps(world, flags, slack=0.0, delay=0.0, without=""):
     """three_steps(), gradients and weights of many small buckets carried by PeerComm; the last rank is late
     in every update."""
     def late(self, *args):
-        SharedBuffer.sleep(Some(axis=self.dp.mesh.world, delay=SharedBuffer.delay))
+        SharedBuffer.sleep(Some(axis=self.data_parallel.mesh.world, delay=SharedBuffer.delay))
         return step(self, *args)
     step = Optimizer.step
     with mock.patch.object(Optimizer, "step", late):

@@ -201,7 +201,7 @@ def zigzag(T, cp, rank):  # the sequence cut into cp parts as it is: the last ra
     return list(range(rank * T // cp, (rank + 1) * T // cp))
 
 
-def keys_end(T, cp, rank):  # as many keys as the chunk has queries
+def keys_end(T, cp, rank):  # as many keys as the segment has queries
     return [T // (2 * cp)] * 2
 
 

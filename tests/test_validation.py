@@ -131,13 +131,13 @@ def losses_of_a_bf16_model(world):
     cfg = Config(n_layer=1, n_head=2, n_embd=16, ffn_hidden=32, seq_len=T, vocab_size=100, micro_batch=1,
                  dtype="bf16", dropout=0.3, eval_iters=2)
     mesh, source = make_mesh(world), Synthetic(100, T, 1)
-    model, dp, opt = train.build(cfg, mesh, 100, world.device)
+    model, data_parallel, opt = train.build(cfg, mesh, 100, world.device)
     with torch.no_grad():
         alone = [model.eval()(*source.batch(i, 1))[0].double().item() / T for i in range(32)]
         got = train.evaluate(cfg, model, source, 16, world.device)
     assert model.training and all(module.training for module in model.modules()), "training goes on"
     model.eval()  # without dropout the step's loss is comparable
-    loss = train.Step(cfg, model, dp, opt).gradients([source.batch(i, 1) for i in range(32)], 1)
+    loss = train.Step(cfg, model, data_parallel, opt).gradients([source.batch(i, 1) for i in range(32)], 1)
     return got, loss.item(), sum(alone) / 32
 
 

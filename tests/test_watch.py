@@ -307,10 +307,10 @@ def compare_with_gathers_under_way(world):
     cfg = Config(n_layer=1, n_embd=16, n_head=2, n_kv_head=2, ffn_hidden=32, seq_len=8, zero=1, micro_batch=1,
                  warmup=0)
     mesh, source = make_mesh(world), Synthetic(64, cfg.seq_len, cfg.seed)
-    model, dp, opt = train.build(cfg, mesh, 64, world.device)
+    model, data_parallel, opt = train.build(cfg, mesh, 64, world.device)
     with mock.patch.object(parallel.Axis, "start_all_gather", at_wait):
         batches = train.micro_batches(cfg, mesh, source, 0, 2, world.device)
-        train.Step(cfg, model, dp, opt)(batches, 1)
+        train.Step(cfg, model, data_parallel, opt)(batches, 1)
         with mock.patch.object(model, "provide_weights", lambda *args: None):
             stale = watch.replica_differences(model, mesh)
         return stale, watch.replica_differences(model, mesh)
@@ -341,7 +341,7 @@ def test_a_checksum_in_parts_equals_that_of_the_whole(dtype, monkeypatch):
     v = t.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]).long()
     want = [v.sum().item(), (v * (2 * torch.arange(1003) + 1)).sum().item()]
     assert checksum.checksum(t).tolist() == want
-    monkeypatch.setattr(checksum, "CHUNK", 64)
+    monkeypatch.setattr(checksum, "BLOCK", 64)
     with AllocatedBytes() as allocated:
         got = checksum.checksum(t)
     allocated.bytes.pop(t.untyped_storage().data_ptr())  # views of t

@@ -26,13 +26,15 @@ def parts_alive(world, flags):
     same after the step, the most bytes of weights, the bytes predicted. Parts: embedding 0, blocks, head."""
     cfg = Config(**flags, zero=3, eval_iters=1)
     mesh = make_mesh(world, cfg.tp, ep=cfg.ep)
-    model, dp, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     seen, bytes_seen, kind = {}, [], "forward"
 
     def alive():
-        whole = [i for i, part in enumerate(dp.sharded) if any(b.is_whole() for b in part)]
-        at_rest = sum(b.own.nbytes if isinstance(b, ShardedBucket) else b.flat.nbytes for b in dp.buckets)
-        bytes_seen.append(at_rest + sum(b.storage.nbytes() for b in {*itertools.chain(*dp.sharded)}))
+        whole = [i for i, part in enumerate(data_parallel.sharded) if any(b.is_whole() for b in part)]
+        at_rest = sum(b.own.nbytes if isinstance(b, ShardedBucket) else b.flat.nbytes
+                      for b in data_parallel.buckets)
+        sharded = {*itertools.chain(*data_parallel.sharded)}
+        bytes_seen.append(at_rest + sum(b.storage.nbytes() for b in sharded))
         return whole
 
     def note(kind, i):
@@ -44,7 +46,7 @@ def parts_alive(world, flags):
             p.register_hook(lambda grad, i=i: note("backward", i))
     source, batch = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), 2 * cfg.micro_batch * mesh.dp.size
     batches = train.micro_batches(cfg, mesh, source, 0, batch, world.device)
-    train.Step(cfg, model, dp, opt)(batches, 1)
+    train.Step(cfg, model, data_parallel, opt)(batches, 1)
     after, kind = alive(), "evaluation"
     train.evaluate(cfg, model, source, batch, world.device)
     kind = "generation"

@@ -194,19 +194,19 @@ def zigzag(T, cp, rank):
     """Return the positions of a sequence of T tokens that rank number `rank` of cp holds.
 
     T is a multiple of 2 cp. Position t attends to the t + 1 positions 0..t, so late positions cost more. Cut
-    the sequence into 2 cp equal chunks. Give each rank an early chunk and a late chunk such that every rank
-    computes the same number of pairs of query and key. Rank 0 has the first chunk.
+    the sequence into 2 cp equal segments. Give each rank an early and a late segment such that every rank
+    computes the same number of pairs of query and key. Rank 0 has the first segment.
     Return [int], T / cp positions in ascending order.
     """
-    raise NotImplementedError("chapter 13: an early chunk and a late one")
+    raise NotImplementedError("chapter 13: an early segment and a late one")
 
 
 def keys_end(T, cp, rank):
-    """Return how many keys, counted from position 0, the queries of each of zigzag's two chunks need.
+    """Return how many keys, counted from position 0, the queries of each of zigzag's two segments need.
 
-    Return [keys of the early chunk, keys of the late chunk].
+    Return [keys of the early segment, keys of the late segment].
     """
-    raise NotImplementedError("chapter 13: up to the chunk's own end")
+    raise NotImplementedError("chapter 13: up to the segment's own end")
 
 
 def answer_mask(ids, assistant, end):

@@ -138,7 +138,7 @@ def zigzag(T, cp, rank):
     length = T // (2 * cp)
     early = rank
     late = 2 * cp - 1 - rank
-    return [chunk * length + i for chunk in (early, late) for i in range(length)]
+    return [segment * length + i for segment in (early, late) for i in range(length)]
 
 
 def keys_end(T, cp, rank):

@@ -115,7 +115,7 @@ def test_chapter_06(yours):
                 p = torch.nn.Parameter(torch.zeros(n))
                 contents = Contents("dp", True, ["w"], [p])
                 bucket = Bucket(contents, Axis("dp", rank, size), zero=1, dtype=p.dtype, comm=Comm())
-                assert yours.zero1_slice(n, rank, size) == bucket.shard, (n, rank, size)
+                assert yours.zero1_slice(n, rank, size) == bucket.own_slice, (n, rank, size)
 
 
 N_EXPERTS = 8
@@ -235,7 +235,7 @@ def slices_of_rank(world, name):
                 p.grad = grad
                 theirs.on_grad_ready(i, micro_batch == 1)
         theirs.wait_grads()
-        totals.append((total, theirs.total.clone()))
+        totals.append((total, theirs.grad_sum.clone()))
     return totals
 
 
@@ -267,7 +267,7 @@ def test_chapter_13_zigzag(yours):
         assert sorted(sum(held, [])) == list(range(T)), (T, cp)
         assert len({sum(t + 1 for t in positions) for positions in held}) == 1, "unequal numbers of pairs"
         for rank, positions in enumerate(held):
-            assert positions == Axis("cp", rank, cp).own_chunks(torch.arange(T), 0).tolist(), (T, cp, rank)
+            assert positions == Axis("cp", rank, cp).own_segments(torch.arange(T), 0).tolist(), (T, cp, rank)
 
 
 def test_chapter_13_keys_end(yours):
@@ -275,8 +275,8 @@ def test_chapter_13_keys_end(yours):
     assert yours.keys_end(16, 2, 1) == [8, 12]
     for T, cp in ((16, 1), (48, 3), (64, 4)):
         for rank in range(cp):
-            chunks = Axis("cp", rank, cp).own_chunks(torch.arange(T), 0).chunk(2)
-            assert yours.keys_end(T, cp, rank) == [c[-1].item() + 1 for c in chunks], (T, cp, rank)
+            segments = Axis("cp", rank, cp).own_segments(torch.arange(T), 0).chunk(2)
+            assert yours.keys_end(T, cp, rank) == [c[-1].item() + 1 for c in segments], (T, cp, rank)
 
 
 def test_chapter_14_answer_mask(yours):

@@ -27,9 +27,9 @@ def main(fault, at, argv):
     seen = {"step": 0}
 
     def build_and_keep(*args):
-        model, dp, opt = build(*args)
+        model, data_parallel, opt = build(*args)
         seen["model"] = model
-        return model, dp, opt
+        return model, data_parallel, opt
 
     def micro_batches_with_fault(cfg, mesh, source, first, count, device):
         seen["step"] += 1
