@@ -49,6 +49,7 @@ def flag(default, kind="", within=None, *, needs="", common=False):
         free      Training goes on in another way. The resume prints it.
         silent    It says nothing about the training.
         "shape or meaning" is a shape of which some values have tensors that fit each other.
+        The default of a shape or meaning is the model without the flag, as it was trained before.
     within: the least and the largest value of a number, or of each number of a tuple.
     needs: the flag without which this one has no effect, or flag=value.
     common: whether --help shows it; --help-all shows every flag.
@@ -253,6 +254,28 @@ def has_effect(name, cfg):
     if value:
         return getattr(cfg, needed) == value
     return bool(getattr(cfg, needed))
+
+
+def flags_beyond(known, cfg):
+    """Return {name: value} of the flags that change the model and are not among the names `known`.
+
+    They are of kind shape or meaning. The default of a flag is the model without it.
+    """
+    beyond = {}
+    for field in dataclasses.fields(Config):
+        name = field.name
+        is_of_model = name in SHAPE or name in flags_of_kind("meaning")
+        if not is_of_model or name in known or not has_effect(name, cfg):
+            continue
+        value = getattr(cfg, name)
+        if value != field.default:
+            beyond[name] = value
+    return beyond
+
+
+def as_typed(flags):
+    """Return flags, {name: value}, as they are given on the command line."""
+    return ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
 
 
 # -----------------------------------------------------------------------------

@@ -137,6 +137,24 @@ def rotate(x, cos, sin):
     return turned.type_as(x)
 
 
+def visible_keys(cfg, q, k):
+    """Return (mask, is_causal) for torch's attention: which keys each query sees, on every path.
+
+    q (B, h, queries, D), k (B, g, keys, D): the keys begin at position 0, and the last query stands
+    at the last key. mask (queries, keys) is True where a query sees a key, or None: then is_causal
+    chooses between the flash kernel's own causal mask and none at all.
+    """
+    if cfg.objective == "mlm":
+        return None, False
+    n_queries = q.size(2)
+    n_keys = k.size(2)
+    if n_queries == n_keys:
+        return None, True
+    if n_queries == 1:
+        return None, False
+    return lower_right_mask(n_queries, n_keys), False
+
+
 def lower_right_mask(n_queries, n_keys):
     """Return the causal mask of a sequence's last tokens, the last of which sees all keys so far.
     No tensor is made for it on a GPU."""
@@ -145,34 +163,32 @@ def lower_right_mask(n_queries, n_keys):
     return causal_lower_right(n_queries, n_keys)
 
 
-def attend_chunks(q, k, v, axis, causal, **options):
-    """Attention of this rank's two chunks of each sequence (Axis.own_segments) to all ranks' keys.
+def attend(q, k, v, cfg, **options):
+    """Attention of queries (B, h, queries, D) to the keys (B, g, keys, D) that they see."""
+    mask, is_causal = visible_keys(cfg, q, k)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **options)
 
-    q (B, h, t, D), k and v (B, g, t, D) -> (B, h, t, D). In causal attention the queries of a chunk
-    see the keys up to the chunk's own end.
+
+def attend_segments(q, k, v, cfg, axis, **options):
+    """Attention of this rank's two segments of a sequence (Axis.own_segments) to all ranks' keys.
+
+    q (B, h, t, D), k and v (B, g, t, D) -> (B, h, t, D). In causal attention the queries of a
+    segment get the keys up to the segment's own end.
     """
     kv = torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=2)  # (t, B, 2g, D)
     kv = gather_segments(kv, axis)  # (T, B, 2g, D): t positions from each rank to all, over cp
     k, v = kv.permute(1, 2, 0, 3).chunk(2, dim=1)  # (B, g, T, D) each
-    if not causal:
-        return F.scaled_dot_product_attention(q, k, v, **options)
+    if cfg.objective == "mlm":
+        return attend(q, k, v, cfg, **options)
 
-    # This rank has chunk number rank, counted from the start, and one that is as far from the end.
+    # This rank has segment number rank, counted from the start, and one as far from the end.
     early_queries, late_queries = q.chunk(2, dim=2)  # (B, h, t/2, D) each
-    chunk_size = q.size(2) // 2
-    early_end = (axis.rank + 1) * chunk_size
-    late_end = k.size(2) - axis.rank * chunk_size
-    early = attend_up_to(early_end, early_queries, k, v, **options)  # (B, h, t/2, D)
-    late = attend_up_to(late_end, late_queries, k, v, **options)  # (B, h, t/2, D)
-    return torch.cat([early, late], dim=2)
-
-
-def attend_up_to(end, queries, k, v, **options):
-    """Causal attention of queries (B, h, t/2, D), the last of which stands just before `end`."""
-    k = k[:, :, :end]  # (B, g, end, D)
-    v = v[:, :, :end]  # (B, g, end, D)
-    mask = lower_right_mask(queries.size(2), end)
-    return F.scaled_dot_product_attention(queries, k, v, mask, **options)
+    segment_size = q.size(2) // 2
+    early_end = (axis.rank + 1) * segment_size
+    late_end = k.size(2) - axis.rank * segment_size
+    early = attend(early_queries, k[:, :, :early_end], v[:, :, :early_end], cfg, **options)
+    late = attend(late_queries, k[:, :, :late_end], v[:, :, :late_end], cfg, **options)
+    return torch.cat([early, late], dim=2)  # (B, h, t, D)
 
 
 class Attention(nn.Module):
@@ -184,11 +200,9 @@ class Attention(nn.Module):
 
     def __init__(self, cfg, mesh):
         super().__init__()
+        self.cfg = cfg
         self.mesh = mesh
-        self.zero = cfg.zero
-        self.dropout = cfg.dropout
         self.rope = cfg.pos == "rope"
-        self.causal = cfg.objective == "causal"
 
         C = cfg.n_embd
         G = cfg.n_kv_head
@@ -216,7 +230,7 @@ class Attention(nn.Module):
 
     def project(self, x, t, cos, sin):  # (B*t, C) -> (B, h, t, D), twice (B, g, t, D)
         layers = [(self.wq, None), (self.wk, self.kv_rows), (self.wv, self.kv_rows)]
-        x = fused_linear(x, layers, self.zero)  # (B*t, (h + 2g)*D)
+        x = fused_linear(x, layers, self.cfg.zero)  # (B*t, (h + 2g)*D)
         x = x.view(-1, t, self.h + 2 * self.g, self.D)
         if self.rope:
             qk, v = x.split([self.h + self.g, self.g], dim=2)
@@ -227,16 +241,10 @@ class Attention(nn.Module):
 
     def attend(self, q, k, v, cache):  # (B, h, t, D), twice (B, g, keys, D) -> (B, h, t, D)
         options = {"enable_gqa": self.h != self.g,
-                   "dropout_p": self.dropout if self.training else 0.0}
+                   "dropout_p": self.cfg.dropout if self.training else 0.0}
         if cache is None and self.mesh.cp.size > 1:
-            return attend_chunks(q, k, v, self.mesh.cp, self.causal, **options)
-
-        # The last query sees the last key, also where a cache holds earlier keys.
-        n_queries = q.size(2)
-        n_keys = k.size(2)
-        mask = lower_right_mask(n_queries, n_keys) if 1 < n_queries < n_keys else None
-        is_causal = self.causal and n_queries == n_keys
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **options)
+            return attend_segments(q, k, v, self.cfg, self.mesh.cp, **options)
+        return attend(q, k, v, self.cfg, **options)
 
 
 class MLP(nn.Module):

@@ -22,12 +22,14 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Literal
 
-from config import Config, ceil_div
+from config import Config, as_typed, ceil_div, flags_beyond
 from corpus.rampup import batch_size
 from corpus.shards import load_blend_meta
 from cost.idle import idle_warnings
 from cost.memory import GIB, memory, saved_activations
 from cost.parameters import (
+    COSTS_NOTHING,
+    COUNTED,
     count_parameters,
     flops_per_token,
     held_layers,
@@ -463,6 +465,14 @@ def arguments(argv):
     return cfg, counts
 
 
+def warn_of_uncounted(cfg):
+    """Print a line on stderr if a flag changes the model in a way that cost/ does not know of."""
+    uncounted = flags_beyond((*COUNTED, *COSTS_NOTHING), cfg)
+    if uncounted:
+        print(f"nanoshard: warning: plan.py does not count what {as_typed(uncounted)} costs; count it in "
+              "cost/ and declare it in COUNTED of cost/parameters.py, or in COSTS_NOTHING", file=sys.stderr)
+
+
 def plan_one(cfg, vocab):
     """Return (cfg with its global batch, the plan of its layout with all that is printed)."""
     cfg, _ = check_gpus(cfg, cfg.gpus)
@@ -486,6 +496,7 @@ def plan_many(cfg, vocab):
 @wrong_input()
 def main(argv=None):
     cfg, counts = arguments(sys.argv[1:] if argv is None else argv)
+    warn_of_uncounted(cfg)
     vocab = vocabulary(cfg)
     if counts:
         found, print_found = scaling(cfg, counts, cfg.gpu, vocab), print_scaling

@@ -193,7 +193,11 @@ class Ending:
 
 
 class Run:
-    """A run from its flags to its files. Every method runs on every rank; rank 0 logs."""
+    """A run from its flags to its files. Every method runs on every rank; rank 0 logs.
+
+    A new value is a field of one of the objects above: of Parts if it computes, of Oversight if it
+    watches (a metric that waits for its row), of Ending if it says how the run ends.
+    """
 
     def __init__(self, cfg, world, watchdog=watch.unwatched):
         self.cfg = cfg

@@ -5,6 +5,7 @@ import re
 from typing import NamedTuple
 
 import config
+from config import as_typed, flags_beyond
 from corpus import chat
 from corpus.tokenizer import EOD, BpeTokenizer, CharTokenizer
 from interface.schema import Range, check_schema, load_json
@@ -172,6 +173,10 @@ QWEN2_MOE = Family(
     only_out=True)
 
 FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "glm4_moe": GLM4_MOE, "qwen2_moe": QWEN2_MOE}
+# Flags of the model that every family's config.json has, besides those of its Family.
+WRITTEN = ("vocab_size", "rope_base")
+# Flags that say how a model is trained. The function of the exported model does not depend on them.
+TRAINING_ONLY = ("capacity_factor", "drop_policy", "router_bias_rate")
 FAMILY_OF_ROUTER = {"softmax-topk": "mixtral", "sigmoid": "glm4_moe", "softmax": "qwen2_moe"}
 ALSO = {"mistral": "llama"}  # the same tensors; read_config looks at its sliding window
 SAME = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}  # two names of one function
@@ -196,6 +201,12 @@ def family_of(cfg):
         hint = "; --router sigmoid may have shared experts" if kind == "qwen2_moe" else ""
         raise ValueError(f"no model of transformers has {have} in this combination; the nearest, {kind}, has "
                          f"{want}{hint}")
+    family = FAMILIES[kind]
+    unknown = flags_beyond({*family.flags, *family.fields, *WRITTEN, *TRAINING_ONLY}, cfg)
+    if unknown:
+        raise ValueError(f"{as_typed(unknown)}: {kind}'s config.json has no field for it, so only a model "
+                         "without it is exported; declare a new field in FAMILIES of "
+                         "corpus/hugging_face.py, a flag that matters in training alone in TRAINING_ONLY")
     return kind
 
 
@@ -219,11 +230,6 @@ def wanted_flags(cfg, kind):
         if kind != "glm4_moe":
             wanted["n_shared_experts"] = 0
     return wanted
-
-
-def as_typed(flags):
-    """Return flags, {flag: value}, as they are given on the command line."""
-    return ", ".join(f"--{flag.replace('_', '-')} {value}" for flag, value in flags.items())
 
 
 def fixed_fields(cfg, kind):

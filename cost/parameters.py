@@ -22,6 +22,13 @@ from parallel import Axis, Mesh
 from pipeline import rank_layers
 from zero import uses_slot
 
+# The flags of the model that the files of this folder count, and those that cost nothing. plan.py names
+# the others.
+COUNTED = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "vocab_size", "seq_len", "norm", "mlp",
+           "pos", "bias", "tied", "objective", "n_experts", "top_k", "capacity_factor", "router_bias_rate",
+           "n_shared_experts")
+COSTS_NOTHING = ("norm_eps", "rope_base", "drop_policy", "router")
+
 # -----------------------------------------------------------------------------
 # The whole model
 

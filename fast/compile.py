@@ -13,7 +13,7 @@ def compile_blocks(model):
     # Python counts the bytes of collectives, so these stay outside of the compiled graphs.
     keep_eager(parallel, "_uncompiled")
     keep_eager(parallel.Axis, "_all_reduce")
-    keep_eager(model_, "attend_chunks")
+    keep_eager(model_, "attend_segments")
 
     whole = model.mesh.tp.size * model.mesh.cp.size == 1  # collectives over tp and cp stand between graphs
     for block in model.blocks.values():

@@ -2,6 +2,7 @@
 
 The layouts are in test_layouts.py; faults that only one process's comparison with plain code shows are here.
 """
+import dataclasses
 import json
 import shutil
 
@@ -206,7 +207,7 @@ def test_the_fused_head_adds_the_bias():
 def causal_attention(original, attention, *args):
     """Attention.__init__ of a causal model."""
     original(attention, *args)
-    attention.causal = True
+    attention.cfg = dataclasses.replace(attention.cfg, objective="causal")
 
 
 def without_norm(original, head, x):

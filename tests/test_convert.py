@@ -664,6 +664,18 @@ def test_a_model_that_transformers_has_not_is_refused(flags, word):
         hugging_face.family_of(parse(["tiny", *flags.split()]))
 
 
+@pytest.mark.parametrize("flags", ["", "--norm layer --mlp gelu --pos learned --n-kv-head 4", *(
+    f"--n-experts 4 --router {router}" for router in hugging_face.FAMILY_OF_ROUTER)])
+def test_a_flag_that_a_family_does_not_declare_is_refused(flags, monkeypatch):
+    """A model that was trained with a capacity is exported: no other declared flag tells of it."""
+    argv = ["tiny", *flags.split(), "--norm-eps=1e-3", "--tied", "--capacity-factor=1.5"]
+    kind = hugging_face.family_of(parse(argv))
+    without = hugging_face.FAMILIES[kind]._replace(fields={})
+    monkeypatch.setitem(hugging_face.FAMILIES, kind, without)
+    with pytest.raises(ValueError, match=f"--norm-eps 0.001.*--tied True.*: {kind}'s config.json has no"):
+        hugging_face.family_of(parse(argv))
+
+
 def test_import_says_how_to_prepare_data(made, tmp_path, capsys):
     """Without a tokenizer it says so; the flags are those of train.py."""
     for name in "hf", "bare":

@@ -201,9 +201,9 @@ def segments_by_rank(original, x, axis):
     return gather_rows(x, axis)
 
 
-def causal_chunks(original, q, k, v, axis, causal, **options):
-    """attend_chunks with the causal mask."""
-    return original(q, k, v, axis, True, **options)
+def causal_segments(original, q, k, v, cfg, axis, **options):
+    """attend_segments with the causal mask."""
+    return original(q, k, v, dataclasses.replace(cfg, objective="causal"), axis, **options)
 
 
 def masked_rows_of_one_rank(original, x, targets, cp):
@@ -456,7 +456,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
         LLAMA, CP, "corpus.shards.micro_batches", "mesh.cp.own_segments(y, 1)",
         "y.chunk(2, 1)[mesh.cp.rank]"),
     "mask off by one segment": (
-        LLAMA, CP, "model.attend_chunks", "(axis.rank + 1) *", "(axis.rank + 2) *"),
+        LLAMA, CP, "model.attend_segments", "(axis.rank + 1) *", "(axis.rank + 2) *"),
     "mask aligned at the first key": (
         LLAMA, CP, "model.lower_right_mask", upper_left_mask),
     "keys gathered, values not": (
@@ -496,7 +496,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "the tied head of the last stage is a copy": (
         BERT, PP, *group("tied", "dp")),
     "the causal mask is left on over cp": (
-        BERT, CP, "model.attend_chunks", causal_chunks),
+        BERT, CP, "model.attend_segments", causal_segments),
     "a head for the masked tokens that a rank of cp has on average": (
         BERT, CP, "model.MaskedHead.masked_rows", masked_rows_of_one_rank),
     # These faults change every layout alike: only the comparison with plain PyTorch detects them

@@ -5,8 +5,10 @@ import math
 import typing
 
 import pytest
+import test_layouts
 import torch
 import torch.nn.functional as F
+from faults import planted, with_faults
 from plain_model import forward, total_loss
 from pool import run_ranks
 
@@ -15,7 +17,7 @@ import train
 from config import PRESETS, Config, pad_vocab
 from corpus.shards import Synthetic
 from cost.parameters import count_parameters, flops_per_token
-from generate import generate
+from generate import Cache, generate
 from model import GPT, MLP, Attention, rope_cache, rotate
 from moe import MoE, plain_dispatcher
 from ops.activations import ACTIVATIONS, GATED
@@ -50,7 +52,7 @@ def built(cfg, mesh=MESH):
 
 
 def steps(cfg, model, data_parallel, opt, numbers):
-    """Optimizer steps of these numbers, two micro-batches each -> [(StepStats, found_inf)]"""
+    """Optimizer steps of these numbers, two micro-batches each -> [(StepStats, refused)]"""
     source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
     step = train.Step(cfg, model, data_parallel, opt)
     return [step([source.batch(4 * s, 2), source.batch(4 * s + 2, 2)], s) for s in numbers]
@@ -212,6 +214,55 @@ def test_generate_draws(cfg):
     drawn = {generate(model, [1, 2], 1, temperature=5.0, top_k=3, seed=s)[-1] for s in range(30)}
     assert drawn == set(top)
     assert max(generate(model, [1], 300, temperature=1e6)) < cfg.vocab_size, "padding is no word"
+
+
+# -----------------------------------------------------------------------------
+# What a query sees is said in one place
+
+WINDOW = "model.visible_keys"
+
+
+def window_mask(original, cfg, q, k):
+    """visible_keys of a sliding window: a query sees its own position and the two before it."""
+    keys = torch.arange(k.size(2))
+    queries = keys[-q.size(2) :].unsqueeze(1)
+    return (keys <= queries) & (keys > queries - 3), False
+
+
+@family
+def test_a_window_in_visible_keys_reaches_training_and_generation(cfg):
+    """On one rank it is the window of the written-out model, whether or not keys come from a cache."""
+    model = random_model(cfg)
+    tokens = torch.randint(100, (1, 8), generator=torch.Generator().manual_seed(2))
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    pieces = []
+    cache = Cache()
+    with torch.no_grad():
+        causal = model(tokens)[0]
+        with planted(WINDOW, window_mask):
+            whole = model(tokens)[0]
+            for piece in tokens.split([1, 3, 1, 1, 2], dim=1):
+                pieces.append(model(piece, cache=cache)[0])
+                cache.length += piece.size(1)
+        with planted("plain_model.attention", "sees.tril()", "sees.tril().triu(-2)"):
+            want, _ = forward(cfg, weights, cfg.vocab_size, tokens)
+    assert (whole - causal).abs().max() > 1e-3
+    torch.testing.assert_close(whole[:, : cfg.vocab_size], want[0], rtol=0, atol=1e-10)
+    torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_window_in_visible_keys_reaches_cp(recompute):
+    flags = dict(test_layouts.LLAMA, micro_batch=2, seq_len=16, recompute=recompute)
+    fault = [(WINDOW, window_mask)]
+    causal = run_ranks(1, test_layouts.run, flags, 4)
+    one = run_ranks(1, with_faults, fault, test_layouts.run, flags, 4)
+    two = run_ranks(2, with_faults, fault, test_layouts.run, dict(flags, cp=2), 4)
+    assert abs(causal[0]["stats"][0][0] - one[0]["stats"][0][0]) > 1e-6
+    want = test_layouts.assemble(one)
+    for name, got in test_layouts.assemble(two).items():
+        difference = abs(got - want[name]).max()
+        assert difference < 1e-10 * test_layouts.scale(name, want[name], flags), name
 
 
 # -----------------------------------------------------------------------------

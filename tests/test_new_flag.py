@@ -1,7 +1,7 @@
 """A new flag of the model says what its author forgot: what it is to a checkpoint, the planner, the export.
 
-Every field of Config is declared by flag(). The last tests plant a flag, --qk-norm, into a copy of the tree,
-each time with something forgotten, and want it named.
+Every field of Config is declared by flag(). The last tests plant a flag into a copy of the tree, each time
+with something forgotten, and want it named: a norm, which has tensors, and a window, which has none.
 """
 import dataclasses
 import json
@@ -17,9 +17,11 @@ from pool import ROOT
 
 import config
 from config import Config, flags_of_kind
-from cost.parameters import count_parameters
+from cost.parameters import COSTS_NOTHING, COUNTED, count_parameters, local_parameters
 from model import GPT
 from parallel import make_mesh
+from pipeline import rank_layers
+from plan import estimate, stage_mesh
 from runtime.launch import World
 
 ONE = make_mesh(World(), groups=False)
@@ -51,11 +53,13 @@ def test_a_flag_that_does_not_say_what_it_is_is_named(field, words):
 # -----------------------------------------------------------------------------
 # the planner
 
+OF_MODEL = list(dict.fromkeys(flags_of_kind("shape") + flags_of_kind("meaning")))
 BASES = {
-    "llama": dict(n_head=8, n_kv_head=4, vocab_size=100),
-    "gpt2": dict(config.GPT2, n_head=8, n_kv_head=8, vocab_size=100),
-    "bert": dict(config.GPT2, objective="mlm", n_head=8, n_kv_head=8, vocab_size=100),
-    "experts": dict(n_head=8, n_kv_head=4, n_experts=4, vocab_size=100)}
+    "llama": dict(n_head=8, n_kv_head=4),
+    "gpt2": dict(config.GPT2, n_head=8, n_kv_head=8),
+    "bert": dict(config.GPT2, objective="mlm", n_head=8, n_kv_head=8),
+    "experts": dict(n_head=8, n_kv_head=4, n_experts=4),
+    "capacity": dict(n_head=8, n_kv_head=4, n_experts=4, capacity_factor=1.25)}
 # Another value of each number. Of a switch or a choice the test takes every other value by itself.
 NUMBERS = {"n_layer": 3, "n_head": 16, "n_kv_head": 2, "n_embd": 64, "ffn_hidden": 96, "seq_len": 32,
            "norm_eps": 1e-6, "n_experts": 8, "n_shared_experts": 2, "vocab_size": 300, "rope_base": 500.0,
@@ -69,38 +73,74 @@ def other_values(name, value):
         return [other for other in typing.get_args(field.type) if other != value]
     if field.type is bool:
         return [not value]
-    assert name in NUMBERS, f"--{name.replace('_', '-')} changes the model: give NUMBERS another value of it"
+    assert name in NUMBERS, f"{typed(name)} changes the model: give NUMBERS another value of it"
     return [NUMBERS[name]]
 
 
-@pytest.mark.parametrize("name", dict.fromkeys(flags_of_kind("shape") + flags_of_kind("meaning")))
-def test_the_planner_counts_what_a_flag_of_the_model_changes(name):
-    """count_parameters is a formula; the model that is built is the truth."""
+def typed(name):
+    return "--" + name.replace("_", "-")
+
+
+def changed_models(name):
+    """Yield (name of a base, its Config, the same with another value of one flag)."""
     for base, flags in BASES.items():
-        start = Config(**flags)
+        start = Config(**flags, vocab_size=100, micro_batch=2, global_batch=4)
         for value in other_values(name, getattr(start, name)):
             cfg = dataclasses.replace(start, **{name: value})
-            if cfg.n_shared_experts and not cfg.n_experts:
-                continue  # check() refuses it
-            with torch.device("meta"):
-                model = GPT(cfg, ONE, cfg.vocab_size)
-            built = sum(p.numel() for p in model.parameters())
-            counted = count_parameters(cfg, cfg.vocab_size)["total"]
-            assert counted == built, (
-                f"with --{name.replace('_', '-')} {value} count_parameters (cost/parameters.py) is "
-                f"{counted - built} parameters off a model like {base}")
+            if cfg.n_experts or not cfg.n_shared_experts:  # check() refuses the others
+                yield base, start, cfg
+
+
+def built_parameters(cfg, mesh):
+    """Return the parameters of the model that a rank builds."""
+    with torch.device("meta"):
+        model = GPT(cfg, mesh, cfg.vocab_size, rank_layers(cfg, mesh.pp))
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", OF_MODEL)
+def test_the_planner_counts_what_a_flag_of_the_model_changes(name):
+    """count_parameters is a formula; the model that is built is the truth."""
+    for base, _, cfg in changed_models(name):
+        built = built_parameters(cfg, ONE)
+        counted = count_parameters(cfg, cfg.vocab_size)["total"]
+        assert counted == built, (
+            f"with {typed(name)} {getattr(cfg, name)} count_parameters (cost/parameters.py) is "
+            f"{counted - built} parameters off a model like {base}")
+
+
+@pytest.mark.parametrize("name", OF_MODEL)
+def test_the_planner_counts_the_parameters_of_each_rank(name):
+    """On one rank they are those of the whole model. Over tp and pp each stage has what its ranks build."""
+    for base, _, cfg in changed_models(name):
+        counted = sum(local_parameters(cfg, ONE, cfg.vocab_size).values())
+        assert counted == count_parameters(cfg, cfg.vocab_size)["total"], (base, "one rank")
+        cfg = dataclasses.replace(cfg, tp=2, pp=3, ep=2 if cfg.n_experts else 1)
+        for stage in range(3):
+            mesh = stage_mesh(cfg, 6, stage)
+            counted = sum(local_parameters(cfg, mesh, cfg.vocab_size).values())
+            assert counted == built_parameters(cfg, mesh), (base, stage)
+
+
+@pytest.mark.parametrize("name", OF_MODEL)
+def test_the_planner_knows_what_a_flag_of_the_model_costs(name):
+    """What is counted changes some number of a plan. What costs nothing changes none."""
+    assert (name in COUNTED) != (name in COSTS_NOTHING), (
+        f"{typed(name)} changes the model: put it into COUNTED or into COSTS_NOTHING of cost/parameters.py")
+    changed = False
+    for _, *models in changed_models(name):
+        before, after = (estimate(cfg, 2, "h200", cfg.vocab_size) for cfg in models)
+        changed = changed or before != after
+    assert changed == (name in COUNTED)
 
 
 # -----------------------------------------------------------------------------
-# A flag is planted
+# Flags are planted, without a line of the tree that a change of the model would touch
 
-FIELD = "\n    # RMSNorm of each query and key, before the rotation\n    qk_norm: bool = {}\n"
-CONSTRUCTOR = """
-        self.q_norm = self.k_norm = None
-        if cfg.qk_norm:
-            self.q_norm, self.k_norm = (HeadNorm(cfg, mesh) for _ in range(2))
-"""
-MODULE = '''
+FIELDS = {
+    "norm": "    planted_norm: bool = {}  # RMSNorm of each query and key\n",
+    "window": "    planted_window: int = {}  # keys that a query sees; 0 is all\n"}
+NORM = '''
 
 class HeadNorm(Norm):
     """RMSNorm over the width of a head."""
@@ -110,57 +150,88 @@ class HeadNorm(Norm):
         self.weight = parameter((cfg.n_embd // cfg.n_head,), mesh)
 
 
-def norm_heads(attn, qk):  # (B, t, h + g, D) -> same
-    if attn.q_norm is None:
-        return qk
-    q, k = qk.split([attn.h, attn.g], dim=2)
-    return torch.cat([attn.q_norm(q), attn.k_norm(k)], dim=2)
+class NormedAttention(Attention):
+    """Attention with a norm of queries and keys."""
+
+    def __init__(self, cfg, mesh):
+        super().__init__(cfg, mesh)
+        self.q_norm = self.k_norm = None
+        if cfg.planted_norm:
+            self.q_norm = HeadNorm(cfg, mesh)
+            self.k_norm = HeadNorm(cfg, mesh)
+
+    def project(self, *args):
+        q, k, v = super().project(*args)
+        if self.q_norm is None:
+            return q, k, v
+        return self.q_norm(q), self.k_norm(k), v
+
+
+Attention = NormedAttention
 '''
+WINDOW = '''
+
+all_visible_keys = visible_keys
+
+
+def visible_keys(cfg, q, k):
+    """A sliding window, which has no tensors."""
+    if not cfg.planted_window:
+        return all_visible_keys(cfg, q, k)
+    keys = torch.arange(k.size(2), device=k.device)
+    queries = keys[-q.size(2):].unsqueeze(1)
+    return (keys <= queries) & (keys > queries - cfg.planted_window), False
+'''
+MODEL = {"norm": NORM, "window": WINDOW}
+TYPED = {"norm": "--planted-norm", "window": "--planted-window=4"}
 RUNS = """
-import json, sys
+import contextlib, io, json, sys
 sys.path.insert(0, "tests")
 from runs import TINY, session
 from runtime.launch import World
-import convert
+import convert, plan
+
+flag = sys.argv[1]
 
 def run(out, *flags):
     result = session(World(), [*TINY, f"--out={out}", *flags])
     return result["code"], result["err"] + result["out"]
 
+def call(main, *argv):
+    code, said = 0, io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main(argv)
+        except SystemExit as leaving:
+            code = leaving.code
+    return code, said.getvalue()
+
 print(json.dumps({
-    "trained": run("out/with", "--qk-norm", "--steps=1"),
-    "same": run("out/with", "--qk-norm", "--steps=2", "--resume=auto"),
+    "trained": run("out/with", flag, "--steps=1"),
+    "same": run("out/with", flag, "--steps=2", "--resume=auto"),
     "without": run("out/with", "--steps=3", "--resume=auto"),
     "plain": run("out/plain", "--steps=1"),
-    "added": run("out/plain", "--qk-norm", "--steps=2", "--resume=auto"),
-    "from": run("out/new", "--init-from=out/with", "--steps=1")}))
-try:
-    convert.main(["export", "out/with", "--out", "out/hf"])
-except SystemExit:
-    pass
+    "added": run("out/plain", flag, "--steps=2", "--resume=auto"),
+    "from": run("out/new", "--init-from=out/with", "--steps=1"),
+    "exported": call(convert.main, "export", "out/plain", "--out", "out/hf"),
+    "export": call(convert.main, "export", "out/with", "--out", "out/hf2"),
+    "planned": call(plan.main, "tiny"),
+    "plan": call(plan.main, "tiny", flag)}))
 """
 
 
-def plant(tmp_path, declaration):
-    """A copy of the tree with --qk-norm in Config and model.py, and nowhere else -> its path."""
+def plant(tmp_path, flag, declaration):
+    """Return a copy of the tree with a flag in Config and model.py, and nowhere else."""
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "data", "out"))
     path = copy / "config.py"
-    path.write_text(once(r"\n    tied: bool = .*\n", lambda found: found + FIELD.format(declaration),
-                         path.read_text()))
+    field = FIELDS[flag].format(declaration)
+    text, count = re.subn(r"(?m)^    n_layer: .*\n", lambda found: found[0] + field, path.read_text())
+    assert count == 1
+    path.write_text(text)
     path = copy / "model.py"
-    head, name, tail = path.read_text().partition("\nclass Attention")
-    tail = tail.replace("super().__init__()\n", "super().__init__()" + CONSTRUCTOR, 1)
-    tail = once(r"rotate\(qk, cos, sin\)", lambda _: "rotate(norm_heads(self, qk), cos, sin)", tail)
-    path.write_text(head + name + tail + MODULE)
+    path.write_text(path.read_text() + MODEL[flag])
     return copy
-
-
-def once(pattern, new, text):
-    """text with the one place that matches the pattern replaced by new(what stands there)."""
-    text, count = re.subn(pattern, lambda match: new(match[0]), text)
-    assert count == 1, f"{pattern} stands {count} times in the tree: make this test fit it"
-    return text
 
 
 def call(folder, *argv):
@@ -169,40 +240,67 @@ def call(folder, *argv):
 
 
 def test_without_a_kind_no_program_starts(tmp_path):
-    copy = plant(tmp_path, "False")
+    copy = plant(tmp_path, "norm", "False")
     code, _, err = call(copy, "train.py", "--help")
-    assert code == 1 and "Config.qk_norm does not say what it means to a checkpoint" in err.splitlines()[-1]
+    assert code == 1
+    assert "Config.planted_norm does not say what it means to a checkpoint" in err.splitlines()[-1]
 
 
-TENSOR = "blocks.0.attn.k_norm.weight"
-NO_PLACE = [TENSOR, "for which this model has no place"]
-SAID = {  # kind of --qk-norm: words of a resume without it, a resume with it, --init-from without it
-    "shape": (["has qk-norm True", "flags say qk-norm False", "give --qk-norm True"],
-              ["has qk-norm False", "flags say qk-norm True"],
-              ["has qk-norm True", "flags say qk-norm False", "give --qk-norm True"]),
-    "meaning": (["trained with qk-norm True", "this run has False", "--resume-changed qk-norm"],
-                ["trained with qk-norm False", "this run has True"], NO_PLACE),
-    "free": (NO_PLACE, ["holds no blocks.", "_norm.weight"], NO_PLACE)}
+NO_PLACE = ["blocks.0.attn.k_norm.weight", "for which this model has no place"]
+SHAPE_DIFFERS = ["has planted-norm True", "flags say planted-norm False", "give --planted-norm True"]
+NO_FIELD = "llama's config.json has no field for it"
+NORM_EXPORT = ["--planted-norm True", NO_FIELD]
+NORM_PLAN = ["does not count what --planted-norm True costs"]
+SAID = {  # the flag, its declaration: {what refuses or warns: its words}
+    ("norm", 'flag(False, "shape")'): {
+        "without": SHAPE_DIFFERS, "from": SHAPE_DIFFERS, "export": NORM_EXPORT, "plan": NORM_PLAN,
+        "added": ["has planted-norm False", "flags say planted-norm True"]},
+    ("norm", 'flag(False, "meaning")'): {
+        "without": ["trained with planted-norm True", "this run has False", "--resume-changed planted-norm"],
+        "added": ["trained with planted-norm False", "this run has True"],
+        "from": NO_PLACE, "export": NORM_EXPORT, "plan": NORM_PLAN},
+    # As a free flag, which it is not, the checkpoint's tensors name it.
+    ("norm", 'flag(False, "free")'): {
+        "without": NO_PLACE, "added": ["holds no blocks.", "_norm.weight"], "from": NO_PLACE,
+        "export": ["blocks.0.attn.q_norm.weight has no name in this family"]},
+    ("window", 'flag(0, "meaning", COUNT)'): {
+        "without": ["trained with planted-window 4", "this run has 0", "--resume-changed planted-window"],
+        "added": ["trained with planted-window 0", "this run has 4"],
+        "export": ["--planted-window 4", NO_FIELD],
+        "plan": ["does not count what --planted-window 4 costs"]}}
 
 
-@pytest.mark.parametrize("kind", SAID)
-def test_resume_and_export_name_what_was_forgotten(kind, tmp_path):
-    """As a free flag, which it is not, the checkpoint's tensors name it."""
-    code, out, err = call(plant(tmp_path, f'flag(False, "{kind}")'), "-c", RUNS)
+@pytest.mark.parametrize("flag,declaration", SAID)
+def test_resume_export_and_plan_name_what_was_forgotten(flag, declaration, tmp_path):
+    code, out, err = call(plant(tmp_path, flag, declaration), "-c", RUNS, TYPED[flag])
     assert code == 0, err
     said = json.loads(out)
-    for name in ("trained", "same", "plain"):
+    for name in ("trained", "same", "plain", "exported", "planned", "plan"):
         assert said[name][0] == 0, said[name]
-    for name, words in zip(("without", "added", "from"), SAID[kind], strict=True):
+    assert said["planned"][1] == ""
+    for name, words in SAID[flag, declaration].items():
         code, text = said[name]
-        assert code == 2 and all(word in text for word in words), said[name]
-    assert err.startswith("nanoshard: blocks.0.attn.q_norm.weight has no name in this family"), err
+        assert code == (0 if name == "plan" else 2), said[name]
+        assert all(word in text for word in words), said[name]
 
 
-def test_the_planner_names_the_flag(tmp_path):
-    copy = plant(tmp_path, 'flag(False, "shape")')
+PLANNER_SAYS = {  # the flag, its declaration: {test of the planner: its words}
+    ("norm", 'flag(False, "shape")'): {
+        "counts_what_a_flag_of_the_model_changes":
+            "with --planted-norm True count_parameters (cost/parameters.py) is -128 parameters off",
+        "knows_what_a_flag_of_the_model_costs": "put it into COUNTED or into COSTS_NOTHING"},
+    ("window", 'flag(0, "meaning", COUNT)'): {
+        "counts_what_a_flag_of_the_model_changes": "give NUMBERS another value of it",
+        "knows_what_a_flag_of_the_model_costs": "put it into COUNTED or into COSTS_NOTHING"}}
+
+
+@pytest.mark.parametrize("flag,declaration", PLANNER_SAYS)
+def test_tests_of_the_planner_name_the_flag(flag, declaration, tmp_path):
+    """Other tests may fail, too, where a flag of the tree itself has been forgotten."""
+    copy = plant(tmp_path, flag, declaration)
     code, out, _ = call(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_new_flag.py", "-k",
-                        "planner_counts")
-    assert code == 1 and "1 failed" in out, out[-3000:]
-    said = "with --qk-norm True count_parameters (cost/parameters.py) is -128 parameters off"
-    assert said in out, out[-3000:]
+                        f"the_planner and planted_{flag}")
+    assert code == 1, out[-3000:]
+    for name, words in PLANNER_SAYS[flag, declaration].items():
+        assert f"FAILED tests/test_new_flag.py::test_the_planner_{name}[planted_{flag}]" in out, out[-3000:]
+        assert words in out, out[-3000:]
