@@ -63,9 +63,9 @@ def place_within_expert(expert, E):
     """
     N = expert.numel()
     if not backend.use_triton(expert):
-        # There is one block. torch has no operation that counts earlier equal elements. A stable
-        # sort puts the copies of an expert side by side, in their order. A copy's place is its
-        # distance from the first one.
+        # There is one block. No operation of torch counts earlier equal elements. A stable sort
+        # puts the copies of an expert side by side, in their order. A copy's place is its distance
+        # from the first one.
         order = expert.argsort(stable=True)
         counts = torch.bincount(expert, minlength=E)
         start = counts.cumsum(0) - counts
