@@ -268,8 +268,7 @@ class Bucket(FlatBuffers):
         self.reduce_handle = self.comm.start_reduce(self)
 
     def wait_grads(self):
-        """Wait for the sum. If a parameter got no gradient (on any rank), the sum starts only
-        here."""
+        """Wait for the sum. If a parameter got no gradient (on any rank), it starts only here."""
         if self.reduce_handle is None:
             self.start_reduce()
         self.reduce_handle.wait()
@@ -373,7 +372,7 @@ class DataParallel:
         bucket.publish()
 
     def provide_weights(self, module, x=None):
-        """Wait for the module's new weights from all ranks. x: the module's input, for ZeRO-3."""
+        """Wait for the module's new weights from all ranks. x: its input, for ZeRO-3."""
         waiting = [bucket for bucket in self.buckets_of[module] if bucket.gather_handle is not None]
         if waiting:
             with self.timers("param_gather"):  # the time that forward did not hide

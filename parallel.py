@@ -154,8 +154,7 @@ class Axis:
         return self._all_reduce(x, dist.ReduceOp.SUM, async_op=True)
 
     def start_reduce_scatter(self, out, x):
-        """Return a handle. After wait(), out (n,) is this rank's slice of the sum of x
-        (n*size,)."""
+        """Return a handle. After wait(), out (n,) is this rank's slice of x's sum (n*size,)."""
         self.record("reduce-scatter", x, self.ring_bytes(x))
         return reduce_scatter_single(out, x, group=self.group, async_op=True)
 

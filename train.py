@@ -57,8 +57,7 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
         model = GPT(cfg, mesh, vocab_size, rank_layers(cfg, mesh.pp), choice.dispatcher(cfg))
     torch.set_default_dtype(torch.float32)
     if device.type != "cpu":
-        # TF32 is for the router: its inputs are bf16 or fp16, cast to fp32, and TF32 is exact for
-        # them.
+        # TF32 is for the router: its inputs are bf16 or fp16, cast to fp32: TF32 is exact for them.
         is_16_bit = cfg.dtype in ("bf16", "fp16")
         torch.set_float32_matmul_precision("high" if is_16_bit else "highest")
     init_weights(model, cfg.seed)
@@ -364,8 +363,7 @@ class Run:
             self.ending.outcome = Outcome.GAVE_UP
 
     def due(self, number, every):
-        """Whether this step is due for a task of every `every` steps (0: never) and of the last
-        step."""
+        """Whether a task of every `every` steps (0: never), and of the last step, is due."""
         return every > 0 and (number % every == 0 or number == self.cfg.steps)
 
     def is_logged(self, number):
