@@ -148,8 +148,7 @@ def make_log(cfg, mesh, world, out, state, source):
     """Return the Log of rank 0, after notes about the machine.
 
     OUT also gets what sample.py needs: the tokenizer and, with mlm, the [MASK] token. source: the training
-    data. OSError:
-    OUT cannot be written.
+    data. OSError: OUT cannot be written.
     """
     config = {**dataclasses.asdict(cfg), "vocab_size_used": state.vocab_size}
     if cfg.objective == "mlm":

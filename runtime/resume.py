@@ -286,7 +286,8 @@ def holds_other_run(cfg, out):
 
 def settle(cfg, world, out, state, found):
     """Rename what an earlier run left in --out and this one must not count, after all checks. This is a whole
-    run, or checkpoints of later steps. Collective over the world. SystemExit(0): no step is left to do.
+    run, or checkpoints of later steps. Collective over the world.
+    SystemExit(0): no step is left to do.
     """
     if found is not None and state.step >= cfg.steps:
         if world.rank == 0:
@@ -348,8 +349,8 @@ def start_from(found, skip, model, opt, data_id):
     """Go on from the checkpoint `found`, or start with equal replicas. Return (State, skip.Ranges).
 
     found: None at step 0; with --init-from the run then starts from another run's weights.
-    skip: the Ranges of the flags; those of the checkpoint are added. Collective; ValueError: the checkpoint
-    does not fit.
+    skip: the Ranges of the flags; those of the checkpoint are added.
+    Collective; ValueError: the checkpoint does not fit.
     """
     cfg = model.cfg
     is_main = model.mesh.world.rank == 0
@@ -394,8 +395,8 @@ def init_from(model, opt, path):
     """For --init-from: load the weights of a checkpoint, or of a run's newest one, and nothing else.
 
     Rows of symbols that the checkpoint lacks keep their random start. From a dense model, every expert gets
-    the MLP, and routers keep their random start (sparse upcycling, arXiv:2212.05055). Return one line that
-    says so. Collective; ValueError: the checkpoint does not fit.
+    the MLP, and routers keep their random start (sparse upcycling, arXiv:2212.05055).
+    Return one line that says so. Collective; ValueError: the checkpoint does not fit.
     """
     world = model.mesh.world
     cfg = model.cfg
