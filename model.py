@@ -172,7 +172,7 @@ def attend(q, k, v, cfg, **options):
 
 
 def attend_segments(q, k, v, cfg, axis, **options):
-    """Attention of this rank's two segments (Axis.own_segments) of each sequence to all keys.
+    """Attention of this rank's two segments of a sequence (Axis.own_segments) to all ranks' keys.
 
     q (B, h, t, D), k and v (B, g, t, D) -> (B, h, t, D). In causal attention the queries of a
     segment get the keys up to the segment's own end.
@@ -183,7 +183,7 @@ def attend_segments(q, k, v, cfg, axis, **options):
     if cfg.objective == "mlm":
         return attend(q, k, v, cfg, **options)
 
-    # This rank has segment `rank` counted from the start, and segment `rank` counted from the end.
+    # This rank has segment number rank from the start, and segment number rank from the end.
     early_queries, late_queries = q.chunk(2, dim=2)  # (B, h, t/2, D) each
     segment_size = q.size(2) // 2
     early_end = (axis.rank + 1) * segment_size

@@ -303,7 +303,7 @@ class AllToAll(Dispatcher):
 class CapacityPlan(NamedTuple):
     perm: torch.Tensor      # (E*capacity,) the copy in each slot, N where the slot is empty
     inv_perm: torch.Tensor  # (N,) the slot of each copy, E*capacity where the copy was dropped
-    ends = None             # a class attribute, not a field: all experts have equally many rows
+    ends = None             # a class attribute, not a field: all experts have equal row counts
 
 
 class Capacity(Dispatcher):

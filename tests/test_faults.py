@@ -201,7 +201,7 @@ def segments_by_rank(original, x, axis):
     return gather_rows(x, axis)
 
 
-def causal_chunks(original, q, k, v, cfg, axis, **options):
+def causal_segments(original, q, k, v, cfg, axis, **options):
     """attend_segments with the causal mask."""
     return original(q, k, v, dataclasses.replace(cfg, objective="causal"), axis, **options)
 
@@ -496,7 +496,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "the tied head of the last stage is a copy": (
         BERT, PP, *group("tied", "dp")),
     "the causal mask is left on over cp": (
-        BERT, CP, "model.attend_segments", causal_chunks),
+        BERT, CP, "model.attend_segments", causal_segments),
     "a head for the masked tokens that a rank of cp has on average": (
         BERT, CP, "model.MaskedHead.masked_rows", masked_rows_of_one_rank),
     # These faults change every layout alike: only the comparison with plain PyTorch detects them

@@ -152,7 +152,7 @@ def take_steps(world, flags, graphed, evaluated=(), kind=Synthetic):
 
     evaluated: the steps right after which the validation loss is computed.
 
-    Return the StepStats and found_inf of each step; the validation losses; the final weights of the whole
+    Return the StepStats and refused of each step; the validation losses; the final weights of the whole
     model, masters and moments; and how often a graph was replayed.
     """
     cfg, seen, device = Config(**flags), {"captures": 0, "replays": 0, "first": 0}, torch.device("cpu")
@@ -168,8 +168,8 @@ def take_steps(world, flags, graphed, evaluated=(), kind=Synthetic):
         for number in range(1, STEPS + 1):
             batches = micro_batches(cfg, mesh, data, (number - 1) * batch, batch, device)
             tokens = trained_tokens(data, (number - 1) * batch, batch, device)
-            stats, found_inf = step(batches, number, tokens=tokens)
-            results.append((*torch.stack(stats).tolist(), found_inf.item()))
+            stats, refused = step(batches, number, tokens=tokens)
+            results.append((*torch.stack(stats).tolist(), refused.item()))
             deferred = [isinstance(b.gather_handle, DeferredGather)
                         for b in data_parallel.buckets if b.n_slices > 1]
             assert bool(deferred) == bool(cfg.zero) and set(deferred) <= {graphed}

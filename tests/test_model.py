@@ -52,7 +52,7 @@ def built(cfg, mesh=MESH):
 
 
 def steps(cfg, model, data_parallel, opt, numbers):
-    """Optimizer steps of these numbers, two micro-batches each -> [(StepStats, found_inf)]"""
+    """Optimizer steps of these numbers, two micro-batches each -> [(StepStats, refused)]"""
     source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
     step = train.Step(cfg, model, data_parallel, opt)
     return [step([source.batch(4 * s, 2), source.batch(4 * s + 2, 2)], s) for s in numbers]

@@ -213,8 +213,7 @@ def aux_of(x, **flags):
     layer.router.weight.data.zero_()[:, :6] = torch.eye(8, 6, dtype=torch.float64)
     y, router_loss = layer(x, no_recompute)
     router_loss.backward()
-    dropped = layer.dispatcher.n_dropped.item()
-    return router_loss.item(), layer.router.weight.grad, layer.stats.clone(), dropped
+    return router_loss.item(), layer.router.weight.grad, layer.stats, layer.dispatcher.n_dropped.item()
 
 
 @pytest.mark.parametrize("K", [1, 2, 4])

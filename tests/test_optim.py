@@ -112,12 +112,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad, dtype):
         data_parallel.buckets[-1].grad[0] = bad
 
     data_parallel.finish_grad_sync = poisoned
-    [(stats, found_inf)] = steps(cfg, model, data_parallel, opt, [2])
-    assert found_inf.item() == 1 and not torch.isfinite(stats.grad_norm) and opt.adam_t() == 1
+    [(stats, refused)] = steps(cfg, model, data_parallel, opt, [2])
+    assert refused.item() == 1 and not torch.isfinite(stats.grad_norm) and opt.adam_t() == 1
     assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
     data_parallel.finish_grad_sync = finish
-    [(stats, found_inf)] = steps(cfg, model, data_parallel, opt, [3])
-    assert found_inf.item() == 0 and opt.adam_t() == 2
+    [(stats, refused)] = steps(cfg, model, data_parallel, opt, [3])
+    assert refused.item() == 0 and opt.adam_t() == 2
     assert not all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
     twin, twin_dp, twin_opt = built(cfg)
     steps(cfg, twin, twin_dp, twin_opt, [1, 3])
@@ -231,11 +231,11 @@ def run_with_overflow(world, flags, out):
             hook = p.register_hook(
                 lambda g: g.flatten().index_fill(0, torch.tensor(5), torch.inf).view_as(g)
                 if number == OVERFLOW_STEP and world.rank == world.size - 1 else g)
-            stats, found_inf = super().__call__(batches, number, *rest)
+            stats, refused = super().__call__(batches, number, *rest)
             hook.remove()
             same = [torch.equal(a, b) for a, b in zip(before, state(), strict=True)]
-            seen.append((all(same), bool(found_inf), opt.loss_scale.item()))
-            return stats, found_inf
+            seen.append((all(same), bool(refused), opt.loss_scale.item()))
+            return stats, refused
 
     flags = dict(flags, dtype="fp16", data="synthetic", out=out, steps=5, log_every=1,
                  eval_every=0, save_every=0, plot=False, global_batch=sequences(world.size, flags))
