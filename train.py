@@ -57,7 +57,7 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
         model = GPT(cfg, mesh, vocab_size, rank_layers(cfg, mesh.pp), choice.dispatcher(cfg))
     torch.set_default_dtype(torch.float32)
     if device.type != "cpu":
-        # TF32 is for the router: its inputs are bf16 or fp16, cast to fp32: TF32 is exact for them.
+        # TF32 is for the router: its inputs are bf16 or fp16, cast to fp32. TF32 is exact for them.
         is_16_bit = cfg.dtype in ("bf16", "fp16")
         torch.set_float32_matmul_precision("high" if is_16_bit else "highest")
     init_weights(model, cfg.seed)

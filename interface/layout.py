@@ -70,7 +70,7 @@ def check_sequence(cfg, cp, tp):
 
 
 def check_batch(cfg, dp, batch):
-    """Raise ValueError unless the global batch, and each stage of its ramp, is a number of whole micro-batches."""
+    """Raise ValueError unless the global batch and each stage of its ramp are whole micro-batches."""
     unit = cfg.micro_batch * dp
     if batch % unit:
         whole = max(1, round(batch / unit)) * unit
