@@ -4,7 +4,7 @@ import re
 from interface.schema import check_schema, load_json_of_others
 
 MOST_INDEX_BYTES = 2**27  # of model.safetensors.index.json: a model of 70,000 tensors has 8 MB
-BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)")  # no weights: masks, frequencies
+BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)")  # not weights: masks, frequencies
 
 
 def open_safetensors(folder):
@@ -32,7 +32,7 @@ def list_safetensors(folder):
     """
     names = ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
-    # An index beside model.safetensors may be of an older save.
+    # An index beside model.safetensors may belong to an older save.
     if index.is_file() and not (folder / names[0]).is_file():
         listed = load_json_of_others(index, MOST_INDEX_BYTES)
         check_schema(listed, {"weight_map": {"*": str}}, index)
