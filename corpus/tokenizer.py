@@ -273,6 +273,9 @@ class HfTokenizer(Tokenizer):
             with panics_as_errors():
                 found = self.library.encode(text, add_special_tokens=special)
             return np.array(found.ids, np.uint32)
+        except Panic as e:
+            raise ValueError(f"the pattern by which this tokenizer cuts a text fails on {text[:40]!r} "
+                             f"({one_line(e)[:80]}); take that text out, or another tokenizer") from None
         except Exception as e:  # the library has no exceptions of its own
             raise ValueError(f"this tokenizer cannot encode {text[:40]!r}: {one_line(e)[:80]}") from None
 
