@@ -393,17 +393,17 @@ class GPT(nn.Module):
         self.vocab_size = vocab_size
         self.chunks = layers or [(0, cfg.n_layer)]
         self.is_first = self.chunks[0][0] == 0
-        self.is_last = self.chunks[-1][1] == cfg.n_layer
+        self.has_head = self.chunks[-1][1] == cfg.n_layer
         self.rope = None  # cos and sin of all positions, once they are needed
         self.data_parallel = None  # set by ddp.DataParallel, which knows which weights have come
 
         C = cfg.n_embd
         V = pad_vocab(vocab_size)
         self.wte = self.wpe = self.norm = self.head = self.mlm = None
-        if self.is_first or (cfg.tied and self.is_last):
+        if self.is_first or (cfg.tied and self.has_head):
             # A tied head is the embedding. Where the last stage is not the first one, it keeps a
             # copy of the embedding, and the gradients of the two copies are summed.
-            two_copies = cfg.tied and self.is_first != self.is_last
+            two_copies = cfg.tied and self.is_first != self.has_head
             self.wte = Weight((V, C), mesh, tp_dim=0, used=vocab_size, tied=two_copies)
         if self.is_first and cfg.pos == "learned":
             self.wpe = Weight((cfg.seq_len, C), mesh)
@@ -411,7 +411,7 @@ class GPT(nn.Module):
         for first, end in self.chunks:
             for i in range(first, end):
                 self.blocks[str(i)] = Block(cfg, mesh, dispatcher)
-        if self.is_last:
+        if self.has_head:
             self.norm = Norm(cfg, mesh)
             self.head = None if cfg.tied else Weight((V, C), mesh, tp_dim=0, used=vocab_size)
             self.mlm = MaskedHead(cfg, mesh, V, vocab_size) if cfg.objective == "mlm" else None
@@ -474,14 +474,14 @@ class GPT(nn.Module):
             x = self._add_positions(x, self.wpe.weight[positions])
         return F.dropout(x, self.cfg.dropout, self.training)
 
-    def _add_positions(self, x, places):  # (n, C), (t, C) -> (n, C)
+    def _add_positions(self, x, position_rows):  # (n, C), (t, C) -> (n, C)
         n = x.size(0)
-        t = places.size(0)
+        t = position_rows.size(0)
         if n % t == 0:
-            return (x.view(-1, *places.shape) + places).view(n, -1)
+            return (x.view(-1, *position_rows.shape) + position_rows).view(n, -1)
         first = self.mesh.tp.rank * n  # this rank's rows start inside a sequence
         index = torch.arange(first, first + n, device=x.device) % t  # (n,)
-        return x + F.embedding(index, places)
+        return x + F.embedding(index, position_rows)
 
     def _loss_or_logits(self, x, targets):  # (n, C), (B, t) or None -> () or (B*t, local_vocab)
         head = self.wte if self.head is None else self.head

@@ -378,10 +378,10 @@ def reset_stats(model):
 
 
 @torch.no_grad()
-def update_router_bias(model, rate, found_inf):
+def update_router_bias(model, rate, not_finite):
     """Balance without a loss: raise the bias of experts below the mean load, lower others.
 
-    The load is that of the global batch, and a bias changes by `rate`. found_inf: () 1.0 where the
+    The load is that of the global batch, and a bias changes by `rate`. not_finite: () 1.0 where the
     update was refused; then no bias changes. Collective over the stage.
     """
     for layer in moe_layers(model).values():
@@ -390,7 +390,7 @@ def update_router_bias(model, rate, found_inf):
         load = layer.stats[:layer.E].clone()
         layer.mesh.stage.all_reduce(load)  # SUM of E counts, over the stage
         step = rate * (load.mean() - load).sign().float()
-        layer.router.bias += step * (1 - found_inf)
+        layer.router.bias += step * (1 - not_finite)
 
 
 @torch.no_grad()

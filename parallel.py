@@ -1,7 +1,7 @@
 r"""The ranks as a mesh; tensor, sequence, context and expert parallelism by hand.
 
     Axis, Mesh, make_mesh       the ranks as a grid; an axis has the collectives as methods
-    reduction_group, parameter  which ranks sum a gradient; this rank's share of a tensor
+    reduction_axis, parameter  which ranks sum a gradient; this rank's share of a tensor
     gather_rows, scatter_rows   tensor and sequence parallelism
     gather_segments             context parallelism
     all_to_all                  expert parallelism
@@ -230,7 +230,7 @@ def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, groups=True):
 # -----------------------------------------------------------------------------
 # Parameters: which share of the full tensor a rank holds, and which ranks sum its gradient
 
-def reduction_group(mesh, tp_dim, expert=False, tied=False):
+def reduction_axis(mesh, tp_dim, expert=False, tied=False):
     """Return the name of the axis over which a parameter's gradient is summed: the one rule.
 
     A gradient is summed over all ranks that hold the same numbers, because each of these ranks saw
@@ -271,7 +271,7 @@ def parameter(shape, mesh, tp_dim=None, expert=False, *, used=None, tied=False):
     p.offset = tuple(offset)
     p.used = shape[0] if used is None else used
     p.expert = expert
-    p.summed_over = reduction_group(mesh, tp_dim, expert, tied)
+    p.reduction_axis = reduction_axis(mesh, tp_dim, expert, tied)
     return p
 
 

@@ -66,7 +66,7 @@ def one_stage(model, data_parallel, batches, tokens, loss_scale, before_forward)
         # Without experts it is 0.
         loss = loss + router_loss / (len(batches) * model.mesh.dp.size)
         # In the last micro-batch, the sum of a bucket starts as soon as its gradients are complete.
-        data_parallel.announce_backward(is_last_microbatch=i == len(batches) - 1)
+        data_parallel.announce_backward(completes_grads=i == len(batches) - 1)
         with data_parallel.timers("backward"):
             loss.backward(loss_scale)
     return mean_loss
@@ -85,7 +85,7 @@ def several_stages(model, data_parallel, batches, tokens, loss_scale, before_for
             hidden.requires_grad_()
         with data_parallel.timers("forward"):
             out, router_loss = model(*batches[i], hidden, chunk=chunk)
-        if is_last(model, chunk):
+        if has_head(model, chunk):
             out = out / tokens  # the one division
             mean_loss.add_(out.detach())
         router_loss = router_loss / (len(batches) * model.mesh.dp.size)
@@ -97,9 +97,9 @@ def several_stages(model, data_parallel, batches, tokens, loss_scale, before_for
         hidden, out, router_loss = awaiting_backward.pop((i, chunk))
         backwards_done[chunk] += 1
         # Only a chunk's last backward completes the sums of its gradients.
-        data_parallel.announce_backward(is_last_microbatch=backwards_done[chunk] == len(batches))
+        data_parallel.announce_backward(completes_grads=backwards_done[chunk] == len(batches))
         outputs = [out]
-        grads = [loss_scale if is_last(model, chunk) else grad]
+        grads = [loss_scale if has_head(model, chunk) else grad]
         if router_loss.requires_grad:
             outputs.append(router_loss)
             grads.append(loss_scale)
@@ -118,7 +118,7 @@ def forward_only(model, batches):
 
     def forward(i, chunk, hidden):
         out, _ = model(*batches[i], hidden, chunk=chunk)
-        if is_last(model, chunk):
+        if has_head(model, chunk):
             total.add_(out)
         return out
 
@@ -133,7 +133,7 @@ def zero_loss(model):
     return torch.zeros((), device=weight.device, dtype=dtype)
 
 
-def is_last(model, chunk):
+def has_head(model, chunk):
     """Whether this chunk of the rank is the last stage, which has the head."""
     return model.chunks[chunk][1] == model.cfg.n_layer
 

@@ -54,7 +54,7 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
     # Weights are drawn in at least fp32. The buckets round them and keep the fp32 masters.
     torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
     with torch.device(device):
-        model = GPT(cfg, mesh, vocab_size, rank_layers(cfg, mesh.pp), choice.dispatcher(cfg))
+        model = GPT(cfg, mesh, vocab_size, rank_layers(cfg, mesh.pp), choice.dispatcher_maker(cfg))
     torch.set_default_dtype(torch.float32)
     if device.type != "cpu":
         # TF32 is for the router: its inputs are bf16 or fp16, cast to fp32, and TF32 is exact for
@@ -63,7 +63,7 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
         torch.set_float32_matmul_precision("high" if is_16_bit else "highest")
     init_weights(model, cfg.seed)
     kind = LEVELS[cfg.zero]
-    data_parallel = kind(model, mesh, cfg.zero, timers, dtype=dtype, comm=choice.comm(cfg))
+    data_parallel = kind(model, mesh, cfg.zero, timers, dtype=dtype, comm=choice.comm_maker(cfg))
     return model, data_parallel, Optimizer(cfg, data_parallel)
 
 
@@ -127,10 +127,10 @@ class Step:
         return stats, self.update(stats, number)
 
     def update(self, stats, number):
-        """Clip and update. Return found_inf, (): 1.0 if a norm that is not finite prevented it."""
-        found_inf = self.opt.step(learning_rate(self.cfg, number), stats.grad_norm)
-        moe.update_router_bias(self.model, self.cfg.router_bias_rate, found_inf)
-        return found_inf
+        """Clip and update. Return not_finite, (): 1.0 if a norm that is not finite prevented it."""
+        not_finite = self.opt.step(learning_rate(self.cfg, number), stats.grad_norm)
+        moe.update_router_bias(self.model, self.cfg.router_bias_rate, not_finite)
+        return not_finite
 
 
 def evaluate(cfg, model, source, batch, device):
@@ -333,12 +333,12 @@ class Run:
             self.state.skipped += 1
             return None
         if cfg.dump_grads and number == 1:
-            parts.opt.on_grads_ready.append(self.dump_grads)
+            parts.opt.before_update.append(self.dump_grads)
         count = len(batches) * cfg.micro_batch * parts.mesh.dp.size
         tokens = trained_tokens(self.data.train, self.state.samples, count, self.world.device)
         full = self.is_logged(number)
         stats, refused = parts.step(batches, number, full, oversight.guard, tokens)
-        parts.opt.on_grads_ready.clear()
+        parts.opt.before_update.clear()
         oversight.guard.refused_flags.append((number, refused))
         oversight.clock.count(count)
         if number == self.first_step:

@@ -40,7 +40,7 @@ class Slot:
     def give_to(self, bucket):
         """Hand the slot to a bucket, after the previous user has taken its sum out."""
         if self.user is not None:
-            self.user.take_sum()
+            self.user.finish_reduce()
         self.user = bucket
 
 
@@ -64,13 +64,13 @@ class SlotComm(Comm):
         # SUM, n/size of n numbers to each rank, over the bucket's axis
         return bucket.axis.start_reduce_scatter(bucket.grad[bucket.own_slice], bucket.grad)
 
-    def add_sum(self, bucket):
+    def add_to_total(self, bucket):
         """Add this rank's slice of a complete sum to the sum of earlier micro-batches."""
         part = bucket.grad[bucket.own_slice]
-        if bucket.sum_is_empty:
-            bucket.grad_sum.copy_(part)
+        if bucket.total_is_empty:
+            bucket.grad_total.copy_(part)
         else:
-            bucket.grad_sum.add_(part)
+            bucket.grad_total.add_(part)
 
     def keep(self, own):
         """Return a lasting copy of own (n/size,), a window of weights that will be freed."""
@@ -82,16 +82,16 @@ class SlotBucket(FlatBuffers):
 
     Each gradient waits in p.grad, in the model's dtype, until the last one of the bucket has come.
     Then all are copied into the slot, and the sum starts. This rank's slice of the sum is added to
-    grad_sum. grad is a window of the slot: it holds this bucket's gradients only while their sum is
+    grad_total. grad is a window of the slot: it holds this bucket's gradients only while their sum is
     under way.
     """
 
     def reset(self):
         self.missing = set(range(len(self.params)))  # no gradient of this micro-batch yet
-        self.sum_is_empty = True  # No sum has been added to grad_sum in this step.
+        self.total_is_empty = True  # No sum has been added to grad_total in this step.
         self.reduce_handle = None
 
-    def on_grad_ready(self, i, is_last_microbatch):
+    def on_grad_ready(self, i, completes_grads):
         self.missing.discard(i)
         if not self.missing:
             self.start_reduce()
@@ -103,21 +103,21 @@ class SlotBucket(FlatBuffers):
         self.missing = set(range(len(self.params)))
         self.reduce_handle = self.comm.start_reduce(self)
 
-    def take_sum(self):
-        """If a sum is under way, wait for it and add this rank's slice to grad_sum."""
+    def finish_reduce(self):
+        """If a sum is under way, wait for it and add this rank's slice to grad_total."""
         if self.reduce_handle is not None:
             self.reduce_handle.wait()
-            self.comm.add_sum(self)
-            self.sum_is_empty = False
+            self.comm.add_to_total(self)
+            self.total_is_empty = False
             self.reduce_handle = None
 
     def wait_grads(self):
         # If some parameter got no gradient, on all ranks alike, the sum has not started yet.
         some_wait = len(self.missing) < len(self.params)
-        none_summed = self.sum_is_empty and self.reduce_handle is None
+        none_summed = self.total_is_empty and self.reduce_handle is None
         if some_wait or none_summed:
             self.start_reduce()
-        self.take_sum()
+        self.finish_reduce()
 
 
 def uses_slot(axis):
@@ -136,13 +136,13 @@ def plain_comm(axis):
 
 class ZeRO2(DataParallel):
     """A DataParallel that keeps only this rank's slices of the summed gradients."""
-    decayed_bucket = SlotBucket
+    matrix_bucket = SlotBucket
 
     def __init__(self, model, mesh, zero, timers=untimed, *, dtype=None, comm=plain_comm,
                  bucket_elements=BUCKET_ELEMENTS):
         largest = 0  # elements of the largest bucket that uses a slot
         for contents in assign_buckets(model.named_parameters(), zero, bucket_elements):
-            if uses_slot(getattr(mesh, contents.axis_name)):
+            if uses_slot(getattr(mesh, contents.reduction_axis)):
                 largest = max(largest, sum(p.numel() for p in contents.params))
         self.slots = []
         if largest:
@@ -160,7 +160,7 @@ class ZeRO2(DataParallel):
             return super().make_bucket(contents, axis, dtype, comm)
         # Buckets are made in the order in which backward fills them, so neighbours alternate slots.
         comm.slot = self.slots[len(self.buckets) % 2]
-        kind = self.decayed_bucket if contents.decayed else SlotBucket
+        kind = self.matrix_bucket if contents.decayed else SlotBucket
         return kind(contents, axis, self.zero, dtype, comm)
 
 
@@ -203,7 +203,7 @@ class ShardedBucket(SlotBucket):
         self.wait_for_weights()
         self.storage.resize_(0)
 
-    def publish(self):
+    def after_update(self):
         """Free the gathered weights, which are outdated. The next forward fetches the new ones."""
         self.free()
 
@@ -225,7 +225,7 @@ class ZeRO3(ZeRO2):
     part. So a hook on x, which runs when x's gradient is complete, tells when backward reaches the
     previous part. Norms and biases are small, so they are kept as in ZeRO-2.
     """
-    decayed_bucket = ShardedBucket
+    matrix_bucket = ShardedBucket
 
     def __init__(self, model, *args, **kwargs):
         super().__init__(model, *args, **kwargs)

@@ -26,7 +26,7 @@ class Choice(NamedTuple):
     peer_copies: bool        # ZeRO's gradients and weights travel as copies between the GPUs of a node
     single_microbatch: bool  # nothing is added to bf16 gradients, so they need no fp32 sum
 
-    def dispatcher(self, cfg):
+    def dispatcher_maker(self, cfg):
         """Return dispatcher(cfg, mesh), which makes the token dispatcher of each expert layer."""
         if self.symm_mem:
             return symm_mem.SymmMemCapacity if cfg.capacity_factor else symm_mem.SymmMem
@@ -36,7 +36,7 @@ class Choice(NamedTuple):
             return PaddedAllToAll  # a graph needs messages of a fixed size
         return moe.plain_dispatcher
 
-    def comm(self, cfg):
+    def comm_maker(self, cfg):
         """Return comm(axis), which makes the Comm of a bucket that is reduced over axis."""
         stream = CopyStream()
 

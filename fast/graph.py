@@ -89,7 +89,7 @@ class GraphedStep:
     def on_updated(self, bucket):
         """Replace DataParallel.on_updated: the next graph gathers the weights of most buckets."""
         if bucket in self.eager_buckets:
-            bucket.publish()
+            bucket.after_update()
         elif bucket.n_slices > 1:
             bucket.gather_handle = DeferredGather(bucket)
 
@@ -154,7 +154,7 @@ class GraphedStep:
         """Do the work that the graph holds. tokens, set_seed: see train.Step."""
         for bucket in reversed(self.data_parallel.buckets):  # in the order in which the forward needs them
             if bucket not in self.eager_buckets:
-                bucket.publish()
+                bucket.after_update()
         loss = self.plain.gradients(batches, number, set_seed, tokens)
         return loss if self.sizer is None else self.sizer.nan_on_overflow(loss)
 

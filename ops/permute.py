@@ -46,7 +46,7 @@ def occupants(slot, slots):
     return empty.scatter_(0, slot, copies)[:slots]
 
 
-def sort_block_size(E):
+def sort_tile_size(E):
     """Return how many copies one program of place_within_expert counts, and E's next power of two.
 
     The program's table of (copies, E) must fit into a multiprocessor.
@@ -72,7 +72,7 @@ def place_within_expert(expert, E):
         return invert_permutation(order) - start[expert], counts.unsqueeze(1)
 
     from ops import kernels
-    block, wide = sort_block_size(E)
+    block, wide = sort_tile_size(E)
     blocks = ceil_div(N, block)
     place = torch.empty(N, dtype=torch.int32, device=expert.device)
     counts = torch.empty(E, blocks, dtype=torch.int32, device=expert.device)
@@ -96,7 +96,7 @@ def slots_from_places(expert, place, cumulative, start, experts, rows):
     from ops import kernels
     slot = torch.empty_like(expert)
     E, blocks = cumulative.shape
-    block, _ = sort_block_size(E)
+    block, _ = sort_tile_size(E)
     kernels.slots_from_places[(blocks,)](expert, place, cumulative, start, slot, expert.numel(),
                                          rows, blocks, EXPERTS=experts, BLOCK=block, num_warps=4)
     return slot
@@ -141,7 +141,7 @@ def layout_from_counts(counts, rank, rows, limit, needed):
     from ops import kernels
     starts = counts.new_empty(E)
     ends = torch.empty(E // ep, dtype=torch.int32, device=counts.device)
-    _, wide = sort_block_size(E)
+    _, wide = sort_tile_size(E)
     kernels.layout_from_counts[(ep,)](counts, starts, ends, needed, rank, rows, limit,
                                       EP=ep, E=E, WIDE=wide, num_warps=4)
     return starts, ends

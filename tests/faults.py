@@ -149,14 +149,14 @@ def constant(original, *args, value):
 
 
 def other_group(original, mesh, tp_dim, *args, of, instead):
-    """Return the group `instead` where parallel.reduction_group returns `of`."""
+    """Return the group `instead` where parallel.reduction_axis returns `of`."""
     group = original(mesh, tp_dim, *args)
     return instead if group == of else group
 
 
 def group(of, instead):
     """Return the fault that sums the gradients of the group `of` over the group `instead`."""
-    return "parallel.reduction_group", functools.partial(other_group, of=of, instead=instead)
+    return "parallel.reduction_axis", functools.partial(other_group, of=of, instead=instead)
 
 
 def not_over(original, axis, x, *op, name):

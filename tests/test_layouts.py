@@ -88,7 +88,7 @@ def run(world, flags, batch, chunks=1, cp=1, kind=Synthetic):
     train_step = train.Step(cfg, model, data_parallel, opt)
     for step in range(1, STEPS + 1):
         batches = train.micro_batches(cfg, mesh, source, (step - 1) * batch, batch, world.device)
-        opt.on_grads_ready[:] = [lambda step=step: keep(f"step {step} grad ", {"": opt.grads})]
+        opt.before_update[:] = [lambda step=step: keep(f"step {step} grad ", {"": opt.grads})]
         tokens = None if kind is Synthetic else train.trained_tokens(source, (step - 1) * batch, batch,
                                                                      world.device)
         stats, _ = train_step(batches, step, tokens=tokens)

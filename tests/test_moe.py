@@ -267,7 +267,7 @@ def aux_gradient(world, layout, n):
 
     def without_cross_entropy(*args, **kwargs):
         out, router_loss = forward(*args, **kwargs)
-        return (out * 0.0 if model.is_last else out), router_loss
+        return (out * 0.0 if model.has_head else out), router_loss
     with mock.patch.object(model, "forward", without_cross_entropy):
         count = n * cfg.micro_batch * mesh.dp.size
         batches = train.micro_batches(cfg, mesh, SameBatch(cfg), 0, count, world.device)
@@ -327,7 +327,7 @@ def block_over_ep(world, ep, flags, kind, slack=0.0):
     the balanced rows -> {output, gradient of x, gradients summed over the ranks}, rows received."""
     mesh = make_mesh(world, ep=ep)
     one_sided = Choice(graph=True, symm_mem=True, peer_copies=False, single_microbatch=False)
-    dispatcher = one_sided.dispatcher(Config(**dict(SMALL, **flags))) if slack else moe.plain_dispatcher
+    dispatcher = one_sided.dispatcher_maker(Config(**dict(SMALL, **flags))) if slack else moe.plain_dispatcher
     layer, rows = block(mesh, dispatcher, aux_coef=0.3, **flags), []
     x = (tokens(kind, layer).detach() + 0.01 * (1 + world.rank)).requires_grad_()
     if slack:
