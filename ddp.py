@@ -13,7 +13,7 @@ same parameters. Under ZeRO-1, the slice of each rank is a quarter of the bucket
     flat     | weights in the model's dtype               |  every p.data is a window of it
     grad     | gradients of this rank, in at least fp32   |  backward adds each p.grad to its window
              |          |##########|          |           |  ## is bucket.own_slice, of rank 1
-    grad_total            | all ranks|   = grad[own_slice] after its reduce-scatter: what AdamW reads
+    grad_total          | all ranks|   = grad[own_slice] after its reduce-scatter: what AdamW reads
     master              | fp32     |   AdamW updates it; its two moments are as long
     own                 | rounded  |   = flat[own_slice]: the new master, sent to the others
 
@@ -23,8 +23,8 @@ for one whole bucket, which the buckets use in turn (zero.py):
               flat (weights)                grad                           master, moments
     zero 0    n                             n, summed by all-reduce        n: the slice is all n
     zero 1    n                             n, summed by reduce-scatter    n/4
-    zero 2    n                             grad_total n/4; grad in 2 slots  n/4
-    zero 3    own n/4; flat of 2 blocks     grad_total n/4; grad in 2 slots  n/4
+    zero 2    n                             grad_total n/4; 2 slots        n/4
+    zero 3    own n/4; flat of 2 blocks     grad_total n/4; 2 slots        n/4
 
 In an fp32 model, master and own are the same memory.
 """
@@ -45,8 +45,8 @@ BUCKET_ELEMENTS = 16_000_000  # a bucket is closed when it has this many element
 
 class Contents(NamedTuple):
     """Parameters that are reduced together."""
-    reduction_axis: str  # the axis that sums their gradients: parallel.reduction_axis
-    decayed: bool   # whether AdamW decays them
+    reduction_axis: str  # the name of the axis that sums their gradients
+    decayed: bool        # whether AdamW decays them
     names: list
     params: list
 
@@ -73,7 +73,7 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS):
         under ZeRO-3              at the end of every block: weights are gathered block by block
     """
     closed = []
-    filling = {}  # (axis name, decayed): Contents
+    filling = {}  # (reduction axis, decayed): Contents
     elements = Counter()
     block = ""
     for name, p in reversed(list(named_parameters)):
@@ -112,8 +112,9 @@ class Comm:
     def allocate(self, axis, own_slice, weights, dtype):
         """Return a bucket's buffers flat (n,), grad (n,), grad_total (n/n_slices,).
 
-        weights (n,): the initial weights, in at least fp32. dtype: the dtype of flat. own_slice:
-        the slice of grad whose sum over the axis becomes grad_total.
+        weights (n,): the buffer that will take the initial weights, in at least fp32. Where dtype,
+        the dtype of flat, is the same, flat is this buffer. own_slice: the slice of grad whose sum
+        over the axis becomes grad_total.
         """
         flat = weights if weights.dtype == dtype else torch.zeros_like(weights, dtype=dtype)
         grad = torch.zeros_like(weights, dtype=self.grad_dtype)
@@ -157,7 +158,7 @@ class FlatBuffers:
         self.adopt_parameters(weights)
         self.master = weights[self.own_slice]
         if weights is not self.flat:
-            self.master = self.master.clone()
+            self.master = self.master.clone()  # A view would keep the memory of all n weights.
         self.own = self.flat[self.own_slice]
         self.gather_handle = None  # handle of the running all-gather of new weights, or None
         self.reset()
@@ -181,7 +182,7 @@ class FlatBuffers:
 
     @property
     def count_factor(self):
-        """The weight of this rank's slice in sums over the world: 1/k where k ranks hold it."""
+        """The factor of this rank's slice in sums over the world: 1/k where k ranks hold it."""
         return 1 / (self.axis.size // self.n_slices)
 
     def starts(self):
@@ -214,7 +215,7 @@ class FlatBuffers:
             p.grad = None
 
     def after_update(self):
-        """Send this rank's new slice of the weights to the others."""
+        """Start to send this rank's new slice of the weights, if others hold other slices."""
         if self.n_slices > 1:
             self.gather_handle = self.comm.start_gather(self)
 
@@ -237,11 +238,13 @@ class Bucket(FlatBuffers):
     def on_grad_ready(self, i, completes_grads):
         """Take the gradient that backward made for parameter i.
 
-        When the last micro-batch has brought a gradient to every parameter, the sum over the ranks
-        starts. The sum of a tied embedding starts only after backward, in wait_grads(). The last
-        stage has the embedding's gradient before it sends the gradient of its input to the previous
-        stage. On a GPU, a sum that waits for the first stage could hold up this message, for which
-        the first stage waits.
+        completes_grads: whether this backward is the last of its chunk in this step. Once it has
+        brought a gradient to every parameter, the sum over the ranks starts.
+
+        Tied embeddings are an exception. The last stage has the head's gradient at the start of its
+        last backward. If its all-reduce started there, it would wait for stage 0, and on a GPU the
+        activation gradient, sent later, could queue behind it. But stage 0 needs that message for
+        its own backward: a deadlock. So a tied sum starts in wait_grads().
         """
         self.take_gradient(i)
         self.untouched[i] = False
@@ -268,8 +271,10 @@ class Bucket(FlatBuffers):
         self.reduce_handle = self.comm.start_reduce(self)
 
     def wait_grads(self):
-        """Wait for the sum. If a parameter got no gradient (on any rank), the sum starts only
-        here."""
+        """Wait for the sum.
+
+        If a parameter got no gradient, which happens on all ranks alike, the sum starts only here.
+        """
         if self.reduce_handle is None:
             self.start_reduce()
         self.reduce_handle.wait()
@@ -309,18 +314,20 @@ class DataParallel:
     The model calls provide_weights(module) before it reads the weights of that module.
     """
 
-    def __init__(self, model, mesh, zero=0, timers=untimed, *, dtype=None, comm=lambda axis: Comm(),
-                 bucket_elements=BUCKET_ELEMENTS):
-        """Lay out the buckets. dtype: of the weights, from now on. comm(axis) returns a bucket's
-        Comm."""
+    def __init__(self, model, mesh, zero=0, timers=untimed, *, dtype=None,
+                 make_comm=lambda axis: Comm(), bucket_elements=BUCKET_ELEMENTS):
+        """Lay out the buckets.
+
+        dtype: of the weights, from now on. make_comm(axis) returns the Comm of a bucket.
+        """
         self.mesh = mesh
         self.zero = zero
         self.timers = timers
-        self.completes_grads = True
+        self.completes_grads = True  # of the next backward: see announce_backward
         self.buckets = []
         for contents in assign_buckets(model.named_parameters(), zero, bucket_elements):
             axis = getattr(mesh, contents.reduction_axis)
-            self.buckets.append(self.make_bucket(contents, axis, dtype, comm(axis)))
+            self.buckets.append(self.make_bucket(contents, axis, dtype, make_comm(axis)))
         bucket_of = {}
         for bucket in self.buckets:
             for i, p in enumerate(bucket.params):
@@ -333,9 +340,9 @@ class DataParallel:
         model.data_parallel = self
 
     def make_bucket(self, contents, axis, dtype, comm):
-        """Return a bucket of the kind that this data parallelism uses."""
-        kind = Bucket if comm.grad_dtype is None else CopyBucket
-        return kind(contents, axis, self.zero, dtype, comm)
+        """Return a bucket of the class that this data parallelism uses."""
+        bucket_class = Bucket if comm.grad_dtype is None else CopyBucket
+        return bucket_class(contents, axis, self.zero, dtype, comm)
 
     def make_hook(self, bucket, i):
         """Return what backward calls when parameter i of a bucket has its gradient.
@@ -356,7 +363,10 @@ class DataParallel:
             bucket.reset()
 
     def announce_backward(self, completes_grads):
-        """Say whether the next backward is a step's last, which completes the buckets' sums."""
+        """Say whether the next backward is the last of its chunk in this step.
+
+        A chunk's last backward completes the gradients of its parameters.
+        """
         self.completes_grads = completes_grads
 
     def finish_grad_sync(self):

@@ -50,7 +50,8 @@ def next_logits(model, tokens, cache):
     def forward(i, chunk, hidden):
         out, _ = model(tokens, hidden=hidden, cache=cache, chunk=chunk)
         if has_head(model, chunk):
-            row = gather_rows(out[tokens.size(1) - 1], model.mesh.tp)  # (v,) -> (V,)
+            # V/tp logits from each rank to all, over tp
+            row = gather_rows(out[tokens.size(1) - 1], model.mesh.tp)  # (local_vocab,) -> (V,)
             logits.copy_(row[:model.vocab_size])
         return out
 

@@ -77,19 +77,21 @@ class AdamW:
     def step(self, grads, lr, divisor, not_finite):
         """Update all parameters with their gradients.
 
-        lr: float. divisor: () fp32, divides the gradients. not_finite: () fp32; where it is 1.0,
-        nothing changes.
+        lr: float. divisor: () fp32, what the gradients are divided by. not_finite: () fp32; where
+        it is 1.0, nothing changes.
         """
         for decay, group in self.groups.items():
             params = [self.params[i] for i in group]
             group_grads = [grads[i].to(self.params[i].dtype) for i in group]
             step_counts = self.of_group(group, "step")
             torch._foreach_add_(step_counts, 1)  # The kernel expects the new count.
+            # The kernel divides by its grad_scale, and does nothing where found_inf is 1.
             torch._fused_adamw_(
                 params, group_grads, self.of_group(group, "exp_avg"),
                 self.of_group(group, "exp_avg_sq"), [], step_counts,
                 lr=lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=decay, eps=self.eps,
                 amsgrad=False, maximize=False, grad_scale=divisor, found_inf=not_finite)
+            # Where nothing was done, take the count back.
             torch._foreach_sub_(step_counts, [not_finite] * len(group))
 
 
@@ -219,8 +221,9 @@ class Optimizer:
     def sum_of_squares(self, slices, dtype):
         """Return this rank's part of the squared norm of slices, one per bucket: () fp64."""
         norms = [None] * len(slices)
-        for kind in {piece.dtype for piece in slices}:  # _foreach_norm wants one dtype per call.
-            alike = [i for i, piece in enumerate(slices) if piece.dtype == kind]
+        # _foreach_norm wants slices of one dtype per call.
+        for slice_dtype in {piece.dtype for piece in slices}:
+            alike = [i for i, piece in enumerate(slices) if piece.dtype == slice_dtype]
             found = torch._foreach_norm([slices[i] for i in alike], 2, dtype=dtype)
             for i, norm in zip(alike, found, strict=True):
                 norms[i] = norm
@@ -256,9 +259,10 @@ class Optimizer:
         return not_finite
 
     def divisor(self, grad_norm):
-        """Return what divides the gradients: max(1, (norm + 1e-6) / clip), times the loss scale.
+        """Return what the gradients are divided by: max(1, (norm + 1e-6) / clip) * loss scale.
 
-        torch's clip_grad_norm_ does the same.
+        The first factor clips, as torch's clip_grad_norm_ does. The second undoes the factor of the
+        loss, so that one division serves both. grad_norm is the norm without the loss scale.
         """
         divisor = torch.ones_like(grad_norm)
         if self.cfg.clip > 0:

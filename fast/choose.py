@@ -27,7 +27,7 @@ class Choice(NamedTuple):
     single_microbatch: bool  # nothing is added to bf16 gradients, so they need no fp32 sum
 
     def dispatcher_maker(self, cfg):
-        """Return dispatcher(cfg, mesh), which makes the token dispatcher of each expert layer."""
+        """Return make_dispatcher(cfg, mesh), which makes the token dispatcher of each expert layer."""
         if self.symm_mem:
             return symm_mem.SymmMemCapacity if cfg.capacity_factor else symm_mem.SymmMem
 
@@ -37,7 +37,7 @@ class Choice(NamedTuple):
         return moe.plain_dispatcher
 
     def comm_maker(self, cfg):
-        """Return comm(axis), which makes the Comm of a bucket that is reduced over axis."""
+        """Return make_comm(axis), which makes the Comm of a bucket that is reduced over axis."""
         stream = CopyStream()
 
         def comm_for(axis):

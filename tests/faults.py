@@ -7,7 +7,7 @@ in a rank's process, and the test must notice it. `planted` offers two ways:
         A call of Bucket.wait_grads becomes a call of grad_average(original, *arguments), where
         `original` is the function as it was. Use this where the fault can be described by the function's
         arguments, result or effect. Such a fault still works after the function's lines are rewritten.
-    By text:  planted("pipeline.one_stage", "loss / tokens", "loss / len(batches)")
+    By text:  planted("pipeline.one_stage", "loss / n_trained", "loss / len(batches)")
         A piece of the function's source is replaced. Use this for a fault inside a function, and choose a
         short piece. Line breaks and spaces in it do not matter, but it must occur exactly once; otherwise
         planting fails.

@@ -72,9 +72,9 @@ def reduce_and_wait(original, bucket):
     bucket.reduce_handle.wait()
 
 
-def tokens_times(original, model, data_parallel, batches, tokens, *args, factor):
+def tokens_times(original, model, data_parallel, batches, n_trained, *args, factor):
     """forward_backward that divides the loss by another number of tokens."""
-    return original(model, data_parallel, batches, tokens * factor, *args)
+    return original(model, data_parallel, batches, n_trained * factor, *args)
 
 
 def token_count(factor):
@@ -393,8 +393,8 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "backward of the newest micro-batch": (
         LLAMA, PP, SEVERAL_STAGES, "awaiting_backward.pop((i, chunk))", "awaiting_backward.popitem()[1]"),
     "last stage's loss not divided": (
-        LLAMA, PP, SEVERAL_STAGES, "out / tokens", "out / len(batches)"),
-    "loss of one stage not divided": (LLAMA, DP, ONE_STAGE, "loss / tokens", "loss / len(batches)"),
+        LLAMA, PP, SEVERAL_STAGES, "out / n_trained", "out / len(batches)"),
+    "loss of one stage not divided": (LLAMA, DP, ONE_STAGE, "loss / n_trained", "loss / len(batches)"),
     # chunks: interleaved stages
     "a rank's stages side by side": (
         FOUR, CHUNKS, "pipeline.rank_layers", neighbouring_stages),

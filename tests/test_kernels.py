@@ -261,7 +261,7 @@ def test_adamw(kernels, dtype, clip, keeps_dtype):
             p.data = p.data.to(DTYPES[dtype])
             p.reduction_axis = "dp"
         mesh = make_mesh(World(device=torch.device(DEVICE)))
-        data_parallel = DataParallel(model, mesh, comm=lambda axis: Comm(grad_dtype))
+        data_parallel = DataParallel(model, mesh, make_comm=lambda axis: Comm(grad_dtype))
         opt = Optimizer(Config(dtype=dtype, clip=clip, weight_decay=0.1), data_parallel)
         opt.use_triton = triton
         for state in opt.adam.state.values():  # torch's kernel counts in each bucket's own tensor

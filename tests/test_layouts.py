@@ -91,7 +91,7 @@ def run(world, flags, batch, chunks=1, cp=1, kind=Synthetic):
         opt.before_update[:] = [lambda step=step: keep(f"step {step} grad ", {"": opt.grads})]
         tokens = None if kind is Synthetic else train.trained_tokens(source, (step - 1) * batch, batch,
                                                                      world.device)
-        stats, _ = train_step(batches, step, tokens=tokens)
+        stats, _ = train_step(batches, step, n_trained=tokens)
         seen["stats"].append(torch.stack(stats).tolist())
     wait_for_all_weights(model, data_parallel)
     keep("end ", None)
