@@ -383,7 +383,7 @@ class DataParallel:
         bucket.after_update()
 
     def provide_weights(self, module, x=None):
-        """Wait for the module's new weights from all ranks. x: the module's input, for ZeRO-3."""
+        """Wait for the module's new weights from all ranks. x: its input, for ZeRO-3."""
         waiting = [bucket for bucket in self.buckets_of[module] if bucket.gather_handle is not None]
         if waiting:
             with self.timers("param_gather"):  # the time that forward did not hide

@@ -3,9 +3,9 @@
 GPT-2 has LayerNorm, GELU, learned positions, biases and a tied head. Llama has RMSNorm, SwiGLU,
 RoPE, grouped-query attention and a head of its own.
 
-Legend for activations, in the whole repository. Upper case counts the whole model, lower case counts this
-rank's share. B counts one micro-batch of one replica. N and R are upper case, but count what this
-rank has.
+Legend for activations, in the whole repository. Upper case counts the whole model, lower case
+counts this rank's share. B counts one micro-batch of one replica. N and R are upper case, but count
+what this rank has.
 
     B T C  sequences in a micro-batch, tokens in a sequence, width of the model    t = T/cp
     n      token rows that this rank keeps between the blocks, B*t/tp
@@ -184,7 +184,7 @@ def attend_segments(q, k, v, cfg, axis, **options):
     if cfg.objective == "mlm":
         return attend(q, k, v, cfg, **options)
 
-    # This rank has segment `rank` counted from the start, and segment `rank` counted from the end.
+    # This rank has segment number rank from the start, and segment number rank from the end.
     early_queries, late_queries = q.chunk(2, dim=2)  # (B, h, t/2, D) each
     segment_size = q.size(2) // 2
     early_end = (axis.rank + 1) * segment_size
@@ -428,8 +428,8 @@ class GPT(nn.Module):
         tokens (B, t) int64; targets (B, t); hidden (n, C): the output of the stage before; cache: a
         Cache, for generation; chunk: which of this rank's chunks.
         The output is hidden (n, C) on every stage except the last. On the last stage it is the
-        logits (B*t, local_vocab) or, with targets, the sum of their cross-entropy in nats, (). The
-        router loss is this rank's part of the sum over the stage's blocks, ().
+        logits (B*t, local_vocab) or, with targets, the sum of their cross-entropy in nats, ().
+        The router loss is this rank's part of the sum over the stage's blocks, ().
         """
         t = tokens.size(1)
         first, end = self.chunks[chunk]

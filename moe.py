@@ -398,8 +398,7 @@ def update_router_bias(model, rate, not_finite):
 def expert_stats(model, micro_batches):
     """Return the statistics of the step just done, on every rank: {layer: see layer_stats}.
 
-    micro_batches: how many the whole global batch has. Collective: each stage fills its layers'
-    rows.
+    micro_batches: those of the whole global batch. Collective: each stage fills its layers' rows.
     """
     E = model.cfg.n_experts
     device = next(model.parameters()).device

@@ -52,8 +52,7 @@ class AdamW:
     moments = "exp_avg", "exp_avg_sq"
 
     def __init__(self, params, decays, betas, eps=1e-8, *, one_step_count=False):
-        """Make the state. decays: one per parameter. one_step_count: whether all share one
-        tensor."""
+        """Make the state. decays: one per parameter. one_step_count: all share one tensor."""
         self.params = params
         self.decays = decays
         self.betas = betas
@@ -119,8 +118,7 @@ class Optimizer:
         # The Triton kernel reads each number once and writes the model's weights too: it moves 30
         # bytes per weight. The fused kernel of torch moves 38: it also writes the scaled gradients
         # back, and rounding is a second pass. So on a GPU the formula of the update is in
-        # ops/kernels.py, adamw. If you change AdamW.step, change the kernel, too, or set this to
-        # False.
+        # ops/kernels.py, adamw. If you change AdamW.step, change the kernel, or set this to False.
         self.use_triton = backend.use_triton(self.masters[0])
         decays = [cfg.weight_decay if bucket.decayed else 0.0 for bucket in data_parallel.buckets]
         self.adam = AdamW(self.masters, decays, (cfg.beta1, cfg.beta2),
@@ -190,8 +188,7 @@ class Optimizer:
         """Return the StepStats. loss: () this rank's part of the mean.
 
         num_zeros and param_norm are computed only if full. One all-reduce of four numbers is
-        enough: the slices partition the model, and a slice that k ranks hold counts 1/k on each of
-        them.
+        enough: the slices partition the model, and a slice that k ranks hold counts 1/k on each.
         """
         # On a CPU the fp32 norm of torch is a plain sum, 5e-5 off for a million elements.
         dtype = torch.float64 if loss.device.type == "cpu" else self.masters[0].dtype

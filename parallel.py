@@ -9,7 +9,8 @@ r"""The ranks as a mesh; tensor, sequence, context and expert parallelism by han
 The one rule: the loss is divided once, by the number of tokens of the whole global batch. Every
 gradient reduction is then a plain SUM over the ranks that hold the same parameter. There are no
 averages and no second division. ddp.py does these sums. The one exception is the router's loss: it
-is a mean over each micro-batch, so it is divided by the number of micro-batches of the global batch.
+is a mean over each micro-batch, so it is divided by the number of micro-batches of the global
+batch.
 
 Collectives are methods of Axis; pipeline.py sends to neighbours, and fast/ copies between GPUs. A
 comment at each call says what moves, over which axis, and how much. To list the calls, with a few
@@ -156,8 +157,7 @@ class Axis:
         return self._all_reduce(x, dist.ReduceOp.SUM, async_op=True)
 
     def start_reduce_scatter(self, out, x):
-        """Return a handle. After wait(), out (n,) is this rank's slice of the sum of x
-        (n*size,)."""
+        """Return a handle. After wait(), out (n,) is this rank's slice of x's sum (n*size,)."""
         self.record("reduce-scatter", x, self.ring_bytes(x))
         return reduce_scatter_single(out, x, group=self.group, async_op=True)
 

@@ -294,8 +294,7 @@ def read(flags):
 
 
 def metrics_file(run):
-    """Return the path of a run's metrics. run: its directory, or the file itself. ValueError: there is
-    none."""
+    """Return the path of a run's metrics. run: its directory, or the file. ValueError: there is none."""
     path = Path(run)
     if not path.is_file():
         path = path / "metrics.jsonl"
@@ -314,8 +313,7 @@ def check_metric(path, rows, metric):
 
 
 def picture(found, path, log):
-    """Write the plots to a file of matplotlib's kinds (png, svg, pdf). ValueError: matplotlib is not
-    installed."""
+    """Write the plots to a file of matplotlib's kinds (png, svg, pdf). ValueError: no matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -323,8 +323,7 @@ def show(line):
 
 
 def is_shuffled(flags, spans, vocab):
-    """Whether the documents are put in a random order: as the flags say, or by default if there are
-    records."""
+    """Whether the documents are put in a random order: as the flags say. By default, records are."""
     if flags.order is not None:
         return flags.order
     return vocab.eod is not None and any(span.kind in text.RECORDS for span in spans)

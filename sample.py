@@ -191,7 +191,7 @@ CANDIDATES = 5  # tokens that are printed for each gap
 
 
 def check_objective(cfg, flags, run):
-    """Raise ValueError if a masked language model is to continue a text, or a causal one to fill a gap."""
+    """Raise ValueError if a masked language model is to continue a text, or a causal one to fill gaps."""
     if cfg.objective == "causal" and flags.fill:
         raise ValueError(f"{run} was trained with --objective causal, which sees no text behind a gap, so "
                          "--fill is not for it; try --prompt")

@@ -371,8 +371,7 @@ class Run:
             self.ending.outcome = Outcome.GAVE_UP
 
     def due(self, number, every):
-        """Whether this step is due for a task of every `every` steps (0: never) and of the last
-        step."""
+        """Whether a task of every `every` steps (0: never), and of the last step, is due."""
         return every > 0 and (number % every == 0 or number == self.cfg.steps)
 
     def is_logged(self, number):

@@ -98,7 +98,7 @@ def static_shapes(cfg, mesh, device):
 
 
 def needs_row_limit(cfg, mesh):
-    """Whether only the GPUs know how many rows reach a rank's experts, as in dropless runs over several
+    """Whether only the GPUs know how many rows reach a rank's experts, in dropless runs over several
     ranks."""
     return cfg.n_experts > 0 and cfg.capacity_factor == 0 and mesh.ep.size > 1
 

@@ -110,7 +110,8 @@ def assign_slots(expert, priority, E, capacity):
     """Give the `capacity` slots of each expert to the copies that come first.
 
     expert (N,) of each copy; priority (N,), a permutation of the copies: the order in which they
-    are served. Return perm (E*capacity,), inv_perm (N,), and how many copies found no slot, ().
+    are served.
+    Return perm (E*capacity,), inv_perm (N,), and how many copies found no slot, ().
     """
     N = expert.numel()
     slots = E * capacity
