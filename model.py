@@ -425,8 +425,8 @@ class GPT(nn.Module):
     def forward(self, tokens, targets=None, hidden=None, cache=None, chunk=0):
         """Return the output of one of this rank's chunks of blocks, and the chunk's router loss.
 
-        tokens (B, t) int64; targets (B, t); hidden (n, C): the output of the stage before; cache: a
-        Cache, for generation; chunk: which of this rank's chunks.
+        tokens (B, t) int64; targets (B, t); hidden (n, C): the output of the previous stage; cache:
+        a Cache, for generation; chunk: which of this rank's chunks.
         The output is hidden (n, C) on every stage except the last. On the last stage it is the
         logits (B*t, local_vocab) or, with targets, the sum of their cross-entropy in nats, ().
         The router loss is this rank's part of the sum over the stage's blocks, ().

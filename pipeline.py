@@ -182,7 +182,7 @@ class Op(NamedTuple):
 
     @property
     def direction(self):
-        """1: an activation goes to the next stage. -1: a gradient goes to the one before."""
+        """1: an activation goes to the next stage. -1: a gradient goes to the previous one."""
         return 1 if self.kind == "F" else -1
 
     @property

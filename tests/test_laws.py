@@ -175,7 +175,8 @@ def test_the_reading_path_is_as_long_as_the_readme_says():
     of_step = total_lines([ROOT / "model.py", ROOT / "ddp.py"]) + sum(length_of(*part) for part in STEP)
     of_path = total_lines(path)
     of_house = total_lines(HOUSE)
-    for said, found in ((step, of_step), (training, of_path), (compared[1], of_path), (compared[2], of_house)):
+    for said, found in ((step, of_step), (training, of_path),
+                        (compared[1], of_path), (compared[2], of_house)):
         said = int(said.replace(",", ""))
         assert abs(said - found) <= 0.05 * found, f"README.md says {said} lines, there are {found}"
 
