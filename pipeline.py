@@ -337,8 +337,7 @@ class Ring:
                 made = run(op.micro_batch, op.chunk, self.receive(op))
             self.start_exchange(now, made)
             # Without this wait, a rank could run ahead of the others and fill its memory. Any limit
-            # gives the same numbers. 2p exchanges are two rounds of the ring: enough that a rank
-            # rarely waits here, and few enough to bound its memory.
+            # gives the same numbers. This one lets two messages per rank be on their way.
             self.wait_for_oldest(may_remain=2 * self.axis.size)
         self.wait_for_oldest(may_remain=0)
 

@@ -284,7 +284,7 @@ class ZeRO3(ZeRO2):
     def move_to_part(self, part, backward=False):
         """Fetch the part that computes now and the one after it, and free all others."""
         is_head = part == len(self.parts) - 1
-        # After the head comes backward, which goes down. There following is 0 or -1 at the end.
+        # After the head comes backward, in the reverse order. It ends with following 0, then -1.
         following = part - 1 if backward or is_head else part + 1
         wanted = []
         for needed in (part, following):
