@@ -156,9 +156,9 @@ class ZeRO2(DataParallel):
             # stage.size is enough for all.
             n = padded_elements(largest, mesh.stage.size)
             weight = next(model.parameters())
-            dtype = dtype or weight.dtype
+            slot_dtype = dtype or weight.dtype
             for _ in range(2):
-                slot = make_comm(mesh.stage).new_slot(n, dtype, weight.device, mesh.stage)
+                slot = make_comm(mesh.stage).new_slot(n, slot_dtype, weight.device, mesh.stage)
                 self.slots.append(slot)
         super().__init__(model, mesh, zero, timers, dtype=dtype, make_comm=make_comm,
                          bucket_elements=bucket_elements)
