@@ -13,7 +13,7 @@ same parameters. Under ZeRO-1, the slice of each rank is a quarter of the bucket
     flat     | weights in the model's dtype               |  every p.data is a window of it
     grad     | gradients of this rank, in at least fp32   |  backward adds each p.grad to its window
              |          |##########|          |           |  ## is bucket.own_slice, of rank 1
-    grad_sum            | all ranks|   = grad[own_slice] after its reduce-scatter: what AdamW reads
+    grad_total          | all ranks|   = grad[own_slice] after its reduce-scatter: what AdamW reads
     master              | fp32     |   AdamW updates it; its two moments are as long
     own                 | rounded  |   = flat[own_slice]: the new master, sent to the others
 
@@ -23,8 +23,8 @@ for one whole bucket, which the buckets use in turn (zero.py):
               flat (weights)                grad                           master, moments
     zero 0    n                             n, summed by all-reduce        n: the slice is all n
     zero 1    n                             n, summed by reduce-scatter    n/4
-    zero 2    n                             grad_sum n/4; grad in 2 slots  n/4
-    zero 3    own n/4; flat of 2 blocks     grad_sum n/4; grad in 2 slots  n/4
+    zero 2    n                             grad_total n/4; 2 slots        n/4
+    zero 3    own n/4; flat of 2 blocks     grad_total n/4; 2 slots        n/4
 
 In an fp32 model, master and own are the same memory.
 """
@@ -45,8 +45,8 @@ BUCKET_ELEMENTS = 16_000_000  # a bucket is closed when it has this many element
 
 class Contents(NamedTuple):
     """Parameters that are reduced together."""
-    axis_name: str  # the axis that sums their gradients: parallel.reduction_group
-    decayed: bool   # whether AdamW decays them
+    reduction_axis: str  # the name of the axis that sums their gradients
+    decayed: bool        # whether AdamW decays them
     names: list
     params: list
 
@@ -73,7 +73,7 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS):
         under ZeRO-3              at the end of every block: weights are gathered block by block
     """
     closed = []
-    filling = {}  # (axis name, decayed): Contents
+    filling = {}  # (reduction axis, decayed): Contents
     elements = Counter()
     block = ""
     for name, p in reversed(list(named_parameters)):
@@ -83,15 +83,15 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS):
                 is_full = zero == 3 or elements[key] >= bucket_elements
                 if filling[key].decayed and is_full:
                     closed.append(filling.pop(key))
-        key = p.summed_over, uses_weight_decay(p)
+        key = p.reduction_axis, uses_weight_decay(p)
         if key not in filling:
             filling[key] = Contents(*key, [], [])
             elements[key] = 0
         filling[key].names.append(name)
         filling[key].params.append(p)
         elements[key] += p.numel()
-        ends_with_a_block = zero > 1 and filling[key].decayed
-        if elements[key] >= bucket_elements and not ends_with_a_block:
+        closes_only_at_block_end = zero > 1 and filling[key].decayed
+        if elements[key] >= bucket_elements and not closes_only_at_block_end:
             closed.append(filling.pop(key))
     return closed + list(filling.values())
 
@@ -110,10 +110,11 @@ class Comm:
         self.grad_dtype = grad_dtype
 
     def allocate(self, axis, own_slice, weights, dtype):
-        """Return a bucket's buffers flat (n,), grad (n,), grad_sum (n/n_slices,).
+        """Return a bucket's buffers flat (n,), grad (n,), grad_total (n/n_slices,).
 
-        weights (n,): the initial weights, in at least fp32. dtype: the dtype of flat. own_slice:
-        the slice of grad whose sum over the axis becomes grad_sum.
+        weights (n,): the buffer that will take the initial weights, in at least fp32. Where dtype,
+        the dtype of flat, is the same, flat is this buffer. own_slice: the slice of grad whose sum
+        over the axis becomes grad_total.
         """
         flat = weights if weights.dtype == dtype else torch.zeros_like(weights, dtype=dtype)
         grad = torch.zeros_like(weights, dtype=self.grad_dtype)
@@ -121,9 +122,9 @@ class Comm:
 
     def start_reduce(self, bucket):
         """Start to sum bucket.grad over the bucket's axis, and return a handle."""
-        # Collectives work in place: grad_sum is a window of grad, and own is a window of flat.
+        # Collectives work in place: grad_total is a window of grad, and own is a window of flat.
         if bucket.n_slices > 1:  # SUM, n/size of n numbers to each rank, over the bucket's axis
-            return bucket.axis.start_reduce_scatter(bucket.grad_sum, bucket.grad)
+            return bucket.axis.start_reduce_scatter(bucket.grad_total, bucket.grad)
         return bucket.axis.start_all_reduce(bucket.grad)  # SUM of n numbers, over the bucket's axis
 
     def start_gather(self, bucket):
@@ -151,13 +152,13 @@ class FlatBuffers:
         first = self.params[0]
         wide = torch.promote_types(first.dtype, torch.float32)
         weights = torch.zeros(n, dtype=wide, device=first.device)  # The last n - used are padding.
-        self.flat, self.grad, self.grad_sum = comm.allocate(
+        self.flat, self.grad, self.grad_total = comm.allocate(
             axis, self.own_slice, weights, dtype or first.dtype)
         self.grad_windows = self.windows(self.grad)  # of each parameter
         self.adopt_parameters(weights)
         self.master = weights[self.own_slice]
         if weights is not self.flat:
-            self.master = self.master.clone()
+            self.master = self.master.clone()  # A view would keep the memory of all n weights.
         self.own = self.flat[self.own_slice]
         self.gather_handle = None  # handle of the running all-gather of new weights, or None
         self.reset()
@@ -180,8 +181,8 @@ class FlatBuffers:
         return sum(p.numel() for p in self.params)
 
     @property
-    def replica_weight(self):
-        """The weight of this rank's slice in sums over the world: 1/k where k ranks hold it."""
+    def count_factor(self):
+        """The factor of this rank's slice in sums over the world: 1/k where k ranks hold it."""
         return 1 / (self.axis.size // self.n_slices)
 
     def starts(self):
@@ -213,8 +214,8 @@ class FlatBuffers:
         for p in self.params:
             p.grad = None
 
-    def publish(self):
-        """Send this rank's new slice of the weights to the others."""
+    def after_update(self):
+        """Start to send this rank's new slice of the weights, if others hold other slices."""
         if self.n_slices > 1:
             self.gather_handle = self.comm.start_gather(self)
 
@@ -234,18 +235,20 @@ class Bucket(FlatBuffers):
         self.pending_params = len(self.params)
         self.reduce_handle = None
 
-    def on_grad_ready(self, i, is_last_microbatch):
+    def on_grad_ready(self, i, completes_grads):
         """Take the gradient that backward made for parameter i.
 
-        When the last micro-batch has brought a gradient to every parameter, the sum over the ranks
-        starts. The sum of a tied embedding starts only after backward, in wait_grads(). The last
-        stage has the embedding's gradient before it sends the gradient of its input to the previous
-        stage. On a GPU, a sum that waits for the first stage could hold up this message, for which
-        the first stage waits.
+        completes_grads: whether this backward is the last of its chunk in this step. Once it has
+        brought a gradient to every parameter, the sum over the ranks starts.
+
+        Tied embeddings are an exception. The last stage has the head's gradient at the start of its
+        last backward. If its all-reduce started there, it would wait for stage 0, and on a GPU the
+        activation gradient, sent later, could queue behind it. But stage 0 needs that message for
+        its own backward: a deadlock. So a tied sum starts in wait_grads().
         """
         self.take_gradient(i)
         self.untouched[i] = False
-        if is_last_microbatch:
+        if completes_grads:
             self.pending_params -= 1
             if self.pending_params == 0 and self.axis.name != "tied":
                 self.start_reduce()
@@ -268,7 +271,10 @@ class Bucket(FlatBuffers):
         self.reduce_handle = self.comm.start_reduce(self)
 
     def wait_grads(self):
-        """Wait for the sum. If a parameter got no gradient (on any rank), it starts only here."""
+        """Wait for the sum.
+
+        If a parameter got no gradient, which happens on all ranks alike, the sum starts only here.
+        """
         if self.reduce_handle is None:
             self.start_reduce()
         self.reduce_handle.wait()
@@ -308,18 +314,20 @@ class DataParallel:
     The model calls provide_weights(module) before it reads the weights of that module.
     """
 
-    def __init__(self, model, mesh, zero=0, timers=untimed, *, dtype=None, comm=lambda axis: Comm(),
-                 bucket_elements=BUCKET_ELEMENTS):
-        """Lay out the buckets. dtype: of the weights, from now on. comm(axis) returns a bucket's
-        Comm."""
+    def __init__(self, model, mesh, zero=0, timers=untimed, *, dtype=None,
+                 make_comm=lambda axis: Comm(), bucket_elements=BUCKET_ELEMENTS):
+        """Lay out the buckets.
+
+        dtype: of the weights, from now on. make_comm(axis) returns the Comm of a bucket.
+        """
         self.mesh = mesh
         self.zero = zero
         self.timers = timers
-        self.is_last_microbatch = True
+        self.completes_grads = True  # of the next backward: see announce_backward
         self.buckets = []
         for contents in assign_buckets(model.named_parameters(), zero, bucket_elements):
-            axis = getattr(mesh, contents.axis_name)
-            self.buckets.append(self.make_bucket(contents, axis, dtype, comm(axis)))
+            axis = getattr(mesh, contents.reduction_axis)
+            self.buckets.append(self.make_bucket(contents, axis, dtype, make_comm(axis)))
         bucket_of = {}
         for bucket in self.buckets:
             for i, p in enumerate(bucket.params):
@@ -332,9 +340,9 @@ class DataParallel:
         model.data_parallel = self
 
     def make_bucket(self, contents, axis, dtype, comm):
-        """Return a bucket of the kind that this data parallelism uses."""
-        kind = Bucket if comm.grad_dtype is None else CopyBucket
-        return kind(contents, axis, self.zero, dtype, comm)
+        """Return a bucket of the class that this data parallelism uses."""
+        bucket_class = Bucket if comm.grad_dtype is None else CopyBucket
+        return bucket_class(contents, axis, self.zero, dtype, comm)
 
     def make_hook(self, bucket, i):
         """Return what backward calls when parameter i of a bucket has its gradient.
@@ -346,7 +354,7 @@ class DataParallel:
         weak_self = weakref.proxy(self)
 
         def on_grad_ready(p):
-            weak_bucket.on_grad_ready(i, weak_self.is_last_microbatch)
+            weak_bucket.on_grad_ready(i, weak_self.completes_grads)
         return on_grad_ready
 
     def reset(self):
@@ -354,12 +362,15 @@ class DataParallel:
         for bucket in self.buckets:
             bucket.reset()
 
-    def announce_backward(self, is_last_microbatch):
-        """Say whether the next backward is a step's last, which completes the buckets' sums."""
-        self.is_last_microbatch = is_last_microbatch
+    def announce_backward(self, completes_grads):
+        """Say whether the next backward is the last of its chunk in this step.
+
+        A chunk's last backward completes the gradients of its parameters.
+        """
+        self.completes_grads = completes_grads
 
     def finish_grad_sync(self):
-        """Wait until every bucket's grad_sum is the sum over its axis."""
+        """Wait until every bucket's grad_total is the sum over its axis."""
         with self.timers("grad_sync"):  # the time that backward did not hide
             for bucket in self.buckets:
                 bucket.wait_grads()
@@ -369,7 +380,7 @@ class DataParallel:
 
         fast/graph.py replaces this function, because a CUDA graph starts with the gathers.
         """
-        bucket.publish()
+        bucket.after_update()
 
     def provide_weights(self, module, x=None):
         """Wait for the module's new weights from all ranks. x: its input, for ZeRO-3."""

@@ -11,7 +11,7 @@ import math
 import torch
 
 from parallel import gather_rows
-from pipeline import Ring, is_last
+from pipeline import Ring, has_head
 
 
 class Cache:
@@ -49,8 +49,9 @@ def next_logits(model, tokens, cache):
 
     def forward(i, chunk, hidden):
         out, _ = model(tokens, hidden=hidden, cache=cache, chunk=chunk)
-        if is_last(model, chunk):
-            row = gather_rows(out[tokens.size(1) - 1], model.mesh.tp)  # (v,) -> (V,)
+        if has_head(model, chunk):
+            # V/tp logits from each rank to all, over tp
+            row = gather_rows(out[tokens.size(1) - 1], model.mesh.tp)  # (local_vocab,) -> (V,)
             logits.copy_(row[:model.vocab_size])
         return out
 

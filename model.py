@@ -3,9 +3,9 @@
 GPT-2 has LayerNorm, GELU, learned positions, biases and a tied head. Llama has RMSNorm, SwiGLU,
 RoPE, grouped-query attention and a head of its own.
 
-Legend of names for the whole repository. Upper case counts the whole model, lower case counts this
-rank's share. B counts one micro-batch of one replica. N and R are upper case, but count what this
-rank has.
+Legend for activations, in the whole repository. Upper case counts the whole model, lower case
+counts this rank's share. B counts one micro-batch of one replica. N and R are upper case, but count
+what this rank has.
 
     B T C  sequences in a micro-batch, tokens in a sequence, width of the model    t = T/cp
     n      token rows that this rank keeps between the blocks, B*t/tp
@@ -16,6 +16,8 @@ rank has.
     E K    experts, experts that each token visits (top-k)                         e = E/ep
     N R    N = n*K copies of this rank's rows, one for each expert that a row visits;
            R copies that this rank's experts received
+    ()     a tensor of one number, without dimensions
+In ddp.py, zero.py and Axis, n is the length of a buffer.
 
 Between the blocks the tokens lie flat, (n, C). Each tp rank holds n contiguous rows of the B*t.
 parallel.py's primitives are the identity on an axis of one rank, so few lines ask for the size of
@@ -99,9 +101,8 @@ def fused_linear(x, layers, zero):
     """Return the outputs of several ColumnLinears of the same input, side by side.
 
     layers: pairs of a layer and the rows of its weight to use, None for all of them. One product
-    with the concatenated weights reads x once, but backward keeps the concatenated copy. ZeRO-3
-    frees the weights between forward and backward, so under ZeRO-3 each layer has a product of its
-    own.
+    with the concatenated weights reads x once. Autograd would keep the concatenated copy alive
+    until backward, so ZeRO-3 could free nothing. It concatenates the outputs instead.
     """
     weights = [select_rows(layer.weight, rows) for layer, rows in layers]
     biases = [select_rows(layer.bias, rows) for layer, rows in layers]
@@ -172,7 +173,7 @@ def attend(q, k, v, cfg, **options):
 
 
 def attend_segments(q, k, v, cfg, axis, **options):
-    """Attention of this rank's two segments of a sequence (Axis.own_segments) to all ranks' keys.
+    """Attention of this rank's two segments (Axis.own_segments) of each sequence to all keys.
 
     q (B, h, t, D), k and v (B, g, t, D) -> (B, h, t, D). In causal attention the queries of a
     segment get the keys up to the segment's own end.
@@ -286,7 +287,7 @@ def plain_call(f, *args):
 class Block(nn.Module):
     """Attention, then the MLP or the experts, each added to the residual stream."""
 
-    def __init__(self, cfg, mesh, dispatcher=plain_dispatcher):
+    def __init__(self, cfg, mesh, make_dispatcher=plain_dispatcher):
         super().__init__()
         self.dropout = cfg.dropout
         self.recompute_mode = cfg.recompute  # none, selective or full
@@ -298,7 +299,7 @@ class Block(nn.Module):
         if cfg.n_experts:
             shared_hidden = cfg.n_shared_experts * cfg.ffn_hidden
             shared = MLP(cfg, mesh, shared_hidden) if cfg.n_shared_experts else None
-            self.moe = MoE(cfg, mesh, shared, dispatcher)
+            self.moe = MoE(cfg, mesh, shared, make_dispatcher)
         else:
             self.mlp = MLP(cfg, mesh, cfg.ffn_hidden)
 
@@ -383,35 +384,35 @@ class GPT(nn.Module):
     """This rank's part of the model: the blocks of its stages, and 1/tp of each layer.
 
     layers: a pair (first, end) of block numbers for each chunk that this rank has, or None for all
-    blocks. dispatcher(cfg, mesh) makes the token dispatcher of each expert layer.
+    blocks. make_dispatcher(cfg, mesh) makes the token dispatcher of each expert layer.
     """
 
-    def __init__(self, cfg, mesh, vocab_size, layers=None, dispatcher=plain_dispatcher):
+    def __init__(self, cfg, mesh, vocab_size, layers=None, make_dispatcher=plain_dispatcher):
         super().__init__()
         self.cfg = cfg
         self.mesh = mesh
         self.vocab_size = vocab_size
         self.chunks = layers or [(0, cfg.n_layer)]
         self.is_first = self.chunks[0][0] == 0
-        self.is_last = self.chunks[-1][1] == cfg.n_layer
+        self.has_head = self.chunks[-1][1] == cfg.n_layer
         self.rope = None  # cos and sin of all positions, once they are needed
         self.data_parallel = None  # set by ddp.DataParallel, which knows which weights have come
 
         C = cfg.n_embd
         V = pad_vocab(vocab_size)
         self.wte = self.wpe = self.norm = self.head = self.mlm = None
-        if self.is_first or (cfg.tied and self.is_last):
+        if self.is_first or (cfg.tied and self.has_head):
             # A tied head is the embedding. Where the last stage is not the first one, it keeps a
             # copy of the embedding, and the gradients of the two copies are summed.
-            two_copies = cfg.tied and self.is_first != self.is_last
+            two_copies = cfg.tied and self.is_first != self.has_head
             self.wte = Weight((V, C), mesh, tp_dim=0, used=vocab_size, tied=two_copies)
         if self.is_first and cfg.pos == "learned":
             self.wpe = Weight((cfg.seq_len, C), mesh)
         self.blocks = nn.ModuleDict()
         for first, end in self.chunks:
             for i in range(first, end):
-                self.blocks[str(i)] = Block(cfg, mesh, dispatcher)
-        if self.is_last:
+                self.blocks[str(i)] = Block(cfg, mesh, make_dispatcher)
+        if self.has_head:
             self.norm = Norm(cfg, mesh)
             self.head = None if cfg.tied else Weight((V, C), mesh, tp_dim=0, used=vocab_size)
             self.mlm = MaskedHead(cfg, mesh, V, vocab_size) if cfg.objective == "mlm" else None
@@ -424,8 +425,8 @@ class GPT(nn.Module):
     def forward(self, tokens, targets=None, hidden=None, cache=None, chunk=0):
         """Return the output of one of this rank's chunks of blocks, and the chunk's router loss.
 
-        tokens (B, t) int64; targets (B, t); hidden (n, C): the output of the stage before; cache: a
-        Cache, for generation; chunk: which of this rank's chunks.
+        tokens (B, t) int64; targets (B, t); hidden (n, C): the output of the previous stage; cache:
+        a Cache, for generation; chunk: which of this rank's chunks.
         The output is hidden (n, C) on every stage except the last. On the last stage it is the
         logits (B*t, local_vocab) or, with targets, the sum of their cross-entropy in nats, ().
         The router loss is this rank's part of the sum over the stage's blocks, ().
@@ -474,18 +475,19 @@ class GPT(nn.Module):
             x = self._add_positions(x, self.wpe.weight[positions])
         return F.dropout(x, self.cfg.dropout, self.training)
 
-    def _add_positions(self, x, places):  # (n, C), (t, C) -> (n, C)
+    def _add_positions(self, x, position_rows):  # (n, C), (t, C) -> (n, C)
         n = x.size(0)
-        t = places.size(0)
+        t = position_rows.size(0)
         if n % t == 0:
-            return (x.view(-1, *places.shape) + places).view(n, -1)
+            return (x.view(-1, *position_rows.shape) + position_rows).view(n, -1)
         first = self.mesh.tp.rank * n  # this rank's rows start inside a sequence
         index = torch.arange(first, first + n, device=x.device) % t  # (n,)
-        return x + F.embedding(index, places)
+        return x + F.embedding(index, position_rows)
 
     def _loss_or_logits(self, x, targets):  # (n, C), (B, t) or None -> () or (B*t, local_vocab)
         head = self.wte if self.head is None else self.head
         bias = None
+        # The norm is the first module of the last part: its input is where ZeRO-3 hooks backward.
         self.provide_weights(self.norm, x)
         self.provide_weights(head)
         x = self.norm(x)
@@ -515,12 +517,12 @@ def init_weights(model, seed):
     padding are zero.
     """
     for name, p in model.named_parameters():
-        module, kind = name.split(".")[-2:]
+        module, role = name.split(".")[-2:]
         if p.ndim == 1:
-            p.fill_(1.0 if kind == "weight" else 0.0)
+            p.fill_(1.0 if role == "weight" else 0.0)
             continue
         # An expert's w2 is itself a parameter. Elsewhere w2 is a layer, with a weight.
-        writes_residual = module in ("wo", "w2") or kind == "w2"
+        writes_residual = module in ("wo", "w2") or role == "w2"
         std = 0.02 / math.sqrt(2 * model.cfg.n_layer) if writes_residual else 0.02
         if p.expert:
             for i in range(p.size(0)):  # each expert has its own key: (seed, name, number)

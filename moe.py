@@ -36,13 +36,13 @@ from parallel import all_to_all, parameter
 # The layer
 
 class MoE(nn.Module):
-    """The layer that takes the place of a block's MLP. dispatcher(cfg, mesh) makes its token
+    """The layer that takes the place of a block's MLP. make_dispatcher(cfg, mesh) makes its token
     dispatcher.
 
     shared: an MLP that every token visits besides its K experts, or None.
     """
 
-    def __init__(self, cfg, mesh, shared, dispatcher):
+    def __init__(self, cfg, mesh, shared, make_dispatcher):
         super().__init__()
         self.cfg = cfg
         self.mesh = mesh
@@ -55,7 +55,7 @@ class MoE(nn.Module):
         self.w3 = parameter(up, mesh, expert=True) if cfg.mlp in GATED else None  # (e, F, C)
         self.w2 = parameter(down, mesh, expert=True)  # (e, C, F)
         self.shared = shared
-        self.dispatcher = dispatcher(cfg, mesh)
+        self.dispatcher = make_dispatcher(cfg, mesh)
         # (E + 3,), summed over the step so far: tokens per expert, balance loss, z-loss, entropy
         self.stats = torch.zeros(self.E + 3, dtype=torch.float64)
 
@@ -262,7 +262,8 @@ class AllToAll(Dispatcher):
     1, and K = 1:
 
                            Permute:      all_to_all:     Permute:
-                           by expert     by sender       by expert
+                           by expert |   by sender       by local
+                           receiver                      expert
         rank 0  c a d b d  [a b|c d d]   [a b|a a a b]   [a a a a|b b]   send [2, 3], receive [2, 4]
         rank 1  a a b a    [a a a b|]    [c d d|]        [c|d d]         send [4, 0], receive [3, 0]
     The ends are [4, 6] on rank 0 and [1, 3] on rank 1. combine does the same steps backwards.
@@ -303,7 +304,7 @@ class AllToAll(Dispatcher):
 class CapacityPlan(NamedTuple):
     perm: torch.Tensor      # (E*capacity,) the copy in each slot, N where the slot is empty
     inv_perm: torch.Tensor  # (N,) the slot of each copy, E*capacity where the copy was dropped
-    ends = None             # a class attribute, not a field: all experts have equal row counts
+    ends = None             # a class attribute, not a field of the tuple: experts have equal rows
 
 
 class Capacity(Dispatcher):
@@ -378,10 +379,10 @@ def reset_stats(model):
 
 
 @torch.no_grad()
-def update_router_bias(model, rate, found_inf):
+def update_router_bias(model, rate, not_finite):
     """Balance without a loss: raise the bias of experts below the mean load, lower others.
 
-    The load is that of the global batch, and a bias changes by `rate`. found_inf: () 1.0 where the
+    The load is that of the global batch, and a bias changes by `rate`. not_finite: () 1.0 where the
     update was refused; then no bias changes. Collective over the stage.
     """
     for layer in moe_layers(model).values():
@@ -390,7 +391,7 @@ def update_router_bias(model, rate, found_inf):
         load = layer.stats[:layer.E].clone()
         layer.mesh.stage.all_reduce(load)  # SUM of E counts, over the stage
         step = rate * (load.mean() - load).sign().float()
-        layer.router.bias += step * (1 - found_inf)
+        layer.router.bias += step * (1 - not_finite)
 
 
 @torch.no_grad()

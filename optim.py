@@ -73,23 +73,25 @@ class AdamW:
         """Return one entry of the state of each parameter in a group."""
         return [self.state[self.params[i]][key] for i in group]
 
-    def step(self, grads, lr, grad_scale, found_inf):
+    def step(self, grads, lr, divisor, not_finite):
         """Update all parameters with their gradients.
 
-        lr: float. grad_scale: () fp32, divides the gradients. found_inf: () fp32; where it is 1.0,
-        nothing changes.
+        lr: float. divisor: () fp32, what the gradients are divided by. not_finite: () fp32; where
+        it is 1.0, nothing changes.
         """
         for decay, group in self.groups.items():
             params = [self.params[i] for i in group]
             group_grads = [grads[i].to(self.params[i].dtype) for i in group]
             step_counts = self.of_group(group, "step")
             torch._foreach_add_(step_counts, 1)  # The kernel expects the new count.
+            # The kernel divides by its grad_scale, and does nothing where found_inf is 1.
             torch._fused_adamw_(
                 params, group_grads, self.of_group(group, "exp_avg"),
                 self.of_group(group, "exp_avg_sq"), [], step_counts,
                 lr=lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=decay, eps=self.eps,
-                amsgrad=False, maximize=False, grad_scale=grad_scale, found_inf=found_inf)
-            torch._foreach_sub_(step_counts, [found_inf] * len(group))
+                amsgrad=False, maximize=False, grad_scale=divisor, found_inf=not_finite)
+            # Where nothing was done, take the count back.
+            torch._foreach_sub_(step_counts, [not_finite] * len(group))
 
 
 class Optimizer:
@@ -107,12 +109,12 @@ class Optimizer:
         if cfg.dtype == "fp16":
             self.loss_scale = torch.full((), INITIAL_LOSS_SCALE, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
-        self.on_grads_ready = []  # functions that are called before an update
+        self.before_update = []  # functions that are called before an update
         self.snapshot_done = None  # event: the checkpoint has its copy of weights and moments
         self.masters = [bucket.master for bucket in data_parallel.buckets]  # (n/n_slices,) each
-        self.grads = [bucket.grad_sum for bucket in data_parallel.buckets]  # (n/n_slices,) each
-        replica_weights = [bucket.replica_weight for bucket in data_parallel.buckets]
-        self.replica_weights = torch.tensor(replica_weights, dtype=torch.float64, device=device)
+        self.grads = [bucket.grad_total for bucket in data_parallel.buckets]  # (n/n_slices,) each
+        count_factors = [bucket.count_factor for bucket in data_parallel.buckets]
+        self.count_factors = torch.tensor(count_factors, dtype=torch.float64, device=device)
         # The Triton kernel reads each number once and writes the model's weights too: it moves 30
         # bytes per weight. The fused kernel of torch moves 38: it also writes the scaled gradients
         # back, and rounding is a second pass. So on a GPU the formula of the update is in
@@ -205,82 +207,84 @@ class Optimizer:
 
     def num_zeros(self):
         """Return this rank's part of the number of gradients that are zero, () fp64."""
-        total = torch.zeros((), dtype=torch.float64, device=self.replica_weights.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.count_factors.device)
         for grad, bucket in zip(self.grads, self.data_parallel.buckets, strict=True):
             end_of_used = max(bucket.used, bucket.own_slice.start)
             padding = max(0, bucket.own_slice.stop - end_of_used)
             zeros = grad.numel() - padding - grad.count_nonzero()
-            total += zeros * bucket.replica_weight
+            total += zeros * bucket.count_factor
         return total
 
     def sum_of_squares(self, slices, dtype):
         """Return this rank's part of the squared norm of slices, one per bucket: () fp64."""
         norms = [None] * len(slices)
-        for kind in {piece.dtype for piece in slices}:  # _foreach_norm wants one dtype per call.
-            alike = [i for i, piece in enumerate(slices) if piece.dtype == kind]
+        # _foreach_norm wants slices of one dtype per call.
+        for slice_dtype in {piece.dtype for piece in slices}:
+            alike = [i for i, piece in enumerate(slices) if piece.dtype == slice_dtype]
             found = torch._foreach_norm([slices[i] for i in alike], 2, dtype=dtype)
             for i, norm in zip(alike, found, strict=True):
                 norms[i] = norm
-        return (torch.stack(norms).double().square() * self.replica_weights).sum()
+        return (torch.stack(norms).double().square() * self.count_factors).sum()
 
     @torch.no_grad()
     def step(self, lr, grad_norm):
-        """Do one update. Return found_inf, () fp32: 1.0 where the step was not taken.
+        """Do one update. Return not_finite, () fp32: 1.0 where the step was not taken.
 
         If the norm is not finite, nothing changes: neither weights nor moments nor Adam's step
         count. The host does not wait for the device.
         """
-        for function in self.on_grads_ready:
+        for function in self.before_update:
             function()
         if self.snapshot_done is not None:
             self.snapshot_done.wait()  # The device waits, not the host.
             self.snapshot_done = None
-        found_inf = (~torch.isfinite(grad_norm)).to(torch.float32)
-        grad_scale = self.divisor(grad_norm)
+        not_finite = (~torch.isfinite(grad_norm)).to(torch.float32)
+        divisor = self.divisor(grad_norm)
         if self.masters[0].dtype == torch.float64:  # torch's kernel takes only an fp32 divisor.
-            self.divide_gradients(grad_scale, found_inf)
-            grad_scale = torch.ones_like(grad_scale)
-        grad_scale = grad_scale.to(torch.float32)
+            self.divide_gradients(divisor, not_finite)
+            divisor = torch.ones_like(divisor)
+        divisor = divisor.to(torch.float32)
         with self.data_parallel.timers("optimizer"):
             if self.use_triton:
-                self.step_triton(lr, grad_scale, found_inf)
+                self.step_triton(lr, divisor, not_finite)
             else:
-                self.adam.step(self.grads, lr, grad_scale, found_inf)
+                self.adam.step(self.grads, lr, divisor, not_finite)
                 self.masters_to_model()
         if self.loss_scale is not None:
-            torch._amp_update_scale_(self.loss_scale, self.growth_tracker, found_inf, 2.0, 0.5,
+            torch._amp_update_scale_(self.loss_scale, self.growth_tracker, not_finite, 2.0, 0.5,
                                      LOSS_SCALE_STEPS)
-        return found_inf
+        return not_finite
 
     def divisor(self, grad_norm):
-        """Return what divides the gradients: max(1, (norm + 1e-6) / clip), times the loss scale.
+        """Return what the gradients are divided by: max(1, (norm + 1e-6) / clip) * loss scale.
 
-        torch's clip_grad_norm_ does the same.
+        The first factor clips, as torch's clip_grad_norm_ does. The second undoes the factor of the
+        loss, so that one division serves both. grad_norm is the norm without the loss scale.
         """
-        grad_scale = torch.ones_like(grad_norm)
+        divisor = torch.ones_like(grad_norm)
         if self.cfg.clip > 0:
-            grad_scale = torch.clamp((grad_norm + 1e-6) / self.cfg.clip, min=1.0)
-        return grad_scale if self.loss_scale is None else grad_scale * self.loss_scale
+            divisor = torch.clamp((grad_norm + 1e-6) / self.cfg.clip, min=1.0)
+        return divisor if self.loss_scale is None else divisor * self.loss_scale
 
-    def divide_gradients(self, grad_scale, found_inf):
-        """Divide the gradients by grad_scale, or by 1 if the step is refused.
+    def divide_gradients(self, divisor, not_finite):
+        """Divide the gradients by divisor, or by 1 if the step is refused.
 
         Padding is never written again, so a NaN there would stay.
         """
-        divisor = torch.where(found_inf > 0, 1.0, grad_scale)
+        divisor = torch.where(not_finite > 0, 1.0, divisor)
         for grad in self.grads:
             grad.div_(divisor)
 
-    def step_triton(self, lr, grad_scale, found_inf):
+    def step_triton(self, lr, divisor, not_finite):
         """Do AdamW's update and masters_to_model()'s rounding in one pass over memory."""
         from ops import kernels
         beta1, beta2 = self.adam.betas
         step_count = self.adam.state[self.masters[0]]["step"]  # one tensor for all
-        step_count += 1 - found_inf
+        step_count += 1 - not_finite
         wide = step_count.double()
         step_size = lr / (1 - beta1 ** wide)
         correction = (1 - beta2 ** wide).sqrt()
-        scalars = torch.stack([step_size, correction, grad_scale, found_inf]).float()
+        scalars = torch.stack([step_size, correction, divisor, not_finite]).float()
         for i in reversed(range(len(self.masters))):  # The first layers go first.
             master = self.masters[i]
             bucket = self.data_parallel.buckets[i]

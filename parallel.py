@@ -1,18 +1,21 @@
 r"""The ranks as a mesh; tensor, sequence, context and expert parallelism by hand.
 
     Axis, Mesh, make_mesh       the ranks as a grid; an axis has the collectives as methods
-    reduction_group, parameter  which ranks sum a gradient; this rank's share of a tensor
+    reduction_axis, parameter   which ranks sum a gradient; this rank's share of a tensor
     gather_rows, scatter_rows   tensor and sequence parallelism
     gather_segments             context parallelism
     all_to_all                  expert parallelism
 
 The one rule: the loss is divided once, by the number of tokens of the whole global batch. Every
 gradient reduction is then a plain SUM over the ranks that hold the same parameter. There are no
-averages and no second division. ddp.py does these sums.
+averages and no second division. ddp.py does these sums. The one exception is the router's loss: it
+is a mean over each micro-batch, so it is divided by the number of micro-batches of the global
+batch.
 
 Collectives are methods of Axis; pipeline.py sends to neighbours, and fast/ copies between GPUs. A
-comment at each call says what moves, over which axis, and how much. To list the calls:
-    grep -nE "\b(axis|[cetp]p|world|stage)\.[a-z_]+\(|_(rows|all)\(|isend" *.py
+comment at each call says what moves, over which axis, and how much. To list the calls, with a few
+false hits:
+    grep -nE "\b(axis|[cetp]p|world|stage)\.[a-z_]+\(|_(rows|all|segments)\(|isend" *.py
 """
 from collections import Counter
 from dataclasses import dataclass, field
@@ -203,8 +206,9 @@ def ranks_of_axes(pp, dp, cp, tp, ep):
 
 
 def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, groups=True):
-    """Return this rank's Mesh. world: its rank, the number of ranks, and its log of collectives.
+    """Return this rank's Mesh. world: a runtime.launch.World, or what has its rank, size and calls.
 
+    world describes this process; the axis mesh.world has the collectives over all processes.
     groups=False makes no process groups, for plans. ValueError: the sizes do not fit
     (interface.layout.check_ranks).
     """
@@ -229,8 +233,8 @@ def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, groups=True):
 # -----------------------------------------------------------------------------
 # Parameters: which share of the full tensor a rank holds, and which ranks sum its gradient
 
-def reduction_group(mesh, tp_dim, expert=False, tied=False):
-    """Return the name of the axis over which a parameter's gradient is summed: the one rule.
+def reduction_axis(mesh, tp_dim, expert=False, tied=False):
+    """Return the name of the Axis over which a parameter's gradient is summed: the one rule.
 
     A gradient is summed over all ranks that hold the same numbers, because each of these ranks saw
     different tokens. tp_dim: the dimension that is cut over tp, or None.
@@ -270,7 +274,7 @@ def parameter(shape, mesh, tp_dim=None, expert=False, *, used=None, tied=False):
     p.offset = tuple(offset)
     p.used = shape[0] if used is None else used
     p.expert = expert
-    p.summed_over = reduction_group(mesh, tp_dim, expert, tied)
+    p.reduction_axis = reduction_axis(mesh, tp_dim, expert, tied)
     return p
 
 
@@ -305,7 +309,10 @@ class _ScatterRows(torch.autograd.Function):
 
 
 def _uncompiled(function, *args):
-    """Call an autograd function. fast/compile.py keeps this call out of compiled graphs."""
+    """Call an autograd function. fast/compile.py keeps this call out of compiled graphs.
+
+    _AllToAll does not need this, because experts and their dispatchers are never compiled.
+    """
     return function.apply(*args)
 
 

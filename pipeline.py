@@ -1,5 +1,8 @@
 """One optimizer step's forwards and backwards: a plain loop on one stage, 1F1B over several.
 
+On one stage, one_stage() does forward and backward of one micro-batch after the other. It needs
+nothing of the rest of this file. Over several stages the order is 1F1B.
+
 1F1B (PipeDream-flush, arXiv:2104.04473, figure 4) with 4 stages and 6 micro-batches. Fi and Bi are
 the forward and the backward of micro-batch i:
 
@@ -12,9 +15,9 @@ Stage 0 warms up with three forwards. Then, in the steady phase, forward and bac
 to B5 are its cool-down. F and B are drawn equally wide, though B takes about twice as long.
 
 A stage keeps the activations of at most (stages - stage) micro-batches, however many there are. In
-the interleaved schedule (section 2.2 of that paper, --pp-chunks v), each of p ranks holds v of the
-pv smaller stages. Then a rank idles for (p - 1) / (v m) of the time that m micro-batches take to
-compute, and it sends v times as many messages.
+the interleaved schedule (section 2.2 of that paper, --pp-chunks v), each of p ranks holds v smaller
+stages, its chunks: chunk c of rank r is stage c * p + r. Then a rank idles for (p - 1) / (v m) of
+the time that m micro-batches take to compute, and it sends v times as many messages.
 
     forward_backward  all micro-batches of a step: one_stage, or several_stages with a Ring
     schedule          the order in which one rank does its forwards and backwards
@@ -39,40 +42,40 @@ def nothing(i, chunk):
     """Do nothing before a forward."""
 
 
-def forward_backward(model, data_parallel, batches, tokens, loss_scale=None,
+def forward_backward(model, data_parallel, batches, n_trained, loss_scale=None,
                      before_forward=nothing):
     """Do all micro-batches of one step, and return this rank's part of the mean loss.
 
-    batches: [(x, y)], each (B, T) int64. tokens: the number of trained tokens in the whole global
-    batch, an int or a () tensor; the cross-entropy is divided by this number, and by nothing else.
-    loss_scale: a () tensor, for fp16 only; backward starts from it instead of from 1.
+    batches: [(x, y)], each (B, T) int64. n_trained: the number of trained tokens in the whole
+    global batch, an int or a () tensor; the cross-entropy is divided by this number, and by nothing
+    else. loss_scale: a () tensor, for fp16 only; backward starts from it instead of from 1.
     before_forward(i, chunk) is called before each forward; it seeds dropout. The loss, () in at
     least fp32, is the same on all tp ranks, and zero on all stages except the last.
     """
     run = one_stage if model.mesh.pp.size == 1 else several_stages
-    return run(model, data_parallel, batches, tokens, loss_scale, before_forward)
+    return run(model, data_parallel, batches, n_trained, loss_scale, before_forward)
 
 
-def one_stage(model, data_parallel, batches, tokens, loss_scale, before_forward):
+def one_stage(model, data_parallel, batches, n_trained, loss_scale, before_forward):
     """Do the forward and the backward of each micro-batch in turn."""
     mean_loss = zero_loss(model)
     for i, (x, y) in enumerate(batches):
         before_forward(i, 0)
         with data_parallel.timers("forward"):
             loss, router_loss = model(x, y)  # The loss is a sum over this rank's tokens.
-        loss = loss / tokens  # the one division
+        loss = loss / n_trained  # the one division
         mean_loss = mean_loss + loss.detach()
-        # The router loss is a mean over a micro-batch, and a step's is the mean of these means.
-        # Without experts it is 0.
+        # The one exception: the router's loss, 0 without experts, is a mean over each micro-batch,
+        # so it is divided by the number of micro-batches of the global batch.
         loss = loss + router_loss / (len(batches) * model.mesh.dp.size)
         # In the last micro-batch, the sum of a bucket starts as soon as its gradients are complete.
-        data_parallel.announce_backward(is_last_microbatch=i == len(batches) - 1)
+        data_parallel.announce_backward(completes_grads=i == len(batches) - 1)
         with data_parallel.timers("backward"):
             loss.backward(loss_scale)
     return mean_loss
 
 
-def several_stages(model, data_parallel, batches, tokens, loss_scale, before_forward):
+def several_stages(model, data_parallel, batches, n_trained, loss_scale, before_forward):
     """Do all micro-batches over several stages: a Ring calls forward and backward in order."""
     mean_loss = zero_loss(model)
     awaiting_backward = {}  # (micro-batch, chunk): (input, output, router loss)
@@ -85,9 +88,10 @@ def several_stages(model, data_parallel, batches, tokens, loss_scale, before_for
             hidden.requires_grad_()
         with data_parallel.timers("forward"):
             out, router_loss = model(*batches[i], hidden, chunk=chunk)
-        if is_last(model, chunk):
-            out = out / tokens  # the one division
+        if has_head(model, chunk):
+            out = out / n_trained  # the one division
             mean_loss.add_(out.detach())
+        # The one exception: see one_stage.
         router_loss = router_loss / (len(batches) * model.mesh.dp.size)
         awaiting_backward[i, chunk] = hidden, out, router_loss
         return out.detach()
@@ -97,9 +101,9 @@ def several_stages(model, data_parallel, batches, tokens, loss_scale, before_for
         hidden, out, router_loss = awaiting_backward.pop((i, chunk))
         backwards_done[chunk] += 1
         # Only a chunk's last backward completes the sums of its gradients.
-        data_parallel.announce_backward(is_last_microbatch=backwards_done[chunk] == len(batches))
+        data_parallel.announce_backward(completes_grads=backwards_done[chunk] == len(batches))
         outputs = [out]
-        grads = [loss_scale if is_last(model, chunk) else grad]
+        grads = [loss_scale if has_head(model, chunk) else grad]
         if router_loss.requires_grad:
             outputs.append(router_loss)
             grads.append(loss_scale)
@@ -118,7 +122,7 @@ def forward_only(model, batches):
 
     def forward(i, chunk, hidden):
         out, _ = model(*batches[i], hidden, chunk=chunk)
-        if is_last(model, chunk):
+        if has_head(model, chunk):
             total.add_(out)
         return out
 
@@ -133,7 +137,7 @@ def zero_loss(model):
     return torch.zeros((), device=weight.device, dtype=dtype)
 
 
-def is_last(model, chunk):
+def has_head(model, chunk):
     """Whether this chunk of the rank is the last stage, which has the head."""
     return model.chunks[chunk][1] == model.cfg.n_layer
 
@@ -178,7 +182,7 @@ class Op(NamedTuple):
 
     @property
     def direction(self):
-        """1: an activation goes to the next stage. -1: a gradient goes to the one before."""
+        """1: an activation goes to the next stage. -1: a gradient goes to the previous one."""
         return 1 if self.kind == "F" else -1
 
     @property
@@ -190,8 +194,8 @@ class Op(NamedTuple):
 def schedule(rank, ranks, chunks, micro_batches, backward=True):
     """Return the Ops of one rank, in the order in which the rank does them.
 
-    Micro-batches go through a chunk in groups of one per rank. When the last of a group leaves rank
-    0, the first is back for the next chunk.
+    Micro-batches go through a chunk p at a time, p being the number of ranks. When rank 0 has sent
+    the p-th on, the first has come around the ring.
     """
     forwards = []
     backwards = []
@@ -202,9 +206,9 @@ def schedule(rank, ranks, chunks, micro_batches, backward=True):
                 backwards.append(Op("B", i, chunks - 1 - chunk))
     if not backward:
         return existing(forwards, micro_batches)
-    # Warm-up: one forward for each rank behind this one. With several chunks, the first group goes
-    # through all chunks except the last, and each rank behind this one counts for two forwards, so
-    # that no rank waits for a message in flight.
+    # Warm-up: one forward for each later rank. With several chunks, the first p micro-batches go
+    # through all chunks except the last, and each later rank counts for two forwards, so that no
+    # rank waits for a message in flight.
     per_rank = 1 if chunks == 1 else 2
     warmup = (chunks - 1) * ranks + (ranks - 1 - rank) * per_rank
     warmup = min(warmup, len(forwards))
@@ -308,13 +312,13 @@ class Ring:
     arise.
     """
 
-    def __init__(self, model, tokens, timers=untimed):
-        """Prepare for micro-batches. tokens: of one micro-batch on a cp rank, B*t."""
+    def __init__(self, model, n_tokens, timers=untimed):
+        """Prepare for micro-batches of n_tokens = B*t tokens on each rank of cp."""
         self.axis = model.mesh.pp
         self.chunks = len(model.chunks)
         self.timers = timers
         self.like = next(model.parameters())  # for the dtype and device of messages
-        self.shape = tokens // model.mesh.tp.size, model.cfg.n_embd  # (n, C)
+        self.shape = n_tokens // model.mesh.tp.size, model.cfg.n_embd  # (n, C)
         self.inbox = {}  # Op: (the tensor that it waits for, the Exchange that brings it)
         self.in_flight = collections.deque()  # the Exchanges that have not arrived, oldest first
 
@@ -332,7 +336,8 @@ class Ring:
                 run = forward if op.kind == "F" else backward
                 made = run(op.micro_batch, op.chunk, self.receive(op))
             self.start_exchange(now, made)
-            # Without this wait, a rank could run ahead of the others and fill its memory.
+            # Without this wait, a rank could run ahead of the others and fill its memory. Any limit
+            # gives the same numbers. This one lets two messages per rank be on their way.
             self.wait_for_oldest(may_remain=2 * self.axis.size)
         self.wait_for_oldest(may_remain=0)
 

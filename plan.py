@@ -157,14 +157,14 @@ def batch_schedule(samples, full, ramp=()):
         batch = batch_size(done, full, ramp)
         until = samples
         if batch < full:
-            until = min(samples, _end_of_ramp_stage(batch, full, ramp))
+            until = min(samples, _end_of_ramp_phase(batch, full, ramp))
         count = ceil_div(until - done, batch)
         steps[batch] += count
         done += count * batch
     return steps
 
 
-def _end_of_ramp_stage(batch, full, ramp):
+def _end_of_ramp_phase(batch, full, ramp):
     """Return the sequences after which the batch ramp leaves this batch."""
     start, increment, samples = ramp
     stages = (full - start) // increment

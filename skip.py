@@ -134,7 +134,7 @@ class Guard:
         if is_finite:
             found = spike(self.state.window, loss, norm, self.sigma)
         else:
-            self.reason = not_finite(loss, norm)
+            self.reason = not_finite_reason(loss, norm)
 
         # All ranks compute the same bits. If one rank decided differently, the others would wait for it
         # forever.
@@ -174,7 +174,7 @@ class Guard:
         return [flag is not None and next(remaining) > 0 for _, flag in self.refused_flags]
 
 
-def not_finite(loss, norm):
+def not_finite_reason(loss, norm):
     """Return why a step whose loss or gradient norm is NaN or infinite was not taken."""
     return f"not finite: loss {loss:.4g}, gradient norm {norm:.4g}"
 

@@ -53,16 +53,20 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
     dtype = DTYPES[cfg.dtype]
     # Weights are drawn in at least fp32. The buckets round them and keep the fp32 masters.
     torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
+    # Without fast ways, dispatcher_maker() gives moe.plain_dispatcher, and the Comms that
+    # comm_maker() provides are ddp.Comm or, for ZeRO-2 and 3, zero.SlotComm.
     with torch.device(device):
-        model = GPT(cfg, mesh, vocab_size, rank_layers(cfg, mesh.pp), choice.dispatcher(cfg))
+        model = GPT(cfg, mesh, vocab_size, rank_layers(cfg, mesh.pp), choice.dispatcher_maker(cfg))
     torch.set_default_dtype(torch.float32)
     if device.type != "cpu":
-        # TF32 is for the router: its inputs are bf16 or fp16, cast to fp32. TF32 is exact for them.
+        # In a 16-bit model the only fp32 matmul is the router's. Its operands were bf16 or fp16,
+        # which TF32 holds exactly.
         is_16_bit = cfg.dtype in ("bf16", "fp16")
         torch.set_float32_matmul_precision("high" if is_16_bit else "highest")
     init_weights(model, cfg.seed)
-    kind = LEVELS[cfg.zero]
-    data_parallel = kind(model, mesh, cfg.zero, timers, dtype=dtype, comm=choice.comm(cfg))
+    DataParallelClass = LEVELS[cfg.zero]
+    data_parallel = DataParallelClass(model, mesh, cfg.zero, timers, dtype=dtype,
+                                      make_comm=choice.comm_maker(cfg))
     return model, data_parallel, Optimizer(cfg, data_parallel)
 
 
@@ -80,21 +84,20 @@ class Step:
         self.data_parallel = data_parallel
         self.opt = opt
 
-    def __call__(self, batches, number, full=True, guard=None, tokens=None):
+    def __call__(self, batches, number, full=True, guard=None, n_trained=None):
         """Do step `number`, counted from 1. Return (optim.StepStats, refused).
 
         batches: [(x, y)] from micro_batches(). full: whether to compute num_zeros and param_norm,
-        too. guard: a skip.Guard that may veto the update. tokens: the count from trained_tokens(),
-        or None if every token is trained. refused is None if the guard vetoed the update. Otherwise
-        it is a () tensor that the device computes: 1.0 if the gradient's norm was not finite, else
-        0.0.
+        too. guard: a skip.Guard that may veto the update. n_trained: the count from
+        trained_tokens(), or None if every token is trained. refused: a () tensor, 1.0 if the
+        gradient's norm was not finite, else 0.0; None if the guard vetoed the update.
         """
-        loss = self.gradients(batches, number, tokens=tokens)
+        loss = self.gradients(batches, number, n_trained=n_trained)
         with self.data_parallel.timers("norm"):
             stats = self.opt.stats(loss, full)
         return self.update_unless_vetoed(stats, number, guard)
 
-    def gradients(self, batches, number, set_seed=torch.manual_seed, tokens=None):
+    def gradients(self, batches, number, set_seed=torch.manual_seed, n_trained=None):
         """Do forward, backward and gradient sums. Return this rank's part of the mean loss, ().
 
         The loss is in at least fp32. With dropout, set_seed is called before each forward.
@@ -109,12 +112,12 @@ class Step:
             if cfg.dropout:
                 set_seed(seeds[chunk][i])
 
-        if tokens is None:  # every token of the whole global batch is trained
-            tokens = len(batches) * mesh.dp.size * cfg.micro_batch * cfg.seq_len
+        if n_trained is None:  # every token of the whole global batch is trained
+            n_trained = len(batches) * mesh.dp.size * cfg.micro_batch * cfg.seq_len
         self.data_parallel.reset()
         moe.reset_stats(self.model)
         scale = self.opt.loss_scale
-        loss = forward_backward(self.model, self.data_parallel, batches, tokens, scale,
+        loss = forward_backward(self.model, self.data_parallel, batches, n_trained, scale,
                                 seed_dropout)
         self.data_parallel.finish_grad_sync()
         return loss
@@ -126,10 +129,10 @@ class Step:
         return stats, self.update(stats, number)
 
     def update(self, stats, number):
-        """Clip and update. Return found_inf, (): 1.0 if a norm that is not finite prevented it."""
-        found_inf = self.opt.step(learning_rate(self.cfg, number), stats.grad_norm)
-        moe.update_router_bias(self.model, self.cfg.router_bias_rate, found_inf)
-        return found_inf
+        """Clip and update. Return not_finite, (): 1.0 if a norm that is not finite prevented it."""
+        not_finite = self.opt.step(learning_rate(self.cfg, number), stats.grad_norm)
+        moe.update_router_bias(self.model, self.cfg.router_bias_rate, not_finite)
+        return not_finite
 
 
 def evaluate(cfg, model, source, batch, device):
@@ -203,6 +206,10 @@ class Run:
     """
 
     def __init__(self, cfg, world, watchdog=watch.unwatched):
+        """Set up the run. world: a runtime.launch.World, this process's place among all processes.
+
+        The mesh has an Axis over the same ranks, mesh.world, for their collectives.
+        """
         self.cfg = cfg
         self.world = world
         self.out = Path(cfg.out or f"out/{cfg.preset}")
@@ -228,7 +235,7 @@ class Run:
         with launch.exit_together(world):
             mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp)
             watchdog.set_mesh(mesh)
-            self.parts = Parts(mesh)
+            self.parts = Parts(mesh)  # full_batch needs the mesh already.
             check_layout(cfg, mesh, self.full_batch)
             # Wrong ranges, like all wrong flags, are refused before --out is touched.
             skip = Ranges(cfg.train_range_to_skip)
@@ -237,10 +244,11 @@ class Run:
             check_memory(cfg, mesh, self.data.vocab_size, world)
         self.oversight = Oversight(watchdog, stop,
                                  timing.Timers(world.device, cfg.timers), skip)
-        # A second block, because a collective must not wait for a rank that has already left.
+        # At the end of its block, exit_together() ends all ranks if one of them has failed. So the
+        # collectives of this second block never wait for a rank that failed in the first.
         with launch.exit_together(world):
-            tokens = {"--data with the tokens": self.data.identity}
-            agree.compare(world, tokens, "give all ranks the same data")
+            fingerprint = {"--data with the tokens": self.data.identity}
+            agree.compare(world, fingerprint, "give all ranks the same data")
             choice = choose(cfg, mesh, world.device)
             model, data_parallel, opt = build(cfg, mesh, self.data.vocab_size, world.device,
                                               self.oversight.timers, choice)
@@ -332,12 +340,12 @@ class Run:
             self.state.skipped += 1
             return None
         if cfg.dump_grads and number == 1:
-            parts.opt.on_grads_ready.append(self.dump_grads)
+            parts.opt.before_update.append(self.dump_grads)
         count = len(batches) * cfg.micro_batch * parts.mesh.dp.size
-        tokens = trained_tokens(self.data.train, self.state.samples, count, self.world.device)
+        n_trained = trained_tokens(self.data.train, self.state.samples, count, self.world.device)
         full = self.is_logged(number)
-        stats, refused = parts.step(batches, number, full, oversight.guard, tokens)
-        parts.opt.on_grads_ready.clear()
+        stats, refused = parts.step(batches, number, full, oversight.guard, n_trained)
+        parts.opt.before_update.clear()
         oversight.guard.refused_flags.append((number, refused))
         oversight.clock.count(count)
         if number == self.first_step:

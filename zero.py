@@ -29,8 +29,8 @@ from ops.flat import padded_elements
 class Slot:
     """One of two flat buffers for whole gradients, which the buckets use in turn.
 
-    While the sum of one bucket is under way in the first slot, backward fills the second with the
-    next bucket's gradients.
+    While the gradients of one bucket are reduced in the first slot, backward fills the second with
+    the next bucket's gradients.
     """
 
     def __init__(self, n, dtype, device):
@@ -38,9 +38,9 @@ class Slot:
         self.user = None  # the bucket whose gradients are in the buffer
 
     def give_to(self, bucket):
-        """Hand the slot to a bucket, after the previous user has taken its sum out."""
+        """Hand the slot to a bucket, after the previous user has taken its gradients out."""
         if self.user is not None:
-            self.user.take_sum()
+            self.user.finish_reduce()
         self.user = bucket
 
 
@@ -52,7 +52,10 @@ class SlotComm(Comm):
         self.slot = slot
 
     def new_slot(self, n, dtype, device, axis):
-        """Return a Slot for n gradients of a model in dtype. axis: all ranks of the stage."""
+        """Return a Slot for n gradients of a model in dtype.
+
+        axis: all ranks of the stage. Only fast/peer.py uses it, to share the slot's memory.
+        """
         return Slot(n, torch.promote_types(dtype, torch.float32), device)
 
     def allocate(self, axis, own_slice, weights, dtype):
@@ -64,13 +67,13 @@ class SlotComm(Comm):
         # SUM, n/size of n numbers to each rank, over the bucket's axis
         return bucket.axis.start_reduce_scatter(bucket.grad[bucket.own_slice], bucket.grad)
 
-    def add_sum(self, bucket):
-        """Add this rank's slice of a complete sum to the sum of earlier micro-batches."""
-        part = bucket.grad[bucket.own_slice]
-        if bucket.sum_is_empty:
-            bucket.grad_sum.copy_(part)
+    def add_to_total(self, bucket):
+        """Add the reduced gradients of one micro-batch to the total of the micro-batches so far."""
+        reduced = bucket.grad[bucket.own_slice]
+        if bucket.total_is_empty:
+            bucket.grad_total.copy_(reduced)
         else:
-            bucket.grad_sum.add_(part)
+            bucket.grad_total.add_(reduced)
 
     def keep(self, own):
         """Return a lasting copy of own (n/size,), a window of weights that will be freed."""
@@ -78,20 +81,20 @@ class SlotComm(Comm):
 
 
 class SlotBucket(FlatBuffers):
-    """A bucket whose gradients are summed over the ranks after every micro-batch.
+    """A bucket whose gradients are reduced, summed over the ranks, after every micro-batch.
 
     Each gradient waits in p.grad, in the model's dtype, until the last one of the bucket has come.
-    Then all are copied into the slot, and the sum starts. This rank's slice of the sum is added to
-    grad_sum. grad is a window of the slot: it holds this bucket's gradients only while their sum is
-    under way.
+    Then all are copied into the slot, and the reduce starts. Its result, this rank's slice, is
+    added to grad_total, the total over the micro-batches. grad is a window of the slot: it holds
+    this bucket's gradients only while they are being reduced.
     """
 
     def reset(self):
         self.missing = set(range(len(self.params)))  # no gradient of this micro-batch yet
-        self.sum_is_empty = True  # No sum has been added to grad_sum in this step.
+        self.total_is_empty = True  # Nothing has been added to grad_total in this step.
         self.reduce_handle = None
 
-    def on_grad_ready(self, i, is_last_microbatch):
+    def on_grad_ready(self, i, completes_grads):
         self.missing.discard(i)
         if not self.missing:
             self.start_reduce()
@@ -103,27 +106,30 @@ class SlotBucket(FlatBuffers):
         self.missing = set(range(len(self.params)))
         self.reduce_handle = self.comm.start_reduce(self)
 
-    def take_sum(self):
-        """If a sum is under way, wait for it and add this rank's slice to grad_sum."""
+    def finish_reduce(self):
+        """If a reduce is under way, wait for it and add its result to grad_total."""
         if self.reduce_handle is not None:
             self.reduce_handle.wait()
-            self.comm.add_sum(self)
-            self.sum_is_empty = False
+            self.comm.add_to_total(self)
+            self.total_is_empty = False
             self.reduce_handle = None
 
     def wait_grads(self):
-        # If some parameter got no gradient, on all ranks alike, the sum has not started yet.
-        some_wait = len(self.missing) < len(self.params)
-        none_summed = self.sum_is_empty and self.reduce_handle is None
-        if some_wait or none_summed:
+        # Some gradients came, but not all, so the reduce has not started.
+        waiting = len(self.missing) < len(self.params)
+        # No gradient came at all in this step.
+        nothing_came = self.total_is_empty and self.reduce_handle is None
+        # In both cases start it now, with zeros for the missing ones. All ranks do the same: a
+        # parameter gets a gradient on all ranks or on none.
+        if waiting or nothing_came:
             self.start_reduce()
-        self.take_sum()
+        self.finish_reduce()
 
 
 def uses_slot(axis):
-    """Whether a bucket over this axis is summed in every micro-batch.
+    """Whether a bucket over this axis is reduced in every micro-batch.
 
-    Weights that are tied across two stages are summed once a step, as in ZeRO-1. A sum in every
+    Weights that are tied across two stages are reduced once a step, as in ZeRO-1. A reduce in every
     micro-batch would make each stage wait for the other's backward.
     """
     return axis.size > 1 and axis.name != "tied"
@@ -135,24 +141,26 @@ def plain_comm(axis):
 
 
 class ZeRO2(DataParallel):
-    """A DataParallel that keeps only this rank's slices of the summed gradients."""
-    decayed_bucket = SlotBucket
+    """A DataParallel that keeps only this rank's slices of the reduced gradients."""
+    matrix_bucket = SlotBucket  # the class of the buckets of matrices
 
-    def __init__(self, model, mesh, zero, timers=untimed, *, dtype=None, comm=plain_comm,
+    def __init__(self, model, mesh, zero, timers=untimed, *, dtype=None, make_comm=plain_comm,
                  bucket_elements=BUCKET_ELEMENTS):
         largest = 0  # elements of the largest bucket that uses a slot
         for contents in assign_buckets(model.named_parameters(), zero, bucket_elements):
-            if uses_slot(getattr(mesh, contents.axis_name)):
+            if uses_slot(getattr(mesh, contents.reduction_axis)):
                 largest = max(largest, sum(p.numel() for p in contents.params))
         self.slots = []
         if largest:
-            # The slots are long enough for every axis, since every axis's size divides the stage's.
+            # Every axis that uses slots has a size that divides stage.size, so padding for
+            # stage.size is enough for all.
             n = padded_elements(largest, mesh.stage.size)
             weight = next(model.parameters())
-            kind = dtype or weight.dtype, weight.device
+            slot_dtype = dtype or weight.dtype
             for _ in range(2):
-                self.slots.append(comm(mesh.stage).new_slot(n, *kind, mesh.stage))
-        super().__init__(model, mesh, zero, timers, dtype=dtype, comm=comm,
+                slot = make_comm(mesh.stage).new_slot(n, slot_dtype, weight.device, mesh.stage)
+                self.slots.append(slot)
+        super().__init__(model, mesh, zero, timers, dtype=dtype, make_comm=make_comm,
                          bucket_elements=bucket_elements)
 
     def make_bucket(self, contents, axis, dtype, comm):
@@ -160,8 +168,8 @@ class ZeRO2(DataParallel):
             return super().make_bucket(contents, axis, dtype, comm)
         # Buckets are made in the order in which backward fills them, so neighbours alternate slots.
         comm.slot = self.slots[len(self.buckets) % 2]
-        kind = self.decayed_bucket if contents.decayed else SlotBucket
-        return kind(contents, axis, self.zero, dtype, comm)
+        bucket_class = self.matrix_bucket if contents.decayed else SlotBucket
+        return bucket_class(contents, axis, self.zero, dtype, comm)
 
 
 # -----------------------------------------------------------------------------
@@ -203,8 +211,8 @@ class ShardedBucket(SlotBucket):
         self.wait_for_weights()
         self.storage.resize_(0)
 
-    def publish(self):
-        """Free the gathered weights, which are outdated. The next forward fetches the new ones."""
+    def after_update(self):
+        """Free the gathered weights, which are outdated. Nothing is sent: forward will fetch."""
         self.free()
 
 
@@ -224,8 +232,11 @@ class ZeRO3(ZeRO2):
     The last block stays from forward to backward. The output of a part is the input x of the next
     part. So a hook on x, which runs when x's gradient is complete, tells when backward reaches the
     previous part. Norms and biases are small, so they are kept as in ZeRO-2.
+
+    There is no pipeline (interface/layout.py refuses it): between its micro-batches a stage would
+    go to and fro between the last block and the first, and gather all the time.
     """
-    decayed_bucket = ShardedBucket
+    matrix_bucket = ShardedBucket
 
     def __init__(self, model, *args, **kwargs):
         super().__init__(model, *args, **kwargs)
@@ -257,7 +268,10 @@ class ZeRO3(ZeRO2):
     def provide_weights(self, module, x=None):
         """Gather the weights of a module that forward has reached with the input x.
 
-        Nothing is gathered for a module that is not a part, such as the whole model.
+        Forward gives the x of each block, and that of the norm, which is the first module of the
+        last part. The hook for backward is put on these. runtime/watch.py asks for other modules,
+        such as a head alone, and bench/ for the whole model. A module that is no part is not
+        gathered: only gathers that are under way are waited for.
         """
         part = self.part_of(module)
         if part is None:
@@ -270,11 +284,13 @@ class ZeRO3(ZeRO2):
     def move_to_part(self, part, backward=False):
         """Fetch the part that computes now and the one after it, and free all others."""
         is_head = part == len(self.parts) - 1
+        # After the head comes backward, in the reverse order. It ends with following 0, then -1.
         following = part - 1 if backward or is_head else part + 1
         wanted = []
         for needed in (part, following):
             if backward and needed <= 0:
-                continue  # The embedding's backward reads no weights.
+                # 0 is the embedding, whose backward reads no weights. Before it, at -1, is nothing.
+                continue
             wanted += self.sharded[needed]
         for bucket in unique(itertools.chain.from_iterable(self.sharded)):
             if bucket not in wanted:

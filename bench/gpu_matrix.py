@@ -155,7 +155,7 @@ def weights_of(training):
     if training.cfg.zero == 3:
         return {b.contents.names[0]: ((training.mesh.world.rank,), checksum(b.own).tolist())
                 for b in training.data_parallel.buckets}
-    return {name: (getattr(training.mesh, p.summed_over).ranks, checksum(p).tolist())
+    return {name: (getattr(training.mesh, p.reduction_axis).ranks, checksum(p).tolist())
             for name, p in training.model.named_parameters()}
 
 
@@ -239,7 +239,7 @@ def symmetric_layer(world):
     """Return a dropless MoE layer with experts on all ranks; rows reach them through symmetric memory."""
     cfg = Config(**dict(LAYER, capacity_factor=0.0, ep=world.size))
     choice = Choice(graph=True, symm_mem=True, peer_copies=False, single_microbatch=False)
-    layer = moe_layer(cfg, make_mesh(world, ep=world.size), world.device, choice.dispatcher(cfg))
+    layer = moe_layer(cfg, make_mesh(world, ep=world.size), world.device, choice.dispatcher_maker(cfg))
     symm_mem.allocate([layer], world.size * ROWS)
     layer.dispatcher.rows_in_use = world.size * ROWS
     return layer

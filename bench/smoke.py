@@ -87,7 +87,7 @@ def build(world, mesh, flags):
         layers += [torch.nn.Linear(n_in, n_out), torch.nn.ReLU()]
     model = torch.nn.Sequential(*layers[:-1]).to(world.device)
     for p in model.parameters():
-        p.summed_over = "dp"  # gradients are summed over the replicas: here, all ranks
+        p.reduction_axis = "dp"  # gradients are summed over the replicas: here, all ranks
         world.axis.broadcast(p.data)  # one parameter from rank 0 to all
     data_parallel = DataParallel(model, mesh)
     flat = [bucket.flat for bucket in data_parallel.buckets]  # Adam steps the few flat tensors of all weights

@@ -48,7 +48,7 @@ class Training:
         """
         first, self.number = self.number * self.batch, self.number + 1
         tokens = train.trained_tokens(self.source, first, self.batch, self.world.device)
-        stats, _ = self.train_step(batches, self.number, full, tokens=tokens)
+        stats, _ = self.train_step(batches, self.number, full, n_trained=tokens)
         return stats.loss
 
     def run(self, steps):

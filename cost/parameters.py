@@ -214,7 +214,7 @@ def _build_buckets(cfg, mesh, vocab_size, first, blocks):
 
     # Backward reaches the first layers last, so it completes the bucket with the last name first.
     buckets.sort(key=lambda bucket: -position[bucket.names[-1]])
-    return [BucketSize(bucket.axis_name, bucket.decayed, bucket.names[0],
+    return [BucketSize(bucket.reduction_axis, bucket.decayed, bucket.names[0],
                        sum(p.numel() for p in bucket.params)) for bucket in buckets]
 
 

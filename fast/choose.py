@@ -26,8 +26,8 @@ class Choice(NamedTuple):
     peer_copies: bool        # ZeRO's gradients and weights travel as copies between the GPUs of a node
     single_microbatch: bool  # nothing is added to bf16 gradients, so they need no fp32 sum
 
-    def dispatcher(self, cfg):
-        """Return dispatcher(cfg, mesh), which makes the token dispatcher of each expert layer."""
+    def dispatcher_maker(self, cfg):
+        """Return make_dispatcher(cfg, mesh), which makes the token dispatcher of each expert layer."""
         if self.symm_mem:
             return symm_mem.SymmMemCapacity if cfg.capacity_factor else symm_mem.SymmMem
 
@@ -36,8 +36,8 @@ class Choice(NamedTuple):
             return PaddedAllToAll  # a graph needs messages of a fixed size
         return moe.plain_dispatcher
 
-    def comm(self, cfg):
-        """Return comm(axis), which makes the Comm of a bucket that is reduced over axis."""
+    def comm_maker(self, cfg):
+        """Return make_comm(axis), which makes the Comm of a bucket that is reduced over axis."""
         stream = CopyStream()
 
         def comm_for(axis):

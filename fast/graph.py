@@ -89,15 +89,15 @@ class GraphedStep:
     def on_updated(self, bucket):
         """Replace DataParallel.on_updated: the next graph gathers the weights of most buckets."""
         if bucket in self.eager_buckets:
-            bucket.publish()
+            bucket.after_update()
         elif bucket.n_slices > 1:
             bucket.gather_handle = DeferredGather(bucket)
 
-    def __call__(self, batches, number, full=True, guard=None, tokens=None):
+    def __call__(self, batches, number, full=True, guard=None, n_trained=None):
         plain = self.plain
         for bucket in self.eager_buckets:
             bucket.wait_for_weights()  # outside the graph, where their gather was started
-        loss = self.gradients(batches, number, tokens)
+        loss = self.gradients(batches, number, n_trained)
         with self.data_parallel.timers("norm"):
             stats = plain.opt.stats(loss, full)
         if self.sizer is None:
@@ -105,13 +105,13 @@ class GraphedStep:
 
         if self.host_looks_first(guard):
             if self.overflowed(stats.loss):
-                return plain(batches, number, full, guard, tokens)
+                return plain(batches, number, full, guard, n_trained)
             return plain.update_unless_vetoed(stats, number, guard)
 
         norm_or_nan = stats.grad_norm + 0 * stats.loss  # NaN in a void step
         refused = plain.update(stats._replace(grad_norm=norm_or_nan), number)
         if self.overflowed(stats.loss):
-            return plain(batches, number, full, guard, tokens)
+            return plain(batches, number, full, guard, n_trained)
         return stats, refused
 
     def host_looks_first(self, guard):
@@ -122,13 +122,13 @@ class GraphedStep:
         guard_may_veto = guard is not None and guard.sigma > 0
         return guard_may_veto or self.plain.opt.loss_scale is not None
 
-    def gradients(self, batches, number, tokens=None):
+    def gradients(self, batches, number, n_trained=None):
         """Return this rank's part of the mean loss, (), replayed where there is a graph.
 
-        batches: [(x, y)] of step `number`; tokens: see train.Step. A new number of micro-batches, or a new
+        batches: [(x, y)] of step `number`; n_trained: see train.Step. A new number of micro-batches, or a new
         shape, captures again.
         """
-        shape = [*(x.shape for x, _ in batches), type(tokens)]
+        shape = [*(x.shape for x, _ in batches), type(n_trained)]
         if shape != self.shape:
             self.calls = 0
             self.shape = shape
@@ -136,35 +136,35 @@ class GraphedStep:
         if self.sizer is not None:
             self.sizer.enable(True)
             if not self.sizer.slack:
-                return self.body(batches, number, tokens)
+                return self.body(batches, number, n_trained)
 
         self.calls += 1
         if self.calls <= WARMUP_STEPS:
-            return self.body(batches, number, tokens)
+            return self.body(batches, number, n_trained)
         seeds = dropout_seeds(self.plain.cfg, self.plain.model.mesh, number, len(batches))
         if self.graph is None:
-            self.capture(batches, len(seeds), tokens)
-        self.fill_inputs(batches, seeds, tokens)
+            self.capture(batches, len(seeds), n_trained)
+        self.fill_inputs(batches, seeds, n_trained)
         self.graph.replay()
         for bucket in self.data_parallel.buckets:
             bucket.gather_handle = None  # the graph gathered the weights, and its forward waited for them
         return self.output
 
-    def body(self, batches, number, tokens, set_seed=torch.manual_seed):
-        """Do the work that the graph holds. tokens, set_seed: see train.Step."""
+    def body(self, batches, number, n_trained, set_seed=torch.manual_seed):
+        """Do the work that the graph holds. n_trained, set_seed: see train.Step."""
         for bucket in reversed(self.data_parallel.buckets):  # in the order in which the forward needs them
             if bucket not in self.eager_buckets:
-                bucket.publish()
-        loss = self.plain.gradients(batches, number, set_seed, tokens)
+                bucket.after_update()
+        loss = self.plain.gradients(batches, number, set_seed, n_trained)
         return loss if self.sizer is None else self.sizer.nan_on_overflow(loss)
 
-    def capture(self, batches, n_seeds, tokens):
+    def capture(self, batches, n_seeds, n_trained):
         """Capture body(). n_seeds: how many seeds dropout needs. Each replay sets the values."""
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()  # the graph has memory of its own: the warm-up steps' is not needed again
         self.inputs = [tuple(t.clone() for t in pair) for pair in batches]
-        self.tokens = tokens.clone() if torch.is_tensor(tokens) else tokens
+        self.n_trained = n_trained.clone() if torch.is_tensor(n_trained) else n_trained
         self.graph = torch.cuda.CUDAGraph()
 
         # torch.manual_seed cannot be captured. Each micro-batch draws from a generator of its own instead.
@@ -181,13 +181,13 @@ class GraphedStep:
 
         before = default.graphsafe_get_state()
         with torch.cuda.graph(self.graph):
-            self.output = self.body(self.inputs, 0, self.tokens, use_next_generator)
+            self.output = self.body(self.inputs, 0, self.n_trained, use_next_generator)
         default.graphsafe_set_state(before)
 
-    def fill_inputs(self, batches, seeds, tokens):
+    def fill_inputs(self, batches, seeds, n_trained):
         """Copy a step's inputs to the addresses from which the captured kernels read."""
-        if torch.is_tensor(tokens):
-            self.tokens.copy_(tokens)
+        if torch.is_tensor(n_trained):
+            self.n_trained.copy_(n_trained)
         for captured, new in zip(self.inputs, batches, strict=True):
             for captured_tensor, tensor in zip(captured, new, strict=True):
                 captured_tensor.copy_(tensor, non_blocking=True)

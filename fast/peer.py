@@ -66,7 +66,7 @@ class CopyStream:
 
         gradients: those of each rank of the bucket's axis, by rank, (1, n) or longer.
         """
-        n = bucket.grad_sum.numel()
+        n = bucket.grad_total.numel()
         parts = self.recv_buffer[:n * (bucket.n_slices - 1)].view(-1, n)  # (size - 1, n/size)
         for part, rank in zip(parts, others(bucket.axis), strict=True):  # n/size from each, over the axis
             part.copy_(gradients[rank][0, bucket.own_slice])
@@ -96,9 +96,9 @@ class PeerComm(Comm):
         self.gradients = SymmetricBuffer(axis, 1, n, dtype, weights.device)
         flat = self.weights.local[0].zero_()
         grad = self.gradients.local[0].zero_()
-        grad_sum = torch.zeros_like(weights[own_slice])
-        self.stream.reserve(n - grad_sum.numel(), flat)
-        return flat, grad, grad_sum
+        grad_total = torch.zeros_like(weights[own_slice])
+        self.stream.reserve(n - grad_total.numel(), flat)
+        return flat, grad, grad_total
 
     def start_reduce(self, bucket):
         axis = bucket.axis
@@ -106,7 +106,7 @@ class PeerComm(Comm):
         with self.stream.side_stream():
             self.gradients.barrier()  # the gradients of all ranks are complete
             parts = self.stream.copy_slices(bucket, self.gradients.peers)
-            sum_slices(bucket.grad_sum, bucket.grad[bucket.own_slice], parts)
+            sum_slices(bucket.grad_total, bucket.grad[bucket.own_slice], parts)
             return self.stream.record_event()
 
     def start_gather(self, bucket):
@@ -150,12 +150,12 @@ class PeerSlotComm(PeerComm):
 
     def allocate(self, axis, own_slice, weights, dtype):
         n = weights.numel()
-        grad_sum = torch.zeros_like(weights[own_slice])
-        self.weights = SymmetricBuffer(axis, 1, grad_sum.numel(), dtype, weights.device)
+        grad_total = torch.zeros_like(weights[own_slice])
+        self.weights = SymmetricBuffer(axis, 1, grad_total.numel(), dtype, weights.device)
         self.own = self.weights.local[0]
         flat = torch.zeros_like(weights, dtype=dtype)
-        self.stream.reserve(n - grad_sum.numel(), flat)
-        return flat, self.slot.buffer[:n], grad_sum
+        self.stream.reserve(n - grad_total.numel(), flat)
+        return flat, self.slot.buffer[:n], grad_total
 
     def keep(self, own):
         return self.own.copy_(own)
@@ -168,15 +168,15 @@ class PeerSlotComm(PeerComm):
             parts = self.stream.copy_slices(bucket, self.slot.peers(axis))
             self.slot.memory.barrier()  # all ranks have copied: the slot may be overwritten
             own = bucket.grad[bucket.own_slice]
-            if bucket.sum_is_empty:
-                sum_slices(bucket.grad_sum, own, parts)
+            if bucket.total_is_empty:
+                sum_slices(bucket.grad_total, own, parts)
             else:
-                new_sum = torch.empty_like(bucket.grad_sum)
+                new_sum = torch.empty_like(bucket.grad_total)
                 sum_slices(new_sum, own, parts)
-                bucket.grad_sum.add_(new_sum)
+                bucket.grad_total.add_(new_sum)
             return self.stream.record_event()
 
-    def add_sum(self, bucket):
+    def add_to_total(self, bucket):
         """Do nothing: start_reduce() has added the sum."""
 
     def start_gather(self, bucket):

@@ -70,7 +70,7 @@ def check_sequence(cfg, cp, tp):
 
 
 def check_batch(cfg, dp, batch):
-    """Raise ValueError unless the global batch and each stage of its ramp are whole micro-batches."""
+    """Raise ValueError unless the global batch and each phase of its ramp are whole micro-batches."""
     unit = cfg.micro_batch * dp
     if batch % unit:
         whole = max(1, round(batch / unit)) * unit
@@ -80,7 +80,7 @@ def check_batch(cfg, dp, batch):
 
 
 def check_ramp(full, ramp, unit):
-    """Raise ValueError if the batch of some stage of the ramp does not divide by unit = micro-batch * dp."""
+    """Raise ValueError if the batch of some phase of the ramp does not divide by unit = micro-batch * dp."""
     if not ramp:
         return
     start, increment, over = ramp
@@ -90,11 +90,11 @@ def check_ramp(full, ramp, unit):
         raise ValueError(f"{flag} does not reach global-batch {full} in whole increments; "
                          f"try --global-batch {start + increments * increment}")
     if full - start > 1000 * increment:
-        raise ValueError(f"{flag} has {(full - start) // increment} stages, more than 1000; "
+        raise ValueError(f"{flag} has {(full - start) // increment} phases, more than 1000; "
                          f"try an INCREMENT of {ceil_div(full - start, 1000)} or more")
     for size in start, min(full, start + increment):  # If these two divide, all that follow do.
         if size % unit:
-            raise ValueError(f"{flag} has a stage of {size}, which does not divide by micro-batch * dp = "
+            raise ValueError(f"{flag} has a phase of {size}, which does not divide by micro-batch * dp = "
                              f"{unit}; give START and INCREMENT as multiples of {unit}")
 
 

@@ -368,7 +368,7 @@ def adamw(w_ptr, grad_ptr, m_ptr, v_ptr, out_ptr, scalars_ptr, keep, gain1, gain
     """One AdamW update of the fp32 masters w (n,), rounded into the model's weights `out` if OUT.
 
     scalars (4,) fp32: lr / (1 - beta1^t); sqrt(1 - beta2^t); the divisor of the gradients; 1.0 if nothing may
-    change (found_inf). keep = 1 - lr * weight decay, gain = 1 - beta. The kernel moves 28 bytes per weight,
+    change (not_finite). keep = 1 - lr * weight decay, gain = 1 - beta. The kernel moves 28 bytes per weight,
     30 with OUT.
     """
     if tl.load(scalars_ptr + 3) == 0.0:

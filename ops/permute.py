@@ -46,7 +46,7 @@ def occupants(slot, slots):
     return empty.scatter_(0, slot, copies)[:slots]
 
 
-def sort_block_size(E):
+def sort_tile_size(E):
     """Return how many copies one program of place_within_expert counts, and E's next power of two.
 
     The program's table of (copies, E) must fit into a multiprocessor.
@@ -56,14 +56,16 @@ def sort_block_size(E):
 
 
 def place_within_expert(expert, E):
-    """Count, the first half of the sort: expert (N,) int64 -> place (N,), cumulative (E, blocks).
+    """Count, the first half of the sort: expert (N,) int64 -> place (N,), cumulative (E, tiles).
 
-    place: how many earlier copies of the same block have the same expert, which is the copy's place
-    in its expert's queue. cumulative: the number of copies for each expert in the blocks 0..b.
+    On a GPU, each program counts one tile of consecutive copies. On a CPU there is one tile, all
+    copies. place: how many earlier copies of the same tile have the same expert, which is the
+    copy's place in its expert's queue. cumulative: the number of copies for each expert in the
+    tiles 0..i.
     """
     N = expert.numel()
     if not backend.use_triton(expert):
-        # There is one block. No operation of torch counts earlier equal elements. A stable sort
+        # No operation of torch counts earlier equal elements. A stable sort
         # puts the copies of an expert side by side, in their order. A copy's place is its distance
         # from the first one.
         order = expert.argsort(stable=True)
@@ -72,21 +74,23 @@ def place_within_expert(expert, E):
         return invert_permutation(order) - start[expert], counts.unsqueeze(1)
 
     from ops import kernels
-    block, wide = sort_block_size(E)
-    blocks = ceil_div(N, block)
+    tile, wide = sort_tile_size(E)
+    tiles = ceil_div(N, tile)
     place = torch.empty(N, dtype=torch.int32, device=expert.device)
-    counts = torch.empty(E, blocks, dtype=torch.int32, device=expert.device)
+    counts = torch.empty(E, tiles, dtype=torch.int32, device=expert.device)
     warps = 4 if wide <= 64 else 8
-    kernels.place_within_expert[(blocks,)](expert, place, counts, N, blocks, E=E, WIDE=wide,
-                                           BLOCK=block, num_warps=warps)
+    kernels.place_within_expert[(tiles,)](expert, place, counts, N, tiles, E=E, WIDE=wide,
+                                          BLOCK=tile, num_warps=warps)
     return place, counts.cumsum(1)
 
 
 def slots_from_places(expert, place, cumulative, start, experts, rows):
-    """Place, the second half: slot (N,) = start[expert] + copies in earlier blocks + place.
+    """Place, the second half of the sort: return slot (N,), where each copy goes.
 
-    start (E,): where each expert's copies begin. Each buffer has `rows` rows for `experts` experts.
-    A slot beyond the end of its buffer is -1.
+    slot = start[expert] + the expert's copies in earlier tiles + place. start (E,): where each
+    expert's copies begin. For fast/symm_mem.py and fast/padded.py there are several buffers of
+    `rows` rows, each for `experts` experts, and a slot beyond the end of its buffer is -1.
+    Elsewhere one buffer of N rows holds all E experts, and no slot is -1.
     """
     if not backend.use_triton(expert):
         slot = start[expert] + place
@@ -95,10 +99,10 @@ def slots_from_places(expert, place, cumulative, start, experts, rows):
 
     from ops import kernels
     slot = torch.empty_like(expert)
-    E, blocks = cumulative.shape
-    block, _ = sort_block_size(E)
-    kernels.slots_from_places[(blocks,)](expert, place, cumulative, start, slot, expert.numel(),
-                                         rows, blocks, EXPERTS=experts, BLOCK=block, num_warps=4)
+    E, tiles = cumulative.shape
+    tile, _ = sort_tile_size(E)
+    kernels.slots_from_places[(tiles,)](expert, place, cumulative, start, slot, expert.numel(),
+                                        rows, tiles, EXPERTS=experts, BLOCK=tile, num_warps=4)
     return slot
 
 
@@ -142,7 +146,7 @@ def layout_from_counts(counts, rank, rows, limit, needed):
     from ops import kernels
     starts = counts.new_empty(E)
     ends = torch.empty(E // ep, dtype=torch.int32, device=counts.device)
-    _, wide = sort_block_size(E)
+    _, wide = sort_tile_size(E)
     kernels.layout_from_counts[(ep,)](counts, starts, ends, needed, rank, rows, limit,
                                       EP=ep, E=E, WIDE=wide, num_warps=4)
     return starts, ends

@@ -32,7 +32,7 @@ from ops.accelerator import peak_memory
 from optim import StepStats
 from parallel import MAX
 from runtime.timing import slow_on_cpu
-from skip import not_finite
+from skip import not_finite_reason
 
 # -----------------------------------------------------------------------------
 # The numbers of a step
@@ -78,7 +78,7 @@ def step_statistics(step):
     numbers = torch.stack(tuple(step.stats)).tolist()  # sync point
     values = dict(zip(step.stats._fields, numbers, strict=True))
     if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
-        return {"skip_reason": not_finite(values["loss"], values["grad_norm"])}
+        return {"skip_reason": not_finite_reason(values["loss"], values["grad_norm"])}
     values["num_zeros"] = int(values["num_zeros"])
     return {"skip_reason": None, **values}
 

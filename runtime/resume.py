@@ -379,7 +379,7 @@ def start_from(found, skip, model, opt, data_id):
 def broadcast_and_verify(model):
     """Make replicas start equal: the first holder of a parameter sends it, then each rank checks its own."""
     for name, p in model.named_parameters():
-        axis = getattr(model.mesh, p.summed_over)
+        axis = getattr(model.mesh, p.reduction_axis)
         if axis.size == 1 or p.untyped_storage().nbytes() == 0:  # ZeRO-3: no other rank holds the same slice
             continue
         axis.broadcast(p.data)  # one parameter, first replica to all, over its reduction axis

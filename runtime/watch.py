@@ -460,7 +460,7 @@ def hashes_by_axis(model):
     for part, module in parts.items():
         model.provide_weights(module)  # weights may be on their way; ZeRO-3 gathers them
         for name, p in module.named_parameters(part):
-            held.setdefault(p.summed_over, {})[name] = checksum(p)
+            held.setdefault(p.reduction_axis, {})[name] = checksum(p)
     for name, t in model.named_buffers():  # the routers' biases: equal on a whole stage
         held.setdefault("stage", {})[name] = checksum(t)
     return held

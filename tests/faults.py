@@ -7,7 +7,7 @@ in a rank's process, and the test must notice it. `planted` offers two ways:
         A call of Bucket.wait_grads becomes a call of grad_average(original, *arguments), where
         `original` is the function as it was. Use this where the fault can be described by the function's
         arguments, result or effect. Such a fault still works after the function's lines are rewritten.
-    By text:  planted("pipeline.one_stage", "loss / tokens", "loss / len(batches)")
+    By text:  planted("pipeline.one_stage", "loss / n_trained", "loss / len(batches)")
         A piece of the function's source is replaced. Use this for a fault inside a function, and choose a
         short piece. Line breaks and spaces in it do not matter, but it must occur exactly once; otherwise
         planting fails.
@@ -149,14 +149,14 @@ def constant(original, *args, value):
 
 
 def other_group(original, mesh, tp_dim, *args, of, instead):
-    """Return the group `instead` where parallel.reduction_group returns `of`."""
+    """Return the group `instead` where parallel.reduction_axis returns `of`."""
     group = original(mesh, tp_dim, *args)
     return instead if group == of else group
 
 
 def group(of, instead):
     """Return the fault that sums the gradients of the group `of` over the group `instead`."""
-    return "parallel.reduction_group", functools.partial(other_group, of=of, instead=instead)
+    return "parallel.reduction_axis", functools.partial(other_group, of=of, instead=instead)
 
 
 def not_over(original, axis, x, *op, name):

@@ -235,7 +235,7 @@ def test_the_loss_of_a_run_is_the_mean_over_trained_tokens(data):
     batches = train.micro_batches(cfg, mesh, source, 0, 6, torch.device("cpu"))
     want = loop(source, 6)
     stats, _ = train.Step(cfg, model, data_parallel, opt)(
-        batches, 1, tokens=train.trained_tokens(source, 0, 6, torch.device("cpu")))
+        batches, 1, n_trained=train.trained_tokens(source, 0, 6, torch.device("cpu")))
     assert stats.loss.item() == pytest.approx(want, rel=1e-12)
 
 
@@ -359,7 +359,7 @@ FAULTS = {  # name: (ranks, layout, a fault as arguments of planted)
     "division by the rank's own count": (2, {}, DIVIDE, functools.partial(own_count, factor=1)),
     "the mean of the ranks' means": (2, {}, DIVIDE, functools.partial(own_count, factor=2)),
     "the mean of the micro-batches' means": (
-        1, {}, "pipeline.one_stage", "loss / tokens", "loss / (y >= 0).sum() / len(batches)"),
+        1, {}, "pipeline.one_stage", "loss / n_trained", "loss / (y >= 0).sum() / len(batches)"),
     "division by all tokens": (2, {}, "train.Step.gradients", all_tokens),
     "the count of a part of the batch": (2, {}, "corpus.shards.trained_tokens", count_of_half),
     "the loss of a masked target over tp": (2, dict(tp=2), TP, ".masked_fill(ignored, 0).sum()", ".sum()"),

@@ -61,9 +61,9 @@ def grad_average(original, bucket):
     bucket.grad.div_(bucket.axis.size)
 
 
-def always_last(original, data_parallel, is_last_microbatch):
+def always_last(original, data_parallel, completes_grads):
     """DataParallel.announce_backward that announces the last micro-batch each time."""
-    original(data_parallel, is_last_microbatch=True)
+    original(data_parallel, completes_grads=True)
 
 
 def reduce_and_wait(original, bucket):
@@ -72,9 +72,9 @@ def reduce_and_wait(original, bucket):
     bucket.reduce_handle.wait()
 
 
-def tokens_times(original, model, data_parallel, batches, tokens, *args, factor):
+def tokens_times(original, model, data_parallel, batches, n_trained, *args, factor):
     """forward_backward that divides the loss by another number of tokens."""
-    return original(model, data_parallel, batches, tokens * factor, *args)
+    return original(model, data_parallel, batches, n_trained * factor, *args)
 
 
 def token_count(factor):
@@ -103,7 +103,7 @@ def stats_of_all_tp_losses(original, optimizer, loss, *args):
 
 
 def one_replica(original, bucket):
-    """Bucket.replica_weight as if the bucket were on one rank of its axis."""
+    """Bucket.count_factor as if the bucket were on one rank of its axis."""
     return 1 / bucket.axis.size
 
 
@@ -214,7 +214,7 @@ def masked_rows_of_one_rank(original, x, targets, cp):
 def reduced_elsewhere(original, head, *args, name, group):
     """MaskedHead.__init__ that sums the gradient of one parameter over another group."""
     original(head, *args)
-    head.get_parameter(name).summed_over = group
+    head.get_parameter(name).reduction_axis = group
 
 
 # -----------------------------------------------------------------------------
@@ -280,20 +280,20 @@ def grads_of_first_slice(original, optimizer, cfg, data_parallel):
 
 
 def average_of_slice(original, comm, bucket):
-    """SlotComm.add_sum that averages."""
+    """SlotComm.add_to_total that averages."""
     bucket.grad[bucket.own_slice].div_(bucket.axis.size)
     original(comm, bucket)
 
 
 def last_sum(original, comm, bucket):
-    """SlotComm.add_sum that forgets earlier micro-batches."""
-    bucket.grad_sum.zero_()
+    """SlotComm.add_to_total that forgets earlier micro-batches."""
+    bucket.grad_total.zero_()
     original(comm, bucket)
 
 
 def sum_of_first_slice(original, comm, bucket):
-    """SlotComm.add_sum of the first slice on every rank."""
-    bucket.grad[bucket.own_slice].copy_(bucket.grad[:bucket.grad_sum.numel()].clone())
+    """SlotComm.add_to_total of the first slice on every rank."""
+    bucket.grad[bucket.own_slice].copy_(bucket.grad[:bucket.grad_total.numel()].clone())
     original(comm, bucket)
 
 
@@ -359,7 +359,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "norm of the local shard": (
         LLAMA, ZERO, "optim.Optimizer.stats", stats_of_local_norm),
     "norm counts replicated weights once per rank": (
-        LLAMA, TP, "ddp.Bucket.replica_weight", functools.partial(constant, value=1)),
+        LLAMA, TP, "ddp.Bucket.count_factor", functools.partial(constant, value=1)),
     "clip by the local norm": (
         LLAMA, TP, "optim.Optimizer.divisor", divisor_by_local_norm),
     "bucket padding counted as zero gradients": (
@@ -393,8 +393,8 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "backward of the newest micro-batch": (
         LLAMA, PP, SEVERAL_STAGES, "awaiting_backward.pop((i, chunk))", "awaiting_backward.popitem()[1]"),
     "last stage's loss not divided": (
-        LLAMA, PP, SEVERAL_STAGES, "out / tokens", "out / len(batches)"),
-    "loss of one stage not divided": (LLAMA, DP, ONE_STAGE, "loss / tokens", "loss / len(batches)"),
+        LLAMA, PP, SEVERAL_STAGES, "out / n_trained", "out / len(batches)"),
+    "loss of one stage not divided": (LLAMA, DP, ONE_STAGE, "loss / n_trained", "loss / len(batches)"),
     # chunks: interleaved stages
     "a rank's stages side by side": (
         FOUR, CHUNKS, "pipeline.rank_layers", neighbouring_stages),
@@ -425,17 +425,17 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
         LLAMA, ZERO, "optim.Optimizer.__init__", grads_of_first_slice),
     # ZeRO-2
     "slices averaged, not summed": (
-        LLAMA, ZERO2, "zero.SlotComm.add_sum", average_of_slice),
+        LLAMA, ZERO2, "zero.SlotComm.add_to_total", average_of_slice),
     "only the last micro-batch is kept": (
-        LLAMA, ZERO2, "zero.SlotComm.add_sum", last_sum),
+        LLAMA, ZERO2, "zero.SlotComm.add_to_total", last_sum),
     "the last micro-batch is not waited for": (
-        LLAMA, ZERO2, "zero.SlotBucket.wait_grads", "self.take_sum()", "pass"),
+        LLAMA, ZERO2, "zero.SlotBucket.wait_grads", "self.finish_reduce()", "pass"),
     "a slot is given on before its sum was taken out": (
         MOE, ZERO2, "zero.Slot.give_to", given_at_once),
     "another bucket's gradients stay in the padding": (
         MOE, ZERO2, "zero.SlotBucket.start_reduce", "self.grad[self.used:].zero_()", "pass"),
     "every rank keeps the first slice's sum": (
-        LLAMA, ZERO2, "zero.SlotComm.add_sum", sum_of_first_slice),
+        LLAMA, ZERO2, "zero.SlotComm.add_to_total", sum_of_first_slice),
     # ZeRO-3
     "weights gathered before the step, used after it": (
         LLAMA, ZERO3, "zero.ShardedBucket.free", free_nothing),
@@ -446,7 +446,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "backward gathers a part too late": (
         LLAMA, ZERO3, *LATE, POISON, ("zero.ZeRO3.move_to_part", move_one_part_late)),
     "norm of slices counted as of replicas": (
-        LLAMA, ZERO3, "ddp.Bucket.replica_weight", one_replica),
+        LLAMA, ZERO3, "ddp.Bucket.count_factor", one_replica),
     # context parallelism
     "positions as if each cp rank had one piece": (
         LLAMA, CP, "model.GPT._positions", one_piece),

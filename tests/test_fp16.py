@@ -55,7 +55,7 @@ def train_in(world, dtype, flags, batch):
     with mock.patch.object(moe, "stable_top_k", fixed_choice):
         for number in range(1, STEPS + 1):
             batches = train.micro_batches(cfg, mesh, source, (number - 1) * batch, batch, world.device)
-            opt.on_grads_ready[:] = [
+            opt.before_update[:] = [
                 lambda n=number: keep(f"gradient {n} ", {"": map(opt.unscale, opt.grads)})]
             stats, refused = step(batches, number)
             assert not refused, "no step may overflow"

@@ -53,7 +53,7 @@ class EmulatedStep(GraphedStep):
 
     def replay(self, generator):
         states = iter(generator.registered)
-        self.output = self.body(self.inputs, 0, self.tokens,
+        self.output = self.body(self.inputs, 0, self.n_trained,
                                 lambda _: generator.graphsafe_set_state(next(states)))
         assert next(states, None) is None, "every micro-batch draws from its own generator"
 
@@ -168,7 +168,7 @@ def take_steps(world, flags, graphed, evaluated=(), kind=Synthetic):
         for number in range(1, STEPS + 1):
             batches = micro_batches(cfg, mesh, data, (number - 1) * batch, batch, device)
             tokens = trained_tokens(data, (number - 1) * batch, batch, device)
-            stats, refused = step(batches, number, tokens=tokens)
+            stats, refused = step(batches, number, n_trained=tokens)
             results.append((*torch.stack(stats).tolist(), refused.item()))
             deferred = [isinstance(b.gather_handle, DeferredGather)
                         for b in data_parallel.buckets if b.n_slices > 1]

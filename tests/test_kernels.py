@@ -259,9 +259,9 @@ def test_adamw(kernels, dtype, clip, keeps_dtype):
         model = torch.nn.Sequential(torch.nn.Linear(70, 90), torch.nn.LayerNorm(90)).to(DEVICE)
         for p in model.parameters():
             p.data = p.data.to(DTYPES[dtype])
-            p.summed_over = "dp"
+            p.reduction_axis = "dp"
         mesh = make_mesh(World(device=torch.device(DEVICE)))
-        data_parallel = DataParallel(model, mesh, comm=lambda axis: Comm(grad_dtype))
+        data_parallel = DataParallel(model, mesh, make_comm=lambda axis: Comm(grad_dtype))
         opt = Optimizer(Config(dtype=dtype, clip=clip, weight_decay=0.1), data_parallel)
         opt.use_triton = triton
         for state in opt.adam.state.values():  # torch's kernel counts in each bucket's own tensor

@@ -88,10 +88,10 @@ def run(world, flags, batch, chunks=1, cp=1, kind=Synthetic):
     train_step = train.Step(cfg, model, data_parallel, opt)
     for step in range(1, STEPS + 1):
         batches = train.micro_batches(cfg, mesh, source, (step - 1) * batch, batch, world.device)
-        opt.on_grads_ready[:] = [lambda step=step: keep(f"step {step} grad ", {"": opt.grads})]
+        opt.before_update[:] = [lambda step=step: keep(f"step {step} grad ", {"": opt.grads})]
         tokens = None if kind is Synthetic else train.trained_tokens(source, (step - 1) * batch, batch,
                                                                      world.device)
-        stats, _ = train_step(batches, step, tokens=tokens)
+        stats, _ = train_step(batches, step, n_trained=tokens)
         seen["stats"].append(torch.stack(stats).tolist())
     wait_for_all_weights(model, data_parallel)
     keep("end ", None)

@@ -97,11 +97,11 @@ def loop_over_tokens(x, router, expert, K, kind, bias=None, factor=0.0, policy="
     return torch.stack(out), aux, z, dropped, visits
 
 
-def block(mesh=ALONE, dispatcher=moe.plain_dispatcher, **flags):
+def block(mesh=ALONE, make_dispatcher=moe.plain_dispatcher, **flags):
     """A MoE block in fp64 with seeded weights, the same in every layout."""
     cfg = Config(**dict(SMALL, **flags))
     shared = MLP(cfg, ALONE, cfg.n_shared_experts * cfg.ffn_hidden) if cfg.n_shared_experts else None
-    layer = moe.MoE(cfg, mesh, shared, dispatcher).double()
+    layer = moe.MoE(cfg, mesh, shared, make_dispatcher).double()
     rng = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in layer.parameters():
@@ -267,7 +267,7 @@ def aux_gradient(world, layout, n):
 
     def without_cross_entropy(*args, **kwargs):
         out, router_loss = forward(*args, **kwargs)
-        return (out * 0.0 if model.is_last else out), router_loss
+        return (out * 0.0 if model.has_head else out), router_loss
     with mock.patch.object(model, "forward", without_cross_entropy):
         count = n * cfg.micro_batch * mesh.dp.size
         batches = train.micro_batches(cfg, mesh, SameBatch(cfg), 0, count, world.device)
@@ -327,8 +327,9 @@ def block_over_ep(world, ep, flags, kind, slack=0.0):
     the balanced rows -> {output, gradient of x, gradients summed over the ranks}, rows received."""
     mesh = make_mesh(world, ep=ep)
     one_sided = Choice(graph=True, symm_mem=True, peer_copies=False, single_microbatch=False)
-    dispatcher = one_sided.dispatcher(Config(**dict(SMALL, **flags))) if slack else moe.plain_dispatcher
-    layer, rows = block(mesh, dispatcher, aux_coef=0.3, **flags), []
+    plain = moe.plain_dispatcher
+    make_dispatcher = one_sided.dispatcher_maker(Config(**dict(SMALL, **flags))) if slack else plain
+    layer, rows = block(mesh, make_dispatcher, aux_coef=0.3, **flags), []
     x = (tokens(kind, layer).detach() + 0.01 * (1 + world.rank)).requires_grad_()
     if slack:
         layer.dispatcher.rows_in_use = int(slack * x.size(0) * layer.K)

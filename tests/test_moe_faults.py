@@ -19,7 +19,7 @@ from faults import group, not_over, planted, router_loss_weight, run_with_faults
 from pool import run_ranks
 from test_layouts import CAPACITY, MOE, SIGMOID, run
 
-from pipeline import is_last
+from pipeline import has_head
 
 BATCH = 8
 MOE, CAPACITY, SIGMOID = (dict(base, n_layer=2, micro_batch=2) for base in (MOE, CAPACITY, SIGMOID))
@@ -38,7 +38,7 @@ def scaled_experts(original, bucket, power):
 
 
 def half_for_experts(original, bucket):
-    """Bucket.replica_weight that counts experts as if two ranks held them."""
+    """Bucket.count_factor that counts experts as if two ranks held them."""
     return original(bucket) / (2 if bucket.axis.name == "edp" else 1)
 
 
@@ -52,7 +52,7 @@ def without_experts(original, optimizer, slices, dtype):
 def router_loss_of_last_stage(original, model, *args, chunk=0):
     """GPT.forward whose router loss has a gradient on the last stage only."""
     out, router_loss = original(model, *args, chunk=chunk)
-    return out, router_loss if is_last(model, chunk) else router_loss.detach()
+    return out, router_loss if has_head(model, chunk) else router_loss.detach()
 
 
 def capacity_of_two_ranks(original, cfg, n):
@@ -157,7 +157,7 @@ LAYOUT_FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of plan
     "the gradient norm skips experts": (
         MOE, EP, "optim.Optimizer.sum_of_squares", without_experts),
     "the gradient norm counts experts as replicated": (
-        MOE, EP, "ddp.Bucket.replica_weight", half_for_experts),
+        MOE, EP, "ddp.Bucket.count_factor", half_for_experts),
     # Sums over tp and over micro-batches
     "router and norms not summed over tp": (
         MOE, TP, *group("stage", "dp")),

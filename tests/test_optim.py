@@ -132,7 +132,7 @@ def test_adamw_equals_the_paper():
     m, v = ({n: torch.zeros_like(p) for n, p in w.items()} for _ in range(2))
     for t in range(1, 4):
         grads = {}
-        opt.on_grads_ready[:] = [lambda g=grads: g.update(
+        opt.before_update[:] = [lambda g=grads: g.update(
             {n: x.clone() for b in data_parallel.buckets
              for n, x in zip(b.names, b.grad_windows, strict=True)})]
         [(stats, _)] = steps(cfg, model, data_parallel, opt, [t])

@@ -108,10 +108,10 @@ FAMILY.update({"swiglu, cp": dict(cp=2), "gelu, cp": dict(FAMILY["gelu"], cp=2)}
 # Both ranks of cp hold the same values here; flash attention needs no mask
 @mock.patch.object(model_, "gather_segments", lambda kv, axis: torch.cat([kv, kv]))
 @mock.patch("torch.nn.attention.bias.causal_lower_right", lambda *sizes: None)
-def kept_bytes(cfg, mesh, dispatcher=moe.plain_dispatcher, rows_in_use=0):
+def kept_bytes(cfg, mesh, make_dispatcher=moe.plain_dispatcher, rows_in_use=0):
     """Return bytes that autograd keeps of a block, besides its weights and rope's table."""
     torch.set_default_dtype(torch.bfloat16)
-    block = model_.Block(cfg, mesh, dispatcher)
+    block = model_.Block(cfg, mesh, make_dispatcher)
     torch.set_default_dtype(torch.float32)
     for p in block.parameters():
         torch.nn.init.normal_(p, std=0.02)

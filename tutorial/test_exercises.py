@@ -235,7 +235,7 @@ def slices_of_rank(world, name):
                 p.grad = grad
                 theirs.on_grad_ready(i, micro_batch == 1)
         theirs.wait_grads()
-        totals.append((total, theirs.grad_sum.clone()))
+        totals.append((total, theirs.grad_total.clone()))
     return totals
 
 
