@@ -240,13 +240,13 @@ def test_the_loss_of_a_run_is_the_mean_over_trained_tokens(data):
 
 
 def masters_after_init_from(world, flags, path, vocab_size):
-    """Return {"shards": what init_from() leaves in the masters that this rank owns}, the message."""
+    """Return {"pieces": what init_from() leaves in the masters that this rank owns}, the message."""
     from runtime import resume
     cfg = Config(**flags)
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     model, data_parallel, opt = train.build(cfg, mesh, vocab_size, world.device)
     said = resume.init_from(model, opt, path)
-    return {"said": said, "shards": [(n, test_layouts.to_numpy(t), full, at) for n, t, full, at in
+    return {"said": said, "pieces": [(n, test_layouts.to_numpy(t), full, at) for n, t, full, at in
                                      resume.own_pieces(data_parallel, opt, {"": opt.masters})]}
 
 

@@ -327,9 +327,8 @@ def block_over_ep(world, ep, flags, kind, slack=0.0):
     the balanced rows -> {output, gradient of x, gradients summed over the ranks}, rows received."""
     mesh = make_mesh(world, ep=ep)
     one_sided = Choice(graph=True, symm_mem=True, peer_copies=False, single_microbatch=False)
-    plain = moe.plain_dispatcher
-    make_dispatcher = one_sided.dispatcher_maker(Config(**dict(SMALL, **flags))) if slack else plain
-    layer, rows = block(mesh, make_dispatcher, aux_coef=0.3, **flags), []
+    make = one_sided.dispatcher_maker(Config(**dict(SMALL, **flags))) if slack else moe.plain_dispatcher
+    layer, rows = block(mesh, make, aux_coef=0.3, **flags), []
     x = (tokens(kind, layer).detach() + 0.01 * (1 + world.rank)).requires_grad_()
     if slack:
         layer.dispatcher.rows_in_use = int(slack * x.size(0) * layer.K)
