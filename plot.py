@@ -25,7 +25,7 @@ import checkpoint
 import config
 from interface.command_line import command_line, parse, print_quietly, printable, wrong_input
 from interface.files import folded, read_holder, sound_rows
-from interface.schema import load_json
+from interface.schema import load_json, open_file
 from runtime.log import best_effort
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file of each, in OUT
@@ -222,14 +222,13 @@ def state(run, last, asked):
 
 def in_use(run):
     """Return "running", or "running?" if only another machine knows; "" if no process holds the run."""
-    path = run.resolve().with_name(f".{run.resolve().name}.lock")
-    with contextlib.suppress(OSError), open(path, "rb") as f:
-        holder, is_gone = read_holder(f.fileno())
-        if is_gone:
-            return ""
-        if f" on {socket.gethostname()} " in holder:
-            return "running"
-        return "running?"
+    run = run.resolve()
+    for path in (run.with_name(f".{run.name}.lock"), run / ".lock"):
+        with contextlib.suppress(OSError, ValueError):
+            with open_file(path) as f:
+                holder, is_gone = read_holder(f.fileno())
+            if not is_gone:
+                return "running" if f" on {socket.gethostname()} " in holder else "running?"
     return ""
 
 

@@ -28,6 +28,7 @@ from cost.traffic import traffic
 from fast.symm_mem import bytes_allocated
 from generate import generate
 from interface.files import Rows, folded, must_write, warn, write_whole
+from interface.schema import load_json
 from ops.accelerator import peak_memory
 from optim import StepStats
 from parallel import MAX
@@ -313,7 +314,7 @@ class Log:
         path = self.out / "history.jsonl"
         if row["step"] and not path.exists():
             with contextlib.suppress(OSError, ValueError):
-                config = json.loads((self.out / "config.json").read_text())
+                config = load_json(self.out / "config.json")
                 rows.insert(0, {"step": 0, "config": config})
         history = Rows(path, math.inf, create=True)
         for row in rows:
