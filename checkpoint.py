@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 
 from interface import checkpoint_report as report
 from interface.command_line import one_line, printable, wrap, wrong_input
-from interface.files import folded, sync, write_whole
+from interface.files import folded, remove_parts, sync, write_whole
 from interface.schema import Range, check_schema, load_json
 from interface.tensor_file import BLOCK, SAFETENSORS_DTYPE, dtype_name, write_safetensors
 
@@ -163,6 +163,7 @@ def recover(root):
     Call it on one rank, before any rank saves. Files and directories with other names than ours stay; of a
     symbolic link only the link goes.
     """
+    remove_parts(root)
     left = [path for path in Path(root).glob("step_*") if LEFT_BEHIND.fullmatch(path.name) and path.is_dir()]
     for path in left:
         if path.suffix == ".old" and not path.with_suffix("").exists():

@@ -24,8 +24,8 @@ import tyro
 import checkpoint
 import config
 from interface.command_line import command_line, parse, print_quietly, printable, wrong_input
-from interface.files import folded, read_holder, sound_rows
-from interface.schema import load_json, open_file
+from interface.files import folded, new_part, read_holder, sound_rows, write_whole
+from interface.schema import load_json, open_file, read_file
 from runtime.log import best_effort
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file of each, in OUT
@@ -132,7 +132,7 @@ def at_end(out, experts, show):
         if show:
             print(text, flush=True)
         with best_effort(out / "expert_load.txt"):
-            (out / "expert_load.txt").write_text(text + "\n", encoding="utf-8")
+            write_whole(out / "expert_load.txt", text + "\n")
     rows, _ = sound_rows(out / "metrics.jsonl")
     try:
         with best_effort(f"plots in {out}"):
@@ -149,7 +149,7 @@ def write_plots(out, rows, show):
             series.append(("val_loss", "x", points(rows, "val_loss")))
         text = draw(name, series)
         if text:
-            (out / f"{name}.txt").write_text(text, encoding="utf-8")
+            write_whole(out / f"{name}.txt", text)
         if show and name == "loss":
             print(text, end="", flush=True)
 
@@ -326,7 +326,16 @@ def picture(found, path, log):
             axes.plot(steps, heights, "x" if is_dots(mark) else "-", label=label)
         axes.set(title=title, xlabel="step", yscale="log" if log else "linear")
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path)
+    with new_part(path) as part:
+        figure.savefig(part, format=path.suffix[1:])
+
+
+def check_picture(path):
+    """ValueError unless --png names a new file, or a picture that matplotlib drew."""
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--png {path} is no .png, .svg or .pdf; give such a name")
+    if os.path.lexists(path) and (path.is_symlink() or b"atplotlib" not in read_file(path)):
+        raise ValueError(f"--png {path} is there already and was not drawn by matplotlib; give a new file")
 
 
 def read_flags(argv):
@@ -336,6 +345,8 @@ def read_flags(argv):
         raise ValueError("no RUN is given: --out directories of runs, for example python plot.py out/tiny")
     if len(flags.steps) not in (0, 2):
         raise ValueError("--steps takes FIRST LAST, for example --steps 100 200")
+    if flags.png:
+        check_picture(Path(flags.png))
     return flags
 
 
@@ -348,7 +359,7 @@ def show_once(flags):
         print(CLEAR_SCREEN, end="")
     print(text or "no rows yet\n", end="", flush=True)
     if flags.png:
-        picture(found, flags.png, flags.log)
+        picture(found, Path(flags.png), flags.log)
 
 
 def main(argv=None):

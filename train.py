@@ -344,7 +344,7 @@ class Run:
     def dump_grads(self):
         """Write --dump-grads, between the gradient sums and the update."""
         parts = self.parts
-        resume.dump_grads(self.cfg.dump_grads, parts.mesh, parts.data_parallel, parts.opt,
+        resume.dump_grads(self.cfg.dump_grads, self.world, parts.data_parallel, parts.opt,
                           self.data.vocab_size)
 
     def end_step(self, number, batch):

@@ -1,7 +1,7 @@
 """The directory of a run, OUT: one run at a time works in it, and a torn line in its files ends no later run.
 
     write_whole     write a small file so that a reader finds all of it
-    lock, unlock    claim OUT for this process, by locks on files next to it and in it; read_holder: who has it
+    lock, unlock    claim OUT for this process, by locks on files next to it and in it; read_holder: its owner
     move_aside      rename OUT by what the run in it was
     sound_rows      the rows of a .jsonl file, without the lines that a kill or a full disk damaged
     Rows            appends rows to such a file; those that cannot be written wait in memory
@@ -11,6 +11,8 @@ import errno
 import fcntl
 import json
 import os
+import re
+import secrets
 import socket
 import stat
 import sys
@@ -21,6 +23,7 @@ from pathlib import Path
 from interface.command_line import one_line
 from interface.schema import read_file
 
+PART = re.compile(r"\..+\.[0-9a-f]{8}\.part")  # the names of new_part()
 LOCK_WAIT = 60.0  # seconds that --resume auto waits for a run that is just leaving
 
 
@@ -34,15 +37,39 @@ def folded(text):
     return textwrap.fill(text, 100, subsequent_indent=6 * " ", break_long_words=False, break_on_hyphens=False)
 
 
-def write_whole(path, text):
-    """Write a small text file under another name and rename it.
+def write_whole(path, content):
+    """Write a small file, str or bytes, under another name and rename it.
 
-    A reader finds all of it, or the file as it was before.
+    A reader finds all of it, or the file as it was before. Other names of the old file, such as a hard link
+    in a backup, keep the old content.
     """
-    part = path.with_suffix(".part")
-    part.write_text(text)
-    sync(part)
-    os.replace(part, path)
+    with new_part(path) as part:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        sync(part)
+
+
+@contextlib.contextmanager
+def new_part(path):
+    """Yield the path of a new, empty file beside `path`, whose name it gets if the body succeeds.
+
+    Its own name is random and is made here: nothing that lay there before is written to, or through.
+    """
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    try:
+        yield part
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def remove_parts(folder):
+    """Remove the files that new_part() made and that a killed process left."""
+    for path in Path(folder).glob(".*.part"):
+        if PART.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+            path.unlink()
 
 
 def sync(path):
@@ -93,7 +120,7 @@ def move_aside(out):
 # The lock
 
 # Each lock is a flock on a small file. OUT's sibling .NAME.lock stays where it is when OUT is renamed.
-# OUT/.lock is seen by all containers that mount OUT itself: for each of them it has other siblings. Rank 0 takes
+# OUT/.lock is seen by all containers that mount OUT itself: each of them sees other siblings. Rank 0 takes
 # both for all ranks; the kernel ends them with the process. Programs that only read OUT never take them.
 
 _held = {}  # {file descriptor: path}: the locks of this process
@@ -324,11 +351,20 @@ class Rows:
         """Whether somebody removed or renamed the file while it is open."""
         return self.file is not None and not _is_at(self.path, self.status)
 
+    def leave_links(self):
+        """If somebody gave the open file a second name, as cp -al does, go on in a copy: it is a backup."""
+        if self.file is not None and os.fstat(self.file.fileno()).st_nlink > max(1, self.status.st_nlink):
+            write_whole(self.path, self.path.read_bytes())
+            self.file.close()
+            self.open()
+
     def add(self, row):
         """Append a row, and those that wait. If it cannot be written now, it waits in memory."""
         self.waiting += (json.dumps(row) + "\n").encode()
         try:
             lost = self.is_lost()
+            if not lost:
+                self.leave_links()
             if lost or self.file is None:
                 self.open()
             if lost:

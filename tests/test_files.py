@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,9 +18,13 @@ from unittest import mock
 
 import pytest
 from pool import ROOT, run_ranks
-from runs import TINY, assert_refused, go, session
+from runs import TINY, assert_refused, chars, go, rows, session
+from safetensors.torch import load_file
 
+import train
 from interface import files
+from interface.schema import load_json
+from runtime import log, resume
 from runtime.launch import World
 
 # -----------------------------------------------------------------------------
@@ -195,3 +200,111 @@ def test_a_working_directory_with_a_run_is_not_renamed(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").touch()
     assert_refused(session(World(), [*TINY, "--out=.", "--steps=1"]), "working directory", "--resume auto")
     assert session(World(), [*TINY, "--out=.", "--steps=1", "--resume=auto"])["code"] == 0
+
+
+# -----------------------------------------------------------------------------
+# Whoever replaces or deletes a file has made it
+
+def test_dump_grads_replaces_and_removes_nothing(tmp_path):
+    mine = tmp_path / "g.parts/thesis.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    path = tmp_path / "g.safetensors"
+    go(2, tmp_path / "run", f"--dump-grads={path}", "--steps=1")
+    assert len(load_file(path)) > 10 and mine.read_text() == "mine"
+    assert {p.name for p in tmp_path.iterdir()} == {"g.parts", "g.safetensors", "run"}
+
+    before = path.read_bytes()
+    link = tmp_path / "link.st"
+    link.symlink_to(tmp_path / "nowhere")
+    for there in (path, link, mine):
+        refused = run_ranks(2, session, [*TINY, f"--out={tmp_path / 'new'}", f"--dump-grads={there}"])
+        assert_refused(refused[0], f"--dump-grads {there} is there already and stays; give a new file")
+        assert refused[1]["code"] == 2 and refused[1]["err"] == "" and refused[0]["steps"] == []
+    assert path.read_bytes() == before
+    assert not (tmp_path / "new").exists() and not (tmp_path / "nowhere").exists()
+
+
+def test_dump_grads_does_not_replace_a_file_that_came_meanwhile(tmp_path):
+    path = tmp_path / "g.safetensors"
+    real = resume.dump_grads
+
+    def someone_was_faster(*args):
+        path.write_text("mine")
+        real(*args)
+    with mock.patch.object(resume, "dump_grads", someone_was_faster):
+        got = session(World(), [*TINY, f"--out={tmp_path / 'run'}", f"--dump-grads={path}", "--steps=1"])
+    assert_refused(got, f"{path} cannot be written: ", "File exists", "another --dump-grads")
+    assert path.read_text() == "mine" and not list(tmp_path.glob("*.parts"))
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed"])
+def test_a_directory_that_vanishes_under_a_run_is_made_again(how, tmp_path):
+    out = tmp_path / "run"
+    data = chars(tmp_path)
+
+    def vanish(run, *args):
+        step = real(run, *args)
+        if run.state.step == 3:
+            shutil.rmtree(out) if how == "removed" else out.rename(tmp_path / "moved")
+        return step
+    real = train.Run.end_step
+    argv = [*TINY, "--vocab-size=0", f"--data={data}", f"--out={out}", "--steps=6", "--save-every=2"]
+    with mock.patch.object(train.Run, "end_step", vanish):
+        got = session(World(), argv)
+    assert got["code"] == 0 and "config.json was removed or renamed: it is written again" in got["err"]
+    there = {p.name for p in out.iterdir()}
+    assert there >= {"config.json", "tokenizer.json", "meta.json", "history.jsonl", "step_000006"}
+    assert [r["step"] for r in rows(out)] == [3, 4, 5, 6] and ".lock" not in there
+    assert json.loads((out / "config.json").read_text())["vocab_size_used"] > 0
+    (again,) = run_ranks(1, session, [*argv[:-2], "--steps=7", "--resume=auto"])
+    assert again["code"] == 0 and "resumed" in again["out"]
+    if how == "renamed":
+        assert not (tmp_path / "moved/.lock").exists()
+
+
+def test_the_data_may_be_gone_when_the_directory_is_made_again(tmp_path):
+    log_of_run = log.Log(tmp_path / "run", {"a": 1}, others={"tokenizer.json": b"{}"})
+    shutil.rmtree(tmp_path / "run")
+    log_of_run.close()
+    assert (tmp_path / "run/tokenizer.json").read_bytes() == b"{}"
+
+
+def test_links_are_neither_followed_nor_changed(tmp_path):
+    """Symbolic links with the names of temporary files, and a backup by hard links (cp -al)."""
+    out = tmp_path / "run"
+    out.mkdir()
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    for name in ("config.part", "metrics.part", "history.part", "meta.json.part"):
+        (out / name).symlink_to(mine)
+    (out / ".config.json.0123abcd.part").write_text("left by a kill")
+    (out / ".config.json.part").write_text("foreign")
+    go(1, out, "--steps=2", "--save-every=1", "--profile")
+    assert mine.read_text() == "mine" and not (out / ".config.json.0123abcd.part").exists()
+    assert (out / ".config.json.part").read_text() == "foreign"
+    backup = tmp_path / "backup"
+    subprocess.run(["cp", "-al", out, backup], check=True)
+    before = {p: p.read_bytes() for p in backup.rglob("*") if p.is_file()}
+    assert {"metrics.jsonl", "loss.txt", "history.jsonl"} <= {p.name for p in before}
+    go(1, out, "--steps=4", "--resume=auto", "--profile")
+    assert before == {p: p.read_bytes() for p in backup.rglob("*") if p.is_file()}
+
+
+def test_a_backup_by_hard_links_of_a_running_run_stays_as_it_is(tmp_path):
+    written = files.Rows(tmp_path / "a.jsonl", -1, create=True)
+    written.add({"step": 1})
+    os.link(tmp_path / "a.jsonl", tmp_path / "backup")
+    written.add({"step": 2})
+    written.add({"step": 3})
+    written.close()
+    assert files.sound_rows(tmp_path / "backup") == ([{"step": 1}], 0)
+    assert files.sound_rows(tmp_path / "a.jsonl") == ([{"step": 1}, {"step": 2}, {"step": 3}], 0)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is a pipe or a device, not a file"):
+        load_json(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is a pipe or a device, not a file"):
+        files.sound_rows(tmp_path / "pipe")
