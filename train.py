@@ -34,6 +34,7 @@ from ddp import untimed
 from fast.choose import choose
 from fast.graph import make_step
 from interface.layout import check_layout
+from interface.schema import ChangedFile
 from model import DTYPES, GPT, init_weights
 from optim import Optimizer, learning_rate
 from parallel import make_mesh
@@ -505,6 +506,8 @@ def main(argv=None):
                 outcome = Run(cfg, world, watchdog).train()
             except SystemExit as leaving:  # exit_together() has printed why.
                 outcome = leaving.code
+            except ChangedFile as e:
+                outcome = launch.refuse_alone(world, e)
             launch.shutdown(world)
     if outcome:
         raise SystemExit(int(outcome))

@@ -19,6 +19,10 @@ class Range:
     high: float = 2**63 - 1  # what fits into 8 bytes
 
 
+class ChangedFile(ValueError):
+    """Somebody cut or changed a file while a run reads it: one rank learns of it, in the middle of a step."""
+
+
 def open_file(path):
     """Open a file for reading bytes. ValueError: it is a pipe or a device, which may have no end.
 

@@ -16,14 +16,16 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 from pool import ROOT, run_ranks
 from runs import TINY, assert_refused, chars, go, rows, session
 from safetensors.torch import load_file
 
 import train
+from corpus import shards
 from interface import files
-from interface.schema import load_json
+from interface.schema import ChangedFile, load_json
 from runtime import log, resume
 from runtime.launch import World
 
@@ -308,3 +310,46 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path):
         load_json(tmp_path / "pipe")
     with pytest.raises(ValueError, match="pipe is a pipe or a device, not a file"):
         files.sound_rows(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("wrong", ["cut", "overwritten", "masks"])
+def test_a_shard_that_is_changed_under_a_run_is_named(wrong, tmp_path):
+    """A memory-mapped file that is cut ends the process by SIGBUS."""
+    path = tmp_path / "train_00000.bin"
+    ids = np.arange(5000, dtype="<u2") % 100
+    path.write_bytes(shards.pack_header(2, len(ids)) + ids.tobytes())
+    shard = shards.Shard(path, "<u2", len(ids), 2 if wrong == "masks" else 100, "make it again")
+    window = np.empty(17, "<u2")
+    if wrong != "masks":
+        shard.read_into(window, 4983)
+        assert window.tolist() == ids[4983:].tolist()
+    if wrong == "cut":
+        os.truncate(path, 9000)
+        message = "was cut while this run reads it: it ends before token 5000 of 5000; make it again"
+    elif wrong == "overwritten":
+        path.write_bytes(b"\xff" * path.stat().st_size)
+        message = "was changed while this run reads it: near token 4983 is the id 65535, expected less than"
+    else:
+        message = "expected less than 2"
+    with pytest.raises(ChangedFile, match=f"^{path} .*{message}"):
+        shard.read_into(window, 4983)
+
+
+def test_a_run_whose_data_is_cut_ends_with_one_line(tmp_path):
+    data = chars(tmp_path)
+    argv = [*TINY, "--vocab-size=0", f"--data={data}", f"--out={tmp_path / 'run'}", "--steps=1000"]
+    program = """if 1:
+        import os, sys
+        import train
+        def cut(run, number):
+            if number == 3:
+                os.truncate(sys.argv[1], 5000)
+            begin(run, number)
+        begin, train.Run.begin_step = train.Run.begin_step, cut
+        train.main(sys.argv[2:])
+    """
+    command = [sys.executable, "-c", program, data / "train_00000.bin", *argv]
+    got = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    lines = got.stderr.splitlines()
+    assert got.returncode == 2 and len(lines) == 1, got.stderr
+    assert "train_00000.bin was cut while this run reads it" in lines[0]
