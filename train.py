@@ -506,8 +506,8 @@ def main(argv=None):
                 outcome = Run(cfg, world, watchdog).train()
             except SystemExit as leaving:  # exit_together() has printed why.
                 outcome = leaving.code
-            except ChangedFile as e:
-                outcome = launch.refuse_alone(world, e)
+            except ChangedFile as error:
+                outcome = launch.refuse_alone(world, error)
             launch.shutdown(world)
     if outcome:
         raise SystemExit(int(outcome))

@@ -13,15 +13,20 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from pool import ROOT, run_ranks
 from runs import TINY, assert_refused, chars, go, rows, session
 from safetensors.torch import load_file
 
+import checkpoint
+import convert
+import plot
 import train
 from corpus import shards
 from interface import files
@@ -353,3 +358,73 @@ def test_a_run_whose_data_is_cut_ends_with_one_line(tmp_path):
     lines = got.stderr.splitlines()
     assert got.returncode == 2 and len(lines) == 1, got.stderr
     assert "train_00000.bin was cut while this run reads it" in lines[0]
+
+
+# -----------------------------------------------------------------------------
+# Checkpoints that are crafted, or removed while they are read
+
+def test_pieces_that_overlap_and_leave_a_gap_are_refused():
+    def pieces(*rectangles):
+        return [{"offset": offset, "size": size} for offset, size in rectangles]
+    assert not checkpoint.pieces_overlap(pieces(([0, 0], [2, 3]), ([0, 3], [2, 1]), ([2, 0], [2, 4])))
+    assert not checkpoint.pieces_overlap(pieces(([], [])))
+    assert checkpoint.pieces_overlap(pieces(([], []), ([], [])))
+    assert checkpoint.pieces_overlap(pieces(([0, 0], [2, 3]), ([0, 2], [2, 2]), ([2, 0], [2, 3])))
+    assert checkpoint.pieces_overlap(pieces(([0], [6]), ([1], [1]), ([5], [2])))
+    index = {"files": {"rank_00000.safetensors": {"bytes": 100}}, "tensors": {"w": {"shape": [4], "pieces": [
+        {"file": "rank_00000.safetensors", "offset": [0], "size": [2]},
+        {"file": "rank_00000.safetensors", "offset": [1], "size": [2]}]}}}
+    with pytest.raises(ValueError, match="two pieces of w overlap"):
+        checkpoint.check_pieces(index)
+
+
+@pytest.mark.parametrize("change", [
+    {"flags": {"micro_batch": "aaaa", "global_batch": 0, "tp": 1, "pp": 1}}, {"flags": {"zero": {"a": 1}}},
+    {"flags": {"lr": [[1]]}}, {"flags": [1]}, {"scaler": [-1.0, 0]}, {"scaler": [1e300, 0]},
+    {"scaler": [1.0, -1]}, {"samples": 2**62}])
+def test_a_crafted_meta_is_refused(change):
+    meta = {"step": 1, "samples": 4, "skipped": 0, "nan_steps": 0, "world": 1, "seed": 1, "adam_t": 1,
+            "data": "x", "skip": [], "shape": {"n_experts": 0, "bias": False},
+            "flags": {"lr": 0.1, "betas": [0.9, 0.95]}}
+
+    def index(meta):
+        body = {"format": 2, "step": 1, "meta": meta, "files": {}, "tensors": {}}
+        return {**body, "crc32": zlib.crc32(json.dumps(body, sort_keys=True).encode())}
+    checkpoint.check_index(index({**meta, "scaler": [65536.0, 3]}))
+    with pytest.raises(ValueError, match="^its meta: "):
+        checkpoint.check_index(index({**meta, **change}))
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_read(tmp_path, capsys):
+    """sample.py, convert.py and show take the newest one of that time."""
+    out = tmp_path / "run"
+    go(1, out, "--steps=2", "--save-every=1")
+    kept = tmp_path / "kept"
+    check = checkpoint.check
+
+    def prune_first(path, *args, **kwargs):
+        if not kept.exists():
+            (out / "step_000002").rename(kept)
+            shutil.copytree(kept, out / "step_000003")
+            shutil.rmtree(out / "step_000001")
+        return check(path, *args, **kwargs)
+    with mock.patch.object(checkpoint, "check", prune_first):
+        assert checkpoint.main(["show", str(out)]) == 0
+    said = capsys.readouterr()
+    assert "step_000003: step 2" in said.out and said.err == ""
+
+    shutil.rmtree(kept)
+    (out / "step_000003").rename(out / "step_000002")
+    (out / "step_000001").mkdir()
+    with mock.patch.object(checkpoint, "check", prune_first):
+        _, _, weights, _, said = convert.read_run(out)
+    assert weights.path == out / "step_000003" and "step_000003: the newest" in said
+    assert "damaged" not in capsys.readouterr().out
+    shutil.rmtree(out / "step_000003")  # open files stay readable
+    assert torch.isfinite(next(block for _, block in weights.blocks("wte.weight"))).all()
+
+
+def test_plots_of_huge_numbers(tmp_path):
+    for is_log in (False, True):
+        assert plot.points([{"step": 1, "loss": 1e299}], "loss") == []
+        assert plot.draw("loss", [("a", "", [(1, 1e289), (2, 1e-300), (3, 5.0)])], log=is_log)
