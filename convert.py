@@ -51,11 +51,11 @@ class Flags:
 FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}  # safetensors' names: --dtype
 NARROWEST_FIRST = list(FLOATS)
 TORCH_DTYPE = {short: name for name, short in checkpoint.SAFETENSORS_DTYPE.items()}
-BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)")  # no weights: masks, frequencies
+BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)")  # not weights: masks, frequencies
 
 
 class Part(NamedTuple):
-    """A rectangle of a tensor of ours."""
+    """A rectangle of one of our tensors."""
     name: str  # our tensor's
     full: tuple  # our tensor's shape
     offset: tuple  # where the rectangle begins in our tensor
@@ -63,12 +63,12 @@ class Part(NamedTuple):
 
 
 class Theirs(NamedTuple):
-    """A tensor of theirs, made of parts of our tensors."""
+    """One of their tensors, made of parts of our tensors."""
     transposed: bool  # stored as (in, out), as in GPT-2; ours is (out, in)
     parts: list  # of Part, from top to bottom
 
     def shape(self):
-        """Return the shape in which it is stored."""
+        """Return the shape in which the tensor is stored."""
         size = self.parts[0].size
         if len(size) == 3:
             return size[1:]  # (1, rows, columns): one of our experts, which is a matrix of theirs
@@ -94,24 +94,24 @@ def shapes(cfg, vocab_size):
 
 
 def tensors(cfg, kind, vocab_size):
-    """Return {their name: Theirs} of the model of family `kind` that has the weights of ours."""
+    """Return {their name: Theirs} of the model of family `kind` that has our model's weights."""
     names = hf.FAMILIES[kind].names
     found = {}
     for name, (full, rows) in shapes(cfg, vocab_size).items():
         theirs = their_name(name, names)
         if "{}" in theirs:
-            # Ours is (E, rows, columns). They have a tensor for each expert.
+            # Our tensor is (E, rows, columns). They have one tensor per expert.
             for expert in range(full[0]):
                 part = Part(name, full, (expert, 0, 0), (1, *full[1:]))
                 found[theirs.format(expert)] = Theirs(False, [part])
         else:
-            # Several tensors of ours may have one name of theirs: queries, keys and values of GPT-2.
+            # Several of our tensors may have one name there: queries, keys and values of GPT-2.
             transposed = ".c_" in theirs and len(full) == 2
             part = Part(name, full, (0,) * len(full), (rows, *full[1:]))
             found.setdefault(theirs, Theirs(transposed, [])).parts.append(part)
 
     if "gate" in names:
-        # Qwen2Moe's shared expert has a gate of its own. Ours has none, so no tensor of ours is this part.
+        # Qwen2Moe's shared expert has a gate of its own. Ours has none, so none of our tensors is this part.
         gate = Part("gate", (1, cfg.n_embd), (0, 0), (1, cfg.n_embd))
         for i in range(cfg.n_layer):
             found[f"{names['blocks']}.{i}.{names['gate']}.weight"] = Theirs(False, [gate])
@@ -119,9 +119,9 @@ def tensors(cfg, kind, vocab_size):
 
 
 def their_name(name, names):
-    """Return the name of theirs for one of our parameters, with {} for the number of an expert.
+    """Return their name for one of our parameters, with {} for the number of an expert.
 
-    names: of a Family. A parameter has a name of its own there, or that of its module.
+    names: those of a Family. There, a parameter has a name of its own, or that of its module.
     ValueError: it has none.
     """
     block, module, leaf = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+?)(\.weight|\.bias)?", name).groups("")
@@ -139,7 +139,7 @@ def their_name(name, names):
 
 
 class Lazy:
-    """Stands for a tensor in checkpoint.write_safetensors, which reads it when it writes it."""
+    """Stands for a tensor in checkpoint.write_safetensors, which reads the values when it writes them."""
 
     def __init__(self, shape, dtype, read):
         self.shape = tuple(shape)
@@ -178,7 +178,7 @@ def list_safetensors(folder):
     """
     names = ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
-    # An index beside model.safetensors may be of an older save.
+    # An index beside model.safetensors may belong to an older save.
     if index.is_file() and not (folder / names[0]).is_file():
         listed = load_json(index)
         check_schema(listed, {"weight_map": {"*": str}}, index)
@@ -195,7 +195,7 @@ def list_safetensors(folder):
 class HuggingFace(checkpoint.Reader):
     """The weights of a directory of Hugging Face, read as if they were a checkpoint of ours.
 
-    fill() gives any rectangle of any tensor of ours. cfg, vocab_size: the model of the config.json.
+    fill() reads any rectangle of any of our tensors. cfg, vocab_size: the model that config.json describes.
     """
 
     def __init__(self, folder, seq_len=0):
@@ -214,7 +214,7 @@ class HuggingFace(checkpoint.Reader):
         self.index = {"tensors": self.list_pieces()}
 
     def narrowest_dtype(self):
-        """Return the narrowest dtype of the tensors, as --dtype names it. ValueError: one is no float."""
+        """Return the narrowest dtype of the tensors, as --dtype names it. ValueError: one is not a float."""
         for name, part in self.slices.items():
             if part.get_dtype() not in FLOATS:
                 raise ValueError(f"{self.path}: {name} is {part.get_dtype()}, none of {', '.join(FLOATS)}")
@@ -222,10 +222,10 @@ class HuggingFace(checkpoint.Reader):
         return FLOATS[min(stored, key=NARROWEST_FIRST.index, default="F32")]
 
     def check_shapes(self):
-        """ValueError, with the tensor's name, unless the files hold the tensors of the model."""
+        """Raise ValueError, with the tensor's name, unless the files hold the tensors of the model."""
         known = set(self.layout)
         if self.cfg.tied:
-            known.add("lm_head.weight")  # some files hold it although it is tied
+            known.add("lm_head.weight")  # some files hold the head although it is tied
         if more := sorted(self.slices.keys() - known):
             raise ValueError(f"{self.path}: our model has no place for {more[0]}; it is another architecture")
         for name, theirs in self.layout.items():
@@ -286,9 +286,9 @@ class HuggingFace(checkpoint.Reader):
 
 
 def read_whole(weights, own, theirs, dtype):
-    """Return a tensor of theirs, read from a Reader of ours.
+    """Return one of their tensors, read from a Reader of our weights.
 
-    theirs: a Theirs. A part is zero where it is none of our tensors, `own`.
+    theirs: a Theirs. A part that is none of our tensors, `own`, is zero.
     """
     import torch
     blocks = []
@@ -349,7 +349,7 @@ def open_chosen(run):
 
 
 def is_theirs(folder):
-    """Whether the config.json of a directory is one of Hugging Face."""
+    """Whether the config.json of a directory comes from Hugging Face."""
     with suppress(ValueError):
         found = load_json(folder / "config.json")
         return isinstance(found, dict) and "model_type" in found and "vocab_size_used" not in found
@@ -359,8 +359,8 @@ def is_theirs(folder):
 def choose_step(run):
     """Return the checkpoint of a run to take, and a line that says which it is and why.
 
-    It is the one with the lowest validation loss, if that is known and the checkpoint is sound, else the
-    newest sound one.
+    It is the checkpoint with the lowest validation loss, if that is known and the checkpoint is sound.
+    Otherwise it is the newest sound one.
     """
     newest = checkpoint.newest(run)
     if newest is None:
@@ -379,7 +379,7 @@ def choose_step(run):
 # in
 
 def load_tokenizer(folder, vocab_size):
-    """Return the tokenizer of a directory, ours or theirs, or None where there is none.
+    """Return the tokenizer of a directory, ours or theirs, or None if there is none.
 
     ValueError: it has more ids than the model.
     """
@@ -393,7 +393,7 @@ def load_tokenizer(folder, vocab_size):
 
 
 def import_model(flags):
-    """Write a model of Hugging Face as a run of ours that has made no step; return lines that say so."""
+    """Write a Hugging Face model as one of our runs that has made no step; return lines that say so."""
     weights = HuggingFace(flags.model, flags.seq_len)
     vocabulary = load_tokenizer(weights.path, weights.vocab_size)
     out = Path(flags.out)
@@ -423,7 +423,7 @@ def lazy_pieces(weights):
 
 
 def read_piece(weights, name, full, piece, dtype):
-    """Return one piece of the tensor `name` of ours, whose full shape is `full`."""
+    """Return one piece of our tensor `name`, whose full shape is `full`."""
     import torch
     block = torch.empty(piece["size"], dtype=dtype)
     weights.fill(name, block, full, piece["offset"])
@@ -442,7 +442,7 @@ def meta_of_no_step(cfg):
 # out
 
 def export_model(flags):
-    """Write a run of ours as a directory of Hugging Face; return a line that says so."""
+    """Write one of our runs as a directory of Hugging Face; return a line that says so."""
     from model import DTYPES
     cfg, vocab_size, weights, run, said = read_run(flags.model)
     if isinstance(weights, HuggingFace):
@@ -459,7 +459,7 @@ def export_model(flags):
 
     eod = vocabulary.eod if vocabulary else None
     dtype = str(DTYPES[flags.dtype]).removeprefix("torch.")
-    # In transformers generate() stops at the tokens of generation_config.json. config.json names only
+    # In transformers, generate() stops at the tokens of generation_config.json. config.json names only
     # end-of-document, and import finds it there.
     files = {"config.json": hf.config_json(full, kind, vocab_size, eod, dtype),
              "generation_config.json": {"bos_token_id": eod, "eos_token_id": end_tokens(vocabulary)}}
@@ -474,7 +474,7 @@ def export_model(flags):
 
 
 def full_config(cfg, kind):
-    """Return cfg with the flags by which our model has all tensors of the family."""
+    """Return cfg with the flags that give our model all tensors of the family."""
     full = dataclasses.replace(cfg, **hf.FAMILIES[kind].flags)
     if kind == "glm4_moe" and not cfg.n_shared_experts:
         full = dataclasses.replace(full, n_shared_experts=1)
@@ -482,7 +482,7 @@ def full_config(cfg, kind):
 
 
 def lazy_tensors(weights, own, layout, dtype):
-    """Return {their name: Lazy} of a layout of tensors(), read from a Reader of ours.
+    """Return {their name: Lazy} of a layout of tensors(), read from a Reader of our weights.
 
     own: the names of our model's tensors.
     """
@@ -495,7 +495,7 @@ def lazy_tensors(weights, own, layout, dtype):
 
 
 def write_weights(out, lazy, most):
-    """Write {name: Lazy} as files of at most `most` bytes, or of one tensor that has more."""
+    """Write {name: Lazy} as files of at most `most` bytes. A larger tensor has a file of its own."""
     groups = []  # {name: Lazy} for each file
     room = 0
     for name, tensor in lazy.items():
@@ -522,7 +522,7 @@ def write_weights(out, lazy, most):
 def end_tokens(vocabulary):
     """Return the ids after which a text ends: end-of-document, and <|end|> of a conversation.
 
-    A list where the vocabulary has the tokens of conversations, else one id or None.
+    The result is a list if the vocabulary has the tokens of conversations; otherwise one id or None.
     """
     if vocabulary is None:
         return None
