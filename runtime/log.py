@@ -318,8 +318,8 @@ class Log:
         with best_effort(f"{self.out}/config.json, which was removed or renamed", (OSError, ValueError)):
             hold_inside(self.out)
             self._write_start()
-            warn(f"{self.out}/config.json was removed or renamed: it is written again; what lay there before "
-                 "is gone from there")
+            if not self.metrics.is_lost():  # else the next row says so
+                warn(f"{self.out}/config.json was removed or renamed: it is written again")
 
     def _keep_history(self, row):
         """Append the row of this start, after the config.json of a run that began without history.jsonl."""

@@ -261,7 +261,7 @@ def test_a_directory_that_vanishes_under_a_run_is_made_again(how, tmp_path):
     argv = [*TINY, "--vocab-size=0", f"--data={data}", f"--out={out}", "--steps=6", "--save-every=2"]
     with mock.patch.object(train.Run, "end_step", vanish):
         got = session(World(), argv)
-    assert got["code"] == 0 and "config.json was removed or renamed: it is written again" in got["err"]
+    assert got["code"] == 0 and "metrics.jsonl was removed or renamed" in got["err"]
     there = {p.name for p in out.iterdir()}
     assert there >= {"config.json", "tokenizer.json", "meta.json", "history.jsonl", "step_000006"}
     assert [r["step"] for r in rows(out)] == [3, 4, 5, 6] and ".lock" not in there
