@@ -28,21 +28,31 @@ from typing import Literal, NamedTuple
 
 from interface import checkpoint_report as report
 from interface.command_line import one_line, printable, wrap, wrong_input
-from interface.files import folded, sync, write_whole
+from interface.files import folded, remove_parts, sync, write_whole
 from interface.schema import Range, check_schema, load_json
 from interface.tensor_file import BLOCK, SAFETENSORS_DTYPE, dtype_name, write_safetensors
 
 FORMAT = 2
 HINT = "use an older step_N"
 COUNT = Range(0, 10**12)
+
+
+def flag_value(value):
+    """a number, text, true, false, null, or a list of them"""
+    values = value if isinstance(value, list) else [value]
+    return all(one is None or isinstance(one, (str, int, float)) for one in values)
+
+
 SIZES = [Range(0, 2**48)]
 # What index.json must hold, and its meta where the checkpoint is a run's; see interface/schema.py.
 PIECE = {"file": str, "key": str, "offset": SIZES, "size": SIZES}
 INDEX = {"step": COUNT, "meta": dict, "files": {"*": {"bytes": Range(), "crc32": Range()}},
          "tensors": {"*": {"dtype": Literal[tuple(SAFETENSORS_DTYPE)], "shape": SIZES, "pieces": [PIECE]}}}
-RUN = {"step": COUNT, "samples": Range(), "skipped": COUNT, "nan_steps": COUNT, "world": COUNT, "seed": int,
-       "adam_t": COUNT, "data": str, "skip": [COUNT], "window?": [[float, float]], "streak?": COUNT,
-       "shape": {"n_experts": int, "bias": bool}, "best?": {"step?": COUNT, "val_loss?": float}}
+FLAGS = {"*": flag_value, **dict.fromkeys(("tp?", "pp?", "cp?", "micro_batch?", "global_batch?"), COUNT)}
+RUN = {"step": COUNT, "samples": Range(0, 10**15), "skipped": COUNT, "nan_steps": COUNT, "world": COUNT,
+       "seed": int, "adam_t": COUNT, "data": str, "skip": [COUNT], "window?": [[float, float]],
+       "streak?": COUNT, "shape": {"n_experts": int, "bias": bool}, "flags?": FLAGS,
+       "best?": {"step?": COUNT, "val_loss?": float}}
 LEFT_BEHIND = re.compile(r"step_[0-9]+(\.[0-9a-z]+)?\.(tmp|del|old)")  # by a save or prune that was killed
 
 
@@ -165,6 +175,7 @@ def recover(root):
     Call it on one rank, before any rank saves. Files and directories with other names stay. Of a symbolic
     link, only the link is deleted.
     """
+    remove_parts(root)
     left = [path for path in Path(root).glob("step_*") if LEFT_BEHIND.fullmatch(path.name) and path.is_dir()]
     for path in left:
         if path.suffix == ".old" and not path.with_suffix("").exists():
@@ -249,7 +260,7 @@ def check_index(index):
     if "shape" in meta:
         check_schema(meta, RUN, "its meta")
         if meta.get("scaler") is not None:
-            check_schema(meta["scaler"], [float, int], "its meta", "scaler")
+            check_schema(meta["scaler"], [Range(2.0**-100, 2.0**100), COUNT], "its meta", "scaler")
         if meta["step"] != index["step"]:
             raise ValueError(f"it is of step {index['step']}, its meta of step {meta['step']}")
     check_pieces(index)
@@ -275,6 +286,28 @@ def check_pieces(index):
                 raise ValueError(f"a piece of {name} lies outside of the tensor or of {piece['file']}")
         if left:
             raise ValueError(f"the pieces of {name} lack {left} of its elements")
+        if pieces_overlap(tensor["pieces"]):
+            raise ValueError(f"two pieces of {name} overlap")
+
+
+def pieces_overlap(pieces):
+    """Whether two rectangles of a tensor have an element in common.
+
+    Together with the sum of their sizes this says that they cover the tensor: no gap, nothing twice.
+    """
+    not_empty = [piece for piece in pieces if math.prod(piece["size"])]
+    ordered = sorted(not_empty, key=lambda piece: piece["offset"])
+    under_way = []  # pieces whose rows go on below the first row of the piece at hand
+    for piece in ordered:
+        if not piece["offset"]:
+            return len(ordered) > 1  # a scalar
+        row = piece["offset"][0]
+        under_way = [other for other in under_way if other["offset"][0] + other["size"][0] > row]
+        for other in under_way:
+            if overlap(piece["offset"], piece["size"], other["offset"], other["size"]):
+                return True
+        under_way.append(piece)
+    return False
 
 
 def lies_inside(piece, shape):
@@ -336,6 +369,8 @@ def newest(root, say=print):
         wrong = damage(path)
         if wrong is None:
             return path
+        if not path.exists():  # the run that goes on has removed it (--keep): another one is there now
+            return newest(root, say)
         say(wrong)
     return None
 
@@ -350,6 +385,21 @@ class Reader:
         self.path = Path(path)
         self.index = index or read_index(path)
         self.handles = {}  # {file name: the open file}
+
+    def open_all(self):
+        """Open all files, so that they can be read also after somebody removed them. Return the Reader."""
+        for file in self.index["files"]:
+            self._open(file)
+        return self
+
+    def _open(self, file):
+        from safetensors import SafetensorError, safe_open
+        if file not in self.handles:
+            try:
+                self.handles[file] = safe_open(self.path / file, framework="pt")
+            except (SafetensorError, OSError) as e:
+                raise ValueError(f"checkpoint {self.path}: {file} is damaged ({e}); {HINT}") from None
+        return self.handles[file]
 
     def fill(self, name, out, full, offset):
         """Copy into out the rectangle of its shape at offset of tensor `name`, whose full shape is `full`.
@@ -402,11 +452,10 @@ class Reader:
             yield i * row, block
 
     def _read(self, file, key, where):
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
+        handle = self._open(file)
         try:
-            if file not in self.handles:
-                self.handles[file] = safe_open(self.path / file, framework="pt")
-            got = self.handles[file].get_slice(key)[where] if where else self.handles[file].get_tensor(key)
+            got = handle.get_slice(key)[where] if where else handle.get_tensor(key)
             if list(got.shape) != [s.stop - s.start for s in where]:
                 raise OSError(f"{key} is {tuple(got.shape)} there")
             return got
@@ -489,6 +538,21 @@ def diff(path_a, path_b, say=print_folded):
     return report.compare(a, b, say)
 
 
+def read_newest(root, read):
+    """Return read(path) of the newest checkpoint under root, or of root itself where it holds none.
+
+    A run that goes on may remove it (--keep) while it is read: then the newest one of that time is read.
+    """
+    path = next(iter(steps(root)), Path(root))
+    try:
+        return read(path)
+    except (ValueError, OSError):
+        newer = next(iter(steps(root)), path)
+        if newer == path or path.exists():
+            raise
+        return read(newer)
+
+
 @wrong_input()
 def main(argv):
     """Run show A, or diff A B. Return the exit code: 1 if diff found differences, else 0."""
@@ -498,12 +562,16 @@ def main(argv):
     command, *paths = argv or [""]
     if (command, len(paths)) not in (("show", 1), ("diff", 2)):
         raise ValueError("usage: python checkpoint.py show A, or diff A B; --help says more")
+    if command == "show":
+        path = Path(paths[0])
+        if (path / "index.json").exists():
+            show(path)
+        else:
+            read_newest(path, show)
+        return 0
     for i, path in enumerate(paths):
         if not (Path(path) / "index.json").exists():  # a run: take its newest
             paths[i] = next(iter(steps(path)), path)
-    if command == "show":
-        show(*paths)
-        return 0
     return 1 if diff(*paths) else 0
 
 

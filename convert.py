@@ -320,13 +320,28 @@ def read_run(run_dir):
         weights = HuggingFace(run)
         return weights.cfg, weights.vocab_size, weights, run, ""
     if step is None:
-        step, said = choose_step(run)
-        index = None
+        weights, said = open_chosen(run)
     else:
-        index = checkpoint.check(step)
+        weights = checkpoint.Reader(step, checkpoint.check(step))
         said = ""
     cfg, vocab_size = read_run_config(run / "config.json")
-    return cfg, vocab_size, checkpoint.Reader(step, index), run, said
+    return cfg, vocab_size, weights, run, said
+
+
+def open_chosen(run):
+    """Return (the Reader of choose_step(), its line).
+
+    A run that goes on may remove that checkpoint meanwhile: then it is chosen once more. Files that are open
+    stay readable.
+    """
+    step, said = choose_step(run)
+    try:
+        return checkpoint.Reader(step).open_all(), said
+    except (ValueError, OSError):
+        if step.exists():
+            raise
+    step, said = choose_step(run)
+    return checkpoint.Reader(step).open_all(), said
 
 
 def is_theirs(folder):

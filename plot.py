@@ -24,8 +24,8 @@ import tyro
 import checkpoint
 import config
 from interface.command_line import command_line, parse, print_quietly, printable, wrong_input
-from interface.files import folded, read_holder, sound_rows
-from interface.schema import load_json
+from interface.files import folded, new_part, read_holder, sound_rows, write_whole
+from interface.schema import load_json, open_file, read_file
 from runtime.log import best_effort
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file for each, in OUT
@@ -63,7 +63,7 @@ def points(rows, metric, steps=()):
     found = []
     for row in rows:
         value = row.get(metric)
-        is_finite = type(value) in (int, float) and abs(value) < 1e300
+        is_finite = type(value) in (int, float) and abs(value) < 1e290
         if is_finite and first <= row["step"] <= last:
             found.append((row["step"], value))
     return found
@@ -132,7 +132,7 @@ def at_end(out, experts, show):
         if show:
             print(text, flush=True)
         with best_effort(out / "expert_load.txt"):
-            (out / "expert_load.txt").write_text(text + "\n", encoding="utf-8")
+            write_whole(out / "expert_load.txt", text + "\n")
     rows, _ = sound_rows(out / "metrics.jsonl")
     try:
         with best_effort(f"plots in {out}"):
@@ -149,7 +149,7 @@ def write_plots(out, rows, show):
             series.append(("val_loss", "x", points(rows, "val_loss")))
         text = draw(name, series)
         if text:
-            (out / f"{name}.txt").write_text(text, encoding="utf-8")
+            write_whole(out / f"{name}.txt", text)
         if show and name == "loss":
             print(text, end="", flush=True)
 
@@ -222,14 +222,13 @@ def state(run, last, asked):
 
 def in_use(run):
     """Return "running", or "running?" if only another machine knows; "" if no process holds the run."""
-    path = run.resolve().with_name(f".{run.resolve().name}.lock")
-    with contextlib.suppress(OSError), open(path, "rb") as f:
-        holder, is_gone = read_holder(f.fileno())
-        if is_gone:
-            return ""
-        if f" on {socket.gethostname()} " in holder:
-            return "running"
-        return "running?"
+    run = run.resolve()
+    for path in (run.with_name(f".{run.name}.lock"), run / ".lock"):
+        with contextlib.suppress(OSError, ValueError):
+            with open_file(path) as f:
+                holder, is_gone = read_holder(f.fileno())
+            if not is_gone:
+                return "running" if f" on {socket.gethostname()} " in holder else "running?"
     return ""
 
 
@@ -327,7 +326,16 @@ def picture(found, path, log):
             axes.plot(steps, heights, "x" if is_dots(mark) else "-", label=label)
         axes.set(title=title, xlabel="step", yscale="log" if log else "linear")
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path)
+    with new_part(path) as part:
+        figure.savefig(part, format=path.suffix[1:])
+
+
+def check_picture(path):
+    """ValueError unless --png names a new file, or a picture that matplotlib drew."""
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--png {path} is no .png, .svg or .pdf; give such a name")
+    if os.path.lexists(path) and (path.is_symlink() or b"atplotlib" not in read_file(path)):
+        raise ValueError(f"--png {path} is there already and was not drawn by matplotlib; give a new file")
 
 
 def read_flags(argv):
@@ -337,6 +345,8 @@ def read_flags(argv):
         raise ValueError("no RUN is given: --out directories of runs, for example python plot.py out/tiny")
     if len(flags.steps) not in (0, 2):
         raise ValueError("--steps takes FIRST LAST, for example --steps 100 200")
+    if flags.png:
+        check_picture(Path(flags.png))
     return flags
 
 
@@ -349,7 +359,7 @@ def show_once(flags):
         print(CLEAR_SCREEN, end="")
     print(text or "no rows yet\n", end="", flush=True)
     if flags.png:
-        picture(found, flags.png, flags.log)
+        picture(found, Path(flags.png), flags.log)
 
 
 def main(argv=None):

@@ -34,6 +34,7 @@ from ddp import untimed
 from fast.choose import choose
 from fast.graph import make_step
 from interface.layout import check_layout
+from interface.schema import ChangedFile
 from model import DTYPES, GPT, init_weights
 from optim import Optimizer, learning_rate
 from parallel import make_mesh
@@ -356,7 +357,7 @@ class Run:
     def dump_grads(self):
         """Write --dump-grads, between the gradient sums and the update."""
         parts = self.parts
-        resume.dump_grads(self.cfg.dump_grads, parts.mesh, parts.data_parallel, parts.opt,
+        resume.dump_grads(self.cfg.dump_grads, self.world, parts.data_parallel, parts.opt,
                           self.data.vocab_size)
 
     def end_step(self, number, batch):
@@ -519,6 +520,8 @@ def main(argv=None):
                 outcome = Run(cfg, world, watchdog).train()
             except SystemExit as leaving:  # exit_together() has printed why.
                 outcome = leaving.code
+            except ChangedFile as error:
+                outcome = launch.refuse_alone(world, error)
             launch.shutdown(world)
     if outcome:
         raise SystemExit(int(outcome))

@@ -15,9 +15,11 @@ Errors are ValueError or OSError, and say which command repairs the data.
 
 import hashlib
 import json
+import os
 import re
 import shlex
 import struct
+import weakref
 from bisect import bisect_right
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +29,7 @@ import numpy as np
 from corpus.blend import first_folder, parse_blend, sample_schedule, samples_per_period
 from corpus.masked import mask_sources
 from corpus.order import draw_keys, permute, splitmix64
-from interface.schema import Range, check_schema, load_json
+from interface.schema import ChangedFile, Range, check_schema, load_json
 
 SPLITS = ("train", "val")
 MAGIC = b"nanoshrd"
@@ -131,7 +133,7 @@ def shared_sha256(shards):
 
 
 def open_shards(folder, split, meta, kind="shards"):
-    """Return the shards of a split as memory-mapped arrays, (tokens of the shard,) uint16 or uint32 each.
+    """Return the shards of a split, a Shard each, uint16 or uint32.
 
     kind: "masks" opens the shards that say which tokens are trained, uint8. FileNotFoundError, ValueError:
     files, headers and meta.json do not agree, or ids are above the vocabulary. Data sets that were made
@@ -139,7 +141,7 @@ def open_shards(folder, split, meta, kind="shards"):
     """
     fix = how_to_fix(folder, meta)
     itemsize = 1 if kind == "masks" else np.dtype(meta["dtype"]).itemsize
-    arrays = []
+    opened = []
     for shard in meta[kind][split]:
         path = Path(folder) / shard["file"]
         max_id = shard.get("max_id", 0)
@@ -159,9 +161,50 @@ def open_shards(folder, split, meta, kind="shards"):
         if size != expected_size:
             raise ValueError(f"{path} has {size} bytes, expected {expected_size}; {fix}")
 
+        limit = 2 if kind == "masks" else meta["vocab_size"]
+        opened.append(Shard(path, f"<u{itemsize}", shard["tokens"], limit, fix))
+    return opened
+
+
+class Shard:
+    """The tokens of one open file, (size,).
+
+    A window is read, not memory-mapped: a file that somebody cuts while a run reads it is an error with its
+    name then, and a mapping would end the process by a signal.
+    """
+
+    def __init__(self, path, dtype, size, limit, fix):
+        self.path = path
+        self.dtype = np.dtype(dtype)
+        self.size = size
+        self.limit = limit  # ids are below it
+        self.fix = fix
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.fd)
+
+    def __len__(self):
+        return self.size
+
+    def all(self):
+        """Return all tokens as a memory-mapped array."""
         # A plain array over the mapped memory: slicing it costs less than slicing a memmap.
-        arrays.append(np.asarray(np.memmap(path, f"<u{itemsize}", "r", HEADER_BYTES)))
-    return arrays
+        return np.asarray(np.memmap(self.path, self.dtype, "r", HEADER_BYTES, self.size))
+
+    def read_into(self, out, first):
+        """Fill out, (n,), with the tokens from `first` on. ChangedFile: the file is not what it was."""
+        start = HEADER_BYTES + first * self.dtype.itemsize
+        size = os.preadv(self.fd, [out], start)
+        while size < out.nbytes:
+            more = os.pread(self.fd, out.nbytes - size, start + size)
+            if not more:
+                raise ChangedFile(f"{self.path} was cut while this run reads it: it ends before token "
+                                  f"{first + len(out)} of {self.size}; {self.fix}")
+            out.view(np.uint8)[size : size + len(more)] = np.frombuffer(more, np.uint8)
+            size += len(more)
+        largest = out.max()
+        if largest >= self.limit:
+            raise ChangedFile(f"{self.path} was changed while this run reads it: near token {first} is the id"
+                              f" {largest}, expected less than {self.limit}; {self.fix}")
 
 
 def verify(folder, cache=True):
@@ -202,7 +245,8 @@ def files_of(folder, meta):
     kinds = ["shards", "masks"] if "masks" in meta else ["shards"]
     for split in SPLITS:
         for kind in kinds:
-            files += zip(meta[kind][split], open_shards(folder, split, meta, kind), strict=True)
+            opened = open_shards(folder, split, meta, kind)
+            files += zip(meta[kind][split], [shard.all() for shard in opened], strict=True)
     return files
 
 
@@ -279,7 +323,8 @@ class Tokens:
         if not same_sizes or self.n_tokens % self.stride:
             raise ValueError(f"{folder}: the masks of {self.split} do not fit its tokens;"
                              f" {how_to_fix(folder, meta)}")
-        trained = np.concatenate(self.masks).reshape(-1, self.stride)  # (windows, T+1)
+        trained = np.concatenate([mask.all() for mask in self.masks])
+        trained = trained.reshape(-1, self.stride)  # (windows, T+1)
         self.counts = trained[:, 1:].sum(1, dtype=np.int64)
 
     def batch(self, first, n):
@@ -305,8 +350,8 @@ class Tokens:
                 at = (start + filled) % self.n_tokens
                 shard = bisect_right(self.starts, at) - 1
                 at_in_shard = at - self.starts[shard]
-                piece = shards[shard][at_in_shard : at_in_shard + len(window) - filled]
-                window[filled : filled + len(piece)] = piece
+                piece = window[filled : filled + shards[shard].size - at_in_shard]
+                shards[shard].read_into(piece, at_in_shard)
                 filled += len(piece)
         return windows
 

@@ -1,23 +1,29 @@
 """The directory of a run, OUT: one run at a time works in it, and a torn line in its files ends no later run.
 
     write_whole     write a small file so that a reader finds all of it
-    lock, unlock    claim OUT for this process, by a lock on a file next to it; read_holder: who has it
+    lock, unlock    claim OUT for this process, by locks on files next to it and in it; read_holder: its owner
     move_aside      rename OUT by what the run in it was
     sound_rows      the rows of a .jsonl file, without the lines that a kill or a full disk damaged
     Rows            appends rows to such a file; those that cannot be written wait in memory
 """
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import re
+import secrets
 import socket
+import stat
 import sys
 import textwrap
 import time
 from pathlib import Path
 
 from interface.command_line import one_line
+from interface.schema import read_file
 
+PART = re.compile(r"\..+\.[0-9a-f]{8}\.part")  # the names of new_part()
 LOCK_WAIT = 60.0  # seconds that --resume auto waits for a run that is just leaving
 
 
@@ -31,15 +37,39 @@ def folded(text):
     return textwrap.fill(text, 100, subsequent_indent=6 * " ", break_long_words=False, break_on_hyphens=False)
 
 
-def write_whole(path, text):
-    """Write a small text file under another name and rename it.
+def write_whole(path, content):
+    """Write a small file, str or bytes, under another name and rename it.
 
-    A reader finds all of it, or the file as it was before.
+    A reader finds all of it, or the file as it was before. Other names of the old file, such as a hard link
+    in a backup, keep the old content.
     """
-    part = path.with_suffix(".part")
-    part.write_text(text)
-    sync(part)
-    os.replace(part, path)
+    with new_part(path) as part:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        sync(part)
+
+
+@contextlib.contextmanager
+def new_part(path):
+    """Yield the path of a new, empty file beside `path`, whose name it gets if the body succeeds.
+
+    Its own name is random and is made here: nothing that lay there before is written to, or through.
+    """
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    try:
+        yield part
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def remove_parts(folder):
+    """Remove the files that new_part() made and that a killed process left."""
+    for path in Path(folder).glob(".*.part"):
+        if PART.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+            path.unlink()
 
 
 def sync(path):
@@ -75,21 +105,31 @@ def move_aside(out):
     while new.exists():
         number += 1
         new = out.with_name(f"{name}.{number}")
-    os.rename(out, new)
+    try:
+        os.rename(out, new)
+    except OSError as e:
+        if e.errno != errno.EBUSY:
+            raise
+        raise ValueError(f"--out {out} holds another run and is a mount point, which cannot be renamed; give "
+                         "another --out, or --resume auto to go on") from None
+    hold_inside(out, new)
     return new
 
 
 # -----------------------------------------------------------------------------
 # The lock
 
-# It is a flock on OUT's sibling .NAME.lock, so that renaming OUT does not carry it away. Rank 0 takes it for
-# all ranks; the kernel ends it with the process. Programs that only read OUT never take it.
+# Each lock is a flock on a small file. OUT's sibling .NAME.lock stays where it is when OUT is renamed.
+# OUT/.lock is seen by all containers that mount OUT itself: each of them sees other siblings. Rank 0 takes
+# both for all ranks; the kernel ends them with the process. Programs that only read OUT never take them.
 
 _held = {}  # {file descriptor: path}: the locks of this process
+_made = []  # directories that lock() made
 
 
 def _forget():
     """Close the locks' files in a forked child: it shares them, and the locks must not outlive the parent."""
+    _made.clear()
     while _held:
         fd, _ = _held.popitem()
         os.close(fd)
@@ -99,14 +139,19 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def lock(out, wait=0.0):
-    """Claim OUT for this process until unlock().
+    """Claim OUT for this process until unlock(). OUT is made if it is not there.
 
     wait: seconds that another run has to leave.
-    ValueError: another run works in OUT. OSError: the lock file cannot be written.
+    ValueError: another run works in OUT, or a foreign file stands where the lock goes. OSError: the lock file
+        cannot be written.
     """
+    out = Path(out)
     until = time.monotonic() + wait
     waits = False
-    for path in _lock_files(Path(out)):
+    for path in _lock_files(out):
+        if path.parent == out.resolve() and not out.is_dir():
+            out.mkdir()
+            _made.append(out)
         while (holder := _claim(path)) is not None:
             if time.monotonic() >= until:
                 raise ValueError(f"{out} is in use by {holder}; wait for that run, stop it, or give another "
@@ -118,28 +163,57 @@ def lock(out, wait=0.0):
 
 
 def unlock():
-    """Give back what lock() took, if anything."""
-    while _held:
-        fd, path = _held.popitem()
+    """Give back what lock() took, if anything. A directory that it made goes too, if it is still empty."""
+    for fd in list(_held):
+        _give_back(fd)
+    while _made:
         with contextlib.suppress(OSError):
-            if _is_at(path, os.fstat(fd)):
-                # The file goes before the lock ends: who has just opened it sees that it lost its name.
-                path.unlink()
-        os.close(fd)
+            _made.pop().rmdir()
+
+
+def hold_inside(out, moved_to=None):
+    """Move the lock that lies in OUT to the directory that has this name now, if this process holds OUT.
+
+    Somebody renamed or removed OUT since lock(). moved_to: its new name, if it was this process.
+    OSError, ValueError: as in lock().
+    """
+    path = out.resolve() / ".lock"
+    for fd, held in list(_held.items()):
+        if held != path or _is_at(path, os.fstat(fd)):
+            continue
+        out.mkdir(exist_ok=True)
+        holder = _claim(path)
+        if holder is not None:
+            raise ValueError(f"{out} is in use by {holder}")
+        if moved_to is not None:
+            _held[fd] = moved_to / ".lock"
+        _give_back(fd)
+
+
+def _give_back(fd):
+    """End one lock, and remove its file where that has still its name."""
+    path = _held.pop(fd)
+    with contextlib.suppress(OSError):
+        if _is_at(path, os.fstat(fd)):
+            # The file goes before the lock ends: who has just opened it sees that it lost its name.
+            path.unlink()
+    os.close(fd)
 
 
 def _lock_files(out):
-    """Return the lock file next to OUT and, where OUT is a symbolic link, also the one next to its target."""
+    """Return the lock files of OUT in the order in which they are taken.
+
+    One lies next to OUT, one next to its target where OUT is a symbolic link, and the last one in OUT. Where
+    a parent takes no file, nobody can rename OUT either, and there is none next to it.
+    """
     real = out.resolve()
     named = real if out.name in ("", "..") else out.parent.resolve() / out.name
-    found = set()
+    siblings = set()
     for path in (real, named):
         path.parent.mkdir(parents=True, exist_ok=True)
         if os.access(path.parent, os.W_OK | os.X_OK):
-            found.add(path.with_name(f".{path.name}.lock"))
-        else:  # where the parent takes no file, nobody can rename OUT either: then the lock may lie in it
-            found.add(path / ".lock")
-    return sorted(found)
+            siblings.add(path.with_name(f".{path.name}.lock"))
+    return [*sorted(siblings), real / ".lock"]
 
 
 def _claim(path):
@@ -161,11 +235,16 @@ def _claim(path):
         if not (is_new or is_gone):
             os.close(fd)
             return f"{holder} (if that run has ended, delete {path})"
-        warn(f"{path.parent} has no file locks ({e.strerror}): while {path} exists, no other run of this "
-             f"--out starts")
+        if not _held:
+            warn(f"{path.parent} has no file locks ({e.strerror}): while {path} exists, no other run of this "
+                 f"--out starts")
     if not _is_at(path, os.fstat(fd)):  # its holder left and deleted it between our two calls
         os.close(fd)
         return _claim(path)
+    if not _may_be_lock(fd):
+        os.close(fd)
+        raise ValueError(f"{path} is where the lock of a run goes, and was not written by one; move it away, "
+                         "or give another --out")
     _held[fd] = path
     me = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.strftime("%Y-%m-%d %H:%M:%S")}
     os.ftruncate(fd, 0)
@@ -173,25 +252,39 @@ def _claim(path):
     return None
 
 
-def _is_at(path, stat):
-    """Whether the open file with this stat still has this name."""
+def _may_be_lock(fd):
+    """Whether an open file is empty, or has what a run writes into its lock."""
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        return False
+    written = os.pread(fd, 4096, 0).strip(b"\0")  # zeros: the machine went down before it wrote the file
+    return not written or _holder(written) is not None
+
+
+def _is_at(path, status):
+    """Whether the open file with this status still has this name."""
     try:
-        return os.path.samestat(os.stat(path), stat)
+        return os.path.samestat(os.stat(path), status)
     except FileNotFoundError:
         return False
 
 
 def read_holder(fd):
     """Return (in words who wrote the lock file, whether that was a process of this host which has ended)."""
-    try:
-        said = json.loads(os.pread(fd, 4096, 0))
-        host = str(said["host"])
-        pid = int(said["pid"])
-        since = str(said["time"])
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # it is being written
+    holder = _holder(os.pread(fd, 4096, 0))
+    if holder is None:  # it is being written
         return "another process", False
+    host, pid, since = holder
     is_gone = host == socket.gethostname() and has_ended(pid)
     return f"process {pid} on {ascii(host)[1:-1]} since {ascii(since)[1:-1]}", is_gone
+
+
+def _holder(written):
+    """Return (host, process, since when) from the bytes of a lock file; None if they have not all of it."""
+    try:
+        said = json.loads(written)
+        return str(said["host"]), int(said["pid"]), str(said["time"])
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
 
 
 def has_ended(pid):
@@ -215,7 +308,7 @@ def sound_rows(path):
     """
     rows = []
     damaged = 0
-    text = Path(path).read_bytes() if Path(path).exists() else b""
+    text = read_file(path) if Path(path).exists() else b""
     for line in text.split(b"\n"):
         row = None
         with contextlib.suppress(ValueError, RecursionError):
@@ -236,8 +329,8 @@ class Rows:
 
     def __init__(self, path, until, create=False):
         self.path = Path(path)
-        self.file = None  # open for appending, and its stat; None until there is something to write
-        self.stat = None
+        self.file = None  # open for appending, and its status; None until there is something to write
+        self.status = None
         self.waiting = b""  # what could not be written yet
         rows, damaged = sound_rows(path)
         rows = [row for row in rows if row["step"] <= until]
@@ -252,17 +345,26 @@ class Rows:
         """Open the file for appending, and its directory if that is gone."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = open(self.path, "ab", buffering=0)
-        self.stat = os.stat(self.path)
+        self.status = os.stat(self.path)
 
     def is_lost(self):
         """Whether somebody removed or renamed the file while it is open."""
-        return self.file is not None and not _is_at(self.path, self.stat)
+        return self.file is not None and not _is_at(self.path, self.status)
+
+    def leave_links(self):
+        """If somebody gave the open file a second name, as cp -al does, go on in a copy: it is a backup."""
+        if self.file is not None and os.fstat(self.file.fileno()).st_nlink > max(1, self.status.st_nlink):
+            write_whole(self.path, self.path.read_bytes())
+            self.file.close()
+            self.open()
 
     def add(self, row):
         """Append a row, and those that wait. If it cannot be written now, it waits in memory."""
         self.waiting += (json.dumps(row) + "\n").encode()
         try:
             lost = self.is_lost()
+            if not lost:
+                self.leave_links()
             if lost or self.file is None:
                 self.open()
             if lost:

@@ -1,11 +1,11 @@
 """JSON from a file, read and checked: it may be cut, foreign, or made to do harm."""
 import json
+import os
 import reprlib
 import stat
 import sys
 import typing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 WORDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", list: "a list",
@@ -19,16 +19,44 @@ class Range:
     high: float = 2**63 - 1  # what fits into 8 bytes
 
 
+class ChangedFile(ValueError):
+    """Somebody cut or changed a file while a run reads it: one rank learns of it, in the middle of a step."""
+
+
+def open_file(path):
+    """Open a file for reading bytes. ValueError: it is a pipe or a device, which may have no end.
+
+    It does not wait until somebody writes into a pipe, as open() does.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+    if not is_file and not stat.S_ISDIR(os.fstat(fd).st_mode):  # of a directory, fdopen() says so
+        os.close(fd)
+        raise ValueError(f"{path} is a pipe or a device, not a file")
+    try:
+        return os.fdopen(fd, "rb")
+    except OSError:
+        os.close(fd)
+        raise
+
+
+def read_file(path):
+    """Return the bytes of a file; see open_file."""
+    with open_file(path) as f:
+        return f.read()
+
+
 def load_json(path):
     """Return what a UTF-8 JSON file holds.
 
-    OSError: it cannot be read. ValueError: it is no JSON; the line names the file.
+    OSError: it cannot be read. ValueError: it is no JSON, or no file; the line names it.
     """
     def refuse(word):
         raise ValueError(f"{word} is no number in JSON")
 
+    data = read_file(path)
     try:
-        return json.loads(Path(path).read_bytes().decode(), parse_constant=refuse)
+        return json.loads(data.decode(), parse_constant=refuse)
     except RecursionError:
         raise ValueError(f"{path} holds no sound JSON: it is nested too deep") from None
     except ValueError as e:

@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from config import Outcome, ceil_div
 from interface.command_line import one_line
+from interface.schema import ChangedFile
 from ops.accelerator import device_name
 from parallel import Axis
 from runtime import mpi, visible
@@ -448,6 +449,7 @@ PEER_LOST = ("closed by peer", "reset by peer", "remote process exited", "was li
 def _end_all_on_exception(rank, comm):
     """Make an exception on one rank end all ranks, with one traceback. comm: MPI's communicator, or None.
 
+    For a file that was changed under the run it is one line, and exit code 2.
     Otherwise mpiexec waits for the ranks that still run, and each rank that loses its connection to the
     failed one prints a traceback as well. The hook ends the process without destructors, because the
     destructors of the process groups would wait or abort. The hook does not write to sys.stderr, because
@@ -463,15 +465,31 @@ def _end_all_on_exception(rank, comm):
                       file=sys.__stderr__, flush=True)
             os._exit(1)
 
+        code = 1
         with contextlib.suppress(OSError):
-            traceback.print_exception(kind, value, trace, file=sys.__stderr__)
+            if issubclass(kind, ChangedFile):
+                code = int(Outcome.WRONG_INPUT)
+                print(f"nanoshard: rank {rank}: {one_line(text)}", file=sys.__stderr__)
+            else:
+                traceback.print_exception(kind, value, trace, file=sys.__stderr__)
             sys.__stderr__.flush()
         time.sleep(0.2)  # mpiexec must pass the text on before it learns of the abort
         if comm is not None:
-            comm.Abort(1)
-        os._exit(1)
+            comm.Abort(code)
+        os._exit(code)
 
     sys.excepthook = hook
+
+
+def refuse_alone(world, error):
+    """Print an error of one rank's input as one line. Return the exit code, if there is no other rank.
+
+    Otherwise the error is raised: the others wait for this rank, and the hook above ends all of them.
+    """
+    if world.size > 1:
+        raise error
+    print(f"nanoshard: {one_line(error)}", file=sys.stderr, flush=True)
+    return Outcome.WRONG_INPUT
 
 
 def print_node(world):

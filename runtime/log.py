@@ -9,8 +9,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
-import shutil
 import subprocess
 import sys
 import time
@@ -27,7 +25,8 @@ from cost.step_time import peak_flops
 from cost.traffic import traffic
 from fast.symm_mem import bytes_allocated
 from generate import generate
-from interface.files import Rows, folded, must_write, warn, write_whole
+from interface.files import Rows, folded, hold_inside, must_write, new_part, warn, write_whole
+from interface.schema import load_json, read_file
 from ops.accelerator import peak_memory
 from optim import StepStats
 from parallel import MAX
@@ -163,19 +162,16 @@ def make_log(cfg, mesh, world, out, state, source):
         print(line, flush=True)
 
     with must_write(out):
-        out.mkdir(parents=True, exist_ok=True)
+        tokenizer = {}
         if cfg.data != "synthetic":
-            copy_tokenizer(Path(first_folder(cfg.data)), out)
-        return Log(out, config, state.step, cfg.wandb, state.changed)
+            tokenizer = read_tokenizer(Path(first_folder(cfg.data)))
+        return Log(out, config, state.step, cfg.wandb, state.changed, tokenizer)
 
 
-def copy_tokenizer(folder, out):
-    """Copy the files of a data folder that describe its tokenizer, so that a reader finds all of them."""
-    for name in ("meta.json", "tokenizer.json"):
-        if (folder / name).exists():
-            part = out / f"{name}.part"
-            shutil.copy(folder / name, part)
-            os.replace(part, out / name)
+def read_tokenizer(folder):
+    """Return {name: bytes} of the files of a data folder that describe its tokenizer."""
+    names = ("meta.json", "tokenizer.json")
+    return {name: read_file(folder / name) for name in names if (folder / name).exists()}
 
 
 def git_revision():
@@ -292,14 +288,14 @@ class Log:
 
     resumed: completed steps of the checkpoint from which the run goes on. Rows of later steps are removed,
     because they will be written again. changed: {flag: [before, now]} since that checkpoint.
+    others: {name: bytes} of files that readers of OUT need beside config.json.
     """
 
-    def __init__(self, out, config, resumed=0, wandb="off", changed=None):
+    def __init__(self, out, config, resumed=0, wandb="off", changed=None, others=None):
         self.out = Path(out)
-        self.out.mkdir(parents=True, exist_ok=True)
-        self._keep_history({"step": resumed, "time": time.time(), "changed": changed or {},
-                            "config": config})
-        write_whole(self.out / "config.json", json.dumps(config, indent=1))
+        self.begun = {"step": resumed, "time": time.time(), "changed": changed or {}, "config": config}
+        self.others = others or {}
+        self._write_start()
         self.metrics = Rows(self.out / "metrics.jsonl", resumed or -1, create=True)
         self.expert_rows = Rows(self.out / "experts.jsonl", resumed or -1)
         self.last_experts = None
@@ -307,13 +303,31 @@ class Log:
         if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has none
             sys.stdout.reconfigure(errors="replace")  # an ascii terminal shows ? for the unicode of plots
 
+    def _write_start(self):
+        """Write what is known at the start: history.jsonl, config.json, and the tokenizer."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._keep_history(self.begun)
+        write_whole(self.out / "config.json", json.dumps(self.begun["config"], indent=1))
+        for name, content in self.others.items():
+            write_whole(self.out / name, content)
+
+    def _write_again(self):
+        """If somebody removed or renamed OUT, make it again: without config.json no program reads it."""
+        if (self.out / "config.json").exists():
+            return
+        with best_effort(f"{self.out}/config.json, which was removed or renamed", (OSError, ValueError)):
+            hold_inside(self.out)
+            self._write_start()
+            if not self.metrics.is_lost():  # else the next row says so
+                warn(f"{self.out}/config.json was removed or renamed: it is written again")
+
     def _keep_history(self, row):
         """Append the row of this start, after the config.json of a run that began without history.jsonl."""
         rows = [row]
         path = self.out / "history.jsonl"
         if row["step"] and not path.exists():
             with contextlib.suppress(OSError, ValueError):
-                config = json.loads((self.out / "config.json").read_text())
+                config = load_json(self.out / "config.json")
                 rows.insert(0, {"step": 0, "config": config})
         history = Rows(path, math.inf, create=True)
         for row in rows:
@@ -323,6 +337,7 @@ class Log:
     def row(self, **values):
         """Write and print one logged step. A key whose value is None does not apply and is left out."""
         values = {key: value for key, value in values.items() if value is not None}
+        self._write_again()
         self.metrics.add(values)
         print(format_row(values), flush=True)
         if self.wandb is not None:
@@ -347,6 +362,7 @@ class Log:
 
     def close(self):
         """Say what could not be written, when the run has ended."""
+        self._write_again()
         if self.metrics.waiting:
             warn(f"{self.out}/metrics.jsonl is not complete; its last rows:")
             print(self.metrics.waiting.decode(), file=sys.stderr, flush=True)
@@ -414,8 +430,8 @@ def end_profile(profiler, out):
         return
     profiler.stop()
     with best_effort(out / "profile.html"):
-        (out / "profile.html").write_text(profiler.output_html())
-        (out / "profile.txt").write_text(profiler.output_text(unicode=False, color=False))
+        write_whole(out / "profile.html", profiler.output_html())
+        write_whole(out / "profile.txt", profiler.output_text(unicode=False, color=False))
 
 
 def tracer(on, out):
@@ -428,7 +444,8 @@ def tracer(on, out):
     from torch.profiler import profile, schedule
 
     def write(profiler):
-        profiler.export_chrome_trace(str(out / "trace.json"))
+        with best_effort(out / "trace.json"), new_part(out / "trace.json") as part:
+            profiler.export_chrome_trace(str(part))
         print(f"trace: {out}/trace.json; open it in https://ui.perfetto.dev", flush=True)
 
     # Without repeat=1, the profiler would trace three steps again and again.

@@ -11,6 +11,7 @@ runtime/saver.py writes checkpoints in the background.
 import dataclasses
 import json
 import math
+import os
 import secrets
 import shutil
 import sys
@@ -23,6 +24,7 @@ import checkpoint
 from config import MEANING, SHAPE, SILENT, Config, Outcome, flags_of_kind, has_effect, pad_vocab
 from interface import files
 from interface.command_line import one_line
+from interface.tensor_file import write_safetensors
 from ops.checksum import checksum
 from ops.flat import own_pieces
 from parallel import MAX
@@ -131,7 +133,7 @@ def load_tensors(world, path, index, requested, unused=()):
     read_together(world, checkpoint.load, path, requested, index, others)
 
 
-def dump_grads(path, mesh, data_parallel, opt, vocab_size):
+def dump_grads(path, world, data_parallel, opt, vocab_size):
     """For --dump-grads: write weights and gradients as one safetensors file. Collective over the world.
 
     NAME is the weight before the update, grad/NAME the reduced, unclipped gradient, both at full size without
@@ -139,17 +141,36 @@ def dump_grads(path, mesh, data_parallel, opt, vocab_size):
     """
     grads = [opt.unscale(grad.to(master.dtype)) for master, grad in zip(opt.masters, opt.grads, strict=True)]
     pieces = own_pieces(data_parallel, opt, {"": opt.masters, "grad/": grads})
-    parts = Path(path).with_suffix(".parts")
-    writers = checkpoint.Writers(mesh.world.rank, mesh.world.size, run_id(mesh.world))
-    done = checkpoint.save(parts, 1, pieces, {}, writers)
-    if mesh.world.rank == 0:
-        from safetensors.torch import save_file
-        full = checkpoint.full_tensors(done)
-        for name, tensor in full.items():
-            if name.split("/")[-1] in VOCABULARY and tensor.size(0) == pad_vocab(vocab_size):
-                full[name] = tensor[:vocab_size].contiguous()
-        save_file(full, path)
-        shutil.rmtree(parts)
+    path = Path(path)
+    parts = path.with_name(f"{path.name}.{run_id(world.axis)}.parts")
+    tmp = parts / "step_000001.tmp"
+    with exit_together(world), files.must_write(path, "--dump-grads"):
+        if world.rank == 0:
+            parts.mkdir()  # the folder is new: all in it is this function's
+    try:
+        with exit_together(world), files.must_write(path, "--dump-grads"):
+            checkpoint.write_part(tmp, world.rank, pieces)
+        with exit_together(world), files.must_write(path, "--dump-grads"):
+            if world.rank == 0:
+                checkpoint.commit(tmp, 1, {}, checkpoint.Writers(size=world.size))
+                write_full(parts, path, vocab_size)
+    finally:
+        if world.rank == 0:
+            shutil.rmtree(parts, ignore_errors=True)
+
+
+def write_full(parts, path, vocab_size):
+    """Write the tensors of the checkpoint in `parts`, at full size without padding, as a new file.
+
+    FileExistsError: a file of this name came there since the start; it is not replaced.
+    """
+    full = checkpoint.full_tensors(parts / "step_000001")
+    for name, tensor in full.items():
+        if name.split("/")[-1] in VOCABULARY and tensor.size(0) == pad_vocab(vocab_size):
+            full[name] = tensor[:vocab_size]
+    write_safetensors(parts / "full.safetensors", full)
+    path.touch(exist_ok=False)
+    os.replace(parts / "full.safetensors", path)
 
 
 # -----------------------------------------------------------------------------
@@ -271,12 +292,15 @@ def prepare_out_dir(cfg, world, out):
             if is_here and holds_other_run(cfg, out):
                 raise ValueError(f"--out {out} holds another run and is the working directory, which cannot "
                                  "be renamed; give another --out, or --resume auto to go on")
+    found = find_checkpoint(cfg, world, out)
     with exit_together(world), files.must_write(cfg.dump_grads, "--dump-grads"):
-        if world.rank == 0 and cfg.dump_grads:
-            folder = Path(cfg.dump_grads).parent
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-    return find_checkpoint(cfg, world, out)
+        if world.rank == 0 and cfg.dump_grads and found is None:  # a resumed run does not write it again
+            path = Path(cfg.dump_grads)
+            if os.path.lexists(path):
+                raise ValueError(f"--dump-grads {path} is there already and stays; give a new file")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path.parent).close()
+    return found
 
 
 def holds_other_run(cfg, out):

@@ -471,7 +471,8 @@ def test_ids_above_65535_are_stored_in_four_bytes(symbols, dtype, tmp_path, caps
     assert code == 0, err
     meta = shards.load_meta(tmp_path / "x")
     assert (meta["dtype"], meta["vocab_size"]) == (dtype, symbols)
-    ids = [i for split in shards.SPLITS for i in shards.open_shards(tmp_path / "x", split, meta)[0].tolist()]
+    opened = [shards.open_shards(tmp_path / "x", split, meta)[0] for split in shards.SPLITS]
+    ids = [i for shard in opened for i in shard.all().tolist()]
     assert ids == list(range(symbols))
     x, y = shards.Tokens(tmp_path / "x", "val", 100).batch(0, 65)
     assert torch.equal(y, x + 1) and y.max() > 65400
@@ -517,7 +518,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path, texts, capsys, monkeypat
     assert one["eod"] == t.eod == 399 and one["vocab_size"] == 400 and one["dtype"] == "uint16"
     found = []
     for split in ("train", "val"):
-        ids = shards.open_shards(folder, split, one)[0]
+        ids = shards.open_shards(folder, split, one)[0].all()
         docs = t.decode(ids).split(tok.EOD)
         assert docs.pop() == "" and len(docs) == one["documents"][split] == (ids == t.eod).sum()
         found += docs
@@ -534,8 +535,8 @@ def test_duplicates_land_on_one_side(tmp_path, texts, capsys):
                        "--val-fraction", 0.5)
     assert code == 0, err
     t, meta = tok.load(tmp_path / "d"), shards.load_meta(tmp_path / "d")
-    train, val = (Counter(t.decode(shards.open_shards(tmp_path / "d", split, meta)[0]).split(tok.EOD)[:-1])
-                  for split in ("train", "val"))
+    opened = [shards.open_shards(tmp_path / "d", split, meta)[0] for split in ("train", "val")]
+    train, val = (Counter(t.decode(shard.all()).split(tok.EOD)[:-1]) for shard in opened)
     assert train and val and not set(train) & set(val) and set(train.values()) == {2}
 
 

@@ -3,16 +3,13 @@
 Also --train-range-to-skip, and one test that kills a rank under a real mpiexec.
 """
 import contextlib
-import errno
 import json
 import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 import zlib
 from pathlib import Path
@@ -392,110 +389,6 @@ def test_a_range_of_past_steps_is_a_warning(tmp_path):
     got = go(2, tmp_path, "--steps=8", f"--resume={tmp_path}/step_000006", skip, 2, 4, 6, 6, 8, 8)
     assert got["err"] == (f"nanoshard: {skip} 2 4 6 6 has no effect: this run goes on after step 6; "
                           "--resume a checkpoint before step 2\n")
-
-
-# -----------------------------------------------------------------------------
-# One run per --out
-
-def session_in_use(world, argv, wait=0.0, leave_after=None):
-    """runs.session while another open file of this process holds the lock of --out, as another run would.
-    leave_after: seconds until that one ends."""
-    out = next(a for a in argv if a.startswith("--out="))[6:]
-    if world.rank == 0:
-        files.lock(Path(out).resolve())
-        fd, path = files._held.popitem()  # the session's own unlock() must not find it
-
-        def leave():
-            path.unlink()
-            os.close(fd)
-        timer = threading.Timer(leave_after if leave_after is not None else 0, leave)
-        if leave_after is not None:
-            timer.start()
-    with mock.patch.object(files, "LOCK_WAIT", wait):
-        result = session(world, argv)
-    if world.rank == 0:
-        leave() if leave_after is None else timer.join()
-    return result
-
-
-def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
-    out = tmp_path / "run"
-    go(1, out, "--steps=2")
-    before = sorted(p.name for p in out.iterdir())
-    (link := tmp_path / "link").symlink_to(out)
-    for name in (out, link):  # a link is the same directory
-        first, second = run_ranks(2, session_in_use, [*TINY, f"--out={name}", "--steps=4"])
-        assert_refused(first, "is in use by process ", f" on {socket.gethostname()} since", "another --out")
-        assert second["code"] == 2 and second["err"] == ""
-    (waited,) = run_ranks(1, session_in_use, [*TINY, f"--out={out}", "--steps=4", "--resume=auto"], 0.3)
-    assert_refused(waited, "is in use by")
-    assert waited["out"].count("waiting up to 0 s") == 1
-    assert sorted(p.name for p in out.iterdir()) == before and not list(tmp_path.glob("run.*"))
-    assert not list(tmp_path.glob(".*.lock"))
-
-
-def test_resume_auto_waits_for_a_run_that_is_leaving(tmp_path):
-    go(1, tmp_path / "run", "--steps=2")
-    argv = [*TINY, f"--out={tmp_path / 'run'}", "--steps=3", "--resume=auto"]
-    (got,) = run_ranks(1, session_in_use, argv, 60.0, 0.5)
-    assert got["code"] == 0 and got["out"].count("waiting up to 60 s") == 1 and "resumed" in got["out"]
-
-
-def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
-    """The file is the lock then: of a process that has ended it is replaced, of any other it is obeyed."""
-    def no_locks(fd, how):
-        raise OSError(errno.ENOLCK, "No locks available")
-    monkeypatch.setattr(files.fcntl, "flock", no_locks)
-    path, out = tmp_path / ".run.lock", tmp_path / "run"
-    files.lock(out)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "no file locks" in said and str(path) in said
-    assert json.loads(path.read_text())["pid"] == os.getpid()
-    with pytest.raises(ValueError, match=f"process {os.getpid()} on .*delete {path}"):
-        files.lock(out)
-    files.unlock()
-    assert not path.exists()
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    for host, works in ((socket.gethostname(), True), ("another-host", False)):
-        path.write_text(json.dumps({"host": host, "pid": ended.pid, "time": "then"}))
-        with contextlib.nullcontext() if works else pytest.raises(ValueError, match=f"{host}.*delete"):
-            files.lock(out)
-        files.unlock()
-
-
-def test_the_lock_ends_with_the_run_and_is_not_inherited(tmp_path):
-    go(1, tmp_path / "run", "--steps=1", "--resume=nowhere", code=2)
-    files.lock(tmp_path / "run")  # would raise
-    child = os.fork()
-    if not child:
-        time.sleep(60)
-        os._exit(0)
-    try:
-        files.unlock()
-        files.lock(tmp_path / "run")
-    finally:
-        files.unlock()
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
-def test_where_the_parent_takes_no_file_the_lock_lies_in_the_directory(tmp_path, monkeypatch):
-    """As with --out /output in a container. Nobody can rename such a directory away from its lock."""
-    out = tmp_path / "parent" / "run"
-    out.mkdir(parents=True)
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "parent")
-    files.lock(out)
-    assert (out / ".lock").exists() and not (tmp_path / "parent" / ".run.lock").exists()
-    files.unlock()
-    assert list(out.iterdir()) == []
-
-
-def test_a_working_directory_with_a_run_is_not_renamed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "metrics.jsonl").touch()
-    assert_refused(session(World(), [*TINY, "--out=.", "--steps=1"]), "working directory", "--resume auto")
-    assert session(World(), [*TINY, "--out=.", "--steps=1", "--resume=auto"])["code"] == 0
 
 
 # -----------------------------------------------------------------------------

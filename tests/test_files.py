@@ -1,0 +1,433 @@
+"""The directory of a run, and whose files are in it: one run at a time, and nothing foreign is lost.
+
+test_resume.py has what a run does with its own files.
+"""
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from pool import ROOT, run_ranks
+from runs import TINY, assert_refused, chars, go, rows, session
+from safetensors.torch import load_file
+
+import checkpoint
+import convert
+import plot
+import train
+from corpus import shards
+from interface import files
+from interface.schema import ChangedFile, load_json
+from runtime import log, resume
+from runtime.launch import World
+
+# -----------------------------------------------------------------------------
+# One run per --out
+
+def session_in_use(world, argv, wait=0.0, leave_after=None):
+    """runs.session while another open file of this process holds the lock of --out, as another run would.
+    leave_after: seconds until that one ends."""
+    out = next(a for a in argv if a.startswith("--out="))[6:]
+    if world.rank == 0:
+        files.lock(Path(out).resolve())
+        held = dict(files._held)  # the session's own unlock() must not find them
+        files._held.clear()
+
+        def leave():
+            for fd, path in held.items():
+                path.unlink()
+                os.close(fd)
+        timer = threading.Timer(leave_after if leave_after is not None else 0, leave)
+        if leave_after is not None:
+            timer.start()
+    with mock.patch.object(files, "LOCK_WAIT", wait):
+        result = session(world, argv)
+    if world.rank == 0:
+        leave() if leave_after is None else timer.join()
+    return result
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
+    out = tmp_path / "run"
+    go(1, out, "--steps=2")
+    before = sorted(p.name for p in out.iterdir())
+    (link := tmp_path / "link").symlink_to(out)
+    for name in (out, link):  # a link is the same directory
+        first, second = run_ranks(2, session_in_use, [*TINY, f"--out={name}", "--steps=4"])
+        assert_refused(first, "is in use by process ", f" on {socket.gethostname()} since", "another --out")
+        assert second["code"] == 2 and second["err"] == ""
+    (waited,) = run_ranks(1, session_in_use, [*TINY, f"--out={out}", "--steps=4", "--resume=auto"], 0.3)
+    assert_refused(waited, "is in use by")
+    assert waited["out"].count("waiting up to 0 s") == 1
+    assert sorted(p.name for p in out.iterdir()) == before and not list(tmp_path.glob("run.*"))
+    assert not list(tmp_path.glob(".*.lock"))
+
+
+def test_resume_auto_waits_for_a_run_that_is_leaving(tmp_path):
+    go(1, tmp_path / "run", "--steps=2")
+    argv = [*TINY, f"--out={tmp_path / 'run'}", "--steps=3", "--resume=auto"]
+    (got,) = run_ranks(1, session_in_use, argv, 60.0, 0.5)
+    assert got["code"] == 0 and got["out"].count("waiting up to 60 s") == 1 and "resumed" in got["out"]
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
+    """The file is the lock then: of a process that has ended it is replaced, of any other it is obeyed."""
+    def no_locks(fd, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    path, out = tmp_path / ".run.lock", tmp_path / "run"
+    files.lock(out)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "no file locks" in said and str(path) in said
+    assert json.loads(path.read_text())["pid"] == os.getpid()
+    with pytest.raises(ValueError, match=f"process {os.getpid()} on .*delete {path}"):
+        files.lock(out)
+    files.unlock()
+    assert not path.exists()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for host, works in ((socket.gethostname(), True), ("another-host", False)):
+        path.write_text(json.dumps({"host": host, "pid": ended.pid, "time": "then"}))
+        with contextlib.nullcontext() if works else pytest.raises(ValueError, match=f"{host}.*delete"):
+            files.lock(out)
+        files.unlock()
+
+
+def test_the_lock_ends_with_the_run_and_is_not_inherited(tmp_path):
+    go(1, tmp_path / "run", "--steps=1", "--resume=nowhere", code=2)
+    files.lock(tmp_path / "run")  # would raise
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        files.unlock()
+        files.lock(tmp_path / "run")
+    finally:
+        files.unlock()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_where_the_parent_takes_no_file_the_lock_lies_in_the_directory(tmp_path, monkeypatch):
+    """As with --out /output in a container. Nobody can rename such a directory away from its lock."""
+    out = tmp_path / "parent" / "run"
+    out.mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "parent")
+    files.lock(out)
+    assert (out / ".lock").exists() and not (tmp_path / "parent" / ".run.lock").exists()
+    files.unlock()
+    assert list(out.iterdir()) == []
+
+
+def test_a_mounted_directory_is_locked_under_all_its_names(tmp_path):
+    """Two containers mount one volume as --out: each has a parent directory and a .NAME.lock of its own."""
+    a, b = tmp_path / "a/run", tmp_path / "b/run"
+    a.mkdir(parents=True)
+    b.mkdir(parents=True)
+    code = """if 1:
+        import sys
+        from pathlib import Path
+        from interface import files
+        try:
+            files.lock(Path(sys.argv[1]))
+        except ValueError as e:
+            print(e)
+    """
+    script = 'mount --bind "$1" "$2" || exit 99; exec "$3" -c "$4" "$2"'
+    command = ["unshare", "--mount", "sh", "-c", script, "sh", a, b, sys.executable, code]
+    files.lock(a)
+    try:
+        got = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("unshare is not installed")
+    finally:
+        files.unlock()
+    if got.returncode == 99 or "unshare" in got.stderr:
+        pytest.skip(f"no right to mount: {got.stderr.strip()}")
+    assert f"{b} is in use by process {os.getpid()} on " in got.stdout, got.stderr
+    assert list(a.iterdir()) == []
+
+
+def test_a_directory_that_was_renamed_is_locked_under_its_name_again(tmp_path):
+    out = tmp_path / "run"
+    files.lock(out)
+    (out / "metrics.jsonl").write_text("")
+    moved = files.move_aside(out)
+    assert [path.name for path in moved.iterdir()] == ["metrics.jsonl"]
+    assert [path.name for path in out.iterdir()] == [".lock"]
+    files.unlock()
+    assert list(tmp_path.iterdir()) == [moved]
+
+
+def test_a_lock_that_made_its_directory_removes_it_if_nothing_came(tmp_path):
+    files.lock(tmp_path / "new/run")
+    files.unlock()
+    assert not (tmp_path / "new/run").exists()
+    files.lock(tmp_path / "new/run")
+    (tmp_path / "new/run/kept").touch()
+    files.unlock()
+    assert (tmp_path / "new/run/kept").exists()
+
+
+def test_a_foreign_file_in_the_place_of_the_lock_stays(tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    for path in (tmp_path / ".run.lock", out / ".lock"):
+        path.write_text("a poem of mine")
+        with pytest.raises(ValueError, match=f"^{path} .*move it away"):
+            files.lock(out)
+        files.unlock()
+        assert path.read_text() == "a poem of mine"
+        path.write_bytes(bytes(64))  # of a machine that went down
+        files.lock(out)
+        files.unlock()
+        assert not path.exists()
+    os.mkfifo(out / ".lock")
+    with pytest.raises(ValueError, match="move it away"):
+        files.lock(out)
+    files.unlock()
+
+
+def test_a_working_directory_with_a_run_is_not_renamed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    assert_refused(session(World(), [*TINY, "--out=.", "--steps=1"]), "working directory", "--resume auto")
+    assert session(World(), [*TINY, "--out=.", "--steps=1", "--resume=auto"])["code"] == 0
+
+
+# -----------------------------------------------------------------------------
+# Whoever replaces or deletes a file has made it
+
+def test_dump_grads_replaces_and_removes_nothing(tmp_path):
+    mine = tmp_path / "g.parts/thesis.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    path = tmp_path / "g.safetensors"
+    go(2, tmp_path / "run", f"--dump-grads={path}", "--steps=1")
+    assert len(load_file(path)) > 10 and mine.read_text() == "mine"
+    assert {p.name for p in tmp_path.iterdir()} == {"g.parts", "g.safetensors", "run"}
+
+    before = path.read_bytes()
+    link = tmp_path / "link.st"
+    link.symlink_to(tmp_path / "nowhere")
+    for there in (path, link, mine):
+        refused = run_ranks(2, session, [*TINY, f"--out={tmp_path / 'new'}", f"--dump-grads={there}"])
+        assert_refused(refused[0], f"--dump-grads {there} is there already and stays; give a new file")
+        assert refused[1]["code"] == 2 and refused[1]["err"] == "" and refused[0]["steps"] == []
+    assert path.read_bytes() == before
+    assert not (tmp_path / "new").exists() and not (tmp_path / "nowhere").exists()
+
+
+def test_dump_grads_does_not_replace_a_file_that_came_meanwhile(tmp_path):
+    path = tmp_path / "g.safetensors"
+    real = resume.dump_grads
+
+    def someone_was_faster(*args):
+        path.write_text("mine")
+        real(*args)
+    with mock.patch.object(resume, "dump_grads", someone_was_faster):
+        got = session(World(), [*TINY, f"--out={tmp_path / 'run'}", f"--dump-grads={path}", "--steps=1"])
+    assert_refused(got, f"{path} cannot be written: ", "File exists", "another --dump-grads")
+    assert path.read_text() == "mine" and not list(tmp_path.glob("*.parts"))
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed"])
+def test_a_directory_that_vanishes_under_a_run_is_made_again(how, tmp_path):
+    out = tmp_path / "run"
+    data = chars(tmp_path)
+
+    def vanish(run, *args):
+        step = real(run, *args)
+        if run.state.step == 3:
+            out.rename(tmp_path / "moved")
+            if how == "removed":
+                shutil.rmtree(tmp_path / "moved", ignore_errors=True)  # a save may be under way there
+        return step
+    real = train.Run.end_step
+    argv = [*TINY, "--vocab-size=0", f"--data={data}", f"--out={out}", "--steps=6", "--save-every=2"]
+    with mock.patch.object(train.Run, "end_step", vanish):
+        got = session(World(), argv)
+    assert got["code"] == 0 and "metrics.jsonl was removed or renamed" in got["err"]
+    there = {p.name for p in out.iterdir()}
+    assert there >= {"config.json", "tokenizer.json", "meta.json", "history.jsonl", "step_000006"}
+    assert [r["step"] for r in rows(out)] == [3, 4, 5, 6] and ".lock" not in there
+    assert json.loads((out / "config.json").read_text())["vocab_size_used"] > 0
+    (again,) = run_ranks(1, session, [*argv[:-2], "--steps=7", "--resume=auto"])
+    assert again["code"] == 0 and "resumed" in again["out"]
+    if how == "renamed":
+        files.lock(tmp_path / "moved")  # would raise
+        files.unlock()
+
+
+def test_the_data_may_be_gone_when_the_directory_is_made_again(tmp_path):
+    log_of_run = log.Log(tmp_path / "run", {"a": 1}, others={"tokenizer.json": b"{}"})
+    shutil.rmtree(tmp_path / "run")
+    log_of_run.close()
+    assert (tmp_path / "run/tokenizer.json").read_bytes() == b"{}"
+
+
+def test_links_are_neither_followed_nor_changed(tmp_path):
+    """Symbolic links with the names of temporary files, and a backup by hard links (cp -al)."""
+    out = tmp_path / "run"
+    out.mkdir()
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    for name in ("config.part", "metrics.part", "history.part", "meta.json.part"):
+        (out / name).symlink_to(mine)
+    (out / ".config.json.0123abcd.part").write_text("left by a kill")
+    (out / ".config.json.part").write_text("foreign")
+    go(1, out, "--steps=2", "--save-every=1", "--profile")
+    assert mine.read_text() == "mine" and not (out / ".config.json.0123abcd.part").exists()
+    assert (out / ".config.json.part").read_text() == "foreign"
+    backup = tmp_path / "backup"
+    subprocess.run(["cp", "-al", out, backup], check=True)
+    before = {p: p.read_bytes() for p in backup.rglob("*") if p.is_file()}
+    assert {"metrics.jsonl", "loss.txt", "history.jsonl"} <= {p.name for p in before}
+    go(1, out, "--steps=4", "--resume=auto", "--profile")
+    assert before == {p: p.read_bytes() for p in backup.rglob("*") if p.is_file()}
+
+
+def test_a_backup_by_hard_links_of_a_running_run_stays_as_it_is(tmp_path):
+    written = files.Rows(tmp_path / "a.jsonl", -1, create=True)
+    written.add({"step": 1})
+    os.link(tmp_path / "a.jsonl", tmp_path / "backup")
+    written.add({"step": 2})
+    written.add({"step": 3})
+    written.close()
+    assert files.sound_rows(tmp_path / "backup") == ([{"step": 1}], 0)
+    assert files.sound_rows(tmp_path / "a.jsonl") == ([{"step": 1}, {"step": 2}, {"step": 3}], 0)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is a pipe or a device, not a file"):
+        load_json(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is a pipe or a device, not a file"):
+        files.sound_rows(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("wrong", ["cut", "overwritten", "masks"])
+def test_a_shard_that_is_changed_under_a_run_is_named(wrong, tmp_path):
+    """A memory-mapped file that is cut ends the process by SIGBUS."""
+    path = tmp_path / "train_00000.bin"
+    ids = np.arange(5000, dtype="<u2") % 100
+    path.write_bytes(shards.pack_header(2, len(ids)) + ids.tobytes())
+    shard = shards.Shard(path, "<u2", len(ids), 2 if wrong == "masks" else 100, "make it again")
+    window = np.empty(17, "<u2")
+    if wrong != "masks":
+        shard.read_into(window, 4983)
+        assert window.tolist() == ids[4983:].tolist()
+    if wrong == "cut":
+        os.truncate(path, 9000)
+        message = "was cut while this run reads it: it ends before token 5000 of 5000; make it again"
+    elif wrong == "overwritten":
+        path.write_bytes(b"\xff" * path.stat().st_size)
+        message = "was changed while this run reads it: near token 4983 is the id 65535, expected less than"
+    else:
+        message = "expected less than 2"
+    with pytest.raises(ChangedFile, match=f"^{path} .*{message}"):
+        shard.read_into(window, 4983)
+
+
+def test_a_run_whose_data_is_cut_ends_with_one_line(tmp_path):
+    data = chars(tmp_path)
+    argv = [*TINY, "--vocab-size=0", f"--data={data}", f"--out={tmp_path / 'run'}", "--steps=1000"]
+    program = """if 1:
+        import os, sys
+        import train
+        def cut(run, number):
+            if number == 3:
+                os.truncate(sys.argv[1], 5000)
+            begin(run, number)
+        begin, train.Run.begin_step = train.Run.begin_step, cut
+        train.main(sys.argv[2:])
+    """
+    command = [sys.executable, "-c", program, data / "train_00000.bin", *argv]
+    got = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    lines = got.stderr.splitlines()
+    assert got.returncode == 2 and len(lines) == 1, got.stderr
+    assert "train_00000.bin was cut while this run reads it" in lines[0]
+
+
+# -----------------------------------------------------------------------------
+# Checkpoints that are crafted, or removed while they are read
+
+def test_pieces_that_overlap_and_leave_a_gap_are_refused():
+    def pieces(*rectangles):
+        return [{"offset": offset, "size": size} for offset, size in rectangles]
+    assert not checkpoint.pieces_overlap(pieces(([0, 0], [2, 3]), ([0, 3], [2, 1]), ([2, 0], [2, 4])))
+    assert not checkpoint.pieces_overlap(pieces(([], [])))
+    assert checkpoint.pieces_overlap(pieces(([], []), ([], [])))
+    assert checkpoint.pieces_overlap(pieces(([0, 0], [2, 3]), ([0, 2], [2, 2]), ([2, 0], [2, 3])))
+    assert checkpoint.pieces_overlap(pieces(([0], [6]), ([1], [1]), ([5], [2])))
+    index = {"files": {"rank_00000.safetensors": {"bytes": 100}}, "tensors": {"w": {"shape": [4], "pieces": [
+        {"file": "rank_00000.safetensors", "offset": [0], "size": [2]},
+        {"file": "rank_00000.safetensors", "offset": [1], "size": [2]}]}}}
+    with pytest.raises(ValueError, match="two pieces of w overlap"):
+        checkpoint.check_pieces(index)
+
+
+@pytest.mark.parametrize("change", [
+    {"flags": {"micro_batch": "aaaa", "global_batch": 0, "tp": 1, "pp": 1}}, {"flags": {"zero": {"a": 1}}},
+    {"flags": {"lr": [[1]]}}, {"flags": [1]}, {"scaler": [-1.0, 0]}, {"scaler": [1e300, 0]},
+    {"scaler": [1.0, -1]}, {"samples": 2**62}])
+def test_a_crafted_meta_is_refused(change):
+    meta = {"step": 1, "samples": 4, "skipped": 0, "nan_steps": 0, "world": 1, "seed": 1, "adam_t": 1,
+            "data": "x", "skip": [], "shape": {"n_experts": 0, "bias": False},
+            "flags": {"lr": 0.1, "betas": [0.9, 0.95]}}
+
+    def index(meta):
+        body = {"format": 2, "step": 1, "meta": meta, "files": {}, "tensors": {}}
+        return {**body, "crc32": zlib.crc32(json.dumps(body, sort_keys=True).encode())}
+    checkpoint.check_index(index({**meta, "scaler": [65536.0, 3]}))
+    with pytest.raises(ValueError, match="^its meta: "):
+        checkpoint.check_index(index({**meta, **change}))
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_read(tmp_path, capsys):
+    """sample.py, convert.py and show take the newest one of that time."""
+    out = tmp_path / "run"
+    go(1, out, "--steps=2", "--save-every=1")
+    kept = tmp_path / "kept"
+    check = checkpoint.check
+
+    def prune_first(path, *args, **kwargs):
+        if not kept.exists():
+            (out / "step_000002").rename(kept)
+            shutil.copytree(kept, out / "step_000003")
+            shutil.rmtree(out / "step_000001")
+        return check(path, *args, **kwargs)
+    with mock.patch.object(checkpoint, "check", prune_first):
+        assert checkpoint.main(["show", str(out)]) == 0
+    said = capsys.readouterr()
+    assert "step_000003: step 2" in said.out and said.err == ""
+
+    shutil.rmtree(kept)
+    (out / "step_000003").rename(out / "step_000002")
+    (out / "step_000001").mkdir()
+    with mock.patch.object(checkpoint, "check", prune_first):
+        _, _, weights, _, said = convert.read_run(out)
+    assert weights.path == out / "step_000003" and "step_000003: the newest" in said
+    assert "damaged" not in capsys.readouterr().out
+    shutil.rmtree(out / "step_000003")  # open files stay readable
+    assert torch.isfinite(next(block for _, block in weights.blocks("wte.weight"))).all()
+
+
+def test_plots_of_huge_numbers(tmp_path):
+    for is_log in (False, True):
+        assert plot.points([{"step": 1, "loss": 1e299}], "loss") == []
+        assert plot.draw("loss", [("a", "", [(1, 1e289), (2, 1e-300), (3, 5.0)])], log=is_log)
