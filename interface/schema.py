@@ -65,7 +65,7 @@ def load_json(path):
 
 def load_json_of_others(path, most):
     """Return what a JSON file of others holds: see load_json. ValueError: it has more than `most` bytes."""
-    found = Path(path).stat()
+    found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
         raise ValueError(f"{path} is a pipe, a device or a directory, not a file")
     if found.st_size > most:
