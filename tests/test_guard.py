@@ -209,6 +209,11 @@ def test_an_injected_spike_changes_one_steps_targets(tmp_path):
 # A full disk, an outage of wandb, a clock that jumps
 
 class FullDisk:
+    """A file to which nothing more can be written."""
+
+    def __init__(self, file):
+        self.fileno = file.fileno
+
     def write(self, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -220,7 +225,7 @@ def test_a_full_disk_loses_no_row(tmp_path, capfd):
     run_log = log.Log(tmp_path, {})
     row = dict(loss=1.0, lr=0.1)
     run_log.row(step=1, **row)
-    file, run_log.metrics.file = run_log.metrics.file, FullDisk()
+    file, run_log.metrics.file = run_log.metrics.file, FullDisk(run_log.metrics.file)
     run_log.row(step=2, **row)
     run_log.row(step=3, **row)
     assert "No space left" in capfd.readouterr().err
