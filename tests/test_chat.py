@@ -338,13 +338,13 @@ def test_refused_starts(data, pretrained, tmp_path):
 # -----------------------------------------------------------------------------
 # Planted faults, as in test_faults.py: each must fail a comparison.
 
-def own_count(original, model, data_parallel, batches, tokens, *args, factor):
+def own_count(original, model, data_parallel, batches, n_trained, *args, factor):
     """forward_backward that divides by `factor` times this rank's own number of trained tokens."""
     own = sum((y >= 0).sum() for _, y in batches)
     return original(model, data_parallel, batches, own * factor, *args)
 
 
-def all_tokens(original, step, *args, tokens):
+def all_tokens(original, step, *args, n_trained):
     """Step.gradients to which every token is trained."""
     return original(step, *args)
 
