@@ -463,7 +463,7 @@ def test_a_checkpoint_and_a_run_without_flags_can_be_resumed(tmp_path):
 
 def test_foreign_flags_in_a_checkpoint_are_one_line(tmp_path):
     go(1, tmp_path, "--steps=1")
-    for flags, word in ((5, "no run's"), ({"global_batch": 0}, "no run's"),
+    for flags, word in ((5, "flags is 5"), ({"global_batch": 0}, "no run's"),
                         ({"rope_base": "\x1b[2J"}, "rope-base"),
                         ({"global_batch": 0, "micro_batch": 2, "tp": 0, "pp": 1}, "no run's")):
         change_meta(tmp_path / "step_000001", flags=flags)
