@@ -524,7 +524,7 @@ def write_json(path, content):
     path.write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
 
 
-@wrong_input()
+@wrong_input(prints=False)
 def main(argv=None):
     """Import or export. SystemExit(2) after one line on stderr: wrong input."""
     flags = command_line(Flags, sys.argv[1:] if argv is None else argv, "convert.py", __doc__)

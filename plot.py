@@ -346,7 +346,7 @@ def show_once(flags):
     size = flags.width, flags.height
     text = "".join(draw(title, series, size, flags.log) for title, series in found.items())
     if flags.follow and sys.stdout.isatty():
-        print(CLEAR_SCREEN, end="")
+        sys.__stdout__.write(CLEAR_SCREEN)  # sys.stdout would escape it
     print(text or "no rows yet\n", end="", flush=True)
     if flags.png:
         picture(found, flags.png, flags.log)

@@ -30,8 +30,9 @@ import tyro
 from convert import read_run
 from corpus import text, tokenizer
 from corpus.chat import Template
-from interface.command_line import command_line, discard_stdout, wrong_input
+from interface.command_line import command_line, wrong_input
 from interface.schema import Range, check_schema, load_json
+from interface.streams import guarded
 
 Prompts = tyro.conf.UseAppendAction[tuple[str, ...]]
 RunDir = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN_DIR")]]
@@ -121,7 +122,8 @@ def main(argv=None):
         flags = command_line(Flags, argv, "sample.py", __doc__)
         flags.check()
     if flags.chat:
-        chat_main(flags)
+        with guarded():
+            chat_main(flags)
         return
     with wrong_input():
         cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
@@ -148,7 +150,10 @@ def another_rank_speaks(argv):
     if not any(word.startswith("--chat") for word in argv):
         return False
     from runtime import launch
-    return launch.env_rank() > 0
+    try:
+        return launch.env_rank() > 0
+    except ValueError:  # launch() will say what is wrong
+        return False
 
 
 def plain_stdout():
@@ -324,6 +329,9 @@ def total_loss(model, ids):
 # -----------------------------------------------------------------------------
 # --chat
 
+MOST_TYPED = 1 << 20  # characters of a question
+
+
 def alone(token):
     """The `agree` of one rank, which nothing stops."""
     return token, False
@@ -433,10 +441,13 @@ class Console:
                 self.print("> " if self.terminal else "")
                 if self.lost is not None:
                     return None
-                line = input() if self.terminal else sys.stdin.readline()
+                line = input() if self.terminal else sys.stdin.readline(MOST_TYPED + 1)
                 # At its end a file gives an empty line, and a terminal an EOFError.
                 if not line and not self.terminal:
                     return None
+                if len(line) > MOST_TYPED:
+                    raise OSError(f"a line of stdin has more than {MOST_TYPED:,} characters, too many for a "
+                                  "question; give one question on each line")
                 return line.encode("utf-8", "replace").decode()
             except EOFError:
                 return None
@@ -454,7 +465,6 @@ class Console:
         except OSError as e:
             self.stop = True
             self.lost = e
-            discard_stdout()
 
 
 def chat_main(flags):

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from config import Outcome, ceil_div
+from interface import streams
 from interface.command_line import one_line
 from ops.accelerator import device_name
 from parallel import Axis
@@ -51,6 +52,8 @@ LAUNCHERS = {
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
 
+
+STARTED_WITH = {"hydra": "mpiexec", "openmpi": "mpiexec", "pals": "mpiexec", "cray": "srun or aprun"}
 
 NO_TIMEOUT = 30 * 86400.0  # seconds, longer than any run
 
@@ -123,23 +126,66 @@ class Start(NamedTuple):
 def detect(env):
     """Return the Start that a mapping of environment variables describes.
 
-    ValueError: a variable of the launcher is not a number.
+    ValueError: the variables of the launcher describe no rank that can be.
     """
     for launcher, names in LAUNCHERS.items():
-        rank, size, local_rank, local_size = (env.get(name) for name in names)
+        texts = [env.get(name) for name in names]
+        rank, size, local_rank, local_size = texts
         if launcher == "pals" and rank is not None and local_rank is not None and size is None:
-            size = "-1"  # PALS_PMI=pmix sets no PMI_SIZE. mpi4py gives the size later.
-        if rank is None or size is None or local_rank is None:
-            continue
-
-        local_size = (local_size or "1").split("(")[0].split(",")[0]  # Slurm writes 4(x2),3
-        values = (rank, size, local_rank, local_size)
-        for name, value in zip(names, values, strict=True):
-            if not re.fullmatch("-?[0-9]+", value):
-                raise ValueError(f"{name}={value} in the environment is not a number: unset it, or start "
-                                 f"the ranks with {launcher}")
-        return Start(launcher, *map(int, values))
+            # PALS_PMI=pmix sets no PMI_SIZE. mpi4py gives the size later.
+            return Start(launcher, *check_ranks(launcher, names, [rank, None, local_rank, local_size]))
+        if rank is not None and size is not None and local_rank is not None:
+            check_site(launcher, env)
+            return Start(launcher, *check_ranks(launcher, names, texts))
     return Start("single", rank=0, size=1, local_rank=0, local_size=1)
+
+
+def check_ranks(launcher, names, texts):
+    """Return (rank, size, local rank, local size) of a launcher's variables, whose texts may be None.
+
+    The size is -1 if it is not given. ValueError: they are not whole numbers, or no rank has such numbers.
+    """
+    rank_name, size_name, local_rank_name, local_size_name = names
+    rank, size, local_rank, local_size = texts
+    local_size = (local_size or "1").split("(")[0].split(",")[0]  # Slurm writes 4(x2),3
+    rank = whole_number(launcher, rank_name, rank, 0)
+    local_rank = whole_number(launcher, local_rank_name, local_rank, 0)
+    local_size = whole_number(launcher, local_size_name, local_size, 1)
+    if size is None:
+        return rank, -1, local_rank, local_size
+
+    size = whole_number(launcher, size_name, size, 1)
+    for name, value in ((rank_name, rank), (local_rank_name, local_rank)):
+        if value >= size:
+            refuse(launcher, f"{name}={value}", f"is no rank of {size_name}={size}")
+    if local_size > size:
+        refuse(launcher, f"{local_size_name}={local_size}", f"is more than {size_name}={size}")
+    return rank, size, local_rank, local_size
+
+
+def check_site(launcher, env):
+    """ValueError: a variable that only some starts read is set, and is none that can be."""
+    numbers = {"torchrun": ("MASTER_PORT", "SLURM_NODEID"),
+               "srun": ("SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")}
+    for name in numbers.get(launcher, ()):
+        if name in env and whole_number(launcher, name, env[name], 0) > 65535 and name == "MASTER_PORT":
+            refuse(launcher, f"{name}={env[name]}", "is no port, the last is 65535")
+
+
+def whole_number(launcher, name, text, low):
+    """Return the whole number of an environment variable. ValueError: it is none, or less than low."""
+    if not re.fullmatch("[+-]?[0-9]{1,9}", text):
+        refuse(launcher, f"{name}={text[:40]}", "is not a number")
+    number = int(text)
+    if number < low:
+        refuse(launcher, f"{name}={text}", f"is less than {low}")
+    return number
+
+
+def refuse(launcher, what, why):
+    """ValueError, the one line about an environment that can start no rank."""
+    raise ValueError(f"{what} in the environment {why}: unset it, or start the ranks with "
+                     f"{STARTED_WITH.get(launcher, launcher)}")
 
 
 def env_rank():
@@ -209,9 +255,24 @@ def _address(n_nodes):
 
 
 def _slurm_address(n_nodes):
-    """Return (host, port) of rank 0 where srun runs without MPI, so that all ranks must derive the same."""
+    """Return (host, port) of rank 0 where srun runs without MPI, so that all ranks must derive the same.
+
+    ValueError: Slurm's variables or its scontrol are missing.
+    """
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"):
+        if name not in os.environ:
+            refuse("srun", name, "is not set, though srun sets it")
     command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
-    nodes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    try:
+        nodes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    except FileNotFoundError:
+        raise ValueError("srun started the ranks, and scontrol, which knows their hosts, is not on the PATH: "
+                         "load Slurm's module, or start the ranks with mpiexec or torchrun") from None
+    except (OSError, subprocess.CalledProcessError) as e:
+        said = getattr(e, "stderr", "") or e
+        raise ValueError(f"{' '.join(command)} failed ({said}): start the ranks with srun") from None
+    if not nodes:
+        refuse("srun", f"SLURM_STEP_NODELIST={command[-1]}", "names no host")
     if len(nodes) == 1:
         host = _address(n_nodes)
     else:
@@ -250,6 +311,9 @@ def _store(launcher, comm, rank, n_nodes, timeout):
     comm, MPI's communicator; comm is None where srun runs without MPI. timeout: a timedelta.
     """
     if launcher == "torchrun":
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(name):
+                refuse(launcher, name, "is not set, and by it the ranks find each other")
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         return store
 
@@ -358,7 +422,8 @@ def launch(timeout=600.0, quiet=False, joining=_tell_nobody):
     timeout: seconds that a collective may wait. quiet: print no line per node. joining(where, size): called
     before this rank waits for all ranks, in MPI_Init and in the rendezvous; then with "", when all are there.
     """
-    start = detect(os.environ)
+    with wrong_environment():
+        start = detect(os.environ)
     if start.launcher == "single":  # plain python never touches MPI
         device, threads = select_device(0, 1)
         world = World(device=device, threads=threads)
@@ -369,12 +434,23 @@ def launch(timeout=600.0, quiet=False, joining=_tell_nobody):
     return world
 
 
+@contextlib.contextmanager
+def wrong_environment():
+    """Turn a ValueError, of variables that can start no rank, into one line and exit code 2."""
+    try:
+        yield
+    except ValueError as e:
+        print(f"nanoshard: {one_line(e)}", file=sys.stderr, flush=True)
+        raise SystemExit(Outcome.WRONG_INPUT) from None
+
+
 def _join(start, timeout, joining):
     """Meet the other ranks, and return the World. The arguments are those of launch(), after detect()."""
     launcher, rank, size, local_rank, _ = start
     _keep_messages_short_for_pmi2(launcher)
     joining("MPI_Init", size)
-    comm = None if launcher == "torchrun" else mpi.world(launcher, rank, size)
+    with wrong_environment():
+        comm = None if launcher == "torchrun" else mpi.world(launcher, rank, size)
     joining("the rendezvous", size)
     size, local_size, node, n_nodes = _place(start, comm)
     _end_all_on_exception(rank, comm)
@@ -386,7 +462,8 @@ def _join(start, timeout, joining):
     wait = timedelta(seconds=timeout)
     with mpi.progress(comm):
         if size > 1:
-            store = _store(launcher, comm, rank, n_nodes, wait)
+            with wrong_environment():
+                store = _store(launcher, comm, rank, n_nodes, wait)
             hosts, own = show_all_gpus(store, rank, size, local_rank)
         device, threads = select_device(local_rank, local_size, own)
         if size > 1:
@@ -461,7 +538,7 @@ def _end_all_on_exception(rank, comm):
             os._exit(1)
 
         with contextlib.suppress(OSError):
-            traceback.print_exception(kind, value, trace, file=sys.__stderr__)
+            sys.__stderr__.write(streams.visible("".join(traceback.format_exception(kind, value, trace))))
             sys.__stderr__.flush()
         time.sleep(0.2)  # mpiexec must pass the text on before it learns of the abort
         if comm is not None:
