@@ -19,6 +19,9 @@ from typing import Annotated, Literal, NamedTuple
 
 import tyro
 
+if sys.flags.safe_path:  # python -I leaves out the program's own folder
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 import checkpoint
 from config import SHAPE
 from corpus import hugging_face as hf
@@ -383,14 +386,16 @@ def import_model(flags):
     vocabulary = load_tokenizer(weights.path, weights.vocab_size)
     out = Path(flags.out)
     cfg = dataclasses.replace(weights.cfg, vocab_size=weights.vocab_size)
-    step = checkpoint.save(out, 0, lazy_pieces(weights), meta_of_no_step(cfg))
+    saved = dataclasses.asdict(cfg)
+    with must_write(out, reads=True):
+        step = checkpoint.save(out, 0, lazy_pieces(weights), meta_of_no_step(cfg))
+        if vocabulary:
+            vocabulary.save(out / "tokenizer.json")
+        write_json(out / "config.json", {**saved, "vocab_size_used": weights.vocab_size})
     if vocabulary:
-        vocabulary.save(out / "tokenizer.json")
         data = f"python prepare.py FILE... --name NAME --tokenizer {out}"
     else:
         data = f"{flags.model} holds no tokenizer.json; make it with the tokenizer of the model's training"
-    saved = dataclasses.asdict(cfg)
-    write_json(out / "config.json", {**saved, "vocab_size_used": weights.vocab_size})
     return (f"{step}\nsample.py {out} --prompt ..., or train.py --data data/NAME --init-from {step} "
             f"{flag_words(cfg)}\ndata/NAME: {data}")
 
@@ -450,11 +455,12 @@ def export_model(flags):
              "generation_config.json": {"bos_token_id": eod, "eos_token_id": end_tokens(vocabulary)}}
     if vocabulary:
         files |= hf.export_tokenizer(vocabulary, cfg.seq_len)
-    for name, content in files.items():
-        write_json(out / name, content)
     talks = "chat_template" in files.get("tokenizer_config.json", {})
     card = model_card(cfg, kind, weights, run, flags.dtype, talks)
-    (out / "README.md").write_bytes(card.encode())
+    with must_write(out):
+        for name, content in files.items():
+            write_json(out / name, content)
+        (out / "README.md").write_bytes(card.encode())
     return f"{said}{out}: {hf.FAMILIES[kind].architecture}, {len(lazy)} tensors in {flags.dtype}"
 
 

@@ -42,11 +42,15 @@ from typing import Annotated
 import numpy as np
 import tyro
 
+if sys.flags.safe_path:  # python -I leaves out the program's own folder
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from config import ceil_div
 from corpus import build, chat, shards, text, tokenizer
 from corpus.folder import install, locked, owned_files
 from corpus.shards import SPLITS
 from interface.command_line import command_line, wrong_input
+from interface.files import must_write
 
 UNIT_BYTES = 16 << 20  # of text per unit of work; the number of workers does not change it
 VOCAB_SIZE = 4096  # of bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
@@ -83,6 +87,7 @@ class Flags:
     seq_len: int = 128  # chat: tokens of a window; a longer conversation is cut
     workers: int = min(8, os.cpu_count() or 1)  # processes, at most one per 16 MB of text
     with_tests: bool = False  # stdlib: its test suites too, 3 times the text
+    replace: Switch = False  # make it also where another data set stands, which is lost
     verify: bool = False  # only read the prepared files and compare their sha256
     RANGES = LIMITS
 
@@ -440,6 +445,47 @@ def write_shard(path, dtype, stream, n):
     return {"file": path.name, "tokens": n, "sha256": digest.hexdigest(), "max_id": max_id}
 
 
+def words_of_command(argv):
+    """Return argv without --replace, which says nothing about the data that are made."""
+    return [word for word in argv if word != "--replace"]
+
+
+def same_data(command):
+    """Return the words of a command without --workers, which changes no byte: equal ones make the same."""
+    words = iter(shlex.split(command))
+    kept = []
+    for word in words:
+        if word == "--workers":
+            next(words, None)
+        elif not word.startswith("--workers="):
+            kept.append(word)
+    return kept
+
+
+def refuse_another(flags, command):
+    """Return the command of the data set that this one replaces, or "" where there is none.
+
+    The same command may always replace its own work: its sources have changed, or the files are damaged.
+    ValueError: another data set stands there, and --replace is not given.
+    """
+    owned_files(flags.folder)  # what prepare.py did not make is refused by its name
+    try:
+        meta = shards.load_meta(flags.folder)
+    except (ValueError, OSError):  # there is none, or none that train.py reads
+        return ""
+    made_by = shards.as_prepare_writes_it(meta.get("command", ""))
+    if same_data(made_by) == same_data(command):
+        return shards.as_prepare_writes_it(meta.get("replaced", ""))
+    if not flags.replace:
+        counts = " + ".join(f"{meta['tokens'][split]:,}" for split in SPLITS)
+        sources = meta.get("sources")
+        paths = sources.get("paths") if isinstance(sources, dict) else None
+        of = ", ".join(map(str, paths[:3])) if isinstance(paths, list) else "unknown sources"
+        raise ValueError(f"{flags.folder} holds another data set, {counts} tokens of {of}, made with: "
+                         f"{made_by or 'an unknown command'}; give another --name, or --replace to lose it")
+    return made_by
+
+
 def is_up_to_date(folder, wanted):
     """Whether the folder holds a sound data set with this fingerprint."""
     try:
@@ -460,13 +506,16 @@ def main(argv=None):
             return 0
         spans = list_sources(flags)
         about = {"fingerprint": fingerprint(flags, spans),
-                 "command": shlex.join(["python", "prepare.py", *argv])}
+                 "command": shlex.join(["python", "prepare.py", *words_of_command(argv)])}
         if is_up_to_date(flags.folder, about["fingerprint"]):
             print(f"{flags.folder} is up to date")
-        elif flags.chat:
-            print(prepare_chat(flags, spans, about))
-        else:
-            print(prepare_text(flags, spans, about))
+            return 0
+        replaced = refuse_another(flags, about["command"])
+        if replaced:
+            about["replaced"] = replaced
+        with must_write(flags.folder, reads=True):
+            make = prepare_chat if flags.chat else prepare_text
+            print(make(flags, spans, about))
     return 0
 
 

@@ -27,6 +27,9 @@ from typing import Annotated
 import numpy as np
 import tyro
 
+if sys.flags.safe_path:  # python -I leaves out the program's own folder
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from convert import read_run
 from corpus import text, tokenizer
 from corpus.chat import Template

@@ -258,6 +258,8 @@ def wrong_input(quiet=False, prints=True):
     """
     with guarded(prints):
         try:
+            if sys.flags.optimize > 1:
+                raise ValueError("python -OO drops the texts that --help prints; leave it out, or use -O")
             yield
             sys.stdout.flush()
         except BrokenPipeError:
