@@ -15,7 +15,8 @@ itself was never run here. fineweb_edu_10bt is about 28 GB compressed, dclm_base
 4) merge the parts into shards: the same bytes for any --workers
 5) rename everything into data/NAME, meta.json last
 
-The same call again finds that the data are made, and says so. After a kill, it goes on from the finished
+The same call again finds that the data are made, and says so; where another data set stands, it changes
+nothing without --replace. After a kill, it goes on from the finished
 parts (data/NAME/.parts, about as large as the result) and makes the same bytes. Only files that prepare.py
 made are ever replaced or removed: a folder data/NAME with anything else in their place is refused and left as
 it is.
