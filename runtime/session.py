@@ -1,12 +1,13 @@
 """What surrounds a run: the streams that it prints to and the signals that stop it.
 
-    start_program     the first act of train.py as a program
+    start_program     what train.py does first when it is run as a program
     surround          the context around every run
     signals           which of SIGTERM, SIGUSR1, SIGINT, SIGHUP has come
     dump_on_sigusr2   SIGUSR2 writes every thread's stack
     Stream            sys.stdout or sys.stderr, which may fail
 
-This file imports no torch, whose import takes seconds: a signal that comes meanwhile is handled, too.
+This file does not import torch, which takes seconds. So a signal that comes during that import is handled,
+too.
 """
 import contextlib
 import faulthandler
@@ -32,8 +33,8 @@ AGAIN = 0.5  # seconds: a terminal and a launcher may both pass on the same Ctrl
 class Signals:
     """The signals that stop a run.
 
-    Before can_save is set there is nothing to save, and a signal ends the process. Later the first signal is
-    kept in .number until the step ends, and a second SIGINT ends the process.
+    Before can_save is set, there is nothing to save, and a signal ends the process. After that, the first
+    signal is kept in .number until the step ends, and a second SIGINT ends the process.
     """
 
     def __init__(self):
@@ -89,7 +90,7 @@ class Signals:
             self._leave(INTERRUPTED, f"a second {name}: left at once, the last checkpoint stands")
 
     def _is_second_interrupt(self):
-        """Whether a SIGINT came before this one, and not as a copy of the same Ctrl-C."""
+        """Whether a SIGINT came before this one that was not a copy of the same Ctrl-C."""
         now = time.monotonic()
         if self.interrupted is None:
             self.interrupted = now
@@ -112,8 +113,8 @@ signals = Signals()
 
 
 def dump_on_sigusr2(file):
-    """Let SIGUSR2 write the stacks of this process to a file. None: it does what it did before."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a notebook's stderr is no file
+    """Let SIGUSR2 write the stacks of this process to a file. With None, SIGUSR2 does what it did before."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a notebook's stderr is not a file
         if file is None:
             faulthandler.unregister(signal.SIGUSR2)
         elif signal.getsignal(signal.SIGUSR2) != signal.SIG_IGN:
@@ -126,7 +127,7 @@ class Stream(streams.Stream):
     If its reader leaves (| head) or its disk is full, the run loses what it prints and goes on. After the
     first error the output goes nowhere, and OUT/output_lost.txt says so.
     """
-    lost = []  # of both streams: lines that wait until OUT is known
+    lost = []  # lines of both streams that wait until OUT is known
     folder = None  # OUT
 
     def fails(self, error):
