@@ -575,12 +575,12 @@ def test_failed_and_killed_runs(tmp_path, texts, capsys, monkeypatch):
         done.extend([dst] * (".parts" not in str(dst)))
 
     monkeypatch.setattr(prepare, "write_shards", full)
-    code, _, err = run(capsys, *argv, "--val-fraction", 0.3)
+    code, _, err = run(capsys, *argv, "--val-fraction", 0.3, "--replace")
     assert code == 2 and "No space left" in err and err.count("\n") == 1
     assert {p.name: p.read_bytes() for p in (tmp_path / "a").glob("[!.]*")} == before
     monkeypatch.undo()
     monkeypatch.setattr(prepare.os, "replace", killed)
-    assert run(capsys, *argv, "--val-fraction", 0.3)[0] == 2 and len(done) == 1, done
+    assert run(capsys, *argv, "--val-fraction", 0.3, "--replace")[0] == 2 and len(done) == 1, done
     monkeypatch.undo()
     refused(FileNotFoundError, opens(tmp_path / "a"), "no prepared data")
     assert run(capsys, *argv)[0] == 0 and shards.verify(tmp_path / "a") == 3
