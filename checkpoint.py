@@ -26,6 +26,9 @@ import zlib
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+if sys.flags.safe_path:  # python -I leaves out the program's own folder
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from interface import checkpoint_report as report
 from interface.command_line import one_line, printable, wrap, wrong_input
 from interface.files import folded, remove_parts, sync, write_whole

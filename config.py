@@ -326,6 +326,9 @@ ELSEWHERE = {  # flags of other trainers: the name of ours, or what to do instea
 # -----------------------------------------------------------------------------
 # Values that are refused
 
+ANY = (-10**18, 10**18)  # the range of a number that has none of its own
+
+
 def check_numbers(flags):
     """Raise ValueError unless every number among a program's flags is finite and within its range.
 
@@ -333,12 +336,14 @@ def check_numbers(flags):
     """
     ranges = {**RANGES, **getattr(flags, "RANGES", {})}
     for field in dataclasses.fields(flags):
-        low, high = ranges.get(field.name, (-10**18, 10**18))
+        low, high = ranges.get(field.name, ANY)
         values = getattr(flags, field.name)
         for value in values if isinstance(values, tuple) else [values]:
             if isinstance(value, (int, float)) and not low <= value <= high:  # nan is in no range
-                raise ValueError(f"--{field.name.replace('_', '-')} {value} must be at least {low}, "
-                                 f"at most {high}")
+                flag = f"--{field.name.replace('_', '-')} {value}"
+                if (low, high) == ANY:
+                    raise ValueError(f"{flag} has too many digits; give a number below 10^18")
+                raise ValueError(f"{flag} must be at least {low}, at most {high}")
 
 
 def check(cfg):

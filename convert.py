@@ -20,6 +20,9 @@ from typing import Annotated, Literal, NamedTuple
 
 import tyro
 
+if sys.flags.safe_path:  # python -I leaves out the program's own folder
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 import checkpoint
 from config import SHAPE
 from corpus import config_json, tokenizer
@@ -395,20 +398,22 @@ def import_model(flags):
     out = Path(flags.out)
     cfg = dataclasses.replace(weights.cfg, vocab_size=weights.vocab_size)
     was_there = out.exists()
+    saved = dataclasses.asdict(cfg)
     try:
-        step = checkpoint.save(out, 0, lazy_pieces(weights), meta_of_no_step(cfg))
+        with must_write(out, reads=True):
+            step = checkpoint.save(out, 0, lazy_pieces(weights), meta_of_no_step(cfg))
+            if vocabulary:
+                vocabulary.save(out / "tokenizer.json")
+            write_json(out / "config.json", {**saved, "vocab_size_used": weights.vocab_size})
     except ValueError:  # a tensor is damaged: nothing stays behind
         shutil.rmtree(out / "step_000000.0.tmp")
         if not was_there:
             out.rmdir()
         raise
     if vocabulary:
-        vocabulary.save(out / "tokenizer.json")
         data = f"python prepare.py FILE... --name NAME --tokenizer {out}"
     else:
         data = f"{flags.model} holds no tokenizer.json; make it with the tokenizer of the model's training"
-    saved = dataclasses.asdict(cfg)
-    write_json(out / "config.json", {**saved, "vocab_size_used": weights.vocab_size})
     left_out = ""
     if weights.left_out:
         left_out = (f"left out, as the logits do not depend on them: {len(weights.left_out)} tensors, "
@@ -472,11 +477,12 @@ def export_model(flags):
              "generation_config.json": {"bos_token_id": eod, "eos_token_id": end_tokens(vocabulary)}}
     if vocabulary:
         files |= hf.export_tokenizer(vocabulary, cfg.seq_len)
-    for name, content in files.items():
-        write_json(out / name, content)
     talks = "chat_template" in files.get("tokenizer_config.json", {})
     card = model_card(cfg, kind, weights, run, flags.dtype, talks)
-    (out / "README.md").write_bytes(card.encode())
+    with must_write(out):
+        for name, content in files.items():
+            write_json(out / name, content)
+        (out / "README.md").write_bytes(card.encode())
     return f"{said}{out}: {hf.FAMILIES[kind].architecture}, {len(lazy)} tensors in {flags.dtype}"
 
 
@@ -546,7 +552,7 @@ def write_json(path, content):
     path.write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
 
 
-@wrong_input()
+@wrong_input(prints=False)
 def main(argv=None):
     """Import or export. SystemExit(2) after one line on stderr: wrong input."""
     flags = command_line(Flags, sys.argv[1:] if argv is None else argv, "convert.py", __doc__)

@@ -19,8 +19,12 @@ import sys
 import textwrap
 from collections import Counter
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
+
+if sys.flags.safe_path:  # python -I leaves out the program's own folder
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from config import Config, as_typed, ceil_div, flags_beyond
 from corpus.rampup import batch_size
@@ -70,6 +74,9 @@ def stage_mesh(cfg, gpus, stage):
                      n_experts=cfg.n_experts)
 
 
+MOST_OPERATIONS = 10**6  # forwards of a schedule
+
+
 def check_gpus(cfg, gpus):
     """Return (cfg with its global batch, rank 0's mesh).
 
@@ -78,7 +85,13 @@ def check_gpus(cfg, gpus):
     mesh = stage_mesh(cfg, gpus, 0)
     batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
     check_layout(cfg, mesh, batch)
-    return dataclasses.replace(cfg, global_batch=batch), mesh
+    cfg = dataclasses.replace(cfg, global_batch=batch)
+    operations = micro_batches(cfg, mesh) * cfg.pp * cfg.pp_chunks
+    if cfg.pp > 1 and operations > MOST_OPERATIONS:
+        raise ValueError(f"a step of {operations:,} forwards (micro-batches * pp * pp-chunks) is too long, "
+                         f"the most are {MOST_OPERATIONS:,}; give a smaller --global-batch, or a larger "
+                         "--micro-batch")
+    return cfg, mesh
 
 
 def _groups_of_stages(cfg, gpus):

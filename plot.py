@@ -21,10 +21,13 @@ from typing import Annotated
 
 import tyro
 
+if sys.flags.safe_path:  # python -I leaves out the program's own folder
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 import checkpoint
 import config
 from interface.command_line import command_line, parse, print_quietly, printable, wrong_input
-from interface.files import folded, new_part, read_holder, sound_rows, write_whole
+from interface.files import folded, must_write, new_part, read_holder, sound_rows, write_whole
 from interface.schema import load_json, open_file, read_file
 from runtime.log import best_effort
 
@@ -171,16 +174,30 @@ def parse_or_list(argv):
     folder = Path(*argv[1:2] or ["out"])
     if argv[0] != "--list" or len(argv) > 2 or not folder.is_dir():
         raise ValueError(f"{' '.join(argv)}: beside --list give one folder of runs, such as out, only")
-    runs = sorted(path for path in [folder, *folder.iterdir()] if path.is_dir() and is_run(path))
-    lines = [f"no runs in {folder}"]
-    if runs:
-        lines = [ROW.format("run", "state", "steps", "loss", "val_loss", "size"), *map(describe, runs)]
-    print_quietly("\n".join(lines) + "\n")
+    table, left_out = table_of_runs(folder)
+    lines = [f"no runs in {printable(str(folder))}"]
+    if table:
+        lines = [ROW.format("run", "state", "steps", "loss", "val_loss", "size"), *table]
+    print_quietly("\n".join(lines + left_out) + "\n")
     raise SystemExit(config.Outcome.DONE)
 
 
+def table_of_runs(folder):
+    """Return the lines of each run in a folder, and a line for each of its folders that cannot be read."""
+    table = []
+    left_out = []
+    for path in [folder, *sorted(folder.iterdir())]:
+        try:
+            if path.is_dir() and is_run(path):
+                table.append(describe(path))
+        except OSError as e:
+            left_out.append(printable(f"{path.name} is left out: {e.strerror}"))
+    return table, left_out
+
+
 def is_run(path):
-    return (path / "metrics.jsonl").is_file() or bool(checkpoint.steps(path))
+    names = os.listdir(path)  # PermissionError: which glob() does not say
+    return "metrics.jsonl" in names or bool(checkpoint.steps(path))
 
 
 def describe(run):
@@ -198,7 +215,8 @@ def describe(run):
     name = printable(run.name)
     if len(name) > 41:
         name += f"\n{'':41s}"
-    line = ROW.format(name, state(run, last, asked), f"{last}/{asked}"[:13], last_value(rows, "loss"),
+    steps = printable(f"{last}/{asked}")[:13]
+    line = ROW.format(name, state(run, last, asked), steps, last_value(rows, "loss"),
                       last_value(rows, "val_loss"), f"{size_on_disk(run) / 1e6:.1f} MB")
     text = textwrap.fill(describe_flags(flags), 96, break_on_hyphens=False)
     return line + "\n" + textwrap.indent(text, "    ")
@@ -326,7 +344,7 @@ def picture(found, path, log):
             axes.plot(steps, heights, "x" if is_dots(mark) else "-", label=label)
         axes.set(title=title, xlabel="step", yscale="log" if log else "linear")
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    with new_part(path) as part:
+    with must_write(path, "--png"), new_part(path) as part:
         figure.savefig(part, format=path.suffix[1:])
 
 
@@ -356,7 +374,7 @@ def show_once(flags):
     size = flags.width, flags.height
     text = "".join(draw(title, series, size, flags.log) for title, series in found.items())
     if flags.follow and sys.stdout.isatty():
-        print(CLEAR_SCREEN, end="")
+        sys.__stdout__.write(CLEAR_SCREEN)  # sys.stdout would escape it
     print(text or "no rows yet\n", end="", flush=True)
     if flags.png:
         picture(found, Path(flags.png), flags.log)

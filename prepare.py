@@ -15,7 +15,8 @@ itself was never run here. fineweb_edu_10bt is about 28 GB compressed, dclm_base
 4) merge the parts into shards: the same bytes for any --workers
 5) rename everything into data/NAME, meta.json last
 
-The same call again finds that the data are made, and says so. After a kill, it goes on from the finished
+The same call again finds that the data are made, and says so; where another data set stands, it changes
+nothing without --replace. After a kill, it goes on from the finished
 parts (data/NAME/.parts, about as large as the result) and makes the same bytes. Only files that prepare.py
 made are ever replaced or removed: a folder data/NAME with anything else in their place is refused and left as
 it is.
@@ -42,11 +43,15 @@ from typing import Annotated
 import numpy as np
 import tyro
 
+if sys.flags.safe_path:  # python -I leaves out the program's own folder
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from config import ceil_div
 from corpus import build, chat, shards, text, tokenizer
 from corpus.folder import install, locked, owned_files
 from corpus.shards import SPLITS
 from interface.command_line import command_line, wrong_input
+from interface.files import must_write
 
 UNIT_BYTES = 16 << 20  # of text per unit of work; the number of workers does not change it
 VOCAB_SIZE = 4096  # for bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
@@ -84,6 +89,7 @@ class Flags:
     seq_len: int = 128  # chat: tokens of a window; a longer conversation is cut
     workers: int = min(8, os.cpu_count() or 1)  # processes, at most one per 16 MB of text
     with_tests: bool = False  # stdlib: its test suites too, 3 times the text
+    replace: Switch = False  # make it also where another data set stands, which is lost
     verify: bool = False  # only read the prepared files and compare their sha256
     RANGES = LIMITS
 
@@ -441,6 +447,47 @@ def write_shard(path, dtype, stream, n):
     return {"file": path.name, "tokens": n, "sha256": digest.hexdigest(), "max_id": max_id}
 
 
+def words_of_command(argv):
+    """Return argv without --replace, which says nothing about the data that are made."""
+    return [word for word in argv if word != "--replace"]
+
+
+def same_data(command):
+    """Return the words of a command without --workers, which changes no byte: equal ones make the same."""
+    words = iter(shlex.split(command))
+    kept = []
+    for word in words:
+        if word == "--workers":
+            next(words, None)
+        elif not word.startswith("--workers="):
+            kept.append(word)
+    return kept
+
+
+def refuse_another(flags, command):
+    """Return the command of the data set that this one replaces, or "" where there is none.
+
+    The same command may always replace its own work: its sources have changed, or the files are damaged.
+    ValueError: another data set stands there, and --replace is not given.
+    """
+    owned_files(flags.folder)  # what prepare.py did not make is refused by its name
+    try:
+        meta = shards.load_meta(flags.folder)
+    except (ValueError, OSError):  # there is none, or none that train.py reads
+        return ""
+    made_by = shards.as_prepare_writes_it(meta.get("command", ""))
+    if same_data(made_by) == same_data(command):
+        return shards.as_prepare_writes_it(meta.get("replaced", ""))
+    if not flags.replace:
+        counts = " + ".join(f"{meta['tokens'][split]:,}" for split in SPLITS)
+        sources = meta.get("sources")
+        paths = sources.get("paths") if isinstance(sources, dict) else None
+        of = ", ".join(map(str, paths[:3])) if isinstance(paths, list) else "unknown sources"
+        raise ValueError(f"{flags.folder} holds another data set, {counts} tokens of {of}, made with: "
+                         f"{made_by or 'an unknown command'}; give another --name, or --replace to lose it")
+    return made_by
+
+
 def is_up_to_date(folder, wanted):
     """Whether the folder holds a sound data set with this fingerprint."""
     try:
@@ -453,7 +500,7 @@ def is_up_to_date(folder, wanted):
 def main(argv=None):
     """Make the data and return 0. SystemExit(2) after one line on stderr: wrong input."""
     argv = sys.argv[1:] if argv is None else argv
-    with wrong_input():
+    with wrong_input(prints=False):
         flags = parse(argv)
         if flags.verify:
             n_files = shards.verify(flags.folder, cache=False)
@@ -461,13 +508,16 @@ def main(argv=None):
             return 0
         spans = list_sources(flags)
         about = {"fingerprint": fingerprint(flags, spans),
-                 "command": shlex.join(["python", "prepare.py", *argv])}
+                 "command": shlex.join(["python", "prepare.py", *words_of_command(argv)])}
         if is_up_to_date(flags.folder, about["fingerprint"]):
             print(f"{flags.folder} is up to date")
-        elif flags.chat:
-            print(prepare_chat(flags, spans, about))
-        else:
-            print(prepare_text(flags, spans, about))
+            return 0
+        replaced = refuse_another(flags, about["command"])
+        if replaced:
+            about["replaced"] = replaced
+        with must_write(flags.folder, reads=True):
+            make = prepare_chat if flags.chat else prepare_text
+            print(make(flags, spans, about))
     return 0
 
 

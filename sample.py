@@ -27,11 +27,15 @@ from typing import Annotated
 import numpy as np
 import tyro
 
+if sys.flags.safe_path:  # python -I leaves out the program's own folder
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from convert import read_run
 from corpus import text, tokenizer
 from corpus.chat import Template
-from interface.command_line import command_line, discard_stdout, wrong_input
+from interface.command_line import command_line, wrong_input
 from interface.schema import Range, check_schema, load_json
+from interface.streams import guarded
 
 Prompts = tyro.conf.UseAppendAction[tuple[str, ...]]
 RunDir = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN_DIR")]]
@@ -123,7 +127,8 @@ def main(argv=None):
         flags = command_line(Flags, argv, "sample.py", __doc__)
         flags.check()
     if flags.chat:
-        chat_main(flags)
+        with guarded():
+            chat_main(flags)
         return
     with wrong_input():
         cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
@@ -150,7 +155,10 @@ def another_rank_speaks(argv):
     if not any(word.startswith("--chat") for word in argv):
         return False
     from runtime import launch
-    return launch.env_rank() > 0
+    try:
+        return launch.env_rank() > 0
+    except ValueError:  # launch() will say what is wrong
+        return False
 
 
 def plain_stdout():
@@ -326,6 +334,9 @@ def total_loss(model, ids):
 # -----------------------------------------------------------------------------
 # --chat
 
+MOST_TYPED = 1 << 20  # characters of a question
+
+
 def alone(token):
     """Stand in for `agree` on a single rank, which nothing stops."""
     return token, False
@@ -435,10 +446,13 @@ class Console:
                 self.print("> " if self.terminal else "")
                 if self.lost is not None:
                     return None
-                line = input() if self.terminal else sys.stdin.readline()
+                line = input() if self.terminal else sys.stdin.readline(MOST_TYPED + 1)
                 # At its end a file gives an empty line, and a terminal an EOFError.
                 if not line and not self.terminal:
                     return None
+                if len(line) > MOST_TYPED:
+                    raise OSError(f"a line of stdin has more than {MOST_TYPED:,} characters, too many for a "
+                                  "question; give one question on each line")
                 return line.encode("utf-8", "replace").decode()
             except EOFError:
                 return None
@@ -456,7 +470,6 @@ class Console:
         except OSError as e:
             self.stop = True
             self.lost = e
-            discard_stdout()
 
 
 def chat_main(flags):

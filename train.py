@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # The import of torch takes seconds. Signals are handled from here on.
+    if sys.flags.safe_path:  # python -I leaves out the program's own folder.
+        sys.path.insert(0, str(Path(__file__).resolve().parent))
     from runtime import session
     session.start_program()
 

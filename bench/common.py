@@ -21,9 +21,12 @@ def one_rank_speaks():
     This context holds the reading of flags, before launch(). All ranks read the same flags, so no rank needs
     to ask another one.
     """
-    from runtime.launch import env_rank  # not at the top: it imports torch, which scaling.py does without
+    # Not at the top: it imports torch, which scaling.py does without.
+    from runtime.launch import env_rank, wrong_environment
+    with wrong_environment():
+        rank = env_rank()
     with contextlib.ExitStack() as stack:
-        if env_rank() != 0:
+        if rank != 0:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         stack.enter_context(wrong_input())

@@ -330,8 +330,8 @@ def main(argv=None):
                        "torch, device, MPI, scheduler, disks, data, links. One line per check, with the fix.")
     try:
         world = launch(60.0, quiet=True)
-    except SystemExit as e:  # mpiexec and mpi4py of different MPIs: launch() says what to do
-        print(f"FAIL  launch     {str(e).removeprefix('nanoshard: ')}", flush=True)
+    except SystemExit:  # launch() has said what is wrong, for example with mpiexec and mpi4py of two MPIs
+        print("FAIL  launch     no rank starts: the line on stderr says why", flush=True)
         return Outcome.FAILED
     except RuntimeError as e:
         if "Duplicate GPU" not in str(e):  # what NCCL says of two ranks with one GPU

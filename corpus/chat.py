@@ -105,11 +105,20 @@ def read_conversation(line, where):
         json.dumps(record, ensure_ascii=False).encode()  # half of a surrogate pair cannot be encoded
     except (ValueError, RecursionError) as e:
         why = e.msg if isinstance(e, json.JSONDecodeError) else one_line(e).removeprefix("it: ")
-        raise ValueError(f"{where}: {why[:200]}") from None
+        raise ValueError(f"{where}: {why[:200]}{form_of(line)}") from None
     messages = record["messages"]
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError(f"{where}: no assistant speaks, there is nothing to train on; leave it out")
     return messages
+
+
+def form_of(line):
+    """Return the end of a message: what a line (bytes) should be, also in the place of ShareGPT's form."""
+    form = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+    if b'"conversations"' in line and b'"from"' in line:
+        return (f"; this is the form of ShareGPT: its conversations, from, value are messages, role, content "
+                f"here, its human is user, its gpt assistant: {form}")
+    return f"; write {form}"
 
 
 # -----------------------------------------------------------------------------

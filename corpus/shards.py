@@ -73,6 +73,7 @@ META = {
     "eod": (int, type(None)),
     "shards": dict.fromkeys(SPLITS, [SHARD]),
     "command?": str,
+    "replaced?": str,  # the command of the data set whose place this one took
 }
 # Conversations also have the length of their windows, and shards that say which tokens are trained
 # (corpus/chat.py).
@@ -82,19 +83,25 @@ CHAT = {
 }
 
 
+def as_prepare_writes_it(command):
+    """Return a command of a meta.json if prepare.py writes it in exactly this form, else ""."""
+    with suppress(ValueError):  # an open quotation
+        words = shlex.split(command)
+        is_ours = words[:2] == ["python", "prepare.py"] and shlex.join(words) == command
+        if is_ours and command.isprintable():
+            return command
+    return ""
+
+
 def how_to_fix(folder, meta=None):
     """Return the end of an error message: the command that makes the data again.
 
     The command in meta.json is shown only if it is exactly as prepare.py writes it, so that a file cannot
     offer `curl X | sh`.
     """
-    command = (meta or {}).get("command", "")
-    with suppress(ValueError):  # an open quotation
-        words = shlex.split(command)
-        is_ours = words[:2] == ["python", "prepare.py"] and shlex.join(words) == command
-        if is_ours and command.isprintable():
-            return f"make it with: {command}"
-
+    command = as_prepare_writes_it((meta or {}).get("command", ""))
+    if command:
+        return f"make it with: {command}"
     name = Path(folder).name
     source = "stdlib" if name == "stdlib" else f"FILE... --name {name}"
     return f"make it with: python prepare.py {source}"

@@ -14,6 +14,7 @@ files, `skipped` files (some of the standard library are not utf-8, to test its 
 
 import importlib
 import json
+import os
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,9 @@ from typing import NamedTuple
 from interface.command_line import one_line
 
 DOC_CHARS = 4_000  # characters of a text file per document: so few that a small text has both splits
+MOST_LINE = 1 << 26  # bytes of a json line
+MOST_UNPACKED = 1 << 30  # characters of a small compressed file
+UNPACKED_TIMES = 1000  # characters of a large one, over its bytes
 # How a file is read, by the end of its name. These words enter the fingerprint in meta.json: they must not
 # change, or every data set would be made again.
 KINDS = {
@@ -147,8 +151,17 @@ def group_spans(spans, unit_bytes):
 
 
 def documents(span, key, report):
-    """Yield the texts of one span (str), none of them empty; report(kind, line) is told what is left out."""
+    """Yield the texts of one span (str), none of them empty; report(kind, line) is told what is left out.
+
+    A file that unpacks to far more than its size is cut there: it was made to fill a disk.
+    """
+    room = max(MOST_UNPACKED, UNPACKED_TIMES * os.path.getsize(span.path))
     for text in READERS[span.kind](span, key, report):
+        room -= len(text) + 64  # what an empty one takes in memory, about
+        if room < 0 and span.kind in ("packed", "parquet"):
+            report("damaged", f"{span.path} unpacks to more than {UNPACKED_TIMES:,} times its size, the rest"
+                              " is left out: get it from somewhere else")
+            return
         if text:
             yield text
         else:
@@ -187,8 +200,10 @@ def read_text(span, key, report):
         if span.kind == "whole":
             report("skipped", f"{span.path} is not utf-8 at byte {e.start}")
             return
+        begin = raw[:2] if start == 0 else b""
+        kind = "-f UTF-16 " if begin in (b"\xff\xfe", b"\xfe\xff") else ""
         raise ValueError(f"{span.path} is not utf-8 at byte {start + e.start}; convert it:"
-                         f" iconv -t UTF-8 {span.path}") from e
+                         f" iconv {kind}-t UTF-8 {span.path} > {span.path}.utf8") from e
     if span.kind == "text":
         yield from cut_documents(text)
     elif text:
@@ -239,40 +254,65 @@ def read_json_lines(span, key, report):
 def read_lines(span, report):
     """Yield (position, line: bytes) of the lines of a span of json lines, plain or compressed."""
     if span.kind == "jsonl":
-        return plain_lines(span)
+        return plain_lines(span, report)
     return decompressed_lines(span, report)
 
 
-def plain_lines(span):
+def plain_lines(span, report):
     """Yield (position in the file, line: bytes) of the lines that start in the span."""
     with open(span.path, "rb") as f:
         if span.start:  # skip the end of a line that belongs to the span before
             f.seek(span.start - 1)
-            f.readline()
+            line = f.readline(MOST_LINE)
+            while line and not line.endswith(b"\n"):
+                line = f.readline(MOST_LINE)
         at = f.tell()
         while at < span.stop:
-            line = f.readline()
+            line = f.readline(MOST_LINE + 1)
             if not line:
                 return
-            yield at, line
+            if len(line) > MOST_LINE:
+                report("broken", too_long(span, at))
+                while line and not line.endswith(b"\n"):
+                    line = f.readline(MOST_LINE)
+            else:
+                yield at, line
             at = f.tell()
 
 
 def decompressed_lines(span, report):
     """Yield (position in the text, line: bytes) of a .gz or .zst file; lines before a damage are kept."""
     at = 0
-    rest = b""  # the beginning of a line whose end is in a later block
+    begun = []  # pieces of a line whose end is in a later block
+    size = 0  # bytes of these pieces, also where they are too many to be kept
     try:
         for block in decompress(span.path):
-            *complete, rest = (rest + block).split(b"\n")
-            for line in complete:
-                yield at, line + b"\n"
-                at += len(line) + 1
+            *ends, rest = block.split(b"\n")
+            for end in ends:
+                size += len(end)
+                if size > MOST_LINE:
+                    report("broken", too_long(span, at))
+                else:
+                    yield at, b"".join([*begun, end, b"\n"])
+                at += size + 1
+                begun = []
+                size = 0
+            size += len(rest)
+            if size > MOST_LINE:
+                begun = []
+            else:
+                begun.append(rest)
     except EOFError as e:
         report("damaged", f"{span.path} {e} after {at:,} bytes of text, the rest is lost: get it again")
         return
-    if rest:
-        yield at, rest
+    if size > MOST_LINE:
+        report("broken", too_long(span, at))
+    elif size:
+        yield at, b"".join(begun)
+
+
+def too_long(span, at):
+    return f"{span.path} at byte {at:,}: a line of more than {MOST_LINE >> 20} MB; cut that text into records"
 
 
 def decompress(path):
@@ -280,14 +320,16 @@ def decompress(path):
     if str(path).lower().endswith(".gz"):
         new_member = gzip_member
         error = zlib.error
+        step = 1 << 16
     else:
         zstandard = require("zstandard", path)
         new_member = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
         error = zstandard.ZstdError
+        step = 1 << 10  # of a block that repeats one byte 4 bytes of a file are 128 kB of text
 
     member = None  # both formats allow several members, one after the other
     with open(path, "rb") as f:
-        while block := f.read(1 << 16):
+        while block := f.read(step):
             while block:
                 if member is None:
                     block = block.lstrip(b"\0")  # zeros between members are the padding that tapes need
@@ -342,13 +384,23 @@ def list_row_groups(path, key):
         return groups
 
 
+def rows_at_once(f, groups, key):
+    """Return how many rows of a ParquetFile to read at once: few, if what they unpack to may be huge."""
+    stored = [f.metadata.row_group(i) for i in groups]
+    columns = [group.column(f.schema_arrow.names.index(key)) for group in stored]
+    largest = max(column.total_uncompressed_size for column in columns)  # a text is not longer, by this list
+    packed = max(1, max(column.total_compressed_size for column in columns))
+    return 1 if largest > 100 * max(packed, 1 << 16) else 256
+
+
 def read_rows(span, key, report):
     """Yield the strings of column `key`. A null is reported as broken, a damaged page ends the row group."""
     groups = range(span.start, span.stop)
     place = f"{span.path} row group {span.start} row"
     row = 0  # the number of rows read so far
     with open_parquet(span.path) as f:
-        batches = f.iter_batches(256, row_groups=groups, columns=[key], use_threads=False)
+        rows = rows_at_once(f, groups, key)
+        batches = f.iter_batches(rows, row_groups=groups, columns=[key], use_threads=False)
         while True:
             try:
                 batch = next(batches, None)

@@ -12,7 +12,6 @@ import difflib
 import inspect
 import io
 import itertools
-import os
 import re
 import shutil
 import sys
@@ -22,6 +21,7 @@ from typing import Literal
 
 from config import COMMON, ELSEWHERE, PRESETS, Config, Outcome, check, check_numbers
 from interface.schema import Range, check_schema, load_json
+from interface.streams import guarded, send_nowhere
 
 
 def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: show all runs.", **defaults):
@@ -246,31 +246,28 @@ def print_quietly(text):
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        discard_stdout()
-
-
-def discard_stdout():
-    """Send what is still buffered to /dev/null when the interpreter ends: the reader of stdout has left."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        send_nowhere(sys.stdout)
 
 
 @contextlib.contextmanager
-def wrong_input(quiet=False):
+def wrong_input(quiet=False, prints=True):
     """Turn a ValueError or OSError of a program's body, its wrong input, into one line and exit code 2.
 
     It is also a decorator of main(). The line goes to stderr; quiet: another rank says it. If the reader of
-    stdout leaves (| head), the exit code is 0.
+    stdout leaves (| head), the exit code is 0. prints: of streams.guarded().
     """
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        discard_stdout()
-        raise SystemExit(Outcome.DONE) from None
-    except (ValueError, OSError) as e:
-        if not quiet:
-            print(f"nanoshard: {one_line(e)}", file=sys.stderr, flush=True)
-        raise SystemExit(Outcome.WRONG_INPUT) from None
+    with guarded(prints):
+        try:
+            if sys.flags.optimize > 1:
+                raise ValueError("python -OO drops the texts that --help prints; leave it out, or use -O")
+            yield
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise SystemExit(Outcome.DONE) from None
+        except (ValueError, OSError) as e:
+            if not quiet:
+                print(f"nanoshard: {one_line(e)}", file=sys.stderr, flush=True)
+            raise SystemExit(Outcome.WRONG_INPUT) from None
 
 
 def one_line(text):

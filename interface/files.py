@@ -81,12 +81,20 @@ def sync(path):
         os.close(fd)
 
 
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+
+
 @contextlib.contextmanager
-def must_write(path, flag="--out"):
-    """Let an OSError of the body say that the path cannot be written, and what to do."""
+def must_write(path, flag="--out", reads=False):
+    """Let an OSError of the body say that the path cannot be written, and what to do.
+
+    reads: the body reads other files, too, so that only a full or read-only disk is meant.
+    """
     try:
         yield
     except OSError as e:
+        if reads and e.errno not in NO_ROOM:
+            raise
         raise OSError(f"{path} cannot be written: {e}; free space there, or give another {flag}") from None
 
 

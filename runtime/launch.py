@@ -19,8 +19,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
-import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -35,10 +33,10 @@ import torch.distributed as dist
 
 from config import Outcome, ceil_div
 from interface.command_line import one_line
-from interface.schema import ChangedFile
 from ops.accelerator import device_name
 from parallel import Axis
 from runtime import mpi, visible
+from runtime.abort import end_all_on_exception
 
 # Each launcher, with its variables for (rank, world size, local rank, local size). The first launcher whose
 # variables are set is taken, and srun is the last one: only SLURM_STEP_NUM_TASKS says that srun started
@@ -53,6 +51,8 @@ LAUNCHERS = {
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
 
+
+STARTED_WITH = {"hydra": "mpiexec", "openmpi": "mpiexec", "pals": "mpiexec", "cray": "srun or aprun"}
 
 NO_TIMEOUT = 30 * 86400.0  # seconds, longer than any run
 
@@ -125,23 +125,66 @@ class Start(NamedTuple):
 def detect(env):
     """Return the Start that a mapping of environment variables describes.
 
-    ValueError: a variable of the launcher is not a number.
+    ValueError: the variables of the launcher describe no rank that can be.
     """
     for launcher, names in LAUNCHERS.items():
-        rank, size, local_rank, local_size = (env.get(name) for name in names)
+        texts = [env.get(name) for name in names]
+        rank, size, local_rank, local_size = texts
         if launcher == "pals" and rank is not None and local_rank is not None and size is None:
-            size = "-1"  # PALS_PMI=pmix sets no PMI_SIZE. mpi4py gives the size later.
-        if rank is None or size is None or local_rank is None:
-            continue
-
-        local_size = (local_size or "1").split("(")[0].split(",")[0]  # Slurm writes 4(x2),3
-        values = (rank, size, local_rank, local_size)
-        for name, value in zip(names, values, strict=True):
-            if not re.fullmatch("-?[0-9]+", value):
-                raise ValueError(f"{name}={value} in the environment is not a number: unset it, or start "
-                                 f"the ranks with {launcher}")
-        return Start(launcher, *map(int, values))
+            # PALS_PMI=pmix sets no PMI_SIZE. mpi4py gives the size later.
+            return Start(launcher, *check_ranks(launcher, names, [rank, None, local_rank, local_size]))
+        if rank is not None and size is not None and local_rank is not None:
+            check_site(launcher, env)
+            return Start(launcher, *check_ranks(launcher, names, texts))
     return Start("single", rank=0, size=1, local_rank=0, local_size=1)
+
+
+def check_ranks(launcher, names, texts):
+    """Return (rank, size, local rank, local size) of a launcher's variables, whose texts may be None.
+
+    The size is -1 if it is not given. ValueError: they are not whole numbers, or no rank has such numbers.
+    """
+    rank_name, size_name, local_rank_name, local_size_name = names
+    rank, size, local_rank, local_size = texts
+    local_size = (local_size or "1").split("(")[0].split(",")[0]  # Slurm writes 4(x2),3
+    rank = whole_number(launcher, rank_name, rank, 0)
+    local_rank = whole_number(launcher, local_rank_name, local_rank, 0)
+    local_size = whole_number(launcher, local_size_name, local_size, 1)
+    if size is None:
+        return rank, -1, local_rank, local_size
+
+    size = whole_number(launcher, size_name, size, 1)
+    for name, value in ((rank_name, rank), (local_rank_name, local_rank)):
+        if value >= size:
+            refuse(launcher, f"{name}={value}", f"is no rank of {size_name}={size}")
+    if local_size > size:
+        refuse(launcher, f"{local_size_name}={local_size}", f"is more than {size_name}={size}")
+    return rank, size, local_rank, local_size
+
+
+def check_site(launcher, env):
+    """ValueError: a variable that only some starts read is set, and is none that can be."""
+    numbers = {"torchrun": ("MASTER_PORT", "SLURM_NODEID"),
+               "srun": ("SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")}
+    for name in numbers.get(launcher, ()):
+        if name in env and whole_number(launcher, name, env[name], 0) > 65535 and name == "MASTER_PORT":
+            refuse(launcher, f"{name}={env[name]}", "is no port, the last is 65535")
+
+
+def whole_number(launcher, name, text, low):
+    """Return the whole number of an environment variable. ValueError: it is none, or less than low."""
+    if not re.fullmatch("[+-]?[0-9]{1,9}", text):
+        refuse(launcher, f"{name}={text[:40]}", "is not a number")
+    number = int(text)
+    if number < low:
+        refuse(launcher, f"{name}={text}", f"is less than {low}")
+    return number
+
+
+def refuse(launcher, what, why):
+    """ValueError, the one line about an environment that can start no rank."""
+    raise ValueError(f"{what} in the environment {why}: unset it, or start the ranks with "
+                     f"{STARTED_WITH.get(launcher, launcher)}")
 
 
 def env_rank():
@@ -212,9 +255,24 @@ def _address(n_nodes):
 
 
 def _slurm_address(n_nodes):
-    """Return (host, port) of rank 0 where srun runs without MPI: all ranks must derive the same pair."""
+    """Return (host, port) of rank 0 where srun runs without MPI: all ranks must derive the same pair.
+
+    ValueError: Slurm's variables or its scontrol are missing.
+    """
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"):
+        if name not in os.environ:
+            refuse("srun", name, "is not set, though srun sets it")
     command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
-    nodes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    try:
+        nodes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    except FileNotFoundError:
+        raise ValueError("srun started the ranks, and scontrol, which knows their hosts, is not on the PATH: "
+                         "load Slurm's module, or start the ranks with mpiexec or torchrun") from None
+    except (OSError, subprocess.CalledProcessError) as e:
+        said = getattr(e, "stderr", "") or e
+        raise ValueError(f"{' '.join(command)} failed ({said}): start the ranks with srun") from None
+    if not nodes:
+        refuse("srun", f"SLURM_STEP_NODELIST={command[-1]}", "names no host")
     if len(nodes) == 1:
         host = _address(n_nodes)
     else:
@@ -253,6 +311,9 @@ def _store(launcher, comm, rank, n_nodes, timeout):
     through comm, MPI's communicator. comm is None where srun runs without MPI. timeout: a timedelta.
     """
     if launcher == "torchrun":
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(name):
+                refuse(launcher, name, "is not set, and by it the ranks find each other")
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         return store
 
@@ -362,7 +423,8 @@ def launch(timeout=600.0, quiet=False, joining=_tell_nobody):
     before this rank waits for all ranks, in MPI_Init and in the rendezvous, and then with "" once all have
     come.
     """
-    start = detect(os.environ)
+    with wrong_environment():
+        start = detect(os.environ)
     if start.launcher == "single":  # plain python never touches MPI
         device, threads = select_device(0, 1)
         world = World(device=device, threads=threads)
@@ -373,15 +435,26 @@ def launch(timeout=600.0, quiet=False, joining=_tell_nobody):
     return world
 
 
+@contextlib.contextmanager
+def wrong_environment():
+    """Turn a ValueError, of variables that can start no rank, into one line and exit code 2."""
+    try:
+        yield
+    except ValueError as e:
+        print(f"nanoshard: {one_line(e)}", file=sys.stderr, flush=True)
+        raise SystemExit(Outcome.WRONG_INPUT) from None
+
+
 def _join(start, timeout, joining):
     """Meet the other ranks, and return the World. The arguments are those of launch(), after detect()."""
     launcher, rank, size, local_rank, _ = start
     _keep_messages_short_for_pmi2(launcher)
     joining("MPI_Init", size)
-    comm = None if launcher == "torchrun" else mpi.world(launcher, rank, size)
+    with wrong_environment():
+        comm = None if launcher == "torchrun" else mpi.world(launcher, rank, size)
     joining("the rendezvous", size)
     size, local_size, node, n_nodes = _place(start, comm)
-    _end_all_on_exception(rank, comm)
+    end_all_on_exception(rank, comm)
 
     shown = os.environ.get(visible.VARIABLE)
     hosts = []
@@ -390,7 +463,8 @@ def _join(start, timeout, joining):
     wait = timedelta(seconds=timeout)
     with mpi.progress(comm):
         if size > 1:
-            store = _store(launcher, comm, rank, n_nodes, wait)
+            with wrong_environment():
+                store = _store(launcher, comm, rank, n_nodes, wait)
             hosts, own = show_all_gpus(store, rank, size, local_rank)
         device, threads = select_device(local_rank, local_size, own)
         if size > 1:
@@ -441,44 +515,6 @@ def _prepare_backends(n_nodes):
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the length of torch's record of collectives
     if n_nodes == 1 and os.path.exists("/sys/class/net/lo"):  # gloo, too, listens on this host alone
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
-PEER_LOST = ("closed by peer", "reset by peer", "remote process exited", "was likely closed", "roken pipe")
-
-
-def _end_all_on_exception(rank, comm):
-    """Make an exception on one rank end all ranks, with one traceback. comm: MPI's communicator, or None.
-
-    For a file that was changed under the run it is one line, and exit code 2.
-    Otherwise mpiexec waits for the ranks that still run, and each rank that loses its connection to the
-    failed one prints a traceback as well. The hook ends the process without destructors, because the
-    destructors of the process groups would wait or abort. The hook does not write to sys.stderr, because
-    torch wraps this hook and keeps what is written there until after the abort.
-    """
-    def hook(kind, value, trace):
-        text = str(value)
-        if any(words in text for words in PEER_LOST):  # another rank has failed and prints why
-            time.sleep(3)  # the launcher has this long to end this rank before it prints, too
-            why = " ".join(text.split())[:160]
-            with contextlib.suppress(OSError):
-                print(f"nanoshard: rank {rank} lost a peer ({why}): see its error",
-                      file=sys.__stderr__, flush=True)
-            os._exit(1)
-
-        code = 1
-        with contextlib.suppress(OSError):
-            if issubclass(kind, ChangedFile):
-                code = int(Outcome.WRONG_INPUT)
-                print(f"nanoshard: rank {rank}: {one_line(text)}", file=sys.__stderr__)
-            else:
-                traceback.print_exception(kind, value, trace, file=sys.__stderr__)
-            sys.__stderr__.flush()
-        time.sleep(0.2)  # mpiexec must pass the text on before it learns of the abort
-        if comm is not None:
-            comm.Abort(code)
-        os._exit(code)
-
-    sys.excepthook = hook
 
 
 def refuse_alone(world, error):

@@ -39,24 +39,24 @@ def _finalize(MPI):
 def world(launcher, rank, size):
     """Return MPI.COMM_WORLD if it agrees with the launcher, or None if srun runs without MPI.
 
-    SystemExit, with what to do: mpi4py is missing, or belongs to another MPI than the launcher.
+    ValueError, with what to do: mpi4py is missing, or belongs to another MPI than the launcher.
     """
     try:
         MPI = init()
     except ImportError:
         if launcher == "srun":
             return None
-        raise SystemExit(f"nanoshard: {launcher} started {size} ranks but mpi4py is missing; pip install "
-                         "mpi4py (or load the site's), or start with torchrun") from None
+        raise ValueError(f"{launcher} started {size} ranks but mpi4py is missing; pip install mpi4py (or "
+                         "load the site's), or start with torchrun") from None
 
     comm = MPI.COMM_WORLD
     if comm.rank == rank and size in (comm.size, -1):  # -1: the launcher does not say
         return comm
     if launcher == "srun":
         return None  # under srun --mpi=none every process is an MPI world of its own
-    raise SystemExit(f"nanoshard: {launcher} started rank {rank} of {size} but mpi4py sees {comm.rank} of "
+    raise ValueError(f"{launcher} started rank {rank} of {size} but mpi4py sees {comm.rank} of "
                      f"{comm.size}; mpiexec and mpi4py come from different MPIs: use the mpiexec of the MPI "
-                     "mpi4py was built with")
+                     "that mpi4py was built with")
 
 
 @contextlib.contextmanager

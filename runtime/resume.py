@@ -8,6 +8,7 @@
 
 runtime/saver.py writes checkpoints in the background.
 """
+import contextlib
 import dataclasses
 import json
 import math
@@ -22,6 +23,7 @@ import torch
 
 import checkpoint
 from config import MEANING, SHAPE, SILENT, Config, Outcome, flags_of_kind, has_effect, pad_vocab
+from corpus.shards import as_prepare_writes_it, first_folder, load_meta
 from interface import files
 from interface.command_line import one_line
 from interface.tensor_file import write_safetensors
@@ -230,10 +232,20 @@ def changed_flags(cfg, path, meta, world_size, data_id, vocab_size):
             fix = f"--{flag} {there}"
             if name == "data":
                 what = "other data,"
-                fix = "its --data"
+                fix = f"its --data{what_was_replaced(cfg.data)}"
             raise ValueError(f"checkpoint {path} was trained with {what} {there}, this run has {here}; give "
                              f"{fix}, or --resume-changed {flag} to go on with {here}")
     return changed
+
+
+def what_was_replaced(data):
+    """Return in words which data set stood where --data names one, if prepare.py --replace took its place."""
+    folder = first_folder(data)
+    with contextlib.suppress(ValueError, OSError):
+        command = as_prepare_writes_it(load_meta(folder).get("replaced", ""))
+        if command:
+            return f" (in {folder} stood what this makes: {command})"
+    return ""
 
 
 def compared_flags(cfg, path, meta, world_size, data_id, vocab_size):

@@ -18,7 +18,8 @@ import threading
 import time
 
 from config import Outcome
-from interface import files
+from interface import files, streams
+from interface.command_line import one_line
 
 # Python runs a signal handler only when its main thread is back from C code, and MPI_Init may never come
 # back. So where train.py is the program, a thread learns of a signal from the interpreter's own handler in C
@@ -66,8 +67,14 @@ class Signals:
     def listen(self, read):
         """Take the number of each signal from a pipe, in a thread of its own."""
         while number := os.read(read, 1)[0]:
-            if number in STOPPING and signal.getsignal(number) == self.handle:  # pdb may have set its own
+            if number not in STOPPING or signal.getsignal(number) != self.handle:  # pdb may have set its own
+                continue
+            try:
                 self._leave_at_once(number)
+            except BaseException as e:  # without this thread every later signal would be lost
+                with contextlib.suppress(OSError):
+                    os.write(2, f"nanoshard: signal {number}, then {one_line(repr(e))}\n".encode())
+                os._exit(128 + number)
 
     def handle(self, number, frame):
         self.number = self.number or number
@@ -91,7 +98,8 @@ class Signals:
         return now - self.interrupted > AGAIN
 
     def _leave(self, code, text):
-        time.sleep(min(0.3 * (self.rank or 0), 3))  # one line: a launcher ends the others after the first
+        # One line: a launcher ends the others after the first.
+        time.sleep(min(0.3 * max(self.rank or 0, 0), 3))
         speaker = "" if self.rank is None else f"rank {self.rank}: "
         with contextlib.suppress(OSError):
             # Not through sys.stderr: the main thread may hold its lock.
@@ -113,7 +121,7 @@ def dump_on_sigusr2(file):
             faulthandler.register(signal.SIGUSR2, file, all_threads=True)
 
 
-class Stream:
+class Stream(streams.Stream):
     """sys.stdout or sys.stderr of a run.
 
     If its reader leaves (| head) or its disk is full, the run loses what it prints and goes on. After the
@@ -122,33 +130,9 @@ class Stream:
     lost = []  # lines of both streams that wait until OUT is known
     folder = None  # OUT
 
-    def __init__(self, name):
-        self.name = name
-        self.stream = getattr(sys, name) or open(os.devnull, "w")
-        setattr(sys, name, self)
-
-    def __getattr__(self, attribute):
-        return getattr(self.stream, attribute)
-
-    def write(self, text):
-        return self._try(self.stream.write, text)
-
-    def flush(self):
-        self._try(self.stream.flush)
-
-    def _try(self, function, *args):
-        try:
-            return function(*args)
-        except OSError as e:
-            self._send_nowhere()
-            self.lost.append(f"{self.name}: {e}")
-            self.report(self.folder)
-
-    def _send_nowhere(self):
-        """Let the descriptor lead nowhere, also for buffered output and for what C code prints."""
-        with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), self.stream.fileno())
-            self.stream.flush()
+    def fails(self, error):
+        self.lost.append(f"{self.name}: {error}")
+        self.report(self.folder)
 
     @classmethod
     def report(cls, folder):
@@ -164,23 +148,19 @@ class Stream:
 
     @classmethod
     def forget(cls):
-        """Forget OUT and what was lost: the run has ended."""
+        """Forget OUT and what was lost: the run has ended. What ended before it had an OUT says so here."""
+        for line in cls.lost:
+            if "Broken pipe" not in line:
+                sys.stderr.write(f"nanoshard: {line}; what was printed there is lost\n")
         cls.folder = None
         cls.lost = []
-
-    def close(self):
-        self.flush()
-        if getattr(sys, self.name) is self:
-            setattr(sys, self.name, self.stream)
-
-
-STANDARD_STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # by descriptor
 
 
 def start_program():
     """Prepare this process, before torch is imported."""
-    for descriptor, (name, mode) in enumerate(STANDARD_STREAMS):
-        _open_if_closed(descriptor, name, mode)
+    for name in streams.open_closed():
+        if name != "stdin":
+            Stream.lost.append(f"{name} is closed")
     signals.catch()
     signals.is_program = True
     read, write = os.pipe()
@@ -190,30 +170,17 @@ def start_program():
     dump_on_sigusr2(sys.__stderr__)
 
 
-def _open_if_closed(descriptor, name, mode):
-    """Open a standard stream that is closed. Otherwise a file would get its number, and what is printed."""
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number
-        stream = open(descriptor, mode, closefd=False)
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-        if name != "stdin":
-            Stream.lost.append(f"{name} is closed")
-
-
 @contextlib.contextmanager
 def surround():
     """Surround a run, and put back what the caller, for example a notebook, had before it."""
     signals.catch()
-    streams = [Stream("stdout"), Stream("stderr")]
+    both = [Stream("stdout"), Stream("stderr")]
     try:
         yield
     finally:
-        for stream in streams:
-            stream.close()
         Stream.forget()
+        for stream in both:
+            stream.close()
         files.unlock()
         signals.release()
         dump_on_sigusr2(sys.__stderr__ if signals.is_program else None)

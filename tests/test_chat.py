@@ -28,7 +28,6 @@ import sample
 import train
 from config import Config
 from corpus import chat, shards, tokenizer
-from interface.command_line import discard_stdout
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh
 from runtime.launch import World
@@ -523,7 +522,6 @@ def chat_session(world, argv, lines, stdout=io.StringIO):
     try:
         launch.launch, launch.shutdown = (lambda *a, **k: world), (lambda w: None)
         launch.env_rank = lambda: world.rank
-        sample.discard_stdout = lambda: None  # this process keeps its own
         sys.stdin = io.StringIO(lines if world.rank == 0 else "")
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
@@ -532,7 +530,6 @@ def chat_session(world, argv, lines, stdout=io.StringIO):
                 code = e.code
     finally:
         launch.launch, launch.shutdown, launch.env_rank = launched
-        sample.discard_stdout = discard_stdout
         sys.stdin = sys.__stdin__
         signal.signal(signal.SIGINT, handler)
     return code, out.getvalue(), err.getvalue()
@@ -562,7 +559,6 @@ def test_no_question_is_awaited_when_the_reader_has_left(monkeypatch):
         console = sample.Console(World())
     console.terminal, seen = True, ReaderLeaves("answers")
     monkeypatch.setattr("builtins.input", mock.Mock(side_effect=AssertionError))
-    monkeypatch.setattr(sample, "discard_stdout", lambda: None)
     with contextlib.redirect_stdout(seen):
         assert console.read() is None
     assert seen.getvalue() == "answers"

@@ -31,7 +31,7 @@ def jsonl(texts):
 
 def make(capsys, folder, *argv, code=0):
     """prepare.py under a small vocabulary -> (documents of train and of val in order, meta, stderr)."""
-    got, out, err = run(capsys, *argv, "--name", "x", "--out", folder, "--vocab-size", 300)
+    got, out, err = run(capsys, *argv, "--name", "x", "--out", folder, "--replace", "--vocab-size", 300)
     assert got == code, err
     if code:
         return err
@@ -249,7 +249,7 @@ SMALL = "import prepare, sys; prepare.UNIT_BYTES = {}; sys.exit(prepare.main())"
 
 def start(folder, sources, unit_bytes, workers):
     argv = [sys.executable, "-c", SMALL.format(unit_bytes), *sources, "--name", "x", "--out", folder,
-            "--vocab-size", 300, "--workers", workers]
+            "--replace", "--vocab-size", 300, "--workers", workers]
     return subprocess.Popen([str(a) for a in argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                             text=True)
 
@@ -339,7 +339,8 @@ def test_progress_says_rate_and_time_left(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(prepare, "UNIT_BYTES", 100_000)
     clock = iter(range(0, 10_000, 3))
     monkeypatch.setattr(build, "time", types.SimpleNamespace(time=lambda: next(clock)))
-    _, out, _ = run(capsys, path, "--name", "x", "--out", tmp_path, "--vocab-size", 300, "--workers", 1)
+    _, out, _ = run(capsys, path, "--name", "x", "--out", tmp_path, "--replace", "--vocab-size", 300,
+                    "--workers", 1)
     lines = [line for line in out.splitlines() if line.endswith(" left")]
     assert len(lines) > 5 and " MB/s, " in lines[0] and lines[-1].endswith(" 0:00 left")
     left = [int(m) * 60 + int(s) for m, s in (line.split()[-2].split(":") for line in lines)]

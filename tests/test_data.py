@@ -543,7 +543,7 @@ def test_duplicates_land_on_one_side(tmp_path, texts, capsys):
 def test_second_call_does_nothing_unless_something_changed(tmp_path, texts, capsys):
     mine = tmp_path / "mine.txt"
     mine.write_text(Path(texts[0]).read_text())
-    argv = [mine, "--name", "a", "--out", tmp_path, "--vocab-size", 300, "--val-fraction", 0.5]
+    argv = [mine, "--name", "a", "--out", tmp_path, "--vocab-size", 300, "--val-fraction", 0.5, "--replace"]
 
     def made(*more):
         code, out, err = run(capsys, *argv, *more)
@@ -576,12 +576,12 @@ def test_failed_and_killed_runs(tmp_path, texts, capsys, monkeypatch):
         done.extend([dst] * (".parts" not in str(dst)))
 
     monkeypatch.setattr(prepare, "write_shards", full)
-    code, _, err = run(capsys, *argv, "--val-fraction", 0.3)
+    code, _, err = run(capsys, *argv, "--val-fraction", 0.3, "--replace")
     assert code == 2 and "No space left" in err and err.count("\n") == 1
     assert {p.name: p.read_bytes() for p in (tmp_path / "a").glob("[!.]*")} == before
     monkeypatch.undo()
     monkeypatch.setattr(prepare.os, "replace", killed)
-    assert run(capsys, *argv, "--val-fraction", 0.3)[0] == 2 and len(done) == 1, done
+    assert run(capsys, *argv, "--val-fraction", 0.3, "--replace")[0] == 2 and len(done) == 1, done
     monkeypatch.undo()
     refused(FileNotFoundError, opens(tmp_path / "a"), "no prepared data")
     assert run(capsys, *argv)[0] == 0 and shards.verify(tmp_path / "a") == 3
@@ -668,7 +668,8 @@ def test_after_a_killed_install_no_file_stays(version, tmp_path, texts, capsys, 
 
         with monkeypatch.context() as m:
             m.setattr(prepare.os, "replace", killed)
-            assert run(capsys, *argv, "--shard-tokens", tokens)[0] == 2 and len(done) == kill_after + 1
+            assert run(capsys, *argv, "--replace", "--shard-tokens", tokens)[0] == 2
+        assert len(done) == kill_after + 1
         assert not (tmp_path / "a/meta.json").exists()
         if version == "before":  # which kept no list of the old files, and had removed them by then
             (tmp_path / "a/.parts/old.json").unlink(missing_ok=True)
@@ -677,7 +678,8 @@ def test_after_a_killed_install_no_file_stays(version, tmp_path, texts, capsys, 
         ".verified.json", "meta.json", "notes.txt", "tokenizer.json", "train_00000.bin", "val_00000.bin"]
     parts(tmp_path / "a", "lock")
     (tmp_path / "a/.parts/meta.json").write_text('{"shards": {"tra')
-    assert run(capsys, *argv, "--val-fraction", 0.3)[0] == 0 and not (tmp_path / "a/.parts").exists()
+    assert run(capsys, *argv, "--val-fraction", 0.3, "--replace")[0] == 0
+    assert not (tmp_path / "a/.parts").exists()
 
 
 def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):

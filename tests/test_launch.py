@@ -91,13 +91,68 @@ def test_every_launcher_is_covered():
     assert {want[0] for _, *want in ENVIRONMENTS.values()} == {*LAUNCHERS, "single"}
 
 
-@pytest.mark.parametrize("name,value", [("RANK", "x"), ("WORLD_SIZE", ""), ("LOCAL_RANK", "1.5")])
-def test_a_variable_that_is_no_number_is_refused(name, value, monkeypatch, capsys):
-    for key, text in {**TORCHRUN, name: value}.items():
+CANNOT_BE = {  # name: (environment, what is said; ~ is "in the environment")
+    "rank of another world": ({**TORCHRUN, "RANK": "4"}, "RANK=4 ~ is no rank of WORLD_SIZE=4"),
+    "rank below 0": ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 ~ is less than 0"),
+    "no ranks": ({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0 ~ is less than 1"),
+    "fewer than none": ({**TORCHRUN, "WORLD_SIZE": "-4"}, "WORLD_SIZE=-4 ~ is less than 1"),
+    "nobody here": ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 ~ is less than"),
+    "more here than all": ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 ~ is more"),
+    "local rank": ({**TORCHRUN, "LOCAL_RANK": "-2"}, "LOCAL_RANK=-2 ~ is less than 0"),
+    "endless digits": ({**TORCHRUN, "WORLD_SIZE": "9" * 5000}, "is not a number"),
+    "no port": ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999 ~ is no port"),
+    "port of letters": ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT=http ~ is not a number"),
+    "node of torchrun": ({**TORCHRUN, "SLURM_NODEID": "x"}, "SLURM_NODEID=x ~ is not a number"),
+    "node of srun": ({**SRUN, "SLURM_NODEID": "x"}, "SLURM_NODEID=x ~ is not a number"),
+    "step of srun": ({**SRUN, "SLURM_STEP_ID": "batch"}, "SLURM_STEP_ID=batch ~ is not a number"),
+    "job of srun": ({**SRUN, "SLURM_JOB_ID": ""}, "SLURM_JOB_ID= ~ is not a number"),
+    "tasks of srun": ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "(x2)"}, "start the ranks with srun"),
+    "hydra": ({**HYDRA, "PMI_SIZE": "1"}, "PMI_RANK=1 ~ is no rank of PMI_SIZE=1"),
+    "hydra's node": ({**HYDRA, "MPI_LOCALNRANKS": "-2"}, "MPI_LOCALNRANKS=-2 ~ is less than 1"),
+    "open mpi": ({**OPENMPI, "OMPI_COMM_WORLD_SIZE": "0"}, "start the ranks with mpiexec"),
+    "pals": ({**PALS, "PMI_SIZE": "6"}, "PALS_RANKID=6 ~ is no rank of PMI_SIZE=6"),
+    "pals without its size": ({**PALS_PMIX, "PALS_RANKID": "-6"}, "PALS_RANKID=-6 ~ is less"),
+    "cray": ({**CRAY, "PMI_LOCAL_RANK": "8"}, "PMI_LOCAL_RANK=8 ~ is no rank of PMI_SIZE=8"),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT_BE)
+def test_an_environment_that_can_start_no_rank_is_one_line(name, monkeypatch, capsys):
+    """Of the parser of flags, where each program of several ranks begins, and of launch()."""
+    env, say = CANNOT_BE[name]
+    words = say.replace("~", "in the environment"), "unset it, or start the ranks"
+    for key, text in env.items():
         monkeypatch.setenv(key, text)
+    for start in (lambda: agree.parse_flags(parse, ["--steps=1"]), launch.launch):
+        with pytest.raises(SystemExit) as e:
+            start()
+        assert_refused({"code": e.value.code, "err": capsys.readouterr().err}, *words)
+
+
+@pytest.mark.parametrize("missing,say", [
+    ("SLURM_STEP_NODELIST", "SLURM_STEP_NODELIST in the environment is not set"),
+    ("SLURM_JOB_ID", "SLURM_JOB_ID in the environment is not set"),
+    ("", "scontrol, which knows their hosts, is not on the PATH"),
+])
+def test_a_step_of_slurm_without_what_it_needs_is_one_line(missing, say, tmp_path, monkeypatch, capsys):
+    for key, text in {**SRUN, "PATH": str(tmp_path)}.items():
+        monkeypatch.setenv(key, text)
+    if missing:
+        monkeypatch.delenv(missing)
+    monkeypatch.setattr(launch.mpi, "world", lambda *args: None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # launch() sets its own
     with pytest.raises(SystemExit) as e:
-        train.main(["--steps=1"])
-    assert_refused({"code": e.value.code, "err": capsys.readouterr().err}, f"{name}={value} ", "unset")
+        launch.launch(quiet=True)
+    assert_refused({"code": e.value.code, "err": capsys.readouterr().err}, say)
+
+
+def test_ranks_of_torchrun_that_have_no_address_are_one_line(monkeypatch, capsys):
+    for key, text in {**TORCHRUN, "MASTER_ADDR": ""}.items():
+        monkeypatch.setenv(key, text)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(SystemExit) as e:
+        launch.launch(quiet=True)
+    assert_refused({"code": e.value.code, "err": capsys.readouterr().err}, "MASTER_ADDR in the environment")
 
 
 # -----------------------------------------------------------------------------
@@ -474,6 +529,26 @@ def test_a_second_interrupt_leaves_at_once(capfd, monkeypatch):
     with pytest.raises(SystemExit) as e:
         signals.handle(signal.SIGINT, None)
     assert e.value.code == session.INTERRUPTED and "second SIGINT" in capfd.readouterr().err
+
+
+LISTENS = """import os, signal, sys
+from unittest import mock
+from runtime import session
+session.start_program()
+session.signals.rank = -1
+if sys.argv[1] == "fails":
+    session.Signals._leave = mock.Mock(side_effect=MemoryError("in the handler"))
+os.kill(os.getpid(), signal.SIGTERM)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("handler,code,say", [
+    ("works", 85, "stopped by SIGTERM"), ("fails", 143, "MemoryError")])
+def test_a_signal_ends_the_process_whatever_happens_in_its_handler(handler, code, say):
+    done = subprocess.run([sys.executable, "-c", LISTENS, handler], cwd=ROOT, capture_output=True, text=True,
+                          timeout=60)
+    assert done.returncode == code and done.stderr.count("\n") == 1 and say in done.stderr, done.stderr
 
 
 def catches(pid, number):

@@ -1,0 +1,186 @@
+"""At the borders of the programs: full disks, bombs, another data set, folders of other users."""
+import gzip
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pool import ROOT
+from test_data import make_text, run
+
+import plan
+import plot
+from corpus import shards
+from corpus import text as readers
+from interface.command_line import printable
+from runtime import resume
+
+
+@pytest.fixture
+def sources(tmp_path):
+    for k in range(2):
+        (tmp_path / f"{k}.txt").write_text(make_text(9000, k))
+    return [str(tmp_path / f"{k}.txt") for k in range(2)]
+
+
+def test_another_data_set_stays_unless_replace(tmp_path, sources, capsys):
+    argv = [sources[0], "--name", "a", "--out", tmp_path, "--tokenizer", "char"]
+    other = [sources[1], "--name", "a", "--out", tmp_path, "--tokenizer", tmp_path / "a"]
+    assert run(capsys, *argv)[0] == 0
+    made_by = shards.load_meta(tmp_path / "a")["command"]
+    before = {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
+    code, out, err = run(capsys, *other)
+    assert code == 2 and out == "" and err.count("\n") == 1, err
+    for word in (f"{tmp_path}/a holds another data set, ", " tokens of ", sources[0], made_by, "--replace"):
+        assert word in err, err
+    assert before == {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
+    assert "up to date" in run(capsys, *argv, "--workers=1")[1]
+    os.utime(sources[0])  # the same command makes its own work again
+    assert run(capsys, *argv, "--workers", 2)[0] == 0
+    assert run(capsys, *other, "--replace")[0] == 0
+    meta = shards.load_meta(tmp_path / "a")
+    assert meta["replaced"].startswith(made_by) and "--replace" not in meta["command"]
+    assert "up to date" in run(capsys, *other)[1]
+    assert f"stood what this makes: {made_by}" in resume.what_was_replaced(str(tmp_path / "a"))
+    assert resume.what_was_replaced(str(tmp_path / "b")) == ""
+
+
+@pytest.mark.parametrize("most", [100, 9000])
+def test_a_full_disk_is_one_line_that_names_path_and_fix(most, tmp_path, sources, capsys):
+    """A limit on the size of files stands in for the disk: it fails at the tokenizer, or at the tokens."""
+    argv = [sources[0], "--name", "a", "--out", tmp_path, "--vocab-size", 300, "--workers", 1]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        code, _, err = run(capsys, *argv)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 2 and err.count("\n") == 1, err
+    assert "File too large; free space there, or give another --out" in err
+    assert f"nanoshard: {tmp_path}/a cannot be written" in err
+    assert run(capsys, *argv)[0] == 0
+
+
+def documents(path):
+    """Return the documents of a file of records, and what is reported about it."""
+    reports = []
+    found = []
+    for span in readers.list_spans(str(path), 1 << 24, "text"):
+        found += readers.documents(span, "text", lambda kind, line: reports.append((kind, line)))
+    return found, reports
+
+
+@pytest.mark.parametrize("end", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_a_line_without_end_is_left_out(end, tmp_path, monkeypatch):
+    """A file of a few kilobytes that unpacks to one line of any length."""
+    monkeypatch.setattr(readers, "MOST_LINE", 1 << 20)
+    raw = b'{"text": "one"}\n{"text": "' + b"a" * (1 << 22)
+    raw += b'"}\n{"text": "two"}\n{"text": "' + b"b" * (1 << 21)
+    path = tmp_path / f"x{end}"
+    if end == ".jsonl.zst":
+        raw = pytest.importorskip("zstandard").compress(raw)
+    path.write_bytes(gzip.compress(raw) if end == ".jsonl.gz" else raw)
+    found, reports = documents(path)
+    assert found == ["one", "two"] and [kind for kind, _ in reports] == ["broken", "broken"]
+    assert "at byte 16: a line of more than 1 MB; cut that text" in reports[0][1]
+
+
+def test_a_zst_file_never_unpacks_at_once(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    (tmp_path / "x.zst").write_bytes(zstandard.ZstdCompressor(level=19).compress(bytes(300 << 20)))
+    assert max(map(len, readers.decompress(tmp_path / "x.zst"))) <= 1 << 26
+
+
+@pytest.mark.parametrize("end", [".jsonl.gz", ".parquet"])
+def test_a_small_file_gives_no_endless_text(end, tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MOST_UNPACKED", 1 << 20)
+    monkeypatch.setattr(readers, "UNPACKED_TIMES", 2)
+    texts = ["a" * 20_000] * 500
+    path = tmp_path / f"x{end}"
+    if end == ".parquet":
+        pa = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pa.table({"text": texts}), path, compression="zstd")
+        with readers.open_parquet(path) as f:
+            assert readers.rows_at_once(f, [0], "text") == 256
+    else:
+        path.write_bytes(gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in texts).encode()))
+    found, reports = documents(path)
+    assert 40 < len(found) < 60 and len(reports) == 1
+    kind, line = reports[0]
+    assert kind == "damaged" and "unpacks to more than 2 times its size, the rest is left out" in line
+
+
+def test_a_text_that_is_huge_is_read_alone(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pa.table({"text": ["a" * (8 << 20)]}), tmp_path / "x.parquet", compression="zstd")
+    with readers.open_parquet(tmp_path / "x.parquet") as f:
+        assert readers.rows_at_once(f, [0], "text") == 1
+
+
+def test_the_list_of_runs_leaves_out_what_cannot_be_read_and_is_cleaned(tmp_path, capsys, monkeypatch):
+    evil = "\x1b[2J\x9b31m"
+    for name in ("a", "b", f"c{evil}"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+        (tmp_path / name / "config.json").write_text(json.dumps(dict(steps=evil, preset=evil, data=evil)))
+    listdir = os.listdir
+
+    def of_another_user(path="."):
+        if Path(path).name == "b":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", of_another_user)  # root may read everything
+    with pytest.raises(SystemExit) as e:
+        plot.parse_or_list(["--list", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert e.value.code == 0 and "b is left out: Permission denied" in out and out.startswith("run ")
+    assert "\na " in out and "\nc\\x1b[2J" in out
+    assert printable(out.replace("\n", "")) == out.replace("\n", "")
+
+
+@pytest.mark.parametrize("argv", [
+    ["--pp", "2", "--gpus", "2", "--global-batch", "1000000", "--micro-batch", "1"],
+    ["--pp", "2", "--gpus", "2", "--n-layer", "8", "--pp-chunks", "4", "--global-batch", "1000001",
+     "--micro-batch", "1"],
+])
+def test_a_schedule_that_is_too_long_is_one_line(argv, capsys):
+    with pytest.raises(SystemExit) as e:
+        plan.main(argv)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1 and "give a smaller --global-batch" in err, err
+
+
+def test_messages_name_the_fix(tmp_path, capsys):
+    (tmp_path / "x.txt").write_text("some text", encoding="utf-16")
+    _, _, err = run(capsys, tmp_path / "x.txt", "--name", "x", "--out", tmp_path, "--tokenizer", "char")
+    assert "iconv -f UTF-16 -t UTF-8" in err, err
+    (tmp_path / "x.jsonl").write_text('{"conversations": [{"from": "human", "value": "hi"}]}\n')
+    _, _, err = run(capsys, "chat", tmp_path / "x.jsonl", "--name", "x", "--out", tmp_path,
+                    "--tokenizer", "gpt2")
+    assert "form of ShareGPT" in err and '"messages": [{"role": "user"' in err, err
+    with pytest.raises(SystemExit):
+        plan.main([f"--seed={10**30}"])
+    assert "1000000000000000000," not in capsys.readouterr().err.replace("-", "")
+
+
+PROGRAMS = ["train.py", "prepare.py", "sample.py", "plan.py", "plot.py", "convert.py", "checkpoint.py"]
+
+
+@pytest.mark.parametrize("switch", ["-I", "-O"])
+def test_every_program_starts_in_isolation_and_without_asserts(switch, tmp_path):
+    jobs = {name: subprocess.Popen([sys.executable, switch, ROOT / name, "--help"], cwd=tmp_path, text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for name in PROGRAMS}
+    for name, job in jobs.items():
+        out = job.communicate(timeout=240)[0]
+        assert job.returncode == 0 and "Traceback" not in out and len(out) > 300, (name, out)
+
+
+def test_without_docstrings_a_program_says_why_it_does_not_run():
+    done = subprocess.run([sys.executable, "-OO", ROOT / "plot.py", "--help"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "use -O" in done.stderr, done.stderr

@@ -1,0 +1,89 @@
+"""Streams of programs that are closed, full or left, and what a terminal is sent of a file's text."""
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pool import ROOT
+
+from interface import streams
+from interface.command_line import wrong_input
+
+EVIL = "\x1b]0;title\x07 \x9b31m \u202e back\rover\x7f"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("kind", [streams.Printed, streams.Stream])
+def test_a_terminal_gets_no_control_characters_of_a_text(kind, monkeypatch):
+    escaped = r"\x1b]0;title\x07 \x9b31m \u202e back\rover\x7f"
+    for stream, said in ((Terminal(), escaped), (io.StringIO(), EVIL)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        guard = kind("stdout")
+        print(EVIL, "für\t日本\n", end="")
+        guard.close()
+        assert sys.stdout is stream and stream.getvalue() == f"{said} für\t日本\n"
+
+
+def test_a_program_sends_a_terminal_no_control_characters(monkeypatch, capsys):
+    """Also a text that nothing has cleaned before, such as a sample; and a line of wrong input."""
+    out, err = Terminal(), Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    with pytest.raises(SystemExit), wrong_input():
+        print(EVIL)
+        print(EVIL, file=sys.stderr)
+        raise ValueError(EVIL)
+    for stream in (out, err):
+        assert not {*"\x1b\x07\x9b\r\x7f\u202e"} & {*stream.getvalue()} and "title" in stream.getvalue()
+    assert sys.stdout is out and sys.stderr is err
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """{(program, redirection): its process}, all at once."""
+    folder = tmp_path_factory.mktemp("streams")
+    (folder / "run").mkdir()
+    rows = [json.dumps({"step": i, "loss": 1.0}) + "\n" for i in range(9)]
+    (folder / "run/metrics.jsonl").write_text("".join(rows))
+    (folder / "text").write_text("some words of a text\n" * 300)
+    commands = {"plot": f"plot.py {folder}/run",
+                "prepare": f"prepare.py {folder}/text --name {{}} --out {folder} --tokenizer char"}
+    started = {}
+    for number, how in enumerate(ENDS):
+        for name, command in commands.items():
+            line = f"{sys.executable} {ROOT}/{command.format(f'd{number}')} {how}; exit ${{PIPESTATUS[0]}}"
+            started[name, how] = subprocess.Popen(["bash", "-c", line], text=True,
+                                                  stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                                  stderr=subprocess.PIPE)
+    return folder, started
+
+
+ENDS = {  # redirection: (exit code of plot.py, words on its stderr, words on that of prepare.py)
+    ">/dev/full": (2, "stdout cannot be written: [Errno 28]", "stdout: [Errno 28]"),
+    "2>/dev/full >/dev/full": (2, "", ""),
+    ">&-": (0, "stdout is closed; what is printed there is lost", "stdout is closed; what is"),
+    "2>&-": (0, "", ""),
+    "<&-": (0, "", ""),
+    "| true": (0, "", ""),
+}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("how", ENDS)
+def test_a_program_ends_well_whatever_its_streams_are(how, jobs):
+    """plot.py, whose result is what it prints, ends with 2 where that is lost; prepare.py goes on."""
+    folder, started = jobs
+    code, *words = ENDS[how]
+    for name, say, want in (("plot", words[0], code), ("prepare", words[1], 0)):
+        out, err = started[name, how].communicate(timeout=240)
+        assert started[name, how].returncode == want and say in err, (name, err)
+        assert "Traceback" not in err and "ignored" not in err and err.count("\n") <= 1, (name, err)
+        if how == "2>&-":
+            assert "nanoshard" not in out
+    assert (folder / f"d{list(ENDS).index(how)}/meta.json").exists()
