@@ -521,15 +521,15 @@ def init_weights(model, seed):
     padding are zero. ValueError: no start is known for a parameter of one dimension.
     """
     for name, p in model.named_parameters():
-        module, kind = name.split(".")[-2:]
+        module, role = f".{name}".split(".")[-2:]  # of the model's own parameters module is ""
         if p.ndim == 1:
-            if kind not in VECTOR_STARTS:
-                raise ValueError(f"nothing says where {name} starts; give {kind!r} a number in "
+            if role not in VECTOR_STARTS:
+                raise ValueError(f"nothing says where {name} starts; give {role!r} a number in "
                                  "VECTOR_STARTS of model.py, 1.0 for a factor, 0.0 for a summand")
-            p.fill_(VECTOR_STARTS[kind])
+            p.fill_(VECTOR_STARTS[role])
             continue
         # An expert's w2 is itself a parameter. Elsewhere w2 is a layer, with a weight.
-        writes_residual = module in ("wo", "w2") or kind == "w2"
+        writes_residual = module in ("wo", "w2") or role == "w2"
         std = 0.02 / math.sqrt(2 * model.cfg.n_layer) if writes_residual else 0.02
         if p.expert:
             for i in range(p.size(0)):  # each expert has its own key: (seed, name, number)

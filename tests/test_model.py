@@ -19,7 +19,7 @@ from corpus.masked import Masked
 from corpus.shards import Synthetic
 from cost.parameters import count_parameters, flops_per_token
 from generate import Cache, generate
-from model import GPT, MLP, VECTOR_STARTS, Attention, rope_cache, rotate
+from model import GPT, MLP, VECTOR_STARTS, Attention, init_weights, rope_cache, rotate
 from moe import MoE, plain_dispatcher
 from ops.activations import ACTIVATIONS, GATED
 from ops.cross_entropy import IGNORE
@@ -186,6 +186,10 @@ def test_a_parameter_that_starts_dead_is_found(monkeypatch):
     monkeypatch.setattr("model.Attention", NormedAttention)
     with pytest.raises(ValueError, match="nothing says where blocks.0.attn.qk_norm starts; give 'qk_norm'"):
         built(cfg)
+    own = torch.nn.Module()
+    own.scale = parameter((4,), MESH)
+    with pytest.raises(ValueError, match="nothing says where scale starts"):
+        init_weights(own, 1)
     monkeypatch.setitem(VECTOR_STARTS, "qk_norm", 1.0)
     check_that_all_learn(cfg)
     monkeypatch.setitem(VECTOR_STARTS, "qk_norm", 0.0)
