@@ -145,7 +145,9 @@ def visible_keys(cfg, q, k):
 
     q (B, h, queries, D), k (B, g, keys, D): the keys begin at position 0, and the last query has
     the position of the last key. mask (queries, keys) is True where a query sees a key. If mask is
-    None, is_causal chooses between the flash kernel's own causal mask and no mask at all.
+    None, is_causal chooses between the flash kernel's own causal mask and no mask at all. A new
+    rule stands above the line of --objective mlm, which leaves the function, or config.py refuses
+    the rule's flag with mlm.
     """
     if cfg.objective == "mlm":
         return None, False
@@ -507,6 +509,10 @@ class GPT(nn.Module):
         return vocab_cross_entropy(logits, targets.reshape(-1), self.vocab_size, self.mesh.tp)
 
 
+# Where a parameter of one dimension starts, by the last part of its name.
+VECTOR_STARTS = {"weight": 1.0, "bias": 0.0}
+
+
 @torch.no_grad()
 def init_weights(model, seed):
     """Fill every parameter, independently of the layout.
@@ -514,12 +520,15 @@ def init_weights(model, seed):
     The *full* tensor is drawn from a generator seeded by (seed, name). Then this rank keeps its
     share. Matrices are drawn from N(0, 0.02). The two matrices of a block that write into the
     residual stream are divided by sqrt(2 L) (GPT-2 paper, section 2.3). Norms are one; biases and
-    padding are zero.
+    padding are zero. ValueError: no start is known for a parameter of one dimension.
     """
     for name, p in model.named_parameters():
-        module, role = name.split(".")[-2:]
+        module, role = f".{name}".split(".")[-2:]  # of the model's own parameters module is ""
         if p.ndim == 1:
-            p.fill_(1.0 if role == "weight" else 0.0)
+            if role not in VECTOR_STARTS:
+                raise ValueError(f"nothing says where {name} starts; give {role!r} a number in "
+                                 "VECTOR_STARTS of model.py, 1.0 for a factor, 0.0 for a summand")
+            p.fill_(VECTOR_STARTS[role])
             continue
         # An expert's w2 is itself a parameter. Elsewhere w2 is a layer, with a weight.
         writes_residual = module in ("wo", "w2") or role == "w2"

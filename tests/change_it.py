@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/change-it.md"
+FIX = "make the change by hand, or change this block of docs/change-it.md"
 
 
 class Edit(NamedTuple):
@@ -91,7 +92,7 @@ def changed(text, edit):
     try:
         first, stop = place(text, edit.name)
     except LookupError:
-        raise ValueError(f"{where} is not defined; make the change by hand") from None
+        raise ValueError(f"{where} is not defined; {FIX}") from None
 
     lines = text.splitlines()
     if find(edit.new, lines, first, stop):
@@ -99,7 +100,7 @@ def changed(text, edit):
     starts = find(edit.old, lines, first, stop)
     if len(starts) != 1:
         raise ValueError(f"{where}: `{edit.old[0].strip()}` of docs/change-it.md stands there {len(starts)} "
-                         "times, expected once; make the change by hand")
+                         f"times, expected once; {FIX}")
     lines[starts[0]:starts[0] + len(edit.old)] = edit.new
     return "".join(f"{line}\n" for line in lines)
 

@@ -44,7 +44,7 @@ SLOWEST = 200  # seconds that the tests of one mutant may take
 TESTS = {  # file or room: the test files that must notice a mutant, the quickest first
     "model.py": "model bert sample dropout layouts",
     "vocab.py": "model fp16 layouts",
-    "moe.py": "moe layouts",
+    "moe.py": "moe moe_run layouts",
     "parallel.py": "parallel ddp symm_mem layouts",
     "ddp.py": "ddp zero kernels layouts",
     "zero.py": "zero symm_mem layouts",

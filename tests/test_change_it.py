@@ -1,4 +1,5 @@
 """docs/change-it.md: its changes fit this tree; with them its tests pass, and its commands train."""
+import ast
 import re
 import shutil
 import subprocess
@@ -30,6 +31,46 @@ def test_the_page_shows_five_changes():
     for section in sections:
         assert section.count("```diff\n") == 1 and "python -m pytest" in section, section[:40]
     assert PAGE.count("python -m pytest") == len(TESTS) and PAGE.count("\npython train.py") == len(TRAIN)
+
+
+NAME = r"`([A-Za-z_][\w.]*)(?:\(\))?`"
+FILE = r"([\w/]+\.py)"
+NAMED = re.compile(rf"{NAME} (?:in|of) {FILE}|{FILE} \({NAME}\)")
+
+
+def missing_names(page):
+    """Return the `name` in FILE and the FILE (`name`) of a page that the file does not define."""
+    missing = []
+    for name, file, other_file, other_name in NAMED.findall(" ".join(page.split())):
+        path = ROOT / (file or other_file)
+        name = name or other_name
+        if not path.exists() or not is_defined(path.read_text(), name):
+            missing.append(f"`{name}` in {path.relative_to(ROOT)}")
+    return missing
+
+
+def is_defined(text, name):
+    """Whether a file defines a dotted name, or anywhere, as a method, a name without a dot."""
+    if "." not in name:
+        return any(name in change_it.names_of(node) for node in ast.walk(ast.parse(text)))
+    try:
+        change_it.place(text, name)
+    except LookupError:
+        return False
+    return True
+
+
+PAGES = [page for folder in ("", "docs/", "bench/", "tutorial/") for page in ROOT.glob(f"{folder}*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_name_with_its_file_beside_it_exists(page):
+    assert missing_names(page.read_text()) == []
+
+
+def test_a_name_that_is_gone_is_found():
+    page = "(`Axis.gone` in\nparallel.py), optim.py (`AdamW`), `flag()` in config.py, ops/flat.py (`shards`)"
+    assert missing_names(page) == ["`Axis.gone` in parallel.py", "`shards` in ops/flat.py"]
 
 
 def run(folder, *command):
@@ -85,5 +126,5 @@ def test_an_edit_is_made_once(diff, old, new):
 def test_an_edit_that_does_not_fit_is_refused(diff, words):
     (edit,) = change_it.edits(diff)
     text = TEXT if edit.file == "a.py" else "a\na\n"
-    with pytest.raises(ValueError, match=re.escape(words)):
+    with pytest.raises(ValueError, match=f"{re.escape(words)}.*; {change_it.FIX}$"):
         change_it.changed(text, edit)

@@ -306,7 +306,9 @@ def test_the_printed_traffic_is_as_predicted(n, layout, tmp_path):
     got = go(n, tmp_path, *layout, "--steps=3")
     (table,) = re.findall(r"^comm per step.*measured:\n((?:  .*\n)+)", got["out"], re.M)
     pairs = [line.split()[1::2] for line in table.splitlines()]
-    assert pairs and all(a == b and float(a) > 0 for a, b in pairs), table
+    assert pairs and all(a == b and float(a) > 0 for a, b in pairs), (
+        "cost/traffic.py predicts other bytes than the ranks sent. The first number of an axis is the "
+        f"prediction, the second was measured:\n{table}")
 
 
 def test_experts_jsonl_of_a_resumed_run_has_each_step_once(tmp_path):

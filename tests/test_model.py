@@ -15,14 +15,15 @@ from pool import run_ranks
 import moe
 import train
 from config import PRESETS, Config, pad_vocab
+from corpus.masked import Masked
 from corpus.shards import Synthetic
 from cost.parameters import count_parameters, flops_per_token
 from generate import Cache, generate
-from model import GPT, MLP, Attention, rope_cache, rotate
+from model import GPT, MLP, VECTOR_STARTS, Attention, init_weights, rope_cache, rotate
 from moe import MoE, plain_dispatcher
 from ops.activations import ACTIVATIONS, GATED
 from ops.cross_entropy import IGNORE
-from parallel import make_mesh
+from parallel import make_mesh, parameter
 from runtime.launch import World
 from vocab import vocab_cross_entropy
 
@@ -106,6 +107,12 @@ def randomize(model):
     return {n: t.detach().double().requires_grad_() for n, t in tensors.items()}
 
 
+def gradients(data_parallel):
+    """Return {name of a parameter: its gradient}."""
+    return {name: grad for bucket in data_parallel.buckets
+            for name, grad in zip(bucket.names, bucket.grad_windows, strict=True)}
+
+
 def check_against_the_written_out_model(cfg, drop=lambda place, x: x):
     """Two micro-batches: logits, loss, balancing losses, every gradient relative to its largest, to 1e-12."""
     model, data_parallel, opt = built(cfg)
@@ -115,7 +122,7 @@ def check_against_the_written_out_model(cfg, drop=lambda place, x: x):
     want, minimized = total_loss(cfg, w, cfg.vocab_size, batches, drop)
     torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
     minimized.backward()
-    seen = {n: g for b in data_parallel.buckets for n, g in zip(b.names, b.grad_windows, strict=True)}
+    seen = gradients(data_parallel)
     assert seen.keys() == dict(model.named_parameters()).keys()
     for n, g in seen.items():
         # Softmax ignores a shift of all scores. So without RoPE, the gradient of a key bias is rounding error
@@ -133,6 +140,61 @@ def check_against_the_written_out_model(cfg, drop=lambda place, x: x):
 @pytest.mark.parametrize("name", FORMS)
 def test_one_process_equals_the_model_written_out(name):
     check_against_the_written_out_model(Config(**{**WIDE, **FORMS[name]}))
+
+
+MASKED_FORMS = {
+    "bert": dict(FORMS["gpt2"], objective="mlm"),
+    "mlm": dict(objective="mlm")}
+
+
+def check_that_all_learn(cfg):
+    """As it starts, a model has a gradient for each of its parameters. AssertionError: one has none."""
+    model, data_parallel, opt = built(cfg)
+    source = Synthetic(cfg.vocab_size, cfg.seq_len, 1)
+    if cfg.objective == "mlm":
+        source = Masked(Synthetic(cfg.vocab_size - 1, cfg.seq_len, 1), 1)
+    train.Step(cfg, model, data_parallel, opt).gradients([source.batch(0, 4)], 1)
+    for name, grad in gradients(data_parallel).items():
+        if name.endswith("wk.bias") and cfg.pos == "learned":  # softmax ignores it, as above
+            continue
+        assert grad.abs().max() > 1e-9, (
+            f"{name} starts where it has no gradient, so it would never learn; see init_weights (model.py)")
+
+
+@pytest.mark.parametrize("form", [*FORMS, *MASKED_FORMS])
+def test_every_parameter_learns_from_the_first_step_on(form):
+    flags = {**FORMS, **MASKED_FORMS}[form]
+    check_that_all_learn(Config(**{**WIDE, **flags}))
+
+
+class NormedAttention(Attention):
+    """Attention with a norm of queries and keys, which share its weight."""
+
+    def __init__(self, cfg, mesh):
+        super().__init__(cfg, mesh)
+        self.qk_norm = parameter((cfg.n_embd // cfg.n_head,), mesh)
+
+    def project(self, *args):
+        q, k, v = super().project(*args)
+        shape = self.qk_norm.shape
+        return F.rms_norm(q, shape, self.qk_norm), F.rms_norm(k, shape, self.qk_norm), v
+
+
+def test_a_parameter_that_starts_dead_is_found(monkeypatch):
+    """Its start must be given, and a start at which nothing has a gradient is named."""
+    cfg = Config(**WIDE)
+    monkeypatch.setattr("model.Attention", NormedAttention)
+    with pytest.raises(ValueError, match="nothing says where blocks.0.attn.qk_norm starts; give 'qk_norm'"):
+        built(cfg)
+    own = torch.nn.Module()
+    own.scale = parameter((4,), MESH)
+    with pytest.raises(ValueError, match="nothing says where scale starts"):
+        init_weights(own, 1)
+    monkeypatch.setitem(VECTOR_STARTS, "qk_norm", 1.0)
+    check_that_all_learn(cfg)
+    monkeypatch.setitem(VECTOR_STARTS, "qk_norm", 0.0)
+    with pytest.raises(AssertionError, match=r"attn\.(qk_norm|w[qk])\b.* no gradient"):
+        check_that_all_learn(cfg)
 
 
 def loss_of_bf16_logits(world, logits, target):
@@ -249,6 +311,27 @@ def test_a_window_in_visible_keys_reaches_training_and_generation(cfg):
     assert (whole - causal).abs().max() > 1e-3
     torch.testing.assert_close(whole[:, : cfg.vocab_size], want[0], rtol=0, atol=1e-10)
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-10)
+
+
+def window_to_both_sides(original, cfg, q, k):
+    """visible_keys that shows a query its own position and one on each side."""
+    keys = torch.arange(k.size(2))
+    return (keys - keys.unsqueeze(1)).abs() <= 1, False
+
+
+def test_a_window_in_visible_keys_reaches_a_masked_model():
+    cfg = dataclasses.replace(FAMILIES["llama"], objective="mlm")
+    model = random_model(cfg)
+    tokens = torch.randint(99, (2, 8), generator=torch.Generator().manual_seed(2))
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        whole = model(tokens)[0]
+        with planted(WINDOW, window_to_both_sides):
+            got = model(tokens)[0]
+        with planted("plain_model.attention", "torch.ones(T, T)", "torch.ones(T, T).tril(1).triu(-1)"):
+            want, _ = forward(cfg, weights, cfg.vocab_size, tokens)
+    assert (whole - got).abs().max() > 1e-3
+    torch.testing.assert_close(got.view(2, 8, -1)[..., : cfg.vocab_size], want, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

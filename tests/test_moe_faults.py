@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import test_moe
+import test_moe_run
 import torch
 from faults import group, not_over, planted, router_loss_weight, run_with_faults, with_faults
 from pool import run_ranks
@@ -259,7 +260,7 @@ SHARED_FAULTS = {  # faults that one process has, too: (a fault as above, the te
         test_moe.test_balance_loss_does_not_depend_on_the_capacity),
     "routing recomputed in backward": (
         "moe.MoE.forward", "self.route(x)", "call(self.route, x)",
-        lambda: test_moe.test_recompute_routes_once({})),
+        lambda: test_moe_run.test_recompute_routes_once({})),
     "gradient of a rank without rows is garbage": (
         "ops.grouped_mm.grouped_mm", "F.linear(x, w[0])",
         "x @ torch.full_like(w[0].T, torch.nan) + w.mean() * torch.nan",
@@ -304,8 +305,8 @@ def test_loading_in_another_layout_detects_the_fault(name, tmp_path):
 
     def run_with_fault(n, fn, *args):
         return run_ranks(n, with_faults, [fault] if fn.__name__ == function else [], fn, *args)
-    with mock.patch.object(test_moe, "run_ranks", run_with_fault), pytest.raises(AssertionError):
-        test_moe.check_load_in_other_layouts(*test_moe.LAYOUT_CHANGES[0], tmp_path)
+    with mock.patch.object(test_moe_run, "run_ranks", run_with_fault), pytest.raises(AssertionError):
+        test_moe_run.check_load_in_other_layouts(*test_moe_run.LAYOUT_CHANGES[0], tmp_path)
 
 
 def test_swapped_split_sizes_are_refused_by_torch():

@@ -13,10 +13,14 @@ import typing
 
 import pytest
 import torch
+from faults import planted
 from pool import ROOT
 
 import config
+import train
 from config import Config, flags_of_kind
+from corpus.masked import Masked
+from corpus.shards import Synthetic
 from cost.parameters import COSTS_NOTHING, COUNTED, count_parameters, local_parameters
 from model import GPT
 from parallel import make_mesh
@@ -58,12 +62,13 @@ BASES = {
     "llama": dict(n_head=8, n_kv_head=4),
     "gpt2": dict(config.GPT2, n_head=8, n_kv_head=8),
     "bert": dict(config.GPT2, objective="mlm", n_head=8, n_kv_head=8),
+    "mlm": dict(objective="mlm", n_head=8, n_kv_head=4),
     "experts": dict(n_head=8, n_kv_head=4, n_experts=4),
-    "capacity": dict(n_head=8, n_kv_head=4, n_experts=4, capacity_factor=1.25)}
+    "capacity": dict(n_head=8, n_kv_head=4, n_experts=4, capacity_factor=1.25, router="sigmoid")}
 # Another value of each number. Of a switch or a choice the test takes every other value by itself.
 NUMBERS = {"n_layer": 3, "n_head": 16, "n_kv_head": 2, "n_embd": 64, "ffn_hidden": 96, "seq_len": 32,
            "norm_eps": 1e-6, "n_experts": 8, "n_shared_experts": 2, "vocab_size": 300, "rope_base": 500.0,
-           "top_k": 1, "capacity_factor": 1.5, "router_bias_rate": 1e-3}
+           "top_k": 1, "capacity_factor": 1.5, "router_bias_rate": 0.5}
 
 
 def other_values(name, value):
@@ -73,7 +78,8 @@ def other_values(name, value):
         return [other for other in typing.get_args(field.type) if other != value]
     if field.type is bool:
         return [not value]
-    assert name in NUMBERS, f"{typed(name)} changes the model: give NUMBERS another value of it"
+    assert name in NUMBERS, (
+        f"{typed(name)} changes the model: give NUMBERS in tests/test_new_flag.py another value of it")
     return [NUMBERS[name]]
 
 
@@ -113,25 +119,85 @@ def test_the_planner_counts_what_a_flag_of_the_model_changes(name):
 def test_the_planner_counts_the_parameters_of_each_rank(name):
     """On one rank they are those of the whole model. Over tp and pp each stage has what its ranks build."""
     for base, _, cfg in changed_models(name):
+        what = f"with {typed(name)} {getattr(cfg, name)} and a model like {base}"
         counted = sum(local_parameters(cfg, ONE, cfg.vocab_size).values())
-        assert counted == count_parameters(cfg, cfg.vocab_size)["total"], (base, "one rank")
+        total = count_parameters(cfg, cfg.vocab_size)["total"]
+        assert counted == total, (
+            f"{what}: of all parameters on one rank, local_parameters counts {counted} on the model, "
+            f"count_parameters says {total}; mend the one that is wrong, in cost/parameters.py")
         cfg = dataclasses.replace(cfg, tp=2, pp=3, ep=2 if cfg.n_experts else 1)
         for stage in range(3):
             mesh = stage_mesh(cfg, 6, stage)
             counted = sum(local_parameters(cfg, mesh, cfg.vocab_size).values())
-            assert counted == built_parameters(cfg, mesh), (base, stage)
+            built = built_parameters(cfg, mesh)
+            assert counted == built, (
+                f"{what}: local_parameters (cost/parameters.py) is {counted - built} parameters off those "
+                f"that a rank of stage {stage} builds; it takes equal blocks for granted")
 
 
 @pytest.mark.parametrize("name", OF_MODEL)
 def test_the_planner_knows_what_a_flag_of_the_model_costs(name):
     """What is counted changes some number of a plan. What costs nothing changes none."""
     assert (name in COUNTED) != (name in COSTS_NOTHING), (
-        f"{typed(name)} changes the model: put it into COUNTED or into COSTS_NOTHING of cost/parameters.py")
+        f"{typed(name)} changes the model or its update: put it into COUNTED or into COSTS_NOTHING of "
+        "cost/parameters.py. COUNTED has what the planner counts, such as parameters, work, rows or moments")
     changed = False
     for _, *models in changed_models(name):
         before, after = (estimate(cfg, 2, "h200", cfg.vocab_size) for cfg in models)
         changed = changed or before != after
-    assert changed == (name in COUNTED)
+    assert changed == (name in COUNTED), (
+        f"{typed(name)} {'changes' if changed else 'does not change'} a plan, so it does not belong where "
+        "cost/parameters.py has it, in " + ("COUNTED" if name in COUNTED else "COSTS_NOTHING"))
+
+
+# -----------------------------------------------------------------------------
+# A flag is read, whatever the other flags are
+
+def trained(cfg):
+    """Return the weights after two steps of a small model, one tensor."""
+    cfg = dataclasses.replace(cfg, lr=0.1, warmup=0, global_batch=2)
+    model, data_parallel, opt = train.build(cfg, make_mesh(World()), cfg.vocab_size, torch.device("cpu"))
+    source = Synthetic(cfg.vocab_size, cfg.seq_len, 1)
+    if cfg.objective == "mlm":
+        source = Masked(Synthetic(cfg.vocab_size - 1, cfg.seq_len, 1), 1)
+    step = train.Step(cfg, model, data_parallel, opt)
+    for number in (1, 2):
+        step([source.batch(2 * number, 2)], number)
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+SMALL = dict(n_layer=1, n_embd=32, ffn_hidden=32, seq_len=16)
+
+
+def check_that_it_is_read(name):
+    """AssertionError: a flag that says nothing about sizes leaves the training as it is in some model."""
+    compared = False
+    for base, *models in changed_models(name):
+        before, after = (dataclasses.replace(cfg, **{**SMALL, name: getattr(cfg, name)}) for cfg in models)
+        try:
+            config.check(after)
+        except ValueError:  # which says that such a model cannot have the flag
+            continue
+        if not config.has_effect(name, after):
+            continue
+        compared = True
+        before, after = trained(before), trained(after)
+        assert before.shape != after.shape or not torch.equal(before, after), (
+            f"{typed(name)} {getattr(models[1], name)} is ignored in a model like {base}: a line that stands "
+            "before the one that reads it, such as that of mlm in visible_keys (model.py), may leave the "
+            "function; or refuse the flag there in check() of config.py")
+    assert compared, f"no model of BASES in tests/test_new_flag.py can have {typed(name)}"
+
+
+@pytest.mark.parametrize("name", flags_of_kind("meaning"))
+def test_no_model_ignores_a_flag(name):
+    check_that_it_is_read(name)
+
+
+def test_a_flag_that_a_masked_model_ignores_is_found():
+    fault = "model.GPT._rotation", "cfg.rope_base,", "1e4 if cfg.objective == 'mlm' else cfg.rope_base,"
+    with planted(*fault), pytest.raises(AssertionError, match="--rope-base 500.0 is ignored .* like mlm"):
+        check_that_it_is_read("rope_base")
 
 
 # -----------------------------------------------------------------------------
@@ -288,9 +354,11 @@ PLANNER_SAYS = {  # the flag, its declaration: {test of the planner: its words}
     ("norm", 'flag(False, "shape")'): {
         "counts_what_a_flag_of_the_model_changes":
             "with --planted-norm True count_parameters (cost/parameters.py) is -128 parameters off",
+        "counts_the_parameters_of_each_rank": "with --planted-norm True and a model like llama: of all",
         "knows_what_a_flag_of_the_model_costs": "put it into COUNTED or into COSTS_NOTHING"},
     ("window", 'flag(0, "meaning", COUNT)'): {
-        "counts_what_a_flag_of_the_model_changes": "give NUMBERS another value of it",
+        "counts_what_a_flag_of_the_model_changes":
+            "give NUMBERS in tests/test_new_flag.py another value of it",
         "knows_what_a_flag_of_the_model_costs": "put it into COUNTED or into COSTS_NOTHING"}}
 
 
