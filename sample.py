@@ -30,6 +30,7 @@ import tyro
 from convert import read_run
 from corpus import text, tokenizer
 from corpus.chat import Template
+from corpus.masked import MASK
 from interface.command_line import command_line, discard_stdout, wrong_input
 from interface.schema import Range, check_schema, load_json
 
@@ -185,7 +186,6 @@ def print_samples(model, vocabulary, prompts, flags):
 # -----------------------------------------------------------------------------
 # A masked language model
 
-MASK = "[MASK]"  # in the text of --fill; text that is trained on never gives its id
 CANDIDATES = 5  # tokens that are printed for each gap
 
 
