@@ -56,7 +56,7 @@ class Flags:
 FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}  # safetensors' names: --dtype
 NARROWEST_FIRST = list(FLOATS)
 TORCH_DTYPE = {short: name for name, short in checkpoint.SAFETENSORS_DTYPE.items()}
-BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)")  # no weights: masks, frequencies
+BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)")  # not weights: masks, frequencies
 
 
 def open_safetensors(folder):
@@ -84,7 +84,7 @@ def list_safetensors(folder):
     """
     names = ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
-    # An index beside model.safetensors may be of an older save.
+    # An index beside model.safetensors may belong to an older save.
     if index.is_file() and not (folder / names[0]).is_file():
         listed = load_json(index)
         check_schema(listed, {"weight_map": {"*": str}}, index)
@@ -101,7 +101,7 @@ def list_safetensors(folder):
 class HuggingFace(checkpoint.Reader):
     """The weights of a directory of Hugging Face, read as if they were a checkpoint of ours.
 
-    fill() gives any rectangle of any tensor of ours. cfg, vocab_size: the model of the config.json.
+    fill() reads any rectangle of any of our tensors. cfg, vocab_size: the model that config.json describes.
     """
 
     def __init__(self, folder, seq_len=0):
@@ -120,7 +120,7 @@ class HuggingFace(checkpoint.Reader):
         self.index = {"tensors": self.list_pieces()}
 
     def narrowest_dtype(self):
-        """Return the narrowest dtype of the tensors, as --dtype names it. ValueError: one is no float."""
+        """Return the narrowest dtype of the tensors, as --dtype names it. ValueError: one is not a float."""
         for name, part in self.slices.items():
             if part.get_dtype() not in FLOATS:
                 raise ValueError(f"{self.path}: {name} is {part.get_dtype()}, none of {', '.join(FLOATS)}")
@@ -128,10 +128,10 @@ class HuggingFace(checkpoint.Reader):
         return FLOATS[min(stored, key=NARROWEST_FIRST.index, default="F32")]
 
     def check_shapes(self):
-        """ValueError, with the tensor's name, unless the files hold the tensors of the model."""
+        """Raise ValueError, with the tensor's name, unless the files hold the tensors of the model."""
         known = set(self.layout)
         if self.cfg.tied:
-            known.add("lm_head.weight")  # some files hold it although it is tied
+            known.add("lm_head.weight")  # some files hold the head although it is tied
         if more := sorted(self.slices.keys() - known):
             raise ValueError(f"{self.path}: our model has no place for {more[0]}; it is another architecture")
         for name, theirs in self.layout.items():
@@ -221,7 +221,7 @@ def read_run(run_dir):
 
 
 def is_theirs(folder):
-    """Whether the config.json of a directory is one of Hugging Face."""
+    """Whether the config.json of a directory comes from Hugging Face."""
     with suppress(ValueError):
         found = load_json(folder / "config.json")
         return isinstance(found, dict) and "model_type" in found and "vocab_size_used" not in found
@@ -231,8 +231,8 @@ def is_theirs(folder):
 def choose_step(run):
     """Return the checkpoint of a run to take, and a line that says which it is and why.
 
-    It is the one with the lowest validation loss, if that is known and the checkpoint is sound, else the
-    newest sound one.
+    It is the checkpoint with the lowest validation loss, if that is known and the checkpoint is sound.
+    Otherwise it is the newest sound one.
     """
     newest = checkpoint.newest(run)
     if newest is None:
@@ -251,7 +251,7 @@ def choose_step(run):
 # in
 
 def load_tokenizer(folder, vocab_size):
-    """Return the tokenizer of a directory, ours or theirs, or None where there is none.
+    """Return the tokenizer of a directory, ours or theirs, or None if there is none.
 
     ValueError: it has more ids than the model.
     """
@@ -265,7 +265,7 @@ def load_tokenizer(folder, vocab_size):
 
 
 def import_model(flags):
-    """Write a model of Hugging Face as a run of ours that has made no step; return lines that say so."""
+    """Write a Hugging Face model as one of our runs that has made no step; return lines that say so."""
     weights = HuggingFace(flags.model, flags.seq_len)
     vocabulary = load_tokenizer(weights.path, weights.vocab_size)
     out = Path(flags.out)
@@ -295,7 +295,7 @@ def lazy_pieces(weights):
 
 
 def read_piece(weights, name, full, piece, dtype):
-    """Return one piece of the tensor `name` of ours, whose full shape is `full`."""
+    """Return one piece of our tensor `name`, whose full shape is `full`."""
     import torch
     block = torch.empty(piece["size"], dtype=dtype)
     weights.fill(name, block, full, piece["offset"])
@@ -318,7 +318,7 @@ EXPORTED = r"((generation_|tokenizer_)?config|tokenizer)\.json|README\.md|model[
 
 
 def export_model(flags):
-    """Write a run of ours as a directory of Hugging Face; return a line that says so."""
+    """Write one of our runs as a directory of Hugging Face; return a line that says so."""
     from model import DTYPES
     cfg, vocab_size, weights, run, said = read_run(flags.model)
     if isinstance(weights, HuggingFace):
@@ -335,7 +335,7 @@ def export_model(flags):
     dtype = str(DTYPES[flags.dtype]).removeprefix("torch.")
     files = {"config.json": hf.config_json(full, kind, vocab_size, eod, dtype)}
     if cfg.objective == "causal":
-        # In transformers generate() stops at the tokens of generation_config.json. config.json names only
+        # In transformers, generate() stops at the tokens of generation_config.json. config.json names only
         # end-of-document, and import finds it there.
         ends = end_tokens(vocabulary)
         files["generation_config.json"] = {"bos_token_id": eod, "eos_token_id": ends, "pad_token_id": eod}
@@ -402,7 +402,7 @@ def write_gguf(flags):
 
 
 def full_config(cfg, kind):
-    """Return cfg with the flags by which our model has all tensors of the family."""
+    """Return cfg with the flags that give our model all tensors of the family."""
     full = dataclasses.replace(cfg, **hf.FAMILIES[kind].flags)
     if kind == "glm4_moe" and not cfg.n_shared_experts:
         full = dataclasses.replace(full, n_shared_experts=1)
@@ -410,7 +410,7 @@ def full_config(cfg, kind):
 
 
 def lazy_tensors(weights, own, layout, dtype):
-    """Return {their name: Lazy} of a layout of tensors(), read from a Reader of ours.
+    """Return {their name: Lazy} of a layout of tensors(), read from a Reader of our weights.
 
     own: the names of our model's tensors.
     """
@@ -423,7 +423,7 @@ def lazy_tensors(weights, own, layout, dtype):
 
 
 def write_weights(out, lazy, most):
-    """Write {name: Lazy} as files of at most `most` bytes, or of one tensor that has more."""
+    """Write {name: Lazy} as files of at most `most` bytes. A larger tensor has a file of its own."""
     groups = []  # {name: Lazy} for each file
     room = 0
     for name, tensor in lazy.items():
@@ -450,7 +450,7 @@ def write_weights(out, lazy, most):
 def end_tokens(vocabulary):
     """Return the ids after which a text ends: end-of-document, and <|end|> of a conversation.
 
-    A list where the vocabulary has the tokens of conversations, else one id or None.
+    The result is a list if the vocabulary has the tokens of conversations; otherwise one id or None.
     """
     if vocabulary is None:
         return None

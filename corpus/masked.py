@@ -10,7 +10,7 @@ import numpy as np
 from config import n_masked
 from corpus.order import draw_keys, splitmix64
 
-MASK = "[MASK]"  # in a text for sample.py or transformers; text that is trained on never gives its id
+MASK = "[MASK]"  # in a text for sample.py or transformers; no training text is ever encoded to its id
 
 
 class Masked:

@@ -35,7 +35,7 @@ def load_json(path):
 
 
 def check_schema(value, schema, where, path="the content"):
-    """ValueError, one line that starts with `where`, unless a value from JSON is as the schema says.
+    """Raise ValueError, one line that starts with `where`, unless a value from JSON is as the schema says.
 
     A schema is
         a type, or a tuple of types    a value of one of them; float takes an int, too

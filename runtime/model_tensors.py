@@ -13,7 +13,7 @@ from corpus import hugging_face as hf
 
 
 class Part(NamedTuple):
-    """A rectangle of a tensor of ours."""
+    """A rectangle of one of our tensors."""
     name: str  # our tensor's
     full: tuple  # our tensor's shape
     offset: tuple  # where the rectangle begins in our tensor
@@ -21,12 +21,12 @@ class Part(NamedTuple):
 
 
 class Theirs(NamedTuple):
-    """A tensor of theirs, made of parts of our tensors."""
+    """One of their tensors, made of parts of our tensors."""
     transposed: bool  # stored as (in, out), as in GPT-2 of transformers; ours is (out, in)
     parts: list  # of Part, from top to bottom
 
     def shape(self):
-        """Return the shape in which it is stored."""
+        """Return the shape in which the tensor is stored."""
         size = self.parts[0].size
         if len(size) == 3 and size[0] == 1:
             return size[1:]  # (1, rows, columns): one of our experts, which is a matrix of theirs
@@ -52,24 +52,24 @@ def shapes(cfg, vocab_size):
 
 
 def tensors(cfg, kind, vocab_size):
-    """Return {their name: Theirs} of the model of family `kind` that has the weights of ours."""
+    """Return {their name: Theirs} of the model of family `kind` that has our model's weights."""
     names = hf.FAMILIES[kind].names
     found = {}
     for name, (full, rows) in shapes(cfg, vocab_size).items():
         theirs = their_name(name, names)
         if "{}" in theirs:
-            # Ours is (E, rows, columns). They have a tensor for each expert.
+            # Our tensor is (E, rows, columns). They have one tensor per expert.
             for expert in range(full[0]):
                 part = Part(name, full, (expert, 0, 0), (1, *full[1:]))
                 found[theirs.format(expert)] = Theirs(False, [part])
         else:
-            # Several tensors of ours may have one name of theirs: queries, keys and values of GPT-2.
+            # Several of our tensors may have one name there: queries, keys and values of GPT-2.
             transposed = ".c_" in theirs and len(full) == 2
             part = Part(name, full, (0,) * len(full), (rows, *full[1:]))
             found.setdefault(theirs, Theirs(transposed, [])).parts.append(part)
 
     if "gate" in names:
-        # Qwen2Moe's shared expert has a gate of its own. Ours has none, so no tensor of ours is this part.
+        # Qwen2Moe's shared expert has a gate of its own. Ours has none, so none of our tensors is this part.
         gate = Part("gate", (1, cfg.n_embd), (0, 0), (1, cfg.n_embd))
         for i in range(cfg.n_layer):
             found[f"{names['blocks']}.{i}.{names['gate']}.weight"] = Theirs(False, [gate])
@@ -92,9 +92,9 @@ def gguf_tensors(cfg, kind, vocab_size):
 
 
 def their_name(name, names):
-    """Return the name of theirs for one of our parameters, with {} for the number of an expert.
+    """Return their name for one of our parameters, with {} for the number of an expert.
 
-    names: of a Family. A parameter has a name of its own there, or that of its module.
+    names: those of a Family. There, a parameter has a name of its own, or that of its module.
     ValueError: it has none.
     """
     block, module, leaf = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+?)(\.weight|\.bias)?", name).groups("")
@@ -112,7 +112,7 @@ def their_name(name, names):
 
 
 class Lazy:
-    """Stands for a tensor in checkpoint.write_safetensors, which reads it when it writes it."""
+    """Stands for a tensor in checkpoint.write_safetensors, which reads the values when it writes them."""
 
     def __init__(self, shape, dtype, read):
         self.shape = tuple(shape)
@@ -127,9 +127,9 @@ class Lazy:
 
 
 def read_whole(weights, own, theirs, dtype):
-    """Return a tensor of theirs, read from a Reader of ours.
+    """Return one of their tensors, read from a Reader of our weights.
 
-    theirs: a Theirs. A part is zero where it is none of our tensors, `own`.
+    theirs: a Theirs. A part that is none of our tensors, `own`, is zero.
     """
     import torch
     blocks = []
