@@ -21,6 +21,10 @@ long: .venv/ready-test
 	  $(BIN)/pip install -q llama-cpp-python==0.3.36 || echo "llama-cpp-python cannot be built here"
 	python -m pytest -q -rs tests/test_gguf_long.py
 
+# hours on 2 cores. it can be stopped and typed again
+mutants: .venv/ready-test
+	python tests/mutants.py
+
 slurm: .venv/ready
 	python tests/slurm/cluster.py
 
@@ -45,4 +49,4 @@ torch-versions: .venv/ready
 	$(BIN)/pip install -r requirements-test.txt
 	touch $@
 
-.PHONY: train test drills long slurm tutorial torch-versions
+.PHONY: train test drills long mutants slurm tutorial torch-versions
