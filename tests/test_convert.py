@@ -391,7 +391,7 @@ def test_data_by_a_tokenizer_of_theirs(hf, trained, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("\n\n".join(texts()[0:1] * 3))
     (tmp_path / "own").mkdir()
     trained.save(tmp_path / "own" / "tokenizer.json")
-    argv = [str(tmp_path / "text.txt"), f"--out={tmp_path}", "--workers=1"]
+    argv = [str(tmp_path / "text.txt"), f"--out={tmp_path}", "--workers=1", "--val-fraction=0.3"]
     for name, where in ("a", f"hf:{tmp_path}"), ("b", f"{tmp_path}/own"):
         assert prepare.main([*argv, f"--name={name}", f"--tokenizer={where}"]) == 0
     a, b = ((tmp_path / name / "train_00000.bin").read_bytes() for name in "ab")

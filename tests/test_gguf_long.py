@@ -85,12 +85,11 @@ def test_the_greedy_text_is_that_of_sample_py(model, capsys):
     llama = opened(written["fp32"])
     ids = llama.tokenize(PROMPT.encode(), add_bos=False, special=False)
     assert ids == vocabulary.encode(PROMPT)
-    while len(ids) < len(vocabulary.encode(PROMPT)) + 40:
-        llama.reset()
-        llama.eval(ids)
-        ids.append(int(np.argmax(llama.scores[len(ids) - 1])))
-        if ids[-1] == vocabulary.eod:
-            break
+    new = ids
+    while len(ids) < len(vocabulary.encode(PROMPT)) + 40 and ids[-1] != vocabulary.eod:
+        llama.eval(new)
+        new = [int(np.argmax(llama.scores[len(ids) - 1]))]
+        ids = ids + new
     assert vocabulary.decode(ids).removesuffix(tokenizer.EOD) == want.removesuffix(tokenizer.EOD)
     assert len(set(ids)) > 3
 
