@@ -14,6 +14,13 @@ test: .venv/ready-test
 drills: .venv/ready-test
 	python tests/drills/kill.py --count 1000 --workers 2 --out out/drills
 
+# what needs a package that pip builds for ten minutes and more: llama.cpp, which runs our GGUF files. where it
+# cannot be built, its tests are skipped
+long: .venv/ready-test
+	@$(BIN)/python -c "import llama_cpp" 2>/dev/null || CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAMA_BUILD_TESTS=OFF" \
+	  $(BIN)/pip install -q llama-cpp-python==0.3.36 || echo "llama-cpp-python cannot be built here"
+	python -m pytest -q -rs tests/test_gguf_long.py
+
 # hours on 2 cores. it can be stopped and typed again
 mutants: .venv/ready-test
 	python tests/mutants.py
@@ -42,4 +49,4 @@ torch-versions: .venv/ready
 	$(BIN)/pip install -r requirements-test.txt
 	touch $@
 
-.PHONY: train test drills mutants slurm tutorial torch-versions
+.PHONY: train test drills long mutants slurm tutorial torch-versions

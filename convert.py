@@ -1,22 +1,22 @@
-"""Models of Hugging Face, in and out: config.json, *.safetensors, tokenizer.json, as transformers reads them.
+"""Models of Hugging Face, in and out, as transformers reads them; a GGUF file, as llama.cpp reads it.
 
     python convert.py import MODEL_DIR --out DIR  then: sample.py DIR, or train.py --init-from DIR/step_000000
     python convert.py export RUN --out DIR        RUN: of train.py, one of its step_N, or what import wrote
+    python convert.py gguf RUN --out MODEL.gguf   the same RUN, with a tokenizer of byte pairs
 
 docs/hugging-face.md says what maps to what, and what is refused. A tensor is read when it is written, so no
 more than two tensors are in memory.
 """
 import dataclasses
 import json
-import math
-import re
+import shlex
 import shutil
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import tyro
 
@@ -25,26 +25,30 @@ if sys.flags.safe_path:  # python -I leaves out the program's own folder
 
 import checkpoint
 from config import SHAPE
-from corpus import config_json, tokenizer
+from corpus import config_json, gguf_file, tokenizer, tokenizer_json
 from corpus import hugging_face as hf
 from corpus.chat import END, MARKERS
+from corpus.masked import MASK
 from corpus.safetensors_files import open_safetensors, same_matrix
 from interface.command_line import command_line, printable, read_run_config, wrong_input
 from interface.files import must_write
-from interface.schema import load_json_of_others
+from interface.half import unfinished
+from interface.schema import load_json, load_json_of_others
 from runtime.model_card import flag_words, model_card
+from runtime.model_tensors import Lazy, gguf_tensors, read_paired, read_whole, shapes, tensors
 
-Command = tyro.conf.Positional[Literal["import", "export"]]
+Command = tyro.conf.Positional[Literal["import", "export", "gguf"]]
 Folder = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="DIR")]]
 
 
 @dataclass(frozen=True)
 class Flags:
     """The command line of convert.py."""
-    command: Command  # import a model of Hugging Face, or export one of ours
-    model: Folder  # import: its directory; export: a run, or one of its step_N
-    out: str = ""  # a new directory for the result
-    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"  # export: of the weights; the masters are fp32
+    command: Command  # import a model of Hugging Face; export one of ours, or write it as gguf
+    model: Folder  # import: its directory; export, gguf: a run, or one of its step_N
+    out: str = ""  # a new directory for the result; gguf: a new file
+    # export, gguf: of the weights; the masters are fp32
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     shard_gb: float = 5.0  # export: the most GB of a file
     seq_len: int = 0  # import: a shorter sequence than the model's; 0 keeps the model's
     RANGES = {"shard_gb": (1e-6, 10**6), "seq_len": (0, 2**24)}
@@ -56,105 +60,6 @@ class Flags:
 FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}  # safetensors' names: --dtype
 NARROWEST_FIRST = list(FLOATS)
 TORCH_DTYPE = {short: name for name, short in checkpoint.SAFETENSORS_DTYPE.items()}
-
-
-class Part(NamedTuple):
-    """A rectangle of one of our tensors."""
-    name: str  # our tensor's
-    full: tuple  # our tensor's shape
-    offset: tuple  # where the rectangle begins in our tensor
-    size: tuple
-
-
-class Theirs(NamedTuple):
-    """One of their tensors, made of parts of our tensors."""
-    transposed: bool  # stored as (in, out), as in GPT-2; ours is (out, in)
-    parts: list  # of Part, from top to bottom
-
-    def shape(self):
-        """Return the shape in which the tensor is stored."""
-        size = self.parts[0].size
-        if len(size) == 3:
-            return size[1:]  # (1, rows, columns): one of our experts, which is a matrix of theirs
-        rows = sum(part.size[0] for part in self.parts)
-        shape = (rows, *size[1:])
-        return shape[::-1] if self.transposed else shape
-
-
-def shapes(cfg, vocab_size):
-    """Return {name: (full shape, rows without padding)} of our model's parameters and buffers."""
-    from runtime.launch import World  # isort: skip (before torch: it sets how idle threads wait)
-    import torch
-
-    from model import GPT
-    from parallel import make_mesh
-    mesh = make_mesh(World())
-    with torch.device("meta"):
-        model = GPT(cfg, mesh, vocab_size)
-    found = {name: (p.full_shape, p.used) for name, p in model.named_parameters()}
-    for name, t in model.named_buffers():
-        found[name] = tuple(t.shape), len(t)
-    return found
-
-
-def tensors(cfg, kind, vocab_size):
-    """Return {their name: Theirs} of the model of family `kind` that has our model's weights."""
-    names = hf.FAMILIES[kind].names
-    found = {}
-    for name, (full, rows) in shapes(cfg, vocab_size).items():
-        theirs = their_name(name, names)
-        if "{}" in theirs:
-            # Our tensor is (E, rows, columns). They have one tensor per expert.
-            for expert in range(full[0]):
-                part = Part(name, full, (expert, 0, 0), (1, *full[1:]))
-                found[theirs.format(expert)] = Theirs(False, [part])
-        else:
-            # Several of our tensors may have one name there: queries, keys and values of GPT-2.
-            transposed = ".c_" in theirs and len(full) == 2
-            part = Part(name, full, (0,) * len(full), (rows, *full[1:]))
-            found.setdefault(theirs, Theirs(transposed, [])).parts.append(part)
-
-    if "gate" in names:
-        # Qwen2Moe's shared expert has a gate of its own. Ours has none, so none of our tensors is this part.
-        gate = Part("gate", (1, cfg.n_embd), (0, 0), (1, cfg.n_embd))
-        for i in range(cfg.n_layer):
-            found[f"{names['blocks']}.{i}.{names['gate']}.weight"] = Theirs(False, [gate])
-    return found
-
-
-def their_name(name, names):
-    """Return their name for one of our parameters, with {} for the number of an expert.
-
-    names: those of a Family. There, a parameter has a name of its own, or that of its module.
-    ValueError: it has none.
-    """
-    block, module, leaf = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+?)(\.weight|\.bias)?", name).groups("")
-    leaf = leaf or ".weight"
-    if module + leaf in names:
-        theirs = names[module + leaf]
-    elif module in names:
-        theirs = names[module] + leaf
-    else:
-        raise ValueError(f"{name} has no name in this family of Hugging Face's models; the model cannot be "
-                         "converted until FAMILIES in corpus/hugging_face.py has one")
-    if not block:
-        return theirs
-    return f"{names['blocks']}.{block}.{theirs}"
-
-
-class Lazy:
-    """Stands for a tensor in checkpoint.write_safetensors, which reads the values when it writes them."""
-
-    def __init__(self, shape, dtype, read):
-        self.shape = tuple(shape)
-        self.dtype = dtype
-        self.detach = read  # write_safetensors calls tensor.detach() for the values
-
-    def numel(self):
-        return math.prod(self.shape)
-
-    def element_size(self):
-        return self.dtype.itemsize
 
 
 class HuggingFace(checkpoint.Reader):
@@ -282,25 +187,6 @@ class HuggingFace(checkpoint.Reader):
             raise ValueError(f"{self.path}: {theirs} holds nan or infinite weights; download it again, or "
                              "take an earlier state of that model")
         return block.unsqueeze(0) if is_expert else block
-
-
-def read_whole(weights, own, theirs, dtype):
-    """Return one of their tensors, read from a Reader of our weights.
-
-    theirs: a Theirs. A part that is none of our tensors, `own`, is zero.
-    """
-    import torch
-    blocks = []
-    for part in theirs.parts:
-        block = torch.zeros(part.size, dtype=dtype)
-        if part.name in own:
-            weights.fill(part.name, block, part.full, part.offset)
-        blocks.append(block)
-    # One block is not copied.
-    whole = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-    if theirs.transposed:
-        return whole.T
-    return whole.view(theirs.shape())
 
 
 # -----------------------------------------------------------------------------
@@ -453,6 +339,10 @@ def meta_of_no_step(cfg):
 # -----------------------------------------------------------------------------
 # out
 
+# What an export writes. If it is stopped, the next one replaces these files.
+EXPORTED = r"((generation_|tokenizer_)?config|tokenizer)\.json|README\.md|model[\w.-]*\.(safetensors|json)"
+
+
 def export_model(flags):
     """Write one of our runs as a directory of Hugging Face; return a line that says so."""
     from model import DTYPES
@@ -462,28 +352,79 @@ def export_model(flags):
     kind = hf.family_of(cfg)
     full = full_config(cfg, kind)
     vocabulary = load_tokenizer(run, vocab_size)
-    own = shapes(cfg, vocab_size)
-    lazy = lazy_tensors(weights, own, tensors(full, kind, vocab_size), DTYPES[flags.dtype])
-    out = Path(flags.out)
-    with must_write(out):
-        out.mkdir(parents=True, exist_ok=True)
-        write_weights(out, lazy, flags.shard_gb * 1e9)
+    if vocabulary and cfg.objective == "mlm":
+        vocabulary = with_mask(vocabulary, run)
+    layout = tensors(full, kind, vocab_size)
+    lazy = lazy_tensors(weights, shapes(cfg, vocab_size), layout, DTYPES[flags.dtype])
 
     eod = vocabulary.eod if vocabulary else None
     dtype = str(DTYPES[flags.dtype]).removeprefix("torch.")
-    # In transformers, generate() stops at the tokens of generation_config.json. config.json names only
-    # end-of-document, and import finds it there.
-    files = {"config.json": hf.config_json(full, kind, vocab_size, eod, dtype),
-             "generation_config.json": {"bos_token_id": eod, "eos_token_id": end_tokens(vocabulary)}}
+    files = {"config.json": hf.config_json(full, kind, vocab_size, eod, dtype)}
+    if cfg.objective == "causal":
+        # In transformers, generate() stops at the tokens of generation_config.json. config.json names only
+        # end-of-document, and import finds it there.
+        ends = end_tokens(vocabulary)
+        files["generation_config.json"] = {"bos_token_id": eod, "eos_token_id": ends, "pad_token_id": eod}
     if vocabulary:
-        files |= hf.export_tokenizer(vocabulary, cfg.seq_len)
-    talks = "chat_template" in files.get("tokenizer_config.json", {})
-    card = model_card(cfg, kind, weights, run, flags.dtype, talks)
-    with must_write(out):
+        files |= tokenizer_json.export_tokenizer(vocabulary, cfg.seq_len)
+    settings = files.get("tokenizer_config.json", {})
+    card = model_card(cfg, kind, weights, run, flags.dtype, settings)
+
+    out = Path(flags.out)
+    with must_write(out), unfinished(out, EXPORTED) as half:
+        write_weights(half, lazy, flags.shard_gb * 1e9)
         for name, content in files.items():
-            write_json(out / name, content)
-        (out / "README.md").write_bytes(card.encode())
-    return f"{said}{out}: {hf.FAMILIES[kind].architecture}, {len(lazy)} tensors in {flags.dtype}"
+            write_json(half / name, content)
+        (half / "README.md").write_bytes(card.encode())
+    return (f"{said}{out}: {hf.FAMILIES[kind].architecture}, {len(lazy)} tensors in {flags.dtype}\n"
+            f"to publish it: hf upload YOUR_NAME/{shlex.quote(run.name)} {shlex.quote(flags.out)}")
+
+
+def with_mask(vocabulary, run):
+    """Return the tokenizer of a masked language model with the token [MASK], which is one id past the data's.
+
+    ValueError: config.json has another id.
+    """
+    found = load_json(run / "config.json").get("mask_token")
+    vocabulary = vocabulary.with_special([MASK])
+    if vocabulary.special[MASK] != found:
+        raise ValueError(f"{run}/config.json has {MASK} as {found!r}, by tokenizer.json it is "
+                         f"{vocabulary.special[MASK]}: they are of two runs")
+    return vocabulary
+
+
+def write_gguf(flags):
+    """Write a run of ours as a file that llama.cpp reads; return lines that say so."""
+    from model import DTYPES
+    cfg, vocab_size, weights, run, said = read_run(flags.model)
+    if flags.dtype not in gguf_file.FILE_TYPES:
+        raise ValueError(f"--dtype {flags.dtype}: llama.cpp has none; give one of "
+                         f"{', '.join(gguf_file.FILE_TYPES)}")
+    kind = hf.family_of(cfg)
+    architecture, _, pairs_rows = gguf_file.of_family(kind)
+    vocabulary = load_tokenizer(run, vocab_size)
+    if vocabulary is None:
+        raise ValueError(f"{run} holds no tokenizer.json, and llama.cpp reads no model without one; train on "
+                         "data of prepare.py")
+    full = full_config(cfg, kind)
+    keys = gguf_file.model_keys(full, kind, vocab_size, run.name, flags.dtype)
+    keys |= gguf_file.tokenizer_keys(vocabulary, vocab_size)
+    own = shapes(cfg, vocab_size)
+    lazy = {}
+    for name, theirs in gguf_tensors(full, kind, vocab_size).items():
+        shape = theirs.shape()
+        wide = gguf_file.stays_wide(name, shape)
+        dtype = DTYPES["fp32"] if wide else DTYPES[flags.dtype]
+        heads = 0
+        if pairs_rows:
+            heads = {"wq": cfg.n_head, "wk": cfg.n_kv_head}.get(theirs.parts[0].name.split(".")[-2], 0)
+        lazy[name] = Lazy(shape, dtype, partial(read_paired, weights, own, theirs, dtype, heads))
+
+    out = Path(flags.out)
+    with must_write(out), unfinished(out, r".*\.gguf", only="model.gguf") as half:
+        gguf_file.write(gguf_file.open_writer(half / "model.gguf", architecture), keys, lazy)
+    return (f"{said}{out}: {architecture}, {len(lazy)} tensors in {flags.dtype}\n"
+            f"{gguf_file.different_texts(vocabulary)}llama-cli -m {shlex.quote(flags.out)} -p ...")
 
 
 def full_config(cfg, kind):
@@ -557,6 +498,11 @@ def main(argv=None):
     """Import or export. SystemExit(2) after one line on stderr: wrong input."""
     flags = command_line(Flags, sys.argv[1:] if argv is None else argv, "convert.py", __doc__)
     out = Path(flags.out)
+    if flags.command == "gguf":
+        if not flags.out or out.exists():
+            raise ValueError(f"--out {flags.out or 'is missing'}: give a new file, such as model.gguf")
+        print(write_gguf(flags))
+        return
     is_new = not out.exists() or out.is_dir() and not any(out.iterdir())
     if not flags.out or not is_new:
         raise ValueError(f"--out {flags.out or 'is missing'}: give a new directory, or an empty one")

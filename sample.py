@@ -33,6 +33,7 @@ if sys.flags.safe_path:  # python -I leaves out the program's own folder
 from convert import read_run
 from corpus import text, tokenizer
 from corpus.chat import Template
+from corpus.masked import MASK
 from interface.command_line import command_line, wrong_input
 from interface.schema import Range, check_schema, load_json
 from interface.streams import guarded
@@ -195,7 +196,6 @@ def print_samples(model, vocabulary, prompts, flags):
 # -----------------------------------------------------------------------------
 # A masked language model
 
-MASK = "[MASK]"  # in the text of --fill; no training text is ever encoded to its id
 CANDIDATES = 5  # tokens that are printed for each gap
 
 

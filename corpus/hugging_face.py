@@ -1,11 +1,7 @@
-"""What Hugging Face calls things, for convert.py: fields of config.json, tensors, tokenizer.json."""
-import json
-import re
+"""What Hugging Face calls things, for convert.py: fields of config.json, and tensors."""
 from typing import NamedTuple
 
 from config import as_typed, flags_beyond
-from corpus import chat
-from corpus.tokenizer import EOD, BpeTokenizer, CharTokenizer
 
 
 class Family(NamedTuple):
@@ -169,13 +165,49 @@ QWEN2_MOE = Family(
     },
     only_out=True)
 
-FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "glm4_moe": GLM4_MOE, "qwen2_moe": QWEN2_MOE}
+MEGATRON_BERT = Family(  # its norms are before attention and MLP, as ours; BertForMaskedLM has them behind
+    architecture="MegatronBertForMaskedLM",
+    flags={"norm": "layer", "mlp": "gelu", "pos": "learned", "bias": True, "objective": "mlm"},
+    fields={
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_kv_head": "num_attention_heads",
+        "n_embd": "hidden_size",
+        "ffn_hidden": "intermediate_size",
+        "seq_len": "max_position_embeddings",
+        "norm_eps": "layer_norm_eps",
+        "tied": "tie_word_embeddings",
+    },
+    fixed={"hidden_act": "gelu_pytorch_tanh", "is_decoder": False, "type_vocab_size": 2},
+    names={
+        "blocks": "bert.encoder.layer",
+        "wte": "bert.embeddings.word_embeddings",
+        "wpe": "bert.embeddings.position_embeddings",
+        "norm": "bert.encoder.ln",
+        "head": "cls.predictions.decoder",
+        "mlm.dense": "cls.predictions.transform.dense",
+        "mlm.norm": "cls.predictions.transform.LayerNorm",
+        "mlm.bias": "cls.predictions.bias",
+        "norm1": "attention.ln",
+        "norm2": "ln",
+        "attn.wq": "attention.self.query",
+        "attn.wk": "attention.self.key",
+        "attn.wv": "attention.self.value",
+        "attn.wo": "attention.output.dense",
+        "mlp.w1": "intermediate.dense",
+        "mlp.w2": "output.dense",
+    },
+    only_out=True)
+
+FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "glm4_moe": GLM4_MOE, "qwen2_moe": QWEN2_MOE,
+            "megatron-bert": MEGATRON_BERT}
 # Flags of the model that every family's config.json has, besides those of its Family.
 WRITTEN = ("vocab_size", "rope_base")
 # Flags that say how a model is trained. The function of the exported model does not depend on them.
 TRAINING_ONLY = ("capacity_factor", "drop_policy", "router_bias_rate")
 FAMILY_OF_ROUTER = {"softmax-topk": "mixtral", "sigmoid": "glm4_moe", "softmax": "qwen2_moe"}
-
+DROPOUT = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+           "megatron-bert": ("hidden_dropout_prob", "attention_probs_dropout_prob")}
 
 
 # -----------------------------------------------------------------------------
@@ -183,9 +215,6 @@ FAMILY_OF_ROUTER = {"softmax-topk": "mixtral", "sigmoid": "glm4_moe", "softmax":
 
 def family_of(cfg):
     """Return the key of FAMILIES that computes what a model with these flags does. ValueError: none does."""
-    if cfg.objective == "mlm":
-        raise ValueError("--objective mlm: a masked language model is not exported; train with --objective "
-                         "causal for a model that goes out")
     kind = nearest_family(cfg)
     wanted = wanted_flags(cfg, kind)
     different = [flag for flag, value in wanted.items() if getattr(cfg, flag) != value]
@@ -206,6 +235,8 @@ def family_of(cfg):
 
 def nearest_family(cfg):
     """Return the key of the family whose router or MLP is that of a model with these flags."""
+    if cfg.objective == "mlm":
+        return "megatron-bert"
     if cfg.n_experts:
         return FAMILY_OF_ROUTER[cfg.router]
     if cfg.mlp == "swiglu":
@@ -217,9 +248,11 @@ def wanted_flags(cfg, kind):
     """Return the flags that a model must have to be of a family: {flag: value}."""
     flags = FAMILIES[kind].flags
     wanted = {flag: flags[flag] for flag in ("norm", "mlp", "pos")}
-    if kind == "gpt2":
+    if kind in ("gpt2", "megatron-bert"):
         wanted["n_kv_head"] = cfg.n_head
-    if cfg.n_experts:
+    if kind == "megatron-bert":
+        wanted["n_experts"] = 0
+    elif cfg.n_experts:
         wanted["bias"] = False
         if kind != "glm4_moe":
             wanted["n_shared_experts"] = 0
@@ -257,9 +290,11 @@ def config_json(cfg, kind, vocab_size, eod, dtype):
     for flag, field in family.fields.items():
         out[field] = getattr(cfg, flag)
 
+    for field in DROPOUT.get(kind, ()):
+        out[field] = cfg.dropout
+    if kind == "gpt2":
+        out["n_ctx"] = cfg.seq_len  # an older name of n_positions, which other programs still read
     if cfg.pos != "rope":
-        for field in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
-            out[field] = cfg.dropout
         return out
     if cfg.n_experts:
         out["intermediate_size"] = cfg.ffn_hidden  # of layers without experts
@@ -269,182 +304,3 @@ def config_json(cfg, kind, vocab_size, eod, dtype):
         rope["partial_rotary_factor"] = 1.0
     # Version 4 of transformers reads rope_theta, version 5 reads rope_parameters.
     return {**out, **rope, "rope_parameters": {"rope_type": "default", **rope}}
-
-
-# -----------------------------------------------------------------------------
-# tokenizer.json
-
-def export_tokenizer(tokenizer, seq_len):
-    """Return a tokenizer of ours as transformers reads it, {file: content}.
-
-    The same text gives the same ids, except that the characters of a special token give that token.
-    """
-    if tokenizer.kind == "hf":
-        return export_theirs(tokenizer)
-    if isinstance(tokenizer, CharTokenizer):
-        steps = character_steps(tokenizer)
-    else:
-        steps = byte_pair_steps(tokenizer)
-    whole = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [added_token(i, token) for token, i in tokenizer.special.items()],
-        "normalizer": None,
-        "post_processor": None,
-        **steps,
-    }
-    ends = {} if tokenizer.eod is None else {"eos_token": EOD, "bos_token": EOD}
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **ends,
-        **chat_template(tokenizer),
-        "model_max_length": seq_len,
-        "clean_up_tokenization_spaces": False,
-    }
-    return {"tokenizer.json": whole, "tokenizer_config.json": settings}
-
-
-def export_theirs(tokenizer):
-    """Return the files of an HfTokenizer, as they were read; its further special tokens are added."""
-    whole = tokenizer.spec["json"]
-    if tokenizer.spec.get("special"):
-        whole = json.loads(tokenizer.library.to_str())
-    settings = {**tokenizer.spec["config"], **chat_template(tokenizer)}
-    return {"tokenizer.json": whole, "tokenizer_config.json": settings}
-
-
-def added_token(i, token):
-    """Return the entry of a special token in tokenizer.json."""
-    return {"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
-            "normalized": False, "special": True}
-
-
-def character_steps(tokenizer):
-    """Return how tokenizer.json cuts, encodes and decodes for a CharTokenizer."""
-    vocab = {character: i for i, character in enumerate(tokenizer.chars)}
-    return {
-        "pre_tokenizer": split("[\\s\\S]"),
-        "decoder": {"type": "Fuse"},
-        "model": {"type": "WordLevel", "vocab": {**vocab, **tokenizer.special}, "unk_token": ""},
-    }
-
-
-def byte_pair_steps(tokenizer):
-    """Return how tokenizer.json cuts, encodes and decodes for a BpeTokenizer."""
-    model = byte_pairs(tokenizer)
-    to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    words = split(for_oniguruma(tokenizer.spec["pattern"]))
-    return {
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, to_bytes]},
-        "decoder": to_bytes,
-        "model": model,
-    }
-
-
-def chat_template(tokenizer):
-    """Return {"chat_template": Jinja by which transformers writes a conversation as chat.Template does}.
-
-    It is {} where the tokenizer has no such tokens, or where it reads the text behind one of them otherwise
-    than a text alone.
-    """
-    if not set(chat.MARKERS) <= tokenizer.special.keys():
-        return {}
-    template = chat.Template(tokenizer)
-    begin = tokenizer.decode(template.begin)
-    if tokenizer.kind == "hf" and not reads_messages(tokenizer, template, begin):
-        return {}
-    message = "{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}"
-    refuse = "{{ raise_exception(m['role'] + ' is no role of this model') }}"
-    return {"chat_template": f"{{{{ {json.dumps(begin)} }}}}{{% for m in messages %}}"
-                             f"{{% if m['role'] in {chat.ROLES} %}}{message}{{% else %}}{refuse}{{% endif %}}"
-                             "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"}
-
-
-def reads_messages(tokenizer, template, begin):
-    """Whether the library encodes a message that is written as one text as Template does."""
-    text_ids = set(range(tokenizer.n_vocab)) - set(tokenizer.special.values())
-    text = tokenizer.decode(sorted(text_ids)[-3:]).strip()  # a text that the tokenizer knows
-    # A copy of the library finds special tokens in a text.
-    library = type(tokenizer.library).from_str(tokenizer.library.to_str())
-    ids = library.encode(f"{begin}<|user|>{text}{chat.END}", add_special_tokens=False).ids
-    return ids == [*template.begin, *template.message("user", text)]
-
-
-def split(pattern):
-    """Return the pre-tokenizer that cuts a text into the matches of a regular expression."""
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-
-
-def for_oniguruma(pattern):
-    """Return a regular expression of tiktoken as the library tokenizers needs it.
-
-    There, `$` is also the end of a line, and the + of {1,3}+ is not possessive: it would repeat. ValueError:
-    this + cannot be dropped.
-    """
-    pattern = re.sub(r"(\{\d+(,\d*)?\})\+(?=\||$|\))", r"\1", pattern)
-    if re.search(r"\{\d+(,\d*)?\}\+", pattern):
-        raise ValueError(f"the pattern of this tokenizer, {pattern[:60]!r}, has a possessive interval inside "
-                         "of a word: it has no counterpart in tokenizer.json")
-    return re.sub(r"(?<!\\)\$", r"\\z", pattern)
-
-
-def byte_pairs(tokenizer: BpeTokenizer):
-    """Return the model of tokenizer.json for our ranks.
-
-    A merge is the pair of tokens from which tiktoken makes a token: the pair that stays when all merges of
-    lower ranks were applied to the token's bytes. ignore_merges: a whole word that is a token is taken at
-    once, as tiktoken does.
-    """
-    ranks = tokenizer.encoding._mergeable_ranks
-    printable = printable_bytes()
-
-    def text(token):
-        return "".join(printable[byte] for byte in token)
-
-    vocab = {text(token): i for token, i in ranks.items()}
-    merges = []
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        pair = last_pair(token, rank, ranks)
-        if pair:
-            merges.append([text(pair[0]), text(pair[1])])
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": True,
-        # Special tokens too: the library itself numbers those that it does not find here.
-        "vocab": {**vocab, **tokenizer.special},
-        "merges": merges,
-    }
-
-
-def printable_bytes():
-    """Return a printable character for each byte, as in GPT-2: bytes that print stand for themselves."""
-    own = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    characters = []
-    for byte in range(256):
-        code_point = byte if byte in own else next(others)
-        characters.append(chr(code_point))
-    return characters
-
-
-def last_pair(token, rank, ranks):
-    """Return the two parts of a token's bytes that its merge joins.
-
-    It is None for one byte, and for a token that no merge makes: it stands for a whole word only.
-    """
-    parts = [token[i:i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        joined = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:], strict=False)]
-        lowest = min(joined)
-        if lowest >= rank:
-            return None
-        i = joined.index(lowest)
-        parts[i:i + 2] = [parts[i] + parts[i + 1]]
-    return parts if len(parts) == 2 else None

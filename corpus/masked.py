@@ -10,6 +10,8 @@ import numpy as np
 from config import n_masked
 from corpus.order import draw_keys, splitmix64
 
+MASK = "[MASK]"  # in a text for sample.py or transformers; no training text is ever encoded to its id
+
 
 class Masked:
     """The samples of a source (shards.Tokens, Blend, Synthetic), masked.

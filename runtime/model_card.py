@@ -1,5 +1,6 @@
 """The README.md of an exported model, for convert.py: what was trained, on what, and how far."""
 import dataclasses
+import json
 import shlex
 from pathlib import Path
 
@@ -8,12 +9,20 @@ from corpus import hugging_face as hf
 from interface.files import sound_rows
 from interface.schema import load_json
 
+CONTINUE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tokenizer = (kind.from_pretrained(".") for kind in (AutoModelForCausalLM, AutoTokenizer))
+text = {text}
+print(tokenizer.decode(model.generate(**text, max_new_tokens=50)[0]))"""
+PLAIN = 'tokenizer("Once", return_tensors="pt")'
 CHAT = """tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], return_tensors="pt",
                                      return_dict=True, add_generation_prompt=True)"""
+FILL = """from transformers import pipeline
+for found in pipeline("fill-mask", ".")("a[MASK] in a text"):
+    print(found["score"], repr(found["sequence"]))"""
 
 
-def model_card(cfg, kind, weights, run, dtype, talks):
-    """Return README.md: what was trained, on what, and how far. talks: transformers has its chat_template."""
+def model_card(cfg, kind, weights, run, dtype, settings):
+    """Return README.md: what was trained, on what, and how far. settings: of tokenizer_config.json."""
     meta = weights.index["meta"]
     data = meta.get("data") or "not known"
     losses = "; ".join(last_losses(run, meta["step"])) or "no losses are known"
@@ -26,8 +35,12 @@ def model_card(cfg, kind, weights, run, dtype, talks):
     if cfg.capacity_factor:
         note = (f"Training dropped what exceeded a capacity of {cfg.capacity_factor} per expert; here no "
                 "token is dropped, so the losses above are not quite this model's.\n\n")
-    text = CHAT if talks else 'tokenizer("Once", return_tensors="pt")'
-    return f"""# {run.name}, step {meta['step']}
+    if cfg.objective == "mlm":
+        code = FILL
+    else:
+        code = CONTINUE.replace("{text}", CHAT if "chat_template" in settings else PLAIN)
+    return f"""{yaml_head(cfg, run)}
+# {run.name}, step {meta['step']}
 
 {hf.FAMILIES[kind].architecture} in {dtype}, exported from nanoshard's {weights.path.name}.
 
@@ -36,12 +49,17 @@ def model_card(cfg, kind, weights, run, dtype, talks):
 - flags that differ from the defaults: `{flags or 'none'}`
 
 {note}```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model, tokenizer = (kind.from_pretrained(".") for kind in (AutoModelForCausalLM, AutoTokenizer))
-text = {text}
-print(tokenizer.decode(model.generate(**text, max_new_tokens=50)[0]))
+{code}
 ```
 """
+
+
+def yaml_head(cfg, run):
+    """Return the first lines of a model card, from which the hub knows what the model is for."""
+    task = "fill-mask" if cfg.objective == "mlm" else "text-generation"
+    # A text in JSON is the same text in YAML, whatever characters the name has.
+    return (f"---\nlibrary_name: transformers\npipeline_tag: {task}\nmodel_name: {json.dumps(run.name)}\n"
+            "tags:\n- nanoshard\n---")
 
 
 def last_losses(run, step):

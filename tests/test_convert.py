@@ -25,7 +25,7 @@ import convert
 import prepare
 import sample
 from config import Config
-from corpus import chat, hugging_face, tokenizer
+from corpus import chat, hugging_face, tokenizer, tokenizer_json
 from interface.command_line import parse
 from runtime import resume
 from runtime.launch import World
@@ -289,7 +289,7 @@ def trained():
 
 def library(hf, vocabulary, folder):
     """A tokenizer of ours, exported and opened by transformers so that special tokens in a text are text."""
-    for name, content in hugging_face.export_tokenizer(vocabulary, 64).items():
+    for name, content in tokenizer_json.export_tokenizer(vocabulary, 64).items():
         (folder / name).write_text(json.dumps(content))
     return hf.AutoTokenizer.from_pretrained(folder, split_special_tokens=True)
 
@@ -333,8 +333,8 @@ def test_every_character_of_unicode_is_encoded_alike(hf, trained, tmp_path):
 
 def test_a_possessive_interval_within_a_word_is_refused():
     with pytest.raises(ValueError, match="possessive"):
-        hugging_face.for_oniguruma(r"\p{N}{1,3}+a|\s")
-    assert hugging_face.for_oniguruma(r"\p{L}+|\p{N}{1,3}+|\s++$|\$") == r"\p{L}+|\p{N}{1,3}|\s++\z|\$"
+        tokenizer_json.for_oniguruma(r"\p{N}{1,3}+a|\s")
+    assert tokenizer_json.for_oniguruma(r"\p{L}+|\p{N}{1,3}+|\s++$|\$") == r"\p{L}+|\p{N}{1,3}|\s++\z|\$"
 
 
 def test_exported_characters_give_the_same_ids(hf, tmp_path):
@@ -356,7 +356,7 @@ def test_a_tokenizer_of_theirs_is_ours(hf, trained, tmp_path):
         assert again.encode(text) == read.encode(text) == trained.encode(text) == read.encode_prompt(text)
         assert again.decode(trained.encode(text)) == text
     assert again.sha256 == read.sha256
-    for name, content in hugging_face.export_tokenizer(again, 64).items():
+    for name, content in tokenizer_json.export_tokenizer(again, 64).items():
         assert content == json.loads((tmp_path / name).read_text())
 
 
@@ -391,7 +391,7 @@ def test_data_by_a_tokenizer_of_theirs(hf, trained, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("\n\n".join(texts()[0:1] * 3))
     (tmp_path / "own").mkdir()
     trained.save(tmp_path / "own" / "tokenizer.json")
-    argv = [str(tmp_path / "text.txt"), f"--out={tmp_path}", "--workers=1"]
+    argv = [str(tmp_path / "text.txt"), f"--out={tmp_path}", "--workers=1", "--val-fraction=0.3"]
     for name, where in ("a", f"hf:{tmp_path}"), ("b", f"{tmp_path}/own"):
         assert prepare.main([*argv, f"--name={name}", f"--tokenizer={where}"]) == 0
     a, b = ((tmp_path / name / "train_00000.bin").read_bytes() for name in "ab")
@@ -465,7 +465,7 @@ def test_the_chat_template_gives_the_ids_of_ours(kind, hf, trained, tmp_path):
     vocabulary = with_markers(kind, trained, hf, tmp_path)
     library(hf, vocabulary, tmp_path)
     words = hf.AutoTokenizer.from_pretrained(tmp_path)
-    again = hugging_face.export_tokenizer(tokenizer.load(tmp_path), 64)["tokenizer_config.json"]
+    again = tokenizer_json.export_tokenizer(tokenizer.load(tmp_path), 64)["tokenizer_config.json"]
     assert again["chat_template"] == words.chat_template
     for messages in TALKS:
         ids = words.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -485,14 +485,14 @@ def test_no_chat_template_for_a_tokenizer_that_reads_it_otherwise(hf, trained, t
     digits = tokenizer.train_char(["0123"]).with_special(chat.MARKERS)
     library(hf, digits, tmp_path)
     read = tokenizer.load(tmp_path)
-    assert hugging_face.chat_template(read) == hugging_face.chat_template(digits) != {}
+    assert tokenizer_json.chat_template(read) == tokenizer_json.chat_template(digits) != {}
     library(hf, trained, tmp_path)
     steps = json.loads((tmp_path / "tokenizer.json").read_text())["pre_tokenizer"]["pretokenizers"]
     first = {"type": "Metaspace", "replacement": "x", "prepend_scheme": "first", "split": False}
     change(tmp_path / "tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": [first, *steps]})
     vocabulary = tokenizer.load(tmp_path).with_special(chat.MARKERS)
-    assert "chat_template" not in hugging_face.export_tokenizer(vocabulary, 64)["tokenizer_config.json"]
-    assert "chat_template" not in hugging_face.export_tokenizer(trained, 64)["tokenizer_config.json"]
+    assert "chat_template" not in tokenizer_json.export_tokenizer(vocabulary, 64)["tokenizer_config.json"]
+    assert "chat_template" not in tokenizer_json.export_tokenizer(trained, 64)["tokenizer_config.json"]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,266 @@
+"""convert.py gguf: the file that it writes, read back by PyPI's gguf; what cannot be written is refused.
+
+test_gguf_long.py runs such files in llama.cpp.
+"""
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runs import TINY, assert_refused, chars, final, go
+from safetensors.torch import load_file
+
+import convert
+import prepare
+from corpus import chat, gguf_file, hugging_face, tokenizer
+from interface.command_line import parse
+
+NO_VOCAB = [f for f in TINY if "vocab" not in f]
+GPT2 = ["--norm=layer", "--mlp=gelu", "--pos=learned", "--n-kv-head=2"]
+MODELS = {  # name: (its flags, llama.cpp's architecture)
+    "llama": (["--n-head=4", "--n-kv-head=2", "--rope-base=500", "--norm-eps=1e-3"], "llama"),
+    "llama tied with biases": (["--n-head=2", "--n-kv-head=2", "--tied", "--bias"], "llama"),
+    "gpt2": ([*GPT2, "--tied"], "gpt2"),
+    "mixtral": (["--n-experts=3", "--router=softmax-topk"], "llama"),
+    "glm": (["--n-experts=4", "--router=sigmoid", "--router-bias-rate=0.1", "--n-shared-experts=2"],
+            "glm4moe"),
+    "glm, top 1": (["--n-experts=3", "--router=sigmoid", "--top-k=1"], "glm4moe"),
+}
+
+
+@pytest.fixture(scope="module")
+def gguf():
+    return pytest.importorskip("gguf", reason="gguf is not installed: pip install -r requirements-test.txt")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Return a folder with text/, byte pairs of this file."""
+    folder = tmp_path_factory.mktemp("gguf")
+    source = Path(__file__).read_text()
+    (folder / "text.txt").write_text("\n\n".join([source.replace("\n\n", "\n")] * 3))
+    prepare.main([f"{folder}/text.txt", "--name=text", f"--out={folder}", "--vocab-size=400", "--workers=1",
+                  "--val-fraction=0.4"])
+    return folder
+
+
+def train(folder, data, *flags, steps=2):
+    """Train a tiny model with large steps; return its folder."""
+    go(1, folder, f"--data={data}", f"--steps={steps}", f"--save-every={steps}", "--lr=0.03", *flags,
+       base=NO_VOCAB)
+    return folder
+
+
+def refused(argv, *words):
+    """convert.py ends with exit code 2 and one line that has all of words."""
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), pytest.raises(SystemExit) as e:
+        convert.main([str(a) for a in argv])
+    assert_refused({"code": e.value.code, "err": err.getvalue()}, *words)
+
+
+def read(gguf, path):
+    """Return {key: value} and {tensor: (type, values in our order of dimensions)} of a GGUF file."""
+    reader = gguf.GGUFReader(path)
+    keys = {name: field.contents() for name, field in reader.fields.items()}
+    found = {}
+    for tensor in reader.tensors:
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        values = tensor.data
+        if tensor.tensor_type == gguf.GGMLQuantizationType.BF16:
+            values = gguf.dequantize(values, tensor.tensor_type)
+        found[tensor.name] = tensor.tensor_type.name, np.asarray(values).reshape(shape)
+    return keys, found
+
+
+def unpaired(rows, heads):
+    """The rows of a query or key matrix as ours has them: row 2i of a head is row i, 2i + 1 is i + D/2."""
+    D = len(rows) // heads
+    out = np.empty_like(rows)
+    for head in range(heads):
+        for i in range(D // 2):
+            out[head * D + i] = rows[head * D + 2 * i]
+            out[head * D + i + D // 2] = rows[head * D + 2 * i + 1]
+    return out
+
+
+# -----------------------------------------------------------------------------
+# The file
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_tensor_and_key_is_there(name, gguf, text, tmp_path):
+    """Names and shapes are those that the package gguf lists for the architecture; values are the run's."""
+    flags, architecture = MODELS[name]
+    run = train(tmp_path / "run", text / "text", *flags)
+    convert.main(["gguf", f"{run}/step_000002", f"--out={tmp_path}/m.gguf"])
+    assert sorted(os.listdir(tmp_path)) == ["m.gguf", "run"]
+    keys, tensors = read(gguf, tmp_path / "m.gguf")
+    cfg, vocab_size, _, _, _ = convert.read_run(run)
+    kind = hugging_face.family_of(cfg)
+
+    assert keys["general.architecture"] == architecture
+    known = gguf.MODEL_TENSORS[getattr(gguf.MODEL_ARCH, architecture.upper().replace("4MOE", "4_MOE"))]
+    possible = {gguf.TENSOR_NAMES[kind].format(bid=i) for kind in known for i in range(cfg.n_layer)}
+    assert {tensor.removesuffix(".weight").removesuffix(".bias") for tensor in tensors} <= possible
+
+    # Ours, by our names: the weights of the checkpoint, without the padding of the vocabulary
+    ours = {name: values.numpy() for name, values in final(run, 2)[0].items() if "/" not in name}
+    full = convert.full_config(cfg, kind)
+    for theirs, made_of in convert.gguf_tensors(full, kind, vocab_size).items():
+        dtype, have = tensors.pop(theirs)
+        parts = []
+        for part in made_of.parts:
+            zeros = np.zeros(part.full, np.float32)
+            parts.append(ours.pop(part.name, zeros)[:part.size[0]])
+        want = np.concatenate(parts)
+        if architecture == "llama" and "attn_q." in theirs:
+            have = unpaired(have, cfg.n_head)
+        elif architecture == "llama" and "attn_k." in theirs:
+            have = unpaired(have, cfg.n_kv_head)
+        assert dtype == "F32"
+        np.testing.assert_array_equal(have, want, theirs)
+    assert not tensors and not ours
+
+    vocabulary = tokenizer.load(run)
+    for key, value in {**gguf_file.model_keys(full, kind, vocab_size, "run", "fp32"),
+                       **gguf_file.tokenizer_keys(vocabulary, vocab_size)}.items():
+        have = keys[key]
+        assert type(have) is type(value) and (have == value or np.float32(value) == have), key
+    assert len(keys["tokenizer.ggml.tokens"]) == vocab_size and keys["tokenizer.ggml.pre"] == "llama-bpe"
+    assert keys[f"{architecture}.context_length"] == 16 and keys["general.file_type"] == 0
+
+
+@pytest.mark.parametrize("dtype,name,number", [("fp16", "F16", 1), ("bf16", "BF16", 32)])
+def test_matrices_are_rounded_and_vectors_are_not(dtype, name, number, gguf, text, tmp_path):
+    run = train(tmp_path / "run", text / "text", "--n-experts=2", "--router=softmax-topk")
+    for how in dtype, "fp32":
+        convert.main(["gguf", str(run), f"--out={tmp_path}/{how}.gguf", f"--dtype={how}"])
+    keys, rounded = read(gguf, tmp_path / f"{dtype}.gguf")
+    _, exact = read(gguf, tmp_path / "fp32.gguf")
+    assert keys["general.file_type"] == number and rounded.keys() == exact.keys()
+    torch_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    for tensor, (kind, values) in rounded.items():
+        wide = values.ndim == 1 or "ffn_gate_inp" in tensor
+        want = torch.tensor(exact[tensor][1])
+        assert kind == ("F32" if wide else name), tensor
+        if not wide:
+            want = want.to(torch_dtype).float()
+        assert torch.equal(torch.tensor(values.astype(np.float32)), want), tensor
+
+
+def test_the_export_has_the_same_weights(gguf, text, tmp_path):
+    """transformers' file of the same run, whose rows are in our order."""
+    run = train(tmp_path / "run", text / "text", "--n-head=4")
+    convert.main(["gguf", str(run), f"--out={tmp_path}/m.gguf"])
+    convert.main(["export", str(run), f"--out={tmp_path}/hf"])
+    _, tensors = read(gguf, tmp_path / "m.gguf")
+    theirs = load_file(tmp_path / "hf/model.safetensors")
+    q = theirs["model.layers.1.self_attn.q_proj.weight"].numpy()
+    np.testing.assert_array_equal(unpaired(tensors["blk.1.attn_q.weight"][1], 4), q)
+    assert not np.array_equal(tensors["blk.1.attn_q.weight"][1], q)
+    np.testing.assert_array_equal(tensors["output.weight"][1], theirs["lm_head.weight"].numpy())
+
+
+def test_tokens_of_conversations_and_unused_ids(gguf, tmp_path):
+    """Special tokens are found in no text; ids without a token have a name that no token has."""
+    pattern, ranks = tokenizer.PATTERN, {bytes([b]): b for b in range(256)}
+    made = tokenizer.BpeTokenizer.make("own", pattern, {**ranks, b"ab": 300}, {tokenizer.EOD: 310})
+    vocabulary = made.with_special(chat.MARKERS)
+    keys = gguf_file.tokenizer_keys(vocabulary, 320)
+    tokens, types = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
+    assert len(tokens) == len(set(tokens)) == len(types) == 320
+    assert (tokens[300], types[300], keys["tokenizer.ggml.merges"]) == ("ab", gguf.TokenType.NORMAL, ["a b"])
+    for token, i in vocabulary.special.items():
+        assert (tokens[i], types[i]) == (token, gguf.TokenType.CONTROL)
+    assert {types[i] for i in (256, 299, 301, 319)} == {gguf.TokenType.UNUSED}
+    assert tokens[32] == "\u0120" and tokens[10] == "\u010a"
+    for name, i in {"bos": 310, "eos": 310, "padding": 310, "eot": vocabulary.special[chat.END]}.items():
+        assert keys[f"tokenizer.ggml.{name}_token_id"] == i
+    assert "generation" not in keys["tokenizer.chat_template"].replace("add_generation_prompt", "")
+    assert "tokenizer.chat_template" not in gguf_file.tokenizer_keys(made, 320)
+
+
+# -----------------------------------------------------------------------------
+# How a text is cut into words
+
+def test_the_patterns_are_tiktokens(monkeypatch):
+    from tiktoken_ext import openai_public
+    for function in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
+        monkeypatch.setattr(openai_public, function, lambda *_, **__: {})
+    patterns = {name: getattr(openai_public, name)()["pat_str"]
+                for name in ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base")}
+    assert {patterns[name] for name in ("gpt2", "r50k_base", "p50k_base")} == {gguf_file.GPT2_PATTERN}
+    assert patterns["cl100k_base"] == tokenizer.PATTERN
+    assert patterns["o200k_base"] not in gguf_file.PRE_TOKENIZERS
+
+
+@pytest.mark.parametrize("token,said", [
+    (b"\n ", "blanks"), (b" \r\n\t", "blanks"), (b"\n\xe3", "blanks"), (b"\n\xc2\xa0 \xe2\x80", "blanks"),
+    (b"\xc5\xbft", "long s"), (b"\xbfa", "long s"), (b"'\xc5\xbf\xc3", "long s"),
+    (b" \n", ""), (b"\r\n\n", ""), (b"\n\xe4", ""), (b"a\xc5\xbft", ""), (b"\xc5\xbf", ""),
+    (b"\xbf\xbf", "")])
+def test_tokens_that_llama_cpp_cuts_otherwise_are_said(token, said):
+    ranks = {bytes([b]): b for b in range(256)} | {token: 256}
+    vocabulary = tokenizer.BpeTokenizer.make("own", tokenizer.PATTERN, ranks, {tokenizer.EOD: 257})
+    line = gguf_file.different_texts(vocabulary)
+    assert (said in line and repr(token) in line) if said else line == ""
+    old = tokenizer.BpeTokenizer.make("own", gguf_file.GPT2_PATTERN, ranks, {tokenizer.EOD: 257})
+    assert gguf_file.different_texts(old) == ""
+
+
+# -----------------------------------------------------------------------------
+# Refused, in one line
+
+def test_what_llama_cpp_has_not_is_refused(gguf, text, tmp_path, monkeypatch):
+    out = f"--out={tmp_path}/m.gguf"
+    chars(tmp_path)
+    refused(["gguf", train(tmp_path / "chars", tmp_path / "toy"), out], "tokenizer of characters", "bpe")
+    go(1, tmp_path / "synthetic", "--steps=1", "--save-every=1")
+    refused(["gguf", tmp_path / "synthetic", out], "holds no tokenizer.json")
+    refused(["gguf", train(tmp_path / "moe", text / "text", "--n-experts=2"), out], "softmax-topk and sig")
+    refused(["gguf", train(tmp_path / "bert", text / "text", *GPT2, "--objective=mlm"), out], "no BERT")
+    run = train(tmp_path / "run", text / "text")
+    refused(["gguf", run, out, "--dtype=fp64"], "--dtype fp64", "fp16")
+    refused(["gguf", run], "--out is missing", "model.gguf")
+    refused(["gguf", run, f"--out={text}"], "give a new file")
+    convert.main(["export", str(run), f"--out={tmp_path}/hf"])
+    refused(["gguf", tmp_path / "hf", out], "convert_hf_to_gguf.py")
+    saved = json.loads((run / "tokenizer.json").read_text())
+    (run / "tokenizer.json").write_text(json.dumps({**saved, "pattern": r"\S+|\s+"}))
+    refused(["gguf", run, out], "by its pattern")
+    (run / "tokenizer.json").write_text(json.dumps(saved))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refused(["gguf", run, out], "pip install gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_a_weight_that_fp16_cannot_hold_is_refused_and_leaves_a_half(gguf, text, tmp_path, monkeypatch):
+    run = train(tmp_path / "run", text / "text")
+    with monkeypatch.context() as planted:
+        planted.setattr(gguf_file, "pair_rows", lambda rows, heads: (rows.float() + 1e5).to(rows.dtype))
+        refused(["gguf", run, f"--out={tmp_path}/m.gguf", "--dtype=fp16"], "attn_q.weight", "--dtype fp32")
+    assert (tmp_path / "m.gguf.half/model.gguf").exists() and not (tmp_path / "m.gguf").exists()
+    convert.main(["gguf", str(run), f"--out={tmp_path}/m.gguf", "--dtype=fp16"])
+    assert sorted(os.listdir(tmp_path)) == ["m.gguf", "run"]
+
+
+def test_tokenizers_that_have_no_merges_are_refused():
+    ranks = {bytes([b]): b for b in range(256)} | {b"xy": 256, b"wx": 257, b"wxyz": 258}
+    whole = tokenizer.BpeTokenizer.make("own", gguf_file.GPT2_PATTERN, ranks, {tokenizer.EOD: 259})
+    with pytest.raises(ValueError, match="come from no merge"):
+        gguf_file.tokenizer_keys(whole, 260)
+    ranks[tokenizer.EOD.encode()] = 260
+    twice = tokenizer.BpeTokenizer.make("own", tokenizer.PATTERN, ranks, {tokenizer.EOD: 259})
+    with pytest.raises(ValueError, match="the characters of a special token"):
+        gguf_file.tokenizer_keys(twice, 261)
+
+
+def test_a_parameter_without_a_name_is_refused():
+    cfg = parse(["tiny", "--n-experts=2", "--router=softmax-topk", "--n-shared-experts=1"])
+    with pytest.raises(ValueError, match=r"blocks.0.moe.shared.w1.weight has no name.*KINDS"):
+        convert.gguf_tensors(cfg, "mixtral", 100)
