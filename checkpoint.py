@@ -52,7 +52,7 @@ LEFT_BEHIND = re.compile(r"step_[0-9]+(\.[0-9a-z]+)?\.(tmp|del|old)")  # by a sa
 class Writers(NamedTuple):
     """The ranks that write a checkpoint together."""
     rank: int = 0           # this one
-    size: int = 1           # how many they are
+    size: int = 1           # the number of writers
     run_id: str = "0"       # a word that all of them share and no other run has, so that files of a run that
                             # was killed are never taken for a part of this one
     timeout: float = 600.0  # seconds that rank 0 waits for the parts of the others
@@ -65,8 +65,9 @@ def save(root, step, pieces, meta, writers=ALONE):
     """Write this rank's part of a checkpoint, and on rank 0 commit it. Return its directory.
 
     pieces: [(name, tensor, full shape, offset)]; over all ranks each element is there exactly once.
-    meta: any JSON; rank 0's is stored.
-    No collective is called: rank 0 waits for the other ranks' files, so a dead rank means no commit, no hang.
+    meta: any JSON value; rank 0's is stored.
+    No collective is called: rank 0 waits for the other ranks' files, so a dead rank prevents the commit, but
+    hangs nobody.
     OSError: the disk is full or read-only. TimeoutError, an OSError: a rank's part did not come.
     """
     tmp = Path(root) / f"step_{step:06d}.{writers.run_id}.tmp"
@@ -77,7 +78,7 @@ def save(root, step, pieces, meta, writers=ALONE):
 
 
 def write_part(tmp, rank, pieces):
-    """Write this rank's pieces as rank_R.safetensors, then their list as rank_R.json: the part is done."""
+    """Write this rank's pieces as rank_R.safetensors, then their list as rank_R.json, which ends the part."""
     tmp.mkdir(parents=True, exist_ok=True)
     file = f"rank_{rank:05d}.safetensors"
     tensors = {}
@@ -95,7 +96,7 @@ def write_part(tmp, rank, pieces):
 def commit(tmp, step, meta, writers, stopped=None):
     """Wait for the parts of all ranks, write the index, rename the directory.
 
-    stopped: a function that says whether a part will not come any more.
+    stopped: a function that says whether a part will never come.
     TimeoutError: parts are missing.
     """
     lists = sorted(f"rank_{rank:05d}.json" for rank in range(writers.size))
@@ -132,7 +133,8 @@ def wait_for_parts(tmp, lists, timeout, stopped):
 
 
 def rename_to_final(tmp, final):
-    """Commit: rename tmp. If this step was saved before, the old one is kept until the new one is there."""
+    """Commit: rename tmp. If this step was saved before, the old directory is kept until the new one is
+    there."""
     backup = final.with_name(final.name + ".old")
     if final.exists():
         shutil.rmtree(backup, ignore_errors=True)
@@ -160,8 +162,8 @@ def prune(root, keep, best=None):
 def recover(root):
     """Repair what a killed save or prune left behind.
 
-    Call it on one rank, before any rank saves. Files and directories with other names than ours stay; of a
-    symbolic link only the link goes.
+    Call it on one rank, before any rank saves. Files and directories with other names stay. Of a symbolic
+    link, only the link is deleted.
     """
     left = [path for path in Path(root).glob("step_*") if LEFT_BEHIND.fullmatch(path.name) and path.is_dir()]
     for path in left:
@@ -174,9 +176,9 @@ def recover(root):
 
 
 def archive_later(root, step):
-    """Rename the checkpoints of steps after `step`, from which the run resumes. Return their new names.
+    """Rename the checkpoints that are newer than `step`, where the run resumes. Return their new names.
 
-    Neither --resume auto nor --keep must count them.
+    So neither --resume auto nor --keep counts them.
     """
     moved = []
     for path in steps(root):
@@ -214,7 +216,7 @@ def read_index(path, patience=0.0):
     """Return the index of the checkpoint at path.
 
     patience: seconds to wait for a directory that another node has just committed (NFS).
-    FileNotFoundError, ValueError: it is missing or damaged, and what to do.
+    FileNotFoundError, ValueError: the checkpoint is missing or damaged. The message says what to do.
     """
     path = Path(path)
     until = time.monotonic() + patience
@@ -234,7 +236,7 @@ def read_index(path, patience=0.0):
 
 
 def check_index(index):
-    """ValueError unless the content of an index.json is sound. Its crc32 is taken out of it."""
+    """Raise ValueError unless the content of an index.json is sound. Remove the crc32 from it."""
     check_schema(index, {"format": int}, "index.json")
     if index["format"] != FORMAT:
         raise ValueError(f"it has format {index['format']}, this code reads {FORMAT}; read it with the "
@@ -254,10 +256,10 @@ def check_index(index):
 
 
 def check_pieces(index):
-    """ValueError unless files and pieces fit.
+    """Raise ValueError unless files and pieces fit.
 
-    Every file is one of the directory. The pieces of each tensor lie in it, are as large together as it is,
-    and not larger than their files.
+    Every file is in the directory. The pieces of each tensor lie in the tensor, are together as large as the
+    tensor, and are not larger than their files.
     """
     room = {name: file["bytes"] for name, file in index["files"].items()}
     for name in room:
@@ -286,7 +288,7 @@ def lies_inside(piece, shape):
 def check(path, rank=0, size=1, patience=0.0):
     """Verify the sizes of all files and the checksums of every size-th one. Return the index.
 
-    `size` ranks together verify all.
+    Together, `size` ranks verify all files.
     ValueError: what is damaged.
     """
     index = read_index(path, patience)
@@ -298,7 +300,7 @@ def check(path, rank=0, size=1, patience=0.0):
 
 
 def damage_of_file(file, want, reads):
-    """Return what is wrong with a file of which index.json says `want`, or "". reads: whether to read it."""
+    """Return what is wrong with a file that should be as `want` says, or "". reads: whether to read it."""
     if not file.is_file():
         return "is missing"
     if file.stat().st_size != want["bytes"]:
@@ -329,7 +331,7 @@ def damage(path, rank=0, size=1):
 
 
 def newest(root, say=print):
-    """Return the newest sound checkpoint under root, or None. What is wrong with newer ones is said."""
+    """Return the newest sound checkpoint under root, or None. Say what is wrong with newer ones."""
     for path in steps(root):
         wrong = damage(path)
         if wrong is None:
@@ -347,7 +349,7 @@ class Reader:
     def __init__(self, path, index=None):
         self.path = Path(path)
         self.index = index or read_index(path)
-        self.handles = {}  # {file: it, open}
+        self.handles = {}  # {file name: the open file}
 
     def fill(self, name, out, full, offset):
         """Copy into out the rectangle of its shape at offset of tensor `name`, whose full shape is `full`.
@@ -374,8 +376,13 @@ class Reader:
             raise ValueError(f"checkpoint {self.path}: {name} covers {copied} of {out.numel()} elements; "
                              f"{HINT}")
 
+    def check_finite(self, name, weight):
+        """Raise ValueError if a weight that was read, the tensor `name`, holds nan or infinity."""
+        if not is_finite(weight):
+            raise ValueError(f"checkpoint {self.path}: {name} holds nan or infinite weights; {HINT}")
+
     def blocks(self, name, limit=1 << 24):
-        """Read a tensor in blocks of whole rows, of about `limit` elements: yields (first index, block)."""
+        """Yield (first index, block) for a tensor's blocks of whole rows, of about `limit` elements each."""
         import torch
         entry = self.index["tensors"][name]
         full = entry["shape"]
@@ -407,6 +414,14 @@ class Reader:
             raise ValueError(f"checkpoint {self.path}: {file} is damaged ({e}); {HINT}") from None
 
 
+def is_finite(tensor):
+    """Whether a tensor holds neither nan nor infinity; in one pass, without a copy."""
+    if not tensor.numel():
+        return True
+    low, high = tensor.aminmax()  # nan if one element is
+    return math.isfinite(low) and math.isfinite(high)
+
+
 def overlap(offset, shape, other_offset, other_shape):
     """Return (slices of one rectangle, slices of the other) that are the same elements, or None."""
     here = []
@@ -426,12 +441,14 @@ def load(path, requested, index=None, others=()):
 
     requested: [(name, tensor, full shape, offset)], this rank's rectangles.
     others: names of tensors that other ranks ask for, or that are left out on purpose.
-    ValueError: a name is missing, a full shape differs, elements are missing, or the checkpoint has a tensor
-        that nobody asks for.
+    ValueError: a name is missing, a full shape differs, elements are missing, a weight is nan or infinite, or
+        the checkpoint has a tensor that no rank asks for.
     """
     reader = Reader(path, index)
     for name, out, full, offset in requested:
         reader.fill(name, out, full, offset)
+        if "/" not in name:  # no moment of the optimizer
+            reader.check_finite(name, out)
     names = {name for name, *_ in requested}
     unasked = sorted(reader.index["tensors"].keys() - names - set(others))
     if unasked:
@@ -458,7 +475,7 @@ def print_folded(text):
 
 
 def show(path, say=print_folded):
-    """Say what a checkpoint's counters and tensors are."""
+    """Say which counters and tensors a checkpoint has."""
     report.describe(path, check(path), say)
 
 
@@ -482,7 +499,7 @@ def main(argv):
     if (command, len(paths)) not in (("show", 1), ("diff", 2)):
         raise ValueError("usage: python checkpoint.py show A, or diff A B; --help says more")
     for i, path in enumerate(paths):
-        if not (Path(path) / "index.json").exists():  # a run: its newest
+        if not (Path(path) / "index.json").exists():  # a run: take its newest
             paths[i] = next(iter(steps(path)), path)
     if command == "show":
         show(*paths)

@@ -1,12 +1,12 @@
 """Every flag of train.py, its help and its default; exit codes; values that no run can have.
 
     Outcome         how a run ends: its exit code
-    flag, Config    the flags of train.py: each says beside itself all that is to be known of it
+    flag, Config    the flags of train.py; the declaration of a flag says all about it
     PRESETS         sets of values for them
     check           refuses values that no run can have
 
 interface/command_line.py reads a command line into a Config, which is never changed after that.
-interface/layout.py refuses what a number of ranks cannot have.
+interface/layout.py refuses values that do not fit the number of ranks.
 """
 import dataclasses
 import enum
@@ -39,17 +39,17 @@ KINDS = ("shape", "shape or meaning", "meaning", "data", "free", "silent")
 
 
 def flag(default, kind="", within=None, *, needs="", common=False):
-    """Declare a field of Config: its default, and what is to be known of it.
+    """Declare a field of Config: its default, and what the program must know about it.
 
-    kind: what it means to a checkpoint that was written with another value.
-        shape     The weights have other names, sizes or uses. A resume refuses it.
+    kind: what the flag means to a checkpoint that was written with another value.
+        shape     The weights have other names, sizes or uses. A resume refuses the change.
         meaning   The same weights compute something else. A resume refuses it unless --resume-changed
                   names the flag.
-        data      The data are others, or come in another order. Refused likewise.
-        free      Training goes on in another way. The resume prints it.
-        silent    It says nothing about the training.
-        "shape or meaning" is a shape of which some values have tensors that fit each other.
-        The default of a shape or meaning is the model without the flag, as it was trained before.
+        data      The data differ, or come in another order. A resume refuses it likewise.
+        free      Training goes on in another way. The resume prints the change.
+        silent    The flag says nothing about the training.
+        "shape or meaning" is a shape, but the tensors of some of its values fit each other. The default of a
+        flag of these kinds gives the model as it was trained before the flag existed.
     within: the least and the largest value of a number, or of each number of a tuple.
     needs: the flag without which this one has no effect, or flag=value.
     common: whether --help shows it; --help-all shows every flag.
@@ -217,9 +217,9 @@ class Config:
 
 
 def declaration(field):
-    """Return what flag() was told of a field of Config.
+    """Return what flag() was told about a field of Config.
 
-    TypeError, with the field's name: it was not told everything, or the field has no flag().
+    TypeError, with the field's name: flag() was not told everything, or the field does not use flag().
     """
     said = field.metadata
     if said.get("kind") not in KINDS:
@@ -235,7 +235,7 @@ FLAGS = {field.name: declaration(field) for field in dataclasses.fields(Config)}
 
 
 def flags_of_kind(kind):
-    """Return the names of the flags of a kind; those of "shape or meaning" are of both."""
+    """Return the names of the flags of a kind; those of "shape or meaning" are of both kinds."""
     return tuple(name for name, said in FLAGS.items() if kind in said["kind"].split(" or "))
 
 
@@ -247,7 +247,7 @@ SILENT = flags_of_kind("silent")
 
 
 def has_effect(name, cfg):
-    """Whether a flag makes a difference in this Config: some have none without another flag."""
+    """Whether a flag has an effect in this Config: some flags have none without another flag."""
     needed, _, value = FLAGS[name]["needs"].partition("=")
     if not needed:
         return True
@@ -327,9 +327,9 @@ ELSEWHERE = {  # flags of other trainers: the name of ours, or what to do instea
 # Values that are refused
 
 def check_numbers(flags):
-    """ValueError unless every number among a program's flags is finite and within its range.
+    """Raise ValueError unless every number among a program's flags is finite and within its range.
 
-    A flag that Config has, too, has the range given there, unless the class of flags has RANGES of its own.
+    A flag that Config also has takes its range from there, unless the class of flags has RANGES of its own.
     """
     ranges = {**RANGES, **getattr(flags, "RANGES", {})}
     for field in dataclasses.fields(flags):
@@ -342,7 +342,7 @@ def check_numbers(flags):
 
 
 def check(cfg):
-    """ValueError, with the fix, for values that are wrong whatever the number of ranks and the data."""
+    """Raise ValueError, with the fix, for values that are wrong with any number of ranks and any data."""
     check_numbers(cfg)
     for name in ("dropout", "beta1", "beta2"):
         if getattr(cfg, name) == 1:
@@ -357,7 +357,7 @@ def check(cfg):
 
 
 def check_heads(cfg):
-    """ValueError unless the heads divide the width, and RoPE finds pairs in a head."""
+    """Raise ValueError unless the heads divide the width, and a head has pairs for RoPE."""
     must_divide("n-embd", cfg.n_embd, "n-head", cfg.n_head)
     must_divide("n-head", cfg.n_head, "n-kv-head", cfg.n_kv_head)
     head_dim = cfg.n_embd // cfg.n_head
@@ -366,7 +366,7 @@ def check_heads(cfg):
 
 
 def check_masked_model(cfg):
-    """ValueError for flags that a masked language model cannot have."""
+    """Raise ValueError for flags that a masked language model cannot have."""
     if n_masked(cfg.seq_len) < 1:
         raise ValueError(f"--objective mlm masks 15 % of a sequence, of --seq-len {cfg.seq_len} no token; "
                          "try --seq-len 128")
@@ -378,7 +378,7 @@ def check_masked_model(cfg):
 
 
 def check_experts(cfg):
-    """ValueError for a router that cannot choose or learn, and for flags of experts in a dense model."""
+    """Raise ValueError for a router that cannot choose or learn, and for expert flags in a dense model."""
     if not cfg.n_experts:
         if cfg.ep > 1 or cfg.n_shared_experts:
             raise ValueError(f"--ep {cfg.ep} and --n-shared-experts {cfg.n_shared_experts} need experts; "
@@ -396,7 +396,7 @@ def check_experts(cfg):
 
 
 def check_run(cfg):
-    """ValueError for paths, beginnings and lists of numbers that no run can use."""
+    """Raise ValueError for paths, beginnings and lists of numbers that no run can use."""
     dump = Path(cfg.dump_grads)
     if cfg.dump_grads and (not dump.name or dump.is_dir() or any(p.is_file() for p in dump.parents)):
         raise ValueError(f"--dump-grads {cfg.dump_grads} is a folder or lies in a file; give the path of a "
@@ -412,7 +412,7 @@ def check_run(cfg):
 
 
 def largest_divisor(most, *numbers):
-    """Return the largest number up to `most` that divides all of `numbers`. Zeros count as nothing."""
+    """Return the largest number up to `most` that divides all of `numbers`. Zeros are ignored."""
     at_most = min(most, *filter(None, numbers))
     for divisor in range(at_most, 1, -1):
         if not any(n % divisor for n in numbers):
@@ -421,7 +421,8 @@ def largest_divisor(most, *numbers):
 
 
 def must_divide(what, n, flag, parts, also=0):
-    """ValueError unless `parts`, the value of --flag, divides n. The number to try divides `also`, too."""
+    """Raise ValueError unless `parts`, the value of --flag, divides n. The suggested number also divides
+    `also`."""
     if n % parts:
         raise ValueError(f"{what} {n} does not divide by {flag} {parts}; "
                          f"try --{flag} {largest_divisor(parts, n, also)}")
@@ -439,10 +440,11 @@ def n_masked(seq_len):
 
 
 def ceil_div(a, b):
-    """Return a / b, rounded up, in whole numbers: a float would lose the last of many elements."""
+    """Return a / b, rounded up, in integers: a float would lose the last digits of a large count."""
     return -(-a // b)
 
 
 def pad_vocab(vocab_size):
-    """Return the vocabulary rounded up to a multiple of 128: matrix kernels like it, and tp divides it."""
+    """Return the vocabulary rounded up to a multiple of 128, which suits matrix kernels and which tp
+    divides."""
     return ceil_div(vocab_size, 128) * 128

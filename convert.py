@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,12 +22,13 @@ import tyro
 
 import checkpoint
 from config import SHAPE
+from corpus import config_json, tokenizer
 from corpus import hugging_face as hf
-from corpus import tokenizer
 from corpus.chat import END, MARKERS
-from interface.command_line import command_line, read_run_config, wrong_input
+from corpus.safetensors_files import open_safetensors, same_matrix
+from interface.command_line import command_line, printable, read_run_config, wrong_input
 from interface.files import must_write
-from interface.schema import check_schema, load_json
+from interface.schema import load_json_of_others
 from runtime.model_card import flag_words, model_card
 
 Command = tyro.conf.Positional[Literal["import", "export"]]
@@ -51,11 +53,10 @@ class Flags:
 FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}  # safetensors' names: --dtype
 NARROWEST_FIRST = list(FLOATS)
 TORCH_DTYPE = {short: name for name, short in checkpoint.SAFETENSORS_DTYPE.items()}
-BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)")  # no weights: masks, frequencies
 
 
 class Part(NamedTuple):
-    """A rectangle of a tensor of ours."""
+    """A rectangle of one of our tensors."""
     name: str  # our tensor's
     full: tuple  # our tensor's shape
     offset: tuple  # where the rectangle begins in our tensor
@@ -63,12 +64,12 @@ class Part(NamedTuple):
 
 
 class Theirs(NamedTuple):
-    """A tensor of theirs, made of parts of our tensors."""
+    """One of their tensors, made of parts of our tensors."""
     transposed: bool  # stored as (in, out), as in GPT-2; ours is (out, in)
     parts: list  # of Part, from top to bottom
 
     def shape(self):
-        """Return the shape in which it is stored."""
+        """Return the shape in which the tensor is stored."""
         size = self.parts[0].size
         if len(size) == 3:
             return size[1:]  # (1, rows, columns): one of our experts, which is a matrix of theirs
@@ -94,24 +95,24 @@ def shapes(cfg, vocab_size):
 
 
 def tensors(cfg, kind, vocab_size):
-    """Return {their name: Theirs} of the model of family `kind` that has the weights of ours."""
+    """Return {their name: Theirs} of the model of family `kind` that has our model's weights."""
     names = hf.FAMILIES[kind].names
     found = {}
     for name, (full, rows) in shapes(cfg, vocab_size).items():
         theirs = their_name(name, names)
         if "{}" in theirs:
-            # Ours is (E, rows, columns). They have a tensor for each expert.
+            # Our tensor is (E, rows, columns). They have one tensor per expert.
             for expert in range(full[0]):
                 part = Part(name, full, (expert, 0, 0), (1, *full[1:]))
                 found[theirs.format(expert)] = Theirs(False, [part])
         else:
-            # Several tensors of ours may have one name of theirs: queries, keys and values of GPT-2.
+            # Several of our tensors may have one name there: queries, keys and values of GPT-2.
             transposed = ".c_" in theirs and len(full) == 2
             part = Part(name, full, (0,) * len(full), (rows, *full[1:]))
             found.setdefault(theirs, Theirs(transposed, [])).parts.append(part)
 
     if "gate" in names:
-        # Qwen2Moe's shared expert has a gate of its own. Ours has none, so no tensor of ours is this part.
+        # Qwen2Moe's shared expert has a gate of its own. Ours has none, so none of our tensors is this part.
         gate = Part("gate", (1, cfg.n_embd), (0, 0), (1, cfg.n_embd))
         for i in range(cfg.n_layer):
             found[f"{names['blocks']}.{i}.{names['gate']}.weight"] = Theirs(False, [gate])
@@ -119,9 +120,9 @@ def tensors(cfg, kind, vocab_size):
 
 
 def their_name(name, names):
-    """Return the name of theirs for one of our parameters, with {} for the number of an expert.
+    """Return their name for one of our parameters, with {} for the number of an expert.
 
-    names: of a Family. A parameter has a name of its own there, or that of its module.
+    names: those of a Family. There, a parameter has a name of its own, or that of its module.
     ValueError: it has none.
     """
     block, module, leaf = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+?)(\.weight|\.bias)?", name).groups("")
@@ -139,7 +140,7 @@ def their_name(name, names):
 
 
 class Lazy:
-    """Stands for a tensor in checkpoint.write_safetensors, which reads it when it writes it."""
+    """Stands for a tensor in checkpoint.write_safetensors, which reads the values when it writes them."""
 
     def __init__(self, shape, dtype, read):
         self.shape = tuple(shape)
@@ -153,68 +154,36 @@ class Lazy:
         return self.dtype.itemsize
 
 
-def open_safetensors(folder):
-    """Return {name: slice} of all tensors of a directory of Hugging Face; a slice reads from the file.
-
-    ValueError, OSError: the directory has no such files, or they are damaged.
-    """
-    from safetensors import SafetensorError, safe_open
-    found = {}
-    for name in list_safetensors(folder):
-        try:
-            handle = safe_open(folder / name, framework="pt")
-            for key in handle.keys():  # noqa: SIM118
-                if not BUFFERS.fullmatch(f".{key}"):
-                    found[key] = handle.get_slice(key)
-        except (SafetensorError, OSError) as e:
-            raise ValueError(f"{folder / name} is damaged ({e}); download it again") from None
-    return found
-
-
-def list_safetensors(folder):
-    """Return the names of the .safetensors files of a directory of Hugging Face.
-
-    ValueError, OSError: a file is missing, or a name leads out of the directory.
-    """
-    names = ["model.safetensors"]
-    index = folder / "model.safetensors.index.json"
-    # An index beside model.safetensors may be of an older save.
-    if index.is_file() and not (folder / names[0]).is_file():
-        listed = load_json(index)
-        check_schema(listed, {"weight_map": {"*": str}}, index)
-        names = sorted(set(listed["weight_map"].values()))
-    for name in names:
-        if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):
-            raise ValueError(f"{index} names the file {name!r}, no .safetensors beside it")
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} holds no {name}; files of other kinds (.bin, .pt) can run "
-                                    "code and are not read: save the model again with transformers")
-    return names
-
-
 class HuggingFace(checkpoint.Reader):
     """The weights of a directory of Hugging Face, read as if they were a checkpoint of ours.
 
-    fill() gives any rectangle of any tensor of ours. cfg, vocab_size: the model of the config.json.
+    fill() reads any rectangle of any of our tensors. cfg, vocab_size: the model that config.json describes.
+    left_out: the names of tensors that have no part in the logits.
     """
 
     def __init__(self, folder, seq_len=0):
         self.path = Path(folder)
         self.slices = open_safetensors(self.path)
-        found = hf.read_config(self.path / "config.json", self.narrowest_dtype(), seq_len)
-        kind, self.cfg, self.vocab_size = found
+        found = config_json.read_config(self.path / "config.json", self.narrowest_dtype(), seq_len)
+        kind, self.cfg, self.vocab_size, extra_layers = found
         if self.cfg.n_layer * max(1, self.cfg.n_experts) > len(self.slices):
             raise ValueError(f"{folder}/config.json has {self.cfg.n_layer} layers and {self.cfg.n_experts} "
                              f"experts, the files have {len(self.slices)} tensors: they are of two models")
         if kind == "gpt2" and "wte.weight" in self.slices:
             # The files on the hub were saved without the head, and so without the prefix of the rest.
-            self.slices = {f"transformer.{name}": part for name, part in self.slices.items()}
+            bare = self.slices
+            self.slices = {}
+            for name, part in bare.items():
+                self.slices[name if name == "lm_head.weight" else f"transformer.{name}"] = part
+        self.left_out = self.leave_out(hf.FAMILIES[kind].names["blocks"], extra_layers)
         self.layout = tensors(self.cfg, kind, self.vocab_size)
         self.check_shapes()
+        if self.cfg.tied and "lm_head.weight" in self.slices:
+            self.check_head(hf.FAMILIES[kind].names["wte"] + ".weight")
         self.index = {"tensors": self.list_pieces()}
 
     def narrowest_dtype(self):
-        """Return the narrowest dtype of the tensors, as --dtype names it. ValueError: one is no float."""
+        """Return the narrowest dtype of the tensors, as --dtype names it. ValueError: one is not a float."""
         for name, part in self.slices.items():
             if part.get_dtype() not in FLOATS:
                 raise ValueError(f"{self.path}: {name} is {part.get_dtype()}, none of {', '.join(FLOATS)}")
@@ -222,10 +191,10 @@ class HuggingFace(checkpoint.Reader):
         return FLOATS[min(stored, key=NARROWEST_FIRST.index, default="F32")]
 
     def check_shapes(self):
-        """ValueError, with the tensor's name, unless the files hold the tensors of the model."""
+        """Raise ValueError, with the tensor's name, unless the files hold the tensors of the model."""
         known = set(self.layout)
         if self.cfg.tied:
-            known.add("lm_head.weight")  # some files hold it although it is tied
+            known.add("lm_head.weight")  # some files hold the head although it is tied
         if more := sorted(self.slices.keys() - known):
             raise ValueError(f"{self.path}: our model has no place for {more[0]}; it is another architecture")
         for name, theirs in self.layout.items():
@@ -233,6 +202,29 @@ class HuggingFace(checkpoint.Reader):
             have = tuple(self.slices[name].get_shape()) if name in self.slices else "not there"
             if have != want:
                 raise ValueError(f"{self.path}: {name} is {have}, by config.json it should be {want}")
+
+    def leave_out(self, blocks, extra_layers):
+        """Drop the tensors of layers behind the last one, and those without elements. Return their names.
+
+        blocks: what the name of a layer's tensor begins with.
+        """
+        extra = tuple(f"{blocks}.{self.cfg.n_layer + i}." for i in range(extra_layers))
+        found = [name for name, part in self.slices.items()
+                 if name.startswith(extra) or 0 in part.get_shape()]
+        for name in found:
+            del self.slices[name]
+        return sorted(found)
+
+    def check_head(self, embedding):
+        """Raise ValueError unless lm_head.weight, which config.json ties to the embedding, has its values.
+
+        embedding: its name.
+        """
+        if not same_matrix(self.slices[embedding], self.slices["lm_head.weight"]):
+            raise ValueError(f"{self.path}: tie_word_embeddings is true, but lm_head.weight is another matrix"
+                             f" than {embedding}; for the model with two matrices (as transformers 5 reads "
+                             "it) set tie_word_embeddings to false in config.json, for the tied one (as "
+                             "transformers 4 reads it) delete lm_head.weight from the file")
 
     def list_pieces(self):
         """Return {our name: {"shape", "dtype", "pieces"}}, as a checkpoint's index.json lists tensors.
@@ -278,17 +270,21 @@ class HuggingFace(checkpoint.Reader):
         rows = slice(first + rows.start, first + rows.stop)
         try:
             if self.layout[theirs].transposed:
-                return self.slices[theirs][(*columns, rows)].T
-            block = self.slices[theirs][(rows, *columns)]
+                block = self.slices[theirs][(*columns, rows)].T
+            else:
+                block = self.slices[theirs][(rows, *columns)]
         except Exception as e:  # of the library: the file was cut or changed after it was opened
             raise ValueError(f"{self.path}: {theirs} is damaged ({e}); download it again") from None
+        if not checkpoint.is_finite(block):
+            raise ValueError(f"{self.path}: {theirs} holds nan or infinite weights; download it again, or "
+                             "take an earlier state of that model")
         return block.unsqueeze(0) if is_expert else block
 
 
 def read_whole(weights, own, theirs, dtype):
-    """Return a tensor of theirs, read from a Reader of ours.
+    """Return one of their tensors, read from a Reader of our weights.
 
-    theirs: a Theirs. A part is zero where it is none of our tensors, `own`.
+    theirs: a Theirs. A part that is none of our tensors, `own`, is zero.
     """
     import torch
     blocks = []
@@ -334,9 +330,9 @@ def read_run(run_dir):
 
 
 def is_theirs(folder):
-    """Whether the config.json of a directory is one of Hugging Face."""
+    """Whether the config.json of a directory comes from Hugging Face."""
     with suppress(ValueError):
-        found = load_json(folder / "config.json")
+        found = load_json_of_others(folder / "config.json", config_json.MOST_BYTES)
         return isinstance(found, dict) and "model_type" in found and "vocab_size_used" not in found
     return False
 
@@ -344,8 +340,8 @@ def is_theirs(folder):
 def choose_step(run):
     """Return the checkpoint of a run to take, and a line that says which it is and why.
 
-    It is the one with the lowest validation loss, if that is known and the checkpoint is sound, else the
-    newest sound one.
+    It is the checkpoint with the lowest validation loss, if that is known and the checkpoint is sound.
+    Otherwise it is the newest sound one.
     """
     newest = checkpoint.newest(run)
     if newest is None:
@@ -364,7 +360,7 @@ def choose_step(run):
 # in
 
 def load_tokenizer(folder, vocab_size):
-    """Return the tokenizer of a directory, ours or theirs, or None where there is none.
+    """Return the tokenizer of a directory, ours or theirs, or None if there is none.
 
     ValueError: it has more ids than the model.
     """
@@ -378,12 +374,19 @@ def load_tokenizer(folder, vocab_size):
 
 
 def import_model(flags):
-    """Write a model of Hugging Face as a run of ours that has made no step; return lines that say so."""
+    """Write a Hugging Face model as one of our runs that has made no step; return lines that say so."""
     weights = HuggingFace(flags.model, flags.seq_len)
     vocabulary = load_tokenizer(weights.path, weights.vocab_size)
     out = Path(flags.out)
     cfg = dataclasses.replace(weights.cfg, vocab_size=weights.vocab_size)
-    step = checkpoint.save(out, 0, lazy_pieces(weights), meta_of_no_step(cfg))
+    was_there = out.exists()
+    try:
+        step = checkpoint.save(out, 0, lazy_pieces(weights), meta_of_no_step(cfg))
+    except ValueError:  # a tensor is damaged: nothing stays behind
+        shutil.rmtree(out / "step_000000.0.tmp")
+        if not was_there:
+            out.rmdir()
+        raise
     if vocabulary:
         vocabulary.save(out / "tokenizer.json")
         data = f"python prepare.py FILE... --name NAME --tokenizer {out}"
@@ -391,8 +394,12 @@ def import_model(flags):
         data = f"{flags.model} holds no tokenizer.json; make it with the tokenizer of the model's training"
     saved = dataclasses.asdict(cfg)
     write_json(out / "config.json", {**saved, "vocab_size_used": weights.vocab_size})
-    return (f"{step}\nsample.py {out} --prompt ..., or train.py --data data/NAME --init-from {step} "
-            f"{flag_words(cfg)}\ndata/NAME: {data}")
+    left_out = ""
+    if weights.left_out:
+        left_out = (f"left out, as the logits do not depend on them: {len(weights.left_out)} tensors, "
+                    f"{printable(weights.left_out[0])} first\n")
+    return (f"{left_out}{step}\nsample.py {out} --prompt ..., or train.py --data data/NAME --init-from "
+            f"{step} {flag_words(cfg)}\ndata/NAME: {data}")
 
 
 def lazy_pieces(weights):
@@ -408,7 +415,7 @@ def lazy_pieces(weights):
 
 
 def read_piece(weights, name, full, piece, dtype):
-    """Return one piece of the tensor `name` of ours, whose full shape is `full`."""
+    """Return one piece of our tensor `name`, whose full shape is `full`."""
     import torch
     block = torch.empty(piece["size"], dtype=dtype)
     weights.fill(name, block, full, piece["offset"])
@@ -427,7 +434,7 @@ def meta_of_no_step(cfg):
 # out
 
 def export_model(flags):
-    """Write a run of ours as a directory of Hugging Face; return a line that says so."""
+    """Write one of our runs as a directory of Hugging Face; return a line that says so."""
     from model import DTYPES
     cfg, vocab_size, weights, run, said = read_run(flags.model)
     if isinstance(weights, HuggingFace):
@@ -444,7 +451,7 @@ def export_model(flags):
 
     eod = vocabulary.eod if vocabulary else None
     dtype = str(DTYPES[flags.dtype]).removeprefix("torch.")
-    # In transformers generate() stops at the tokens of generation_config.json. config.json names only
+    # In transformers, generate() stops at the tokens of generation_config.json. config.json names only
     # end-of-document, and import finds it there.
     files = {"config.json": hf.config_json(full, kind, vocab_size, eod, dtype),
              "generation_config.json": {"bos_token_id": eod, "eos_token_id": end_tokens(vocabulary)}}
@@ -459,7 +466,7 @@ def export_model(flags):
 
 
 def full_config(cfg, kind):
-    """Return cfg with the flags by which our model has all tensors of the family."""
+    """Return cfg with the flags that give our model all tensors of the family."""
     full = dataclasses.replace(cfg, **hf.FAMILIES[kind].flags)
     if kind == "glm4_moe" and not cfg.n_shared_experts:
         full = dataclasses.replace(full, n_shared_experts=1)
@@ -467,7 +474,7 @@ def full_config(cfg, kind):
 
 
 def lazy_tensors(weights, own, layout, dtype):
-    """Return {their name: Lazy} of a layout of tensors(), read from a Reader of ours.
+    """Return {their name: Lazy} of a layout of tensors(), read from a Reader of our weights.
 
     own: the names of our model's tensors.
     """
@@ -480,7 +487,7 @@ def lazy_tensors(weights, own, layout, dtype):
 
 
 def write_weights(out, lazy, most):
-    """Write {name: Lazy} as files of at most `most` bytes, or of one tensor that has more."""
+    """Write {name: Lazy} as files of at most `most` bytes. A larger tensor has a file of its own."""
     groups = []  # {name: Lazy} for each file
     room = 0
     for name, tensor in lazy.items():
@@ -507,7 +514,7 @@ def write_weights(out, lazy, most):
 def end_tokens(vocabulary):
     """Return the ids after which a text ends: end-of-document, and <|end|> of a conversation.
 
-    A list where the vocabulary has the tokens of conversations, else one id or None.
+    The result is a list if the vocabulary has the tokens of conversations; otherwise one id or None.
     """
     if vocabulary is None:
         return None

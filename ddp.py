@@ -3,11 +3,11 @@
     assign_buckets   which parameters share a bucket
     Comm             how a bucket travels: over NCCL or gloo; fast/peer.py has a faster way
     FlatBuffers      the flat buffers of a bucket
-    Bucket           a bucket that is summed once in a step: which gradients have come
+    Bucket           a bucket that is summed once in a step; knows which gradients have come
     DataParallel     the buckets of a model, hooked into its backward; zero.py has ZeRO-2 and ZeRO-3
 
-The buffers of one bucket of n elements. Four ranks hold the same parameters; this is rank 1 under
-ZeRO-1, whose slice of the bucket is a quarter:
+The drawing shows the buffers of one bucket of n elements, on rank 1 of the four ranks that hold the
+same parameters. Under ZeRO-1, the slice of each rank is a quarter of the bucket:
 
              0          n/4        n/2        3n/4        n
     flat     | weights in the model's dtype               |  every p.data is a window of it
@@ -17,8 +17,8 @@ ZeRO-1, whose slice of the bucket is a quarter:
     master              | fp32     |   AdamW updates it; its two moments are as long
     own                 | rounded  |   = flat[own_slice]: the new master, sent to the others
 
-A rank updates its slice only. What it keeps under each --zero (a slot is memory for one whole
-bucket, which the buckets use in turn: zero.py):
+A rank updates only its slice. The table shows what a rank keeps under each --zero. A slot is memory
+for one whole bucket, which the buckets use in turn (zero.py):
 
               flat (weights)                grad                           master, moments
     zero 0    n                             n, summed by all-reduce        n: the slice is all n
@@ -38,7 +38,7 @@ import torch
 
 from ops.flat import accumulate, copy_gradients, padded_elements
 
-BUCKET_ELEMENTS = 16_000_000  # a bucket is closed when it has this many
+BUCKET_ELEMENTS = 16_000_000  # a bucket is closed when it has this many elements
 
 # -----------------------------------------------------------------------------
 # Which parameters share a bucket
@@ -65,8 +65,8 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS):
     """Return the Contents of each bucket, in the order in which backward fills the buckets.
 
     Backward reaches the last layers first, so buckets are filled in reverse. Vectors (norms,
-    biases) have buckets of their own: they are not decayed, and one bucket is one tensor of the
-    optimizer. A bucket of matrices is closed
+    biases) have buckets of their own, because they are not decayed and each bucket is one tensor of
+    the optimizer. A bucket of matrices is closed
         under ZeRO-0 and ZeRO-1   when it has bucket_elements
         under ZeRO-2              at the first end of a block after that: the gradients of a block
                                   come almost at once, and a second bucket would wait for a slot
@@ -102,8 +102,8 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS):
 class Comm:
     """How a bucket's gradients and weights travel: over NCCL or gloo.
 
-    grad_dtype: of the gradients while they wait for their sum; None is at least fp32. Another dtype
-    is for a single micro-batch per step: see CopyBucket.
+    grad_dtype: the dtype of the gradients while they wait for their sum; None means at least fp32.
+    A given dtype allows only one micro-batch per step: see CopyBucket.
     """
 
     def __init__(self, grad_dtype=None):
@@ -112,8 +112,8 @@ class Comm:
     def allocate(self, axis, own_slice, weights, dtype):
         """Return a bucket's buffers flat (n,), grad (n,), grad_sum (n/n_slices,).
 
-        weights (n,): the initial weights, in at least fp32. dtype: of flat. own_slice: the slice of
-        grad whose sum over the axis becomes grad_sum.
+        weights (n,): the initial weights, in at least fp32. dtype: the dtype of flat. own_slice:
+        the slice of grad whose sum over the axis becomes grad_sum.
         """
         flat = weights if weights.dtype == dtype else torch.zeros_like(weights, dtype=dtype)
         grad = torch.zeros_like(weights, dtype=self.grad_dtype)
@@ -121,7 +121,7 @@ class Comm:
 
     def start_reduce(self, bucket):
         """Start to sum bucket.grad over the bucket's axis, and return a handle."""
-        # Both collectives work in place: grad_sum is a window of grad, and own one of flat.
+        # Collectives work in place: grad_sum is a window of grad, and own is a window of flat.
         if bucket.n_slices > 1:  # SUM, n/size of n numbers to each rank, over the bucket's axis
             return bucket.axis.start_reduce_scatter(bucket.grad_sum, bucket.grad)
         return bucket.axis.start_all_reduce(bucket.grad)  # SUM of n numbers, over the bucket's axis
@@ -135,10 +135,10 @@ class Comm:
 class FlatBuffers:
     """The flat buffers of a bucket: one large collective beats many small ones.
 
-    The drawing at the top of this file shows them. Bucket and zero.SlotBucket add which gradients
-    have come and when they are summed; the bucket's Comm communicates. The masters keep the fp32
-    values that were drawn, not the rounded ones, so that updates smaller than a bf16 step add up
-    from the start. ZeRO-1: arXiv:1910.02054, section 5.1.
+    The drawing at the top of this file shows them. Bucket and zero.SlotBucket track which gradients
+    have come, and decide when they are summed. The bucket's Comm communicates. The masters keep the
+    fp32 values that were drawn, not the rounded ones, so that updates smaller than a bf16 step add
+    up from the start. ZeRO-1: arXiv:1910.02054, section 5.1.
     """
 
     def __init__(self, contents, axis, zero, dtype, comm):
@@ -159,7 +159,7 @@ class FlatBuffers:
         if weights is not self.flat:
             self.master = self.master.clone()
         self.own = self.flat[self.own_slice]
-        self.gather_handle = None  # of the running all-gather of new weights, or None
+        self.gather_handle = None  # handle of the running all-gather of new weights, or None
         self.reset()
 
     @property
@@ -181,7 +181,7 @@ class FlatBuffers:
 
     @property
     def replica_weight(self):
-        """What this rank's slice counts in sums over the world: 1/k where k ranks hold it."""
+        """The weight of this rank's slice in sums over the world: 1/k where k ranks hold it."""
         return 1 / (self.axis.size // self.n_slices)
 
     def starts(self):
@@ -207,7 +207,7 @@ class FlatBuffers:
         self.flat.copy_(weights)
 
     def copy_all_gradients(self):
-        """Copy every p.grad into its window of grad, at once; a gradient of None is zero."""
+        """Copy all p.grad into their windows of grad, at once. A gradient of None is zero."""
         grads = [p.grad for p in self.params]
         copy_gradients(zip(self.grad_windows, grads, strict=True))
         for p in self.params:
@@ -238,9 +238,10 @@ class Bucket(FlatBuffers):
         """Take the gradient that backward made for parameter i.
 
         When the last micro-batch has brought a gradient to every parameter, the sum over the ranks
-        starts. A tied embedding's sum waits until backward is over, in wait_grads(). The last stage
-        has that gradient before it sends its own to the stage in front of it. On a GPU, a sum that
-        waits for the first stage could hold up that message, for which the first stage waits.
+        starts. The sum of a tied embedding starts only after backward, in wait_grads(). The last
+        stage has the embedding's gradient before it sends the gradient of its input to the previous
+        stage. On a GPU, a sum that waits for the first stage could hold up this message, for which
+        the first stage waits.
         """
         self.take_gradient(i)
         self.untouched[i] = False
@@ -267,14 +268,14 @@ class Bucket(FlatBuffers):
         self.reduce_handle = self.comm.start_reduce(self)
 
     def wait_grads(self):
-        """Wait for the sum, which starts only here if a parameter got no gradient (on any rank)."""
+        """Wait for the sum. If a parameter got no gradient (on any rank), it starts only here."""
         if self.reduce_handle is None:
             self.start_reduce()
         self.reduce_handle.wait()
 
 
 class CopyBucket(Bucket):
-    """A Bucket for a single micro-batch per step: nothing is added to a gradient on this rank.
+    """A Bucket for one micro-batch per step, so that no gradients are added up on this rank.
 
     Each gradient stays in p.grad until all have come. Then one kernel copies them into grad.
     """
@@ -290,7 +291,7 @@ class CopyBucket(Bucket):
 # All buckets of a model
 
 def untimed(phase):
-    """Take the place of runtime.timing.Timers where no times are wanted."""
+    """Stand in for runtime.timing.Timers where no times are wanted."""
     return contextlib.nullcontext()
 
 
@@ -302,14 +303,15 @@ def unique(items):
 class DataParallel:
     """Sums every gradient over the ranks that hold the same parameter; sends ZeRO-1's new weights.
 
-    In a step: reset(), then announce_backward() ahead of each micro-batch's backward, then
+    A step calls reset(), then announce_backward() before each micro-batch's backward, then
     finish_grad_sync(). The optimizer calls on_updated(bucket) when it has written a bucket's slice.
-    The model calls provide_weights(module) before it reads weights, module by module.
+    The model calls provide_weights(module) before it reads the weights of that module.
     """
 
     def __init__(self, model, mesh, zero=0, timers=untimed, *, dtype=None, comm=lambda axis: Comm(),
                  bucket_elements=BUCKET_ELEMENTS):
-        """Lay out the buckets. dtype: of the weights from now on. comm(axis): a bucket's Comm."""
+        """Lay out the buckets. dtype: of the weights, from now on. comm(axis) returns a bucket's
+        Comm."""
         self.mesh = mesh
         self.zero = zero
         self.timers = timers
@@ -326,7 +328,7 @@ class DataParallel:
         self.buckets_of = {}  # module: the buckets of its parameters
         for module in model.modules():
             self.buckets_of[module] = unique(bucket_of[p] for p in module.parameters())
-        self.buffers = dict(model.named_buffers())  # They are not trained, but part of the state.
+        self.buffers = dict(model.named_buffers())  # not trained, but part of the state
         model.data_parallel = self
 
     def make_bucket(self, contents, axis, dtype, comm):
@@ -363,14 +365,14 @@ class DataParallel:
                 bucket.wait_grads()
 
     def on_updated(self, bucket):
-        """Send the slice of a bucket that the optimizer has just written to the other ranks.
+        """Send the other ranks the slice of a bucket that the optimizer has just written.
 
-        fast/graph.py puts a function of its own here: a CUDA graph starts with the gathers.
+        fast/graph.py replaces this function, because a CUDA graph starts with the gathers.
         """
         bucket.publish()
 
     def provide_weights(self, module, x=None):
-        """Wait until the module's weights are new on all ranks. x: its input, for ZeRO-3."""
+        """Wait for the module's new weights from all ranks. x: its input, for ZeRO-3."""
         waiting = [bucket for bucket in self.buckets_of[module] if bucket.gather_handle is not None]
         if waiting:
             with self.timers("param_gather"):  # the time that forward did not hide

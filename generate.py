@@ -1,4 +1,4 @@
-"""Text from a model: the cache of keys and values, one token after the other, sampling.
+"""Text from a model, token by token: a cache of keys and values, and sampling.
 
     generate      continue a list of tokens
     stream        the same, token by token
@@ -17,7 +17,7 @@ from pipeline import Ring, is_last
 class Cache:
     """Keys and values of the positions so far, per attention layer, (B, g, length, D) each.
 
-    seen: how many tokens of the list that stream() continues came before its next call.
+    seen: how many tokens of the list that stream() continues the model has already read.
     """
 
     def __init__(self):
@@ -30,7 +30,7 @@ class Cache:
         self.kv = {}
 
     def append(self, layer, k, v):
-        """Add k, v (B, g, T, D) of new positions. Return those of all, (B, g, length + T, D)."""
+        """Add k, v (B, g, T, D) of new positions. Return all k, v, (B, g, length + T, D) each."""
         if layer in self.kv:
             old_k, old_v = self.kv[layer]
             k = torch.cat([old_k, k], dim=2)
@@ -43,7 +43,7 @@ class Cache:
 def next_logits(model, tokens, cache):
     """Return the logits (vocab,) of the first copy's last position, fp32, on every rank's host.
 
-    tokens (copies, T) int64 go through all stages, and the logits from the last stage to all ranks.
+    tokens (copies, T) int64 go through all stages. The last stage sends the logits to all ranks.
     """
     logits = torch.empty(model.vocab_size)
 
@@ -64,14 +64,14 @@ def next_logits(model, tokens, cache):
 def stream(model, tokens, max_new_tokens, cache, *, temperature, top_k, rng):
     """Append up to max_new_tokens to tokens, a list of int, and yield each of them.
 
-    Temperature 0 takes the likeliest token; top_k keeps the k likeliest. cache: a Cache, new or of
-    an earlier call on the same list. What the caller appended in between is read first. When the
-    window is full, the cache is rebuilt from the last seq_len / 2 tokens. All ranks call this
-    together.
+    Temperature 0 takes the likeliest token; top_k keeps the k likeliest. cache: a Cache, new or
+    from an earlier call on the same list. Tokens that the caller has appended since then are read
+    first. When the window is full, the cache is rebuilt from the last seq_len / 2 tokens. All ranks
+    call this together.
     """
     device = next(model.parameters()).device
     window = model.cfg.seq_len
-    # One token cannot be split over the tp ranks: they run `copies` copies of the sequence.
+    # One token cannot be split over the tp ranks, so they run `copies` copies of the sequence.
     copies = model.mesh.tp.size
     for _ in range(max_new_tokens):
         new = tokens[cache.seen:][-window:]
@@ -86,7 +86,7 @@ def stream(model, tokens, max_new_tokens, cache, *, temperature, top_k, rng):
 
 
 def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, seed=0):
-    """Return tokens, a list of int, continued by max_new_tokens: see stream().
+    """Return a list of int: tokens, followed by max_new_tokens new ones. See stream().
 
     A compiled model runs in eager mode, because shapes change with every token.
     """

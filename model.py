@@ -1,10 +1,11 @@
-"""One GPT in two families, chosen by flags: GPT-2 and Llama. With --objective mlm either is BERT.
+"""One GPT in two families, chosen by flags: GPT-2 and Llama. With --objective mlm, either is BERT.
 
 GPT-2 has LayerNorm, GELU, learned positions, biases and a tied head. Llama has RMSNorm, SwiGLU,
 RoPE, grouped-query attention and a head of its own.
 
-Legend of names for the whole repository. Upper case is the whole model's, lower case is this rank's
-share. B is of one micro-batch of one replica. N and R, in upper case, are this rank's.
+Legend of names for the whole repository. Upper case counts the whole model, lower case counts this
+rank's share. B counts one micro-batch of one replica. N and R are upper case, but count what this
+rank has.
 
     B T C  sequences in a micro-batch, tokens in a sequence, width of the model    t = T/cp
     n      token rows that this rank keeps between the blocks, B*t/tp
@@ -16,9 +17,9 @@ share. B is of one micro-batch of one replica. N and R, in upper case, are this 
     N R    N = n*K copies of this rank's rows, one for each expert that a row visits;
            R copies that this rank's experts received
 
-Between the blocks the tokens lie flat, (n, C). Each of tp ranks holds n contiguous rows of the B*t.
-parallel.py's primitives are the identity on an axis of one rank, so that few lines ask for the size
-of an axis: those of the vocabulary, of attention, of positions and of experts.
+Between the blocks the tokens lie flat, (n, C). Each tp rank holds n contiguous rows of the B*t.
+parallel.py's primitives are the identity on an axis of one rank, so few lines ask for the size of
+an axis. Those lines deal with the vocabulary, attention, positions and experts.
 """
 import functools
 import hashlib
@@ -78,8 +79,8 @@ class RowLinear(nn.Module):
     """Computes y = x W^T, with the columns of W, the input features, split over tp.
 
     Rank r holds W_r of W = [W_0, W_1, ...] and its own columns x_r of x. Its product x_r W_r^T is a
-    partial sum for every row of y. scatter_rows adds the partial sums up, n rows on each rank. The
-    bias is added once, after the sum, so it is replicated.
+    partial sum for every row of y. scatter_rows adds the partial sums and leaves n rows of y on
+    each rank. The bias is added once, after the sum, so it is replicated.
     """
 
     def __init__(self, n_in, n_out, bias, mesh):
@@ -99,7 +100,8 @@ def fused_linear(x, layers, zero):
 
     layers: pairs of a layer and the rows of its weight to use, None for all of them. One product
     with the concatenated weights reads x once, but backward keeps the concatenated copy. ZeRO-3
-    frees the weights in between, so under ZeRO-3 each layer has a product of its own.
+    frees the weights between forward and backward, so under ZeRO-3 each layer has a product of its
+    own.
     """
     weights = [select_rows(layer.weight, rows) for layer, rows in layers]
     biases = [select_rows(layer.bias, rows) for layer, rows in layers]
@@ -111,7 +113,7 @@ def fused_linear(x, layers, zero):
 
 
 def select_rows(p, rows):
-    """Return these rows of a parameter, for None all of it."""
+    """Return these rows of a parameter, or all of it if rows is None."""
     if p is None or rows is None:
         return p  # backward of p[:] would fill and copy a zero tensor of full size
     return p[rows]
@@ -140,9 +142,9 @@ def rotate(x, cos, sin):
 def visible_keys(cfg, q, k):
     """Return (mask, is_causal) for torch's attention: which keys each query sees, on every path.
 
-    q (B, h, queries, D), k (B, g, keys, D): the keys begin at position 0, and the last query stands
-    at the last key. mask (queries, keys) is True where a query sees a key, or None: then is_causal
-    chooses between the flash kernel's own causal mask and none at all.
+    q (B, h, queries, D), k (B, g, keys, D): the keys begin at position 0, and the last query has
+    the position of the last key. mask (queries, keys) is True where a query sees a key. If mask is
+    None, is_causal chooses between the flash kernel's own causal mask and no mask at all.
     """
     if cfg.objective == "mlm":
         return None, False
@@ -158,7 +160,7 @@ def visible_keys(cfg, q, k):
 def lower_right_mask(n_queries, n_keys):
     """Return the causal mask of a sequence's last tokens, the last of which sees all keys so far.
     No tensor is made for it on a GPU."""
-    # Imported here, because it doubles the time that the imports take.
+    # Imported here, because this import takes as long as all the others together.
     from torch.nn.attention.bias import causal_lower_right
     return causal_lower_right(n_queries, n_keys)
 
@@ -181,7 +183,7 @@ def attend_segments(q, k, v, cfg, axis, **options):
     if cfg.objective == "mlm":
         return attend(q, k, v, cfg, **options)
 
-    # This rank has segment number rank, counted from the start, and one as far from the end.
+    # This rank has segment number rank from the start, and segment number rank from the end.
     early_queries, late_queries = q.chunk(2, dim=2)  # (B, h, t/2, D) each
     segment_size = q.size(2) // 2
     early_end = (axis.rank + 1) * segment_size
@@ -195,7 +197,7 @@ class Attention(nn.Module):
     """Self-attention, causal except in a masked language model. Its heads are split over tp.
 
     Where tp exceeds the number of key/value heads, wk and wv are replicated, and each rank uses the
-    one key/value head of its query heads.
+    one key/value head that its query heads share.
     """
 
     def __init__(self, cfg, mesh):
@@ -211,7 +213,7 @@ class Attention(nn.Module):
         self.h = cfg.n_head // tp.size
         shard_kv = G % tp.size == 0
         self.g = G // tp.size if shard_kv else 1
-        head = tp.rank * G // tp.size  # the one that this rank uses of replicated wk and wv
+        head = tp.rank * G // tp.size  # the head that this rank uses of replicated wk and wv
         self.kv_rows = None if shard_kv else slice(head * self.D, (head + 1) * self.D)
 
         self.wq = ColumnLinear(C, C, cfg.bias, mesh)
@@ -301,7 +303,8 @@ class Block(nn.Module):
             self.mlp = MLP(cfg, mesh, cfg.ffn_hidden)
 
     def forward(self, x, t, cos, sin, cache=None):
-        """(n, C) -> (n, C), and this rank's part of the router loss, (), None without experts."""
+        """(n, C) -> (n, C), and this rank's part of the router loss: () or, without experts,
+        None."""
         if self.moe is None:
             return self.recomputed_call(self.dense_block, x, t, cos, sin, cache), None
         x, normed = self.recomputed_call(self.attention_half, x, t, cos, sin, cache)
@@ -309,7 +312,7 @@ class Block(nn.Module):
         y, router_loss = self.moe(normed, call)
         return x + F.dropout(y, self.dropout, self.training), router_loss
 
-    def attention_half(self, x, t, cos, sin, cache):  # (n, C) -> (n, C), the same normed
+    def attention_half(self, x, t, cos, sin, cache):  # (n, C) -> (n, C), and the same normed
         y = self.attn(self.norm1(x), t, cos, sin, cache)
         x = x + F.dropout(y, self.dropout, self.training)
         return x, self.norm2(x)
@@ -319,8 +322,8 @@ class Block(nn.Module):
         return x + F.dropout(self.mlp(normed), self.dropout, self.training)
 
     def recomputed_call(self, f, *args):
-        """Return f(*args). Under --recompute autograd keeps only the arguments (and, if selective,
-        what KEPT names), and backward runs f again."""
+        """Return f(*args). Under --recompute, autograd keeps only the arguments (with selective
+        also the results of the functions in KEPT), and backward runs f again."""
         if self.recompute_mode == "none" or not self.training:
             return f(*args)
         options = {"use_reentrant": False, "preserve_rng_state": self.dropout > 0}
@@ -362,8 +365,9 @@ class MaskedHead(nn.Module):
         """Return the rows of the masked tokens, the only ones with a target, and their targets.
 
         x (B*t, C), targets (B, t) -> (B*masked, C), (B*masked,). n_masked tokens of each sequence
-        are masked, so shapes are static: the host waits for nothing, and a CUDA graph can hold it.
-        One rank of cp may hold them all. Where a rank holds fewer, rows with target IGNORE follow.
+        are masked, so shapes are static. The host need not wait, and a CUDA graph can record this
+        function. One cp rank may hold all masked tokens of a sequence. Where a rank holds fewer,
+        rows with target IGNORE fill the rest.
         """
         B, t = targets.shape
         count = B * min(n_masked(t * cp.size), t)
@@ -376,9 +380,9 @@ class MaskedHead(nn.Module):
 # The model
 
 class GPT(nn.Module):
-    """This rank's part of the model: the blocks of its stages, and of each layer the 1/tp share.
+    """This rank's part of the model: the blocks of its stages, and 1/tp of each layer.
 
-    layers: a pair (first, end) of block numbers for each chunk that this rank has; None is all
+    layers: a pair (first, end) of block numbers for each chunk that this rank has, or None for all
     blocks. dispatcher(cfg, mesh) makes the token dispatcher of each expert layer.
     """
 
@@ -391,14 +395,14 @@ class GPT(nn.Module):
         self.is_first = self.chunks[0][0] == 0
         self.is_last = self.chunks[-1][1] == cfg.n_layer
         self.rope = None  # cos and sin of all positions, once they are needed
-        self.data_parallel = None  # ddp.DataParallel sets itself: it knows which weights have come
+        self.data_parallel = None  # set by ddp.DataParallel, which knows which weights have come
 
         C = cfg.n_embd
         V = pad_vocab(vocab_size)
         self.wte = self.wpe = self.norm = self.head = self.mlm = None
         if self.is_first or (cfg.tied and self.is_last):
             # A tied head is the embedding. Where the last stage is not the first one, it keeps a
-            # copy, and the gradients of both are summed.
+            # copy of the embedding, and the gradients of the two copies are summed.
             two_copies = cfg.tied and self.is_first != self.is_last
             self.wte = Weight((V, C), mesh, tp_dim=0, used=vocab_size, tied=two_copies)
         if self.is_first and cfg.pos == "learned":
@@ -413,17 +417,17 @@ class GPT(nn.Module):
             self.mlm = MaskedHead(cfg, mesh, V, vocab_size) if cfg.objective == "mlm" else None
 
     def provide_weights(self, module, x=None):
-        """Wait for the newest weights of a module, before they are read. x: the module's input."""
+        """Wait for the newest weights of a module before it reads them. x: the module's input."""
         if self.data_parallel is not None:
             self.data_parallel.provide_weights(module, x)
 
     def forward(self, tokens, targets=None, hidden=None, cache=None, chunk=0):
-        """Return the output of one of this rank's chunks of blocks, and their router loss.
+        """Return the output of one of this rank's chunks of blocks, and the chunk's router loss.
 
         tokens (B, t) int64; targets (B, t); hidden (n, C): the output of the stage before; cache: a
         Cache, for generation; chunk: which of this rank's chunks.
-        The output is hidden (n, C) on every stage except the last. There it is the logits
-        (B*t, local_vocab) or, with targets, the sum of the cross-entropy over them in nats, ().
+        The output is hidden (n, C) on every stage except the last. On the last stage it is the
+        logits (B*t, local_vocab) or, with targets, the sum of their cross-entropy in nats, ().
         The router loss is this rank's part of the sum over the stage's blocks, ().
         """
         t = tokens.size(1)
@@ -443,7 +447,7 @@ class GPT(nn.Module):
         return self._loss_or_logits(x, targets), router_loss
 
     def _positions(self, t, cache, device):
-        """Return an index: where t tokens stand in their sequences."""
+        """Return an index: the positions of t tokens in their sequences."""
         cp = self.mesh.cp
         if cp.size == 1 or cache is not None:  # with a cache each cp rank has whole sequences
             start = 0 if cache is None else cache.length
@@ -451,7 +455,7 @@ class GPT(nn.Module):
         return cp.own_segments(torch.arange(t * cp.size, device=device), 0)
 
     def _rotation(self, positions, device):
-        """Return cos and sin of the positions, (t, D/2) each; without RoPE None, None."""
+        """Return cos and sin of the positions, (t, D/2) each, or (None, None) without RoPE."""
         cfg = self.cfg
         if cfg.pos != "rope":
             return None, None
@@ -506,8 +510,9 @@ def init_weights(model, seed):
     """Fill every parameter, independently of the layout.
 
     The *full* tensor is drawn from a generator seeded by (seed, name). Then this rank keeps its
-    share. Matrices are N(0, 0.02), and the two that write into the residual stream are divided by
-    sqrt(2 L) (GPT-2 paper, section 2.3). Norms are one, biases and padding are zero.
+    share. Matrices are drawn from N(0, 0.02). The two matrices of a block that write into the
+    residual stream are divided by sqrt(2 L) (GPT-2 paper, section 2.3). Norms are one; biases and
+    padding are zero.
     """
     for name, p in model.named_parameters():
         module, kind = name.split(".")[-2:]
@@ -518,7 +523,7 @@ def init_weights(model, seed):
         writes_residual = module in ("wo", "w2") or kind == "w2"
         std = 0.02 / math.sqrt(2 * model.cfg.n_layer) if writes_residual else 0.02
         if p.expert:
-            for i in range(p.size(0)):  # each expert draws for itself: (seed, name, number)
+            for i in range(p.size(0)):  # each expert has its own key: (seed, name, number)
                 key = f"{seed}/{name}/{p.offset[0] + i}"
                 p[i] = normal_from_key(p.shape[1:], std, key, p.device)
             continue

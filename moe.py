@@ -1,11 +1,11 @@
 """Mixture of Experts: the MLP of a block, E times over, of which each token visits K.
 
 A row is a token's vector (C,). It travels as K copies, one to each of its experts; a gate is the
-factor of an expert's result. No two ranks of a stage hold the same rows: dp and cp split sequences,
-tp splits rows. So an expert's matrices need no tp. The ranks of a stage are viewed a second time as
-(edp, ep), and expert i lives on ep rank i // e. So ep adds no ranks: those of one ep group have
-rows of their own. With two ranks and ep 2, dp is 2 and edp is 1. The drawing has four ranks, ep 4,
-four experts, K = 1; a letter is the expert that a row visits:
+factor by which an expert's result is multiplied. No two ranks of a stage hold the same rows: dp and
+cp split sequences, tp splits rows. So an expert's matrices need no tp. The ranks of a stage are
+viewed a second time as (edp, ep), and expert i lives on ep rank i // e. So ep adds no ranks: each
+rank of an ep group has rows of its own. With two ranks and ep 2, dp is 2 and edp is 1. The drawing
+has four ranks, ep 4, four experts, K = 1; a letter is the expert that a row visits:
 
     rank 0   [a a b d]      sort by     [a a|b|.|d]     all_to_all     [aa a . a]   expert a's rows
     rank 1   [c a d d]      expert      [a|.|c|d d]     block j goes   [b . bb .]   expert b's
@@ -36,7 +36,8 @@ from parallel import all_to_all, parameter
 # The layer
 
 class MoE(nn.Module):
-    """The layer in the place of a block's MLP. dispatcher(cfg, mesh) makes its token dispatcher.
+    """The layer that takes the place of a block's MLP. dispatcher(cfg, mesh) makes its token
+    dispatcher.
 
     shared: an MLP that every token visits besides its K experts, or None.
     """
@@ -63,7 +64,7 @@ class MoE(nn.Module):
 
         call(f, *args) returns f(*args). Under --recompute full, backward calls f again.
         """
-        # The routing is never recomputed: rounding could choose other experts.
+        # The routing is never recomputed, because rounding could lead to other experts.
         gates, expert_ids, router_loss = self.route(x)
         plan = self.dispatcher.plan(expert_ids, gates)
         y = call(self.experts, x, gates, plan)
@@ -74,8 +75,8 @@ class MoE(nn.Module):
     def route(self, x):
         """Return the gates (n, K) in x's dtype, the experts' numbers (n, K), the router loss ().
 
-        x (n, C). Scores are in at least fp32. Of equal scores the expert with the lower number is
-        chosen. The router loss is this rank's part of it.
+        x (n, C). Scores are in at least fp32. Among equal scores, the expert with the lower number
+        is chosen. The router loss is this rank's part of the total.
         """
         K = self.K
         logits = self.router(x.to(torch.promote_types(x.dtype, torch.float32)))  # (n, E)
@@ -101,12 +102,13 @@ class MoE(nn.Module):
         """Return this rank's part of aux_coef * balance loss + z_coef * z-loss, ().
 
         The balance loss is E * sum over the experts of f_i * P_i. f_i is the fraction of the
-        micro-batch's K * rows choices that fall on expert i, and P_i the mean probability of expert
-        i over its rows (Switch Transformer, arXiv:2101.03961 eq. 4-6; for K > 1 as Megatron-LM does
-        it). It is 1 when balanced, E/K when all tokens go to the same K experts. The z-loss is the
-        mean of logsumexp(logits)^2 (arXiv:2202.08906 eq. 5). Both count what the router chooses
-        without its bias, before anything is dropped. The parts of the cp x tp ranks add up to the
-        losses of the micro-batch: each rank sums P_i over its own rows.
+        micro-batch's K * rows choices that fall on expert i, and P_i is the mean probability of
+        expert i over the micro-batch's rows (Switch Transformer, arXiv:2101.03961 eq. 4-6; with
+        several choices as in Megatron-LM). The balance loss is 1 when the load is balanced, and E/K
+        when all tokens go to the same K experts. The z-loss is the mean of logsumexp(logits)^2
+        (arXiv:2202.08906 eq. 5). Both losses count what the router chooses without its bias, before
+        any row is dropped. The parts of the cp x tp ranks add up to the losses of the micro-batch,
+        because each rank sums P_i over its own rows.
         """
         n, E = logits.shape
         K = self.K
@@ -140,9 +142,9 @@ class MoE(nn.Module):
     def ffn(self, x, ends):
         """Send each row through its expert: (R, C) -> (R, C). An expert's rows end at ends (e,).
 
-        With a capacity (e, rows, C) -> (e, rows, C), and ends is None.
+        With a capacity: (e, rows, C) -> (e, rows, C), and ends is None.
         """
-        # On a GPU one function does it all. The lines below its call are the reference.
+        # On a GPU one function does all of this. The lines below its call are the reference.
         if self.cfg.mlp == "swiglu" and use_grouped_mm(x, self.w1) and x.numel():
             ends = None if ends is None else ends.to(torch.int32)
             out = self.dispatcher.output_buffer()
@@ -171,7 +173,7 @@ class Router(nn.Module):
 def stable_top_k(scores, K):
     """Return the columns of the K largest scores of each row, the largest first: (n, E) -> (n, K).
 
-    Among equals the lowest column comes first, which torch.topk leaves open.
+    Among equal scores, the lowest column comes first. torch.topk leaves this open.
     """
     rest = scores.detach()
     picked = []
@@ -198,10 +200,10 @@ class Dispatcher:
         plan(expert_ids, gates)  (n, K) each -> who goes where; backward uses the same plan
         dispatch(x, plan)        rows x (n, C) -> (R, C), on their experts' ranks, by expert
         combine(y, gates, plan)  results y (R, C) -> (n, C), at home: the sum of gate * result
-    Capacity has (e, rows, C) in the place of (R, C).
+    Capacity has (e, rows, C) instead of (R, C).
 
-    A row has K copies, one for each expert that it visits. perm and inv_perm of a plan say which
-    copy stands in which slot and back: see ops/permute.py.
+    A row has K copies, one for each expert that it visits. A plan's perm says which copy stands in
+    each slot, and its inv_perm in which slot each copy stands: see ops/permute.py.
     """
 
     def __init__(self, cfg, mesh):
@@ -210,7 +212,7 @@ class Dispatcher:
         self.E = cfg.n_experts
         self.K = cfg.top_k
         self.e = cfg.n_experts // mesh.ep.size
-        # Of the step so far. They are on the device, so that the host need not wait for it.
+        # Counts of the step so far. They are on the device, so that the host need not wait for it.
         self.n_dropped = torch.zeros((), dtype=torch.float64)  # copies
         self.rows_needed = torch.zeros((), dtype=torch.int64)  # the largest R of a micro-batch
 
@@ -230,7 +232,7 @@ class LocalPlan(NamedTuple):
 
 
 class Local(Dispatcher):
-    """All experts are on this rank: shapes are static, nothing is sent."""
+    """All experts are on this rank: shapes are static, and nothing is sent."""
 
     def plan(self, expert_ids, gates):
         perm, inv_perm, num_tokens_per_expert = sort_by_expert(expert_ids.flatten(), self.E)
@@ -256,7 +258,8 @@ class AllToAllPlan(NamedTuple):
 class AllToAll(Dispatcher):
     """Dropless over ep ranks. The host needs the row counts, so it waits for the GPU in each layer.
 
-    dispatch has three steps. On two ranks, experts a and b on rank 0, c and d on rank 1, K = 1:
+    dispatch has three steps. The drawing has two ranks, experts a and b on rank 0, c and d on rank
+    1, and K = 1:
 
                            Permute:      all_to_all:     Permute:
                            by expert     by sender       by expert
@@ -300,14 +303,15 @@ class AllToAll(Dispatcher):
 class CapacityPlan(NamedTuple):
     perm: torch.Tensor      # (E*capacity,) the copy in each slot, N where the slot is empty
     inv_perm: torch.Tensor  # (N,) the slot of each copy, E*capacity where the copy was dropped
-    ends = None             # of the class, no field: every expert has the same number of rows
+    ends = None             # a class attribute, not a field: all experts have equal row counts
 
 
 class Capacity(Dispatcher):
-    """Each expert takes at most `capacity` copies from this rank. Shapes are static, messages even.
+    """Each expert takes at most `capacity` copies from this rank. Shapes are static, and messages
+    are even.
 
-    The choice is among the rank's own rows, so tp and micro-batch decide which rows are dropped, as
-    in Megatron-LM.
+    Each rank chooses among its own rows. So which rows are dropped depends on tp and the
+    micro-batch, as in Megatron-LM.
     """
     padded = True  # what Permute and Unpermute are told: slots can be empty, and copies dropped
 
@@ -318,8 +322,8 @@ class Capacity(Dispatcher):
     def assign(self, expert_ids, gates):
         """Return perm, inv_perm and the capacity.
 
-        --drop-policy probs keeps the largest gates, position keeps the first rows. Among equals the
-        earlier row is kept.
+        --drop-policy probs keeps the largest gates, position keeps the first rows. Among equal
+        gates, the earlier row is kept.
         """
         expert = expert_ids.flatten()  # (N,)
         capacity = expert_capacity(self.cfg, expert_ids.size(0))
@@ -350,7 +354,7 @@ def expert_capacity(cfg, n):
 
 
 def plain_dispatcher(cfg, mesh):
-    """Return the dispatcher for these flags that needs nothing but collectives."""
+    """Return the dispatcher for these flags that needs only collectives."""
     if cfg.capacity_factor:
         return Capacity(cfg, mesh)
     if mesh.ep.size == 1:
@@ -367,7 +371,7 @@ def moe_layers(model):
 
 
 def reset_stats(model):
-    """A new step begins: nothing has been counted."""
+    """Begin a new step: nothing has been counted yet."""
     for layer in moe_layers(model).values():
         layer.stats.zero_()
         layer.dispatcher.reset_stats()
@@ -375,10 +379,10 @@ def reset_stats(model):
 
 @torch.no_grad()
 def update_router_bias(model, rate, found_inf):
-    """Balance without a loss: raise the bias of experts below the mean load, lower that of others.
+    """Balance without a loss: raise the bias of experts below the mean load, lower others.
 
-    The load is that of the global batch, a step is `rate`. found_inf: () 1.0 where the update was
-    refused; then no bias changes. Collective over the stage.
+    The load is that of the global batch, and a bias changes by `rate`. found_inf: () 1.0 where the
+    update was refused; then no bias changes. Collective over the stage.
     """
     for layer in moe_layers(model).values():
         if layer.router.bias is None:
@@ -393,7 +397,7 @@ def update_router_bias(model, rate, found_inf):
 def expert_stats(model, micro_batches):
     """Return the statistics of the step just done, on every rank: {layer: see layer_stats}.
 
-    micro_batches: of the whole global batch. Collective: each stage fills its layers' rows.
+    micro_batches: those of the whole global batch. Collective: each stage fills its layers' rows.
     """
     E = model.cfg.n_experts
     device = next(model.parameters()).device

@@ -20,7 +20,7 @@ LOSS_SCALE_STEPS = 2000  # The loss scale is doubled after this many steps witho
 def learning_rate(cfg, step):
     """Return the learning rate of an update: linear warmup, then a cosine down to min_lr.
 
-    step: the number of the update about to happen, from 1 on.
+    step: the number of the coming update, counted from 1.
     """
     low = cfg.lr / 10 if cfg.min_lr is None else cfg.min_lr
     last = cfg.decay_steps or cfg.steps
@@ -36,7 +36,7 @@ def learning_rate(cfg, step):
 # The update
 
 class StepStats(NamedTuple):
-    """What one step is judged by, summed over the world: () fp64 each, on the device."""
+    """The numbers that judge a step, summed over the world: () fp64 each, on the device."""
     loss: torch.Tensor        # mean cross-entropy in nats per token of the global batch
     grad_norm: torch.Tensor   # of the whole model's gradient, before clipping
     num_zeros: torch.Tensor   # gradients that are zero; 0 unless full statistics are asked for
@@ -52,7 +52,7 @@ class AdamW:
     moments = "exp_avg", "exp_avg_sq"
 
     def __init__(self, params, decays, betas, eps=1e-8, *, one_step_count=False):
-        """Make the state. decays: of each parameter. one_step_count: all share one tensor."""
+        """Make the state. decays: one per parameter. one_step_count: all share one tensor."""
         self.params = params
         self.decays = decays
         self.betas = betas
@@ -65,7 +65,7 @@ class AdamW:
             self.state[p] = {"step": count}
             for moment in self.moments:
                 self.state[p][moment] = torch.zeros_like(p)
-        self.groups = {}  # weight decay: the positions in params of those that have it
+        self.groups = {}  # weight decay: indices of the parameters that have it
         for i, decay in enumerate(decays):
             self.groups.setdefault(decay, []).append(i)
 
@@ -83,7 +83,7 @@ class AdamW:
             params = [self.params[i] for i in group]
             group_grads = [grads[i].to(self.params[i].dtype) for i in group]
             step_counts = self.of_group(group, "step")
-            torch._foreach_add_(step_counts, 1)  # The kernel wants the new count.
+            torch._foreach_add_(step_counts, 1)  # The kernel expects the new count.
             torch._fused_adamw_(
                 params, group_grads, self.of_group(group, "exp_avg"),
                 self.of_group(group, "exp_avg_sq"), [], step_counts,
@@ -116,7 +116,7 @@ class Optimizer:
         # The Triton kernel reads each number once and writes the model's weights too: it moves 30
         # bytes per weight. The fused kernel of torch moves 38: it also writes the scaled gradients
         # back, and rounding is a second pass. So on a GPU the formula of the update is in
-        # ops/kernels.py, adamw. If you change AdamW.step, change the kernel too, or set this False.
+        # ops/kernels.py, adamw. If you change AdamW.step, change the kernel, or set this to False.
         self.use_triton = backend.use_triton(self.masters[0])
         decays = [cfg.weight_decay if bucket.decayed else 0.0 for bucket in data_parallel.buckets]
         self.adam = AdamW(self.masters, decays, (cfg.beta1, cfg.beta2),
@@ -158,7 +158,7 @@ class Optimizer:
         """Set the masters after the model's weights were overwritten, equally on all replicas.
 
         If rounding a master gives its weight, the master is kept, with the low bits of the first
-        replica. Otherwise it takes the weight's value. Collective.
+        replica. Otherwise the master takes the weight's value. Collective.
         """
         for master, bucket in zip(self.masters, self.data_parallel.buckets, strict=True):
             if bucket.n_slices < bucket.axis.size and master.dtype != bucket.own.dtype:
@@ -170,8 +170,8 @@ class Optimizer:
     def masters_to_model(self):
         """Round the masters into the model's weights, here and, under ZeRO, on the other ranks.
 
-        Buckets are in backward's order. The first layers go first: the next forward needs them
-        first.
+        Buckets are in backward's order. This function starts with the first layers, because the
+        next forward needs them first.
         """
         pairs = list(zip(self.masters, self.data_parallel.buckets, strict=True))
         for master, bucket in reversed(pairs):
@@ -185,8 +185,8 @@ class Optimizer:
     def stats(self, loss, full=True):
         """Return the StepStats. loss: () this rank's part of the mean.
 
-        num_zeros and param_norm are computed only if full. One all-reduce of four numbers serves
-        all: the slices partition the model, and a slice that k ranks hold counts 1/k on each.
+        num_zeros and param_norm are computed only if full. One all-reduce of four numbers is
+        enough: the slices partition the model, and a slice that k ranks hold counts 1/k on each.
         """
         # On a CPU the fp32 norm of torch is a plain sum, 5e-5 off for a million elements.
         dtype = torch.float64 if loss.device.type == "cpu" else self.masters[0].dtype
@@ -227,7 +227,7 @@ class Optimizer:
     def step(self, lr, grad_norm):
         """Do one update. Return found_inf, () fp32: 1.0 where the step was not taken.
 
-        A norm that is not finite changes nothing: neither weights nor moments nor Adam's step
+        If the norm is not finite, nothing changes: neither weights nor moments nor Adam's step
         count. The host does not wait for the device.
         """
         for function in self.on_grads_ready:
@@ -237,7 +237,7 @@ class Optimizer:
             self.snapshot_done = None
         found_inf = (~torch.isfinite(grad_norm)).to(torch.float32)
         grad_scale = self.divisor(grad_norm)
-        if self.masters[0].dtype == torch.float64:  # torch's kernel takes an fp32 divisor only.
+        if self.masters[0].dtype == torch.float64:  # torch's kernel takes only an fp32 divisor.
             self.divide_gradients(grad_scale, found_inf)
             grad_scale = torch.ones_like(grad_scale)
         grad_scale = grad_scale.to(torch.float32)
@@ -263,9 +263,9 @@ class Optimizer:
         return grad_scale if self.loss_scale is None else grad_scale * self.loss_scale
 
     def divide_gradients(self, grad_scale, found_inf):
-        """Divide the gradients, by 1 if the step is refused.
+        """Divide the gradients by grad_scale, or by 1 if the step is refused.
 
-        Padding is never written again: a NaN there would stay.
+        Padding is never written again, so a NaN there would stay.
         """
         divisor = torch.where(found_inf > 0, 1.0, grad_scale)
         for grad in self.grads:

@@ -7,11 +7,11 @@ r"""The ranks as a mesh; tensor, sequence, context and expert parallelism by han
     all_to_all                  expert parallelism
 
 The one rule: the loss is divided once, by the number of tokens of the whole global batch. Every
-gradient reduction is then a plain SUM over the ranks that hold the same parameter. No averages, no
-second division. ddp.py does these sums.
+gradient reduction is then a plain SUM over the ranks that hold the same parameter. There are no
+averages and no second division. ddp.py does these sums.
 
-Collectives are methods of Axis; pipeline.py sends to neighbours, fast/ copies between GPUs. Calls
-say what moves, over which axis, how much:
+Collectives are methods of Axis; pipeline.py sends to neighbours, and fast/ copies between GPUs. A
+comment at each call says what moves, over which axis, and how much. To list the calls:
     grep -nE "\b(axis|[cetp]p|world|stage)\.[a-z_]+\(|_(rows|all)\(|isend" *.py
 """
 from collections import Counter
@@ -42,16 +42,16 @@ class CompletedWork:
 class Axis:
     """The ranks that differ from this one along one axis of the mesh only, and their collectives.
 
-    Over one rank a collective is the identity; start_reduce_scatter and start_all_gather need more
-    than one. Before it starts, each collective notifies the watchdog and adds its bytes to `sent`,
-    counted as the ring algorithms send them (Thakur et al. 2005, section 4).
+    Over one rank, a collective is the identity. Only start_reduce_scatter and start_all_gather need
+    more than one rank. Before it starts, each collective notifies the watchdog and adds its bytes
+    to `sent`, counted as the ring algorithms send them (Thakur et al. 2005, section 4).
     """
     name: str
     rank: int = 0
     size: int = 1
     group: Any = None  # None where size is 1
     ranks: tuple[int, ...] = (0,)
-    calls: Any = None  # runtime.launch.CollectiveLog of this rank: what the watchdog reads
+    calls: Any = None  # this rank's runtime.launch.CollectiveLog, which the watchdog reads
     sent: Counter = field(default_factory=Counter, compare=False)
 
     def record(self, kind, tensor=None, nbytes=0.0):
@@ -108,7 +108,7 @@ class Axis:
         return out
 
     def broadcast(self, x, source=0):
-        """Replace every rank's x by that of rank number `source`, in place, and return it."""
+        """Replace every rank's x by the x of rank number `source`, in place, and return it."""
         if self.size > 1:
             nbytes = x.numel() * x.element_size()
             self.record("broadcast", x, nbytes if self.rank == source else 0)
@@ -132,10 +132,10 @@ class Axis:
         return box[0]
 
     def own_segments(self, x, dim):
-        """Return this rank's two of 2*size equal segments of x along dim, joined.
+        """Cut x along dim into 2*size equal segments, and return this rank's two, joined.
 
         Rank i has the i-th segment from the front and the i-th from the back. In causal attention
-        the two together see the same number of keys on every rank, so the work is balanced.
+        these two together see the same number of keys on every rank, so the work is balanced.
         """
         if self.size == 1:
             return x
@@ -148,18 +148,18 @@ class Axis:
         return bool(self.all_reduce(flags, MAX))  # MAX of one integer, on the host (gloo)
 
     def start_all_reduce(self, x):
-        """Return a handle. After its wait() x is the sum over the ranks."""
+        """Return a handle. After its wait(), x is the sum over the ranks."""
         if self.size == 1:
             return CompletedWork()
         return self._all_reduce(x, dist.ReduceOp.SUM, async_op=True)
 
     def start_reduce_scatter(self, out, x):
-        """Return a handle. After wait() out (n,) is this rank's slice of the sum of x (n*size,)."""
+        """Return a handle. After wait(), out (n,) is this rank's slice of x's sum (n*size,)."""
         self.record("reduce-scatter", x, self.ring_bytes(x))
         return reduce_scatter_single(out, x, group=self.group, async_op=True)
 
     def start_all_gather(self, out, x):
-        """Return a handle. After wait() out (n*size,) holds the x (n,) of all ranks, in order."""
+        """Return a handle. After wait(), out (n*size,) holds the x (n,) of all ranks, in order."""
         self.record("all-gather", out, self.ring_bytes(out))
         return all_gather_single(out, x, group=self.group, async_op=True)
 
@@ -182,8 +182,8 @@ class Mesh:
 def ranks_of_axes(pp, dp, cp, tp, ep):
     """Return a table (groups, ranks in a group) for each axis: {name: table}.
 
-    The order of the ranks, slowest first, is pp, dp, cp, tp. The experts see the same ranks of a
-    stage as (edp, ep).
+    The order of the ranks, slowest first, is pp, dp, cp, tp. For the experts, the same ranks of a
+    stage are ordered as (edp, ep).
     """
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     expert_grid = grid.view(pp, -1, ep)  # (pp, edp, ep)
@@ -206,14 +206,14 @@ def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, groups=True):
     """Return this rank's Mesh. world: its rank, the number of ranks, and its log of collectives.
 
     groups=False makes no process groups, for plans. ValueError: the sizes do not fit
-    (config.check_ranks).
+    (interface.layout.check_ranks).
     """
     dp = check_ranks(world.size, tp, pp, ep, n_experts, cp)
     made = {}  # (is pp, ranks): process group
     axes = {"tied": Axis("tied")}  # Stages between the first and the last have no tied embedding.
-    # Every rank creates every group, in the same order. Axes of the same ranks share a group,
-    # except pp: NCCL matches the calls on a communicator by their order, and the stages mix sends
-    # and sums in different orders.
+    # Every rank creates every group, in the same order. Axes with the same ranks share a group, but
+    # pp has groups of its own: NCCL matches the calls on a communicator by their order, and the
+    # stages mix sends and sums in different orders.
     for name, table in ranks_of_axes(pp, dp, cp, tp, ep).items():
         for ranks in map(tuple, table.tolist()):
             key = (name == "pp", ranks)
@@ -227,25 +227,25 @@ def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, groups=True):
 
 
 # -----------------------------------------------------------------------------
-# Parameters: which share of the full tensor is mine, and over which ranks its gradient is summed
+# Parameters: which share of the full tensor a rank holds, and which ranks sum its gradient
 
 def reduction_group(mesh, tp_dim, expert=False, tied=False):
     """Return the name of the axis over which a parameter's gradient is summed: the one rule.
 
-    A gradient is summed over all ranks that hold the same numbers, because each of them saw other
-    tokens. tp_dim: the dimension that is cut over tp, or None.
+    A gradient is summed over all ranks that hold the same numbers, because each of these ranks saw
+    different tokens. tp_dim: the dimension that is cut over tp, or None.
     """
-    # The first and the last stage hold a copy of a tied embedding each; both see all tokens.
+    # The first and the last stage each hold a copy of a tied embedding. Both stages see all tokens.
     if tied:
         return "tied"
-    # Ranks with the same experts. The tokens of all ranks of ep have already come to each of them.
+    # The ranks with the same experts. Each of them has already received tokens from all ep ranks.
     if expert:
         return "edp"
-    # The whole stage holds a tensor that is not cut. Under sequence parallelism its tp ranks, too,
-    # see different tokens.
+    # The whole stage holds a tensor that is not cut. Under sequence parallelism, its tp ranks see
+    # different tokens, too.
     if tp_dim is None:
         return "stage"
-    # Ranks with the same share of a tensor that is cut over tp: the replicas, and the ranks of cp,
+    # The ranks with the same share of a tensor that is cut over tp: the replicas, and the cp ranks,
     # which see other tokens of the same sequences.
     return "dp" if mesh.cp.size == 1 else "dpcp"
 
@@ -254,7 +254,8 @@ def parameter(shape, mesh, tp_dim=None, expert=False, *, used=None, tied=False):
     """Return an empty nn.Parameter: this rank's share of a tensor of `shape`.
 
     The tensor is cut along tp_dim over tp or, if it belongs to experts, along dim 0 over ep.
-    used: the rows of dim 0 that are not padding of the vocabulary. tied: another stage has a copy.
+    used: the number of rows of dim 0 that are not padding of the vocabulary. tied: whether another
+    stage has a copy.
     """
     dim = 0 if expert else tp_dim
     local = list(shape)
@@ -323,11 +324,11 @@ def scatter_rows(x, axis):
 
 
 def gather_segments(x, axis):
-    """(t, ...) of each rank, its two segments of a sequence -> (T, ...) on all, in their order."""
+    """(t, ...) on each rank, its two segments of a sequence -> (T, ...) on all, in order."""
     # t positions from each rank to all, over cp
     segments = gather_rows(x, axis).chunk(2 * axis.size)
     # Each rank sent one segment from the front of the sequence and one from its back. The front
-    # ones are in order; the back ones are read in reverse.
+    # segments arrive in order. The back segments arrive in reverse and are read backwards.
     return torch.cat(segments[0::2] + segments[::-2])
 
 
@@ -341,7 +342,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # The gradients of the blocks go back where the blocks came from, over ep.
+        # The gradients of the blocks go back to where the blocks came from, over ep.
         return ctx.axis.all_to_all(grad, ctx.receive, ctx.send), None, None, None
 
 

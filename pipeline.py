@@ -11,9 +11,10 @@ the forward and the backward of micro-batch i:
 Stage 0 warms up with three forwards. Then, in the steady phase, forward and backward take turns; B3
 to B5 are its cool-down. F and B are drawn equally wide, though B takes about twice as long.
 
-A stage keeps the activations of at most (stages - stage) micro-batches, whatever their number.
-Interleaved (section 2.2 there, --pp-chunks v): each of p ranks holds v of p * v smaller stages.
-Then ranks idle for (p - 1) / (v m) of the work of m micro-batches, and send v times the messages.
+A stage keeps the activations of at most (stages - stage) micro-batches, however many there are. In
+the interleaved schedule (section 2.2 of that paper, --pp-chunks v), each of p ranks holds v of the
+pv smaller stages. Then a rank idles for (p - 1) / (v m) of the time that m micro-batches take to
+compute, and it sends v times as many messages.
 
     forward_backward  all micro-batches of a step: one_stage, or several_stages with a Ring
     schedule          the order in which one rank does its forwards and backwards
@@ -42,18 +43,18 @@ def forward_backward(model, data_parallel, batches, tokens, loss_scale=None,
                      before_forward=nothing):
     """Do all micro-batches of one step, and return this rank's part of the mean loss.
 
-    batches: [(x, y)], each (B, T) int64. tokens: the trained ones of the whole global batch, an int
-    or a () tensor; the cross-entropy is divided by it, and by nothing else. loss_scale: () tensor,
-    for fp16 only; backward starts with it in the place of 1. before_forward(i, chunk) is called
-    before each forward; it seeds dropout. The loss, () in at least fp32, is the same on all tp
-    ranks, and zero on all stages except the last.
+    batches: [(x, y)], each (B, T) int64. tokens: the number of trained tokens in the whole global
+    batch, an int or a () tensor; the cross-entropy is divided by this number, and by nothing else.
+    loss_scale: a () tensor, for fp16 only; backward starts from it instead of from 1.
+    before_forward(i, chunk) is called before each forward; it seeds dropout. The loss, () in at
+    least fp32, is the same on all tp ranks, and zero on all stages except the last.
     """
     run = one_stage if model.mesh.pp.size == 1 else several_stages
     return run(model, data_parallel, batches, tokens, loss_scale, before_forward)
 
 
 def one_stage(model, data_parallel, batches, tokens, loss_scale, before_forward):
-    """Do the forward and backward of one micro-batch after the other."""
+    """Do the forward and the backward of each micro-batch in turn."""
     mean_loss = zero_loss(model)
     for i, (x, y) in enumerate(batches):
         before_forward(i, 0)
@@ -61,8 +62,8 @@ def one_stage(model, data_parallel, batches, tokens, loss_scale, before_forward)
             loss, router_loss = model(x, y)  # The loss is a sum over this rank's tokens.
         loss = loss / tokens  # the one division
         mean_loss = mean_loss + loss.detach()
-        # The router's loss is a mean over a micro-batch; the step's is the mean of these.
-        # It is 0 without experts.
+        # The router loss is a mean over a micro-batch, and a step's is the mean of these means.
+        # Without experts it is 0.
         loss = loss + router_loss / (len(batches) * model.mesh.dp.size)
         # In the last micro-batch, the sum of a bucket starts as soon as its gradients are complete.
         data_parallel.announce_backward(is_last_microbatch=i == len(batches) - 1)
@@ -72,13 +73,13 @@ def one_stage(model, data_parallel, batches, tokens, loss_scale, before_forward)
 
 
 def several_stages(model, data_parallel, batches, tokens, loss_scale, before_forward):
-    """Do the same over several stages: a Ring calls forward and backward in order."""
+    """Do all micro-batches over several stages: a Ring calls forward and backward in order."""
     mean_loss = zero_loss(model)
-    awaiting_backward = {}  # (micro-batch, chunk): (input, output, router's loss)
+    awaiting_backward = {}  # (micro-batch, chunk): (input, output, router loss)
     backwards_done = [0] * len(model.chunks)
 
     def forward(i, chunk, hidden):
-        """Return what the next stage gets. hidden: from the stage before, None on the first."""
+        """Return the next stage's input. hidden: the previous stage's output; None on the first."""
         before_forward(i, chunk)
         if hidden is not None:
             hidden.requires_grad_()
@@ -92,7 +93,7 @@ def several_stages(model, data_parallel, batches, tokens, loss_scale, before_for
         return out.detach()
 
     def backward(i, chunk, grad):
-        """Return the gradient of the input. grad: of the output, None on the last stage."""
+        """Return the input's gradient. grad: the output's gradient; None on the last stage."""
         hidden, out, router_loss = awaiting_backward.pop((i, chunk))
         backwards_done[chunk] += 1
         # Only a chunk's last backward completes the sums of its gradients.
@@ -133,7 +134,7 @@ def zero_loss(model):
 
 
 def is_last(model, chunk):
-    """Whether this chunk of the rank's is the last stage, which has the head."""
+    """Whether this chunk of the rank is the last stage, which has the head."""
     return model.chunks[chunk][1] == model.cfg.n_layer
 
 
@@ -147,7 +148,7 @@ def dropout_seeds(cfg, mesh, step, n_micro_batches, chunk=0):
         return []
     first = mesh.dp.rank * n_micro_batches
     stage = chunk * mesh.pp.size + mesh.pp.rank
-    part = mesh.cp.rank * mesh.tp.size + mesh.tp.rank  # of a micro-batch's tokens
+    part = mesh.cp.rank * mesh.tp.size + mesh.tp.rank  # which of a micro-batch's tokens
     seeds = []
     for micro_batch in range(first, first + n_micro_batches):
         text = f"{cfg.seed}/{step}/{micro_batch}/{stage}/{part}"
@@ -161,7 +162,7 @@ def dropout_seeds(cfg, mesh, step, n_micro_batches, chunk=0):
 def rank_layers(cfg, pp):
     """Return the blocks of this rank's stages, [(first, last + 1)].
 
-    They are the stages rank, rank + pp, rank + 2 pp, ...
+    A rank holds the stages rank, rank + pp, rank + 2 pp, ...
     """
     return stage_layers(cfg, pp.size * cfg.pp_chunks)[pp.rank::pp.size]
 
@@ -202,8 +203,8 @@ def schedule(rank, ranks, chunks, micro_batches, backward=True):
     if not backward:
         return existing(forwards, micro_batches)
     # Warm-up: one forward for each rank behind this one. With several chunks, the first group goes
-    # through all chunks but the last, and there are two forwards for each rank behind, so that no
-    # rank waits for a message in flight.
+    # through all chunks except the last, and each rank behind this one counts for two forwards, so
+    # that no rank waits for a message in flight.
     per_rank = 1 if chunks == 1 else 2
     warmup = (chunks - 1) * ranks + (ranks - 1 - rank) * per_rank
     warmup = min(warmup, len(forwards))
@@ -235,7 +236,7 @@ def timetable(ranks, chunks, micro_batches, backward=True):
     table = {}
 
     def input_time(rank, op):
-        """Return when an Op's input is there; None if its sender has not come to it yet."""
+        """Return the time when an Op's input is there, or None if it has not been sent yet."""
         source = op.chunk * ranks + rank - op.direction  # the stage that sends it
         if not 0 <= source < ranks * chunks:
             return 0
@@ -262,7 +263,7 @@ class Message(NamedTuple):
     """What a rank sends when an Op of its own has ended."""
     sender: int
     receiver: int
-    op: Op  # the receiver's, which waits for it
+    op: Op  # the receiver's Op, which waits for the message
 
 
 def messages_between(now, chunks):
@@ -282,12 +283,12 @@ def messages_between(now, chunks):
 class Exchange:
     """Messages of one rank that were started together.
 
-    With two ranks, the previous and the next one are the same peer, and only the order of the
-    messages tells them apart. So all that was just made is sent and received in one batch.
+    With two ranks, the previous rank and the next rank are the same peer, and only the order of the
+    messages tells them apart. So all messages of one time are sent and received in one batch.
     """
 
     def __init__(self, operations):
-        self.operations = operations  # They keep the tensors alive until all have arrived.
+        self.operations = operations  # These keep the tensors alive until all have arrived.
         self.works = dist.batch_isend_irecv(operations)
         self.arrived = False
 
@@ -300,14 +301,15 @@ class Exchange:
 
 
 class Ring:
-    """Walks a timetable on this rank: does its Ops, sends what they make, receives what they need.
+    """Walks a timetable on this rank: does its Ops, sends their results, receives their inputs.
 
-    A message is an activation (n, C) or its gradient. Exchanges are waited for in order. So a rank
-    only waits until others reach a time that it has passed itself: no circle of waits can arise.
+    A message is an activation (n, C) or its gradient. A rank waits for its Exchanges in order. So
+    it waits only until others reach a time that it has itself passed, and no cycle of waits can
+    arise.
     """
 
     def __init__(self, model, tokens, timers=untimed):
-        """Prepare for micro-batches of this many tokens on a rank of cp, B*t."""
+        """Prepare for micro-batches. tokens: of one micro-batch on a cp rank, B*t."""
         self.axis = model.mesh.pp
         self.chunks = len(model.chunks)
         self.timers = timers
@@ -319,8 +321,8 @@ class Ring:
     def walk(self, micro_batches, forward, backward=None):
         """Do this rank's part of the timetable.
 
-        forward(i, chunk, received) and backward(i, chunk, received) return what is sent on;
-        received is None where nothing comes.
+        forward(i, chunk, received) and backward(i, chunk, received) return what is sent on.
+        received is None where no message comes.
         """
         table = timetable(self.axis.size, self.chunks, micro_batches, backward is not None)
         for now in table.values():
@@ -335,7 +337,7 @@ class Ring:
         self.wait_for_oldest(may_remain=0)
 
     def receive(self, op):
-        """Return what has come for an Op, None if nothing comes."""
+        """Return the tensor that came for an Op, or None if no message comes."""
         if op not in self.inbox:
             return None
         received, exchange = self.inbox.pop(op)

@@ -84,7 +84,7 @@ def check_gpus(cfg, gpus):
 def _groups_of_stages(cfg, gpus):
     """Return lists of pipeline stages: the stages of one list hold equal parts of the model.
 
-    Such stages differ only in their position. The first has the most micro-batches in flight, so it
+    Such stages differ only in their position. The first of them has the most micro-batches in flight, so it
     stands for all.
     """
     groups = {}
@@ -97,8 +97,8 @@ def _groups_of_stages(cfg, gpus):
 def estimate(cfg, gpus, gpu, vocab):
     """Return {name: plain numbers} of one layout: memory of the fullest stage, time of the slowest.
 
-    cfg: with a global batch. gpus: their number. gpu: their kind, a name in cost.step_time.GPUS.
-    vocab: symbols, before padding.
+    cfg: a Config with a global batch. gpus: the number of GPUs. gpu: their kind, a name in
+    cost.step_time.GPUS. vocab: the number of symbols, before padding.
     """
     chip = GPUS[gpu]
     groups = _groups_of_stages(cfg, gpus)
@@ -141,7 +141,7 @@ def estimate(cfg, gpus, gpu, vocab):
 
 
 def _largest_traffic(sent):
-    """Return {axis name: MB of the stage that sends most}. sent: {axis name: bytes} of each stage."""
+    """Return {axis name: MB of the stage that sends the most}. sent: {axis name: bytes} of each stage."""
     axes = sorted(set().union(*sent))
     return {axis: max(stage.get(axis, 0) for stage in sent) / 1e6 for axis in axes}
 
@@ -204,10 +204,10 @@ def warnings(cfg, plan, gpu, vocab):
 
 
 def vocabulary(cfg):
-    """Return the number of symbols that train.py would take: the flag's, or else the data's.
+    """Return the number of symbols that train.py would use: that of the flag, or else that of the data.
 
-    Synthetic data has 256. If there is no data, it is GPT-2's vocabulary. A masked language model adds
-    [MASK] to the symbols of the data.
+    Synthetic data has 256 symbols. If there is no data, the number is that of GPT-2's vocabulary. A masked
+    language model adds [MASK] to the symbols of the data.
     """
     if cfg.vocab_size:
         return cfg.vocab_size
@@ -223,7 +223,7 @@ def vocabulary(cfg):
 # -----------------------------------------------------------------------------
 # 2) Many layouts
 
-SHORTEST_SHARE = 2048  # positions per rank below which the search cuts no sequence: cp is for long ones
+SHORTEST_SHARE = 2048  # positions per rank: the search does not cut a sequence into shorter shares
 
 
 def divisors(n):
@@ -234,7 +234,8 @@ def divisors(n):
 def layouts(cfg, gpus, gpu):
     """Yield cfg with each layout that train.py accepts on `gpus` GPUs, all with one global batch.
 
-    cp is cfg's if that is above 1, else any that leaves a rank SHORTEST_SHARE positions of a sequence.
+    cp is that of cfg if it is above 1, or else any size that leaves each rank at least SHORTEST_SHARE
+    positions of a sequence.
     """
     batch = cfg.global_batch or cfg.micro_batch * gpus
     sizes = divisors(gpus)
@@ -275,7 +276,7 @@ def _micro_batch_sizes(batch, dp):
 
 
 def _chunk_counts(cfg, pp):
-    """Return the numbers of chunks that a rank of the pipeline may hold."""
+    """Return the possible numbers of chunks on a rank of the pipeline."""
     if pp > 1 and 2 * pp <= cfg.n_layer:
         return [1, 2]
     return [1]
@@ -290,8 +291,8 @@ def search(cfg, gpus, gpu, vocab):
 def scaling(cfg, counts, gpu, vocab):
     """Return the plans of one layout on each number of GPUs, with the same work per GPU; dp grows.
 
-    ep is the largest divisor of cfg's that divides the ranks of a stage. In a model with experts the
-    plan of the fastest ep follows, if that is a different one.
+    ep is the largest divisor of cfg's ep that divides the ranks of a stage. In a model with experts, the plan
+    with the fastest ep follows, if that ep is different.
     """
     found = []
     for gpus in counts:
@@ -326,7 +327,7 @@ def print_table(title, rows):
 
 
 def draw_schedule(ranks, chunks, num_micro_batches, width=100):
-    """Return a line per pipeline rank: what it does when, from left to right.
+    """Return one line per pipeline rank, which shows what the rank does when, from left to right.
 
     F0 and B0 are the forward and the backward of micro-batch 0. With several chunks F0a is its forward
     through chunk a. A backward takes twice as long as a forward.
@@ -363,7 +364,7 @@ def print_schedule(cfg, num_micro_batches):
 
 
 def print_plan(cfg, plan):
-    """Print one layout as tables. plan: estimate's, with warnings' and training_cost's entries."""
+    """Print one layout as tables. plan: of estimate(), with the entries of warnings() and training_cost()."""
     flags = ", ".join(f"{name} {value}" for name, value in plan["layout"].items() if name != "gpus")
     title = f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {flags}"
     print(textwrap.fill(title, 100, subsequent_indent="    "))
@@ -396,7 +397,7 @@ def print_plan(cfg, plan):
 
 
 def print_search(cfg, plans):
-    """Print a table of search's plans."""
+    """Print a table of the plans of search()."""
     first = "; the first 20" if len(plans) > 20 else ""
     print(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {len(plans)} layouts fit{first}")
     columns = {"dp": "dp", "cp": "cp", "tp": "tp", "pp": "pp", "pp_chunks": "chunks", "ep": "ep",
@@ -411,7 +412,7 @@ def print_search(cfg, plans):
 
 
 def print_scaling(cfg, plans):
-    """Print a table of scaling's plans."""
+    """Print a table of the plans of scaling()."""
     print(f"{cfg.preset}, zero {cfg.zero}, micro-batches of {cfg.micro_batch}: "
           f"predicted for {cfg.gpu}, nodes of {GPUS[cfg.gpu].node}")
     rows = [("GPUs", "dp", "ep", "GiB", "ms", "of it exposed sums", "ms/sample", "tok/s/GPU", "efficiency")]
@@ -466,7 +467,7 @@ def arguments(argv):
 
 
 def warn_of_uncounted(cfg):
-    """Print a line on stderr if a flag changes the model in a way that cost/ does not know of."""
+    """Print a line on stderr if a flag changes the model in a way that cost/ does not know."""
     uncounted = flags_beyond((*COUNTED, *COSTS_NOTHING), cfg)
     if uncounted:
         print(f"nanoshard: warning: plan.py does not count what {as_typed(uncounted)} costs; count it in "

@@ -28,7 +28,7 @@ from interface.files import folded, read_holder, sound_rows
 from interface.schema import load_json
 from runtime.log import best_effort
 
-AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file of each, in OUT
+AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file for each, in OUT
 NO_PLOTEXT = "plotext is not installed: no plots (pip install 'plotext<6')"
 LETTERS = string.ascii_lowercase  # marks of several runs, without colours
 THIN_LINE = "\u28c0"  # in the legend: a piece of plotext's finest line
@@ -57,7 +57,7 @@ class Flags:
 def points(rows, metric, steps=()):
     """Return [(step, value)] of the rows that have a finite value of the metric.
 
-    rows may be foreign. steps: the first and the last step to take, by default all.
+    rows may come from another program. steps: the first and the last step to take; by default all.
     """
     first, last = steps or (0, 10**15)
     found = []
@@ -70,7 +70,7 @@ def points(rows, metric, steps=()):
 
 
 def is_dots(mark):
-    """Whether a mark is drawn as dots, not as a line: x and capitals are."""
+    """Whether a mark is drawn as dots and not as a line, as x and capitals are."""
     return mark == "x" or mark.isupper()
 
 
@@ -103,9 +103,9 @@ def draw(title, series, size=(90, 24), log=False):
 
 
 def load_bars(layers, width=40):
-    """Return one bar per expert, a line each: its rows over the balanced number.
+    """Return one bar per expert, a line each: the expert's rows over the balanced number.
 
-    A bar and the number beside it are the mean over layers; the heaviest layer stands behind them.
+    A bar and the number beside it are the mean over layers. The layer with the most load follows them.
     layers: {layer: {"load": [a share per expert]}}.
     """
     loads = [layer["load"] for layer in layers.values()]  # L x E
@@ -122,7 +122,7 @@ def load_bars(layers, width=40):
 
 
 def at_end(out, experts, show):
-    """Write the plots that a run leaves: a file of each metric of AT_END, and one of the experts' loads.
+    """Write the plots that a run leaves: a file for each metric of AT_END, and one for the experts' loads.
 
     out: the run's directory, a Path. experts: {layer: {"load": [a share per expert]}}, or None. show
     (--plot): print the plots of loss and loads, too.
@@ -142,7 +142,7 @@ def at_end(out, experts, show):
 
 
 def write_plots(out, rows, show):
-    """Write a file of each metric of AT_END that the rows have. show: print the plot of the loss."""
+    """Write a file for each metric of AT_END that the rows have. show: print the plot of the loss."""
     for name in AT_END:
         series = [(name, "", points(rows, name))]
         if name == "loss":
@@ -155,8 +155,8 @@ def write_plots(out, rows, show):
 
 
 # -----------------------------------------------------------------------------
-# train.py --list writes nothing. A folder that is no run is left out. A run with foreign files is shown
-# as far as they can be read.
+# train.py --list writes nothing. A folder that is not a run is left out. A run with foreign files is shown as
+# far as the files can be read.
 
 ROW = "{:41s} {:>16s} {:>13s} {:>8s} {:>8s} {:>8s}"  # with the flags below it, because both are long
 
@@ -207,7 +207,7 @@ def describe(run):
 def state(run, last, asked):
     """Return a run's state in words.
 
-    last: the last step that it logged. asked: the steps that were asked for.
+    last: the last step that the run logged. asked: the number of steps that were asked for.
     """
     running = in_use(run)
     if running:
@@ -234,7 +234,7 @@ def in_use(run):
 
 
 def last_value(rows, metric):
-    """Return a metric's last finite value as text, "-" if there is none."""
+    """Return a metric's last finite value as text, or "-" if there is none."""
     values = points(rows, metric)
     if not values:
         return "-"
@@ -243,7 +243,7 @@ def last_value(rows, metric):
 
 
 def size_on_disk(run):
-    """Return the bytes of all files of a run. A file that vanishes meanwhile does not count."""
+    """Return the bytes of all files of a run. A file that vanishes in the meantime does not count."""
     size = 0
     for folder, _, names in os.walk(run):
         for name in names:
@@ -294,7 +294,7 @@ def read(flags):
 
 
 def metrics_file(run):
-    """Return the path of a run's metrics. run: its directory, or that file. ValueError: there is none."""
+    """Return the path of a run's metrics. run: its directory, or the file. ValueError: there is none."""
     path = Path(run)
     if not path.is_file():
         path = path / "metrics.jsonl"
@@ -304,7 +304,7 @@ def metrics_file(run):
 
 
 def check_metric(path, rows, metric):
-    """ValueError: no row has this metric. A run without an evaluation may lack val_loss."""
+    """Raise ValueError if no row has this metric. A run without an evaluation may lack val_loss."""
     if metric == "val_loss" or any(metric in row for row in rows):
         return
     keys = {key for row in rows for key, value in row.items() if type(value) in (int, float)}
@@ -313,7 +313,7 @@ def check_metric(path, rows, metric):
 
 
 def picture(found, path, log):
-    """Write the plots to a file of matplotlib's kinds (png, svg, pdf). ValueError: it is not installed."""
+    """Write the plots to a file of matplotlib's kinds (png, svg, pdf). ValueError: no matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -341,7 +341,7 @@ def read_flags(argv):
 
 
 def show_once(flags):
-    """Print the plots of all runs as they are now. With --png also write them as a picture."""
+    """Print the plots of all runs as they are now. With --png, also write them as a picture."""
     found = read(flags)
     size = flags.width, flags.height
     text = "".join(draw(title, series, size, flags.log) for title, series in found.items())

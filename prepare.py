@@ -49,10 +49,11 @@ from corpus.shards import SPLITS
 from interface.command_line import command_line, wrong_input
 
 UNIT_BYTES = 16 << 20  # of text per unit of work; the number of workers does not change it
-VOCAB_SIZE = 4096  # of bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
-TRAINING_BYTES = 64 << 20  # of text to train a vocabulary on
-TRAINING_UNITS = 256  # the most units that this text is taken from
-# `encodings` and `pydoc_data` are tables of code points and help texts: 18 % of the text, hardly programs.
+VOCAB_SIZE = 4096  # for bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
+TRAINING_BYTES = 64 << 20  # amount of text to train a vocabulary on
+TRAINING_UNITS = 256  # the text is taken from at most this many units
+# `encodings` and `pydoc_data` are tables of code points and help texts: they make up 18 % of the text, and
+# are hardly programs.
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 TESTS = {"test", "tests", "idle_test"}
 LIMITS = {
@@ -149,7 +150,7 @@ def what_is_wrong(flags):
 
 
 def is_plain(name):
-    """Whether a name stays in its folder and is no flag for a program: not "..", "/x", ".x" or "-x"."""
+    """Whether a name stays in its folder and is not a flag for a program: not "..", "/x", ".x" or "-x"."""
     return Path(name).name == name and name[0] not in ".-" and name.isprintable() and "\\" not in name
 
 
@@ -176,7 +177,7 @@ def list_stdlib(with_tests):
 
 
 def fingerprint(flags, spans):
-    """Return a hash of all that determines the result: it tells whether a data set is up to date."""
+    """Return a hash of all that determines the result. The hash tells whether a data set is up to date."""
     settings = [shards.VERSION, text.DOC_CHARS, borrowed_tokenizer(flags), spans,
                 flags.seed, flags.shard_tokens, flags.order, flags.stdlib, flags.text_key, flags.tokenizer,
                 flags.val_fraction, flags.vocab_size]
@@ -189,7 +190,7 @@ def fingerprint(flags, spans):
 # The tokenizer
 
 def borrowed_tokenizer(flags):
-    """Return the tokenizer of the folder that --tokenizer names as bytes, or b"" where it names none.
+    """Return the tokenizer of the folder that --tokenizer names as bytes, or b"" if it names none.
 
     The folder is another data set, or one of Hugging Face.
     """
@@ -232,8 +233,8 @@ def all_documents(units, key):
 def make_tokenizer(flags, units):
     """Return the tokenizer that --tokenizer names. ValueError: there is none, or it has no end-of-document.
 
-    It is trained on the sources (char, bpe), another data set's or Hugging Face's (a folder), or published
-    (any other name).
+    The tokenizer is trained on the sources (char, bpe), taken from another data set or from Hugging Face (a
+    folder), or published (any other name).
     """
     if flags.tokenizer == "char":
         return tokenizer.train_char(all_documents(units, flags.text_key))
@@ -250,7 +251,7 @@ def make_tokenizer(flags, units):
 
 
 def keep_tokenizer(flags, units, path):
-    """Return the tokenizer at `path`, of an earlier run that was stopped; else a new one, saved there."""
+    """Return the tokenizer that a stopped run left at `path`; otherwise make one and save it there."""
     try:
         return tokenizer.load(path)
     except (ValueError, OSError):
@@ -271,9 +272,9 @@ def token_dtype(vocab):
 def prepare_text(flags, spans, about):
     """Make a data set of text in folder/.parts, then rename it into place; return a line that says so.
 
-    The steps 2) to 5) are those at the top of this file. about: {"fingerprint", "command"} for meta.json.
-    ValueError, OSError: the sources cannot be read, or are too short; an older data set in the folder is
-    unchanged then.
+    Steps 2) to 5) are those at the top of this file. about: {"fingerprint", "command"} for meta.json.
+    ValueError, OSError: the sources cannot be read, or are too short. In that case an older data set in the
+    folder is unchanged.
     """
     start = time.time()
     work = flags.folder / ".parts"
@@ -322,7 +323,7 @@ def show(line):
 
 
 def is_shuffled(flags, spans, vocab):
-    """Whether the documents are put in a random order: as the flags say, else where there are records."""
+    """Whether the documents are put in a random order: as the flags say. By default, records are."""
     if flags.order is not None:
         return flags.order
     return vocab.eod is not None and any(span.kind in text.RECORDS for span in spans)
@@ -356,7 +357,7 @@ def check_amount(flags, tokens, total, left_out):
 
 
 def prepare_chat(flags, spans, about):
-    """Make a data set of conversations, as prepare_text(): all are in memory, in one process."""
+    """Make a data set of conversations, like prepare_text(), but all in memory and in one process."""
     start = time.time()
     work = flags.folder / ".parts"
     owned_files(flags.folder)
@@ -398,11 +399,11 @@ def common_meta(vocab, tokens, documents, sources):
 
 
 class TokenStream:
-    """Tokens from an iterator of arrays; the caller says how many it takes at a time."""
+    """Tokens from an iterator of arrays; the caller says how many to take at a time."""
 
     def __init__(self, arrays):
         self.arrays = iter(arrays)
-        self.rest = ()  # of the array that was begun
+        self.rest = ()  # what is left of the current array
 
     def take(self, n):
         """Yield the next n tokens as arrays."""
@@ -445,7 +446,7 @@ def is_up_to_date(folder, wanted):
     try:
         meta = shards.load_meta(folder)
         return meta.get("fingerprint") == wanted and shards.verify(folder) > 0
-    except (ValueError, OSError):  # absent or damaged: it is made
+    except (ValueError, OSError):  # absent or damaged: the data set is made
         return False
 
 

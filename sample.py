@@ -57,7 +57,8 @@ class Flags:
     RANGES = {"n": (1, 10**6), "max_new_tokens": (0, 10**9), "temperature": (0, 10**6), "top_k": (0, 2**24)}
 
     def check(self):
-        """ValueError: a temperature by which logits cannot be divided, or flags that exclude each other."""
+        """Raise ValueError for a temperature that cannot divide logits, or for flags that exclude each
+        other."""
         asked = [self.chat, self.score is not None, bool(self.prompt or self.fill)]
         if sum(asked) > 1:
             raise ValueError("--chat, --score and --prompt or --fill exclude each other; leave one out")
@@ -70,11 +71,11 @@ class Flags:
 def load_model(cfg, vocab_size, weights, world=None):
     """Return the model with the weights of a checkpoint.Reader, whole, on this process's device.
 
-    With world, it is this rank's share by cfg.tp and cfg.ep on the ranks of world.
-    ValueError: the weights are another model's.
+    With world, the model is this rank's share, cut by cfg.tp and cfg.ep over the ranks of world.
+    ValueError: the weights belong to another model.
     """
     from runtime.launch import World  # isort: skip (before torch: it sets how idle threads wait)
-    import torch  # not at the top: wrong input is found without the seconds that torch takes
+    import torch  # not at the top: wrong input is found without waiting seconds for torch
 
     from model import GPT
     from parallel import make_mesh
@@ -96,6 +97,7 @@ def load_model(cfg, vocab_size, weights, world=None):
         model = GPT(cfg, mesh, vocab_size)
     for name, p in model.named_parameters():
         weights.fill(name, p.data, p.full_shape, p.offset)
+        weights.check_finite(name, p.data)
     # The buffers are the routers' biases, which choose the experts.
     for name, t in model.named_buffers():
         weights.fill(name, t, tuple(t.shape), (0,) * t.ndim)
@@ -127,7 +129,7 @@ def main(argv=None):
         cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
         vocabulary = load_vocabulary(run, vocab_size)
         check_objective(cfg, flags, run)
-        # All input is read before the model, which takes longer.
+        # All input is read before the model, because the model takes longer.
         if flags.fill:
             ids, mask = read_gaps(cfg, vocabulary, run, flags.fill)
             answer = partial(print_fillings, vocabulary=vocabulary, ids=ids, mask=mask)
@@ -170,7 +172,7 @@ def read_prompts(flags, vocabulary):
 
 
 def print_samples(model, vocabulary, prompts, flags):
-    """Print flags.n samples of each prompt (a list of ids), below a line each if there are several."""
+    """Print flags.n samples of each prompt (a list of ids), each below a heading if there are several."""
     from generate import generate
     samples = [(prompt, flags.seed + i) for prompt in prompts for i in range(flags.n)]
     for number, (prompt, seed) in enumerate(samples, 1):
@@ -185,12 +187,12 @@ def print_samples(model, vocabulary, prompts, flags):
 # -----------------------------------------------------------------------------
 # A masked language model
 
-MASK = "[MASK]"  # in the text of --fill; text that is trained on never gives its id
+MASK = "[MASK]"  # in the text of --fill; no training text is ever encoded to its id
 CANDIDATES = 5  # tokens that are printed for each gap
 
 
 def check_objective(cfg, flags, run):
-    """ValueError: a masked language model is asked to continue a text, or a causal one to fill a gap."""
+    """Raise ValueError if a masked language model is to continue a text, or a causal one to fill gaps."""
     if cfg.objective == "causal" and flags.fill:
         raise ValueError(f"{run} was trained with --objective causal, which sees no text behind a gap, so "
                          "--fill is not for it; try --prompt")
@@ -227,7 +229,7 @@ def read_gaps(cfg, vocabulary, run, text):
 
 
 def print_fillings(model, vocabulary, ids, mask):
-    """Print the text with the likeliest token in each gap, then each gap's five likeliest tokens.
+    """Print the text with the likeliest token in each gap, and then the five likeliest tokens of each gap.
 
     All gaps are predicted at once: what fills one gap does not influence another.
     """
@@ -325,12 +327,12 @@ def total_loss(model, ids):
 # --chat
 
 def alone(token):
-    """The `agree` of one rank, which nothing stops."""
+    """Stand in for `agree` on a single rank, which nothing stops."""
     return token, False
 
 
 class Chat:
-    """A conversation: its tokens so far, and the keys and values of those that the model has seen.
+    """A conversation: its tokens so far, and the keys and values of the tokens that the model has seen.
 
     agree: a function of this rank's token that gives the first rank's token, and whether the first rank was
     told to stop. Both are the same on all ranks.
@@ -427,7 +429,7 @@ class Console:
         return self.world.axis.broadcast_object(line)  # a line from rank 0, over the world
 
     def read_line(self):
-        """Return the next line that is typed, on rank 0; None at the end of the input."""
+        """Return the next typed line, on rank 0; None at the end of the input."""
         while True:
             try:
                 self.print("> " if self.terminal else "")
@@ -458,7 +460,7 @@ class Console:
 
 
 def chat_main(flags):
-    """Talk, on every rank. SystemExit(2) after one line on stderr from one rank: wrong input."""
+    """Talk, on all ranks. SystemExit(2) after one line on stderr from one rank: wrong input."""
     from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
     from interface.layout import check_layout
     from parallel import make_mesh
@@ -479,7 +481,7 @@ def chat_main(flags):
     plain_stdout()
     converse(chat, console)
     with launch.exit_together(world):
-        # That the reader of stdout leaves is no error.
+        # It is no error if the reader of stdout leaves.
         if console.lost is not None and not isinstance(console.lost, BrokenPipeError):
             raise console.lost
     del chat  # and with it the mesh
@@ -487,8 +489,8 @@ def chat_main(flags):
 
 
 def chat_config(cfg, flags):
-    """Return cfg with the layout that --chat asks for, in the place of the one of the training."""
-    # The smallest micro-batch is a token for each tp rank.
+    """Return cfg with the layout that --chat asks for, instead of the layout of the training."""
+    # The smallest micro-batch is one token per tp rank.
     return dataclasses.replace(
         cfg, tp=flags.tp, ep=flags.ep, pp=1, cp=1, pp_chunks=1, pp_layers="", zero=0,
         micro_batch=flags.tp, rampup_batch_size=(), pdb=-1)

@@ -10,15 +10,15 @@ checkpoint (PaLM, arXiv:2204.02311, section 5.1). So the data of a skipped step 
     advance     step, tokens, data position, learning rate (all are functions of the step), evaluation, saving
     unchanged   weights, Adam's moments and its own t, the routers' bias, the detector's window
 
-A range costs no forward and no backward pass. A spike has cost both when it is seen.
+A range costs no forward and no backward pass. A spike has already cost both when it is noticed.
 """
 import math
 import statistics
 
 import torch
 
-WINDOW = 128  # accepted steps that a step is compared with; nothing is a spike before half of them are there
-MAX_REFUSED = 8  # steps refused in a row that end the run with code 42: this is no spike
+WINDOW = 128  # accepted steps that a step is compared with; no step is a spike before half of them exist
+MAX_REFUSED = 8  # refused steps in a row that end the run with code 42: no spike lasts so long
 
 
 class Ranges:
@@ -81,7 +81,7 @@ def spike(window, loss, norm, sigma):
 
     A value is a spike if it exceeds the median by sigma deviations. The median and the median absolute
     deviation (MAD) take the place of the mean and the standard deviation, so that one outlier in the window
-    does not hide the next. 1.4826 MAD is the standard deviation of a normal distribution.
+    does not hide the next one. 1.4826 MAD is the standard deviation of a normal distribution.
     """
     if len(window) < WINDOW // 2:
         return None
@@ -109,13 +109,13 @@ class Guard:
         self.state = state
         self.max_refused = MAX_REFUSED
         if cfg.dtype == "fp16":
-            # The loss scale starts at 2**16: the 16 overflows that may bring it down to 1 are no failures.
+            # The loss scale starts at 2**16. The 16 overflows that may bring it down to 1 are not failures.
             self.max_refused += 16
         self.reason = None  # why the last step was refused, if the host knows
         # [(step, flag)] since the last count_refused(). The flag of a spike is None. Otherwise it is () on
         # the device: 1.0 if the step was not finite, else 0.0.
         self.refused_flags = []
-        self.given_up = False  # stays true once too many steps in a row were refused
+        self.given_up = False  # whether too many steps in a row were refused; stays true
         self.refused_range = None  # (first, last) of those steps
 
     def veto(self, stats):
@@ -136,7 +136,8 @@ class Guard:
         else:
             self.reason = not_finite(loss, norm)
 
-        # All ranks compute the same bits. If one decided differently, the others would wait for it for ever.
+        # All ranks compute the same bits. If one rank decided differently, the others would wait for it
+        # forever.
         is_spike = self.world.axis.any(found is not None)  # MAX of one integer on the host, over the world
         if is_spike:
             self.reason = found or "spike: seen by another rank"
@@ -147,8 +148,8 @@ class Guard:
     def count_refused(self):
         """Count the steps that were refused since the last call. Return given_up.
 
-        It stays true once max_refused steps in a row were refused. One synchronisation. Call this function
-        before a save, so that the checkpoint has the counts.
+        given_up stays true once max_refused steps in a row were refused. This costs one synchronisation. Call
+        this function before a save, so that the checkpoint has the counts.
         """
         state = self.state
         for (step, flag), is_not_finite in zip(self.refused_flags, self._read_flags(), strict=True):
@@ -181,8 +182,8 @@ def not_finite(loss, norm):
 def give_up_message(checkpoints, first, last, reason):
     """Return the last words of a run that gave up, with a command that avoids these steps.
 
-    checkpoints: paths, newest first. first, last: the steps that were refused. reason: of the last one, or
-    None if it is not known.
+    checkpoints: paths, newest first. first, last: the steps that were refused. reason: why the last of them
+    was refused, or None if this is not known.
     """
     good = [path for path in checkpoints if _step(path) < first]
     newest = "no checkpoint was saved before"

@@ -1,4 +1,4 @@
-"""Train a GPT on one process or many: python train.py [PRESET] [flags], also under a launcher.
+"""Train a GPT in one process or many: python train.py [PRESET] [flags], also under a launcher.
 
     build        model, gradient sums, optimizer of this rank    model.py ddp.py zero.py optim.py
     Step         one optimizer step, plainly                     pipeline.py; faster: fast/graph.py
@@ -44,7 +44,8 @@ from skip import Guard, Ranges, corrupt_targets, give_up_message
 from zero import LEVELS
 
 # -----------------------------------------------------------------------------
-# The parts of a step. The layout tests call these, so what is proven is what trains.
+# The parts of a step. The layout tests call these parts, so the code that they verify is the code
+# that trains.
 
 def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
     """Return this rank's (model, data_parallel, optimizer). choice: a fast.choose.Choice."""
@@ -56,7 +57,7 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
         model = GPT(cfg, mesh, vocab_size, rank_layers(cfg, mesh.pp), choice.dispatcher(cfg))
     torch.set_default_dtype(torch.float32)
     if device.type != "cpu":
-        # TF32 is for the router, whose bf16 or fp16 values, cast to fp32, it represents exactly.
+        # TF32 is for the router: its inputs are bf16 or fp16, cast to fp32. TF32 is exact for them.
         is_16_bit = cfg.dtype in ("bf16", "fp16")
         torch.set_float32_matmul_precision("high" if is_16_bit else "highest")
     init_weights(model, cfg.seed)
@@ -68,9 +69,9 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
 class Step:
     """One optimizer step: gradients, statistics, veto, update.
 
-    It has a method for each part because make_step() usually puts a fast.graph.GraphedStep around
-    it on a GPU: that calls these methods three times, and then replays `gradients` as a CUDA graph.
-    --no-cuda-graph trains with this class alone, as a CPU does.
+    Each part is a method, because on a GPU make_step() usually wraps the step in a
+    fast.graph.GraphedStep, which calls these methods three times and then replays `gradients` as a
+    CUDA graph. With --no-cuda-graph, as on a CPU, this class trains alone.
     """
 
     def __init__(self, cfg, model, data_parallel, opt):
@@ -82,10 +83,11 @@ class Step:
     def __call__(self, batches, number, full=True, guard=None, tokens=None):
         """Do step `number`, counted from 1. Return (optim.StepStats, refused).
 
-        batches: [(x, y)] of micro_batches(). full: also compute num_zeros and param_norm. guard: a
-        skip.Guard that may veto the update. tokens: of trained_tokens(), None for all. refused
-        is () 1.0 if the gradient's norm was not finite, which the device notices, else () 0.0; None
-        if the guard vetoed the update.
+        batches: [(x, y)] from micro_batches(). full: whether to compute num_zeros and param_norm,
+        too. guard: a skip.Guard that may veto the update. tokens: the count from trained_tokens(),
+        or None if every token is trained. refused is None if the guard vetoed the update. Otherwise
+        it is a () tensor that the device computes: 1.0 if the gradient's norm was not finite, else
+        0.0.
         """
         loss = self.gradients(batches, number, tokens=tokens)
         with self.data_parallel.timers("norm"):
@@ -99,7 +101,7 @@ class Step:
         """
         cfg = self.cfg
         mesh = self.model.mesh
-        seeds = []  # of each chunk: a seed for each micro-batch
+        seeds = []  # for each chunk, one seed per micro-batch
         for chunk in range(cfg.pp_chunks):
             seeds.append(dropout_seeds(cfg, mesh, number, len(batches), chunk))
 
@@ -118,13 +120,13 @@ class Step:
         return loss
 
     def update_unless_vetoed(self, stats, number, guard):
-        """Return (stats, refused). If the guard vetoes the update, weights and moments stay."""
+        """Return (stats, refused). A veto by the guard leaves weights and moments unchanged."""
         if guard is not None and guard.veto(stats):
             return stats, None
         return stats, self.update(stats, number)
 
     def update(self, stats, number):
-        """Clip and update. Return found_inf, () 1.0 if the norm is not finite: nothing changed."""
+        """Clip and update. Return found_inf, (): 1.0 if a norm that is not finite prevented it."""
         found_inf = self.opt.step(learning_rate(self.cfg, number), stats.grad_norm)
         moe.update_router_bias(self.model, self.cfg.router_bias_rate, found_inf)
         return found_inf
@@ -133,7 +135,7 @@ class Step:
 def evaluate(cfg, model, source, batch, device):
     """Return the mean cross-entropy, in nats per trained token, of at most eval_iters batches.
 
-    batch: sequences in a batch. Collective.
+    batch: the number of sequences per batch. Collective.
     """
     mesh = model.mesh
     n_batches = max(1, min(cfg.eval_iters, source.n_samples // batch))
@@ -156,13 +158,13 @@ class Data(NamedTuple):
     train: Any       # corpus.shards' sources of samples
     val: Any
     vocab_size: int
-    identity: str    # a hash of the tokens: all ranks and all resumes must have the same
-    tokenizer: Any   # for samples of text; None if there are none
+    identity: str    # a hash of the tokens, the same on all ranks and in all resumed runs
+    tokenizer: Any   # for samples of text; None if the run prints none
 
 
 @dataclass
 class Parts:
-    """What computes: this rank's part of the model, and how it is trained."""
+    """The parts that compute: this rank's part of the model, and what trains it."""
     mesh: Any
     choice: Any = None  # fast.choose.Choice
     model: Any = None
@@ -173,7 +175,7 @@ class Parts:
 
 @dataclass
 class Oversight:
-    """What watches over a run."""
+    """The objects that watch over a run."""
     watchdog: Any           # ends a run that hangs
     stop: Any               # signals and --max-minutes
     timers: Any             # --timers
@@ -189,14 +191,15 @@ class Ending:
     outcome: Outcome = Outcome.DONE
     stop_reason: str | None = None  # a signal, or --max-minutes
     skip_reason: str | None = None  # why the last logged step was skipped
-    differences: Any = None         # what replicas differ in
+    differences: Any = None         # how the replicas differ
 
 
 class Run:
     """A run from its flags to its files. Every method runs on every rank; rank 0 logs.
 
-    A new value is a field of one of the objects above: of Parts if it computes, of Oversight if it
-    watches (a metric that waits for its row), of Ending if it says how the run ends.
+    A new value becomes a field of one of the classes above: of Parts if it computes, of Oversight
+    if it watches the run (such as a metric that waits for its row), of Ending if it says how the
+    run ends.
     """
 
     def __init__(self, cfg, world, watchdog=watch.unwatched):
@@ -213,14 +216,15 @@ class Run:
 
     @property
     def full_batch(self):
-        """The sequences of a step, after the ramp."""
+        """The number of sequences in a step, after the ramp-up of the batch size."""
         return self.cfg.global_batch or self.cfg.micro_batch * self.parts.mesh.dp.size
 
     def prepare(self, watchdog):
-        """Set up mesh, data and model. Wrong input on any rank is one line and code 2 for all."""
+        """Set up mesh, data and model. Wrong input on any rank prints one line and ends every rank
+        with exit code 2."""
         cfg = self.cfg
         world = self.world
-        stop = agree.Stop(cfg.max_minutes)  # Its clock runs while data is verified, too.
+        stop = agree.Stop(cfg.max_minutes)  # Its clock also runs while data is verified.
         with launch.exit_together(world):
             mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp)
             watchdog.set_mesh(mesh)
@@ -233,7 +237,7 @@ class Run:
             check_memory(cfg, mesh, self.data.vocab_size, world)
         self.oversight = Oversight(watchdog, stop,
                                  timing.Timers(world.device, cfg.timers), skip)
-        # A second time, since what is collective must not wait for a rank that has left.
+        # A second block, because a collective must not wait for a rank that has already left.
         with launch.exit_together(world):
             tokens = {"--data with the tokens": self.data.identity}
             agree.compare(world, tokens, "give all ranks the same data")
@@ -303,13 +307,13 @@ class Run:
         return self.leave(profiler)
 
     def begin_step(self, number):
-        """Tell those who watch that a step begins."""
+        """Tell the watchdog and the guard that a step begins."""
         is_first = number == self.first_step
         self.oversight.watchdog.heartbeat(number, "first" if is_first else "")
         self.oversight.guard.reason = None
 
     def next_batches(self, number, batch):
-        """Return this rank's micro-batches. Those of a skipped step are consumed, too."""
+        """Return this rank's micro-batches. A skipped step consumes its micro-batches, too."""
         cfg = self.cfg
         self.oversight.stragglers.begin()
         with self.oversight.timers("data"):
@@ -320,7 +324,7 @@ class Run:
         return batches
 
     def take_step(self, batches, number):
-        """Return optim.StepStats; None if --train-range-to-skip leaves out this step."""
+        """Return optim.StepStats; None if --train-range-to-skip leaves this step out."""
         cfg = self.cfg
         parts = self.parts
         oversight = self.oversight
@@ -352,14 +356,14 @@ class Run:
         guard = self.oversight.guard
         self.state.step = number
         self.state.samples += batch
-        # A row and a checkpoint need the number of refused steps. Reading it synchronises.
+        # A row and a checkpoint need the number of refused steps. Reading that number synchronises.
         if self.is_logged(number) or self.due(number, self.cfg.save_every) or guard.sigma:
             guard.count_refused()
         if guard.given_up:
             self.ending.outcome = Outcome.GAVE_UP
 
     def due(self, number, every):
-        """Whether this step does what is done at every `every` steps (0: never) and at the end."""
+        """Whether a task of every `every` steps (0: never), and of the last step, is due."""
         return every > 0 and (number % every == 0 or number == self.cfg.steps)
 
     def is_logged(self, number):
@@ -392,11 +396,12 @@ class Run:
         if evaluates:
             if self.data.tokenizer:
                 log.print_sample(self.parts.model, self.data.tokenizer, cfg.prompt, cfg.seed)
-            oversight.clock.resume()  # metrics_row() has paused it.
+            oversight.clock.resume()  # metrics_row() paused it.
         self.ending.skip_reason = row["skip_reason"]
 
     def metrics(self, number, batch, stats):
-        """Return (a row of metrics.jsonl, lines about slow ranks). Collective: some are maxima.
+        """Return (a row of metrics.jsonl, lines about slow ranks). Collective: some values are
+        maxima over the ranks.
 
         The times are means since the last row.
         """
@@ -412,7 +417,7 @@ class Run:
         if parts.opt.loss_scale is not None:
             row["loss_scale"] = parts.opt.loss_scale.item()
         if cfg.n_experts and stats is not None:
-            # Of every layer, on every rank.
+            # The statistics of every layer, on every rank.
             experts = moe.expert_stats(parts.model, batch // cfg.micro_batch)
             row.update(log.expert_metrics(experts))
             if self.is_main:
@@ -420,7 +425,7 @@ class Run:
         return row, slow_ranks
 
     def check_replicas(self, number):
-        """Compare the ranks that hold the same weights, at every --check-every steps."""
+        """Compare the ranks that hold the same weights, every --check-every steps."""
         every = self.cfg.check_every
         if self.ending.outcome is not Outcome.DONE or every == 0 or number % every:
             return
@@ -431,9 +436,9 @@ class Run:
         self.oversight.clock.resume()
 
     def poll_stop(self, number, seconds):
-        """Stop after this step if a signal came on any rank, or --max-minutes are over.
+        """Stop after this step if any rank received a signal, or --max-minutes have passed.
 
-        seconds: that this step took. The last step needs no stop.
+        seconds: the time that this step took. The last step needs no stop.
         """
         stop = self.oversight.stop
         stop.step_took(seconds)
@@ -446,7 +451,8 @@ class Run:
             self.ending.outcome = Outcome.GAVE_UP if diverged else Outcome.STOPPED
 
     def save(self, number):
-        """Start to write a checkpoint if it is due or the run is stopped; a failed run has none."""
+        """Start to write a checkpoint if one is due or the run is being stopped. A failed run
+        writes none."""
         outcome = self.ending.outcome
         due = self.due(number, self.cfg.save_every) or self.state.save_best(self.cfg)
         if outcome is not Outcome.STOPPED and not (due and outcome is Outcome.DONE):
@@ -461,7 +467,7 @@ class Run:
         oversight.clock.resume()
 
     def leave(self, profiler):
-        """Wait for the last save, write the plots, say how the run ended. Return its Outcome."""
+        """Wait for the last save, write the plots and say how the run ended. Return its Outcome."""
         ending = self.ending
         self.oversight.watchdog.heartbeat(self.state.step, "end")
         if not self.saver.wait() and ending.outcome in (Outcome.DONE, Outcome.STOPPED):
@@ -478,7 +484,7 @@ class Run:
         return ending.outcome
 
     def print_failure(self):
-        """Say on stderr why a run gave up, or in what its replicas differ."""
+        """Say on stderr why the run gave up, or how its replicas differ."""
         ending = self.ending
         guard = self.oversight.guard
         saved = checkpoint.steps(self.out)
@@ -495,13 +501,13 @@ def main(argv=None):
         cfg, wrong, timeout = agree.parse_flags(plot.parse_or_list, argv)
         launch.deterministic(cfg is not None and cfg.deterministic)
         with watch.Watch(session.signals.rank, timeout) as watchdog:
-            # The watchdog alone ends what hangs. A timeout of gloo or NCCL would go on counting
+            # Only the watchdog ends a run that hangs. A timeout of gloo or NCCL would keep counting
             # while the run is suspended.
             world = launch.launch(launch.NO_TIMEOUT, wrong is not None, watchdog.joining)
             watchdog.world = world
             try:
                 agree.same_start(world, cfg, wrong)
-                # No variable holds the run: before shutdown() all process groups must be free.
+                # No variable holds the run, because shutdown() needs all process groups to be free.
                 outcome = Run(cfg, world, watchdog).train()
             except SystemExit as leaving:  # exit_together() has printed why.
                 outcome = leaving.code

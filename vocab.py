@@ -1,10 +1,10 @@
 """The vocabulary split over tp: the embedding of tokens, and the cross-entropy of logits.
 
-Rank r of V/tp = local_vocab holds the tokens r*local_vocab ... (r + 1)*local_vocab - 1: these rows
-of the embedding, and these columns of the logits. The names are those of model.py's legend.
+Rank r holds local_vocab = V/tp tokens, which begin at r*local_vocab: their rows of the embedding,
+and their columns of the logits. The names are those of model.py's legend.
 
     vocab_embedding      looks up the rows of tokens, wherever they are
-    vocab_cross_entropy  needs the logits of all ranks, but sends three numbers per token only
+    vocab_cross_entropy  needs the logits of all ranks, but sends only three numbers per token
 """
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         largest = logits.max(dim=1).values  # (B*t,)
         axis.all_reduce(largest, MAX)  # MAX of B*t numbers, over tp
 
-        # The target's logit, or 0 if another rank has it. A product would not do: -inf * 0 is NaN.
+        # The target's logit, or 0 if another rank has it. A product would fail: -inf * 0 is NaN.
         mine = (target >= low) & (target < low + logits.size(1))  # (B*t,)
         index = ((target - low) * mine).unsqueeze(1)  # (B*t, 1)
         picked = logits.gather(1, index).squeeze(1).masked_fill(~mine, 0)  # (B*t,)
@@ -59,12 +59,13 @@ class _VocabCrossEntropy(torch.autograd.Function):
 def vocab_cross_entropy(logits, target, vocab_size, axis):
     """Return the sum of the cross-entropy in nats, (), the same on every rank of the axis.
 
-    logits (B*t, local_vocab) in the model's dtype; target (B*t,), of which IGNORE takes no part.
+    logits (B*t, local_vocab) in the model's dtype; target (B*t,): rows with the target IGNORE take
+    no part.
     """
     low = axis.rank * logits.size(1)
     high = low + logits.size(1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # at least fp32
-    if high > vocab_size:  # padding columns are no tokens: they take no probability
+    if high > vocab_size:  # padding columns are not tokens: they get no probability
         is_padding = torch.arange(low, high, device=logits.device) >= vocab_size
         logits = logits.masked_fill(is_padding, -torch.inf)
     if axis.size == 1:

@@ -1,8 +1,8 @@
-"""ZeRO-2 and ZeRO-3 (arXiv:1910.02054, section 5): of ddp.py's buckets, a rank keeps less.
+"""ZeRO-2 and ZeRO-3 (arXiv:1910.02054, section 5): a rank keeps less of ddp.py's buckets.
 
 The table in ddp.py says what a rank keeps under each --zero. In this file:
 
-    Slot, SlotComm, SlotBucket   ZeRO-2: whole gradients exist in two buffers, which take turns
+    Slot, SlotComm, SlotBucket   ZeRO-2: whole gradients exist only in two buffers, which take turns
     ShardedBucket                ZeRO-3: whole weights exist only while they are needed
     ZeRO2, ZeRO3                 the DataParallel of each; LEVELS maps --zero to its class
 
@@ -24,7 +24,7 @@ from ddp import (
 from ops.flat import padded_elements
 
 # -----------------------------------------------------------------------------
-# ZeRO-2: of the summed gradients, a rank keeps only the slice that it updates
+# ZeRO-2: a rank keeps only the slice of the summed gradients that it updates
 
 class Slot:
     """One of two flat buffers for whole gradients, which the buckets use in turn.
@@ -38,7 +38,7 @@ class Slot:
         self.user = None  # the bucket whose gradients are in the buffer
 
     def give_to(self, bucket):
-        """Hand the slot to a bucket, after the sum of its last user has been taken out."""
+        """Hand the slot to a bucket, after the previous user has taken its sum out."""
         if self.user is not None:
             self.user.take_sum()
         self.user = bucket
@@ -65,7 +65,7 @@ class SlotComm(Comm):
         return bucket.axis.start_reduce_scatter(bucket.grad[bucket.own_slice], bucket.grad)
 
     def add_sum(self, bucket):
-        """Add this rank's slice of a complete sum to those of earlier micro-batches."""
+        """Add this rank's slice of a complete sum to the sum of earlier micro-batches."""
         part = bucket.grad[bucket.own_slice]
         if bucket.sum_is_empty:
             bucket.grad_sum.copy_(part)
@@ -73,7 +73,7 @@ class SlotComm(Comm):
             bucket.grad_sum.add_(part)
 
     def keep(self, own):
-        """Return own (n/size,), a window of weights that will be freed, in memory that stays."""
+        """Return a lasting copy of own (n/size,), a window of weights that will be freed."""
         return own.clone()
 
 
@@ -87,7 +87,7 @@ class SlotBucket(FlatBuffers):
     """
 
     def reset(self):
-        self.missing = set(range(len(self.params)))  # those without a gradient of this micro-batch
+        self.missing = set(range(len(self.params)))  # no gradient of this micro-batch yet
         self.sum_is_empty = True  # No sum has been added to grad_sum in this step.
         self.reduce_handle = None
 
@@ -123,8 +123,8 @@ class SlotBucket(FlatBuffers):
 def uses_slot(axis):
     """Whether a bucket over this axis is summed in every micro-batch.
 
-    Tied weights of two stages are summed once a step, as in ZeRO-1: within a micro-batch each stage
-    would wait for the other's backward.
+    Weights that are tied across two stages are summed once a step, as in ZeRO-1. A sum in every
+    micro-batch would make each stage wait for the other's backward.
     """
     return axis.size > 1 and axis.name != "tied"
 
@@ -135,7 +135,7 @@ def plain_comm(axis):
 
 
 class ZeRO2(DataParallel):
-    """DataParallel whose sums of gradients are as long as this rank's slices."""
+    """A DataParallel that keeps only this rank's slices of the summed gradients."""
     decayed_bucket = SlotBucket
 
     def __init__(self, model, mesh, zero, timers=untimed, *, dtype=None, comm=plain_comm,
@@ -146,7 +146,7 @@ class ZeRO2(DataParallel):
                 largest = max(largest, sum(p.numel() for p in contents.params))
         self.slots = []
         if largest:
-            # The slots are long enough for every axis, since its size divides the stage's.
+            # The slots are long enough for every axis, since every axis's size divides the stage's.
             n = padded_elements(largest, mesh.stage.size)
             weight = next(model.parameters())
             kind = dtype or weight.dtype, weight.device
@@ -158,7 +158,7 @@ class ZeRO2(DataParallel):
     def make_bucket(self, contents, axis, dtype, comm):
         if not uses_slot(axis):
             return super().make_bucket(contents, axis, dtype, comm)
-        # Buckets are made in the order in which backward fills them: neighbours use both slots.
+        # Buckets are made in the order in which backward fills them, so neighbours alternate slots.
         comm.slot = self.slots[len(self.buckets) % 2]
         kind = self.decayed_bucket if contents.decayed else SlotBucket
         return kind(contents, axis, self.zero, dtype, comm)
@@ -170,8 +170,8 @@ class ZeRO2(DataParallel):
 class ShardedBucket(SlotBucket):
     """A SlotBucket whose flat, and with it every p.data, has memory only while it is gathered.
 
-    At rest the rank has own, its slice in the model's dtype. In an fp32 or fp64 model, master is
-    the same tensor.
+    At rest, the rank has own, its slice in the model's dtype. In an fp32 or fp64 model, own and
+    master are the same tensor.
     """
 
     def __init__(self, *args):
@@ -199,17 +199,17 @@ class ShardedBucket(SlotBucket):
         Autograd's saved views of the weights share this storage. fetch() fills it again before
         backward reads them.
         """
-        # A gather that is under way must not write into memory that has another owner by then.
+        # A gather that is under way must not write into memory that already has another owner.
         self.wait_for_weights()
         self.storage.resize_(0)
 
     def publish(self):
-        """Free the gathered weights: this rank's slice is newer. The next forward fetches."""
+        """Free the gathered weights, which are outdated. The next forward fetches the new ones."""
         self.free()
 
 
 class ZeRO3(ZeRO2):
-    """ZeRO2 that keeps the weights of two parts of the model: the one that computes, and the next.
+    """A ZeRO2 that keeps the weights of two parts of the model: the current one and the next.
 
     The parts are the embedding, each block, and the head. Forward and backward walk along them:
 
@@ -222,8 +222,8 @@ class ZeRO3(ZeRO2):
                   frees                 head      block 1   block 0
 
     The last block stays from forward to backward. The output of a part is the input x of the next
-    part. So a hook on x, which runs when x's gradient is complete, tells that backward comes to the
-    part before. Norms and biases are small: they stay as in ZeRO-2.
+    part. So a hook on x, which runs when x's gradient is complete, tells when backward reaches the
+    previous part. Norms and biases are small, so they are kept as in ZeRO-2.
     """
     decayed_bucket = ShardedBucket
 
@@ -246,7 +246,7 @@ class ZeRO3(ZeRO2):
         return [bucket for bucket in buckets if isinstance(bucket, ShardedBucket)]
 
     def part_of(self, module):
-        """Return the next part, from here on, that holds the module; None for the whole model."""
+        """Return the next part, counted from self.here, that holds the module, or None."""
         n = len(self.parts)
         for ahead in range(n):  # A tied embedding is in the first part and in the last.
             part = (self.here + ahead) % n

@@ -10,7 +10,7 @@ from ops.accelerator import total_memory
 
 
 def check_memory(cfg, mesh, vocab_size, world):
-    """ValueError, with the numbers, if weights, gradients and optimizer state exceed this rank's memory.
+    """Raise ValueError, with numbers, if weights, gradients and optimizer state exceed this rank's memory.
 
     Activations are not counted: what passes may still be too large.
     """

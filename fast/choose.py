@@ -1,4 +1,4 @@
-"""Which of the fast ways a run takes. train.py asks before it builds, plan.py before anything runs.
+"""Which of the fast ways a run takes. train.py asks before it builds the model, plan.py before anything runs.
 
 The choice is made once. It follows from the run's flags, its mesh and what its GPUs can do. Each fast way
 has a plain twin that gives the same numbers: the step without a graph (train.py), all_to_all (moe.py), NCCL
@@ -24,7 +24,7 @@ class Choice(NamedTuple):
     graph: bool              # forward, backward and gradient sums are replayed as one CUDA graph
     symm_mem: bool           # rows reach the experts of other ranks through symmetric memory, not all_to_all
     peer_copies: bool        # ZeRO's gradients and weights travel as copies between the GPUs of a node
-    single_microbatch: bool  # bf16 gradients to which nothing is added: they need no fp32 sum
+    single_microbatch: bool  # nothing is added to bf16 gradients, so they need no fp32 sum
 
     def dispatcher(self, cfg):
         """Return dispatcher(cfg, mesh), which makes the token dispatcher of each expert layer."""
@@ -67,7 +67,7 @@ def choose(cfg, mesh, device, reach=None):
     bf16 = cfg.dtype == "bf16" and device.type != "cpu"
     single = bf16 and cfg.global_batch in (0, cfg.micro_batch * mesh.dp.size)
 
-    # ZeRO-1 adds micro-batches up on each rank, in fp32. ZeRO-2 and 3 send the gradients of each one.
+    # ZeRO-1 adds up micro-batches on each rank, in fp32. ZeRO-2 and 3 send the gradients of each micro-batch.
     worth_copying = single if cfg.zero == 1 else bf16 and cfg.zero > 1
     one_stage_of_gpus = mesh.pp.size == 1 and mesh.stage.size > 1 and has_cuda_api(device)
     peer_copies = worth_copying and one_stage_of_gpus and reach(mesh, mesh.stage, device)
@@ -79,7 +79,8 @@ def choose(cfg, mesh, device, reach=None):
 
 
 def has_cuda_api(device):
-    """Whether the device has CUDA's or HIP's graphs and peer access, which torch's symmetric memory needs."""
+    """Whether the device has the graphs and peer access of CUDA or HIP, which torch's symmetric memory
+    needs."""
     return device.type == "cuda"
 
 
@@ -90,14 +91,15 @@ def static_shapes(cfg, mesh, device):
     if mesh.pp.size > 1 or cfg.zero > 1 or cfg.recompute == "selective":
         return False  # these were never captured
     if cfg.recompute == "full" and cfg.dropout > 0:
-        return False  # the masks that are drawn again would differ from the first ones
+        return False  # masks that are drawn again would differ from the first ones
     if cfg.n_experts and not grouped_mm_possible(cfg, device):
         return False  # the loop over experts and torch's sort read row counts on the host
     return cfg.ep_slack > 0 or not needs_row_limit(cfg, mesh)
 
 
 def needs_row_limit(cfg, mesh):
-    """Whether only the GPUs know how many rows reach a rank's experts: dropless, over several ranks."""
+    """Whether only the GPUs know how many rows reach a rank's experts, in dropless runs over several
+    ranks."""
     return cfg.n_experts > 0 and cfg.capacity_factor == 0 and mesh.ep.size > 1
 
 
@@ -121,15 +123,15 @@ class Place(NamedTuple):
     host: str
     gpu: int | None  # the index of its GPU as this process counts them; None on a CPU
     n_seen: int      # how many GPUs this process sees
-    reachable: list  # the indices of those whose memory its GPU reaches
+    reachable: list  # the indices of the GPUs whose memory its GPU reaches
 
 
 def peer_access(mesh, axis, device):
     """Whether the ranks of each group of `axis` reach each other's memory.
 
     They do if they are on one host, each has a GPU of its own that all of them see, these GPUs have peer
-    access, and a first allocation succeeds. On a CPU the one host is enough. Collective over the world; the
-    same answer on all ranks. Rank 0 prints what the GPUs lack.
+    access, and a first allocation succeeds. On a CPU, one host is enough. Collective over the world; all
+    ranks get the same answer. Rank 0 prints what the GPUs lack.
     """
     world = mesh.world
     places = world.gather_objects(place_of(axis, device))  # a few words from each rank to all, over the world
@@ -146,7 +148,7 @@ def peer_access(mesh, axis, device):
 
 
 def place_of(axis, device):
-    """Return the Place of this rank. It looks at no GPU where the device is a CPU."""
+    """Return the Place of this rank. If the device is a CPU, no GPU is queried."""
     n_seen = 0 if device.index is None else torch.cuda.device_count()
     reachable = [gpu for gpu in range(n_seen)
                  if gpu == device.index or torch.cuda.can_device_access_peer(device.index, gpu)]
@@ -158,7 +160,7 @@ def obstacle_between(group):
     if group[0].gpu is None:
         return None
     gpus = {place.gpu for place in group}
-    # An index that two ranks share, or that some rank does not know, means another GPU to each process.
+    # An index that two ranks share, or that some rank does not know, means a different GPU in each process.
     if len(gpus) < len(group) or max(gpus) >= min(place.n_seen for place in group):
         return HIDDEN
     if any(gpus - set(place.reachable) for place in group):

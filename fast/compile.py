@@ -8,9 +8,10 @@ import parallel
 def compile_blocks(model):
     """Compile the blocks of a model, in place.
 
-    Of a block with experts only attention and router are compiled: the rows of an expert vary in number.
+    In a block with experts, only attention and router are compiled, because the number of rows per expert
+    varies.
     """
-    # Python counts the bytes of collectives, so these stay outside of the compiled graphs.
+    # Python counts the bytes of collectives, so the collectives stay outside the compiled graphs.
     keep_eager(parallel, "_uncompiled")
     keep_eager(parallel.Axis, "_all_reduce")
     keep_eager(model_, "attend_segments")

@@ -1,12 +1,12 @@
 """Forward, backward and gradient sums as one CUDA graph: the fast twin of train.py's Step.
 
-It gives the same numbers. The kernels of a small model are done before Python can start the next ones. Where
-every shape is static, they are the same list in every step: a thousand launches are captured once, and
-replayed on the same addresses (pytorch.org, CUDA graphs). The update stays outside of the graph, because its
-learning rate changes.
+It gives the same numbers. The kernels of a small model finish before Python can start the next ones. Where
+every shape is static, every step launches the same list of kernels. So about a thousand launches are captured
+once, and replayed on the same addresses (pytorch.org, CUDA graphs). The update stays outside the graph,
+because its learning rate changes.
 
     make_step     the step that a run trains with, plain or graphed
-    GraphedStep   captures and replays, and does a void step again
+    GraphedStep   captures and replays, and repeats a void step
     BufferSizer   how many rows the experts' buffers hold
 """
 import gc
@@ -22,13 +22,14 @@ from moe import moe_layers
 from parallel import MAX
 from pipeline import dropout_seeds
 
-WARMUP_STEPS = 3  # without a graph: compilation, autotuning and NCCL's set-up must not be captured
+WARMUP_STEPS = 3  # steps without a graph: compilation, autotuning and NCCL's set-up must not be captured
 
 
 def make_step(plain, choice):
     """Return the step to train with: the train.Step `plain`, or a GraphedStep around it.
 
-    choice: a fast.choose.Choice. The model is compiled if asked. Collective: symmetric memory is allocated.
+    choice: a fast.choose.Choice. The model is compiled if the flags ask for it. Collective: symmetric memory
+    is allocated.
     """
     cfg = plain.cfg
     model = plain.model
@@ -62,17 +63,17 @@ class DeferredGather:
 
 
 class GraphedStep:
-    """Called as train.Step is, with the same results.
+    """Called like train.Step, with the same results.
 
     Dropless experts over several ranks have no static number of rows. Their buffers hold rows_in_use rows
-    (BufferSizer). A step that brings more rows to some rank is void, and is done again:
+    (BufferSizer). A step that brings more rows to some rank is void, and is repeated:
       1. In the graph, a rank whose buffer overflowed makes its loss NaN. The all-reduce of the statistics
-         makes the loss NaN on every rank, so all ranks decide alike.
+         makes the loss NaN on every rank, so all ranks make the same decision.
       2. The update is launched before the host looks. With a NaN norm it is a no-op, and the GPU stays busy.
-      3. The host reads the loss. If it is not finite, whatever the cause, the plain step does the same
+      3. The host reads the loss. If it is not finite, whatever the cause, the plain step repeats the same
          batches with all_to_all, whose messages have the exact size, and the buffers grow for the next step.
-    ZeRO-1's new weights are gathered by the first nodes of the graph. With peer copies the embedding's
-    bucket, which the forward needs first, is gathered right after its update.
+    ZeRO-1's new weights are gathered by the first nodes of the graph. With peer copies, the bucket of the
+    embedding, which the forward needs first, is gathered right after its update.
     """
 
     def __init__(self, plain, choice, sizer=None):
@@ -86,7 +87,7 @@ class GraphedStep:
         self.graph = None
 
     def on_updated(self, bucket):
-        """Take the place of DataParallel.on_updated: the next graph gathers the weights of most buckets."""
+        """Replace DataParallel.on_updated: the next graph gathers the weights of most buckets."""
         if bucket in self.eager_buckets:
             bucket.publish()
         elif bucket.n_slices > 1:
@@ -95,7 +96,7 @@ class GraphedStep:
     def __call__(self, batches, number, full=True, guard=None, tokens=None):
         plain = self.plain
         for bucket in self.eager_buckets:
-            bucket.wait_for_weights()  # outside of the graph, where their gather was started
+            bucket.wait_for_weights()  # outside the graph, where their gather was started
         loss = self.gradients(batches, number, tokens)
         with self.data_parallel.timers("norm"):
             stats = plain.opt.stats(loss, full)
@@ -116,7 +117,7 @@ class GraphedStep:
     def host_looks_first(self, guard):
         """Whether the update waits until the host has read the loss.
 
-        It does if a guard may veto it, or if a void update would change the loss scale.
+        It does if a guard may veto the update, or if a void update would change the loss scale.
         """
         guard_may_veto = guard is not None and guard.sigma > 0
         return guard_may_veto or self.plain.opt.loss_scale is not None
@@ -124,8 +125,8 @@ class GraphedStep:
     def gradients(self, batches, number, tokens=None):
         """Return this rank's part of the mean loss, (), replayed where there is a graph.
 
-        batches: [(x, y)] of step `number`; tokens: see train.Step. Another number of micro-batches, or
-        another shape, captures again.
+        batches: [(x, y)] of step `number`; tokens: see train.Step. A new number of micro-batches, or a new
+        shape, captures again.
         """
         shape = [*(x.shape for x, _ in batches), type(tokens)]
         if shape != self.shape:
@@ -150,7 +151,7 @@ class GraphedStep:
         return self.output
 
     def body(self, batches, number, tokens, set_seed=torch.manual_seed):
-        """Do what the graph holds. tokens, set_seed: see train.Step."""
+        """Do the work that the graph holds. tokens, set_seed: see train.Step."""
         for bucket in reversed(self.data_parallel.buckets):  # in the order in which the forward needs them
             if bucket not in self.eager_buckets:
                 bucket.publish()
@@ -167,7 +168,7 @@ class GraphedStep:
         self.graph = torch.cuda.CUDAGraph()
 
         # torch.manual_seed cannot be captured. Each micro-batch draws from a generator of its own instead.
-        # Before a replay, fill_inputs() puts their seeds where the captured kernels read them.
+        # Before a replay, fill_inputs() puts the generators' seeds where the captured kernels read them.
         device = batches[0][0].device
         self.generators = [torch.Generator(device) for _ in range(n_seeds)]
         for generator in self.generators:
@@ -194,7 +195,7 @@ class GraphedStep:
             generator.manual_seed(seed)
 
     def overflowed(self, loss):
-        """Whether the step just done is void, and choose the buffers' size. loss: (), over all ranks."""
+        """Return whether the last step is void, and choose the buffers' size. loss: (), over all ranks."""
         void = not math.isfinite(loss.item())  # sync point
         if self.sizer.resize(void):
             self.output = None  # captured again at the next call; the memory is free until then
@@ -208,9 +209,9 @@ class GraphedStep:
 class BufferSizer:
     """How many rows of the experts' buffers (or messages: fast/padded.py) are in use.
 
-    It is what the fullest rank (or pair of ranks) needed, and a tenth more. All ranks use the same number,
-    for many steps: a captured graph holds it. An example with 160 copies of rows per rank, which are 160 rows
-    if balanced, and --ep-slack 2.5:
+    The number is what the fullest rank (or pair of ranks) needed, and a tenth more. All ranks use the same
+    number, for many steps, because a captured graph holds it. An example with 160 copies of rows per rank
+    (160 rows if balanced) and --ep-slack 2.5:
         the first step has no buffers; the fullest rank needed 200 rows  -> 224 rows: slack 1.38
         a step needs 300: void, done again                               -> 400 rows: a fifth more than 330
         50 steps later the most was 180: the load is balanced now        -> 200 rows, captured again
@@ -229,8 +230,8 @@ class BufferSizer:
         self.slack = 0.0  # rows in use, over the balanced number; 0: no buffers
         self.n_retries = 0
         self.interval = interval
-        self.steps = interval - 1  # since the last choice: the first step chooses
-        # () the most rows that came to this rank since the last choice
+        self.steps = interval - 1  # since the last choice; the first step chooses
+        # (): the most rows that came to this rank since the last choice
         self.rows_needed = torch.zeros_like(self.layers[0].dispatcher.rows_needed)
 
     def rows(self, slack):
@@ -238,12 +239,12 @@ class BufferSizer:
         return ceil_div(int(self.copies * slack), 8) * 8
 
     def enable(self, on):
-        """Let the dispatchers use the buffers from now on, or all_to_all."""
+        """From now on, let the dispatchers use the buffers, or else all_to_all."""
         for layer in self.layers:
             layer.dispatcher.rows_in_use = self.rows(self.slack) if on else 0
 
     def nan_on_overflow(self, loss):
-        """Return the loss () of this rank, or NaN if rows had no place in this rank's buffer."""
+        """Return the loss () of this rank, or NaN if some rows had no place in this rank's buffer."""
         needed = torch.stack([layer.dispatcher.rows_needed for layer in self.layers]).max()
         torch.maximum(self.rows_needed, needed, out=self.rows_needed)
         rows = self.layers[0].dispatcher.rows_in_use
@@ -252,7 +253,8 @@ class BufferSizer:
     def resize(self, overflowed):
         """Choose the number of rows, and return whether it changed, alike on all ranks.
 
-        That is after an overflow, and every `interval` steps, because a balanced load needs less.
+        The number changes after an overflow, or every `interval` steps, because a balanced load needs fewer
+        rows.
         """
         self.steps += 1
         self.n_retries += overflowed
@@ -261,7 +263,7 @@ class BufferSizer:
 
         slack = self.slack_for_rows_needed(overflowed)
         self.steps = 0
-        # A little less is not worth a new capture.
+        # A slightly smaller buffer is not worth a new capture.
         suffices = 0.85 * self.slack < slack <= self.slack
         if slack == self.slack or suffices:
             return False

@@ -11,7 +11,7 @@ class HostBuffers:
     Where a stream copies, the memory is pinned.
     """
     BLOCK = 1 << 30  # bytes; torch's pinned allocator rounds up to a power of two, so allocate powers of two
-    free_bytes = 0  # at the end of the last block
+    free_bytes = 0  # unused bytes at the end of the last block
 
     def __init__(self):
         self.buffers = {}  # number of a piece: its host tensor
@@ -20,8 +20,8 @@ class HostBuffers:
     def copy(self, pieces):
         """Copy the tensors of [(name, tensor, full shape, offset)] to the host.
 
-        Return the same list with the copies, and an event: after it the tensors may change. The event is None
-        where the copies are complete at once.
+        Return the same list with the copies, and an event after which the tensors may change. The event is
+        None if the copies are already complete.
         """
         module = stream_module(pieces[0][1].device) if pieces else None
         if module is None:
@@ -34,7 +34,7 @@ class HostBuffers:
             return copies, self.stream.record_event()
 
     def copies(self, pieces, non_blocking):
-        """Return pieces with the host's copies of their tensors."""
+        """Return the pieces with host copies of their tensors."""
         copies = []
         for i, (name, tensor, *place) in enumerate(pieces):
             copy = self.buffer(i, tensor).copy_(tensor, non_blocking=non_blocking)

@@ -1,9 +1,9 @@
 """Rows to the experts over a network without asking the host: messages of a fixed size.
 
-moe.AllToAll has to know on the host how many rows travel, so the GPU idles in every layer. Here each pair of
-ranks exchanges as many rows as the fullest pair needed lately, and a tenth more (graph.BufferSizer). The rest
-of a message is zeros. A step in which some pair has more rows is void, and is done again with exact messages
-(graph.GraphedStep). The price is bytes: slack - 1 times those that are needed.
+The host must tell moe.AllToAll how many rows travel, so the GPU idles in every layer. Here, each pair of
+ranks exchanges the number of rows that the fullest pair needed lately, and a tenth more (graph.BufferSizer).
+The rest of a message is zeros. A step in which some pair has more rows is void, and is repeated with exact
+messages (graph.GraphedStep). The price is extra bytes: slack - 1 times the bytes that are needed.
 """
 from typing import NamedTuple
 
@@ -26,9 +26,9 @@ class PaddedPlan(NamedTuple):
 class PaddedAllToAll(AllToAll):
     """The twin of moe.AllToAll, with the same rows in the same order.
 
-    rows_in_use: rows of all ep messages of a rank together, the same on every rank. If it is 0, or without
-    gradients (evaluation, generation), the messages are exact. rows_needed: ep times the rows of the fullest
-    pair.
+    rows_in_use: the rows of all ep messages of a rank together, the same on every rank. If it is 0, or if
+    there are no gradients (evaluation, generation), the messages are exact. rows_needed: ep times the rows of
+    the fullest pair.
     """
     rows_in_use = 0
 
@@ -41,7 +41,7 @@ class PaddedAllToAll(AllToAll):
         if not self.rows_in_use or not torch.is_grad_enabled():
             return super().plan(expert_ids, gates)
 
-        message_rows = ceil_div(self.rows_in_use, 8 * ep) * 8  # of one pair of ranks: a multiple of 8
+        message_rows = ceil_div(self.rows_in_use, 8 * ep) * 8  # per pair of ranks: a multiple of 8
         rows = ep * message_rows
         message = torch.arange(ep, device=expert_ids.device).unsqueeze(1)  # (ep, 1) its number
 
@@ -54,16 +54,17 @@ class PaddedAllToAll(AllToAll):
         return PaddedPlan(occupants(inv_perm, rows), inv_perm, occupants(by_sender, rows), by_sender, ends)
 
     def received_slots(self, counts, message, message_rows):
-        """Return by_sender and ends of a PaddedPlan, from what the senders tell about their messages.
+        """Return by_sender and ends of a PaddedPlan, from what the senders say about their messages.
 
-        counts (ep, e): rows from here for each expert; message (ep, 1): 0, 1, ...; message_rows: of each.
+        counts (ep, e): rows from here for each expert; message (ep, 1): 0, 1, ...; message_rows: the rows of
+        each message.
         """
         ep, e = counts.shape
         # (ep, e) each sender's rows for each of this rank's experts: E counts to their owners, over ep
         received = self.ep.all_to_all(counts.flatten()).view(ep, e)
-        stops = received.cumsum(1).clamp(max=message_rows)  # where an expert's rows end in a message
-        kept = stops.diff(dim=1, prepend=torch.zeros_like(message))  # a full message has no more of them
-        # From a row's place in its message to its place by expert: how far, by sender and expert.
+        stops = received.cumsum(1).clamp(max=message_rows)  # where each expert's rows end in a message
+        kept = stops.diff(dim=1, prepend=torch.zeros_like(message))  # a full message has no more rows
+        # How far a row moves from its place in its message to its place by expert, per sender and expert.
         moved = (kept.T.flatten().cumsum(0).view(e, ep).T - stops).flatten()
 
         place = torch.arange(message_rows, device=counts.device).repeat(ep, 1)  # (ep, message_rows)

@@ -1,14 +1,14 @@
 """ZeRO's gradients and weights between the GPUs of one node, without NCCL: plain copies between symmetric
 buffers (fast/symm_mem.py).
 
-    gradients  each rank copies its own slice from all others and adds them up: a reduce-scatter
+    gradients  each rank copies its own slice from all others and adds up the copies: a reduce-scatter
     weights    each rank copies the others' slices from them: an all-gather
 
-The GPU's copy engines carry them while forward and backward run. NCCL's kernels would take multiprocessors
-away from forward and backward. The gradients travel in the model's dtype, as backward made them, which is
-half the bytes of fp32, and each rank adds them up in fp32. The result equals the sum of fp32 gradients:
-under ZeRO-1 there is one micro-batch, so nothing is added on a rank; ZeRO-2 and 3 send every micro-batch's
-gradients.
+The GPU's copy engines carry the data while forward and backward run. NCCL's kernels would take
+multiprocessors away from forward and backward. The gradients travel in the model's dtype, as backward made
+them, which is half the bytes of fp32, and each rank adds them up in fp32. The result equals the sum of fp32
+gradients: ZeRO-1 has only one micro-batch, so no rank adds gradients in the model's dtype; ZeRO-2 and 3 send
+every micro-batch's gradients.
 
     CopyStream                 where the copies run
     PeerComm                   ddp.Comm by copies, for ZeRO-1
@@ -27,10 +27,10 @@ from zero import Slot
 
 
 class CopyStream:
-    """A stream for copies between GPUs, next to the one that computes. On a CPU, copies run in line.
+    """A stream for copies between GPUs, next to the stream that computes. On a CPU, copies run in line.
 
-    module: torch's for this kind of device. recv_buffer: where the others' gradients arrive; all buckets use
-    it in turn.
+    module: torch's module for this kind of device. recv_buffer: where the others' gradients arrive; all
+    buckets use it in turn.
     """
 
     def __init__(self):
@@ -48,7 +48,7 @@ class CopyStream:
 
     @contextlib.contextmanager
     def side_stream(self):
-        """Run operations on the copy stream, after all issued so far on the compute stream."""
+        """Run operations on the copy stream, after all those issued so far on the compute stream."""
         if self.stream is None:
             yield
             return
@@ -57,13 +57,14 @@ class CopyStream:
             yield
 
     def record_event(self):
-        """Return a handle. Its wait() makes the compute stream wait for all issued so far on this one."""
+        """Return a handle. Its wait() makes the compute stream wait for all operations issued so far on this
+        one."""
         return CompletedWork() if self.stream is None else self.stream.record_event()
 
     def copy_slices(self, bucket, gradients):
         """Copy the other ranks' gradients of this rank's slice. Return (size - 1, n/size), in recv_buffer.
 
-        gradients: of each rank of the bucket's axis, by rank, (1, n) or longer.
+        gradients: those of each rank of the bucket's axis, by rank, (1, n) or longer.
         """
         n = bucket.grad_sum.numel()
         parts = self.recv_buffer[:n * (bucket.n_slices - 1)].view(-1, n)  # (size - 1, n/size)
@@ -80,9 +81,9 @@ def others(axis):
 class PeerComm(Comm):
     """ddp.Comm for ZeRO-1 with one micro-batch per step, where the axis' GPUs reach each other's memory.
 
-    The others copy from this rank's gradients before their grad sync ends, and from its weights in their
-    forward. Both precede the all-reduce of Optimizer.stats, and this rank overwrites its buffers only after
-    that. There is one instance per bucket; all share a CopyStream.
+    The other ranks copy from this rank's gradients before their grad sync ends, and from its weights in their
+    forward. Both copies precede the all-reduce of Optimizer.stats, and this rank overwrites its buffers only
+    after that all-reduce. There is one instance per bucket; all instances share a CopyStream.
     """
 
     def __init__(self, stream, grad_dtype):
@@ -136,9 +137,9 @@ class PeerSlot(Slot):
 class PeerSlotComm(PeerComm):
     """zero.SlotComm where the axis' GPUs reach each other's memory, for any number of micro-batches.
 
-    The others copy weights from a buffer that holds this rank's slice, since flat of a zero.ShardedBucket
-    comes and goes. The buffer too is overwritten only after Optimizer.stats, and before that every rank has
-    used what it copied.
+    The others copy weights from a buffer that holds this rank's slice, because the memory of a
+    zero.ShardedBucket's flat comes and goes. This buffer, too, is overwritten only after Optimizer.stats. By
+    then every rank has used its copies.
     """
 
     def __init__(self, stream):

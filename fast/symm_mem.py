@@ -1,16 +1,17 @@
 """Rows to the experts and back without messages: each rank writes into the memory of the other GPUs.
 
-all_to_all needs row counts on the host, and a CUDA graph cannot capture a host read. Here each rank writes
+all_to_all needs row counts on the host, and a CUDA graph cannot capture a host read. Here, each rank writes
 rows directly into the destination's symmetric-memory buffer over NVLink, and reads the results back from
 there. Only the GPUs know how many rows there are. One-sided writes need explicit barriers: before a rank
-reads what others wrote, and before it overwrites what others may still read. (One-sided communication:
-MPI-3, chapter 11. Its addresses: torch's symmetric memory. Experts over it: DeepSeek-AI's DeepEP.)
+reads what others wrote, and before it overwrites what others may still read. (MPI-3, chapter 11, describes
+one-sided communication. torch's symmetric memory gives the addresses. DeepSeek-AI's DeepEP uses it for
+experts.)
 
     SymmetricBuffer            memory of each rank of an axis that all of them address
     SendRows, ReturnRows       the rows' way to the experts and back, with gradients
     SymmMem, SymmMemCapacity   the token dispatchers: twins of moe.AllToAll and moe.Capacity
 
-A destination `dst` counts rows over all ranks: rank * rows + row of that rank's buffer. -1 is no destination.
+A destination `dst` counts rows over all ranks: rank * rows + the row in that rank's buffer. -1 means none.
 """
 import weakref
 from typing import NamedTuple
@@ -24,12 +25,12 @@ from ops.permute import Unpermute, layout_from_counts, place_within_expert, slot
 class SymmetricBuffer:
     """A buffer of this rank that all ranks of an axis address.
 
-    local: (rows, width) of this rank; peers: the same of every rank of the axis, by rank. All ranks of the
+    local: this rank's (rows, width). peers: the same for every rank of the axis, by rank. All ranks of the
     axis allocate together. torch's allocator does not count this memory. ValueError: these GPUs do not reach
     each other's memory.
     """
 
-    instances = weakref.WeakSet()  # all of this process
+    instances = weakref.WeakSet()  # all buffers of this process
 
     def __init__(self, axis, rows, width, dtype, device):
         import torch.distributed._symmetric_memory as symmetric
@@ -49,12 +50,13 @@ class SymmetricBuffer:
         self.peer_ptrs = torch.tensor([w.data_ptr() for w in self.peers], device=device)
 
     def barrier(self):
-        """Make the ranks of the axis wait for each other, on the GPU: what they wrote is visible after it."""
+        """Make the ranks of the axis wait for each other, on the GPU. Then what they wrote is visible to
+        all."""
         self.axis.record("barrier")
         self.handle.barrier()
 
     def _record(self, kind, dst):
-        """Count the bytes of balanced destinations: only the GPU knows how many rows go where."""
+        """Count the bytes as if destinations were balanced: only the GPU knows how many rows go where."""
         row = self.local.size(1) * self.local.element_size()
         self.axis.record(kind, self.local, dst.numel() * row * (self.axis.size - 1) / self.axis.size)
 
@@ -106,14 +108,14 @@ def _get(dst, buffer):
 
 
 # -----------------------------------------------------------------------------
-# Rows to the experts and back: each is the other's adjoint, as Permute and Unpermute are
+# Rows to the experts and back: each way is the adjoint of the other, like Permute and Unpermute
 
 class Buffers(NamedTuple):
     """The buffers of one expert layer.
 
-    A buffer is overwritten only when its readers are known to be done: `rows` after the next exchange of
-    counts, which each rank joins after its reading; the other two because a barrier on another buffer lies
-    between any two of their uses.
+    A buffer is overwritten only when its readers are known to be done: `rows` is safe after the next exchange
+    of counts, which each rank joins after reading. The other two are safe because a barrier on another buffer
+    lies between any two of their uses.
     """
     rows: SymmetricBuffer     # rows for this rank's experts arrive here; the layer's own: backward reads them
     results: SymmetricBuffer  # results leave from here, in backward the rows' gradients; shared by all layers
@@ -173,9 +175,9 @@ class SymmMemPlan(NamedTuple):
 
 
 class _OneSided:
-    """What the two dispatchers share.
+    """The part that the two dispatchers share.
 
-    rows_in_use: how many rows of each buffer are used, the same on every rank. If it is 0, or without
+    rows_in_use: how many rows of each buffer are used, the same on every rank. If it is 0, or if there are no
     gradients (evaluation, generation), the plain dispatcher is used.
     """
     buffers = None
@@ -187,8 +189,9 @@ class _OneSided:
     def exchange_counts(self, counts):
         """Tell the other ranks how many rows this one has for each expert, counts (E,).
 
-        Return starts (E,), the destination of the first of them, and ends (e,). The all-gather doubles as the
-        barrier that protects buffers.rows: a rank enters it only after reading the previous rows.
+        Return starts (E,), the destination of the first row for each expert, and ends (e,). The all-gather
+        doubles as the barrier that protects buffers.rows: a rank enters it only after reading the previous
+        rows.
         """
         counts = self.ep.all_gather(counts).view(-1, self.E)  # E counts from each rank to all, over ep
         return layout_from_counts(counts, self.ep.rank, self.buffers.rows.rows, self.rows_in_use,
@@ -211,7 +214,7 @@ class _OneSided:
 
 
 class SymmMem(_OneSided, AllToAll):
-    """Dropless without asking the host: shapes are static, so a step with experts is one CUDA graph too.
+    """Dropless without asking the host. Shapes are static, so a step with experts is one CUDA graph, too.
 
     A step that brings more than rows_in_use rows to some rank overflows: see GraphedStep in fast/graph.py.
     """
@@ -227,7 +230,7 @@ class SymmMem(_OneSided, AllToAll):
 
 
 class SymmMemCapacity(_OneSided, Capacity):
-    """With a capacity the buffer can never overflow: each rank sends at most `capacity` rows per expert.
+    """With a capacity, the buffer can never overflow: each rank sends at most `capacity` rows per expert.
 
     Every rank learns how many rows the others send, so no slot is left empty.
     """

@@ -93,7 +93,7 @@ def read_run_config(path):
 # Words of the command line that are not ours
 
 def refuse_names_of_others(argv, cls):
-    """ValueError: flags that other trainers have, each with ours or with what to do instead."""
+    """Raise ValueError for flags of other trainers, each with ours or with what to do instead."""
     ours = {field.name for field in dataclasses.fields(cls)} - {"preset"}
     said = []
     for word in argv:

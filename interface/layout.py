@@ -32,7 +32,7 @@ def check_ranks(n, tp, pp, ep, n_experts=0, cp=1):
 
 
 def check_layout(cfg, mesh, batch):
-    """ValueError, with the fix, for values that are wrong on this mesh. batch: sequences per step."""
+    """Raise ValueError, with the fix, for values that are wrong on this mesh. batch: sequences per step."""
     if cfg.pdb >= mesh.world.size:
         raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {mesh.world.size - 1}")
     if cfg.n_experts % mesh.ep.size:
@@ -45,7 +45,7 @@ def check_layout(cfg, mesh, batch):
 
 
 def check_tensor_parallel(cfg, tp, stage):
-    """ValueError unless heads, MLP and vocabulary divide by tp. stage: ranks of a stage."""
+    """Raise ValueError unless heads, MLP and vocabulary divide by tp. stage: ranks of a stage."""
     must_divide("n-head", cfg.n_head, "tp", tp, stage)
     if cfg.n_kv_head % tp and tp % cfg.n_kv_head:
         raise ValueError(f"n-kv-head {cfg.n_kv_head} neither divides by tp {tp} nor divides it; "
@@ -59,7 +59,7 @@ def check_tensor_parallel(cfg, tp, stage):
 
 
 def check_sequence(cfg, cp, tp):
-    """ValueError unless a sequence divides by cp, and a rank's tokens by tp."""
+    """Raise ValueError unless a sequence divides by cp, and a rank's tokens by tp."""
     if cp > 1 and cfg.seq_len % (2 * cp):
         raise ValueError(f"seq-len {cfg.seq_len} does not divide by 2 * cp {cp} segments; "
                          f"try --seq-len {next_multiple(cfg.seq_len, 2 * cp)}")
@@ -70,7 +70,7 @@ def check_sequence(cfg, cp, tp):
 
 
 def check_batch(cfg, dp, batch):
-    """ValueError unless the global batch, and each stage of its ramp, is a number of whole micro-batches."""
+    """Raise ValueError unless the global batch and each stage of its ramp are whole micro-batches."""
     unit = cfg.micro_batch * dp
     if batch % unit:
         whole = max(1, round(batch / unit)) * unit
@@ -80,7 +80,7 @@ def check_batch(cfg, dp, batch):
 
 
 def check_ramp(full, ramp, unit):
-    """ValueError if the batch of some stage of the ramp does not divide by unit = micro-batch * dp."""
+    """Raise ValueError if the batch of some stage of the ramp does not divide by unit = micro-batch * dp."""
     if not ramp:
         return
     start, increment, over = ramp
@@ -99,7 +99,7 @@ def check_ramp(full, ramp, unit):
 
 
 def check_pipeline(cfg, pp, cp):
-    """ValueError for parts that do not go together, and for stages that do not fit the blocks."""
+    """Raise ValueError for parts that do not go together, and for stages that do not fit the blocks."""
     if cfg.zero == 3 and pp > 1:
         raise ValueError(f"--zero 3 does not go with --pp {pp}: a stage goes to and fro between "
                          "micro-batches and would gather all the time; try --zero 2, or --pp 1")

@@ -1,6 +1,7 @@
 """JSON from a file, read and checked: it may be cut, foreign, or made to do harm."""
 import json
 import reprlib
+import stat
 import sys
 import typing
 from dataclasses import dataclass
@@ -34,8 +35,18 @@ def load_json(path):
         raise ValueError(f"{path} holds no sound JSON: {e}") from None
 
 
+def load_json_of_others(path, most):
+    """Return what a JSON file of others holds: see load_json. ValueError: it has more than `most` bytes."""
+    found = Path(path).stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path} is a pipe, a device or a directory, not a file")
+    if found.st_size > most:
+        raise ValueError(f"{path} has {found.st_size:,} bytes, more than {most:,}: it is no such file")
+    return load_json(path)
+
+
 def check_schema(value, schema, where, path="the content"):
-    """ValueError, one line that starts with `where`, unless a value from JSON is as the schema says.
+    """Raise ValueError, one line that starts with `where`, unless a value from JSON is as the schema says.
 
     A schema is
         a type, or a tuple of types    a value of one of them; float takes an int, too

@@ -1,7 +1,7 @@
 """The flat buffers of ddp.py: gradients on their way in, and the rectangles of tensors in a slice.
 
     padded_elements             the length of a buffer that is cut into slices
-    accumulate, copy_gradients  gradients into a buffer
+    accumulate, copy_gradients  add or copy gradients into a buffer
     sum_slices                  the sum of several ranks' gradients, which fast/peer.py has copied
     rectangles, own_pieces      where a slice's elements are in the full tensors: for checkpoints
 """
@@ -14,9 +14,9 @@ import torch
 from config import ceil_div
 from ops import backend
 
-COPY_ALONE = 2**22  # elements from which a gradient is copied by a kernel of its own
-CONVERT_ALONE = 2**18  # elements from which a Triton kernel converts and adds a gradient
-ALIGNMENT = 128  # elements: each slice begins at a multiple, so that loads are aligned
+COPY_ALONE = 2**22  # a gradient of at least this many elements has a copy kernel of its own
+CONVERT_ALONE = 2**18  # a gradient of at least this many elements is converted by Triton
+ALIGNMENT = 128  # each slice begins at a multiple of this, so that loads are aligned
 
 
 def padded_elements(n, n_slices):
@@ -34,7 +34,7 @@ def accumulate(total, grad, first):
     """Add grad, in the model's dtype, to total (fp32); if first, overwrite what is there."""
     converts = grad.dtype != total.dtype and grad.numel() >= CONVERT_ALONE and grad.is_contiguous()
     if backend.use_triton(grad) and converts:
-        from ops import kernels  # torch's own conversion reaches a third of the memory's speed
+        from ops import kernels  # torch's own conversion reaches a third of the bandwidth
         blocks = ceil_div(grad.numel(), 4096)
         kernels.accumulate[(blocks,)](grad, total, grad.numel(), ADD=not first, BLOCK=4096,
                                       num_warps=8)
@@ -93,7 +93,7 @@ def rectangles(shape, begin, end):
     row = math.prod(shape[1:])  # elements
     first = ceil_div(begin, row)  # the first row that is whole
     last = end // row  # the row after the last that is whole
-    if first > last:  # All elements are inside of one row.
+    if first > last:  # All elements are inside one row.
         return in_row(shape, last, begin, end)
     found = in_row(shape, first - 1, begin, first * row)
     if first < last:
@@ -110,7 +110,7 @@ def in_row(shape, row, begin, end):
 
 
 class Piece(NamedTuple):
-    """A rectangle of a full tensor, and this rank's memory of it."""
+    """A rectangle of a full tensor, and a view of this rank's memory that holds it."""
     name: str
     view: torch.Tensor
     full_shape: tuple
@@ -121,8 +121,8 @@ def own_pieces(data_parallel, opt, vectors=None, owned_only=True):
     """Return this rank's Pieces of the weights and Adam moments, or of the given vectors.
 
     vectors: {prefix of the names: a slice per bucket}. The views share memory with the optimizer:
-    filling them loads. owned_only leaves out what another rank saves: over all ranks, every element
-    is then there once.
+    filling them loads a checkpoint. owned_only leaves out what another rank saves, so that over all
+    ranks every element is there once.
     """
     if vectors is None:
         vectors = {"": opt.masters}
@@ -132,7 +132,7 @@ def own_pieces(data_parallel, opt, vectors=None, owned_only=True):
     for prefix, slices in vectors.items():
         for bucket, own in zip(data_parallel.buckets, slices, strict=True):
             pieces += bucket_pieces(bucket, own, prefix, owned_only)
-    if vectors.get("") is opt.masters:  # The routers' biases are not trained, but saved.
+    if vectors.get("") is opt.masters:  # The routers' biases are not trained, but they are saved.
         stage = data_parallel.mesh.stage
         for name, buffer in data_parallel.buffers.items():
             if not owned_only or chosen_rank(name, stage) == stage.rank:

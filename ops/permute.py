@@ -1,12 +1,12 @@
-"""Rows to the experts and back: a counting sort by expert, and the copies of rows that it asks for.
+"""Rows to the experts and back: a counting sort by expert, and the copying of rows.
 
 A row has K copies, one for each expert that it visits: copy c is choice c % K of row c // K. Copies
 stand in slots, sorted by expert:
     perm (slots,)     the copy in each slot; N = n*K where the slot is empty
     inv_perm (N,)     the slot of each copy; `slots` where the copy was dropped
-Only with a capacity can slots be empty and copies be dropped: `padded` says so. Moving rows there
-and moving them back are adjoint. So all four directions are gathers by perm or by inv_perm, and no
-kernel needs atomics.
+Only with a capacity can slots be empty and copies be dropped: `padded` says whether they can.
+Moving rows to the slots and moving them back are adjoint operations. So all four directions are
+gathers by perm or by inv_perm, and no kernel needs atomics.
 """
 import torch
 
@@ -19,8 +19,8 @@ from ops import backend
 def sort_by_expert(expert, E):
     """Sort the copies: expert (N,) int64 of each copy -> perm (N,), inv_perm (N,), counts (E,).
 
-    The sort is stable. Plainly: perm = expert.argsort(stable=True), inv_perm is its inverse, and
-    counts = bincount(expert).
+    The sort is stable. In plain torch: perm = expert.argsort(stable=True), inv_perm is its inverse,
+    and counts = bincount(expert).
     """
     place, cumulative = place_within_expert(expert, E)
     counts = cumulative[:, -1].contiguous()
@@ -36,9 +36,9 @@ def invert_permutation(perm):
 
 
 def occupants(slot, slots):
-    """Return the copy in each slot, (slots,), N in an empty one.
+    """Return the copy in each slot, (slots,), or N in an empty slot.
 
-    slot (N,) of each copy, `slots` if it has none.
+    slot (N,): the slot of each copy, or `slots` if the copy has none.
     """
     copies = torch.arange(slot.numel(), device=slot.device)
     # The last entry is for the copies without a slot.
@@ -58,14 +58,14 @@ def sort_block_size(E):
 def place_within_expert(expert, E):
     """Count, the first half of the sort: expert (N,) int64 -> place (N,), cumulative (E, blocks).
 
-    place: a copy's place in the queue of its expert, within a block of copies: how many earlier
-    copies of the block have the same expert. cumulative: the copies for each expert in the blocks
-    0..b.
+    place: how many earlier copies of the same block have the same expert, which is the copy's place
+    in its expert's queue. cumulative: the number of copies for each expert in the blocks 0..b.
     """
     N = expert.numel()
     if not backend.use_triton(expert):
-        # One block. No operation of torch counts earlier equals. A stable sort puts the copies of
-        # an expert side by side in their order. A copy's place is its distance from the first.
+        # There is one block. No operation of torch counts earlier equal elements. A stable sort
+        # puts the copies of an expert side by side, in their order. A copy's place is its distance
+        # from the first one.
         order = expert.argsort(stable=True)
         counts = torch.bincount(expert, minlength=E)
         start = counts.cumsum(0) - counts
@@ -105,7 +105,8 @@ def slots_from_places(expert, place, cumulative, start, experts, rows):
 def assign_slots(expert, priority, E, capacity):
     """Give the `capacity` slots of each expert to the copies that come first.
 
-    expert (N,) of each copy; priority (N,), a permutation of the copies: first come, first served.
+    expert (N,) of each copy; priority (N,), a permutation of the copies: the order in which they
+    are served.
     Return perm (E*capacity,), inv_perm (N,), and how many copies found no slot, ().
     """
     N = expert.numel()
@@ -123,10 +124,10 @@ def assign_slots(expert, priority, E, capacity):
 def layout_from_counts(counts, rank, rows, limit, needed):
     """Lay out the owners' buffers: counts (ep, E) int64, each rank's copies for each expert.
 
-    An owner's experts receive their copies in a buffer of `rows` rows, by expert, then by sender.
-    Return starts (E,), where this rank's copies begin, counted as owner * rows + row; and ends (e,)
-    int32, where each local expert's rows end in this rank's own buffer, `limit` at most. needed ()
-    int64 becomes max(needed, rows that come to this rank).
+    An owner's experts receive their copies in a buffer of `rows` rows, sorted by expert, then by
+    sender. Return starts (E,), where this rank's copies begin, counted as owner * rows + row; and
+    ends (e,) int32, where each local expert's rows end in this rank's own buffer, at most `limit`.
+    needed () int64 becomes max(needed, rows that come to this rank).
     """
     ep, E = counts.shape
     if not backend.use_triton(counts):
@@ -183,7 +184,7 @@ class Unpermute(torch.autograd.Function):
 
 
 def gather_rows_or_zero(x, index, padded):
-    """Return rows of x (m, ...) by index. If padded, an index from m on stands for zeros."""
+    """Return rows of x (m, ...) by index. If padded, an index of m or more stands for zeros."""
     if not padded:
         return x[index]
     rows = x[index.clamp(max=x.size(0) - 1)]
@@ -210,7 +211,7 @@ def permute(x, perm, K, padded):
 def unpermute(y, inv_perm, K, padded, gates=None):
     """Return the sum of each row's K copies, each times its gate: y (slots, C) -> (n, C).
 
-    inv_perm (n*K,) int64, gates (n, K). If padded, a copy whose inv_perm is `slots` counts nothing.
+    inv_perm (n*K,) int64, gates (n, K). If padded, a copy whose inv_perm is `slots` adds nothing.
     """
     if not backend.use_triton(y) or not y.numel():
         copies = gather_rows_or_zero(y, inv_perm, padded).unflatten(0, (-1, K))  # (n, K, C)

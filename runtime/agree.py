@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def parse_flags(parse, argv):
     """Return (flags, None, timeout), or (None, what is wrong, timeout) on a rank with wrong flags.
 
-    timeout: seconds. Among several ranks the others must hear what is wrong. A single process with wrong
-    flags ends at once. So does --help, which rank 0 alone prints.
+    timeout: seconds. With several ranks, the other ranks must hear what is wrong. A single process with wrong
+    flags ends at once. So does --help, which only rank 0 prints.
     """
     argv = sys.argv[1:] if argv is None else argv
     with wrong_input(), contextlib.ExitStack() as stack:
@@ -59,7 +59,7 @@ def _timeout(argv):
 def same_start(world, cfg, wrong):
     """End all ranks with one line and code 2 if flags are wrong on any rank, or flags or code differ.
 
-    cfg, wrong: of parse_flags(). Collective over the world.
+    cfg, wrong: from parse_flags(). Collective over the world.
     """
     with launch.exit_together(world):
         texts = world.axis.gather_objects(wrong)
@@ -96,7 +96,7 @@ def compare(world, values, cure):
     """Raise ValueError, on all ranks, if a value of {name: str} differs between ranks.
 
     Names that only some ranks have are not compared. Collective over the world: each rank sends a digest, and
-    only if the digests differ it sends the values, too.
+    sends the values, too, only if the digests differ.
     """
     digest = hashlib.sha256(repr(sorted(values.items())).encode()).digest()
     if len(set(world.axis.gather_objects(digest))) == 1:
@@ -112,9 +112,9 @@ def compare(world, values, cure):
 
 
 def _describe_difference(name, ranks_with):
-    """Return "rank 1 has NAME VALUE, ranks 0, 2 have NAME VALUE", of four values at most.
+    """Return "rank 1 has NAME VALUE, ranks 0, 2 have NAME VALUE", for at most four values.
 
-    ranks_with: {value: ranks}. The value of the fewest ranks comes first.
+    ranks_with: {value: ranks}. The value that the fewest ranks have comes first.
     """
     parts = []
     for value, ranks in sorted(ranks_with.items(), key=lambda item: len(item[1])):
@@ -162,7 +162,7 @@ class Stop:
     def poll(self, world):
         """Return why to stop: a signal's name, "max-minutes", or None to go on; the same on all ranks.
 
-        The time of two more steps and two saves is kept in reserve. Collective over the world.
+        The time for two more steps and two saves is kept in reserve. Collective over the world.
         """
         flags = torch.tensor([session.signals.number, int(self._is_late())])
         world.axis.all_reduce(flags, MAX)  # two small integers on the host, over the world

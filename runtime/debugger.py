@@ -19,7 +19,7 @@ import threading
 def attach_stdin(world, rank):
     """Connect the chosen rank's stdin to what is typed, and turn breakpoint() off on the other ranks.
 
-    rank: the chosen one, or -1 to do nothing. Collective over the world.
+    rank: the chosen rank, or -1 to do nothing. Collective over the world.
     """
     if rank < 0:
         return

@@ -1,8 +1,9 @@
 """guardian.py PID STEP: the watchdog's last resort, a process beside each rank. PID is the rank's process.
 
-The rank writes to its stdin, every few STEP seconds, how long it may stay silent. If it is silent for longer,
-a C call holds its interpreter's lock, none of its threads can act, and it is killed. Only time in which both
-processes run counts: a suspended rank (SIGSTOP, SLURM's suspend, a closed lid) does not hang.
+Every few STEP seconds, the rank writes to the guardian's stdin how long the rank may stay silent. If it is
+silent for longer, a C call holds its interpreter's lock, none of its threads can act, and the guardian kills
+it. Only time in which both processes run counts: a suspended rank (SIGSTOP, SLURM's suspend, a closed lid)
+does not hang.
 """
 import os
 import select
@@ -33,7 +34,7 @@ def main(pid, step):
             left -= min(now - last, 2 * step)  # in a longer gap this process was stopped as well
         last = now
 
-    is_our_rank = os.getppid() == pid  # and not another process with the number of a rank that is gone
+    is_our_rank = os.getppid() == pid  # and not another process that has the number of a rank that is gone
     if is_our_rank:
         os.kill(pid, signal.SIGKILL)
 

@@ -1,6 +1,6 @@
-"""Which rank is this process, and how do the ranks start, stop and fail together?
+"""Which rank this process is, and how the ranks start, stop and fail together.
 
-The answer covers plain python, torchrun, MPICH and Intel MPI (Hydra), Open MPI, PALS, Cray PMI and srun.
+This file covers plain python, torchrun, MPICH and Intel MPI (Hydra), Open MPI, PALS, Cray PMI and srun.
 
     detect          read the launcher's variables: rank, size, local rank
     launch          choose the device, agree on an address through MPI, make the process group
@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
-# OpenMP reads this variable when torch is imported. Then waiting threads sleep, and leave the core to others.
+# OpenMP reads this variable when torch is imported. With this value, waiting threads sleep and leave the core
+# to others.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -38,9 +39,9 @@ from ops.accelerator import device_name
 from parallel import Axis
 from runtime import mpi, visible
 
-# Each launcher with its variables for (rank, world size, local rank, local size). The first launcher whose
-# variables are set is taken, and srun comes last: only SLURM_STEP_NUM_TASKS says that srun started *this*
-# process and not the batch script around it.
+# Each launcher, with its variables for (rank, world size, local rank, local size). The first launcher whose
+# variables are set is taken, and srun is the last one: only SLURM_STEP_NUM_TASKS says that srun started
+# *this* process and not the batch script around it.
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
@@ -64,7 +65,7 @@ class CollectiveLog:
     def __init__(self):
         self.started = Counter()
         self.last = None
-        self.on_next_collective = None  # called once: this rank's own work in a step ends there
+        self.on_next_collective = None  # called once, where this rank's own work in a step ends
 
     def record(self, kind, axis, tensor=None):
         """Note that this rank is about to start a collective, for example an "all-reduce" of tensor."""
@@ -176,7 +177,8 @@ def bare_environment():
 def scheduler():
     """Return (name, job, nodes) of the batch system, or None without one.
 
-    nodes: their number under SLURM, the path of the file of hosts under PBS; None if the system does not say.
+    nodes: the number of nodes under SLURM, the path of the host file under PBS, or None if the system does
+    not say.
     """
     if "SLURM_JOB_ID" in os.environ:
         return "SLURM", os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_JOB_NUM_NODES")
@@ -209,7 +211,7 @@ def _address(n_nodes):
 
 
 def _slurm_address(n_nodes):
-    """Return (host, port) of rank 0 where srun runs without MPI, so that all ranks must derive the same."""
+    """Return (host, port) of rank 0 where srun runs without MPI: all ranks must derive the same pair."""
     command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
     nodes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     if len(nodes) == 1:
@@ -225,8 +227,8 @@ def _slurm_address(n_nodes):
 def _listen(host, port, n_nodes):
     """Return a socket that listens only on the address to which the other ranks connect.
 
-    The store trusts everybody who reaches it. If the address is not known, the socket listens on all
-    interfaces, and a line says so.
+    The store trusts everybody who can reach it. If the address is not known, the socket listens on all
+    interfaces, and a printed line says so.
     """
     try:
         address = socket.gethostbyname(host)
@@ -246,8 +248,8 @@ def _listen(host, port, n_nodes):
 def _store(launcher, comm, rank, n_nodes, timeout):
     """Return the TCPStore through which the ranks find each other.
 
-    torchrun's agent has opened one. Otherwise rank 0 opens it and tells the other ranks its address through
-    comm, MPI's communicator; comm is None where srun runs without MPI. timeout: a timedelta.
+    torchrun's agent has opened one. Otherwise rank 0 opens the store and sends its address to the other ranks
+    through comm, MPI's communicator. comm is None where srun runs without MPI. timeout: a timedelta.
     """
     if launcher == "torchrun":
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
@@ -312,8 +314,8 @@ def show_all_gpus(store, rank, size, local_rank):
 def select_device(local_rank, local_size, own=None):
     """Choose this rank's device. Return (device, number of CPU threads).
 
-    own: the index of the device, if the local rank does not give it. Call this function before the process
-    group is made: some backends deadlock when the device is set later.
+    own: the index of the device, if the local rank does not determine it. Call this function before the
+    process group is made: some backends deadlock when the device is set later.
     """
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator().type
@@ -323,7 +325,7 @@ def select_device(local_rank, local_size, own=None):
         torch.accelerator.set_device_index(index)
         return torch.device(kind, index), torch.get_num_threads()
 
-    # MKL takes one thread under an MPI launcher, and srun gives all cores to every rank. So the cores are
+    # MKL uses one thread under an MPI launcher, and srun gives all cores to every rank. So the cores are
     # divided here.
     if "OMP_NUM_THREADS" not in os.environ:
         if hasattr(os, "sched_getaffinity"):
@@ -335,10 +337,10 @@ def select_device(local_rank, local_size, own=None):
 
 
 def deterministic(on):
-    """--deterministic: use only kernels that give the same bits in every run.
+    """For --deterministic: use only kernels that give the same bits in every run.
 
     Call it before the first kernel. An operation without such a kernel raises an error. torch's warn_only is
-    not used: with it cuDNN's attention adds up in any order.
+    not used, because it lets cuDNN's attention add up in any order.
     """
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it
@@ -356,7 +358,8 @@ def launch(timeout=600.0, quiet=False, joining=_tell_nobody):
     """Start this rank and return its World.
 
     timeout: seconds that a collective may wait. quiet: print no line per node. joining(where, size): called
-    before this rank waits for all ranks, in MPI_Init and in the rendezvous; then with "", when all are there.
+    before this rank waits for all ranks, in MPI_Init and in the rendezvous, and then with "" once all have
+    come.
     """
     start = detect(os.environ)
     if start.launcher == "single":  # plain python never touches MPI
@@ -409,7 +412,7 @@ def _keep_messages_short_for_pmi2(launcher):
     """Let pip's MPICH start under Slurm's pmi2, which reads only 1,024 bytes of a message.
 
     Slurm takes the rest of a longer message for another message. MPICH sends the addresses of UCX in pieces
-    whose length depends on what memory holds. Those of OFI have 16 bytes.
+    whose length depends on what memory holds. The addresses of OFI have 16 bytes.
     """
     if launcher == "srun" and "PMI_FD" in os.environ and os.path.exists(f"{sys.prefix}/lib/mpich"):
         os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
@@ -418,7 +421,7 @@ def _keep_messages_short_for_pmi2(launcher):
 def _place(start, comm):
     """Return (world size, ranks on this node, this node, number of nodes).
 
-    start: of detect(). comm: MPI's communicator, or None.
+    start: from detect(). comm: MPI's communicator, or None.
     """
     if comm is None:
         node = int(os.environ.get("SLURM_NODEID", start.rank // start.local_size))
@@ -446,9 +449,9 @@ def _end_all_on_exception(rank, comm):
     """Make an exception on one rank end all ranks, with one traceback. comm: MPI's communicator, or None.
 
     Otherwise mpiexec waits for the ranks that still run, and each rank that loses its connection to the
-    failed one prints a traceback as well. The hook ends the process without destructors, because those of
-    the process groups would wait or abort. It does not write to sys.stderr, because torch wraps this hook
-    and keeps what is written there until after the abort.
+    failed one prints a traceback as well. The hook ends the process without destructors, because the
+    destructors of the process groups would wait or abort. The hook does not write to sys.stderr, because
+    torch wraps this hook and keeps what is written there until after the abort.
     """
     def hook(kind, value, trace):
         text = str(value)
@@ -472,7 +475,7 @@ def _end_all_on_exception(rank, comm):
 
 
 def print_node(world):
-    """Print one line: this node, the launcher, how many ranks are here, the device."""
+    """Print one line: this node, the launcher, the number of ranks here, and the device."""
     if world.device.type == "cpu":
         chip = f"cpu, {world.threads} threads per rank"
     else:
@@ -498,8 +501,8 @@ def shutdown(world):
 def exit_together(world):
     """Run the body on every rank, and end all ranks with exit code 2 if it failed on any of them.
 
-    It fails with ValueError or OSError: the lowest such rank prints its message in one line. Any other
-    exception passes. Collective over the world.
+    A failure is a ValueError or an OSError. The lowest rank that failed prints its message in one line. Any
+    other exception passes through. Collective over the world.
     """
     own_text = None
     try:

@@ -1,7 +1,7 @@
-"""What a run prints and leaves behind: metrics.jsonl, config.json, profiles. Its plots: plot.py.
+"""What a run prints and leaves behind: metrics.jsonl, config.json, profiles. plot.py draws its plots.
 
     Log            rank 0: a row of metrics.jsonl and a printed line per logged step
-    metrics_row    what a row is made of; phase_times and expert_metrics add to it
+    metrics_row    makes the row; phase_times and expert_metrics add to it
 
 metrics.jsonl is the record from which a resumed run goes on. Everything else may fail without ending the run.
 """
@@ -70,7 +70,7 @@ def metrics_row(cfg, world, state, step, clock, vocab_size):
 
 
 def step_statistics(step):
-    """Return {skip_reason, loss, ...} of a StepResult: of a step that was not taken, the reason only."""
+    """Return {skip_reason, loss, ...} of a StepResult; only the reason if the step was not taken."""
     if step.stats is None:
         return {"skip_reason": "range"}
     if step.refusal is not None:
@@ -98,8 +98,8 @@ def rates(cfg, world, batch, ms, vocab_size):
 def phase_times(timers, steps, mesh):
     """Return {t_PHASE: ms per step of the slowest rank}, or {} without --timers.
 
-    With stages, the result also has the bubble: the fraction by which all micro-batches take longer than
-    forward and backward of the slowest stage. It is the bubble of cost/step_time.py, with messages.
+    With several stages, the result also has the bubble: the fraction by which all micro-batches take longer
+    than the forward and backward of the slowest stage. It is the bubble of cost/step_time.py, plus messages.
     Collective over the world.
     """
     if not timers.on:
@@ -119,7 +119,7 @@ def phase_times(timers, steps, mesh):
 def expert_metrics(layers):
     """{layer: {load, dropped, aux, z, entropy}} -> {key of metrics.jsonl: number}.
 
-    These are means over the layers, and the load of the busiest expert of any layer (1.0 is balanced).
+    The numbers are means over the layers, and the load of the busiest expert of any layer (1.0 is balanced).
     """
     def mean(key):
         return sum(layer[key] for layer in layers.values()) / len(layers)
@@ -148,8 +148,8 @@ def report_traffic(predicted, sent):
 def make_log(cfg, mesh, world, out, state, source):
     """Return the Log of rank 0, after notes about the machine.
 
-    OUT also gets what sample.py needs: the tokenizer, and mlm's [MASK]. source: the training data. OSError:
-    OUT cannot be written.
+    OUT also gets what sample.py needs: the tokenizer and, with mlm, the [MASK] token. source: the training
+    data. OSError: OUT cannot be written.
     """
     config = {**dataclasses.asdict(cfg), "vocab_size_used": state.vocab_size}
     if cfg.objective == "mlm":
@@ -189,14 +189,14 @@ def git_revision():
         return "unknown"
 
 
-NETWORK = 25e9  # B/s of a GPU's share of a fabric, 200 Gb/s: a scale, nothing here was measured
+NETWORK = 25e9  # B/s: a GPU's share of a fabric, 200 Gb/s; only a scale, not measured
 
 
 def groups_over_nodes(cfg, mesh, nodes, vocab_size):
     """Return lines that say whether the groups of tp, cp and ep stay inside a node.
 
-    If they do not, the line has the bytes that this costs, by the formulas of ring algorithms, and what to
-    change. nodes: the node of each rank.
+    If they do not, the line gives the bytes that this costs, by the formulas of ring algorithms, and says
+    what to change. nodes: the node of each rank.
     """
     batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
     sent = traffic(cfg, mesh, vocab_size, batch)
@@ -213,7 +213,7 @@ def groups_over_nodes(cfg, mesh, nodes, vocab_size):
         if name == "ep":
             elsewhere = max(sum(node != group[0] for node in group) for group in apart)
             crossing *= elsewhere / (size - 1)  # the share of the peers on other nodes
-        here = min(Counter(nodes).values())  # ranks of the smallest node
+        here = min(Counter(nodes).values())  # the number of ranks on the smallest node
         lines.append(f"note: {len(apart)} of {len(groups)} groups of {name} {size} span nodes, of "
                      f"{here} {'rank' if here == 1 else 'ranks'}: {crossing / 1e6:.4g} MB per rank and step "
                      f"cross the network, {crossing / NETWORK * 1e3:.3g} ms at {NETWORK / 1e9:.0f} GB/s; "
@@ -243,10 +243,10 @@ def how_to_stay_inside(name, size, stride, here):
 
 
 def started(cfg, model, resumed, batch, n_samples, skip):
-    """Print what begins.
+    """Print what kind of run begins.
 
-    resumed: path of the checkpoint, or None. batch: sequences per step, after the ramp. n_samples: of the
-    training data. skip: the steps to skip.
+    resumed: path of the checkpoint, or None. batch: sequences per step, after the ramp. n_samples: the number
+    of samples in the training data. skip: the steps to skip.
     """
     n_parameters = sum(p.numel() for p in model.parameters())
     how = f"resumed {resumed}" if resumed else "started"
@@ -259,7 +259,7 @@ def started(cfg, model, resumed, batch, n_samples, skip):
 
 
 def print_sample(model, tokenizer, prompt, seed):
-    """--prompt: print how the model continues the text prompt, on rank 0. Collective over the world."""
+    """For --prompt: print on rank 0 how the model continues the text `prompt`. Collective over the world."""
     ids = generate(model, tokenizer.encode(prompt), max_new_tokens=100, temperature=0.8, top_k=50, seed=seed)
     if model.mesh.world.rank == 0:
         print(f"--- {tokenizer.decode(ids)}\n---", flush=True)
@@ -330,12 +330,12 @@ class Log:
             self.tracker.add(values)
 
     def experts(self, step, layers):
-        """Write experts.jsonl: per layer the load of every expert, dropped, aux, z, router entropy."""
+        """Write experts.jsonl: per layer the load of each expert, dropped, aux, z and router entropy."""
         self.expert_rows.add({"step": step, "layers": layers})
         self.last_experts = layers
 
     def close(self):
-        """Say what could not be written: the run has ended."""
+        """Say what could not be written, when the run has ended."""
         if self.metrics.waiting:
             warn(f"{self.out}/metrics.jsonl is not complete; its last rows:")
             print(self.metrics.waiting.decode(), file=sys.stderr, flush=True)
@@ -346,7 +346,7 @@ class Log:
 
 
 def format_row(row):
-    """Return the printed lines of a row, of 100 columns: the step; below it experts and --timers."""
+    """Return the printed lines of a row, 100 columns wide: the step, and below it experts and --timers."""
     lines = [_format_step(row)]
     if "aux_loss" in row:
         lines.append(f"  aux={row['aux_loss']:.3f} load_max={row['expert_load_max']:.2f} "
@@ -386,7 +386,7 @@ def _format_step(row):
 # Profiles
 
 def start_profile(on):
-    """--profile: return a running pyinstrument profiler, or None."""
+    """For --profile: return a running pyinstrument profiler, or None."""
     if not on:
         return None
     with best_effort("--profile needs pyinstrument (pip install pyinstrument)", ImportError):
@@ -407,7 +407,7 @@ def end_profile(profiler, out):
 
 
 def tracer(on, out):
-    """--trace: return torch's profiler over steps 3 to 5, as a context. Without --trace it yields None.
+    """For --trace: return torch's profiler over steps 3 to 5, as a context. Without --trace it yields None.
 
     Call the profiler's step() after every step. It writes OUT/trace.json.
     """
@@ -419,6 +419,6 @@ def tracer(on, out):
         profiler.export_chrome_trace(str(out / "trace.json"))
         print(f"trace: {out}/trace.json; open it in https://ui.perfetto.dev", flush=True)
 
-    # Without repeat=1 such steps would be traced again and again.
+    # Without repeat=1, the profiler would trace three steps again and again.
     steps = schedule(wait=1, warmup=1, active=3, repeat=1)
     return profile(schedule=steps, on_trace_ready=write)

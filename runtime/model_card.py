@@ -17,7 +17,7 @@ def model_card(cfg, kind, weights, run, dtype, talks):
     meta = weights.index["meta"]
     data = meta.get("data") or "not known"
     losses = "; ".join(last_losses(run, meta["step"])) or "no losses are known"
-    # Of the flags that say nothing about the training, only the skipped steps are of interest.
+    # Of the flags that say nothing about the training, only the skipped steps are interesting here.
     flags = flag_words(cfg, {"data", *SILENT} - {"train_range_to_skip"})
     began = ""
     if name := first_weights(run):
@@ -57,8 +57,8 @@ def last_losses(run, step):
 
 def first_weights(run):
     """Return the name of the run, or of its checkpoint, whose weights a run started from, or ""."""
-    # A resume empties init_from in config.json. history.jsonl keeps the flags of every start; of several
-    # starts at step 0 the last one counts.
+    # A resume empties init_from in config.json. history.jsonl keeps the flags of every start. If a run
+    # started at step 0 several times, the last start counts.
     starts = [row.get("config") for row in sound_rows(run / "history.jsonl")[0] if row["step"] == 0]
     if starts and isinstance(starts[-1], dict):
         config = starts[-1]

@@ -1,4 +1,5 @@
-"""MPI, which the ranks need only to meet and to agree on an address. Then torch's process groups take over.
+"""MPI, which the ranks need only to meet and to agree on an address. After that, torch's process groups take
+over.
 
     world       MPI's communicator of all ranks, if it agrees with the launcher
     progress    keeps MPI's messages going while a rank waits elsewhere
@@ -12,8 +13,8 @@ import threading
 def init():
     """Return mpi4py's MPI, initialised.
 
-    mpi4py itself would hold the interpreter's lock in MPI_Init, which waits for all ranks. Then neither the
-    watchdog nor a signal could end a start that hangs. ctypes releases the lock.
+    mpi4py itself would hold the interpreter's lock during MPI_Init, which waits for all ranks. Then neither
+    the watchdog nor a signal could end a start that hangs. ctypes releases the lock.
     """
     import mpi4py
     mpi4py.rc.initialize = False
@@ -60,10 +61,10 @@ def world(launcher, rank, size):
 
 @contextlib.contextmanager
 def progress(comm):
-    """Keep sending the messages that MPI holds of this rank, while the body waits outside of MPI.
+    """Keep sending this rank's messages that MPI still holds, while the body waits outside MPI.
 
-    Over tcp, MPICH's OFI sends only inside of MPI's functions. All ranks have received them when the process
-    group is made. comm: MPI's communicator, or None.
+    Over tcp, MPICH's OFI sends only inside MPI's functions. All ranks have received the messages by the time
+    the process group is made. comm: MPI's communicator, or None.
     """
     MPI = None if comm is None else init()
     if MPI is None or MPI.Query_thread() != MPI.THREAD_MULTIPLE:
@@ -73,7 +74,7 @@ def progress(comm):
     done = threading.Event()
 
     def look_for_messages():
-        with contextlib.suppress(MPI.Exception):  # a peer is lost: the store's wait ends, and says so
+        with contextlib.suppress(MPI.Exception):  # a peer is lost: the store's wait ends and says so
             while not done.wait(0.01):
                 comm.Iprobe()
 

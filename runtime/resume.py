@@ -1,10 +1,10 @@
-"""What a run needs to go on after it was stopped: its state, its parts of the weights, and who writes them.
+"""What a run needs to go on after it was stopped: its state, and each rank's parts of the weights.
 
     State, save, load, dump_grads     where the run is; checkpoint.py knows only tensors and their names
     prepare_out_dir, find_checkpoint  the directory of the run, and which checkpoint in it is used
-    settle                            after all was checked: rename what an earlier run left there
+    settle                            after all checks: rename what an earlier run left there
     start_from                        resume, or start with equal replicas
-    init_from                         --init-from: start from another run's weights; experts from a dense one
+    init_from                         --init-from: start from another run's weights; experts from a dense run
 
 runtime/saver.py writes checkpoints in the background.
 """
@@ -45,7 +45,7 @@ class State:
     """
     step: int = 0       # completed steps, skipped ones included
     samples: int = 0    # sequences consumed
-    skipped: int = 0    # steps skipped: asked for by --train-range-to-skip, and spikes
+    skipped: int = 0    # steps skipped: those of --train-range-to-skip, and spikes
     nan_steps: int = 0  # steps not taken because loss or gradient norm was not finite
     data: str = ""      # identity of the token files
     skip: list = dataclasses.field(default_factory=list)  # ends of the ranges to skip
@@ -53,7 +53,7 @@ class State:
     window: list = dataclasses.field(default_factory=list)
     streak: int = 0     # steps in a row that were not taken: spikes and non-finite ones
     vocab_size: int = 0  # of the model, without padding
-    # {step, val_loss} of the lowest validation loss so far; its checkpoint is kept, with the newest ones
+    # {step, val_loss} of the lowest validation loss so far; its checkpoint is kept, like the newest ones
     best: dict = dataclasses.field(default_factory=dict)
     changed: dict = dataclasses.field(default_factory=dict)  # {flag: [before, now]} at this start; not saved
 
@@ -73,7 +73,7 @@ class State:
 
 
 def save(cfg, mesh, data_parallel, opt, saver, state):
-    """Start to write step_N/, every rank its part; saver.wait() says whether it was committed."""
+    """Start to write step_N/; every rank writes its part. saver.wait() says whether it was committed."""
     is_written = saver.wait()
     if not is_written and saver.failed == state.best.get("step"):
         state.best = {}  # lost: the next evaluation is the lowest
@@ -105,7 +105,7 @@ def load(cfg, data_parallel, opt, path, data_id, vocab_size=0):
                          f"give --init-from {path} to start from it")
     check_shape(cfg, path, meta["shape"], ["norm", *flexible_shapes(cfg)])
     changed = changed_flags(cfg, path, meta, data_parallel.mesh.world.size, data_id, vocab_size)
-    # A change that --resume-changed allows may leave tensors without a use: the bias of a router, of a norm.
+    # A change that --resume-changed allows may leave tensors unused, such as the bias of a router or a norm.
     unused = index["tensors"] if changed.keys() & set(flags_of_kind("meaning")) else ()
     pieces = own_pieces(data_parallel, opt, owned_only=False)
     load_tensors(data_parallel.mesh.world, path, index, pieces, unused)
@@ -120,7 +120,7 @@ def load(cfg, data_parallel, opt, path, data_id, vocab_size=0):
 def load_tensors(world, path, index, requested, unused=()):
     """Fill this rank's rectangles `requested` from a checkpoint. Collective over the world.
 
-    unused: names of its tensors that need not be asked for.
+    unused: names of the checkpoint's tensors that no rank need ask for.
     ValueError: a tensor is missing or damaged, or no rank asks for it.
     """
     own = {name for name, *_ in requested} | set(unused)
@@ -132,7 +132,7 @@ def load_tensors(world, path, index, requested, unused=()):
 
 
 def dump_grads(path, mesh, data_parallel, opt, vocab_size):
-    """--dump-grads: write weights and gradients as one safetensors file. Collective over the world.
+    """For --dump-grads: write weights and gradients as one safetensors file. Collective over the world.
 
     NAME is the weight before the update, grad/NAME the reduced, unclipped gradient, both at full size without
     padding.
@@ -153,10 +153,10 @@ def dump_grads(path, mesh, data_parallel, opt, vocab_size):
 
 
 # -----------------------------------------------------------------------------
-# Other flags than the checkpoint's: config.flag() says beside each what that means
+# Flags that differ from the checkpoint's: config.flag() says what each difference means
 
 def allowed_changes(cfg):
-    """Return the flags that --resume-changed names. ValueError: one is none that it can allow."""
+    """Return the flags that --resume-changed names. ValueError: it cannot allow one of them."""
     names = [name.strip().lstrip("-").replace("-", "_") for name in cfg.resume_changed.split(",")]
     for name in names:
         if name and name not in MEANING:
@@ -166,13 +166,14 @@ def allowed_changes(cfg):
 
 
 def flexible_shapes(cfg):
-    """Return the flags of kind "shape or meaning" whose tensors fit all values: RoPE has none of seq_len."""
+    """Return the flags of kind "shape or meaning" whose tensors fit all values: with RoPE, none depends on
+    seq_len."""
     return ["seq_len"] if cfg.pos == "rope" else []
 
 
 def check_shape(cfg, path, shape, may_differ=()):
-    """ValueError, with all flags to give, where the checkpoint's model has another shape than cfg's."""
-    # An older checkpoint does not name the flags that came later: it has their defaults.
+    """Raise ValueError, with all flags to give, if the shape of the checkpoint's model differs from cfg's."""
+    # An older checkpoint does not name flags that were added later. It has their defaults.
     later = {name: getattr(Config, name) for name in SHAPE if name not in shape}
     apart = {}
     for name, there in {**shape, **later}.items():
@@ -189,7 +190,7 @@ def check_shape(cfg, path, shape, may_differ=()):
 def changed_flags(cfg, path, meta, world_size, data_id, vocab_size):
     """Return {flag: [the checkpoint's value, cfg's]} where they differ, if it matters to the training.
 
-    meta: of the checkpoint; an older one has not all flags.
+    meta: from the checkpoint; an older checkpoint lacks some flags.
     ValueError: --resume-changed has to allow it.
     """
     before, now = compared_flags(cfg, path, meta, world_size, data_id, vocab_size)
@@ -217,7 +218,7 @@ def changed_flags(cfg, path, meta, world_size, data_id, vocab_size):
 def compared_flags(cfg, path, meta, world_size, data_id, vocab_size):
     """Return ({flag: the checkpoint's value}, {flag: cfg's}), and in both the number of `ranks`.
 
-    ValueError: the meta is no run's.
+    ValueError: the meta does not come from a run.
     """
     now = json.loads(json.dumps(dataclasses.asdict(cfg)))
     now["ranks"] = world_size
@@ -225,7 +226,7 @@ def compared_flags(cfg, path, meta, world_size, data_id, vocab_size):
     try:
         before = {**meta["shape"], **meta.get("flags", {})}
         if "flags" in meta:
-            # What the weights mean under a flag that came later: it had its default.
+            # A flag that was added later had its default when the weights were trained.
             later = [name for name in flags_of_kind("meaning") if name not in before]
             before.update({name: getattr(Config, name) for name in later})
         before["seed"] = meta["seed"]
@@ -250,7 +251,7 @@ def compared_flags(cfg, path, meta, world_size, data_id, vocab_size):
 
 def run_id(axis):
     """Return a short random word, the same on all ranks of the axis and on no other run's. Collective."""
-    # It comes from the system's randomness: the run's own generators must not advance.
+    # It comes from the system's randomness, because the run's own generators must not advance.
     return axis.broadcast_object(secrets.token_hex(4))  # one short string from the first rank to all
 
 
@@ -279,14 +280,13 @@ def prepare_out_dir(cfg, world, out):
 
 
 def holds_other_run(cfg, out):
-    """Whether --out has the files of a run with which this one does not go on."""
+    """Whether --out has the files of a run that this one does not continue."""
     return cfg.resume == "none" and ((out / "metrics.jsonl").exists() or bool(checkpoint.steps(out)))
 
 
 def settle(cfg, world, out, state, found):
-    """Rename what an earlier run has in --out and this one must not count; nothing was refused.
-
-    That is a whole run, or checkpoints of later steps. Collective over the world.
+    """Rename what an earlier run left in --out and this one must not count, after all checks. This is a whole
+    run, or checkpoints of later steps. Collective over the world.
     SystemExit(0): no step is left to do.
     """
     if found is not None and state.step >= cfg.steps:
@@ -302,7 +302,7 @@ def settle(cfg, world, out, state, found):
 
 
 def set_aside(cfg, out, state, found):
-    """Rename the run in --out with which this one does not go on, or its checkpoints of later steps."""
+    """Rename the run in --out if this one does not continue it, or else its checkpoints of later steps."""
     if holds_other_run(cfg, out):
         print(f"{out} held another run: it is now {files.move_aside(out)}\n(train.py --list shows all "
               "runs; --resume auto would have gone on with it)", flush=True)
@@ -315,8 +315,8 @@ def set_aside(cfg, out, state, found):
 def find_checkpoint(cfg, world, out):
     """Return the path of the checkpoint that --resume asks for, or None to start at step 0.
 
-    It is the same on all ranks, and every rank verifies its share of the checksums. A damaged checkpoint is
-    named, and with --resume auto the one before it is tried. Collective over the world.
+    The path is the same on all ranks, and every rank verifies its share of the checksums. A damaged
+    checkpoint is named, and with --resume auto the one before it is tried. Collective over the world.
     """
     if cfg.resume == "none":
         return None
@@ -349,7 +349,7 @@ def start_from(found, skip, model, opt, data_id):
     """Go on from the checkpoint `found`, or start with equal replicas. Return (State, skip.Ranges).
 
     found: None at step 0; with --init-from the run then starts from another run's weights.
-    skip: of the flags; those of the checkpoint join.
+    skip: the Ranges of the flags; those of the checkpoint are added.
     Collective; ValueError: the checkpoint does not fit.
     """
     cfg = model.cfg
@@ -377,7 +377,7 @@ def start_from(found, skip, model, opt, data_id):
 
 @torch.no_grad()
 def broadcast_and_verify(model):
-    """Make replicas start equal: the first rank that holds a parameter sends it, then each checks its own."""
+    """Make replicas start equal: the first holder of a parameter sends it, then each rank checks its own."""
     for name, p in model.named_parameters():
         axis = getattr(model.mesh, p.summed_over)
         if axis.size == 1 or p.untyped_storage().nbytes() == 0:  # ZeRO-3: no other rank holds the same slice
@@ -392,17 +392,17 @@ def broadcast_and_verify(model):
 # --init-from
 
 def init_from(model, opt, path):
-    """--init-from: load the weights of a checkpoint, or of a run's newest, and nothing else.
+    """For --init-from: load the weights of a checkpoint, or of a run's newest one, and nothing else.
 
-    Rows of symbols that it lacks keep their random start. From a dense model every expert gets the MLP, and
-    routers keep their random start (sparse upcycling, arXiv:2212.05055).
+    Rows of symbols that the checkpoint lacks keep their random start. From a dense model, every expert gets
+    the MLP, and routers keep their random start (sparse upcycling, arXiv:2212.05055).
     Return one line that says so. Collective; ValueError: the checkpoint does not fit.
     """
     world = model.mesh.world
     cfg = model.cfg
     if not (Path(path) / "index.json").exists():
         path = next(iter(checkpoint.steps(path)), path)
-    path = world.broadcast_object(path)  # that run may still save: rank 0's choice
+    path = world.broadcast_object(path)  # that run may still be saving, so rank 0 chooses
     index = read_together(world, checkpoint.check, path, world.rank, world.size)  # each a share of it
     shape = index["meta"].get("shape")
     if not shape:
@@ -410,7 +410,7 @@ def init_from(model, opt, path):
     upcycles = cfg.n_experts > 0 and not shape["n_experts"]
     check_source(cfg, path, shape, upcycles)
     symbols = count_symbols(model, path, index)
-    # Of the checkpoint, moments are not read. A router's bias is no weight: the rate may be another here.
+    # The checkpoint's moments are not read. A router's bias is not a weight: its rate may differ here.
     unused = [name for name in index["tensors"] if "/" in name or name.endswith(".router.bias")]
     load_tensors(world, path, index, weights_to_read(opt, symbols, upcycles), unused)
     opt.masters_to_model()
@@ -426,9 +426,9 @@ def init_from(model, opt, path):
 
 
 def check_source(cfg, path, shape, upcycles):
-    """ValueError unless a model of this shape can be the start of cfg's.
+    """Raise ValueError unless a model of this shape can be the start of cfg's.
 
-    upcycles: that model is dense, and cfg's has experts.
+    upcycles: whether that model is dense and cfg's has experts.
     """
     if upcycles and shape["bias"]:
         raise ValueError(f"--init-from {path} is a dense model with biases, and experts have none to take "
@@ -444,7 +444,7 @@ def count_symbols(model, path, index):
     symbols = index["meta"].get("vocab_size")
     if not symbols:  # an older checkpoint: it says no more than the rows, padding included
         symbols = min(index["tensors"]["wte.weight"]["shape"][0], model.vocab_size)
-    # The last symbol of a masked language model is [MASK]: it can get no new ones.
+    # The last symbol of a masked language model is [MASK], so no new symbols can follow.
     is_cut = model.cfg.objective == "mlm" and symbols < model.vocab_size
     if symbols > model.vocab_size or is_cut:
         raise ValueError(f"--init-from {path} has a vocabulary of {symbols}, the data {model.vocab_size}; "
@@ -455,7 +455,8 @@ def count_symbols(model, path, index):
 def weights_to_read(opt, symbols, upcycles):
     """Return this rank's rectangles of another run's weights, for checkpoint.load.
 
-    symbols: of its vocabulary. upcycles: it is dense, and this model has experts.
+    symbols: the number in that run's vocabulary. upcycles: whether that run is dense and this model has
+    experts.
     """
     requested = []
     for name, own, full, where in own_pieces(opt.data_parallel, opt, {"": opt.masters}, owned_only=False):
@@ -472,9 +473,9 @@ def weights_to_read(opt, symbols, upcycles):
 
 
 def changed_meanings(cfg, before, upcycles):
-    """Return "flag there -> here" of the flags under which the same weights now compute something else.
+    """Return "flag there -> here" for the flags that make the same weights compute something else now.
 
-    before: the flags of the run that wrote the weights. A flag of experts says nothing of a dense model.
+    before: the flags of the run that wrote the weights. A flag of experts says nothing about a dense model.
     """
     source = dataclasses.replace(cfg, n_experts=0, capacity_factor=0.0) if upcycles else cfg
     said = []

@@ -2,11 +2,12 @@
 
     start()   main thread: wait for the save before, copy the pieces to host buffers, start the thread
     thread    writes rank_R.safetensors; rank 0's waits for all ranks' files, then renames the directory
-    wait()    main thread: join, and learn whether all ranks succeeded; before the next save and at the end
+    wait()    main thread: join, and learn whether all ranks succeeded; called before each save and at the end
 
 The checkpoint holds the values at start(): on a GPU the copy runs on its own stream during the next forward
-and backward, and the optimizer waits for it before its update. The thread calls no collective: those of two
-threads would get mixed up. A save that fails leaves older checkpoints as they are, and training goes on.
+and backward, and the optimizer waits for it before its update. The thread calls no collective, because the
+collectives of two threads would get mixed up. A save that fails leaves older checkpoints as they are, and
+training goes on.
 """
 import shutil
 import threading
@@ -24,9 +25,9 @@ MAX_FAILURES = 3  # failed saves in a row that end the run
 
 
 class Saver:
-    """Writes the checkpoints of a run, one after the other, each in a thread.
+    """Writes the checkpoints of a run, one after another, each in a thread.
 
-    root: the run's directory. keep: newest checkpoints to keep, 0 for all.
+    root: the run's directory. keep: the number of newest checkpoints to keep, or 0 for all.
     axis: all ranks, each of which saves its part; None: this rank alone.
     timeout: seconds to wait for another rank's part. run_id: see resume.run_id().
     """
@@ -40,7 +41,7 @@ class Saver:
         self.host = HostBuffers()
         self.job = None      # the Job under way
         self.failures = 0    # saves in a row that failed
-        self.failed = None   # step of the last of them
+        self.failed = None   # step of the last failed save
         self.saved = 0       # step of the last save that was committed
         self.seconds = 0.0   # the longest save so far
 
@@ -91,7 +92,7 @@ class Saver:
 
 
 class Job:
-    """One save of one rank, in a thread. copied: event after which the copies are complete, or None."""
+    """One save of one rank, in a thread. copied: the event after which the copies are complete, or None."""
 
     def __init__(self, saver, step, copies, copied, meta):
         self.saver = saver
@@ -126,12 +127,12 @@ class Job:
         if writers.rank == 0 and self.saver.keep and self.error is None:
             try:
                 checkpoint.prune(self.saver.root, self.saver.keep, self.meta.get("best", {}).get("step"))
-            except OSError as e:  # one checkpoint too many: the save itself is good
+            except OSError as e:  # one checkpoint too many is left; the save itself is good
                 warn(f"an old checkpoint could not be removed: {e}")
         self.seconds = time.monotonic() - started
 
     def report(self):
-        """Print one line from one rank: the first that creates the file `failed`; if none can, rank 0."""
+        """Print one line from one rank: the first that creates the file `failed`, or rank 0 if none can."""
         rank = self.saver.writers.rank
         try:
             self.tmp.mkdir(parents=True, exist_ok=True)  # nothing was written yet where a value is wrong

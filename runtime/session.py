@@ -1,12 +1,13 @@
 """What surrounds a run: the streams that it prints to and the signals that stop it.
 
-    start_program     the first act of train.py as a program
+    start_program     what train.py does first when it is run as a program
     surround          the context around every run
     signals           which of SIGTERM, SIGUSR1, SIGINT, SIGHUP has come
     dump_on_sigusr2   SIGUSR2 writes every thread's stack
     Stream            sys.stdout or sys.stderr, which may fail
 
-This file imports no torch, whose import takes seconds: a signal that comes meanwhile is handled, too.
+This file does not import torch, which takes seconds. So a signal that comes during that import is handled,
+too.
 """
 import contextlib
 import faulthandler
@@ -31,8 +32,8 @@ AGAIN = 0.5  # seconds: a terminal and a launcher may both pass on the same Ctrl
 class Signals:
     """The signals that stop a run.
 
-    Before can_save is set there is nothing to save, and a signal ends the process. Later the first signal is
-    kept in .number until the step ends, and a second SIGINT ends the process.
+    Before can_save is set, there is nothing to save, and a signal ends the process. After that, the first
+    signal is kept in .number until the step ends, and a second SIGINT ends the process.
     """
 
     def __init__(self):
@@ -82,7 +83,7 @@ class Signals:
             self._leave(INTERRUPTED, f"a second {name}: left at once, the last checkpoint stands")
 
     def _is_second_interrupt(self):
-        """Whether a SIGINT came before this one, and not as a copy of the same Ctrl-C."""
+        """Whether a SIGINT came before this one that was not a copy of the same Ctrl-C."""
         now = time.monotonic()
         if self.interrupted is None:
             self.interrupted = now
@@ -104,8 +105,8 @@ signals = Signals()
 
 
 def dump_on_sigusr2(file):
-    """Let SIGUSR2 write the stacks of this process to a file. None: it does what it did before."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a notebook's stderr is no file
+    """Let SIGUSR2 write the stacks of this process to a file. With None, SIGUSR2 does what it did before."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a notebook's stderr is not a file
         if file is None:
             faulthandler.unregister(signal.SIGUSR2)
         elif signal.getsignal(signal.SIGUSR2) != signal.SIG_IGN:
@@ -118,7 +119,7 @@ class Stream:
     If its reader leaves (| head) or its disk is full, the run loses what it prints and goes on. After the
     first error the output goes nowhere, and OUT/output_lost.txt says so.
     """
-    lost = []  # of both streams: lines that wait until OUT is known
+    lost = []  # lines of both streams that wait until OUT is known
     folder = None  # OUT
 
     def __init__(self, name):
@@ -144,7 +145,7 @@ class Stream:
             self.report(self.folder)
 
     def _send_nowhere(self):
-        """Let the descriptor lead nowhere, also for what is buffered and for what C code prints."""
+        """Let the descriptor lead nowhere, also for buffered output and for what C code prints."""
         with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), self.stream.fileno())
             self.stream.flush()
@@ -190,7 +191,7 @@ def start_program():
 
 
 def _open_if_closed(descriptor, name, mode):
-    """Open a standard stream that is closed. Otherwise another file gets its number, and what it prints."""
+    """Open a standard stream that is closed. Otherwise a file would get its number, and what is printed."""
     try:
         os.fstat(descriptor)
     except OSError:

@@ -1,6 +1,6 @@
 """Milliseconds on the device: between any two points (Stopwatch), of a step (Clock), of its phases (Timers).
 
-    slow_on_cpu   says before a run starts what makes it slow where there is no GPU
+    slow_on_cpu   says before a run starts what makes it slow without a GPU
 """
 import contextlib
 import time
@@ -11,7 +11,8 @@ import torch
 class Stopwatch:
     """Points in time on the device.
 
-    On a GPU these are events: a host clock would time the launches only. On a CPU it is the host's clock.
+    On a GPU the points are events, because a host clock would time only the launches. On a CPU the host's
+    clock is used.
     """
 
     def __init__(self, device):
@@ -102,13 +103,13 @@ class Timers:
 # -----------------------------------------------------------------------------
 # What makes a run slow on a CPU
 
-FP32_RATE = 2e10  # FLOP/s of one thread of a CPU in training, about
-SLOWER = {"bf16": 3, "fp16": 10, "fp64": 2}  # times, about, on a CPU whose instructions have bf16
+FP32_RATE = 2e10  # roughly, FLOP/s of one CPU thread in training
+SLOWER = {"bf16": 3, "fp16": 10, "fp64": 2}  # roughly how many times, on a CPU with bf16 instructions
 LONG = 60  # seconds: a run announces a step that takes longer
 
 
 def slow_on_cpu(cfg, mesh, flops, device):
-    """Return lines that say what makes this run slow on a CPU, and what helps. flops: per token."""
+    """Return lines that say what makes this run slow on a CPU, and what helps. flops: the FLOP per token."""
     if device.type != "cpu":
         return []
     lines = []

@@ -1,10 +1,10 @@
-"""Which GPUs the processes of a node see, and how each of them comes to see all.
+"""Which GPUs the processes of a node see, and how each process comes to see all of them.
 
 GPUs reach each other's memory only in a process that sees both. Some sites show each process only the GPU
-beside its cores (CUDA_VISIBLE_DEVICES). The driver reads this variable once, in cuInit. Before that, launch()
-sets it to the union of what the processes of the node were shown, and keeps each process's own GPU as its
-current one. Not changed are MIG devices, of which CUDA lets a process use only one, and the variables of AMD
-and Intel, for which this was never tried.
+next to its cores (CUDA_VISIBLE_DEVICES). The driver reads this variable once, in cuInit. Before that,
+launch() sets it to the union of what the processes of the node were shown, and keeps each process's own GPU
+as its current one. MIG devices are not changed, because CUDA lets a process use only one of them. Nor are the
+variables of AMD and Intel, for which this was never tried.
 """
 import ctypes
 import re

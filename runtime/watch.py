@@ -1,7 +1,7 @@
 """Notice what no exception reports: a run that hangs, replicas that differ, a rank that is slow.
 
     Watch                 a thread per rank: ends a hung run with code 43 and says which rank it waits for
-    replica_differences   compares the parameters that several ranks hold in common (--check-every)
+    replica_differences   compares the parameters that several ranks share (--check-every)
     Stragglers            compares the time that each rank needs for its own work
 """
 import contextlib
@@ -28,7 +28,7 @@ from runtime.timing import Stopwatch
 # The watchdog. A rank that waits in a collective cannot know which rank it waits for. So each rank, by its
 # own clock, writes what it knows to OUT/hang/: its Python stacks, and how many collectives it has started on
 # each axis. Then the lowest rank that wrote a report reads all reports. The rank that started fewer
-# collectives than its partners is the one they wait for. The order of events, in seconds after the last
+# collectives than its partners is the rank that they wait for. The order of events, in seconds after the last
 # progress, with T = --timeout and g = min(T/4, 10 s):
 #
 #     T         A thread of each rank notices: stacks, report.
@@ -45,7 +45,7 @@ SYMMETRIC = ("world", "stage", "dp", "cp", "dpcp", "tp", "ep", "edp", "tied")
 
 
 class Phase(NamedTuple):
-    """What the main thread is doing, and for how long it may."""
+    """What the main thread is doing, and how long it may take."""
     step: int
     what: str  # "" in a step, else the name of a slow phase: "first", "save", ...
     limit: float  # seconds without progress
@@ -68,7 +68,7 @@ class Watch(contextlib.AbstractContextManager):
         self.axes = {}  # name: ranks
         self.files = HangFiles(rank)
         self.main = threading.get_ident()
-        self.seen = 0  # collectives that the thread knows to have started
+        self.seen = 0  # the number of started collectives that the thread knows of
         self.heartbeat(0, "start")
 
         self.guardian = Guardian(self.tick)
@@ -78,7 +78,7 @@ class Watch(contextlib.AbstractContextManager):
         self.thread.start()
 
     def heartbeat(self, step, what=""):
-        """Say that the main thread is alive, and starts a step or a slow phase of one.
+        """Say that the main thread is alive, and starts a step or a slow phase of a step.
 
         A step may take timeout seconds. A slow phase (what: "first", "save", ...) may take SLOW_PHASE_FACTOR
         times as long.
@@ -94,7 +94,7 @@ class Watch(contextlib.AbstractContextManager):
             self.heartbeat(0, "start")
 
     def _enter(self, phase):
-        self.last = time.monotonic()  # first: the thread must not see an old time with a shorter limit
+        self.last = time.monotonic()  # set first: the thread must not see an old time with a shorter limit
         self.phase = phase
 
     def set_mesh(self, mesh):
@@ -106,7 +106,7 @@ class Watch(contextlib.AbstractContextManager):
         self.heartbeat(0, "start")
 
     def set_folder(self, out, run_id):
-        """Write reports to OUT/hang/ from now on. Their names contain run_id: a restart overwrites none."""
+        """Write reports to OUT/hang/ from now on. Their names contain run_id: no restart overwrites them."""
         with contextlib.suppress(OSError):  # in a read-only directory reports stay on stderr
             self.files.open(Path(out) / "hang", run_id)
             self._set_alarms(self.phase.limit)
@@ -237,7 +237,7 @@ class HangFiles:
         """Make the folder and the file for stacks. OSError: it cannot be written."""
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob(f"{self.name}.*.txt"):
-            if old.stat().st_size == 0:  # of a run that did not hang
+            if old.stat().st_size == 0:  # left by a run that did not hang
                 old.unlink()
         self.stacks = open(folder / f"{self.name}.{run_id}.txt", "a")
         self.folder = folder
@@ -287,8 +287,8 @@ class HangFiles:
 class Guardian:
     """The process that kills this one when its own threads cannot: guardian.py.
 
-    It is started before MPI, has a session of its own and none of our streams: no launcher waits for it, and
-    no Ctrl-C reaches it.
+    The process is started before MPI, and has a session of its own and none of our streams. So no launcher
+    waits for it, and no Ctrl-C reaches it.
     """
 
     def __init__(self, tick):
@@ -392,7 +392,7 @@ def describe_different_collectives(reports):
 def describe_late_ranks(reports):
     """Name the ranks that started fewer collectives on an axis than their partners, or None.
 
-    The largest such difference counts.
+    The largest difference counts.
     """
     late = {}  # (axis, collectives started, the most that a partner started): ranks
     for rank, report in reports.items():
@@ -428,8 +428,9 @@ def format_ranks(numbers):
 
 
 # -----------------------------------------------------------------------------
-# Replicas. Memory and links flip bits, and a wrong sum makes replicas drift apart, without an error. So every
-# --check-every steps each rank hashes its parameters, and the ranks that must hold equal ones compare.
+# Replicas. Memory and links flip bits, and a wrong sum makes replicas drift apart without an error. So every
+# --check-every steps, each rank hashes its parameters, and the ranks that must hold equal parameters compare
+# the hashes.
 
 def replica_differences(model, mesh):
     """Return one line per parameter that differs between ranks that must hold equal bits.
@@ -468,7 +469,7 @@ def hashes_by_axis(model):
 def mismatches(names, hashes, ranks):
     """Return a line for each tensor that differs between ranks.
 
-    hashes: of each rank, the list of its hashes in the order of names.
+    hashes: for each rank, the list of its hashes in the order of names.
     """
     lines = []
     for i, name in enumerate(names):
@@ -479,7 +480,7 @@ def mismatches(names, hashes, ranks):
 
 
 def describe_mismatch(name, hashes, ranks):
-    """Return which ranks hold a different tensor `name` than the others, or None. hashes: one per rank.
+    """Return which ranks hold a tensor `name` that differs from the others', or None. hashes: one per rank.
 
     The largest group of equal ranks is taken to be right.
     """
@@ -505,12 +506,13 @@ def differences_message(lines, step, checkpoints):
 
 
 # -----------------------------------------------------------------------------
-# Slow ranks. All ranks finish a step together, because they wait for each other. So what is compared is each
-# rank's own time, from the start of the step to its first collective, and only within a pipeline stage:
-# stages do different work. Under a CUDA graph the first collective that Python starts comes after the graph's
-# own. Then only what delays a rank before the graph (data) shows.
+# Slow ranks. All ranks finish a step together, because they wait for each other. So the comparison uses each
+# rank's own time, from the start of the step to its first collective. It is made only within a pipeline
+# stage, because stages do different work. Under a CUDA graph, the first collective that Python starts comes
+# after those of the graph. Then only delays before the graph (data) show.
 
-# A rank is slow if its time is above the stage's median by this factor and, as short steps vary, by these ms.
+# A rank is slow if its time exceeds the stage's median by this factor and, because short steps vary, by these
+# ms.
 SLOW_RATIO, SLOW_MARGIN_MS = 1.2, 2.0
 SLOW_STREAK = 3  # intervals in a row after which a rank is reported
 
