@@ -5,9 +5,9 @@
                                             the slowest link is named (torchrun and srun, too)
     --network                               NCCL's network, which several nodes check without being asked
 
-The exit code is 0, or 1 if a check FAILs. --json prints the same as one object.
+The exit code is 0, or 1 if a check FAILs. Under torchrun it is 0, because torchrun prints forty lines around
+any other. --json prints the same as one object, with "ok".
 """
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -28,6 +28,17 @@ from runtime.launch import bare_environment, env_rank, launch, scheduler, shutdo
 import torch
 import torch.distributed as dist
 from reach import fast_paths, gpus_seen, link_rates, links, network
+from surroundings import (
+    NETWORK,
+    compiler,
+    filesystem,
+    import_time,
+    modules,
+    open_files,
+    proxies,
+    shared_memory,
+    triton_kernel,
+)
 
 TORCH_SECONDS = time.perf_counter() - BEGAN  # most of it: runtime.launch imports torch
 from config import Outcome
@@ -37,7 +48,6 @@ from interface.files import folded
 from ops.accelerator import ask, device_name
 
 SLOW_DISK = 50  # MB/s; a slower disk takes minutes for a checkpoint of a billion parameters
-NETWORK = ("lustre", "nfs", "nfs4", "gpfs", "beegfs", "cephfs", "fuse", "9p", "virtiofs")
 SHOWS = {"cuda": "rocm-smi" if torch.version.hip else "nvidia-smi", "xpu": "xpu-smi"}  # a device's processes
 RANKS = """import sys
 from mpi4py import MPI
@@ -67,12 +77,10 @@ def packages():
     return ok(", ".join(found))
 
 
-def torch_import(world):
-    """How long did importing torch take?"""
-    text = f"torch {torch.__version__}, python {sys.version.split()[0]}, imported in {TORCH_SECONDS:.1f} s"
-    if TORCH_SECONDS > 30:
-        return "WARN", text, "the environment is on a slow disk: copy it to each node's disk, once per job"
-    return ok(text)
+def torch_import():
+    """How long did importing torch take, and from which disk?"""
+    what = f"torch {torch.__version__}, python {sys.version.split()[0]}"
+    return import_time(what, TORCH_SECONDS, Path(torch.__file__).parent, tempfile.gettempdir())
 
 
 def device(world):
@@ -175,8 +183,10 @@ def mpi():
     job = next((job for job in jobs if "allow-run-as-root" not in job.stderr), jobs[0])
     lines = [line for line in (job.stderr + job.stdout).splitlines() if re.search("[a-z]", line)]
     why = next((line for line in lines if re.match(r"[\w.]*Error: ", line)), [*lines, "no output"][0])
-    return "FAIL", f"{where} -n 2 ends with {job.returncode}: {why.strip()[:90]}", \
-        fix or "try inside a job, or another mpiexec"
+    said = f"{where} -n 2 ends with {job.returncode}: {why.strip()[:90]}"
+    if refused:  # what it would do as another user is unknown, and torchrun works as root
+        return "WARN", f"{said}; it refuses root", fix
+    return "FAIL", said, "try inside a job, or another mpiexec"
 
 
 def count_hosts(path):
@@ -209,17 +219,6 @@ def batch():
         return "FAIL", str(e), "unset PBS_NODEFILE, or start the job with qsub: PBS writes this file"
     script = {"SLURM": "scripts/generic.slurm", "PBS": "scripts/generic.pbs"}[name]
     return ok(f"{name} job {job}, {hosts or '?'} node(s); a script to start from: {script}")
-
-
-def filesystem(path):
-    """Return the type of the file system that holds path: that of the longest mount point above it."""
-    best = ("", "?")
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/mounts").read_text().splitlines():
-            point, kind = line.split()[1:3]
-            if Path(path).resolve().is_relative_to(point) and len(point) > len(best[0]):
-                best = point, kind
-    return best[1]
 
 
 def write_speed(folder, megabytes=32):
@@ -286,17 +285,32 @@ def examine(world, flags):
     asked = world.n_nodes > 1 or flags.network
     nccl = dist.get_default_backend_for_device(world.device) == "nccl"
     writable = "give --out on a disk with free space that you may write to"
-    checks = [("packages", packages), ("torch", lambda: torch_import(world)),
+    env, has_gpu = bare_environment(), world.device.type != "cpu"
+    checks = [("packages", packages), ("torch", torch_import),
               ("device", lambda: device(world)), ("backend", lambda: backend_result),
-              *[("gpus", lambda: gpus)] * (world.device.type != "cpu"), ("fast paths", lambda: fast),
+              *[("gpus", lambda: gpus)] * has_gpu, ("fast paths", lambda: fast),
+              ("triton", lambda: triton_kernel(world.device)), ("compiler", lambda: compiler(has_gpu, env)),
+              ("open files", lambda: open_files(world.size)),
+              ("/dev/shm", lambda: shared_memory(world.local_size)),
               *[("links", lambda: links(rates, hosts))] * (world.rank == 0 and world.size > 1),
-              *[("network", lambda: network(bare_environment(), nccl))] * asked,
-              ("mpi", mpi), ("scheduler", batch),
+              *[("network", lambda: network(env, nccl))] * asked,
+              ("mpi", mpi), ("scheduler", batch), ("proxies", lambda: proxies(env)),
+              ("modules", lambda: modules(env)),
               ("node disk", lambda: disk(tempfile.gettempdir(), temporary, True)),
               ("runs", lambda: disk(flags.out, writable, False)), ("data", lambda: tokens(flags.data))]
     if world.rank:
-        checks = [c for c in checks if c[0] not in ("mpi", "scheduler")]  # rank 0 alone checks these
-    return [(name, *check()) for name, check in checks]
+        alone = ("mpi", "scheduler", "proxies", "modules")  # rank 0 alone checks these
+        checks = [c for c in checks if c[0] not in alone]
+    return [(name, *attempt(check)) for name, check in checks]
+
+
+def attempt(check):
+    """Return what a check of one rank finds, also if it ends in an exception that nobody foresaw."""
+    try:
+        return check()
+    except Exception as e:
+        why = " ".join(str(e).split())[:200]
+        return "FAIL", f"the check itself ends with {type(e).__name__}: {why}", "report this line"
 
 
 def as_json(world, nodes, failed):
@@ -346,7 +360,19 @@ def main(argv=None):
     failed = any(check[1] == "FAIL" for node in nodes for check in node["checks"])
     if world.rank == 0:
         print_quietly((as_json(world, nodes, failed) if flags.json else as_lines(world, nodes)) + "\n")
-    return Outcome.FAILED if failed else Outcome.DONE
+    return exit_code(world, failed, flags)
+
+
+def exit_code(world, failed, flags):
+    """Return the exit code. torchrun would print forty lines of its own around any but 0."""
+    if not failed:
+        return Outcome.DONE
+    if world.launcher != "torchrun":
+        return Outcome.FAILED
+    if world.rank == 0 and not flags.json:
+        print("a check FAILs; the exit code is 0 under torchrun alone, whose own forty lines would hide this",
+              flush=True)
+    return Outcome.DONE
 
 
 if __name__ == "__main__":

@@ -94,12 +94,13 @@ def _recomputed_calls(cfg, has_mlp):
 def context_parallel_bytes(cfg, mesh):
     """Return the bytes that a rank sends over cp for one block and one micro-batch, both ways.
 
-    Keys and values of whole sequences are gathered, once more under --recompute full, and their
-    gradients are reduce-scattered.
+    Keys and values of whole sequences are gathered, once more when backward runs the attention again,
+    and their gradients are reduce-scattered. --recompute selective keeps the attention's output, but
+    not the gathered keys and values that backward needs.
     """
     weight_bytes, wide_bytes = element_bytes(cfg)
     gathered = cfg.micro_batch * cfg.seq_len * 2 * kv_width(cfg, mesh) * weight_bytes
-    calls = 3 if cfg.recompute == "full" else 2
+    calls = 2 if cfg.recompute == "none" else 3
     counts = 2 * cfg.n_experts * wide_bytes  # all-reduce of the router's counts
     return ring_share(mesh.cp) * (calls * gathered + counts)
 

@@ -31,6 +31,7 @@ from ops.accelerator import peak_memory
 from optim import StepStats
 from parallel import MAX
 from runtime.timing import slow_on_cpu
+from runtime.tracker import Tracker
 from skip import not_finite_reason
 
 # -----------------------------------------------------------------------------
@@ -299,7 +300,7 @@ class Log:
         self.metrics = Rows(self.out / "metrics.jsonl", resumed or -1, create=True)
         self.expert_rows = Rows(self.out / "experts.jsonl", resumed or -1)
         self.last_experts = None
-        self.wandb = None if wandb == "off" else self._start_wandb(wandb, config)
+        self.tracker = None if wandb == "off" else Tracker(wandb, self.out, config)
         if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has none
             sys.stdout.reconfigure(errors="replace")  # an ascii terminal shows ? for the unicode of plots
 
@@ -340,25 +341,13 @@ class Log:
         self._write_again()
         self.metrics.add(values)
         print(format_row(values), flush=True)
-        if self.wandb is not None:
-            try:
-                self.wandb.log(values, step=values["step"])
-            except Exception as e:  # an outage of wandb must not stop a run
-                warn(f"wandb: {e}; going on without it")
-                self.wandb = None
+        if self.tracker is not None:
+            self.tracker.add(values)
 
     def experts(self, step, layers):
         """Write experts.jsonl: per layer the load of each expert, dropped, aux, z and router entropy."""
         self.expert_rows.add({"step": step, "layers": layers})
         self.last_experts = layers
-
-    def _start_wandb(self, mode, config):
-        """Return the run of wandb, or None if wandb is not installed, has no key or finds no network."""
-        with best_effort("wandb", Exception):
-            import wandb
-            wandb.setup(wandb.Settings(silent=True))  # otherwise init() asks for a missing key and waits
-            return wandb.init(project="nanoshard", name=self.out.resolve().name, dir=self.out, config=config,
-                              mode=mode)
 
     def close(self):
         """Say what could not be written, when the run has ended."""
@@ -368,9 +357,8 @@ class Log:
             print(self.metrics.waiting.decode(), file=sys.stderr, flush=True)
         self.metrics.close()
         self.expert_rows.close()
-        if self.wandb is not None:
-            with best_effort("wandb", Exception):
-                self.wandb.finish()
+        if self.tracker is not None:
+            self.tracker.close()
 
 
 def format_row(row):

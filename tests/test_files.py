@@ -7,14 +7,13 @@ import errno
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -37,26 +36,34 @@ from runtime.launch import World
 # -----------------------------------------------------------------------------
 # One run per --out
 
-def session_in_use(world, argv, wait=0.0, leave_after=None):
+def session_in_use(world, argv, wait=0.0, leaves=False):
     """runs.session while another open file of this process holds the lock of --out, as another run would.
-    leave_after: seconds until that one ends."""
+
+    leaves: that run ends as soon as the session waits for it.
+    """
     out = next(a for a in argv if a.startswith("--out="))[6:]
+    held = {}
     if world.rank == 0:
         files.lock(Path(out).resolve())
-        held = dict(files._held)  # the session's own unlock() must not find them
+        held.update(files._held)  # the session's own unlock() must not find them
         files._held.clear()
 
-        def leave():
-            for fd, path in held.items():
-                path.unlink()
-                os.close(fd)
-        timer = threading.Timer(leave_after if leave_after is not None else 0, leave)
-        if leave_after is not None:
-            timer.start()
-    with mock.patch.object(files, "LOCK_WAIT", wait):
+    def leave():
+        while held:
+            fd, path = held.popitem()
+            path.unlink()
+            os.close(fd)
+
+    def sleep(seconds):  # the session has said that it waits, and sleeps between two looks at the lock
+        if leaves:
+            leave()
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(**{**vars(time), "sleep": sleep})
+    with mock.patch.multiple(files, LOCK_WAIT=wait, time=clock):
         result = session(world, argv)
-    if world.rank == 0:
-        leave() if leave_after is None else timer.join()
+    assert not (leaves and held), "nobody waited for the lock"
+    leave()
     return result
 
 
@@ -79,7 +86,7 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
 def test_resume_auto_waits_for_a_run_that_is_leaving(tmp_path):
     go(1, tmp_path / "run", "--steps=2")
     argv = [*TINY, f"--out={tmp_path / 'run'}", "--steps=3", "--resume=auto"]
-    (got,) = run_ranks(1, session_in_use, argv, 60.0, 0.5)
+    (got,) = run_ranks(1, session_in_use, argv, 60.0, True)
     assert got["code"] == 0 and got["out"].count("waiting up to 60 s") == 1 and "resumed" in got["out"]
 
 
@@ -109,17 +116,21 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
 def test_the_lock_ends_with_the_run_and_is_not_inherited(tmp_path):
     go(1, tmp_path / "run", "--steps=1", "--resume=nowhere", code=2)
     files.lock(tmp_path / "run")  # would raise
+    reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        time.sleep(60)
-        os._exit(0)
+        os.close(writer)
+        os.read(reader, 1)  # until the parent closes its end: the child lives through the rest of the test
+        os._exit(7)
     try:
         files.unlock()
         files.lock(tmp_path / "run")
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "the child has ended too early to hold a lock"
     finally:
         files.unlock()
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        os.close(reader)
+        os.close(writer)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_where_the_parent_takes_no_file_the_lock_lies_in_the_directory(tmp_path, monkeypatch):

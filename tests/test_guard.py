@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ import skip
 import train
 from config import Config, Outcome
 from interface.files import sound_rows
-from runtime import log
+from runtime import log, tracker
 from runtime.launch import World
 from runtime.resume import State
 from skip import Guard, give_up_message, spike
@@ -206,7 +207,7 @@ def test_an_injected_spike_changes_one_steps_targets(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# A full disk, an outage of wandb, a clock that jumps
+# A full disk, --wandb without a network, a clock that jumps
 
 class FullDisk:
     """A file to which nothing more can be written."""
@@ -238,14 +239,109 @@ def test_a_full_disk_loses_no_row(tmp_path, capfd):
     assert "going on without it" in capfd.readouterr().err
 
 
-def test_a_cut_last_row_and_an_outage_of_wandb_lose_no_row(tmp_path, capfd):
+class StandIn:
+    """The part of wandb that runtime/tracker.py calls. on_init and on_log: what goes wrong there."""
+
+    class CommError(Exception):
+        pass
+
+    def __init__(self, on_init=None, on_log=None):
+        self.on_init, self.on_log = on_init, on_log
+        self.errors = SimpleNamespace(CommError=StandIn.CommError)
+        self.calls, self.steps = [], []
+
+    def Settings(self, **settings):
+        return settings
+
+    def setup(self, settings):
+        self.calls.append(settings)
+
+    def init(self, **call):
+        self.calls.append(call)
+        if self.on_init and call["mode"] == "online":
+            self.on_init()
+        folder = call["dir"] / "wandb/offline-run-1" if call["mode"] == "offline" else None
+        return SimpleNamespace(log=self.log, finish=lambda: self.steps.append("finish"),
+                               settings=SimpleNamespace(sync_dir=folder))
+
+    def log(self, row, step):
+        if self.on_log:
+            self.on_log()
+        assert row["step"] == step
+        self.steps.append(step)
+
+
+def tracked(out, wandb, mode, monkeypatch):
+    """The rows of a run of four steps with --wandb: its steps in metrics.jsonl."""
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    run_log = log.Log(out, {"a": 1}, wandb=mode)
+    for step in range(1, 5):
+        run_log.row(step=step, lr=0.1)
+    run_log.close()
+    return [r["step"] for r in sound_rows(out / "metrics.jsonl")[0]]
+
+
+def no_answer():
+    raise StandIn.CommError("no such host\nConsider increasing init_timeout")
+
+
+def test_wandb_gets_each_row_and_asks_no_terminal_for_a_key(tmp_path, monkeypatch, capfd):
+    """init() of a wandb that is not silent asks a terminal for a missing key, and waits."""
+    wandb = StandIn()
+    monkeypatch.chdir(tmp_path)
+    assert tracked(Path("."), wandb, "online", monkeypatch) == [1, 2, 3, 4]
+    assert wandb.steps == [1, 2, 3, 4, "finish"] and capfd.readouterr().err == ""
+    quiet, call = wandb.calls
+    assert quiet == {"silent": True} and call["settings"] == {"init_timeout": tracker.PATIENCE}
+    assert (call["name"], call["mode"], call["config"]) == (tmp_path.name, "online", {"a": 1})
+
+
+def test_wandb_without_a_network_records_and_says_how_to_send(tmp_path, monkeypatch, capfd):
+    wandb = StandIn(no_answer)
+    assert tracked(tmp_path, wandb, "online", monkeypatch) == [1, 2, 3, 4]
+    assert wandb.steps == [1, 2, 3, 4, "finish"]
+    out, err = capfd.readouterr()
+    line = "nanoshard: wandb: no answer within 15 s, so this run is recorded offline (no such host)\n"
+    assert err == line
+    assert out.endswith(f"to send it: wandb sync {tmp_path}/wandb/offline-run-1\n")
+    assert tracked(tmp_path / "b", StandIn(), "offline", monkeypatch) == [1, 2, 3, 4]
+    out, err = capfd.readouterr()
+    assert err == "" and out.endswith(f"wandb sync {tmp_path}/b/wandb/offline-run-1\n")
+
+
+def test_training_does_not_wait_for_wandb(tmp_path, monkeypatch, capfd):
+    """Its server answers only after all steps; and then never."""
+    answer = threading.Event()
+    wandb = StandIn(answer.wait)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    run_log = log.Log(tmp_path, {}, wandb="online")
+    for step in (1, 2):
+        run_log.row(step=step, lr=0.1)
+    assert wandb.steps == []
+    answer.set()
+    run_log.close()
+    assert wandb.steps == [1, 2, "finish"]
+    monkeypatch.setattr(tracker, "LEAVING", 0.01)
+    never = threading.Event()
+    assert tracked(tmp_path / "b", StandIn(never.wait), "online", monkeypatch) == [1, 2, 3, 4]
+    assert "the last rows were not sent" in capfd.readouterr().err
+    never.set()
+
+
+def test_a_missing_or_broken_wandb_is_one_line(tmp_path, monkeypatch, capfd):
+    for name, wandb, words in (("a", None, "pip install wandb, or give --wandb off"),
+                               ("b", StandIn(on_log=lambda: 1 / 0), "wandb: division by zero; going on")):
+        assert tracked(tmp_path / name, wandb, "online", monkeypatch) == [1, 2, 3, 4]
+        err = capfd.readouterr().err
+        assert err.count("\n") == 1 and words in err and "going on without it" in err, err
+
+
+def test_a_cut_last_row_loses_no_other_row(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
     run_log = log.Log(tmp_path, {}, resumed=2)
-    run_log.wandb = type("Unreachable", (), {"log": lambda *a, **k: 1 / 0})()
     run_log.row(step=3, lr=0.1)
     run_log.row(step=4, lr=0.1)
     assert [r["step"] for r in sound_rows(tmp_path / "metrics.jsonl")[0]] == [1, 2, 3, 4]
-    assert capfd.readouterr().err.count("going on without it") == 1
 
 
 def test_damaged_lines_are_removed_and_said_once(tmp_path, capfd):
@@ -329,7 +425,7 @@ def test_a_guard_that_refuses_no_step_changes_no_bit(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# A notebook; wandb, --profile and --trace
+# A notebook; --profile and --trace
 
 class OutStream(io.TextIOBase):
     """What a notebook has in the place of sys.stdout: no reconfigure, no file descriptor."""
@@ -360,18 +456,6 @@ def test_a_run_in_a_notebook_prints_and_gives_back_what_it_took(tmp_path, monkey
     assert "step=2 loss=" in streams[0].text and "done after step 2" in streams[0].text
     assert streams[1].text.count("\n") == 1 and "--" not in streams[1].text.replace(" --", "")
     assert streams[1].text.startswith("nanoshard: Unrecognized options: --stepz"), streams[1].text
-
-
-def test_wandb_is_silent_before_init_and_the_run_has_the_folders_name(tmp_path, monkeypatch):
-    """init() of a wandb that is not silent asks a terminal for a missing key, and waits."""
-    said = []
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(
-        Settings=lambda **kw: kw, setup=lambda settings: said.append(settings),
-        init=lambda **kw: said.append(kw) or SimpleNamespace(finish=lambda: said.append("finish"))))
-    monkeypatch.chdir(tmp_path)
-    log.Log(Path("."), {"a": 1}, wandb="online").close()
-    assert said[0] == {"silent": True} and said[2] == "finish"
-    assert (said[1]["name"], said[1]["mode"], said[1]["config"]) == (tmp_path.name, "online", {"a": 1})
 
 
 def test_trace_says_where_it_is_and_how_to_look_at_it(tmp_path, capfd):

@@ -350,6 +350,11 @@ LAYOUTS = [dict(BASE, tp=2, pp=2), dict(BASE, tp=4, recompute="full"), dict(BASE
            dict(EXPERTS, objective="mlm", tp=4, ep=2, capacity_factor=1.0),
            dict(WIDE, objective="mlm", tp=2, zero=3, tied=True, bias=True),
            dict(BASE, objective="mlm", cp=2, tp=2, zero=1, bias=True)]
+# What backward gathers again. A causal model over cp refuses --recompute selective: see config.py.
+LAYOUTS += [dict(shape, objective=objective, cp=2, recompute=recompute)
+            for shape in (BASE, dict(EXPERTS, ep=2, capacity_factor=1.0))
+            for objective, recompute in (("clm", "none"), ("clm", "full"), ("mlm", "none"),
+                                         ("mlm", "selective"), ("mlm", "full"))]
 
 
 def sent(world, flags):

@@ -4,12 +4,14 @@ test_layouts.py compares every --zero with one rank, test_faults.py has the faul
 test_symm_mem.py has ZeRO by copies between GPUs.
 """
 import itertools
+from unittest import mock
 
 import pytest
 from faults import with_faults
 from pool import run_ranks
 from test_layouts import CAPACITY, LLAMA, MOE, compare
 
+import model
 import train
 from config import Config
 from corpus.shards import Synthetic
@@ -85,6 +87,31 @@ def test_weights_in_memory_that_should_not_be_there(fault):
     results = run_ranks(2, with_faults, [fault], parts_alive, dict(LLAMA, n_layer=2, micro_batch=2))
     with pytest.raises(AssertionError, match="are whole, not"):
         check_parts(results, 2, False)
+
+
+def losses(world, zero, dtype, products=None):
+    """The losses of five steps on a random text. products: the --zero whose way to multiply is taken."""
+    cfg = Config(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_hidden=80, vocab_size=100, seq_len=16,
+                 micro_batch=2, warmup=0, zero=zero, dtype=dtype)
+    mesh, source, real = make_mesh(world), Synthetic(100, cfg.seq_len, 1), model.fused_linear
+
+    def fused_linear(x, layers, zero):
+        return real(x, layers, zero if products is None else products)
+    with mock.patch.object(model, "fused_linear", fused_linear):
+        step = train.Step(cfg, *train.build(cfg, mesh, cfg.vocab_size, world.device))
+        return [step(train.micro_batches(cfg, mesh, source, 4 * i, 4, world.device), i + 1)[0].loss.item()
+                for i in range(5)]
+
+
+@pytest.mark.parametrize("dtype, rounding", [("bf16", 1e-3), ("fp32", 1e-6), ("fp64", 1e-14)])
+def test_zero_3_differs_from_zero_1_by_its_several_products_alone(dtype, rounding):
+    """docs/zero.md says so."""
+    zero_1, split, zero_3 = (run_ranks(2, losses, zero, dtype, products)[0]
+                             for zero, products in ((1, None), (1, 3), (3, None)))
+    assert split == zero_3 and zero_3 == pytest.approx(zero_1, rel=rounding)
+    if dtype == "bf16":
+        assert zero_3 != zero_1
+        assert run_ranks(2, losses, 0, dtype)[0] == run_ranks(2, losses, 2, dtype)[0] == zero_1
 
 
 @pytest.mark.skipif("not config.getoption('--slow')", reason="zero 3 over 8 ranks: pytest --slow")

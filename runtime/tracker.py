@@ -1,0 +1,78 @@
+"""--wandb: the logged rows, sent to Weights & Biases by a thread, so that no rank waits for a network."""
+import queue
+import threading
+
+from interface.files import warn
+
+PATIENCE = 15  # seconds that wandb may look for its server
+LEAVING = 20.0  # seconds that the end of a run waits for the last rows to be sent
+
+
+class Tracker:
+    """A run of wandb. start(), add() and close() return at once, but that close() waits for LEAVING seconds.
+
+    If the server is not reached, the run is recorded in OUT/wandb/, and close() prints the command that
+    sends it later. If wandb fails otherwise, one line says why, and the run goes on without it.
+    """
+
+    def __init__(self, mode, out, config):
+        self.mode = mode
+        self.out = out
+        self.config = config
+        self.rows = queue.SimpleQueue()  # rows, then None
+        self.folder = None  # of the recorded run that is still to be sent
+        self.thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self.thread.start()
+
+    def add(self, row):
+        """Send a row of metrics.jsonl, some time."""
+        self.rows.put(row)
+
+    def close(self):
+        """Send what is left. Say how to send what could not be sent."""
+        self.rows.put(None)
+        self.thread.join(LEAVING)
+        if self.thread.is_alive():
+            warn(f"wandb: the last rows were not sent within {LEAVING:.0f} s; they stand in metrics.jsonl")
+        if self.folder is not None:
+            print(f"wandb: this run was recorded offline; to send it: wandb sync {self.folder}", flush=True)
+
+    def _work(self):
+        try:
+            self._send_rows(self._start())
+        except ImportError as e:
+            if e.name != "wandb":
+                self._give_up(e)
+            else:
+                warn("wandb is not installed: pip install wandb, or give --wandb off; going on without it")
+        except Exception as e:  # an outage of wandb must not stop a run
+            self._give_up(e)
+
+    def _give_up(self, e):
+        warn(f"wandb: {e}; going on without it")
+
+    def _start(self):
+        """Return the run of wandb, recorded offline if the server is not reached."""
+        import wandb
+        # Without silent, init() asks a terminal for a missing key, and waits.
+        wandb.setup(wandb.Settings(silent=True))
+
+        def init(mode):
+            settings = wandb.Settings(init_timeout=PATIENCE)
+            run = wandb.init(project="nanoshard", name=self.out.resolve().name, dir=self.out,
+                             config=self.config, mode=mode, settings=settings)
+            if mode == "offline":
+                self.folder = run.settings.sync_dir
+            return run
+
+        try:
+            return init(self.mode)
+        except wandb.errors.CommError as e:
+            why = str(e).splitlines()[0]
+            warn(f"wandb: no answer within {PATIENCE} s, so this run is recorded offline ({why})")
+            return init("offline")
+
+    def _send_rows(self, run):
+        for row in iter(self.rows.get, None):
+            run.log(row, step=row["step"])
+        run.finish()
