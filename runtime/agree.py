@@ -169,8 +169,8 @@ class Stop:
             try:
                 self.file.unlink()
             except OSError as e:
-                raise ValueError(f"{self.file} would stop this run and cannot be removed: {e.strerror}; remove "
-                                 "it, or give another --out") from e
+                raise ValueError(f"{self.file} would stop this run and cannot be removed: {e.strerror}; "
+                                 "remove it, or give another --out") from e
             print(f"removed {self.file}, which was there before this start", flush=True)
 
     def step_took(self, seconds):

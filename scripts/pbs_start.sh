@@ -3,7 +3,7 @@
 # (docs/cluster.md says how) and with stand-ins that do what it did (tests/test_scripts.py, tests/pbs/).
 #
 # The walltime: train.py watches it (--max-minutes), because PBS leaves 10 s between TERM and KILL. A signal
-# (qsig, qdel) also ends the login shell above this one, and with it the job: `touch OUT/stop` instead.
+# (qsig) also ends the login shell above this one, and with it the job: `touch OUT/stop` instead.
 source scripts/common.sh
 
 # ARGS -> the array `flags`. ARGS=@FILE: the flags stand in FILE, as in a shell: quotes, several lines. PBS
@@ -12,7 +12,7 @@ read_flags() {
     local text=${ARGS:-tiny} words
     case $text in
         @*) text=$(grep -v '^[[:space:]]*#' "${ARGS#@}") || die "no flags in '${ARGS#@}', which ARGS names" ;;
-        *\\*) die "PBS has taken quotes out of ARGS ($text): write the flags into a file, and -v ARGS=@FILE" ;;
+        *\\*) die "PBS took quotes out of ARGS ($text): write the flags into a file, -v ARGS=@FILE" ;;
     esac
     xargs true <<< "$text" 2>/dev/null || die "a quote is not closed in the flags: $text"
     mapfile -d '' -t words < <(xargs printf '%s\0' <<< "$text")
@@ -43,7 +43,7 @@ find_minutes() {
     job=$(qstat -f "$PBS_JOBID" 2>/dev/null)
     walltime=$(attribute 'Resource_List\.walltime')
     [ -n "$MINUTES" ] && return
-    [ -z "$job" ] && die "qstat does not answer on this node: qsub -v MINUTES=N, a little less than the walltime"
+    [ -z "$job" ] && die "qstat does not answer here: qsub -v MINUTES=N, a little less than the walltime"
     [ -z "$walltime" ] && MINUTES=0 && return  # no limit
     IFS=: read -r h m s <<< "$walltime"
     left=$((10#$h * 3600 + 10#$m * 60 + 10#$s))
@@ -55,32 +55,40 @@ find_minutes() {
 # What qsub was told about this job -> the arrays `options` and `names` (of -v), and the script as typed
 same_job() {
     local words i
+    names=$(attribute Variable_List | sed -e 's/\\,//g' -e 's/,/\n/g' | sed -n 's/=.*//p' |
+        grep -E '^[A-Za-z_][A-Za-z0-9_]*$' | grep -vE '^(PBS_|INDEX$)')
+    [ -n "$PBS_ARRAY_INDEX" ] && job=$(qstat -f "${PBS_JOBID/\[*\]/[]}")  # an array's job has no arguments
     read -ra words <<< "$(attribute Submit_arguments)"
+    if [ ${#words[@]} = 0 ]; then  # a site may hide them: what most sites ask for
+        words=(-A "$PBS_ACCOUNT" -q "$PBS_O_QUEUE")
+        for i in select place filesystems; do words+=(-l "$i=$(attribute "Resource_List\.$i")"); done
+    fi
     options=()
     for ((i = 0; i < ${#words[@]}; i++)); do
         case ${words[i]} in
             -W) i=$((i + 1)); [[ ${words[i]} == *depend=* ]] || options+=(-W "${words[i]}") ;;
-            -[AaCcejkLlMmNoPpqRrSu]) options+=("${words[i]}" "${words[i + 1]}"); i=$((i + 1)) ;;
+            -l) i=$((i + 1)); [[ ${words[i]} =~ ^walltime=[^,]*$|=$ ]] || options+=(-l "${words[i]}") ;;
+            -[AaCcejkLMmNoPpqRrSu]) options+=("${words[i]}" "${words[i + 1]}"); i=$((i + 1)) ;;
             -[AaCcejkLlMmNoPpqRrSu]?*) options+=("${words[i]}") ;;
-        esac  # not -v, -V, -I, -J: its variables follow by name, and of an array this job alone
+        esac  # not -v, -V (its variables follow by name), -I, nor -J (of an array this job alone)
     done
     [ -n "$walltime" ] && options+=(-l "walltime=$walltime")  # also if qalter has changed it
     [ ${#words[@]} -gt 0 ] && [ -f "${words[-1]}" ] && script=${words[-1]}
     INDEX=${INDEX:-$PBS_ARRAY_INDEX}
-    names=$(attribute Variable_List | sed -e 's/\\,//g' -e 's/,/\n/g' | sed -n 's/=.*//p' |
-        grep -E '^[A-Za-z_][A-Za-z0-9_]*$' | grep -vE '^(PBS_|INDEX$)')
     names=$(echo $names ${INDEX:+INDEX} | tr ' ' ,)
 }
 
 start() {
-    local script=$1 rc pid signalled job walltime options names
+    local script=$1 rc pid signalled deleted job walltime options names
     shift
     find_minutes
     "$@" --max-minutes "$MINUTES" &
     pid=$!
-    trap 'signalled=1; kill -USR1 $pid' USR1 TERM  # where this shell is the first of the job
+    trap 'signalled=1; kill -USR1 $pid' USR1  # where this shell is the first of the job
+    trap 'signalled=1; deleted=1' TERM  # qdel, qrerun and the walltime send it to the ranks as well
     while signalled=; wait $pid; rc=$?; [ -n "$signalled" ]; do :; done  # a trap ends wait early: wait again
     [ $rc = 85 ] || exit $rc
+    [ -n "$deleted" ] && echo "nanoshard: PBS ends this job, so it is not submitted again" >&2 && exit $rc
     same_job  # stopped after a complete save
     export INDEX  # -v NAME takes its value from here: no comma or blank in it needs a quote
     if ! qsub "${options[@]}" ${names:+-v "$names"} "$script"; then
