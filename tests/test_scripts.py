@@ -156,8 +156,8 @@ HERE = {  # environment, GPUs that nvidia-smi lists, the line that is printed
     "one node": ({}, 4, "mpiexec -n 4 python train.py"),
     "RANKS": ({"RANKS": "2"}, 0, "mpiexec -n 2 python train.py"),
     "pbs": ({"PBS_NODEFILE": "nodes"}, 0, "mpiexec -n 4 -ppn 2 -hostfile nodes python train.py"),
-    "polaris": ({"PBS_NODEFILE": "nodes", "SITE": "polaris"}, 4, "mpiexec -n 8 -ppn 4 -hostfile nodes --depth 8 "
-                "--cpu-bind depth scripts/gpu_order.sh 3\\,2\\,1\\,0 python train.py"),
+    "polaris": ({"PBS_NODEFILE": "nodes", "SITE": "polaris"}, 4, "mpiexec -n 8 -ppn 4 -hostfile nodes "
+                "--depth 8 --cpu-bind depth scripts/gpu_order.sh 3\\,2\\,1\\,0 python train.py"),
     "salloc": ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "4"}, 0,
                "srun -N 2 --ntasks-per-node=2 -n 4 --wait=60 python train.py"),
     "frontier": ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SITE": "frontier"}, 8,
@@ -286,7 +286,6 @@ def test_generic_pbs_stopped_and_submitted_again(site):
     """Two hosts and the file OUT/stop; the second job, on one host, resumes from its save."""
     folder, env = site
     (folder / "bin/mpiexec").unlink()
-    (folder / "bin/mpiexec").symlink_to(BIN / "mpiexec")
     (folder / ".venv/bin/activate").write_text(f"export PATH={folder}/bin:{BIN}:$PATH\n")
     out = folder / "my run"
 
@@ -298,12 +297,12 @@ def test_generic_pbs_stopped_and_submitted_again(site):
     env |= {"HYDRA_LAUNCHER": "fork", "OMP_NUM_THREADS": "1"}
     submit(site, "-A", "PROJ", "-v", "ARGS=@flags")
     first = start_job(site, 1, hosts=["localhost", "vm"])
-    end = time.monotonic() + 240
+    end = time.monotonic() + 60
     while not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < 3:
         assert first.poll() is None and time.monotonic() < end, first.communicate()[0]
         time.sleep(0.1)
     (out / "stop").touch()
-    said = first.communicate(timeout=240)[0]
+    said = first.communicate(timeout=60)[0]
     assert first.returncode == 85, said
     step = int(re.search(r"stopped by the file stop after step (\d+)", said)[1])
     assert re.search(r"hydra: . of 2 ranks here", said)
