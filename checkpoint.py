@@ -376,6 +376,11 @@ class Reader:
             raise ValueError(f"checkpoint {self.path}: {name} covers {copied} of {out.numel()} elements; "
                              f"{HINT}")
 
+    def check_finite(self, name, weight):
+        """Raise ValueError if a weight that was read, the tensor `name`, holds nan or infinity."""
+        if not is_finite(weight):
+            raise ValueError(f"checkpoint {self.path}: {name} holds nan or infinite weights; {HINT}")
+
     def blocks(self, name, limit=1 << 24):
         """Yield (first index, block) for a tensor's blocks of whole rows, of about `limit` elements each."""
         import torch
@@ -409,6 +414,14 @@ class Reader:
             raise ValueError(f"checkpoint {self.path}: {file} is damaged ({e}); {HINT}") from None
 
 
+def is_finite(tensor):
+    """Whether a tensor holds neither nan nor infinity; in one pass, without a copy."""
+    if not tensor.numel():
+        return True
+    low, high = tensor.aminmax()  # nan if one element is
+    return math.isfinite(low) and math.isfinite(high)
+
+
 def overlap(offset, shape, other_offset, other_shape):
     """Return (slices of one rectangle, slices of the other) that are the same elements, or None."""
     here = []
@@ -428,12 +441,14 @@ def load(path, requested, index=None, others=()):
 
     requested: [(name, tensor, full shape, offset)], this rank's rectangles.
     others: names of tensors that other ranks ask for, or that are left out on purpose.
-    ValueError: a name is missing, a full shape differs, elements are missing, or the checkpoint has a tensor
-    that no rank asks for.
+    ValueError: a name is missing, a full shape differs, elements are missing, a weight is nan or infinite, or
+        the checkpoint has a tensor that no rank asks for.
     """
     reader = Reader(path, index)
     for name, out, full, offset in requested:
         reader.fill(name, out, full, offset)
+        if "/" not in name:  # no moment of the optimizer
+            reader.check_finite(name, out)
     names = {name for name, *_ in requested}
     unasked = sorted(reader.index["tensors"].keys() - names - set(others))
     if unasked:

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,12 +22,13 @@ import tyro
 
 import checkpoint
 from config import SHAPE
+from corpus import config_json, tokenizer
 from corpus import hugging_face as hf
-from corpus import tokenizer
 from corpus.chat import END, MARKERS
-from interface.command_line import command_line, read_run_config, wrong_input
+from corpus.safetensors_files import open_safetensors, same_matrix
+from interface.command_line import command_line, printable, read_run_config, wrong_input
 from interface.files import must_write
-from interface.schema import check_schema, load_json
+from interface.schema import load_json_of_others
 from runtime.model_card import flag_words, model_card
 
 Command = tyro.conf.Positional[Literal["import", "export"]]
@@ -51,7 +53,6 @@ class Flags:
 FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}  # safetensors' names: --dtype
 NARROWEST_FIRST = list(FLOATS)
 TORCH_DTYPE = {short: name for name, short in checkpoint.SAFETENSORS_DTYPE.items()}
-BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)")  # not weights: masks, frequencies
 
 
 class Part(NamedTuple):
@@ -153,64 +154,32 @@ class Lazy:
         return self.dtype.itemsize
 
 
-def open_safetensors(folder):
-    """Return {name: slice} of all tensors of a directory of Hugging Face; a slice reads from the file.
-
-    ValueError, OSError: the directory has no such files, or they are damaged.
-    """
-    from safetensors import SafetensorError, safe_open
-    found = {}
-    for name in list_safetensors(folder):
-        try:
-            handle = safe_open(folder / name, framework="pt")
-            for key in handle.keys():  # noqa: SIM118
-                if not BUFFERS.fullmatch(f".{key}"):
-                    found[key] = handle.get_slice(key)
-        except (SafetensorError, OSError) as e:
-            raise ValueError(f"{folder / name} is damaged ({e}); download it again") from None
-    return found
-
-
-def list_safetensors(folder):
-    """Return the names of the .safetensors files of a directory of Hugging Face.
-
-    ValueError, OSError: a file is missing, or a name leads out of the directory.
-    """
-    names = ["model.safetensors"]
-    index = folder / "model.safetensors.index.json"
-    # An index beside model.safetensors may belong to an older save.
-    if index.is_file() and not (folder / names[0]).is_file():
-        listed = load_json(index)
-        check_schema(listed, {"weight_map": {"*": str}}, index)
-        names = sorted(set(listed["weight_map"].values()))
-    for name in names:
-        if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):
-            raise ValueError(f"{index} names the file {name!r}, no .safetensors beside it")
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} holds no {name}; files of other kinds (.bin, .pt) can run "
-                                    "code and are not read: save the model again with transformers")
-    return names
-
-
 class HuggingFace(checkpoint.Reader):
     """The weights of a directory of Hugging Face, read as if they were a checkpoint of ours.
 
     fill() reads any rectangle of any of our tensors. cfg, vocab_size: the model that config.json describes.
+    left_out: the names of tensors that have no part in the logits.
     """
 
     def __init__(self, folder, seq_len=0):
         self.path = Path(folder)
         self.slices = open_safetensors(self.path)
-        found = hf.read_config(self.path / "config.json", self.narrowest_dtype(), seq_len)
-        kind, self.cfg, self.vocab_size = found
+        found = config_json.read_config(self.path / "config.json", self.narrowest_dtype(), seq_len)
+        kind, self.cfg, self.vocab_size, extra_layers = found
         if self.cfg.n_layer * max(1, self.cfg.n_experts) > len(self.slices):
             raise ValueError(f"{folder}/config.json has {self.cfg.n_layer} layers and {self.cfg.n_experts} "
                              f"experts, the files have {len(self.slices)} tensors: they are of two models")
         if kind == "gpt2" and "wte.weight" in self.slices:
             # The files on the hub were saved without the head, and so without the prefix of the rest.
-            self.slices = {f"transformer.{name}": part for name, part in self.slices.items()}
+            bare = self.slices
+            self.slices = {}
+            for name, part in bare.items():
+                self.slices[name if name == "lm_head.weight" else f"transformer.{name}"] = part
+        self.left_out = self.leave_out(hf.FAMILIES[kind].names["blocks"], extra_layers)
         self.layout = tensors(self.cfg, kind, self.vocab_size)
         self.check_shapes()
+        if self.cfg.tied and "lm_head.weight" in self.slices:
+            self.check_head(hf.FAMILIES[kind].names["wte"] + ".weight")
         self.index = {"tensors": self.list_pieces()}
 
     def narrowest_dtype(self):
@@ -233,6 +202,29 @@ class HuggingFace(checkpoint.Reader):
             have = tuple(self.slices[name].get_shape()) if name in self.slices else "not there"
             if have != want:
                 raise ValueError(f"{self.path}: {name} is {have}, by config.json it should be {want}")
+
+    def leave_out(self, blocks, extra_layers):
+        """Drop the tensors of layers behind the last one, and those without elements. Return their names.
+
+        blocks: what the name of a layer's tensor begins with.
+        """
+        extra = tuple(f"{blocks}.{self.cfg.n_layer + i}." for i in range(extra_layers))
+        found = [name for name, part in self.slices.items()
+                 if name.startswith(extra) or 0 in part.get_shape()]
+        for name in found:
+            del self.slices[name]
+        return sorted(found)
+
+    def check_head(self, embedding):
+        """Raise ValueError unless lm_head.weight, which config.json ties to the embedding, has its values.
+
+        embedding: its name.
+        """
+        if not same_matrix(self.slices[embedding], self.slices["lm_head.weight"]):
+            raise ValueError(f"{self.path}: tie_word_embeddings is true, but lm_head.weight is another matrix"
+                             f" than {embedding}; for the model with two matrices (as transformers 5 reads "
+                             "it) set tie_word_embeddings to false in config.json, for the tied one (as "
+                             "transformers 4 reads it) delete lm_head.weight from the file")
 
     def list_pieces(self):
         """Return {our name: {"shape", "dtype", "pieces"}}, as a checkpoint's index.json lists tensors.
@@ -278,10 +270,14 @@ class HuggingFace(checkpoint.Reader):
         rows = slice(first + rows.start, first + rows.stop)
         try:
             if self.layout[theirs].transposed:
-                return self.slices[theirs][(*columns, rows)].T
-            block = self.slices[theirs][(rows, *columns)]
+                block = self.slices[theirs][(*columns, rows)].T
+            else:
+                block = self.slices[theirs][(rows, *columns)]
         except Exception as e:  # of the library: the file was cut or changed after it was opened
             raise ValueError(f"{self.path}: {theirs} is damaged ({e}); download it again") from None
+        if not checkpoint.is_finite(block):
+            raise ValueError(f"{self.path}: {theirs} holds nan or infinite weights; download it again, or "
+                             "take an earlier state of that model")
         return block.unsqueeze(0) if is_expert else block
 
 
@@ -336,7 +332,7 @@ def read_run(run_dir):
 def is_theirs(folder):
     """Whether the config.json of a directory comes from Hugging Face."""
     with suppress(ValueError):
-        found = load_json(folder / "config.json")
+        found = load_json_of_others(folder / "config.json", config_json.MOST_BYTES)
         return isinstance(found, dict) and "model_type" in found and "vocab_size_used" not in found
     return False
 
@@ -383,7 +379,14 @@ def import_model(flags):
     vocabulary = load_tokenizer(weights.path, weights.vocab_size)
     out = Path(flags.out)
     cfg = dataclasses.replace(weights.cfg, vocab_size=weights.vocab_size)
-    step = checkpoint.save(out, 0, lazy_pieces(weights), meta_of_no_step(cfg))
+    was_there = out.exists()
+    try:
+        step = checkpoint.save(out, 0, lazy_pieces(weights), meta_of_no_step(cfg))
+    except ValueError:  # a tensor is damaged: nothing stays behind
+        shutil.rmtree(out / "step_000000.0.tmp")
+        if not was_there:
+            out.rmdir()
+        raise
     if vocabulary:
         vocabulary.save(out / "tokenizer.json")
         data = f"python prepare.py FILE... --name NAME --tokenizer {out}"
@@ -391,8 +394,12 @@ def import_model(flags):
         data = f"{flags.model} holds no tokenizer.json; make it with the tokenizer of the model's training"
     saved = dataclasses.asdict(cfg)
     write_json(out / "config.json", {**saved, "vocab_size_used": weights.vocab_size})
-    return (f"{step}\nsample.py {out} --prompt ..., or train.py --data data/NAME --init-from {step} "
-            f"{flag_words(cfg)}\ndata/NAME: {data}")
+    left_out = ""
+    if weights.left_out:
+        left_out = (f"left out, as the logits do not depend on them: {len(weights.left_out)} tensors, "
+                    f"{printable(weights.left_out[0])} first\n")
+    return (f"{left_out}{step}\nsample.py {out} --prompt ..., or train.py --data data/NAME --init-from "
+            f"{step} {flag_words(cfg)}\ndata/NAME: {data}")
 
 
 def lazy_pieces(weights):

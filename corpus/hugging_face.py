@@ -1,14 +1,11 @@
 """What Hugging Face calls things, for convert.py: fields of config.json, tensors, tokenizer.json."""
-import dataclasses
 import json
 import re
 from typing import NamedTuple
 
-import config
 from config import as_typed, flags_beyond
 from corpus import chat
 from corpus.tokenizer import EOD, BpeTokenizer, CharTokenizer
-from interface.schema import Range, check_schema, load_json
 
 
 class Family(NamedTuple):
@@ -178,10 +175,7 @@ WRITTEN = ("vocab_size", "rope_base")
 # Flags that say how a model is trained. The function of the exported model does not depend on them.
 TRAINING_ONLY = ("capacity_factor", "drop_policy", "router_bias_rate")
 FAMILY_OF_ROUTER = {"softmax-topk": "mixtral", "sigmoid": "glm4_moe", "softmax": "qwen2_moe"}
-ALSO = {"mistral": "llama"}  # the same tensors; read_config looks at its sliding window
-SAME = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}  # two names of one function
-ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-OPTIONAL = dict.fromkeys(("rope_parameters?", "rope_scaling?"), (dict, type(None)))
+
 
 
 # -----------------------------------------------------------------------------
@@ -275,114 +269,6 @@ def config_json(cfg, kind, vocab_size, eod, dtype):
         rope["partial_rotary_factor"] = 1.0
     # Version 4 of transformers reads rope_theta, version 5 reads rope_parameters.
     return {**out, **rope, "rope_parameters": {"rope_type": "default", **rope}}
-
-
-def read_config(path, dtype, seq_len=0):
-    """Return (key of FAMILIES, Config, vocabulary size) of their config.json.
-
-    ValueError names the field by which the model would be another function than ours.
-    """
-    theirs = load_json(path)
-    check_schema(theirs, {"model_type": str, "vocab_size": Range(1, 2**24), **OPTIONAL}, path)
-    kind = read_family(path, theirs)
-    family = FAMILIES[kind]
-    given = with_defaults(theirs, kind)
-    types = {field.name: field.type for field in dataclasses.fields(config.Config)}
-    check_schema(given, {field: types[flag] for flag, field in family.fields.items()}, path)
-
-    flags = dict(family.flags)
-    for flag, field in family.fields.items():
-        flags[flag] = given[field]
-    if seq_len > flags["seq_len"]:
-        raise ValueError(f"--seq-len {seq_len} exceeds {family.fields['seq_len']} {flags['seq_len']} of"
-                         f" {path}")
-    if seq_len:
-        flags["seq_len"] = seq_len
-    cfg = config.Config(**flags, dtype=dtype, rope_base=read_rope_base(path, theirs, kind))
-    config.check(cfg)
-    check_experts(path, theirs, cfg, kind)
-    check_fixed(path, given, cfg, kind)
-    check_window(path, theirs, cfg, kind)
-    return kind, cfg, theirs["vocab_size"]
-
-
-def read_family(path, theirs):
-    """Return the key of FAMILIES for their config.json. ValueError: none is imported from it."""
-    name = theirs["model_type"]
-    kind = ALSO.get(name, name)
-    if kind not in FAMILIES or FAMILIES[kind].only_out:
-        known = [key for key, family in FAMILIES.items() if not family.only_out]
-        raise ValueError(f"{path}: model_type {name!r} is none of {', '.join([*known, *ALSO])}")
-    return kind
-
-
-def with_defaults(theirs, kind):
-    """Return the fields of their config.json, those that are absent or null with transformers' defaults."""
-    given = {
-        "tie_word_embeddings": kind == "gpt2",
-        "attention_bias": False,
-        "num_key_value_heads": theirs.get("num_attention_heads"),
-    }
-    if type(theirs.get("n_embd")) is int:
-        given["n_inner"] = 4 * theirs["n_embd"]
-    for field, value in theirs.items():
-        if value is not None:
-            given[field] = value
-    return given
-
-
-def check_experts(path, theirs, cfg, kind):
-    """Raise ValueError if a model of a family with experts has none."""
-    field = FAMILIES[kind].fields.get("n_experts")
-    if field and not cfg.n_experts:
-        raise ValueError(f"{path}: {field} is 0, {theirs['model_type']} has experts")
-
-
-def check_fixed(path, given, cfg, kind):
-    """Raise ValueError if a field has another value than the one that our model computes."""
-    must = fixed_fields(cfg, kind)
-    must["quantization_config"] = None
-    must["layer_types"] = ["full_attention"] * cfg.n_layer
-    for field, value in must.items():
-        have = given.get(field)
-        if isinstance(have, str):
-            have = SAME.get(have, have)
-        if have not in (None, value):
-            raise ValueError(f"{path}: {field} is {have!r}, our model computes {value!r} only")
-
-
-def check_window(path, theirs, cfg, kind):
-    """Raise ValueError if a sliding window is shorter than the sequence."""
-    default = 4096 if theirs["model_type"] == "mistral" else None
-    window = theirs.get("sliding_window", default)
-    check_schema({"sliding_window": window}, {"sliding_window": (int, type(None))}, path)
-    if kind != "gpt2" and window and window < cfg.seq_len:
-        raise ValueError(f"{path}: sliding_window {window} is shorter than the sequence, {cfg.seq_len}; give "
-                         f"--seq-len {window}")
-
-
-def read_rope_base(path, theirs, kind):
-    """Return theta of the rotary positions.
-
-    ValueError: the frequencies are scaled, or not all dimensions turn.
-    """
-    for field in ("rope_scaling", "rope_parameters"):
-        rope = theirs.get(field) or {}
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope.keys() - ROPE_KEYS or rope_type != "default":
-            raise ValueError(f"{path}: {field} is {rope}, our rotary positions are not scaled")
-
-    rope = {
-        "rope_theta": 1e6 if kind == "mixtral" else 1e4,  # the defaults of transformers
-        "partial_rotary_factor": 0.5 if kind == "glm4_moe" else 1,
-        **theirs,
-        **(theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}),
-    }
-    factor = rope["partial_rotary_factor"]
-    if factor != 1:
-        raise ValueError(f"{path}: partial_rotary_factor is {factor!r}, our positions turn all dimensions")
-    check_schema(rope, {"rope_theta": Range(1.0, 1e12)}, path)
-    return rope["rope_theta"]
 
 
 # -----------------------------------------------------------------------------

@@ -7,8 +7,13 @@ reads it, or one of Hugging Face. tokenizer.json is complete: sampling needs nei
 """
 
 import base64
+import contextlib
+import fcntl
+import functools
 import hashlib
 import json
+import os
+import tempfile
 from itertools import chain
 from multiprocessing import TimeoutError
 from multiprocessing.pool import ThreadPool
@@ -18,7 +23,7 @@ import numpy as np
 
 from corpus.shards import first_folder, load_meta
 from interface.command_line import one_line
-from interface.schema import Range, check_schema, load_json
+from interface.schema import Range, check_schema, load_json_of_others
 
 EOD = "<|endoftext|>"  # written after each document; in text these characters are encoded as any others
 # How gpt-4 splits text into words (tiktoken, cl100k_base): a merge never crosses these boundaries.
@@ -28,6 +33,7 @@ PATTERN = (
 )
 MIN_VOCAB = 257  # of bpe: the 256 bytes and end-of-document
 MAX_ID = (1 << 32) - 2  # tiktoken's ids have 32 bits, and it keeps the largest for itself
+MOST_BYTES = 2**28  # of a tokenizer.json: one with 256,000 tokens has 34 MB
 FETCH_SECONDS = 30.0  # tiktoken itself waits for ever where a firewall drops packets
 UNKNOWN = "\ufffd"  # what decoding gives for an id without a token, such as padding
 
@@ -75,6 +81,49 @@ class Tokenizer:
     def save(self, path):
         """Write tokenizer.json (plain json, no code in it)."""
         Path(path).write_bytes(self.text.encode())
+
+
+class Panic(ValueError):
+    """A library in Rust gave up, as on a regular expression that would search for hours."""
+
+
+@contextlib.contextmanager
+def panics_as_errors():
+    """Let a panic of a library in Rust be a Panic; in Python it is no Exception.
+
+    The library writes pages to stderr as well, past Python. They are dropped. What else is written there in
+    the meantime, by another thread, follows afterwards.
+    """
+    try:
+        stderr = os.dup(2)
+    except OSError:  # it is closed
+        stderr = os.open(os.devnull, os.O_WRONLY)
+    pages = scratch_file(os.getpid())
+    os.dup2(pages, 2)
+    try:
+        yield
+    except BaseException as e:
+        if type(e).__name__ != "PanicException":
+            raise
+        os.ftruncate(pages, 0)
+        raise Panic(str(e)) from None
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        size = os.fstat(pages).st_size
+        if size:
+            with contextlib.suppress(OSError):  # nobody reads stderr
+                os.write(2, os.pread(pages, size, 0))
+            os.ftruncate(pages, 0)
+
+
+@functools.cache
+def scratch_file(process):
+    """Return the descriptor of a file without a name, one for each process; it is written at its end."""
+    fd, name = tempfile.mkstemp()
+    os.unlink(name)
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+    return fd
 
 
 def token_ids(ranks):
@@ -149,10 +198,9 @@ class BpeTokenizer(Tokenizer):
     def encode_numpy(self, text):
         """Return the ids of a text, (n,) uint32. ValueError: tiktoken fails."""
         try:
-            return self.encoding.encode_to_numpy(text, disallowed_special=())
-        except BaseException as e:  # its panics are no Exceptions
-            if type(e).__name__ != "PanicException":
-                raise
+            with panics_as_errors():
+                return self.encoding.encode_to_numpy(text, disallowed_special=())
+        except Panic as e:
             raise ValueError(f"the pattern of this tokenizer, {self.spec['pattern'][:60]!r}, matches no text"
                              f" ({one_line(e)[:60]}); make it again: python prepare.py") from None
 
@@ -184,10 +232,9 @@ class HfTokenizer(Tokenizer):
             raise FileNotFoundError("a tokenizer of Hugging Face needs: pip install tokenizers") from None
         super().__init__(spec)
         try:
-            self.library = tokenizers.Tokenizer.from_str(json.dumps(spec["json"]))
-        except BaseException as e:  # the library has none of its own, and its panics are no Exceptions
-            if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
-                raise
+            with panics_as_errors():
+                self.library = tokenizers.Tokenizer.from_str(json.dumps(spec["json"]))
+        except Exception as e:  # the library has none of its own
             raise ValueError(f"the library tokenizers cannot read it: {one_line(e)[:120]}") from None
         self.add_special(spec.get("special", {}))
         self.library.no_truncation()
@@ -223,7 +270,12 @@ class HfTokenizer(Tokenizer):
         """
         text.encode()  # half of a surrogate pair is a TypeError in the library
         try:
-            return np.array(self.library.encode(text, add_special_tokens=special).ids, np.uint32)
+            with panics_as_errors():
+                found = self.library.encode(text, add_special_tokens=special)
+            return np.array(found.ids, np.uint32)
+        except Panic as e:
+            raise ValueError(f"the pattern by which this tokenizer cuts a text fails on {text[:40]!r} "
+                             f"({one_line(e)[:80]}); take that text out, or another tokenizer") from None
         except Exception as e:  # the library has no exceptions of its own
             raise ValueError(f"this tokenizer cannot encode {text[:40]!r}: {one_line(e)[:80]}") from None
 
@@ -231,8 +283,9 @@ class HfTokenizer(Tokenizer):
         return self.encode_numpy(text, special=True).tolist()
 
     def decode(self, ids):
-        """Return the text of ids; ids without a token give nothing."""
-        return self.library.decode([int(i) for i in ids], skip_special_tokens=False)
+        """Return the text of ids; ids without a token give nothing. ValueError: the library fails."""
+        with panics_as_errors():
+            return self.library.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
 # -----------------------------------------------------------------------------
@@ -291,7 +344,7 @@ def load(path):
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; make it with: python prepare.py")
     try:
-        spec = load_json(path)
+        spec = load_json_of_others(path, MOST_BYTES)
         is_theirs = isinstance(spec, dict) and "model" in spec and "kind" not in spec
         if is_theirs:
             spec = spec_of_theirs(spec, path)
@@ -308,7 +361,7 @@ def spec_of_theirs(content, path):
     found = {}
     for name in ("tokenizer_config.json", "config.json"):
         beside = path.with_name(name)
-        found[name] = load_json(beside) if beside.is_file() else {}
+        found[name] = load_json_of_others(beside, MOST_BYTES) if beside.is_file() else {}
     of_model = found["config.json"]
     eos_id = of_model.get("eos_token_id") if isinstance(of_model, dict) else None
     return {"kind": "hf", "json": content, "config": found["tokenizer_config.json"], "eos_id": eos_id}

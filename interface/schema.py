@@ -1,6 +1,7 @@
 """JSON from a file, read and checked: it may be cut, foreign, or made to do harm."""
 import json
 import reprlib
+import stat
 import sys
 import typing
 from dataclasses import dataclass
@@ -32,6 +33,16 @@ def load_json(path):
         raise ValueError(f"{path} holds no sound JSON: it is nested too deep") from None
     except ValueError as e:
         raise ValueError(f"{path} holds no sound JSON: {e}") from None
+
+
+def load_json_of_others(path, most):
+    """Return what a JSON file of others holds: see load_json. ValueError: it has more than `most` bytes."""
+    found = Path(path).stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path} is a pipe, a device or a directory, not a file")
+    if found.st_size > most:
+        raise ValueError(f"{path} has {found.st_size:,} bytes, more than {most:,}: it is no such file")
+    return load_json(path)
 
 
 def check_schema(value, schema, where, path="the content"):

@@ -590,7 +590,8 @@ CONFIG = [  # (fields changed in config.json, a word of the line)
     ({"hidden_size": 32, "head_dim": 16}, "embed_tokens.weight is ("), ({"vocab_size": 9}, "embed_tokens"),
     ({"num_hidden_layers": 3}, "layers.2.input_layernorm.weight is not there"),
     ({"num_hidden_layers": 1}, "no place for model.layers.1"), ({"num_hidden_layers": 4000}, "two models"),
-    ({"model_type": "mixtral", "num_local_experts": 2**20, "num_experts_per_tok": 2}, "two models"),
+    ({"model_type": "mixtral", "architectures": None, "mlp_bias": None, "rope_interleaved": None,
+      "num_local_experts": 2**20}, "two models"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings"), ({"intermediate_size": 1.5}, "intermediate_size")]
 
 

@@ -1,0 +1,333 @@
+"""config.json of a model of others, for convert.py: what transformers makes of it, and whether it is ours.
+
+A field that config.json lacks has the default of transformers for that model_type, DEFAULTS. The tests
+compare DEFAULTS with the classes of transformers. Every field that is there is one of these:
+
+    a flag of ours         `fields` of its Family, and rope_theta
+    one fixed value        `fixed` of its Family, and EVERYWHERE: the model computes something else otherwise
+    without an effect      HARMLESS: the logits do not depend on it
+    refused by name        whatever else there is
+"""
+import dataclasses
+import reprlib
+from typing import NamedTuple
+
+import config
+from corpus.hugging_face import FAMILIES, fixed_fields
+from interface.schema import Range, check_schema, load_json_of_others
+
+MOST_BYTES = 2**22  # of a config.json: that of a model with 1,000 labels has 60,000
+ALSO = {"mistral": "llama"}  # the same tensors; check_window looks at its sliding window
+SAME = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}  # two names of one function
+NOT_OURS = {  # model_types that many people try first, and what they have and our model has not
+    "qwen2": "biases of queries, keys and values alone",
+    "qwen2_moe": "a gate before its shared expert",
+    "qwen3": "norms of queries and keys",
+    "qwen3_moe": "norms of queries and keys",
+    "olmo2": "norms behind attention and MLP, and norms of queries and keys",
+    "gemma3_text": "norms of queries and keys, windows, and a scaled embedding",
+    "gemma3": "images, norms of queries and keys, windows, and a scaled embedding",
+    "smollm3": "layers without rotary positions",
+    "phi3": "queries, keys and values in one matrix",
+}
+
+# -----------------------------------------------------------------------------
+# What transformers takes where config.json has no such field
+
+DECODER = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": None,  # hidden_size / num_attention_heads
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "sliding_window": None,
+    "rope_parameters": None,
+}
+DEFAULTS = {
+    "llama": {
+        **DECODER,
+        "intermediate_size": 11008,
+        "num_key_value_heads": None,  # as many as num_attention_heads
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "mlp_bias": False,
+    },
+    "mistral": {
+        **DECODER,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "mlp_bias": False,
+        "sliding_window": 4096,
+    },
+    "mixtral": {
+        **DECODER,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "glm4_moe": {
+        **DECODER,
+        "vocab_size": 151552,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": False,
+        "num_nextn_predict_layers": 1,
+    },
+    "gpt2": {
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_inner": None,  # 4 n_embd
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "tie_word_embeddings": True,
+    },
+}
+ROPE_THETA = {"llama": 1e4, "mistral": 1e4, "mixtral": 1e6, "glm4_moe": 1e4}
+PARTIAL_ROTARY = {"glm4_moe": 0.5}  # 1 elsewhere
+# A second name of a field, which transformers takes as well.
+SECOND_NAMES = {
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+    "mixtral": {"num_experts": "num_local_experts"},
+    "glm4_moe": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+}
+# The one value that a field of any model may have; the field may be absent.
+EVERYWHERE = {
+    "is_causal": True,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "quantization_config": None,
+    "per_layer_config": None,
+    "auto_map": None,
+    "pruned_heads": {},
+}
+MAY_BE_NULL = {"head_dim", "quantization_config", "per_layer_config", "auto_map", "pruned_heads",
+               "layer_types"}
+
+# Logits do not depend on these. How the model was saved, and is to be run; heads of other tasks:
+SAVED = """
+    model_type architectures transformers_version torch_dtype dtype name_or_path _name_or_path _commit_hash
+    _attn_implementation attn_implementation _attn_implementation_autoset _experts_implementation
+    experts_implementation _flash_attn_2_enabled output_hidden_states output_attentions return_dict
+    torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward gradient_checkpointing tokenizer_class
+    prefix bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id is_decoder
+    cross_attention_hidden_size tie_encoder_decoder tie_last_hidden_states finetuning_task
+    task_specific_params id2label label2id num_labels problem_type classifier_dropout transformers.js_config
+    unsloth_version unsloth_fixed is_llama_config n_ctx summary_type summary_use_proj summary_activation
+    summary_proj_to_labels summary_first_dropout
+"""
+# How text is made from logits:
+GENERATION = """
+    assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty
+    do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
+    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length
+    min_length no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups
+    num_beams num_return_sequences output_scores remove_invalid_values repetition_penalty
+    return_dict_in_generate suppress_tokens target_lookbehind temperature top_k top_p typical_p use_cache
+"""
+# What training adds; rounding (pretraining_tp, reorder_and_upcast_attn):
+TRAINING = """
+    initializer_range attention_dropout resid_pdrop embd_pdrop attn_pdrop output_router_logits
+    router_aux_loss_coef router_jitter_noise pretraining_tp reorder_and_upcast_attn
+"""
+HARMLESS = {*SAVED.split(), *GENERATION.split(), *TRAINING.split()}
+HARMLESS_IN = {"glm4_moe": {"intermediate_size"}}  # of layers without experts, of which it has none here
+ROPE_FIELDS = ("rope_scaling", "rope_parameters")
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+OPTIONAL = dict.fromkeys(("rope_parameters?", "rope_scaling?"), (dict, type(None)))
+
+
+class Found(NamedTuple):
+    """What read_config found."""
+    kind: str  # the key of FAMILIES
+    cfg: config.Config
+    vocab_size: int
+    extra_layers: int  # behind the last one; they guess tokens after the next one
+
+
+def read_config(path, dtype, seq_len=0):
+    """Return what their config.json says, as Found.
+
+    ValueError names the field by which the model would be another function than ours.
+    """
+    theirs = load_json_of_others(path, MOST_BYTES)
+    check_schema(theirs, {"model_type": str, **OPTIONAL}, path)
+    kind = read_family(path, theirs)
+    family = FAMILIES[kind]
+    given = with_defaults(path, theirs)
+    types = {field.name: field.type for field in dataclasses.fields(config.Config)}
+    check_schema(given, {"vocab_size": Range(1, 2**24), "num_nextn_predict_layers?": Range(0, 2**12),
+                         **{field: types[flag] for flag, field in family.fields.items()}}, path)
+
+    flags = dict(family.flags)
+    for flag, field in family.fields.items():
+        flags[flag] = given[field]
+    if seq_len > flags["seq_len"]:
+        raise ValueError(f"--seq-len {seq_len} exceeds {family.fields['seq_len']} {flags['seq_len']} of"
+                         f" {path}")
+    if seq_len:
+        flags["seq_len"] = seq_len
+    cfg = config.Config(**flags, dtype=dtype, rope_base=read_rope_base(path, theirs, kind))
+    try:
+        config.check(cfg)
+    except ValueError as e:  # it speaks of our flags
+        raise ValueError(f"{path} is no model of ours: {e}") from None
+    check_experts(path, theirs, cfg, kind)
+    check_fixed(path, theirs, given, cfg, kind)
+    check_window(path, given, cfg)
+    return Found(kind, cfg, given["vocab_size"], given.get("num_nextn_predict_layers", 0))
+
+
+def read_family(path, theirs):
+    """Return the key of FAMILIES for their config.json. ValueError: none is imported from it."""
+    name = theirs["model_type"]
+    kind = ALSO.get(name, name)
+    if kind not in FAMILIES or name not in DEFAULTS:
+        why = f" (it has {NOT_OURS[name]})" if name in NOT_OURS else ""
+        raise ValueError(f"{path}: model_type {name[:60]!r} is none of {', '.join(DEFAULTS)}{why}")
+    family = FAMILIES[kind].architecture if name == kind else "MistralForCausalLM"
+    architectures = theirs.get("architectures")
+    if architectures not in (None, [], [family]):
+        raise ValueError(f"{path}: architectures is {reprlib.repr(architectures)}, only [{family!r}] is "
+                         "imported: other classes compute something else with these weights")
+    return kind
+
+
+def with_defaults(path, theirs):
+    """Return the fields of their config.json, those that are absent with transformers' defaults.
+
+    ValueError: a field is unknown, or given under two names with two values.
+    """
+    name = theirs["model_type"]
+    theirs = dict(theirs)
+    for second, first in SECOND_NAMES.get(name, {}).items():
+        if second in theirs and theirs.setdefault(first, theirs[second]) != theirs[second]:
+            raise ValueError(f"{path}: {second} is {reprlib.repr(theirs[second])} and {first} "
+                             f"{reprlib.repr(theirs[first])}: they are two names of one field")
+    known = {*DEFAULTS[name], *EVERYWHERE, *HARMLESS, *HARMLESS_IN.get(name, ()), *SECOND_NAMES.get(name, ()),
+             *FAMILIES[ALSO.get(name, name)].fixed, "layer_types"}
+    if name in ROPE_THETA:
+        known.update({*ROPE_FIELDS, "rope_theta", "partial_rotary_factor"})
+    for field, value in theirs.items():
+        if field not in known and value is not None:
+            raise ValueError(f"{path}: {field[:60]} is {reprlib.repr(value)}, and no {name} that we know has "
+                             "this field; if the logits do not depend on it, delete it from config.json")
+
+    given = {**DEFAULTS[name], **theirs}
+    if "num_key_value_heads" in given and given["num_key_value_heads"] is None and name != "glm4_moe":
+        given["num_key_value_heads"] = given["num_attention_heads"]
+    if name == "gpt2" and given["n_inner"] is None and type(given["n_embd"]) is int:
+        given["n_inner"] = 4 * given["n_embd"]
+    return given
+
+
+def check_experts(path, theirs, cfg, kind):
+    """Raise ValueError if a model of a family with experts has none."""
+    field = FAMILIES[kind].fields.get("n_experts")
+    if field and not cfg.n_experts:
+        raise ValueError(f"{path}: {field} is 0, {theirs['model_type']} has experts")
+
+
+def check_fixed(path, theirs, given, cfg, kind):
+    """Raise ValueError if a field has another value than the one that our model computes."""
+    must = {**EVERYWHERE, **fixed_fields(cfg, kind), "layer_types": ["full_attention"] * cfg.n_layer}
+    must.pop("num_nextn_predict_layers", None)  # convert.py leaves those layers out
+    for field, value in must.items():
+        if field not in given:
+            continue
+        have = given[field]
+        if isinstance(have, str):
+            have = SAME.get(have, have)
+        if have == value or have is None and field in MAY_BE_NULL:
+            continue
+        source = "" if field in theirs else ", transformers' default where config.json has no such field"
+        raise ValueError(f"{path}: {field} is {reprlib.repr(have)}{source}; {ours(field, value, cfg)}")
+
+
+def ours(field, value, cfg):
+    """Return what our model computes in the place of a field's other value."""
+    if field == "mlp_bias":
+        return f"attention_bias is {cfg.bias}, and our model has biases in attention and MLP, or in neither"
+    if field == "head_dim":
+        return f"a head of our model has hidden_size / num_attention_heads = {value} dimensions"
+    if field == "norm_topk_prob" and value:
+        return f"our sigmoid router divides the gates of {cfg.top_k} experts by their sum"
+    if field == "norm_topk_prob":
+        return "our sigmoid router does not divide the gate of a single expert by itself"
+    if field == "layer_types":
+        return "every layer of our model attends to all positions before it"
+    if field == "auto_map":
+        return "such a model brings code of its own, which is not read; without it, delete auto_map"
+    if value in (None, {}):
+        return "our model has no such thing"
+    return f"our model computes {value!r} only"
+
+
+def check_window(path, given, cfg):
+    """Raise ValueError if a sliding window is shorter than the sequence."""
+    window = given.get("sliding_window")
+    check_schema({"sliding_window": window}, {"sliding_window": (int, type(None))}, path)
+    if window is not None and window < cfg.seq_len:
+        fix = f"; give --seq-len {window}" if window > 0 else ""
+        raise ValueError(f"{path}: sliding_window {window} is shorter than the sequence, {cfg.seq_len}{fix}")
+
+
+def read_rope_base(path, theirs, kind):
+    """Return theta of the rotary positions; where there are none, the default of our flag.
+
+    ValueError: the frequencies are scaled, or not all dimensions turn.
+    """
+    name = theirs["model_type"]
+    if name not in ROPE_THETA:
+        return config.Config.rope_base
+    for field in ROPE_FIELDS:
+        check_unscaled(path, field, theirs.get(field) or {})
+
+    rope = {
+        "rope_theta": ROPE_THETA[name],
+        "partial_rotary_factor": PARTIAL_ROTARY.get(name, 1),
+        **theirs,
+        **(theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}),
+    }
+    factor = rope["partial_rotary_factor"]
+    if factor != 1:
+        raise ValueError(f"{path}: partial_rotary_factor is {reprlib.repr(factor)}, our positions turn all "
+                         "dimensions")
+    check_schema(rope, {"rope_theta": Range(1.0, 1e12)}, path)
+    return rope["rope_theta"]
+
+
+def check_unscaled(path, field, rope):
+    """Raise ValueError if frequencies are scaled. Linear scaling by a factor of 1 is none."""
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    more = rope.keys() - ROPE_KEYS
+    is_linear_by_one = rope_type == "linear" and more == {"factor"} and rope["factor"] == 1
+    if not is_linear_by_one and (more or rope_type != "default"):
+        raise ValueError(f"{path}: {field} is {reprlib.repr(rope)}, our rotary positions are not scaled")

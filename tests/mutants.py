@@ -1,0 +1,404 @@
+"""One-line mutants of the house: does a test notice when one operator, constant or call is another?
+
+    python tests/mutants.py --count 600 --workers 2        goes on where it stopped, prints the table
+    python tests/mutants.py --only moe.py --count 50       one file
+    python tests/mutants.py --again                        the survivors once more, after a new test
+    python tests/mutants.py --gpu                          the files that only a GPU's tests can judge
+
+1) The syntax tree of each file gives its mutants: a comparison, an arithmetic or boolean operator, a
+   number, True or False, a condition or min/max becomes another, or a call is left out. HAND below adds
+   mutants that were written by hand.
+2) `--count` of them are chosen, in proportion to the sizes of the files. The choice depends on the
+   lines alone: the rest stays the same when a file changes.
+3) Each worker has a copy of the tree. It changes one line, runs the tests that TESTS names for the file,
+   and stops at the first failure. A test that fails without a mutant does not count.
+4) caught: a test failed. survived: all passed. undecided: the tests took too long.
+   tests/mutants.json says why a survivor is no fault: {mutant: "equivalent: ..."}.
+
+The exit code is 1 if more than 3 % of the decided mutants survived without a reason.
+"""
+import argparse
+import ast
+import contextlib
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+REASONS = ROOT / "tests/mutants.json"
+ROOMS = ("corpus", "cost", "fast", "interface", "ops", "runtime")
+MOST_SURVIVORS = 0.03  # of the decided mutants, without a reason
+SLOWEST = 200  # seconds that the tests of one mutant may take
+
+TESTS = {  # file or room: the test files that must notice a mutant, the quickest first
+    "model.py": "model bert sample dropout layouts",
+    "vocab.py": "model fp16 layouts",
+    "moe.py": "moe layouts",
+    "parallel.py": "parallel ddp symm_mem layouts",
+    "ddp.py": "ddp zero kernels layouts",
+    "zero.py": "zero symm_mem layouts",
+    "pipeline.py": "pipeline ddp dropout layouts",
+    "generate.py": "sample model chat",
+    "optim.py": "optim fp16 metrics kernels layouts",
+    "skip.py": "details guard fp16 metrics",
+    "train.py": "metrics validation guard rampup resume cli layouts",
+    "config.py": "cli rampup plan resume new_flag",
+    "checkpoint.py": "details checkpoint resume malformed",
+    "prepare.py": "details data corpus chat malformed",
+    "sample.py": "sample chat bert malformed",
+    "plan.py": "details plan cli rampup",
+    "plot.py": "details plot malformed",
+    "convert.py": "convert",
+    "corpus": "corpus data blend chat malformed",
+    "corpus/chat.py": "chat convert",
+    "corpus/hugging_face.py": "convert",
+    "corpus/masked.py": "bert",
+    "corpus/order.py": "data blend resume",
+    "corpus/rampup.py": "rampup",
+    "corpus/shards.py": "data blend malformed bert chat",
+    "corpus/text.py": "details corpus data blend",
+    "corpus/tokenizer.py": "data corpus convert",
+    "cost": "details plan pipeline rampup",
+    "cost/parameters.py": "model plan new_flag",
+    "cost/fits.py": "cli plan",
+    "fast": "accelerator symm_mem moe graph",
+    "fast/compile.py": "graph accelerator moe",
+    "fast/choose.py": "accelerator graph symm_mem plan",
+    "fast/graph.py": "details graph",
+    "fast/peer.py": "symm_mem zero",
+    "interface": "cli checkpoint malformed",
+    "interface/layout.py": "cli layouts plan rampup",
+    "interface/checkpoint_report.py": "checkpoint",
+    "interface/tensor_file.py": "details checkpoint",
+    "interface/files.py": "details guard checkpoint malformed plot",
+    "ops": "model moe kernels",
+    "ops/accelerator.py": "accelerator launch",
+    "ops/backend.py": "accelerator kernels",
+    "ops/checksum.py": "checkpoint guard",
+    "ops/cross_entropy.py": "model bert kernels",
+    "ops/flat.py": "ddp zero optim checkpoint layouts",
+    "ops/grouped_mm.py": "details moe kernels",
+    "ops/permute.py": "moe symm_mem kernels",
+    "runtime": "details launch guard watch resume",
+    "runtime/agree.py": "details launch cli",
+    "runtime/debugger.py": "pdb",
+    "runtime/log.py": "details metrics guard cli",
+    "runtime/model_card.py": "convert",
+    "runtime/resume.py": "resume ddp checkpoint",
+    "runtime/saver.py": "checkpoint resume metrics",
+    "runtime/session.py": "metrics guard launch sample",
+    "runtime/timing.py": "fp16 metrics watch",
+    "runtime/watch.py": "details watch",
+    "runtime/visible.py": "accelerator launch doctor",
+}
+GPU = {"fast/graph.py", "fast/host_buffers.py", "fast/peer.py", "fast/symm_mem.py", "fast/compile.py",
+       "ops/grouped_mm.py", "ops/kernels.py", "bench/gpu_matrix.py"}
+
+HAND = [  # (file, piece of text that stands there once, what replaces it)
+    ("skip.py", "self.world.axis.any(found is not None)", "(found is not None)"),
+    ("skip.py", "y.clamp(max=0)", "y.clamp(min=0, max=0)"),
+    ("skip.py", "[-WINDOW:]", "[:WINDOW]"),
+    ("corpus/chat.py", "(ids[:width], trained[:width])", "(ids[:width - 1], trained[:width])"),
+    ("corpus/chat.py", "pairs[split_of(conversations[i], val_fraction)]",
+     "pairs[SPLITS[i < val_fraction * len(conversations)]]"),
+    ("corpus/chat.py", "json.dumps(messages).encode()", "json.dumps(len(messages)).encode()"),
+    ("corpus/chat.py", 'int(message["role"] == "assistant")', 'int(message["role"] != "user")'),
+    ("checkpoint.py", "reads=i % size == rank", "reads=i % (2 * size) == rank"),
+    ("checkpoint.py", "if not file.is_file():", "if False:"),
+    ("corpus/shards.py", '"masks": dict.fromkeys(SPLITS, [SHARD]),', '"masks": dict,'),
+    ("corpus/shards.py", '"seq_len": Range(1, 1 << 24),', '"seq_len": Range(0, 1 << 62),'),
+]
+
+COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+               ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
+OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Div: "*", ast.Mod: "//"}
+CALLS = {"min": "max", "max": "min", "all": "any", "any": "all", "sum": "max"}
+NAMES = {"SUM": "MAX", "MAX": "SUM"}
+
+
+class Mutant(NamedTuple):
+    file: str
+    row: int  # the first line is 0
+    line: str
+    mutated: str
+    place: str  # the function or class
+
+    @property
+    def key(self):
+        return f"{self.file} {self.place}: {self.line.strip()} => {self.mutated.strip()}"
+
+
+def between(left, right, operator, lines):
+    """(row, start, stop, operator) that replaces what stands between two expressions on one line."""
+    if left.end_lineno == right.lineno:
+        text = lines[left.end_lineno - 1].encode()[left.end_col_offset:right.col_offset].decode()
+        if re.fullmatch(r"\s*(?:[-+*/%<>=!]+|is not|not in|is|in|and|or)\s*", text):
+            yield left.end_lineno - 1, left.end_col_offset, right.col_offset, f" {operator} "
+
+
+def replaced(node, text):
+    if node.lineno == node.end_lineno:
+        yield node.lineno - 1, node.col_offset, node.end_col_offset, text
+
+
+def edits(node, lines):
+    """Yield (row, first byte, byte behind the last, new text) for each mutant that a node has itself."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
+        yield from between(node.left, node.comparators[0], COMPARISONS[type(node.ops[0])], lines)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        yield from between(node.left, node.right, OPERATORS[type(node.op)], lines)
+    if isinstance(node, ast.BoolOp):
+        other = "or" if isinstance(node.op, ast.And) else "and"
+        for left, right in zip(node.values, node.values[1:], strict=False):
+            yield from between(left, right, other, lines)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
+        yield from replaced(node, ast.unparse(node.operand))
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield from replaced(node, str(not node.value))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+        yield from replaced(node, str(node.value + 1))
+    if isinstance(node, (ast.If, ast.While, ast.IfExp)):
+        yield from replaced(node.test, f"(not ({ast.unparse(node.test)}))")
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield from replaced(node, "pass")
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CALLS:
+        yield from replaced(node.func, CALLS[node.func.id])
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in NAMES:
+        yield from replaced(node, NAMES[node.id])
+
+
+def walk(node, place=""):
+    """Yield (node, name of its function) of all that computes: no text, no error message, no annotation."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        place = f"{place}.{node.name}".strip(".")
+    yield node, place
+    for field, value in ast.iter_fields(node):
+        if field in ("annotation", "returns", "decorator_list"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not isinstance(child, (ast.JoinedStr, ast.Raise, ast.Assert)):
+                yield from walk(child, place)
+
+
+def mutants_of(path):
+    """Return the mutants of a file, each once, in the order of their keys' checksums."""
+    text = path.read_text()
+    lines = text.splitlines()
+    file = str(path.relative_to(ROOT))
+    found = {}
+    for node, place in walk(ast.parse(text)):
+        for row, start, stop, new in edits(node, lines):
+            line = lines[row].encode()
+            mutated = (line[:start] + new.encode() + line[stop:]).decode()
+            mutant = Mutant(file, row, lines[row], mutated, place)
+            if mutated != lines[row] and "tl.constexpr" not in lines[row]:
+                found.setdefault(mutant.key, mutant)
+    return sorted(found.values(), key=lambda mutant: zlib.crc32(mutant.key.encode()))
+
+
+def by_hand():
+    for file, old, new in HAND:
+        lines = (ROOT / file).read_text().splitlines()
+        rows = [row for row, line in enumerate(lines) if old in line and "import" not in line]
+        assert len(rows) == 1, f"{file} has {old!r} in {len(rows)} lines: rewrite this mutant"
+        line = lines[rows[0]]
+        yield Mutant(file, rows[0], line, line.replace(old, new), "by hand")
+
+
+def house():
+    return sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))])
+
+
+def choose(count, only, gpu):
+    """Return about `count` mutants: of each file in proportion to what it has, at least two."""
+    files = {path: str(path.relative_to(ROOT)) for path in house()}
+    if gpu:
+        files = {path: file for path, file in files.items() if file in GPU}
+    if only:
+        files = {path: file for path, file in files.items() if file in only}
+    found = [mutants for mutants in map(mutants_of, files) if mutants]
+    total = sum(map(len, found))
+    chosen = [mutant for mutants in found for mutant in mutants[:max(2, round(count * len(mutants) / total))]]
+    return chosen + [mutant for mutant in by_hand() if mutant.file in files.values()]
+
+
+def tests_for(file):
+    names = TESTS.get(file) or TESTS[file.split("/")[0]]
+    return [f"tests/test_{name}.py" for name in names.split()]
+
+
+class Worker:
+    """A copy of the tree in which one mutant at a time stands and its tests run."""
+
+    def __init__(self, folder):
+        self.tree = Path(folder) / "nanoshard"
+        files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True,
+                               capture_output=True, text=True).stdout.split("\n")
+        for file in filter(None, files):
+            if (ROOT / file).is_file():
+                (self.tree / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(ROOT / file, self.tree / file)
+        for name, place in (("shared", ROOT.parent / "shared"), ("nanoshard/.venv", ROOT / ".venv")):
+            if place.exists():
+                (Path(folder) / name).symlink_to(place)
+
+    def pytest(self, files, deselect, seconds):
+        """Return (exit code, or None: too slow; what pytest printed)."""
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-rf", *files]
+        command += [f"--deselect={test}" for test in deselect]
+        process = subprocess.Popen(command, cwd=self.tree, text=True, stdout=subprocess.PIPE,
+                                   stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            said = process.communicate(timeout=seconds)[0]
+            return process.returncode, said
+        except subprocess.TimeoutExpired:
+            return None, ""
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def judge(self, mutant, broken):
+        """Return what became of a mutant, and the test that caught it."""
+        path = self.tree / mutant.file
+        source = path.read_text()
+        lines = source.split("\n")
+        assert lines[mutant.row] == mutant.line, f"{mutant.file} changed: start again"
+        lines[mutant.row] = mutant.mutated
+        path.write_text("\n".join(lines))
+        files = [file for file in tests_for(mutant.file) if file not in broken]
+        try:
+            code, said = self.pytest(["-x", *files], broken, SLOWEST)
+        finally:
+            path.write_text(source)
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.M)
+        return {None: "undecided", 0: "survived"}.get(code, "caught"), failed[1] if failed else ""
+
+
+def in_parallel(workers, items, work):
+    """Call work(worker, item) for all items, one thread per worker."""
+    todo = queue.SimpleQueue()
+    for item in items:
+        todo.put(item)
+
+    def loop(worker):
+        while not todo.empty():
+            try:
+                item = todo.get_nowait()
+            except queue.Empty:
+                return
+            work(worker, item)
+
+    threads = [threading.Thread(target=loop, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def run(mutants, n_workers, results):
+    """Judge the mutants, and append a line to `results` for each as soon as it is judged."""
+    lock = threading.Lock()
+    broken = read_broken(results)
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [Worker(f"{folder}/{i}") for i in range(n_workers)]
+
+        def find_broken(worker, file):
+            code, said = worker.pytest([file], [], 3 * SLOWEST)
+            failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.M)
+            if code is None:
+                failed = [file]
+            with lock, open(results, "a") as out:
+                broken[file] = failed
+                print(json.dumps({"tests": file, "fail": failed}), file=out)
+                print(f"{file}: {'too slow' if code is None else said.strip().splitlines()[-1]}", flush=True)
+
+        files = {file for mutant in mutants for file in tests_for(mutant.file)}
+        in_parallel(workers, sorted(files - set(broken)), find_broken)
+        deselect = [test for failed in broken.values() for test in failed]
+        print(f"{len(deselect)} tests fail without a mutant and do not count", flush=True)
+
+        def judge(worker, mutant):
+            start = time.monotonic()
+            verdict, test = worker.judge(mutant, deselect)
+            row = {"mutant": mutant.key, "file": mutant.file, "verdict": verdict, "test": test,
+                   "seconds": round(time.monotonic() - start, 1)}
+            with lock, open(results, "a") as out:
+                print(json.dumps(row), file=out)
+                print(f"{verdict:9} {row['seconds']:5} s  {mutant.key}", flush=True)
+
+        in_parallel(workers, mutants, judge)
+
+
+def report(mutants, verdicts, reasons):
+    """Print the table per file and the survivors; return the share that survived without a reason."""
+    print(f"\n{'file':32} caught survived reason undecided")
+    table = {}
+    for mutant in mutants:
+        counts = table.setdefault(mutant.file, {"caught": 0, "survived": 0, "reason": 0, "undecided": 0})
+        verdict = verdicts.get(mutant.key, "undecided")
+        counts["reason" if verdict == "survived" and mutant.key in reasons else verdict] += 1
+    table["all"] = {name: sum(row[name] for row in table.values()) for name in next(iter(table.values()))}
+    for file, counts in table.items():
+        print(f"{file:32} " + " ".join(f"{n:{len(name)}}" for name, n in counts.items()))
+    for mutant in mutants:
+        if verdicts.get(mutant.key) == "survived":
+            print(f"survived: {mutant.key}\n          {reasons.get(mutant.key, 'NO REASON')}")
+    counts = table["all"]
+    return counts["survived"] / max(1, counts["caught"] + counts["survived"] + counts["reason"])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=600, help="mutants")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="mutants judged at a time")
+    parser.add_argument("--only", nargs="*", default=[], help="files, as moe.py or corpus/chat.py")
+    parser.add_argument("--gpu", action="store_true", help="only files whose tests want a GPU")
+    parser.add_argument("--again", action="store_true", help="judge survivors and undecided ones again")
+    parser.add_argument("--results", default=str(ROOT / "out/mutants.jsonl"), help="what was judged so far")
+    flags = parser.parse_args()
+
+    results = Path(flags.results)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    mutants = choose(flags.count, flags.only, flags.gpu)
+    verdicts = read_verdicts(results)
+    done = {key for key, verdict in verdicts.items() if verdict == "caught" or not flags.again}
+    todo = [mutant for mutant in mutants if mutant.key not in done]
+    # So a part of the run is a sample of all files.
+    todo.sort(key=lambda mutant: zlib.crc32(mutant.key.encode()))
+    print(f"{len(mutants)} mutants, {len(mutants) - len(todo)} of them judged before", flush=True)
+    if todo:
+        run(todo, flags.workers, results)
+    reasons = json.loads(REASONS.read_text())
+    share = report(mutants, read_verdicts(results), reasons)
+    print(f"{share:.1%} survived without a reason; at most {MOST_SURVIVORS:.0%} may")
+    return int(share > MOST_SURVIVORS)
+
+
+def read_rows(results, kind):
+    rows = map(json.loads, results.read_text().splitlines()) if results.exists() else []
+    return [row for row in rows if kind in row]
+
+
+def read_verdicts(results):
+    return {row["mutant"]: row["verdict"] for row in read_rows(results, "mutant")}
+
+
+def read_broken(results):
+    """Return {test file: its tests that fail without a mutant on this machine}."""
+    return {row["tests"]: row["fail"] for row in read_rows(results, "tests")}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,502 @@
+"""What comes in from Hugging Face: each model is the function that transformers computes, or is refused.
+
+transformers itself is the oracle: of its defaults, of the fields of config.json that change the logits, and
+of the logits. test_convert.py has the proofs in fp64.
+"""
+import contextlib
+import io
+import json
+import os
+import random
+import shutil
+import sys
+
+import pytest
+import torch
+from runs import assert_refused, go
+from safetensors.torch import load_file, save_file
+
+import checkpoint
+import convert
+import sample
+from corpus import config_json, hugging_face, tokenizer
+from interface.schema import load_json_of_others
+
+VOCAB = 50
+CLASSES = {"llama": "LlamaConfig", "mistral": "MistralConfig", "mixtral": "MixtralConfig",
+           "glm4_moe": "Glm4MoeConfig", "gpt2": "GPT2Config"}
+SHAPE = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=4, num_key_value_heads=2,
+             intermediate_size=24, max_position_embeddings=32, vocab_size=VOCAB, initializer_range=0.3)
+SMALL = {  # {model_type: values of a small model that is imported}
+    "llama": SHAPE,
+    "mistral": {**SHAPE, "sliding_window": 32},
+    "mixtral": {**SHAPE, "num_local_experts": 4},
+    "glm4_moe": {**SHAPE, "moe_intermediate_size": 8, "n_routed_experts": 4, "n_shared_experts": 2,
+                 "num_experts_per_tok": 2, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0,
+                 "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    "gpt2": dict(n_layer=2, n_embd=16, n_head=4, n_positions=32, vocab_size=VOCAB, n_inner=24,
+                 initializer_range=0.3, bos_token_id=0, eos_token_id=0),
+}
+
+
+@pytest.fixture(scope="module")
+def hf():
+    """Return transformers, silent."""
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install -r requirements-test.txt")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def make(hf, folder, name, **values):
+    """Write a random model by transformers; its norms and biases are random, too. Return folder."""
+    torch.manual_seed(1)
+    model = hf.AutoModelForCausalLM.from_config(getattr(hf, CLASSES[name])(**{**SMALL[name], **values}))
+    for parameter in [*model.parameters(), *(b for n, b in model.named_buffers() if "correction" in n)]:
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return folder
+
+
+def change(folder, without=(), **fields):
+    """Change fields of a config.json, and take some out."""
+    path = folder / "config.json"
+    changed = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({field: value for field, value in changed.items() if field not in without}))
+
+
+def change_tensors(folder, **tensors):
+    """Change tensors of a model.safetensors; `__` in a name stands for a dot."""
+    held = load_file(folder / "model.safetensors")
+    held.update({name.replace("__", "."): tensor for name, tensor in tensors.items()})
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    return held
+
+
+def refused(argv, *words, main=convert.main):
+    """A program ends with exit code 2 and one line on stderr that has all of words."""
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), pytest.raises(SystemExit) as e:
+        main([str(a) for a in argv])
+    assert_refused({"code": e.value.code, "err": err.getvalue()}, *words)
+
+
+def our_logits(folder, ids):
+    cfg, vocab_size, weights, _, _ = convert.read_run(folder)
+    return sample.load_model(cfg, vocab_size, weights).eval()(ids)[0][:, :vocab_size].detach()
+
+
+def same_logits(hf, folder):
+    """The logits of a directory of Hugging Face are those of transformers, to 1e-5 of the largest."""
+    ids = torch.randint(VOCAB, (2, 16), generator=torch.Generator().manual_seed(2))
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        want = model.eval()(ids).logits.flatten(0, 1)
+    have = our_logits(folder, ids)
+    wrong = ((have - want).abs().max() / want.abs().max()).item()
+    assert wrong < 1e-5, (wrong, (folder / "config.json").read_text())
+
+
+# -----------------------------------------------------------------------------
+# The fields of config.json
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_defaults_are_those_of_transformers(name, hf):
+    """Every field of its class is known, and what is absent from a config.json has its value."""
+    import dataclasses
+    cls = getattr(hf, CLASSES[name])
+    second = config_json.SECOND_NAMES.get(name, {})
+    assert second == cls.attribute_map
+    defaults = config_json.DEFAULTS[name]
+    harmless = config_json.HARMLESS | config_json.HARMLESS_IN.get(name, set())
+    in_class = {second.get(field.name, field.name): field.default for field in dataclasses.fields(cls)}
+    for field, value in in_class.items():
+        if field in config_json.EVERYWHERE:
+            assert config_json.EVERYWHERE[field] == value, field
+        elif field not in harmless:
+            assert (defaults[field], type(defaults[field])) == (value, type(value)), field
+    ours_alone = {"attention_bias", "mlp_bias", "sliding_window", "head_dim"}  # in some classes
+    assert defaults.keys() - in_class.keys() <= ours_alone
+    made = cls()
+    if name != "gpt2":
+        assert made.rope_parameters["rope_theta"] == config_json.ROPE_THETA[name]
+        assert made.rope_parameters.get("partial_rotary_factor", 1) == config_json.PARTIAL_ROTARY.get(name, 1)
+
+
+def test_what_generate_reads_is_harmless(hf):
+    known = set(hf.GenerationConfig._get_default_generation_params())
+    assert known <= config_json.HARMLESS and not config_json.HARMLESS & {
+        field for fields in config_json.DEFAULTS.values() for field in fields}
+
+
+OTHER = {"chunk_size_feed_forward": 5, "is_decoder": True, "torch_dtype": "float32", "dtype": "float32",
+         "pretraining_tp": 2, "id2label": {"0": "a"}, "label2id": {"a": 0}, "problem_type": "regression",
+         "summary_type": "last", "summary_activation": "tanh", "bos_token_id": 7, "eos_token_id": [3, 4],
+         "n_ctx": 5, "attention_dropout": 0.5, "is_llama_config": True, "pad_token_id": 1}
+KEPT = {"model_type", "architectures", "transformers_version", "_name_or_path", "name_or_path",
+        "_commit_hash", "attn_implementation", "experts_implementation", "_attn_implementation",
+        "_experts_implementation", "output_attentions", "output_hidden_states", "return_dict", "torchscript",
+        "prefix", "num_labels"}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_harmless_fields_change_nothing(name, hf, tmp_path):
+    """All of them have other values at once, and transformers computes the same logits as before."""
+    folder = make(hf, tmp_path / "a", name)
+    before = our_logits(folder, torch.arange(16)[None])
+    made = getattr(hf, CLASSES[name])().to_dict()
+    fields = {}
+    for field in (config_json.HARMLESS | config_json.HARMLESS_IN.get(name, set())) - KEPT:
+        if field in OTHER:
+            fields[field] = OTHER[field]
+        elif isinstance(made.get(field), bool):
+            fields[field] = not made[field]
+        elif isinstance(made.get(field), (int, float)):
+            fields[field] = made[field] + 0.5 if isinstance(made[field], float) else made[field] + 1
+    assert len(fields) >= 18
+    change(folder, **fields)
+    assert torch.equal(our_logits(folder, torch.arange(16)[None]), before)
+    same_logits(hf, folder)
+
+
+ONLY = {  # {model_type: {field: a value by which the model is another one}}
+    "llama": {"hidden_act": "gelu", "head_dim": 8, "attention_bias": True, "mlp_bias": True,
+              "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "sliding_window": 8},
+    "mistral": {"hidden_act": "gelu", "head_dim": 8, "sliding_window": 8, "layer_types": ["chunked"] * 2},
+    "mixtral": {"hidden_act": "gelu", "sliding_window": 8, "norm_topk_prob": False},
+    "glm4_moe": {"use_qk_norm": True, "norm_topk_prob": False, "routed_scaling_factor": 2.5, "n_group": 2,
+                 "topk_group": 2, "first_k_dense_replace": 1, "attention_bias": True, "hidden_act": "relu",
+                 "partial_rotary_factor": None, "num_experts_per_tok": 1},
+    "gpt2": {"activation_function": "relu", "scale_attn_weights": False, "add_cross_attention": True,
+             "scale_attn_by_inverse_layer_idx": True, "hidden_size": 32},
+}
+ALL = {"is_causal": False, "is_encoder_decoder": True, "quantization_config": {"bits": 4}, "attn_scale": 2.0,
+       "per_layer_config": {"0": {}}, "auto_map": {"AutoModelForCausalLM": "m.X"}, "pruned_heads": {"0": [1]},
+       "architectures": ["LlamaBiModel"], "layer_types": ["sliding_attention"] * 2, "vocab_size": None}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_field_of_another_function_is_refused_by_name(name, hf, tmp_path):
+    path = tmp_path / "config.json"
+    getattr(hf, CLASSES[name])(**SMALL[name]).save_pretrained(tmp_path)
+    config_json.read_config(path, "fp32")
+    good = path.read_text()
+    for field, value in {**ALL, **ONLY[name]}.items():
+        change(tmp_path, **{field: value})
+        if field == "partial_rotary_factor":
+            change(tmp_path, [field, "rope_parameters"])  # then transformers takes 0.5
+        with pytest.raises(ValueError, match="norm_topk_prob" if field == "num_experts_per_tok" else field):
+            config_json.read_config(path, "fp32")
+        path.write_text(good)
+
+
+def test_what_is_absent_is_no_value_of_ours(hf, tmp_path):
+    """Without them, transformers normalizes one gate of a Glm4Moe, and has a layer without experts."""
+    folder = make(hf, tmp_path / "a", "glm4_moe", num_experts_per_tok=1)
+    change(folder, ["norm_topk_prob"])
+    refused(["import", folder, f"--out={tmp_path}/x"], "norm_topk_prob is True, transformers' default")
+    folder = make(hf, tmp_path / "b", "glm4_moe", num_experts_per_tok=1, norm_topk_prob=False)
+    same_logits(hf, folder)
+    change(folder, ["first_k_dense_replace"])
+    refused(["import", folder, f"--out={tmp_path}/x"], "first_k_dense_replace is 1")
+    folder = make(hf, tmp_path / "c", "llama", num_key_value_heads=4, rms_norm_eps=1e-6)
+    change(folder, ["num_key_value_heads", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
+                    "hidden_act", "max_position_embeddings", "architectures"])
+    same_logits(hf, folder)
+    assert convert.HuggingFace(folder).cfg.seq_len == 2048
+
+
+def test_messages_say_which_half_is_missing(hf, tmp_path):
+    path = tmp_path / "config.json"
+    for bias in True, False:
+        hf.LlamaConfig(**SHAPE, attention_bias=bias, mlp_bias=not bias).save_pretrained(tmp_path)
+        words = f"mlp_bias is {not bias}; attention_bias is {bias}, and our model has biases in attention and"
+        with pytest.raises(ValueError, match=words):
+            config_json.read_config(path, "fp32")
+    hf.Glm4MoeConfig(**SMALL["glm4_moe"], norm_topk_prob=False).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="False; our sigmoid router divides the gates of 2 experts"):
+        config_json.read_config(path, "fp32")
+    change(tmp_path, norm_topk_prob=True, num_local_experts=7)
+    with pytest.raises(ValueError, match="num_local_experts is 7 and n_routed_experts 4: they are two names"):
+        config_json.read_config(path, "fp32")
+
+
+@pytest.mark.parametrize("name,values,said", [
+    ("glm4_moe", {"n_shared_experts": 0}, "left out, as the logits do not depend on them: 6 tensors"),
+    ("glm4_moe", {"num_nextn_predict_layers": 1}, "1 tensors, model.layers.2.\\x1b[2J first"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 1.0}}, "step_000000")])
+def test_our_function_under_another_name_is_imported(name, values, said, hf, tmp_path, capsys):
+    """Layers behind the last one are left out, which is said, with what would obey a terminal escaped."""
+    folder = make(hf, tmp_path / "a", name, **values)
+    if "num_nextn_predict_layers" in values:
+        change_tensors(folder, **{"model.layers.2.\x1b[2J": torch.ones(3)})
+    same_logits(hf, folder)
+    capsys.readouterr()
+    convert.main(["import", str(folder), f"--out={tmp_path}/out"])
+    printed = capsys.readouterr().out
+    assert said in printed and "\x1b" not in printed
+
+
+# -----------------------------------------------------------------------------
+# Released checkpoints: their config.json as published
+
+LLAMA3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+          "original_max_position_embeddings": 8192, "rope_type": "llama3"}
+RELEASED = {  # name: (class, fields, a word of the refusal or "", --seq-len)
+    "SmolLM2-135M": ("LlamaConfig", dict(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=100000,
+        rope_scaling=None, tie_word_embeddings=True, vocab_size=49152, bos_token_id=0, eos_token_id=0,
+        is_llama_config=True, rope_interleaved=False, pretraining_tp=1, torch_dtype="bfloat16"), "", 0),
+    "Llama-3.2-1B": ("LlamaConfig", dict(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64,
+        num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0,
+        rope_scaling=LLAMA3, tie_word_embeddings=True, vocab_size=128256, bos_token_id=128000,
+        eos_token_id=128001), "rope_(scaling|parameters) is", 0),
+    "Qwen2.5-0.5B": ("Qwen2Config", dict(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, max_position_embeddings=32768, max_window_layers=24, rms_norm_eps=1e-6,
+        rope_theta=1000000.0, sliding_window=32768, use_sliding_window=False, tie_word_embeddings=True,
+        vocab_size=151936), "model_type 'qwen2' .*biases of queries", 0),
+    "Qwen3-0.6B": ("Qwen3Config", dict(
+        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, head_dim=128,
+        num_key_value_heads=8, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000,
+        tie_word_embeddings=True, vocab_size=151936), "model_type 'qwen3' .*norms of queries", 0),
+    "Mistral-7B-v0.1": ("MistralConfig", dict(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=10000.0,
+        sliding_window=4096, vocab_size=32000), "sliding_window 4096 .*--seq-len 4096", 4096),
+    "Mistral-7B-v0.3": ("MistralConfig", dict(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1000000.0,
+        sliding_window=None, vocab_size=32768), "", 0),
+    "Mixtral-8x7B-v0.1": ("MixtralConfig", dict(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1000000.0,
+        sliding_window=None, vocab_size=32000, num_local_experts=8, num_experts_per_tok=2,
+        router_aux_loss_coef=0.02, output_router_logits=False), "", 0),
+    "gpt2": ("GPT2Config", dict(
+        n_ctx=1024, n_embd=768, n_head=12, n_layer=12, n_positions=1024, vocab_size=50257,
+        layer_norm_epsilon=1e-5, activation_function="gelu_new", summary_activation=None,
+        task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}}), "", 0),
+    "OLMo-2-1B": ("Olmo2Config", dict(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=16,
+        num_key_value_heads=16, max_position_embeddings=4096, rms_norm_eps=1e-6, rope_theta=500000,
+        vocab_size=100352), "model_type 'olmo2' .*norms behind", 0),
+    "gemma-3-270m": ("Gemma3TextConfig", dict(
+        hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=256, sliding_window=512, vocab_size=262144,
+        max_position_embeddings=32768), "model_type 'gemma3_text' .*scaled embedding", 0),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_the_config_of_a_released_model(name, hf, tmp_path):
+    """As it was published, and as transformers of today saves it: imported, or refused by the field."""
+    kind, fields, word, seq_len = RELEASED[name]
+    made = getattr(hf, kind)
+    architecture = hf.AutoModelForCausalLM._model_mapping[made].__name__
+    published = {"model_type": made.model_type, "architectures": [architecture], **fields}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(published))
+    made(**fields, architectures=[architecture]).save_pretrained(tmp_path / "today")
+    found = []
+    for at in path, tmp_path / "today" / "config.json":
+        if word:
+            with pytest.raises(ValueError, match=word):
+                config_json.read_config(at, "bf16")
+        if seq_len or not word:
+            found.append(config_json.read_config(at, "bf16", seq_len))
+    if found:
+        assert found[0] == found[1] and found[0].vocab_size == fields["vocab_size"]
+        assert found[0].cfg.n_embd == fields.get("hidden_size", 768)
+        assert found[0].cfg.rope_base == fields.get("rope_theta", 1e4)
+
+
+@pytest.mark.parametrize("name", [name for name, (*_, word, n) in RELEASED.items() if n or not word])
+def test_a_small_model_with_the_config_of_a_released_one(name, hf, tmp_path):
+    kind, fields, *_ = RELEASED[name]
+    name = getattr(hf, kind).model_type
+    folder = make(hf, tmp_path / "a", name)
+    sizes = {field: value for field, value in SMALL[name].items() if field not in ("sliding_window",)}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    change(folder, **{**fields, **sizes, **ends}, rope_parameters=None)
+    held = load_file(folder / "model.safetensors")
+    if fields.get("tie_word_embeddings"):
+        change_tensors(folder, lm_head__weight=held["model.embed_tokens.weight"].clone())
+    same_logits(hf, folder)
+
+
+# -----------------------------------------------------------------------------
+# Any model
+
+def draw(rng):
+    """Return (model_type, values, fields to take out, fields to change) of a random model."""
+    name = rng.choice(list(SMALL))
+    common = {"tie_word_embeddings": [True, False]}
+    decoder = {**common, "num_key_value_heads": [1, 2, 4], "rms_norm_eps": [1e-6, 1e-3],
+               "num_attention_heads": [4, 8], "hidden_act": ["silu", "swish", "silu", "gelu"]}
+    choices = {
+        "llama": {**decoder, "attention_bias": [True, False], "mlp_bias": [True, False]},
+        "mistral": {**decoder, "sliding_window": [None, 8, 32, 64]},
+        "mixtral": {**decoder, "sliding_window": [None, 8], "num_experts_per_tok": [1, 2, 3]},
+        "glm4_moe": {**decoder, "norm_topk_prob": [True, False], "num_experts_per_tok": [1, 2, 3],
+                     "n_shared_experts": [0, 1, 2], "routed_scaling_factor": [1.0, 1.0, 2.0],
+                     "first_k_dense_replace": [0, 0, 1], "use_qk_norm": [False, False, True]},
+        "gpt2": {**common, "n_inner": [None, 8], "layer_norm_epsilon": [1e-5, 1e-3],
+                 "activation_function": ["gelu_new", "gelu_pytorch_tanh", "gelu"],
+                 "scale_attn_by_inverse_layer_idx": [False, False, True], "n_head": [2, 4]},
+    }[name]
+    values = {field: rng.choice(of) for field, of in choices.items() if rng.random() < 0.5}
+    absent = [field for field in config_json.DEFAULTS[name] if rng.random() < 0.1
+              and field not in ("hidden_size", "n_embd", "vocab_size")]
+    changed = {"rope_theta": rng.choice([500.0, 1e6]), "is_causal": rng.random() < 0.9,
+               "rope_scaling": {"type": "linear", "factor": rng.choice([1.0, 1.0, 2.0])}}
+    return name, values, absent, {field: value for field, value in changed.items()
+                                  if rng.random() < 0.15 and (name != "gpt2" or field == "is_causal")}
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("IMPORTS", "10"))))
+def test_a_random_model_is_the_same_function_or_refused(seed, hf, tmp_path):
+    """IMPORTS=500 pytest tests/test_import.py -k random tries more."""
+    rng = random.Random(seed)
+    while True:  # the next one, after those that are refused
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+        name, values, absent, changed = draw(rng)
+        folder = make(hf, tmp_path / "a", name, **values)
+        change(folder, absent, **changed)
+        try:
+            convert.HuggingFace(folder)
+        except ValueError as e:
+            assert "\n" not in str(e) and str(folder) in str(e)
+            continue
+        break
+    same_logits(hf, folder)
+
+
+# -----------------------------------------------------------------------------
+# Heads, weights, files
+
+def test_a_head_beside_a_tied_embedding_is_compared(hf, tmp_path):
+    folder = make(hf, tmp_path / "a", "llama", tie_word_embeddings=True)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    change_tensors(folder, lm_head__weight=embedding.clone())
+    same_logits(hf, folder)
+    change_tensors(folder, lm_head__weight=embedding + torch.eye(VOCAB, 16))
+    for argv in ["import", folder, f"--out={tmp_path}/x"], ["import", folder, f"--out={tmp_path}/y"]:
+        refused(argv, "lm_head.weight is another matrix than model.embed_tokens.weight",
+                "set tie_word_embeddings to false")
+    assert not (tmp_path / "x").exists()
+    refused([folder, "--prompt=a"], "lm_head.weight is another", main=sample.main)
+    change(folder, tie_word_embeddings=False)
+    same_logits(hf, folder)
+    # The files of gpt2 on the hub have no prefix, and some have a head.
+    folder = make(hf, tmp_path / "b", "gpt2")
+    held = load_file(folder / "model.safetensors")
+    bare = {key.removeprefix("transformer."): tensor for key, tensor in held.items()}
+    bare["lm_head.weight"] = bare["wte.weight"] + 1
+    save_file(bare, folder / "model.safetensors", {"format": "pt"})
+    refused(["import", folder, f"--out={tmp_path}/x"], "lm_head.weight is another", "transformer.wte.weight")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_weights_that_are_not_finite_are_refused_by_name(value, hf, tmp_path):
+    """By import, which leaves nothing behind, and by sample.py."""
+    folder = make(hf, tmp_path / "a", "gpt2")
+    name = "transformer.h.1.attn.c_attn.weight"
+    weight = load_file(folder / "model.safetensors")[name]
+    weight[3, 20] = float(value)
+    change_tensors(folder, **{name: weight})
+    (tmp_path / "empty").mkdir()
+    for out in "new", "empty":
+        refused(["import", folder, f"--out={tmp_path}/{out}"], f"{name} holds nan or infinite weights")
+    assert not (tmp_path / "new").exists() and not any((tmp_path / "empty").iterdir())
+    with pytest.raises(ValueError, match=f"{name} holds nan"):
+        our_logits(folder, torch.arange(3)[None])
+
+
+def spoil(folder, tensor, value):
+    """Write a checkpoint again with one other element in a tensor, and all checksums right."""
+    held = checkpoint.full_tensors(folder)
+    held[tensor].view(-1)[5] = value
+    meta = checkpoint.read_index(folder)["meta"]
+    step = checkpoint.step_of(folder)
+    shutil.rmtree(folder)
+    pieces = [(name, t, t.shape, (0,) * t.ndim) for name, t in held.items()]
+    checkpoint.save(folder.parent, step, pieces, meta)
+
+
+def test_a_checkpoint_with_weights_that_are_not_finite(tmp_path):
+    """--init-from, --resume and sample.py name the tensor; a moment is none of --init-from's business."""
+    go(1, tmp_path / "run", "--steps=2", "--save-every=2")
+    step = tmp_path / "run" / "step_000002"
+    name = next(name for name in checkpoint.read_index(step)["tensors"] if name.endswith("mlp.w1.weight"))
+    spoil(step, f"exp_avg_sq/{name}", float("inf"))
+    go(1, tmp_path / "new", "--steps=1", f"--init-from={step}")
+    spoil(step, name, float("nan"))
+    words = f"{name} holds nan or infinite weights", "use an older step_N"
+    result = go(2, tmp_path / "more", "--steps=1", "--tp=2", f"--init-from={step}", code=2)
+    assert_refused(result, *words)
+    result = go(1, tmp_path / "run", "--steps=3", f"--resume={step}", code=2)
+    assert_refused(result, *words)
+    cfg, vocab_size, weights, _, _ = convert.read_run(step)
+    with pytest.raises(ValueError, match=words[0]):
+        sample.load_model(cfg, vocab_size, weights)
+
+
+def test_is_finite():
+    for dtype in torch.float16, torch.bfloat16, torch.float32, torch.float64:
+        for value in float("nan"), float("inf"), -float("inf"):
+            tensor = torch.zeros(3, 5, dtype=dtype)
+            assert checkpoint.is_finite(tensor)
+            tensor[1, 2] = value
+            assert not checkpoint.is_finite(tensor)
+    assert checkpoint.is_finite(torch.zeros(0, 4))
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json", "tokenizer.json",
+                                  "tokenizer_config.json"])
+def test_a_file_that_is_a_pipe_or_too_large(file, hf, tmp_path, monkeypatch):
+    """It is refused before it is read: a pipe would be waited for."""
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install tokenizers")
+    folder = make(hf, tmp_path / "a", "llama")
+    for name in "tokenizer.json", "tokenizer_config.json":
+        (folder / name).write_text('{"model": {}}')
+    if "index" in file:
+        (folder / "model.safetensors").unlink()
+    with open(folder / file, "wb") as f:
+        f.truncate(2**28 + 1)  # a hole: nothing is written
+    refused(["import", folder, f"--out={tmp_path}/x"], file, "bytes, more than")
+    (folder / file).unlink()
+    os.mkfifo(folder / file)
+    with pytest.raises(ValueError, match="a pipe"):
+        load_json_of_others(folder / file, 100)
+    if file == "config.json":
+        refused(["import", folder, f"--out={tmp_path}/x"], file, "a pipe")
+
+
+# -----------------------------------------------------------------------------
+# Tokenizers
+
+def test_a_pattern_that_searches_for_hours_is_one_line(tmp_path, capfd):
+    """The library panics, which is no Exception, and writes pages to stderr past Python."""
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0, "a": 1}, unk_token="a"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(x+x+)+y"), "isolated")
+    library.save(str(tmp_path / "tokenizer.json"))
+    read = tokenizer.load(tmp_path)
+    with pytest.raises(ValueError, match="fails on 'xxxx.*retry-limit.*; take that text out"):
+        read.encode("x" * 40)
+    assert capfd.readouterr().err == ""
+    print("stderr is back", file=sys.stderr)
+    assert read.encode("xx") == [1] and capfd.readouterr().err == "stderr is back\n"
+    with tokenizer.panics_as_errors():
+        os.write(2, b"of another thread\n")
+    assert capfd.readouterr().err == "of another thread\n"
+
+
+def test_every_family_that_is_imported_has_defaults():
+    imported = {name for name, family in hugging_face.FAMILIES.items() if not family.only_out}
+    assert imported <= config_json.DEFAULTS.keys() == CLASSES.keys()

@@ -1,0 +1,62 @@
+"""The generator of mutants (mutants.py): each is another program, and has test files that must notice it."""
+import ast
+import json
+
+import mutants
+import pytest
+
+TEXT = """
+def f(a, b):
+    if a < b and not a:
+        check(a)
+    return [min(a, b) + 1, True, f"{a < b}"]
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    path = tmp_path / "module.py"
+    path.write_text(TEXT)
+    return path
+
+
+def test_each_mutant_changes_one_line_into_another_program(module):
+    found = mutants.mutants_of(module)
+    assert {mutant.mutated.strip() for mutant in found} == {
+        "if a <= b and not a:", "if a < b or not a:", "if a < b and a:", "if (not (a < b and (not a))):",
+        "pass",
+        'return [max(a, b) + 1, True, f"{a < b}"]', 'return [min(a, b) - 1, True, f"{a < b}"]',
+        'return [min(a, b) + 2, True, f"{a < b}"]', 'return [min(a, b) + 1, False, f"{a < b}"]'}
+    for mutant in found:
+        lines = TEXT.split("\n")
+        lines[mutant.row] = mutant.mutated
+        ast.parse("\n".join(lines))
+
+
+def test_the_house_has_mutants_and_tests_for_them():
+    chosen = mutants.choose(600, [], gpu=False)
+    assert len(chosen) >= 600
+    assert len({mutant.file for mutant in chosen}) > 60
+    for mutant in chosen:
+        assert all((mutants.ROOT / test).is_file() for test in mutants.tests_for(mutant.file)), mutant.file
+    gpu = {mutant.file for mutant in mutants.choose(600, [], gpu=True)}
+    assert gpu <= mutants.GPU and "fast/graph.py" in gpu
+
+
+def test_reasons_belong_to_mutants_that_exist():
+    keys = {mutant.key for path in mutants.house() for mutant in mutants.mutants_of(path)}
+    keys |= {mutant.key for mutant in mutants.by_hand()}
+    reasons = json.loads(mutants.REASONS.read_text())
+    assert not [key for key in reasons if key not in keys], "the line has changed: judge the mutant again"
+    assert all(len(reason) > 20 for reason in reasons.values())
+
+
+def test_the_verdict_is_that_of_the_tests(module, capsys):
+    a, b, c, *rest = mutants.mutants_of(module)
+    verdicts = {a.key: "caught", b.key: "survived", c.key: "survived"}
+    share = mutants.report([a, b, c, *rest], verdicts, {b.key: "equivalent: the same number"})
+    assert share == pytest.approx(1 / 3)
+    said = capsys.readouterr().out
+    assert f"survived: {c.key}\n          NO REASON" in said
+    assert said.split("\nall ")[1].split()[:4] == ["1", "1", "1", str(len(rest))]
