@@ -60,7 +60,7 @@ same_job() {
     [ -n "$PBS_ARRAY_INDEX" ] && job=$(qstat -f "${PBS_JOBID/\[*\]/[]}")  # an array's job has no arguments
     read -ra words <<< "$(attribute Submit_arguments)"
     if [ ${#words[@]} = 0 ]; then  # a site may hide them: what most sites ask for
-        words=(-A "$PBS_ACCOUNT" -q "$PBS_O_QUEUE")
+        words=(${PBS_ACCOUNT:+-A "$PBS_ACCOUNT"} ${PBS_O_QUEUE:+-q "$PBS_O_QUEUE"})
         for i in select place filesystems; do words+=(-l "$i=$(attribute "Resource_List\.$i")"); done
     fi
     options=()

@@ -225,6 +225,14 @@ def test_the_job_that_is_submitted_again_has_all_of_the_first(site):
     assert words[0][-10:] == [*flags, "--resume", "auto", "--max-minutes"]
 
 
+def test_where_qstat_hides_what_was_typed(site):
+    submit(site, "-A", "PROJ", "-l", "select=1:ncpus=2", "-l", "walltime=1:00:00", "-v", "ARGS=tiny")
+    run_job(site, 1, PBS_HIDES="1")
+    first, second = record(site, 1), record(site, 2)
+    del first["Submit_arguments"], second["Submit_arguments"]
+    assert second == first
+
+
 def test_quotes_in_the_variable_args_are_refused_and_commas_arrive(site):
     """PBS takes the quotes out and leaves backslashes: no run may begin with such flags."""
     refused = submit(site, "-v", "ARGS=tiny --data A:0.7,B:0.3")

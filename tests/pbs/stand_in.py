@@ -67,7 +67,7 @@ def qsub(words):
 def qstat(words):
     number, subjob = re.fullmatch(r"(\d+)(\[\d*\])?\.stand-in", words[-1]).groups()
     job = json.loads((JOBS / f"{number}.json").read_text())
-    if subjob and subjob != "[]":
+    if (subjob and subjob != "[]") or "PBS_HIDES" in os.environ:  # the latter was not seen, a site may do it
         del job["Submit_arguments"]
     job["Variable_List"] = ",".join(f"{name}={value}".replace(",", "\\,")
                                     for name, value in {"PBS_O_HOST": "x", **job["Variable_List"]}.items())
