@@ -183,7 +183,7 @@ class Parts:
 class Oversight:
     """The objects that watch over a run."""
     watchdog: Any           # ends a run that hangs
-    stop: Any               # signals and --max-minutes
+    stop: Any               # signals, OUT/stop and --max-minutes
     timers: Any             # --timers
     skip: Any               # the steps of --train-range-to-skip
     clock: Any = None       # milliseconds per step
@@ -195,7 +195,7 @@ class Oversight:
 class Ending:
     """How a run ends, and why."""
     outcome: Outcome = Outcome.DONE
-    stop_reason: str | None = None  # a signal, or --max-minutes
+    stop_reason: str | None = None  # a signal, OUT/stop, or --max-minutes
     skip_reason: str | None = None  # why the last logged step was skipped
     differences: Any = None         # how the replicas differ
 
@@ -276,6 +276,7 @@ class Run:
         session.Stream.report(self.out)
         with launch.exit_together(world):
             if self.is_main:
+                oversight.stop.watch_file(self.out)
                 self.log_file = log.make_log(cfg, parts.mesh, world, self.out, self.state,
                                              self.data.train)
         if self.is_main:
@@ -447,7 +448,8 @@ class Run:
         self.oversight.clock.resume()
 
     def poll_stop(self, number, seconds):
-        """Stop after this step if any rank received a signal, or --max-minutes have passed.
+        """Stop after this step if any rank received a signal, the file OUT/stop has appeared, or
+        --max-minutes have passed.
 
         seconds: the time that this step took. The last step needs no stop.
         """

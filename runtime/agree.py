@@ -4,12 +4,14 @@
     same_start      all ranks have the same flags and the same code
     compare         a value that differs between ranks is wrong input
     read_together   if one rank cannot read something, no rank goes on
-    Stop            a signal on any rank, or --max-minutes
+    Stop            a signal on any rank, the file OUT/stop, or --max-minutes
 """
 import contextlib
 import dataclasses
 import hashlib
 import io
+import math
+import os
 import re
 import signal
 import sys
@@ -24,6 +26,8 @@ from parallel import MAX
 from runtime import launch, session, watch
 
 ROOT = Path(__file__).resolve().parent.parent
+STOP_FILE = "stop"
+LOOK_EVERY = 1.0  # seconds between two looks at OUT/stop
 
 
 def parse_flags(parse, argv):
@@ -142,16 +146,32 @@ def read_together(axis, read, *args):
 
 
 class Stop:
-    """When to stop before the last step: after a signal on any rank, or before --max-minutes have passed.
+    """When to stop before the last step: after a signal on any rank, if the file OUT/stop appears, or before
+    --max-minutes have passed.
 
     The step under way is always finished.
     """
 
     def __init__(self, max_minutes):
         self.limit = max_minutes * 60  # seconds; 0: none
+        self.file = None  # None: this rank looks for no file
+        self.looked = -math.inf  # when it looked last
         self.started = time.monotonic()
         self.longest_step = 0.0  # seconds, so far
         self.longest_save = 0.0
+
+    def watch_file(self, out):
+        """From now on `touch OUT/stop` stops the run, where no signal reaches the ranks. Only one rank
+        needs to look. A file that is already there has stopped an earlier run, and is removed.
+        """
+        self.file = out / STOP_FILE
+        if os.path.lexists(self.file):
+            try:
+                self.file.unlink()
+            except OSError as e:
+                raise ValueError(f"{self.file} would stop this run and cannot be removed: {e.strerror}; "
+                                 "remove it, or give another --out") from e
+            print(f"removed {self.file}, which was there before this start", flush=True)
 
     def step_took(self, seconds):
         self.longest_step = max(self.longest_step, seconds)
@@ -160,18 +180,29 @@ class Stop:
         self.longest_save = max(self.longest_save, seconds)
 
     def poll(self, world):
-        """Return why to stop: a signal's name, "max-minutes", or None to go on; the same on all ranks.
+        """Return why to stop: a signal's name, "the file stop", "max-minutes", or None to go on; the same on
+        all ranks.
 
         The time for two more steps and two saves is kept in reserve. Collective over the world.
         """
-        flags = torch.tensor([session.signals.number, int(self._is_late())])
-        world.axis.all_reduce(flags, MAX)  # two small integers on the host, over the world
-        number, is_late = flags.tolist()
+        flags = torch.tensor([session.signals.number, int(self._file_is_there()), int(self._is_late())])
+        world.axis.all_reduce(flags, MAX)  # three small integers on the host, over the world
+        number, is_asked, is_late = flags.tolist()
         if number:
             return signal.Signals(number).name
+        if is_asked:
+            return f"the file {STOP_FILE}"
         if is_late:
             return "max-minutes"
         return None
+
+    def _file_is_there(self):
+        """Whether OUT/stop exists. This rank looks once per second at most: a shared disk may be slow."""
+        now = time.monotonic()
+        if self.file is None or now - self.looked < LOOK_EVERY:
+            return False
+        self.looked = now
+        return os.path.lexists(self.file)  # False if the disk does not answer
 
     def _is_late(self):
         if not self.limit:

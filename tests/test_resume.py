@@ -181,6 +181,23 @@ def test_max_minutes_keeps_the_time_of_two_steps_and_two_saves(monkeypatch):
     assert said == [None] * 4 + ["max-minutes"] * 4 and never.poll(World()) is None
 
 
+def test_the_file_stop_is_looked_at_once_per_second_and_removed_at_the_start(monkeypatch, tmp_path, capsys):
+    now, stop, other = [1000.0], Stop(0.0), Stop(0.0)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    (tmp_path / "stop").touch()  # an earlier run obeyed it
+    stop.watch_file(tmp_path)
+    assert "removed" in capsys.readouterr().out and not (tmp_path / "stop").exists()
+    assert stop.poll(World()) is None
+    (tmp_path / "stop").touch()
+    assert stop.poll(World()) is None  # within the same second
+    now[0] += 1.5
+    assert stop.poll(World()) == "the file stop" and other.poll(World()) is None
+    (tmp_path / "stop").unlink()
+    (tmp_path / "stop").mkdir()
+    with pytest.raises(ValueError, match="cannot be removed"):
+        stop.watch_file(tmp_path)
+
+
 @pytest.mark.parametrize("why", ["SIGTERM", "--max-minutes"])
 def test_a_run_stopped_in_its_last_step_is_done(why, tmp_path):
     """No step is left, so the job must not be requeued: exit code 0, the final checkpoint."""

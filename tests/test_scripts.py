@@ -1,7 +1,11 @@
-"""The job scripts: generic.pbs runs for real with mpich's mpiexec, those of the sites with stand-ins."""
+"""The job scripts: generic.pbs runs for real with mpich's mpiexec, those of the sites with stand-ins. The
+stand-ins for qsub and qstat (tests/pbs/stand_in.py) do what a real OpenPBS did."""
+import json
+import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +15,8 @@ from test_launch import BIN, FLAGS, clean_env
 
 SCRIPTS = sorted((ROOT / "scripts").iterdir())
 JOBS = {"generic.slurm": 2, "generic.pbs": 4, "polaris.pbs": 4, "aurora.pbs": 12, "perlmutter.sh": 4,
-        "frontier.sh": 8}
+        "frontier.sh": 8, "lumi.sh": 8}
+ORDER = {"polaris.pbs": "3,2,1,0", "perlmutter.sh": "3,2,1,0", "frontier.sh": "4,5,2,3,6,7,0,1"}
 
 
 def test_size_syntax_and_what_must_not_be_in_them():
@@ -19,118 +24,301 @@ def test_size_syntax_and_what_must_not_be_in_them():
     for path in SCRIPTS:
         text = path.read_text()
         lines = text.splitlines()
-        assert len(lines) <= 40 and max(map(len, lines)) <= 110, path
+        assert len(lines) <= (40 if path.name in JOBS else 100) and max(map(len, lines)) <= 110, path
         assert subprocess.run(["bash", "-n", path]).returncode == 0
-        assert not re.search(r"/(home|lus|eagle|flare|users|global|work)/|@\w+\.|\$HOME", text), path
+        assert not re.search(r"/(home|lus|eagle|flare|users|global|work)/|@\w+\.\w|\$HOME", text), path
         assert not re.search(r"^#(PBS|SBATCH).*(\s-A|--account|--mail)", text, re.M), f"{path}: an account"
         assert not re.search(r"^#(PBS|SBATCH)[^#\n]*#", text, re.M), f"{path}: comment behind a directive"
         assert "xercised" in "\n".join(lines[:14]), f"{path} does not say how it was tested"
         if path.name in JOBS:
-            assert "python train.py" in text and "--resume auto" in text and "bin/activate" in text, path
+            assert "python train.py" in text and "--resume auto" in text and "\nactivate\n" in text, path
             assert "85" in text or "pbs_start.sh" in text, path
+            assert "#PBS" not in text or ("#PBS -r y" in text and "#PBS -l place=scatter" in text), path
+            # What only a site can know has a source with a commit or a date.
+            source = re.search(r"\bat[ \n#]+[0-9a-f]{7}\b|as of 20\d\d-", text)
+            assert source or path.name.startswith("generic"), path
 
 
 @pytest.fixture
 def site(tmp_path):
     """A repository with a venv, and stand-ins that record how they are called -> (folder, environment)"""
-    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    (tmp_path / "train.py").symlink_to(ROOT / "train.py")
+    for name in ("scripts", "train.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
     stand_ins, activate = tmp_path / "bin", tmp_path / ".venv/bin/activate"
     stand_ins.mkdir()
+    (tmp_path / "jobs").mkdir()
     activate.parent.mkdir(parents=True)
-    for name in ("srun", "scontrol", "qsub", "mpiexec"):
+    settings = ("NCCL_CROSS_NIC", "NCCL_NET", "CCL_PROCESS_LAUNCHER", "CCL_KVS_MODE",
+                "MPICH_GPU_SUPPORT_ENABLED", "MPICH_OFI_NIC_POLICY", "https_proxy")
+    for name in ("srun", "scontrol", "mpiexec"):
         (stand_ins / name).write_text(
-            f'#!/bin/bash\nsettings="NCCL=$NCCL_CROSS_NIC CCL=$CCL_PROCESS_LAUNCHER"\n'
-            f'settings+=" $CCL_KVS_MODE $FI_CXI_DEFAULT_TX_SIZE GPU=$MPICH_GPU_SUPPORT_ENABLED"\n'
-            f'echo {name} "$@" $settings >> {tmp_path}/calls\n'
-            f"[ {name} = srun -o {name} = mpiexec ] && exit 85\nexit 0\n")
+            f'#!/bin/bash\nprintf "%s\\n" {name} "$@" "" >> {tmp_path}/words\n'
+            f'echo {name} "$@" {" ".join(f"{s}=${s}" for s in settings)} >> {tmp_path}/calls\n'
+            f"[ {name} = scontrol ] || exit ${{CODE:-85}}\n")
+        (stand_ins / name).chmod(0o755)
+    for name in ("qsub", "qstat"):
+        program = f"{sys.executable} -I {ROOT}/tests/pbs/stand_in.py {name}"
+        (stand_ins / name).write_text(f'#!/bin/bash\nexec {program} "$@"\n')
         (stand_ins / name).chmod(0o755)
     # The scripts source `activate` after the login shell has reset PATH. On a site, module and conda are
     # functions.
     activate.write_text(f"export PATH={stand_ins}:$PATH\n")
-    (tmp_path / "site.sh").write_text("module() { echo module \"$@\"; }; conda() { :; }\n")
-    return tmp_path, {**clean_env(), "BASH_ENV": str(tmp_path / "site.sh")}
+    (tmp_path / "site.sh").write_text('module() { echo module "$@"; }; conda() { :; }\n')
+    path = f"{stand_ins}:{os.environ['PATH']}"
+    return tmp_path, {**clean_env(), "PATH": path, "BASH_ENV": str(tmp_path / "site.sh"),
+                      "PBS_JOBS": str(tmp_path / "jobs")}
+
+
+def submit(site, *options, script="generic.pbs", env=()):
+    """Run the stand-in for qsub."""
+    folder, environment = site
+    return subprocess.run(["qsub", *options, f"scripts/{script}"], env={**environment, **dict(env)},
+                          cwd=folder, capture_output=True, text=True)
+
+
+def record(site, number):
+    return json.loads((site[0] / f"jobs/{number}.json").read_text())
+
+
+def start_job(site, number, hosts=("x0",), index=None, **env):
+    """Start job N as PBS would -> Popen. Bash does not run as a login shell, whose profile would be the
+    site's; all other lines run as they are."""
+    folder, environment = site
+    job = record(site, number)
+    (folder / "nodes").write_text("".join(f"{host}\n" for host in hosts))
+    place = {"PBS_O_WORKDIR": str(folder), "PBS_NODEFILE": str(folder / "nodes"), "PBS_O_QUEUE": "workq",
+             "PBS_ACCOUNT": job.get("Account_Name", ""), "PBS_JOBID": f"{number}.stand-in"}
+    if index is not None:
+        place |= {"PBS_ARRAY_INDEX": str(index), "PBS_JOBID": f"{number}[{index}].stand-in"}
+    script = job["Submit_arguments"].split()[-1]
+    return subprocess.Popen(["bash", folder / script], cwd=folder, text=True, stdin=subprocess.DEVNULL,
+                            env={**environment, **job["Variable_List"], **place, **env},
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def run_job(*args, code=85, **kwargs):
+    process = start_job(*args, **kwargs)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == code, said
+    return said
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("name", JOBS)
 def test_what_each_script_starts(site, name, nodes):
     folder, env = site
-    lines = 4 if name == "generic.pbs" else 1  # its mpiprocs
-    (folder / "nodes").write_text("".join(f"x{i}\n" * lines for i in range(nodes)))
     (folder / "nccl.sh").write_text("export NCCL_CROSS_NIC=1\n")
     env |= {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_ID": "7",
-            "SLURM_CPUS_PER_TASK": "7", "SLURM_GPUS_PER_NODE": "4",
-            "PBS_O_WORKDIR": str(folder), "PBS_NODEFILE": str(folder / "nodes"),
-            "PBS_JOBID": "7", "ARGS": "gpt2 --steps 9", "NCCL_SETTINGS": str(folder / "nccl.sh")}
+            "SLURM_CPUS_PER_TASK": "7", "SLURM_GPUS_PER_NODE": "4", "NCCL_SETTINGS": str(folder / "nccl.sh"),
+            "ROCM_PATH": "/opt/rocm" if name in ("frontier.sh", "lumi.sh") else ""}
     slurm = not name.endswith(".pbs")
-    # Bash does not run as a login shell, whose profile would be the site's. All other lines run as they are.
-    job = subprocess.run(["bash", ROOT / "scripts" / name, *(["gpt2", "--steps", "9"] * slurm)], env=env,
-                         cwd=folder, capture_output=True, text=True)
-    assert job.returncode == 85, job.stdout + job.stderr
-    start, again = (folder / "calls").read_text().splitlines()
-    assert "python train.py gpt2 --steps 9 --resume auto" in start and ("--max-minutes 27" in start) != slurm
-    assert ("NCCL=1" in start or "CCL=pmix" in start) == (nodes > 1), start
     if slurm:
-        assert start.startswith("srun --wait=60 ") and " -c 7 " in start and " --gpu-bind=none " in start
-        assert again.startswith("scontrol requeue 7 ")
+        job = subprocess.run(["bash", ROOT / "scripts" / name, "gpt2", "--steps", "9"], env=env, cwd=folder,
+                             capture_output=True, text=True)
+        assert job.returncode == 85, job.stdout + job.stderr
+        start, again = (folder / "calls").read_text().splitlines()
+        assert start.startswith("srun --wait=60 ") and " --gpu-bind=none " in start
+        assert (" -c 7 " in start) == (name != "lumi.sh") and again.startswith("scontrol requeue 7 ")
     else:
+        submit(site, "-A", "PROJ", "-v", "ARGS=gpt2 --steps 9", script=name)
+        # mpiprocs=4 of generic.pbs: PBS lists each host four times.
+        lines = 4 if name == "generic.pbs" else 1
+        run_job(site, 1, hosts=[f"x{i}" for i in range(nodes) for _ in range(lines)])
+        start = (folder / "calls").read_text()
         assert start.startswith(f"mpiexec -n {JOBS[name] * nodes} -") and f"ppn {JOBS[name]} " in start
-        assert again.startswith(f"qsub -v ARGS=gpt2 --steps 9,VENV=,MINUTES=27 scripts/{name} ")
-        assert f"hostfile {folder}/nodes" in start
+        assert f"hostfile {folder}/nodes" in start and re.search(" --max-minutes 2[67][.]", start)
+        assert f"scripts/{name}" in record(site, 2)["Submit_arguments"]
+    order = f"scripts/gpu_order.sh {ORDER[name]} " if name in ORDER else ""
+    assert f" {order}python train.py gpt2 --steps 9 --resume auto" in start
     # The sites' documentation asks for these settings. On Polaris, MPI must ignore CUDA even on one node.
-    for script, several, words in (("aurora.pbs", True, "CCL=pmix mpi "), ("frontier.sh", True, " 2048 GPU"),
-                                   ("polaris.pbs", False, "GPU=0"), ("perlmutter.sh", False, "GPU=0")):
+    for script, several, words in (("aurora.pbs", True, "CCL_PROCESS_LAUNCHER=pmix CCL_KVS_MODE=mpi "),
+                                   ("generic.slurm", True, "NCCL_CROSS_NIC=1"),
+                                   ("generic.pbs", True, "NCCL_CROSS_NIC=1"),
+                                   ("polaris.pbs", True, "NCCL_NET=AWS Libfabric"),
+                                   ("polaris.pbs", False, "MPICH_GPU_SUPPORT_ENABLED=0"),
+                                   ("polaris.pbs", False, "https_proxy=http://proxy.alcf"),
+                                   ("aurora.pbs", False, "https_proxy=http://proxy.alcf"),
+                                   ("frontier.sh", False, "MPICH_OFI_NIC_POLICY=BLOCK"),
+                                   ("perlmutter.sh", False, "MPICH_GPU_SUPPORT_ENABLED=0")):
         if name == script:
             assert (words in start) == (nodes > 1 or not several), start
 
 
+def test_polaris_without_the_network_plugin(site):
+    """The module sets NCCL's variables; if the plugin hangs, NCCL_PLUGIN=off takes them away."""
+    submit(site, "-v", "NCCL_PLUGIN=off", script="polaris.pbs")
+    run_job(site, 1, hosts=["a", "b"], NCCL_NET="AWS Libfabric", NCCL_CROSS_NIC="1")
+    assert "NCCL_CROSS_NIC= NCCL_NET= " in (site[0] / "calls").read_text()
+
+
+HERE = {  # environment, GPUs that nvidia-smi lists, the line that is printed
+    "nothing": ({}, 0, "python train.py tiny --prompt a\\ b"),
+    "one node": ({}, 4, "mpiexec -n 4 python train.py"),
+    "RANKS": ({"RANKS": "2"}, 0, "mpiexec -n 2 python train.py"),
+    "pbs": ({"PBS_NODEFILE": "nodes"}, 0, "mpiexec -n 4 -ppn 2 -hostfile nodes python train.py"),
+    "polaris": ({"PBS_NODEFILE": "nodes", "SITE": "polaris"}, 4, "mpiexec -n 8 -ppn 4 -hostfile nodes "
+                "--depth 8 --cpu-bind depth scripts/gpu_order.sh 3\\,2\\,1\\,0 python train.py"),
+    "salloc": ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "4"}, 0,
+               "srun -N 2 --ntasks-per-node=2 -n 4 --wait=60 python train.py"),
+    "frontier": ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SITE": "frontier"}, 8,
+                 "srun -N 2 --ntasks-per-node=8 -n 16 --wait=60 -c 7 --gpu-bind=none scripts/gpu_order.sh "
+                 "4\\,5\\,2\\,3\\,6\\,7\\,0\\,1 python train.py"),
+}
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_here_finds_the_allocation_and_runs_what_it_prints(site, name):
+    folder, env = site
+    given, gpus, line = HERE[name]
+    (folder / "nodes").write_text("x0\nx0\nx1\nx1\n")
+    (folder / "bin/nvidia-smi").write_text(f"#!/bin/bash\nfor i in {{1..{gpus}}}; do echo GPU; done\n" if gpus
+                                           else "#!/bin/bash\nexit 9\n")
+    (folder / "bin/nvidia-smi").chmod(0o755)
+    env = {**env, "VIRTUAL_ENV": "x", "DRY": "1", **given}
+    (folder / "scripts").unlink()
+    (folder / "scripts").mkdir()
+    for script in ("here.sh", "common.sh", "polaris_nccl.sh"):
+        (folder / "scripts" / script).symlink_to(ROOT / "scripts" / script)
+    command = ["bash", "scripts/here.sh", "tiny", "--prompt", "a b"]
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.splitlines()[1].startswith(line), done.stdout + done.stderr
+    if line.startswith(("mpiexec", "srun")):
+        done = subprocess.run(command, env={**env, "DRY": ""}, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 85, done.stderr  # the stand-in's
+        assert "train.py\ntiny\n--prompt\na b\n" in (folder / "words").read_text()
+
+
 def test_every_script_shows_each_rank_all_gpus():
-    """In one order: its own is that of its local rank, on Polaris the one beside its cores."""
+    """In the order of the ranks' cores; on Frontier cores 0-7 are beside GPU 4 and so on."""
     text = "".join(path.read_text() for path in SCRIPTS)
     hiding = r"^[^#\n]*(--gpus-per-task|--gpu-bind=(?!none)|ZE_AFFINITY_MASK=|ROCR_VISIBLE)"
     assert not re.search(hiding, text, re.M)
-    got = subprocess.run([ROOT / "scripts/polaris_gpu.sh", "printenv", "CUDA_VISIBLE_DEVICES"], text=True,
-                         capture_output=True)
-    assert [int(gpu) for gpu in got.stdout.split(",")] == [3 - local for local in range(4)]
+    for order, rocm, variable in (("3,2,1,0", "", "CUDA"), (ORDER["frontier.sh"], "/opt/rocm", "HIP")):
+        command = [ROOT / "scripts/gpu_order.sh", order, "printenv", f"{variable}_VISIBLE_DEVICES"]
+        got = subprocess.run(command, text=True, capture_output=True, env={**os.environ, "ROCM_PATH": rocm})
+        gpus = order.split(",")
+        assert got.stdout.strip() == order and sorted(map(int, gpus)) == list(range(len(gpus)))
 
 
-def test_generic_pbs_stopped_and_submitted_again(tmp_path):
-    """Two hosts and a signal to the job's shell; the second job, on one host, resumes from its save."""
-    (tmp_path / "bin").mkdir()
-    for name, text in (("activate", f"export PATH={tmp_path}/bin:{BIN}:$PATH\n"),
-                       ("qsub", f'#!/bin/bash\necho "$@" >> {tmp_path}/qsub\n')):
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
-    out = tmp_path / "run"
+def test_the_job_that_is_submitted_again_has_all_of_the_first(site):
+    """Account, queue, select, place, walltime, other resources, -W, -p, modules, flags: up to the third job.
+    A site such as ALCF refuses a job without -A."""
+    typed = "# a comment\ntiny --data A:0.7,B:0.3 --out 'my runs/a'\n--prompt \"it's  (x\"\n"
+    (site[0] / "flags").write_text(typed)
+    options = ["-A", "PROJ", "-q", "gpuq", "-N", "mine", "-l", "select=1:ncpus=2:mpiprocs=2",
+               "-l", "walltime=3:00:00", "-l", "filesystems=home:eagle", "-W", "umask=027",
+               "-W", "depend=afterany:5", "-p", "7", "-v", "ARGS=@flags,MODULES=a b,NOTE"]
+    assert submit(site, *options, env={"NOTE": "x,y z"}).stdout == "1.stand-in\n"
+    for number in (1, 2):
+        run_job(site, number, hosts=["x0", "x0"])
+    first, second, third = (record(site, n) for n in (1, 2, 3))
+    assert first.pop("Submit_arguments") != second.pop("Submit_arguments") == third.pop("Submit_arguments")
+    assert first.pop("Resource_List.walltime") == "3:00:00" == second.pop("Resource_List.walltime")
+    assert third.pop("Resource_List.walltime") == "3:00:00" and first == second == third
+    assert first["Account_Name"] == "PROJ" and first["Variable_List"]["NOTE"] == "x,y z"
+    words = (site[0] / "words").read_text().split("\n\n")
+    words = [start.split("\n") for start in words]
+    for start in words[:2]:
+        assert 169 < float(start.pop()) <= 170  # --max-minutes: what is left of the walltime
+    assert words[0] == words[1]  # two starts of the same command
+    flags = ["tiny", "--data", "A:0.7,B:0.3", "--out", "my runs/a", "--prompt", "it's  (x"]
+    assert words[0][-10:] == [*flags, "--resume", "auto", "--max-minutes"]
 
-    def job(steps, hosts):
-        (tmp_path / "nodes").write_text(hosts)
+
+def test_where_qstat_hides_what_was_typed(site):
+    submit(site, "-A", "PROJ", "-l", "select=1:ncpus=2", "-l", "walltime=1:00:00", "-v", "ARGS=tiny")
+    run_job(site, 1, PBS_HIDES="1")
+    first, second = record(site, 1), record(site, 2)
+    del first["Submit_arguments"], second["Submit_arguments"]
+    assert second == first
+
+
+def test_quotes_in_the_variable_args_are_refused_and_commas_arrive(site):
+    """PBS takes the quotes out and leaves backslashes: no run may begin with such flags."""
+    refused = submit(site, "-v", "ARGS=tiny --data A:0.7,B:0.3")
+    assert "cannot send environment" in refused.stderr
+    submit(site, "-v", "ARGS", env={"ARGS": "tiny --data A:0.7,B:0.3"})
+    run_job(site, 1)
+    assert "--data\nA:0.7,B:0.3\n" in (site[0] / "words").read_text()
+    submit(site, "-v", 'ARGS=tiny --prompt "a b"')
+    assert "into a file, -v ARGS=@FILE" in run_job(site, 3, code=2)
+    (site[0] / "flags").write_text("tiny --prompt 'a b")
+    submit(site, "-v", "ARGS=@flags")
+    assert "a quote is not closed" in run_job(site, 4, code=2)
+    (site[0] / "flags").unlink()
+    assert "no flags in 'flags'" in run_job(site, 4, code=2)
+
+
+def test_a_job_of_an_array(site):
+    """{index} is its number; what is submitted again is this job alone."""
+    submit(site, "-A", "PROJ", "-J", "1-3", "-v", "ARGS=tiny --out out/{index} --seed {index}")
+    run_job(site, 1, index=2)
+    again = record(site, 2)
+    assert "array" not in again and again["Account_Name"] == "PROJ"
+    run_job(site, 2, CODE="0", code=0)
+    assert (site[0] / "words").read_text().count("--out\nout/2\n--seed\n2\n") == 2
+    submit(site, "-v", "ARGS=tiny --out out/{index}")
+    assert "this is no job array" in run_job(site, 3, code=2)
+
+
+def test_what_stops_a_pbs_script_before_the_run(site):
+    submit(site, "-v", "VENV=nowhere")
+    said = run_job(site, 1, code=2)
+    assert "no environment in 'nowhere'" in said and said.count("\n") == 1
+    assert not (site[0] / "calls").exists()
+    (site[0] / "jobs/1.json").rename(site[0] / "jobs/9.json")
+    (site[0] / "bin/qstat").write_text("#!/bin/bash\nexit 1\n")
+    submit(site)
+    assert "qsub -v MINUTES=N" in run_job(site, 2, code=2)
+
+
+def test_qdel_and_qrerun_submit_no_second_job(site):
+    """PBS sends TERM to all processes of the job: the ranks save and exit with 85. After qrerun PBS itself
+    starts the job again, and two jobs would share one --out."""
+    submit(site)
+    (site[0] / "bin/mpiexec").write_text(f"#!/bin/bash\ntrap 'exit 85' TERM\ntouch {site[0]}/up\n"
+                                         "for i in {1..600}; do sleep 0.1; done\n")
+    job = start_job(site, 1)
+    while not (site[0] / "up").exists():
+        assert job.poll() is None
+        time.sleep(0.05)
+    ranks = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
+    for pid in (job.pid, *map(int, ranks)):
+        os.kill(pid, signal.SIGTERM)
+    said = job.communicate(timeout=30)[0]
+    assert job.returncode == 85 and "not submitted again" in said, said
+    assert [p.name for p in (site[0] / "jobs").iterdir()] == ["1.json"]
+
+
+def test_generic_pbs_stopped_and_submitted_again(site):
+    """Two hosts and the file OUT/stop; the second job, on one host, resumes from its save."""
+    folder, env = site
+    (folder / "bin/mpiexec").unlink()
+    (folder / ".venv/bin/activate").write_text(f"export PATH={folder}/bin:{BIN}:$PATH\n")
+    out = folder / "my run"
+
+    def write_flags(steps):
         flags = [f for f in FLAGS if not f.startswith(("--steps", "--save-every"))]
-        env = {**clean_env(), "PBS_O_WORKDIR": str(ROOT), "PBS_NODEFILE": str(tmp_path / "nodes"),
-               "PBS_JOBID": "7.x", "HYDRA_LAUNCHER": "fork", "OMP_NUM_THREADS": "1", "VENV": str(tmp_path),
-               "ARGS": " ".join(["tiny", *flags, f"--steps={steps}", f"--out={out}"])}
-        script = ROOT / "scripts/generic.pbs"
-        return subprocess.Popen(["bash", "-l", script], env=env, cwd=tmp_path, text=True,
-                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        (folder / "flags").write_text(" ".join(["tiny", *flags, f"--steps={steps}", f"--out='{out}'"]))
 
-    first = job(100_000, "localhost\nvm\n")
-    end = time.monotonic() + 240
+    write_flags(100_000)
+    env |= {"HYDRA_LAUNCHER": "fork", "OMP_NUM_THREADS": "1"}
+    submit(site, "-A", "PROJ", "-v", "ARGS=@flags")
+    first = start_job(site, 1, hosts=["localhost", "vm"])
+    end = time.monotonic() + 60
     while not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < 3:
         assert first.poll() is None and time.monotonic() < end, first.communicate()[0]
         time.sleep(0.1)
-    first.send_signal(signal.SIGUSR1)  # what `qsig -s USR1` does
-    said = first.communicate(timeout=240)[0]
+    (out / "stop").touch()
+    said = first.communicate(timeout=60)[0]
     assert first.returncode == 85, said
-    step = int(re.search(r"stopped by SIGUSR1 after step (\d+)", said)[1])
+    step = int(re.search(r"stopped by the file stop after step (\d+)", said)[1])
     assert re.search(r"hydra: . of 2 ranks here", said)
-    again = (tmp_path / "qsub").read_text()
-    assert again.startswith("-v ARGS=tiny --n-layer=2 ")
-    assert again.endswith("MINUTES=27 scripts/generic.pbs\n")
-    second = job(step + 2, "localhost\n")
-    said = second.communicate(timeout=240)[0]
-    assert second.returncode == 0 and f"resumed {out}/step_{step:06d}" in said, said
-    assert f"done after step {step + 2}" in said and (tmp_path / "qsub").read_text() == again
+    assert record(site, 2)["Account_Name"] == "PROJ"
+    write_flags(step + 2)
+    said = run_job(site, 2, hosts=["localhost"], code=0)
+    assert f"resumed {out}/step_{step:06d}" in said and f"removed {out}/stop" in said, said
+    assert f"done after step {step + 2}" in said and len(list((folder / "jobs").iterdir())) == 2
     assert Path(out, f"step_{step + 2:06d}").is_dir()
 
 

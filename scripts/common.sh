@@ -1,0 +1,22 @@
+# Every job script sources this file. What is wrong becomes one line, and exit code 2.
+# Exercised: under a real PBS (docs/cluster.md), `make slurm`, and with stand-ins (tests/test_scripts.py).
+
+die() { echo "nanoshard: $*" >&2; exit 2; }
+
+# Activate the environment VENV (.venv). `bash -l` has reset PATH: one that was active at submission is lost.
+# VENV=none: the modules have all that is needed.
+activate() {
+    local venv=${VENV:-.venv}
+    [ "$venv" = none ] && return
+    [ -r "$venv/bin/activate" ] || die "no environment in '$venv' (from $PWD): make it as docs/cluster.md" \
+        "says, name another with VENV=FOLDER, or take the modules' Python with VENV=none"
+    source "$venv/bin/activate"
+}
+
+# index_flags FLAG...: set the array `flags`, with the number of this job in its array in the place of {index}
+index_flags() {
+    local index=${INDEX:-${PBS_ARRAY_INDEX:-$SLURM_ARRAY_TASK_ID}}
+    flags=("$@")
+    case "$*" in *"{index}"*) [ -n "$index" ] || die "{index} in '$*': this is no job array"; esac
+    flags=("${flags[@]//\{index\}/$index}")
+}

@@ -1,0 +1,83 @@
+#!/bin/bash
+# here.sh ARGS: train inside an allocation that you already have (qsub -I, salloc, a notebook's terminal), or
+# on this machine alone. Finds scheduler, nodes and GPUs, prints the launcher's line, and runs it.
+#
+#   scripts/here.sh tiny --steps 500          ARGS are train.py's
+#   RANKS=2 scripts/here.sh tiny              ranks per node, instead of one per GPU
+#   SITE=polaris scripts/here.sh tiny         a site's binding, where the node's name does not say it
+#   DRY=1 scripts/here.sh tiny                only print
+#   RUN="python bench/doctor.py" scripts/here.sh
+#
+# It loads no module and activates no environment, except .venv if no environment is active: do that first, as
+# the site's job script does. Exercised: inside a job of a real OpenPBS of one node, and without a scheduler;
+# Slurm and the sites' lines with stand-ins (tests/test_scripts.py). Sources of the bindings: the job scripts.
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+source scripts/common.sh
+
+# Nodes, and where their list comes from -> $scheduler, $nodes, $slots (ranks that were asked for, per node)
+if [ -n "$PBS_NODEFILE" ]; then
+    scheduler=PBS
+    [ -r "$PBS_NODEFILE" ] || die "node file '$PBS_NODEFILE' cannot be read: is this the job's first node?"
+    nodes=$(sort -u "$PBS_NODEFILE" | grep -c .)
+    slots=$(($(grep -c . "$PBS_NODEFILE") / nodes))
+elif [ -n "$SLURM_JOB_ID" ]; then
+    scheduler=Slurm
+    nodes=${SLURM_JOB_NUM_NODES:-1}
+    slots=${SLURM_NTASKS_PER_NODE:-$((${SLURM_NTASKS:-$nodes} / nodes))}
+else
+    scheduler='no scheduler' nodes=1 slots=1
+fi
+
+# The GPUs of this node; all nodes are taken to be alike
+gpus=$({ nvidia-smi -L || rocm-smi --showid | grep -o '^GPU\[[0-9]*\]' | sort -u; } 2>/dev/null | grep -c .)
+if [ -z "$SITE" ]; then
+    case "${LMOD_SYSTEM_NAME:-$NERSC_HOST} ${SLURM_CLUSTER_NAME} $(hostname -f 2>/dev/null)" in
+        *polaris*) SITE=polaris ;;
+        *aurora*) SITE=aurora ;;
+        *perlmutter*) SITE=perlmutter ;;
+        *frontier*) SITE=frontier ;;
+        *lumi*) SITE=lumi ;;
+    esac
+fi
+[ "$SITE" = aurora ] && gpus=12  # tiles
+ranks=${RANKS:-$([ "$gpus" -gt 0 ] && echo "$gpus" || echo "$slots")}
+[[ $ranks =~ ^[1-9][0-9]*$ ]] || die "RANKS=$ranks: ranks per node, 1 or more"
+
+# The line: a launcher, its binding, the order of the GPUs
+order=()
+case $SITE in
+    polaris) binding=(--depth 8 --cpu-bind depth); order=(scripts/gpu_order.sh 3,2,1,0)
+        export MPICH_GPU_SUPPORT_ENABLED=0; source scripts/polaris_nccl.sh ;;
+    aurora) binding=(--cpu-bind list:4-7:8-11:12-15:16-19:20-23:24-27:56-59:60-63:64-67:68-71:72-75:76-79)
+        export ZE_FLAT_DEVICE_HIERARCHY=FLAT CCL_PROCESS_LAUNCHER=pmix CCL_ATL_TRANSPORT=mpi
+        export CCL_KVS_MODE=mpi ;;
+    perlmutter) binding=(-c 32 --gpu-bind=none); order=(scripts/gpu_order.sh 3,2,1,0)
+        export MPICH_GPU_SUPPORT_ENABLED=0 ;;
+    frontier) binding=(-c 7 --gpu-bind=none); order=(scripts/gpu_order.sh 4,5,2,3,6,7,0,1)
+        export MPICH_OFI_NIC_POLICY=BLOCK ;;
+    lumi) masks=fe000000000000,fe00000000000000,fe0000,fe000000,fe,fe00,fe00000000,fe0000000000
+        binding=("--cpu-bind=mask_cpu:$masks" --gpu-bind=none); export MPICH_GPU_SUPPORT_ENABLED=0 ;;
+    '') binding=(); [ "$scheduler" = Slurm ] && [ "$gpus" -gt 0 ] && binding=(--gpu-bind=none) ;;
+    *) die "SITE=$SITE: polaris, aurora, perlmutter, frontier or lumi; without it nothing is bound" ;;
+esac
+# a binding names cores for a full node
+[ -n "$SITE" ] && [ "$ranks" != "$gpus" ] && binding=() order=()
+[ -z "$VIRTUAL_ENV$CONDA_PREFIX" ] && activate
+if [ "$scheduler" = Slurm ]; then
+    line=(srun -N "$nodes" "--ntasks-per-node=$ranks" -n $((nodes * ranks)) --wait=60 "${binding[@]}")
+elif [ "$nodes" = 1 ] && [ "$ranks" = 1 ]; then
+    line=()
+else
+    command -v mpiexec > /dev/null || die "no mpiexec: load the site's MPI, or pip install mpich"
+    line=(mpiexec -n $((nodes * ranks)))
+    [ "$scheduler" = PBS ] && line+=(-ppn "$ranks" -hostfile "$PBS_NODEFILE" "${binding[@]}")
+    # Cray's PALS spells some flags with two dashes
+    mpiexec --version 2>/dev/null | grep -qi pals && line=("${line[@]/#-ppn/--ppn}") &&
+        line=("${line[@]/#-hostfile/--hostfile}")
+fi
+line+=("${order[@]}" ${RUN:-python train.py} "$@")
+echo "$scheduler${SITE:+ at $SITE}: $nodes node(s), $gpus GPU(s) and $ranks rank(s) on each"
+printf '%q ' "${line[@]}"
+echo
+[ -n "$DRY" ] && exit 0
+"${line[@]}"

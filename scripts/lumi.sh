@@ -1,0 +1,30 @@
+#!/bin/bash -l
+#SBATCH --job-name=nanoshard --output=%x-%j.out --open-mode=append
+#SBATCH --partition=standard-g --nodes=2 --time=02:00:00
+#SBATCH --ntasks-per-node=8 --gpus-per-node=8
+#SBATCH --signal=USR1@120 --requeue
+# LUMI-G, 8 GCDs of MI250X per node. Exercised: its commands, with stand-ins (tests/test_scripts.py); it
+# requeues as generic.slurm does, which runs on a real Slurm. Never run on LUMI or on any AMD GPU.
+#
+#   sbatch -A project_NUMBER scripts/lumi.sh PRESET --steps 2000 ...
+#
+# MODULES, VENV: torch for ROCm and mpi4py; LUMI's pages recommend a container, and this script starts none.
+# [1] github.com/Lumi-supercomputer/lumi-userguide, docs/runjobs/scheduled-jobs/distribution-binding.md, at
+# dbf0259: whole nodes; 56 cores, the first of every eight is the system's; GCD 0 is beside cores 49-55
+
+cd "$SLURM_SUBMIT_DIR" || exit 1
+source scripts/common.sh
+index_flags "${@:-tiny}"
+[ -n "$MODULES" ] && module load $MODULES
+activate
+MIOPEN_USER_DB_PATH=$(mktemp -d) || exit 1
+export MIOPEN_USER_DB_PATH MIOPEN_CUSTOM_CACHE_DIR=$MIOPEN_USER_DB_PATH
+export MPICH_GPU_SUPPORT_ENABLED=0  # MPI sends one address
+[ "$SLURM_JOB_NUM_NODES" -gt 1 ] && export NCCL_SOCKET_IFNAME=hsn
+
+# the cores follow the GCDs ([1]): local rank, device and cores agree, and every rank sees all GCDs
+masks=fe000000000000,fe00000000000000,fe0000,fe000000,fe,fe00,fe00000000,fe0000000000
+srun --wait=60 --cpu-bind=mask_cpu:$masks --gpu-bind=none python train.py "${flags[@]}" --resume auto
+rc=$?
+[ $rc = 85 ] && scontrol requeue "$SLURM_JOB_ID"  # saved before the time limit: queue the job again
+exit $rc
