@@ -14,6 +14,10 @@ test: .venv/ready-test
 drills: .venv/ready-test
 	python tests/drills/kill.py --count 1000 --workers 2 --out out/drills
 
+N ?= 20000
+fuzz: .venv/ready-test
+	python tests/fuzz.py $(N)
+
 slurm: .venv/ready
 	python tests/slurm/cluster.py
 
@@ -38,4 +42,4 @@ torch-versions: .venv/ready
 	$(BIN)/pip install -r requirements-test.txt
 	touch $@
 
-.PHONY: train test drills slurm tutorial torch-versions
+.PHONY: train test drills fuzz slurm tutorial torch-versions
