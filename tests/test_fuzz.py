@@ -53,7 +53,7 @@ def test_the_fuzzer_sees_what_no_program_may_do(good, monkeypatch):
                        (lambda: {**END, "code": 2, "err": "what?"}, "without its line"),
                        (lambda: {**END, "code": 2, "err": two * 2}, "without its line"),
                        (lambda: {**END, "code": 2, "err": "nanoshard: it is wrong"}, "names nothing"),
-                       (lambda: {**END, "code": 2, "err": "nanoshard: [Errno 5] Input/output error"}, "names nothing"),
+                       (lambda: {**END, "code": 2, "err": "nanoshard: [Errno 5] A/b"}, "names nothing"),
                        (lambda: {**END, "code": 0, "err": "\x1b[31m"}, "an escape code"),
                        (lambda: {**END, "code": 2, "err": two}, None)):
         monkeypatch.setattr(fuzz, "own_case", lambda world, rng, call=call: ("", call), raising=False)
