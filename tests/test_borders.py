@@ -144,7 +144,10 @@ def test_a_full_disk_at_conversations(most, tmp_path, sources, capsys):
 
 def test_a_full_disk_at_a_picture(tmp_path, capsys, monkeypatch):
     """A stand-in draws, as matplotlib need not be there."""
-    class Figure(mock.MagicMock):
+    class Figure:
+        def __init__(self, **_):
+            pass
+
         def subplots(self, *_, **__):
             return np.array([[mock.MagicMock()]], dtype=object)
 
