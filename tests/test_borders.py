@@ -1,22 +1,32 @@
 """At the borders of the programs: full disks, bombs, another data set, folders of other users."""
+import contextlib
 import gzip
+import io
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
+import torch
 from pool import ROOT
+from safetensors.torch import save_file
 from test_data import make_text, run
 
+import convert
 import plan
 import plot
-from corpus import shards
+import sample
+from corpus import chat, shards, tokenizer
 from corpus import text as readers
 from interface.command_line import printable
 from runtime import resume
+from runtime.launch import World
 
 
 @pytest.fixture
@@ -48,20 +58,133 @@ def test_another_data_set_stays_unless_replace(tmp_path, sources, capsys):
     assert resume.what_was_replaced(str(tmp_path / "b")) == ""
 
 
+@contextlib.contextmanager
+def files_of_at_most(most):
+    """Let every write past this many bytes fail with "File too large", as a full quota does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 @pytest.mark.parametrize("most", [100, 9000])
 def test_a_full_disk_is_one_line_that_names_path_and_fix(most, tmp_path, sources, capsys):
     """A limit on the size of files stands in for the disk: it fails at the tokenizer, or at the tokens."""
     argv = [sources[0], "--name", "a", "--out", tmp_path, "--vocab-size", 300, "--workers", 1]
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
-    try:
+    with files_of_at_most(most):
         code, _, err = run(capsys, *argv)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert code == 2 and err.count("\n") == 1, err
     assert "File too large; free space there, or give another --out" in err
     assert f"nanoshard: {tmp_path}/a cannot be written" in err
     assert run(capsys, *argv)[0] == 0
+
+
+def write_foreign(folder):
+    """Write a llama of one layer as Hugging Face would, with a tokenizer of characters and conversations."""
+    vocabulary = tokenizer.train_char(["some words of a text\n"]).with_special(chat.MARKERS)
+    width, hidden, n_vocab = 16, 24, vocabulary.n_vocab
+    square = (width, width)
+    shapes = {f"self_attn.{name}_proj.weight": square for name in "qkvo"}
+    shapes |= {f"mlp.{name}_proj.weight": (hidden, width) for name in ("gate", "up")}
+    shapes |= {"mlp.down_proj.weight": (width, hidden), "input_layernorm.weight": (width,),
+               "post_attention_layernorm.weight": (width,)}
+    shapes = {f"model.layers.0.{name}": shape for name, shape in shapes.items()}
+    shapes |= {"model.embed_tokens.weight": (n_vocab, width), "model.norm.weight": (width,),
+               "lm_head.weight": (n_vocab, width)}
+    torch.manual_seed(1)
+    folder.mkdir()
+    save_file({name: torch.randn(shape) for name, shape in shapes.items()}, folder / "model.safetensors",
+              {"format": "pt"})
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1,
+              "hidden_size": width, "intermediate_size": hidden, "num_attention_heads": 2,
+              "num_key_value_heads": 2, "max_position_embeddings": 32, "vocab_size": n_vocab,
+              "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    vocabulary.save(folder / "tokenizer.json")
+    return folder
+
+
+def refused_line(capsys, main, *argv):
+    """Return the one line with which a program refuses its input."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as leaving:
+        main(list(map(str, argv)))
+    err = capsys.readouterr().err
+    assert leaving.value.code == 2 and err.count("\n") == 1, err
+    return err
+
+
+@pytest.mark.parametrize("most", [200, 3000])
+def test_a_full_disk_at_an_import(most, tmp_path, capsys):
+    argv = ["import", write_foreign(tmp_path / "theirs"), "--out", tmp_path / "run"]
+    with files_of_at_most(most):
+        err = refused_line(capsys, convert.main, *argv)
+    assert f"nanoshard: {tmp_path}/run cannot be written: " in err
+    assert "File too large" in err and "; free space there, or give another --out" in err
+    convert.main(["import", str(argv[1]), "--out", str(tmp_path / "other")])
+
+
+@pytest.mark.parametrize("most", [100, 600])
+def test_a_full_disk_at_conversations(most, tmp_path, sources, capsys):
+    talks = [[{"role": "user", "content": i % 6 * "a" + i // 10 * "b"}, {"role": "assistant", "content": "a"}]
+             for i in range(60)]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": t}) + "\n" for t in talks))
+    assert run(capsys, sources[0], "--name", "a", "--out", tmp_path, "--tokenizer", "char")[0] == 0
+    argv = ["chat", tmp_path / "talks.jsonl", "--name", "talks", "--out", tmp_path, "--seq-len", 16,
+            "--val-fraction", 0.2, "--tokenizer", tmp_path / "a"]
+    with files_of_at_most(most):
+        code, _, err = run(capsys, *argv)
+    assert code == 2 and err.count("\n") == 1, err
+    assert f"nanoshard: {tmp_path}/talks cannot be written: " in err
+    assert "File too large; free space there, or give another --out" in err
+    assert run(capsys, *argv)[0] == 0
+
+
+def test_a_full_disk_at_a_picture(tmp_path, capsys, monkeypatch):
+    """A stand-in draws, as matplotlib need not be there."""
+    class Figure:
+        def __init__(self, **_):
+            pass
+
+        def subplots(self, *_, **__):
+            return np.array([[mock.MagicMock()]], dtype=object)
+
+        def savefig(self, path, **_):
+            Path(path).write_bytes(b"Matplotlib" * 1000)
+
+    monkeypatch.setitem(sys.modules, "matplotlib", mock.MagicMock())
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", mock.MagicMock(Figure=Figure))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 2.0}\n')
+    argv = [tmp_path, "--png", tmp_path / "a.png"]
+    assert plot.main(list(map(str, argv))) == 0
+    before = (tmp_path / "a.png").read_bytes()
+    with files_of_at_most(2000):
+        err = refused_line(capsys, plot.main, *argv)
+    assert f"nanoshard: {tmp_path}/a.png cannot be written: " in err
+    assert "File too large; free space there, or give another --png" in err
+    assert (tmp_path / "a.png").read_bytes() == before and not list(tmp_path.glob(".*.part"))
+
+
+def test_a_question_without_end_is_never_held_whole(tmp_path, capsys, monkeypatch):
+    """At most MOST_TYPED characters of a line of a pipe are read; a longer one ends the conversation."""
+    class Endless(io.StringIO):
+        def readline(self, most=-1):
+            assert 0 < most <= 101, "the whole line is asked for"
+            return "a" * most
+
+    monkeypatch.setattr(sample, "MOST_TYPED", 100)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "stdin", Endless())
+    monkeypatch.setattr("runtime.launch.launch", lambda *_, **__: World())
+    monkeypatch.setattr("runtime.launch.shutdown", lambda _: None)
+    err = refused_line(capsys, sample.main, write_foreign(tmp_path / "theirs"), "--chat")
+    assert "a line of stdin has more than 100 characters" in err and "one question on each line" in err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a" * 99 + "\n" + "b" * 100))
+    console = sample.Console(World())
+    assert [console.read(), console.read(), console.read(), console.lost] == ["a" * 99 + "\n", "b" * 100,
+                                                                              None, None]
 
 
 def documents(path):

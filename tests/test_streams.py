@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from pool import ROOT
+from test_borders import write_foreign
 
+import convert
 from interface import streams
 from interface.command_line import wrong_input
 
@@ -46,7 +48,7 @@ def test_a_program_sends_a_terminal_no_control_characters(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """{(program, redirection): its process}, all at once."""
+    """Return a folder and {(program, redirection): its process}, all at once."""
     folder = tmp_path_factory.mktemp("streams")
     (folder / "run").mkdir()
     rows = [json.dumps({"step": i, "loss": 1.0}) + "\n" for i in range(9)]
@@ -87,3 +89,54 @@ def test_a_program_ends_well_whatever_its_streams_are(how, jobs):
         if how == "2>&-":
             assert "nanoshard" not in out
     assert (folder / f"d{list(ENDS).index(how)}/meta.json").exists()
+
+
+LOST = {  # redirection: (exit code of a program whose result is what it prints, its line on stderr)
+    ">/dev/full": (2, "nanoshard: stdout cannot be written: [Errno 28] No space left on device; free "
+                      "space there, or send it elsewhere"),
+    ">&-": (0, "nanoshard: stdout is closed; what is printed there is lost"),
+}
+RESULTS = {"plan": "plan.py tiny", "checkpoint": "checkpoint.py show {}",
+           "sample": "sample.py {} --prompt so", "chat": "sample.py {} --chat"}
+# torch is imported once; each program then runs in a fork, whose stdout is gone and whose end is a real one.
+FORKS = """import json, os, runpy, sys
+sys.path.insert(0, sys.argv[1])
+import checkpoint, generate, plan, sample
+codes = []
+for words, stdout, stderr, stdin in json.loads(sys.argv[2]):
+    child = os.fork()
+    if child:
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        continue
+    for descriptor, path in enumerate((stdin, stdout, stderr)):
+        os.dup2(os.open(path or os.devnull, os.O_RDWR | os.O_CREAT), descriptor)
+    os.closerange(3, 99)
+    if not stdout:
+        os.close(1)
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False) if stdout else None
+    sys.argv = words
+    runpy.run_path(os.path.join(sys.path[0], words[0]), run_name="__main__")
+    sys.exit()
+print(codes)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_result_that_is_lost_is_one_line(tmp_path):
+    convert.main(["import", str(write_foreign(tmp_path / "theirs")), "--out", str(tmp_path / "model")])
+    (tmp_path / "typed").write_text("some\nsome\n")
+    cases = [(name, how) for name in RESULTS for how in LOST]
+    jobs = []
+    for number, (name, how) in enumerate(cases):
+        words = RESULTS[name].format(tmp_path / "model").split()
+        words += ["--max-new-tokens=4"] * (words[0] == "sample.py")
+        jobs.append((words, "/dev/full" if how == ">/dev/full" else "", f"{tmp_path}/{number}",
+                     f"{tmp_path}/typed"))
+    done = subprocess.run([sys.executable, "-c", FORKS, str(ROOT), json.dumps(jobs)], capture_output=True,
+                          text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    codes = json.loads(done.stdout.splitlines()[-1])
+    for number, (case, code) in enumerate(zip(cases, codes, strict=True)):
+        said = (tmp_path / str(number)).read_text().splitlines()
+        said = [line for line in said if "the newest checkpoint" not in line]  # sample.py says which it takes
+        assert (code, said) == (LOST[case[1]][0], [LOST[case[1]][1]]), (case, code, said)
