@@ -25,6 +25,10 @@ long: .venv/ready-test
 mutants: .venv/ready-test
 	python tests/mutants.py
 
+N ?= 20000
+fuzz: .venv/ready-test
+	python tests/fuzz.py $(N)
+
 slurm: .venv/ready
 	python tests/slurm/cluster.py
 
@@ -49,4 +53,4 @@ torch-versions: .venv/ready
 	$(BIN)/pip install -r requirements-test.txt
 	touch $@
 
-.PHONY: train test drills long mutants slurm tutorial torch-versions
+.PHONY: train test drills fuzz long mutants slurm tutorial torch-versions

@@ -238,8 +238,9 @@ class Bucket(FlatBuffers):
     def on_grad_ready(self, i, completes_grads):
         """Take the gradient that backward made for parameter i.
 
-        completes_grads: whether this backward is the last of its chunk in this step. Once it has
-        brought a gradient to every parameter, the sum over the ranks starts.
+        completes_grads: whether this backward is the last of its chunk in this step. Once such
+        backwards have brought a gradient to every parameter of the bucket, the sum over the ranks
+        starts. With --pp-chunks a bucket can hold parameters of several chunks.
 
         Tied embeddings are an exception. The last stage has the head's gradient at the start of its
         last backward. If its all-reduce started there, it would wait for stage 0, and on a GPU the

@@ -17,7 +17,8 @@ and the same way back, after which each row stands where it came from.
     Router            one logit per expert
     token dispatcher  plan: who goes where; dispatch: rows to their experts; combine: the way back
         Local         one rank holds all experts: a sort and a gather
-        AllToAll      dropless over ep ranks: messages as long as their rows, uneven all_to_all
+        AllToAll      dropless over ep ranks: uneven all_to_all; each message holds exactly the rows
+                      that go to its rank
         Capacity      each expert takes equal numbers of rows, others are dropped: even all_to_all
 fast/symm_mem.py has the dispatchers that write rows directly into other GPUs' memory.
 """
@@ -106,9 +107,10 @@ class MoE(nn.Module):
         expert i over the micro-batch's rows (Switch Transformer, arXiv:2101.03961 eq. 4-6; with
         several choices as in Megatron-LM). The balance loss is 1 when the load is balanced, and E/K
         when all tokens go to the same K experts. The z-loss is the mean of logsumexp(logits)^2
-        (arXiv:2202.08906 eq. 5). Both losses count what the router chooses without its bias, before
-        any row is dropped. The parts of the cp x tp ranks add up to the losses of the micro-batch,
-        because each rank sums P_i over its own rows.
+        (arXiv:2202.08906 eq. 5). The balance loss counts what the router would choose without its
+        bias, before any row is dropped. The z-loss depends on the logits alone. The parts of the
+        cp x tp ranks add up to the losses of the micro-batch, because each rank sums P_i over its
+        own rows.
         """
         n, E = logits.shape
         K = self.K

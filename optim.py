@@ -37,7 +37,7 @@ def learning_rate(cfg, step):
 
 class StepStats(NamedTuple):
     """The numbers that judge a step, summed over the world: () fp64 each, on the device."""
-    loss: torch.Tensor        # mean cross-entropy in nats per token of the global batch
+    loss: torch.Tensor        # mean cross-entropy, in nats per trained token of the global batch
     grad_norm: torch.Tensor   # of the whole model's gradient, before clipping
     num_zeros: torch.Tensor   # gradients that are zero; 0 unless full statistics are asked for
     param_norm: torch.Tensor  # norm of the weights; 0 unless full statistics are asked for

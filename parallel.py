@@ -6,10 +6,10 @@ r"""The ranks as a mesh; tensor, sequence, context and expert parallelism by han
     gather_segments             context parallelism
     all_to_all                  expert parallelism
 
-The one rule: the loss is divided once, by the number of tokens of the whole global batch. Every
-gradient reduction is then a plain SUM over the ranks that hold the same parameter. There are no
-averages and no second division. ddp.py does these sums. The one exception is the router's loss: it
-is a mean over each micro-batch, so it is divided by the number of micro-batches of the global
+The one rule: the loss is divided once, by the number of trained tokens of the whole global batch.
+Every gradient reduction is then a plain SUM over the ranks that hold the same parameter. There are
+no averages and no second division. ddp.py does these sums. The one exception is the router's loss:
+it is a mean over each micro-batch, so it is divided by the number of micro-batches of the global
 batch.
 
 Collectives are methods of Axis; pipeline.py sends to neighbours, and fast/ copies between GPUs. A
@@ -287,13 +287,13 @@ def parameter(shape, mesh, tp_dim=None, expert=False, *, used=None, tied=False):
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, axis):  # (n, ...) -> (n*tp, ...)
+    def forward(ctx, x, axis):  # (n, ...) -> (n*size, ...)
         ctx.axis = axis
         return axis.all_gather(x)  # n rows from each rank to all, over tp or cp
 
     @staticmethod
     def backward(ctx, grad):
-        # SUM, n of n*tp rows to each rank, over tp or cp
+        # SUM, n of n*size rows to each rank, over tp or cp
         return ctx.axis.reduce_scatter(grad), None
 
 
@@ -317,7 +317,7 @@ def _uncompiled(function, *args):
 
 
 def gather_rows(x, axis):
-    """(n, ...) on each rank -> (n*tp, ...) on all."""
+    """(n, ...) on each rank -> (n*size, ...) on all."""
     if axis.size == 1:
         return x
     return _uncompiled(_GatherRows, x, axis)

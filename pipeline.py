@@ -1,7 +1,7 @@
 """One optimizer step's forwards and backwards: a plain loop on one stage, 1F1B over several.
 
 On one stage, one_stage() does forward and backward of one micro-batch after the other. It needs
-nothing of the rest of this file. Over several stages the order is 1F1B.
+only zero_loss() of the rest of this file. Over several stages the order is 1F1B.
 
 1F1B (PipeDream-flush, arXiv:2104.04473, figure 4) with 4 stages and 6 micro-batches. Fi and Bi are
 the forward and the backward of micro-batch i:
@@ -46,7 +46,7 @@ def forward_backward(model, data_parallel, batches, n_trained, loss_scale=None,
                      before_forward=nothing):
     """Do all micro-batches of one step, and return this rank's part of the mean loss.
 
-    batches: [(x, y)], each (B, T) int64. n_trained: the number of trained tokens in the whole
+    batches: [(x, y)], each (B, t) int64. n_trained: the number of trained tokens in the whole
     global batch, an int or a () tensor; the cross-entropy is divided by this number, and by nothing
     else. loss_scale: a () tensor, for fp16 only; backward starts from it instead of from 1.
     before_forward(i, chunk) is called before each forward; it seeds dropout. The loss, () in at
@@ -337,7 +337,7 @@ class Ring:
                 made = run(op.micro_batch, op.chunk, self.receive(op))
             self.start_exchange(now, made)
             # Without this wait, a rank could run ahead of the others and fill its memory. Any limit
-            # gives the same numbers. This one lets two messages per rank be on their way.
+            # gives the same numbers. This limit lets 2 * pp Exchanges of this rank be in flight.
             self.wait_for_oldest(may_remain=2 * self.axis.size)
         self.wait_for_oldest(may_remain=0)
 

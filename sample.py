@@ -458,6 +458,9 @@ class Console:
                 return None
             except OSError as e:
                 self.lost = e
+                if e.errno is not None:  # otherwise the message says already what is wrong
+                    self.lost = OSError(f"stdin cannot be read ({e.strerror}); give a terminal, a pipe or a "
+                                        "file with a question on each line")
             except KeyboardInterrupt:
                 self.print("\n/reset forgets, Ctrl-D ends", "\n")
 

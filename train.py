@@ -408,7 +408,8 @@ class Run:
         if evaluates:
             if self.data.tokenizer:
                 log.print_sample(self.parts.model, self.data.tokenizer, cfg.prompt, cfg.seed)
-            oversight.clock.resume()  # metrics_row() paused it.
+            # The time since metrics_row()'s mark was evaluation: do not count it.
+            oversight.clock.resume()
         self.ending.skip_reason = row["skip_reason"]
 
     def metrics(self, number, batch, stats):

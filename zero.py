@@ -51,12 +51,12 @@ class SlotComm(Comm):
         super().__init__()
         self.slot = slot
 
-    def new_slot(self, n, dtype, device, axis):
-        """Return a Slot for n gradients of a model in dtype.
+    def new_slot(self, n, model_dtype, device, axis):
+        """Return a Slot for n gradients of a model in model_dtype.
 
         axis: all ranks of the stage. Only fast/peer.py uses it, to share the slot's memory.
         """
-        return Slot(n, torch.promote_types(dtype, torch.float32), device)
+        return Slot(n, torch.promote_types(model_dtype, torch.float32), device)
 
     def allocate(self, axis, own_slice, weights, dtype):
         flat = weights if weights.dtype == dtype else torch.zeros_like(weights, dtype=dtype)
@@ -156,10 +156,10 @@ class ZeRO2(DataParallel):
             # stage.size is enough for all.
             n = padded_elements(largest, mesh.stage.size)
             weight = next(model.parameters())
-            slot_dtype = dtype or weight.dtype
+            model_dtype = dtype or weight.dtype
             for _ in range(2):
-                slot = make_comm(mesh.stage).new_slot(n, slot_dtype, weight.device, mesh.stage)
-                self.slots.append(slot)
+                comm = make_comm(mesh.stage)
+                self.slots.append(comm.new_slot(n, model_dtype, weight.device, mesh.stage))
         super().__init__(model, mesh, zero, timers, dtype=dtype, make_comm=make_comm,
                          bucket_elements=bucket_elements)
 
@@ -221,17 +221,18 @@ class ZeRO3(ZeRO2):
 
     The parts are the embedding, each block, and the head. Forward and backward walk along them:
 
-        forward   computes   embedding  block 0   block 1   head
-                  fetches    block 0    block 1   head      (block 1 stays)
-                  frees                 embedding block 0
+        forward   computes   embedding           block 0   block 1   head
+                  fetches    embedding, block 0  block 1   head      (block 1 stays)
+                  frees                          embedding block 0
 
         backward  computes   head       block 1   block 0   (embedding: reads no weights)
                   fetches               block 0
                   frees                 head      block 1   block 0
 
-    The last block stays from forward to backward. The output of a part is the input x of the next
-    part. So a hook on x, which runs when x's gradient is complete, tells when backward reaches the
-    previous part. Norms and biases are small, so they are kept as in ZeRO-2.
+    The embedding's gather is the one that nothing hides. The last block stays from forward to
+    backward. The output of a part is the input x of the next part. So a hook on x, which runs when
+    x's gradient is complete, tells when backward reaches the previous part. Norms and biases are
+    small, so they are kept as in ZeRO-2.
 
     There is no pipeline (interface/layout.py refuses it): between its micro-batches a stage would
     go to and fro between the last block and the first, and gather all the time.
@@ -284,7 +285,8 @@ class ZeRO3(ZeRO2):
     def move_to_part(self, part, backward=False):
         """Fetch the part that computes now and the one after it, and free all others."""
         is_head = part == len(self.parts) - 1
-        # After the head comes backward, in the reverse order. It ends with following 0, then -1.
+        # After the head comes backward, in the reverse order.
+        # At the end of backward, `following` is 0 (the embedding), then -1 (nothing).
         following = part - 1 if backward or is_head else part + 1
         wanted = []
         for needed in (part, following):

@@ -158,7 +158,10 @@ TRAINING = """
     router_aux_loss_coef router_jitter_noise pretraining_tp reorder_and_upcast_attn
 """
 HARMLESS = {*SAVED.split(), *GENERATION.split(), *TRAINING.split()}
-HARMLESS_IN = {"glm4_moe": {"intermediate_size"}}  # of layers without experts, of which it has none here
+# intermediate_size is of layers without experts, of which it has none here. The other field is of another
+# family: earlier versions of convert.py export wrote it.
+HARMLESS_IN = {"glm4_moe": {"intermediate_size", "shared_expert_intermediate_size"},
+               "mixtral": {"shared_expert_intermediate_size"}}
 ROPE_FIELDS = ("rope_scaling", "rope_parameters")
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 OPTIONAL = dict.fromkeys(("rope_parameters?", "rope_scaling?"), (dict, type(None)))

@@ -298,7 +298,8 @@ def config_json(cfg, kind, vocab_size, eod, dtype):
         return out
     if cfg.n_experts:
         out["intermediate_size"] = cfg.ffn_hidden  # of layers without experts
-        out["shared_expert_intermediate_size"] = cfg.ffn_hidden  # of Qwen2Moe's shared expert
+    if kind == "qwen2_moe":
+        out["shared_expert_intermediate_size"] = cfg.ffn_hidden
     rope = {"rope_theta": cfg.rope_base}
     if kind == "glm4_moe":
         rope["partial_rotary_factor"] = 1.0

@@ -145,8 +145,8 @@ class PeerSlotComm(PeerComm):
     def __init__(self, stream):
         super().__init__(stream, None)
 
-    def new_slot(self, n, dtype, device, axis):
-        return PeerSlot(n, dtype, device, axis)
+    def new_slot(self, n, model_dtype, device, axis):
+        return PeerSlot(n, model_dtype, device, axis)
 
     def allocate(self, axis, own_slice, weights, dtype):
         n = weights.numel()
