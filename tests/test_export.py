@@ -383,6 +383,7 @@ def test_two_imports_at_once_meet_a_lock(model, tmp_path, monkeypatch):
     def save_and_try(*args):
         child = os.fork()
         if not child:
+            checkpoint.save = save
             with contextlib.suppress(BaseException):
                 refused(["import", model, f"--out={tmp_path}/ours"], f"is in use by process {os.getppid()}")
                 os._exit(7)
