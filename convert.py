@@ -10,7 +10,6 @@ more than two tensors are in memory.
 import dataclasses
 import json
 import shlex
-import shutil
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -277,25 +276,23 @@ def load_tokenizer(folder, vocab_size):
     return vocabulary
 
 
+# What an import writes. If it is stopped, the next one replaces these files.
+IMPORTED = (r"(tokenizer|config)\.json|step_000000(\.0\.tmp)?/"
+            r"(rank_00000\.safetensors|(rank_00000|index)\.json|\.(rank_00000|index)\.json\.\w{8}\.part)?")
+
+
 def import_model(flags):
     """Write a Hugging Face model as one of our runs that has made no step; return lines that say so."""
     weights = HuggingFace(flags.model, flags.seq_len)
     vocabulary = load_tokenizer(weights.path, weights.vocab_size)
     out = Path(flags.out)
     cfg = dataclasses.replace(weights.cfg, vocab_size=weights.vocab_size)
-    was_there = out.exists()
     saved = dataclasses.asdict(cfg)
-    try:
-        with must_write(out, reads=True):
-            step = checkpoint.save(out, 0, lazy_pieces(weights), meta_of_no_step(cfg))
-            if vocabulary:
-                vocabulary.save(out / "tokenizer.json")
-            write_json(out / "config.json", {**saved, "vocab_size_used": weights.vocab_size})
-    except ValueError:  # a tensor is damaged: nothing stays behind
-        shutil.rmtree(out / "step_000000.0.tmp")
-        if not was_there:
-            out.rmdir()
-        raise
+    with must_write(out, reads=True), unfinished(out, IMPORTED) as half:
+        step = out / checkpoint.save(half, 0, lazy_pieces(weights), meta_of_no_step(cfg)).name
+        if vocabulary:
+            vocabulary.save(half / "tokenizer.json")
+        write_json(half / "config.json", {**saved, "vocab_size_used": weights.vocab_size})
     if vocabulary:
         data = f"python prepare.py FILE... --name NAME --tokenizer {out}"
     else:

@@ -3,7 +3,8 @@
     unfinished   the folder to write into. At the end of the `with` it becomes the result
 
 If the program is killed, NAME.half stays, and the same command replaces it. A file in it, MARKER, proves that
-a program of ours made the folder. Two programs that write one result meet a lock.
+a program of ours made the folder. After wrong input, a ValueError, nothing stays. Two programs that write one
+result meet a lock.
 """
 import contextlib
 import os
@@ -22,8 +23,8 @@ LOCK = ".lock"  # interface/files.py may put a file of this name into a locked f
 def unfinished(out, names, only=""):
     """Give an empty folder. At the end of the body it is renamed to `out`, or the file `only` in it is.
 
-    out: a Path where nothing is, or an empty folder. names: a regular expression, which every file that the
-    body writes matches.
+    out: a Path where nothing is, or an empty folder. names: a regular expression for everything that the body
+    writes: paths from the folder on, with a slash behind those of folders.
     ValueError: another process writes `out`, or a foreign folder stands where this one goes. OSError: it
     cannot be written.
     """
@@ -32,15 +33,28 @@ def unfinished(out, names, only=""):
         raise ValueError(f"--out {out} is a mount point, and nothing can be renamed to it; "
                          f"try --out {out}/model")
     half = out.with_name(f"{out.name}.half")
+    check_is_folder(half)
     lock(half)
     try:
         discard(half, names)
         half.mkdir(exist_ok=True)
         (half / MARKER).write_bytes(TEXT)
-        yield half
+        try:
+            yield half
+        except ValueError:
+            discard(half, names)
+            (half / LOCK).unlink(missing_ok=True)
+            half.rmdir()
+            raise
         finish(half, out, only)
     finally:
         unlock()
+
+
+def check_is_folder(half):
+    """Raise ValueError if something else than a folder stands where one goes."""
+    if half.is_symlink() or half.exists() and not half.is_dir():
+        raise foreign(half)
 
 
 def discard(half, names):
@@ -48,19 +62,24 @@ def discard(half, names):
 
     ValueError: it is not all ours, and nothing was deleted.
     """
-    if not os.path.lexists(half):
-        return
-    if half.is_symlink() or not half.is_dir():
-        raise foreign(half)
-    left = [path for path in half.iterdir() if path.name not in (MARKER, LOCK)]
-    for path in left:
-        if path.is_symlink() or not path.is_file() or not re.fullmatch(names, path.name):
-            raise foreign(path)
+    check_is_folder(half)  # again: this process holds the lock now
     marker = half / MARKER
+    left = [path for path in half.rglob("*") if path not in (marker, half / LOCK)]
+    for path in left:
+        name = path.relative_to(half).as_posix()
+        if path.is_dir():
+            name += "/"
+        elif not path.is_file():
+            raise foreign(path)
+        if path.is_symlink() or not re.fullmatch(names, name):
+            raise foreign(path)
     if left and not is_ours(marker):
         raise foreign(half)
-    for path in left:
-        path.unlink()
+    for path in reversed(left):  # what is in a folder comes behind it in the list
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink()
     if os.path.lexists(marker):
         if not is_ours(marker):
             raise foreign(marker)
@@ -82,7 +101,7 @@ def foreign(path):
 
 def finish(half, out, only):
     """Rename the folder, or the file `only` in it, and take the marker away."""
-    for path in [*half.iterdir(), half]:
+    for path in [*half.rglob("*"), half]:
         sync(path)
     if only:
         if os.path.lexists(out):

@@ -1,4 +1,6 @@
-"""What convert.py export leaves: masked language models, tokens by name, the card, halves when it is stopped.
+"""What convert.py export leaves: masked language models, tokens by name, the card.
+
+Besides, the halves that export and import leave when they are stopped.
 
 test_convert.py compares the functions of the other families, and the tokenizers.
 """
@@ -14,6 +16,7 @@ import pytest
 import torch
 from runs import TINY, assert_refused, chars, go
 
+import checkpoint
 import convert
 import prepare
 import sample
@@ -207,6 +210,12 @@ def test_the_card_begins_with_yaml(run, tmp_path, capsys):
 # -----------------------------------------------------------------------------
 # A half
 
+def contents(folder):
+    """Return [(path, bytes)] of all files below a folder, without the locks of a process that was killed."""
+    return sorted((path, path.read_bytes()) for path in folder.rglob("*")
+                  if path.is_file() and path.suffix != ".lock" and path.name != ".lock")
+
+
 def killed_export(run, out):
     """Export in a process that is killed when it writes tokenizer.json; return its half."""
     child = os.fork()
@@ -256,9 +265,9 @@ def test_what_is_not_ours_is_not_replaced(change, run, tmp_path):
             left.symlink_to(tmp_path / "elsewhere")
         else:
             left.write_text("mine")
-    before = sorted((path, path.read_bytes()) for path in tmp_path.glob("**/*") if path.is_file())
+    before = contents(tmp_path)
     refused(["export", run, f"--out={tmp_path}/hf"], "hf.half", "move it away, or give another --out")
-    assert before == sorted((path, path.read_bytes()) for path in tmp_path.glob("**/*") if path.is_file())
+    assert before == contents(tmp_path)
     assert not (tmp_path / "hf").exists()
 
 
@@ -289,3 +298,105 @@ def test_an_empty_folder_is_filled_and_a_mount_point_refused(run, tmp_path, monk
     refused(["export", run, "--out=/proc/1"], "--out /proc/1")
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "volume")
     refused(["export", run, f"--out={tmp_path}/volume"], f"try --out {tmp_path}/volume/model")
+
+
+@pytest.fixture(scope="module")
+def model(run):
+    """Return the run as a directory of Hugging Face, which import reads. Its tokenizer needs no library."""
+    folder = run.parent / "model"
+    convert.main(["export", str(run), f"--out={folder}"])
+    (folder / "tokenizer.json").write_bytes((run / "tokenizer.json").read_bytes())
+    return folder
+
+
+def killed_import(model, out, at):
+    """Import in a process that is killed when the file `at` gets its name, or is written; return its half."""
+    child = os.fork()
+    if not child:
+        replace, write = os.replace, convert.write_json
+
+        def kill(path):
+            if Path(path).name == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def kill_or_replace(part, path):
+            kill(path)
+            replace(part, path)
+
+        def kill_or_write(path, content):
+            kill(path)
+            write(path, content)
+        os.replace, convert.write_json = kill_or_replace, kill_or_write
+        convert.main(["import", str(model), f"--out={out}"])
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    return out.with_name(f"{out.name}.half")
+
+
+@pytest.mark.parametrize("at,left_there", [("rank_00000.json", "step_000000.0.tmp/rank_00000.safetensors"),
+                                           ("index.json", "step_000000.0.tmp/rank_00000.json"),
+                                           ("config.json", "step_000000/index.json")])
+def test_a_killed_import_leaves_a_half_that_the_same_command_replaces(at, left_there, model, tmp_path,
+                                                                      capsys):
+    out = tmp_path / "ours"
+    left = killed_import(model, out, at)
+    assert not out.exists() and (left / left_there).exists()
+    assert "was stopped" in (left / half.MARKER).read_text()
+    capsys.readouterr()
+    convert.main(["import", str(model), f"--out={out}"])
+    assert f"--init-from {out}/step_000000 " in capsys.readouterr().out
+    assert sorted(path.relative_to(out).as_posix() for path in out.rglob("*")) == [
+        "config.json", "step_000000", "step_000000/index.json", "step_000000/rank_00000.safetensors",
+        "tokenizer.json"]
+    assert os.listdir(tmp_path) == ["ours"]
+    checkpoint.check(out / "step_000000")
+    convert.main(["export", str(out), f"--out={tmp_path}/again"])
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("change", ["a file in the step", "a folder", "a link in the place of the step",
+                                    "no marker", "another folder"])
+def test_an_import_replaces_nothing_that_is_not_ours(change, model, tmp_path):
+    left = killed_import(model, tmp_path / "ours", "config.json")
+    words = ["ours.half", "move it away, or give another --out"]
+    if change == "a file in the step":
+        (left / "step_000000/notes.txt").write_text("mine")
+    elif change == "a folder":
+        (left / "step_000001").mkdir()
+    elif change == "no marker":
+        (left / half.MARKER).unlink()
+    elif change == "another folder":
+        left.rename(tmp_path / "ours")
+        words = [f"--out {tmp_path}/ours: give a new directory"]
+    else:
+        (left / "step_000000").rename(tmp_path / "elsewhere")
+        (left / "step_000000").symlink_to(tmp_path / "elsewhere")
+    before = contents(tmp_path)
+    refused(["import", model, f"--out={tmp_path}/ours"], *words)
+    assert before == contents(tmp_path)
+
+
+def test_two_imports_at_once_meet_a_lock(model, tmp_path, monkeypatch):
+    """The second one says who is there, and the first one ends well."""
+    save, codes = checkpoint.save, []
+
+    def save_and_try(*args):
+        child = os.fork()
+        if not child:
+            checkpoint.save = save
+            with contextlib.suppress(BaseException):
+                refused(["import", model, f"--out={tmp_path}/ours"], f"is in use by process {os.getppid()}")
+                os._exit(7)
+            os._exit(1)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        return save(*args)
+    monkeypatch.setattr(checkpoint, "save", save_and_try)
+    convert.main(["import", str(model), f"--out={tmp_path}/ours"])
+    assert codes == [7] and (tmp_path / "ours/config.json").exists() and os.listdir(tmp_path) == ["ours"]
+
+
+def test_an_import_that_finds_damaged_weights_leaves_nothing(model, tmp_path, monkeypatch):
+    killed_import(model, tmp_path / "ours", "config.json")
+    monkeypatch.setattr(checkpoint, "is_finite", lambda block: False)
+    refused(["import", model, f"--out={tmp_path}/ours"], "holds nan or infinite weights")
+    assert not os.listdir(tmp_path)
