@@ -61,7 +61,7 @@ def test_each_line_belongs_to_one_span_wherever_a_file_is_cut(tmp_path):
     for cut in range(1, len(whole)):
         spans = [SimpleNamespace(path=path, start=0, stop=cut),
                  SimpleNamespace(path=path, start=cut, stop=len(whole))]
-        lines = [line for span in spans for line in text.plain_lines(span)]
+        lines = [line for span in spans for line in text.plain_lines(span, pytest.fail)]
         assert b"".join(line for _, line in lines) == whole
         assert [at for at, _ in lines] == [0, 2, 3, 4, 7, 8]
 

@@ -370,7 +370,7 @@ def run_job_script(script, folder):
     (folder / "venv/bin").mkdir(parents=True)
     (folder / "venv/bin/activate").touch()
     env = {"PATH": os.environ["PATH"], "BASH_ENV": str(folder / "site.sh"), "VENV": str(folder / "venv"),
-           "PBS_O_WORKDIR": str(ROOT), "PBS_NODEFILE": str(folder / "nodes")}
+           "PBS_O_WORKDIR": str(ROOT), "PBS_NODEFILE": str(folder / "nodes"), "MINUTES": "27"}
     job = subprocess.run(["bash", ROOT / "scripts" / script], capture_output=True, text=True, cwd=folder,
                          env=env)
     return {"code": job.returncode, "out": job.stdout, "err": job.stderr}

@@ -98,7 +98,7 @@ LOST = {  # redirection: (exit code of a program whose result is what it prints,
 }
 RESULTS = {"plan": "plan.py tiny", "checkpoint": "checkpoint.py show {}",
            "sample": "sample.py {} --prompt so", "chat": "sample.py {} --chat"}
-# torch is imported once; each program then runs in a fork, whose stdout is gone and whose end is a real one.
+# Torch is imported once; each program then runs in a fork, whose stdout is gone and whose end is a real one.
 FORKS = """import json, os, runpy, sys
 sys.path.insert(0, sys.argv[1])
 import checkpoint, generate, plan, sample
