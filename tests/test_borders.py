@@ -149,7 +149,7 @@ def test_a_full_disk_at_a_picture(tmp_path, capsys, monkeypatch):
             pass
 
         def subplots(self, *_, **__):
-            return np.array([[mock.MagicMock()]], dtype=object)
+            return np.array([[mock.Mock()]], dtype=object)
 
         def savefig(self, path, **_):
             Path(path).write_bytes(b"Matplotlib" * 1000)
