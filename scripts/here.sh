@@ -64,7 +64,8 @@ esac
 [ -n "$SITE" ] && [ "$ranks" != "$gpus" ] && binding=() order=()
 [ -z "$VIRTUAL_ENV$CONDA_PREFIX" ] && activate
 if [ "$scheduler" = Slurm ]; then
-    line=(srun -N "$nodes" "--ntasks-per-node=$ranks" -n $((nodes * ranks)) --wait=60 "${binding[@]}")
+    line=(srun -N "$nodes" "--ntasks-per-node=$ranks" -n $((nodes * ranks)) "--wait=${WAIT:-60}")
+    line+=("${binding[@]}")
 elif [ "$nodes" = 1 ] && [ "$ranks" = 1 ]; then
     line=()
 else
