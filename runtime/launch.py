@@ -210,8 +210,12 @@ def bare_environment():
     prefixes = ("PMI", "MPI_LOCAL", "HYD", "OMPI_", "PRTE_", "PALS_", "TORCHELASTIC_", "SLURM_STEP",
                 "MASTER_")
 
+    if "SLURM_STEP_ID" in os.environ:
+        # mpiexec would ask Slurm for another step, which waits until the step that asks has ended.
+        prefixes += ("SLURM_",)
+
     def belongs_to_a_launcher(name):
-        if name.startswith("OMPI_ALLOW_RUN"):
+        if name.startswith(("OMPI_ALLOW_RUN", "SLURM_CONF")):
             return False
         return name in names or name.startswith(prefixes)
 

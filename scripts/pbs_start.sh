@@ -11,11 +11,10 @@ source scripts/common.sh
 read_flags() {
     local text=${ARGS:-tiny} words
     case $text in
-        @*) text=$(grep -v '^[[:space:]]*#' "${ARGS#@}") || die "no flags in '${ARGS#@}', which ARGS names" ;;
+        @*) text=$(lines_of "${ARGS#@}") || exit 2 ;;
         *\\*) die "PBS took quotes out of ARGS ($text): write the flags into a file, -v ARGS=@FILE" ;;
     esac
-    xargs true <<< "$text" 2>/dev/null || die "a quote is not closed in the flags: $text"
-    mapfile -d '' -t words < <(xargs printf '%s\0' <<< "$text")
+    words_of "$text"
     index_flags "${words[@]}"
 }
 
