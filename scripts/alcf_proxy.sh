@@ -1,5 +1,6 @@
-# Polaris, Aurora: compute nodes reach the world (--wandb online, downloads) only through ALCF's proxy, as of
-# 2026-08; a proxy that is already set is kept. Exercised: sourced by the two scripts (tests/test_scripts.py).
+# Polaris, Aurora, Crux: compute nodes reach the world (--wandb online, downloads) only through ALCF's proxy,
+# as of 2026-08; a proxy that is already set is kept. Exercised: sourced by the three scripts
+# (tests/test_scripts.py).
 for name in http_proxy https_proxy HTTP_PROXY HTTPS_PROXY; do
     [ -n "${!name}" ] || export $name=http://proxy.alcf.anl.gov:3128
 done

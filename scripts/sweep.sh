@@ -4,7 +4,7 @@
 #   scripts/sweep.sh rates.txt tiny --steps 500       rates.txt:  --lr 0.001
 #                                                                 --lr 0.003 --seed 7
 # The second run is in out/rates/2, unless its line has an --out. Lines that begin with # are left out.
-# A run begins when the one before has ended, on all that here.sh finds inside an allocation or on one machine.
+# A run begins when the one before has ended, on all that here.sh finds inside an allocation or on a machine.
 # Typed again, the sweep goes on where it was stopped (exit code 85). A run that fails ends no other.
 #
 # As a job array, the runs side by side; afterwards python train.py --list out/rates:

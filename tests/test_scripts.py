@@ -14,13 +14,16 @@ from pool import ROOT
 from test_launch import BIN, FLAGS, clean_env
 
 SCRIPTS = sorted((ROOT / "scripts").iterdir())
-JOBS = {"generic.slurm": 2, "generic.pbs": 4, "polaris.pbs": 4, "aurora.pbs": 12, "perlmutter.sh": 4,
-        "frontier.sh": 8, "lumi.sh": 8}
+JOBS = {"generic.slurm": 2, "generic.pbs": 4, "polaris.pbs": 4, "aurora.pbs": 12, "crux.pbs": 8,
+        "perlmutter.sh": 4, "frontier.sh": 8, "lumi.sh": 8}
 ORDER = {"polaris.pbs": "3,2,1,0", "perlmutter.sh": "3,2,1,0", "frontier.sh": "4,5,2,3,6,7,0,1"}
 
 
 def test_size_syntax_and_what_must_not_be_in_them():
-    assert {*JOBS} < {p.name for p in SCRIPTS}
+    assert {*JOBS} == {p.name for p in SCRIPTS if re.search("^#(PBS|SBATCH)", p.read_text(), re.M)}
+    helpers = {p.name for p in SCRIPTS} - {*JOBS}
+    sourced = set(re.findall(r"source [^\n]*?(\w+\.sh)", "".join(p.read_text() for p in SCRIPTS)))
+    assert helpers == sourced | {"here.sh", "gpu_order.sh", "stage.sh", "sweep.sh"}  # these the tests start
     for path in SCRIPTS:
         text = path.read_text()
         lines = text.splitlines()
@@ -49,7 +52,7 @@ def site(tmp_path):
     (tmp_path / "jobs").mkdir()
     activate.parent.mkdir(parents=True)
     settings = ("NCCL_CROSS_NIC", "NCCL_NET", "CCL_PROCESS_LAUNCHER", "CCL_KVS_MODE",
-                "MPICH_GPU_SUPPORT_ENABLED", "MPICH_OFI_NIC_POLICY", "https_proxy")
+                "MPICH_GPU_SUPPORT_ENABLED", "MPICH_OFI_NIC_POLICY", "https_proxy", "OMP_NUM_THREADS")
     for name in ("srun", "scontrol", "mpiexec"):
         (stand_ins / name).write_text(
             f'#!/bin/bash\nprintf "%s\\n" {name} "$@" "" >> {tmp_path}/words\n'
@@ -138,6 +141,7 @@ def test_what_each_script_starts(site, name, nodes):
                                    ("polaris.pbs", False, "MPICH_GPU_SUPPORT_ENABLED=0"),
                                    ("polaris.pbs", False, "https_proxy=http://proxy.alcf"),
                                    ("aurora.pbs", False, "https_proxy=http://proxy.alcf"),
+                                   ("crux.pbs", False, "OMP_NUM_THREADS=16"),
                                    ("frontier.sh", False, "MPICH_OFI_NIC_POLICY=BLOCK"),
                                    ("perlmutter.sh", False, "MPICH_GPU_SUPPORT_ENABLED=0")):
         if name == script:
