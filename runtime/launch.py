@@ -211,7 +211,7 @@ def bare_environment():
                 "MASTER_")
 
     if "SLURM_STEP_ID" in os.environ:
-        # mpiexec would ask Slurm for another step, which waits until the step that asks has ended.
+        # A launcher would ask Slurm for another step, which waits until the step that asks has ended.
         prefixes += ("SLURM_",)
 
     def belongs_to_a_launcher(name):

@@ -284,7 +284,7 @@ def test_surroundings(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "1")
     assert {"PMI_RANK", "RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "MASTER_ADDR"}.isdisjoint(
         bare_environment()) and "PATH" in bare_environment()
-    # mpiexec inside a step of srun would ask Slurm for another step, and wait for ever.
+    # Inside a step of srun, mpiexec would ask Slurm for another step, and wait for ever.
     assert "SLURM_JOB_ID" in bare_environment()
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_CONF", "file")
