@@ -8,8 +8,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # for test_kernels.py; Triton reads it at its first import
 forkserver.ensure_running()  # it forks the pool's ranks, and imports torch while pytest collects the tests
-# Seconds of CPU of the longest files, with their tests marked long, on a busy machine. These files start first,
-# so that none of them is left for the end.
+# Seconds of CPU of the longest files, with their tests marked long, on a busy machine. These files start
+# first, so that none of them is left for the end.
 LONGEST = {
     "test_layouts": 123, "test_resume": 74, "test_plan": 55, "test_launch": 48, "test_gpu_matrix": 47,
     "test_fuzz": 40, "test_faults": 38, "test_graph": 29, "test_drills": 25, "test_dropout": 25,
