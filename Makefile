@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# the tests start many processes: none compiles again what another one has compiled
+export PYTHONDONTWRITEBYTECODE :=
+PYTEST := $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 
 train: .venv/ready
 	python prepare.py stdlib
@@ -9,17 +12,17 @@ train: .venv/ready
 
 test: .venv/ready-test
 	ruff check .
-	python -m pytest -q -n 4 --dist loadfile tests
+	$(PYTEST) -m "not long" tests
 
 drills: .venv/ready-test
 	python tests/drills/kill.py --count 1000 --workers 2 --out out/drills
 
-# what needs a package that pip builds for ten minutes and more: llama.cpp, which runs our GGUF files. where it
-# cannot be built, its tests are skipped
+# the other cases of long sweeps; and what needs a package that pip builds for ten minutes and more: llama.cpp,
+# which runs our GGUF files. where it cannot be built, its tests are skipped
 long: .venv/ready-test
 	@$(BIN)/python -c "import llama_cpp" 2>/dev/null || CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAMA_BUILD_TESTS=OFF" \
 	  $(BIN)/pip install -q llama-cpp-python==0.3.36 || echo "llama-cpp-python cannot be built here"
-	python -m pytest -q -rs tests/test_gguf_long.py
+	$(PYTEST) -rs -m long tests
 
 # hours on 2 cores. it can be stopped and typed again
 mutants: .venv/ready-test

@@ -27,9 +27,16 @@ if sys.flags.safe_path:  # python -I leaves out the program's own folder
 import checkpoint
 import config
 from interface.command_line import command_line, parse, print_quietly, printable, wrong_input
-from interface.files import folded, must_write, new_part, read_holder, sound_rows, write_whole
+from interface.files import (
+    best_effort,
+    folded,
+    must_write,
+    new_part,
+    read_holder,
+    sound_rows,
+    write_whole,
+)
 from interface.schema import load_json, open_file, read_file
-from runtime.log import best_effort
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file for each, in OUT
 NO_PLOTEXT = "plotext is not installed: no plots (pip install 'plotext<6')"

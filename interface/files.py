@@ -32,6 +32,15 @@ def warn(text):
     print(f"nanoshard: {one_line(text)}", file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def best_effort(what, errors=OSError):
+    """Run the body. If a disk is full or a directory is missing, the run goes on without what is written."""
+    try:
+        yield
+    except errors as e:
+        warn(f"{what}: {e}; going on without it")
+
+
 def folded(text):
     """Return text as lines of at most 100 columns; a longer word, such as a path, gets a line of its own."""
     return textwrap.fill(text, 100, subsequent_indent=6 * " ", break_long_words=False, break_on_hyphens=False)

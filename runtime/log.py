@@ -25,7 +25,16 @@ from cost.step_time import peak_flops
 from cost.traffic import traffic
 from fast.symm_mem import bytes_allocated
 from generate import generate
-from interface.files import Rows, folded, hold_inside, must_write, new_part, warn, write_whole
+from interface.files import (
+    Rows,
+    best_effort,
+    folded,
+    hold_inside,
+    must_write,
+    new_part,
+    warn,
+    write_whole,
+)
 from interface.schema import load_json, read_file
 from ops.accelerator import peak_memory
 from optim import StepStats
@@ -274,15 +283,6 @@ def farewell(outcome, stop_reason, state, out, saved):
 
 # -----------------------------------------------------------------------------
 # The files
-
-@contextlib.contextmanager
-def best_effort(what, errors=OSError):
-    """Run the body. If a disk is full or a directory is missing, the run goes on without what is written."""
-    try:
-        yield
-    except errors as e:
-        warn(f"{what}: {e}; going on without it")
-
 
 class Log:
     """metrics.jsonl, experts.jsonl, history.jsonl (a row per start) and the printed line.

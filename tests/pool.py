@@ -27,8 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 context = mp.get_context("forkserver")
+# torch.nn.attention.bias: the masks of context parallelism, whose import takes each rank longer than all else
 context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.functional", "torch.testing",
-                                "torch.utils.checkpoint", "train"])
+                                "torch.utils.checkpoint", "torch.nn.attention.bias", "train"])
 COLLECTIVE = 20  # seconds that a rank waits for the other ranks in a collective
 AFTER_FAILURE = COLLECTIVE + 10  # seconds that the other ranks have to answer after one has failed
 LIMIT = 240  # seconds for a whole call; the longest call on an idle machine takes a small part of this

@@ -5,6 +5,7 @@
     rows, final     read what a run leaves behind: its metrics, a checkpoint
     same            asserts that two runs left the same bits
     assert_refused  asserts that a run ended with one line about its wrong input
+    refused         the same of a program's main, which it calls
 """
 import contextlib
 import hashlib
@@ -127,6 +128,17 @@ def assert_refused(result, *words):
     assert result["code"] == 2 and len(lines) == 1 and lines[0].startswith("nanoshard: "), result
     for word in words:
         assert word in lines[0], f"{word!r} is not in {lines[0]!r}"
+
+
+def refused(main, argv, *words):
+    """Assert that a program's main ends with exit code 2 and one line on stderr that contains all words."""
+    code, err = 0, io.StringIO()
+    try:
+        with contextlib.redirect_stderr(err):
+            main([str(word) for word in argv])
+    except SystemExit as leaving:
+        code = leaving.code
+    assert_refused({"code": code, "err": err.getvalue()}, *words)
 
 
 def go(n, out, *flags, plan=None, code=0, base=TINY):

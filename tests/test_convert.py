@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import TINY, assert_refused, chars, go, rows
+from runs import TINY, assert_refused, chars, go, refused, rows
 from safetensors.torch import load_file, save_file
 from test_chat import chat_session
 from torch.overrides import TorchFunctionMode
@@ -31,16 +31,6 @@ from runtime import resume
 from runtime.launch import World
 
 VOCAB, T = 100, 16
-
-
-@pytest.fixture(scope="module")
-def hf():
-    """Return transformers, silent."""
-    transformers = pytest.importorskip(
-        "transformers", reason="transformers is not installed: pip install -r requirements-test.txt")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return transformers
 
 
 class Wide(TorchFunctionMode):
@@ -402,14 +392,6 @@ def test_data_by_a_tokenizer_of_theirs(hf, trained, tmp_path, capsys):
         assert tokenizer.load(tmp_path).eod == eod
     refused(prepare.main, [*argv, "--name=c", f"--tokenizer=hf:{tmp_path}"], "eos_token")
     refused(prepare.main, [*argv, "--name=c", f"--tokenizer=hf:{tmp_path}/none"], "none/tokenizer.json")
-
-
-def refused(main, argv, *words):
-    """A program's main ends with exit code 2 and one line that has all of words."""
-    err = io.StringIO()
-    with contextlib.redirect_stderr(err), pytest.raises(SystemExit) as e:
-        main([str(a) for a in argv])
-    assert_refused({"code": e.value.code, "err": err.getvalue()}, *words)
 
 
 @pytest.mark.parametrize("kind", ["bpe", "char"])

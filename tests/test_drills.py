@@ -1,4 +1,4 @@
-"""A few of the kill drills: runs that are killed and resumed. All of them: make drills."""
+"""A few of the kill drills: runs that are killed and resumed. More of them: make long. All: make drills."""
 import os
 import random
 import sys
@@ -17,7 +17,9 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("drills")
 
 
-@pytest.mark.parametrize("i,name", [(8, "zero1"), (11, "pp2-tied"), (15, "ep2")])
+@pytest.mark.parametrize("i,name", [
+    (8, "zero1"), pytest.param(11, "pp2-tied", marks=pytest.mark.long),
+    pytest.param(15, "ep2", marks=pytest.mark.long)])
 def test_a_killed_and_resumed_run_ends_with_the_same_bits(i, name, folder):
     row = kill.drill(i, folder, name, typical=1.5)
     assert row["ok"], row["why"]

@@ -6,7 +6,6 @@ test_convert.py compares the functions of the other families, and the tokenizers
 """
 import contextlib
 import dataclasses
-import io
 import json
 import os
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import TINY, assert_refused, chars, go
+from runs import TINY, chars, go, refused
 
 import checkpoint
 import convert
@@ -29,24 +28,6 @@ BERT = ["--objective=mlm", "--norm=layer", "--mlp=gelu", "--pos=learned", "--n-k
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 3?"},
         {"role": "assistant", "content": "  It is\n6. "}, {"role": "user", "content": "é?"},
         {"role": "assistant", "content": "Yes."}]
-
-
-@pytest.fixture(scope="module")
-def hf():
-    """Return transformers, silent."""
-    transformers = pytest.importorskip(
-        "transformers", reason="transformers is not installed: pip install -r requirements-test.txt")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return transformers
-
-
-def refused(argv, *words):
-    """convert.py ends with exit code 2 and one line that has all of words."""
-    err = io.StringIO()
-    with contextlib.redirect_stderr(err), pytest.raises(SystemExit) as e:
-        convert.main([str(a) for a in argv])
-    assert_refused({"code": e.value.code, "err": err.getvalue()}, *words)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +92,7 @@ def test_transformers_fills_the_gaps_of_a_bert(kind, hf, tmp_path, capsys):
     code = card.split("```python\n")[1].split("```")[0].replace('"."', repr(str(tmp_path / "hf")))
     exec(code.replace("a[MASK] in a text", "the c[MASK]t"), {})
     assert len(capsys.readouterr().out.splitlines()) == 5
-    refused(["import", tmp_path / "hf", f"--out={tmp_path}/back"], "megatron-bert")
+    refused(convert.main, ["import", tmp_path / "hf", f"--out={tmp_path}/back"], "megatron-bert")
 
 
 def test_a_bert_that_transformers_has_not_is_refused(tmp_path):
@@ -266,7 +247,8 @@ def test_what_is_not_ours_is_not_replaced(change, run, tmp_path):
         else:
             left.write_text("mine")
     before = contents(tmp_path)
-    refused(["export", run, f"--out={tmp_path}/hf"], "hf.half", "move it away, or give another --out")
+    refused(convert.main, ["export", run, f"--out={tmp_path}/hf"],
+            "hf.half", "move it away, or give another --out")
     assert before == contents(tmp_path)
     assert not (tmp_path / "hf").exists()
 
@@ -280,7 +262,8 @@ def test_two_exports_at_once_meet_a_lock(run, tmp_path, monkeypatch):
             child = os.fork()
             if not child:
                 with contextlib.suppress(BaseException):
-                    refused(["export", run, f"--out={tmp_path}/hf"], f"is in use by process {os.getppid()}")
+                    refused(convert.main, ["export", run, f"--out={tmp_path}/hf"],
+                            f"is in use by process {os.getppid()}")
                     os._exit(7)
                 os._exit(1)
             codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -294,10 +277,10 @@ def test_an_empty_folder_is_filled_and_a_mount_point_refused(run, tmp_path, monk
     (tmp_path / "hf").mkdir()
     convert.main(["export", str(run), f"--out={tmp_path}/hf"])
     assert (tmp_path / "hf/config.json").exists()
-    refused(["export", run, f"--out={tmp_path}/hf"], "give a new directory")
-    refused(["export", run, "--out=/proc/1"], "--out /proc/1")
+    refused(convert.main, ["export", run, f"--out={tmp_path}/hf"], "give a new directory")
+    refused(convert.main, ["export", run, "--out=/proc/1"], "--out /proc/1")
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "volume")
-    refused(["export", run, f"--out={tmp_path}/volume"], f"try --out {tmp_path}/volume/model")
+    refused(convert.main, ["export", run, f"--out={tmp_path}/volume"], f"try --out {tmp_path}/volume/model")
 
 
 @pytest.fixture(scope="module")
@@ -372,7 +355,7 @@ def test_an_import_replaces_nothing_that_is_not_ours(change, model, tmp_path):
         (left / "step_000000").rename(tmp_path / "elsewhere")
         (left / "step_000000").symlink_to(tmp_path / "elsewhere")
     before = contents(tmp_path)
-    refused(["import", model, f"--out={tmp_path}/ours"], *words)
+    refused(convert.main, ["import", model, f"--out={tmp_path}/ours"], *words)
     assert before == contents(tmp_path)
 
 
@@ -385,7 +368,8 @@ def test_two_imports_at_once_meet_a_lock(model, tmp_path, monkeypatch):
         if not child:
             checkpoint.save = save
             with contextlib.suppress(BaseException):
-                refused(["import", model, f"--out={tmp_path}/ours"], f"is in use by process {os.getppid()}")
+                refused(convert.main, ["import", model, f"--out={tmp_path}/ours"],
+                        f"is in use by process {os.getppid()}")
                 os._exit(7)
             os._exit(1)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -398,5 +382,5 @@ def test_two_imports_at_once_meet_a_lock(model, tmp_path, monkeypatch):
 def test_an_import_that_finds_damaged_weights_leaves_nothing(model, tmp_path, monkeypatch):
     killed_import(model, tmp_path / "ours", "config.json")
     monkeypatch.setattr(checkpoint, "is_finite", lambda block: False)
-    refused(["import", model, f"--out={tmp_path}/ours"], "holds nan or infinite weights")
+    refused(convert.main, ["import", model, f"--out={tmp_path}/ours"], "holds nan or infinite weights")
     assert not os.listdir(tmp_path)

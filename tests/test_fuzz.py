@@ -21,7 +21,8 @@ def good(tmp_path_factory):
     return folder
 
 
-CALLS = [(kind, i) for kind, n in fuzz.CASES.items() for i in range(0, n, AT_ONCE)]
+CALLS = [pytest.param(kind, i, marks=[pytest.mark.long] if i else [])  # make test: the first of each kind
+         for kind, n in fuzz.CASES.items() for i in range(0, n, AT_ONCE)]
 
 
 @pytest.mark.parametrize("kind,first", CALLS)

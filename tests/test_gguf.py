@@ -2,8 +2,6 @@
 
 test_gguf_long.py runs such files in llama.cpp.
 """
-import contextlib
-import io
 import json
 import os
 import sys
@@ -12,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import TINY, assert_refused, chars, final, go
+from runs import TINY, chars, final, go, refused
 from safetensors.torch import load_file
 
 import convert
@@ -54,14 +52,6 @@ def train(folder, data, *flags, steps=2):
     go(1, folder, f"--data={data}", f"--steps={steps}", f"--save-every={steps}", "--lr=0.03", *flags,
        base=NO_VOCAB)
     return folder
-
-
-def refused(argv, *words):
-    """convert.py ends with exit code 2 and one line that has all of words."""
-    err = io.StringIO()
-    with contextlib.redirect_stderr(err), pytest.raises(SystemExit) as e:
-        convert.main([str(a) for a in argv])
-    assert_refused({"code": e.value.code, "err": err.getvalue()}, *words)
 
 
 def read(gguf, path):
@@ -219,23 +209,26 @@ def test_tokens_that_llama_cpp_cuts_otherwise_are_said(token, said):
 def test_what_llama_cpp_has_not_is_refused(gguf, text, tmp_path, monkeypatch):
     out = f"--out={tmp_path}/m.gguf"
     chars(tmp_path)
-    refused(["gguf", train(tmp_path / "chars", tmp_path / "toy"), out], "tokenizer of characters", "bpe")
+    refused(convert.main, ["gguf", train(tmp_path / "chars", tmp_path / "toy"), out],
+            "tokenizer of characters", "bpe")
     go(1, tmp_path / "synthetic", "--steps=1", "--save-every=1")
-    refused(["gguf", tmp_path / "synthetic", out], "holds no tokenizer.json")
-    refused(["gguf", train(tmp_path / "moe", text / "text", "--n-experts=2"), out], "softmax-topk and sig")
-    refused(["gguf", train(tmp_path / "bert", text / "text", *GPT2, "--objective=mlm"), out], "no BERT")
+    refused(convert.main, ["gguf", tmp_path / "synthetic", out], "holds no tokenizer.json")
+    refused(convert.main, ["gguf", train(tmp_path / "moe", text / "text", "--n-experts=2"), out],
+            "softmax-topk and sig")
+    refused(convert.main, ["gguf", train(tmp_path / "bert", text / "text", *GPT2, "--objective=mlm"), out],
+            "no BERT")
     run = train(tmp_path / "run", text / "text")
-    refused(["gguf", run, out, "--dtype=fp64"], "--dtype fp64", "fp16")
-    refused(["gguf", run], "--out is missing", "model.gguf")
-    refused(["gguf", run, f"--out={text}"], "give a new file")
+    refused(convert.main, ["gguf", run, out, "--dtype=fp64"], "--dtype fp64", "fp16")
+    refused(convert.main, ["gguf", run], "--out is missing", "model.gguf")
+    refused(convert.main, ["gguf", run, f"--out={text}"], "give a new file")
     convert.main(["export", str(run), f"--out={tmp_path}/hf"])
-    refused(["gguf", tmp_path / "hf", out], "convert_hf_to_gguf.py")
+    refused(convert.main, ["gguf", tmp_path / "hf", out], "convert_hf_to_gguf.py")
     saved = json.loads((run / "tokenizer.json").read_text())
     (run / "tokenizer.json").write_text(json.dumps({**saved, "pattern": r"\S+|\s+"}))
-    refused(["gguf", run, out], "by its pattern")
+    refused(convert.main, ["gguf", run, out], "by its pattern")
     (run / "tokenizer.json").write_text(json.dumps(saved))
     monkeypatch.setitem(sys.modules, "gguf", None)
-    refused(["gguf", run, out], "pip install gguf")
+    refused(convert.main, ["gguf", run, out], "pip install gguf")
     assert not (tmp_path / "m.gguf").exists()
 
 
@@ -243,7 +236,8 @@ def test_a_weight_that_fp16_cannot_hold_is_refused_and_leaves_nothing(gguf, text
     run = train(tmp_path / "run", text / "text")
     with monkeypatch.context() as planted:
         planted.setattr(gguf_file, "pair_rows", lambda rows, heads: (rows.float() + 1e5).to(rows.dtype))
-        refused(["gguf", run, f"--out={tmp_path}/m.gguf", "--dtype=fp16"], "attn_q.weight", "--dtype fp32")
+        refused(convert.main, ["gguf", run, f"--out={tmp_path}/m.gguf", "--dtype=fp16"],
+                "attn_q.weight", "--dtype fp32")
     assert os.listdir(tmp_path) == ["run"]
     convert.main(["gguf", str(run), f"--out={tmp_path}/m.gguf", "--dtype=fp16"])
     assert sorted(os.listdir(tmp_path)) == ["m.gguf", "run"]

@@ -18,6 +18,7 @@ import sample
 from corpus import chat, gguf_file, tokenizer
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: make long")
+pytestmark = pytest.mark.long
 FP16 = 2.0 ** -11  # how far rounding to fp16 moves a number, relative to it
 TEXTS = 400
 PROMPT = "def test_"

@@ -3,8 +3,6 @@
 transformers itself is the oracle: of its defaults, of the fields of config.json that change the logits, and
 of the logits. test_convert.py has the proofs in fp64.
 """
-import contextlib
-import io
 import json
 import os
 import random
@@ -13,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from runs import assert_refused, go
+from runs import assert_refused, go, refused
 from safetensors.torch import load_file, save_file
 
 import checkpoint
@@ -37,16 +35,6 @@ SMALL = {  # {model_type: values of a small model that is imported}
     "gpt2": dict(n_layer=2, n_embd=16, n_head=4, n_positions=32, vocab_size=VOCAB, n_inner=24,
                  initializer_range=0.3, bos_token_id=0, eos_token_id=0),
 }
-
-
-@pytest.fixture(scope="module")
-def hf():
-    """Return transformers, silent."""
-    transformers = pytest.importorskip(
-        "transformers", reason="transformers is not installed: pip install -r requirements-test.txt")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return transformers
 
 
 def make(hf, folder, name, **values):
@@ -73,14 +61,6 @@ def change_tensors(folder, **tensors):
     held.update({name.replace("__", "."): tensor for name, tensor in tensors.items()})
     save_file(held, folder / "model.safetensors", {"format": "pt"})
     return held
-
-
-def refused(argv, *words, main=convert.main):
-    """A program ends with exit code 2 and one line on stderr that has all of words."""
-    err = io.StringIO()
-    with contextlib.redirect_stderr(err), pytest.raises(SystemExit) as e:
-        main([str(a) for a in argv])
-    assert_refused({"code": e.value.code, "err": err.getvalue()}, *words)
 
 
 def our_logits(folder, ids):
@@ -196,11 +176,12 @@ def test_what_is_absent_is_no_value_of_ours(hf, tmp_path):
     """Without them, transformers normalizes one gate of a Glm4Moe, and has a layer without experts."""
     folder = make(hf, tmp_path / "a", "glm4_moe", num_experts_per_tok=1)
     change(folder, ["norm_topk_prob"])
-    refused(["import", folder, f"--out={tmp_path}/x"], "norm_topk_prob is True, transformers' default")
+    refused(convert.main, ["import", folder, f"--out={tmp_path}/x"],
+            "norm_topk_prob is True, transformers' default")
     folder = make(hf, tmp_path / "b", "glm4_moe", num_experts_per_tok=1, norm_topk_prob=False)
     same_logits(hf, folder)
     change(folder, ["first_k_dense_replace"])
-    refused(["import", folder, f"--out={tmp_path}/x"], "first_k_dense_replace is 1")
+    refused(convert.main, ["import", folder, f"--out={tmp_path}/x"], "first_k_dense_replace is 1")
     folder = make(hf, tmp_path / "c", "llama", num_key_value_heads=4, rms_norm_eps=1e-6)
     change(folder, ["num_key_value_heads", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
                     "hidden_act", "max_position_embeddings", "architectures"])
@@ -386,10 +367,10 @@ def test_a_head_beside_a_tied_embedding_is_compared(hf, tmp_path):
     same_logits(hf, folder)
     change_tensors(folder, lm_head__weight=embedding + torch.eye(VOCAB, 16))
     for argv in ["import", folder, f"--out={tmp_path}/x"], ["import", folder, f"--out={tmp_path}/y"]:
-        refused(argv, "lm_head.weight is another matrix than model.embed_tokens.weight",
+        refused(convert.main, argv, "lm_head.weight is another matrix than model.embed_tokens.weight",
                 "set tie_word_embeddings to false")
     assert not (tmp_path / "x").exists()
-    refused([folder, "--prompt=a"], "lm_head.weight is another", main=sample.main)
+    refused(sample.main, [folder, "--prompt=a"], "lm_head.weight is another")
     change(folder, tie_word_embeddings=False)
     same_logits(hf, folder)
     # The files of gpt2 on the hub have no prefix, and some have a head.
@@ -398,7 +379,8 @@ def test_a_head_beside_a_tied_embedding_is_compared(hf, tmp_path):
     bare = {key.removeprefix("transformer."): tensor for key, tensor in held.items()}
     bare["lm_head.weight"] = bare["wte.weight"] + 1
     save_file(bare, folder / "model.safetensors", {"format": "pt"})
-    refused(["import", folder, f"--out={tmp_path}/x"], "lm_head.weight is another", "transformer.wte.weight")
+    refused(convert.main, ["import", folder, f"--out={tmp_path}/x"],
+            "lm_head.weight is another", "transformer.wte.weight")
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
@@ -411,7 +393,8 @@ def test_weights_that_are_not_finite_are_refused_by_name(value, hf, tmp_path):
     change_tensors(folder, **{name: weight})
     (tmp_path / "empty").mkdir()
     for out in "new", "empty":
-        refused(["import", folder, f"--out={tmp_path}/{out}"], f"{name} holds nan or infinite weights")
+        refused(convert.main, ["import", folder, f"--out={tmp_path}/{out}"],
+                f"{name} holds nan or infinite weights")
     assert not (tmp_path / "new").exists() and not any((tmp_path / "empty").iterdir())
     with pytest.raises(ValueError, match=f"{name} holds nan"):
         our_logits(folder, torch.arange(3)[None])
@@ -468,13 +451,13 @@ def test_a_file_that_is_a_pipe_or_too_large(file, hf, tmp_path, monkeypatch):
         (folder / "model.safetensors").unlink()
     with open(folder / file, "wb") as f:
         f.truncate(2**28 + 1)  # a hole: nothing is written
-    refused(["import", folder, f"--out={tmp_path}/x"], file, "bytes, more than")
+    refused(convert.main, ["import", folder, f"--out={tmp_path}/x"], file, "bytes, more than")
     (folder / file).unlink()
     os.mkfifo(folder / file)
     with pytest.raises(ValueError, match="a pipe"):
         load_json_of_others(folder / file, 100)
     if file == "config.json":
-        refused(["import", folder, f"--out={tmp_path}/x"], file, "a pipe")
+        refused(convert.main, ["import", folder, f"--out={tmp_path}/x"], file, "a pipe")
 
 
 # -----------------------------------------------------------------------------

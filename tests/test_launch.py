@@ -245,13 +245,39 @@ def clean_env():
     return {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
 
 
-def test_ranks_start_over_an_mpi_that_sends_only_inside_of_its_functions():
-    """MPICH's OFI over tcp, also between ranks of one host: rank 0 sends where to meet, and waits there."""
-    env = {**clean_env(), "MPIR_CVAR_CH4_NETMOD": "ofi", "MPIR_CVAR_NOLOCAL": "1"}
-    code = "from runtime import launch; w = launch.launch(100); print(w.axis.gather_objects(w.rank + 5)); "
-    done = subprocess.run([BIN / "mpiexec", "-n", "2", sys.executable, "-c", code + "launch.shutdown(w)"],
-                          cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.count("[5, 6]") == 2, done.stdout + done.stderr
+SEEN = """
+import os
+from runtime import launch, visible
+visible.cuda_is_untouched, visible.count_in_new_process = lambda: True, lambda: 2
+select = launch.select_device
+def recorded(local, local_size, own=None):
+    global mine
+    mine = own, os.environ[visible.VARIABLE]
+    return select(local, local_size)
+launch.select_device = recorded
+world = launch.launch(100, quiet=True)
+all_ranks = world.axis.gather_objects((world.shown, *mine))
+print(world.launcher, all_ranks, flush=True)
+launch.shutdown(world)
+"""
+
+
+@pytest.fixture(scope="module")
+def over_ofi(tmp_path_factory):
+    """Two ranks over MPICH's OFI over tcp, also between ranks of one host, each of which is shown one GPU."""
+    script = tmp_path_factory.mktemp("over_ofi") / "seen.py"
+    script.write_text(SEEN)
+    rank = ["-n", "1", "-env", visible.VARIABLE]
+    run = [sys.executable, script]
+    env = {**clean_env(), "PYTHONPATH": str(ROOT), "MPIR_CVAR_CH4_NETMOD": "ofi", "MPIR_CVAR_NOLOCAL": "1"}
+    return subprocess.run([BIN / "mpiexec", *rank, "1", *run, ":", *rank, "0", *run], env=env,
+                          capture_output=True, text=True, timeout=240)
+
+
+def test_ranks_start_over_an_mpi_that_sends_only_inside_of_its_functions(over_ofi):
+    """Rank 0 sends where to meet, and waits there."""
+    said = over_ofi.stdout + over_ofi.stderr
+    assert over_ofi.returncode == 0 and over_ofi.stdout.count("hydra [(") == 2, said
 
 
 @pytest.mark.skipif(not os.path.exists(f"{sys.prefix}/lib/mpich"), reason="another MPI than pip's MPICH")
@@ -442,31 +468,9 @@ def test_without_a_driver_nothing_is_asked(monkeypatch):
         assert visible.count_in_new_process() == count
 
 
-SEEN = """
-import os
-from runtime import launch, visible
-visible.cuda_is_untouched, visible.count_in_new_process = lambda: True, lambda: 2
-select = launch.select_device
-def recorded(local, local_size, own=None):
-    global mine
-    mine = own, os.environ[visible.VARIABLE]
-    return select(local, local_size)
-launch.select_device = recorded
-world = launch.launch(60, quiet=True)
-all_ranks = world.axis.gather_objects((world.shown, *mine))
-if world.rank == 0:
-    print(world.launcher, all_ranks, flush=True)
-launch.shutdown(world)
-"""
-
-
-def test_ranks_of_mpiexec_are_shown_all_gpus_before_the_device_is_chosen(tmp_path):
-    (tmp_path / "seen.py").write_text(SEEN)
-    rank = ["-n", "1", "-env", visible.VARIABLE]
-    run = [sys.executable, tmp_path / "seen.py"]
-    job = subprocess.run([BIN / "mpiexec", *rank, "1", *run, ":", *rank, "0", *run], capture_output=True,
-                         text=True, timeout=240, env={**clean_env(), "PYTHONPATH": str(ROOT)})
-    assert "hydra [('1', 0, '1,0'), ('0', 1, '1,0')]" in job.stdout.splitlines(), job.stdout + job.stderr
+def test_ranks_of_mpiexec_are_shown_all_gpus_before_the_device_is_chosen(over_ofi):
+    said = over_ofi.stdout.splitlines()
+    assert said == ["hydra [('1', 0, '1,0'), ('0', 1, '1,0')]"] * 2, over_ofi.stdout + over_ofi.stderr
 
 
 # -----------------------------------------------------------------------------

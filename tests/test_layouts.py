@@ -193,8 +193,15 @@ LAYOUTS = [  # ranks, sequences per step, layout; micro-batch 2
 ]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("n,batch,layout", LAYOUTS, ids=lambda x: str(x).replace(" ", ""))
+def on_families(layouts, first, second):
+    """Return parameters (family, ranks, sequences, layout). make long has those of `second` on 8 ranks."""
+    long = [pytest.mark.long]
+    return [pytest.param(family, *row, marks=long if family == second and row[0] == 8 else [],
+                         id=f"{row}-{family}".replace(" ", ""))
+            for row in layouts for family in (first, second)]
+
+
+@pytest.mark.parametrize("family,n,batch,layout", on_families(LAYOUTS, "llama", "gpt2"))
 def test_layout_equals_one_rank(family, n, batch, layout):
     base = dict(LLAMA if family == "llama" else GPT2, micro_batch=2)
     compare(base, n, batch, **layout)
@@ -244,8 +251,7 @@ MOE_LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("family", ["dropless", "capacity"])
-@pytest.mark.parametrize("n,batch,layout", MOE_LAYOUTS, ids=lambda x: str(x).replace(" ", ""))
+@pytest.mark.parametrize("family,n,batch,layout", on_families(MOE_LAYOUTS, "dropless", "capacity"))
 def test_moe_layout_equals_one_rank(family, n, batch, layout):
     compare(dict(MOE if family == "dropless" else CAPACITY, micro_batch=2), n, batch, **layout)
 

@@ -49,25 +49,23 @@ class Terminal:
         os.write(self.fd, f"{line}\n".encode())
 
 
-def test_the_chosen_rank_stops_and_the_others_wait(tmp_path):
-    """Under mpiexec and torchrun at the same time: one starts while a rank of the other waits."""
-    starts = {"mpiexec": [BIN / "mpiexec", "-n", 2, sys.executable],
-              "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", 2]}
-    terminals = {}
-    for name, start in starts.items():
-        t = terminals[name] = Terminal([*start, ROOT / "train.py", *FLAGS, f"--out={tmp_path / name}",
-                                        "--timeout=2", "--pdb=1"])
-        assert "rank 1 of 2 stops in pdb, the others wait" in t.read(r"\(Pdb\) ")
-        t.type("p 'I am', self.world.rank, number")
-        assert re.search(r"\('I am', 1, 1\)", t.read(r"\(Pdb\) "))
+START = {"mpiexec": [BIN / "mpiexec", "-n", 2, sys.executable],
+         "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", 2]}
+
+
+@pytest.mark.parametrize("launcher", ["mpiexec", pytest.param("torchrun", marks=pytest.mark.long)])
+def test_the_chosen_rank_stops_and_the_others_wait(launcher, tmp_path):
+    t = Terminal([*START[launcher], ROOT / "train.py", *FLAGS, f"--out={tmp_path}", "--timeout=2", "--pdb=1"])
+    assert "rank 1 of 2 stops in pdb, the others wait" in t.read(r"\(Pdb\) ")
+    t.type("p 'I am', self.world.rank, number")
+    assert re.search(r"\('I am', 1, 1\)", t.read(r"\(Pdb\) "))
     time.sleep(2.5)  # longer than --timeout: neither the watchdog nor the process group ends the waiting rank
-    for name, t in terminals.items():
-        t.type("cfg.seq_len + 1000")
-        assert "1016" in t.read(r"\(Pdb\) ")
-        t.type("c")
-        rest = t.read(None)
-        assert t.job.returncode == 0 and "done after step 6" in rest, rest
-        assert len((tmp_path / name / "metrics.jsonl").read_text().splitlines()) == 6
+    t.type("cfg.seq_len + 1000")
+    assert "1016" in t.read(r"\(Pdb\) ")
+    t.type("c")
+    rest = t.read(None)
+    assert t.job.returncode == 0 and "done after step 6" in rest, rest
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
 
 
 def test_a_rank_that_does_not_exist_is_refused(capsys, tmp_path):

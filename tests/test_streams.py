@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forks import run_forks
 from pool import ROOT
 from test_borders import write_foreign
 
@@ -98,28 +99,6 @@ LOST = {  # redirection: (exit code of a program whose result is what it prints,
 }
 RESULTS = {"plan": "plan.py tiny", "checkpoint": "checkpoint.py show {}",
            "sample": "sample.py {} --prompt so", "chat": "sample.py {} --chat"}
-# Torch is imported once; each program then runs in a fork, whose stdout is gone and whose end is a real one.
-FORKS = """import json, os, runpy, sys
-sys.path.insert(0, sys.argv[1])
-import checkpoint, generate, plan, sample
-codes = []
-for words, stdout, stderr, stdin in json.loads(sys.argv[2]):
-    child = os.fork()
-    if child:
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        continue
-    for descriptor, path in enumerate((stdin, stdout, stderr)):
-        os.dup2(os.open(path or os.devnull, os.O_RDWR | os.O_CREAT), descriptor)
-    os.closerange(3, 99)
-    if not stdout:
-        os.close(1)
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False) if stdout else None
-    sys.argv = words
-    runpy.run_path(os.path.join(sys.path[0], words[0]), run_name="__main__")
-    sys.exit()
-print(codes)
-"""
-
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_result_that_is_lost_is_one_line(tmp_path):
@@ -128,14 +107,11 @@ def test_a_result_that_is_lost_is_one_line(tmp_path):
     cases = [(name, how) for name in RESULTS for how in LOST]
     jobs = []
     for number, (name, how) in enumerate(cases):
-        words = RESULTS[name].format(tmp_path / "model").split()
-        words += ["--max-new-tokens=4"] * (words[0] == "sample.py")
-        jobs.append((words, "/dev/full" if how == ">/dev/full" else "", f"{tmp_path}/{number}",
-                     f"{tmp_path}/typed"))
-    done = subprocess.run([sys.executable, "-c", FORKS, str(ROOT), json.dumps(jobs)], capture_output=True,
-                          text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    codes = json.loads(done.stdout.splitlines()[-1])
+        program, *words = RESULTS[name].format(tmp_path / "model").split()
+        words += ["--max-new-tokens=4"] * (program == "sample.py")
+        jobs.append(([f"{ROOT}/{program}", *words], f"{tmp_path}/typed",
+                     "/dev/full" if how == ">/dev/full" else "", f"{tmp_path}/{number}"))
+    codes = run_forks(jobs, modules=["torch.nn.attention.bias", "checkpoint", "generate", "plan", "sample"])
     for number, (case, code) in enumerate(zip(cases, codes, strict=True)):
         said = (tmp_path / str(number)).read_text().splitlines()
         said = [line for line in said if "the newest checkpoint" not in line]  # sample.py says which it takes
