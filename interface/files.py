@@ -161,6 +161,7 @@ def move_aside(out):
 
 _held = {}  # {file descriptor: path}: the locks of this process
 _made = []  # directories that lock() made
+_start = None  # lock()'s start
 
 
 def _forget():
@@ -174,13 +175,16 @@ def _forget():
 os.register_at_fork(after_in_child=_forget)
 
 
-def lock(out, wait=0.0):
+def lock(out, wait=0.0, start=None):
     """Claim OUT for this process until unlock(). OUT is made if it is not there.
 
-    wait: seconds that another run has to leave.
+    wait: seconds that another run has to leave. start: [job, start] in a batch system, whose earlier starts
+        have ended. Where the file system has no locks, the files of those are taken over.
     ValueError: another run works in OUT, or a foreign file stands where the lock goes. OSError: the lock file
         cannot be written.
     """
+    global _start
+    _start = start
     out = Path(out)
     until = time.monotonic() + wait
     waits = False
@@ -268,10 +272,12 @@ def _claim(path):
         if isinstance(e, BlockingIOError):  # the file system has locks, and another process holds this one
             os.close(fd)
             return holder
-        if not (is_new or is_gone):
+        if not (is_new or is_gone or _is_of_earlier_start(fd)):
             os.close(fd)
             return f"{holder} (if that run has ended, delete {path})"
-        if not _held:
+        if not (_held or is_new or is_gone):
+            warn(f"{path} is of {holder}, an earlier start of this job, {_start[0]}: taken over")
+        elif not _held:
             warn(f"{path.parent} has no file locks ({e.strerror}): while {path} exists, no other run of this "
                  f"--out starts")
     if not _is_at(path, os.fstat(fd)):  # its holder left and deleted it between our two calls
@@ -283,6 +289,8 @@ def _claim(path):
                          "or give another --out")
     _held[fd] = path
     me = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.strftime("%Y-%m-%d %H:%M:%S")}
+    if _start is not None:
+        me["start"] = _start
     os.ftruncate(fd, 0)
     os.pwrite(fd, json.dumps(me).encode(), 0)
     return None
@@ -321,6 +329,15 @@ def _holder(written):
         return str(said["host"]), int(said["pid"]), str(said["time"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
+
+
+def _is_of_earlier_start(fd):
+    """Whether another start of the batch job of this process wrote the lock file."""
+    try:
+        job, start = json.loads(os.pread(fd, 4096, 0))["start"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
+    return _start is not None and job == _start[0] and start != _start[1]
 
 
 def has_ended(pid):

@@ -95,13 +95,19 @@ class World:
     threads: int = 1
     shown: str | None = None  # the launcher's CUDA_VISIBLE_DEVICES for this process
     calls: CollectiveLog = field(default_factory=CollectiveLog, compare=False)
-    nodes: list = field(default_factory=list, compare=False)  # the node of each rank; empty for a single rank
+    hosts: list = field(default_factory=list, compare=False)  # the host of each rank; empty for a single rank
 
     @functools.cached_property
     def axis(self):
         """All ranks as a parallel.Axis, for collectives before there is a mesh."""
         group = dist.group.WORLD if self.size > 1 else None
         return Axis("world", self.rank, self.size, group, tuple(range(self.size)), self.calls)
+
+    @property
+    def nodes(self):
+        """The node of each rank, numbered in the order of their first ranks; empty for a single rank."""
+        order = list(dict.fromkeys(self.hosts))
+        return [order.index(host) for host in self.hosts]
 
     def barrier(self):
         """Wait until all ranks have arrived here. No data is sent."""
@@ -233,6 +239,18 @@ def scheduler():
     if "PBS_JOBID" in os.environ:
         return "PBS", os.environ["PBS_JOBID"], os.environ.get("PBS_NODEFILE")
     return None
+
+
+def job_start():
+    """Return [job, start] of a launcher that scripts/restart.sh has started in a batch job, or None.
+
+    The script runs the starts of a job one after another, so an earlier one has ended.
+    """
+    found = scheduler()
+    if found is None or "NANOSHARD_START" not in os.environ:
+        return None
+    name, job, _ = found
+    return [f"{name} {job}", os.environ["NANOSHARD_START"]]
 
 
 # -----------------------------------------------------------------------------
@@ -481,10 +499,9 @@ def _join(start, timeout, joining):
                                     device_id=None if device.type == "cpu" else device)
     joining("", size)
 
-    order = list(dict.fromkeys(hosts))
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, node=node,
                  n_nodes=n_nodes, launcher=launcher, device=device, backend=backend, threads=threads,
-                 shown=shown, nodes=[order.index(host) for host in hosts])
+                 shown=shown, hosts=hosts)
 
 
 def _keep_messages_short_for_pmi2(launcher):

@@ -31,7 +31,7 @@ from ops.checksum import checksum
 from ops.flat import own_pieces
 from parallel import MAX
 from runtime.agree import read_together
-from runtime.launch import exit_together
+from runtime.launch import exit_together, job_start
 from skip import Ranges
 
 VOCABULARY = "wte.weight", "head.weight", "mlm.bias"  # their rows are symbols and padding
@@ -298,7 +298,7 @@ def prepare_out_dir(cfg, world, out):
         if world.rank == 0:
             # A requeued job may start before the last processes of the stopped one have ended.
             wait = min(files.LOCK_WAIT, cfg.timeout / 2) if cfg.resume == "auto" else 0
-            files.lock(out, wait)
+            files.lock(out, wait, job_start())
             checkpoint.recover(out)
             is_here = not out.is_absolute() and Path.cwd().is_relative_to(out.resolve())
             if is_here and holds_other_run(cfg, out):

@@ -176,7 +176,8 @@ class Watch(contextlib.AbstractContextManager):
 
         reports = {**self.files.read_all(), self.rank: report}
         if self.rank == min(reports):
-            text = verdict(reports, self.world.size if self.world else 1, self.timeout)
+            hosts = self.world.hosts if self.world else []
+            text = verdict(reports, self.world.size if self.world else 1, self.timeout, hosts)
             text += f"\n  all stacks: {self.files.folder or 'above'}"
             with contextlib.suppress(OSError):
                 print(text, file=sys.__stderr__, flush=True)
@@ -341,10 +342,10 @@ def describe(report):
     return f"{where}, in {report['place']}, {last}"
 
 
-def verdict(reports, size, timeout):
-    """Return the text to print: the cause, then where each rank is.
+def verdict(reports, size, timeout, hosts=()):
+    """Return the text to print: the cause, then where each rank is, then the hosts of the ranks to blame.
 
-    reports: {rank: report}. size: the number of ranks. timeout: seconds.
+    reports: {rank: report}. size: the number of ranks. timeout: seconds. hosts: the host of each rank.
     """
     reports = dict(sorted(reports.items()))  # if several ranks are equally late, the lowest is named
     silent = max(report["silent"] for report in reports.values())
@@ -359,6 +360,11 @@ def verdict(reports, size, timeout):
     if missing:
         lines.append(f"  {format_ranks(missing)}: no report: a C call holds the interpreter, or the process "
                      "is gone")
+    late = blamed(reports, missing)
+    for host in dict.fromkeys(hosts):  # scripts/restart.sh reads these lines
+        ranks = [rank for rank in late if hosts[rank] == host]
+        if ranks:
+            lines.append(f"nanoshard: host of {format_ranks(ranks)}: {host}")
     return "\n".join(lines)
 
 
@@ -371,6 +377,16 @@ def cause(reports, missing):
         return f"{format_ranks(missing)} did not answer"
     return (describe_different_collectives(reports) or describe_late_ranks(reports)
             or "all ranks began the same collectives: a device, a file or a peer does not answer")
+
+
+def blamed(reports, missing):
+    """Return the ranks that keep the others waiting, or [] if that is the program's fault or not known."""
+    if missing:
+        return missing
+    late = late_ranks(reports)
+    if late is None or describe_different_collectives(reports):
+        return []
+    return late[0]
 
 
 def describe_different_collectives(reports):
@@ -390,7 +406,17 @@ def describe_different_collectives(reports):
 
 
 def describe_late_ranks(reports):
-    """Name the ranks that started fewer collectives on an axis than their partners, or None.
+    """Name the ranks that started fewer collectives on an axis than their partners, or None."""
+    found = late_ranks(reports)
+    if found is None:
+        return None
+    late, axis, have, most = found
+    ranks = format_ranks(late)
+    return f"{ranks} began {have} collectives over {axis}, others {most}: they wait for {ranks}"
+
+
+def late_ranks(reports):
+    """Return (ranks, axis, collectives that they started on it, the most that a partner started), or None.
 
     The largest difference counts.
     """
@@ -409,9 +435,7 @@ def describe_late_ranks(reports):
         return most - have
 
     latest = max(late, key=lead)
-    axis, have, most = latest
-    ranks = format_ranks(late[latest])
-    return f"{ranks} began {have} collectives over {axis}, others {most}: they wait for {ranks}"
+    return late[latest], *latest
 
 
 def format_ranks(numbers):

@@ -27,8 +27,8 @@ export MPICH_OFI_NIC_POLICY=BLOCK
 [ "$SLURM_JOB_NUM_NODES" -gt 1 ] && module load rccl-net-plugin
 
 # every rank sees all GCDs, in the order of the ranks' cores ([2]); --gpu-bind=closest would show it one alone
-srun --wait=60 -c "$SLURM_CPUS_PER_TASK" --gpu-bind=none scripts/gpu_order.sh 4,5,2,3,6,7,0,1 \
-    python train.py "${flags[@]}" --resume auto
+scripts/restart.sh srun --wait=60 -c "$SLURM_CPUS_PER_TASK" --gpu-bind=none \
+    scripts/gpu_order.sh 4,5,2,3,6,7,0,1 python train.py "${flags[@]}" --resume auto
 rc=$?
 [ $rc = 85 ] && scontrol requeue "$SLURM_JOB_ID"  # saved before the time limit: queue the job again
 exit $rc

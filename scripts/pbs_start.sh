@@ -81,7 +81,7 @@ start() {
     local script=$1 rc pid signalled deleted job walltime options names
     shift
     find_minutes
-    "$@" --max-minutes "$MINUTES" &
+    scripts/restart.sh "$@" --max-minutes "$MINUTES" &
     pid=$!
     trap 'signalled=1; kill -USR1 $pid' USR1  # where this shell is the first of the job
     trap 'signalled=1; deleted=1' TERM  # qdel, qrerun and the walltime send it to the ranks as well

@@ -24,7 +24,7 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
 fi
 
 # every rank sees all four GPUs, in the order of the ranks' cores ([2]), so peer access works
-srun --wait=60 -c "$SLURM_CPUS_PER_TASK" --gpu-bind=none scripts/gpu_order.sh 3,2,1,0 \
+scripts/restart.sh srun --wait=60 -c "$SLURM_CPUS_PER_TASK" --gpu-bind=none scripts/gpu_order.sh 3,2,1,0 \
     python train.py "${flags[@]}" --resume auto
 rc=$?
 [ $rc = 85 ] && scontrol requeue "$SLURM_JOB_ID"  # saved before the time limit: queue the job again

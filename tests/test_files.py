@@ -30,7 +30,7 @@ import train
 from corpus import shards
 from interface import files
 from interface.schema import ChangedFile, load_json
-from runtime import log, resume
+from runtime import launch, log, resume
 from runtime.launch import World
 
 # -----------------------------------------------------------------------------
@@ -111,6 +111,36 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
         with contextlib.nullcontext() if works else pytest.raises(ValueError, match=f"{host}.*delete"):
             files.lock(out)
         files.unlock()
+
+
+def test_a_later_start_of_the_same_job_takes_the_lock_of_a_dead_host(tmp_path, monkeypatch, capsys):
+    """Where the file system has no locks. A run of another job, or of the same start, keeps its lock."""
+    def no_locks(fd, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    out = tmp_path / "run"
+    for env in ({"PBS_JOBID": "7"}, {"NANOSHARD_START": "1.1"}):
+        with mock.patch.dict(os.environ, env):
+            assert launch.job_start() is None
+    monkeypatch.setenv("PBS_JOBID", "7.pbs1")
+    monkeypatch.setenv("NANOSHARD_START", "1.1")
+    locks = tmp_path / ".run.lock", out / ".lock"
+    for start, works in ((["PBS 7.pbs1", "0.9"], True), (["PBS 7.pbs1", "1.1"], False),
+                         (["PBS 8.pbs1", "0.9"], False), (7, False)):
+        out.mkdir(exist_ok=True)
+        for path in locks:
+            path.write_text(json.dumps({"host": "n1", "pid": 12, "time": "then", "start": start}))
+        with contextlib.nullcontext() if works else pytest.raises(ValueError, match="12 on n1 since then"):
+            files.lock(out, 0, launch.job_start())
+        said = capsys.readouterr().err
+        if works:
+            assert said == (f"nanoshard: {locks[0]} is of process 12 on n1 since then, an earlier start of "
+                            "this job, PBS 7.pbs1: taken over\n")
+            assert all(json.loads(path.read_text())["start"] == ["PBS 7.pbs1", "1.1"] for path in locks)
+        files.unlock()
+    with pytest.raises(ValueError, match="12 on n1 since then"):
+        files.lock(out)  # no job
+    files.unlock()
 
 
 def test_the_lock_ends_with_the_run_and_is_not_inherited(tmp_path):

@@ -161,6 +161,19 @@ def test_verdict_names_the_late_rank_and_groups_the_others():
     assert "rank 3 did not answer" in watch.verdict(reports, 4, 5)
 
 
+def test_verdict_names_the_hosts_to_leave_out():
+    """scripts/restart.sh reads the lines. Ranks whose programs differ are on no bad host."""
+    hosts = ["n0", "n0", "n1", "n1"]
+    reports = {r: report(7, {"dp": 30}, ["dp", "all-reduce of (4,) float32"]) for r in range(4)}
+    assert "host of" not in watch.verdict(reports, 4, 5, hosts)
+    reports[1] = report(7, {"dp": 30}, ["dp", "all-gather of (4,) float32"])
+    assert "mismatch" in (text := watch.verdict(reports, 4, 5, hosts)) and "host of" not in text
+    reports[1] = report(7, {"dp": 29}, ["dp", "all-reduce of (4,) float32"])
+    assert watch.verdict(reports, 4, 5, hosts).endswith("\nnanoshard: host of rank 1: n0")
+    del reports[2], reports[3]
+    assert watch.verdict(reports, 4, 5, hosts).endswith("\nnanoshard: host of ranks 2-3: n1")
+
+
 def test_stages_may_start_different_numbers_of_collectives():
     axes = {0: {"world": [0, 1], "dp": [0]}, 1: {"world": [0, 1], "dp": [1]}}
     reports = {r: report(3, {"pp": 10 + r, "world": 4}, ["pp", "receive"], axes=axes[r]) for r in (0, 1)}

@@ -1,11 +1,14 @@
-"""Real SLURM on one machine: `make slurm`. Two emulated nodes, train.py under srun, mpiexec and sbatch.
+"""Real SLURM on one machine: `make slurm`. Three emulated nodes, train.py under srun, mpiexec and sbatch.
 
     1) the packages    Debian's, installed if this is root and apt answers; else it prints why not and exits 0
-    2) the cluster     munged, slurmctld, two slurmd: children of this process, in a temporary folder
+    2) the cluster     munged, slurmctld, three slurmd: children of this process, in a temporary folder
     3) srun            -N 2 -n 4 train.py tiny; -m cyclic without MPI; mpiexec inside sbatch: the same weights
     4) the time limit  sbatch scripts/generic.slurm: SIGUSR1 before the limit, save, exit 85, requeue, resume,
                        end; its final weights equal those of the same job without interruption
+    5) a lost node     SPARES=1: a slurmd and its ranks are killed; the run goes on with the spare node, and
+                       its final weights equal those of the same run without a loss
 
+--only launchers|limit|node runs one of 3), 4), 5).
 A SLURM or munge of the machine itself is neither needed nor changed. --keep leaves the folder.
 """
 import contextlib
@@ -23,6 +26,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -31,6 +35,7 @@ from interface.command_line import command_line, wrong_input  # noqa: E402
 
 BIN = Path(sys.executable).parent
 PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge", "slurm-wlm-basic-plugins"]
+NODES = ["n0", "n1", "n2"]
 PROGRAMS = ["munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "squeue"]
 CONF = """ClusterName=nanoshard
 SlurmctldHost={host}(127.0.0.1)
@@ -56,10 +61,13 @@ AccountingStorageType=accounting_storage/none
 SwitchType=switch/none
 ReturnToService=2
 KillWait=30
+SlurmdTimeout=15
 NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000
-PartitionName=debug Nodes=n[0-1] Default=YES MaxTime=01:00:00 State=UP
-"""  # cred_expire: a requeued job waits this long before it starts (120 s by default)
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[3]} CPUs=2 RealMemory=1000
+PartitionName=debug Nodes=n[0-2] Default=YES MaxTime=01:00:00 State=UP
+"""  # cred_expire: a requeued job waits this long before it starts (120 s by default). A node is down if it
+# is silent for SlurmdTimeout (300 s by default).
 MPIEXEC = """#!/bin/bash -l
 source {venv}/bin/activate
 mpiexec -n 4 -ppn 2 python train.py {flags} --out {out}
@@ -142,14 +150,14 @@ def dies_with_parent():
 
 
 class Cluster:
-    """Two emulated nodes: the daemons, their configuration, and the commands that use them."""
+    """Three emulated nodes: the daemons, their configuration, and the commands that use them."""
 
     def __init__(self, folder):
-        self.folder, self.daemons = folder, []
-        for name in ("state", "spool.n0", "spool.n1"):
+        self.folder, self.daemons, self.slurmd = folder, [], {}
+        for name in ("state", *(f"spool.{node}" for node in NODES)):
             (folder / name).mkdir()
-        with contextlib.ExitStack() as held:  # three free ports
-            socks = [held.enter_context(socket.socket()) for _ in range(3)]
+        with contextlib.ExitStack() as held:  # free ports
+            socks = [held.enter_context(socket.socket()) for _ in ("slurmctld", *NODES)]
             for s in socks:
                 s.bind(("127.0.0.1", 0))
             ports = [s.getsockname()[1] for s in socks]
@@ -162,7 +170,7 @@ class Cluster:
                      "PATH": os.pathsep.join([str(BIN), os.environ["PATH"], "/usr/sbin", "/sbin"])}
 
     def start(self):
-        """Start the daemons and wait for two idle nodes."""
+        """Start the daemons and wait for three idle nodes."""
         f, key = self.folder, self.folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(1024))
@@ -171,16 +179,17 @@ class Cluster:
                      f"--seed-file={f}/munged.seed")
         until("munged's socket", (f / "munge.socket").exists, 10)
         self._daemon("slurmctld", "-D", "-c", "-f", self.conf)
-        for node in ("n0", "n1"):
-            self._daemon("slurmd", "-D", "-f", self.conf, "-N", node)
-        until("two idle nodes", lambda: self.run("sinfo", "-h", "-o", "%D %T", ok=False).stdout.split()
-              == ["2", "idle"], 30)
+        for node in NODES:
+            self.slurmd[node] = self._daemon("slurmd", "-D", "-f", self.conf, "-N", node)
+        until("three idle nodes", lambda: self.run("sinfo", "-h", "-o", "%D %T", ok=False).stdout.split()
+              == ["3", "idle"], 30)
 
     def _daemon(self, *command):
         with open(self.folder / "daemons.log", "a") as log:
             p = subprocess.Popen([*map(str, command)], env=self.env, stdin=subprocess.DEVNULL, stdout=log,
                                  stderr=log, cwd=self.folder, preexec_fn=dies_with_parent)
         self.daemons.append(p)
+        return p
 
     def run(self, *command, ok=True, seconds=400, **env):
         """Run a command with this cluster's environment in the repository's root -> CompletedProcess."""
@@ -196,9 +205,9 @@ class Cluster:
                              f"{done.returncode}\n{done.stdout}{done.stderr}")
         return done
 
-    def batch(self, *args):
+    def batch(self, *args, **env):
         """sbatch -> the job's number"""
-        return self.run("sbatch", "--parsable", *args).stdout.strip()
+        return self.run("sbatch", "--parsable", *args, **env).stdout.strip()
 
     def job(self, number):
         """Return {key: value}, what scontrol shows of a job."""
@@ -210,6 +219,26 @@ class Cluster:
         end_states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
         until(f"job {number} to end", lambda: self.job(number).get("JobState") in end_states, seconds)
         return self.job(number)
+
+    def kill_node(self, node):
+        """Kill a node: its slurmd, its step daemons, its ranks and what they have started."""
+        here = {pid: parent for pid, parent, environ in self.processes()
+                if f"SLURMD_NODENAME={node}".encode() in environ.split(b"\0")}
+        for pid in (self.slurmd[node].pid, *{*here.values()} - {1, os.getpid()}, *here):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.slurmd[node].wait()
+
+    def processes(self):
+        """Return (number, parent, environment) of all processes that have this cluster's SLURM_CONF."""
+        found = []
+        for proc in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                environ = (proc / "environ").read_bytes()
+                if f"SLURM_CONF={self.conf}".encode() in environ:
+                    parent = int((proc / "stat").read_text().rpartition(")")[2].split()[1])
+                    found.append((int(proc.name), parent, environ))
+        return found
 
     def stop(self):
         """End the jobs, then the daemons in reverse order, then kill their remaining processes -> those."""
@@ -227,16 +256,15 @@ class Cluster:
                 p.kill()
                 p.wait()
         left = []
-        for proc in Path("/proc").glob("[0-9]*"):  # step daemons and ranks have this cluster's SLURM_CONF
+        for pid, _, _ in self.processes():  # step daemons and ranks
             with contextlib.suppress(OSError):
-                if f"SLURM_CONF={self.conf}".encode() in (proc / "environ").read_bytes():
-                    left.append((int(proc.name), (proc / "cmdline").read_bytes().decode().replace("\0", " ")))
-                    os.kill(int(proc.name), signal.SIGKILL)
+                left.append((pid, Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")))
+                os.kill(pid, signal.SIGKILL)
         return left
 
 
 # -----------------------------------------------------------------------------
-# 3), 4) what runs on it
+# 3), 4), 5) what runs on it
 
 def rows(out):
     """Return the rows of a run's metrics.jsonl so far."""
@@ -322,15 +350,46 @@ def check_requeue(cluster, flags, steps):
           f"{steps_cut}")
 
 
+def check_lost_node(cluster, flags, steps=200):
+    """Kill the second of three nodes under scripts/generic.slurm with SPARES=1: equal weights."""
+    flags = [*flags, "--steps", steps, "--log-every", 5, "--save-every", 40]
+    whole, cut = (cluster.folder / name for name in ("no-loss", "lost-node"))
+    say(f"srun -N 2 -n 2 python train.py tiny --steps {steps}")
+    cluster.run("srun", "-N", 2, "-n", 2, "python", "train.py", *flags, "--out", whole)
+    say("SPARES=1 sbatch --no-kill --nodes=3 scripts/generic.slurm: the same; after step 90 n1 is killed")
+    number = cluster.batch("--no-kill", "--nodes=3", "--ntasks-per-node=1", "-o", f"{cut}.out",
+                           "scripts/generic.slurm", *flags, "--out", cut, SPARES="1")
+    until("step 90", lambda: rows(cut) and rows(cut)[-1]["step"] >= 90, 120)
+    cluster.kill_node("n1")
+    began = time.monotonic()
+
+    def seconds_until(pattern):
+        until(pattern, lambda: re.search(pattern, Path(f"{cut}.out").read_text(), re.M | re.S), 120)
+        return time.monotonic() - began
+    left_out = seconds_until("^nanoshard: n1 does not answer")
+    trains = seconds_until(r"^resumed.*^step=")
+    job = cluster.wait_for_job(number, 300)
+    text = Path(f"{cut}.out").read_text()
+    show_lines(text, "^nanoshard", "^srun: error", "^resumed", "^done")
+    state = cluster.run("sinfo", "-h", "-n", "n1", "-o", "%T").stdout.strip()
+    say(f"    {left_out:.1f} s after the kill n1 is left out; {trains:.1f} s after it the run trains again; "
+        f"at the end n1 is {state}")
+    check("the run goes on on n0 and n2, in the same start of the job",
+          (job["JobState"], job["Restarts"]) == ("COMPLETED", "0") and text.count("resumed") == 1 and
+          "n1 does not answer: left out. The run starts again on n0 n2" in text, f"{job}\n{text}")
+    check_same_weights(cluster, whole, cut)
+
+
 @dataclass(frozen=True)
 class Flags:
     keep: bool = False  # leave the folder with logs and runs
+    only: Literal["all", "launchers", "limit", "node"] = "all"  # which part runs
 
 
 def main(argv=None):
     with wrong_input():
         flags = command_line(Flags, sys.argv[1:] if argv is None else argv, "cluster.py",
-                             "Run train.py on a real SLURM of two emulated nodes on this machine.")
+                             "Run train.py on a real SLURM of three emulated nodes on this machine.")
     began = time.monotonic()
     why = install()
     if why:
@@ -342,15 +401,19 @@ def main(argv=None):
     try:
         cluster.start()
         version = cluster.run("sinfo", "-V").stdout.strip()
-        say(f"{version}, two emulated nodes on {socket.gethostname()}, {time.monotonic() - began:.1f} s")
+        say(f"{version}, three emulated nodes on {socket.gethostname()}, {time.monotonic() - began:.1f} s")
         text = folder / "text.txt"
         text.write_text("".join(p.read_text() for p in sorted(ROOT.glob("*.py"))))
         cluster.run("python", "prepare.py", text, "--name", "toy", "--tokenizer", "char", "--out", folder)
         run_flags = ["tiny", "--data", folder / "toy", "--seq-len=64", "--eval-every=0", "--no-plot"]
-        ms = check_launchers(cluster, [*run_flags, "--steps=20", "--log-every=5", "--save-every=20"])
-        check_requeue(cluster, run_flags, math.ceil(48_000 / ms))  # SLURM checks limits every 30 s
-
-        say(f"make slurm: all passed in {time.monotonic() - began:.0f} s")
+        ms = 40
+        if flags.only in ("all", "launchers"):
+            ms = check_launchers(cluster, [*run_flags, "--steps=20", "--log-every=5", "--save-every=20"])
+        if flags.only in ("all", "limit"):
+            check_requeue(cluster, run_flags, math.ceil(48_000 / ms))  # SLURM checks limits every 30 s
+        if flags.only in ("all", "node"):
+            check_lost_node(cluster, run_flags)  # last: one node fewer
+        say(f"make slurm: {flags.only} passed in {time.monotonic() - began:.0f} s")
     except SystemExit:
         for log in ("slurmctld.log", "slurmd.n0.log", "daemons.log"):
             with contextlib.suppress(OSError):
