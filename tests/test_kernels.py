@@ -42,7 +42,7 @@ TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float32: 1e-5}
 
 
 @pytest.mark.parametrize("dtype, sizes, widths", [
-    *((dtype, sizes, (17, 35)) for dtype in TOLERANCE for sizes in ("one has all", "some have none")),
+    *((dtype, sizes, (17, 33)) for dtype in TOLERANCE for sizes in ("one has all", "some have none")),
     *((torch.float32, sizes, (16, 32)) for sizes in ("one has all", "even", "none"))], ids=str)
 def test_grouped_mm(dtype, sizes, widths, small_tiles):
     """Forward, the gradient of x, of w; 3 rows that no expert has hold NaN. Widths may fit no tile."""

@@ -281,7 +281,7 @@ def checkpoint_pages():
     meta = {"samples": 5, "world": 2, "flags": {"a": 1, "b": 2}, "best": {"step": 1},
             "window": list(range(9)), "name": "x" * 50}
     a = Reader("A", meta, one)
-    changed = {"samples": 6, "world": 1, "flags": {"a": 1, "b": 3, "c": 4}, "more": {"x": 1}}
+    changed = {"samples": 6, "streak": 3, "world": 1, "flags": {"a": 1, "b": 3, "c": 4}, "more": {"x": 1}}
     b = Reader("B", {**meta, **changed}, two)
     half = Reader("C", meta, {"w": one["w"].half() * 1.5})
     pages = {}
