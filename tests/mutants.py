@@ -13,8 +13,9 @@
 3) Each worker has a copy of the tree. It changes one line, runs the tests that TESTS names for the file,
    and stops at the first failure. A test that fails without a mutant does not count.
 4) caught: a test failed. survived: all passed. undecided: the tests took too long, or those that could have
-   noticed did not run: without --gpu that is so for the files of GPU, and for those of ALONE where their
-   tests fail without a mutant. tests/mutants.json says why a survivor is no fault: {mutant: "equivalent: ..."}.
+   noticed did not run. So it is without --gpu for the files of GPU, and for those of ALONE where their tests
+   fail without a mutant.
+   tests/mutants.json says why a survivor is no fault: {mutant: "equivalent: ..."}.
 
 The exit code is 1 if more than 3 % of the decided mutants survived without a reason.
 """
@@ -43,18 +44,18 @@ MOST_SURVIVORS = 0.03  # of the decided mutants, without a reason
 SLOWEST = 200  # seconds that the tests of one mutant may take
 
 TESTS = {  # file or room: the test files that must notice a mutant, the quickest first
-    "model.py": "model bert sample dropout layouts",
+    "model.py": "details model bert sample dropout layouts",
     "vocab.py": "model fp16 layouts",
     "moe.py": "moe moe_run layouts",
-    "parallel.py": "parallel ddp symm_mem layouts",
-    "ddp.py": "ddp zero kernels layouts",
-    "zero.py": "zero symm_mem layouts",
-    "pipeline.py": "pipeline ddp dropout layouts",
+    "parallel.py": "details parallel ddp symm_mem layouts",
+    "ddp.py": "details ddp zero kernels layouts",
+    "zero.py": "details zero symm_mem layouts",
+    "pipeline.py": "details pipeline ddp dropout layouts",
     "generate.py": "sample model chat",
-    "optim.py": "optim fp16 metrics kernels layouts",
+    "optim.py": "details optim fp16 metrics kernels layouts",
     "skip.py": "details guard fp16 metrics",
-    "train.py": "metrics validation guard rampup resume cli layouts",
-    "config.py": "cli rampup plan resume new_flag",
+    "train.py": "details metrics validation guard rampup resume cli layouts",
+    "config.py": "details cli rampup plan resume new_flag",
     "checkpoint.py": "details checkpoint resume malformed",
     "prepare.py": "details data corpus chat malformed",
     "sample.py": "sample chat bert malformed",
@@ -74,10 +75,10 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "corpus/tokenizer.py": "data corpus convert",
     "cost": "estimates details plan",
     "cost/parameters.py": "estimates details model plan new_flag",
-    "cost/fits.py": "cli plan",
-    "fast": "accelerator symm_mem moe graph",
-    "fast/compile.py": "graph accelerator moe",
-    "fast/choose.py": "estimates accelerator graph symm_mem",
+    "cost/fits.py": "details cli plan",
+    "fast": "details accelerator symm_mem moe graph",
+    "fast/compile.py": "details graph accelerator moe",
+    "fast/choose.py": "estimates details accelerator graph symm_mem",
     "fast/graph.py": "details graph",
     "fast/peer.py": "symm_mem zero",
     "interface": "cli checkpoint malformed",
@@ -89,21 +90,21 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "ops": "model moe kernels",
     "ops/accelerator.py": "accelerator launch",
     "ops/backend.py": "accelerator kernels",
-    "ops/checksum.py": "checkpoint guard",
+    "ops/checksum.py": "details checkpoint guard",
     "ops/cross_entropy.py": "model bert kernels",
     "ops/flat.py": "ddp zero optim checkpoint layouts",
     "ops/grouped_mm.py": "details moe kernels",
-    "ops/permute.py": "moe symm_mem kernels",
+    "ops/permute.py": "details moe symm_mem kernels",
     "runtime": "details launch guard watch resume",
     "runtime/agree.py": "details launch cli",
     "runtime/debugger.py": "pdb",
     "runtime/log.py": "printed details metrics guard cli",
     "runtime/model_card.py": "export convert",
     "runtime/model_tensors.py": "export gguf convert",
-    "runtime/resume.py": "resume ddp checkpoint",
+    "runtime/resume.py": "details resume ddp checkpoint",
     "runtime/saver.py": "checkpoint resume metrics",
     "runtime/session.py": "metrics guard launch sample",
-    "runtime/timing.py": "printed fp16 metrics watch",
+    "runtime/timing.py": "printed details fp16 metrics watch",
     "runtime/watch.py": "details watch",
     "runtime/visible.py": "accelerator launch doctor",
 }
@@ -131,7 +132,8 @@ COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "
 OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Div: "*", ast.Mod: "//"}
 CALLS = {"min": "max", "max": "min", "all": "any", "any": "all", "sum": "max"}
 NAMES = {"SUM": "MAX", "MAX": "SUM"}
-SPEED = ("flush", "num_warps", "num_stages", "daemon")  # arguments that leave all results as they are
+# Arguments that leave the results of a right program as they are: they make it faster, or check it.
+SILENT = ("flush", "non_blocking", "num_warps", "num_stages", "BLOCK", "daemon", "strict")
 
 
 class Mutant(NamedTuple):
@@ -188,8 +190,8 @@ def edits(node, lines):
 def walk(node, place=""):
     """Yield (node, name of its function) of all that computes: no text, no error message, no annotation.
 
-    Left out as well are the arguments of SPEED, tables of TILES, and the bound of a power of 2 or 10, of which
-    one more or less is another bound of the same kind.
+    Left out as well are the arguments of SILENT, tables of TILES, and powers such as 2**20, whose neighbours
+    are as good a bound.
     """
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         place = f"{place}.{node.name}".strip(".")
@@ -204,7 +206,7 @@ def walk(node, place=""):
 
 def is_left_out(node):
     if isinstance(node, ast.keyword):
-        return node.arg in SPEED
+        return node.arg in SILENT
     if isinstance(node, ast.Assign):
         return isinstance(node.targets[0], ast.Name) and node.targets[0].id.startswith("TILES")
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Pow, ast.LShift)):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import checkpoint
+import config
 import model as model_
 import moe
 import plan
@@ -130,6 +131,12 @@ def test_a_tensor_is_read_in_blocks_of_rows():
     assert [(at, len(block)) for at, block in reader.blocks("vector", 4)] == [(0, 4), (4, 4), (8, 2)]
     assert [(at, list(block.shape)) for at, block in reader.blocks("matrix", 7)] == [(0, [2, 3]), (6, [2, 3])]
     assert [tuple(block.shape) for _, block in reader.blocks("nothing")] == [(3, 0)]
+
+
+def test_a_seed_has_63_bits():
+    config.check(Config(seed=2**63 - 1))
+    with pytest.raises(ValueError, match="--seed"):
+        config.check(Config(seed=2**63))
 
 
 # -----------------------------------------------------------------------------
@@ -462,10 +469,19 @@ def test_a_message_to_a_neighbour_is_recorded_with_its_bytes(monkeypatch):
 
 def test_a_rank_waits_until_its_input_is_there():
     class Exchange:
-        arrived = False
+        def __init__(self):
+            self.is_here = False
+            self.n_asked = 0
+
+        @property
+        def arrived(self):
+            self.n_asked += 1
+            assert self.n_asked < 9, "nobody waits for it"
+            return self.is_here
 
         def wait(self):
-            self.arrived = True
+            self.is_here = True
+
     ring = Ring.__new__(Ring)
     first, second, third = exchanges = [Exchange() for _ in range(3)]
     ring.in_flight = collections.deque(exchanges)

@@ -241,6 +241,16 @@ def test_gradients_of_micro_batches_add_up():
     assert_near(total, sum(g.double() for g in parts), 1e-6)
 
 
+def test_adamw_leaves_what_stands_behind_the_end(kernels):
+    n = 100
+    w, grad, m, v, out = (torch.ones(n + 1, device=DEVICE) for _ in range(5))
+    scalars = torch.tensor([0.1, 1.0, 2.0, 0.0], device=DEVICE)
+    kernels.adamw[(1,)](w, grad, m, v, out, scalars, 0.9, 0.1, 0.05, 1e-8, n, OUT=True, BLOCK=128,
+                        num_warps=4)
+    for tensor in (w, m, v, out):
+        assert tensor[n] == 1 and (tensor[:n] != 1).all()
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("keeps_dtype", [False, True])
