@@ -43,7 +43,8 @@ def test_what_changes_no_result_is_no_mutant(module):
 
 @pytest.mark.parametrize("code,said,verdict", [
     (0, "3 passed, 1 skipped in 1 s", "survived"), (1, "1 failed, 3 passed", "caught"),
-    (2, "1 error", "caught"), (0, "3 skipped in 1 s", "undecided"), (5, "3 deselected in 1 s", "undecided"), (None, "", "undecided")])
+    (2, "1 error", "caught"), (0, "3 skipped in 1 s", "undecided"),
+    (5, "3 deselected in 1 s", "undecided"), (None, "", "undecided")])
 def test_a_mutant_survives_only_tests_that_ran(code, said, verdict):
     assert mutants.verdict_of(code, said) == verdict
 
