@@ -52,7 +52,7 @@ PLANS = [
     f"{LLAMA} --gpus 32 --tp 16 --n-head 32 --n-kv-head 8 --micro-batch 16 --recompute selective",
     f"{LLAMA} --n-embd 8192 --ffn-hidden 32768 --gpu a100-40",
     f"{LLAMA} --gpus 64 --cp 16 --seq-len 32768 --dtype bf16 --zero 3",
-    "tiny --data synthetic --gpus 2 --search --tokens 1e9",
+    "tiny --data synthetic --gpus 2 --search --global-batch 4 --tokens 1e9",
     "tiny-moe --data synthetic --gpus 2 --search --n-layer 1 --n-experts 2 --global-batch 2",
     "dense-210m --n-layer 4 --zero 1 --micro-batch 8 --global-batch 8 --scaling 1,8,64",
     "moe-4b --n-layer 4 --ep 4 --zero 1 --global-batch 32 --micro-batch 8 --scaling 4,8,16 --gpu a100-40"]
