@@ -1,4 +1,5 @@
 """Small behaviours in which a mutant (mutants.py) of the code was noticed by no other test."""
+import collections
 import contextlib
 import io
 import json
@@ -12,20 +13,32 @@ import pytest
 import torch
 
 import checkpoint
+import config
+import model as model_
+import moe
 import plan
 import plot
 import prepare
 import skip
+import train
 from config import Config
 from corpus import text
+from cost.fits import larger_zero
 from cost.idle import pipeline_warnings, width_warnings
+from ddp import assign_buckets
+from fast import compile as compile_
+from fast.choose import Choice
 from fast.graph import BufferSizer, GraphedStep
+from fast.host_buffers import HostBuffers
 from interface import files
 from interface.tensor_file import safetensors_header
-from ops import grouped_mm
-from parallel import make_mesh
-from runtime import agree, launch, log, watch
+from ops import checksum, grouped_mm, permute
+from optim import Optimizer
+from parallel import Axis, make_mesh
+from pipeline import Op, Ring
+from runtime import agree, launch, log, resume, timing, watch
 from runtime.launch import World
+from zero import SlotBucket
 
 ONE = World()
 
@@ -42,6 +55,32 @@ def test_a_run_that_gave_up_names_a_checkpoint_from_a_hundred_steps_before(tmp_p
     assert f"--resume {paths[1]} " in skip.give_up_message(paths, 300, 310, "spike")
     assert f"--resume {paths[2]} " in skip.give_up_message(paths, 299, 310, "spike")
     assert f"--resume {paths[0]} " in skip.give_up_message(paths[:1], 299, 310, "spike")
+
+
+def test_ranges_that_overlap_are_one():
+    assert skip.Ranges([1, 10, 2, 5]).pairs == [(1, 10)]
+    assert skip.Ranges([2, 5, 1, 3, 6, 7, 9, 9]).pairs == [(1, 7), (9, 9)]
+
+
+def test_a_spike_of_another_rank_is_one_here():
+    axis = SimpleNamespace(any=lambda found: True)
+    state = SimpleNamespace(window=[])
+    guard = skip.Guard(Config(skip_spikes=6.0), SimpleNamespace(axis=axis), state)
+    stats = [torch.tensor(1.0, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64)]
+    assert guard.veto(stats) and guard.reason == "spike: seen by another rank" and not state.window
+
+
+def test_the_window_of_the_guard_keeps_the_last_steps():
+    axis = SimpleNamespace(any=lambda found: found)
+    state = SimpleNamespace(window=[(1.0, float(i)) for i in range(skip.WINDOW)])
+    guard = skip.Guard(Config(skip_spikes=1e9), SimpleNamespace(axis=axis), state)
+    assert not guard.veto([torch.tensor(1.0, dtype=torch.float64), torch.tensor(999.0, dtype=torch.float64)])
+    assert [norm for _, norm in state.window] == [*map(float, range(1, skip.WINDOW)), 999.0]
+
+
+def test_targets_that_take_no_part_stay_so_in_a_planted_spike():
+    x, y = torch.ones(1, 3), torch.tensor([[5, -100, 0]])
+    assert skip.corrupt_targets([(x, y)])[0][1].tolist() == [[0, -100, 0]]
 
 
 @pytest.mark.parametrize("sigma,waits", [(0, False), (0.5, True), (6, True)])
@@ -94,6 +133,12 @@ def test_a_tensor_is_read_in_blocks_of_rows():
     assert [tuple(block.shape) for _, block in reader.blocks("nothing")] == [(3, 0)]
 
 
+def test_a_seed_has_63_bits():
+    config.check(Config(seed=2**63 - 1))
+    with pytest.raises(ValueError, match="--seed"):
+        config.check(Config(seed=2**63))
+
+
 # -----------------------------------------------------------------------------
 # The planner
 
@@ -122,6 +167,25 @@ def test_a_masked_model_has_one_symbol_more():
     assert plan.vocabulary(Config(data="synthetic", objective="mlm")) == 257
 
 
+def test_a_masked_model_of_prepared_data_has_one_symbol_more(monkeypatch):
+    monkeypatch.setattr(plan, "load_blend_meta", lambda data: {"vocab_size": 1000})
+    assert plan.vocabulary(Config(data="x")) == 1000
+    assert plan.vocabulary(Config(data="x", objective="mlm")) == 1001
+
+
+def test_a_flag_that_the_planner_does_not_count_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(plan, "COUNTED", ("n_layer",))
+    plan.main(["tiny", "--data", "synthetic", "--norm", "layer", "--json"])
+    assert "plan.py does not count what --norm layer costs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("replicas,zero,pp,said", [
+    (1, 0, 1, ""), (2, 0, 1, "--zero 1, "), (2, 1, 1, "--zero 3, "), (2, 1, 2, ""), (2, 3, 1, "")])
+def test_a_model_that_does_not_fit_is_told_of_a_larger_zero(replicas, zero, pp, said):
+    mesh = SimpleNamespace(dpcp=SimpleNamespace(size=replicas), pp=SimpleNamespace(size=pp))
+    assert larger_zero(Config(zero=zero), mesh) == said
+
+
 def test_stages_of_unequal_work_are_named():
     cfg = Config(n_layer=4, pp=2, micro_batch=1, global_batch=64)
     mesh = plan.stage_mesh(cfg, 2, 0)
@@ -145,6 +209,148 @@ def test_the_heaviest_layer_of_an_expert():
     said = plot.load_bars({"0": {"load": [0.5, 0.5]}, "1": {"load": [0.1, 0.9]}})
     assert "expert   0" in said and "0.60  (heaviest layer 1.00)" in said
     assert "1.40  (heaviest layer 1.80)" in said
+
+
+def test_plots_can_begin_at_step_0():
+    assert plot.read_flags(["run", "--steps", "0", "5"]).steps == (0, 5)
+
+
+def test_a_folder_that_cannot_be_read_is_left_out_of_the_table(tmp_path, monkeypatch):
+    def is_run(path):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr(plot, "is_run", is_run)
+    table, left_out = plot.table_of_runs(tmp_path)
+    assert not table and left_out[-1] == "closed is left out: Permission denied"
+
+
+def test_a_run_has_metrics_or_a_checkpoint(tmp_path):
+    assert not plot.is_run(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    assert plot.is_run(tmp_path)
+
+
+def test_a_picture_is_written_by_matplotlib(tmp_path, monkeypatch):
+    said = []
+
+    class Figure:
+        def __init__(self, figsize, layout):
+            said.append(figsize)
+
+        def subplots(self, n, squeeze):
+            axes = SimpleNamespace(plot=lambda *args, **named: said.append((*args, *named.values())),
+                                   set=lambda **named: said.append(tuple(named.values())),
+                                   legend=lambda **named: None)
+            return np.array([[axes]] * n, dtype=object)
+
+        def savefig(self, path, format):
+            path.write_text(f"drawn as {format}")
+
+    module = SimpleNamespace(Figure=Figure)
+    monkeypatch.setitem(sys.modules, "matplotlib", SimpleNamespace(figure=module))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
+    found = {"loss": [("loss", "", [(1, 2.0)]), ("val_loss", "x", [(2, 3.0)])], "lr": [("lr", "", [])]}
+    plot.picture(found, tmp_path / "a.svg", True)
+    assert (tmp_path / "a.svg").read_text() == "drawn as svg"
+    assert said == [(9, 8), ([1], [2.0], "-", "loss"), ([2], [3.0], "x", "val_loss"), ("loss", "step", "log"),
+                    ([], [], "-", "lr"), ("lr", "step", "log")]
+
+
+def test_a_prompt_is_continued_on_rank_0_only(monkeypatch, capsys):
+    tokenizer = SimpleNamespace(encode=lambda text: [len(text)], decode=lambda ids: f"text of {ids}")
+    monkeypatch.setattr(log, "generate", lambda model, ids, **named: [*ids, named["max_new_tokens"]])
+    for rank, said in ((1, ""), (0, "--- text of [3, 100]\n---\n")):
+        model = SimpleNamespace(mesh=SimpleNamespace(world=SimpleNamespace(rank=rank)))
+        log.print_sample(model, tokenizer, "abc", 1)
+        assert capsys.readouterr().out == said
+
+
+def test_a_dump_of_gradients_has_no_padding_and_leaves_no_parts(tmp_path):
+    rows = {"wte.weight": torch.zeros(256, 4), "grad/wte.weight": torch.ones(256, 4),
+            "norm.weight": torch.ones(256)}
+    parts = tmp_path / "parts"
+    checkpoint.write_part(parts / "step_000001.tmp", 0, [(name, x, x.shape, (0,) * x.ndim)
+                                                         for name, x in rows.items()])
+    checkpoint.commit(parts / "step_000001.tmp", 1, {}, checkpoint.Writers(size=1))
+    path = tmp_path / "grads.safetensors"
+    resume.write_full(parts, path, 200)
+    from safetensors.torch import load_file
+    assert {name: len(x) for name, x in load_file(path).items()} == {
+        "wte.weight": 200, "grad/wte.weight": 200, "norm.weight": 256}
+
+
+def test_a_dump_of_gradients_is_one_file(tmp_path, monkeypatch):
+    x = torch.ones(2, 3)
+    monkeypatch.setattr(resume, "own_pieces", lambda *args: [("w", x, x.shape, (0, 0))])
+    opt = SimpleNamespace(masters=[], grads=[])
+    resume.dump_grads(tmp_path / "grads.safetensors", ONE, None, opt, 200)
+    assert [path.name for path in tmp_path.iterdir()] == ["grads.safetensors"]
+
+
+@pytest.mark.parametrize("mode,timeout,waits", [
+    ("auto", 6.0, 3.0), ("auto", 1e6, files.LOCK_WAIT), ("none", 6.0, 0)])
+def test_only_a_run_that_goes_on_waits_for_the_lock(mode, timeout, waits, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(files, "lock", lambda out, wait: seen.append(wait))
+    resume.prepare_out_dir(Config(resume=mode, timeout=timeout), World(), tmp_path / "run")
+    assert seen == [waits]
+
+
+def test_a_resume_names_the_later_checkpoints_that_it_moves(tmp_path, capsys, monkeypatch):
+    for moved, said in (([], ""), (["a", "b"], "going on from X: later checkpoints are now a, b\n")):
+        monkeypatch.setattr(checkpoint, "archive_later", lambda out, step, moved=moved: moved)
+        resume.set_aside(Config(resume="auto"), tmp_path, SimpleNamespace(step=3), "X")
+        assert capsys.readouterr().out == said
+
+
+def test_a_missing_checkpoint_is_named_before_anything_is_read(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(checkpoint, "read_index", asked.append)
+    monkeypatch.setattr(checkpoint, "damage", lambda *args: None)
+    path = str(tmp_path / "step_000001")
+    assert str(resume.find_checkpoint(Config(resume=path), World(), tmp_path)) == path
+    assert asked == [path]
+
+
+def test_a_dense_mlp_becomes_every_expert(monkeypatch):
+    own = torch.zeros(2, 3, 4)
+    piece = ("blocks.0.moe.w1", own, (8, 6, 4), (2, 3, 0))
+    monkeypatch.setattr(resume, "own_pieces", lambda *args, **named: [piece])
+    opt = SimpleNamespace(data_parallel=None, masters=None)
+    found = resume.weights_to_read(opt, 256, upcycles=True)
+    assert [(name, list(part.shape), full, where) for name, part, full, where in found] == [
+        ("blocks.0.mlp.w1.weight", [3, 4], (6, 4), (3, 0))] * 2
+
+
+def test_the_file_stop_is_looked_for_again_after_a_whole_second(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    stop = agree.Stop(2.0)
+    stop.watch_file(tmp_path)
+    assert stop.poll(World()) is None
+    (tmp_path / "stop").touch()
+    now[0] = 100.0 + agree.LOOK_EVERY
+    assert stop.poll(World()) == "the file stop"
+    (tmp_path / "stop").unlink()
+    now[0] = 219.9
+    assert stop.poll(World()) is None
+    now[0] = 220.1
+    assert stop.poll(World()) == "max-minutes"
+
+
+def test_a_stopwatch_of_a_gpu_has_events_that_know_the_time(monkeypatch):
+    made = []
+
+    class Event:
+        def __init__(self, device, **flags):
+            made.append((device.type, flags))
+
+        def record(self):
+            made.append("recorded")
+    monkeypatch.setattr(torch, "Event", Event)
+    timing.Stopwatch(torch.device("cuda", 0)).mark()
+    assert made == [("cuda", {"enable_timing": True}), "recorded"]
 
 
 def test_a_run_that_was_moved_aside_names_its_last_step(tmp_path):
@@ -171,7 +377,309 @@ def test_empty_stacks_of_another_run_are_removed_and_others_stay(tmp_path):
 
 
 # -----------------------------------------------------------------------------
+# The watchdog
+
+@pytest.fixture
+def quiet_watch(monkeypatch):
+    """A Watch that was made without its thread and its guardian; its alarms are written down."""
+    alarms = []
+    monkeypatch.setattr(watch.faulthandler, "dump_traceback_later",
+                        lambda seconds, file: alarms.append(("stacks", seconds)))
+    guardian = SimpleNamespace(allow=lambda seconds: alarms.append(("guardian", seconds)))
+    monkeypatch.setattr(watch, "Guardian", lambda tick: guardian)
+    monkeypatch.setattr(watch.threading, "Thread", lambda **named: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr("time.monotonic", lambda: 1000.0)
+    return watch.Watch(3, 32.0), alarms
+
+
+def test_the_alarms_of_the_watchdog_are_set_at_once(quiet_watch):
+    dog, alarms = quiet_watch
+    assert (dog.grace, dog.tick) == (8.0, 1.0)
+    assert alarms == [("stacks", 64.0 + 4.0), ("guardian", 64.0 + 16.0)]
+    assert dog.alarm == 1000.0 + 64.0 + 4.0
+
+
+@pytest.mark.parametrize("gap,forgiven", [(2.9, False), (3.1, True)])
+def test_time_in_which_a_process_did_not_run_is_forgiven(gap, forgiven, quiet_watch, monkeypatch):
+    dog, _ = quiet_watch
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    times = iter([1000.0 + gap + dog.tick])
+
+    def wait(tick):
+        now[0] = next(times, now[0])
+        return len(waits) == 2 or waits.append(tick)
+
+    waits = [None]
+    dog.stopping = SimpleNamespace(wait=wait)
+    dog._watch()
+    assert dog.last == 1000.0 + (gap if forgiven else 0.0)
+
+
+def test_ranks_that_miss_another_speak_one_after_the_other(quiet_watch, monkeypatch, capsys):
+    dog, _ = quiet_watch
+    slept = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    dog.joining("MPI_Init", 8)
+    dog._report_missing_ranks()
+    dog.rank = 100
+    dog._report_missing_ranks()
+    assert slept == [pytest.approx(0.9), 8.0]
+    assert "rank 3 of 8 waited 0 s in MPI_Init: a rank did not start" in capsys.readouterr().err
+
+
+def test_a_guardian_leaves_no_process_behind():
+    guardian = watch.Guardian(0.1)
+    guardian.close()
+    assert guardian.process.returncode is not None
+
+
+# -----------------------------------------------------------------------------
 # Ranks and kernels
+
+def test_a_bucket_is_full_when_it_has_its_elements():
+    def named(*sizes):
+        parameters = []
+        for i, n in enumerate(sizes):
+            p = torch.nn.Parameter(torch.zeros(n, 1))
+            p.reduction_axis = "dp"
+            parameters.append((f"blocks.{i}.w", p))
+        return parameters
+
+    for zero in (0, 2, 3):
+        assert [contents.names for contents in assign_buckets(named(5, 5, 5), zero, 5)] == [
+            ["blocks.2.w"], ["blocks.1.w"], ["blocks.0.w"]]
+    assert [len(contents.names) for contents in assign_buckets(named(5, 5, 5), 2, 6)] == [2, 1]
+
+
+def test_a_message_to_a_neighbour_is_recorded_with_its_bytes(monkeypatch):
+    sent = []
+    calls = SimpleNamespace(record=lambda kind, name, tensor: sent.append((kind, name)))
+    axis = Axis("pp", rank=0, size=2, ranks=(0, 7), calls=calls)
+    ring = Ring.__new__(Ring)
+    ring.axis, ring.chunks, ring.in_flight, ring.inbox = axis, 1, [], {}
+    ring.like, ring.shape = torch.zeros(1), (3, 4)
+    monkeypatch.setattr("pipeline.dist.P2POp", lambda operation, tensor, peer, group: peer)
+    monkeypatch.setattr("pipeline.Exchange", lambda operations: operations)
+    ring.start_exchange([Op("F", 0, 0), None], torch.zeros(3, 4))
+    ring.start_exchange([None, Op("B", 0, 0)], None)
+    assert sent == [("send", "pp"), ("receive", "pp")] and ring.in_flight == [[7], [7]]
+    assert axis.sent == {"send": 48, "receive": 0}
+
+
+def test_a_rank_waits_until_its_input_is_there():
+    class Exchange:
+        def __init__(self):
+            self.is_here = False
+            self.n_asked = 0
+
+        @property
+        def arrived(self):
+            self.n_asked += 1
+            assert self.n_asked < 9, "nobody waits for it"
+            return self.is_here
+
+        def wait(self):
+            self.is_here = True
+
+    ring = Ring.__new__(Ring)
+    first, second, third = exchanges = [Exchange() for _ in range(3)]
+    ring.in_flight = collections.deque(exchanges)
+    ring.timers = lambda phase: contextlib.nullcontext()
+    ring.inbox = {"op": ("input", second)}
+    assert ring.receive("op") == "input" and ring.receive("op") is None
+    assert (first.arrived, second.arrived, third.arrived) == (True, True, False)
+
+
+def test_a_broadcast_comes_from_the_first_rank_of_the_axis(monkeypatch):
+    asked = []
+    monkeypatch.setattr("parallel.dist.broadcast", lambda x, source, group: asked.append(source))
+    calls = SimpleNamespace(record=lambda *args: asked.append(args[:2]))
+    axis = Axis("tp", rank=1, size=2, ranks=(4, 5), calls=calls)
+    axis.broadcast(torch.zeros(3))
+    assert asked == [("broadcast", "tp"), 4] and axis.sent["broadcast"] == 0
+    axis.broadcast(torch.zeros(3), 1)
+    assert asked[-1] == 5 and axis.sent["broadcast"] == 12
+
+
+def test_a_bucket_in_which_gradients_are_missing_is_still_reduced():
+    started = []
+    bucket = SlotBucket.__new__(SlotBucket)
+    bucket.contents = SimpleNamespace(params=[0, 1])
+    bucket.reset()
+    bucket.start_reduce = lambda: started.append(len(bucket.missing))
+    bucket.wait_grads()  # no gradient came
+    bucket.on_grad_ready(1, True)
+    bucket.wait_grads()  # one came
+    bucket.missing, bucket.total_is_empty = {0, 1}, False
+    bucket.wait_grads()  # all came before
+    assert started == [2, 1]
+
+
+@pytest.mark.parametrize("tp,whole", [(1, True), (2, False)])
+def test_a_block_without_collectives_is_compiled_whole(tp, whole, monkeypatch):
+    asked = []
+    monkeypatch.setattr(compile_, "keep_eager", lambda place, name: None)
+    monkeypatch.setattr(torch, "compile", lambda function, fullgraph: asked.append((function, fullgraph)))
+
+    def module(name, **others):
+        return SimpleNamespace(compile=lambda fullgraph: asked.append((name, fullgraph)), **others)
+    expert = module("not this", moe=SimpleNamespace(route="route"), attention_half="attention")
+    mesh = SimpleNamespace(tp=SimpleNamespace(size=tp), cp=SimpleNamespace(size=1))
+    blocks = {"0": module("dense", moe=None), "1": expert}
+    compile_.compile_blocks(SimpleNamespace(mesh=mesh, blocks=blocks, norm=module("norm")))
+    assert asked == [("dense", whole), ("attention", whole), ("route", whole), ("norm", True)]
+
+
+def test_one_rank_dispatches_plainly_under_a_graph():
+    choice = Choice(graph=True, symm_mem=False, peer_copies=False, single_microbatch=False)
+    assert choice.dispatcher_maker(Config(n_experts=4)) is moe.plain_dispatcher
+    assert choice.dispatcher_maker(Config(n_experts=4, ep=2)) is not moe.plain_dispatcher
+    assert choice.dispatcher_maker(Config(n_experts=4, ep=2, capacity_factor=1.0)) is moe.plain_dispatcher
+
+
+def test_gpus_on_which_the_library_multiplies_experts(monkeypatch):
+    capability = {0: (8, 0), 1: (9, 0), 2: (10, 0), 3: (12, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[device.index])
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(grouped_mm.F, "grouped_mm", None, raising=False)
+    ask = grouped_mm.has_grouped_mm.__wrapped__
+    assert [ask(torch.device("cuda", i)) for i in range(4)] == [False, True, True, False]
+    assert not ask(torch.device("cpu"))
+
+
+def test_an_expert_without_rows_has_a_gradient_of_zero():
+    w = torch.ones(1, 3, 2, requires_grad=True)
+    y = grouped_mm.grouped_mm(torch.zeros(0, 2), w, torch.tensor([0]))
+    y.sum().backward()
+    assert y.shape == (0, 3) and w.grad.tolist() == [[[0.0, 0.0]] * 3]
+
+
+def test_the_buffers_of_the_owners_are_laid_out_in_torch():
+    counts = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])  # 2 ranks, 4 experts
+    needed = torch.tensor(0)
+    starts, ends = permute.layout_from_counts(counts, 1, 100, 12, needed)
+    assert starts.tolist() == [1, 8, 103, 114] and ends.tolist() == [10, 12] and needed.item() == 22
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_checkpoint_of_any_dtype_is_refused_with_nan(dtype):
+    good = ("good", torch.full((3,), 1e30, dtype=dtype), (3,), (0,))
+    checksum.refuse_not_finite([good])
+    bad = torch.tensor([1.0, float("nan")], dtype=dtype)
+    with pytest.raises(ValueError, match="bad holds values that are not finite"):
+        checksum.refuse_not_finite([good, ("bad", bad, (2,), (0,))])
+
+
+@pytest.mark.parametrize("rank,stops", [(-1, []), (0, [4]), (1, [4])])
+def test_the_debugger_stops_before_the_first_step(rank, stops, monkeypatch):
+    """Which rank stops, and how, is test_pdb.py's."""
+    stopped = []
+    monkeypatch.setattr(train.debugger, "break_on_rank", lambda *args: stopped.append(run.state.step + 1))
+    monkeypatch.setattr(train.session.signals, "can_save", False)
+    run = train.Run.__new__(train.Run)
+    run.cfg = Config(pdb=rank, steps=6)
+    run.state = SimpleNamespace(step=3, samples=0)
+    run.first_step = 4
+    run.out, run.world = None, World(rank=1)
+    run.parts = SimpleNamespace(mesh=make_mesh(ONE, groups=False))
+    run.ending = SimpleNamespace(outcome=train.Outcome.DONE)
+    for name in ("begin_step", "next_batches", "take_step", "log", "check_replicas", "poll_stop", "save"):
+        setattr(run, name, lambda *args, **named: None)
+    run.end_step = lambda number, batch: setattr(run.state, "step", number)
+    run.leave = lambda profiler: "left"
+    assert run.train() == "left" and stopped == stops
+
+
+@pytest.mark.parametrize("wrong", [None, "--lr is wrong"])
+def test_ranks_with_wrong_flags_meet_the_others_to_say_so(wrong, monkeypatch):
+    def launched(timeout, has_wrong_flags, joining):
+        raise KeyError(has_wrong_flags)
+
+    monkeypatch.setattr(train.session, "surround", contextlib.nullcontext)
+    monkeypatch.setattr(train.agree, "parse_flags", lambda parse, argv: (None, wrong, 5.0))
+    monkeypatch.setattr(train.launch, "deterministic", lambda on: None)
+    dog = SimpleNamespace(joining=None)
+    monkeypatch.setattr(train.watch, "Watch", lambda rank, timeout: contextlib.nullcontext(dog))
+    monkeypatch.setattr(train.launch, "launch", launched)
+    with pytest.raises(KeyError) as found:
+        train.main([])
+    assert found.value.args == (wrong is not None,)
+
+
+def test_an_update_waits_for_the_copies_of_a_save():
+    waited = []
+    opt = Optimizer.__new__(Optimizer)
+    opt.before_update = [lambda: waited.append("function")]
+    opt.snapshot_done = SimpleNamespace(wait=lambda: waited.append("event"))
+    opt.divisor = lambda grad_norm: 1 / 0
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            opt.step(0.1, torch.tensor(1.0))
+    assert waited == ["function", "event", "function"]
+
+
+def test_one_gpu_computes_head_and_loss_in_one(monkeypatch):
+    seen = []
+    loss = SimpleNamespace(apply=lambda x, w, targets, n, bias: seen.append((targets.shape, n)) or x.sum())
+    monkeypatch.setattr(model_, "LinearCrossEntropy", loss)
+    mesh = make_mesh(ONE, groups=False)
+    with torch.device("meta"):
+        gpt = model_.GPT(Config(n_layer=1, seq_len=16), mesh, 256)
+        tokens = torch.zeros(2, 16, dtype=torch.long)
+        gpt(tokens, tokens)
+    assert seen == [((32,), 256)]
+
+
+def test_weights_of_another_run_become_the_models(monkeypatch):
+    did = []
+    index = {"meta": {"shape": {"n_experts": 0}}, "tensors": {}}
+    monkeypatch.setattr(checkpoint, "check", lambda *args: index)
+    for name, value in (("check_source", None), ("count_symbols", 256), ("weights_to_read", [])):
+        monkeypatch.setattr(resume, name, lambda *args, value=value: value)
+    monkeypatch.setattr(resume, "load_tensors", lambda *args: did.append("read"))
+    model = SimpleNamespace(mesh=make_mesh(ONE), cfg=Config(), vocab_size=256)
+    opt = SimpleNamespace(masters_to_model=lambda: did.append("rounded"))
+    assert "fresh optimizer" in resume.init_from(model, opt, "run")
+    assert did == ["read", "rounded"]
+
+
+def test_the_example_of_the_experts_buffers():
+    """The four steps of BufferSizer's docstring."""
+    sizer = BufferSizer.__new__(BufferSizer)
+    sizer.world = make_mesh(ONE).world
+    sizer.copies, sizer.ep, sizer.limit, sizer.interval = 160, 4, 2.5, 50
+    sizer.slack, sizer.n_retries, sizer.steps = 0.0, 0, 49
+    sizer.rows_needed = torch.tensor(200)
+    assert sizer.resize(False) and sizer.rows(sizer.slack) == 224
+    sizer.rows_needed.fill_(300)
+    assert sizer.resize(True) and sizer.rows(sizer.slack) == 400 and sizer.n_retries == 1
+    sizer.rows_needed.fill_(180)
+    assert [sizer.resize(False) for _ in range(50)] == [False] * 49 + [True]
+    assert sizer.rows(sizer.slack) == 200
+    sizer.rows_needed.fill_(440)
+    assert sizer.resize(True) and sizer.slack == 0.0
+
+
+def test_pinned_memory_comes_in_blocks(monkeypatch):
+    empty = torch.empty
+    made = []
+
+    def without_gpu(n, dtype, pin_memory=False):
+        made.append((n, pin_memory))
+        return empty(n, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", without_gpu)
+    buffers = HostBuffers()
+    assert len(buffers.allocate(5)) == 5
+    buffers.stream, buffers.BLOCK = object(), 256
+    starts = []
+    for n in (1, 65, 64, 1, 300):
+        piece = buffers.allocate(n)
+        assert len(piece) == n
+        starts.append(piece.storage_offset())
+    assert starts == [0, 64, 192, 0, 0]
+    assert made == [(5, False), (256, True), (256, True), (300, True)]
 
 def test_the_batch_system_is_told_by_its_variables(monkeypatch):
     for name in ("SLURM_JOB_ID", "PBS_JOBID"):

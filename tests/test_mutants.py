@@ -34,6 +34,28 @@ def test_each_mutant_changes_one_line_into_another_program(module):
         ast.parse("\n".join(lines))
 
 
+def test_what_changes_no_result_is_no_mutant(module):
+    module.write_text("TILES_OF = {1: 2}\nMOST = 2**20\nprint(text, flush=True)\n"
+                      "kernel(x, num_warps=4, BLOCK=64)\nzip(a, b, strict=True)\n"
+                      "x.copy_(y, non_blocking=True)\n")
+    assert {mutant.mutated for mutant in mutants.mutants_of(module)} == {"pass"}
+
+
+@pytest.mark.parametrize("code,said,verdict", [
+    (0, "3 passed, 1 skipped in 1 s", "survived"), (1, "1 failed, 3 passed", "caught"),
+    (2, "1 error", "caught"), (0, "3 skipped in 1 s", "undecided"),
+    (5, "3 deselected in 1 s", "undecided"), (None, "", "undecided")])
+def test_a_mutant_survives_only_tests_that_ran(code, said, verdict):
+    assert mutants.verdict_of(code, said) == verdict
+
+
+def test_a_survivor_is_decided_where_its_tests_run():
+    assert mutants.decides("moe.py", {"tests/test_moe.py": ["a test"]}, gpu=False)
+    assert [mutants.decides("ops/kernels.py", {}, gpu) for gpu in (False, True)] == [False, True]
+    assert mutants.decides("runtime/debugger.py", {"tests/test_pdb.py": []}, gpu=False)
+    assert not mutants.decides("runtime/debugger.py", {"tests/test_pdb.py": ["a test"]}, gpu=True)
+
+
 def test_the_house_has_mutants_and_tests_for_them():
     chosen = mutants.choose(600, [], gpu=False)
     assert len(chosen) >= 600
