@@ -406,6 +406,14 @@ def test_vectors_of_a_gguf_stay_in_fp32(tmp_path, monkeypatch, capsys):
 # -----------------------------------------------------------------------------
 # Checkpoints
 
+def test_parts_that_are_there_are_not_waited_for(tmp_path):
+    """This test comes before those that save: they would wait ten minutes."""
+    (tmp_path / "rank_00000.json").touch()
+    checkpoint.wait_for_parts(tmp_path, ["rank_00000.json"], 0.0, None)
+    with pytest.raises(TimeoutError, match="no part from rank_00001 after 0 s; not committed"):
+        checkpoint.wait_for_parts(tmp_path, ["rank_00000.json", "rank_00001.json"], 0.0, None)
+
+
 def test_weights_that_are_not_finite_are_refused_and_moments_are_not(tmp_path):
     sound, nan = torch.ones(2), torch.tensor([1.0, math.nan])
     for step, weight, moment in ((1, sound, nan), (2, nan, sound)):
@@ -439,13 +447,6 @@ def test_each_file_is_read_by_one_of_the_ranks(tmp_path):
             checkpoint.check(folder)
         file.write_bytes(whole)
     assert checkpoint.damage(folder) is None
-
-
-def test_parts_that_are_there_are_not_waited_for(tmp_path):
-    (tmp_path / "rank_00000.json").touch()
-    checkpoint.wait_for_parts(tmp_path, ["rank_00000.json"], 0.0, None)
-    with pytest.raises(TimeoutError, match="no part from rank_00001 after 0 s; not committed"):
-        checkpoint.wait_for_parts(tmp_path, ["rank_00000.json", "rank_00001.json"], 0.0, None)
 
 
 def test_counters_of_the_layout_are_no_difference():

@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -279,6 +280,22 @@ class Broken(tracker.Tracker):
 def test_a_tracker_that_fails_says_why(error, said, capsys):
     Broken(error)._work()
     assert capsys.readouterr().err.startswith(said)
+
+
+def test_wandb_is_told_to_ask_no_terminal_before_it_begins(monkeypatch):
+    told = []
+
+    def init(**how):
+        told.append(how["mode"])
+        return SimpleNamespace(settings=SimpleNamespace(sync_dir="there"))
+
+    errors = SimpleNamespace(CommError=OSError)
+    wandb = SimpleNamespace(setup=told.append, init=init, Settings=dict, errors=errors)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    begun = Broken(None)
+    begun.mode, begun.out, begun.config = "offline", Path("run"), {}
+    tracker.Tracker._start(begun)
+    assert told == [{"silent": True}, "offline"] and begun.folder == "there"
 
 
 # -----------------------------------------------------------------------------
