@@ -19,7 +19,7 @@ class Masked:
     n_masked is the number of chosen tokens of each sequence, mask_token the id of [MASK].
     """
 
-    def __init__(self, source, seed=0):
+    def __init__(self, source, seed):
         self.source = source
         self.seq_len = source.seq_len
         self.n_samples = source.n_samples

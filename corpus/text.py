@@ -183,7 +183,7 @@ def cut_point(f, at, size):
     for i, byte in enumerate(block):
         if byte & 0xC0 != 0x80:  # it is no continuation byte of utf-8
             return at + i
-    return at
+    return at + len(block)  # the last character of the file
 
 
 def read_text(span, key, report):

@@ -1,0 +1,548 @@
+"""Small inputs with a known answer, for what reads and writes files: data, models of others, checkpoints.
+
+Each test is quick and needs no optional package: mutants.py runs them first.
+"""
+import dataclasses
+import errno
+import gzip
+import json
+import math
+import os
+import subprocess
+import sys
+from fractions import Fraction
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_borders import refused_line, write_foreign
+
+import checkpoint
+import convert
+import prepare
+from config import Config
+from corpus import blend, build, chat, config_json, gguf_file, order, shards, text, tokenizer, tokenizer_json
+from corpus.safetensors_files import same_matrix
+from interface import checkpoint_report, command_line, files, schema
+
+# -----------------------------------------------------------------------------
+# Data sets
+
+def test_weights_of_a_blend_have_exponents_of_at_most_three_characters():
+    assert blend.parse_weight("spec", "5e-10") == Fraction(5, 10**10)
+    assert blend.parse_weight("spec", "1e200") == 10**200
+    for huge in ("1e9999", "1e1000000"):
+        with pytest.raises(ValueError, match="is not a weight"):
+            blend.parse_weight("spec", huge)
+
+
+def test_a_part_has_another_name_if_anything_but_the_place_of_its_tokenizer_changes():
+    settings = build.Settings("here/tokenizer.json", "abc", "<u2", "text", 0.1, 5)
+    unit = [text.Span("text", "a.txt", 0, 9, 9, 1)]
+    name = build.part_name(3, unit, settings)
+    assert name == build.part_name(3, unit, settings._replace(tokenizer="there/tokenizer.json"))
+    changed = [settings._replace(tokenizer_sha256="abd"), settings._replace(dtype="<u4"),
+               settings._replace(key="content"), settings._replace(val_fraction=0.2),
+               settings._replace(seed=None)]
+    names = [build.part_name(3, unit, one) for one in changed]
+    names.append(build.part_name(3, [unit[0]._replace(mtime=2)], settings))
+    assert len({name, *names}) == 7
+
+
+def test_the_time_that_is_left_follows_from_the_sizes_of_the_units(tmp_path, monkeypatch):
+    lines = []
+    progress = build.Progress(lines.append, workers=1, n_units=3, n_kept=0, size=4)
+    progress.start = progress.last_shown = build.time.time() - 100
+    monkeypatch.setattr(build.time, "time", lambda: progress.start + 100)
+    progress.unit_done(1, 10**6)
+    assert lines == ["encoded 1 MB, 1 of 3 units, 1 workers, 0.0 MB/s, 5:00 left"]
+
+    made = []
+
+    class Recorder:
+        def __init__(self, *args):
+            made.append(args[-1])
+
+        def unit_done(self, size, n_bytes):
+            made.append(size)
+
+    monkeypatch.setattr(build, "Progress", Recorder)
+    monkeypatch.setattr(build, "encode_unit", lambda job, folder, settings: {"counts": {"bytes": 0}})
+    spans = [text.Span("text", "a.txt", 0, 9, size, 1) for size in (5, 7, 2)]
+    build.encode_all([spans[:2], spans[2:]], 1, tmp_path, build.Settings("", "", "", "", 0.1, 5), print)
+    assert made == [14, 12, 2]
+
+
+def test_stretches_without_documents_are_left_out_of_a_merge(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "MERGE_TOKENS", 1)  # 6 stretches of keys for 2 documents
+    index = np.array([[1, 2], [2**64 - 1, 3]], "<u8")  # key, number of tokens
+    (tmp_path / "part").write_bytes(index.tobytes() + np.arange(5, dtype="<u2").tobytes())
+    run = build.Run(tmp_path / "part", 0, 2, 32, 5)
+    pieces = build.merge_shuffled([run], np.dtype("<u2"))
+    assert [piece.tolist() for piece in pieces] == [[0, 1], [2, 3, 4]]
+
+
+@pytest.mark.parametrize("line,is_sharegpt", [
+    (b'{"conversations": [{"from": "human"}]}', True), (b'{"conversations": []}', False),
+    (b'{"from": "human"}', False), (b"{}", False)])
+def test_the_form_of_sharegpt_is_named(line, is_sharegpt):
+    with pytest.raises(ValueError, match="lacks messages") as e:
+        chat.read_conversation(line, "here")
+    assert ("ShareGPT" in str(e.value)) == is_sharegpt
+
+
+def test_equal_conversations_are_in_one_split_wherever_they_stand():
+    vocab = tokenizer.train_char(["ab 0123456789"]).with_special(chat.MARKERS)
+    different = [[{"role": "user", "content": f"a {i}"}, {"role": "assistant", "content": f"b {i}"}]
+                 for i in range(20)]
+    packed = chat.pack([*different, *different[::-1]], chat.Template(vocab), 16, 0.4, seed=1)
+    found = {}
+    for split in shards.SPLITS:
+        one_each = packed.ids[split]  # a conversation fills more than half of a window
+        found[split] = sorted(vocab.decode(row) for row in one_each)
+        assert found[split][::2] == found[split][1::2] and len(found[split]) == packed.count[split]
+    assert len(found["train"]) + len(found["val"]) == 40 and not {*found["train"]} & {*found["val"]}
+
+
+def test_the_order_of_a_few_samples_is_that_of_every_version():
+    """A run that is resumed by a later version reads on in the same order."""
+    keys = np.arange(1, 5, dtype=np.uint64)
+    assert [order.permute(range(n), n, keys).tolist() for n in (2, 3, 4, 5)] == [
+        [0, 1], [2, 1, 0], [2, 1, 0, 3], [4, 3, 0, 1, 2]]
+    assert order.permute([0, 0], 1, keys).tolist() == [0, 0]
+
+
+def test_empty_texts_take_room_too(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"")
+    monkeypatch.setattr(text, "MOST_UNPACKED", 64 * 3 + 6)
+    said = []
+    monkeypatch.setitem(text.READERS, "parquet", lambda span, key, report: ["", "abc", "", "de", "f"])
+    span = text.Span("parquet", str(path), 0, 1, 0, 0)
+    found = list(text.documents(span, "text", lambda kind, line: said.append(kind)))
+    assert found == ["abc"] and said == ["empty", "empty", "damaged"]
+
+
+def test_lines_that_are_too_long_are_named_wherever_they_stand(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "MOST_LINE", 10)
+    path = tmp_path / "a.jsonl.gz"
+    said = []
+    long = b"x" * 11
+    for content, at in ((long + b"\nabc\n", [12]), (b"abc\n" + long, [0]), (b"x" * 10 + b"\n", [0])):
+        path.write_bytes(gzip.compress(content))
+        span = text.Span("packed", str(path), 0, 1, 0, 0)
+        assert [at for at, _ in text.read_lines(span, lambda kind, line: said.append((kind, line)))] == at
+    assert [(kind, line.split(": ")[0]) for kind, line in said] == [
+        ("broken", f"{path} at byte 0"), ("broken", f"{path} at byte 4")]
+
+
+@pytest.mark.parametrize("content,at,cut", [
+    (b"ab\ncd\n\nefgh\n\n", 1, 7), (b"ab\ncdef", 1, 3), ("aäb".encode(), 2, 3), ("aä".encode(), 2, 3),
+    (b"abc", 0, 0), (b"abc", 9, 3)])
+def test_a_text_is_cut_behind_a_blank_line_a_line_or_a_character(content, at, cut, tmp_path):
+    (tmp_path / "a").write_bytes(content)
+    with open(tmp_path / "a", "rb") as f:
+        assert text.cut_point(f, at, len(content)) == cut
+
+
+def test_the_largest_id_of_a_token_is_that_of_tiktoken():
+    assert tokenizer.token_ids({"a": 0, "b": 2**32 - 2})
+    for wrong in ({"a": 2**32 - 1}, {"a": -1}, {"a": 1, "b": 1}, {"a": True}, ["a"]):
+        assert not tokenizer.token_ids(wrong)
+
+
+def test_each_byte_has_a_character_of_its_own_that_prints():
+    characters = tokenizer_json.printable_bytes()
+    assert len(characters) == len(set(characters)) == 256
+    assert all(c.isprintable() and not c.isspace() for c in characters)
+    assert characters[ord("A")] == "A" and characters[10] == "\u010a" and characters[32] == "\u0120"
+
+
+def test_a_shard_is_read_on_where_a_read_ends_early(tmp_path, monkeypatch):
+    tokens = np.arange(20, dtype="<u2")
+    (tmp_path / "train_00000.bin").write_bytes(shards.pack_header(2, 20) + tokens.tobytes())
+    shard = shards.Shard(tmp_path / "train_00000.bin", "<u2", 20, 99, "mend it")
+    preadv, pread = os.preadv, os.pread
+    monkeypatch.setattr(os, "preadv", lambda fd, out, at: preadv(fd, [memoryview(out[0]).cast("B")[:5]], at))
+    monkeypatch.setattr(os, "pread", lambda fd, n, at: pread(fd, min(n, 4), at))
+    out = np.zeros(9, "<u2")
+    shard.read_into(out, 7)
+    assert out.tolist() == tokens[7:16].tolist()
+
+
+@pytest.mark.parametrize("n_tokens,n_masks,fits", [
+    ([8, 4], [8, 4], True), ([8, 4], [4, 8], False), ([8, 4], [12], False), ([9, 5], [9, 5], False)])
+def test_masks_have_the_sizes_of_their_shards_and_whole_windows(n_tokens, n_masks, fits, monkeypatch):
+    masks = [SimpleNamespace(size=n, all=lambda n=n: np.arange(n, dtype=np.uint8) % 4 == 3) for n in n_masks]
+    monkeypatch.setattr(shards, "open_shards", lambda folder, split, meta, kind: masks)
+    tokens = SimpleNamespace(split="train", seq_len=3, n_tokens=sum(n_tokens),
+                             shards=[SimpleNamespace(size=n) for n in n_tokens])
+    if not fits:
+        with pytest.raises(ValueError, match="the masks of train do not fit its tokens"):
+            shards.Tokens.open_masks(tokens, "folder", {"seq_len": 3})
+        return
+    shards.Tokens.open_masks(tokens, "folder", {"seq_len": 3})
+    assert tokens.n_samples == 3 and tokens.counts.tolist() == [1, 1, 1]
+
+
+META = {"version": 1, "tokenizer": "char", "tokenizer_sha256": "a", "dtype": "uint16", "vocab_size": 9,
+        "tokens": {"train": 8, "val": 8}, "eod": None,
+        "shards": {split: [{"file": f"{split}_00000.bin", "tokens": 8, "sha256": split}]
+                   for split in shards.SPLITS}}
+MASKS = {split: [{"file": f"{split}_mask_00000.bin", "tokens": 8, "sha256": split + "m"}]
+         for split in shards.SPLITS}
+
+
+@pytest.mark.parametrize("masks,seq_len,wrong", [
+    (MASKS, 3, ""), (MASKS, 0, "seq_len is 0"), (MASKS, 2**24 + 1, "seq_len is 16777217"),
+    ({}, 3, "masks lacks train"), ({**MASKS, "val": [3]}, 3, r"masks.val\[0\] is 3")])
+def test_the_meta_of_conversations_is_checked(masks, seq_len, wrong, tmp_path):
+    (tmp_path / "meta.json").write_text(json.dumps({**META, "masks": masks, "seq_len": seq_len}))
+    if wrong:
+        with pytest.raises(ValueError, match=wrong):
+            shards.load_meta(tmp_path)
+    else:
+        assert shards.load_meta(tmp_path)["seq_len"] == 3
+
+
+def test_the_first_of_several_shared_shards_is_named():
+    both = {"train": [{"sha256": name} for name in "dcb"], "val": [{"sha256": name} for name in "ecd"]}
+    assert shards.shared_sha256(both) == "c"
+    assert shards.shared_sha256({**both, "val": [{"sha256": "e"}]}) == ""
+
+
+# -----------------------------------------------------------------------------
+# prepare.py
+
+def test_shards_may_be_as_small_as_a_token():
+    assert prepare.parse(["a.txt", "--name=a", "--shard-tokens=1"]).shard_tokens == 1
+    with pytest.raises(ValueError, match="shard-tokens"):
+        prepare.parse(["a.txt", "--name=a", "--shard-tokens=0"])
+
+
+def test_only_the_same_command_replaces_a_data_set_unasked(tmp_path):
+    made_by = "python prepare.py a.txt --name a"
+    (tmp_path / "meta.json").write_text(json.dumps({**META, "command": made_by, "replaced": made_by + "b"}))
+    (tmp_path / "tokenizer.json").write_text("")
+    for split in shards.SPLITS:
+        (tmp_path / f"{split}_00000.bin").write_text("")
+    flags = SimpleNamespace(folder=tmp_path, replace=False)
+    assert prepare.refuse_another(flags, made_by + " --workers 3") == made_by + "b"
+    with pytest.raises(ValueError, match=f"made with: {made_by}; give another --name, or --replace"):
+        prepare.refuse_another(flags, made_by + " --seed 3")
+    assert prepare.refuse_another(SimpleNamespace(folder=tmp_path, replace=True), made_by + "c") == made_by
+
+
+@pytest.mark.parametrize("number,said", [
+    (errno.ENOSPC, "a cannot be written: [Errno 28] No space left on device"),
+    (errno.EIO, "nanoshard: [Errno 5] Input/output error")])
+def test_a_source_that_cannot_be_read_is_not_called_a_full_disk(number, said, tmp_path, monkeypatch, capsys):
+    def fail(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(prepare, "prepare_text", fail)
+    (tmp_path / "a.txt").write_text("some words")
+    err = refused_line(capsys, prepare.main, f"{tmp_path}/a.txt", "--name=a", f"--out={tmp_path}")
+    assert said in err and ("cannot be written" in err) == (number == errno.ENOSPC)
+
+
+# -----------------------------------------------------------------------------
+# Models of others
+
+def read_theirs(folder, **theirs):
+    (folder / "config.json").write_text(json.dumps(theirs))
+    return config_json.read_config(folder / "config.json", "fp32")
+
+
+def test_what_a_config_json_leaves_out_is_transformers_default(tmp_path):
+    """The numbers of the model cards of Llama 7B, Mistral 7B, Mixtral 8x7B and GPT-2."""
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+             "intermediate_size", "max_position_embeddings")
+    for name, want in {"llama": (32000, 4096, 32, 32, 32, 11008, 2048),
+                       "mistral": (32000, 4096, 32, 32, 8, 14336, 131072),
+                       "mixtral": (32000, 4096, 32, 32, 8, 14336, 131072)}.items():
+        given = config_json.with_defaults("path", {"model_type": name})
+        assert tuple(given[field] for field in names) == want
+    found = read_theirs(tmp_path, model_type="gpt2")
+    cfg = found.cfg
+    assert (found.vocab_size, cfg.n_embd, cfg.n_layer, cfg.n_head, cfg.seq_len) == (50257, 768, 12, 12, 1024)
+    assert (cfg.ffn_hidden, cfg.rope_base) == (3072, Config.rope_base)
+    assert read_theirs(tmp_path, model_type="gpt2", n_inner=100).cfg.ffn_hidden == 100
+    assert read_theirs(tmp_path, model_type="gpt2", hidden_size=96, n_head=3).cfg.ffn_hidden == 384
+    assert read_theirs(tmp_path, model_type="gpt2", hidden_size=96, n_embd=96).cfg.n_embd == 96
+
+
+def test_the_base_of_the_rotary_positions_is_theirs(tmp_path):
+    small = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    for values, base in (({}, 1e4), ({"rope_theta": 5e5}, 5e5),
+                         ({"rope_parameters": {"rope_theta": 3e4, "rope_type": "default"}}, 3e4),
+                         ({"rope_scaling": {"type": "linear", "factor": 1.0}}, 1e4)):
+        assert read_theirs(tmp_path, model_type="llama", **small, **values).cfg.rope_base == base
+    assert read_theirs(tmp_path, model_type="mixtral", **small).cfg.rope_base == 1e6
+
+
+@pytest.mark.parametrize("fields,said", [
+    ({"hidden_size": 96, "n_embd": 64}, "hidden_size is 96 and n_embd 64: they are two names"),
+    ({"auto_map": {"AutoModel": "own.Model"}}, "auto_map is .*such a model brings code of its own"),
+    ({"layer_types": ["sliding_attention"]}, "every layer of our model attends to all positions"),
+    ({"is_causal": False}, "is_causal is False; our model computes True only"),
+    ({"pruned_heads": {"1": [2]}}, "our model has no such thing"),
+    ({"tie_word_embeddings": True, "activation_function": "relu"}, "activation_function is 'relu'"),
+    ({"loops": 2}, "no gpt2 that we know has this field")])
+def test_what_our_model_does_not_compute_is_refused_by_name(fields, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        read_theirs(tmp_path, model_type="gpt2", **fields)
+
+
+@pytest.mark.parametrize("rope,sound", [
+    ({"rope_type": "linear", "factor": 1}, True), ({"rope_type": "linear", "factor": 2.0}, False),
+    ({"rope_type": "yarn", "factor": 1}, False), ({"rope_type": "linear"}, False),
+    ({"rope_type": "linear", "factor": 1, "beta": 2}, False), ({"type": "default"}, True),
+    ({"rope_theta": 1e5}, True)])
+def test_scaled_rotary_positions_are_refused(rope, sound):
+    if sound:
+        config_json.check_unscaled("path", "rope_scaling", rope)
+    else:
+        with pytest.raises(ValueError, match="our rotary positions are not scaled"):
+            config_json.check_unscaled("path", "rope_scaling", rope)
+
+
+class Matrix:
+    """A slice of a file: its rows are all alike but for `other`, and it notes how many are read at once."""
+
+    def __init__(self, rows, columns, other=-1):
+        self.shape = [rows, columns]
+        self.other = other
+        self.read = []
+
+    def get_shape(self):
+        return self.shape
+
+    def __getitem__(self, rows):
+        self.read.append(rows.stop - rows.start)
+        return torch.tensor([self.other in range(rows.start, rows.stop)])
+
+
+@pytest.mark.parametrize("other,same", [(-1, True), (0, False), (5000, False), (8191, False)])
+def test_matrices_are_compared_in_blocks_of_rows(other, same):
+    a, b = Matrix(2**13, 2**13), Matrix(2**13, 2**13, other)
+    assert same_matrix(a, b) == same and {*a.read} == {2**11}  # 16 M elements
+    assert not same_matrix(a, Matrix(2**13, 2**12))
+
+
+# -----------------------------------------------------------------------------
+# GGUF
+
+class Keys:
+    """A writer of the package gguf that keeps the type of each key."""
+
+    def __init__(self):
+        self.types = {}
+
+    def __getattr__(self, name):
+        return lambda key, value: self.types.setdefault(key, name)
+
+
+def test_keys_have_the_types_that_llama_cpp_expects():
+    writer = Keys()
+    for key, value in {"a": True, "b": 1, "c": 1.0, "d": "text", "e": [1, 2]}.items():
+        gguf_file.add_key(writer, key, value)
+    assert writer.types == {"a": "add_bool", "b": "add_uint32", "c": "add_float32", "d": "add_string",
+                            "e": "add_array"}
+
+
+def test_rows_of_a_head_are_paired_as_llama_cpp_turns_them():
+    rows = torch.arange(2 * 4 * 3).reshape(8, 3)  # 2 heads of 4 rows
+    assert gguf_file.pair_rows(rows, 2)[:, 0].div(3).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert gguf_file.pair_rows(torch.arange(8), 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_only_models_of_glm_have_its_keys():
+    cfg = Config(n_experts=4, n_shared_experts=2, ffn_hidden=24, n_head=2, n_kv_head=2, n_embd=16)
+    keys = {}
+    for kind in ("mixtral", "glm4_moe"):
+        name = gguf_file.KINDS[kind].architecture
+        found = gguf_file.model_keys(cfg, kind, 9, "a", "fp16")
+        keys[kind] = {key.removeprefix(f"{name}.") for key in found}
+    assert keys["glm4_moe"] - keys["mixtral"] == {
+        "expert_feed_forward_length", "expert_shared_count", "leading_dense_block_count",
+        "expert_gating_func", "expert_weights_norm", "expert_weights_scale"}
+    assert keys["mixtral"] < keys["glm4_moe"]
+
+
+def test_the_end_of_an_answer_is_named_where_there_is_one():
+    made = tokenizer.BpeTokenizer.make("own", tokenizer.PATTERN, {bytes([b]): b for b in range(256)},
+                                       {tokenizer.EOD: 256})
+    talks = made.with_special(chat.MARKERS)
+    assert "tokenizer.ggml.eot_token_id" not in gguf_file.tokenizer_keys(made, 300)
+    assert gguf_file.tokenizer_keys(talks, 300)["tokenizer.ggml.eot_token_id"] == talks.special[chat.END]
+
+
+def test_vectors_of_a_gguf_stay_in_fp32(tmp_path, monkeypatch, capsys):
+    theirs = write_foreign(tmp_path / "theirs")
+    written = {}
+
+    def open_writer(path, architecture):
+        path.touch()
+
+    def write(writer, keys, tensors):
+        written.update(tensors)
+
+    for name, stand_in in {"open_writer": open_writer, "write": write, "different_texts": lambda v: "",
+                           "tokenizer_keys": lambda vocabulary, size: {}}.items():
+        monkeypatch.setattr(gguf_file, name, stand_in)
+    argv = ["gguf", str(theirs), f"--out={tmp_path}/m.gguf", "--dtype=fp16"]
+    convert.main(argv)
+    wide = {name for name, tensor in written.items() if tensor.dtype == torch.float32}
+    assert wide == {"output_norm.weight", "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"}
+    assert {tensor.dtype for name, tensor in written.items() if name not in wide} == {torch.float16}
+    assert gguf_file.stays_wide("position_embd.weight", (2, 2))
+    (theirs / "tokenizer.json").unlink()
+    (tmp_path / "m.gguf").unlink()
+    assert "holds no tokenizer.json, and llama.cpp" in refused_line(capsys, convert.main, *argv)
+
+
+# -----------------------------------------------------------------------------
+# Checkpoints
+
+def test_parts_that_are_there_are_not_waited_for(tmp_path):
+    """This test comes before those that save: they would wait ten minutes."""
+    (tmp_path / "rank_00000.json").touch()
+    checkpoint.wait_for_parts(tmp_path, ["rank_00000.json"], 0.0, None)
+    with pytest.raises(TimeoutError, match="no part from rank_00001 after 0 s; not committed"):
+        checkpoint.wait_for_parts(tmp_path, ["rank_00000.json", "rank_00001.json"], 0.0, None)
+
+
+def test_weights_that_are_not_finite_are_refused_and_moments_are_not(tmp_path):
+    sound, nan = torch.ones(2), torch.tensor([1.0, math.nan])
+    for step, weight, moment in ((1, sound, nan), (2, nan, sound)):
+        pieces = [("w", weight, (2,), (0,)), ("w/m", moment, (2,), (0,)), ("e", sound[:0], (0,), (0,))]
+        path = checkpoint.save(tmp_path, step, pieces, {})
+        requested = [(name, torch.zeros(full), full, at) for name, _, full, at in pieces]
+        if step == 2:
+            with pytest.raises(ValueError, match="w holds nan or infinite weights"):
+                checkpoint.load(path, requested)
+        else:
+            checkpoint.load(path, requested)
+            assert requested[0][1].tolist() == [1, 1] and requested[1][1].isnan().tolist() == [False, True]
+    for values, finite in (([], True), ([1.0, -2.0], True), ([math.inf], False), ([0.0, -math.inf], False)):
+        assert checkpoint.is_finite(torch.tensor(values)) == finite
+
+
+def test_each_file_is_read_by_one_of_the_ranks(tmp_path):
+    tensor = torch.ones(4)
+    folder = tmp_path / "step_000001"
+    for rank in (1, 2, 3, 0):  # rank 0 commits
+        writers = checkpoint.Writers(rank, 4, "a")
+        checkpoint.save(tmp_path, 1, [(f"w{rank}", tensor, (4,), (0,))], {}, writers)
+    for rank in range(4):
+        file = folder / f"rank_{rank:05d}.safetensors"
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1] + b"\1")
+        found = [checkpoint.damage(folder, reader, 2) for reader in range(2)]
+        assert [bool(wrong) for wrong in found] == [rank % 2 == 0, rank % 2 == 1]
+        file.unlink()
+        with pytest.raises(ValueError, match=f"{file.name} is missing; use an older step_N"):
+            checkpoint.check(folder)
+        file.write_bytes(whole)
+    assert checkpoint.damage(folder) is None
+
+
+def test_counters_of_the_layout_are_no_difference():
+    said = []
+    same = {"step": 3, "samples": 5}
+    assert checkpoint_report.compare_meta({**same, "world": 1}, {**same, "world": 2}, said.append) == 0
+    assert checkpoint_report.compare_meta({**same, "flags": {"tp": 2}}, same, said.append) == 0
+    assert checkpoint_report.compare_meta(same, {**same, "samples": 6}, said.append) == 1
+    assert [line.split(":")[0] for line in said] == ["  meta world", "  meta flags", "  meta samples"]
+
+
+# -----------------------------------------------------------------------------
+# Files and command lines
+
+def test_only_files_that_we_began_are_removed(tmp_path):
+    ours = tmp_path / ".metrics.jsonl.0123abcd.part"
+    others = [tmp_path / name for name in (".notes.part", ".a.0123abcg.part", ".link.0123abcd.part")]
+    ours.touch()
+    for path in others[:2]:
+        path.touch()
+    others[2].symlink_to(others[0])
+    (tmp_path / ".folder.0123abcd.part").mkdir()
+    files.remove_parts(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([*others, tmp_path / ".folder.0123abcd.part"])
+
+
+def test_a_process_has_ended_if_there_is_none_of_its_number(monkeypatch):
+    child = subprocess.Popen(["true"])
+    child.wait()
+    assert files.has_ended(child.pid) and files.has_ended(10**30) and not files.has_ended(os.getpid())
+
+    def refuse(pid, number):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    assert not files.has_ended(1)
+
+
+@pytest.mark.parametrize("number,reads,named", [
+    (errno.ENOSPC, True, True), (errno.EROFS, True, True), (errno.ENOENT, True, False),
+    (errno.ENOENT, False, True)])
+def test_what_cannot_be_written_is_named(number, reads, named):
+    with pytest.raises(OSError) as e, files.must_write("here", reads=reads):
+        raise OSError(number, os.strerror(number))
+    assert str(e.value).startswith("here cannot be written: ") == named
+
+
+def test_a_directory_is_locked_and_made_also_below_new_ones(tmp_path):
+    out = tmp_path / "new/er/run"
+    files.lock(out)
+    assert out.is_dir() and (out / ".lock").is_file() and (out.parent / ".run.lock").is_file()
+    files.unlock()
+    assert not out.exists()
+
+
+def test_a_long_path_stays_in_one_piece():
+    path = "/" + 120 * "a"
+    assert files.folded(f"a checkpoint {path} and more") == f"a checkpoint\n      {path}\n      and more"
+
+
+def test_the_largest_number_of_a_double_is_finite():
+    assert schema.is_a(sys.float_info.max, float) and schema.is_a(1, float) and schema.is_a(-1.5, float)
+    for wrong in (math.inf, -math.inf, math.nan, 10**400, True):
+        assert not schema.is_a(wrong, float)
+
+
+@pytest.mark.parametrize("n,sound", [(1, True), (0, False), (2**24, True), (2**24 + 1, False), (1.0, False)])
+def test_a_run_has_a_vocabulary(n, sound, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"vocab_size_used": n}))
+    if sound:
+        assert command_line.read_run_config(path) == (Config(), n)
+    else:
+        with pytest.raises(ValueError, match="vocab_size_used is .* give train.py's --out"):
+            command_line.read_run_config(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class More(Config):
+    """Flags of a program that trains, and more."""
+    rounds: int = 3  # how often it trains
+
+
+def test_help_lists_the_flags_of_a_program_and_of_those_that_it_adds_to():
+    said = command_line.format_help(More, "more.py", "It trains.", More(), everything=False)
+    assert "--rounds 3" in said and "how often it trains" in said and "--n-layer" in said
+
+
+def test_asserts_may_be_left_out_and_texts_not(monkeypatch, capsys):
+    for level, code in ((0, None), (1, None), (2, 2)):
+        monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=level))
+        left = None
+        try:
+            with command_line.wrong_input():
+                pass
+        except SystemExit as e:
+            left = e.code
+        assert left == code
+    assert "python -OO drops the texts" in capsys.readouterr().err

@@ -1,0 +1,338 @@
+"""What surrounds a run, in one process: the launcher's variables, MPI's answer, streams, signals, the ramp.
+
+Stand-ins take the place of other ranks and of signals. Each test is quick: mutants.py runs them first.
+"""
+import io
+import os
+import queue
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import sample
+from config import Config
+from interface import streams
+from interface.layout import check_batch, check_ramp
+from interface.schema import ChangedFile
+from runtime import abort, debugger, guardian, launch, mpi, session, tracker
+
+# -----------------------------------------------------------------------------
+# The batch and its ramp
+
+@pytest.mark.parametrize("full,ramp,wrong", [
+    (16, (4, 4, 100), ""), (16, (16, 4, 100), ""), (1500, (500, 1, 10), ""), (8, (), ""),
+    (1502, (500, 1, 10), "has 1002 phases"), (16, (0, 4, 100), "whole increments"),
+    (16, (20, 4, 100), "whole increments"), (16, (4, 5, 100), "whole increments")])
+def test_a_ramp_reaches_the_batch_in_at_most_a_thousand_increments(full, ramp, wrong):
+    def check():
+        check_ramp(full, ramp, 1)
+        check_batch(Config(micro_batch=1, rampup_batch_size=ramp), 1, full)
+
+    if not wrong:
+        check()
+        return
+    with pytest.raises(ValueError, match=wrong):
+        check()
+    with pytest.raises(ValueError, match=wrong):
+        check_batch(Config(micro_batch=1, rampup_batch_size=ramp), 1, full)
+
+
+# -----------------------------------------------------------------------------
+# How the ranks start
+
+@pytest.mark.parametrize("names,host", [("n1 n2\n", "n1"), ("n1\n", "127.0.0.1"), ("\n", None)])
+def test_the_first_host_of_a_slurm_step_is_where_the_ranks_meet(names, host, monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for name, value in {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **how: SimpleNamespace(stdout=names))
+    if host is None:
+        with pytest.raises(ValueError, match=r"SLURM_STEP_NODELIST=n\[1-2\] .* names no host"):
+            launch._slurm_address(1)
+        return
+    assert launch._slurm_address(len(names.split())) == (host, 20000 + 7 * 31 + 2)
+
+
+def test_ranks_of_one_node_meet_on_loopback(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.7")
+    assert (launch._address(1), launch._address(2)) == ("127.0.0.1", "10.0.0.7")
+
+
+def test_the_last_port_is_65535():
+    launch.check_site("torchrun", {"MASTER_PORT": "65535", "SLURM_NODEID": "70000"})
+    with pytest.raises(ValueError, match="MASTER_PORT=65536 .* is no port"):
+        launch.check_site("torchrun", {"MASTER_PORT": "65536"})
+
+
+def test_the_watchdog_knows_that_a_rank_waits_in_mpi(monkeypatch, capsys):
+    waits = []
+
+    def world(launcher, rank, size):
+        assert waits == [("MPI_Init", 4)]
+        raise ValueError("no MPI")
+
+    monkeypatch.setattr(mpi, "world", world)
+    with pytest.raises(SystemExit):
+        launch._join(launch.Start("hydra", 1, 4, 1, 2), 9.0, lambda where, size: waits.append((where, size)))
+    assert capsys.readouterr().err == "nanoshard: no MPI\n"
+
+
+def test_the_line_of_a_node_is_shown_at_once(monkeypatch):
+    """A launcher's ranks write to pipes: what is not flushed is not seen while a run hangs."""
+    out = io.TextIOWrapper(io.BufferedWriter(io.BytesIO()))
+    monkeypatch.setattr(sys, "stdout", out)
+    launch.print_node(launch.World(rank=2, size=4, local_size=2, node=1, n_nodes=2, launcher="hydra"))
+    shown = out.buffer.raw.getvalue().decode()
+    assert shown.startswith("[node 2/2 ") and "hydra: 2 of 4 ranks here, cpu" in shown and shown[-1] == "\n"
+
+
+@pytest.mark.parametrize("launcher,rank,size,found", [
+    ("hydra", 1, 4, "world"), ("pals", 1, -1, "world"), ("srun", 1, 4, "world"), ("srun", 1, 2, None),
+    ("srun", 0, 4, None), ("hydra", 0, 4, "error"), ("hydra", 1, 2, "error"), ("pals", 0, -1, "error")])
+def test_mpi_and_the_launcher_agree_on_rank_and_size(launcher, rank, size, found, monkeypatch):
+    world = SimpleNamespace(rank=1, size=4)
+    monkeypatch.setattr(mpi, "init", lambda: SimpleNamespace(COMM_WORLD=world))
+    if found == "error":
+        with pytest.raises(ValueError, match=f"started rank {rank} of {size} but mpi4py sees 1 of 4"):
+            mpi.world(launcher, rank, size)
+    else:
+        assert mpi.world(launcher, rank, size) is (world if found else None)
+
+
+# -----------------------------------------------------------------------------
+# How they end
+
+class Left(Exception):
+    """os._exit() of a stand-in."""
+
+
+def leave(code):
+    raise Left(code)
+
+
+@pytest.mark.parametrize("error,code,said", [
+    (RuntimeError("broken\x1b[31m"), 1, "Traceback (most recent call last):\n"),
+    (ChangedFile("a.bin was cut"), 2, "nanoshard: rank 3: a.bin was cut\n"),
+    (RuntimeError("Connection closed by peer"), 1, "nanoshard: rank 3 lost a peer (Connection closed by")])
+@pytest.mark.parametrize("has_mpi", [True, False])
+def test_an_exception_is_said_and_ends_all_ranks(error, code, said, has_mpi, monkeypatch):
+    aborted = []
+    comm = SimpleNamespace(Abort=aborted.append) if has_mpi else None
+    err = io.StringIO()
+    monkeypatch.setattr(sys, "excepthook", None)
+    monkeypatch.setattr(sys, "__stderr__", err)
+    monkeypatch.setattr(abort.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(os, "_exit", leave)
+    abort.end_all_on_exception(3, comm)
+    with pytest.raises(Left) as leaving:
+        try:
+            raise error
+        except Exception as e:
+            sys.excepthook(type(e), e, e.__traceback__)
+    lost = "lost a peer" in said
+    assert leaving.value.args == (code,) and aborted == ([code] if has_mpi and not lost else [])
+    assert err.getvalue().startswith(said) and "\x1b" not in err.getvalue()
+    assert "Traceback" not in said or err.getvalue().endswith("RuntimeError: broken\\x1b[31m\n")
+
+
+@pytest.mark.parametrize("gap,stopped,killed_after", [(0, (), 6), (100, (), 5), (0, (2, 3, 4), 9)])
+def test_a_guardian_counts_only_time_in_which_both_processes_run(gap, stopped, killed_after, monkeypatch):
+    """The rank may stay silent for 3 s and never speaks again; each look takes 0.5 s, one `gap` more."""
+    looks = []
+    clock = [0.0]
+
+    def look(reads, writes, errors, step):
+        looks.append(len(looks))
+        assert len(looks) < 30
+        clock[0] += step + (gap if len(looks) == 3 else 0)
+        return ([0] if len(looks) == 1 else []), [], []
+
+    killed = []
+    for module, name, stand_in in (
+            (guardian.select, "select", look), (guardian.time, "monotonic", lambda: clock[0]),
+            (guardian.signal, "signal", lambda *args: None), (os, "read", lambda *args: b"9 3.0\n"),
+            (os, "getppid", lambda: 77), (os, "kill", lambda *args: killed.append(args)),
+            (guardian, "is_stopped", lambda pid: len(looks) in stopped)):
+        monkeypatch.setattr(module, name, stand_in)
+    guardian.main(77, 0.5)
+    assert killed == [(77, signal.SIGKILL)] and len(looks) == killed_after
+
+
+# -----------------------------------------------------------------------------
+# --pdb
+
+class Ranks:
+    """The axis of two ranks: what the chosen one sends is there already."""
+
+    def __init__(self, sent=None):
+        self.sent = sent
+
+    def broadcast_object(self, value, rank):
+        if value is not None:
+            self.sent = value
+        return self.sent
+
+
+@pytest.fixture
+def attached(monkeypatch):
+    """Return a function that attaches a rank of two, and a namespace of what that did."""
+    did = SimpleNamespace(forwards=[], accepted=[])
+
+    def thread(target, args, daemon):
+        return SimpleNamespace(start=lambda: did.forwards.append((target, args)))
+
+    def accept(server, secret):
+        server.close()
+        did.accepted.append(secret)
+        return "what rank 0 types"
+
+    def attach(rank, chosen, size=2, terminal=False, sent=None):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: terminal))
+        monkeypatch.setattr(sys, "breakpointhook", "stops")
+        did.axis = Ranks(sent)
+        debugger.attach_stdin(SimpleNamespace(rank=rank, size=size, n_nodes=1, axis=did.axis), chosen)
+        return sys.breakpointhook == "stops"
+
+    monkeypatch.setattr(debugger.threading, "Thread", thread)
+    monkeypatch.setattr(debugger, "_accept", accept)
+    return attach, did
+
+
+def test_breakpoint_stops_the_chosen_rank_alone(attached):
+    attach, did = attached
+    assert attach(0, 0) and not attach(1, 0) and attach(1, -1) and attach(0, -1) and attach(0, 0, size=1)
+    assert did.forwards == [] and did.accepted == []
+
+
+def test_the_chosen_rank_reads_what_is_typed_at_rank_0(attached):
+    attach, did = attached
+    assert attach(1, 1) and sys.stdin == "what rank 0 types" and did.forwards == []
+    host, port, secret = did.axis.sent
+    assert host == "127.0.0.1" and port > 0 and did.accepted == [secret]
+    assert not attach(0, 1, sent=(host, port, secret))
+    assert did.forwards == [(debugger._forward_stdin, (host, port, secret))]
+
+
+def test_a_chosen_rank_with_a_terminal_reads_it_itself(attached):
+    attach, did = attached
+    assert attach(1, 1, terminal=True) and did.axis.sent is None and did.accepted == []
+    assert not attach(0, 1) and did.forwards == []
+
+
+# -----------------------------------------------------------------------------
+# Streams
+
+def test_a_terminal_obeys_nothing():
+    assert streams.visible("a\x1b[2J\u202eb\tc\nd\x9b") == "a\\x1b[2J\\u202eb\tc\nd\\x9b"
+    assert streams.visible("für 日本\u200d\n") == "für 日本\u200d\n"
+
+
+def test_a_stream_is_put_back_where_it_still_is(monkeypatch):
+    first, other = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", first)
+    guard = streams.Printed("stdout")
+    guard.put_back()
+    assert sys.stdout is first
+    guard = streams.Printed("stdout")
+    sys.stdout = other
+    guard.put_back()
+    assert sys.stdout is other
+
+
+def test_what_a_run_lost_before_it_had_a_directory_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(session.Stream, "lost", ["stdout: [Errno 28] No space left on device",
+                                                "stdout: [Errno 32] Broken pipe"])
+    session.Stream.forget()
+    said = "nanoshard: stdout: [Errno 28] No space left on device; what was printed there is lost\n"
+    assert capsys.readouterr().err == said and session.Stream.lost == []
+
+
+@pytest.mark.parametrize("is_program", [True, False])
+def test_a_program_keeps_its_stacks_and_a_notebook_has_its_own_back(is_program, monkeypatch):
+    files = []
+    signals = SimpleNamespace(is_program=is_program, catch=lambda: None, release=lambda: None, rank=0)
+    monkeypatch.setattr(session, "signals", signals)
+    monkeypatch.setattr(session, "dump_on_sigusr2", files.append)
+    with session.surround():
+        assert files == []
+    assert files == [sys.__stderr__ if is_program else None]
+
+
+class Broken(tracker.Tracker):
+    """A tracker whose wandb cannot be imported, or fails."""
+
+    def __init__(self, error):
+        self.error = error
+        self.rows = queue.SimpleQueue()
+
+    def _start(self):
+        raise self.error
+
+
+@pytest.mark.parametrize("error,said", [
+    (ImportError("no pandas", name="pandas"), "nanoshard: wandb: no pandas; going on without it\n"),
+    (ImportError("no wandb", name="wandb"), "nanoshard: wandb is not installed: pip install wandb, or give"),
+    (OSError("no disk"), "nanoshard: wandb: no disk; going on without it\n")])
+def test_a_tracker_that_fails_says_why(error, said, capsys):
+    Broken(error)._work()
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_wandb_is_told_to_ask_no_terminal_before_it_begins(monkeypatch):
+    told = []
+
+    def init(**how):
+        told.append(how["mode"])
+        return SimpleNamespace(settings=SimpleNamespace(sync_dir="there"))
+
+    errors = SimpleNamespace(CommError=OSError)
+    wandb = SimpleNamespace(setup=told.append, init=init, Settings=dict, errors=errors)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    begun = Broken(None)
+    begun.mode, begun.out, begun.config = "offline", Path("run"), {}
+    tracker.Tracker._start(begun)
+    assert told == [{"silent": True}, "offline"] and begun.folder == "there"
+
+
+# -----------------------------------------------------------------------------
+# sample.py --chat
+
+@pytest.fixture
+def console(monkeypatch):
+    """Return a function that makes the Console of a rank, which reads these lines."""
+    def make(rank=0, lines=()):
+        left = iter(lines)
+
+        def readline(most):
+            line = next(left, "")
+            if isinstance(line, Exception):
+                raise line
+            return line[:most]
+
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, readline=readline))
+        return sample.Console(SimpleNamespace(rank=rank))
+
+    before = signal.getsignal(signal.SIGINT)
+    yield make
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_reaches_the_first_rank_alone(console):
+    first = console(rank=0)
+    assert signal.getsignal(signal.SIGINT) == first.interrupted
+    console(rank=1)
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_what_cannot_be_read_is_said_in_one_line(console, monkeypatch):
+    monkeypatch.setattr(sample, "MOST_TYPED", 5)
+    asks = console(lines=["abcd\n", "abcde", "abcdef"])
+    assert [asks.read_line(), asks.read_line(), asks.read_line()] == ["abcd\n", "abcde", None]
+    assert str(asks.lost).startswith("a line of stdin has more than 5 characters")
+    asks = console(lines=[OSError(5, "Input/output error")])
+    assert asks.read_line() is None
+    assert str(asks.lost).startswith("stdin cannot be read (Input/output error); give a terminal")
