@@ -8,6 +8,8 @@
 llama.cpp knows ways to cut a text by name, not by pattern. PRE_TOKENIZERS has the names of those that cut as
 a pattern of ours does.
 """
+import errno
+import os
 import re
 from typing import NamedTuple
 
@@ -274,7 +276,12 @@ def write(writer, keys, tensors):
         values = tensor.detach().contiguous()
         if not values.isfinite().all():
             raise ValueError(f"{name} has values that are not finite in this --dtype; try --dtype fp32")
-        writer.write_tensor_data(values.view(torch.uint8).numpy())
+        try:
+            writer.write_tensor_data(values.view(torch.uint8).numpy())
+        except OSError as e:  # numpy's tofile says how much was written, and not why
+            if e.errno is None:
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {e}") from None
+            raise
     writer.close()
 
 
