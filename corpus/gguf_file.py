@@ -11,6 +11,7 @@ a pattern of ours does.
 import errno
 import os
 import re
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -269,6 +270,18 @@ def write(writer, keys, tensors):
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
         writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), size, types[tensor.dtype])
+    try:
+        write_data(writer, tensors)
+    except BaseException:
+        with suppress(OSError):  # the first error is told
+            writer.close()
+        raise
+    writer.close()
+
+
+def write_data(writer, tensors):
+    """Write what was announced to the writer, and the tensors. ValueError: one is not finite."""
+    import torch
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -282,7 +295,6 @@ def write(writer, keys, tensors):
             if e.errno is None:
                 raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {e}") from None
             raise
-    writer.close()
 
 
 def add_key(writer, key, value):

@@ -252,9 +252,8 @@ def files_of(folder, meta):
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; {how_to_fix(folder, meta)}")
     files = [({"file": path.name, "sha256": meta["tokenizer_sha256"]}, None)]
-    kinds = ["shards", "masks"] if "masks" in meta else ["shards"]
     for split in SPLITS:
-        for kind in kinds:
+        for kind in [kind for kind in ("shards", "masks") if kind in meta]:
             types = [shard.dtype for shard in open_shards(folder, split, meta, kind)]
             files += zip(meta[kind][split], types, strict=True)
     return files
