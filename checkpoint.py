@@ -545,17 +545,24 @@ def diff(path_a, path_b, say=print_folded):
 
     Layouts may differ; tensors are read block by block.
     """
-    a = Reader(path_a, check(path_a))
-    b = Reader(path_b, check(path_b))
+    a = read_newest(path_a, open_checked)
+    b = read_newest(path_b, open_checked)
     return report.compare(a, b, say)
 
 
+def open_checked(path):
+    """Return the Reader of a sound checkpoint. Its files are open, so it is read also if it is removed."""
+    return Reader(path, check(path)).open_all()
+
+
 def read_newest(root, read):
-    """Return read(path) of the newest checkpoint under root, or of root itself where it holds none.
+    """Return read(path) of root if it is a checkpoint or holds none, else of the newest one under root.
 
     A run that goes on may remove it (--keep) while it is read: then the newest one of that time is read.
     """
-    path = next(iter(steps(root)), Path(root))
+    path = Path(root)
+    if not (path / "index.json").exists():
+        path = next(iter(steps(root)), path)
     try:
         return read(path)
     except (ValueError, OSError):
@@ -575,15 +582,8 @@ def main(argv):
     if (command, len(paths)) not in (("show", 1), ("diff", 2)):
         raise ValueError("usage: python checkpoint.py show A, or diff A B; --help says more")
     if command == "show":
-        path = Path(paths[0])
-        if (path / "index.json").exists():
-            show(path)
-        else:
-            read_newest(path, show)
+        read_newest(paths[0], show)
         return 0
-    for i, path in enumerate(paths):
-        if not (Path(path) / "index.json").exists():  # a run: take its newest
-            paths[i] = next(iter(steps(path)), path)
     return 1 if diff(*paths) else 0
 
 

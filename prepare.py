@@ -515,7 +515,7 @@ def main(argv=None):
         replaced = refuse_another(flags, about["command"])
         if replaced:
             about["replaced"] = replaced
-        with must_write(flags.folder, reads=True):
+        with must_write(flags.folder, reads=True, left=flags.folder / ".parts"):
             make = prepare_chat if flags.chat else prepare_text
             print(make(flags, spans, about))
     return 0

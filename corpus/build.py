@@ -158,21 +158,26 @@ def encode_unit(job, folder, settings):
     """
     number, name, unit = job
     path = Path(folder) / name
-    with open(f"{path}.{os.getpid()}", "wb") as f:
-        writer = PartWriter(f, number, settings)
-        for span in unit:
-            for text in documents(span, settings.key, writer.report):
-                writer.add(text)
-        if writer.docs:
-            writer.write_run()
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(f.name, f"{path}.bin")
+    begun = Path(f"{path}.{os.getpid()}")
+    try:
+        with open(begun, "wb") as f:
+            writer = PartWriter(f, number, settings)
+            for span in unit:
+                for text in documents(span, settings.key, writer.report):
+                    writer.add(text)
+            if writer.docs:
+                writer.write_run()
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(begun, f"{path}.bin")
 
-    result = {"counts": writer.counts, "sha256": writer.sha256.hexdigest(), "runs": writer.runs,
-              "notes": writer.reports}
-    Path(f.name).write_text(json.dumps(result))
-    os.replace(f.name, f"{path}.json")
+        result = {"counts": writer.counts, "sha256": writer.sha256.hexdigest(), "runs": writer.runs,
+                  "notes": writer.reports}
+        begun.write_text(json.dumps(result))
+        os.replace(begun, f"{path}.json")
+    except (OSError, ValueError):  # a full disk gets its room back
+        begun.unlink(missing_ok=True)
+        raise
     return result
 
 

@@ -82,12 +82,13 @@ def may_stay(path, owned):
 def is_ours(work):
     """Whether prepare.py made this folder .parts.
 
-    No link may lead out of it, because it is written to, and removed as a whole.
+    No link may lead out of it, because it is written to, and removed as a whole. A pipe in it would be waited
+    for.
     """
     if work.is_symlink() or not work.is_dir():
         return False
     inside = list(work.iterdir())
-    if any(path.is_symlink() for path in inside):
+    if any(path.is_symlink() or not path.is_file() for path in inside):
         return False
     return not inside or work / "lock" in inside
 

@@ -8,7 +8,10 @@
 llama.cpp knows ways to cut a text by name, not by pattern. PRE_TOKENIZERS has the names of those that cut as
 a pattern of ours does.
 """
+import errno
+import os
 import re
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -267,6 +270,18 @@ def write(writer, keys, tensors):
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
         writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), size, types[tensor.dtype])
+    try:
+        write_data(writer, tensors)
+    except BaseException:
+        with suppress(OSError):  # the first error is told
+            writer.close()
+        raise
+    writer.close()
+
+
+def write_data(writer, tensors):
+    """Write what was announced to the writer, and the tensors. ValueError: one is not finite."""
+    import torch
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -274,8 +289,12 @@ def write(writer, keys, tensors):
         values = tensor.detach().contiguous()
         if not values.isfinite().all():
             raise ValueError(f"{name} has values that are not finite in this --dtype; try --dtype fp32")
-        writer.write_tensor_data(values.view(torch.uint8).numpy())
-    writer.close()
+        try:
+            writer.write_tensor_data(values.view(torch.uint8).numpy())
+        except OSError as e:  # numpy's tofile says how much was written, and not why
+            if e.errno is None:
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {e}") from None
+            raise
 
 
 def add_key(writer, key, value):

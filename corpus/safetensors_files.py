@@ -33,7 +33,7 @@ def list_safetensors(folder):
     names = ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
     # An index beside model.safetensors may belong to an older save.
-    if index.is_file() and not (folder / names[0]).is_file():
+    if index.exists() and not (folder / names[0]).exists():
         listed = load_json_of_others(index, MOST_INDEX_BYTES)
         check_schema(listed, {"weight_map": {"*": str}}, index)
         names = sorted(set(listed["weight_map"].values()))
@@ -41,6 +41,9 @@ def list_safetensors(folder):
         if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):
             raise ValueError(f"{index} names the file {name!r}, no .safetensors beside it")
         if not (folder / name).is_file():
+            if (folder / name).exists():
+                raise ValueError(f"{folder / name} is a pipe, a device or a directory, not a file; "
+                                 "download it again")
             raise FileNotFoundError(f"{folder} holds no {name}; files of other kinds (.bin, .pt) can run "
                                     "code and are not read: save the model again with transformers")
     return names

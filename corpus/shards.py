@@ -29,7 +29,7 @@ import numpy as np
 from corpus.blend import first_folder, parse_blend, sample_schedule, samples_per_period
 from corpus.masked import mask_sources
 from corpus.order import draw_keys, permute, splitmix64
-from interface.schema import ChangedFile, Range, check_schema, load_json
+from interface.schema import ChangedFile, Range, check_schema, load_json, open_file
 
 SPLITS = ("train", "val")
 MAGIC = b"nanoshrd"
@@ -193,9 +193,10 @@ class Shard:
         return self.size
 
     def all(self):
-        """Return all tokens as a memory-mapped array."""
-        # A plain array over the mapped memory: slicing it costs less than slicing a memmap.
-        return np.asarray(np.memmap(self.path, self.dtype, "r", HEADER_BYTES, self.size))
+        """Return all tokens in a new array. ChangedFile: as read_into."""
+        out = np.empty(self.size, self.dtype)
+        self.read_into(out, 0)
+        return out
 
     def read_into(self, out, first):
         """Fill out, (n,), with the tokens from `first` on. ChangedFile: the file is not what it was."""
@@ -230,50 +231,55 @@ def verify(folder, cache=True):
             seen = load_json(record)
 
     good = {}
-    for shard, ids in files:
+    for shard, dtype in files:
         path = folder / shard["file"]
         stat = path.stat()
         good[path.name] = [stat.st_size, stat.st_mtime_ns, shard["sha256"], meta["vocab_size"]]
         is_known = isinstance(seen, dict) and seen.get(path.name) == good[path.name]
         if not is_known:
-            verify_file(path, shard, ids, meta)
+            verify_file(path, shard, dtype, meta)
     if good != seen:
         with suppress(OSError):  # in a read-only folder the files are read each time
-            write_record(record, good)
+            record.unlink(missing_ok=True)  # a link is not followed
+            with open(record, "x") as f:  # not written aside: half of it is no valid JSON, and is ignored
+                json.dump(good, f)
     return len(files)
 
 
 def files_of(folder, meta):
-    """Return the files of a data set: [(its entry in meta.json, its ids)]; tokenizer.json has an id 0."""
+    """Return the files of a data set: [(its entry in meta.json, dtype of its ids or None)]."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; {how_to_fix(folder, meta)}")
-    files = [({"file": path.name, "sha256": meta["tokenizer_sha256"]}, np.zeros(1))]
-    kinds = ["shards", "masks"] if "masks" in meta else ["shards"]
+    files = [({"file": path.name, "sha256": meta["tokenizer_sha256"]}, None)]
     for split in SPLITS:
-        for kind in kinds:
-            opened = open_shards(folder, split, meta, kind)
-            files += zip(meta[kind][split], [shard.all() for shard in opened], strict=True)
+        for kind in [kind for kind in ("shards", "masks") if kind in meta]:
+            types = [shard.dtype for shard in open_shards(folder, split, meta, kind)]
+            files += zip(meta[kind][split], types, strict=True)
     return files
 
 
-def verify_file(path, shard, ids, meta):
-    """Raise ValueError unless a file has its sha256 and no id above the largest that meta.json allows."""
+def verify_file(path, shard, dtype, meta):
+    """Raise ValueError unless a file has its sha256 and no id above the largest that meta.json allows.
+
+    It is read once, in blocks, and not memory-mapped: see Shard.
+    """
     fix = how_to_fix(path.parent, meta)
-    with open(path, "rb") as f:
-        found = hashlib.file_digest(f, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    largest = 0
+    with open_file(path) as f:
+        digest.update(f.read(HEADER_BYTES))
+        while block := f.read(1 << 24):
+            digest.update(block)
+            if dtype is not None:
+                ids = np.frombuffer(block, dtype, len(block) // dtype.itemsize)
+                largest = max(largest, int(ids.max(initial=0)))
+    found = digest.hexdigest()
     if found != shard["sha256"]:
         raise ValueError(f"{path} has sha256 {found[:9]}, expected {shard['sha256'][:9]}; {fix}")
     max_id = shard.get("max_id", meta["vocab_size"] - 1)
-    if ids.max() > max_id:
-        raise ValueError(f"{path} has the token id {ids.max()}, expected at most {max_id}; {fix}")
-
-
-def write_record(path, good):
-    """Write .verified.json. It is not written aside: a half-written one is no valid JSON, and is ignored."""
-    path.unlink(missing_ok=True)  # a link is not followed
-    with open(path, "x") as f:
-        json.dump(good, f)
+    if largest > max_id:
+        raise ValueError(f"{path} has the token id {largest}, expected at most {max_id}; {fix}")
 
 
 # -----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ What cannot be read is passed to report(kind, line), never dropped in silence: `
 files, `skipped` files (some of the standard library are not utf-8, to test its decoders), `empty` texts.
 """
 
+import functools
 import importlib
 import json
 import os
@@ -25,6 +26,7 @@ DOC_CHARS = 4_000  # characters of a text file per document: so few that a small
 MOST_LINE = 1 << 26  # bytes of a json line
 MOST_UNPACKED = 1 << 30  # characters of a small compressed file
 UNPACKED_TIMES = 1000  # characters of a large one, over its bytes
+MOST_AT_ONCE = 1 << 28  # bytes of the rows of a .parquet file that are unpacked together
 # How a file is read, by the end of its name. These words enter the fingerprint in meta.json: they must not
 # change, or every data set would be made again.
 KINDS = {
@@ -156,6 +158,8 @@ def documents(span, key, report):
     A file that unpacks to far more than its size is cut there: it was made to fill a disk.
     """
     room = max(MOST_UNPACKED, UNPACKED_TIMES * os.path.getsize(span.path))
+    if span.kind == "parquet":  # a file of many row groups has no more room than one of a single group
+        room *= shares_of_groups(span.path, span.mtime, key)[span.start]
     for text in READERS[span.kind](span, key, report):
         room -= len(text) + 64  # what an empty one takes in memory, about
         if room < 0 and span.kind in ("packed", "parquet"):
@@ -375,22 +379,34 @@ def list_row_groups(path, key):
             raise ValueError(f"{path} has no column {key!r} of strings, it has {has[:300]}; give --text-key")
 
         meta = f.metadata
-        columns = [meta.schema.column(i).path for i in range(meta.num_columns)]
-        column = columns.index(key)
-        groups = []
-        for i in range(meta.num_row_groups):
-            size = meta.row_group(i).column(column).total_uncompressed_size
-            groups.append((i, i + 1, size))
-        return groups
+        column = column_number(f, key)
+        sizes = [meta.row_group(i).column(column).total_uncompressed_size for i in range(meta.num_row_groups)]
+        return [(i, i + 1, size) for i, size in enumerate(sizes)]
+
+
+@functools.lru_cache(8)
+def shares_of_groups(path, mtime, key):
+    """Return the share of each row group in the stored bytes of column `key`. mtime: of the file, ns."""
+    with open_parquet(path) as f:
+        number = column_number(f, key)
+        groups = [f.metadata.row_group(i).column(number) for i in range(f.metadata.num_row_groups)]
+        stored = [1 + max(0, group.total_compressed_size) for group in groups]
+    return [size / sum(stored) for size in stored]
+
+
+def column_number(f, key):
+    """Return the place of the column `key` in the lists of a ParquetFile."""
+    return [f.metadata.schema.column(i).path for i in range(f.metadata.num_columns)].index(key)
 
 
 def rows_at_once(f, groups, key):
-    """Return how many rows of a ParquetFile to read at once: few, if what they unpack to may be huge."""
-    stored = [f.metadata.row_group(i) for i in groups]
-    columns = [group.column(f.schema_arrow.names.index(key)) for group in stored]
-    largest = max(column.total_uncompressed_size for column in columns)  # a text is not longer, by this list
-    packed = max(1, max(column.total_compressed_size for column in columns))
-    return 1 if largest > 100 * max(packed, 1 << 16) else 256
+    """Return how many rows of a ParquetFile to read at once: few, if what they unpack to may be huge.
+
+    A text that is stored once may stand in every row.
+    """
+    number = column_number(f, key)
+    longest = max(f.metadata.row_group(i).column(number).total_uncompressed_size for i in groups)
+    return min(256, max(1, MOST_AT_ONCE // max(1, longest)))
 
 
 def read_rows(span, key, report):

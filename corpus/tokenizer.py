@@ -341,7 +341,7 @@ def load(path):
     path = Path(path)
     if path.is_dir():
         path = path / "tokenizer.json"
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; make it with: python prepare.py")
     try:
         spec = load_json_of_others(path, MOST_BYTES)

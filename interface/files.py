@@ -113,17 +113,22 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
 @contextlib.contextmanager
-def must_write(path, flag="--out", reads=False):
+def must_write(path, flag="--out", reads=False, left=None):
     """Let an OSError of the body say that the path cannot be written, and what to do.
 
     reads: the body reads other files, too, so that only a full or read-only disk is meant.
+    left: a folder with what is done so far, where the same command goes on.
     """
     try:
         yield
     except OSError as e:
-        if reads and e.errno not in NO_ROOM:
+        if e.errno is None or reads and e.errno not in NO_ROOM:  # None: one of ours, which says what to do
             raise
-        raise OSError(f"{path} cannot be written: {e}; free space there, or give another {flag}") from None
+        stays = ""
+        if left is not None and left.exists():
+            stays = f"; the same command goes on from {left}"
+        raise OSError(f"{path} cannot be written: {e}; free space there, or give another "
+                      f"{flag}{stays}") from None
 
 
 def move_aside(out):

@@ -3,8 +3,8 @@
     unfinished   the folder to write into. At the end of the `with` it becomes the result
 
 If the program is killed, NAME.half stays, and the same command replaces it. A file in it, MARKER, proves that
-a program of ours made the folder. After wrong input, a ValueError, nothing stays. Two programs that write one
-result meet a lock.
+a program of ours made the folder. After wrong input or on a full disk, a ValueError or an OSError, nothing
+stays. Two programs that write one result meet a lock.
 """
 import contextlib
 import os
@@ -41,10 +41,11 @@ def unfinished(out, names, only=""):
         (half / MARKER).write_bytes(TEXT)
         try:
             yield half
-        except ValueError:
-            discard(half, names)
-            (half / LOCK).unlink(missing_ok=True)
-            half.rmdir()
+        except (ValueError, OSError):
+            with contextlib.suppress(OSError):  # a broken disk: the first error is told
+                discard(half, names)
+                (half / LOCK).unlink(missing_ok=True)
+                half.rmdir()
             raise
         finish(half, out, only)
     finally:

@@ -142,6 +142,9 @@ def detect(env):
         if rank is not None and size is not None and local_rank is not None:
             check_site(launcher, env)
             return Start(launcher, *check_ranks(launcher, names, texts))
+    rank, size = env.get("RANK"), env.get("WORLD_SIZE")
+    if rank is not None and size not in (None, "1"):  # each rank would train the whole model alone
+        refuse("torchrun", f"RANK={rank[:40]} of WORLD_SIZE={size[:40]}", "has no LOCAL_RANK")
     return Start("single", rank=0, size=1, local_rank=0, local_size=1)
 
 

@@ -7,6 +7,7 @@ metrics.jsonl is the record from which a resumed run goes on. Everything else ma
 """
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import subprocess
@@ -307,10 +308,11 @@ class Log:
     def _write_start(self):
         """Write what is known at the start: history.jsonl, config.json, and the tokenizer."""
         self.out.mkdir(parents=True, exist_ok=True)
-        self._keep_history(self.begun)
+        rows = self._history()  # config.json may be that of an earlier part
         write_whole(self.out / "config.json", json.dumps(self.begun["config"], indent=1))
         for name, content in self.others.items():
             write_whole(self.out / name, content)
+        self._keep_history(rows)
 
     def _write_again(self):
         """If somebody removed or renamed OUT, make it again: without config.json no program reads it."""
@@ -322,15 +324,18 @@ class Log:
             if not self.metrics.is_lost():  # else the next row says so
                 warn(f"{self.out}/config.json was removed or renamed: it is written again")
 
-    def _keep_history(self, row):
-        """Append the row of this start, after the config.json of a run that began without history.jsonl."""
-        rows = [row]
-        path = self.out / "history.jsonl"
-        if row["step"] and not path.exists():
+    def _history(self):
+        """Return the row of this start, behind the config.json of a run that began without history.jsonl."""
+        rows = [self.begun]
+        if self.begun["step"] and not (self.out / "history.jsonl").exists():
             with contextlib.suppress(OSError, ValueError):
                 config = load_json(self.out / "config.json")
                 rows.insert(0, {"step": 0, "config": config})
-        history = Rows(path, math.inf, create=True)
+        return rows
+
+    def _keep_history(self, rows):
+        """Append the rows to history.jsonl."""
+        history = Rows(self.out / "history.jsonl", math.inf, create=True)
         for row in rows:
             history.add(row)
         history.close()
@@ -432,10 +437,22 @@ def tracer(on, out):
     from torch.profiler import profile, schedule
 
     def write(profiler):
-        with best_effort(out / "trace.json"), new_part(out / "trace.json") as part:
-            profiler.export_chrome_trace(str(part))
-        print(f"trace: {out}/trace.json; open it in https://ui.perfetto.dev", flush=True)
+        with best_effort(out / "trace.json"):
+            with new_part(out / "trace.json") as part:
+                export_trace(profiler, part)
+            print(f"trace: {out}/trace.json; open it in https://ui.perfetto.dev", flush=True)
 
     # Without repeat=1, the profiler would trace three steps again and again.
     steps = schedule(wait=1, warmup=1, active=3, repeat=1)
     return profile(schedule=steps, on_trace_ready=write)
+
+
+def export_trace(profiler, path):
+    """Write the trace of torch's profiler. OSError: it is not whole; torch itself only prints that."""
+    text = path.with_name(f"{path.name}.tmp")  # torch writes here, and renames it also where that fails
+    try:
+        profiler.export_chrome_trace(str(path))
+        if text.exists() or not path.stat().st_size:
+            raise OSError(errno.EIO, "torch's profiler could not write it")
+    finally:
+        text.unlink(missing_ok=True)

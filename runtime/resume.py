@@ -435,10 +435,28 @@ def init_from(model, opt, path):
     Return one line that says so. Collective; ValueError: the checkpoint does not fit.
     """
     world = model.mesh.world
-    cfg = model.cfg
+    found = newest_under(world, path)
+    try:
+        return start_from_weights(model, opt, found)
+    except ValueError:  # on all ranks
+        # A run that goes on may have removed it (--keep): then the newest one of this time is taken.
+        newer = newest_under(world, path)
+        if newer == found or world.broadcast_object(Path(found).exists()):
+            raise
+        return start_from_weights(model, opt, newer)
+
+
+def newest_under(world, path):
+    """Return the newest checkpoint under a path, or the path if it is one or holds none. Collective."""
     if not (Path(path) / "index.json").exists():
         path = next(iter(checkpoint.steps(path)), path)
-    path = world.broadcast_object(path)  # that run may still be saving, so rank 0 chooses
+    return world.broadcast_object(path)  # that run may still be saving, so rank 0 chooses
+
+
+def start_from_weights(model, opt, path):
+    """Load the weights of the checkpoint at path for init_from(), and return its line."""
+    world = model.mesh.world
+    cfg = model.cfg
     index = read_together(world, checkpoint.check, path, world.rank, world.size)  # each a share of it
     shape = index["meta"].get("shape")
     if not shape:

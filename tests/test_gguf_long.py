@@ -73,6 +73,7 @@ def test_the_logits_are_ours(model):
         if dtype == "fp16":
             most = FP16
         error = np.abs(have - want).max() / np.abs(want).max()
+        print(f"\nlogits of {name} in {dtype}: {error:.1e} of the largest, at most {most:.0e}")
         assert have.shape == want.shape and want.std() > 0.5
         assert error < most, (name, dtype, error)
 

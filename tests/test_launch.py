@@ -77,6 +77,7 @@ ENVIRONMENTS = {  # name: (environment, launcher, rank, size, local rank, local 
     "torchrun under mpiexec": ({**HYDRA, **TORCHRUN}, "torchrun", 2, 4, 0, 2),
     "RANK alone, left in a shell": ({"RANK": "3", "MASTER_ADDR": "n0"}, "single", 0, 1, 0, 1),
     "WORLD_SIZE alone, as some containers set it": ({"WORLD_SIZE": "8"}, "single", 0, 1, 0, 1),
+    "RANK and WORLD_SIZE of a single process": ({"RANK": "0", "WORLD_SIZE": "1"}, "single", 0, 1, 0, 1),
     "PMI_RANK alone": ({"PMI_RANK": "1"}, "single", 0, 1, 0, 1),
 }
 
@@ -94,6 +95,7 @@ def test_every_launcher_is_covered():
 CANNOT_BE = {  # name: (environment, what is said; ~ is "in the environment")
     "rank of another world": ({**TORCHRUN, "RANK": "4"}, "RANK=4 ~ is no rank of WORLD_SIZE=4"),
     "rank below 0": ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 ~ is less than 0"),
+    "half of torchrun's": ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 of WORLD_SIZE=2 ~ has no LOCAL_RANK"),
     "no ranks": ({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0 ~ is less than 1"),
     "fewer than none": ({**TORCHRUN, "WORLD_SIZE": "-4"}, "WORLD_SIZE=-4 ~ is less than 1"),
     "nobody here": ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 ~ is less than"),
