@@ -165,6 +165,8 @@ class Config:
 
     # directory that prepare.py made, several by weight (A:0.7,B:0.3), "synthetic"
     data: str = flag("data/stdlib", "data", common=True)
+    # the config.json of a run: its flags, except --resume, are the defaults, and those given here win
+    config: str = flag("", "silent")
     out: str = flag("", "silent", common=True)  # directory of the run's files; default out/PRESET
     seed: int = flag(1337, "data", (0, 2**63 - 1))  # of weights, data order and dropout
     log_every: int = flag(20, "silent", (1, 10**12))  # steps between logged steps
@@ -202,6 +204,7 @@ class Config:
     timers: bool = flag(False, "silent")
     # print loss and experts' loads as plots at the end; the files are always written
     plot: bool = flag(True, "silent")
+    report: bool = flag(True, "silent")  # write report.html at the end: curves, samples, flags, how to resume
     prompt: str = flag("", "silent")  # continue this text at each evaluation
     wandb: Literal["off", "offline", "online"] = flag("off", "silent")  # Weights & Biases, from rank 0
 

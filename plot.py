@@ -1,8 +1,9 @@
 """Plots of runs as text:   python plot.py RUN [RUN ...] [--metric loss,val_loss] [--log] [--steps A B]
 
 RUN is the --out directory of a run of train.py, or its metrics.jsonl. All runs share one plot per metric,
-with the legend below it. --follow draws again while the runs train; --png FILE also writes a picture. A point
-is a logged row: train with --log-every 1 to see every step.
+with the legend below it. --follow draws again while the runs train; --png FILE also writes a picture, and
+--html FILE a page with the runs side by side. A point is a logged row: train with --log-every 1 to see every
+step.
 
 train.py calls at_end() for the plots that a run leaves, parse_or_list() for --list, the table of runs.
 """
@@ -26,6 +27,7 @@ if sys.flags.safe_path:  # python -I leaves out the program's own folder
 
 import checkpoint
 import config
+from interface import report
 from interface.command_line import command_line, parse, print_quietly, printable, wrong_input
 from interface.files import (
     best_effort,
@@ -56,6 +58,7 @@ class Flags:
     follow: bool = False  # draw again every few seconds, until Ctrl-C
     every: float = 5.0  # seconds between two drawings of --follow
     png: str = ""  # FILE: also write the plots as a picture (needs matplotlib)
+    html: str = ""  # FILE: also write a page of all runs: curves, samples, flags
     width: int = 90  # columns
     height: int = 24  # lines of each plot
     RANGES = {"steps": (0, 10**15), "every": (0.1, 3600), "width": (20, 1000), "height": (8, 500)}
@@ -327,6 +330,11 @@ def metrics_file(run):
     return path
 
 
+def folder_of(run):
+    """Return the directory of a run. run: as in metrics_file."""
+    return metrics_file(run).parent
+
+
 def check_metric(path, rows, metric):
     """Raise ValueError if no row has this metric. A run without an evaluation may lack val_loss."""
     if metric == "val_loss" or any(metric in row for row in rows):
@@ -363,6 +371,14 @@ def check_picture(path):
         raise ValueError(f"--png {path} is there already and was not drawn by matplotlib; give a new file")
 
 
+def check_page(path):
+    """ValueError unless --html names a new file, or a page of ours."""
+    if path.suffix != ".html":
+        raise ValueError(f"--html {path} is no .html; give such a name")
+    if os.path.lexists(path) and (path.is_symlink() or report.GENERATOR.encode() not in read_file(path)):
+        raise ValueError(f"--html {path} is there already and is no page of ours; give a new file")
+
+
 def read_flags(argv):
     """Return the Flags of argv, a list of str. ValueError: one line that says what is wrong."""
     flags = command_line(Flags, argv, "plot.py", __doc__)
@@ -372,6 +388,8 @@ def read_flags(argv):
         raise ValueError("--steps takes FIRST LAST, for example --steps 100 200")
     if flags.png:
         check_picture(Path(flags.png))
+    if flags.html:
+        check_page(Path(flags.html))
     return flags
 
 
@@ -385,6 +403,9 @@ def show_once(flags):
     print(text or "no rows yet\n", end="", flush=True)
     if flags.png:
         picture(found, Path(flags.png), flags.log)
+    if flags.html:
+        with must_write(flags.html, "--html"):
+            report.write_report(flags.html, [report.read_run(folder_of(run)) for run in flags.runs])
 
 
 def main(argv=None):

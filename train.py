@@ -391,7 +391,9 @@ class Run:
         if self.is_main and number == self.first_step and stats is not None:
             parts = self.parts
             predicted = traffic(cfg, parts.mesh, self.data.vocab_size, batch, parts.choice)
-            log.report_traffic(predicted, self.sent)
+            sent = log.report_traffic(predicted, self.sent)
+            if sent:
+                self.log_file.note(number, traffic=sent)
         evaluates = self.due(number, cfg.eval_every)
         if evaluates:
             oversight.watchdog.heartbeat(number, "evaluation")
@@ -403,7 +405,9 @@ class Run:
                 print(line, flush=True)
         if evaluates:
             if self.data.tokenizer:
-                log.print_sample(self.parts.model, self.data.tokenizer, cfg.prompt, cfg.seed)
+                text = log.print_sample(self.parts.model, self.data.tokenizer, cfg.prompt, cfg.seed)
+                if self.is_main:
+                    self.log_file.note(number, sample=text)
             # The time since metrics_row()'s mark was evaluation: do not count it.
             oversight.clock.resume()
         self.ending.skip_reason = row["skip_reason"]
@@ -489,6 +493,9 @@ class Run:
             finished = has_ended and ending.stop_reason is None
             self.log_file.close()
             plot.at_end(self.out, self.log_file.last_experts, self.cfg.plot and finished)
+            if self.cfg.report:
+                how = log.how_it_ended(ending.outcome, ending.stop_reason, self.state)
+                log.leave_report(self.out, how)
             self.print_failure()
             log.farewell(ending.outcome, ending.stop_reason, self.state, self.out, self.saver.saved)
         return ending.outcome

@@ -1,7 +1,7 @@
 """The command line of every program: a frozen dataclass whose fields are the flags, its comments their help.
 
     parse           [PRESET] [flags] -> config.Config, or a dataclass derived from it
-    read_run_config a run's config.json -> config.Config
+    read_run_config a run's config.json -> config.Config; read_flags: its flags, for --config
     command_line    argv -> any frozen dataclass, by tyro; wrong flags give one line that says what is wrong
     format_help     what --help prints: it is read from the comments beside the flags
     wrong_input     turns a program's wrong input into one line on stderr and exit code 2
@@ -17,6 +17,7 @@ import shutil
 import sys
 import textwrap
 import typing
+from pathlib import Path
 from typing import Literal
 
 from config import COMMON, ELSEWHERE, PRESETS, Config, Outcome, check, check_numbers
@@ -31,13 +32,20 @@ def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: s
     ValueError: one line that says what is wrong, with a suggestion.
     """
     argv = list(argv)
-    preset = "tiny"
+    preset = ""
     if argv and not argv[0].startswith("-"):
         preset = argv.pop(0)
-    if preset not in PRESETS:
+    if preset and preset not in PRESETS:
         raise ValueError(f"no preset {preset!r}; the presets are {', '.join(PRESETS)}")
-    about = f"{about.strip()}\n\nPresets: {', '.join(PRESETS)}. Defaults below are those of {preset}."
-    default = cls(**{**PRESETS[preset], **defaults}, preset=preset)
+    file = config_file(argv)
+    if file and preset:
+        raise ValueError(f"{preset} and --config {file} both set the flags; give one of them")
+    values = {**PRESETS[preset or "tiny"], "preset": preset or "tiny"}
+    if file:
+        values = read_flags(file)
+    about = (f"{about.strip()}\n\nPresets: {', '.join(PRESETS)}. Defaults below are those of "
+             f"{file or values['preset']}.")
+    default = cls(**{**values, **defaults})
     cfg = command_line(cls, argv, f"{prog} [PRESET]", about, default)
     check(cfg)
     return cfg
@@ -65,6 +73,54 @@ def command_line(cls, argv, prog, about, default=None):
     return flags
 
 
+# -----------------------------------------------------------------------------
+# The config.json of a run
+
+# What a run writes there beside its flags.
+OF_THE_RUN = ("vocab_size_used", "mask_token", "git", "argv", "world", "launcher", "dp", "torch", "machine")
+TUPLES = {field.name for field in dataclasses.fields(Config) if typing.get_origin(field.type) is tuple}
+
+
+def config_file(argv):
+    """Return the FILE of --config in argv, or ""."""
+    file = ""
+    for word, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+        name, equals, value = word.partition("=")
+        if name == "--config":
+            file = value if equals else following
+    return file
+
+
+def read_flags(path):
+    """Return {flag: value} from a run's config.json, for --config, without those that say how it began.
+
+    path: the file, or the directory of the run.
+    ValueError: there is a key that no run writes, or a value that no flag has.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.exists():
+        raise ValueError(f"--config {path} is not there; give the config.json of a run, out/NAME/config.json")
+    saved = load_json(path)
+    types = {field.name: field.type for field in dataclasses.fields(Config)}
+    types.update(dict.fromkeys(TUPLES, [int]))
+    types["min_lr"] = (float, type(None))
+    check_schema(saved, {f"{name}?": kind for name, kind in types.items()}, path)
+    for key in saved:
+        if key not in types and key not in OF_THE_RUN:
+            close = difflib.get_close_matches(key, types, 1)
+            hint = f"; perhaps {close[0]} is meant" if close else ""
+            raise ValueError(f"{path}: {key} is no flag{hint}")
+    if saved.get("preset", "tiny") not in PRESETS:
+        raise ValueError(f"{path}: no preset {saved['preset']!r}; the presets are {', '.join(PRESETS)}")
+    left_out = ("config", "resume", "resume_changed")
+    values = {name: value for name, value in saved.items() if name in types and name not in left_out}
+    for name in TUPLES & values.keys():
+        values[name] = tuple(values[name])
+    return values
+
+
 def read_run_config(path):
     """Return (Config, vocabulary size) from a run's config.json.
 
@@ -73,14 +129,13 @@ def read_run_config(path):
     # Flags that say nothing about the model are left out: they may have been changed, or their files moved.
     left_out = ("min_lr", "init_from", "resume", "dump_grads")
     types = {field.name: field.type for field in dataclasses.fields(Config) if field.name not in left_out}
-    tuples = {name for name, kind in types.items() if typing.get_origin(kind) is tuple}
-    schema = {f"{name}?": [int] if name in tuples else kind for name, kind in types.items()}
+    schema = {f"{name}?": [int] if name in TUPLES else kind for name, kind in types.items()}
     schema["vocab_size_used"] = Range(1, 2**24)
     try:
         saved = load_json(path)
         check_schema(saved, schema, "flags")
         values = {name: value for name, value in saved.items() if name in types}
-        for name in tuples & values.keys():
+        for name in TUPLES & values.keys():
             values[name] = tuple(values[name])
         cfg = Config(**values)
         check(cfg)

@@ -1,4 +1,4 @@
-"""What a run prints and leaves behind: metrics.jsonl, config.json, profiles. plot.py draws its plots.
+"""What a run prints and leaves: metrics.jsonl, config.json, report.html, profiles. plot.py draws its plots.
 
     Log            rank 0: a row of metrics.jsonl and a printed line per logged step
     metrics_row    makes the row; phase_times and expert_metrics add to it
@@ -10,6 +10,8 @@ import dataclasses
 import errno
 import json
 import math
+import os
+import platform
 import subprocess
 import sys
 import time
@@ -26,6 +28,7 @@ from cost.step_time import peak_flops
 from cost.traffic import traffic
 from fast.symm_mem import bytes_allocated
 from generate import generate
+from interface import report
 from interface.files import (
     Rows,
     best_effort,
@@ -37,7 +40,7 @@ from interface.files import (
     write_whole,
 )
 from interface.schema import load_json, read_file
-from ops.accelerator import peak_memory
+from ops.accelerator import device_name, peak_memory
 from optim import StepStats
 from parallel import MAX
 from runtime.timing import slow_on_cpu
@@ -141,14 +144,15 @@ def expert_metrics(layers):
 def report_traffic(predicted, sent):
     """Print the bytes that this rank sent in the first step, by axis: predicted, and counted (Axis.sent).
 
-    predicted, sent: {axis name: bytes}.
+    predicted, sent: {axis name: bytes}. Return {axis name: [predicted, counted]}.
     """
     if not predicted:
-        return
+        return {}
     lines = ["comm per step, MB sent by rank 0, predicted / measured:"]
     for axis, nbytes in predicted.items():
         lines.append(f"  {axis:6}{nbytes / 1e6:10.4g} / {sent[axis] / 1e6:.4g}")
     print("\n".join(lines), flush=True)
+    return {axis: [nbytes, sent[axis]] for axis, nbytes in predicted.items()}
 
 
 # -----------------------------------------------------------------------------
@@ -164,7 +168,7 @@ def make_log(cfg, mesh, world, out, state, source):
     if cfg.objective == "mlm":
         config["mask_token"] = source.mask_token
     config.update(git=git_revision(), argv=sys.argv, world=world.size, launcher=world.launcher,
-                  dp=mesh.dp.size, torch=torch.__version__)
+                  dp=mesh.dp.size, torch=torch.__version__, machine=machine(world))
 
     _, causal = flops_per_token(cfg, state.vocab_size)
     for line in slow_on_cpu(cfg, mesh, causal, world.device):
@@ -177,6 +181,15 @@ def make_log(cfg, mesh, world, out, state, source):
         if cfg.data != "synthetic":
             tokenizer = read_tokenizer(Path(first_folder(cfg.data)))
         return Log(out, config, state.step, cfg.wandb, state.changed, tokenizer)
+
+
+def machine(world):
+    """Return what computes, in words: {"host", "device", "system", "python"}."""
+    device = device_name(world.device)
+    if world.device.type == "cpu":
+        device = f"CPU, {os.cpu_count()} cores"
+    return {"host": platform.node(), "device": device, "system": f"{platform.system()} {platform.machine()}",
+            "python": platform.python_version()}
 
 
 def read_tokenizer(folder):
@@ -265,19 +278,36 @@ def started(cfg, model, resumed, batch, n_samples, skip):
 
 
 def print_sample(model, tokenizer, prompt, seed):
-    """For --prompt: print on rank 0 how the model continues the text `prompt`. Collective over the world."""
+    """For --prompt: print on rank 0 how the model continues the text `prompt`, and return it; other ranks
+    return "". Collective over the world."""
     ids = generate(model, tokenizer.encode(prompt), max_new_tokens=100, temperature=0.8, top_k=50, seed=seed)
-    if model.mesh.world.rank == 0:
-        print(f"--- {tokenizer.decode(ids)}\n---", flush=True)
+    if model.mesh.world.rank != 0:
+        return ""
+    text = tokenizer.decode(ids)
+    print(f"--- {text}\n---", flush=True)
+    return text
+
+
+def how_it_ended(outcome, stop_reason, state):
+    """Return, in words, how a run ended and after which step."""
+    how = {Outcome.STOPPED: f"stopped by {stop_reason}", Outcome.GAVE_UP: "gave up",
+           Outcome.REPLICAS_DIFFER: "gave up", Outcome.FAILED: "lost its last save"}.get(outcome, "done")
+    return f"{how} after step {state.step}"
+
+
+def leave_report(out, ending):
+    """Write OUT/report.html. Whatever goes wrong there costs one line. ending: of how_it_ended()."""
+    with best_effort(out / "report.html", Exception):
+        report.write_report(out / "report.html", [report.read_run(out, ending)])
 
 
 def farewell(outcome, stop_reason, state, out, saved):
     """Print how the run ended and what its directory holds. saved: step of the last checkpoint, or 0."""
-    how = {Outcome.STOPPED: f"stopped by {stop_reason}", Outcome.GAVE_UP: "gave up",
-           Outcome.REPLICAS_DIFFER: "gave up", Outcome.FAILED: "lost its last save"}.get(outcome, "done")
-    names = ("metrics.jsonl", "loss.txt", "config.json", "profile.html", "trace.json", f"step_{saved:06d}")
+    names = ("metrics.jsonl", "loss.txt", "report.html", "config.json", "profile.html", "trace.json",
+             f"step_{saved:06d}")
     held = ", ".join(name for name in names if (out / name).exists())
-    print(folded(f"{how} after step {state.step}: {out}/ holds {held or 'nothing'}"), flush=True)
+    ending = how_it_ended(outcome, stop_reason, state)
+    print(folded(f"{ending}: {out}/ holds {held or 'nothing'}"), flush=True)
     if "val_loss" in state.best and (out / state.best_name()).is_dir():
         print(f"lowest validation loss {state.best['val_loss']:.4f} in {state.best_name()}", flush=True)
 
@@ -286,7 +316,8 @@ def farewell(outcome, stop_reason, state, out, saved):
 # The files
 
 class Log:
-    """metrics.jsonl, experts.jsonl, history.jsonl (a row per start) and the printed line.
+    """metrics.jsonl, experts.jsonl, history.jsonl (a row per start) and the printed line; notes.jsonl, what
+    report.html shows besides.
 
     resumed: completed steps of the checkpoint from which the run goes on. Rows of later steps are removed,
     because they will be written again. changed: {flag: [before, now]} since that checkpoint.
@@ -301,6 +332,7 @@ class Log:
         self.metrics = Rows(self.out / "metrics.jsonl", resumed or -1, create=True)
         self.expert_rows = Rows(self.out / "experts.jsonl", resumed or -1)
         self.last_experts = None
+        self.notes = Rows(self.out / "notes.jsonl", resumed or -1)
         self.tracker = None if wandb == "off" else Tracker(wandb, self.out, config)
         if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has none
             sys.stdout.reconfigure(errors="replace")  # an ascii terminal shows ? for the unicode of plots
@@ -354,6 +386,10 @@ class Log:
         self.expert_rows.add({"step": step, "layers": layers})
         self.last_experts = layers
 
+    def note(self, step, **what):
+        """Write notes.jsonl: the samples of --prompt, and the bytes that the first step sent."""
+        self.notes.add({"step": step, **what})
+
     def close(self):
         """Say what could not be written, when the run has ended."""
         self._write_again()
@@ -362,6 +398,7 @@ class Log:
             print(self.metrics.waiting.decode(), file=sys.stderr, flush=True)
         self.metrics.close()
         self.expert_rows.close()
+        self.notes.close()
         if self.tracker is not None:
             self.tracker.close()
 

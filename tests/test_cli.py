@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pool import ROOT, run_ranks
-from runs import TINY, assert_refused, chars, go, session
+from runs import TINY, assert_refused, chars, go, rows, session
 
 import config
 import plan
@@ -523,3 +523,47 @@ def test_control_characters_of_a_file_are_printed_escaped(capsys):
         raise ValueError("\x1b[31m")
     log.warn("\x1b[31m")
     assert capsys.readouterr().err == 2 * "nanoshard: \\x1b[31m\n"
+
+
+# -----------------------------------------------------------------------------
+# --config FILE
+
+def test_a_run_is_repeated_by_its_config_json(tmp_path):
+    flags = [*TINY, "--steps=3", "--save-every=0", "--seed=7", "--no-report"]
+    first = session(World(), [*flags, f"--out={tmp_path / 'a'}"])
+    again = session(World(), [f"--config={tmp_path / 'a'}", f"--out={tmp_path / 'b'}"])
+    other = session(World(), ["--config", str(tmp_path / "b" / "config.json"), "--seed", "8", "--steps=2",
+                              f"--out={tmp_path / 'c'}"])
+    assert [got["code"] for got in (first, again, other)] == [0, 0, 0], again["err"] + other["err"]
+    a, b, c = (rows(tmp_path / name) for name in "abc")
+    assert a == b and len(a) == 3 and len(c) == 2 and a[0]["loss"] != c[0]["loss"]
+    saved = [json.loads((tmp_path / name / "config.json").read_text()) for name in "ab"]
+    differ = {key for key in saved[0] if saved[0][key] != saved[1][key]}
+    assert differ - {"argv"} == {"out", "config"}
+
+
+def test_a_config_json_is_read_whole_or_refused_by_name(tmp_path):
+    path = tmp_path / "config.json"
+
+    def written(**flags):
+        path.write_text(json.dumps(flags))
+        return parse([f"--config={path}", "--lr=0.5"])
+
+    cfg = Config(n_layer=7, min_lr=0.25, rampup_batch_size=(1, 2, 3), bias=True, dtype="bf16", lr=0.5,
+                 preset="gpt2", config=str(path))
+    beside = {"resume": "auto", "resume_changed": "seed", "config": "x", "git": "y", "argv": [], "world": 4,
+              "machine": {}, "vocab_size_used": 65, "mask_token": 3, "launcher": "srun", "dp": 2,
+              "torch": "z"}
+    assert written(**{**dataclasses.asdict(cfg), "lr": 1.0, **beside}) == cfg
+    assert parse(["--steps=3", "--config", str(path)]).lr == 1.0
+    for flags, words in (({"n_layers": 3}, "n_layers is no flag; perhaps n_layer is meant"),
+                         ({"zz": 3}, "zz is no flag"), ({"n_layer": "3"}, "n_layer is '3', not a whole"),
+                         ({"bias": 1}, "bias is 1"), ({"zero": 4}, "zero is 4"),
+                         ({"n_layer": 0}, "at least 1"), ({"preset": "x"}, "no preset 'x'"),
+                         ({"rampup_batch_size": 3}, "rampup_batch_size")):
+        with pytest.raises(ValueError, match=words):
+            written(**flags)
+    for argv, words in ((["tiny", f"--config={path}"], "give one of them"), (["--config"], "--config"),
+                        (["--config=none"], "is not there")):
+        with pytest.raises(ValueError, match=words):
+            parse(argv)

@@ -1,0 +1,166 @@
+"""Pictures as SVG, without a library: curves over steps, and a heat map of the experts' loads.
+
+    chart     curves and dots over steps, thinned
+    heat_map  the load of the busiest expert, over layers and steps
+
+The page around them (interface/report.py) has the colours: classes s0 to s3 of lines, f0 to f3 of areas.
+"""
+import html
+import math
+
+from interface.command_line import printable
+
+WIDTH, HEIGHT = 480, 230
+LEFT, RIGHT = 52, 468  # of the curves in a picture
+TOP, BOTTOM = 30, 204
+MOST_POINTS = 600  # of a curve
+MOST_COLUMNS, MOST_LAYERS = 100, 64  # of a heat map
+LEVELS = (1.1, 1.25, 1.5, 1.75, 2, 2.5, 3)  # loads at which a heat map takes the next darker shade
+
+def escape(text):
+    """Return text for HTML and XML: markup is escaped, and so is what no page may hold."""
+    return "\n".join(html.escape(printable(line)) for line in str(text).split("\n"))
+
+
+def number(value):
+    """Return a number in few letters."""
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 10 * scale:
+            return f"{value / scale:.4g}{unit}"
+    return f"{value:.4g}"
+
+
+def thinned(points):
+    """Return at most MOST_POINTS points: of each part of the curve its lowest and its highest."""
+    if len(points) <= MOST_POINTS:
+        return points
+    kept = []
+    parts = MOST_POINTS // 2
+    for i in range(parts):
+        part = points[len(points) * i // parts:len(points) * (i + 1) // parts]
+        ends = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
+        kept += sorted(ends)
+    return kept
+
+
+def ticks(low, high, most=5):
+    """Return round numbers from low to high, at most `most` and one."""
+    if high <= low:
+        return [low]
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10, 20) if power * factor >= rough)
+    first = math.ceil(low / step)
+    return [i * step for i in range(first, math.floor(high / step * (1 + 1e-9)) + 1)]
+
+
+def top_of(values, title):
+    """Return (the top of the vertical axis, a note). A few values that are far above the others stay out."""
+    ordered = sorted(values)
+    usual = ordered[9 * (len(ordered) - 1) // 10]
+    if title.startswith("Loss") or usual <= 0 or ordered[-1] <= 4 * usual:
+        return ordered[-1], ""
+    top = 1.5 * usual
+    above = sum(value > top for value in ordered)
+    return top, f"{above} above, up to {number(ordered[-1])}"
+
+
+def svg(title, note, parts):
+    """Return a picture with its title."""
+    head = f'<text class="title" x="4" y="16">{escape(title)}</text>'
+    if note:
+        head += f'<text x="{RIGHT}" y="16" text-anchor="end">{escape(note)}</text>'
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+            f'aria-label="{escape(title)}">{head}{"".join(parts)}</svg>')
+
+
+def chart(title, series):
+    """Return the SVG of curves over steps, or "" without a value.
+
+    series: [(number of its colour, whether it is dots, [(step, value)])].
+    """
+    points = [point for _, _, values in series for point in values]
+    if not points:
+        return ""
+    first, last = min(step for step, _ in points), max(step for step, _ in points)
+    low = min(value for _, value in points)
+    high, note = top_of([value for _, value in points], title)
+    if high <= low:
+        low, high = low - (abs(low) or 1) / 10, high + (abs(high) or 1) / 10
+
+    def place(step, value):
+        x = LEFT + (step - first) / max(last - first, 1) * (RIGHT - LEFT)
+        return x, BOTTOM - (min(value, high) - low) / (high - low) * (BOTTOM - TOP)
+
+    parts = []
+    for value in ticks(low, high):
+        _, y = place(first, value)
+        parts.append(f'<path class="axis" d="M{LEFT} {y:.1f}H{RIGHT}"/>'
+                     f'<text x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
+    for step in ticks(first, last):
+        x, _ = place(step, low)
+        parts.append(f'<text x="{x:.1f}" y="{BOTTOM + 16}" text-anchor="middle">{number(step)}</text>')
+    for colour, is_dots, values in series:
+        if is_dots:
+            for step, value in thinned(values):
+                x, y = place(step, value)
+                parts.append(f'<circle class="f{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3.2">'
+                             f'<title>validation, step {step}: {value:.4f}</title></circle>')
+        elif values:
+            drawn = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in thinned(values))
+            parts.append(f'<polyline class="curve s{colour}" points="{drawn}"/>')
+    return svg(title, note, parts)
+
+
+def busiest(layer):
+    """Return the load of a layer's busiest expert over the balanced load; None if the row is none of ours."""
+    load = layer.get("load") if isinstance(layer, dict) else None
+    if not isinstance(load, list) or not load or not all(type(x) in (int, float) for x in load):
+        return None
+    return max(load) * len(load)
+
+
+def heat_map(title, rows, colour):
+    """Return the SVG of the experts' loads over layers, from top to bottom, and steps; "" without rows."""
+    rows = [row for row in rows if isinstance(row.get("layers"), dict) and row["layers"]]
+    rows = spaced(rows, MOST_COLUMNS)
+    if not rows:
+        return ""
+    layers = spaced(list(rows[0]["layers"]), MOST_LAYERS)
+    cells = {}  # shade: the rectangles that have it
+    highest = 0.0
+    w, h = (RIGHT - LEFT) / len(rows), (BOTTOM - TOP - 18) / len(layers)
+    for i, row in enumerate(rows):
+        for j, layer in enumerate(layers):
+            load = busiest(row["layers"].get(layer))
+            if load is None:
+                continue
+            highest = max(highest, load)
+            cell = f"M{LEFT + i * w:.1f} {TOP + j * h:.1f}h{w + .1:.2f}v{h + .1:.2f}h-{w + .1:.2f}z"
+            cells.setdefault(sum(load >= level for level in LEVELS), []).append(cell)
+    parts = []
+    for shade, drawn in sorted(cells.items()):
+        parts.append(f'<path class="f{colour}" fill-opacity="{opacity(shade)}" d="{"".join(drawn)}"/>')
+    for j in {0, len(layers) - 1}:
+        y = TOP + (j + .5) * h + 4
+        name = escape(layers[j][:9])
+        parts.append(f'<text x="{LEFT - 5}" y="{y:.1f}" text-anchor="end">layer {name}</text>')
+    for i in sorted({0, len(rows) // 2, len(rows) - 1}):
+        parts.append(f'<text x="{LEFT + (i + .5) * w:.1f}" y="{BOTTOM - 2}" text-anchor="middle">'
+                     f'{number(rows[i]["step"])}</text>')
+    for shade, level in enumerate((1, *LEVELS)):
+        x = LEFT + shade * 52
+        parts.append(f'<rect class="f{colour}" fill-opacity="{opacity(shade)}" x="{x}" y="{BOTTOM + 8}" '
+                     f'width="12" height="12"/><text x="{x + 16}" y="{BOTTOM + 18}">{level}</text>')
+    return svg(title, f"1 is balanced, highest {highest:.2f}", parts)
+
+
+def opacity(shade):
+    return round(0.06 + 0.94 * shade / len(LEVELS), 2)
+
+
+def spaced(items, most):
+    """Return at most `most` items, from the first to the last at equal distances."""
+    if len(items) <= most:
+        return items
+    return [items[i * (len(items) - 1) // (most - 1)] for i in range(most)]
