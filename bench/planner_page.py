@@ -1,0 +1,132 @@
+"""docs/planner.html: plan.py in a browser, made from cost/.   python bench/planner_page.py
+
+The formulas stand in Python only. This command translates the functions that plan.py calls
+(planner/translate.py) and puts them into one file that needs no network. planner/runtime.js stands in for
+Python's library, planner/plan.js calls the functions, and planner/page.html draws.
+tests/test_planner_page.py runs the page's script with node and compares it with plan.py.
+"""
+import argparse
+import ast
+import dataclasses
+import json
+import re
+import sys
+import typing
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path[:0] = [str(ROOT), str(HERE / "planner")]
+
+from translate import names_of, names_used, translate
+
+from config import PRESETS, RANGES, Config
+from interface.command_line import help_comments
+from ops import backend
+from parallel import Mesh
+
+PAGE = ROOT / "docs" / "planner.html"
+
+# What is translated of each file (None is all of it), those first whose constants the others use. What these
+# functions call besides is in runtime.js: torch's shapes, make_mesh without tables, Python's library.
+TRANSLATED = {
+    "config.py": "must_divide largest_divisor check_heads check_masked_model check_experts n_masked ceil_div "
+                 "pad_vocab",
+    "interface/layout.py": "check_ranks check_layout check_tensor_parallel check_sequence check_batch "
+                           "check_ramp check_pipeline next_multiple stage_layers empty_stage balanced_counts",
+    "parallel.py": "reduction_axis parameter",
+    "ops/flat.py": "ALIGNMENT padded_elements",
+    "ops/activations.py": "GATED",
+    "optim.py": "StepStats",
+    "ddp.py": "BUCKET_ELEMENTS Contents uses_weight_decay block_of assign_buckets",
+    "zero.py": "uses_slot",
+    "pipeline.py": "rank_layers Op schedule existing timetable",
+    "moe.py": "MoE Router expert_capacity",
+    "model.py": "DTYPES Norm ColumnLinear RowLinear Attention MLP Block Weight MaskedHead GPT",
+    "fast/choose.py": "Choice choose has_cuda_api static_shapes needs_row_limit grouped_mm_possible",
+    "cost/parameters.py": None,
+    "cost/step_time.py": None,
+    "cost/traffic.py": None,
+    "cost/memory.py": None,
+    "cost/idle.py": None,
+    "plan.py": "LAYOUT rank_mesh stage_mesh MOST_OPERATIONS check_gpus _groups_of_stages estimate "
+               "_largest_traffic warnings SHORTEST_SHARE divisors layouts _ep_sizes _micro_batch_sizes "
+               "_chunk_counts"}
+NOT_TRANSLATED = {"peak_flops"}  # it asks torch for the name of a device
+
+# The flags that the page asks for, in groups.
+ASKED = {
+    "model": ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "vocab_size", "seq_len", "norm",
+              "mlp", "pos", "bias", "tied", "objective", "dropout"),
+    "experts": ("n_experts", "top_k", "n_shared_experts", "capacity_factor", "ep_slack"),
+    "layout": ("tp", "cp", "pp", "pp_chunks", "ep", "zero"),
+    "batch": ("micro_batch", "global_batch", "recompute", "dtype", "compile", "cuda_graph")}
+
+
+def all_names(path):
+    """Return the functions, classes and constants of a file."""
+    nodes = ast.parse(path.read_text()).body
+    return [name for node in nodes for name in sorted(names_of(node)) if name not in NOT_TRANSLATED]
+
+
+def script():
+    """Return the script of the page without what draws: `planner`, an object with plan(), search() and more.
+
+    ValueError: a translated function calls what is neither translated nor in runtime.js.
+    """
+    parts = [(HERE / "planner" / "runtime.js").read_text()]
+    used = {}
+    dtypes = ", ".join(f"torch.{str(dtype).removeprefix('torch.')}" for dtype in backend.DTYPES)
+    parts.append(f"const backend = {{ TRITON_DEVICES: [], DTYPES: [{dtypes}] }};\n"
+                 "const ACTIVATIONS = new Counting();")
+    for name, names in TRANSLATED.items():
+        path = ROOT / name
+        wanted = all_names(path) if names is None else names.split()
+        parts.append(f"// -- {name}\n{translate(path, wanted)}")
+        used.update(dict.fromkeys(names_used(path, wanted), name))
+    declared = re.findall(r"^(?:const|class|function\*?) (\w+|\[[\w, ]+\])", "\n".join(parts), re.M)
+    defined = {"super", *re.findall(r"\w+", " ".join(declared))}
+    unknown = [f"{name} of {file}" for name, file in sorted(used.items()) if name not in defined]
+    if unknown:
+        raise ValueError(f"neither translated nor in runtime.js: {', '.join(unknown)}")
+    parts.append((HERE / "planner" / "plan.js").read_text())
+    axes = json.dumps([*Mesh.__annotations__])
+    code = "\n".join(parts)
+    data = json.dumps(data_of_page(code))
+    return f"const planner = (() => {{\nconst MESH_AXES = {axes};\nconst DATA = {data};\n{code}\n}})();\n"
+
+
+def data_of_page(code):
+    """Return what the page knows of the flags that its code reads: values, presets, help, ranges."""
+    asked = {name for names in ASKED.values() for name in names}
+    read = asked | set(re.findall(r"\bcfg\.(\w+)", code))
+    comments = help_comments(Config)
+    flags = {}
+    for field in dataclasses.fields(Config):
+        if field.name not in read:
+            continue
+        choices = typing.get_args(field.type) if typing.get_origin(field.type) is typing.Literal else ()
+        _, text = comments[field.name]
+        flags[field.name] = {"help": text if field.name in asked else "", "choices": choices,
+                             "value": field.default, "range": RANGES.get(field.name, ())}
+    presets = {preset: {name: value for name, value in values.items() if name in read}
+               for preset, values in PRESETS.items()}
+    return {"flags": flags, "presets": presets, "asked": ASKED}
+
+
+def page():
+    """Return docs/planner.html."""
+    template = (HERE / "planner" / "page.html").read_text()
+    return template.replace("/*SCRIPT*/", script().replace("</", "<\\/"))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.parse_args()
+    text = page()
+    PAGE.write_text(text)
+    print(f"{PAGE.relative_to(ROOT)}: {len(text):,} bytes")
+
+
+if __name__ == "__main__":
+    main()
