@@ -14,6 +14,7 @@ from config import ceil_div
 from ops import backend
 
 INITIAL_LOSS_SCALE = 65536.0
+VOTES = 6  # Reasons to stop the run, which travel with the statistics: runtime.agree.REASONS.
 LOSS_SCALE_STEPS = 2000  # The loss scale is doubled after this many steps without an overflow.
 
 
@@ -116,6 +117,7 @@ class Optimizer:
             self.loss_scale = torch.full((), INITIAL_LOSS_SCALE, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.before_update = []  # functions that are called before an update
+        self.stop = None  # The run's runtime.agree.Stop: this rank's votes to stop, and their sums.
         self.snapshot_done = None  # event: the checkpoint has its copy of weights and moments
         self.masters = [bucket.master for bucket in data_parallel.buckets]  # (n/n_slices,) each
         self.grads = [bucket.grad_total for bucket in data_parallel.buckets]  # (n/n_slices,) each
@@ -195,6 +197,7 @@ class Optimizer:
 
         num_zeros and param_norm are computed only if full. One all-reduce of four numbers is
         enough: the slices partition the model, and a slice that k ranks hold counts 1/k on each.
+        The ranks' votes to stop the run travel with these numbers.
         """
         # On a CPU the fp32 norm of torch is a plain sum, 5e-5 off for a million elements.
         dtype = torch.float64 if loss.device.type == "cpu" else self.masters[0].dtype
@@ -206,8 +209,11 @@ class Optimizer:
             num_zeros = self.num_zeros()
             param_squares = self.sum_of_squares(self.masters, dtype)
         grad_squares = self.sum_of_squares(self.grads, dtype)
-        sums = torch.stack([loss, grad_squares, num_zeros, param_squares])
-        mesh.world.all_reduce(sums)  # SUM of 4 numbers, over the world
+        votes = [] if self.stop is None else self.stop.votes(loss.device)
+        sums = torch.stack([loss, grad_squares, num_zeros, param_squares, *votes])
+        mesh.world.all_reduce(sums)  # SUM of 4 numbers and 6 votes, over the world
+        if votes:
+            self.stop.count(sums[4:])
         grad_norm = self.unscale(sums[1].sqrt())
         return StepStats(sums[0], grad_norm, num_zeros=sums[2], param_norm=sums[3].sqrt())
 
