@@ -144,7 +144,7 @@ class Config:
 
     # optimiser
 
-    # adamw, or muon: the matrices inside blocks move along their orthogonalised momentum, AdamW does the rest
+    # muon: matrices inside blocks move along their orthogonalised momentum, and AdamW does the rest
     optimizer: Literal["adamw", "muon"] = flag("adamw", "free")
     steps: int = flag(400, "free", (1, 10**12), common=True)  # optimizer steps in total, also after a resume
     lr: float = flag(2e-3, "free", FACTOR, common=True)  # peak learning rate
@@ -157,7 +157,8 @@ class Config:
     beta2: float = flag(0.95, "free", SHARE)  # Adam: decay of the mean of squared gradients
     # Muon's learning rate, and min-lr, over AdamW's
     muon_lr_factor: float = flag(1.0, "free", FACTOR, needs="optimizer=muon")
-    momentum: float = flag(0.95, "free", SHARE, needs="optimizer=muon")  # Muon: decay of the mean of gradients
+    # Muon: decay of the mean of gradients
+    momentum: float = flag(0.95, "free", SHARE, needs="optimizer=muon")
     # gradients are scaled down to this global norm at most; 0 never clips
     clip: float = flag(1.0, "free", FACTOR)
     # of weights, activations; sums at least fp32

@@ -57,8 +57,8 @@ def uses_weight_decay(p):
     return p.ndim >= 2
 
 
-def uses_muon(name, p):
-    """Whether --optimizer muon updates p by Muon: matrices inside blocks, experts and router too."""
+def uses_muon(p, name):
+    """Whether Muon updates p, if it may: the matrices inside blocks, experts and router too."""
     return name.startswith("blocks.") and p.ndim >= 2
 
 
@@ -72,8 +72,8 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS, op
 
     Backward reaches the last layers first, so buckets are filled in reverse. Vectors (norms,
     biases) have buckets of their own, because they are not decayed and each bucket is one tensor of
-    the optimizer. Under --optimizer muon, the matrices inside blocks have buckets of their own, too. A
-    bucket of matrices is closed
+    the optimizer. With Muon, the matrices inside blocks have buckets of their own, too. A bucket of
+    matrices is closed
         under ZeRO-0 and ZeRO-1   when it has bucket_elements
         under ZeRO-2              at the first end of a block after that: the gradients of a block
                                   come almost at once, and a second bucket would wait for a slot
@@ -90,7 +90,7 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS, op
                 is_full = zero == 3 or elements[key] >= bucket_elements
                 if filling[key].decayed and is_full:
                     closed.append(filling.pop(key))
-        is_muons = optimizer == "muon" and uses_muon(name, p)
+        is_muons = optimizer == "muon" and uses_muon(p, name)
         key = p.reduction_axis, uses_weight_decay(p), "muon" if is_muons else "adamw"
         if key not in filling:
             axis, decayed, updated_by = key

@@ -192,8 +192,7 @@ class WholeMatrices:
             x = torch.cat(parts).view(-1, *matrix.shape)
             axis = ALONE if matrix.cut is None else self.tp
             update = orthogonalise(x, matrix.cut, axis) * update_scale(matrix.full_shape)
-            results = update.reshape(-1).split([part.numel() for part in parts])
-            torch._foreach_copy_(parts, list(results))
+            copy_into(parts, update.reshape(-1))
         if self.is_shared:
             self.hand_back(received, vector)
 
@@ -202,16 +201,22 @@ class WholeMatrices:
         if not self.is_shared:
             return vector
         parts = [vector[part] for part in self.outgoing]
+        outgoing = torch.cat([vector[:0], *parts])  # A slice that is all padding has no parts.
         # Each rank sends the others their matrices' elements in its slices, over the bucket's axis.
-        return self.axis.all_to_all(torch.cat(parts), self.sent, self.received)
+        return self.axis.all_to_all(outgoing, self.sent, self.received)
 
     def hand_back(self, received, vector):
         """Send the updates to where their elements came from, into the ranks' vectors."""
         # The updates go back to the slices, over the bucket's axis.
         updates = self.axis.all_to_all(received, self.received, self.sent)
-        parts = [vector[part] for part in self.outgoing]
-        results = updates.split([part.numel() for part in parts])
-        torch._foreach_copy_(parts, list(results))
+        copy_into([vector[part] for part in self.outgoing], updates)
+
+
+def copy_into(parts, numbers):
+    """Fill the tensors `parts`, (n,) each, one after the other with numbers (sum of n,)."""
+    if parts:
+        pieces = numbers.split([part.numel() for part in parts])
+        torch._foreach_copy_(parts, list(pieces))
 
 
 def length_of(part):

@@ -127,7 +127,9 @@ class Optimizer:
                           one_step_count=self.use_triton)
         self.muon = None
         if cfg.optimizer == "muon":
-            others = [bucket for bucket in data_parallel.buckets if bucket not in self.adam_buckets]
+            adams = self.adam_buckets
+            buckets = data_parallel.buckets
+            others = [bucket for bucket in buckets if bucket not in adams]
             self.muon = Muon(cfg, others, data_parallel.mesh.tp)
 
     def of_adam(self, values):
@@ -145,7 +147,10 @@ class Optimizer:
         if self.muon is not None:
             state.update(self.muon.state)
             names += self.muon.moments
-        return {name: [state[master].get(name) for master in self.masters] for name in names}
+        found = {}
+        for name in names:
+            found[name] = [state[master].get(name) for master in self.masters]
+        return found
 
     def adam_t(self):
         """Return the number of updates that AdamW has done."""

@@ -120,9 +120,9 @@ class Piece(NamedTuple):
 def own_pieces(data_parallel, opt, vectors=None, owned_only=True):
     """Return this rank's Pieces of the weights and moments, or of the given vectors.
 
-    vectors: {prefix of the names: a slice per bucket, or None where a bucket has none}. The views share memory with the optimizer:
-    filling them loads a checkpoint. owned_only leaves out what another rank saves, so that over all
-    ranks every element is there once.
+    vectors: {prefix of the names: a slice per bucket, or None where a bucket has none}. The views
+    share memory with the optimizer: filling them loads a checkpoint. owned_only leaves out what
+    another rank saves, so that over all ranks every element is there once.
     """
     if vectors is None:
         vectors = {"": opt.masters}
