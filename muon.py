@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from config import ceil_div
 from parallel import Axis
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of x, x^3 and x^5
@@ -99,24 +100,47 @@ class Matrix(NamedTuple):
         return rows * columns * min(self.full_shape)
 
 
-def matrices_of(bucket, begin):
-    """Return the Matrices of a bucket. begin: where its slice starts in a rank's vector."""
-    found = []
-    length = bucket.master.numel()  # of each rank's slice
-    for p, start in zip(bucket.params, bucket.starts(), strict=True):
+def shapes_of(params):
+    """Return (shape on this rank, full shape) of each matrix among a bucket's parameters.
+
+    The experts of a layer are one parameter, and each of them is a matrix of its own.
+    """
+    shapes = []
+    for p in params:
         shape = tuple(p.shape[-2:])
-        full_shape = tuple(p.full_shape[-2:])
-        size = math.prod(shape)
-        # The experts of a layer are one parameter, and each of them is a matrix of its own.
-        for first in range(start, start + p.numel(), size):
-            parts = {}
-            for rank in range(first // length, (first + size - 1) // length + 1):
-                part_begin = max(first, rank * length)
-                part_end = min(first + size, (rank + 1) * length)
-                shift = begin - rank * length
-                parts[rank] = slice(part_begin + shift, part_end + shift)
-            found.append(Matrix(shape, full_shape, parts))
+        n_matrices = p.numel() // math.prod(shape)
+        shapes += itertools.repeat((shape, tuple(p.full_shape[-2:])), n_matrices)
+    return shapes
+
+
+def matrices_of(shapes, length, begin):
+    """Return the Matrices of a bucket, which is cut into slices of `length` elements.
+
+    shapes: from shapes_of. begin: where the bucket's slice starts in each rank's vector.
+    """
+    found = []
+    start = 0
+    for shape, full_shape in shapes:
+        end = start + math.prod(shape)
+        parts = {}
+        for rank in range(start // length, ceil_div(end, length)):
+            part_begin = max(start, rank * length)
+            part_end = min(end, (rank + 1) * length)
+            shift = begin - rank * length
+            parts[rank] = slice(part_begin + shift, part_end + shift)
+        found.append(Matrix(shape, full_shape, parts))
+        start = end
     return found
+
+
+def owned_matrices(shapes, lengths, n_ranks):
+    """Return the Matrices that each rank owns. shapes, lengths: one entry per bucket."""
+    matrices = []
+    begin = 0
+    for shapes_of_bucket, length in zip(shapes, lengths, strict=True):
+        matrices += matrices_of(shapes_of_bucket, length, begin)
+        begin += length
+    return assign_owners(matrices, n_ranks)
 
 
 def assign_owners(matrices, n_ranks):
@@ -149,10 +173,8 @@ class WholeMatrices:
         self.axis = buckets[0].axis
         self.is_shared = buckets[0].n_slices > 1
         self.sizes = [bucket.master.numel() for bucket in buckets]
-        matrices = []
-        for bucket, end in zip(buckets, itertools.accumulate(self.sizes), strict=True):
-            matrices += matrices_of(bucket, end - bucket.master.numel())
-        owned = assign_owners(matrices, buckets[0].n_slices)
+        shapes = [shapes_of(bucket.params) for bucket in buckets]
+        owned = owned_matrices(shapes, self.sizes, buckets[0].n_slices)
         rank = self.axis.rank if self.is_shared else 0
         self.outgoing = []  # slices of this rank's vector, in the order in which they are sent
         self.sent = []      # elements for each rank
@@ -230,28 +252,33 @@ def length_of(part):
 class Muon:
     """What torch.optim.Muon does with Nesterov momentum, with decoupled weight decay.
 
-    state holds the momentum of each bucket's masters. In a 16-bit model on a GPU the iteration
-    computes in bf16, as torch's class does everywhere; otherwise in the masters' dtype.
+    state holds the momentum of each bucket's masters. In a 16-bit model the iteration computes in
+    bf16, as torch's class always does, and otherwise in the masters' dtype.
     """
     moments = ("momentum",)
 
-    def __init__(self, cfg, buckets, tp):
-        """Make the state. buckets: those of the matrices inside blocks (ddp.uses_muon)."""
+    def __init__(self, cfg, data_parallel):
+        """Make the state of the matrices inside blocks (ddp.uses_muon)."""
         self.momentum = cfg.momentum
         self.decay = cfg.weight_decay
         self.lr_factor = cfg.muon_lr_factor
-        self.buckets = buckets
+        self.buckets = []
         self.state = {}
         of_axis = {}  # name of an axis: buckets
-        for bucket in buckets:
+        for bucket in data_parallel.buckets:
+            if bucket.contents.optimizer != "muon":
+                continue
+            self.buckets.append(bucket)
             self.state[bucket.master] = {"momentum": torch.zeros_like(bucket.master)}
             of_axis.setdefault(bucket.axis.name, []).append(bucket)
+        tp = data_parallel.mesh.tp
         self.groups = [WholeMatrices(alike, tp) for alike in of_axis.values()]
 
     def step(self, lr, divisor, not_finite):
         """Update the masters. The arguments are those of AdamW.step. Collective."""
         for group in self.groups:
             vector = self.directions(group, divisor, not_finite)
+            # All matrices of a shape are computed together, in bf16 in a 16-bit model.
             group.orthogonalise(vector)
             updates = vector.split(group.sizes)
             for bucket, update in zip(group.buckets, updates, strict=True):
@@ -266,8 +293,9 @@ class Muon:
 
         Where not_finite is 1.0, the gradients count as 0 and the momenta stay as they are.
         """
-        vector = torch.empty(sum(group.sizes), dtype=iteration_dtype(group.buckets[0]),
-                             device=divisor.device)
+        first = group.buckets[0]
+        dtype = iteration_dtype(first.own.dtype)
+        vector = torch.empty(sum(group.sizes), dtype=dtype, device=divisor.device)
         directions = vector.split(group.sizes)
         for bucket, direction in zip(group.buckets, directions, strict=True):
             momentum = self.state[bucket.master]["momentum"]
@@ -279,9 +307,6 @@ class Muon:
         return vector
 
 
-def iteration_dtype(bucket):
-    """Return the dtype in which a bucket's matrices are orthogonalised."""
-    is_16_bit = bucket.own.dtype.itemsize == 2
-    if is_16_bit and bucket.own.device.type != "cpu":
-        return torch.bfloat16
-    return bucket.master.dtype
+def iteration_dtype(model_dtype):
+    """Return the dtype in which the matrices are orthogonalised; fp16's range is too small."""
+    return torch.bfloat16 if model_dtype.itemsize == 2 else model_dtype

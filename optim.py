@@ -127,13 +127,10 @@ class Optimizer:
                           one_step_count=self.use_triton)
         self.muon = None
         if cfg.optimizer == "muon":
-            adams = self.adam_buckets
-            buckets = data_parallel.buckets
-            others = [bucket for bucket in buckets if bucket not in adams]
-            self.muon = Muon(cfg, others, data_parallel.mesh.tp)
+            self.muon = Muon(cfg, data_parallel)
 
     def of_adam(self, values):
-        """Return those of a list's values, one per bucket, that belong to AdamW: without Muon all."""
+        """Return those of the values, one per bucket, that belong to AdamW: without Muon all."""
         pairs = zip(values, self.data_parallel.buckets, strict=True)
         return [value for value, bucket in pairs if bucket.contents.optimizer == "adamw"]
 

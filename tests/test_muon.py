@@ -21,6 +21,9 @@ from test_model import FAMILIES, built, steps
 
 import muon
 from corpus.shards import Synthetic
+from cost.memory import state_bytes
+from cost.muon import muon_seconds, workspace_bytes
+from cost.step_time import GPUS, expected_choice
 
 # The learning rate of Muon's matrices differs from AdamW's, so that a confusion shows.
 FLAGS = dict(optimizer="muon", momentum=0.9, muon_lr_factor=1.5, micro_batch=2)
@@ -197,6 +200,26 @@ def test_momenta_have_clipped_gradients_without_the_loss_scale(dtype):
 
 
 # -----------------------------------------------------------------------------
+# The planner
+
+def test_the_planner_counts_one_moment_of_muons_matrices():
+    """And its update is part of the workspace where no activation is larger."""
+    cfg = dataclasses.replace(FAMILIES["llama"], optimizer="muon")
+    _, _, opt = built(cfg)
+    mesh = opt.data_parallel.mesh
+    kept = [piece for slices in opt.moments().values() for piece in slices if piece is not None]
+    choice = expected_choice(cfg, mesh)
+    counted = state_bytes(cfg, mesh, cfg.vocab_size, choice)["optimizer"]
+    assert counted == sum(piece.nbytes for piece in kept)
+    plain = dataclasses.replace(cfg, optimizer="adamw")
+    elements = sum(master.numel() for master in opt.muon.state)
+    assert state_bytes(plain, mesh, cfg.vocab_size, choice)["optimizer"] - counted == 4 * elements
+    assert workspace_bytes(cfg, mesh, cfg.vocab_size) >= 4 * elements
+    assert workspace_bytes(plain, mesh, cfg.vocab_size) == muon_seconds(plain, mesh, GPUS["h200"], 100) == 0
+    assert muon_seconds(cfg, mesh, GPUS["h200"], 100) > 0
+
+
+# -----------------------------------------------------------------------------
 # Checkpoints
 
 DOUBLE = ["--dtype=fp64", "--steps=3", "--optimizer=muon", "--ffn-hidden=24"]
@@ -258,7 +281,7 @@ FAULTS = {
         "llama", TP, ("muon.WholeMatrices.orthogonalise", "update_scale(matrix.full_shape)",
                       "update_scale(matrix.shape)")),
     "the experts are one matrix": (
-        "moe", EP, ("muon.matrices_of", "tuple(p.shape[-2:])", "(p.numel() // p.size(-1), p.size(-1))")),
+        "moe", EP, ("muon.shapes_of", "tuple(p.shape[-2:])", "(p.numel() // p.size(-1), p.size(-1))")),
     "the momentum is updated afterwards": (
         "llama", DP, ("muon.Muon.directions", f"{ADD} {LOOK_AHEAD}", f"{LOOK_AHEAD}; {ADD}")),
     "no look ahead": (
