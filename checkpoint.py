@@ -19,10 +19,10 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 import time
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -31,7 +31,7 @@ if sys.flags.safe_path:  # python -I leaves out the program's own folder
 
 from interface import checkpoint_report as report
 from interface.command_line import one_line, printable, wrap, wrong_input
-from interface.files import folded, remove_parts, sync, write_whole
+from interface.files import folded, remove_folder, remove_parts, sync, write_whole
 from interface.schema import Range, check_schema, load_json
 from interface.tensor_file import BLOCK, SAFETENSORS_DTYPE, dtype_name, write_safetensors
 
@@ -57,6 +57,7 @@ RUN = {"step": COUNT, "samples": Range(0, 10**15), "skipped": COUNT, "nan_steps"
        "streak?": COUNT, "shape": {"n_experts": int, "bias": bool}, "flags?": FLAGS,
        "best?": {"step?": COUNT, "val_loss?": float}}
 LEFT_BEHIND = re.compile(r"step_[0-9]+(\.[0-9a-z]+)?\.(tmp|del|old)")  # by a save or prune that was killed
+OUR_FILES = re.compile(r"index\.json|failed|rank_[0-9]+\.(json|safetensors|part)")  # all that a save writes
 
 
 # -----------------------------------------------------------------------------
@@ -150,7 +151,7 @@ def rename_to_final(tmp, final):
     there."""
     backup = final.with_name(final.name + ".old")
     if final.exists():
-        shutil.rmtree(backup, ignore_errors=True)
+        discard(backup)
         os.rename(final, backup)
     try:
         os.rename(tmp, final)
@@ -159,7 +160,13 @@ def rename_to_final(tmp, final):
             os.rename(backup, final)
         raise
     sync(final.parent)
-    shutil.rmtree(backup, ignore_errors=True)
+    discard(backup)
+
+
+def discard(folder):
+    """Delete the directory of a checkpoint. What is not ours in it stays."""
+    with suppress(OSError):  # it cannot be deleted now: recover() tries again
+        remove_folder(folder, OUR_FILES)
 
 
 def prune(root, keep, best=None):
@@ -168,15 +175,17 @@ def prune(root, keep, best=None):
         if step_of(old) == best:
             continue
         doomed = old.with_name(old.name + ".del")  # so that a half-deleted directory never has a valid name
-        os.rename(old, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        discard(doomed)
+        if not doomed.exists():  # it keeps somebody's files of an earlier time: then this one stays, too
+            os.rename(old, doomed)
+            discard(doomed)
 
 
 def recover(root):
     """Repair what a killed save or prune left behind.
 
-    Call it on one rank, before any rank saves. Files and directories with other names stay. Of a symbolic
-    link, only the link is deleted.
+    Call it on one rank, before any rank saves. Files and directories with other names stay, also within
+    these directories. Of a symbolic link, only the link is deleted.
     """
     remove_parts(root)
     left = [path for path in Path(root).glob("step_*") if LEFT_BEHIND.fullmatch(path.name) and path.is_dir()]
@@ -186,7 +195,7 @@ def recover(root):
         elif path.is_symlink():
             path.unlink()
         else:
-            shutil.rmtree(path)
+            discard(path)
 
 
 def archive_later(root, step):

@@ -13,7 +13,7 @@ same parameters. Under ZeRO-1, the slice of each rank is a quarter of the bucket
     flat     | weights in the model's dtype               |  every p.data is a window of it
     grad     | gradients of this rank, in at least fp32   |  backward adds each p.grad to its window
              |          |##########|          |           |  ## is bucket.own_slice, of rank 1
-    grad_total          | all ranks|   = grad[own_slice] after its reduce-scatter: what AdamW reads
+    grad_total          | summed   |   = grad[own_slice] after its reduce-scatter: what AdamW reads
     master              | fp32     |   AdamW updates it; its two moments are as long
     own                 | rounded  |   = flat[own_slice]: the new master, sent to the others
 
@@ -38,7 +38,9 @@ import torch
 
 from ops.flat import accumulate, copy_gradients, padded_elements
 
-BUCKET_ELEMENTS = 16_000_000  # a bucket is closed when it has this many elements
+# A bucket is closed when it has this many elements. All matrices of `tiny`, 1.8 million elements,
+# are in one bucket, so its sum starts only at the end of backward.
+BUCKET_ELEMENTS = 16_000_000
 
 # -----------------------------------------------------------------------------
 # Which parameters share a bucket
@@ -121,9 +123,9 @@ class Comm:
     def allocate(self, axis, own_slice, weights, dtype):
         """Return a bucket's buffers flat (n,), grad (n,), grad_total (n/n_slices,).
 
-        weights (n,): the buffer that will take the initial weights, in at least fp32. Where dtype,
-        the dtype of flat, is the same, flat is this buffer. own_slice: the slice of grad whose sum
-        over the axis becomes grad_total.
+        weights (n,), in at least fp32, will hold the initial weights. If dtype, that of flat, is
+        the same, flat is weights. own_slice: the slice of grad whose sum over the axis becomes
+        grad_total.
         """
         flat = weights if weights.dtype == dtype else torch.zeros_like(weights, dtype=dtype)
         grad = torch.zeros_like(weights, dtype=self.grad_dtype)
@@ -132,7 +134,7 @@ class Comm:
     def start_reduce(self, bucket):
         """Start to sum bucket.grad over the bucket's axis, and return a handle."""
         # Collectives work in place: grad_total is a window of grad, and own is a window of flat.
-        if bucket.n_slices > 1:  # SUM, n/size of n numbers to each rank, over the bucket's axis
+        if bucket.n_slices > 1:  # SUM of n numbers, n/size of them to each rank, over bucket.axis
             return bucket.axis.start_reduce_scatter(bucket.grad_total, bucket.grad)
         return bucket.axis.start_all_reduce(bucket.grad)  # SUM of n numbers, over the bucket's axis
 
@@ -165,7 +167,7 @@ class FlatBuffers:
             axis, self.own_slice, weights, dtype or first.dtype)
         self.grad_windows = self.windows(self.grad)  # of each parameter
         self.adopt_parameters(weights)
-        self.master = weights[self.own_slice]
+        self.master = weights[self.own_slice]  # In an fp32 model, this is a window of flat.
         if weights is not self.flat:
             self.master = self.master.clone()  # A view would keep the memory of all n weights.
         self.own = self.flat[self.own_slice]
@@ -250,16 +252,14 @@ class Bucket(FlatBuffers):
         completes_grads: whether this backward is the last of its chunk in this step. Once such
         backwards have brought a gradient to every parameter of the bucket, the sum over the ranks
         starts. With --pp-chunks a bucket can hold parameters of several chunks.
-
-        Tied embeddings are an exception. The last stage has the head's gradient at the start of its
-        last backward. If its all-reduce started there, it would wait for stage 0, and on a GPU the
-        activation gradient, sent later, could queue behind it. But stage 0 needs that message for
-        its own backward: a deadlock. So a tied sum starts in wait_grads().
         """
         self.take_gradient(i)
         self.untouched[i] = False
         if completes_grads:
             self.pending_params -= 1
+            # A tied sum waits for stage 0, which waits for this stage's next message. On a GPU, a
+            # running sum can keep that message from starting, though it has a group of its own. So
+            # a tied sum starts in wait_grads().
             if self.pending_params == 0 and self.axis.name != "tied":
                 self.start_reduce()
 

@@ -93,7 +93,7 @@ class RowLinear(nn.Module):
 
     def forward(self, x):  # (B*t, n_in/tp) -> (n, n_out)
         partial_sum = F.linear(x, self.weight)  # (B*t, n_out)
-        y = scatter_rows(partial_sum, self.tp)  # SUM, n of B*t rows to each rank, over tp
+        y = scatter_rows(partial_sum, self.tp)  # SUM of B*t rows, n of them to each rank, over tp
         return y if self.bias is None else y + self.bias
 
 
@@ -141,13 +141,15 @@ def rotate(x, cos, sin):
 
 
 def visible_keys(cfg, q, k):
-    """Return (mask, is_causal) for torch's attention: which keys each query sees, on every path.
+    """Return (mask, is_causal) for torch's attention: which keys each query sees.
+
+    Training, generation and context parallelism all ask here.
 
     q (B, h, queries, D), k (B, g, keys, D): the keys begin at position 0, and the last query has
     the position of the last key. mask (queries, keys) is True where a query sees a key. If mask is
-    None, is_causal chooses between the flash kernel's own causal mask and no mask at all. A new
-    rule stands above the line of --objective mlm, which leaves the function, or config.py refuses
-    the rule's flag with mlm.
+    None, is_causal chooses between the flash kernel's own causal mask and no mask at all. To add a
+    rule, put it before the lines of --objective mlm, which return. Or put it after them, and let
+    config.py refuse the rule's flag together with mlm.
     """
     if cfg.objective == "mlm":
         return None, False

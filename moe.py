@@ -63,7 +63,8 @@ class MoE(nn.Module):
     def forward(self, x, call):
         """(n, C) -> (n, C), and this rank's part of the router loss, ().
 
-        call(f, *args) returns f(*args). Under --recompute full, backward calls f again.
+        call(f, *args) returns f(*args). It is Block.recomputed_call under --recompute full, so that
+        backward calls f again, else model.plain_call.
         """
         # The routing is never recomputed, because rounding could lead to other experts.
         gates, expert_ids, router_loss = self.route(x)
@@ -216,7 +217,8 @@ class Dispatcher:
         self.e = cfg.n_experts // mesh.ep.size
         # Counts of the step so far. They are on the device, so that the host need not wait for it.
         self.n_dropped = torch.zeros((), dtype=torch.float64)  # copies
-        self.rows_needed = torch.zeros((), dtype=torch.int64)  # the largest R of a micro-batch
+        # The largest R of a micro-batch. Only fast/graph.py reads it.
+        self.rows_needed = torch.zeros((), dtype=torch.int64)
 
     def reset_stats(self):
         self.n_dropped.zero_()
@@ -264,11 +266,11 @@ class AllToAll(Dispatcher):
     1, and K = 1:
 
                            Permute:      all_to_all:     Permute:
-                           by expert |   by sender       by local
-                           receiver                      expert
+                           by expert     by sender       by local expert
         rank 0  c a d b d  [a b|c d d]   [a b|a a a b]   [a a a a|b b]   send [2, 3], receive [2, 4]
         rank 1  a a b a    [a a a b|]    [c d d|]        [c|d d]         send [4, 0], receive [3, 0]
-    The ends are [4, 6] on rank 0 and [1, 3] on rank 1. combine does the same steps backwards.
+    Here | stands between receivers, then between senders, then between local experts. The ends are
+    [4, 6] on rank 0 and [1, 3] on rank 1. combine does the same steps backwards.
     """
 
     def plan(self, expert_ids, gates):

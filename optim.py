@@ -75,10 +75,16 @@ class AdamW:
         return [self.state[self.params[i]][key] for i in group]
 
     def step(self, grads, lr, divisor, not_finite):
-        """Update all parameters with their gradients.
+        """Update all parameters with their gradients. For each parameter p, in step t:
 
-        lr: float. divisor: () fp32, what the gradients are divided by. not_finite: () fp32; where
-        it is 1.0, nothing changes.
+            g = grad / divisor
+            p = p - lr * decay * p
+            m = beta1 * m + (1 - beta1) * g
+            v = beta2 * v + (1 - beta2) * g**2
+            p = p - lr * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)
+
+        m is exp_avg, v is exp_avg_sq. lr: float. divisor: () fp32. not_finite: () fp32; where it is
+        1.0, nothing changes.
         """
         for decay, group in self.groups.items():
             params = [self.params[i] for i in group]
@@ -199,7 +205,7 @@ class Optimizer:
         """
         for bucket in reversed(buckets or self.data_parallel.buckets):
             bucket.own.copy_(bucket.master)  # a no-op where master and own are one tensor
-            self.data_parallel.on_updated(bucket)
+            self.data_parallel.on_updated(bucket)  # under ZeRO-1 it starts the all-gather
 
     # -------------------------------------------------------------------------
     # A step

@@ -43,8 +43,9 @@ class CompletedWork:
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks that differ from this one along one axis of the mesh only, and their collectives.
+    """A group of ranks that this rank belongs to, and their collectives.
 
+    One axis of the mesh, such as dp or tp, or several of them together, as in `stage`.
     Over one rank, a collective is the identity. Only start_reduce_scatter and start_all_gather need
     more than one rank. Before it starts, each collective notifies the watchdog and adds its bytes
     to `sent`, counted as the ring algorithms send them (Thakur et al. 2005, section 4).
@@ -236,10 +237,12 @@ def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, groups=True):
 def reduction_axis(mesh, tp_dim, expert=False, tied=False):
     """Return the name of the Axis over which a parameter's gradient is summed: the one rule.
 
-    A gradient is summed over all ranks that hold the same numbers, because each of these ranks saw
-    different tokens. tp_dim: the dimension that is cut over tp, or None.
+    A gradient is summed over all ranks that hold the same numbers, because each of these ranks has
+    only a part of it: from other tokens, from other heads or columns, or from the other use of a
+    tied matrix. tp_dim: the dimension that is cut over tp, or None.
     """
-    # The first and the last stage each hold a copy of a tied embedding. Both stages see all tokens.
+    # The first and the last stage each hold a copy of a tied embedding. The first has the gradient
+    # of the lookup, the last that of the head.
     if tied:
         return "tied"
     # The ranks with the same experts. Each of them has already received tokens from all ep ranks.
@@ -283,7 +286,8 @@ def parameter(shape, mesh, tp_dim=None, expert=False, *, used=None, tied=False):
 #   gather_rows   g of arXiv:2205.05198, figure 5: forward all-gather, backward reduce-scatter
 #   scatter_rows  its adjoint g-bar:               forward reduce-scatter, backward all-gather
 # They replace Megatron-LM's all-reduces f and g (arXiv:1909.08053, figure 3) and send the same
-# number of bytes.
+# number of bytes. Every tp rank computes the same loss, but its backward starts from its own
+# columns of the logits only. So the sum over tp is the gradient once, not tp times.
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
@@ -293,7 +297,7 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # SUM, n of n*size rows to each rank, over tp or cp
+        # SUM of n*size rows, of which each rank gets n, over tp or cp
         return ctx.axis.reduce_scatter(grad), None
 
 
@@ -301,7 +305,7 @@ class _ScatterRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis):  # (n*tp, ...) partial sums -> (n, ...) sums
         ctx.axis = axis
-        return axis.reduce_scatter(x)  # SUM, n of n*tp rows to each rank, over tp
+        return axis.reduce_scatter(x)  # SUM of n*tp rows, of which each rank gets n, over tp
 
     @staticmethod
     def backward(ctx, grad):

@@ -11,8 +11,9 @@ the forward and the backward of micro-batch i:
     stage 2        F0 F1    B0 F2 B1 F3 B2 F4 B3 F5 B4    B5
     stage 3           F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
 
-Stage 0 warms up with three forwards. Then, in the steady phase, forward and backward take turns; B3
-to B5 are its cool-down. F and B are drawn equally wide, though B takes about twice as long.
+Stage 0 warms up with three forwards, F0 to F2. Then, in the steady phase, forward and backward take
+turns: F3 B0, F4 B1, F5 B2. B3 to B5 are its cool-down. F and B are drawn equally wide, though B
+takes about twice as long.
 
 A stage keeps the activations of at most (stages - stage) micro-batches, however many there are. In
 the interleaved schedule (section 2.2 of that paper, --pp-chunks v), each of p ranks holds v smaller
@@ -62,14 +63,16 @@ def one_stage(model, data_parallel, batches, n_trained, loss_scale, before_forwa
     for i, (x, y) in enumerate(batches):
         before_forward(i, 0)
         with data_parallel.timers("forward"):
-            loss, router_loss = model(x, y)  # The loss is a sum over this rank's tokens.
+            # The loss is a sum over x's tokens, the same on all tp ranks.
+            loss, router_loss = model(x, y)
         loss = loss / n_trained  # the one division
         mean_loss = mean_loss + loss.detach()
         # The one exception: the router's loss, 0 without experts, is a mean over each micro-batch,
         # so it is divided by the number of micro-batches of the global batch.
         loss = loss + router_loss / (len(batches) * model.mesh.dp.size)
         # In the last micro-batch, the sum of a bucket starts as soon as its gradients are complete.
-        data_parallel.announce_backward(completes_grads=i == len(batches) - 1)
+        is_last = i == len(batches) - 1
+        data_parallel.announce_backward(completes_grads=is_last)
         with data_parallel.timers("backward"):
             loss.backward(loss_scale)
     return mean_loss
@@ -82,7 +85,10 @@ def several_stages(model, data_parallel, batches, n_trained, loss_scale, before_
     backwards_done = [0] * len(model.chunks)
 
     def forward(i, chunk, hidden):
-        """Return the next stage's input. hidden: the previous stage's output; None on the first."""
+        """Return the next stage's input; on the last stage the loss, which nobody receives.
+
+        hidden: the previous stage's output; None on the first.
+        """
         before_forward(i, chunk)
         if hidden is not None:
             hidden.requires_grad_()
@@ -158,6 +164,20 @@ def dropout_seeds(cfg, mesh, step, n_micro_batches, chunk=0):
         text = f"{cfg.seed}/{step}/{micro_batch}/{stage}/{part}"
         seeds.append(zlib.crc32(text.encode()))
     return seeds
+
+
+def dropout_seeder(cfg, mesh, step, n_micro_batches, set_seed):
+    """Return the function that seeds dropout before the forward of micro-batch i of a chunk."""
+    if cfg.dropout == 0:
+        return nothing
+    seeds = []  # for each chunk, one seed per micro-batch
+    for chunk in range(cfg.pp_chunks):
+        seeds.append(dropout_seeds(cfg, mesh, step, n_micro_batches, chunk))
+
+    def seed_dropout(i, chunk):
+        set_seed(seeds[chunk][i])
+
+    return seed_dropout
 
 
 # -----------------------------------------------------------------------------

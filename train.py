@@ -40,7 +40,7 @@ from interface.schema import ChangedFile
 from model import DTYPES, GPT, init_weights
 from optim import Optimizer, learning_rate
 from parallel import make_mesh
-from pipeline import dropout_seeds, forward_backward, forward_only, rank_layers
+from pipeline import dropout_seeder, forward_backward, forward_only, rank_layers
 from runtime import agree, debugger, log, resume, session, timing, watch
 from runtime.saver import Saver
 from skip import Guard, Ranges, corrupt_targets, give_up_message
@@ -56,8 +56,8 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
     dtype = DTYPES[cfg.dtype]
     # Weights are drawn in at least fp32. The buckets round them and keep the fp32 masters.
     torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
-    # Without fast ways, dispatcher_maker() gives moe.plain_dispatcher, and the Comms that
-    # comm_maker() provides are ddp.Comm or, for ZeRO-2 and 3, zero.SlotComm.
+    # Where no fast way is taken, as on a CPU, dispatcher_maker() gives moe.plain_dispatcher, and
+    # the Comms that comm_maker() provides are ddp.Comm or, for ZeRO-2 and 3, zero.SlotComm.
     with torch.device(device):
         model = GPT(cfg, mesh, vocab_size, rank_layers(cfg, mesh.pp), choice.dispatcher_maker(cfg))
     torch.set_default_dtype(torch.float32)
@@ -91,9 +91,10 @@ class Step:
         """Do step `number`, counted from 1. Return (optim.StepStats, refused).
 
         batches: [(x, y)] from micro_batches(). full: whether to compute num_zeros and param_norm,
-        too. guard: a skip.Guard that may veto the update. n_trained: the count from
-        trained_tokens(), or None if every token is trained. refused: a () tensor, 1.0 if the
-        gradient's norm was not finite, else 0.0; None if the guard vetoed the update.
+        too. guard: a skip.Guard, on the host, that may veto the update. n_trained: what the loss is
+        divided by; a run passes trained_tokens(), and None, for tests and bench/, means all tokens
+        of the global batch. refused: a () tensor, 1.0 if the device left weights and moments as
+        they are, because the gradient's norm was not finite, else 0.0; None after a veto.
         """
         loss = self.gradients(batches, number, n_trained=n_trained)
         with self.data_parallel.timers("norm"):
@@ -107,16 +108,10 @@ class Step:
         """
         cfg = self.cfg
         mesh = self.model.mesh
-        seeds = []  # for each chunk, one seed per micro-batch
-        for chunk in range(cfg.pp_chunks):
-            seeds.append(dropout_seeds(cfg, mesh, number, len(batches), chunk))
-
-        def seed_dropout(i, chunk):
-            if cfg.dropout:
-                set_seed(seeds[chunk][i])
-
-        if n_trained is None:  # every token of the whole global batch is trained
+        if n_trained is None:
             n_trained = len(batches) * mesh.dp.size * cfg.micro_batch * cfg.seq_len
+        seed_dropout = dropout_seeder(cfg, mesh, number, len(batches), set_seed)
+        # There is no zero_grad: after reset(), the first gradient of each parameter overwrites.
         self.data_parallel.reset()
         moe.reset_stats(self.model)
         scale = self.opt.loss_scale
@@ -211,7 +206,8 @@ class Run:
     def __init__(self, cfg, world, watchdog=watch.unwatched):
         """Set up the run. world: a runtime.launch.World, this process's place among all processes.
 
-        The mesh has an Axis over the same ranks, mesh.world, for their collectives.
+        Two Axes have all ranks: mesh.world is for the collectives of a step, whose bytes are
+        counted, and world.axis for what a run sends besides.
         """
         self.cfg = cfg
         self.world = world

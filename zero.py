@@ -64,7 +64,7 @@ class SlotComm(Comm):
         return flat, grad, torch.zeros_like(weights[own_slice])
 
     def start_reduce(self, bucket):
-        # SUM, n/size of n numbers to each rank, over the bucket's axis
+        # SUM of n numbers, n/size of them to each rank, over the bucket's axis
         return bucket.axis.start_reduce_scatter(bucket.grad[bucket.own_slice], bucket.grad)
 
     def add_to_total(self, bucket):
@@ -116,12 +116,12 @@ class SlotBucket(FlatBuffers):
 
     def wait_grads(self):
         # Some gradients came, but not all, so the reduce has not started.
-        waiting = len(self.missing) < len(self.params)
+        incomplete = len(self.missing) < len(self.params)
         # No gradient came at all in this step.
         nothing_came = self.total_is_empty and self.reduce_handle is None
         # In both cases start it now, with zeros for the missing ones. All ranks do the same: a
         # parameter gets a gradient on all ranks or on none.
-        if waiting or nothing_came:
+        if incomplete or nothing_came:
             self.start_reduce()
         self.finish_reduce()
 
@@ -159,7 +159,7 @@ class ZeRO2(DataParallel):
             weight = next(model.parameters())
             model_dtype = dtype or weight.dtype
             for _ in range(2):
-                comm = make_comm(mesh.stage)
+                comm = make_comm(mesh.stage)  # only to make a slot: fast/peer.py shares its memory
                 self.slots.append(comm.new_slot(n, model_dtype, weight.device, mesh.stage))
         super().__init__(model, mesh, zero, timers, dtype=dtype, make_comm=make_comm,
                          bucket_elements=bucket_elements, optimizer=optimizer)
@@ -230,7 +230,7 @@ class ZeRO3(ZeRO2):
                   fetches               block 0
                   frees                 head      block 1   block 0
 
-    The embedding's gather is the one that nothing hides. The last block stays from forward to
+    No computation hides the embedding's gather. The last block stays from forward to
     backward. The output of a part is the input x of the next part. So a hook on x, which runs when
     x's gradient is complete, tells when backward reaches the previous part. Norms and biases are
     small, so they are kept as in ZeRO-2.

@@ -102,7 +102,9 @@ def device(world):
     except RuntimeError as e:
         return "FAIL", f"{name}: {str(e).splitlines()[0]}", "install a torch built for this GPU and driver"
     free, total = free_memory(world.device)
-    text = f"{count} x {name}" + f", {free / 2**30:.0f} of {total / 2**30:.0f} GiB free" * bool(total)
+    text = f"{count} x {name}"
+    if total:
+        text += f", {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
     if not fine:
         return "FAIL", f"{text}: a matrix product is not finite", "use another node; report it to the site"
     if free < 0.8 * total:
@@ -170,11 +172,15 @@ def mpi():
         jobs.append(job)
         if job.returncode == 0:
             break
-    fix = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, or do not be root" * refused
+    fix = ""
+    if refused:
+        fix = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, or do not be root"
     if sorted(s[:2] for s in seen) == [("0", "2"), ("1", "2")]:
         library = re.sub(r"[\s:]+", " ", seen[0][2]).strip()[:40]
-        return "OK", f"mpi4py {have} and {where} agree: {library}" \
-            + f" (needs {' '.join(flags)})" * bool(flags), fix
+        text = f"mpi4py {have} and {where} agree: {library}"
+        if flags:
+            text += f" (needs {' '.join(flags)})"
+        return "OK", text, fix
     if seen:
         return "FAIL", f"{where} started 2 ranks, mpi4py sees {seen[0][1]}: their MPIs differ", \
             "use the mpiexec of the MPI that mpi4py was built with"
@@ -282,25 +288,40 @@ def examine(world, flags):
     if world.local_rank != 0:
         return []
     temporary = "set TMPDIR to the node's own disk (the site's /local, /tmp)"
-    asked = world.n_nodes > 1 or flags.network
     nccl = dist.get_default_backend_for_device(world.device) == "nccl"
     writable = "give --out on a disk with free space that you may write to"
     env, has_gpu = bare_environment(), world.device.type != "cpu"
-    checks = [("packages", packages), ("torch", torch_import),
-              ("device", lambda: device(world)), ("backend", lambda: backend_result),
-              *[("gpus", lambda: gpus)] * has_gpu, ("fast paths", lambda: fast),
-              ("triton", lambda: triton_kernel(world.device)), ("compiler", lambda: compiler(has_gpu, env)),
-              ("open files", lambda: open_files(world.size)),
-              ("/dev/shm", lambda: shared_memory(world.local_size)),
-              *[("links", lambda: links(rates, hosts))] * (world.rank == 0 and world.size > 1),
-              *[("network", lambda: network(env, nccl))] * asked,
-              ("mpi", mpi), ("scheduler", batch), ("proxies", lambda: proxies(env)),
-              ("modules", lambda: modules(env)),
-              ("node disk", lambda: disk(tempfile.gettempdir(), temporary, True)),
-              ("runs", lambda: disk(flags.out, writable, False)), ("data", lambda: tokens(flags.data))]
-    if world.rank:
-        alone = ("mpi", "scheduler", "proxies", "modules")  # rank 0 alone checks these
-        checks = [c for c in checks if c[0] not in alone]
+    checks = [
+        ("packages", packages),
+        ("torch", torch_import),
+        ("device", lambda: device(world)),
+        ("backend", lambda: backend_result),
+        ("gpus", lambda: gpus),
+        ("fast paths", lambda: fast),
+        ("triton", lambda: triton_kernel(world.device)),
+        ("compiler", lambda: compiler(has_gpu, env)),
+        ("open files", lambda: open_files(world.size)),
+        ("/dev/shm", lambda: shared_memory(world.local_size)),
+        ("links", lambda: links(rates, hosts)),
+        ("network", lambda: network(env, nccl)),
+        ("mpi", mpi),
+        ("scheduler", batch),
+        ("proxies", lambda: proxies(env)),
+        ("modules", lambda: modules(env)),
+        ("node disk", lambda: disk(tempfile.gettempdir(), temporary, True)),
+        ("runs", lambda: disk(flags.out, writable, False)),
+        ("data", lambda: tokens(flags.data)),
+    ]
+    left_out = set()
+    if not has_gpu:
+        left_out.add("gpus")
+    if not (world.n_nodes > 1 or flags.network):
+        left_out.add("network")
+    if world.size == 1:
+        left_out.add("links")
+    if world.rank > 0:
+        left_out.update(("links", "mpi", "scheduler", "proxies", "modules"))  # rank 0 alone checks these
+    checks = [(name, check) for name, check in checks if name not in left_out]
     return [(name, *attempt(check)) for name, check in checks]
 
 
@@ -327,7 +348,8 @@ def as_lines(world, nodes):
         for name, status, text, fix in node["checks"]:
             if i == 0 or status != "OK":
                 where = f"{node['host']}: " if i else ""
-                lines.append(folded(f"{status:5s} {name:10s} {where}{text}" + f"; fix: {fix}" * bool(fix)))
+                line = f"{status:5s} {name:10s} {where}{text}"
+                lines.append(folded(f"{line}; fix: {fix}" if fix else line))
     return "\n".join(lines)
 
 

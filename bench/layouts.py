@@ -277,10 +277,11 @@ def main(argv=None):
     began = time.monotonic()
     rows, gpu = sweep(flags)
     size = max((row.get("size", 0) for row in rows), default=0)
+    plan_for = f"plan.py's for {gpu}" if gpu else "plan.py's"
     print(f"\n{flags.preset}, {round(1e9 * size):,} parameters, {len(rows)} layouts in "
           f"{time.monotonic() - began:.0f} s, {flags.ranks} ranks, {flags.steps} steps of "
           f"{flags.global_batch} sequences\nsec/it of the slowest rank, memory of the fullest, TFLOP/s per "
-          "GPU; plan is plan.py's" + f" for {gpu}" * bool(gpu) + "\n")
+          f"GPU; plan is {plan_for}\n")
     table(rows)
     return Outcome.DONE if any("seconds" in row for row in rows) else Outcome.FAILED
 

@@ -129,7 +129,8 @@ def megatron():
             slot = cut.plan(p, ids).slot.view(T, K)
             mine = torch.zeros(T, E, dtype=torch.bool).scatter(1, ids, slot < slots)
             row[f"kept at {factor}"] = (mine != kept).sum().item()
-        out[f"Megatron {router} k={K}{' bias' * bool(steers)}"] = row
+        bias = " bias" if steers else ""
+        out[f"Megatron {router} k={K}{bias}"] = row
     return out
 
 

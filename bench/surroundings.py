@@ -83,7 +83,9 @@ def compiler(needed, env, seconds=60):
     fix = "load the site's gcc module, or apt install gcc; export CC=... names another one"
     if name is None:
         text = f"none of {', '.join(COMPILERS)} in PATH"
-        return ("WARN", f"{text}: Triton and --compile need one", fix) if needed else ("OK", text, "")
+        if needed:
+            return "WARN", f"{text}: Triton and --compile need one", fix
+        return "OK", text, ""
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         source = Path(folder, "a.c")
         source.write_text("int main(void) { return 0; }\n")
@@ -94,7 +96,8 @@ def compiler(needed, env, seconds=60):
         except (OSError, subprocess.TimeoutExpired) as e:
             why = str(e)
     if why:
-        return "WARN" if needed else "OK", f"{name} makes no program: {why[:90]}", fix if needed else ""
+        text = f"{name} makes no program: {why[:90]}"
+        return ("WARN", text, fix) if needed else ("OK", text, "")
     return "OK", f"{name} makes programs", ""
 
 

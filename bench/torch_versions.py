@@ -69,7 +69,8 @@ def commit():
     def git(*words):
         return subprocess.run(["git", *words, "--", *CODE], cwd=ROOT, capture_output=True, text=True,
                               check=True).stdout.strip()
-    return git("log", "-1", "--format=%h") + "+" * bool(git("status", "--porcelain"))
+    last = git("log", "-1", "--format=%h")
+    return f"{last}+" if git("status", "--porcelain") else last
 
 
 # -----------------------------------------------------------------------------

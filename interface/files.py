@@ -65,6 +65,25 @@ def new_part(path):
         raise
 
 
+def remove_folder(folder, names):
+    """Delete the files in a folder whose names match, and then the folder, if it is empty.
+
+    Other files stay, the folder with them, and one line says so. names: a compiled pattern of the names that
+    our programs write there.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        for path in Path(folder).iterdir():
+            if names.fullmatch(path.name) or PART.fullmatch(path.name):
+                with contextlib.suppress(OSError):  # a folder of this name is not ours
+                    path.unlink()
+        try:
+            os.rmdir(folder)
+        except OSError as e:
+            if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            warn(f"{folder} stays: it holds files that no program of ours wrote; move them away")
+
+
 def remove_parts(folder):
     """Remove the files that new_part() made and that a killed process left."""
     for path in Path(folder).glob(".*.part"):

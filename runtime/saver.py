@@ -9,7 +9,6 @@ and backward, and the optimizer waits for it before its update. The thread calls
 collectives of two threads would get mixed up. A save that fails leaves older checkpoints as they are, and
 training goes on.
 """
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -75,7 +74,7 @@ class Saver:
             self.seconds = max(self.seconds, job.seconds)
             return True
         if self.axis.rank == 0:
-            shutil.rmtree(job.tmp, ignore_errors=True)
+            checkpoint.discard(job.tmp)
         self.failures += 1
         self.failed = job.step
         if self.failures == MAX_FAILURES:

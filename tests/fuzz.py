@@ -53,10 +53,7 @@ CASES = {  # kind of input: how many of the suite
     "launcher": 50,  # environments in which train.py or sample.py --chat starts
     "foreign": 48,  # directories that hold somebody else's files, too
 }
-# Inputs that no program refuses in one line yet. They are left out of CASES, and of what stdin_case() draws.
-NOT_YET = ["foreign step_N"]
 SECONDS = 60  # for one case, which takes a tenth of a second on an idle core
-CASES = {kind: n for kind, n in CASES.items() if kind not in NOT_YET}
 SMALL = [f for f in SHAPE if "vocab" not in f and "n-layer" not in f]
 QUICK = [*SMALL, "--n-layer=1", "--micro-batch=2", "--log-every=1", "--eval-every=0", "--save-every=1",
          "--no-plot", "--warmup=1"]
@@ -356,7 +353,7 @@ def stdin_case(world, rng):
     for line in rng.sample(TYPED, rng.randint(0, 4)):
         new = mutate_bytes(rng, line) if rng.random() < 0.3 else line
         lines.append(new[:300])  # a longer question is right, and takes longer
-    endless = [] if "endless stdin" in NOT_YET else [b"x", b"\xff", b" ", b"\0"]
+    endless = [b"x", b"\xff", b" ", b"\0"]
     after = rng.choice([b"", b"", b"", errno.EIO, errno.EBADF, errno.EISDIR, *endless])
     data = rng.choice([b"\n", b"\n", b"\r\n", b"\r"]).join(lines) + rng.choice([b"", b"\n"])
     typed = io.TextIOWrapper(io.BufferedReader(Odd(data, after)), encoding="utf-8")
@@ -446,8 +443,7 @@ FOREIGN = ["notes.txt", "photo.jpg", "sub/notes.txt", ".git/HEAD", "step_000001/
 def foreign_case(world, rng):
     """A directory of data or of a run, or a new one, in which somebody keeps files; none of them is lost."""
     folder = Path(rng.choice(["data/toy", "data/new", "out/run", "out/run", "out/new", "out"]))
-    names = [name for name in FOREIGN if not name.startswith("step_0") or "foreign step_N" not in NOT_YET]
-    for name in rng.sample(names, rng.randint(1, 4)):
+    for name in rng.sample(FOREIGN, rng.randint(1, 4)):
         path = folder / name
         with contextlib.suppress(FileExistsError, NotADirectoryError):
             path.parent.mkdir(parents=True, exist_ok=True)

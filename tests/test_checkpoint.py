@@ -300,11 +300,33 @@ def test_what_a_killed_save_or_prune_left_behind_is_repaired(tmp_path):
     for name in ("step_000001", "step_000002.old", "step_000003", "step_000003.old", "step_000004.del",
                  "step_000005.ab12.tmp", "step_000006.aside", "other.tmp"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "was").write_text(name)
+        (tmp_path / name / "index.json").write_text(name)
     checkpoint.recover(tmp_path)
-    assert {p.name: (p / "was").read_text() for p in tmp_path.iterdir()} == {
+    assert {p.name: (p / "index.json").read_text() for p in tmp_path.iterdir()} == {
         "step_000001": "step_000001", "step_000002": "step_000002.old", "step_000003": "step_000003",
         "step_000006.aside": "step_000006.aside", "other.tmp": "other.tmp"}
+
+
+def test_a_file_of_the_users_in_a_checkpoint_is_never_deleted(tmp_path, capsys):
+    """Leftovers and pruned checkpoints lose the files that a save writes; what else is in them stays."""
+    ours = ("index.json", "rank_00000.json", "rank_00000.safetensors", ".index.json.0123abcd.part")
+    names = [f"step_00000{i}" for i in (1, 2, 3)]
+    for name in (*names, "step_000009.0a.tmp", "step_000008.del"):
+        (tmp_path / name).mkdir()
+        for file in (*ours, "notes.txt"):
+            (tmp_path / name / file).write_text(name)
+    checkpoint.recover(tmp_path)
+    checkpoint.prune(tmp_path, keep=1)
+    left = {p.name: sorted(os.listdir(p)) for p in tmp_path.iterdir()}
+    pruned = ["step_000001.del", "step_000002.del"]
+    assert left == {"step_000003": sorted([*ours, "notes.txt"]),
+                    **dict.fromkeys(["step_000009.0a.tmp", "step_000008.del", *pruned], ["notes.txt"])}
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 4
+    assert all("stays: it holds files that no program of ours wrote" in line for line in said)
+    (tmp_path / "step_000001").mkdir()  # and the name step_000001.del is still taken
+    checkpoint.prune(tmp_path, keep=1)
+    assert (tmp_path / "step_000001.del/notes.txt").exists() and (tmp_path / "step_000001").exists()
 
 
 def test_parts_of_a_killed_run_are_not_used(tmp_path):
