@@ -69,7 +69,7 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
     init_weights(model, cfg.seed)
     DataParallelClass = LEVELS[cfg.zero]
     data_parallel = DataParallelClass(model, mesh, cfg.zero, timers, dtype=dtype,
-                                      make_comm=choice.comm_maker(cfg))
+                                      make_comm=choice.comm_maker(cfg), optimizer=cfg.optimizer)
     return model, data_parallel, Optimizer(cfg, data_parallel)
 
 

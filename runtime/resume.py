@@ -94,7 +94,7 @@ def save(cfg, mesh, data_parallel, opt, saver, state):
 
 
 def load(cfg, data_parallel, opt, path, data_id, vocab_size=0):
-    """Fill weights, Adam moments and counters from a checkpoint of any layout. Return the State.
+    """Fill weights, moments and counters from a checkpoint of any layout. Return the State.
 
     ValueError: the checkpoint belongs to another model, to other data, or to flags that --resume-changed does
     not name.
@@ -107,6 +107,7 @@ def load(cfg, data_parallel, opt, path, data_id, vocab_size=0):
         raise ValueError(f"checkpoint {path} holds weights alone, no moments, as an imported model does; "
                          f"give --init-from {path} to start from it")
     check_shape(cfg, path, meta["shape"], ["norm", *flexible_shapes(cfg)])
+    check_optimizer(cfg, path, meta)
     changed = changed_flags(cfg, path, meta, data_parallel.mesh.world.size, data_id, vocab_size)
     # A change that --resume-changed allows may leave tensors unused, such as the bias of a router or a norm.
     unused = index["tensors"] if changed.keys() & set(flags_of_kind("meaning")) else ()
@@ -176,6 +177,15 @@ def write_full(parts, path, vocab_size):
 
 # -----------------------------------------------------------------------------
 # Flags that differ from the checkpoint's: config.flag() says what each difference means
+
+def check_optimizer(cfg, path, meta):
+    """Raise ValueError if the checkpoint was written with another --optimizer: its moments would not fit."""
+    there = meta.get("flags", {}).get("optimizer", Config.optimizer)  # An older checkpoint does not name it.
+    if there != cfg.optimizer:
+        raise ValueError(f"checkpoint {path} holds the moments of --optimizer {there}, this run has "
+                         f"{cfg.optimizer}; give --optimizer {there}, or --init-from {path} in place of "
+                         "--resume to start from its weights alone")
+
 
 def allowed_changes(cfg):
     """Return the flags that --resume-changed names. ValueError: it cannot allow one of them."""
