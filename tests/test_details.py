@@ -641,7 +641,9 @@ def test_one_gpu_computes_head_and_loss_in_one(monkeypatch):
 def test_weights_of_another_run_become_the_models(monkeypatch):
     did = []
     index = {"meta": {"shape": {"n_experts": 0}}, "tensors": {}}
-    for name, value in (("check_together", None), ("sent_index", index), ("check_source", None), ("count_symbols", 256), ("weights_to_read", [])):
+    values = {"check_together": None, "sent_index": index, "check_source": None, "count_symbols": 256,
+              "weights_to_read": []}
+    for name, value in values.items():
         monkeypatch.setattr(resume, name, lambda *args, value=value: value)
     monkeypatch.setattr(resume, "load_tensors", lambda *args: did.append("read"))
     model = SimpleNamespace(mesh=make_mesh(ONE), cfg=Config(), vocab_size=256)

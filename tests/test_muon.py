@@ -122,7 +122,7 @@ def test_layout_equals_the_plain_muon(name, n, batch, layout):
     checked(name, n, batch, layout)()
 
 
-SLOW = [*(("llama", *case) for case in test_layouts.LAYOUTS),
+EVERY_LAYOUT = [*(("llama", *case) for case in test_layouts.LAYOUTS),
         *(("gpt2", *case) for case in test_layouts.LAYOUTS),
         *(case for case in test_layouts.CP_LAYOUTS if case[0] in BASES),
         *(("moe", *case[1:]) for case in test_layouts.CP_LAYOUTS if case[0] == "dropless"),
@@ -130,9 +130,8 @@ SLOW = [*(("llama", *case) for case in test_layouts.LAYOUTS),
         *((name, n, 8, layout) for name, n, layout in test_layouts.BERT_LAYOUTS if name == "bert")]
 
 
-@pytest.mark.skipif("not config.getoption('--slow')",
-                    reason="Muon on all layouts of test_layouts.py is in the slow set: pytest --slow")
-@pytest.mark.parametrize("name,n,batch,layout", SLOW, ids=lambda x: str(x).replace(" ", ""))
+@pytest.mark.long
+@pytest.mark.parametrize("name,n,batch,layout", EVERY_LAYOUT, ids=lambda x: str(x).replace(" ", ""))
 def test_every_layout_equals_the_plain_muon(name, n, batch, layout):
     base = BASES[name]
     kind = mask_synthetic if name == "bert" else Synthetic
