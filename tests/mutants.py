@@ -54,7 +54,6 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "generate.py": "sample model chat",
     "optim.py": "details optim fp16 metrics kernels layouts",
     "muon.py": "optim muon",
-    "muon.py": "optim muon",
     "skip.py": "details guard fp16 metrics",
     "train.py": "details metrics validation guard rampup resume cli layouts",
     "config.py": "details cli rampup plan resume new_flag",

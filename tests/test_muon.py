@@ -122,12 +122,14 @@ def test_layout_equals_the_plain_muon(name, n, batch, layout):
     checked(name, n, batch, layout)()
 
 
-EVERY_LAYOUT = [*(("llama", *case) for case in test_layouts.LAYOUTS),
-        *(("gpt2", *case) for case in test_layouts.LAYOUTS),
-        *(case for case in test_layouts.CP_LAYOUTS if case[0] in BASES),
-        *(("moe", *case[1:]) for case in test_layouts.CP_LAYOUTS if case[0] == "dropless"),
-        *(("moe", *case) for case in test_layouts.MOE_LAYOUTS),
-        *((name, n, 8, layout) for name, n, layout in test_layouts.BERT_LAYOUTS if name == "bert")]
+EVERY_LAYOUT = [
+    *(("llama", *case) for case in test_layouts.LAYOUTS),
+    *(("gpt2", *case) for case in test_layouts.LAYOUTS),
+    *(case for case in test_layouts.CP_LAYOUTS if case[0] in BASES),
+    *(("moe", *case[1:]) for case in test_layouts.CP_LAYOUTS if case[0] == "dropless"),
+    *(("moe", *case) for case in test_layouts.MOE_LAYOUTS),
+    *((name, n, 8, layout) for name, n, layout in test_layouts.BERT_LAYOUTS if name == "bert"),
+]
 
 
 @pytest.mark.long
