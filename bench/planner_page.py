@@ -37,8 +37,10 @@ TRANSLATED = {
     "parallel.py": "reduction_axis parameter",
     "ops/flat.py": "ALIGNMENT padded_elements",
     "ops/activations.py": "GATED",
-    "optim.py": "StepStats",
-    "ddp.py": "BUCKET_ELEMENTS Contents uses_weight_decay block_of assign_buckets",
+    "optim.py": "VOTES StepStats",
+    "muon.py": "ITERATIONS BATCH_ELEMENTS Matrix shapes_of matrices_of owned_matrices assign_owners "
+               "length_of iteration_dtype",
+    "ddp.py": "BUCKET_ELEMENTS Contents uses_weight_decay uses_muon block_of assign_buckets",
     "zero.py": "uses_slot",
     "pipeline.py": "rank_layers Op schedule existing timetable",
     "moe.py": "MoE Router expert_capacity",
@@ -46,6 +48,7 @@ TRANSLATED = {
     "fast/choose.py": "Choice choose has_cuda_api static_shapes needs_row_limit grouped_mm_possible",
     "cost/parameters.py": None,
     "cost/step_time.py": None,
+    "cost/muon.py": None,
     "cost/traffic.py": None,
     "cost/memory.py": None,
     "cost/idle.py": None,
@@ -60,7 +63,7 @@ ASKED = {
               "mlp", "pos", "bias", "tied", "objective", "dropout"),
     "experts": ("n_experts", "top_k", "n_shared_experts", "capacity_factor", "ep_slack"),
     "layout": ("tp", "cp", "pp", "pp_chunks", "ep", "zero"),
-    "batch": ("micro_batch", "global_batch", "recompute", "dtype", "compile", "cuda_graph")}
+    "batch": ("micro_batch", "global_batch", "recompute", "dtype", "compile", "cuda_graph", "optimizer")}
 
 
 def all_names(path):

@@ -1,6 +1,7 @@
 """docs/planner.html is up to date, and its script computes what plan.py computes, to the last digit."""
 import ast
 import builtins
+import collections
 import importlib
 import itertools
 import json
@@ -63,7 +64,7 @@ def random_layout(dice):
         "n_kv_head": [1, 2, 4], "ffn_hidden": [1000, 1407, 4096], "seq_len": [100, 512, 2048, 8192],
         "n_embd": [512, 768, 1152, 4096], "n_experts": [0, 4, 8, 64], "top_k": [1, 2],
         "ep_slack": [2.5, 0.0, 1.1], "capacity_factor": [0.0, 1.25], "n_shared_experts": [0, 1, 2],
-        "global_batch": [0, 48, 64, 512]}
+        "global_batch": [0, 48, 64, 512], "optimizer": ["adamw", "muon"]}
     for name in dice.sample([*changes], dice.randint(1, 9)):
         flags[name] = dice.choice(changes[name])
     gpus = dice.choice([1, 2, 4, 8, 8, 12, 16, 24, 32, 64, 128, 3072])
@@ -163,7 +164,9 @@ f"{3}{{x}}", ", ".join("ab")
 "-1".isdecimal(), int("12"), abs(-2.5), bool_(3)
 list(itertools.product([1, 2], "ab"))
 list(itertools.pairwise([1, 2, 3])), list(itertools.accumulate([1, 2, 3]))
-math.ceil(7 / 2), math.sqrt(2), math.gcd(12, 18), dict.fromkeys("ab", 0), (lambda x, y=2: x + y)(1)
+list(itertools.repeat(1, 2)), [1] + [*itertools.repeat(2, 1)], list(Counter("aab").items()), [3, 1].index(1)
+math.ceil(7 / 2), math.sqrt(2), math.gcd(12, 18), math.prod([2, 3])
+dict.fromkeys("ab", 0), (lambda x, y=2: x + y)(1)
 """
 STATEMENTS = """
 def loops(n, *, step=1):
@@ -200,7 +203,7 @@ def as_json(value):
 
 
 def test_each_operation_has_the_value_that_it_has_in_python():
-    scope = {"itertools": itertools, "math": math, "bool_": lambda x: x}
+    scope = {"Counter": collections.Counter, "itertools": itertools, "math": math, "bool_": lambda x: x}
     with mock.patch.object(builtins, "sum", left_to_right):
         wanted = [as_json(eval(line, scope)) for line in EXPRESSIONS.strip().splitlines()]
     exec(STATEMENTS, scope)

@@ -32,6 +32,7 @@ class Dict {
 
 class Counting extends Dict {
   missing() { return 0; }
+  update(other) { for (const [k, v] of $pairs(other)) this.set(k, $add(this.at(k), v)); }
 }
 
 class Slice {
@@ -80,7 +81,7 @@ function $add(a, b) {
     return sum;
   }
   if (typeof a === "string") return a + b;
-  if (Array.isArray(a)) return [...a, ...b];
+  if (Array.isArray(a)) return [...a, ...$it(b)];
   return $number(a, b, (x, y) => x + y, (x, y) => x + y);
 }
 function $mul(a, b) {
@@ -305,15 +306,21 @@ function round(x) {
 const dict = (given = {}) => new Dict(Symbol.iterator in given ? given : Object.entries(given));
 dict.$builtin = true;
 dict.fromkeys = (keys, value = null) => new Dict([...$it(keys)].map((k) => [k, value]));
-const Counter = () => new Counting();
+function Counter(items = []) {
+  const counts = new Counting();
+  for (const x of $it(items)) counts.set(x, counts.at(x) + 1);
+  return counts;
+}
 const SimpleNamespace = (named) => named;
 SimpleNamespace.$builtin = true;
 const math = {
   ceil: Math.ceil, floor: Math.floor, sqrt: Math.sqrt,
   gcd: (a, b) => (b ? math.gcd(b, a % b) : a),
+  prod: (items) => [...$it(items)].reduce((x, y) => $mul(x, y), 1),
 };
 const collections = { deque: (items) => [...items] };
 const itertools = {
+  repeat: (x, times) => Array.from({ length: times }, () => x),
   pairwise: (items) => items.slice(1).map((x, i) => [items[i], x]),
   accumulate: (items) => { let total = 0; return items.map((x) => (total += x)); },
   product: (...lists) => lists.reduce((rows, items) => rows.flatMap((row) => [...$it(items)].map((x) => [...row, x])),

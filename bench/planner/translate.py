@@ -204,7 +204,9 @@ def destructured(target):
     if isinstance(target, ast.Starred):
         return f"...{destructured(target.value)}"
     if isinstance(target, (ast.Tuple, ast.List)):
-        return f"[{', '.join(map(destructured, target.elts))}]"
+        # JavaScript allows a name once in a pattern, and a gap where a value is not wanted.
+        parts = ["" if ast.unparse(part) == "_" else destructured(part) for part in target.elts]
+        return f"[{', '.join(parts)}]"
     raise Unknown(f"line {target.lineno}: a target {type(target).__name__}")
 
 
