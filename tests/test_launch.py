@@ -278,7 +278,7 @@ def run_alone(words, output):
 def trained(tmp_path_factory):
     """Return (folder, {launcher: (exit code, output)}) of the same run under each launcher.
 
-    Under mpiexec the ranks meet over MPICH's OFI over tcp, also on one host, and each is shown one GPU.
+    Under mpiexec each rank is shown one GPU.
     """
     folder = tmp_path_factory.mktemp("trained")
     (folder / "seen.py").write_text(SEEN)
@@ -290,7 +290,7 @@ def trained(tmp_path_factory):
     shown = ["-n", "1", "-env", visible.VARIABLE]
     launchers = {"hydra": [BIN / "mpiexec", *shown, "1", *rank, ":", *shown, "0", *rank],
                  "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", *words("torchrun")]}
-    env = {**clean_env(), "PYTHONPATH": str(ROOT), "MPIR_CVAR_CH4_NETMOD": "ofi", "MPIR_CVAR_NOLOCAL": "1"}
+    env = {**clean_env(), "PYTHONPATH": str(ROOT)}
     jobs = {}  # at the same time: torchrun needs only one core at first
     for name, command in launchers.items():
         jobs[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -304,18 +304,6 @@ def trained(tmp_path_factory):
     alone.join(240)
     ended["single"] = alone.exitcode, (folder / "said").read_text()
     return folder, ended
-
-
-def shown_under_mpiexec(trained):
-    """Return what each rank printed of the GPUs that it was shown."""
-    code, said = trained[1]["hydra"]
-    assert code == 0, said
-    return [line for line in said.splitlines() if line.startswith("hydra [")]
-
-
-def test_ranks_start_over_an_mpi_that_sends_only_inside_of_its_functions(trained):
-    """Rank 0 sends where to meet, and waits there."""
-    assert len(shown_under_mpiexec(trained)) == 2
 
 
 def meet_over_pmi2(client, env, result):
@@ -406,18 +394,31 @@ train.main(sys.argv[1:])
 """
 
 
-def test_an_exception_on_one_rank_ends_all_ranks(tmp_path):
-    (tmp_path / "crash.py").write_text(CRASH)
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory):
+    """Two ranks over MPICH's OFI over tcp, also on one host. Rank 1 raises in its first step."""
+    folder = tmp_path_factory.mktemp("crashed")
+    (folder / "crash.py").write_text(CRASH)
     t0 = time.monotonic()
-    command = [BIN / "mpiexec", "-n", "2", sys.executable, tmp_path / "crash.py", *FLAGS]
-    job = subprocess.run([*command, f"--out={tmp_path / 'run'}"], capture_output=True, text=True, timeout=240,
-                         env={**clean_env(), "PYTHONPATH": str(ROOT)})
+    command = [BIN / "mpiexec", "-n", "2", sys.executable, folder / "crash.py", *FLAGS]
+    env = {**clean_env(), "PYTHONPATH": str(ROOT), "MPIR_CVAR_CH4_NETMOD": "ofi", "MPIR_CVAR_NOLOCAL": "1"}
+    job = subprocess.run([*command, f"--out={folder / 'run'}"], capture_output=True, text=True, timeout=240,
+                         env=env)
     print(f"an exception on rank 1 ended both ranks {time.monotonic() - t0:.1f} s after the start, "
           f"exit code {job.returncode}")
-    assert job.returncode not in (0, 2, 85)
-    assert "RuntimeError: the rank that breaks" in job.stderr and "in broken" in job.stderr
+    return job
+
+
+def test_ranks_start_over_an_mpi_that_sends_only_inside_of_its_functions(crashed):
+    """Rank 0 sends where to meet, and waits there: without that, no rank would reach its first step."""
+    assert " hydra: " in crashed.stdout and "the rank that breaks" in crashed.stderr, crashed
+
+
+def test_an_exception_on_one_rank_ends_all_ranks(crashed):
+    assert crashed.returncode not in (0, 2, 85)
+    assert "RuntimeError: the rank that breaks" in crashed.stderr and "in broken" in crashed.stderr
     # PyTorch wraps sys.excepthook, and would repeat on stderr, with this prefix, what the hook wrote
-    assert job.stderr.count("Traceback") == 1 and "[rank1]:" not in job.stderr
+    assert crashed.stderr.count("Traceback") == 1 and "[rank1]:" not in crashed.stderr
 
 
 def set_before_launch(flags, result):
@@ -508,7 +509,9 @@ def test_without_a_driver_nothing_is_asked(monkeypatch):
 
 
 def test_ranks_of_mpiexec_are_shown_all_gpus_before_the_device_is_chosen(trained):
-    assert shown_under_mpiexec(trained) == ["hydra [('1', 0, '1,0'), ('0', 1, '1,0')]"] * 2
+    code, said = trained[1]["hydra"]
+    shown = [line for line in said.splitlines() if line.startswith("hydra [")]
+    assert code == 0 and shown == ["hydra [('1', 0, '1,0'), ('0', 1, '1,0')]"] * 2, said
 
 
 # -----------------------------------------------------------------------------
