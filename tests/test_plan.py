@@ -38,6 +38,7 @@ from interface.command_line import parse
 from model import GPT
 from ops import activations
 from parallel import make_mesh
+from runtime.agree import Stop
 from runtime.launch import World
 
 ONE = make_mesh(World(), groups=False)
@@ -365,6 +366,7 @@ def sent(world, flags):
     cfg = Config(**flags)
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)
     model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    opt.stop = Stop(0.0)  # its votes travel with the statistics of a step
     batch = cfg.global_batch
     batches = train.micro_batches(cfg, mesh, Synthetic(100, 8, 1), 0, batch, world.device)
     train.Step(cfg, model, data_parallel, opt)(batches, 1)
