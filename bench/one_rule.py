@@ -1,0 +1,515 @@
+"""Over which ranks must each gradient be summed? Derived on one process, without a rank, from any flags.
+
+    python bench/one_rule.py tiny-moe --ranks 8 --tp 2 --ep 4 --zero 1
+
+A rank's step is done once on the CPU, forward, backward, sums and update, by train.py's own code. No message
+is sent: marks.py gives each tensor a Mark, which says along which axes of the mesh it differs between the
+ranks, and along which it is a part of a sum. Then each parameter's gradient shows over which ranks it must be
+summed. The program compares that with the group that parallel.reduction_axis declares.
+
+    1) the ranks     Digits: each axis of the mesh is a set of digits of the rank's number
+    2) one rank      Stage: one optimizer step under Marks, and what is checked on the way
+    3) the verdict   derive: all stages; a table; exit code 0, or 1 where a group is wrong or a sum is refused
+
+Sizes that no group depends on, such as the width, are made small first. What it cannot see: a wrong factor,
+a wrong mask, a wrong order. For these, compare the layout with one rank, as tests/test_layouts.py does.
+"""
+import contextlib
+import dataclasses
+import itertools
+import math
+import sys
+import time
+from typing import NamedTuple
+from unittest import mock
+
+from common import start
+from runtime.launch import World
+
+import torch
+from marks import DATA, ZERO, Mark, Marks, OneRuleError, collectives, union
+
+import ddp
+import model
+import moe
+import pipeline
+import train
+import zero
+from config import Config, Outcome
+from corpus import masked
+from corpus.shards import Synthetic
+from interface.command_line import parse, wrong_input
+from interface.layout import check_layout
+from optim import Optimizer
+from parallel import Axis, make_mesh
+
+AXES = "tp", "cp", "dp", "dpcp", "stage", "ep", "edp", "pp", "tied", "world"  # of equal ones, the first
+CPU = torch.device("cpu")
+
+
+# -----------------------------------------------------------------------------
+# 1) the ranks
+
+def mesh_of(cfg, ranks, rank):
+    """Return the mesh of one rank, without process groups."""
+    return make_mesh(World(rank=rank, size=ranks), cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp,
+                     n_experts=cfg.n_experts, groups=False)
+
+
+class Digits:
+    """A rank's number in digits: each axis of the mesh is a set of them, and a set is a sum of bits.
+
+    With 8 ranks, tp 2, dp 4 and ep 4, the digits are 2 (tp), 2 and 2 (dp): ep is the two fastest ones, edp
+    the slowest. ValueError: the axes have no common digits.
+    """
+
+    def __init__(self, mesh):
+        self.mesh = mesh
+        tp = mesh.tp.size
+        cp = mesh.cp.size
+        borders = sorted({1, tp, tp * cp, mesh.ep.size, mesh.stage.size, mesh.world.size})
+        self.strides = borders[:-1]
+        self.sizes = []
+        self.known = {}  # bits of an axis, by its ranks
+        for low, high in itertools.pairwise(borders):
+            if high % low:
+                raise ValueError(f"one_rule.py cannot follow ep {mesh.ep.size} beside tp {tp} * cp {cp}: "
+                                 f"{low} does not divide {high}; try --ep {math.gcd(low, high)}")
+            self.sizes.append(high // low)
+
+    def bits(self, axis):
+        """Return the digits in which the ranks of an axis differ."""
+        if axis.ranks in self.known:
+            return self.known[axis.ranks]
+        found = 0
+        for rank in axis.ranks:
+            for i, (stride, size) in enumerate(zip(self.strides, self.sizes, strict=True)):
+                if rank // stride % size != axis.ranks[0] // stride % size:
+                    found |= 2 << i
+        self.known[axis.ranks] = found
+        return found
+
+    def count(self, bits):
+        """Return how many ranks differ in these digits alone."""
+        product = 1
+        for i, size in enumerate(self.sizes):
+            product *= size if bits & 2 << i else 1
+        return product
+
+    def names(self, bits):
+        """Return the axis that has these digits, or the names of the digits."""
+        bits &= ~DATA
+        if not bits:
+            return "none"
+        for name in AXES:
+            if self.bits(getattr(self.mesh, name)) == bits:
+                return name
+        return " * ".join(self.digit_name(i) for i in range(len(self.sizes)) if bits & 2 << i)
+
+    def digit_name(self, i):
+        """Return tp, or dp/2 for a digit of dp whose ranks are dp-neighbours of distance 2."""
+        for name in ("tp", "cp", "dp", "pp"):
+            axis = getattr(self.mesh, name)
+            if self.bits(axis) == 2 << i:
+                return name
+            if self.bits(axis) & 2 << i:
+                return f"{name}/{self.strides[i] // (axis.ranks[1] - axis.ranks[0])}"
+        raise AssertionError(f"digit {i} is of no axis")
+
+    def neighbour(self, rank, i):
+        """Return a rank that differs in digit i only."""
+        digit = rank // self.strides[i] % self.sizes[i]
+        return rank + (self.strides[i] if digit == 0 else -digit * self.strides[i])
+
+
+# -----------------------------------------------------------------------------
+# 2) one rank
+
+class Row(NamedTuple):
+    """One parameter of the table."""
+    name: str
+    cut: str       # the axis over which it is cut
+    follows: str   # the axis over which its gradient must be summed
+    declared: str  # the axis over which it is summed
+    right: bool
+
+
+def attention_of(marks):
+    """Return a stand-in for F.scaled_dot_product_attention that has its shapes and Marks only."""
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            ctx.marks = [marks.of(t) for t in (q, k, v)]
+            ctx.save_for_backward(q, k, v)
+            marks.needs_whole("attention", ctx.marks)
+            return marks.set(q.clone(), union(ctx.marks))
+
+        @staticmethod
+        def backward(ctx, grad):
+            """The gradient of keys that several ranks share is a sum over the queries of these ranks."""
+            found = union([*ctx.marks, marks.of(grad)])
+            grads = []
+            for t, mark in zip(ctx.saved_tensors, ctx.marks, strict=True):
+                shared = found.varies & ~mark.varies
+                grads.append(marks.set(torch.ones_like(t), mark._replace(partial=found.partial | shared)))
+            return tuple(grads)
+
+    def attention(q, k, v, *args, **kwargs):
+        return Attention.apply(q, k, v)
+    return attention
+
+
+def mark_as(marks, after, backward):
+    """Return the identity with a gradient that changes Marks: after(mark) forward, backward(mark) back."""
+    class MarkAs(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return marks.set(x.clone(), after(marks.of(x)))
+
+        @staticmethod
+        def backward(ctx, grad):
+            return marks.set(grad.clone(), backward(marks.of(grad)))
+    return MarkAs.apply
+
+
+def moved(bits, source, target):
+    """Return a function that moves these bits of a Mark from one kind to another."""
+    def move(mark):
+        bits_there = getattr(mark, source) & bits
+        return mark._replace(**{source: getattr(mark, source) & ~bits,
+                                target: getattr(mark, target) | bits_there})
+    return move
+
+
+class Stage:
+    """One optimizer step of one rank, under Marks."""
+
+    def __init__(self, cfg, ranks, rank):
+        self.cfg = cfg
+        self.ranks = ranks
+        self.rank = rank
+        self.mesh = mesh_of(cfg, ranks, rank)
+        self.digits = Digits(self.mesh)
+        self.marks = Marks(self.digits.names)
+        self.table = {}  # name: Row
+        self.refused = ""  # what the first refused operation was
+        self.holders = holders(cfg, ranks)
+
+    def bits(self, axis):
+        return self.digits.bits(axis)
+
+    def step(self):
+        """Do the step; fill table and refused."""
+        with contextlib.ExitStack() as stack:
+            for patch in self.patches():
+                stack.enter_context(patch)
+            self.model, self.data_parallel, self.opt = train.build(
+                self.cfg, self.mesh, self.cfg.vocab_size, CPU)
+            try:
+                batches = self.marked_batches()
+                self.mark_weights()
+                with self.marks:
+                    train.Step(self.cfg, self.model, self.data_parallel, self.opt)(batches, 1)
+                    self.check_weights()
+            except OneRuleError as error:
+                self.refused = str(error)
+
+    def patches(self):
+        """Return what is replaced: messages, attention, and the places where something is checked."""
+        wrap = mock.patch.object
+        return [
+            mock.patch.multiple(Axis, **collectives(self.marks, self.bits)),
+            wrap(pipeline.dist, "P2POp", self.message),
+            wrap(pipeline.dist, "batch_isend_irecv", nothing_to_wait_for),
+            wrap(torch.nn.functional, "scaled_dot_product_attention", attention_of(self.marks)),
+            wrap(model, "lower_right_mask", no_mask),
+            wrap(moe.MoE, "router_loss", self.around(moe.MoE.router_loss, self.router_loss)),
+            wrap(ddp.Bucket, "on_grad_ready", self.around(ddp.Bucket.on_grad_ready, self.grad_ready)),
+            wrap(zero.SlotBucket, "on_grad_ready",
+                 self.around(zero.SlotBucket.on_grad_ready, self.grad_ready)),
+            wrap(ddp.FlatBuffers, "copy_all_gradients",
+                 self.around(ddp.FlatBuffers.copy_all_gradients, self.copy_gradients)),
+            wrap(Optimizer, "stats", self.around(Optimizer.stats, self.stats)),
+        ]
+
+    @staticmethod
+    def around(original, replacement):
+        """Return a method that calls replacement(original, *arguments)."""
+        def method(*args, **kwargs):
+            return replacement(original, *args, **kwargs)
+        return method
+
+    # -------------------------------------------------------------------------
+    # What the step starts from
+
+    def batches(self, rank):
+        cfg = self.cfg
+        if cfg.objective == "mlm":
+            source = masked.Masked(Synthetic(cfg.vocab_size - 1, cfg.seq_len, cfg.seed), cfg.seed)
+        else:
+            source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
+        mesh = mesh_of(cfg, self.ranks, rank)
+        return train.micro_batches(cfg, mesh, source, 0, cfg.global_batch, CPU)
+
+    def marked_batches(self):
+        """Return this rank's micro-batches. They have rows along the digits whose other ranks read others."""
+        batches = self.batches(self.rank)
+        rows = DATA
+        for i in range(len(self.digits.sizes)):
+            other = self.batches(self.digits.neighbour(self.rank, i))
+            pairs = zip(batches, other, strict=True)
+            if any(not torch.equal(x, other_x) for (x, _), (other_x, _) in pairs):
+                rows |= 2 << i
+        if rows & ~DATA != self.bits(self.mesh.dpcp):
+            raise OneRuleError(f"the ranks of {self.digits.names(rows)} read other data; expected: dp and cp")
+        for pair in batches:
+            for t in pair:
+                self.marks.set(t, Mark(rows))
+        return batches
+
+    def cut(self, p):
+        """Return the Mark of a parameter: features where it is cut over tp, own for experts."""
+        if p.full_shape == tuple(p.shape):
+            return Mark()
+        if p.expert:
+            return Mark(own=self.bits(self.mesh.ep))
+        return Mark(features=self.bits(self.mesh.tp))
+
+    def slice_bits(self, bucket):
+        """Return the digits in which ranks hold other slices of a bucket."""
+        return self.bits(bucket.axis) if bucket.n_slices > 1 else 0
+
+    def slice_mark(self, bucket):
+        """Return the Mark of this rank's slice of a bucket's masters."""
+        mark = self.cut_of_all(bucket)
+        return mark._replace(own=mark.own | self.slice_bits(bucket))
+
+    def cut_of_all(self, bucket):
+        return union([self.cut(p) for p in bucket.params])._replace(is_zero=False)
+
+    def mark_weights(self):
+        marks = self.marks
+        for bucket in self.data_parallel.buckets:
+            key = bucket.flat.untyped_storage()._cdata
+            ends = [(begin, begin + p.numel(), self.cut(p))
+                    for p, begin in zip(bucket.params, bucket.starts(), strict=True)]
+            marks.set(bucket.flat, self.cut_of_all(bucket))
+            marks.windows[key] = ends
+            marks.set(bucket.grad, ZERO)
+            marks.set(bucket.grad_total, ZERO)
+            moments = self.opt.adam.state[bucket.master].values()
+            for t in [bucket.master, bucket.own, *(t for t in moments if t.ndim)]:
+                if t.untyped_storage()._cdata != key:
+                    marks.set(t, self.slice_mark(bucket))
+
+    # -------------------------------------------------------------------------
+    # What is checked on the way
+
+    def message(self, operation, tensor, peer, group):
+        """Stand for a send or a receive over pp: rows of this rank's, which are whole."""
+        rows = self.bits(self.mesh.stage)
+        if operation is torch.distributed.irecv:
+            self.marks.set(tensor.zero_(), Mark(rows | DATA))
+            return
+        mark = self.marks.of(tensor)
+        if mark.bits & ~DATA != rows or mark.partial & ~DATA:
+            self.marks.refuse(f"a message to the next stage differs along {self.digits.names(mark.bits)} "
+                              f"and is a part of a sum over {self.digits.names(mark.partial)}; "
+                              "expected: rows of the stage, whole")
+
+    def router_loss(self, original, layer, logits, probabilities, expert_ids):
+        """The one exception: this loss is a mean over a micro-batch, so each one stands for itself."""
+        micro_batch = self.bits(self.mesh.dp) | DATA
+        own = moved(micro_batch, "rows", "own")
+        enter = mark_as(self.marks, own, moved(micro_batch, "own", "rows"))
+        expert_ids = self.marks.set(expert_ids.clone(), own(self.marks.of(expert_ids)))
+        loss = original(layer, enter(logits), enter(probabilities), expert_ids)
+
+        def leave(mark):
+            """Each tp rank has a part, but adds it to a cross-entropy that all tp ranks have whole."""
+            if mark.varies & ~micro_batch:
+                self.marks.refuse("the router's loss is no sum over the rows of a micro-batch")
+            return Mark(partial=self.bits(self.mesh.dpcp) | DATA)
+        return mark_as(self.marks, leave, lambda mark: Mark())(loss)
+
+    def grad_ready(self, original, bucket, i, completes_grads):
+        """Note what a parameter's gradient says."""
+        p = bucket.params[i]
+        cut = self.cut(p)
+        grad = self.marks.of(p.grad)
+        name = bucket.names[i]
+        declared = getattr(self.mesh, p.reduction_axis)
+        follows = grad.bits & ~cut.bits & ~DATA
+        if len(self.holders[name]) > 1:  # Each stage that holds a copy has the gradient of its own use.
+            follows |= self.bits(self.mesh.pp)
+        over = self.bits(declared)
+        names = self.digits.names
+        right = follows == over
+        derived = declared.name if right else names(follows)
+        self.table[name] = Row(name, names(cut.bits), derived, declared.name, right)
+        self.marks.set(p.grad, cut._replace(partial=follows | DATA))
+        original(bucket, i, completes_grads)
+
+    def copy_gradients(self, original, bucket):
+        """The slot of a ZeRO-2 bucket held gradients of another one."""
+        self.marks.set(bucket.grad, ZERO)
+        original(bucket)
+
+    def stats(self, original, optimizer, loss, *args):
+        """Between backward and update: groups, loss, summed gradients, and how often the norm counts them."""
+        wrong = [row for row in self.table.values() if not row.right]
+        if wrong:
+            raise OneRuleError(wrong_group(wrong[0]))
+        if self.model.has_head:
+            self.expect("the loss", loss, Mark(partial=self.bits(self.mesh.dpcp) | DATA))
+        for bucket in self.data_parallel.buckets:
+            first = bucket.names[0]
+            mark = self.slice_mark(bucket)
+            self.expect(f"{first}: its summed gradient", bucket.grad_total, mark._replace(partial=DATA))
+            self.marks.set(bucket.grad_total, mark)
+            copies = self.digits.count(self.bits(self.mesh.stage) & ~mark.bits) * len(self.holders[first])
+            if bucket.axis.name == "tied" and bucket.n_slices > 1:
+                copies = 1
+            if abs(bucket.count_factor * copies - 1) > 1e-9:
+                raise OneRuleError(f"{first}: {copies} ranks hold the same slice, but the norm counts "
+                                   f"{bucket.count_factor:.4g} of it on each")
+        self.marks.windows.clear()
+        self.marks.counting = False  # Its parts are divided by the number of ranks that hold them.
+        try:
+            return original(optimizer, loss, *args)
+        finally:
+            self.marks.counting = True
+
+    def expect(self, what, tensor, mark):
+        found = self.marks.of(tensor)
+        names = self.digits.names
+        if found.partial & ~DATA != mark.partial & ~DATA:
+            raise OneRuleError(f"{what} is a part of a sum over {names(found.partial)}; "
+                               f"expected: {names(mark.partial)}")
+        if found.varies & ~DATA != mark.varies & ~DATA:
+            raise OneRuleError(f"{what} differs along {names(found.varies)}; expected: {names(mark.varies)}")
+
+    def check_weights(self):
+        """After the update each weight differs along its cut, and no buffer differs at all."""
+        for bucket in self.data_parallel.buckets:
+            bucket.wait_for_weights()
+            first = bucket.names[0]
+            if isinstance(bucket, zero.ShardedBucket):
+                self.expect(f"{first}: its new weights", bucket.own, self.slice_mark(bucket))
+                continue
+            self.expect(f"{first}: its new weights", bucket.flat, self.cut_of_all(bucket))
+        for name, buffer in self.data_parallel.buffers.items():
+            self.expect(name, buffer, Mark())
+
+
+def nothing_to_wait_for(operations):
+    """Stand for torch.distributed.batch_isend_irecv."""
+    return []
+
+
+def no_mask(n_queries, n_keys):
+    """Stand for model.lower_right_mask: attention_of() masks nothing."""
+
+
+def holders(cfg, ranks):
+    """Return {name of a parameter: the stages that hold it}."""
+    found = {}
+    for stage in range(cfg.pp):
+        mesh = mesh_of(cfg, ranks, stage * ranks // cfg.pp)
+        with torch.device("meta"):
+            part = model.GPT(cfg, mesh, cfg.vocab_size, pipeline.rank_layers(cfg, mesh.pp))
+        for name, _ in part.named_parameters():
+            found.setdefault(name, []).append(stage)
+    return found
+
+
+# -----------------------------------------------------------------------------
+# 3) the verdict
+
+def wrong_group(row):
+    return f"{row.name}: its gradient must be summed over {row.follows}, and is summed over {row.declared}"
+
+
+class Verdict(NamedTuple):
+    """What all stages say."""
+    rows: list    # a Row per parameter
+    refused: str  # the first refused operation, or ""
+
+    @property
+    def right(self):
+        return not self.refused and all(row.right for row in self.rows)
+
+
+def derive(cfg, ranks, stages=None):
+    """Do a step of the first rank of each stage. Return the Verdict.
+
+    stages: which ones; None: all. ValueError: the layout does not fit the ranks, or has no common digits.
+    """
+    rows = {}
+    refused = ""
+    for stage in range(cfg.pp) if stages is None else stages:
+        one = Stage(cfg, ranks, stage * ranks // cfg.pp)
+        check_layout(cfg, one.mesh, cfg.global_batch)
+        one.step()
+        for name, row in one.table.items():
+            if name not in rows or rows[name].right:
+                rows[name] = row
+        refused = refused or one.refused
+    return Verdict(list(rows.values()), refused)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags(Config):
+    ranks: int = 8  # how many ranks the layout has; none of them is started
+
+    RANGES = {"ranks": (1, 4096)}
+
+
+def small(cfg, dp):
+    """Return the flags with small sizes. Heads, layers, experts and the layout stay as they are."""
+    tokens = 2 * cfg.cp * cfg.tp
+    return dataclasses.replace(
+        cfg, n_embd=4 * cfg.n_head, ffn_hidden=8 * cfg.tp, vocab_size=100, micro_batch=2,
+        seq_len=tokens * -(-20 // tokens), global_batch=4 * dp, rampup_batch_size=())
+
+
+def printed(verdict, layers):
+    """Return the lines of the table: parameters of equal names in all blocks are one line."""
+    lines = {}
+    for row in verdict.rows:
+        parts = row.name.split(".")
+        if parts[0] == "blocks" and row.right:
+            parts[1] = "*" if layers > 1 else parts[1]
+        key = row._replace(name=".".join(parts))
+        lines[key] = None
+    width = max([len(row.name) for row in lines] + [9])
+    table = [f"{'parameter':{width}}  {'cut over':10}  {'follows':10}  declared"]
+    for row in lines:
+        mark = "" if row.right else "   WRONG"
+        table.append(f"{row.name:{width}}  {row.cut:10}  {row.follows:10}  {row.declared}{mark}")
+    return table
+
+
+def main(argv=None):
+    began = time.monotonic()
+    with wrong_input():
+        flags = parse(sys.argv[1:] if argv is None else argv, Flags, "one_rule.py",
+                      "Derive over which ranks each gradient must be summed, for any flags of train.py.",
+                      data="synthetic")
+        mesh = mesh_of(flags, flags.ranks, 0)
+        check_layout(flags, mesh, flags.global_batch or flags.micro_batch * mesh.dp.size)
+        verdict = derive(small(flags, mesh.dp.size), flags.ranks)
+    print("\n".join(printed(verdict, flags.n_layer)))
+    wrong = [row for row in verdict.rows if not row.right]
+    for row in wrong:
+        print(f"wrong: {wrong_group(row)}")
+    if verdict.refused and not wrong:
+        print(f"refused: {verdict.refused}")
+    right = len(verdict.rows) - len(wrong)
+    print(f"{right} of {len(verdict.rows)} groups follow from the step, {flags.ranks} ranks, "
+          f"{time.monotonic() - began:.1f} s: {'right' if verdict.right else 'WRONG'}")
+    return Outcome.DONE if verdict.right else Outcome.FAILED
+
+
+if __name__ == "__main__":
+    start(main)
