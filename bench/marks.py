@@ -33,6 +33,7 @@ class Mark(NamedTuple):
     own: int = 0
     partial: int = 0
     is_zero: bool = False
+    late: str = ""  # the collective that brings the numbers and has not been waited for
 
     @property
     def varies(self):
@@ -52,13 +53,14 @@ class Mark(NamedTuple):
 
 
 ZERO = Mark(is_zero=True)
+FREED = Mark(late="a gather that did not happen: the memory was given back")
 
 
 def union(marks):
     """Return the Mark of a result in which tensors of these Marks take part."""
     kinds = [0, 0, 0, 0]
     for mark in marks:
-        kinds = [kind | more for kind, more in zip(kinds, mark, strict=False)]
+        kinds = [kind | more for kind, more in zip(kinds, mark[:4], strict=True)]
     marks = list(marks)
     return Mark(*kinds, is_zero=bool(marks) and all(mark.is_zero for mark in marks))
 
@@ -96,15 +98,21 @@ class Marks(TorchDispatchMode):
     def of(self, tensor):
         key = tensor.untyped_storage()._cdata
         begin = tensor.storage_offset()
+        whole = self.known.get(key, (None, Mark()))[1]
         for start, end, mark in self.windows.get(key, ()):
             if start <= begin < end and tensor.numel() <= end - start:
-                return mark
-        return self.known.get(key, (None, Mark()))[1]
+                return mark._replace(late=whole.late)
+        return whole
 
     def set(self, tensor, mark):
         storage = tensor.untyped_storage()
         self.known[storage._cdata] = storage, mark
         return tensor
+
+    def start(self, tensor, mark, kind):
+        """Return the handle of a collective that has started: its wait() gives the tensor the Mark."""
+        self.set(tensor, mark._replace(late=kind))
+        return Started(self, tensor, mark)
 
     def refuse(self, text):
         if self.counting:
@@ -130,9 +138,19 @@ class Marks(TorchDispatchMode):
         fresh = [t for t in fresh if t.untyped_storage()._cdata not in shared]
         if not fresh and not written:
             return out  # a view: its storage has a Mark already
+        if name == "fill_":
+            return out
         if name == "copy_":
             inputs = inputs[1:]
+        for t in inputs:
+            if self.of(t).late:
+                self.refuse(f"{name} reads numbers before they are there: nobody has waited for "
+                            f"{self.of(t).late}")
         marks = self.rule(name, inputs, args, fresh or written)
+        if marks[0].rows & marks[0].features and (fresh or written)[0].dtype.is_floating_point:
+            both = self.names(marks[0].rows & marks[0].features)
+            self.refuse(f"{name}: along {both}, each rank has other rows and other columns; one of the two "
+                        "must be gathered first")
         for t, mark in zip(fresh, marks, strict=False):
             self.set(t, mark)
         for t in written:
@@ -277,11 +295,16 @@ def added_rows(mark):
 # -----------------------------------------------------------------------------
 # The collectives of an Axis
 
-class Done:
-    """The handle of a collective that is complete."""
+class Started:
+    """The handle of a collective: its numbers are there when it has been waited for."""
+
+    def __init__(self, marks, tensor, mark):
+        self.marks = marks
+        self.tensor = tensor
+        self.mark = mark
 
     def wait(self):
-        """Return at once."""
+        self.marks.set(self.tensor, self.mark)
 
 
 def collectives(marks, bits):
@@ -316,8 +339,11 @@ def sums(marks, bits):
             mark = mark_of_sum(self, x, "an all-reduce")
         elif mark.varies & bits(self):
             marks.refuse(f"a maximum over {self.name} of numbers that are whole on each of its ranks")
-        marks.set(x, mark.without(bits(self)))
-        return Done()
+        mark = mark.without(bits(self))
+        if async_op:
+            return marks.start(x, mark, f"an all-reduce over {self.name}")
+        marks.set(x, mark)
+        return None
 
     def reduce_scatter(self, x):
         if self.size == 1:
@@ -328,8 +354,7 @@ def sums(marks, bits):
     def start_reduce_scatter(self, out, x):
         mark = mark_of_own_rows(self, x)
         out.copy_(x.chunk(self.size)[self.rank].clone())
-        marks.set(out, mark)
-        return Done()
+        return marks.start(out, mark, f"a reduce-scatter over {self.name}")
 
     return {"_all_reduce": _all_reduce, "reduce_scatter": reduce_scatter,
             "start_reduce_scatter": start_reduce_scatter}
@@ -350,8 +375,7 @@ def gathers(marks, bits):
     def start_all_gather(self, out, x):
         mark = marks.of(x)
         out.copy_(torch.cat([x] * self.size))
-        marks.set(out, mark.without(bits(self)))
-        return Done()
+        return marks.start(out, mark.without(bits(self)), f"an all-gather over {self.name}")
 
     def broadcast(self, x, source=0):
         return marks.set(x, marks.of(x).without(bits(self)))

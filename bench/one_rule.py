@@ -27,7 +27,7 @@ from common import start
 from runtime.launch import World
 
 import torch
-from marks import DATA, ZERO, Mark, Marks, OneRuleError, collectives, union
+from marks import DATA, FREED, ZERO, Mark, Marks, OneRuleError, collectives, union
 
 import ddp
 import model
@@ -193,7 +193,7 @@ class Stage:
         self.marks = Marks(self.digits.names)
         self.table = {}  # name: Row
         self.refused = ""  # what the first refused operation was
-        self.holders = holders(cfg, ranks)
+        self.holders = {}
 
     def bits(self, axis):
         return self.digits.bits(axis)
@@ -203,13 +203,16 @@ class Stage:
         with contextlib.ExitStack() as stack:
             for patch in self.patches():
                 stack.enter_context(patch)
-            self.model, self.data_parallel, self.opt = train.build(
-                self.cfg, self.mesh, self.cfg.vocab_size, CPU)
             try:
+                self.holders = holders(self.cfg, self.ranks)
+                self.check_starts()
+                self.model, self.data_parallel, self.opt = train.build(
+                    self.cfg, self.mesh, self.cfg.vocab_size, CPU)
                 batches = self.marked_batches()
                 self.mark_weights()
                 with self.marks:
                     train.Step(self.cfg, self.model, self.data_parallel, self.opt)(batches, 1)
+                    self.next_forward(batches[0])
                     self.check_weights()
             except OneRuleError as error:
                 self.refused = str(error)
@@ -220,7 +223,8 @@ class Stage:
         return [
             mock.patch.multiple(Axis, **collectives(self.marks, self.bits)),
             wrap(pipeline.dist, "P2POp", self.message),
-            wrap(pipeline.dist, "batch_isend_irecv", nothing_to_wait_for),
+            wrap(pipeline.dist, "batch_isend_irecv", arrivals),
+            wrap(torch.distributed, "get_rank", lambda: self.rank),
             wrap(torch.nn.functional, "scaled_dot_product_attention", attention_of(self.marks)),
             wrap(model, "lower_right_mask", no_mask),
             wrap(moe.MoE, "router_loss", self.around(moe.MoE.router_loss, self.router_loss)),
@@ -229,6 +233,7 @@ class Stage:
                  self.around(zero.SlotBucket.on_grad_ready, self.grad_ready)),
             wrap(ddp.FlatBuffers, "copy_all_gradients",
                  self.around(ddp.FlatBuffers.copy_all_gradients, self.copy_gradients)),
+            wrap(zero.ShardedBucket, "free", self.around(zero.ShardedBucket.free, self.free)),
             wrap(Optimizer, "stats", self.around(Optimizer.stats, self.stats)),
         ]
 
@@ -287,6 +292,39 @@ class Stage:
     def cut_of_all(self, bucket):
         return union([self.cut(p) for p in bucket.params])._replace(is_zero=False)
 
+    def check_starts(self):
+        """Other ranks start with equal weights, except for what is cut; dropout differs where rows do."""
+        own = self.starts(self.rank)
+        for i in range(len(self.digits.sizes)):
+            digit = 2 << i
+            if digit & ~self.bits(self.mesh.stage):
+                continue
+            other = self.starts(self.digits.neighbour(self.rank, i))
+            where = self.digits.names(digit)
+            seeds = own.get("dropout"), other.get("dropout")
+            if seeds[0] is not None and torch.equal(*seeds):
+                raise OneRuleError(f"dropout draws the same numbers along {where}")
+            for name, p in own.items():
+                if name == "dropout":
+                    continue
+                equal = torch.equal(p, other[name])
+                is_constant = p.ndim == 1 or not p.numel()  # Vectors start with one number.
+                if equal == bool(self.cut(p).bits & digit) and not (equal and is_constant):
+                    raise OneRuleError(f"{name} starts with {'equal' if equal else 'different'} numbers along "
+                                       f"{where}, but is {'cut' if equal else 'not cut'} there")
+
+    def starts(self, rank):
+        """Return {name: parameter} of a rank as it starts."""
+        mesh = mesh_of(self.cfg, self.ranks, rank)
+        part = model.GPT(self.cfg, mesh, self.cfg.vocab_size, pipeline.rank_layers(self.cfg, mesh.pp))
+        with mock.patch.object(torch.distributed, "get_rank", lambda: rank):
+            model.init_weights(part, self.cfg.seed)
+        seeds = pipeline.dropout_seeds(self.cfg, mesh, 1, 2)
+        found = dict(part.named_parameters())
+        if seeds:
+            found["dropout"] = torch.tensor(seeds)
+        return found
+
     def mark_weights(self):
         marks = self.marks
         for bucket in self.data_parallel.buckets:
@@ -309,13 +347,13 @@ class Stage:
         """Stand for a send or a receive over pp: rows of this rank's, which are whole."""
         rows = self.bits(self.mesh.stage)
         if operation is torch.distributed.irecv:
-            self.marks.set(tensor.zero_(), Mark(rows | DATA))
-            return
+            return self.marks.start(tensor.zero_(), Mark(rows | DATA), "a message from another stage")
         mark = self.marks.of(tensor)
         if mark.bits & ~DATA != rows or mark.partial & ~DATA:
             self.marks.refuse(f"a message to the next stage differs along {self.digits.names(mark.bits)} "
                               f"and is a part of a sum over {self.digits.names(mark.partial)}; "
                               "expected: rows of the stage, whole")
+        return None
 
     def router_loss(self, original, layer, logits, probabilities, expert_ids):
         """The one exception: this loss is a mean over a micro-batch, so each one stands for itself."""
@@ -351,15 +389,35 @@ class Stage:
         original(bucket, i, completes_grads)
 
     def copy_gradients(self, original, bucket):
-        """The slot of a ZeRO-2 bucket held gradients of another one."""
+        """The slot of a ZeRO-2 bucket held gradients of another one, whose sum must have been taken out."""
+        if self.marks.of(bucket.grad).late:
+            self.marks.refuse(f"{bucket.names[0]}: its slot is filled before {self.marks.of(bucket.grad).late} "
+                              "of the bucket before it was waited for")
         self.marks.set(bucket.grad, ZERO)
         original(bucket)
+
+    def free(self, original, bucket):
+        """Whoever reads weights that ZeRO-3 has freed reads garbage."""
+        original(bucket)
+        if not bucket.is_whole():
+            self.marks.set(bucket.flat, FREED)
+
+    def check_arrived(self):
+        """Every parameter got a gradient, and every sum was waited for."""
+        missing = [name for bucket in self.data_parallel.buckets for name in bucket.names
+                   if name not in self.table]
+        if missing:
+            raise OneRuleError(f"{missing[0]}: it got no gradient")
+        for bucket in self.data_parallel.buckets:
+            if isinstance(bucket, zero.SlotBucket) and bucket.reduce_handle is not None:
+                raise OneRuleError(f"{bucket.names[0]}: nobody has waited for the sum of its gradients")
 
     def stats(self, original, optimizer, loss, *args):
         """Between backward and update: groups, loss, summed gradients, and how often the norm counts them."""
         wrong = [row for row in self.table.values() if not row.right]
         if wrong:
             raise OneRuleError(wrong_group(wrong[0]))
+        self.check_arrived()
         if self.model.has_head:
             self.expect("the loss", loss, Mark(partial=self.bits(self.mesh.dpcp) | DATA))
         for bucket in self.data_parallel.buckets:
@@ -376,9 +434,13 @@ class Stage:
         self.marks.windows.clear()
         self.marks.counting = False  # Its parts are divided by the number of ranks that hold them.
         try:
-            return original(optimizer, loss, *args)
+            stats = original(optimizer, loss, *args)
         finally:
             self.marks.counting = True
+        for name, number in stats._asdict().items():
+            self.expect(f"{name}, a number of the whole model,", number, Mark())
+            self.marks.set(number.contiguous(), self.marks.of(number).without(DATA))
+        return stats
 
     def expect(self, what, tensor, mark):
         found = self.marks.of(tensor)
@@ -388,6 +450,19 @@ class Stage:
                                f"expected: {names(mark.partial)}")
         if found.varies & ~DATA != mark.varies & ~DATA:
             raise OneRuleError(f"{what} differs along {names(found.varies)}; expected: {names(mark.varies)}")
+
+    @torch.no_grad()
+    def next_forward(self, batch):
+        """Begin the next step, which must wait for the weights that it reads."""
+        hidden = None
+        if not self.model.is_first:
+            rows = batch[0].numel() // self.mesh.tp.size
+            hidden = torch.zeros(rows, self.cfg.n_embd, dtype=next(self.model.parameters()).dtype)
+            self.marks.set(hidden, Mark(self.bits(self.mesh.stage) | DATA))
+        for bucket in self.data_parallel.buckets:
+            if isinstance(bucket, zero.ShardedBucket) and bucket.is_whole():
+                raise OneRuleError(f"{bucket.names[0]}: the weights from before the update are still there")
+        self.model(*batch, hidden)
 
     def check_weights(self):
         """After the update each weight differs along its cut, and no buffer differs at all."""
@@ -402,9 +477,9 @@ class Stage:
             self.expect(name, buffer, Mark())
 
 
-def nothing_to_wait_for(operations):
-    """Stand for torch.distributed.batch_isend_irecv."""
-    return []
+def arrivals(operations):
+    """Stand for torch.distributed.batch_isend_irecv: return the handles of what is received."""
+    return [operation for operation in operations if operation is not None]
 
 
 def no_mask(n_queries, n_keys):
@@ -412,14 +487,20 @@ def no_mask(n_queries, n_keys):
 
 
 def holders(cfg, ranks):
-    """Return {name of a parameter: the stages that hold it}."""
+    """Return {name of a parameter: the stages that hold it}. OneRuleError: a message skips blocks."""
     found = {}
+    chunks = []  # the blocks of each rank's chunks
     for stage in range(cfg.pp):
         mesh = mesh_of(cfg, ranks, stage * ranks // cfg.pp)
         with torch.device("meta"):
             part = model.GPT(cfg, mesh, cfg.vocab_size, pipeline.rank_layers(cfg, mesh.pp))
+        chunks.append(part.chunks)
         for name, _ in part.named_parameters():
             found.setdefault(name, []).append(stage)
+    walked = [blocks for chunk in zip(*chunks, strict=True) for blocks in chunk]
+    for (_, end), (begin, _) in itertools.pairwise(walked):
+        if begin != end:
+            raise OneRuleError(f"after block {end - 1} a message goes to the stage that begins at {begin}")
     return found
 
 
