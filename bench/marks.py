@@ -408,3 +408,53 @@ def sends(marks, bits):
         return marks.set(out, mark._replace(rows=mark.rows | bits(self)))
 
     return {"all_to_all": all_to_all, "own_segments": own_segments}
+
+
+# -----------------------------------------------------------------------------
+# Where no operation of torch says what happens
+
+def attention_of(marks):
+    """Return a stand-in for F.scaled_dot_product_attention that has its shapes and Marks only."""
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            ctx.marks = [marks.of(t) for t in (q, k, v)]
+            ctx.save_for_backward(q, k, v)
+            marks.needs_whole("attention", ctx.marks)
+            return marks.set(q.clone(), union(ctx.marks))
+
+        @staticmethod
+        def backward(ctx, grad):
+            """The gradient of keys that several ranks share is a sum over the queries of these ranks."""
+            found = union([*ctx.marks, marks.of(grad)])
+            grads = []
+            for t, mark in zip(ctx.saved_tensors, ctx.marks, strict=True):
+                shared = found.varies & ~mark.varies
+                grads.append(marks.set(torch.ones_like(t), mark._replace(partial=found.partial | shared)))
+            return tuple(grads)
+
+    def attention(q, k, v, *args, **kwargs):
+        return Attention.apply(q, k, v)
+    return attention
+
+
+def mark_as(marks, after, backward):
+    """Return the identity with a gradient that changes Marks: after(mark) forward, backward(mark) back."""
+    class MarkAs(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return marks.set(x.clone(), after(marks.of(x)))
+
+        @staticmethod
+        def backward(ctx, grad):
+            return marks.set(grad.clone(), backward(marks.of(grad)))
+    return MarkAs.apply
+
+
+def moved(bits, source, target):
+    """Return a function that moves these bits of a Mark from one kind to another."""
+    def move(mark):
+        bits_there = getattr(mark, source) & bits
+        return mark._replace(**{source: getattr(mark, source) & ~bits,
+                                target: getattr(mark, target) | bits_there})
+    return move

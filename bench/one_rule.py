@@ -27,7 +27,19 @@ from common import start
 from runtime.launch import World
 
 import torch
-from marks import DATA, FREED, ZERO, Mark, Marks, OneRuleError, collectives, union
+from marks import (
+    DATA,
+    FREED,
+    ZERO,
+    Mark,
+    Marks,
+    OneRuleError,
+    attention_of,
+    collectives,
+    mark_as,
+    moved,
+    union,
+)
 
 import ddp
 import model
@@ -132,53 +144,6 @@ class Row(NamedTuple):
     follows: str   # the axis over which its gradient must be summed
     declared: str  # the axis over which it is summed
     right: bool
-
-
-def attention_of(marks):
-    """Return a stand-in for F.scaled_dot_product_attention that has its shapes and Marks only."""
-    class Attention(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, q, k, v):
-            ctx.marks = [marks.of(t) for t in (q, k, v)]
-            ctx.save_for_backward(q, k, v)
-            marks.needs_whole("attention", ctx.marks)
-            return marks.set(q.clone(), union(ctx.marks))
-
-        @staticmethod
-        def backward(ctx, grad):
-            """The gradient of keys that several ranks share is a sum over the queries of these ranks."""
-            found = union([*ctx.marks, marks.of(grad)])
-            grads = []
-            for t, mark in zip(ctx.saved_tensors, ctx.marks, strict=True):
-                shared = found.varies & ~mark.varies
-                grads.append(marks.set(torch.ones_like(t), mark._replace(partial=found.partial | shared)))
-            return tuple(grads)
-
-    def attention(q, k, v, *args, **kwargs):
-        return Attention.apply(q, k, v)
-    return attention
-
-
-def mark_as(marks, after, backward):
-    """Return the identity with a gradient that changes Marks: after(mark) forward, backward(mark) back."""
-    class MarkAs(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return marks.set(x.clone(), after(marks.of(x)))
-
-        @staticmethod
-        def backward(ctx, grad):
-            return marks.set(grad.clone(), backward(marks.of(grad)))
-    return MarkAs.apply
-
-
-def moved(bits, source, target):
-    """Return a function that moves these bits of a Mark from one kind to another."""
-    def move(mark):
-        bits_there = getattr(mark, source) & bits
-        return mark._replace(**{source: getattr(mark, source) & ~bits,
-                                target: getattr(mark, target) | bits_there})
-    return move
 
 
 class Stage:
@@ -310,8 +275,8 @@ class Stage:
                 equal = torch.equal(p, other[name])
                 is_constant = p.ndim == 1 or not p.numel()  # Vectors start with one number.
                 if equal == bool(self.cut(p).bits & digit) and not (equal and is_constant):
-                    raise OneRuleError(f"{name} starts with {'equal' if equal else 'different'} numbers along "
-                                       f"{where}, but is {'cut' if equal else 'not cut'} there")
+                    found = "equal numbers, but is cut" if equal else "different numbers, but is not cut"
+                    raise OneRuleError(f"{name} starts with {found}, along {where}")
 
     def starts(self, rank):
         """Return {name: parameter} of a rank as it starts."""
@@ -335,9 +300,11 @@ class Stage:
             marks.windows[key] = ends
             marks.set(bucket.grad, ZERO)
             marks.set(bucket.grad_total, ZERO)
-            moments = self.opt.adam.state[bucket.master].values()
-            for t in [bucket.master, bucket.own, *(t for t in moments if t.ndim)]:
-                if t.untyped_storage()._cdata != key:
+        pairs = zip(self.data_parallel.buckets, self.opt.masters, strict=True)
+        for bucket, master in pairs:
+            moments = self.opt.adam.state[master].values()
+            for t in [master, bucket.own, *(t for t in moments if t.ndim)]:
+                if t.untyped_storage()._cdata != bucket.flat.untyped_storage()._cdata:
                     marks.set(t, self.slice_mark(bucket))
 
     # -------------------------------------------------------------------------
@@ -385,14 +352,16 @@ class Stage:
         right = follows == over
         derived = declared.name if right else names(follows)
         self.table[name] = Row(name, names(cut.bits), derived, declared.name, right)
-        self.marks.set(p.grad, cut._replace(partial=follows | DATA))
+        # The table has what is wrong here. The rest of the step goes on as declared.
+        self.marks.set(p.grad, cut._replace(partial=over | DATA))
         original(bucket, i, completes_grads)
 
     def copy_gradients(self, original, bucket):
         """The slot of a ZeRO-2 bucket held gradients of another one, whose sum must have been taken out."""
-        if self.marks.of(bucket.grad).late:
-            self.marks.refuse(f"{bucket.names[0]}: its slot is filled before {self.marks.of(bucket.grad).late} "
-                              "of the bucket before it was waited for")
+        late = self.marks.of(bucket.grad).late
+        if late:
+            self.marks.refuse(f"{bucket.names[0]}: its slot is filled before {late}, of the previous bucket, "
+                              "was waited for")
         self.marks.set(bucket.grad, ZERO)
         original(bucket)
 
@@ -408,9 +377,14 @@ class Stage:
                    if name not in self.table]
         if missing:
             raise OneRuleError(f"{missing[0]}: it got no gradient")
-        for bucket in self.data_parallel.buckets:
+        triples = zip(self.data_parallel.buckets, self.opt.masters, self.opt.grads, strict=True)
+        for bucket, master, grad in triples:
+            first = bucket.names[0]
             if isinstance(bucket, zero.SlotBucket) and bucket.reduce_handle is not None:
-                raise OneRuleError(f"{bucket.names[0]}: nobody has waited for the sum of its gradients")
+                raise OneRuleError(f"{first}: nobody has waited for the sum of its gradients")
+            if not is_same(master, bucket.master) or not is_same(grad, bucket.grad_total):
+                raise OneRuleError(f"{first}: the optimizer has another slice than this rank's, which begins "
+                                   f"at {bucket.own_slice.start}")
 
     def stats(self, original, optimizer, loss, *args):
         """Between backward and update: groups, loss, summed gradients, and how often the norm counts them."""
@@ -462,7 +436,9 @@ class Stage:
         for bucket in self.data_parallel.buckets:
             if isinstance(bucket, zero.ShardedBucket) and bucket.is_whole():
                 raise OneRuleError(f"{bucket.names[0]}: the weights from before the update are still there")
-        self.model(*batch, hidden)
+        out, _ = self.model(*batch, hidden)
+        if self.marks.of(out).own & ~DATA:
+            raise OneRuleError("the next forward reads weights that are new only in this rank's slice")
 
     def check_weights(self):
         """After the update each weight differs along its cut, and no buffer differs at all."""
@@ -475,6 +451,11 @@ class Stage:
             self.expect(f"{first}: its new weights", bucket.flat, self.cut_of_all(bucket))
         for name, buffer in self.data_parallel.buffers.items():
             self.expect(name, buffer, Mark())
+
+
+def is_same(a, b):
+    """Whether two tensors are the same memory."""
+    return a.data_ptr() == b.data_ptr() and a.numel() == b.numel()
 
 
 def arrivals(operations):
@@ -522,14 +503,15 @@ class Verdict(NamedTuple):
 
 
 def derive(cfg, ranks, stages=None):
-    """Do a step of the first rank of each stage. Return the Verdict.
+    """Do a step of the last rank of each stage, which has no coordinate 0 that hides a fault.
 
-    stages: which ones; None: all. ValueError: the layout does not fit the ranks, or has no common digits.
+    stages: which ones; None: all. Return the Verdict. ValueError: the layout does not fit the ranks, or its
+    axes have no common digits.
     """
     rows = {}
     refused = ""
     for stage in range(cfg.pp) if stages is None else stages:
-        one = Stage(cfg, ranks, stage * ranks // cfg.pp)
+        one = Stage(cfg, ranks, (stage + 1) * ranks // cfg.pp - 1)
         check_layout(cfg, one.mesh, cfg.global_batch)
         one.step()
         for name, row in one.table.items():

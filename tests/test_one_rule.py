@@ -3,17 +3,24 @@
 No ranks are started here. make test has a few cases of each kind, make long the whole sweeps, whose figures
 `pytest -s` prints.
 """
+import contextlib
 import dataclasses
+import functools
 import sys
 import time
+from unittest import mock
 
 import pytest
+import test_faults
 import test_layouts
+import test_moe_faults
 from faults import group, planted
 from pool import ROOT
 from test_layouts import BERT, CAPACITY, GPT2, LLAMA, MOE, SIGMOID
 
+import model
 from config import Config
+from parallel import Mesh, parameter
 
 sys.path.append(str(ROOT / "bench"))
 import one_rule
@@ -102,13 +109,19 @@ def check_wrong_group(cfg, ranks, right, wrong):
     """Assert that each parameter of the group is named, with the group over which it must be summed."""
     with planted(*group(right, wrong)):
         verdict = one_rule.derive(cfg, ranks, [0])
+    named = named_group(verdict, cfg, ranks, right, wrong)
+    assert all(row.declared != right for row in verdict.rows if row not in named)
+
+
+def named_group(verdict, cfg, ranks, right, wrong):
+    """Return the rows of wrong groups. Assert that they name the right one, or one with the same ranks."""
     mesh = one_rule.mesh_of(cfg, ranks, 0)
     named = [row for row in verdict.rows if not row.right]
     assert named and {row.declared for row in named} == {wrong}
     for row in named:
         follows = (0,) if row.follows == "none" else getattr(mesh, row.follows).ranks
         assert follows == getattr(mesh, right).ranks, row
-    assert all(row.declared != right for row in verdict.rows)
+    return named
 
 
 def test_a_wrong_group_is_named():
@@ -129,3 +142,156 @@ def test_every_wrong_group_is_named():
             check_wrong_group(cfg, ranks, *pair)
             tried += 1
     print(f"\n{tried} wrong groups of {tried} named, {time.monotonic() - began:.0f} s")
+
+
+# -----------------------------------------------------------------------------
+# Changes such as those of docs/change-it.md: a layer gets a new parameter, whose gradient is summed over ...
+
+def with_parameter(original, module, *args, make, axis, **kwargs):
+    """An __init__ that gives the layer a parameter `extra`. axis: another group for it, or None."""
+    original(module, *args, **kwargs)
+    mesh = next(arg for arg in args if isinstance(arg, Mesh))
+    module.extra = make(module, mesh)
+    if axis is not None:
+        module.extra.reduction_axis = axis
+
+
+def scaled_result(original, module, *args, **kwargs):
+    return original(module, *args, **kwargs) * module.extra
+
+
+def scaled_input(original, module, x):
+    return original(module, x * module.extra)
+
+
+def scaled_queries(original, module, *args):
+    q, k, v = original(module, *args)
+    return q * module.extra, k, v
+
+
+def shifted_result(original, module, *args):
+    return original(module, *args) + module.extra
+
+
+def of_width(layer, mesh):
+    return parameter((16,), mesh)
+
+
+def of_inputs(layer, mesh):
+    return parameter((layer.weight.size(1) * mesh.tp.size,), mesh, tp_dim=0)
+
+
+def of_head(attention, mesh):
+    return parameter((attention.D,), mesh)
+
+
+def of_heads(attention, mesh):
+    return parameter((attention.h * mesh.tp.size, 1, 1), mesh, tp_dim=0)
+
+
+def of_experts(layer, mesh):
+    return parameter((layer.E, 1, 16), mesh, expert=True)
+
+
+def of_choices(router, mesh):
+    return parameter((router.weight.size(0),), mesh)
+
+
+MOE_4, DENSE_4 = (4, dict(tp=2, ep=2, n_layer=1)), (4, dict(tp=2, n_layer=1))
+CHANGES = {  # name: (family, (ranks, layout), class, method, what it does, make, the group, a wrong one)
+    "a second scale of each norm": (
+        "llama", DENSE_4, "model.Norm", "forward", scaled_result, of_width, "stage", "dp"),
+    "a scale of what a block adds": (
+        "llama", DENSE_4, "model.RowLinear", "forward", scaled_result, of_width, "stage", "dp"),
+    "a gate of each head's result": (
+        "gpt2", DENSE_4, "model.Attention", "attend", scaled_result, of_heads, "dp", "stage"),
+    "a gate in front of the output projection": (
+        "llama", DENSE_4, "model.RowLinear", "forward", scaled_input, of_inputs, "dp", "stage"),
+    "the weight of a norm of each query": (
+        "llama", DENSE_4, "model.Attention", "project", scaled_queries, of_head, "stage", "dp"),
+    "a temperature of each head": (
+        "llama", DENSE_4, "model.Attention", "project", scaled_queries, of_heads, "dp", "stage"),
+    "a scale of the embedding": (
+        "llama", DENSE_4, "model.GPT", "_embed", scaled_result, of_width, "stage", "tp"),
+    "a scale in the head of BERT": (
+        "bert", DENSE_4, "model.MaskedHead", "forward", scaled_result, of_width, "stage", "dp"),
+    "a bias of each expert": (
+        "capacity", MOE_4, "moe.MoE", "ffn", shifted_result, of_experts, "edp", "stage"),
+    "a bias of the router's logits": (
+        "dropless", MOE_4, "moe.Router", "forward", shifted_result, of_choices, "stage", "dp"),
+}
+
+
+def verdict_of_change(name, axis):
+    """Derive the groups of a changed model. axis: over which group the new gradients are summed, or None."""
+    family, (ranks, layout), where, method, what, make, *_ = CHANGES[name]
+    init = functools.partial(with_parameter, make=make, axis=axis)
+    with mock.patch.dict(model.VECTOR_STARTS, extra=1.0), planted(f"{where}.__init__", init), \
+            planted(f"{where}.{method}", what):
+        return one_rule.derive(config(family, ranks, layout), ranks)
+
+
+def check_change(name):
+    """Assert that the right group is accepted, and that a wrong one is named with the right one."""
+    right, wrong = CHANGES[name][-2:]
+    verdict = verdict_of_change(name, None)
+    assert verdict.right, verdict.refused
+    assert any(row.name.endswith("extra") and row.declared == right for row in verdict.rows)
+    family, (ranks, layout), *_ = CHANGES[name]
+    cfg = config(family, ranks, layout)
+    named = named_group(verdict_of_change(name, wrong), cfg, ranks, right, wrong)
+    assert all(row.name.endswith("extra") for row in named)
+
+
+@pytest.mark.parametrize("name", [name if name == "a bias of each expert" else
+                                  pytest.param(name, marks=pytest.mark.long) for name in CHANGES])
+def test_a_new_parameter_in_a_wrong_group_is_named(name):
+    check_change(name)
+
+
+# -----------------------------------------------------------------------------
+# The planted faults of test_faults.py and test_moe_faults.py
+
+# What no Mark shows: a factor, an offset, an order, a mask, the choice of rows or words by a rank's number.
+UNSEEN = {
+    "gradients averaged, not summed",
+}
+
+
+def all_faults():
+    """Return {name: (model, (ranks, layout), [faults])}."""
+    found = {}
+    of_experts = {f"experts: {name}": fault for name, fault in test_moe_faults.LAYOUT_FAULTS.items()}
+    for name, (base, place, *faults) in {**test_faults.FAULTS, **of_experts}.items():
+        more = [fault for fault in faults if isinstance(fault, tuple)]
+        found[name] = base, place, [tuple(faults[:len(faults) - len(more)]), *more]
+    return found
+
+
+def is_refused(name):
+    """Whether a planted fault is refused, or gives a wrong group."""
+    base, (ranks, layout), faults = all_faults()[name]
+    with contextlib.ExitStack() as stack:
+        for fault in faults:
+            stack.enter_context(planted(*fault))
+        return not one_rule.derive(config(base, ranks, layout), ranks).right
+
+
+SOME = ["softmax with the local maximum", "row-linear bias added by every tp rank",
+        "scatter_rows backward without the all-gather", "experts summed over dp",
+        "a slot is given on before its sum was taken out", "clip by the local norm",
+        "experts: gradients of the rows not sent back", "weights not gathered"]
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_fault_is_refused(name):
+    assert is_refused(name)
+
+
+@pytest.mark.long
+def test_all_faults_but_those_that_no_mark_shows_are_refused():
+    began = time.monotonic()
+    names = list(all_faults())
+    refused = {name for name in names if is_refused(name)}
+    assert set(names) - refused == UNSEEN
+    print(f"\n{len(refused)} of {len(names)} faults refused, {time.monotonic() - began:.0f} s")
