@@ -88,6 +88,8 @@ class Digits:
                 raise ValueError(f"one_rule.py cannot follow ep {mesh.ep.size} beside tp {tp} * cp {cp}: "
                                  f"{low} does not divide {high}; try --ep {math.gcd(low, high)}")
             self.sizes.append(high // low)
+        # The set of the first and the last stage. With two stages, that is the digit of pp, the slowest one.
+        self.ends = 1 << len(self.sizes) + (mesh.pp.size > 2)
 
     def bits(self, axis):
         """Return the digits in which the ranks of an axis differ."""
@@ -98,6 +100,11 @@ class Digits:
             for i, (stride, size) in enumerate(zip(self.strides, self.sizes, strict=True)):
                 if rank // stride % size != axis.ranks[0] // stride % size:
                     found |= 2 << i
+        slowest = 1 << len(self.sizes)
+        if self.mesh.pp.size > 2 and found & slowest:
+            found |= self.ends
+            if axis.name == "tied":
+                found &= ~slowest
         self.known[axis.ranks] = found
         return found
 
@@ -346,14 +353,15 @@ class Stage:
         declared = getattr(self.mesh, p.reduction_axis)
         follows = grad.bits & ~cut.bits & ~DATA
         if len(self.holders[name]) > 1:  # Each stage that holds a copy has the gradient of its own use.
-            follows |= self.bits(self.mesh.pp)
+            follows |= self.digits.ends
         over = self.bits(declared)
         names = self.digits.names
         right = follows == over
         derived = declared.name if right else names(follows)
         self.table[name] = Row(name, names(cut.bits), derived, declared.name, right)
-        # The table has what is wrong here. The rest of the step goes on as declared.
-        self.marks.set(p.grad, cut._replace(partial=over | DATA))
+        # The table has what is wrong here. The rest of the step goes on as declared. Gradients of layers that
+        # were one product share memory, so this one gets memory of its own.
+        p.grad = self.marks.set(p.grad.clone(), cut._replace(partial=over | DATA))
         original(bucket, i, completes_grads)
 
     def copy_gradients(self, original, bucket):
