@@ -21,7 +21,7 @@ drills: .venv/ready-test
 # which runs our GGUF files. where it cannot be built, its tests are skipped
 long: .venv/ready-test
 	@$(BIN)/python -c "import llama_cpp" 2>/dev/null || CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAMA_BUILD_TESTS=OFF" \
-	  $(BIN)/pip install -q llama-cpp-python==0.3.36 || echo "llama-cpp-python cannot be built here"
+	  timeout 1800 $(BIN)/pip install -q llama-cpp-python==0.3.36 || echo "llama-cpp-python cannot be built here"
 	$(PYTEST) -rs -m long tests
 
 # hours on 2 cores. it can be stopped and typed again

@@ -66,8 +66,8 @@ NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMe
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[3]} CPUs=2 RealMemory=1000
 PartitionName=debug Nodes=n[0-2] Default=YES MaxTime=01:00:00 State=UP
-"""  # cred_expire: a requeued job waits this long before it starts (120 s by default). A node is down if it
-# is silent for SlurmdTimeout (300 s by default).
+"""  # cred_expire: a requeued job waits this long before it starts (120 s by default).
+# SlurmdTimeout: a node that is silent this long is down (300 s by default).
 MPIEXEC = """#!/bin/bash -l
 source {venv}/bin/activate
 mpiexec -n 4 -ppn 2 python train.py {flags} --out {out}
