@@ -55,7 +55,9 @@ TRANSLATED = {
     "plan.py": "LAYOUT rank_mesh stage_mesh MOST_OPERATIONS check_gpus _groups_of_stages estimate "
                "_largest_traffic warnings SHORTEST_SHARE divisors layouts _ep_sizes _micro_batch_sizes "
                "_chunk_counts"}
-NOT_TRANSLATED = {"peak_flops"}  # it asks torch for the name of a device
+# It asks torch for the name of a device; and a key of a cache, which runtime.js makes in another way.
+NOT_TRANSLATED = {"peak_flops", "_flags_of_any_layout"}
+RENAMED = {"plan.py": {"LAYOUT": "LAYOUT_OF_PLAN"}}  # cost/parameters.py has another LAYOUT
 
 # The flags that the page asks for, in groups.
 ASKED = {
@@ -85,10 +87,13 @@ def script():
     for name, names in TRANSLATED.items():
         path = ROOT / name
         wanted = all_names(path) if names is None else names.split()
-        parts.append(f"// -- {name}\n{translate(path, wanted)}")
+        parts.append(f"// -- {name}\n{translate(path, wanted, RENAMED.get(name))}")
         used.update(dict.fromkeys(names_used(path, wanted), name))
     declared = re.findall(r"^(?:const|class|function\*?) (\w+|\[[\w, ]+\])", "\n".join(parts), re.M)
     defined = {"super", *re.findall(r"\w+", " ".join(declared))}
+    if len(declared) > len(set(declared)):
+        twice = sorted({one for one in declared if declared.count(one) > 1})
+        raise ValueError(f"two files define {', '.join(twice)}: add one of them to RENAMED")
     unknown = [f"{name} of {file}" for name, file in sorted(used.items()) if name not in defined]
     if unknown:
         raise ValueError(f"neither translated nor in runtime.js: {', '.join(unknown)}")

@@ -221,6 +221,10 @@ torch.zeros.$builtin = true;
 const plain_dispatcher = () => null;
 const peer_access = null;  // cost.step_time gives choose() a reach of its own
 
+// What buckets depend on: all flags but those of the layout. cost/parameters.py keeps what it has built by this key.
+const _flags_of_any_layout = (cfg) =>
+  JSON.stringify(Object.entries(cfg).filter(([name]) => name !== "zero" && !LAYOUT.has(name)));
+
 // -- one rank's mesh: the sizes of its axes and its place on each, instead of the tables of all ranks
 
 const Axis = (name, rank = 0, size = 1) => ({ name, rank, size });

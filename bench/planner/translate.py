@@ -24,11 +24,18 @@ class Unknown(ValueError):
     """A construct of Python that is not translated."""
 
 
-def translate(path, names):
-    """Return the JavaScript of the names that a file of Python defines, in the order of the file."""
-    wanted = set(names)
+def translate(path, names, renamed=None):
+    """Return the JavaScript of the names that a file of Python defines, in the order of the file.
+
+    renamed: {name: another}, for a name that two files define.
+    """
     written = []
-    for node in ast.parse(Path(path).read_text()).body:
+    tree = ast.parse(Path(path).read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and renamed:
+            node.id = renamed.get(node.id, node.id)
+    wanted = {(renamed or {}).get(name, name) for name in names}
+    for node in tree.body:
         defined = names_of(node)
         if not wanted & defined:
             continue
