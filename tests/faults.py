@@ -245,7 +245,7 @@ def run_with_faults(base, place, faults=(), batch=None):
     """
     n, layout = place
     batch = batch or sequences(n, layout)
-    chunks = test_layouts.capacity_ranks(base, layout)
+    chunks = test_layouts.equality.capacity_ranks(base, layout)
     want = plain_pytorch(base, batch) if n == 1 else test_layouts.reference(dict(base), batch, *chunks)
     results = run_ranks(n, with_faults, faults, run, dict(base, **layout), batch)
 
