@@ -326,7 +326,8 @@ class DataParallel:
         self.timers = timers
         self.completes_grads = True  # of the next backward: see announce_backward
         self.buckets = []
-        for contents in assign_buckets(model.named_parameters(), zero, bucket_elements):
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        for contents in assign_buckets(trained, zero, bucket_elements):
             axis = getattr(mesh, contents.reduction_axis)
             self.buckets.append(self.make_bucket(contents, axis, dtype, make_comm(axis)))
         bucket_of = {}
@@ -336,7 +337,8 @@ class DataParallel:
                 p.register_post_accumulate_grad_hook(self.make_hook(bucket, i))
         self.buckets_of = {}  # module: the buckets of its parameters
         for module in model.modules():
-            self.buckets_of[module] = unique(bucket_of[p] for p in module.parameters())
+            own = [bucket_of[p] for p in module.parameters() if p in bucket_of]
+            self.buckets_of[module] = unique(own)
         self.buffers = dict(model.named_buffers())  # not trained, but part of the state
         model.data_parallel = self
 
