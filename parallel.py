@@ -282,7 +282,7 @@ def parameter(shape, mesh, tp_dim=None, expert=False, *, used=None, tied=False):
 
 
 def adopt_parameters(module):
-    """Give the parameters of any nn.Module what `parameter` gives ours: each is whole on every rank.
+    """Give the parameters of any module what `parameter` gives ours; each rank holds all of them.
 
     After this, ddp.DataParallel(module, mesh, zero) sums their gradients over all ranks of a mesh
     without stages, and with zero=1 also divides the work of the optimizer. A parameter that needs

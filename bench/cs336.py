@@ -79,7 +79,7 @@ def get_sharded_optimizer(params, optimizer_cls, **options):
 
 def get_fsdp(module, compute_dtype=None):
     """Refuse: see docs/cs336.md."""
-    raise NotImplementedError("ZeRO-3 here gathers the blocks of our own GPT, not the modules of another model")
+    raise NotImplementedError("ZeRO-3 gathers the blocks of our own GPT, not the modules of another model")
 
 
 def fsdp_on_after_backward(fsdp_model, optimizer):

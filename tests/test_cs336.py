@@ -1,4 +1,4 @@
-"""parallel.adopt_parameters: a module that knows nothing of ours, through bench/cs336.py, equals one process."""
+"""parallel.adopt_parameters: a module that is not ours, through bench/cs336.py, equals one process."""
 import sys
 
 import pytest
