@@ -75,7 +75,7 @@ def both_runs(cfg, vocab_size, source, world, steps):
                                         steps, chunks=chunks, cp=cp)
     with exit_together(world):
         seen = equality.train_steps(world, cfg, vocab_size, source, cfg.global_batch, steps)
-    return want, world.axis.gather_objects(seen)  # a small model: what each rank knows, over the world
+    return want, world.tree.gather_objects(seen)  # a small model: what each rank knows, over the world
 
 
 # -----------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def main(argv=None):
         cfg, vocab_size, source = check(cfg, world)
     want, results = both_runs(cfg, vocab_size, source, world, flags.compared_steps)
     outcome = judge(cfg, want, results, flags.tolerance) if world.rank == 0 else None
-    outcome = world.axis.broadcast_object(outcome)  # one number, over the world
+    outcome = world.tree.broadcast_object(outcome)  # one number, over the world
     shutdown(world)
     return int(outcome)
 

@@ -7,15 +7,16 @@ parameters that one token meets; tests compare it with the model.
 """
 import dataclasses
 from collections import Counter
-from functools import cache
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
-from config import n_masked, pad_vocab
+from config import Config, n_masked, pad_vocab
 from ddp import assign_buckets
 from model import DTYPES, GPT
 from moe import expert_capacity
+from muon import shapes_of
 from ops.activations import GATED
 from ops.flat import padded_elements
 from parallel import Axis, Mesh
@@ -203,34 +204,49 @@ class BucketSize(NamedTuple):
     decayed: bool
     name: str      # of one of its parameters
     elements: int  # of all its parameters
+    matrices: tuple = ()  # (shape on this rank, full shape) of each, if Muon updates them
 
 
-@cache
 def _build_buckets(cfg, mesh, vocab_size, first, blocks):
+    """Return the BucketSize of each bucket of a rank that holds these consecutive blocks."""
     with torch.device("meta"):
         model = GPT(cfg, mesh, vocab_size, [(first, first + blocks)])
     position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
-    buckets = assign_buckets(model.named_parameters(), cfg.zero)
+    buckets = assign_buckets(model.named_parameters(), cfg.zero, optimizer=cfg.optimizer)
 
     # Backward reaches the first layers last, so it completes the bucket with the last name first.
     buckets.sort(key=lambda bucket: -position[bucket.names[-1]])
-    return [BucketSize(bucket.reduction_axis, bucket.decayed, bucket.names[0],
-                       sum(p.numel() for p in bucket.params)) for bucket in buckets]
+    sizes = []
+    for bucket in buckets:
+        matrices = shapes_of(bucket.params) if bucket.optimizer == "muon" else ()
+        elements = sum(p.numel() for p in bucket.params)
+        sizes.append(BucketSize(bucket.reduction_axis, bucket.decayed, bucket.names[0], elements,
+                                tuple(matrices)))
+    return sizes
+
+
+# The flags of a layout but zero, and values that cut nothing: mesh and blocks say what these flags say.
+LAYOUT = dict(micro_batch=1, global_batch=0, recompute="none", pp=1, tp=1, cp=1, ep=1, pp_chunks=1,
+              pp_layers="")
+_flags_of_any_layout = attrgetter(*(f.name for f in dataclasses.fields(Config)
+                                    if f.name not in {*LAYOUT, "zero"}))
+_built = {}  # {what the buckets depend on: what _build_buckets returned}
 
 
 def _buckets(cfg, mesh, vocab_size):
     """Return the BucketSize of each of this rank's buckets, in the order in which backward fills them."""
     held = held_layers(cfg, mesh)
-    # All layouts that cut the model alike share one entry of the cache.
-    zero = 0 if cfg.zero == 1 else cfg.zero
-    cut_alike = dataclasses.replace(cfg, micro_batch=1, global_batch=0, zero=zero, recompute="none",
-                                    pp=1, tp=1, cp=1, ep=1, pp_chunks=1, pp_layers="")
-    sizes = dict.fromkeys(Mesh.__annotations__, 1)
-    for name in ("tp", "cp", "ep"):
-        sizes[name] = getattr(mesh, name).size
-    axes = [Axis(name, size=size) for name, size in sizes.items()]
     first = _representative_first_block(cfg, held)
-    return _build_buckets(cut_alike, Mesh(*axes), vocab_size, first, held.blocks)
+    # All layouts that cut the model alike share one entry of the cache. A search asks thousands of
+    # times, so the key is a plain tuple: to make another Config and to hash it takes half of a search.
+    zero = 0 if cfg.zero == 1 else cfg.zero
+    cut = {name: getattr(mesh, name).size for name in ("tp", "cp", "ep")}
+    key = (_flags_of_any_layout(cfg), zero, *cut.values(), vocab_size, first, held.blocks)
+    if key not in _built:
+        cut_alike = dataclasses.replace(cfg, **LAYOUT, zero=zero)
+        axes = [Axis(name, size=cut.get(name, 1)) for name in Mesh.__annotations__]
+        _built[key] = _build_buckets(cut_alike, Mesh(*axes), vocab_size, first, held.blocks)
+    return _built[key]
 
 
 def _representative_first_block(cfg, held):
@@ -251,6 +267,15 @@ def local_buckets(cfg, mesh, vocab_size):
     for bucket in _buckets(cfg, mesh, vocab_size):
         sizes.setdefault(bucket.axis, []).append(bucket.elements)
     return sizes
+
+
+def muon_buckets(cfg, mesh, vocab_size):
+    """Return {axis name: [BucketSize]} of the buckets that Muon updates, {} with AdamW alone."""
+    found = {}
+    for bucket in _buckets(cfg, mesh, vocab_size):
+        if bucket.matrices:
+            found.setdefault(bucket.axis, []).append(bucket)
+    return found
 
 
 def local_parameters(cfg, mesh, vocab_size):

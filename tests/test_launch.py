@@ -1,6 +1,9 @@
 """Every launcher is recognised; python, mpiexec and torchrun train alike; one exception ends all ranks.
 Ranks that were started differently, GPUs that a process was shown alone, signals, streams that fail, the
 address that the store listens on."""
+import contextlib
+import dataclasses
+import io
 import json
 import os
 import signal
@@ -17,12 +20,14 @@ from unittest import mock
 import pytest
 import runs
 import torch
+from forks import become
 from pool import ROOT, context, run_ranks
 from runs import SHAPE, TINY, assert_refused, rows
 
 import train
+from corpus import shards
 from interface.command_line import parse
-from runtime import agree, launch, session, visible
+from runtime import agree, launch, limits, session, visible
 from runtime.launch import LAUNCHERS, detect
 
 BIN = Path(sys.executable).parent
@@ -206,6 +211,34 @@ def session_with_other_data(world, argv):
         return runs.session(world, argv)
 
 
+def files_read(world, argv):
+    """A session of ranks that are nodes of their own: its code, how many files were read, and stderr."""
+    read, real = [], shards.verify_file
+
+    def noted(path, *args):
+        time.sleep(0.05)  # the other rank would begin meanwhile
+        read.append(path.name)
+        return real(path, *args)
+
+    alone = dataclasses.replace(world, local_rank=0)
+    with mock.patch.object(shards, "verify_file", noted):
+        result = runs.session(alone, argv)
+    return result["code"], len(read), result["err"]
+
+
+def test_rank_0_verifies_the_data_and_the_other_nodes_find_its_record(tmp_path):
+    folder = runs.chars(tmp_path)
+    (folder / ".verified.json").unlink(missing_ok=True)
+    argv = [*TINY, f"--data={folder}", "--vocab-size=0", "--steps=1", f"--out={tmp_path / 'run'}"]
+    (code, first, _), (_, second, _) = run_ranks(2, files_read, argv)
+    assert (code, first > 0, second) == (0, True, 0)
+    shard = next(folder.glob("train*.bin"))
+    *most, low, high = shard.read_bytes()
+    shard.write_bytes(bytes([*most, low ^ 1, high]))
+    said = [(code, err.count("sha256")) for code, _, err in run_ranks(2, files_read, argv)]
+    assert said == [(2, 1), (2, 0)]
+
+
 def test_a_wrong_timeout_among_several_ranks_is_a_message(monkeypatch):
     """Its value is needed before it is known to be wrong."""
     monkeypatch.setattr(launch, "started_by", lambda: ("hydra", 2))
@@ -248,42 +281,74 @@ def clean_env():
 
 
 SEEN = """
-import os
+import os, sys
+import train
 from runtime import launch, visible
 visible.cuda_is_untouched, visible.count_in_new_process = lambda: True, lambda: 2
-select = launch.select_device
+select, start = launch.select_device, launch.launch
 def recorded(local, local_size, own=None):
     global mine
     mine = own, os.environ[visible.VARIABLE]
     return select(local, local_size)
-launch.select_device = recorded
-world = launch.launch(100, quiet=True)
-all_ranks = world.axis.gather_objects((world.shown, *mine))
-print(world.launcher, all_ranks, flush=True)
-launch.shutdown(world)
+def started(*args):
+    world = start(*args)
+    print(world.launcher, world.tree.gather_objects((world.shown, *mine)), flush=True)
+    return world
+launch.select_device, launch.launch = recorded, started
+train.main(sys.argv[1:])
 """
 
 
+def run_alone(words, output):
+    """In a new process that has imported torch: run a program, with its output in a file."""
+    os.environ.clear()
+    os.environ.update(clean_env())
+    become(words, ("/dev/null", output, output))
+
+
 @pytest.fixture(scope="module")
-def over_ofi(tmp_path_factory):
-    """Two ranks over MPICH's OFI over tcp, also between ranks of one host, each of which is shown one GPU."""
-    script = tmp_path_factory.mktemp("over_ofi") / "seen.py"
-    script.write_text(SEEN)
-    rank = ["-n", "1", "-env", visible.VARIABLE]
-    run = [sys.executable, script]
-    env = {**clean_env(), "PYTHONPATH": str(ROOT), "MPIR_CVAR_CH4_NETMOD": "ofi", "MPIR_CVAR_NOLOCAL": "1"}
-    return subprocess.run([BIN / "mpiexec", *rank, "1", *run, ":", *rank, "0", *run], env=env,
-                          capture_output=True, text=True, timeout=240)
+def trained(tmp_path_factory):
+    """Return (folder, {launcher: (exit code, output)}) of the same run under each launcher.
+
+    Under mpiexec each rank is shown one GPU.
+    """
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "seen.py").write_text(SEEN)
+
+    def words(name, program=ROOT / "train.py"):
+        return [str(program), *FLAGS, f"--out={folder / name}", f"--dump-grads={folder / name}.st"]
+
+    rank = [sys.executable, *words("hydra", folder / "seen.py")]
+    shown = ["-n", "1", "-env", visible.VARIABLE]
+    launchers = {"hydra": [BIN / "mpiexec", *shown, "1", *rank, ":", *shown, "0", *rank],
+                 "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", *words("torchrun")]}
+    env = {**clean_env(), "PYTHONPATH": str(ROOT)}
+    jobs = {}  # at the same time: torchrun needs only one core at first
+    for name, command in launchers.items():
+        jobs[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                      env=env)
+    alone = context.Process(target=run_alone, args=(words("single"), str(folder / "said")))
+    alone.start()
+    ended = {}
+    for name, job in jobs.items():
+        said = job.communicate(timeout=240)[0]
+        ended[name] = job.returncode, said
+    alone.join(240)
+    ended["single"] = alone.exitcode, (folder / "said").read_text()
+    return folder, ended
 
 
-def test_ranks_start_over_an_mpi_that_sends_only_inside_of_its_functions(over_ofi):
-    """Rank 0 sends where to meet, and waits there."""
-    said = over_ofi.stdout + over_ofi.stderr
-    assert over_ofi.returncode == 0 and over_ofi.stdout.count("hydra [(") == 2, said
+def meet_over_pmi2(client, env, result):
+    """In a new process: join the ranks, and write to the file `result` who they are."""
+    os.environ.clear()
+    os.environ.update({**clean_env(), **env, "PMI_FD": str(client.fileno())})
+    world = launch.launch(100, quiet=True)
+    result.write_text(repr(world.tree.gather_objects((world.rank, world.node, world.launcher))))
+    launch.shutdown(world)
 
 
 @pytest.mark.skipif(not os.path.exists(f"{sys.prefix}/lib/mpich"), reason="another MPI than pip's MPICH")
-def test_addresses_of_mpi_fit_into_a_message_of_slurms_pmi2():
+def test_addresses_of_mpi_fit_into_a_message_of_slurms_pmi2(tmp_path):
     """Slurm reads 1,024 bytes of a message. Two ranks on two nodes, and a server that answers like Slurm."""
     stored, lengths, both = {"PMI_process_mapping": "(vector,(0,2,1))"}, [], threading.Barrier(2)
 
@@ -302,48 +367,40 @@ def test_addresses_of_mpi_fit_into_a_message_of_slurms_pmi2():
     ranks = []
     for rank in range(2):
         server, client = socket.socketpair()
-        env = {**clean_env(), **SRUN, "PMI_FD": str(client.fileno()), "PMI_RANK": str(rank), "PMI_SIZE": "2",
+        env = {**SRUN, "PMI_RANK": str(rank), "PMI_SIZE": "2",
                "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "SLURM_LOCALID": "0",
                "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "MASTER_ADDR": "127.0.0.1"}
-        ranks.append(subprocess.Popen(
-            [sys.executable, "-c", "from runtime import launch; w = launch.launch(100, quiet=True); "
-             "print(w.axis.gather_objects((w.rank, w.node, w.launcher))); launch.shutdown(w)"],
-            cwd=ROOT, env=env, pass_fds=[client.fileno()],
-            stdout=subprocess.PIPE, text=True))
+        ranks.append(context.Process(target=meet_over_pmi2, args=(client, env, tmp_path / str(rank))))
+        ranks[-1].start()
         client.close()
         threading.Thread(target=serve, args=[server], daemon=True).start()
     try:
-        assert [job.communicate(timeout=240)[0] for job in ranks] == [
-            "[(0, 0, 'srun'), (1, 1, 'srun')]\n"] * 2
+        for job in ranks:
+            job.join(240)
+        assert [job.exitcode for job in ranks] == [0, 0]
     finally:
         for job in ranks:
             job.kill()
+    for rank in range(2):
+        assert (tmp_path / str(rank)).read_text() == "[(0, 0, 'srun'), (1, 1, 'srun')]"
     assert any("-allgather" in key for key in stored) and max(lengths) < 200
 
 
-def test_python_mpiexec_and_torchrun_train_alike(tmp_path):
+def test_python_mpiexec_and_torchrun_train_alike(trained):
     """With the same global batch: every loss, and --dump-grads' weights and gradients, to 1e-5 in fp32."""
     from safetensors.torch import load_file
-    launchers = {"single": [sys.executable],
-                 "hydra": [BIN / "mpiexec", "-n", "2", sys.executable],
-                 "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "2"]}
-    losses, dumps, jobs = {}, {}, {}
-    for name, start in launchers.items():  # at the same time: torchrun needs only one core at first
-        out = tmp_path / name
-        jobs[name] = subprocess.Popen(
-            [*start, ROOT / "train.py", *FLAGS, f"--out={out}", f"--dump-grads={out}.st"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_env())
-    for name, job in jobs.items():
-        out = tmp_path / name
-        stdout, stderr = job.communicate(timeout=240)
-        assert job.returncode == 0, stdout + stderr
+    folder, ended = trained
+    losses, dumps = {}, {}
+    for name, (code, said) in ended.items():
+        out = folder / name
+        assert code == 0, said
         n = 1 if name == "single" else 2
-        assert f" {name}: {n} of {n} ranks here" in stdout and stdout.count("[node 1/1 ") == 1
-        assert "Traceback" not in stderr, stderr
+        assert f" {name}: {n} of {n} ranks here" in said and said.count("[node 1/1 ") == 1
+        assert "Traceback" not in said, said
         assert json.loads((out / "config.json").read_text())["launcher"] == name
         metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         losses[name] = torch.tensor([[r["loss"], r["grad_norm"]] for r in metrics], dtype=torch.float64)
-        dumps[name] = load_file(tmp_path / f"{name}.st")
+        dumps[name] = load_file(folder / f"{name}.st")
     assert losses["single"].shape == (6, 2) and losses["single"][-1, 0] < losses["single"][0, 0] - 0.01
     want = dumps["single"]
     assert len(want) == 2 * 21
@@ -369,18 +426,31 @@ train.main(sys.argv[1:])
 """
 
 
-def test_an_exception_on_one_rank_ends_all_ranks(tmp_path):
-    (tmp_path / "crash.py").write_text(CRASH)
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory):
+    """Two ranks over MPICH's OFI over tcp, also on one host. Rank 1 raises in its first step."""
+    folder = tmp_path_factory.mktemp("crashed")
+    (folder / "crash.py").write_text(CRASH)
     t0 = time.monotonic()
-    command = [BIN / "mpiexec", "-n", "2", sys.executable, tmp_path / "crash.py", *FLAGS]
-    job = subprocess.run([*command, f"--out={tmp_path / 'run'}"], capture_output=True, text=True, timeout=240,
-                         env={**clean_env(), "PYTHONPATH": str(ROOT)})
+    command = [BIN / "mpiexec", "-n", "2", sys.executable, folder / "crash.py", *FLAGS]
+    env = {**clean_env(), "PYTHONPATH": str(ROOT), "MPIR_CVAR_CH4_NETMOD": "ofi", "MPIR_CVAR_NOLOCAL": "1"}
+    job = subprocess.run([*command, f"--out={folder / 'run'}"], capture_output=True, text=True, timeout=240,
+                         env=env)
     print(f"an exception on rank 1 ended both ranks {time.monotonic() - t0:.1f} s after the start, "
           f"exit code {job.returncode}")
-    assert job.returncode not in (0, 2, 85)
-    assert "RuntimeError: the rank that breaks" in job.stderr and "in broken" in job.stderr
+    return job
+
+
+def test_ranks_start_over_an_mpi_that_sends_only_inside_of_its_functions(crashed):
+    """Rank 0 sends where to meet, and waits there: without that, no rank would reach its first step."""
+    assert " hydra: " in crashed.stdout and "the rank that breaks" in crashed.stderr, crashed
+
+
+def test_an_exception_on_one_rank_ends_all_ranks(crashed):
+    assert crashed.returncode not in (0, 2, 85)
+    assert "RuntimeError: the rank that breaks" in crashed.stderr and "in broken" in crashed.stderr
     # PyTorch wraps sys.excepthook, and would repeat on stderr, with this prefix, what the hook wrote
-    assert job.stderr.count("Traceback") == 1 and "[rank1]:" not in job.stderr
+    assert crashed.stderr.count("Traceback") == 1 and "[rank1]:" not in crashed.stderr
 
 
 def set_before_launch(flags, result):
@@ -429,20 +499,16 @@ def test_what_is_left_as_it_was(name):
     assert visible.join(UNCHANGED[name]) is None
 
 
-def see_all(world, port, shown, hosts, started, in_cgroup):
-    """show_all_gpus through the store of torchrun's variables, with stand-ins for the driver."""
+def see_all(world, shown, hosts, started, in_cgroup):
+    """show_all_gpus with stand-ins for the driver."""
     count = 1 if in_cgroup == world.rank else len(set(shown))
-    env = {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "MASTER_ADDR": "127.0.0.1",
-           "MASTER_PORT": str(port)}
-    with mock.patch.dict(os.environ, env), mock.patch.object(
+    with mock.patch.dict(os.environ), mock.patch.object(
             launch.socket, "gethostname", lambda: hosts[world.rank]), mock.patch.multiple(
             visible, cuda_is_untouched=lambda: world.rank != started, count_in_new_process=lambda: count):
         os.environ.pop(visible.VARIABLE, None)
         if shown[world.rank] is not None:
             os.environ[visible.VARIABLE] = shown[world.rank]
-        store = launch._store("torchrun", None, world.rank, 1, timedelta(seconds=20))
-        _, own = launch.show_all_gpus(store, world.rank, world.size, world.local_rank)
-        world.barrier()  # the store is rank 0's
+        _, own = launch.show_all_gpus(world.tree, world.local_rank)
         return own, os.environ.get(visible.VARIABLE)
 
 
@@ -455,9 +521,7 @@ def see_all(world, port, shown, hosts, started, in_cgroup):
 def test_every_process_sees_the_gpus_of_its_node(shown, hosts, started, in_cgroup, want):
     """One node, two nodes, a cgroup that hides the others from rank 2, CUDA initialised on rank 1 before,
     a rank without the variable."""
-    with launch.socket.create_server(("127.0.0.1", 0)) as s:
-        port = s.getsockname()[1]
-    assert run_ranks(len(shown), see_all, port, shown, hosts, started, in_cgroup) == want
+    assert run_ranks(len(shown), see_all, shown, hosts, started, in_cgroup) == want
 
 
 def test_without_a_driver_nothing_is_asked(monkeypatch):
@@ -470,9 +534,39 @@ def test_without_a_driver_nothing_is_asked(monkeypatch):
         assert visible.count_in_new_process() == count
 
 
-def test_ranks_of_mpiexec_are_shown_all_gpus_before_the_device_is_chosen(over_ofi):
-    said = over_ofi.stdout.splitlines()
-    assert said == ["hydra [('1', 0, '1,0'), ('0', 1, '1,0')]"] * 2, over_ofi.stdout + over_ofi.stderr
+def test_ranks_of_mpiexec_are_shown_all_gpus_before_the_device_is_chosen(trained):
+    code, said = trained[1]["hydra"]
+    shown = [line for line in said.splitlines() if line.startswith("hydra [")]
+    assert code == 0 and shown == ["hydra [('1', 0, '1,0'), ('0', 1, '1,0')]"] * 2, said
+
+
+# -----------------------------------------------------------------------------
+# Files that a rank may have open
+
+def open_many(world, limit):
+    """limits.check() on ranks of which the last may open only `limit` files: the exit code and stderr."""
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        try:
+            with launch.exit_together(world):
+                limits.check(1000, 1000, float("inf") if world.rank == 0 else limit)
+        except SystemExit as leaving:
+            return leaving.code, stderr.getvalue()
+    return None, ""
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_one_line_with_the_number_needed():
+    assert run_ranks(2, open_many, 1000 + limits.open_now() + 100) == [(None, "")] * 2
+    assert run_ranks(2, open_many, 1000) == [(2, ""), (2, (
+        "nanoshard: 1000 ranks need ulimit -n 2256, and the hard limit is 1000: raise it (ask the site, or "
+        "docker run --ulimit nofile=2256), or start fewer ranks\n"))]
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be():
+    code = ("from resource import *; from runtime import limits; setrlimit(RLIMIT_NOFILE, (40, 300)); "
+            "print(limits.raise_limit(), getrlimit(RLIMIT_NOFILE))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "300 (300, 300)\n", done.stderr
 
 
 # -----------------------------------------------------------------------------
