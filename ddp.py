@@ -337,8 +337,8 @@ class DataParallel:
         self.timers = timers
         self.completes_grads = True  # of the next backward: see announce_backward
         self.buckets = []
-        parameters = model.named_parameters()
-        for contents in assign_buckets(parameters, zero, bucket_elements, optimizer):
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        for contents in assign_buckets(trained, zero, bucket_elements, optimizer):
             axis = getattr(mesh, contents.reduction_axis)
             self.buckets.append(self.make_bucket(contents, axis, dtype, make_comm(axis)))
         bucket_of = {}
@@ -348,7 +348,8 @@ class DataParallel:
                 p.register_post_accumulate_grad_hook(self.make_hook(bucket, i))
         self.buckets_of = {}  # module: the buckets of its parameters
         for module in model.modules():
-            self.buckets_of[module] = unique(bucket_of[p] for p in module.parameters())
+            own = [bucket_of[p] for p in module.parameters() if p in bucket_of]
+            self.buckets_of[module] = unique(own)
         self.buffers = dict(model.named_buffers())  # not trained, but part of the state
         model.data_parallel = self
 

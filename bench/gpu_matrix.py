@@ -26,6 +26,7 @@ from tyro.conf import Positional
 
 sys.path.insert(0, str(ROOT / "tests"))
 
+import equality
 import numpy as np
 import test_layouts as matrix
 
@@ -95,7 +96,7 @@ def check_layouts(world, dtype):
         if world.rank == 0:
             print(f"  {dtype} {family} {layout}", flush=True)
         base = dict(FAMILIES[family], **SHAPE, micro_batch=2, dtype=dtype)
-        want = matrix.run(World(device=world.device), base, batch, *matrix.capacity_ranks(base, layout))
+        want = matrix.run(World(device=world.device), base, batch, *equality.capacity_ranks(base, layout))
         seen = matrix.run(world, dict(base, **layout), batch)
         results = world.tree.gather_objects(seen)  # small models: what each rank knows, over the world
         if world.rank == 0:
@@ -105,7 +106,7 @@ def check_layouts(world, dtype):
 
 
 def worst_error(name, flags, want, seen, results):
-    """Return the worst error of a layout, relative to tests/test_layouts.scale.
+    """Return the worst error of a layout, relative to equality.scale.
 
     want: the run of one rank, seen: that of rank 0, results: those of all ranks.
     AssertionError: the error is too large.
@@ -116,14 +117,10 @@ def worst_error(name, flags, want, seen, results):
         assert error < 1e-2, f"{name}: losses {got[:, 0]} and {expected[:, 0]}"
         return error
 
-    np.testing.assert_allclose(got[:, [0, 1, 3]], expected[:, [0, 1, 3]], rtol=1e-10, err_msg=name)
-    pieces = matrix.assemble(results)
-    worst = 0.0
-    for tensor, whole in matrix.assemble([want]).items():
-        error = np.abs(pieces[tensor] - whole).max() / matrix.scale(tensor, whole, flags)
-        assert error < 1e-10, f"{name} {tensor}: {error}"
-        worst = max(worst, error)
-    return worst
+    found = equality.errors(equality.assemble(results), equality.assemble([want]), flags)
+    for what, error in (equality.stats_errors(seen, want) | found).items():
+        assert error < 1e-10, f"{name} {what}: {error}"
+    return max(found.values())
 
 
 # -----------------------------------------------------------------------------

@@ -238,19 +238,22 @@ def plain_pytorch(flags, batch):
     return stats, want, None
 
 
-def run_with_faults(base, place, faults=(), batch=None):
+def run_with_faults(base, place, faults=(), batch=None, kind=Synthetic):
     """Train with the faults. Return check(), which asserts that the results equal those of one rank.
 
     The run is over before check() is called, so a run that crashes does not count as a detected fault.
     """
     n, layout = place
     batch = batch or sequences(n, layout)
-    chunks = test_layouts.capacity_ranks(base, layout)
-    want = plain_pytorch(base, batch) if n == 1 else test_layouts.reference(dict(base), batch, *chunks)
-    results = run_ranks(n, with_faults, faults, run, dict(base, **layout), batch)
+    chunks = test_layouts.equality.capacity_ranks(base, layout)
+    if n == 1:
+        want = plain_pytorch(base, batch)
+    else:
+        want = test_layouts.reference(dict(base), batch, *chunks, kind=kind)
+    results = run_ranks(n, with_faults, faults, run, dict(base, **layout), batch, 1, 1, kind)
 
     def check():
         with mock.patch.object(test_layouts, "run_ranks", lambda *job: results), \
                 mock.patch.object(test_layouts, "reference", lambda *job: want):
-            compare(base, n, batch, **layout)
+            compare(base, n, batch, kind, **layout)
     return check

@@ -191,8 +191,8 @@ def test_wrong_flags_are_one_line(main, argv, words, capsys):
     assert end.value.code == 2 and said.count("\n") == 1 and words in said
 
 
-PROGRAMS = ("collectives", "dcp_compare", "doctor", "gpu_matrix", "layouts", "moe_layer", "oracles",
-            "save_cost", "scaling", "smoke", "speed", "torch_versions")
+PROGRAMS = ("collectives", "dcp_compare", "doctor", "equal_one", "gpu_matrix", "layouts", "moe_layer",
+            "oracles", "save_cost", "scaling", "smoke", "speed", "torch_versions")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -245,7 +245,7 @@ def masters_after_init_from(world, flags, path, vocab_size):
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     model, data_parallel, opt = train.build(cfg, mesh, vocab_size, world.device)
     said = resume.init_from(model, opt, path)
-    return {"said": said, "pieces": [(n, test_layouts.to_numpy(t), full, at) for n, t, full, at in
+    return {"said": said, "pieces": [(n, test_layouts.equality.to_numpy(t), full, at) for n, t, full, at in
                                      resume.own_pieces(data_parallel, opt, {"": opt.masters})]}
 
 

@@ -15,7 +15,7 @@ import torch
 from pool import ROOT, run_ranks
 from runs import session
 from safetensors.torch import load_file
-from test_layouts import GPT2, LLAMA, MOE, SIGMOID, assemble, scale
+from test_layouts import GPT2, LLAMA, MOE, SIGMOID, assemble, equality
 
 import checkpoint
 import train
@@ -113,7 +113,7 @@ def test_any_layout_reads_the_checkpoint_of_any_other(model, tmp_path):
                 if name.startswith("saved "):
                     np.testing.assert_array_equal(got[name], t, err_msg=f"{where}: {name}")
                 else:
-                    worst = 1e-10 * scale(name, t, base)
+                    worst = 1e-10 * equality.scale(name, t, base)
                     np.testing.assert_allclose(got[name], t, rtol=0, atol=worst, err_msg=f"{where}: {name}")
             loss, norm = np.array([seen["stats"] for seen in results])[:, :2].T
             np.testing.assert_allclose(loss, written[0]["stats"][0], rtol=1e-10, err_msg=where)

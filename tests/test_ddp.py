@@ -12,7 +12,7 @@ import test_layouts
 import torch
 from faults import GPT2, LLAMA, MOE, group, sequences, with_faults
 from pool import run_ranks
-from test_layouts import assemble, run, to_numpy
+from test_layouts import assemble, run
 
 import train
 from config import Config
@@ -55,6 +55,7 @@ def initial_masters(world, dtype, zero):
     assert all(torch.equal(m.to(b.own.dtype), b.own) for m, b in
                zip(opt.masters, data_parallel.buckets, strict=True))
     pieces = own_pieces(data_parallel, opt)
+    to_numpy = test_layouts.equality.to_numpy
     return {"pieces": [(name, to_numpy(t), full, offset) for name, t, full, offset in pieces]}
 
 

@@ -81,6 +81,9 @@ moe gpus=8 ep=8 capacity_factor=1.5 recompute=full
 moe gpus=16 ep=16 ep_slack=4
 moe gpus=16 ep=16 capacity_factor=1.0 zero=1 router=sigmoid router_bias_rate=0.001
 moe gpus=16 ep=4 tp=2 cp=2 zero=3 global_batch=32 router=sigmoid router_bias_rate=0.001
+moe gpus=8 ep=2 tp=2 zero=2 optimizer=muon capacity_factor=1.25
+dense gpus=2 zero=1 optimizer=muon
+dense gpus=8 tp=4 pp=2 optimizer=muon
 moe gpus=8 ep=4 tp=2 zero=1 recompute=full n_shared_experts=1 dropout=0.1
 moe gpus=16 ep=4 pp=4 zero=2 global_batch=64 dtype=fp32
 moe gpus=8 ep=2 tp=4 mlp=gelu n_kv_head=2

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pool import run_ranks
 from runs import TINY, go, rows, same, session
 from safetensors.torch import load_file
-from test_layouts import GPT2, LLAMA, MOE, SIGMOID, assemble, to_numpy
+from test_layouts import GPT2, LLAMA, MOE, SIGMOID, assemble, equality
 
 import checkpoint
 import moe
@@ -50,7 +50,7 @@ def train_in(world, dtype, flags, batch):
 
     def keep(prefix, vectors):
         pieces = own_pieces(data_parallel, opt, vectors)
-        seen["pieces"] += [(prefix + name, to_numpy(t), *at) for name, t, *at in pieces]
+        seen["pieces"] += [(prefix + name, equality.to_numpy(t), *at) for name, t, *at in pieces]
 
     with mock.patch.object(moe, "stable_top_k", fixed_choice):
         for number in range(1, STEPS + 1):

@@ -152,7 +152,7 @@ def test_synchronisations_are_watched_in_the_third_pass():
 
 def wrong_layout(world):
     """One rank stands for two, but drops its rows as one."""
-    with small(), mock.patch.object(gpu_matrix.matrix, "capacity_ranks", lambda base, layout: (1, 1)):
+    with small(), mock.patch.object(gpu_matrix.equality, "capacity_ranks", lambda base, layout: (1, 1)):
         return layouts_of_one_family(world, "fp64")
 
 

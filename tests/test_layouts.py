@@ -2,25 +2,25 @@
 
 Each rank returns the pieces it owns. Every element of a tensor must be in exactly one rank's piece, and all
 numbers must equal one rank's to 1e-10: losses, gradient norms, every gradient of every step, every parameter
-and moment at the end; relative to the tensor's largest element, but for key biases (see scale).
+and moment at the end; relative to the tensor's largest element, but for key biases: see bench/equality.py.
 """
 import dataclasses
+import sys
 
 import numpy as np
 import pytest
 import torch
-from pool import run_ranks
+from pool import ROOT, run_ranks
 from shared import Masked
 
-import moe
-import train
+sys.path.append(str(ROOT / "bench"))  # also in the ranks of the pool, which import this module
+
+import equality
+from equality import assemble, capacity_ranks
+
 from config import Config
 from corpus import masked
 from corpus.shards import Synthetic
-from interface.layout import check_layout
-from parallel import make_mesh
-from runtime.resume import own_pieces
-from zero import ShardedBucket
 
 LLAMA = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, vocab_size=100, seq_len=8,
              norm="rms", mlp="swiglu", pos="rope", bias=False, tied=False, dtype="fp64", clip=0.05, lr=1e-2,
@@ -30,38 +30,7 @@ MOE = dict(LLAMA, n_experts=8, capacity_factor=0.0, top_k=2, aux_coef=0.02, z_co
 BERT = dict(GPT2, objective="mlm", seq_len=20)  # 3 tokens of a sequence are masked
 CAPACITY = dict(MOE, capacity_factor=0.75, top_k=1)
 SIGMOID = dict(MOE, router="sigmoid", router_bias_rate=0.01, n_shared_experts=1, mlp="gelu", bias=True)
-MOE_FORWARD = moe.MoE.forward
 STEPS = 3
-
-
-def forward_in_chunks(chunks, cp):
-    """Return a MoE.forward that does on one rank what cp x chunks ranks do.
-
-    It routes the whole micro-batch, but the rows of each rank have their own capacity. Rank r of cp has
-    segments r and 2 cp - 1 - r of each sequence, and every tp rank has a part of these rows.
-    """
-    def forward(self, x, recompute):
-        p, ids, router_loss = self.route(x)
-        rows, y = torch.arange(x.size(0), device=x.device), torch.zeros_like(x)
-        rows = rows.view(-1, 2 * cp, self.cfg.seq_len // (2 * cp))
-        for r in range(cp):
-            for i in rows[:, [r, -1 - r]].flatten().chunk(chunks):
-                y = y.index_copy(0, i, self.experts(x[i], p[i], self.dispatcher.plan(ids[i], p[i])))
-        return (y if self.shared is None else y + self.shared(x)), router_loss
-    return forward
-
-
-def to_numpy(t):
-    """A copy as numpy; bf16, which numpy does not have, becomes fp32."""
-    return t.detach().to("cpu", torch.promote_types(t.dtype, torch.float32), copy=True).numpy()
-
-
-def wait_for_all_weights(model, data_parallel):
-    """The whole model's weights are there after this, as nothing but a test needs them under ZeRO-3."""
-    for bucket in data_parallel.buckets:
-        if isinstance(bucket, ShardedBucket):
-            bucket.fetch()
-    model.provide_weights(model)
 
 
 def mask_synthetic(vocab_size, seq_len, seed):
@@ -70,67 +39,11 @@ def mask_synthetic(vocab_size, seq_len, seed):
 
 
 def run(world, flags, batch, chunks=1, cp=1, kind=Synthetic):
-    """Train STEPS steps on synthetic tokens -> {stats, pieces, replicas, ...} of this rank, as numpy.
-    chunks, cp: with a capacity, the number of tp and cp ranks whose dropping of rows this rank reproduces."""
+    """Train STEPS steps on synthetic tokens -> what equality.train_steps returns of this rank."""
     cfg = Config(**flags, global_batch=batch)
-    moe.MoE.forward = forward_in_chunks(chunks, cp) if chunks * cp > 1 else MOE_FORWARD
-    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)
-    check_layout(cfg, mesh, batch)
     kind = mask_synthetic if cfg.objective == "mlm" else kind
     source = kind(cfg.vocab_size, cfg.seq_len, cfg.seed)
-    model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
-    seen = {"stats": [], "pieces": []}
-
-    def keep(prefix, vectors):
-        for name, t, full, offset in own_pieces(data_parallel, opt, vectors):
-            seen["pieces"].append((prefix + name, to_numpy(t), full, offset))
-
-    train_step = train.Step(cfg, model, data_parallel, opt)
-    for step in range(1, STEPS + 1):
-        batches = train.micro_batches(cfg, mesh, source, (step - 1) * batch, batch, world.device)
-        opt.before_update[:] = [lambda step=step: keep(f"step {step} grad ", {"": opt.grads})]
-        tokens = None if kind is Synthetic else train.trained_tokens(source, (step - 1) * batch, batch,
-                                                                     world.device)
-        stats, _ = train_step(batches, step, n_trained=tokens)
-        seen["stats"].append(torch.stack(stats).tolist())
-    wait_for_all_weights(model, data_parallel)
-    keep("end ", None)
-    if cfg.n_experts:
-        seen["experts"] = moe.expert_stats(model, batch // cfg.micro_batch)
-    seen["replicas"] = {n: to_numpy(p) for n, p in model.named_parameters()}
-    seen["offsets"] = {n: (p.full_shape, p.offset) for n, p in model.named_parameters()}
-    return seen
-
-
-def slices(offset, shape):
-    """Return the index of a piece of this shape in its full tensor."""
-    return tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
-
-
-def assemble(results):
-    """Shards of all ranks -> {name: full array}. AssertionError unless each element is in exactly one."""
-    whole, count = {}, {}
-    for seen in results:
-        for name, t, full, offset in seen["pieces"]:
-            where = slices(offset, t.shape)
-            whole.setdefault(name, np.full(full, np.nan))[where] = t
-            count.setdefault(name, np.zeros(full, int))[where] += 1
-    for name, c in count.items():
-        assert (c == 1).all(), f"{name}: elements held {c.min()} to {c.max()} times"
-    return whole
-
-
-def scale(name, want, flags):
-    """Return what 1e-10 is relative to: the largest element of the tensor `want`. Key biases are compared
-    absolutely: without RoPE they shift all scores of a query alike, which softmax ignores. Their gradient is
-    nothing but rounding errors, and Adam divides one of those by another."""
-    shifts = name.endswith("attn.wk.bias") and flags["pos"] == "learned"
-    return 1.0 if shifts else max(1e-4, np.abs(want).max())
-
-
-def capacity_ranks(base, layout):
-    """Return (tp, cp) ranks that choose among their own rows, (1, 1) where nothing is dropped."""
-    return tuple(layout.get(axis, 1) if base.get("capacity_factor") else 1 for axis in ("tp", "cp"))
+    return equality.train_steps(world, cfg, cfg.vocab_size, source, batch, STEPS, chunks=chunks, cp=cp)
 
 
 references = {}
@@ -153,13 +66,12 @@ def compare(base, n, batch, kind=Synthetic, **layout):
     stats, want, experts = reference(dict(base), batch, *capacity_ranks(base, layout), kind)
     results = run_ranks(n, run, dict(base, **layout), batch, 1, 1, kind)
     for seen in results:
-        got, expected = np.array(seen["stats"]), np.array(stats)  # (steps, 4)
-        np.testing.assert_allclose(got[:, [0, 1, 3]], expected[:, [0, 1, 3]], rtol=1e-10,
-                                   err_msg="loss and norms")
+        for name, error in equality.stats_errors(seen, {"stats": stats}).items():
+            assert error <= 1e-10, f"{name}: {error}"
         # Softmax ignores a shift, so the gradient of the key bias is zero up to rounding. How many of its
         # elements are exactly zero may differ.
-        np.testing.assert_allclose(got[:, 2], expected[:, 2], atol=64 if base["bias"] else 0,
-                                   err_msg="zero gradients")
+        zeros = np.array(seen["stats"])[:, 2] - np.array(stats)[:, 2]
+        assert np.abs(zeros).max() <= (64 if base["bias"] else 0), "zero gradients"
         assert seen["stats"] == results[0]["stats"]  # equal bits on every rank: all take the same decisions
     for layer, row in (experts or {}).items():  # load, dropped, aux, z, entropy: as logged, on every rank
         assert not base["capacity_factor"] or row["dropped"] > 0, "nothing was dropped"
@@ -168,18 +80,9 @@ def compare(base, n, batch, kind=Synthetic, **layout):
                 np.testing.assert_allclose(seen["experts"][layer][key], value, rtol=1e-10,
                                            err_msg=f"layer {layer} {key}")
     got = assemble(results)
-    assert got.keys() == want.keys()
-    for name in want:
-        np.testing.assert_allclose(got[name], want[name], rtol=0,
-                                   atol=1e-10 * scale(name, want[name], base), err_msg=name)
-    for name in want:  # the weights a rank computes with, not only those it owns, are the same everywhere
-        for seen in results:
-            name = name.removeprefix("end ")
-            if name in seen["replicas"]:
-                full, offset = seen["offsets"][name]
-                local = seen["replicas"][name]
-                np.testing.assert_array_equal(local, got["end " + name][slices(offset, local.shape)],
-                                              err_msg=f"replica of {name}")
+    for name, error in equality.errors(got, want, base).items():
+        assert error <= 1e-10, f"{name}: {error}"
+    equality.check_replicas(results, got)
     assert stats[0][1] > 2 * base["clip"], "clipping must be active"
 
 

@@ -345,7 +345,7 @@ def test_a_window_in_visible_keys_reaches_cp(recompute):
     want = test_layouts.assemble(one)
     for name, got in test_layouts.assemble(two).items():
         difference = abs(got - want[name]).max()
-        assert difference < 1e-10 * test_layouts.scale(name, want[name], flags), name
+        assert difference < 1e-10 * test_layouts.equality.scale(name, want[name], flags), name
 
 
 # -----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import test_layouts
 import torch
 import torch.nn.functional as F
 from pool import run_ranks
-from test_layouts import MOE, assemble, slices
+from test_layouts import MOE, assemble
 
 import moe
 import parallel
@@ -98,7 +98,8 @@ def block(mesh=ALONE, make_dispatcher=moe.plain_dispatcher, **flags):
     rng = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in layer.parameters():
-            p.copy_(torch.randn(p.full_shape, dtype=torch.float64, generator=rng)[slices(p.offset, p.shape)])
+            full = torch.randn(p.full_shape, dtype=torch.float64, generator=rng)
+            p.copy_(full[test_layouts.equality.slices(p.offset, p.shape)])
     return layer
 
 
@@ -335,7 +336,7 @@ def block_over_ep(world, ep, flags, kind, slack=0.0):
     for name, p in layer.named_parameters():
         whole = torch.zeros(p.full_shape, dtype=torch.float64)
         if p.grad is not None:
-            whole[slices(p.offset, p.shape)] = p.grad
+            whole[test_layouts.equality.slices(p.offset, p.shape)] = p.grad
         if world.size > 1:
             torch.distributed.all_reduce(whole)
         grads[name] = whole.numpy()

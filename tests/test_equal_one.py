@@ -1,0 +1,108 @@
+"""bench/equal_one.py on the ranks of the pool: equal layouts, planted faults that it names, wrong input."""
+import contextlib
+import functools
+import io
+import sys
+from unittest import mock
+
+import pytest
+from faults import constant, group, nothing, with_faults
+from pool import ROOT, run_ranks
+
+sys.path.append(str(ROOT / "bench"))  # also in the ranks of the pool, which import this module
+
+import equal_one
+import equality
+
+SHAPE = ["--data=synthetic", "--n-layer=2", "--n-head=2", "--n-embd=16", "--ffn-hidden=24", "--seq-len=8",
+         "--vocab-size=100", "--micro-batch=2", "--clip=0.05"]
+MOE = ["tiny-moe", *SHAPE, "--n-experts=4"]
+
+
+def verdict(world, argv):
+    """Run the program on this rank. Return {code, out, err}."""
+    out, err = io.StringIO(), io.StringIO()
+    ranks = mock.patch.multiple(equal_one, launch=lambda timeout: world, shutdown=lambda world: None)
+    with ranks, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = equal_one.main(argv)
+        except SystemExit as leaving:
+            code = int(leaving.code)
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def run(n, argv, *faults):
+    """Return rank 0's result on n ranks. The other ranks print nothing, and end with the same code."""
+    first, *others = run_ranks(n, with_faults, faults, verdict, argv)
+    for other in others:
+        assert other == {"code": first["code"], "out": "", "err": ""}
+    return first
+
+
+@pytest.mark.parametrize("argv", [
+    [*MOE, "--tp=2", "--ep=2", "--zero=1", "--capacity-factor=0.75", "--top-k=1", "--dtype=bf16",
+     "--global-batch=4"],
+    ["tiny", *SHAPE, "--pp=2", "--zero=2", "--tied", "--global-batch=4", "--recompute=full"]],
+    ids=["moe", "pp"])
+def test_equal_layouts(argv):
+    result = run(2, argv)
+    assert result["code"] == 0, result
+    *table, numbers, last = result["out"].splitlines()
+    assert table[0].split() == ["parameter", "gradient", "weights", "moments"]
+    names = [line.split()[0] for line in table[1:]]
+    assert "blocks.1.attn.wq.weight" in names and len(set(names)) == len(names) > 15
+    assert max(float(word) for line in table[1:] for word in line.split()[1:]) < 1e-12
+    assert numbers.startswith("loss ")
+    assert last.startswith("equal: 2 ranks and one process differ by at most ")
+    assert last.endswith(" in 3 steps of 4 sequences")
+
+
+FAULTS = {  # the layout, the faults, what the verdict names
+    "norm weights not summed over tp": (
+        ["tiny", *SHAPE, "--tp=2"], [group("stage", "dp")],
+        "step 1 grad norm.weight: elements held 2 to 2 times, in 30 of 126 tensors"),
+    "balance loss's counts not summed over tp": (
+        [*MOE, "--tp=2"], [("moe.MoE.router_loss", "tp.all_reduce(chosen", "(chosen")],
+        "step 1: 18 of 23 gradients differ: blocks.1.moe.router.weight by"),
+    "new weights not sent": (
+        ["tiny", *SHAPE, "--zero=1", "--compared-steps=1"], [("ddp.FlatBuffers.after_update", nothing)],
+        "rank 0 computes with other weights wte.weight than it owns"),
+    "norm counts replicated weights once per rank": (
+        ["tiny", *SHAPE, "--tp=2"], [("ddp.Bucket.count_factor", functools.partial(constant, value=1))],
+        "those of step 1 are equal, so look at norm, clipping and optimizer"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_named(name):
+    argv, faults, named = FAULTS[name]
+    result = run(2, argv, *faults)
+    last = result["out"].splitlines()[-1]
+    assert result["code"] == 1 and last.startswith("NOT EQUAL: 2 ranks and one process: ")
+    assert named in last
+
+
+def test_a_number_that_is_none_is_not_equal():
+    assert equal_one.worst([0.0, float("nan"), 1.0]) != equal_one.worst([0.0])
+    assert not equal_one.is_small(equal_one.worst([0.0, float("nan"), 1.0]), 1e-10)
+    assert "loss differs by nan" in equal_one.first_fault({"loss": float("nan")}, {}, 1e-10)
+
+
+def test_an_element_that_nobody_owns_is_not_equal():
+    seen = {"pieces": [("end w", equality.np.zeros(2), (3,), (0,))]}
+    with pytest.raises(AssertionError, match="end w: elements held 0 to 1 times, in 1 of 1 tensors"):
+        equality.assemble([seen])
+
+
+@pytest.mark.parametrize("n,argv,words", [
+    (1, [], "one process has no layout to compare"),
+    (2, ["--tp=2", "--dropout=0.1"], "add --dropout 0"),
+    (2, ["--tp=4"], "try --tp 2"), (2, ["--zero=7"], "--zero"),
+    (2, ["--init-from=out/a"], "leave out --init-from"), (2, ["--compared-steps=0"], "at least 1")],
+    ids=lambda value: None)
+def test_wrong_input(n, argv, words):
+    with mock.patch.dict("os.environ", RANK="0"):
+        results = run_ranks(n, verdict, ["tiny", *SHAPE, *argv])
+    assert [result["code"] for result in results] == [2] * n
+    said = "".join(result["err"] for result in results)
+    assert words in said

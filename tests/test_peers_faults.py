@@ -1,0 +1,257 @@
+"""Silent numerical faults that larger projects shipped, planted here, each named by its thread.
+
+docs/peers-faults.md lists them, and those that have no counterpart here. test_faults.py has our own. Three
+checks detect them:
+    layouts        a layout against one process
+    plain PyTorch  one process against a plain loop
+    resumes        a run that is stopped around the end of an epoch and resumed, against one that never stops
+"""
+import functools
+import re
+import signal
+
+import pytest
+import test_faults as ours
+import torch
+from faults import (
+    DP,
+    GPT2,
+    LLAMA,
+    MOE,
+    PP,
+    TP,
+    group,
+    nothing,
+    router_loss_weight,
+    run_with_faults,
+    with_faults,
+)
+from pool import ROOT, run_ranks
+from runs import TINY, session
+from shared import Masked
+
+import prepare
+from corpus.shards import Synthetic, open_tokens
+
+ONE, CP, EP = (1, dict()), (2, dict(cp=2)), (2, dict(ep=2))
+TP_EP, PP_DP, PP_ZERO = (2, dict(tp=2, ep=2)), (4, dict(pp=2)), (4, dict(pp=2, zero=1))
+RECOMPUTED = (2, dict(recompute="full"))
+
+
+# -----------------------------------------------------------------------------
+# Functions that are called in the place of others
+
+def tokens_of_this_rank(original, source, first, count, device):
+    """trained_tokens that takes the share of one replica's sequences for the share of each."""
+    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    return size * original(source, first + rank * (count // size), count // size, device)
+
+
+def factor_on(original, bucket, axis, factor):
+    """Bucket.count_factor times a factor in the buckets of one axis."""
+    return original(bucket) * (factor if bucket.axis.name == axis else 1)
+
+
+def count_factor_on(axis, factor):
+    return "ddp.Bucket.count_factor", functools.partial(factor_on, axis=axis, factor=factor)
+
+
+def experts_of_first_rank(original, bucket):
+    """Bucket.count_factor that leaves out the experts of all ranks but the first."""
+    return 0.0 if bucket.axis.name == "edp" and torch.distributed.get_rank() else original(bucket)
+
+
+def experts_divided(original, bucket):
+    """Bucket.wait_grads that divides the experts' gradients by the number of expert-parallel ranks."""
+    original(bucket)
+    if bucket.axis.name == "edp":
+        bucket.grad.div_(torch.distributed.get_world_size())
+
+
+def scaled_at_each_addition(original, total, grad, first):
+    """ops.flat.accumulate that rescales the whole total at every micro-batch."""
+    original(total, grad, first)
+    total.div_(2)
+
+
+def epsilon_of_every_rank(original, optimizer, grad_norm):
+    """Optimizer.divisor whose 1e-6 is added once per rank."""
+    return original(optimizer, grad_norm + 1e-6 * (torch.distributed.get_world_size() - 1))
+
+
+def equal_shares(original, p):
+    """own_share that is the first rank's share on every rank."""
+    return tuple(slice(0, size) for size in p.shape)
+
+
+# -----------------------------------------------------------------------------
+# The faults
+
+FAULTS = {  # thread: what went wrong there: (model, (ranks, layout), faults)
+    "Megatron-LM #7452, finding 3: a loss divided by local numbers of tokens": (
+        LLAMA, DP, ("corpus.shards.trained_tokens", tokens_of_this_rank)),
+    "Megatron-LM #7452, finding 8: a sharded weight counted as replicated in the clipping norm": (
+        LLAMA, TP, count_factor_on("dp", 1 / 2)),
+    "Megatron-LM #7452, finding 10: the router's loss scaled by the count over tp": (
+        MOE, TP, router_loss_weight(2)),
+    "Megatron-LM #5916: experts of later tp ranks left out of the norm": (
+        MOE, TP_EP, ("ddp.Bucket.count_factor", experts_of_first_rank)),
+    "Megatron-LM #7228: both copies of a tied weight counted in the norm": (
+        GPT2, PP, count_factor_on("tied", 2)),
+    "Megatron-LM #844: a tied gradient summed over the stages, but of one replica": (
+        GPT2, PP_ZERO, group("tied", "pp")),
+    "Megatron-LM #906: a loss scaled by cp": (
+        LLAMA, CP, ours.token_count(1 / 2)),
+    "Megatron-LM #560: positions of cp ranks": (
+        LLAMA, CP, ("model.GPT._positions", ours.one_piece)),
+    "Pai-Megatron-Patch #397: a gate on parts of the sequence, its gradient not summed over tp": (
+        MOE, TP, group("stage", "dp")),
+    "torchtitan #2972: a pipeline divides the logged loss alone": (
+        LLAMA, PP, ("pipeline.several_stages", "out = out / n_trained  # the one division\n            "
+                    "mean_loss.add_(out.detach())", "mean_loss.add_(out.detach() / n_trained)")),
+    "torchtitan #1733: a total rescaled at each accumulation": (
+        LLAMA, PP, ("ops.flat.accumulate", scaled_at_each_addition)),
+    "torchtitan #2206: the mean of each micro-batch's mean": (
+        LLAMA, DP, ("pipeline.one_stage", "loss / n_trained",
+                    "loss / ((y >= 0).sum() * len(batches) * model.mesh.dp.size)")),
+    "torchtitan #596: each stage clips by its own norm": (
+        LLAMA, PP, ("optim.Optimizer.divisor", ours.divisor_by_local_norm)),
+    "torchtitan #1551: experts' gradients divided by another number of ranks": (
+        MOE, EP, ("ddp.Bucket.wait_grads", experts_divided)),
+    "torchtitan #166: replicas that start from other weights": (
+        LLAMA, DP, ("model.normal_from_key", ours.draw_of_this_rank)),
+    "ms-swift #7944: tp ranks draw equal shares": (
+        LLAMA, TP, ("model.own_share", equal_shares)),
+    "Automodel #3817: the experts' norm not reduced over ep": (
+        MOE, EP, ("optim.Optimizer.divisor", ours.divisor_by_local_norm)),
+    "OLMo-core #828: recomputed dropout draws other masks": (
+        dict(LLAMA, dropout=0.2), RECOMPUTED,
+        ("model.Block.recomputed_call", "self.dropout > 0", "False")),
+    "pytorch #149768: the epsilon of clipping added by every rank": (
+        LLAMA, DP, ("optim.Optimizer.divisor", epsilon_of_every_rank)),
+    "picotron #5: gradients sent before the last micro-batch of 1F1B": (
+        LLAMA, PP_DP, ("ddp.DataParallel.announce_backward", ours.always_last),
+        ("ddp.Bucket.start_reduce", ours.reduce_and_wait)),
+    "trl #7245: no gradient is summed over the replicas": (
+        LLAMA, DP, ("ddp.Bucket.start_reduce", nothing), ("ddp.Bucket.wait_grads", nothing)),
+    "AReaL #1273: a pipeline divides once more by its micro-batches": (
+        LLAMA, PP, ours.token_count(4)),
+    "modded-nanogpt #146: accumulated gradients are not divided": (
+        LLAMA, ONE, ours.token_count(1 / 2)),
+}
+UNEQUAL = {"Megatron-LM #7452, finding 3", "torchtitan #2206"}  # ranks with other numbers of trained tokens
+
+
+def kind_of(name):
+    return Masked if name.partition(":")[0] in UNEQUAL else Synthetic
+
+
+def unless_short(names, is_short):
+    """Return pytest's parameters of these names; make long has those that are not short."""
+    return [pytest.param(name, marks=[] if is_short(name) else [pytest.mark.long]) for name in names]
+
+
+@pytest.mark.parametrize("name", unless_short(FAULTS, lambda name: FAULTS[name][1][0] <= 2))
+def test_a_peers_fault_is_caught(name):
+    base, place, *faults = FAULTS[name]
+    check = run_with_faults(base, place, faults, kind=kind_of(name))
+    with pytest.raises(AssertionError):
+        check()
+
+
+CONTROLS = {str((base, place, kind_of(name))): (base, place, kind_of(name))
+            for name, (base, place, *_) in FAULTS.items()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("key", CONTROLS, ids=lambda key: str(list(CONTROLS).index(key)))
+def test_the_same_runs_without_faults_pass(key):
+    base, place, kind = CONTROLS[key]
+    run_with_faults(base, place, kind=kind)()
+
+
+# -----------------------------------------------------------------------------
+# Around the end of an epoch
+
+LAST = 4  # steps of an epoch, each of 4 sequences of 16 tokens
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """Token files whose training split has exactly LAST steps."""
+    folder = tmp_path_factory.mktemp("epochs")
+    text = "".join(chr(97 + i * i % 23) for i in range(322))  # of which 257 are for training
+    (folder / "text.txt").write_text(text)
+    argv = [str(folder / "text.txt"), "--name", "toy", "--tokenizer", "char", "--out", str(folder),
+            "--val-fraction", "0.2"]
+    assert prepare.main(argv) == 0
+    assert open_tokens(str(folder / "toy"), "train", 16, 0).n_samples == 4 * LAST
+    return folder / "toy"
+
+
+def steps_of(toy, out, *flags, plan=None, faults=(), code=0):
+    """Run a session on one rank. Return what each of its steps started with."""
+    argv = [*TINY, f"--data={toy}", "--vocab-size=0", "--save-every=1", "--keep=0", "--steps=10",
+            f"--out={out}", *flags]
+    (result,) = run_ranks(1, with_faults, faults, session, argv, plan)
+    assert result["code"] == code, result["err"] + result["out"]
+    return result["steps"]
+
+
+def an_epoch_too_early(original, source, epoch, windows):
+    """shuffled_starts that takes the epoch in which it resumes for the first."""
+    return original(source, max(epoch - 1, 0), windows)
+
+
+def skipped_again(original, source, epoch, windows):
+    """shuffled_starts that leaves out the first step's windows in later epochs as well."""
+    return original(source, epoch, (windows + 4) % source.n_samples if epoch else windows)
+
+
+RESUMES = {  # thread: what went wrong there: a fault of the resumed process
+    "accelerate #2823: a resumed run has the order of another epoch": (
+        "corpus.shards.Tokens.shuffled_starts", an_epoch_too_early),
+    "accelerate #1451: what a resume skipped is skipped in later epochs": (
+        "corpus.shards.Tokens.shuffled_starts", skipped_again),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(toy, tmp_path_factory):
+    """The steps of a run of two and a half epochs that never stops."""
+    return steps_of(toy, tmp_path_factory.mktemp("runs") / "whole")
+
+
+@pytest.mark.parametrize("last", unless_short([LAST - 1, LAST, LAST + 1, 2 * LAST], lambda n: n == LAST))
+def test_a_run_killed_around_the_end_of_an_epoch_goes_on_with_the_same_data(last, toy, whole, tmp_path):
+    """It stops in step `last`; then a process resumes from the step before, as after a kill, and stops again
+    one step later; and the next process, the second resume in an epoch, does the rest."""
+    first = steps_of(toy, tmp_path, plan={last: signal.SIGTERM}, code=85)
+    assert first == whole[:last]
+    killed = f"--resume={tmp_path}/step_{last - 1:06d}"
+    second = steps_of(toy, tmp_path, killed, plan={last + 1: signal.SIGTERM}, code=85)
+    assert second == whole[last - 1:last + 1]
+    assert steps_of(toy, tmp_path, "--resume=auto") == whole[last + 1:]
+    assert len({step["data"] for step in whole}) == 10  # each step of each epoch has data of its own
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_a_peers_fault_of_a_resume_is_caught(name, toy, whole, tmp_path):
+    steps_of(toy, tmp_path, plan={LAST: signal.SIGTERM}, code=85)
+    assert steps_of(toy, tmp_path, "--resume=auto", faults=[RESUMES[name]]) != whole[LAST:]
+
+
+# -----------------------------------------------------------------------------
+# The page
+
+def test_the_page_and_the_readme_count_the_faults():
+    page = (ROOT / "docs/peers-faults.md").read_text()
+    rows = re.findall(r"^\| \[([^\]]+)\]\(https://github.com/\S+\) \| (.*) \|$", page, re.MULTILINE)
+    planted = [thread for thread, rest in rows if rest.count(" | ") == 2]
+    absent = [thread for thread, rest in rows if rest.count(" | ") == 1]
+    tested = [name.partition(":")[0].partition(",")[0] for name in (*FAULTS, *RESUMES)]
+    assert sorted(planted) == sorted(tested) and len(absent) > 5
+    line = f"{len(planted)} of {len(planted)} faults that other projects shipped"
+    for text in (page, (ROOT / "README.md").read_text()):
+        assert line in " ".join(text.split()), f"say: {line}"
+    assert f"{len(absent)} more have no counterpart" in page
