@@ -71,6 +71,7 @@ class Config:
     n_head: int = flag(4, "shape", SIZE, common=True)  # query heads
     n_kv_head: int = flag(2, "shape", SIZE)  # key/value heads, each shared by n-head / n-kv-head query heads
     n_embd: int = flag(128, "shape", SIZE, common=True)  # width of the model
+    head_dim: int = flag(0, "shape", (0, 2**16))  # width of a head; 0 is n-embd / n-head
     ffn_hidden: int = flag(384, "shape", SIZE)  # hidden width of the MLP, and of each expert
     # tokens in the vocabulary; 0 takes their number from the data's meta.json
     vocab_size: int = flag(0, "meaning", (0, 2**24))
@@ -78,12 +79,29 @@ class Config:
     # probability, in attention, residual branches and embedding; 0 is off
     dropout: float = flag(0.0, "free", SHARE)
     norm: Literal["rms", "layer"] = flag("rms", "shape or meaning")  # RMSNorm or LayerNorm
-    mlp: Literal["swiglu", "gelu"] = flag("swiglu", "shape")  # SwiGLU (three matrices) or GELU (two)
+    # where a block's two norms are: before attention and MLP, or after them, on their outputs (OLMo 2)
+    norm_place: Literal["before", "after"] = flag("before", "meaning")
+    # RMSNorm of queries and keys before they turn: of each head (Qwen 3), or over all heads (OLMo 2)
+    qk_norm: Literal["none", "head", "all"] = flag("none", "shape")
+    # SwiGLU (three matrices), GELU or squared ReLU (two)
+    mlp: Literal["swiglu", "gelu", "relu2"] = flag("swiglu", "shape")
     pos: Literal["rope", "learned"] = flag("rope", "shape")  # rotary or learned absolute positions
     # RoPE base (theta); long sequences need a larger one
     rope_base: float = flag(10000.0, "meaning", (1, 10**12), needs="pos=rope")
+    # FACTOR LOW HIGH LENGTH: Llama 3's slower rotation, for sequences longer than the LENGTH of the first
+    # training: pairs that turn LOW times within it turn FACTOR times more slowly, those of HIGH as before
+    rope_scaling: tuple[float, ...] = flag((), "meaning", FACTOR, needs="pos=rope")
+    # every N-th layer has no rotation (SmolLM3: 4); 0 is none
+    no_rope_every: int = flag(0, "meaning", COUNT, needs="pos=rope")
+    # a query sees this many keys at most, its own position included; 0 is all
+    window: int = flag(0, "meaning", (0, 2**24))
+    # every N-th layer sees all keys in spite of the window (Gemma 3: 6); 0 is none
+    full_every: int = flag(0, "meaning", COUNT, needs="window")
+    # C * tanh(logits / C) takes the place of the logits; 0 is off
+    logit_softcap: float = flag(0.0, "meaning", FACTOR)
     norm_eps: float = flag(1e-5, "shape", SHARE)  # added to the variance (mean square) under the norm's root
     bias: bool = flag(False, "shape")  # biases in linear layers and LayerNorm
+    qkv_bias: bool = flag(False, "shape")  # biases of queries, keys and values alone (Qwen 2)
     tied: bool = flag(False, "shape")  # the output head is the token embedding's matrix
     # causal predicts the next token; mlm is BERT's masked language model: 15 % of the tokens, from both sides
     objective: Literal["causal", "mlm"] = flag("causal", "shape")
@@ -225,7 +243,7 @@ def declaration(field):
     if said.get("kind") not in KINDS:
         raise TypeError(f"Config.{field.name} does not say what it means to a checkpoint: declare it as "
                         f"flag({field.default!r}, KIND), where KIND is one of {', '.join(KINDS)}")
-    if field.type in (int, float, float | None, tuple[int, ...]) and not said["within"]:
+    if field.type in (int, float, float | None, tuple[int, ...], tuple[float, ...]) and not said["within"]:
         raise TypeError(f"Config.{field.name} is a number without a range: declare it as "
                         f"flag({field.default!r}, {said['kind']!r}, (LEAST, LARGEST))")
     return said
@@ -363,11 +381,25 @@ def check(cfg):
 
 def check_heads(cfg):
     """Raise ValueError unless the heads divide the width, and a head has pairs for RoPE."""
-    must_divide("n-embd", cfg.n_embd, "n-head", cfg.n_head)
+    if not cfg.head_dim:
+        must_divide("n-embd", cfg.n_embd, "n-head", cfg.n_head)
     must_divide("n-head", cfg.n_head, "n-kv-head", cfg.n_kv_head)
-    head_dim = cfg.n_embd // cfg.n_head
+    head_dim = head_width(cfg)
     if cfg.pos == "rope" and head_dim % 2:
         raise ValueError(f"head dim {head_dim} is odd, RoPE turns pairs; try --pos learned")
+    if cfg.bias and cfg.qkv_bias:
+        raise ValueError("--bias gives queries, keys and values a bias, too; leave out --qkv-bias")
+    if cfg.rope_scaling:
+        check_rope_scaling(cfg.rope_scaling)
+
+
+def check_rope_scaling(scaling):
+    """Raise ValueError unless the numbers of --rope-scaling are four that scaled_frequency can use."""
+    typed = " ".join(f"{number:g}" for number in scaling)
+    is_right = len(scaling) == 4 and scaling[0] >= 1 and scaling[1] < scaling[2] and scaling[3] >= 1
+    if not is_right:
+        raise ValueError(f"--rope-scaling {typed} must be FACTOR LOW HIGH LENGTH, with FACTOR and LENGTH at "
+                         "least 1 and LOW below HIGH; for example 8 1 4 8192")
 
 
 def check_masked_model(cfg):
@@ -375,6 +407,9 @@ def check_masked_model(cfg):
     if n_masked(cfg.seq_len) < 1:
         raise ValueError(f"--objective mlm masks 15 % of a sequence, of --seq-len {cfg.seq_len} no token; "
                          "try --seq-len 128")
+    if cfg.window:
+        raise ValueError(f"--window {cfg.window} looks back only, --objective mlm predicts from both sides; "
+                         "leave out --window")
     if cfg.vocab_size == 1:
         raise ValueError("--vocab-size 1 is [MASK] alone with --objective mlm; try --vocab-size 65")
     if cfg.prompt:
@@ -442,6 +477,11 @@ def n_masked(seq_len):
     The number is the same in each sequence, so that all ranks know it.
     """
     return round(0.15 * seq_len)
+
+
+def head_width(cfg):
+    """Return the width of a head."""
+    return cfg.head_dim or cfg.n_embd // cfg.n_head
 
 
 def ceil_div(a, b):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from config import head_width
 from corpus import chat, tokenizer_json
 from corpus.tokenizer import PATTERN
 
@@ -135,7 +136,7 @@ def model_keys(cfg, kind, vocab_size, name, dtype):
         "attention.head_count_kv": cfg.n_kv_head,
     }
     if cfg.pos == "rope":
-        sizes["rope.dimension_count"] = cfg.n_embd // cfg.n_head
+        sizes["rope.dimension_count"] = head_width(cfg)
         sizes["rope.freq_base"] = float(cfg.rope_base)
     norm = "layer_norm_rms_epsilon" if cfg.norm == "rms" else "layer_norm_epsilon"
     sizes[f"attention.{norm}"] = float(cfg.norm_eps)

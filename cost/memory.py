@@ -18,6 +18,7 @@ from cost.parameters import (
     local_parameters,
     micro_batches,
     owned_parameters,
+    query_columns,
     rank_tokens,
     sharded_parameters,
     unwidened_gradients,
@@ -71,16 +72,17 @@ def _attention_activations(cfg, mesh):
     weight_bytes, _ = element_bytes(cfg)
     rows = rank_tokens(cfg, mesh)
     C = cfg.n_embd
-    q = C / mesh.tp.size
+    q = query_columns(cfg) / mesh.tp.size
     kv = kv_width(cfg, mesh)
     qkv = q + 2 * kv
     uses_rope = cfg.pos == "rope"
+    has_norm = cfg.qk_norm != "none"
 
     # Elements per token: the inputs of the block and of norm2, norm1's output as gathered, q k v side
     # by side, attention's output.
     row = 2 * C / mesh.tp.size + C + qkv + q
-    if uses_rope:
-        row += q + kv  # q and k rotated
+    if uses_rope or has_norm:
+        row += q + kv  # q and k rotated, or normed
     saved = rows * row
     peak = 0
     if mesh.cp.size > 1:
@@ -88,7 +90,7 @@ def _attention_activations(cfg, mesh):
         # of the rank's two segments. Rotated queries are copies, so the original q k v can be freed.
         whole_sequences = 2 * kv * cfg.micro_batch * cfg.seq_len
         saved += whole_sequences + rows * q
-        if uses_rope:
+        if uses_rope and not has_norm:
             saved -= rows * qkv
         peak = 3 * whole_sequences  # gradients of both segments' keys and values, and their sum
     if cfg.zero < 3:
@@ -280,9 +282,10 @@ def _logits_bytes(cfg, mesh, vocab_size):
     C = cfg.n_embd
     v = pad_vocab(vocab_size) // mesh.tp.size
     rows = head_rows(cfg, mesh)
+    is_fused = mesh.tp.size == 1 and not cfg.logit_softcap
     # On one rank the logits have the model's dtype, and their gradient overwrites them. Over tp there
-    # are the softmax, its gradient, and the gradient scaled, all in fp32.
-    logits = rows * v * (weight_bytes if mesh.tp.size == 1 else 3 * sum_bytes)
+    # are the softmax, its gradient, and the gradient scaled, all in fp32; with a soft-cap likewise.
+    logits = rows * v * (weight_bytes if is_fused else 3 * sum_bytes)
     weight_grad = v * C * weight_bytes
     tensors = 5 * rank_tokens(cfg, mesh)  # rows of the head's input, its norm and their gradients
     if cfg.objective == "mlm":

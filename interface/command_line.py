@@ -74,7 +74,8 @@ def read_run_config(path):
     left_out = ("min_lr", "init_from", "resume", "dump_grads")
     types = {field.name: field.type for field in dataclasses.fields(Config) if field.name not in left_out}
     tuples = {name for name, kind in types.items() if typing.get_origin(kind) is tuple}
-    schema = {f"{name}?": [int] if name in tuples else kind for name, kind in types.items()}
+    schema = {f"{name}?": [typing.get_args(kind)[0]] if name in tuples else kind
+              for name, kind in types.items()}
     schema["vocab_size_used"] = Range(1, 2**24)
     try:
         saved = load_json(path)

@@ -21,12 +21,12 @@ import laws
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = {"train.py", "model.py", "vocab.py", "parallel.py", "pipeline.py", "moe.py", "zero.py", "optim.py",
+FILES = {"train.py", "model.py", "attention.py", "layers.py", "vocab.py", "parallel.py", "pipeline.py", "moe.py", "zero.py", "optim.py",
          "skip.py", "config.py", "checkpoint.py", "prepare.py", "sample.py", "plan.py", "plot.py",
          "convert.py"}
 PLANNED = {"ddp.py", "generate.py", "muon.py"}  # these may come
 ROOMS = {"ops", "fast", "runtime", "corpus", "cost", "interface"}
-MAINLINE = ["train.py", "model.py", "vocab.py", "parallel.py", "ddp.py", "zero.py", "pipeline.py",
+MAINLINE = ["train.py", "model.py", "attention.py", "layers.py", "vocab.py", "parallel.py", "ddp.py", "zero.py", "pipeline.py",
             "generate.py", "moe.py", "optim.py", "muon.py", "ops/flat.py", "ops/permute.py"]
 
 # An import goes from a line to one further down. `config` is below everything: each program and each room
@@ -40,6 +40,8 @@ ORDER = ["train",
          "generate",
          "pipeline",
          "model",
+         "attention",
+         "layers",
          "muon",
          "moe optim",
          "zero",

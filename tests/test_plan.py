@@ -14,6 +14,7 @@ from pool import ROOT, run_ranks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import attention
 import model as model_
 import moe
 import plan
@@ -106,7 +107,7 @@ FAMILY.update({"swiglu, cp": dict(cp=2), "gelu, cp": dict(FAMILY["gelu"], cp=2)}
 # On a GPU, one kernel does this: it keeps x and a number per row, not fp32 copies
 @mock.patch.object(model_.F, "rms_norm", lambda x, shape, w, e: torch.layer_norm(x, shape, w, None, e))
 # Both ranks of cp hold the same values here; flash attention needs no mask
-@mock.patch.object(model_, "gather_segments", lambda kv, axis: torch.cat([kv, kv]))
+@mock.patch.object(attention, "gather_segments", lambda kv, axis: torch.cat([kv, kv]))
 @mock.patch("torch.nn.attention.bias.causal_lower_right", lambda *sizes: None)
 def kept_bytes(cfg, mesh, make_dispatcher=moe.plain_dispatcher, rows_in_use=0):
     """Return bytes that autograd keeps of a block, besides its weights and rope's table."""
@@ -119,7 +120,7 @@ def kept_bytes(cfg, mesh, make_dispatcher=moe.plain_dispatcher, rows_in_use=0):
         block.moe.dispatcher.rows_in_use = rows_in_use
     own, seen = {p.untyped_storage().data_ptr() for p in block.parameters()}, {}
     t = 64 // cfg.cp
-    table = model_.rope_cache(t, 16, 1e4, "cpu", torch.float32) if cfg.pos == "rope" else (None, None)
+    table = attention.rope_cache(t, 16, 1e4, "cpu", torch.float32) if cfg.pos == "rope" else (None, None)
     own |= {t.untyped_storage().data_ptr() for t in table if t is not None}
 
     def pack(t):
@@ -180,7 +181,7 @@ def test_what_selective_recomputation_keeps(family):
     for p in block.parameters():
         torch.nn.init.normal_(p, std=0.02)
     x = torch.randn(512, 64, requires_grad=True)
-    table = model_.rope_cache(64, 16, 1e4, "cpu", torch.float32) if cfg.pos == "rope" else (None, None)
+    table = attention.rope_cache(64, 16, 1e4, "cpu", torch.float32) if cfg.pos == "rope" else (None, None)
     with Kept() as forward:
         out, _ = block(x, 64, *table)
     nbytes = sum(map(sum, forward.calls.values()))
