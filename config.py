@@ -162,6 +162,8 @@ class Config:
 
     # optimiser
 
+    # muon: matrices inside blocks move along their orthogonalised momentum, and AdamW does the rest
+    optimizer: Literal["adamw", "muon"] = flag("adamw", "free")
     steps: int = flag(400, "free", (1, 10**12), common=True)  # optimizer steps in total, also after a resume
     lr: float = flag(2e-3, "free", FACTOR, common=True)  # peak learning rate
     # learning rate at the end of the cosine; default lr / 10
@@ -171,6 +173,10 @@ class Config:
     weight_decay: float = flag(0.1, "free", FACTOR)  # of matrices only
     beta1: float = flag(0.9, "free", SHARE)  # Adam: decay of the mean of gradients
     beta2: float = flag(0.95, "free", SHARE)  # Adam: decay of the mean of squared gradients
+    # Muon's learning rate, and min-lr, over AdamW's
+    muon_lr_factor: float = flag(1.0, "free", FACTOR, needs="optimizer=muon")
+    # Muon: decay of the mean of gradients
+    momentum: float = flag(0.95, "free", SHARE, needs="optimizer=muon")
     # gradients are scaled down to this global norm at most; 0 never clips
     clip: float = flag(1.0, "free", FACTOR)
     # of weights, activations; sums at least fp32
@@ -367,7 +373,7 @@ def check_numbers(flags):
 def check(cfg):
     """Raise ValueError, with the fix, for values that are wrong with any number of ranks and any data."""
     check_numbers(cfg)
-    for name in ("dropout", "beta1", "beta2"):
+    for name in ("dropout", "beta1", "beta2", "momentum"):
         if getattr(cfg, name) == 1:
             raise ValueError(f"--{name} {getattr(cfg, name)} must be in [0, 1)")
     if cfg.min_lr is not None and cfg.min_lr > cfg.lr:

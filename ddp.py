@@ -48,14 +48,20 @@ BUCKET_ELEMENTS = 16_000_000
 class Contents(NamedTuple):
     """Parameters that are reduced together."""
     reduction_axis: str  # the name of the axis that sums their gradients
-    decayed: bool        # whether AdamW decays them
+    decayed: bool        # whether weight decay shrinks them
     names: list
     params: list
+    optimizer: str = "adamw"  # which optimizer updates them
 
 
 def uses_weight_decay(p):
-    """Whether AdamW decays p: matrices only, never norms, biases or vectors."""
+    """Whether weight decay shrinks p: matrices only, never norms, biases or vectors."""
     return p.ndim >= 2
+
+
+def uses_muon(p, name):
+    """Whether Muon updates p, if it may: the matrices inside blocks, experts and router too."""
+    return name.startswith("blocks.") and p.ndim >= 2
 
 
 def block_of(name):
@@ -63,19 +69,20 @@ def block_of(name):
     return ".".join(name.split(".")[:2])
 
 
-def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS):
+def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS, optimizer="adamw"):
     """Return the Contents of each bucket, in the order in which backward fills the buckets.
 
     Backward reaches the last layers first, so buckets are filled in reverse. Vectors (norms,
     biases) have buckets of their own, because they are not decayed and each bucket is one tensor of
-    the optimizer. A bucket of matrices is closed
+    the optimizer. With Muon, the matrices inside blocks have buckets of their own, too. A bucket of
+    matrices is closed
         under ZeRO-0 and ZeRO-1   when it has bucket_elements
         under ZeRO-2              at the first end of a block after that: the gradients of a block
                                   come almost at once, and a second bucket would wait for a slot
         under ZeRO-3              at the end of every block: weights are gathered block by block
     """
     closed = []
-    filling = {}  # (reduction axis, decayed): Contents
+    filling = {}  # (reduction axis, decayed, optimizer): Contents
     elements = Counter()
     block = ""
     for name, p in reversed(list(named_parameters)):
@@ -85,9 +92,11 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS):
                 is_full = zero == 3 or elements[key] >= bucket_elements
                 if filling[key].decayed and is_full:
                     closed.append(filling.pop(key))
-        key = p.reduction_axis, uses_weight_decay(p)
+        is_muons = optimizer == "muon" and uses_muon(p, name)
+        key = p.reduction_axis, uses_weight_decay(p), "muon" if is_muons else "adamw"
         if key not in filling:
-            filling[key] = Contents(*key, [], [])
+            axis, decayed, updated_by = key
+            filling[key] = Contents(axis, decayed, [], [], updated_by)
             elements[key] = 0
         filling[key].names.append(name)
         filling[key].params.append(p)
@@ -316,17 +325,20 @@ class DataParallel:
     """
 
     def __init__(self, model, mesh, zero=0, timers=untimed, *, dtype=None,
-                 make_comm=lambda axis: Comm(), bucket_elements=BUCKET_ELEMENTS):
+                 make_comm=lambda axis: Comm(), bucket_elements=BUCKET_ELEMENTS,
+                 optimizer="adamw"):
         """Lay out the buckets.
 
         dtype: of the weights, from now on. make_comm(axis) returns the Comm of a bucket.
+        optimizer: the one of --optimizer.
         """
         self.mesh = mesh
         self.zero = zero
         self.timers = timers
         self.completes_grads = True  # of the next backward: see announce_backward
         self.buckets = []
-        for contents in assign_buckets(model.named_parameters(), zero, bucket_elements):
+        parameters = model.named_parameters()
+        for contents in assign_buckets(parameters, zero, bucket_elements, optimizer):
             axis = getattr(mesh, contents.reduction_axis)
             self.buckets.append(self.make_bucket(contents, axis, dtype, make_comm(axis)))
         bucket_of = {}

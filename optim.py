@@ -11,9 +11,11 @@ from typing import NamedTuple
 import torch
 
 from config import ceil_div
+from muon import Muon
 from ops import backend
 
 INITIAL_LOSS_SCALE = 65536.0
+VOTES = 6  # Reasons to stop the run, which travel with the statistics: runtime.agree.REASONS.
 LOSS_SCALE_STEPS = 2000  # The loss scale is doubled after this many steps without an overflow.
 
 
@@ -116,6 +118,7 @@ class Optimizer:
             self.loss_scale = torch.full((), INITIAL_LOSS_SCALE, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.before_update = []  # functions that are called before an update
+        self.stop = None  # The run's runtime.agree.Stop: this rank's votes to stop, and their sums.
         self.snapshot_done = None  # event: the checkpoint has its copy of weights and moments
         self.masters = [bucket.master for bucket in data_parallel.buckets]  # (n/n_slices,) each
         self.grads = [bucket.grad_total for bucket in data_parallel.buckets]  # (n/n_slices,) each
@@ -126,20 +129,41 @@ class Optimizer:
         # back, and rounding is a second pass. So on a GPU the formula of the update is in
         # ops/kernels.py, adamw. If you change AdamW.step, change the kernel, or set this to False.
         self.use_triton = backend.use_triton(self.masters[0])
-        decays = [cfg.weight_decay if bucket.decayed else 0.0 for bucket in data_parallel.buckets]
-        self.adam = AdamW(self.masters, decays, (cfg.beta1, cfg.beta2),
+        self.adam_buckets = self.of_adam(data_parallel.buckets)
+        decays = [cfg.weight_decay if bucket.decayed else 0.0 for bucket in self.adam_buckets]
+        self.adam = AdamW(self.of_adam(self.masters), decays, (cfg.beta1, cfg.beta2),
                           one_step_count=self.use_triton)
+        self.muon = None
+        if cfg.optimizer == "muon":
+            self.muon = Muon(cfg, data_parallel)
+
+    def of_adam(self, values):
+        """Return those of the values, one per bucket, that belong to AdamW: without Muon all."""
+        pairs = zip(values, self.data_parallel.buckets, strict=True)
+        return [value for value, bucket in pairs if bucket.contents.optimizer == "adamw"]
 
     # -------------------------------------------------------------------------
     # State that a checkpoint holds besides masters and moments
 
+    def moments(self):
+        """Return {name of a moment: its slice of each bucket, None where a bucket has none}."""
+        state = dict(self.adam.state)
+        names = self.adam.moments
+        if self.muon is not None:
+            state.update(self.muon.state)
+            names += self.muon.moments
+        found = {}
+        for name in names:
+            found[name] = [state[master].get(name) for master in self.masters]
+        return found
+
     def adam_t(self):
         """Return the number of updates that AdamW has done."""
-        return self.adam.state[self.masters[0]]["step"].item()
+        return self.adam.state[self.adam.params[0]]["step"].item()
 
     def set_adam_t(self, count):
         """Set the number of updates that AdamW has done."""
-        for master in self.masters:
+        for master in self.adam.params:
             self.adam.state[master]["step"].fill_(count)
 
     def scaler(self):
@@ -175,15 +199,14 @@ class Optimizer:
             master.copy_(torch.where(is_same, master, bucket.own.to(master.dtype)))
 
     @torch.no_grad()
-    def masters_to_model(self):
+    def masters_to_model(self, buckets=None):
         """Round the masters into the model's weights, here and, under ZeRO, on the other ranks.
 
-        Buckets are in backward's order. This function starts with the first layers, because the
-        next forward needs them first.
+        buckets: in backward's order, by default all. This function starts with the first layers,
+        because the next forward needs them first.
         """
-        pairs = list(zip(self.masters, self.data_parallel.buckets, strict=True))
-        for master, bucket in reversed(pairs):
-            bucket.own.copy_(master)  # a no-op where master and own are one tensor
+        for bucket in reversed(buckets or self.data_parallel.buckets):
+            bucket.own.copy_(bucket.master)  # a no-op where master and own are one tensor
             self.data_parallel.on_updated(bucket)  # under ZeRO-1 it starts the all-gather
 
     # -------------------------------------------------------------------------
@@ -195,6 +218,7 @@ class Optimizer:
 
         num_zeros and param_norm are computed only if full. One all-reduce of four numbers is
         enough: the slices partition the model, and a slice that k ranks hold counts 1/k on each.
+        The ranks' votes to stop the run travel with these numbers.
         """
         # On a CPU the fp32 norm of torch is a plain sum, 5e-5 off for a million elements.
         dtype = torch.float64 if loss.device.type == "cpu" else self.masters[0].dtype
@@ -206,8 +230,11 @@ class Optimizer:
             num_zeros = self.num_zeros()
             param_squares = self.sum_of_squares(self.masters, dtype)
         grad_squares = self.sum_of_squares(self.grads, dtype)
-        sums = torch.stack([loss, grad_squares, num_zeros, param_squares])
-        mesh.world.all_reduce(sums)  # SUM of 4 numbers, over the world
+        votes = [] if self.stop is None else self.stop.votes(loss.device)
+        sums = torch.stack([loss, grad_squares, num_zeros, param_squares, *votes])
+        mesh.world.all_reduce(sums)  # SUM of 4 numbers and 6 votes, over the world
+        if votes:
+            self.stop.count(sums[4:])
         grad_norm = self.unscale(sums[1].sqrt())
         return StepStats(sums[0], grad_norm, num_zeros=sums[2], param_norm=sums[3].sqrt())
 
@@ -254,8 +281,11 @@ class Optimizer:
             if self.use_triton:
                 self.step_triton(lr, divisor, not_finite)
             else:
-                self.adam.step(self.grads, lr, divisor, not_finite)
-                self.masters_to_model()
+                self.adam.step(self.of_adam(self.grads), lr, divisor, not_finite)
+                self.masters_to_model(self.adam_buckets)
+            if self.muon is not None:  # It computes while AdamW's weights travel.
+                self.muon.step(lr, divisor, not_finite)
+                self.masters_to_model(self.muon.buckets)
         if self.loss_scale is not None:
             torch._amp_update_scale_(self.loss_scale, self.growth_tracker, not_finite, 2.0, 0.5,
                                      LOSS_SCALE_STEPS)
@@ -285,19 +315,20 @@ class Optimizer:
         """Do AdamW's update and masters_to_model()'s rounding in one pass over memory."""
         from ops import kernels
         beta1, beta2 = self.adam.betas
-        step_count = self.adam.state[self.masters[0]]["step"]  # one tensor for all
+        step_count = self.adam.state[self.adam.params[0]]["step"]  # one tensor for all
         step_count += 1 - not_finite
         wide = step_count.double()
         step_size = lr / (1 - beta1 ** wide)
         correction = (1 - beta2 ** wide).sqrt()
         scalars = torch.stack([step_size, correction, divisor, not_finite]).float()
-        for i in reversed(range(len(self.masters))):  # The first layers go first.
-            master = self.masters[i]
-            bucket = self.data_parallel.buckets[i]
+        grads = self.of_adam(self.grads)
+        for i in reversed(range(len(grads))):  # The first layers go first.
+            bucket = self.adam_buckets[i]
+            master = self.adam.params[i]
             state = self.adam.state[master]
             grid = (ceil_div(master.numel(), 2048),)
             kernels.adamw[grid](
-                master, self.grads[i], state["exp_avg"], state["exp_avg_sq"], bucket.own, scalars,
+                master, grads[i], state["exp_avg"], state["exp_avg_sq"], bucket.own, scalars,
                 1 - lr * self.adam.decays[i], 1 - beta1, 1 - beta2, self.adam.eps, master.numel(),
                 OUT=bucket.own.dtype != master.dtype, BLOCK=2048, num_warps=8)
             self.data_parallel.on_updated(bucket)

@@ -57,6 +57,7 @@ class Axis:
     group: Any = None  # None where size is 1
     ranks: tuple[int, ...] = (0,)
     calls: Any = None  # this rank's runtime.launch.CollectiveLog, which the watchdog reads
+    tree: Any = None  # the world's Axis has one: interface/tree.py, for what the programs agree on
     sent: Counter = field(default_factory=Counter, compare=False)
 
     def record(self, kind, tensor=None, nbytes=0.0):
@@ -120,22 +121,6 @@ class Axis:
             dist.broadcast(x, self.ranks[source], group=self.group)
         return x
 
-    def gather_objects(self, value):
-        """Return the values of all ranks as a list, on every rank. value: small and picklable."""
-        values = [value] * self.size
-        if self.size > 1:
-            self.record("all-gather")
-            dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def broadcast_object(self, value, source=0):
-        """Return the value of rank number `source`, on every rank. value: small and picklable."""
-        box = [value]
-        if self.size > 1:
-            self.record("broadcast")
-            dist.broadcast_object_list(box, self.ranks[source], group=self.group)
-        return box[0]
-
     def own_segments(self, x, dim):
         """Cut x along dim into 2*size equal segments, and return this rank's two, joined.
 
@@ -146,11 +131,6 @@ class Axis:
             return x
         segments = x.chunk(2 * self.size, dim)
         return torch.cat([segments[self.rank], segments[-1 - self.rank]], dim)
-
-    def any(self, flag):
-        """Whether flag is true on any rank. Every rank gets the same answer."""
-        flags = torch.tensor(int(flag))
-        return bool(self.all_reduce(flags, MAX))  # MAX of one integer, on the host (gloo)
 
     def start_all_reduce(self, x):
         """Return a handle. After its wait(), x is the sum over the ranks."""
@@ -228,7 +208,8 @@ def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, groups=True):
                 made[key] = dist.group.WORLD if is_world else dist.new_group([*ranks])
             if world.rank in ranks:
                 rank = ranks.index(world.rank)
-                axes[name] = Axis(name, rank, len(ranks), made.get(key), ranks, world.calls)
+                tree = world.tree if name == "world" and groups else None
+                axes[name] = Axis(name, rank, len(ranks), made.get(key), ranks, world.calls, tree)
     return Mesh(**axes)
 
 

@@ -31,6 +31,7 @@ from corpus.rampup import batch_size
 from corpus.shards import load_blend_meta
 from cost.idle import idle_warnings
 from cost.memory import GIB, memory, saved_activations
+from cost.muon import muon_seconds
 from cost.parameters import (
     COSTS_NOTHING,
     COUNTED,
@@ -133,6 +134,8 @@ def estimate(cfg, gpus, gpu, vocab):
     local = local_parameters(cfg, largest, vocab)
     step = step_time(cfg, largest, chip, max(of_stage.values()), local,
                      reductions(cfg, largest, vocab, choice))
+
+    step["optimizer"] += muon_seconds(cfg, largest, chip, vocab)
 
     total = sum(step.values())
     tokens = cfg.global_batch * cfg.seq_len

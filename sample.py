@@ -432,12 +432,12 @@ class Console:
     def agree(self, token):
         """Return rank 0's token, and whether Ctrl-C was typed."""
         # a few bytes from rank 0, over the world
-        return self.world.axis.broadcast_object((token, self.stop))
+        return self.world.tree.broadcast_object((token, self.stop))
 
     def read(self):
         """Return the next question, the same on all ranks; None if there is none."""
         line = self.read_line() if self.world.rank == 0 else None
-        return self.world.axis.broadcast_object(line)  # a line from rank 0, over the world
+        return self.world.tree.broadcast_object(line)  # a line from rank 0, over the world
 
     def read_line(self):
         """Return the next typed line, on rank 0; None at the end of the input."""

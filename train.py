@@ -69,7 +69,7 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
     init_weights(model, cfg.seed)
     DataParallelClass = LEVELS[cfg.zero]
     data_parallel = DataParallelClass(model, mesh, cfg.zero, timers, dtype=dtype,
-                                      make_comm=choice.comm_maker(cfg))
+                                      make_comm=choice.comm_maker(cfg), optimizer=cfg.optimizer)
     return model, data_parallel, Optimizer(cfg, data_parallel)
 
 
@@ -238,6 +238,7 @@ class Run:
             check_layout(cfg, mesh, self.full_batch)
             # Wrong ranges, like all wrong flags, are refused before --out is touched.
             skip = Ranges(cfg.train_range_to_skip)
+            agree.verify_data_first(world.tree, cfg.data)
             opened = open_data(cfg, world.local_rank)
             self.data = Data(*opened, tokenizer=prompt_tokenizer(cfg))
             check_memory(cfg, mesh, self.data.vocab_size, world)
@@ -265,8 +266,10 @@ class Run:
             self.state, oversight.skip = resume.start_from(
                 found, oversight.skip, parts.model, parts.opt, self.data.identity)
         resume.settle(cfg, world, self.out, self.state, found)
+        if world.size > 1:
+            parts.opt.stop = oversight.stop
         self.first_step = self.state.step + 1
-        run_id = resume.run_id(world.axis)
+        run_id = resume.run_id(world.tree)
         self.saver = Saver(self.out, world.axis, cfg.keep, cfg.timeout, run_id)
         oversight.watchdog.set_folder(self.out, run_id)
         session.Stream.report(self.out)

@@ -145,9 +145,10 @@ class ZeRO2(DataParallel):
     matrix_bucket = SlotBucket  # the class of the buckets of matrices
 
     def __init__(self, model, mesh, zero, timers=untimed, *, dtype=None, make_comm=plain_comm,
-                 bucket_elements=BUCKET_ELEMENTS):
+                 bucket_elements=BUCKET_ELEMENTS, optimizer="adamw"):
         largest = 0  # elements of the largest bucket that uses a slot
-        for contents in assign_buckets(model.named_parameters(), zero, bucket_elements):
+        parameters = model.named_parameters()
+        for contents in assign_buckets(parameters, zero, bucket_elements, optimizer):
             if uses_slot(getattr(mesh, contents.reduction_axis)):
                 largest = max(largest, sum(p.numel() for p in contents.params))
         self.slots = []
@@ -161,7 +162,7 @@ class ZeRO2(DataParallel):
                 comm = make_comm(mesh.stage)  # only to make a slot: fast/peer.py shares its memory
                 self.slots.append(comm.new_slot(n, model_dtype, weight.device, mesh.stage))
         super().__init__(model, mesh, zero, timers, dtype=dtype, make_comm=make_comm,
-                         bucket_elements=bucket_elements)
+                         bucket_elements=bucket_elements, optimizer=optimizer)
 
     def make_bucket(self, contents, axis, dtype, comm):
         if not uses_slot(axis):

@@ -200,7 +200,7 @@ def mesh_table(world, mesh, say):
         axis = getattr(mesh, name)
         total = axis.all_reduce(torch.tensor([world.rank], device=world.device))  # one number, over the axis
         own[name] = axis.ranks, total.item()
-    everybody = world.axis.gather_objects(own)  # a few numbers per rank, over the world
+    everybody = world.tree.gather_objects(own)  # a few numbers per rank, over the world
     table, right = {name: {} for name in AXES}, True
     say(f"{'axis':<6} {'groups':<40} check")
     for name, groups in table.items():

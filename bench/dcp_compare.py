@@ -130,7 +130,7 @@ def main(argv=None):
     try:
         with exit_together(world):
             folder = Path(tempfile.mkdtemp(dir=flags.scratch)) if world.rank == 0 else None
-        folder = world.axis.broadcast_object(folder)  # one path from rank 0, over the world
+        folder = world.tree.broadcast_object(folder)  # one path from rank 0, over the world
         with exit_together(world):
             path = Path(flags.checkpoint) if flags.checkpoint else \
                 save_random(folder / "ours", flags.gb, world)

@@ -1,8 +1,8 @@
 """What is wrong with this machine? bench/doctor.py prints a line per check, OK, WARN or FAIL, and the fix.
 
     python bench/doctor.py                  this process: packages, torch, device, MPI, scheduler, disks, data
-    mpiexec -n 8 python bench/doctor.py     every node, a sum over all ranks, and each pair of ranks, of which
-                                            the slowest link is named (torchrun and srun, too)
+    mpiexec -n 8 python bench/doctor.py     every node, a sum over all ranks, and links between them, of which
+                                            the slowest is named (torchrun and srun, too)
     --network                               NCCL's network, which several nodes check without being asked
 
 The exit code is 0, or 1 if a check FAILs. Under torchrun it is 0, because torchrun prints forty lines around
@@ -284,7 +284,7 @@ def examine(world, flags):
     All ranks check the backend together.
     """
     backend_result, gpus, fast = backend(world), gpus_seen(world), fast_paths(world)
-    rates, hosts = link_rates(world), world.axis.gather_objects(socket.gethostname())
+    rates, hosts = link_rates(world), world.tree.gather_objects(socket.gethostname())
     if world.local_rank != 0:
         return []
     temporary = "set TMPDIR to the node's own disk (the site's /local, /tmp)"
@@ -377,7 +377,7 @@ def main(argv=None):
                   "show each rank all of them, or its own (CUDA_VISIBLE_DEVICES)", flush=True)
         return Outcome.FAILED
     # a few lines per rank, over the world
-    nodes = world.axis.gather_objects({"host": socket.gethostname(), "checks": examine(world, flags)})
+    nodes = world.tree.gather_objects({"host": socket.gethostname(), "checks": examine(world, flags)})
     shutdown(world)
     failed = any(check[1] == "FAIL" for node in nodes for check in node["checks"])
     if world.rank == 0:

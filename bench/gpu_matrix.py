@@ -97,7 +97,7 @@ def check_layouts(world, dtype):
         base = dict(FAMILIES[family], **SHAPE, micro_batch=2, dtype=dtype)
         want = matrix.run(World(device=world.device), base, batch, *matrix.capacity_ranks(base, layout))
         seen = matrix.run(world, dict(base, **layout), batch)
-        results = world.axis.gather_objects(seen)  # small models: what each rank knows, over the world
+        results = world.tree.gather_objects(seen)  # small models: what each rank knows, over the world
         if world.rank == 0:
             error = worst_error(f"{family} {layout}", base, want, seen, results)
             worst = max(worst, error)
@@ -171,14 +171,14 @@ def check_replicas(world):
             training = Training(Config(**flags), world, graph=False)
             training.run(STEPS)
             prints.append(weights_of(training))
-        ranks = world.axis.gather_objects(prints[0])  # two integers per parameter, over the world
+        ranks = world.tree.gather_objects(prints[0])  # two integers per parameter, over the world
         for name, (group, bits) in prints[0].items():
             for r in group:
                 assert ranks[r][name][1] == bits, (f"{family} {flags}: {name} differs between ranks "
                                                    f"{world.rank} and {r}")
                 checked += 1
         assert prints[0] == prints[1], f"{family} {flags}: two runs differ"
-    n = sum(world.axis.gather_objects(checked))  # one number per rank, over the world
+    n = sum(world.tree.gather_objects(checked))  # one number per rank, over the world
     return (f"{STEPS} bf16 steps: {n} comparisons of replicated parameters, all equal to the bit; "
             "two runs as well")
 

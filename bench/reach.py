@@ -34,7 +34,7 @@ def gpus_seen(world):
         identity = str(getattr(properties, "uuid", world.device.index))
         mine = world.shown, world.device.index, identity, torch.accelerator.device_count()
     host = socket.gethostname()
-    told = world.axis.gather_objects((host, mine))  # a few words per rank, over the world
+    told = world.tree.gather_objects((host, mine))  # a few words per rank, over the world
     here = [row for there, row in told if there == host]
     return habit(here) if None not in here else ("OK", "no GPU to share", "")
 
@@ -119,32 +119,36 @@ def network(env, nccl=True, system=Path("/sys/class"), find=ctypes.util.find_lib
     return "OK", f"{names}, NCCL's {'plugin ' + plugin if plugin else 'own InfiniBand'}", ""
 
 
-def partner(rank, turn, size):
-    """Return the rank with which `rank` exchanges in one of size - 1 turns. size is even.
+def partners(rank, size):
+    """Return the rank with which `rank` exchanges in each turn; None: it pauses.
 
-    Over all turns each rank meets every other rank once: the circle method of tournaments.
+    In the first two turns they are its neighbours along a ring of all ranks. Then they are the ranks 2, 4, 8,
+    ... away, as in a tree of halves. So 4,096 ranks need 13 turns, where all pairs would need 4,095.
     """
-    last = size - 1
-    if rank == last:
-        return turn * (size // 2) % last
-    other = (turn - rank) % last
-    return last if other == rank else other
+    even = size + size % 2
+    found = [rank ^ 1]
+    if even > 2:
+        found.append((((rank + 1) % even ^ 1) - 1) % even)
+    distance = 2
+    while distance < size:
+        found.append(rank ^ distance)
+        distance *= 2
+    return [other if other < size else None for other in found]
 
 
 def link_rates(world, repeats=5):
-    """Return {(a, b): bytes per second each way} of all pairs of ranks, a < b. Collective.
+    """Return {(a, b): bytes per second each way} of the pairs of partners(), a < b. Collective.
 
     The rate is that of the fastest of `repeats` exchanges. In each turn all pairs exchange at once, as in
     training.
     """
     size = LINK_BYTES[world.device.type != "cpu"]
     mine, theirs = (torch.ones(size, dtype=torch.uint8, device=world.device) for _ in range(2))
-    rates, even = {}, world.size + world.size % 2
-    for turn in range(even - 1):
-        other = partner(world.rank, turn, even)
+    rates = {}
+    for other in partners(world.rank, world.size):
         world.barrier()
         times = []
-        for _ in range(repeats if other < world.size else 0):  # of an odd number of ranks one pauses
+        for _ in range(0 if other is None else repeats):
             began = time.perf_counter()
             ops = [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, theirs, other)]
             for work in dist.batch_isend_irecv(ops):  # one message each way
@@ -155,7 +159,7 @@ def link_rates(world, repeats=5):
         if times and world.rank < other:
             rates[world.rank, other] = size / min(times)
     together = {}
-    for part in world.axis.gather_objects(rates):  # a number per pair, over the world
+    for part in world.tree.gather_objects(rates):  # a number per pair, over the world
         together |= part
     return together
 

@@ -78,8 +78,8 @@ def run(cfg, world):
         training = Training(cfg, world, graph=False)
     every, count = cfg.save_every, cfg.keep * cfg.save_every
     # a path from rank 0, over the world
-    out = world.axis.broadcast_object((cfg.out or tempfile.mkdtemp(dir=".")) if world.rank == 0 else None)
-    saver = Saver(Path(out), world.axis, keep=2, run_id=resume.run_id(world.axis))
+    out = world.tree.broadcast_object((cfg.out or tempfile.mkdtemp(dir=".")) if world.rank == 0 else None)
+    saver = Saver(Path(out), world.axis, keep=2, run_id=resume.run_id(world.tree))
 
     def save(step):
         resume.save(cfg, training.mesh, training.data_parallel, training.opt, saver, resume.State(step=step))

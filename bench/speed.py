@@ -30,7 +30,6 @@ from cost.step_time import peak_flops
 from interface.command_line import parse
 from interface.files import folded
 from ops import grouped_mm
-from parallel import MAX
 
 WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout
     "W1": "dense-210m",
@@ -136,8 +135,9 @@ def measure(world, name, train_flags, steps, profile=False):
         batches = training.batches()
         show_profile(world, lambda: training.step(batches))
     allocated, reserved, windows = gpu_memory(world.device)
-    worst = torch.tensor([statistics.median(times[1:][-min(30, steps // 2):-1]), reserved, allocated])
-    ms, reserved, allocated = world.axis.all_reduce(worst, MAX).tolist()  # three numbers on the host, world
+    median = statistics.median(times[1:][-min(30, steps // 2):-1])
+    # Three numbers from each rank to all, over the world.
+    ms, reserved, allocated = world.tree.maximum([median, reserved, allocated])
     redone, slack = training.overflows()
     tokens = training.batch * cfg.seq_len / world.size
     full, causal = (tokens * f / ms / 1e9 for f in flops_per_token(cfg, training.vocab))

@@ -11,7 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-OWN_FILES = 256  # files that a rank has open besides its connections: libraries, data shards, checkpoints
+from runtime.limits import needed as files_needed
+
 SHARED = 64 << 20  # bytes of /dev/shm per rank; an NCCL communicator between processes takes some MB each
 COMPILERS = ("cc", "gcc", "clang")
 PROXIES = ("http_proxy", "https_proxy", "no_proxy")
@@ -51,7 +52,7 @@ def open_files(ranks, limits=None):
     """
     soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (float("inf") if n == resource.RLIM_INFINITY else n for n in (soft, hard))
-    need = OWN_FILES + 2 * ranks
+    need = files_needed(ranks)
     text = f"ulimit -n {soft} (hard {hard}); {ranks} rank(s) need about {need}"
     if soft >= need:
         return "OK", text, ""

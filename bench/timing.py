@@ -18,8 +18,8 @@ def slowest(world, f, iters):
 
     They are the mean of `iters` calls, which all ranks start together.
     """
-    world.barrier()
-    synchronize(world.device)  # sync point: start together
+    synchronize(world.device)  # sync point: nothing is left to do
+    world.barrier()  # start together
     began = time.perf_counter()
     for _ in range(iters):
         f()

@@ -7,6 +7,7 @@ import itertools
 from typing import NamedTuple
 
 from config import pad_vocab
+from cost.muon import muon_elements, workspace_bytes
 from cost.parameters import (
     dense_hidden,
     element_bytes,
@@ -245,6 +246,8 @@ def state_bytes(cfg, mesh, vocab_size, choice):
     owned = owned_parameters(cfg, mesh, local)
     master_bytes = sum_bytes if sum_bytes > weight_bytes else 0
 
+    moments_saved = muon_elements(cfg, mesh, vocab_size) * sum_bytes  # Muon has one moment, not two.
+
     # ZeRO-3 keeps this rank's slices in the place of all matrices, and two parts that are gathered.
     sharded, parts = sharded_parameters(cfg, mesh, vocab_size)
     gathered = max(sum((a + b).values()) for a, b in itertools.pairwise(parts))
@@ -254,7 +257,7 @@ def state_bytes(cfg, mesh, vocab_size, choice):
         weights += owned
     return {"weights": weights * weight_bytes,
             "gradients": gradient_bytes(cfg, mesh, vocab_size, choice),
-            "optimizer": owned * (master_bytes + 2 * sum_bytes)}
+            "optimizer": owned * (master_bytes + 2 * sum_bytes) - moments_saved}
 
 
 # -----------------------------------------------------------------------------
@@ -323,7 +326,8 @@ def memory(cfg, mesh, vocab_size, choice=None):
     weights, gradients, optimizer: as in state_bytes.
     activations: of all micro-batches in flight.
     logits: what the head and the cross-entropy need.
-    workspace: what the first block's backward needs besides, if that is more than the logits.
+    workspace: what the first block's backward needs besides, if that is more than the logits; or Muon's
+        update, if that is more than all these.
     symm_mem: the experts' symmetric memory.
     overhead: the CUDA context, and fragments.
     torch's allocator counts neither the last two nor weights and gradients that travel as peer copies.
@@ -337,7 +341,8 @@ def memory(cfg, mesh, vocab_size, choice=None):
     kept = block.saved if cfg.recompute == "none" else block.remains
     activations = blocks_in_flight(cfg, mesh) * kept
     logits = _logits_bytes(cfg, mesh, vocab_size) if held.has_head else 0
-    workspace = max(0, _backward_bytes(cfg, mesh, vocab_size, block) - logits)
+    workspace = max(0, _backward_bytes(cfg, mesh, vocab_size, block) - logits,
+                    workspace_bytes(cfg, mesh, vocab_size) - logits - activations)
     buffers = held.blocks + 2  # one for each layer, two for all layers
     symm_mem = buffers * buffer_rows(cfg, mesh, choice) * cfg.n_embd * weight_bytes
     overhead = CONTEXT + FRAGMENTS * (activations + logits + workspace)

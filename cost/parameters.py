@@ -16,6 +16,7 @@ from config import head_width, n_masked, pad_vocab
 from ddp import assign_buckets
 from model import DTYPES, GPT
 from moe import expert_capacity
+from muon import shapes_of
 from ops.activations import GATED
 from ops.flat import padded_elements
 from parallel import Axis, Mesh
@@ -229,6 +230,7 @@ class BucketSize(NamedTuple):
     decayed: bool
     name: str      # of one of its parameters
     elements: int  # of all its parameters
+    matrices: tuple = ()  # (shape on this rank, full shape) of each, if Muon updates them
 
 
 @cache
@@ -236,12 +238,17 @@ def _build_buckets(cfg, mesh, vocab_size, first, blocks):
     with torch.device("meta"):
         model = GPT(cfg, mesh, vocab_size, [(first, first + blocks)])
     position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
-    buckets = assign_buckets(model.named_parameters(), cfg.zero)
+    buckets = assign_buckets(model.named_parameters(), cfg.zero, optimizer=cfg.optimizer)
 
     # Backward reaches the first layers last, so it completes the bucket with the last name first.
     buckets.sort(key=lambda bucket: -position[bucket.names[-1]])
-    return [BucketSize(bucket.reduction_axis, bucket.decayed, bucket.names[0],
-                       sum(p.numel() for p in bucket.params)) for bucket in buckets]
+    sizes = []
+    for bucket in buckets:
+        matrices = shapes_of(bucket.params) if bucket.optimizer == "muon" else ()
+        elements = sum(p.numel() for p in bucket.params)
+        sizes.append(BucketSize(bucket.reduction_axis, bucket.decayed, bucket.names[0], elements,
+                                tuple(matrices)))
+    return sizes
 
 
 def _buckets(cfg, mesh, vocab_size):
@@ -277,6 +284,15 @@ def local_buckets(cfg, mesh, vocab_size):
     for bucket in _buckets(cfg, mesh, vocab_size):
         sizes.setdefault(bucket.axis, []).append(bucket.elements)
     return sizes
+
+
+def muon_buckets(cfg, mesh, vocab_size):
+    """Return {axis name: [BucketSize]} of the buckets that Muon updates, {} with AdamW alone."""
+    found = {}
+    for bucket in _buckets(cfg, mesh, vocab_size):
+        if bucket.matrices:
+            found.setdefault(bucket.axis, []).append(bucket)
+    return found
 
 
 def local_parameters(cfg, mesh, vocab_size):

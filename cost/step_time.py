@@ -379,7 +379,8 @@ def step_time(cfg, mesh, gpu, slowest, local, reductions):
     """Return {part: seconds} of an optimizer step.
 
     slowest: seconds of the slowest rank's micro-batch. local: {axis name: parameters of this rank}
-    (cost.parameters). reductions: {axis name: Reduction} (cost.traffic).
+    (cost.parameters). reductions: {axis name: Reduction} (cost.traffic). The update is AdamW's;
+    cost.muon.muon_seconds has what Muon adds.
     """
     num_micro_batches = micro_batches(cfg, mesh)
     alone, copied = unwidened_gradients(mesh, local, expected_choice(cfg, mesh, gpu.node))

@@ -6,6 +6,7 @@ test compares the two, and a run prints both after its first step.
 from collections import Counter
 from typing import NamedTuple
 
+from cost.muon import muon_traffic
 from cost.parameters import (
     element_bytes,
     expert_rows,
@@ -21,7 +22,7 @@ from cost.parameters import (
 )
 from cost.step_time import expected_choice
 from ops.flat import padded_elements
-from optim import StepStats
+from optim import VOTES, StepStats
 from zero import uses_slot
 
 
@@ -52,7 +53,9 @@ def traffic(cfg, mesh, vocab_size, batch, choice=None):
         # moe.update_router_bias: an all-reduce of E fp64 counts per layer and step
         sent["stage"] += 2 * ring_share(mesh.stage) * held.blocks * cfg.n_experts * 8
     sent["pp"] += num_micro_batches * pipeline_bytes(cfg, mesh, held)
-    statistics = 8 * len(StepStats._fields)  # bytes of fp64 that Optimizer.stats all-reduces
+    sent.update(muon_traffic(cfg, mesh, vocab_size))
+    # The bytes of fp64 that Optimizer.stats all-reduces
+    statistics = 8 * (len(StepStats._fields) + VOTES)
     sent["world"] += 2 * ring_share(mesh.world) * statistics
     return {axis: nbytes for axis, nbytes in sent.items() if nbytes}
 

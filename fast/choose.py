@@ -134,7 +134,8 @@ def peer_access(mesh, axis, device):
     ranks get the same answer. Rank 0 prints what the GPUs lack.
     """
     world = mesh.world
-    places = world.gather_objects(place_of(axis, device))  # a few words from each rank to all, over the world
+    # A few words go from each rank to all, over the world.
+    places = world.tree.gather_objects(place_of(axis, device))
     for first in dict.fromkeys(place.group for place in places):
         group = [place for place in places if place.group == first]
         if len({place.host for place in group}) > 1:
@@ -144,7 +145,7 @@ def peer_access(mesh, axis, device):
             if world.rank == 0:
                 print(obstacle.format(f"{axis.name} {axis.size}"), flush=True)
             return False
-    return all(world.gather_objects(can_allocate(axis, device)))  # one bool from each rank, over the world
+    return not world.tree.any(not can_allocate(axis, device))  # one bool from each rank, over the world
 
 
 def place_of(axis, device):

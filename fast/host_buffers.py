@@ -5,6 +5,19 @@ from config import ceil_div
 from ops.accelerator import stream_module
 
 
+def start_copy(tensor):
+    """Start to copy a small tensor to the host. Return (copy, the event after which it is complete).
+
+    The event is None if the copy is the tensor itself: the host has it already.
+    """
+    module = stream_module(tensor.device)
+    if module is None:
+        return tensor, None
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    return copy, module.current_stream().record_event()
+
+
 class HostBuffers:
     """Host memory for the pieces of one rank, allocated once and used by every save.
 

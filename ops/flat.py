@@ -118,20 +118,21 @@ class Piece(NamedTuple):
 
 
 def own_pieces(data_parallel, opt, vectors=None, owned_only=True):
-    """Return this rank's Pieces of the weights and Adam moments, or of the given vectors.
+    """Return this rank's Pieces of the weights and moments, or of the given vectors.
 
-    vectors: {prefix of the names: a slice per bucket}. The views share memory with the optimizer:
-    filling them loads a checkpoint. owned_only leaves out what another rank saves, so that over all
-    ranks every element is there once.
+    vectors: {prefix of the names: a slice per bucket, or None where a bucket has none}. The views
+    share memory with the optimizer: filling them loads a checkpoint. owned_only leaves out what
+    another rank saves, so that over all ranks every element is there once.
     """
     if vectors is None:
         vectors = {"": opt.masters}
-        for moment in opt.adam.moments:
-            vectors[f"{moment}/"] = [opt.adam.state[master][moment] for master in opt.masters]
+        for moment, slices in opt.moments().items():
+            vectors[f"{moment}/"] = slices
     pieces = []
     for prefix, slices in vectors.items():
         for bucket, own in zip(data_parallel.buckets, slices, strict=True):
-            pieces += bucket_pieces(bucket, own, prefix, owned_only)
+            if own is not None:
+                pieces += bucket_pieces(bucket, own, prefix, owned_only)
     if vectors.get("") is opt.masters:  # The routers' biases are not trained, but they are saved.
         stage = data_parallel.mesh.stage
         for name, buffer in data_parallel.buffers.items():

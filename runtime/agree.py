@@ -4,6 +4,7 @@
     same_start      all ranks have the same flags and the same code
     compare         a value that differs between ranks is wrong input
     read_together   if one rank cannot read something, no rank goes on
+    read_by_first   rank 0 reads for all; verify_data_first: the files of --data
     Stop            a signal on any rank, the file OUT/stop, or --max-minutes
 """
 import contextlib
@@ -13,7 +14,6 @@ import io
 import math
 import os
 import re
-import signal
 import sys
 import time
 from pathlib import Path
@@ -21,12 +21,17 @@ from pathlib import Path
 import torch
 
 from config import Config
+from corpus.shards import parse_blend, verify
+from fast.host_buffers import start_copy
 from interface.command_line import one_line, wrong_input
-from parallel import MAX
+from optim import VOTES
 from runtime import launch, session, watch
 
 ROOT = Path(__file__).resolve().parent.parent
 STOP_FILE = "stop"
+# Why a run stops early: one vote each. Of several reasons the first counts.
+REASONS = (*(number.name for number in session.STOPPING), f"the file {STOP_FILE}", "max-minutes")
+assert len(REASONS) == VOTES
 LOOK_EVERY = 1.0  # seconds between two looks at OUT/stop
 
 
@@ -66,9 +71,9 @@ def same_start(world, cfg, wrong):
     cfg, wrong: from parse_flags(). Collective over the world.
     """
     with launch.exit_together(world):
-        texts = world.axis.gather_objects(wrong)
-        text = next((text for text in texts if text), None)
+        text = world.tree.first(wrong)  # a short text of the lowest rank that has one, over the world
         if text is not None:
+            texts = world.tree.gather_objects(wrong)  # a short text per rank, over the world
             ranks = [rank for rank, other in enumerate(texts) if other == text]
             if len(ranks) < world.size:
                 text = f"{watch.format_ranks(ranks)} only: {text}"
@@ -103,9 +108,10 @@ def compare(world, values, cure):
     sends the values, too, only if the digests differ.
     """
     digest = hashlib.sha256(repr(sorted(values.items())).encode()).digest()
-    if len(set(world.axis.gather_objects(digest))) == 1:
+    first = world.tree.broadcast_object(digest)  # 32 bytes of rank 0 to all, over the world
+    if not world.tree.any(digest != first):  # one bool from each rank, over the world
         return
-    everyone = world.axis.gather_objects(values)
+    everyone = world.tree.gather_objects(values)  # a few words per value and rank, over the world
     common = set.intersection(*map(set, everyone))
     for name in sorted(common):
         ranks_with = {}  # {value: ranks}
@@ -129,36 +135,70 @@ def _describe_difference(name, ranks_with):
     return ", ".join(parts)
 
 
-def read_together(axis, read, *args):
+def read_together(tree, read, *args):
     """Return read(*args) of this rank, or raise ValueError on all ranks if one of them cannot read.
 
-    The weights are sent next, and no rank must wait for one that has failed. Collective over the axis.
+    The weights are sent next, and no rank must wait for one that has failed. Collective over the tree.
     """
     result = wrong = None
     try:
         result = read(*args)
     except (ValueError, OSError) as e:
         wrong = one_line(e)
-    for text in axis.gather_objects(wrong):  # a short string per rank
-        if text:
-            raise ValueError(text)
+    text = tree.first(wrong)  # a short text of the lowest rank that has one, over the world
+    if text:
+        raise ValueError(text)
     return result
+
+
+def read_by_first(tree, read, *args):
+    """Return read(*args) of rank 0, which alone calls it, or raise its ValueError, on all ranks.
+
+    The result is small enough for the host's tree. Collective over the tree.
+    """
+    result = wrong = None
+    if tree.rank == 0:
+        try:
+            result = read(*args)
+        except (ValueError, OSError) as e:
+            wrong = one_line(e)
+    result, wrong = tree.broadcast_object((result, wrong))  # what rank 0 read, to all, over the world
+    if wrong:
+        raise ValueError(wrong)
+    return result
+
+
+def verify_data_first(tree, spec):
+    """Verify the data sets of --data on rank 0, before the other nodes look at them.
+
+    They find its record, .verified.json, and need not read the files of a shared disk again. Collective over
+    the tree.
+    """
+    folders = [] if spec == "synthetic" else [folder for folder, _ in parse_blend(spec)]
+    for folder in folders:
+        read_by_first(tree, verify, folder)
 
 
 class Stop:
     """When to stop before the last step: after a signal on any rank, if the file OUT/stop appears, or before
     --max-minutes have passed.
 
-    The step under way is always finished.
+    The step under way is always finished. Each rank votes for the reasons that it knows, and the votes of all
+    ranks are summed in each step, with the statistics (Optimizer.stats). So the ranks agree, and nothing else
+    is sent. On a GPU the host reads the sums of the step before, which it need not wait for.
     """
 
     def __init__(self, max_minutes):
         self.limit = max_minutes * 60  # seconds; 0: none
         self.file = None  # None: this rank looks for no file
         self.looked = -math.inf  # when it looked last
+        self.is_asked = False  # the file was there
         self.started = time.monotonic()
         self.longest_step = 0.0  # seconds, so far
         self.longest_save = 0.0
+        self.constants = None  # 0.0 and 1.0, () fp64 each, on the device
+        self.sums = None  # (copy of the votes' sums on the host, event) of this step
+        self.sums_before = None  # of the step before
 
     def watch_file(self, out):
         """From now on `touch OUT/stop` stops the run, where no signal reaches the ranks. Only one rank
@@ -179,34 +219,64 @@ class Stop:
     def save_took(self, seconds):
         self.longest_save = max(self.longest_save, seconds)
 
+    def votes(self, device):
+        """Return this rank's votes for REASONS, () fp64 each: 1.0 where it knows the reason, else 0.0."""
+        if self.constants is None:
+            zero = torch.zeros((), dtype=torch.float64, device=device)
+            self.constants = zero, zero + 1
+        return [self.constants[is_reason] for is_reason in self._reasons()]
+
+    def count(self, sums):
+        """Take the sums of all ranks' votes of this step, (6,)."""
+        self.sums = start_copy(sums)
+
     def poll(self, world):
         """Return why to stop: a signal's name, "the file stop", "max-minutes", or None to go on; the same on
         all ranks.
 
-        The time for two more steps and two saves is kept in reserve. Collective over the world.
+        The time for three more steps and two saves is kept in reserve. If no statistics were summed in this
+        step, because it was skipped, this is collective over the world.
         """
-        flags = torch.tensor([session.signals.number, int(self._file_is_there()), int(self._is_late())])
-        world.axis.all_reduce(flags, MAX)  # three small integers on the host, over the world
-        number, is_asked, is_late = flags.tolist()
-        if number:
-            return signal.Signals(number).name
-        if is_asked:
-            return f"the file {STOP_FILE}"
-        if is_late:
-            return "max-minutes"
-        return None
+        sums = self.sums
+        before = self.sums_before
+        self.sums = None
+        self.sums_before = sums
+        if world.size == 1:
+            found = self._reasons()
+        elif sums is None:
+            bits = sum(1 << i for i, is_reason in enumerate(self._reasons()) if is_reason)
+            asked = world.tree.either(bits)  # six bits from each rank to all, over the world
+            found = [asked >> i & 1 for i in range(VOTES)]
+        else:
+            _, event = sums
+            found = self._read(sums if event is None else before)
+        return next((reason for reason, asked in zip(REASONS, found, strict=True) if asked), None)
+
+    def _read(self, copied):
+        """Return the sums of a step as a list. Without a copy, of the first step on a GPU, they are 0."""
+        if copied is None:
+            return [0.0] * VOTES
+        sums, event = copied
+        if event is not None:
+            event.synchronize()  # the host waits for the step before at most
+        return sums.tolist()
+
+    def _reasons(self):
+        """Return, for each of REASONS, whether this rank knows it."""
+        by_signal = [session.signals.number == number for number in session.STOPPING]
+        return [*by_signal, self._file_is_there(), self._is_late()]
 
     def _file_is_there(self):
-        """Whether OUT/stop exists. This rank looks once per second at most: a shared disk may be slow."""
+        """Whether OUT/stop appeared. This rank looks once per second at most: a shared disk may be slow."""
         now = time.monotonic()
-        if self.file is None or now - self.looked < LOOK_EVERY:
-            return False
-        self.looked = now
-        return os.path.lexists(self.file)  # False if the disk does not answer
+        if self.file is not None and now - self.looked >= LOOK_EVERY:
+            self.looked = now
+            self.is_asked = self.is_asked or os.path.lexists(self.file)  # False if the disk does not answer
+        return self.is_asked
 
     def _is_late(self):
         if not self.limit:
             return False
         elapsed = time.monotonic() - self.started
-        reserve = 2 * (self.longest_step + self.longest_save)
+        reserve = 3 * self.longest_step + 2 * self.longest_save
         return elapsed + reserve > self.limit

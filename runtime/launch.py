@@ -12,14 +12,11 @@ not spin.
 import contextlib
 import functools
 import gc
-import json
 import os
 import re
 import socket
-import struct
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
@@ -33,10 +30,12 @@ import torch.distributed as dist
 
 from config import Outcome, ceil_div
 from interface.command_line import one_line
+from interface.tree import Tree, grow
 from ops.accelerator import device_name
 from parallel import Axis
-from runtime import mpi, visible
+from runtime import address, limits, mpi, visible
 from runtime.abort import end_all_on_exception
+from runtime.calls import CollectiveLog
 
 # Each launcher, with its variables for (rank, world size, local rank, local size). The first launcher whose
 # variables are set is taken, and srun is the last one: only SLURM_STEP_NUM_TASKS says that srun started
@@ -57,29 +56,6 @@ STARTED_WITH = {"hydra": "mpiexec", "openmpi": "mpiexec", "pals": "mpiexec", "cr
 NO_TIMEOUT = 30 * 86400.0  # seconds, longer than any run
 
 
-class CollectiveLog:
-    """The collectives that this rank has started, which the watchdog reports when a run hangs.
-
-    started: {axis: number of collectives}. last: (kind, axis, (shape, dtype)) of the newest one, or None.
-    """
-
-    def __init__(self):
-        self.started = Counter()
-        self.last = None
-        self.on_next_collective = None  # called once, where this rank's own work in a step ends
-
-    def record(self, kind, axis, tensor=None):
-        """Note that this rank is about to start a collective, for example an "all-reduce" of tensor."""
-        callback = self.on_next_collective
-        if callback is not None:
-            self.on_next_collective = None
-            callback()
-
-        self.started[axis] += 1
-        contents = None if tensor is None else (tensor.shape, tensor.dtype)
-        self.last = (kind, axis, contents)
-
-
 @dataclass(frozen=True)
 class World:
     """This process among all processes of the run. The default is a single process on a CPU."""
@@ -95,13 +71,14 @@ class World:
     threads: int = 1
     shown: str | None = None  # the launcher's CUDA_VISIBLE_DEVICES for this process
     calls: CollectiveLog = field(default_factory=CollectiveLog, compare=False)
+    tree: Tree = field(default_factory=Tree, compare=False)  # what the ranks' programs tell each other
     hosts: list = field(default_factory=list, compare=False)  # the host of each rank; empty for a single rank
 
     @functools.cached_property
     def axis(self):
         """All ranks as a parallel.Axis, for collectives before there is a mesh."""
         group = dist.group.WORLD if self.size > 1 else None
-        return Axis("world", self.rank, self.size, group, tuple(range(self.size)), self.calls)
+        return Axis("world", self.rank, self.size, group, tuple(range(self.size)), self.calls, self.tree)
 
     @property
     def nodes(self):
@@ -111,9 +88,7 @@ class World:
 
     def barrier(self):
         """Wait until all ranks have arrived here. No data is sent."""
-        if self.size > 1:
-            self.calls.record("barrier", "world")
-            dist.barrier()
+        self.tree.barrier()
 
 
 # -----------------------------------------------------------------------------
@@ -207,10 +182,16 @@ def started_by():
     return start.launcher, start.size
 
 
-def as_torchrun(rank, size, port):
-    """Set torchrun's variables for a rank of this host, so that launch() finds the other ranks."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def as_torchrun(rank, size, port, local_size=None):
+    """Set torchrun's variables for a rank of this host, so that launch() finds the other ranks.
+
+    local_size: the number of ranks on a node, where the ranks of this host play several nodes.
+    """
+    local_size = local_size or size
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % local_size), WORLD_SIZE=str(size),
+                      LOCAL_WORLD_SIZE=str(local_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if local_size < size:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
 def bare_environment():
@@ -259,9 +240,6 @@ def job_start():
 # -----------------------------------------------------------------------------
 # The store through which the ranks find each other
 
-SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
-
-
 def _address(n_nodes):
     """Return a name or an address of this host that the other ranks can reach."""
     if n_nodes == 1:
@@ -271,10 +249,7 @@ def _address(n_nodes):
 
     # On Slingshot machines it is the IPv4 address of hsn0, whatever the hostname says.
     try:
-        import fcntl
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            answer = fcntl.ioctl(s.fileno(), SIOCGIFADDR, struct.pack("256s", b"hsn0"))
-            return socket.inet_ntoa(answer[20:24])
+        return address.of_interface("hsn0")
     except OSError:
         return socket.gethostname()
 
@@ -365,37 +340,35 @@ def _store(launcher, comm, rank, n_nodes, timeout):
 # -----------------------------------------------------------------------------
 # The device of this rank
 
-def show_all_gpus(store, rank, size, local_rank):
+def show_all_gpus(tree, local_rank):
     """Let this process see every GPU that any process of its node sees.
 
     Return (host name of each rank, index of this rank's GPU or None if nothing was changed). Call it before
-    CUDA is initialised. Collective over the world.
+    CUDA is initialised. Collective over the tree.
     """
-    def exchange(key, value, ranks):
-        """Publish this rank's value, and return the values of `ranks`."""
-        store.set(f"{key}/{rank}", json.dumps(value))
-        texts = store.multi_get([f"{key}/{r}" for r in ranks])
-        return [json.loads(text) for text in texts]
-
     given = os.environ.get(visible.VARIABLE)
     shown = given if visible.cuda_is_untouched() else None
-    everyone = exchange("shown", (socket.gethostname(), local_rank, shown), range(size))
+    everyone = tree.gather_objects((socket.gethostname(), local_rank, shown))  # a few words, over the world
     hosts = [host for host, _, _ in everyone]
-
-    here = [r for r in range(size) if hosts[r] == hosts[rank]]
-    here.sort(key=lambda r: everyone[r][1])  # by local rank
-    joined = visible.join([everyone[r][2] for r in here])
-    if joined is None:
+    if all(text is None for _, _, text in everyone):
         return hosts, None
 
-    union, own = joined
-    os.environ[visible.VARIABLE] = ",".join(union)
-    sees_all = visible.count_in_new_process() == len(union)
-    if not all(exchange("sees all", sees_all, here)):
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[tree.rank]]
+    here.sort(key=lambda rank: everyone[rank][1])  # by local rank
+    joined = visible.join([everyone[rank][2] for rank in here])
+    sees_all = True
+    if joined is not None:
+        union, own = joined
+        os.environ[visible.VARIABLE] = ",".join(union)
+        sees_all = visible.count_in_new_process() == len(union)
+    seen = tree.gather_objects(sees_all)  # one bool from each rank to all, over the world
+    if joined is None:
+        return hosts, None
+    if not all(seen[rank] for rank in here):
         # A cgroup hides some of the GPUs from a process. fast.choose.peer_access reports it.
         os.environ[visible.VARIABLE] = given
         return hosts, None
-    return hosts, union.index(own[here.index(rank)])
+    return hosts, union.index(own[here.index(tree.rank)])
 
 
 def select_device(local_rank, local_size, own=None):
@@ -486,25 +459,35 @@ def _join(start, timeout, joining):
     own = None
     backend = "none"
     wait = timedelta(seconds=timeout)
+    calls = CollectiveLog()
+    tree = Tree(rank, size, calls)
     with mpi.progress(comm):
         if size > 1:
             with wrong_environment():
+                limit = limits.raise_limit()
+                limits.check(size, size if rank == 0 else 0, limit)  # rank 0's store has one for each rank
                 store = _store(launcher, comm, rank, n_nodes, wait)
-            hosts, own = show_all_gpus(store, rank, size, local_rank)
+            patience = timeout if timeout < NO_TIMEOUT else None
+            here = "127.0.0.1"
+            if n_nodes > 1:  # by the interface of gloo's variable, if it is set
+                here = address.on_route(store, os.environ.get("GLOO_SOCKET_IFNAME", ""))
+            with wrong_environment():
+                grow(store, tree, local_size, here, patience)
+            hosts, own = show_all_gpus(tree, local_rank)
         device, threads = select_device(local_rank, local_size, own)
         if size > 1:
-            backend = dist.get_default_backend_for_device(device)  # nccl, xccl or gloo
+            # Only the device's own backend: nccl, xccl or, on a CPU, gloo, with a connection to each rank.
+            backend = dist.get_default_backend_for_device(device)
+            with agree_on_input(tree):
+                limits.check(size, size if backend == "gloo" else 0, limit)
             _prepare_backends(n_nodes)
-            backends = f"cpu:gloo,{device.type}:{backend}"  # gloo: tensors in host memory
-            if backend == "gloo":
-                backends = "gloo"
-            dist.init_process_group(backends, timeout=wait, store=store, rank=rank, world_size=size,
+            dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size,
                                     device_id=None if device.type == "cpu" else device)
     joining("", size)
 
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, node=node,
                  n_nodes=n_nodes, launcher=launcher, device=device, backend=backend, threads=threads,
-                 shown=shown, hosts=hosts)
+                 shown=shown, calls=calls, tree=tree, hosts=hosts)
 
 
 def _keep_messages_short_for_pmi2(launcher):
@@ -570,28 +553,34 @@ def shutdown(world):
     outlives the interpreter.
     """
     gc.collect()
+    world.barrier()
     if dist.is_initialized():
-        world.barrier()
         dist.destroy_process_group()
+    world.tree.close()
 
 
-@contextlib.contextmanager
 def exit_together(world):
     """Run the body on every rank, and end all ranks with exit code 2 if it failed on any of them.
 
     A failure is a ValueError or an OSError. The lowest rank that failed prints its message in one line. Any
     other exception passes through. Collective over the world.
     """
+    return agree_on_input(world.tree)
+
+
+@contextlib.contextmanager
+def agree_on_input(tree):
+    """Do what exit_together() says, over the host's tree."""
     own_text = None
     try:
         yield
     except (ValueError, OSError) as e:
         own_text = one_line(e)
 
-    texts = world.axis.gather_objects(own_text)  # one short string per rank, over the world
-    for rank, text in enumerate(texts):
-        if text is None:
-            continue
-        if world.rank == rank:
+    own = None if own_text is None else (tree.rank, own_text)
+    failed = tree.first(own)  # a short text from the lowest rank that has one to all, over the world
+    if failed is not None:
+        rank, text = failed
+        if tree.rank == rank:
             print(f"nanoshard: {text}", file=sys.stderr, flush=True)
         raise SystemExit(Outcome.WRONG_INPUT)

@@ -39,7 +39,6 @@ from interface.files import (
 from interface.schema import load_json, read_file
 from ops.accelerator import peak_memory
 from optim import StepStats
-from parallel import MAX
 from runtime.timing import slow_on_cpu
 from runtime.tracker import Tracker
 from skip import not_finite_reason
@@ -72,9 +71,8 @@ def metrics_row(cfg, world, state, step, clock, vocab_size):
     peaks = peak_memory(world.device)
     if peaks is not None:
         _, reserved = peaks
-        memory = torch.tensor((reserved + bytes_allocated()) / 2**30)
-        world.axis.all_reduce(memory, MAX)  # one number on the host, over the world
-        row["mem_gb"] = memory.item()
+        memory = (reserved + bytes_allocated()) / 2**30
+        [row["mem_gb"]] = world.tree.maximum([memory])  # one number from each rank to all, over the world
     return row, steps
 
 
@@ -115,9 +113,9 @@ def phase_times(timers, steps, mesh):
         return {}
     own = timers.per_step(steps)
     busy = own["forward"] + own["backward"]
-    ms = torch.tensor([*own.values(), busy, busy + own["pipeline"]])
-    mesh.world.all_reduce(ms, MAX)  # a number per phase and two more on the host, over the world
-    *phases, busy, everything = ms.tolist()
+    own_ms = [*own.values(), busy, busy + own["pipeline"]]
+    # A number per phase and two more go from each rank to all, over the world.
+    *phases, busy, everything = mesh.world.tree.maximum(own_ms)
 
     row = {f"t_{phase}": t for phase, t in zip(own, phases, strict=True)}
     if mesh.pp.size > 1 and steps:

@@ -29,8 +29,7 @@ from interface.command_line import one_line
 from interface.tensor_file import write_safetensors
 from ops.checksum import checksum
 from ops.flat import own_pieces
-from parallel import MAX
-from runtime.agree import read_together
+from runtime.agree import read_by_first, read_together
 from runtime.launch import exit_together, job_start
 from skip import Ranges
 
@@ -95,12 +94,12 @@ def save(cfg, mesh, data_parallel, opt, saver, state):
 
 
 def load(cfg, data_parallel, opt, path, data_id, vocab_size=0):
-    """Fill weights, Adam moments and counters from a checkpoint of any layout. Return the State.
+    """Fill weights, moments and counters from a checkpoint of any layout. Return the State.
 
     ValueError: the checkpoint belongs to another model, to other data, or to flags that --resume-changed does
     not name.
     """
-    index = checkpoint.read_index(path)
+    index = sent_index(data_parallel.mesh.world.tree, path)
     meta = index["meta"]
     if "shape" not in meta:
         raise ValueError(f"checkpoint {path} holds no state of a run; give a step_N of an --out directory")
@@ -108,6 +107,7 @@ def load(cfg, data_parallel, opt, path, data_id, vocab_size=0):
         raise ValueError(f"checkpoint {path} holds weights alone, no moments, as an imported model does; "
                          f"give --init-from {path} to start from it")
     check_shape(cfg, path, meta["shape"], ["norm", *flexible_shapes(cfg)])
+    check_optimizer(cfg, path, meta)
     changed = changed_flags(cfg, path, meta, data_parallel.mesh.world.size, data_id, vocab_size)
     # A change that --resume-changed allows may leave tensors unused, such as the bias of a router or a norm.
     unused = index["tensors"] if changed.keys() & set(flags_of_kind("meaning")) else ()
@@ -129,10 +129,10 @@ def load_tensors(world, path, index, requested, unused=()):
     """
     own = {name for name, *_ in requested} | set(unused)
     names = sorted(index["tensors"])
-    asked = torch.tensor([int(name in own) for name in names])
-    world.all_reduce(asked, MAX)  # one integer per tensor of the checkpoint, on the host, over the world
-    others = [name for name, is_asked in zip(names, asked.tolist(), strict=True) if is_asked]
-    read_together(world, checkpoint.load, path, requested, index, others)
+    bits = sum(1 << i for i, name in enumerate(names) if name in own)
+    asked = world.tree.either(bits)  # one bit per tensor of the checkpoint, over the world
+    others = [name for i, name in enumerate(names) if asked >> i & 1]
+    read_together(world.tree, checkpoint.load, path, requested, index, others)
 
 
 def dump_grads(path, world, data_parallel, opt, vocab_size):
@@ -144,7 +144,7 @@ def dump_grads(path, world, data_parallel, opt, vocab_size):
     grads = [opt.unscale(grad.to(master.dtype)) for master, grad in zip(opt.masters, opt.grads, strict=True)]
     pieces = own_pieces(data_parallel, opt, {"": opt.masters, "grad/": grads})
     path = Path(path)
-    parts = path.with_name(f"{path.name}.{run_id(world.axis)}.parts")
+    parts = path.with_name(f"{path.name}.{run_id(world.tree)}.parts")
     tmp = parts / "step_000001.tmp"
     with exit_together(world), files.must_write(path, "--dump-grads"):
         if world.rank == 0:
@@ -177,6 +177,15 @@ def write_full(parts, path, vocab_size):
 
 # -----------------------------------------------------------------------------
 # Flags that differ from the checkpoint's: config.flag() says what each difference means
+
+def check_optimizer(cfg, path, meta):
+    """Raise ValueError if the checkpoint was written with another --optimizer: its moments would not fit."""
+    there = meta.get("flags", {}).get("optimizer", Config.optimizer)  # An older checkpoint does not name it.
+    if there != cfg.optimizer:
+        raise ValueError(f"checkpoint {path} holds the moments of --optimizer {there}, this run has "
+                         f"{cfg.optimizer}; give --optimizer {there}, or --init-from {path} in place of "
+                         "--resume to start from its weights alone")
+
 
 def allowed_changes(cfg):
     """Return the flags that --resume-changed names. ValueError: it cannot allow one of them."""
@@ -282,10 +291,10 @@ def compared_flags(cfg, path, meta, world_size, data_id, vocab_size):
 # -----------------------------------------------------------------------------
 # The directory of the run, and the checkpoint to start from
 
-def run_id(axis):
-    """Return a short random word, the same on all ranks of the axis and on no other run's. Collective."""
+def run_id(tree):
+    """Return a short random word, the same on all ranks of the tree and on no other run's. Collective."""
     # It comes from the system's randomness, because the run's own generators must not advance.
-    return axis.broadcast_object(secrets.token_hex(4))  # one short string from the first rank to all
+    return tree.broadcast_object(secrets.token_hex(4))  # one short string from the first rank to all
 
 
 def prepare_out_dir(cfg, world, out):
@@ -333,7 +342,7 @@ def settle(cfg, world, out, state, found):
     with exit_together(world), files.must_write(out):
         if world.rank == 0:
             set_aside(cfg, out, state, found)
-    if world.axis.any(world.rank == 0 and not (out / state.best_name()).is_dir()):
+    if world.tree.any(world.rank == 0 and not (out / state.best_name()).is_dir()):
         state.best = {}  # no checkpoint to keep: the run goes on in another directory, or it was removed
 
 
@@ -363,14 +372,15 @@ def find_checkpoint(cfg, world, out):
         elif world.rank == 0:
             paths = [Path(cfg.resume)]
             checkpoint.read_index(cfg.resume)  # a path that does not exist: say so before all wait for it
-    paths = world.axis.broadcast_object(paths)  # a few paths from rank 0, over the world
+    paths = world.tree.broadcast_object(paths)  # a few paths from rank 0, over the world
     found = damage = None
     for path in paths:
-        reports = world.axis.gather_objects(checkpoint.damage(path, world.rank, world.size))
-        damage = next((r for r in reports if r), None)  # of one short string per rank, over the world
-        if damage is None:
+        try:
+            check_together(world.tree, path)
             found = path
             break
+        except ValueError as e:
+            damage = str(e)
         if world.rank == 0 and path != paths[-1]:
             print(f"nanoshard: {damage}; trying the one before it", file=sys.stderr, flush=True)
     with exit_together(world):
@@ -379,6 +389,24 @@ def find_checkpoint(cfg, world, out):
                 damage += f"; no other in {out} is sound, --resume none starts a new run"
             raise ValueError(damage)
     return found
+
+
+def sent_index(tree, path):
+    """Return the index of a checkpoint, which rank 0 reads and sends. Collective over the tree.
+
+    ValueError, on all ranks: it is missing or damaged.
+    """
+    return read_by_first(tree, checkpoint.read_index, path)
+
+
+def check_together(tree, path):
+    """Raise ValueError, on all ranks, if a checkpoint is damaged. Collective over the tree.
+
+    Rank 0 reads the index. Each file is looked at and read by one rank.
+    """
+    files = read_by_first(tree, lambda: checkpoint.read_index(path)["files"])
+    checkpoint.wait_for_folder(path, patience=30.0)  # another node may see it later than rank 0 (NFS)
+    read_together(tree, checkpoint.check_files, path, files, tree.rank, tree.size)
 
 
 def start_from(found, skip, model, opt, data_id):
@@ -441,7 +469,7 @@ def init_from(model, opt, path):
     except ValueError:  # on all ranks
         # A run that goes on may have removed it (--keep): then the newest one of this time is taken.
         newer = newest_under(world, path)
-        if newer == found or world.broadcast_object(Path(found).exists()):
+        if newer == found or world.tree.broadcast_object(Path(found).exists()):
             raise
         return start_from_weights(model, opt, newer)
 
@@ -450,14 +478,15 @@ def newest_under(world, path):
     """Return the newest checkpoint under a path, or the path if it is one or holds none. Collective."""
     if not (Path(path) / "index.json").exists():
         path = next(iter(checkpoint.steps(path)), path)
-    return world.broadcast_object(path)  # that run may still be saving, so rank 0 chooses
+    return world.tree.broadcast_object(path)  # that run may still be saving, so rank 0 chooses
 
 
 def start_from_weights(model, opt, path):
     """Load the weights of the checkpoint at path for init_from(), and return its line."""
     world = model.mesh.world
     cfg = model.cfg
-    index = read_together(world, checkpoint.check, path, world.rank, world.size)  # each a share of it
+    check_together(world.tree, path)
+    index = sent_index(world.tree, path)
     shape = index["meta"].get("shape")
     if not shape:
         raise ValueError(f"--init-from {path} holds no weights of a run; give its --out directory or step_N")

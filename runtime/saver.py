@@ -17,6 +17,7 @@ import checkpoint
 from config import Outcome
 from fast.host_buffers import HostBuffers
 from interface.files import warn
+from interface.tree import Tree
 from ops.checksum import refuse_not_finite
 from parallel import Axis
 
@@ -33,7 +34,7 @@ class Saver:
 
     def __init__(self, root, axis=None, keep=0, timeout=600.0, run_id="0"):
         self.root = Path(root)
-        self.axis = axis or Axis("world")
+        self.axis = axis or Axis("world", tree=Tree())
         self.keep = keep
         self.run_id = run_id
         self.writers = checkpoint.Writers(self.axis.rank, self.axis.size, run_id, timeout)
@@ -64,10 +65,10 @@ class Saver:
         job = self.job
         job.part_done.wait()
         # one integer, over the axis: if a part will never come, rank 0's thread need not wait for it
-        job.stop = self.axis.any(job.error is not None)
+        job.stop = self.axis.tree.any(job.error is not None)
         job.thread.join()
         self.job = None
-        failed = self.axis.any(job.error is not None)  # one integer, over the axis: rank 0's commit too
+        failed = self.axis.tree.any(job.error is not None)  # one integer, over the axis: rank 0's commit too
         if not failed:
             self.failures = 0
             self.saved = job.step

@@ -471,7 +471,7 @@ def replica_differences(model, mesh):
                 lines += mismatches(tensors, hashes, axis.ranks)
 
     found = []
-    for part in mesh.world.gather_objects(lines):  # a few lines, or none, from each rank, over the world
+    for part in mesh.world.tree.gather_objects(lines):  # a few lines, or none, from each rank, over the world
         found += part
     return found
 
@@ -566,15 +566,16 @@ class Stragglers:
     def report(self):
         """Return ({step_ms_min, step_ms_max, slowest_rank}, lines about slow ranks) since the last call.
 
-        Collective over the world.
+        The rank that writes the row, rank 0, gets them; the others get nothing. Collective over the world.
         """
         spans = self.spans
         self.spans = []
         if self.world.size == 1 or not spans:
             return {}, []
         own = sum(self.watch.ms(begin, end) for begin, end in spans) / len(spans)
-        # One number on the host goes from each rank to all.
-        ms = self.world.all_gather(torch.tensor([own])).tolist()
+        ms = self.world.tree.collect(own)  # one number from each rank to rank 0, over the world
+        if ms is None:
+            return {}, []
         slowest = max(ms)
         keys = {"step_ms_min": min(ms), "step_ms_max": slowest, "slowest_rank": ms.index(slowest)}
         return keys, self.flag_slow(ms)

@@ -53,6 +53,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "pipeline.py": "details pipeline ddp dropout layouts",
     "generate.py": "sample model chat",
     "optim.py": "details optim fp16 metrics kernels layouts",
+    "muon.py": "optim muon",
     "skip.py": "details guard fp16 metrics",
     "train.py": "details metrics validation guard rampup resume cli layouts",
     "config.py": "details cli rampup plan resume new_flag",
@@ -86,6 +87,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "interface/checkpoint_report.py": "printed checkpoint",
     "interface/tensor_file.py": "details checkpoint",
     "interface/half.py": "export gguf",
+    "interface/tree.py": "tree launch",
     "interface/files.py": "details guard checkpoint malformed plot",
     "ops": "model moe kernels",
     "ops/accelerator.py": "accelerator launch",
@@ -96,7 +98,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "ops/grouped_mm.py": "details moe kernels",
     "ops/permute.py": "details moe symm_mem kernels",
     "runtime": "details launch guard watch resume",
-    "runtime/agree.py": "details launch cli",
+    "runtime/agree.py": "details launch cli resume",
     "runtime/debugger.py": "pdb",
     "runtime/log.py": "printed details metrics guard cli",
     "runtime/model_card.py": "export convert",
@@ -122,7 +124,7 @@ GPU = {"fast/graph.py", "fast/host_buffers.py", "fast/peer.py", "fast/symm_mem.p
 ALONE = {"runtime/debugger.py": "pdb", "runtime/mpi.py": "launch"}  # the one test file that runs the file
 
 HAND = [  # (file, piece of text that stands there once, what replaces it)
-    ("skip.py", "self.world.axis.any(found is not None)", "(found is not None)"),
+    ("skip.py", "self.world.tree.any(found is not None)", "(found is not None)"),
     ("skip.py", "y.clamp(max=0)", "y.clamp(min=0, max=0)"),
     ("skip.py", "[-WINDOW:]", "[:WINDOW]"),
     ("corpus/chat.py", "(ids[:width], trained[:width])", "(ids[:width - 1], trained[:width])"),
@@ -130,7 +132,7 @@ HAND = [  # (file, piece of text that stands there once, what replaces it)
      "pairs[SPLITS[i < val_fraction * len(conversations)]]"),
     ("corpus/chat.py", "json.dumps(messages).encode()", "json.dumps(len(messages)).encode()"),
     ("corpus/chat.py", 'int(message["role"] == "assistant")', 'int(message["role"] != "user")'),
-    ("checkpoint.py", "reads=i % size == rank", "reads=i % (2 * size) == rank"),
+    ("checkpoint.py", "sorted(files)[rank::size]", "sorted(files)[rank::size + 1]"),
     ("checkpoint.py", "if not file.is_file():", "if False:"),
     ("corpus/shards.py", '"masks": dict.fromkeys(SPLITS, [SHARD]),', '"masks": dict,'),
     ("corpus/shards.py", '"seq_len": Range(1, 1 << 24),', '"seq_len": Range(0, 1 << 62),'),

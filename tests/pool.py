@@ -100,7 +100,8 @@ def _run(job):
     """
     import torch.distributed as dist
 
-    from runtime.launch import World
+    from interface.tree import Tree, grow
+    from runtime.launch import CollectiveLog, World
     joined = True
     try:
         rank, size, path, fn, args = ForkingPickler.loads(job)  # imports fn's module
@@ -111,7 +112,12 @@ def _run(job):
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size,
                                     timeout=timedelta(seconds=COLLECTIVE))
             joined = True
-        world = World(rank=rank, size=size, local_rank=rank, local_size=size, launcher="test")
+        calls = CollectiveLog()
+        tree = Tree(rank, size, calls)
+        if size > 1:
+            grow(store, tree, size, "127.0.0.1", COLLECTIVE)
+        world = World(rank=rank, size=size, local_rank=rank, local_size=size, launcher="test", calls=calls,
+                      tree=tree)
         return joined, (True, fn(world, *args))
     except BaseException:
         return joined, (False, traceback.format_exc())

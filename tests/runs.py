@@ -90,9 +90,8 @@ def record_steps(steps, plan):
             batches = super().next_batches(number, batch)
             optimizer = self.parts.opt
             state = [*self.parts.model.buffers()]  # the routers' biases
-            for master in optimizer.masters:
-                moments = optimizer.adam.state[master]
-                state += [master.detach(), moments["exp_avg"], moments["exp_avg_sq"]]
+            for slices in ([m.detach() for m in optimizer.masters], *optimizer.moments().values()):
+                state += [piece for piece in slices if piece is not None]
             data = [tensor for pair in batches for tensor in pair]
             steps.append({"first": first, "data": hash_of(data), "state": hash_of(state),
                           "adam_t": int(optimizer.adam_t())})

@@ -41,7 +41,9 @@ class SharedBuffer(symm_mem.SymmetricBuffer):
 
     def __init__(self, axis, rows, width, dtype, device):
         folder = tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-        shared = axis.broadcast_object(folder)
+        box = [folder]
+        dist.broadcast_object_list(box, axis.ranks[0], group=axis.group)
+        [shared] = box
         self.axis, self.rows = axis, rows
         self.peers = [torch.from_file(f"{shared}/{r}", shared=True, size=rows * width, dtype=dtype)
                       .view(rows, width) for r in range(axis.size)]

@@ -63,17 +63,17 @@ def test_ranges_that_overlap_are_one():
 
 
 def test_a_spike_of_another_rank_is_one_here():
-    axis = SimpleNamespace(any=lambda found: True)
+    tree = SimpleNamespace(any=lambda found: True)
     state = SimpleNamespace(window=[])
-    guard = skip.Guard(Config(skip_spikes=6.0), SimpleNamespace(axis=axis), state)
+    guard = skip.Guard(Config(skip_spikes=6.0), SimpleNamespace(tree=tree), state)
     stats = [torch.tensor(1.0, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64)]
     assert guard.veto(stats) and guard.reason == "spike: seen by another rank" and not state.window
 
 
 def test_the_window_of_the_guard_keeps_the_last_steps():
-    axis = SimpleNamespace(any=lambda found: found)
+    tree = SimpleNamespace(any=lambda found: found)
     state = SimpleNamespace(window=[(1.0, float(i)) for i in range(skip.WINDOW)])
-    guard = skip.Guard(Config(skip_spikes=1e9), SimpleNamespace(axis=axis), state)
+    guard = skip.Guard(Config(skip_spikes=1e9), SimpleNamespace(tree=tree), state)
     assert not guard.veto([torch.tensor(1.0, dtype=torch.float64), torch.tensor(999.0, dtype=torch.float64)])
     assert [norm for _, norm in state.window] == [*map(float, range(1, skip.WINDOW)), 999.0]
 
@@ -292,7 +292,7 @@ def test_a_dump_of_gradients_is_one_file(tmp_path, monkeypatch):
     ("auto", 6.0, 3.0), ("auto", 1e6, files.LOCK_WAIT), ("none", 6.0, 0)])
 def test_only_a_run_that_goes_on_waits_for_the_lock(mode, timeout, waits, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(files, "lock", lambda out, wait: seen.append(wait))
+    monkeypatch.setattr(files, "lock", lambda out, wait, job: seen.append(wait))
     resume.prepare_out_dir(Config(resume=mode, timeout=timeout), World(), tmp_path / "run")
     assert seen == [waits]
 
@@ -307,7 +307,7 @@ def test_a_resume_names_the_later_checkpoints_that_it_moves(tmp_path, capsys, mo
 def test_a_missing_checkpoint_is_named_before_anything_is_read(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(checkpoint, "read_index", asked.append)
-    monkeypatch.setattr(checkpoint, "damage", lambda *args: None)
+    monkeypatch.setattr(resume, "check_together", lambda *args: None)
     path = str(tmp_path / "step_000001")
     assert str(resume.find_checkpoint(Config(resume=path), World(), tmp_path)) == path
     assert asked == [path]
@@ -333,6 +333,13 @@ def test_the_file_stop_is_looked_for_again_after_a_whole_second(tmp_path, monkey
     now[0] = 100.0 + agree.LOOK_EVERY
     assert stop.poll(World()) == "the file stop"
     (tmp_path / "stop").unlink()
+    assert stop.poll(World()) == "the file stop"  # once asked for, it stays
+
+
+def test_a_run_stops_before_its_minutes_have_passed(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    stop = agree.Stop(2.0)
     now[0] = 219.9
     assert stop.poll(World()) is None
     now[0] = 220.1
@@ -362,7 +369,7 @@ def test_a_run_that_was_moved_aside_names_its_last_step(tmp_path):
 
 def test_a_run_without_a_history_begins_at_step_0(tmp_path):
     (tmp_path / "config.json").write_text('{"seed": 1}')
-    log.Log._keep_history(SimpleNamespace(out=tmp_path), {"step": 30, "config": {"seed": 2}})
+    log.Log(tmp_path, {"seed": 2}, resumed=30)
     rows = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     assert [(row["step"], row["config"]["seed"]) for row in rows] == [(0, 1), (30, 2)]
 
@@ -634,8 +641,9 @@ def test_one_gpu_computes_head_and_loss_in_one(monkeypatch):
 def test_weights_of_another_run_become_the_models(monkeypatch):
     did = []
     index = {"meta": {"shape": {"n_experts": 0}}, "tensors": {}}
-    monkeypatch.setattr(checkpoint, "check", lambda *args: index)
-    for name, value in (("check_source", None), ("count_symbols", 256), ("weights_to_read", [])):
+    values = {"check_together": None, "sent_index": index, "check_source": None, "count_symbols": 256,
+              "weights_to_read": []}
+    for name, value in values.items():
         monkeypatch.setattr(resume, name, lambda *args, value=value: value)
     monkeypatch.setattr(resume, "load_tensors", lambda *args: did.append("read"))
     model = SimpleNamespace(mesh=make_mesh(ONE), cfg=Config(), vocab_size=256)

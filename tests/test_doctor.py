@@ -250,11 +250,16 @@ def test_the_slowest_link_is_named():
     assert status == "WARN" and "slowest ranks 1 and 4 with 3, 70% less" in text and "a and b" in fix
 
 
-@pytest.mark.parametrize("size", [2, 4, 6, 12])
-def test_each_rank_meets_each_other_once(size):
-    turns = [[reach.partner(rank, turn, size) for rank in range(size)] for turn in range(size - 1)]
-    assert all(turn[other] == rank != other for turn in turns for rank, other in enumerate(turn))
-    assert all(len(set(met)) == size - 1 for met in zip(*turns, strict=True))
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 7, 12, 4096])
+def test_each_rank_meets_its_neighbours_and_ranks_further_away(size):
+    met = [reach.partners(rank, size) for rank in range(size)]
+    for turn in zip(*met, strict=True):
+        assert all(other is None or turn[other] == rank != other for rank, other in enumerate(turn))
+    for rank, others in enumerate(met):
+        neighbours = {rank - 1, rank + 1} & {*range(size)}  # for an odd number the ring is open
+        assert neighbours <= {*others} and len(others) <= 1 + size.bit_length()
+        assert size % 2 or (rank + 1) % size in others
+    assert {1, 2, 4, 2048} & {*range(size)} <= {*met[0]}
 
 
 def test_disks_devices_and_data(tmp_path, monkeypatch):

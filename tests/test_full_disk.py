@@ -255,14 +255,14 @@ def test_a_mask_that_is_cut_is_named(tmp_path):
 def test_a_checkpoint_that_is_pruned_is_replaced_by_the_newest_of_that_time(program, made, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(made / "run", run)
-    check = checkpoint.check
+    read_index = checkpoint.read_index
 
     def prune_first(path, *args, **kwargs):
         if (run / "step_000002").exists():
             (run / "step_000002").rename(run / "step_000003")
             shutil.rmtree(run / "step_000001")
-        return check(path, *args, **kwargs)
-    with mock.patch.object(checkpoint, "check", prune_first):
+        return read_index(path, *args, **kwargs)
+    with mock.patch.object(checkpoint, "read_index", prune_first):
         if program == "diff":
             assert checkpoint.main(["diff", str(made / "run/step_000002"), str(run)]) == 0
         else:

@@ -1,6 +1,9 @@
 """Every launcher is recognised; python, mpiexec and torchrun train alike; one exception ends all ranks.
 Ranks that were started differently, GPUs that a process was shown alone, signals, streams that fail, the
 address that the store listens on."""
+import contextlib
+import dataclasses
+import io
 import json
 import os
 import signal
@@ -21,8 +24,9 @@ from pool import ROOT, context, run_ranks
 from runs import SHAPE, TINY, assert_refused, rows
 
 import train
+from corpus import shards
 from interface.command_line import parse
-from runtime import agree, launch, session, visible
+from runtime import agree, launch, limits, session, visible
 from runtime.launch import LAUNCHERS, detect
 
 BIN = Path(sys.executable).parent
@@ -206,6 +210,34 @@ def session_with_other_data(world, argv):
         return runs.session(world, argv)
 
 
+def files_read(world, argv):
+    """A session of ranks that are nodes of their own: its code, how many files were read, and stderr."""
+    read, real = [], shards.verify_file
+
+    def noted(path, *args):
+        time.sleep(0.05)  # the other rank would begin meanwhile
+        read.append(path.name)
+        return real(path, *args)
+
+    alone = dataclasses.replace(world, local_rank=0)
+    with mock.patch.object(shards, "verify_file", noted):
+        result = runs.session(alone, argv)
+    return result["code"], len(read), result["err"]
+
+
+def test_rank_0_verifies_the_data_and_the_other_nodes_find_its_record(tmp_path):
+    folder = runs.chars(tmp_path)
+    (folder / ".verified.json").unlink(missing_ok=True)
+    argv = [*TINY, f"--data={folder}", "--vocab-size=0", "--steps=1", f"--out={tmp_path / 'run'}"]
+    (code, first, _), (_, second, _) = run_ranks(2, files_read, argv)
+    assert (code, first > 0, second) == (0, True, 0)
+    shard = next(folder.glob("train*.bin"))
+    *most, low, high = shard.read_bytes()
+    shard.write_bytes(bytes([*most, low ^ 1, high]))
+    said = [(code, err.count("sha256")) for code, _, err in run_ranks(2, files_read, argv)]
+    assert said == [(2, 1), (2, 0)]
+
+
 def test_a_wrong_timeout_among_several_ranks_is_a_message(monkeypatch):
     """Its value is needed before it is known to be wrong."""
     monkeypatch.setattr(launch, "started_by", lambda: ("hydra", 2))
@@ -258,7 +290,7 @@ def recorded(local, local_size, own=None):
     return select(local, local_size)
 launch.select_device = recorded
 world = launch.launch(100, quiet=True)
-all_ranks = world.axis.gather_objects((world.shown, *mine))
+all_ranks = world.tree.gather_objects((world.shown, *mine))
 print(world.launcher, all_ranks, flush=True)
 launch.shutdown(world)
 """
@@ -307,7 +339,7 @@ def test_addresses_of_mpi_fit_into_a_message_of_slurms_pmi2():
                "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "MASTER_ADDR": "127.0.0.1"}
         ranks.append(subprocess.Popen(
             [sys.executable, "-c", "from runtime import launch; w = launch.launch(100, quiet=True); "
-             "print(w.axis.gather_objects((w.rank, w.node, w.launcher))); launch.shutdown(w)"],
+             "print(w.tree.gather_objects((w.rank, w.node, w.launcher))); launch.shutdown(w)"],
             cwd=ROOT, env=env, pass_fds=[client.fileno()],
             stdout=subprocess.PIPE, text=True))
         client.close()
@@ -429,20 +461,16 @@ def test_what_is_left_as_it_was(name):
     assert visible.join(UNCHANGED[name]) is None
 
 
-def see_all(world, port, shown, hosts, started, in_cgroup):
-    """show_all_gpus through the store of torchrun's variables, with stand-ins for the driver."""
+def see_all(world, shown, hosts, started, in_cgroup):
+    """show_all_gpus with stand-ins for the driver."""
     count = 1 if in_cgroup == world.rank else len(set(shown))
-    env = {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "MASTER_ADDR": "127.0.0.1",
-           "MASTER_PORT": str(port)}
-    with mock.patch.dict(os.environ, env), mock.patch.object(
+    with mock.patch.dict(os.environ), mock.patch.object(
             launch.socket, "gethostname", lambda: hosts[world.rank]), mock.patch.multiple(
             visible, cuda_is_untouched=lambda: world.rank != started, count_in_new_process=lambda: count):
         os.environ.pop(visible.VARIABLE, None)
         if shown[world.rank] is not None:
             os.environ[visible.VARIABLE] = shown[world.rank]
-        store = launch._store("torchrun", None, world.rank, 1, timedelta(seconds=20))
-        _, own = launch.show_all_gpus(store, world.rank, world.size, world.local_rank)
-        world.barrier()  # the store is rank 0's
+        _, own = launch.show_all_gpus(world.tree, world.local_rank)
         return own, os.environ.get(visible.VARIABLE)
 
 
@@ -455,9 +483,7 @@ def see_all(world, port, shown, hosts, started, in_cgroup):
 def test_every_process_sees_the_gpus_of_its_node(shown, hosts, started, in_cgroup, want):
     """One node, two nodes, a cgroup that hides the others from rank 2, CUDA initialised on rank 1 before,
     a rank without the variable."""
-    with launch.socket.create_server(("127.0.0.1", 0)) as s:
-        port = s.getsockname()[1]
-    assert run_ranks(len(shown), see_all, port, shown, hosts, started, in_cgroup) == want
+    assert run_ranks(len(shown), see_all, shown, hosts, started, in_cgroup) == want
 
 
 def test_without_a_driver_nothing_is_asked(monkeypatch):
@@ -473,6 +499,35 @@ def test_without_a_driver_nothing_is_asked(monkeypatch):
 def test_ranks_of_mpiexec_are_shown_all_gpus_before_the_device_is_chosen(over_ofi):
     said = over_ofi.stdout.splitlines()
     assert said == ["hydra [('1', 0, '1,0'), ('0', 1, '1,0')]"] * 2, over_ofi.stdout + over_ofi.stderr
+
+
+# -----------------------------------------------------------------------------
+# Files that a rank may have open
+
+def open_many(world, limit):
+    """limits.check() on ranks of which the last may open only `limit` files: the exit code and stderr."""
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        try:
+            with launch.exit_together(world):
+                limits.check(1000, 1000, float("inf") if world.rank == 0 else limit)
+        except SystemExit as leaving:
+            return leaving.code, stderr.getvalue()
+    return None, ""
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_one_line_with_the_number_needed():
+    assert run_ranks(2, open_many, 1000 + limits.open_now() + 100) == [(None, "")] * 2
+    assert run_ranks(2, open_many, 1000) == [(2, ""), (2, (
+        "nanoshard: 1000 ranks need ulimit -n 2256, and the hard limit is 1000: raise it (ask the site, or "
+        "docker run --ulimit nofile=2256), or start fewer ranks\n"))]
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be():
+    code = ("from resource import *; from runtime import limits; setrlimit(RLIMIT_NOFILE, (40, 300)); "
+            "print(limits.raise_limit(), getrlimit(RLIMIT_NOFILE))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "300 (300, 300)\n", done.stderr
 
 
 # -----------------------------------------------------------------------------

@@ -97,7 +97,8 @@ FAULTS = {  # name: (form, (ranks, layout), a fault as arguments of planted)
     "keys cut where the first query of a segment still sees": (
         "windows", CP, "attention.attend", "window - 1", "window - 2"),
     "a cap on each rank's logits by its rank": (
-        "nanochat", TP, "model.GPT._loss_or_logits", "* torch.tanh", "* (1 + self.mesh.tp.rank) * torch.tanh"),
+        "nanochat", TP, "model.GPT._loss_or_logits", "* torch.tanh",
+        "* (1 + self.mesh.tp.rank) * torch.tanh"),
 }
 
 

@@ -50,8 +50,6 @@ def every_collective(world):
         "all_to_all": lambda: axis.all_to_all(rows_of(r, 3)),
         "uneven": lambda: axis.all_to_all(rows_of(r, sum(send)), send, receive),
         "broadcast": lambda: axis.broadcast(rows_of(r, 4), 1),
-        "objects": lambda: torch.tensor(axis.gather_objects(r) + [axis.broadcast_object(r, 2)]),
-        "any": lambda: torch.tensor([axis.any(r == 1), axis.any(False)]),
         "gather_rows": lambda: gradient(gather_rows, 2),
         "scatter_rows": lambda: gradient(scatter_rows, 3),
         "gradient uneven": lambda: gradient(all_to_all, sum(send), send, receive)}
@@ -86,8 +84,6 @@ def test_what_each_collective_gives_and_counts():
             "all_to_all": (whole[:, r], {"all-to-all": 2 * row}),
             "uneven": (torch.cat(uneven), {"all-to-all": (sum(send) - send[r]) * row}),
             "broadcast": (four[1], {"broadcast": 4 * row} if r == 1 else {}),
-            "objects": (torch.tensor([0, 1, 2, 2]), {}),
-            "any": (torch.tensor([True, False]), {"all-reduce": 2 * 4 / 3 * E}),
             # Backward of gather_rows sums what all ranks did with a row; of scatter_rows, what its owner did
             "gather_rows": (torch.full((2, W), 6.0), ring),
             "scatter_rows": (torch.tensor([1.0, 2, 3])[:, None].expand(3, W),
@@ -106,7 +102,6 @@ def test_over_one_rank_nothing_is_sent():
     for same in (axis.all_reduce(x), axis.all_gather(x), axis.reduce_scatter(x), axis.all_to_all(x, [4], [4]),
                  axis.broadcast(x)):
         assert same is x
-    assert axis.gather_objects(3) == [3] and axis.broadcast_object(3) == 3 and axis.any(1) is True
     axis.start_all_reduce(x).wait()
     assert sum(axis.sent.values()) == 0
 

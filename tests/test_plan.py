@@ -351,6 +351,10 @@ LAYOUTS = [dict(BASE, tp=2, pp=2), dict(BASE, tp=4, recompute="full"), dict(BASE
            dict(EXPERTS, objective="mlm", tp=4, ep=2, capacity_factor=1.0),
            dict(WIDE, objective="mlm", tp=2, zero=3, tied=True, bias=True),
            dict(BASE, objective="mlm", cp=2, tp=2, zero=1, bias=True)]
+# Muon: matrices to their owners and back, sums of Gram matrices
+LAYOUTS += [dict(BASE, optimizer="muon", **layout) for layout in
+            (dict(tp=2), dict(zero=1), dict(tp=2, zero=2), dict(pp=2, cp=2, zero=1))]
+LAYOUTS += [dict(EXPERTS, optimizer="muon", tp=2, ep=2, zero=3, capacity_factor=1.0, n_shared_experts=1)]
 # What backward gathers again. A causal model over cp refuses --recompute selective: see config.py.
 LAYOUTS += [dict(shape, objective=objective, cp=2, recompute=recompute)
             for shape in (BASE, dict(EXPERTS, ep=2, capacity_factor=1.0))

@@ -23,7 +23,7 @@ from runs import TINY, assert_refused, chars, final, go, rows, same, session
 import checkpoint
 from config import Config
 from interface import files
-from runtime import resume
+from runtime import agree, resume
 from runtime.agree import Stop
 from runtime.launch import World
 
@@ -164,21 +164,47 @@ def test_a_stopped_run_saves_and_exits_with_85(why, tmp_path):
     assert rows(tmp_path / "whole") == rows(out)
 
 
-def test_max_minutes_keeps_the_time_of_two_steps_and_two_saves(monkeypatch):
+def test_max_minutes_keeps_the_time_of_three_steps_and_two_saves(monkeypatch):
     now, handlers = [1000.0], {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1)}
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     stop, never = Stop(10.0), Stop(0.0)  # minutes
     for s, handler in handlers.items():
         signal.signal(s, handler)
     said = []
-    for seconds in (0, 540, 559, 561, 571, 589, 591):
+    for seconds in (0, 540, 554, 556, 571, 589, 591):
         now[0] = 1000.0 + seconds
         said.append(stop.poll(World()))
         if seconds == 540:
             stop.step_took(2.0), stop.step_took(5.0), stop.step_took(1.0)
-            said.append(stop.poll(World()))  # 2 * 5 s in reserve
-            stop.save_took(15.0), stop.save_took(3.0)  # 2 * (5 + 15) s
+            said.append(stop.poll(World()))  # 3 * 5 s in reserve
+            stop.save_took(15.0), stop.save_took(3.0)  # 3 * 5 + 2 * 15 s
     assert said == [None] * 4 + ["max-minutes"] * 4 and never.poll(World()) is None
+
+
+def session_whose_votes_are_read_late(world, argv, at):
+    """A session as on a GPU: the host reads the votes of the step before. Which step does it stop after?"""
+    class Copied:
+        def synchronize(self):
+            pass
+
+    copied = mock.patch.object(agree, "start_copy", lambda sums: (sums.clone(), Copied()))
+    with copied:
+        result = session(world, argv, {at: signal.SIGTERM})
+    return result["code"], len(result["steps"])
+
+
+def test_a_vote_to_stop_travels_with_the_statistics_and_is_read_a_step_later_on_a_gpu(tmp_path):
+    argv = [*TINY, "--steps=9", "--save-every=0"]
+    asked = [*argv, f"--out={tmp_path}/late"]
+    assert run_ranks(2, session_whose_votes_are_read_late, asked, 3) == [(85, 4)] * 2
+    prompt = run_ranks(2, session, [*argv, f"--out={tmp_path}/prompt"], {3: signal.SIGTERM})
+    assert [(r["code"], len(r["steps"])) for r in prompt] == [(85, 3)] * 2
+
+
+def test_in_skipped_steps_the_ranks_agree_to_stop_as_well(tmp_path):
+    argv = [*TINY, "--steps=9", "--save-every=0", "--train-range-to-skip", "2", "7", f"--out={tmp_path}/run"]
+    results = run_ranks(2, session, argv, {4: signal.SIGTERM})
+    assert [(r["code"], rows(tmp_path / "run")[-1]["step"]) for r in results] == [(85, 4)] * 2
 
 
 def test_the_file_stop_is_looked_at_once_per_second_and_removed_at_the_start(monkeypatch, tmp_path, capsys):

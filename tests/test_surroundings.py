@@ -166,12 +166,12 @@ def test_a_guardian_counts_only_time_in_which_both_processes_run(gap, stopped, k
 # --pdb
 
 class Ranks:
-    """The axis of two ranks: what the chosen one sends is there already."""
+    """The tree of two ranks: what the chosen one sends is there already."""
 
     def __init__(self, sent=None):
         self.sent = sent
 
-    def broadcast_object(self, value, rank):
+    def first(self, value):
         if value is not None:
             self.sent = value
         return self.sent
@@ -193,8 +193,8 @@ def attached(monkeypatch):
     def attach(rank, chosen, size=2, terminal=False, sent=None):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: terminal))
         monkeypatch.setattr(sys, "breakpointhook", "stops")
-        did.axis = Ranks(sent)
-        debugger.attach_stdin(SimpleNamespace(rank=rank, size=size, n_nodes=1, axis=did.axis), chosen)
+        did.tree = Ranks(sent)
+        debugger.attach_stdin(SimpleNamespace(rank=rank, size=size, n_nodes=1, tree=did.tree), chosen)
         return sys.breakpointhook == "stops"
 
     monkeypatch.setattr(debugger.threading, "Thread", thread)
@@ -211,7 +211,7 @@ def test_breakpoint_stops_the_chosen_rank_alone(attached):
 def test_the_chosen_rank_reads_what_is_typed_at_rank_0(attached):
     attach, did = attached
     assert attach(1, 1) and sys.stdin == "what rank 0 types" and did.forwards == []
-    host, port, secret = did.axis.sent
+    host, port, secret = did.tree.sent
     assert host == "127.0.0.1" and port > 0 and did.accepted == [secret]
     assert not attach(0, 1, sent=(host, port, secret))
     assert did.forwards == [(debugger._forward_stdin, (host, port, secret))]
@@ -219,7 +219,7 @@ def test_the_chosen_rank_reads_what_is_typed_at_rank_0(attached):
 
 def test_a_chosen_rank_with_a_terminal_reads_it_itself(attached):
     attach, did = attached
-    assert attach(1, 1, terminal=True) and did.axis.sent is None and did.accepted == []
+    assert attach(1, 1, terminal=True) and did.tree.sent is None and did.accepted == []
     assert not attach(0, 1) and did.forwards == []
 
 

@@ -25,10 +25,11 @@ import parallel
 import train
 from config import Config, Outcome
 from corpus.shards import Synthetic
+from interface.tree import Tree, grow
 from ops import checksum
 from parallel import make_mesh
 from runtime import timing, watch
-from runtime.launch import World
+from runtime.launch import CollectiveLog, World
 
 TIMEOUT = 2.0  # the ranks' --timeout from the fault on; until then PATIENT holds, so a slow start is no hang
 PATIENT = 200.0
@@ -46,9 +47,13 @@ def run_rank(rank, folder, fault, argv):
     printed = os.open(f"{folder}/printed.{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(printed, 1), os.dup2(printed, 2)
     import misbehave
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    calls = CollectiveLog()
+    tree = Tree(rank, 2, calls)
+    grow(store, tree, 2, "127.0.0.1")
     train.launch.env_rank = lambda: rank
-    train.launch.launch = lambda *args: World(rank=rank, size=2)
+    train.launch.launch = lambda *args: World(rank=rank, size=2, calls=calls, tree=tree)
     misbehave.main(fault, 5, argv, TIMEOUT)
 
 
@@ -297,7 +302,7 @@ def changed_names(world, layout, family):
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     model, *_ = train.build(cfg, mesh, 64, world.device)
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    held = mesh.world.gather_objects({n: getattr(t, "offset", (0,)) for n, t in own.items()})
+    held = mesh.world.tree.gather_objects({n: getattr(t, "offset", (0,)) for n, t in own.items()})
     seen = {"nothing": ([], watch.replica_differences(model, mesh))}
     for name in sorted(held[-1]):
         bits = own[name].data.view(-1).view(torch.int32) if world.rank == world.size - 1 else None

@@ -1,0 +1,307 @@
+"""Muon: its formula, the same numbers in every layout, steps that are refused, checkpoints.
+
+The layouts are compared with plain_muon.py, which is written from the papers, in fp64 to 1e-10: losses,
+norms, every gradient of every step, every weight and moment. Each fault below changes one thing in our code,
+and that comparison must fail.
+"""
+import dataclasses
+import functools
+import math
+from unittest import mock
+
+import plain_muon
+import pytest
+import test_layouts
+import torch
+from faults import constant, nothing, planted, with_faults
+from pool import run_ranks
+from runs import assert_refused, final, go
+from test_layouts import BERT, GPT2, LLAMA, MOE, compare, mask_synthetic, run
+from test_model import FAMILIES, built, steps
+
+import muon
+from corpus.shards import Synthetic
+from cost.memory import state_bytes
+from cost.muon import muon_seconds, workspace_bytes
+from cost.step_time import GPUS, expected_choice
+
+# The learning rate of Muon's matrices differs from AdamW's, so that a confusion shows.
+FLAGS = dict(optimizer="muon", momentum=0.9, muon_lr_factor=1.5, micro_batch=2)
+BASES = {name: dict(base, **FLAGS) for name, base in
+         {"llama": LLAMA, "gpt2": GPT2, "moe": MOE, "bert": BERT}.items()}
+TWO = {name: dict(base, n_layer=2) for name, base in BASES.items()}
+
+
+# -----------------------------------------------------------------------------
+# One matrix
+
+SHAPES = [(24, 16), (16, 24), (16, 16)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_plain_muon_is_torchs(shape):
+    """Four steps of what torch.optim.Muon.step calls. The class itself imports torch's compiler: 4 s.
+
+    torch computes the iteration in bf16. The update of a step has elements of about lr * UPDATE_RMS.
+    """
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no torch.optim.Muon")
+    theirs = torch.optim._muon._single_tensor_muon
+    rng = torch.Generator().manual_seed(1)
+    weight = torch.randn(shape, generator=rng)
+    p = weight.clone()
+    momentum, their_momentum = torch.zeros(shape), torch.zeros(shape)
+    for t in range(1, 5):
+        grad = torch.randn(shape, generator=rng)
+        theirs([p], [grad], [their_momentum], lr=0.02, weight_decay=0.3, momentum=0.8, nesterov=True,
+               ns_coefficients=muon.COEFFICIENTS, ns_steps=5, eps=1e-7, adjust_lr_fn="match_rms_adamw",
+               has_complex=False)
+        weight, momentum = plain_muon.muon(weight, grad, momentum, 0.02, 0.8, 0.3)
+        torch.testing.assert_close(their_momentum, momentum)
+        rms = (p - weight).square().mean().sqrt()
+        assert rms < 0.05 * t * 0.02 * muon.UPDATE_RMS, "5 % of the updates so far: bf16's rounding"
+
+
+@pytest.mark.parametrize("dtype,error", [(torch.float64, 1e-12), (torch.bfloat16, 0.06)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_batch_of_matrices_is_orthogonalised_one_by_one(shape, dtype, error):
+    """bf16 is what a GPU computes in. One matrix of the batch is zero, as that of an unused expert."""
+    x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    x[1] = 0
+    got = muon.orthogonalise(x.to(dtype))
+    assert got.dtype == dtype and not got[1].any()
+    for matrix, result in zip(x, got, strict=True):
+        torch.testing.assert_close(result.double(), plain_muon.orthogonalised(matrix), rtol=0, atol=error)
+    singular = torch.linalg.svdvals(got[0].double())
+    assert singular.min() > 0.6 and singular.max() < 1.3
+
+
+def test_which_parameters_are_muons():
+    for name, flags in (("llama", {}), ("gpt2", {}), ("gpt2", dict(objective="mlm", seq_len=20)),
+                        ("llama", dict(n_experts=4, n_shared_experts=1))):
+        cfg = dataclasses.replace(FAMILIES[name], optimizer="muon", **flags)
+        _, data_parallel, opt = built(cfg)
+        found = {n for bucket in opt.muon.buckets for n in bucket.names}
+        names = {n for bucket in data_parallel.buckets for n in bucket.names}
+        assert found == set(filter(plain_muon.is_muons, names)) and found
+        rest = {n for bucket in opt.adam_buckets for n in bucket.names}
+        assert rest == names - found and {"wte.weight", "norm.weight"} <= rest
+
+
+# -----------------------------------------------------------------------------
+# Layouts
+
+@functools.cache
+def plain(name, batch, n_layer):
+    base = BASES[name] if n_layer == 4 else TWO[name]
+    return plain_muon.reference(base, batch, mask_synthetic if name == "bert" else Synthetic)
+
+
+def checked(name, n, batch, layout, faults=()):
+    """Train with the faults. Return check(): it asserts that all numbers are those of plain_muon.py."""
+    base = BASES[name] if layout.get("pp_chunks") else TWO[name]
+    want = plain(name, batch, base["n_layer"])
+    results = run_ranks(n, with_faults, faults, run, dict(base, **layout), batch)
+
+    def check():
+        with mock.patch.object(test_layouts, "run_ranks", lambda *job: results), \
+                mock.patch.object(test_layouts, "reference", lambda *job: want):
+            compare(base, n, batch, **layout)
+    return check
+
+
+LAYOUTS = [("llama", 4, 8, dict(tp=2, zero=1)),
+           ("llama", 4, 4, dict(tp=4)),  # wk and wv are whole on all four ranks, which have one head each
+           # The router is so small that some ranks' slices of it are nothing but padding.
+           ("moe", 4, 8, dict(tp=2, ep=2, zero=3)), ("moe", 4, 8, dict(pp=2, ep=2, zero=1)),
+           ("bert", 4, 8, dict(cp=2, zero=2)), ("gpt2", 2, 8, dict(pp=2, pp_chunks=2))]
+
+
+@pytest.mark.parametrize("name,n,batch,layout", LAYOUTS, ids=lambda x: str(x).replace(" ", ""))
+def test_layout_equals_the_plain_muon(name, n, batch, layout):
+    checked(name, n, batch, layout)()
+
+
+EVERY_LAYOUT = [
+    *(("llama", *case) for case in test_layouts.LAYOUTS),
+    *(("gpt2", *case) for case in test_layouts.LAYOUTS),
+    *(case for case in test_layouts.CP_LAYOUTS if case[0] in BASES),
+    *(("moe", *case[1:]) for case in test_layouts.CP_LAYOUTS if case[0] == "dropless"),
+    *(("moe", *case) for case in test_layouts.MOE_LAYOUTS),
+    *((name, n, 8, layout) for name, n, layout in test_layouts.BERT_LAYOUTS if name == "bert"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name,n,batch,layout", EVERY_LAYOUT, ids=lambda x: str(x).replace(" ", ""))
+def test_every_layout_equals_the_plain_muon(name, n, batch, layout):
+    base = BASES[name]
+    kind = mask_synthetic if name == "bert" else Synthetic
+    want = plain_muon.reference(base, batch, kind)
+    with mock.patch.object(test_layouts, "reference", lambda *job: want):
+        compare(base, n, batch, **layout)
+
+
+# -----------------------------------------------------------------------------
+# Steps that are refused, clipping, and the weights of a 16-bit model
+
+def everything(opt):
+    """Copies of masters, moments and the model's weights."""
+    slices = [piece for moment in opt.moments().values() for piece in moment if piece is not None]
+    flats = [bucket.flat for bucket in opt.data_parallel.buckets]
+    return [t.clone() for t in (*opt.masters, *slices, *flats)]
+
+
+def poison(original, data_parallel, *, bad):
+    """DataParallel.finish_grad_sync after which one gradient of the first of Muon's buckets is bad."""
+    original(data_parallel)
+    bucket = next(b for b in data_parallel.buckets if b.contents.optimizer == "muon")
+    bucket.grad_total[5] = bad
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
+def test_a_gradient_that_is_not_finite_changes_nothing(dtype):
+    """Not one bit; the next step is taken as if this one had not been. fp16 halves its loss scale, which
+    changes no bit of what comes after it."""
+    cfg = dataclasses.replace(FAMILIES["llama"], dtype=dtype, weight_decay=0.5, optimizer="muon")
+    model, data_parallel, opt = built(cfg)
+    steps(cfg, model, data_parallel, opt, [1])
+    before = everything(opt)
+    for bad in (math.nan, math.inf):
+        with planted("ddp.DataParallel.finish_grad_sync", functools.partial(poison, bad=bad)):
+            [(_, refused)] = steps(cfg, model, data_parallel, opt, [2])
+        assert refused.item() == 1
+        assert all(torch.equal(a, b) for a, b in zip(before, everything(opt), strict=True))
+    [(_, refused)] = steps(cfg, model, data_parallel, opt, [3])
+    assert refused.item() == 0
+    twin, twin_dp, twin_opt = built(cfg)
+    if dtype == "fp16":
+        twin_opt.loss_scale /= 4
+    steps(cfg, twin, twin_dp, twin_opt, [1, 3])
+    for mine, theirs, old in zip(everything(opt), everything(twin_opt), before, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0 if dtype != "fp16" else 1e-3)
+        assert not torch.equal(mine, old)
+    for bucket in data_parallel.buckets:
+        assert torch.equal(bucket.own, bucket.master.to(bucket.own.dtype)), "the rounded masters"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_momenta_have_clipped_gradients_without_the_loss_scale(dtype):
+    """After one step they are 1 - momentum of the gradient, scaled down to --clip, as in fp64."""
+    norms = {}
+    for width in ("fp64", dtype):
+        cfg = dataclasses.replace(FAMILIES["llama"], dtype=width, clip=0.05, optimizer="muon", momentum=0.9)
+        model, data_parallel, opt = built(cfg)
+        [(stats, _)] = steps(cfg, model, data_parallel, opt, [1])
+        assert stats.grad_norm > 2 * cfg.clip
+        momenta = [state["momentum"].double().norm() for state in opt.muon.state.values()]
+        norms[width] = torch.stack(momenta).norm() / 0.1
+        assert norms[width] < cfg.clip
+    torch.testing.assert_close(norms[dtype], norms["fp64"], rtol=1e-5 if dtype == "fp32" else 0.03, atol=0)
+
+
+# -----------------------------------------------------------------------------
+# The planner
+
+def test_the_planner_counts_one_moment_of_muons_matrices():
+    """And its update is part of the workspace where no activation is larger."""
+    cfg = dataclasses.replace(FAMILIES["llama"], optimizer="muon")
+    _, _, opt = built(cfg)
+    mesh = opt.data_parallel.mesh
+    kept = [piece for slices in opt.moments().values() for piece in slices if piece is not None]
+    choice = expected_choice(cfg, mesh)
+    counted = state_bytes(cfg, mesh, cfg.vocab_size, choice)["optimizer"]
+    assert counted == sum(piece.nbytes for piece in kept)
+    plain = dataclasses.replace(cfg, optimizer="adamw")
+    elements = sum(master.numel() for master in opt.muon.state)
+    assert state_bytes(plain, mesh, cfg.vocab_size, choice)["optimizer"] - counted == 4 * elements
+    assert workspace_bytes(cfg, mesh, cfg.vocab_size) >= 4 * elements
+    assert workspace_bytes(plain, mesh, cfg.vocab_size) == muon_seconds(plain, mesh, GPUS["h200"], 100) == 0
+    assert muon_seconds(cfg, mesh, GPUS["h200"], 100) > 0
+
+
+# -----------------------------------------------------------------------------
+# Checkpoints
+
+DOUBLE = ["--dtype=fp64", "--steps=3", "--optimizer=muon", "--ffn-hidden=24"]
+
+
+def test_a_run_goes_on_in_another_layout(tmp_path):
+    """After two steps with ZeRO-2, the third with tp: as one process does all three."""
+    go(1, tmp_path / "one", *DOUBLE)
+    go(2, tmp_path / "two", *DOUBLE, "--steps=2", "--decay-steps=3", "--zero=2", "--save-every=2")
+    go(2, tmp_path / "two", *DOUBLE, "--tp=2", "--resume=auto")
+    want, _ = final(tmp_path / "one", 3)
+    got, _ = final(tmp_path / "two", 3)
+    assert got.keys() == want.keys() and "momentum/blocks.0.attn.wq.weight" in want
+    assert "exp_avg/blocks.0.attn.wq.weight" not in want and "exp_avg_sq/wte.weight" in want
+    for name, tensor in want.items():
+        most = tensor.abs().max().item()
+        torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-10 * most, msg=name)
+
+
+def test_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(tmp_path):
+    """--init-from takes its weights alone."""
+    for name, other in (("adamw", "muon"), ("muon", "adamw")):
+        go(1, tmp_path / name, f"--optimizer={name}", "--steps=1")
+        step = tmp_path / name / "step_000001"
+        said = go(1, tmp_path / "no", f"--optimizer={other}", f"--resume={step}", "--steps=2", code=2)
+        assert_refused(said, f"{step} holds the moments of --optimizer {name}, this run has {other}; give "
+                       f"--optimizer {name}, or --init-from {step} in place of --resume to start from its "
+                       "weights alone")
+        out = tmp_path / f"from_{name}"
+        said = go(1, out, f"--optimizer={other}", f"--init-from={step}", "--steps=1")
+        assert f"starts from the weights of {step}, with a fresh optimizer" in said["out"]
+
+
+# -----------------------------------------------------------------------------
+# Faults
+
+def alone(original, x, cut=None, axis=None):
+    """muon.orthogonalise of each rank's share by itself: blockwise."""
+    return original(x, cut)
+
+
+def all_but_one(original, matrices, n_ranks):
+    """muon.assign_owners that forgets the last matrix."""
+    return original(matrices[:-1], n_ranks)
+
+
+TP, DP, ZERO, EP = (2, 4, dict(tp=2)), (2, 8, dict()), (2, 8, dict(zero=1)), (2, 4, dict(ep=2))
+ADD = "momentum.lerp_(grad, taken * (1 - self.momentum))"
+LOOK_AHEAD = "direction.copy_(grad.lerp(momentum, self.momentum))"
+FAULTS = {
+    "each share orthogonalised alone": ("llama", TP, ("muon.orthogonalise", alone)),
+    "the norm is not summed over tp": (
+        "llama", TP, ("muon.orthogonalise", "axis.all_reduce(norms.square())", "norms.square()")),
+    "the Gram matrix is not summed over tp": (
+        "llama", TP, ("muon.orthogonalise", "axis.all_reduce(x @ x.mT)", "x @ x.mT")),
+    "the Gram matrix of the side that is cut": (
+        "llama", TP, ("muon.orthogonalise", "cut == 0", "cut == 1")),
+    "the scale of the share's shape": (
+        "llama", TP, ("muon.WholeMatrices.orthogonalise", "update_scale(matrix.full_shape)",
+                      "update_scale(matrix.shape)")),
+    "the experts are one matrix": (
+        "moe", EP, ("muon.shapes_of", "tuple(p.shape[-2:])", "(p.numel() // p.size(-1), p.size(-1))")),
+    "the momentum is updated afterwards": (
+        "llama", DP, ("muon.Muon.directions", f"{ADD} {LOOK_AHEAD}", f"{LOOK_AHEAD}; {ADD}")),
+    "no look ahead": (
+        "llama", DP, ("muon.Muon.directions", "grad.lerp(momentum, self.momentum)", "momentum")),
+    "matrices in blocks do not decay": (
+        "llama", DP, ("muon.Muon.step", "master.mul_(1 - rate * self.decay)", "")),
+    "decay in place of AdamW's group": ("llama", DP, ("ddp.uses_weight_decay", functools.partial(
+        constant, value=True))),
+    "AdamW's learning rate": ("llama", DP, ("muon.Muon.step", "lr * self.lr_factor", "lr")),
+    "updates stay with the owner": ("llama", ZERO, ("muon.WholeMatrices.hand_back", nothing)),
+    "a matrix without an owner": ("llama", ZERO, ("muon.assign_owners", all_but_one)),
+    "parts of matrices in another order": (
+        "llama", ZERO, ("muon.WholeMatrices.collect", "*parts]", "*parts[::-1]]")),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_detected(name):
+    family, place, fault = FAULTS[name]
+    check = checked(family, *place, [fault])
+    with pytest.raises(AssertionError):
+        check()
