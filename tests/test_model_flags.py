@@ -2,16 +2,15 @@
 
 tests/test_model.py compares each with the model that is written out in plain_model.py.
 """
-import dataclasses
 import functools
 
 import pytest
 import torch
-from faults import planted, run_with_faults
+from faults import run_with_faults
 from test_layouts import LLAMA, MOE, compare
 from test_model import random_model, without_cache
 
-from config import Config, check
+from config import Config
 from generate import Cache, generate
 
 SHORT = dict(LLAMA, n_layer=2, micro_batch=2)
