@@ -313,6 +313,8 @@ GPT2_SMALL = dict(GPT2, n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hid
 LARGE_LLAMA = dict(LLAMA, seq_len=2048, steps=20_000, compile=True, **LARGE)
 DENSE_210M = dict(LARGE_LLAMA, n_layer=24, n_head=4, n_kv_head=1, n_embd=512, ffn_hidden=1792,
                   rope_base=100000.0, vocab_size=128256, micro_batch=8, lr=1e-3, warmup=200)
+QWEN3 = dict(LARGE_LLAMA, head_dim=128, qk_norm="head", norm_eps=1e-6, vocab_size=151936,
+             rope_base=1000000.0, warmup=2000)
 PRESETS = {
     "tiny": dict(), "tiny-moe": dict(n_experts=8, top_k=2),
     "shakespeare-char": dict(GPT2, n_layer=6, n_head=6, n_kv_head=6, n_embd=384, ffn_hidden=1536, seq_len=256,
@@ -330,6 +332,17 @@ PRESETS = {
                       min_lr=1e-5, warmup=1000, weight_decay=0.01, beta2=0.999, compile=True, **LARGE),
     "llama-7b": dict(LARGE_LLAMA, n_layer=32, n_head=32, n_kv_head=32, n_embd=4096, ffn_hidden=11008,
                      vocab_size=32000, micro_batch=1, lr=3e-4, warmup=2000),
+    "llama-3.2-1b": dict(LARGE_LLAMA, n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, ffn_hidden=8192,
+                         vocab_size=128256, tied=True, rope_base=500000.0,
+                         rope_scaling=(32.0, 1.0, 4.0, 8192.0), micro_batch=4, lr=3e-4, warmup=2000),
+    "qwen3-0.6b": dict(QWEN3, n_layer=28, n_head=16, n_kv_head=8, n_embd=1024, ffn_hidden=3072, tied=True,
+                       micro_batch=4, lr=3e-4),
+    "qwen3-30b-a3b": dict(QWEN3, n_layer=48, n_head=32, n_kv_head=4, n_embd=2048, ffn_hidden=768,
+                          n_experts=128, top_k=8, router="softmax-topk", aux_coef=1e-3, micro_batch=1,
+                          lr=3e-4),
+    "olmo-2-1b": dict(LARGE_LLAMA, n_layer=16, n_head=16, n_kv_head=16, n_embd=2048, ffn_hidden=8192,
+                      vocab_size=100352, qk_norm="all", norm_place="after", norm_eps=1e-6, rope_base=500000.0,
+                      micro_batch=4, lr=4e-4, warmup=2000),
     "bloom-176b": dict(GPT2, n_layer=70, n_head=112, n_kv_head=112, n_embd=14336, ffn_hidden=57344,
                        seq_len=2048, vocab_size=250880, micro_batch=2, global_batch=2048, steps=100_000,
                        lr=6e-5, warmup=375, **LARGE),

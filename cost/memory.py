@@ -70,7 +70,7 @@ def saved_activations(cfg, mesh, load_factor=0.0, choice=None):
 
 def _attention_activations(cfg, mesh):
     """Return the BlockActivations from a block's input to the input of norm2."""
-    weight_bytes, _ = element_bytes(cfg)
+    weight_bytes, wide_bytes = element_bytes(cfg)
     rows = rank_tokens(cfg, mesh)
     C = cfg.n_embd
     q = query_columns(cfg) / mesh.tp.size
@@ -97,12 +97,15 @@ def _attention_activations(cfg, mesh):
     if cfg.zero < 3:
         saved += C * qkv  # wq, wk and wv concatenated
 
+    wide = 0
+    if cfg.qk_norm == "all":  # q and k widened, and the same divided by their mean square's root
+        wide = 2 * wide_bytes * rows * (q + kv)
     softmax = 4 * rows * cfg.n_head / mesh.tp.size  # bytes of its log-sum-exp, in fp32
     remains = weight_bytes * rows * C / mesh.tp.size  # the block's input
     if cfg.recompute == "selective":
         # It keeps q k v, attention's output, and the product with wo as it is before the scatter.
         remains += weight_bytes * rows * (qkv + q + C) + softmax
-    return BlockActivations(weight_bytes * saved + softmax, remains, weight_bytes * peak)
+    return BlockActivations(weight_bytes * saved + wide + softmax, remains, weight_bytes * peak)
 
 
 def _mlp_activations(cfg, mesh):

@@ -15,7 +15,7 @@ from pool import run_ranks
 import moe
 import train
 from attention import Attention, rope_cache, rotate
-from config import PRESETS, Config, pad_vocab
+from config import PRESETS, Config, head_width, pad_vocab
 from corpus.masked import Masked
 from corpus.shards import Synthetic
 from cost.parameters import count_parameters, flops_per_token
@@ -387,7 +387,7 @@ def test_count_parameters(name):
     if name == "gpt2":  # 124,439,808 with the vocabulary unpadded
         assert count_parameters(cfg, vocab)["total"] - (pad_vocab(vocab) - vocab) * cfg.n_embd == 124_439_808
     full, causal = flops_per_token(cfg, vocab)
-    attention = 12 * cfg.n_layer * cfg.n_embd * cfg.seq_len
+    attention = 12 * cfg.n_layer * cfg.n_head * head_width(cfg) * cfg.seq_len
     seen = 77 / 512 if cfg.objective == "mlm" else 1  # share of the tokens that the head sees: the masked
     assert full == pytest.approx(6 * (matmul + seen * heads) + attention, rel=1e-12)
     assert full - causal == (0 if cfg.objective == "mlm" else attention / 2)
