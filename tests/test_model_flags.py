@@ -6,12 +6,14 @@ import functools
 
 import pytest
 import torch
-from faults import run_with_faults
+from faults import planted, run_with_faults
+from runs import TINY, session
 from test_layouts import LLAMA, MOE, compare
-from test_model import random_model, without_cache
+from test_model import check_against_the_written_out_model, random_model, without_cache
 
-from config import Config
+from config import Config, check
 from generate import Cache, generate
+from runtime.launch import World
 
 SHORT = dict(LLAMA, n_layer=2, micro_batch=2)
 FORMS = {
@@ -39,7 +41,12 @@ LAYOUTS = [  # form, ranks, sequences, layout; with tp 4 two ranks share a key h
     ("experts", 4, 4, dict(tp=4, ep=2)), ("experts", 4, 4, dict(pp=2, ep=2, recompute="selective"))]
 
 
-@pytest.mark.parametrize("form,n,batch,layout", LAYOUTS, ids=lambda x: str(x).replace(" ", ""))
+FEW = [0, 5, 7, 10, 12, 14, 16, 19, 20]  # of LAYOUTS; make long has all
+
+
+@pytest.mark.parametrize("form,n,batch,layout", [
+    pytest.param(*row, marks=[] if i in FEW else [pytest.mark.long], id=f"{row[0]}-{row[1]}-{row[3]}")
+    for i, row in enumerate(LAYOUTS)])
 def test_a_layout_equals_one_rank(form, n, batch, layout):
     compare(EXPERTS if form == "experts" else FORMS[form], n, batch, **layout)
 
@@ -101,9 +108,61 @@ FAULTS = {  # name: (form, (ranks, layout), a fault as arguments of planted)
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+LONG = ("the gradient of that mean from own heads", "a norm of copied keys that is summed over dp",
+        "a cap on each rank's logits by its rank")
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in FAULTS])
 def test_a_fault_in_a_layout_is_found(name):
     form, place, *fault = FAULTS[name]
     check = run_with_faults(FORMS[form], place, [fault])
     with pytest.raises(AssertionError):
         check()
+
+
+# -----------------------------------------------------------------------------
+# On one rank: faults against the model that is written out, refusals
+
+def norm_of_the_sum(original, block, x, y):
+    return block.norm2(x + y)
+
+
+PLAIN_FAULTS = {  # name: (form, a fault as arguments of planted)
+    "norm after rotation": (
+        "qwen3", "attention.Attention.project",
+        "self.normed(q, k) if self.rotates: q = rotate(q, cos, sin) k = rotate(k, cos, sin)",
+        "self.normed(rotate(q, cos, sin), rotate(k, cos, sin))"),
+    "a window of one key more": (
+        "windows", "attention.window_mask", "queries - window", "queries - window - 1"),
+    "the other layers see all keys": ("windows", "attention.is_nth", "== 0", "== 1"),
+    "frequencies divided, not blended": ("llama3", "attention.scaled_frequency", "(1 - share) / factor", "0"),
+    "the norm after the sum": ("olmo2", "model.Block.add_output", norm_of_the_sum),
+    "logits cut, not bent": ("nanochat", "model.GPT._loss_or_logits", "cap * torch.tanh(logits / cap)",
+                             "logits.clamp(-cap, cap)"),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_FAULTS)
+def test_a_fault_in_the_formula_is_found(name):
+    form, *fault = PLAIN_FAULTS[name]
+    cfg = Config(**FORMS[form])
+    check_against_the_written_out_model(cfg)
+    with planted(*fault), pytest.raises(AssertionError):
+        check_against_the_written_out_model(cfg)
+
+
+@pytest.mark.parametrize("flags,words", [
+    (dict(rope_scaling=(8.0, 1.0, 4.0)), "--rope-scaling 8 1 4 must be FACTOR LOW HIGH LENGTH"),
+    (dict(rope_scaling=(8.0, 4.0, 1.0, 8192.0)), "LOW below HIGH"),
+    (dict(bias=True, qkv_bias=True), "leave out --qkv-bias"),
+    (dict(objective="mlm", window=3), "leave out --window"),
+    (dict(head_dim=5), "head dim 5 is odd")], ids=lambda x: str(x)[:30])
+def test_what_no_model_can_have_is_refused(flags, words):
+    with pytest.raises(ValueError, match=words):
+        check(Config(**flags))
+
+
+def test_a_run_with_a_window_says_that_it_is_a_mask():
+    ran = session(World(), [*TINY, "--window=4", "--full-every=2", "--steps=1"])
+    assert ran["code"] == 0 and "--window 4 is a mask" in ran["out"], ran
