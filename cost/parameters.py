@@ -7,12 +7,12 @@ parameters that one token meets; tests compare it with the model.
 """
 import dataclasses
 from collections import Counter
-from functools import cache
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
-from config import head_width, n_masked, pad_vocab
+from config import Config, head_width, n_masked, pad_vocab
 from ddp import assign_buckets
 from model import DTYPES, GPT
 from moe import expert_capacity
@@ -233,8 +233,8 @@ class BucketSize(NamedTuple):
     matrices: tuple = ()  # (shape on this rank, full shape) of each, if Muon updates them
 
 
-@cache
 def _build_buckets(cfg, mesh, vocab_size, first, blocks):
+    """Return the BucketSize of each bucket of a rank that holds these consecutive blocks."""
     with torch.device("meta"):
         model = GPT(cfg, mesh, vocab_size, [(first, first + blocks)])
     position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
@@ -251,19 +251,28 @@ def _build_buckets(cfg, mesh, vocab_size, first, blocks):
     return sizes
 
 
+# The flags of a layout but zero, and values that cut nothing: mesh and blocks say what these flags say.
+LAYOUT = dict(micro_batch=1, global_batch=0, recompute="none", pp=1, tp=1, cp=1, ep=1, pp_chunks=1,
+              pp_layers="")
+_flags_of_any_layout = attrgetter(*(f.name for f in dataclasses.fields(Config)
+                                    if f.name not in {*LAYOUT, "zero"}))
+_built = {}  # {what the buckets depend on: what _build_buckets returned}
+
+
 def _buckets(cfg, mesh, vocab_size):
     """Return the BucketSize of each of this rank's buckets, in the order in which backward fills them."""
     held = held_layers(cfg, mesh)
-    # All layouts that cut the model alike share one entry of the cache.
-    zero = 0 if cfg.zero == 1 else cfg.zero
-    cut_alike = dataclasses.replace(cfg, micro_batch=1, global_batch=0, zero=zero, recompute="none",
-                                    pp=1, tp=1, cp=1, ep=1, pp_chunks=1, pp_layers="")
-    sizes = dict.fromkeys(Mesh.__annotations__, 1)
-    for name in ("tp", "cp", "ep"):
-        sizes[name] = getattr(mesh, name).size
-    axes = [Axis(name, size=size) for name, size in sizes.items()]
     first = _representative_first_block(cfg, held)
-    return _build_buckets(cut_alike, Mesh(*axes), vocab_size, first, held.blocks)
+    # All layouts that cut the model alike share one entry of the cache. A search asks thousands of
+    # times, so the key is a plain tuple: to make another Config and to hash it takes half of a search.
+    zero = 0 if cfg.zero == 1 else cfg.zero
+    cut = {name: getattr(mesh, name).size for name in ("tp", "cp", "ep")}
+    key = (_flags_of_any_layout(cfg), zero, *cut.values(), vocab_size, first, held.blocks)
+    if key not in _built:
+        cut_alike = dataclasses.replace(cfg, **LAYOUT, zero=zero)
+        axes = [Axis(name, size=cut.get(name, 1)) for name in Mesh.__annotations__]
+        _built[key] = _build_buckets(cut_alike, Mesh(*axes), vocab_size, first, held.blocks)
+    return _built[key]
 
 
 def _representative_first_block(cfg, held):

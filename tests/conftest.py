@@ -11,8 +11,8 @@ forkserver.ensure_running()  # it forks the pool's ranks, and imports torch whil
 # Seconds of CPU of the longest files, with their tests marked long, on a busy machine. These files start
 # first, so that none of them is left for the end.
 LONGEST = {
-    "test_layouts": 123, "test_resume": 74, "test_plan": 55, "test_launch": 48, "test_gpu_matrix": 47,
-    "test_fuzz": 40, "test_faults": 38, "test_graph": 29, "test_drills": 25, "test_dropout": 25,
+    "test_layouts": 123, "test_resume": 74, "test_gpu_matrix": 47, "test_fuzz": 40, "test_plan": 39,
+    "test_faults": 38, "test_launch": 35, "test_graph": 29, "test_drills": 25, "test_dropout": 25,
     "test_checkpoint": 23, "test_ddp": 23, "test_guard": 20, "test_borders": 19, "test_tutorial": 18,
     "test_cli": 18, "test_bench": 18, "test_watch": 17, "test_convert": 16, "test_fp16": 16,
 }

@@ -16,7 +16,6 @@ from faults import GPT2, LLAMA, PP, TP, other_coordinates, planted, sequences, w
 from pool import run_ranks
 from test_layouts import compare, run
 from test_model import FORMS, WIDE, built, check_against_the_written_out_model, family, randomize
-from torch.nn.attention.bias import CausalBias
 
 import train
 from config import Config
@@ -71,6 +70,7 @@ STEPS, BATCH = (1, 2), 8
 
 def masks(world, flags):
     """Forward and backward of two steps -> [(step, generator's state as a hash)] of each mask drawn here."""
+    from torch.nn.attention.bias import CausalBias  # its import takes longer than torch's
     cfg, drawn = Config(**flags), []
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)
     source = Synthetic(cfg.vocab_size, cfg.seq_len, 1)

@@ -25,36 +25,52 @@ import gpu_matrix
 
 from fast import symm_mem
 
+CHECK_LAYOUTS, LAYOUTS_OF = gpu_matrix.check_layouts, gpu_matrix.layouts_of
+FAMILY = {"fp64": "capacity", "fp32": "llama", "bf16": "dropless"}  # whose layouts make test compares
+
 
 @contextlib.contextmanager
 def small(steps=2):
-    """Fewer layouts and steps, so that each part takes a second."""
+    """Fewer layers, layouts and steps, so that each part takes a second."""
     tables = mock.patch.multiple(
         gpu_matrix.matrix, STEPS=2, LAYOUTS=[(2, 4, dict(pp=2))],
         MOE_LAYOUTS=[(2, 4, dict(tp=2, ep=2, zero=1))], CP_LAYOUTS=[("capacity", 2, 4, dict(cp=2))])
     parts = mock.patch.multiple(
-        gpu_matrix, STEPS=steps, REPLICATED=(("capacity", dict(tp=2)), ("dropless", dict(zero=3))),
+        gpu_matrix, STEPS=steps, SHAPE=dict(gpu_matrix.SHAPE, n_layer=2),
+        REPLICATED=(("capacity", dict(tp=2)), ("dropless", dict(zero=3))),
         CAPTURED=(("llama", dict(zero=1)), ("dropless", dict(ep=2))))
     few = {name: gpu_matrix.FAMILIES[name] for name in ("llama", "dropless", "capacity")}
     with tables, parts, mock.patch.object(gpu_matrix, "FAMILIES", few):
         yield
 
 
-def rehearsed(world, *argv):
+def layouts_of_one_family(world, dtype):
+    """gpu_matrix.check_layouts with the layouts of the dtype's FAMILY alone."""
+    def layouts_of(size):
+        return [layout for layout in LAYOUTS_OF(size) if layout[0] == FAMILY[dtype]]
+    with mock.patch.object(gpu_matrix, "layouts_of", layouts_of):
+        return CHECK_LAYOUTS(world, dtype)
+
+
+def rehearsed(world, check_layouts, *argv):
     """Return what gpu_matrix.main prints on this rank."""
     said = io.StringIO()
-    ranks = mock.patch.multiple(gpu_matrix, launch=lambda **options: world, shutdown=lambda world: None)
+    ranks = mock.patch.multiple(gpu_matrix, launch=lambda **options: world, shutdown=lambda world: None,
+                                check_layouts=check_layouts)
     with small(), ranks, contextlib.redirect_stdout(said):
         gpu_matrix.main(list(argv))
     return said.getvalue()
 
 
-def test_every_part_runs_on_two_ranks_of_a_cpu():
-    first, second = run_ranks(2, rehearsed)
+@pytest.mark.parametrize("check_layouts, numbers", [
+    (layouts_of_one_family, (2, 1, 1)), pytest.param(CHECK_LAYOUTS, (4, 4, 4), marks=pytest.mark.long)],
+    ids=["a family for each dtype", "all families"])
+def test_every_part_runs_on_two_ranks_of_a_cpu(check_layouts, numbers):
+    first, second = run_ranks(2, rehearsed, check_layouts)
     assert second == ""
     lines = [line for line in first.splitlines() if not line.startswith("  ")]
-    for line, dtype in zip(lines, ("fp64", "fp32", "bf16"), strict=False):
-        assert line.startswith(f"{dtype}: 4 layouts of 2 ranks equal one rank, worst error ")
+    for line, dtype, n in zip(lines, ("fp64", "fp32", "bf16"), numbers, strict=False):
+        assert line.startswith(f"{dtype}: {n} layouts of 2 ranks equal one rank, worst error ")
     assert lines[3].startswith("2 bf16 steps: ") and lines[3].endswith("; two runs as well")
     assert lines[4].startswith("graph: left out, cpu has no CUDA graphs; ")
     assert lines[5].startswith("sync: left out, torch sees hidden synchronisations under CUDA alone; ")
@@ -62,7 +78,7 @@ def test_every_part_runs_on_two_ranks_of_a_cpu():
 
 
 def test_one_rank_has_no_layouts():
-    (said,) = run_ranks(1, rehearsed, "sync", "graph", "fp64")
+    (said,) = run_ranks(1, rehearsed, CHECK_LAYOUTS, "sync", "graph", "fp64")
     layouts, graph, sync = said.splitlines()
     assert layouts == "fp64: left out, no layout of the table has this number of ranks, 1"
     assert graph.startswith("graph: left out") and sync.startswith("sync: left out")
@@ -137,7 +153,7 @@ def test_synchronisations_are_watched_in_the_third_pass():
 def wrong_layout(world):
     """One rank stands for two, but drops its rows as one."""
     with small(), mock.patch.object(gpu_matrix.matrix, "capacity_ranks", lambda base, layout: (1, 1)):
-        return gpu_matrix.check_layouts(world, "fp64")
+        return layouts_of_one_family(world, "fp64")
 
 
 def wrong_weights(world):

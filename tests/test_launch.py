@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 import runs
 import torch
+from forks import become
 from pool import ROOT, context, run_ranks
 from runs import SHAPE, TINY, assert_refused, rows
 
@@ -280,42 +281,74 @@ def clean_env():
 
 
 SEEN = """
-import os
+import os, sys
+import train
 from runtime import launch, visible
 visible.cuda_is_untouched, visible.count_in_new_process = lambda: True, lambda: 2
-select = launch.select_device
+select, start = launch.select_device, launch.launch
 def recorded(local, local_size, own=None):
     global mine
     mine = own, os.environ[visible.VARIABLE]
     return select(local, local_size)
-launch.select_device = recorded
-world = launch.launch(100, quiet=True)
-all_ranks = world.tree.gather_objects((world.shown, *mine))
-print(world.launcher, all_ranks, flush=True)
-launch.shutdown(world)
+def started(*args):
+    world = start(*args)
+    print(world.launcher, world.tree.gather_objects((world.shown, *mine)), flush=True)
+    return world
+launch.select_device, launch.launch = recorded, started
+train.main(sys.argv[1:])
 """
 
 
+def run_alone(words, output):
+    """In a new process that has imported torch: run a program, with its output in a file."""
+    os.environ.clear()
+    os.environ.update(clean_env())
+    become(words, ("/dev/null", output, output))
+
+
 @pytest.fixture(scope="module")
-def over_ofi(tmp_path_factory):
-    """Two ranks over MPICH's OFI over tcp, also between ranks of one host, each of which is shown one GPU."""
-    script = tmp_path_factory.mktemp("over_ofi") / "seen.py"
-    script.write_text(SEEN)
-    rank = ["-n", "1", "-env", visible.VARIABLE]
-    run = [sys.executable, script]
-    env = {**clean_env(), "PYTHONPATH": str(ROOT), "MPIR_CVAR_CH4_NETMOD": "ofi", "MPIR_CVAR_NOLOCAL": "1"}
-    return subprocess.run([BIN / "mpiexec", *rank, "1", *run, ":", *rank, "0", *run], env=env,
-                          capture_output=True, text=True, timeout=240)
+def trained(tmp_path_factory):
+    """Return (folder, {launcher: (exit code, output)}) of the same run under each launcher.
+
+    Under mpiexec each rank is shown one GPU.
+    """
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "seen.py").write_text(SEEN)
+
+    def words(name, program=ROOT / "train.py"):
+        return [str(program), *FLAGS, f"--out={folder / name}", f"--dump-grads={folder / name}.st"]
+
+    rank = [sys.executable, *words("hydra", folder / "seen.py")]
+    shown = ["-n", "1", "-env", visible.VARIABLE]
+    launchers = {"hydra": [BIN / "mpiexec", *shown, "1", *rank, ":", *shown, "0", *rank],
+                 "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", *words("torchrun")]}
+    env = {**clean_env(), "PYTHONPATH": str(ROOT)}
+    jobs = {}  # at the same time: torchrun needs only one core at first
+    for name, command in launchers.items():
+        jobs[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                      env=env)
+    alone = context.Process(target=run_alone, args=(words("single"), str(folder / "said")))
+    alone.start()
+    ended = {}
+    for name, job in jobs.items():
+        said = job.communicate(timeout=240)[0]
+        ended[name] = job.returncode, said
+    alone.join(240)
+    ended["single"] = alone.exitcode, (folder / "said").read_text()
+    return folder, ended
 
 
-def test_ranks_start_over_an_mpi_that_sends_only_inside_of_its_functions(over_ofi):
-    """Rank 0 sends where to meet, and waits there."""
-    said = over_ofi.stdout + over_ofi.stderr
-    assert over_ofi.returncode == 0 and over_ofi.stdout.count("hydra [(") == 2, said
+def meet_over_pmi2(client, env, result):
+    """In a new process: join the ranks, and write to the file `result` who they are."""
+    os.environ.clear()
+    os.environ.update({**clean_env(), **env, "PMI_FD": str(client.fileno())})
+    world = launch.launch(100, quiet=True)
+    result.write_text(repr(world.tree.gather_objects((world.rank, world.node, world.launcher))))
+    launch.shutdown(world)
 
 
 @pytest.mark.skipif(not os.path.exists(f"{sys.prefix}/lib/mpich"), reason="another MPI than pip's MPICH")
-def test_addresses_of_mpi_fit_into_a_message_of_slurms_pmi2():
+def test_addresses_of_mpi_fit_into_a_message_of_slurms_pmi2(tmp_path):
     """Slurm reads 1,024 bytes of a message. Two ranks on two nodes, and a server that answers like Slurm."""
     stored, lengths, both = {"PMI_process_mapping": "(vector,(0,2,1))"}, [], threading.Barrier(2)
 
@@ -334,48 +367,40 @@ def test_addresses_of_mpi_fit_into_a_message_of_slurms_pmi2():
     ranks = []
     for rank in range(2):
         server, client = socket.socketpair()
-        env = {**clean_env(), **SRUN, "PMI_FD": str(client.fileno()), "PMI_RANK": str(rank), "PMI_SIZE": "2",
+        env = {**SRUN, "PMI_RANK": str(rank), "PMI_SIZE": "2",
                "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "SLURM_LOCALID": "0",
                "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "MASTER_ADDR": "127.0.0.1"}
-        ranks.append(subprocess.Popen(
-            [sys.executable, "-c", "from runtime import launch; w = launch.launch(100, quiet=True); "
-             "print(w.tree.gather_objects((w.rank, w.node, w.launcher))); launch.shutdown(w)"],
-            cwd=ROOT, env=env, pass_fds=[client.fileno()],
-            stdout=subprocess.PIPE, text=True))
+        ranks.append(context.Process(target=meet_over_pmi2, args=(client, env, tmp_path / str(rank))))
+        ranks[-1].start()
         client.close()
         threading.Thread(target=serve, args=[server], daemon=True).start()
     try:
-        assert [job.communicate(timeout=240)[0] for job in ranks] == [
-            "[(0, 0, 'srun'), (1, 1, 'srun')]\n"] * 2
+        for job in ranks:
+            job.join(240)
+        assert [job.exitcode for job in ranks] == [0, 0]
     finally:
         for job in ranks:
             job.kill()
+    for rank in range(2):
+        assert (tmp_path / str(rank)).read_text() == "[(0, 0, 'srun'), (1, 1, 'srun')]"
     assert any("-allgather" in key for key in stored) and max(lengths) < 200
 
 
-def test_python_mpiexec_and_torchrun_train_alike(tmp_path):
+def test_python_mpiexec_and_torchrun_train_alike(trained):
     """With the same global batch: every loss, and --dump-grads' weights and gradients, to 1e-5 in fp32."""
     from safetensors.torch import load_file
-    launchers = {"single": [sys.executable],
-                 "hydra": [BIN / "mpiexec", "-n", "2", sys.executable],
-                 "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "2"]}
-    losses, dumps, jobs = {}, {}, {}
-    for name, start in launchers.items():  # at the same time: torchrun needs only one core at first
-        out = tmp_path / name
-        jobs[name] = subprocess.Popen(
-            [*start, ROOT / "train.py", *FLAGS, f"--out={out}", f"--dump-grads={out}.st"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_env())
-    for name, job in jobs.items():
-        out = tmp_path / name
-        stdout, stderr = job.communicate(timeout=240)
-        assert job.returncode == 0, stdout + stderr
+    folder, ended = trained
+    losses, dumps = {}, {}
+    for name, (code, said) in ended.items():
+        out = folder / name
+        assert code == 0, said
         n = 1 if name == "single" else 2
-        assert f" {name}: {n} of {n} ranks here" in stdout and stdout.count("[node 1/1 ") == 1
-        assert "Traceback" not in stderr, stderr
+        assert f" {name}: {n} of {n} ranks here" in said and said.count("[node 1/1 ") == 1
+        assert "Traceback" not in said, said
         assert json.loads((out / "config.json").read_text())["launcher"] == name
         metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         losses[name] = torch.tensor([[r["loss"], r["grad_norm"]] for r in metrics], dtype=torch.float64)
-        dumps[name] = load_file(tmp_path / f"{name}.st")
+        dumps[name] = load_file(folder / f"{name}.st")
     assert losses["single"].shape == (6, 2) and losses["single"][-1, 0] < losses["single"][0, 0] - 0.01
     want = dumps["single"]
     assert len(want) == 2 * 21
@@ -401,18 +426,31 @@ train.main(sys.argv[1:])
 """
 
 
-def test_an_exception_on_one_rank_ends_all_ranks(tmp_path):
-    (tmp_path / "crash.py").write_text(CRASH)
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory):
+    """Two ranks over MPICH's OFI over tcp, also on one host. Rank 1 raises in its first step."""
+    folder = tmp_path_factory.mktemp("crashed")
+    (folder / "crash.py").write_text(CRASH)
     t0 = time.monotonic()
-    command = [BIN / "mpiexec", "-n", "2", sys.executable, tmp_path / "crash.py", *FLAGS]
-    job = subprocess.run([*command, f"--out={tmp_path / 'run'}"], capture_output=True, text=True, timeout=240,
-                         env={**clean_env(), "PYTHONPATH": str(ROOT)})
+    command = [BIN / "mpiexec", "-n", "2", sys.executable, folder / "crash.py", *FLAGS]
+    env = {**clean_env(), "PYTHONPATH": str(ROOT), "MPIR_CVAR_CH4_NETMOD": "ofi", "MPIR_CVAR_NOLOCAL": "1"}
+    job = subprocess.run([*command, f"--out={folder / 'run'}"], capture_output=True, text=True, timeout=240,
+                         env=env)
     print(f"an exception on rank 1 ended both ranks {time.monotonic() - t0:.1f} s after the start, "
           f"exit code {job.returncode}")
-    assert job.returncode not in (0, 2, 85)
-    assert "RuntimeError: the rank that breaks" in job.stderr and "in broken" in job.stderr
+    return job
+
+
+def test_ranks_start_over_an_mpi_that_sends_only_inside_of_its_functions(crashed):
+    """Rank 0 sends where to meet, and waits there: without that, no rank would reach its first step."""
+    assert " hydra: " in crashed.stdout and "the rank that breaks" in crashed.stderr, crashed
+
+
+def test_an_exception_on_one_rank_ends_all_ranks(crashed):
+    assert crashed.returncode not in (0, 2, 85)
+    assert "RuntimeError: the rank that breaks" in crashed.stderr and "in broken" in crashed.stderr
     # PyTorch wraps sys.excepthook, and would repeat on stderr, with this prefix, what the hook wrote
-    assert job.stderr.count("Traceback") == 1 and "[rank1]:" not in job.stderr
+    assert crashed.stderr.count("Traceback") == 1 and "[rank1]:" not in crashed.stderr
 
 
 def set_before_launch(flags, result):
@@ -496,9 +534,10 @@ def test_without_a_driver_nothing_is_asked(monkeypatch):
         assert visible.count_in_new_process() == count
 
 
-def test_ranks_of_mpiexec_are_shown_all_gpus_before_the_device_is_chosen(over_ofi):
-    said = over_ofi.stdout.splitlines()
-    assert said == ["hydra [('1', 0, '1,0'), ('0', 1, '1,0')]"] * 2, over_ofi.stdout + over_ofi.stderr
+def test_ranks_of_mpiexec_are_shown_all_gpus_before_the_device_is_chosen(trained):
+    code, said = trained[1]["hydra"]
+    shown = [line for line in said.splitlines() if line.startswith("hydra [")]
+    assert code == 0 and shown == ["hydra [('1', 0, '1,0'), ('0', 1, '1,0')]"] * 2, said
 
 
 # -----------------------------------------------------------------------------

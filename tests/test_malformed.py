@@ -361,7 +361,7 @@ NODES = {  # name: how PBS's node file is made at the path p
     "sentences": lambda p: p.write_text("x1\nno such job\n"),
     "carriage returns": lambda p: p.write_bytes(b"x1\r\nx2\r\n"),
 }
-SITE = "module() { :; }; conda() { :; }; mpiexec() { echo started \"$@\"; }\n"
+SITE = "module() { :; }; conda() { :; }\n"
 
 
 def run_job_script(script, folder):
@@ -369,7 +369,11 @@ def run_job_script(script, folder):
     (folder / "site.sh").write_text(SITE)
     (folder / "venv/bin").mkdir(parents=True)
     (folder / "venv/bin/activate").touch()
-    env = {"PATH": os.environ["PATH"], "BASH_ENV": str(folder / "site.sh"), "VENV": str(folder / "venv"),
+    mpiexec = folder / "venv/bin/mpiexec"
+    mpiexec.write_text('#!/bin/bash\necho started "$@"\n')
+    mpiexec.chmod(0o755)
+    path = f"{mpiexec.parent}:{os.environ['PATH']}"
+    env = {"PATH": path, "BASH_ENV": str(folder / "site.sh"), "VENV": str(folder / "venv"),
            "PBS_O_WORKDIR": str(ROOT), "PBS_NODEFILE": str(folder / "nodes"), "MINUTES": "27"}
     job = subprocess.run(["bash", ROOT / "scripts" / script], capture_output=True, text=True, cwd=folder,
                          env=env)

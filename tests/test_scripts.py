@@ -23,7 +23,8 @@ def test_size_syntax_and_what_must_not_be_in_them():
     assert {*JOBS} == {p.name for p in SCRIPTS if re.search("^#(PBS|SBATCH)", p.read_text(), re.M)}
     helpers = {p.name for p in SCRIPTS} - {*JOBS}
     sourced = set(re.findall(r"source [^\n]*?(\w+\.sh)", "".join(p.read_text() for p in SCRIPTS)))
-    assert helpers == sourced | {"here.sh", "gpu_order.sh", "stage.sh", "sweep.sh"}  # these the tests start
+    started = {"here.sh", "gpu_order.sh", "restart.sh", "stage.sh", "sweep.sh"}
+    assert helpers == sourced | started
     for path in SCRIPTS:
         text = path.read_text()
         lines = text.splitlines()

@@ -43,10 +43,7 @@ FAULTS = {  # name: (where the report says the last rank is, a part of the verdi
 
 def run_rank(rank, folder, fault, argv):
     """In a new process: train.main as rank 0 or 1, until it ends itself; its output goes to a file."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests/drills")]
-    printed = os.open(f"{folder}/printed.{rank}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(printed, 1), os.dup2(printed, 2)
-    import misbehave
+    misbehave = into_a_file(f"{folder}/printed.{rank}")
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     calls = CollectiveLog()
@@ -55,6 +52,20 @@ def run_rank(rank, folder, fault, argv):
     train.launch.env_rank = lambda: rank
     train.launch.launch = lambda *args: World(rank=rank, size=2, calls=calls, tree=tree)
     misbehave.main(fault, 5, argv, TIMEOUT)
+
+
+def run_alone(folder, argv, seconds):
+    """In a new process: train.main as the only rank, whose --timeout is `seconds` from the second step on."""
+    into_a_file(f"{folder}/printed").main("none", 2, argv, seconds)
+
+
+def into_a_file(path):
+    """Send this process's output to a file. Return the module misbehave."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests/drills")]
+    printed = os.open(path, os.O_WRONLY | os.O_CREAT)
+    os.dup2(printed, 1), os.dup2(printed, 2)
+    import misbehave
+    return misbehave
 
 
 def misbehave(fault, step, seconds, argv):
@@ -67,27 +78,29 @@ def suspend(out):
     """A run of one rank, stopped for longer than the watchdog waits, then continued; SIGUSR2; SIGTERM.
     Return (exit code, its output, its file of stacks)"""
     limit = 2 * TIMEOUT
-    command = misbehave("none", 2, limit, [*TINY, f"--out={out}/run", "--steps=1000000", "--save-every=0"])
-    job = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    argv = [*TINY, f"--out={out}/run", "--steps=1000000", "--save-every=0", f"--timeout={PATIENT:g}"]
+    job = context.Process(target=run_alone, args=(out, argv, limit))
+    job.start()
 
     def wait_for_rows(n):
         end = time.monotonic() + PATIENT
         while not (out / "run/metrics.jsonl").exists() or len(rows(out / "run")) < n:
-            assert time.monotonic() < end and job.poll() is None, job.communicate(timeout=PATIENT)
+            assert time.monotonic() < end and job.is_alive(), (out / "printed").read_text()
             time.sleep(0.05)
         return len(rows(out / "run"))
     wait_for_rows(4)  # the third step has the short limit
-    job.send_signal(signal.SIGSTOP)
+    os.kill(job.pid, signal.SIGSTOP)
     time.sleep(limit + 6)  # and the grace of misbehave.py: faulthandler's alarm has passed
     done = wait_for_rows(2)
-    job.send_signal(signal.SIGCONT)
+    os.kill(job.pid, signal.SIGCONT)
     wait_for_rows(done + 10)  # the watchdog's thread has run by then
     time.sleep(0.5 * limit)
-    job.send_signal(signal.SIGUSR2)
+    os.kill(job.pid, signal.SIGUSR2)
     wait_for_rows(wait_for_rows(2) + 1)
-    job.send_signal(signal.SIGTERM)
-    text = job.communicate(timeout=PATIENT)[0]
-    return job.returncode, text, next((out / "run/hang").glob("*.txt")).read_text()
+    os.kill(job.pid, signal.SIGTERM)
+    job.join(PATIENT)
+    text = (out / "printed").read_text()
+    return job.exitcode, text, next((out / "run/hang").glob("*.txt")).read_text()
 
 
 @pytest.fixture(scope="module")
