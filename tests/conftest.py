@@ -18,12 +18,9 @@ LONGEST = {
 }
 
 
-def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="also the tests that are too slow for every run")
-
-
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: -LONGEST.get(item.path.stem, 0))  # tests of one file keep their order
+    if "PYTEST_XDIST_WORKER" in os.environ:  # mutants.py asks for its own order
+        items.sort(key=lambda item: -LONGEST.get(item.path.stem, 0))  # tests of one file keep their order
 
 
 @pytest.fixture(scope="module")

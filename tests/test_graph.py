@@ -228,7 +228,7 @@ def test_no_reader_sees_stale_weights(flags):
         assert same_bits(weights, others) and same_bits(weights, plain[0][2][0])
 
 
-@pytest.mark.skipif("not config.getoption('--slow')", reason="a minute of compilation: pytest --slow")
+@pytest.mark.long
 @pytest.mark.parametrize("flags", [["--tp=2"], ["--ep=2", "--n-experts=4", "--top-k=1"], ["--zero=3"],
                                    ["--cp=2"]],
                          ids=["tp2", "ep2", "zero3", "cp2"])

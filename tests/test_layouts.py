@@ -287,8 +287,7 @@ def test_moe_variants_equal_one_rank():
     compare(dict(CAPACITY, micro_batch=2), 4, 8, pp=2, tp=2, ep=2, recompute="full")
 
 
-@pytest.mark.skipif("not config.getoption('--slow')",
-                    reason="ep 8 over 8 ranks is in the slow set: pytest --slow")
+@pytest.mark.long
 @pytest.mark.parametrize("base", [MOE, CAPACITY], ids=["dropless", "capacity"])
 @pytest.mark.parametrize("layout", [dict(ep=8), dict(ep=8, zero=1), dict(tp=2, ep=8),
                                     dict(tp=4, ep=8, zero=1)], ids=str)

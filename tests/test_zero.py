@@ -117,7 +117,7 @@ def test_zero_3_differs_from_zero_1_by_its_several_products_alone(dtype, roundin
         assert run_ranks(2, losses, 0, dtype)[0] == run_ranks(2, losses, 2, dtype)[0] == zero_1
 
 
-@pytest.mark.skipif("not config.getoption('--slow')", reason="zero 3 over 8 ranks: pytest --slow")
+@pytest.mark.long
 def test_zero_3_on_eight_ranks_equals_one_rank():
     compare(dict(MOE, micro_batch=2), 8, 16, tp=2, ep=2, zero=3)
     compare(dict(CAPACITY, micro_batch=2), 8, 16, ep=4, zero=3, recompute="full")

@@ -7,12 +7,14 @@ import itertools
 import math
 import random
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from pool import ROOT, run_ranks
 
+from config import Config
 from corpus.chat import MARKERS, Template
 from corpus.tokenizer import train_char
 from ddp import Bucket, Comm, Contents
@@ -22,6 +24,7 @@ from skip import spike
 from zero import Slot, SlotBucket, SlotComm
 
 sys.path.append(str(ROOT / "bench"))
+import one_rule
 
 
 def test_chapter_00(yours):
@@ -192,13 +195,37 @@ def test_chapter_11(yours):
         assert yours.gpu_of_rank(rank, on_node, visible) == gpu, (rank, on_node, visible)
 
 
-def test_chapter_12(yours):
+def test_chapter_12_is_better(yours):
     before = [2.30, 2.20, 2.25]  # three seeds, which differ more than the change helps
     assert yours.is_better(before, [x - 0.01 for x in before])
     assert yours.is_better(before, [2.28, 2.19, 2.235])
     assert not yours.is_better(before, before)
     assert not yours.is_better(before, [x + 0.01 for x in before])
     assert not yours.is_better(before, [2.20, 2.21, 2.26]), "better with one seed, worse with two"
+
+
+MESHES = [dict(tp=2), dict(tp=2, cp=2), dict(tp=2, ep=4, n_experts=4)]  # of 8 ranks
+OUTSIDE = {"dp", "cp"}  # along these, the rows of every activation differ; between the blocks, along tp too
+LAYERS = {  # weight: (along which axes the input differs, along which the gradient of the output, cut over)
+    "attn.wq.weight": (OUTSIDE, OUTSIDE | {"tp"}, {"tp"}),
+    "attn.wo.weight": (OUTSIDE | {"tp"}, OUTSIDE, {"tp"}),
+    "norm1.weight": (OUTSIDE | {"tp"}, OUTSIDE | {"tp"}, set()),
+    "moe.router.weight": (OUTSIDE | {"tp"}, OUTSIDE | {"tp"}, set()),
+}
+
+
+def test_chapter_12_axes_to_sum(yours):
+    for flags in MESHES:
+        cfg = Config(n_layer=1, n_embd=16, ffn_hidden=16, seq_len=8, vocab_size=100, micro_batch=2, **flags)
+        cfg = replace(cfg, global_batch=2 * 8 // (cfg.tp * cfg.cp))
+        mesh = one_rule.mesh_of(cfg, 8, 0)
+        digits = one_rule.Digits(mesh)
+        for row in one_rule.derive(cfg, 8).rows:
+            name = row.name.removeprefix("blocks.0.")
+            if name in LAYERS:
+                asked = yours.axes_to_sum(*map(set, LAYERS[name]))
+                bits = sum(digits.bits(getattr(mesh, axis)) for axis in asked)
+                assert bits == digits.bits(getattr(mesh, row.follows)), (flags, name, asked)
 
 
 SLOT = 256  # elements of the slot
