@@ -71,6 +71,7 @@ class Config:
     n_head: int = flag(4, "shape", SIZE, common=True)  # query heads
     n_kv_head: int = flag(2, "shape", SIZE)  # key/value heads, each shared by n-head / n-kv-head query heads
     n_embd: int = flag(128, "shape", SIZE, common=True)  # width of the model
+    head_dim: int = flag(0, "shape", (0, 2**16))  # width of a head; 0 is n-embd / n-head
     ffn_hidden: int = flag(384, "shape", SIZE)  # hidden width of the MLP, and of each expert
     # tokens in the vocabulary; 0 takes their number from the data's meta.json
     vocab_size: int = flag(0, "meaning", (0, 2**24))
@@ -78,12 +79,29 @@ class Config:
     # probability, in attention, residual branches and embedding; 0 is off
     dropout: float = flag(0.0, "free", SHARE)
     norm: Literal["rms", "layer"] = flag("rms", "shape or meaning")  # RMSNorm or LayerNorm
-    mlp: Literal["swiglu", "gelu"] = flag("swiglu", "shape")  # SwiGLU (three matrices) or GELU (two)
+    # where a block's two norms are: before attention and MLP, or after them, on their outputs (OLMo 2)
+    norm_place: Literal["before", "after"] = flag("before", "meaning")
+    # RMSNorm of queries and keys before they turn: of each head (Qwen 3), or over all heads (OLMo 2)
+    qk_norm: Literal["none", "head", "all"] = flag("none", "shape")
+    # SwiGLU (three matrices), GELU or squared ReLU (two)
+    mlp: Literal["swiglu", "gelu", "relu2"] = flag("swiglu", "shape")
     pos: Literal["rope", "learned"] = flag("rope", "shape")  # rotary or learned absolute positions
     # RoPE base (theta); long sequences need a larger one
     rope_base: float = flag(10000.0, "meaning", (1, 10**12), needs="pos=rope")
+    # FACTOR LOW HIGH LENGTH: Llama 3's slower rotation, for sequences longer than the LENGTH of the first
+    # training: pairs that turn LOW times within it turn FACTOR times more slowly, those of HIGH as before
+    rope_scaling: tuple[float, ...] = flag((), "meaning", FACTOR, needs="pos=rope")
+    # every N-th layer has no rotation (SmolLM3: 4); 0 is none
+    no_rope_every: int = flag(0, "meaning", COUNT, needs="pos=rope")
+    # a query sees this many keys at most, its own position included; 0 is all
+    window: int = flag(0, "meaning", (0, 2**24))
+    # every N-th layer sees all keys in spite of the window (Gemma 3: 6); 0 is none
+    full_every: int = flag(0, "meaning", COUNT, needs="window")
+    # C * tanh(logits / C) takes the place of the logits; 0 is off
+    logit_softcap: float = flag(0.0, "meaning", FACTOR)
     norm_eps: float = flag(1e-5, "shape", SHARE)  # added to the variance (mean square) under the norm's root
     bias: bool = flag(False, "shape")  # biases in linear layers and LayerNorm
+    qkv_bias: bool = flag(False, "shape")  # biases of queries, keys and values alone (Qwen 2)
     tied: bool = flag(False, "shape")  # the output head is the token embedding's matrix
     # causal predicts the next token; mlm is BERT's masked language model: 15 % of the tokens, from both sides
     objective: Literal["causal", "mlm"] = flag("causal", "shape")
@@ -234,7 +252,7 @@ def declaration(field):
     if said.get("kind") not in KINDS:
         raise TypeError(f"Config.{field.name} does not say what it means to a checkpoint: declare it as "
                         f"flag({field.default!r}, KIND), where KIND is one of {', '.join(KINDS)}")
-    if field.type in (int, float, float | None, tuple[int, ...]) and not said["within"]:
+    if field.type in (int, float, float | None, tuple[int, ...], tuple[float, ...]) and not said["within"]:
         raise TypeError(f"Config.{field.name} is a number without a range: declare it as "
                         f"flag({field.default!r}, {said['kind']!r}, (LEAST, LARGEST))")
     return said
@@ -298,6 +316,8 @@ GPT2_SMALL = dict(GPT2, n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hid
 LARGE_LLAMA = dict(LLAMA, seq_len=2048, steps=20_000, compile=True, **LARGE)
 DENSE_210M = dict(LARGE_LLAMA, n_layer=24, n_head=4, n_kv_head=1, n_embd=512, ffn_hidden=1792,
                   rope_base=100000.0, vocab_size=128256, micro_batch=8, lr=1e-3, warmup=200)
+QWEN3 = dict(LARGE_LLAMA, head_dim=128, qk_norm="head", norm_eps=1e-6, vocab_size=151936,
+             rope_base=1000000.0, warmup=2000)
 PRESETS = {
     "tiny": dict(), "tiny-moe": dict(n_experts=8, top_k=2),
     "shakespeare-char": dict(GPT2, n_layer=6, n_head=6, n_kv_head=6, n_embd=384, ffn_hidden=1536, seq_len=256,
@@ -315,6 +335,17 @@ PRESETS = {
                       min_lr=1e-5, warmup=1000, weight_decay=0.01, beta2=0.999, compile=True, **LARGE),
     "llama-7b": dict(LARGE_LLAMA, n_layer=32, n_head=32, n_kv_head=32, n_embd=4096, ffn_hidden=11008,
                      vocab_size=32000, micro_batch=1, lr=3e-4, warmup=2000),
+    "llama-3.2-1b": dict(LARGE_LLAMA, n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, ffn_hidden=8192,
+                         vocab_size=128256, tied=True, rope_base=500000.0,
+                         rope_scaling=(32.0, 1.0, 4.0, 8192.0), micro_batch=4, lr=3e-4, warmup=2000),
+    "qwen3-0.6b": dict(QWEN3, n_layer=28, n_head=16, n_kv_head=8, n_embd=1024, ffn_hidden=3072, tied=True,
+                       micro_batch=4, lr=3e-4),
+    "qwen3-30b-a3b": dict(QWEN3, n_layer=48, n_head=32, n_kv_head=4, n_embd=2048, ffn_hidden=768,
+                          n_experts=128, top_k=8, router="softmax-topk", aux_coef=1e-3, micro_batch=1,
+                          lr=3e-4),
+    "olmo-2-1b": dict(LARGE_LLAMA, n_layer=16, n_head=16, n_kv_head=16, n_embd=2048, ffn_hidden=8192,
+                      vocab_size=100352, qk_norm="all", norm_place="after", norm_eps=1e-6, rope_base=500000.0,
+                      micro_batch=4, lr=4e-4, warmup=2000),
     "bloom-176b": dict(GPT2, n_layer=70, n_head=112, n_kv_head=112, n_embd=14336, ffn_hidden=57344,
                        seq_len=2048, vocab_size=250880, micro_batch=2, global_batch=2048, steps=100_000,
                        lr=6e-5, warmup=375, **LARGE),
@@ -372,11 +403,25 @@ def check(cfg):
 
 def check_heads(cfg):
     """Raise ValueError unless the heads divide the width, and a head has pairs for RoPE."""
-    must_divide("n-embd", cfg.n_embd, "n-head", cfg.n_head)
+    if not cfg.head_dim:
+        must_divide("n-embd", cfg.n_embd, "n-head", cfg.n_head)
     must_divide("n-head", cfg.n_head, "n-kv-head", cfg.n_kv_head)
-    head_dim = cfg.n_embd // cfg.n_head
+    head_dim = head_width(cfg)
     if cfg.pos == "rope" and head_dim % 2:
         raise ValueError(f"head dim {head_dim} is odd, RoPE turns pairs; try --pos learned")
+    if cfg.bias and cfg.qkv_bias:
+        raise ValueError("--bias gives queries, keys and values a bias, too; leave out --qkv-bias")
+    if cfg.rope_scaling:
+        check_rope_scaling(cfg.rope_scaling)
+
+
+def check_rope_scaling(scaling):
+    """Raise ValueError unless the numbers of --rope-scaling are four that scaled_frequency can use."""
+    typed = " ".join(f"{number:g}" for number in scaling)
+    is_right = len(scaling) == 4 and scaling[0] >= 1 and scaling[1] < scaling[2] and scaling[3] >= 1
+    if not is_right:
+        raise ValueError(f"--rope-scaling {typed} must be FACTOR LOW HIGH LENGTH, with FACTOR and LENGTH at "
+                         "least 1 and LOW below HIGH; for example 8 1 4 8192")
 
 
 def check_masked_model(cfg):
@@ -384,6 +429,9 @@ def check_masked_model(cfg):
     if n_masked(cfg.seq_len) < 1:
         raise ValueError(f"--objective mlm masks 15 % of a sequence, of --seq-len {cfg.seq_len} no token; "
                          "try --seq-len 128")
+    if cfg.window:
+        raise ValueError(f"--window {cfg.window} looks back only, --objective mlm predicts from both sides; "
+                         "leave out --window")
     if cfg.vocab_size == 1:
         raise ValueError("--vocab-size 1 is [MASK] alone with --objective mlm; try --vocab-size 65")
     if cfg.prompt:
@@ -451,6 +499,11 @@ def n_masked(seq_len):
     The number is the same in each sequence, so that all ranks know it.
     """
     return round(0.15 * seq_len)
+
+
+def head_width(cfg):
+    """Return the width of a head."""
+    return cfg.head_dim or cfg.n_embd // cfg.n_head
 
 
 def ceil_div(a, b):

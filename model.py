@@ -32,226 +32,17 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from config import n_masked, pad_vocab
+from attention import Attention, rope_cache
+from config import head_width, n_masked, pad_vocab
+from layers import ColumnLinear, Norm, RowLinear, fused_linear
 from moe import MoE, plain_dispatcher
 from ops.activations import ACTIVATIONS, GATED, gelu
 from ops.cross_entropy import LinearCrossEntropy
-from parallel import gather_rows, gather_segments, parameter, scatter_rows
+from parallel import gather_rows, parameter
 from vocab import vocab_cross_entropy, vocab_embedding
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16,
           "fp16": torch.float16}
-
-
-class Norm(nn.Module):
-    """LayerNorm or RMSNorm over the width. The kernel computes statistics in at least fp32."""
-
-    def __init__(self, cfg, mesh):
-        super().__init__()
-        self.is_layer_norm = cfg.norm == "layer"
-        self.eps = cfg.norm_eps
-        self.weight = parameter((cfg.n_embd,), mesh)
-        has_bias = self.is_layer_norm and cfg.bias
-        self.bias = parameter((cfg.n_embd,), mesh) if has_bias else None
-
-    def forward(self, x):  # (n, C) -> (n, C)
-        if self.is_layer_norm:
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-class ColumnLinear(nn.Module):
-    """Computes y = x W^T, with the rows of W, the output features, split over tp.
-
-    Rank r holds W_r of W = [W_0; W_1; ...] and computes x W_r^T, which is its own columns of y.
-    With shard=False every rank holds all of W. Source: Megatron-LM, arXiv:1909.08053, section 3.
-    """
-
-    def __init__(self, n_in, n_out, bias, mesh, shard=True):
-        super().__init__()
-        tp_dim = 0 if shard else None
-        self.weight = parameter((n_out, n_in), mesh, tp_dim=tp_dim)
-        self.bias = parameter((n_out,), mesh, tp_dim=tp_dim) if bias else None
-
-    def forward(self, x):  # (B*t, n_in) -> (B*t, n_out/tp)
-        return F.linear(x, self.weight, self.bias)
-
-
-class RowLinear(nn.Module):
-    """Computes y = x W^T, with the columns of W, the input features, split over tp.
-
-    Rank r holds W_r of W = [W_0, W_1, ...] and its own columns x_r of x. Its product x_r W_r^T is a
-    partial sum for every row of y. scatter_rows adds the partial sums and leaves n rows of y on
-    each rank. The bias is added once, after the sum, so it is replicated.
-    """
-
-    def __init__(self, n_in, n_out, bias, mesh):
-        super().__init__()
-        self.tp = mesh.tp
-        self.weight = parameter((n_out, n_in), mesh, tp_dim=1)
-        self.bias = parameter((n_out,), mesh) if bias else None
-
-    def forward(self, x):  # (B*t, n_in/tp) -> (n, n_out)
-        partial_sum = F.linear(x, self.weight)  # (B*t, n_out)
-        y = scatter_rows(partial_sum, self.tp)  # SUM of B*t rows, n of them to each rank, over tp
-        return y if self.bias is None else y + self.bias
-
-
-def fused_linear(x, layers, zero):
-    """Return the outputs of several ColumnLinears of the same input, side by side.
-
-    layers: pairs of a layer and the rows of its weight to use, None for all of them. One product
-    with the concatenated weights reads x once. Autograd would keep the concatenated copy alive
-    until backward, so ZeRO-3 could free nothing. It concatenates the outputs instead.
-    """
-    weights = [select_rows(layer.weight, rows) for layer, rows in layers]
-    biases = [select_rows(layer.bias, rows) for layer, rows in layers]
-    if zero == 3:
-        pairs = zip(weights, biases, strict=True)
-        return torch.cat([F.linear(x, weight, bias) for weight, bias in pairs], dim=-1)
-    bias = None if biases[0] is None else torch.cat(biases)
-    return F.linear(x, torch.cat(weights), bias)
-
-
-def select_rows(p, rows):
-    """Return these rows of a parameter, or all of it if rows is None."""
-    if p is None or rows is None:
-        return p  # backward of p[:] would fill and copy a zero tensor of full size
-    return p[rows]
-
-
-# -----------------------------------------------------------------------------
-# Attention
-
-def rope_cache(T, D, base, device, dtype):
-    """Return cos and sin of position * frequency, (T, D/2) each: arXiv:2104.09864, 3.4.2."""
-    frequency = base ** (-torch.arange(0, D, 2, device=device, dtype=dtype) / D)  # (D/2,)
-    position = torch.arange(T, device=device, dtype=dtype)  # (T,)
-    angle = torch.outer(position, frequency)  # (T, D/2)
-    return angle.cos(), angle.sin()
-
-
-def rotate(x, cos, sin):
-    """Turn each pair (x_i, x_{i+D/2}) by its position's angle: (B, t, heads, D) -> same."""
-    first, second = x.chunk(2, dim=-1)  # (B, t, heads, D/2) each
-    cos = cos.unsqueeze(1)  # (t, 1, D/2)
-    sin = sin.unsqueeze(1)  # (t, 1, D/2)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return turned.type_as(x)
-
-
-def visible_keys(cfg, q, k):
-    """Return (mask, is_causal) for torch's attention: which keys each query sees.
-
-    Training, generation and context parallelism all ask here.
-
-    q (B, h, queries, D), k (B, g, keys, D): the keys begin at position 0, and the last query has
-    the position of the last key. mask (queries, keys) is True where a query sees a key. If mask is
-    None, is_causal chooses between the flash kernel's own causal mask and no mask at all. To add a
-    rule, put it before the lines of --objective mlm, which return. Or put it after them, and let
-    config.py refuse the rule's flag together with mlm.
-    """
-    if cfg.objective == "mlm":
-        return None, False
-    n_queries = q.size(2)
-    n_keys = k.size(2)
-    if n_queries == n_keys:
-        return None, True
-    if n_queries == 1:
-        return None, False
-    return lower_right_mask(n_queries, n_keys), False
-
-
-def lower_right_mask(n_queries, n_keys):
-    """Return the causal mask of a sequence's last tokens, the last of which sees all keys so far.
-    No tensor is made for it on a GPU."""
-    # Imported here, because this import takes as long as all the others together.
-    from torch.nn.attention.bias import causal_lower_right
-    return causal_lower_right(n_queries, n_keys)
-
-
-def attend(q, k, v, cfg, **options):
-    """Attention of queries (B, h, queries, D) to the keys (B, g, keys, D) that they see."""
-    mask, is_causal = visible_keys(cfg, q, k)
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **options)
-
-
-def attend_segments(q, k, v, cfg, axis, **options):
-    """Attention of this rank's two segments (Axis.own_segments) of each sequence to all keys.
-
-    q (B, h, t, D), k and v (B, g, t, D) -> (B, h, t, D). In causal attention the queries of a
-    segment get the keys up to the segment's own end.
-    """
-    kv = torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=2)  # (t, B, 2g, D)
-    kv = gather_segments(kv, axis)  # (T, B, 2g, D): t positions from each rank to all, over cp
-    k, v = kv.permute(1, 2, 0, 3).chunk(2, dim=1)  # (B, g, T, D) each
-    if cfg.objective == "mlm":
-        return attend(q, k, v, cfg, **options)
-
-    # This rank has segment number rank from the start, and segment number rank from the end.
-    early_queries, late_queries = q.chunk(2, dim=2)  # (B, h, t/2, D) each
-    segment_size = q.size(2) // 2
-    early_end = (axis.rank + 1) * segment_size
-    late_end = k.size(2) - axis.rank * segment_size
-    early = attend(early_queries, k[:, :, :early_end], v[:, :, :early_end], cfg, **options)
-    late = attend(late_queries, k[:, :, :late_end], v[:, :, :late_end], cfg, **options)
-    return torch.cat([early, late], dim=2)  # (B, h, t, D)
-
-
-class Attention(nn.Module):
-    """Self-attention, causal except in a masked language model. Its heads are split over tp.
-
-    Where tp exceeds the number of key/value heads, wk and wv are replicated, and each rank uses the
-    one key/value head that its query heads share.
-    """
-
-    def __init__(self, cfg, mesh):
-        super().__init__()
-        self.cfg = cfg
-        self.mesh = mesh
-        self.rope = cfg.pos == "rope"
-
-        C = cfg.n_embd
-        G = cfg.n_kv_head
-        tp = mesh.tp
-        self.D = C // cfg.n_head
-        self.h = cfg.n_head // tp.size
-        shard_kv = G % tp.size == 0
-        self.g = G // tp.size if shard_kv else 1
-        head = tp.rank * G // tp.size  # the head that this rank uses of replicated wk and wv
-        self.kv_rows = None if shard_kv else slice(head * self.D, (head + 1) * self.D)
-
-        self.wq = ColumnLinear(C, C, cfg.bias, mesh)
-        self.wk = ColumnLinear(C, G * self.D, cfg.bias, mesh, shard=shard_kv)
-        self.wv = ColumnLinear(C, G * self.D, cfg.bias, mesh, shard=shard_kv)
-        self.wo = RowLinear(C, C, cfg.bias, mesh)
-
-    def forward(self, x, t, cos, sin, cache=None):  # (n, C) -> (n, C)
-        # Every rank sees all tokens, for its own heads: n rows from each rank to all, over tp.
-        x = gather_rows(x, self.mesh.tp)  # (B*t, C)
-        q, k, v = self.project(x, t, cos, sin)  # (B, h, t, D), twice (B, g, t, D)
-        if cache is not None:
-            k, v = cache.append(self, k, v)  # (B, g, positions so far, D) each
-        y = self.attend(q, k, v, cache)  # (B, h, t, D)
-        return self.wo(y.transpose(1, 2).reshape(-1, self.h * self.D))  # (B*t, h*D) -> (n, C)
-
-    def project(self, x, t, cos, sin):  # (B*t, C) -> (B, h, t, D), twice (B, g, t, D)
-        layers = [(self.wq, None), (self.wk, self.kv_rows), (self.wv, self.kv_rows)]
-        x = fused_linear(x, layers, self.cfg.zero)  # (B*t, (h + 2g)*D)
-        x = x.view(-1, t, self.h + 2 * self.g, self.D)
-        if self.rope:
-            qk, v = x.split([self.h + self.g, self.g], dim=2)
-            q, k = rotate(qk, cos, sin).split([self.h, self.g], dim=2)
-        else:
-            q, k, v = x.split([self.h, self.g, self.g], dim=2)  # (B, t, h, D), twice (B, t, g, D)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # views: nothing is copied
-
-    def attend(self, q, k, v, cache):  # (B, h, t, D), twice (B, g, keys, D) -> (B, h, t, D)
-        options = {"enable_gqa": self.h != self.g,
-                   "dropout_p": self.cfg.dropout if self.training else 0.0}
-        if cache is None and self.mesh.cp.size > 1:
-            return attend_segments(q, k, v, self.cfg, self.mesh.cp, **options)
-        return attend(q, k, v, self.cfg, **options)
 
 
 class MLP(nn.Module):
@@ -291,12 +82,13 @@ def plain_call(f, *args):
 class Block(nn.Module):
     """Attention, then the MLP or the experts, each added to the residual stream."""
 
-    def __init__(self, cfg, mesh, make_dispatcher=plain_dispatcher):
+    def __init__(self, cfg, mesh, make_dispatcher=plain_dispatcher, layer=0):
         super().__init__()
         self.dropout = cfg.dropout
         self.recompute_mode = cfg.recompute  # none, selective or full
+        self.norms_outputs = cfg.norm_place == "after"
         self.norm1 = Norm(cfg, mesh)
-        self.attn = Attention(cfg, mesh)
+        self.attn = Attention(cfg, mesh, layer)
         self.norm2 = Norm(cfg, mesh)
         self.mlp = None
         self.moe = None
@@ -312,19 +104,29 @@ class Block(nn.Module):
         None."""
         if self.moe is None:
             return self.recomputed_call(self.dense_block, x, t, cos, sin, cache), None
-        x, normed = self.recomputed_call(self.attention_half, x, t, cos, sin, cache)
+        x, inner = self.recomputed_call(self.attention_half, x, t, cos, sin, cache)
         call = self.recomputed_call if self.recompute_mode == "full" else plain_call
-        y, router_loss = self.moe(normed, call)
-        return x + F.dropout(y, self.dropout, self.training), router_loss
+        y, router_loss = self.moe(inner, call)
+        return self.add_output(x, y), router_loss
 
-    def attention_half(self, x, t, cos, sin, cache):  # (n, C) -> (n, C), and the same normed
+    def attention_half(self, x, t, cos, sin, cache):
+        """(n, C) -> (n, C), and what the MLP or the experts read of it, (n, C)."""
+        if self.norms_outputs:
+            y = self.norm1(self.attn(x, t, cos, sin, cache))
+            x = x + F.dropout(y, self.dropout, self.training)
+            return x, x
         y = self.attn(self.norm1(x), t, cos, sin, cache)
         x = x + F.dropout(y, self.dropout, self.training)
         return x, self.norm2(x)
 
     def dense_block(self, x, t, cos, sin, cache):  # (n, C) -> (n, C)
-        x, normed = self.attention_half(x, t, cos, sin, cache)
-        return x + F.dropout(self.mlp(normed), self.dropout, self.training)
+        x, inner = self.attention_half(x, t, cos, sin, cache)
+        return self.add_output(x, self.mlp(inner))
+
+    def add_output(self, x, y):  # y: of the MLP or the experts, (n, C)
+        if self.norms_outputs:
+            y = self.norm2(y)
+        return x + F.dropout(y, self.dropout, self.training)
 
     def recomputed_call(self, f, *args):
         """Return f(*args). Under --recompute, autograd keeps only the arguments (with selective
@@ -415,7 +217,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict()
         for first, end in self.chunks:
             for i in range(first, end):
-                self.blocks[str(i)] = Block(cfg, mesh, make_dispatcher)
+                self.blocks[str(i)] = Block(cfg, mesh, make_dispatcher, layer=i)
         if self.has_head:
             self.norm = Norm(cfg, mesh)
             self.head = None if cfg.tied else Weight((V, C), mesh, tp_dim=0, used=vocab_size)
@@ -465,9 +267,9 @@ class GPT(nn.Module):
         if cfg.pos != "rope":
             return None, None
         if self.rope is None:
-            D = cfg.n_embd // cfg.n_head
+            D = head_width(cfg)
             dtype = torch.promote_types(DTYPES[cfg.dtype], torch.float32)
-            self.rope = rope_cache(cfg.seq_len, D, cfg.rope_base, device, dtype)
+            self.rope = rope_cache(cfg.seq_len, D, cfg.rope_base, device, dtype, cfg.rope_scaling)
         cos, sin = self.rope  # (T, D/2) each
         return cos[positions], sin[positions]
 
@@ -502,10 +304,14 @@ class GPT(nn.Module):
                 x, targets = self.mlm.masked_rows(x, targets, self.mesh.cp)
             x = self.mlm(x)
             bias = self.mlm.bias
-        if targets is not None and x.device.type != "cpu" and self.mesh.tp.size == 1:
+        cap = self.cfg.logit_softcap
+        is_fused = x.device.type != "cpu" and self.mesh.tp.size == 1 and not cap
+        if targets is not None and is_fused:
             targets = targets.reshape(-1)
             return LinearCrossEntropy.apply(x, head.weight, targets, self.vocab_size, bias)
         logits = F.linear(x, head.weight, bias)  # (B*t, local_vocab)
+        if cap:
+            logits = cap * torch.tanh(logits / cap)
         if targets is None:
             return logits
         return vocab_cross_entropy(logits, targets.reshape(-1), self.vocab_size, self.mesh.tp)

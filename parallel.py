@@ -3,6 +3,7 @@ r"""The ranks as a mesh; tensor, sequence, context and expert parallelism by han
     Axis, Mesh, make_mesh       the ranks as a grid; an axis has the collectives as methods
     reduction_axis, parameter   which ranks sum a gradient; this rank's share of a tensor
     gather_rows, scatter_rows   tensor and sequence parallelism
+    sum_over_ranks              the same, for a number that depends on all ranks' heads
     gather_segments             context parallelism
     all_to_all                  expert parallelism
 
@@ -328,6 +329,25 @@ def scatter_rows(x, axis):
     if axis.size == 1:
         return x
     return _uncompiled(_ScatterRows, x, axis)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return axis.all_reduce(x.clone())  # SUM, the same on every rank, over tp
+
+    @staticmethod
+    def backward(ctx, grad):
+        # Each rank uses the sum for its own heads, so its gradient is a part: SUM over tp.
+        return ctx.axis.all_reduce(grad.clone()), None
+
+
+def sum_over_ranks(x, axis):
+    """Return the sum of the ranks' x, of which every rank uses a copy for its own heads."""
+    if axis.size == 1:
+        return x
+    return _uncompiled(_SumOverRanks, x, axis)
 
 
 def gather_segments(x, axis):

@@ -41,6 +41,7 @@ from marks import (
     union,
 )
 
+import attention
 import ddp
 import model
 import moe
@@ -198,7 +199,7 @@ class Stage:
             wrap(pipeline.dist, "batch_isend_irecv", arrivals),
             wrap(torch.distributed, "get_rank", lambda: self.rank),
             wrap(torch.nn.functional, "scaled_dot_product_attention", attention_of(self.marks)),
-            wrap(model, "lower_right_mask", no_mask),
+            wrap(attention, "lower_right_mask", no_mask),
             wrap(moe.MoE, "router_loss", self.around(moe.MoE.router_loss, self.router_loss)),
             wrap(ddp.Bucket, "on_grad_ready", self.around(ddp.Bucket.on_grad_ready, self.grad_ready)),
             wrap(zero.SlotBucket, "on_grad_ready",
@@ -472,7 +473,7 @@ def arrivals(operations):
 
 
 def no_mask(n_queries, n_keys):
-    """Stand for model.lower_right_mask: attention_of() masks nothing."""
+    """Stand for attention.lower_right_mask: attention_of() masks nothing."""
 
 
 def holders(cfg, ranks):

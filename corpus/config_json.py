@@ -20,14 +20,9 @@ MOST_BYTES = 2**22  # of a config.json: that of a model with 1,000 labels has 60
 ALSO = {"mistral": "llama"}  # the same tensors; check_window looks at its sliding window
 SAME = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}  # two names of one function
 NOT_OURS = {  # model_types that many people try first, and what they have and our model has not
-    "qwen2": "biases of queries, keys and values alone",
     "qwen2_moe": "a gate before its shared expert",
-    "qwen3": "norms of queries and keys",
-    "qwen3_moe": "norms of queries and keys",
-    "olmo2": "norms behind attention and MLP, and norms of queries and keys",
     "gemma3_text": "norms of queries and keys, windows, and a scaled embedding",
     "gemma3": "images, norms of queries and keys, windows, and a scaled embedding",
-    "smollm3": "layers without rotary positions",
     "phi3": "queries, keys and values in one matrix",
 }
 
@@ -46,6 +41,16 @@ DECODER = {
     "attention_bias": False,
     "sliding_window": None,
     "rope_parameters": None,
+}
+QWEN = {
+    **DECODER,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "use_sliding_window": False,
+    "layer_types": None,
 }
 DEFAULTS = {
     "llama": {
@@ -91,6 +96,49 @@ DEFAULTS = {
         "use_qk_norm": False,
         "num_nextn_predict_layers": 1,
     },
+    "qwen2": QWEN,
+    "qwen3": {**QWEN, "head_dim": 128},
+    "qwen3_moe": {
+        **DECODER,
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "use_sliding_window": False,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,  # []
+        "norm_topk_prob": False,
+    },
+    "olmo2": {
+        **DECODER,
+        "vocab_size": 50304,
+        "intermediate_size": 11008,
+        "num_key_value_heads": None,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+    },
+    "smollm3": {
+        **DECODER,
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "use_sliding_window": False,
+        "no_rope_layers": None,  # as no_rope_layer_interval says
+        "no_rope_layer_interval": 4,
+        "layer_types": None,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+    },
     "gpt2": {
         "vocab_size": 50257,
         "n_positions": 1024,
@@ -105,7 +153,8 @@ DEFAULTS = {
         "tie_word_embeddings": True,
     },
 }
-ROPE_THETA = {"llama": 1e4, "mistral": 1e4, "mixtral": 1e6, "glm4_moe": 1e4}
+ROPE_THETA = {"llama": 1e4, "mistral": 1e4, "mixtral": 1e6, "glm4_moe": 1e4, "qwen2": 1e4, "qwen3": 1e4,
+              "qwen3_moe": 1e4, "olmo2": 1e4, "smollm3": 2e6}
 PARTIAL_ROTARY = {"glm4_moe": 0.5}  # 1 elsewhere
 # A second name of a field, which transformers takes as well.
 SECOND_NAMES = {
@@ -116,6 +165,7 @@ SECOND_NAMES = {
         "num_hidden_layers": "n_layer",
     },
     "mixtral": {"num_experts": "num_local_experts"},
+    "qwen3_moe": {"num_experts": "num_local_experts"},
     "glm4_moe": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
 }
 # The one value that a field of any model may have; the field may be absent.
@@ -129,7 +179,7 @@ EVERYWHERE = {
     "pruned_heads": {},
 }
 MAY_BE_NULL = {"head_dim", "quantization_config", "per_layer_config", "auto_map", "pruned_heads",
-               "layer_types"}
+               "layer_types", "mlp_only_layers", "no_rope_layers"}
 
 # Logits do not depend on these. How the model was saved, and is to be run; heads of other tasks:
 SAVED = """
@@ -158,12 +208,16 @@ TRAINING = """
     router_aux_loss_coef router_jitter_noise pretraining_tp reorder_and_upcast_attn
 """
 HARMLESS = {*SAVED.split(), *GENERATION.split(), *TRAINING.split()}
+UNUSED_WINDOW = {"sliding_window", "max_window_layers"}  # as use_sliding_window is false
 # intermediate_size is of layers without experts, of which it has none here. The other field is of another
 # family: earlier versions of convert.py export wrote it.
 HARMLESS_IN = {"glm4_moe": {"intermediate_size", "shared_expert_intermediate_size"},
-               "mixtral": {"shared_expert_intermediate_size"}}
+               "mixtral": {"shared_expert_intermediate_size"},
+               **dict.fromkeys(("qwen2", "qwen3", "smollm3"), UNUSED_WINDOW),
+               "qwen3_moe": {"intermediate_size", *UNUSED_WINDOW}}
 ROPE_FIELDS = ("rope_scaling", "rope_parameters")
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 OPTIONAL = dict.fromkeys(("rope_parameters?", "rope_scaling?"), (dict, type(None)))
 
 
@@ -197,14 +251,19 @@ def read_config(path, dtype, seq_len=0):
                          f" {path}")
     if seq_len:
         flags["seq_len"] = seq_len
-    cfg = config.Config(**flags, dtype=dtype, rope_base=read_rope_base(path, theirs, kind))
+    if kind == "qwen3_moe":
+        flags["router"] = "softmax-topk" if given["norm_topk_prob"] else "softmax"
+    flags |= read_head_dim(path, given)
+    flags |= read_rope(path, theirs)
+    cfg = config.Config(**flags, dtype=dtype)
     try:
         config.check(cfg)
     except ValueError as e:  # it speaks of our flags
         raise ValueError(f"{path} is no model of ours: {e}") from None
     check_experts(path, theirs, cfg, kind)
     check_fixed(path, theirs, given, cfg, kind)
-    check_window(path, given, cfg)
+    if "sliding_window" not in HARMLESS_IN.get(kind, ()):
+        check_window(path, given, cfg)
     return Found(kind, cfg, given["vocab_size"], given.get("num_nextn_predict_layers", 0))
 
 
@@ -278,8 +337,6 @@ def ours(field, value, cfg):
     """Return what our model computes in the place of a field's other value."""
     if field == "mlp_bias":
         return f"attention_bias is {cfg.bias}, and our model has biases in attention and MLP, or in neither"
-    if field == "head_dim":
-        return f"a head of our model has hidden_size / num_attention_heads = {value} dimensions"
     if field == "norm_topk_prob" and value:
         return f"our sigmoid router divides the gates of {cfg.top_k} experts by their sum"
     if field == "norm_topk_prob":
@@ -302,16 +359,28 @@ def check_window(path, given, cfg):
         raise ValueError(f"{path}: sliding_window {window} is shorter than the sequence, {cfg.seq_len}{fix}")
 
 
-def read_rope_base(path, theirs, kind):
-    """Return theta of the rotary positions; where there are none, the default of our flag.
+def read_head_dim(path, given):
+    """Return {"head_dim": the width of a head}; {} where it is hidden_size / num_attention_heads."""
+    width = given.get("head_dim")
+    if width is None:
+        return {}
+    check_schema({"head_dim": width}, {"head_dim": Range(1, 2**16)}, path)
+    if width * given["num_attention_heads"] == given["hidden_size"]:
+        return {}
+    return {"head_dim": width}
 
-    ValueError: the frequencies are scaled, or not all dimensions turn.
+
+def read_rope(path, theirs):
+    """Return our flags {"rope_base", "rope_scaling"} of the rotary positions; {} where there are none.
+
+    ValueError: the frequencies are scaled in a way that is not Llama 3's, or not all dimensions turn.
     """
     name = theirs["model_type"]
     if name not in ROPE_THETA:
-        return config.Config.rope_base
+        return {}
+    scaling = ()
     for field in ROPE_FIELDS:
-        check_unscaled(path, field, theirs.get(field) or {})
+        scaling = read_scaling(path, field, theirs.get(field) or {}) or scaling
 
     rope = {
         "rope_theta": ROPE_THETA[name],
@@ -324,13 +393,18 @@ def read_rope_base(path, theirs, kind):
         raise ValueError(f"{path}: partial_rotary_factor is {reprlib.repr(factor)}, our positions turn all "
                          "dimensions")
     check_schema(rope, {"rope_theta": Range(1.0, 1e12)}, path)
-    return rope["rope_theta"]
+    return {"rope_base": rope["rope_theta"], "rope_scaling": scaling}
 
 
-def check_unscaled(path, field, rope):
-    """Raise ValueError if frequencies are scaled. Linear scaling by a factor of 1 is none."""
+def read_scaling(path, field, rope):
+    """Return --rope-scaling, () for none: linear scaling by a factor of 1 is none. ValueError: another."""
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     more = rope.keys() - ROPE_KEYS
+    if rope_type == "llama3" and more == set(LLAMA3_KEYS):
+        check_schema(rope, {key: Range(0.0, 1e9) for key in LLAMA3_KEYS}, f"{path}: {field}")
+        return tuple(float(rope[key]) for key in LLAMA3_KEYS)
     is_linear_by_one = rope_type == "linear" and more == {"factor"} and rope["factor"] == 1
     if not is_linear_by_one and (more or rope_type != "default"):
-        raise ValueError(f"{path}: {field} is {reprlib.repr(rope)}, our rotary positions are not scaled")
+        raise ValueError(f"{path}: {field} is {reprlib.repr(rope)}; our rotary positions are scaled as those "
+                         "of Llama 3, or not at all")
+    return ()

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from config import head_width
 from corpus import chat, tokenizer_json
 from corpus.tokenizer import PATTERN
 
@@ -94,6 +95,8 @@ KINDS = {"llama": LLAMA, "mixtral": LLAMA, "gpt2": GPT2, "glm4_moe": GLM4_MOE}
 REFUSED = {
     "qwen2_moe": "llama.cpp divides by the gate of the shared expert, which --router softmax has not; "
                  "--router softmax-topk and sigmoid can be written",
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "olmo2", "smollm3"),
+                    "this family is not written; export it, and take llama.cpp's own convert_hf_to_gguf.py"),
     "megatron-bert": "llama.cpp has no BERT with its norms before attention and MLP, as --objective mlm has",
 }
 
@@ -135,7 +138,7 @@ def model_keys(cfg, kind, vocab_size, name, dtype):
         "attention.head_count_kv": cfg.n_kv_head,
     }
     if cfg.pos == "rope":
-        sizes["rope.dimension_count"] = cfg.n_embd // cfg.n_head
+        sizes["rope.dimension_count"] = head_width(cfg)
         sizes["rope.freq_base"] = float(cfg.rope_base)
     norm = "layer_norm_rms_epsilon" if cfg.norm == "rms" else "layer_norm_epsilon"
     sizes[f"attention.{norm}"] = float(cfg.norm_eps)

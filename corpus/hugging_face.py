@@ -1,7 +1,7 @@
 """What Hugging Face calls things, for convert.py: fields of config.json, and tensors."""
 from typing import NamedTuple
 
-from config import as_typed, flags_beyond
+from config import as_typed, flags_beyond, head_width
 
 
 class Family(NamedTuple):
@@ -12,6 +12,7 @@ class Family(NamedTuple):
     fixed: dict   # {field: value}
     names: dict   # {our module or parameter: theirs}; {} stands for an expert's number
     only_out: bool = False  # it can be exported, not imported
+    derived: tuple = ()  # more flags that its config.json has, in other words: see fixed_fields
 
 
 # -----------------------------------------------------------------------------
@@ -48,17 +49,53 @@ EXPERT_NAMES = {
     "moe.w2": "mlp.experts.{}.down_proj",
 }
 
+DENSE_NAMES = {
+    **LLAMA_NAMES,
+    "mlp.w1": "mlp.gate_proj",
+    "mlp.w3": "mlp.up_proj",
+    "mlp.w2": "mlp.down_proj",
+}
+QK_NORM_NAMES = {"attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm"}
+
 LLAMA = Family(
     architecture="LlamaForCausalLM",
     flags=LLAMA_FLAGS,
     fields={**LLAMA_FIELDS, "bias": "attention_bias"},
     fixed={**SILU, "rope_interleaved": False},
+    names=DENSE_NAMES)
+
+QWEN2 = Family(
+    architecture="Qwen2ForCausalLM",
+    flags={**LLAMA_FLAGS, "qkv_bias": True},
+    fields=LLAMA_FIELDS,
+    fixed={**SILU, "use_sliding_window": False},
+    names=DENSE_NAMES)
+
+QWEN3 = Family(
+    architecture="Qwen3ForCausalLM",
+    flags={**LLAMA_FLAGS, "qk_norm": "head"},
+    fields=LLAMA_FIELDS,
+    fixed={**SILU, "attention_bias": False, "use_sliding_window": False},
+    names={**DENSE_NAMES, **QK_NORM_NAMES})
+
+OLMO2 = Family(
+    architecture="Olmo2ForCausalLM",
+    flags={**LLAMA_FLAGS, "qk_norm": "all", "norm_place": "after"},
+    fields=LLAMA_FIELDS,
+    fixed={**SILU, "attention_bias": False},
     names={
-        **LLAMA_NAMES,
-        "mlp.w1": "mlp.gate_proj",
-        "mlp.w3": "mlp.up_proj",
-        "mlp.w2": "mlp.down_proj",
+        **DENSE_NAMES,
+        **QK_NORM_NAMES,
+        "norm1": "post_attention_layernorm",
+        "norm2": "post_feedforward_layernorm",
     })
+
+SMOLLM3 = Family(
+    architecture="SmolLM3ForCausalLM",
+    flags=LLAMA_FLAGS,
+    fields={**LLAMA_FIELDS, "no_rope_every": "no_rope_layer_interval"},
+    fixed={**SILU, "attention_bias": False, "mlp_bias": False, "use_sliding_window": False},
+    names=DENSE_NAMES)
 
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
@@ -138,6 +175,25 @@ GLM4_MOE = Family(
         "moe.shared.w2": "mlp.shared_experts.down_proj",
     })
 
+QWEN3_MOE = Family(
+    architecture="Qwen3MoeForCausalLM",
+    flags={**LLAMA_FLAGS, "qk_norm": "head"},
+    fields={
+        **LLAMA_FIELDS,
+        "ffn_hidden": "moe_intermediate_size",
+        "n_experts": "num_local_experts",
+        "top_k": "num_experts_per_tok",
+    },
+    fixed={
+        **SILU,
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "use_sliding_window": False,
+    },
+    names={**LLAMA_NAMES, **EXPERT_NAMES, **QK_NORM_NAMES},
+    derived=("router",))
+
 QWEN2_MOE = Family(
     architecture="Qwen2MoeForCausalLM",
     flags={**LLAMA_FLAGS, "router": "softmax", "n_shared_experts": 1},
@@ -199,10 +255,14 @@ MEGATRON_BERT = Family(  # its norms are before attention and MLP, as ours; Bert
     },
     only_out=True)
 
-FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "glm4_moe": GLM4_MOE, "qwen2_moe": QWEN2_MOE,
-            "megatron-bert": MEGATRON_BERT}
+FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "glm4_moe": GLM4_MOE, "qwen2": QWEN2,
+            "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "olmo2": OLMO2, "smollm3": SMOLLM3,
+            "qwen2_moe": QWEN2_MOE, "megatron-bert": MEGATRON_BERT}
 # Flags of the model that every family's config.json has, besides those of its Family.
 WRITTEN = ("vocab_size", "rope_base")
+WITH_ROPE = ("head_dim", "rope_scaling")  # those that every config.json with rotary positions has, too
+# What a flag of a Family must be for a model to be of it.
+DEFINING = ("norm", "mlp", "pos", "qk_norm", "norm_place", "qkv_bias")
 # Flags that say how a model is trained. The function of the exported model does not depend on them.
 TRAINING_ONLY = ("capacity_factor", "drop_policy", "router_bias_rate")
 FAMILY_OF_ROUTER = {"softmax-topk": "mixtral", "sigmoid": "glm4_moe", "softmax": "qwen2_moe"}
@@ -225,7 +285,10 @@ def family_of(cfg):
         raise ValueError(f"no model of transformers has {have} in this combination; the nearest, {kind}, has "
                          f"{want}{hint}")
     family = FAMILIES[kind]
-    unknown = flags_beyond({*family.flags, *family.fields, *WRITTEN, *TRAINING_ONLY}, cfg)
+    known = {*family.flags, *family.fields, *family.derived, *WRITTEN, *TRAINING_ONLY}
+    if cfg.pos == "rope":
+        known.update(WITH_ROPE)
+    unknown = flags_beyond(known, cfg)
     if unknown:
         raise ValueError(f"{as_typed(unknown)}: {kind}'s config.json has no field for it, so only a model "
                          "without it is exported; declare a new field in FAMILIES of "
@@ -237,17 +300,25 @@ def nearest_family(cfg):
     """Return the key of the family whose router or MLP is that of a model with these flags."""
     if cfg.objective == "mlm":
         return "megatron-bert"
+    if cfg.n_experts and cfg.qk_norm == "head" and cfg.router != "sigmoid":
+        return "qwen3_moe"
     if cfg.n_experts:
         return FAMILY_OF_ROUTER[cfg.router]
-    if cfg.mlp == "swiglu":
-        return "llama"
-    return "gpt2"
+    if cfg.mlp != "swiglu":
+        return "gpt2"
+    if cfg.qk_norm == "all" or cfg.norm_place == "after":
+        return "olmo2"
+    if cfg.qk_norm == "head":
+        return "qwen3"
+    if cfg.no_rope_every:
+        return "smollm3"
+    return "qwen2" if cfg.qkv_bias else "llama"
 
 
 def wanted_flags(cfg, kind):
     """Return the flags that a model must have to be of a family: {flag: value}."""
     flags = FAMILIES[kind].flags
-    wanted = {flag: flags[flag] for flag in ("norm", "mlp", "pos")}
+    wanted = {flag: flags[flag] for flag in DEFINING if flag in flags}
     if kind in ("gpt2", "megatron-bert"):
         wanted["n_kv_head"] = cfg.n_head
     if kind == "megatron-bert":
@@ -266,8 +337,12 @@ def fixed_fields(cfg, kind):
         fixed["mlp_bias"] = cfg.bias
     if kind == "glm4_moe":
         fixed["norm_topk_prob"] = cfg.top_k > 1
+    if kind == "qwen3_moe":
+        fixed["norm_topk_prob"] = cfg.router == "softmax-topk"
+    if kind == "smollm3":
+        fixed["no_rope_layers"] = [int((i + 1) % cfg.no_rope_every > 0) for i in range(cfg.n_layer)]
     if cfg.pos == "rope":
-        fixed["head_dim"] = cfg.n_embd // cfg.n_head
+        fixed["head_dim"] = head_width(cfg)
     return fixed
 
 
@@ -300,8 +375,15 @@ def config_json(cfg, kind, vocab_size, eod, dtype):
         out["intermediate_size"] = cfg.ffn_hidden  # of layers without experts
     if kind == "qwen2_moe":
         out["shared_expert_intermediate_size"] = cfg.ffn_hidden
+    if kind == "qwen3_moe":
+        out["num_experts"] = cfg.n_experts  # version 4 of transformers reads this name
     rope = {"rope_theta": cfg.rope_base}
     if kind == "glm4_moe":
         rope["partial_rotary_factor"] = 1.0
-    # Version 4 of transformers reads rope_theta, version 5 reads rope_parameters.
-    return {**out, **rope, "rope_parameters": {"rope_type": "default", **rope}}
+    # Version 4 of transformers reads rope_theta and rope_scaling, version 5 reads rope_parameters.
+    if not cfg.rope_scaling:
+        return {**out, **rope, "rope_parameters": {"rope_type": "default", **rope}}
+    factor, low, high, length = cfg.rope_scaling
+    scaled = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+              "original_max_position_embeddings": int(length), **rope}
+    return {**out, **rope, "rope_parameters": scaled, "rope_scaling": scaled}

@@ -2,7 +2,7 @@
 import dataclasses
 import math
 
-from config import ceil_div, pad_vocab
+from config import ceil_div, head_width, pad_vocab
 from cost.parameters import micro_batches
 from cost.step_time import (
     GPUS,
@@ -33,7 +33,7 @@ def _round_up(n, multiple):
 
 def width_warnings(cfg):
     """Return which widths are not the multiples that a GPU's kernels need to be fast."""
-    head_dim = cfg.n_embd // cfg.n_head
+    head_dim = head_width(cfg)
     widths = {"n-embd": cfg.n_embd, "head dim": head_dim,
               f"ffn-hidden / tp {cfg.tp}": cfg.ffn_hidden // cfg.tp}
     lines = []

@@ -19,6 +19,7 @@ from cost.parameters import (
     local_parameters,
     micro_batches,
     owned_parameters,
+    query_columns,
     rank_tokens,
     sharded_parameters,
     unwidened_gradients,
@@ -69,19 +70,20 @@ def saved_activations(cfg, mesh, load_factor=0.0, choice=None):
 
 def _attention_activations(cfg, mesh):
     """Return the BlockActivations from a block's input to the input of norm2."""
-    weight_bytes, _ = element_bytes(cfg)
+    weight_bytes, wide_bytes = element_bytes(cfg)
     rows = rank_tokens(cfg, mesh)
     C = cfg.n_embd
-    q = C / mesh.tp.size
+    q = query_columns(cfg) / mesh.tp.size
     kv = kv_width(cfg, mesh)
     qkv = q + 2 * kv
     uses_rope = cfg.pos == "rope"
+    has_norm = cfg.qk_norm != "none"
 
     # Elements per token: the inputs of the block and of norm2, norm1's output as gathered, q k v side
     # by side, attention's output.
     row = 2 * C / mesh.tp.size + C + qkv + q
-    if uses_rope:
-        row += q + kv  # q and k rotated
+    if uses_rope or has_norm:
+        row += q + kv  # q and k rotated, or normed
     saved = rows * row
     peak = 0
     if mesh.cp.size > 1:
@@ -89,18 +91,21 @@ def _attention_activations(cfg, mesh):
         # of the rank's two segments. Rotated queries are copies, so the original q k v can be freed.
         whole_sequences = 2 * kv * cfg.micro_batch * cfg.seq_len
         saved += whole_sequences + rows * q
-        if uses_rope:
+        if uses_rope and not has_norm:
             saved -= rows * qkv
         peak = 3 * whole_sequences  # gradients of both segments' keys and values, and their sum
     if cfg.zero < 3:
         saved += C * qkv  # wq, wk and wv concatenated
 
+    wide = 0
+    if cfg.qk_norm == "all":  # q and k widened, and the same divided by their mean square's root
+        wide = 2 * wide_bytes * rows * (q + kv)
     softmax = 4 * rows * cfg.n_head / mesh.tp.size  # bytes of its log-sum-exp, in fp32
     remains = weight_bytes * rows * C / mesh.tp.size  # the block's input
     if cfg.recompute == "selective":
         # It keeps q k v, attention's output, and the product with wo as it is before the scatter.
         remains += weight_bytes * rows * (qkv + q + C) + softmax
-    return BlockActivations(weight_bytes * saved + softmax, remains, weight_bytes * peak)
+    return BlockActivations(weight_bytes * saved + wide + softmax, remains, weight_bytes * peak)
 
 
 def _mlp_activations(cfg, mesh):
@@ -283,9 +288,10 @@ def _logits_bytes(cfg, mesh, vocab_size):
     C = cfg.n_embd
     v = pad_vocab(vocab_size) // mesh.tp.size
     rows = head_rows(cfg, mesh)
+    is_fused = mesh.tp.size == 1 and not cfg.logit_softcap
     # On one rank the logits have the model's dtype, and their gradient overwrites them. Over tp there
-    # are the softmax, its gradient, and the gradient scaled, all in fp32.
-    logits = rows * v * (weight_bytes if mesh.tp.size == 1 else 3 * sum_bytes)
+    # are the softmax, its gradient, and the gradient scaled, all in fp32; with a soft-cap likewise.
+    logits = rows * v * (weight_bytes if is_fused else 3 * sum_bytes)
     weight_grad = v * C * weight_bytes
     tensors = 5 * rank_tokens(cfg, mesh)  # rows of the head's input, its norm and their gradients
     if cfg.objective == "mlm":

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from config import Config, n_masked, pad_vocab
+from config import Config, head_width, n_masked, pad_vocab
 from ddp import assign_buckets
 from model import DTYPES, GPT
 from moe import expert_capacity
@@ -27,8 +27,9 @@ from zero import uses_slot
 # the others.
 COUNTED = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "vocab_size", "seq_len", "norm", "mlp",
            "pos", "bias", "tied", "objective", "n_experts", "top_k", "capacity_factor", "router_bias_rate",
-           "n_shared_experts")
-COSTS_NOTHING = ("norm_eps", "rope_base", "drop_policy", "router")
+           "n_shared_experts", "head_dim", "qk_norm", "qkv_bias", "window", "full_every", "logit_softcap")
+COSTS_NOTHING = ("norm_eps", "norm_place", "rope_base", "rope_scaling", "no_rope_every", "drop_policy",
+                 "router")
 
 # -----------------------------------------------------------------------------
 # The whole model
@@ -46,11 +47,9 @@ def count_parameters(cfg, vocab_size):
     if cfg.pos == "learned":
         embedding += cfg.seq_len * C
 
-    attention = 2 * C * C + 2 * C * _kv_columns(cfg)
+    attention = 2 * C * query_columns(cfg) + 2 * C * _kv_columns(cfg)
     held, met = _mlp_parameters(cfg)
-    block = attention + held
-    if cfg.bias:
-        block += _block_biases(cfg)
+    block = attention + held + _block_biases(cfg) + _qk_norm_parameters(cfg)
 
     matmul = cfg.n_layer * (attention + met) + head
     total = cfg.n_layer * block + _norm_parameters(cfg) + embedding
@@ -74,9 +73,14 @@ def dense_hidden(cfg):
     return cfg.ffn_hidden
 
 
+def query_columns(cfg):
+    """Return the columns of the queries of all heads together."""
+    return cfg.n_head * head_width(cfg)
+
+
 def _kv_columns(cfg):
     """Return the columns of the keys, and of the values, of all heads together."""
-    return cfg.n_kv_head * (cfg.n_embd // cfg.n_head)
+    return cfg.n_kv_head * head_width(cfg)
 
 
 def _mlp_matrices(cfg):
@@ -97,15 +101,24 @@ def _mlp_parameters(cfg):
 
 def _block_biases(cfg):
     """Return the elements of the biases in a block's linear layers. Routed experts have none."""
-    biases = 2 * cfg.n_embd + 2 * _kv_columns(cfg)  # of wq and wo, of wk and wv
+    of_qkv = query_columns(cfg) + 2 * _kv_columns(cfg)
+    if not cfg.bias:
+        return of_qkv if cfg.qkv_bias else 0
+    biases = of_qkv + cfg.n_embd  # of wo
     hidden = dense_hidden(cfg)
     if hidden:
         biases += cfg.n_embd + hidden * (_mlp_matrices(cfg) - 1)
     return biases
 
 
+def _qk_norm_parameters(cfg):
+    """Return the weights of a block's norms of queries and keys."""
+    widths = {"none": 0, "head": 2 * head_width(cfg), "all": query_columns(cfg) + _kv_columns(cfg)}
+    return widths[cfg.qk_norm]
+
+
 def _norm_parameters(cfg):
-    """Return the parameters of all norms: two per block, the last one, and one in the mlm head."""
+    """Return the parameters of all other norms: two per block, the last one, and one in the mlm head."""
     norms = 2 * cfg.n_layer + 1
     if cfg.objective == "mlm":
         norms += 1
@@ -118,16 +131,29 @@ def flops_per_token(cfg, vocab_size):
 
     They are 6 for each parameter that the token is multiplied with, plus 12 L C T for attention, or
     half of that because the causal mask hides half (Megatron-LM's formula, arXiv:2104.04473,
-    appendix). mlm has no such mask, and its head sees the masked tokens only: the result is the mean
-    over all tokens.
+    appendix). C is here the width of all heads, and a window shortens T. mlm has no such mask, and its
+    head sees the masked tokens only: the result is the mean over all tokens.
     """
     C, V = cfg.n_embd, pad_vocab(vocab_size)
-    attention = 12 * cfg.n_layer * C * cfg.seq_len
+    attention = 12 * cfg.n_layer * query_columns(cfg) * attended_length(cfg)
     products = 6 * count_parameters(cfg, vocab_size)["matmul"]
     if cfg.objective == "mlm":
         products -= 6 * (1 - n_masked(cfg.seq_len) / cfg.seq_len) * C * (V + C)
         return products + attention, products + attention
     return products + attention, products + attention / 2
+
+
+def attended_length(cfg):
+    """Return twice the keys that a query sees, in the mean over a causal sequence and all layers.
+
+    Without a window that is the length of the sequence.
+    """
+    T = cfg.seq_len
+    if not 0 < cfg.window < T:
+        return T
+    full = cfg.n_layer // cfg.full_every if cfg.full_every else 0
+    in_window = 2 * cfg.window - cfg.window**2 / T  # the first queries see fewer keys
+    return (full * T + (cfg.n_layer - full) * in_window) / cfg.n_layer
 
 
 # -----------------------------------------------------------------------------
@@ -168,7 +194,7 @@ def element_bytes(cfg):
 def kv_width(cfg, mesh):
     """Return the columns of the keys, and of the values, that a rank computes."""
     heads = max(cfg.n_kv_head // mesh.tp.size, 1)
-    return heads * (cfg.n_embd // cfg.n_head)
+    return heads * head_width(cfg)
 
 
 def expert_rows(cfg, n):

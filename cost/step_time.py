@@ -14,6 +14,7 @@ import torch
 
 from config import pad_vocab
 from cost.parameters import (
+    attended_length,
     dense_hidden,
     element_bytes,
     expert_rows,
@@ -22,6 +23,7 @@ from cost.parameters import (
     kv_width,
     micro_batches,
     owned_parameters,
+    query_columns,
     rank_tokens,
     unwidened_gradients,
 )
@@ -176,8 +178,9 @@ def matmul_shapes(cfg, mesh):
     rows = rank_tokens(cfg, mesh)
     gates = 2 if cfg.mlp in GATED else 1
     hidden = dense_hidden(cfg)
-    dense = [(rows, C // tp + 2 * kv_width(cfg, mesh), C, 1),  # wq, wk, wv
-             (rows, C, C // tp, 1)]  # wo
+    q = query_columns(cfg) // tp
+    dense = [(rows, q + 2 * kv_width(cfg, mesh), C, 1),  # wq, wk, wv
+             (rows, C, q, 1)]  # wo
     if hidden:
         dense.append((rows, gates * hidden // tp, C, 1))  # w1, w3
         dense.append((rows, C, hidden // tp, 1))  # w2
@@ -208,10 +211,10 @@ def forward_matmuls(cfg, mesh, gpu):
 
 def attention_seconds(cfg, mesh, gpu):
     """Return the seconds of one block's attention, forward and backward of one micro-batch."""
-    keys = cfg.seq_len
+    keys = attended_length(cfg)
     if cfg.objective == "mlm":
         keys *= 2  # without the causal mask a query meets as many keys as in a sequence twice as long
-    flops = 6 * rank_tokens(cfg, mesh) * keys * cfg.n_embd / mesh.tp.size  # causal: half of 12
+    flops = 6 * rank_tokens(cfg, mesh) * keys * query_columns(cfg) / mesh.tp.size  # causal: half of 12
     return flops / (min(ATTENTION, SHORT * keys) * gpu.peak)
 
 
@@ -247,7 +250,7 @@ def head_seconds(cfg, mesh, gpu, vocab_size):
     products = matmul_seconds(rows, v, cfg.n_embd, gpu)
     if cfg.objective == "mlm":
         products += matmul_seconds(rows, cfg.n_embd, cfg.n_embd, gpu)
-    if mesh.tp.size == 1:
+    if mesh.tp.size == 1 and not cfg.logit_softcap:
         weight_bytes, _ = element_bytes(cfg)
         passes = 2 * weight_bytes / ENTROPY  # the cross-entropy reads and writes logits
     else:

@@ -79,6 +79,9 @@ def tensor_parallel_bytes(cfg, mesh, held):
     if held.has_head:  # cross-entropy over the vocabulary: all-reduces of a maximum and two sums per row
         nbytes += 2 * 3 * head_rows(cfg, mesh) * wide_bytes
     nbytes += held.blocks * 2 * cfg.n_experts * wide_bytes  # all-reduce of the router's counts
+    if cfg.qk_norm == "all":  # all-reduce of two sums per row, and of their gradients
+        times = 2 if cfg.recompute == "none" else 3
+        nbytes += held.blocks * times * 2 * 2 * rank_tokens(cfg, mesh) * wide_bytes
     return ring_share(mesh.tp) * nbytes
 
 

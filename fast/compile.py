@@ -1,7 +1,7 @@
 """--compile: torch.compile of a model's blocks; with tp 1 and cp 1 each is one graph."""
 import torch
 
-import model as model_
+import attention
 import parallel
 
 
@@ -14,7 +14,7 @@ def compile_blocks(model):
     # Python counts the bytes of collectives, so the collectives stay outside the compiled graphs.
     keep_eager(parallel, "_uncompiled")
     keep_eager(parallel.Axis, "_all_reduce")
-    keep_eager(model_, "attend_segments")
+    keep_eager(attention, "attend_segments")
 
     whole = model.mesh.tp.size * model.mesh.cp.size == 1  # collectives over tp and cp stand between graphs
     for block in model.blocks.values():

@@ -78,7 +78,8 @@ def command_line(cls, argv, prog, about, default=None):
 
 # What a run writes there beside its flags.
 OF_THE_RUN = ("vocab_size_used", "mask_token", "git", "argv", "world", "launcher", "dp", "torch", "machine")
-TUPLES = {field.name for field in dataclasses.fields(Config) if typing.get_origin(field.type) is tuple}
+TUPLES = {field.name: [typing.get_args(field.type)[0]] for field in dataclasses.fields(Config)
+          if typing.get_origin(field.type) is tuple}  # flags of several numbers: the schema of their JSON
 
 
 def config_file(argv):
@@ -104,7 +105,7 @@ def read_flags(path):
         raise ValueError(f"--config {path} is not there; give the config.json of a run, out/NAME/config.json")
     saved = load_json(path)
     types = {field.name: field.type for field in dataclasses.fields(Config)}
-    types.update(dict.fromkeys(TUPLES, [int]))
+    types.update(TUPLES)
     types["min_lr"] = (float, type(None))
     check_schema(saved, {f"{name}?": kind for name, kind in types.items()}, path)
     for key in saved:
@@ -116,7 +117,7 @@ def read_flags(path):
         raise ValueError(f"{path}: no preset {saved['preset']!r}; the presets are {', '.join(PRESETS)}")
     left_out = ("config", "resume", "resume_changed")
     values = {name: value for name, value in saved.items() if name in types and name not in left_out}
-    for name in TUPLES & values.keys():
+    for name in TUPLES.keys() & values.keys():
         values[name] = tuple(values[name])
     return values
 
@@ -129,13 +130,13 @@ def read_run_config(path):
     # Flags that say nothing about the model are left out: they may have been changed, or their files moved.
     left_out = ("min_lr", "init_from", "resume", "dump_grads")
     types = {field.name: field.type for field in dataclasses.fields(Config) if field.name not in left_out}
-    schema = {f"{name}?": [int] if name in TUPLES else kind for name, kind in types.items()}
+    schema = {f"{name}?": TUPLES.get(name, kind) for name, kind in types.items()}
     schema["vocab_size_used"] = Range(1, 2**24)
     try:
         saved = load_json(path)
         check_schema(saved, schema, "flags")
         values = {name: value for name, value in saved.items() if name in types}
-        for name in TUPLES & values.keys():
+        for name in TUPLES.keys() & values.keys():
             values[name] = tuple(values[name])
         cfg = Config(**values)
         check(cfg)

@@ -1,4 +1,4 @@
-"""What the MLP and each expert compute between their matrices: GELU or SwiGLU, chosen by --mlp.
+"""What the MLP and each expert compute between their matrices: SwiGLU, GELU or squared ReLU, chosen by --mlp.
 
 SwiGLU is h = silu(gate) * up. Where gate and up come side by side out of one matrix product, plain autograd
 would compute their two gradients separately and then concatenate them. Here both gradients are written in
@@ -21,6 +21,11 @@ def gelu(x):
     return F.gelu(x, approximate="tanh")
 
 
+def relu2(x):
+    """Squared ReLU, arXiv:2109.08668."""
+    return F.relu(x).square()
+
+
 def swiglu(gate, up=None):
     """Return silu(gate) * up, (..., f). gate and up are (..., f), or side by side in gate (R, 2f)."""
     if up is None and backend.use_triton(gate):
@@ -31,7 +36,7 @@ def swiglu(gate, up=None):
 # --mlp NAME takes ACTIVATIONS[NAME], a function of the product with w1. A name in GATED takes the products
 # with w1 and w3: the MLP gives them side by side, an expert as two arguments.
 # A new name also goes into the list at `mlp` in config.py.
-ACTIVATIONS = {"swiglu": swiglu, "gelu": gelu}
+ACTIVATIONS = {"swiglu": swiglu, "gelu": gelu, "relu2": relu2}
 GATED = {"swiglu"}
 
 

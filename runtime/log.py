@@ -273,6 +273,9 @@ def started(cfg, model, resumed, batch, n_samples, skip):
     skipping = f", skipping steps {skip}" if skip.pairs else ""
     print(folded(f"  {batch} x {cfg.seq_len} tokens per step, {n_samples:,} training samples{skipping}"),
           flush=True)
+    if 0 < cfg.window < cfg.seq_len:
+        print(folded(f"  --window {cfg.window} is a mask, which the flash kernels of GPUs do not take: its "
+                     "layers attend more slowly than layers without it"), flush=True)
 
 
 def print_sample(model, tokenizer, prompt, seed):

@@ -33,38 +33,81 @@ def norm(cfg, weights, name, x):
 
 def linear(cfg, weights, name, x):
     y = x @ weights[name + ".weight"].T
-    return y + weights[name + ".bias"] if cfg.bias else y
+    has_bias = cfg.bias or cfg.qkv_bias and name[-2:] in ("wq", "wk", "wv")
+    return y + weights[name + ".bias"] if has_bias else y
 
 
-def turned(x, base):
+def divisor(cfg, i):
+    """By what pair i turns more slowly than the papers' RoPE: Llama 3, arXiv:2407.21783, as Meta's code."""
+    if not cfg.rope_scaling:
+        return 1
+    factor, low, high, length = cfg.rope_scaling
+    D = cfg.head_dim or cfg.n_embd // cfg.n_head
+    wavelength = 2 * math.pi * cfg.rope_base ** (2 * i / D)
+    if wavelength > length / low:
+        return factor
+    if wavelength < length / high:
+        return 1
+    smooth = (length / wavelength - low) / (high - low)
+    return 1 / ((1 - smooth) / factor + smooth)
+
+
+def turned(cfg, x):
     """RoPE: in x (B, T, D) pair (x_i, x_{i+D/2}) of position t is turned by t * base^(-2i/D)."""
     _, T, D = x.shape
     half = D // 2
     angle = torch.zeros(T, half, dtype=torch.float64)
     for t in range(T):
         for i in range(half):
-            angle[t, i] = t * base ** (-2 * i / D)
+            angle[t, i] = t * cfg.rope_base ** (-2 * i / D) / divisor(cfg, i)
     cos = angle.cos().to(x.dtype)
     sin = angle.sin().to(x.dtype)
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
 
 
-def attention(cfg, weights, name, x, drop):
-    """Softmax(q k^T / sqrt(D)) v of each head, then wo: x (B, T, C) -> the same shape."""
-    T = x.size(1)
-    D = cfg.n_embd // cfg.n_head
-    q, k, v = (linear(cfg, weights, f"{name}.{matrix}", x).split(D, -1) for matrix in ("wq", "wk", "wv"))
+def root_mean_square(x):
+    return torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5)
+
+
+def normed_heads(cfg, weights, name, x, D):
+    """The heads of queries or keys, (B, T, D) each, with their norm."""
+    if cfg.qk_norm == "all":
+        x = x / root_mean_square(x) * weights[name + ".weight"]
+    heads = x.split(D, -1)
+    if cfg.qk_norm == "head":
+        heads = [head / root_mean_square(head) * weights[name + ".weight"] for head in heads]
+    return heads
+
+
+def seen(cfg, T, layer):
+    """Which keys (columns) each query (rows) sees, (T, T)."""
     sees = torch.ones(T, T)
     if cfg.objective == "causal":
         sees = sees.tril()  # no later token
+    is_full = cfg.full_every and layer % cfg.full_every == cfg.full_every - 1
+    if cfg.window and not is_full:
+        for query in range(T):
+            sees[query, :max(0, query + 1 - cfg.window)] = 0
+    return sees
+
+
+def attention(cfg, weights, name, x, drop):
+    """Softmax(q k^T / sqrt(D)) v of each head, then wo: x (B, T, C) -> the same shape."""
+    layer = int(name.split(".")[1])
+    D = cfg.head_dim or cfg.n_embd // cfg.n_head
+    q = normed_heads(cfg, weights, name + ".q_norm", linear(cfg, weights, name + ".wq", x), D)
+    k = normed_heads(cfg, weights, name + ".k_norm", linear(cfg, weights, name + ".wk", x), D)
+    v = linear(cfg, weights, name + ".wv", x).split(D, -1)
+    turns = cfg.pos == "rope" and not (cfg.no_rope_every and (layer + 1) % cfg.no_rope_every == 0)
+    sees = seen(cfg, x.size(1), layer)
     heads = []
     for h in range(cfg.n_head):
         g = h // (cfg.n_head // cfg.n_kv_head)  # head h shares this key/value head
         query, key, value = q[h], k[g], v[g]  # (B, T, D) each
-        if cfg.pos == "rope":
-            query = turned(query, cfg.rope_base)
-            key = turned(key, cfg.rope_base)
+        if turns:
+            query = turned(cfg, query)
+            key = turned(cfg, key)
         score = query @ key.transpose(1, 2) / math.sqrt(D)  # (B, T, T)
         share = torch.where(sees.bool(), score.exp(), 0)
         share = share / share.sum(-1, keepdim=True)
@@ -73,9 +116,11 @@ def attention(cfg, weights, name, x, drop):
 
 
 def activation(cfg, gate, up):
-    """SwiGLU, arXiv:2002.05202, or GELU, arXiv:1606.08415, section 2, which has no `up`."""
+    """SwiGLU, arXiv:2002.05202; GELU, arXiv:1606.08415, section 2, and squared ReLU have no `up`."""
     if cfg.mlp == "swiglu":
         return gate / (1 + torch.exp(-gate)) * up
+    if cfg.mlp == "relu2":
+        return torch.where(gate > 0, gate * gate, 0)
     inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate ** 3)
     return gate / 2 * (1 + torch.tanh(inner))
 
@@ -122,14 +167,18 @@ def forward(cfg, weights, vocab_size, tokens, drop=undropped):
     x = drop("embedding", x)
     for i in range(cfg.n_layer):
         name = f"blocks.{i}"
-        y = norm(cfg, weights, name + ".norm1", x)
-        x = x + drop("residual", attention(cfg, weights, name + ".attn", y, drop))
-        y = norm(cfg, weights, name + ".norm2", x)
+        first, second = f"{name}.norm1", f"{name}.norm2"
+        y = x if cfg.norm_place == "after" else norm(cfg, weights, first, x)
+        y = attention(cfg, weights, name + ".attn", y, drop)
+        y = norm(cfg, weights, first, y) if cfg.norm_place == "after" else y
+        x = x + drop("residual", y)
+        y = x if cfg.norm_place == "after" else norm(cfg, weights, second, x)
         if cfg.n_experts:
             y, losses = experts(cfg, weights, name + ".moe", y)
             aux = aux + losses
         else:
             y = mlp(cfg, weights, name + ".mlp", y)
+        y = norm(cfg, weights, second, y) if cfg.norm_place == "after" else y
         x = x + drop("residual", y)
     x = norm(cfg, weights, "norm", x)
     head = weights["wte.weight" if cfg.tied else "head.weight"]
@@ -138,6 +187,8 @@ def forward(cfg, weights, vocab_size, tokens, drop=undropped):
     logits = x @ head[:vocab_size].T
     if cfg.objective == "mlm" and cfg.bias:
         logits = logits + weights["mlm.bias"][:vocab_size]
+    if cfg.logit_softcap:
+        logits = cfg.logit_softcap * torch.tanh(logits / cfg.logit_softcap)
     return logits, aux
 
 

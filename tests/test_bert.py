@@ -228,7 +228,7 @@ def one_seed(original, masked, source, seed):
 MASKS, MODEL = (check_masks, check_samples), (check_against_plain_code,)
 FAULTS = {  # name: (checks, a fault as arguments of planted)
     "the causal mask is left on": (
-        MODEL, "model.Attention.__init__", causal_attention),
+        MODEL, "attention.Attention.__init__", causal_attention),
     "the head without its norm": (
         MODEL, "model.MaskedHead.forward", without_norm),
     "the head without the bias on the logits": (

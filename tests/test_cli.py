@@ -240,7 +240,8 @@ def test_presets_set_their_values():
 
 
 DEFAULTS = dict(
-    norm_eps=1e-5,
+    norm_eps=1e-5, head_dim=0, qk_norm="none", qkv_bias=False, norm_place="before", rope_scaling=(),
+    no_rope_every=0, window=0, full_every=0, logit_softcap=0.0,
     n_layer=4, n_head=4, n_kv_head=2, n_embd=128, ffn_hidden=384, vocab_size=0, seq_len=128, dropout=0.0,
     norm="rms", mlp="swiglu", pos="rope", rope_base=10000.0, bias=False, tied=False,
     objective="causal", n_experts=0, top_k=2,
@@ -290,6 +291,24 @@ PINNED = {  # preset: what differs from the defaults
         n_layer=32, n_head=32, n_kv_head=32, n_embd=4096, ffn_hidden=11008, vocab_size=32000, seq_len=2048,
         micro_batch=1, steps=20000, lr=0.0003, warmup=2000, dtype="bf16", compile=True, log_every=10,
         eval_every=500, save_every=1000),
+    "llama-3.2-1b": dict(
+        n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, ffn_hidden=8192, vocab_size=128256, tied=True,
+        rope_base=500000.0, rope_scaling=(32.0, 1.0, 4.0, 8192.0), seq_len=2048, micro_batch=4, steps=20000,
+        lr=0.0003, warmup=2000, dtype="bf16", compile=True, log_every=10, eval_every=500, save_every=1000),
+    "qwen3-0.6b": dict(
+        n_layer=28, n_head=16, n_kv_head=8, n_embd=1024, head_dim=128, ffn_hidden=3072, vocab_size=151936,
+        tied=True, qk_norm="head", norm_eps=1e-6, rope_base=1000000.0, seq_len=2048, micro_batch=4,
+        steps=20000, lr=0.0003, warmup=2000, dtype="bf16", compile=True, log_every=10, eval_every=500,
+        save_every=1000),
+    "qwen3-30b-a3b": dict(
+        n_layer=48, n_head=32, n_kv_head=4, n_embd=2048, head_dim=128, ffn_hidden=768, vocab_size=151936,
+        n_experts=128, top_k=8, router="softmax-topk", aux_coef=0.001, qk_norm="head", norm_eps=1e-6,
+        rope_base=1000000.0, seq_len=2048, micro_batch=1, steps=20000, lr=0.0003, warmup=2000, dtype="bf16",
+        compile=True, log_every=10, eval_every=500, save_every=1000),
+    "olmo-2-1b": dict(
+        n_layer=16, n_head=16, n_kv_head=16, n_embd=2048, ffn_hidden=8192, vocab_size=100352, qk_norm="all",
+        norm_place="after", norm_eps=1e-6, rope_base=500000.0, seq_len=2048, micro_batch=4, steps=20000,
+        lr=0.0004, warmup=2000, dtype="bf16", compile=True, log_every=10, eval_every=500, save_every=1000),
     "bloom-176b": dict(
         n_layer=70, n_head=112, n_kv_head=112, n_embd=14336, ffn_hidden=57344, vocab_size=250880,
         seq_len=2048, norm="layer", mlp="gelu", pos="learned", bias=True, tied=True, micro_batch=2,

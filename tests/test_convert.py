@@ -116,6 +116,13 @@ OUT = {  # name: (ranks, flags, what theirs has and ours has not)
                   ("correction_bias",)),
     "glm, top 1": (1, ["--n-experts=3", "--top-k=1", "--router=sigmoid"], ("correction_bias", "shared")),
     "qwen": (1, [*MOE, "--capacity-factor=1"], ("shared",)),
+    "llama 3, tp 2 pp 2": (4, ["--tp=2", "--pp=2", "--head-dim=6", "--rope-scaling", "4", "0.5", "2", "16"],
+                           ()),
+    "qwen2, zero 3": (2, ["--qkv-bias", "--zero=3"], ()),
+    "qwen3, tp 2 pp 2": (4, ["--qk-norm=head", "--head-dim=12", "--tp=2", "--pp=2", "--tied"], ()),
+    "olmo2, tp 2 zero 3": (4, ["--qk-norm=all", "--norm-place=after", "--tp=2", "--zero=3"], ()),
+    "smollm3, pp 2": (2, ["--no-rope-every=2", "--pp=2"], ()),
+    "qwen3 moe, ep 2": (2, [*MOE, "--qk-norm=head", "--router=softmax-topk", "--ep=2"], ()),
 }
 
 
@@ -133,6 +140,8 @@ def test_an_exported_run_is_the_same_function(name, hf, tmp_path):
 SHAPE = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=4, num_key_value_heads=2,
              intermediate_size=24, max_position_embeddings=32, vocab_size=VOCAB, initializer_range=0.3)
 EXPERTS = dict(num_experts_per_tok=2, rms_norm_eps=1e-5)
+LLAMA3 = dict(rope_type="llama3", factor=4.0, low_freq_factor=0.5, high_freq_factor=2.0,
+              original_max_position_embeddings=16)
 IN = {  # name: (class of its config, values)
     "llama tied": ("LlamaConfig", dict(SHAPE, tie_word_embeddings=True, rms_norm_eps=1e-3,
                                        rope_parameters={"rope_type": "default", "rope_theta": 300.0})),
@@ -143,6 +152,15 @@ IN = {  # name: (class of its config, values)
     "gpt2 untied": ("GPT2Config", dict(n_layer=1, n_embd=8, n_head=2, n_positions=16, vocab_size=VOCAB,
                                        tie_word_embeddings=False, activation_function="gelu_pytorch_tanh")),
     "mixtral": ("MixtralConfig", dict(SHAPE, **EXPERTS, num_local_experts=4)),
+    "llama 3": ("LlamaConfig", dict(SHAPE, head_dim=6, rope_parameters=dict(LLAMA3, rope_theta=300.0))),
+    "qwen2": ("Qwen2Config", dict(SHAPE)),
+    "qwen3": ("Qwen3Config", dict(SHAPE, head_dim=8, tie_word_embeddings=True)),
+    "qwen3 moe": ("Qwen3MoeConfig", dict(SHAPE, head_dim=8, num_experts_per_tok=2, num_experts=4,
+                                         moe_intermediate_size=12, norm_topk_prob=True)),
+    "qwen3 moe, gates as they are": ("Qwen3MoeConfig", dict(SHAPE, head_dim=4, num_experts_per_tok=1,
+                                                            num_experts=4, moe_intermediate_size=12)),
+    "olmo2": ("Olmo2Config", dict(SHAPE, pad_token_id=None)),
+    "smollm3": ("SmolLM3Config", dict(SHAPE, no_rope_layer_interval=2, pad_token_id=None)),
     "glm": ("Glm4MoeConfig", dict(SHAPE, **EXPERTS, moe_intermediate_size=8, n_routed_experts=4,
                                   n_shared_experts=2, first_k_dense_replace=0, num_nextn_predict_layers=0,
                                   rope_parameters={"rope_type": "default", "rope_theta": 1e4,

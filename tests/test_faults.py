@@ -384,9 +384,9 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "every tp rank embeds the first rank's positions": (
         GPT2, TP4, "model.GPT._add_positions", positions_of_first_tp_rank),
     "row-linear bias added by every tp rank": (
-        GPT2, TP, "model.RowLinear.forward", bias_on_every_rank),
+        GPT2, TP, "layers.RowLinear.forward", bias_on_every_rank),
     "a replicated kv head of other query heads": (
-        LLAMA, TP4, "model.Attention.__init__", next_kv_head),
+        LLAMA, TP4, "attention.Attention.__init__", next_kv_head),
     "each shard draws its own weights": (
         LLAMA, TP, "model.normal_from_key", draw_of_this_rank),
     # pipeline
@@ -456,9 +456,9 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
         LLAMA, CP, "corpus.shards.micro_batches", "mesh.cp.own_segments(y, 1)",
         "y.chunk(2, 1)[mesh.cp.rank]"),
     "mask off by one segment": (
-        LLAMA, CP, "model.attend_segments", "(axis.rank + 1) *", "(axis.rank + 2) *"),
+        LLAMA, CP, "attention.attend_segments", "(axis.rank + 1) *", "(axis.rank + 2) *"),
     "mask aligned at the first key": (
-        LLAMA, CP, "model.lower_right_mask", upper_left_mask),
+        LLAMA, CP, "attention.lower_right_mask", upper_left_mask),
     "keys gathered, values not": (
         LLAMA, CP, "parallel.gather_segments", gathered_keys_alone),
     "gathered keys in the order of the ranks": (
@@ -496,7 +496,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "the tied head of the last stage is a copy": (
         BERT, PP, *group("tied", "dp")),
     "the causal mask is left on over cp": (
-        BERT, CP, "model.attend_segments", causal_segments),
+        BERT, CP, "attention.attend_segments", causal_segments),
     "a head for the masked tokens that a rank of cp has on average": (
         BERT, CP, "model.MaskedHead.masked_rows", masked_rows_of_one_rank),
     # These faults change every layout alike: only the comparison with plain PyTorch detects them

@@ -22,7 +22,8 @@ from interface.schema import load_json_of_others
 
 VOCAB = 50
 CLASSES = {"llama": "LlamaConfig", "mistral": "MistralConfig", "mixtral": "MixtralConfig",
-           "glm4_moe": "Glm4MoeConfig", "gpt2": "GPT2Config"}
+           "glm4_moe": "Glm4MoeConfig", "gpt2": "GPT2Config", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config",
+           "qwen3_moe": "Qwen3MoeConfig", "olmo2": "Olmo2Config", "smollm3": "SmolLM3Config"}
 SHAPE = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=4, num_key_value_heads=2,
              intermediate_size=24, max_position_embeddings=32, vocab_size=VOCAB, initializer_range=0.3)
 SMALL = {  # {model_type: values of a small model that is imported}
@@ -32,6 +33,12 @@ SMALL = {  # {model_type: values of a small model that is imported}
     "glm4_moe": {**SHAPE, "moe_intermediate_size": 8, "n_routed_experts": 4, "n_shared_experts": 2,
                  "num_experts_per_tok": 2, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0,
                  "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    "qwen2": SHAPE,
+    "qwen3": {**SHAPE, "head_dim": 8},
+    "qwen3_moe": {**SHAPE, "head_dim": 8, "moe_intermediate_size": 8, "num_experts": 4,
+                  "num_experts_per_tok": 2},
+    "olmo2": {**SHAPE, "pad_token_id": None},
+    "smollm3": {**SHAPE, "pad_token_id": None},
     "gpt2": dict(n_layer=2, n_embd=16, n_head=4, n_positions=32, vocab_size=VOCAB, n_inner=24,
                  initializer_range=0.3, bos_token_id=0, eos_token_id=0),
 }
@@ -142,9 +149,17 @@ def test_harmless_fields_change_nothing(name, hf, tmp_path):
 
 
 ONLY = {  # {model_type: {field: a value by which the model is another one}}
-    "llama": {"hidden_act": "gelu", "head_dim": 8, "attention_bias": True, "mlp_bias": True,
+    "llama": {"hidden_act": "gelu", "head_dim": 0, "attention_bias": True, "mlp_bias": True,
               "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "sliding_window": 8},
-    "mistral": {"hidden_act": "gelu", "head_dim": 8, "sliding_window": 8, "layer_types": ["chunked"] * 2},
+    "qwen2": {"hidden_act": "gelu", "use_sliding_window": True, "attention_multiplier": 2.0,
+              "rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+    "qwen3": {"attention_bias": True, "use_sliding_window": True, "hidden_act": "relu"},
+    "qwen3_moe": {"attention_bias": True, "decoder_sparse_step": 2, "mlp_only_layers": [0],
+                  "use_sliding_window": True},
+    "olmo2": {"attention_bias": True, "hidden_act": "gelu", "sliding_window": 8, "clip_qkv": 8.0},
+    "smollm3": {"no_rope_layers": [0, 1], "use_sliding_window": True, "mlp_bias": True,
+                "attention_bias": True},
+    "mistral": {"hidden_act": "gelu", "head_dim": 8.5, "sliding_window": 8, "layer_types": ["chunked"] * 2},
     "mixtral": {"hidden_act": "gelu", "sliding_window": 8, "norm_topk_prob": False},
     "glm4_moe": {"use_qk_norm": True, "norm_topk_prob": False, "routed_scaling_factor": 2.5, "n_group": 2,
                  "topk_group": 2, "first_k_dense_replace": 1, "attention_bias": True, "hidden_act": "relu",
@@ -235,16 +250,26 @@ RELEASED = {  # name: (class, fields, a word of the refusal or "", --seq-len)
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64,
         num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0,
         rope_scaling=LLAMA3, tie_word_embeddings=True, vocab_size=128256, bos_token_id=128000,
-        eos_token_id=128001), "rope_(scaling|parameters) is", 0),
+        eos_token_id=128001), "", 0),
     "Qwen2.5-0.5B": ("Qwen2Config", dict(
         hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
         num_key_value_heads=2, max_position_embeddings=32768, max_window_layers=24, rms_norm_eps=1e-6,
         rope_theta=1000000.0, sliding_window=32768, use_sliding_window=False, tie_word_embeddings=True,
-        vocab_size=151936), "model_type 'qwen2' .*biases of queries", 0),
+        vocab_size=151936), "", 0),
     "Qwen3-0.6B": ("Qwen3Config", dict(
         hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, head_dim=128,
         num_key_value_heads=8, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000,
-        tie_word_embeddings=True, vocab_size=151936), "model_type 'qwen3' .*norms of queries", 0),
+        tie_word_embeddings=True, vocab_size=151936), "", 0),
+    "Qwen3-30B-A3B": ("Qwen3MoeConfig", dict(
+        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], max_window_layers=48,
+        max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0, vocab_size=151936), "", 0),
+    "SmolLM3-3B": ("SmolLM3Config", dict(
+        hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16,
+        num_key_value_heads=4, no_rope_layer_interval=4, no_rope_layers=[1, 1, 1, 0] * 9,
+        max_window_layers=28, use_sliding_window=False, sliding_window=None, mlp_bias=False, pretraining_tp=2,
+        max_position_embeddings=65536, rms_norm_eps=1e-6, rope_theta=5000000.0, vocab_size=128256), "", 0),
     "Mistral-7B-v0.1": ("MistralConfig", dict(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=10000.0,
@@ -265,7 +290,7 @@ RELEASED = {  # name: (class, fields, a word of the refusal or "", --seq-len)
     "OLMo-2-1B": ("Olmo2Config", dict(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=16,
         num_key_value_heads=16, max_position_embeddings=4096, rms_norm_eps=1e-6, rope_theta=500000,
-        vocab_size=100352), "model_type 'olmo2' .*norms behind", 0),
+        vocab_size=100352), "", 0),
     "gemma-3-270m": ("Gemma3TextConfig", dict(
         hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4,
         num_key_value_heads=1, head_dim=256, sliding_window=512, vocab_size=262144,
@@ -302,6 +327,10 @@ def test_a_small_model_with_the_config_of_a_released_one(name, hf, tmp_path):
     name = getattr(hf, kind).model_type
     folder = make(hf, tmp_path / "a", name)
     sizes = {field: value for field, value in SMALL[name].items() if field not in ("sliding_window",)}
+    if "head_dim" in fields:
+        sizes.setdefault("head_dim", 4)
+    if "no_rope_layers" in fields:
+        sizes["no_rope_layers"] = None  # the list is of as many layers as the released model has
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     change(folder, **{**fields, **sizes, **ends}, rope_parameters=None)
     held = load_file(folder / "model.safetensors")
@@ -323,6 +352,13 @@ def draw(rng):
         "llama": {**decoder, "attention_bias": [True, False], "mlp_bias": [True, False]},
         "mistral": {**decoder, "sliding_window": [None, 8, 32, 64]},
         "mixtral": {**decoder, "sliding_window": [None, 8], "num_experts_per_tok": [1, 2, 3]},
+        "qwen2": decoder,
+        "qwen3": {**decoder, "head_dim": [2, 4, 8], "attention_bias": [False, False, True]},
+        "qwen3_moe": {**decoder, "norm_topk_prob": [True, False], "num_experts_per_tok": [1, 2, 3],
+                      "decoder_sparse_step": [1, 1, 2]},
+        "olmo2": {**decoder, "attention_bias": [False, False, True]},
+        "smollm3": {**decoder, "no_rope_layer_interval": [1, 2, 3, 4],
+                    "no_rope_layers": [None, [1, 0], [0, 1]], "mlp_bias": [False, False, True]},
         "glm4_moe": {**decoder, "norm_topk_prob": [True, False], "num_experts_per_tok": [1, 2, 3],
                      "n_shared_experts": [0, 1, 2], "routed_scaling_factor": [1.0, 1.0, 2.0],
                      "first_k_dense_replace": [0, 0, 1], "use_qk_norm": [False, False, True]},

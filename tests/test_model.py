@@ -14,12 +14,13 @@ from pool import run_ranks
 
 import moe
 import train
-from config import PRESETS, Config, pad_vocab
+from attention import Attention, rope_cache, rotate
+from config import PRESETS, Config, head_width, pad_vocab
 from corpus.masked import Masked
 from corpus.shards import Synthetic
 from cost.parameters import count_parameters, flops_per_token
 from generate import Cache, generate
-from model import GPT, MLP, VECTOR_STARTS, Attention, init_weights, rope_cache, rotate
+from model import GPT, MLP, VECTOR_STARTS, init_weights
 from moe import MoE, plain_dispatcher
 from ops.activations import ACTIVATIONS, GATED
 from ops.cross_entropy import IGNORE
@@ -84,7 +85,15 @@ FORMS = {
     "llama-bias-tied": dict(bias=True, tied=True, n_kv_head=1, recompute="full"),
     "gpt2-no-bias": dict(n_kv_head=4, norm="layer", mlp="gelu", pos="learned"),
     "layer-swiglu-rope-bias": dict(norm="layer", bias=True, vocab_size=128),
+    "qwen3": dict(head_dim=6, qk_norm="head"),
+    "olmo2": dict(qk_norm="all", norm_place="after"),
+    "qwen2, a soft-cap": dict(qkv_bias=True, logit_softcap=2.0),
+    "llama3": dict(rope_scaling=(4.0, 0.5, 2.0, 8.0)),
+    "windows": dict(window=3, full_every=2, no_rope_every=2),
+    "learned positions and norms of heads": dict(
+        pos="learned", qk_norm="head", norm="layer", norm_place="after", mlp="relu2", window=2),
     "softmax": dict(EXPERTS_OF),
+    "experts with norms after": dict(EXPERTS_OF, norm_place="after", qk_norm="all", mlp="relu2"),
     "softmax-topk": dict(EXPERTS_OF, router="softmax-topk", recompute="full"),
     "sigmoid": dict(EXPERTS_OF, router="sigmoid", router_bias_rate=0.1, n_shared_experts=2, mlp="gelu"),
     "sigmoid-top-1": dict(EXPERTS_OF, router="sigmoid", top_k=1, n_shared_experts=1, bias=True),
@@ -170,8 +179,8 @@ def test_every_parameter_learns_from_the_first_step_on(form):
 class NormedAttention(Attention):
     """Attention with a norm of queries and keys, which share its weight."""
 
-    def __init__(self, cfg, mesh):
-        super().__init__(cfg, mesh)
+    def __init__(self, cfg, mesh, layer):
+        super().__init__(cfg, mesh, layer)
         self.qk_norm = parameter((cfg.n_embd // cfg.n_head,), mesh)
 
     def project(self, *args):
@@ -281,10 +290,10 @@ def test_generate_draws(cfg):
 # -----------------------------------------------------------------------------
 # What a query sees is said in one place
 
-WINDOW = "model.visible_keys"
+WINDOW = "attention.visible_keys"
 
 
-def window_mask(original, cfg, q, k):
+def window_mask(original, cfg, q, k, window):
     """visible_keys of a sliding window: a query sees its own position and the two before it."""
     keys = torch.arange(k.size(2))
     queries = keys[-q.size(2) :].unsqueeze(1)
@@ -306,14 +315,14 @@ def test_a_window_in_visible_keys_reaches_training_and_generation(cfg):
             for piece in tokens.split([1, 3, 1, 1, 2], dim=1):
                 pieces.append(model(piece, cache=cache)[0])
                 cache.length += piece.size(1)
-        with planted("plain_model.attention", "sees.tril()", "sees.tril().triu(-2)"):
+        with planted("plain_model.seen", "sees.tril()", "sees.tril().triu(-2)"):
             want, _ = forward(cfg, weights, cfg.vocab_size, tokens)
     assert (whole - causal).abs().max() > 1e-3
     torch.testing.assert_close(whole[:, : cfg.vocab_size], want[0], rtol=0, atol=1e-10)
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-10)
 
 
-def window_to_both_sides(original, cfg, q, k):
+def window_to_both_sides(original, cfg, q, k, window):
     """visible_keys that shows a query its own position and one on each side."""
     keys = torch.arange(k.size(2))
     return (keys - keys.unsqueeze(1)).abs() <= 1, False
@@ -328,7 +337,7 @@ def test_a_window_in_visible_keys_reaches_a_masked_model():
         whole = model(tokens)[0]
         with planted(WINDOW, window_to_both_sides):
             got = model(tokens)[0]
-        with planted("plain_model.attention", "torch.ones(T, T)", "torch.ones(T, T).tril(1).triu(-1)"):
+        with planted("plain_model.seen", "torch.ones(T, T)", "torch.ones(T, T).tril(1).triu(-1)"):
             want, _ = forward(cfg, weights, cfg.vocab_size, tokens)
     assert (whole - got).abs().max() > 1e-3
     torch.testing.assert_close(got.view(2, 8, -1)[..., : cfg.vocab_size], want, rtol=0, atol=1e-10)
@@ -378,7 +387,7 @@ def test_count_parameters(name):
     if name == "gpt2":  # 124,439,808 with the vocabulary unpadded
         assert count_parameters(cfg, vocab)["total"] - (pad_vocab(vocab) - vocab) * cfg.n_embd == 124_439_808
     full, causal = flops_per_token(cfg, vocab)
-    attention = 12 * cfg.n_layer * cfg.n_embd * cfg.seq_len
+    attention = 12 * cfg.n_layer * cfg.n_head * head_width(cfg) * cfg.seq_len
     seen = 77 / 512 if cfg.objective == "mlm" else 1  # share of the tokens that the head sees: the masked
     assert full == pytest.approx(6 * (matmul + seen * heads) + attention, rel=1e-12)
     assert full - causal == (0 if cfg.objective == "mlm" else attention / 2)

@@ -63,12 +63,15 @@ BASES = {
     "gpt2": dict(config.GPT2, n_head=8, n_kv_head=8),
     "bert": dict(config.GPT2, objective="mlm", n_head=8, n_kv_head=8),
     "mlm": dict(objective="mlm", n_head=8, n_kv_head=4),
+    "window": dict(n_head=8, n_kv_head=4, window=9),
     "experts": dict(n_head=8, n_kv_head=4, n_experts=4),
     "capacity": dict(n_head=8, n_kv_head=4, n_experts=4, capacity_factor=1.25, router="sigmoid")}
 # Another value of each number. Of a switch or a choice the test takes every other value by itself.
 NUMBERS = {"n_layer": 3, "n_head": 16, "n_kv_head": 2, "n_embd": 64, "ffn_hidden": 96, "seq_len": 32,
            "norm_eps": 1e-6, "n_experts": 8, "n_shared_experts": 2, "vocab_size": 300, "rope_base": 500.0,
-           "top_k": 1, "capacity_factor": 1.5, "router_bias_rate": 0.5}
+           "top_k": 1, "capacity_factor": 1.5, "router_bias_rate": 0.5, "head_dim": 24,
+           "rope_scaling": (2.0, 0.5, 2.0, 16.0), "no_rope_every": 1, "window": 5, "full_every": 1,
+           "logit_softcap": 2.0}
 
 
 def other_values(name, value):
@@ -184,7 +187,7 @@ def check_that_it_is_read(name):
         before, after = trained(before), trained(after)
         assert before.shape != after.shape or not torch.equal(before, after), (
             f"{typed(name)} {getattr(models[1], name)} is ignored in a model like {base}: a line that stands "
-            "before the one that reads it, such as that of mlm in visible_keys (model.py), may leave the "
+            "before the one that reads it, such as that of mlm in visible_keys (attention.py), may leave the "
             "function; or refuse the flag there in check() of config.py")
     assert compared, f"no model of BASES in tests/test_new_flag.py can have {typed(name)}"
 
@@ -219,18 +222,18 @@ class HeadNorm(Norm):
 class NormedAttention(Attention):
     """Attention with a norm of queries and keys."""
 
-    def __init__(self, cfg, mesh):
-        super().__init__(cfg, mesh)
-        self.q_norm = self.k_norm = None
+    def __init__(self, cfg, mesh, layer):
+        super().__init__(cfg, mesh, layer)
+        self.planted_q_norm = self.planted_k_norm = None
         if cfg.planted_norm:
-            self.q_norm = HeadNorm(cfg, mesh)
-            self.k_norm = HeadNorm(cfg, mesh)
+            self.planted_q_norm = HeadNorm(cfg, mesh)
+            self.planted_k_norm = HeadNorm(cfg, mesh)
 
     def project(self, *args):
         q, k, v = super().project(*args)
-        if self.q_norm is None:
+        if self.planted_q_norm is None:
             return q, k, v
-        return self.q_norm(q), self.k_norm(k), v
+        return self.planted_q_norm(q), self.planted_k_norm(k), v
 
 
 Attention = NormedAttention
@@ -240,15 +243,15 @@ WINDOW = '''
 all_visible_keys = visible_keys
 
 
-def visible_keys(cfg, q, k):
+def visible_keys(cfg, q, k, window=0):
     """A sliding window, which has no tensors."""
     if not cfg.planted_window:
-        return all_visible_keys(cfg, q, k)
+        return all_visible_keys(cfg, q, k, window)
     keys = torch.arange(k.size(2), device=k.device)
     queries = keys[-q.size(2):].unsqueeze(1)
     return (keys <= queries) & (keys > queries - cfg.planted_window), False
 '''
-MODEL = {"norm": NORM, "window": WINDOW}
+MODEL = {"norm": ("model.py", NORM), "window": ("attention.py", WINDOW)}
 TYPED = {"norm": "--planted-norm", "window": "--planted-window=4"}
 RUNS = """
 import contextlib, io, json, sys
@@ -287,7 +290,7 @@ print(json.dumps({
 
 
 def plant(tmp_path, flag, declaration):
-    """Return a copy of the tree with a flag in Config and model.py, and nowhere else."""
+    """Return a copy of the tree with a flag in Config and in the file of the model, and nowhere else."""
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "data", "out"))
     path = copy / "config.py"
@@ -295,8 +298,9 @@ def plant(tmp_path, flag, declaration):
     text, count = re.subn(r"(?m)^    n_layer: .*\n", lambda found: found[0] + field, path.read_text())
     assert count == 1
     path.write_text(text)
-    path = copy / "model.py"
-    path.write_text(path.read_text() + MODEL[flag])
+    file, code = MODEL[flag]
+    path = copy / file
+    path.write_text(path.read_text() + code)
     return copy
 
 
@@ -312,7 +316,7 @@ def test_without_a_kind_no_program_starts(tmp_path):
     assert "Config.planted_norm does not say what it means to a checkpoint" in err.splitlines()[-1]
 
 
-NO_PLACE = ["blocks.0.attn.k_norm.weight", "for which this model has no place"]
+NO_PLACE = ["blocks.0.attn.planted_k_norm.weight", "for which this model has no place"]
 SHAPE_DIFFERS = ["has planted-norm True", "flags say planted-norm False", "give --planted-norm True"]
 NO_FIELD = "llama's config.json has no field for it"
 NORM_EXPORT = ["--planted-norm True", NO_FIELD]
@@ -328,7 +332,7 @@ SAID = {  # the flag, its declaration: {what refuses or warns: its words}
     # As a free flag, which it is not, the checkpoint's tensors name it.
     ("norm", 'flag(False, "free")'): {
         "without": NO_PLACE, "added": ["holds no blocks.", "_norm.weight"], "from": NO_PLACE,
-        "export": ["blocks.0.attn.q_norm.weight has no name in this family"]},
+        "export": ["blocks.0.attn.planted_q_norm.weight has no name in this family"]},
     ("window", 'flag(0, "meaning", COUNT)'): {
         "without": ["trained with planted-window 4", "this run has 0", "--resume-changed planted-window"],
         "added": ["trained with planted-window 0", "this run has 4"],

@@ -14,11 +14,12 @@ from pool import ROOT, run_ranks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import attention
 import model as model_
 import moe
 import plan
 import train
-from config import PRESETS, Config
+from config import PRESETS, Config, head_width
 from corpus.shards import Synthetic
 from cost import step_time
 from cost.memory import CONTEXT, GIB, saved_activations
@@ -62,6 +63,9 @@ def test_parameters_of_every_preset_are_exact(name):
     assert exact == sum(local_parameters(cfg, ONE, vocab).values())
     known = {"dense-210m": 0.2131, "moe-4b": 4.376, "bloom-176b": 176.2}
     assert name not in known or abs(exact / 1e9 / known[name] - 1) < 1e-3
+    published = {"llama-3.2-1b": 1_235_814_400, "qwen3-0.6b": 596_049_920, "olmo-2-1b": 1_484_916_736,
+                 "qwen3-30b-a3b": 30_532_122_624}
+    assert exact == published.get(name, exact)
 
 
 def test_parameters_per_rank_add_up():
@@ -99,6 +103,9 @@ def fewest_kv_heads():
 HEADS = dict(n_head=4, n_kv_head=fewest_kv_heads())
 FAMILY = {"swiglu": {}, "gelu": dict(norm="layer", mlp="gelu", pos="learned", n_kv_head=4),
           "moe": dict(n_experts=8, top_k=2), "capacity": dict(n_experts=8, top_k=2, capacity_factor=1.25)}
+FAMILY.update({"wide heads": dict(head_dim=24), "norms after": dict(norm_place="after"),
+               "norms of heads": dict(qk_norm="head"), "norm of all heads": dict(qk_norm="all")})
+FAMILY.update({"norms of heads, cp": dict(qk_norm="head", cp=2)})
 FAMILY.update({"swiglu, cp": dict(cp=2), "gelu, cp": dict(FAMILY["gelu"], cp=2)})
 
 
@@ -107,7 +114,7 @@ FAMILY.update({"swiglu, cp": dict(cp=2), "gelu, cp": dict(FAMILY["gelu"], cp=2)}
 # On a GPU, one kernel does this: it keeps x and a number per row, not fp32 copies
 @mock.patch.object(model_.F, "rms_norm", lambda x, shape, w, e: torch.layer_norm(x, shape, w, None, e))
 # Both ranks of cp hold the same values here; flash attention needs no mask
-@mock.patch.object(model_, "gather_segments", lambda kv, axis: torch.cat([kv, kv]))
+@mock.patch.object(attention, "gather_segments", lambda kv, axis: torch.cat([kv, kv]))
 @mock.patch("torch.nn.attention.bias.causal_lower_right", lambda *sizes: None)
 def kept_bytes(cfg, mesh, make_dispatcher=moe.plain_dispatcher, rows_in_use=0):
     """Return bytes that autograd keeps of a block, besides its weights and rope's table."""
@@ -120,7 +127,9 @@ def kept_bytes(cfg, mesh, make_dispatcher=moe.plain_dispatcher, rows_in_use=0):
         block.moe.dispatcher.rows_in_use = rows_in_use
     own, seen = {p.untyped_storage().data_ptr() for p in block.parameters()}, {}
     t = 64 // cfg.cp
-    table = model_.rope_cache(t, 16, 1e4, "cpu", torch.float32) if cfg.pos == "rope" else (None, None)
+    table = None, None
+    if cfg.pos == "rope":
+        table = attention.rope_cache(t, head_width(cfg), 1e4, "cpu", torch.float32)
     own |= {t.untyped_storage().data_ptr() for t in table if t is not None}
 
     def pack(t):
@@ -181,7 +190,7 @@ def test_what_selective_recomputation_keeps(family):
     for p in block.parameters():
         torch.nn.init.normal_(p, std=0.02)
     x = torch.randn(512, 64, requires_grad=True)
-    table = model_.rope_cache(64, 16, 1e4, "cpu", torch.float32) if cfg.pos == "rope" else (None, None)
+    table = attention.rope_cache(64, 16, 1e4, "cpu", torch.float32) if cfg.pos == "rope" else (None, None)
     with Kept() as forward:
         out, _ = block(x, 64, *table)
     nbytes = sum(map(sum, forward.calls.values()))

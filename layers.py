@@ -1,0 +1,86 @@
+"""The layers that attention, the MLP and the head are made of: norms, and matrices cut over tp.
+
+The shapes are in the letters of model.py's legend.
+"""
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from parallel import parameter, scatter_rows
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm over the width. The kernel computes statistics in at least fp32."""
+
+    def __init__(self, cfg, mesh):
+        super().__init__()
+        self.is_layer_norm = cfg.norm == "layer"
+        self.eps = cfg.norm_eps
+        self.weight = parameter((cfg.n_embd,), mesh)
+        has_bias = self.is_layer_norm and cfg.bias
+        self.bias = parameter((cfg.n_embd,), mesh) if has_bias else None
+
+    def forward(self, x):  # (n, C) -> (n, C)
+        if self.is_layer_norm:
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class ColumnLinear(nn.Module):
+    """Computes y = x W^T, with the rows of W, the output features, split over tp.
+
+    Rank r holds W_r of W = [W_0; W_1; ...] and computes x W_r^T, which is its own columns of y.
+    With shard=False every rank holds all of W. Source: Megatron-LM, arXiv:1909.08053, section 3.
+    """
+
+    def __init__(self, n_in, n_out, bias, mesh, shard=True):
+        super().__init__()
+        tp_dim = 0 if shard else None
+        self.weight = parameter((n_out, n_in), mesh, tp_dim=tp_dim)
+        self.bias = parameter((n_out,), mesh, tp_dim=tp_dim) if bias else None
+
+    def forward(self, x):  # (B*t, n_in) -> (B*t, n_out/tp)
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowLinear(nn.Module):
+    """Computes y = x W^T, with the columns of W, the input features, split over tp.
+
+    Rank r holds W_r of W = [W_0, W_1, ...] and its own columns x_r of x. Its product x_r W_r^T is a
+    partial sum for every row of y. scatter_rows adds the partial sums and leaves n rows of y on
+    each rank. The bias is added once, after the sum, so it is replicated.
+    """
+
+    def __init__(self, n_in, n_out, bias, mesh):
+        super().__init__()
+        self.tp = mesh.tp
+        self.weight = parameter((n_out, n_in), mesh, tp_dim=1)
+        self.bias = parameter((n_out,), mesh) if bias else None
+
+    def forward(self, x):  # (B*t, n_in/tp) -> (n, n_out)
+        partial_sum = F.linear(x, self.weight)  # (B*t, n_out)
+        y = scatter_rows(partial_sum, self.tp)  # SUM of B*t rows, n of them to each rank, over tp
+        return y if self.bias is None else y + self.bias
+
+
+def fused_linear(x, layers, zero):
+    """Return the outputs of several ColumnLinears of the same input, side by side.
+
+    layers: pairs of a layer and the rows of its weight to use, None for all of them. One product
+    with the concatenated weights reads x once. Autograd would keep the concatenated copy alive
+    until backward, so ZeRO-3 could free nothing. It concatenates the outputs instead.
+    """
+    weights = [select_rows(layer.weight, rows) for layer, rows in layers]
+    biases = [select_rows(layer.bias, rows) for layer, rows in layers]
+    if zero == 3:
+        pairs = zip(weights, biases, strict=True)
+        return torch.cat([F.linear(x, weight, bias) for weight, bias in pairs], dim=-1)
+    bias = None if biases[0] is None else torch.cat(biases)
+    return F.linear(x, torch.cat(weights), bias)
+
+
+def select_rows(p, rows):
+    """Return these rows of a parameter, or all of it if rows is None."""
+    if p is None or rows is None:
+        return p  # backward of p[:] would fill and copy a zero tensor of full size
+    return p[rows]
