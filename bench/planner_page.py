@@ -30,8 +30,8 @@ PAGE = ROOT / "docs" / "planner.html"
 # What is translated of each file (None is all of it), those first whose constants the others use. What these
 # functions call besides is in runtime.js: torch's shapes, make_mesh without tables, Python's library.
 TRANSLATED = {
-    "config.py": "must_divide largest_divisor check_heads check_masked_model check_experts n_masked ceil_div "
-                 "pad_vocab",
+    "config.py": "must_divide largest_divisor check_heads check_rope_scaling check_masked_model "
+                 "check_experts n_masked ceil_div pad_vocab head_width",
     "interface/layout.py": "check_ranks check_layout check_tensor_parallel check_sequence check_batch "
                            "check_ramp check_pipeline next_multiple stage_layers empty_stage balanced_counts",
     "parallel.py": "reduction_axis parameter",
@@ -44,7 +44,9 @@ TRANSLATED = {
     "zero.py": "uses_slot",
     "pipeline.py": "rank_layers Op schedule existing timetable",
     "moe.py": "MoE Router expert_capacity",
-    "model.py": "DTYPES Norm ColumnLinear RowLinear Attention MLP Block Weight MaskedHead GPT",
+    "layers.py": "Norm ColumnLinear RowLinear",
+    "attention.py": "is_nth Gain Attention",
+    "model.py": "DTYPES MLP Block Weight MaskedHead GPT",
     "fast/choose.py": "Choice choose has_cuda_api static_shapes needs_row_limit grouped_mm_possible",
     "cost/parameters.py": None,
     "cost/step_time.py": None,

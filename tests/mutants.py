@@ -46,6 +46,8 @@ SLOWEST = 200  # seconds that the tests of one mutant may take
 TESTS = {  # file or room: the test files that must notice a mutant, the quickest first
     "model.py": "details model bert sample dropout layouts",
     "vocab.py": "model fp16 layouts",
+    "layers.py": "model sample layouts",
+    "attention.py": "model sample model_flags layouts",
     "moe.py": "moe moe_run layouts",
     "parallel.py": "details parallel ddp symm_mem layouts",
     "ddp.py": "details ddp zero kernels layouts",
