@@ -565,6 +565,9 @@ def changed_meanings(cfg, before, upcycles):
     for name in flags_of_kind("meaning"):
         if name == "vocab_size" or name not in before or not has_effect(name, source):
             continue
-        if before[name] != getattr(cfg, name):
-            said.append(f"{name.replace('_', '-')} {one_line(before[name])} -> {getattr(cfg, name)}")
+        was = before[name]
+        if isinstance(was, list):  # of several numbers, in JSON
+            was = tuple(was)
+        if was != getattr(cfg, name):
+            said.append(f"{name.replace('_', '-')} {one_line(was)} -> {getattr(cfg, name)}")
     return said

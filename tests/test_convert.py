@@ -574,10 +574,11 @@ def made(tmp_path_factory):
 
 LINEAR = {"type": "linear", "factor": 2.0}
 CONFIG = [  # (fields changed in config.json, a word of the line)
-    ({"model_type": "qwen3"}, "qwen3"), ({"model_type": "qwen2_moe"}, "qwen2_moe"),
+    ({"model_type": "qwen3"}, "Qwen3ForCausalLM"), ({"model_type": "qwen2_moe"}, "qwen2_moe"),
     ({"model_type": 3}, "model_type"), ({"hidden_act": "gelu"}, "hidden_act"),
     ({"hidden_act": ["silu"]}, "hidden_act"),
-    ({"attention_bias": True}, "mlp_bias"), ({"mlp_bias": True}, "mlp_bias"), ({"head_dim": 4}, "head_dim"),
+    ({"attention_bias": True}, "mlp_bias"), ({"mlp_bias": True}, "mlp_bias"),
+    ({"head_dim": 4}, "q_proj.weight is ("),
     ({"rope_scaling": LINEAR}, "rope_scaling"), ({"rope_scaling": 3}, "rope_scaling"),
     ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -586,7 +587,7 @@ CONFIG = [  # (fields changed in config.json, a word of the line)
     ({"layer_types": ["sliding_attention"] * 2}, "layer_types"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"), ({"rms_norm_eps": None}, "rms_norm_eps"),
     ({"rms_norm_eps": 7}, "--norm-eps 7"), ({"num_attention_heads": "2"}, "num_attention_heads"),
-    ({"num_attention_heads": 3}, "n-head 3"), ({"num_attention_heads": 0}, "--n-head 0"),
+    ({"num_attention_heads": 3}, "q_proj.weight is ("), ({"num_attention_heads": 0}, "--n-head 0"),
     ({"hidden_size": 32, "head_dim": 16}, "embed_tokens.weight is ("), ({"vocab_size": 9}, "embed_tokens"),
     ({"num_hidden_layers": 3}, "layers.2.input_layernorm.weight is not there"),
     ({"num_hidden_layers": 1}, "no place for model.layers.1"), ({"num_hidden_layers": 4000}, "two models"),

@@ -303,10 +303,10 @@ def test_what_our_model_does_not_compute_is_refused_by_name(fields, said, tmp_pa
     ({"rope_theta": 1e5}, True)])
 def test_scaled_rotary_positions_are_refused(rope, sound):
     if sound:
-        config_json.check_unscaled("path", "rope_scaling", rope)
+        assert config_json.read_scaling("path", "rope_scaling", rope) == ()
     else:
-        with pytest.raises(ValueError, match="our rotary positions are not scaled"):
-            config_json.check_unscaled("path", "rope_scaling", rope)
+        with pytest.raises(ValueError, match="our rotary positions are scaled as those of Llama 3, or not"):
+            config_json.read_scaling("path", "rope_scaling", rope)
 
 
 class Matrix:
