@@ -267,7 +267,7 @@ def programs(name):
 
     tests/test_change_it.py tests the activation that chapter 12 adds; here another one stands in for it.
     """
-    return [(n, ["gelu" if word == "relu2" else word for word in words[1:]])
+    return [(n, ["gelu" if word == "rootplus" else word for word in words[1:]])
             for line in COMMANDS for n, words in pieces(line) if words[0] == name]
 
 
