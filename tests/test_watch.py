@@ -179,6 +179,14 @@ def test_verdict_names_the_late_rank_and_groups_the_others():
     assert "rank 3 did not answer" in watch.verdict(reports, 4, 5)
 
 
+def test_verdict_names_the_rank_that_is_furthest_behind():
+    axes = {"dp": [0, 1, 2, 3], "world": [0, 1, 2, 3]}
+    reports = {r: report(7, {"dp": 30, "world": 9}, ["dp", "all-reduce of (4,) float32"]) for r in range(4)}
+    reports[1] = report(7, {"dp": 29, "world": 9}, ["dp", "all-reduce of (4,) float32"], axes=axes)
+    reports[3] = report(2, {"dp": 30, "world": 2}, ["world", "all-reduce of (2,) int64"], axes=axes)
+    assert "rank 3 began 2 collectives over world, others 9" in watch.verdict(reports, 4, 5)
+
+
 def test_verdict_names_the_hosts_to_leave_out():
     """scripts/restart.sh reads the lines. Ranks whose programs differ are on no bad host."""
     hosts = ["n0", "n0", "n1", "n1"]
