@@ -13,8 +13,11 @@ none (char), its first token is not predicted. With no token to predict, loss an
 --chat talks with you, by a model that was trained on conversations (prepare.py chat), in the terminal or from
 a pipe with a question on each line. /reset forgets, Ctrl-C stops an answer, Ctrl-D ends. Several ranks share
 the model with mpiexec -n 2 python sample.py RUN_DIR --chat --tp 2.
+
+--serve is the same as a page for the browser, which also continues texts, by a model of any text.
 """
 import dataclasses
+import itertools
 import json
 import math
 import signal
@@ -32,10 +35,11 @@ if sys.flags.safe_path:  # python -I leaves out the program's own folder
 
 from convert import read_run
 from corpus import text, tokenizer
-from corpus.chat import Template
+from corpus.chat import MARKERS, Template
 from corpus.masked import MASK
 from interface.command_line import command_line, wrong_input
 from interface.schema import Range, check_schema, load_json
+from interface.serve import Server
 from interface.streams import guarded
 
 Prompts = tyro.conf.UseAppendAction[tuple[str, ...]]
@@ -55,22 +59,30 @@ class Flags:
     seed: int = 1337  # of the random draws
     score: str | None = None  # print the loss and the perplexity of this file's text; no sample
     chat: bool = False  # answer questions from the terminal
-    system: str = ""  # chat: what the system says before the first question
+    serve: bool = False  # talk in the browser, at http://127.0.0.1:8000
+    host: str = "127.0.0.1"  # serve: where to listen; with other addresses, from other machines
+    port: int = 8000  # serve: the port; 0 finds a free one
+    system: str = ""  # chat, serve: what the system says before the first question
     tp: int = 1  # chat: ranks that split each layer
     ep: int = 1  # chat: ranks that split the experts
 
-    RANGES = {"n": (1, 10**6), "max_new_tokens": (0, 10**9), "temperature": (0, 10**6), "top_k": (0, 2**24)}
+    RANGES = {"n": (1, 10**6), "max_new_tokens": (0, 10**9), "temperature": (0, 10**6), "top_k": (0, 2**24),
+              "port": (0, 65535)}
 
     def check(self):
         """Raise ValueError for a temperature that cannot divide logits, or for flags that exclude each
         other."""
-        asked = [self.chat, self.score is not None, bool(self.prompt or self.fill)]
+        asked = [self.chat, self.serve, self.score is not None, bool(self.prompt or self.fill)]
         if sum(asked) > 1:
-            raise ValueError("--chat, --score and --prompt or --fill exclude each other; leave one out")
+            raise ValueError("--chat, --serve, --score and --prompt or --fill exclude each other; give one")
         if 0 < self.temperature < 1e-6:
             raise ValueError(f"--temperature {self.temperature} is too small; try 0, the likeliest token")
-        if not self.chat and (self.system or self.tp * self.ep > 1):
-            raise ValueError("--system, --tp and --ep are for --chat; samples come from one process")
+        if not self.chat and self.tp * self.ep > 1:
+            raise ValueError("--tp and --ep are for --chat; samples and --serve come from one process")
+        if self.system and not (self.chat or self.serve):
+            raise ValueError("--system is for --chat and --serve; put its words into --prompt")
+        if not self.serve and (self.host, self.port) != (Flags.host, Flags.port):
+            raise ValueError("--host and --port are for --serve; add it, or leave them out")
 
 
 def load_model(cfg, vocab_size, weights, world=None):
@@ -139,6 +151,9 @@ def main(argv=None):
         if flags.fill:
             ids, mask = read_gaps(cfg, vocabulary, run, flags.fill)
             answer = partial(print_fillings, vocabulary=vocabulary, ids=ids, mask=mask)
+        elif flags.serve:
+            server = Server(flags.host, flags.port)
+            answer = partial(serve, server=server, vocabulary=vocabulary, flags=flags, name=str(run))
         elif flags.score is not None:
             answer = partial(print_scores, documents=read_documents(flags.score, vocabulary))
         else:
@@ -370,7 +385,7 @@ class Chat:
     def answer(self, question):
         """Yield the answer in pieces of whole characters. ValueError: the vocabulary lacks a character."""
         self.tokens += self.template.question(question)
-        return whole_characters(self.vocabulary, self.answer_ids())
+        return self.vocabulary.whole_characters(self.answer_ids())
 
     def answer_ids(self):
         """Yield the ids of the answer. However it ends, <|end|> follows it in the conversation."""
@@ -388,22 +403,6 @@ class Chat:
             if stop:
                 break
         self.tokens.append(self.template.end)
-
-
-def whole_characters(vocabulary, ids):
-    """Yield the text of ids in pieces of whole characters: a token may end inside a character."""
-    held = []
-    said = 0
-    text = ""
-    for token in ids:
-        # All tokens are decoded again, because some decoders drop the space before the first token.
-        held.append(token)
-        text = vocabulary.decode(held)
-        if not text.endswith("\ufffd"):
-            yield text[said:]
-            said = len(text)
-    if text[said:]:
-        yield text[said:]
 
 
 class Console:
@@ -533,6 +532,49 @@ def answer_aloud(chat, console, question):
         console.print(f"nanoshard: {e}")
     console.print("", "\n")
     console.answering = False
+
+
+# -----------------------------------------------------------------------------
+# --serve
+
+def serve(model, server, vocabulary, flags, name):
+    """Let a page in the browser ask, until Ctrl-C. name: of the run, which the page shows."""
+    talks = not set(MARKERS) - vocabulary.special.keys()
+    settings = {"name": name, "mode": "chat" if talks else "text", "system": flags.system,
+                "temperature": flags.temperature}
+    seeds = itertools.count(flags.seed)
+    server.run(partial(reply, model=model.eval(), vocabulary=vocabulary, flags=flags, seeds=seeds), settings)
+
+
+def reply(asked, *, model, vocabulary, flags, seeds):
+    """Return the pieces of the answer to what a page asks, as interface.serve.ASKED says.
+
+    seeds: an iterator, so that the same question has several answers. ValueError: it cannot be answered.
+    """
+    if not asked["messages"]:
+        raise ValueError("there is no message")
+    flags = dataclasses.replace(
+        flags, temperature=round(asked["temperature"], 6), system=asked["system"],
+        prompt=tuple(asked["messages"][-1:]), seed=next(seeds))
+    if asked["mode"] == "text":
+        return continuation(model, vocabulary, flags)
+    *before, question = asked["messages"]
+    chat = Chat(model, vocabulary, flags)
+    for role, message in zip(itertools.cycle(("user", "assistant")), before, strict=False):
+        chat.tokens += chat.template.message(role, message)
+    return chat.answer(question)
+
+
+def continuation(model, vocabulary, flags):
+    """Return the pieces of the text that follows the --prompt. ValueError: it cannot be encoded."""
+    import torch
+
+    from generate import Cache, stream
+    prompt, = read_prompts(flags, vocabulary)
+    ids = stream(model, prompt or [vocabulary.eod], flags.max_new_tokens, Cache(),
+                 temperature=flags.temperature, top_k=flags.top_k,
+                 rng=torch.Generator().manual_seed(flags.seed))
+    return vocabulary.whole_characters(ids, prompt[-1:])
 
 
 if __name__ == "__main__":

@@ -78,6 +78,24 @@ class Tokenizer:
         """
         return self.encode(text)
 
+    def whole_characters(self, ids, before=()):
+        """Yield the text of ids in pieces of whole characters: a token may end inside a character.
+
+        before: the ids in front of them, of which nothing is yielded.
+        """
+        held = list(before)
+        text = self.decode(held)
+        said = len(text)
+        for token in ids:
+            # All tokens are decoded again, because some decoders drop the space before the first token.
+            held.append(token)
+            text = self.decode(held)
+            if not text.endswith(UNKNOWN):
+                yield text[said:]
+                said = len(text)
+        if text[said:]:
+            yield text[said:]
+
     def save(self, path):
         """Write tokenizer.json (plain json, no code in it)."""
         Path(path).write_bytes(self.text.encode())

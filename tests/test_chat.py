@@ -7,8 +7,10 @@ import json
 import math
 import os
 import pty
+import re
 import select
 import signal
+import socket
 import sys
 from unittest import mock
 
@@ -28,6 +30,7 @@ import sample
 import train
 from config import Config
 from corpus import chat, shards, tokenizer
+from interface import serve
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh
 from runtime.launch import World
@@ -582,9 +585,9 @@ def test_wrong_input_of_chat(argv, words, tuned, pretrained):
 def test_characters_of_several_bytes_are_printed_whole():
     vocab = tokenizer.train_bpe(["plain text"], 257)
     text = "a\u00e4\u20ac\U0001f600b"
-    pieces = list(sample.whole_characters(vocab, vocab.encode(text)))
+    pieces = list(vocab.whole_characters(vocab.encode(text)))
     assert pieces == list(text)
-    assert list(sample.whole_characters(vocab, [97, 0xE2, 0x82])) == ["a", "\ufffd"]
+    assert list(vocab.whole_characters([97, 0xE2, 0x82])) == ["a", "\ufffd"]
 
 
 def chat_at_terminal(name, argv):
@@ -629,3 +632,35 @@ def test_ctrl_c_stops_the_answer_only(tuned):
     p.join(60)
     assert p.exitcode == 0
     os.close(leader), os.close(follower)
+
+
+# -----------------------------------------------------------------------------
+# sample.py --serve; test_serve.py has the rest
+
+def test_a_port_that_is_taken_is_told_before_the_model_is_read(tuned, capsys, monkeypatch):
+    monkeypatch.setattr(sample, "load_model", mock.Mock(side_effect=AssertionError))
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as e:
+        sample.main([str(tuned), "--serve", f"--port={taken.getsockname()[1]}"])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1 and "in use; give another --port (0 finds" in err
+    with pytest.raises(SystemExit):
+        sample.main([str(tuned), "--serve", "--host=203.0.113.1", "--port=0"])
+    assert "or a --host of this machine" in capsys.readouterr().err
+
+
+def test_a_run_is_served_until_ctrl_c(tuned, capsys, monkeypatch):
+    said = []
+
+    def serve_forever(server):
+        asked = {"mode": "chat", "messages": QUESTIONS[:1], "system": "", "temperature": 0}
+        said.extend((server.page.decode(), "".join(server.talk(asked))))
+        raise KeyboardInterrupt
+    monkeypatch.setattr(serve.Server, "serve_forever", serve_forever)
+    argv = [str(tuned), "--max-new-tokens=9"]
+    assert sample.main([*argv, "--serve", "--port=0", "--system=Be brief."]) is None
+    words = r"open http://127\.0\.0\.1:\d+/ in a browser; Ctrl-C ends\n"
+    assert re.fullmatch(words, capsys.readouterr().out)
+    page, answer = said
+    assert "&quot;mode&quot;: &quot;chat&quot;, &quot;system&quot;: &quot;Be brief.&quot;" in page
+    code, out, _ = chat_session(World(), [*argv, "--chat", "--temperature=0"], QUESTIONS[0] + "\n")
+    assert not code and out == answer + "\n" and answer

@@ -1,0 +1,150 @@
+"""sample.py --serve: a page in the browser that talks with a model, by the standard library's HTTP server.
+
+serve.html asks by a POST of JSON (ASKED) that holds all that was said: the server keeps no conversation. The
+answer is plain text, piece by piece, one answer at a time. Pages of others are refused, also those whose name
+was made to lead here (DNS rebinding).
+"""
+import contextlib
+import html
+import http.server
+import json
+import re
+import secrets
+import socket
+import socketserver
+import threading
+from pathlib import Path
+from typing import Literal
+
+from interface.command_line import one_line
+from interface.schema import Range, check_schema
+from interface.streams import visible
+
+MOST_BYTES = 1 << 16  # of a message; http.server reads no more of a header, and 100 of them
+MOST_SECONDS = 10  # in which a request has to come in, and each piece of its answer to go out
+MOST_THREADS = 64  # two for each client
+BUSY = "busy: another answer is being written; try again when it has ended"
+TOO_LARGE = f"too large: a message has at most {MOST_BYTES:,} bytes; send less"
+ASKED = {"mode": Literal["chat", "text"], "messages": [str], "system": str, "temperature": Range(0.0, 100.0)}
+OURS = r"(localhost|[\d.]+|\[[\da-f:.]+\]|{})(:\d+)?"  # an address is nobody else's name
+
+
+class Refused(Exception):
+    """A status, and a line that tells the client why."""
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """One request of a client, in a thread of its own."""
+    timeout = MOST_SECONDS  # of each read and write
+    request_version = "HTTP/1.0"  # until the client has said its own
+
+    def handle(self):
+        """Answer. A request that comes in too slowly ends where it is."""
+        self.clock = threading.Timer(MOST_SECONDS, self.connection.shutdown, [socket.SHUT_RD])
+        self.clock.daemon = True
+        self.clock.start()
+        with contextlib.suppress(OSError):  # the client has left
+            try:
+                if threading.active_count() > MOST_THREADS:
+                    raise Refused(503, BUSY)
+                super().handle()
+            except Refused as e:
+                self.send_error(*e.args)
+
+    def finish(self):
+        """Read what the client still sends, for a moment: otherwise it could lose the answer."""
+        super().finish()
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            while self.clock.is_alive() and self.connection.recv(MOST_BYTES):
+                pass
+        self.clock.cancel()
+
+    def do_GET(self):
+        self.check_address()
+        self.begin(200, "text/html")
+        self.wfile.write(self.server.page.replace(b"NONCE", secrets.token_hex().encode()))
+
+    def do_POST(self):
+        self.check_address()
+        length = self.headers.get("Content-Length", "0")
+        if not re.fullmatch("[0-9]{1,9}", length) or int(length) > MOST_BYTES:
+            raise Refused(413, TOO_LARGE)
+        message = self.rfile.read(int(length))
+        if not self.server.turn.acquire(blocking=False):
+            raise Refused(503, BUSY)
+        try:
+            self.answer(message)
+        finally:
+            self.server.turn.release()
+
+    def check_address(self):
+        """Raise Refused if the page that asks is somebody else's: its name or its origin is not ours."""
+        host = self.headers.get("Host", "").lower()
+        if not re.fullmatch(OURS.format(re.escape(self.server.host)), host):
+            raise Refused(403, "refused: this name is not mine; use 127.0.0.1, localhost or that of --host")
+        if self.headers.get("Origin") not in (None, f"http://{host}", f"https://{host}"):
+            raise Refused(403, "refused: a page from elsewhere asks")
+
+    def answer(self, message):
+        """Write what the model answers, piece by piece."""
+        try:
+            asked = json.loads(message)
+            check_schema(asked, ASKED, "the message")
+            pieces = self.server.talk(asked)
+        except (ValueError, RecursionError) as e:
+            raise Refused(400, f"refused: {one_line(e)}") from None
+        self.begin(200)
+        for piece in pieces:
+            if self.server.stopped:
+                break
+            self.wfile.write(visible(piece).encode())
+
+    def begin(self, status, kind="text/plain"):
+        """Send the headers."""
+        self.send_response_only(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("X-Content-Type-Options", "nosniff")  # a browser that guesses waits for more text
+        self.send_header("X-Frame-Options", "DENY")
+        self.end_headers()
+
+    def send_error(self, code, message=None, explain=None):
+        """Send a line of plain text. http.server calls this, too."""
+        self.begin(code)
+        self.wfile.write(f"{TOO_LARGE if code in (414, 431) else message}\n".encode())
+
+    def log_message(self, *args):
+        """Print nothing: it would be a client's words."""
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """It listens from the beginning, and answers in run()."""
+    server_bind = socketserver.TCPServer.server_bind  # http.server's asks the network for our name
+
+    def __init__(self, host, port):
+        self.host = host.lower()
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.turn = threading.Lock()
+        self.stopped = False
+        try:
+            super().__init__((host, port), Handler)
+        except OSError as e:
+            raise ValueError(f"--host {host} --port {port}: {e.strerror}; give another --port "
+                             "(0 finds a free one), or a --host of this machine") from None
+
+    def run(self, talk, settings):
+        """Answer until Ctrl-C.
+
+        talk: a function of what is ASKED that returns the pieces of an answer. settings: what the page shows.
+        """
+        text = Path(__file__).with_name("serve.html").read_text()
+        self.page = text.replace("SETTINGS", html.escape(json.dumps(settings))).encode()
+        self.talk = talk
+        name = f"[{self.host}]" if ":" in self.host else self.host
+        print(f"open http://{name}:{self.server_address[1]}/ in a browser; Ctrl-C ends", flush=True)
+        try:
+            self.serve_forever()
+        except KeyboardInterrupt:
+            self.stopped = True
+        self.turn.acquire(timeout=MOST_SECONDS)  # the answer that is being written ends first
+        self.server_close()

@@ -1,0 +1,407 @@
+"""sample.py --serve: the page's questions and answers, who is refused and told why, and hostile clients."""
+import contextlib
+import functools
+import http.client
+import itertools
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+
+import pytest
+import torch
+from browser import browser
+from pool import ROOT
+
+import generate
+import sample
+import train
+from config import Config
+from corpus import chat, tokenizer
+from interface import serve
+from parallel import make_mesh
+from runtime.launch import World
+
+ASKS = {"mode": "text", "messages": ["a"], "system": "", "temperature": 0.5}
+SETTINGS = {"name": "out/<b>", "mode": "chat", "system": "Be 'brief'.", "temperature": 0.8}
+HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e</script>&amp;"
+SHOWN = r"<img src=x onerror=alert(1)>\x1b[2J\u202e</script>&amp;"
+
+
+@contextlib.contextmanager
+def serving(talk, settings=SETTINGS, host="127.0.0.1"):
+    """Yield a Server that answers with talk(asked), in a thread."""
+    server = serve.Server(host, 0)
+    server.serve_forever = functools.partial(server.serve_forever, 0.01)
+    thread = threading.Thread(target=server.run, args=(talk, settings))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+
+
+def ask(server, content=None, method="POST", **headers):
+    """Return (status, text) of a request; content is the JSON of a message."""
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=30)
+    body = None if content is None else json.dumps(content)
+    connection.request(method, "/", body, {name.replace("_", "-"): value for name, value in headers.items()})
+    response = connection.getresponse()
+    with contextlib.closing(connection):
+        return response.status, response.read().decode()
+
+
+def send(server, data):
+    """Send bytes as they are, and return what comes back."""
+    with socket.create_connection(server.server_address[:2], timeout=30) as connection:
+        with contextlib.suppress(OSError):  # it may have been refused before all is sent
+            connection.sendall(data)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode()
+
+
+class Slow:
+    """An answer that waits after its first piece until it is told to go on."""
+
+    def __init__(self):
+        self.has_begun = threading.Event()
+        self.may_end = threading.Event()
+
+    def __call__(self, asked):
+        yield "one"
+        self.has_begun.set()
+        self.may_end.wait(30)
+        yield " two"
+        yield " three"
+
+
+@pytest.fixture(scope="module")
+def echo():
+    """Yield a Server that answers with what it was asked."""
+    def talk(asked):
+        if asked["messages"] == ["no"]:
+            raise ValueError("I cannot\nsay this")
+        return iter([*asked["messages"], asked["system"]])
+    with serving(talk) as server:
+        yield server
+
+
+def test_the_page_holds_its_settings_as_text_and_a_fresh_nonce(echo):
+    status, page = ask(echo, method="GET")
+    assert status == 200 and not re.search(r"https?://|innerHTML|insertAdjacent|document\.write|eval\(", page)
+    assert "out/&lt;b&gt;" in page and "Be &#x27;brief&#x27;." in page and "NONCE" not in page
+    nonce, = re.findall(r"script-src 'nonce-(\w{64})'", page)
+    assert page.count("<script") == page.count(f'<script nonce="{nonce}">') == 1
+    assert nonce not in ask(echo, method="GET")[1]
+
+
+def test_an_answer_is_text_in_which_a_terminals_codes_are_escaped(echo):
+    connection = http.client.HTTPConnection(*echo.server_address[:2], timeout=30)
+    connection.request("POST", "/", json.dumps({**ASKS, "messages": [HOSTILE, "\u00e9\n"], "system": "!"}))
+    response = connection.getresponse()
+    assert response.headers["Content-Type"] == "text/plain; charset=utf-8"
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+    assert response.read().decode() == SHOWN + "\u00e9\n!"
+    connection.close()
+
+
+@pytest.mark.parametrize("host,origin,status", [
+    ("evil.example", None, 403), ("evil.example", "http://evil.example", 403),  # DNS rebinding
+    ("127.0.0.1.evil.example", None, 403), ("127.0.0.1:80@evil", None, 403), ("", None, 403),
+    ("localhost", "http://evil.example", 403), ("localhost", "null", 403),
+    ("localhost:1", "http://localhost:2", 403),
+    ("localhost:9000", "http://localhost:9000", 200),  # ssh -L 9000:127.0.0.1:8000
+    ("LOCALHOST", "http://localhost", 200), ("127.0.0.1", None, 200), ("[::1]:8", "http://[::1]:8", 200)])
+def test_pages_of_others_are_refused(host, origin, status, echo):
+    headers = {"Host": host, "Origin": origin} if origin else {"Host": host}
+    for method, content in (("POST", ASKS), ("GET", None)):
+        found, text = ask(echo, content, method, **headers)
+        assert found == status and text.startswith("refused") == (status == 403), (method, text)
+
+
+def test_a_name_that_is_given_by_host_is_ours():
+    with serving(iter, host="localhost") as server:
+        assert ask(server, method="GET", Host="localhost:1")[0] == 200
+        server.host = "node7.example"
+        assert ask(server, method="GET", Host="Node7.Example:8000")[0] == 200
+        assert ask(server, method="GET", Host="node7-example:8000")[0] == 403
+
+
+@pytest.mark.parametrize("content,words", [
+    ({**ASKS, "temperature": float("nan")}, "temperature is nan"),
+    ({**ASKS, "temperature": 101}, "from 0.0 to"), ({**ASKS, "mode": "x"}, "chat, text"),
+    ({**ASKS, "messages": "x"}, "not a list"), ([], "an object"),
+    ({**ASKS, "messages": ["no"]}, "I cannot say this"), ({}, "lacks mode")])
+def test_a_wrong_message_is_told_in_one_line(content, words, echo):
+    status, text = ask(echo, content)
+    assert status == 400 and words in text and text.count("\n") == 1
+
+
+HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize("data,status", [
+    (HEAD + b"Content-Length: 99999999999999999999\r\n\r\n" + b"a" * 10**6, 413),
+    (HEAD + b"Content-Length: 65537\r\n\r\n", 413), (HEAD + b"Content-Length: -1\r\n\r\n", 413),
+    (HEAD + b"X: " + b"a" * 10**6, 431), (HEAD + b"X: a\r\n" * 10**5, 431), (b"a" * 10**6, 414)])
+def test_a_message_that_is_too_large_is_refused_before_it_is_read(data, status, echo):
+    head, text = send(echo, data).split("\r\n\r\n")
+    assert f" {status} " in head.splitlines()[0] and text == serve.TOO_LARGE + "\n"
+
+
+@pytest.mark.parametrize("data,words", [
+    (b"\x16\x03\x01\x02\r\n\r\n", "Bad"), (b"GET /\r\n", "not mine"), (b"\r\n", "^$"), (b"", "^$"),
+    (b"GET / HTTP/9.9\r\n\r\n", "Invalid HTTP version"), (b"PUT" + HEAD[4:] + b"\r\n", "Unsupported"),
+    (HEAD + b"\r\n", "400.*Expecting value"), (HEAD + b"Content-Length: 2\r\n\r\n\xff\xff", "400"),
+    (HEAD + b"Content-Length: 60000\r\n\r\n" + b"[" * 60000, "400"),
+    (HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", "400")])
+def test_what_is_no_request_ends_nothing(data, words, echo, capsys):
+    with socket.create_connection(echo.server_address[:2], timeout=30) as connection:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        text = b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode()
+    assert re.search(words, text, re.S) and "<" not in text
+    assert ask(echo, ASKS) == (200, "a")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_client_that_is_slow_does_not_stay_and_keeps_nobody_waiting(monkeypatch, capsys):
+    monkeypatch.setattr(serve, "MOST_SECONDS", 0.2)
+    with serving(lambda asked: iter("abc")) as server, contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(socket.create_connection(server.server_address)) for _ in range(3)]
+        for connection, data in zip(slow, (b"", HEAD, HEAD + b"Content-Length: 9\r\n\r\n{"), strict=True):
+            connection.sendall(data)
+        assert ask(server, ASKS) == (200, "abc")
+        slow[1].settimeout(0.01)
+        found = []
+        with contextlib.suppress(OSError):
+            while b"" not in found:
+                slow[1].sendall(b"X: a\r\n")  # a header now and then, for ever
+                with contextlib.suppress(TimeoutError):
+                    found.append(slow[1].recv(1 << 16))
+        assert b"".join(found).startswith(b"HTTP/1.0 400 ")  # there was no message
+        assert slow[0].recv(1 << 16) == b"" and slow[2].recv(1 << 16).startswith(b"HTTP/1.0 400 ")
+    assert capsys.readouterr().err == ""
+
+
+def test_one_answer_at_a_time_and_the_others_are_told_that_it_is_busy():
+    talk = Slow()
+    with serving(talk) as server:
+        first = http.client.HTTPConnection(*server.server_address[:2], timeout=30)
+        first.request("POST", "/", json.dumps(ASKS))
+        answer = first.getresponse()
+        assert answer.read(3) == b"one"  # it comes piece by piece
+        assert ask(server, ASKS) == (503, serve.BUSY + "\n")
+        assert ask(server, method="GET")[0] == 200
+        talk.may_end.set()
+        assert answer.read() == b" two three" and ask(server, ASKS) == (200, "one two three")
+        first.close()
+
+
+def test_too_many_clients_are_told_that_it_is_busy(monkeypatch, echo):
+    monkeypatch.setattr(serve, "MOST_THREADS", 0)
+    assert send(echo, HEAD).endswith(f"\r\n\r\n{serve.BUSY}\n")
+
+
+def test_the_next_client_gets_its_turn_when_one_leaves_in_the_middle(capsys):
+    begun, ended = threading.Event(), threading.Event()
+
+    def talk(asked):
+        try:
+            yield "a" if begun.is_set() else "b"
+            begun.set()
+            for _ in range(10**4 if asked["system"] else 1):
+                yield "more " * 1000
+        finally:
+            ended.set()
+    with serving(talk) as server:
+        with socket.create_connection(server.server_address[:2]) as connection:
+            content = json.dumps({**ASKS, "system": "long"}).encode()
+            connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+            assert begun.wait(30)
+        assert ended.wait(30)
+        while (found := ask(server, ASKS))[0] == 503:
+            time.sleep(0.01)
+        assert found == (200, "a" + "more " * 1000)
+    assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_ends_an_answer_after_its_next_piece():
+    talk = Slow()
+    server = serve.Server("127.0.0.1", 0)
+    found = []
+
+    def client():
+        found.append(ask(server, ASKS))
+
+    def serve_forever():
+        http.server.ThreadingHTTPServer.serve_forever(server, poll_interval=0.01)
+        raise KeyboardInterrupt
+
+    def interrupt():
+        assert talk.has_begun.wait(30)
+        server.shutdown()
+        while not server.stopped:
+            time.sleep(0.001)
+        talk.may_end.set()
+    server.serve_forever = serve_forever
+    threads = [threading.Thread(target=target) for target in (client, interrupt)]
+    for thread in threads:
+        thread.start()
+    server.run(talk, SETTINGS)
+    for thread in threads:
+        thread.join()
+    assert found == [(200, "one")] and server.socket.fileno() == -1
+
+
+# -----------------------------------------------------------------------------
+# What sample.py answers
+
+def small_model(vocabulary):
+    cfg = Config(n_layer=1, n_embd=16, n_head=2, n_kv_head=1, ffn_hidden=24, seq_len=64, micro_batch=1)
+    model, _, _ = train.build(cfg, make_mesh(World()), vocabulary.n_vocab, torch.device("cpu"))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(8 if p.ndim > 1 else 1)  # otherwise every token is as likely as any other
+    return model
+
+
+@pytest.fixture(scope="module")
+def talks():
+    """Return what sample.reply takes: a small model, a vocabulary with the tokens of conversations, flags."""
+    vocabulary = tokenizer.train_char(["abc \u00e9?"]).with_special(chat.MARKERS)
+    flags = sample.Flags("run", serve=True, max_new_tokens=8)
+    return dict(model=small_model(vocabulary), vocabulary=vocabulary, flags=flags)
+
+
+def answers(asked, talks):
+    return "".join(sample.reply({**ASKS, **asked}, **talks, seeds=itertools.count(5)))
+
+
+def test_the_model_reads_the_whole_conversation_that_a_page_sends(talks, monkeypatch):
+    asked = {"mode": "chat", "messages": ["a?"], "system": "abc", "temperature": 0.8}
+    first = sample.Chat(talks["model"], talks["vocabulary"],
+                        sample.Flags("run", max_new_tokens=8, seed=5, system="abc"))
+    assert answers(asked, talks) == "".join(first.answer("a?")) != ""
+    seen = []
+
+    def stream(model, tokens, most, cache, **how):
+        seen.append((tokens, most, how))
+        return iter(())
+    monkeypatch.setattr("generate.stream", stream)
+    answers({**asked, "messages": ["a", "b", "c"], "temperature": 1e-9}, talks)
+    roles = zip(("system", "user", "assistant", "user"), ("abc", "a", "b", "c"), strict=True)
+    ids, _ = chat.Template(talks["vocabulary"]).conversation([{"role": r, "content": c} for r, c in roles])
+    (tokens, most, how), = seen
+    assert tokens[:-1] == [*ids, talks["vocabulary"].special["<|assistant|>"]] and most == 8
+    assert how["temperature"] == 0 and how["top_k"] == 50 and how["rng"].initial_seed() == 5
+
+
+def test_a_text_is_continued_as_by_a_prompt(talks):
+    found = answers({"messages": ["abc"], "temperature": 0.8}, talks)
+    ids = talks["vocabulary"].encode("abc")
+    assert found == talks["vocabulary"].decode(generate.generate(talks["model"], ids, 8, 0.8, 50, 5)[3:])
+
+
+@pytest.mark.parametrize("asked,words", [
+    ({"messages": [""]}, "empty"), ({"messages": []}, "no message"), ({"messages": ["z"]}, "z"),
+    ({"mode": "chat", "messages": ["z"]}, "z"), ({"mode": "chat", "messages": ["a", "z", "a"]}, "z"),
+    ({"mode": "chat", "messages": ["a"], "system": "z"}, "z")])
+def test_what_the_vocabulary_cannot_say_is_refused(asked, words, talks):
+    with pytest.raises(ValueError, match=words):
+        answers(asked, talks)
+
+
+def test_a_word_keeps_the_space_before_it():
+    class Drops(tokenizer.CharTokenizer):
+        def decode(self, ids):
+            return super().decode(ids).removeprefix(" ")
+    vocabulary = Drops(tokenizer.train_char(["ab "]).spec)
+    ids = vocabulary.encode("a b")
+    assert list(vocabulary.whole_characters(ids[1:], ids[:1])) == [" ", "b"]
+
+
+@pytest.mark.parametrize("flags,words", [
+    (["--serve", "--chat"], "exclude"), (["--port=1"], "for --serve"), (["--system=a"], "--prompt"),
+    (["--serve", "--tp=2"], "one process"), (["--serve", "--port=70000"], "65535")])
+def test_flags_that_exclude_each_other(flags, words, capsys):
+    with pytest.raises(SystemExit) as e:
+        sample.main(["run", *flags])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1 and words in err
+
+
+@pytest.mark.long
+def test_a_signal_ends_the_program_with_0():
+    code = "import sys; from interface.serve import Server; Server('::1', 0).run(iter, {})"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True) as program:
+        address = program.stdout.readline().split()[1]
+        with urllib.request.urlopen(address, timeout=30) as response:
+            assert address.startswith("http://[::1]:") and b"<!DOCTYPE" in response.read()
+        program.send_signal(signal.SIGINT)
+        assert program.wait(30) == 0 and program.stderr.read() == ""
+
+
+@pytest.mark.long
+def test_the_page_in_a_browser():
+    asked = []
+    slow = Slow()
+
+    def talk(given):
+        asked.append(given)
+        if given["messages"][-1] == "wait":
+            return slow(given)
+        return iter([HOSTILE, " ok"])
+    with browser() as chromium, serving(talk) as server:
+        address = f"http://127.0.0.1:{server.server_address[1]}/"
+        view = chromium.new_page(viewport={"width": 375, "height": 700})
+        wrong = []
+        view.on("pageerror", lambda error: wrong.append(str(error)))
+        view.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+        view.goto(address)
+        assert view.title() == "out/<b>" and view.input_value("#system") == "Be 'brief'."
+        view.fill("#text", "a <b>question</b>")
+        view.press("#text", "Enter")
+        view.wait_for_function("document.querySelector('.model')?.textContent.endsWith(' ok')")
+        assert view.inner_text(".model") == SHOWN + " ok" and view.inner_text(".user") == "a <b>question</b>"
+        assert view.locator("#log img, #log b").count() == 0
+        view.fill("#temperature", "0.2")
+        view.fill("#text", "wait")
+        view.click("#send")
+        view.wait_for_function("document.querySelectorAll('.model')[1]?.textContent === 'one'")  # it streams
+        other = chromium.new_page()
+        other.goto(address)
+        other.fill("#text", "hello")
+        other.click("#send")
+        other.wait_for_function("document.getElementById('bad').textContent.startsWith('busy')")
+        assert other.input_value("#text") == "hello" and other.locator("#log p").count() == 0
+        view.click("#stop")
+        slow.may_end.set()
+        view.wait_for_selector("#send:enabled")
+        view.select_option("#mode", "text")
+        view.fill("#text", "Once")
+        view.click("#send")
+        view.wait_for_function("document.getElementById('text').value.endsWith(' ok')")
+        assert view.input_value("#text") == "Once" + SHOWN + " ok"
+        assert view.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        first = "a <b>question</b>"
+        assert [(found["mode"], found["messages"], found["temperature"]) for found in asked] == [
+            ("chat", [first], 0.8), ("chat", [first, SHOWN + " ok", "wait"], 0.2), ("text", ["Once"], 0.2)]
+        assert {found["system"] for found in asked} == {"Be 'brief'."} and not wrong
+        assert other.evaluate("""new Promise((resolve) => {
+          document.addEventListener("securitypolicyviolation", (event) => resolve(event.violatedDirective));
+          document.body.insertAdjacentHTML("beforeend", "<p onclick='alert(1)'>");
+        })""") == "script-src-attr"  # no script runs but the page's own
+        elsewhere = chromium.new_page()
+        elsewhere.route("**/*", lambda route: route.fulfill(body="<p>", content_type="text/html"))
+        elsewhere.goto("http://evil.example/")
+        elsewhere.unroute("**/*")
+        post = json.dumps({"method": "POST", "mode": "no-cors", "body": json.dumps(ASKS)})
+        assert elsewhere.evaluate(f"fetch('{address}', {post}).then(() => 1, () => 1)") == 1
+        assert len(asked) == 3
