@@ -10,6 +10,10 @@ train: .venv/ready
 	python prepare.py stdlib
 	mpiexec -n 2 python train.py tiny --prompt "def main("
 
+# after make train: its losses, curve and texts for the README
+picture: .venv/ready
+	python bench/first_run.py out/tiny
+
 test: .venv/ready-test
 	ruff check .
 	$(PYTEST) -m "not long" tests
@@ -58,4 +62,4 @@ torch-versions: .venv/ready
 	$(BIN)/pip install -r requirements-test.txt
 	touch $@
 
-.PHONY: train test drills fuzz long mutants slurm tutorial torch-versions
+.PHONY: train picture test drills fuzz long mutants slurm tutorial torch-versions

@@ -1,11 +1,18 @@
 """plot.py: several runs in one plot, their legend, other metrics, wrong input; foreign rows are left out."""
+import copy
+import importlib
 import json
+import sys
 
 import pytest
+from pool import ROOT
 
 import plot
 import train
 from interface import files
+
+sys.path[:0] = [str(ROOT / "bench")]
+first_run = importlib.import_module("first_run")
 
 
 @pytest.fixture
@@ -114,3 +121,30 @@ def test_wrong_flags_beside_list(argv, runs, capsys):
         train.main(argv)
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.count("\n") == 1 and "give one folder of runs" in said
+
+
+# -----------------------------------------------------------------------------
+# The README's pictures
+
+def test_the_readme_shows_the_first_run_as_it_was():
+    page = first_run.README.read_text()
+    results = json.loads(first_run.RESULTS.read_text())
+    assert first_run.with_pictures(page, results) == page, "python bench/first_run.py writes them again"
+    losses = {tuple(row["loss"] for row in rows) for rows in results["layouts"].values()}
+    assert len({tuple(f"{loss:.4f}" for loss in row) for row in losses}) == 1, "five layouts, the same losses"
+    changed = copy.deepcopy(results)
+    changed["first"]["rows"][-1]["loss"] = 3.0
+    changed["first"]["texts"]["400"] = "x"
+    changed["layouts"]["python RUN"][-1]["val_loss"] = 3.0
+    new = first_run.with_pictures(page, changed)
+    assert "step=400 loss=3.0000 val_loss=" in new and "--- step 400\nx\n```\n" in new
+    assert "| 3.0000 |\n" in new and first_run.with_pictures(new, results) == page
+
+
+def test_what_the_readme_shows_is_taken_from_a_run(runs):
+    (runs / "b" / "notes.jsonl").write_text('{"step": 4, "sample": "def"}\n{"step": 8, "traffic": {}}\n')
+    found = first_run.take(runs / "b")
+    assert found["texts"] == {"4": "def"} and found["rows"][3] == {
+        "step": 4, "loss": 2.0, "val_loss": 3.0, "grad_norm": 10.0 ** 4}
+    with pytest.raises(ValueError, match="no line <!-- make picture: curve -->"):
+        first_run.with_pictures("", json.loads(first_run.RESULTS.read_text()))
