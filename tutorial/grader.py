@@ -21,7 +21,8 @@ LONGEST = 200  # characters that are shown of one answer
 SHORT = reprlib.Repr()
 SHORT.maxstring = 60
 SHORT.maxother = LONGEST
-SHORT.maxlist = SHORT.maxtuple = 8
+SHORT.maxlist = 8
+SHORT.maxtuple = 8
 
 
 def equal(a, b):
@@ -85,5 +86,8 @@ def shown(value):
     """Return the value as text, at most LONGEST characters and on one line."""
     if isinstance(value, ValueError):
         return "a ValueError"
+    if isinstance(value, torch.Tensor) and value.dim() > 1:
+        last = [round(x, 4) for x in value[-1].tolist()]
+        return f"{tuple(value.shape)} with the last row {SHORT.repr(last)}"
     text = " ".join(SHORT.repr(value).split())
     return text if len(text) <= LONGEST else text[:LONGEST] + "..."
