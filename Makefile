@@ -23,9 +23,10 @@ drills: .venv/ready-test
 
 # the other cases of long sweeps; and what needs a package that pip builds for ten minutes and more: llama.cpp,
 # which runs our GGUF files. where it cannot be built, its tests are skipped. so are those of the pages in a
-# browser where playwright finds no Chromium
+# browser where playwright finds no Chromium, and those that run the notebooks where nbconvert is missing
 long: .venv/ready-test
 	@$(BIN)/pip install -q playwright || echo "playwright cannot be installed here"
+	@$(BIN)/pip install -q -r requirements-notebooks.txt || echo "nbconvert cannot be installed here"
 	@$(BIN)/python -c "import llama_cpp" 2>/dev/null || CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAMA_BUILD_TESTS=OFF" \
 	  timeout 1800 $(BIN)/pip install -q llama-cpp-python==0.3.36 || echo "llama-cpp-python cannot be built here"
 	$(PYTEST) -rs -m long tests
@@ -46,6 +47,11 @@ slurm: .venv/ready
 tutorial: .venv/ready-test
 	python tutorial/run.py
 
+# the executed copies, with their outputs, are in out/notebooks. they write into data/ and out/
+notebooks: .venv/ready
+	$(BIN)/pip install -q -r requirements-notebooks.txt
+	$(BIN)/jupyter nbconvert --to notebook --execute --output-dir out/notebooks tutorial/*.ipynb
+
 # hours, and 3 GB to download per version. it can be stopped and typed again
 torch-versions: .venv/ready
 	python bench/torch_versions.py
@@ -62,4 +68,4 @@ torch-versions: .venv/ready
 	$(BIN)/pip install -r requirements-test.txt
 	touch $@
 
-.PHONY: train picture test drills fuzz long mutants slurm tutorial torch-versions
+.PHONY: train picture test drills fuzz long mutants slurm tutorial notebooks torch-versions

@@ -1,37 +1,42 @@
 """The tutorial: each exercise fails until it is solved; the commands, files and names in the text exist."""
 import importlib
+import inspect
 import itertools
 import json
+import math
 import operator
 import os
 import re
 import shlex
-import statistics
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import change_it
 import pytest
 import torch
-import torch.distributed as dist
 from pool import ROOT, context, run_ranks
 from runs import chars, session
 
 import config
+import plan
 import prepare
 import train
+from cost.step_time import GPUS
 from interface.command_line import parse
 from interface.layout import check_layout
 from parallel import make_mesh
 from runtime import launch
 from tutorial import exercises, solutions, test_exercises
-from tutorial.run import BLOCK, FILL, LONG, commands, refresh
+from tutorial.grader import equal
+from tutorial.mistakes import MISTAKES
+from tutorial.run import BLOCK, FILL, LONG, ROW, commands, reading_minutes, refresh, with_reading_minutes
 
 TEXT = (ROOT / "tutorial/README.md").read_text()
 BLOCKS = BLOCK.findall(TEXT)
 COMMANDS = [line for kind, body in BLOCKS if kind == "sh" for line in commands(body)]
 NOT_RUN = [line for kind, body in BLOCKS if kind == "bash" for line in commands(body)]  # they need GPUs
-CHAPTERS = [f"{i:02d}" for i in range(15)]
+CHAPTERS = [f"{i:02d}" for i in range(16)]
 TESTS = [name for name in vars(test_exercises) if name.startswith("test_chapter_")]
 
 
@@ -114,117 +119,49 @@ def test_each_exercise_fails_at_first_and_passes_with_its_solution(name):
     test(solutions)
 
 
-# -----------------------------------------------------------------------------
-# The mistake that each chapter warns of, under the name of its exercise: the chapter's test must fail
-
-def doctor_verdict(lines):  # takes FAIL and "fix: " anywhere in a line for a status and a fix
-    failed = any("FAIL" in line for line in lines)
-    return int(failed), [line.split("fix: ")[1] for line in lines if "fix: " in line]
+EXERCISE = re.compile(r'(?:check|grade)\(yours, "(\w+)"')  # the exercise that a test grades
+TEST_OF = {EXERCISE.search(inspect.getsource(getattr(test_exercises, name)))[1]: name for name in TESTS}
 
 
-def char_tokens(text, val_fraction):  # symbols in the order of appearance, not sorted
-    symbols = "".join(dict.fromkeys(text))
-    ids = [symbols.index(c) for c in text]
-    cut = int(len(text) * (1 - val_fraction))
-    return symbols, ids[:cut], ids[cut:]
+def test_every_exercise_has_a_test_and_two_usual_mistakes_with_one_sentence_each():
+    written = {name for name, value in vars(exercises).items()
+               if inspect.isfunction(value) and value.__module__ == exercises.__name__}
+    assert written == set(TEST_OF) == set(MISTAKES)
+    for name, known in MISTAKES.items():
+        assert len(known) >= 2, name
+        assert len({sentence for _, sentence in known}) == len(known), name
+        for _, sentence in known:
+            assert sentence.startswith(("You", "After")) and re.search(r"[^.]\.$", sentence), sentence
 
 
-def causal_attention(q, k, v):  # without the mask
-    return (q @ k.T / q.size(1) ** 0.5).softmax(1) @ v
+@pytest.mark.parametrize("name", TEST_OF)
+def test_each_usual_mistake_is_recognised_as_itself(name):
+    """So no other mistake gives the same answers, and none of them is right."""
+    test = getattr(test_exercises, TEST_OF[name])
+    for wrong, sentence in MISTAKES[name]:
+        with pytest.raises(pytest.fail.Exception) as failure:
+            test(SimpleNamespace(**{name: wrong}))
+        said, place = str(failure.value).splitlines()
+        assert said == sentence and place.startswith(f"  ({wrong.__name__}) {name}"), wrong.__name__
 
 
-def bus_bandwidth(kind, ranks, nbytes, seconds):  # size by time: algbw
-    return nbytes / seconds / 1e9
+def test_a_mistake_that_nobody_knows_is_shown_with_its_first_wrong_answer():
+    def two_mistakes(code, step_before, step_after):
+        return "requeue" if code else "look"
+
+    with pytest.raises(pytest.fail.Exception, match=r"^after_job\(0, 0, 400\) -> 'look'; right is 'done'$"):
+        test_exercises.test_chapter_09(SimpleNamespace(after_job=two_mistakes))
+    with pytest.raises(ZeroDivisionError):
+        test_exercises.test_chapter_09(SimpleNamespace(after_job=lambda *_: 1 // 0))
 
 
-def global_gradient(x, y, w, rows_of_all_ranks):  # the mean of the ranks' means
-    (grad,) = torch.autograd.grad((x @ w - y).square().mean(), w)
-    dist.all_reduce(grad)
-    return grad / dist.get_world_size()
-
-
-def hot_spot(tree):  # by total time
-    return max(tree[2], key=lambda child: child[1])[:2] if tree[2] else tree[:2]
-
-
-def zero1_slice(n, rank, size):  # without padding
-    return slice(rank * n // size, (rank + 1) * n // size)
-
-
-def row_splits(ids, n_experts, ep):  # does not ask the other ranks
-    send = torch.bincount(ids // (n_experts // ep.size), minlength=ep.size).tolist()
-    return send, send
-
-
-def is_spike(past, value, sigma):  # mean and standard deviation
-    return value > statistics.mean(past) + sigma * statistics.pstdev(past)
-
-
-def after_job(code, step_before, step_after):  # requeues for ever a job that gains no step
-    return {0: "done", 85: "requeue"}.get(code, "look")
-
-
-def gpu_of_rank(rank, ranks_per_node, visible):  # by the rank among all ranks, not among the node's
-    names = visible.split(",")
-    return names[rank % len(names)]
-
-
-def is_better(before, after):  # the means alone
-    return statistics.mean(after) < statistics.mean(before)
-
-
-def efficiency(runs):  # of all ranks together, not per rank; and with the first step
-    speed = {n: statistics.mean(row["tok_s"] for row in rows) for n, rows in runs.items()}
-    return {n: s / speed[min(speed)] for n, s in speed.items()}
-
-
-def reduce_in_slot(axis, grads, slot, total, first):  # leaves another bucket's numbers in the padding
-    flat = torch.cat([grad.flatten() for grad in grads])
-    slot[:len(flat)] = flat
-    part = axis.reduce_scatter(slot)
-    if first:
-        total.copy_(part)
-    else:
-        total.add_(part)
-
-
-def interleaved_order(rank, p, v, m):  # warms up as 1F1B without chunks does
-    order = [(first + i, chunk) for first in range(0, m, p) for chunk in range(v) for i in range(p)]
-    forwards = [("F", i, chunk) for i, chunk in order]
-    backwards = [("B", i, v - 1 - chunk) for i, chunk in order]
-    n = p - rank - 1
-    pairs = zip(forwards[n:], backwards, strict=False)
-    return [*forwards[:n], *(op for pair in pairs for op in pair), *backwards[len(order) - n:]]
-
-
-def zigzag(T, cp, rank):  # the sequence cut into cp parts as it is: the last rank has the most to do
-    return list(range(rank * T // cp, (rank + 1) * T // cp))
-
-
-def keys_end(T, cp, rank):  # as many keys as the segment has queries
-    return [T // (2 * cp)] * 2
-
-
-def answer_mask(ids, assistant, end):  # the end is not trained: the model never stops
-    mask = []
-    in_answer = False
-    for token in ids:
-        if token == end:
-            in_answer = False
-        mask.append(in_answer)
-        if token == assistant:
-            in_answer = True
-    return mask
-
-
-def axes_to_sum(x, grad, cut):
-    return x | grad  # also over ranks that hold other parts of the weight
-
-
-@pytest.mark.parametrize("name", TESTS)
-def test_each_test_rejects_the_usual_mistake(name):
-    with pytest.raises(AssertionError):
-        getattr(test_exercises, name)(sys.modules[__name__])
+def test_answers_are_equal_but_for_rounding_and_the_kind_of_sequence():
+    nan = torch.tensor([1.0, math.nan])
+    for a, b in ((0.1 + 0.2, 0.3), ([1, (2.0,)], (1, [2])), (nan, nan.clone()), ({1: 0.3}, {1: 0.1 + 0.2})):
+        assert equal(a, b)
+    for a, b in ((0.3, 0.301), ([1], [1, 2]), (nan, nan[:1]), ({1: 1.0}, {2: 1.0}), (None, 0), (nan, 1.0),
+                 (ValueError(), 1), (ValueError(), KeyError())):
+        assert not equal(a, b) and not equal(b, a)
 
 
 # -----------------------------------------------------------------------------
@@ -371,6 +308,39 @@ def test_long_numbers_of_the_text_stand_in_an_output_of_the_chapter():
         shown = re.findall(LONG, "".join(body for kind, body in BLOCK.findall(chapter) if kind in FILL))
         text = set(re.findall(LONG, BLOCK.sub("", chapter))) - {"1,115,394", "1,003,854", "111,540"}
         assert text <= set(shown), (chapter[:20], text - set(shown))
+
+
+def test_the_minutes_to_read_are_those_of_the_words():
+    chapters = re.split(r"^(?=## )", TEXT, flags=re.M)
+    assert len(ROW.findall(chapters[0])) == len(CHAPTERS)
+    assert with_reading_minutes(chapters) == chapters[0]
+    assert reading_minutes("## 7 Title\n" + 497 * "word " + "\n```sh\n" + 900 * "word " + "\n```\n") == 2
+    chapters[8] += 400 * "word "
+    changed = set(with_reading_minutes(chapters).splitlines()) - set(chapters[0].splitlines())
+    assert [line[:5] for line in changed] == ["| [7 "]
+
+
+def test_the_text_counts_its_exercises_and_quotes_the_grader():
+    assert f"should now say `{len(TESTS)} passed`" in TEXT
+    (quoted,) = re.findall(r"^> (.*?)\n\n", TEXT, re.M | re.S)
+    sentences = {sentence for known in MISTAKES.values() for _, sentence in known}
+    assert quoted.replace("\n> ", " ") in sentences
+
+
+def test_the_answers_of_chapter_15(capsys):
+    """Of questions 3 to 5."""
+    def printed(command):
+        plan.main(command.split())
+        return capsys.readouterr().out
+
+    text = printed("bloom-176b --gpus 384 --gpu h200 --tp 4 --pp 6 --pp-chunks 2 --zero 1 --tokens 366e9")
+    assert round(int(re.search(r"GPU-hours +([\d,]+)$", text)[1].replace(",", "")), -3) == 219_000
+    layout = "--tp 4 --pp 4 --zero 1 --global-batch 2000"
+    text = printed(f"bloom-176b --gpus 400 --gpu h200 {layout} --tokens 366e9")
+    assert "dp 25" in text and re.search(r"days +23\.28\n", text)
+    text = printed("llama-7b --gpus 400 --gpu h200 --dtype fp32")
+    assert 139.2 < float(re.search(r"sum +([\d.]+)\n", text)[1]) < 139.5
+    assert 541_165.9e6 / GPUS["h200"].net == pytest.approx(13.5, abs=0.05)
 
 
 def test_the_change_of_chapter_12_is_the_one_that_is_tested():

@@ -1,4 +1,4 @@
-"""The exercises of tutorial/README.md: one function per chapter, two in chapter 12, four in 13.
+"""The exercises of tutorial/README.md: one function per chapter, four in 13, two in 12 and 15.
 
 Each function raises an error until you fill it in. This command runs the test of chapter 3:
 
@@ -208,7 +208,8 @@ def zigzag(T, cp, rank):
 
     T is a multiple of 2 cp. Position t attends to the t + 1 positions 0..t, so late positions cost more. Cut
     the sequence into 2 cp equal segments. Give each rank an early and a late segment such that every rank
-    computes the same number of pairs of query and key. Rank 0 has the first segment.
+    computes the same number of pairs of query and key. Rank 0 has the first segment, rank 1 the second, and
+    so on.
     Return [int], T / cp positions in ascending order.
     """
     raise NotImplementedError("chapter 13: an early segment and a late one")
@@ -230,3 +231,25 @@ def answer_mask(ids, assistant, end):
     not trained, because the program that asks for an answer writes it.
     """
     raise NotImplementedError("chapter 14: from the role on, up to the end")
+
+
+def training_days(parameters, tokens, gpus, tflops):
+    """Return how many days it takes to train a model.
+
+    parameters: the weights of all matrices. Each costs 2 FLOPs per token in the forward pass, which are a
+    multiplication and an addition. The backward pass costs twice as much as the forward.
+    tflops: the 1e12 FLOPs per second that each GPU reaches. It is a measured speed, not the one of its data
+    sheet.
+    """
+    raise NotImplementedError("chapter 15: work, divided by speed")
+
+
+def layouts(gpus, per_node, heads, blocks, batch):
+    """Return [(dp, tp, pp)], all ways to lay a model out on gpus = dp * tp * pp GPUs.
+
+    tp divides the heads of attention, because each head is computed on one rank. tp also divides per_node,
+    the GPUs of a node, because it sends in each layer. Each of the pp stages has a block or more; they need
+    not have the same number. dp divides the batch, the sequences of a step.
+    The list is sorted by tp, then by pp.
+    """
+    raise NotImplementedError("chapter 15: what divides what")

@@ -13,7 +13,7 @@ about eleven minutes on two idle cores. These are the kinds of blocks in tutoria
 
 The time of a step (dt=... tok/s=...) depends on the machine. It is cut in each block that shows no times.
 If a long number of a replaced line stands in the text as well, it changes there, too. A line without a match
-stays as it is and is named at the end.
+stays as it is and is named at the end. The table's minutes for reading are counted again, by words.
 """
 import itertools
 import re
@@ -151,6 +151,26 @@ def refresh(chapter, outputs):
     return text, lost
 
 
+WORDS_PER_MINUTE = 200
+ROW = re.compile(r"^(\| \[(\d+) .*\| )\d+( \| [^|]+ \|)$", re.M)  # of the table of chapters
+
+
+def reading_minutes(chapter):
+    """Return the minutes that a chapter's text takes at 200 words a minute, at least 1.
+
+    Its blocks of code and output are left out, and so are the files that it sends the reader to.
+    """
+    return max(1, round(len(BLOCK.sub("", chapter).split()) / WORDS_PER_MINUTE))
+
+
+def with_reading_minutes(chapters):
+    """Return the first of [what comes before the chapters, chapter 0, ...] with new minutes in its table."""
+    def row(match):
+        return f"{match[1]}{reading_minutes(chapters[int(match[2]) + 1])}{match[3]}"
+
+    return re.sub(ROW, row, chapters[0])
+
+
 def run(command, folder):
     """Return what a command prints. An exit code other than 0 is no error: some chapters show one."""
     start = time.time()
@@ -163,7 +183,8 @@ def run(command, folder):
 
 def main():
     path = ROOT / "tutorial/README.md"
-    chapters = re.split(r"^(?=## \d)", path.read_text(), flags=re.M)
+    chapters = re.split(r"^(?=## )", path.read_text(), flags=re.M)
+    chapters[0] = with_reading_minutes(chapters)
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder) / "nanoshard"
         subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)

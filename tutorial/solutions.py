@@ -160,3 +160,20 @@ def answer_mask(ids, assistant, end):
         elif token == end:
             in_answer = False
     return mask
+
+
+def training_days(parameters, tokens, gpus, tflops):
+    work = 6 * parameters * tokens  # 2 FLOPs per weight and token forward, 4 backward
+    return work / (gpus * tflops * 1e12) / 86_400
+
+
+def layouts(gpus, per_node, heads, blocks, batch):
+    found = []
+    for tp in range(1, per_node + 1):
+        for pp in range(1, blocks + 1):
+            if per_node % tp or heads % tp or gpus % (tp * pp):
+                continue
+            dp = gpus // (tp * pp)
+            if batch % dp == 0:
+                found.append((dp, tp, pp))
+    return found

@@ -2,14 +2,17 @@
 
     python -m pytest tutorial -k chapter_03                the test of chapter 3
     python -m pytest tutorial -k chapter_03 --solutions    the same test for solutions.py
+
+If your answers are those of a usual mistake, the test says which one it is (grader.py).
 """
+import contextlib
+import functools
 import itertools
 import math
 import random
 import sys
 from dataclasses import replace
 
-import pytest
 import torch
 import torch.nn.functional as F
 from pool import ROOT, run_ranks
@@ -20,38 +23,49 @@ from corpus.tokenizer import train_char
 from ddp import Bucket, Comm, Contents
 from parallel import Axis, make_mesh
 from pipeline import schedule
+from plan import check_gpus
 from skip import spike
+from tutorial import solutions
+from tutorial.grader import check, grade
 from zero import Slot, SlotBucket, SlotComm
 
 sys.path.append(str(ROOT / "bench"))
 import one_rule
+from collectives import FACTOR
+
+ranks_once = functools.cache(run_ranks)  # for what does not depend on your function
 
 
 def test_chapter_00(yours):
     fine = ["OK    torch      torch 2.13.0, imported in 1.9 s", "OK    disk       /FAIL: ext4, 84 GB free"]
     warned = [*fine, "WARN  data       none; fix: python prepare.py stdlib"]
     broken = [*warned, "FAIL  mpi        two MPIs; fix: one mpiexec", "OK    scheduler  not in a job"]
-    assert yours.doctor_verdict(fine) == (0, [])
-    assert yours.doctor_verdict(warned) == (0, ["python prepare.py stdlib"])
-    assert yours.doctor_verdict(broken) == (1, ["python prepare.py stdlib", "one mpiexec"])
+    twice = [*broken, "FAIL  device     none; fix: a driver"]
+    check(yours, "doctor_verdict", [
+        ([fine], (0, [])), ([warned], (0, ["python prepare.py stdlib"])),
+        ([broken], (1, ["python prepare.py stdlib", "one mpiexec"])),
+        ([twice], (1, ["python prepare.py stdlib", "one mpiexec", "a driver"]))])
 
 
 def test_chapter_01(yours):
     text = "to be, or not to be: that is the question\n" * 3 + "été"
-    symbols, train, val = yours.char_tokens(text, 0.1)
     theirs = train_char([text])
-    assert symbols == theirs.chars
-    assert list(train) + list(val) == theirs.encode(text)
-    assert len(train) == int(len(text) * 0.9)
-    assert theirs.decode(val) == text[len(train):]
+    cases = []
+    for val_fraction in (0.1, 0.25):
+        ids = theirs.encode(text)
+        cut = int(len(text) * (1 - val_fraction))
+        cases.append(((text, val_fraction), (theirs.chars, ids[:cut], ids[cut:])))
+    check(yours, "char_tokens", cases)
 
 
 def test_chapter_02(yours):
     q, k, v = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    want = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-    torch.testing.assert_close(yours.causal_attention(q, k, v), want)
-    v[3:] += 100  # The later values change; the results before them must not.
-    torch.testing.assert_close(yours.causal_attention(q, k, v)[:3], want[:3])
+    later = v + 100 * (torch.arange(5) > 2)[:, None]  # They do not change the results before them.
+    cases = []
+    for values in (v, later):
+        want = F.scaled_dot_product_attention(q[None], k[None], values[None], is_causal=True)[0]
+        cases.append(((q, k, values), want))
+    check(yours, "causal_attention", cases)
 
 
 def all_reduce_bytes(world):
@@ -62,29 +76,30 @@ def all_reduce_bytes(world):
 
 
 def test_chapter_03(yours):
-    from collectives import FACTOR
+    cases = []
     for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
         for ranks in (1, 2, 8):
-            got = yours.bus_bandwidth(kind, ranks, 4_194_304, 0.005)
             want = 4_194_304 / 0.005 * 1e-9 * FACTOR[kind](ranks)
-            assert got == pytest.approx(want), (kind, ranks)
-    sent = yours.bus_bandwidth("all-reduce", 4, 4000, 1e-9)  # GB/s are bytes per nanosecond.
-    assert run_ranks(4, all_reduce_bytes) == [pytest.approx(sent)] * 4
-    with pytest.raises(ValueError):
-        yours.bus_bandwidth("gossip", 2, 1, 1)
+            cases.append(((kind, ranks, 4_194_304, 0.005), want))
+    (sent,) = set(ranks_once(4, all_reduce_bytes))
+    cases.append((("all-reduce", 4, 4000, 1e-9), float(sent)))  # GB/s are bytes per nanosecond.
+    cases.append((("gossip", 2, 1, 1), ValueError()))
+    check(yours, "bus_bandwidth", cases)
 
 
 ROWS = (5, 2, 1)  # of each rank, uneven like the rows of three experts
 
 
-def gradient_of_rank(world, name):
-    """Return global_gradient of this rank's rows. name: the module whose function is called."""
-    import importlib
-    module = importlib.import_module(name)
+def gradient_of_rank(world, function):
+    """Return global_gradient of this rank's rows. function: the one that is tested."""
     x, y, w = regression()
     first = sum(ROWS[:world.rank])
     mine = slice(first, first + ROWS[world.rank])
-    return module.global_gradient(x[mine], y[mine], w, sum(ROWS))
+    return function(x[mine], y[mine], w, sum(ROWS)).detach()
+
+
+def gradients(function):
+    return run_ranks(len(ROWS), gradient_of_rank, function)
 
 
 def regression():
@@ -98,27 +113,27 @@ def regression():
 def test_chapter_04(yours):
     x, y, w = regression()
     (x @ w - y).square().mean().backward()  # One process has all rows.
-    for got in run_ranks(len(ROWS), gradient_of_rank, yours.__name__):
-        torch.testing.assert_close(got, w.grad)
+    asked = [f"global_gradient on rank {rank}, which has {n} rows," for rank, n in enumerate(ROWS)]
+    grade(yours, "global_gradient", gradients, asked, [w.grad] * len(ROWS))
 
 
 def test_chapter_05(yours):
     block = ("forward", 3.0, [("matmul", 1.0, []), ("rotate", 1.5, [])])
     tree = ("run", 10.0, [("train_step", 6.5, [block, ("backward", 3.0, [])]),
                           ("evaluate", 3.4, [("forward", 3.3, [("matmul", 3.2, [])])])])
-    name, seconds = yours.hot_spot(tree)
-    assert (name, seconds) == ("matmul", pytest.approx(4.2)), "matmul is called in two places: 1.0 + 3.2"
-    assert yours.hot_spot(("run", 2.0, [("read", 0.5, [])])) == ("run", pytest.approx(1.5))
+    check(yours, "hot_spot", [([tree], ("matmul", 4.2)),  # It is called in two places: 1.0 + 3.2.
+                              ([("run", 2.0, [("read", 0.5, [])])], ("run", 1.5))])
 
 
 def test_chapter_06(yours):
-    for n in (1, 300, 1024, 5000):
-        for size in (2, 3, 4):
-            for rank in range(size):
-                p = torch.nn.Parameter(torch.zeros(n))
-                contents = Contents("dp", True, ["w"], [p])
-                bucket = Bucket(contents, Axis("dp", rank, size), zero=1, dtype=p.dtype, comm=Comm())
-                assert yours.zero1_slice(n, rank, size) == bucket.own_slice, (n, rank, size)
+    cases = []
+    for n, size in itertools.product((1, 300, 1024, 5000), (2, 3, 4)):
+        for rank in range(size):
+            p = torch.nn.Parameter(torch.zeros(n))
+            contents = Contents("dp", True, ["w"], [p])
+            bucket = Bucket(contents, Axis("dp", rank, size), zero=1, dtype=p.dtype, comm=Comm())
+            cases.append(((n, rank, size), bucket.own_slice))
+    check(yours, "zero1_slice", cases)
 
 
 N_EXPERTS = 8
@@ -136,42 +151,51 @@ def choices(rank):
     return torch.tensor([int(N_EXPERTS * draw.random() ** (rank + 1)) for _ in range(6 + rank)])
 
 
-def row_splits_of_rank(world, name, ep):
-    """Return row_splits of this rank's choices. name: the module whose function is called."""
-    import importlib
-    module = importlib.import_module(name)
-    mesh = make_mesh(world, ep=ep)
-    return module.row_splits(choices(world.rank), N_EXPERTS, mesh.ep)
+def row_splits_of_rank(world, function):
+    """Return row_splits of this rank's choices, with ep 2 and with ep 4. function: the one that is tested."""
+    meshes = [make_mesh(world, ep=ep) for ep in (2, 4)]
+    return [function(choices(world.rank), N_EXPERTS, mesh.ep) for mesh in meshes]
+
+
+def splits(function):
+    """Return the rows to send and to receive of 4 ranks with ep 2, then with ep 4."""
+    of_ranks = run_ranks(4, row_splits_of_rank, function)
+    return [got[i] for i in range(2) for got in of_ranks]
 
 
 def test_chapter_07(yours):
+    asked = []
+    right = []
     for ep in (2, 4):
-        got = run_ranks(4, row_splits_of_rank, yours.__name__, ep)
-        for rank, (send, receive) in enumerate(got):
-            first = rank // ep * ep
-            group = range(first, first + ep)  # the ranks of its ep group
+        wanted = []  # of each rank: the rows for each rank of its ep group
+        for rank in range(4):
             owners = (choices(rank) // (N_EXPERTS // ep)).tolist()
-            sent_to_it = [got[other][0][rank % ep] for other in group]
-            assert list(send) == [owners.count(i) for i in range(ep)], f"rank {rank} of ep {ep}"
-            assert list(receive) == sent_to_it, f"rank {rank} of ep {ep}"
+            wanted.append([owners.count(i) for i in range(ep)])
+        for rank in range(4):
+            first = rank // ep * ep
+            right.append((wanted[rank], [wanted[other][rank % ep] for other in range(first, first + ep)]))
+            asked.append(f"row_splits on rank {rank} of 4, with ep {ep},")
+    grade(yours, "row_splits", splits, asked, right)
 
 
 def test_chapter_08(yours):
     draw = random.Random(0)
     calm = [2.0 + draw.gauss(0, 0.05) for _ in range(128)]
     shaken = [*calm[:120], *[1000.0] * 8]  # With a mean, the 8 outliers would hide a spike.
+    cases = []
     for past in (calm, shaken, [2.0] * 128):
-        for value in (1.0, 2.0, 2.005, 2.2, 2.35, 2.6, 5.0, math.inf):
-            want = spike([(x, 1.0) for x in past], value, 1.0, 6.0) is not None
-            assert yours.is_spike(past, value, 6.0) == want, (value, past[-1])
+        for value in (1.0, 2.0, 2.005, 2.015, 2.2, 2.23, 2.29, 2.325, 2.37, 2.6, 5.0, math.inf):
+            is_spike = spike([(x, 1.0) for x in past], value, 1.0, 6.0) is not None
+            cases.append(((past, value, 6.0), is_spike))
+    check(yours, "is_spike", cases)
 
 
 def test_chapter_09(yours):
-    cases = [(0, 0, 400, "done"), (0, 400, 400, "done"), (85, 0, 120, "requeue"), (85, 120, 121, "requeue"),
-             (85, 120, 120, "look"), (85, 0, 0, "look")]
-    cases += [(code, 0, 100, "look") for code in (1, 2, 42, 43, 44)]
-    for code, before, after, word in cases:
-        assert yours.after_job(code, before, after) == word, (code, before, after)
+    cases = [((0, 0, 400), "done"), ((0, 400, 400), "done"), ((85, 0, 120), "requeue"),
+             ((85, 120, 121), "requeue"), ((85, 120, 120), "look"), ((85, 0, 0), "look"),
+             ((85, 120, 100), "look")]
+    cases += [((code, 0, 100), "look") for code in (1, 2, 42, 43, 44)]
+    check(yours, "after_job", cases)
 
 
 def test_chapter_10(yours):
@@ -181,30 +205,38 @@ def test_chapter_10(yours):
 
     # Step 1 is slow. In the last step another program used the machine.
     one = rows(5, 100, 90, 110, 100, 1)
-    assert yours.efficiency({1: one}) == {1: 1.0}
-    assert yours.efficiency({2: rows(10, 160, 160), 1: one}) == {1: 1.0, 2: pytest.approx(0.8)}
-    got = yours.efficiency({4: rows(1, 400, 400, 380), 8: rows(1, 900, 720, 720, 720)})
-    assert got == {4: 1.0, 8: pytest.approx(720 / 8 / (390 / 4))}
+    fast = rows(1, 400, 400, 380)
+    faster = rows(1, 900, 720, 720, 720)
+    check(yours, "efficiency", [
+        ([{1: one}], {1: 1.0}), ([{2: rows(10, 160, 160), 1: one}], {1: 1.0, 2: 0.8}),
+        ([{4: fast, 8: faster}], {4: 1.0, 8: 720 / 8 / (390 / 4)}),
+        ([{1: rows(1, 50, 90, 100, 104), 2: rows(1, 180, 180)}], {1: 1.0, 2: 90 / 102})])
 
 
 def test_chapter_11(yours):
-    for rank, on_node, visible, gpu in (
-            (0, 4, "0,1,2,3", "0"), (3, 4, "0,1,2,3", "3"), (5, 4, "0,1,2,3", "1"), (5, 4, "3,2,1,0", "2"),
-            (5, 4, "1", "1"), (7, 4, "2,0", "0"), (3, 2, "0,1,2,3", "1"),
-            (6, 4, "GPU-a,GPU-b,MIG-c", "MIG-c")):
-        assert yours.gpu_of_rank(rank, on_node, visible) == gpu, (rank, on_node, visible)
+    check(yours, "gpu_of_rank", [
+        ((0, 4, "0,1,2,3"), "0"), ((3, 4, "0,1,2,3"), "3"), ((5, 4, "0,1,2,3"), "1"),
+        ((5, 4, "3,2,1,0"), "2"), ((5, 4, "1"), "1"), ((7, 4, "2,0"), "0"), ((6, 4, "2,0"), "2"),
+        ((3, 2, "0,1,2,3"), "1"), ((6, 4, "GPU-a,GPU-b,MIG-c"), "MIG-c")])
 
 
 def test_chapter_12_is_better(yours):
     before = [2.30, 2.20, 2.25]  # three seeds, which differ more than the change helps
-    assert yours.is_better(before, [x - 0.01 for x in before])
-    assert yours.is_better(before, [2.28, 2.19, 2.235])
-    assert not yours.is_better(before, before)
-    assert not yours.is_better(before, [x + 0.01 for x in before])
-    assert not yours.is_better(before, [2.20, 2.21, 2.26]), "better with one seed, worse with two"
+
+    def after(*gains):
+        return [loss - gain for loss, gain in zip(before, gains, strict=True)]
+
+    better = [after(0.01, 0.01, 0.01), after(0.02, 0.01, 0.015), after(0.1, 0.1, 0.11),
+              after(0.02, 0.03, 0.08)]
+    others = [before, after(-0.01, -0.01, -0.01), after(0.1, -0.01, -0.01), after(0.01, 0.01, 0.05),
+              after(0.001, 0.001, 0.05)]
+    cases = [((before, losses), True) for losses in better]
+    cases += [((before, losses), False) for losses in others]
+    five = [2.30, 2.20, 2.25, 2.28, 2.22]
+    cases += [((five, [2.20, 2.10, 2.15, 2.18, 2.221]), True)]  # one of five seeds loses a little
+    check(yours, "is_better", cases)
 
 
-MESHES = [dict(tp=2), dict(tp=2, cp=2), dict(tp=2, ep=4, n_experts=4)]  # of 8 ranks
 OUTSIDE = {"dp", "cp"}  # along these, the rows of every activation differ; between the blocks, along tp too
 LAYERS = {  # weight: (along which axes the input differs, along which the gradient of the output, cut over)
     "attn.wq.weight": (OUTSIDE, OUTSIDE | {"tp"}, {"tp"}),
@@ -212,52 +244,82 @@ LAYERS = {  # weight: (along which axes the input differs, along which the gradi
     "norm1.weight": (OUTSIDE | {"tp"}, OUTSIDE | {"tp"}, set()),
     "moe.router.weight": (OUTSIDE | {"tp"}, OUTSIDE | {"tp"}, set()),
 }
+# With one head of keys and values, each rank of tp has the whole of it, for its own heads of queries.
+ONE_HEAD = {"attn.wv.weight": (OUTSIDE, OUTSIDE | {"tp"}, set())}
+MESHES = [(dict(tp=2), LAYERS), (dict(tp=2, cp=2), LAYERS), (dict(tp=2, ep=4, n_experts=4), LAYERS),
+          (dict(tp=2, n_kv_head=1), ONE_HEAD)]  # of 8 ranks
 
 
-def test_chapter_12_axes_to_sum(yours):
-    for flags in MESHES:
+@functools.cache
+def groups():
+    """Return [(flags, weight, arguments of axes_to_sum, mesh, its digits, the axis to sum over)]."""
+    found = []
+    for flags, layers in MESHES:
         cfg = Config(n_layer=1, n_embd=16, ffn_hidden=16, seq_len=8, vocab_size=100, micro_batch=2, **flags)
         cfg = replace(cfg, global_batch=2 * 8 // (cfg.tp * cfg.cp))
         mesh = one_rule.mesh_of(cfg, 8, 0)
         digits = one_rule.Digits(mesh)
         for row in one_rule.derive(cfg, 8).rows:
             name = row.name.removeprefix("blocks.0.")
-            if name in LAYERS:
-                asked = yours.axes_to_sum(*map(set, LAYERS[name]))
-                bits = sum(digits.bits(getattr(mesh, axis)) for axis in asked)
-                assert bits == digits.bits(getattr(mesh, row.follows)), (flags, name, asked)
+            if name in layers:
+                found.append((flags, name, layers[name], mesh, digits, row.follows))
+    return found
+
+
+def ranks_that_sum(function):
+    """Return the ranks that sum with rank 0 if function says over which axes. An axis may have one rank."""
+    return [ranks_of(digits, [getattr(mesh, axis) for axis in function(*map(set, arguments))])
+            for _, _, arguments, mesh, digits, _ in groups()]
+
+
+def test_chapter_12_axes_to_sum(yours):
+    asked = [f"axes_to_sum{arguments}, for {name} with {flags}: rank 0 of 8 sums with"
+             for flags, name, arguments, _, _, _ in groups()]
+    right = [ranks_of(digits, [getattr(mesh, follows)]) for _, _, _, mesh, digits, follows in groups()]
+    grade(yours, "axes_to_sum", ranks_that_sum, asked, right)
+
+
+def ranks_of(digits, axes):
+    """Return the ranks of 8 that differ from rank 0 along these axes only."""
+    bits = 0
+    for axis in axes:
+        bits |= digits.bits(axis)
+    found = []
+    for rank in range(8):
+        differ = {i for i, (stride, size) in enumerate(zip(digits.strides, digits.sizes, strict=True))
+                  if rank // stride % size}
+        if all(bits & 2 << i for i in differ):
+            found.append(rank)
+    return found
 
 
 SLOT = 256  # elements of the slot
 SHAPES = [(20, 8), (40,)], [(31, 8), (8,)]  # of two buckets: the first has 56 elements of padding
 
 
-def gradients(rank, bucket, micro_batch):
+def grads_of(rank, bucket, micro_batch):
     """Return one rank's gradients of one micro-batch."""
     draw = torch.Generator().manual_seed(100 * rank + 10 * bucket + micro_batch)
     return [torch.randn(shape, dtype=torch.float64, generator=draw) for shape in SHAPES[bucket]]
 
 
-def slices_of_rank(world, name):
-    """Return [(total of reduce_in_slot, total of zero.SlotBucket)] of three buckets that share one slot.
+def slices_of_rank(world, function):
+    """Return [(total of function, total of zero.SlotBucket)] of three buckets that share one slot.
 
-    Bucket 0, bucket 1 and bucket 0 again go through the slot with two micro-batches each. name: the module
-    whose reduce_in_slot is called.
+    Bucket 0, bucket 1 and bucket 0 again go through the slot with two micro-batches each.
     """
-    import importlib
-    module = importlib.import_module(name)
     axis = make_mesh(world).dp
     totals = []
     slot = torch.zeros(SLOT, dtype=torch.float64)
     shared = Slot(SLOT, torch.float64, "cpu")
     for number in (0, 1, 0):
         total = torch.full((SLOT // axis.size,), 7.0, dtype=torch.float64)  # 7.0 is an old number.
-        params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in gradients(0, number, 0)]
+        params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads_of(0, number, 0)]
         contents = Contents("dp", True, ["a", "b"], params)
         theirs = SlotBucket(contents, axis, 2, torch.float64, SlotComm(shared))
         for micro_batch in range(2):
-            grads = gradients(world.rank, number, micro_batch)
-            module.reduce_in_slot(axis, grads, slot, total, micro_batch == 0)
+            grads = grads_of(world.rank, number, micro_batch)
+            function(axis, grads, slot, total, micro_batch == 0)
             for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
                 p.grad = grad
                 theirs.on_grad_ready(i, micro_batch == 1)
@@ -266,52 +328,88 @@ def slices_of_rank(world, name):
     return totals
 
 
+def totals(function):
+    """Return the totals of 2 ranks and 3 buckets. function: the reduce_in_slot that is tested."""
+    return [mine for rank in run_ranks(2, slices_of_rank, function) for mine, _ in rank]
+
+
 def test_chapter_13_reduce_in_slot(yours):
-    got = run_ranks(2, slices_of_rank, yours.__name__)
+    asked = []
+    right = []
+    for rank, buckets in enumerate(ranks_once(2, slices_of_rank, solutions.reduce_in_slot)):
+        for i, (_, theirs) in enumerate(buckets):
+            asked.append(f"reduce_in_slot on rank {rank}, with bucket {i} of three,")
+            right.append(theirs)
     for i, number in enumerate((0, 1, 0)):
         whole = torch.zeros(SLOT, dtype=torch.float64)
         for rank, micro_batch in itertools.product(range(2), range(2)):
-            flat = torch.cat([grad.flatten() for grad in gradients(rank, number, micro_batch)])
+            flat = torch.cat([grad.flatten() for grad in grads_of(rank, number, micro_batch)])
             whole[:len(flat)] += flat
         for rank, part in enumerate(whole.chunk(2)):
-            mine, theirs = got[rank][i]
-            torch.testing.assert_close(theirs, part)
-            torch.testing.assert_close(mine, part, msg=lambda text, i=i: f"bucket {i} of three: {text}")
+            torch.testing.assert_close(right[3 * rank + i], part)
+    grade(yours, "reduce_in_slot", totals, asked, right)
 
 
 def test_chapter_13_interleaved_order(yours):
-    got = [f"{kind}{i}{'ab'[chunk]}" for kind, i, chunk in yours.interleaved_order(1, 2, 2, 4)]
-    assert " ".join(got) == "F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a"
-    for p, v, groups in itertools.product((2, 3, 4), (2, 3), (1, 2)):
+    cases = []
+    for p, v, groups in [(2, 2, 2), *itertools.product((2, 3, 4), (2, 3), (1, 2))]:
         for rank in range(p):
-            got = yours.interleaved_order(rank, p, v, groups * p)
-            assert got == schedule(rank, p, v, groups * p), f"rank {rank} of {p}, v {v}, m {groups * p}"
+            cases.append(((rank, p, v, groups * p), schedule(rank, p, v, groups * p)))
+    got = " ".join(f"{kind}{i}{'ab'[chunk]}" for kind, i, chunk in cases[1][1])  # rank 1 of 2
+    assert got == "F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a"
+    check(yours, "interleaved_order", cases)
 
 
 def test_chapter_13_zigzag(yours):
+    cases = []
     for T, cp in ((16, 1), (16, 2), (48, 3), (64, 4)):
-        held = [yours.zigzag(T, cp, rank) for rank in range(cp)]
-        assert sorted(sum(held, [])) == list(range(T)), (T, cp)
-        assert len({sum(t + 1 for t in positions) for positions in held}) == 1, "unequal numbers of pairs"
-        for rank, positions in enumerate(held):
-            assert positions == Axis("cp", rank, cp).own_segments(torch.arange(T), 0).tolist(), (T, cp, rank)
+        for rank in range(cp):
+            positions = Axis("cp", rank, cp).own_segments(torch.arange(T), 0).tolist()
+            assert 2 * sum(t + 1 for t in positions) * cp == T * (T + 1), "unequal numbers of pairs"
+            cases.append(((T, cp, rank), positions))
+    check(yours, "zigzag", cases)
 
 
 def test_chapter_13_keys_end(yours):
-    assert yours.keys_end(16, 2, 0) == [4, 16]
-    assert yours.keys_end(16, 2, 1) == [8, 12]
+    cases = [((16, 2, 0), [4, 16]), ((16, 2, 1), [8, 12])]
     for T, cp in ((16, 1), (48, 3), (64, 4)):
         for rank in range(cp):
             segments = Axis("cp", rank, cp).own_segments(torch.arange(T), 0).chunk(2)
-            assert yours.keys_end(T, cp, rank) == [c[-1].item() + 1 for c in segments], (T, cp, rank)
+            cases.append(((T, cp, rank), [c[-1].item() + 1 for c in segments]))
+    check(yours, "keys_end", cases)
 
 
 def test_chapter_14_answer_mask(yours):
     vocab = train_char(["abc"]).with_special(MARKERS)
     template = Template(vocab)
     ids = vocab.special
+    cases = []
     for said in ("user assistant", "system user assistant user assistant", "assistant", "assistant user"):
         messages = [{"role": role, "content": "abc"[:i % 4]} for i, role in enumerate(said.split())]
         tokens, trained = template.conversation(messages)
-        mask = yours.answer_mask(tokens, ids["<|assistant|>"], ids["<|end|>"])
-        assert [int(m) for m in mask] == trained, vocab.decode(tokens)
+        cases.append(((tokens, ids["<|assistant|>"], ids["<|end|>"]), [bool(m) for m in trained]))
+    check(yours, "answer_mask", cases)
+
+
+def test_chapter_15_training_days(yours):
+    check(yours, "training_days", [((1e9, 86_400e9, 400, 500), 30.0), ((7e9, 140e9, 8, 350), 2.1e6 / 86_400)])
+
+
+@functools.cache
+def possible_layouts(gpus, per_node, heads, blocks, batch):
+    """Return [(dp, tp, pp)] that plan.py would accept, with tp inside a node."""
+    cfg = Config(n_layer=blocks, n_head=heads, n_embd=16 * heads, ffn_hidden=1024, micro_batch=1,
+                 global_batch=batch)
+    found = []
+    for tp, pp in itertools.product(range(1, per_node + 1), range(1, gpus + 1)):
+        if gpus % (tp * pp) == 0 and per_node % tp == 0:
+            with contextlib.suppress(ValueError):
+                _, mesh = check_gpus(replace(cfg, tp=tp, pp=pp), gpus)
+                found.append((mesh.dp.size, tp, pp))
+    return found
+
+
+def test_chapter_15_layouts(yours):
+    """Of (GPUs, GPUs of a node, heads, blocks, sequences of a step)."""
+    asked = (400, 8, 112, 70, 2048), (384, 8, 112, 70, 2048), (400, 4, 12, 12, 800), (8, 8, 4, 4, 16)
+    check(yours, "layouts", [(arguments, possible_layouts(*arguments)) for arguments in asked])

@@ -1,0 +1,135 @@
+"""The notebooks of tutorial/: their commands and flags exist, they hold no output; `make long` runs them."""
+import ast
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from pool import ROOT
+from test_tutorial import commands, pieces
+
+import config
+import prepare
+from interface.command_line import parse
+from interface.layout import check_layout
+from parallel import make_mesh
+from runtime import launch
+
+NOTEBOOKS = sorted(path.name for path in ROOT.glob("tutorial/*.ipynb"))
+MAGIC = "%%bash\n"
+
+
+def read(name):
+    return json.loads((ROOT / "tutorial" / name).read_text())
+
+
+def code_of(notebook):
+    """Return [source] of the cells with code."""
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def calls(name):
+    """Return [(ranks, [program, argument, ...])] of the notebook's %%bash cells."""
+    found = []
+    for source in code_of(read(name)):
+        if source.startswith(MAGIC):
+            for line in commands(source.removeprefix(MAGIC)):
+                assert len(pieces(line)) == 1, line
+                found += pieces(line)
+    return found
+
+
+def test_there_are_two():
+    assert NOTEBOOKS == ["first_steps.ipynb", "parallelism.ipynb"]
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_the_file_is_a_notebook_without_outputs(name):
+    notebook = read(name)
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    ids = [cell["id"] for cell in notebook["cells"]]
+    assert len(set(ids)) == len(ids) and all(re.fullmatch(r"[\w-]{1,64}", i) for i in ids)
+    for cell in notebook["cells"]:
+        expected = {"cell_type", "id", "metadata", "source"}
+        if cell["cell_type"] == "code":
+            expected |= {"execution_count", "outputs"}
+            assert cell["outputs"] == [] and cell["execution_count"] is None
+        assert set(cell) == expected
+        assert cell["cell_type"] in ("code", "markdown")
+        assert all(line.endswith("\n") for line in cell["source"][:-1])
+    text = (ROOT / "tutorial" / name).read_text()
+    assert not re.search(r"/(home|root|work|tmp|Users)/", text), "a path of a machine"
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_its_python_is_python_and_its_links_exist(name):
+    notebook = read(name)
+    for source in code_of(notebook):
+        if not source.startswith(MAGIC):
+            ast.parse(source)
+    text = "".join(line for cell in notebook["cells"] for line in cell["source"])
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (ROOT / "tutorial" / link).exists(), link
+
+
+def test_their_flags_exist_and_their_layouts_fit():
+    runs = [call for name in NOTEBOOKS for call in calls(name)]
+    programs = {"prepare.py", "train.py", "plot.py", "sample.py", "checkpoint.py", "plan.py", "out/broken.py",
+                "bench/one_rule.py"}
+    assert {argv[0] for _, argv in runs} == programs
+    trained = set()
+    for ranks, argv in runs:
+        program, *flags = [word for word in argv if word != "out/broken.py"]
+        if program == "train.py":
+            cfg = parse(flags)
+            mesh = make_mesh(launch.World(size=ranks), cfg.tp, cfg.pp, cfg.ep, groups=False, cp=cfg.cp)
+            check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
+            trained.add(cfg.out)
+        elif program == "prepare.py":
+            assert prepare.parse(flags).tokenizer == "char"
+        else:
+            assert {word for word in flags if word.startswith("out/")} <= trained, argv
+
+
+@pytest.mark.parametrize("program", ["plot", "sample", "plan", "one_rule"])
+def test_the_flags_of_other_programs_are_in_their_help(program, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    with pytest.raises(SystemExit):
+        importlib.import_module(program).main(["--help"])
+    text = capsys.readouterr().out
+    files = {f"{program}.py", f"bench/{program}.py"}
+    flags = {word for name in NOTEBOOKS for _, argv in calls(name) if argv[0] in files
+             for word in argv if word.startswith("--")}
+    assert flags
+    for flag in flags:
+        assert flag in text or flag[2:].replace("-", "_") in config.Config.__dataclass_fields__, flag
+
+
+SHOWN = {
+    "first_steps.ipynb": ["lowest validation loss", "┌──", "as if it chose among", "equal: all 117 tensors"],
+    "parallelism.ipynb": ["dp 2 tp 2", "predicted / measured", "30 of 39 groups", "39 of 39 groups", "WRONG"]}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_it_runs(name, tmp_path):
+    pytest.importorskip("nbconvert", reason="pip install -r requirements-notebooks.txt")
+    pytest.importorskip("ipykernel", reason="pip install -r requirements-notebooks.txt")
+    clone = tmp_path / "nanoshard"
+    leave = shutil.ignore_patterns(".git", ".venv", "data", "out", "__pycache__", "results")
+    shutil.copytree(ROOT, clone, ignore=leave)
+    command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", f"--output-dir={tmp_path}",
+               f"tutorial/{name}"]
+    environment = {**os.environ, "JUPYTER_PLATFORM_DIRS": "1", "HOME": str(tmp_path),
+                   "IPYTHONDIR": str(tmp_path / "ipython")}
+    done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    cells = json.loads((tmp_path / name).read_text())["cells"]
+    printed = "".join("".join(output.get("text", "")) for cell in cells for output in cell.get("outputs", []))
+    for words in SHOWN[name]:
+        assert words in printed, words
