@@ -166,10 +166,14 @@ class Config:
     optimizer: Literal["adamw", "muon"] = flag("adamw", "free")
     steps: int = flag(400, "free", (1, 10**12), common=True)  # optimizer steps in total, also after a resume
     lr: float = flag(2e-3, "free", FACTOR, common=True)  # peak learning rate
-    # learning rate at the end of the cosine; default lr / 10
+    # after the warm-up, cosine falls at once; wsd stays at lr (stable) and falls on a line at the end (decay)
+    lr_schedule: Literal["cosine", "wsd"] = flag("cosine", "free")
+    # learning rate at the end of the schedule; default lr / 10
     min_lr: float | None = flag(None, "free", FACTOR)
     warmup: int = flag(40, "free", COUNT)  # steps in which the learning rate rises from 0 to lr
-    decay_steps: int = flag(0, "free", COUNT)  # step at which the cosine reaches min-lr; 0 is steps
+    decay_steps: int = flag(0, "free", COUNT)  # step at which the schedule reaches min-lr; 0 is steps
+    # wsd: the decay takes this share of all steps; 0 never falls, 1 is a line from the warm-up on
+    decay_ratio: float = flag(0.2, "free", SHARE, needs="lr_schedule=wsd")
     weight_decay: float = flag(0.1, "free", FACTOR)  # of matrices only
     beta1: float = flag(0.9, "free", SHARE)  # Adam: decay of the mean of gradients
     beta2: float = flag(0.95, "free", SHARE)  # Adam: decay of the mean of squared gradients
@@ -353,6 +357,7 @@ PRESETS = {
 ELSEWHERE = {  # flags of other trainers: the name of ours, or what to do instead
     **dict.fromkeys(("block_size", "max_seq_len", "context_length"), "seq_len"), "num_layers": "n_layer",
     "hidden_size": "n_embd", "num_attention_heads": "n_head", "lr_decay_iters": "decay_steps",
+    **dict.fromkeys(("lr_decay_style", "lr_scheduler_type"), "lr_schedule"), "warmdown_ratio": "decay_ratio",
     **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "micro_batch"), "learning_rate": "lr",
     **dict.fromkeys(("max_iters", "max_steps"), "steps"), "out_dir": "out", "output_dir": "out",
     **dict.fromkeys(("warmup_iters", "warmup_steps"), "warmup"), "grad_clip": "clip", "dataset": "data",
