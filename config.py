@@ -230,6 +230,7 @@ class Config:
     trace: bool = flag(False, "silent")  # torch profiler over steps 3 to 5, as trace.json
     # log the milliseconds of each phase; to measure them synchronises the device
     timers: bool = flag(False, "silent")
+    log_layers: bool = flag(False, "silent")  # log the norm of each layer's gradient, before clipping
     # print loss and experts' loads as plots at the end; the files are always written
     plot: bool = flag(True, "silent")
     report: bool = flag(True, "silent")  # write report.html at the end: curves, samples, flags, how to resume
