@@ -1,5 +1,5 @@
 """What Hugging Face calls things, for convert.py: fields of config.json, and tensors."""
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from config import as_typed, flags_beyond, head_width
 
@@ -13,6 +13,9 @@ class Family(NamedTuple):
     names: dict   # {our module or parameter: theirs}; {} stands for an expert's number
     only_out: bool = False  # it can be exported, not imported
     derived: tuple = ()  # more flags that its config.json has, in other words: see fixed_fields
+    # the window of its attention: none; plain: sliding_window; switch: and use_sliding_window says whether;
+    # layers: and layer_types says in which layers
+    window: Literal["none", "plain", "switch", "layers"] = "none"
 
 
 # -----------------------------------------------------------------------------
@@ -64,19 +67,29 @@ LLAMA = Family(
     fixed={**SILU, "rope_interleaved": False},
     names=DENSE_NAMES)
 
+MISTRAL = Family(
+    architecture="MistralForCausalLM",
+    flags=LLAMA_FLAGS,
+    fields=LLAMA_FIELDS,
+    fixed={**SILU, "attention_bias": False},
+    names=DENSE_NAMES,
+    window="plain")
+
 QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     flags={**LLAMA_FLAGS, "qkv_bias": True},
     fields=LLAMA_FIELDS,
-    fixed={**SILU, "use_sliding_window": False},
-    names=DENSE_NAMES)
+    fixed=SILU,
+    names=DENSE_NAMES,
+    window="layers")
 
 QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     flags={**LLAMA_FLAGS, "qk_norm": "head"},
     fields=LLAMA_FIELDS,
-    fixed={**SILU, "attention_bias": False, "use_sliding_window": False},
-    names={**DENSE_NAMES, **QK_NORM_NAMES})
+    fixed={**SILU, "attention_bias": False},
+    names={**DENSE_NAMES, **QK_NORM_NAMES},
+    window="layers")
 
 OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
@@ -94,8 +107,9 @@ SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
     flags=LLAMA_FLAGS,
     fields={**LLAMA_FIELDS, "no_rope_every": "no_rope_layer_interval"},
-    fixed={**SILU, "attention_bias": False, "mlp_bias": False, "use_sliding_window": False},
-    names=DENSE_NAMES)
+    fixed={**SILU, "attention_bias": False, "mlp_bias": False},
+    names=DENSE_NAMES,
+    window="layers")
 
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
@@ -143,7 +157,8 @@ MIXTRAL = Family(
         "moe.w1": "block_sparse_moe.experts.{}.w1",
         "moe.w3": "block_sparse_moe.experts.{}.w3",
         "moe.w2": "block_sparse_moe.experts.{}.w2",
-    })
+    },
+    window="plain")
 
 GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
@@ -189,10 +204,10 @@ QWEN3_MOE = Family(
         "attention_bias": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "use_sliding_window": False,
     },
     names={**LLAMA_NAMES, **EXPERT_NAMES, **QK_NORM_NAMES},
-    derived=("router",))
+    derived=("router",),
+    window="switch")
 
 QWEN2_MOE = Family(
     architecture="Qwen2MoeForCausalLM",
@@ -255,8 +270,8 @@ MEGATRON_BERT = Family(  # its norms are before attention and MLP, as ours; Bert
     },
     only_out=True)
 
-FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "glm4_moe": GLM4_MOE, "qwen2": QWEN2,
-            "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "olmo2": OLMO2, "smollm3": SMOLLM3,
+FAMILIES = {"llama": LLAMA, "mistral": MISTRAL, "gpt2": GPT2, "mixtral": MIXTRAL, "glm4_moe": GLM4_MOE,
+            "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "olmo2": OLMO2, "smollm3": SMOLLM3,
             "qwen2_moe": QWEN2_MOE, "megatron-bert": MEGATRON_BERT}
 # Flags of the model that every family's config.json has, besides those of its Family.
 WRITTEN = ("vocab_size", "rope_base")
@@ -288,6 +303,10 @@ def family_of(cfg):
     known = {*family.flags, *family.fields, *family.derived, *WRITTEN, *TRAINING_ONLY}
     if cfg.pos == "rope":
         known.update(WITH_ROPE)
+    if family.window != "none":
+        known.add("window")
+    if family.window == "layers":
+        known.add("full_every")
     unknown = flags_beyond(known, cfg)
     if unknown:
         raise ValueError(f"{as_typed(unknown)}: {kind}'s config.json has no field for it, so only a model "
@@ -312,7 +331,9 @@ def nearest_family(cfg):
         return "qwen3"
     if cfg.no_rope_every:
         return "smollm3"
-    return "qwen2" if cfg.qkv_bias else "llama"
+    if cfg.qkv_bias:
+        return "qwen2"
+    return "mistral" if cfg.window else "llama"
 
 
 def wanted_flags(cfg, kind):
@@ -346,6 +367,30 @@ def fixed_fields(cfg, kind):
     return fixed
 
 
+def layer_types(cfg):
+    """Return what config.json calls the attention of each layer."""
+    types = []
+    for i in range(cfg.n_layer):
+        has_window = cfg.window and not (cfg.full_every and (i + 1) % cfg.full_every == 0)
+        types.append("sliding_attention" if has_window else "full_attention")
+    return types
+
+
+def window_fields(cfg, kind):
+    """Return the fields of config.json that say which keys a query sees."""
+    form = FAMILIES[kind].window
+    window = cfg.window or None
+    if form == "none":
+        return {}
+    if form == "plain":
+        return {"sliding_window": window}
+    fields = {"use_sliding_window": window is not None, "sliding_window": window}
+    if form == "layers" and window is not None:
+        # Versions of transformers without layer_types have windows from this layer on.
+        fields.update(layer_types=layer_types(cfg), max_window_layers=0)
+    return fields
+
+
 def config_json(cfg, kind, vocab_size, eod, dtype):
     """Return the config.json of a model of ours, a dict.
 
@@ -361,6 +406,7 @@ def config_json(cfg, kind, vocab_size, eod, dtype):
         "eos_token_id": eod,
         "pad_token_id": None,
         **fixed_fields(cfg, kind),
+        **window_fields(cfg, kind),
     }
     for flag, field in family.fields.items():
         out[field] = getattr(cfg, flag)
