@@ -9,21 +9,36 @@ import torch.nn.functional as F
 from parallel import parameter, scatter_rows
 
 
-class Norm(nn.Module):
+class Gain(nn.Module):
+    """The factor of a norm: its weight or, with --norm rms1p, 1 + its offset."""
+
+    def __init__(self, cfg, size, mesh, tp_dim=None):
+        super().__init__()
+        self.weight = self.offset = None
+        if cfg.norm == "rms1p":
+            self.offset = parameter((size,), mesh, tp_dim=tp_dim)
+        else:
+            self.weight = parameter((size,), mesh, tp_dim=tp_dim)
+
+    def factor(self):
+        return self.weight if self.offset is None else 1 + self.offset
+
+
+class Norm(Gain):
     """LayerNorm or RMSNorm over the width. The kernel computes statistics in at least fp32."""
 
     def __init__(self, cfg, mesh):
-        super().__init__()
+        super().__init__(cfg, cfg.n_embd, mesh)
         self.is_layer_norm = cfg.norm == "layer"
         self.eps = cfg.norm_eps
-        self.weight = parameter((cfg.n_embd,), mesh)
         has_bias = self.is_layer_norm and cfg.bias
         self.bias = parameter((cfg.n_embd,), mesh) if has_bias else None
 
     def forward(self, x):  # (n, C) -> (n, C)
         if self.is_layer_norm:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        gain = self.factor()
+        return F.rms_norm(x, gain.shape, gain, self.eps)
 
 
 class ColumnLinear(nn.Module):

@@ -20,8 +20,7 @@ MOST_BYTES = 2**22  # of a config.json: that of a model with 1,000 labels has 60
 SAME = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}  # two names of one function
 NOT_OURS = {  # model_types that many people try first, and what they have and our model has not
     "qwen2_moe": "a gate before its shared expert",
-    "gemma3_text": "norms of queries and keys, windows, and a scaled embedding",
-    "gemma3": "images, norms of queries and keys, windows, and a scaled embedding",
+    "gemma3": "images; models of text alone are gemma3_text",
     "phi3": "queries, keys and values in one matrix",
 }
 
@@ -140,6 +139,27 @@ DEFAULTS = {
         "mlp_bias": False,
         "tie_word_embeddings": True,
     },
+    "gemma3_text": {
+        **DECODER,
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "layer_types": None,  # as sliding_window_pattern says
+        "sliding_window_pattern": 6,
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    },
     "gpt2": {
         "vocab_size": 50257,
         "n_positions": 1024,
@@ -155,7 +175,8 @@ DEFAULTS = {
     },
 }
 ROPE_THETA = {"llama": 1e4, "mistral": 1e4, "mixtral": 1e6, "glm4_moe": 1e4, "qwen2": 1e4, "qwen3": 1e4,
-              "qwen3_moe": 1e4, "olmo2": 1e4, "smollm3": 2e6}
+              "qwen3_moe": 1e4, "olmo2": 1e4, "smollm3": 2e6, "gemma3_text": 1e6}
+WINDOW_ROPE_THETA = 1e4  # of gemma3_text, in its layers with a window
 PARTIAL_ROTARY = {"glm4_moe": 0.5}  # 1 elsewhere
 # A second name of a field, which transformers takes as well.
 SECOND_NAMES = {
@@ -180,7 +201,7 @@ EVERYWHERE = {
     "pruned_heads": {},
 }
 MAY_BE_NULL = {"head_dim", "quantization_config", "per_layer_config", "auto_map", "pruned_heads",
-               "layer_types", "mlp_only_layers", "no_rope_layers"}
+               "layer_types", "use_bidirectional_attention", "mlp_only_layers", "no_rope_layers"}
 
 # Logits do not depend on these. How the model was saved, and is to be run; heads of other tasks:
 SAVED = """
@@ -214,10 +235,12 @@ HARMLESS = {*SAVED.split(), *GENERATION.split(), *TRAINING.split()}
 HARMLESS_IN = {"glm4_moe": {"intermediate_size", "shared_expert_intermediate_size"},
                "mixtral": {"shared_expert_intermediate_size"},
                "smollm3": {"max_window_layers"},
+               "gemma3_text": {"_sliding_window_pattern"},  # sliding_window_pattern is read
                "qwen3_moe": {"intermediate_size", "max_window_layers"}}
 ROPE_FIELDS = ("rope_scaling", "rope_parameters")
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+OPTIONAL_DICT = (dict, type(None))
 OPTIONAL = dict.fromkeys(("rope_parameters?", "rope_scaling?"), (dict, type(None)))
 
 
@@ -254,7 +277,7 @@ def read_config(path, dtype, seq_len=0):
     if kind == "qwen3_moe":
         flags["router"] = "softmax-topk" if given["norm_topk_prob"] else "softmax"
     flags |= read_head_dim(path, given)
-    flags |= read_rope(path, theirs)
+    flags |= read_rope(path, theirs) if kind != "gemma3_text" else read_two_ropes(path, theirs)
     flags |= read_window(path, given, flags, kind)
     cfg = config.Config(**flags, dtype=dtype)
     try:
@@ -295,6 +318,8 @@ def with_defaults(path, theirs):
              *FAMILIES[name].fixed, "layer_types"}
     if name in ROPE_THETA:
         known.update({*ROPE_FIELDS, "rope_theta", "partial_rotary_factor"})
+    if name == "gemma3_text":
+        known.add("rope_local_base_freq")
     for field, value in theirs.items():
         if field not in known and value is not None:
             raise ValueError(f"{path}: {field[:60]} is {reprlib.repr(value)}, and no {name} that we know has "
@@ -327,7 +352,8 @@ def check_fixed(path, theirs, given, cfg, kind):
         have = given[field]
         if isinstance(have, str):
             have = SAME.get(have, have)
-        if have == value or have is None and field in MAY_BE_NULL:
+        computed = SAME.get(value, value) if isinstance(value, str) else value
+        if have == computed or have is None and field in MAY_BE_NULL:
             continue
         source = "" if field in theirs else ", transformers' default where config.json has no such field"
         raise ValueError(f"{path}: {field} is {reprlib.repr(have)}{source}; {ours(field, value, cfg)}")
@@ -353,7 +379,7 @@ def ours(field, value, cfg):
 def uses_window(given, kind):
     """Whether a model has a window, in some of its layers."""
     form = FAMILIES[kind].window
-    is_on = form == "plain" or form != "none" and given["use_sliding_window"]
+    is_on = form in ("plain", "always") or form != "none" and given["use_sliding_window"]
     return is_on and given["sliding_window"] is not None
 
 
@@ -366,6 +392,8 @@ def read_window(path, given, flags, kind):
     if form in ("switch", "layers"):
         check_schema(given, {"use_sliding_window": bool}, path)
     window = given.get("sliding_window")
+    if window is None and form == "always":
+        raise ValueError(f"{path}: sliding_window is null; the layers with a window need a number")
     if window is None or form != "none" and not uses_window(given, kind):
         return {}
     check_schema(given, {"sliding_window": Range(1, 2**24)}, path)
@@ -377,11 +405,11 @@ def read_window(path, given, flags, kind):
         return {}
     if given.get("layer_types") is not None:
         check_schema(given, {"layer_types": [Literal["full_attention", "sliding_attention"]]}, path)
-    if window >= seq_len:
+    if window >= seq_len and form != "always":  # There it has positions of its own, too.
         return {}
     full_every = read_full_every(path, given, flags, kind)
-    if full_every == 1:
-        return {}
+    if full_every == 1:  # no layer has a window
+        return {"window_rope_base": 0.0} if form == "always" else {}
     return {"window": window, "full_every": full_every}
 
 
@@ -390,7 +418,7 @@ def read_full_every(path, given, flags, kind):
     n_layer = flags["n_layer"]
     field = "layer_types"
     types = given.get(field)
-    periods = range(n_layer + 1) if FAMILIES[kind].window == "layers" else [0]
+    periods = range(n_layer + 1) if FAMILIES[kind].window in ("layers", "always") else [0]
     if types is None:
         field, types = default_layer_types(path, given, flags, kind)
     for period in periods:
@@ -411,6 +439,11 @@ def default_layer_types(path, given, flags, kind):
         check_schema(given, {field: Range(0, 2**24)}, path)
         first = min(given[field], n_layer)
     types = ["full_attention"] * first + ["sliding_attention"] * (n_layer - first)
+    if kind == "gemma3_text":
+        field = "sliding_window_pattern"
+        check_schema(given, {field: Range(1, 2**24)}, path)
+        for i in range(given[field] - 1, n_layer, given[field]):
+            types[i] = "full_attention"
     if kind == "smollm3":
         field = "use_sliding_window"  # Layers that turn see all keys.
         for i in range(n_layer):
@@ -454,6 +487,38 @@ def read_rope(path, theirs):
                          "dimensions")
     check_schema(rope, {"rope_theta": Range(1.0, 1e12)}, path)
     return {"rope_base": rope["rope_theta"], "rope_scaling": scaling}
+
+
+def read_two_ropes(path, theirs):
+    """Return our flags {"rope_base", "window_rope_base"} of Gemma 3. ValueError: its positions are scaled.
+
+    The bases stand in rope_parameters, one dict for each kind of layer, or in fields of their own.
+    """
+    both = theirs.get("rope_parameters") or {}
+    check_schema(both, {"full_attention?": OPTIONAL_DICT, "sliding_attention?": OPTIONAL_DICT}, path)
+    found = {}
+    for flag, layers, field, theta in (
+            ("rope_base", "full_attention", "rope_theta", ROPE_THETA["gemma3_text"]),
+            ("window_rope_base", "sliding_attention", "rope_local_base_freq", WINDOW_ROPE_THETA)):
+        rope = {"rope_theta": theirs.get(field, theta), **(both.get(layers) or {})}
+        read_rope_alone(path, f"rope_parameters.{layers}", rope)
+        found[flag] = rope["rope_theta"]
+    if theirs.get("rope_scaling"):
+        read_rope_alone(path, "rope_scaling", {"rope_theta": 1.0, **theirs["rope_scaling"]})
+    if more := both.keys() - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"{path}: rope_parameters has {min(more)}, which is no kind of layer that we know")
+    if theirs.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"{path}: partial_rotary_factor is {reprlib.repr(theirs['partial_rotary_factor'])}, "
+                         "our positions turn all dimensions")
+    return found
+
+
+def read_rope_alone(path, field, rope):
+    """Raise ValueError unless these positions are turned by rope_theta alone."""
+    check_schema(rope, {"rope_theta": Range(1.0, 1e12)}, f"{path}: {field}")
+    if read_scaling(path, field, rope) or rope.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"{path}: {field} is {reprlib.repr(rope)}; the positions of our Gemma 3 are not "
+                         "scaled, and all dimensions turn")
 
 
 def read_scaling(path, field, rope):

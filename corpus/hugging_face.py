@@ -14,8 +14,8 @@ class Family(NamedTuple):
     only_out: bool = False  # it can be exported, not imported
     derived: tuple = ()  # more flags that its config.json has, in other words: see fixed_fields
     # the window of its attention: none; plain: sliding_window; switch: and use_sliding_window says whether;
-    # layers: and layer_types says in which layers
-    window: Literal["none", "plain", "switch", "layers"] = "none"
+    # layers: and layer_types says in which layers; always: without use_sliding_window
+    window: Literal["none", "plain", "switch", "layers", "always"] = "none"
 
 
 # -----------------------------------------------------------------------------
@@ -110,6 +110,31 @@ SMOLLM3 = Family(
     fixed={**SILU, "attention_bias": False, "mlp_bias": False},
     names=DENSE_NAMES,
     window="layers")
+
+GEMMA3 = Family(
+    architecture="Gemma3ForCausalLM",
+    flags={"norm": "rms1p", "mlp": "geglu", "pos": "rope", "qk_norm": "head", "norm_place": "both",
+           "embed_scale": True},
+    fields=LLAMA_FIELDS,
+    fixed={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+    names={
+        **DENSE_NAMES,
+        "norm.offset": "model.norm",
+        "norm1.offset": "input_layernorm",
+        "out_norm1.offset": "post_attention_layernorm",
+        "norm2.offset": "pre_feedforward_layernorm",
+        "out_norm2.offset": "post_feedforward_layernorm",
+        "attn.q_norm.offset": "self_attn.q_norm",
+        "attn.k_norm.offset": "self_attn.k_norm",
+    },
+    derived=("window_rope_base",),
+    window="always")
 
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
@@ -272,12 +297,12 @@ MEGATRON_BERT = Family(  # its norms are before attention and MLP, as ours; Bert
 
 FAMILIES = {"llama": LLAMA, "mistral": MISTRAL, "gpt2": GPT2, "mixtral": MIXTRAL, "glm4_moe": GLM4_MOE,
             "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "olmo2": OLMO2, "smollm3": SMOLLM3,
-            "qwen2_moe": QWEN2_MOE, "megatron-bert": MEGATRON_BERT}
+            "gemma3_text": GEMMA3, "qwen2_moe": QWEN2_MOE, "megatron-bert": MEGATRON_BERT}
 # Flags of the model that every family's config.json has, besides those of its Family.
 WRITTEN = ("vocab_size", "rope_base")
 WITH_ROPE = ("head_dim", "rope_scaling")  # those that every config.json with rotary positions has, too
 # What a flag of a Family must be for a model to be of it.
-DEFINING = ("norm", "mlp", "pos", "qk_norm", "norm_place", "qkv_bias")
+DEFINING = ("norm", "mlp", "pos", "qk_norm", "norm_place", "qkv_bias", "embed_scale")
 # Flags that say how a model is trained. The function of the exported model does not depend on them.
 TRAINING_ONLY = ("capacity_factor", "drop_policy", "router_bias_rate")
 FAMILY_OF_ROUTER = {"softmax-topk": "mixtral", "sigmoid": "glm4_moe", "softmax": "qwen2_moe"}
@@ -305,8 +330,10 @@ def family_of(cfg):
         known.update(WITH_ROPE)
     if family.window != "none":
         known.add("window")
-    if family.window == "layers":
+    if family.window in ("layers", "always"):
         known.add("full_every")
+    if kind == "gemma3_text":
+        known.remove("rope_scaling")
     unknown = flags_beyond(known, cfg)
     if unknown:
         raise ValueError(f"{as_typed(unknown)}: {kind}'s config.json has no field for it, so only a model "
@@ -323,6 +350,8 @@ def nearest_family(cfg):
         return "qwen3_moe"
     if cfg.n_experts:
         return FAMILY_OF_ROUTER[cfg.router]
+    if cfg.mlp == "geglu" or cfg.norm == "rms1p" or cfg.norm_place == "both":
+        return "gemma3_text"
     if cfg.mlp != "swiglu":
         return "gpt2"
     if cfg.qk_norm == "all" or cfg.norm_place == "after":
@@ -364,6 +393,8 @@ def fixed_fields(cfg, kind):
         fixed["no_rope_layers"] = [int((i + 1) % cfg.no_rope_every > 0) for i in range(cfg.n_layer)]
     if cfg.pos == "rope":
         fixed["head_dim"] = head_width(cfg)
+    if kind == "gemma3_text":
+        fixed["query_pre_attn_scalar"] = head_width(cfg)
     return fixed
 
 
@@ -384,6 +415,8 @@ def window_fields(cfg, kind):
         return {}
     if form == "plain":
         return {"sliding_window": window}
+    if form == "always":
+        return {"sliding_window": cfg.window or cfg.seq_len, "layer_types": layer_types(cfg)}
     fields = {"use_sliding_window": window is not None, "sliding_window": window}
     if form == "layers" and window is not None:
         # Versions of transformers without layer_types have windows from this layer on.
@@ -426,6 +459,11 @@ def config_json(cfg, kind, vocab_size, eod, dtype):
     rope = {"rope_theta": cfg.rope_base}
     if kind == "glm4_moe":
         rope["partial_rotary_factor"] = 1.0
+    if kind == "gemma3_text":
+        local = cfg.window_rope_base or cfg.rope_base
+        both = {"full_attention": {"rope_type": "default", **rope},
+                "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+        return {**out, **rope, "rope_local_base_freq": local, "rope_parameters": both}
     # Version 4 of transformers reads rope_theta and rope_scaling, version 5 reads rope_parameters.
     if not cfg.rope_scaling:
         return {**out, **rope, "rope_parameters": {"rope_type": "default", **rope}}

@@ -24,7 +24,8 @@ from interface.schema import load_json_of_others
 VOCAB = 50
 CLASSES = {"llama": "LlamaConfig", "mistral": "MistralConfig", "mixtral": "MixtralConfig",
            "glm4_moe": "Glm4MoeConfig", "gpt2": "GPT2Config", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config",
-           "qwen3_moe": "Qwen3MoeConfig", "olmo2": "Olmo2Config", "smollm3": "SmolLM3Config"}
+           "qwen3_moe": "Qwen3MoeConfig", "olmo2": "Olmo2Config", "smollm3": "SmolLM3Config",
+           "gemma3_text": "Gemma3TextConfig"}
 SHAPE = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=4, num_key_value_heads=2,
              intermediate_size=24, max_position_embeddings=32, vocab_size=VOCAB, initializer_range=0.3)
 SMALL = {  # {model_type: values of a small model that is imported}
@@ -40,6 +41,8 @@ SMALL = {  # {model_type: values of a small model that is imported}
                   "num_experts_per_tok": 2},
     "olmo2": {**SHAPE, "pad_token_id": None},
     "smollm3": {**SHAPE, "pad_token_id": None},
+    "gemma3_text": {**SHAPE, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5,
+                    "num_hidden_layers": 3, "sliding_window_pattern": 2, "pad_token_id": None},
     "gpt2": dict(n_layer=2, n_embd=16, n_head=4, n_positions=32, vocab_size=VOCAB, n_inner=24,
                  initializer_range=0.3, bos_token_id=0, eos_token_id=0),
 }
@@ -105,10 +108,14 @@ def test_the_defaults_are_those_of_transformers(name, hf):
             assert config_json.EVERYWHERE[field] == value, field
         elif field not in harmless:
             assert (defaults[field], type(defaults[field])) == (value, type(value)), field
-    ours_alone = {"attention_bias", "mlp_bias", "sliding_window", "head_dim"}  # in some classes
+    ours_alone = {"attention_bias", "mlp_bias", "sliding_window", "head_dim", "hidden_act",
+                  "sliding_window_pattern"}  # in some classes
     assert defaults.keys() - in_class.keys() <= ours_alone
     made = cls()
-    if name != "gpt2":
+    if name == "gemma3_text":
+        thetas = [made.rope_parameters[f"{kind}_attention"]["rope_theta"] for kind in ("full", "sliding")]
+        assert thetas == [config_json.ROPE_THETA[name], config_json.WINDOW_ROPE_THETA]
+    elif name != "gpt2":
         assert made.rope_parameters["rope_theta"] == config_json.ROPE_THETA[name]
         assert made.rope_parameters.get("partial_rotary_factor", 1) == config_json.PARTIAL_ROTARY.get(name, 1)
 
@@ -166,6 +173,10 @@ ONLY = {  # {model_type: {field: a value by which the model is another one}}
     "glm4_moe": {"use_qk_norm": True, "norm_topk_prob": False, "routed_scaling_factor": 2.5, "n_group": 2,
                  "topk_group": 2, "first_k_dense_replace": 1, "attention_bias": True, "hidden_act": "relu",
                  "partial_rotary_factor": None, "num_experts_per_tok": 1},
+    "gemma3_text": {"hidden_activation": "gelu", "query_pre_attn_scalar": 16, "attn_logit_softcapping": 50.0,
+                    "final_logit_softcapping": 30.0, "use_bidirectional_attention": True,
+                    "attention_bias": True, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
     "gpt2": {"activation_function": "relu", "scale_attn_weights": False, "add_cross_attention": True,
              "scale_attn_by_inverse_layer_idx": True, "hidden_size": 32},
 }
@@ -296,7 +307,11 @@ RELEASED = {  # name: (class, fields, a word of the refusal or "")
     "gemma-3-270m": ("Gemma3TextConfig", dict(
         hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4,
         num_key_value_heads=1, head_dim=256, sliding_window=512, vocab_size=262144,
-        max_position_embeddings=32768), "model_type 'gemma3_text' .*scaled embedding"),
+        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3, _sliding_window_pattern=6,
+        query_pre_attn_scalar=256, rope_theta=1000000.0, rope_local_base_freq=10000.0, rope_scaling=None,
+        hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False, attention_bias=False,
+        attn_logit_softcapping=None, final_logit_softcapping=None, rms_norm_eps=1e-6,
+        max_position_embeddings=32768), ""),
 }
 
 
@@ -321,7 +336,7 @@ def test_the_config_of_a_released_model(name, hf, tmp_path):
         assert found[0] == found[1] and found[0].vocab_size == fields["vocab_size"]
         assert found[0].cfg.n_embd == fields.get("hidden_size", 768)
         assert found[0].cfg.rope_base == fields.get("rope_theta", 1e4)
-        assert found[0].cfg.window == (4096 if name == "Mistral-7B-v0.1" else 0)
+        assert found[0].cfg.window == {"Mistral-7B-v0.1": 4096, "gemma-3-270m": 512}.get(name, 0)
 
 
 @pytest.mark.parametrize("name", [name for name, (*_, word) in RELEASED.items() if not word])
@@ -332,6 +347,8 @@ def test_a_small_model_with_the_config_of_a_released_one(name, hf, tmp_path):
     sizes = {field: value for field, value in SMALL[name].items() if field not in ("sliding_window",)}
     if "head_dim" in fields:
         sizes.setdefault("head_dim", 4)
+    if "layer_types" in fields:
+        sizes["layer_types"] = None
     if "no_rope_layers" in fields:
         sizes["no_rope_layers"] = None  # the list is of as many layers as the released model has
     ends = {"bos_token_id": 0, "eos_token_id": 0}
@@ -413,6 +430,9 @@ def draw(rng):
         "qwen3_moe": {**decoder, **windows, "norm_topk_prob": [True, False], "num_experts_per_tok": [1, 2, 3],
                       "decoder_sparse_step": [1, 1, 2]},
         "olmo2": {**decoder, "attention_bias": [False, False, True]},
+        "gemma3_text": {**common, "rms_norm_eps": [1e-6, 1e-3], "sliding_window": [1, 5, 32, 64],
+                        "num_key_value_heads": [1, 2, 4], "sliding_window_pattern": [1, 2, 3, 6],
+                        "query_pre_attn_scalar": [8, 8, 16], "num_hidden_layers": [2, 3]},
         "smollm3": {**decoder, **windows, "no_rope_layer_interval": [1, 2, 3, 4],
                     "no_rope_layers": [None, [1, 0], [0, 1]], "mlp_bias": [False, False, True]},
         "glm4_moe": {**decoder, "norm_topk_prob": [True, False], "num_experts_per_tok": [1, 2, 3],
