@@ -212,7 +212,8 @@ SAVED = """
     prefix bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id is_decoder
     cross_attention_hidden_size tie_encoder_decoder tie_last_hidden_states finetuning_task
     task_specific_params id2label label2id num_labels problem_type classifier_dropout transformers.js_config
-    unsloth_version unsloth_fixed is_llama_config n_ctx summary_type summary_use_proj summary_activation
+    cache_implementation unsloth_version unsloth_fixed
+    is_llama_config n_ctx summary_type summary_use_proj summary_activation
     summary_proj_to_labels summary_first_dropout
 """
 # How text is made from logits:

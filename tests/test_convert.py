@@ -123,8 +123,9 @@ OUT = {  # name: (ranks, flags, what theirs has and ours has not)
     "olmo2, tp 2 zero 3": (4, ["--qk-norm=all", "--norm-place=after", "--tp=2", "--zero=3"], ()),
     "mistral, tp 2": (2, ["--window=3", "--tp=2"], ()),
     "qwen2, windows, cp 2": (2, ["--qkv-bias", "--window=5", "--full-every=2", "--cp=2"], ()),
-    "gemma3, tp 2 pp 2": (4, [*"--norm=rms1p --mlp=geglu --norm-place=both --qk-norm=head --embed-scale --tied"
-                              " --window=4 --full-every=2 --window-rope-base=20 --tp=2 --pp=2".split()], ()),
+    "gemma3, tp 2 pp 2": (4, [
+        "--norm=rms1p", "--mlp=geglu", "--norm-place=both", "--qk-norm=head", "--embed-scale", "--tied",
+        "--window=4", "--full-every=2", "--window-rope-base=20", "--tp=2", "--pp=2"], ()),
     "smollm3, pp 2": (2, ["--no-rope-every=2", "--pp=2"], ()),
     "qwen3 moe, ep 2": (2, [*MOE, "--qk-norm=head", "--router=softmax-topk", "--ep=2"], ()),
 }

@@ -304,6 +304,11 @@ RELEASED = {  # name: (class, fields, a word of the refusal or "")
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=16,
         num_key_value_heads=16, max_position_embeddings=4096, rms_norm_eps=1e-6, rope_theta=500000,
         vocab_size=100352), ""),
+    "gemma-3-1b": ("Gemma3TextConfig", dict(
+        hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=256, sliding_window=512, sliding_window_pattern=6, vocab_size=262144,
+        query_pre_attn_scalar=256, rope_theta=1000000.0, rope_local_base_freq=10000.0, rope_scaling=None,
+        cache_implementation="hybrid", max_position_embeddings=32768), ""),
     "gemma-3-270m": ("Gemma3TextConfig", dict(
         hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4,
         num_key_value_heads=1, head_dim=256, sliding_window=512, vocab_size=262144,
@@ -336,7 +341,8 @@ def test_the_config_of_a_released_model(name, hf, tmp_path):
         assert found[0] == found[1] and found[0].vocab_size == fields["vocab_size"]
         assert found[0].cfg.n_embd == fields.get("hidden_size", 768)
         assert found[0].cfg.rope_base == fields.get("rope_theta", 1e4)
-        assert found[0].cfg.window == {"Mistral-7B-v0.1": 4096, "gemma-3-270m": 512}.get(name, 0)
+        assert found[0].cfg.window == {"Mistral-7B-v0.1": 4096, "gemma-3-1b": 512, "gemma-3-270m": 512}.get(
+            name, 0)
 
 
 @pytest.mark.parametrize("name", [name for name, (*_, word) in RELEASED.items() if not word])
