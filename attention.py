@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from config import head_width
-from layers import ColumnLinear, Gain, RowLinear, fused_linear, select_rows
+from layers import ColumnLinear, Gain, RowLinear, factor, fused_linear, select_rows
 from parallel import gather_rows, gather_segments, sum_over_ranks
 
 # -----------------------------------------------------------------------------
@@ -219,10 +219,10 @@ class Attention(nn.Module):
         """Return RMSNorm of queries (B, t, h, D) and keys (B, t, g, D), before they are turned."""
         eps = self.cfg.norm_eps
         if self.cfg.qk_norm == "head":
-            q = F.rms_norm(q, (self.D,), self.q_norm.factor(), eps)
-            return q, F.rms_norm(k, (self.D,), self.k_norm.factor(), eps)
-        q_gain = self.q_norm.factor().view(self.h, self.D)
-        k_gain = select_rows(self.k_norm.factor(), self.kv_rows).view(self.g, self.D)
+            q = F.rms_norm(q, (self.D,), factor(self.q_norm), eps)
+            return q, F.rms_norm(k, (self.D,), factor(self.k_norm), eps)
+        q_gain = factor(self.q_norm).view(self.h, self.D)
+        k_gain = select_rows(factor(self.k_norm), self.kv_rows).view(self.g, self.D)
         return norm_of_all_heads(q, k, q_gain, k_gain, eps, self.mesh.tp)
 
     def attend(self, q, k, v, cache):  # (B, h, t, D), twice (B, g, keys, D) -> (B, h, t, D)

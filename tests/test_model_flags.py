@@ -92,8 +92,8 @@ FAULTS = {  # name: (form, (ranks, layout), a fault as arguments of planted)
     "the gradient of that mean from own heads": (
         "olmo2", TP, "parallel._SumOverRanks.backward", gradient_of_own_heads),
     "the weights of another key head's norm": (
-        "olmo2", TP4, "attention.Attention.normed", "self.k_norm.factor(), self.kv_rows",
-        "self.k_norm.factor().roll(self.D), self.kv_rows"),
+        "olmo2", TP4, "attention.Attention.normed", "factor(self.k_norm), self.kv_rows",
+        "factor(self.k_norm).roll(self.D), self.kv_rows"),
     "a norm of heads that is summed over dp": (
         "qwen3", TP, "attention.Attention.__init__",
         functools.partial(of_columns, name="q_norm.weight", group="dp")),
@@ -151,7 +151,7 @@ PLAIN_FAULTS = {  # name: (form, a fault as arguments of planted)
         "self.norm1, self.out_norm2"),
     "an embedding scaled by the width": ("gemma3", "model.GPT._embed", "math.sqrt(self.cfg.n_embd)",
                                          "self.cfg.n_embd"),
-    "norms of heads without the 1": ("gemma3", "layers.Gain.factor", "1 + self.offset", "self.offset"),
+    "norms of heads without the 1": ("gemma3", "layers.factor", "1 + norm.offset", "norm.offset"),
     "gate and up swapped": (
         "gemma3", "ops.activations.geglu", "return gelu(gate) * up", "return gate * gelu(up)"),
     "the norm after the sum": ("olmo2", "model.Block.add_output", norm_of_the_sum),
