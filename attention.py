@@ -13,8 +13,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from config import head_width
-from layers import ColumnLinear, RowLinear, fused_linear, select_rows
-from parallel import gather_rows, gather_segments, parameter, sum_over_ranks
+from layers import ColumnLinear, Gain, RowLinear, factor, fused_linear, select_rows
+from parallel import gather_rows, gather_segments, sum_over_ranks
 
 # -----------------------------------------------------------------------------
 # Rotary positions
@@ -57,14 +57,6 @@ def is_nth(layer, period):
 
 # -----------------------------------------------------------------------------
 # Norms of queries and keys
-
-class Gain(nn.Module):
-    """The weight of a norm of queries or keys."""
-
-    def __init__(self, size, mesh, tp_dim=None):
-        super().__init__()
-        self.weight = parameter((size,), mesh, tp_dim=tp_dim)
-
 
 def norm_of_all_heads(q, k, q_gain, k_gain, eps, axis):
     """Return RMSNorm of q over all heads of a token together, and of k: (B, t, heads, D) -> same.
@@ -192,11 +184,11 @@ class Attention(nn.Module):
         self.wo = RowLinear(cfg.n_head * self.D, C, cfg.bias, mesh)
         self.q_norm = self.k_norm = None
         if cfg.qk_norm == "head":  # one weight of D numbers for all heads
-            self.q_norm = Gain(self.D, mesh)
-            self.k_norm = Gain(self.D, mesh)
+            self.q_norm = Gain(cfg, self.D, mesh)
+            self.k_norm = Gain(cfg, self.D, mesh)
         elif cfg.qk_norm == "all":  # a weight for each column of wq and wk, cut as they are
-            self.q_norm = Gain(cfg.n_head * self.D, mesh, tp_dim=0)
-            self.k_norm = Gain(G * self.D, mesh, tp_dim=0 if shard_kv else None)
+            self.q_norm = Gain(cfg, cfg.n_head * self.D, mesh, tp_dim=0)
+            self.k_norm = Gain(cfg, G * self.D, mesh, tp_dim=0 if shard_kv else None)
 
     def forward(self, x, t, cos, sin, cache=None):  # (n, C) -> (n, C)
         # Every rank sees all tokens, for its own heads: n rows from each rank to all, over tp.
@@ -227,10 +219,10 @@ class Attention(nn.Module):
         """Return RMSNorm of queries (B, t, h, D) and keys (B, t, g, D), before they are turned."""
         eps = self.cfg.norm_eps
         if self.cfg.qk_norm == "head":
-            q = F.rms_norm(q, (self.D,), self.q_norm.weight, eps)
-            return q, F.rms_norm(k, (self.D,), self.k_norm.weight, eps)
-        q_gain = self.q_norm.weight.view(self.h, self.D)
-        k_gain = select_rows(self.k_norm.weight, self.kv_rows).view(self.g, self.D)
+            q = F.rms_norm(q, (self.D,), factor(self.q_norm), eps)
+            return q, F.rms_norm(k, (self.D,), factor(self.k_norm), eps)
+        q_gain = factor(self.q_norm).view(self.h, self.D)
+        k_gain = select_rows(factor(self.k_norm), self.kv_rows).view(self.g, self.D)
         return norm_of_all_heads(q, k, q_gain, k_gain, eps, self.mesh.tp)
 
     def attend(self, q, k, v, cache):  # (B, h, t, D), twice (B, g, keys, D) -> (B, h, t, D)

@@ -78,13 +78,15 @@ class Config:
     seq_len: int = flag(128, "shape or meaning", (1, 2**24), common=True)  # tokens in a sequence
     # probability, in attention, residual branches and embedding; 0 is off
     dropout: float = flag(0.0, "free", SHARE)
-    norm: Literal["rms", "layer"] = flag("rms", "shape or meaning")  # RMSNorm or LayerNorm
-    # where a block's two norms are: before attention and MLP, or after them, on their outputs (OLMo 2)
-    norm_place: Literal["before", "after"] = flag("before", "meaning")
+    # RMSNorm or LayerNorm; rms1p is RMSNorm with the factor 1 + weight, also of queries and keys (Gemma 3)
+    norm: Literal["rms", "layer", "rms1p"] = flag("rms", "shape or meaning")
+    # where a block's norms are: before attention and MLP, or after them, on their outputs (OLMo 2), or both,
+    # four norms (Gemma 3)
+    norm_place: Literal["before", "after", "both"] = flag("before", "shape or meaning")
     # RMSNorm of queries and keys before they turn: of each head (Qwen 3), or over all heads (OLMo 2)
     qk_norm: Literal["none", "head", "all"] = flag("none", "shape")
-    # SwiGLU (three matrices), GELU or squared ReLU (two)
-    mlp: Literal["swiglu", "gelu", "relu2"] = flag("swiglu", "shape")
+    # SwiGLU or GEGLU (three matrices), GELU or squared ReLU (two)
+    mlp: Literal["swiglu", "geglu", "gelu", "relu2"] = flag("swiglu", "shape")
     pos: Literal["rope", "learned"] = flag("rope", "shape")  # rotary or learned absolute positions
     # RoPE base (theta); long sequences need a larger one
     rope_base: float = flag(10000.0, "meaning", (1, 10**12), needs="pos=rope")
@@ -97,6 +99,10 @@ class Config:
     window: int = flag(0, "meaning", (0, 2**24))
     # every N-th layer sees all keys in spite of the window (Gemma 3: 6); 0 is none
     full_every: int = flag(0, "meaning", COUNT, needs="window")
+    # RoPE base of the layers with a window (Gemma 3: 10000); 0 is rope-base, and rope-scaling holds for them
+    window_rope_base: float = flag(0.0, "meaning", (0, 10**12), needs="window")
+    # the token embedding is multiplied by the square root of n-embd (Gemma 3)
+    embed_scale: bool = flag(False, "meaning")
     # C * tanh(logits / C) takes the place of the logits; 0 is off
     logit_softcap: float = flag(0.0, "meaning", FACTOR)
     norm_eps: float = flag(1e-5, "shape", SHARE)  # added to the variance (mean square) under the norm's root
@@ -166,10 +172,14 @@ class Config:
     optimizer: Literal["adamw", "muon"] = flag("adamw", "free")
     steps: int = flag(400, "free", (1, 10**12), common=True)  # optimizer steps in total, also after a resume
     lr: float = flag(2e-3, "free", FACTOR, common=True)  # peak learning rate
-    # learning rate at the end of the cosine; default lr / 10
+    # after the warm-up, cosine falls at once; wsd stays at lr (stable) and falls on a line at the end (decay)
+    lr_schedule: Literal["cosine", "wsd"] = flag("cosine", "free")
+    # learning rate at the end of the schedule; default lr / 10
     min_lr: float | None = flag(None, "free", FACTOR)
     warmup: int = flag(40, "free", COUNT)  # steps in which the learning rate rises from 0 to lr
-    decay_steps: int = flag(0, "free", COUNT)  # step at which the cosine reaches min-lr; 0 is steps
+    decay_steps: int = flag(0, "free", COUNT)  # step at which the schedule reaches min-lr; 0 is steps
+    # wsd: the decay takes this share of all steps; 0 never falls, 1 is a line from the warm-up on
+    decay_ratio: float = flag(0.2, "free", SHARE, needs="lr_schedule=wsd")
     weight_decay: float = flag(0.1, "free", FACTOR)  # of matrices only
     beta1: float = flag(0.9, "free", SHARE)  # Adam: decay of the mean of gradients
     beta2: float = flag(0.95, "free", SHARE)  # Adam: decay of the mean of squared gradients
@@ -226,6 +236,7 @@ class Config:
     trace: bool = flag(False, "silent")  # torch profiler over steps 3 to 5, as trace.json
     # log the milliseconds of each phase; to measure them synchronises the device
     timers: bool = flag(False, "silent")
+    log_layers: bool = flag(False, "silent")  # log the norm of each layer's gradient, before clipping
     # print loss and experts' loads as plots at the end; the files are always written
     plot: bool = flag(True, "silent")
     report: bool = flag(True, "silent")  # write report.html at the end: curves, samples, flags, how to resume
@@ -353,6 +364,7 @@ PRESETS = {
 ELSEWHERE = {  # flags of other trainers: the name of ours, or what to do instead
     **dict.fromkeys(("block_size", "max_seq_len", "context_length"), "seq_len"), "num_layers": "n_layer",
     "hidden_size": "n_embd", "num_attention_heads": "n_head", "lr_decay_iters": "decay_steps",
+    **dict.fromkeys(("lr_decay_style", "lr_scheduler_type"), "lr_schedule"), "warmdown_ratio": "decay_ratio",
     **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "micro_batch"), "learning_rate": "lr",
     **dict.fromkeys(("max_iters", "max_steps"), "steps"), "out_dir": "out", "output_dir": "out",
     **dict.fromkeys(("warmup_iters", "warmup_steps"), "warmup"), "grad_clip": "clip", "dataset": "data",
@@ -411,6 +423,8 @@ def check_heads(cfg):
         raise ValueError(f"head dim {head_dim} is odd, RoPE turns pairs; try --pos learned")
     if cfg.bias and cfg.qkv_bias:
         raise ValueError("--bias gives queries, keys and values a bias, too; leave out --qkv-bias")
+    if 0 < cfg.window_rope_base < 1:
+        raise ValueError(f"--window-rope-base {cfg.window_rope_base} must be 0, or at least 1")
     if cfg.rope_scaling:
         check_rope_scaling(cfg.rope_scaling)
 

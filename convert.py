@@ -399,9 +399,9 @@ def write_gguf(flags):
                          f"{', '.join(gguf_file.FILE_TYPES)}")
     kind = hf.family_of(cfg)
     architecture, _, pairs_rows = gguf_file.of_family(kind)
-    if cfg.head_dim or cfg.rope_scaling:
-        raise ValueError("no GGUF for --head-dim or --rope-scaling; export the model, and take llama.cpp's "
-                         "own convert_hf_to_gguf.py")
+    if cfg.head_dim or cfg.rope_scaling or cfg.window:
+        raise ValueError("no GGUF for --head-dim, --rope-scaling or --window; export the model, and take "
+                         "llama.cpp's own convert_hf_to_gguf.py")
     vocabulary = load_tokenizer(run, vocab_size)
     if vocabulary is None:
         raise ValueError(f"{run} holds no tokenizer.json, and llama.cpp reads no model without one; train on "

@@ -9,21 +9,43 @@ import torch.nn.functional as F
 from parallel import parameter, scatter_rows
 
 
+class Gain(nn.Module):
+    """The factor of a norm of queries or keys: its weight or, with --norm rms1p, 1 + its offset."""
+
+    def __init__(self, cfg, size, mesh, tp_dim=None):
+        super().__init__()
+        self.weight = self.offset = None
+        if cfg.norm == "rms1p":
+            self.offset = parameter((size,), mesh, tp_dim=tp_dim)
+        else:
+            self.weight = parameter((size,), mesh, tp_dim=tp_dim)
+
+
+def factor(norm):
+    """Return what a Gain or Norm multiplies by."""
+    return norm.weight if norm.offset is None else 1 + norm.offset
+
+
 class Norm(nn.Module):
     """LayerNorm or RMSNorm over the width. The kernel computes statistics in at least fp32."""
 
     def __init__(self, cfg, mesh):
         super().__init__()
+        self.weight = self.offset = None
+        if cfg.norm == "rms1p":
+            self.offset = parameter((cfg.n_embd,), mesh)
+        else:
+            self.weight = parameter((cfg.n_embd,), mesh)
         self.is_layer_norm = cfg.norm == "layer"
         self.eps = cfg.norm_eps
-        self.weight = parameter((cfg.n_embd,), mesh)
         has_bias = self.is_layer_norm and cfg.bias
         self.bias = parameter((cfg.n_embd,), mesh) if has_bias else None
 
     def forward(self, x):  # (n, C) -> (n, C)
         if self.is_layer_norm:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        gain = factor(self)
+        return F.rms_norm(x, gain.shape, gain, self.eps)
 
 
 class ColumnLinear(nn.Module):

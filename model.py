@@ -86,10 +86,14 @@ class Block(nn.Module):
         super().__init__()
         self.dropout = cfg.dropout
         self.recompute_mode = cfg.recompute  # none, selective or full
-        self.norms_outputs = cfg.norm_place == "after"
+        self.norm_place = cfg.norm_place  # before, after or both
         self.norm1 = Norm(cfg, mesh)
         self.attn = Attention(cfg, mesh, layer)
         self.norm2 = Norm(cfg, mesh)
+        self.out_norm1 = self.out_norm2 = None
+        if cfg.norm_place == "both":  # on the outputs of attention and MLP
+            self.out_norm1 = Norm(cfg, mesh)
+            self.out_norm2 = Norm(cfg, mesh)
         self.mlp = None
         self.moe = None
         if cfg.n_experts:
@@ -111,22 +115,25 @@ class Block(nn.Module):
 
     def attention_half(self, x, t, cos, sin, cache):
         """(n, C) -> (n, C), and what the MLP or the experts read of it, (n, C)."""
-        if self.norms_outputs:
-            y = self.norm1(self.attn(x, t, cos, sin, cache))
-            x = x + F.dropout(y, self.dropout, self.training)
-            return x, x
-        y = self.attn(self.norm1(x), t, cos, sin, cache)
+        norms_inputs = self.norm_place != "after"
+        inner = self.norm1(x) if norms_inputs else x
+        y = self.attn(inner, t, cos, sin, cache)
+        y = self.normed_output(y, self.norm1, self.out_norm1)
         x = x + F.dropout(y, self.dropout, self.training)
-        return x, self.norm2(x)
+        return x, self.norm2(x) if norms_inputs else x
 
     def dense_block(self, x, t, cos, sin, cache):  # (n, C) -> (n, C)
         x, inner = self.attention_half(x, t, cos, sin, cache)
         return self.add_output(x, self.mlp(inner))
 
     def add_output(self, x, y):  # y: of the MLP or the experts, (n, C)
-        if self.norms_outputs:
-            y = self.norm2(y)
+        y = self.normed_output(y, self.norm2, self.out_norm2)
         return x + F.dropout(y, self.dropout, self.training)
+
+    def normed_output(self, y, norm, out_norm):  # (n, C) -> (n, C)
+        if self.norm_place == "before":
+            return y
+        return norm(y) if self.norm_place == "after" else out_norm(y)
 
     def recomputed_call(self, f, *args):
         """Return f(*args). Under --recompute, autograd keeps only the arguments (with selective
@@ -201,7 +208,7 @@ class GPT(nn.Module):
         self.chunks = layers or [(0, cfg.n_layer)]
         self.is_first = self.chunks[0][0] == 0
         self.has_head = self.chunks[-1][1] == cfg.n_layer
-        self.rope = None  # cos and sin of all positions, once they are needed
+        self.rope = None  # cos and sin of all positions, of layers without and with a window
         self.data_parallel = None  # set by ddp.DataParallel, which knows which weights have come
 
         C = cfg.n_embd
@@ -240,12 +247,13 @@ class GPT(nn.Module):
         t = tokens.size(1)
         first, end = self.chunks[chunk]
         positions = self._positions(t, cache, tokens.device)
-        cos, sin = self._rotation(positions, tokens.device)
+        rotation = self._rotation(positions, tokens.device)
         x = self._embed(tokens, positions) if first == 0 else hidden  # (n, C)
         router_loss = torch.zeros((), device=tokens.device)
         for i in range(first, end):
             block = self.blocks[str(i)]
             self.provide_weights(block, x)
+            cos, sin = rotation[block.attn.window > 0]
             x, block_loss = block(x, t, cos, sin, cache)
             if block_loss is not None:
                 router_loss = router_loss + block_loss
@@ -262,20 +270,31 @@ class GPT(nn.Module):
         return cp.own_segments(torch.arange(t * cp.size, device=device), 0)
 
     def _rotation(self, positions, device):
-        """Return cos and sin of the positions, (t, D/2) each, or (None, None) without RoPE."""
+        """Return {whether a layer has a window: cos and sin of the positions, (t, D/2) each}.
+
+        Without RoPE they are (None, None).
+        """
         cfg = self.cfg
         if cfg.pos != "rope":
-            return None, None
+            return {False: (None, None), True: (None, None)}
         if self.rope is None:
             D = head_width(cfg)
             dtype = torch.promote_types(DTYPES[cfg.dtype], torch.float32)
-            self.rope = rope_cache(cfg.seq_len, D, cfg.rope_base, device, dtype, cfg.rope_scaling)
-        cos, sin = self.rope  # (T, D/2) each
-        return cos[positions], sin[positions]
+            rope = rope_cache(cfg.seq_len, D, cfg.rope_base, device, dtype, cfg.rope_scaling)
+            self.rope = {False: rope}
+            if cfg.window_rope_base:
+                self.rope[True] = rope_cache(cfg.seq_len, D, cfg.window_rope_base, device, dtype)
+        found = {}
+        for has_window, (cos, sin) in self.rope.items():  # (T, D/2) each
+            found[has_window] = cos[positions], sin[positions]
+        found.setdefault(True, found[False])
+        return found
 
     def _embed(self, tokens, positions):  # (B, t) -> (n, C)
         self.provide_weights(self.wte)
         x = vocab_embedding(tokens.reshape(-1), self.wte.weight, self.mesh.tp)  # (n, C)
+        if self.cfg.embed_scale:
+            x = x * math.sqrt(self.cfg.n_embd)
         if self.wpe is not None:
             self.provide_weights(self.wpe)
             x = self._add_positions(x, self.wpe.weight[positions])
@@ -318,7 +337,7 @@ class GPT(nn.Module):
 
 
 # Where a parameter of one dimension starts, by the last part of its name.
-VECTOR_STARTS = {"weight": 1.0, "bias": 0.0}
+VECTOR_STARTS = {"weight": 1.0, "bias": 0.0, "offset": 0.0}
 
 
 @torch.no_grad()
@@ -327,8 +346,9 @@ def init_weights(model, seed):
 
     The *full* tensor is drawn from a generator seeded by (seed, name). Then this rank keeps its
     share. Matrices are drawn from N(0, 0.02). The two matrices of a block that write into the
-    residual stream are divided by sqrt(2 L) (GPT-2 paper, section 2.3). Norms are one; biases and
-    padding are zero. ValueError: no start is known for a parameter of one dimension.
+    residual stream are divided by sqrt(2 L) (GPT-2 paper, section 2.3). Norms are one; biases,
+    norms' offsets and padding are zero. ValueError: no start is known for a parameter of one
+    dimension.
     """
     for name, p in model.named_parameters():
         module, role = f".{name}".split(".")[-2:]  # of the model's own parameters module is ""

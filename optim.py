@@ -20,18 +20,32 @@ LOSS_SCALE_STEPS = 2000  # The loss scale is doubled after this many steps witho
 
 
 def learning_rate(cfg, step):
-    """Return the learning rate of an update: linear warmup, then a cosine down to min_lr.
+    """Return the learning rate of an update: linear warmup, then --lr-schedule down to min_lr.
 
-    step: the number of the coming update, counted from 1.
+    step: the number of the coming update, counted from 1. Nothing else decides, so a resumed run
+    goes on with the rates that it would have had.
     """
     low = cfg.lr / 10 if cfg.min_lr is None else cfg.min_lr
     last = cfg.decay_steps or cfg.steps
     if step <= cfg.warmup:
         return cfg.lr * step / cfg.warmup
+    if cfg.lr_schedule == "wsd":
+        stable_end = stable_until(cfg)
+        if step <= stable_end:
+            return cfg.lr
+        if step < last:
+            return low + (last - step) / (last - stable_end) * (cfg.lr - low)
+        return low
     if step >= last:
         return low
     progress = (step - cfg.warmup) / (last - cfg.warmup)
     return low + 0.5 * (1 + math.cos(math.pi * progress)) * (cfg.lr - low)
+
+
+def stable_until(cfg):
+    """Return the last step before the decay of --lr-schedule wsd (arXiv:2404.06395, section 4)."""
+    last = cfg.decay_steps or cfg.steps
+    return max(cfg.warmup, last - round(cfg.decay_ratio * last))
 
 
 # -----------------------------------------------------------------------------

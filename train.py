@@ -42,6 +42,7 @@ from optim import Optimizer, learning_rate
 from parallel import make_mesh
 from pipeline import dropout_seeder, forward_backward, forward_only, rank_layers
 from runtime import agree, debugger, log, resume, session, timing, watch
+from runtime.layer_norms import LayerNorms
 from runtime.saver import Saver
 from skip import Guard, Ranges, corrupt_targets, give_up_message
 from zero import LEVELS
@@ -184,6 +185,7 @@ class Oversight:
     clock: Any = None       # milliseconds per step
     guard: Any = None       # skips spikes and steps that are not finite
     stragglers: Any = None  # slow ranks
+    layer_norms: Any = None  # --log-layers
 
 
 @dataclass
@@ -287,6 +289,8 @@ class Run:
         oversight.clock = timing.Clock(world.device)
         oversight.guard = Guard(cfg, world, self.state)
         oversight.stragglers = watch.Stragglers(parts.mesh, world.device)
+        if cfg.log_layers:
+            oversight.layer_norms = LayerNorms(cfg, parts.data_parallel, parts.opt)
         for axis in vars(parts.mesh).values():
             axis.sent.clear()  # Bytes are counted from the first step on.
 
@@ -347,6 +351,8 @@ class Run:
         count = len(batches) * cfg.micro_batch * parts.mesh.dp.size
         n_trained = trained_tokens(self.data.train, self.state.samples, count, self.world.device)
         full = self.is_logged(number)
+        if cfg.log_layers and full:
+            parts.opt.before_update.append(oversight.layer_norms.measure)
         stats, refused = parts.step(batches, number, full, oversight.guard, n_trained)
         parts.opt.before_update.clear()
         oversight.guard.refused_flags.append((number, refused))
@@ -432,6 +438,8 @@ class Run:
         row.update(log.phase_times(oversight.timers, steps, parts.mesh), **own_times)
         if parts.opt.loss_scale is not None:
             row["loss_scale"] = parts.opt.loss_scale.item()
+        if cfg.log_layers:
+            row.update(oversight.layer_norms.report())
         if cfg.n_experts and stats is not None:
             # The statistics of every layer, on every rank.
             experts = moe.expert_stats(parts.model, batch // cfg.micro_batch)

@@ -10,19 +10,17 @@ compare DEFAULTS with the classes of transformers. Every field that is there is 
 """
 import dataclasses
 import reprlib
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import config
-from corpus.hugging_face import FAMILIES, fixed_fields
+from corpus.hugging_face import FAMILIES, fixed_fields, layer_types
 from interface.schema import Range, check_schema, load_json_of_others
 
 MOST_BYTES = 2**22  # of a config.json: that of a model with 1,000 labels has 60,000
-ALSO = {"mistral": "llama"}  # the same tensors; check_window looks at its sliding window
 SAME = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}  # two names of one function
 NOT_OURS = {  # model_types that many people try first, and what they have and our model has not
     "qwen2_moe": "a gate before its shared expert",
-    "gemma3_text": "norms of queries and keys, windows, and a scaled embedding",
-    "gemma3": "images, norms of queries and keys, windows, and a scaled embedding",
+    "gemma3": "images; models of text alone are gemma3_text",
     "phi3": "queries, keys and values in one matrix",
 }
 
@@ -50,6 +48,8 @@ QWEN = {
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
     "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
     "layer_types": None,
 }
 DEFAULTS = {
@@ -66,7 +66,6 @@ DEFAULTS = {
         "intermediate_size": 14336,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-6,
-        "mlp_bias": False,
         "sliding_window": 4096,
     },
     "mixtral": {
@@ -107,6 +106,7 @@ DEFAULTS = {
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
         "use_sliding_window": False,
+        "sliding_window": 4096,
         "num_local_experts": 128,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
@@ -139,6 +139,27 @@ DEFAULTS = {
         "mlp_bias": False,
         "tie_word_embeddings": True,
     },
+    "gemma3_text": {
+        **DECODER,
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "layer_types": None,  # as sliding_window_pattern says
+        "sliding_window_pattern": 6,
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    },
     "gpt2": {
         "vocab_size": 50257,
         "n_positions": 1024,
@@ -154,7 +175,8 @@ DEFAULTS = {
     },
 }
 ROPE_THETA = {"llama": 1e4, "mistral": 1e4, "mixtral": 1e6, "glm4_moe": 1e4, "qwen2": 1e4, "qwen3": 1e4,
-              "qwen3_moe": 1e4, "olmo2": 1e4, "smollm3": 2e6}
+              "qwen3_moe": 1e4, "olmo2": 1e4, "smollm3": 2e6, "gemma3_text": 1e6}
+WINDOW_ROPE_THETA = 1e4  # of gemma3_text, in its layers with a window
 PARTIAL_ROTARY = {"glm4_moe": 0.5}  # 1 elsewhere
 # A second name of a field, which transformers takes as well.
 SECOND_NAMES = {
@@ -179,7 +201,7 @@ EVERYWHERE = {
     "pruned_heads": {},
 }
 MAY_BE_NULL = {"head_dim", "quantization_config", "per_layer_config", "auto_map", "pruned_heads",
-               "layer_types", "mlp_only_layers", "no_rope_layers"}
+               "layer_types", "use_bidirectional_attention", "mlp_only_layers", "no_rope_layers"}
 
 # Logits do not depend on these. How the model was saved, and is to be run; heads of other tasks:
 SAVED = """
@@ -190,7 +212,8 @@ SAVED = """
     prefix bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id is_decoder
     cross_attention_hidden_size tie_encoder_decoder tie_last_hidden_states finetuning_task
     task_specific_params id2label label2id num_labels problem_type classifier_dropout transformers.js_config
-    unsloth_version unsloth_fixed is_llama_config n_ctx summary_type summary_use_proj summary_activation
+    cache_implementation unsloth_version unsloth_fixed
+    is_llama_config n_ctx summary_type summary_use_proj summary_activation
     summary_proj_to_labels summary_first_dropout
 """
 # How text is made from logits:
@@ -208,16 +231,17 @@ TRAINING = """
     router_aux_loss_coef router_jitter_noise pretraining_tp reorder_and_upcast_attn
 """
 HARMLESS = {*SAVED.split(), *GENERATION.split(), *TRAINING.split()}
-UNUSED_WINDOW = {"sliding_window", "max_window_layers"}  # as use_sliding_window is false
 # intermediate_size is of layers without experts, of which it has none here. The other field is of another
 # family: earlier versions of convert.py export wrote it.
 HARMLESS_IN = {"glm4_moe": {"intermediate_size", "shared_expert_intermediate_size"},
                "mixtral": {"shared_expert_intermediate_size"},
-               **dict.fromkeys(("qwen2", "qwen3", "smollm3"), UNUSED_WINDOW),
-               "qwen3_moe": {"intermediate_size", *UNUSED_WINDOW}}
+               "smollm3": {"max_window_layers"},
+               "gemma3_text": {"_sliding_window_pattern"},  # sliding_window_pattern is read
+               "qwen3_moe": {"intermediate_size", "max_window_layers"}}
 ROPE_FIELDS = ("rope_scaling", "rope_parameters")
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+OPTIONAL_DICT = (dict, type(None))
 OPTIONAL = dict.fromkeys(("rope_parameters?", "rope_scaling?"), (dict, type(None)))
 
 
@@ -254,7 +278,8 @@ def read_config(path, dtype, seq_len=0):
     if kind == "qwen3_moe":
         flags["router"] = "softmax-topk" if given["norm_topk_prob"] else "softmax"
     flags |= read_head_dim(path, given)
-    flags |= read_rope(path, theirs)
+    flags |= read_rope(path, theirs) if kind != "gemma3_text" else read_two_ropes(path, theirs)
+    flags |= read_window(path, given, flags, kind)
     cfg = config.Config(**flags, dtype=dtype)
     try:
         config.check(cfg)
@@ -262,24 +287,21 @@ def read_config(path, dtype, seq_len=0):
         raise ValueError(f"{path} is no model of ours: {e}") from None
     check_experts(path, theirs, cfg, kind)
     check_fixed(path, theirs, given, cfg, kind)
-    if "sliding_window" not in HARMLESS_IN.get(kind, ()):
-        check_window(path, given, cfg)
     return Found(kind, cfg, given["vocab_size"], given.get("num_nextn_predict_layers", 0))
 
 
 def read_family(path, theirs):
     """Return the key of FAMILIES for their config.json. ValueError: none is imported from it."""
     name = theirs["model_type"]
-    kind = ALSO.get(name, name)
-    if kind not in FAMILIES or name not in DEFAULTS:
+    if name not in FAMILIES or name not in DEFAULTS:
         why = f" (it has {NOT_OURS[name]})" if name in NOT_OURS else ""
         raise ValueError(f"{path}: model_type {name[:60]!r} is none of {', '.join(DEFAULTS)}{why}")
-    family = FAMILIES[kind].architecture if name == kind else "MistralForCausalLM"
+    family = FAMILIES[name].architecture
     architectures = theirs.get("architectures")
     if architectures not in (None, [], [family]):
         raise ValueError(f"{path}: architectures is {reprlib.repr(architectures)}, only [{family!r}] is "
                          "imported: other classes compute something else with these weights")
-    return kind
+    return name
 
 
 def with_defaults(path, theirs):
@@ -294,9 +316,11 @@ def with_defaults(path, theirs):
             raise ValueError(f"{path}: {second} is {reprlib.repr(theirs[second])} and {first} "
                              f"{reprlib.repr(theirs[first])}: they are two names of one field")
     known = {*DEFAULTS[name], *EVERYWHERE, *HARMLESS, *HARMLESS_IN.get(name, ()), *SECOND_NAMES.get(name, ()),
-             *FAMILIES[ALSO.get(name, name)].fixed, "layer_types"}
+             *FAMILIES[name].fixed, "layer_types"}
     if name in ROPE_THETA:
         known.update({*ROPE_FIELDS, "rope_theta", "partial_rotary_factor"})
+    if name == "gemma3_text":
+        known.add("rope_local_base_freq")
     for field, value in theirs.items():
         if field not in known and value is not None:
             raise ValueError(f"{path}: {field[:60]} is {reprlib.repr(value)}, and no {name} that we know has "
@@ -320,6 +344,8 @@ def check_experts(path, theirs, cfg, kind):
 def check_fixed(path, theirs, given, cfg, kind):
     """Raise ValueError if a field has another value than the one that our model computes."""
     must = {**EVERYWHERE, **fixed_fields(cfg, kind), "layer_types": ["full_attention"] * cfg.n_layer}
+    if uses_window(given, kind):
+        must.pop("layer_types")  # read_window has read them
     must.pop("num_nextn_predict_layers", None)  # convert.py leaves those layers out
     for field, value in must.items():
         if field not in given:
@@ -327,7 +353,8 @@ def check_fixed(path, theirs, given, cfg, kind):
         have = given[field]
         if isinstance(have, str):
             have = SAME.get(have, have)
-        if have == value or have is None and field in MAY_BE_NULL:
+        computed = SAME.get(value, value) if isinstance(value, str) else value
+        if have == computed or have is None and field in MAY_BE_NULL:
             continue
         source = "" if field in theirs else ", transformers' default where config.json has no such field"
         raise ValueError(f"{path}: {field} is {reprlib.repr(have)}{source}; {ours(field, value, cfg)}")
@@ -350,13 +377,80 @@ def ours(field, value, cfg):
     return f"our model computes {value!r} only"
 
 
-def check_window(path, given, cfg):
-    """Raise ValueError if a sliding window is shorter than the sequence."""
+def uses_window(given, kind):
+    """Whether a model has a window, in some of its layers."""
+    form = FAMILIES[kind].window
+    is_on = form in ("plain", "always") or form != "none" and given["use_sliding_window"]
+    return is_on and given["sliding_window"] is not None
+
+
+def read_window(path, given, flags, kind):
+    """Return our flags {"window", "full_every"} of a model's windows; {} where none cuts a sequence.
+
+    ValueError: the layers with a window do not come as --full-every has them.
+    """
+    form = FAMILIES[kind].window
+    if form in ("switch", "layers"):
+        check_schema(given, {"use_sliding_window": bool}, path)
     window = given.get("sliding_window")
-    check_schema({"sliding_window": window}, {"sliding_window": (int, type(None))}, path)
-    if window is not None and window < cfg.seq_len:
-        fix = f"; give --seq-len {window}" if window > 0 else ""
-        raise ValueError(f"{path}: sliding_window {window} is shorter than the sequence, {cfg.seq_len}{fix}")
+    if window is None and form == "always":
+        raise ValueError(f"{path}: sliding_window is null; the layers with a window need a number")
+    if window is None or form != "none" and not uses_window(given, kind):
+        return {}
+    check_schema(given, {"sliding_window": Range(1, 2**24)}, path)
+    seq_len = flags["seq_len"]
+    if form == "none":
+        if window < seq_len:
+            raise ValueError(f"{path}: sliding_window {window} is shorter than the sequence, {seq_len}; give "
+                             f"--seq-len {window}")
+        return {}
+    if given.get("layer_types") is not None:
+        check_schema(given, {"layer_types": [Literal["full_attention", "sliding_attention"]]}, path)
+    if window >= seq_len and form != "always":  # There it has positions of its own, too.
+        return {}
+    full_every = read_full_every(path, given, flags, kind)
+    if full_every == 1:  # no layer has a window
+        return {"window_rope_base": 0.0} if form == "always" else {}
+    return {"window": window, "full_every": full_every}
+
+
+def read_full_every(path, given, flags, kind):
+    """Return --full-every of a model with a window: 0 if all layers have it, 1 if none has."""
+    n_layer = flags["n_layer"]
+    field = "layer_types"
+    types = given.get(field)
+    periods = range(n_layer + 1) if FAMILIES[kind].window in ("layers", "always") else [0]
+    if types is None:
+        field, types = default_layer_types(path, given, flags, kind)
+    for period in periods:
+        cfg = config.Config(n_layer=n_layer, window=1, full_every=period)
+        if types == layer_types(cfg):
+            return period
+    raise ValueError(f"{path}: {field} is {reprlib.repr(given[field])}; every layer of our model has the "
+                     "window, or all but every N-th (--full-every N)")
+
+
+def default_layer_types(path, given, flags, kind):
+    """Return (the field that decides which layers have a window, layer_types by it)."""
+    n_layer = flags["n_layer"]
+    field = "sliding_window"
+    first = 0  # the first layer with a window
+    if kind in ("qwen2", "qwen3"):
+        field = "max_window_layers"
+        check_schema(given, {field: Range(0, 2**24)}, path)
+        first = min(given[field], n_layer)
+    types = ["full_attention"] * first + ["sliding_attention"] * (n_layer - first)
+    if kind == "gemma3_text":
+        field = "sliding_window_pattern"
+        check_schema(given, {field: Range(1, 2**24)}, path)
+        for i in range(given[field] - 1, n_layer, given[field]):
+            types[i] = "full_attention"
+    if kind == "smollm3":
+        field = "use_sliding_window"  # Layers that turn see all keys.
+        for i in range(n_layer):
+            if (i + 1) % flags["no_rope_every"]:
+                types[i] = "full_attention"
+    return field, types
 
 
 def read_head_dim(path, given):
@@ -394,6 +488,38 @@ def read_rope(path, theirs):
                          "dimensions")
     check_schema(rope, {"rope_theta": Range(1.0, 1e12)}, path)
     return {"rope_base": rope["rope_theta"], "rope_scaling": scaling}
+
+
+def read_two_ropes(path, theirs):
+    """Return our flags {"rope_base", "window_rope_base"} of Gemma 3. ValueError: its positions are scaled.
+
+    The bases stand in rope_parameters, one dict for each kind of layer, or in fields of their own.
+    """
+    both = theirs.get("rope_parameters") or {}
+    check_schema(both, {"full_attention?": OPTIONAL_DICT, "sliding_attention?": OPTIONAL_DICT}, path)
+    found = {}
+    for flag, layers, field, theta in (
+            ("rope_base", "full_attention", "rope_theta", ROPE_THETA["gemma3_text"]),
+            ("window_rope_base", "sliding_attention", "rope_local_base_freq", WINDOW_ROPE_THETA)):
+        rope = {"rope_theta": theirs.get(field, theta), **(both.get(layers) or {})}
+        read_rope_alone(path, f"rope_parameters.{layers}", rope)
+        found[flag] = rope["rope_theta"]
+    if theirs.get("rope_scaling"):
+        read_rope_alone(path, "rope_scaling", {"rope_theta": 1.0, **theirs["rope_scaling"]})
+    if more := both.keys() - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"{path}: rope_parameters has {min(more)}, which is no kind of layer that we know")
+    if theirs.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"{path}: partial_rotary_factor is {reprlib.repr(theirs['partial_rotary_factor'])}, "
+                         "our positions turn all dimensions")
+    return found
+
+
+def read_rope_alone(path, field, rope):
+    """Raise ValueError unless these positions are turned by rope_theta alone."""
+    check_schema(rope, {"rope_theta": Range(1.0, 1e12)}, f"{path}: {field}")
+    if read_scaling(path, field, rope) or rope.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"{path}: {field} is {reprlib.repr(rope)}; the positions of our Gemma 3 are not "
+                         "scaled, and all dimensions turn")
 
 
 def read_scaling(path, field, rope):

@@ -95,7 +95,7 @@ KINDS = {"llama": LLAMA, "mixtral": LLAMA, "gpt2": GPT2, "glm4_moe": GLM4_MOE}
 REFUSED = {
     "qwen2_moe": "llama.cpp divides by the gate of the shared expert, which --router softmax has not; "
                  "--router softmax-topk and sigmoid can be written",
-    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "olmo2", "smollm3"),
+    **dict.fromkeys(("mistral", "qwen2", "qwen3", "qwen3_moe", "olmo2", "smollm3", "gemma3_text"),
                     "this family is not written; export it, and take llama.cpp's own convert_hf_to_gguf.py"),
     "megatron-bert": "llama.cpp has no BERT with its norms before attention and MLP, as --objective mlm has",
 }

@@ -1,5 +1,5 @@
 """What Hugging Face calls things, for convert.py: fields of config.json, and tensors."""
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from config import as_typed, flags_beyond, head_width
 
@@ -13,6 +13,9 @@ class Family(NamedTuple):
     names: dict   # {our module or parameter: theirs}; {} stands for an expert's number
     only_out: bool = False  # it can be exported, not imported
     derived: tuple = ()  # more flags that its config.json has, in other words: see fixed_fields
+    # the window of its attention: none; plain: sliding_window; switch: and use_sliding_window says whether;
+    # layers: and layer_types says in which layers; always: without use_sliding_window
+    window: Literal["none", "plain", "switch", "layers", "always"] = "none"
 
 
 # -----------------------------------------------------------------------------
@@ -64,19 +67,29 @@ LLAMA = Family(
     fixed={**SILU, "rope_interleaved": False},
     names=DENSE_NAMES)
 
+MISTRAL = Family(
+    architecture="MistralForCausalLM",
+    flags=LLAMA_FLAGS,
+    fields=LLAMA_FIELDS,
+    fixed={**SILU, "attention_bias": False},
+    names=DENSE_NAMES,
+    window="plain")
+
 QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     flags={**LLAMA_FLAGS, "qkv_bias": True},
     fields=LLAMA_FIELDS,
-    fixed={**SILU, "use_sliding_window": False},
-    names=DENSE_NAMES)
+    fixed=SILU,
+    names=DENSE_NAMES,
+    window="layers")
 
 QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     flags={**LLAMA_FLAGS, "qk_norm": "head"},
     fields=LLAMA_FIELDS,
-    fixed={**SILU, "attention_bias": False, "use_sliding_window": False},
-    names={**DENSE_NAMES, **QK_NORM_NAMES})
+    fixed={**SILU, "attention_bias": False},
+    names={**DENSE_NAMES, **QK_NORM_NAMES},
+    window="layers")
 
 OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
@@ -94,8 +107,34 @@ SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
     flags=LLAMA_FLAGS,
     fields={**LLAMA_FIELDS, "no_rope_every": "no_rope_layer_interval"},
-    fixed={**SILU, "attention_bias": False, "mlp_bias": False, "use_sliding_window": False},
-    names=DENSE_NAMES)
+    fixed={**SILU, "attention_bias": False, "mlp_bias": False},
+    names=DENSE_NAMES,
+    window="layers")
+
+GEMMA3 = Family(
+    architecture="Gemma3ForCausalLM",
+    flags={"norm": "rms1p", "mlp": "geglu", "pos": "rope", "qk_norm": "head", "norm_place": "both",
+           "embed_scale": True},
+    fields=LLAMA_FIELDS,
+    fixed={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+    names={
+        **DENSE_NAMES,
+        "norm.offset": "model.norm",
+        "norm1.offset": "input_layernorm",
+        "out_norm1.offset": "post_attention_layernorm",
+        "norm2.offset": "pre_feedforward_layernorm",
+        "out_norm2.offset": "post_feedforward_layernorm",
+        "attn.q_norm.offset": "self_attn.q_norm",
+        "attn.k_norm.offset": "self_attn.k_norm",
+    },
+    derived=("window_rope_base",),
+    window="always")
 
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
@@ -143,7 +182,8 @@ MIXTRAL = Family(
         "moe.w1": "block_sparse_moe.experts.{}.w1",
         "moe.w3": "block_sparse_moe.experts.{}.w3",
         "moe.w2": "block_sparse_moe.experts.{}.w2",
-    })
+    },
+    window="plain")
 
 GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
@@ -189,10 +229,10 @@ QWEN3_MOE = Family(
         "attention_bias": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "use_sliding_window": False,
     },
     names={**LLAMA_NAMES, **EXPERT_NAMES, **QK_NORM_NAMES},
-    derived=("router",))
+    derived=("router",),
+    window="switch")
 
 QWEN2_MOE = Family(
     architecture="Qwen2MoeForCausalLM",
@@ -255,14 +295,14 @@ MEGATRON_BERT = Family(  # its norms are before attention and MLP, as ours; Bert
     },
     only_out=True)
 
-FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "mixtral": MIXTRAL, "glm4_moe": GLM4_MOE, "qwen2": QWEN2,
-            "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "olmo2": OLMO2, "smollm3": SMOLLM3,
-            "qwen2_moe": QWEN2_MOE, "megatron-bert": MEGATRON_BERT}
+FAMILIES = {"llama": LLAMA, "mistral": MISTRAL, "gpt2": GPT2, "mixtral": MIXTRAL, "glm4_moe": GLM4_MOE,
+            "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "olmo2": OLMO2, "smollm3": SMOLLM3,
+            "gemma3_text": GEMMA3, "qwen2_moe": QWEN2_MOE, "megatron-bert": MEGATRON_BERT}
 # Flags of the model that every family's config.json has, besides those of its Family.
 WRITTEN = ("vocab_size", "rope_base")
 WITH_ROPE = ("head_dim", "rope_scaling")  # those that every config.json with rotary positions has, too
 # What a flag of a Family must be for a model to be of it.
-DEFINING = ("norm", "mlp", "pos", "qk_norm", "norm_place", "qkv_bias")
+DEFINING = ("norm", "mlp", "pos", "qk_norm", "norm_place", "qkv_bias", "embed_scale")
 # Flags that say how a model is trained. The function of the exported model does not depend on them.
 TRAINING_ONLY = ("capacity_factor", "drop_policy", "router_bias_rate")
 FAMILY_OF_ROUTER = {"softmax-topk": "mixtral", "sigmoid": "glm4_moe", "softmax": "qwen2_moe"}
@@ -288,6 +328,12 @@ def family_of(cfg):
     known = {*family.flags, *family.fields, *family.derived, *WRITTEN, *TRAINING_ONLY}
     if cfg.pos == "rope":
         known.update(WITH_ROPE)
+    if family.window != "none":
+        known.add("window")
+    if family.window in ("layers", "always"):
+        known.add("full_every")
+    if kind == "gemma3_text":
+        known.remove("rope_scaling")
     unknown = flags_beyond(known, cfg)
     if unknown:
         raise ValueError(f"{as_typed(unknown)}: {kind}'s config.json has no field for it, so only a model "
@@ -304,6 +350,8 @@ def nearest_family(cfg):
         return "qwen3_moe"
     if cfg.n_experts:
         return FAMILY_OF_ROUTER[cfg.router]
+    if cfg.mlp == "geglu" or cfg.norm == "rms1p" or cfg.norm_place == "both":
+        return "gemma3_text"
     if cfg.mlp != "swiglu":
         return "gpt2"
     if cfg.qk_norm == "all" or cfg.norm_place == "after":
@@ -312,7 +360,9 @@ def nearest_family(cfg):
         return "qwen3"
     if cfg.no_rope_every:
         return "smollm3"
-    return "qwen2" if cfg.qkv_bias else "llama"
+    if cfg.qkv_bias:
+        return "qwen2"
+    return "mistral" if cfg.window else "llama"
 
 
 def wanted_flags(cfg, kind):
@@ -343,7 +393,35 @@ def fixed_fields(cfg, kind):
         fixed["no_rope_layers"] = [int((i + 1) % cfg.no_rope_every > 0) for i in range(cfg.n_layer)]
     if cfg.pos == "rope":
         fixed["head_dim"] = head_width(cfg)
+    if kind == "gemma3_text":
+        fixed["query_pre_attn_scalar"] = head_width(cfg)
     return fixed
+
+
+def layer_types(cfg):
+    """Return what config.json calls the attention of each layer."""
+    types = []
+    for i in range(cfg.n_layer):
+        has_window = cfg.window and not (cfg.full_every and (i + 1) % cfg.full_every == 0)
+        types.append("sliding_attention" if has_window else "full_attention")
+    return types
+
+
+def window_fields(cfg, kind):
+    """Return the fields of config.json that say which keys a query sees."""
+    form = FAMILIES[kind].window
+    window = cfg.window or None
+    if form == "none":
+        return {}
+    if form == "plain":
+        return {"sliding_window": window}
+    if form == "always":
+        return {"sliding_window": cfg.window or cfg.seq_len, "layer_types": layer_types(cfg)}
+    fields = {"use_sliding_window": window is not None, "sliding_window": window}
+    if form == "layers" and window is not None:
+        # Versions of transformers without layer_types have windows from this layer on.
+        fields.update(layer_types=layer_types(cfg), max_window_layers=0)
+    return fields
 
 
 def config_json(cfg, kind, vocab_size, eod, dtype):
@@ -361,6 +439,7 @@ def config_json(cfg, kind, vocab_size, eod, dtype):
         "eos_token_id": eod,
         "pad_token_id": None,
         **fixed_fields(cfg, kind),
+        **window_fields(cfg, kind),
     }
     for flag, field in family.fields.items():
         out[field] = getattr(cfg, flag)
@@ -380,6 +459,11 @@ def config_json(cfg, kind, vocab_size, eod, dtype):
     rope = {"rope_theta": cfg.rope_base}
     if kind == "glm4_moe":
         rope["partial_rotary_factor"] = 1.0
+    if kind == "gemma3_text":
+        local = cfg.window_rope_base or cfg.rope_base
+        both = {"full_attention": {"rope_type": "default", **rope},
+                "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+        return {**out, **rope, "rope_local_base_freq": local, "rope_parameters": both}
     # Version 4 of transformers reads rope_theta and rope_scaling, version 5 reads rope_parameters.
     if not cfg.rope_scaling:
         return {**out, **rope, "rope_parameters": {"rope_type": "default", **rope}}

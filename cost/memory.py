@@ -82,6 +82,8 @@ def _attention_activations(cfg, mesh):
     # Elements per token: the inputs of the block and of norm2, norm1's output as gathered, q k v side
     # by side, attention's output.
     row = 2 * C / mesh.tp.size + C + qkv + q
+    if cfg.norm_place == "both":
+        row += 2 * C / mesh.tp.size  # the inputs of the norms of attention's and the MLP's output
     if uses_rope or has_norm:
         row += q + kv  # q and k rotated, or normed
     saved = rows * row
@@ -118,8 +120,8 @@ def _mlp_activations(cfg, mesh):
     C = cfg.n_embd
     is_gated = cfg.mlp in GATED
 
-    # Gate, up and their product, or the hidden layer before and after GELU.
-    inner = rows * hidden * (3 if is_gated else 2)
+    # Gate, up and their product (GEGLU also gelu(gate)), or the hidden layer before and after GELU.
+    inner = rows * hidden * {"swiglu": 3, "geglu": 4}.get(cfg.mlp, 2)
     concatenated = 2 * hidden * C if is_gated else 0  # w1 and w3
     saved = rows * C + inner
     if cfg.zero < 3:

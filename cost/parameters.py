@@ -27,9 +27,10 @@ from zero import uses_slot
 # the others.
 COUNTED = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "vocab_size", "seq_len", "norm", "mlp",
            "pos", "bias", "tied", "objective", "n_experts", "top_k", "capacity_factor", "router_bias_rate",
-           "n_shared_experts", "head_dim", "qk_norm", "qkv_bias", "window", "full_every", "logit_softcap")
-COSTS_NOTHING = ("norm_eps", "norm_place", "rope_base", "rope_scaling", "no_rope_every", "drop_policy",
-                 "router")
+           "n_shared_experts", "head_dim", "qk_norm", "qkv_bias", "window", "full_every", "logit_softcap",
+           "norm_place")
+COSTS_NOTHING = ("norm_eps", "rope_base", "rope_scaling", "no_rope_every", "drop_policy", "router",
+                 "window_rope_base", "embed_scale")
 
 # -----------------------------------------------------------------------------
 # The whole model
@@ -118,12 +119,17 @@ def _qk_norm_parameters(cfg):
 
 
 def _norm_parameters(cfg):
-    """Return the parameters of all other norms: two per block, the last one, and one in the mlm head."""
-    norms = 2 * cfg.n_layer + 1
+    """Return the parameters of all other norms: two or four per block, the last one, one in the mlm head."""
+    norms = norms_of_block(cfg) * cfg.n_layer + 1
     if cfg.objective == "mlm":
         norms += 1
     vectors = 2 if cfg.norm == "layer" and cfg.bias else 1
     return norms * vectors * cfg.n_embd
+
+
+def norms_of_block(cfg):
+    """Return the number of norms of a block over the width of the model."""
+    return 4 if cfg.norm_place == "both" else 2
 
 
 def flops_per_token(cfg, vocab_size):

@@ -14,7 +14,7 @@ from config import PRESETS, Config
 from interface.command_line import OF_THE_RUN
 from interface.files import sound_rows, spaced_rows, write_whole
 from interface.schema import load_json
-from interface.svg import chart, escape, heat_map, number, spaced
+from interface.svg import NORMS, chart, escape, heat_map, number, spaced
 
 CURVES = (("loss", "Loss, nats per token"), ("lr", "Learning rate"), ("grad_norm", "Gradient norm"),
           ("ms", "Milliseconds per step"), ("tok_s", "Tokens per second"), ("mem_gb", "Memory, GB"))
@@ -120,7 +120,7 @@ def columns(runs, part, has_names):
 
 
 def pictures(runs):
-    """Return the SVGs of all curves that some run has, and a heat map for each run with experts."""
+    """Return the SVGs of all curves that some run has, and heat maps of each run's layers."""
     found = []
     for key, title in CURVES:
         series = [(colour_of(i), False, values_of(run.rows, key)) for i, run in enumerate(runs)]
@@ -131,7 +131,21 @@ def pictures(runs):
     for i, run in enumerate(runs):
         of_run = f", {Path(run.path).name}" if len(runs) > 1 else ""
         found.append(heat_map(f"Load of the busiest expert{of_run}", run.experts, colour_of(i)))
+        found.append(heat_map(f"Gradient norm of a layer{of_run}", layer_norms(run), colour_of(i), NORMS))
     return [f"<div>{picture}</div>" for picture in found if picture]
+
+
+def layer_norms(run):
+    """Return the rows of --log-layers for a heat map: each norm over the mean of its row."""
+    found = []
+    for row in run.rows:
+        norms = {key.rpartition(".")[2].rpartition("/")[2]: value for key, value in row.items()
+                 if key.startswith("grad_norm/") and type(value) in (int, float)}
+        mean = sum(norms.values()) / max(len(norms), 1)
+        if 0 < mean < 1e290 and row["step"] < 10**15:
+            layers = {layer: norm / mean for layer, norm in norms.items()}
+            found.append({"step": row["step"], "layers": layers})
+    return found
 
 
 def summary(run):

@@ -1,12 +1,13 @@
-"""Pictures as SVG, without a library: curves over steps, and a heat map of the experts' loads.
+"""Pictures as SVG, without a library: curves over steps, and heat maps of layers.
 
     chart     curves and dots over steps, thinned
-    heat_map  the load of the busiest expert, over layers and steps
+    heat_map  a number of each layer, over layers and steps: LOADS, NORMS
 
 The page around them (interface/report.py) has the colours: classes s0 to s3 of lines, f0 to f3 of areas.
 """
 import html
 import math
+from typing import Any, NamedTuple
 
 from interface.command_line import printable
 
@@ -15,8 +16,6 @@ LEFT, RIGHT = 52, 468  # of the curves in a picture
 TOP, BOTTOM = 30, 204
 MOST_POINTS = 600  # of a curve
 MOST_COLUMNS, MOST_LAYERS = 100, 64  # of a heat map
-LEVELS = (1.1, 1.25, 1.5, 1.75, 2, 2.5, 3)  # loads at which a heat map takes the next darker shade
-
 def escape(text):
     """Return text for HTML and XML: markup is escaped, and so is what no page may hold."""
     return "\n".join(html.escape(printable(line)) for line in str(text).split("\n"))
@@ -120,8 +119,28 @@ def busiest(layer):
     return max(load) * len(load)
 
 
-def heat_map(title, rows, colour):
-    """Return the SVG of the experts' loads over layers, from top to bottom, and steps; "" without rows."""
+def plain_number(layer):
+    """Return what a row holds of a layer; None if it is no number."""
+    return layer if type(layer) in (int, float) else None
+
+
+class Scale(NamedTuple):
+    """What a heat map shows."""
+    value: Any      # a function: what a row holds of a layer -> a number, or None
+    levels: tuple   # numbers at which a cell takes the next darker shade
+    lowest: float   # what the lightest shade stands for
+    note: str
+
+
+LOADS = Scale(busiest, (1.1, 1.25, 1.5, 1.75, 2, 2.5, 3), 1, "1 is balanced")
+NORMS = Scale(plain_number, (.25, .5, .75, 1, 1.5, 2, 3), 0, "1 is the mean of a step")
+
+
+def heat_map(title, rows, colour, scale=LOADS):
+    """Return the SVG of a number over layers, from top to bottom, and steps; "" without rows.
+
+    rows: [{"step", "layers": {layer: what scale.value reads}}].
+    """
     rows = [row for row in rows if isinstance(row.get("layers"), dict) and row["layers"]]
     rows = spaced(rows, MOST_COLUMNS)
     if not rows:
@@ -132,31 +151,38 @@ def heat_map(title, rows, colour):
     w, h = (RIGHT - LEFT) / len(rows), (BOTTOM - TOP - 18) / len(layers)
     for i, row in enumerate(rows):
         for j, layer in enumerate(layers):
-            load = busiest(row["layers"].get(layer))
-            if load is None:
+            value = scale.value(row["layers"].get(layer))
+            if value is None:
                 continue
-            highest = max(highest, load)
+            highest = max(highest, value)
             cell = f"M{LEFT + i * w:.1f} {TOP + j * h:.1f}h{w + .1:.2f}v{h + .1:.2f}h-{w + .1:.2f}z"
-            cells.setdefault(sum(load >= level for level in LEVELS), []).append(cell)
+            cells.setdefault(sum(value >= level for level in scale.levels), []).append(cell)
     parts = []
     for shade, drawn in sorted(cells.items()):
         parts.append(f'<path class="f{colour}" fill-opacity="{opacity(shade)}" d="{"".join(drawn)}"/>')
     for j in {0, len(layers) - 1}:
         y = TOP + (j + .5) * h + 4
-        name = escape(layers[j][:9])
-        parts.append(f'<text x="{LEFT - 5}" y="{y:.1f}" text-anchor="end">layer {name}</text>')
-    for i in sorted({0, len(rows) // 2, len(rows) - 1}):
-        parts.append(f'<text x="{LEFT + (i + .5) * w:.1f}" y="{BOTTOM - 2}" text-anchor="middle">'
-                     f'{number(rows[i]["step"])}</text>')
-    for shade, level in enumerate((1, *LEVELS)):
+        name = f"layer {layers[j]}" if layers[j].isdigit() else layers[j]
+        parts.append(f'<text x="{LEFT - 5}" y="{y:.1f}" text-anchor="end">{escape(name[:15])}</text>')
+    parts += heat_map_axis(rows, w)
+    for shade, level in enumerate((scale.lowest, *scale.levels)):
         x = LEFT + shade * 52
         parts.append(f'<rect class="f{colour}" fill-opacity="{opacity(shade)}" x="{x}" y="{BOTTOM + 8}" '
                      f'width="12" height="12"/><text x="{x + 16}" y="{BOTTOM + 18}">{level}</text>')
-    return svg(title, f"1 is balanced, highest {highest:.2f}", parts)
+    return svg(title, f"{scale.note}, highest {highest:.2f}", parts)
+
+
+def heat_map_axis(rows, width):
+    """Return the numbers of steps below a heat map whose columns have this width."""
+    labels = []
+    for i in sorted({0, len(rows) // 2, len(rows) - 1}):
+        labels.append(f'<text x="{LEFT + (i + .5) * width:.1f}" y="{BOTTOM - 2}" text-anchor="middle">'
+                      f'{number(rows[i]["step"])}</text>')
+    return labels
 
 
 def opacity(shade):
-    return round(0.06 + 0.94 * shade / len(LEVELS), 2)
+    return round(0.06 + 0.94 * shade / len(LOADS.levels), 2)
 
 
 def spaced(items, most):

@@ -1,4 +1,4 @@
-"""What the MLP and each expert compute between their matrices: SwiGLU, GELU or squared ReLU, chosen by --mlp.
+"""What the MLP and each expert compute between their matrices: SwiGLU, GEGLU, GELU or squared ReLU: --mlp.
 
 SwiGLU is h = silu(gate) * up. Where gate and up come side by side out of one matrix product, plain autograd
 would compute their two gradients separately and then concatenate them. Here both gradients are written in
@@ -33,11 +33,17 @@ def swiglu(gate, up=None):
     return swiglu_torch(gate, up)
 
 
+def geglu(gate, up=None):
+    """Return gelu(gate) * up, (..., f), arXiv:2002.05202: gate and up as in swiglu."""
+    gate, up = split_pair(gate, up)
+    return gelu(gate) * up
+
+
 # --mlp NAME takes ACTIVATIONS[NAME], a function of the product with w1. A name in GATED takes the products
 # with w1 and w3: the MLP gives them side by side, an expert as two arguments.
 # A new name also goes into the list at `mlp` in config.py.
-ACTIVATIONS = {"swiglu": swiglu, "gelu": gelu, "relu2": relu2}
-GATED = {"swiglu"}
+ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu, "gelu": gelu, "relu2": relu2}
+GATED = {"swiglu", "geglu"}
 
 
 def swiglu_torch(gate, up):

@@ -19,10 +19,15 @@ def undropped(place, x):
     return x
 
 
+def factor(cfg, weights, name):
+    """What a norm multiplies by. Gemma's norms hold by how much it is more than 1."""
+    return 1 + weights[name + ".offset"] if cfg.norm == "rms1p" else weights[name + ".weight"]
+
+
 def norm(cfg, weights, name, x):
     """RMSNorm, arXiv:1910.07467, or LayerNorm, arXiv:1607.06450, over the width: like x."""
-    gain = weights[name + ".weight"]
-    if cfg.norm == "rms":
+    gain = factor(cfg, weights, name)
+    if cfg.norm != "layer":
         mean_square = (x * x).mean(-1, keepdim=True)
         return x / torch.sqrt(mean_square + 1e-5) * gain
     centred = x - x.mean(-1, keepdim=True)
@@ -73,11 +78,16 @@ def root_mean_square(x):
 def normed_heads(cfg, weights, name, x, D):
     """The heads of queries or keys, (B, T, D) each, with their norm."""
     if cfg.qk_norm == "all":
-        x = x / root_mean_square(x) * weights[name + ".weight"]
+        x = x / root_mean_square(x) * factor(cfg, weights, name)
     heads = x.split(D, -1)
     if cfg.qk_norm == "head":
-        heads = [head / root_mean_square(head) * weights[name + ".weight"] for head in heads]
+        heads = [head / root_mean_square(head) * factor(cfg, weights, name) for head in heads]
     return heads
+
+
+def has_window(cfg, layer):
+    is_full = cfg.full_every and layer % cfg.full_every == cfg.full_every - 1
+    return cfg.window and not is_full
 
 
 def seen(cfg, T, layer):
@@ -85,8 +95,7 @@ def seen(cfg, T, layer):
     sees = torch.ones(T, T)
     if cfg.objective == "causal":
         sees = sees.tril()  # no later token
-    is_full = cfg.full_every and layer % cfg.full_every == cfg.full_every - 1
-    if cfg.window and not is_full:
+    if has_window(cfg, layer):
         for query in range(T):
             sees[query, :max(0, query + 1 - cfg.window)] = 0
     return sees
@@ -101,13 +110,16 @@ def attention(cfg, weights, name, x, drop):
     v = linear(cfg, weights, name + ".wv", x).split(D, -1)
     turns = cfg.pos == "rope" and not (cfg.no_rope_every and (layer + 1) % cfg.no_rope_every == 0)
     sees = seen(cfg, x.size(1), layer)
+    rope = cfg
+    if cfg.window_rope_base and has_window(cfg, layer):
+        rope = dataclasses.replace(cfg, rope_base=cfg.window_rope_base, rope_scaling=())
     heads = []
     for h in range(cfg.n_head):
         g = h // (cfg.n_head // cfg.n_kv_head)  # head h shares this key/value head
         query, key, value = q[h], k[g], v[g]  # (B, T, D) each
         if turns:
-            query = turned(cfg, query)
-            key = turned(cfg, key)
+            query = turned(rope, query)
+            key = turned(rope, key)
         score = query @ key.transpose(1, 2) / math.sqrt(D)  # (B, T, T)
         share = torch.where(sees.bool(), score.exp(), 0)
         share = share / share.sum(-1, keepdim=True)
@@ -116,18 +128,19 @@ def attention(cfg, weights, name, x, drop):
 
 
 def activation(cfg, gate, up):
-    """SwiGLU, arXiv:2002.05202; GELU, arXiv:1606.08415, section 2, and squared ReLU have no `up`."""
+    """SwiGLU, GEGLU, arXiv:2002.05202; GELU, arXiv:1606.08415, section 2, and squared ReLU have no `up`."""
     if cfg.mlp == "swiglu":
         return gate / (1 + torch.exp(-gate)) * up
     if cfg.mlp == "relu2":
         return torch.where(gate > 0, gate * gate, 0)
     inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate ** 3)
-    return gate / 2 * (1 + torch.tanh(inner))
+    gelu = gate / 2 * (1 + torch.tanh(inner))
+    return gelu * up if cfg.mlp == "geglu" else gelu
 
 
 def mlp(cfg, weights, name, x):
     gate = linear(cfg, weights, name + ".w1", x)
-    up = linear(cfg, weights, name + ".w3", x) if cfg.mlp == "swiglu" else None
+    up = linear(cfg, weights, name + ".w3", x) if cfg.mlp in ("swiglu", "geglu") else None
     return linear(cfg, weights, name + ".w2", activation(cfg, gate, up))
 
 
@@ -161,6 +174,8 @@ def forward(cfg, weights, vocab_size, tokens, drop=undropped):
     drop(place, x): what dropout does, at each of its places.
     """
     x = weights["wte.weight"][tokens]
+    if cfg.embed_scale:
+        x = x * cfg.n_embd ** 0.5
     aux = torch.zeros((), dtype=torch.float64)
     if cfg.pos == "learned":
         x = x + weights["wpe.weight"][:tokens.size(1)]
@@ -171,6 +186,7 @@ def forward(cfg, weights, vocab_size, tokens, drop=undropped):
         y = x if cfg.norm_place == "after" else norm(cfg, weights, first, x)
         y = attention(cfg, weights, name + ".attn", y, drop)
         y = norm(cfg, weights, first, y) if cfg.norm_place == "after" else y
+        y = norm(cfg, weights, f"{name}.out_norm1", y) if cfg.norm_place == "both" else y
         x = x + drop("residual", y)
         y = x if cfg.norm_place == "after" else norm(cfg, weights, second, x)
         if cfg.n_experts:
@@ -179,6 +195,7 @@ def forward(cfg, weights, vocab_size, tokens, drop=undropped):
         else:
             y = mlp(cfg, weights, name + ".mlp", y)
         y = norm(cfg, weights, second, y) if cfg.norm_place == "after" else y
+        y = norm(cfg, weights, f"{name}.out_norm2", y) if cfg.norm_place == "both" else y
         x = x + drop("residual", y)
     x = norm(cfg, weights, "norm", x)
     head = weights["wte.weight" if cfg.tied else "head.weight"]

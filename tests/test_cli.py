@@ -241,13 +241,14 @@ def test_presets_set_their_values():
 
 DEFAULTS = dict(
     norm_eps=1e-5, head_dim=0, qk_norm="none", qkv_bias=False, norm_place="before", rope_scaling=(),
-    no_rope_every=0, window=0, full_every=0, logit_softcap=0.0,
+    window_rope_base=0.0, embed_scale=False, no_rope_every=0, window=0, full_every=0, logit_softcap=0.0,
     n_layer=4, n_head=4, n_kv_head=2, n_embd=128, ffn_hidden=384, vocab_size=0, seq_len=128, dropout=0.0,
     norm="rms", mlp="swiglu", pos="rope", rope_base=10000.0, bias=False, tied=False,
     objective="causal", n_experts=0, top_k=2,
     capacity_factor=0.0, drop_policy="probs", aux_coef=0.01, z_coef=0.0, router="softmax",
     router_bias_rate=0.0, n_shared_experts=0, init_from="", tp=1, pp=1, ep=1, ep_slack=2.5, pp_layers="",
     zero=0, recompute="none", micro_batch=8, global_batch=0, rampup_batch_size=(), steps=400, lr=0.002,
+    lr_schedule="cosine", decay_ratio=0.2, log_layers=False,
     min_lr=None, warmup=40, decay_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.95, clip=1.0, dtype="fp32",
     compile=False, cuda_graph=True, data="data/stdlib", out="", seed=1337, log_every=20, eval_every=100,
     eval_iters=20, save_every=200, keep=3, keep_best=True, resume="none", max_minutes=0.0, timeout=600.0,

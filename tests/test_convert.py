@@ -121,6 +121,11 @@ OUT = {  # name: (ranks, flags, what theirs has and ours has not)
     "qwen2, zero 3": (2, ["--qkv-bias", "--zero=3"], ()),
     "qwen3, tp 2 pp 2": (4, ["--qk-norm=head", "--head-dim=12", "--tp=2", "--pp=2", "--tied"], ()),
     "olmo2, tp 2 zero 3": (4, ["--qk-norm=all", "--norm-place=after", "--tp=2", "--zero=3"], ()),
+    "mistral, tp 2": (2, ["--window=3", "--tp=2"], ()),
+    "qwen2, windows, cp 2": (2, ["--qkv-bias", "--window=5", "--full-every=2", "--cp=2"], ()),
+    "gemma3, tp 2 pp 2": (4, [
+        "--norm=rms1p", "--mlp=geglu", "--norm-place=both", "--qk-norm=head", "--embed-scale", "--tied",
+        "--window=4", "--full-every=2", "--window-rope-base=20", "--tp=2", "--pp=2"], ()),
     "smollm3, pp 2": (2, ["--no-rope-every=2", "--pp=2"], ()),
     "qwen3 moe, ep 2": (2, [*MOE, "--qk-norm=head", "--router=softmax-topk", "--ep=2"], ()),
 }
@@ -160,6 +165,18 @@ IN = {  # name: (class of its config, values)
     "qwen3 moe, gates as they are": ("Qwen3MoeConfig", dict(SHAPE, head_dim=4, num_experts_per_tok=1,
                                                             num_experts=4, moe_intermediate_size=12)),
     "olmo2": ("Olmo2Config", dict(SHAPE, pad_token_id=None)),
+    "mistral, a window": ("MistralConfig", dict(SHAPE, sliding_window=5)),
+    "mixtral, a window": ("MixtralConfig", dict(SHAPE, **EXPERTS, num_local_experts=4, sliding_window=3)),
+    "qwen2, windows": ("Qwen2Config", dict(SHAPE, use_sliding_window=True, sliding_window=4,
+                                           max_window_layers=0)),
+    "qwen3, windows and full": ("Qwen3Config", dict(
+        SHAPE, num_hidden_layers=3, use_sliding_window=True, sliding_window=4,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"])),
+    "gemma3": ("Gemma3TextConfig", dict(
+        SHAPE, num_hidden_layers=3, head_dim=8, query_pre_attn_scalar=8, sliding_window=4, pad_token_id=None,
+        sliding_window_pattern=2, rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 300.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0}})),
     "smollm3": ("SmolLM3Config", dict(SHAPE, no_rope_layer_interval=2, pad_token_id=None)),
     "glm": ("Glm4MoeConfig", dict(SHAPE, **EXPERTS, moe_intermediate_size=8, n_routed_experts=4,
                                   n_shared_experts=2, first_k_dense_replace=0, num_nextn_predict_layers=0,

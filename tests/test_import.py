@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from faults import planted
 from runs import assert_refused, go, refused
 from safetensors.torch import load_file, save_file
 
@@ -23,7 +24,8 @@ from interface.schema import load_json_of_others
 VOCAB = 50
 CLASSES = {"llama": "LlamaConfig", "mistral": "MistralConfig", "mixtral": "MixtralConfig",
            "glm4_moe": "Glm4MoeConfig", "gpt2": "GPT2Config", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config",
-           "qwen3_moe": "Qwen3MoeConfig", "olmo2": "Olmo2Config", "smollm3": "SmolLM3Config"}
+           "qwen3_moe": "Qwen3MoeConfig", "olmo2": "Olmo2Config", "smollm3": "SmolLM3Config",
+           "gemma3_text": "Gemma3TextConfig"}
 SHAPE = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=4, num_key_value_heads=2,
              intermediate_size=24, max_position_embeddings=32, vocab_size=VOCAB, initializer_range=0.3)
 SMALL = {  # {model_type: values of a small model that is imported}
@@ -39,6 +41,8 @@ SMALL = {  # {model_type: values of a small model that is imported}
                   "num_experts_per_tok": 2},
     "olmo2": {**SHAPE, "pad_token_id": None},
     "smollm3": {**SHAPE, "pad_token_id": None},
+    "gemma3_text": {**SHAPE, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5,
+                    "num_hidden_layers": 3, "sliding_window_pattern": 2, "pad_token_id": None},
     "gpt2": dict(n_layer=2, n_embd=16, n_head=4, n_positions=32, vocab_size=VOCAB, n_inner=24,
                  initializer_range=0.3, bos_token_id=0, eos_token_id=0),
 }
@@ -104,10 +108,14 @@ def test_the_defaults_are_those_of_transformers(name, hf):
             assert config_json.EVERYWHERE[field] == value, field
         elif field not in harmless:
             assert (defaults[field], type(defaults[field])) == (value, type(value)), field
-    ours_alone = {"attention_bias", "mlp_bias", "sliding_window", "head_dim"}  # in some classes
+    ours_alone = {"attention_bias", "mlp_bias", "sliding_window", "head_dim", "hidden_act",
+                  "sliding_window_pattern"}  # in some classes
     assert defaults.keys() - in_class.keys() <= ours_alone
     made = cls()
-    if name != "gpt2":
+    if name == "gemma3_text":
+        thetas = [made.rope_parameters[f"{kind}_attention"]["rope_theta"] for kind in ("full", "sliding")]
+        assert thetas == [config_json.ROPE_THETA[name], config_json.WINDOW_ROPE_THETA]
+    elif name != "gpt2":
         assert made.rope_parameters["rope_theta"] == config_json.ROPE_THETA[name]
         assert made.rope_parameters.get("partial_rotary_factor", 1) == config_json.PARTIAL_ROTARY.get(name, 1)
 
@@ -151,25 +159,30 @@ def test_harmless_fields_change_nothing(name, hf, tmp_path):
 ONLY = {  # {model_type: {field: a value by which the model is another one}}
     "llama": {"hidden_act": "gelu", "head_dim": 0, "attention_bias": True, "mlp_bias": True,
               "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "sliding_window": 8},
-    "qwen2": {"hidden_act": "gelu", "use_sliding_window": True, "attention_multiplier": 2.0,
+    "qwen2": {"hidden_act": "gelu", "use_sliding_window": 1, "attention_multiplier": 2.0,
               "rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
-    "qwen3": {"attention_bias": True, "use_sliding_window": True, "hidden_act": "relu"},
+    "qwen3": {"attention_bias": True, "use_sliding_window": 1, "hidden_act": "relu"},
     "qwen3_moe": {"attention_bias": True, "decoder_sparse_step": 2, "mlp_only_layers": [0],
-                  "use_sliding_window": True},
+                  "use_sliding_window": "yes"},
     "olmo2": {"attention_bias": True, "hidden_act": "gelu", "sliding_window": 8, "clip_qkv": 8.0},
-    "smollm3": {"no_rope_layers": [0, 1], "use_sliding_window": True, "mlp_bias": True,
+    "smollm3": {"no_rope_layers": [0, 1], "use_sliding_window": None, "mlp_bias": True,
                 "attention_bias": True},
-    "mistral": {"hidden_act": "gelu", "head_dim": 8.5, "sliding_window": 8, "layer_types": ["chunked"] * 2},
-    "mixtral": {"hidden_act": "gelu", "sliding_window": 8, "norm_topk_prob": False},
+    "mistral": {"hidden_act": "gelu", "head_dim": 8.5, "sliding_window": 0, "layer_types": ["chunked"] * 2,
+                "attention_bias": True},
+    "mixtral": {"hidden_act": "gelu", "sliding_window": -8, "norm_topk_prob": False},
     "glm4_moe": {"use_qk_norm": True, "norm_topk_prob": False, "routed_scaling_factor": 2.5, "n_group": 2,
                  "topk_group": 2, "first_k_dense_replace": 1, "attention_bias": True, "hidden_act": "relu",
                  "partial_rotary_factor": None, "num_experts_per_tok": 1},
+    "gemma3_text": {"hidden_activation": "gelu", "query_pre_attn_scalar": 16, "attn_logit_softcapping": 50.0,
+                    "final_logit_softcapping": 30.0, "use_bidirectional_attention": True,
+                    "attention_bias": True, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
     "gpt2": {"activation_function": "relu", "scale_attn_weights": False, "add_cross_attention": True,
              "scale_attn_by_inverse_layer_idx": True, "hidden_size": 32},
 }
 ALL = {"is_causal": False, "is_encoder_decoder": True, "quantization_config": {"bits": 4}, "attn_scale": 2.0,
        "per_layer_config": {"0": {}}, "auto_map": {"AutoModelForCausalLM": "m.X"}, "pruned_heads": {"0": [1]},
-       "architectures": ["LlamaBiModel"], "layer_types": ["sliding_attention"] * 2, "vocab_size": None}
+       "architectures": ["LlamaBiModel"], "layer_types": ["chunked_attention"] * 2, "vocab_size": None}
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -240,68 +253,77 @@ def test_our_function_under_another_name_is_imported(name, values, said, hf, tmp
 
 LLAMA3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
           "original_max_position_embeddings": 8192, "rope_type": "llama3"}
-RELEASED = {  # name: (class, fields, a word of the refusal or "", --seq-len)
+RELEASED = {  # name: (class, fields, a word of the refusal or "")
     "SmolLM2-135M": ("LlamaConfig", dict(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
         num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=100000,
         rope_scaling=None, tie_word_embeddings=True, vocab_size=49152, bos_token_id=0, eos_token_id=0,
-        is_llama_config=True, rope_interleaved=False, pretraining_tp=1, torch_dtype="bfloat16"), "", 0),
+        is_llama_config=True, rope_interleaved=False, pretraining_tp=1, torch_dtype="bfloat16"), ""),
     "Llama-3.2-1B": ("LlamaConfig", dict(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64,
         num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0,
         rope_scaling=LLAMA3, tie_word_embeddings=True, vocab_size=128256, bos_token_id=128000,
-        eos_token_id=128001), "", 0),
+        eos_token_id=128001), ""),
     "Qwen2.5-0.5B": ("Qwen2Config", dict(
         hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
         num_key_value_heads=2, max_position_embeddings=32768, max_window_layers=24, rms_norm_eps=1e-6,
         rope_theta=1000000.0, sliding_window=32768, use_sliding_window=False, tie_word_embeddings=True,
-        vocab_size=151936), "", 0),
+        vocab_size=151936), ""),
     "Qwen3-0.6B": ("Qwen3Config", dict(
         hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, head_dim=128,
         num_key_value_heads=8, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000,
-        tie_word_embeddings=True, vocab_size=151936), "", 0),
+        tie_word_embeddings=True, vocab_size=151936), ""),
     "Qwen3-30B-A3B": ("Qwen3MoeConfig", dict(
         hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
         num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
         norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], max_window_layers=48,
-        max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0, vocab_size=151936), "", 0),
+        max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0, vocab_size=151936), ""),
     "SmolLM3-3B": ("SmolLM3Config", dict(
         hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16,
         num_key_value_heads=4, no_rope_layer_interval=4, no_rope_layers=[1, 1, 1, 0] * 9,
         max_window_layers=28, use_sliding_window=False, sliding_window=None, mlp_bias=False, pretraining_tp=2,
-        max_position_embeddings=65536, rms_norm_eps=1e-6, rope_theta=5000000.0, vocab_size=128256), "", 0),
+        max_position_embeddings=65536, rms_norm_eps=1e-6, rope_theta=5000000.0, vocab_size=128256), ""),
     "Mistral-7B-v0.1": ("MistralConfig", dict(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=10000.0,
-        sliding_window=4096, vocab_size=32000), "sliding_window 4096 .*--seq-len 4096", 4096),
+        sliding_window=4096, vocab_size=32000), ""),
     "Mistral-7B-v0.3": ("MistralConfig", dict(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1000000.0,
-        sliding_window=None, vocab_size=32768), "", 0),
+        sliding_window=None, vocab_size=32768), ""),
     "Mixtral-8x7B-v0.1": ("MixtralConfig", dict(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1000000.0,
         sliding_window=None, vocab_size=32000, num_local_experts=8, num_experts_per_tok=2,
-        router_aux_loss_coef=0.02, output_router_logits=False), "", 0),
+        router_aux_loss_coef=0.02, output_router_logits=False), ""),
     "gpt2": ("GPT2Config", dict(
         n_ctx=1024, n_embd=768, n_head=12, n_layer=12, n_positions=1024, vocab_size=50257,
         layer_norm_epsilon=1e-5, activation_function="gelu_new", summary_activation=None,
-        task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}}), "", 0),
+        task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}}), ""),
     "OLMo-2-1B": ("Olmo2Config", dict(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=16,
         num_key_value_heads=16, max_position_embeddings=4096, rms_norm_eps=1e-6, rope_theta=500000,
-        vocab_size=100352), "", 0),
+        vocab_size=100352), ""),
+    "gemma-3-1b": ("Gemma3TextConfig", dict(
+        hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=256, sliding_window=512, sliding_window_pattern=6, vocab_size=262144,
+        query_pre_attn_scalar=256, rope_theta=1000000.0, rope_local_base_freq=10000.0, rope_scaling=None,
+        cache_implementation="hybrid", max_position_embeddings=32768), ""),
     "gemma-3-270m": ("Gemma3TextConfig", dict(
         hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4,
         num_key_value_heads=1, head_dim=256, sliding_window=512, vocab_size=262144,
-        max_position_embeddings=32768), "model_type 'gemma3_text' .*scaled embedding", 0),
+        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3, _sliding_window_pattern=6,
+        query_pre_attn_scalar=256, rope_theta=1000000.0, rope_local_base_freq=10000.0, rope_scaling=None,
+        hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False, attention_bias=False,
+        attn_logit_softcapping=None, final_logit_softcapping=None, rms_norm_eps=1e-6,
+        max_position_embeddings=32768), ""),
 }
 
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_the_config_of_a_released_model(name, hf, tmp_path):
     """As it was published, and as transformers of today saves it: imported, or refused by the field."""
-    kind, fields, word, seq_len = RELEASED[name]
+    kind, fields, word = RELEASED[name]
     made = getattr(hf, kind)
     architecture = hf.AutoModelForCausalLM._model_mapping[made].__name__
     published = {"model_type": made.model_type, "architectures": [architecture], **fields}
@@ -313,15 +335,17 @@ def test_the_config_of_a_released_model(name, hf, tmp_path):
         if word:
             with pytest.raises(ValueError, match=word):
                 config_json.read_config(at, "bf16")
-        if seq_len or not word:
-            found.append(config_json.read_config(at, "bf16", seq_len))
+        else:
+            found.append(config_json.read_config(at, "bf16"))
     if found:
         assert found[0] == found[1] and found[0].vocab_size == fields["vocab_size"]
         assert found[0].cfg.n_embd == fields.get("hidden_size", 768)
         assert found[0].cfg.rope_base == fields.get("rope_theta", 1e4)
+        assert found[0].cfg.window == {"Mistral-7B-v0.1": 4096, "gemma-3-1b": 512, "gemma-3-270m": 512}.get(
+            name, 0)
 
 
-@pytest.mark.parametrize("name", [name for name, (*_, word, n) in RELEASED.items() if n or not word])
+@pytest.mark.parametrize("name", [name for name, (*_, word) in RELEASED.items() if not word])
 def test_a_small_model_with_the_config_of_a_released_one(name, hf, tmp_path):
     kind, fields, *_ = RELEASED[name]
     name = getattr(hf, kind).model_type
@@ -329,6 +353,8 @@ def test_a_small_model_with_the_config_of_a_released_one(name, hf, tmp_path):
     sizes = {field: value for field, value in SMALL[name].items() if field not in ("sliding_window",)}
     if "head_dim" in fields:
         sizes.setdefault("head_dim", 4)
+    if "layer_types" in fields:
+        sizes["layer_types"] = None
     if "no_rope_layers" in fields:
         sizes["no_rope_layers"] = None  # the list is of as many layers as the released model has
     ends = {"bos_token_id": 0, "eos_token_id": 0}
@@ -340,6 +366,55 @@ def test_a_small_model_with_the_config_of_a_released_one(name, hf, tmp_path):
 
 
 # -----------------------------------------------------------------------------
+# Windows
+
+WINDOWS = dict(num_hidden_layers=3, use_sliding_window=True, sliding_window=4,
+               layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+
+
+def check_there_and_back(hf, folder):
+    """A model with windows in some layers comes in and goes out as the same function."""
+    there = make(hf, folder / "there", "qwen3", **WINDOWS)
+    same_logits(hf, there)
+    convert.main(["import", str(there), f"--out={folder}/run"])
+    convert.main(["export", f"{folder}/run", f"--out={folder}/back"])
+    ids = torch.randint(VOCAB, (2, 16), generator=torch.Generator().manual_seed(2))
+    model = hf.AutoModelForCausalLM.from_pretrained(folder / "back", attn_implementation="eager")
+    with torch.no_grad():
+        want = model.eval()(ids).logits.flatten(0, 1)
+    assert (our_logits(folder / "run", ids) - want).abs().max() < 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("fault", [
+    None, ("corpus.config_json.read_window", '"window": window,', '"window": window + 1,'),
+    ("corpus.config_json.read_window", "return {\"window\": window, \"full_every\": full_every}",
+     "return {'window': window}"),
+    ("corpus.hugging_face.window_fields", "window = cfg.window or None", "window = cfg.window - 1"),
+    ("corpus.hugging_face.window_fields", "layer_types=layer_types(cfg), ", "")], ids=str)
+def test_windows_of_some_layers_in_and_out(fault, hf, tmp_path):
+    if fault is None:
+        check_there_and_back(hf, tmp_path)
+        return
+    with planted(*fault), pytest.raises(AssertionError):
+        check_there_and_back(hf, tmp_path)
+
+
+def test_layers_whose_windows_have_no_period_are_refused(hf, tmp_path):
+    """Qwen 2's first layers without a window, SmolLM3's windows of the layers that do not turn."""
+    path = tmp_path / "config.json"
+    on = dict(SHAPE, use_sliding_window=True, sliding_window=4)
+    smollm3 = hf.SmolLM3Config(**{**on, "num_hidden_layers": 4}, no_rope_layer_interval=2)
+    for made in smollm3, hf.Qwen2Config(**on, max_window_layers=1):
+        made.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="layer_types is .* all but every N-th"):
+            config_json.read_config(path, "fp32")
+    change(tmp_path, ["layer_types"])
+    with pytest.raises(ValueError, match="max_window_layers is 1; every layer"):
+        config_json.read_config(path, "fp32")
+    assert config_json.read_config(path, "fp32", seq_len=4).cfg.window == 0
+
+
+# -----------------------------------------------------------------------------
 # Any model
 
 def draw(rng):
@@ -348,16 +423,23 @@ def draw(rng):
     common = {"tie_word_embeddings": [True, False]}
     decoder = {**common, "num_key_value_heads": [1, 2, 4], "rms_norm_eps": [1e-6, 1e-3],
                "num_attention_heads": [4, 8], "hidden_act": ["silu", "swish", "silu", "gelu"]}
+    windows = {"use_sliding_window": [True, True, False], "sliding_window": [None, 1, 5, 32],
+               "max_window_layers": [0, 1, 2, 3],
+               "layer_types": [None, ["sliding_attention"] * 2, ["sliding_attention", "full_attention"],
+                               ["full_attention", "sliding_attention"]]}
     choices = {
         "llama": {**decoder, "attention_bias": [True, False], "mlp_bias": [True, False]},
         "mistral": {**decoder, "sliding_window": [None, 8, 32, 64]},
         "mixtral": {**decoder, "sliding_window": [None, 8], "num_experts_per_tok": [1, 2, 3]},
-        "qwen2": decoder,
-        "qwen3": {**decoder, "head_dim": [2, 4, 8], "attention_bias": [False, False, True]},
-        "qwen3_moe": {**decoder, "norm_topk_prob": [True, False], "num_experts_per_tok": [1, 2, 3],
+        "qwen2": {**decoder, **windows},
+        "qwen3": {**decoder, **windows, "head_dim": [2, 4, 8], "attention_bias": [False, False, True]},
+        "qwen3_moe": {**decoder, **windows, "norm_topk_prob": [True, False], "num_experts_per_tok": [1, 2, 3],
                       "decoder_sparse_step": [1, 1, 2]},
         "olmo2": {**decoder, "attention_bias": [False, False, True]},
-        "smollm3": {**decoder, "no_rope_layer_interval": [1, 2, 3, 4],
+        "gemma3_text": {**common, "rms_norm_eps": [1e-6, 1e-3], "sliding_window": [1, 5, 32, 64],
+                        "num_key_value_heads": [1, 2, 4], "sliding_window_pattern": [1, 2, 3, 6],
+                        "query_pre_attn_scalar": [8, 8, 16], "num_hidden_layers": [2, 3]},
+        "smollm3": {**decoder, **windows, "no_rope_layer_interval": [1, 2, 3, 4],
                     "no_rope_layers": [None, [1, 0], [0, 1]], "mlp_bias": [False, False, True]},
         "glm4_moe": {**decoder, "norm_topk_prob": [True, False], "num_experts_per_tok": [1, 2, 3],
                      "n_shared_experts": [0, 1, 2], "routed_scaling_factor": [1.0, 1.0, 2.0],

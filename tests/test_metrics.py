@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from faults import with_faults
 from pool import run_ranks
 from runs import TINY, chars, final, go, rows, session
 from safetensors.torch import load_file
@@ -34,7 +35,8 @@ from skip import Guard
 FLAGS = [*[f for f in TINY if "global-batch" not in f], "--global-batch=8", "--dtype=fp64", "--clip=0.05",
          "--min-lr=3e-3", "--decay-steps=4", "--steps=5"]
 EXPERTS = ["--n-experts=4", "--top-k=2", "--z-coef=0.01", "--aux-coef=0.5"]
-RUNS = {"dp 2": (2, []), "tp 2": (2, ["--tp=2"]), "pp 2": (2, ["--pp=2"]), "one": (1, []),
+RUNS = {"dp 2": (2, ["--zero=2"]), "tp 2": (2, ["--tp=2"]), "pp 2": (2, ["--pp=2", "--tied"]), "one": (1, []),
+        "cp 2": (2, ["--cp=2", "--zero=3"]),
         "moe ep 2": (2, [*EXPERTS, "--ep=2"]), "moe pp 2": (2, [*EXPERTS, "--pp=2"]),
         "moe, capacity": (2, [*EXPERTS, "--capacity-factor=0.75"]),
         "moe, sigmoid": (2, [*EXPERTS, "--router=sigmoid", "--router-bias-rate=0.02", "--zero=1"])}
@@ -93,7 +95,7 @@ def plain_step(cfg, weights, number):
 @pytest.mark.parametrize("name", RUNS)
 def test_every_logged_number_of_a_step(name, tmp_path):
     n, layout = RUNS[name]
-    argv = [*FLAGS, *layout, "--save-every=1", "--keep=0"]
+    argv = [*FLAGS, *layout, "--save-every=1", "--keep=0", "--log-layers"]
     before = time.time()
     go(n, tmp_path / "run", "--dump-grads", tmp_path / "dump", base=argv)
     cfg, table = parse(argv), rows(tmp_path / "run", ())
@@ -106,6 +108,7 @@ def test_every_logged_number_of_a_step(name, tmp_path):
         loss, grads, layers, size = plain_step(cfg, weights, number)
         if number == 1:
             check_dump(load_file(tmp_path / "dump"), grads, row)
+        check_layers(row, cfg, grads)
         grads = list(grads.values())
         norm = torch.stack([g.norm() for g in grads]).norm().item()
         assert row["loss"] == pytest.approx(loss, rel=1e-10)
@@ -133,6 +136,20 @@ def test_every_logged_number_of_a_step(name, tmp_path):
         check_rates(row, cfg, n)
 
 
+def check_layers(row, cfg, grads):
+    """--log-layers: the norm of each block and of what is in none, before clipping."""
+    layers = ["wte", "blocks.0", "blocks.1", "norm"]
+    if not cfg.tied:
+        layers.append("head")
+    logged = {key: value for key, value in row.items() if key.startswith("grad_norm/")}
+    assert list(logged) == [f"grad_norm/{layer}" for layer in layers]
+    for layer in layers:
+        of_layer = [g.norm() for name, g in grads.items() if name.startswith(f"{layer}.")]
+        want = torch.stack(of_layer).norm().item()
+        assert logged[f"grad_norm/{layer}"] == pytest.approx(want, rel=1e-10), layer
+    assert math.hypot(*logged.values()) == pytest.approx(row["grad_norm"], rel=1e-10)
+
+
 def check_dump(dumped, grads, row):
     """--dump-grads: unclipped gradients of the first step and the weights before it, without padding."""
     assert dumped.keys() == {*grads, *(f"grad/{name}" for name in grads)} | {
@@ -156,6 +173,56 @@ def check_rates(row, cfg, ranks):
                       ("tflops_causal", per_rank * (token + attention / 2) / 1e12)):
         assert row[key] == pytest.approx(want, rel=1e-9), key
     assert row["ms"] > 0
+
+
+LAYERS = "runtime.layer_norms.LayerNorms"
+
+
+def layer_norms(out, *flags, ranks=1, faults=(), plan=None):
+    """Return {layer: norm} of each row of a run with --log-layers, and its grad_norm."""
+    argv = [*FLAGS, f"--out={out}", "--log-layers", *flags]
+    results = run_ranks(ranks, with_faults, faults, session, argv, plan)
+    assert [result["code"] for result in results] == [0] * ranks, results[0]["err"]
+    return [({key: value for key, value in row.items() if key.startswith("grad_norm/")}, row.get("grad_norm"))
+            for row in rows(out, ())]
+
+
+@pytest.fixture(scope="module")
+def norms_of_one(tmp_path_factory):
+    [(norms, _)] = layer_norms(tmp_path_factory.mktemp("one"), "--steps=1")
+    return norms
+
+
+def check_norms(out, want, ranks, *flags, faults=()):
+    [(found, norm)] = layer_norms(out, "--steps=1", *flags, ranks=ranks, faults=faults)
+    assert found == pytest.approx(want, rel=1e-2 if "--dtype=fp16" in flags else 1e-10)
+    assert math.hypot(*found.values()) == pytest.approx(norm)
+
+
+@pytest.mark.parametrize("ranks,layout,fault", [
+    (2, "--tp=2", (f"{LAYERS}.measure", "* bucket.count_factor", "* 1")),
+    (2, "--zero=1", (f"{LAYERS}.report", "self.data_parallel.mesh.world.all_reduce(self.squares)",
+                     "self.squares")),
+    (2, "--pp=2", ("runtime.layer_norms.layer_of", "block_of(name)", "block_of(name[:7] + '0')")),
+    (1, "--dtype=fp16", (f"{LAYERS}.measure", "self.opt.unscale(torch.stack(norms).double())",
+                         "torch.stack(norms).double()")),
+    (1, "--zero=0", ("optim.Optimizer.step", "for function in self.before_update:",
+                     "self.divide_gradients(self.divisor(grad_norm), grad_norm * 0)\n"
+                     "        for function in self.before_update:"))], ids=lambda x: str(x)[:12])
+def test_a_fault_in_the_norms_of_layers_is_found(ranks, layout, fault, norms_of_one, tmp_path):
+    with pytest.raises(AssertionError):
+        check_norms(tmp_path, norms_of_one, ranks, layout, faults=[fault])
+
+
+def test_norms_of_layers_have_no_loss_scale(norms_of_one, tmp_path):
+    """test_every_logged_number_of_a_step has the other layouts."""
+    check_norms(tmp_path, norms_of_one, 1, "--dtype=fp16")
+
+
+def test_norms_of_layers_in_steps_that_are_not_taken(tmp_path):
+    """In a step that is not finite, the layers whose gradient is not finite are missing."""
+    table = layer_norms(tmp_path, "--train-range-to-skip", "2", "2", plan={4: "nan"})
+    assert [len(layers) for layers, _ in table] == [5, 0, 5, 4, 5]
 
 
 def test_the_router_bias_follows_the_logged_loads(tmp_path):

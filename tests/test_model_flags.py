@@ -22,6 +22,8 @@ FORMS = {
     "olmo2": dict(SHORT, qk_norm="all", norm_place="after"),
     "llama3": dict(SHORT, rope_scaling=(4.0, 0.5, 2.0, 8.0)),
     "windows": dict(SHORT, window=3, full_every=2, no_rope_every=2),
+    "gemma3": dict(SHORT, norm="rms1p", mlp="geglu", norm_place="both", qk_norm="head", embed_scale=True,
+                   window=3, full_every=2, window_rope_base=20.0, tied=True),
     "nanochat": dict(SHORT, window=3, qk_norm="head", mlp="relu2", logit_softcap=0.5),
 }
 EXPERTS = dict(FORMS["olmo2"], **{flag: MOE[flag] for flag in ("n_experts", "capacity_factor", "top_k",
@@ -37,11 +39,13 @@ LAYOUTS = [  # form, ranks, sequences, layout; with tp 4 two ranks share a key h
     ("windows", 4, 4, dict(cp=4)), ("windows", 4, 4, dict(cp=2, pp=2, recompute="full")),
     ("windows", 2, 4, dict(pp=2, zero=1)), ("windows", 2, 4, dict(tp=2, recompute="selective")),
     ("nanochat", 4, 4, dict(tp=2, cp=2)), ("nanochat", 4, 8, dict(tp=2, zero=3)),
+    ("gemma3", 4, 4, dict(tp=2, pp=2)), ("gemma3", 2, 4, dict(cp=2)), ("gemma3", 2, 4, dict(zero=3)),
+    ("gemma3", 4, 4, dict(tp=4, recompute="selective")), ("gemma3", 2, 4, dict(zero=2, recompute="full")),
     ("experts", 4, 4, dict(tp=2, ep=2)), ("experts", 4, 8, dict(cp=2, ep=4, zero=1, recompute="full")),
     ("experts", 4, 4, dict(tp=4, ep=2)), ("experts", 4, 4, dict(pp=2, ep=2, recompute="selective"))]
 
 
-FEW = [0, 5, 7, 10, 12, 14, 16, 19, 20]  # of LAYOUTS; make long has all
+FEW = [0, 5, 7, 10, 12, 14, 16, 19, 20, 22, 25]  # of LAYOUTS; make long has all
 
 
 @pytest.mark.parametrize("form,n,batch,layout", [
@@ -88,8 +92,8 @@ FAULTS = {  # name: (form, (ranks, layout), a fault as arguments of planted)
     "the gradient of that mean from own heads": (
         "olmo2", TP, "parallel._SumOverRanks.backward", gradient_of_own_heads),
     "the weights of another key head's norm": (
-        "olmo2", TP4, "attention.Attention.normed", "self.k_norm.weight, self.kv_rows",
-        "self.k_norm.weight.roll(self.D), self.kv_rows"),
+        "olmo2", TP4, "attention.Attention.normed", "factor(self.k_norm), self.kv_rows",
+        "factor(self.k_norm).roll(self.D), self.kv_rows"),
     "a norm of heads that is summed over dp": (
         "qwen3", TP, "attention.Attention.__init__",
         functools.partial(of_columns, name="q_norm.weight", group="dp")),
@@ -137,6 +141,19 @@ PLAIN_FAULTS = {  # name: (form, a fault as arguments of planted)
         "windows", "attention.window_mask", "queries - window", "queries - window - 1"),
     "the other layers see all keys": ("windows", "attention.is_nth", "== 0", "== 1"),
     "frequencies divided, not blended": ("llama3", "attention.scaled_frequency", "(1 - share) / factor", "0"),
+    "every layer turns by the windows' base": (
+        "gemma3", "model.GPT.forward", "block.attn.window > 0", "True"),
+    "the windows' base scaled, too": (
+        "gemma3", "model.GPT._rotation", "cfg.window_rope_base, device, dtype)",
+        "cfg.window_rope_base, device, dtype, (2.0, 0.5, 2.0, 8.0))"),
+    "the MLP's norm on attention's output": (
+        "gemma3", "model.Block.attention_half", "self.norm1, self.out_norm1",
+        "self.norm1, self.out_norm2"),
+    "an embedding scaled by the width": ("gemma3", "model.GPT._embed", "math.sqrt(self.cfg.n_embd)",
+                                         "self.cfg.n_embd"),
+    "norms of heads without the 1": ("gemma3", "layers.factor", "1 + norm.offset", "norm.offset"),
+    "gate and up swapped": (
+        "gemma3", "ops.activations.geglu", "return gelu(gate) * up", "return gate * gelu(up)"),
     "the norm after the sum": ("olmo2", "model.Block.add_output", norm_of_the_sum),
     "logits cut, not bent": ("nanochat", "model.GPT._loss_or_logits", "cap * torch.tanh(logits / cap)",
                              "logits.clamp(-cap, cap)"),

@@ -2,12 +2,14 @@
 import dataclasses
 import json
 import math
+import signal
 from unittest import mock
 
 import pytest
 import torch
-from faults import DP, LLAMA, PP, TP, ZERO, sequences, with_faults
+from faults import DP, LLAMA, PP, TP, ZERO, planted, sequences, with_faults
 from pool import run_ranks
+from runs import go, rows, same
 from test_model import FAMILIES, MOE, built, steps
 
 import train
@@ -50,6 +52,53 @@ def test_learning_rate():
     assert learning_rate(dataclasses.replace(cfg, min_lr=None), 110) == pytest.approx(1e-4)  # lr / 10
     assert learning_rate(dataclasses.replace(cfg, min_lr=0.0), 110) == 0
     assert learning_rate(dataclasses.replace(cfg, warmup=0), 1) == pytest.approx(1e-3, rel=1e-3)
+
+
+WSD = {  # (warmup, steps, decay_steps, decay_ratio, min_lr): tenths of --lr 1.0 in steps 1, 2, ...
+    (2, 10, 0, 0.4, 0.0): [5, 10, 10, 10, 10, 10, 7.5, 5, 2.5, 0, 0, 0],
+    (2, 10, 0, 0.4, None): [5, 10, 10, 10, 10, 10, 7.75, 5.5, 3.25, 1, 1],
+    (0, 99, 5, 0.4, 0.4): [10, 10, 10, 7, 4, 4, 4],
+    (4, 8, 0, 1.0, 0.0): [2.5, 5, 7.5, 10, 7.5, 5, 2.5, 0],
+    (1, 4, 0, 0.0, 0.0): [10, 10, 10, 10],
+    (5, 4, 0, 0.5, 0.0): [2, 4, 6, 8],
+}
+
+
+def check_wsd():
+    for (warmup, total, decay, ratio, low), tenths in WSD.items():
+        cfg = Config(lr=1.0, lr_schedule="wsd", warmup=warmup, steps=total, decay_steps=decay, min_lr=low,
+                     decay_ratio=ratio)
+        rates = [learning_rate(cfg, step) for step in range(1, len(tenths) + 1)]
+        assert rates == pytest.approx([x / 10 for x in tenths], rel=1e-12, abs=1e-15), cfg
+
+
+def test_warmup_stable_decay_by_hand():
+    check_wsd()
+
+
+@pytest.mark.parametrize("fault", [
+    ("optim.stable_until", "cfg.decay_ratio * last", "cfg.decay_ratio * cfg.steps"),
+    ("optim.stable_until", "max(cfg.warmup, last -", "max(0, last -"),
+    ("optim.learning_rate", "step <= stable_end", "step < stable_end - 1"),
+    ("optim.learning_rate", "/ (last - stable_end)", "/ last"),
+    ("optim.learning_rate", "low + (last - step)", "(last - step)")], ids=lambda fault: fault[1])
+def test_a_wrong_line_of_the_decay_is_found(fault):
+    with planted(*fault), pytest.raises((AssertionError, ZeroDivisionError)):
+        check_wsd()
+
+
+def test_a_run_stopped_in_its_stable_part_goes_on_bit_for_bit(tmp_path):
+    """Stopped as --max-minutes stops it. In the stable part a run can also be made longer."""
+    flags = ["--lr-schedule=wsd", "--decay-ratio=0.5", "--save-every=8", "--steps=8"]
+    go(1, tmp_path / "whole", *flags)
+    go(1, tmp_path / "half", *flags, plan={3: signal.SIGTERM}, code=85)
+    go(1, tmp_path / "half", *flags, "--resume=auto")
+    same(tmp_path / "whole", tmp_path / "half", 8)
+    rates = [row["lr"] for row in rows(tmp_path / "half")]
+    assert rates == pytest.approx([0.005, 0.01, 0.01, 0.01, 0.00775, 0.0055, 0.00325, 0.001], rel=1e-12)
+    made = go(1, tmp_path / "half", *flags[:-1], "--steps=12", f"--resume={tmp_path}/half/step_000003")
+    assert "steps 8 -> 12" in made["out"]
+    assert [row["lr"] for row in rows(tmp_path / "half")][2:6] == [0.01] * 4
 
 
 # -----------------------------------------------------------------------------

@@ -105,6 +105,7 @@ FAMILY = {"swiglu": {}, "gelu": dict(norm="layer", mlp="gelu", pos="learned", n_
           "moe": dict(n_experts=8, top_k=2), "capacity": dict(n_experts=8, top_k=2, capacity_factor=1.25)}
 FAMILY.update({"wide heads": dict(head_dim=24), "norms after": dict(norm_place="after"),
                "norms of heads": dict(qk_norm="head"), "norm of all heads": dict(qk_norm="all")})
+FAMILY.update({"four norms": dict(norm_place="both"), "geglu": dict(mlp="geglu")})
 FAMILY.update({"norms of heads, cp": dict(qk_norm="head", cp=2)})
 FAMILY.update({"swiglu, cp": dict(cp=2), "gelu, cp": dict(FAMILY["gelu"], cp=2)})
 

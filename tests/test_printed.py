@@ -44,7 +44,7 @@ GPT = "gpt2 --vocab-size 50257"
 LLAMA = "llama-7b --n-layer 8"
 PLANS = [
     "tiny --data synthetic",
-    "tiny --data none --objective mlm --gpus 2 --cp 2 --gpu h100",
+    "tiny --data none --objective mlm --gpus 2 --cp 2 --gpu h100 --lr-schedule wsd --steps 1000",
     f"{GPT} --n-layer 8 --gpus 8 --tp 2 --pp 2 --pp-chunks 2 --zero 1 --micro-batch 4 --global-batch 64 "
     "--tokens 1e9 --rampup-batch-size 16 16 100000",
     f"{GPT} --n-layer 4 --gpus 4 --pp 4 --global-batch 240 --micro-batch 8 --tokens 2e9 --zero 1",

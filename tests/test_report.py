@@ -92,6 +92,23 @@ def test_a_heat_map_shows_each_layer_and_step():
     assert svg.heat_map("t", [], 0) == ""
 
 
+def test_a_heat_map_of_the_norms_of_layers(tmp_path):
+    """--log-layers: each norm over the mean of its row; the first layer that is drawn has a name, too."""
+    write_rows(tmp_path / "metrics.jsonl", [
+        {"step": 1, "loss": 3.0, "grad_norm/wte": 1.0, "grad_norm/blocks.0": 3.0, "grad_norm/head": 2.0},
+        {"step": 2, "loss": 3.0}, {"step": 3, "grad_norm/wte": 1.0, "grad_norm/blocks.0": "x"},
+        {"step": 4, "grad_norm/wte": 0.0}])
+    run = report.read_run(tmp_path)
+    assert report.layer_norms(run) == [{"step": 1, "layers": {"wte": 0.5, "0": 1.5, "head": 1.0}},
+                                       {"step": 3, "layers": {"wte": 1.0}}]
+    tree = elements_of(report.page([run]))
+    [drawn] = [e for e in tree.iter(f"{SVG}svg") if e.get("aria-label") == "Gradient norm of a layer"]
+    paths = {e.get("fill-opacity"): e.get("d").count("M") for e in drawn.iter(f"{SVG}path")}
+    assert paths == {str(svg.opacity(2)): 1, str(svg.opacity(4)): 2, str(svg.opacity(5)): 1}
+    said = "".join(drawn.itertext())
+    assert "highest 1.50" in said and "wte" in said and "head" in said
+
+
 def test_a_long_curve_keeps_its_highest_and_lowest_points():
     points = [(i, 1.0) for i in range(100_000)]
     points[31_000], points[77_777] = (31_000, 9.0), (77_777, -2.0)

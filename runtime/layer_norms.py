@@ -1,0 +1,74 @@
+"""--log-layers: the gradient's norm of each layer in the rows of metrics.jsonl, whatever the layout is."""
+import math
+
+import torch
+
+from ddp import block_of
+from ops.flat import bucket_pieces
+
+PREFIX = "grad_norm/"  # of the keys in a row: grad_norm/blocks.0
+
+
+def layers_of(cfg):
+    """Return the names of what is told apart: the blocks, and what stands before and behind them."""
+    names = ["wte"]
+    if cfg.pos == "learned":
+        names.append("wpe")
+    names += [f"blocks.{i}" for i in range(cfg.n_layer)]
+    names.append("norm")
+    if not cfg.tied:
+        names.append("head")
+    if cfg.objective == "mlm":
+        names.append("mlm")
+    return names
+
+
+def layer_of(name):
+    """Return the layer of a parameter: "blocks.3", "wte"."""
+    return block_of(name) if name.startswith("blocks.") else name.partition(".")[0]
+
+
+class LayerNorms:
+    """The norms of one step's gradients by layer, of the whole global batch, before clipping.
+
+    measure() is called between the gradient sums and the update, without waiting for the device or for other
+    ranks. report() sums over the ranks and makes the row's keys.
+    """
+
+    def __init__(self, cfg, data_parallel, opt):
+        self.data_parallel = data_parallel
+        self.opt = opt
+        self.layers = layers_of(cfg)
+        self.squares = None  # (layers,) fp64: this rank's part, after measure()
+
+    @torch.no_grad()
+    def measure(self):
+        """Compute this rank's part of the squared norms from its slices of the gradients."""
+        device = self.opt.grads[0].device
+        number_of = {name: i for i, name in enumerate(self.layers)}
+        squares = torch.zeros(len(self.layers), dtype=torch.float64, device=device)
+        for bucket, grad in zip(self.data_parallel.buckets, self.opt.grads, strict=True):
+            pieces = bucket_pieces(bucket, grad, prefix="", owned_only=False)
+            if not pieces:
+                continue  # This rank's slice is padding.
+            # On a CPU the fp32 norm of torch is a plain sum.
+            dtype = torch.float64 if device.type == "cpu" else grad.dtype
+            norms = torch._foreach_norm([piece.view for piece in pieces], 2, dtype=dtype)
+            # fp16's loss scale changes in the update, so it is taken out here.
+            norms = self.opt.unscale(torch.stack(norms).double())
+            numbers = torch.tensor([number_of[layer_of(piece.name)] for piece in pieces], device=device)
+            # A slice that k ranks hold counts 1/k on each.
+            squares.index_add_(0, numbers, norms.square() * bucket.count_factor)
+        self.squares = squares
+
+    def report(self):
+        """Return {"grad_norm/LAYER": its norm} of the step that was measured, {} if none was. Collective.
+
+        A norm that is not finite is left out, so a row shows which layers' gradients are not finite.
+        """
+        if self.squares is None:  # The step was skipped, on all ranks.
+            return {}
+        sums = self.data_parallel.mesh.world.all_reduce(self.squares)  # SUM of L+4 numbers, over the world
+        self.squares = None
+        norms = zip(self.layers, sums.sqrt().tolist(), strict=True)
+        return {PREFIX + layer: norm for layer, norm in norms if math.isfinite(norm)}
