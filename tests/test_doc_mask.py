@@ -1,20 +1,31 @@
 """--doc-mask: a token attends to its own document alone. The oracle is each document alone through the model.
 
-In the layouts, one rank is the oracle. tests/test_chat.py has the documents of conversations and of text.
+In the layouts, one rank is the oracle.
 """
+import contextlib
 import dataclasses
+import io
+import json
 
 import pytest
 import torch
 import torch.nn.functional as F
 from faults import planted, run_with_faults
+from runs import TINY, assert_refused, session
 from test_layouts import GPT2, LLAMA, MOE, compare
 from test_model import MESH, randomize
 
+import prepare
+import train
 from config import Config, check
+from corpus import shards
 from corpus.documents import document_places
 from corpus.shards import Synthetic
 from model import GPT
+from ops.cross_entropy import IGNORE
+from parallel import make_mesh
+from runtime import resume
+from runtime.launch import World
 
 EOD = 0
 
@@ -53,9 +64,9 @@ FORMS = {
     "experts": dict(SHORT, **EXPERTS)}
 
 
-def documents_of(row):
+def documents_of(row, eod=EOD):
     """Return the pairs (first, end) of the documents of a list of tokens."""
-    firsts = sorted({0, *(i for i, token in enumerate(row) if token == EOD)})
+    firsts = sorted({0, *(i for i, token in enumerate(row) if token == eod)})
     return list(zip(firsts, [*firsts[1:], len(row)], strict=True))
 
 
@@ -197,3 +208,137 @@ def test_a_masked_language_model_refuses_it():
     with pytest.raises(ValueError, match="--doc-mask on .* leave out --doc-mask"):
         check(Config(objective="mlm", doc_mask="on"))
     check(Config(objective="mlm"))
+
+
+# -----------------------------------------------------------------------------
+# Data sets
+
+WIDTH = 96  # of a window: it has room for several conversations
+SMALL = dict(n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_hidden=32, seq_len=WIDTH, dtype="fp64",
+             micro_batch=2, eval_iters=3)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Return a folder with the data sets text, chat, and characters, which has no <|endoftext|>."""
+    folder = tmp_path_factory.mktemp("documents")
+    texts = [f"{a} + {a}? It is {a + a}." for a in range(300)]
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    lines = []
+    for text in texts[:200]:
+        question, answer = text.split("? ")
+        lines.append(json.dumps({"messages": [{"role": "user", "content": question + "?"},
+                                              {"role": "assistant", "content": answer}]}))
+    (folder / "chat.jsonl").write_text("\n".join(lines))
+    common = ["--out", str(folder)]
+    for argv in (["text.jsonl", "--name=text", "--vocab-size=300"],
+                 ["text.jsonl", "--name=characters", "--tokenizer=char"],
+                 ["chat", "chat.jsonl", "--name=chat", f"--tokenizer={folder}/text", f"--seq-len={WIDTH}"],
+                 ["text.jsonl", "--name=more", f"--tokenizer={folder}/chat", "--val-fraction=0.2"]):
+        argv = [str(folder / word) if word.endswith(".jsonl") else word for word in argv]
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            assert not prepare.main([*argv, *common])
+    return folder
+
+
+def opened(folder, names, doc_mask="auto"):
+    """Return the training samples of data sets of a folder."""
+    return shards.open_tokens(",".join(str(folder / name) for name in names), "train", WIDTH, 3, doc_mask)
+
+
+def test_conversations_have_documents_and_text_has_on_demand(data):
+    for name, doc_mask, has_documents in [
+            ("chat", "auto", True), ("chat", "off", False), ("chat", "on", True), ("text", "auto", False),
+            ("text", "on", True), ("characters", "auto", False)]:
+        source = opened(data, [name], doc_mask)
+        assert source.has_documents == has_documents
+        assert shards.settled_doc_mask(str(data / name), doc_mask) == ("on" if has_documents else "off")
+    eod = shards.load_meta(data / "chat")["eod"]
+    source = opened(data, ["chat"])
+    x, _ = source.batch(0, 8)
+    for row, places in zip(x.tolist(), source.places(0, x).tolist(), strict=True):
+        assert row[0] == eod and row.count(eod) > 2, "several conversations in a window"
+        expected = [place for first, end in documents_of(row, eod) for place in range(1, end - first + 1)]
+        assert places == expected
+
+
+def test_a_blend_separates_the_documents_of_its_conversations_alone(data):
+    source = opened(data, ["chat", "more"])
+    assert source.has_documents and shards.settled_doc_mask(f"{data}/chat,{data}/more", "auto") == "auto"
+    x, y = source.batch(5, 24)
+    whole = [*range(1, WIDTH + 1)]
+    for row, targets, places in zip(x.tolist(), y.tolist(), source.places(5, x).tolist(), strict=True):
+        is_chat = IGNORE in targets
+        assert (places == whole) != is_chat and row.count(source.parts[0].eod) > 2
+    everywhere = opened(data, ["chat", "more"], "on")
+    assert torch.equal(everywhere.places(5, x), document_places(x, source.parts[0].eod))
+
+
+@pytest.mark.parametrize("flags,words", [
+    (["--data=synthetic"], "--data synthetic has no documents; leave out --doc-mask"),
+    (["--data={}/characters"], "its vocabulary has no <|endoftext|>; leave out --doc-mask")])
+def test_data_without_documents_are_refused(flags, words, data, tmp_path):
+    flags = [flag.format(data) for flag in flags]
+    assert_refused(session(World(), [*flags, "--doc-mask=on", f"--out={tmp_path}/x"]), words)
+
+
+def test_steps_and_evaluations_see_each_conversation_alone(data):
+    """train.py's own step and evaluation, against a loop over the conversations."""
+    cfg = Config(**SMALL, data=str(data / "chat"))
+    source, val, vocab_size, _ = shards.open_data(cfg, 0)
+    mesh = make_mesh(World())
+    model, data_parallel, opt = train.build(cfg, mesh, vocab_size, CPU)
+    randomize(model)
+
+    def loop(source, n):
+        total, count = 0.0, 0
+        for x, y in zip(*source.batch(0, n), strict=True):
+            for first, end in documents_of(x.tolist(), source.eod):
+                total += model(x[None, first:end], y[None, first:end])[0].item()
+                count += (y[first:end] != IGNORE).sum().item()
+        return total / count
+
+    with torch.no_grad():
+        want = loop(source, 6)
+        n = 2 * min(cfg.eval_iters, val.n_samples // 2)
+        assert train.evaluate(cfg, model, val, 2, CPU) == pytest.approx(loop(val, n), rel=1e-12)
+    batches = train.corrupt_targets(train.micro_batches(cfg, mesh, source, 0, 6, CPU))
+    assert [len(batch) for batch in batches] == [3, 3, 3], "a spike keeps the documents"
+    batches = train.micro_batches(cfg, mesh, source, 0, 6, CPU)
+    step = train.Step(cfg, model, data_parallel, opt)
+    stats, _ = step(batches, 1, n_trained=train.trained_tokens(source, 0, 6, CPU))
+    assert stats.loss.item() == pytest.approx(want, rel=1e-12)
+
+
+def test_a_run_says_that_its_documents_are_separate(data, tmp_path):
+    flags = [flag for flag in TINY if not flag.startswith(("--vocab", "--data", "--seq-len"))]
+    flags += [f"--data={data}/chat", f"--seq-len={WIDTH}", "--steps=1"]
+    said = session(World(), [*flags, f"--out={tmp_path}/on"])
+    assert said["code"] == 0 and "each document attends to itself alone (--doc-mask)" in said["out"]
+    said = session(World(), [*flags, f"--out={tmp_path}/off", "--doc-mask=off"])
+    assert said["code"] == 0 and "each document" not in said["out"]
+
+
+@pytest.mark.parametrize("name,there,here,refused", [
+    ("chat", None, "auto", True),  # a checkpoint from before the flag
+    ("chat", None, "off", False), ("text", None, "auto", False), ("text", None, "on", True),
+    ("chat", "auto", "on", False), ("chat", "auto", "off", True), ("text", "auto", "off", False),
+    ("chat,more", None, "auto", True), ("chat,more", "auto", "auto", False)])
+def test_a_resume_goes_on_with_the_same_attention(name, there, here, refused, data):
+    """With None the checkpoint does not name the flag."""
+    spec = ",".join(str(data / part) for part in name.split(","))
+    cfg = Config(**SMALL, data=spec, doc_mask=here)
+    before = dataclasses.asdict(cfg)
+    before["doc_mask"] = there
+    if there is None:
+        del before["doc_mask"]
+    meta = {"shape": {}, "flags": before, "seed": cfg.seed, "world": 1, "data": "hash"}
+    compared = (cfg, "step_1", json.loads(json.dumps(meta)), 1, "hash", 300)
+    if not refused:
+        assert resume.changed_flags(*compared) == {}
+        return
+    with pytest.raises(ValueError, match="--resume-changed doc-mask"):
+        resume.changed_flags(*compared)
+    compared = (dataclasses.replace(cfg, resume_changed="doc-mask"), *compared[1:])
+    assert list(resume.changed_flags(*compared)) == ["doc_mask"]
