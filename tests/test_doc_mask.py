@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from faults import planted, run_with_faults
-from runs import TINY, assert_refused, session
+from runs import TINY, assert_refused, rows, session
+from test_graph import graphed_session
 from test_layouts import GPT2, LLAMA, MOE, compare
 from test_model import MESH, randomize
 
@@ -311,13 +312,15 @@ def test_steps_and_evaluations_see_each_conversation_alone(data):
     assert stats.loss.item() == pytest.approx(want, rel=1e-12)
 
 
-def test_a_run_says_that_its_documents_are_separate(data, tmp_path):
+def test_a_graph_reads_the_documents_of_each_step(data, tmp_path):
+    """Three steps warm it up, the fourth is captured. The run says that its documents are separate."""
     flags = [flag for flag in TINY if not flag.startswith(("--vocab", "--data", "--seq-len"))]
-    flags += [f"--data={data}/chat", f"--seq-len={WIDTH}", "--steps=1"]
-    said = session(World(), [*flags, f"--out={tmp_path}/on"])
+    flags += [f"--data={data}/chat", f"--seq-len={WIDTH}", "--steps=6"]
+    said = session(World(), [*flags, f"--out={tmp_path}/plain"])
     assert said["code"] == 0 and "each document attends to itself alone (--doc-mask)" in said["out"]
-    said = session(World(), [*flags, f"--out={tmp_path}/off", "--doc-mask=off"])
-    assert said["code"] == 0 and "each document" not in said["out"]
+    said, seen = graphed_session(World(), [*flags, f"--out={tmp_path}/graph"])
+    assert said["code"] == 0 and (seen["captures"], seen["replays"]) == (1, 3), said["err"]
+    assert rows(tmp_path / "plain") == rows(tmp_path / "graph")
 
 
 @pytest.mark.parametrize("name,there,here,refused", [
