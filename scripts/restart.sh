@@ -4,7 +4,7 @@
 # A host is lost if the launcher cannot run `true` there. If all hosts answer, it is the one that the watchdog
 # names, or on which a signal ended the first rank, as srun or mpiexec says. If a host is silent and no spare
 # is left, the exit code is 85: queue the job again.
-# Exercised: with a real Slurm and with stand-ins (docs/cluster.md, tests/test_restart.py).
+# Exercised: with a real Slurm and a real PBS, and with stand-ins (docs/cluster.md, tests/test_restart.py).
 export NANOSHARD_START=$$.$(date +%s%N)  # a later start of the same job may take over a lock of this one
 [ "${SPARES:-0}" = 0 ] && exec "$@"
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -64,6 +64,7 @@ find_named() {
 # Run $now until it ends -> $rc. When something is wrong, ask for silent hosts, and do not wait for them
 run_line() {
     local i next=1
+    : > "$printed"  # before tail reads it: what the last start printed is not printed again
     "${now[@]}" &> "$printed" < /dev/null &
     pid=$!
     tail -n +1 -s .2 -F --pid=$pid "$printed" 2> /dev/null &
