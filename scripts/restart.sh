@@ -46,7 +46,7 @@ find_silent() {
         echo "$host" > "$printed.at.$host"
         where=("$hostfile" "$printed.at.$host")
         [[ $line = *srun ]] && where=(--overlap --mpi=none -N 1 -w "$host")
-        timeout -k 1 5 "$line" -n 1 "${where[@]}" true &> /dev/null < /dev/null &
+        timeout -s KILL 5 "$line" -n 1 "${where[@]}" true &> /dev/null < /dev/null &
         tried+=($!)
     done
     wait ${tried[0]} || return 0  # a signal may end wait early: ask twice
@@ -69,12 +69,12 @@ run_line() {
     pid=$!
     tail -n +1 -s .2 -F --pid=$pid "$printed" 2> /dev/null &
     for ((i = 1; ${#bad[@]} == 0; i++)); do
-        sleep 1
+        sleep .2
         kill -0 $pid 2> /dev/null || break
-        [ $i -ge $next ] && tail -c 9999 "$printed" | grep -qE "$trouble" && find_silent && next=$((i + 10))
+        [ $i -ge $next ] && tail -c 9999 "$printed" | grep -qE "$trouble" && find_silent && next=$((i + 50))
     done
     if [ ${#bad[@]} -gt 0 ]; then
-        { kill $pid && sleep 1 && kill -KILL $pid; } 2> /dev/null
+        { kill $pid && for i in {1..5}; do sleep .2; kill -0 $pid || break; done; kill -KILL $pid; } 2> /dev/null
         [[ $line = *srun ]] && scancel $(squeue -hs -j "$SLURM_JOB_ID" -o %i | grep '[.][0-9]')
     fi
     wait $pid; rc=$?

@@ -184,6 +184,8 @@ def newest(out):
 def started_from(log, start):
     """Return the step from which the run resumed whose output starts at byte `start` of the log; None: it was
     killed before it resumed."""
+    if not Path(log).exists():
+        return None  # it was killed before it could open its log
     for line in Path(log).read_text(errors="replace")[start:].splitlines():
         if line.startswith("resumed "):
             return int(line.split("step_")[1].split(":")[0])
