@@ -77,7 +77,7 @@ def norm_of_all_heads(q, k, q_gain, k_gain, eps, axis):
 # -----------------------------------------------------------------------------
 # Which keys a query sees
 
-def visible_keys(cfg, q, k, window=0):
+def visible_keys(cfg, q, k, window=0, places=None):
     """Return (mask, is_causal) for torch's attention: which keys each query sees.
 
     Training, generation and context parallelism all ask here.
@@ -86,13 +86,18 @@ def visible_keys(cfg, q, k, window=0):
     last query has the position of the last key. mask (queries, keys) is True where a query sees a
     key. If mask is None, is_causal chooses between the flash kernel's own causal mask and no mask
     at all. window: the keys that a query of this layer sees at most, the last of which is its own
-    position; 0 is all. To add a rule, put it before the lines of --objective mlm, which return. Or
-    put it after them, and let config.py refuse the rule's flag together with mlm.
+    position; 0 is all. places (B, queries): each query's place in its document, from 1; None where
+    nothing separates documents. A place is also a window: as far back as the document goes. The
+    mask is then (B, 1, queries, keys). To add a rule, put it before the lines of --objective mlm,
+    which return. Or put it after them, and let config.py refuse the rule's flag together with mlm.
     """
     if cfg.objective == "mlm":
         return None, False
     n_queries = q.size(2)
     n_keys = k.size(2)
+    if places is not None:
+        windows = places.clamp(max=window or n_keys)[:, None, :, None]  # (B, 1, queries, 1)
+        return window_mask(n_queries, n_keys, windows, q.device), False
     if 0 < window < n_keys:
         return window_mask(n_queries, n_keys, window, q.device), False
     if n_queries == n_keys:
@@ -111,27 +116,30 @@ def lower_right_mask(n_queries, n_keys):
 
 
 def window_mask(n_queries, n_keys, window, device):
-    """Return the causal mask (queries, keys) in which a query sees `window` keys at most."""
+    """Return the causal mask (queries, keys) in which a query sees `window` keys at most.
+
+    window: an int, or a tensor (B, 1, queries, 1) with a window for each query.
+    """
     keys = torch.arange(n_keys, device=device)
     queries = keys[n_keys - n_queries:].unsqueeze(1)
     return (keys <= queries) & (keys > queries - window)
 
 
-def attend(q, k, v, cfg, window=0, **options):
+def attend(q, k, v, cfg, window=0, places=None, **options):
     """Attention of queries (B, h, queries, D) to the keys (B, g, keys, D) that they see."""
     if window:  # the first query sees the keys before it that fit into its window, and none earlier
         reach = q.size(2) + window - 1
         k = k[:, :, -reach:]
         v = v[:, :, -reach:]
-    mask, is_causal = visible_keys(cfg, q, k, window)
+    mask, is_causal = visible_keys(cfg, q, k, window, places)
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **options)
 
 
-def attend_segments(q, k, v, cfg, axis, *, window=0, **options):
+def attend_segments(q, k, v, cfg, axis, *, window=0, places=None, **options):
     """Attention of this rank's two segments (Axis.own_segments) of each sequence to all keys.
 
     q (B, h, t, D), k and v (B, g, t, D) -> (B, h, t, D). In causal attention the queries of a
-    segment get the keys up to the segment's own end.
+    segment get the keys up to the segment's own end. places (B, t): see visible_keys.
     """
     options["window"] = window
     kv = torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=2)  # (t, B, 2g, D)
@@ -145,8 +153,13 @@ def attend_segments(q, k, v, cfg, axis, *, window=0, **options):
     segment_size = q.size(2) // 2
     early_end = (axis.rank + 1) * segment_size
     late_end = k.size(2) - axis.rank * segment_size
-    early = attend(early_queries, k[:, :, :early_end], v[:, :, :early_end], cfg, **options)
-    late = attend(late_queries, k[:, :, :late_end], v[:, :, :late_end], cfg, **options)
+    early_places = late_places = None
+    if places is not None:
+        early_places, late_places = places.chunk(2, dim=1)  # (B, t/2) each
+    early = attend(early_queries, k[:, :, :early_end], v[:, :, :early_end], cfg,
+                   places=early_places, **options)
+    late = attend(late_queries, k[:, :, :late_end], v[:, :, :late_end], cfg,
+                  places=late_places, **options)
     return torch.cat([early, late], dim=2)  # (B, h, t, D)
 
 
@@ -190,13 +203,13 @@ class Attention(nn.Module):
             self.q_norm = Gain(cfg, cfg.n_head * self.D, mesh, tp_dim=0)
             self.k_norm = Gain(cfg, G * self.D, mesh, tp_dim=0 if shard_kv else None)
 
-    def forward(self, x, t, cos, sin, cache=None):  # (n, C) -> (n, C)
+    def forward(self, x, t, cos, sin, cache=None, places=None):  # (n, C) -> (n, C)
         # Every rank sees all tokens, for its own heads: n rows from each rank to all, over tp.
         x = gather_rows(x, self.mesh.tp)  # (B*t, C)
         q, k, v = self.project(x, t, cos, sin)  # (B, h, t, D), twice (B, g, t, D)
         if cache is not None:
             k, v = cache.append(self, k, v)  # (B, g, positions so far, D) each
-        y = self.attend(q, k, v, cache)  # (B, h, t, D)
+        y = self.attend(q, k, v, cache, places)  # (B, h, t, D)
         return self.wo(y.transpose(1, 2).reshape(-1, self.h * self.D))  # (B*t, h*D) -> (n, C)
 
     def project(self, x, t, cos, sin):  # (B*t, C) -> (B, h, t, D), twice (B, g, t, D)
@@ -225,8 +238,8 @@ class Attention(nn.Module):
         k_gain = select_rows(factor(self.k_norm), self.kv_rows).view(self.g, self.D)
         return norm_of_all_heads(q, k, q_gain, k_gain, eps, self.mesh.tp)
 
-    def attend(self, q, k, v, cache):  # (B, h, t, D), twice (B, g, keys, D) -> (B, h, t, D)
-        options = {"enable_gqa": self.h != self.g, "window": self.window,
+    def attend(self, q, k, v, cache, places):  # (B, h, t, D), twice (B, g, keys, D) -> (B, h, t, D)
+        options = {"enable_gqa": self.h != self.g, "window": self.window, "places": places,
                    "dropout_p": self.cfg.dropout if self.training else 0.0}
         if cache is None and self.mesh.cp.size > 1:
             return attend_segments(q, k, v, self.cfg, self.mesh.cp, **options)

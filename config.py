@@ -202,6 +202,9 @@ class Config:
     # the config.json of a run: its flags, except --resume, are the defaults, and those given here win
     config: str = flag("", "silent")
     out: str = flag("", "silent", common=True)  # directory of the run's files; default out/PRESET
+    # a token attends to its own document alone, not to all that is before it in its window; auto: on for
+    # conversations, off for text
+    doc_mask: Literal["auto", "on", "off"] = flag("auto", "data")
     seed: int = flag(1337, "data", (0, 2**63 - 1))  # of weights, data order and dropout
     log_every: int = flag(20, "silent", (1, 10**12))  # steps between logged steps
     eval_every: int = flag(100, "silent", COUNT, common=True)  # steps between evaluations; 0 never evaluates
@@ -446,6 +449,9 @@ def check_masked_model(cfg):
     if cfg.window:
         raise ValueError(f"--window {cfg.window} looks back only, --objective mlm predicts from both sides; "
                          "leave out --window")
+    if cfg.doc_mask == "on":
+        raise ValueError("--doc-mask on hides what is before a document, --objective mlm looks both ways and "
+                         "takes a window as one; leave out --doc-mask")
     if cfg.vocab_size == 1:
         raise ValueError("--vocab-size 1 is [MASK] alone with --objective mlm; try --vocab-size 65")
     if cfg.prompt:

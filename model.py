@@ -103,27 +103,27 @@ class Block(nn.Module):
         else:
             self.mlp = MLP(cfg, mesh, cfg.ffn_hidden)
 
-    def forward(self, x, t, cos, sin, cache=None):
+    def forward(self, x, t, cos, sin, cache=None, places=None):
         """(n, C) -> (n, C), and this rank's part of the router loss: () or, without experts,
         None."""
         if self.moe is None:
-            return self.recomputed_call(self.dense_block, x, t, cos, sin, cache), None
-        x, inner = self.recomputed_call(self.attention_half, x, t, cos, sin, cache)
+            return self.recomputed_call(self.dense_block, x, t, cos, sin, cache, places), None
+        x, inner = self.recomputed_call(self.attention_half, x, t, cos, sin, cache, places)
         call = self.recomputed_call if self.recompute_mode == "full" else plain_call
         y, router_loss = self.moe(inner, call)
         return self.add_output(x, y), router_loss
 
-    def attention_half(self, x, t, cos, sin, cache):
+    def attention_half(self, x, t, cos, sin, cache, places):
         """(n, C) -> (n, C), and what the MLP or the experts read of it, (n, C)."""
         norms_inputs = self.norm_place != "after"
         inner = self.norm1(x) if norms_inputs else x
-        y = self.attn(inner, t, cos, sin, cache)
+        y = self.attn(inner, t, cos, sin, cache, places)
         y = self.normed_output(y, self.norm1, self.out_norm1)
         x = x + F.dropout(y, self.dropout, self.training)
         return x, self.norm2(x) if norms_inputs else x
 
-    def dense_block(self, x, t, cos, sin, cache):  # (n, C) -> (n, C)
-        x, inner = self.attention_half(x, t, cos, sin, cache)
+    def dense_block(self, x, t, cos, sin, cache, places):  # (n, C) -> (n, C)
+        x, inner = self.attention_half(x, t, cos, sin, cache, places)
         return self.add_output(x, self.mlp(inner))
 
     def add_output(self, x, y):  # y: of the MLP or the experts, (n, C)
@@ -235,11 +235,13 @@ class GPT(nn.Module):
         if self.data_parallel is not None:
             self.data_parallel.provide_weights(module, x)
 
-    def forward(self, tokens, targets=None, hidden=None, cache=None, chunk=0):
+    def forward(self, tokens, targets=None, places=None, hidden=None, cache=None, chunk=0):
         """Return the output of one of this rank's chunks of blocks, and the chunk's router loss.
 
-        tokens (B, t) int64; targets (B, t); hidden (n, C): the output of the previous stage; cache:
-        a Cache, for generation; chunk: which of this rank's chunks.
+        tokens (B, t) int64; targets (B, t); places (B, t): the place of each token in its
+        document, from 1, or None where a token sees all that is before it; hidden (n, C): the
+        output of the previous stage; cache: a Cache, for generation; chunk: which of this rank's
+        chunks.
         The output is hidden (n, C) on every stage except the last. On the last stage it is the
         logits (B*t, local_vocab) or, with targets, the sum of their cross-entropy in nats, ().
         The router loss is this rank's part of the sum over the stage's blocks, ().
@@ -254,7 +256,7 @@ class GPT(nn.Module):
             block = self.blocks[str(i)]
             self.provide_weights(block, x)
             cos, sin = rotation[block.attn.window > 0]
-            x, block_loss = block(x, t, cos, sin, cache)
+            x, block_loss = block(x, t, cos, sin, cache, places)
             if block_loss is not None:
                 router_loss = router_loss + block_loss
         if end < self.cfg.n_layer:

@@ -47,11 +47,12 @@ def forward_backward(model, data_parallel, batches, n_trained, loss_scale=None,
                      before_forward=nothing):
     """Do all micro-batches of one step, and return this rank's part of the mean loss.
 
-    batches: [(x, y)], each (B, t) int64. n_trained: the number of trained tokens in the whole
-    global batch, an int or a () tensor; the cross-entropy is divided by this number, and by nothing
-    else. loss_scale: a () tensor, for fp16 only; backward starts from it instead of from 1.
-    before_forward(i, chunk) is called before each forward; it seeds dropout. The loss, () in at
-    least fp32, is the same on all tp ranks, and zero on all stages except the last.
+    batches: [(x, y)] or, with --doc-mask, [(x, y, places)], each (B, t) int64. n_trained: the
+    number of trained tokens in the whole global batch, an int or a () tensor; the cross-entropy is
+    divided by this number, and by nothing else. loss_scale: a () tensor, for fp16 only; backward
+    starts from it instead of from 1. before_forward(i, chunk) is called before each forward; it
+    seeds dropout. The loss, () in at least fp32, is the same on all tp ranks, and zero on all
+    stages except the last.
     """
     run = one_stage if model.mesh.pp.size == 1 else several_stages
     return run(model, data_parallel, batches, n_trained, loss_scale, before_forward)
@@ -60,11 +61,11 @@ def forward_backward(model, data_parallel, batches, n_trained, loss_scale=None,
 def one_stage(model, data_parallel, batches, n_trained, loss_scale, before_forward):
     """Do the forward and the backward of each micro-batch in turn."""
     mean_loss = zero_loss(model)
-    for i, (x, y) in enumerate(batches):
+    for i, (x, y, *places) in enumerate(batches):
         before_forward(i, 0)
         with data_parallel.timers("forward"):
             # The loss is a sum over x's tokens, the same on all tp ranks.
-            loss, router_loss = model(x, y)
+            loss, router_loss = model(x, y, *places)
         loss = loss / n_trained  # the one division
         mean_loss = mean_loss + loss.detach()
         # The one exception: the router's loss, 0 without experts, is a mean over each micro-batch,
@@ -93,7 +94,7 @@ def several_stages(model, data_parallel, batches, n_trained, loss_scale, before_
         if hidden is not None:
             hidden.requires_grad_()
         with data_parallel.timers("forward"):
-            out, router_loss = model(*batches[i], hidden, chunk=chunk)
+            out, router_loss = model(*batches[i], hidden=hidden, chunk=chunk)
         if has_head(model, chunk):
             out = out / n_trained  # the one division
             mean_loss.add_(out.detach())
@@ -127,7 +128,7 @@ def forward_only(model, batches):
     total = zero_loss(model)
 
     def forward(i, chunk, hidden):
-        out, _ = model(*batches[i], hidden, chunk=chunk)
+        out, _ = model(*batches[i], hidden=hidden, chunk=chunk)
         if has_head(model, chunk):
             total.add_(out)
         return out

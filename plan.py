@@ -9,6 +9,7 @@
     3) what is printed
     4) the command line
 """
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -28,7 +29,7 @@ if sys.flags.safe_path:  # python -I leaves out the program's own folder
 
 from config import Config, as_typed, ceil_div, flags_beyond
 from corpus.rampup import batch_size
-from corpus.shards import load_blend_meta
+from corpus.shards import load_blend_meta, settled_doc_mask
 from cost.idle import idle_warnings
 from cost.memory import GIB, memory, saved_activations
 from cost.muon import muon_seconds
@@ -235,6 +236,14 @@ def vocabulary(cfg):
         return load_blend_meta(cfg.data)["vocab_size"] + mask
     except OSError:
         return 50257 + mask
+
+
+def documents(cfg):
+    """Return what --doc-mask is with the data of train.py: "on", "off", or auto where they differ. Without
+    data it stays what it is."""
+    with contextlib.suppress(OSError):
+        return settled_doc_mask(cfg.data, cfg.doc_mask)
+    return cfg.doc_mask
 
 
 # -----------------------------------------------------------------------------
@@ -532,6 +541,7 @@ def plan_many(cfg, vocab):
 def main(argv=None):
     cfg, counts = arguments(sys.argv[1:] if argv is None else argv)
     warn_of_uncounted(cfg)
+    cfg = dataclasses.replace(cfg, doc_mask=documents(cfg))
     vocab = vocabulary(cfg)
     if counts:
         found, print_found = scaling(cfg, counts, cfg.gpu, vocab), print_scaling

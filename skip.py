@@ -205,9 +205,9 @@ def _step(path):
 
 
 def corrupt_targets(batches):
-    """--inject-spike: return [(x, y)] with token 0 for every target.
+    """--inject-spike: return the micro-batches with token 0 for every target.
 
     The loss is then large and all gradients point one way, as in a real spike. Shuffled targets would give
     gradients that cancel out.
     """
-    return [(x, y.clamp(max=0)) for x, y in batches]  # IGNORE, which is below 0, stays
+    return [(x, y.clamp(max=0), *places) for x, y, *places in batches]  # IGNORE, which is below 0, stays

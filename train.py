@@ -91,7 +91,7 @@ class Step:
     def __call__(self, batches, number, full=True, guard=None, n_trained=None):
         """Do step `number`, counted from 1. Return (optim.StepStats, refused).
 
-        batches: [(x, y)] from micro_batches(). full: whether to compute num_zeros and param_norm,
+        batches: from micro_batches(). full: whether to compute num_zeros and param_norm,
         too. guard: a skip.Guard, on the host, that may veto the update. n_trained: what the loss is
         divided by; a run passes trained_tokens(), and None, for tests and bench/, means all tokens
         of the global batch. refused: a () tensor, 1.0 if the device left weights and moments as
@@ -281,8 +281,7 @@ class Run:
                 self.log_file = log.make_log(cfg, parts.mesh, world, self.out, self.state,
                                              self.data.train)
         if self.is_main:
-            n_samples = self.data.train.n_samples
-            log.started(cfg, parts.model, found, self.full_batch, n_samples, oversight.skip)
+            log.started(cfg, parts.model, found, self.full_batch, self.data.train, oversight.skip)
         with launch.exit_together(world):
             step = Step(cfg, parts.model, parts.data_parallel, parts.opt)
             parts.step = make_step(step, parts.choice)

@@ -147,9 +147,8 @@ class Packed(NamedTuple):
 def pack(conversations, template, seq_len, val_fraction, seed):
     """Return the Packed windows of conversations, in an order that the seed determines.
 
-    Whole conversations fill a window, and padding that is not trained fills the rest. A token attends to all
-    that is before it in its window, also to other conversations, as in windows of any text. ValueError: a
-    split would be empty.
+    Whole conversations fill a window, and padding that is not trained fills the rest. --doc-mask keeps them
+    from attending to each other. ValueError: a split would be empty.
     """
     width = seq_len + 1
     pairs = {split: [] for split in SPLITS}  # (ids, trained) of each conversation

@@ -27,6 +27,7 @@ class Masked:
         self.mask_token = source.vocab_size
         self.key = draw_keys("masked", seed)[0]
         self.all_trained = False
+        self.has_documents = False
 
     def batch(self, first, n):
         """Return samples first .. first+n-1 as x, y, (n, T) int64 each.

@@ -6,7 +6,7 @@ stream, which is cut into windows of seq_len tokens: the samples. Sample i of a 
 (seed, i), so any number of ranks, and a resumed run, see the same samples.
 
     1) the files       load_meta, open_shards, verify
-    2) samples         Tokens (one data set), Synthetic (no files)
+    2) samples         Tokens (one data set); corpus/synthetic.py has those without files
     3) blends          Blend: several data sets by weight, --data A:0.7,B:0.3
     4) a run's data    open_data, trained_tokens, micro_batches
 
@@ -27,8 +27,10 @@ from pathlib import Path
 import numpy as np
 
 from corpus.blend import first_folder, parse_blend, sample_schedule, samples_per_period
+from corpus.documents import document_places, masks_documents
 from corpus.masked import mask_sources
-from corpus.order import draw_keys, permute, splitmix64
+from corpus.order import draw_keys, permute
+from corpus.synthetic import Synthetic, inputs_and_targets
 from interface.schema import ChangedFile, Range, check_schema, load_json, open_file
 
 SPLITS = ("train", "val")
@@ -285,30 +287,23 @@ def verify_file(path, shard, dtype, meta):
 # -----------------------------------------------------------------------------
 # 2) samples
 
-def inputs_and_targets(windows):
-    """Return x, y of token ids, (n, T+1) -> (n, T) each: new int64 tensors, y one token ahead of x."""
-    import torch  # not at the top: prepare.py and its workers import this file and should start without torch
-
-    x = torch.from_numpy(windows[:, :-1].astype(np.int64))
-    y = torch.from_numpy(windows[:, 1:].astype(np.int64))
-    return x, y
-
-
 class Tokens:
     """One split of one data set as numbered samples. They never end: after an epoch the next one begins.
 
     train: an epoch is a permutation of all windows, keyed by (seed, epoch). From the second epoch on the
     windows also start at another offset, so that the text is cut elsewhere. val: in order, each epoch alike.
     Windows of conversations stay as prepare.py packed them, and a token that is not trained has the target
-    IGNORE. ValueError, OSError: the files are damaged or too short for one window.
+    IGNORE. doc_mask: the flag. ValueError, OSError: the files are damaged or too short for one window.
     """
 
-    def __init__(self, folder, split, seq_len, seed=0):
+    def __init__(self, folder, split, seq_len, seed=0, doc_mask="auto"):
         meta = load_meta(folder)
         self.split = split
         self.seq_len = seq_len
         self.seed = seed
         self.vocab_size = meta["vocab_size"]
+        self.eod = meta["eod"]
+        self.has_documents = masks_documents(doc_mask, folder, meta)
         self.shards = open_shards(folder, split, meta)
         ends = np.cumsum([len(shard) for shard in self.shards]).tolist()
         self.starts = [0, *ends[:-1]]  # the position in the stream where each shard starts
@@ -353,6 +348,10 @@ class Tokens:
             y.masked_fill_(trained == 0, IGNORE)
         return x, y
 
+    def places(self, first, x):
+        """Return document_places() of x, the inputs of the samples from `first` on: (n, T) -> (n, T)."""
+        return document_places(x, self.eod)
+
     def read(self, shards, starts):
         """Return the windows at these positions of the stream of `shards`, (n, T+1)."""
         windows = np.empty((len(starts), self.seq_len + 1), shards[0].dtype)
@@ -393,35 +392,6 @@ class Tokens:
         if cut_elsewhere:
             starts += keys[4] % np.uint64(self.seq_len)
         return starts
-
-
-class Synthetic:
-    """Samples without files: each sequence counts up with its own stride of 1 to 4, one token in 8 is noise.
-
-    The rule is the same for every seed, so another seed serves as validation.
-    """
-
-    def __init__(self, vocab_size, seq_len, seed=0):
-        self.vocab_size = vocab_size
-        self.seq_len = seq_len
-        self.n_samples = 1 << 40
-        self.all_trained = True
-        self.key = draw_keys("synthetic", seed)[0]
-
-    def batch(self, first, n):
-        """Return samples first .. first+n-1 as x, y, (n, T) int64 each, as Tokens.batch."""
-        samples = np.arange(first, first + n, dtype=np.uint64)[:, None]  # (n, 1)
-        positions = np.arange(self.seq_len + 1, dtype=np.uint64)  # (T+1,)
-        random = splitmix64(splitmix64(samples + self.key))  # (n, 1), gives the first token and the stride
-        stride = np.uint64(1) + random % np.uint64(4)
-        count = (random >> np.uint64(8)) + positions * stride  # (n, T+1)
-        noise = splitmix64(random + splitmix64(positions + np.uint64(1)))  # (n, T+1)
-        tokens = np.where(noise % np.uint64(8) == 0, noise >> np.uint64(8), count)
-        return inputs_and_targets(tokens % np.uint64(self.vocab_size))
-
-    def n_targets(self, first, n):
-        """Return how many tokens of samples first .. first+n-1 are trained: here all."""
-        return n * self.seq_len
 
 
 # -----------------------------------------------------------------------------
@@ -468,23 +438,34 @@ def check_same_tokenizer(first, first_meta, folder, meta):
                      f" {name(meta)}); prepare {folder} with --tokenizer {first}")
 
 
-def open_tokens(spec, split, seq_len, seed=0):
+def settled_doc_mask(spec, doc_mask):
+    """Return what --doc-mask does with --data: "on" or "off", or "auto" if its data sets differ."""
+    if spec == "synthetic":
+        return "off"
+    answers = {masks_documents(doc_mask, folder, load_meta(folder)) for folder, _ in parse_blend(spec)}
+    if len(answers) > 1:
+        return "auto"
+    return "on" if answers.pop() else "off"
+
+
+def open_tokens(spec, split, seq_len, seed=0, doc_mask="auto"):
     """Return the samples of one split of --data: Tokens of one data set, or a Blend of several."""
     if len(parse_blend(spec)) == 1:
-        return Tokens(first_folder(spec), split, seq_len, seed)
-    return Blend(spec, split, seq_len, seed)
+        return Tokens(first_folder(spec), split, seq_len, seed, doc_mask)
+    return Blend(spec, split, seq_len, seed, doc_mask)
 
 
 class Blend:
     """One split of several data sets by weight, with the interface of Tokens."""
 
-    def __init__(self, spec, split, seq_len, seed=0):
+    def __init__(self, spec, split, seq_len, seed=0, doc_mask="auto"):
         self.seq_len = seq_len
         folders = [folder for folder, _ in parse_blend(spec)]
         metas = [load_meta(folder) for folder in folders]
-        self.parts = [Tokens(folder, split, seq_len, seed) for folder in folders]
+        self.parts = [Tokens(folder, split, seq_len, seed, doc_mask) for folder in folders]
         self.vocab_size = metas[0]["vocab_size"]
         self.all_trained = all(part.all_trained for part in self.parts)
+        self.has_documents = any(part.has_documents for part in self.parts)
 
         self.per_period = np.array(samples_per_period(spec, metas))  # (data sets,)
         self.schedule = sample_schedule(self.per_period)  # (P,) which data set gives each sample
@@ -524,6 +505,17 @@ class Blend:
             x[rows], y[rows] = part.batch(start, len(rows))
         return x, y
 
+    def places(self, first, x):
+        """Return the place of each token in its document, as Tokens.places.
+
+        A window is one document if --doc-mask does not separate those of its data set.
+        """
+        places = document_places(x, -1)  # no token has this id
+        for part, start, rows in self.pieces(first, len(x)):
+            if part.has_documents:
+                places[rows] = part.places(start, x[rows])
+        return places
+
     def n_targets(self, first, n):
         """Return how many tokens of samples first .. first+n-1 are trained."""
         return sum(part.n_targets(start, len(rows)) for part, start, rows in self.pieces(first, n))
@@ -540,6 +532,8 @@ def open_data(cfg, local_rank):
     """
     n_mask = 1 if cfg.objective == "mlm" else 0  # [MASK] is one id past the data's: corpus/masked.py
     if cfg.data == "synthetic":
+        if cfg.doc_mask == "on":
+            raise ValueError("--doc-mask on: --data synthetic has no documents; leave out --doc-mask")
         vocab_size = cfg.vocab_size or 256 + n_mask
         train = Synthetic(vocab_size - n_mask, cfg.seq_len, cfg.seed)
         val = Synthetic(vocab_size - n_mask, cfg.seq_len, cfg.seed + 1)
@@ -555,8 +549,8 @@ def open_data(cfg, local_rank):
             with_mask = " with [MASK]" if n_mask else ""
             raise ValueError(f"--vocab-size {vocab_size} is less than the {needed} symbols of {cfg.data}"
                              f"{with_mask}; try --vocab-size {needed}")
-        train = open_tokens(cfg.data, "train", cfg.seq_len, cfg.seed)
-        val = open_tokens(cfg.data, "val", cfg.seq_len, cfg.seed)
+        train = open_tokens(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.doc_mask)
+        val = open_tokens(cfg.data, "val", cfg.seq_len, cfg.seed, cfg.doc_mask)
         identity = meta["identity"]
 
     train, val = mask_sources(cfg, train, val)
@@ -582,17 +576,23 @@ def micro_batches(cfg, mesh, source, first, count, device):
     """Return this rank's micro-batches of the `count` samples from `first` on, [(x, y)].
 
     x, y: (B, T/cp) int64. With micro-batches of mb samples, micro-batch j holds samples j*mb .. (j+1)*mb-1.
-    Rank d of dp takes micro-batches d*n .. (d+1)*n-1, and its cp ranks their segments of each sample.
+    Rank d of dp takes micro-batches d*n .. (d+1)*n-1, and its cp ranks their segments of each sample. Where
+    --doc-mask separates documents, a micro-batch is (x, y, places): the place of each token in its document
+    (corpus/documents.py), counted before the samples are cut over cp.
     """
     n = count // (cfg.micro_batch * mesh.dp.size)
     start = first + mesh.dp.rank * n * cfg.micro_batch
-    pairs = []
+    batches = []
     for j in range(n):
-        x, y = source.batch(start + j * cfg.micro_batch, cfg.micro_batch)
-        pairs.append((mesh.cp.own_segments(x, 1), mesh.cp.own_segments(y, 1)))
-    if device.type == "cpu":
-        return pairs
-    return [(to_device(x, device), to_device(y, device)) for x, y in pairs]
+        number = start + j * cfg.micro_batch
+        batch = source.batch(number, cfg.micro_batch)
+        if source.has_documents:
+            batch = (*batch, source.places(number, batch[0]))
+        batch = tuple(mesh.cp.own_segments(tensor, 1) for tensor in batch)
+        if device.type != "cpu":
+            batch = tuple(to_device(tensor, device) for tensor in batch)
+        batches.append(batch)
+    return batches
 
 
 def to_device(tensor, device):

@@ -99,6 +99,8 @@ def _attention_activations(cfg, mesh):
     if cfg.zero < 3:
         saved += C * qkv  # wq, wk and wv concatenated
 
+    saved += _document_mask_elements(cfg, mesh)
+
     wide = 0
     if cfg.qk_norm == "all":  # q and k widened, and the same divided by their mean square's root
         wide = 2 * wide_bytes * rows * (q + kv)
@@ -108,6 +110,17 @@ def _attention_activations(cfg, mesh):
         # It keeps q k v, attention's output, and the product with wo as it is before the scatter.
         remains += weight_bytes * rows * (qkv + q + C) + softmax
     return BlockActivations(weight_bytes * saved + wide + softmax, remains, weight_bytes * peak)
+
+
+def _document_mask_elements(cfg, mesh):
+    """Return the elements of the mask of --doc-mask on that a layer keeps, as numbers added to its scores."""
+    if cfg.doc_mask != "on":
+        return 0
+    cp = mesh.cp.size
+    if cp == 1:
+        return cfg.micro_batch * cfg.seq_len**2
+    segment = cfg.seq_len / (2 * cp)  # the keys of a rank's two segments are those of one more than all
+    return cfg.micro_batch * segment * (cfg.seq_len + segment)
 
 
 def _mlp_activations(cfg, mesh):

@@ -125,10 +125,10 @@ class GraphedStep:
     def gradients(self, batches, number, n_trained=None):
         """Return this rank's part of the mean loss, (), replayed where there is a graph.
 
-        batches: [(x, y)] of step `number`; n_trained: see train.Step. A new number of micro-batches, or a new
+        batches: those of step `number`; n_trained: see train.Step. A new number of micro-batches, or a new
         shape, captures again.
         """
-        shape = [*(x.shape for x, _ in batches), type(n_trained)]
+        shape = [*(x.shape for x, *_ in batches), type(n_trained)]
         if shape != self.shape:
             self.calls = 0
             self.shape = shape

@@ -259,11 +259,11 @@ def how_to_stay_inside(name, size, stride, here):
     return cure
 
 
-def started(cfg, model, resumed, batch, n_samples, skip):
+def started(cfg, model, resumed, batch, source, skip):
     """Print what kind of run begins.
 
-    resumed: path of the checkpoint, or None. batch: sequences per step, after the ramp. n_samples: the number
-    of samples in the training data. skip: the steps to skip.
+    resumed: path of the checkpoint, or None. batch: sequences per step, after the ramp. source: the
+    training data. skip: the steps to skip.
     """
     n_parameters = sum(p.numel() for p in model.parameters())
     how = f"resumed {resumed}" if resumed else "started"
@@ -271,8 +271,11 @@ def started(cfg, model, resumed, batch, n_samples, skip):
     print(folded(f"{how}: {n_parameters:,} parameters on this rank, dp {model.mesh.dp.size} "
                  f"tp {cfg.tp}{cp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}"))
     skipping = f", skipping steps {skip}" if skip.pairs else ""
-    print(folded(f"  {batch} x {cfg.seq_len} tokens per step, {n_samples:,} training samples{skipping}"),
-          flush=True)
+    samples = f"{source.n_samples:,} training samples"
+    print(folded(f"  {batch} x {cfg.seq_len} tokens per step, {samples}{skipping}"), flush=True)
+    if source.has_documents:
+        print(folded("  each document attends to itself alone (--doc-mask). This is a mask, which the flash "
+                     "kernels of GPUs do not take: attention is slower and keeps more memory"), flush=True)
     if 0 < cfg.window < cfg.seq_len:
         print(folded(f"  --window {cfg.window} is a mask, which the flash kernels of GPUs do not take: its "
                      "layers attend more slowly than layers without it"), flush=True)

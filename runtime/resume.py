@@ -23,7 +23,7 @@ import torch
 
 import checkpoint
 from config import MEANING, SHAPE, SILENT, Config, Outcome, flags_of_kind, has_effect, pad_vocab
-from corpus.shards import as_prepare_writes_it, first_folder, load_meta
+from corpus.shards import as_prepare_writes_it, first_folder, load_meta, settled_doc_mask
 from interface import files
 from interface.command_line import one_line
 from interface.tensor_file import write_safetensors
@@ -271,6 +271,11 @@ def compared_flags(cfg, path, meta, world_size, data_id, vocab_size):
             # A flag that was added later had its default when the weights were trained.
             later = [name for name in flags_of_kind("meaning") if name not in before]
             before.update({name: getattr(Config, name) for name in later})
+        before.setdefault("doc_mask", "off")  # This flag's default is not what older checkpoints had.
+        if before["doc_mask"] != now["doc_mask"]:
+            for flags in (before, now):
+                if flags["doc_mask"] == "auto":
+                    flags["doc_mask"] = settled_doc_mask(cfg.data, "auto")
         before["seed"] = meta["seed"]
         before["ranks"] = meta["world"]
         before["data"] = meta["data"]

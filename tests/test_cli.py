@@ -242,6 +242,7 @@ def test_presets_set_their_values():
 DEFAULTS = dict(
     norm_eps=1e-5, head_dim=0, qk_norm="none", qkv_bias=False, norm_place="before", rope_scaling=(),
     window_rope_base=0.0, embed_scale=False, no_rope_every=0, window=0, full_every=0, logit_softcap=0.0,
+    doc_mask="auto",
     n_layer=4, n_head=4, n_kv_head=2, n_embd=128, ffn_hidden=384, vocab_size=0, seq_len=128, dropout=0.0,
     norm="rms", mlp="swiglu", pos="rope", rope_base=10000.0, bias=False, tied=False,
     objective="causal", n_experts=0, top_k=2,

@@ -141,7 +141,7 @@ def test_the_last_window_has_its_last_target(split, T, windows, tmp_path, capsys
 
 class Numbers:
     """A source whose sample i is the number i."""
-
+    has_documents = False
     def batch(self, first, n):
         return (torch.arange(first, first + n)[:, None],) * 2
 

@@ -243,10 +243,10 @@ WINDOW = '''
 all_visible_keys = visible_keys
 
 
-def visible_keys(cfg, q, k, window=0):
+def visible_keys(cfg, q, k, window=0, places=None):
     """A sliding window, which has no tensors."""
     if not cfg.planted_window:
-        return all_visible_keys(cfg, q, k, window)
+        return all_visible_keys(cfg, q, k, window, places)
     keys = torch.arange(k.size(2), device=k.device)
     queries = keys[-q.size(2):].unsqueeze(1)
     return (keys <= queries) & (keys > queries - cfg.planted_window), False

@@ -108,6 +108,7 @@ FAMILY.update({"wide heads": dict(head_dim=24), "norms after": dict(norm_place="
 FAMILY.update({"four norms": dict(norm_place="both"), "geglu": dict(mlp="geglu")})
 FAMILY.update({"norms of heads, cp": dict(qk_norm="head", cp=2)})
 FAMILY.update({"swiglu, cp": dict(cp=2), "gelu, cp": dict(FAMILY["gelu"], cp=2)})
+FAMILY.update({"documents": dict(doc_mask="on"), "documents, cp": dict(doc_mask="on", cp=2)})
 
 
 @mock.patch.dict(activations.ACTIVATIONS, swiglu=activations._SwiGLU.apply)
@@ -128,6 +129,7 @@ def kept_bytes(cfg, mesh, make_dispatcher=moe.plain_dispatcher, rows_in_use=0):
         block.moe.dispatcher.rows_in_use = rows_in_use
     own, seen = {p.untyped_storage().data_ptr() for p in block.parameters()}, {}
     t = 64 // cfg.cp
+    places = torch.arange(1, t + 1).repeat(cfg.micro_batch, 1) if cfg.doc_mask == "on" else None
     table = None, None
     if cfg.pos == "rope":
         table = attention.rope_cache(t, head_width(cfg), 1e4, "cpu", torch.float32)
@@ -140,7 +142,7 @@ def kept_bytes(cfg, mesh, make_dispatcher=moe.plain_dispatcher, rows_in_use=0):
         return t
     x = torch.randn(cfg.micro_batch * t, 64, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = block(x, t, *table)
+        out = block(x, t, *table, None, places)
     assert out[0].shape == x.shape
     return sum(seen.values())
 

@@ -232,8 +232,10 @@ def node_pages():
 
     model = torch.nn.Linear(4, 3)
     model.mesh = make_mesh(World(), groups=False)
-    starts = [said_by(log.started, Config(), model, None, 64, 1234567, Ranges([])),
-              said_by(log.started, Config(tp=2, cp=2, zero=1), model, Path("out/a/step_000010"), 8, 10,
+    text = SimpleNamespace(n_samples=1234567, has_documents=False)
+    chat = SimpleNamespace(n_samples=10, has_documents=True)
+    starts = [said_by(log.started, Config(), model, None, 64, text, Ranges([])),
+              said_by(log.started, Config(tp=2, cp=2, zero=1), model, Path("out/a/step_000010"), 8, chat,
                       Ranges([3, 5, 6, 9]))]
     ends = []
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
