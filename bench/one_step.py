@@ -12,12 +12,9 @@ of the first command.
 """
 import functools
 import inspect
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
 
 from common import ROOT, one_rank_speaks, start
 from runtime.launch import exit_together, launch, shutdown
@@ -32,6 +29,10 @@ FILES = {str(ROOT / name) for name in (
 STEPS = 3  # the last one is shown: in the first, buffers are made
 LONGEST = 3  # calls in a sequence whose repetition is noticed
 SMALL = 3  # lines: a function without calls that is not longer is not shown
+# Shown only if they call something: where nothing travels, they have nothing to do.
+IDLE = {"GPT.provide_weights", "DataParallel.provide_weights", "gather_rows", "scatter_rows", "select_rows",
+        "reset_stats", "update_router_bias", "FlatBuffers.after_update", "DataParallel.on_updated",
+        "FlatBuffers.used", "FlatBuffers.count_factor"}
 WIDTH = 110
 
 
@@ -57,7 +58,8 @@ def describe(code):
     text = inspect.cleandoc(code.co_consts[0] or "") if isinstance(code.co_consts[0], str) else ""
     sentence = " ".join(text.split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
     place = f"{Path(code.co_filename).relative_to(ROOT)} {code.co_qualname.replace('.<locals>', '')}"
-    return f"{place}{': ' + sentence if sentence else ''}", len(lines) <= SMALL
+    small = len(lines) <= SMALL or code.co_qualname in IDLE
+    return f"{place}{': ' + sentence if sentence else ''}", small
 
 
 class Watcher:
@@ -95,7 +97,7 @@ def collective(self, kind, tensor=None, nbytes=0.0):
 
 
 def tidy(calls):
-    """Leave out small functions without a collective; let calls that repeat stand once."""
+    """Leave out small and idle functions that call nothing; let calls that repeat stand once."""
     kept = []
     for call in calls:
         call.calls = tidy(call.calls)
@@ -165,6 +167,9 @@ def main(argv=None):
         cfg = parse(sys.argv[1:] if argv is None else argv, prog="one_step.py", about=__doc__)
     world = launch(timeout=300)
     with exit_together(world):
+        if world.device.type != "cpu":
+            raise ValueError("on a GPU backward runs in a thread of its own, which cannot be watched; type "
+                             "CUDA_VISIBLE_DEVICES= in front of the command")
         shown = watch_step(cfg, world)
     if world.rank == 0:
         print("\n".join(shown))
