@@ -232,7 +232,8 @@ class Run:
         world = self.world
         stop = agree.Stop(cfg.max_minutes)  # Its clock also runs while data is verified.
         with launch.exit_together(world):
-            mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp)
+            mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp,
+                             shard=cfg.shard)
             watchdog.set_mesh(mesh)
             self.parts = Parts(mesh)  # full_batch needs the mesh already.
             check_layout(cfg, mesh, self.full_batch)
@@ -287,7 +288,7 @@ class Run:
         oversight.clock = timing.Clock(world.device)
         oversight.guard = Guard(cfg, world, self.state)
         oversight.stragglers = watch.Stragglers(parts.mesh, world.device)
-        for axis in vars(parts.mesh).values():
+        for axis in parts.mesh.axes().values():
             axis.sent.clear()  # Bytes are counted from the first step on.
 
     def train(self):
@@ -352,7 +353,7 @@ class Run:
         oversight.guard.refused_flags.append((number, refused))
         oversight.clock.count(count)
         if number == self.first_step:
-            axes = vars(parts.mesh)
+            axes = parts.mesh.axes()
             self.sent = {name: sum(axis.sent.values()) for name, axis in axes.items()}
         return stats
 

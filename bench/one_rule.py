@@ -66,7 +66,7 @@ CPU = torch.device("cpu")
 def mesh_of(cfg, ranks, rank):
     """Return the mesh of one rank, without process groups."""
     return make_mesh(World(rank=rank, size=ranks), cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp,
-                     n_experts=cfg.n_experts, groups=False)
+                     n_experts=cfg.n_experts, shard=cfg.shard, groups=False)
 
 
 class Digits:
