@@ -147,7 +147,7 @@ class Config:
     pp_chunks: int = flag(1, "free", SIZE)
     # replicas share out 1: optimizer state, 2: gradients too, 3: weights too
     zero: Literal[0, 1, 2, 3] = flag(0, "free", common=True)
-    # --zero shares within groups of this many data-parallel neighbours (dp * cp), such as those of a node; the
+    # --zero shares within groups of this many neighbours among dp * cp, such as those of a node, and the
     # groups are replicas of each other; 0: all share
     shard: int = flag(0, "free", (0, 2**20), needs="zero")
     # what backward runs again: full, whole blocks; selective, norms, rotation and the dense MLP's activation

@@ -236,7 +236,7 @@ def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, shard=0, groups=Tru
     shard: see --shard. groups=False makes no process groups, for plans. ValueError: the sizes do
     not fit (interface.layout.check_ranks).
     """
-    dp = check_ranks(world.size, tp, pp, ep, n_experts, cp, shard)
+    dp = check_ranks(world.size, tp, pp, ep, n_experts, cp, shard=shard)
     tables = {}
     for name, table in ranks_of_axes(pp, dp, cp, tp, ep).items():
         tables[name] = [tuple(ranks) for ranks in table.tolist()]

@@ -395,7 +395,7 @@ class Run:
         if self.is_main and number == self.first_step and stats is not None:
             parts = self.parts
             predicted = traffic(cfg, parts.mesh, self.data.vocab_size, batch, parts.choice)
-            sent = log.report_traffic(predicted, self.sent)
+            sent = log.report_traffic(predicted, self.sent, parts.mesh, self.world.nodes)
             if sent:
                 self.log_file.note(number, traffic=sent)
         evaluates = self.due(number, cfg.eval_every)

@@ -165,8 +165,8 @@ class ZeRO2(DataParallel):
                 largest = max(largest, sum(p.numel() for p in contents.params))
         self.slots = []
         if largest:
-            # Every axis that uses slots has a shard whose size divides that of the stage's shard, so
-            # padding for the latter is enough for all.
+            # Every axis that uses slots has a shard whose size divides that of the stage's shard,
+            # so padding for the latter is enough for all.
             everyone = mesh.stage.sharing().shard
             n = padded_elements(largest, everyone.size)
             weight = next(model.parameters())
