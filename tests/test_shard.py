@@ -3,10 +3,13 @@
 make test has a layout of each kind, and the faults that one process can see (bench/one_rule.py). make long
 has all layouts on real ranks, and every fault against the numbers of one rank.
 """
+import contextlib
 import dataclasses
 import functools
 import itertools
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,8 +27,10 @@ import plan
 import train
 from config import Config, check
 from cost.traffic import bytes_between_nodes, share_between_nodes, traffic
+from ddp import Comm
 from fast.choose import choose
 from interface.layout import check_ranks
+from ops import accelerator
 from parallel import Axis, CompletedWork, make_mesh
 from runtime import log, watch
 from runtime.launch import World
@@ -338,3 +343,44 @@ def test_gpus_of_a_node_copy_within_a_shard():
         choice = choose(cfg, mesh, torch.device("cuda"), lambda mesh, axis, device: axis.size <= 8)
         assert choice.peer_copies == copies
         assert choice.uses_peer_copies(mesh.dp) == copies
+
+
+class Streams:
+    """A device's module of streams, which notes what is issued on which stream."""
+
+    def __init__(self):
+        self.seen = []
+        self.now = "compute"
+
+    def Stream(self, device):
+        note = self.seen.append
+        return SimpleNamespace(wait_stream=lambda other: note(f"side waits for {other}"))
+
+    def current_stream(self):
+        return self.now
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.now = "side"
+        yield
+        self.now = "compute"
+
+
+def test_on_a_gpu_a_second_stream_waits_between_the_two_sums():
+    """Neither the host nor backward waits for the first sum."""
+    streams = Streams()
+
+    def axis(name):
+        def start(*tensors):
+            streams.seen.append(f"{name} on {streams.now}")
+            return SimpleNamespace(wait=lambda: streams.seen.append(f"{streams.now} waits for {name}"))
+        return SimpleNamespace(size=2, start_reduce_scatter=start, start_all_reduce=start)
+    bucket = SimpleNamespace(n_slices=2, shard=axis("shard"), replicas=axis("replicas"),
+                             grad=torch.zeros(4), grad_total=torch.zeros(2))
+    accelerator.side_stream.cache_clear()
+    with mock.patch.object(accelerator, "stream_module", lambda device: streams):
+        handle = Comm().start_reduce(bucket)
+    accelerator.side_stream.cache_clear()
+    handle.wait()
+    assert streams.seen == ["side waits for compute", "shard on side", "side waits for shard",
+                            "replicas on side", "compute waits for replicas"]
