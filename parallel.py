@@ -17,7 +17,7 @@ batch.
 Collectives are methods of Axis; pipeline.py sends to neighbours, and fast/ copies between GPUs. A
 comment at each call says what moves, over which axis, and how much. To list the calls, with a few
 false hits:
-    grep -nE "\b(axis|[cetp]p|world|stage|shard|replicas)\.[a-z_]+\(|_(rows|all|segments)\(|isend" *.py
+    grep -nE "\b(axis|[cetp]p|world|stage|shard|replicas)\.\w+\(|_(rows|all|segments)\(|isend" *.py
 """
 from collections import Counter
 from dataclasses import dataclass, field, replace
