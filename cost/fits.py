@@ -38,7 +38,7 @@ def larger_zero(cfg, mesh):
     """Return the --zero, and a comma, that would share out more; "" if there is none."""
     if mesh.dpcp.size == 1:  # there are no replicas to share with
         return ""
-    if mesh.stage.cut:
+    if 0 < cfg.shard < mesh.dpcp.size:
         return "a larger --shard, "
     if not cfg.zero:
         return "--zero 1, "
