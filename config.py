@@ -153,6 +153,9 @@ class Config:
     pp_chunks: int = flag(1, "free", SIZE)
     # replicas share out 1: optimizer state, 2: gradients too, 3: weights too
     zero: Literal[0, 1, 2, 3] = flag(0, "free", common=True)
+    # --zero shares within groups of this many neighbours among dp * cp, such as those of a node, and the
+    # groups are replicas of each other; 0: all share
+    shard: int = flag(0, "free", (0, 2**20), needs="zero")
     # what backward runs again: full, whole blocks; selective, norms, rotation and the dense MLP's activation
     recompute: Literal["none", "selective", "full"] = flag("none", "free")
 
@@ -483,6 +486,9 @@ def check_run(cfg):
     if cfg.dump_grads and (not dump.name or dump.is_dir() or any(p.is_file() for p in dump.parents)):
         raise ValueError(f"--dump-grads {cfg.dump_grads} is a folder or lies in a file; give the path of a "
                          "new file, such as out/grads.safetensors")
+    if cfg.shard and not cfg.zero:
+        raise ValueError(f"--shard {cfg.shard} says among how many ranks --zero shares, and --zero is 0; "
+                         "add --zero 1, or leave out --shard")
     if cfg.init_from and cfg.resume != "none":
         raise ValueError("--init-from starts a run and --resume goes on with one; give one of them")
     if len(cfg.rampup_batch_size) not in (0, 3) or min(cfg.rampup_batch_size, default=1) < 1:

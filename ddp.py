@@ -27,6 +27,11 @@ for one whole bucket, which the buckets use in turn (zero.py):
     zero 3    own n/4; flat of 2 blocks     grad_total n/4; 2 slots        n/4
 
 In an fp32 model, master and own are the same memory.
+
+The ranks of a bucket form two axes (parallel.Sharing), and one rule serves every --zero: gradients
+are reduce-scattered over bucket.shard, whose ranks keep different slices. Then the slice is
+all-reduced over bucket.replicas, whose ranks keep the same slice. One of the two axes has a single
+rank, unless --shard cuts the ranks: without ZeRO it is shard, with ZeRO it is replicas.
 """
 import contextlib
 import itertools
@@ -36,6 +41,7 @@ from typing import NamedTuple
 
 import torch
 
+from ops.accelerator import beside
 from ops.flat import accumulate, copy_gradients, padded_elements
 
 # A bucket is closed when it has this many elements. All matrices of `tiny`, 1.8 million elements,
@@ -124,8 +130,8 @@ class Comm:
         """Return a bucket's buffers flat (n,), grad (n,), grad_total (n/n_slices,).
 
         weights (n,), in at least fp32, will hold the initial weights. If dtype, that of flat, is
-        the same, flat is weights. own_slice: the slice of grad whose sum over the axis becomes
-        grad_total.
+        the same, flat is weights. axis: the ranks that share the buffers. own_slice: the slice of
+        grad whose sum becomes grad_total.
         """
         flat = weights if weights.dtype == dtype else torch.zeros_like(weights, dtype=dtype)
         grad = torch.zeros_like(weights, dtype=self.grad_dtype)
@@ -134,14 +140,29 @@ class Comm:
     def start_reduce(self, bucket):
         """Start to sum bucket.grad over the bucket's axis, and return a handle."""
         # Collectives work in place: grad_total is a window of grad, and own is a window of flat.
-        if bucket.n_slices > 1:  # SUM of n numbers, n/size of them to each rank, over bucket.axis
-            return bucket.axis.start_reduce_scatter(bucket.grad_total, bucket.grad)
-        return bucket.axis.start_all_reduce(bucket.grad)  # SUM of n numbers, over the bucket's axis
+        if bucket.n_slices == 1:
+            return self.start_replica_sum(bucket)
+        if bucket.replicas.size == 1:
+            return self.start_shard_sum(bucket)
+        # The second sum needs the first. On a GPU a stream of its own waits between them, so that
+        # neither the host nor backward does.
+        with beside(bucket.grad.device):
+            self.start_shard_sum(bucket).wait()
+            return self.start_replica_sum(bucket)
+
+    def start_shard_sum(self, bucket):
+        """Start to sum bucket.grad over bucket.shard; grad_total becomes this rank's slice."""
+        # SUM of n numbers, n/size of them to each rank, over bucket.shard
+        return bucket.shard.start_reduce_scatter(bucket.grad_total, bucket.grad)
+
+    def start_replica_sum(self, bucket):
+        """Start to sum grad_total over the ranks that keep the same slice."""
+        return bucket.replicas.start_all_reduce(bucket.grad_total)  # SUM of n/n_slices numbers
 
     def start_gather(self, bucket):
         """Start to send this rank's new slice of flat to the others, and return a handle."""
-        # n/size weights from each rank to all, over the bucket's axis
-        return bucket.axis.start_all_gather(bucket.flat, bucket.own)
+        # n/size weights from each rank to all, over bucket.shard
+        return bucket.shard.start_all_gather(bucket.flat, bucket.own)
 
 
 class FlatBuffers:
@@ -157,14 +178,15 @@ class FlatBuffers:
         self.contents = contents
         self.axis = axis
         self.comm = comm
-        self.n_slices = axis.size if zero else 1
+        self.shard, self.replicas = axis.sharing(zero)
+        self.n_slices = self.shard.size
         n = padded_elements(self.used, self.n_slices)
-        self.own_slice = self.slice_of_rank(axis.rank if self.n_slices > 1 else 0, n)
+        self.own_slice = self.slice_of_rank(self.shard.rank, n)
         first = self.params[0]
         wide = torch.promote_types(first.dtype, torch.float32)
         weights = torch.zeros(n, dtype=wide, device=first.device)  # The last n - used are padding.
         self.flat, self.grad, self.grad_total = comm.allocate(
-            axis, self.own_slice, weights, dtype or first.dtype)
+            self.shard, self.own_slice, weights, dtype or first.dtype)
         self.grad_windows = self.windows(self.grad)  # of each parameter
         self.adopt_parameters(weights)
         self.master = weights[self.own_slice]  # In an fp32 model, this is a window of flat.
@@ -194,7 +216,7 @@ class FlatBuffers:
     @property
     def count_factor(self):
         """The factor of this rank's slice in sums over the world: 1/k where k ranks hold it."""
-        return 1 / (self.axis.size // self.n_slices)
+        return 1 / self.replicas.size
 
     def starts(self):
         """Return where each parameter begins in flat."""
@@ -207,7 +229,7 @@ class FlatBuffers:
         return [buffer[start:start + p.numel()].view_as(p) for p, start in pairs]
 
     def slice_of_rank(self, rank, n):
-        """Return the slice of a buffer of n elements that belongs to this rank of the axis."""
+        """Return the slice of a buffer of n elements that belongs to this rank of the shard."""
         return slice(rank * n // self.n_slices, (rank + 1) * n // self.n_slices)
 
     def adopt_parameters(self, weights):

@@ -164,18 +164,18 @@ class WholeMatrices:
     """The matrices of all buckets of one axis. Each is whole on one rank while it is computed.
 
     A rank's vector is its slices of all these buckets, joined. Without ZeRO every rank has all
-    elements, so nothing is sent.
+    elements, so nothing is sent. With --shard, each shard computes all matrices by itself.
     """
 
     def __init__(self, buckets, tp):
         self.buckets = buckets
         self.tp = tp
-        self.axis = buckets[0].axis
+        self.axis = buckets[0].shard
         self.is_shared = buckets[0].n_slices > 1
         self.sizes = [bucket.master.numel() for bucket in buckets]
         shapes = [shapes_of(bucket.params) for bucket in buckets]
         owned = owned_matrices(shapes, self.sizes, buckets[0].n_slices)
-        rank = self.axis.rank if self.is_shared else 0
+        rank = self.axis.rank
         self.outgoing = []  # slices of this rank's vector, in the order in which they are sent
         self.sent = []      # elements for each rank
         for others in owned:
@@ -224,12 +224,12 @@ class WholeMatrices:
             return vector
         parts = [vector[part] for part in self.outgoing]
         outgoing = torch.cat([vector[:0], *parts])  # A slice that is all padding has no parts.
-        # Each rank sends the others their matrices' elements in its slices, over the bucket's axis.
+        # Each rank sends the others their matrices' elements in its slices, over the shard.
         return self.axis.all_to_all(outgoing, self.sent, self.received)
 
     def hand_back(self, received, vector):
         """Send the updates to where their elements came from, into the ranks' vectors."""
-        # The updates go back to the slices, over the bucket's axis.
+        # The updates go back to the slices, over the shard.
         updates = self.axis.all_to_all(received, self.received, self.sent)
         copy_into([vector[part] for part in self.outgoing], updates)
 
@@ -270,7 +270,7 @@ class Muon:
                 continue
             self.buckets.append(bucket)
             self.state[bucket.master] = {"momentum": torch.zeros_like(bucket.master)}
-            of_axis.setdefault(bucket.axis.name, []).append(bucket)
+            of_axis.setdefault(bucket.contents.reduction_axis, []).append(bucket)
         tp = data_parallel.mesh.tp
         self.groups = [WholeMatrices(alike, tp) for alike in of_axis.values()]
 

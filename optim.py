@@ -207,8 +207,9 @@ class Optimizer:
         replica. Otherwise the master takes the weight's value. Collective.
         """
         for master, bucket in zip(self.masters, self.data_parallel.buckets, strict=True):
-            if bucket.n_slices < bucket.axis.size and master.dtype != bucket.own.dtype:
-                bucket.axis.broadcast(master)  # n masters, first replica to all, over its axis
+            if master.dtype != bucket.own.dtype:
+                # This rank's slice of the masters, first replica to all, over its replicas
+                bucket.replicas.broadcast(master)
             is_same = master.to(bucket.own.dtype) == bucket.own
             master.copy_(torch.where(is_same, master, bucket.own.to(master.dtype)))
 

@@ -1,6 +1,7 @@
 r"""The ranks as a mesh; tensor, sequence, context and expert parallelism by hand.
 
     Axis, Mesh, make_mesh       the ranks as a grid; an axis has the collectives as methods
+    Axis.sharing, cut_into_blocks   --shard: which ranks ZeRO shares a buffer among
     reduction_axis, parameter   which ranks sum a gradient; this rank's share of a tensor
     gather_rows, scatter_rows   tensor and sequence parallelism
     sum_over_ranks              the same, for a number that depends on all ranks' heads
@@ -16,11 +17,11 @@ batch.
 Collectives are methods of Axis; pipeline.py sends to neighbours, and fast/ copies between GPUs. A
 comment at each call says what moves, over which axis, and how much. To list the calls, with a few
 false hits:
-    grep -nE "\b(axis|[cetp]p|world|stage)\.[a-z_]+\(|_(rows|all|segments)\(|isend" *.py
+    grep -nE "\b(axis|[cetp]p|world|stage|shard|replicas)\.\w+\(|_(rows|all|segments)\(|isend" *.py
 """
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,18 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     calls: Any = None  # this rank's runtime.launch.CollectiveLog, which the watchdog reads
     tree: Any = None  # the world's Axis has one: interface/tree.py, for what the programs agree on
+    cut: Any = None  # the Sharing that --shard makes of these ranks; None where all share
     sent: Counter = field(default_factory=Counter, compare=False)
+
+    def sharing(self, zero=1):
+        """Return the Sharing of a buffer that all ranks of the axis need. zero: the flag.
+
+        Without ZeRO every rank keeps the whole buffer. With it all ranks share the buffer, unless
+        --shard cuts the axis.
+        """
+        if zero == 0:
+            return Sharing(Axis(self.name), self)
+        return self.cut or Sharing(self, Axis(self.name))
 
     def record(self, kind, tensor=None, nbytes=0.0):
         """Note that this rank is about to start a collective, in which it sends nbytes."""
@@ -149,6 +161,12 @@ class Axis:
         return all_gather_single(out, x, group=self.group, async_op=True)
 
 
+class Sharing(NamedTuple):
+    """The two axes of the ranks that need the same buffer: every rank is on one of each."""
+    shard: Axis     # its ranks keep different slices: gradients are reduce-scattered over it
+    replicas: Axis  # its ranks keep the same slice: that slice is all-reduced over it
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The axes of this rank. README.md draws a mesh of eight ranks."""
@@ -162,6 +180,13 @@ class Mesh:
     dpcp: Axis   # dp x cp: the ranks that hold the same share of every layer
     stage: Axis  # all ranks of one pipeline stage = dp x cp x tp = edp x ep
     tied: Axis   # dp x cp x {first, last stage}: the two copies of a tied embedding
+
+    def axes(self):
+        """Return {name: Axis}: these, and those into which --shard cuts some of them."""
+        found = dict(vars(self))
+        for axis in vars(self).values():
+            found.update({part.name: part for part in axis.cut or ()})
+        return found
 
 
 def ranks_of_axes(pp, dp, cp, tp, ep):
@@ -187,21 +212,48 @@ def ranks_of_axes(pp, dp, cp, tp, ep):
     }
 
 
-def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, groups=True):
+def cut_into_blocks(table, block, stage):
+    """Return the tables (shards, replicas) into which --shard cuts the groups of an axis.
+
+    A block is `block` consecutive ranks of a stage of `stage` ranks. The ranks of a group that are
+    in one block keep different slices; those at the same place in their blocks, the same slice.
+    """
+    shards = []
+    replicas = []
+    for group in table:
+        in_block = {}
+        for rank in group:
+            in_block.setdefault(rank % stage // block, []).append(rank)
+        shards += map(tuple, in_block.values())
+        replicas += zip(*in_block.values(), strict=True)
+    return shards, replicas
+
+
+def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, shard=0, groups=True):
     """Return this rank's Mesh. world: a runtime.launch.World, or what has its rank, size and calls.
 
     world describes this process; the axis mesh.world has the collectives over all processes.
-    groups=False makes no process groups, for plans. ValueError: the sizes do not fit
-    (interface.layout.check_ranks).
+    shard: see --shard. groups=False makes no process groups, for plans. ValueError: the sizes do
+    not fit (interface.layout.check_ranks).
     """
-    dp = check_ranks(world.size, tp, pp, ep, n_experts, cp)
+    dp = check_ranks(world.size, tp, pp, ep, n_experts, cp, shard=shard)
+    tables = {}
+    for name, table in ranks_of_axes(pp, dp, cp, tp, ep).items():
+        tables[name] = [tuple(ranks) for ranks in table.tolist()]
+    cut_axes = []  # all that sum gradients
+    if shard not in (0, dp * cp):  # A block is `shard` neighbours among dp x cp, with their tp.
+        cut_axes = ["dp" if cp == 1 else "dpcp", "stage", "edp", "tied"]
+    for name in cut_axes:
+        shards, replicas = cut_into_blocks(tables[name], shard * tp, dp * cp * tp)
+        tables[f"{name}.shard"] = shards
+        tables[f"{name}.replicas"] = replicas
     made = {}  # (is pp, ranks): process group
     axes = {"tied": Axis("tied")}  # Stages between the first and the last have no tied embedding.
     # Every rank creates every group, in the same order. Axes with the same ranks share a group, but
     # pp has groups of its own: NCCL matches the calls on a communicator by their order, and the
     # stages mix sends and sums in different orders.
-    for name, table in ranks_of_axes(pp, dp, cp, tp, ep).items():
-        for ranks in map(tuple, table.tolist()):
+    for name, table in tables.items():
+        for ranks in table:
             key = (name == "pp", ranks)
             if groups and len(ranks) > 1 and key not in made:
                 is_world = len(ranks) == world.size and name != "pp"
@@ -210,6 +262,10 @@ def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, groups=True):
                 rank = ranks.index(world.rank)
                 tree = world.tree if name == "world" and groups else None
                 axes[name] = Axis(name, rank, len(ranks), made.get(key), ranks, world.calls, tree)
+    for name in cut_axes:
+        if f"{name}.shard" in axes:
+            cut = Sharing(axes.pop(f"{name}.shard"), axes.pop(f"{name}.replicas"))
+            axes[name] = replace(axes[name], cut=cut)
     return Mesh(**axes)
 
 

@@ -50,7 +50,7 @@ from cost.step_time import (
     stage_time,
     step_time,
 )
-from cost.traffic import reductions, traffic
+from cost.traffic import bytes_between_nodes, reductions, traffic
 from interface.command_line import parse, wrong_input
 from interface.layout import check_layout
 from optim import learning_rate, stable_until
@@ -60,21 +60,21 @@ from pipeline import timetable
 # -----------------------------------------------------------------------------
 # 1) The plan of one layout
 
-LAYOUT = ("tp", "cp", "pp", "pp_chunks", "ep", "zero", "micro_batch", "global_batch", "recompute")
+LAYOUT = ("tp", "cp", "pp", "pp_chunks", "ep", "zero", "shard", "micro_batch", "global_batch", "recompute")
 
 
 @cache
-def rank_mesh(gpus, rank, *, tp=1, pp=1, ep=1, cp=1, n_experts=0):
+def rank_mesh(gpus, rank, *, tp=1, pp=1, ep=1, cp=1, n_experts=0, shard=0):
     """Return the mesh as one rank of `gpus` sees it, without process groups."""
     world = SimpleNamespace(rank=rank, size=gpus, calls=None)
-    return make_mesh(world, tp=tp, pp=pp, ep=ep, cp=cp, n_experts=n_experts, groups=False)
+    return make_mesh(world, tp=tp, pp=pp, ep=ep, cp=cp, n_experts=n_experts, shard=shard, groups=False)
 
 
 def stage_mesh(cfg, gpus, stage):
     """Return the mesh as the first rank of a pipeline stage sees it, without process groups."""
     first_rank = stage * (gpus // cfg.pp)
     return rank_mesh(gpus, first_rank, tp=cfg.tp, pp=cfg.pp, ep=cfg.ep, cp=cfg.cp,
-                     n_experts=cfg.n_experts)
+                     n_experts=cfg.n_experts, shard=cfg.shard)
 
 
 MOST_OPERATIONS = 10**6  # forwards of a schedule
@@ -125,6 +125,8 @@ def estimate(cfg, gpus, gpu, vocab):
     fullest = max(candidates, key=lambda parts: sum(parts.values()))
     used = sum(fullest.values())
     sent = [traffic(cfg, mesh, vocab, cfg.global_batch, choice) for mesh in meshes]
+    between = [bytes_between_nodes(mesh, sent_here, lambda rank: rank // chip.node)
+               for mesh, sent_here in zip(meshes, sent, strict=True)]
 
     block = saved_activations(cfg, meshes[0], max_load_factor(cfg, meshes[0]), choice)
     of_stage = {}  # seconds of a micro-batch on each stage
@@ -150,7 +152,7 @@ def estimate(cfg, gpus, gpu, vocab):
         "memory_gib": {part: nbytes / GIB for part, nbytes in fullest.items()},
         "memory": used / GIB, "fits": used <= chip.memory, "capacity_gib": chip.memory / GIB,
         "flops": {"full": full * tokens, "causal": causal * tokens},
-        "traffic_mb": _largest_traffic(sent),
+        "traffic_mb": _largest_traffic(sent), "between_nodes_mb": max(between) / 1e6,
         "ms_parts": {part: seconds * 1e3 for part, seconds in step.items()}, "ms": total * 1e3,
         "tok_s_gpu": tokens / total / gpus,
         "tflops": full * tokens / total / gpus / 1e12,
@@ -277,10 +279,11 @@ def layouts(cfg, gpus, gpu):
             continue
         dp = stage_ranks // (tp * cp)
         options = itertools.product(_ep_sizes(cfg, stage_ranks), _micro_batch_sizes(batch, dp),
-                                    ("none", "selective", "full"), range(4), _chunk_counts(cfg, pp))
-        for ep, micro_batch, recompute, zero, pp_chunks in options:
+                                    ("none", "selective", "full"), _shares(tp, dp * cp, GPUS[gpu].node),
+                                    _chunk_counts(cfg, pp))
+        for ep, micro_batch, recompute, (zero, shard), pp_chunks in options:
             layout = dataclasses.replace(cfg, tp=tp, cp=cp, pp=pp, ep=ep, micro_batch=micro_batch,
-                                         recompute=recompute, zero=zero, pp_chunks=pp_chunks,
+                                         recompute=recompute, zero=zero, shard=shard, pp_chunks=pp_chunks,
                                          global_batch=batch)
             try:
                 layout, _ = check_gpus(layout, gpus)
@@ -299,6 +302,15 @@ def _ep_sizes(cfg, stage_ranks):
 def _micro_batch_sizes(batch, dp):
     """Return the sizes of micro-batches, powers of two up to 128, that fill a batch on dp replicas."""
     return [2**i for i in range(8) if batch % (2**i * dp) == 0]
+
+
+def _shares(tp, replicas, node):
+    """Return the pairs (zero, shard): all replicas share, or those of a node if they are on several."""
+    pairs = [(zero, 0) for zero in range(4)]
+    inside = max(size for size in divisors(replicas) if size == 1 or size * tp <= node)
+    if 1 < inside < replicas:
+        pairs += [(zero, inside) for zero in (1, 2, 3)]
+    return pairs
 
 
 def _chunk_counts(cfg, pp):
@@ -406,7 +418,10 @@ def learning_rates(cfg, width=40):
 
 def print_plan(cfg, plan):
     """Print one layout as tables. plan: of estimate(), with the entries of warnings() and training_cost()."""
-    flags = ", ".join(f"{name} {value}" for name, value in plan["layout"].items() if name != "gpus")
+    layout = {name: value for name, value in plan["layout"].items() if name != "gpus"}
+    if not cfg.shard:
+        del layout["shard"]
+    flags = ", ".join(f"{name} {value}" for name, value in layout.items())
     title = f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {flags}"
     print(textwrap.fill(title, 100, subsequent_indent="    "))
     print_table("parameters", [(name, f"{n:,}") for name, n in plan["parameters"].items()])
@@ -416,6 +431,8 @@ def print_plan(cfg, plan):
                 [*parts, ("sum", f"{plan['memory']:.2f}")])
 
     sent = [(axis, f"{megabytes:,.1f}") for axis, megabytes in plan["traffic_mb"].items()]
+    if cfg.gpus > GPUS[cfg.gpu].node:
+        sent.append(("of it to other nodes", f"{plan['between_nodes_mb']:,.1f}"))
     print_table("sent per rank and step, MB", sent or [("none", "0")])
 
     parts = [(part, f"{ms:,.1f}") for part, ms in plan["ms_parts"].items()]
@@ -444,7 +461,9 @@ def print_search(cfg, plans):
     first = "; the first 20" if len(plans) > 20 else ""
     print(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {len(plans)} layouts fit{first}")
     columns = {"dp": "dp", "cp": "cp", "tp": "tp", "pp": "pp", "pp_chunks": "chunks", "ep": "ep",
-               "zero": "zero", "micro_batch": "mbs", "recompute": "recompute"}
+               "zero": "zero", "shard": "shard", "micro_batch": "mbs", "recompute": "recompute"}
+    if not any(plan["layout"]["shard"] for plan in plans):
+        del columns["shard"]
     rows = [("#", *columns.values(), "GiB", "ms", "TFLOP/s/GPU", "days")]
     for i, plan in enumerate(plans[:20], 1):
         flags = [str(plan["layout"][name]) for name in columns]

@@ -234,7 +234,8 @@ class Run:
         world = self.world
         stop = agree.Stop(cfg.max_minutes)  # Its clock also runs while data is verified.
         with launch.exit_together(world):
-            mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp)
+            mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp,
+                             shard=cfg.shard)
             watchdog.set_mesh(mesh)
             self.parts = Parts(mesh)  # full_batch needs the mesh already.
             check_layout(cfg, mesh, self.full_batch)
@@ -290,7 +291,7 @@ class Run:
         oversight.stragglers = watch.Stragglers(parts.mesh, world.device)
         if cfg.log_layers:
             oversight.layer_norms = LayerNorms(cfg, parts.data_parallel, parts.opt)
-        for axis in vars(parts.mesh).values():
+        for axis in parts.mesh.axes().values():
             axis.sent.clear()  # Bytes are counted from the first step on.
 
     def train(self):
@@ -357,7 +358,7 @@ class Run:
         oversight.guard.refused_flags.append((number, refused))
         oversight.clock.count(count)
         if number == self.first_step:
-            axes = vars(parts.mesh)
+            axes = parts.mesh.axes()
             self.sent = {name: sum(axis.sent.values()) for name, axis in axes.items()}
         return stats
 
@@ -399,7 +400,7 @@ class Run:
         if self.is_main and number == self.first_step and stats is not None:
             parts = self.parts
             predicted = traffic(cfg, parts.mesh, self.data.vocab_size, batch, parts.choice)
-            sent = log.report_traffic(predicted, self.sent)
+            sent = log.report_traffic(predicted, self.sent, parts.mesh, self.world.nodes)
             if sent:
                 self.log_file.note(number, traffic=sent)
         evaluates = self.due(number, cfg.eval_every)

@@ -6,7 +6,7 @@ The table in ddp.py says what a rank keeps under each --zero. In this file:
     ShardedBucket                ZeRO-3: whole weights exist only while they are needed
     ZeRO2, ZeRO3                 the DataParallel of each; LEVELS maps --zero to its class
 
-On an axis of one rank there is nothing to share, so the bucket is a plain one.
+Where a bucket's shard is one rank there is nothing to share, so the bucket is a plain one.
 """
 import itertools
 
@@ -54,7 +54,7 @@ class SlotComm(Comm):
     def new_slot(self, n, model_dtype, device, axis):
         """Return a Slot for n gradients of a model in model_dtype.
 
-        axis: all ranks of the stage. Only fast/peer.py uses it, to share the slot's memory.
+        axis: all ranks that share a bucket. Only fast/peer.py uses it, to share the slot's memory.
         """
         return Slot(n, torch.promote_types(model_dtype, torch.float32), device)
 
@@ -64,8 +64,8 @@ class SlotComm(Comm):
         return flat, grad, torch.zeros_like(weights[own_slice])
 
     def start_reduce(self, bucket):
-        # SUM of n numbers, n/size of them to each rank, over the bucket's axis
-        return bucket.axis.start_reduce_scatter(bucket.grad[bucket.own_slice], bucket.grad)
+        # SUM of n numbers, n/size of them to each rank, over bucket.shard
+        return bucket.shard.start_reduce_scatter(bucket.grad[bucket.own_slice], bucket.grad)
 
     def add_to_total(self, bucket):
         """Add the reduced gradients of one micro-batch to the total of the micro-batches so far."""
@@ -86,16 +86,22 @@ class SlotBucket(FlatBuffers):
     Each gradient waits in p.grad, in the model's dtype, until the last one of the bucket has come.
     Then all are copied into the slot, and the reduce starts. Its result, this rank's slice, is
     added to grad_total, the total over the micro-batches. grad is a window of the slot: it holds
-    this bucket's gradients only while they are being reduced.
+    this bucket's gradients only while they are being reduced. With --shard, the total is summed
+    over the replicas once a step, after the last micro-batch.
     """
 
     def reset(self):
         self.missing = set(range(len(self.params)))  # no gradient of this micro-batch yet
+        self.pending_params = len(self.params)  # their last gradient of this step has not come yet
         self.total_is_empty = True  # Nothing has been added to grad_total in this step.
         self.reduce_handle = None
+        self.reduces_last = False  # The reduce under way has the last gradients of this step.
+        self.replica_handle = None  # handle of the sum over the replicas
 
     def on_grad_ready(self, i, completes_grads):
         self.missing.discard(i)
+        if completes_grads:
+            self.pending_params -= 1
         if not self.missing:
             self.start_reduce()
 
@@ -104,6 +110,7 @@ class SlotBucket(FlatBuffers):
         self.copy_all_gradients()
         self.grad[self.used:].zero_()  # The padding may hold gradients of another bucket.
         self.missing = set(range(len(self.params)))
+        self.reduces_last = self.pending_params == 0
         self.reduce_handle = self.comm.start_reduce(self)
 
     def finish_reduce(self):
@@ -113,6 +120,8 @@ class SlotBucket(FlatBuffers):
             self.comm.add_to_total(self)
             self.total_is_empty = False
             self.reduce_handle = None
+            if self.reduces_last:
+                self.replica_handle = self.comm.start_replica_sum(self)
 
     def wait_grads(self):
         # Some gradients came, but not all, so the reduce has not started.
@@ -124,6 +133,9 @@ class SlotBucket(FlatBuffers):
         if incomplete or nothing_came:
             self.start_reduce()
         self.finish_reduce()
+        if self.replica_handle is None:  # A parameter got no gradient in the last micro-batch.
+            self.replica_handle = self.comm.start_replica_sum(self)
+        self.replica_handle.wait()
 
 
 def uses_slot(axis):
@@ -132,7 +144,7 @@ def uses_slot(axis):
     Weights that are tied across two stages are reduced once a step, as in ZeRO-1. A reduce in every
     micro-batch would make each stage wait for the other's backward.
     """
-    return axis.size > 1 and axis.name != "tied"
+    return axis.sharing().shard.size > 1 and axis.name != "tied"
 
 
 def plain_comm(axis):
@@ -153,14 +165,15 @@ class ZeRO2(DataParallel):
                 largest = max(largest, sum(p.numel() for p in contents.params))
         self.slots = []
         if largest:
-            # Every axis that uses slots has a size that divides stage.size, so padding for
-            # stage.size is enough for all.
-            n = padded_elements(largest, mesh.stage.size)
+            # Every axis that uses slots has a shard whose size divides that of the stage's shard,
+            # so padding for the latter is enough for all.
+            everyone = mesh.stage.sharing().shard
+            n = padded_elements(largest, everyone.size)
             weight = next(model.parameters())
             model_dtype = dtype or weight.dtype
             for _ in range(2):
                 comm = make_comm(mesh.stage)  # only to make a slot: fast/peer.py shares its memory
-                self.slots.append(comm.new_slot(n, model_dtype, weight.device, mesh.stage))
+                self.slots.append(comm.new_slot(n, model_dtype, weight.device, everyone))
         super().__init__(model, mesh, zero, timers, dtype=dtype, make_comm=make_comm,
                          bucket_elements=bucket_elements, optimizer=optimizer)
 

@@ -58,7 +58,7 @@ def check(cfg, world):
         raise ValueError("one process has no layout to compare: mpiexec -n 2 python bench/equal_one.py ...")
     if cfg.dropout and cfg.tp * cfg.cp * cfg.pp > 1:
         raise ValueError("ranks of tp, cp and pp draw other dropout masks than one process; add --dropout 0")
-    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp, shard=cfg.shard)
     batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
     source, _, vocab_size, _ = open_data(cfg, world.local_rank)
     return dataclasses.replace(cfg, global_batch=batch), vocab_size, source

@@ -51,7 +51,9 @@ REPLICATED = (
     ("gpt2", dict(pp=2)), ("dropless", dict(ep=4)),
     ("dropless", dict(ep=2, zero=1)), ("capacity", dict(tp=2, ep=4)),
     ("llama", dict(cp=2, zero=1)), ("dropless", dict(cp=2, ep=2)), ("llama", dict(zero=2)),
-    ("llama", dict(zero=3)), ("dropless", dict(zero=3)), ("dropless", dict(ep=2, zero=3)))
+    ("llama", dict(zero=3)), ("dropless", dict(zero=3)), ("dropless", dict(ep=2, zero=3)),
+    ("llama", dict(zero=1, shard=2)), ("dropless", dict(ep=2, zero=2, shard=2)),
+    ("llama", dict(zero=3, shard=2)), ("llama", dict(tp=2, zero=3, shard=1)))
 
 CAPTURED = (
     ("llama", {}), ("llama", dict(zero=1)), ("gpt2", dict(tp=2, zero=1)), ("capacity", dict(ep=4)),
@@ -60,7 +62,14 @@ CAPTURED = (
     ("dropless", dict(zero=1)), ("dropless", dict(ep=4)), ("dropless", dict(ep=2, zero=1)),
     ("dropless", dict(ep=4, zero=1)), ("gpt2", dict(cp=2, zero=1, dropout=0.2)),
     ("dropless", dict(cp=2, ep=2)), ("bert", dict(zero=1)), ("bert", dict(tp=2)),
-    ("bert", dict(cp=2)))
+    ("bert", dict(cp=2)), ("llama", dict(zero=1, shard=2)), ("dropless", dict(ep=2, zero=1, shard=2)))
+
+
+# Of tests/test_shard.py, one of each kind: ranks, sequences per step, layout
+SHARDED = (
+    ("llama", 4, 16, dict(zero=1, shard=2)), ("llama", 4, 16, dict(zero=2, shard=2)),
+    ("gpt2", 4, 16, dict(zero=3, shard=2)), ("gpt2", 4, 8, dict(pp=2, zero=1, shard=1)),
+    ("dropless", 4, 16, dict(ep=4, zero=2, shard=2)), ("llama", 2, 8, dict(zero=3, shard=1)))
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,7 @@ def layouts_of(size):
         table = matrix.MOE_LAYOUTS if "n_experts" in flags else matrix.LAYOUTS
         layouts += [(family, batch, layout) for n, batch, layout in table if n == size]
     layouts += [(family, batch, layout) for family, n, batch, layout in matrix.CP_LAYOUTS if n == size]
+    layouts += [(family, batch, layout) for family, n, batch, layout in SHARDED if n == size]
     return layouts
 
 
@@ -136,6 +146,8 @@ def fitting(world, layouts):
     for family, layout in layouts:
         if any(world.size % layout.get(axis, 1) for axis in ("tp", "cp", "pp", "ep")):
             continue
+        if world.size // layout.get("tp", 1) % layout.get("shard", 1):
+            continue
         flags = dict(FAMILIES[family], **SHAPE, dtype="bf16", ep_slack=1.5, global_batch=16,
                      data="synthetic", **layout)
         dp = world.size // layout.get("tp", 1) // layout.get("cp", 1) // layout.get("pp", 1)
@@ -147,11 +159,15 @@ def fitting(world, layouts):
 def weights_of(training):
     """Return {name: (ranks that hold the same, checksum)} of the weights.
 
-    Under ZeRO-3 these are this rank's slices, which no other rank holds.
+    Under ZeRO-3 these are this rank's slices, which its replicas hold, too: with --shard there are some.
     """
     if training.cfg.zero == 3:
-        return {b.contents.names[0]: ((training.mesh.world.rank,), checksum(b.own).tolist())
-                for b in training.data_parallel.buckets}
+        me = training.mesh.world.rank
+        found = {}
+        for bucket in training.data_parallel.buckets:
+            group = bucket.replicas.ranks if bucket.replicas.size > 1 else (me,)
+            found[bucket.contents.names[0]] = group, checksum(bucket.own).tolist()
+        return found
     return {name: (getattr(training.mesh, p.reduction_axis).ranks, checksum(p).tolist())
             for name, p in training.model.named_parameters()}
 

@@ -116,7 +116,7 @@ def plan_row(text, cfg, ranks):
         cfg, dp = layout(text, cfg)
         check(cfg)
         meshes = [make_mesh(World(rank=r, size=ranks), cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp,
-                            n_experts=cfg.n_experts, groups=False) for r in range(ranks)]
+                            n_experts=cfg.n_experts, shard=cfg.shard, groups=False) for r in range(ranks)]
         fits = meshes[0].dp.size
         row.update(nodes=1, size=count_parameters(cfg, vocab)["total"] / 1e9, dp=fits, tp=cfg.tp, cp=cfg.cp,
                    pp=cfg.pp, ep=cfg.ep, zero=cfg.zero, mbs=cfg.micro_batch, gbs=cfg.global_batch,

@@ -56,7 +56,8 @@ from interface.layout import check_layout
 from optim import Optimizer
 from parallel import Axis, make_mesh
 
-AXES = "tp", "cp", "dp", "dpcp", "stage", "ep", "edp", "pp", "tied", "world"  # of equal ones, the first
+# Of axes with equal digits, the first gives the name. Those of --shard follow.
+AXES = "tp", "cp", "dp", "dpcp", "stage", "ep", "edp", "pp", "tied", "world"
 CPU = torch.device("cpu")
 
 
@@ -66,7 +67,7 @@ CPU = torch.device("cpu")
 def mesh_of(cfg, ranks, rank):
     """Return the mesh of one rank, without process groups."""
     return make_mesh(World(rank=rank, size=ranks), cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp,
-                     n_experts=cfg.n_experts, groups=False)
+                     n_experts=cfg.n_experts, shard=cfg.shard, groups=False)
 
 
 class Digits:
@@ -80,14 +81,18 @@ class Digits:
         self.mesh = mesh
         tp = mesh.tp.size
         cp = mesh.cp.size
-        borders = sorted({1, tp, tp * cp, mesh.ep.size, mesh.stage.size, mesh.world.size})
+        block = mesh.stage.sharing().shard.size
+        borders = sorted({1, tp, tp * cp, mesh.ep.size, block, mesh.stage.size, mesh.world.size})
         self.strides = borders[:-1]
         self.sizes = []
         self.known = {}  # bits of an axis, by its ranks
         for low, high in itertools.pairwise(borders):
             if high % low:
-                raise ValueError(f"one_rule.py cannot follow ep {mesh.ep.size} beside tp {tp} * cp {cp}: "
-                                 f"{low} does not divide {high}; try --ep {math.gcd(low, high)}")
+                part, fix = f"ep {mesh.ep.size}", f"--ep {math.gcd(low, high)}"
+                if mesh.stage.cut and block in (low, high):
+                    part, fix = f"shard {block // tp}", f"--shard {max(1, math.gcd(low, high) // tp)}"
+                raise ValueError(f"one_rule.py cannot follow {part} beside tp {tp} * cp {cp}: "
+                                 f"{low} does not divide {high}; try {fix}")
             self.sizes.append(high // low)
         # The set of the first and the last stage. With two stages, that is the digit of pp, the slowest one.
         self.ends = 1 << len(self.sizes) + (mesh.pp.size > 2)
@@ -104,7 +109,7 @@ class Digits:
         slowest = 1 << len(self.sizes)
         if self.mesh.pp.size > 2 and found & slowest:
             found |= self.ends
-            if axis.name == "tied":
+            if axis.name.partition(".")[0] == "tied":
                 found &= ~slowest
         self.known[axis.ranks] = found
         return found
@@ -121,8 +126,9 @@ class Digits:
         bits &= ~DATA
         if not bits:
             return "none"
-        for name in AXES:
-            if self.bits(getattr(self.mesh, name)) == bits:
+        axes = self.mesh.axes()
+        for name in dict.fromkeys((*AXES, *axes)):
+            if self.bits(axes[name]) == bits:
                 return name
         return " * ".join(self.digit_name(i) for i in range(len(self.sizes)) if bits & 2 << i)
 
@@ -255,7 +261,7 @@ class Stage:
 
     def slice_bits(self, bucket):
         """Return the digits in which ranks hold other slices of a bucket."""
-        return self.bits(bucket.axis) if bucket.n_slices > 1 else 0
+        return self.bits(bucket.shard) if bucket.n_slices > 1 else 0
 
     def slice_mark(self, bucket):
         """Return the Mark of this rank's slice of a bucket's masters."""
@@ -410,7 +416,7 @@ class Stage:
             self.marks.set(bucket.grad_total, mark)
             copies = self.digits.count(self.bits(self.mesh.stage) & ~mark.bits) * len(self.holders[first])
             if bucket.axis.name == "tied" and bucket.n_slices > 1:
-                copies = 1
+                copies = bucket.replicas.size
             if abs(bucket.count_factor * copies - 1) > 1e-9:
                 raise OneRuleError(f"{first}: {copies} ranks hold the same slice, but the norm counts "
                                    f"{bucket.count_factor:.4g} of it on each")

@@ -32,8 +32,9 @@ PAGE = ROOT / "docs" / "planner.html"
 TRANSLATED = {
     "config.py": "must_divide largest_divisor check_heads check_rope_scaling check_masked_model "
                  "check_experts n_masked ceil_div pad_vocab head_width",
-    "interface/layout.py": "check_ranks check_layout check_tensor_parallel check_sequence check_batch "
-                           "check_ramp check_pipeline next_multiple stage_layers empty_stage balanced_counts",
+    "interface/layout.py": "check_ranks check_shard check_layout check_tensor_parallel check_sequence "
+                           "check_batch check_ramp check_pipeline next_multiple stage_layers empty_stage "
+                           "balanced_counts",
     "parallel.py": "reduction_axis parameter",
     "ops/flat.py": "ALIGNMENT padded_elements",
     "ops/activations.py": "GATED",
@@ -56,7 +57,7 @@ TRANSLATED = {
     "cost/idle.py": None,
     "plan.py": "LAYOUT rank_mesh stage_mesh MOST_OPERATIONS check_gpus _groups_of_stages estimate "
                "_largest_traffic warnings SHORTEST_SHARE divisors layouts _ep_sizes _micro_batch_sizes "
-               "_chunk_counts"}
+               "_shares _chunk_counts"}
 # It asks torch for the name of a device; and a key of a cache, which runtime.js makes in another way.
 NOT_TRANSLATED = {"peak_flops", "_flags_of_any_layout"}
 RENAMED = {"plan.py": {"LAYOUT": "LAYOUT_OF_PLAN"}}  # cost/parameters.py has another LAYOUT
@@ -66,7 +67,7 @@ ASKED = {
     "model": ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "vocab_size", "seq_len", "norm",
               "mlp", "pos", "bias", "tied", "objective", "dropout"),
     "experts": ("n_experts", "top_k", "n_shared_experts", "capacity_factor", "ep_slack"),
-    "layout": ("tp", "cp", "pp", "pp_chunks", "ep", "zero"),
+    "layout": ("tp", "cp", "pp", "pp_chunks", "ep", "zero", "shard"),
     "batch": ("micro_batch", "global_batch", "recompute", "dtype", "compile", "cuda_graph", "optimizer")}
 
 

@@ -19,7 +19,8 @@ class Training:
 
     def __init__(self, cfg, world, graph=True):
         self.cfg, self.world, self.number = cfg, world, 0  # number: steps taken
-        self.mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp)
+        self.mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp,
+                              shard=cfg.shard)
         self.batch = cfg.global_batch or cfg.micro_batch * self.mesh.dp.size  # sequences per step
         check_layout(cfg, self.mesh, self.batch)
         self.source, _, self.vocab, _ = train.open_data(cfg, world.local_rank)

@@ -4,8 +4,8 @@
 #
 # Each process has a host name of its own (unshare -u) and one GPU, or none with --cpu; NCCL believes that it is
 # on another machine and uses sockets. What is tried: losses equal to one node's, in fp64 and in bf16; pipeline,
-# tensor and expert parallelism between the nodes; a checkpoint that both write, read by two nodes and by one; a
-# node that is killed. One line per check; exit code 1 if any failed. It shows that several nodes are right, not
+# tensor and expert parallelism between the nodes; ZeRO within each node (--shard) and what then still leaves it;
+# a checkpoint that both write, read by two nodes and by one; a node that is killed. One line per check; exit code 1 if any failed. It shows that several nodes are right, not
 # how fast they are: sockets on the loopback are no network.
 set -u
 cd "$(dirname "$0")/.." || exit 2
@@ -91,6 +91,29 @@ PYTHON
     say $? "$1" "${text:-a run left no losses}"
 }
 
+# leaves(name, other, zero): MB that rank 0 sends to other nodes in a step, as predicted and as counted; with
+# --shard fewer, for more than one rank on a node
+leaves() {
+    local text
+    text=$("$python" - "$out/$1" "$out/$2" "$per_node" <<'PYTHON'
+import json
+import pathlib
+import sys
+
+sent = []
+for folder in sys.argv[1:3]:
+    rows = [json.loads(line) for line in pathlib.Path(folder, "notes.jsonl").open()]
+    sent.append(next(row["traffic"]["to other nodes"] for row in rows if "traffic" in row))
+(all_ranks, _), (within, _) = sent
+print("MB that leave a node per step and rank, predicted / counted: "
+      + ", with --shard ".join(f"{a / 1e6:.3g} / {b / 1e6:.3g}" for a, b in sent))
+right = all(abs(a - b) <= 1e-6 * b for a, b in sent)
+sys.exit(not (right and (within < all_ranks or sys.argv[3] == "1")))
+PYTHON
+    ) 2>&1
+    say $? "bytes of ZeRO-$3" "${text:-a run left no notes}"
+}
+
 # ------------------------------------------------------------------------------
 began=$SECONDS
 kind=GPU; [ $cpu = 0 ] || kind=CPU
@@ -112,6 +135,18 @@ tiny="--data synthetic --vocab-size 512 --n-layer 4 --n-embd 64 --ffn-hidden 96 
         note=$(grep -h "^note: .* span nodes" "$out/$name.log.0")
         say $? "a warning for $name" "$note"
     done
+
+    # ---------------- ZeRO within a node, replicas between nodes
+    wide="$tiny --global-batch $((16 * size))"
+    run 1 1 wide $wide
+    for zero in 1 2 3; do
+        two all-$zero $wide --zero $zero && same "fp64, ZeRO-$zero over all ranks" 1e-10 all-$zero wide
+        two shard-$zero $wide --zero $zero --shard "$per_node" \
+            && same "fp64, ZeRO-$zero within a node" 1e-10 shard-$zero wide
+        leaves all-$zero shard-$zero "$zero"
+    done
+    two home-shard $wide --zero 1 --resume "$out/shard-3/step_000004" \
+        && same "all ranks read what groups wrote" 1e-10 home-shard wide
 
     from="--resume $out/ep/step_000004"
     two again $tiny --n-experts 8 --top-k 2 --ep $size --zero 1 $from \

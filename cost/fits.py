@@ -38,6 +38,8 @@ def larger_zero(cfg, mesh):
     """Return the --zero, and a comma, that would share out more; "" if there is none."""
     if mesh.dpcp.size == 1:  # there are no replicas to share with
         return ""
+    if 0 < cfg.shard < mesh.dpcp.size:
+        return "a larger --shard, "
     if not cfg.zero:
         return "--zero 1, "
     if cfg.zero < 3 and mesh.pp.size == 1:

@@ -18,6 +18,7 @@ from cost.parameters import (
     local_buckets,
     local_parameters,
     micro_batches,
+    n_slices,
     owned_parameters,
     query_columns,
     rank_tokens,
@@ -243,7 +244,7 @@ def gradient_bytes(cfg, mesh, vocab_size, choice):
 
     whole = sum(n for axis, n in local.items() if axis not in sliced)
     unwidened = alone + sum(n for axis, n in copied.items() if axis not in sliced)
-    slices = sum(n / getattr(mesh, axis).size for axis, n in {**copied, **sliced}.items())
+    slices = sum(n / n_slices(cfg, mesh, axis) for axis, n in {**copied, **sliced}.items())
     slot = _largest_bucket(buckets, sliced)
 
     total = (whole - unwidened) * sum_bytes + unwidened * weight_bytes
@@ -270,7 +271,7 @@ def state_bytes(cfg, mesh, vocab_size, choice):
     sharded, parts = sharded_parameters(cfg, mesh, vocab_size)
     gathered = max(sum((a + b).values()) for a, b in itertools.pairwise(parts))
     weights = sum(local.values()) + gathered
-    weights -= sum(n * (1 - 1 / getattr(mesh, axis).size) for axis, n in sharded.items())
+    weights -= sum(n * (1 - 1 / n_slices(cfg, mesh, axis)) for axis, n in sharded.items())
     if cfg.zero == 2 and choice.peer_copies:  # this rank's slice once more, for the others to read
         weights += owned
     return {"weights": weights * weight_bytes,

@@ -5,7 +5,7 @@ Which rank owns which matrix comes from muon.py itself.
 from collections import Counter
 
 from cost.parameters import element_bytes, muon_buckets
-from cost.step_time import STREAM, matmul_seconds, ring_bandwidth
+from cost.step_time import STREAM, matmul_seconds, ring_bandwidth, stride_of
 from model import DTYPES
 from muon import BATCH_ELEMENTS, ITERATIONS, iteration_dtype, length_of, owned_matrices
 from ops.flat import padded_elements
@@ -22,13 +22,12 @@ def iteration_bytes(cfg):
 
 
 def shares(cfg, mesh, vocab_size):
-    """Yield (axis, elements of this rank's slices, [Matrices of each rank]) of Muon's buckets, by axis."""
+    """Yield (shard, elements of this rank's slices, [Matrices of each rank]) of Muon's buckets, by axis."""
     for name, buckets in muon_buckets(cfg, mesh, vocab_size).items():
-        axis = getattr(mesh, name)
-        n_slices = axis.size if cfg.zero else 1
-        lengths = [padded_elements(bucket.elements, n_slices) // n_slices for bucket in buckets]
+        shard = getattr(mesh, name).sharing(cfg.zero).shard
+        lengths = [padded_elements(bucket.elements, shard.size) // shard.size for bucket in buckets]
         shapes = [bucket.matrices for bucket in buckets]
-        yield axis, sum(lengths), owned_matrices(shapes, lengths, n_slices)
+        yield shard, sum(lengths), owned_matrices(shapes, lengths, shard.size)
 
 
 def muon_elements(cfg, mesh, vocab_size):
@@ -39,21 +38,21 @@ def muon_elements(cfg, mesh, vocab_size):
 def muon_traffic(cfg, mesh, vocab_size):
     """Return {axis name: bytes that this rank sends in an update}.
 
-    Over the axis of a bucket, under ZeRO, the elements of matrices go to their owners, and updates come
+    Over the shard of a bucket, under ZeRO, the elements of matrices go to their owners, and updates come
     back. Over tp, matrices that tp cuts have all-reduces of their Gram matrices and of their norms.
     """
     nbytes = iteration_bytes(cfg)
     _, norm_bytes = element_bytes(cfg)
     sent = Counter()
-    for axis, _, owned in shares(cfg, mesh, vocab_size):
-        rank = axis.rank if len(owned) > 1 else 0
+    for shard, _, owned in shares(cfg, mesh, vocab_size):
+        rank = shard.rank
         for owner, matrices in enumerate(owned):
             for matrix in matrices:
                 if owner == rank:
                     away = sum(length_of(part) for there, part in matrix.parts.items() if there != rank)
                 else:
                     away = length_of(matrix.parts[rank]) if rank in matrix.parts else 0
-                sent[axis.name] += away * nbytes
+                sent[shard.name] += away * nbytes
         for matrix in owned[rank]:
             if matrix.cut is not None:
                 side = matrix.shape[1 - matrix.cut]
@@ -85,12 +84,11 @@ def muon_seconds(cfg, mesh, gpu, vocab_size):
     Its sums over tp are counted with the other messages of tp.
     """
     seconds = 0.0
-    strides = {"dp": mesh.tp.size, "dpcp": mesh.tp.size, "stage": 1, "edp": mesh.ep.size}
     sent = muon_traffic(cfg, mesh, vocab_size)
-    for axis, elements, owned in shares(cfg, mesh, vocab_size):
+    for shard, elements, owned in shares(cfg, mesh, vocab_size):
         seconds += elements * UPDATE_BYTES / (STREAM * gpu.hbm)
-        if axis.size > 1:
-            seconds += sent[axis.name] / ring_bandwidth(axis, strides[axis.name], gpu)
+        if shard.size > 1:
+            seconds += sent[shard.name] / ring_bandwidth(shard, stride_of(shard, mesh), gpu)
         shapes = Counter(oriented(matrix) for matrix in max(owned, key=sum_work))
         for (side, other), count in shapes.items():
             products = 2 * matmul_seconds(side, side, other, gpu, count)

@@ -329,7 +329,7 @@ def sharded_parameters(cfg, mesh, vocab_size):
         axis = getattr(mesh, bucket.axis)
         if not (bucket.decayed and uses_slot(axis)):
             continue
-        n = padded_elements(bucket.elements, axis.size)
+        n = padded_elements(bucket.elements, axis.sharing().shard.size)
         sharded[bucket.axis] += n
         parts[_part_of(bucket.name)][bucket.axis] += n
         if cfg.tied and bucket.name.startswith("wte."):  # the head reads the embedding, too
@@ -350,11 +350,14 @@ def _part_of(name):
 def owned_parameters(cfg, mesh, local):
     """Return the number of parameters whose optimizer state this rank keeps.
 
-    ZeRO divides them among the ranks of their axis. local: local_parameters.
+    ZeRO divides them among the ranks that share them. local: local_parameters.
     """
-    if cfg.zero == 0:
-        return sum(local.values())
-    return sum(n / getattr(mesh, axis).size for axis, n in local.items())
+    return sum(n / n_slices(cfg, mesh, axis) for axis, n in local.items())
+
+
+def n_slices(cfg, mesh, axis):
+    """Return into how many slices ZeRO cuts the buckets of an axis, given by its name."""
+    return getattr(mesh, axis).sharing(cfg.zero).shard.size
 
 
 def unwidened_gradients(mesh, local, choice):
@@ -365,10 +368,10 @@ def unwidened_gradients(mesh, local, choice):
     fast.choose.Choice.
     """
     alone, copied = 0, {}
-    for axis, n in local.items():
-        if getattr(mesh, axis).size > 1:
-            if choice.peer_copies:
-                copied[axis] = n
-        elif choice.single_microbatch:
-            alone += n
+    for name, n in local.items():
+        axis = getattr(mesh, name)
+        if axis.size == 1:
+            alone += n if choice.single_microbatch else 0
+        elif choice.peer_copies and axis.sharing().shard.size > 1:
+            copied[name] = n
     return alone, copied

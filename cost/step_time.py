@@ -22,6 +22,7 @@ from cost.parameters import (
     held_layers,
     kv_width,
     micro_batches,
+    n_slices,
     owned_parameters,
     query_columns,
     rank_tokens,
@@ -271,6 +272,15 @@ def ring_bandwidth(axis, stride, gpu):
     return min(gpu.link, gpu.net * max(1, gpu.rails // stride))
 
 
+def stride_of(axis, mesh):
+    """Return how far the neighbours on an axis that sums gradients are apart, in ranks."""
+    tp = mesh.tp.size
+    name, _, part = axis.name.partition(".")
+    if part == "replicas":
+        return axis.ranks[1] - axis.ranks[0]
+    return {"dp": tp, "dpcp": tp, "stage": 1, "edp": mesh.ep.size, "tied": tp}[name]
+
+
 def ring_latency(axis, stride, gpu):
     """Return the seconds until one element has been around the ring of an axis."""
     between_nodes = math.ceil(axis.size * stride / gpu.node) - 1
@@ -310,8 +320,7 @@ def exposed_seconds(mesh, gpu, reductions, slowest, overlap):
     reductions: {axis name: cost.traffic.Reduction}. slowest: seconds of the micro-batches during
     which they are sent; backward is 2/3 of these. overlap: the part of what could be hidden that is.
     """
-    tp = mesh.tp.size
-    strides = {"dp": tp, "dpcp": tp, "stage": 1, "edp": mesh.ep.size, "tied": tp}
+    axes = mesh.axes()
     exposed = 0.0
     for kind, share in (("gradients", 2 / 3), ("weights", 1 / 3)):
         whole = 0.0
@@ -320,9 +329,10 @@ def exposed_seconds(mesh, gpu, reductions, slowest, overlap):
             nbytes = getattr(reduction, kind)
             if not nbytes:
                 continue
-            axis = getattr(mesh, name)
-            trip = LATENCY + ring_latency(axis, strides[name], gpu)
-            transfer = nbytes / ring_bandwidth(axis, strides[name], gpu)
+            axis = axes[name]
+            stride = stride_of(axis, mesh)
+            trip = LATENCY + ring_latency(axis, stride, gpu)
+            transfer = nbytes / ring_bandwidth(axis, stride, gpu)
             whole += transfer + reduction.calls * trip
             tail += transfer * reduction.last + trip
         exposed += whole - overlap * min(whole - tail, slowest * share)
@@ -386,13 +396,18 @@ def step_time(cfg, mesh, gpu, slowest, local, reductions):
     alone, copied = unwidened_gradients(mesh, local, expected_choice(cfg, mesh, gpu.node))
     gradient_bytes = _bytes_of_sums(cfg, mesh, local, alone, copied)
     adam_bytes = owned_parameters(cfg, mesh, local) * ADAM - alone * 4
-    # From ZeRO-2 on gradients are sent in every micro-batch, before that in the last one.
+    # From ZeRO-2 on gradients are sent in every micro-batch, before that in the last one. With --shard
+    # the replicas' sums are always sent in the last one, and never as copies.
     beside = slowest * num_micro_batches if cfg.zero > 1 else slowest
     overlap = COPIED if copied else HIDDEN
+    between = {name: reduction for name, reduction in reductions.items() if name.endswith(".replicas")}
+    inside = {name: reduction for name, reduction in reductions.items() if name not in between}
+    reduce = exposed_seconds(mesh, gpu, inside, beside, overlap)
+    reduce += exposed_seconds(mesh, gpu, between, slowest, HIDDEN)
     return {"compute": num_micro_batches * slowest,
             "bubble": bubble(mesh.pp.size, cfg.pp_chunks, num_micro_batches) * num_micro_batches * slowest,
             "gradients": gradient_bytes / (STREAM * gpu.hbm),
-            "reduce": exposed_seconds(mesh, gpu, reductions, beside, overlap),
+            "reduce": reduce,
             "optimizer": adam_bytes / (STREAM * gpu.hbm)}
 
 
@@ -411,5 +426,5 @@ def _bytes_of_sums(cfg, mesh, local, alone, copied):
     # The slices that came from the other ranks are added up.
     times = num_micro_batches if cfg.zero > 1 else 1
     for axis, n in copied.items():
-        nbytes += n * (weight_bytes + sum_bytes / getattr(mesh, axis).size) * times
+        nbytes += n * (weight_bytes + sum_bytes / n_slices(cfg, mesh, axis)) * times
     return nbytes

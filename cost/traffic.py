@@ -60,6 +60,33 @@ def traffic(cfg, mesh, vocab_size, batch, choice=None):
     return {axis: nbytes for axis, nbytes in sent.items() if nbytes}
 
 
+def share_between_nodes(axis, node_of):
+    """Return the share of the bytes sent over an axis that leave the node of this rank.
+
+    It is the mean over the ranks of the axis on this node. node_of(rank) is the node of a rank. Over
+    ep, rows go to all others alike; over pp, to the stages before and after. Over the others, in a
+    ring, each rank sends to the next one.
+    """
+    places = [node_of(rank) for rank in axis.ranks]
+    here = places[axis.rank]
+    if axis.size == 1:
+        return 0.0
+    if axis.name == "ep":
+        return sum(place != here for place in places) / (axis.size - 1)
+    if axis.name == "pp":
+        neighbours = places[max(0, axis.rank - 1):axis.rank] + places[axis.rank + 1:axis.rank + 2]
+        return sum(place != here for place in neighbours) / len(neighbours)
+    after = places[1:] + places[:1]
+    leaving = [following != place for place, following in zip(places, after, strict=True) if place == here]
+    return sum(leaving) / len(leaving)
+
+
+def bytes_between_nodes(mesh, sent, node_of):
+    """Return how many of the bytes of `sent`, {axis name: bytes}, leave the node of this rank."""
+    axes = mesh.axes()
+    return sum(nbytes * share_between_nodes(axes[name], node_of) for name, nbytes in sent.items())
+
+
 def tensor_parallel_bytes(cfg, mesh, held):
     """Return the bytes that a rank sends over tp for one micro-batch, both ways.
 
@@ -152,7 +179,8 @@ def reductions(cfg, mesh, vocab_size, choice=None, batch=0):
 
     An all-reduce is a reduce-scatter and an all-gather of gradients. ZeRO-1 all-gathers weights in the
     place of gradients. ZeRO-2 reduces in every micro-batch, and ZeRO-3 also gathers in each. Peer
-    copies carry gradients in the model's dtype.
+    copies carry gradients in the model's dtype. With --shard, all this stays in the shards, and the
+    replicas all-reduce their slices once.
     """
     choice = choice or expected_choice(cfg, mesh)
     weight_bytes, sum_bytes = element_bytes(cfg)
@@ -163,19 +191,20 @@ def reductions(cfg, mesh, vocab_size, choice=None, batch=0):
     found = {}
     for name, buckets in local_buckets(cfg, mesh, vocab_size).items():
         axis = getattr(mesh, name)
-        n_slices = axis.size if cfg.zero else 1
-        n = sum(padded_elements(bucket, n_slices) for bucket in buckets)
-        scattered = ring_share(axis) * n  # elements
-        if cfg.zero == 0:
-            gradients = 2 * scattered * sum_bytes
-            weights = 0
-        else:
+        shard, replicas = axis.sharing(cfg.zero)
+        n = sum(padded_elements(bucket, shard.size) for bucket in buckets)
+        last = buckets[-1] / n
+        if shard.size > 1:
+            scattered = ring_share(shard) * n  # elements
             grad_bytes = weight_bytes if name in copied else sum_bytes
             times = num_micro_batches if cfg.zero > 1 and uses_slot(axis) else 1
             gradients = scattered * grad_bytes * times
             gathered = n - sharded[name] + num_micro_batches * _zero_3_gathers(cfg, parts, name)
             weights = scattered / n * gathered * weight_bytes
-        found[name] = Reduction(gradients, weights, calls=len(buckets), last=buckets[-1] / n)
+            found[shard.name] = Reduction(gradients, weights, len(buckets), last)
+        if replicas.size > 1:
+            gradients = 2 * ring_share(replicas) * n / shard.size * sum_bytes
+            found[replicas.name] = Reduction(gradients, 0, len(buckets), last)
     return found
 
 

@@ -50,11 +50,11 @@ class Choice(NamedTuple):
 
     def uses_peer_copies(self, axis):
         """Whether a bucket that is reduced over axis travels as copies between GPUs."""
-        return self.peer_copies and axis.size > 1
+        return self.peer_copies and axis.sharing().shard.size > 1
 
     def keeps_grad_dtype(self, axis):
         """Whether a bucket's gradients stay in the model's dtype: nothing is added, and NCCL sums none."""
-        return self.single_microbatch and (axis.size == 1 or self.peer_copies)
+        return self.single_microbatch and (axis.size == 1 or self.uses_peer_copies(axis))
 
 
 def choose(cfg, mesh, device, reach=None):
@@ -69,8 +69,9 @@ def choose(cfg, mesh, device, reach=None):
 
     # ZeRO-1 adds up micro-batches on each rank, in fp32. ZeRO-2 and 3 send the gradients of each micro-batch.
     worth_copying = single if cfg.zero == 1 else bf16 and cfg.zero > 1
-    one_stage_of_gpus = mesh.pp.size == 1 and mesh.stage.size > 1 and has_cuda_api(device)
-    peer_copies = worth_copying and one_stage_of_gpus and reach(mesh, mesh.stage, device)
+    sharers = mesh.stage.sharing(cfg.zero).shard  # With --shard, those of one node may reach each other.
+    one_stage_of_gpus = mesh.pp.size == 1 and sharers.size > 1 and has_cuda_api(device)
+    peer_copies = worth_copying and one_stage_of_gpus and reach(mesh, sharers, device)
 
     graph = static_shapes(cfg, mesh, device)
     experts_of_others = cfg.n_experts > 0 and mesh.ep.size > 1

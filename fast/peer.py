@@ -64,11 +64,11 @@ class CopyStream:
     def copy_slices(self, bucket, gradients):
         """Copy the other ranks' gradients of this rank's slice. Return (size - 1, n/size), in recv_buffer.
 
-        gradients: those of each rank of the bucket's axis, by rank, (1, n) or longer.
+        gradients: those of each rank of the bucket's shard, by rank, (1, n) or longer.
         """
         n = bucket.grad_total.numel()
         parts = self.recv_buffer[:n * (bucket.n_slices - 1)].view(-1, n)  # (size - 1, n/size)
-        for part, rank in zip(parts, others(bucket.axis), strict=True):  # n/size from each, over the axis
+        for part, rank in zip(parts, others(bucket.shard), strict=True):  # n/size from each, over the shard
             part.copy_(gradients[rank][0, bucket.own_slice])
         return parts
 
@@ -101,16 +101,18 @@ class PeerComm(Comm):
         return flat, grad, grad_total
 
     def start_reduce(self, bucket):
-        axis = bucket.axis
+        axis = bucket.shard
         axis.record("reduce-scatter", bucket.grad, axis.ring_bytes(bucket.grad))
         with self.stream.side_stream():
             self.gradients.barrier()  # the gradients of all ranks are complete
             parts = self.stream.copy_slices(bucket, self.gradients.peers)
             sum_slices(bucket.grad_total, bucket.grad[bucket.own_slice], parts)
+            if bucket.replicas.size > 1:  # in fp32, over NCCL: the replicas are on other nodes
+                return self.start_replica_sum(bucket)
             return self.stream.record_event()
 
     def start_gather(self, bucket):
-        axis = bucket.axis
+        axis = bucket.shard
         flat = bucket.flat
         axis.record("all-gather", flat, axis.ring_bytes(flat))
         with self.stream.side_stream():
@@ -122,7 +124,7 @@ class PeerComm(Comm):
 
 
 class PeerSlot(Slot):
-    """A zero.Slot that the other ranks of the stage read."""
+    """A zero.Slot that the other ranks of the stage's shard read."""
 
     def __init__(self, n, dtype, device, axis):
         self.memory = SymmetricBuffer(axis, 1, n, dtype, device)
@@ -130,7 +132,7 @@ class PeerSlot(Slot):
         self.user = None
 
     def peers(self, axis):
-        """Return the slot of each rank of an axis of the stage, by rank."""
+        """Return the slot of each rank of an axis within the stage's shard, by rank."""
         return [self.memory.peers[self.memory.axis.ranks.index(rank)] for rank in axis.ranks]
 
 
@@ -161,7 +163,7 @@ class PeerSlotComm(PeerComm):
         return self.own.copy_(own)
 
     def start_reduce(self, bucket):
-        axis = bucket.axis
+        axis = bucket.shard
         axis.record("reduce-scatter", bucket.grad, axis.ring_bytes(bucket.grad))
         with self.stream.side_stream():
             self.slot.memory.barrier()  # the gradients of all ranks are complete
@@ -180,7 +182,7 @@ class PeerSlotComm(PeerComm):
         """Do nothing: start_reduce() has added the sum."""
 
     def start_gather(self, bucket):
-        axis = bucket.axis
+        axis = bucket.shard
         flat = bucket.flat
         axis.record("all-gather", flat, axis.ring_bytes(flat))
         with self.stream.side_stream():

@@ -11,7 +11,7 @@ import itertools
 from config import ceil_div, largest_divisor, must_divide
 
 
-def check_ranks(n, tp, pp, ep, n_experts=0, cp=1):
+def check_ranks(n, tp, pp, ep, n_experts=0, cp=1, *, shard=0):
     """Return dp, the number of replicas, of n ranks as a mesh.
 
     ValueError: the ranks do not divide. The --ep to try divides n_experts, too.
@@ -28,7 +28,26 @@ def check_ranks(n, tp, pp, ep, n_experts=0, cp=1):
     if stage % ep:
         raise ValueError(f"ep {ep} does not divide the {stage} ranks of a stage, {n} / pp {pp}; "
                          f"try --ep {largest_divisor(ep, stage, n_experts)}")
+    if shard:
+        check_shard(shard, stage // tp, tp, ep)
     return stage // (tp * cp)
+
+
+def check_shard(shard, replicas, tp, ep):
+    """Raise ValueError unless --shard cuts the dp * cp replicas, and each expert's copies, into equal groups.
+
+    A group is shard * tp neighbours. If ep is larger than a group, no two of its ranks hold the same expert.
+    """
+    def fits(size):
+        return replicas % size == 0 and (size * tp % ep == 0 or ep % (size * tp) == 0)
+    if fits(shard):
+        return
+    sizes = [size for size in range(1, min(shard, replicas) + 1) if fits(size)]
+    fix = f"try --shard {sizes[-1]}" if sizes else "leave out --shard"
+    if replicas % shard:
+        raise ValueError(f"shard {shard} does not divide the {replicas} data-parallel ranks, dp * cp; {fix}")
+    raise ValueError(f"ep {ep} and the {shard * tp} ranks of a group, shard {shard} * tp {tp}, do not divide "
+                     f"each other; {fix}")
 
 
 def check_layout(cfg, mesh, batch):

@@ -3,6 +3,9 @@
 torch calls NVIDIA's and AMD's GPUs "cuda" (torch.version.hip tells them apart), Intel's "xpu", and Apple's
 "mps".
 """
+import contextlib
+from functools import cache
+
 import torch
 
 
@@ -50,3 +53,26 @@ def stream_module(device):
     if not hasattr(module, "Stream"):
         return None
     return module
+
+
+@cache
+def side_stream(device):
+    """Return this process's second stream on a device, or None where there are no streams."""
+    module = stream_module(device)
+    return None if module is None else module.Stream(device)
+
+
+@contextlib.contextmanager
+def beside(device):
+    """Start operations, and wait for them, on a stream next to the one that computes.
+
+    They begin after all that was issued so far. Where there are no streams, they run in line.
+    """
+    stream = side_stream(device)
+    if stream is None:
+        yield
+        return
+    module = stream_module(device)
+    stream.wait_stream(module.current_stream())
+    with module.stream(stream):
+        yield

@@ -144,10 +144,9 @@ def own_pieces(data_parallel, opt, vectors=None, owned_only=True):
 def bucket_pieces(bucket, own, prefix, owned_only):
     """Return the Pieces of own, this rank's slice of a vector over a bucket's elements."""
     pieces = []
-    is_copied = owned_only and bucket.n_slices == 1  # Every replica holds the whole bucket.
     for name, p, start in zip(bucket.names, bucket.params, bucket.starts(), strict=True):
-        if is_copied and chosen_rank(name, bucket.axis) != bucket.axis.rank:
-            continue
+        if owned_only and chosen_rank(name, bucket.replicas) != bucket.replicas.rank:
+            continue  # another replica saves it
         begin = max(start, bucket.own_slice.start)
         end = min(start + p.numel(), bucket.own_slice.stop)
         position = begin - bucket.own_slice.start

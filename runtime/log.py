@@ -25,7 +25,7 @@ from config import Outcome, largest_divisor
 from corpus.shards import first_folder
 from cost.parameters import flops_per_token
 from cost.step_time import peak_flops
-from cost.traffic import traffic
+from cost.traffic import bytes_between_nodes, traffic
 from fast.symm_mem import bytes_allocated
 from generate import generate
 from interface import report
@@ -139,18 +139,25 @@ def expert_metrics(layers):
             "expert_load_max": busiest}
 
 
-def report_traffic(predicted, sent):
+def report_traffic(predicted, sent, mesh=None, nodes=()):
     """Print the bytes that this rank sent in the first step, by axis: predicted, and counted (Axis.sent).
 
-    predicted, sent: {axis name: bytes}. Return {axis name: [predicted, counted]}.
+    predicted, sent: {axis name: bytes}. nodes: the node of each rank of the mesh; on several nodes, a line
+    says how many of the bytes leave the node. Return {axis name, or "to other nodes": [predicted, counted]}.
     """
     if not predicted:
         return {}
+    pairs = {axis: [nbytes, sent[axis]] for axis, nbytes in predicted.items()}
+    if len(set(nodes)) > 1:
+        leaving = [bytes_between_nodes(mesh, dict(zip(pairs, column, strict=True)), lambda rank: nodes[rank])
+                   for column in zip(*pairs.values(), strict=True)]
+        pairs["to other nodes"] = leaving
+    width = max(6, *map(len, pairs))
     lines = ["comm per step, MB sent by rank 0, predicted / measured:"]
-    for axis, nbytes in predicted.items():
-        lines.append(f"  {axis:6}{nbytes / 1e6:10.4g} / {sent[axis] / 1e6:.4g}")
+    for axis, (expected, counted) in pairs.items():
+        lines.append(f"  {axis:{width}}{expected / 1e6:10.4g} / {counted / 1e6:.4g}")
     print("\n".join(lines), flush=True)
-    return {axis: [nbytes, sent[axis]] for axis, nbytes in predicted.items()}
+    return pairs
 
 
 # -----------------------------------------------------------------------------
@@ -210,7 +217,7 @@ NETWORK = 25e9  # B/s: a GPU's share of a fabric, 200 Gb/s; only a scale, not me
 
 
 def groups_over_nodes(cfg, mesh, nodes, vocab_size):
-    """Return lines that say whether the groups of tp, cp and ep stay inside a node.
+    """Return lines that say whether the groups of tp, cp, ep and --shard stay inside a node.
 
     If they do not, the line gives the bytes that this costs, by the formulas of ring algorithms, and says
     what to change. nodes: the node of each rank.
@@ -218,7 +225,9 @@ def groups_over_nodes(cfg, mesh, nodes, vocab_size):
     batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
     sent = traffic(cfg, mesh, vocab_size, batch)
     lines = []
-    for name, size, stride in (("tp", cfg.tp, 1), ("cp", cfg.cp, cfg.tp), ("ep", cfg.ep, 1)):
+    shard = cfg.shard if mesh.stage.cut else 1
+    for name, size, stride in (("tp", cfg.tp, 1), ("cp", cfg.cp, cfg.tp), ("ep", cfg.ep, 1),
+                               ("shard", shard, cfg.tp)):
         groups = nodes_of_groups(nodes, size, stride)
         apart = [group for group in groups if len(set(group)) > 1]
         if not apart:
@@ -226,7 +235,8 @@ def groups_over_nodes(cfg, mesh, nodes, vocab_size):
                 lines.append(f"{name} {size}: each group stays inside a node")
             continue
 
-        crossing = sent[name]  # in a ring, the neighbour gets all bytes
+        # In a ring, the neighbour gets all bytes.
+        crossing = sum(nbytes for axis, nbytes in sent.items() if name in (axis, axis.partition(".")[2]))
         if name == "ep":
             elsewhere = max(sum(node != group[0] for node in group) for group in apart)
             crossing *= elsewhere / (size - 1)  # the share of the peers on other nodes

@@ -446,15 +446,24 @@ def start_from(found, skip, model, opt, data_id):
 
 @torch.no_grad()
 def broadcast_and_verify(model):
-    """Make replicas start equal: the first holder of a parameter sends it, then each rank checks its own."""
-    for name, p in model.named_parameters():
-        axis = getattr(model.mesh, p.reduction_axis)
-        if axis.size == 1 or p.untyped_storage().nbytes() == 0:  # ZeRO-3: no other rank holds the same slice
+    """Make replicas start equal: the first holder of a tensor sends it, then each rank checks its own."""
+    for name, tensor, axis in weights_at_rest(model):
+        if axis.size == 1:
             continue
-        axis.broadcast(p.data)  # one parameter, first replica to all, over its reduction axis
-        mine = checksum(p).view(1, 2)
+        axis.broadcast(tensor)  # one tensor, first replica to all, over the ranks that hold it
+        mine = checksum(tensor).view(1, 2)
         for rank, theirs in zip(axis.ranks, axis.all_gather(mine), strict=True):  # two int64, over the axis
             assert torch.equal(theirs, mine[0]), f"{name} on rank {rank} differs after the broadcast"
+
+
+def weights_at_rest(model):
+    """Yield (name, tensor, Axis of the ranks that hold the same): parameters, or the slices of ZeRO-3."""
+    for name, p in model.named_parameters():
+        if p.untyped_storage().nbytes() > 0:
+            yield name, p.data, getattr(model.mesh, p.reduction_axis)
+    for bucket in model.data_parallel.buckets:
+        if bucket.flat.untyped_storage().nbytes() == 0:
+            yield f"the slice with {bucket.names[0]}", bucket.own, bucket.replicas
 
 
 # -----------------------------------------------------------------------------

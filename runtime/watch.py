@@ -38,8 +38,8 @@ from runtime.timing import Stopwatch
 # suspended does not count: a thread or a process whose own ticks have a gap did not run either.
 
 SLOW_PHASE_FACTOR = 2  # start, compilation, evaluation and saving may take this many times --timeout
-# Axes on which all ranks start the same collectives. Over pp, stages send different numbers of messages.
-SYMMETRIC = ("world", "stage", "dp", "cp", "dpcp", "tp", "ep", "edp", "tied")
+# On the other axes all ranks start the same collectives. Over pp, stages send different numbers of messages.
+UNEQUAL = ("pp",)
 
 
 class Phase(NamedTuple):
@@ -100,7 +100,7 @@ class Watch(contextlib.AbstractContextManager):
 
         Only their numbers are kept, because the process groups must be destroyed at the end.
         """
-        self.axes = {name: getattr(mesh, name).ranks for name in SYMMETRIC}
+        self.axes = {name: axis.ranks for name, axis in mesh.axes().items() if name not in UNEQUAL}
         self.heartbeat(0, "start")
 
     def set_folder(self, out, run_id):

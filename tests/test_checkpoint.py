@@ -34,7 +34,8 @@ from runtime.saver import Saver
 def prepare(world, flags):
     """Return cfg, mesh, data_parallel, opt, step(i) that trains step i, owned(prefix), this rank's pieces."""
     cfg = Config(**flags, micro_batch=2)
-    mesh, batch = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp), cfg.global_batch
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp, shard=cfg.shard)
+    batch = cfg.global_batch
     check_layout(cfg, mesh, batch)
     model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)

@@ -34,7 +34,7 @@ from interface import files
 from interface.tensor_file import safetensors_header
 from ops import checksum, grouped_mm, permute
 from optim import Optimizer
-from parallel import Axis, make_mesh
+from parallel import Axis, CompletedWork, make_mesh
 from pipeline import Op, Ring
 from runtime import agree, hang, launch, log, resume, timing, watch
 from runtime.launch import World
@@ -179,11 +179,12 @@ def test_a_flag_that_the_planner_does_not_count_is_named(monkeypatch, capsys):
     assert "plan.py does not count what --norm layer costs" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("replicas,zero,pp,said", [
-    (1, 0, 1, ""), (2, 0, 1, "--zero 1, "), (2, 1, 1, "--zero 3, "), (2, 1, 2, ""), (2, 3, 1, "")])
-def test_a_model_that_does_not_fit_is_told_of_a_larger_zero(replicas, zero, pp, said):
+@pytest.mark.parametrize("replicas,zero,shard,pp,said", [
+    (1, 0, 0, 1, ""), (2, 0, 0, 1, "--zero 1, "), (2, 1, 0, 1, "--zero 3, "), (2, 1, 0, 2, ""),
+    (2, 3, 0, 1, ""), (4, 3, 2, 1, "a larger --shard, "), (4, 3, 4, 1, "")])
+def test_a_model_that_does_not_fit_is_told_of_a_larger_zero(replicas, zero, shard, pp, said):
     mesh = SimpleNamespace(dpcp=SimpleNamespace(size=replicas), pp=SimpleNamespace(size=pp))
-    assert larger_zero(Config(zero=zero), mesh) == said
+    assert larger_zero(Config(zero=zero, shard=shard), mesh) == said
 
 
 def test_stages_of_unequal_work_are_named():
@@ -503,8 +504,10 @@ def test_a_broadcast_comes_from_the_first_rank_of_the_axis(monkeypatch):
 
 def test_a_bucket_in_which_gradients_are_missing_is_still_reduced():
     started = []
+    summed = []
     bucket = SlotBucket.__new__(SlotBucket)
     bucket.contents = SimpleNamespace(params=[0, 1])
+    bucket.comm = SimpleNamespace(start_replica_sum=lambda b: summed.append(b) or CompletedWork())
     bucket.reset()
     bucket.start_reduce = lambda: started.append(len(bucket.missing))
     bucket.wait_grads()  # no gradient came
@@ -512,7 +515,7 @@ def test_a_bucket_in_which_gradients_are_missing_is_still_reduced():
     bucket.wait_grads()  # one came
     bucket.missing, bucket.total_is_empty = {0, 1}, False
     bucket.wait_grads()  # all came before
-    assert started == [2, 1]
+    assert started == [2, 1] and summed == [bucket], "a step has one sum over the replicas"
 
 
 @pytest.mark.parametrize("tp,whole", [(1, True), (2, False)])

@@ -46,6 +46,8 @@ dense gpus=8 zero=2 global_batch=96
 dense gpus=8 zero=3 global_batch=96
 dense gpus=16 zero=3 tied=True dtype=fp32
 dense gpus=16 zero=2 tp=2
+dense gpus=16 zero=1 shard=8
+dense gpus=32 zero=3 shard=4 tp=2 global_batch=256
 dense gpus=4 zero=3 tp=2 cp=2 gpu=a100-40
 dense gpus=64 zero=1 tp=4 gpu=a100-80
 dense gpus=32 tp=2 cp=8 seq_len=4096 zero=1
@@ -87,6 +89,8 @@ dense gpus=8 tp=4 pp=2 optimizer=muon
 moe gpus=8 ep=4 tp=2 zero=1 recompute=full n_shared_experts=1 dropout=0.1
 moe gpus=16 ep=4 pp=4 zero=2 global_batch=64 dtype=fp32
 moe gpus=8 ep=2 tp=4 mlp=gelu n_kv_head=2
+moe gpus=32 ep=4 pp=2 zero=2 shard=4 global_batch=256 optimizer=muon
+moe gpus=16 ep=16 zero=1 shard=8
 """
 
 

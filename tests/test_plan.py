@@ -367,6 +367,8 @@ LAYOUTS = [dict(BASE, tp=2, pp=2), dict(BASE, tp=4, recompute="full"), dict(BASE
 LAYOUTS += [dict(BASE, optimizer="muon", **layout) for layout in
             (dict(tp=2), dict(zero=1), dict(tp=2, zero=2), dict(pp=2, cp=2, zero=1))]
 LAYOUTS += [dict(EXPERTS, optimizer="muon", tp=2, ep=2, zero=3, capacity_factor=1.0, n_shared_experts=1)]
+LAYOUTS += [dict(WIDE, zero=3, shard=2), dict(WIDE, zero=2, shard=2, tied=True, optimizer="muon"),
+            dict(EXPERTS, zero=1, shard=1, tp=2, ep=4, capacity_factor=1.0)]
 # What backward gathers again. A causal model over cp refuses --recompute selective: see config.py.
 GATHERED = [dict(shape, objective=objective, cp=2, recompute=recompute, global_batch=4)
             for shape in (BASE, dict(EXPERTS, ep=2, capacity_factor=1.0))
@@ -376,13 +378,13 @@ GATHERED = [dict(shape, objective=objective, cp=2, recompute=recompute, global_b
 
 def sent(world, flags):
     cfg = Config(**flags)
-    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp, shard=cfg.shard)
     model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     opt.stop = Stop(0.0)  # its votes travel with the statistics of a step
     batch = cfg.global_batch
     batches = train.micro_batches(cfg, mesh, Synthetic(100, 8, 1), 0, batch, world.device)
     train.Step(cfg, model, data_parallel, opt)(batches, 1)
-    axes = {name: sum(getattr(mesh, name).sent.values()) for name in mesh.__annotations__}
+    axes = {name: sum(axis.sent.values()) for name, axis in mesh.axes().items()}
     return {k: v for k, v in axes.items() if v}, traffic(cfg, mesh, cfg.vocab_size, batch)
 
 

@@ -64,9 +64,11 @@ def random_layout(dice):
         "n_kv_head": [1, 2, 4], "ffn_hidden": [1000, 1407, 4096], "seq_len": [100, 512, 2048, 8192],
         "n_embd": [512, 768, 1152, 4096], "n_experts": [0, 4, 8, 64], "top_k": [1, 2],
         "ep_slack": [2.5, 0.0, 1.1], "capacity_factor": [0.0, 1.25], "n_shared_experts": [0, 1, 2],
-        "global_batch": [0, 48, 64, 512], "optimizer": ["adamw", "muon"]}
+        "global_batch": [0, 48, 64, 512], "optimizer": ["adamw", "muon"], "shard": [1, 2, 4, 8]}
     for name in dice.sample([*changes], dice.randint(1, 9)):
         flags[name] = dice.choice(changes[name])
+    if not flags.get("zero"):
+        flags.pop("shard", None)
     gpus = dice.choice([1, 2, 4, 8, 8, 12, 16, 24, 32, 64, 128, 3072])
     return flags, gpus, dice.choice([*GPUS]), dice.choice([65, 32000, 50257, 250880])
 

@@ -68,7 +68,7 @@ def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=Fals
     cfg, device = Config(**flags), torch.device("cpu")
     if slack:
         cfg = dataclasses.replace(cfg, ep_slack=slack)
-    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp, shard=cfg.shard)
     source, stats, sizer = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), [], None
     with contextlib.ExitStack() as stack:
         def patch(*args):
@@ -84,7 +84,7 @@ def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=Fals
         assert choice.graph == bool(slack) and not choice.peer_copies and not choice.single_microbatch
         choice = choice._replace(peer_copies=peer_copies, single_microbatch=peer_copies)
         model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, device, choice=choice)
-        assert all(isinstance(bucket.comm, PeerComm) == (peer_copies and bucket.axis.size > 1)
+        assert all(isinstance(bucket.comm, PeerComm) == (peer_copies and bucket.n_slices > 1)
                    for bucket in data_parallel.buckets)
         same = [bucket.grad.dtype == bucket.flat.dtype for bucket in data_parallel.buckets]
         assert not peer_copies or all(same)
@@ -271,7 +271,8 @@ def test_gradients_and_weights_by_copies_between_gpus(layout):
 
 
 @pytest.mark.parametrize("layout", [dict(zero=2), dict(zero=3), dict(zero=2, ep=2), dict(zero=3, tp=2),
-                                    dict(zero=3, ep=2, cp=2)], ids=str)
+                                    dict(zero=3, ep=2, cp=2), dict(zero=2, shard=2),
+                                    pytest.param(dict(zero=3, shard=2), marks=pytest.mark.long)], ids=str)
 def test_zero_2_and_3_by_copies_between_gpus(layout):
     """Two micro-batches a step; two slots for many small buckets."""
     flags = dict(TINY, micro_batch=layout.get("tp", 1) * layout.get("cp", 1), **layout)

@@ -146,7 +146,8 @@ const LIST = {
 };
 const TEXT = {
   split: (text, by) => text.split(by), startswith: (text, start) => text.startsWith(start),
-  strip: (text) => text.trim(), isdecimal: (text) => /^[0-9]+$/.test(text),
+  strip: (text) => text.trim(), endswith: (text, end) => text.endsWith(end),
+  partition: (text, by) => [...text.split(by, 1), text.includes(by) ? by : "", text.split(by).slice(1).join(by)], isdecimal: (text) => /^[0-9]+$/.test(text),
   join: (text, parts) => [...$it(parts)].join(text),
 };
 
@@ -227,26 +228,64 @@ const _flags_of_any_layout = (cfg) =>
 
 // -- one rank's mesh: the sizes of its axes and its place on each, instead of the tables of all ranks
 
-const Axis = (name, rank = 0, size = 1) => ({ name, rank, size });
+// at(i) is the i-th rank of the axis; cut the shard and the replicas of --shard.
+function Axis(name, rank = 0, size = 1, at = () => 0, cut = null) {
+  const axis = { name, rank, size, cut, get ranks() { return Array.from({ length: size }, (_, i) => at(i)); } };
+  axis.sharing = (zero = 1) => {
+    const [shard, replicas] = zero === 0 ? [Axis(name), axis] : cut ?? [axis, Axis(name)];
+    return Object.assign([shard, replicas], { shard, replicas });
+  };
+  return axis;
+}
 Axis.$p = ["name", "rank", "size"];
-const Mesh = (...axes) => Object.fromEntries(MESH_AXES.map((name, i) => [name, axes[i]]));
+function Mesh(...axes) {
+  const mesh = Object.fromEntries(MESH_AXES.map((name, i) => [name, axes[i]]));
+  mesh.axes = () => new Dict(axes.flatMap((axis) => [axis, ...(axis.cut ?? [])]).map((axis) => [axis.name, axis]));
+  return mesh;
+}
 Mesh.__annotations__ = MESH_AXES;
-function make_mesh(world, tp = 1, pp = 1, ep = 1, cp = 1, n_experts = 0) {
-  const dp = check_ranks(world.size, tp, pp, ep, n_experts, cp);
+function make_mesh(world, tp = 1, pp = 1, ep = 1, cp = 1, n_experts = 0, shard = 0) {
+  const dp = $call(check_ranks, [world.size, tp, pp, ep, n_experts, cp], { shard });
   const stage = dp * cp * tp;
   const here = world.rank % stage;
   const at = Math.floor(world.rank / stage);
   const of_dp_and_cp = Math.floor(here / tp);
-  const ends = pp > 1 ? 2 : 1;
-  const axes = {
-    world: [world.rank, world.size], dp: [Math.floor(here / (tp * cp)), dp], cp: [of_dp_and_cp % cp, cp],
-    tp: [here % tp, tp], pp: [at, pp], ep: [here % ep, ep], edp: [Math.floor(here / ep), stage / ep],
-    dpcp: [of_dp_and_cp, dp * cp], stage: [here, stage],
-    tied: at === 0 || at === pp - 1 ? [of_dp_and_cp + (at ? dp * cp : 0), dp * cp * ends] : [0, 1],
+  const axes = {  // this rank's place, the size, and how far neighbours are apart
+    world: [world.rank, world.size, 1], dp: [Math.floor(here / (tp * cp)), dp, tp * cp], cp: [of_dp_and_cp % cp, cp, tp],
+    tp: [here % tp, tp, 1], pp: [at, pp, stage], ep: [here % ep, ep, 1], edp: [Math.floor(here / ep), stage / ep, ep],
+    dpcp: [of_dp_and_cp, dp * cp, tp], stage: [here, stage, 1],
+    tied: [of_dp_and_cp, at === 0 || at === pp - 1 ? dp * cp : 1, tp],
   };
-  return Mesh(...MESH_AXES.map((name) => Axis(name, ...axes[name])));
+  const made = {};
+  for (const name of MESH_AXES) {
+    const [rank, size, stride] = axes[name];
+    const first = world.rank - rank * stride;
+    const ranks_at = (start, step) => (i) => start + i * step;
+    let cut = null;
+    const sums = name === "stage" || name === "edp" || name === "tied" || name === (cp === 1 ? "dp" : "dpcp");
+    if (shard > 0 && shard < dp * cp && sums) {
+      const inside = Math.max(1, shard * tp / stride);
+      const place = rank % inside;
+      const block = Math.floor(rank / inside);
+      cut = [Axis(`${name}.shard`, place, inside, ranks_at(first + block * inside * stride, stride)),
+        Axis(`${name}.replicas`, block, size / inside, ranks_at(first + place * stride, inside * stride))];
+    }
+    made[name] = Axis(name, rank, size, ranks_at(first, stride), cut);
+  }
+  if (pp > 1 && (at === 0 || at === pp - 1)) made.tied = both_ends(made.tied, at, (pp - 1) * stage);
+  else if (pp > 1) made.tied = Axis("tied");
+  return Mesh(...MESH_AXES.map((name) => made[name]));
 }
-make_mesh.$p = ["world", "tp", "pp", "ep", "cp", "n_experts", "groups"];
+make_mesh.$p = ["world", "tp", "pp", "ep", "cp", "n_experts", "shard", "groups"];
+
+// A tied embedding's axis has the ranks of the first stage, then those of the last, which are `apart` further on. With
+// --shard, so has each shard; the replicas are of one stage.
+function both_ends(axis, at, apart) {
+  const { name, rank, size, ranks, cut } = axis;
+  const of_both = (i) => ranks[i % size] + (at === 0 ? 0 : -apart) + (i < size ? 0 : apart);
+  const parts = cut && [both_ends(cut[0], at, apart), cut[1]];
+  return Axis(name, rank + (at ? size : 0), 2 * size, of_both, parts);
+}
 
 // -- the library
 

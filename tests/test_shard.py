@@ -1,0 +1,386 @@
+"""--shard N: ZeRO shares within groups of N neighbours, and the groups are replicas of each other.
+
+make test has a layout of each kind, and the faults that one process can see (bench/one_rule.py). make long
+has all layouts on real ranks, and every fault against the numbers of one rank.
+"""
+import contextlib
+import dataclasses
+import functools
+import itertools
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from faults import constant, planted, run_with_faults
+from pool import ROOT, run_ranks
+from test_checkpoint import read, write
+from test_layouts import CAPACITY, GPT2, LLAMA, MOE, SIGMOID, assemble, compare
+from test_one_rule import config
+
+sys.path.append(str(ROOT / "bench"))
+import one_rule
+
+import plan
+import train
+from config import Config, check
+from cost.traffic import bytes_between_nodes, share_between_nodes, traffic
+from ddp import Comm
+from fast.choose import choose
+from interface.layout import check_ranks
+from ops import accelerator
+from parallel import Axis, CompletedWork, make_mesh
+from runtime import log, watch
+from runtime.launch import World
+from runtime.resume import broadcast_and_verify
+from zero import ShardedBucket
+
+# -----------------------------------------------------------------------------
+# Who shares with whom
+
+def test_which_ranks_share_and_which_are_replicas():
+    """Rank 11 of 16 with tp 2 and ep 4: its block has the ranks 8 to 11."""
+    mesh = make_mesh(World(rank=11, size=16), tp=2, ep=4, shard=2, groups=False)
+    cut = {name: axis.ranks for name, axis in mesh.axes().items() if "." in name}
+    assert cut == {
+        "dp.shard": (9, 11), "dp.replicas": (3, 7, 11, 15), "stage.shard": (8, 9, 10, 11),
+        "stage.replicas": (3, 7, 11, 15), "edp.shard": (11,), "edp.replicas": (3, 7, 11, 15),
+        "tied.shard": (9, 11), "tied.replicas": (3, 7, 11, 15)}
+    assert mesh.dp.sharing(zero=0).shard.size == 1 and mesh.dp.sharing(zero=0).replicas is mesh.dp
+    everyone = make_mesh(World(rank=11, size=16), tp=2, ep=4, shard=8, groups=False)
+    assert everyone.dp.cut is None and everyone.dp.sharing().shard is everyone.dp
+    both_ends = make_mesh(World(rank=13, size=16), pp=4, shard=2, groups=False)
+    assert both_ends.tied.cut.shard.ranks == (0, 1, 12, 13) and both_ends.tied.cut.replicas.ranks == (13, 15)
+
+
+def test_in_every_layout_a_shard_is_in_one_block_and_the_replicas_hold_the_same_slice():
+    n, layouts = 8, 0
+    for tp, cp, ep, shard in itertools.product(range(1, n + 1), repeat=4):
+        try:
+            check_ranks(n, tp, 1, ep, 0, cp, shard=shard)
+        except ValueError:
+            continue
+        layouts += 1
+        meshes = [make_mesh(World(rank=rank, size=n), tp, ep=ep, cp=cp, shard=shard, groups=False)
+                  for rank in range(n)]
+        for name in ("dp" if cp == 1 else "dpcp", "stage", "edp"):
+            for rank, mesh in enumerate(meshes):
+                axis = getattr(mesh, name)
+                mine, same = axis.sharing()
+                if axis.cut is None:
+                    assert (mine, same.size) == (axis, 1)
+                    continue
+                assert sorted({r for other in same.ranks for r in
+                               getattr(meshes[other], name).sharing().shard.ranks}) == sorted(axis.ranks)
+                assert len({r // (shard * tp) for r in mine.ranks}) == 1
+                assert {getattr(meshes[r], name).sharing().shard.rank for r in same.ranks} == {mine.rank}
+                assert mine.ranks[mine.rank] == same.ranks[same.rank] == rank
+    assert layouts > 40
+
+
+@pytest.mark.parametrize("n, tp, ep, shard, words", [
+    (8, 1, 1, 3, "shard 3 does not divide the 8 data-parallel ranks, dp * cp; try --shard 2"),
+    (8, 2, 1, 16, "shard 16 does not divide the 4 data-parallel ranks, dp * cp; try --shard 4"),
+    (12, 2, 4, 3, "ep 4 and the 6 ranks of a group, shard 3 * tp 2, do not divide each other; try --shard 2"),
+    (6, 2, 3, 1, "ep 3 and the 2 ranks of a group, shard 1 * tp 2, do not divide each other; leave out "
+     "--shard")])
+def test_groups_that_do_not_fit_are_refused(n, tp, ep, shard, words):
+    with pytest.raises(ValueError) as refused:
+        check_ranks(n, tp, 1, ep, shard=shard)
+    assert str(refused.value) == words
+
+
+def test_a_shard_without_zero_is_refused():
+    with pytest.raises(ValueError, match="--shard 2 says among how many ranks --zero shares.*add --zero 1"):
+        check(Config(shard=2))
+
+
+# -----------------------------------------------------------------------------
+# The numbers of one process
+
+LAYOUTS = [  # family, ranks, sequences per step, layout; micro-batch 2
+    ("llama", 4, 16, dict(zero=1, shard=2)), ("llama", 4, 16, dict(zero=2, shard=2)),
+    ("gpt2", 4, 16, dict(zero=3, shard=2)), ("llama", 4, 16, dict(zero=3, shard=1)),
+    ("gpt2", 4, 16, dict(tp=2, zero=1, shard=1)), ("llama", 4, 16, dict(cp=2, zero=2, shard=2)),
+    ("gpt2", 4, 8, dict(pp=2, zero=1, shard=1)), ("gpt2", 8, 16, dict(pp=2, zero=1, shard=2)),
+    ("gpt2", 8, 16, dict(pp=2, zero=2, shard=2)), ("llama", 8, 16, dict(pp=2, pp_chunks=2, zero=1, shard=2)),
+    ("llama", 8, 16, dict(tp=2, cp=2, zero=3, shard=1)), ("llama", 8, 32, dict(cp=2, zero=3, shard=4)),
+    ("llama", 8, 16, dict(tp=2, zero=3, shard=2)), ("dropless", 4, 16, dict(ep=2, zero=1, shard=2)),
+    ("dropless", 4, 16, dict(ep=4, zero=2, shard=2)), ("capacity", 4, 8, dict(tp=2, ep=2, zero=3, shard=1)),
+    ("dropless", 8, 16, dict(tp=2, ep=2, zero=3, shard=2)), ("sigmoid", 8, 16, dict(ep=2, zero=2, shard=4)),
+    ("capacity", 8, 16, dict(cp=2, ep=4, zero=1, shard=2)),
+    ("muon", 4, 16, dict(zero=1, shard=2)), ("muon", 4, 16, dict(zero=3, shard=2)),
+    ("muon", 8, 16, dict(tp=2, zero=2, shard=2)), ("muon-moe", 4, 16, dict(ep=2, zero=2, shard=2)),
+    ("muon-moe", 8, 16, dict(ep=2, zero=3, shard=2, recompute="full"))]
+FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "dropless": MOE, "capacity": CAPACITY, "sigmoid": SIGMOID,
+            "muon": dict(LLAMA, optimizer="muon"), "muon-moe": dict(MOE, optimizer="muon")}
+FAST = (0, 14)
+
+
+@pytest.mark.parametrize("family, n, batch, layout", [
+    pytest.param(*case, marks=[] if i in FAST else [pytest.mark.long],
+                 id=f"{case}".replace(" ", "")) for i, case in enumerate(LAYOUTS)])
+def test_a_layout_with_shards_equals_one_rank(family, n, batch, layout):
+    compare(dict(FAMILIES[family], micro_batch=2), n, batch, **layout)
+
+
+# -----------------------------------------------------------------------------
+# Planted faults
+
+def no_sum(original, comm, bucket):
+    """A sum that is left out."""
+    return CompletedWork()
+
+
+def sum_twice(original, comm, bucket):
+    """Comm.start_replica_sum, once too often."""
+    original(comm, bucket).wait()
+    return original(comm, bucket)
+
+
+def average(original, comm, bucket):
+    """Comm.start_replica_sum that averages."""
+    bucket.grad_total.div_(bucket.replicas.size)
+    return original(comm, bucket)
+
+
+def average_twice(original, comm, bucket):
+    bucket.grad_total.div_(bucket.replicas.size ** 2)
+    return original(comm, bucket)
+
+
+def slice_of_the_replica(original, bucket, rank, n):
+    """FlatBuffers.slice_of_rank that takes this rank's place among the replicas for that in the shard."""
+    return original(bucket, bucket.replicas.rank % bucket.n_slices, n)
+
+
+def sums_at_every_micro_batch(original, bucket):
+    """SlotBucket.finish_reduce that takes every micro-batch for the last."""
+    bucket.reduces_last = True
+    original(bucket)
+
+
+def gather_over_the_replicas(original, comm, bucket):
+    """Comm.start_gather that brings the same slice from other groups."""
+    same = bucket.replicas.all_gather(bucket.own)
+    bucket.flat.copy_(same[:bucket.flat.numel()])
+    return CompletedWork()
+
+
+SHARE, GATHER = "ddp.Comm.start_replica_sum", "ddp.Comm.start_gather"
+FAULTS = {  # name: (--zero, where, what is planted); those before the line are seen by one process
+    "summed over the shard only": (1, SHARE, no_sum),
+    "summed over the shard only, ZeRO-2": (2, SHARE, no_sum),
+    "summed over the replicas only": (1, "ddp.Comm.start_shard_sum", no_sum),
+    "summed over the replicas only, ZeRO-2": (2, "zero.SlotComm.start_reduce", no_sum),
+    "summed over the replicas twice": (1, SHARE, sum_twice),
+    "summed over the replicas twice, ZeRO-3": (3, SHARE, sum_twice),
+    "summed over the replicas in every micro-batch": (
+        2, "zero.SlotBucket.finish_reduce", sums_at_every_micro_batch),
+    "norm counted by every replica": (
+        1, "ddp.Bucket.count_factor", functools.partial(constant, value=1)),
+    "weights gathered over the replicas": (1, GATHER, gather_over_the_replicas),
+    "weights gathered over the replicas, ZeRO-3": (3, GATHER, gather_over_the_replicas),
+    # ----
+    "averaged over the replicas": (1, SHARE, average),
+    "averaged twice over the replicas, ZeRO-2": (2, SHARE, average_twice),
+    "the slice of another rank": (1, "ddp.Bucket.slice_of_rank", slice_of_the_replica)}
+SEEN_BY_ONE = [*FAULTS][:10]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] if i % 3 else [])
+                                  for i, name in enumerate(SEEN_BY_ONE)])
+def test_one_process_names_the_wrong_group(name):
+    zero, *fault = FAULTS[name]
+    cfg = config(dict(LLAMA, n_layer=1), 4, dict(zero=zero, shard=2))
+    assert one_rule.derive(cfg, 4).right
+    with planted(*fault):
+        verdict = one_rule.derive(cfg, 4)
+    assert verdict.refused, "nothing was seen"
+    print(f"{name}: {verdict.refused}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_changes_the_numbers(name):
+    zero, *fault = FAULTS[name]
+    check = run_with_faults(dict(LLAMA, micro_batch=2), (4, dict(zero=zero, shard=2)), [fault], batch=16)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_an_average_over_the_replicas_changes_the_numbers():
+    test_every_fault_changes_the_numbers("averaged over the replicas")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_the_one_rule_holds_with_shards(case):
+    family, ranks, _, layout = case
+    if "muon" not in family:
+        verdict = one_rule.derive(config(FAMILIES[family], ranks, layout), ranks)
+        assert verdict.right, verdict.refused
+
+
+# -----------------------------------------------------------------------------
+# Checkpoints, the start, the check of the replicas
+
+READERS = [(4, dict(zero=2, shard=2)), (4, dict(zero=3, shard=1)), (1, {}), (4, dict(zero=1)),
+           (2, dict(zero=3)), (4, dict(tp=2, zero=1, shard=1)), (4, dict(pp=2, zero=2, shard=1))]
+
+
+def check_resume(family, writer, readers, folder):
+    """Assert that each reader has the bits of the writer's state, and computes the next step."""
+    base = dict(FAMILIES[family], global_batch=16, n_layer=2)
+    n, layout = writer
+    want = assemble(run_ranks(n, write, dict(base, **layout), folder))
+    for m, other in readers:
+        got = assemble(run_ranks(m, read, dict(base, **other), folder))
+        assert got.keys() == want.keys()
+        for name, t in want.items():
+            if name.startswith("saved ") or (m, other) == writer:
+                np.testing.assert_array_equal(got[name], t, err_msg=f"{writer} -> {other}: {name}")
+            else:
+                worst = 1e-10 * max(1e-4, np.abs(t).max())
+                np.testing.assert_allclose(got[name], t, rtol=0, atol=worst, err_msg=f"{other}: {name}")
+
+
+def test_another_shard_size_reads_the_same_bits(tmp_path):
+    check_resume("llama", READERS[0], READERS[:2], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family, writer", [("llama", READERS[1]), ("gpt2", READERS[5]), ("muon", READERS[0]),
+                                            ("gpt2", READERS[6]), ("llama", READERS[2])])
+def test_any_layout_reads_what_shards_wrote(family, writer, tmp_path):
+    check_resume(family, writer, READERS, tmp_path)
+
+
+def replicas_that_differ(world, dtype):
+    """Give the second group other weights under ZeRO-3 -> the differences before and after a start."""
+    cfg = Config(n_layer=1, n_embd=16, n_head=2, n_kv_head=2, ffn_hidden=32, seq_len=8, zero=3, shard=2,
+                 micro_batch=1, dtype=dtype)
+    mesh = make_mesh(world, shard=cfg.shard)
+    model, data_parallel, opt = train.build(cfg, mesh, 64, world.device)
+    if world.rank >= 2:
+        for bucket in data_parallel.buckets:
+            bucket.own.mul_(2)  # not the padding, which is 0
+            bucket.master.copy_(bucket.own)
+
+    def differences():
+        found = watch.replica_differences(model, mesh)
+        for bucket in data_parallel.buckets:
+            if isinstance(bucket, ShardedBucket):
+                bucket.free()
+        return found
+    before = differences()
+    broadcast_and_verify(model)
+    opt.masters_from_model()
+    masters = [bucket.replicas.all_gather(bucket.master[None]) for bucket in data_parallel.buckets]
+    return before, differences(), all(torch.equal(row, rows[0]) for rows in masters for row in rows)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.long)])
+def test_groups_start_equal_and_are_compared(dtype):
+    for before, after, masters_equal in run_ranks(4, replicas_that_differ, dtype):
+        assert any(line.startswith("wte.weight on ranks 2-3 differs") for line in before), before
+        assert after == [] and masters_equal
+
+
+# -----------------------------------------------------------------------------
+# Bytes between nodes, the planner
+
+def test_the_share_of_the_bytes_that_leave_a_node():
+    mesh = make_mesh(World(rank=0, size=8), shard=4, groups=False)
+    shares = {name: share_between_nodes(mesh.axes()[name], lambda rank: rank // 4)
+              for name in ("dp", "dp.shard", "dp.replicas", "ep")}
+    assert shares == {"dp": 1 / 4, "dp.shard": 0, "dp.replicas": 1, "ep": 0}
+    ep = Axis("ep", 1, 4, ranks=(0, 1, 2, 3))
+    assert share_between_nodes(ep, lambda rank: rank // 2) == 2 / 3
+    pp = Axis("pp", 1, 4, ranks=(0, 1, 2, 3))
+    assert share_between_nodes(pp, lambda rank: rank // 2) == 1 / 2
+
+
+def test_a_run_prints_what_leaves_its_node(capsys):
+    """ZeRO-3 of two nodes of two ranks: the weights stay inside, and so do most of the bytes."""
+    leaving = {}
+    for shard in (0, 2):
+        cfg = Config(zero=3, shard=shard, global_batch=64)
+        mesh = make_mesh(World(rank=0, size=4), shard=shard, groups=False)
+        sent = traffic(cfg, mesh, 256, 64)
+        found = log.report_traffic(sent, sent, mesh, [0, 0, 1, 1])
+        leaving[shard], _ = found["to other nodes"]
+        assert bytes_between_nodes(mesh, sent, lambda rank: rank // 2) == leaving[shard]
+        assert "\n  to other nodes" in capsys.readouterr().out
+        notes = "\n".join(log.groups_over_nodes(cfg, mesh, [0, 0, 1, 1], 256))
+        assert notes == ("shard 2: each group stays inside a node" if shard else "")
+    assert 0 < leaving[2] < leaving[0] / 2
+    assert "to other nodes" not in log.report_traffic(sent, sent, mesh, [0, 0, 0, 0])
+    apart = make_mesh(World(rank=0, size=8), shard=4, groups=False)
+    (note,) = log.groups_over_nodes(Config(zero=1, shard=4), apart, [0, 0, 1, 1, 2, 2, 3, 3], 256)
+    assert "2 of 2 groups of shard 4 span nodes, of 2 ranks" in note and "try --shard 2" in note
+
+
+def test_the_search_shares_within_a_node_where_there_are_several():
+    cfg = plan.PlanFlags(**dict(LLAMA, dtype="bf16", seq_len=64), micro_batch=2, global_batch=64)
+    found = [(layout.zero, layout.shard, layout.tp) for layout in plan.layouts(cfg, 16, "h200")]
+    assert {(1, 8, 1), (3, 8, 1), (2, 4, 2), (1, 0, 1)} <= {*found}
+    assert all(zero for zero, shard, _ in found if shard)
+    assert not any(layout.shard for layout in plan.layouts(cfg, 8, "h200"))
+    everyone, groups = (plan.estimate(dataclasses.replace(cfg, zero=3, shard=shard), 16, "h200", 256)
+                        for shard in (0, 8))
+    assert groups["between_nodes_mb"] < everyone["between_nodes_mb"] / 2
+    assert groups["memory_gib"]["optimizer"] == 2 * everyone["memory_gib"]["optimizer"]
+
+
+def test_gpus_of_a_node_copy_within_a_shard():
+    """Over two nodes ZeRO's messages go through NCCL; within a shard of one node they are copies."""
+    cfg = Config(zero=1, dtype="bf16")
+    for shard, copies in ((0, False), (8, True), (16, False)):
+        mesh = make_mesh(World(size=32), shard=shard, groups=False)
+        choice = choose(cfg, mesh, torch.device("cuda"), lambda mesh, axis, device: axis.size <= 8)
+        assert choice.peer_copies == copies
+        assert choice.uses_peer_copies(mesh.dp) == copies
+
+
+class Streams:
+    """A device's module of streams, which notes what is issued on which stream."""
+
+    def __init__(self):
+        self.seen = []
+        self.now = "compute"
+
+    def Stream(self, device):
+        note = self.seen.append
+        return SimpleNamespace(wait_stream=lambda other: note(f"side waits for {other}"))
+
+    def current_stream(self):
+        return self.now
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.now = "side"
+        yield
+        self.now = "compute"
+
+
+def test_on_a_gpu_a_second_stream_waits_between_the_two_sums():
+    """Neither the host nor backward waits for the first sum."""
+    streams = Streams()
+
+    def axis(name):
+        def start(*tensors):
+            streams.seen.append(f"{name} on {streams.now}")
+            return SimpleNamespace(wait=lambda: streams.seen.append(f"{streams.now} waits for {name}"))
+        return SimpleNamespace(size=2, start_reduce_scatter=start, start_all_reduce=start)
+    bucket = SimpleNamespace(n_slices=2, shard=axis("shard"), replicas=axis("replicas"),
+                             grad=torch.zeros(4), grad_total=torch.zeros(2))
+    accelerator.side_stream.cache_clear()
+    with mock.patch.object(accelerator, "stream_module", lambda device: streams):
+        handle = Comm().start_reduce(bucket)
+    accelerator.side_stream.cache_clear()
+    handle.wait()
+    assert streams.seen == ["side waits for compute", "shard on side", "side waits for shard",
+                            "replicas on side", "compute waits for replicas"]
