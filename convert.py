@@ -33,6 +33,7 @@ from interface.command_line import command_line, printable, read_run_config, wro
 from interface.files import must_write
 from interface.half import unfinished
 from interface.schema import load_json, load_json_of_others
+from runtime import adapters
 from runtime.model_card import flag_words, model_card
 from runtime.model_tensors import Lazy, gguf_tensors, read_paired, read_whole, shapes, tensors
 
@@ -213,6 +214,8 @@ def read_run(run_dir):
         weights = checkpoint.Reader(step, checkpoint.check(step))
         said = ""
     cfg, vocab_size = read_run_config(run / "config.json")
+    if cfg.lora:
+        cfg, weights = adapters.open_merged(cfg, weights)
     return cfg, vocab_size, weights, run, said
 
 
