@@ -57,15 +57,16 @@ def adapter_names(name):
 class Merged(checkpoint.Reader):
     """A Reader of W + scale B A, where `own` holds A and B, and of the base's other tensors.
 
-    own, base: Readers. own.index["meta"] says which step this is.
+    own, base: Readers. own.index["meta"] says which step this is. cfg: of the run with --lora.
     """
 
-    def __init__(self, own, base, scale):
+    def __init__(self, own, base, cfg):
         weights = {name: entry for name, entry in base.index["tensors"].items() if "/" not in name}
         super().__init__(own.path, {**own.index, "tensors": weights})
         self.own = own
         self.base = base
-        self.scale = scale
+        self.cfg = cfg
+        self.scale = cfg.lora_alpha / cfg.lora
 
     def open_all(self):
         self.own.open_all()
@@ -101,5 +102,5 @@ def open_merged(cfg, own):
     path = base_path(base)
     index = checkpoint.check(path)
     check_base(path, index, base)
-    merged = Merged(own, checkpoint.Reader(path, index), cfg.lora_alpha / cfg.lora)
+    merged = Merged(own, checkpoint.Reader(path, index), cfg)
     return dataclasses.replace(cfg, lora=0, lora_alpha=Config.lora_alpha), merged.open_all()
