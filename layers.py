@@ -82,8 +82,8 @@ def fused_linear(x, layers, zero):
 def fused_product(x, layers, zero):
     """Return the products with the weights of several ColumnLinears, plus their biases.
 
-    One product with the concatenated weights reads x once. Autograd would keep the concatenated copy alive
-    until backward, so ZeRO-3 could free nothing. It concatenates the outputs instead.
+    One product with the concatenated weights reads x once. Autograd would keep the concatenated
+    copy alive until backward, so ZeRO-3 could free nothing. It concatenates the outputs instead.
     """
     weights = [select_rows(layer.weight, rows) for layer, rows in layers]
     biases = [select_rows(layer.bias, rows) for layer, rows in layers]

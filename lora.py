@@ -59,11 +59,12 @@ def add_adapters(model):
             layer.lora = Adapter(layer, model.cfg, model.mesh)
 
 
-def initial_std(role, p):
-    """Return the standard deviation from which A or B is drawn.
+def initial_std(role, full_shape):
+    """Return the standard deviation from which A or B of this shape is drawn.
 
     That of A is the one of peft, whose numbers are uniform up to 1/sqrt(n_in).
     """
     if role == "B":
         return 0.0
-    return 1 / math.sqrt(3 * p.full_shape[1])
+    n_in = full_shape[1]
+    return 1 / math.sqrt(3 * n_in)

@@ -347,7 +347,7 @@ def init_weights(model, seed):
         writes_residual = module in ("wo", "w2") or role == "w2"
         std = 0.02 / math.sqrt(2 * model.cfg.n_layer) if writes_residual else 0.02
         if module == "lora":
-            std = initial_std(role, p)
+            std = initial_std(role, p.full_shape)
         if p.expert:
             for i in range(p.size(0)):  # each expert has its own key: (seed, name, number)
                 key = f"{seed}/{name}/{p.offset[0] + i}"

@@ -20,7 +20,9 @@ from faults import planted, with_faults
 from plain_model import total_loss
 from pool import run_ranks
 from runs import TINY, assert_refused, final, go, refused, rows, same, session
-from test_layouts import BERT, GPT2, LLAMA, STEPS, compare, run
+from safetensors.torch import load_file, save_file
+from test_convert import Wide
+from test_layouts import BERT, GPT2, LLAMA, STEPS, compare, equality, run
 
 import convert
 import sample
@@ -31,10 +33,14 @@ from cost.memory import saved_activations, state_bytes
 from cost.parameters import adapter_parameters, count_parameters
 from cost.step_time import expected_choice
 from model import GPT, init_weights
+from ops.flat import own_pieces
 from parallel import make_mesh
+from runtime import resume
+from runtime.adapters import adapter_names
 from runtime.launch import World
+from runtime.peft_adapters import modules_of
 
-FLAGS = dict(lora=3, lora_alpha=6.0, micro_batch=2, n_layer=2)
+FLAGS = dict(lora=3, lora_alpha=6.0, micro_batch=2, n_layer=2, clip=0.01)
 BASES = {"qwen": dict(LLAMA, qk_norm="head", **FLAGS), "gpt2": dict(GPT2, **FLAGS),
          "bert": dict(BERT, **FLAGS), "one head": dict(LLAMA, **{**FLAGS, "n_kv_head": 1})}
 
@@ -131,7 +137,8 @@ FAULTS = {
     "the adapter of queries serves keys": (
         "layers.fused_linear", "layer.lora(x, rows) for",
         "layers[0][0].lora(x, rows)[:, :layer.weight.size(0)] for"),
-    "A starts as another matrix on each rank": ("lora.initial_std", "p.full_shape[1]", "p.shape[1]")}
+    "A starts as another matrix on each rank": (
+        "model.init_weights", "initial_std(role, p.full_shape)", "initial_std(role, p.shape)")}
 
 
 @pytest.mark.parametrize("fault", list(FAULTS.values())[:3], ids=list(FAULTS)[:3])
@@ -327,3 +334,174 @@ def point_to(index, path):
     found["meta"]["base"]["path"] = str(path)
     body = json.dumps(found, sort_keys=True)
     index.write_text(f'{{"crc32": {zlib.crc32(body.encode())}, {body[1:]}')
+
+
+# -----------------------------------------------------------------------------
+# transformers and peft
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """A run of a small Qwen3, exported, imported, fine-tuned by adapters; fp64."""
+    folder = tmp_path_factory.mktemp("qwen")
+    flags = ["--qk-norm=head", "--dtype=fp64", "--norm-eps=1e-6"]
+    go(1, folder / "first", *flags, "--steps=1")
+    convert.main(["export", str(folder / "first"), "--out", str(folder / "theirs"), "--dtype=fp64"])
+    convert.main(["import", str(folder / "theirs"), "--out", str(folder / "base")])
+    go(2, folder / "tuned", f"--init-from={folder / 'base'}", *flags, "--vocab-size=100", *LORA, "--steps=2",
+       "--pp=2")
+    return folder
+
+
+def test_adapters_go_to_peft_and_come_back(qwen, tmp_path):
+    """The same tensors under peft's names; a matrix that peft left out gets an adapter of zeros."""
+    convert.main(["peft", str(qwen / "tuned"), "--out", str(tmp_path / "peft"), "--dtype=fp64", "--base=x/y"])
+    told = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    assert (told["r"], told["lora_alpha"], told["base_model_name_or_path"]) == (2, 3, "x/y")
+    theirs = load_file(tmp_path / "peft/adapter_model.safetensors")
+    ours, _ = final(qwen / "tuned", 2)
+    name = "base_model.model.model.layers.1.self_attn.o_proj.lora_B.weight"
+    assert torch.equal(theirs[name], ours["blocks.1.attn.wo.lora.B"])
+    come_in(qwen, tmp_path / "peft", tmp_path / "back")
+    back, _ = final(tmp_path / "back", 0)
+    assert len(back) == len(theirs) and all(torch.equal(back[name], ours[name]) for name in back)
+
+    del theirs[name], theirs[name.replace("lora_B", "lora_A")]
+    save_file(theirs, tmp_path / "peft/adapter_model.safetensors")
+    come_in(qwen, tmp_path / "peft", tmp_path / "fewer")
+    fewer, _ = final(tmp_path / "fewer", 0)
+    assert not fewer["blocks.1.attn.wo.lora.A"].any() and not fewer["blocks.1.attn.wo.lora.B"].any()
+    said = go(1, tmp_path / "on", f"--init-from={tmp_path / 'fewer'}", "--qk-norm=head", "--norm-eps=1e-6",
+              "--vocab-size=100", *LORA, "--steps=2")["out"]
+    assert f"starts from the adapters of {tmp_path}/fewer/step_000000, with a fresh optimizer" in said
+    trained, _ = final(tmp_path / "on", 2)
+    assert not trained["blocks.1.attn.wo.lora.B"].any() and trained["blocks.0.attn.wo.lora.B"].any()
+
+
+def come_in(qwen, folder, out):
+    convert.main(["import", str(folder), "--base", str(qwen / "base"), "--out", str(out)])
+
+
+def test_what_peft_computes_in_another_way_is_refused(qwen, tmp_path):
+    folder = tmp_path / "peft"
+    convert.main(["peft", str(qwen / "tuned"), "--out", str(folder)])
+    path = folder / "adapter_config.json"
+    plain = json.loads(path.read_text())
+    for change, words in [({"use_dora": True}, "use_dora is True"), ({"bias": "all"}, "bias is 'all'"),
+                          ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+                          ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+                          ({"r": 3}, "for this base it should be")]:
+        path.write_text(json.dumps({**plain, **change}))
+        refused(convert.main, ["import", folder, "--base", qwen / "base", "--out", tmp_path / "out"], words)
+    path.write_text(json.dumps({**plain, "use_rslora": True}))
+    come_in(qwen, folder, tmp_path / "rs")
+    assert json.loads((tmp_path / "rs/config.json").read_text())["lora_alpha"] == 3 * 2 ** 0.5
+    refused(convert.main, ["import", folder, "--out", tmp_path / "out"], "give --base RUN")
+    refused(convert.main, ["peft", qwen / "base", "--out", tmp_path / "out"], "has no adapters")
+
+
+def peft_model(qwen, peft, hf, adapters=None):
+    """transformers' model of the base in fp64, with adapters by peft: those of a folder, or new ones."""
+    with Wide():
+        model = hf.AutoModelForCausalLM.from_pretrained(
+            qwen / "theirs", dtype=torch.float64, attn_implementation="eager")
+    if adapters:
+        return peft.PeftModel.from_pretrained(model, adapters, autocast_adapter_dtype=False)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = peft.LoraConfig(r=3, lora_alpha=6, lora_dropout=0.0, target_modules=names, bias="none")
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+@pytest.mark.long
+def test_peft_reads_our_adapters(qwen, hf, tmp_path):
+    """Its logits on the base are those of our merged model, to 1e-10 of the largest; so are the export's."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    convert.main(["peft", str(qwen / "tuned"), "--out", str(tmp_path / "peft"), "--dtype=fp64"])
+    convert.main(["export", str(qwen / "tuned"), "--out", str(tmp_path / "merged"), "--dtype=fp64"])
+    cfg, vocab_size, weights, _, _ = convert.read_run(qwen / "tuned")
+    torch.set_default_dtype(torch.float64)
+    model = sample.load_model(dataclasses.replace(cfg, dtype="fp64"), vocab_size, weights)
+    torch.set_default_dtype(torch.float32)
+    ids = torch.arange(16).view(2, 8)
+    ours = model(ids)[0][:, :vocab_size].detach()
+    adapted = peft_model(qwen, peft, hf, tmp_path / "peft")
+    with Wide():
+        merged = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64,
+                                                         attn_implementation="eager")
+        found = [each(ids).logits.flatten(0, 1).detach() for each in (adapted, merged)]
+    without = model.blocks["0"].attn.wo.weight
+    assert without.dtype == torch.float64
+    for logits in found:
+        torch.testing.assert_close(logits, ours, rtol=0, atol=1e-10 * ours.abs().max().item())
+
+
+def trained_by_us(world, flags, path):
+    """Train STEPS steps from a base. Return losses, the adapters before, and pieces of all gradients."""
+    cfg = Config(**flags, global_batch=4)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cp=cfg.cp)
+    model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    resume.init_from(model, opt, path)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()
+             if p.requires_grad and p.untyped_storage().nbytes()}
+    source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
+    step = train.Step(cfg, model, data_parallel, opt)
+    seen = {"losses": [], "pieces": []}
+
+    def keep(prefix, vectors):
+        for name, piece, full, offset in own_pieces(data_parallel, opt, vectors):
+            seen["pieces"].append((prefix + name, equality.to_numpy(piece), full, offset))
+    for t in range(1, STEPS + 1):
+        batches = train.micro_batches(cfg, mesh, source, 4 * (t - 1), 4, world.device)
+        opt.before_update[:] = [lambda t=t: keep(f"step {t} grad ", {"": opt.grads})]
+        stats, _ = step(batches, t)
+        seen["losses"].append(stats.loss.item())
+    keep("end ", {"": opt.masters})
+    return {**seen, "start": start}
+
+
+@pytest.mark.long
+def test_training_is_that_of_peft(qwen, hf):
+    """fp64: losses, every gradient, adapters after three steps, to 1e-10; one process and six layouts."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    cfg, vocab_size, _, _, _ = convert.read_run(qwen / "base")
+    flags = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    flags.update(lora=3, lora_alpha=6.0, dtype="fp64", lr=1e-2, warmup=0, weight_decay=0.1, clip=0.0,
+                 steps=10, vocab_size=vocab_size, micro_batch=2)
+    del flags["global_batch"]
+    path = str(qwen / "base")
+    (alone,) = run_ranks(1, trained_by_us, flags, path)
+
+    model = peft_model(qwen, peft, hf)
+    names = modules_of(cfg, vocab_size)
+    parameters = dict(model.named_parameters())
+    theirs = {}
+    for name, (module, _) in names.items():
+        for factor, ours in zip("AB", adapter_names(name), strict=True):
+            theirs[ours] = parameters[f"base_model.model.{module}.lora_{factor}.default.weight"]
+            theirs[ours].data.copy_(alone["start"][ours])
+    assert {p for p in model.parameters() if p.requires_grad} == set(theirs.values())
+    optimizer = torch.optim.AdamW(theirs.values(), lr=1e-2, betas=(cfg.beta1, cfg.beta2), weight_decay=0.1)
+    source = Synthetic(vocab_size, cfg.seq_len, cfg.seed)
+    losses, want = [], {}
+    for t in range(1, STEPS + 1):
+        x, y = source.batch(4 * (t - 1), 4)
+        optimizer.param_groups[0]["lr"] = train.learning_rate(Config(**flags), t)
+        optimizer.zero_grad()
+        with Wide():
+            loss = torch.nn.functional.cross_entropy(model(x).logits.flatten(0, 1), y.flatten())
+        loss.backward()
+        losses.append(loss.item())
+        want.update({f"step {t} grad {name}": p.grad.numpy().copy() for name, p in theirs.items()})
+        optimizer.step()
+    want.update({"end " + name: p.detach().numpy() for name, p in theirs.items()})
+
+    worst = 0.0
+    for n, layout in [(1, {}), (2, dict(tp=2)), (2, dict(pp=2)), (2, dict(cp=2)), (2, dict(zero=1)),
+                      (2, dict(zero=3)), (4, dict(tp=2, pp=2))]:
+        results = [alone] if n == 1 else run_ranks(n, trained_by_us, {**flags, **layout}, path)
+        got = equality.assemble(results)
+        assert got.keys() == want.keys()
+        for seen in results:
+            worst = max([worst, *(abs(a / b - 1) for a, b in zip(seen["losses"], losses, strict=True))])
+        worst = max([worst, *equality.errors(got, want, flags).values()])
+        assert worst <= 1e-10, (layout, worst)
+    print(f"\nthe largest difference from peft: {worst:.1e}")
