@@ -55,7 +55,7 @@ FLAGS = {"*": flag_value, **dict.fromkeys(("tp?", "pp?", "cp?", "micro_batch?", 
 RUN = {"step": COUNT, "samples": Range(0, 10**15), "skipped": COUNT, "nan_steps": COUNT, "world": COUNT,
        "seed": int, "adam_t": COUNT, "data": str, "skip": [COUNT], "window?": [[float, float]],
        "streak?": COUNT, "shape": {"n_experts": int, "bias": bool}, "flags?": FLAGS,
-       "best?": {"step?": COUNT, "val_loss?": float}}
+       "best?": {"step?": COUNT, "val_loss?": float}, "base?": {"path?": str, "hash?": str}}
 LEFT_BEHIND = re.compile(r"step_[0-9]+(\.[0-9a-z]+)?\.(tmp|del|old)")  # by a save or prune that was killed
 OUR_FILES = re.compile(r"index\.json|failed|rank_[0-9]+\.(json|safetensors|part)")  # all that a save writes
 

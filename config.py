@@ -135,6 +135,14 @@ class Config:
     # expert gets the MLP
     init_from: str = flag("", "silent")
 
+    # fine-tuning by adapters (LoRA)
+
+    # rank of the adapters: two narrow matrices beside each one of attention and MLP; only they train,
+    # on top of the weights of --init-from; 0 trains all weights
+    lora: int = flag(0, "shape", (0, 2**16))
+    # the adapters' part of the output is multiplied by lora-alpha / lora
+    lora_alpha: float = flag(16.0, "meaning", FACTOR, needs="lora")
+
     # layout (dp = world / (tp * cp * pp) is derived)
 
     # tensor parallelism: ranks that split each layer, and the sequence between the blocks
@@ -416,6 +424,12 @@ def check(cfg):
     if cfg.objective == "mlm":
         check_masked_model(cfg)
     check_experts(cfg)
+    if cfg.lora and cfg.optimizer == "muon":
+        raise ValueError("--optimizer muon is for whole matrices, --lora trains two narrow ones in the place "
+                         "of each; leave out --optimizer muon")
+    if cfg.lora and cfg.n_experts:
+        raise ValueError(f"--lora {cfg.lora} has no adapters for the matrices of experts; leave out --lora, "
+                         "which trains all weights of this model")
     check_run(cfg)
 
 
@@ -489,7 +503,7 @@ def check_run(cfg):
     if cfg.shard and not cfg.zero:
         raise ValueError(f"--shard {cfg.shard} says among how many ranks --zero shares, and --zero is 0; "
                          "add --zero 1, or leave out --shard")
-    if cfg.init_from and cfg.resume != "none":
+    if cfg.init_from and cfg.resume != "none" and not cfg.lora:  # with --lora it says where the base is
         raise ValueError("--init-from starts a run and --resume goes on with one; give one of them")
     if len(cfg.rampup_batch_size) not in (0, 3) or min(cfg.rampup_batch_size, default=1) < 1:
         raise ValueError(f"--rampup-batch-size takes START INCREMENT SAMPLES, all at least 1, got "

@@ -3,6 +3,10 @@
     python convert.py import MODEL_DIR --out DIR  then: sample.py DIR, or train.py --init-from DIR/step_000000
     python convert.py export RUN --out DIR        RUN: of train.py, one of its step_N, or what import wrote
     python convert.py gguf RUN --out MODEL.gguf   the same RUN, with a tokenizer of byte pairs
+    python convert.py peft RUN --out DIR          a run with --lora: its adapters alone, as peft reads them
+
+Of a run with --lora, export and gguf write the whole model, with the adapters merged into it. Adapters of
+peft come in with: python convert.py import ADAPTER_DIR --base RUN --out DIR
 
 docs/hugging-face.md says what maps to what, and what is refused. A tensor is read when it is written, so no
 more than two tensors are in memory.
@@ -23,8 +27,8 @@ if sys.flags.safe_path:  # python -I leaves out the program's own folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import checkpoint
-from config import SHAPE
-from corpus import config_json, gguf_file, tokenizer, tokenizer_json
+from config import SHAPE, check
+from corpus import config_json, gguf_file, peft_files, tokenizer, tokenizer_json
 from corpus import hugging_face as hf
 from corpus.chat import END, MARKERS
 from corpus.masked import MASK
@@ -33,23 +37,29 @@ from interface.command_line import command_line, printable, read_run_config, wro
 from interface.files import must_write
 from interface.half import unfinished
 from interface.schema import load_json, load_json_of_others
+from runtime import adapters
 from runtime.model_card import flag_words, model_card
 from runtime.model_tensors import Lazy, gguf_tensors, read_paired, read_whole, shapes, tensors
+from runtime.peft_adapters import from_peft, to_peft
 
-Command = tyro.conf.Positional[Literal["import", "export", "gguf"]]
+Command = tyro.conf.Positional[Literal["import", "export", "gguf", "peft"]]
 Folder = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="DIR")]]
 
 
 @dataclass(frozen=True)
 class Flags:
     """The command line of convert.py."""
-    command: Command  # import a model of Hugging Face; export one of ours, or write it as gguf
-    model: Folder  # import: its directory; export, gguf: a run, or one of its step_N
+    # import a model of Hugging Face; export one of ours, write it as gguf, or its adapters for peft
+    command: Command
+    model: Folder  # import: its directory; export, gguf, peft: a run, or one of its step_N
     out: str = ""  # a new directory for the result; gguf: a new file
     # export, gguf: of the weights; the masters are fp32
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     shard_gb: float = 5.0  # export: the most GB of a file
     seq_len: int = 0  # import: a shorter sequence than the model's; 0 keeps the model's
+    # import of peft's adapters: the run, or its step_N, whose weights they belong to; peft: the name under
+    # which peft finds the model that they belong to
+    base: str = ""
     RANGES = {"shard_gb": (1e-6, 10**6), "seq_len": (0, 2**24)}
 
 
@@ -213,6 +223,8 @@ def read_run(run_dir):
         weights = checkpoint.Reader(step, checkpoint.check(step))
         said = ""
     cfg, vocab_size = read_run_config(run / "config.json")
+    if cfg.lora:
+        cfg, weights = adapters.open_merged(cfg, weights)
     return cfg, vocab_size, weights, run, said
 
 
@@ -261,6 +273,34 @@ def choose_step(run):
 
 # -----------------------------------------------------------------------------
 # in
+
+def import_adapter(flags):
+    """Write adapters of peft as one of our runs that has made no step; return lines that say so."""
+    folder = Path(flags.model)
+    if not flags.base:
+        raise ValueError(f"{folder} holds adapters; give --base RUN, the run or what import wrote to whose "
+                         "weights they belong")
+    rank, alpha = peft_files.read_adapter(folder)
+    step = Path(flags.base)
+    if not step.name.startswith("step_"):
+        step, _ = choose_step(step)
+    index = checkpoint.check(step)
+    cfg, vocab_size = read_run_config(step.parent / "config.json")
+    pieces = from_peft(folder, dataclasses.replace(cfg, lora=0), rank, vocab_size)
+    cfg = dataclasses.replace(cfg, lora=rank, lora_alpha=alpha, vocab_size=vocab_size)
+    check(cfg)
+    vocabulary = load_tokenizer(folder, vocab_size) or load_tokenizer(step.parent, vocab_size)
+    out = Path(flags.out)
+    meta = {**meta_of_no_step(cfg), "base": adapters.reference(step, index)}
+    with must_write(out, reads=True), unfinished(out, IMPORTED) as half:
+        saved = out / checkpoint.save(half, 0, pieces, meta).name
+        if vocabulary:
+            vocabulary.save(half / "tokenizer.json")
+        write_json(half / "config.json", {**dataclasses.asdict(cfg), "vocab_size_used": vocab_size})
+    return (f"{saved}: adapters of rank {rank}, alpha {alpha:g}, on top of {step}\n"
+            f"sample.py {out} --prompt ..., or train.py --data data/NAME --init-from {saved} "
+            f"{flag_words(cfg)}")
+
 
 def load_tokenizer(folder, vocab_size):
     """Return the tokenizer of a directory, ours or theirs, or None if there is none.
@@ -337,6 +377,7 @@ def meta_of_no_step(cfg):
 # out
 
 # What an export writes. If it is stopped, the next one replaces these files.
+ADAPTERS = r"adapter_(config\.json|model\.safetensors)|tokenizer(_config)?\.json"
 EXPORTED = r"((generation_|tokenizer_)?config|tokenizer)\.json|README\.md|model[\w.-]*\.(safetensors|json)"
 
 
@@ -388,6 +429,24 @@ def with_mask(vocabulary, run):
         raise ValueError(f"{run}/config.json has {MASK} as {found!r}, by tokenizer.json it is "
                          f"{vocabulary.special[MASK]}: they are of two runs")
     return vocabulary
+
+
+def export_adapter(flags):
+    """Write the adapters of a run with --lora as peft's files; return a line that says so."""
+    from model import DTYPES
+    cfg, vocab_size, weights, run, said = read_run(flags.model)
+    if not isinstance(weights, adapters.Merged):
+        raise ValueError(f"{run} has no adapters; convert.py export writes the whole model")
+    lazy, adapter_config = to_peft(weights, cfg, vocab_size, DTYPES[flags.dtype], flags.base)
+    files = {peft_files.CONFIG: adapter_config}
+    if vocabulary := load_tokenizer(run, vocab_size):
+        files |= tokenizer_json.export_tokenizer(vocabulary, cfg.seq_len)
+    out = Path(flags.out)
+    with must_write(out), unfinished(out, ADAPTERS) as half:
+        checkpoint.write_safetensors(half / peft_files.WEIGHTS, lazy, {"format": "pt"})
+        for name, content in files.items():
+            write_json(half / name, content)
+    return f"{said}{out}: {len(lazy)} tensors of adapters in {flags.dtype}, for peft"
 
 
 def write_gguf(flags):
@@ -506,8 +565,12 @@ def main(argv=None):
     is_new = not out.exists() or out.is_dir() and not any(out.iterdir())
     if not flags.out or not is_new:
         raise ValueError(f"--out {flags.out or 'is missing'}: give a new directory, or an empty one")
-    if flags.command == "import":
+    if flags.command == "import" and (Path(flags.model) / peft_files.CONFIG).exists():
+        print(import_adapter(flags))
+    elif flags.command == "import":
         print(import_model(flags))
+    elif flags.command == "peft":
+        print(export_adapter(flags))
     else:
         print(export_model(flags))
 

@@ -60,6 +60,16 @@ class Contents(NamedTuple):
     optimizer: str = "adamw"  # which optimizer updates them
 
 
+def trained_parameters(model):
+    """Return [(name, parameter)] of what is trained: all, or with --lora the adapters."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def frozen_parameters(model):
+    """Return [(name, parameter)] of what is not trained."""
+    return [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+
+
 def uses_weight_decay(p):
     """Whether weight decay shrinks p: matrices only, never norms, biases or vectors."""
     return p.ndim >= 2
@@ -359,11 +369,14 @@ class DataParallel:
         self.timers = timers
         self.completes_grads = True  # of the next backward: see announce_backward
         self.buckets = []
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        trained = trained_parameters(model)
         for contents in assign_buckets(trained, zero, bucket_elements, optimizer):
             axis = getattr(mesh, contents.reduction_axis)
             self.buckets.append(self.make_bucket(contents, axis, dtype, make_comm(axis)))
+        self.frozen_buckets = self.freeze(frozen_parameters(model), dtype)
         bucket_of = {}
+        for bucket in self.frozen_buckets:
+            bucket_of.update(dict.fromkeys(bucket.params, bucket))
         for bucket in self.buckets:
             for i, p in enumerate(bucket.params):
                 bucket_of[p] = bucket
@@ -379,6 +392,15 @@ class DataParallel:
         """Return a bucket of the class that this data parallelism uses."""
         bucket_class = Bucket if comm.grad_dtype is None else CopyBucket
         return bucket_class(contents, axis, self.zero, dtype, comm)
+
+    def freeze(self, named_parameters, dtype):
+        """Give parameters that are not trained their dtype. Return the buckets that they are in.
+
+        Here they are in none: they have no gradient and no moments, and every rank has them whole.
+        """
+        for _, p in named_parameters:
+            p.data = p.data.to(dtype or p.dtype)
+        return []
 
     def make_hook(self, bucket, i):
         """Return what backward calls when parameter i of a bucket has its gradient.

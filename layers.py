@@ -60,9 +60,11 @@ class ColumnLinear(nn.Module):
         tp_dim = 0 if shard else None
         self.weight = parameter((n_out, n_in), mesh, tp_dim=tp_dim)
         self.bias = parameter((n_out,), mesh, tp_dim=tp_dim) if bias else None
+        self.lora = None  # with --lora, a lora.Adapter
 
     def forward(self, x):  # (B*t, n_in) -> (B*t, n_out/tp)
-        return F.linear(x, self.weight, self.bias)
+        y = F.linear(x, self.weight, self.bias)
+        return y if self.lora is None else y + self.lora(x)
 
 
 class RowLinear(nn.Module):
@@ -78,9 +80,12 @@ class RowLinear(nn.Module):
         self.tp = mesh.tp
         self.weight = parameter((n_out, n_in), mesh, tp_dim=1)
         self.bias = parameter((n_out,), mesh) if bias else None
+        self.lora = None  # with --lora, a lora.Adapter
 
     def forward(self, x):  # (B*t, n_in/tp) -> (n, n_out)
         partial_sum = F.linear(x, self.weight)  # (B*t, n_out)
+        if self.lora is not None:
+            partial_sum = partial_sum + self.lora(x)
         y = scatter_rows(partial_sum, self.tp)  # SUM of B*t rows, n of them to each rank, over tp
         return y if self.bias is None else y + self.bias
 
@@ -88,9 +93,19 @@ class RowLinear(nn.Module):
 def fused_linear(x, layers, zero):
     """Return the outputs of several ColumnLinears of the same input, side by side.
 
-    layers: pairs of a layer and the rows of its weight to use, None for all of them. One product
-    with the concatenated weights reads x once. Autograd would keep the concatenated copy alive
-    until backward, so ZeRO-3 could free nothing. It concatenates the outputs instead.
+    layers: pairs of a layer and the rows of its weight to use, None for all of them.
+    """
+    y = fused_product(x, layers, zero)
+    if layers[0][0].lora is None:
+        return y
+    return y + torch.cat([layer.lora(x, rows) for layer, rows in layers], dim=-1)
+
+
+def fused_product(x, layers, zero):
+    """Return the products with the weights of several ColumnLinears, plus their biases.
+
+    One product with the concatenated weights reads x once. Autograd would keep the concatenated
+    copy alive until backward, so ZeRO-3 could free nothing. It concatenates the outputs instead.
     """
     weights = [select_rows(layer.weight, rows) for layer, rows in layers]
     biases = [select_rows(layer.bias, rows) for layer, rows in layers]

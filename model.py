@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from attention import Attention, rope_cache
 from config import head_width, n_masked, pad_vocab
 from layers import ColumnLinear, Norm, RowLinear, fused_linear
+from lora import add_adapters, initial_std
 from moe import MoE, plain_dispatcher
 from ops.activations import ACTIVATIONS, GATED, gelu
 from ops.cross_entropy import LinearCrossEntropy
@@ -229,6 +230,9 @@ class GPT(nn.Module):
             self.norm = Norm(cfg, mesh)
             self.head = None if cfg.tied else Weight((V, C), mesh, tp_dim=0, used=vocab_size)
             self.mlm = MaskedHead(cfg, mesh, V, vocab_size) if cfg.objective == "mlm" else None
+        self.base = {}  # of --lora: which checkpoint the frozen weights are from
+        if cfg.lora:
+            add_adapters(self)
 
     def provide_weights(self, module, x=None):
         """Wait for the newest weights of a module before it reads them. x: the module's input."""
@@ -349,8 +353,8 @@ def init_weights(model, seed):
     The *full* tensor is drawn from a generator seeded by (seed, name). Then this rank keeps its
     share. Matrices are drawn from N(0, 0.02). The two matrices of a block that write into the
     residual stream are divided by sqrt(2 L) (GPT-2 paper, section 2.3). Norms are one; biases,
-    norms' offsets and padding are zero. ValueError: no start is known for a parameter of one
-    dimension.
+    norms' offsets and padding are zero. lora.py says how adapters start. ValueError: no start is
+    known for a parameter of one dimension.
     """
     for name, p in model.named_parameters():
         module, role = f".{name}".split(".")[-2:]  # of the model's own parameters module is ""
@@ -363,6 +367,8 @@ def init_weights(model, seed):
         # An expert's w2 is itself a parameter. Elsewhere w2 is a layer, with a weight.
         writes_residual = module in ("wo", "w2") or role == "w2"
         std = 0.02 / math.sqrt(2 * model.cfg.n_layer) if writes_residual else 0.02
+        if module == "lora":
+            std = initial_std(role, p.full_shape)
         if p.expert:
             for i in range(p.size(0)):  # each expert has its own key: (seed, name, number)
                 key = f"{seed}/{name}/{p.offset[0] + i}"

@@ -40,6 +40,7 @@ from cost.parameters import (
     flops_per_token,
     held_layers,
     local_parameters,
+    local_trained,
     micro_batches,
 )
 from cost.step_time import (
@@ -136,7 +137,7 @@ def estimate(cfg, gpus, gpu, vocab):
 
     largest = max(meshes, key=lambda mesh: sum(local_parameters(cfg, mesh, vocab).values()))
     local = local_parameters(cfg, largest, vocab)
-    step = step_time(cfg, largest, chip, max(of_stage.values()), local,
+    step = step_time(cfg, largest, chip, max(of_stage.values()), local_trained(cfg, largest, vocab),
                      reductions(cfg, largest, vocab, choice))
 
     step["optimizer"] += muon_seconds(cfg, largest, chip, vocab)

@@ -4,6 +4,7 @@ The table in ddp.py says what a rank keeps under each --zero. In this file:
 
     Slot, SlotComm, SlotBucket   ZeRO-2: whole gradients exist only in two buffers, which take turns
     ShardedBucket                ZeRO-3: whole weights exist only while they are needed
+    FrozenBucket                 the same for weights that --lora does not train
     ZeRO2, ZeRO3                 the DataParallel of each; LEVELS maps --zero to its class
 
 Where a bucket's shard is one rank there is nothing to share, so the bucket is a plain one.
@@ -18,6 +19,7 @@ from ddp import (
     DataParallel,
     FlatBuffers,
     assign_buckets,
+    trained_parameters,
     unique,
     untimed,
 )
@@ -159,8 +161,8 @@ class ZeRO2(DataParallel):
     def __init__(self, model, mesh, zero, timers=untimed, *, dtype=None, make_comm=plain_comm,
                  bucket_elements=BUCKET_ELEMENTS, optimizer="adamw"):
         largest = 0  # elements of the largest bucket that uses a slot
-        parameters = model.named_parameters()
-        for contents in assign_buckets(parameters, zero, bucket_elements, optimizer):
+        trained = trained_parameters(model)
+        for contents in assign_buckets(trained, zero, bucket_elements, optimizer):
             if uses_slot(getattr(mesh, contents.reduction_axis)):
                 largest = max(largest, sum(p.numel() for p in contents.params))
         self.slots = []
@@ -198,9 +200,13 @@ class ShardedBucket(SlotBucket):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.own = self.comm.keep(self.own)
+        self.keep_slice()
         if self.own.dtype == self.master.dtype:
             self.master = self.own
+
+    def keep_slice(self):
+        """Keep this rank's slice of flat, and give back the memory of the rest."""
+        self.own = self.comm.keep(self.own)
         self.storage = self.flat.untyped_storage()
         self.nbytes = self.storage.nbytes()
         self.free()
@@ -228,6 +234,25 @@ class ShardedBucket(SlotBucket):
     def after_update(self):
         """Free the gathered weights, which are outdated. Nothing is sent: forward will fetch."""
         self.free()
+
+
+class FrozenBucket(ShardedBucket):
+    """The weights that --lora leaves as they are: gathered and freed, but without gradients."""
+
+    def __init__(self, contents, axis, dtype, comm):
+        self.contents = contents
+        self.axis = axis
+        self.comm = comm
+        self.shard, self.replicas = axis.sharing()
+        self.n_slices = self.shard.size
+        first = self.params[0]
+        n = padded_elements(self.used, self.n_slices)
+        self.flat = torch.zeros(n, dtype=dtype or first.dtype, device=first.device)
+        self.own_slice = self.slice_of_rank(self.shard.rank, n)
+        self.own = self.flat[self.own_slice]
+        self.gather_handle = None
+        self.adopt_parameters(self.flat)
+        self.keep_slice()
 
 
 class ZeRO3(ZeRO2):
@@ -266,6 +291,19 @@ class ZeRO3(ZeRO2):
             self.sharded.append(self.sharded_buckets(modules))
         self.here = 0  # the part that computes
 
+    def freeze(self, named_parameters, dtype):
+        """Share out the matrices that are not trained. Return their buckets."""
+        rest = dict(named_parameters)
+        buckets = []
+        for contents in assign_buckets(named_parameters, zero=3):
+            axis = getattr(self.mesh, contents.reduction_axis)
+            if contents.decayed and uses_slot(axis):
+                buckets.append(FrozenBucket(contents, axis, dtype, SlotComm()))
+                for name in contents.names:
+                    del rest[name]
+        super().freeze(rest.items(), dtype)
+        return buckets
+
     def sharded_buckets(self, modules):
         """Return the ShardedBuckets that hold the modules' weights."""
         buckets = itertools.chain.from_iterable(self.buckets_of[module] for module in modules)
@@ -293,8 +331,11 @@ class ZeRO3(ZeRO2):
             super().provide_weights(module)
             return
         self.move_to_part(part)
-        if x is not None and x.requires_grad:
-            x.register_hook(lambda grad: self.move_to_part(part - 1, backward=True))
+        if x is None or not torch.is_grad_enabled():
+            return
+        if not x.requires_grad:  # No weight before the first block is trained, with --lora.
+            x.requires_grad_()
+        x.register_hook(lambda grad: self.move_to_part(part - 1, backward=True))
 
     def move_to_part(self, part, backward=False):
         """Fetch the part that computes now and the one after it, and free all others."""

@@ -92,7 +92,7 @@ def train_steps(world, cfg, vocab_size, source, batch, steps, *, chunks=1, cp=1)
     keep("end ", None)
     if cfg.n_experts:
         seen["experts"] = moe.expert_stats(model, batch // cfg.micro_batch)
-    seen["replicas"] = {n: to_numpy(p) for n, p in model.named_parameters()}
+    seen["replicas"] = {n: to_numpy(p) for n, p in model.named_parameters() if p.requires_grad}
     seen["offsets"] = {n: (p.full_shape, p.offset) for n, p in model.named_parameters()}
     return seen
 

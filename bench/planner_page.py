@@ -41,11 +41,13 @@ TRANSLATED = {
     "optim.py": "VOTES StepStats",
     "muon.py": "ITERATIONS BATCH_ELEMENTS Matrix shapes_of matrices_of owned_matrices assign_owners "
                "length_of iteration_dtype",
-    "ddp.py": "BUCKET_ELEMENTS Contents uses_weight_decay uses_muon block_of assign_buckets",
+    "ddp.py": "BUCKET_ELEMENTS Contents uses_weight_decay uses_muon block_of "
+              "trained_parameters frozen_parameters assign_buckets",
     "zero.py": "uses_slot",
     "pipeline.py": "rank_layers Op schedule existing timetable",
     "moe.py": "MoE Router expert_capacity",
     "layers.py": "Gain Norm ColumnLinear RowLinear",
+    "lora.py": "Adapter add_adapters",
     "attention.py": "is_nth Attention",
     "model.py": "DTYPES MLP Block Weight MaskedHead GPT",
     "fast/choose.py": "Choice choose has_cuda_api static_shapes needs_row_limit grouped_mm_possible",

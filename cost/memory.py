@@ -9,6 +9,7 @@ from typing import NamedTuple
 from config import pad_vocab
 from cost.muon import muon_elements, workspace_bytes
 from cost.parameters import (
+    adapted_matrices,
     dense_hidden,
     element_bytes,
     expert_rows,
@@ -17,6 +18,7 @@ from cost.parameters import (
     kv_width,
     local_buckets,
     local_parameters,
+    local_trained,
     micro_batches,
     n_slices,
     owned_parameters,
@@ -57,8 +59,9 @@ def saved_activations(cfg, mesh, load_factor=0.0, choice=None):
     attention = _attention_activations(cfg, mesh)
     mlp = _mlp_activations(cfg, mesh)
     elements = rank_tokens(cfg, mesh) * cfg.n_embd  # of one (B*t, C) tensor
-    saved = attention.saved + mlp.saved
-    remains = attention.remains + mlp.remains
+    adapters = _adapter_activations(cfg, mesh)
+    saved = attention.saved + mlp.saved + adapters.saved
+    remains = attention.remains + mlp.remains + adapters.remains
     peak = max(attention.peak, mlp.peak) + 2 * elements * element_bytes(cfg)[0]
     if cfg.dropout > 0:
         saved += 2 * elements / mesh.tp.size  # the masks of both residual branches, a byte per element
@@ -157,6 +160,20 @@ def _mlp_activations(cfg, mesh):
     return BlockActivations(weight_bytes * saved, weight_bytes * remains, weight_bytes * inner)
 
 
+def _adapter_activations(cfg, mesh):
+    """Return the BlockActivations of the adapters of --lora: the narrow products x A^T."""
+    weight_bytes, _ = element_bytes(cfg)
+    rows = rank_tokens(cfg, mesh) * weight_bytes
+    matrices = adapted_matrices(cfg)
+    saved = rows * cfg.lora * len(matrices)
+    remains = 0
+    if cfg.recompute == "selective":
+        # It keeps the wide products of the adapters, too.
+        wide = sum(n_out for n_out, _ in matrices) / mesh.tp.size
+        remains = saved + rows * wide
+    return BlockActivations(saved, remains, 0)
+
+
 def _expert_activations(cfg, mesh, load_factor, choice=None):
     """Return the BlockActivations of the router and the routed experts alone."""
     choice = choice or expected_choice(cfg, mesh)
@@ -235,7 +252,7 @@ def gradient_bytes(cfg, mesh, vocab_size, choice):
     gradients in the slots unwidened.
     """
     weight_bytes, sum_bytes = element_bytes(cfg)
-    local = local_parameters(cfg, mesh, vocab_size)
+    local = local_trained(cfg, mesh, vocab_size)
     buckets = local_buckets(cfg, mesh, vocab_size)
     alone, copied = unwidened_gradients(mesh, local, choice)
     sliced = {}
@@ -262,7 +279,7 @@ def state_bytes(cfg, mesh, vocab_size, choice):
     """Return {part: bytes on this rank} of what stays from step to step: weights, gradients, optimizer."""
     weight_bytes, sum_bytes = element_bytes(cfg)
     local = local_parameters(cfg, mesh, vocab_size)
-    owned = owned_parameters(cfg, mesh, local)
+    owned = owned_parameters(cfg, mesh, local_trained(cfg, mesh, vocab_size))
     master_bytes = sum_bytes if sum_bytes > weight_bytes else 0
 
     moments_saved = muon_elements(cfg, mesh, vocab_size) * sum_bytes  # Muon has one moment, not two.
@@ -308,7 +325,7 @@ def _logits_bytes(cfg, mesh, vocab_size):
     # On one rank the logits have the model's dtype, and their gradient overwrites them. Over tp there
     # are the softmax, its gradient, and the gradient scaled, all in fp32; with a soft-cap likewise.
     logits = rows * v * (weight_bytes if is_fused else 3 * sum_bytes)
-    weight_grad = v * C * weight_bytes
+    weight_grad = 0 if cfg.lora else v * C * weight_bytes
     tensors = 5 * rank_tokens(cfg, mesh)  # rows of the head's input, its norm and their gradients
     if cfg.objective == "mlm":
         tensors += 5 * rows  # the same around the dense layer, of the masked rows
@@ -328,10 +345,10 @@ def _backward_bytes(cfg, mesh, vocab_size, block):
         needed += 2 * rank_tokens(cfg, mesh) * cfg.n_embd / mesh.tp.size * weight_bytes
 
     table = pad_vocab(vocab_size) // mesh.tp.size * cfg.n_embd
-    in_blocks = sum(local_parameters(cfg, mesh, vocab_size).values())
-    if held.has_embedding:
+    in_blocks = sum(local_trained(cfg, mesh, vocab_size).values())
+    if held.has_embedding and not cfg.lora:
         in_blocks -= table
-    if held.has_head and not cfg.tied:
+    if held.has_head and not cfg.tied and not cfg.lora:
         in_blocks -= table
     needed += max(0, in_blocks) / held.blocks * weight_bytes  # gradients before they reach the bucket
     if cfg.recompute != "none":

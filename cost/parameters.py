@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from config import Config, head_width, n_masked, pad_vocab
-from ddp import assign_buckets
+from ddp import assign_buckets, frozen_parameters, trained_parameters
 from model import DTYPES, GPT
 from moe import expert_capacity
 from muon import shapes_of
@@ -28,9 +28,9 @@ from zero import uses_slot
 COUNTED = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "vocab_size", "seq_len", "norm", "mlp",
            "pos", "bias", "tied", "objective", "n_experts", "top_k", "capacity_factor", "router_bias_rate",
            "n_shared_experts", "head_dim", "qk_norm", "qkv_bias", "window", "full_every", "logit_softcap",
-           "norm_place")
+           "norm_place", "lora")
 COSTS_NOTHING = ("norm_eps", "rope_base", "rope_scaling", "no_rope_every", "drop_policy", "router",
-                 "window_rope_base", "embed_scale")
+                 "window_rope_base", "embed_scale", "lora_alpha")
 
 # -----------------------------------------------------------------------------
 # The whole model
@@ -50,9 +50,10 @@ def count_parameters(cfg, vocab_size):
 
     attention = 2 * C * query_columns(cfg) + 2 * C * _kv_columns(cfg)
     held, met = _mlp_parameters(cfg)
-    block = attention + held + _block_biases(cfg) + _qk_norm_parameters(cfg)
+    adapters = adapter_parameters(cfg)
+    block = attention + held + _block_biases(cfg) + _qk_norm_parameters(cfg) + adapters
 
-    matmul = cfg.n_layer * (attention + met) + head
+    matmul = cfg.n_layer * (attention + met + adapters) + head
     total = cfg.n_layer * block + _norm_parameters(cfg) + embedding
     if not cfg.tied:
         total += head
@@ -82,6 +83,26 @@ def query_columns(cfg):
 def _kv_columns(cfg):
     """Return the columns of the keys, and of the values, of all heads together."""
     return cfg.n_kv_head * head_width(cfg)
+
+
+def adapted_matrices(cfg):
+    """Return the full (rows, columns) of each matrix of a block that has an adapter, [] without --lora."""
+    if not cfg.lora:
+        return []
+    C = cfg.n_embd
+    q = query_columns(cfg)
+    kv = _kv_columns(cfg)
+    found = [(q, C), (kv, C), (kv, C), (C, q)]
+    hidden = dense_hidden(cfg)
+    if hidden:
+        found += [(hidden, C)] * (_mlp_matrices(cfg) - 1)
+        found.append((C, hidden))
+    return found
+
+
+def adapter_parameters(cfg):
+    """Return the parameters of the adapters of a block, 0 without --lora."""
+    return sum(cfg.lora * (rows + columns) for rows, columns in adapted_matrices(cfg))
 
 
 def _mlp_matrices(cfg):
@@ -138,13 +159,16 @@ def flops_per_token(cfg, vocab_size):
     They are 6 for each parameter that the token is multiplied with, plus 12 L C T for attention, or
     half of that because the causal mask hides half (Megatron-LM's formula, arXiv:2104.04473,
     appendix). C is here the width of all heads, and a window shortens T. mlm has no such mask, and its
-    head sees the masked tokens only: the result is the mean over all tokens.
+    head sees the masked tokens only: the result is the mean over all tokens. A weight that --lora
+    freezes has no gradient, so it costs 4 operations in the place of 6.
     """
     C, V = cfg.n_embd, pad_vocab(vocab_size)
     attention = 12 * cfg.n_layer * query_columns(cfg) * attended_length(cfg)
-    products = 6 * count_parameters(cfg, vocab_size)["matmul"]
+    each = 4 if cfg.lora else 6
+    products = each * count_parameters(cfg, vocab_size)["matmul"]
+    products += (6 - each) * cfg.n_layer * adapter_parameters(cfg)
     if cfg.objective == "mlm":
-        products -= 6 * (1 - n_masked(cfg.seq_len) / cfg.seq_len) * C * (V + C)
+        products -= each * (1 - n_masked(cfg.seq_len) / cfg.seq_len) * C * (V + C)
         return products + attention, products + attention
     return products + attention, products + attention / 2
 
@@ -237,6 +261,7 @@ class BucketSize(NamedTuple):
     name: str      # of one of its parameters
     elements: int  # of all its parameters
     matrices: tuple = ()  # (shape on this rank, full shape) of each, if Muon updates them
+    trained: bool = True  # False for weights that --lora freezes, which are in no bucket but ZeRO-3's
 
 
 def _build_buckets(cfg, mesh, vocab_size, first, blocks):
@@ -244,16 +269,16 @@ def _build_buckets(cfg, mesh, vocab_size, first, blocks):
     with torch.device("meta"):
         model = GPT(cfg, mesh, vocab_size, [(first, first + blocks)])
     position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
-    buckets = assign_buckets(model.named_parameters(), cfg.zero, optimizer=cfg.optimizer)
-
-    # Backward reaches the first layers last, so it completes the bucket with the last name first.
-    buckets.sort(key=lambda bucket: -position[bucket.names[-1]])
     sizes = []
-    for bucket in buckets:
-        matrices = shapes_of(bucket.params) if bucket.optimizer == "muon" else ()
-        elements = sum(p.numel() for p in bucket.params)
-        sizes.append(BucketSize(bucket.reduction_axis, bucket.decayed, bucket.names[0], elements,
-                                tuple(matrices)))
+    for named_parameters in (trained_parameters(model), frozen_parameters(model)):
+        buckets = assign_buckets(named_parameters, cfg.zero, optimizer=cfg.optimizer)
+        # Backward reaches the first layers last, so it completes the bucket with the last name first.
+        buckets.sort(key=lambda bucket: -position[bucket.names[-1]])
+        for bucket in buckets:
+            matrices = shapes_of(bucket.params) if bucket.optimizer == "muon" else ()
+            elements = sum(p.numel() for p in bucket.params)
+            sizes.append(BucketSize(bucket.reduction_axis, bucket.decayed, bucket.names[0], elements,
+                                    tuple(matrices), bucket.params[0].requires_grad))
     return sizes
 
 
@@ -294,10 +319,14 @@ def _representative_first_block(cfg, held):
 
 
 def local_buckets(cfg, mesh, vocab_size):
-    """Return {name of the axis whose ranks sum the gradient: [parameters of each bucket]}."""
+    """Return {name of the axis whose ranks sum the gradient: [parameters of each bucket]}.
+
+    Weights that are not trained are left out.
+    """
     sizes = {}
     for bucket in _buckets(cfg, mesh, vocab_size):
-        sizes.setdefault(bucket.axis, []).append(bucket.elements)
+        if bucket.trained:
+            sizes.setdefault(bucket.axis, []).append(bucket.elements)
     return sizes
 
 
@@ -311,15 +340,24 @@ def muon_buckets(cfg, mesh, vocab_size):
 
 
 def local_parameters(cfg, mesh, vocab_size):
-    """Return {name of the axis whose ranks sum the gradient: parameters on this rank}."""
+    """Return {name of the axis whose ranks hold the same: parameters on this rank}."""
+    held = {}
+    for bucket in _buckets(cfg, mesh, vocab_size):
+        held[bucket.axis] = held.get(bucket.axis, 0) + bucket.elements
+    return held
+
+
+def local_trained(cfg, mesh, vocab_size):
+    """Return {name of the axis whose ranks sum the gradient: parameters of this rank that are trained}."""
     return {axis: sum(sizes) for axis, sizes in local_buckets(cfg, mesh, vocab_size).items()}
 
 
-def sharded_parameters(cfg, mesh, vocab_size):
+def sharded_parameters(cfg, mesh, vocab_size, trained_alone=False):
     """Return what ZeRO-3 shards, and what it gathers for each part of the model.
 
     The first is {axis name: elements of this rank's buckets, padded}. The second is a list of the same
-    for the embedding, each block and the head. Without ZeRO-3 all are empty.
+    for the embedding, each block and the head. Without ZeRO-3 all are empty. trained_alone: leave out
+    weights that are not trained.
     """
     sharded = Counter()
     parts = [Counter() for _ in range(cfg.n_layer + 2)]
@@ -328,6 +366,8 @@ def sharded_parameters(cfg, mesh, vocab_size):
     for bucket in _buckets(cfg, mesh, vocab_size):
         axis = getattr(mesh, bucket.axis)
         if not (bucket.decayed and uses_slot(axis)):
+            continue
+        if trained_alone and not bucket.trained:
             continue
         n = padded_elements(bucket.elements, axis.sharing().shard.size)
         sharded[bucket.axis] += n
@@ -350,7 +390,7 @@ def _part_of(name):
 def owned_parameters(cfg, mesh, local):
     """Return the number of parameters whose optimizer state this rank keeps.
 
-    ZeRO divides them among the ranks that share them. local: local_parameters.
+    ZeRO divides them among the ranks that share them. local: local_trained.
     """
     return sum(n / n_slices(cfg, mesh, axis) for axis, n in local.items())
 
@@ -364,7 +404,7 @@ def unwidened_gradients(mesh, local, choice):
     """Return the numbers of parameters whose gradient keeps the model's dtype.
 
     Nothing is added to such a gradient on this rank. The first number is that of all axes of one rank.
-    The second is {axis name: parameters that travel as peer copies}. local: local_parameters. choice: a
+    The second is {axis name: parameters that travel as peer copies}. local: local_trained. choice: a
     fast.choose.Choice.
     """
     alone, copied = 0, {}

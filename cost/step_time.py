@@ -14,6 +14,7 @@ import torch
 
 from config import pad_vocab
 from cost.parameters import (
+    adapted_matrices,
     attended_length,
     dense_hidden,
     element_bytes,
@@ -210,6 +211,22 @@ def forward_matmuls(cfg, mesh, gpu):
     return seconds
 
 
+def adapter_seconds(cfg, mesh, gpu):
+    """Return the seconds of the adapters of one block (--lora), forward and backward of one micro-batch.
+
+    Over tp, one of an adapter's two products is cut. The sum of both is read and written once more.
+    """
+    weight_bytes, _ = element_bytes(cfg)
+    rows = rank_tokens(cfg, mesh)
+    seconds = 0.0
+    for n_out, n_in in adapted_matrices(cfg):
+        wide = max(n_out, n_in) // mesh.tp.size
+        seconds += 3 * matmul_seconds(rows, cfg.lora, wide, gpu)
+        seconds += 3 * matmul_seconds(rows, wide, cfg.lora, gpu)
+        seconds += 3 * rows * n_out / mesh.tp.size * weight_bytes / gpu.hbm
+    return seconds
+
+
 def attention_seconds(cfg, mesh, gpu):
     """Return the seconds of one block's attention, forward and backward of one micro-batch."""
     keys = attended_length(cfg)
@@ -224,7 +241,8 @@ def block_seconds(cfg, mesh, gpu, saved):
 
     saved: bytes that the block keeps for backward.
     """
-    seconds = 3 * forward_matmuls(cfg, mesh, gpu)
+    times = 2 if cfg.lora else 3  # A weight that is not trained has no gradient.
+    seconds = times * forward_matmuls(cfg, mesh, gpu) + adapter_seconds(cfg, mesh, gpu)
     seconds += attention_seconds(cfg, mesh, gpu)
     gaps = 2 if cfg.n_experts else 1  # twice for experts: a guess, not in a trace
     seconds += TOUCHES * saved / gpu.hbm + GAP * gaps
@@ -256,7 +274,8 @@ def head_seconds(cfg, mesh, gpu, vocab_size):
         passes = 2 * weight_bytes / ENTROPY  # the cross-entropy reads and writes logits
     else:
         passes = 14 * 4  # 14 passes in fp32 (vocab.vocab_cross_entropy)
-    return 3 * products + rows * v * passes / gpu.hbm
+    times = 2 if cfg.lora else 3
+    return times * products + rows * v * passes / gpu.hbm
 
 
 # -----------------------------------------------------------------------------

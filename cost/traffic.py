@@ -14,7 +14,7 @@ from cost.parameters import (
     held_layers,
     kv_width,
     local_buckets,
-    local_parameters,
+    local_trained,
     micro_batches,
     rank_tokens,
     sharded_parameters,
@@ -185,8 +185,9 @@ def reductions(cfg, mesh, vocab_size, choice=None, batch=0):
     choice = choice or expected_choice(cfg, mesh)
     weight_bytes, sum_bytes = element_bytes(cfg)
     num_micro_batches = micro_batches(cfg, mesh, batch)
-    _, copied = unwidened_gradients(mesh, local_parameters(cfg, mesh, vocab_size), choice)
-    sharded, parts = sharded_parameters(cfg, mesh, vocab_size)
+    _, copied = unwidened_gradients(mesh, local_trained(cfg, mesh, vocab_size), choice)
+    sharded, _ = sharded_parameters(cfg, mesh, vocab_size, trained_alone=True)
+    _, parts = sharded_parameters(cfg, mesh, vocab_size)
 
     found = {}
     for name, buckets in local_buckets(cfg, mesh, vocab_size).items():

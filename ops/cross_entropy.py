@@ -77,9 +77,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         scale = (grad_loss * scale).unsqueeze(1)  # (R, 1)
         grad_x = (z @ w).mul_(scale)
 
-        # Without `out`, x times the fp32 scale would be a tensor in fp32.
-        scaled_x = torch.mul(x, scale, out=torch.empty_like(x))
-        grad_w = z.T @ scaled_x
+        grad_w = None
+        if ctx.needs_input_grad[1]:
+            # Without `out`, x times the fp32 scale would be a tensor in fp32.
+            scaled_x = torch.mul(x, scale, out=torch.empty_like(x))
+            grad_w = z.T @ scaled_x
 
         grad_bias = None
         if ctx.has_bias:

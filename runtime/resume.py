@@ -29,8 +29,9 @@ from interface.command_line import one_line
 from interface.tensor_file import write_safetensors
 from ops.checksum import checksum
 from ops.flat import own_pieces
-from runtime.agree import read_by_first, read_together
+from runtime import base_weights
 from runtime.launch import exit_together, job_start
+from runtime.read_checkpoint import check_together, load_tensors, newest_under, sent_index
 from skip import Ranges
 
 VOCABULARY = "wte.weight", "head.weight", "mlm.bias"  # their rows are symbols and padding
@@ -58,6 +59,8 @@ class State:
     vocab_size: int = 0  # of the model, without padding
     # {step, val_loss} of the lowest validation loss so far; its checkpoint is kept, like the newest ones
     best: dict = dataclasses.field(default_factory=dict)
+    # --lora: {path, hash} of the checkpoint that the frozen weights are from
+    base: dict = dataclasses.field(default_factory=dict)
     changed: dict = dataclasses.field(default_factory=dict)  # {flag: [before, now]} at this start; not saved
 
     def evaluated(self, loss):
@@ -119,20 +122,6 @@ def load(cfg, data_parallel, opt, path, data_id, vocab_size=0):
     where = {field.name: meta[field.name] for field in dataclasses.fields(State) if field.name in meta}
     where.update(data=data_id, vocab_size=vocab_size, changed=changed)
     return State(**where)
-
-
-def load_tensors(world, path, index, requested, unused=()):
-    """Fill this rank's rectangles `requested` from a checkpoint. Collective over the world.
-
-    unused: names of the checkpoint's tensors that no rank need ask for.
-    ValueError: a tensor is missing or damaged, or no rank asks for it.
-    """
-    own = {name for name, *_ in requested} | set(unused)
-    names = sorted(index["tensors"])
-    bits = sum(1 << i for i, name in enumerate(names) if name in own)
-    asked = world.tree.either(bits)  # one bit per tensor of the checkpoint, over the world
-    others = [name for i, name in enumerate(names) if asked >> i & 1]
-    read_together(world.tree, checkpoint.load, path, requested, index, others)
 
 
 def dump_grads(path, world, data_parallel, opt, vocab_size):
@@ -396,24 +385,6 @@ def find_checkpoint(cfg, world, out):
     return found
 
 
-def sent_index(tree, path):
-    """Return the index of a checkpoint, which rank 0 reads and sends. Collective over the tree.
-
-    ValueError, on all ranks: it is missing or damaged.
-    """
-    return read_by_first(tree, checkpoint.read_index, path)
-
-
-def check_together(tree, path):
-    """Raise ValueError, on all ranks, if a checkpoint is damaged. Collective over the tree.
-
-    Rank 0 reads the index. Each file is looked at and read by one rank.
-    """
-    files = read_by_first(tree, lambda: checkpoint.read_index(path)["files"])
-    checkpoint.wait_for_folder(path, patience=30.0)  # another node may see it later than rank 0 (NFS)
-    read_together(tree, checkpoint.check_files, path, files, tree.rank, tree.size)
-
-
 def start_from(found, skip, model, opt, data_id):
     """Go on from the checkpoint `found`, or start with equal replicas. Return (State, skip.Ranges).
 
@@ -424,15 +395,21 @@ def start_from(found, skip, model, opt, data_id):
     cfg = model.cfg
     is_main = model.mesh.world.rank == 0
     if found is None:
+        if cfg.lora and not cfg.init_from:
+            raise ValueError(f"--lora {cfg.lora} fine-tunes a model that is there: give --init-from RUN, a "
+                             "run or what convert.py import wrote")
         broadcast_and_verify(model)
         opt.masters_from_model()
         if cfg.init_from:
             said = init_from(model, opt, cfg.init_from)
             if is_main:
                 print(said, flush=True)
-        state = State(data=data_id, vocab_size=model.vocab_size)
+        state = State(data=data_id, vocab_size=model.vocab_size, base=model.base)
     else:
         state = load(cfg, opt.data_parallel, opt, found, data_id, model.vocab_size)
+        if cfg.lora:
+            base_weights.load_base(model, state.base, cfg.init_from)
+            state.base = model.base
         warning = skip.too_late(state.step, Ranges(state.skip))
         if is_main:
             for name, (before, now) in state.changed.items():
@@ -488,13 +465,6 @@ def init_from(model, opt, path):
         return start_from_weights(model, opt, newer)
 
 
-def newest_under(world, path):
-    """Return the newest checkpoint under a path, or the path if it is one or holds none. Collective."""
-    if not (Path(path) / "index.json").exists():
-        path = next(iter(checkpoint.steps(path)), path)
-    return world.tree.broadcast_object(path)  # that run may still be saving, so rank 0 chooses
-
-
 def start_from_weights(model, opt, path):
     """Load the weights of the checkpoint at path for init_from(), and return its line."""
     world = model.mesh.world
@@ -507,6 +477,9 @@ def start_from_weights(model, opt, path):
     upcycles = cfg.n_experts > 0 and not shape["n_experts"]
     check_source(cfg, path, shape, upcycles)
     symbols = count_symbols(model, path, index)
+    if cfg.lora:
+        said = base_weights.start(model, opt, path, index)
+        return "; ".join([said, *changed_meanings(cfg, index["meta"].get("flags", {}), upcycles)])
     # The checkpoint's moments are not read. A router's bias is not a weight: its rate may differ here.
     unused = [name for name in index["tensors"] if "/" in name or name.endswith(".router.bias")]
     load_tensors(world, path, index, weights_to_read(opt, symbols, upcycles), unused)
@@ -531,6 +504,8 @@ def check_source(cfg, path, shape, upcycles):
         raise ValueError(f"--init-from {path} is a dense model with biases, and experts have none to take "
                          "them; give a model without bias, or train without --n-experts")
     may_differ = flexible_shapes(cfg)
+    if cfg.lora and not shape.get("lora"):
+        may_differ.append("lora")
     if upcycles:
         may_differ += ["n_experts", "n_shared_experts"]
     check_shape(cfg, path, shape, may_differ)
@@ -546,6 +521,10 @@ def count_symbols(model, path, index):
     if symbols > model.vocab_size or is_cut:
         raise ValueError(f"--init-from {path} has a vocabulary of {symbols}, the data {model.vocab_size}; "
                          f"prepare the data with that run's tokenizer, or give --vocab-size {symbols}")
+    if model.cfg.lora and symbols < model.vocab_size:
+        raise ValueError(f"--init-from {path} has a vocabulary of {symbols}, the data {model.vocab_size}, "
+                         "and --lora trains no embedding; first give the base the new symbols, by a run "
+                         "without --lora, with --steps 1 --lr 0")
     return symbols
 
 

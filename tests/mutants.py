@@ -47,6 +47,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "model.py": "details model bert sample dropout layouts",
     "vocab.py": "model fp16 layouts",
     "layers.py": "model sample layouts",
+    "lora.py": "lora",
     "attention.py": "model sample model_flags layouts",
     "moe.py": "moe moe_run layouts",
     "parallel.py": "details parallel ddp symm_mem layouts",

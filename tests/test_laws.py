@@ -21,13 +21,13 @@ import laws
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = {"train.py", "model.py", "attention.py", "layers.py",
+FILES = {"train.py", "model.py", "attention.py", "layers.py", "lora.py",
          "vocab.py", "parallel.py", "pipeline.py", "moe.py", "zero.py", "optim.py",
          "skip.py", "config.py", "checkpoint.py", "prepare.py", "sample.py", "plan.py", "plot.py",
          "convert.py"}
 PLANNED = {"ddp.py", "generate.py", "muon.py"}  # these may come
 ROOMS = {"ops", "fast", "runtime", "corpus", "cost", "interface"}
-MAINLINE = ["train.py", "model.py", "attention.py", "layers.py",
+MAINLINE = ["train.py", "model.py", "attention.py", "layers.py", "lora.py",
             "vocab.py", "parallel.py", "ddp.py", "zero.py", "pipeline.py",
             "generate.py", "moe.py", "optim.py", "muon.py", "ops/flat.py", "ops/permute.py"]
 
@@ -43,6 +43,7 @@ ORDER = ["train",
          "pipeline",
          "model",
          "attention",
+         "lora",
          "layers",
          "moe optim",
          "muon",  # below optim: an Optimizer has a Muon, as it has an AdamW

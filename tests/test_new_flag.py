@@ -64,6 +64,7 @@ BASES = {
     "bert": dict(config.GPT2, objective="mlm", n_head=8, n_kv_head=8),
     "mlm": dict(objective="mlm", n_head=8, n_kv_head=4),
     "window": dict(n_head=8, n_kv_head=4, window=9),
+    "lora": dict(n_head=8, n_kv_head=4, lora=2),
     "experts": dict(n_head=8, n_kv_head=4, n_experts=4),
     "capacity": dict(n_head=8, n_kv_head=4, n_experts=4, capacity_factor=1.25, router="sigmoid")}
 # Another value of each number. Of a switch or a choice the test takes every other value by itself.
@@ -71,7 +72,7 @@ NUMBERS = {"n_layer": 3, "n_head": 16, "n_kv_head": 2, "n_embd": 64, "ffn_hidden
            "norm_eps": 1e-6, "n_experts": 8, "n_shared_experts": 2, "vocab_size": 300, "rope_base": 500.0,
            "top_k": 1, "capacity_factor": 1.5, "router_bias_rate": 0.5, "head_dim": 24,
            "rope_scaling": (2.0, 0.5, 2.0, 16.0), "no_rope_every": 1, "window": 5, "full_every": 1,
-           "logit_softcap": 2.0, "window_rope_base": 77.0}
+           "logit_softcap": 2.0, "window_rope_base": 77.0, "lora": 3, "lora_alpha": 64.0}
 
 
 def other_values(name, value):

@@ -186,7 +186,8 @@ function $namedtuple(fields, defaults, properties) {
 // -- the model: only the shapes of its parameters
 
 class Parameter {
-  constructor(shape) { this.shape = shape; this.ndim = shape.length; }
+  constructor(shape) { this.shape = shape; this.ndim = shape.length; this.requires_grad = true; }
+  requires_grad_(value) { this.requires_grad = value; }
   numel() { return this.shape.reduce((n, size) => $mul(n, size), 1); }
 }
 class Module {
@@ -197,11 +198,17 @@ class Module {
       if (m instanceof Module) yield* m.named_parameters(`${prefix}${name}.`);
     }
   }
+  parameters() { return [...this.named_parameters()].map(([, p]) => p); }
+  *modules() {
+    yield this;
+    for (const m of Object.values(this)) if (m instanceof Module) yield* m.modules();
+  }
 }
 class ModuleDict extends Module {}
 function $module(start, names, has_others = false) {
   const make = (...given) => {
     const made = new Module();
+    made.$kind = make;
     start(made, ...given);
     return made;
   };
@@ -325,6 +332,7 @@ const tuple = list;
 const set = (x = []) => new Dict([...$it(x)].map((k) => [k, true]));
 const str = (x) => $format(x, "");
 const int = (x) => Math.trunc(Number(x));
+const isinstance = (x, kinds) => [kinds].flat().includes(x.$kind);
 const getattr = (holder, name) => holder[name];
 const enumerate = (items, first = 0) => [...$it(items)].map((x, i) => [i + first, x]);
 const reversed = (items) => [...$it(items)].reverse();

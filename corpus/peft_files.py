@@ -1,0 +1,82 @@
+"""Adapters in peft's format: adapter_config.json and the names in adapter_model.safetensors.
+
+    adapter_config   our flags -> adapter_config.json
+    read_adapter     adapter_config.json -> rank and alpha; what would be another function is refused
+    layer_names      {our matrix: the name of its module in transformers}
+
+peft computes x A^T B^T alpha/r as lora.py does, so no number changes.
+"""
+import math
+
+from config import as_typed
+from interface.schema import check_schema, load_json_of_others
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+MOST_BYTES = 1 << 20
+KNOWN = {"peft_type": str, "r": int, "lora_alpha": float}
+# Values that change the function, and the ones that ours computes.
+PLAIN = {"use_dora": False, "use_rslora": False, "bias": "none", "fan_in_fan_out": False, "lora_bias": False,
+         "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layer_replication": None,
+         "trainable_token_indices": None, "target_parameters": None, "use_qalora": False}
+
+
+def layer_names(cfg, kind, layout):
+    """Return {name of our matrix: name of its module there} of the matrices that have an adapter.
+
+    layout: {their name: Theirs}, from runtime.model_tensors. ValueError: the family joins or
+    transposes them.
+    """
+    found = {}
+    for theirs, made_of in layout.items():
+        parts = [part.name for part in made_of.parts]
+        if not parts[0].startswith("blocks.") or len(made_of.shape()) != 2:
+            continue
+        if len(parts) > 1 or made_of.transposed:
+            raise ValueError(f"{as_typed({'mlp': cfg.mlp, 'pos': cfg.pos})}: {kind} joins or transposes the "
+                             "matrices, so peft has no such adapters; convert.py export merges them")
+        found[parts[0]] = theirs.removesuffix(".weight")
+    return found
+
+
+def tensor_names(module):
+    """Return peft's names of A and B of a module."""
+    return f"{PREFIX}{module}.lora_A.weight", f"{PREFIX}{module}.lora_B.weight"
+
+
+def adapter_config(cfg, modules, base):
+    """Return adapter_config.json. modules: the names of all modules with an adapter. base: a model's name."""
+    alpha = cfg.lora_alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": cfg.lora,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "target_modules": sorted({module.split(".")[-1] for module in modules}),
+    }
+
+
+def read_adapter(folder):
+    """Return (rank, alpha) of a directory of peft's. ValueError: it is none, or computes something else."""
+    path = folder / CONFIG
+    found = load_json_of_others(path, MOST_BYTES)
+    check_schema(found, KNOWN, path)
+    if found["peft_type"] != "LORA":
+        raise ValueError(f"{path}: peft_type is {found['peft_type']!r}, not LORA; ours are LoRA adapters")
+    alpha = float(found["lora_alpha"])
+    plain = dict(PLAIN)
+    if found.get("use_rslora"):  # it divides by the root of the rank
+        alpha *= math.sqrt(found["r"])
+        plain.pop("use_rslora")
+    for field, value in plain.items():
+        if found.get(field, value) not in (value, None):
+            raise ValueError(f"{path}: {field} is {found[field]!r}; ours are plain LoRA adapters, with "
+                             f"{value!r}")
+    return found["r"], alpha

@@ -1,0 +1,508 @@
+"""LoRA: its numbers in every layout, what a checkpoint of adapters holds, what merges and what peft reads.
+
+The layouts are compared with a LoRA that is written out here on top of plain_model.py, in fp64 to 1e-10:
+losses, norms, every gradient of every step, every adapter and moment at the end. Each fault below changes one
+thing in our code, and a comparison must fail.
+"""
+import dataclasses
+import functools
+import json
+import shutil
+import zlib
+from pathlib import Path
+from unittest import mock
+
+import plain_muon
+import pytest
+import test_layouts
+import torch
+from faults import planted, with_faults
+from plain_model import total_loss
+from pool import run_ranks
+from runs import TINY, assert_refused, final, go, refused, rows, same, session
+from safetensors.torch import load_file, save_file
+from test_convert import Wide
+from test_layouts import BERT, GPT2, LLAMA, STEPS, compare, equality, run
+
+import convert
+import sample
+import train
+from config import Config
+from corpus.shards import Synthetic
+from cost.memory import saved_activations, state_bytes
+from cost.parameters import adapter_parameters, count_parameters
+from cost.step_time import expected_choice
+from model import GPT, init_weights
+from ops.flat import own_pieces
+from parallel import make_mesh
+from runtime import resume
+from runtime.adapters import adapter_names
+from runtime.launch import World
+from runtime.peft_adapters import modules_of
+
+FLAGS = dict(lora=3, lora_alpha=6.0, micro_batch=2, n_layer=2, clip=0.01)
+BASES = {"qwen": dict(LLAMA, qk_norm="head", **FLAGS), "gpt2": dict(GPT2, **FLAGS),
+         "bert": dict(BERT, **FLAGS), "one head": dict(LLAMA, **{**FLAGS, "n_kv_head": 1})}
+
+
+# -----------------------------------------------------------------------------
+# The numbers
+
+def with_adapters(cfg, weights):
+    """Return {name: W, or W + alpha/R B A} for plain_model.py."""
+    merged = {}
+    for name, weight in weights.items():
+        a, b = (weights.get(name.removesuffix("weight") + factor) for factor in ("lora.A", "lora.B"))
+        if a is not None:
+            weight = weight + cfg.lora_alpha / cfg.lora * b @ a
+        merged[name] = weight
+    return merged
+
+
+@functools.cache
+def plain(name, batch):
+    """Train STEPS steps -> (stats of each step, {name: full array}, None), in fp64."""
+    cfg = Config(**BASES[name])
+    model = GPT(cfg, make_mesh(World()), cfg.vocab_size).double()
+    init_weights(model, cfg.seed)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    frozen = {name: weight for name, weight in weights.items() if ".lora." not in name}
+    trained = {name: weight for name, weight in weights.items() if ".lora." in name}
+    moments = {name: [torch.zeros_like(w), torch.zeros_like(w)] for name, w in trained.items()}
+    make = test_layouts.mask_synthetic if cfg.objective == "mlm" else Synthetic
+    source = make(cfg.vocab_size, cfg.seq_len, cfg.seed)
+    stats, want = [], {}
+    for t in range(1, STEPS + 1):
+        trained = {name: weight.detach().requires_grad_() for name, weight in trained.items()}
+        first = (t - 1) * batch
+        batches = [source.batch(i, cfg.micro_batch) for i in range(first, first + batch, cfg.micro_batch)]
+        weights = with_adapters(cfg, {**frozen, **trained})
+        loss, _ = total_loss(cfg, weights, cfg.vocab_size, batches)
+        found = torch.autograd.grad(loss, list(trained.values()))
+        norm = torch.cat([grad.flatten() for grad in found]).norm()
+        size = torch.cat([weight.detach().flatten() for weight in trained.values()]).norm()
+        stats.append([loss.item(), norm.item(), sum((grad == 0).sum().item() for grad in found), size.item()])
+        for (name, weight), grad in zip(trained.items(), found, strict=True):
+            want[f"step {t} grad {name}"] = grad.numpy()
+            clipped = grad * min(1.0, cfg.clip / (norm + 1e-6))
+            trained[name], *moments[name] = plain_muon.adamw(
+                weight.detach(), clipped, *moments[name], t, train.learning_rate(cfg, t), cfg)
+    for name, weight in trained.items():
+        want["end " + name] = weight.numpy()
+        want["end exp_avg/" + name], want["end exp_avg_sq/" + name] = (m.numpy() for m in moments[name])
+    return stats, want, None
+
+
+def checked(name, n, batch, layout, faults=()):
+    """Train with the faults, and assert that all numbers are those of the plain LoRA."""
+    results = run_ranks(n, with_faults, faults, run, dict(BASES[name], **layout), batch)
+    want = plain(name, batch)
+    with mock.patch.object(test_layouts, "run_ranks", lambda *job: results), \
+            mock.patch.object(test_layouts, "reference", lambda *job: want):
+        compare(BASES[name], n, batch, **layout)
+
+
+def test_layout_equals_the_plain_lora():
+    checked("qwen", 4, 4, dict(tp=2, pp=2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name,n,batch,layout", [
+    ("qwen", 1, 4, {}), ("qwen", 2, 4, dict(tp=2)), ("qwen", 2, 4, dict(pp=2)), ("qwen", 2, 4, dict(cp=2)),
+    ("qwen", 2, 4, dict(zero=1)), ("qwen", 2, 8, dict(zero=2)), ("qwen", 2, 8, dict(zero=3)),
+    ("qwen", 4, 8, dict(tp=2, zero=3)), ("qwen", 4, 8, dict(tp=2, zero=3, recompute="full")),
+    ("qwen", 4, 8, dict(cp=2, zero=3)), ("qwen", 4, 8, dict(pp=2, zero=2)), ("qwen", 4, 8, dict(cp=2, tp=2)),
+    ("qwen", 2, 4, dict(tp=2, recompute="full")), ("qwen", 2, 4, dict(tp=2, recompute="selective")),
+    ("qwen", 8, 8, dict(cp=2, tp=2, pp=2, zero=1)), ("one head", 2, 4, dict(tp=2, zero=1)),
+    ("one head", 4, 4, dict(tp=4)), ("gpt2", 4, 8, dict(tp=2, zero=2)), ("gpt2", 2, 4, dict(pp=2)),
+    ("gpt2", 4, 8, dict(pp=2, tp=2)), ("bert", 4, 8, dict(tp=2, zero=3)), ("bert", 2, 4, dict(cp=2))],
+    ids=lambda x: str(x).replace(" ", ""))
+def test_every_layout_equals_the_plain_lora(name, n, batch, layout):
+    checked(name, n, batch, layout)
+
+
+def no_sum_over_tp(original, self, *args):
+    """What is not cut counts as if each tp rank had its whole gradient."""
+    original(self, *args)
+    for p in (self.A, self.B):
+        p.reduction_axis = "dp"
+
+
+FAULTS = {
+    "the factor that is not cut is not summed over tp": ("lora.Adapter.__init__", no_sum_over_tp),
+    "the scale is forgotten": ("lora.Adapter.forward", "* self.scale", ""),
+    "the base is not frozen": ("lora.add_adapters", "p.requires_grad_(False)", "pass"),
+    "a row layer adds its adapter's partial sums to no sum": (
+        "layers.RowLinear.forward", "partial_sum + self.lora(x)", "partial_sum"),
+    "the adapter of queries serves keys": (
+        "layers.fused_linear", "layer.lora(x, rows) for",
+        "layers[0][0].lora(x, rows)[:, :layer.weight.size(0)] for"),
+    "A starts as another matrix on each rank": (
+        "model.init_weights", "initial_std(role, p.full_shape)", "initial_std(role, p.shape)")}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS.values())[:2], ids=list(FAULTS)[:2])
+def test_fault_is_caught(fault):
+    with pytest.raises(AssertionError):
+        checked("qwen", 2, 4, dict(tp=2), [fault])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", list(FAULTS.values())[2:], ids=list(FAULTS)[2:])
+def test_every_fault_is_caught(fault):
+    with pytest.raises(AssertionError):
+        checked("qwen", 2, 4, dict(tp=2), [fault])
+
+
+def kept_state(world, flags):
+    """Train a step. Return what a rank keeps of weights that are not trained, and what has a gradient."""
+    cfg = Config(**flags, global_batch=4)
+    mesh = make_mesh(world, cfg.tp, cfg.pp)
+    model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()
+              if p.untyped_storage().nbytes()}
+    source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
+    batches = train.micro_batches(cfg, mesh, source, 0, 4, world.device)
+    train.Step(cfg, model, data_parallel, opt)(batches, 1)
+    named = dict(model.named_parameters())
+    for name in before:
+        if ".lora." not in name:
+            assert torch.equal(before[name], named[name]) and named[name].grad is None, name
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in frozen}
+    return {"dtypes": {p.dtype for p in model.parameters()},
+            "trained": {name for bucket in data_parallel.buckets for name in bucket.names},
+            "moments": sum(m.numel() for moment in opt.moments().values() for m in moment),
+            "whole": sum(storages.values()),
+            "slices": sum(bucket.own.numel() for bucket in data_parallel.frozen_buckets),
+            "frozen": sum(p.numel() for p in frozen)}
+
+
+def test_only_adapters_are_trained_and_zero_3_shares_out_the_rest():
+    flags = dict(BASES["qwen"], dtype="bf16")
+    (alone,) = run_ranks(1, kept_state, flags)
+    assert alone["dtypes"] == {torch.bfloat16}
+    assert alone["trained"] and all(".lora." in name for name in alone["trained"])
+    cfg = Config(**flags)
+    assert alone["moments"] == 2 * cfg.n_layer * adapter_parameters(cfg)
+    assert alone["whole"] == 2 * alone["frozen"], "bf16, every rank has the base"
+    for rank in run_ranks(2, kept_state, dict(flags, zero=3)):
+        matrices = alone["frozen"] - 16 * 5 - 2 * 2 * 4  # without norms
+        padding = 4 * 128
+        assert matrices / 2 <= rank["slices"] <= matrices / 2 + padding
+
+
+# -----------------------------------------------------------------------------
+# The planner
+
+def test_the_planner_counts_the_adapters_alone():
+    cfg = Config(**dict(BASES["qwen"], dtype="bf16", global_batch=4))
+    mesh = make_mesh(World(), groups=False)
+    choice = expected_choice(cfg, mesh)
+    total = count_parameters(cfg, cfg.vocab_size)["total"]
+    trained = cfg.n_layer * adapter_parameters(cfg)
+    parts = state_bytes(cfg, mesh, cfg.vocab_size, choice)
+    assert parts["weights"] == 2 * total
+    assert parts["optimizer"] == trained * 12, "a master and two moments in fp32"
+    assert parts["gradients"] <= trained * 4
+    without = dataclasses.replace(cfg, lora=0)
+    narrow = cfg.micro_batch * cfg.seq_len * cfg.lora * 7 * 2  # x A^T of seven matrices, in bf16
+    more = saved_activations(cfg, mesh).saved - saved_activations(without, mesh).saved
+    assert more == narrow
+
+
+# -----------------------------------------------------------------------------
+# Runs
+
+LORA = ["--lora=2", "--lora-alpha=3", "--dtype=fp64", "--save-every=2"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    out = tmp_path_factory.mktemp("lora") / "base"
+    go(1, out, "--steps=2", "--dtype=fp64")
+    return out
+
+
+@pytest.fixture(scope="module")
+def tuned(base):
+    out = base.parent / "tuned"
+    said = go(2, out, f"--init-from={base}", *LORA, "--steps=4", "--tp=2")["out"]
+    assert f"adapters start on top of {base}/step_000002, which stays as it is" in said
+    return out
+
+
+def test_a_checkpoint_holds_adapters_alone_and_a_resume_is_exact(base, tuned, tmp_path):
+    tensors, meta = final(tuned, 4)
+    assert all(".lora." in name for name in tensors) and meta["base"]["path"] == str(base / "step_000002")
+    flags = [*LORA, "--tp=2", "--decay-steps=4"]
+    go(2, tmp_path / "cut", f"--init-from={base}", *flags, "--steps=2")
+    go(2, tmp_path / "cut", "--resume=auto", *flags, "--steps=4")
+    same(tuned, tmp_path / "cut", 4)
+    assert rows(tuned) == rows(tmp_path / "cut")
+
+
+def test_the_merged_model_is_the_one_that_was_trained(tuned):
+    """W + alpha/R B A, written out; and the logits of the model with its adapters beside the matrices."""
+    cfg, vocab_size, weights, _, _ = convert.read_run(tuned)
+    assert cfg.lora == 0
+    check_merged(tuned, weights)
+    ids = torch.arange(16).view(2, 8)
+    logits = []
+    for source in (weights, Both(weights.own, weights.base)):
+        model = GPT(cfg if source is weights else weights.cfg, make_mesh(World()), vocab_size).double()
+        for name, p in model.named_parameters():
+            source.fill(name, p.data, p.full_shape, p.offset)
+        logits.append(model(ids)[0].detach())
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-10 * logits[0].abs().max().item())
+
+
+class Both:
+    """The adapters and the base, each tensor as it was trained."""
+
+    def __init__(self, own, base):
+        self.own, self.base = own, base
+
+    def fill(self, name, *args):
+        (self.own if ".lora." in name else self.base).fill(name, *args)
+
+
+def check_merged(tuned, weights):
+    tensors, meta = final(tuned, 4)
+    whole, _ = final(Path(meta["base"]["path"]).parent, 2)
+    for name, entry in weights.index["tensors"].items():
+        out = torch.empty(entry["shape"], dtype=torch.float64)
+        weights.fill(name, out, entry["shape"], [0] * out.ndim)
+        layer, want = name.removesuffix(".weight"), whole[name]
+        if f"{layer}.lora.A" in tensors:
+            assert tensors[f"{layer}.lora.B"].any()
+            want = want + 3 / 2 * tensors[f"{layer}.lora.B"] @ tensors[f"{layer}.lora.A"]
+            half = torch.empty((out.size(0) // 2, out.size(1) // 2), dtype=torch.float64)
+            weights.fill(name, half, entry["shape"], list(half.shape))
+            torch.testing.assert_close(half, out[half.size(0):, half.size(1):], rtol=0, atol=1e-15)
+        torch.testing.assert_close(out, want, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("old,new", [
+    ("merged.addmm_(b_rows, a_columns, alpha=self.scale)",
+     "ba = b_rows @ a_columns; merged.add_(ba.T if len(ba) == len(ba.T) else ba, alpha=self.scale)"),
+    ("alpha=self.scale", "alpha=1")])
+def test_wrong_merges_are_caught(old, new, tuned):
+    _, _, weights, _, _ = convert.read_run(tuned)
+    with planted("runtime.adapters.Merged.fill", old, new), pytest.raises(AssertionError):
+        check_merged(tuned, weights)
+
+
+def test_errors_of_one_line(base, tuned, tmp_path):
+    def tell(*flags):
+        argv = [*TINY, f"--out={tmp_path / 'new'}", *LORA, "--steps=3", *flags]
+        return run_ranks(1, session, argv)[0]
+    assert_refused(tell(), "--lora 2 fine-tunes a model that is there", "--init-from RUN")
+    assert_refused(tell("--resume", str(tuned / "step_000002"), "--lora=3"), "lora 2", "give --lora 2")
+    assert_refused(tell("--resume", str(tuned / "step_000002"), "--lora-alpha=4"), "--lora-alpha 3")
+    assert_refused(tell(f"--init-from={base}", "--n-experts=4"), "no adapters for the matrices of experts")
+    assert_refused(tell(f"--init-from={base}", "--optimizer=muon"), "leave out --optimizer muon")
+    assert_refused(tell(f"--init-from={base}", "--vocab-size=101"), "--lora trains no embedding", "--lr 0")
+    assert_refused(tell(f"--init-from={tuned}", "--lora=0"), "lora 2", "give --lora 2")
+
+
+@pytest.mark.long
+def test_the_base_is_looked_for_and_known_again(base, tuned, tmp_path):
+    """Another base is refused, one that was moved is named; --init-from says where it is now."""
+    out = tmp_path / "run"
+    shutil.copytree(tuned, out)
+    moved = tmp_path / "moved"
+    shutil.copytree(base, moved)
+    index = out / "step_000002/index.json"
+    point_to(index, tmp_path / "gone/step_000002")
+    flags = [*LORA, "--steps=3", "--tp=2", "--resume", str(index.parent)]
+    results = run_ranks(2, session, [*TINY, f"--out={tmp_path / 'new'}", *flags])
+    assert_refused(results[0], f"the base of these adapters, {tmp_path}/gone/step_000002, is not there",
+                   "--init-from")
+    refused(sample.main, [out / "step_000002", "--prompt", "a"], "is not there")
+    go(2, tmp_path / "new", *flags, f"--init-from={moved}", "--decay-steps=4")
+    assert final(tmp_path / "new", 3)[1]["base"]["path"] == str(moved / "step_000002")
+    go(1, tmp_path / "other", "--steps=2", "--dtype=fp64", "--seed=5")
+    results = run_ranks(2, session, [*TINY, f"--out={tmp_path / 'new'}", *flags,
+                                           f"--init-from={tmp_path / 'other'}"])
+    assert_refused(results[0], "has other weights than the base of these adapters")
+
+
+def point_to(index, path):
+    """Let a checkpoint of adapters name another base."""
+    found = json.loads(index.read_text())
+    del found["crc32"]
+    found["meta"]["base"]["path"] = str(path)
+    body = json.dumps(found, sort_keys=True)
+    index.write_text(f'{{"crc32": {zlib.crc32(body.encode())}, {body[1:]}')
+
+
+# -----------------------------------------------------------------------------
+# transformers and peft
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """A run of a small Qwen3, exported, imported, fine-tuned by adapters; fp64."""
+    folder = tmp_path_factory.mktemp("qwen")
+    flags = ["--qk-norm=head", "--dtype=fp64", "--norm-eps=1e-6"]
+    go(1, folder / "first", *flags, "--steps=1")
+    convert.main(["export", str(folder / "first"), "--out", str(folder / "theirs"), "--dtype=fp64"])
+    convert.main(["import", str(folder / "theirs"), "--out", str(folder / "base")])
+    go(2, folder / "tuned", f"--init-from={folder / 'base'}", *flags, "--vocab-size=100", *LORA, "--steps=2",
+       "--pp=2")
+    return folder
+
+
+def test_adapters_go_to_peft_and_come_back(qwen, tmp_path):
+    """The same tensors under peft's names; a matrix that peft left out gets an adapter of zeros."""
+    convert.main(["peft", str(qwen / "tuned"), "--out", str(tmp_path / "peft"), "--dtype=fp64", "--base=x/y"])
+    told = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    assert (told["r"], told["lora_alpha"], told["base_model_name_or_path"]) == (2, 3, "x/y")
+    theirs = load_file(tmp_path / "peft/adapter_model.safetensors")
+    ours, _ = final(qwen / "tuned", 2)
+    name = "base_model.model.model.layers.1.self_attn.o_proj.lora_B.weight"
+    assert torch.equal(theirs[name], ours["blocks.1.attn.wo.lora.B"])
+    come_in(qwen, tmp_path / "peft", tmp_path / "back")
+    back, _ = final(tmp_path / "back", 0)
+    assert len(back) == len(theirs) and all(torch.equal(back[name], ours[name]) for name in back)
+
+    del theirs[name], theirs[name.replace("lora_B", "lora_A")]
+    save_file(theirs, tmp_path / "peft/adapter_model.safetensors")
+    come_in(qwen, tmp_path / "peft", tmp_path / "fewer")
+    fewer, _ = final(tmp_path / "fewer", 0)
+    assert not fewer["blocks.1.attn.wo.lora.A"].any() and not fewer["blocks.1.attn.wo.lora.B"].any()
+    said = go(1, tmp_path / "on", f"--init-from={tmp_path / 'fewer'}", "--qk-norm=head", "--norm-eps=1e-6",
+              "--vocab-size=100", *LORA, "--steps=2")["out"]
+    assert f"starts from the adapters of {tmp_path}/fewer/step_000000, with a fresh optimizer" in said
+    trained, _ = final(tmp_path / "on", 2)
+    assert not trained["blocks.1.attn.wo.lora.B"].any() and trained["blocks.0.attn.wo.lora.B"].any()
+
+
+def come_in(qwen, folder, out):
+    convert.main(["import", str(folder), "--base", str(qwen / "base"), "--out", str(out)])
+
+
+def test_what_peft_computes_in_another_way_is_refused(qwen, tmp_path):
+    folder = tmp_path / "peft"
+    convert.main(["peft", str(qwen / "tuned"), "--out", str(folder)])
+    path = folder / "adapter_config.json"
+    plain = json.loads(path.read_text())
+    for change, words in [({"use_dora": True}, "use_dora is True"), ({"bias": "all"}, "bias is 'all'"),
+                          ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+                          ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+                          ({"r": 3}, "for this base it should be")]:
+        path.write_text(json.dumps({**plain, **change}))
+        refused(convert.main, ["import", folder, "--base", qwen / "base", "--out", tmp_path / "out"], words)
+    path.write_text(json.dumps({**plain, "use_rslora": True}))
+    come_in(qwen, folder, tmp_path / "rs")
+    assert json.loads((tmp_path / "rs/config.json").read_text())["lora_alpha"] == 3 * 2 ** 0.5
+    refused(convert.main, ["import", folder, "--out", tmp_path / "out"], "give --base RUN")
+    refused(convert.main, ["peft", qwen / "base", "--out", tmp_path / "out"], "has no adapters")
+
+
+def peft_model(qwen, peft, hf, adapters=None):
+    """transformers' model of the base in fp64, with adapters by peft: those of a folder, or new ones."""
+    with Wide():
+        model = hf.AutoModelForCausalLM.from_pretrained(
+            qwen / "theirs", dtype=torch.float64, attn_implementation="eager")
+    if adapters:
+        return peft.PeftModel.from_pretrained(model, adapters, autocast_adapter_dtype=False)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = peft.LoraConfig(r=3, lora_alpha=6, lora_dropout=0.0, target_modules=names, bias="none")
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+@pytest.mark.long
+def test_peft_reads_our_adapters(qwen, hf, tmp_path):
+    """Its logits on the base are those of our merged model, to 1e-10 of the largest; so are the export's."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    convert.main(["peft", str(qwen / "tuned"), "--out", str(tmp_path / "peft"), "--dtype=fp64"])
+    convert.main(["export", str(qwen / "tuned"), "--out", str(tmp_path / "merged"), "--dtype=fp64"])
+    cfg, vocab_size, weights, _, _ = convert.read_run(qwen / "tuned")
+    torch.set_default_dtype(torch.float64)
+    model = sample.load_model(dataclasses.replace(cfg, dtype="fp64"), vocab_size, weights)
+    torch.set_default_dtype(torch.float32)
+    ids = torch.arange(16).view(2, 8)
+    ours = model(ids)[0][:, :vocab_size].detach()
+    adapted = peft_model(qwen, peft, hf, tmp_path / "peft")
+    with Wide():
+        merged = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64,
+                                                         attn_implementation="eager")
+        found = [each(ids).logits.flatten(0, 1).detach() for each in (adapted, merged)]
+    without = model.blocks["0"].attn.wo.weight
+    assert without.dtype == torch.float64
+    for logits in found:
+        torch.testing.assert_close(logits, ours, rtol=0, atol=1e-10 * ours.abs().max().item())
+
+
+def trained_by_us(world, flags, path):
+    """Train STEPS steps from a base. Return losses, the adapters before, and pieces of all gradients."""
+    cfg = Config(**flags, global_batch=4)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cp=cfg.cp)
+    model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    resume.init_from(model, opt, path)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()
+             if p.requires_grad and p.untyped_storage().nbytes()}
+    source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
+    step = train.Step(cfg, model, data_parallel, opt)
+    seen = {"losses": [], "pieces": []}
+
+    def keep(prefix, vectors):
+        for name, piece, full, offset in own_pieces(data_parallel, opt, vectors):
+            seen["pieces"].append((prefix + name, equality.to_numpy(piece), full, offset))
+    for t in range(1, STEPS + 1):
+        batches = train.micro_batches(cfg, mesh, source, 4 * (t - 1), 4, world.device)
+        opt.before_update[:] = [lambda t=t: keep(f"step {t} grad ", {"": opt.grads})]
+        stats, _ = step(batches, t)
+        seen["losses"].append(stats.loss.item())
+    keep("end ", {"": opt.masters})
+    return {**seen, "start": start}
+
+
+@pytest.mark.long
+def test_training_is_that_of_peft(qwen, hf):
+    """fp64: losses, every gradient, adapters after three steps, to 1e-10; one process and six layouts."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    cfg, vocab_size, _, _, _ = convert.read_run(qwen / "base")
+    flags = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    flags.update(lora=3, lora_alpha=6.0, dtype="fp64", lr=1e-2, warmup=0, weight_decay=0.1, clip=0.0,
+                 steps=10, vocab_size=vocab_size, micro_batch=2)
+    del flags["global_batch"]
+    path = str(qwen / "base")
+    (alone,) = run_ranks(1, trained_by_us, flags, path)
+
+    model = peft_model(qwen, peft, hf)
+    names = modules_of(cfg, vocab_size)
+    parameters = dict(model.named_parameters())
+    theirs = {}
+    for name, (module, _) in names.items():
+        for factor, ours in zip("AB", adapter_names(name), strict=True):
+            theirs[ours] = parameters[f"base_model.model.{module}.lora_{factor}.default.weight"]
+            theirs[ours].data.copy_(alone["start"][ours])
+    assert {p for p in model.parameters() if p.requires_grad} == set(theirs.values())
+    optimizer = torch.optim.AdamW(theirs.values(), lr=1e-2, betas=(cfg.beta1, cfg.beta2), weight_decay=0.1)
+    source = Synthetic(vocab_size, cfg.seq_len, cfg.seed)
+    losses, want = [], {}
+    for t in range(1, STEPS + 1):
+        x, y = source.batch(4 * (t - 1), 4)
+        optimizer.param_groups[0]["lr"] = train.learning_rate(Config(**flags), t)
+        optimizer.zero_grad()
+        with Wide():
+            loss = torch.nn.functional.cross_entropy(model(x).logits.flatten(0, 1), y.flatten())
+        loss.backward()
+        losses.append(loss.item())
+        want.update({f"step {t} grad {name}": p.grad.numpy().copy() for name, p in theirs.items()})
+        optimizer.step()
+    want.update({"end " + name: p.detach().numpy() for name, p in theirs.items()})
+
+    worst = 0.0
+    for n, layout in [(1, {}), (2, dict(tp=2)), (2, dict(pp=2)), (2, dict(cp=2)), (2, dict(zero=1)),
+                      (2, dict(zero=3)), (4, dict(tp=2, pp=2))]:
+        results = [alone] if n == 1 else run_ranks(n, trained_by_us, {**flags, **layout}, path)
+        got = equality.assemble(results)
+        assert got.keys() == want.keys()
+        for seen in results:
+            worst = max([worst, *(abs(a / b - 1) for a, b in zip(seen["losses"], losses, strict=True))])
+        worst = max([worst, *equality.errors(got, want, flags).values()])
+        assert worst <= 1e-10, (layout, worst)
+    print(f"\nthe largest difference from peft: {worst:.1e}")
