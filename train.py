@@ -120,6 +120,14 @@ class Step:
         self.data_parallel.finish_grad_sync()
         return loss
 
+    def path_shares(self):
+        """Return {key of metrics.jsonl: a share of the steps since the last call}.
+
+        The shares say how many steps went which of several ways. This class has one way; a
+        GraphedStep has more.
+        """
+        return {}
+
     def update_unless_vetoed(self, stats, number, guard):
         """Return (stats, refused). A veto by the guard leaves weights and moments unchanged."""
         if guard is not None and guard.veto(stats):
@@ -430,6 +438,7 @@ class Run:
                                      self.data.vocab_size)
         own_times, slow_ranks = oversight.stragglers.report()
         row.update(log.phase_times(oversight.timers, steps, parts.mesh), **own_times)
+        row.update(parts.step.path_shares())
         if parts.opt.loss_scale is not None:
             row["loss_scale"] = parts.opt.loss_scale.item()
         if cfg.n_experts and stats is not None:

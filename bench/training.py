@@ -54,20 +54,23 @@ class Training:
     def run(self, steps):
         """Take steps.
 
-        Return the milliseconds of each, the losses of the first and the last, and the seconds from the start
-        of the build to the first loss.
+        Return the milliseconds of each, the losses of the first and the last, the seconds from the start of
+        the build to the first loss, and the path of each step: "graph", "plain", or "redone" if it was done
+        twice (fast/graph.py).
         """
+        paths = []
         watch = Stopwatch(self.world.device)
         marks = [watch.mark()]
         for _ in range(steps):
             loss = self.step(self.batches())
+            paths.append(getattr(self.train_step, "path", "plain"))
             if len(marks) == 1:
                 first = loss.item()  # sync point: compilation and the first step are over
                 seconds = time.perf_counter() - self.began
             marks.append(watch.mark())
         self.wait()
         times = [watch.ms(a, b) for a, b in zip(marks, marks[1:], strict=False)]
-        return times, [first, loss.item()], seconds
+        return times, [first, loss.item()], seconds, paths
 
     def wait(self):
         """Wait until this rank holds all new weights, before anything outside a step reads them."""

@@ -138,12 +138,15 @@ def max_load_factor(cfg, mesh, worst=False):
 
 
 def row_limit_factor(cfg, mesh):
-    """Return the rows at which the limit of a CUDA graph settles (fast/graph.py), over the balanced number.
-
-    0 if that is more than --ep-slack: then there is no graph.
+    """Return the rows at which the buffers of a CUDA graph settle (fast/graph.py), over the balanced number.
     """
-    wanted = min(1.1 * max_load_factor(cfg, mesh, worst=True), mesh.ep.size)
-    return wanted if wanted <= cfg.ep_slack else 0.0
+    return min(1.1 * max_load_factor(cfg, mesh, worst=True), mesh.ep.size)
+
+
+def allocated_row_factor(cfg, mesh):
+    """Return the rows for which there are buffers, over the balanced number: they begin at --ep-slack, and
+    grow if a step needs more."""
+    return max(min(cfg.ep_slack, mesh.ep.size), row_limit_factor(cfg, mesh))
 
 
 # -----------------------------------------------------------------------------

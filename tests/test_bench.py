@@ -23,6 +23,7 @@ import torch_versions
 
 from interface.command_line import command_line
 from parallel import make_mesh
+from runtime.launch import World
 
 
 def every_collective(world, tp):
@@ -221,6 +222,19 @@ def test_train_flags_of_a_workload_may_begin_with_dashes():
     flags = command_line(speed.Flags, ["W1", "W2b", *argv[1:4]], "speed.py", "")
     assert (flags.workloads, flags.flags, flags.steps) == (("W1", "W2b"), "--ep 2", 4)
     assert {name for name, _ in speed.PEERS} <= speed.WORKLOADS.keys()
+
+
+def test_young_routing_is_told_from_settled_routing():
+    """Milliseconds and paths of steps 30 to 60 and 300 to 330; a step that was done again is named."""
+    assert speed.counted_steps(0, has_experts=False) == (60, [(30, 60)])
+    assert speed.counted_steps(0, has_experts=True) == (330, [(30, 60), (300, 330)])
+    assert speed.counted_steps(20, has_experts=True) == (20, [(10, 20)])
+    assert speed.counted_steps(4, has_experts=False) == (4, [(2, 4)])
+    times = [90.0] * 200 + [70.0] * 130
+    paths = ["plain"] * 4 + ["graph"] * 36 + ["redone"] * 3 + ["graph"] * 287
+    windows = [speed.window(World(), first, last, times, paths) for first, last in [(30, 60), (300, 330)]]
+    assert windows[0] == {"steps": [30, 60], "ms": 90.0, "paths": {"graph": 0.9, "redone": 0.1}}
+    assert speed.times_of(windows) == "90.00 ms in steps 30 to 60, 10% redone; 70.00 ms in steps 300 to 330"
 
 
 def test_one_rank_has_nothing_to_measure(capsys):

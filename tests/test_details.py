@@ -27,6 +27,7 @@ from cost.fits import larger_zero
 from cost.idle import pipeline_warnings, width_warnings
 from ddp import assign_buckets
 from fast import compile as compile_
+from fast import graph
 from fast.choose import Choice
 from fast.graph import BufferSizer, GraphedStep
 from fast.host_buffers import HostBuffers
@@ -652,12 +653,14 @@ def test_weights_of_another_run_become_the_models(monkeypatch):
     assert did == ["read", "rounded"]
 
 
-def test_the_example_of_the_experts_buffers():
+def test_the_example_of_the_experts_buffers(monkeypatch):
     """The four steps of BufferSizer's docstring."""
+    monkeypatch.setattr(graph, "free_memory", lambda device: 2**30)
     sizer = BufferSizer.__new__(BufferSizer)
     sizer.world = make_mesh(ONE).world
+    sizer.layers = [SimpleNamespace(w1=torch.zeros(1, 2, 3))]
     sizer.copies, sizer.ep, sizer.limit, sizer.interval = 160, 4, 2.5, 50
-    sizer.slack, sizer.n_retries, sizer.steps = 0.0, 0, 49
+    sizer.slack, sizer.n_retries, sizer.n_misses, sizer.wait = 0.0, 0, 0, 1
     sizer.rows_needed = torch.tensor(200)
     assert sizer.resize(False) and sizer.rows(sizer.slack) == 224
     sizer.rows_needed.fill_(300)
@@ -666,7 +669,7 @@ def test_the_example_of_the_experts_buffers():
     assert [sizer.resize(False) for _ in range(50)] == [False] * 49 + [True]
     assert sizer.rows(sizer.slack) == 200
     sizer.rows_needed.fill_(440)
-    assert sizer.resize(True) and sizer.slack == 0.0
+    assert sizer.resize(True) and sizer.rows(sizer.slack) == 584 and sizer.limit == sizer.slack
 
 
 def test_pinned_memory_comes_in_blocks(monkeypatch):
@@ -729,5 +732,5 @@ def test_the_first_step_chooses_the_size_of_the_experts_buffers():
     model = SimpleNamespace(cfg=Config(n_experts=4), mesh=make_mesh(ONE))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fast.graph.moe_layers", lambda model: {"0": layer})
-        sizer = BufferSizer(model, limit=2.5)
-    assert sizer.steps + 1 == sizer.interval
+        sizer = BufferSizer(model, 2.5)
+    assert sizer.slack == 0 and sizer.wait == 1
