@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 if __name__ == "__main__":  # The import of torch takes seconds. Signals are handled from here on.
     if sys.flags.safe_path:  # python -I leaves out the program's own folder.
         sys.path.insert(0, str(Path(__file__).resolve().parent))
+    import plot
     from runtime import session
     session.start_program()
+    PARSED = session.parse_first(plot.parse_or_list)  # --help and wrong flags need no torch.
 
 from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
 import torch
@@ -525,9 +527,10 @@ class Run:
             print(message, file=sys.stderr)
 
 
-def main(argv=None):
+def main(argv=None, parsed=None):
+    """Do a whole run. parsed: session.parse_flags() of argv, where it was done already."""
     with session.surround():
-        cfg, wrong, timeout = agree.parse_flags(plot.parse_or_list, argv)
+        cfg, wrong, timeout = parsed or session.parse_flags(plot.parse_or_list, argv)
         launch.deterministic(cfg is not None and cfg.deterministic)
         with watch.Watch(session.signals.rank, timeout) as watchdog:
             # Only the watchdog ends a run that hangs. A timeout of gloo or NCCL would keep counting
@@ -548,4 +551,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    main(parsed=PARSED)

@@ -1,9 +1,8 @@
 """What of a layout leaves a GPU idle: the warnings that plan.py prints, a line for each."""
-
 from config import ceil_div, head_width, pad_vocab
+from cost.gpus import GPUS
 from cost.parameters import micro_batches
 from cost.step_time import (
-    GPUS,
     bubble,
     matmul_shapes,
     waves,

@@ -30,7 +30,8 @@ from interface.tensor_file import write_safetensors
 from ops.checksum import checksum
 from ops.flat import own_pieces
 from runtime.agree import read_by_first, read_together
-from runtime.launch import exit_together, job_start
+from runtime.launch import exit_together
+from runtime.launcher import job_start
 from skip import Ranges
 
 VOCABULARY = "wte.weight", "head.weight", "mlm.bias"  # their rows are symbols and padding

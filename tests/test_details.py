@@ -37,7 +37,7 @@ from ops import checksum, grouped_mm, permute
 from optim import Optimizer
 from parallel import Axis, make_mesh
 from pipeline import Op, Ring
-from runtime import agree, launch, log, resume, timing, watch
+from runtime import agree, launcher, log, resume, session, timing, watch
 from runtime.launch import World
 from zero import SlotBucket
 
@@ -605,7 +605,7 @@ def test_ranks_with_wrong_flags_meet_the_others_to_say_so(wrong, monkeypatch):
         raise KeyError(has_wrong_flags)
 
     monkeypatch.setattr(train.session, "surround", contextlib.nullcontext)
-    monkeypatch.setattr(train.agree, "parse_flags", lambda parse, argv: (None, wrong, 5.0))
+    monkeypatch.setattr(train.session, "parse_flags", lambda parse, argv: (None, wrong, 5.0))
     monkeypatch.setattr(train.launch, "deterministic", lambda on: None)
     dog = SimpleNamespace(joining=None)
     monkeypatch.setattr(train.watch, "Watch", lambda rank, timeout: contextlib.nullcontext(dog))
@@ -695,10 +695,10 @@ def test_pinned_memory_comes_in_blocks(monkeypatch):
 def test_the_batch_system_is_told_by_its_variables(monkeypatch):
     for name in ("SLURM_JOB_ID", "PBS_JOBID"):
         monkeypatch.delenv(name, raising=False)
-    assert launch.scheduler() is None
+    assert launcher.scheduler() is None
     monkeypatch.setenv("PBS_JOBID", "7.pbs1")
     monkeypatch.setenv("PBS_NODEFILE", "/nodes")
-    assert launch.scheduler() == ("PBS", "7.pbs1", "/nodes")
+    assert launcher.scheduler() == ("PBS", "7.pbs1", "/nodes")
 
 
 def test_only_rank_0_prints_help(monkeypatch):
@@ -708,9 +708,9 @@ def test_only_rank_0_prints_help(monkeypatch):
 
     said = []
     for rank in (0, 1):
-        monkeypatch.setattr(launch, "env_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(launcher, "env_rank", lambda rank=rank: rank)
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            agree.parse_flags(parse, [])
+            session.parse_flags(parse, [])
         said.append(out.getvalue())
     assert said == ["the flags\n", ""]
 

@@ -22,6 +22,7 @@ import train
 from config import PRESETS, Config, head_width
 from corpus.shards import Synthetic
 from cost import step_time
+from cost.gpus import GPUS
 from cost.memory import CONTEXT, GIB, saved_activations
 from cost.parameters import (
     count_parameters,
@@ -30,7 +31,7 @@ from cost.parameters import (
     local_parameters,
     unwidened_gradients,
 )
-from cost.step_time import GPUS, expected_choice, peak_flops
+from cost.step_time import expected_choice, peak_flops
 from cost.traffic import traffic
 from ddp import DataParallel
 from fast.choose import Choice
