@@ -701,12 +701,14 @@ class Finder:
         if name == "torch":
             raise KeyboardInterrupt(os.environ.get("OMP_WAIT_POLICY"))
 sys.meta_path.insert(0, Finder())
+program = sys.argv.pop(1)
+sys.argv[0] = program
 try:
-    if sys.argv[1] == "sample.py":
+    if program == "sample.py":
         import sample
         sample.load_model(None, 0, None)
-    sys.path.insert(0, os.path.dirname(sys.argv[1]))
-    runpy.run_path(sys.argv[1], run_name="__main__")
+    sys.path.insert(0, os.path.dirname(program))
+    runpy.run_path(program, run_name="__main__")
 except KeyboardInterrupt as e:
     print(e)
 """
