@@ -164,7 +164,7 @@ def rank_main(cfg, rank, ranks, port, say, pipe):
 
 def measure(cfg, world):
     """Return {ms, loss, mem, reserved, gpu} of this rank, after cfg.steps steps."""
-    times, losses, _ = Training(cfg, world).run(cfg.steps)
+    times, losses, *_ = Training(cfg, world).run(cfg.steps)
     row = {"ms": statistics.median(times[cfg.steps // 3:]), "loss": losses[1]}
     if found := gpu_memory(world.device):
         allocated, reserved, windows = found

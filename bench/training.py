@@ -14,24 +14,22 @@ from runtime.timing import Stopwatch
 class Training:
     """One model in training on this rank. Collective: all ranks of the world make it together.
 
-    graph: replay the step as a CUDA graph where train.py would. Without it, each kernel is launched.
+    without: fields of fast.choose.Choice that are off where train.py would choose them, such as "graph".
     """
 
-    def __init__(self, cfg, world, graph=True):
+    def __init__(self, cfg, world, without=()):
         self.cfg, self.world, self.number = cfg, world, 0  # number: steps taken
         self.mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp)
         self.batch = cfg.global_batch or cfg.micro_batch * self.mesh.dp.size  # sequences per step
         check_layout(cfg, self.mesh, self.batch)
         self.source, _, self.vocab, _ = train.open_data(cfg, world.local_rank)
         self.began = time.perf_counter()
-        self.build(graph)
+        self.build(without)
 
-    def build(self, graph):
+    def build(self, without):
         cfg, mesh = self.cfg, self.mesh
         device = self.world.device
-        choice = choose(cfg, mesh, device)
-        if not graph:
-            choice = choice._replace(graph=False)
+        choice = choose(cfg, mesh, device)._replace(**dict.fromkeys(without, False))
         self.model, self.data_parallel, self.opt = train.build(cfg, mesh, self.vocab, device, choice=choice)
         self.train_step = make_step(train.Step(cfg, self.model, self.data_parallel, self.opt), choice)
         self.graph = choice.graph
