@@ -599,7 +599,7 @@ for argv in (["--help"], ["--no-such-flag"]):
             try:
                 runpy.run_path(f"{program}.py", run_name="__main__")
             except SystemExit as e:
-                said[" ".join(sys.argv)] = e.code, "torch" in sys.modules
+                said[" ".join(sys.argv)] = int(e.code), "torch" in sys.modules
 print(said)
 """
 
