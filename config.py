@@ -152,8 +152,9 @@ class Config:
     pp: int = flag(1, "free", SIZE, common=True)  # pipeline parallelism: stages, which hold different layers
     # expert parallelism: ranks that split the experts; divides dp * cp * tp
     ep: int = flag(1, "free", SIZE, common=True)
-    # dropless with ep > 1 under a CUDA graph: receive buffers, between nodes messages, hold this many times
-    # the balanced number of rows; a step that needs more is computed again without; 0 turns the graph off
+    # dropless with ep > 1 under a CUDA graph: receive buffers, between nodes messages, begin with at most
+    # this many times the balanced number of rows; a step that needs more is computed again without, and they
+    # grow as far as memory is free; 0 turns the graph off
     ep_slack: float = flag(2.5, "free", FACTOR, needs="n_experts")
     # a,b,c: blocks of each stage; default: balanced, embedding and head count as a block
     pp_layers: str = flag("", "free")

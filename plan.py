@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 import json
 import math
-import re
 import string
 import sys
 import textwrap
@@ -22,14 +21,21 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
 
 if sys.flags.safe_path:  # python -I leaves out the program's own folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from config import Config, as_typed, ceil_div, flags_beyond
+from cost.plan_flags import arguments
+from interface.command_line import wrong_input
+
+if __name__ == "__main__":  # --help and wrong flags are answered before torch is imported.
+    with wrong_input():
+        PARSED = arguments(sys.argv[1:])
+
+from config import as_typed, ceil_div, flags_beyond
 from corpus.rampup import batch_size
 from corpus.shards import load_blend_meta, settled_doc_mask
+from cost.gpus import GPUS
 from cost.idle import idle_warnings
 from cost.memory import GIB, memory, saved_activations
 from cost.muon import muon_seconds
@@ -44,7 +50,6 @@ from cost.parameters import (
     micro_batches,
 )
 from cost.step_time import (
-    GPUS,
     bubble,
     expected_choice,
     max_load_factor,
@@ -52,7 +57,6 @@ from cost.step_time import (
     step_time,
 )
 from cost.traffic import bytes_between_nodes, reductions, traffic
-from interface.command_line import parse, wrong_input
 from interface.layout import check_layout
 from optim import learning_rate, stable_until
 from parallel import make_mesh
@@ -115,7 +119,7 @@ def estimate(cfg, gpus, gpu, vocab):
     """Return {name: plain numbers} of one layout: memory of the fullest stage, time of the slowest.
 
     cfg: a Config with a global batch. gpus: the number of GPUs. gpu: their kind, a name in
-    cost.step_time.GPUS. vocab: the number of symbols, before padding.
+    cost.gpus.GPUS. vocab: the number of symbols, before padding.
     """
     chip = GPUS[gpu]
     groups = _groups_of_stages(cfg, gpus)
@@ -493,42 +497,6 @@ def print_scaling(cfg, plans):
 # -----------------------------------------------------------------------------
 # 4) The command line
 
-MOST_GPUS = 2**17
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanFlags(Config):
-    """train.py's flags say what runs; these say where, and what is to be printed."""
-    gpus: int = 1  # GPUs in all
-    gpu: Literal[tuple(GPUS)] = "h200"  # kind of GPU
-    tokens: float = 0.0  # tokens to train on: prints the steps and days that they take; 0 prints none
-    search: bool = False  # rank every layout that fits into memory, fastest first
-    scaling: str | None = None  # numbers of GPUs such as 1,8,64: a plan for each, with the same work per GPU
-    json: bool = False  # print the numbers as JSON
-
-    RANGES = {"gpus": (1, MOST_GPUS), "tokens": (0, 10**18)}
-
-
-ABOUT = ("Predict what a training run will cost before it runs: parameters, memory, bytes sent and "
-         "milliseconds per step.")
-
-
-def arguments(argv):
-    """Return (PlanFlags, [numbers of GPUs of --scaling]).
-
-    ValueError: one line that says what is wrong.
-    """
-    cfg = parse(argv, cls=PlanFlags, prog="plan.py", about=ABOUT)
-    if cfg.scaling is None:
-        return cfg, []
-    counts = []
-    for word in cfg.scaling.split(","):
-        if not re.fullmatch(" *[0-9]{1,7} *", word) or not 1 <= int(word) <= MOST_GPUS:
-            raise ValueError(f"--scaling takes numbers of GPUs such as 1,2,4,8, not {cfg.scaling!r}")
-        counts.append(int(word))
-    return cfg, counts
-
-
 def warn_of_uncounted(cfg):
     """Print a line on stderr if a flag changes the model in a way that cost/ does not know."""
     uncounted = flags_beyond((*COUNTED, *COSTS_NOTHING), cfg)
@@ -558,8 +526,9 @@ def plan_many(cfg, vocab):
 
 
 @wrong_input()
-def main(argv=None):
-    cfg, counts = arguments(sys.argv[1:] if argv is None else argv)
+def main(argv=None, parsed=None):
+    """Print a plan. parsed: arguments(argv), where that was done already."""
+    cfg, counts = parsed or arguments(sys.argv[1:] if argv is None else argv)
     warn_of_uncounted(cfg)
     cfg = dataclasses.replace(cfg, doc_mask=documents(cfg))
     vocab = vocabulary(cfg)
@@ -577,4 +546,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    main(parsed=PARSED)

@@ -170,9 +170,9 @@ def another_rank_speaks(argv):
     # Only --chat runs on several ranks. The flags are not parsed yet.
     if not any(word.startswith("--chat") for word in argv):
         return False
-    from runtime import launch
+    from runtime import launcher
     try:
-        return launch.env_rank() > 0
+        return launcher.env_rank() > 0
     except ValueError:  # launch() will say what is wrong
         return False
 

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 if __name__ == "__main__":  # The import of torch takes seconds. Signals are handled from here on.
     if sys.flags.safe_path:  # python -I leaves out the program's own folder.
         sys.path.insert(0, str(Path(__file__).resolve().parent))
+    import plot
     from runtime import session
     session.start_program()
+    PARSED = session.parse_first(plot.parse_or_list)  # --help and wrong flags need no torch.
 
 from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
 import torch
@@ -120,6 +122,14 @@ class Step:
                                 seed_dropout)
         self.data_parallel.finish_grad_sync()
         return loss
+
+    def path_shares(self):
+        """Return {key of metrics.jsonl: a share of the steps since the last call}.
+
+        The shares say how many steps went which of several ways. This class has one way; a
+        GraphedStep has more.
+        """
+        return {}
 
     def update_unless_vetoed(self, stats, number, guard):
         """Return (stats, refused). A veto by the guard leaves weights and moments unchanged."""
@@ -436,6 +446,7 @@ class Run:
                                      self.data.vocab_size)
         own_times, slow_ranks = oversight.stragglers.report()
         row.update(log.phase_times(oversight.timers, steps, parts.mesh), **own_times)
+        row.update(parts.step.path_shares())
         if parts.opt.loss_scale is not None:
             row["loss_scale"] = parts.opt.loss_scale.item()
         if cfg.log_layers:
@@ -524,9 +535,10 @@ class Run:
             print(message, file=sys.stderr)
 
 
-def main(argv=None):
+def main(argv=None, parsed=None):
+    """Do a whole run. parsed: session.parse_flags() of argv, where it was done already."""
     with session.surround():
-        cfg, wrong, timeout = agree.parse_flags(plot.parse_or_list, argv)
+        cfg, wrong, timeout = parsed or session.parse_flags(plot.parse_or_list, argv)
         launch.deterministic(cfg is not None and cfg.deterministic)
         with watch.Watch(session.signals.rank, timeout) as watchdog:
             # Only the watchdog ends a run that hangs. A timeout of gloo or NCCL would keep counting
@@ -547,4 +559,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    main(parsed=PARSED)

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from interface.command_line import command_line, wrong_input
+from runtime.launcher import env_rank, started_by, wrong_environment
 
 
 @contextlib.contextmanager
@@ -21,8 +22,6 @@ def one_rank_speaks():
     This context holds the reading of flags, before launch(). All ranks read the same flags, so no rank needs
     to ask another one.
     """
-    # Not at the top: it imports torch, which scaling.py does without.
-    from runtime.launch import env_rank, wrong_environment
     with wrong_environment():
         rank = env_rank()
     with contextlib.ExitStack() as stack:
@@ -55,7 +54,6 @@ def start(main):
         code = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        from runtime.launch import started_by
         if started_by()[0] != "single":
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the interpreter flushes at its end

@@ -23,7 +23,7 @@ from pathlib import Path
 
 BEGAN = time.perf_counter()
 from common import ROOT, read_flags, start
-from runtime.launch import bare_environment, env_rank, launch, scheduler, shutdown
+from runtime.launch import launch, shutdown
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,8 @@ from surroundings import (
     shared_memory,
     triton_kernel,
 )
+
+from runtime.launcher import bare_environment, env_rank, scheduler
 
 TORCH_SECONDS = time.perf_counter() - BEGAN  # most of it: runtime.launch imports torch
 from config import Outcome

@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 
 from common import one_rank_speaks, start
-from runtime.launch import NO_TIMEOUT, World, exit_together, launch, shutdown
+from runtime.launch import World, exit_together, launch, shutdown
 
 import equality
 
@@ -24,6 +24,7 @@ from config import Config, Outcome
 from corpus.shards import open_data
 from interface.command_line import parse
 from parallel import make_mesh
+from runtime.launcher import NO_TIMEOUT
 
 ONE_PROCESS = dict(tp=1, cp=1, pp=1, ep=1, pp_chunks=1, pp_layers="", zero=0, recompute="none")
 SHOWN = 4  # names in the verdict

@@ -181,7 +181,7 @@ def check_replicas(world):
     for family, flags in fitting(world, REPLICATED):
         prints = []
         for _ in range(2):
-            training = Training(Config(**flags), world, graph=False)
+            training = Training(Config(**flags), world, without=["graph"])
             training.run(STEPS)
             prints.append(weights_of(training))
         ranks = world.tree.gather_objects(prints[0])  # two integers per parameter, over the world
@@ -206,7 +206,7 @@ def check_graphs(world):
     for family, flags in layouts:
         seen = []
         for graph in (False, True):
-            training = Training(Config(**flags), world, graph=graph)
+            training = Training(Config(**flags), world, without=[] if graph else ["graph"])
             seen.append(np.array([training.step(training.batches(), full=True).item() for _ in range(STEPS)]))
         redone += training.overflows()[0] or 0
         error = np.abs(seen[1] / seen[0] - 1).max()

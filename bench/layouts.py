@@ -28,20 +28,21 @@ from pathlib import Path
 from typing import Literal
 
 from common import start
-from runtime.launch import World, as_torchrun, launch, started_by
+from runtime.launch import World, launch
 
 import torch
 import torch._dynamo  # for --compile, once for all ranks; _inductor would touch CUDA, and nothing could fork
 from training import Training, gpu_memory
 
 from config import Config, Outcome, check
+from cost.gpus import GPUS
 from cost.parameters import count_parameters, flops_per_token
-from cost.step_time import GPUS
 from interface.command_line import parse, wrong_input
 from interface.layout import check_layout
 from ops.accelerator import device_name, total_memory
 from parallel import make_mesh
 from plan import estimate, memory
+from runtime.launcher import as_torchrun, started_by
 
 FLAG = {"tp": "tp", "cp": "cp", "pp": "pp", "chunks": "pp_chunks", "ep": "ep", "zero": "zero",
         "mbs": "micro_batch"}
@@ -132,7 +133,7 @@ def plan_row(text, cfg, ranks):
 
 
 def kind(name, gib):
-    """Return a device's name in cost.step_time.GPUS, or "" if plan.py does not know it. gib: its memory."""
+    """Return a device's name in cost.gpus.GPUS, or "" if plan.py does not know it. gib: its memory."""
     found = [k for k in GPUS if k.split("-")[0] in name.lower()]
     return min(found, key=lambda k: abs(GPUS[k].memory / 2**30 - gib), default="")
 
@@ -163,7 +164,7 @@ def rank_main(cfg, rank, ranks, port, say, pipe):
 
 def measure(cfg, world):
     """Return {ms, loss, mem, reserved, gpu} of this rank, after cfg.steps steps."""
-    times, losses, _ = Training(cfg, world).run(cfg.steps)
+    times, losses, *_ = Training(cfg, world).run(cfg.steps)
     row = {"ms": statistics.median(times[cfg.steps // 3:]), "loss": losses[1]}
     if found := gpu_memory(world.device):
         allocated, reserved, windows = found

@@ -52,6 +52,7 @@ TRANSLATED = {
     "model.py": "DTYPES MLP Block Weight MaskedHead GPT",
     "fast/choose.py": "Choice choose has_cuda_api static_shapes needs_row_limit grouped_mm_possible",
     "cost/parameters.py": None,
+    "cost/gpus.py": None,
     "cost/step_time.py": None,
     "cost/muon.py": None,
     "cost/traffic.py": None,

@@ -75,7 +75,7 @@ def run(cfg, world):
     with exit_together(world):
         if cfg.save_every < 1 or cfg.keep < 1:
             raise ValueError("--save-every and --keep must be at least 1: they say how often to save")
-        training = Training(cfg, world, graph=False)
+        training = Training(cfg, world, without=["graph"])
     every, count = cfg.save_every, cfg.keep * cfg.save_every
     # a path from rank 0, over the world
     out = world.tree.broadcast_object((cfg.out or tempfile.mkdtemp(dir=".")) if world.rank == 0 else None)

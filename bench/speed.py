@@ -3,10 +3,12 @@
     torchrun --nproc-per-node 4 bench/speed.py W1 W2b G2 --json bench/results/4gpu.jsonl   (or mpiexec)
     python bench/speed.py W2b --flags "--data data/stdlib"                                 (one GPU)
 
-A row is the median of the last 30 of 60 steps on the slowest rank. Compilation and the first steps do not
-count. The step is train.py's own, on synthetic tokens. TFLOP/s are counted twice: with attention in full, as
-Megatron-LM's papers do, and halved for causality.
+A row is the median of steps 30 to 60 on the slowest rank. Compilation and the first steps do not count. With
+experts, whose routing is uneven at first, it is also that of steps 300 to 330. The step is train.py's own, on
+synthetic tokens. TFLOP/s are counted twice: with attention in full, as Megatron-LM's papers do, and halved
+for causality.
 """
+import collections
 import gc
 import json
 import statistics
@@ -61,15 +63,17 @@ PEERS = {  # (workload, GPUs): the fastest other trainer, its tokens/s per GPU o
 @dataclass(frozen=True)
 class Flags:
     workloads: Positional[tuple[Literal[tuple(WORKLOADS)], ...]]  # W1 W2a W2b W3 W3-8192 7B G2 G2-32 WP BERT
-    steps: int = 60  # steps of each workload; half of them, at most 30, count
+    # steps of each workload, of which the last half count, at most 30; default: 60, with experts 330, of
+    # which steps 30 to 60 (young routing) and 300 to 330 (settled) count
+    steps: int = 0
     flags: str = ""  # flags of train.py for all workloads, in place of the default layout
     portable: bool = False  # experts multiply by our Triton kernels, as on GPUs that torch has no kernel for
     profile: bool = False  # also print the kernels of a step on rank 0, the slowest first
     json: str = ""  # file to which each result is appended, one line each
 
-    RANGES = {"steps": (4, 10**6)}
-
     def check(self):
+        if self.steps != 0 and not 4 <= self.steps <= 10**6:
+            raise ValueError(f"--steps {self.steps} is not at least 4 and at most {10**6}; try --steps 60")
         if not self.workloads:
             raise ValueError(f"name at least one workload of {', '.join(WORKLOADS)}")
 
@@ -123,21 +127,45 @@ def show_profile(world, step, n=3, rows=30):
             print(f"  {ms:8.3f} ms x {count:5.0f}  {key[:77]}", flush=True)
 
 
+def counted_steps(steps, has_experts):
+    """Return (steps to take, [(first, last)]: which of them count). steps: --steps."""
+    if steps:
+        return steps, [(steps - min(30, steps // 2), steps)]
+    return (330, [(30, 60), (300, 330)]) if has_experts else (60, [(30, 60)])
+
+
+def window(world, first, last, times, paths):
+    """Return what the steps after `first` up to `last` show: the slowest rank's median, and their paths.
+
+    times, paths: of all steps (Training.run).
+    """
+    median = statistics.median(times[first:last - 1] or times[first:last])
+    [ms] = world.tree.maximum([median])  # one number from each rank to all, over the world
+    counts = collections.Counter(paths[first:last])
+    shares = {path: n / (last - first) for path, n in sorted(counts.items())}
+    return {"steps": [first, last], "ms": ms, "paths": shares}
+
+
 def measure(world, name, train_flags, steps, profile=False):
-    """Train one workload and return its row: time of the slowest rank, memory of the fullest."""
+    """Train one workload and return its row: time of the slowest rank, memory of the fullest.
+
+    The row's `ms` and what follows from it are those of the first window.
+    """
     with exit_together(world):
         cfg = parse(train_flags.split(), data="synthetic")
         torch.get_device_module(world.device).empty_cache()
         torch.get_device_module(world.device).reset_peak_memory_stats()
         training = Training(cfg, world)
-    times, losses, first_step = training.run(steps)
+    steps, counted = counted_steps(steps, cfg.n_experts > 0)
+    times, losses, first_step, paths = training.run(steps)
     if profile:
         batches = training.batches()
         show_profile(world, lambda: training.step(batches))
-    allocated, reserved, windows = gpu_memory(world.device)
-    median = statistics.median(times[1:][-min(30, steps // 2):-1])
-    # Three numbers from each rank to all, over the world.
-    ms, reserved, allocated = world.tree.maximum([median, reserved, allocated])
+    allocated, reserved, symmetric = gpu_memory(world.device)
+    # Two numbers from each rank to all, over the world.
+    reserved, allocated = world.tree.maximum([reserved, allocated])
+    windows = [window(world, first, last, times, paths) for first, last in counted]
+    ms = windows[0]["ms"]
     redone, slack = training.overflows()
     tokens = training.batch * cfg.seq_len / world.size
     full, causal = (tokens * f / ms / 1e9 for f in flops_per_token(cfg, training.vocab))
@@ -146,12 +174,22 @@ def measure(world, name, train_flags, steps, profile=False):
     return {"workload": name, "flags": train_flags, "gpus": world.size, "ms": ms, "tok_s_gpu": rate,
             "tflops": full, "tflops_causal": causal,
             "mfu": full * 1e12 / (peak_flops(world.device) or float("nan")),
-            "reserved_gib": reserved, "allocated_gib": allocated, "windows_gib": windows,
+            "reserved_gib": reserved, "allocated_gib": allocated, "windows_gib": symmetric,
             "first_step_s": first_step, "loss": losses,
             "parameters": count_parameters(cfg, training.vocab)["total"],
-            "graph": training.graph, "redone": redone, "slack": slack,
+            "graph": training.graph, "redone": redone, "slack": slack, "windows": windows,
             "peer": peer, "ratio_to_peer": rate / theirs if theirs else None,
             "torch": torch.__version__, "time": time.strftime("%Y-%m-%d %H:%M")}
+
+
+def times_of(windows):
+    """Return the milliseconds of each window in words, and how many of its steps were no graphs."""
+    words = []
+    for w in windows:
+        first, last = w["steps"]
+        others = "".join(f", {share:.0%} {path}" for path, share in w["paths"].items() if path != "graph")
+        words.append(f"{w['ms']:.2f} ms in steps {first} to {last}{others}")
+    return "; ".join(words)
 
 
 def show(r, machine):
@@ -160,7 +198,8 @@ def show(r, machine):
     beside = f" and {r['windows_gib']:.1f} of symmetric memory" if r["windows_gib"] else ""
     redone = "" if r["slack"] is None else (f", {r['redone']} steps redone, "
                                             f"buffers {r['slack']:.2f} x balanced")
-    print(folded(f"{r['workload']} ({r['flags']}): {r['ms']:.2f} ms, {r['tok_s_gpu'] / 1e3:.1f} k tok/s/GPU, "
+    print(folded(f"{r['workload']} ({r['flags']}): {times_of(r['windows'])}, "
+                 f"{r['tok_s_gpu'] / 1e3:.1f} k tok/s/GPU, "
                  f"{r['tflops']:.0f} TFLOP/s ({r['tflops_causal']:.0f} causal), MFU {100 * r['mfu']:.1f} %, "
                  f"{r['tflops_causal'] / machine['matmul_tflops']:.2f} of the matmul ceiling, "
                  f"{r['reserved_gib']:.1f} GiB{beside}, first step {r['first_step_s']:.1f} s{redone}{ratio}"),

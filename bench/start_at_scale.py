@@ -38,7 +38,7 @@ import torch.distributed as dist
 import train
 from config import Outcome
 from interface.tree import children_of
-from runtime import agree, launch, session, watch
+from runtime import agree, launch, launcher, session, watch
 
 MODEL = ("--data=synthetic", "--vocab-size=64", "--n-layer=1", "--n-head=2", "--n-kv-head=1", "--n-embd=32",
          "--ffn-hidden=64", "--seq-len=16", "--micro-batch=1", "--no-plot", "--eval-every=0",
@@ -142,7 +142,7 @@ def counted(function, counts, phase):
 
 def run_rank(rank, size, port, barrier, folder):
     """Do what train.main() does, and write this rank's counts into folder."""
-    launch.as_torchrun(rank, size, port, min(size, PER_NODE))
+    launcher.as_torchrun(rank, size, port, min(size, PER_NODE))
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     torch.set_num_threads(1)
@@ -151,7 +151,7 @@ def run_rank(rank, size, port, barrier, folder):
     dist.init_process_group = counted(dist.init_process_group, counts, "meet")
     argv = [*MODEL, f"--steps={STEPS}", f"--out={folder / 'out'}"]
     with session.surround():
-        cfg, wrong, timeout = agree.parse_flags(train.plot.parse_or_list, argv)
+        cfg, wrong, timeout = session.parse_flags(train.plot.parse_or_list, argv)
         with watch.Watch(rank, timeout) as watchdog:
             world = launch.launch(launch.NO_TIMEOUT, True, watchdog.joining)
             watchdog.world = world

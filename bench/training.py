@@ -14,10 +14,10 @@ from runtime.timing import Stopwatch
 class Training:
     """One model in training on this rank. Collective: all ranks of the world make it together.
 
-    graph: replay the step as a CUDA graph where train.py would. Without it, each kernel is launched.
+    without: fields of fast.choose.Choice that are off where train.py would choose them, such as "graph".
     """
 
-    def __init__(self, cfg, world, graph=True):
+    def __init__(self, cfg, world, without=()):
         self.cfg, self.world, self.number = cfg, world, 0  # number: steps taken
         self.mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp,
                               shard=cfg.shard)
@@ -25,14 +25,12 @@ class Training:
         check_layout(cfg, self.mesh, self.batch)
         self.source, _, self.vocab, _ = train.open_data(cfg, world.local_rank)
         self.began = time.perf_counter()
-        self.build(graph)
+        self.build(without)
 
-    def build(self, graph):
+    def build(self, without):
         cfg, mesh = self.cfg, self.mesh
         device = self.world.device
-        choice = choose(cfg, mesh, device)
-        if not graph:
-            choice = choice._replace(graph=False)
+        choice = choose(cfg, mesh, device)._replace(**dict.fromkeys(without, False))
         self.model, self.data_parallel, self.opt = train.build(cfg, mesh, self.vocab, device, choice=choice)
         self.train_step = make_step(train.Step(cfg, self.model, self.data_parallel, self.opt), choice)
         self.graph = choice.graph
@@ -55,20 +53,23 @@ class Training:
     def run(self, steps):
         """Take steps.
 
-        Return the milliseconds of each, the losses of the first and the last, and the seconds from the start
-        of the build to the first loss.
+        Return the milliseconds of each, the losses of the first and the last, the seconds from the start of
+        the build to the first loss, and the path of each step: "graph", "plain", or "redone" if it was done
+        twice (fast/graph.py).
         """
+        paths = []
         watch = Stopwatch(self.world.device)
         marks = [watch.mark()]
         for _ in range(steps):
             loss = self.step(self.batches())
+            paths.append(getattr(self.train_step, "path", "plain"))
             if len(marks) == 1:
                 first = loss.item()  # sync point: compilation and the first step are over
                 seconds = time.perf_counter() - self.began
             marks.append(watch.mark())
         self.wait()
         times = [watch.ms(a, b) for a, b in zip(marks, marks[1:], strict=False)]
-        return times, [first, loss.item()], seconds
+        return times, [first, loss.item()], seconds, paths
 
     def wait(self):
         """Wait until this rank holds all new weights, before anything outside a step reads them."""

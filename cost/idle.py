@@ -1,18 +1,12 @@
 """What of a layout leaves a GPU idle: the warnings that plan.py prints, a line for each."""
-import dataclasses
-import math
-
 from config import ceil_div, head_width, pad_vocab
+from cost.gpus import GPUS
 from cost.parameters import micro_batches
 from cost.step_time import (
-    GPUS,
     bubble,
-    expected_choice,
     matmul_shapes,
-    row_limit_factor,
     waves,
 )
-from fast.choose import needs_row_limit
 
 
 def idle_warnings(cfg, mesh, gpu, vocab, stage_ms):
@@ -23,7 +17,6 @@ def idle_warnings(cfg, mesh, gpu, vocab, stage_ms):
     return [*width_warnings(cfg),
             *shape_warnings(cfg, mesh, gpu, vocab),
             *pipeline_warnings(cfg, mesh, stage_ms),
-            *row_limit_warnings(cfg, mesh, gpu),
             *network_warnings(cfg, gpu)]
 
 
@@ -87,16 +80,6 @@ def pipeline_warnings(cfg, mesh, stage_ms):
             warning += f"; try --pp-chunks {more_chunks[0]}"
         lines.append(warning)
     return lines
-
-
-def row_limit_warnings(cfg, mesh, gpu):
-    """Return whether the experts' rows will be more than a CUDA graph has room for."""
-    choice = expected_choice(cfg, mesh, GPUS[gpu].node)
-    if not choice.graph or not needs_row_limit(cfg, mesh) or row_limit_factor(cfg, mesh):
-        return []
-    need = row_limit_factor(dataclasses.replace(cfg, ep_slack=cfg.ep), mesh)
-    return [f"rows to the fullest of {cfg.ep} ranks: {need:.1f} times the balanced number expected, more "
-            f"than --ep-slack {cfg.ep_slack}, so no CUDA graph; try --ep-slack {math.ceil(need)}"]
 
 
 def network_warnings(cfg, gpu):

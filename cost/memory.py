@@ -27,7 +27,7 @@ from cost.parameters import (
     sharded_parameters,
     unwidened_gradients,
 )
-from cost.step_time import expected_choice
+from cost.step_time import allocated_row_factor, expected_choice
 from fast.choose import needs_row_limit
 from ops.activations import GATED
 from pipeline import rank_layers, schedule
@@ -209,7 +209,7 @@ def _rows_of_fullest_rank(cfg, mesh, load_factor, balanced, choice):
     if load_factor:
         return load_factor * balanced
     # In a bad step the rows fill what a CUDA graph has for them. The first step does without a graph.
-    room = balanced * min(cfg.ep_slack, mesh.ep.size) if choice.graph else 0
+    room = balanced * allocated_row_factor(cfg, mesh) if choice.graph else 0
     return max(room, IMBALANCE * balanced)
 
 
@@ -237,7 +237,7 @@ def buffer_rows(cfg, mesh, choice):
     rows = expert_rows(cfg, rank_tokens(cfg, mesh) // mesh.tp.size)
     if cfg.capacity_factor:
         return rows
-    return rows * min(cfg.ep_slack, mesh.ep.size)
+    return rows * allocated_row_factor(cfg, mesh)
 
 
 # -----------------------------------------------------------------------------

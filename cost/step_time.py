@@ -8,11 +8,11 @@ them was fitted to the milliseconds of a step on H200; tests/test_plan.py compar
 steps. plan.py prints the result.
 """
 import math
-from typing import NamedTuple
 
 import torch
 
 from config import pad_vocab
+from cost.gpus import GPUS, NODE
 from cost.parameters import (
     adapted_matrices,
     attended_length,
@@ -36,40 +36,6 @@ from pipeline import timetable
 
 # -----------------------------------------------------------------------------
 # What was measured
-
-class Gpu(NamedTuple):
-    """What one kind of GPU and its cluster can do."""
-    peak: float       # FLOP/s, dense bf16
-    hbm: float        # B/s of its own memory
-    memory: float     # bytes that a process can have
-    sms: int          # multiprocessors
-    sustained: float  # fraction of the peak that a matrix product reaches, its tail apart
-    tail: float       # waves lost per matrix product
-    link: float       # B/s per GPU inside a node
-    net: float        # B/s per GPU between nodes
-    rails: int = 1    # GPUs of a node that have a network adapter each; a ring uses all of them
-    node: int = 8     # GPUs of a node
-
-
-# h200 and h100: the ceilings were measured on h200. bf16 products: 687 TFLOP/s for 8192^3, 495-605 for
-# 16384x512x1792, 587-683 for 16384x512x128256. Ring: 300-340 GB/s. HBM: 4.28 TB/s copied, and for h100
-# the same share of its 3.35 TB/s. The network is assumed: 80 % of 8 x 400 Gb/s per node. Nothing beyond
-# one node was measured.
-HOPPER = dict(peak=989e12, sms=132, sustained=0.735, tail=0.5, link=320e9, net=40e9, rails=8)
-# a100: sustained, tail and link (what tensor parallelism gets, nothing hidden) come from 17 rows of
-# BLOOM's planning table with other models, 12288, 13312 and 13824 wide (tests/test_plan.py lists them).
-# They are the best of a grid, with an error of 4.6 % rms (5.0 with the parts of a step that were added
-# later). They describe that cluster and its software of 2022, and are too low for others. The network
-# is assumed: 80 % of 4 x 100 Gb/s per node of 8, and one rail, as when it was chosen. With 4 rails BLOOM's
-# layout would come 5th of 17, not 3rd.
-AMPERE = dict(peak=312e12, sms=108, sustained=0.8, tail=2.0, link=80e9, net=5e9)
-GPUS = {
-    "a100-40": Gpu(hbm=1.30e12, memory=39.4 * 2**30, **AMPERE),
-    "a100-80": Gpu(hbm=1.70e12, memory=79.1 * 2**30, **AMPERE),
-    "h100": Gpu(hbm=2.99e12, memory=79.1 * 2**30, **HOPPER),
-    "h200": Gpu(hbm=4.28e12, memory=139.8 * 2**30, **HOPPER),
-}
-NODE = min(gpu.node for gpu in GPUS.values())
 
 # Matrix products
 TILE_M, TILE_N = 128, 256  # output tile of cuBLAS' large kernels
@@ -140,12 +106,15 @@ def max_load_factor(cfg, mesh, worst=False):
 
 
 def row_limit_factor(cfg, mesh):
-    """Return the rows at which the limit of a CUDA graph settles (fast/graph.py), over the balanced number.
-
-    0 if that is more than --ep-slack: then there is no graph.
+    """Return the rows at which the buffers of a CUDA graph settle (fast/graph.py), over the balanced number.
     """
-    wanted = min(1.1 * max_load_factor(cfg, mesh, worst=True), mesh.ep.size)
-    return wanted if wanted <= cfg.ep_slack else 0.0
+    return min(1.1 * max_load_factor(cfg, mesh, worst=True), mesh.ep.size)
+
+
+def allocated_row_factor(cfg, mesh):
+    """Return the rows for which there are buffers, over the balanced number: they begin at --ep-slack, and
+    grow if a step needs more."""
+    return max(min(cfg.ep_slack, mesh.ep.size), row_limit_factor(cfg, mesh))
 
 
 # -----------------------------------------------------------------------------

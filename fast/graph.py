@@ -11,6 +11,7 @@ because its learning rate changes.
 """
 import gc
 import math
+from collections import Counter
 
 import torch
 
@@ -18,11 +19,14 @@ from config import ceil_div
 from fast.choose import needs_row_limit
 from fast.compile import compile_blocks
 from fast.symm_mem import allocate, allocate_for_capacity
+from interface.files import folded
 from moe import moe_layers
+from ops.accelerator import free_memory
 from parallel import MAX
 from pipeline import dropout_seeds
 
 WARMUP_STEPS = 3  # steps without a graph: compilation, autotuning and NCCL's set-up must not be captured
+FREE_SHARE = 0.5  # the part of the free memory that the experts' buffers may take beyond --ep-slack
 
 
 def make_step(plain, choice):
@@ -40,9 +44,8 @@ def make_step(plain, choice):
 
     sizer = None
     if needs_row_limit(cfg, model.mesh):
-        sizer = BufferSizer(model, cfg.ep_slack)
-        if choice.symm_mem:
-            allocate(sizer.layers, sizer.rows(sizer.limit))
+        sizer = BufferSizer(model, cfg.ep_slack, choice.symm_mem)
+        sizer.allocate()
     elif choice.symm_mem:
         allocate_for_capacity(list(moe_layers(model).values()))
     return GraphedStep(plain, choice, sizer)
@@ -71,7 +74,8 @@ class GraphedStep:
          makes the loss NaN on every rank, so all ranks make the same decision.
       2. The update is launched before the host looks. With a NaN norm it is a no-op, and the GPU stays busy.
       3. The host reads the loss. If it is not finite, whatever the cause, the plain step repeats the same
-         batches with all_to_all, whose messages have the exact size, and the buffers grow for the next step.
+         batches with all_to_all, whose messages have the exact size. The buffers grow, and the next step is
+         captured again.
     ZeRO-1's new weights are gathered by the first nodes of the graph. With peer copies, the bucket of the
     embedding, which the forward needs first, is gathered right after its update.
     """
@@ -85,6 +89,18 @@ class GraphedStep:
         self.calls = 0
         self.shape = None
         self.graph = None
+        self.path = "plain"  # how the last step was done: "graph", "plain", or "redone" if it was void
+        self.paths = Counter()  # steps since the last row of the log, by path
+
+    def path_shares(self):
+        """See train.Step."""
+        counts = self.paths
+        self.paths = Counter()
+        total = max(1, counts.total())
+        shares = {"graph_share": counts["graph"] / total}
+        if self.sizer is not None:
+            shares["redone_share"] = counts["redone"] / total
+        return shares
 
     def on_updated(self, bucket):
         """Replace DataParallel.on_updated: the next graph gathers the weights of most buckets."""
@@ -94,6 +110,12 @@ class GraphedStep:
             bucket.gather_handle = DeferredGather(bucket)
 
     def __call__(self, batches, number, full=True, guard=None, n_trained=None):
+        result = self.take_step(batches, number, full, guard, n_trained)
+        self.paths[self.path] += 1
+        return result
+
+    def take_step(self, batches, number, full, guard, n_trained):
+        """Do step `number` as train.Step does, and note its path."""
         plain = self.plain
         for bucket in self.eager_buckets:
             bucket.wait_for_weights()  # outside the graph, where their gather was started
@@ -104,13 +126,13 @@ class GraphedStep:
             return plain.update_unless_vetoed(stats, number, guard)
 
         if self.host_looks_first(guard):
-            if self.overflowed(stats.loss):
+            if self.overflowed(stats.loss, number):
                 return plain(batches, number, full, guard, n_trained)
             return plain.update_unless_vetoed(stats, number, guard)
 
         norm_or_nan = stats.grad_norm + 0 * stats.loss  # NaN in a void step
         refused = plain.update(stats._replace(grad_norm=norm_or_nan), number)
-        if self.overflowed(stats.loss):
+        if self.overflowed(stats.loss, number):
             return plain(batches, number, full, guard, n_trained)
         return stats, refused
 
@@ -133,6 +155,7 @@ class GraphedStep:
             self.calls = 0
             self.shape = shape
             self.graph = None
+        self.path = "plain"
         if self.sizer is not None:
             self.sizer.enable(True)
             if not self.sizer.slack:
@@ -145,6 +168,7 @@ class GraphedStep:
         if self.graph is None:
             self.capture(batches, len(seeds), n_trained)
         self.fill_inputs(batches, seeds, n_trained)
+        self.path = "graph"
         self.graph.replay()
         for bucket in self.data_parallel.buckets:
             bucket.gather_handle = None  # the graph gathered the weights, and its forward waited for them
@@ -194,16 +218,23 @@ class GraphedStep:
         for generator, seed in zip(self.generators, seeds, strict=True):
             generator.manual_seed(seed)
 
-    def overflowed(self, loss):
-        """Return whether the last step is void, and choose the buffers' size. loss: (), over all ranks."""
+    def overflowed(self, loss, number):
+        """Return whether step `number` is void, and choose the buffers' size. loss: (), over all ranks."""
         void = not math.isfinite(loss.item())  # sync point
-        if self.sizer.resize(void):
-            self.output = None  # captured again at the next call; the memory is free until then
-            self.graph = None
-            gc.collect()
-            torch.cuda.empty_cache()
+        if self.sizer.resize(void, number):
+            self.drop_graph()
+            self.sizer.grow()
         self.sizer.enable(False)
+        if void:
+            self.path = "redone"
         return void
+
+    def drop_graph(self):
+        """Free the graph's memory, for a step without it. The next step that can is captured again."""
+        self.output = None
+        self.graph = None
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 class BufferSizer:
@@ -211,26 +242,35 @@ class BufferSizer:
 
     The number is what the fullest rank (or pair of ranks) needed, and a tenth more. All ranks use the same
     number, for many steps, because a captured graph holds it. An example with 160 copies of rows per rank
-    (160 rows if balanced) and --ep-slack 2.5:
+    (160 rows if balanced), ep 4 and --ep-slack 2.5:
         the first step has no buffers; the fullest rank needed 200 rows  -> 224 rows: slack 1.38
         a step needs 300: void, done again                               -> 400 rows: a fifth more than 330
         50 steps later the most was 180: the load is balanced now        -> 200 rows, captured again
-        a step needs 440, over 2.5 * 160 = 400 rows                      -> no buffers until steps need less
+        a step needs 440, for which 2.5 * 160 = 400 rows are allocated   -> 584 rows are, if memory is free
+
+    So --ep-slack is where the buffers begin, and the free memory bounds them. With ep times the balanced rows
+    nothing can overflow. Where the memory is too small for that, the buffers keep the rows that fit, and a
+    step that needs more is done again without them. If such steps are frequent, trying the buffers first
+    costs more than it brings: after the second void step in a row one step goes without buffers, then 2, 4
+    and so on up to `interval`, and `interval` steps without a void one start again at none.
     """
 
-    def __init__(self, model, limit, interval=50):
+    def __init__(self, model, slack, symm_mem=False, interval=50):
         cfg = model.cfg
         mesh = model.mesh
         self.layers = list(moe_layers(model).values())
         self.world = mesh.world
         self.ep = mesh.ep.size
-        self.limit = min(limit, float(self.ep))  # at slack ep, the copies of all ranks can go to one
+        self.symm_mem = symm_mem  # whether the rows need allocated buffers
+        self.limit = min(slack, float(self.ep))  # the slack for which there is memory
         self.copies = cfg.micro_batch * cfg.seq_len // (mesh.cp.size * mesh.tp.size) * cfg.top_k  # of a rank
 
         self.slack = 0.0  # rows in use, over the balanced number; 0: no buffers
         self.n_retries = 0
+        self.n_misses = 0  # choices in a row for which there was too little memory
+        self.told = False  # whether a line about such a choice was printed
         self.interval = interval
-        self.steps = interval - 1  # since the last choice; the first step chooses
+        self.wait = 1  # steps until the next choice; the first step chooses
         # (): the most rows that came to this rank since the last choice
         self.rows_needed = torch.zeros_like(self.layers[0].dispatcher.rows_needed)
 
@@ -250,34 +290,96 @@ class BufferSizer:
         rows = self.layers[0].dispatcher.rows_in_use
         return torch.where(needed > rows, torch.nan, loss) if rows else loss
 
-    def resize(self, overflowed):
-        """Choose the number of rows, and return whether it changed, alike on all ranks.
+    def resize(self, overflowed, number=0):
+        """Choose the number of rows after step `number`, alike on all ranks.
 
-        The number changes after an overflow, or every `interval` steps, because a balanced load needs fewer
-        rows.
+        Return whether the graph has to go: the number changed, or a void step is done again where memory is
+        short. The number changes after an overflow, or every `interval` steps, because a balanced load needs
+        fewer rows.
         """
-        self.steps += 1
+        self.wait -= 1
         self.n_retries += overflowed
-        if not overflowed and self.steps < self.interval:
+        if not overflowed and self.wait > 0:
             return False
 
-        slack = self.slack_for_rows_needed(overflowed)
-        self.steps = 0
+        needed, room = self.needed_and_room()
+        slack = max(1.1 * needed / self.copies, 1.0)
+        if overflowed:  # a fifth more: the need grows, and a new capture costs as much as several steps
+            slack *= 1.2
+        slack = min(slack, float(self.ep))
+        before = self.limit
+        self.limit = max(before, min(slack, room / self.copies))
+
+        fits = needed <= self.rows(self.limit)
+        if fits:
+            self.wait = self.interval
+            if self.slack and not overflowed:
+                self.n_misses = 0
+            slack = min(slack, self.limit)
+        else:
+            slack = self.miss()
+        self.tell(number, needed, before)
         # A slightly smaller buffer is not worth a new capture.
         suffices = 0.85 * self.slack < slack <= self.slack
-        if slack == self.slack or suffices:
+        if fits and (slack == self.slack or suffices):
             return False
         self.slack = slack
         return True
 
-    def slack_for_rows_needed(self, overflowed):
-        """Return the slack for the most rows that any rank needed since the last choice."""
-        self.world.all_reduce(self.rows_needed, MAX)  # MAX of one number, over the world
-        slack = max(1.1 * self.rows_needed.item() / self.copies, 1.0)
+    def miss(self):
+        """Return the slack for the next steps, where the last ones needed more rows than memory can hold."""
+        self.n_misses += 1
+        if self.n_misses == 1:
+            self.wait = self.interval
+            return self.limit
+        self.wait = min(2**(self.n_misses - 2), self.interval)
+        return 0.0
+
+    def needed_and_room(self):
+        """Return two numbers of rows: what the fullest rank needed, and what fits into every memory."""
+        device = self.rows_needed.device
+        own = self.rows_needed.item()
+        in_use = int(self.copies * self.slack) or own  # the rows of the steps that left this much memory free
+        room = in_use + int(FREE_SHARE * free_memory(device) / self.bytes_per_row())
+        numbers = torch.tensor([own, -room], device=device)
+        self.world.all_reduce(numbers, MAX)  # MAX of two numbers, over the world
+        needed, minus_room = numbers.tolist()
         self.rows_needed.zero_()
-        if slack > self.limit:
-            nothing_can_overflow = self.limit == self.ep
-            return self.limit if nothing_can_overflow else 0.0
-        if overflowed:  # a fifth more: the need grows, and a new capture costs as much as several steps
-            return min(1.2 * slack, self.limit)
-        return slack
+        return needed, -minus_room
+
+    def bytes_per_row(self):
+        """Return the bytes that a row more costs at most: what each layer keeps of it for backward, and what
+        two layers more would keep, for the buffers that all layers share."""
+        w = self.layers[0].w1  # (e, F, C)
+        return (len(self.layers) + 2) * 4 * (w.size(1) + w.size(2)) * w.element_size()
+
+    def allocate(self):
+        """Allocate the buffers. Collective over ep."""
+        if self.symm_mem:
+            allocate(self.layers, self.rows(self.limit))
+        self.allocated = self.limit
+
+    def grow(self):
+        """Allocate larger buffers if the limit has grown. Collective over ep. No graph may use the old
+        ones."""
+        if self.limit == self.allocated:
+            return
+        for layer in self.layers:
+            layer.dispatcher.buffers = None
+        gc.collect()
+        self.allocate()
+
+    def tell(self, number, needed, before):
+        """Print on rank 0 that the buffers grow, or, once, that they cannot. before: the limit before."""
+        if self.world.rank != 0:
+            return
+        times = needed / self.copies
+        brought = f"note: step {number} brought {times:.2f} times the balanced rows to a rank's experts"
+        if self.limit > before:
+            grown = f"{brought}: the buffers grow from {before:.2f} to {self.limit:.2f} times"
+            print(folded(grown), flush=True)
+        if needed > self.rows(self.limit) and not self.told:
+            self.told = True
+            short = (f"{brought}, and memory is free for {self.limit:.2f} times: such a step is done again "
+                     "without buffers; a smaller --micro-batch leaves more memory")
+            print(folded(short), flush=True)

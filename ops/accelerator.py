@@ -4,6 +4,7 @@ torch calls NVIDIA's and AMD's GPUs "cuda" (torch.version.hip tells them apart),
 "mps".
 """
 import contextlib
+import os
 from functools import cache
 
 import torch
@@ -31,6 +32,17 @@ def total_memory(device):
     """Return the bytes of the device's memory; 0 where torch does not know."""
     properties = ask(device, "get_device_properties")
     return getattr(properties, "total_memory", 0)
+
+
+def free_memory(device):
+    """Return the bytes of the device that no process uses; of a CPU, the host's; 0 where nobody knows."""
+    if device.type == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = ask(device, "mem_get_info")
+    if memory is None:
+        return 0
+    free, _ = memory
+    return free
 
 
 def peak_memory(device):

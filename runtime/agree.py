@@ -1,29 +1,24 @@
 """What the ranks decide together: that they have the same flags, code and data, and when to stop early.
 
-    parse_flags     this rank's flags, or what is wrong with them
     same_start      all ranks have the same flags and the same code
     compare         a value that differs between ranks is wrong input
     read_together   if one rank cannot read something, no rank goes on
     read_by_first   rank 0 reads for all; verify_data_first: the files of --data
     Stop            a signal on any rank, the file OUT/stop, or --max-minutes
 """
-import contextlib
 import dataclasses
 import hashlib
-import io
 import math
 import os
-import re
 import sys
 import time
 from pathlib import Path
 
 import torch
 
-from config import Config
 from corpus.shards import parse_blend, verify
 from fast.host_buffers import start_copy
-from interface.command_line import one_line, wrong_input
+from interface.command_line import one_line
 from optim import VOTES
 from runtime import launch, session, watch
 
@@ -35,40 +30,10 @@ assert len(REASONS) == VOTES
 LOOK_EVERY = 1.0  # seconds between two looks at OUT/stop
 
 
-def parse_flags(parse, argv):
-    """Return (flags, None, timeout), or (None, what is wrong, timeout) on a rank with wrong flags.
-
-    timeout: seconds. With several ranks, the other ranks must hear what is wrong. A single process with wrong
-    flags ends at once. So does --help, which only rank 0 prints.
-    """
-    argv = sys.argv[1:] if argv is None else argv
-    with wrong_input(), contextlib.ExitStack() as stack:
-        session.signals.rank = launch.env_rank()
-        if session.signals.rank != 0:
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        try:
-            cfg = parse(argv)
-        except (ValueError, OSError) as e:
-            _, n_ranks = launch.started_by()
-            if n_ranks == 1:
-                raise
-            return None, str(e), _timeout(argv)
-    in_debugger = cfg.pdb >= 0
-    return cfg, None, launch.NO_TIMEOUT if in_debugger else cfg.timeout
-
-
-def _timeout(argv):
-    """Return the seconds of --timeout in flags that cannot be parsed, or the default."""
-    text = " ".join(argv) + " "
-    given = re.findall(r"--timeout[= ]([1-9][0-9]*) ", text)
-    seconds = float(given[-1]) if given else Config.timeout
-    return min(launch.NO_TIMEOUT, seconds)
-
-
 def same_start(world, cfg, wrong):
     """End all ranks with one line and code 2 if flags are wrong on any rank, or flags or code differ.
 
-    cfg, wrong: from parse_flags(). Collective over the world.
+    cfg, wrong: from session.parse_flags(). Collective over the world.
     """
     with launch.exit_together(world):
         text = world.tree.first(wrong)  # a short text of the lowest rank that has one, over the world

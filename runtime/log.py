@@ -431,6 +431,9 @@ def format_row(row):
     return "\n".join(map(folded, lines))
 
 
+USUAL_SHARES = {"graph": 1.0, "redone": 0.0}  # of steps on a GPU: all replay a graph, none is done again
+
+
 def _format_step(row):
     words = [f"step={row['step']}"]
     if "loss" in row:
@@ -446,6 +449,10 @@ def _format_step(row):
             words.append(f"tok/s/gpu={row['tok_s_gpu']:.0f}")
     if "mfu" in row:
         words.append(f"mfu={100 * row['mfu']:.1f}%")
+    for path in ("graph", "redone"):
+        share = row.get(f"{path}_share", USUAL_SHARES[path])
+        if share != USUAL_SHARES[path]:
+            words.append(f"{path}={share:.0%}")
     if row.get("skip_reason"):
         words.append(f"({row['skip_reason']})")
     for key in ("skipped", "nan_steps"):

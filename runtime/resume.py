@@ -30,7 +30,8 @@ from interface.tensor_file import write_safetensors
 from ops.checksum import checksum
 from ops.flat import own_pieces
 from runtime import base_weights
-from runtime.launch import exit_together, job_start
+from runtime.launch import exit_together
+from runtime.launcher import job_start
 from runtime.read_checkpoint import check_together, load_tensors, newest_under, sent_index
 from skip import Ranges
 

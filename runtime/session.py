@@ -5,21 +5,25 @@
     signals           which of SIGTERM, SIGUSR1, SIGINT, SIGHUP has come
     dump_on_sigusr2   SIGUSR2 writes every thread's stack
     Stream            sys.stdout or sys.stderr, which may fail
+    parse_flags       this rank's flags, or what is wrong with them
 
 This file does not import torch, which takes seconds. So a signal that comes during that import is handled,
-too.
+too, and --help and wrong flags are answered before it.
 """
 import contextlib
 import faulthandler
+import io
 import os
+import re
 import signal
 import sys
 import threading
 import time
 
-from config import Outcome
+from config import Config, Outcome
 from interface import files, streams
-from interface.command_line import one_line
+from interface.command_line import one_line, wrong_input
+from runtime import launcher
 
 # Python runs a signal handler only when its main thread is back from C code, and MPI_Init may never come
 # back. So where train.py is the program, a thread learns of a signal from the interpreter's own handler in C
@@ -184,3 +188,42 @@ def surround():
         files.unlock()
         signals.release()
         dump_on_sigusr2(sys.__stderr__ if signals.is_program else None)
+
+
+# -----------------------------------------------------------------------------
+# The flags
+
+def parse_flags(parse, argv):
+    """Return (flags, None, timeout), or (None, what is wrong, timeout) on a rank with wrong flags.
+
+    timeout: seconds. With several ranks, the other ranks must hear what is wrong. A single process with wrong
+    flags ends at once. So does --help, which only rank 0 prints.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    with wrong_input(), contextlib.ExitStack() as stack:
+        signals.rank = launcher.env_rank()
+        if signals.rank != 0:
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        try:
+            cfg = parse(argv)
+        except (ValueError, OSError) as e:
+            _, n_ranks = launcher.started_by()
+            if n_ranks == 1:
+                raise
+            return None, str(e), _timeout(argv)
+    in_debugger = cfg.pdb >= 0
+    return cfg, None, launcher.NO_TIMEOUT if in_debugger else cfg.timeout
+
+
+def parse_first(parse):
+    """Return parse_flags() of this program's arguments, before anything else of the run."""
+    with surround():
+        return parse_flags(parse, None)
+
+
+def _timeout(argv):
+    """Return the seconds of --timeout in flags that cannot be parsed, or the default."""
+    text = " ".join(argv) + " "
+    given = re.findall(r"--timeout[= ]([1-9][0-9]*) ", text)
+    seconds = float(given[-1]) if given else Config.timeout
+    return min(launcher.NO_TIMEOUT, seconds)

@@ -42,7 +42,7 @@ import prepare
 import sample
 import train
 from config import Config
-from runtime import launch
+from runtime import launch, launcher
 from runtime.launch import World
 
 CASES = {  # kind of input: how many of the suite
@@ -365,7 +365,7 @@ def stdin_case(world, rng):
 
 # Starts of a single rank, and where they run.
 STARTS = [{name: str(int("SIZE" in name or "NRANKS" in name or "TASKS" in name)) for name in names}
-          for names in launch.LAUNCHERS.values()]
+          for names in launcher.LAUNCHERS.values()]
 SITE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
         "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1",
         "PBS_JOBID": "7.host", "PBS_NODEFILE": "text.txt", "PBS_NODENUM": "0", "PMI_FD": "3",

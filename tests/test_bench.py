@@ -17,12 +17,15 @@ from pool import ROOT, run_ranks
 sys.path.insert(0, str(ROOT / "bench"))  # also in the ranks of the pool, which import this module
 
 import collectives
+import ladder
 import smoke
 import speed
 import torch_versions
 
+from fast.choose import Choice
 from interface.command_line import command_line
 from parallel import make_mesh
+from runtime.launch import World
 
 
 def every_collective(world, tp):
@@ -191,8 +194,8 @@ def test_wrong_flags_are_one_line(main, argv, words, capsys):
     assert end.value.code == 2 and said.count("\n") == 1 and words in said
 
 
-PROGRAMS = ("collectives", "dcp_compare", "doctor", "equal_one", "gpu_matrix", "layouts", "moe_layer",
-            "oracles", "save_cost", "scaling", "smoke", "speed", "torch_versions")
+PROGRAMS = ("collectives", "dcp_compare", "doctor", "equal_one", "gpu_matrix", "ladder", "layouts",
+            "moe_layer", "oracles", "save_cost", "scaling", "smoke", "speed", "torch_versions")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -221,6 +224,55 @@ def test_train_flags_of_a_workload_may_begin_with_dashes():
     flags = command_line(speed.Flags, ["W1", "W2b", *argv[1:4]], "speed.py", "")
     assert (flags.workloads, flags.flags, flags.steps) == (("W1", "W2b"), "--ep 2", 4)
     assert {name for name, _ in speed.PEERS} <= speed.WORKLOADS.keys()
+
+
+def test_young_routing_is_told_from_settled_routing():
+    """Milliseconds and paths of steps 30 to 60 and 300 to 330; a step that was done again is named."""
+    assert speed.counted_steps(0, has_experts=False) == (60, [(30, 60)])
+    assert speed.counted_steps(0, has_experts=True) == (330, [(30, 60), (300, 330)])
+    assert speed.counted_steps(20, has_experts=True) == (20, [(10, 20)])
+    assert speed.counted_steps(4, has_experts=False) == (4, [(2, 4)])
+    times = [90.0] * 200 + [70.0] * 130
+    paths = ["plain"] * 4 + ["graph"] * 36 + ["redone"] * 3 + ["graph"] * 287
+    windows = [speed.window(World(), first, last, times, paths) for first, last in [(30, 60), (300, 330)]]
+    assert windows[0] == {"steps": [30, 60], "ms": 90.0, "paths": {"graph": 0.9, "redone": 0.1}}
+    assert speed.times_of(windows) == "90.00 ms in steps 30 to 60, 10% redone; 70.00 ms in steps 300 to 330"
+
+
+def test_the_ladder_turns_off_one_part_after_the_other(monkeypatch):
+    """On a CPU a tiny model of each workload, of which only compile is a part."""
+    compiled = []
+    monkeypatch.setattr("fast.graph.compile_blocks", compiled.append)
+    for name in ("W1", "W2b"):
+        cfg = ladder.workload(name, World())
+        assert ladder.parts_in_use(cfg, World()) == ["compile"]
+        rows = ladder.ladder(cfg, World(), ladder.NAMES, 4)
+        assert [(title, graph) for title, _, graph in rows] == [("nothing", False), ("compile", False)]
+        assert all(ms > 0 for _, ms, _ in rows)
+    assert len(compiled) == 2, "the first row of each workload"
+    said = ladder.table("W1", [("nothing", 2.0, True), ("graph", 3.0, False)]).splitlines()
+    assert said[1].split() == ["nothing", "2.00", "1.00", "yes"]
+    assert said[2].split() == ["graph", "3.00", "1.50", "no"]
+
+
+def test_what_the_ladder_turns_off_is_off():
+    import model
+    from ops import backend
+    with ladder.turned_off(ladder.NAMES) as without:
+        assert without == ["graph", "peer_copies", "symm_mem"]
+        assert backend.TRITON_DEVICES == () and model.LinearCrossEntropy is ladder.PlainHead
+        assert Choice(True, True, True, True)._replace(**dict.fromkeys(without, False))[:3] == (False,) * 3
+    with ladder.turned_off([]) as without:
+        assert without == [] and model.LinearCrossEntropy is not ladder.PlainHead
+
+    x, w = torch.randn(6, 8, dtype=torch.float64), torch.randn(16, 8, dtype=torch.float64)
+    target, found = torch.tensor([1, 2, -100, 4, 11, 0]), []
+    for head in (model.LinearCrossEntropy, ladder.PlainHead):
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+        loss = head.apply(*leaves, target, 12)
+        found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    for fused, plain in zip(*found, strict=True):
+        assert torch.allclose(fused, plain, rtol=1e-12, atol=1e-12)
 
 
 def test_one_rank_has_nothing_to_measure(capsys):

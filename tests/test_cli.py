@@ -1,4 +1,5 @@
 """The command line: wrong input gives one line with the fix and exit code 2; every right form is read."""
+import ast
 import contextlib
 import dataclasses
 import json
@@ -24,6 +25,7 @@ from config import PRESETS, Config
 from corpus.shards import Synthetic
 from cost import fits
 from cost.memory import state_bytes
+from cost.plan_flags import PlanFlags
 from fast.choose import choose
 from interface.command_line import command_line, parse, wrong_input
 from interface.schema import Range, check_schema, load_json
@@ -408,7 +410,7 @@ def test_flags_of_other_trainers_are_answered_with_ours():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_help_is_printed_by_one_rank(rank, monkeypatch, capsys):
     import train
-    monkeypatch.setattr(train.launch, "env_rank", lambda: rank)
+    monkeypatch.setattr(train.session.launcher, "env_rank", lambda: rank)
     with pytest.raises(SystemExit) as e:
         train.main(["--help"])
     output = capsys.readouterr()
@@ -442,7 +444,7 @@ def test_a_refused_command_leaves_an_earlier_run_alone(flags, tmp_path):
 # -----------------------------------------------------------------------------
 # Numbers: finite, in their range, and small enough for the machine
 
-FLOATS = [(cls, f.name) for cls in (Config, plan.PlanFlags, sample.Flags) for f in dataclasses.fields(cls)
+FLOATS = [(cls, f.name) for cls in (Config, PlanFlags, sample.Flags) for f in dataclasses.fields(cls)
           if f.type in (float, float | None) and (cls is Config or f.name not in Config.__annotations__)]
 
 
@@ -588,3 +590,26 @@ def test_a_config_json_is_read_whole_or_refused_by_name(tmp_path):
                         (["--config=none"], "is not there")):
         with pytest.raises(ValueError, match=words):
             parse(argv)
+
+
+WITHOUT_TORCH = """import contextlib, io, runpy, sys
+said = {}
+for argv in (["--help"], ["--no-such-flag"]):
+    for program in ("plan", "sample", "plot", "convert", "prepare", "train"):
+        sys.argv = [f"{program}.py", *argv]
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            try:
+                runpy.run_path(f"{program}.py", run_name="__main__")
+            except SystemExit as e:
+                said[" ".join(sys.argv)] = int(e.code), "torch" in sys.modules
+print(said)
+"""
+
+
+def test_help_and_wrong_flags_are_answered_without_torch():
+    """Its import takes seconds."""
+    job = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], cwd=ROOT, capture_output=True, text=True)
+    said = ast.literal_eval(job.stdout)
+    assert len(said) == 12, job.stderr
+    for command, (code, has_torch) in said.items():
+        assert not has_torch and code == (0 if "--help" in command else 2), (command, code)

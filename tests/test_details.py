@@ -27,6 +27,7 @@ from cost.fits import larger_zero
 from cost.idle import pipeline_warnings, width_warnings
 from ddp import assign_buckets
 from fast import compile as compile_
+from fast import graph
 from fast.choose import Choice
 from fast.graph import BufferSizer, GraphedStep
 from fast.host_buffers import HostBuffers
@@ -36,7 +37,7 @@ from ops import checksum, grouped_mm, permute
 from optim import Optimizer
 from parallel import Axis, CompletedWork, make_mesh
 from pipeline import Op, Ring
-from runtime import agree, hang, launch, log, resume, timing, watch
+from runtime import agree, hang, launcher, log, resume, session, timing, watch
 from runtime.launch import World
 from zero import SlotBucket
 
@@ -599,7 +600,7 @@ def test_ranks_with_wrong_flags_meet_the_others_to_say_so(wrong, monkeypatch):
         raise KeyError(has_wrong_flags)
 
     monkeypatch.setattr(train.session, "surround", contextlib.nullcontext)
-    monkeypatch.setattr(train.agree, "parse_flags", lambda parse, argv: (None, wrong, 5.0))
+    monkeypatch.setattr(train.session, "parse_flags", lambda parse, argv: (None, wrong, 5.0))
     monkeypatch.setattr(train.launch, "deterministic", lambda on: None)
     dog = SimpleNamespace(joining=None)
     monkeypatch.setattr(train.watch, "Watch", lambda rank, timeout: contextlib.nullcontext(dog))
@@ -647,12 +648,14 @@ def test_weights_of_another_run_become_the_models(monkeypatch):
     assert did == ["read", "rounded"]
 
 
-def test_the_example_of_the_experts_buffers():
+def test_the_example_of_the_experts_buffers(monkeypatch):
     """The four steps of BufferSizer's docstring."""
+    monkeypatch.setattr(graph, "free_memory", lambda device: 2**30)
     sizer = BufferSizer.__new__(BufferSizer)
     sizer.world = make_mesh(ONE).world
+    sizer.layers = [SimpleNamespace(w1=torch.zeros(1, 2, 3))]
     sizer.copies, sizer.ep, sizer.limit, sizer.interval = 160, 4, 2.5, 50
-    sizer.slack, sizer.n_retries, sizer.steps = 0.0, 0, 49
+    sizer.slack, sizer.n_retries, sizer.n_misses, sizer.wait = 0.0, 0, 0, 1
     sizer.rows_needed = torch.tensor(200)
     assert sizer.resize(False) and sizer.rows(sizer.slack) == 224
     sizer.rows_needed.fill_(300)
@@ -661,7 +664,7 @@ def test_the_example_of_the_experts_buffers():
     assert [sizer.resize(False) for _ in range(50)] == [False] * 49 + [True]
     assert sizer.rows(sizer.slack) == 200
     sizer.rows_needed.fill_(440)
-    assert sizer.resize(True) and sizer.slack == 0.0
+    assert sizer.resize(True) and sizer.rows(sizer.slack) == 584 and sizer.limit == sizer.slack
 
 
 def test_pinned_memory_comes_in_blocks(monkeypatch):
@@ -687,10 +690,10 @@ def test_pinned_memory_comes_in_blocks(monkeypatch):
 def test_the_batch_system_is_told_by_its_variables(monkeypatch):
     for name in ("SLURM_JOB_ID", "PBS_JOBID"):
         monkeypatch.delenv(name, raising=False)
-    assert launch.scheduler() is None
+    assert launcher.scheduler() is None
     monkeypatch.setenv("PBS_JOBID", "7.pbs1")
     monkeypatch.setenv("PBS_NODEFILE", "/nodes")
-    assert launch.scheduler() == ("PBS", "7.pbs1", "/nodes")
+    assert launcher.scheduler() == ("PBS", "7.pbs1", "/nodes")
 
 
 def test_only_rank_0_prints_help(monkeypatch):
@@ -700,9 +703,9 @@ def test_only_rank_0_prints_help(monkeypatch):
 
     said = []
     for rank in (0, 1):
-        monkeypatch.setattr(launch, "env_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(launcher, "env_rank", lambda rank=rank: rank)
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            agree.parse_flags(parse, [])
+            session.parse_flags(parse, [])
         said.append(out.getvalue())
     assert said == ["the flags\n", ""]
 
@@ -724,5 +727,5 @@ def test_the_first_step_chooses_the_size_of_the_experts_buffers():
     model = SimpleNamespace(cfg=Config(n_experts=4), mesh=make_mesh(ONE))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fast.graph.moe_layers", lambda model: {"0": layer})
-        sizer = BufferSizer(model, limit=2.5)
-    assert sizer.steps + 1 == sizer.interval
+        sizer = BufferSizer(model, 2.5)
+    assert sizer.slack == 0 and sizer.wait == 1

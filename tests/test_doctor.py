@@ -22,7 +22,8 @@ import scaling
 import surroundings
 
 import plan
-from runtime.launch import World, bare_environment, scheduler
+from runtime.launch import World
+from runtime.launcher import bare_environment, scheduler
 
 
 def test_doctor_as_a_command(tmp_path, monkeypatch, capsys):

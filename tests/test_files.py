@@ -30,7 +30,7 @@ import train
 from corpus import shards
 from interface import files
 from interface.schema import ChangedFile, load_json
-from runtime import launch, log, resume
+from runtime import launcher, log, resume
 from runtime.launch import World
 
 # -----------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_a_later_start_of_the_same_job_takes_the_lock_of_a_dead_host(tmp_path, m
     out = tmp_path / "run"
     for env in ({"PBS_JOBID": "7"}, {"NANOSHARD_START": "1.1"}):
         with mock.patch.dict(os.environ, env):
-            assert launch.job_start() is None
+            assert launcher.job_start() is None
     monkeypatch.setenv("PBS_JOBID", "7.pbs1")
     monkeypatch.setenv("NANOSHARD_START", "1.1")
     locks = tmp_path / ".run.lock", out / ".lock"
@@ -131,7 +131,7 @@ def test_a_later_start_of_the_same_job_takes_the_lock_of_a_dead_host(tmp_path, m
         for path in locks:
             path.write_text(json.dumps({"host": "n1", "pid": 12, "time": "then", "start": start}))
         with contextlib.nullcontext() if works else pytest.raises(ValueError, match="12 on n1 since then"):
-            files.lock(out, 0, launch.job_start())
+            files.lock(out, 0, launcher.job_start())
         said = capsys.readouterr().err
         if works:
             assert said == (f"nanoshard: {locks[0]} is of process 12 on n1 since then, an earlier start of "

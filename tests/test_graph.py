@@ -14,7 +14,7 @@ import train
 from config import Config
 from corpus.shards import Synthetic, micro_batches, trained_tokens
 from fast import choose, graph, symm_mem
-from fast.graph import DeferredGather, GraphedStep
+from fast.graph import WARMUP_STEPS, DeferredGather, GraphedStep
 from parallel import make_mesh
 from runtime import watch
 
@@ -135,6 +135,21 @@ def test_a_run_with_a_graph_is_the_run_without(flags, tmp_path):
                 assert seen == {"captures": 1, "replays": replays, "first": 1}
     same(tmp_path / "plain", tmp_path / "graph", 14)
     assert rows(tmp_path / "plain") == rows(tmp_path / "graph")
+    assert not any("graph_share" in row for row in rows(tmp_path / "plain", ()))
+    logged = [row["graph_share"] for row in rows(tmp_path / "graph", ())]
+    assert logged[:3] == [0, 0, 0] and logged[-1] == 1 and set(logged) == {0, 1}
+
+
+def test_the_log_has_the_share_of_steps_on_each_path(tmp_path, capsys):
+    """Ten steps in two rows. With --ep-slack 1 some are done again, and the graph is kept."""
+    argv = [*TINY, *MOE, "--ep-slack=1", "--log-every=5", "--steps=10", "--save-every=0", f"--out={tmp_path}"]
+    (first, seen), _ = run_ranks(2, graphed_session, argv)
+    _, early, late = rows(tmp_path, ())
+    redone = early["redone_share"] * 4 + late["redone_share"] * 5
+    assert redone > 0 and early["graph_share"] < 1
+    assert late["graph_share"] + late["redone_share"] == 1, "after the warm-up each step begins as a graph"
+    for words in (f"graph={early['graph_share']:.0%}", "the buffers grow from 1.00"):
+        assert words in first["out"]
 
 
 # -----------------------------------------------------------------------------
@@ -153,7 +168,7 @@ def take_steps(world, flags, graphed, evaluated=(), kind=Synthetic):
     evaluated: the steps right after which the validation loss is computed.
 
     Return the StepStats and refused of each step; the validation losses; the final weights of the whole
-    model, masters and moments; and how often a graph was replayed.
+    model, masters and moments; and the path of each step.
     """
     cfg, seen, device = Config(**flags), {"captures": 0, "replays": 0, "first": 0}, torch.device("cpu")
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)
@@ -164,12 +179,13 @@ def take_steps(world, flags, graphed, evaluated=(), kind=Synthetic):
         model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, device, choice=choice)
         step = graph.make_step(train.Step(cfg, model, data_parallel, opt), choice)
         assert isinstance(step, GraphedStep) == graphed
-        results, val_losses = [], []
+        results, val_losses, paths = [], [], []
         for number in range(1, STEPS + 1):
             batches = micro_batches(cfg, mesh, data, (number - 1) * batch, batch, device)
             tokens = trained_tokens(data, (number - 1) * batch, batch, device)
             stats, refused = step(batches, number, n_trained=tokens)
             results.append((*torch.stack(stats).tolist(), refused.item()))
+            paths.append(getattr(step, "path", None))
             deferred = [isinstance(b.gather_handle, DeferredGather)
                         for b in data_parallel.buckets if b.n_slices > 1]
             assert bool(deferred) == bool(cfg.zero) and set(deferred) <= {graphed}
@@ -179,7 +195,7 @@ def take_steps(world, flags, graphed, evaluated=(), kind=Synthetic):
     moments = [opt.adam.state[m][k] for m in opt.masters for k in ("exp_avg", "exp_avg_sq", "step")]
     weights = [p.detach() for p in model.parameters()]
     return results, val_losses, [[t.numpy().copy() for t in tensors] for tensors in
-                                 (weights, opt.masters, moments)], seen["replays"]
+                                 (weights, opt.masters, moments)], paths
 
 
 def same_bits(a, b):
@@ -195,22 +211,79 @@ def same_bits(a, b):
                          ids=["ddp-dropout", "zero1-recompute", "zero1-tp2-dropout", "experts-accumulated",
                               "experts-zero1-recompute", "experts-cp2-zero1-dropout",
                               "experts-that-overflow-dropout"])
-def test_both_steps_give_the_same_bits(flags, kind=Synthetic):
-    """Loss, norms, weights, masters and moments of the plain step and of the graphed one."""
-    plain, graphed = (run_ranks(2, take_steps, flags, yes, (), kind) for yes in (False, True))
+def test_both_steps_give_the_same_bits(flags):
+    assert_same_bits(2, flags)
+
+
+def assert_same_bits(n, flags, kind=Synthetic, take=None):
+    """Compare loss, norms, weights, masters and moments of the plain step and of the graphed one on n ranks.
+
+    take: what takes the graphed steps, take_steps() by default. Return their paths, alike on all ranks.
+    """
+    plain = run_ranks(n, take_steps, flags, False, (), kind)
+    graphed = run_ranks(n, take or take_steps, flags, True, (), kind)
     for (results, _, tensors, _), (expected, _, want, _) in zip(graphed, plain, strict=True):
         assert results == expected
         for got_tensors, want_tensors in zip(tensors, want, strict=True):
             assert same_bits(got_tensors, want_tensors)
-    replays = {replays for *_, replays in graphed}
-    assert len(replays) == 1 and (replays.pop() > 0 or "ep_slack" in flags)
+    [paths] = {tuple(paths) for *_, paths in graphed}
+    assert "graph" in paths[WARMUP_STEPS:]
     losses = [row[0] for row in plain[0][0]]
     assert len(set(losses)) == STEPS, "a step that changes nothing proves nothing"
+    return paths
+
+
+class Crowded(Synthetic):
+    """Synthetic samples; those of step PLANTED are one token, which goes to one expert."""
+    PLANTED = 6
+    batch_size = 8
+
+    def batch(self, first, n):
+        if first // self.batch_size == self.PLANTED - 1:
+            return torch.full((n, self.seq_len), 7), torch.full((n, self.seq_len), 7)
+        return super().batch(first, n)
+
+
+class CrowdedOver8(Crowded):
+    batch_size = 16
+
+
+def without_memory(*args):
+    with mock.patch.object(graph, "free_memory", lambda device: 0):
+        return take_steps(*args)
+
+
+def through_messages(*args):
+    with mock.patch.object(choose, "peer_access", lambda *_: False):
+        return take_steps(*args)
+
+
+BEFORE = ("plain",) * (1 + WARMUP_STEPS) + ("graph",)  # the first step tells what the warm-up steps need
+UNEVEN = dict(EXPERTS, top_k=1, ep=4, zero=1, ep_slack=1.5)
+
+
+def test_one_step_of_uneven_routing_keeps_the_graph():
+    """Over ep 4 all rows of a step go to one rank, over --ep-slack. That step alone is done again, with the
+    bits of the plain step, and the buffers grow."""
+    assert assert_same_bits(4, UNEVEN, Crowded) == (*BEFORE, "redone", "graph")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("take", [without_memory, through_messages])
+def test_it_is_kept_too_where_memory_is_short_and_between_nodes(take):
+    paths = assert_same_bits(4, dict(UNEVEN, ep_slack=3.0), Crowded, take)
+    assert paths[1 + WARMUP_STEPS:] == ("graph", "redone", "graph")
+
+
+@pytest.mark.long
+def test_one_step_of_uneven_routing_keeps_the_graph_over_eight_ranks():
+    flags = dict(EXPERTS, n_experts=8, top_k=1, ep=8, ep_slack=2.5)
+    assert assert_same_bits(8, flags, CrowdedOver8)[1 + WARMUP_STEPS:] == ("graph", "redone", "graph")
 
 
 def test_a_replay_divides_by_its_own_number_of_trained_tokens():
     """It differs from step to step."""
-    test_both_steps_give_the_same_bits(ACCUMULATED, Masked)
+    assert_same_bits(2, ACCUMULATED, Masked)
 
 
 @pytest.mark.parametrize("flags", [dict(SMALL, zero=1), dict(EXPERTS, zero=1, ep=1)],

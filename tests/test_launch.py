@@ -27,8 +27,8 @@ from runs import SHAPE, TINY, assert_refused, rows
 import train
 from corpus import shards
 from interface.command_line import parse
-from runtime import agree, launch, limits, session, visible
-from runtime.launch import LAUNCHERS, detect
+from runtime import agree, launch, launcher, limits, session, visible
+from runtime.launcher import LAUNCHERS, detect
 
 BIN = Path(sys.executable).parent
 # Every process in an sbatch script of 2 tasks sees these, whatever starts it (recorded on a real Slurm)
@@ -130,7 +130,7 @@ def test_an_environment_that_can_start_no_rank_is_one_line(name, monkeypatch, ca
     words = say.replace("~", "in the environment"), "unset it, or start the ranks"
     for key, text in env.items():
         monkeypatch.setenv(key, text)
-    for start in (lambda: agree.parse_flags(parse, ["--steps=1"]), launch.launch):
+    for start in (lambda: session.parse_flags(parse, ["--steps=1"]), launch.launch):
         with pytest.raises(SystemExit) as e:
             start()
         assert_refused({"code": e.value.code, "err": capsys.readouterr().err}, *words)
@@ -167,8 +167,8 @@ def test_ranks_of_torchrun_that_have_no_address_are_one_line(monkeypatch, capsys
 
 def session_of_each(world, argvs, files=None):
     """runs.session, in which each rank has flags and loaded files of its own."""
-    with mock.patch.object(launch, "env_rank", lambda: world.rank), \
-            mock.patch.object(launch, "started_by", lambda: ("test", world.size)), \
+    with mock.patch.object(launcher, "env_rank", lambda: world.rank), \
+            mock.patch.object(launcher, "started_by", lambda: ("test", world.size)), \
             mock.patch.object(agree, "loaded_files", lambda: files[world.rank] if files else {}):
         return runs.session(world, argvs[world.rank])
 
@@ -241,8 +241,8 @@ def test_rank_0_verifies_the_data_and_the_other_nodes_find_its_record(tmp_path):
 
 def test_a_wrong_timeout_among_several_ranks_is_a_message(monkeypatch):
     """Its value is needed before it is known to be wrong."""
-    monkeypatch.setattr(launch, "started_by", lambda: ("hydra", 2))
-    cfg, wrong, timeout = agree.parse_flags(parse, ["--timeout", "1" + "0" * 30])
+    monkeypatch.setattr(launcher, "started_by", lambda: ("hydra", 2))
+    cfg, wrong, timeout = session.parse_flags(parse, ["--timeout", "1" + "0" * 30])
     assert cfg is None and "--timeout" in wrong and timeout == launch.NO_TIMEOUT
 
 
@@ -701,12 +701,14 @@ class Finder:
         if name == "torch":
             raise KeyboardInterrupt(os.environ.get("OMP_WAIT_POLICY"))
 sys.meta_path.insert(0, Finder())
+program = sys.argv.pop(1)
+sys.argv[0] = program
 try:
-    if sys.argv[1] == "sample.py":
+    if program == "sample.py":
         import sample
         sample.load_model(None, 0, None)
-    sys.path.insert(0, os.path.dirname(sys.argv[1]))
-    runpy.run_path(sys.argv[1], run_name="__main__")
+    sys.path.insert(0, os.path.dirname(program))
+    runpy.run_path(program, run_name="__main__")
 except KeyboardInterrupt as e:
     print(e)
 """

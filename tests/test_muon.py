@@ -21,9 +21,10 @@ from test_model import FAMILIES, built, steps
 
 import muon
 from corpus.shards import Synthetic
+from cost.gpus import GPUS
 from cost.memory import state_bytes
 from cost.muon import muon_seconds, workspace_bytes
-from cost.step_time import GPUS, expected_choice
+from cost.step_time import expected_choice
 
 # The learning rate of Muon's matrices differs from AdamW's, so that a confusion shows.
 FLAGS = dict(optimizer="muon", momentum=0.9, muon_lr_factor=1.5, micro_batch=2)

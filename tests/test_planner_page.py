@@ -19,7 +19,7 @@ from pool import ROOT
 
 import plan
 from config import PRESETS, Config, check
-from cost.step_time import GPUS
+from cost.gpus import GPUS
 
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "bench" / "planner")]
 planner_page = importlib.import_module("planner_page")

@@ -149,6 +149,8 @@ def run_pages():
            "bubble": 0.125, "skipped": 3, "nan_steps": 2, "skip_reason": "spike: loss"}
     bare = {"step": 1, "lr": 1.0, "skipped": 0, "nan_steps": 0, "skip_reason": None}
     pages = {"a row": log.format_row(row), "a bare row": log.format_row(bare),
+             "a row of graphs": log.format_row({**bare, "graph_share": 1.0, "redone_share": 0.0}),
+             "a row with other steps": log.format_row({**bare, "graph_share": 0.875, "redone_share": 0.1}),
              "a row of one GPU": log.format_row({**bare, "ms": 12.34, "tok_s": 9.0, "tok_s_gpu": 9.0,
                                                  "mem_gb": 1.0}),
              "a row of a CPU": log.format_row({**bare, "ms": 3.0, "tok_s": 9.0, "tok_s_gpu": 3.0}),

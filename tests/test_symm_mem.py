@@ -93,7 +93,7 @@ def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=Fals
             assert isinstance(step, GraphedStep) and len(step.eager_buckets) == peer_copies
             sizer = step.sizer
         if sizer:  # use the buffers from the first step on
-            sizer.interval, sizer.steps, sizer.slack = 2, 0, sizer.limit
+            sizer.interval, sizer.wait, sizer.slack = 2, 2, sizer.limit
         stack.enter_context(mock.patch.multiple(SharedBuffer, delay=delay, without=without))
         for number in range(1, 4):
             batches = micro_batches(cfg, mesh, source, (number - 1) * 8, 8, device)
@@ -213,30 +213,63 @@ def test_a_late_rank_is_waited_for(without):
     assert right == (not without)
 
 
-def test_buffers_follow_the_rows_that_are_needed():
-    """100 copies of a rank: what the fullest rank needed and a tenth more, none above the limit."""
-    layer = Some(dispatcher=Some(rows_needed=torch.zeros((), dtype=torch.int64)))
-    cfg, one = Some(micro_batch=1, seq_len=100, top_k=1), Axis("one")
-    with mock.patch.object(graph, "moe_layers", lambda model: {0: layer}), \
-            mock.patch.object(graph, "allocate"):
-        mesh = Some(world=one, tp=one, cp=one, ep=Some(size=4))
+def sizer_of(copies, free):
+    """A BufferSizer of one rank for ep 4, --ep-slack 2.5, a choice after every second step. free: a list,
+    whose first number is the bytes of free memory."""
+    w1 = torch.zeros(1, 1, 1, dtype=torch.int8)  # 24 bytes per row
+    layer = Some(dispatcher=Some(rows_needed=torch.zeros((), dtype=torch.int64)), w1=w1)
+    cfg, one = Some(micro_batch=1, seq_len=copies, top_k=1), Axis("one")
+    with mock.patch.object(graph, "moe_layers", lambda model: {0: layer}):
+        mesh = Some(world=Some(rank=0, all_reduce=lambda *_: None), tp=one, cp=one, ep=Some(size=4))
         sizer = BufferSizer(Some(cfg=cfg, mesh=mesh), 2.5, interval=2)
 
     def after(*needs, overflowed=False):
-        for needed in needs:
-            sizer.rows_needed.fill_(max(needed, sizer.rows_needed.item()))
-            changed = sizer.resize(overflowed)
+        with mock.patch.object(graph, "free_memory", lambda device: free[0]):
+            for needed in needs:
+                sizer.rows_needed.fill_(max(needed, sizer.rows_needed.item()))
+                changed = sizer.resize(overflowed, 7)
         return changed, round(sizer.slack, 3)
+    return sizer, after
+
+
+def test_buffers_follow_the_rows_that_are_needed(capsys):
+    """100 copies of a rank: what the fullest rank needed and a tenth more; over --ep-slack, up to ep."""
+    sizer, after = sizer_of(100, [10**6])
     assert sizer.slack == 0 and after(200) == (True, 2.2)  # the first step tells
     assert after(100) == (False, 2.2)  # after that only every second step
     assert after(150) == (True, 1.65)  # the larger of both
     assert after(100, 140) == (False, 1.65)  # 1.54 is not worth a new capture
     assert after(170, overflowed=True) == (True, 2.244)  # a fifth more than 1.87: the need grows
-    assert after(225, overflowed=True) == (True, 2.5)
-    assert after(230, overflowed=True) == (True, 0.0)  # 2.53 is over the limit
-    assert after(300, 240) == (False, 0.0)
-    assert after(100, 100) == (True, 1.1)
-    assert after(10, 10) == (False, 1.1)
+    assert sizer.limit == 2.5 and not capsys.readouterr().out
+    assert after(225, overflowed=True) == (True, 2.97) and sizer.limit == pytest.approx(2.97)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said == ("note: step 7 brought 2.25 times the balanced rows to a rank's experts: the buffers grow "
+                    "from 2.50 to 2.97 times")
+    assert after(390, overflowed=True) == (True, 4.0)  # nothing can overflow
+    assert after(100, 100) == (True, 1.1) and sizer.limit == 4.0
+
+
+def test_buffers_grow_as_far_as_memory_is_free(capsys):
+    """24 bytes per row, half of what is free. A step that does not fit is done again, and the next is tried;
+    only if that one does not fit either, some steps go without buffers: 1, 2, 4 and so on."""
+    free = [48 * 30]  # 30 rows
+    sizer, after = sizer_of(100, free)
+    assert after(200) == (True, 2.2)
+    assert after(240, overflowed=True) == (True, 2.5)  # 30 rows more than the 220 in use
+    capsys.readouterr()
+    assert after(300, overflowed=True) == (True, 2.8)  # what fits is tried again
+    assert "memory is free for 2.80 times" in " ".join(capsys.readouterr().out.split())
+    free[0] = 0
+    assert after(250, 250) == (False, 2.8) and sizer.n_misses == 0
+    assert after(300, overflowed=True) == (True, 2.8)
+    assert after(300, overflowed=True) == (True, 0.0)  # twice in a row: a step without buffers
+    assert after(250) == (True, 2.75)
+    assert after(300, overflowed=True) == (True, 0.0)
+    assert after(250, 250) == (True, 2.75)
+    assert after(300, overflowed=True) == (True, 0.0) and sizer.wait == 2  # not 4: at most `interval`
+    assert after(250, 250) == (True, 2.75) and sizer.n_misses == 4
+    assert after(250, 250) == (False, 2.75) and sizer.n_misses == 0
+    assert not capsys.readouterr().out, "it is said once"
 
 
 # -----------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from corpus.shards import Synthetic
 from interface.tree import Tree, grow
 from ops import checksum
 from parallel import make_mesh
-from runtime import guardian, hang, timing, watch
+from runtime import guardian, hang, launcher, timing, watch
 from runtime.launch import CollectiveLog, World
 
 TIMEOUT = 2.0  # the ranks' --timeout from the fault on; until then PATIENT holds, so a slow start is no hang
@@ -50,7 +50,7 @@ def run_rank(rank, folder, fault, argv):
     calls = CollectiveLog()
     tree = Tree(rank, 2, calls)
     grow(store, tree, 2, "127.0.0.1")
-    train.launch.env_rank = lambda: rank
+    launcher.env_rank = lambda: rank
     train.launch.launch = lambda *args: World(rank=rank, size=2, calls=calls, tree=tree)
     misbehave.main(fault, 5, argv, TIMEOUT)
 

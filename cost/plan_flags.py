@@ -1,0 +1,43 @@
+"""The flags of plan.py, without torch: so --help and wrong flags are answered at once."""
+import dataclasses
+import re
+from typing import Literal
+
+from config import Config
+from cost.gpus import GPUS
+from interface.command_line import parse
+
+MOST_GPUS = 2**17
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanFlags(Config):
+    """train.py's flags say what runs; these say where, and what is to be printed."""
+    gpus: int = 1  # GPUs in all
+    gpu: Literal[tuple(GPUS)] = "h200"  # kind of GPU
+    tokens: float = 0.0  # tokens to train on: prints the steps and days that they take; 0 prints none
+    search: bool = False  # rank every layout that fits into memory, fastest first
+    scaling: str | None = None  # numbers of GPUs such as 1,8,64: a plan for each, with the same work per GPU
+    json: bool = False  # print the numbers as JSON
+
+    RANGES = {"gpus": (1, MOST_GPUS), "tokens": (0, 10**18)}
+
+
+ABOUT = ("Predict what a training run will cost before it runs: parameters, memory, bytes sent and "
+         "milliseconds per step.")
+
+
+def arguments(argv):
+    """Return (PlanFlags, [numbers of GPUs of --scaling]).
+
+    ValueError: one line that says what is wrong.
+    """
+    cfg = parse(argv, cls=PlanFlags, prog="plan.py", about=ABOUT)
+    if cfg.scaling is None:
+        return cfg, []
+    counts = []
+    for word in cfg.scaling.split(","):
+        if not re.fullmatch(" *[0-9]{1,7} *", word) or not 1 <= int(word) <= MOST_GPUS:
+            raise ValueError(f"--scaling takes numbers of GPUs such as 1,2,4,8, not {cfg.scaling!r}")
+        counts.append(int(word))
+    return cfg, counts
