@@ -52,6 +52,7 @@ from cost.step_time import (
 from cost.traffic import reductions, traffic
 from interface.command_line import parse, wrong_input
 from interface.layout import check_layout
+from interface.nearest import with_fix
 from parallel import make_mesh
 from pipeline import timetable
 
@@ -492,7 +493,8 @@ def warn_of_uncounted(cfg):
 
 def plan_one(cfg, vocab):
     """Return (cfg with its global batch, the plan of its layout with all that is printed)."""
-    cfg, _ = check_gpus(cfg, cfg.gpus)
+    with with_fix(cfg, cfg.gpus):
+        cfg, _ = check_gpus(cfg, cfg.gpus)
     plan = estimate(cfg, cfg.gpus, cfg.gpu, vocab)
     plan["warnings"] = warnings(cfg, plan, cfg.gpu, vocab)
     plan.update(training_cost(cfg, plan, vocab))

@@ -11,6 +11,7 @@
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from ddp import untimed
 from fast.choose import choose
 from fast.graph import make_step
 from interface.layout import check_layout
+from interface.nearest import with_fix
 from interface.schema import ChangedFile
 from model import DTYPES, GPT, init_weights
 from optim import Optimizer, learning_rate
@@ -232,10 +234,11 @@ class Run:
         world = self.world
         stop = agree.Stop(cfg.max_minutes)  # Its clock also runs while data is verified.
         with launch.exit_together(world):
-            mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp)
+            with with_fix(cfg, world.size, again=partial(launch.same_command, world)):
+                mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp)
+                self.parts = Parts(mesh)  # full_batch needs the mesh already.
+                check_layout(cfg, mesh, self.full_batch)
             watchdog.set_mesh(mesh)
-            self.parts = Parts(mesh)  # full_batch needs the mesh already.
-            check_layout(cfg, mesh, self.full_batch)
             # Wrong ranges, like all wrong flags, are refused before --out is touched.
             skip = Ranges(cfg.train_range_to_skip)
             agree.verify_data_first(world.tree, cfg.data)

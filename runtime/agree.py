@@ -23,6 +23,7 @@ import torch
 from config import Config
 from corpus.shards import parse_blend, verify
 from fast.host_buffers import start_copy
+from interface import nearest
 from interface.command_line import one_line, wrong_input
 from optim import VOTES
 from runtime import launch, session, watch
@@ -48,6 +49,8 @@ def parse_flags(parse, argv):
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         try:
             cfg = parse(argv)
+            if launch.started_by()[0] == "single":
+                nearest.check_alone(cfg, argv)
         except (ValueError, OSError) as e:
             _, n_ranks = launch.started_by()
             if n_ranks == 1:

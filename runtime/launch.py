@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from config import Outcome, ceil_div
+from interface import nearest
 from interface.command_line import one_line
 from interface.tree import Tree, grow
 from ops.accelerator import device_name
@@ -180,6 +181,14 @@ def started_by():
     """Return (launcher, number of ranks) of this process before launch()."""
     start = detect(os.environ)
     return start.launcher, start.size
+
+
+def same_command(world, ranks):
+    """Return the command line of this run, for another number of ranks."""
+    starter = world.launcher
+    if starter not in ("torchrun", "srun"):
+        starter = "mpiexec"
+    return nearest.command(ranks, sys.argv[1:], starter)
 
 
 def as_torchrun(rank, size, port, local_size=None):
