@@ -237,6 +237,19 @@ def vocabulary(cfg):
         return 50257 + mask
 
 
+def source_of_vocabulary(cfg):
+    """Return, in words, where vocabulary() has its number from."""
+    if cfg.vocab_size:
+        return "--vocab-size, or the preset's"
+    if cfg.data == "synthetic":
+        return "synthetic data"
+    try:
+        load_blend_meta(cfg.data)
+    except OSError:
+        return f"GPT-2's, because {cfg.data} is not there; --vocab-size says another"
+    return f"{cfg.data}; --vocab-size says another"
+
+
 # -----------------------------------------------------------------------------
 # 2) Many layouts
 
@@ -517,6 +530,8 @@ def main(argv=None):
     cfg, counts = arguments(sys.argv[1:] if argv is None else argv)
     warn_of_uncounted(cfg)
     vocab = vocabulary(cfg)
+    if not cfg.json:
+        print(f"vocabulary of {vocab:,} symbols: {source_of_vocabulary(cfg)}")
     if counts:
         found, print_found = scaling(cfg, counts, cfg.gpu, vocab), print_scaling
     elif cfg.search:

@@ -106,7 +106,8 @@ def list_spans(source, unit_bytes, key, whole=False):
         files = [(source, source)]
     else:
         meant = paths.meant_file(source)
-        raise FileNotFoundError(f"{source} is not a file{meant}; give stdlib, files, or one of {', '.join(HUB)}")
+        raise FileNotFoundError(f"{source} is not a file{meant}; give stdlib, files, or one of "
+                                f"{', '.join(HUB)}")
 
     spans = []
     for name, path in files:

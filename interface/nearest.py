@@ -166,11 +166,11 @@ def as_flags(changes):
 
 
 def command(ranks, argv, starter="mpiexec", program="train.py"):
-    """Return the command that starts a program on `ranks` ranks. starter: mpiexec, srun or torchrun."""
+    """Return the command that starts a program on `ranks` ranks. starter: torchrun, srun, or any other."""
     program = shlex.join([program, *argv])
     if starter == "torchrun":
         return f"torchrun --nproc-per-node {ranks} {program}"
-    return f"{starter} -n {ranks} python {program}"
+    return f"{'srun' if starter == 'srun' else 'mpiexec'} -n {ranks} python {program}"
 
 
 def change_words(argv, changes):

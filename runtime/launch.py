@@ -185,10 +185,7 @@ def started_by():
 
 def same_command(world, ranks):
     """Return the command line of this run, for another number of ranks."""
-    starter = world.launcher
-    if starter not in ("torchrun", "srun"):
-        starter = "mpiexec"
-    return nearest.command(ranks, sys.argv[1:], starter)
+    return nearest.command(ranks, sys.argv[1:], world.launcher)
 
 
 def as_torchrun(rank, size, port, local_size=None):

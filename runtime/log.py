@@ -40,6 +40,7 @@ from interface.files import (
     write_whole,
 )
 from interface.schema import load_json, read_file
+from interface.terminal import clock, short
 from ops.accelerator import device_name, peak_memory
 from optim import StepStats
 from runtime.timing import slow_on_cpu
@@ -273,6 +274,9 @@ def started(cfg, model, resumed, batch, n_samples, skip):
     skipping = f", skipping steps {skip}" if skip.pairs else ""
     print(folded(f"  {batch} x {cfg.seq_len} tokens per step, {n_samples:,} training samples{skipping}"),
           flush=True)
+    if cfg.compile:
+        print(folded("  --compile: the first step compiles the blocks, which can take a minute and more"),
+              flush=True)
     if 0 < cfg.window < cfg.seq_len:
         print(folded(f"  --window {cfg.window} is a mask, which the flash kernels of GPUs do not take: its "
                      "layers attend more slowly than layers without it"), flush=True)
@@ -373,12 +377,15 @@ class Log:
             history.add(row)
         history.close()
 
-    def row(self, **values):
-        """Write and print one logged step. A key whose value is None does not apply and is left out."""
+    def row(self, left=None, **values):
+        """Write and print one logged step. A key whose value is None does not apply and is left out.
+
+        left: the seconds until the last step, which are printed and not written.
+        """
         values = {key: value for key, value in values.items() if value is not None}
         self._write_again()
         self.metrics.add(values)
-        print(format_row(values), flush=True)
+        print(format_row(values, self.begun["config"].get("steps"), left), flush=True)
         if self.tracker is not None:
             self.tracker.add(values)
 
@@ -390,6 +397,11 @@ class Log:
     def note(self, step, **what):
         """Write notes.jsonl: the samples of --prompt, and the bytes that the first step sent."""
         self.notes.add({"step": step, **what})
+
+    def print_how_to_go_on(self):
+        """Print the command that goes on with a run that was stopped."""
+        again = report.command_of(self.begun["config"], {"resume": "auto"})
+        print(f"to go on, type: {again}", flush=True)
 
     def close(self):
         """Say what could not be written, when the run has ended."""
@@ -404,9 +416,12 @@ class Log:
             self.tracker.close()
 
 
-def format_row(row):
-    """Return the printed lines of a row, 100 columns wide: the step, and below it experts and --timers."""
-    lines = [_format_step(row)]
+def format_row(row, steps=None, left=None):
+    """Return the printed lines of a row: the step, and below it experts and --timers.
+
+    steps: the last step. left: the seconds until then, or None.
+    """
+    lines = [_format_step(row, steps, left)]
     if "aux_loss" in row:
         lines.append(f"  aux={row['aux_loss']:.3f} load_max={row['expert_load_max']:.2f} "
                      f"dropped={row['dropped']:.1%}")
@@ -418,8 +433,8 @@ def format_row(row):
     return "\n".join(map(folded, lines))
 
 
-def _format_step(row):
-    words = [f"step={row['step']}"]
+def _format_step(row, steps, left):
+    words = [f"step={row['step']}/{steps}" if steps else f"step={row['step']}"]
     if "loss" in row:
         words.append(f"loss={row['loss']:.4f}")
     if "val_loss" in row:
@@ -433,6 +448,10 @@ def _format_step(row):
             words.append(f"tok/s/gpu={row['tok_s_gpu']:.0f}")
     if "mfu" in row:
         words.append(f"mfu={100 * row['mfu']:.1f}%")
+    if "tokens" in row:
+        words.append(f"tokens={short(row['tokens'])}")
+    if left:
+        words.append(f"left={clock(left)}")
     if row.get("skip_reason"):
         words.append(f"({row['skip_reason']})")
     for key in ("skipped", "nan_steps"):

@@ -47,6 +47,7 @@ class Signals:
         self.number = 0
         self.can_save = False
         self.interrupted = None  # when the first SIGINT came
+        self.is_acknowledged = False
 
     def catch(self):
         """Handle STOPPING, except for signals that are ignored (nohup, a script's &)."""
@@ -88,6 +89,16 @@ class Signals:
             self._leave(Outcome.STOPPED, f"stopped by {name} during start-up: there is nothing to save")
         elif number == signal.SIGINT and self._is_second_interrupt():
             self._leave(INTERRUPTED, f"a second {name}: left at once, the last checkpoint stands")
+        self._acknowledge(number, name)
+
+    def _acknowledge(self, number, name):
+        """Say on rank 0 that the first signal has come, and what follows."""
+        if self.is_acknowledged or self.rank not in (None, 0):
+            return
+        self.is_acknowledged = True
+        again = "; again: leaves at once, without saving" if number == signal.SIGINT else ""
+        with contextlib.suppress(OSError):
+            os.write(2, f"nanoshard: {name}: saves after this step{again}\n".encode())
 
     def _is_second_interrupt(self):
         """Whether a SIGINT came before this one that was not a copy of the same Ctrl-C."""
