@@ -53,7 +53,7 @@ def activation_bytes(cfg, mesh, vocab_size):
 
 
 def check_activations(cfg, mesh, vocab_size, world, state):
-    """Raise ValueError if a step does not fit into a node's memory beside its state, bytes; warn if it may not.
+    """Raise ValueError if a step and its state, bytes, do not fit into a node's memory; warn if they may not.
 
     The ranks of the node hold as much as this one. The --micro-batch to try fits the layout, too.
     """

@@ -20,7 +20,16 @@ import typing
 from pathlib import Path
 from typing import Literal
 
-from config import COMMON, PRESETS, Config, Outcome, check, check_numbers
+from config import (
+    COMMON,
+    PRESETS,
+    SHAPE,
+    Config,
+    Outcome,
+    check,
+    check_numbers,
+    flags_of_kind,
+)
 from interface import nearest, paths, words
 from interface.schema import Range, check_schema, load_json
 from interface.streams import guarded, send_nowhere
@@ -40,12 +49,14 @@ def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: s
     if preset and preset not in PRESETS:
         raise ValueError(words.answer_stray(preset, PRESETS, help_comments(Config)))
     refuse_words_of_launchers(typed, cls, prog)
-    file = config_file(argv)
+    file = given(argv, "config")
     if file and preset:
         raise ValueError(f"{preset} and --config {file} both set the flags; give one of them")
     values = {**PRESETS[preset or "tiny"], "preset": preset or "tiny"}
     if file:
         values = read_flags(file)
+    if source := given(argv, "init_from"):
+        values.update(model_of(source, values))
     about = (f"{about.strip()}\n\nPresets: {', '.join(PRESETS)}. Defaults below are those of "
              f"{file or values['preset']}.")
     default = cls(**{**values, **defaults})
@@ -86,14 +97,36 @@ TUPLES = {field.name: [typing.get_args(field.type)[0]] for field in dataclasses.
           if typing.get_origin(field.type) is tuple}  # flags of several numbers: the schema of their JSON
 
 
-def config_file(argv):
-    """Return the FILE of --config in argv, or ""."""
-    file = ""
+def given(argv, flag):
+    """Return the value of a flag in argv, or ""."""
+    found = ""
     for word, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
-        name, equals, value = word.partition("=")
-        if name == "--config":
-            file = value if equals else following
-    return file
+        _, equals, value = word.partition("=")
+        if word.startswith("--") and words.key_of(word) == flag:
+            found = value if equals else following
+    return found
+
+
+def model_of(source, values):
+    """Return {flag: value} of the model of a run, or of its step_N, for --init-from; {} without a config.json.
+
+    values: the preset's. If it has experts and the run has none, its experts stay: they start as that MLP.
+    The vocabulary is the data's, and so is the length of a sequence, unless the model has learned positions.
+    """
+    folder = Path(source)
+    for path in (folder / "config.json", folder.parent / "config.json"):
+        if path.is_file() and (path.parent == folder or folder.name.startswith("step_")):
+            break
+    else:
+        return {}
+    found = read_flags(path)
+    left_out = {"vocab_size"}
+    if found.get("pos", Config.pos) == "rope":
+        left_out.add("seq_len")
+    if not found.get("n_experts") and values.get("n_experts"):
+        left_out |= {"n_experts", "n_shared_experts", "top_k"}
+    return {name: value for name, value in found.items()
+            if name in (*SHAPE, *flags_of_kind("meaning")) and name not in left_out}
 
 
 def read_flags(path):
@@ -165,6 +198,10 @@ def refuse_words_of_others(argv, cls, prog):
         answer = words.answer_flag(word, value, ours, prog, issubclass(cls, Config))
         if answer and answer not in said:
             said.append(answer)
+        key = words.key_of(word)
+        if not answer and key not in ours and key.removeprefix("no_") not in ours and key:
+            name = word.partition("=")[0]
+            said.append(f"Unrecognized options: {name}{hint_of(name, cls)} ({prog} --help lists all flags)")
     if said:
         raise ValueError("; ".join(said))
 

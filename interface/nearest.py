@@ -19,7 +19,7 @@ from config import RANGES, ceil_div, check_experts, check_heads, check_masked_mo
 from interface.layout import balanced_counts, check_layout, check_ranks
 
 CHANGE = 0.4     # what another changed flag costs, in the units of a ratio's logarithm
-MOST_TRIES = 40_000
+MOST_TRIES = 10_000
 MOST_VALUES = (64, 16, 8)  # how many values of a flag are tried where one, two, three flags change
 # What a change costs: its ratio's logarithm times this. A layout changes first: the model stays the same.
 LAYOUT = {"tp": 0.3, "cp": 0.3, "pp": 0.3, "ep": 0.3, "pp_chunks": 0.3}
@@ -121,8 +121,26 @@ def values_near(flags, name, ranks):
 def search(flags, ranks):
     """Return {flag: value}, the cheapest changes after which the flags fit; {} if there are none near.
 
-    flags: a Config. ranks: their number, or None if it may follow from the flags.
+    flags: a Config. ranks: their number, or None if it may follow from the flags. Where more than three flags
+    must change, those of the model alone come first, then those of the layout.
     """
+    best = cheapest(flags, ranks)
+    if best:
+        return best
+    own = {name: getattr(flags, name) for name in (*WEIGHTS, *WORDS, *SEEN)}
+    alone = {**own, **dict.fromkeys(LAYOUT, 1), "global_batch": 0, "rampup_batch_size": (), "pp_layers": ""}
+    of_model = {}
+    if not fits(SimpleNamespace(**alone), 1):
+        of_model = cheapest(SimpleNamespace(**alone), 1)
+    changed = SimpleNamespace(**{**own, **of_model})
+    if of_model and fits(changed, ranks):
+        return of_model
+    of_layout = cheapest(changed, ranks) if of_model else {}
+    return {**of_model, **of_layout} if of_layout else {}
+
+
+def cheapest(flags, ranks):
+    """Return the cheapest changes of at most three flags, as search() does; {} if there are none."""
     own = {name: getattr(flags, name) for name in (*WEIGHTS, *WORDS, *SEEN)}
     found = candidates(flags, ranks)
     tries = itertools.count()
@@ -143,18 +161,7 @@ def search(flags, ranks):
 
     for depth, most in enumerate(MOST_VALUES, 1):
         extend({}, 0.0, list(found), depth, most)
-    if best or ranks == 1:
-        return best
-    # More than three flags must change: those of the model alone first, then those of the layout.
-    alone = {**own, **dict.fromkeys(LAYOUT, 1), "global_batch": 0, "rampup_batch_size": (), "pp_layers": ""}
-    of_model = search(SimpleNamespace(**alone), 1)
-    if not of_model:
-        return {}
-    changed = SimpleNamespace(**{**own, **of_model})
-    if fits(changed, ranks):
-        return of_model
-    of_layout = search(changed, ranks)
-    return {**of_model, **of_layout} if of_layout else {}
+    return best
 
 
 # -----------------------------------------------------------------------------

@@ -400,7 +400,9 @@ class Log:
 
     def print_how_to_go_on(self):
         """Print the command that goes on with a run that was stopped."""
-        again = report.command_of(self.begun["config"], {"resume": "auto"})
+        again = "the same flags with --resume auto"
+        if Path(sys.argv[0]).name == "train.py":  # not in a notebook
+            again = report.command_of(self.begun["config"], {"resume": "auto"})
         print(f"to go on, type: {again}", flush=True)
 
     def close(self):

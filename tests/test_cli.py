@@ -472,6 +472,7 @@ def test_the_largest_numbers_are_taken():
 
 def test_weights_that_exceed_the_nodes_memory_are_refused(tmp_path, monkeypatch):
     flags = ["--n-embd=64", "--n-head=2", "--n-layer=2"]
+    monkeypatch.setattr(fits, "activation_bytes", lambda *args: 0)
     monkeypatch.setattr(fits, "host_memory", lambda: 2**16)
     said = refused_run(tmp_path, *flags, words=("optimizer state alone", "try --tp 2", "smaller --n-embd"))
     assert re.search(r"take [\d.]+ GiB with 1 ranks on this node, which has 0.0 GiB", said), said
@@ -488,6 +489,24 @@ def test_weights_that_exceed_the_nodes_memory_are_refused(tmp_path, monkeypatch)
         mesh = make_mesh(pair, pp=this.pp, groups=False)
         with pytest.raises(ValueError, match=words) if words else contextlib.nullcontext():
             fits.check_memory(this, mesh, 100, pair)
+
+
+def test_a_batch_too_large_for_a_cpu_is_refused_with_one_that_fits(monkeypatch, capsys):
+    """The kernel would kill the run without a line."""
+    mesh = make_mesh(World())
+    monkeypatch.setattr(fits, "host_memory", lambda: 2 * 2**30)
+    monkeypatch.setattr(fits, "available_memory", lambda: 2**29)
+    for flags in (["--micro-batch=300"], ["gpt2", "--micro-batch=8"],
+                  ["--micro-batch=301", "--global-batch=602"]):
+        with pytest.raises(ValueError, match=r"^a step of --micro-batch \d+ .* has 2.0 GiB; try") as e:
+            fits.check_activations(parse(flags), mesh, 4096, World(), 0)
+        hint = re.search(r"--micro-batch \d+$", str(e.value))
+        assert ("gpt2" in flags) == (hint is None)
+        if hint:
+            fits.check_activations(parse([*flags, *hint[0].split()]), mesh, 4096, World(), 0)
+    assert "may kill the run" in capsys.readouterr().err
+    fits.check_activations(parse(["--micro-batch=1"]), mesh, 256, World(), 0)
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lines,files,want", [
