@@ -56,6 +56,7 @@ from interface.files import must_write
 UNIT_BYTES = 16 << 20  # of text per unit of work; the number of workers does not change it
 VOCAB_SIZE = 4096  # for bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
 TRAINING_BYTES = 64 << 20  # amount of text to train a vocabulary on
+LONG = 4  # MB of text: what takes seconds is announced
 TRAINING_UNITS = 256  # the text is taken from at most this many units
 # `encodings` and `pydoc_data` are tables of code points and help texts: they make up 18 % of the text, and
 # are hardly programs.
@@ -289,7 +290,12 @@ def prepare_text(flags, spans, about):
     with locked(work):
         # 2) The tokenizer, and all that the parts depend on.
         vocab_path = work / f"{about['fingerprint']}.json"
+        size = sum(span.size for span in spans) / 1e6
+        if size > LONG and flags.tokenizer == "bpe" and not vocab_path.exists():
+            show(f"trains a vocabulary on {min(size, TRAINING_BYTES / 1e6):,.0f} MB of {size:,.0f} MB of text")
         vocab = keep_tokenizer(flags, units, vocab_path)
+        if size > LONG:
+            show(f"encodes {size:,.0f} MB in {len(units)} pieces, {flags.workers} workers")
         seed = flags.seed if is_shuffled(flags, spans, vocab) else None
         settings = build.Settings(str(vocab_path), vocab.sha256, token_dtype(vocab), flags.text_key,
                                   flags.val_fraction, seed)

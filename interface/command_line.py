@@ -108,7 +108,7 @@ def given(argv, flag):
 
 
 def model_of(source, values):
-    """Return {flag: value} of the model of a run, or of its step_N, for --init-from; {} without a config.json.
+    """Return {flag: value} of the model of a run, or of its step_N, for --init-from; {} if none is told.
 
     values: the preset's. If it has experts and the run has none, its experts stay: they start as that MLP.
     The vocabulary is the data's, and so is the length of a sequence, unless the model has learned positions.

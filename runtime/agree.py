@@ -25,6 +25,7 @@ from corpus.shards import parse_blend, verify
 from fast.host_buffers import start_copy
 from interface import nearest
 from interface.command_line import one_line, wrong_input
+from interface.terminal import clock
 from optim import VOTES
 from runtime import launch, session, watch
 
@@ -33,6 +34,7 @@ STOP_FILE = "stop"
 # Why a run stops early: one vote each. Of several reasons the first counts.
 REASONS = (*(number.name for number in session.STOPPING), f"the file {STOP_FILE}", "max-minutes")
 assert len(REASONS) == VOTES
+LARGE = 5  # GB, which take about as many seconds to read
 LOOK_EVERY = 1.0  # seconds between two looks at OUT/stop
 
 
@@ -179,7 +181,18 @@ def verify_data_first(tree, spec):
     """
     folders = [] if spec == "synthetic" else [folder for folder, _ in parse_blend(spec)]
     for folder in folders:
+        if tree.rank == 0:
+            announce_reading(Path(folder))
         read_by_first(tree, verify, folder)
+
+
+def announce_reading(folder):
+    """Print a line if the files of a data set are large and were not verified here before."""
+    with contextlib.suppress(OSError):
+        gigabytes = sum(path.stat().st_size for path in folder.glob("*.bin")) / 1e9
+        if gigabytes > LARGE and not (folder / ".verified.json").exists():
+            print(f"reads {gigabytes:,.0f} GB of {folder} to compare their sha256, once: about "
+                  f"{clock(gigabytes)}", flush=True)
 
 
 class Stop:
