@@ -6,10 +6,8 @@
 """
 import contextlib
 import faulthandler
-import json
 import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -20,16 +18,16 @@ import torch
 
 from config import Outcome
 from ops.checksum import checksum
-from runtime import session
+from runtime import hang, session
 from runtime.log import warn
 from runtime.timing import Stopwatch
 
 # -----------------------------------------------------------------------------
 # The watchdog. A rank that waits in a collective cannot know which rank it waits for. So each rank, by its
 # own clock, writes what it knows to OUT/hang/: its Python stacks, and how many collectives it has started on
-# each axis. Then the lowest rank that wrote a report reads all reports. The rank that started fewer
-# collectives than its partners is the rank that they wait for. The order of events, in seconds after the last
-# progress, with T = --timeout and g = min(T/4, 10 s):
+# each axis. The ranks of a node share a file. Then the lowest rank that wrote a report reads all reports. The
+# rank that started fewer collectives than its partners is the rank that they wait for. The order of events,
+# in seconds after the last progress, with T = --timeout and g = min(T/4, 10 s):
 #
 #     T         A thread of each rank notices: stacks, report.
 #     T + g/2   If a C call holds the interpreter's lock, faulthandler's C thread writes the stacks.
@@ -66,12 +64,12 @@ class Watch(contextlib.AbstractContextManager):
         self.tick = min(1.0, timeout / 16)
         self.world = None
         self.axes = {}  # name: ranks
-        self.files = HangFiles(rank)
+        self.files = hang.HangFiles(rank)
         self.main = threading.get_ident()
         self.seen = 0  # the number of started collectives that the thread knows of
         self.heartbeat(0, "start")
 
-        self.guardian = Guardian(self.tick)
+        self.guardian = hang.Guardian(self.tick, self.files.private, rank)
         self._set_alarms(self.phase.limit)
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -107,10 +105,12 @@ class Watch(contextlib.AbstractContextManager):
 
     def set_folder(self, out, run_id):
         """Write reports to OUT/hang/ from now on. Their names contain run_id: no restart overwrites them."""
-        with contextlib.suppress(OSError):  # in a read-only directory reports stay on stderr
-            self.files.open(Path(out) / "hang", run_id)
-            self._set_alarms(self.phase.limit)
-            session.dump_on_sigusr2(self.files.stacks)
+        if not os.access(out, os.W_OK):
+            return  # reports stay on stderr
+        self.files.open(Path(out) / "hang", run_id, self.world.node if self.world else 0)
+        self.guardian.collect_into(self.files.path(".txt"))
+        self._set_alarms(self.phase.limit)
+        session.dump_on_sigusr2(self.files.stacks)
 
     def __exit__(self, *error):
         """Stop watching: the run has ended."""
@@ -171,10 +171,12 @@ class Watch(contextlib.AbstractContextManager):
     def _report_hang(self):
         report = self._report()
         with contextlib.suppress(OSError):
-            self.files.write(report)
+            self.files.write(report, describe(report))
         time.sleep(self.grace)  # all ranks must have written: the launcher kills them when the first exits
 
-        reports = {**self.files.read_all(), self.rank: report}
+        reports = {**self.files.read_node(), self.rank: report}
+        if self.rank == min(reports):  # of this node. Now the other nodes' files are worth reading
+            reports |= self.files.read_all()
         if self.rank == min(reports):
             hosts = self.world.hosts if self.world else []
             text = verdict(reports, self.world.size if self.world else 1, self.timeout, hosts)
@@ -184,7 +186,7 @@ class Watch(contextlib.AbstractContextManager):
         time.sleep(self.grace / 2)
 
     def _report(self):
-        """Return what this rank knows about itself, for OUT/hang/RANK.json."""
+        """Return what this rank knows about itself, for OUT/hang/."""
         started, last = {}, None
         if self.world:
             calls = self.world.calls
@@ -222,93 +224,6 @@ def describe_collective(last):
         return [axis, kind]
     shape, dtype = contents
     return [axis, f"{kind} of {tuple(shape)} {str(dtype).removeprefix('torch.')}"]
-
-
-class HangFiles:
-    """What this rank writes when the run hangs: to stderr, or to OUT/hang/ as soon as it is open."""
-
-    def __init__(self, rank):
-        self.rank = rank
-        self.name = f"rank_{rank:05d}"
-        self.run_id = ""
-        self.folder = None
-        self.stacks = sys.__stderr__
-
-    def open(self, folder, run_id):
-        """Make the folder and the file for stacks. OSError: it cannot be written."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob(f"{self.name}.*.txt"):
-            if old.stat().st_size == 0:  # left by a run that did not hang
-                old.unlink()
-        self.stacks = open(folder / f"{self.name}.{run_id}.txt", "a")
-        self.folder = folder
-        self.run_id = run_id
-
-    def close(self):
-        """Close the file of stacks, and remove it if it is empty."""
-        if self.folder is None:
-            return
-        self.stacks.close()
-        with contextlib.suppress(OSError):
-            if os.path.getsize(self.stacks.name) == 0:
-                os.unlink(self.stacks.name)
-            self.folder.rmdir()  # the last rank succeeds, unless SIGUSR2 has written stacks
-
-    def write(self, report):
-        """Write this rank's stacks, its report, and torch's record of its collectives."""
-        self.stacks.write(f"rank {self.rank}: {describe(report)}\n")
-        self.stacks.flush()
-        faulthandler.dump_traceback(self.stacks, all_threads=True)
-        if self.folder is not None:
-            part = self.folder / f"{self.name}.{self.run_id}.part"
-            part.write_text(json.dumps(report))
-            part.rename(part.with_suffix(".json"))
-            self._write_flight_recorder()
-
-    def _write_flight_recorder(self):
-        """Write torch's own record of its collectives. NCCL's says which are complete on the device."""
-        from torch._C import _distributed_c10d as c10d
-        for kind in ("fr", "nccl"):
-            dump = getattr(c10d, f"_dump_{kind}_trace_json", None)
-            with contextlib.suppress(Exception):  # not public: a version of torch may lack or change it
-                text = dump(includeCollectives=True, onlyActive=False)
-                data = text.encode() if isinstance(text, str) else text
-                (self.folder / f"{self.name}.{self.run_id}.{kind}_trace").write_bytes(data)
-
-    def read_all(self):
-        """Return {rank: report} of the ranks that have written one."""
-        reports = {}
-        if self.folder is not None:
-            for path in self.folder.glob(f"rank_*.{self.run_id}.json"):
-                with contextlib.suppress(OSError, ValueError):
-                    reports[int(path.name[5:10])] = json.loads(path.read_text())
-        return reports
-
-
-class Guardian:
-    """The process that kills this one when its own threads cannot: guardian.py.
-
-    The process is started before MPI, and has a session of its own and none of our streams. So no launcher
-    waits for it, and no Ctrl-C reaches it.
-    """
-
-    def __init__(self, tick):
-        script = Path(__file__).with_name("guardian.py")
-        self.process = subprocess.Popen(
-            [sys.executable, "-S", "-E", script, str(os.getpid()), str(tick)], bufsize=0,
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True)
-        os.set_blocking(self.process.stdin.fileno(), False)  # the process may be stopped
-
-    def allow(self, seconds):
-        """Let this process stay silent for that long from now on."""
-        with contextlib.suppress(OSError):  # somebody has killed the guardian
-            self.process.stdin.write(f"{seconds}\n".encode())
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.kill()  # also if somebody has stopped it
-        self.process.wait()
 
 
 class _Unwatched:

@@ -4,7 +4,7 @@
 # A host is lost if the launcher cannot run `true` there. If all hosts answer, it is the one that the watchdog
 # names, or on which a signal ended the first rank, as srun or mpiexec says. If a host is silent and no spare
 # is left, the exit code is 85: queue the job again.
-# Exercised: with a real Slurm and with stand-ins (docs/cluster.md, tests/test_restart.py).
+# Exercised: with a real Slurm and a real PBS, and with stand-ins (docs/cluster.md, tests/test_restart.py).
 export NANOSHARD_START=$$.$(date +%s%N)  # a later start of the same job may take over a lock of this one
 [ "${SPARES:-0}" = 0 ] && exec "$@"
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -46,7 +46,7 @@ find_silent() {
         echo "$host" > "$printed.at.$host"
         where=("$hostfile" "$printed.at.$host")
         [[ $line = *srun ]] && where=(--overlap --mpi=none -N 1 -w "$host")
-        timeout -k 1 5 "$line" -n 1 "${where[@]}" true &> /dev/null < /dev/null &
+        timeout -s KILL 5 "$line" -n 1 "${where[@]}" true &> /dev/null < /dev/null &
         tried+=($!)
     done
     wait ${tried[0]} || return 0  # a signal may end wait early: ask twice
@@ -64,16 +64,17 @@ find_named() {
 # Run $now until it ends -> $rc. When something is wrong, ask for silent hosts, and do not wait for them
 run_line() {
     local i next=1
+    : > "$printed"  # before tail reads it: what the last start printed is not printed again
     "${now[@]}" &> "$printed" < /dev/null &
     pid=$!
     tail -n +1 -s .2 -F --pid=$pid "$printed" 2> /dev/null &
     for ((i = 1; ${#bad[@]} == 0; i++)); do
-        sleep 1
+        sleep .2
         kill -0 $pid 2> /dev/null || break
-        [ $i -ge $next ] && tail -c 9999 "$printed" | grep -qE "$trouble" && find_silent && next=$((i + 10))
+        [ $i -ge $next ] && tail -c 9999 "$printed" | grep -qE "$trouble" && find_silent && next=$((i + 50))
     done
     if [ ${#bad[@]} -gt 0 ]; then
-        { kill $pid && sleep 1 && kill -KILL $pid; } 2> /dev/null
+        { kill $pid && for i in {1..5}; do sleep .2; kill -0 $pid || break; done; kill -KILL $pid; } 2> /dev/null
         [[ $line = *srun ]] && scancel $(squeue -hs -j "$SLURM_JOB_ID" -o %i | grep '[.][0-9]')
     fi
     wait $pid; rc=$?

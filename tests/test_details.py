@@ -36,7 +36,7 @@ from ops import checksum, grouped_mm, permute
 from optim import Optimizer
 from parallel import Axis, make_mesh
 from pipeline import Op, Ring
-from runtime import agree, launch, log, resume, timing, watch
+from runtime import agree, hang, launch, log, resume, timing, watch
 from runtime.launch import World
 from zero import SlotBucket
 
@@ -374,15 +374,6 @@ def test_a_run_without_a_history_begins_at_step_0(tmp_path):
     assert [(row["step"], row["config"]["seed"]) for row in rows] == [(0, 1), (30, 2)]
 
 
-def test_empty_stacks_of_another_run_are_removed_and_others_stay(tmp_path):
-    (tmp_path / "rank_00000.old.txt").write_text("")
-    (tmp_path / "rank_00000.hung.txt").write_text("a stack")
-    hang = watch.HangFiles(0)
-    hang.open(tmp_path, "new")
-    hang.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["rank_00000.hung.txt"]
-
-
 # -----------------------------------------------------------------------------
 # The watchdog
 
@@ -393,7 +384,7 @@ def quiet_watch(monkeypatch):
     monkeypatch.setattr(watch.faulthandler, "dump_traceback_later",
                         lambda seconds, file: alarms.append(("stacks", seconds)))
     guardian = SimpleNamespace(allow=lambda seconds: alarms.append(("guardian", seconds)))
-    monkeypatch.setattr(watch, "Guardian", lambda tick: guardian)
+    monkeypatch.setattr(watch.hang, "Guardian", lambda tick, stacks, rank: guardian)
     monkeypatch.setattr(watch.threading, "Thread", lambda **named: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr("time.monotonic", lambda: 1000.0)
     return watch.Watch(3, 32.0), alarms
@@ -436,9 +427,10 @@ def test_ranks_that_miss_another_speak_one_after_the_other(quiet_watch, monkeypa
 
 
 def test_a_guardian_leaves_no_process_behind():
-    guardian = watch.Guardian(0.1)
-    guardian.close()
-    assert guardian.process.returncode is not None
+    files = hang.HangFiles(0)
+    beside = hang.Guardian(0.1, files.private, 0)
+    beside.close()
+    assert beside.process.returncode is not None
 
 
 # -----------------------------------------------------------------------------

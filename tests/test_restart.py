@@ -71,6 +71,7 @@ def test_a_silent_host_is_left_out(job, tmp_path):
     """And what was left of --max-minutes is the new start's."""
     said = end(job("mpiexec", "echo step=1; " + LOST.format("x1.site"), "echo step=2", SECONDS="120"), 0)
     assert "nanoshard: x1.site does not answer: left out. The run starts again on x0.site x2.site\n" in said
+    assert said.count("step=1\n") == 1, f"printed again by the second start: {said}"
     assert said.index("step=1") < said.index("lost a peer") < said.index("left out") < said.index("step=2")
     first, hosts, second, later_hosts = lines(tmp_path)
     assert first.startswith("mpiexec -n 4 -ppn 2 -hostfile ") and hosts == "x0.site x0.site x1.site x1.site"

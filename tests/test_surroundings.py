@@ -154,11 +154,12 @@ def test_a_guardian_counts_only_time_in_which_both_processes_run(gap, stopped, k
     killed = []
     for module, name, stand_in in (
             (guardian.select, "select", look), (guardian.time, "monotonic", lambda: clock[0]),
-            (guardian.signal, "signal", lambda *args: None), (os, "read", lambda *args: b"9 3.0\n"),
+            (guardian.signal, "signal", lambda *args: None), (os, "read", lambda *args: b"9.0\n3.0\n"),
             (os, "getppid", lambda: 77), (os, "kill", lambda *args: killed.append(args)),
             (guardian, "is_stopped", lambda pid: len(looks) in stopped)):
         monkeypatch.setattr(module, name, stand_in)
-    guardian.main(77, 0.5)
+    with open(os.devnull) as stacks:
+        guardian.main(77, 0.5, stacks.fileno(), 0)
     assert killed == [(77, signal.SIGKILL)] and len(looks) == killed_after
 
 

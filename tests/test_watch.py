@@ -2,6 +2,7 @@
 
 The hangs are whole runs of two ranks that end themselves; they run at the same time. The rest uses the pool.
 """
+import json
 import os
 import re
 import shutil
@@ -28,7 +29,7 @@ from corpus.shards import Synthetic
 from interface.tree import Tree, grow
 from ops import checksum
 from parallel import make_mesh
-from runtime import timing, watch
+from runtime import guardian, hang, timing, watch
 from runtime.launch import CollectiveLog, World
 
 TIMEOUT = 2.0  # the ranks' --timeout from the fault on; until then PATIENT holds, so a slow start is no hang
@@ -127,6 +128,20 @@ def hung(tmp_path_factory):
     return ended
 
 
+def stacks_of_ranks(folder):
+    """Return [stacks of rank 0, of rank 1] as soon as guardian.py has brought them to the node's file."""
+    end = time.monotonic() + PATIENT
+    while True:
+        text = "".join(path.read_text() for path in folder.glob("node_00000.*.txt"))
+        pieces = re.split(r"^--- rank (\d+)\n", text, flags=re.M)[1:]
+        by_rank = list(zip(pieces[::2], pieces[1::2], strict=True))
+        stacks = ["".join(text for of, text in by_rank if of == rank) for rank in "01"]
+        if all(stacks):
+            return stacks
+        assert time.monotonic() < end, text
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_hang_is_reported_with_every_stack_and_ended(hung, fault):
     codes, text, folder = hung[fault]
@@ -134,9 +149,8 @@ def test_a_hang_is_reported_with_every_stack_and_ended(hung, fault):
     assert codes == [Outcome.HUNG, -signal.SIGKILL if fault == "held" else Outcome.HUNG], text
     assert text.count("nanoshard: hung: ") == 1 and cause in text and "  rank 0: step 5, in " in text, text
     assert re.search(rf"^  rank 1: .*{re.escape(where)}", text, re.M), text
-    stacks = {p.name[:10]: p.read_text() for p in folder.glob("*.txt")}
-    assert stacks.keys() == {"rank_00000", "rank_00001"}
-    assert "ddp.py" in stacks["rank_00000"] and "misbehave.py" in stacks["rank_00001"], stacks
+    stacks = stacks_of_ranks(folder)
+    assert "ddp.py" in stacks[0] and "misbehave.py" in stacks[1], stacks
     # The process itself measures the time from the fault to the report
     silent = float(re.search(r"no progress for ([\d.]+) s \(--timeout 2\)", text)[1])
     assert TIMEOUT <= silent < PATIENT
@@ -146,7 +160,8 @@ def test_a_hang_is_reported_with_every_stack_and_ended(hung, fault):
 def test_a_hang_under_mpiexec_has_the_same_exit_code(hung):
     (code,), text, folder = hung["mpi"]
     assert code == Outcome.HUNG and text.count("they wait for rank 1") == 1, text
-    assert len(list(folder.glob("*.json"))) == 2
+    (path,) = folder.glob("*.jsonl")  # of both ranks of this node
+    assert sorted(json.loads(line)["rank"] for line in path.read_text().splitlines()) == [0, 1]
 
 
 def test_a_suspended_run_goes_on_and_sigusr2_writes_stacks(hung):
@@ -154,6 +169,37 @@ def test_a_suspended_run_goes_on_and_sigusr2_writes_stacks(hung):
     assert code == Outcome.STOPPED and "stopped by SIGTERM" in text and "hung" not in text, text
     *_, last = stacks.split("suspended for ")
     assert "of no hang" in last and "train.py" in last and "Current thread" in last, stacks
+
+
+def test_ranks_of_a_node_write_their_stacks_into_one_file(tmp_path):
+    """In one piece each, also what came just before the end; a rank that writes none makes no file."""
+    for rank, text in ((3, "stack of 3\n"), (4, "stack of 4\n"), (5, "")):
+        files = hang.HangFiles(rank)
+        beside = hang.Guardian(60, files.private, rank)  # it looks when it is told something, and at the end
+        files.open(tmp_path / "hang", "run", node=1)
+        beside.collect_into(files.path(".txt"))
+        files.stacks.write(text)
+        files.stacks.flush()
+        beside.close()
+        files.close()
+    (path,) = (tmp_path / "hang").iterdir()
+    assert path.name == "node_00001.run.txt"
+    assert path.read_text() == "--- rank 3\nstack of 3\n--- rank 4\nstack of 4\n"
+
+
+def test_what_is_being_written_is_collected_when_it_is_whole(tmp_path):
+    with open(tmp_path / "private", "a") as private:
+        collector = guardian.Collector(os.open(tmp_path / "private", os.O_RDONLY), 0)
+        collector.path = str(tmp_path / "hang/node.txt")
+        for text in ("first half, ", "second half\n"):
+            private.write(text)
+            private.flush()
+            collector.collect()
+            assert not (tmp_path / "hang").exists()
+    collector.collect()
+    collector.collect()
+    os.close(collector.stacks)
+    assert (tmp_path / "hang/node.txt").read_text() == "--- rank 0\nfirst half, second half\n"
 
 
 # -----------------------------------------------------------------------------

@@ -35,6 +35,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPAT
 import pool  # noqa: E402
 
 import checkpoint  # noqa: E402
+import prepare  # noqa: E402
 from interface.command_line import command_line, wrong_input  # noqa: E402
 
 STEPS, SAVE_EVERY, MPI_EVERY, LIMIT = 12, 2, 25, 120  # LIMIT: seconds after which a run counts as hung
@@ -53,7 +54,33 @@ LAYOUTS = {  # name: (ranks, flags)
     "dp2-bf16": (2, ["--dtype", "bf16"]),
     "tp2-zero1": (4, ["--tp", "2", "--zero", "1"]),
     "pp2-ep2-zero1": (4, ["--pp", "2", "--ep", "2", "--zero", "1", *MOE]),
+    "zero2": (2, ["--zero", "2"]),
+    "zero3-full": (2, ["--zero", "3", "--recompute", "full"]),
+    "cp2": (2, ["--cp", "2"]),
+    "pp2-chunks": (2, ["--pp", "2", "--pp-chunks", "2", "--n-layer", "4"]),
+    "mlm": (2, ["--objective", "mlm", "--zero", "1"]),
+    "muon": (2, ["--optimizer", "muon", "--tp", "2"]),
+    "chat": (2, ["--data", "{folder}/data/chat", "--seq-len", "48", "--vocab-size", "0"]),
 }
+
+
+def conversations(folder):
+    """Make the data set folder/data/chat of 60 short conversations, if it is not there."""
+    data = folder / "data"
+    if (data / "chat").exists():
+        return
+    data.mkdir(exist_ok=True)
+    sums = (f"{a} + {b}? It is {a + b}.\n" for a in range(40) for b in range(30))
+    (data / "text.txt").write_text("".join(sums))
+    with open(data / "conversations.jsonl", "w") as lines:
+        for i in range(60):
+            turns = {"user": f"{i} + {i}?", "assistant": f"It is {2 * i}."}
+            messages = [{"role": role, "content": text} for role, text in turns.items()]
+            lines.write(json.dumps({"messages": messages}) + "\n")
+    for argv in ([data / "text.txt", "--name", "base", "--vocab-size", "300"],
+                 ["chat", data / "conversations.jsonl", "--name", "chat", "--tokenizer", data / "base",
+                  "--seq-len", "48"]):
+        assert prepare.main([*map(str, argv), "--out", str(data)]) == 0
 
 
 def rank_main(rank, size, port, argv, log):
@@ -157,6 +184,8 @@ def newest(out):
 def started_from(log, start):
     """Return the step from which the run resumed whose output starts at byte `start` of the log; None: it was
     killed before it resumed."""
+    if not Path(log).exists():
+        return None  # it was killed before it could open its log
     for line in Path(log).read_text(errors="replace")[start:].splitlines():
         if line.startswith("resumed "):
             return int(line.split("step_")[1].split(":")[0])
@@ -173,6 +202,7 @@ def one_run(name, out, kills, rng, launcher=Ranks, typical=3.0):
     """Train to the end with `kills` kills -> {kills, in_save, starts, seconds}. AssertionError: one of the
     statements at the top of this file is false."""
     size, flags = LAYOUTS[name]
+    flags = [flag.format(folder=out.parent) for flag in flags]
     log = out.with_suffix(".txt")
     seen = {"kills": 0, "in_save": 0, "starts": 0}
     expected, t0 = 0, time.monotonic()
@@ -234,6 +264,8 @@ def reference(name, folder):
     out = folder / f"ref-{name}"
     if not (out / f"step_{STEPS:06d}").exists():
         shutil.rmtree(out, ignore_errors=True)
+        if name == "chat":
+            conversations(folder)
         one_run(name, out, 0, random.Random(0))
     return out
 

@@ -72,6 +72,9 @@ MPIEXEC = """#!/bin/bash -l
 source {venv}/bin/activate
 mpiexec -n 4 -ppn 2 python train.py {flags} --out {out}
 """
+# A node has a /dev/shm of its own. On a shared one, MPICH's segments, named after job and step, would meet
+# those that a killed job 1 of an earlier cluster has left, and MPI_Init would end in "Out of memory".
+OWN_SHM = 'mount -t tmpfs tmpfs /dev/shm && exec "$0" "$@"'
 CYCLIC = """
 import train
 launch = train.launch.launch
@@ -179,8 +182,12 @@ class Cluster:
                      f"--seed-file={f}/munged.seed")
         until("munged's socket", (f / "munge.socket").exists, 10)
         self._daemon("slurmctld", "-D", "-c", "-f", self.conf)
+        own_shm = ["unshare", "--mount", "sh", "-c", OWN_SHM]
+        if subprocess.run([*own_shm, "true"], capture_output=True).returncode:
+            say("  this container may not mount: the nodes share one /dev/shm")
+            own_shm = []
         for node in NODES:
-            self.slurmd[node] = self._daemon("slurmd", "-D", "-f", self.conf, "-N", node)
+            self.slurmd[node] = self._daemon(*own_shm, "slurmd", "-D", "-f", self.conf, "-N", node)
         until("three idle nodes", lambda: self.run("sinfo", "-h", "-o", "%D %T", ok=False).stdout.split()
               == ["3", "idle"], 30)
 

@@ -1,0 +1,72 @@
+"""bench/one_step.py: the calls and collectives of one optimizer step, and the page that shows them."""
+import sys
+from pathlib import Path
+
+import pytest
+from pool import ROOT, run_ranks
+
+sys.path.insert(0, str(ROOT / "bench"))
+PAGE = ROOT / "docs/one-step.md"
+COMMAND = "<!-- mpiexec -n 2 python bench/one_step.py tiny --data synthetic -->\n```\n"
+
+
+def watched(world, *flags):
+    """Return the lines of bench/one_step.py on this rank."""
+    sys.path.insert(0, str(ROOT / "bench"))
+    import one_step
+
+    from interface.command_line import parse
+    return one_step.watch_step(parse(flags), world)
+
+
+def parts_of(page):
+    """Return (text before the output, the output, text after it)."""
+    before, rest = page.split(COMMAND)
+    shown, after = rest.split("```\n", 1)
+    return before + COMMAND, shown, "```\n" + after
+
+
+def test_the_page_shows_what_the_command_prints():
+    lines = run_ranks(2, watched, "tiny", "--data=synthetic")[0]
+    shown = parts_of(PAGE.read_text())[1].splitlines()
+    assert shown == lines, "docs/one-step.md: python tests/test_one_step.py --write"
+
+
+def test_every_function_that_the_page_names_is_called():
+    before, shown, _ = parts_of(PAGE.read_text())
+    for row in before.splitlines():
+        if row.startswith("| `"):
+            names, _, rest = row.partition(" in ")
+            for name in names.split("`")[1::2]:
+                file = rest.split()[0]
+                calls = [line.split()[:2] for line in shown.splitlines()]
+                called = any(place == file and name in called for place, called in calls)
+                assert called or f"def {name}(" in (ROOT / file).read_text(), row
+
+
+@pytest.mark.parametrize("flags,expected", [
+    (["tiny", "--zero=1"], ["-> reduce-scatter over dp {0, 1}", "-> all-gather over dp {0, 1}"]),
+    (["tiny-moe", "--ep=2", "--n-layer=2"], ["-> all-to-all over ep {0, 1}"]),
+    (["tiny", "--pp=2"], ["-> send over pp {0, 1}", "-> receive over pp {0, 1}"])])
+def test_each_collective_stands_where_it_starts(flags, expected):
+    small = ["--data=synthetic", "--n-embd=32", "--ffn-hidden=32", "--n-head=2", "--n-kv-head=2",
+             "--seq-len=16"]
+    lines = run_ranks(2, watched, *flags, *small)[0]
+    for text in expected:
+        (depth, _), *_ = [(len(line) - len(line.lstrip()), line) for line in lines if text in line]
+        assert depth > 4, lines
+
+
+def test_what_repeats_stands_once():
+    import one_step
+    a, b = one_step.Call("a"), one_step.Call("b")
+    calls = one_step.fold([one_step.Call(c) for c in "xababaabb"])
+    assert [(c.text, c.times, [x.text for x in c.calls]) for c in calls] == [
+        ("x", 1, []), ("these, one after the other", 2, ["a", "b"]), ("a", 2, []), ("b", 2, [])]
+    assert a.same(one_step.Call("a")) and not a.same(b)
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
+    first, _, last = parts_of(PAGE.read_text())
+    Path(PAGE).write_text(first + "".join(f"{line}\n" for line in run_ranks(
+        2, watched, "tiny", "--data=synthetic")[0]) + last)
