@@ -125,8 +125,8 @@ class Config:
     # sigmoid only: step of the bias that balances experts; 0 is no bias
     router_bias_rate: float = flag(0.0, "meaning", FACTOR, needs="n_experts")
     n_shared_experts: int = flag(0, "shape", (0, 2**20))  # experts that every token visits, beside its top-k
-    # start from the weights of another run (or its step_N) and take its model's flags, with a fresh optimizer;
-    # of a dense model every expert gets the MLP
+    # start from the weights and the model's flags of another run (or its step_N), with a fresh optimizer; of
+    # a dense model every expert gets the MLP
     init_from: str = flag("", "silent")
 
     # layout (dp = world / (tp * cp * pp) is derived)

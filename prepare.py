@@ -262,6 +262,10 @@ def keep_tokenizer(flags, units, path):
     try:
         return tokenizer.load(path)
     except (ValueError, OSError):
+        size = sum(span.size for unit in units for span in unit) / 1e6
+        if size > LONG and flags.tokenizer == "bpe":
+            show(f"trains a vocabulary on {min(size, TRAINING_BYTES / 1e6):,.0f} MB of {size:,.0f} MB of text, "
+                 "then encodes all of it")
         new = make_tokenizer(flags, units)
         new.save(path.with_name("tokenizer.tmp"))
         os.replace(path.with_name("tokenizer.tmp"), path)
@@ -290,12 +294,7 @@ def prepare_text(flags, spans, about):
     with locked(work):
         # 2) The tokenizer, and all that the parts depend on.
         vocab_path = work / f"{about['fingerprint']}.json"
-        size = sum(span.size for span in spans) / 1e6
-        if size > LONG and flags.tokenizer == "bpe" and not vocab_path.exists():
-            show(f"trains a vocabulary on {min(size, TRAINING_BYTES / 1e6):,.0f} MB of {size:,.0f} MB of text")
         vocab = keep_tokenizer(flags, units, vocab_path)
-        if size > LONG:
-            show(f"encodes {size:,.0f} MB in {len(units)} pieces, {flags.workers} workers")
         seed = flags.seed if is_shuffled(flags, spans, vocab) else None
         settings = build.Settings(str(vocab_path), vocab.sha256, token_dtype(vocab), flags.text_key,
                                   flags.val_fraction, seed)
