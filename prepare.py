@@ -264,8 +264,8 @@ def keep_tokenizer(flags, units, path):
     except (ValueError, OSError):
         size = sum(span.size for unit in units for span in unit) / 1e6
         if size > LONG and flags.tokenizer == "bpe":
-            show(f"trains a vocabulary on {min(size, TRAINING_BYTES / 1e6):,.0f} MB of {size:,.0f} MB of text, "
-                 "then encodes all of it")
+            some = min(size, TRAINING_BYTES / 1e6)
+            show(f"trains a vocabulary on {some:,.0f} MB of {size:,.0f} MB of text, then encodes all of it")
         new = make_tokenizer(flags, units)
         new.save(path.with_name("tokenizer.tmp"))
         os.replace(path.with_name("tokenizer.tmp"), path)

@@ -480,7 +480,7 @@ def test_weights_that_exceed_the_nodes_memory_are_refused(tmp_path, monkeypatch)
     need = sum(state_bytes(cfg, one, 100, choose(cfg, one, World().device)).values())
     monkeypatch.setattr(fits, "host_memory", lambda: need)
     fits.check_memory(cfg, one, 100, World())  # exactly as much as there is
-    pair = SimpleNamespace(rank=0, size=2, calls=None, local_size=2, device=World().device)
+    pair = SimpleNamespace(rank=0, size=2, calls=None, local_rank=0, local_size=2, device=World().device)
     zero, halves = parse([*flags, "--zero=1"]), parse([*flags, "--pp=2"])
     cases = ((2.0, cfg, ""), (1.9, cfg, "--zero 1"), (1.5, zero, ""), (1.4, zero, "--tp 2"),
              (1.0, halves, ""), (0.9, halves, "with 2 ranks"))
@@ -496,7 +496,7 @@ def test_a_batch_too_large_for_a_cpu_is_refused_with_one_that_fits(monkeypatch, 
     mesh = make_mesh(World())
     monkeypatch.setattr(fits, "host_memory", lambda: 2 * 2**30)
     monkeypatch.setattr(fits, "available_memory", lambda: 2**29)
-    for flags in (["--micro-batch=300"], ["gpt2", "--micro-batch=8"],
+    for flags in (["--micro-batch=300"], ["gpt2", "--micro-batch=1", "--seq-len=8192"],
                   ["--micro-batch=301", "--global-batch=602"]):
         with pytest.raises(ValueError, match=r"^a step of --micro-batch \d+ .* has 2.0 GiB; try") as e:
             fits.check_activations(parse(flags), mesh, 4096, World(), 0)
