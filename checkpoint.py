@@ -32,6 +32,7 @@ if sys.flags.safe_path:  # python -I leaves out the program's own folder
 from interface import checkpoint_report as report
 from interface.command_line import one_line, printable, wrap, wrong_input
 from interface.files import folded, remove_folder, remove_parts, sync, write_whole
+from interface.paths import meant_checkpoint, meant_run
 from interface.schema import Range, check_schema, load_json
 from interface.tensor_file import BLOCK, SAFETENSORS_DTYPE, dtype_name, write_safetensors
 
@@ -247,14 +248,12 @@ def read_index(path, patience=0.0):
     path = Path(path)
     wait_for_folder(path, patience)
     if not path.is_dir():
-        raise FileNotFoundError(f"no checkpoint {path}; give the directory of a run, or a step_N in it")
+        raise FileNotFoundError(f"no checkpoint {path}, a run or a step_N in it; {meant_run(path)}")
     try:
         index = load_json(path / "index.json")
         check_index(index)
     except (OSError, ValueError, RecursionError) as e:
-        hint = HINT
-        if any(path.glob("model*")):
-            hint = "use python convert.py import for models of others"
+        hint = meant_checkpoint(path) or HINT
         raise ValueError(f"checkpoint {path} has no readable index.json: {e}; {hint}") from None
     return index
 

@@ -131,8 +131,8 @@ class Config:
     # sigmoid only: step of the bias that balances experts; 0 is no bias
     router_bias_rate: float = flag(0.0, "meaning", FACTOR, needs="n_experts")
     n_shared_experts: int = flag(0, "shape", (0, 2**20))  # experts that every token visits, beside its top-k
-    # start from the weights of another run (or its step_N), with a fresh optimizer; of a dense model every
-    # expert gets the MLP
+    # start from the weights and the model's flags of another run (or its step_N), with a fresh optimizer; of
+    # a dense model every expert gets the MLP
     init_from: str = flag("", "silent")
 
     # fine-tuning by adapters (LoRA)
@@ -332,7 +332,7 @@ def as_typed(flags):
 
 
 # -----------------------------------------------------------------------------
-# Presets, and the names that other trainers have for our flags
+# Presets
 
 GPT2 = dict(norm="layer", mlp="gelu", pos="learned", bias=True, tied=True, dropout=0.0)
 LLAMA = dict(norm="rms", mlp="swiglu", pos="rope", bias=False, tied=False, dropout=0.0)
@@ -376,18 +376,6 @@ PRESETS = {
                        seq_len=2048, vocab_size=250880, micro_batch=2, global_batch=2048, steps=100_000,
                        lr=6e-5, warmup=375, **LARGE),
 }
-ELSEWHERE = {  # flags of other trainers: the name of ours, or what to do instead
-    **dict.fromkeys(("block_size", "max_seq_len", "context_length"), "seq_len"), "num_layers": "n_layer",
-    "hidden_size": "n_embd", "num_attention_heads": "n_head", "lr_decay_iters": "decay_steps",
-    **dict.fromkeys(("lr_decay_style", "lr_scheduler_type"), "lr_schedule"), "warmdown_ratio": "decay_ratio",
-    **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "micro_batch"), "learning_rate": "lr",
-    **dict.fromkeys(("max_iters", "max_steps"), "steps"), "out_dir": "out", "output_dir": "out",
-    **dict.fromkeys(("warmup_iters", "warmup_steps"), "warmup"), "grad_clip": "clip", "dataset": "data",
-    "eval_interval": "eval_every", "log_interval": "log_every", "save_interval": "save_every",
-    **dict.fromkeys(("model", "preset"), "is the first word here, without dashes: train.py gpt2"),
-    "device": "is no flag: a GPU is taken if there is one; CUDA_VISIBLE_DEVICES=-1 in front hides it",
-    "epochs": "is no flag: give --steps; an epoch is training samples / global batch",
-    "gradient_accumulation_steps": "is no flag: give --global-batch, micro-batch * dp * those steps"}
 
 
 # -----------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from corpus import hugging_face as hf
 from corpus.chat import END, MARKERS
 from corpus.masked import MASK
 from corpus.safetensors_files import open_safetensors, same_matrix
+from interface import paths
 from interface.command_line import command_line, printable, read_run_config, wrong_input
 from interface.files import must_write
 from interface.half import unfinished
@@ -213,7 +214,7 @@ def read_run(run_dir):
         step = run
         run = step.parent
     if not (run / "config.json").exists():
-        raise FileNotFoundError(f"{run} holds no config.json; give the --out directory of a run of train.py")
+        raise FileNotFoundError(f"{run} holds no config.json; {paths.meant_run(run)}")
     if is_theirs(run):
         weights = HuggingFace(run)
         return weights.cfg, weights.vocab_size, weights, run, ""

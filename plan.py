@@ -58,6 +58,7 @@ from cost.step_time import (
 )
 from cost.traffic import bytes_between_nodes, reductions, traffic
 from interface.layout import check_layout
+from interface.nearest import with_fix
 from optim import learning_rate, stable_until
 from parallel import make_mesh
 from pipeline import timetable
@@ -251,6 +252,19 @@ def documents(cfg):
     with contextlib.suppress(OSError):
         return settled_doc_mask(cfg.data, cfg.doc_mask)
     return cfg.doc_mask
+
+
+def source_of_vocabulary(cfg):
+    """Return, in words, where vocabulary() has its number from."""
+    if cfg.vocab_size:
+        return "--vocab-size, or the preset's"
+    if cfg.data == "synthetic":
+        return "synthetic data"
+    try:
+        load_blend_meta(cfg.data)
+    except OSError:
+        return f"GPT-2's, because {cfg.data} is not there; --vocab-size says another"
+    return f"{cfg.data}; --vocab-size says another"
 
 
 # -----------------------------------------------------------------------------
@@ -507,7 +521,8 @@ def warn_of_uncounted(cfg):
 
 def plan_one(cfg, vocab):
     """Return (cfg with its global batch, the plan of its layout with all that is printed)."""
-    cfg, _ = check_gpus(cfg, cfg.gpus)
+    with with_fix(cfg, cfg.gpus):
+        cfg, _ = check_gpus(cfg, cfg.gpus)
     plan = estimate(cfg, cfg.gpus, cfg.gpu, vocab)
     plan["warnings"] = warnings(cfg, plan, cfg.gpu, vocab)
     plan.update(training_cost(cfg, plan, vocab))
@@ -532,6 +547,8 @@ def main(argv=None, parsed=None):
     warn_of_uncounted(cfg)
     cfg = dataclasses.replace(cfg, doc_mask=documents(cfg))
     vocab = vocabulary(cfg)
+    if not cfg.json:
+        print(f"vocabulary of {vocab:,} symbols: {source_of_vocabulary(cfg)}")
     if counts:
         found, print_found = scaling(cfg, counts, cfg.gpu, vocab), print_scaling
     elif cfg.search:

@@ -27,7 +27,7 @@ if sys.flags.safe_path:  # python -I leaves out the program's own folder
 
 import checkpoint
 import config
-from interface import report
+from interface import paths, report
 from interface.command_line import command_line, parse, print_quietly, printable, wrong_input
 from interface.files import (
     best_effort,
@@ -326,7 +326,7 @@ def metrics_file(run):
     if not path.is_file():
         path = path / "metrics.jsonl"
     if not path.exists():
-        raise ValueError(f"{run} holds no metrics.jsonl; give the --out directory of a run of train.py")
+        raise ValueError(f"{run} holds no metrics.jsonl; {paths.meant_run(run)}")
     return path
 
 

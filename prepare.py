@@ -56,6 +56,7 @@ from interface.files import must_write
 UNIT_BYTES = 16 << 20  # of text per unit of work; the number of workers does not change it
 VOCAB_SIZE = 4096  # for bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
 TRAINING_BYTES = 64 << 20  # amount of text to train a vocabulary on
+LONG = 4  # MB of text: what takes seconds is announced
 TRAINING_UNITS = 256  # the text is taken from at most this many units
 # `encodings` and `pydoc_data` are tables of code points and help texts: they make up 18 % of the text, and
 # are hardly programs.
@@ -261,6 +262,10 @@ def keep_tokenizer(flags, units, path):
     try:
         return tokenizer.load(path)
     except (ValueError, OSError):
+        size = sum(span.size for unit in units for span in unit) / 1e6
+        if size > LONG and flags.tokenizer == "bpe":
+            some = min(size, TRAINING_BYTES / 1e6)
+            show(f"trains a vocabulary on {some:,.0f} MB of {size:,.0f} MB of text, then encodes all of it")
         new = make_tokenizer(flags, units)
         new.save(path.with_name("tokenizer.tmp"))
         os.replace(path.with_name("tokenizer.tmp"), path)

@@ -478,6 +478,7 @@ def chat_main(flags):
     """Talk, on all ranks. SystemExit(2) after one line on stderr from one rank: wrong input."""
     from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
     from interface.layout import check_layout
+    from interface.nearest import with_fix
     from parallel import make_mesh
     world = launch.launch(launch.NO_TIMEOUT, quiet=True)
     with launch.exit_together(world):
@@ -486,8 +487,9 @@ def chat_main(flags):
         vocabulary = load_vocabulary(run, vocab_size)
         Template(vocabulary)  # refuses a vocabulary before the model is read
         cfg = chat_config(cfg, flags)
-        mesh = make_mesh(world, cfg.tp, 1, cfg.ep, groups=False, n_experts=cfg.n_experts)
-        check_layout(cfg, mesh, cfg.micro_batch * mesh.dp.size)
+        with with_fix(cfg, world.size):
+            mesh = make_mesh(world, cfg.tp, 1, cfg.ep, groups=False, n_experts=cfg.n_experts)
+            check_layout(cfg, mesh, cfg.micro_batch * mesh.dp.size)
     console = Console(world)
     with launch.exit_together(world):
         chat = Chat(load_model(cfg, vocab_size, weights, world), vocabulary, flags, console.agree)

@@ -11,6 +11,7 @@
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ from ddp import untimed
 from fast.choose import choose
 from fast.graph import make_step
 from interface.layout import check_layout
+from interface.nearest import with_fix
 from interface.schema import ChangedFile
 from model import DTYPES, GPT, init_weights
 from optim import Optimizer, learning_rate
@@ -45,6 +47,7 @@ from parallel import make_mesh
 from pipeline import dropout_seeder, forward_backward, forward_only, rank_layers
 from runtime import agree, debugger, log, resume, session, timing, watch
 from runtime.layer_norms import LayerNorms
+from runtime.progress import Progress
 from runtime.saver import Saver
 from skip import Guard, Ranges, corrupt_targets, give_up_message
 from zero import LEVELS
@@ -192,6 +195,7 @@ class Oversight:
     stop: Any               # signals, OUT/stop and --max-minutes
     timers: Any             # --timers
     skip: Any               # the steps of --train-range-to-skip
+    progress: Any = None    # the time that is left
     clock: Any = None       # milliseconds per step
     guard: Any = None       # skips spikes and steps that are not finite
     stragglers: Any = None  # slow ranks
@@ -244,11 +248,12 @@ class Run:
         world = self.world
         stop = agree.Stop(cfg.max_minutes)  # Its clock also runs while data is verified.
         with launch.exit_together(world):
-            mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp,
-                             shard=cfg.shard)
+            with with_fix(cfg, world.size, again=partial(launch.same_command, world)):
+                mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp,
+                                 shard=cfg.shard)
+                self.parts = Parts(mesh)  # full_batch needs the mesh already.
+                check_layout(cfg, mesh, self.full_batch)
             watchdog.set_mesh(mesh)
-            self.parts = Parts(mesh)  # full_batch needs the mesh already.
-            check_layout(cfg, mesh, self.full_batch)
             # Wrong ranges, like all wrong flags, are refused before --out is touched.
             skip = Ranges(cfg.train_range_to_skip)
             agree.verify_data_first(world.tree, cfg.data)
@@ -296,6 +301,7 @@ class Run:
         with launch.exit_together(world):
             step = Step(cfg, parts.model, parts.data_parallel, parts.opt)
             parts.step = make_step(step, parts.choice)
+        oversight.progress = Progress(cfg, self.is_main, self.first_step)
         oversight.clock = timing.Clock(world.device)
         oversight.guard = Guard(cfg, world, self.state)
         oversight.stragglers = watch.Stragglers(parts.mesh, world.device)
@@ -416,10 +422,12 @@ class Run:
         evaluates = self.due(number, cfg.eval_every)
         if evaluates:
             oversight.watchdog.heartbeat(number, "evaluation")
+            oversight.progress.evaluation_begins(cfg.eval_iters)
             val_loss = evaluate(cfg, self.parts.model, self.data.val, batch, self.world.device)
+            oversight.progress.evaluation_ends()
             row["val_loss"] = self.state.evaluated(val_loss)
         if self.is_main:
-            self.log_file.row(**row, time=time.time())
+            self.log_file.row(**row, time=time.time(), left=oversight.progress.left(number))
             for line in slow_ranks:
                 print(line, flush=True)
         if evaluates:
@@ -478,6 +486,7 @@ class Run:
         """
         stop = self.oversight.stop
         stop.step_took(seconds)
+        self.oversight.progress.step_took(number, seconds)
         if self.ending.outcome is not Outcome.DONE or number == self.cfg.steps:
             return
         self.ending.stop_reason = stop.poll(self.world)
@@ -520,6 +529,8 @@ class Run:
                 log.leave_report(self.out, how)
             self.print_failure()
             log.farewell(ending.outcome, ending.stop_reason, self.state, self.out, self.saver.saved)
+            if ending.outcome is Outcome.STOPPED:
+                self.log_file.print_how_to_go_on()
         return ending.outcome
 
     def print_failure(self):

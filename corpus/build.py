@@ -241,7 +241,7 @@ class Progress:
         self.last_shown = now
         seconds = now - self.start
         left = int(seconds * (self.size - self.size_done) / max(1, self.size_done))
-        self.show(f"encoded {self.megabytes:,.0f} MB, {self.n_done} of {self.n_units} units, {self.workers}"
+        self.show(f"encoded {self.megabytes:,.0f} MB, {self.n_done} of {self.n_units} pieces, {self.workers}"
                   f" workers, {self.megabytes / seconds:.1f} MB/s, {left // 60}:{left % 60:02d} left")
 
 
@@ -256,7 +256,7 @@ def encode_all(units, workers, folder, settings, show):
     todo = [i for i, result in enumerate(results) if result is None]
     n_kept = len(units) - len(todo)
     if n_kept:
-        show(f"{n_kept} of {len(units)} units are kept from an earlier run")
+        show(f"{n_kept} of {len(units)} pieces are kept from an earlier run")
 
     sizes = [sum(span.size for span in unit) for unit in units]
     workers = max(1, min(workers, len(todo)))

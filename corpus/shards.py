@@ -31,6 +31,7 @@ from corpus.documents import document_places, masks_documents
 from corpus.masked import mask_sources
 from corpus.order import draw_keys, permute
 from corpus.synthetic import Synthetic, inputs_and_targets
+from interface import paths
 from interface.schema import ChangedFile, Range, check_schema, load_json, open_file
 
 SPLITS = ("train", "val")
@@ -104,9 +105,7 @@ def how_to_fix(folder, meta=None):
     command = as_prepare_writes_it((meta or {}).get("command", ""))
     if command:
         return f"make it with: {command}"
-    name = Path(folder).name
-    source = "stdlib" if name == "stdlib" else f"FILE... --name {name}"
-    return f"make it with: python prepare.py {source}"
+    return paths.make_data(folder)
 
 
 def load_meta(folder):
@@ -116,7 +115,7 @@ def load_meta(folder):
     """
     path = Path(folder) / "meta.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no prepared data (no meta.json); {how_to_fix(folder)}")
+        raise FileNotFoundError(f"{folder} holds no prepared data (no meta.json); {paths.meant_data(folder)}")
     try:
         meta = load_json(path)
         check_schema(meta, META, path)

@@ -20,6 +20,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
+from interface import paths
 from interface.command_line import one_line
 
 DOC_CHARS = 4_000  # characters of a text file per document: so few that a small text has both splits
@@ -104,7 +105,9 @@ def list_spans(source, unit_bytes, key, whole=False):
     elif Path(source).is_file():
         files = [(source, source)]
     else:
-        raise FileNotFoundError(f"{source} is not a file; give stdlib, files, or one of {', '.join(HUB)}")
+        meant = paths.meant_file(source)
+        raise FileNotFoundError(f"{source} is not a file{meant}; give stdlib, files, or one of "
+                                f"{', '.join(HUB)}")
 
     spans = []
     for name, path in files:

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from corpus.shards import first_folder, load_meta
+from interface import paths
 from interface.command_line import one_line
 from interface.schema import Range, check_schema, load_json_of_others
 
@@ -336,8 +337,10 @@ def from_tiktoken(name):
 
     known = tiktoken.list_encoding_names()
     if name not in known:
-        raise ValueError(f"no tokenizer is called {name!r}; choose char, bpe, a prepared folder, hf:FOLDER, "
-                         f"{', '.join(known)}")
+        close = paths.close_paths(name, "data", paths.is_data)
+        meant = f"; perhaps --tokenizer {paths.listed(close)} is meant" if close else ""
+        raise ValueError(f"no tokenizer is called {name!r}{meant}; choose char, bpe, a prepared folder, "
+                         f"hf:FOLDER, {', '.join(known)}")
     try:  # in a thread: tiktoken sets no timeout, and a look-up of a host name has none that we could set
         with ThreadPool(1) as pool:
             found = pool.apply_async(tiktoken.get_encoding, [name]).get(FETCH_SECONDS)

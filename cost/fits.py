@@ -4,15 +4,22 @@ import dataclasses
 import os
 from pathlib import Path
 
-from cost.memory import GIB, state_bytes
+import torch
+
+from cost.memory import GIB, memory, state_bytes
 from fast.choose import choose
+from interface.files import warn
+from interface.nearest import fits
 from ops.accelerator import total_memory
+
+PROCESS = 0.25 * GIB  # Python with torch
 
 
 def check_memory(cfg, mesh, vocab_size, world):
     """Raise ValueError, with numbers, if weights, gradients and optimizer state exceed this rank's memory.
 
-    Activations are not counted: what passes may still be too large.
+    On a CPU, where the kernel kills a process that takes too much, the activations are counted, too. On a GPU
+    they are not: what passes may still be too large, and torch says so.
     """
     choice = choose(cfg, mesh, world.device, lambda *_: True)  # at best: no rank is asked what it can reach
 
@@ -25,6 +32,7 @@ def check_memory(cfg, mesh, vocab_size, world):
         needed += (world.local_size - 1) * min(need(stage) for stage in range(mesh.pp.size))
         have = host_memory()
         who = f"with {world.local_size} ranks on this node"
+        check_activations(cfg, mesh, vocab_size, world, needed)
     else:
         have = total_memory(world.device)
         who = f"on {world.device} of rank {world.rank}"
@@ -32,6 +40,52 @@ def check_memory(cfg, mesh, vocab_size, world):
         raise ValueError(f"weights, gradients and optimizer state alone take {needed / GIB:,.1f} GiB {who}, "
                          f"which has {have / GIB:,.1f} GiB; try {larger_zero(cfg, mesh)}--tp {2 * cfg.tp} or "
                          f"--pp {2 * cfg.pp} on more devices, or a smaller --n-embd")
+
+
+def activation_bytes(cfg, mesh, vocab_size):
+    """Return the bytes that this process and its step take on a CPU besides the state, at least.
+
+    A tiny model of 96 sequences was counted at 1.3 GiB and took 1.5.
+    """
+    parts = memory(cfg, mesh, vocab_size, choose(cfg, mesh, torch.device("cpu")))
+    # Without a fused kernel there are the logits, their softmax and its gradient.
+    return PROCESS + parts["activations"] + 3 * parts["logits"]
+
+
+def check_activations(cfg, mesh, vocab_size, world, state):
+    """Raise ValueError if a step and its state, bytes, do not fit into a node's memory; warn if they may not.
+
+    The ranks of the node hold as much as this one. The --micro-batch to try fits the layout, too.
+    """
+    have = host_memory()
+    needed = state + world.local_size * activation_bytes(cfg, mesh, vocab_size)
+    if needed <= have or state > have:
+        free = available_memory()
+        if world.local_rank == 0 and state <= have and 0 < free < needed:
+            warn(f"a step takes about {needed / GIB:,.1f} GiB, and {free / GIB:,.1f} GiB of this node are "
+                 "free: the kernel may kill the run; a smaller --micro-batch takes less")
+        return
+    hint = "try --recompute full, or a smaller --seq-len or --n-embd"
+    size = cfg.micro_batch // 2
+    while size:
+        smaller = dataclasses.replace(cfg, micro_batch=size)
+        total = state + world.local_size * activation_bytes(smaller, mesh, vocab_size)
+        if total <= 0.8 * have and fits(smaller, world.size):
+            hint = f"try --micro-batch {size}"
+            break
+        size //= 2
+    raise ValueError(f"a step of --micro-batch {cfg.micro_batch} sequences of {cfg.seq_len} tokens takes "
+                     f"about {needed / GIB:,.1f} GiB with {world.local_size} ranks on this node, "
+                     f"which has {have / GIB:,.1f} GiB; {hint}")
+
+
+def available_memory(path="/proc/meminfo"):
+    """Return the bytes that processes of this machine may take now, or 0 if it does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(path).read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def larger_zero(cfg, mesh):

@@ -20,7 +20,17 @@ import typing
 from pathlib import Path
 from typing import Literal
 
-from config import COMMON, ELSEWHERE, PRESETS, Config, Outcome, check, check_numbers
+from config import (
+    COMMON,
+    PRESETS,
+    SHAPE,
+    Config,
+    Outcome,
+    check,
+    check_numbers,
+    flags_of_kind,
+)
+from interface import nearest, paths, words
 from interface.schema import Range, check_schema, load_json
 from interface.streams import guarded, send_nowhere
 
@@ -32,22 +42,27 @@ def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: s
     ValueError: one line that says what is wrong, with a suggestion.
     """
     argv = list(argv)
+    typed = list(argv)
     preset = ""
     if argv and not argv[0].startswith("-"):
         preset = argv.pop(0)
     if preset and preset not in PRESETS:
-        raise ValueError(f"no preset {preset!r}; the presets are {', '.join(PRESETS)}")
-    file = config_file(argv)
+        raise ValueError(words.answer_stray(preset, PRESETS, help_comments(Config)))
+    refuse_words_of_launchers(typed, cls, prog)
+    file = given(argv, "config")
     if file and preset:
         raise ValueError(f"{preset} and --config {file} both set the flags; give one of them")
     values = {**PRESETS[preset or "tiny"], "preset": preset or "tiny"}
     if file:
         values = read_flags(file)
+    if source := given(argv, "init_from"):
+        values.update(model_of(source, values))
     about = (f"{about.strip()}\n\nPresets: {', '.join(PRESETS)}. Defaults below are those of "
              f"{file or values['preset']}.")
     default = cls(**{**values, **defaults})
     cfg = command_line(cls, argv, f"{prog} [PRESET]", about, default)
-    check(cfg)
+    with nearest.with_fix(cfg):
+        check(cfg)
     return cfg
 
 
@@ -60,7 +75,7 @@ def command_line(cls, argv, prog, about, default=None):
     if {"-h", "--help", "--help-all"} & set(argv):
         print_quietly(format_help(cls, prog, about, default, "--help-all" in argv))
         raise SystemExit(Outcome.DONE)
-    refuse_names_of_others(argv, cls)
+    refuse_words_of_others(argv, cls, prog.split()[0])
     import tyro
     kwargs = {} if default is None else {"default": default}
     said = io.StringIO()
@@ -82,14 +97,36 @@ TUPLES = {field.name: [typing.get_args(field.type)[0]] for field in dataclasses.
           if typing.get_origin(field.type) is tuple}  # flags of several numbers: the schema of their JSON
 
 
-def config_file(argv):
-    """Return the FILE of --config in argv, or ""."""
-    file = ""
+def given(argv, flag):
+    """Return the value of a flag in argv, or ""."""
+    found = ""
     for word, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
-        name, equals, value = word.partition("=")
-        if name == "--config":
-            file = value if equals else following
-    return file
+        _, equals, value = word.partition("=")
+        if word.startswith("--") and words.key_of(word) == flag:
+            found = value if equals else following
+    return found
+
+
+def model_of(source, values):
+    """Return {flag: value} of the model of a run, or of its step_N, for --init-from; {} if none is told.
+
+    values: the preset's. If it has experts and the run has none, its experts stay: they start as that MLP.
+    The vocabulary is the data's, and so is the length of a sequence, unless the model has learned positions.
+    """
+    folder = Path(source)
+    for path in (folder / "config.json", folder.parent / "config.json"):
+        if path.is_file() and (path.parent == folder or folder.name.startswith("step_")):
+            break
+    else:
+        return {}
+    found = read_flags(path)
+    left_out = {"vocab_size"}
+    if found.get("pos", Config.pos) == "rope":
+        left_out.add("seq_len")
+    if not found.get("n_experts") and values.get("n_experts"):
+        left_out |= {"n_experts", "n_shared_experts", "top_k"}
+    return {name: value for name, value in found.items()
+            if name in (*SHAPE, *flags_of_kind("meaning")) and name not in left_out}
 
 
 def read_flags(path):
@@ -102,7 +139,7 @@ def read_flags(path):
     if path.is_dir():
         path = path / "config.json"
     if not path.exists():
-        raise ValueError(f"--config {path} is not there; give the config.json of a run, out/NAME/config.json")
+        raise ValueError(f"--config {path} is not there; {paths.meant_run(path)}")
     saved = load_json(path)
     types = {field.name: field.type for field in dataclasses.fields(Config)}
     types.update(TUPLES)
@@ -148,24 +185,43 @@ def read_run_config(path):
 # -----------------------------------------------------------------------------
 # Words of the command line that are not ours
 
-def refuse_names_of_others(argv, cls):
-    """Raise ValueError for flags of other trainers, each with ours or with what to do instead."""
+def refuse_words_of_others(argv, cls, prog):
+    """Raise ValueError for flags and values of other trainers, each with ours or with what to do instead."""
     ours = {field.name for field in dataclasses.fields(cls)} - {"preset"}
     said = []
-    for word in argv:
+    for word, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
         if not word.startswith("--"):
             continue
-        name = word.partition("=")[0]
-        key = name[2:].replace("-", "_")
-        if key in ours or key not in ELSEWHERE:
-            continue
-        answer = ELSEWHERE[key]
-        if answer in ours:
-            said.append(f"{name} is --{answer.replace('_', '-')} here")
-        elif " " in answer and issubclass(cls, Config):
-            said.append(f"{name} {answer}")
+        _, equals, value = word.partition("=")
+        if not equals and not following.startswith("-"):
+            value = following
+        answer = words.answer_flag(word, value, ours, prog, issubclass(cls, Config))
+        if answer and answer not in said:
+            said.append(answer)
+        key = words.key_of(word)
+        if not answer and key not in ours and key.removeprefix("no_") not in ours and key:
+            name = word.partition("=")[0]
+            said.append(f"Unrecognized options: {name}{hint_of(name, cls)} ({prog} --help lists all flags)")
     if said:
         raise ValueError("; ".join(said))
+
+
+def refuse_words_of_launchers(argv, cls, prog):
+    """Raise ValueError for flags of mpiexec and torchrun behind the program, with the right command."""
+    ours = {field.name for field in dataclasses.fields(cls)}
+    found, ranks, rest = words.without_launcher(argv, prog, ours)
+    if not found:
+        return
+    wrong = ""
+    try:
+        cfg = parse(rest, cls, prog)
+        ranks = ranks or nearest.needed(cfg)
+        if not nearest.fits(cfg, ranks):
+            rest = nearest.change_words(rest, nearest.search(cfg, ranks))
+    except ValueError as e:
+        wrong = f"; and {e}"
+    raise ValueError(f"{', '.join(found)} starts the ranks, before the program: "
+                     f"{nearest.command(ranks or 'N', rest, program=prog)}{wrong}")
 
 
 def plain_switches(argv, cls):
@@ -202,14 +258,22 @@ def format_tyro_error(box, cls, prog):
     lines = ["" if set(line) == {"-"} else line for line in lines]  # rules, where the terminal has only ASCII
     body = itertools.dropwhile(lambda line: not line, lines[1:])  # below the title
     what = " ".join(itertools.takewhile(bool, body)).rstrip(".") or "wrong flags"
-    hint = ""
-    unknown = re.search(r"nrecognized.*? --([\w-]+)", what)
-    if unknown:
-        flags = [field.name.replace("_", "-") for field in dataclasses.fields(cls)]
-        close = difflib.get_close_matches(unknown[1].replace("_", "-"), flags, 2)
-        if close:
-            hint = f"; perhaps you meant --{' or --'.join(close)}"
+    unknown = re.search(r"nrecognized[^:]*: ([^,\s]+)", what)
+    hint = hint_of(unknown[1], cls) if unknown else ""
     return f"{what}{hint} ({prog} --help lists all flags)"
+
+
+def hint_of(unknown, cls):
+    """Return what an unknown word is perhaps meant for, after a semicolon, or ""."""
+    ours = [field.name for field in dataclasses.fields(cls)]
+    if not unknown.startswith("-"):
+        if issubclass(cls, Config):
+            return f"; {words.answer_word(unknown, PRESETS, ours)}"
+        return f"; {unknown} is no flag, and its place is taken"
+    others = {other: flag for other, flag in words.FLAGS.items() if flag in ours}
+    close = difflib.get_close_matches(words.key_of(unknown), [*ours, *others], 2)
+    meant = list(dict.fromkeys(words.typed(others.get(name, name)) for name in close))
+    return f"; perhaps you meant {' or '.join(meant)}" if meant else ""
 
 
 # -----------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from interface.command_line import one_line
 from interface.schema import open_file, read_file
+from interface.terminal import columns
 
 PART = re.compile(r"\..+\.[0-9a-f]{8}\.part")  # the names of new_part()
 LOCK_WAIT = 60.0  # seconds that --resume auto waits for a run that is just leaving
@@ -43,8 +44,9 @@ def best_effort(what, errors=OSError):
 
 
 def folded(text):
-    """Return text as lines of at most 100 columns; a longer word, such as a path, gets a line of its own."""
-    return textwrap.fill(text, 100, subsequent_indent=6 * " ", break_long_words=False, break_on_hyphens=False)
+    """Return text as lines of the terminal's width; a longer word, such as a path, gets a line of its own."""
+    return textwrap.fill(text, columns(), subsequent_indent=6 * " ", break_long_words=False,
+                         break_on_hyphens=False)
 
 
 def write_whole(path, content):

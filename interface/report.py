@@ -13,6 +13,7 @@ from typing import NamedTuple
 from config import PRESETS, Config
 from interface.command_line import OF_THE_RUN
 from interface.files import sound_rows, spaced_rows, write_whole
+from interface.nearest import change_words, command
 from interface.schema import load_json
 from interface.svg import NORMS, chart, escape, heat_map, number, spaced
 
@@ -191,22 +192,30 @@ def samples(run):
     return "".join(found)
 
 
+def command_of(config, changes=None):
+    """Return the command line that a config.json tells, with {flag: value} in the place of its own values."""
+    program, *argv = map(str, config["argv"])
+    argv = change_words(argv, changes or {})
+    world = config.get("world")
+    if not isinstance(world, int) or world == 1:
+        return shlex.join(["python", Path(program).name, *argv])
+    return command(world, argv, config.get("launcher"), Path(program).name)
+
+
 def commands(run):
     """Return the command of a run, the machine, and how to resume and repeat it; "" without config.json."""
     argv = run.config.get("argv")
     if not isinstance(argv, list) or not argv:
         return ""
-    words = [Path(str(argv[0])).name, *map(str, argv[1:])]
-    start = launcher(run.config)
-    resume = with_flag(words, "--resume", "auto")
+    changes = {"resume": "auto"}
     steps = run.config.get("steps")
     is_done = bool(run.rows) and run.rows[-1]["step"] == steps
     if is_done:
-        resume = with_flag(resume, "--steps", str(2 * steps))
+        changes["steps"] = 2 * steps
     again = ["train.py", "--config", f"{run.path}/config.json", "--out", f"{run.path}-again"]
-    said = {"The command:": start + shlex.join(words),
-            "To resume it" + (", for as many steps again:" if is_done else ":"): start + shlex.join(resume),
-            "To repeat it:": start + shlex.join(again)}
+    said = {"The command:": command_of(run.config),
+            f"To resume it{', for as many steps again' if is_done else ''}:": command_of(run.config, changes),
+            "To repeat it:": command_of({**run.config, "argv": again})}
     found = [f'<p class="soft">{name}</p><pre>{escape(text)}</pre>' for name, text in said.items()]
     machine = run.config.get("machine")
     if isinstance(machine, dict):
@@ -215,33 +224,6 @@ def commands(run):
                      f"{escape(run.config.get('world'))} rank(s) by {escape(run.config.get('launcher'))}; "
                      f"code {escape(run.config.get('git'))}</p>")
     return "".join(found)
-
-
-def with_flag(words, flag, value):
-    """Return the words of a command line with a flag that has this value."""
-    kept = []
-    left_out = 0  # words that belong to the flag's earlier value
-    for word in words:
-        if word == flag:
-            left_out = 2
-        if left_out:
-            left_out -= 1
-        elif not word.startswith(f"{flag}="):
-            kept.append(word)
-    return [*kept, flag, value]
-
-
-def launcher(config):
-    """Return what stood before train.py on the command line, as far as config.json tells."""
-    world = config.get("world")
-    name = config.get("launcher")
-    if not isinstance(world, int) or world == 1:
-        return "python "
-    if name == "torchrun":
-        return f"torchrun --nproc-per-node {world} "
-    if name == "srun":
-        return f"srun -n {world} python "
-    return f"mpiexec -n {world} python "
 
 
 def configuration(runs):

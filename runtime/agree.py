@@ -6,6 +6,7 @@
     read_by_first   rank 0 reads for all; verify_data_first: the files of --data
     Stop            a signal on any rank, the file OUT/stop, or --max-minutes
 """
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -19,6 +20,7 @@ import torch
 from corpus.shards import parse_blend, verify
 from fast.host_buffers import start_copy
 from interface.command_line import one_line
+from interface.terminal import clock
 from optim import VOTES
 from runtime import launch, session, watch
 
@@ -27,6 +29,7 @@ STOP_FILE = "stop"
 # Why a run stops early: one vote each. Of several reasons the first counts.
 REASONS = (*(number.name for number in session.STOPPING), f"the file {STOP_FILE}", "max-minutes")
 assert len(REASONS) == VOTES
+LARGE = 5  # GB, which take about as many seconds to read
 LOOK_EVERY = 1.0  # seconds between two looks at OUT/stop
 
 
@@ -141,7 +144,18 @@ def verify_data_first(tree, spec):
     """
     folders = [] if spec == "synthetic" else [folder for folder, _ in parse_blend(spec)]
     for folder in folders:
+        if tree.rank == 0:
+            announce_reading(Path(folder))
         read_by_first(tree, verify, folder)
+
+
+def announce_reading(folder):
+    """Print a line if the files of a data set are large and were not verified here before."""
+    with contextlib.suppress(OSError):
+        gigabytes = sum(path.stat().st_size for path in folder.glob("*.bin")) / 1e9
+        if gigabytes > LARGE and not (folder / ".verified.json").exists():
+            print(f"reads {gigabytes:,.0f} GB of {folder} to compare their sha256, once: about "
+                  f"{clock(gigabytes)}", flush=True)
 
 
 class Stop:

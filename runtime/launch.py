@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from config import Outcome, ceil_div
+from interface import nearest
 from interface.command_line import one_line
 from interface.tree import Tree, grow
 from ops.accelerator import device_name
@@ -67,6 +68,12 @@ class World:
     def barrier(self):
         """Wait until all ranks have arrived here. No data is sent."""
         self.tree.barrier()
+
+
+# -----------------------------------------------------------------------------
+def same_command(world, ranks):
+    """Return the command line of this run, for another number of ranks."""
+    return nearest.command(ranks, sys.argv[1:], world.launcher)
 
 
 # -----------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from interface.files import (
     write_whole,
 )
 from interface.schema import load_json, read_file
+from interface.terminal import clock, short
 from ops.accelerator import device_name, peak_memory
 from optim import StepStats
 from runtime.timing import slow_on_cpu
@@ -283,6 +284,9 @@ def started(cfg, model, resumed, batch, source, skip):
     skipping = f", skipping steps {skip}" if skip.pairs else ""
     samples = f"{source.n_samples:,} training samples"
     print(folded(f"  {batch} x {cfg.seq_len} tokens per step, {samples}{skipping}"), flush=True)
+    if cfg.compile:
+        print(folded("  --compile: the first step compiles the blocks, which can take a minute and more"),
+              flush=True)
     if source.has_documents:
         print(folded("  each document attends to itself alone (--doc-mask). This is a mask, which the flash "
                      "kernels of GPUs do not take: attention is slower and keeps more memory"), flush=True)
@@ -386,12 +390,15 @@ class Log:
             history.add(row)
         history.close()
 
-    def row(self, **values):
-        """Write and print one logged step. A key whose value is None does not apply and is left out."""
+    def row(self, left=None, **values):
+        """Write and print one logged step. A key whose value is None does not apply and is left out.
+
+        left: the seconds until the last step, which are printed and not written.
+        """
         values = {key: value for key, value in values.items() if value is not None}
         self._write_again()
         self.metrics.add(values)
-        print(format_row(values), flush=True)
+        print(format_row(values, self.begun["config"].get("steps"), left), flush=True)
         if self.tracker is not None:
             self.tracker.add(values)
 
@@ -403,6 +410,13 @@ class Log:
     def note(self, step, **what):
         """Write notes.jsonl: the samples of --prompt, and the bytes that the first step sent."""
         self.notes.add({"step": step, **what})
+
+    def print_how_to_go_on(self):
+        """Print the command that goes on with a run that was stopped."""
+        again = "the same flags with --resume auto"
+        if Path(sys.argv[0]).name == "train.py":  # not in a notebook
+            again = report.command_of(self.begun["config"], {"resume": "auto"})
+        print(f"to go on, type: {again}", flush=True)
 
     def close(self):
         """Say what could not be written, when the run has ended."""
@@ -417,9 +431,12 @@ class Log:
             self.tracker.close()
 
 
-def format_row(row):
-    """Return the printed lines of a row, 100 columns wide: the step, and below it experts and --timers."""
-    lines = [_format_step(row)]
+def format_row(row, steps=None, left=None):
+    """Return the printed lines of a row: the step, and below it experts and --timers.
+
+    steps: the last step. left: the seconds until then, or None.
+    """
+    lines = [_format_step(row, steps, left)]
     if "aux_loss" in row:
         lines.append(f"  aux={row['aux_loss']:.3f} load_max={row['expert_load_max']:.2f} "
                      f"dropped={row['dropped']:.1%}")
@@ -434,8 +451,8 @@ def format_row(row):
 USUAL_SHARES = {"graph": 1.0, "redone": 0.0}  # of steps on a GPU: all replay a graph, none is done again
 
 
-def _format_step(row):
-    words = [f"step={row['step']}"]
+def _format_step(row, steps, left):
+    words = [f"step={row['step']}/{steps}" if steps else f"step={row['step']}"]
     if "loss" in row:
         words.append(f"loss={row['loss']:.4f}")
     if "val_loss" in row:
@@ -453,6 +470,10 @@ def _format_step(row):
         share = row.get(f"{path}_share", USUAL_SHARES[path])
         if share != USUAL_SHARES[path]:
             words.append(f"{path}={share:.0%}")
+    if "tokens" in row:
+        words.append(f"tokens={short(row['tokens'])}")
+    if left:
+        words.append(f"left={clock(left)}")
     if row.get("skip_reason"):
         words.append(f"({row['skip_reason']})")
     for key in ("skipped", "nan_steps"):

@@ -21,7 +21,7 @@ import threading
 import time
 
 from config import Config, Outcome
-from interface import files, streams
+from interface import files, nearest, streams
 from interface.command_line import one_line, wrong_input
 from runtime import launcher
 
@@ -51,6 +51,7 @@ class Signals:
         self.number = 0
         self.can_save = False
         self.interrupted = None  # when the first SIGINT came
+        self.is_acknowledged = False
 
     def catch(self):
         """Handle STOPPING, except for signals that are ignored (nohup, a script's &)."""
@@ -92,6 +93,16 @@ class Signals:
             self._leave(Outcome.STOPPED, f"stopped by {name} during start-up: there is nothing to save")
         elif number == signal.SIGINT and self._is_second_interrupt():
             self._leave(INTERRUPTED, f"a second {name}: left at once, the last checkpoint stands")
+        self._acknowledge(number, name)
+
+    def _acknowledge(self, number, name):
+        """Say on rank 0 that the first signal has come, and what follows."""
+        if self.is_acknowledged or self.rank not in (None, 0):
+            return
+        self.is_acknowledged = True
+        again = "; again: leaves at once, without saving" if number == signal.SIGINT else ""
+        with contextlib.suppress(OSError):
+            os.write(2, f"nanoshard: {name}: saves after this step{again}\n".encode())
 
     def _is_second_interrupt(self):
         """Whether a SIGINT came before this one that was not a copy of the same Ctrl-C."""
@@ -206,6 +217,8 @@ def parse_flags(parse, argv):
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         try:
             cfg = parse(argv)
+            if launcher.started_by()[0] == "single":
+                nearest.check_alone(cfg, argv)
         except (ValueError, OSError) as e:
             _, n_ranks = launcher.started_by()
             if n_ranks == 1:

@@ -7,6 +7,8 @@ import time
 
 import torch
 
+from model import DTYPES
+
 
 class Stopwatch:
     """Points in time on the device.
@@ -104,8 +106,25 @@ class Timers:
 # What makes a run slow on a CPU
 
 FP32_RATE = 2e10  # roughly, FLOP/s of one CPU thread in training
-SLOWER = {"bf16": 3, "fp16": 10, "fp64": 2}  # roughly how many times, on a CPU with bf16 instructions
 LONG = 60  # seconds: a run announces a step that takes longer
+
+
+def times_slower(dtype, size=256, tries=3):
+    """Return how many times longer than in fp32 a product of matrices takes on this CPU. Both are run.
+
+    A CPU with instructions for bf16 is faster in it than in fp32, others are several times slower.
+    """
+    def seconds(dtype):
+        x = torch.ones((size, size), dtype=dtype)
+        x @ x  # the first product also prepares the kernel
+        found = []
+        for _ in range(tries):
+            begun = time.perf_counter()
+            x @ x
+            found.append(time.perf_counter() - begun)
+        return min(found)
+
+    return seconds(dtype) / seconds(torch.float32)
 
 
 def slow_on_cpu(cfg, mesh, flops, device):
@@ -113,9 +132,12 @@ def slow_on_cpu(cfg, mesh, flops, device):
     if device.type != "cpu":
         return []
     lines = []
-    factor = SLOWER.get(cfg.dtype, 1)
-    if cfg.dtype in ("bf16", "fp16"):
-        lines.append(f"{cfg.dtype} is about {factor} times slower than fp32 on a CPU: --dtype fp32")
+    factor = 1
+    if cfg.dtype != "fp32":
+        factor = times_slower(DTYPES[cfg.dtype])
+    if cfg.dtype in ("bf16", "fp16") and factor > 1.2:
+        lines.append(f"{cfg.dtype} is about {factor:.1f} times slower than fp32 on this CPU, by one product: "
+                     "--dtype fp32")
 
     sequences = cfg.global_batch or cfg.micro_batch * mesh.dp.size
     rate = FP32_RATE * torch.get_num_threads() * mesh.world.size / factor  # FLOP/s of the whole run

@@ -7,6 +7,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # for test_kernels.py; Triton reads it at its first import
+os.environ["COLUMNS"] = "100"  # the terminal to whose width lines are folded
 forkserver.ensure_running()  # it forks the pool's ranks, and imports torch while pytest collects the tests
 # Seconds of CPU of the longest files, with their tests marked long, on a busy machine. These files start
 # first, so that none of them is left for the end.

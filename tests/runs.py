@@ -39,6 +39,7 @@ def session(world, argv, plan=None):
     the pool have already started and joined, so main() runs inside them, with these replacements:
         launch.launch     returns the worker's World
         launch.shutdown   does nothing, because the pool leaves the process group
+        launch.started_by says so of the worker's World
         stdout, stderr    are returned as out and err
         SystemExit        is caught, and its code is returned as code
         train.Run         records in steps what each step starts with (see record_steps), and sends
@@ -50,7 +51,9 @@ def session(world, argv, plan=None):
     plan = plan or {}
     steps = []
     out, err = text_file(), text_file()
-    with mock.patch.multiple(launch, launch=lambda *args: world, shutdown=lambda world: None), \
+    started_by = ("single" if world.size == 1 else "torchrun"), world.size
+    with mock.patch.multiple(launch, launch=lambda *args: world, shutdown=lambda world: None,
+                             started_by=lambda: started_by), \
             mock.patch.multiple(train, Run=record_steps(steps, plan), Step=plant_nan(plan)), \
             contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -60,9 +60,9 @@ FLAGS = [  # wrong flags, and words that the line must contain: both numbers, an
     (["--norm", "batch"], ["--norm", "batch", "rms", "layer"]),
     (["--zero", "4"], ["--zero", "4"]),
     (["--bias", "--tied=maybe"], ["--tied", "maybe", "--no-tied"]),
-    (["--n-embd=18", "--n-head=4"], ["18", "4", "--n-head 3"]),
-    (["--n-head=4", "--n-kv-head=3"], ["4", "3", "--n-kv-head 2"]),
-    (["--n-embd=6", "--n-head=2", "--pos=rope"], ["3", "--pos learned"]),
+    (["--n-embd=18", "--n-head=4"], ["18", "4", "--n-embd 16"]),
+    (["--n-head=4", "--n-kv-head=3"], ["4", "3", "--n-kv-head 4"]),
+    (["--n-embd=6", "--n-head=2", "--pos=rope"], ["3", "--n-embd 8"]),
     (["--n-head=0"], ["--n-head 0", "at least 1"]),
     (["--n-kv-head=0"], ["--n-kv-head 0", "at least 1"]),
     (["--n-embd=0"], ["--n-embd 0", "at least 1"]),
@@ -74,9 +74,11 @@ FLAGS = [  # wrong flags, and words that the line must contain: both numbers, an
     (["--dropout=1"], ["--dropout 1", "[0, 1)"]),
     (["--global-batch=7"], ["global-batch 7", "micro-batch 2", "dp 1", "--global-batch 8"]),
     (["--global-batch=-4"], ["global-batch -4"]),
-    (["--tp=2"], ["1 ranks", "tp 2", "--tp 1"]),
-    (["--pp=2"], ["1 ranks", "pp 2"]),
-    (["--pp-chunks=2"], ["--pp-chunks 2", "--pp 2"]),
+    (["--tp=2"], ["--tp 2 needs 2 ranks", "mpiexec -n 2 python train.py", "--tp=2"]),
+    (["--pp=2"], ["--pp 2 needs 2 ranks", "mpiexec -n 2 python train.py"]),
+    (["--cp=2", "--tp=2"], ["--tp 2 --cp 2 needs 4 ranks", "mpiexec -n 4 python train.py"]),
+    (["--tp=3"], ["n-head 2 does not divide by tp 3", "mpiexec -n 2 python train.py", "--tp 2"]),
+    (["--pp-chunks=2"], ["--pp-chunks 2", "--pp-chunks 1"]),
     (["--pp-layers=1,1"], ["1,1", "1 counts", "--pp-layers 2"]),
     (["--train-range-to-skip", "3"], ["--train-range-to-skip", "1 numbers"]),
     (["--train-range-to-skip", "3", "5", "9"], ["--train-range-to-skip", "3 numbers"]),
@@ -104,7 +106,7 @@ TWO_RANKS = [
     (["--tp=2", "--n-embd=18", "--n-head=3"], ["n-head 3", "tp 2", "--tp 1"]),
     (["--tp=2", "--n-embd=24", "--n-head=6", "--n-kv-head=3"], ["n-kv-head 3", "tp 2"]),
     (["--tp=2", "--ffn-hidden=33"], ["ffn-hidden 33", "tp 2", "--ffn-hidden 34"]),
-    (["--tp=2", "--micro-batch=1", "--seq-len=15"], ["15", "tp 2", "--micro-batch 2"]),
+    (["--tp=2", "--micro-batch=1", "--seq-len=15"], ["15", "tp 2", "--seq-len 16"]),
     (["--tp=3"], ["2 ranks", "tp 3", "--tp 2"]),
     (["--cp=2", "--seq-len=18"], ["seq-len 18", "2 * cp 2", "--seq-len 20"]),
     (["--cp=2", "--tp=2"], ["2 ranks", "tp 2", "cp 2", "--tp 1"]),
@@ -132,15 +134,15 @@ def test_the_suggested_ep_divides_ranks_and_experts(tmp_path):
     assert_refused(results[0], "ep 4", "3 ranks of a stage", "--ep 1")
     for argv, say in (("--n-experts=4 --ep=4", "--ep 2"), ("--n-experts=9 --ep=4", "--ep 3")):
         with pytest.raises(ValueError, match=say):
-            plan.check_gpus(parse(argv.split()), 6)
+            plan.plan_one(plan.arguments([*argv.split(), "--gpus=6"])[0], 256)
     with pytest.raises(ValueError, match="n-experts 6 .* ep 4; try --ep 2"):
-        plan.check_gpus(parse(["--n-experts=6", "--ep=4"]), 8)
+        plan.plan_one(plan.arguments(["--n-experts=6", "--ep=4", "--gpus=8"])[0], 256)
 
 
 @pytest.mark.parametrize("ranks,fix", [(3, "--tp 1$"), (6, "--tp 2$")])
 def test_the_suggested_tp_divides_ranks_and_heads(ranks, fix):
     with pytest.raises(ValueError, match=f"n-head 4 does not divide by tp 3; try {fix}"):
-        plan.check_gpus(parse(["--tp=3"]), ranks)
+        plan.plan_one(plan.arguments(["--tp=3", f"--gpus={ranks}"])[0], 256)
 
 
 def test_wrong_data_is_refused(tmp_path, good):
@@ -390,18 +392,15 @@ def test_the_short_help_has_the_common_flags_and_fits_the_terminal(columns, caps
 
 
 def test_flags_of_other_trainers_are_answered_with_ours():
-    ours = {f.name for f in dataclasses.fields(Config)}
-    for word, answer in config.ELSEWHERE.items():
-        assert answer in ours and word not in ours or " " in answer, word
     said = "--block-size is --seq-len here; --batch_size is --micro-batch here; --max-iters is --steps here"
-    for argv, words in (
+    for argv, says in (
             (["--block-size", "64", "--batch_size=4", "--max-iters", "10"], f"^{said}$"),
             (["--learning_rate=1e-4", "--lr", "1"], "^--learning_rate is --lr here$"),
             (["gpt2", "--eval-interval=5"], "^--eval-interval is --eval-every here$"),
             (["--device", "cpu"], "^--device is no flag: .*CUDA_VISIBLE_DEVICES=-1"),
             (["--gradient-accumulation-steps", "4"], "give --global-batch, micro-batch .* those steps$"),
             (["--preset", "gpt2"], "^--preset is the first word here, without dashes: train.py gpt2$")):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=says):
             parse(argv)
     with pytest.raises(ValueError, match="^--max-steps is"):
         plan.arguments(["gpt2", "--max-steps=3"])
@@ -477,6 +476,7 @@ def test_the_largest_numbers_are_taken():
 
 def test_weights_that_exceed_the_nodes_memory_are_refused(tmp_path, monkeypatch):
     flags = ["--n-embd=64", "--n-head=2", "--n-layer=2"]
+    monkeypatch.setattr(fits, "activation_bytes", lambda *args: 0)
     monkeypatch.setattr(fits, "host_memory", lambda: 2**16)
     said = refused_run(tmp_path, *flags, words=("optimizer state alone", "try --tp 2", "smaller --n-embd"))
     assert re.search(r"take [\d.]+ GiB with 1 ranks on this node, which has 0.0 GiB", said), said
@@ -484,7 +484,7 @@ def test_weights_that_exceed_the_nodes_memory_are_refused(tmp_path, monkeypatch)
     need = sum(state_bytes(cfg, one, 100, choose(cfg, one, World().device)).values())
     monkeypatch.setattr(fits, "host_memory", lambda: need)
     fits.check_memory(cfg, one, 100, World())  # exactly as much as there is
-    pair = SimpleNamespace(rank=0, size=2, calls=None, local_size=2, device=World().device)
+    pair = SimpleNamespace(rank=0, size=2, calls=None, local_rank=0, local_size=2, device=World().device)
     zero, halves = parse([*flags, "--zero=1"]), parse([*flags, "--pp=2"])
     cases = ((2.0, cfg, ""), (1.9, cfg, "--zero 1"), (1.5, zero, ""), (1.4, zero, "--tp 2"),
              (1.0, halves, ""), (0.9, halves, "with 2 ranks"))
@@ -493,6 +493,24 @@ def test_weights_that_exceed_the_nodes_memory_are_refused(tmp_path, monkeypatch)
         mesh = make_mesh(pair, pp=this.pp, groups=False)
         with pytest.raises(ValueError, match=words) if words else contextlib.nullcontext():
             fits.check_memory(this, mesh, 100, pair)
+
+
+def test_a_batch_too_large_for_a_cpu_is_refused_with_one_that_fits(monkeypatch, capsys):
+    """The kernel would kill the run without a line."""
+    mesh = make_mesh(World())
+    monkeypatch.setattr(fits, "host_memory", lambda: 2 * 2**30)
+    monkeypatch.setattr(fits, "available_memory", lambda: 2**29)
+    for flags in (["--micro-batch=300"], ["gpt2", "--micro-batch=1", "--seq-len=8192"],
+                  ["--micro-batch=301", "--global-batch=602"]):
+        with pytest.raises(ValueError, match=r"^a step of --micro-batch \d+ .* has 2.0 GiB; try") as e:
+            fits.check_activations(parse(flags), mesh, 4096, World(), 0)
+        hint = re.search(r"--micro-batch \d+$", str(e.value))
+        assert ("gpt2" in flags) == (hint is None)
+        if hint:
+            fits.check_activations(parse([*flags, *hint[0].split()]), mesh, 4096, World(), 0)
+    assert "may kill the run" in capsys.readouterr().err
+    fits.check_activations(parse(["--micro-batch=1"]), mesh, 256, World(), 0)
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lines,files,want", [

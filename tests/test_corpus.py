@@ -285,7 +285,7 @@ def test_killed_and_resumed_is_byte_identical(tmp_path, capsys, monkeypatch):
         before = kept[-1]
     process = start(folder, sources, 5_000, 1)
     out, err = process.communicate(timeout=240)
-    assert process.returncode == 0 and err == "" and " units are kept from an earlier run" in out
+    assert process.returncode == 0 and err == "" and " pieces are kept from an earlier run" in out
     assert kept[-1] <= int(out.split(" of ")[0]) < 200  # of 211
     again = shards.load_meta(folder / "x")
     assert again["shards"] == meta["shards"] and again["tokenizer_sha256"] == meta["tokenizer_sha256"]

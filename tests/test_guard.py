@@ -453,7 +453,7 @@ def test_a_run_in_a_notebook_prints_and_gives_back_what_it_took(tmp_path, monkey
         train.main(["tiny", "--stepz", "3"])
     assert refused.value.code == 2 and [signal.getsignal(s) for s in stop] == handlers
     assert (sys.stdout, sys.stderr) == streams
-    assert "step=2 loss=" in streams[0].text and "done after step 2" in streams[0].text
+    assert "step=2/" in streams[0].text and "done after step 2" in streams[0].text
     assert streams[1].text.count("\n") == 1 and "--" not in streams[1].text.replace(" --", "")
     assert streams[1].text.startswith("nanoshard: Unrecognized options: --stepz"), streams[1].text
 

@@ -8,6 +8,7 @@ change of what is printed must be intended. If it is, write the file again and r
 import contextlib
 import io
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +28,7 @@ from runtime import log, timing
 from runtime.launch import World
 from skip import Ranges
 
+os.environ["COLUMNS"] = "100"  # the terminal in which the lines are folded
 STORED = Path(__file__).with_name("printed.txt")
 
 
@@ -151,6 +153,7 @@ def run_pages():
     pages = {"a row": log.format_row(row), "a bare row": log.format_row(bare),
              "a row of graphs": log.format_row({**bare, "graph_share": 1.0, "redone_share": 0.0}),
              "a row with other steps": log.format_row({**bare, "graph_share": 0.875, "redone_share": 0.1}),
+             "a row with the time left": log.format_row({**row, "tokens": 1234567}, 400, 4567.8),
              "a row of one GPU": log.format_row({**bare, "ms": 12.34, "tok_s": 9.0, "tok_s_gpu": 9.0,
                                                  "mem_gb": 1.0}),
              "a row of a CPU": log.format_row({**bare, "ms": 3.0, "tok_s": 9.0, "tok_s_gpu": 3.0}),
@@ -208,7 +211,8 @@ def clock_pages(cfg):
         phases += [log.phase_times(off, 1, mesh), off.spans]
     cpu = make_mesh(World(), groups=False)
     two = make_mesh(World(size=2), groups=False)
-    with mock.patch("torch.get_num_threads", lambda: 2):
+    times = {torch.bfloat16: 3.0, torch.float16: 10.0, torch.float64: 2.0}
+    with mock.patch("torch.get_num_threads", lambda: 2), mock.patch.object(timing, "times_slower", times.get):
         slow = [timing.slow_on_cpu(Config(dtype=dtype, steps=steps, seq_len=2048), mesh, flops, where)
                 for dtype, steps, mesh, flops, where in (
                     ("fp32", 1000, cpu, 1e8, device), ("fp32", 1000, two, 2e8, device),

@@ -168,7 +168,8 @@ def test_a_run_leaves_its_page_also_after_a_stop_and_never_fails_for_it(tmp_path
     got = session(World(), [*flags, f"--out={tmp_path / 'a'}"], {1: signal.SIGTERM})
     said = "".join(elements_of((tmp_path / "a" / "report.html").read_text()).itertext())
     assert got["code"] == 85 and "stopped by SIGTERM after step 1" in said and "busiest expert" in said
-    assert "report.html" in got["out"].splitlines()[-1]
+    *_, held, again = got["out"].splitlines()
+    assert "report.html" in held and again.startswith("to go on, type: ") and "--resume auto" in again
     got = session(World(), [*flags, "--no-report", f"--out={tmp_path / 'b'}"])
     assert got["code"] == 0 and not (tmp_path / "b" / "report.html").exists()
     (tmp_path / "c" / "report.html" / "x").mkdir(parents=True)

@@ -56,7 +56,7 @@ def test_the_time_that_is_left_follows_from_the_sizes_of_the_units(tmp_path, mon
     progress.start = progress.last_shown = build.time.time() - 100
     monkeypatch.setattr(build.time, "time", lambda: progress.start + 100)
     progress.unit_done(1, 10**6)
-    assert lines == ["encoded 1 MB, 1 of 3 units, 1 workers, 0.0 MB/s, 5:00 left"]
+    assert lines == ["encoded 1 MB, 1 of 3 pieces, 1 workers, 0.0 MB/s, 5:00 left"]
 
     made = []
 

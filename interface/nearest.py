@@ -1,0 +1,254 @@
+"""The nearest configuration that fits everything at once: what to type in the place of flags that do not fit.
+
+    fix         the changes of the flags after which every check passes, and the command that starts them
+    with_fix    a context that ends the message of a misfit with them
+    needed      how many ranks the flags ask for
+    command     the command line that starts a number of ranks
+
+A check says what is wrong first, and one thing to try, which may lead to the next misfit. The search here
+changes up to three flags at once. It takes the change that is smallest, by the ratio of the numbers, and asks
+the same checks whether it fits.
+"""
+import contextlib
+import itertools
+import math
+import shlex
+from types import SimpleNamespace
+
+from config import RANGES, ceil_div, check_experts, check_heads, check_masked_model
+from interface.layout import balanced_counts, check_layout, check_ranks
+
+CHANGE = 0.4     # what another changed flag costs, in the units of a ratio's logarithm
+MOST_TRIES = 10_000
+MOST_VALUES = (64, 16, 8)  # how many values of a flag are tried where one, two, three flags change
+# What a change costs: its ratio's logarithm times this. A layout changes first: the model stays the same.
+LAYOUT = {"tp": 0.3, "cp": 0.3, "pp": 0.3, "ep": 0.3, "pp_chunks": 0.3}
+WEIGHTS = {
+    "n_embd": 1.0, "n_head": 1.0, "n_kv_head": 1.0, "ffn_hidden": 1.0, "seq_len": 1.0, "n_layer": 2.0,
+    "micro_batch": 1.0, "global_batch": 1.0, "n_experts": 1.0, "top_k": 1.0, **LAYOUT,
+}
+# Another word in the place of one: its cost.
+WORDS = {
+    "zero": {1: 0.2, 2: 0.1, 0: 0.3}, "recompute": {"full": 0.1}, "router": {"softmax": 0.3, "sigmoid": 0.6},
+    "pos": {"learned": 1.2},
+}
+# What the checks read besides.
+SEEN = ("head_dim", "bias", "qkv_bias", "rope_scaling", "objective", "window", "vocab_size", "prompt",
+        "n_shared_experts", "router_bias_rate", "ep_slack", "pdb", "rampup_batch_size", "pp_layers")
+
+
+# -----------------------------------------------------------------------------
+# Whether flags fit
+
+def needed(flags):
+    """Return the least number of ranks on which the layout of the flags is possible."""
+    model = flags.tp * flags.cp * flags.pp
+    stage = flags.tp * flags.cp
+    return model * (math.lcm(stage, flags.ep) // stage)
+
+
+def sizes(flags, ranks):
+    """Return the sizes of a mesh of `ranks` ranks. ValueError: the ranks do not divide."""
+    dp = check_ranks(ranks, flags.tp, flags.pp, flags.ep, flags.n_experts, flags.cp)
+    named = {"world": ranks, "stage": ranks // flags.pp, "dp": dp, "tp": flags.tp, "cp": flags.cp,
+             "pp": flags.pp, "ep": flags.ep}
+    return SimpleNamespace(**{name: SimpleNamespace(size=size) for name, size in named.items()})
+
+
+def check_all(flags, ranks):
+    """Raise the ValueError of the checks of model and layout if flags do not fit each other and the ranks."""
+    check_heads(flags)
+    if flags.objective == "mlm":
+        check_masked_model(flags)
+    check_experts(flags)
+    mesh = sizes(flags, ranks)
+    check_layout(flags, mesh, flags.global_batch or flags.micro_batch * mesh.dp.size)
+
+
+def fits(flags, ranks):
+    """Whether all of check_all() passes. ranks: None is the number that the flags ask for."""
+    try:
+        check_all(flags, ranks or needed(flags))
+    except ValueError:
+        return False
+    return True
+
+
+# -----------------------------------------------------------------------------
+# The search
+
+def candidates(flags, ranks):
+    """Return {flag: [(cost, value)]}, cheapest first: what each flag might be instead."""
+    found = {}
+    for name, weight in WEIGHTS.items():
+        value = getattr(flags, name)
+        if not value or name == "top_k" and not flags.n_experts or name in LAYOUT and value == 1:
+            continue
+        low, high = RANGES[name]
+        values = {v for v in values_near(flags, name, ranks) if max(1, low) <= v <= high and v != value}
+        found[name] = sorted((weight * abs(math.log(v / value)), v) for v in values)
+    if not flags.n_experts and (flags.ep > 1 or flags.n_shared_experts):  # flags of experts, and no expert
+        found["n_experts"] = sorted((0.1 * abs(math.log(v / 8)), v) for v in {8, flags.ep, 2 * flags.ep})
+    for name, costs in WORDS.items():
+        value = getattr(flags, name)
+        if (name, value) != ("recompute", "none"):
+            found[name] = sorted((cost, word) for word, cost in costs.items() if word != value)
+    stages = flags.pp * flags.pp_chunks
+    if flags.pp_layers and stages <= flags.n_layer:
+        found["pp_layers"] = [(0.1, ",".join(map(str, balanced_counts(flags.n_layer, stages))))]
+    return found
+
+
+def values_near(flags, name, ranks):
+    """Return values near that of a flag: all near a small one, near a large one multiples of what must divide
+    it."""
+    value = getattr(flags, name)
+    if name in LAYOUT:
+        return {size for size in range(1, 2 * value + 1) if (ranks or 64) % size == 0}
+    if value <= 32:
+        return set(range(1, 2 * value + 1))
+    ranks = ranks or needed(flags)
+    units = {1, 2, 4, 8, 16, 32, 64, 128, flags.n_head, 2 * flags.n_head, flags.n_kv_head, flags.tp,
+             2 * flags.cp, 2 * flags.cp * flags.tp, flags.micro_batch, flags.micro_batch * ranks, flags.pp,
+             flags.ep, ceil_div(flags.micro_batch * ranks, flags.tp * flags.pp * flags.cp)}
+    values = set()
+    for unit in units:
+        below = value // unit * unit
+        values |= {below - unit, below, below + unit}
+    return values
+
+
+def search(flags, ranks):
+    """Return {flag: value}, the cheapest changes after which the flags fit; {} if there are none near.
+
+    flags: a Config. ranks: their number, or None if it may follow from the flags. Where more than three flags
+    must change, those of the model alone come first, then those of the layout.
+    """
+    best = cheapest(flags, ranks)
+    if best:
+        return best
+    own = {name: getattr(flags, name) for name in (*WEIGHTS, *WORDS, *SEEN)}
+    alone = {**own, **dict.fromkeys(LAYOUT, 1), "global_batch": 0, "rampup_batch_size": (), "pp_layers": ""}
+    of_model = {}
+    if not fits(SimpleNamespace(**alone), 1):
+        of_model = cheapest(SimpleNamespace(**alone), 1)
+    changed = SimpleNamespace(**{**own, **of_model})
+    if of_model and fits(changed, ranks):
+        return of_model
+    of_layout = cheapest(changed, ranks) if of_model else {}
+    return {**of_model, **of_layout} if of_layout else {}
+
+
+def cheapest(flags, ranks):
+    """Return the cheapest changes of at most three flags, as search() does; {} if there are none."""
+    own = {name: getattr(flags, name) for name in (*WEIGHTS, *WORDS, *SEEN)}
+    found = candidates(flags, ranks)
+    tries = itertools.count()
+    best_cost, best = math.inf, {}
+
+    def extend(changes, cost, left, depth, most):
+        nonlocal best_cost, best
+        for i, name in enumerate(left):
+            for extra, value in found[name][:most]:
+                total = cost + extra + CHANGE
+                if total + CHANGE * (depth - 1) >= best_cost or next(tries) > MOST_TRIES:
+                    break
+                changed = {**changes, name: value}
+                if depth > 1:
+                    extend(changed, total, left[i + 1:], depth - 1, most)
+                elif fits(SimpleNamespace(**{**own, **changed}), ranks):
+                    best_cost, best = total, changed
+
+    for depth, most in enumerate(MOST_VALUES, 1):
+        extend({}, 0.0, list(found), depth, most)
+    return best
+
+
+# -----------------------------------------------------------------------------
+# What is said
+
+def as_flags(changes):
+    """Return {flag: value} as it is typed."""
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changes.items())
+
+
+def command(ranks, argv, starter="mpiexec", program="train.py"):
+    """Return the command that starts a program on `ranks` ranks. starter: torchrun, srun, or any other."""
+    program = shlex.join([program, *argv])
+    if starter == "torchrun":
+        return f"torchrun --nproc-per-node {ranks} {program}"
+    return f"{'srun' if starter == 'srun' else 'mpiexec'} -n {ranks} python {program}"
+
+
+def change_words(argv, changes):
+    """Return argv with the values of {flag: value} in the place of its own."""
+    argv = list(argv)
+    for name, value in changes.items():
+        flag = f"--{name.replace('_', '-')}"
+        kept = []
+        words = iter(argv)
+        for word in words:
+            if word.replace("_", "-") == flag:
+                next(words, None)
+            elif word.partition("=")[0].replace("_", "-") != flag:
+                kept.append(word)
+        argv = [*kept, flag, str(value)]
+    return argv
+
+
+def fix(flags, ranks=None):
+    """Return the flags to type in the place of those that do not fit, or "" if none near do."""
+    return as_flags(search(flags, ranks))
+
+
+@contextlib.contextmanager
+def with_fix(flags, ranks=None, again=None):
+    """End the message of a misfit, a ValueError of the body, with the nearest flags that fit everything.
+
+    again: a function that returns the command for another number of ranks, for ranks that do not divide.
+    """
+    try:
+        yield
+    except ValueError as e:
+        said = misfit(flags, ranks)
+        if said != str(e):  # something else is wrong
+            raise
+        what, _, _ = said.partition("; ")
+        fixes = []
+        if again is not None and "ranks do not divide" in what:
+            others = sorted(range(1, 2 * ranks + 1), key=lambda n: abs(math.log(n / ranks)))
+            fixes = [f"start {n}: {again(n)}" for n in others if fits(flags, n)][:1]
+        nearest = fix(flags, ranks)
+        if nearest:
+            fixes.append(f"try {nearest}")
+        if not fixes:
+            raise
+        raise ValueError(f"{what}; {'; or '.join(fixes)}") from None
+
+
+def misfit(flags, ranks):
+    """Return what check_all() says is wrong, or ""."""
+    try:
+        check_all(flags, ranks or needed(flags))
+    except ValueError as e:
+        return str(e)
+    return ""
+
+
+def check_alone(flags, argv):
+    """Raise ValueError if one process is started for a layout of several ranks: say what starts them."""
+    ranks = needed(flags)
+    if ranks == 1:
+        return
+    asked = {name: getattr(flags, name) for name in ("tp", "cp", "pp", "ep") if getattr(flags, name) > 1}
+    what = f"{as_flags(asked)} needs {ranks} ranks, and one process is started"
+    wrong = misfit(flags, ranks)
+    if wrong:
+        changes = search(flags, None)
+        if not changes:
+            raise ValueError(wrong)
+        wrong, _, _ = wrong.partition("; ")
+        argv = change_words(argv, changes)
+        ranks = needed(SimpleNamespace(**{**vars(flags), **changes}))
+        what = f"{what}, where {wrong}"
+    raise ValueError(f"{what}; start {ranks}: {command(ranks, argv)}")

@@ -1,0 +1,142 @@
+"""A path that is not there, or not what it should be: which one is meant, and the command that makes it.
+
+    meant_data     a data set of prepare.py
+    meant_run      the directory of a run of train.py; meant_checkpoint: a step_N in it
+    meant_file     a file
+
+Each returns the end of an error message, beginning with what to type. Names of other folders are printed:
+the caller escapes them (command_line.one_line does).
+"""
+import difflib
+import re
+import shlex
+from pathlib import Path
+
+MOST_NAMES = 3  # paths that a message names
+MOST_ENTRIES = 2000  # of a folder that is looked through
+
+
+def entries(folder):
+    """Return the paths in a folder, at most MOST_ENTRIES; [] if it cannot be read."""
+    found = []
+    try:
+        for path in Path(folder).iterdir():
+            found.append(path)
+            if len(found) == MOST_ENTRIES:
+                break
+    except OSError:
+        return []
+    return sorted(found)
+
+
+def is_data(folder):
+    """Whether a folder holds a data set."""
+    return (folder / "meta.json").is_file() and (folder / "tokenizer.json").is_file()
+
+
+def is_run(folder):
+    """Whether a folder holds a run, or what convert.py imported."""
+    return (folder / "config.json").is_file()
+
+
+def safe(test, path):
+    """Return test(path), or False where the path cannot be looked at."""
+    try:
+        return test(path)
+    except OSError:
+        return False
+
+
+def close_paths(path, home, test):
+    """Return the paths that pass a test and resemble `path`, the most similar first.
+
+    home: the folder in which such paths lie by default. What lies in `path` itself comes first.
+    """
+    path = Path(path)
+    inside = [entry for entry in entries(path) if safe(test, entry)] if path.is_dir() else []
+    if inside:
+        return inside[:MOST_NAMES]
+    around = {}
+    for folder in (path.parent, Path(home)):
+        for entry in entries(folder):
+            around.setdefault(entry.name, entry)
+    close = difflib.get_close_matches(path.name, around, 20, 0.6)
+    exact = [path.name] if path.name in around else []
+    found = [around[name] for name in dict.fromkeys([*exact, *close])]
+    return [entry for entry in found if entry != path and safe(test, entry)][:MOST_NAMES]
+
+
+def listed(paths):
+    """Return paths as they are offered: A, B or C."""
+    names = [shlex.quote(str(path)) for path in paths]
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def make_data(folder, source=None):
+    """Return the command that makes the data set `folder`, and the --data to give where that is another."""
+    folder = Path(folder)
+    name = folder.name or "my-text"
+    words = ["stdlib"] if name == "stdlib" and source is None else [source or "FILE...", "--name", name]
+    home = folder.parent
+    made = folder
+    if str(home) == ".":  # a bare name: prepare.py makes data/NAME
+        made = Path("data", name)
+    elif home != Path("data"):
+        words += ["--out", str(home)]
+    typed = " ".join(word if word == "FILE..." else shlex.quote(word) for word in words)
+    then = "" if made == folder else f", then --data {shlex.quote(str(made))}"
+    return f"make it with: python prepare.py {typed}{then}"
+
+
+def meant_data(folder):
+    """Return what to type for the data set `folder`, which is not there."""
+    path = Path(folder)
+    if path.is_file():
+        name = path.stem if path.stem and path.stem[0].isalnum() else "my-text"
+        return f"it is a file: {make_data(name, str(folder))}"
+    close = close_paths(path, "data", is_data)
+    if close and path.is_dir():
+        return f"give --data {listed(close)}"
+    if close:
+        return f"give --data {listed(close)}, or {make_data(path)}"
+    if path.is_dir() and str(path) in ("data", "."):
+        return make_data("data/stdlib") + ", then --data data/stdlib"
+    for text in (path.with_suffix(".txt"), path / "input.txt", Path("data", path.name, "input.txt")):
+        if text.is_file():
+            return make_data(path, str(text))
+    return make_data(path)
+
+
+def meant_run(run):
+    """Return what to type for the run `run`, which is not there."""
+    path = Path(run)
+    if path.name.startswith("step_") and steps_of(path.parent):
+        return f"that run has {listed(steps_of(path.parent)[-MOST_NAMES:])}"
+    close = close_paths(path, "out", is_run)
+    if close:
+        return f"perhaps {listed(close)} is meant"
+    runs = [entry for entry in entries("out") if safe(is_run, entry)]
+    if runs:
+        return f"give the --out directory of a run of train.py: {listed(runs[-MOST_NAMES:])}"
+    return "give the --out directory of a run of train.py"
+
+
+def meant_checkpoint(path):
+    """Return what to type for a directory that is there and is no checkpoint of a run; or ""."""
+    path = Path(path)
+    if steps_of(path):
+        return f"give {steps_of(path)[-1]}, or --resume auto --out {path}"
+    if any(path.glob("model*")):
+        return "use python convert.py import for models of others"
+    return ""
+
+
+def steps_of(run):
+    """Return the checkpoints of a run, the newest last."""
+    return [entry for entry in entries(run) if re.fullmatch("step_[0-9]+", entry.name)]
+
+
+def meant_file(path):
+    """Return "; perhaps X is meant" for a file that is not there, or ""."""
+    close = close_paths(path, ".", Path.is_file)
+    return f"; perhaps {listed(close)} is meant" if close else ""

@@ -1,0 +1,64 @@
+"""How far a run is: the time that is left, and a line before anything that keeps it silent for long."""
+import time
+
+from interface.files import folded
+from interface.terminal import clock
+
+SILENT = 5.0  # seconds: what takes longer is announced
+FORWARD = 1 / 3  # of a step's time, roughly: an evaluation does forwards only
+
+
+class Progress:
+    """What rank 0 prints about time. Other ranks print nothing.
+
+    first_step: the number of the first step of this start, which also compiles and warms up.
+    """
+
+    def __init__(self, cfg, is_main, first_step):
+        self.cfg = cfg
+        self.is_main = is_main
+        self.first_step = first_step
+        self.began = None      # when the first step was done
+        self.step_seconds = 0.0
+        self.evaluation = 0.0  # seconds that the last one took
+        self.evaluation_began = 0.0
+
+    def left(self, number):
+        """Return the seconds until the last step, by the mean of all since the first, or None."""
+        now = time.monotonic()
+        if self.began is None:
+            self.began = now
+        if number == self.first_step:
+            return None
+        per_step = (now - self.began) / (number - self.first_step)
+        return per_step * (self.cfg.steps - number)
+
+    def step_took(self, number, seconds):
+        """Announce the next line if it comes late. seconds: what this step took."""
+        self.step_seconds = seconds
+        if number != self.first_step + 1:
+            return
+        next_line = self.next_line(number)
+        wait = (next_line - number) * seconds
+        if wait > SILENT:
+            self.say(f"  a step takes about {seconds:.1f} s: the next line comes at step {next_line}, in "
+                     f"about {clock(wait)}; --log-every 1 prints each step")
+
+    def next_line(self, number):
+        """Return the next step after `number` that is logged."""
+        every = [n for n in (self.cfg.log_every, self.cfg.eval_every) if n]
+        return min(self.cfg.steps, *(number // n * n + n for n in every))
+
+    def evaluation_begins(self, n_batches):
+        """Announce an evaluation that takes long, by the one before or else by the steps."""
+        self.evaluation_began = time.monotonic()
+        seconds = self.evaluation or n_batches * self.step_seconds * FORWARD
+        if seconds > SILENT:
+            self.say(f"  evaluates {n_batches} batches, about {clock(seconds)}; --eval-iters says how many")
+
+    def evaluation_ends(self):
+        self.evaluation = time.monotonic() - self.evaluation_began
+
+    def say(self, text):
+        if self.is_main:
+            print(folded(text), flush=True)

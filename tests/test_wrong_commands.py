@@ -1,0 +1,316 @@
+"""A hundred wrong commands of people who come from nanoGPT, nanochat, Hugging Face, Megatron-LM and torchrun.
+
+Each is typed into the program's main() in one process, in a folder with a text, a data set and a run. It must
+end with exit code 2 and one line that names the fix. Where a row has the fix as a command, the command is
+typed, too, and must be accepted.
+"""
+import contextlib
+import io
+import typing
+from pathlib import Path
+
+import pytest
+from runs import assert_refused, session
+
+import convert
+import plan
+import plot
+import prepare
+import sample
+from config import Config
+from interface import nearest, words
+from interface.command_line import parse, wrong_input
+from runtime.launch import World
+
+
+def read_flags(argv):
+    """Do what train.py does first with the flags of one process."""
+    with wrong_input():
+        nearest.check_alone(parse(argv), argv)
+
+
+MAIN = {"train.py": read_flags, "prepare.py": prepare.main, "sample.py": sample.main, "plot.py": plot.main,
+        "convert.py": convert.main, "plan.py": plan.main}
+MPI = "mpiexec -n"
+
+# The command without python; words that its line must have; the fixed command of train.py, or ""
+WRONG = [
+    # A launcher that was forgotten, or that stands behind the program
+    ("train.py --tp 2", f"{MPI} 2 python train.py --tp 2", ""),
+    ("train.py --pp 2 --steps 5", f"{MPI} 2 python train.py --pp 2 --steps 5", ""),
+    ("train.py --cp 2", f"{MPI} 2 python train.py --cp 2", ""),
+    ("train.py --tp 2 --pp 2", f"{MPI} 4 python train.py --tp 2 --pp 2", ""),
+    ("train.py tiny-moe --ep 4", f"{MPI} 4 python train.py tiny-moe --ep 4", ""),
+    ("train.py --tp 3", f"n-head 4 does not divide by tp 3; start 4: {MPI} 4 python train.py --tp 4", ""),
+    ("train.py --pp 5", f"{MPI} 4 python train.py --pp 4", ""),
+    ("train.py -n 3", f"{MPI} 3 python train.py", "train.py"),
+    ("train.py -np 2 --tp 2", f"{MPI} 2 python train.py --tp 2", ""),
+    ("train.py --nproc_per_node=2 --tp 3", f"{MPI} 2 python train.py --tp 2", ""),
+    ("train.py --nproc-per-node 8 --zero 1", f"{MPI} 8 python train.py --zero 1", "train.py --zero 1"),
+    ("train.py --nnodes 2 --node_rank 0", "--nnodes, --node_rank starts the ranks, before the program", ""),
+    ("train.py --standalone --nproc_per_node 4", f"{MPI} 4 python train.py", "train.py"),
+    ("train.py --local_rank 0", "before the program", "train.py"),
+    ("train.py --num_processes 2 --steps 3", f"{MPI} 2 python train.py --steps 3", ""),
+    ("train.py -n 2 --fp16", "--dtype fp16", ""),
+    # nanoGPT
+    ("train.py config/train_shakespeare_char.py", "train.py shakespeare-char --steps 100",
+     "train.py shakespeare-char --steps 100"),
+    ("train.py config/train_gpt2.py", "train.py gpt2", "train.py gpt2"),
+    ("train.py --block_size=64", "--seq-len", "train.py --seq-len 64"),
+    ("train.py --batch_size=12", "--micro-batch", "train.py --micro-batch 12"),
+    ("train.py --max_iters 2000", "--steps", "train.py --steps 2000"),
+    ("train.py --device=cpu", "CUDA_VISIBLE_DEVICES=-1", ""),
+    ("train.py --eval_interval 10", "--eval-every", "train.py --eval-every 10"),
+    ("train.py --eval_only=True", "leave it out", "train.py"),
+    ("train.py --out_dir=out-x", "--out", "train.py --out out-x"),
+    ("train.py --dataset=chars", "--data", "train.py --data data/chars"),
+    ("train.py --gradient_accumulation_steps 5", "--global-batch", "train.py --global-batch 40"),
+    ("train.py --learning_rate=1e-3 --lr_decay_iters=9", "--decay-steps",
+     "train.py --lr 1e-3 --decay-steps 9"),
+    ("train.py --init_from=resume", "--resume auto", "train.py --resume auto"),
+    ("train.py --init_from gpt2", "convert.py import gpt2_DIR --out out/gpt2", ""),
+    ("train.py --init_from=scratch", "leave it out", "train.py"),
+    ("train.py --decay_lr False", "--min-lr", "train.py --lr 1e-3 --min-lr 1e-3"),
+    ("train.py --wandb_log=True", "--wandb online", "train.py --wandb online"),
+    ("train.py --dtype=float16", "--dtype fp16", "train.py --dtype fp16"),
+    ("train.py --always_save_checkpoint", "leave it out", "train.py"),
+    ("train.py --n_layers 3", "--n-layer", "train.py --n-layer 3"),
+    ("train.py --backend nccl", "leave it out", "train.py"),
+    ("train.py --grad_clip=0.5", "--clip", "train.py --clip 0.5"),
+    ("sample.py --out_dir=out/run", "python sample.py out/tiny", ""),
+    ("sample.py out/run --start=hi --num_samples=3", "--start is --prompt here; --num_samples is --n here",
+     ""),
+    ("sample.py out/run --temp 0.5", "--temperature", ""),
+    ("sample.py out/run --max_tokens 5", "--max-new-tokens", ""),
+    ("sample.py out/run --top_p 0.9", "--top-k", ""),
+    ("sample.py out/run --device cpu", "leave it out", ""),
+    ("train.py --start hi", "--prompt", "train.py --prompt hi --data data/chars"),
+    ("train.py --num_samples 3", "sample.py RUN --prompt", ""),
+    # nanochat
+    ("train.py --depth 4", "--n-layer", "train.py --n-layer 4"),
+    ("train.py --device_batch_size=4", "--micro-batch", "train.py --micro-batch 4"),
+    ("train.py --total_batch_size 4096", "--global-batch", "train.py --global-batch 32"),
+    ("train.py --num_iterations=9", "--steps", "train.py --steps 9"),
+    ("train.py --matrix_lr 0.02", "--muon-lr-factor", "train.py --optimizer muon --muon-lr-factor 2"),
+    ("train.py --run=dummy", "--wandb online", ""),
+    ("train.py --target_param_data_ratio 20", "--steps", ""),
+    ("sample.py --model_tag d20", "first word here", ""),
+    # Hugging Face
+    ("train.py --fp16", "--dtype fp16", "train.py --dtype fp16"),
+    ("train.py --bf16 True", "--dtype bf16", "train.py --dtype bf16"),
+    ("train.py --num_train_epochs 3", "--steps", ""),
+    ("train.py --per_device_train_batch_size 4", "--micro-batch", "train.py --micro-batch 4"),
+    ("train.py --gradient_checkpointing", "--recompute full", "train.py --recompute full"),
+    ("train.py --resume_from_checkpoint out/run", "--resume", ""),
+    ("train.py --model_name_or_path x", "--init-from", ""),
+    ("train.py --report_to wandb", "--wandb online", "train.py --wandb online"),
+    ("train.py --warmup_ratio 0.1", "--warmup", "train.py --warmup 40"),
+    ("train.py --fsdp full_shard", "--zero 3", "train.py --zero 3"),
+    ("train.py --deepspeed ds.json", "--zero 1, 2 or 3", "train.py --zero 2"),
+    ("train.py --torch_dtype bfloat16", "--dtype bf16", "train.py --dtype bf16"),
+    ("train.py --save_total_limit 2", "--keep", "train.py --keep 2"),
+    ("train.py --optim adamw_torch", "--optimizer adamw", "train.py --optimizer adamw"),
+    ("train.py --lr_scheduler_type constant", "--min-lr", ""),
+    ("train.py gpt2-medium", "gpt2", "train.py gpt2"),
+    ("convert.py --model_name_or_path x", "convert.py import MODEL_DIR --out DIR", ""),
+    ("prepare.py --train_file input.txt", "python prepare.py FILE... --name NAME", ""),
+    # Megatron-LM
+    ("train.py --tensor-model-parallel-size 2", "--tp", ""),
+    ("train.py --pipeline-model-parallel-size 2", "--pp", ""),
+    ("train.py --use-distributed-optimizer", "--zero 1", "train.py --zero 1"),
+    ("train.py --sequence-parallel", "leave it out", "train.py"),
+    ("train.py --micro-batch-size 4 --global-batch-size 8", "--global-batch-size is --global-batch here",
+     "train.py --micro-batch 4 --global-batch 8"),
+    ("train.py --seq-length 64 --hidden-size 64", "--hidden-size is --n-embd",
+     "train.py --seq-len 64 --n-embd 64"),
+    ("train.py --num-layers-per-virtual-pipeline-stage 1", "--pp-chunks", ""),
+    ("train.py --recompute-granularity selective", "--recompute", "train.py --recompute selective"),
+    ("train.py --num-experts 8 --moe-router-topk 2", "--moe-router-topk is --top-k",
+     "train.py --n-experts 8 --top-k 2"),
+    ("train.py --swiglu", "--mlp swiglu", "train.py --mlp swiglu"),
+    ("train.py --normalization RMSNorm", "--norm rms", "train.py --norm rms"),
+    ("train.py --vocab-file v.json", "prepare.py FILE... --name NAME --tokenizer", ""),
+    ("train.py --data-path data/chars", "--data", "train.py --data data/chars"),
+    ("train.py --exit-duration-in-mins 5", "--max-minutes", "train.py --max-minutes 5"),
+    # paths
+    ("train.py --data chars", "--data data/chars", "train.py --data data/chars"),
+    ("train.py --data data/chras", "--data data/chars", "train.py --data data/chars"),
+    ("train.py --data data/", "--data data/chars", "train.py --data data/chars"),
+    ("train.py --data input.txt", "python prepare.py input.txt --name input, then --data data/input", ""),
+    ("train.py --data nowhere", "python prepare.py FILE... --name nowhere, then --data data/nowhere", ""),
+    ("train.py --data data/chars --resume out/rum", "out/run", ""),
+    ("train.py --data data/chars --resume out/run", "out/run/step_000002", ""),
+    ("train.py input.txt", "python prepare.py input.txt --name input, then --data data/input", ""),
+    ("train.py data/chars", "--data data/chars", "train.py --data data/chars"),
+    ("train.py out/run", "--config out/run", ""),
+    ("train.py out/run/config.json", "--config out/run/config.json", ""),
+    ("train.py --config out/rum", "out/run", ""),
+    ("sample.py out/rum", "out/run", ""),
+    ("sample.py run", "out/run", ""),
+    ("sample.py out", "out/run", ""),
+    ("plot.py out/rum", "out/run", ""),
+    ("convert.py export out/rum --out x", "out/run", ""),
+    ("prepare.py inptu.txt --name x", "input.txt", ""),
+    ("prepare.py input.txt --name x --tokenizer data/chras", "data/chars", ""),
+    # sizes and shapes
+    ("train.py --n-embd 190 --n-head 6", "--n-embd 192", "train.py --n-embd 192 --n-head 6"),
+    ("train.py --n-embd 100", "--n-embd 104", "train.py --n-embd 104"),
+    ("train.py --n-head 5", "--n-head 4", "train.py --n-head 4"),
+    ("train.py --n-head 8 --n-kv-head 3", "--n-kv-head 4", "train.py --n-head 8 --n-kv-head 4"),
+    ("train.py --global-batch 15", "--global-batch 16", "train.py --global-batch 16"),
+    ("train.py --n-experts 4 --top-k 9", "--top-k 4", "train.py --n-experts 4 --top-k 4"),
+    ("train.py --pp-chunks 2", "--pp-chunks 1", "train.py --pp-chunks 1"),
+    ("train.py --ep 2", "--n-experts 8", ""),
+    ("plan.py gpt2 --gpus 8 --tp 8", "--tp 4", ""),
+    ("plan.py gpt2 --nnodes 2", "--gpus", ""),
+    ("plan.py gpt2 --num_gpus 2", "--gpus", ""),
+    # slips
+    ("train.py shakespeare_char", "shakespeare-char", "train.py shakespeare-char"),
+    ("train.py tinny", "tiny", "train.py tiny"),
+    ("train.py --n-layer 3 gpt2", "a preset is the first word: train.py gpt2", "train.py gpt2 --n-layer 3"),
+    ("train.py n_layer=3", "--n-layer 3", "train.py --n-layer 3"),
+    ("train.py --resume", "--resume auto", "train.py --resume auto"),
+    ("train.py --stepz 3", "--steps", "train.py --steps 3"),
+    ("train.py --blocksize 64", "--seq-len", "train.py --seq-len 64"),
+    ("prepare.py input.txt --name x --seed 1 --batch_size 3", "flag of train.py", ""),
+    ("plot.py out/run --logy", "--log", ""),
+    ("prepare.py input.txt", "--name NAME", ""),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a text, config/train_*.py, the data set data/chars and the run out/run."""
+    home = tmp_path_factory.mktemp("home")
+    with contextlib.chdir(home), contextlib.redirect_stdout(io.StringIO()):
+        Path("input.txt").write_text("A text of some words.\n" * 400)
+        Path("config").mkdir()
+        for name in ("train_shakespeare_char", "train_gpt2"):
+            Path("config", f"{name}.py").write_text("out_dir = 'x'\n")
+        prepare.main(["input.txt", "--name=chars", "--tokenizer=char"])
+        small = ("--data=data/chars --steps=2 --n-layer=1 --n-embd=16 --ffn-hidden=16 --seq-len=16 "
+                 "--out=out/run --no-plot --no-report --eval-iters=1")
+        done = session(World(), small.split())
+        assert done["code"] == 0, done["err"]
+    return home
+
+
+def typed(command):
+    """Return {"code", "err"} of a command, which runs in this process."""
+    program, *argv = command.split()
+    code = 0
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            MAIN[program](argv)
+        except SystemExit as leaving:
+            code = leaving.code
+    if program == "train.py" and code == 0:  # the flags are right: what they name is not
+        return session(World(), argv)
+    return {"code": code, "err": err.getvalue()}
+
+
+@pytest.mark.parametrize("rows", [WRONG[::5], pytest.param(WRONG, marks=pytest.mark.long)],
+                         ids=["some", "all"])
+def test_a_hundred_wrong_commands_name_their_fix(rows, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    before = files_here()
+    failed = []
+    for command, fix, _ in rows:
+        try:
+            assert_refused(typed(command), fix)
+        except AssertionError as e:
+            failed.append(f"{command}: {e}")
+    assert not failed, "\n".join(failed)
+    assert len(WRONG) >= 100
+    assert files_here() == before, "a refused command leaves nothing behind"
+
+
+def files_here():
+    """Return all paths, without the folder in which prepare.py may go on."""
+    return sorted(str(path) for path in Path().rglob("*") if "data/x" not in str(path))
+
+
+FIXED = [fix for _, _, fix in WRONG if fix]
+
+
+@pytest.mark.parametrize("commands", [FIXED[::12], pytest.param(FIXED, marks=pytest.mark.long)],
+                         ids=["some", "all"])
+def test_the_fixes_are_accepted(commands, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert len(FIXED) > 50
+    for command in commands:
+        argv = command.split()[1:]
+        cfg = parse(argv)
+        nearest.check_alone(cfg, argv)
+        assert nearest.fits(cfg, 1), command
+
+
+def test_a_fixed_command_trains_and_the_run_goes_on(folder, monkeypatch):
+    """The fixes of two rows, typed."""
+    monkeypatch.chdir(folder)
+    small = "--n-layer=1 --seq-len=16 --micro-batch=2 --no-plot --no-report --eval-every=0"
+    flags = [*small.split(), "--data", "data/chars", "--n-embd", "104", "--out=new"]
+    first = session(World(), [*flags, "--steps=1"])
+    again = session(World(), [*flags, "--steps=2", "--resume", "auto"])
+    assert [first["code"], again["code"]] == [0, 0], first["err"] + again["err"]
+    assert "step=2/2 " in again["out"]
+
+
+def test_init_from_takes_the_shape_of_the_checkpoint(folder, monkeypatch):
+    """The run has another width and length than the preset; flags that are typed win."""
+    monkeypatch.chdir(folder)
+    for source in ("out/run", "out/run/step_000002"):
+        cfg = parse([f"--init-from={source}", "--ffn-hidden=32"])
+        assert (cfg.n_layer, cfg.n_embd, cfg.ffn_hidden, cfg.seq_len) == (1, 16, 32, 128)
+    assert parse(["tiny-moe", "--init_from", "out/run"]).n_experts == 8
+    argv = "--init-from out/run --data data/chars --seq-len 16 --steps 1 --out fine --no-plot --no-report"
+    done = session(World(), [*argv.split(), "--eval-every=0", "--micro-batch=2"])
+    assert done["code"] == 0 and "starts from the weights of out/run" in done["out"], done["err"]
+    Path("bare").mkdir()
+    assert parse(["--init-from=bare"]).n_embd == 128
+
+
+def test_each_word_leads_to_a_flag_of_ours():
+    """A word of the table is none of our flags, and its answer is one."""
+    ours = {name for names in words.PROGRAMS.values() for name in names.split()} | set(words.config.FLAGS)
+    for word, flag in words.FLAGS.items():
+        assert flag in ours and word not in words.config.FLAGS, word
+    for program, flags in {"prepare.py": prepare.Flags, "sample.py": sample.Flags, "plot.py": plot.Flags,
+                           "convert.py": convert.Flags, "plan.py": plan.PlanFlags}.items():
+        assert set(words.PROGRAMS[program].split()) <= flags.__dataclass_fields__.keys(), program
+    free = {"wandb": ("online", "off"), "resume": ("auto", "none")}
+    for flag, values in words.VALUES.items():
+        allowed = typing.get_args(Config.__annotations__[flag]) or free[flag]
+        assert set(values.values()) <= set(allowed), flag
+
+
+@pytest.mark.parametrize("ranks,argv,fix", [
+    (3, "--tp 2", "start 4: mpiexec -n 4 python train.py"), (3, "--tp 2", "try --tp 1"),
+    (2, "--global-batch 15", "try --global-batch 16"), (2, "--tp 2 --ffn-hidden 33", "try --ffn-hidden 34"),
+    (2, "--pp 2 --zero 3", "try --zero 2"), (4, "--ep 3 --n-experts 6", "try --ep 2"),
+    (6, "--tp 4 --n-layer 5", "try --tp 2"), (8, "gpt2 --tp 8 --micro-batch 7", "--tp 4")])
+def test_the_nearest_layout_fits_everything(ranks, argv, fix):
+    flags = argv.split()
+    cfg = parse(flags)
+    with pytest.raises(ValueError) as e, \
+            nearest.with_fix(cfg, ranks, again=lambda n: nearest.command(n, flags)):
+        nearest.check_all(cfg, ranks)
+    said = str(e.value)
+    assert fix in said
+    assert nearest.fits(parse(nearest.change_words(flags, nearest.search(cfg, ranks))), ranks)
+
+
+def test_random_misfits_have_a_fix_that_fits():
+    """Also where model and layout are both wrong. A batch that is far too small has none near."""
+    import random
+    draw = random.Random(5)
+    for _ in range(4):
+        sizes = {"n_embd": draw.randint(60, 300), "n_head": draw.randint(1, 12),
+                 "n_kv_head": draw.randint(1, 5), "tp": draw.choice((1, 2, 4)), "pp": draw.choice((1, 2)),
+                 "global_batch": draw.randint(64, 128)}
+        ranks = draw.choice((2, 4, 6, 8))
+        cfg = nearest.SimpleNamespace(**{**vars(parse([])), **sizes})
+        if not nearest.fits(cfg, ranks):
+            changes = nearest.search(cfg, ranks)
+            assert changes, (sizes, ranks)
+            assert nearest.fits(nearest.SimpleNamespace(**{**vars(cfg), **changes}), ranks), (sizes, changes)
