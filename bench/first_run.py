@@ -55,8 +55,8 @@ def printed(rows):
     lines = []
     for row in rows[-2:]:
         val_loss = f" val_loss={row['val_loss']:.4f}" if "val_loss" in row else ""
-        lines.append(f"step={row['step']}/{rows[-1]['step']} loss={row['loss']:.4f}{val_loss} lr={row['lr']:.2e} "
-                     f"gnorm={row['grad_norm']:.3f} ...")
+        lines.append(f"step={row['step']}/{rows[-1]['step']} loss={row['loss']:.4f}{val_loss} "
+                     f"lr={row['lr']:.2e} gnorm={row['grad_norm']:.3f} ...")
     series = [("loss", "", plot.points(rows, "loss")), ("val_loss", "x", plot.points(rows, "val_loss"))]
     with mock.patch.dict(os.environ, TERMINAL):
         lines += [line.rstrip() for line in plot.draw("loss", series).splitlines()]

@@ -21,7 +21,7 @@ from pool import run_ranks
 import checkpoint
 import prepare
 import train
-from runtime import launch
+from runtime import launch, launcher
 
 SHAPE = ["--n-layer=2", "--n-embd=16", "--n-head=2", "--n-kv-head=1", "--ffn-hidden=32", "--seq-len=16",
          "--vocab-size=100"]
@@ -39,7 +39,7 @@ def session(world, argv, plan=None):
     the pool have already started and joined, so main() runs inside them, with these replacements:
         launch.launch     returns the worker's World
         launch.shutdown   does nothing, because the pool leaves the process group
-        launch.started_by says so of the worker's World
+        launcher.started_by says so of the worker's World
         stdout, stderr    are returned as out and err
         SystemExit        is caught, and its code is returned as code
         train.Run         records in steps what each step starts with (see record_steps), and sends
@@ -52,8 +52,8 @@ def session(world, argv, plan=None):
     steps = []
     out, err = text_file(), text_file()
     started_by = ("single" if world.size == 1 else "torchrun"), world.size
-    with mock.patch.multiple(launch, launch=lambda *args: world, shutdown=lambda world: None,
-                             started_by=lambda: started_by), \
+    with mock.patch.multiple(launch, launch=lambda *args: world, shutdown=lambda world: None), \
+            mock.patch.object(launcher, "started_by", lambda: started_by), \
             mock.patch.multiple(train, Run=record_steps(steps, plan), Step=plant_nan(plan)), \
             contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

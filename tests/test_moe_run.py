@@ -268,7 +268,7 @@ def train_main(world, argv):
     handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")) as stdout, \
             mock.patch.object(launch, "launch", lambda *args: world), mock.patch.object(launch, "shutdown"), \
-            mock.patch.object(launch, "started_by", lambda: ("torchrun", world.size)):
+            mock.patch.object(launcher, "started_by", lambda: ("torchrun", world.size)):
         train.main(argv.split())
         stdout.seek(0)
     for s, handler in handlers.items():
