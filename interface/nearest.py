@@ -25,16 +25,13 @@ MOST_VALUES = (64, 16, 8)  # how many values of a flag are tried where one, two,
 LAYOUT = {"tp": 0.3, "cp": 0.3, "pp": 0.3, "ep": 0.3, "pp_chunks": 0.3}
 WEIGHTS = {
     "n_embd": 1.0, "n_head": 1.0, "n_kv_head": 1.0, "ffn_hidden": 1.0, "seq_len": 1.0, "n_layer": 2.0,
-    "micro_batch": 1.0, "global_batch": 1.0, "n_experts": 1.0, "top_k": 1.0, **LAYOUT,
+    "micro_batch": 1.0, "global_batch": 1.0, "top_k": 1.0, "n_experts": 1.0, **LAYOUT,
 }
 # Another word in the place of one: its cost.
 WORDS = {
     "zero": {1: 0.2, 2: 0.1, 0: 0.3}, "recompute": {"full": 0.1}, "router": {"softmax": 0.3, "sigmoid": 0.6},
     "pos": {"learned": 1.2},
 }
-# What the checks read besides.
-SEEN = ("head_dim", "bias", "qkv_bias", "rope_scaling", "objective", "window", "vocab_size", "prompt",
-        "n_shared_experts", "router_bias_rate", "ep_slack", "pdb", "rampup_batch_size", "pp_layers")
 
 
 # -----------------------------------------------------------------------------
@@ -127,7 +124,7 @@ def search(flags, ranks):
     best = cheapest(flags, ranks)
     if best:
         return best
-    own = {name: getattr(flags, name) for name in (*WEIGHTS, *WORDS, *SEEN)}
+    own = vars(flags)
     alone = {**own, **dict.fromkeys(LAYOUT, 1), "global_batch": 0, "rampup_batch_size": (), "pp_layers": ""}
     of_model = {}
     if not fits(SimpleNamespace(**alone), 1):
@@ -141,7 +138,7 @@ def search(flags, ranks):
 
 def cheapest(flags, ranks):
     """Return the cheapest changes of at most three flags, as search() does; {} if there are none."""
-    own = {name: getattr(flags, name) for name in (*WEIGHTS, *WORDS, *SEEN)}
+    own = vars(flags)
     found = candidates(flags, ranks)
     tries = itertools.count()
     best_cost, best = math.inf, {}

@@ -230,8 +230,11 @@ def parse_flags(parse, argv):
 
 def parse_first(parse):
     """Return parse_flags() of this program's arguments, before anything else of the run."""
+    lost, Stream.lost = Stream.lost, []  # The run says later, in OUT, which streams were closed at its start.
     with surround():
-        return parse_flags(parse, None)
+        parsed = parse_flags(parse, None)
+    Stream.lost = lost
+    return parsed
 
 
 def _timeout(argv):

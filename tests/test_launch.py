@@ -713,8 +713,8 @@ except KeyboardInterrupt as e:
     print(e)
 """
 PROGRAMS = ["train.py", "sample.py", *(f"bench/{name}.py" for name in (
-    "collectives", "dcp_compare", "doctor", "equal_one", "gpu_matrix", "layouts", "moe_layer", "oracles",
-    "save_cost", "smoke", "speed"))]
+    "collectives", "dcp_compare", "doctor", "equal_one", "gpu_matrix", "ladder", "layouts", "moe_layer",
+    "one_step", "oracles", "save_cost", "smoke", "speed"))]
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from interface.command_line import parse
 from interface.layout import check_layout
 from model import GPT, init_weights
 from parallel import make_mesh
-from runtime import launch, resume
+from runtime import launch, launcher, resume
 from runtime.launch import World
 from runtime.saver import Saver
 

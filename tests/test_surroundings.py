@@ -18,7 +18,7 @@ from config import Config
 from interface import streams
 from interface.layout import check_batch, check_ramp
 from interface.schema import ChangedFile
-from runtime import abort, debugger, guardian, launch, mpi, session, tracker
+from runtime import abort, debugger, guardian, launch, launcher, mpi, session, tracker
 
 # -----------------------------------------------------------------------------
 # The batch and its ramp
@@ -63,21 +63,22 @@ def test_ranks_of_one_node_meet_on_loopback(monkeypatch):
 
 
 def test_the_last_port_is_65535():
-    launch.check_site("torchrun", {"MASTER_PORT": "65535", "SLURM_NODEID": "70000"})
+    launcher.check_site("torchrun", {"MASTER_PORT": "65535", "SLURM_NODEID": "70000"})
     with pytest.raises(ValueError, match="MASTER_PORT=65536 .* is no port"):
-        launch.check_site("torchrun", {"MASTER_PORT": "65536"})
+        launcher.check_site("torchrun", {"MASTER_PORT": "65536"})
 
 
 def test_the_watchdog_knows_that_a_rank_waits_in_mpi(monkeypatch, capsys):
     waits = []
 
-    def world(launcher, rank, size):
+    def world(name, rank, size):
         assert waits == [("MPI_Init", 4)]
         raise ValueError("no MPI")
 
     monkeypatch.setattr(mpi, "world", world)
     with pytest.raises(SystemExit):
-        launch._join(launch.Start("hydra", 1, 4, 1, 2), 9.0, lambda where, size: waits.append((where, size)))
+        start = launcher.Start("hydra", 1, 4, 1, 2)
+        launch._join(start, 9.0, lambda where, size: waits.append((where, size)))
     assert capsys.readouterr().err == "nanoshard: no MPI\n"
 
 
