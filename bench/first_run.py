@@ -28,7 +28,7 @@ RUN = "train.py tiny --global-batch 16 --steps 100"
 LAYOUTS = ("python RUN", "mpiexec -n 2 python RUN", "mpiexec -n 2 python RUN --tp 2",
            "mpiexec -n 2 python RUN --pp 2", "mpiexec -n 2 python RUN --zero 1")
 STEPS = (1, 20, 40, 60, 80, 100)  # of the table
-TERMINAL = {"COLUMNS": "80", "LINES": "24"}  # plotext draws no larger
+TERMINAL = os.terminal_size((80, 24))  # plotext draws no larger
 
 
 def take(run):
@@ -58,7 +58,7 @@ def printed(rows):
         lines.append(f"step={row['step']}/{rows[-1]['step']} loss={row['loss']:.4f}{val_loss} "
                      f"lr={row['lr']:.2e} gnorm={row['grad_norm']:.3f} ...")
     series = [("loss", "", plot.points(rows, "loss")), ("val_loss", "x", plot.points(rows, "val_loss"))]
-    with mock.patch.dict(os.environ, TERMINAL):
+    with mock.patch("shutil.get_terminal_size", lambda *fallback: TERMINAL):
         lines += [line.rstrip() for line in plot.draw("loss", series).splitlines()]
     lowest, step = min((row["val_loss"], row["step"]) for row in rows if "val_loss" in row)
     lines.append(f"lowest validation loss {lowest:.4f} in step_{step:06d}")

@@ -43,7 +43,7 @@ from pool import run_ranks
 
 from ddp import DataParallel
 from interface.layout import stage_layers
-from parallel import gather_rows, make_mesh, scatter_rows
+from parallel import Axis, gather_rows, make_mesh, scatter_rows
 from vocab import vocab_cross_entropy
 from zero import ShardedBucket
 
@@ -225,12 +225,20 @@ def neighbouring_stages(original, cfg, pp):
     return stage_layers(cfg, pp.size * cfg.pp_chunks)[pp.rank * cfg.pp_chunks:][:cfg.pp_chunks]
 
 
-def embedding_again(original, model, tokens, targets=None, hidden=None, chunk=0):
+def piece_of_targets(original, cfg, mesh, source, first, count, device):
+    """micro_batches in which each cp rank has one piece of the targets, not two segments."""
+    uncut = dataclasses.replace(mesh, cp=Axis("cp"))
+    whole = original(cfg, uncut, source, first, count, device)
+    batches = original(cfg, mesh, source, first, count, device)
+    return [(x, y.chunk(2, 1)[mesh.cp.rank]) for (x, _), (_, y) in zip(batches, whole, strict=True)]
+
+
+def embedding_again(original, model, tokens, targets=None, places=None, hidden=None, chunk=0):
     """GPT.forward whose tied last rank adds the embedding to the input of its first chunk."""
     if hidden is not None and chunk == 0 and model.wte is not None:
         positions = model._positions(tokens.size(1), None, tokens.device)
         hidden = hidden + model._embed(tokens, positions)
-    return original(model, tokens, targets, hidden, chunk=chunk)
+    return original(model, tokens, targets, places, hidden, chunk=chunk)
 
 
 def receive_at_once(original, ring, op):
@@ -453,8 +461,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "learned positions of the first cp rank": (
         GPT2, CP, "model.GPT._positions", first_positions),
     "targets as if each cp rank had one piece": (
-        LLAMA, CP, "corpus.shards.micro_batches", "mesh.cp.own_segments(y, 1)",
-        "y.chunk(2, 1)[mesh.cp.rank]"),
+        LLAMA, CP, "corpus.shards.micro_batches", piece_of_targets),
     "mask off by one segment": (
         LLAMA, CP, "attention.attend_segments", "(axis.rank + 1) *", "(axis.rank + 2) *"),
     "mask aligned at the first key": (

@@ -243,7 +243,8 @@ def test_the_rope_table_is_as_exact_as_the_model():
     for dtype, wide in (("fp64", torch.float64), ("fp32", torch.float32), ("bf16", torch.float32)):
         model, _, _ = built(dataclasses.replace(FAMILIES["llama"], dtype=dtype))
         model(torch.zeros(1, 8, dtype=torch.int64))
-        assert [t.dtype for t in model.rope] == [wide] * 2 and model.rope[0].shape == (8, 2)
+        cos, sin = model.rope[False]
+        assert cos.dtype == sin.dtype == wide and cos.shape == (8, 2)
 
 
 # -----------------------------------------------------------------------------
@@ -297,7 +298,7 @@ def test_generate_draws(cfg):
 WINDOW = "attention.visible_keys"
 
 
-def window_mask(original, cfg, q, k, window):
+def window_mask(original, cfg, q, k, *options):
     """visible_keys of a sliding window: a query sees its own position and the two before it."""
     keys = torch.arange(k.size(2))
     queries = keys[-q.size(2) :].unsqueeze(1)
@@ -326,7 +327,7 @@ def test_a_window_in_visible_keys_reaches_training_and_generation(cfg):
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-10)
 
 
-def window_to_both_sides(original, cfg, q, k, window):
+def window_to_both_sides(original, cfg, q, k, *options):
     """visible_keys that shows a query its own position and one on each side."""
     keys = torch.arange(k.size(2))
     return (keys - keys.unsqueeze(1)).abs() <= 1, False

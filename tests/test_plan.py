@@ -572,9 +572,9 @@ def test_help_says_what_it_does_and_lists_both_kinds_of_flags(capsys):
 @pytest.mark.parametrize("argv,part", [
     ("tiny --gpus 2 --pp 2 --zero 3", "--zero 3 does not go with --pp 2"),
     ("dense-210m --gpus 6 --tp 4", "6 ranks do not divide by tp 4"),
-    ("tiny --gpus 6 --cp 4", "6 ranks do not divide by tp 1 * cp 4 * pp 1; start a multiple of 4 ranks"),
+    ("tiny --gpus 6 --cp 4", "6 ranks do not divide by tp 1 * cp 4 * pp 1; try --cp 2"),
     ("tiny --gpus 2 --cp 2 --recompute selective", "--recompute selective does not go with --cp 2"),
-    ("tiny --gpus 3 --cp 3", "seq-len 128 does not divide by 2 * cp 3 segments; try --seq-len 132"),
+    ("tiny --gpus 3 --cp 3", "seq-len 128 does not divide by 2 * cp 3 segments; try --seq-len 126"),
     ("tiny --gpu v100", "invalid choice"),
     ("tiny --gpus 0", "at least 1"), ("tiny --scaling 1,x", "numbers of GPUs"),
     ("tiny --scaling 0", "numbers of GPUs"), ("tiny --scaling=", "numbers of GPUs"),

@@ -18,6 +18,7 @@ import plot
 import prepare
 import sample
 from config import Config
+from cost import plan_flags
 from interface import nearest, words
 from interface.command_line import parse, wrong_input
 from runtime.launch import World
@@ -276,7 +277,7 @@ def test_each_word_leads_to_a_flag_of_ours():
     for word, flag in words.FLAGS.items():
         assert flag in ours and word not in words.config.FLAGS, word
     for program, flags in {"prepare.py": prepare.Flags, "sample.py": sample.Flags, "plot.py": plot.Flags,
-                           "convert.py": convert.Flags, "plan.py": plan.PlanFlags}.items():
+                           "convert.py": convert.Flags, "plan.py": plan_flags.PlanFlags}.items():
         assert set(words.PROGRAMS[program].split()) <= flags.__dataclass_fields__.keys(), program
     free = {"wandb": ("online", "off"), "resume": ("auto", "none")}
     for flag, values in words.VALUES.items():
