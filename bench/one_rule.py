@@ -451,7 +451,7 @@ class Stage:
         for bucket in self.data_parallel.buckets:
             if isinstance(bucket, zero.ShardedBucket) and bucket.is_whole():
                 raise OneRuleError(f"{bucket.names[0]}: the weights from before the update are still there")
-        out, _ = self.model(*batch, hidden)
+        out, _ = self.model(*batch, hidden=hidden)
         if self.marks.of(out).own & ~DATA:
             raise OneRuleError("the next forward reads weights that are new only in this rank's slice")
 

@@ -74,7 +74,8 @@ run_line() {
         [ $i -ge $next ] && tail -c 9999 "$printed" | grep -qE "$trouble" && find_silent && next=$((i + 50))
     done
     if [ ${#bad[@]} -gt 0 ]; then
-        { kill $pid && for i in {1..5}; do sleep .2; kill -0 $pid || break; done; kill -KILL $pid; } 2> /dev/null
+        kill $pid 2> /dev/null
+        for i in {1..5}; do sleep .2; kill -0 $pid 2> /dev/null || break; done; kill -KILL $pid 2> /dev/null
         [[ $line = *srun ]] && scancel $(squeue -hs -j "$SLURM_JOB_ID" -o %i | grep '[.][0-9]')
     fi
     wait $pid; rc=$?

@@ -412,7 +412,7 @@ def test_the_printed_line():
 
 def test_state_counts_from_zero_and_a_checkpoint_holds_all_of_it(tmp_path):
     """So that no field can be lost in a resume."""
-    assert dataclasses.astuple(resume.State()) == (0, 0, 0, 0, "", [], [], 0, 0, {}, {})
+    assert dataclasses.astuple(resume.State()) == (0, 0, 0, 0, "", [], [], 0, 0, {}, {}, {})
     go(1, tmp_path, "--steps=3", "--save-every=3", "--train-range-to-skip", 2, 2)
     meta = checkpoint.check(tmp_path / "step_000003")["meta"]
     want = dict(step=3, samples=12, skipped=1, nan_steps=0, data="synthetic-100", skip=[2, 2], window=[],

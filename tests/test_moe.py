@@ -244,6 +244,7 @@ def test_z_loss_is_the_mean_square_of_logsumexp():
 
 class SameBatch:
     """A data source whose micro-batches are all equal: the mean over any number of them is that of one."""
+    has_documents = False
 
     def __init__(self, cfg):
         self.pair = Synthetic(cfg.vocab_size, cfg.seq_len, 1).batch(0, cfg.micro_batch)

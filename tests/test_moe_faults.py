@@ -50,9 +50,9 @@ def without_experts(original, optimizer, slices, dtype):
     return original(optimizer, kept, dtype)
 
 
-def router_loss_of_last_stage(original, model, *args, chunk=0):
+def router_loss_of_last_stage(original, model, *args, chunk=0, **options):
     """GPT.forward whose router loss has a gradient on the last stage only."""
-    out, router_loss = original(model, *args, chunk=chunk)
+    out, router_loss = original(model, *args, chunk=chunk, **options)
     return out, router_loss if has_head(model, chunk) else router_loss.detach()
 
 

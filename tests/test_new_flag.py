@@ -35,7 +35,7 @@ ONE = make_mesh(World(), groups=False)
 
 def test_every_flag_says_what_it_is():
     kinds = {"shape", "meaning", "data", "free", "silent"}
-    both = {"seq_len", "norm"}  # of which some values' tensors fit each other
+    both = {"seq_len", "norm", "norm_place"}  # of which some values' tensors fit each other
     assert set(flags_of_kind("shape")) & set(flags_of_kind("meaning")) == both
     names = [name for kind in kinds for name in flags_of_kind(kind)]
     assert sorted(names) == sorted([*config.FLAGS, *both])
@@ -324,12 +324,12 @@ NORM_EXPORT = ["--planted-norm True", NO_FIELD]
 NORM_PLAN = ["does not count what --planted-norm True costs"]
 SAID = {  # the flag, its declaration: {what refuses or warns: its words}
     ("norm", 'flag(False, "shape")'): {
-        "without": SHAPE_DIFFERS, "from": SHAPE_DIFFERS, "export": NORM_EXPORT, "plan": NORM_PLAN,
+        "without": SHAPE_DIFFERS, "export": NORM_EXPORT, "plan": NORM_PLAN,
         "added": ["has planted-norm False", "flags say planted-norm True"]},
     ("norm", 'flag(False, "meaning")'): {
         "without": ["trained with planted-norm True", "this run has False", "--resume-changed planted-norm"],
         "added": ["trained with planted-norm False", "this run has True"],
-        "from": NO_PLACE, "export": NORM_EXPORT, "plan": NORM_PLAN},
+        "export": NORM_EXPORT, "plan": NORM_PLAN},
     # As a free flag, which it is not, the checkpoint's tensors name it.
     ("norm", 'flag(False, "free")'): {
         "without": NO_PLACE, "added": ["holds no blocks.", "_norm.weight"], "from": NO_PLACE,
@@ -348,6 +348,8 @@ def test_resume_export_and_plan_name_what_was_forgotten(flag, declaration, tmp_p
     said = json.loads(out)
     for name in ("trained", "same", "plain", "exported", "planned", "plan"):
         assert said[name][0] == 0, said[name]
+    if "free" not in declaration:  # --init-from takes the flags of the model from the run
+        assert said["from"][0] == 0, said["from"]
     assert said["planned"][1] == ""
     for name, words in SAID[flag, declaration].items():
         code, text = said[name]

@@ -233,7 +233,8 @@ def test_score_starts_a_document_after_end_of_document(tmp_path):
     ("none.txt", None, ("none.txt", "is no file")), ("empty.txt", "", ("holds no text",)),
     ("foreign.txt", "ab \u00e9", ("U+00E9",)), ("latin.txt", b"\xff", ("not utf-8",)),
     ("broken.jsonl", '{"text": "ab"}\n{"body": "ab"}\n', ("no text under 'text'",)),
-    ("cut.jsonl", '{"text": "ab', ("cut.jsonl at byte 0",)), ("a.txt", "ab", ("--prompt", "leave one out"))])
+    ("cut.jsonl", '{"text": "ab', ("cut.jsonl at byte 0",)),
+    ("a.txt", "ab", ("--score and --prompt", "give one"))])
 def test_score_refuses_a_wrong_file_in_one_line(name, content, words, run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sample, "load_model", lambda *args: pytest.fail("the model was read before the file"))
     if content is not None:

@@ -26,6 +26,7 @@ import one_rule
 import plan
 import train
 from config import Config, check
+from cost import plan_flags
 from cost.traffic import bytes_between_nodes, share_between_nodes, traffic
 from ddp import Comm
 from fast.choose import choose
@@ -324,7 +325,7 @@ def test_a_run_prints_what_leaves_its_node(capsys):
 
 
 def test_the_search_shares_within_a_node_where_there_are_several():
-    cfg = plan.PlanFlags(**dict(LLAMA, dtype="bf16", seq_len=64), micro_batch=2, global_batch=64)
+    cfg = plan_flags.PlanFlags(**dict(LLAMA, dtype="bf16", seq_len=64), micro_batch=2, global_batch=64)
     found = [(layout.zero, layout.shard, layout.tp) for layout in plan.layouts(cfg, 16, "h200")]
     assert {(1, 8, 1), (3, 8, 1), (2, 4, 2), (1, 0, 1)} <= {*found}
     assert all(zero for zero, shard, _ in found if shard)
