@@ -509,7 +509,7 @@ def chat_config(cfg, flags):
     """Return cfg with the layout that --chat asks for, instead of the layout of the training."""
     # The smallest micro-batch is one token per tp rank.
     return dataclasses.replace(
-        cfg, tp=flags.tp, ep=flags.ep, pp=1, cp=1, pp_chunks=1, pp_layers="", zero=0,
+        cfg, tp=flags.tp, ep=flags.ep, pp=1, cp=1, pp_chunks=1, pp_layers="", zero=0, shard=0,
         micro_batch=flags.tp, rampup_batch_size=(), pdb=-1)
 
 

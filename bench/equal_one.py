@@ -26,7 +26,7 @@ from interface.command_line import parse
 from parallel import make_mesh
 from runtime.launcher import NO_TIMEOUT
 
-ONE_PROCESS = dict(tp=1, cp=1, pp=1, ep=1, pp_chunks=1, pp_layers="", zero=0, recompute="none")
+ONE_PROCESS = dict(tp=1, cp=1, pp=1, ep=1, pp_chunks=1, pp_layers="", zero=0, shard=0, recompute="none")
 SHOWN = 4  # names in the verdict
 
 

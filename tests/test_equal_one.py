@@ -1,6 +1,7 @@
 """bench/equal_one.py on the ranks of the pool: equal layouts, planted faults that it names, wrong input."""
 import contextlib
 import functools
+import inspect
 import io
 import sys
 from unittest import mock
@@ -13,6 +14,8 @@ sys.path.append(str(ROOT / "bench"))  # also in the ranks of the pool, which imp
 
 import equal_one
 import equality
+
+from parallel import make_mesh
 
 SHAPE = ["--data=synthetic", "--n-layer=2", "--n-head=2", "--n-embd=16", "--ffn-hidden=24", "--seq-len=8",
          "--vocab-size=100", "--micro-batch=2", "--clip=0.05"]
@@ -55,6 +58,11 @@ def test_equal_layouts(argv):
     assert numbers.startswith("loss ")
     assert last.startswith("equal: 2 ranks and one process differ by at most ")
     assert last.endswith(" in 3 steps of 4 sequences")
+
+
+def test_one_process_has_no_axis_of_a_layout():
+    axes = {*inspect.signature(make_mesh).parameters} - {"world", "n_experts", "groups"}
+    assert axes == {"tp", "pp", "ep", "cp", "shard"} and axes <= equal_one.ONE_PROCESS.keys()
 
 
 FAULTS = {  # the layout, the faults, what the verdict names
