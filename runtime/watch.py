@@ -143,7 +143,8 @@ class Watch(contextlib.AbstractContextManager):
         """Do not count a gap of some seconds, in which this process did not run, as lack of progress."""
         if now > self.alarm:  # faulthandler's clock did not stand still
             with contextlib.suppress(OSError):
-                print(f"suspended for {gap:.0f} s: the stacks above are of no hang", file=self.files.stacks)
+                print(f"suspended for {gap:.0f} s: the stacks above are of no hang", file=self.files.stacks,
+                      flush=True)  # guardian.py collects what is in the file
         self.last = min(now, self.last + gap)
 
     def _set_alarms(self, left):

@@ -168,7 +168,8 @@ def test_a_suspended_run_goes_on_and_sigusr2_writes_stacks(hung):
     code, text, stacks = hung["suspended"]
     assert code == Outcome.STOPPED and "stopped by SIGTERM" in text and "hung" not in text, text
     *_, last = stacks.split("suspended for ")
-    assert "of no hang" in last and "train.py" in last and "Current thread" in last, stacks
+    # A thread that is not Python's may get the signal: then no thread is the "Current thread".
+    assert "of no hang" in last and "train.py" in last and "hread 0x" in last, stacks
 
 
 def test_ranks_of_a_node_write_their_stacks_into_one_file(tmp_path):
