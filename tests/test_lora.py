@@ -102,8 +102,9 @@ def checked(name, n, batch, layout, faults=()):
         compare(BASES[name], n, batch, **layout)
 
 
-def test_layout_equals_the_plain_lora():
-    checked("qwen", 4, 4, dict(tp=2, pp=2))
+@pytest.mark.parametrize("batch,layout", [(4, dict(tp=2, pp=2)), (8, dict(zero=3, shard=2))], ids=str)
+def test_layout_equals_the_plain_lora(batch, layout):
+    checked("qwen", 4, batch, layout)
 
 
 @pytest.mark.long
@@ -111,6 +112,7 @@ def test_layout_equals_the_plain_lora():
     ("qwen", 1, 4, {}), ("qwen", 2, 4, dict(tp=2)), ("qwen", 2, 4, dict(pp=2)), ("qwen", 2, 4, dict(cp=2)),
     ("qwen", 2, 4, dict(zero=1)), ("qwen", 2, 8, dict(zero=2)), ("qwen", 2, 8, dict(zero=3)),
     ("qwen", 4, 8, dict(tp=2, zero=3)), ("qwen", 4, 8, dict(tp=2, zero=3, recompute="full")),
+    ("qwen", 4, 8, dict(zero=1, shard=2)),
     ("qwen", 4, 8, dict(cp=2, zero=3)), ("qwen", 4, 8, dict(pp=2, zero=2)), ("qwen", 4, 8, dict(cp=2, tp=2)),
     ("qwen", 2, 4, dict(tp=2, recompute="full")), ("qwen", 2, 4, dict(tp=2, recompute="selective")),
     ("qwen", 8, 8, dict(cp=2, tp=2, pp=2, zero=1)), ("one head", 2, 4, dict(tp=2, zero=1)),
