@@ -35,7 +35,7 @@ import torch._dynamo  # for --compile, once for all ranks; _inductor would touch
 from training import Training, gpu_memory
 
 from config import Config, Outcome, check
-from cost.gpus import GPUS
+from cost.gpus import GPUS, kind_of
 from cost.parameters import count_parameters, flops_per_token
 from interface.command_line import parse, wrong_input
 from interface.layout import check_layout
@@ -132,12 +132,6 @@ def plan_row(text, cfg, ranks):
     return cfg, row
 
 
-def kind(name, gib):
-    """Return a device's name in cost.gpus.GPUS, or "" if plan.py does not know it. gib: its memory."""
-    found = [k for k in GPUS if k.split("-")[0] in name.lower()]
-    return min(found, key=lambda k: abs(GPUS[k].memory / 2**30 - gib), default="")
-
-
 def predict(cfg, row, ranks, gpu):
     """Add plan.py's time of a step to the row."""
     if cfg is not None and gpu:
@@ -169,7 +163,7 @@ def measure(cfg, world):
     if found := gpu_memory(world.device):
         allocated, reserved, windows = found
         row.update(mem=allocated + windows, reserved=reserved + windows,
-                   gpu=kind(device_name(world.device), total_memory(world.device) / 2**30))
+                   gpu=kind_of(device_name(world.device), total_memory(world.device) / 2**30))
     return row
 
 

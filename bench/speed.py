@@ -9,6 +9,7 @@ synthetic tokens. TFLOP/s are counted twice: with attention in full, as Megatron
 for causality.
 """
 import collections
+import dataclasses
 import gc
 import json
 import statistics
@@ -27,11 +28,14 @@ from timing import gpu_milliseconds, synchronize
 from training import Training, gpu_memory
 from tyro.conf import Positional
 
+from cost.gpus import kind_of
 from cost.parameters import count_parameters, flops_per_token
 from cost.step_time import peak_flops
 from interface.command_line import parse
 from interface.files import folded
 from ops import grouped_mm
+from ops.accelerator import device_name, total_memory
+from plan import estimate
 
 WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout
     "W1": "dense-210m",
@@ -71,9 +75,11 @@ class Flags:
     profile: bool = False  # also print the kernels of a step on rank 0, the slowest first
     json: str = ""  # file to which each result is appended, one line each
 
+    RANGES = {"steps": (0, 10**6)}
+
     def check(self):
-        if self.steps != 0 and not 4 <= self.steps <= 10**6:
-            raise ValueError(f"--steps {self.steps} is not at least 4 and at most {10**6}; try --steps 60")
+        if 0 < self.steps < 4:
+            raise ValueError(f"--steps {self.steps} is not at least 4; try --steps 60")
         if not self.workloads:
             raise ValueError(f"name at least one workload of {', '.join(WORKLOADS)}")
 
@@ -146,6 +152,15 @@ def window(world, first, last, times, paths):
     return {"steps": [first, last], "ms": ms, "paths": shares}
 
 
+def planned_ms(cfg, world, vocab):
+    """Return the milliseconds of a step that plan.py expects here; None for a GPU that it does not know.
+
+    cfg: a Config with a global batch. vocab: the number of symbols, before padding.
+    """
+    gpu = kind_of(device_name(world.device), total_memory(world.device) / 2**30)
+    return estimate(cfg, world.size, gpu, vocab)["ms"] if gpu else None
+
+
 def measure(world, name, train_flags, steps, profile=False):
     """Train one workload and return its row: time of the slowest rank, memory of the fullest.
 
@@ -165,14 +180,15 @@ def measure(world, name, train_flags, steps, profile=False):
     # Two numbers from each rank to all, over the world.
     reserved, allocated = world.tree.maximum([reserved, allocated])
     windows = [window(world, first, last, times, paths) for first, last in counted]
+    planned = planned_ms(dataclasses.replace(cfg, global_batch=training.batch), world, training.vocab)
     ms = windows[0]["ms"]
     redone, slack = training.overflows()
     tokens = training.batch * cfg.seq_len / world.size
     full, causal = (tokens * f / ms / 1e9 for f in flops_per_token(cfg, training.vocab))
     peer, theirs = PEERS.get((name, world.size), ("none", None))
     rate = tokens / ms * 1e3
-    return {"workload": name, "flags": train_flags, "gpus": world.size, "ms": ms, "tok_s_gpu": rate,
-            "tflops": full, "tflops_causal": causal,
+    return {"workload": name, "flags": train_flags, "gpus": world.size, "ms": ms, "planned_ms": planned,
+            "tok_s_gpu": rate, "tflops": full, "tflops_causal": causal,
             "mfu": full * 1e12 / (peak_flops(world.device) or float("nan")),
             "reserved_gib": reserved, "allocated_gib": allocated, "windows_gib": symmetric,
             "first_step_s": first_step, "loss": losses,
@@ -196,9 +212,10 @@ def show(r, machine):
     """Print a row of measure(), folded."""
     ratio = "" if r["ratio_to_peer"] is None else f"; {r['ratio_to_peer']:.2f} x {r['peer']}"
     beside = f" and {r['windows_gib']:.1f} of symmetric memory" if r["windows_gib"] else ""
+    planned = "" if r["planned_ms"] is None else f" (plan.py: {r['planned_ms']:.2f} ms)"
     redone = "" if r["slack"] is None else (f", {r['redone']} steps redone, "
                                             f"buffers {r['slack']:.2f} x balanced")
-    print(folded(f"{r['workload']} ({r['flags']}): {times_of(r['windows'])}, "
+    print(folded(f"{r['workload']} ({r['flags']}): {times_of(r['windows'])}{planned}, "
                  f"{r['tok_s_gpu'] / 1e3:.1f} k tok/s/GPU, "
                  f"{r['tflops']:.0f} TFLOP/s ({r['tflops_causal']:.0f} causal), MFU {100 * r['mfu']:.1f} %, "
                  f"{r['tflops_causal'] / machine['matmul_tflops']:.2f} of the matmul ceiling, "

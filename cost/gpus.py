@@ -35,3 +35,12 @@ GPUS = {
     "h200": Gpu(hbm=4.28e12, memory=139.8 * 2**30, **HOPPER),
 }
 NODE = min(gpu.node for gpu in GPUS.values())
+
+
+def kind_of(name, gib):
+    """Return a device's name in GPUS, or "" if it is none of them.
+
+    name: as its driver says it, "NVIDIA H200". gib: its memory.
+    """
+    found = [kind for kind in GPUS if kind.split("-")[0] in name.lower()]
+    return min(found, key=lambda kind: abs(GPUS[kind].memory / 2**30 - gib), default="")

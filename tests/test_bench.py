@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,8 +24,10 @@ import speed
 import torch_versions
 
 from fast.choose import Choice
-from interface.command_line import command_line
+from interface.command_line import command_line, parse
+from interface.layout import check_layout
 from parallel import make_mesh
+from plan import estimate
 from runtime.launch import World
 
 
@@ -237,6 +240,51 @@ def test_young_routing_is_told_from_settled_routing():
     windows = [speed.window(World(), first, last, times, paths) for first, last in [(30, 60), (300, 330)]]
     assert windows[0] == {"steps": [30, 60], "ms": 90.0, "paths": {"graph": 0.9, "redone": 0.1}}
     assert speed.times_of(windows) == "90.00 ms in steps 30 to 60, 10% redone; 70.00 ms in steps 300 to 330"
+
+
+def test_a_row_of_speed_has_the_time_that_plan_expects(monkeypatch, capsys):
+    """On a GPU that plan.py knows. On another one the row says nothing of a plan."""
+    world = World(size=2)
+    cfg = parse(["dense-210m", "--zero", "1", "--global-batch", "16"], data="synthetic")
+    assert speed.planned_ms(cfg, world, 128256) is None
+    monkeypatch.setattr(speed, "device_name", lambda device: "NVIDIA H200")
+    planned = speed.planned_ms(cfg, world, 128256)
+    assert planned == estimate(cfg, 2, "h200", 128256)["ms"] and planned > 30
+    window = {"ms": 43.0, "steps": [30, 60], "paths": {"graph": 1.0}}
+    row = dict.fromkeys(("tok_s_gpu", "tflops", "tflops_causal", "mfu", "reserved_gib", "first_step_s"), 1.0)
+    row |= {"workload": "W1", "flags": "", "windows": [window], "windows_gib": 0, "slack": None,
+            "redone": None, "ratio_to_peer": None}
+    for planned, words in ((41.234, "(plan.py: 41.23 ms)"), (None, "in steps 30 to 60, 0.0 k")):
+        speed.show({**row, "planned_ms": planned}, {"matmul_tflops": 700})
+        assert words in capsys.readouterr().out.replace("\n     ", "")
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_the_rows_of_four_gpus_are_commands_that_fit(gpus):
+    """Every script exists, and every layout fits the GPUs: what no GPU is here to run cannot rot unseen."""
+    script = ROOT / "bench/four_gpus.sh"
+    job = subprocess.run([script, "--print", "--gpus", str(gpus)], capture_output=True, text=True, check=True)
+    rows = {name: shlex.split(command) for name, _, command in
+            (line.partition(": ") for line in job.stdout.splitlines())}
+    assert len(rows) == len(job.stdout.splitlines()) and {"matrix", "experts", "equal"} <= rows.keys()
+    layouts = 0
+    for name, words in rows.items():
+        at = next(i for i, word in enumerate(words) if word.endswith((".py", ".sh")))
+        assert (ROOT / words[at]).is_file(), f"{name}: {words[at]}"
+        configs = []
+        if words[at] == "bench/speed.py":
+            argv = speed.join_value(words[at + 1:], "--flags")
+            flags = command_line(speed.Flags, argv, "speed.py", "")
+            configs = [f"{speed.WORKLOADS[workload]} {flags.flags}".split() for workload in flags.workloads]
+        elif words[at] == "train.py":
+            configs = [words[at + 1:]]
+        for argv in configs:
+            cfg = parse(argv, data="synthetic")
+            mesh = make_mesh(World(size=gpus), cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp, n_experts=cfg.n_experts,
+                             groups=False)
+            check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
+            layouts += 1
+    assert layouts > 12
 
 
 def test_the_ladder_turns_off_one_part_after_the_other(monkeypatch):
