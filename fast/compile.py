@@ -1,16 +1,62 @@
-"""--compile: torch.compile of a model's blocks; with tp 1 and cp 1 each is one graph."""
+"""--compile: torch.compile of a model's blocks; with tp 1 and cp 1 each is one graph.
+
+    start_compiler    import the compiler while the run builds its model
+    compile_blocks    compile the blocks, all with one graph
+    compilation       what compiling cost
+"""
+import contextlib
+import importlib
+import threading
+from typing import NamedTuple
+
 import torch
 
 import attention
 import parallel
 
+_importing = None  # the thread of start_compiler()
+
+
+def start_compiler():
+    """Import torch's compiler and start its worker processes, in a thread, while the run builds its model.
+
+    Without this call, the first forward pass would import the compiler, and the workers would start only
+    then. They take seconds to start. Until they are ready, the kernels are compiled here, one after the
+    other. Call this function when the flags and the data have been checked: the process ends only when the
+    thread has. Between this call and compile_blocks(), the caller imports no other part of torch: two
+    threads that import modules which need each other may see half a module.
+    """
+    global _importing
+    _importing = threading.Thread(target=_import_compiler, name="import of the compiler")
+    _importing.start()
+
+
+def _import_compiler():
+    """Import the compiler, start its workers and compute the keys of its caches.
+
+    torch may rename what is called here. What fails here is done, or fails, in the first forward pass.
+    """
+    with contextlib.suppress(Exception):
+        importlib.import_module("torch._inductor.async_compile").maybe_warm_pool()  # the workers, on a GPU
+        importlib.import_module("torch._dynamo")
+        importlib.import_module("torch._inductor.compile_fx")
+        # Both keys are hashes of files, of 0.5 GB in all. While it hashes, Python lets other threads run.
+        importlib.import_module("torch._inductor.codecache").torch_key()
+        importlib.import_module("torch._inductor.runtime.triton_compat").triton_key()
+
 
 def compile_blocks(model):
     """Compile the blocks of a model, in place.
 
-    In a block with experts, only attention and router are compiled, because the number of rows per expert
-    varies.
+    The first block that runs is compiled, and the others use its graph, because a block's weights are inputs
+    of the graph. In a block with experts, only attention and router are compiled, because the number of rows
+    per expert varies.
     """
+    if _importing is not None:
+        _importing.join()
+    from torch._dynamo import utils
+    utils.counters.clear()  # compilation() is about this model, and not about an earlier one in a notebook
+    utils.compilation_time_metrics.clear()
     # Python counts the bytes of collectives, so the collectives stay outside the compiled graphs.
     keep_eager(parallel, "_uncompiled")
     keep_eager(parallel.Axis, "_all_reduce")
@@ -30,3 +76,25 @@ def compile_blocks(model):
 def keep_eager(place, name):
     """Replace a function of a module or class by one that torch.compile leaves out of its graphs."""
     setattr(place, name, torch.compiler.disable(getattr(place, name)))
+
+
+class Compilation(NamedTuple):
+    """What it cost this process to compile the blocks."""
+    seconds: float  # of the host, for forward and backward
+    graphs: int     # how many were traced; each has a forward and a backward part
+    cached: int     # parts that torch's cache had
+    compiled: int   # parts that it did not have
+    folder: str     # of the cache
+
+
+def compilation():
+    """Return the Compilation since compile_blocks()."""
+    from torch._dynamo.utils import compile_times, counters
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    seconds = 0.0
+    for phase, times in zip(*compile_times(repr="csv"), strict=True):
+        if phase in ("_compile.compile_inner", "backward._backward_impl"):
+            seconds += sum(float(time) for time in times.split(", "))
+    inductor = counters["inductor"]
+    return Compilation(seconds, counters["stats"]["unique_graphs"], inductor["fxgraph_cache_hit"],
+                       inductor["fxgraph_cache_miss"], cache_dir())

@@ -26,6 +26,7 @@ from corpus.shards import first_folder
 from cost.parameters import flops_per_token
 from cost.step_time import peak_flops
 from cost.traffic import bytes_between_nodes, traffic
+from fast.compile import compilation
 from fast.symm_mem import bytes_allocated
 from generate import generate
 from interface import report
@@ -159,6 +160,19 @@ def report_traffic(predicted, sent, mesh=None, nodes=()):
         lines.append(f"  {axis:{width}}{expected / 1e6:10.4g} / {counted / 1e6:.4g}")
     print("\n".join(lines), flush=True)
     return pairs
+
+
+def report_compilation(first_step):
+    """Print what share of the first step was compilation, of this rank's blocks. Return its seconds.
+
+    first_step: the seconds that the step took.
+    """
+    cost = compilation()
+    parts = cost.cached + cost.compiled
+    print(folded(f"  the first step took {first_step:.1f} s, {cost.seconds:.1f} s of them to compile "
+                 f"{cost.graphs} graphs; {cost.cached} of their {parts} parts were in the cache, "
+                 f"{cost.folder}"), flush=True)
+    return cost.seconds
 
 
 # -----------------------------------------------------------------------------

@@ -81,7 +81,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "cost/parameters.py": "estimates details model plan new_flag",
     "cost/fits.py": "details cli plan",
     "fast": "details accelerator symm_mem moe graph",
-    "fast/compile.py": "details graph accelerator moe",
+    "fast/compile.py": "compile details graph accelerator moe",
     "fast/choose.py": "estimates details accelerator graph symm_mem",
     "fast/graph.py": "details graph",
     "fast/peer.py": "symm_mem zero",

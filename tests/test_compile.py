@@ -1,0 +1,125 @@
+"""--compile: how many graphs a model has, when the compiler is imported, and what a run says of its cost."""
+import json
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from pool import ROOT
+from runs import TINY as FLAGS
+from runs import rows, session
+
+import attention
+import parallel
+from config import Config
+from fast import compile as compile_
+from fast.choose import choose
+from fast.graph import make_step
+from runtime.launch import World
+from train import Step, build
+
+TINY = dict(n_head=2, n_kv_head=2, n_embd=16, ffn_hidden=32, seq_len=8, micro_batch=2, compile=True)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Let torch.compile trace, and run the graphs in eager mode. Yield the list of the graphs so far."""
+    from torch._dynamo import reset
+    monkeypatch.setenv("TORCH_WARM_POOL", "0")  # no worker processes
+    traced = []
+
+    def eager(graph, inputs):
+        traced.append(graph)
+        return graph.forward
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=eager))
+    for place, name in ((parallel, "_uncompiled"), (parallel.Axis, "_all_reduce"),
+                        (attention, "attend_segments")):
+        monkeypatch.setattr(place, name, getattr(place, name))  # compile_blocks() replaces them
+    reset()
+    yield traced
+    reset()
+
+
+def micro_batch():
+    tokens = torch.zeros(TINY["micro_batch"], TINY["seq_len"], dtype=torch.int64)
+    return tokens, tokens
+
+
+@pytest.mark.parametrize("flags", [
+    {}, {"n_experts": 4, "top_k": 1},
+    pytest.param({"window": 4, "full_every": 2}, marks=pytest.mark.long),
+    pytest.param({"no_rope_every": 2}, marks=pytest.mark.long),
+    pytest.param({"recompute": "full"}, marks=pytest.mark.long)],
+    ids=["dense", "experts", "window", "no-rope", "recompute"])
+def test_the_number_of_graphs_does_not_grow_with_the_layers(flags, graphs):
+    counts = []
+    for n_layer in (2, 4):
+        cfg = Config(**TINY, n_layer=n_layer, **flags)
+        mesh = parallel.make_mesh(World(), 1, 1, 1, n_experts=cfg.n_experts, cp=1)
+        choice = choose(cfg, mesh, torch.device("cpu"))
+        parts = build(cfg, mesh, 64, torch.device("cpu"), choice=choice)
+        step = make_step(Step(cfg, *parts), choice)
+        for number in (1, 2):
+            step([micro_batch(), micro_batch()], number)
+        counts.append(len(graphs))
+        graphs.clear()
+        torch._dynamo.reset()
+    assert counts[0] == counts[1] <= 4, counts
+
+
+def test_a_run_says_what_compiling_cost(graphs, tmp_path):
+    for out, more in ("eager", []), ("compiled", ["--compile"]):
+        done = session(World(), [*FLAGS, *more, "--steps=3", "--save-every=0", "--prompt=",
+                                 f"--out={tmp_path / out}"])
+        assert done["code"] == 0, done
+        said = "s of them to compile 2 graphs; 0 of their 0 parts" in " ".join(done["out"].split())
+        assert said == (out == "compiled"), done["out"]
+    plain, compiled = rows(tmp_path / "eager"), rows(tmp_path / "compiled")
+    assert [row["loss"] for row in plain] == pytest.approx([row["loss"] for row in compiled], rel=1e-6)
+    first, *others = map(json.loads, (tmp_path / "compiled/metrics.jsonl").read_text().splitlines())
+    assert 0 < first["compile_s"] < first["ms"] / 1e3 and all("compile_s" not in row for row in others)
+
+
+def test_the_blocks_are_compiled_when_the_compiler_is_there(monkeypatch):
+    from torch._inductor import async_compile
+    began, uncaught = [], []
+
+    def slow():
+        began.append(threading.current_thread())
+        time.sleep(0.3)
+        raise RuntimeError("no workers here")  # then the first forward pass does it, or fails
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", slow)
+    monkeypatch.setattr(compile_, "keep_eager", lambda place, name: None)
+    monkeypatch.setattr(threading, "excepthook", uncaught.append)
+    mesh = parallel.make_mesh(World(), 1, 1, 1)
+    model = torch.nn.Module()
+    model.mesh, model.blocks, model.norm = mesh, {}, None
+    compile_.start_compiler()
+    compile_.compile_blocks(model)
+    [thread] = began
+    assert thread is not threading.main_thread() and not thread.is_alive() and not uncaught
+    compile_.compile_blocks(model)  # of a second model: there is nothing to wait for
+
+
+BETWEEN = """
+import sys
+import train
+def start():
+    start.known = set(sys.modules)
+def make_step(step, choice):
+    new = [name for name in sys.modules.keys() - start.known if name.split(".")[0] in ("torch", "triton")]
+    print("new:", *new)
+    raise SystemExit(0)
+train.start_compiler, train.make_step = start, make_step
+train.main(sys.argv[1:])
+"""
+
+
+def test_a_run_imports_nothing_of_torch_while_the_compiler_is_imported(tmp_path):
+    """Two threads whose imports need each other can see half a module."""
+    argv = [*FLAGS, "--compile", f"--out={tmp_path}"]
+    done = subprocess.run([sys.executable, "-c", BETWEEN, *argv], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "new:", done
