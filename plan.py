@@ -229,26 +229,33 @@ def warnings(cfg, plan, gpu, vocab):
     return lines
 
 
-def vocabulary(cfg):
-    """Return the number of symbols that train.py would use: that of the flag, or else that of the data.
+GPT2_SYMBOLS = 50257
 
-    Synthetic data has 256 symbols. If there is no data, the number is that of GPT-2's vocabulary. A masked
-    language model adds [MASK] to the symbols of the data.
+
+def vocabulary(cfg):
+    """Return the number of symbols: that of the flag or the preset, or else that of --data.
+
+    Synthetic data has 256 symbols. Without --data, the number is that of GPT-2's vocabulary, whatever lies in
+    data/. A masked language model adds [MASK] to the symbols of the data.
     """
     if cfg.vocab_size:
         return cfg.vocab_size
     mask = 1 if cfg.objective == "mlm" else 0
     if cfg.data == "synthetic":
         return 256 + mask
+    if not cfg.data:
+        return GPT2_SYMBOLS + mask
     try:
         return load_blend_meta(cfg.data)["vocab_size"] + mask
     except OSError:
-        return 50257 + mask
+        return GPT2_SYMBOLS + mask
 
 
 def documents(cfg):
-    """Return what --doc-mask is with the data of train.py: "on", "off", or auto where they differ. Without
-    data it stays what it is."""
+    """Return what --doc-mask is with --data: "on", "off", or auto where they differ. Without data it stays
+    what it is."""
+    if not cfg.data:
+        return cfg.doc_mask
     with contextlib.suppress(OSError):
         return settled_doc_mask(cfg.data, cfg.doc_mask)
     return cfg.doc_mask
@@ -260,6 +267,8 @@ def source_of_vocabulary(cfg):
         return "--vocab-size, or the preset's"
     if cfg.data == "synthetic":
         return "synthetic data"
+    if not cfg.data:
+        return "GPT-2's; --data DIR or --vocab-size says another"
     try:
         load_blend_meta(cfg.data)
     except OSError:
@@ -415,7 +424,8 @@ def print_schedule(cfg, num_micro_batches):
     in_chunks = f" in {cfg.pp_chunks} chunks" if cfg.pp_chunks > 1 else ""
     idle = bubble(cfg.pp, cfg.pp_chunks, num_micro_batches)
     print(f"\nschedule of {num_micro_batches} micro-batches{in_chunks} over {cfg.pp} ranks, "
-          f"predicted bubble {100 * idle:.1f} % of the work:")
+          f"predicted bubble {100 * idle:.1f} % of the work; the ranks idle "
+          f"{100 * idle / (1 + idle):.1f} % of the step:")
     for line in draw_schedule(cfg.pp, cfg.pp_chunks, num_micro_batches):
         print(line)
 

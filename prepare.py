@@ -48,7 +48,7 @@ if sys.flags.safe_path:  # python -I leaves out the program's own folder
 
 from config import ceil_div
 from corpus import build, chat, shards, text, tokenizer
-from corpus.folder import install, locked, owned_files
+from corpus.folder import KeptWork, install, locked, owned_files
 from corpus.shards import SPLITS
 from interface.command_line import command_line, wrong_input
 from interface.files import must_write
@@ -363,8 +363,8 @@ def check_amount(flags, tokens, total, left_out):
                          " another --val-fraction, or --tokenizer char")
     most = max(tokens.values())
     if most > MAX_SHARDS * flags.shard_tokens:
-        raise ValueError(f"{tokens} tokens by {flags.shard_tokens} are more than {MAX_SHARDS} files; give"
-                         f" --shard-tokens {most // MAX_SHARDS + 1} or more")
+        raise KeptWork(f"{tokens} tokens by {flags.shard_tokens} are more than {MAX_SHARDS} files; give"
+                       f" --shard-tokens {most // MAX_SHARDS + 1} or more")
 
 
 def prepare_chat(flags, spans, about):
