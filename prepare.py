@@ -249,6 +249,9 @@ def make_tokenizer(flags, units):
         return tokenizer.train_bpe(training_texts(units, flags.text_key), flags.vocab_size or VOCAB_SIZE)
     if borrowed_tokenizer(flags) or flags.tokenizer.startswith("hf:"):
         folder = flags.tokenizer.removeprefix("hf:")
+        if not (Path(folder) / "tokenizer.json").is_file():
+            raise ValueError(f"--tokenizer {flags.tokenizer}: {folder} holds no tokenizer.json; give "
+                             "hf:FOLDER of a downloaded model, or a published tokenizer such as gpt2")
         borrowed = tokenizer.load(Path(folder) / "tokenizer.json")
         if borrowed.eod is None and borrowed.kind != "char":
             raise ValueError(f"{folder}/tokenizer_config.json names no eos_token of its vocabulary,"

@@ -98,15 +98,15 @@ def locked(folder):
     """Let only one prepare.py work in `folder`. ValueError: another one does.
 
     The lock ends when its process does. What the body began stays for the same command, after a kill or on a
-    full disk. If the body raises a ValueError, for wrong input, the same command would fail again: the folders
-    that were made here are removed, unless it is a KeptWork.
+    full disk. After wrong input (ValueError, or a file that is not there) the same command would fail again:
+    the folders that were made here are removed, unless the error is a KeptWork.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with held(folder):
             yield
-    except ValueError as e:
+    except (ValueError, FileNotFoundError) as e:
         if made and not isinstance(e, KeptWork):
             shutil.rmtree(folder)
             with suppress(OSError):  # something else came into one of them

@@ -46,10 +46,13 @@ def arguments(argv):
 
 
 def fill_batch(cfg, argv, gpus):
-    """Return cfg with the largest micro-batch, up to the preset's, that fills the global batch on `gpus` GPUs,
-    and print a line if it is another one. A --micro-batch that is typed stays."""
+    """Return cfg with the largest micro-batch, up to the preset's, that fills the global batch on the GPUs.
+
+    gpus: their number. A line says so if it is another one. A --micro-batch that is typed stays, and --search
+    finds one by itself.
+    """
     replicas = gpus // (cfg.tp * cfg.pp * cfg.cp)
-    if given(argv, "micro_batch") or not replicas or cfg.global_batch % replicas:
+    if given(argv, "micro_batch") or cfg.search or not replicas or cfg.global_batch % replicas:
         return cfg
     if not cfg.global_batch or cfg.global_batch % (cfg.micro_batch * replicas) == 0:
         return cfg
