@@ -558,7 +558,7 @@ def main(argv=None, parsed=None):
             # Only the watchdog ends a run that hangs. A timeout of gloo or NCCL would keep counting
             # while the run is suspended.
             world = launch.launch(launch.NO_TIMEOUT, wrong is not None, watchdog.joining,
-                                  waits=True)
+                                  True)
             watchdog.world = world
             try:
                 agree.same_start(world, cfg, wrong)

@@ -149,6 +149,8 @@ SENTENCES = table(
      "belongs to the data: python prepare.py FILE... --name NAME --tokenizer TOKENIZER, then --data "
      "data/NAME"),
     ("split val_ratio", "belongs to the data: python prepare.py FILE... --val-fraction 0.1"),
+    ("per_device_eval_batch_size eval_batch_size",
+     "is no flag: leave it out; --eval-iters says how many batches are evaluated, of the global batch"),
     ("always_save_checkpoint overwrite_output_dir do_train do_eval eval_only evaluation_strategy "
      "eval_strategy save_strategy logging_strategy",
      "is no flag: leave it out; --eval-every and --save-every say when, and an --out that holds a run is "
