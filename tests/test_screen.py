@@ -179,7 +179,8 @@ def test_too_many_shards_keep_the_work_for_other_flags(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prepare, "MAX_SHARDS", 3)
     Path("text.txt").write_text("".join(f"Line {i} of a text.\n\n" for i in range(4000)))
+    flags = ["text.txt", "--name", "x", "--vocab-size=300", "--val-fraction=0.5"]
     with pytest.raises(SystemExit):
-        prepare.main(["text.txt", "--name", "x", "--vocab-size=300", "--val-fraction=0.5", "--shard-tokens=100"])
-    prepare.main(["text.txt", "--name", "x", "--vocab-size=300", "--val-fraction=0.5"])
+        prepare.main([*flags, "--shard-tokens=100"])
+    prepare.main(flags)
     assert "1 of 1 pieces are kept" in capsys.readouterr().out and not Path("data/x/.parts").exists()
