@@ -18,7 +18,7 @@ from runs import TINY, session
 import plan
 import plot
 import prepare
-from interface import terminal
+from interface import nearest, terminal
 from runtime import launch, log, tracker
 from runtime.launch import World
 
@@ -184,3 +184,19 @@ def test_too_many_shards_keep_the_work_for_other_flags(tmp_path, monkeypatch, ca
         prepare.main([*flags, "--shard-tokens=100"])
     prepare.main(flags)
     assert "1 of 1 pieces are kept" in capsys.readouterr().out and not Path("data/x/.parts").exists()
+
+
+@pytest.mark.parametrize("name, beside, user, ranks, expected", [
+    ("mpiexec", "ompi_info", 0, 2, "mpiexec --allow-run-as-root -n 2 python train.py"),
+    ("mpiexec.openmpi", "other", 1000, 5, "mpiexec --oversubscribe -n 5 python train.py"),
+    ("mpiexec", "ompi_info", 1000, 2, "mpiexec -n 2 python train.py"),
+    ("mpiexec", "mpichversion", 0, 5, "mpiexec -n 5 python train.py"),
+    ("mpiexec.hydra", "ompi_info", 0, 5, "mpiexec -n 5 python train.py")])
+def test_the_printed_mpiexec_has_the_flags_that_open_mpi_needs(name, beside, user, ranks, expected, tmp_path,
+                                                               monkeypatch):
+    for path in (tmp_path / name, tmp_path / beside):
+        path.touch(0o755)
+    monkeypatch.setattr(nearest.shutil, "which", lambda program: str(tmp_path / name))
+    monkeypatch.setattr(nearest.os, "geteuid", lambda: user)
+    monkeypatch.setattr(nearest.os, "cpu_count", lambda: 4)
+    assert nearest.command(ranks, []) == expected
