@@ -234,6 +234,9 @@ SENTENCES_OF_VALUES = {
     ("init_from", "resume"): "--resume auto goes on with the run in --out",
     ("init_from", "scratch"): "it is what happens without the flag: leave it out",
     ("resume", ""): "--resume auto goes on with the run in --out",
+    ("lr_schedule", "constant"): "--min-lr equal to --lr keeps it constant",
+    ("lr_schedule", "constant_with_warmup"): "--min-lr equal to --lr keeps it constant after --warmup",
+    ("lr_schedule", "linear"): "--lr-schedule wsd --decay-ratio 1 falls in a line",
 }
 PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
