@@ -9,6 +9,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 train: .venv/ready
 	python prepare.py stdlib
 	mpiexec -n 2 python train.py tiny --prompt "def main("
+	@echo "before you type one of these commands: source .venv/bin/activate"
 
 # after make train: its losses, curve and texts for the README
 picture: .venv/ready

@@ -240,7 +240,7 @@ class Config:
     # A B [C D ...]: drop these steps' data, 1-based, inclusive
     train_range_to_skip: tuple[int, ...] = flag((), "silent", COUNT)
     # SIGMA: skip a step whose loss or gradient norm is more than SIGMA deviations above the median of the
-    # last steps; 0 is off
+    # last steps, of which there must be 64; 0 is off
     skip_spikes: float = flag(0.0, "free", FACTOR)
     # at this step every target is token 0, which makes a spike; --clip 0 shows the damage; 0 is never
     inject_spike: int = flag(0, "free", COUNT)

@@ -59,6 +59,7 @@ from cost.step_time import (
 from cost.traffic import bytes_between_nodes, reductions, traffic
 from interface.layout import check_layout
 from interface.nearest import with_fix
+from interface.terminal import columns
 from optim import learning_rate, stable_until
 from parallel import make_mesh
 from pipeline import timetable
@@ -229,26 +230,33 @@ def warnings(cfg, plan, gpu, vocab):
     return lines
 
 
-def vocabulary(cfg):
-    """Return the number of symbols that train.py would use: that of the flag, or else that of the data.
+GPT2_SYMBOLS = 50257
 
-    Synthetic data has 256 symbols. If there is no data, the number is that of GPT-2's vocabulary. A masked
-    language model adds [MASK] to the symbols of the data.
+
+def vocabulary(cfg):
+    """Return the number of symbols: that of the flag or the preset, or else that of --data.
+
+    Synthetic data has 256 symbols. Without --data, the number is that of GPT-2's vocabulary, whatever lies in
+    data/. A masked language model adds [MASK] to the symbols of the data.
     """
     if cfg.vocab_size:
         return cfg.vocab_size
     mask = 1 if cfg.objective == "mlm" else 0
     if cfg.data == "synthetic":
         return 256 + mask
+    if not cfg.data:
+        return GPT2_SYMBOLS + mask
     try:
         return load_blend_meta(cfg.data)["vocab_size"] + mask
     except OSError:
-        return 50257 + mask
+        return GPT2_SYMBOLS + mask
 
 
 def documents(cfg):
-    """Return what --doc-mask is with the data of train.py: "on", "off", or auto where they differ. Without
-    data it stays what it is."""
+    """Return what --doc-mask is with --data: "on", "off", or auto where they differ. Without data it stays
+    what it is."""
+    if not cfg.data:
+        return cfg.doc_mask
     with contextlib.suppress(OSError):
         return settled_doc_mask(cfg.data, cfg.doc_mask)
     return cfg.doc_mask
@@ -260,6 +268,8 @@ def source_of_vocabulary(cfg):
         return "--vocab-size, or the preset's"
     if cfg.data == "synthetic":
         return "synthetic data"
+    if not cfg.data:
+        return "GPT-2's; --data DIR or --vocab-size says another"
     try:
         load_blend_meta(cfg.data)
     except OSError:
@@ -373,6 +383,11 @@ def scaling(cfg, counts, gpu, vocab):
 # -----------------------------------------------------------------------------
 # 3) What is printed
 
+def page_width():
+    """Return the columns of what is printed: those of the terminal, at most 100."""
+    return min(100, columns())
+
+
 def print_table(title, rows):
     """Print a table: the first column is aligned left, the others right. rows: lists of strings."""
     print(f"\n{title}")
@@ -414,9 +429,10 @@ def print_schedule(cfg, num_micro_batches):
     """Print the picture of one step, with the part of the time in which ranks idle."""
     in_chunks = f" in {cfg.pp_chunks} chunks" if cfg.pp_chunks > 1 else ""
     idle = bubble(cfg.pp, cfg.pp_chunks, num_micro_batches)
-    print(f"\nschedule of {num_micro_batches} micro-batches{in_chunks} over {cfg.pp} ranks, "
-          f"predicted bubble {100 * idle:.1f} % of the work:")
-    for line in draw_schedule(cfg.pp, cfg.pp_chunks, num_micro_batches):
+    print(f"\nschedule of {num_micro_batches} micro-batches{in_chunks} over {cfg.pp} ranks:")
+    print(f"  predicted bubble {100 * idle:.1f} % of the work: the ranks idle "
+          f"{100 * idle / (1 + idle):.1f} % of the step")
+    for line in draw_schedule(cfg.pp, cfg.pp_chunks, num_micro_batches, page_width()):
         print(line)
 
 
@@ -442,7 +458,7 @@ def print_plan(cfg, plan):
         del layout["shard"]
     flags = ", ".join(f"{name} {value}" for name, value in layout.items())
     title = f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {flags}"
-    print(textwrap.fill(title, 100, subsequent_indent="    "))
+    print(textwrap.fill(title, page_width(), subsequent_indent="    "))
     print_table("parameters", [(name, f"{n:,}") for name, n in plan["parameters"].items()])
 
     parts = [(part, f"{gib:.2f}") for part, gib in plan["memory_gib"].items()]
@@ -472,7 +488,8 @@ def print_plan(cfg, plan):
                                                        ("days", f"{plan['days']:,.2f}"),
                                                        ("GPU-hours", f"{plan['gpu_hours']:,.0f}")])
     for line in plan["warnings"]:
-        print(textwrap.fill(f"warning: {line}", 100, subsequent_indent="    ", break_on_hyphens=False))
+        print(textwrap.fill(f"warning: {line}", page_width(), subsequent_indent="    ",
+                            break_on_hyphens=False))
 
 
 def print_search(cfg, plans):

@@ -39,6 +39,7 @@ from interface.files import (
     write_whole,
 )
 from interface.schema import load_json, open_file, read_file
+from interface.terminal import columns
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file for each, in OUT
 NO_PLOTEXT = "plotext is not installed: no plots (pip install 'plotext<6')"
@@ -171,7 +172,16 @@ def write_plots(out, rows, show):
 # train.py --list writes nothing. A folder that is not a run is left out. A run with foreign files is shown as
 # far as the files can be read.
 
-ROW = "{:41s} {:>16s} {:>13s} {:>8s} {:>8s} {:>8s}"  # with the flags below it, because both are long
+ROW = "{:{width}s} {:>16s} {:>13s} {:>8s} {:>8s} {:>8s}"  # with the flags below it, because both are long
+LONGEST_NAME = 41  # columns of a run's name, in a wide terminal
+
+
+def row_of_list(name, *cells):
+    """Return a row of --list: a name that is longer than its column has a line of its own."""
+    width = max(16, min(LONGEST_NAME, columns() - 58))  # the other columns have 58
+    if len(name) > width:
+        name += f"\n{'':{width}s}"
+    return ROW.format(name, *cells, width=width)
 
 
 def parse_or_list(argv):
@@ -187,7 +197,7 @@ def parse_or_list(argv):
     table, left_out = table_of_runs(folder)
     lines = [f"no runs in {printable(str(folder))}"]
     if table:
-        lines = [ROW.format("run", "state", "steps", "loss", "val_loss", "size"), *table]
+        lines = [row_of_list("run", "state", "steps", "loss", "val_loss", "size"), *table]
     print_quietly("\n".join(lines + left_out) + "\n")
     raise SystemExit(config.Outcome.DONE)
 
@@ -223,12 +233,10 @@ def describe(run):
     asked = flags.get("steps", "?")
     last = max((row["step"] for row in rows), default=0)
     name = printable(run.name)
-    if len(name) > 41:
-        name += f"\n{'':41s}"
     steps = printable(f"{last}/{asked}")[:13]
-    line = ROW.format(name, state(run, last, asked), steps, last_value(rows, "loss"),
+    line = row_of_list(name, state(run, last, asked), steps, last_value(rows, "loss"),
                       last_value(rows, "val_loss"), f"{size_on_disk(run) / 1e6:.1f} MB")
-    text = textwrap.fill(describe_flags(flags), 96, break_on_hyphens=False)
+    text = textwrap.fill(describe_flags(flags), min(96, columns() - 4), break_on_hyphens=False)
     return line + "\n" + textwrap.indent(text, "    ")
 
 
@@ -279,14 +287,25 @@ def size_on_disk(run):
     return size
 
 
+def as_typed(name, value):
+    """Return a flag of config.json as it is typed."""
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    if isinstance(value, list):
+        return " ".join([f"--{flag}", *map(str, value)])
+    return f"--{flag}={value}"
+
+
 def describe_flags(flags):
     """Return a run's preset, its number of ranks, and the flags that differ from the preset's."""
     preset = flags.get("preset", "?")
     defaults = vars(config.Config(**config.PRESETS.get(str(preset), {})))
-    words = [f"{preset} on {flags.get('world', '?')} rank(s)"]
+    world = flags.get("world", "?")
+    words = [f"{preset} on {world} {'rank' if world == 1 else 'ranks'}"]
     for name, default in json.loads(json.dumps(defaults)).items():  # as config.json holds them
         if name not in ("out", "resume", "preset") and flags.get(name, default) != default:
-            words.append(f"--{name.replace('_', '-')}={flags[name]}")
+            words.append(as_typed(name, flags[name]))
     return printable(" ".join(words))
 
 

@@ -48,7 +48,7 @@ if sys.flags.safe_path:  # python -I leaves out the program's own folder
 
 from config import ceil_div
 from corpus import build, chat, shards, text, tokenizer
-from corpus.folder import install, locked, owned_files
+from corpus.folder import KeptWork, install, locked, owned_files
 from corpus.shards import SPLITS
 from interface.command_line import command_line, wrong_input
 from interface.files import must_write
@@ -249,6 +249,9 @@ def make_tokenizer(flags, units):
         return tokenizer.train_bpe(training_texts(units, flags.text_key), flags.vocab_size or VOCAB_SIZE)
     if borrowed_tokenizer(flags) or flags.tokenizer.startswith("hf:"):
         folder = flags.tokenizer.removeprefix("hf:")
+        if not (Path(folder) / "tokenizer.json").is_file():
+            raise ValueError(f"--tokenizer {flags.tokenizer}: {folder} holds no tokenizer.json; give "
+                             "hf:FOLDER of a downloaded model, or a published tokenizer such as gpt2")
         borrowed = tokenizer.load(Path(folder) / "tokenizer.json")
         if borrowed.eod is None and borrowed.kind != "char":
             raise ValueError(f"{folder}/tokenizer_config.json names no eos_token of its vocabulary,"
@@ -363,8 +366,8 @@ def check_amount(flags, tokens, total, left_out):
                          " another --val-fraction, or --tokenizer char")
     most = max(tokens.values())
     if most > MAX_SHARDS * flags.shard_tokens:
-        raise ValueError(f"{tokens} tokens by {flags.shard_tokens} are more than {MAX_SHARDS} files; give"
-                         f" --shard-tokens {most // MAX_SHARDS + 1} or more")
+        raise KeptWork(f"{tokens} tokens by {flags.shard_tokens} are more than {MAX_SHARDS} files; give"
+                       f" --shard-tokens {most // MAX_SHARDS + 1} or more")
 
 
 def prepare_chat(flags, spans, about):

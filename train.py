@@ -300,6 +300,7 @@ class Run:
                 self.log_file = log.make_log(cfg, parts.mesh, world, self.out, self.state,
                                              self.data.train)
         if self.is_main:
+            self.log_file.prepare_for_kill(oversight.watchdog)
             log.started(cfg, parts.model, found, self.full_batch, self.data.train, oversight.skip)
         with launch.exit_together(world):
             step = Step(cfg, parts.model, parts.data_parallel, parts.opt)
@@ -536,6 +537,8 @@ class Run:
             log.farewell(ending.outcome, ending.stop_reason, self.state, self.out, self.saver.saved)
             if ending.outcome is Outcome.STOPPED:
                 self.log_file.print_how_to_go_on()
+            if ending.outcome is Outcome.DONE:
+                self.log_file.print_next_commands(self.saver.saved)
         return ending.outcome
 
     def print_failure(self):
@@ -559,7 +562,8 @@ def main(argv=None, parsed=None):
         with watch.Watch(session.signals.rank, timeout) as watchdog:
             # Only the watchdog ends a run that hangs. A timeout of gloo or NCCL would keep counting
             # while the run is suspended.
-            world = launch.launch(launch.NO_TIMEOUT, wrong is not None, watchdog.joining)
+            world = launch.launch(launch.NO_TIMEOUT, wrong is not None, watchdog.joining,
+                                  True)
             watchdog.world = world
             try:
                 agree.same_start(world, cfg, wrong)

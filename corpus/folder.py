@@ -97,9 +97,31 @@ def is_ours(work):
 def locked(folder):
     """Let only one prepare.py work in `folder`. ValueError: another one does.
 
-    The lock ends when its process does.
+    The lock ends when its process does. What the body began stays for the same command, after a kill or on a
+    full disk. After wrong input (ValueError, or a file that is not there) the same command would fail again:
+    the folders that were made here are removed, unless the error is a KeptWork.
     """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with held(folder):
+            yield
+    except (ValueError, FileNotFoundError) as e:
+        if made and not isinstance(e, KeptWork):
+            shutil.rmtree(folder)
+            with suppress(OSError):  # something else came into one of them
+                for path in made[1:]:
+                    path.rmdir()
+        raise
+
+
+class KeptWork(ValueError):
+    """Wrong input, with which other flags go on from the work that was done."""
+
+
+@contextmanager
+def held(folder):
+    """Hold the lock of a folder. ValueError: another prepare.py does."""
     with open(folder / "lock", "w") as f:
         try:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -44,6 +44,8 @@ def list_safetensors(folder):
             if (folder / name).exists():
                 raise ValueError(f"{folder / name} is a pipe, a device or a directory, not a file; "
                                  "download it again")
+            if not folder.is_dir():
+                raise FileNotFoundError(f"{folder} is no directory; give that of a downloaded model")
             raise FileNotFoundError(f"{folder} holds no {name}; files of other kinds (.bin, .pt) can run "
                                     "code and are not read: save the model again with transformers")
     return names

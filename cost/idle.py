@@ -74,7 +74,7 @@ def pipeline_warnings(cfg, mesh, stage_ms):
     idle = bubble(cfg.pp, cfg.pp_chunks, num_micro_batches)
     if idle >= 1 / 4:
         warning = (f"{num_micro_batches} micro-batches over {cfg.pp} ranks: the pipeline idles "
-                   f"{100 * idle / (1 + idle):.0f} %")
+                   f"{100 * idle / (1 + idle):.1f} % of the step")
         more_chunks = [v for v in (2, 4) if v > cfg.pp_chunks and cfg.n_layer >= v * cfg.pp]
         if more_chunks:
             warning += f"; try --pp-chunks {more_chunks[0]}"

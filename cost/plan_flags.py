@@ -3,9 +3,9 @@ import dataclasses
 import re
 from typing import Literal
 
-from config import Config
+from config import Config, largest_divisor
 from cost.gpus import GPUS
-from interface.command_line import parse
+from interface.command_line import given, parse
 
 MOST_GPUS = 2**17
 
@@ -32,12 +32,32 @@ def arguments(argv):
 
     ValueError: one line that says what is wrong.
     """
-    cfg = parse(argv, cls=PlanFlags, prog="plan.py", about=ABOUT)
+    # Without --data, the plan is that of no data: it must not depend on what lies in a folder.
+    no_data = {} if given(argv, "config") else {"data": ""}
+    cfg = parse(argv, cls=PlanFlags, prog="plan.py", about=ABOUT, **no_data)
     if cfg.scaling is None:
-        return cfg, []
+        return fill_batch(cfg, argv, cfg.gpus), []
     counts = []
     for word in cfg.scaling.split(","):
         if not re.fullmatch(" *[0-9]{1,7} *", word) or not 1 <= int(word) <= MOST_GPUS:
             raise ValueError(f"--scaling takes numbers of GPUs such as 1,2,4,8, not {cfg.scaling!r}")
         counts.append(int(word))
-    return cfg, counts
+    return fill_batch(cfg, argv, counts[0]), counts
+
+
+def fill_batch(cfg, argv, gpus):
+    """Return cfg with the largest micro-batch, up to the preset's, that fills the global batch on the GPUs.
+
+    gpus: their number. A line says so if it is another one. A --micro-batch that is typed stays, and --search
+    finds one by itself.
+    """
+    replicas = gpus // (cfg.tp * cfg.pp * cfg.cp)
+    if given(argv, "micro_batch") or cfg.search or not replicas or cfg.global_batch % replicas:
+        return cfg
+    if not cfg.global_batch or cfg.global_batch % (cfg.micro_batch * replicas) == 0:
+        return cfg
+    size = largest_divisor(cfg.micro_batch, cfg.global_batch // replicas)
+    if not cfg.json:
+        print(f"micro-batches of {size}: {cfg.micro_batch} * dp {replicas} does not divide global-batch "
+              f"{cfg.global_batch}; train.py needs --micro-batch {size}, too")
+    return dataclasses.replace(cfg, micro_batch=size)

@@ -12,7 +12,11 @@ the same checks whether it fits.
 import contextlib
 import itertools
 import math
+import os
+import re
 import shlex
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 from config import RANGES, ceil_div, check_experts, check_heads, check_masked_model
@@ -174,7 +178,29 @@ def command(ranks, argv, starter="mpiexec", program="train.py"):
     program = shlex.join([program, *argv])
     if starter == "torchrun":
         return f"torchrun --nproc-per-node {ranks} {program}"
-    return f"{'srun' if starter == 'srun' else 'mpiexec'} -n {ranks} python {program}"
+    if starter == "srun":
+        return f"srun -n {ranks} python {program}"
+    return f"{' '.join(['mpiexec', *flags_of_openmpi(ranks)])} -n {ranks} python {program}"
+
+
+def flags_of_openmpi(ranks):
+    """Return the flags without which the mpiexec of the PATH would refuse to start `ranks` ranks here.
+
+    Open MPI refuses root, and more ranks than cores. Other MPIs do neither, and do not know these flags.
+    """
+    found = shutil.which("mpiexec")
+    if found is None:
+        return []
+    path = Path(found).resolve()
+    is_named = re.search("orterun|prterun|openmpi", path.name)
+    if not is_named and (path.name not in ("mpiexec", "mpirun") or not (path.parent / "ompi_info").exists()):
+        return []
+    flags = []
+    if os.geteuid() == 0:
+        flags.append("--allow-run-as-root")
+    if isinstance(ranks, int) and ranks > (os.cpu_count() or 1):
+        flags.append("--oversubscribe")
+    return flags
 
 
 def change_words(argv, changes):

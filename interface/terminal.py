@@ -1,39 +1,65 @@
 """How wide the terminal is, and what is printed for people: numbers and times in few characters.
 
-    columns   the width to which lines are folded
+    width     the columns of the terminal that shows what is printed; columns: to which prose is folded
     short     1,234,567 as 1.2M;  clock: seconds as 1:23
 """
 import os
 import shutil
 import stat
 import sys
+from pathlib import Path
 
-NO_TERMINAL = 120  # columns of a file or a pipe that no terminal reads
-LEAST, MOST = 40, 120
+NO_TERMINAL = 10**6  # columns of a file or a pipe that no terminal shows: its lines are not folded
+LEAST, MOST = 40, 120  # columns of folded prose
+LAUNCHERS = "mpiexec", "mpirun", "hydra", "orte", "prte"  # their names begin so
+MOST_ANCESTORS = 6
+
+
+def width():
+    """Return the columns of the terminal that shows what is printed, or NO_TERMINAL if none does.
+
+    They are those of the variable COLUMNS or of stdout's terminal. Behind mpiexec, stdout is a pipe to it,
+    and the terminal is the one to which mpiexec writes. A file, or a pipe to another program, has no columns.
+    """
+    found = shutil.get_terminal_size((0, 0)).columns or _columns_behind_launcher() or NO_TERMINAL
+    return max(found, LEAST)
 
 
 def columns():
-    """Return the columns to fold lines to.
-
-    They are those of the variable COLUMNS or of stdout's terminal. Where stdout is a pipe, as behind mpiexec,
-    the terminal of the process is asked. A file gets NO_TERMINAL.
-    """
-    found = shutil.get_terminal_size((0, 0)).columns or _columns_behind_pipe() or NO_TERMINAL
-    return min(max(found, LEAST), MOST)
+    """Return the columns to which prose is folded; NO_TERMINAL: it is not."""
+    found = width()
+    return found if found == NO_TERMINAL else min(found, MOST)
 
 
-def _columns_behind_pipe():
-    """Return the columns of this process's terminal if its stdout is a pipe, else 0."""
+def _columns_behind_launcher():
+    """Return the columns of the terminal to which the launcher of this process writes, or 0."""
     try:
         if not stat.S_ISFIFO(os.fstat(sys.__stdout__.fileno()).st_mode):
             return 0
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+        shown = _stdout_of_launcher()
+        if shown is None:
+            return 0
+        terminal = os.open(shown, os.O_RDONLY | os.O_NOCTTY)
         try:
             return os.get_terminal_size(terminal).columns
         finally:
             os.close(terminal)
     except (OSError, ValueError, AttributeError):  # there is none, or stdout is a notebook's
         return 0
+
+
+def _stdout_of_launcher():
+    """Return the path of the stdout of the launcher that started this process, or None. OSError: no /proc."""
+    found = None
+    pid = os.getppid()
+    for _ in range(MOST_ANCESTORS):
+        name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+        if not name.startswith(LAUNCHERS):
+            break
+        found = Path(f"/proc/{pid}/fd/1")
+        pid = int(rest.split()[1])  # its parent
+    # A pipe or a file is not opened: it is not the terminal.
+    return found if found is not None and found.is_char_device() else None
 
 
 def short(number):

@@ -149,6 +149,8 @@ SENTENCES = table(
      "belongs to the data: python prepare.py FILE... --name NAME --tokenizer TOKENIZER, then --data "
      "data/NAME"),
     ("split val_ratio", "belongs to the data: python prepare.py FILE... --val-fraction 0.1"),
+    ("per_device_eval_batch_size eval_batch_size",
+     "is no flag: leave it out; --eval-iters says how many batches are evaluated, of the global batch"),
     ("always_save_checkpoint overwrite_output_dir do_train do_eval eval_only evaluation_strategy "
      "eval_strategy save_strategy logging_strategy",
      "is no flag: leave it out; --eval-every and --save-every say when, and an --out that holds a run is "
@@ -232,6 +234,9 @@ SENTENCES_OF_VALUES = {
     ("init_from", "resume"): "--resume auto goes on with the run in --out",
     ("init_from", "scratch"): "it is what happens without the flag: leave it out",
     ("resume", ""): "--resume auto goes on with the run in --out",
+    ("lr_schedule", "constant"): "--min-lr equal to --lr keeps it constant",
+    ("lr_schedule", "constant_with_warmup"): "--min-lr equal to --lr keeps it constant after --warmup",
+    ("lr_schedule", "linear"): "--lr-schedule wsd --decay-ratio 1 falls in a line",
 }
 PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 

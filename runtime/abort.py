@@ -28,7 +28,7 @@ def end_all_on_exception(rank, comm):
             time.sleep(3)  # the launcher has this long to end this rank before it prints, too
             why = " ".join(text.split())[:160]
             with contextlib.suppress(OSError):
-                print(f"nanoshard: rank {rank} lost a peer ({why}): see its error",
+                print(f"nanoshard: rank {rank} lost a peer ({why}): see its error; without one it was killed",
                       file=sys.__stderr__, flush=True)
             os._exit(1)
 

@@ -8,8 +8,14 @@ SLURM's suspend, a closed lid) does not hang.
 It also brings the rank's stacks to their place. They are written into STACKS, the descriptor of a file
 without a name on the node's own disk. The guardian appends them to the file of this node that the rank names
 in a line "> PATH". So a run that does not hang makes no file per rank on the disk that all nodes share.
+
+A rank that is killed says nothing. The guardian of rank 0 notices that its rank ended without the line
+"bye", and prints which command goes on, from what the rank wrote in a line "! JSON".
 """
+import contextlib
+import json
 import os
+import re
 import select
 import signal
 import sys
@@ -27,6 +33,7 @@ def main(pid, step, stacks, rank):
     last = time.monotonic()
     collector = Collector(stacks, rank)
     ended = False
+    commands = None  # of if_killed() in runtime/hang.py
     while left > 0 and not ended:
         ready, _, _ = select.select([STDIN], [], [], step)
         if ready:
@@ -35,6 +42,10 @@ def main(pid, step, stacks, rank):
             for line in data.decode().splitlines():
                 if line.startswith("> "):
                     collector.path = line[2:]
+                elif line.startswith("! "):
+                    commands = json.loads(line[2:])
+                elif line == "bye":
+                    commands = None
                 else:
                     left = float(line)
 
@@ -48,6 +59,25 @@ def main(pid, step, stacks, rank):
     if is_our_rank and not ended:
         os.kill(pid, signal.SIGKILL)
     collector.collect(unfinished=True)
+    if commands is not None:
+        say_how_to_go_on(*commands)
+
+
+def say_how_to_go_on(folder, out, again, anew):
+    """Print one line on stderr for a run that was killed: how far its checkpoints go, and what to type.
+
+    folder: its --out as an absolute path; out: as it was typed. again, anew: commands.
+    """
+    steps = []
+    with contextlib.suppress(OSError):
+        steps = [int(name[5:]) for name in os.listdir(folder) if re.fullmatch("step_[0-9]+", name)]
+    if steps:
+        what = f"{out} has a checkpoint of step {max(steps)}; to go on from there, type: {again}"
+    else:
+        what = f"{out} has no checkpoint yet; to start again at step 1, type: {anew}"
+    with contextlib.suppress(OSError):
+        os.write(2, ("nanoshard: the run ended before its last step (killed, out of memory, or by an error "
+                     f"above): {what}\n").encode())
 
 
 class Collector:

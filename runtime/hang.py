@@ -86,11 +86,15 @@ def read_reports(paths):
     return reports
 
 
+MOST_BYTES = 4000  # of a line: a pipe takes so many as one piece
+
+
 class Guardian:
     """The process that kills this one when its own threads cannot, and collects its stacks: guardian.py.
 
-    The process is started before MPI, and has a session of its own and none of our streams. So no launcher
-    waits for it, and no Ctrl-C reaches it.
+    The process is started before MPI and has a session of its own, so that no Ctrl-C reaches it. Beside rank
+    0 it has our stderr, for the line that says how a run that was killed goes on. It has no other stream of
+    ours.
     """
 
     def __init__(self, tick, stacks, rank):
@@ -98,8 +102,8 @@ class Guardian:
         words = [os.getpid(), tick, stacks.fileno(), rank]
         self.process = subprocess.Popen(
             [sys.executable, "-S", "-E", script, *map(str, words)], bufsize=0, pass_fds=[stacks.fileno()],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True)
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=None if rank == 0 else subprocess.DEVNULL, start_new_session=True)
         os.set_blocking(self.process.stdin.fileno(), False)  # the process may be stopped
 
     def allow(self, seconds):
@@ -110,11 +114,20 @@ class Guardian:
         """Append what comes into the file of stacks to this one."""
         self._tell(f"> {path.absolute()}")
 
+    def if_killed(self, out, again, anew):
+        """Tell which command goes on if this process ends without close(): `again` from a checkpoint in OUT,
+        and `anew` where there is none."""
+        said = json.dumps([str(Path(out).absolute()), str(out), again, anew])
+        if len(said) < MOST_BYTES:
+            self._tell(f"! {said}")
+
     def _tell(self, line):
         with contextlib.suppress(OSError):  # somebody has killed the guardian
             self.process.stdin.write(f"{line}\n".encode())
 
     def close(self):
+        """End the guardian: this process ends by itself, and has said how."""
+        self._tell("bye")
         self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             # At the end of its input it ends, unless somebody has stopped it

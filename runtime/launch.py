@@ -19,6 +19,7 @@ from datetime import timedelta
 # OpenMP reads this variable when torch is imported. With this value, waiting threads sleep and leave the core
 # to others.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # --trace: torch prints lines of its own
 
 import torch
 import torch.distributed as dist
@@ -253,10 +254,11 @@ def _tell_nobody(where, size):
     """Ignore where this rank waits: the default of launch()."""
 
 
-def launch(timeout=600.0, quiet=False, joining=_tell_nobody):
+def launch(timeout=600.0, quiet=False, joining=_tell_nobody, waits=False):
     """Start this rank and return its World.
 
-    timeout: seconds that a collective may wait. quiet: print no line per node. joining(where, size): called
+    timeout: seconds that a collective may wait. quiet: print no line per node. waits: where there
+    is one node, the caller prints its line, after its own checks. joining(where, size): called
     before this rank waits for all ranks, in MPI_Init and in the rendezvous, and then with "" once all have
     come.
     """
@@ -267,7 +269,8 @@ def launch(timeout=600.0, quiet=False, joining=_tell_nobody):
         world = World(device=device, threads=threads)
     else:
         world = _join(start, timeout, joining)
-    if not quiet and world.local_rank == 0:
+    later = waits and world.n_nodes == 1
+    if not quiet and not later and world.local_rank == 0:
         print_node(world)
     return world
 
@@ -367,12 +370,13 @@ def refuse_alone(world, error):
 def print_node(world):
     """Print one line: this node, the launcher, the number of ranks here, and the device."""
     if world.device.type == "cpu":
-        chip = f"cpu, {world.threads} threads per rank"
+        chip = f"cpu, {world.threads} {'thread' if world.threads == 1 else 'threads'} per rank"
     else:
         chip = device_name(world.device)
+    backend = "" if world.size == 1 else f"{world.backend}, "
     print(f"[node {world.node + 1}/{world.n_nodes} {socket.gethostname()}] {world.launcher}: "
-          f"{world.local_size} of {world.size} ranks here, {chip}, {world.backend}, "
-          f"torch {torch.__version__}", flush=True)
+          f"{world.local_size} of {world.size} ranks here, {chip}, {backend}torch {torch.__version__}",
+          flush=True)
 
 
 def shutdown(world):

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -41,12 +42,13 @@ from interface.files import (
     write_whole,
 )
 from interface.schema import load_json, read_file
-from interface.terminal import clock, short
+from interface.terminal import clock, short, width
 from ops.accelerator import device_name, peak_memory
 from optim import StepStats
+from runtime.launch import print_node
 from runtime.timing import slow_on_cpu
 from runtime.tracker import Tracker
-from skip import not_finite_reason
+from skip import WINDOW, not_finite_reason
 
 # -----------------------------------------------------------------------------
 # The numbers of a step
@@ -190,6 +192,8 @@ def make_log(cfg, mesh, world, out, state, source):
     config.update(git=git_revision(), argv=sys.argv, world=world.size, launcher=world.launcher,
                   dp=mesh.dp.size, torch=torch.__version__, machine=machine(world))
 
+    if world.n_nodes == 1:
+        print_node(world)
     _, causal = flops_per_token(cfg, state.vocab_size)
     for line in slow_on_cpu(cfg, mesh, causal, world.device):
         warn(line)
@@ -293,11 +297,17 @@ def started(cfg, model, resumed, batch, source, skip):
     n_parameters = sum(p.numel() for p in model.parameters())
     how = f"resumed {resumed}" if resumed else "started"
     cp = f" cp {cfg.cp}" if cfg.cp > 1 else ""
-    print(folded(f"{how}: {n_parameters:,} parameters on this rank, dp {model.mesh.dp.size} "
+    here = " on this rank" if model.mesh.world.size > 1 else ""
+    print(folded(f"{how}: {n_parameters:,} parameters{here}, dp {model.mesh.dp.size} "
                  f"tp {cfg.tp}{cp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}"))
     skipping = f", skipping steps {skip}" if skip.pairs else ""
     samples = f"{source.n_samples:,} training samples"
+    if cfg.data == "synthetic":
+        samples = "synthetic data without end"
     print(folded(f"  {batch} x {cfg.seq_len} tokens per step, {samples}{skipping}"), flush=True)
+    if cfg.skip_spikes:
+        print(f"  --skip-spikes {cfg.skip_spikes:g} skips none before {WINDOW // 2} steps were taken, for "
+              "comparison", flush=True)
     if cfg.compile:
         print(folded("  --compile: the first step compiles the blocks, which can take a minute and more"),
               flush=True)
@@ -342,6 +352,30 @@ def farewell(outcome, stop_reason, state, out, saved):
     print(folded(f"{ending}: {out}/ holds {held or 'nothing'}"), flush=True)
     if "val_loss" in state.best and (out / state.best_name()).is_dir():
         print(f"lowest validation loss {state.best['val_loss']:.4f} in {state.best_name()}", flush=True)
+
+
+def next_commands(out, config, saved):
+    """Return lines with what can be typed after a run that is done.
+
+    config: that of config.json. saved: step of the last checkpoint, or 0.
+    """
+    name = shlex.quote(str(out))
+    lines = []
+    if saved and config["data"] != "synthetic" and config["objective"] == "causal":
+        prompt = f" --prompt {shlex.quote(config['prompt'])}" if config["prompt"] else ""
+        lines.append(f"write text:   python sample.py {name}{prompt}")
+    lines.append(f"draw curves:  python plot.py {name}")
+    if (out / "report.html").exists():
+        lines.append(f"see it all:   {out}/report.html, in a browser")
+    if saved:
+        more = report.command_of(config, {"steps": 2 * config["steps"], "resume": "auto"})
+        lines.append(f"train on:     {more}")
+    return lines
+
+
+def is_program():
+    """Whether train.py was started as a program, and not in a notebook."""
+    return Path(sys.argv[0]).name == "train.py"
 
 
 # -----------------------------------------------------------------------------
@@ -427,10 +461,23 @@ class Log:
 
     def print_how_to_go_on(self):
         """Print the command that goes on with a run that was stopped."""
-        again = "the same flags with --resume auto"
-        if Path(sys.argv[0]).name == "train.py":  # not in a notebook
-            again = report.command_of(self.begun["config"], {"resume": "auto"})
-        print(f"to go on, type: {again}", flush=True)
+        print(f"to go on, type: {self._command(resume='auto')}", flush=True)
+
+    def print_next_commands(self, saved):
+        """Print what can be typed after a run that is done. saved: step of the last checkpoint, or 0."""
+        if is_program():
+            print("\n".join(next_commands(self.out, self.begun["config"], saved)), flush=True)
+
+    def prepare_for_kill(self, watchdog):
+        """Tell the watchdog, a watch.Watch, what to type after a kill of this run."""
+        if is_program():
+            watchdog.if_killed(self.out, self._command(resume="auto"), self._command())
+
+    def _command(self, **changes):
+        """Return the command line of this run, with other values of some flags."""
+        if not is_program():
+            return "the same flags with --resume auto"
+        return report.command_of(self.begun["config"], changes)
 
     def close(self):
         """Say what could not be written, when the run has ended."""
@@ -450,7 +497,7 @@ def format_row(row, steps=None, left=None):
 
     steps: the last step. left: the seconds until then, or None.
     """
-    lines = [_format_step(row, steps, left)]
+    lines = [_fitted(_words_of_step(row, steps, left))]
     if "aux_loss" in row:
         lines.append(f"  aux={row['aux_loss']:.3f} load_max={row['expert_load_max']:.2f} "
                      f"dropped={row['dropped']:.1%}")
@@ -465,7 +512,21 @@ def format_row(row, steps=None, left=None):
 USUAL_SHARES = {"graph": 1.0, "redone": 0.0}  # of steps on a GPU: all replay a graph, none is done again
 
 
-def _format_step(row, steps, left):
+# What a narrow terminal leaves out of a step's line, in this order. metrics.jsonl has all of it.
+SPARED = "tokens=", "dt=", "tok/s/gpu=", "lr=", "gnorm="
+
+
+def _fitted(words):
+    """Return the words of a step in one line of the terminal, if that is possible without those of SPARED."""
+    for start in SPARED:
+        if len(" ".join(words)) <= width():
+            break
+        words = [word for word in words if not word.startswith(start)]
+    return " ".join(words)
+
+
+def _words_of_step(row, steps, left):
+    """Return the printed line of a step as a list of words."""
     words = [f"step={row['step']}/{steps}" if steps else f"step={row['step']}"]
     if "loss" in row:
         words.append(f"loss={row['loss']:.4f}")
@@ -475,7 +536,7 @@ def _format_step(row, steps, left):
     if "grad_norm" in row:
         words.append(f"gnorm={row['grad_norm']:.3f}")
     if "ms" in row:
-        words.append(f"dt={row['ms']:.1f}ms tok/s={row['tok_s']:.0f}")
+        words += [f"dt={row['ms']:.1f}ms", f"tok/s={row['tok_s']:.0f}"]
         if "mem_gb" in row and row["tok_s"] > row["tok_s_gpu"]:
             words.append(f"tok/s/gpu={row['tok_s_gpu']:.0f}")
     if "mfu" in row:
@@ -493,7 +554,7 @@ def _format_step(row, steps, left):
     for key in ("skipped", "nan_steps"):
         if row.get(key):
             words.append(f"{key}={row[key]}")
-    return " ".join(words)
+    return words
 
 
 # -----------------------------------------------------------------------------

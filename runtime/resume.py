@@ -367,6 +367,8 @@ def find_checkpoint(cfg, world, out):
         elif world.rank == 0:
             paths = [Path(cfg.resume)]
             checkpoint.read_index(cfg.resume)  # a path that does not exist: say so before all wait for it
+        if world.rank == 0 and not paths:
+            print(f"--resume auto: {out} has no checkpoint, so the run starts at step 1", flush=True)
     paths = world.tree.broadcast_object(paths)  # a few paths from rank 0, over the world
     found = damage = None
     for path in paths:

@@ -6,6 +6,7 @@
 """
 import contextlib
 import faulthandler
+import math
 import os
 import statistics
 import sys
@@ -112,12 +113,19 @@ class Watch(contextlib.AbstractContextManager):
         self._set_alarms(self.phase.limit)
         session.dump_on_sigusr2(self.files.stacks)
 
-    def __exit__(self, *error):
-        """Stop watching: the run has ended."""
+    def if_killed(self, out, again, anew):
+        """Tell which command goes on if this process is killed: from a checkpoint in OUT, or anew."""
+        self.guardian.if_killed(out, again, anew)
+
+    def __exit__(self, kind, *error):
+        """Stop watching: the run has ended, by itself or by an exception."""
         self.stopping.set()
         self.thread.join()
         faulthandler.cancel_dump_traceback_later()
-        self.guardian.close()
+        if kind is None or issubclass(kind, SystemExit) or not session.signals.is_program:
+            self.guardian.close()
+        else:  # it speaks after the traceback, when this process is gone
+            self.guardian.allow(math.inf)
         session.dump_on_sigusr2(sys.__stderr__)
         self.files.close()
 
@@ -237,6 +245,9 @@ class _Unwatched:
         pass
 
     def set_folder(self, out, run_id):
+        pass
+
+    def if_killed(self, out, again, anew):
         pass
 
 

@@ -214,7 +214,7 @@ def test_the_device_by_name_and_memory(capsys):
     world = World(device=XPU)
     with stand_in():
         print_node(world)
-        assert capsys.readouterr().out.split(" ranks here, ")[1].startswith(f"{NAME}, none, torch ")
+        assert capsys.readouterr().out.split(" ranks here, ")[1].startswith(f"{NAME}, torch ")
         assert doctor.device(world) == ("OK", f"1 x {NAME}, 60 of 64 GiB free", "")
         assert accelerator.total_memory(XPU) == 2**36 and peak_flops(XPU) is None
     with stand_in(mem_get_info=lambda device: (2**33, 2**36)):

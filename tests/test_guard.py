@@ -464,7 +464,9 @@ def test_trace_says_where_it_is_and_how_to_look_at_it(tmp_path, capfd):
         for _ in range(12):
             torch.zeros(1).add_(1)
             trace.step()
-    assert capfd.readouterr().out == f"trace: {tmp_path}/trace.json; open it in https://ui.perfetto.dev\n"
+    said = capfd.readouterr()
+    assert said.out == f"trace: {tmp_path}/trace.json; open it in https://ui.perfetto.dev\n"
+    assert "USDT" not in said.err, "torch prints lines of its own"
     steps = {e["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
              if e["name"].startswith("ProfilerStep")}
     assert steps == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}  # from 0

@@ -257,10 +257,11 @@ def test_a_plan_has_the_picture_and_the_bubble(capsys):
     one = capsys.readouterr().out
     plan.main([*flags, "--pp-chunks", "2"])
     two = capsys.readouterr().out
-    assert "schedule of 4 micro-batches over 2 ranks, predicted bubble 25.0 %" in one
-    assert "schedule of 4 micro-batches in 2 chunks over 2 ranks, predicted bubble 12.5 %" in two
+    bubble = "  predicted bubble {} % of the work: the ranks idle {} % of the step\n"
+    assert "schedule of 4 micro-batches over 2 ranks:\n" + bubble.format("25.0", "20.0") in one
+    assert "schedule of 4 micro-batches in 2 chunks over 2 ranks:\n" + bubble.format("12.5", "11.1") in two
     assert "  rank 1      F0 B0--- F1" in one and "  rank 1       F0a F1a F0b B0b----" in two
-    assert "the pipeline idles 20 %; try --pp-chunks 2" in one and "idles" not in two
+    assert "the pipeline idles 20.0 % of the step; try --pp-chunks 2" in one and "idles" not in two
 
 
 def test_activations_in_flight_are_those_of_the_whole_schedule():

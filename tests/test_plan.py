@@ -541,7 +541,7 @@ def test_a_plan_says_what_wastes_the_gpu(capsys):
     said = " ".join(capsys.readouterr().out.split())
     for part in ("ffn-hidden / tp 4 is 450, no multiple of 8", "50257 is padded to 50304",
                  "tp 4 exceeds n-kv-head 1",
-                 "wave quantisation", "the pipeline idles 50 %"):
+                 "wave quantisation", "the pipeline idles 50.0 % of the step"):
         assert part in said, part
     for part in ("weights", "optimizer", "activations", "overhead", "bubble", "FLOPs per step, causal"):
         assert part in said, part

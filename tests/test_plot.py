@@ -95,7 +95,8 @@ def test_a_picture_needs_matplotlib(runs, capsys):
 
 
 def test_the_table_of_runs_reads_only_and_survives_foreign_folders(runs, capsys, monkeypatch):
-    for name, text in (("a", {"steps": 8, "preset": "tiny-moe", "world": 2, "seed": 7, "plot": True}),
+    for name, text in (("a", {"steps": 8, "preset": "tiny-moe", "world": 2, "seed": 7, "plot": True,
+                        "report": False}),
                        ("b", {"steps": 20, "preset": ["\x1b[31m"], "top_k": 10**30}), ("c", [1])):
         (runs / name / "step_000005").mkdir(parents=True)
         (runs / name / "config.json").write_text(json.dumps(text))
@@ -112,7 +113,7 @@ def test_the_table_of_runs_reads_only_and_survives_foreign_folders(runs, capsys,
     assert [" ".join(line.split()) for line in lines if line[0] != " "] == [
         "run state steps loss val_loss size", "a done 8/8 1 3 0.0 MB", "b stopped at 5 11/20 2 3 0.0 MB",
         "c running 0/? - - 0.0 MB", "d no checkpoint 3/? 1e+250 - 0.0 MB"]
-    assert lines[2] == "    tiny-moe on 2 rank(s) --steps=8 --seed=7" and "--top-k=1000" in lines[4]
+    assert lines[2] == "    tiny-moe on 2 ranks --steps=8 --seed=7 --no-report" and "--top-k=1000" in lines[4]
 
 
 @pytest.mark.parametrize("argv", [["--list", "none"], ["tiny", "--list"], ["--list", "a", "b"]])

@@ -101,6 +101,7 @@ WRONG = [
     ("train.py --bf16 True", "--dtype bf16", "train.py --dtype bf16"),
     ("train.py --num_train_epochs 3", "--steps", ""),
     ("train.py --per_device_train_batch_size 4", "--micro-batch", "train.py --micro-batch 4"),
+    ("train.py --per_device_eval_batch_size 4", "leave it out", "train.py"),
     ("train.py --gradient_checkpointing", "--recompute full", "train.py --recompute full"),
     ("train.py --resume_from_checkpoint out/run", "--resume", ""),
     ("train.py --model_name_or_path x", "--init-from", ""),
@@ -111,7 +112,8 @@ WRONG = [
     ("train.py --torch_dtype bfloat16", "--dtype bf16", "train.py --dtype bf16"),
     ("train.py --save_total_limit 2", "--keep", "train.py --keep 2"),
     ("train.py --optim adamw_torch", "--optimizer adamw", "train.py --optimizer adamw"),
-    ("train.py --lr_scheduler_type constant", "--min-lr", ""),
+    ("train.py --lr_scheduler_type constant", "--min-lr", "train.py --lr 1e-3 --min-lr 1e-3"),
+    ("train.py --lr_scheduler_type linear", "--decay-ratio 1", "train.py --lr-schedule wsd --decay-ratio 1"),
     ("train.py gpt2-medium", "gpt2", "train.py gpt2"),
     ("convert.py --model_name_or_path x", "convert.py import MODEL_DIR --out DIR", ""),
     ("prepare.py --train_file input.txt", "python prepare.py FILE... --name NAME", ""),
@@ -176,6 +178,8 @@ WRONG = [
     ("prepare.py input.txt --name x --seed 1 --batch_size 3", "flag of train.py", ""),
     ("plot.py out/run --logy", "--log", ""),
     ("prepare.py input.txt", "--name NAME", ""),
+    ("prepare.py input.txt --name x --tokenizer nothere", "choose char, bpe", ""),
+    ("convert.py import nowhere --out x", "downloaded model", ""),
 ]
 
 
@@ -227,8 +231,8 @@ def test_a_hundred_wrong_commands_name_their_fix(rows, folder, monkeypatch):
 
 
 def files_here():
-    """Return all paths, without the folder in which prepare.py may go on."""
-    return sorted(str(path) for path in Path().rglob("*") if "data/x" not in str(path))
+    """Return all paths."""
+    return sorted(str(path) for path in Path().rglob("*"))
 
 
 FIXED = [fix for _, _, fix in WRONG if fix]

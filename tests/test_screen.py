@@ -1,0 +1,202 @@
+"""What a person sees around a run: lines that fit the terminal, what to type next, and after a kill."""
+import fcntl
+import json
+import os
+import pty
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from pool import ROOT
+from runs import TINY, session
+
+import plan
+import plot
+import prepare
+from interface import nearest, terminal
+from runtime import launch, log, tracker
+from runtime.launch import World
+
+ROW = {"step": 380, "loss": 4.7286, "val_loss": 4.8178, "lr": 2.14e-4, "grad_norm": 1.031, "ms": 105.5,
+       "tok_s": 19411.0, "tok_s_gpu": 9705.5, "tokens": 778240}
+
+
+# -----------------------------------------------------------------------------
+# Lines and terminals
+
+@pytest.mark.parametrize("has", [(), ("val_loss",)])
+def test_a_step_is_one_line_of_80_columns_and_whole_in_a_log_without_terminal(has, monkeypatch):
+    row = {key: value for key, value in ROW.items() if key != "val_loss" or key in has}
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = log.format_row(row, 400, left=2.0)
+    assert "\n" not in narrow and len(narrow) <= 80
+    for word in ("step=380/400 loss=4.7286", "tok/s=19411", "left=0:02"):
+        assert word in narrow
+    monkeypatch.setattr(log, "width", lambda: terminal.NO_TERMINAL)
+    whole = log.format_row(row, 400, left=2.0)
+    assert all(word in whole for word in ("tokens=778.2k", "dt=105.5ms", "lr=2.14e-04", "gnorm=1.031"))
+
+
+@pytest.mark.parametrize("parent, expected", [("mpiexec", 77), ("other", terminal.NO_TERMINAL)])
+def test_behind_mpiexec_the_terminal_is_that_of_mpiexec(parent, expected, tmp_path):
+    """A pipe to another program, such as tee, has no columns, although the process has a terminal."""
+    (tmp_path / parent).symlink_to("/bin/sh")
+    code = "from interface import terminal; print(terminal.width())"
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 77, 0, 0))
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    with os.fdopen(ours, "rb", 0) as screen:
+        subprocess.run([tmp_path / parent, "-c", f"{sys.executable} -c '{code}' | cat"], cwd=ROOT, env=env,
+                       stdout=theirs, check=True, timeout=60)
+        os.close(theirs)
+        assert screen.read(100).split() == [str(expected).encode()]
+
+
+def test_the_table_of_runs_fits_a_narrow_terminal(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "a-run-whose-name-is-longer-than-its-column"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 3, "loss": 1.5}\n')
+    flags = {"steps": 3, "preset": "tiny", "world": 1, "plot": False, "rampup_batch_size": [8, 8, 64]}
+    (run / "config.json").write_text(json.dumps(flags))
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        plot.parse_or_list(["--list", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    assert "tiny on 1 rank " in said and "--no-plot" in said and "--rampup-batch-size 8 8 64" in said
+
+
+# -----------------------------------------------------------------------------
+# The first lines of a run, and the last
+
+def test_the_line_of_a_node_stands_before_a_run_and_before_no_error(tmp_path, capsys):
+    launch.launch(waits=True)
+    assert capsys.readouterr().out == ""
+    launch.launch()
+    assert capsys.readouterr().out.startswith("[node 1/1 ")
+    flags = [*TINY, "--steps=1", "--save-every=0", "--eval-every=0", "--no-report", "--resume=auto"]
+    got = session(World(), [*flags, "--data=nowhere", f"--out={tmp_path / 'a'}"])
+    assert got["code"] == 2 and got["out"] == "" and got["err"].count("\n") == 1
+    got = session(World(), [*flags, "--skip-spikes=6", f"--out={tmp_path / 'b'}"])
+    assert got["code"] == 0 and got["out"].count("[node 1/1 ") == 1
+    assert f"--resume auto: {tmp_path / 'b'} has no checkpoint, so the run starts at step 1\n" in got["out"]
+    assert "--skip-spikes 6 skips none before 64 steps were taken" in got["out"]
+
+
+def test_a_run_that_is_done_says_what_can_be_typed_next(tmp_path, monkeypatch, capsys):
+    config = {"data": "data/stdlib", "objective": "causal", "prompt": "def main(", "steps": 400, "world": 2,
+              "launcher": "hydra", "argv": ["train.py", "tiny", "--prompt", "def main("]}
+    (tmp_path / "report.html").touch()
+    text, curves, page, more = log.next_commands(tmp_path, config, 400)
+    for line, command in ((text, f"python sample.py {tmp_path} --prompt 'def main('"),
+                          (curves, f"python plot.py {tmp_path}"),
+                          (more, "mpiexec -n 2 python train.py tiny --prompt 'def main(' --steps 800 "
+                                 "--resume auto")):
+        assert line.partition(":")[2].strip() == command
+    assert str(tmp_path / "report.html") in page
+    assert len(log.next_commands(tmp_path, {**config, "data": "synthetic"}, 0)) == 2
+    monkeypatch.setattr(sys, "argv", ["train.py", *TINY])
+    flags = [*TINY, "--steps=1", "--eval-every=0", f"--out={tmp_path / 'run'}"]
+    got = session(World(), flags)
+    assert got["code"] == 0 and f"python plot.py {tmp_path / 'run'}" in got["out"]
+    first_run = (ROOT / "Makefile").read_text().split("\ntrain:")[1].split("\n\n")[0]
+    assert "source .venv/bin/activate" in first_run.splitlines()[-1]
+
+
+KILLED = """
+import os, sys, tempfile
+from runtime import hang
+with tempfile.TemporaryFile() as stacks:
+    guardian = hang.Guardian(0.05, stacks, int(sys.argv[2]))
+    guardian.allow(60)
+    guardian.if_killed(sys.argv[1], "AGAIN", "ANEW")
+    if sys.argv[3] == "ends":
+        guardian.close()
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("rank, how, steps, said", [
+    (0, "is killed", (), "has no checkpoint yet; to start again at step 1, type: ANEW"),
+    (0, "is killed", (20, 100), "has a checkpoint of step 100; to go on from there, type: AGAIN"),
+    (1, "is killed", (), ""), (0, "ends", (), "")])
+def test_a_run_that_is_killed_says_what_to_type(rank, how, steps, said, tmp_path):
+    for step in steps:
+        (tmp_path / f"step_{step:06d}").mkdir()
+    (tmp_path / "step_000200.tmp").mkdir()
+    argv = [sys.executable, "-c", KILLED, str(tmp_path), str(rank), how]
+    done = subprocess.run(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stderr.count("\n") == bool(said) and said in done.stderr
+
+
+def test_a_reason_of_wandb_has_one_full_stop(capsys):
+    tracker.Tracker._give_up(None, ValueError("No API key configured."))
+    assert capsys.readouterr().err == "nanoshard: wandb: No API key configured; going on without it\n"
+
+
+# -----------------------------------------------------------------------------
+# plan.py and prepare.py
+
+def test_a_plan_does_not_depend_on_what_lies_in_data(monkeypatch, capsys):
+    monkeypatch.setattr(plan, "load_blend_meta", lambda data: {"vocab_size": 77})
+    plan.main(["gpt2"])
+    assert capsys.readouterr().out.startswith("vocabulary of 50,257 symbols: GPT-2's; --data DIR or ")
+    plan.main(["gpt2", "--data", "data/chars", "--doc-mask=off"])
+    assert capsys.readouterr().out.startswith("vocabulary of 77 symbols: data/chars")
+
+
+@pytest.mark.parametrize("flags, size", [([], 30), (["--gpus=4", "--pp=2", "--micro-batch=16"], 16),
+                                         (["--scaling=8,16"], 30)])
+def test_a_plan_finds_the_micro_batch_that_fills_a_presets_batch(flags, size, capsys):
+    plan.main(["gpt2", "--gpus=8", *flags])
+    said = capsys.readouterr().out
+    note = "micro-batches of 30: 32 * dp 8 does not divide global-batch 480; train.py needs --micro-batch 30"
+    assert said.startswith(note) == (size == 30)
+    assert f"micro_batch {size}" in said or f"micro-batches of {size}: predicted" in said
+
+
+@pytest.mark.parametrize("flags", [
+    "text.txt --tokenizer nothere", "text.txt --tokenizer hf:nothere", "text.txt --tokenizer data/nothere",
+    "short.jsonl --text-key body", "short.jsonl", "empty.txt", "nothere.txt",
+    "chat short.jsonl --tokenizer nothere"])
+def test_a_refused_prepare_leaves_no_folder(flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("A text of some words.\n" * 400)
+    Path("short.jsonl").write_text('{"text": "hi"}\n')
+    Path("empty.txt").touch()
+    with pytest.raises(SystemExit) as end:
+        prepare.main([*shlex.split(flags), "--name", "x"])
+    assert end.value.code == 2 and not Path("data").exists()
+
+
+def test_too_many_shards_keep_the_work_for_other_flags(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, "MAX_SHARDS", 3)
+    Path("text.txt").write_text("".join(f"Line {i} of a text.\n\n" for i in range(4000)))
+    flags = ["text.txt", "--name", "x", "--vocab-size=300", "--val-fraction=0.5"]
+    with pytest.raises(SystemExit):
+        prepare.main([*flags, "--shard-tokens=100"])
+    prepare.main(flags)
+    assert "1 of 1 pieces are kept" in capsys.readouterr().out and not Path("data/x/.parts").exists()
+
+
+@pytest.mark.parametrize("name, beside, user, ranks, expected", [
+    ("mpiexec", "ompi_info", 0, 2, "mpiexec --allow-run-as-root -n 2 python train.py"),
+    ("mpiexec.openmpi", "other", 1000, 5, "mpiexec --oversubscribe -n 5 python train.py"),
+    ("mpiexec", "ompi_info", 1000, 2, "mpiexec -n 2 python train.py"),
+    ("mpiexec", "mpichversion", 0, 5, "mpiexec -n 5 python train.py"),
+    ("mpiexec.hydra", "ompi_info", 0, 5, "mpiexec -n 5 python train.py")])
+def test_the_printed_mpiexec_has_the_flags_that_open_mpi_needs(name, beside, user, ranks, expected, tmp_path,
+                                                               monkeypatch):
+    for path in (tmp_path / name, tmp_path / beside):
+        path.touch(0o755)
+    monkeypatch.setattr(nearest.shutil, "which", lambda program: str(tmp_path / name))
+    monkeypatch.setattr(nearest.os, "geteuid", lambda: user)
+    monkeypatch.setattr(nearest.os, "cpu_count", lambda: 4)
+    assert nearest.command(ranks, []) == expected
