@@ -75,7 +75,7 @@ class Peer:
         """Make the optimizer, and compile and wrap the model."""
 
     def compiled(self, function):
-        """Return torch.compile of a model or function, or itself in a tiny rehearsal."""
+        """Return torch.compile of a model or function; in fp32, which is for rehearsals, itself."""
         return torch.compile(function) if self.cfg.dtype != "fp32" else function
 
     def autocast(self):
@@ -433,7 +433,7 @@ class PeerTraining(Training):
         return self.peer.step(batches)
 
     def run(self, steps):
-        """Take steps. The losses are the mean over ranks, as ours are; during the steps they are one rank's."""
+        """Take steps. The losses are the mean over ranks, as ours are; a step has one rank's."""
         times, losses, seconds, paths = super().run(steps)
         total = self.world.axis.all_reduce(torch.tensor(losses, device=self.world.device))
         return times, (total / self.world.size).tolist(), seconds, paths

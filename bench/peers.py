@@ -39,12 +39,13 @@ from speed import join_value
 from tyro.conf import Positional
 
 from runtime import visible
-from runtime.launcher import bare_environment
+from runtime.launcher import bare_environment, started_by
 
 TRAINERS = ("ours", *PEERS)
 # The package of a peer that may be installed, or the file that its path must have.
 PLACES = {"nanogpt": "model.py", "nanochat": "nanochat/gpt.py", "hf": "transformers/__init__.py",
           "torchtitan": "torchtitan/__init__.py", "picotron": "picotron/model.py"}
+REHEARSAL = "a rehearsal with tiny models in fp32: its figures say nothing"
 GOALS = {  # (workload, GPUs): the ratio to the best peer that we aim at
     ("G2", 1): 1.25, ("G2", 2): 1.27, ("G2", 4): 1.27, ("G2-32", 1): 1.25, ("G2-32", 2): 1.27,
     ("WP", 1): 1.2, ("WP", 2): 1.2, ("SC", 1): 2.0, ("W1", 1): 1.65, ("W1", 2): 1.5, ("W2b", 1): 1.4,
@@ -75,6 +76,7 @@ class Flags:
     RANGES = {"steps": (4, 10**6), "cell_seconds": (1, 10**6), "limit": (0, 10**6)}
 
     def check(self):
+        refuse_launchers("peers.py")
         if not self.workloads:
             raise ValueError(f"name at least one workload of {', '.join(NAMES)}")
         if min(self.gpus, default=1) < 1:
@@ -263,6 +265,13 @@ def laid_out(lines, markdown):
 
 # -----------------------------------------------------------------------------
 
+def refuse_launchers(prog):
+    """ValueError: a launcher started this process, which starts the ranks of its cells itself."""
+    launcher, _ = started_by()
+    if launcher != "single":
+        raise ValueError(f"{prog} starts its ranks itself: python bench/{prog} ..., without {launcher}")
+
+
 def gpus_here(tiny):
     """Return (torch's name of the accelerators, what visible.VARIABLE calls each of them).
 
@@ -311,6 +320,8 @@ def main(argv=None):
     runner = Runner(flags, device, shown)
     run_all(runner, cells_of(flags, counts))
     print("\nthousand tokens/s per GPU (ms per step); ratio: ours / the best peer of this table")
+    if flags.tiny:
+        print(REHEARSAL)
     print(laid_out(table(runner.rows, flags, counts), flags.markdown))
     return 0
 
