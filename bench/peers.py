@@ -277,11 +277,11 @@ def gpus_here(tiny):
 
     ValueError: there is none, and no rehearsal is asked for.
     """
-    device = torch.accelerator.current_accelerator()
-    if device is None:
+    if not torch.accelerator.is_available():
         if not tiny:
             raise ValueError("there is no GPU here; --tiny rehearses with tiny models on a CPU")
         return "cpu", []
+    device = torch.accelerator.current_accelerator()
     shown = [entry for entry in bare_environment().get(visible.VARIABLE, "").split(",") if entry]
     return device.type, shown or [str(i) for i in range(torch.accelerator.device_count())]
 
