@@ -453,6 +453,8 @@ def train_flags(flags, gpus):
             words.append(f"--n-experts {max(4, gpus)}")
     if flags.data != "synthetic":
         words.append(f"--data {flags.data}")
+    if flags.tiny and flags.data != "synthetic":
+        words.append("--vocab-size 0")  # that of the data
     return " ".join([*words, flags.flags]).strip()
 
 

@@ -207,6 +207,8 @@ def test_what_a_cell_is_started_with():
     assert runner.environment(both, [0, 1])[peers.visible.VARIABLE] == "4,7"
     command = runner.command(both, "row.json")
     assert command[command.index("--nproc-per-node") + 1] == "2" and command[-2:] == ["--path", "P"]
+    on_text = peer_cell.train_flags(peer_cell.Flags("W1", "hf", tiny=True, data="text"), 1)
+    assert on_text.endswith("--data text --vocab-size 0"), "a tiny model takes the vocabulary of the data"
     runner.ends = 0
     runner.run(peers.Cell("W1", 1, "ours"), [0])
     assert "--limit" in next(iter(runner.rows.values()))["why"]
