@@ -48,6 +48,7 @@ WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout
     "G2-32": "gpt2 --no-bias --micro-batch 32 --global-batch 0 --vocab-size 50304",
     "WP": "wordplay --vocab-size 65",
     "BERT": "bert-345m",
+    "SC": "shakespeare-char --vocab-size 65",
 }
 LAYOUTS = {"W2a": "--ep {gpus} --zero 1", "W2b": "--ep {gpus} --zero 1"}  # on several GPUs; others: --zero 1
 PEERS = {  # (workload, GPUs): the fastest other trainer, its tokens/s per GPU on the same H200s
@@ -66,7 +67,8 @@ PEERS = {  # (workload, GPUs): the fastest other trainer, its tokens/s per GPU o
 
 @dataclass(frozen=True)
 class Flags:
-    workloads: Positional[tuple[Literal[tuple(WORKLOADS)], ...]]  # W1 W2a W2b W3 W3-8192 7B G2 G2-32 WP BERT
+    # W1 W2a W2b W3 W3-8192 7B G2 G2-32 WP BERT SC
+    workloads: Positional[tuple[Literal[tuple(WORKLOADS)], ...]]
     # steps of each workload, of which the last half count, at most 30; default: 60, with experts 330, of
     # which steps 30 to 60 (young routing) and 300 to 330 (settled) count
     steps: int = 0
@@ -161,22 +163,29 @@ def planned_ms(cfg, world, vocab):
     return estimate(cfg, world.size, gpu, vocab)["ms"] if gpu else None
 
 
-def measure(world, name, train_flags, steps, profile=False):
+def forget_memory(device):
+    """Return what torch's allocator keeps, and count its maxima from here on."""
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+        torch.get_device_module(device).reset_peak_memory_stats()
+
+
+def measure(world, name, train_flags, steps, profile=False, *, make=Training):
     """Train one workload and return its row: time of the slowest rank, memory of the fullest.
 
-    The row's `ms` and what follows from it are those of the first window.
+    The row's `ms` and what follows from it are those of the first window. On a CPU, where torch counts no
+    memory, the row has none. make(cfg, world): what trains (bench/peer_cell.py has other trainers).
     """
     with exit_together(world):
         cfg = parse(train_flags.split(), data="synthetic")
-        torch.get_device_module(world.device).empty_cache()
-        torch.get_device_module(world.device).reset_peak_memory_stats()
-        training = Training(cfg, world)
+        forget_memory(world.device)
+        training = make(cfg, world)
     steps, counted = counted_steps(steps, cfg.n_experts > 0)
     times, losses, first_step, paths = training.run(steps)
     if profile:
         batches = training.batches()
         show_profile(world, lambda: training.step(batches))
-    allocated, reserved, symmetric = gpu_memory(world.device)
+    allocated, reserved, symmetric = gpu_memory(world.device) or (0, 0, 0)
     # Two numbers from each rank to all, over the world.
     reserved, allocated = world.tree.maximum([reserved, allocated])
     windows = [window(world, first, last, times, paths) for first, last in counted]

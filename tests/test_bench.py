@@ -198,7 +198,8 @@ def test_wrong_flags_are_one_line(main, argv, words, capsys):
 
 
 PROGRAMS = ("collectives", "dcp_compare", "doctor", "equal_one", "gpu_matrix", "ladder", "layouts",
-            "moe_layer", "oracles", "save_cost", "scaling", "smoke", "speed", "torch_versions")
+            "moe_layer", "oracles", "peer_cell", "peers", "published", "save_cost", "scaling", "smoke",
+            "speed", "torch_versions")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -1,0 +1,495 @@
+"""One cell of peers.py: one trainer, ours or another project's, on one workload in processes of its own.
+
+    python bench/peer_cell.py W1 hf                        (torchrun for several GPUs)
+    python bench/peer_cell.py G2 nanogpt --path nanoGPT
+
+A peer brings its own model class, and its own optimizer and compilation where its train.py has some. The step
+is the one of its own train.py, in our words. All trainers get the same batches from train.py's loader, the
+same learning rates, and one measurement: speed.measure. The processes import nothing of the peers but what
+the cell runs.
+"""
+import contextlib
+import gc
+import importlib.util
+import json
+import math
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
+from common import read_flags, start
+from runtime.launch import launch, shutdown
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from speed import LAYOUTS, WORKLOADS, join_value, measure
+from torch.nn.parallel import DistributedDataParallel
+from training import Training
+from tyro.conf import Positional
+
+from config import pad_vocab
+from cost.parameters import count_parameters
+from optim import learning_rate
+
+TINY = ("--n-layer 2 --n-embd 32 --n-head 2 --n-kv-head 2 --ffn-hidden 128 --seq-len 32 --vocab-size 256 "
+        "--micro-batch 2 --dtype fp32 --no-compile")
+GPT2 = ("G2", "G2-32", "WP", "SC")
+LLAMA = ("W1", "W3", "W3-8192")
+NAMES = (*GPT2, *LLAMA, "W2b", "BERT")
+
+
+# -----------------------------------------------------------------------------
+# What every peer shares
+
+class Peer:
+    """A trainer of another project on this rank.
+
+    beside: {words: parameters} that this model has, and ours of the same shape has not. step() trains on this
+    rank's micro-batches [(x, y)], both (B, T) int64, and returns their mean loss, ().
+    """
+    optimizer = None
+    clip = 1.0
+
+    def __init__(self, cfg, world, vocab, path):
+        self.cfg, self.world = cfg, world
+        self.vocab = pad_vocab(vocab)
+        self.beside = {}
+        torch.set_float32_matmul_precision("high")
+        if path:
+            sys.path.insert(0, str(Path(path).resolve()))
+        self.model = self.build(path).train()
+        self.count = numbers_of(self.model, "")
+        self.check_count()
+        self.prepare()
+
+    def check_count(self):
+        """ValueError: the model has other parameters than ours and those that it names."""
+        beside = sum(self.beside.values())
+        compare(self, self.count - beside, count_parameters(self.cfg, self.vocab)["total"])
+
+    def prepare(self):
+        """Make the optimizer, and compile and wrap the model."""
+
+    def compiled(self, function):
+        """Return torch.compile of a model or function; in fp32, which is for rehearsals, itself."""
+        return torch.compile(function) if self.cfg.dtype != "fp32" else function
+
+    def autocast(self):
+        """The context of a forward in bf16 on fp32 weights; no context for a rehearsal in fp32."""
+        if self.cfg.dtype == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.world.device.type, torch.bfloat16)
+
+    def replicate(self, model):
+        """Return the model in torch's DDP if there are several ranks."""
+        if self.world.size == 1:
+            return model
+        device = self.world.device
+        return DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device.index])
+
+    def adamw(self, parameters):
+        """Return torch's AdamW, fused on a GPU; as train.py does, it decays matrices only."""
+        cfg = self.cfg
+        parameters = list(parameters)
+        groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": cfg.weight_decay},
+                  {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2),
+                                 fused=self.world.device.type != "cpu")
+
+    def set_rate(self, rate):
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def loss(self, x, y):
+        """Return the mean loss of a micro-batch, ()."""
+        raise NotImplementedError
+
+    def step(self, batches):
+        total = 0
+        for i, (x, y, *_) in enumerate(batches):
+            self.model.require_backward_grad_sync = i == len(batches) - 1  # DDP sums with the last one
+            with self.autocast():
+                loss = self.loss(x, y) / len(batches)
+            loss.backward()
+            total = total + loss.detach()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+
+def numbers_of(model, ending):
+    """Return the number of parameters in the tensors whose names end so."""
+    return sum(p.numel() for name, p in model.named_parameters() if name.endswith(ending))
+
+
+def compare(peer, theirs, ours):
+    """Raise ValueError unless a peer's model has as many parameters as ours."""
+    if theirs != ours:
+        raise ValueError(f"{type(peer).__name__} has {theirs:,} parameters where ours has {ours:,}: its "
+                         "config is not the workload's")
+
+
+def sizes(cfg, vocab):
+    """Return the shape of a Llama in the names of transformers' configs, which picotron has, too."""
+    return dict(vocab_size=vocab, hidden_size=cfg.n_embd, intermediate_size=cfg.ffn_hidden,
+                num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head,
+                num_key_value_heads=cfg.n_kv_head, max_position_embeddings=cfg.seq_len,
+                rms_norm_eps=cfg.norm_eps)
+
+
+# -----------------------------------------------------------------------------
+# The peers
+
+class NanoGPT(Peer):
+    """karpathy/nanoGPT's GPT and AdamW: autocast, the whole model compiled, DDP."""
+
+    def build(self, path):
+        # Its file is called model.py, as one of ours is.
+        spec = importlib.util.spec_from_file_location("nanogpt_model", Path(path, "model.py"))
+        theirs = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(theirs)
+        cfg = self.cfg
+        shape = theirs.GPTConfig(block_size=cfg.seq_len, vocab_size=self.vocab, n_layer=cfg.n_layer,
+                                 n_head=cfg.n_head, n_embd=cfg.n_embd, dropout=cfg.dropout, bias=cfg.bias)
+        return theirs.GPT(shape).to(self.world.device)
+
+    def prepare(self):
+        cfg = self.cfg
+        self.optimizer = self.model.configure_optimizers(cfg.weight_decay, cfg.lr, (cfg.beta1, cfg.beta2),
+                                                         self.world.device.type)
+        self.model = self.replicate(self.compiled(self.model))
+
+    def loss(self, x, y):
+        return self.model(x, y)[1]
+
+
+class Nanochat(Peer):
+    """karpathy/nanochat's GPT and MuonAdamW. It is another model: the same matrices are multiplied, but it
+    has value embeddings, an untied embedding and relu^2. No clipping, no DDP: its optimizer sums gradients.
+    """
+
+    def build(self, path):
+        from nanochat.gpt import GPT, GPTConfig
+        cfg = self.cfg
+        shape = GPTConfig(sequence_len=cfg.seq_len, vocab_size=self.vocab, n_layer=cfg.n_layer,
+                          n_head=cfg.n_head, n_kv_head=cfg.n_kv_head, n_embd=cfg.n_embd, window_pattern="L")
+        with torch.device("meta"):
+            model = GPT(shape)
+        model.to_empty(device=self.world.device)
+        model.init_weights()
+        return model
+
+    def check_count(self):
+        """Only what a token is multiplied with can be equal: its gates are beside it."""
+        multiplied = self.model.num_matmul_params() - numbers_of(self.model, "gate.weight")
+        compare(self, multiplied, count_parameters(self.cfg, self.vocab)["matmul"])
+
+    def prepare(self):
+        # torch.compile with dynamic=False, as its base_train.py has it
+        self.run = self.model
+        if self.cfg.dtype != "fp32":
+            self.run = torch.compile(self.model, dynamic=False)
+        self.optimizer = self.model.setup_optimizer()
+        gc.collect()
+        gc.freeze()
+        gc.disable()  # its base_train.py does so after the first step
+
+    def set_rate(self, rate):
+        """Its own rates stay as they are: the warmup and the decay of nanochat cost no time."""
+
+    def step(self, batches):
+        total = 0
+        for x, y, *_ in batches:
+            loss = self.run(x, y) / len(batches)
+            loss.backward()
+            total = total + loss.detach()
+        self.optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+        return total
+
+
+class Transformers(Peer):
+    """transformers' own models, the whole model compiled, DDP: bf16 by autocast, fp32 weights."""
+
+    def build(self, path):
+        import transformers
+        cfg = self.cfg
+        if cfg.objective == "mlm":
+            shape = transformers.BertConfig(
+                vocab_size=self.vocab, hidden_size=cfg.n_embd, num_hidden_layers=cfg.n_layer,
+                num_attention_heads=cfg.n_head, intermediate_size=cfg.ffn_hidden,
+                max_position_embeddings=cfg.seq_len, hidden_dropout_prob=cfg.dropout,
+                attention_probs_dropout_prob=cfg.dropout, layer_norm_eps=cfg.norm_eps)
+            model = transformers.BertForMaskedLM(shape)
+            self.beside = {"token types": numbers_of(model, "token_type_embeddings.weight")}
+        elif cfg.pos == "learned":
+            shape = transformers.GPT2Config(
+                vocab_size=self.vocab, n_positions=cfg.seq_len, n_embd=cfg.n_embd, n_layer=cfg.n_layer,
+                n_head=cfg.n_head, n_inner=cfg.ffn_hidden, resid_pdrop=cfg.dropout, embd_pdrop=cfg.dropout,
+                attn_pdrop=cfg.dropout, use_cache=False)
+            model = transformers.GPT2LMHeadModel(shape)
+            self.beside = {"biases": numbers_of(model, ".bias")}
+        elif cfg.n_experts:
+            shape = transformers.MixtralConfig(
+                **sizes(cfg, self.vocab), num_local_experts=cfg.n_experts, num_experts_per_tok=cfg.top_k,
+                output_router_logits=True, router_aux_loss_coef=cfg.aux_coef, use_cache=False,
+                sliding_window=None)
+            model = transformers.MixtralForCausalLM(shape)
+        else:
+            shape = transformers.LlamaConfig(**sizes(cfg, self.vocab), use_cache=False)
+            model = transformers.LlamaForCausalLM(shape)
+        return model.to(self.world.device)
+
+    def prepare(self):
+        self.optimizer = self.adamw(self.model.parameters())
+        self.model = self.replicate(self.compiled(self.model))
+
+    def loss(self, x, y):
+        if self.cfg.objective == "mlm":
+            return self.model(input_ids=x, labels=y).loss
+        return self.model(input_ids=x, labels=y, shift_labels=y).loss
+
+
+class TransformersBf16(Transformers):
+    """The same in pure bf16: weights, gradients and AdamW's moments have no fp32 copies."""
+
+    def build(self, path):
+        model = super().build(path)
+        return model if self.cfg.dtype == "fp32" else model.to(torch.bfloat16)
+
+    def autocast(self):
+        return contextlib.nullcontext()
+
+
+class TorchTitan(Peer):
+    """pytorch/torchtitan's Llama 3 (0.2.2), each block compiled: autocast on one GPU, FSDP2 on several."""
+
+    def build(self, path):
+        from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+        cfg = self.cfg
+        # The MLP's width is rounded up to a multiple of multiple_of: the factor stays just below it.
+        shape = TransformerModelArgs(
+            dim=cfg.n_embd, n_layers=cfg.n_layer, n_heads=cfg.n_head, n_kv_heads=cfg.n_kv_head,
+            vocab_size=self.vocab, multiple_of=cfg.ffn_hidden, norm_eps=cfg.norm_eps,
+            ffn_dim_multiplier=cfg.ffn_hidden / (8 * cfg.n_embd / 3), rope_theta=cfg.rope_base,
+            max_seq_len=cfg.seq_len)
+        with torch.device("meta"):
+            return Transformer(shape)
+
+    def prepare(self):
+        from torchtitan.components.loss import cross_entropy_loss
+        from torchtitan.models.llama3.infra.parallelize import apply_compile
+        if self.cfg.dtype != "fp32":
+            apply_compile(self.model, SimpleNamespace(backend="inductor"))
+        self.loss_sum = self.compiled(cross_entropy_loss)
+        self.mesh = None
+        if self.world.size > 1:
+            self.mesh = dist.init_device_mesh(self.world.device.type, (self.world.size,),
+                                              mesh_dim_names=("fsdp",))
+            self.spread()
+        self.model.to_empty(device=self.world.device)
+        with torch.no_grad():
+            self.model.init_weights(buffer_device=self.world.device)
+        self.wrap()
+        self.optimizer = self.adamw(self.model.parameters())
+
+    def spread(self):
+        from torchtitan.models.llama3.infra.parallelize import apply_fsdp
+        dtype = torch.float32 if self.cfg.dtype == "fp32" else torch.bfloat16
+        apply_fsdp(self.model, self.mesh, param_dtype=dtype, reduce_dtype=torch.float32, pp_enabled=False)
+
+    def wrap(self):
+        """FSDP2 has cut the empty model; nothing is left to do."""
+
+    def autocast(self):
+        return super().autocast() if self.world.size == 1 else contextlib.nullcontext()
+
+    def step(self, batches):
+        from torchtitan.distributed.utils import clip_grad_norm_
+        tokens = sum((y != -100).sum() for _, y, *_ in batches).float()
+        if self.mesh is not None:
+            dist.all_reduce(tokens)
+        total = 0
+        for x, y, *_ in batches:
+            with self.autocast():
+                loss = self.loss_sum(self.model(x), y) / tokens
+            loss.backward()
+            total = total + loss.detach()
+        clip_grad_norm_(list(self.model.parameters()), self.clip, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total * self.world.size
+
+
+class TorchTitanDDP(TorchTitan):
+    """The same with torchtitan's DDP."""
+
+    def spread(self):
+        """DDP comes after the weights."""
+
+    def wrap(self):
+        from torchtitan.models.llama3.infra.parallelize import apply_ddp
+        if self.mesh is not None:
+            apply_ddp(self.model, self.mesh, enable_compile=self.cfg.dtype != "fp32")
+
+    def autocast(self):
+        return Peer.autocast(self)
+
+
+class Picotron(Peer):
+    """huggingface/picotron's Llama and its buckets: pure bf16, its train.py's AdamW, no clipping."""
+
+    def build(self, path):
+        if importlib.util.find_spec("flash_attn") is None:
+            stand_in_for_flash_attn()
+        import picotron.process_group_manager as groups
+        from picotron.model import Llama
+        world = self.world
+        if not dist.is_initialized():  # it asks torch for its rank, also alone
+            dist.init_process_group(dist.get_default_backend_for_device(world.device), rank=0, world_size=1,
+                                    store=dist.HashStore())
+        groups.setup_process_group_manager(tp_size=1, cp_size=1, pp_size=1, dp_size=world.size)
+        shape = SimpleNamespace(**sizes(self.cfg, self.vocab), rope_theta=self.cfg.rope_base)
+        dtype = torch.float32 if self.cfg.dtype == "fp32" else torch.bfloat16
+        return Llama(config=shape).to(dtype).to(world.device)
+
+    def prepare(self):
+        from picotron.data_parallel.data_parallel import DataParallelBucket
+        if self.world.size > 1:
+            self.model = DataParallelBucket(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.cfg.lr)
+
+    def step(self, batches):
+        self.optimizer.zero_grad()
+        total = 0.0
+        for i, (x, y, *_) in enumerate(batches):
+            self.model.require_backward_grad_sync = i == len(batches) - 1
+            logits = self.model(input_ids=x)
+            loss = F.cross_entropy(logits.view(y.numel(), -1), y.reshape(-1)) / len(batches)
+            loss.backward()
+            total += loss.item()  # it waits for the device here
+        self.optimizer.step()
+        if hasattr(self.model, "reset"):
+            self.model.reset()
+        return torch.tensor(total)
+
+
+def stand_in_for_flash_attn():
+    """Let picotron be imported without flash_attn: with FLASH_ATTEN=0, as peers.py sets it, it calls SDPA."""
+    functions = {"flash_attn_interface": "flash_attn_func", "layers.rotary": "apply_rotary_emb",
+                 "ops.triton.layer_norm": "layer_norm_fn"}
+    for name in ("", "layers", "ops", "ops.triton", *functions):
+        module = importlib.util.module_from_spec(
+            importlib.machinery.ModuleSpec(f"flash_attn.{name}".rstrip("."), None, is_package=True))
+        if name in functions:
+            setattr(module, functions[name], None)
+        sys.modules[module.__name__] = module
+
+
+# -----------------------------------------------------------------------------
+# A cell
+
+PEERS = {  # name: (class, the workloads it has a model for)
+    "nanogpt": (NanoGPT, GPT2), "nanochat": (Nanochat, ("G2", "G2-32")),
+    "hf": (Transformers, NAMES), "hf-bf16": (TransformersBf16, NAMES),
+    "torchtitan": (TorchTitan, LLAMA), "torchtitan-ddp": (TorchTitanDDP, LLAMA),
+    "picotron": (Picotron, LLAMA)}
+
+
+@dataclass(frozen=True)
+class Flags:
+    workload: Positional[Literal[NAMES]]  # of bench/speed.py
+    trainer: Positional[Literal[("ours", *PEERS)]]  # who trains
+    path: str = ""  # the peer's repository, where it is not installed
+    steps: int = 60  # the last half counts, at most 30
+    tiny: bool = False  # a rehearsal: a tiny model of the same kind in fp32, nothing compiled
+    data: str = "synthetic"  # a folder of prepare.py, or synthetic
+    flags: str = ""  # more flags of train.py, for all trainers
+    json: str = ""  # file to which the row is appended
+
+    RANGES = {"steps": (4, 10**6)}
+
+
+class PeerTraining(Training):
+    """A peer in the place of train.py's model and step, on the batches that train.py would get."""
+    graph, train_step = False, None
+
+    def __init__(self, cfg, world, *, peer, path):
+        self.make_peer = partial(peer, path=path)
+        super().__init__(cfg, world)
+
+    def build(self, without):
+        torch.manual_seed(self.cfg.seed)
+        self.peer = self.make_peer(self.cfg, self.world, self.vocab)
+
+    def step(self, batches, full=False):
+        self.number += 1
+        self.peer.set_rate(learning_rate(self.cfg, self.number))
+        return self.peer.step(batches)
+
+    def run(self, steps):
+        """Take steps. The losses are the mean over ranks, as ours are; a step has one rank's."""
+        times, losses, seconds, paths = super().run(steps)
+        total = self.world.axis.all_reduce(torch.tensor(losses, device=self.world.device))
+        return times, (total / self.world.size).tolist(), seconds, paths
+
+    def wait(self):
+        """A peer's step ends with all weights in place."""
+
+
+def train_flags(flags, gpus):
+    """Return the flags of train.py that say what a cell trains."""
+    words = [WORKLOADS[flags.workload]]
+    if flags.trainer == "ours" and gpus > 1:
+        words.append(LAYOUTS.get(flags.workload, "--zero 1").format(gpus=gpus))
+    if flags.tiny:
+        words.append(TINY)
+        if "moe" in WORKLOADS[flags.workload]:
+            words.append(f"--n-experts {max(4, gpus)}")
+    if flags.data != "synthetic":
+        words.append(f"--data {flags.data}")
+    if flags.tiny and flags.data != "synthetic":
+        words.append("--vocab-size 0")  # that of the data
+    return " ".join([*words, flags.flags]).strip()
+
+
+def run(flags, world):
+    """Return the row of a cell, of bench/speed.py's kind."""
+    make, peers = Training, []
+    if flags.trainer != "ours":
+        def make(cfg, world):
+            training = PeerTraining(cfg, world, peer=PEERS[flags.trainer][0], path=flags.path)
+            peers.append(training.peer)
+            return training
+    row = measure(world, flags.workload, train_flags(flags, world.size), flags.steps, make=make)
+    for key in ("peer", "ratio_to_peer"):  # of another lease
+        del row[key]
+    count = peers[0].count if peers else row["parameters"]
+    beside = peers[0].beside if peers else {}
+    if math.isnan(row["mfu"]):
+        row["mfu"] = None
+    return {**row, "trainer": flags.trainer, "parameters": count, "beside_ours": beside}
+
+
+def main(argv=None):
+    argv = join_value(sys.argv[1:] if argv is None else argv, "--flags")
+    flags = read_flags(Flags, argv, "peer_cell.py WORKLOAD TRAINER", "One cell of peers.py: time one trainer "
+                       "on one workload.")
+    world = launch(timeout=300, quiet=True)
+    row = run(flags, world)
+    if world.rank == 0:
+        line = json.dumps(row)
+        print(line, flush=True)
+        if flags.json:
+            with open(flags.json, "a") as f:
+                f.write(line + "\n")
+    shutdown(world)
+
+
+if __name__ == "__main__":
+    start(main)

@@ -1,0 +1,322 @@
+"""Ours on the shapes for which others published a speed: their figures beside ours, never as a ratio.
+
+    python bench/published.py                                  (all shapes, on all GPUs of this machine)
+    python bench/published.py llama-8b smollm-1.7b --gpus 2
+    python bench/published.py --plan --gpus 8 --gpu h100       (which layout would run; needs no GPU)
+    python bench/published.py gpt2-124m --tiny --gpus 2        (a rehearsal on a CPU)
+
+Their figures are from other machines, other numbers of GPUs and sometimes another precision: each stands with
+its hardware, its precision and its source, also where it is ahead. Ours trains in bf16 with fp32 master
+weights. plan.py's search chooses our layout among those whose predicted memory fits, for the batch per GPU
+that they had; what fits in no layout is named with the GiB that it needs. Each shape runs in processes of its
+own.
+"""
+import dataclasses
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from common import ROOT, read_flags, start
+from runtime.launch import launch, shutdown
+
+import torch
+from peers import REHEARSAL, finish, gpus_here, laid_out, reason, refuse_launchers
+from speed import join_value, measure
+from tyro.conf import Positional
+
+import plan
+from cost.gpus import GPUS
+from cost.plan_flags import PlanFlags
+from interface.command_line import parse
+from ops.accelerator import device_name, total_memory
+from runtime import visible
+from runtime.launcher import bare_environment
+
+MARGIN = 0.94  # of a GPU's memory, which a layout may take by its prediction
+TINY = ("--n-layer 2 --n-embd 32 --n-head 2 --n-kv-head 2 --head-dim 16 --ffn-hidden 64 --seq-len 32 "
+        "--vocab-size 256 --dtype fp32 --no-compile")
+FOUNDRY, BRIDGE = "LLM-Foundry", "Megatron Bridge"
+MPT_PAGE = "https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md"
+TITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
+BRIDGE_PAGE = "https://docs.nvidia.com/nemo/megatron-bridge/latest/performance-summary.html"
+NANOCHAT = "https://github.com/karpathy/nanochat"
+MPT = "gpt2 --no-bias --seq-len 2048 --vocab-size 50368"
+LLAMA_8B = ("llama-3.2-1b --n-layer 32 --n-embd 4096 --ffn-hidden 14336 --no-tied --rope-scaling 8 1 4 8192 "
+            "--vocab-size 128256")
+
+
+def mpt(layers, width, heads):
+    """Return the flags of an MPT model."""
+    return (f"{MPT} --n-layer {layers} --n-embd {width} --n-head {heads} --n-kv-head {heads} "
+            f"--ffn-hidden {4 * width}")
+
+
+def nanochat(depth):
+    """Return the flags of a model as wide and deep as nanochat's d24: 64 times the depth, heads of 128."""
+    width = 64 * depth
+    heads = width // 128
+    return (f"dense-210m --mlp relu2 --qk-norm head --vocab-size 32768 --optimizer muon --n-layer {depth} "
+            f"--n-embd {width} --n-head {heads} --n-kv-head {heads} --ffn-hidden {4 * width}")
+
+
+class Shape(NamedTuple):
+    """A model and a batch for which somebody published a speed."""
+    name: str
+    flags: str       # of train.py: the model and the length of its sequences
+    sequences: int   # per GPU and step, as they had them
+    who: str
+    tok_s: float     # tokens per second and GPU that they published; 0: they published something else
+    hardware: str
+    precision: str
+    note: str
+    source: str
+
+
+H100 = "8 H100"
+GRAND_TETON = "8 H100 of 96 GB, 500 W"
+LLAMA_8K = f"{LLAMA_8B} --seq-len 8192"
+SHAPES = [
+    Shape("gpt2-124m", "gpt2 --vocab-size 50304", 64, "llm.c", 463e3, H100, "bf16",
+          "10 B tokens in 45 minutes", "https://github.com/KellerJordan/modded-nanogpt"),
+    Shape("gpt2-1558m", "gpt2 --n-layer 48 --n-embd 1600 --n-head 25 --n-kv-head 25 --ffn-hidden 6400 "
+          "--vocab-size 50304", 128, "llm.c", 46.8e3, H100, "bf16",
+          "C and CUDA; 1,048,576 tokens in 2.80 s", "https://github.com/karpathy/llm.c/discussions/677"),
+    Shape("mpt-760m", mpt(24, 1536, 12), 48, FOUNDRY, 63147, H100, "bf16", "FSDP; 34.9 % MFU", MPT_PAGE),
+    Shape("mpt-1b", mpt(24, 2048, 16), 14, FOUNDRY, 45455, H100, "bf16", "FSDP; 41.8 % MFU", MPT_PAGE),
+    Shape("mpt-3b", mpt(32, 2560, 20), 30, FOUNDRY, 24142, "16 H100", "bf16", "FSDP; 43.7 % MFU", MPT_PAGE),
+    Shape("mpt-7b", mpt(32, 4096, 32), 6, FOUNDRY, 10643, H100, "bf16", "FSDP; 46.4 % MFU", MPT_PAGE),
+    Shape("llama-8b", LLAMA_8K, 2, "torchtitan", 6667, GRAND_TETON, "bf16",
+          "FSDP, selective recomputation", TITAN),
+    Shape("llama-8b-float8", LLAMA_8K, 2, "torchtitan", 8532, GRAND_TETON, "float8",
+          "FSDP, selective recomputation", TITAN),
+    Shape("llama-8b-bridge", LLAMA_8K, 2, BRIDGE, 14451, "DGX-H100", "FP8",
+          "release 25.11; their batch is another one", BRIDGE_PAGE),
+    Shape("llama-8b-32k", f"{LLAMA_8B} --seq-len 32768", 1, "torchtitan", 3890, GRAND_TETON, "float8",
+          "FSDP 8, full recomputation", TITAN),
+    Shape("llama-8b-64k", f"{LLAMA_8B} --seq-len 65536 --cp 2", 1, "torchtitan", 2540, GRAND_TETON, "float8",
+          "FSDP 4, cp 2, full recomputation", TITAN),
+    Shape("llama-8b-128k", f"{LLAMA_8B} --seq-len 131072 --cp 4", 1, "torchtitan", 1071, GRAND_TETON,
+          "float8", "FSDP 2, cp 4, full recomputation", TITAN),
+    Shape("d24", nanochat(24), 32, "nanochat", 100.0e3, H100, "bf16",
+          "as d26; no page of the repository has this figure", NANOCHAT),
+    Shape("d26", nanochat(26), 32, "nanochat", 78.8e3, H100, "bf16",
+          "theirs also has value embeddings and windows", f"{NANOCHAT}/blob/master/dev/LOG.md"),
+    Shape("d26-fp8", nanochat(26), 32, "nanochat", 92.5e3, H100, "FP8",
+          "theirs also has value embeddings and windows", f"{NANOCHAT}/blob/master/dev/LOG.md"),
+    Shape("smollm-1.7b", "smol-1.7b", 4, "picotron", 0, H100, "bf16", "nearly 50 % MFU, at a batch not named",
+          "https://github.com/huggingface/picotron"),
+    Shape("qwen3-30b-a3b", "qwen3-30b-a3b --seq-len 4096", 8, BRIDGE, 5275, "16 H100", "FP8",
+          "release 25.11; 121 TFLOP/s; their batch is another one", BRIDGE_PAGE),
+]
+NAMES = tuple(shape.name for shape in SHAPES)
+
+
+@dataclass(frozen=True)
+class Flags:
+    shapes: Positional[tuple[Literal[NAMES], ...]] = NAMES  # whose published figures are looked up
+    gpus: int = 0  # GPUs that take part; default: all of this machine
+    gpu: Literal[("", *GPUS)] = ""  # kind of GPU for the plan; default: the one found here
+    steps: int = 10  # of each shape; the last half counts, at most 30
+    plan: bool = False  # only say which layout would run, by prediction
+    tiny: bool = False  # a rehearsal, also on a CPU: tiny models in fp32, nothing compiled, plain layouts
+    cell_seconds: int = 300  # a shape that takes longer is ended
+    markdown: bool = False  # print the table for a page
+    json: str = ""  # file to which each shape is appended, one line each
+    cell: str = ""  # used by the program itself: flags of train.py that these ranks time
+
+    RANGES = {"gpus": (0, 1024), "steps": (4, 10**6), "cell_seconds": (1, 10**6)}
+
+    def check(self):
+        if self.cell:
+            return
+        refuse_launchers("published.py")
+        device, shown = ("cpu", []) if self.plan else gpus_here(self.tiny)
+        if device != "cpu" and self.gpus > len(shown):
+            raise ValueError(f"--gpus {self.gpus} is more than the {len(shown)} of this machine")
+        if self.plan and not (self.gpu and self.gpus):
+            raise ValueError("--plan needs the GPUs that it plans for; try --gpus 8 --gpu h100")
+        if self.json:
+            Path(self.json).touch()
+
+
+# -----------------------------------------------------------------------------
+# The layout
+
+def kind_of_gpu():
+    """Return the name in GPUS of this machine's accelerators.
+
+    ValueError: the planner does not know them.
+    """
+    device = torch.accelerator.current_accelerator()
+    name, memory = device_name(device).lower(), total_memory(device)
+    known = [key for key in GPUS if key.partition("-")[0] in name]
+    if not known:
+        raise ValueError(f"plan.py does not know {device_name(device)}; give the nearest of "
+                         f"{', '.join(GPUS)} by --gpu")
+    return min(known, key=lambda key: abs(GPUS[key].memory - memory))
+
+
+def config(shape, gpus):
+    """Return the Config of a shape with their batch per GPU; a sequence that cp cuts is shared by cp GPUs."""
+    cfg = parse(shape.flags.split(), PlanFlags, data="synthetic")
+    return dataclasses.replace(cfg, global_batch=max(1, shape.sequences * gpus // cfg.cp))
+
+
+def choose(shape, gpus, gpu):
+    """Return (flags of train.py with the fastest layout that fits, its plan), or (words, None)."""
+    cfg = config(shape, gpus)
+    if gpus % cfg.cp:
+        return f"needs {cfg.cp} GPUs or a multiple", None
+    vocab = plan.vocabulary(cfg)
+    plans = [plan.estimate(layout, gpus, gpu, vocab) for layout in candidates(cfg, gpus, gpu)]
+    fits = [found for found in plans if found["memory"] <= MARGIN * found["capacity_gib"]]
+    if not fits:
+        least = min(plans, key=lambda found: found["memory"])
+        return (f"does not fit: needs {least['memory'] / MARGIN:.0f} GiB on each of {gpus} GPUs "
+                f"({gpu} has {least['capacity_gib']:.1f})"), None
+    best = min(fits, key=lambda found: found["ms"])
+    return f"{shape.flags} {layout_flags(best['layout'])}", best
+
+
+def candidates(cfg, gpus, gpu):
+    """Yield the layouts of plan.py's search, and each with a rank's whole batch as one micro-batch."""
+    for layout in plan.layouts(cfg, gpus, gpu):
+        yield layout
+        whole = layout.global_batch * layout.tp * layout.cp * layout.pp // gpus
+        if layout.micro_batch == 1 and whole & (whole - 1):  # no power of two: the search has not tried it
+            yield dataclasses.replace(layout, micro_batch=whole)
+
+
+def layout_flags(layout):
+    """Return the flags of train.py for a plan's layout."""
+    return " ".join(f"--{name.replace('_', '-')} {layout[name]}" for name in plan.LAYOUT)
+
+
+# -----------------------------------------------------------------------------
+# What is run and printed
+
+def time_shape(shape, train_flags, gpus, device, flags):
+    """Return the row of bench/speed.py's kind of a shape, or {"why"}: it runs in processes of its own."""
+    if flags.tiny:
+        train_flags = f"{train_flags} {TINY} --micro-batch 1 --global-batch {gpus}"
+    ranks = []
+    if gpus > 1:
+        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    env = bare_environment()
+    env.setdefault("OMP_NUM_THREADS", "1" if device == "cpu" else "8")
+    if device != "cpu":
+        _, shown = gpus_here(False)
+        env[visible.VARIABLE] = ",".join(shown[:gpus])
+    with tempfile.TemporaryDirectory() as folder:
+        file, log = Path(folder, "row"), Path(folder, "log")
+        command = [sys.executable, *ranks, str(ROOT / "bench/published.py"), shape.name,
+                   "--steps", str(flags.steps), "--json", str(file), f"--cell={train_flags}"]
+        with log.open("w") as out:
+            in_time = finish(command, env, out, flags.cell_seconds)
+        if file.exists() and file.stat().st_size:
+            return json.loads(file.read_text())
+        if not in_time:
+            return {"why": f"ended after {flags.cell_seconds} s; see --cell-seconds"}
+        return {"why": f"failed: {reason(log.read_text(errors='replace'))}"}
+
+
+def run_cell(flags):
+    """Time one shape on these ranks, and write its row."""
+    world = launch(timeout=300, quiet=True)
+    row = measure(world, flags.shapes[0], flags.cell, flags.steps)
+    if world.rank == 0:
+        Path(flags.json).write_text(json.dumps(row))
+    shutdown(world)
+
+
+def run_shape(shape, gpus, gpu, device, flags):
+    """Plan a shape, run it unless only the plan is asked for, and return what is known of ours."""
+    known = {"gpus": gpus, "gpu": gpu}
+    if flags.tiny:
+        train_flags, found = shape.flags, None
+        if config(shape, gpus).cp > gpus:
+            return {**known, "why": f"needs {config(shape, gpus).cp} ranks"}
+    else:
+        train_flags, found = choose(shape, gpus, gpu)
+        if found is None:
+            return {**known, "why": train_flags}
+        known |= {"layout": found["layout"], "predicted_ms": found["ms"], "predicted_gib": found["memory"],
+                  "predicted_tok_s": found["tok_s_gpu"]}
+    if flags.plan:
+        return {**known, "train": train_flags, "why": "not run: --plan"}
+    return {**known, "train": train_flags, "ours": time_shape(shape, train_flags, gpus, device, flags)}
+
+
+def words(layout):
+    """Return what of a layout is not 1 or 0, as in "dp2 zero3 mbs1"."""
+    short = {"micro_batch": "mbs", "pp_chunks": "chunks", "recompute": "recompute "}
+    said = []
+    for name in ("dp", *plan.LAYOUT):
+        plain = name in ("global_batch",) or layout[name] in (1, 0, "none")
+        if name == "micro_batch" or not plain:
+            said.append(f"{short.get(name, name)}{layout[name]}")
+    return " ".join(said)
+
+
+def line_of(row):
+    """Return one shape in words."""
+    ours = row.get("ours", row)
+    head = f"{row['name']} on {row['gpus']} {row['gpu']}"
+    if "layout" in row:
+        head += (f", {words(row['layout'])} (predicted {row['predicted_tok_s']:,.0f} tokens/s per GPU, "
+                 f"{row['predicted_gib']:.0f} GiB)")
+    if "why" in ours:
+        return f"{head}: {ours['why']}"
+    first, last = ours["loss"]
+    return (f"{head}: {ours['tok_s_gpu']:,.0f} tokens/s per GPU, {ours['ms']:.1f} ms, "
+            f"{ours['tflops']:.0f} TFLOP/s, {ours['reserved_gib']:.1f} GiB, loss {first:.3f} -> {last:.3f}, "
+            f"{ours['parameters']:,} parameters")
+
+
+def table(rows):
+    """Return the lines of the table: ours, and theirs with what they had."""
+    lines = [["shape", "ours: tokens/s per GPU", "on", "layout", "theirs", "who", "on", "precision", "note"]]
+    for row in rows:
+        ours = row.get("ours", row)
+        rate = f"{ours['tok_s_gpu']:,.0f}" if "why" not in ours else ours["why"].split(":")[0]
+        theirs = f"{row['tok_s']:,.0f}" if row["tok_s"] else "-"
+        layout = words(row["layout"]) if "layout" in row else "-"
+        lines.append([row["name"], rate, f"{row['gpus']} {row['gpu']}", layout, theirs, row["who"],
+                      row["hardware"], row["precision"], row["note"]])
+    return lines
+
+
+def main(argv=None):
+    argv = join_value(sys.argv[1:] if argv is None else argv, "--cell")
+    flags = read_flags(Flags, argv, "published.py [SHAPE...]", "Time ours on the shapes for which others "
+                       "published a speed, and print their figures beside it.")
+    if flags.cell:
+        return run_cell(flags)
+    device, shown = ("cpu", []) if flags.plan else gpus_here(flags.tiny)
+    gpus = flags.gpus or max(1, len(shown))
+    gpu = flags.gpu or ("cpu" if device == "cpu" else kind_of_gpu())
+    rows, ran = [], {}
+    for shape in SHAPES:
+        if shape.name in flags.shapes:
+            same = shape.flags, shape.sequences
+            if same not in ran:  # several have published a speed for it
+                ran[same] = run_shape(shape, gpus, gpu, device, flags)
+            rows.append({**shape._asdict(), **ran[same]})
+            print(line_of(rows[-1]), flush=True)
+            if flags.json:
+                with open(flags.json, "a") as f:
+                    f.write(json.dumps(rows[-1]) + "\n")
+    print("\nours in bf16 with fp32 masters; theirs are of other machines, as they published them")
+    if flags.tiny:
+        print(REHEARSAL)
+    print(laid_out(table(rows), flags.markdown))
+    for source in dict.fromkeys(f"{row['who']}: {row['source']}" for row in rows):
+        print(source)
+    return 0
+
+
+if __name__ == "__main__":
+    start(main)

@@ -1,0 +1,265 @@
+"""Other trainers beside ours: what a cell trains, how cells run, the table, and published figures."""
+import importlib
+import json
+import math
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import ROOT
+
+sys.path.insert(0, str(ROOT / "bench"))
+
+import peer_cell
+import peers
+import published
+
+from cost.parameters import count_parameters
+from cost.plan_flags import PlanFlags
+from interface.command_line import parse
+from runtime.launch import World
+
+# A package with nanoGPT's interface: its GPT has as many parameters as ours, and predicts from one token.
+STAND_IN = '''
+from dataclasses import dataclass
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+@dataclass
+class GPTConfig:
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    dropout: float
+    bias: bool
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        width, layers = config.n_embd, config.n_layer
+        self.tokens = nn.Embedding(config.vocab_size, width)
+        self.places = nn.Embedding(config.block_size, width)
+        self.blocks = nn.Parameter(torch.zeros(layers * (12 * width**2 + 2 * width) + width + EXTRA))
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay)
+
+    def forward(self, x, y):
+        logits = F.linear(self.tokens(x) + self.places.weight[:x.size(1)], self.tokens.weight)
+        return logits, F.cross_entropy(logits.flatten(0, 1), y.flatten()) + 0 * self.blocks.sum()
+'''
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    def write(extra=0):
+        folder = tmp_path / f"nanoGPT{extra}"
+        folder.mkdir()
+        (folder / "model.py").write_text(STAND_IN.replace("EXTRA", str(extra)))
+        return str(folder)
+    return write
+
+
+def cell(workload, trainer, path=""):
+    flags = peer_cell.Flags(workload, trainer, path=path, steps=4, tiny=True)
+    return peer_cell.run(flags, World())
+
+
+def test_a_table_of_ours_and_others(stand_in, tmp_path, capsys, monkeypatch):
+    """One peer runs, one has no path; each cell is a line of JSON, and the ratio is that of their rates."""
+    rows, finish = tmp_path / "rows.jsonl", peers.finish
+
+    def ours_here(command, env, out, seconds):  # the peer runs in a process of its own
+        if "ours" not in command:
+            return finish(command, env, out, seconds)
+        peer_cell.main(command[2:])
+        return True
+
+    monkeypatch.setattr(peers, "finish", ours_here)
+    peers.main(["G2", "--tiny", "--steps", "4", "--trainers", "ours", "nanogpt", "nanochat", "--markdown",
+                "--nanogpt", stand_in(), "--json", str(rows), "--logs", str(tmp_path / "logs")])
+    ours, theirs, absent = map(json.loads, rows.read_text().splitlines())
+    assert [row["trainer"] for row in (ours, theirs, absent)] == ["ours", "nanogpt", "nanochat"]
+    assert absent["why"] == "not here: give --nanochat PATH"
+    assert ours["parameters"] == theirs["parameters"] == 33952 and ours["gpus"] == 1
+    assert theirs["windows"][0]["steps"] == [2, 4], "the last half counts"
+    assert (tmp_path / "logs/G2-1-nanogpt.log").exists()
+    header, _, line = capsys.readouterr().out.splitlines()[-3:]
+    assert header == "| workload | GPUs | ours | nanogpt | nanochat | ratio | goal |"
+    found = line.strip("| ").split(" | ")
+    assert found[:2] == ["G2", "1"] and found[4:] == ["-", f"{ours['tok_s_gpu'] / theirs['tok_s_gpu']:.2f}",
+                                                      "1.25"]
+    assert found[3] == f"{theirs['tok_s_gpu'] / 1e3:.1f} ({theirs['ms']:.2f})"
+
+
+def test_a_model_of_another_size_is_refused(stand_in, capsys):
+    with pytest.raises(SystemExit) as end:
+        cell("G2", "nanogpt", stand_in(extra=1))
+    assert end.value.code == 2
+    assert "NanoGPT has 33,953 parameters where ours has 33,952" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workload, trainer", [("W1", "hf"), ("G2", "hf-bf16"), ("W2b", "hf"),
+                                               ("BERT", "hf")])
+def test_a_cell_of_transformers(workload, trainer):
+    """Each kind of model begins at the loss of a guess, and learns: with ours' batches and parameters."""
+    row = cell(workload, trainer)
+    flags = peer_cell.train_flags(peer_cell.Flags(workload, "ours", tiny=True), 1)
+    ours = count_parameters(parse(flags.split(), data="synthetic"), 256)["total"]
+    assert row["parameters"] - sum(row["beside_ours"].values()) == ours
+    assert list(row["beside_ours"]) == {"G2": ["biases"], "BERT": ["token types"]}.get(workload, [])
+    assert row["loss"][0] == pytest.approx(math.log(256), abs=0.1) and row["loss"][0] != row["loss"][1]
+
+
+def test_a_step_trains_on_the_next_tokens():
+    """transformers' loss is that of the targets as they are, not shifted again; a step accumulates."""
+    cfg = parse(f"dense-210m {peer_cell.TINY}".split(), data="synthetic")
+    peer = peer_cell.Transformers(cfg, World(), 256, "")
+    x, y = torch.randint(256, (2, 4, 32))
+    want = F.cross_entropy(peer.model(input_ids=x).logits.flatten(0, 1), y.flatten())
+    torch.testing.assert_close(peer.loss(x, y), want)
+    before = {name: p.detach().clone() for name, p in peer.model.named_parameters()}
+    peer.set_rate(1e-2)
+    loss = peer.step([(x[:2], y[:2]), (x[2:], y[2:])])
+    torch.testing.assert_close(loss, want.detach())
+    assert all((p != before[name]).any() for name, p in peer.model.named_parameters())
+    assert all(p.grad is None for p in peer.model.parameters())
+
+
+def test_picotron_needs_no_flash_attn(monkeypatch):
+    for name in list(sys.modules):
+        if name.startswith("flash_attn"):
+            monkeypatch.delitem(sys.modules, name)
+    before = set(sys.modules)
+    peer_cell.stand_in_for_flash_attn()
+    try:
+        for name in ("flash_attn_interface.flash_attn_func", "layers.rotary.apply_rotary_emb",
+                     "ops.triton.layer_norm.layer_norm_fn"):
+            module, _, function = name.rpartition(".")
+            assert hasattr(importlib.import_module(f"flash_attn.{module}"), function)
+    finally:
+        for name in set(sys.modules) - before:
+            del sys.modules[name]
+
+
+# -----------------------------------------------------------------------------
+# How cells run
+
+class Recorder:
+    """A Runner that keeps who ran where and when."""
+
+    def __init__(self, shown):
+        self.shown, self.ran, self.most, self.lock = shown, [], 0, threading.Lock()
+        self.busy = set()
+
+    def run(self, cell, gpus):
+        with self.lock:
+            assert not self.busy & set(gpus), "a GPU that is in use"
+            self.busy |= set(gpus)
+            self.most = max(self.most, len(self.busy))
+        time.sleep(0.02)
+        with self.lock:
+            self.busy -= set(gpus)
+            self.ran.append((cell, list(gpus)))
+
+
+def test_the_trainers_of_a_workload_share_a_gpu():
+    flags = peers.Flags(("G2", "W1", "W3"), ("ours", "hf", "nanogpt"))
+    groups = peers.cells_of(flags, [1, 2])
+    assert [len(group) for group in groups] == [3, 2, 2] * 2, "nanoGPT has no Llama"
+    runner = Recorder(["0", "1"])
+    peers.run_all(runner, groups)
+    alone = [(cell, gpus) for cell, gpus in runner.ran if cell.gpus == 1]
+    for workload in flags.workloads:
+        assert len({tuple(gpus) for cell, gpus in alone if cell.workload == workload}) == 1
+    assert runner.most == 2 and len(alone) == 7
+    assert [gpus for cell, gpus in runner.ran if cell.gpus == 2] == [[0, 1]] * 7
+
+
+def test_a_cell_that_fails_or_takes_too_long(tmp_path):
+    for code, seconds, in_time in (("raise ValueError('no such width')", 30, True),
+                                   ("import time; time.sleep(60)", 0.2, False)):
+        with (tmp_path / "log").open("w") as out:
+            began = time.monotonic()
+            assert peers.finish([sys.executable, "-S", "-c", code], None, out, seconds) is in_time
+            assert time.monotonic() - began < 20
+        if in_time:
+            assert peers.reason((tmp_path / "log").read_text()) == "ValueError: no such width"
+    torchrun = ("[rank1]: torch.OutOfMemoryError: CUDA out of memory.\n[rank1]:   in step\n"
+                "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\n")
+    assert peers.reason(torchrun) == "torch.OutOfMemoryError: CUDA out of memory."
+    assert peers.reason("") == "no output"
+
+
+def test_what_a_cell_is_started_with():
+    flags = peers.Flags(("W1",), picotron="P", steps=8)
+    runner = peers.Runner(flags, "xpu", ["4", "7"])
+    alone, both = (peers.Cell("W1", n, "picotron") for n in (1, 2))
+    env = runner.environment(alone, [1])
+    assert env[peers.visible.VARIABLE] == "7" and env["LOCAL_RANK"] == "0"
+    assert (env["DEVICE"], env["FLASH_ATTEN"], env["DTYPE"]) == ("xpu", "0", "bfloat16")
+    assert runner.environment(both, [0, 1])[peers.visible.VARIABLE] == "4,7"
+    command = runner.command(both, "row.json")
+    assert command[command.index("--nproc-per-node") + 1] == "2" and command[-2:] == ["--path", "P"]
+    on_text = peer_cell.train_flags(peer_cell.Flags("W1", "hf", tiny=True, data="text"), 1)
+    assert on_text.endswith("--data text --vocab-size 0"), "a tiny model takes the vocabulary of the data"
+    runner.ends = 0
+    runner.run(peers.Cell("W1", 1, "ours"), [0])
+    assert "--limit" in next(iter(runner.rows.values()))["why"]
+
+
+@pytest.mark.parametrize("argv, words", [
+    ([], "at least one workload"), (["G2", "--nanogpt", "nowhere", "--tiny"], "nowhere has no model.py"),
+    (["G2", "--gpus", "0", "--tiny"], "--gpus 0")])
+def test_wrong_flags_are_one_line(argv, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        peers.main(argv)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1 and words in said
+
+
+# -----------------------------------------------------------------------------
+# Published figures
+
+def test_published_shapes_are_theirs():
+    """Our model of each shape has their parameters, as far as they published the number."""
+    sizes = {"gpt2-124m": 124.4e6, "gpt2-1558m": 1557.6e6, "mpt-760m": 760470528, "mpt-1b": 1315950592,
+             "mpt-3b": 2651837440, "mpt-7b": 6658859008, "llama-8b": 8030261248, "smollm-1.7b": 1.812e9,
+             "qwen3-30b-a3b": 30.53e9}
+    for shape in published.SHAPES:
+        cfg = parse(shape.flags.split(), PlanFlags, data="synthetic")
+        count = count_parameters(cfg, cfg.vocab_size)["total"]
+        if shape.name in sizes:
+            assert count == pytest.approx(sizes[shape.name], rel=2e-3), shape.name
+        assert shape.source.startswith("https://") and shape.hardware and shape.precision and shape.note
+
+
+def test_a_published_shape_gets_a_layout_that_fits():
+    shapes = {shape.name: shape for shape in published.SHAPES}
+    flags, found = published.choose(shapes["mpt-1b"], 2, "h200")
+    assert found["memory"] < published.MARGIN * found["capacity_gib"]
+    cfg = parse(flags.split(), data="synthetic")
+    assert cfg.global_batch == 28 and cfg.micro_batch == 14, "no power of two"
+    said, found = published.choose(shapes["mpt-7b"], 1, "a100-40")
+    assert found is None and said.startswith("does not fit: needs ") and "a100-40 has 39.4" in said
+    assert published.choose(shapes["llama-8b-64k"], 1, "h200") == ("needs 2 GPUs or a multiple", None)
+
+
+def test_published_figures_stand_beside_ours(tmp_path, capsys, monkeypatch):
+    def here(command, env, out, seconds):
+        published.main(command[2:])
+        return True
+
+    file = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(published, "finish", here)  # the rehearsal needs no process of its own
+    published.main(["d26", "d26-fp8", "--tiny", "--gpus", "1", "--steps", "4", "--json", str(file)])
+    first, second = map(json.loads, file.read_text().splitlines())
+    assert first["ours"] == second["ours"] and first["ours"]["tok_s_gpu"] > 0, "the shape ran once"
+    said = capsys.readouterr().out
+    assert "ratio" not in said and "92,500" in said and "FP8" in said and "dev/LOG.md" in said
