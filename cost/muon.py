@@ -10,9 +10,9 @@ from model import DTYPES
 from muon import batch_size, iteration_dtype, length_of, owned_matrices, steps_per_gram
 from ops.flat import padded_elements
 
-# Bytes per element of a rank's slices that the update moves more than AdamW's 30, in a 16-bit model: 14 for the
-# momentum and the direction, 6 for the norms, 12 for the master and the weight. What the products read and
-# write is part of their time.
+# Bytes per element of a rank's slices that the update moves more than AdamW's 30, in a 16-bit model: 14 for
+# the momentum and the direction, 6 for the norms, 12 for the master and the weight. What the products read
+# and write is part of their time.
 UPDATE_BYTES = 32 - 30
 SORT_BYTES = 8  # bytes per element that are copied before and after the two all_to_all
 

@@ -392,8 +392,8 @@ def adamw(w_ptr, grad_ptr, m_ptr, v_ptr, out_ptr, scalars_ptr, keep, gain1, gain
 def muon_direction(m_ptr, grad_ptr, out_ptr, divisor_ptr, not_finite_ptr, beta, n, BLOCK: tl.constexpr):
     """Add grad / *divisor to the fp32 momenta m (n,); out (n,) = what Muon orthogonalises.
 
-    Nothing changes where *not_finite is 1.0. beta: the decay of the mean. The kernel moves 14 bytes per weight
-    in a 16-bit model.
+    Nothing changes where *not_finite is 1.0. beta: the decay of the mean. The kernel moves 14 bytes per
+    weight in a 16-bit model.
     """
     if tl.load(not_finite_ptr) == 0.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

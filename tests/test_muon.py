@@ -67,7 +67,7 @@ def test_the_plain_muon_is_torchs(shape):
 @pytest.mark.parametrize("dtype,error", [(torch.float64, 1e-12), (torch.bfloat16, 0.06)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_batch_of_matrices_is_orthogonalised_one_by_one(shape, dtype, error):
-    """One matrix of the batch is zero, as that of an unused expert. bf16: the directions of a 16-bit model."""
+    """One matrix of the batch is zero, as that of an unused expert. bf16: directions of a 16-bit model."""
     x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     x[1] = 0
     got = muon.orthogonalise(x.to(dtype))
@@ -92,7 +92,7 @@ def hard_matrices(side, other):
 
 @pytest.mark.parametrize("size", [(48, 48), (48, 72), (48, 168)], ids=str)
 def test_the_iteration_in_fp16_is_nearer_to_fp64_than_torchs_in_bf16(size):
-    """Random, one sign, low rank, singular values that fall to 1e-4, or as 1 / k. 1e-6: gradients are small."""
+    """Random, one sign, low rank, singular values that fall to 1e-4, or as 1 / k. Gradients are small."""
     x = (1e-6 * hard_matrices(*size)).bfloat16()
     got = muon.orthogonalise(x)
     tall = muon.orthogonalise(x.mT.contiguous())
@@ -107,7 +107,7 @@ def test_a_batch_without_gaps_is_not_copied():
     """Two matrices that are neighbours are one view; the update stands where the direction was."""
     slices = [slice(0, 6), slice(6, 12), slice(20, 26), slice(26, 30), slice(40, 41)]
     assert muon.joined(slices) == [slice(0, 12), slice(20, 30), slice(40, 41)]
-    cfg = dataclasses.replace(FAMILIES["llama"], optimizer="muon", n_experts=4, dtype="bf16")
+    cfg = dataclasses.replace(FAMILIES["llama"], optimizer="muon", n_experts=4, n_layer=1, dtype="bf16")
     _, _, opt = built(cfg)
     for group in opt.muon.groups:
         vector = torch.randn(sum(group.sizes)).bfloat16()
@@ -322,7 +322,8 @@ FAULTS = {
         "llama", TP, ("muon.orthogonalise", "axis.all_reduce(x.mT @ x if is_tall else x @ x.mT)",
                       "x.mT @ x if is_tall else x @ x.mT")),
     "the next Gram matrix lacks a polynomial": (
-        "llama", DP, ("muon.product_of_polynomials", "polynomial @ (polynomial @ gram)", "polynomial @ gram")),
+        "llama", DP, ("muon.product_of_polynomials", "polynomial @ (polynomial @ gram)",
+                      "polynomial @ gram")),
     "only the last polynomial reaches the matrix": (
         "llama", DP, ("muon.product_of_polynomials", "polynomial @ product", "polynomial")),
     "the Gram matrix of the side that is cut": (
