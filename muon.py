@@ -44,14 +44,14 @@ from ops import backend
 from parallel import Axis
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of x, x^3 and x^5
-# Steps of the iteration from one Gram matrix: where rounding has made a Gram matrix indefinite, its
-# error grows twelve times in a step, so five steps have two Gram matrices. Three steps and then two
-# round off less than two and then three. A short matrix is cheaper with five Gram matrices.
+# Steps of the iteration from one Gram matrix. A step multiplies a negative eigenvalue, which comes
+# from rounding, by 12, so five steps have two Gram matrices. Three steps and then two have smaller
+# errors than two and then three (docs/muon.md). A short matrix is cheaper with five Gram matrices.
 STEPS_OF_LONG = 3, 2
 STEPS_OF_SHORT = 1, 1, 1, 1, 1
 LONG = 1.5  # From this ratio of its sides on, a matrix is long: there both need the same products.
 EPS = 1e-7  # the least norm by which a matrix is divided
-NORM = 16.0  # of a matrix when the iteration starts, so that fp16 keeps its small Gram matrix exact
+NORM = 16.0  # of a matrix when the iteration starts: its Gram matrix is no subnormal number in fp16
 UPDATE_RMS = 0.2  # the root mean square of an update, about that of AdamW's
 BATCH_ELEMENTS = 2**25  # matrices of one shape are computed together, up to this many elements
 ALONE = Axis("alone")  # the axis of a matrix that is not cut
