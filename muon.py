@@ -14,8 +14,14 @@ over the side that is not cut is a sum over the ranks:
     X = [X_0, X_1]   cut by columns:  X X^T = X_0 X_0^T + X_1 X_1^T
     X = [X_0; X_1]   cut by rows:     X^T X = X_0^T X_0 + X_1^T X_1
 
-Both are (C, C), because tp cuts the other side of every matrix in a block. So each iteration has
+Both are (C, C), because tp cuts the other side of every matrix in a block. So each Gram matrix has
 one all-reduce of (C, C), and every rank then multiplies its own share.
+
+One step of the iteration is X -> P X with a polynomial P in the Gram matrix G of X. The Gram matrix
+of P X is P G P, which needs no X. So where X is much longer than it is wide, several steps multiply
+only matrices (C, C), and X is multiplied once, with the product of their polynomials:
+
+    G_1 = X X^T,  G_2 = P_1 G_1 P_1,  G_3 = P_2 G_2 P_2,  X -> (P_3 P_2 P_1) X
 
 Under ZeRO a rank holds a slice of each bucket (ddp.py has a drawing), and slices begin and end
 inside matrices. Gradients, momenta and masters stay cut in this way. Only for the iteration, an
@@ -34,38 +40,75 @@ from typing import Any, NamedTuple
 import torch
 
 from config import ceil_div
+from ops import backend
 from parallel import Axis
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of x, x^3 and x^5
-ITERATIONS = 5
+# Steps of the iteration from one Gram matrix. A step multiplies a negative eigenvalue, which comes
+# from rounding, by 12, so five steps have two Gram matrices. Three steps and then two have smaller
+# errors than two and then three (docs/muon.md). A short matrix is cheaper with five Gram matrices.
+STEPS_OF_LONG = 3, 2
+STEPS_OF_SHORT = 1, 1, 1, 1, 1
+LONG = 1.5  # From this ratio of its sides on, a matrix is long: there both need the same products.
 EPS = 1e-7  # the least norm by which a matrix is divided
+NORM = 16.0  # of a matrix when the iteration starts: its Gram matrix is no subnormal number in fp16
 UPDATE_RMS = 0.2  # the root mean square of an update, about that of AdamW's
-BATCH_ELEMENTS = 2**26  # matrices of one shape are computed together, up to this many elements
+BATCH_ELEMENTS = 2**25  # matrices of one shape are computed together, up to this many elements
 ALONE = Axis("alone")  # the axis of a matrix that is not cut
 
 
 # -----------------------------------------------------------------------------
 # The iteration
 
-def orthogonalise(x, cut=None, axis=ALONE):
-    """Set all singular values of each matrix to about 1: (k, rows, columns) -> the same shape.
+def orthogonalise(x, cut=None, axis=ALONE, *, scale=1.0, out=None):
+    """Set all singular values of each matrix to about scale: (k, rows, columns) -> the same shape.
 
-    With x = U S V^T the result is near U V^T. Each iteration replaces every singular value s by
+    With x = U S V^T the result is near U V^T. Each of five steps replaces every singular value s by
     a s + b s^3 + c s^5. cut: the dimension of a matrix, 0 or 1, that is cut over `axis`, or None.
+    out: the tensor to write, which may share x's memory; in fp16 for an x in bf16.
     """
-    is_turned = x.size(1) > x.size(2) if cut is None else cut == 0
-    if is_turned:
-        x = x.mT
+    x = normalised(x, axis)
+    is_tall = x.size(1) > x.size(2) if cut is None else cut == 0
+    side, other = (x.size(2), x.size(1)) if is_tall else (x.size(1), x.size(2))
+    stretches = steps_per_gram(side, other)
+    for i, n_steps in enumerate(stretches):
+        gram = axis.all_reduce(x.mT @ x if is_tall else x @ x.mT)  # SUM of k (C, C), over tp
+        polynomial = product_of_polynomials(gram, n_steps)
+        pair = (x, polynomial) if is_tall else (polynomial, x)
+        if i < len(stretches) - 1:
+            x = torch.bmm(*pair)
+    # The last product also multiplies by a number: beta=0 leaves out the sum.
+    return torch.baddbmm(x, *pair, beta=0, alpha=scale / NORM, out=out)
+
+
+def steps_per_gram(side, other):
+    """Return how many steps each Gram matrix serves. side: of the Gram matrix; other: of x."""
+    return STEPS_OF_LONG if other >= LONG * side else STEPS_OF_SHORT
+
+
+def normalised(x, axis):
+    """Return each matrix of x with the norm NORM, in the dtype of the iteration."""
     wide = torch.promote_types(x.dtype, torch.float32)
     norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=wide)
     squares = axis.all_reduce(norms.square())  # SUM of k numbers, over tp
-    x = (x / squares.sqrt().clamp(min=EPS)).to(x.dtype)
+    found = torch.empty(x.shape, dtype=iteration_dtype(x.dtype), device=x.device)
+    return torch.mul(x, NORM / squares.sqrt().clamp(min=EPS), out=found)
+
+
+def product_of_polynomials(gram, n_steps):
+    """Return the product of n_steps polynomials: Gram matrices (k, C, C) -> the same shape.
+
+    The polynomial of a step is a + b G + c G^2. All of them commute, because each is one of G_1.
+    """
     linear, cubic, quintic = COEFFICIENTS
-    for _ in range(ITERATIONS):
-        gram = axis.all_reduce(x @ x.mT)  # SUM of k matrices (C, C), over tp
-        polynomial = torch.baddbmm(gram, gram, gram, beta=cubic, alpha=quintic)
-        x = torch.baddbmm(x, polynomial, x, beta=linear)
-    return x.mT if is_turned else x
+    product = None
+    for i in range(n_steps):
+        polynomial = torch.baddbmm(gram, gram, gram, beta=cubic / NORM**2, alpha=quintic / NORM**4)
+        polynomial.diagonal(dim1=1, dim2=2).add_(linear)
+        product = polynomial if product is None else polynomial @ product
+        if i < n_steps - 1:
+            gram = polynomial @ (polynomial @ gram)
+    return product
 
 
 def update_scale(full_shape):
@@ -95,7 +138,7 @@ class Matrix(NamedTuple):
 
     @property
     def work(self):
-        """The multiplications of one iteration, up to a factor."""
+        """The multiplications of the iteration, up to a factor."""
         rows, columns = self.shape
         return rows * columns * min(self.full_shape)
 
@@ -160,6 +203,25 @@ class Batch(NamedTuple):
     places: list    # slices of the received numbers, which hold the matrices one after the other
 
 
+def batch_size(shape):
+    """Return how many matrices are computed together: a power of two, as the number of experts."""
+    count = 1
+    while 2 * count * math.prod(shape) <= BATCH_ELEMENTS:
+        count *= 2
+    return count
+
+
+def joined(places):
+    """Return the slices with neighbours made one, in order: a batch of one slice is not copied."""
+    found = []
+    for place in places:
+        if found and found[-1].stop == place.start:
+            found[-1] = slice(found[-1].start, place.stop)
+        else:
+            found.append(place)
+    return found
+
+
 class WholeMatrices:
     """The matrices of all buckets of one axis. Each is whole on one rank while it is computed.
 
@@ -196,27 +258,41 @@ class WholeMatrices:
                     begin, end = end, end + length_of(matrix.parts[rank])
                     places[id(matrix)].append(slice(begin, end))
             self.received.append(end - start)
-        batches = {}
+        shapes = {}  # (shape, full shape): places of each matrix
         for matrix in matrices:
-            place = places[id(matrix)] if self.is_shared else [matrix.parts[0]]
-            alike = batches.setdefault((matrix.shape, matrix.full_shape), [Batch(matrix, [])])
-            if sum(map(length_of, alike[-1].places)) >= BATCH_ELEMENTS:
-                alike.append(Batch(matrix, []))
-            alike[-1].places.extend(place)
-        return list(itertools.chain.from_iterable(batches.values()))
+            of_matrix = places[id(matrix)] if self.is_shared else [matrix.parts[0]]
+            shapes.setdefault((matrix.shape, matrix.full_shape), []).append((matrix, of_matrix))
+        batches = []
+        for (shape, _), alike in shapes.items():
+            for i in range(0, len(alike), batch_size(shape)):
+                together = alike[i:i + batch_size(shape)]
+                in_order = itertools.chain.from_iterable(place for _, place in together)
+                batches.append(Batch(together[0][0], joined(in_order)))
+        return batches
 
     def orthogonalise(self, vector):
-        """Replace every matrix in the ranks' vectors by its update. Collective over the axis."""
+        """Return the updates of this rank's slices, in the memory of vector. Collective.
+
+        In a 16-bit model the vector is in bf16, and the updates are in fp16.
+        """
         received = self.collect(vector)
+        dtype = iteration_dtype(vector.dtype)
+        updates = received.view(dtype)
         for batch in self.batches:
-            parts = [received[place] for place in batch.places]
             matrix = batch.matrix
-            x = torch.cat(parts).view(-1, *matrix.shape)
-            axis = ALONE if matrix.cut is None else self.tp
-            update = orthogonalise(x, matrix.cut, axis) * update_scale(matrix.full_shape)
-            copy_into(parts, update.reshape(-1))
+            parts = [received[place] for place in batch.places]
+            targets = [updates[place] for place in batch.places]
+            is_one = len(parts) == 1
+            x = (parts[0] if is_one else torch.cat(parts)).view(-1, *matrix.shape)
+            found = orthogonalise(
+                x, matrix.cut, ALONE if matrix.cut is None else self.tp,
+                scale=update_scale(matrix.full_shape),
+                out=targets[0].view(x.shape) if is_one else None)
+            if not is_one:
+                copy_into(targets, found.reshape(-1))
         if self.is_shared:
-            self.hand_back(received, vector)
+            self.hand_back(updates, vector.view(dtype))
+        return vector.view(dtype)
 
     def collect(self, vector):
         """Return the elements of this rank's own matrices, which all ranks have sent."""
@@ -227,10 +303,10 @@ class WholeMatrices:
         # Each rank sends the others their matrices' elements in its slices, over the shard.
         return self.axis.all_to_all(outgoing, self.sent, self.received)
 
-    def hand_back(self, received, vector):
+    def hand_back(self, found, vector):
         """Send the updates to where their elements came from, into the ranks' vectors."""
         # The updates go back to the slices, over the shard.
-        updates = self.axis.all_to_all(received, self.received, self.sent)
+        updates = self.axis.all_to_all(found, self.received, self.sent)
         copy_into([vector[part] for part in self.outgoing], updates)
 
 
@@ -252,13 +328,15 @@ def length_of(part):
 class Muon:
     """What torch.optim.Muon does with Nesterov momentum, with decoupled weight decay.
 
-    state holds the momentum of each bucket's masters. In a 16-bit model the iteration computes in
-    bf16, as torch's class always does, and otherwise in the masters' dtype.
+    state holds the momentum of each bucket's masters. In a 16-bit model the directions are in bf16,
+    which has the range of fp32. The iteration computes in fp16, which is eight times as precise: it
+    first gives every matrix the same norm. In other models everything has the masters' dtype.
     """
     moments = ("momentum",)
 
     def __init__(self, cfg, data_parallel):
         """Make the state of the matrices inside blocks (ddp.uses_muon)."""
+        self.data_parallel = data_parallel
         self.momentum = cfg.momentum
         self.decay = cfg.weight_decay
         self.lr_factor = cfg.muon_lr_factor
@@ -271,42 +349,75 @@ class Muon:
             self.buckets.append(bucket)
             self.state[bucket.master] = {"momentum": torch.zeros_like(bucket.master)}
             of_axis.setdefault(bucket.contents.reduction_axis, []).append(bucket)
+        # On a GPU two kernels of ops/kernels.py read and write each number once: 26 bytes per weight,
+        # without the iteration. If you change add_gradient or update, change the kernels, or set
+        # this to False.
+        self.use_triton = any(backend.use_triton(bucket.master) for bucket in self.buckets)
         tp = data_parallel.mesh.tp
         self.groups = [WholeMatrices(alike, tp) for alike in of_axis.values()]
 
     def step(self, lr, divisor, not_finite):
-        """Update the masters. The arguments are those of AdamW.step. Collective."""
+        """Update masters and weights. The arguments are those of AdamW.step. Collective."""
         for group in self.groups:
             vector = self.directions(group, divisor, not_finite)
-            # All matrices of a shape are computed together, in bf16 in a 16-bit model.
-            group.orthogonalise(vector)
-            updates = vector.split(group.sizes)
-            for bucket, update in zip(group.buckets, updates, strict=True):
-                master = bucket.master
-                # In a step that is not taken the rate is 0, and the update is finite.
-                rate = lr * self.lr_factor * (1 - not_finite).to(master.dtype)
-                master.mul_(1 - rate * self.decay)
-                master.sub_(rate * update.to(master.dtype))
+            # All matrices of a shape are computed together, in fp16 in a 16-bit model.
+            updates = group.orthogonalise(vector).split(group.sizes)
+            for i in reversed(range(len(updates))):  # The first layers go first.
+                self.update(group.buckets[i], updates[i], lr * self.lr_factor, not_finite)
+                self.data_parallel.on_updated(group.buckets[i])
 
     def directions(self, group, divisor, not_finite):
         """Add the gradients to the momenta, and return what is to be orthogonalised, as one vector.
 
-        Where not_finite is 1.0, the gradients count as 0 and the momenta stay as they are.
+        Where not_finite is 1.0, the momenta stay as they are, and nobody uses the vector.
         """
-        first = group.buckets[0]
-        dtype = iteration_dtype(first.own.dtype)
+        dtype = direction_dtype(group.buckets[0].own.dtype)
         vector = torch.empty(sum(group.sizes), dtype=dtype, device=divisor.device)
         directions = vector.split(group.sizes)
         for bucket, direction in zip(group.buckets, directions, strict=True):
             momentum = self.state[bucket.master]["momentum"]
-            grad = bucket.grad_total.to(momentum.dtype) / divisor
-            grad = torch.where(not_finite > 0, 0.0, grad)
-            taken = (1 - not_finite).to(momentum.dtype)
-            momentum.lerp_(grad, taken * (1 - self.momentum))
-            direction.copy_(grad.lerp(momentum, self.momentum))  # Nesterov's look ahead
+            self.add_gradient(momentum, bucket.grad_total, direction, divisor, not_finite)
         return vector
+
+    def add_gradient(self, momentum, grad, direction, divisor, not_finite):
+        """Add a gradient to its momentum, and write the direction: (n,) each."""
+        if self.use_triton:
+            from ops import kernels
+            n = momentum.numel()
+            grid = (ceil_div(n, 2048),)
+            kernels.muon_direction[grid](
+                momentum, grad, direction, divisor, not_finite, self.momentum, n, BLOCK=2048,
+                num_warps=8)
+            return
+        grad = grad.to(momentum.dtype) / divisor
+        grad = torch.where(not_finite > 0, 0.0, grad)
+        taken = (1 - not_finite).to(momentum.dtype)
+        momentum.lerp_(grad, taken * (1 - self.momentum))
+        direction.copy_(grad.lerp(momentum, self.momentum))  # Nesterov's look ahead
+
+    def update(self, bucket, update, rate, not_finite):
+        """Update a bucket's masters with update (n,), and round them into the model's weights."""
+        master = bucket.master
+        if self.use_triton:
+            from ops import kernels
+            n = master.numel()
+            grid = (ceil_div(n, 2048),)
+            kernels.muon_update[grid](
+                master, update, bucket.own, not_finite, rate, 1 - rate * self.decay, n,
+                OUT=bucket.own.dtype != master.dtype, BLOCK=2048, num_warps=8)
+            return
+        # In a step that is not taken the rate is 0, and the update is finite.
+        rate = rate * (1 - not_finite).to(master.dtype)
+        master.mul_(1 - rate * self.decay)
+        master.sub_(rate * update.to(master.dtype))
+        bucket.own.copy_(master)  # a no-op where master and own are one tensor
+
+
+def direction_dtype(model_dtype):
+    """Return the dtype of the vector of directions; fp16's range is too small for momenta."""
+    return torch.bfloat16 if model_dtype.itemsize == 2 else model_dtype
 
 
 def iteration_dtype(model_dtype):
-    """Return the dtype in which the matrices are orthogonalised; fp16's range is too small."""
-    return torch.bfloat16 if model_dtype.itemsize == 2 else model_dtype
+    """Return the dtype in which the matrices are orthogonalised, as long as that of directions."""
+    return torch.float16 if model_dtype.itemsize == 2 else model_dtype

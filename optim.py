@@ -300,7 +300,6 @@ class Optimizer:
                 self.masters_to_model(self.adam_buckets)
             if self.muon is not None:  # It computes while AdamW's weights travel.
                 self.muon.step(lr, divisor, not_finite)
-                self.masters_to_model(self.muon.buckets)
         if self.loss_scale is not None:
             torch._amp_update_scale_(self.loss_scale, self.growth_tracker, not_finite, 2.0, 0.5,
                                      LOSS_SCALE_STEPS)

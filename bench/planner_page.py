@@ -39,8 +39,8 @@ TRANSLATED = {
     "ops/flat.py": "ALIGNMENT padded_elements",
     "ops/activations.py": "GATED",
     "optim.py": "VOTES StepStats",
-    "muon.py": "ITERATIONS BATCH_ELEMENTS Matrix shapes_of matrices_of owned_matrices assign_owners "
-               "length_of iteration_dtype",
+    "muon.py": "STEPS_OF_LONG STEPS_OF_SHORT LONG BATCH_ELEMENTS Matrix shapes_of matrices_of owned_matrices "
+               "assign_owners batch_size length_of iteration_dtype steps_per_gram",
     "ddp.py": "BUCKET_ELEMENTS Contents uses_weight_decay uses_muon block_of "
               "trained_parameters frozen_parameters assign_buckets",
     "zero.py": "uses_slot",

@@ -7,13 +7,14 @@ from collections import Counter
 from cost.parameters import element_bytes, muon_buckets
 from cost.step_time import STREAM, matmul_seconds, ring_bandwidth, stride_of
 from model import DTYPES
-from muon import BATCH_ELEMENTS, ITERATIONS, iteration_dtype, length_of, owned_matrices
+from muon import batch_size, iteration_dtype, length_of, owned_matrices, steps_per_gram
 from ops.flat import padded_elements
 
-# Bytes per element of a rank's slices that the update moves more than AdamW's 30, in a 16-bit model. They are
-# counted in the code of muon.py: 46 for the momentum and the direction, 14 around the iteration, 40 for the
-# master and the weight.
-UPDATE_BYTES = 100 - 30
+# Bytes per element of a rank's slices that the update moves more than AdamW's 30, in a 16-bit model: 14 for
+# the momentum and the direction, 6 for the norms, 12 for the master and the weight. What the products read
+# and write is part of their time.
+UPDATE_BYTES = 32 - 30
+SORT_BYTES = 8  # bytes per element that are copied before and after the two all_to_all
 
 
 def iteration_bytes(cfg):
@@ -55,8 +56,8 @@ def muon_traffic(cfg, mesh, vocab_size):
                 sent[shard.name] += away * nbytes
         for matrix in owned[rank]:
             if matrix.cut is not None:
-                side = matrix.shape[1 - matrix.cut]
-                summed = ITERATIONS * side * side * nbytes + norm_bytes
+                side, other = oriented(matrix)
+                summed = len(steps_per_gram(side, other)) * side * side * nbytes + norm_bytes
                 sent["tp"] += 2 * (mesh.tp.size - 1) / mesh.tp.size * summed
     return sent
 
@@ -64,17 +65,17 @@ def muon_traffic(cfg, mesh, vocab_size):
 def workspace_bytes(cfg, mesh, vocab_size):
     """Return the bytes that Muon's update needs for a moment, when no activations are left.
 
-    There are the vector of directions, under ZeRO twice more what is sent and received, and about five
+    There are the vector of directions, under ZeRO twice more what is sent and received, and about six
     tensors of the largest batch of matrices.
     """
     most = 0
     for _, elements, owned in shares(cfg, mesh, vocab_size):
-        batches = Counter()
-        for matrix in max(owned, key=len):
-            batches[matrix.shape] += matrix.shape[0] * matrix.shape[1]
-        batch = min(max(batches.values()), BATCH_ELEMENTS)
+        counts = Counter(matrix.shape for matrix in max(owned, key=len))
+        batch = 0
+        for shape, count in counts.items():
+            batch = max(batch, min(count, batch_size(shape)) * shape[0] * shape[1])
         vectors = 3 if len(owned) > 1 else 1
-        most = max(most, vectors * elements + 5 * batch)
+        most = max(most, vectors * elements + 6 * batch)
     return most * iteration_bytes(cfg)
 
 
@@ -88,11 +89,14 @@ def muon_seconds(cfg, mesh, gpu, vocab_size):
     for shard, elements, owned in shares(cfg, mesh, vocab_size):
         seconds += elements * UPDATE_BYTES / (STREAM * gpu.hbm)
         if shard.size > 1:
+            seconds += elements * SORT_BYTES / (STREAM * gpu.hbm)
             seconds += sent[shard.name] / ring_bandwidth(shard, stride_of(shard, mesh), gpu)
         shapes = Counter(oriented(matrix) for matrix in max(owned, key=sum_work))
         for (side, other), count in shapes.items():
-            products = 2 * matmul_seconds(side, side, other, gpu, count)
-            seconds += ITERATIONS * (products + matmul_seconds(side, side, side, gpu, count))
+            for n_steps in steps_per_gram(side, other):
+                seconds += matmul_seconds(side, side, other, gpu, count)  # the Gram matrix
+                seconds += matmul_seconds(side, other, side, gpu, count)  # the polynomials times the matrix
+                seconds += (4 * n_steps - 3) * matmul_seconds(side, side, side, gpu, count)
     return seconds
 
 
