@@ -119,8 +119,8 @@ def first_keys(q, k, window, places):
 def seen_blocks(first, n_keys):
     """Return (some, every), (B, query blocks, key blocks) bool each.
 
-    In a block of `every`, all queries see all keys; in one of `some`, a part of the pairs. first: (B, queries),
-    as first_keys returns them.
+    In a block of `every`, all queries see all keys. In a block of `some`, only a part of the pairs do. first:
+    (B, queries), of first_keys.
     """
     n_queries = first.size(1)
     before = n_keys - n_queries

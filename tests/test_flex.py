@@ -68,7 +68,7 @@ CASES = {  # name: (sequences, query heads, key heads, queries, keys, window, me
     "short": (2, 4, 4, 9, 9, 4, 3)}
 
 
-def check_case(case, dtype, tolerance, kernel=None):
+def check_case(case, dtype, tolerance):
     """Compare output and gradients of q, k, v with those of the mask."""
     torch.manual_seed(5)
     n, h, g, n_queries, n_keys, window, mean = CASES[case]
@@ -77,8 +77,8 @@ def check_case(case, dtype, tolerance, kernel=None):
     places = random_places(n, n_keys, mean)[:, -n_queries:] if mean else None
     weights = torch.randn_like(q)
     results = []
-    for each in (kernel or cpu_flex(), None):
-        y = attention.attend(q, k, v, Config(), window, places, each, enable_gqa=h != g)
+    for each in (cpu_flex(), None):
+        y = attention.attend(q, k, v, Config(), window, places, flex=each, enable_gqa=h != g)
         results.append([y, *torch.autograd.grad((y * weights).sum(), [q, k, v])])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=tolerance * want.abs().max().item())
@@ -110,7 +110,7 @@ def test_the_compiled_kernel_reads_the_lists():
     kernel = FlexAttention()
     for window in (0, 200):
         with torch.no_grad():
-            got = attention.attend(q, q, q, Config(), window, places, kernel, enable_gqa=False)
+            got = attention.attend(q, q, q, Config(), window, places, flex=kernel, enable_gqa=False)
             want = attention.attend(q, q, q, Config(), window, places)
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
         assert kernel.of_documents
@@ -261,7 +261,7 @@ def test_a_layout_with_the_other_segments_lists_is_found():
         kernel = cpu_flex()
         q = torch.randn(2, 2, 8, 8)
         for places in random_places(2, 16, 3).chunk(2, dim=1):
-            got = attention.attend(q, q, q, Config(**cfg), 0, places, kernel, enable_gqa=False)
+            got = attention.attend(q, q, q, Config(**cfg), 0, places, flex=kernel, enable_gqa=False)
         want = attention.attend(q, q, q, Config(**cfg), 0, places)
     assert not torch.allclose(got, want)
 
