@@ -287,7 +287,7 @@ def started(cfg, model, resumed, batch, source, skip):
     if cfg.compile:
         print(folded("  --compile: the first step compiles the blocks, which can take a minute and more"),
               flush=True)
-    has_kernel = any(block.attn.flex is not None for block in model.blocks.values())
+    has_kernel = any(getattr(module, "flex", None) is not None for module in model.modules())
     if has_kernel:
         how = "in a flash kernel that skips hidden keys (flex_attention): the first step compiles it"
     else:
