@@ -117,16 +117,13 @@ def grouped_mm_possible(cfg, device):
     return here and DTYPES[cfg.dtype] in backend.DTYPES
 
 
-HEAD_WIDTHS = range(16, 257)  # of flex_attention's kernels
-
-
 def flex_possible(cfg, device):
     """Whether the layers with a window, and documents, have a flash kernel (fast/flex.py)."""
     if not has_cuda_api(device) or not grouped_mm_possible(cfg, device):
         return False  # a kernel of Triton, in 16 bits or fp32, as those are
     if cfg.recompute == "selective":
         return False  # it keeps attention's output by the name of the operation, and this one has none
-    return cfg.dropout == 0 and head_width(cfg) in HEAD_WIDTHS
+    return cfg.dropout == 0 and 16 <= head_width(cfg) <= 256  # the widths that its kernels know
 
 
 # -----------------------------------------------------------------------------
