@@ -50,7 +50,8 @@ TRANSLATED = {
     "lora.py": "Adapter add_adapters",
     "attention.py": "is_nth Attention",
     "model.py": "DTYPES MLP Block Weight MaskedHead GPT",
-    "fast/choose.py": "Choice choose has_cuda_api static_shapes needs_row_limit grouped_mm_possible",
+    "fast/choose.py": "Choice choose has_cuda_api static_shapes needs_row_limit grouped_mm_possible "
+                      "flex_possible",
     "cost/parameters.py": None,
     "cost/gpus.py": None,
     "cost/step_time.py": None,

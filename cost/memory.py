@@ -56,7 +56,7 @@ def saved_activations(cfg, mesh, load_factor=0.0, choice=None):
     load_factor: rows of this rank's experts over the balanced number, dropless with ep > 1. 0 takes the
     largest number that there has to be memory for.
     """
-    attention = _attention_activations(cfg, mesh)
+    attention = _attention_activations(cfg, mesh, choice)
     mlp = _mlp_activations(cfg, mesh)
     elements = rank_tokens(cfg, mesh) * cfg.n_embd  # of one (B*t, C) tensor
     adapters = _adapter_activations(cfg, mesh)
@@ -72,7 +72,7 @@ def saved_activations(cfg, mesh, load_factor=0.0, choice=None):
     return BlockActivations(saved + experts.saved, remains + experts.remains, peak + experts.peak)
 
 
-def _attention_activations(cfg, mesh):
+def _attention_activations(cfg, mesh, choice):
     """Return the BlockActivations from a block's input to the input of norm2."""
     weight_bytes, wide_bytes = element_bytes(cfg)
     rows = rank_tokens(cfg, mesh)
@@ -103,7 +103,7 @@ def _attention_activations(cfg, mesh):
     if cfg.zero < 3:
         saved += C * qkv  # wq, wk and wv concatenated
 
-    saved += _document_mask_elements(cfg, mesh)
+    saved += _document_mask_elements(cfg, mesh, choice or expected_choice(cfg, mesh))
 
     wide = 0
     if cfg.qk_norm == "all":  # q and k widened, and the same divided by their mean square's root
@@ -116,9 +116,12 @@ def _attention_activations(cfg, mesh):
     return BlockActivations(weight_bytes * saved + wide + softmax, remains, weight_bytes * peak)
 
 
-def _document_mask_elements(cfg, mesh):
-    """Return the elements of the mask of --doc-mask on that a layer keeps, as numbers added to its scores."""
-    if cfg.doc_mask != "on":
+def _document_mask_elements(cfg, mesh, choice):
+    """Return the elements of the mask of --doc-mask on that a layer keeps, as numbers added to its scores.
+
+    A flash kernel has lists of blocks instead, which all layers share: a byte for a thousand elements.
+    """
+    if cfg.doc_mask != "on" or choice.flex:
         return 0
     cp = mesh.cp.size
     if cp == 1:

@@ -2,7 +2,7 @@
 
 The choice is made once. It follows from the run's flags, its mesh and what its GPUs can do. Each fast way
 has a plain twin that gives the same numbers: the step without a graph (train.py), all_to_all (moe.py), NCCL
-(parallel.py), gradients summed in fp32 (ddp.py).
+(parallel.py), gradients summed in fp32 (ddp.py), a mask (attention.py).
 """
 import socket
 from typing import NamedTuple
@@ -10,8 +10,10 @@ from typing import NamedTuple
 import torch
 
 import moe
+from config import head_width
 from ddp import Comm
 from fast import symm_mem
+from fast.flex import FlexAttention
 from fast.padded import PaddedAllToAll
 from fast.peer import CopyStream, PeerComm, PeerSlotComm
 from model import DTYPES
@@ -25,6 +27,7 @@ class Choice(NamedTuple):
     symm_mem: bool           # rows reach the experts of other ranks through symmetric memory, not all_to_all
     peer_copies: bool        # ZeRO's gradients and weights travel as copies between the GPUs of a node
     single_microbatch: bool  # nothing is added to bf16 gradients, so they need no fp32 sum
+    flex: bool = False       # windows and documents in a flash kernel, not through a mask
 
     def dispatcher_maker(self, cfg):
         """Return make_dispatcher(cfg, mesh), which makes the token dispatcher of each expert layer."""
@@ -35,6 +38,10 @@ class Choice(NamedTuple):
         if self.graph and dropless_over_ranks:
             return PaddedAllToAll  # a graph needs messages of a fixed size
         return moe.plain_dispatcher
+
+    def masked_attention(self):
+        """Return what attends in the layers that hide early keys, or None for a mask."""
+        return FlexAttention() if self.flex else None
 
     def comm_maker(self, cfg):
         """Return make_comm(axis), which makes the Comm of a bucket that is reduced over axis."""
@@ -76,7 +83,7 @@ def choose(cfg, mesh, device, reach=None):
     graph = static_shapes(cfg, mesh, device)
     experts_of_others = cfg.n_experts > 0 and mesh.ep.size > 1
     one_sided = graph and experts_of_others and reach(mesh, mesh.ep, device)
-    return Choice(graph, one_sided, peer_copies, single)
+    return Choice(graph, one_sided, peer_copies, single, flex_possible(cfg, device))
 
 
 def has_cuda_api(device):
@@ -108,6 +115,15 @@ def grouped_mm_possible(cfg, device):
     """Whether each product of the experts is one kernel. The device of plan.py has no index."""
     here = device.index is None or device.type in backend.TRITON_DEVICES
     return here and DTYPES[cfg.dtype] in backend.DTYPES
+
+
+def flex_possible(cfg, device):
+    """Whether the layers with a window, and documents, have a flash kernel (fast/flex.py)."""
+    if not has_cuda_api(device) or not grouped_mm_possible(cfg, device):
+        return False  # a kernel of Triton, in 16 bits or fp32, as those are
+    if cfg.recompute == "selective":
+        return False  # it keeps attention's output by the name of the operation, and this one has none
+    return cfg.dropout == 0 and 16 <= head_width(cfg) <= 256  # the widths that its kernels know
 
 
 # -----------------------------------------------------------------------------

@@ -311,12 +311,16 @@ def started(cfg, model, resumed, batch, source, skip):
     if cfg.compile:
         print(folded("  --compile: the first step compiles the blocks, which can take a minute and more"),
               flush=True)
+    has_kernel = any(getattr(module, "flex", None) is not None for module in model.modules())
+    if has_kernel:
+        how = "in a flash kernel that skips hidden keys (flex_attention): the first step compiles it"
+    else:
+        how = ("through a mask, which the flash kernels of GPUs do not take: attention is slower and keeps "
+               "more memory")
     if source.has_documents:
-        print(folded("  each document attends to itself alone (--doc-mask). This is a mask, which the flash "
-                     "kernels of GPUs do not take: attention is slower and keeps more memory"), flush=True)
+        print(folded(f"  each document attends to itself alone (--doc-mask), {how}"), flush=True)
     if 0 < cfg.window < cfg.seq_len:
-        print(folded(f"  --window {cfg.window} is a mask, which the flash kernels of GPUs do not take: its "
-                     "layers attend more slowly than layers without it"), flush=True)
+        print(folded(f"  --window {cfg.window}: its layers attend {how}"), flush=True)
 
 
 def print_sample(model, tokenizer, prompt, seed):

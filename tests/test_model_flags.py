@@ -182,4 +182,4 @@ def test_what_no_model_can_have_is_refused(flags, words):
 
 def test_a_run_with_a_window_says_that_it_is_a_mask():
     ran = session(World(), [*TINY, "--window=4", "--full-every=2", "--steps=1"])
-    assert ran["code"] == 0 and "--window 4 is a mask" in ran["out"], ran
+    assert ran["code"] == 0 and "--window 4: its layers attend through a mask" in ran["out"], ran

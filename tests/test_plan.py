@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from pool import ROOT, run_ranks
+from test_flex import cpu_flex
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -119,10 +120,10 @@ FAMILY.update({"documents": dict(doc_mask="on"), "documents, cp": dict(doc_mask=
 # Both ranks of cp hold the same values here; flash attention needs no mask
 @mock.patch.object(attention, "gather_segments", lambda kv, axis: torch.cat([kv, kv]))
 @mock.patch("torch.nn.attention.bias.causal_lower_right", lambda *sizes: None)
-def kept_bytes(cfg, mesh, make_dispatcher=moe.plain_dispatcher, rows_in_use=0):
+def kept_bytes(cfg, mesh, make_dispatcher=moe.plain_dispatcher, rows_in_use=0, flex=None):
     """Return bytes that autograd keeps of a block, besides its weights and rope's table."""
     torch.set_default_dtype(torch.bfloat16)
-    block = model_.Block(cfg, mesh, make_dispatcher)
+    block = model_.Block(cfg, mesh, make_dispatcher, flex=flex)
     torch.set_default_dtype(torch.float32)
     for p in block.parameters():
         torch.nn.init.normal_(p, std=0.02)
@@ -155,7 +156,16 @@ BLOCK = dict(n_embd=64, ffn_hidden=224, **HEADS, seq_len=64, micro_batch=8, dtyp
 def test_saved_activations_are_what_autograd_keeps(family):
     cfg = Config(**{**BLOCK, **FAMILY[family]})
     mesh = make_mesh(World(size=cfg.cp), cp=cfg.cp, groups=False)
-    assert saved_activations(cfg, mesh).saved == pytest.approx(kept_bytes(cfg, mesh), rel=0.03)
+    mask = expected_choice(cfg, mesh)._replace(flex=False)
+    assert saved_activations(cfg, mesh, choice=mask).saved == pytest.approx(kept_bytes(cfg, mesh), rel=0.03)
+
+
+def test_documents_in_a_flash_kernel_keep_no_mask():
+    cfg = Config(**BLOCK, doc_mask="on")
+    mesh = make_mesh(World(), groups=False)
+    predicted = saved_activations(cfg, mesh)
+    assert predicted.saved == pytest.approx(kept_bytes(cfg, mesh, flex=cpu_flex()), rel=0.03)
+    assert predicted == saved_activations(dataclasses.replace(cfg, doc_mask="off"), mesh)
 
 
 def kept_with_padding(world):

@@ -1,0 +1,144 @@
+"""Attention to the keys of a window or a document in a flash kernel: the fast twin of attention.window_mask.
+
+torch's flash kernels take no mask, and a mask has a number for each pair of tokens. flex_attention is
+compiled into a flash kernel that gets two lists for each block of queries: the blocks of keys that all its
+queries see, and the blocks that some of them see. It skips all other blocks. In a block of the second list it
+asks for each pair whether the query sees the key. Here the window is 5, a block has 4 tokens, and a document
+starts at token 6 (o: seen). The kernel skips block 0 from query 8 on, and asks in all others:
+
+    key block   0 1 2 3|4 5 6 7|8 9
+    query  4    o o o o|o      |
+           5      o o o|o o    |
+           6           |    o  |
+           7           |    o o|
+           8           |    o o|o
+           9           |    o o|o o
+
+    FlexAttention   called by attention.attend; the GPT's layers share one
+    block_mask      the two lists, and the rule for a pair
+
+The lists are tensors of a fixed shape, and the host never reads them. So a captured CUDA graph makes the
+lists of each step's documents anew.
+"""
+import torch
+
+BLOCK = 128  # queries, and keys, of a block
+
+
+class FlexAttention:
+    """Called as attention.attend calls it. It keeps the lists of blocks, which all layers share."""
+
+    def __init__(self):
+        self.kernel = make_kernel()
+        self.of_windows = {}  # never freed: a captured graph reads them
+        self.of_documents = {}  # those of one micro-batch
+        self.places = None  # of that micro-batch; while they are here, no other tensor gets their address
+        self.version = None  # how often their memory had been written
+
+    def __call__(self, q, k, v, window, places, enable_gqa):
+        """q (B, h, queries, D), k and v (B, g, keys, D) -> (B, h, queries, D).
+
+        window, places: see attention.visible_keys. Places rise by 1 or start again at 1.
+        """
+        mask = self.mask(q, k, window, places)
+        return self.kernel(q, k, v, block_mask=mask, enable_gqa=enable_gqa)
+
+    def mask(self, q, k, window, places):
+        """Return the BlockMask of these queries and keys, made once for all layers alike."""
+        if torch.compiler.is_compiling():
+            return block_mask(q, k, window, places)  # --compile makes it in the graph of each layer
+        kept = self.of_windows
+        key = (*q.shape, k.size(2), window, q.device)
+        if places is not None:
+            kept = self.kept_of_documents(places)
+            key += (places.storage_offset(), places.stride())
+        if key not in kept:
+            kept[key] = block_mask(q, k, window, places)
+        return kept[key]
+
+    def kept_of_documents(self, places):
+        """Return {key: BlockMask} of a micro-batch, which is empty if its places come for the first time."""
+        if not self.knows(places):
+            self.of_documents = {}
+            self.places = places
+            self.version = places._version
+        return self.of_documents
+
+    def knows(self, places):
+        """Whether these are the places of the last micro-batch, or one segment of them under cp."""
+        if self.places is None or places._version != self.version:
+            return False
+        return places.untyped_storage().data_ptr() == self.places.untyped_storage().data_ptr()
+
+
+def make_kernel():
+    """Return the kernel. The first call for a shape compiles it, in a step that is not captured."""
+    from torch.nn.attention.flex_attention import flex_attention
+    # Lengths differ between training and evaluation, windows, and the segments of cp.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+def block_mask(q, k, window, places):
+    """Return torch's BlockMask of queries (B, h, queries, D) and keys (B, g, keys, D)."""
+    # Imported here, because the import takes a while.
+    from torch.nn.attention.flex_attention import BlockMask
+    n_queries = q.size(2)
+    n_keys = k.size(2)
+    some, every = seen_blocks(first_keys(q, k, window, places), n_keys)
+    return BlockMask((n_queries, n_keys), *listed(some), *listed(every), *listed(some.mT), *listed(every.mT),
+                     BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=pair_rule(n_queries, n_keys, window, places))
+
+
+def pair_rule(n_queries, n_keys, window, places):
+    """Return sees(b, h, query, key), which the kernel asks: whether in sequence b the query sees the key."""
+    before = n_keys - n_queries  # keys before the first query's own
+    window = window or n_keys
+
+    def in_window(b, h, query, key):
+        own = query + before
+        return (key <= own) & (key > own - window)
+
+    def in_document(b, h, query, key):
+        return in_window(b, h, query, key) & (key > query + before - places[b, query])
+
+    return in_window if places is None else in_document
+
+
+def first_keys(q, k, window, places):
+    """Return the index of the first key that each query sees, (B, queries); in a row it never falls."""
+    n_queries = q.size(2)
+    n_keys = k.size(2)
+    windows = torch.full((q.size(0), n_queries), window or n_keys, device=q.device)
+    if places is not None:
+        windows = torch.minimum(places, windows)
+    ends = torch.arange(n_keys - n_queries + 1, n_keys + 1, device=q.device)  # after each query's own key
+    return (ends - windows).clamp(min=0)
+
+
+def seen_blocks(first, n_keys):
+    """Return (some, every), (B, query blocks, key blocks) bool each.
+
+    In a block of `every`, all queries see all keys. In a block of `some`, only a part of the pairs do. first:
+    (B, queries), of first_keys.
+    """
+    n_queries = first.size(1)
+    before = n_keys - n_queries
+    # The first and the last query of each block, (query blocks, 1), and the first key of each, (key blocks,).
+    # Later queries see later keys, so these two speak for all queries of their block.
+    early = torch.arange(0, n_queries, BLOCK, device=first.device).unsqueeze(1)
+    late = (early + BLOCK - 1).clamp(max=n_queries - 1)
+    keys = torch.arange(0, n_keys, BLOCK, device=first.device)
+    some = (keys + BLOCK > first[:, early]) & (keys <= late + before)
+    every = (keys >= first[:, late]) & (keys + BLOCK - 1 <= early + before) & (early + BLOCK <= n_queries)
+    return some & ~every, every
+
+
+def listed(blocks):
+    """Return how many blocks of each row are True, (B, 1, rows) int32, and their columns before all others.
+
+    blocks (B, rows, columns) bool; the columns are (B, 1, rows, columns) int32.
+    """
+    blocks = blocks.unsqueeze(1)
+    columns = (~blocks).byte().argsort(dim=-1, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), columns.int()

@@ -1,0 +1,300 @@
+"""fast/flex.py: windows and documents in a flash kernel, which only GPUs compile with gradients.
+
+Here torch computes flex_attention without a compiler. It then asks the rule for every pair, and reads no
+lists of blocks. So the rule is compared through outputs and gradients, and the lists with the mask itself.
+The oracle is the mask of attention.py.
+"""
+import dataclasses
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+from faults import planted, run_with_faults
+from runs import TINY, rows, session
+from test_doc_mask import FORMS, Documents, check_against_documents_alone
+from test_graph import graphed_session
+from test_model import MESH, random_model
+
+import attention
+from config import Config
+from corpus import shards
+from corpus.documents import document_places
+from fast import choose, flex
+from fast.flex import FlexAttention
+from model import GPT
+from runtime.launch import World
+
+CUDA = torch.device("cuda")
+
+
+def unfused(*args, **options):
+    """Compute torch's flex_attention, with gradients, which torch refuses on a CPU if it is not asked so."""
+    from torch.nn.attention import flex_attention as module
+    with mock.patch.object(module, "_validate_device"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch recommends the compiler
+        return module.flex_attention(*args, **options)
+
+
+def unfused_kernel(original):
+    return unfused
+
+
+def yes(original, *args):
+    return True
+
+
+ON_A_CPU = ("fast.flex.make_kernel", unfused_kernel)
+CHOSEN = [ON_A_CPU, ("fast.choose.flex_possible", yes)]  # faults.planted: a run on a CPU as on a GPU
+
+
+def cpu_flex():
+    with planted(*ON_A_CPU):
+        return FlexAttention()
+
+
+def random_places(n, length, mean):
+    """Return the places of tokens in documents of `mean` tokens: (n, length)."""
+    is_first = torch.rand(n, length) < 1 / mean
+    return document_places((~is_first).long(), 0)
+
+
+# -----------------------------------------------------------------------------
+# Outputs and gradients
+
+CASES = {  # name: (sequences, query heads, key heads, queries, keys, window, mean length of a document)
+    "window": (1, 2, 2, 300, 300, 40, 0), "documents": (2, 4, 2, 260, 260, 0, 50),
+    "both": (2, 2, 1, 256, 256, 150, 90), "segment": (2, 2, 2, 130, 300, 60, 70),
+    "short": (2, 4, 4, 9, 9, 4, 3)}
+
+
+def check_case(case, dtype, tolerance):
+    """Compare output and gradients of q, k, v with those of the mask."""
+    torch.manual_seed(5)
+    n, h, g, n_queries, n_keys, window, mean = CASES[case]
+    q = torch.randn(n, h, n_queries, 8, dtype=dtype, requires_grad=True)
+    k, v = (torch.randn(n, g, n_keys, 8, dtype=dtype, requires_grad=True) for _ in range(2))
+    places = random_places(n, n_keys, mean)[:, -n_queries:] if mean else None
+    weights = torch.randn_like(q)
+    results = []
+    for each in (cpu_flex(), None):
+        y = attention.attend(q, k, v, Config(), window, places, flex=each, enable_gqa=h != g)
+        results.append([y, *torch.autograd.grad((y * weights).sum(), [q, k, v])])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=tolerance * want.abs().max().item())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_output_and_gradients_are_those_of_the_mask(case):
+    check_case(case, torch.float64, 1e-12)
+    if case == "both":
+        check_case(case, torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("case,old,new", [
+    ("window", "key > own - window", "key > own - window - 1"), ("both", "key <= own", "key < own + 2"),
+    ("documents", "before - places[b, query]", "before - places[0, query]"),
+    ("segment", "query + before - places", "query - places"),
+    ("both", "return in_window if places is None", "return in_window if window < n_keys")])
+def test_a_fault_in_the_rule_is_found(case, old, new):
+    with planted("fast.flex.pair_rule", old, new), pytest.raises(AssertionError):
+        check_case(case, torch.float64, 1e-12)
+
+
+@pytest.mark.long
+def test_the_compiled_kernel_reads_the_lists():
+    """torch compiles it for a CPU, too, without gradients."""
+    torch.manual_seed(5)
+    q = torch.randn(2, 4, 400, 16)
+    places = random_places(2, 400, 90)
+    kernel = FlexAttention()
+    for window in (0, 200):
+        with torch.no_grad():
+            got = attention.attend(q, q, q, Config(), window, places, flex=kernel, enable_gqa=False)
+            want = attention.attend(q, q, q, Config(), window, places)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+        assert kernel.of_documents
+
+
+# -----------------------------------------------------------------------------
+# The lists of blocks
+
+def expanded(counts, columns, n_columns):
+    """Return the blocks that a list names, (B, rows, columns) bool."""
+    blocks = torch.zeros(*counts.shape, n_columns + 1, dtype=torch.bool)
+    listed = torch.arange(columns.size(-1)) < counts.unsqueeze(-1)
+    blocks.scatter_(-1, columns.long().where(listed, n_columns), True)
+    return blocks[:, 0, :, :n_columns]
+
+
+def check_lists(n_queries, n_keys, window, mean):
+    """Compare the blocks with the mask, and forward's lists with backward's."""
+    q = torch.empty(2, 1, n_queries, 8)
+    k = torch.empty(2, 1, n_keys, 8)
+    places = random_places(2, n_keys, mean)[:, -n_queries:] if mean else None
+    found = flex.block_mask(q, k, window, places)
+    mask, _ = attention.visible_keys(Config(), q, k, window, places)
+    mask = mask.expand(2, 1, n_queries, n_keys)[:, 0]
+    n_rows, n_columns = -(-n_queries // flex.BLOCK), -(-n_keys // flex.BLOCK)
+    whole = torch.zeros(2, n_rows * flex.BLOCK, n_columns * flex.BLOCK, dtype=torch.bool)
+    whole[:, :n_queries, :n_keys] = mask
+    pairs = whole.view(2, n_rows, flex.BLOCK, n_columns, flex.BLOCK).sum((2, 4))
+    some = (pairs > 0) & (pairs < flex.BLOCK**2)
+    every = pairs == flex.BLOCK**2
+    for want, listed, transposed in (
+            (some, (found.kv_num_blocks, found.kv_indices), (found.q_num_blocks, found.q_indices)),
+            (every, (found.full_kv_num_blocks, found.full_kv_indices),
+             (found.full_q_num_blocks, found.full_q_indices))):
+        assert torch.equal(expanded(*listed, n_columns), want)
+        assert torch.equal(expanded(*transposed, n_rows), want.mT)
+
+
+SIZES = [(640, 640, 0, 90), (1024, 1024, 200, 0), (1024, 1024, 384, 300), (700, 700, 130, 250),
+         (300, 900, 0, 400), (256, 640, 300, 150), (5, 5, 2, 3), (1, 300, 200, 0)]
+
+
+def test_the_lists_name_the_blocks_of_the_mask():
+    torch.manual_seed(6)
+    for sizes in SIZES:
+        check_lists(*sizes)
+
+
+@pytest.mark.parametrize("where,old,new", [
+    ("fast.flex.seen_blocks", "keys <= late + before", "keys < late + before - BLOCK"),
+    ("fast.flex.seen_blocks", "keys + BLOCK > first[:, early]", "keys > first[:, early]"),
+    ("fast.flex.seen_blocks", "keys >= first[:, late]", "keys >= first[:, early]"),
+    ("fast.flex.seen_blocks", "& (early + BLOCK <= n_queries)", ""),
+    ("fast.flex.first_keys", "torch.minimum(places, windows)", "places"),
+    ("fast.flex.block_mask", "*listed(some.mT)", "*listed(some)"),
+    ("fast.flex.listed", "(~blocks)", "blocks")])
+def test_a_fault_in_the_lists_is_found(where, old, new):
+    with planted(where, old, new), pytest.raises(AssertionError):
+        test_the_lists_name_the_blocks_of_the_mask()
+
+
+# -----------------------------------------------------------------------------
+# Models
+
+def gradients(model, x, places):
+    loss, _ = model(x, x, places)
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+def check_model(form):
+    """Compare a model's gradients with the mask's, for changing documents, and its evaluation."""
+    cfg = dataclasses.replace(Config(**FORMS[form]), seq_len=24)
+    plain = random_model(cfg)
+    model = GPT(cfg, MESH, cfg.vocab_size, flex=cpu_flex()).double()
+    model.load_state_dict(plain.state_dict())
+    places = torch.empty(3, 24, dtype=torch.int64)
+    for number in range(3):  # the same memory, as in a captured graph; the last has no documents
+        x, _ = Documents(cfg.vocab_size, 24, 1).batch(number, 3)
+        documents = places.copy_(document_places(x, 0)) if number < 2 else None
+        for got, want in zip(gradients(model, x, documents), gradients(plain, x, documents), strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-10 * max(want.abs().max().item(), 1e-4))
+        with torch.no_grad():
+            torch.testing.assert_close(model(x, x, documents)[0], plain(x, x, documents)[0])
+
+
+@pytest.mark.parametrize("form", ["windows", "full", pytest.param("experts", marks=pytest.mark.long)])
+def test_a_model_has_the_gradients_of_the_mask(form):
+    check_model(form)
+
+
+def check_new_documents():
+    """Compare the lists after new documents were written to the memory of the old ones, as a graph does."""
+    torch.manual_seed(7)
+    q = torch.empty(1, 1, 640, 8)
+    places = random_places(1, 640, 300)
+    kernel = cpu_flex()
+    for mean in (300, 40):
+        places.copy_(random_places(1, 640, mean))
+        found = kernel.mask(q, q, 0, places)
+        assert found is kernel.mask(q, q, 0, places.view(1, 640)), "the next layer shares it"
+        assert torch.equal(found.kv_num_blocks, flex.block_mask(q, q, 0, places).kv_num_blocks)
+
+
+def test_the_lists_follow_the_documents():
+    check_new_documents()
+    known = "fast.flex.FlexAttention.knows", lambda original, self, places: self.places is not None
+    with planted(*known), pytest.raises(AssertionError):
+        check_new_documents()
+
+
+def test_all_layers_share_the_lists():
+    made = []
+
+    def counted(original, *args):
+        made.append(args)
+        return original(*args)
+
+    with planted("fast.flex.block_mask", counted):
+        check_model("windows")
+    # Two layers, with a window and without: two lists for each of the two places, one for the window alone.
+    assert len(made) == 5
+
+
+def test_documents_alone_through_the_kernel():
+    """The oracle of test_doc_mask.py: each document alone through the model."""
+    def with_flex(original, *args, **kwargs):
+        original(*args, **kwargs, flex=cpu_flex())
+
+    with planted("model.GPT.__init__", with_flex):
+        check_against_documents_alone("windows")
+
+
+LAYOUTS = [((2, dict(cp=2)), []), ((4, dict(tp=2, cp=2, recompute="full")), [pytest.mark.long]),
+           ((4, dict(cp=2, pp=2)), [pytest.mark.long]), ((4, dict(tp=2, zero=3)), [pytest.mark.long])]
+
+
+@pytest.mark.parametrize("place", [
+    pytest.param(place, marks=marks, id=str(place)) for place, marks in LAYOUTS])
+def test_a_layout_equals_the_mask_on_one_rank(place):
+    run_with_faults(FORMS["windows"], place, CHOSEN, kind=Documents)()
+
+
+def test_a_layout_with_the_other_segments_lists_is_found():
+    """Under cp the two segments of a rank have the same places' memory, and different parts of it."""
+    fault = "fast.flex.FlexAttention.mask", "key += (places.storage_offset(), places.stride())", "pass"
+    cfg = dict(FORMS["windows"], window=0, full_every=0)
+    with planted(*fault):
+        kernel = cpu_flex()
+        q = torch.randn(2, 2, 8, 8)
+        for places in random_places(2, 16, 3).chunk(2, dim=1):
+            got = attention.attend(q, q, q, Config(**cfg), 0, places, flex=kernel, enable_gqa=False)
+        want = attention.attend(q, q, q, Config(**cfg), 0, places)
+    assert not torch.allclose(got, want)
+
+
+# -----------------------------------------------------------------------------
+# Runs
+
+@pytest.mark.parametrize("flags,possible", [
+    ("bf16", True), ("fp32", True), ("fp64", False), ("fp16 dropout=0.1", False),
+    ("bf16 recompute=full", True), ("bf16 recompute=selective", False),
+    ("bf16 head_dim=8", False), ("bf16 head_dim=256", True),
+    ("bf16 head_dim=320", False)])
+def test_when_the_kernel_is_chosen(flags, possible):
+    dtype, *others = flags.split()
+    changed = {}
+    for flag in others:
+        name, _, value = flag.partition("=")
+        changed[name] = type(getattr(Config(), name))(value)
+    cfg = Config(n_embd=256, n_head=4, n_kv_head=4, dtype=dtype, **changed)
+    assert choose.flex_possible(cfg, CUDA) == possible
+    assert not choose.flex_possible(cfg, torch.device("cpu"))
+
+
+def test_a_graph_reads_the_documents_of_each_step(tmp_path):
+    """A run on a CPU as on a GPU, with an emulated graph, against the mask. Both say which one attends."""
+    flags = [*TINY, "--window=6", "--full-every=2", "--steps=5"]
+    with mock.patch.object(shards, "Synthetic", Documents):
+        said = session(World(), [*flags, f"--out={tmp_path}/mask"])
+        assert said["code"] == 0 and "--window 6: its layers attend through a mask" in said["out"], said
+        with planted(*CHOSEN[0]), planted(*CHOSEN[1]):
+            said, seen = graphed_session(World(), [*flags, f"--out={tmp_path}/flex"])
+    assert said["code"] == 0 and seen["captures"] == 1, said["err"]
+    for words in ("(--doc-mask), in a flash kernel", "--window 6: its layers attend in a flash kernel"):
+        assert words in said["out"]
+    for got, want in zip(rows(tmp_path / "flex"), rows(tmp_path / "mask"), strict=True):
+        assert got == pytest.approx(want, rel=1e-6)
