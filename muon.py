@@ -349,9 +349,9 @@ class Muon:
             self.buckets.append(bucket)
             self.state[bucket.master] = {"momentum": torch.zeros_like(bucket.master)}
             of_axis.setdefault(bucket.contents.reduction_axis, []).append(bucket)
-        # On a GPU two kernels of ops/kernels.py read and write each number once: 26 bytes per weight,
-        # without the iteration. If you change add_gradient or update, change the kernels, or set
-        # this to False.
+        # On a GPU two kernels of ops/kernels.py read and write each number once: 26 bytes per
+        # weight, without the iteration. If you change add_gradient or update, change the kernels,
+        # or set this to False.
         self.use_triton = any(backend.use_triton(bucket.master) for bucket in self.buckets)
         tp = data_parallel.mesh.tp
         self.groups = [WholeMatrices(alike, tp) for alike in of_axis.values()]
