@@ -43,11 +43,11 @@ def half_for_experts(original, bucket):
     return original(bucket) / (2 if bucket.axis.name == "edp" else 1)
 
 
-def without_experts(original, optimizer, slices, dtype):
+def without_experts(original, optimizer, slices):
     """Optimizer.sum_of_squares that skips the experts."""
     pairs = zip(slices, optimizer.data_parallel.buckets, strict=True)
     kept = [piece * (bucket.axis.name != "edp") for piece, bucket in pairs]
-    return original(optimizer, kept, dtype)
+    return original(optimizer, kept)
 
 
 def router_loss_of_last_stage(original, model, *args, chunk=0, **options):
