@@ -153,7 +153,7 @@ class Comm:
         return flat, grad, grad[own_slice]
 
     def start_reduce(self, bucket):
-        """Return a handle. After its wait(), grad_total is the sum of grad over bucket.axis."""
+        """Start to sum bucket.grad over bucket.axis into grad_total, and return a handle."""
         if bucket.n_slices == 1:  # without ZeRO: the replicas are all ranks of bucket.axis
             return bucket.replicas.start_all_reduce(bucket.grad_total)  # SUM of n numbers
         if bucket.replicas.size == 1:  # with ZeRO: the shard is all ranks of bucket.axis
