@@ -193,15 +193,15 @@ class Attention(nn.Module):
         tp = mesh.tp
         self.D = head_width(cfg)
         self.h = cfg.n_head // tp.size
-        shard_kv = G % tp.size == 0
-        self.g = G // tp.size if shard_kv else 1
+        cuts_kv = G % tp.size == 0
+        self.g = G // tp.size if cuts_kv else 1
         head = tp.rank * G // tp.size  # the head that this rank uses of replicated wk and wv
-        self.kv_rows = None if shard_kv else slice(head * self.D, (head + 1) * self.D)
+        self.kv_rows = None if cuts_kv else slice(head * self.D, (head + 1) * self.D)
 
         has_bias = cfg.bias or cfg.qkv_bias
         self.wq = ColumnLinear(C, cfg.n_head * self.D, has_bias, mesh)
-        self.wk = ColumnLinear(C, G * self.D, has_bias, mesh, shard=shard_kv)
-        self.wv = ColumnLinear(C, G * self.D, has_bias, mesh, shard=shard_kv)
+        self.wk = ColumnLinear(C, G * self.D, has_bias, mesh, cut=cuts_kv)
+        self.wv = ColumnLinear(C, G * self.D, has_bias, mesh, cut=cuts_kv)
         self.wo = RowLinear(cfg.n_head * self.D, C, cfg.bias, mesh)
         self.q_norm = self.k_norm = None
         if cfg.qk_norm == "head":  # one weight of D numbers for all heads
@@ -209,7 +209,7 @@ class Attention(nn.Module):
             self.k_norm = Gain(cfg, self.D, mesh)
         elif cfg.qk_norm == "all":  # a weight for each column of wq and wk, cut as they are
             self.q_norm = Gain(cfg, cfg.n_head * self.D, mesh, tp_dim=0)
-            self.k_norm = Gain(cfg, G * self.D, mesh, tp_dim=0 if shard_kv else None)
+            self.k_norm = Gain(cfg, G * self.D, mesh, tp_dim=0 if cuts_kv else None)
 
     def forward(self, x, t, cos, sin, cache=None, places=None):  # (n, C) -> (n, C)
         # Every rank sees all tokens, for its own heads: n rows from each rank to all, over tp.
@@ -217,7 +217,7 @@ class Attention(nn.Module):
         q, k, v = self.project(x, t, cos, sin)  # (B, h, t, D), twice (B, g, t, D)
         if cache is not None:
             k, v = cache.append(self, k, v)  # (B, g, positions so far, D) each
-        y = self.attend(q, k, v, cache, places)  # (B, h, t, D)
+        y = self.attend_own_heads(q, k, v, cache, places)  # (B, h, t, D)
         return self.wo(y.transpose(1, 2).reshape(-1, self.h * self.D))  # (B*t, h*D) -> (n, C)
 
     def project(self, x, t, cos, sin):  # (B*t, C) -> (B, h, t, D), twice (B, g, t, D)
@@ -246,7 +246,8 @@ class Attention(nn.Module):
         k_gain = select_rows(factor(self.k_norm), self.kv_rows).view(self.g, self.D)
         return norm_of_all_heads(q, k, q_gain, k_gain, eps, self.mesh.tp)
 
-    def attend(self, q, k, v, cache, places):  # (B, h, t, D), twice (B, g, keys, D) -> (B, h, t, D)
+    def attend_own_heads(self, q, k, v, cache, places):
+        """Attention of this rank's heads: (B, h, t, D), twice (B, g, keys, D) -> (B, h, t, D)."""
         options = {"enable_gqa": self.h != self.g, "window": self.window, "places": places,
                    "dropout_p": self.cfg.dropout if self.training else 0.0}
         if cache is None:

@@ -28,12 +28,17 @@ for one whole bucket, which the buckets use in turn (zero.py):
 
 In an fp32 model, master and own are the same memory.
 
-The ranks of a bucket form two axes (parallel.Sharing), and one rule serves every --zero: gradients
-are reduce-scattered over bucket.shard, whose ranks keep different slices. Then the slice is
-all-reduced over bucket.replicas, whose ranks keep the same slice. One of the two axes has a single
-rank, unless --shard cuts the ranks: without ZeRO it is shard, with ZeRO it is replicas.
+bucket.axis has the ranks over which the gradients are summed: those that hold the same parameters.
+Its ranks form two axes (parallel.Sharing), and one rule serves every --zero: gradients are
+reduce-scattered over bucket.shard, whose ranks keep different slices. Then the slice is all-reduced
+over bucket.replicas, whose ranks keep the same slice.
+
+    without ZeRO    shard is this rank alone, and replicas are all ranks of bucket.axis
+    with ZeRO       shard is all ranks of bucket.axis, and replicas is this rank alone
+    with --shard    both have several ranks
 """
 import contextlib
+import functools
 import itertools
 import weakref
 from collections import Counter
@@ -148,29 +153,40 @@ class Comm:
         return flat, grad, grad[own_slice]
 
     def start_reduce(self, bucket):
-        """Start to sum bucket.grad over the bucket's axis, and return a handle."""
-        # Collectives work in place: grad_total is a window of grad, and own is a window of flat.
-        if bucket.n_slices == 1:
-            return self.start_replica_sum(bucket)
-        if bucket.replicas.size == 1:
+        """Start to sum bucket.grad over bucket.axis into grad_total, and return a handle."""
+        if bucket.n_slices == 1:  # without ZeRO: the replicas are all ranks of bucket.axis
+            return bucket.replicas.start_all_reduce(bucket.grad_total)  # SUM of n numbers
+        if bucket.replicas.size == 1:  # with ZeRO: the shard is all ranks of bucket.axis
             return self.start_shard_sum(bucket)
-        # The second sum needs the first. On a GPU a stream of its own waits between them, so that
-        # neither the host nor backward does.
+        return self.start_both_sums(bucket)  # with --shard
+
+    def start_replica_sum(self, bucket):
+        """Start to sum grad_total, this rank's slice, over the ranks that keep the same slice."""
+        return bucket.replicas.start_all_reduce(bucket.grad_total)  # SUM of n/n_slices numbers
+
+    def start_shard_sum(self, bucket):
+        """Start to sum bucket.grad over bucket.shard; grad_total becomes this rank's slice.
+
+        This works in place: grad_total is a window of grad.
+        """
+        # SUM of n numbers, n/size of them to each rank, over bucket.shard
+        return bucket.shard.start_reduce_scatter(bucket.grad_total, bucket.grad)
+
+    def start_both_sums(self, bucket):
+        """Sum over the shard, then start to sum this rank's slice over the replicas.
+
+        The second sum needs the first. On a GPU a stream of its own waits between them, so that
+        neither the host nor backward does.
+        """
         with beside(bucket.grad.device):
             self.start_shard_sum(bucket).wait()
             return self.start_replica_sum(bucket)
 
-    def start_shard_sum(self, bucket):
-        """Start to sum bucket.grad over bucket.shard; grad_total becomes this rank's slice."""
-        # SUM of n numbers, n/size of them to each rank, over bucket.shard
-        return bucket.shard.start_reduce_scatter(bucket.grad_total, bucket.grad)
-
-    def start_replica_sum(self, bucket):
-        """Start to sum grad_total over the ranks that keep the same slice."""
-        return bucket.replicas.start_all_reduce(bucket.grad_total)  # SUM of n/n_slices numbers
-
     def start_gather(self, bucket):
-        """Start to send this rank's new slice of flat to the others, and return a handle."""
+        """Start to send this rank's new slice of flat to the others, and return a handle.
+
+        This works in place: bucket.own is a window of flat.
+        """
         # n/size weights from each rank to all, over bucket.shard
         return bucket.shard.start_all_gather(bucket.flat, bucket.own)
 
@@ -281,22 +297,19 @@ class Bucket(FlatBuffers):
     def on_grad_ready(self, i, completes_grads):
         """Take the gradient that backward made for parameter i.
 
-        completes_grads: whether this backward is the last of its chunk in this step. Once such
-        backwards have brought a gradient to every parameter of the bucket, the sum over the ranks
-        starts. With --pp-chunks a bucket can hold parameters of several chunks.
+        completes_grads: whether this is the last micro-batch (with --pp-chunks, of this chunk), so
+        that no gradient will be added to this one. When all parameters of the bucket have their
+        last gradient, the sum over the ranks starts. A "tied" sum waits: see wait_grads().
         """
         self.take_gradient(i)
         self.untouched[i] = False
         if completes_grads:
             self.pending_params -= 1
-            # A tied sum waits for stage 0, which waits for this stage's next message. On a GPU, a
-            # running sum can keep that message from starting, though it has a group of its own. So
-            # a tied sum starts in wait_grads().
             if self.pending_params == 0 and self.axis.name != "tied":
-                self.start_reduce()
+                self.start_sum()
 
     def take_gradient(self, i):
-        """Add parameter i's gradient to its window of grad."""
+        """Add p.grad to its window of grad. The step's first gradient overwrites the window."""
         p = self.params[i]
         accumulate(self.grad_windows[i], p.grad, first=self.untouched[i])
         p.grad = None
@@ -307,18 +320,21 @@ class Bucket(FlatBuffers):
             if untouched:
                 grad.zero_()
 
-    def start_reduce(self):
-        """Start to sum this bucket's gradients over the ranks of its axis."""
+    def start_sum(self):
+        """Start to sum grad over the ranks of self.axis, while backward goes on."""
         self.complete_grad()
         self.reduce_handle = self.comm.start_reduce(self)
 
     def wait_grads(self):
-        """Wait for the sum.
+        """Wait for the sum. It starts only here in two cases.
 
-        If a parameter got no gradient, which happens on all ranks alike, the sum starts only here.
+        A parameter got no gradient, which happens on all ranks alike. Or the axis is "tied", the
+        first and the last stage, which hold the same embedding. While the last stage waits in such
+        a sum for the first, the first waits for a message of the last. On a GPU a running sum can
+        keep that message from starting. So this sum starts after all messages.
         """
         if self.reduce_handle is None:
-            self.start_reduce()
+            self.start_sum()
         self.reduce_handle.wait()
 
 
@@ -371,22 +387,38 @@ class DataParallel:
         self.buckets = []
         trained = trained_parameters(model)
         for contents in assign_buckets(trained, zero, bucket_elements, optimizer):
-            axis = getattr(mesh, contents.reduction_axis)
-            self.buckets.append(self.make_bucket(contents, axis, dtype, make_comm(axis)))
+            self.add_bucket(contents, dtype, make_comm)
         self.frozen_buckets = self.freeze(frozen_parameters(model), dtype)
         bucket_of = {}
-        for bucket in self.frozen_buckets:
+        for bucket in self.frozen_buckets + self.buckets:
             bucket_of.update(dict.fromkeys(bucket.params, bucket))
-        for bucket in self.buckets:
-            for i, p in enumerate(bucket.params):
-                bucket_of[p] = bucket
-                p.register_post_accumulate_grad_hook(self.make_hook(bucket, i))
         self.buckets_of = {}  # module: the buckets of its parameters
         for module in model.modules():
             own = [bucket_of[p] for p in module.parameters() if p in bucket_of]
             self.buckets_of[module] = unique(own)
         self.buffers = dict(model.named_buffers())  # not trained, but part of the state
         model.data_parallel = self
+
+    def add_bucket(self, contents, dtype, make_comm):
+        """Make a bucket of these parameters. Backward will call its on_grad_ready for each of them.
+
+        contents.reduction_axis is what the one rule (parallel.reduction_axis) says of all of them:
+        the name of the axis over which their gradients are summed. On a mesh with dp alone it is
+        "stage" or "dp", and these two axes have the same ranks.
+        """
+        axis = self.mesh.axes()[contents.reduction_axis]
+        bucket = self.make_bucket(contents, axis, dtype, make_comm(axis))
+        self.buckets.append(bucket)
+        # A parameter holds its hook. If the hook held the bucket, which holds the parameter, none
+        # of them would ever be freed. So the hook's references are weak.
+        weak_bucket = weakref.proxy(bucket)
+        weak_self = weakref.proxy(self)
+
+        def hook(i, parameter):
+            weak_bucket.on_grad_ready(i, weak_self.completes_grads)
+
+        for i, p in enumerate(bucket.params):
+            p.register_post_accumulate_grad_hook(functools.partial(hook, i))
 
     def make_bucket(self, contents, axis, dtype, comm):
         """Return a bucket of the class that this data parallelism uses."""
@@ -402,28 +434,15 @@ class DataParallel:
             p.data = p.data.to(dtype or p.dtype)
         return []
 
-    def make_hook(self, bucket, i):
-        """Return what backward calls when parameter i of a bucket has its gradient.
-
-        The references are weak: a hook that held the bucket would keep parameter, hook and bucket
-        alive for ever.
-        """
-        weak_bucket = weakref.proxy(bucket)
-        weak_self = weakref.proxy(self)
-
-        def on_grad_ready(p):
-            weak_bucket.on_grad_ready(i, weak_self.completes_grads)
-        return on_grad_ready
-
     def reset(self):
         """Begin an optimizer step."""
         for bucket in self.buckets:
             bucket.reset()
 
     def announce_backward(self, completes_grads):
-        """Say whether the next backward is the last of its chunk in this step.
+        """Say whether the next backward is that of the last micro-batch, so that it completes grad.
 
-        A chunk's last backward completes the gradients of its parameters.
+        With --pp-chunks each chunk of this rank has a last backward of its own.
         """
         self.completes_grads = completes_grads
 

@@ -52,12 +52,12 @@ class ColumnLinear(nn.Module):
     """Computes y = x W^T, with the rows of W, the output features, split over tp.
 
     Rank r holds W_r of W = [W_0; W_1; ...] and computes x W_r^T, which is its own columns of y.
-    With shard=False every rank holds all of W. Source: Megatron-LM, arXiv:1909.08053, section 3.
+    With cut=False every rank holds all of W. Source: Megatron-LM, arXiv:1909.08053, section 3.
     """
 
-    def __init__(self, n_in, n_out, bias, mesh, shard=True):
+    def __init__(self, n_in, n_out, bias, mesh, cut=True):
         super().__init__()
-        tp_dim = 0 if shard else None
+        tp_dim = 0 if cut else None
         self.weight = parameter((n_out, n_in), mesh, tp_dim=tp_dim)
         self.bias = parameter((n_out,), mesh, tp_dim=tp_dim) if bias else None
         self.lora = None  # with --lora, a lora.Adapter

@@ -65,6 +65,7 @@ class MLP(nn.Module):
             hidden = self.w1(x)  # (B*t, f)
         else:
             hidden = fused_linear(x, [(self.w1, None), (self.w3, None)], self.zero)  # (B*t, 2f)
+        # A gated act splits its input in two halves, and multiplies one by act of the other.
         return self.w2(self.act(hidden))  # (B*t, f) -> (n, C)
 
 
@@ -108,10 +109,10 @@ class Block(nn.Module):
         """(n, C) -> (n, C), and this rank's part of the router loss: () or, without experts,
         None."""
         if self.moe is None:
-            return self.recomputed_call(self.dense_block, x, t, cos, sin, cache, places), None
-        x, inner = self.recomputed_call(self.attention_half, x, t, cos, sin, cache, places)
-        call = self.recomputed_call if self.recompute_mode == "full" else plain_call
-        y, router_loss = self.moe(inner, call)
+            return self.maybe_recompute(self.dense_block, x, t, cos, sin, cache, places), None
+        x, inner = self.maybe_recompute(self.attention_half, x, t, cos, sin, cache, places)
+        around_experts = self.maybe_recompute if self.recompute_mode == "full" else plain_call
+        y, router_loss = self.moe(inner, around_experts)
         return self.add_output(x, y), router_loss
 
     def attention_half(self, x, t, cos, sin, cache, places):
@@ -119,24 +120,26 @@ class Block(nn.Module):
         norms_inputs = self.norm_place != "after"
         inner = self.norm1(x) if norms_inputs else x
         y = self.attn(inner, t, cos, sin, cache, places)
-        y = self.normed_output(y, self.norm1, self.out_norm1)
+        y = self.norm_after(y, self.norm1, self.out_norm1)
         x = x + F.dropout(y, self.dropout, self.training)
-        return x, self.norm2(x) if norms_inputs else x
+        inner = self.norm2(x) if norms_inputs else x
+        return x, inner
 
     def dense_block(self, x, t, cos, sin, cache, places):  # (n, C) -> (n, C)
         x, inner = self.attention_half(x, t, cos, sin, cache, places)
         return self.add_output(x, self.mlp(inner))
 
     def add_output(self, x, y):  # y: of the MLP or the experts, (n, C)
-        y = self.normed_output(y, self.norm2, self.out_norm2)
+        y = self.norm_after(y, self.norm2, self.out_norm2)
         return x + F.dropout(y, self.dropout, self.training)
 
-    def normed_output(self, y, norm, out_norm):  # (n, C) -> (n, C)
+    def norm_after(self, y, norm, out_norm):  # (n, C) -> (n, C)
+        """Return y, normed only if --norm-place is after or both."""
         if self.norm_place == "before":
             return y
         return norm(y) if self.norm_place == "after" else out_norm(y)
 
-    def recomputed_call(self, f, *args):
+    def maybe_recompute(self, f, *args):
         """Return f(*args). Under --recompute, autograd keeps only the arguments (with selective
         also the results of the functions in KEPT), and backward runs f again."""
         if self.recompute_mode == "none" or not self.training:
@@ -168,7 +171,7 @@ class MaskedHead(nn.Module):
 
     def __init__(self, cfg, mesh, V, used):
         super().__init__()
-        self.dense = ColumnLinear(cfg.n_embd, cfg.n_embd, cfg.bias, mesh, shard=False)
+        self.dense = ColumnLinear(cfg.n_embd, cfg.n_embd, cfg.bias, mesh, cut=False)
         self.norm = Norm(cfg, mesh)
         self.bias = parameter((V,), mesh, tp_dim=0, used=used) if cfg.bias else None
 
@@ -261,7 +264,8 @@ class GPT(nn.Module):
         for i in range(first, end):
             block = self.blocks[str(i)]
             self.provide_weights(block, x)
-            cos, sin = rotation[block.attn.window > 0]
+            has_window = block.attn.window > 0  # A layer with a window may have other angles.
+            cos, sin = rotation[has_window]
             x, block_loss = block(x, t, cos, sin, cache, places)
             if block_loss is not None:
                 router_loss = router_loss + block_loss

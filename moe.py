@@ -60,18 +60,18 @@ class MoE(nn.Module):
         # (E + 3,), summed over the step so far: tokens per expert, balance loss, z-loss, entropy
         self.stats = torch.zeros(self.E + 3, dtype=torch.float64)
 
-    def forward(self, x, call):
+    def forward(self, x, maybe_recompute):
         """(n, C) -> (n, C), and this rank's part of the router loss, ().
 
-        call(f, *args) returns f(*args). It is Block.recomputed_call under --recompute full, so that
-        backward calls f again, else model.plain_call.
+        maybe_recompute(f, *args) returns f(*args). Under --recompute full it is
+        Block.maybe_recompute, so that backward calls f again, else model.plain_call.
         """
         # The routing is never recomputed, because rounding could lead to other experts.
         gates, expert_ids, router_loss = self.route(x)
         plan = self.dispatcher.plan(expert_ids, gates)
-        y = call(self.experts, x, gates, plan)
+        y = maybe_recompute(self.experts, x, gates, plan)
         if self.shared is not None:
-            y = y + call(self.shared, x)
+            y = y + maybe_recompute(self.shared, x)
         return y, router_loss
 
     def route(self, x):
@@ -276,20 +276,23 @@ class AllToAll(Dispatcher):
     def plan(self, expert_ids, gates):
         ep = self.ep
         perm, inv_perm, num_tokens_per_expert = sort_by_expert(expert_ids.flatten(), self.E)
-        sent = num_tokens_per_expert.view(ep.size, self.e)  # (ep, e), by receiver and expert
-        received = ep.all_to_all(num_tokens_per_expert)  # E counts to the experts' owners, over ep
-        received = received.view(ep.size, self.e)  # (ep, e), by sender and expert
-        torch.maximum(self.rows_needed, received.sum(), out=self.rows_needed)
+        # Tables of rows: sent_counts (ep, e) by receiver and expert, received_counts by sender.
+        sent_counts = num_tokens_per_expert.view(ep.size, self.e)
+        # E counts to the experts' owners, over ep
+        received_counts = ep.all_to_all(num_tokens_per_expert).view(ep.size, self.e)
+        torch.maximum(self.rows_needed, received_counts.sum(), out=self.rows_needed)
         # Sync point, the only one here: all_to_all takes the sizes of its messages from the host.
-        send, receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        send, receive = torch.stack([sent_counts.sum(1), received_counts.sum(1)]).tolist()
         R = sum(receive)
 
         # Received rows stand by sender, and by expert among those of one sender.
-        local_experts = torch.arange(self.e, device=perm.device).repeat(ep.size)  # (ep*e,)
-        expert = local_experts.repeat_interleave(received.flatten(), output_size=R)  # (R,)
-        by_expert = expert.argsort(stable=True)
+        # A local expert has a number from 0 to e - 1, on each rank.
+        numbers = torch.arange(self.e, device=perm.device).repeat(ep.size)  # (ep*e,)
+        row_counts = received_counts.flatten()  # (ep*e,)
+        local_expert = numbers.repeat_interleave(row_counts, output_size=R)  # (R,)
+        by_expert = local_expert.argsort(stable=True)
         by_sender = invert_permutation(by_expert)
-        ends = received.sum(0).cumsum(0)
+        ends = received_counts.sum(0).cumsum(0)
         return AllToAllPlan(perm, inv_perm, send, receive, by_expert, by_sender, ends)
 
     def dispatch(self, x, plan):  # (n, C) -> (R, C)

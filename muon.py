@@ -69,8 +69,8 @@ def orthogonalise(x, cut=None, axis=ALONE, *, scale=1.0, out=None):
     """
     x = normalised(x, axis)
     is_tall = x.size(1) > x.size(2) if cut is None else cut == 0
-    side, other = (x.size(2), x.size(1)) if is_tall else (x.size(1), x.size(2))
-    stretches = steps_per_gram(side, other)
+    side = x.size(2 if is_tall else 1)  # of the Gram matrix
+    stretches = steps_per_gram(side, x[0].numel() // side)
     for i, n_steps in enumerate(stretches):
         gram = axis.all_reduce(x.mT @ x if is_tall else x @ x.mT)  # SUM of k (C, C), over tp
         polynomial = product_of_polynomials(gram, n_steps)

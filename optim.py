@@ -105,14 +105,15 @@ class AdamW:
             params = [self.params[i] for i in group]
             group_grads = [grads[i].to(self.params[i].dtype) for i in group]
             step_counts = self.of_group(group, "step")
-            torch._foreach_add_(step_counts, 1)  # The kernel expects the new count.
-            # The kernel divides by its grad_scale, and does nothing where found_inf is 1.
+            # This kernel is what nanoGPT's AdamW(fused=True) calls. It expects the new step
+            # counts, divides by its grad_scale, and does nothing where found_inf is 1. So all
+            # counts go up by 1 before, and where nothing was done they go down again.
+            torch._foreach_add_(step_counts, 1)
             torch._fused_adamw_(
                 params, group_grads, self.of_group(group, "exp_avg"),
                 self.of_group(group, "exp_avg_sq"), [], step_counts,
                 lr=lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=decay, eps=self.eps,
                 amsgrad=False, maximize=False, grad_scale=divisor, found_inf=not_finite)
-            # Where nothing was done, take the count back.
             torch._foreach_sub_(step_counts, [not_finite] * len(group))
 
 
@@ -134,8 +135,9 @@ class Optimizer:
         self.before_update = []  # functions that are called before an update
         self.stop = None  # The run's runtime.agree.Stop: this rank's votes to stop, and their sums.
         self.snapshot_done = None  # event: the checkpoint has its copy of weights and moments
-        self.masters = [bucket.master for bucket in data_parallel.buckets]  # (n/n_slices,) each
-        self.grads = [bucket.grad_total for bucket in data_parallel.buckets]  # (n/n_slices,) each
+        # This rank's slices, one per bucket, (n/n_slices,) each: without ZeRO, whole buckets.
+        self.masters = [bucket.master for bucket in data_parallel.buckets]
+        self.grads = [bucket.grad_total for bucket in data_parallel.buckets]
         count_factors = [bucket.count_factor for bucket in data_parallel.buckets]
         self.count_factors = torch.tensor(count_factors, dtype=torch.float64, device=device)
         # The Triton kernel reads each number once and writes the model's weights too: it moves 30
@@ -221,7 +223,7 @@ class Optimizer:
         because the next forward needs them first.
         """
         for bucket in reversed(buckets or self.data_parallel.buckets):
-            bucket.own.copy_(bucket.master)  # a no-op where master and own are one tensor
+            bucket.own.copy_(bucket.master)  # in an fp32 model nothing: both are the same memory
             self.data_parallel.on_updated(bucket)  # under ZeRO-1 it starts the all-gather
 
     # -------------------------------------------------------------------------
@@ -231,27 +233,30 @@ class Optimizer:
     def stats(self, loss, full=True):
         """Return the StepStats. loss: () this rank's part of the mean.
 
-        num_zeros and param_norm are computed only if full. One all-reduce of four numbers is
-        enough: the slices partition the model, and a slice that k ranks hold counts 1/k on each.
-        The ranks' votes to stop the run travel with these numbers.
+        One all-reduce of four numbers is enough. The slices partition the model, and a slice that k
+        ranks hold counts 1/k on each. num_zeros and param_norm are computed only if full.
         """
-        # On a CPU the fp32 norm of torch is a plain sum, 5e-5 off for a million elements.
-        dtype = torch.float64 if loss.device.type == "cpu" else self.masters[0].dtype
-        mesh = self.data_parallel.mesh
-        loss = loss.double() / mesh.tp.size  # Every tp rank computed the same loss.
+        loss = loss.double() / self.data_parallel.mesh.tp.size  # Every tp rank has the same loss.
+        grad_squares = self.sum_of_squares(self.grads)
         num_zeros = torch.zeros_like(loss)
         param_squares = torch.zeros_like(loss)
         if full:
             num_zeros = self.num_zeros()
-            param_squares = self.sum_of_squares(self.masters, dtype)
-        grad_squares = self.sum_of_squares(self.grads, dtype)
-        votes = [] if self.stop is None else self.stop.votes(loss.device)
-        sums = torch.stack([loss, grad_squares, num_zeros, param_squares, *votes])
-        mesh.world.all_reduce(sums)  # SUM of 4 numbers and 6 votes, over the world
-        if votes:
-            self.stop.count(sums[4:])
+            param_squares = self.sum_of_squares(self.masters)
+        sums = torch.stack([loss, grad_squares, num_zeros, param_squares, *self.votes()])
+        self.data_parallel.mesh.world.all_reduce(sums)  # SUM of 4 numbers and 6 votes, over world
+        self.count_votes(sums[4:])
         grad_norm = self.unscale(sums[1].sqrt())
         return StepStats(sums[0], grad_norm, num_zeros=sums[2], param_norm=sums[3].sqrt())
+
+    def votes(self):
+        """Return this rank's votes to stop the run; none in one process, in tests and in bench/."""
+        return [] if self.stop is None else self.stop.votes(self.count_factors.device)
+
+    def count_votes(self, sums):
+        """Take note of the sums of the votes over all ranks."""
+        if self.stop is not None:
+            self.stop.count(sums)
 
     def num_zeros(self):
         """Return this rank's part of the number of gradients that are zero, () fp64."""
@@ -263,8 +268,12 @@ class Optimizer:
             total += zeros * bucket.count_factor
         return total
 
-    def sum_of_squares(self, slices, dtype):
+    def sum_of_squares(self, slices):
         """Return this rank's part of the squared norm of slices, one per bucket: () fp64."""
+        # On a GPU the norms are in the dtype of the masters. On a CPU torch's fp32 norm is a plain
+        # sum, which is 5e-5 off for a million elements, so the norms are in fp64.
+        on_cpu = slices[0].device.type == "cpu"
+        dtype = torch.float64 if on_cpu else self.masters[0].dtype
         norms = [None] * len(slices)
         # _foreach_norm wants slices of one dtype per call.
         for slice_dtype in {piece.dtype for piece in slices}:
@@ -281,29 +290,33 @@ class Optimizer:
         If the norm is not finite, nothing changes: neither weights nor moments nor Adam's step
         count. The host does not wait for the device.
         """
-        for function in self.before_update:
-            function()
-        if self.snapshot_done is not None:
-            self.snapshot_done.wait()  # The device waits, not the host.
-            self.snapshot_done = None
+        self.prepare_update()
         not_finite = (~torch.isfinite(grad_norm)).to(torch.float32)
-        divisor = self.divisor(grad_norm)
-        if self.masters[0].dtype == torch.float64:  # torch's kernel takes only an fp32 divisor.
-            self.divide_gradients(divisor, not_finite)
-            divisor = torch.ones_like(divisor)
-        divisor = divisor.to(torch.float32)
+        divisor = self.fp32_divisor(self.divisor(grad_norm), not_finite)  # max(1, norm / clip)
         with self.data_parallel.timers("optimizer"):
-            if self.use_triton:
+            if self.use_triton:  # one kernel does what the two calls below do
                 self.step_triton(lr, divisor, not_finite)
             else:
                 self.adam.step(self.of_adam(self.grads), lr, divisor, not_finite)
                 self.masters_to_model(self.adam_buckets)
             if self.muon is not None:  # It computes while AdamW's weights travel.
                 self.muon.step(lr, divisor, not_finite)
+        self.update_loss_scale(not_finite)
+        return not_finite
+
+    def prepare_update(self):
+        """Do what comes before an update: metrics of the gradients, the wait for a checkpoint."""
+        for function in self.before_update:
+            function()
+        if self.snapshot_done is not None:
+            self.snapshot_done.wait()  # The device waits, not the host.
+            self.snapshot_done = None
+
+    def update_loss_scale(self, not_finite):
+        """Halve fp16's loss scale after an overflow, or double it after LOSS_SCALE_STEPS."""
         if self.loss_scale is not None:
             torch._amp_update_scale_(self.loss_scale, self.growth_tracker, not_finite, 2.0, 0.5,
                                      LOSS_SCALE_STEPS)
-        return not_finite
 
     def divisor(self, grad_norm):
         """Return what the gradients are divided by: max(1, (norm + 1e-6) / clip) * loss scale.
@@ -315,6 +328,13 @@ class Optimizer:
         if self.cfg.clip > 0:
             divisor = torch.clamp((grad_norm + 1e-6) / self.cfg.clip, min=1.0)
         return divisor if self.loss_scale is None else divisor * self.loss_scale
+
+    def fp32_divisor(self, divisor, not_finite):
+        """Return the divisor in fp32, as torch's kernel takes it. An fp64 model divides here."""
+        if self.masters[0].dtype == torch.float64:
+            self.divide_gradients(divisor, not_finite)
+            divisor = torch.ones_like(divisor)
+        return divisor.to(torch.float32)
 
     def divide_gradients(self, divisor, not_finite):
         """Divide the gradients by divisor, or by 1 if the step is refused.

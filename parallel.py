@@ -300,7 +300,8 @@ def parameter(shape, mesh, tp_dim=None, expert=False, *, used=None, tied=False):
 
     The tensor is cut along tp_dim over tp or, if it belongs to experts, along dim 0 over ep.
     used: the number of rows of dim 0 that are not padding of the vocabulary. tied: whether another
-    stage has a copy.
+    stage has a copy. p.reduction_axis is the one rule's answer for this parameter. It decides over
+    which ranks ddp.DataParallel.add_bucket sums the gradient.
     """
     dim = 0 if expert else tp_dim
     local = list(shape)

@@ -75,7 +75,7 @@ def one_stage(model, data_parallel, batches, n_trained, loss_scale, before_forwa
         is_last = i == len(batches) - 1
         data_parallel.announce_backward(completes_grads=is_last)
         with data_parallel.timers("backward"):
-            loss.backward(loss_scale)
+            loss.backward(loss_scale)  # None, and so 1, except in fp16
     return mean_loss
 
 
@@ -110,6 +110,7 @@ def several_stages(model, data_parallel, batches, n_trained, loss_scale, before_
         # Only a chunk's last backward completes the sums of its gradients.
         data_parallel.announce_backward(completes_grads=backwards_done[chunk] == len(batches))
         outputs = [out]
+        # The last stage's output is the loss, whose gradient is the loss scale, or None: 1.
         grads = [loss_scale if has_head(model, chunk) else grad]
         if router_loss.requires_grad:
             outputs.append(router_loss)
@@ -234,11 +235,12 @@ def schedule(rank, ranks, chunks, micro_batches, backward=True):
     warmup = (chunks - 1) * ranks + (ranks - 1 - rank) * per_rank
     warmup = min(warmup, len(forwards))
     ops = forwards[:warmup]
-    # Steady: one forward, one backward.
-    for one_forward, one_backward in zip(forwards[warmup:], backwards, strict=False):
+    # Steady: one forward, one backward, until all forwards are done.
+    steady = len(forwards) - warmup
+    for one_forward, one_backward in zip(forwards[warmup:], backwards[:steady], strict=False):
         ops += [one_forward, one_backward]
     # Cool-down: the backwards that are left.
-    ops += backwards[len(forwards) - warmup:]
+    ops += backwards[steady:]
     return existing(ops, micro_batches)
 
 
@@ -263,6 +265,8 @@ def timetable(ranks, chunks, micro_batches, backward=True):
     def input_time(rank, op):
         """Return the time when an Op's input is there, or None if it has not been sent yet."""
         source = op.chunk * ranks + rank - op.direction  # the stage that sends it
+        # Nothing is sent to a forward of the first stage, which reads tokens, or to a backward of
+        # the last, which begins at the loss of its own forward, an earlier Op in the rank's list.
         if not 0 <= source < ranks * chunks:
             return 0
         return ended.get((op.kind, op.micro_batch, source))
@@ -291,11 +295,11 @@ class Message(NamedTuple):
     op: Op  # the receiver's Op, which waits for the message
 
 
-def messages_between(now, chunks):
-    """Return the Messages that are sent when the Ops of `now`, one per rank or None, have ended."""
-    ranks = len(now)
+def messages_between(ending, chunks):
+    """Return the Messages that are sent when the Ops of `ending` end, one per rank or None."""
+    ranks = len(ending)
     messages = []
-    for sender, op in enumerate(now):
+    for sender, op in enumerate(ending):
         if op is None:
             continue
         stage = op.chunk * ranks + sender + op.direction
@@ -350,13 +354,15 @@ class Ring:
         received is None where no message comes.
         """
         table = timetable(self.axis.size, self.chunks, micro_batches, backward is not None)
-        for now in table.values():
-            op = now[self.axis.rank]
+        for ending in table.values():  # the Ops that end at the same time, one per rank or None
+            op = ending[self.axis.rank]
             made = None
             if op is not None:
                 run = forward if op.kind == "F" else backward
                 made = run(op.micro_batch, op.chunk, self.receive(op))
-            self.start_exchange(now, made)
+            # This rank also starts to receive now what others send at this time. The Op that needs
+            # it comes later, and waits for it in receive().
+            self.start_exchange(ending, made)
             # Without this wait, a rank could run ahead of the others and fill its memory. Any limit
             # gives the same numbers. This limit lets 2 * pp Exchanges of this rank be in flight.
             self.wait_for_oldest(may_remain=2 * self.axis.size)
@@ -377,15 +383,15 @@ class Ring:
             with self.timers("pipeline"):
                 self.in_flight.popleft().wait()
 
-    def start_exchange(self, now, made):
+    def start_exchange(self, ending, made):
         """Start to send and receive all messages of this rank.
 
-        now: the Op that ends on each rank. made: what this rank's Op has made.
+        ending: the Op that ends on each rank. made: what this rank's Op has made.
         """
         axis = self.axis
         operations = []
         arriving = {}
-        for sender, receiver, op in messages_between(now, self.chunks):
+        for sender, receiver, op in messages_between(ending, self.chunks):
             if sender == axis.rank:
                 axis.record("send", made, made.numel() * made.element_size())
                 peer = axis.ranks[receiver]

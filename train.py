@@ -122,11 +122,11 @@ class Step:
         seed_dropout = dropout_seeder(cfg, mesh, number, len(batches), set_seed)
         # There is no zero_grad: after reset(), the first gradient of each parameter overwrites.
         self.data_parallel.reset()
-        moe.reset_stats(self.model)
-        scale = self.opt.loss_scale
+        moe.reset_stats(self.model)  # nothing in a model without experts
+        scale = self.opt.loss_scale  # None except in fp16
         loss = forward_backward(self.model, self.data_parallel, batches, n_trained, scale,
                                 seed_dropout)
-        self.data_parallel.finish_grad_sync()
+        self.data_parallel.finish_grad_sync()  # waits for the sums that backward has started
         return loss
 
     def path_shares(self):

@@ -163,7 +163,7 @@ class ZeRO2(DataParallel):
         largest = 0  # elements of the largest bucket that uses a slot
         trained = trained_parameters(model)
         for contents in assign_buckets(trained, zero, bucket_elements, optimizer):
-            if uses_slot(getattr(mesh, contents.reduction_axis)):
+            if uses_slot(mesh.axes()[contents.reduction_axis]):
                 largest = max(largest, sum(p.numel() for p in contents.params))
         self.slots = []
         if largest:
@@ -296,7 +296,7 @@ class ZeRO3(ZeRO2):
         rest = dict(named_parameters)
         buckets = []
         for contents in assign_buckets(named_parameters, zero=3):
-            axis = getattr(self.mesh, contents.reduction_axis)
+            axis = self.mesh.axes()[contents.reduction_axis]
             if contents.decayed and uses_slot(axis):
                 buckets.append(FrozenBucket(contents, axis, dtype, SlotComm()))
                 for name in contents.names:
@@ -310,9 +310,15 @@ class ZeRO3(ZeRO2):
         return [bucket for bucket in buckets if isinstance(bucket, ShardedBucket)]
 
     def part_of(self, module):
-        """Return the next part, counted from self.here, that holds the module, or None."""
+        """Return the next part, counted from self.here, that holds the module, or None.
+
+        A tied embedding is in the first part and in the last. After a backward, self.here is the
+        first part, where the next forward begins. After an evaluation it is the last. So after an
+        evaluation the embedding is found in the last part, and the last block is fetched with it.
+        It is not needed yet: block 0 frees it. The numbers are the same.
+        """
         n = len(self.parts)
-        for ahead in range(n):  # A tied embedding is in the first part and in the last.
+        for ahead in range(n):
             part = (self.here + ahead) % n
             if module in self.parts[part]:
                 return part
@@ -335,20 +341,17 @@ class ZeRO3(ZeRO2):
             return
         if not x.requires_grad:  # No weight before the first block is trained, with --lora.
             x.requires_grad_()
+        # This part may be freed when the gradient of x is complete. Each of its matrices is on a
+        # way from x to the loss, so backward has multiplied by all of them. The gradients of the
+        # weights themselves may still be missing, but they are made without the weights.
         x.register_hook(lambda grad: self.move_to_part(part - 1, backward=True))
 
     def move_to_part(self, part, backward=False):
         """Fetch the part that computes now and the one after it, and free all others."""
-        is_head = part == len(self.parts) - 1
-        # After the head comes backward, in the reverse order.
-        # At the end of backward, `following` is 0 (the embedding), then -1 (nothing).
-        following = part - 1 if backward or is_head else part + 1
+        needed = self.needed_in_backward(part) if backward else self.needed_in_forward(part)
         wanted = []
-        for needed in (part, following):
-            if backward and needed <= 0:
-                # 0 is the embedding, whose backward reads no weights. Before it, at -1, is nothing.
-                continue
-            wanted += self.sharded[needed]
+        for number in needed:
+            wanted += self.sharded[number]
         for bucket in unique(itertools.chain.from_iterable(self.sharded)):
             if bucket not in wanted:
                 bucket.free()
@@ -357,6 +360,18 @@ class ZeRO3(ZeRO2):
         for module in self.parts[part]:
             super().provide_weights(module)
         self.here = part
+
+    def needed_in_forward(self, part):
+        """Return the parts whose weights are needed: this one, and the next that computes."""
+        is_head = part == len(self.parts) - 1
+        if is_head:  # Backward comes next. It begins with the head, then the last block.
+            return [part, part - 1]
+        return [part, part + 1]
+
+    def needed_in_backward(self, part):
+        """Return the same for backward, which goes the other way."""
+        # Part 0 is the embedding, whose backward reads no weights.
+        return [number for number in (part, part - 1) if number > 0]
 
 
 # The DataParallel of each --zero.

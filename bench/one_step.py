@@ -29,10 +29,13 @@ FILES = {str(ROOT / name) for name in (
 STEPS = 3  # the last one is shown: in the first, buffers are made
 LONGEST = 3  # calls in a sequence whose repetition is noticed
 SMALL = 3  # lines: a function without calls that is not longer is not shown
-# Shown only if they call something: where nothing travels, they have nothing to do.
+# Shown only if they call something: without that, they have nothing to do.
 IDLE = {"GPT.provide_weights", "DataParallel.provide_weights", "gather_rows", "scatter_rows", "select_rows",
         "reset_stats", "update_router_bias", "FlatBuffers.after_update", "DataParallel.on_updated",
-        "FlatBuffers.used", "FlatBuffers.count_factor"}
+        "FlatBuffers.used", "FlatBuffers.count_factor", "Block.norm_after", "dropout_seeder",
+        "Bucket.complete_grad", "Optimizer.of_adam", "Optimizer.prepare_update",
+        "Optimizer.update_loss_scale", "Optimizer.count_votes"}
+PASSED_OVER = {"Block.maybe_recompute"}  # What it calls is shown in its place.
 WIDTH = 110
 
 
@@ -75,7 +78,8 @@ class Watcher:
         if event == "call":
             if code.co_qualname == "Axis.record":
                 self.path[-1].calls.append(Call(collective(**frame.f_locals)))
-            elif code.co_filename in FILES and not code.co_name.startswith("<"):
+            elif (code.co_filename in FILES and not code.co_name.startswith("<")
+                  and code.co_qualname not in PASSED_OVER):
                 text, small = describe(code)
                 self._enter(frame, Call(text, small))
             elif code.co_qualname == "Tensor.backward":

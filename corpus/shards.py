@@ -575,14 +575,14 @@ def micro_batches(cfg, mesh, source, first, count, device):
     """Return this rank's micro-batches of the `count` samples from `first` on, [(x, y)].
 
     x, y: (B, T/cp) int64. With micro-batches of mb samples, micro-batch j holds samples j*mb .. (j+1)*mb-1.
-    Rank d of dp takes micro-batches d*n .. (d+1)*n-1, and its cp ranks their segments of each sample. Where
-    --doc-mask separates documents, a micro-batch is (x, y, places): the place of each token in its document
-    (corpus/documents.py), counted before the samples are cut over cp.
+    Rank d of dp takes n_batches of them, from d*n_batches on, and its cp ranks their segments of each sample.
+    Where --doc-mask separates documents, a micro-batch is (x, y, places): the place of each token in its
+    document (corpus/documents.py), counted before the samples are cut over cp.
     """
-    n = count // (cfg.micro_batch * mesh.dp.size)
-    start = first + mesh.dp.rank * n * cfg.micro_batch
+    n_batches = count // (cfg.micro_batch * mesh.dp.size)
+    start = first + mesh.dp.rank * n_batches * cfg.micro_batch
     batches = []
-    for j in range(n):
+    for j in range(n_batches):
         number = start + j * cfg.micro_batch
         batch = source.batch(number, cfg.micro_batch)
         if source.has_documents:

@@ -94,6 +94,7 @@ def slots_from_places(expert, place, cumulative, start, experts, rows):
     """
     if not backend.use_triton(expert):
         slot = start[expert] + place
+        # With one buffer of N rows, buffer_end is N, and every slot is below it.
         buffer_end = (expert // experts + 1) * rows
         return torch.where(slot < buffer_end, slot, -1)
 
@@ -187,7 +188,7 @@ class Unpermute(torch.autograd.Function):
         return grad_y, grad_gates, None, None, None
 
 
-def gather_rows_or_zero(x, index, padded):
+def rows_or_zeros(x, index, padded):
     """Return rows of x (m, ...) by index. If padded, an index of m or more stands for zeros."""
     if not padded:
         return x[index]
@@ -202,7 +203,7 @@ def permute(x, perm, K, padded):
     If padded, a slot whose perm is n*K gets zeros.
     """
     if not backend.use_triton(x) or not x.numel():
-        return gather_rows_or_zero(x, perm // K, padded)
+        return rows_or_zeros(x, perm // K, padded)
 
     from ops import kernels
     slots = perm.numel()
@@ -218,7 +219,7 @@ def unpermute(y, inv_perm, K, padded, gates=None):
     inv_perm (n*K,) int64, gates (n, K). If padded, a copy whose inv_perm is `slots` adds nothing.
     """
     if not backend.use_triton(y) or not y.numel():
-        copies = gather_rows_or_zero(y, inv_perm, padded).unflatten(0, (-1, K))  # (n, K, C)
+        copies = rows_or_zeros(y, inv_perm, padded).unflatten(0, (-1, K))  # (n, K, C)
         if gates is not None:
             copies = copies * gates.unsqueeze(2)
         return copies.sum(1)
@@ -241,7 +242,7 @@ def unpermute_backward(y, gates, perm, padded, grad):
         of_slot = (y * rows).sum(1)  # (slots,) gradient of the slot's gate
         grad_gates = y.new_zeros(gates.numel() + 1)  # the last one is for empty slots: perm is n*K
         grad_gates = grad_gates.scatter_(0, perm, of_slot)[:-1].view_as(gates)
-        gate = gather_rows_or_zero(gates.flatten(), perm, padded)  # (slots,)
+        gate = rows_or_zeros(gates.flatten(), perm, padded)  # (slots,)
         return rows * gate.unsqueeze(1), grad_gates
 
     from ops import kernels

@@ -67,7 +67,7 @@ def always_last(original, data_parallel, completes_grads):
 
 
 def reduce_and_wait(original, bucket):
-    """Bucket.start_reduce that waits: a bucket that is reduced too early is then wrong in every run."""
+    """Bucket.start_sum that waits: a bucket that is reduced too early is then wrong in every run."""
     original(bucket)
     bucket.reduce_handle.wait()
 
@@ -84,7 +84,7 @@ def token_count(factor):
 
 def local_norm(optimizer):
     """Return the norm of this rank's own gradients, ()."""
-    return optimizer.sum_of_squares(optimizer.grads, torch.float64).sqrt()
+    return optimizer.sum_of_squares(optimizer.grads).sqrt()
 
 
 def stats_of_local_norm(original, optimizer, *args):
@@ -360,7 +360,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
         GPT2, PP, *group("tied", "dp")),
     "bucket reduced after the first micro-batch": (
         LLAMA, DP, "ddp.DataParallel.announce_backward", always_last,
-        ("ddp.Bucket.start_reduce", reduce_and_wait)),
+        ("ddp.Bucket.start_sum", reduce_and_wait)),
     "same data on every dp rank": (
         LLAMA, DP, "corpus.shards.micro_batches", functools.partial(other_coordinates, dp=0)),
     # norm and clipping
@@ -418,7 +418,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "bucket reduced before a chunk's last micro-batch": (
         FOUR, (4, dict(pp=2, pp_chunks=2)), SEVERAL_STAGES,
         "backwards_done[chunk] ==", "sum(backwards_done) >=",
-        ("ddp.Bucket.start_reduce", reduce_and_wait)),
+        ("ddp.Bucket.start_sum", reduce_and_wait)),
     # ZeRO-1
     "weights not gathered": (
         LLAMA, ZERO, "ddp.DataParallel.on_updated", nothing),

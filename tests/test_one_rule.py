@@ -208,7 +208,7 @@ CHANGES = {  # name: (family, (ranks, layout), class, method, what it does, make
     "a scale of what a block adds": (
         "llama", DENSE_4, "model.RowLinear", "forward", scaled_result, of_width, "stage", "dp"),
     "a gate of each head's result": (
-        "gpt2", DENSE_4, "model.Attention", "attend", scaled_result, of_heads, "dp", "stage"),
+        "gpt2", DENSE_4, "model.Attention", "attend_own_heads", scaled_result, of_heads, "dp", "stage"),
     "a gate in front of the output projection": (
         "llama", DENSE_4, "model.RowLinear", "forward", scaled_input, of_inputs, "dp", "stage"),
     "the weight of a norm of each query": (

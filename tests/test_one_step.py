@@ -1,10 +1,11 @@
 """bench/one_step.py: the calls and collectives of one optimizer step, and the page that shows them."""
+import re
 import sys
 from pathlib import Path
 
 import pytest
 from pool import ROOT, run_ranks
-from test_laws import functions_of_one_step
+from test_laws import length_of, readings
 
 sys.path.insert(0, str(ROOT / "bench"))
 PAGE = ROOT / "docs/one-step.md"
@@ -33,24 +34,45 @@ def test_the_page_shows_what_the_command_prints():
     assert shown == lines, "docs/one-step.md: python tests/test_one_step.py --write"
 
 
+def assert_called(named, lines):
+    """A function that is named is called in these lines, and one that runs once, at the start, is not."""
+    calls = {tuple(line.replace(":", " ").split()[:2]) for line in lines}
+    for reading in named:
+        assert not {*reading.called} - calls, "this is not called in a step, or is too small to be shown"
+        assert not {*reading.built} & calls, "this is called in each step"
+
+
 def test_every_function_that_the_page_names_is_called():
     _, shown, _ = parts_of(PAGE.read_text())
-    calls = {tuple(line.split()[:2]) for line in shown.replace(":", " ").splitlines()}
-    not_called = {("parallel.py", "reduction_axis"), ("ddp.py", "DataParallel.make_hook")}  # but at the start
-    assert not {*functions_of_one_step()} - calls - not_called
+    assert_called(readings("one-step.md"), shown.splitlines())
 
 
-@pytest.mark.parametrize("flags,expected", [
-    (["tiny", "--zero=1"], ["-> reduce-scatter over dp {0, 1}", "-> all-gather over dp {0, 1}"]),
-    (["tiny-moe", "--ep=2", "--n-layer=2"], ["-> all-to-all over ep {0, 1}"]),
-    (["tiny", "--pp=2"], ["-> send over pp {0, 1}", "-> receive over pp {0, 1}"])])
-def test_each_collective_stands_where_it_starts(flags, expected):
+def test_what_need_not_be_opened_is_there():
+    table = PAGE.read_text().partition("| call | what it does here |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (`.*?) in ([\w/]+\.py) \|", table, re.M)
+    assert len(rows) == table.count("\n") - 1
+    for names, file in rows:
+        assert all(length_of(file, name) for name in re.findall(r"`([\w.]+)`", names))
+
+
+SHARED = ["-> reduce-scatter over dp {0, 1}", "-> all-gather over dp {0, 1}"]
+
+
+@pytest.mark.parametrize("flags,expected,page,table", [
+    (["tiny", "--zero=1"], SHARED, "zero.md", 0),
+    (["tiny", "--zero=3", "--n-layer=2"], SHARED, "zero.md", 1),
+    (["tiny-moe", "--ep=2", "--n-layer=2"], ["-> all-to-all over ep {0, 1}"], "experts.md", 0),
+    (["tiny", "--pp=2"], ["-> send over pp {0, 1}", "-> receive over pp {0, 1}"],
+     "pipeline-schedules.md", 0)])
+def test_each_collective_stands_where_it_starts(flags, expected, page, table):
+    """And what a page says to read is called."""
     small = ["--data=synthetic", "--n-embd=32", "--ffn-hidden=32", "--n-head=2", "--n-kv-head=2",
              "--seq-len=16"]
     lines = run_ranks(2, watched, *flags, *small)[0]
     for text in expected:
         (depth, _), *_ = [(len(line) - len(line.lstrip()), line) for line in lines if text in line]
         assert depth > 4, lines
+    assert_called([readings(page)[table]], lines)
 
 
 def test_what_repeats_stands_once():

@@ -312,7 +312,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(n, layout, tmp_path):
 
 def step_by_own_norm(original, optimizer, lr, grad_norm):
     """Optimizer.step that judges this rank's own gradients."""
-    return original(optimizer, lr, optimizer.sum_of_squares(optimizer.grads, torch.float64).sqrt())
+    return original(optimizer, lr, optimizer.sum_of_squares(optimizer.grads).sqrt())
 
 
 def test_overflow_decided_by_each_rank_alone_is_detected(tmp_path):

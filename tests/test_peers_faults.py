@@ -126,14 +126,14 @@ FAULTS = {  # thread: what went wrong there: (model, (ranks, layout), faults)
         MOE, EP, ("optim.Optimizer.divisor", ours.divisor_by_local_norm)),
     "OLMo-core #828: recomputed dropout draws other masks": (
         dict(LLAMA, dropout=0.2), RECOMPUTED,
-        ("model.Block.recomputed_call", "self.dropout > 0", "False")),
+        ("model.Block.maybe_recompute", "self.dropout > 0", "False")),
     "pytorch #149768: the epsilon of clipping added by every rank": (
         LLAMA, DP, ("optim.Optimizer.divisor", epsilon_of_every_rank)),
     "picotron #5: gradients sent before the last micro-batch of 1F1B": (
         LLAMA, PP_DP, ("ddp.DataParallel.announce_backward", ours.always_last),
-        ("ddp.Bucket.start_reduce", ours.reduce_and_wait)),
+        ("ddp.Bucket.start_sum", ours.reduce_and_wait)),
     "trl #7245: no gradient is summed over the replicas": (
-        LLAMA, DP, ("ddp.Bucket.start_reduce", nothing), ("ddp.Bucket.wait_grads", nothing)),
+        LLAMA, DP, ("ddp.Bucket.start_sum", nothing), ("ddp.Bucket.wait_grads", nothing)),
     "AReaL #1273: a pipeline divides once more by its micro-batches": (
         LLAMA, PP, ours.token_count(4)),
     "modded-nanogpt #146: accumulated gradients are not divided": (
