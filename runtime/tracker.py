@@ -49,7 +49,7 @@ class Tracker:
             self._give_up(e)
 
     def _give_up(self, e):
-        warn(f"wandb: {e}; going on without it")
+        warn(f"wandb: {str(e).rstrip('.')}; going on without it")
 
     def _start(self):
         """Return the run of wandb, recorded offline if the server is not reached."""
