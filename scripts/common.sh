@@ -23,6 +23,31 @@ activate() {
     [ "$venv" = none ] || source "$(stage_folder)/$venv/bin/activate"
 }
 
+# mpiexec_line RANKS PER_NODE: set the array `line` to a call of mpiexec on the nodes of the PBS job. Open MPI
+# knows no -ppn, binds ranks to cores unless told not to, and gives other nodes only the variables of -x.
+mpiexec_line() {
+    local name
+    line=(mpiexec -n "$1" -ppn "$2" -hostfile "$PBS_NODEFILE")  # MPICH, Intel MPI
+    case $(mpiexec --version 2>/dev/null < /dev/null) in
+        *PALS* | *pals*) line=(mpiexec -n "$1" --ppn "$2" --hostfile "$PBS_NODEFILE") ;;  # Cray
+        *"Open MPI"* | *OpenRTE*)
+            line=(mpiexec -n "$1" --npernode "$2" --hostfile "$PBS_NODEFILE" --bind-to none)
+            for name in $(compgen -e); do
+                case $name in
+                    PATH | LD_LIBRARY_PATH | PYTHON* | OMP_* | NCCL_* | UCX_* | *_proxy) line+=(-x "$name") ;;
+                esac
+            done ;;
+    esac
+}
+
+# share_cores SELECT: PBS sets OMP_NUM_THREADS to all cores of a chunk, also where mpiprocs ranks share it,
+# and whatever -v says. Give each rank its share, unless the job asked for a number (ompthreads).
+share_cores() {
+    if [[ $1 =~ mpiprocs=([0-9]+) && $1 != *ompthreads* && $OMP_NUM_THREADS = "$NCPUS" ]]; then
+        export OMP_NUM_THREADS=$((NCPUS > BASH_REMATCH[1] ? NCPUS / BASH_REMATCH[1] : 1))
+    fi
+}
+
 # words_of TEXT: set the array `words` to the words of TEXT, read as in a shell: quotes, several lines. But
 # nothing is expanded.
 words_of() {

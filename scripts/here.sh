@@ -70,11 +70,12 @@ elif [ "$nodes" = 1 ] && [ "$ranks" = 1 ]; then
     line=()
 else
     command -v mpiexec > /dev/null || die "no mpiexec: load the site's MPI, or pip install mpich"
-    line=(mpiexec -n $((nodes * ranks)))
-    [ "$scheduler" = PBS ] && line+=(-ppn "$ranks" -hostfile "$PBS_NODEFILE" "${binding[@]}")
-    # Cray's PALS spells some flags with two dashes
-    mpiexec --version 2>/dev/null | grep -qi pals && line=("${line[@]/#-ppn/--ppn}") &&
-        line=("${line[@]/#-hostfile/--hostfile}")
+    if [ "$scheduler" = PBS ]; then
+        mpiexec_line $((nodes * ranks)) "$ranks"
+        line+=("${binding[@]}")
+    else
+        line=(mpiexec -n "$ranks")
+    fi
 fi
 line+=("${order[@]}" ${RUN:-python train.py} "$@")
 echo "$scheduler${SITE:+ at $SITE}: $nodes node(s), $gpus GPU(s) and $ranks rank(s) on each"

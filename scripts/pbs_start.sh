@@ -81,6 +81,7 @@ start() {
     local script=$1 rc pid signalled deleted job walltime options names
     shift
     find_minutes
+    share_cores "$(attribute 'Resource_List\.select')"
     scripts/restart.sh "$@" --max-minutes "$MINUTES" &
     pid=$!
     trap 'signalled=1; kill -USR1 $pid' USR1  # where this shell is the first of the job

@@ -51,7 +51,7 @@ find_silent() {
     done
     wait ${tried[0]} || return 0  # a signal may end wait early: ask twice
     for i in "${!used[@]}"; do wait ${tried[i + 1]} || wait ${tried[i + 1]} || bad+=("${used[i]}"); done
-}
+} 2> /dev/null  # what bash says of a launcher that was killed
 
 # The hosts that the watchdog or the launcher named -> $bad
 find_named() {

@@ -81,6 +81,15 @@ def test_a_silent_host_is_left_out(job, tmp_path):
     assert not (tmp_path / "nodes.hosts").exists()
 
 
+def test_a_launcher_that_waits_for_a_silent_host_is_ended_in_silence(job, tmp_path):
+    (tmp_path / "bin/timeout").write_text('#!/bin/bash\nexec /usr/bin/timeout "$1" "$2" 0.2 "${@:4}"\n')
+    (tmp_path / "bin/timeout").chmod(0o755)
+    (tmp_path / "bin/srun").write_text((tmp_path / "bin/srun").read_text().replace(
+        "    exit\n", "    [ ! -e down.$host ] || exec /bin/sleep 60\n    exit 0\n"))
+    said = end(job("srun", LOST.format("x1"), "exit 0"), 0)
+    assert "nanoshard: x1 does not answer" in said and "timeout" not in said, said
+
+
 def test_under_srun(job, tmp_path):
     said = end(job("srun", LOST.format("x1"), "exit 0"), 0)
     assert "nanoshard: x1 does not answer" in said

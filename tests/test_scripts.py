@@ -15,7 +15,8 @@ from test_launch import BIN, FLAGS, clean_env
 
 SCRIPTS = sorted((ROOT / "scripts").iterdir())
 JOBS = {"generic.slurm": 2, "generic.pbs": 4, "polaris.pbs": 4, "aurora.pbs": 12, "crux.pbs": 8,
-        "perlmutter.sh": 4, "frontier.sh": 8, "lumi.sh": 8}
+        "sophia.pbs": 8, "perlmutter.sh": 4, "frontier.sh": 8, "lumi.sh": 8}
+OPEN_MPI = "mpiexec (OpenRTE) 4.1.8"
 ORDER = {"polaris.pbs": "3,2,1,0", "perlmutter.sh": "3,2,1,0", "frontier.sh": "4,5,2,3,6,7,0,1"}
 
 
@@ -56,7 +57,8 @@ def site(tmp_path):
                 "MPICH_GPU_SUPPORT_ENABLED", "MPICH_OFI_NIC_POLICY", "https_proxy", "OMP_NUM_THREADS")
     for name in ("srun", "scontrol", "mpiexec"):
         (stand_ins / name).write_text(
-            f'#!/bin/bash\nprintf "%s\\n" {name} "$@" "" >> {tmp_path}/words\n'
+            f'#!/bin/bash\n[ "$1" = --version ] && echo "$VERSION" && exit\n'
+            f'printf "%s\\n" {name} "$@" "" >> {tmp_path}/words\n'
             f'echo {name} "$@" {" ".join(f"{s}=${s}" for s in settings)} >> {tmp_path}/calls\n'
             f"[ {name} = scontrol ] || exit ${{CODE:-85}}\n")
         (stand_ins / name).chmod(0o755)
@@ -127,9 +129,11 @@ def test_what_each_script_starts(site, name, nodes):
         submit(site, "-A", "PROJ", "-v", "ARGS=gpt2 --steps 9", script=name)
         # mpiprocs=4 of generic.pbs: PBS lists each host four times.
         lines = 4 if name == "generic.pbs" else 1
-        run_job(site, 1, hosts=[f"x{i}" for i in range(nodes) for _ in range(lines)])
+        run_job(site, 1, hosts=[f"x{i}" for i in range(nodes) for _ in range(lines)],
+                VERSION=OPEN_MPI if name == "sophia.pbs" else "HYDRA")
         start = (folder / "calls").read_text()
-        assert start.startswith(f"mpiexec -n {JOBS[name] * nodes} -") and f"ppn {JOBS[name]} " in start
+        assert start.startswith(f"mpiexec -n {JOBS[name] * nodes} -")
+        assert f"{'npernode' if name == 'sophia.pbs' else 'ppn'} {JOBS[name]} " in start
         assert f"hostfile {folder}/nodes" in start and re.search(" --max-minutes 2[67][.]", start)
         assert f"scripts/{name}" in record(site, 2)["Submit_arguments"]
     order = f"scripts/gpu_order.sh {ORDER[name]} " if name in ORDER else ""
@@ -143,6 +147,7 @@ def test_what_each_script_starts(site, name, nodes):
                                    ("polaris.pbs", False, "https_proxy=http://proxy.alcf"),
                                    ("aurora.pbs", False, "https_proxy=http://proxy.alcf"),
                                    ("crux.pbs", False, "OMP_NUM_THREADS=16"),
+                                   ("sophia.pbs", False, "OMP_NUM_THREADS=16"),
                                    ("frontier.sh", False, "MPICH_OFI_NIC_POLICY=BLOCK"),
                                    ("perlmutter.sh", False, "MPICH_GPU_SUPPORT_ENABLED=0")):
         if name == script:
@@ -161,6 +166,10 @@ HERE = {  # environment, GPUs that nvidia-smi lists, the line that is printed
     "one node": ({}, 4, "mpiexec -n 4 python train.py"),
     "RANKS": ({"RANKS": "2"}, 0, "mpiexec -n 2 python train.py"),
     "pbs": ({"PBS_NODEFILE": "nodes"}, 0, "mpiexec -n 4 -ppn 2 -hostfile nodes python train.py"),
+    "pals": ({"PBS_NODEFILE": "nodes", "VERSION": "mpiexec (PALS) 1.7.1"}, 0,
+             "mpiexec -n 4 --ppn 2 --hostfile nodes python train.py"),
+    "open mpi": ({"PBS_NODEFILE": "nodes", "VERSION": OPEN_MPI}, 0,
+                 "mpiexec -n 4 --npernode 2 --hostfile nodes --bind-to none -x "),
     "polaris": ({"PBS_NODEFILE": "nodes", "SITE": "polaris"}, 4, "mpiexec -n 8 -ppn 4 -hostfile nodes "
                 "--depth 8 --cpu-bind depth scripts/gpu_order.sh 3\\,2\\,1\\,0 python train.py"),
     "salloc": ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "4"}, 0,
@@ -238,6 +247,26 @@ def test_where_qstat_hides_what_was_typed(site):
     assert second == first
 
 
+@pytest.mark.parametrize("chunk,ncpus,given,threads", [
+    ("ncpus=8:mpiprocs=4", 8, 8, 2), ("ncpus=2:mpiprocs=4", 2, 2, 1), ("ncpus=8", 8, 8, 8),
+    ("ncpus=8:mpiprocs=2:ompthreads=8", 8, 8, 8), ("ncpus=8:mpiprocs=4", 8, 3, 3)])
+def test_ranks_share_the_cores_of_their_chunk(site, chunk, ncpus, given, threads):
+    """PBS sets OMP_NUM_THREADS to the cores of the chunk, also where several ranks share it."""
+    submit(site, "-l", f"select=2:{chunk}")
+    run_job(site, 1, NCPUS=str(ncpus), OMP_NUM_THREADS=str(given))
+    assert f"OMP_NUM_THREADS={threads}\n" in (site[0] / "calls").read_text()
+
+
+def test_open_mpi_under_pbs(site):
+    """It knows no -ppn, and gives the other nodes only what -x names."""
+    (site[0] / "nccl.sh").write_text("export NCCL_CROSS_NIC=1\n")
+    submit(site, "-l", "select=2:ncpus=2:mpiprocs=2")
+    run_job(site, 1, hosts=["a", "a", "b", "b"], NCCL_SETTINGS="nccl.sh", VERSION=OPEN_MPI, SECRET="x")
+    start = (site[0] / "calls").read_text()
+    assert start.startswith(f"mpiexec -n 4 --npernode 2 --hostfile {site[0]}/nodes --bind-to none -x ")
+    assert " -x NCCL_CROSS_NIC " in start and " -x PATH " in start and "SECRET" not in start
+
+
 def test_quotes_in_the_variable_args_are_refused_and_commas_arrive(site):
     """PBS takes the quotes out and leaves backslashes: no run may begin with such flags."""
     refused = submit(site, "-v", "ARGS=tiny --data A:0.7,B:0.3")
@@ -281,7 +310,8 @@ def test_qdel_and_qrerun_submit_no_second_job(site):
     """PBS sends TERM to all processes of the job: the ranks save and exit with 85. After qrerun PBS itself
     starts the job again, and two jobs would share one --out."""
     submit(site)
-    (site[0] / "bin/mpiexec").write_text(f"#!/bin/bash\ntrap 'exit 85' TERM\ntouch {site[0]}/up\n"
+    (site[0] / "bin/mpiexec").write_text("#!/bin/bash\n[ $1 = --version ] && exit\n"
+                                         f"trap 'exit 85' TERM\ntouch {site[0]}/up\n"
                                          "for i in {1..600}; do sleep 0.1; done\n")
     job = start_job(site, 1)
     while not (site[0] / "up").exists():

@@ -278,7 +278,8 @@ class Broken(tracker.Tracker):
 @pytest.mark.parametrize("error,said", [
     (ImportError("no pandas", name="pandas"), "nanoshard: wandb: no pandas; going on without it\n"),
     (ImportError("no wandb", name="wandb"), "nanoshard: wandb is not installed: pip install wandb, or give"),
-    (OSError("no disk"), "nanoshard: wandb: no disk; going on without it\n")])
+    (OSError("no disk"), "nanoshard: wandb: no disk; going on without it\n"),
+    (ValueError("No key. Log in."), "nanoshard: wandb: No key. Log in; going on without it\n")])
 def test_a_tracker_that_fails_says_why(error, said, capsys):
     Broken(error)._work()
     assert capsys.readouterr().err.startswith(said)

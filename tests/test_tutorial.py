@@ -362,9 +362,9 @@ second
 ```
 ```
 ...
-step=20 loss=2.5033 dt=1.0ms
+step=20/60 loss=2.5033 dt=1.0ms
 rank 1: 1,234 letters, made ...
-step=40 loss=1.9
+step=40/60 loss=1.9
 ```
 ```
 sum: 42 in out/dp2
@@ -372,9 +372,9 @@ sum: 42 in out/dp2
 The end of 42.
 """
     new, lost = refresh(chapter, [
-        "step=1 loss=9.9\nstep=20 loss=2.4791 dt=13.5ms\nrank 2: 77,777 letters, made by me\n",
+        "step=1/60 loss=9.9 dt=2.0ms\nstep=20/60 loss=2.4791 dt=13.5ms\nrank 2: 77,777 letters, made by me\n",
         "sum: 1 in out/dp1\nsum: 43 in out/dp2\n"])
-    assert lost == ["step=40 loss=1.9"]
+    assert lost == ["step=40/60 loss=1.9"]
     for before, now in (("2.5033", "2.4791"), ("1.0ms", "13.5ms"), ("rank 1:", "rank 2:"),
                         ("1,234", "77,777"), ("sum: 42", "sum: 43")):
         chapter = chapter.replace(before, now)

@@ -40,7 +40,7 @@ def without_numbers(line):
 
     The number of a step, an iteration or an expert stays, because it says which line this is.
     """
-    which = re.match(r"(?:step|iter)=\d+ |expert +\d+ |", line)[0]
+    which = re.match(r"(?:step|iter)=\d+(?:/\d+)? |expert +\d+ |", line)[0]
     rest = re.sub(NUMBER, "#", line[len(which):])
     rest = re.sub("#+", "#", rest)
     return which + " ".join(rest.split())
