@@ -96,6 +96,8 @@ dense gpus=1 lora=16 recompute=selective
 dense gpus=2 tp=2 qk_norm=all recompute=full
 dense gpus=2 tp=2 qk_norm=all
 dense gpus=4 cp=2 window=256 full_every=3 seq_len=2048
+dense gpus=1 window=256 logit_softcap=30
+dense gpus=2 cp=2 doc_mask=on seq_len=2048
 """
 
 

@@ -334,7 +334,8 @@ def test_the_values_that_are_tried_near_a_flags_own():
     assert near == {768, 896, 960, 976, 984, 992, 996, 998, 999, 1000, 1001, 1002, 1004, 1008, 1024}
     assert nearest.values_near(cfg, "tp", 24) == {1, 2, 3, 4, 6, 8}
     assert nearest.values_near(cfg, "n_head", 24) == set(range(1, 9))
-    assert "n_experts" not in nearest.candidates(cfg, 4)
+    assert not {"n_experts", "top_k"} & nearest.candidates(cfg, 4).keys()
+    assert "top_k" in nearest.candidates(dataclasses.replace(cfg, n_experts=4), 4)
     assert "n_experts" in nearest.candidates(dataclasses.replace(cfg, ep=2), 4)
 
 
