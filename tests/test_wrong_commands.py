@@ -346,3 +346,10 @@ def test_a_start_of_more_than_twice_the_ranks_is_not_proposed():
                 nearest.with_fix(parse(flags), ranks, again=lambda n: nearest.command(n, flags)):
             nearest.check_all(parse(flags), ranks)
         assert ("start 8: " in str(e.value)) == starts and str(e.value).count("start") == starts
+
+
+@pytest.mark.parametrize("argv,line", [
+    ("--nproc_per_node 2 --tp 2", "mpiexec -n 2 python train.py --tp 2"),
+    ("--nproc_per_node 3 --tp 2", "mpiexec -n 3 python train.py --tp 1")])
+def test_a_line_for_a_launcher_keeps_the_flags_that_fit(argv, line):
+    assert typed(f"train.py {argv}")["err"].rstrip().endswith(f"before the program: {line}")
