@@ -549,9 +549,3 @@ def test_asserts_may_be_left_out_and_texts_not(monkeypatch, capsys):
             left = e.code
         assert left == code
     assert "python -OO drops the texts" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("n,places", [(1, [0]), (3, [0, 2, 1]), (4, [0, 2, 3, 1])])
-def test_the_order_of_few_samples_stays(n, places):
-    """Another order would give a resumed run other data."""
-    assert order.permute(np.arange(n), n, order.draw_keys("order", 1337, 0)[:4]).tolist() == places
