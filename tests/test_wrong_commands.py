@@ -20,7 +20,7 @@ import prepare
 import sample
 from config import Config
 from cost import plan_flags
-from interface import nearest, words
+from interface import nearest, paths, words
 from interface.command_line import parse, wrong_input
 from runtime.launch import World
 
@@ -353,3 +353,10 @@ def test_a_start_of_more_than_twice_the_ranks_is_not_proposed():
     ("--nproc_per_node 3 --tp 2", "mpiexec -n 3 python train.py --tp 1")])
 def test_a_line_for_a_launcher_keeps_the_flags_that_fit(argv, line):
     assert typed(f"train.py {argv}")["err"].rstrip().endswith(f"before the program: {line}")
+
+
+def test_a_folder_of_checkpoints_is_no_misspelt_step(folder, monkeypatch):
+    """Only a name like step_N asks for the steps beside it."""
+    monkeypatch.chdir(folder)
+    assert "out/run/step_000002" in paths.meant_run("out/run/step_7")
+    assert "step_" not in paths.meant_run("out/run/weights")
