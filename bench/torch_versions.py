@@ -29,7 +29,6 @@ from interface.command_line import command_line, wrong_input
 PAGE = ROOT / "docs/torch-versions.md"
 TESTS = ("layouts", "moe", "parallel", "checkpoint", "resume", "launch", "graph", "symm_mem", "kernels")
 # A torch that is older than that of requirements.txt runs with the lowest versions of requirements-site.txt.
-# Newer ones would fail: Triton 3.6's interpreter, of torch 2.10 and 2.11, fails with numpy 2.4.
 SITE = {"mpi4py": "4.1.0", "mpich": "4.3.1",  # older ones have no wheels
         "pyarrow": "18.1.0"}  # a newer one refuses the lowest numpy
 HEAD = ("torch", "tests", "triton", "others", "passed", "failed", "skipped", "seconds", "commit",

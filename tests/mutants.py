@@ -12,9 +12,9 @@
    lines alone: the rest stays the same when a file changes.
 3) Each worker has a copy of the tree. It changes one line, runs the tests that TESTS names for the file,
    and stops at the first failure. A test that fails without a mutant does not count.
-4) caught: a test failed. survived: all passed. undecided: the tests took too long, or those that could have
-   noticed did not run. So it is without --gpu for the files of GPU, and for those of ALONE where their tests
-   fail without a mutant.
+4) caught: a test failed, or the tests hang: they take more than SLOWEST seconds and HANGS times as long as
+   without a mutant. survived: all passed. undecided: the tests that could have noticed did not run. So it is
+   without --gpu for the files of GPU, and for those of ALONE where their tests fail without a mutant.
    tests/mutants.json says why a survivor is no fault: {mutant: "equivalent: ..."}.
 
 The exit code is 1 if more than 3 % of the decided mutants survived without a reason.
@@ -41,77 +41,116 @@ ROOT = Path(__file__).resolve().parent.parent
 REASONS = ROOT / "tests/mutants.json"
 ROOMS = ("corpus", "cost", "fast", "interface", "ops", "runtime")
 MOST_SURVIVORS = 0.03  # of the decided mutants, without a reason
-SLOWEST = 200  # seconds that the tests of one mutant may take
+SLOWEST = 200  # seconds that the tests of one mutant may take in any case
+HANGS = 3      # times as long as without a mutant: the tests hang
 
 TESTS = {  # file or room: the test files that must notice a mutant, the quickest first
     "model.py": "details model bert sample dropout layouts",
     "vocab.py": "model fp16 layouts",
     "layers.py": "model sample layouts",
     "lora.py": "lora",
-    "attention.py": "model sample model_flags layouts",
+    "attention.py": "model sample doc_mask model_flags layouts",
     "moe.py": "moe moe_run layouts",
-    "parallel.py": "details parallel ddp symm_mem layouts",
-    "ddp.py": "details ddp zero kernels layouts",
+    "parallel.py": "details parallel ddp symm_mem shard layouts",
+    "ddp.py": "details ddp zero kernels shard layouts",
     "zero.py": "details zero symm_mem layouts",
     "pipeline.py": "details pipeline ddp dropout layouts",
     "generate.py": "sample model chat",
     "optim.py": "details optim fp16 metrics kernels layouts",
     "muon.py": "optim muon",
     "skip.py": "details guard fp16 metrics",
-    "train.py": "details metrics validation guard rampup resume cli layouts",
-    "config.py": "details cli rampup plan resume new_flag",
+    "train.py": "details report metrics validation guard rampup resume cli layouts",
+    "config.py": "printed estimates details cli rampup plan resume new_flag",
     "checkpoint.py": "details checkpoint resume malformed",
     "prepare.py": "details data corpus chat malformed",
     "sample.py": "sample chat bert malformed",
     "plan.py": "printed estimates details plan cli rampup",
-    "plot.py": "printed details plot malformed",
-    "convert.py": "export gguf import convert",
+    "plot.py": "printed details plot report malformed",
+    "convert.py": "export gguf import lora convert",
     "corpus": "corpus data blend chat malformed",
+    "corpus/build.py": "corpus data",
     "corpus/chat.py": "chat convert",
+    "corpus/config_json.py": "import export convert",
+    "corpus/documents.py": "doc_mask data chat",
+    "corpus/folder.py": "corpus data convert import",
     "corpus/hugging_face.py": "export import convert",
     "corpus/gguf_file.py": "gguf",
     "corpus/tokenizer_json.py": "export gguf convert",
     "corpus/masked.py": "bert",
     "corpus/order.py": "data blend resume",
+    "corpus/peft_files.py": "lora",
     "corpus/rampup.py": "rampup",
-    "corpus/shards.py": "data blend malformed bert chat",
+    "corpus/safetensors_files.py": "import export convert",
+    "corpus/shards.py": "data blend malformed bert chat doc_mask",
+    "corpus/synthetic.py": "data bert",
     "corpus/text.py": "details corpus data blend",
     "corpus/tokenizer.py": "data corpus convert",
     "cost": "estimates details plan",
-    "cost/parameters.py": "estimates details model plan new_flag",
     "cost/fits.py": "details cli plan",
+    "cost/gpus.py": "estimates planner_page plan",
+    "cost/memory.py": "estimates details lora plan",
+    "cost/muon.py": "estimates muon plan",
+    "cost/parameters.py": "estimates details model plan new_flag",
+    "cost/plan_flags.py": "printed cli wrong_commands plan",
+    "cost/step_time.py": "estimates details lora plan",
+    "cost/traffic.py": "estimates details parallel plan shard",
     "fast": "details accelerator symm_mem moe graph",
     "fast/compile.py": "compile details graph accelerator moe",
     "fast/choose.py": "estimates details accelerator graph symm_mem",
     "fast/graph.py": "details graph",
+    "fast/host_buffers.py": "details accelerator graph",
+    "fast/padded.py": "moe symm_mem plan",
     "fast/peer.py": "symm_mem zero",
-    "interface": "cli checkpoint malformed",
-    "interface/layout.py": "details rampup plan cli layouts",
+    "interface": "cli wrong_commands checkpoint malformed",
     "interface/checkpoint_report.py": "printed checkpoint",
-    "interface/tensor_file.py": "details checkpoint",
+    "interface/command_line.py": "cli wrong_commands streams malformed",
+    "interface/files.py": "details files report guard checkpoint malformed plot",
     "interface/half.py": "export gguf",
+    "interface/layout.py": "details rampup plan cli shard layouts",
+    "interface/nearest.py": "wrong_commands cli plan",
+    "interface/paths.py": "wrong_commands",
+    "interface/report.py": "report",
+    "interface/schema.py": "cli import malformed",
+    "interface/serve.py": "serve",
+    "interface/streams.py": "streams serve chat",
+    "interface/svg.py": "report",
+    "interface/tensor_file.py": "details checkpoint",
+    "interface/terminal.py": "printed cli streams",
     "interface/tree.py": "tree launch",
-    "interface/files.py": "details guard checkpoint malformed plot",
+    "interface/words.py": "wrong_commands cli",
     "ops": "model moe kernels",
     "ops/accelerator.py": "accelerator launch",
+    "ops/activations.py": "model moe bert kernels",
     "ops/backend.py": "accelerator kernels",
-    "ops/checksum.py": "details checkpoint guard",
+    "ops/checksum.py": "details checkpoint guard watch",
     "ops/cross_entropy.py": "model bert kernels",
     "ops/flat.py": "ddp zero optim checkpoint layouts",
     "ops/grouped_mm.py": "details moe kernels",
     "ops/permute.py": "details moe symm_mem kernels",
     "runtime": "details launch guard watch resume",
+    "runtime/abort.py": "launch watch",
+    "runtime/adapters.py": "lora",
+    "runtime/address.py": "launch doctor",
     "runtime/agree.py": "details launch cli resume",
+    "runtime/base_weights.py": "lora",
+    "runtime/calls.py": "launch doctor guard",
     "runtime/debugger.py": "pdb",
+    "runtime/guardian.py": "watch launch",
+    "runtime/layer_norms.py": "metrics",
     "runtime/log.py": "printed details metrics guard cli",
     "runtime/model_card.py": "export convert",
     "runtime/model_tensors.py": "export gguf convert",
+    "runtime/mpi.py": "launch",
+    "runtime/peft_adapters.py": "lora",
+    "runtime/progress.py": "printed details metrics cli",
+    "runtime/read_checkpoint.py": "details checkpoint lora resume malformed",
     "runtime/resume.py": "details resume ddp checkpoint",
     "runtime/saver.py": "checkpoint resume metrics",
-    "runtime/session.py": "metrics guard launch sample",
+    "runtime/session.py": "files metrics guard launch sample",
     "runtime/timing.py": "printed details fp16 metrics watch",
-    "runtime/watch.py": "details watch",
+    "runtime/tracker.py": "guard",
     "runtime/visible.py": "accelerator launch doctor",
+    "runtime/watch.py": "details watch",
 }
 QUICK = {  # file or room: what comes before those of TESTS, seconds for many mutants
     "checkpoint.py": "small_inputs",
@@ -276,6 +315,9 @@ def tests_for(file):
     return [f"tests/test_{name}.py" for name in names.split()]
 
 
+NOTHING_RAN = 5  # pytest's exit code where all tests were left out; where all were skipped it is 0
+
+
 class Worker:
     """A copy of the tree in which one mutant at a time stands and its tests run."""
 
@@ -307,10 +349,10 @@ class Worker:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def judge(self, mutant, broken):
+    def judge(self, mutant, broken, took):
         """Return what became of a mutant, and the test that caught it.
 
-        broken: {test file: its tests that fail without a mutant}.
+        broken: {test file: its tests that fail without a mutant}. took: {test file: its seconds without one}.
         """
         path = self.tree / mutant.file
         source = path.read_text()
@@ -320,20 +362,25 @@ class Worker:
         path.write_text("\n".join(lines))
         files = [file for file in tests_for(mutant.file) if file not in broken.get(file, [])]
         deselect = [test for failed in broken.values() for test in failed]
+        limit = max(SLOWEST, HANGS * sum(took[file] for file in files))
         try:
-            code, said = self.pytest(["-x", *files], deselect, SLOWEST) if files else (None, "")
+            code, said = self.pytest(["-x", *files], deselect, limit) if files else (NOTHING_RAN, "")
         finally:
             path.write_text(source)
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.M)
-        return verdict_of(code, said), failed[1] if failed else ""
+        failed = failed_tests(said)
+        return verdict_of(code, said), failed[0] if failed else "a hang" if code is None else ""
+
+
+def failed_tests(said):
+    """Return the names of the tests that failed by what pytest printed. A name may have spaces."""
+    return re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.M)
 
 
 def verdict_of(code, said):
-    """Return what pytest's exit code says of a mutant (None: too slow). said: what pytest printed."""
+    """Return what pytest's exit code says of a mutant (None: a hang). said: what pytest printed."""
     if code == 0 and re.search(r"\b[0-9]+ passed", said):
         return "survived"
-    nothing_ran = code in (0, 5)  # all tests were skipped or left out
-    return "undecided" if code is None or nothing_ran else "caught"
+    return "undecided" if code in (0, NOTHING_RAN) else "caught"
 
 
 def decides(file, broken, gpu):
@@ -370,18 +417,18 @@ def run(mutants, n_workers, results, gpu):
     gpu: the tests have a GPU.
     """
     lock = threading.Lock()
-    broken = read_broken(results)
+    broken, took = read_tests(results)
     with tempfile.TemporaryDirectory() as folder:
         workers = [Worker(f"{folder}/{i}") for i in range(n_workers)]
 
         def find_broken(worker, file):
+            start = time.monotonic()
             code, said = worker.pytest([file], [], 3 * SLOWEST)
-            failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.M)
-            if code is None:
-                failed = [file]
+            failed = [file] if code is None else failed_tests(said)
+            seconds = round(time.monotonic() - start, 1)
             with lock, open(results, "a") as out:
-                broken[file] = failed
-                print(json.dumps({"tests": file, "fail": failed}), file=out)
+                broken[file], took[file] = failed, seconds
+                print(json.dumps({"tests": file, "fail": failed, "seconds": seconds}), file=out)
                 print(f"{file}: {'too slow' if code is None else said.strip().splitlines()[-1]}", flush=True)
 
         files = {file for mutant in mutants for file in tests_for(mutant.file)}
@@ -391,7 +438,7 @@ def run(mutants, n_workers, results, gpu):
 
         def judge(worker, mutant):
             start = time.monotonic()
-            verdict, test = worker.judge(mutant, broken)
+            verdict, test = worker.judge(mutant, broken, took)
             if verdict == "survived" and not decides(mutant.file, broken, gpu):
                 verdict = "undecided"
             row = {"mutant": mutant.key, "file": mutant.file, "verdict": verdict, "test": test,
@@ -457,9 +504,10 @@ def read_verdicts(results):
     return {row["mutant"]: row["verdict"] for row in read_rows(results, "mutant")}
 
 
-def read_broken(results):
-    """Return {test file: its tests that fail without a mutant on this machine}."""
-    return {row["tests"]: row["fail"] for row in read_rows(results, "tests")}
+def read_tests(results):
+    """Return {test file: its tests that fail without a mutant on this machine}, {test file: its seconds}."""
+    rows = [row for row in read_rows(results, "tests") if "seconds" in row]  # older rows have none
+    return {row["tests"]: row["fail"] for row in rows}, {row["tests"]: row["seconds"] for row in rows}
 
 
 if __name__ == "__main__":

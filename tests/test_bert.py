@@ -20,7 +20,7 @@ from test_layouts import BERT
 import prepare
 import sample
 from config import Config
-from corpus import tokenizer
+from corpus import shards, tokenizer
 from corpus.masked import Masked
 from corpus.shards import Synthetic, open_data
 from model import GPT, init_weights
@@ -411,3 +411,10 @@ def test_a_causal_model_fills_nothing(run, tmp_path, capsys):
     with pytest.raises(SystemExit) as e:
         sample.main([str(tmp_path / "causal"), "--fill", "[MASK]"])
     assert_refused({"code": e.value.code, "err": capsys.readouterr().err}, "causal", "--prompt")
+
+
+def test_a_source_that_trains_every_token_has_a_constant_number_of_them():
+    """It stands in a recorded CUDA graph; a source with a mask gives a tensor."""
+    source = shards.Synthetic(64, 8)
+    found = shards.trained_tokens(source, 0, 4, torch.device("cpu"))
+    assert type(found) is int and found == 32

@@ -25,7 +25,8 @@ from corpus.shards import Synthetic
 from interface import tensor_file
 from interface.layout import check_layout
 from parallel import make_mesh
-from runtime import resume
+from runtime import read_checkpoint, resume
+from runtime.launch import World
 from runtime.saver import Saver
 
 # -----------------------------------------------------------------------------
@@ -583,3 +584,12 @@ def test_the_benchmarks_of_saving_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["save_cost.py", "tiny", *flags, f"--out={tmp_path}"])
     save_cost.main()
     assert "same bits: True" in capsys.readouterr().out
+
+
+def test_a_rank_waits_for_a_checkpoint_that_its_node_sees_late(tmp_path, monkeypatch):
+    """Rank 0 has read the index; on another node the folder may come a moment later (NFS)."""
+    late = tmp_path / "step_000001"
+    monkeypatch.setattr(checkpoint, "read_index", lambda path: {"files": {}})
+    monkeypatch.setattr(checkpoint, "wait_for_folder", lambda path, patience: path.mkdir())
+    monkeypatch.setattr(checkpoint, "check_files", lambda path, *rest: list(path.iterdir()))
+    read_checkpoint.check_together(World().tree, late)

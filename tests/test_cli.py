@@ -27,6 +27,7 @@ from cost import fits
 from cost.memory import state_bytes
 from cost.plan_flags import PlanFlags
 from fast.choose import choose
+from interface import nearest
 from interface.command_line import command_line, parse, wrong_input
 from interface.schema import Range, check_schema, load_json
 from parallel import make_mesh
@@ -507,7 +508,10 @@ def test_a_batch_too_large_for_a_cpu_is_refused_with_one_that_fits(monkeypatch, 
         hint = re.search(r"--micro-batch \d+$", str(e.value))
         assert ("gpt2" in flags) == (hint is None)
         if hint:
-            fits.check_activations(parse([*flags, *hint[0].split()]), mesh, 4096, World(), 0)
+            fitting = parse([*flags, *hint[0].split()])
+            fits.check_activations(fitting, mesh, 4096, World(), 0)
+            assert nearest.fits(fitting, 1)
+            assert fits.activation_bytes(fitting, mesh, 4096) <= 0.8 * 2 * 2**30
     assert "may kill the run" in capsys.readouterr().err
     fits.check_activations(parse(["--micro-batch=1"]), mesh, 256, World(), 0)
     assert not capsys.readouterr().err

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from pool import ROOT
 
 import checkpoint
 import config
@@ -729,3 +730,14 @@ def test_the_first_step_chooses_the_size_of_the_experts_buffers():
         patch.setattr("fast.graph.moe_layers", lambda model: {"0": layer})
         sizer = BufferSizer(model, 2.5)
     assert sizer.slack == 0 and sizer.wait == 1
+
+
+def test_numbers_of_flags():
+    """Those of --rope-scaling and --train-range-to-skip; the defaults that a page states in brackets."""
+    config.check_rope_scaling((8.0, 1.0, 4.0, 8192.0))
+    with pytest.raises(ValueError, match="LOW below HIGH"):
+        config.check_rope_scaling((8.0, 4.0, 4.0, 8192.0))
+    config.check_run(Config(train_range_to_skip=(5, 6)))
+    with pytest.raises(ValueError, match="train-range-to-skip"):
+        config.check_run(Config(train_range_to_skip=(5, 6, 7)))
+    assert f"`--check-every` ({Config.check_every})" in (ROOT / "docs/checkpoints.md").read_text()

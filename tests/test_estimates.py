@@ -91,6 +91,13 @@ moe gpus=16 ep=4 pp=4 zero=2 global_batch=64 dtype=fp32
 moe gpus=8 ep=2 tp=4 mlp=gelu n_kv_head=2
 moe gpus=32 ep=4 pp=2 zero=2 shard=4 global_batch=256 optimizer=muon
 moe gpus=16 ep=16 zero=1 shard=8
+dense gpus=2 tp=2 lora=8
+dense gpus=1 lora=16 recompute=selective
+dense gpus=2 tp=2 qk_norm=all recompute=full
+dense gpus=2 tp=2 qk_norm=all
+dense gpus=4 cp=2 window=256 full_every=3 seq_len=2048
+dense gpus=1 window=256 logit_softcap=30
+dense gpus=2 cp=2 doc_mask=on seq_len=2048
 """
 
 

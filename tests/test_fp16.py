@@ -301,3 +301,11 @@ def test_a_step_of_minutes_is_announced(monkeypatch):
     slow, long = lines("shakespeare-char")
     assert "bf16 is about 3.0 times slower" in slow
     assert "a step takes about 83 seconds" in long and "5,000 steps" in long
+
+
+def test_the_speed_of_a_dtype_is_that_of_its_best_try(monkeypatch):
+    """Something else that runs at the same time makes a try slower, never faster."""
+    tries = {torch.bfloat16: (9.0, 6.0, 8.0), torch.float32: (2.0, 5.0, 4.0)}
+    points = [point for seconds in tries.values() for took in seconds for point in (100.0, 100.0 + took)]
+    monkeypatch.setattr(timing.time, "perf_counter", iter(points).__next__)
+    assert timing.times_slower(torch.bfloat16, size=2) == 3.0

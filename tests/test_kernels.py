@@ -16,9 +16,21 @@ def kernels(monkeypatch):
     """ops/ uses its kernels for CPU tensors too."""
     if DEVICE == "cpu":
         monkeypatch.setattr(backend, "use_triton", lambda x: x.dtype in backend.DTYPES)
+        count_with_any_numpy(monkeypatch)
     from ops import kernels
     torch.manual_seed(0)
     return kernels
+
+
+def count_with_any_numpy(monkeypatch):
+    """Triton 3.6's interpreter takes int() of an array with one number, which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+    real = interpreter._patch_lang_tensor
+
+    def patch(tensor, *rest):
+        real(tensor, *rest)
+        tensor.__index__ = lambda self: self.handle.data.item()
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
 @pytest.fixture

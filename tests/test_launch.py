@@ -562,6 +562,11 @@ def test_a_limit_of_open_files_that_is_too_low_is_one_line_with_the_number_neede
         "docker run --ulimit nofile=2256), or start fewer ranks\n"))]
 
 
+def test_a_limit_that_is_just_enough_is_enough(monkeypatch):
+    monkeypatch.setattr(limits, "open_now", lambda: 30)
+    limits.check(10, 10, 30 + 10 + limits.SPARE)
+
+
 def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be():
     code = ("from resource import *; from runtime import limits; setrlimit(RLIMIT_NOFILE, (40, 300)); "
             "print(limits.raise_limit(), getrlimit(RLIMIT_NOFILE))")

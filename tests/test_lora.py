@@ -28,6 +28,7 @@ import convert
 import sample
 import train
 from config import Config
+from corpus import peft_files
 from corpus.shards import Synthetic
 from cost.memory import saved_activations, state_bytes
 from cost.parameters import adapter_parameters, count_parameters
@@ -508,3 +509,31 @@ def test_training_is_that_of_peft(qwen, hf):
         worst = max([worst, *equality.errors(got, want, flags).values()])
         assert worst <= 1e-10, (layout, worst)
     print(f"\nthe largest difference from peft: {worst:.1e}")
+
+
+def test_adapters_start_as_those_of_peft():
+    """A is spread as a uniform draw up to 1/sqrt(n_in), B is zero."""
+    cfg = Config(**{**BASES["gpt2"], "n_embd": 256, "ffn_hidden": 1024, "lora": 16})
+    model = GPT(cfg, make_mesh(World()), cfg.vocab_size)
+    init_weights(model, cfg.seed)
+    for name, p in model.named_parameters():
+        if name.endswith("lora.A"):
+            assert p.std().item() == pytest.approx((3 * p.size(1)) ** -0.5, rel=0.05), name
+        elif name.endswith("lora.B"):
+            assert not p.any(), name
+
+
+def test_each_field_of_peft_that_changes_the_function_is_read(tmp_path):
+    """What peft writes by default is taken; any other value is refused."""
+    defaults = {"use_dora": False, "bias": "none", "fan_in_fan_out": False, "lora_bias": False,
+                "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layer_replication": None,
+                "trainable_token_indices": None, "target_parameters": None, "use_qalora": False}
+    others = {bool: True, str: "all", dict: {"q_proj": 4}, type(None): ["x"]}
+    path = tmp_path / peft_files.CONFIG
+    for field, value in defaults.items():
+        told = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **defaults}
+        path.write_text(json.dumps(told))
+        assert peft_files.read_adapter(tmp_path) == (4, 8.0)
+        path.write_text(json.dumps({**told, field: others[type(value)]}))
+        with pytest.raises(ValueError, match=f"{field} is .*; ours are plain LoRA adapters"):
+            peft_files.read_adapter(tmp_path)

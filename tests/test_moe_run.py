@@ -143,6 +143,7 @@ def test_upcycling_copies_the_mlp_into_every_expert(tmp_path):
                 if name.split(".")[-1] in ("w1", "w2", "w3"):
                     for expert in p:
                         np.testing.assert_array_equal(expert, weights[name.replace("moe", "mlp") + ".weight"])
+    assert "each of 1 experts" in upcycled_parameters(World(), dict(n_experts=1, top_k=1), path)[0]
     cfg = Config(**DENSE, n_experts=4, router="softmax-topk")  # gates sum to one: the same function
     model, _, opt = train.build(cfg, ALONE, cfg.vocab_size, torch.device("cpu"))
     resume.init_from(model, opt, path)

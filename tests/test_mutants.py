@@ -1,6 +1,7 @@
 """The generator of mutants (mutants.py): each is another program, and has test files that must notice it."""
 import ast
 import json
+import re
 
 import mutants
 import pytest
@@ -44,7 +45,7 @@ def test_what_changes_no_result_is_no_mutant(module):
 @pytest.mark.parametrize("code,said,verdict", [
     (0, "3 passed, 1 skipped in 1 s", "survived"), (1, "1 failed, 3 passed", "caught"),
     (2, "1 error", "caught"), (0, "3 skipped in 1 s", "undecided"),
-    (5, "3 deselected in 1 s", "undecided"), (None, "", "undecided")])
+    (5, "3 deselected in 1 s", "undecided"), (None, "", "caught")])
 def test_a_mutant_survives_only_tests_that_ran(code, said, verdict):
     assert mutants.verdict_of(code, said) == verdict
 
@@ -82,3 +83,34 @@ def test_the_verdict_is_that_of_the_tests(module, capsys):
     said = capsys.readouterr().out
     assert f"survived: {c.key}\n          NO REASON" in said
     assert said.split("\nall ")[1].split()[:4] == ["1", "1", "1", str(len(rest))]
+
+
+def test_each_file_of_the_house_has_tests_that_name_it():
+    """In its own row of the map, or in that of its room."""
+    files = {str(path.relative_to(mutants.ROOT)): path for path in mutants.house()}
+    for file in files.keys() - mutants.TESTS.keys():
+        room, _, name = file.rpartition("/")
+        if name == "__init__.py":
+            continue
+        tests = [(mutants.ROOT / test).read_text() for test in mutants.tests_for(file)] if room else []
+        named = re.compile(rf"\b{name.removesuffix('.py')}\b")
+        assert any(map(named.search, tests)), f"{file} has no row in mutants.TESTS"
+    assert mutants.TESTS.keys() - set(mutants.ROOMS) <= files.keys()
+    for row in (*mutants.TESTS.values(), *mutants.QUICK.values()):
+        assert all((mutants.ROOT / f"tests/test_{name}.py").is_file() for name in row.split()), row
+
+
+def test_a_test_is_named_whole_and_a_hang_takes_longer_than_the_tests(module, tmp_path, monkeypatch):
+    said = "FAILED tests/test_a.py::test_b[one has all-(1, 2)] - assert 1 == 2 - 3\nERROR tests/test_c.py\n"
+    assert mutants.failed_tests(said) == ["tests/test_a.py::test_b[one has all-(1, 2)]", "tests/test_c.py"]
+    worker = object.__new__(mutants.Worker)
+    worker.tree, limits = tmp_path, []
+
+    def run(files, deselect, seconds):
+        limits.append(seconds)
+        return None, ""
+    worker.pytest = run
+    monkeypatch.setattr(mutants, "tests_for", lambda file: ["a", "b"])
+    for seconds in (1, 100):
+        assert worker.judge(mutants.mutants_of(module)[0], {}, {"a": seconds, "b": 5}) == ("caught", "a hang")
+    assert limits == [mutants.SLOWEST, 3 * 105] and module.read_text() == TEXT

@@ -149,3 +149,11 @@ def test_what_the_readme_shows_is_taken_from_a_run(runs):
         "step": 4, "loss": 2.0, "val_loss": 3.0, "grad_norm": 10.0 ** 4}
     with pytest.raises(ValueError, match="no line <!-- make picture: curve -->"):
         first_run.with_pictures("", json.loads(first_run.RESULTS.read_text()))
+
+
+def test_the_plot_of_the_loss_alone_is_printed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plot, "draw", lambda name, series: f"plot of {name}\n")
+    for show, said in ((True, "plot of loss\n"), (False, "")):
+        plot.write_plots(tmp_path, [], show)
+        assert capsys.readouterr().out == said
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.txt" for name in plot.AT_END}

@@ -32,7 +32,7 @@ def make_run(folder, **config):
     load = {"load": [0.1, 0.2, 0.7, 0.0], "dropped": 0.0}
     write_rows(folder / "experts.jsonl", [{"step": i, "layers": {"0": {"load": [0.25] * 4}, "1": load}}
                                           for i in range(1, 41)])
-    write_rows(folder / "notes.jsonl", [{"step": 1, "traffic": {"tp<": [2e6, 1.5e6]}},
+    write_rows(folder / "notes.jsonl", [{"step": 1, "traffic": {"tp<": [2e6, 1.5e6], "x": ["?"]}},
                                         {"step": 20, "sample": HOSTILE}, {"step": 40, "sample": "Once"}])
     config = {"preset": "tiny", "steps": 40, "seed": 1337, "argv": ["/a/train.py", "tiny", "--prompt", "<b>"],
               "world": 2, "launcher": "hydra", "machine": {"host": HOSTILE}, **config}
@@ -128,7 +128,7 @@ def test_a_large_run_is_read_in_part_and_its_page_is_small_and_quick(tmp_path):
     report.write_report(tmp_path / "x.html", [report.read_run(run)])
     assert time.process_time() - begun < 2
     text = (tmp_path / "x.html").read_text()
-    assert len(text) < 2e6 and len(elements_of(text)) == 2
+    assert len(text) < 2e6 and len(elements_of(text)) == 2 and text.count("&lt;" * report.MOST_LETTERS) == 12
     rows, is_whole = spaced_rows(run / "metrics.jsonl")
     steps = [row["step"] for row in rows]
     assert not is_whole and steps[0] == 1 and steps[-1] == 60_000 and 4000 < len(steps) < 9000
@@ -161,6 +161,15 @@ def test_two_runs_side_by_side(tmp_path, monkeypatch, capsys):
             plot.main(["a", "--html", name])
         assert end.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
     assert (tmp_path / "mine.html").read_text() == "<p>mine</p>"
+
+
+def test_a_flag_that_two_presets_set_differently_is_told(tmp_path):
+    """Each run has what its preset has, so no flag was typed, and yet they differ."""
+    runs = [report.read_run(make_run(tmp_path / preset, preset=preset, bias=bias))
+            for preset, bias in (("tiny", False), ("gpt2", True))]
+    assert [report.usual(run, "bias") for run in runs] == [False, True]
+    told, _, _ = report.configuration(runs).partition("<details>")
+    assert "<td>bias</td><td>False</td><td>True</td>" in told and "<td>world</td>" not in told
 
 
 def test_a_run_leaves_its_page_also_after_a_stop_and_never_fails_for_it(tmp_path):

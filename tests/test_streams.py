@@ -1,8 +1,12 @@
 """Streams of programs that are closed, full or left, and what a terminal is sent of a file's text."""
+import fcntl
 import io
 import json
+import os
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -11,8 +15,9 @@ from pool import ROOT
 from test_borders import write_foreign
 
 import convert
-from interface import streams
+from interface import streams, terminal
 from interface.command_line import wrong_input
+from runtime import limits
 
 EVIL = "\x1b]0;title\x07 \x9b31m \u202e back\rover\x7f"
 
@@ -116,3 +121,17 @@ def test_a_result_that_is_lost_is_one_line(tmp_path):
         said = (tmp_path / str(number)).read_text().splitlines()
         said = [line for line in said if "the newest checkpoint" not in line]  # sample.py says which it takes
         assert (code, said) == (LOST[case[1]][0], [LOST[case[1]][1]]), (case, code, said)
+
+
+def test_behind_a_pipe_lines_have_the_width_of_the_terminal(monkeypatch):
+    """As behind mpiexec. Each line asks again, and leaves no file open."""
+    leader, follower = os.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("4H", 20, 77, 0, 0))
+    reading, writing = os.pipe()
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with open(leader, "rb"), open(follower, "rb"), open(reading, "rb"), open(writing, "w") as stdout:
+        monkeypatch.setattr(sys, "__stdout__", stdout)
+        monkeypatch.setattr(terminal.os, "open", lambda path, flags: os.dup(follower))
+        before = limits.open_now()
+        assert terminal.columns() == 77
+        assert limits.open_now() == before

@@ -18,7 +18,7 @@ from config import Config
 from interface import streams
 from interface.layout import check_batch, check_ramp
 from interface.schema import ChangedFile
-from runtime import abort, debugger, guardian, launch, launcher, mpi, session, tracker
+from runtime import abort, address, debugger, guardian, launch, launcher, mpi, session, tracker
 
 # -----------------------------------------------------------------------------
 # The batch and its ramp
@@ -339,3 +339,11 @@ def test_what_cannot_be_read_is_said_in_one_line(console, monkeypatch):
     asks = console(lines=[OSError(5, "Input/output error")])
     assert asks.read_line() is None
     assert str(asks.lost).startswith("stdin cannot be read (Input/output error); give a terminal")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another system asks for an address in another way")
+def test_the_address_of_an_interface_and_of_a_route():
+    """The second is one to which others can send, not that of a socket without a route."""
+    assert address.of_interface("lo") == "127.0.0.1"
+    store = SimpleNamespace(host="127.0.0.1", port=1)
+    assert address.on_route(store, "lo") == "127.0.0.1" and address.on_route(store, "") != "0.0.0.0"

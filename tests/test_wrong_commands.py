@@ -5,6 +5,7 @@ end with exit code 2 and one line that names the fix. Where a row has the fix as
 typed, too, and must be accepted.
 """
 import contextlib
+import dataclasses
 import io
 import typing
 from pathlib import Path
@@ -19,7 +20,7 @@ import prepare
 import sample
 from config import Config
 from cost import plan_flags
-from interface import nearest, words
+from interface import nearest, paths, words
 from interface.command_line import parse, wrong_input
 from runtime.launch import World
 
@@ -267,6 +268,7 @@ def test_init_from_takes_the_shape_of_the_checkpoint(folder, monkeypatch):
     for source in ("out/run", "out/run/step_000002"):
         cfg = parse([f"--init-from={source}", "--ffn-hidden=32"])
         assert (cfg.n_layer, cfg.n_embd, cfg.ffn_hidden, cfg.seq_len) == (1, 16, 32, 128)
+        assert (cfg.steps, cfg.data, cfg.out) == (Config.steps, Config.data, Config.out)  # they are no shape
     assert parse(["tiny-moe", "--init_from", "out/run"]).n_experts == 8
     argv = "--init-from out/run --data data/chars --seq-len 16 --steps 1 --out fine --no-plot --no-report"
     done = session(World(), [*argv.split(), "--eval-every=0", "--micro-batch=2"])
@@ -319,3 +321,46 @@ def test_random_misfits_have_a_fix_that_fits():
             changes = nearest.search(cfg, ranks)
             assert changes, (sizes, ranks)
             assert nearest.fits(nearest.SimpleNamespace(**{**vars(cfg), **changes}), ranks), (sizes, changes)
+
+
+@pytest.mark.parametrize("argv,ranks", [
+    ("--num_processes 2", 2), ("--np=3", 3), ("--ntasks 4", 4), ("--nnodes 2", None)])
+def test_some_flags_of_launchers_count_the_ranks(argv, ranks):
+    name = argv.replace("=", " ").split()[0]
+    assert words.without_launcher([*argv.split(), "--tp", "2"], "train.py", ()) == ([name], ranks,
+                                                                                   ["--tp", "2"])
+
+
+def test_the_values_that_are_tried_near_a_flags_own():
+    """Of a large one: the multiples below and above it of all that must divide it."""
+    cfg = parse(["--n-embd=1000", "--tp=4", "--n-head=4", "--n-kv-head=4", "--micro-batch=1"])
+    near = nearest.values_near(cfg, "n_embd", 12)
+    assert near == {768, 896, 960, 976, 984, 992, 996, 998, 999, 1000, 1001, 1002, 1004, 1008, 1024}
+    assert nearest.values_near(cfg, "tp", 24) == {1, 2, 3, 4, 6, 8}
+    assert nearest.values_near(cfg, "n_head", 24) == set(range(1, 9))
+    assert not {"n_experts", "top_k"} & nearest.candidates(cfg, 4).keys()
+    assert "top_k" in nearest.candidates(dataclasses.replace(cfg, n_experts=4), 4)
+    assert "n_experts" in nearest.candidates(dataclasses.replace(cfg, ep=2), 4)
+
+
+def test_a_start_of_more_than_twice_the_ranks_is_not_proposed():
+    flags = ["--tp=8", "--n-head=8", "--n-kv-head=8"]
+    for ranks, starts in ((3, False), (4, True)):
+        with pytest.raises(ValueError, match="try --tp") as e, \
+                nearest.with_fix(parse(flags), ranks, again=lambda n: nearest.command(n, flags)):
+            nearest.check_all(parse(flags), ranks)
+        assert ("start 8: " in str(e.value)) == starts and str(e.value).count("start") == starts
+
+
+@pytest.mark.parametrize("argv,line", [
+    ("--nproc_per_node 2 --tp 2", "mpiexec -n 2 python train.py --tp 2"),
+    ("--nproc_per_node 3 --tp 2", "mpiexec -n 3 python train.py --tp 1")])
+def test_a_line_for_a_launcher_keeps_the_flags_that_fit(argv, line):
+    assert typed(f"train.py {argv}")["err"].rstrip().endswith(f"before the program: {line}")
+
+
+def test_a_folder_of_checkpoints_is_no_misspelt_step(folder, monkeypatch):
+    """Only a name like step_N asks for the steps beside it."""
+    monkeypatch.chdir(folder)
+    assert "out/run/step_000002" in paths.meant_run("out/run/step_7")
+    assert "step_" not in paths.meant_run("out/run/weights")
