@@ -46,7 +46,7 @@ from model import DTYPES, GPT, init_weights
 from optim import Optimizer, learning_rate
 from parallel import make_mesh
 from pipeline import dropout_seeder, forward_backward, forward_only, rank_layers
-from runtime import agree, debugger, log, resume, session, timing, watch
+from runtime import agree, debugger, log, profiles, resume, session, timing, watch
 from runtime.layer_norms import LayerNorms
 from runtime.progress import Progress
 from runtime.saver import Saver
@@ -320,9 +320,9 @@ class Run:
         """Do all steps. Return the run's Outcome."""
         cfg = self.cfg
         state = self.state
-        profiler = log.start_profile(cfg.profile and self.is_main)
+        profiler = profiles.start_profile(cfg.profile and self.is_main)
         session.signals.can_save = True  # From here on a signal waits for the end of its step.
-        with log.tracer(cfg.trace and self.is_main, self.out) as trace:
+        with profiles.tracer(cfg.trace and self.is_main, self.out) as trace:
             while state.step < cfg.steps and self.ending.outcome is Outcome.DONE:
                 begun = time.monotonic()
                 number = state.step + 1
@@ -526,7 +526,7 @@ class Run:
         if not self.saver.wait() and ending.outcome in (Outcome.DONE, Outcome.STOPPED):
             ending.outcome = Outcome.FAILED  # The last steps are lost, so no script may requeue it.
         if self.is_main:
-            log.end_profile(profiler, self.out)
+            profiles.end_profile(profiler, self.out)
             # A run that is requeued draws its plot when it is done.
             has_ended = ending.outcome in (Outcome.DONE, Outcome.FAILED)
             finished = has_ended and ending.stop_reason is None

@@ -142,6 +142,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "runtime/model_tensors.py": "export gguf convert",
     "runtime/mpi.py": "launch",
     "runtime/peft_adapters.py": "lora",
+    "runtime/profiles.py": "guard full_disk",
     "runtime/progress.py": "printed details metrics cli",
     "runtime/read_checkpoint.py": "details checkpoint lora resume malformed",
     "runtime/resume.py": "details resume ddp checkpoint",

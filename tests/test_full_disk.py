@@ -25,7 +25,7 @@ from corpus import shards
 from corpus import text as readers
 from interface.command_line import parse
 from interface.schema import ChangedFile
-from runtime import log
+from runtime import profiles
 from runtime.launch import World
 
 # -----------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_a_trace_that_torch_cannot_write_leaves_nothing(tmp_path, capsys, monkey
 
     written = []
     monkeypatch.setattr("torch.profiler.profile", lambda on_trace_ready, **_: written.append(on_trace_ready))
-    log.tracer(True, tmp_path)
+    profiles.tracer(True, tmp_path)
     written[0](Profiler())
     said = capsys.readouterr()
     assert said.out == "" and "trace.json: " in said.err and "going on without it" in said.err, said

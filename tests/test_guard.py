@@ -27,7 +27,7 @@ import skip
 import train
 from config import Config, Outcome
 from interface.files import sound_rows
-from runtime import log, tracker
+from runtime import log, profiles, tracker
 from runtime.launch import World
 from runtime.resume import State
 from skip import Guard, give_up_message, spike
@@ -460,7 +460,7 @@ def test_a_run_in_a_notebook_prints_and_gives_back_what_it_took(tmp_path, monkey
 
 def test_trace_says_where_it_is_and_how_to_look_at_it(tmp_path, capfd):
     """... once, over three steps; the last line names it, and a profile that is there."""
-    with log.tracer(True, tmp_path) as trace:
+    with profiles.tracer(True, tmp_path) as trace:
         for _ in range(12):
             torch.zeros(1).add_(1)
             trace.step()
@@ -477,5 +477,5 @@ def test_trace_says_where_it_is_and_how_to_look_at_it(tmp_path, capfd):
 
 def test_a_profile_without_pyinstrument_costs_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pyinstrument", None)
-    assert log.start_profile(True) is log.start_profile(False) is None
+    assert profiles.start_profile(True) is profiles.start_profile(False) is None
     assert capsys.readouterr().err.count("pip install pyinstrument") == 1

@@ -1,0 +1,57 @@
+"""Where a run's time goes: --profile and --trace, which write files into OUT."""
+import contextlib
+import errno
+
+from interface.files import best_effort, new_part, write_whole
+
+
+def start_profile(on):
+    """For --profile: return a running pyinstrument profiler, or None."""
+    if not on:
+        return None
+    with best_effort("--profile needs pyinstrument (pip install pyinstrument)", ImportError):
+        from pyinstrument import Profiler
+        profiler = Profiler()
+        profiler.start()
+        return profiler
+
+
+def end_profile(profiler, out):
+    """Write what start_profile() began: OUT/profile.html and profile.txt."""
+    if profiler is None:
+        return
+    profiler.stop()
+    with best_effort(out / "profile.html"):
+        write_whole(out / "profile.html", profiler.output_html())
+        write_whole(out / "profile.txt", profiler.output_text(unicode=False, color=False))
+
+
+def tracer(on, out):
+    """For --trace: return torch's profiler over steps 3 to 5, as a context. Without --trace it yields None.
+
+    Call the profiler's step() after every step. It writes OUT/trace.json.
+    """
+    if not on:
+        return contextlib.nullcontext()
+    from torch.profiler import profile, schedule
+
+    def write(profiler):
+        with best_effort(out / "trace.json"):
+            with new_part(out / "trace.json") as part:
+                export_trace(profiler, part)
+            print(f"trace: {out}/trace.json; open it in https://ui.perfetto.dev", flush=True)
+
+    # Without repeat=1, the profiler would trace three steps again and again.
+    steps = schedule(wait=1, warmup=1, active=3, repeat=1)
+    return profile(schedule=steps, on_trace_ready=write)
+
+
+def export_trace(profiler, path):
+    """Write the trace of torch's profiler. OSError: it is not whole; torch itself only prints that."""
+    text = path.with_name(f"{path.name}.tmp")  # torch writes here, and renames it also where that fails
+    try:
+        profiler.export_chrome_trace(str(path))
+        if text.exists() or not path.stat().st_size:
+            raise OSError(errno.EIO, "torch's profiler could not write it")
+    finally:
+        text.unlink(missing_ok=True)
