@@ -33,6 +33,7 @@ from fast.choose import Choice
 from fast.graph import BufferSizer, GraphedStep
 from fast.host_buffers import HostBuffers
 from interface import files
+from interface.layout import balanced_counts
 from interface.tensor_file import safetensors_header
 from ops import checksum, grouped_mm, permute
 from optim import Optimizer
@@ -737,6 +738,7 @@ def test_numbers_of_flags():
     config.check_rope_scaling((8.0, 1.0, 4.0, 8192.0))
     with pytest.raises(ValueError, match="LOW below HIGH"):
         config.check_rope_scaling((8.0, 4.0, 4.0, 8192.0))
+    assert balanced_counts(10, 4) == [2, 3, 3, 2] and balanced_counts(7, 4) == [1, 3, 2, 1]
     config.check_run(Config(train_range_to_skip=(5, 6)))
     with pytest.raises(ValueError, match="train-range-to-skip"):
         config.check_run(Config(train_range_to_skip=(5, 6, 7)))

@@ -364,3 +364,5 @@ def test_a_folder_of_checkpoints_is_no_misspelt_step(folder, monkeypatch):
     monkeypatch.chdir(folder)
     assert "out/run/step_000002" in paths.meant_run("out/run/step_7")
     assert "step_" not in paths.meant_run("out/run/weights")
+    assert paths.make_data("data/stdlib") == "make it with: python prepare.py stdlib"
+    assert paths.make_data("data/mine") == "make it with: python prepare.py FILE... --name mine"
