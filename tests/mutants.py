@@ -97,6 +97,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "fast": "details accelerator symm_mem moe graph",
     "fast/compile.py": "compile details graph accelerator moe",
     "fast/choose.py": "estimates details accelerator graph symm_mem",
+    "fast/flex.py": "flex doc_mask model_flags",
     "fast/graph.py": "details graph",
     "fast/host_buffers.py": "details accelerator graph",
     "fast/padded.py": "moe symm_mem plan",
