@@ -53,7 +53,7 @@ LONG = 1.5  # From this ratio of its sides on, a matrix is long: there both need
 EPS = 1e-7  # the least norm by which a matrix is divided
 NORM = 16.0  # of a matrix when the iteration starts: its Gram matrix is no subnormal number in fp16
 UPDATE_RMS = 0.2  # the root mean square of an update, about that of AdamW's
-BATCH_ELEMENTS = 2**25  # matrices of one shape are computed together, up to this many elements
+BATCH_ELEMENTS = 2**27  # matrices of one shape are computed together, up to this many elements
 ALONE = Axis("alone")  # the axis of a matrix that is not cut
 
 

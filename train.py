@@ -37,7 +37,6 @@ from cost.fits import check_memory
 from cost.traffic import traffic
 from ddp import untimed
 from fast.choose import choose
-from fast.compile import start_compiler
 from fast.graph import make_step
 from interface.layout import check_layout
 from interface.nearest import with_fix
@@ -271,8 +270,6 @@ class Run:
             fingerprint = {"--data with the tokens": self.data.identity}
             agree.compare(world, fingerprint, "give all ranks the same data")
             choice = choose(cfg, mesh, world.device)
-            if cfg.compile:
-                start_compiler()
             model, data_parallel, opt = build(cfg, mesh, self.data.vocab_size, world.device,
                                               self.oversight.timers, choice)
             self.parts = Parts(mesh, choice, model, data_parallel, opt)

@@ -3,7 +3,6 @@ import time
 
 import train
 from fast.choose import choose
-from fast.compile import start_compiler
 from fast.graph import make_step
 from fast.symm_mem import bytes_allocated
 from interface.layout import check_layout
@@ -32,8 +31,6 @@ class Training:
         cfg, mesh = self.cfg, self.mesh
         device = self.world.device
         choice = choose(cfg, mesh, device)._replace(**dict.fromkeys(without, False))
-        if cfg.compile:
-            start_compiler()
         self.model, self.data_parallel, self.opt = train.build(cfg, mesh, self.vocab, device, choice=choice)
         self.train_step = make_step(train.Step(cfg, self.model, self.data_parallel, self.opt), choice)
         self.graph = choice.graph

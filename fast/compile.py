@@ -1,48 +1,14 @@
 """--compile: torch.compile of a model's blocks; with tp 1 and cp 1 each is one graph.
 
-    start_compiler    import the compiler while the run builds its model
     compile_blocks    compile the blocks, all with one graph
     compilation       what compiling cost
 """
-import contextlib
-import importlib
-import threading
 from typing import NamedTuple
 
 import torch
 
 import attention
 import parallel
-
-_importing = None  # the thread of start_compiler()
-
-
-def start_compiler():
-    """Import torch's compiler and start its worker processes, in a thread, while the run builds its model.
-
-    Without this call, the first forward pass would import the compiler, and the workers would start only
-    then. They take seconds to start. Until they are ready, the kernels are compiled here, one after the
-    other. Call this function when the flags and the data have been checked: the process ends only when the
-    thread has. Between this call and compile_blocks(), the caller imports no other part of torch: two
-    threads that import modules which need each other may see half a module.
-    """
-    global _importing
-    _importing = threading.Thread(target=_import_compiler, name="import of the compiler")
-    _importing.start()
-
-
-def _import_compiler():
-    """Import the compiler, start its workers and compute the keys of its caches.
-
-    torch may rename what is called here. What fails here is done, or fails, in the first forward pass.
-    """
-    with contextlib.suppress(Exception):
-        importlib.import_module("torch._inductor.async_compile").maybe_warm_pool()  # the workers, on a GPU
-        importlib.import_module("torch._dynamo")
-        importlib.import_module("torch._inductor.compile_fx")
-        # Both keys are hashes of files, of 0.5 GB in all. While it hashes, Python lets other threads run.
-        importlib.import_module("torch._inductor.codecache").torch_key()
-        importlib.import_module("torch._inductor.runtime.triton_compat").triton_key()
 
 
 def compile_blocks(model):
@@ -52,8 +18,6 @@ def compile_blocks(model):
     of the graph. In a block with experts, only attention and router are compiled, because the number of rows
     per expert varies.
     """
-    if _importing is not None:
-        _importing.join()
     from torch._dynamo import utils
     utils.counters.clear()  # compilation() is about this model, and not about an earlier one in a notebook
     utils.compilation_time_metrics.clear()
@@ -62,6 +26,9 @@ def compile_blocks(model):
     keep_eager(parallel.Axis, "_all_reduce")
     keep_eager(attention, "attend_segments")
 
+    for block in model.blocks.values():
+        if block.attn.flex is not None:
+            block.attn.flex.prepare()  # Its import cannot be part of a graph.
     whole = model.mesh.tp.size * model.mesh.cp.size == 1  # collectives over tp and cp stand between graphs
     for block in model.blocks.values():
         if block.moe is None:

@@ -29,7 +29,7 @@ class FlexAttention:
     """Called as attention.attend calls it. It keeps the lists of blocks, which all layers share."""
 
     def __init__(self):
-        self.kernel = make_kernel()
+        self.kernel = None  # of prepare(): a model whose layers hide no early keys never needs it
         self.of_windows = {}  # never freed: a captured graph reads them
         self.of_documents = {}  # those of one micro-batch
         self.places = None  # of that micro-batch; while they are here, no other tensor gets their address
@@ -40,8 +40,14 @@ class FlexAttention:
 
         window, places: see attention.visible_keys. Places rise by 1 or start again at 1.
         """
+        self.prepare()
         mask = self.mask(q, k, window, places)
         return self.kernel(q, k, v, block_mask=mask, enable_gqa=enable_gqa)
+
+    def prepare(self):
+        """Make the kernel, once: fast.compile calls this before it compiles what calls the kernel."""
+        if self.kernel is None:
+            self.kernel = make_kernel()
 
     def mask(self, q, k, window, places):
         """Return the BlockMask of these queries and keys, made once for all layers alike."""
@@ -137,8 +143,9 @@ def seen_blocks(first, n_keys):
 def listed(blocks):
     """Return how many blocks of each row are True, (B, 1, rows) int32, and their columns before all others.
 
-    blocks (B, rows, columns) bool; the columns are (B, 1, rows, columns) int32.
+    blocks (B, rows, columns) bool; the columns are (B, 1, rows, columns) int32. Both are contiguous, also for
+    blocks that are not, because the GPU's kernels count on it.
     """
-    blocks = blocks.unsqueeze(1)
+    blocks = blocks.unsqueeze(1).contiguous()
     columns = (~blocks).byte().argsort(dim=-1, stable=True)
-    return blocks.sum(-1, dtype=torch.int32), columns.int()
+    return blocks.sum(-1, dtype=torch.int32), columns.int().contiguous()

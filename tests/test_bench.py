@@ -292,7 +292,6 @@ def test_the_ladder_turns_off_one_part_after_the_other(monkeypatch):
     """On a CPU a tiny model of each workload, of which only compile is a part."""
     compiled = []
     monkeypatch.setattr("fast.graph.compile_blocks", compiled.append)
-    monkeypatch.setattr("training.start_compiler", lambda: None)
     for name in ("W1", "W2b"):
         cfg = ladder.workload(name, World())
         assert ladder.parts_in_use(cfg, World()) == ["compile"]

@@ -1,14 +1,10 @@
-"""--compile: how many graphs a model has, when the compiler is imported, and what a run says of its cost."""
+"""--compile: how many graphs a model has, and what a run says of its cost."""
 import json
-import subprocess
-import sys
-import threading
-import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from pool import ROOT
 from runs import TINY as FLAGS
 from runs import rows, session
 
@@ -17,6 +13,7 @@ import parallel
 from config import Config
 from fast import compile as compile_
 from fast.choose import choose
+from fast.flex import FlexAttention
 from fast.graph import make_step
 from runtime.launch import World
 from train import Step, build
@@ -83,43 +80,16 @@ def test_a_run_says_what_compiling_cost(graphs, tmp_path):
     assert 0 < first["compile_s"] < first["ms"] / 1e3 and all("compile_s" not in row for row in others)
 
 
-def test_the_blocks_are_compiled_when_the_compiler_is_there(monkeypatch):
-    from torch._inductor import async_compile
-    began, uncaught = [], []
-
-    def slow():
-        began.append(threading.current_thread())
-        time.sleep(0.3)
-        raise RuntimeError("no workers here")  # then the first forward pass does it, or fails
-    monkeypatch.setattr(async_compile, "maybe_warm_pool", slow)
+def test_the_flash_kernel_is_made_before_the_blocks_are_compiled(monkeypatch):
+    """... which then call it inside their graphs."""
+    made = []
+    monkeypatch.setattr("fast.flex.make_kernel", lambda: made.append(1))
     monkeypatch.setattr(compile_, "keep_eager", lambda place, name: None)
-    monkeypatch.setattr(threading, "excepthook", uncaught.append)
-    mesh = parallel.make_mesh(World(), 1, 1, 1)
     model = torch.nn.Module()
-    model.mesh, model.blocks, model.norm = mesh, {}, None
-    compile_.start_compiler()
+    model.mesh, model.norm = parallel.make_mesh(World(), 1, 1, 1), None
+    block = SimpleNamespace(attn=SimpleNamespace(flex=FlexAttention()), moe=None,
+                            compile=lambda fullgraph: made.append("compiled"))
+    model.blocks = {"0": block}
+    assert not made, "a model that hides no keys never imports it"
     compile_.compile_blocks(model)
-    [thread] = began
-    assert thread is not threading.main_thread() and not thread.is_alive() and not uncaught
-    compile_.compile_blocks(model)  # of a second model: there is nothing to wait for
-
-
-BETWEEN = """
-import sys
-import train
-def start():
-    start.known = set(sys.modules)
-def make_step(step, choice):
-    new = [name for name in sys.modules.keys() - start.known if name.split(".")[0] in ("torch", "triton")]
-    print("new:", *new)
-    raise SystemExit(0)
-train.start_compiler, train.make_step = start, make_step
-train.main(sys.argv[1:])
-"""
-
-
-def test_a_run_imports_nothing_of_torch_while_the_compiler_is_imported(tmp_path):
-    """Two threads whose imports need each other can see half a module."""
-    argv = [*FLAGS, "--compile", f"--out={tmp_path}"]
-    done = subprocess.run([sys.executable, "-c", BETWEEN, *argv], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "new:", done
+    assert made == [1, "compiled"]

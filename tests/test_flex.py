@@ -50,7 +50,9 @@ CHOSEN = [ON_A_CPU, ("fast.choose.flex_possible", yes)]  # faults.planted: a run
 
 def cpu_flex():
     with planted(*ON_A_CPU):
-        return FlexAttention()
+        made = FlexAttention()
+        made.prepare()
+        return made
 
 
 def random_places(n, length, mean):
@@ -114,6 +116,24 @@ def test_the_compiled_kernel_reads_the_lists():
             want = attention.attend(q, q, q, Config(), window, places)
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
         assert kernel.of_documents
+
+
+@pytest.mark.long
+def test_the_kernel_inside_a_compiled_graph():
+    """--compile traces the lists and the kernel into the graph of a block, with rotated queries and keys."""
+    torch.manual_seed(5)
+    q, k, v = (torch.randn(2, 400, 4, 16) for _ in range(3))
+    angles = torch.arange(400).unsqueeze(1) * torch.rand(8)
+    places = random_places(2, 400, 90)
+    kernel = FlexAttention()
+    kernel.prepare()
+
+    def attend(flex):
+        turned = [attention.rotate(x, angles.cos(), angles.sin()).transpose(1, 2) for x in (q, k)]
+        return attention.attend(*turned, v.transpose(1, 2), Config(), 200, places, flex=flex, enable_gqa=False)
+    with torch.no_grad():
+        got = torch.compile(attend, fullgraph=True, dynamic=False)(kernel)
+        torch.testing.assert_close(got, attend(None), rtol=0, atol=1e-4)
 
 
 # -----------------------------------------------------------------------------
@@ -298,3 +318,12 @@ def test_a_graph_reads_the_documents_of_each_step(tmp_path):
         assert words in said["out"]
     for got, want in zip(rows(tmp_path / "flex"), rows(tmp_path / "mask"), strict=True):
         assert got == pytest.approx(want, rel=1e-6)
+
+
+def test_the_lists_are_contiguous():
+    """The GPU's kernels read each list row after row, also those of keys, which are made from columns."""
+    q = torch.zeros(2, 1, 3 * flex.BLOCK, 16)
+    mask = flex.block_mask(q, q, 200, None)
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks",
+                 "q_indices", "full_q_num_blocks", "full_q_indices"):
+        assert getattr(mask, name).is_contiguous(), name
