@@ -11,7 +11,7 @@
 2) `--count` of them are chosen, in proportion to the sizes of the files. The choice depends on the
    lines alone: the rest stays the same when a file changes.
 3) Each worker has a copy of the tree. It changes one line, runs the tests that TESTS names for the file,
-   and stops at the first failure. A test that fails without a mutant does not count.
+   without the long sweeps, and stops at the first failure. A test that fails without a mutant does not count.
 4) caught: a test failed, or the tests hang: they take more than SLOWEST seconds and HANGS times as long as
    without a mutant. survived: all passed. undecided: the tests that could have noticed did not run. So it is
    without --gpu for the files of GPU, and for those of ALONE where their tests fail without a mutant.
@@ -337,7 +337,8 @@ class Worker:
 
     def pytest(self, files, deselect, seconds):
         """Return (exit code, or None: too slow; what pytest printed)."""
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-rf", *files]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-rf", "-m", "not long",
+                   *files]
         command += [f"--deselect={test}" for test in deselect]
         process = subprocess.Popen(command, cwd=self.tree, text=True, stdout=subprocess.PIPE,
                                    stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
