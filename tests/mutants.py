@@ -337,8 +337,8 @@ class Worker:
 
     def pytest(self, files, deselect, seconds):
         """Return (exit code, or None: too slow; what pytest printed)."""
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-rf", "-m", "not long",
-                   *files]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-rf"]
+        command += ["-m", "not long", *files]
         command += [f"--deselect={test}" for test in deselect]
         process = subprocess.Popen(command, cwd=self.tree, text=True, stdout=subprocess.PIPE,
                                    stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)

@@ -130,7 +130,8 @@ def test_the_kernel_inside_a_compiled_graph():
 
     def attend(flex):
         turned = [attention.rotate(x, angles.cos(), angles.sin()).transpose(1, 2) for x in (q, k)]
-        return attention.attend(*turned, v.transpose(1, 2), Config(), 200, places, flex=flex, enable_gqa=False)
+        values = v.transpose(1, 2)
+        return attention.attend(*turned, values, Config(), 200, places, flex=flex, enable_gqa=False)
     with torch.no_grad():
         got = torch.compile(attend, fullgraph=True, dynamic=False)(kernel)
         torch.testing.assert_close(got, attend(None), rtol=0, atol=1e-4)
