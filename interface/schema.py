@@ -1,4 +1,5 @@
 """JSON from a file, read and checked: it may be cut, foreign, or made to do harm."""
+import errno
 import json
 import os
 import reprlib
@@ -24,20 +25,20 @@ class ChangedFile(ValueError):
 
 
 def open_file(path):
-    """Open a file for reading bytes. ValueError: it is a pipe or a device, which may have no end.
+    """Open a file for reading bytes. OSError: it cannot be read, or is a directory; the line names it.
+
+    ValueError: it is a pipe or a device, which may have no end.
 
     It does not wait until somebody writes into a pipe, as open() does.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    is_file = stat.S_ISREG(os.fstat(fd).st_mode)
-    if not is_file and not stat.S_ISDIR(os.fstat(fd).st_mode):  # of a directory, fdopen() says so
-        os.close(fd)
-        raise ValueError(f"{path} is a pipe or a device, not a file")
-    try:
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
         return os.fdopen(fd, "rb")
-    except OSError:
-        os.close(fd)
-        raise
+    os.close(fd)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise ValueError(f"{path} is a pipe or a device, not a file")
 
 
 def read_file(path):

@@ -19,6 +19,7 @@ from runs import TINY, assert_refused, chars, session
 import checkpoint
 import prepare
 import sample
+from interface.schema import load_json
 from runtime.launch import World
 
 GONE = object()
@@ -419,3 +420,10 @@ def test_out_that_is_a_file_is_refused(copy):
     result = session(World(), [*BASE, f"--data={copy / 'toy'}", f"--out={copy / 'file'}", "--steps=1"])
     assert_refused(result, "file")
     assert Path(copy / "file").read_text() == "not a run"
+
+
+def test_a_directory_in_the_place_of_a_file_is_named(tmp_path):
+    """The error of a descriptor would name its number."""
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(IsADirectoryError, match="config.json"):
+        load_json(tmp_path / "config.json")
