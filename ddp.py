@@ -185,7 +185,8 @@ class Comm:
     def start_gather(self, bucket):
         """Start to send this rank's new slice of flat to the others, and return a handle.
 
-        This works in place: bucket.own is a window of flat.
+        This works in place: bucket.own is a window of flat. In a zero.ShardedBucket own is a copy,
+        because flat has no memory between two gathers.
         """
         # n/size weights from each rank to all, over bucket.shard
         return bucket.shard.start_all_gather(bucket.flat, bucket.own)

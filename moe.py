@@ -280,6 +280,7 @@ class AllToAll(Dispatcher):
         sent_counts = num_tokens_per_expert.view(ep.size, self.e)
         # E counts to the experts' owners, over ep
         received_counts = ep.all_to_all(num_tokens_per_expert).view(ep.size, self.e)
+        # Only fast/graph.py reads rows_needed.
         torch.maximum(self.rows_needed, received_counts.sum(), out=self.rows_needed)
         # Sync point, the only one here: all_to_all takes the sizes of its messages from the host.
         send, receive = torch.stack([sent_counts.sum(1), received_counts.sum(1)]).tolist()

@@ -69,7 +69,7 @@ class Axis:
         --shard cuts the axis.
         """
         if zero == 0:
-            return Sharing(Axis(self.name), self)
+            return Sharing(Axis(self.name), self)  # Axis(name) has this rank alone.
         return self.cut or Sharing(self, Axis(self.name))
 
     def record(self, kind, tensor=None, nbytes=0.0):

@@ -219,6 +219,7 @@ def schedule(rank, ranks, chunks, micro_batches, backward=True):
     Micro-batches go through a chunk p at a time, p being the number of ranks. When rank 0 has sent
     the p-th on, the first has come around the ring.
     """
+    # With one chunk, the micro-batches of both lists are 0, 1, 2, ...
     forwards = []
     backwards = []
     for first in range(0, micro_batches, ranks):
