@@ -426,7 +426,7 @@ def test_data_by_a_tokenizer_of_theirs(hf, trained, tmp_path, capsys):
         (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
         assert tokenizer.load(tmp_path).eod == eod
     refused(prepare.main, [*argv, "--name=c", f"--tokenizer=hf:{tmp_path}"], "eos_token")
-    refused(prepare.main, [*argv, "--name=c", f"--tokenizer=hf:{tmp_path}/none"], "none/tokenizer.json")
+    refused(prepare.main, [*argv, "--name=c", f"--tokenizer=hf:{tmp_path}/none"], "none holds no tok")
 
 
 @pytest.mark.parametrize("kind", ["bpe", "char"])
@@ -642,7 +642,7 @@ DAMAGE = {  # name: (what happens to the directory, a word of the line)
     "no config": (lambda d: (d / "config.json").unlink(), "config.json"),
     "config cut": (lambda d: cut(d / "config.json"), "config.json"),
     "config of a list": (lambda d: (d / "config.json").write_text("[1]"), "config.json"),
-    "no directory": (shutil.rmtree, "no model.safetensors"),
+    "no directory": (shutil.rmtree, "is no directory"),
     "another tokenizer": (lambda d: tokenizer.train_char(["".join(map(chr, range(40, 300)))]).save(
         d / "tokenizer.json"), "260 symbols: they are of two models"),
     "tokenizer cut": (lambda d: cut(d / "tokenizer.json"), "tokenizer.json"),

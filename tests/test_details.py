@@ -529,9 +529,10 @@ def test_a_block_without_collectives_is_compiled_whole(tp, whole, monkeypatch):
 
     def module(name, **others):
         return SimpleNamespace(compile=lambda fullgraph: asked.append((name, fullgraph)), **others)
-    expert = module("not this", moe=SimpleNamespace(route="route"), attention_half="attention")
+    attn = SimpleNamespace(flex=None)
+    expert = module("not this", moe=SimpleNamespace(route="route"), attention_half="attention", attn=attn)
     mesh = SimpleNamespace(tp=SimpleNamespace(size=tp), cp=SimpleNamespace(size=1))
-    blocks = {"0": module("dense", moe=None), "1": expert}
+    blocks = {"0": module("dense", moe=None, attn=attn), "1": expert}
     compile_.compile_blocks(SimpleNamespace(mesh=mesh, blocks=blocks, norm=module("norm")))
     assert asked == [("dense", whole), ("attention", whole), ("route", whole), ("norm", True)]
 

@@ -163,9 +163,9 @@ def bias_on_every_rank(original, layer, x):
     return scatter_rows(F.linear(x, layer.weight, layer.bias), layer.tp)
 
 
-def next_kv_head(original, attention, cfg, mesh, layer=0):
+def next_kv_head(original, attention, cfg, mesh, *args):
     """Attention.__init__ with the key/value heads dealt out one by one."""
-    original(attention, cfg, mesh, layer)
+    original(attention, cfg, mesh, *args)
     head = mesh.tp.rank % cfg.n_kv_head
     attention.kv_rows = slice(head * attention.D, (head + 1) * attention.D)
 

@@ -183,8 +183,8 @@ def test_every_parameter_learns_from_the_first_step_on(form):
 class NormedAttention(Attention):
     """Attention with a norm of queries and keys, which share its weight."""
 
-    def __init__(self, cfg, mesh, layer):
-        super().__init__(cfg, mesh, layer)
+    def __init__(self, cfg, mesh, *args):
+        super().__init__(cfg, mesh, *args)
         self.qk_norm = parameter((cfg.n_embd // cfg.n_head,), mesh)
 
     def project(self, *args):

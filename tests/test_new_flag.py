@@ -223,8 +223,8 @@ class HeadNorm(Norm):
 class NormedAttention(Attention):
     """Attention with a norm of queries and keys."""
 
-    def __init__(self, cfg, mesh, layer):
-        super().__init__(cfg, mesh, layer)
+    def __init__(self, cfg, mesh, *args):
+        super().__init__(cfg, mesh, *args)
         self.planted_q_norm = self.planted_k_norm = None
         if cfg.planted_norm:
             self.planted_q_norm = HeadNorm(cfg, mesh)

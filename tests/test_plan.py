@@ -325,15 +325,17 @@ def test_the_fast_ways_are_those_of_choose():
     def choice(gpus, *flags):
         cfg, mesh = plan.check_gpus(parse([*flags]), gpus)
         return expected_choice(cfg, mesh)
-    assert choice(8, "dense-210m", "--zero", "1") == (True, False, True, True)
+    assert choice(8, "dense-210m", "--zero", "1") == (True, False, True, True, True)
     assert not choice(16, "dense-210m", "--zero", "1").peer_copies
     for zero in "23":  # nothing captured; rows by all_to_all
-        assert choice(4, "moe-4b", "--ep", "4", "--zero", zero) == (False, False, True, True)
-        assert choice(4, "dense-210m", "--global-batch", "64", "--zero", zero) == (False, False, True, False)
-    assert choice(4, "moe-4b", "--ep", "4", "--zero", "1") == (True, True, True, True)
-    assert choice(16, "moe-4b", "--ep", "16") == (True, False, False, True)  # padded all_to_all
+        assert choice(4, "moe-4b", "--ep", "4", "--zero", zero) == (False, False, True, True, True)
+        dense = choice(4, "dense-210m", "--global-batch", "64", "--zero", zero)
+        assert dense[:4] == (False, False, True, False)
+    assert choice(4, "moe-4b", "--ep", "4", "--zero", "1")[:4] == (True, True, True, True)
+    assert choice(16, "moe-4b", "--ep", "16")[:4] == (True, False, False, True)  # padded all_to_all
     assert choice(16, "moe-4b", "--ep", "16", "--capacity-factor", "1")[:2] == (True, False)
     assert choice(4, "tiny-moe", "--ep", "4")[:2] == (True, True)
+    assert not choice(4, "dense-210m", "--recompute", "selective").flex
     assert choice(4, "tiny-moe", "--ep", "4", "--dtype", "fp64")[:2] == (False, False)  # a loop over experts
 
 

@@ -123,15 +123,15 @@ def test_a_result_that_is_lost_is_one_line(tmp_path):
         assert (code, said) == (LOST[case[1]][0], [LOST[case[1]][1]]), (case, code, said)
 
 
-def test_behind_a_pipe_lines_have_the_width_of_the_terminal(monkeypatch):
-    """As behind mpiexec. Each line asks again, and leaves no file open."""
+def test_behind_mpiexec_lines_have_the_width_of_its_terminal(monkeypatch):
+    """... to which mpiexec writes. Each line asks again, and leaves no file open."""
     leader, follower = os.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("4H", 20, 77, 0, 0))
     reading, writing = os.pipe()
     monkeypatch.delenv("COLUMNS", raising=False)
     with open(leader, "rb"), open(follower, "rb"), open(reading, "rb"), open(writing, "w") as stdout:
         monkeypatch.setattr(sys, "__stdout__", stdout)
-        monkeypatch.setattr(terminal.os, "open", lambda path, flags: os.dup(follower))
+        monkeypatch.setattr(terminal, "_stdout_of_launcher", lambda: os.ttyname(follower))
         before = limits.open_now()
         assert terminal.columns() == 77
         assert limits.open_now() == before
