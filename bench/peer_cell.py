@@ -105,7 +105,7 @@ class Peer:
             group["lr"] = rate
 
     def loss(self, x, y):
-        """Return the mean loss of a micro-batch, ()."""
+        """Return the mean loss of a micro-batch, (). Each of the trainers below has its own."""
         raise NotImplementedError
 
     def step(self, batches):

@@ -132,7 +132,9 @@ class Runner:
     """
 
     def __init__(self, flags, device, shown):
-        self.flags, self.device, self.shown = flags, device, shown
+        self.flags = flags
+        self.device = device
+        self.shown = shown
         self.ends = time.monotonic() + flags.limit if flags.limit else float("inf")
         self.rows = {}
 

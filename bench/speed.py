@@ -185,7 +185,8 @@ def measure(world, name, train_flags, steps, profile=False, *, make=Training):
     if profile:
         batches = training.batches()
         show_profile(world, lambda: training.step(batches))
-    allocated, reserved, symmetric = gpu_memory(world.device) or (0, 0, 0)
+    memory = gpu_memory(world.device) or (0, 0, 0)  # torch counts none on a CPU
+    allocated, reserved, symmetric = memory
     # Two numbers from each rank to all, over the world.
     reserved, allocated = world.tree.maximum([reserved, allocated])
     windows = [window(world, first, last, times, paths) for first, last in counted]

@@ -73,7 +73,9 @@ def workspace_bytes(cfg, mesh, vocab_size):
         counts = Counter(matrix.shape for matrix in max(owned, key=len))
         batch = 0
         for shape, count in counts.items():
-            batch = max(batch, min(count, batch_size(shape)) * shape[0] * shape[1])
+            rows, columns = shape
+            together = min(count, batch_size(shape))
+            batch = max(batch, together * rows * columns)
         vectors = 3 if len(owned) > 1 else 1
         most = max(most, vectors * elements + 6 * batch)
     return most * iteration_bytes(cfg)
