@@ -1,10 +1,12 @@
 """--wandb: the logged rows, sent to Weights & Biases by a thread, so that no rank waits for a network."""
 import queue
 import threading
+import time
 
 from interface.files import warn
 
-PATIENCE = 15  # seconds that wandb may look for its server
+PATIENCE = 15  # seconds from the start until the server must have answered
+LEAST_PATIENCE = 5  # seconds that wandb may look for its server, however long its start took
 LEAVING = 20.0  # seconds that the end of a run waits for the last rows to be sent
 
 
@@ -53,12 +55,15 @@ class Tracker:
 
     def _start(self):
         """Return the run of wandb, recorded offline if the server is not reached."""
+        began = time.monotonic()
         import wandb
         # Without silent, init() asks a terminal for a missing key, and waits.
         wandb.setup(wandb.Settings(silent=True))
+        is_ready_after = time.monotonic() - began  # 2 s, and 7 s beside other work
+        patience = max(PATIENCE - is_ready_after, LEAST_PATIENCE)
 
         def init(mode):
-            settings = wandb.Settings(init_timeout=PATIENCE)
+            settings = wandb.Settings(init_timeout=patience)
             run = wandb.init(project="nanoshard", name=self.out.resolve().name, dir=self.out,
                              config=self.config, mode=mode, settings=settings)
             if mode == "offline":
@@ -69,7 +74,7 @@ class Tracker:
             return init(self.mode)
         except wandb.errors.CommError as e:
             why = str(e).splitlines()[0]
-            warn(f"wandb: no answer within {PATIENCE} s, so this run is recorded offline ({why})")
+            warn(f"wandb: no answer within {patience:.0f} s, so this run is recorded offline ({why})")
             return init("offline")
 
     def _send_rows(self, run):

@@ -164,6 +164,9 @@ class Watch(contextlib.AbstractContextManager):
 
     def _report_and_exit(self):
         faulthandler.cancel_dump_traceback_later()
+        # This thread runs, so the report only needs time: 1.5 graces, and more on a loaded machine. A
+        # rank that the guardian kills would end its launcher with 9.
+        self.guardian.allow(5 * self.grace)
         if self.phase.waits_in is None:
             self._report_hang()
         else:

@@ -401,6 +401,16 @@ def test_the_alarms_of_the_watchdog_are_set_at_once(quiet_watch):
     assert dog.alarm == 1000.0 + 64.0 + 4.0
 
 
+def test_the_guardian_waits_for_a_report(quiet_watch, monkeypatch):
+    """A report sleeps for 1.5 graces; beside other work it takes longer, and is not to end in a SIGKILL."""
+    dog, alarms = quiet_watch
+    alarms.clear()
+    monkeypatch.setattr(watch.os, "_exit", lambda code: alarms.append(code))
+    monkeypatch.setattr(dog, "_report_hang", lambda: alarms.append("report"))
+    dog._report_and_exit()
+    assert alarms == [("guardian", 5 * dog.grace), "report", watch.Outcome.HUNG]
+
+
 @pytest.mark.parametrize("gap,forgiven", [(2.9, False), (3.1, True)])
 def test_time_in_which_a_process_did_not_run_is_forgiven(gap, forgiven, quiet_watch, monkeypatch):
     dog, _ = quiet_watch
@@ -460,7 +470,7 @@ def test_a_message_to_a_neighbour_is_recorded_with_its_bytes(monkeypatch):
     calls = SimpleNamespace(record=lambda kind, name, tensor: sent.append((kind, name)))
     axis = Axis("pp", rank=0, size=2, ranks=(0, 7), calls=calls)
     ring = Ring.__new__(Ring)
-    ring.axis, ring.chunks, ring.in_flight, ring.inbox = axis, 1, [], {}
+    ring.axis, ring.n_chunks, ring.in_flight, ring.inbox = axis, 1, [], {}
     ring.like, ring.shape = torch.zeros(1), (3, 4)
     monkeypatch.setattr("pipeline.dist.P2POp", lambda operation, tensor, peer, group: peer)
     monkeypatch.setattr("pipeline.Exchange", lambda operations: operations)
@@ -512,7 +522,7 @@ def test_a_bucket_in_which_gradients_are_missing_is_still_reduced():
     bucket.contents = SimpleNamespace(params=[0, 1])
     bucket.comm = SimpleNamespace(start_replica_sum=lambda b: summed.append(b) or CompletedWork())
     bucket.reset()
-    bucket.start_reduce = lambda: started.append(len(bucket.missing))
+    bucket.start_sum = lambda: started.append(len(bucket.missing))
     bucket.wait_grads()  # no gradient came
     bucket.on_grad_ready(1, True)
     bucket.wait_grads()  # one came

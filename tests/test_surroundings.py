@@ -16,6 +16,7 @@ import pytest
 import sample
 from config import Config
 from interface import streams
+from interface.command_line import parse
 from interface.layout import check_batch, check_ramp
 from interface.schema import ChangedFile
 from runtime import abort, address, debugger, guardian, launch, launcher, mpi, session, tracker
@@ -43,6 +44,13 @@ def test_a_ramp_reaches_the_batch_in_at_most_a_thousand_increments(full, ramp, w
 
 # -----------------------------------------------------------------------------
 # How the ranks start
+
+def test_one_process_is_told_how_many_its_layout_needs(monkeypatch, capsys):
+    monkeypatch.setattr(launcher, "started_by", lambda: ("single", 1))
+    with pytest.raises(SystemExit):
+        session.parse_flags(parse, ["--tp=2"])
+    assert "--tp 2 needs 2 ranks, and one process is started" in capsys.readouterr().err
+
 
 @pytest.mark.parametrize("names,host", [("n1 n2\n", "n1"), ("n1\n", "127.0.0.1"), ("\n", None)])
 def test_the_first_host_of_a_slurm_step_is_where_the_ranks_meet(names, host, monkeypatch):
