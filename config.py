@@ -372,6 +372,11 @@ PRESETS = {
     "olmo-2-1b": dict(LARGE_LLAMA, n_layer=16, n_head=16, n_kv_head=16, n_embd=2048, ffn_hidden=8192,
                       vocab_size=100352, qk_norm="all", norm_place="after", norm_eps=1e-6, rope_base=500000.0,
                       micro_batch=4, lr=4e-4, warmup=2000),
+    "gemma-3-1b": dict(LARGE_LLAMA, n_layer=26, n_head=4, n_kv_head=1, n_embd=1152, head_dim=256,
+                       ffn_hidden=6912, vocab_size=262144, tied=True, norm="rms1p", norm_place="both",
+                       qk_norm="head", mlp="geglu", norm_eps=1e-6, rope_base=1000000.0, window=512,
+                       full_every=6, window_rope_base=10000.0, embed_scale=True, micro_batch=4, lr=3e-4,
+                       warmup=2000),
     "bloom-176b": dict(GPT2, n_layer=70, n_head=112, n_kv_head=112, n_embd=14336, ffn_hidden=57344,
                        seq_len=2048, vocab_size=250880, micro_batch=2, global_batch=2048, steps=100_000,
                        lr=6e-5, warmup=375, **LARGE),
@@ -413,12 +418,8 @@ def check(cfg):
     if cfg.objective == "mlm":
         check_masked_model(cfg)
     check_experts(cfg)
-    if cfg.lora and cfg.optimizer == "muon":
-        raise ValueError("--optimizer muon is for whole matrices, --lora trains two narrow ones in the place "
-                         "of each; leave out --optimizer muon")
-    if cfg.lora and cfg.n_experts:
-        raise ValueError(f"--lora {cfg.lora} has no adapters for the matrices of experts; leave out --lora, "
-                         "which trains all weights of this model")
+    check_adapters(cfg)
+    check_sharing(cfg)
     check_run(cfg)
 
 
@@ -483,17 +484,33 @@ def check_experts(cfg):
         raise ValueError(f"--ep-slack {cfg.ep_slack} is less than the balanced share; try --ep-slack 2")
 
 
+def check_adapters(cfg):
+    """Raise ValueError for --lora where its adapters do not exist."""
+    if cfg.lora and cfg.optimizer == "muon":
+        raise ValueError("--optimizer muon is for whole matrices, --lora trains two narrow ones in the place "
+                         "of each; leave out --optimizer muon")
+    if cfg.lora and cfg.n_experts:
+        raise ValueError(f"--lora {cfg.lora} has no adapters for the matrices of experts; leave out --lora, "
+                         "which trains all weights of this model")
+
+
+def check_sharing(cfg):
+    """Raise ValueError if --shard has nothing to share."""
+    if cfg.shard and not cfg.zero:
+        raise ValueError(f"--shard {cfg.shard} says among how many ranks --zero shares, and --zero is 0; "
+                         "add --zero 1, or leave out --shard")
+
+
 def check_run(cfg):
     """Raise ValueError for paths, beginnings and lists of numbers that no run can use."""
     dump = Path(cfg.dump_grads)
     if cfg.dump_grads and (not dump.name or dump.is_dir() or any(p.is_file() for p in dump.parents)):
         raise ValueError(f"--dump-grads {cfg.dump_grads} is a folder or lies in a file; give the path of a "
                          "new file, such as out/grads.safetensors")
-    if cfg.shard and not cfg.zero:
-        raise ValueError(f"--shard {cfg.shard} says among how many ranks --zero shares, and --zero is 0; "
-                         "add --zero 1, or leave out --shard")
-    if cfg.init_from and cfg.resume != "none" and not cfg.lora:  # with --lora it says where the base is
-        raise ValueError("--init-from starts a run and --resume goes on with one; give one of them")
+    names_checkpoint = cfg.resume not in ("none", "auto")
+    if cfg.init_from and names_checkpoint and not cfg.lora:  # with --lora it says where the base is
+        raise ValueError(f"--init-from starts a run and --resume {cfg.resume} goes on with one; give one of "
+                         "them, or --resume auto, which starts a run only where --out has no checkpoint")
     if len(cfg.rampup_batch_size) not in (0, 3) or min(cfg.rampup_batch_size, default=1) < 1:
         raise ValueError(f"--rampup-batch-size takes START INCREMENT SAMPLES, all at least 1, got "
                          f"{' '.join(map(str, cfg.rampup_batch_size))}; for example 16 16 100000")

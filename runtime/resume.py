@@ -391,7 +391,8 @@ def find_checkpoint(cfg, world, out):
 def start_from(found, skip, model, opt, data_id):
     """Go on from the checkpoint `found`, or start with equal replicas. Return (State, skip.Ranges).
 
-    found: None at step 0; with --init-from the run then starts from another run's weights.
+    found: None at step 0; with --init-from the run then starts from another run's weights. They are not read
+    again when it goes on, so a job script can give both --init-from and --resume auto.
     skip: the Ranges of the flags; those of the checkpoint are added.
     Collective; ValueError: the checkpoint does not fit.
     """
@@ -415,6 +416,8 @@ def start_from(found, skip, model, opt, data_id):
             state.base = model.base
         warning = skip.too_late(state.step, Ranges(state.skip))
         if is_main:
+            if cfg.init_from and not cfg.lora:
+                print(f"goes on from {found}: --init-from {cfg.init_from} is for a start", flush=True)
             for name, (before, now) in state.changed.items():
                 print(f"resume: {name.replace('_', '-')} {before} -> {now}", flush=True)
             if warning:

@@ -78,6 +78,14 @@ def test_a_sample_has_the_same_masks_in_every_batch():
     check_samples()
 
 
+def test_the_masks_of_a_sample_are_those_of_every_version():
+    """A run that is resumed by a later version goes on with the same masks."""
+    x, y = Masked(Synthetic(50, 20, 1337), 1337).batch(7, 2)
+    places = (y != IGNORE).nonzero().tolist()
+    assert [(i, j, int(y[i, j]), int(x[i, j])) for i, j in places] == [
+        (0, 1, 49, 49), (0, 3, 12, 50), (0, 10, 39, 39), (1, 4, 11, 50), (1, 6, 17, 50), (1, 15, 44, 33)]
+
+
 # -----------------------------------------------------------------------------
 # The model
 

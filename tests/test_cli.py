@@ -316,6 +316,12 @@ PINNED = {  # preset: what differs from the defaults
         n_layer=16, n_head=16, n_kv_head=16, n_embd=2048, ffn_hidden=8192, vocab_size=100352, qk_norm="all",
         norm_place="after", norm_eps=1e-6, rope_base=500000.0, seq_len=2048, micro_batch=4, steps=20000,
         lr=0.0004, warmup=2000, dtype="bf16", compile=True, log_every=10, eval_every=500, save_every=1000),
+    "gemma-3-1b": dict(
+        n_layer=26, n_head=4, n_kv_head=1, n_embd=1152, head_dim=256, ffn_hidden=6912, vocab_size=262144,
+        tied=True, norm="rms1p", norm_place="both", qk_norm="head", mlp="geglu", norm_eps=1e-6,
+        rope_base=1000000.0, window=512, full_every=6, window_rope_base=10000.0, embed_scale=True,
+        seq_len=2048, micro_batch=4, steps=20000, lr=0.0003, warmup=2000, dtype="bf16", compile=True,
+        log_every=10, eval_every=500, save_every=1000),
     "bloom-176b": dict(
         n_layer=70, n_head=112, n_kv_head=112, n_embd=14336, ffn_hidden=57344, vocab_size=250880,
         seq_len=2048, norm="layer", mlp="gelu", pos="learned", bias=True, tied=True, micro_batch=2,
