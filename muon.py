@@ -67,18 +67,26 @@ def orthogonalise(x, cut=None, axis=ALONE, *, scale=1.0, out=None):
     a s + b s^3 + c s^5. cut: the dimension of a matrix, 0 or 1, that is cut over `axis`, or None.
     out: the tensor to write, which may share x's memory; in fp16 for an x in bf16.
     """
-    x = normalised(x, axis)
+    if out is None:
+        out = torch.empty(x.shape, dtype=iteration_dtype(x.dtype), device=x.device)
     is_tall = x.size(1) > x.size(2) if cut is None else cut == 0
     side = x.size(2 if is_tall else 1)  # of the Gram matrix
     stretches = steps_per_gram(side, x[0].numel() // side)
+    # Two tensors take turns as the target of a product, so that the last product writes `out`.
+    target = out
+    spare = torch.empty_like(out)
+    if len(stretches) % 2 == 1:
+        target, spare = spare, target
+    x = normalised(x, axis, target)
     for i, n_steps in enumerate(stretches):
         gram = axis.all_reduce(x.mT @ x if is_tall else x @ x.mT)  # SUM of k (C, C), over tp
         polynomial = product_of_polynomials(gram, n_steps)
         pair = (x, polynomial) if is_tall else (polynomial, x)
+        target, spare = spare, target
         if i < len(stretches) - 1:
-            x = torch.bmm(*pair)
+            x = torch.bmm(*pair, out=target)
     # The last product also multiplies by a number: beta=0 leaves out the sum.
-    return torch.baddbmm(x, *pair, beta=0, alpha=scale / NORM, out=out)
+    return torch.baddbmm(x, *pair, beta=0, alpha=scale / NORM, out=target)
 
 
 def steps_per_gram(side, other):
@@ -86,13 +94,12 @@ def steps_per_gram(side, other):
     return STEPS_OF_LONG if other >= LONG * side else STEPS_OF_SHORT
 
 
-def normalised(x, axis):
-    """Return each matrix of x with the norm NORM, in the dtype of the iteration."""
+def normalised(x, axis, out):
+    """Write each matrix of x with the norm NORM into out, which may share x's memory."""
     wide = torch.promote_types(x.dtype, torch.float32)
     norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=wide)
     squares = axis.all_reduce(norms.square())  # SUM of k numbers, over tp
-    found = torch.empty(x.shape, dtype=iteration_dtype(x.dtype), device=x.device)
-    return torch.mul(x, NORM / squares.sqrt().clamp(min=EPS), out=found)
+    return torch.mul(x, NORM / squares.sqrt().clamp(min=EPS), out=out)
 
 
 def product_of_polynomials(gram, n_steps):
@@ -203,10 +210,25 @@ class Batch(NamedTuple):
     places: list    # slices of the received numbers, which hold the matrices one after the other
 
 
-def batch_size(shape):
-    """Return how many matrices are computed together: a power of two, as the number of experts."""
+def iteration_elements(shape):
+    """Return the elements of the tensors that the iteration of a matrix needs at a time.
+
+    These are two like the matrix, and six like its Gram matrix.
+    """
+    rows, columns = shape
+    side = min(rows, columns)
+    return 2 * rows * columns + 6 * side * side
+
+
+def batch_size(shape, elements):
+    """Return how many matrices are computed together: a power of two, as the number of experts.
+
+    elements: those of this rank's slices, in all matrices. The batch needs no more than these, so
+    in a 16-bit model directions and batch need no more memory than AdamW's second moment would.
+    """
     count = 1
-    while 2 * count * math.prod(shape) <= BATCH_ELEMENTS:
+    while (2 * count * math.prod(shape) <= BATCH_ELEMENTS
+           and 2 * count * iteration_elements(shape) <= elements):
         count *= 2
     return count
 
@@ -264,8 +286,9 @@ class WholeMatrices:
             shapes.setdefault((matrix.shape, matrix.full_shape), []).append((matrix, of_matrix))
         batches = []
         for (shape, _), alike in shapes.items():
-            for i in range(0, len(alike), batch_size(shape)):
-                together = alike[i:i + batch_size(shape)]
+            size = batch_size(shape, sum(self.sizes))
+            for i in range(0, len(alike), size):
+                together = alike[i:i + size]
                 in_order = itertools.chain.from_iterable(place for _, place in together)
                 batches.append(Batch(together[0][0], joined(in_order)))
         return batches
@@ -279,20 +302,22 @@ class WholeMatrices:
         dtype = iteration_dtype(vector.dtype)
         updates = received.view(dtype)
         for batch in self.batches:
-            matrix = batch.matrix
-            parts = [received[place] for place in batch.places]
-            targets = [updates[place] for place in batch.places]
-            is_one = len(parts) == 1
-            x = (parts[0] if is_one else torch.cat(parts)).view(-1, *matrix.shape)
-            found = orthogonalise(
-                x, matrix.cut, ALONE if matrix.cut is None else self.tp,
-                scale=update_scale(matrix.full_shape),
-                out=targets[0].view(x.shape) if is_one else None)
-            if not is_one:
-                copy_into(targets, found.reshape(-1))
+            self.orthogonalise_batch(batch, received, updates)
         if self.is_shared:
             self.hand_back(updates, vector.view(dtype))
         return vector.view(dtype)
+
+    def orthogonalise_batch(self, batch, received, updates):
+        """Write a batch's updates where its directions are. Both are (n,)."""
+        matrix = batch.matrix
+        parts = [received[place] for place in batch.places]
+        is_one = len(parts) == 1
+        x = (parts[0] if is_one else torch.cat(parts)).view(-1, *matrix.shape)
+        found = orthogonalise(
+            x, matrix.cut, ALONE if matrix.cut is None else self.tp,
+            scale=update_scale(matrix.full_shape), out=x.view(updates.dtype))
+        if not is_one:
+            copy_into([updates[place] for place in batch.places], found.view(-1))
 
     def collect(self, vector):
         """Return the elements of this rank's own matrices, which all ranks have sent."""

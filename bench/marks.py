@@ -10,13 +10,20 @@ do with tokens, so that gradients and activations are told apart on one rank, to
 
 `Marks` sees every operation of torch that one rank does, and gives each result its Mark. A tensor that is
 in none of the sets along an axis is equal on all of its ranks. A zero fits every Mark.
+
+While `Marks.by_sides` is set, in Muon's iteration, tensors hold matrices: rows and features are then their
+two sides, the last two dimensions. marks_of_muon.py sets it.
 """
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import attention
+import layers
+import lora
 from parallel import Axis
 
 DATA = 1
@@ -32,7 +39,9 @@ class Mark(NamedTuple):
     features: int = 0
     own: int = 0
     partial: int = 0
+    slices: int = 0  # those of `own` along which ranks have slices of a buffer, cut inside matrices
     is_zero: bool = False
+    is_root: bool = False  # a norm: not it, but its square is the part of a sum that `partial` speaks of
     late: str = ""  # the collective that brings the numbers and has not been waited for
 
     @property
@@ -45,11 +54,15 @@ class Mark(NamedTuple):
         return self.varies | self.partial
 
     def without(self, bits):
-        return Mark(*(kind & ~bits for kind in self[:4]))
+        return Mark(*(kind & ~bits for kind in self[:5]))
 
     def as_rows(self):
         """Return the Mark of integers, which are never whole or partial: they only differ."""
         return self._replace(rows=self.rows | self.partial, partial=0)
+
+    def turned(self):
+        """Return the Mark of the transposed matrix."""
+        return self._replace(rows=self.features, features=self.rows)
 
 
 ZERO = Mark(is_zero=True)
@@ -58,11 +71,12 @@ FREED = Mark(late="a gather that did not happen: the memory was given back")
 
 def union(marks):
     """Return the Mark of a result in which tensors of these Marks take part."""
-    kinds = [0, 0, 0, 0]
+    kinds = [0, 0, 0, 0, 0]
     for mark in marks:
-        kinds = [kind | more for kind, more in zip(kinds, mark[:4], strict=True)]
+        kinds = [kind | more for kind, more in zip(kinds, mark[:5], strict=True)]
     marks = list(marks)
-    return Mark(*kinds, is_zero=bool(marks) and all(mark.is_zero for mark in marks))
+    return Mark(*kinds, is_zero=bool(marks) and all(mark.is_zero for mark in marks),
+                is_root=any(mark.is_root for mark in marks))
 
 
 # Operations that may take part of a sum for the sum itself: f(a + b) = f(a) + f(b).
@@ -75,6 +89,7 @@ SUMS = {"add", "add_", "sub", "sub_"}
 PRODUCTS = {"mul", "mul_", "div", "div_"}
 MATRIX_PRODUCTS = {"mm", "bmm", "_grouped_mm"}
 REDUCTIONS = {"sum", "mean"}
+NORMS = {"norm", "linalg_vector_norm"}
 OTHER_REDUCTIONS = {"max", "amax", "min", "amin", "logsumexp", "argmax", "prod", "nll_loss_forward", "norm",
                     "linalg_vector_norm", "count_nonzero", "any", "all"}
 ZEROS = {"zeros", "zeros_like", "new_zeros", "zero_"}
@@ -91,11 +106,20 @@ class Marks(TorchDispatchMode):
         self.known = {}  # of a storage: the storage, so that it stays alive, and its Mark
         self.windows = {}  # of a storage: [(start, end, Mark)] of the parameters in it
         self.counting = True  # whether a wrong sum or a wrong use of a partial sum is refused
+        self.by_sides = False  # whether rows and features are the sides of matrices
 
     # -------------------------------------------------------------------------
     # What is known
 
     def of(self, tensor):
+        mark = self.of_memory(tensor)
+        return mark.turned() if self.is_turned(tensor) else mark
+
+    def is_turned(self, tensor):
+        """Whether a tensor of matrices is a transposed view of its memory."""
+        return self.by_sides and tensor.ndim > 1 and tensor.stride(-2) < tensor.stride(-1)
+
+    def of_memory(self, tensor):
         key = tensor.untyped_storage()._cdata
         begin = tensor.storage_offset()
         whole = self.known.get(key, (None, Mark()))[1]
@@ -106,6 +130,8 @@ class Marks(TorchDispatchMode):
 
     def set(self, tensor, mark):
         storage = tensor.untyped_storage()
+        if self.is_turned(tensor):
+            mark = mark.turned()
         self.known[storage._cdata] = storage, mark
         return tensor
 
@@ -146,7 +172,7 @@ class Marks(TorchDispatchMode):
             if self.of(t).late:
                 self.refuse(f"{name} reads numbers before they are there: nobody has waited for "
                             f"{self.of(t).late}")
-        marks = self.rule(name, inputs, args, fresh or written)
+        marks = self.rule(name, inputs, (args, kwargs), fresh or written)
         if marks[0].rows & marks[0].features and (fresh or written)[0].dtype.is_floating_point:
             both = self.names(marks[0].rows & marks[0].features)
             self.refuse(f"{name}: along {both}, each rank has other rows and other columns; one of the two "
@@ -173,8 +199,9 @@ class Marks(TorchDispatchMode):
             for a in lists if name.startswith("_fused") else []:
                 self.set(a[i], mark)
 
-    def rule(self, name, inputs, args, results):
-        """Return the Mark of each result."""
+    def rule(self, name, inputs, arguments, results):
+        """Return the Mark of each result. arguments: those of the operation, (args, kwargs)."""
+        args, kwargs = arguments
         if name in ZEROS:
             return [ZERO] * len(results)
         if name in FRESH:
@@ -189,8 +216,11 @@ class Marks(TorchDispatchMode):
                      for t, mark in zip(inputs, marks, strict=True)]
         if name in MATRIX_PRODUCTS:
             return [self.matrix_product(*marks[:2])]
-        if name == "addmm":
-            return [self.sum("add", [marks[0], self.matrix_product(*marks[1:3])])]
+        if name in ("addmm", "baddbmm"):
+            found = self.matrix_product(*marks[1:3])
+            return [found if kwargs.get("beta") == 0 else self.sum("add", [marks[0], found])]
+        if name == "pow" and marks[0].is_root and args[1] == 2:
+            return [marks[0]._replace(is_root=False)]
         if name == "embedding":
             weight, index = marks
             return [Mark(index.rows | weight.rows, 0, weight.own, weight.features | weight.partial)]
@@ -257,6 +287,8 @@ class Marks(TorchDispatchMode):
         axis along which both factors have features is cut there, so the result is a part of the sum.
         """
         self.product("a matrix product", [a, b])
+        if self.by_sides:
+            return self.product_by_sides(a, b)
         apart = (a.own ^ b.own) & ~DATA
         if apart & union([a, b]).own and (a.rows or b.rows):
             self.refuse(f"a matrix product of rows with experts of other ranks of {self.names(apart)}: "
@@ -266,6 +298,14 @@ class Marks(TorchDispatchMode):
         if a.rows and b.rows:
             return Mark(0, a.features | b.features, own, (partial | a.rows | b.rows) & ~own)
         return Mark(a.rows | b.rows, a.features ^ b.features, own, partial | a.features & b.features)
+
+    def product_by_sides(self, a, b):
+        """Return the Mark of a matrix (.., n) times a matrix (n, ..), of which tp may cut any side."""
+        if a.features != b.rows:
+            self.refuse("a matrix product: the side that it sums over is cut along "
+                        f"{self.names(a.features ^ b.rows)} in one of the two matrices only")
+        whole = union([a, b])
+        return whole._replace(rows=a.rows, features=b.features, partial=whole.partial | a.features)
 
     def reduced(self, name, inputs, args, marks):
         """Return the Mark of a result whose rows or features may have been added up."""
@@ -277,14 +317,19 @@ class Marks(TorchDispatchMode):
         if name not in REDUCTIONS and name not in OTHER_REDUCTIONS or not inputs:
             return mark
         ndim = inputs[0].ndim
-        dims = args[1] if len(args) > 1 else None
+        at = 2 if name in NORMS else 1  # A norm's first argument says which norm it is.
+        dims = args[at] if len(args) > at else None
         if dims is None or name == "nll_loss_forward" or isinstance(dims, torch.Tensor):
             dims = range(ndim)
         dims = [dims] if isinstance(dims, int) else [dim % ndim for dim in dims] or range(ndim)
         dims = [dim % ndim for dim in dims]
-        rows = mark.rows if 0 in dims else 0
-        features = mark.features if ndim - 1 in dims else 0
-        return Mark(mark.rows & ~rows, mark.features & ~features, mark.own, mark.partial | rows | features)
+        row_dim = ndim - 2 if self.by_sides else 0
+        rows = mark.rows if row_dim in dims else 0
+        # In (B, t, heads, D) tp cuts the heads, not their columns.
+        features = mark.features if ndim - (2 if ndim == 4 else 1) in dims else 0
+        partial = mark.partial | rows | features
+        return Mark(mark.rows & ~rows, mark.features & ~features, mark.own, partial, mark.slices,
+                    is_root=name in NORMS and partial != 0)
 
 
 def added_rows(mark):
@@ -320,6 +365,8 @@ def sums(marks, bits):
     def mark_of_sum(axis, x, kind):
         mark = marks.of(x)
         over = bits(axis)
+        if mark.is_root:
+            marks.refuse(f"{kind} over {axis.name} adds norms of parts; only their squares add up")
         missing = over & ~mark.partial & ~mark.own
         if missing & ~mark.bits:
             marks.refuse(f"{kind} over {axis.name} sums numbers that are equal along "
@@ -386,7 +433,11 @@ def gathers(marks, bits):
 def sends(marks, bits):
     """Return what gives each rank of the axis rows of its own."""
     def all_to_all(self, x, send=None, receive=None):
-        """Rows to the experts, or back: what differed by rows differs by experts, and the reverse."""
+        """Rows to the experts, or back: what differed by rows differs by experts, and the reverse.
+
+        What has nothing to do with tokens is Muon's: slices of a buffer become the owners' whole matrices,
+        and the reverse.
+        """
         if self.size == 1:
             return x
         mark = marks.of(x)
@@ -396,6 +447,11 @@ def sends(marks, bits):
         out = x.new_zeros(x.size(0) if receive is None else sum(receive), *x.shape[1:])
         n = min(len(x), len(out))
         out[:n] = x[:n]
+        if over & mark.own and not mark.bits & DATA:
+            if over & ~mark.own:
+                marks.refuse(f"an all-to-all over {self.name} sends parts of matrices also along "
+                             f"{marks.names(over & ~mark.own)}, where the ranks have the same slices")
+            return marks.set(out, mark._replace(slices=mark.slices ^ over))
         if over & mark.own:
             return marks.set(out, mark.without(over)._replace(rows=mark.rows | over))
         return marks.set(out, mark.without(over)._replace(own=mark.own | over))
@@ -438,6 +494,38 @@ def attention_of(marks):
     return attention
 
 
+def no_mask(n_queries, n_keys):
+    """Stand for attention.lower_right_mask: attention_of() masks nothing."""
+
+
+def attention_patches(marks, tp):
+    """Return what is replaced in attention. tp: the bits of the axis that cuts heads."""
+    def own_rows(original, p, rows):
+        """Of a weight that all tp ranks have whole, each takes the rows of its own head."""
+        if p is None or rows is None:
+            return original(p, rows)
+        cut = mark_as(marks, lambda mark: mark._replace(features=mark.features | tp), same)
+        return cut(original(p, rows))
+
+    def sum_of_heads(original, x, axis):
+        """All ranks have this sum. So a gradient of it that differs is a part: that of a rank's own heads."""
+        return mark_as(marks, same, moved(tp, "features", "partial"))(original(x, axis))
+
+    wrap = mock.patch.object
+    return [wrap(torch.nn.functional, "scaled_dot_product_attention", attention_of(marks)),
+            wrap(attention, "lower_right_mask", no_mask),
+            wrap(attention, "sum_over_ranks", around(attention.sum_over_ranks, sum_of_heads)),
+            *[wrap(module, "select_rows", around(layers.select_rows, own_rows))
+              for module in (layers, attention, lora)]]
+
+
+def around(original, replacement):
+    """Return a function or method that calls replacement(original, *arguments)."""
+    def call(*args, **kwargs):
+        return replacement(original, *args, **kwargs)
+    return call
+
+
 def mark_as(marks, after, backward):
     """Return the identity with a gradient that changes Marks: after(mark) forward, backward(mark) back."""
     class MarkAs(torch.autograd.Function):
@@ -449,6 +537,10 @@ def mark_as(marks, after, backward):
         def backward(ctx, grad):
             return marks.set(grad.clone(), backward(marks.of(grad)))
     return MarkAs.apply
+
+
+def same(mark):
+    return mark
 
 
 def moved(bits, source, target):

@@ -34,14 +34,15 @@ from marks import (
     Mark,
     Marks,
     OneRuleError,
-    attention_of,
+    around,
+    attention_patches,
     collectives,
     mark_as,
     moved,
     union,
 )
+from marks_of_muon import MuonMarks
 
-import attention
 import ddp
 import model
 import moe
@@ -204,24 +205,16 @@ class Stage:
             wrap(pipeline.dist, "P2POp", self.message),
             wrap(pipeline.dist, "batch_isend_irecv", arrivals),
             wrap(torch.distributed, "get_rank", lambda: self.rank),
-            wrap(torch.nn.functional, "scaled_dot_product_attention", attention_of(self.marks)),
-            wrap(attention, "lower_right_mask", no_mask),
-            wrap(moe.MoE, "router_loss", self.around(moe.MoE.router_loss, self.router_loss)),
-            wrap(ddp.Bucket, "on_grad_ready", self.around(ddp.Bucket.on_grad_ready, self.grad_ready)),
-            wrap(zero.SlotBucket, "on_grad_ready",
-                 self.around(zero.SlotBucket.on_grad_ready, self.grad_ready)),
+            wrap(moe.MoE, "router_loss", around(moe.MoE.router_loss, self.router_loss)),
+            wrap(ddp.Bucket, "on_grad_ready", around(ddp.Bucket.on_grad_ready, self.grad_ready)),
+            wrap(zero.SlotBucket, "on_grad_ready", around(zero.SlotBucket.on_grad_ready, self.grad_ready)),
             wrap(ddp.FlatBuffers, "copy_all_gradients",
-                 self.around(ddp.FlatBuffers.copy_all_gradients, self.copy_gradients)),
-            wrap(zero.ShardedBucket, "free", self.around(zero.ShardedBucket.free, self.free)),
-            wrap(Optimizer, "stats", self.around(Optimizer.stats, self.stats)),
+                 around(ddp.FlatBuffers.copy_all_gradients, self.copy_gradients)),
+            wrap(zero.ShardedBucket, "free", around(zero.ShardedBucket.free, self.free)),
+            wrap(Optimizer, "stats", around(Optimizer.stats, self.stats)),
+            *attention_patches(self.marks, self.bits(self.mesh.tp)),
+            *MuonMarks(self.marks, self.bits(self.mesh.tp)).patches(),
         ]
-
-    @staticmethod
-    def around(original, replacement):
-        """Return a method that calls replacement(original, *arguments)."""
-        def method(*args, **kwargs):
-            return replacement(original, *args, **kwargs)
-        return method
 
     # -------------------------------------------------------------------------
     # What the step starts from
@@ -266,7 +259,8 @@ class Stage:
     def slice_mark(self, bucket):
         """Return the Mark of this rank's slice of a bucket's masters."""
         mark = self.cut_of_all(bucket)
-        return mark._replace(own=mark.own | self.slice_bits(bucket))
+        slices = self.slice_bits(bucket)
+        return mark._replace(own=mark.own | slices, slices=slices)
 
     def cut_of_all(self, bucket):
         return union([self.cut(p) for p in bucket.params])._replace(is_zero=False)
@@ -287,7 +281,8 @@ class Stage:
                 if name == "dropout":
                     continue
                 equal = torch.equal(p, other[name])
-                is_constant = p.ndim == 1 or not p.numel()  # Vectors start with one number.
+                # Vectors start with one number, and one of the two factors of --lora with zeros.
+                is_constant = p.ndim == 1 or not p.any()
                 if equal == bool(self.cut(p).bits & digit) and not (equal and is_constant):
                     found = "equal numbers, but is cut" if equal else "different numbers, but is not cut"
                     raise OneRuleError(f"{name} starts with {found}, along {where}")
@@ -306,12 +301,17 @@ class Stage:
 
     def mark_weights(self):
         marks = self.marks
-        for bucket in self.data_parallel.buckets:
+        for _, p in ddp.frozen_parameters(self.model):
+            marks.set(p.data, self.cut(p))
+        for bucket in self.data_parallel.buckets + self.data_parallel.frozen_buckets:
             key = bucket.flat.untyped_storage()._cdata
             ends = [(begin, begin + p.numel(), self.cut(p))
                     for p, begin in zip(bucket.params, bucket.starts(), strict=True)]
             marks.set(bucket.flat, self.cut_of_all(bucket))
             marks.windows[key] = ends
+        for bucket in self.data_parallel.frozen_buckets:
+            marks.set(bucket.own, self.slice_mark(bucket))
+        for bucket in self.data_parallel.buckets:
             marks.set(bucket.grad, ZERO)
             marks.set(bucket.grad_total, ZERO)
         slices = zip(self.data_parallel.buckets, self.opt.masters, *self.opt.moments().values(), strict=True)
@@ -478,10 +478,6 @@ def arrivals(operations):
     return [operation for operation in operations if operation is not None]
 
 
-def no_mask(n_queries, n_keys):
-    """Stand for attention.lower_right_mask: attention_of() masks nothing."""
-
-
 def holders(cfg, ranks):
     """Return {name of a parameter: the stages that hold it}. OneRuleError: a message skips blocks."""
     found = {}
@@ -548,8 +544,7 @@ def small(cfg, dp):
     tokens = 2 * cfg.cp * cfg.tp
     return dataclasses.replace(
         cfg, n_embd=4 * cfg.n_head, ffn_hidden=8 * cfg.tp, vocab_size=100, micro_batch=2,
-        seq_len=tokens * -(-20 // tokens), global_batch=4 * dp, rampup_batch_size=(),
-        optimizer="adamw")
+        seq_len=tokens * -(-20 // tokens), global_batch=4 * dp, rampup_batch_size=())
 
 
 def printed(verdict, layers):
@@ -579,9 +574,6 @@ def main(argv=None):
         check_layout(flags, mesh, flags.global_batch or flags.micro_batch * mesh.dp.size)
         verdict = derive(small(flags, mesh.dp.size), flags.ranks)
     print("\n".join(printed(verdict, flags.n_layer)))
-    if flags.optimizer != "adamw":
-        print(f"--optimizer {flags.optimizer}: the groups are the same, but its update was not followed; "
-              "AdamW's was")
     wrong = [row for row in verdict.rows if not row.right]
     for row in wrong:
         print(f"wrong: {wrong_group(row)}")

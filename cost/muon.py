@@ -7,7 +7,7 @@ from collections import Counter
 from cost.parameters import element_bytes, muon_buckets
 from cost.step_time import STREAM, matmul_seconds, ring_bandwidth, stride_of
 from model import DTYPES
-from muon import batch_size, iteration_dtype, length_of, owned_matrices, steps_per_gram
+from muon import batch_size, iteration_dtype, iteration_elements, length_of, owned_matrices, steps_per_gram
 from ops.flat import padded_elements
 
 # Bytes per element of a rank's slices that the update moves more than AdamW's 30, in a 16-bit model: 14 for
@@ -65,19 +65,18 @@ def muon_traffic(cfg, mesh, vocab_size):
 def workspace_bytes(cfg, mesh, vocab_size):
     """Return the bytes that Muon's update needs for a moment, when no activations are left.
 
-    There are the vector of directions, under ZeRO twice more what is sent and received, and about six
-    tensors of the largest batch of matrices.
+    There are the vector of directions, under ZeRO twice more what is sent and received, and what the
+    iteration of a batch of matrices needs.
     """
     most = 0
     for _, elements, owned in shares(cfg, mesh, vocab_size):
         counts = Counter(matrix.shape for matrix in max(owned, key=len))
         batch = 0
         for shape, count in counts.items():
-            rows, columns = shape
-            together = min(count, batch_size(shape))
-            batch = max(batch, together * rows * columns)
+            together = min(count, batch_size(shape, elements))
+            batch = max(batch, together * iteration_elements(shape))
         vectors = 3 if len(owned) > 1 else 1
-        most = max(most, vectors * elements + 6 * batch)
+        most = max(most, vectors * elements + batch)
     return most * iteration_bytes(cfg)
 
 

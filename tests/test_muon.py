@@ -7,6 +7,7 @@ and that comparison must fail.
 import dataclasses
 import functools
 import math
+import weakref
 from unittest import mock
 
 import plain_muon
@@ -18,6 +19,8 @@ from pool import run_ranks
 from runs import assert_refused, final, go
 from test_layouts import BERT, GPT2, LLAMA, MOE, compare, mask_synthetic, run
 from test_model import FAMILIES, built, steps
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import muon
 from corpus.shards import Synthetic
@@ -36,6 +39,18 @@ TWO = {name: dict(base, n_layer=2) for name, base in BASES.items()}
 
 # -----------------------------------------------------------------------------
 # One matrix
+
+@pytest.mark.parametrize("rows,count", [(2**27, 1), (2**26, 2), (3 * 2**24, 2), (2**25, 4)])
+def test_matrices_are_computed_together_in_powers_of_two(rows, count):
+    assert muon.batch_size((rows, 1), 2**40) == count
+
+
+@pytest.mark.parametrize("elements,count", [(100, 1), (8191, 2), (8192, 4)])
+def test_a_batch_needs_no_more_elements_than_a_rank_has(elements, count):
+    """Those of a matrix of 16 x 16 are 2 * 256 for the matrix and 6 * 256 for its Gram matrix."""
+    assert muon.iteration_elements((16, 16)) == 2048
+    assert muon.batch_size((16, 16), elements) == count
+
 
 SHAPES = [(24, 16), (16, 24), (16, 16)]
 
@@ -107,7 +122,7 @@ def test_a_batch_without_gaps_is_not_copied():
     """Two matrices that are neighbours are one view; the update stands where the direction was."""
     slices = [slice(0, 6), slice(6, 12), slice(20, 26), slice(26, 30), slice(40, 41)]
     assert muon.joined(slices) == [slice(0, 12), slice(20, 30), slice(40, 41)]
-    cfg = dataclasses.replace(FAMILIES["llama"], optimizer="muon", n_experts=4, n_layer=1, dtype="bf16")
+    cfg = dataclasses.replace(FAMILIES["llama"], optimizer="muon", n_experts=4, n_layer=2, dtype="bf16")
     _, _, opt = built(cfg)
     for group in opt.muon.groups:
         vector = torch.randn(sum(group.sizes)).bfloat16()
@@ -118,6 +133,39 @@ def test_a_batch_without_gaps_is_not_copied():
     batches = [batch for group in opt.muon.groups for batch in group.batches]
     assert any(len(batch.places) == 1 and muon.length_of(batch.places[0]) >= 4 * math.prod(batch.matrix.shape)
                for batch in batches), "the experts of a layer"
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that are made in this context and not yet freed; peak: at most."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)}
+        made = function(*args, **(kwargs or {}))
+        for x in tree_leaves(made):
+            storage = x.untyped_storage() if torch.is_tensor(x) else None
+            if storage is not None and storage._cdata not in given and storage._cdata not in self.live:
+                self.live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self.live.values()))
+        return made
+
+
+def test_the_update_needs_the_memory_that_the_planner_counts():
+    """It is less than that of AdamW's second moment, for which Muon has no use."""
+    cfg = dataclasses.replace(FAMILIES["llama"], optimizer="muon", n_layer=6, dtype="bf16")
+    _, _, opt = built(cfg)
+    mesh = opt.data_parallel.mesh
+    [group] = opt.muon.groups
+    vector = torch.randn(sum(group.sizes)).bfloat16()
+    with LiveBytes() as seen:
+        group.orthogonalise(vector)
+    peak = seen.peak + vector.nbytes
+    counted = workspace_bytes(cfg, mesh, cfg.vocab_size)
+    assert 0.8 * counted < peak <= counted < 4 * vector.numel(), (peak, counted, vector.numel())
 
 
 def test_which_parameters_are_muons():
@@ -248,7 +296,7 @@ def test_momenta_have_clipped_gradients_without_the_loss_scale(dtype):
 # The planner
 
 def test_the_planner_counts_one_moment_of_muons_matrices():
-    """And its update is part of the workspace where no activation is larger."""
+    """And its update is part of the workspace: the directions, and what the largest batch needs."""
     cfg = dataclasses.replace(FAMILIES["llama"], optimizer="muon")
     _, _, opt = built(cfg)
     mesh = opt.data_parallel.mesh
@@ -259,7 +307,11 @@ def test_the_planner_counts_one_moment_of_muons_matrices():
     plain = dataclasses.replace(cfg, optimizer="adamw")
     elements = sum(master.numel() for master in opt.muon.state)
     assert state_bytes(plain, mesh, cfg.vocab_size, choice)["optimizer"] - counted == 4 * elements
-    assert workspace_bytes(cfg, mesh, cfg.vocab_size) >= 4 * elements
+    needs = []
+    for batch in opt.muon.groups[0].batches:
+        count = sum(place.stop - place.start for place in batch.places) // math.prod(batch.matrix.shape)
+        needs.append(count * muon.iteration_elements(batch.matrix.shape))
+    assert workspace_bytes(cfg, mesh, cfg.vocab_size) == 4 * (elements + max(needs))
     assert workspace_bytes(plain, mesh, cfg.vocab_size) == muon_seconds(plain, mesh, GPUS["h200"], 100) == 0
     assert muon_seconds(cfg, mesh, GPUS["h200"], 100) > 0
 
@@ -329,7 +381,7 @@ FAULTS = {
     "the Gram matrix of the side that is cut": (
         "llama", TP, ("muon.orthogonalise", "cut == 0", "cut == 1")),
     "the scale of the share's shape": (
-        "llama", TP, ("muon.WholeMatrices.orthogonalise", "update_scale(matrix.full_shape)",
+        "llama", TP, ("muon.WholeMatrices.orthogonalise_batch", "update_scale(matrix.full_shape)",
                       "update_scale(matrix.shape)")),
     "the experts are one matrix": (
         "moe", EP, ("muon.shapes_of", "tuple(p.shape[-2:])", "(p.numel() // p.size(-1), p.size(-1))")),

@@ -13,14 +13,17 @@ from unittest import mock
 import pytest
 import test_faults
 import test_layouts
+import test_lora
 import test_moe_faults
-from faults import group, planted
+import test_muon
+import torch.nn.functional as F
+from faults import group, nothing, planted
 from pool import ROOT
 from test_layouts import BERT, CAPACITY, GPT2, LLAMA, MOE, SIGMOID
 
 import model
 from config import Config
-from parallel import Mesh, parameter
+from parallel import Mesh, parameter, scatter_rows
 
 sys.path.append(str(ROOT / "bench"))
 import one_rule
@@ -38,7 +41,25 @@ OTHERS = [("llama", 4, dict(pp=2, pp_layers="1,3", recompute="full", zero=1)),
           ("gpt2", 15, dict(pp=3, zero=2)), ("llama", 64, dict(tp=4, cp=2, pp=2, zero=1)),
           ("dropless", 64, dict(tp=2, cp=2, ep=8, zero=3)), ("capacity", 48, dict(tp=2, pp=4, ep=2, zero=2)),
           ("gpt2", 64, dict(tp=4, pp=4, zero=1)), ("bert", 64, dict(tp=2, cp=2, pp=2, zero=2)),
-          ("llama", 6, dict(cp=3, seq_len=12, micro_batch=4))]
+          ("llama", 6, dict(cp=3, seq_len=12, micro_batch=4)),
+          # A norm of each head's queries, or of all heads together, with one head on each rank.
+          ("llama", 8, dict(tp=4, qk_norm="head")), ("llama", 8, dict(tp=4, qk_norm="all", n_kv_head=1)),
+          ("llama", 4, dict(tp=4, zero=3, n_kv_head=1))]
+MUON, LORA = test_muon.BASES, test_lora.BASES
+OTHERS_OF_MUON = [
+    ("llama", 6, dict(zero=1)), ("llama", 3, dict(zero=2)), ("llama", 4, dict(tp=4, zero=1, n_kv_head=1)),
+    ("gpt2", 12, dict(tp=2, pp=2, zero=2)), ("moe", 12, dict(tp=2, ep=4)), ("moe", 8, dict(tp=2, ep=8)),
+    ("llama", 64, dict(tp=4, cp=2, pp=2, zero=1)), ("moe", 64, dict(tp=2, cp=2, ep=8, zero=3)),
+    ("bert", 64, dict(tp=2, cp=2, pp=2, zero=2)), ("llama", 8, dict(tp=2, zero=1, shard=2)),
+    ("llama", 8, dict(tp=2, cp=2, zero=3, shard=1)), ("moe", 8, dict(tp=2, ep=2, zero=3, shard=2)),
+    ("moe", 8, dict(cp=2, ep=4, zero=1, shard=2)), ("llama", 4, dict(zero=2, shard=2, dtype="bf16")),
+    ("moe", 4, dict(tp=2, ep=2, zero=3, dtype="fp16")), ("gpt2", 8, dict(tp=2, zero=1, recompute="full"))]
+OTHERS_OF_LORA = [
+    ("qwen", 6, dict(zero=1)), ("qwen", 4, dict(pp=2, pp_chunks=2, n_layer=4)),
+    ("gpt2", 12, dict(tp=2, pp=2)), ("one head", 8, dict(tp=4, zero=3)),
+    ("qwen", 8, dict(tp=2, zero=3, shard=2)), ("qwen", 8, dict(cp=2, zero=3, shard=2, dtype="bf16")),
+    ("qwen", 64, dict(tp=2, cp=2, pp=2, zero=2)), ("bert", 64, dict(tp=2, cp=2, pp=2, zero=1)),
+    ("one head", 64, dict(tp=4, cp=2, zero=3, shard=4))]
 
 
 def layouts():
@@ -51,6 +72,18 @@ def layouts():
     found += [(family, ranks, layout) for ranks, _, layout in test_layouts.MOE_LAYOUTS
               for family in ("dropless", "capacity")]
     return found + OTHERS
+
+
+def layouts_of_muon():
+    """Return [(model, ranks, layout)]: all layouts of test_muon.py, and more."""
+    found = [(MUON[name], ranks, layout) for name, ranks, _, layout in test_muon.EVERY_LAYOUT]
+    return found + [(MUON[name], ranks, layout) for name, ranks, layout in OTHERS_OF_MUON]
+
+
+def layouts_of_lora():
+    """Return [(model, ranks, layout)]: all layouts of test_lora.py, and more."""
+    found = [(LORA[name], ranks, layout) for name, ranks, _, layout in test_lora.LAYOUTS]
+    return found + [(LORA[name], ranks, layout) for name, ranks, layout in OTHERS_OF_LORA]
 
 
 def config(family, ranks, layout):
@@ -69,12 +102,38 @@ def check_layout(family, ranks, layout):
 
 
 FEW = [("llama", 4, dict(tp=2, zero=1)), ("gpt2", 2, dict(pp=2, zero=1)), ("dropless", 4, dict(tp=2, ep=4)),
-       ("gpt2", 4, dict(cp=2, zero=3)), ("bert", 64, dict(tp=2, cp=2, pp=2, zero=2, n_layer=2))]
+       ("gpt2", 4, dict(cp=2, zero=3)), (test_muon.TWO["llama"], 4, dict(tp=2, zero=1)),
+       (MUON["moe"], 8, dict(tp=2, ep=2, zero=3, shard=2, n_layer=1)), (LORA["qwen"], 4, dict(tp=2, zero=3)),
+       ("bert", 64, dict(tp=2, cp=2, pp=2, zero=2, n_layer=2))]
 
 
-@pytest.mark.parametrize("case", FEW, ids=lambda case: str(case).replace(" ", ""))
+@pytest.mark.parametrize("case", FEW, ids=lambda case: str(case[1:]).replace(" ", ""))
 def test_every_group_follows(case):
     check_layout(*case)
+
+
+SMALL = ["tiny", "--n-layer", "1", "--ranks", "4", "--tp", "2"]
+
+
+@pytest.mark.parametrize("flags", [["--optimizer=muon", "--zero=1"], ["--lora=2", "--zero=3"]], ids=str)
+def test_the_command_follows_muon_and_lora(flags, capsys):
+    """In bf16, where masters and directions have memory of their own."""
+    assert one_rule.main([*SMALL, *flags]) == 0
+    said = capsys.readouterr().out
+    assert "groups follow from the step, 4 ranks" in said and said.endswith("right\n")
+    assert "not followed" not in said
+    if "--lora=2" in flags:
+        table = dict(line.split()[::3] for line in said.splitlines() if "lora" in line)
+        assert table["blocks.0.attn.wq.lora.A"] == table["blocks.0.attn.wo.lora.B"] == "stage"
+        assert table["blocks.0.attn.wq.lora.B"] == table["blocks.0.attn.wo.lora.A"] == "dp"
+
+
+def test_both_at_once_are_refused_in_one_line(capsys):
+    with pytest.raises(SystemExit) as left:
+        one_rule.main([*SMALL, "--optimizer=muon", "--lora=2"])
+    assert left.value.code == 2
+    said = capsys.readouterr()
+    assert not said.out and said.err.count("\n") == 1 and "--optimizer muon is for whole matrices" in said.err
 
 
 @pytest.mark.long
@@ -84,6 +143,15 @@ def test_every_layout_of_the_tests_is_accepted():
     for case in cases:
         check_layout(*case)
     print(f"\n{len(cases)} layouts, no false alarm, {time.monotonic() - began:.0f} s")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cases", [layouts_of_muon, layouts_of_lora])
+def test_every_layout_of_muon_and_lora_is_accepted(cases):
+    began = time.monotonic()
+    for case in cases():
+        check_layout(*case)
+    print(f"\n{cases.__name__}: {len(cases())}, no false alarm, {time.monotonic() - began:.0f} s")
 
 
 # -----------------------------------------------------------------------------
@@ -254,7 +322,7 @@ def test_a_new_parameter_in_a_wrong_group_is_named(name):
 
 
 # -----------------------------------------------------------------------------
-# The planted faults of test_faults.py and test_moe_faults.py
+# The planted faults of test_faults.py, test_moe_faults.py, test_muon.py and test_lora.py, and more
 
 # What no Mark shows: a factor, an offset, an order, a mask, the choice of rows or words by a rank's number.
 UNSEEN = {
@@ -304,6 +372,65 @@ UNSEEN = {
     "experts: rows come back sorted by expert, capacity",
     "experts: only one rank's experts are saved",
     "experts: experts are saved without their offset",
+    "muon: the next Gram matrix lacks a polynomial",
+    "muon: only the last polynomial reaches the matrix",
+    "muon: the scale of the share's shape",
+    "muon: momentum is updated afterwards",
+    "muon: no look ahead",
+    "muon: matrices in blocks do not decay",
+    "muon: decay in place of AdamW's group",
+    "muon: AdamW's learning rate",
+    "muon: parts of matrices in another order",
+    "lora: the scale is forgotten",
+    "lora: the base is not frozen",
+    "lora: A starts as another matrix on each rank",
+}
+
+
+def slices_as_they_are(original, matrices, vector):
+    """WholeMatrices.collect that sends nothing: each rank goes on with its own slices."""
+    found = vector.new_zeros(sum(matrices.received))
+    n = min(len(found), len(vector))
+    found[:n] = vector[:n]
+    return found
+
+
+def adapter_after_the_sum(original, layer, x):
+    """RowLinear.forward that adds its own part of the adapter's sum to a row that is whole."""
+    y = scatter_rows(F.linear(x, layer.weight), layer.tp)
+    return y + layer.lora(x).chunk(layer.tp.size)[layer.tp.rank]
+
+
+TP, ZERO = (4, dict(tp=2)), (4, dict(zero=1))
+LLAMA_MUON, MOE_MUON = test_muon.TWO["llama"], test_muon.TWO["moe"]
+GRAM = "axis.all_reduce(x.mT @ x if is_tall else x @ x.mT)"
+WIDE = dict(LLAMA_MUON, n_kv_head=1)  # wk and wv are whole on all ranks of tp 2.
+MORE_FAULTS = {  # name: (model, (ranks, layout), where, what is planted)
+    "muon: slices orthogonalised as if they were matrices": (
+        LLAMA_MUON, ZERO, "muon.WholeMatrices.collect", slices_as_they_are),
+    "muon: slices orthogonalised as if they were matrices, ZeRO-3": (
+        MOE_MUON, (4, dict(ep=2, zero=3)), "muon.WholeMatrices.collect", slices_as_they_are),
+    "muon: norms summed over tp, not their squares": (
+        LLAMA_MUON, TP, "muon.normalised", "axis.all_reduce(norms.square())",
+        "axis.all_reduce(norms).square()"),
+    "muon: only the first Gram matrix is summed": (
+        LLAMA_MUON, TP, "muon.orthogonalise", GRAM, GRAM.replace("axis", "(ALONE if i else axis)")),
+    "muon: Gram matrices summed over dp": (
+        LLAMA_MUON, TP, "muon.Muon.__init__", "data_parallel.mesh.tp", "data_parallel.mesh.dp"),
+    "muon: Gram matrices of whole matrices summed over tp": (
+        WIDE, TP, "muon.WholeMatrices.orthogonalise_batch",
+        "ALONE if matrix.cut is None else self.tp", "self.tp"),
+    "muon: updates stay with the owner, ZeRO-2 with experts": (
+        MOE_MUON, (4, dict(ep=2, zero=2)), "muon.WholeMatrices.hand_back", nothing),
+    "muon: parts of matrices sent over the whole group, not over the shard": (
+        LLAMA_MUON, (8, dict(zero=1, shard=2)), "muon.WholeMatrices.collect",
+        "self.axis.all_to_all", "self.buckets[0].axis.all_to_all"),
+    "muon: new weights not gathered": (
+        LLAMA_MUON, ZERO, "muon.Muon.step", "self.data_parallel.on_updated(group.buckets[i])", ""),
+    "lora: a row layer adds its adapter after the sum": (
+        LORA["gpt2"], TP, "layers.RowLinear.forward", adapter_after_the_sum),
+    "lora: each tp rank draws its own adapters": (
+        LORA["qwen"], TP, "model.init_weights", 'f"{seed}/{name}"', 'f"{seed}/{name}/{model.mesh.tp.rank}"'),
 }
 
 
@@ -314,6 +441,12 @@ def all_faults():
     for name, (base, place, *faults) in {**test_faults.FAULTS, **of_experts}.items():
         more = [fault for fault in faults if isinstance(fault, tuple)]
         found[name] = base, place, [tuple(faults[:len(faults) - len(more)]), *more]
+    for name, (family, (ranks, _, layout), fault) in test_muon.FAULTS.items():
+        found[f"muon: {name}"] = test_muon.TWO[family], (ranks, layout), [fault]
+    for name, fault in test_lora.FAULTS.items():
+        found[f"lora: {name}"] = LORA["qwen"], (2, dict(tp=2)), [fault]
+    for name, (base, place, *fault) in MORE_FAULTS.items():
+        found[name] = base, place, [fault]
     return found
 
 
@@ -329,7 +462,12 @@ def is_refused(name):
 SOME = ["softmax with the local maximum", "row-linear bias added by every tp rank",
         "scatter_rows backward without the all-gather", "experts summed over dp",
         "a slot is given on before its sum was taken out", "clip by the local norm",
-        "experts: gradients of the rows not sent back", "weights not gathered"]
+        "experts: gradients of the rows not sent back", "weights not gathered",
+        "muon: each share orthogonalised alone", "muon: the norm is not summed over tp",
+        "muon: the Gram matrix is not summed over tp", "muon: the Gram matrix of the side that is cut",
+        "muon: slices orthogonalised as if they were matrices", "muon: updates stay with the owner",
+        "lora: the factor that is not cut is not summed over tp",
+        "lora: a row layer adds its adapter after the sum"]
 
 
 @pytest.mark.parametrize("name", SOME)
