@@ -11,9 +11,11 @@
     all            none of these
 
 Each row turns off one part of the whole, the last row all of them. A switch is left out where the workload
-does not use the part. A row is the median of the second half of the steps on the slowest rank. On a CPU each
-workload is a tiny model of the same kind, and only compile is there.
+does not use the part. A row is the median of the second half of the steps on the slowest rank, and is printed
+when it is measured. A row that fails on one GPU, for want of memory for example, says why, and the next one
+follows. On a CPU each workload is a tiny model of the same kind, and only compile is there.
 """
+import collections
 import contextlib
 import dataclasses
 import gc
@@ -28,13 +30,13 @@ from runtime.launch import exit_together, launch, shutdown
 
 import torch
 import torch.nn.functional as F
-from speed import LAYOUTS, WORKLOADS
+from speed import LAYOUTS, WORKLOADS, forget_memory
 from training import Training
 from tyro.conf import Positional
 
 import model
 from fast.choose import choose
-from interface.command_line import parse
+from interface.command_line import one_line, parse
 from ops import backend
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh
@@ -101,6 +103,7 @@ def turned_off(names):
 def milliseconds(cfg, world, off, steps):
     """Return (ms of a step on the slowest rank, whether the step is a graph) with the parts `off` off."""
     gc.collect()
+    forget_memory(world.device)
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()  # what was compiled has the parts of the row before
     if "compile" in off:
@@ -113,21 +116,49 @@ def milliseconds(cfg, world, off, steps):
 
 
 def ladder(cfg, world, switches, steps):
-    """Return [(what is off, ms, whether the step is a graph)], the whole first."""
+    """Yield (what is off, ms, whether the step is a graph), the whole first; (what is off, why, None)."""
     in_use = [name for name in parts_in_use(cfg, world) if name in switches]
     rungs = [("nothing", [])] + [(name, [name]) for name in in_use]
     if len(in_use) > 1:
         rungs.append(("all", in_use))
-    return [(title, *milliseconds(cfg, world, off, steps)) for title, off in rungs]
+    for title, off in rungs:
+        yield title, *measured(cfg, world, off, steps)
 
 
-def table(name, rows):
-    """Return the lines of a workload's ladder."""
-    _, whole, _ = rows[0]
-    lines = [f"{name:6}{'off':>12}{'ms':>10}{'of all on':>11}  graph"]
+def measured(cfg, world, off, steps):
+    """Return what milliseconds() does, or (why, None) if it fails on a single GPU.
+
+    The ranks of several GPUs would wait for the one that failed. Its exception ends them.
+    """
+    try:
+        return milliseconds(cfg, world, off, steps)
+    except Exception as e:  # for want of memory, or what a compiler lacks
+        if world.size > 1:
+            raise
+        return f"failed: {one_line(e)}"[:200], None
+
+
+def head_of(name):
+    """Return the first line of a workload's ladder."""
+    return f"{name:6}{'off':>12}{'ms':>10}{'of all on':>11}  graph"
+
+
+def line_of(title, ms, is_graph, whole):
+    """Return the line of a row. whole: ms of the row with all parts on, or None if it failed."""
+    if is_graph is None:
+        return f"{'':6}{title:>12}  {ms}"
+    share = f"{ms / whole:11.2f}" if whole else f"{'-':>11}"
+    return f"{'':6}{title:>12}{ms:10.2f}{share}  {'yes' if is_graph else 'no'}"
+
+
+def show(name, rows):
+    """Print a workload's ladder, each row as it comes."""
+    print(head_of(name), flush=True)
+    whole = None
     for title, ms, is_graph in rows:
-        lines.append(f"{'':6}{title:>12}{ms:10.2f}{ms / whole:11.2f}  {'yes' if is_graph else 'no'}")
-    return "\n".join(lines)
+        if title == "nothing" and is_graph is not None:
+            whole = ms
+        print(line_of(title, ms, is_graph, whole), flush=True)
 
 
 def main(argv=None):
@@ -139,7 +170,9 @@ def main(argv=None):
             cfg = workload(name, world)
         rows = ladder(cfg, world, flags.switches, flags.steps)
         if world.rank == 0:
-            print(table(name, rows), flush=True)
+            show(name, rows)
+        else:
+            collections.deque(rows, maxlen=0)  # the other ranks measure, and print nothing
     shutdown(world)
 
 

@@ -217,6 +217,10 @@ class Transformers(Peer):
     """transformers' own models, the whole model compiled, DDP: bf16 by autocast, fp32 weights."""
 
     def build(self, path):
+        with self.world.device:  # the weights are drawn there: a CPU takes minutes for 4 billion
+            return self.model_of_shape()
+
+    def model_of_shape(self):
         import transformers
         cfg = self.cfg
         if cfg.objective == "mlm":
@@ -243,7 +247,7 @@ class Transformers(Peer):
         else:
             shape = transformers.LlamaConfig(**sizes(cfg, self.vocab), use_cache=False)
             model = transformers.LlamaForCausalLM(shape)
-        return model.to(self.world.device)
+        return model
 
     def prepare(self):
         self.optimizer = self.adamw(self.model.parameters())

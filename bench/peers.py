@@ -20,12 +20,14 @@ import concurrent.futures
 import contextlib
 import importlib.util
 import json
+import os
 import queue
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +47,9 @@ TRAINERS = ("ours", *PEERS)
 # The package of a peer that may be installed, or the file that its path must have.
 PLACES = {"nanogpt": "model.py", "nanochat": "nanochat/gpt.py", "hf": "transformers/__init__.py",
           "torchtitan": "torchtitan/__init__.py", "picotron": "picotron/model.py"}
+LAST_SECONDS = 20  # in which a cell ends after its row; then its processes are ended
+GRACE_SECONDS = 10  # in which a process that is asked to end does so
+PEER_LOST = r"nanoshard: rank \d+ lost a peer|ConnectionResetError|BrokenPipeError|torch.distributed.Dist\w+"
 REHEARSAL = "a rehearsal with tiny models in fp32: its figures say nothing"
 GOALS = {  # (workload, GPUs): the ratio to the best peer that we aim at
     ("G2", 1): 1.25, ("G2", 2): 1.27, ("G2", 4): 1.27, ("G2-32", 1): 1.25, ("G2-32", 2): 1.27,
@@ -136,6 +141,7 @@ class Runner:
         self.device = device
         self.shown = shown
         self.ends = time.monotonic() + flags.limit if flags.limit else float("inf")
+        self.cut = threading.Event()  # set when this program is asked to end
         self.rows = {}
 
     def environment(self, cell, gpus):
@@ -168,6 +174,8 @@ class Runner:
         """Run a cell, say how it went, and keep its row."""
         if problem := absent(cell.trainer, self.flags):
             row = {"why": problem}
+        elif self.cut.is_set():
+            row = {"why": "left out: this program was asked to end"}
         elif self.ends <= time.monotonic():
             row = {"why": f"left out: --limit {self.flags.limit} is over"}
         else:
@@ -187,37 +195,96 @@ class Runner:
                 log = Path(self.flags.logs, f"{cell.workload}-{cell.gpus}-{cell.trainer}.log")
             seconds = min(self.flags.cell_seconds, self.ends - time.monotonic())
             with log.open("w") as out:
-                in_time = finish(self.command(cell, str(file)), self.environment(cell, gpus), out, seconds)
-            if file.exists() and file.stat().st_size:
-                return json.loads(file.read_text())
-            if not in_time:
-                return {"why": f"ended after {seconds:.0f} s; see --cell-seconds and --limit"}
-            return {"why": f"failed: {reason(log.read_text(errors='replace'))}"}
+                in_time = finish(self.command(cell, str(file)), self.environment(cell, gpus), out, seconds,
+                                 row=file, cut=self.cut)
+            return result_of(file, log, in_time, seconds, self.cut)
 
 
-def finish(command, env, out, seconds):
-    """Run a command. Return False if it was ended because it took longer than `seconds`."""
+def result_of(file, log, in_time, seconds, cut):
+    """Return the row that a cell wrote to `file`, or {"why"} it wrote none. in_time, cut: see finish()."""
+    if file.exists() and file.stat().st_size:
+        return json.loads(file.read_text())
+    if cut.is_set():
+        return {"why": "ended: this program was asked to end"}
+    if not in_time:
+        return {"why": f"ended after {seconds:.0f} s; see --cell-seconds and --limit"}
+    return {"why": f"failed: {reason(log.read_text(errors='replace'))}"}
+
+
+def finish(command, env, out, seconds, *, row, cut):
+    """Run a command. Return False if it was ended: it took longer than `seconds`, or `cut` was set.
+
+    row: the file that the command writes before it ends. A command that does not end soon after its row, such
+    as one whose ranks wait for each other, keeps the GPUs from the next cell no longer than LAST_SECONDS.
+    """
     job = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
+    ends = time.monotonic() + seconds
+    is_written = False
     try:
-        job.wait(seconds)
-        return True
-    except subprocess.TimeoutExpired:
-        return False
-    finally:  # also after Control-C; torchrun ends its ranks when it is asked to end
-        if job.poll() is None:
-            job.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                job.wait(40)
-            job.kill()
-            job.wait()
+        while job.poll() is None and time.monotonic() < ends and not cut.is_set():
+            if not is_written and row.exists() and row.stat().st_size:
+                is_written = True
+                ends = min(ends, time.monotonic() + LAST_SECONDS)
+            time.sleep(0.05)
+        return job.poll() is not None
+    finally:
+        end_tree(job)
+
+
+def end_tree(job):
+    """End a process and all that it has started, whose memory on the GPUs the next cell needs.
+
+    torchrun ends its ranks when it is asked to end. A rank that stays, because it is stuck in its driver or
+    because torchrun itself was killed, is found by the numbers of the processes' parents.
+    """
+    started = descendants(job.pid)
+    if job.poll() is None:
+        job.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(GRACE_SECONDS)
+        job.kill()
+        job.wait()
+    for pid in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def descendants(pid):
+    """Return the numbers of the processes that a process has started, and those have started. Linux only."""
+    parents = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for ancestor in found:
+        found += [child for child, parent in parents.items() if parent == ancestor]
+    return found[1:]
+
+
+@contextlib.contextmanager
+def set_by_signals(cut):
+    """Within this context SIGTERM and Control-C set the Event `cut`: cells end, and the table is printed."""
+    def on_signal(number, frame):
+        cut.set()
+
+    before = [(number, signal.signal(number, on_signal)) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 def reason(text):
-    """Return the line of a failed cell's output that says why."""
+    """Return the line of a failed cell's output that says why.
+
+    The ranks that lose the failed rank print errors as well, which say nothing of the cause.
+    """
     text = re.sub(r"(?m)^\[rank\d+\]: ?", "", text)
     errors = re.findall(r"(?m)^(?:nanoshard: .*|[\w.]*(?:Error|Exception)\b.*)", text)
     errors = [line for line in errors if "ChildFailedError" not in line]
-    lines = errors or text.strip().splitlines() or ["no output"]
+    causes = [line for line in errors if not re.match(PEER_LOST, line)]
+    lines = causes or errors or text.strip().splitlines() or ["no output"]
     return lines[-1].strip()[:200]
 
 
@@ -320,12 +387,13 @@ def main(argv=None):
     device, shown = gpus_here(flags.tiny)
     counts = flags.gpus or (max(1, len(shown)),)
     runner = Runner(flags, device, shown)
-    run_all(runner, cells_of(flags, counts))
+    with set_by_signals(runner.cut):
+        run_all(runner, cells_of(flags, counts))
     print("\nthousand tokens/s per GPU (ms per step); ratio: ours / the best peer of this table")
     if flags.tiny:
         print(REHEARSAL)
     print(laid_out(table(runner.rows, flags, counts), flags.markdown))
-    return 0
+    return 1 if runner.cut.is_set() else 0
 
 
 if __name__ == "__main__":

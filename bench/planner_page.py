@@ -31,7 +31,7 @@ PAGE = ROOT / "docs" / "planner.html"
 # functions call besides is in runtime.js: torch's shapes, make_mesh without tables, Python's library.
 TRANSLATED = {
     "config.py": "must_divide largest_divisor check_heads check_rope_scaling check_masked_model "
-                 "check_experts n_masked ceil_div pad_vocab head_width",
+                 "check_experts check_adapters check_sharing n_masked ceil_div pad_vocab head_width",
     "interface/layout.py": "check_ranks check_shard check_layout check_tensor_parallel check_sequence "
                            "check_batch check_ramp check_pipeline next_multiple stage_layers empty_stage "
                            "balanced_counts",
@@ -40,7 +40,7 @@ TRANSLATED = {
     "ops/activations.py": "GATED",
     "optim.py": "VOTES StepStats",
     "muon.py": "STEPS_OF_LONG STEPS_OF_SHORT LONG BATCH_ELEMENTS Matrix shapes_of matrices_of owned_matrices "
-               "assign_owners batch_size length_of iteration_dtype steps_per_gram",
+               "assign_owners iteration_elements batch_size length_of iteration_dtype steps_per_gram",
     "ddp.py": "BUCKET_ELEMENTS Contents uses_weight_decay uses_muon block_of "
               "trained_parameters frozen_parameters assign_buckets",
     "zero.py": "uses_slot",
@@ -68,11 +68,13 @@ RENAMED = {"plan.py": {"LAYOUT": "LAYOUT_OF_PLAN"}}  # cost/parameters.py has an
 
 # The flags that the page asks for, in groups.
 ASKED = {
-    "model": ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "vocab_size", "seq_len", "norm",
-              "mlp", "pos", "bias", "tied", "objective", "dropout"),
+    "model": ("n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "ffn_hidden", "vocab_size", "seq_len",
+              "norm", "norm_place", "qk_norm", "mlp", "pos", "bias", "qkv_bias", "tied", "objective",
+              "window", "full_every", "doc_mask", "logit_softcap", "dropout"),
     "experts": ("n_experts", "top_k", "n_shared_experts", "capacity_factor", "ep_slack"),
     "layout": ("tp", "cp", "pp", "pp_chunks", "ep", "zero", "shard"),
-    "batch": ("micro_batch", "global_batch", "recompute", "dtype", "compile", "cuda_graph", "optimizer")}
+    "training": ("micro_batch", "global_batch", "recompute", "dtype", "compile", "cuda_graph", "optimizer",
+                 "lora")}
 
 
 def all_names(path):

@@ -15,6 +15,8 @@ import dataclasses
 import json
 import sys
 import tempfile
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -23,7 +25,7 @@ from common import ROOT, read_flags, start
 from runtime.launch import launch, shutdown
 
 import torch
-from peers import REHEARSAL, finish, gpus_here, laid_out, reason, refuse_launchers
+from peers import REHEARSAL, finish, gpus_here, laid_out, refuse_launchers, result_of, set_by_signals
 from speed import join_value, measure
 from tyro.conf import Positional
 
@@ -35,7 +37,8 @@ from ops.accelerator import device_name, total_memory
 from runtime import visible
 from runtime.launcher import bare_environment
 
-MARGIN = 0.94  # of a GPU's memory, which a layout may take by its prediction
+MARGIN = 0.92  # of a GPU's memory, which a layout may take by its prediction
+NEAR = 1.02  # a layout's predicted time over the fastest one's: what is nearer counts as equal
 TINY = ("--n-layer 2 --n-embd 32 --n-head 2 --n-kv-head 2 --head-dim 16 --ffn-hidden 64 --seq-len 32 "
         "--vocab-size 256 --dtype fp32 --no-compile")
 FOUNDRY, BRIDGE = "LLM-Foundry", "Megatron Bridge"
@@ -123,11 +126,12 @@ class Flags:
     plan: bool = False  # only say which layout would run, by prediction
     tiny: bool = False  # a rehearsal, also on a CPU: tiny models in fp32, nothing compiled, plain layouts
     cell_seconds: int = 300  # a shape that takes longer is ended
+    limit: int = 0  # seconds for the whole table, after which shapes are ended and left out; 0 is none
     markdown: bool = False  # print the table for a page
     json: str = ""  # file to which each shape is appended, one line each
     cell: str = ""  # used by the program itself: flags of train.py that these ranks time
 
-    RANGES = {"gpus": (0, 1024), "steps": (4, 10**6), "cell_seconds": (1, 10**6)}
+    RANGES = {"gpus": (0, 1024), "steps": (4, 10**6), "cell_seconds": (1, 10**6), "limit": (0, 10**6)}
 
     def check(self):
         if self.cell:
@@ -177,17 +181,38 @@ def choose(shape, gpus, gpu):
         least = min(plans, key=lambda found: found["memory"])
         return (f"does not fit: needs {least['memory'] / MARGIN:.0f} GiB on each of {gpus} GPUs "
                 f"({gpu} has {least['capacity_gib']:.1f})"), None
-    best = min(fits, key=lambda found: found["ms"])
+    best = plainest(fits)
     return f"{shape.flags} {layout_flags(best['layout'])}", best
 
 
+def plainest(plans):
+    """Return the fastest of plans. One whose step can be a CUDA graph goes before those as fast without.
+
+    plan.py does not count what the host takes to launch kernels, and on one GPU all ZeRO levels are the same.
+    """
+    least = min(found["ms"] for found in plans)
+    near = [found for found in plans if found["ms"] <= NEAR * least]
+
+    def order(found):
+        layout = found["layout"]
+        no_graph = layout["zero"] > 1 or layout["pp"] > 1 or layout["recompute"] == "selective"
+        return no_graph, found["ms"], layout["zero"]
+
+    return min(near, key=order)
+
+
 def candidates(cfg, gpus, gpu):
-    """Yield the layouts of plan.py's search, and each with a rank's whole batch as one micro-batch."""
+    """Yield the layouts of plan.py's search, and those with micro-batches of other sizes that fill the batch.
+
+    The search tries powers of two. Some batches, such as 14 and 30 sequences per GPU, have better divisors.
+    """
     for layout in plan.layouts(cfg, gpus, gpu):
         yield layout
-        whole = layout.global_batch * layout.tp * layout.cp * layout.pp // gpus
-        if layout.micro_batch == 1 and whole & (whole - 1):  # no power of two: the search has not tried it
-            yield dataclasses.replace(layout, micro_batch=whole)
+        if layout.micro_batch == 1:
+            whole = layout.global_batch * layout.tp * layout.cp * layout.pp // gpus
+            for size in plan.divisors(whole):
+                if size & (size - 1):  # no power of two
+                    yield dataclasses.replace(layout, micro_batch=size)
 
 
 def layout_flags(layout):
@@ -198,8 +223,25 @@ def layout_flags(layout):
 # -----------------------------------------------------------------------------
 # What is run and printed
 
-def time_shape(shape, train_flags, gpus, device, flags):
+class Clock:
+    """When the program must be done: at the end of --limit, or when it is asked to end."""
+
+    def __init__(self, limit):
+        self.limit = limit
+        self.ends = time.monotonic() + limit if limit else float("inf")
+        self.cut = threading.Event()  # set when this program is asked to end
+
+    def left_out(self):
+        """Return why no more shapes are started, or ""."""
+        if self.cut.is_set():
+            return "left out: this program was asked to end"
+        return f"left out: --limit {self.limit} is over" if self.ends <= time.monotonic() else ""
+
+
+def time_shape(shape, train_flags, gpus, device, flags, *, clock):
     """Return the row of bench/speed.py's kind of a shape, or {"why"}: it runs in processes of its own."""
+    if why := clock.left_out():
+        return {"why": why}
     if flags.tiny:
         train_flags = f"{train_flags} {TINY} --micro-batch 1 --global-batch {gpus}"
     ranks = []
@@ -214,13 +256,10 @@ def time_shape(shape, train_flags, gpus, device, flags):
         file, log = Path(folder, "row"), Path(folder, "log")
         command = [sys.executable, *ranks, str(ROOT / "bench/published.py"), shape.name,
                    "--steps", str(flags.steps), "--json", str(file), f"--cell={train_flags}"]
+        seconds = min(flags.cell_seconds, clock.ends - time.monotonic())
         with log.open("w") as out:
-            in_time = finish(command, env, out, flags.cell_seconds)
-        if file.exists() and file.stat().st_size:
-            return json.loads(file.read_text())
-        if not in_time:
-            return {"why": f"ended after {flags.cell_seconds} s; see --cell-seconds"}
-        return {"why": f"failed: {reason(log.read_text(errors='replace'))}"}
+            in_time = finish(command, env, out, seconds, row=file, cut=clock.cut)
+        return result_of(file, log, in_time, seconds, clock.cut)
 
 
 def run_cell(flags):
@@ -232,7 +271,7 @@ def run_cell(flags):
     shutdown(world)
 
 
-def run_shape(shape, gpus, gpu, device, flags):
+def run_shape(shape, gpus, gpu, device, flags, *, clock):
     """Plan a shape, run it unless only the plan is asked for, and return what is known of ours."""
     known = {"gpus": gpus, "gpu": gpu}
     if flags.tiny:
@@ -247,16 +286,17 @@ def run_shape(shape, gpus, gpu, device, flags):
                   "predicted_tok_s": found["tok_s_gpu"]}
     if flags.plan:
         return {**known, "train": train_flags, "why": "not run: --plan"}
-    return {**known, "train": train_flags, "ours": time_shape(shape, train_flags, gpus, device, flags)}
+    ours = time_shape(shape, train_flags, gpus, device, flags, clock=clock)
+    return {**known, "train": train_flags, "ours": ours}
 
 
 def words(layout):
-    """Return what of a layout is not 1 or 0, as in "dp2 zero3 mbs1"."""
+    """Return what of a layout is not 1 or 0, as in "dp2 zero1 mbs8"."""
     short = {"micro_batch": "mbs", "pp_chunks": "chunks", "recompute": "recompute "}
     said = []
     for name in ("dp", *plan.LAYOUT):
-        plain = name in ("global_batch",) or layout[name] in (1, 0, "none")
-        if name == "micro_batch" or not plain:
+        plain = name == "global_batch" or layout[name] in (1, 0, "none")
+        if name == "micro_batch" or not plain or (name == "zero" and layout[name]):
             said.append(f"{short.get(name, name)}{layout[name]}")
     return " ".join(said)
 
@@ -289,6 +329,23 @@ def table(rows):
     return lines
 
 
+def run_all(gpus, gpu, device, flags, clock):
+    """Run the shapes in the order in which they are named, say how each went, and return their rows."""
+    shapes = {shape.name: shape for shape in SHAPES}
+    rows, ran = [], {}
+    for name in flags.shapes:
+        shape = shapes[name]
+        same = shape.flags, shape.sequences
+        if same not in ran:  # several have published a speed for it
+            ran[same] = run_shape(shape, gpus, gpu, device, flags, clock=clock)
+        rows.append({**shape._asdict(), **ran[same]})
+        print(line_of(rows[-1]), flush=True)
+        if flags.json:
+            with open(flags.json, "a") as f:
+                f.write(json.dumps(rows[-1]) + "\n")
+    return rows
+
+
 def main(argv=None):
     argv = join_value(sys.argv[1:] if argv is None else argv, "--cell")
     flags = read_flags(Flags, argv, "published.py [SHAPE...]", "Time ours on the shapes for which others "
@@ -298,24 +355,16 @@ def main(argv=None):
     device, shown = ("cpu", []) if flags.plan else gpus_here(flags.tiny)
     gpus = flags.gpus or max(1, len(shown))
     gpu = flags.gpu or ("cpu" if device == "cpu" else kind_of_gpu())
-    rows, ran = [], {}
-    for shape in SHAPES:
-        if shape.name in flags.shapes:
-            same = shape.flags, shape.sequences
-            if same not in ran:  # several have published a speed for it
-                ran[same] = run_shape(shape, gpus, gpu, device, flags)
-            rows.append({**shape._asdict(), **ran[same]})
-            print(line_of(rows[-1]), flush=True)
-            if flags.json:
-                with open(flags.json, "a") as f:
-                    f.write(json.dumps(rows[-1]) + "\n")
+    clock = Clock(flags.limit)
+    with set_by_signals(clock.cut):
+        rows = run_all(gpus, gpu, device, flags, clock)
     print("\nours in bf16 with fp32 masters; theirs are of other machines, as they published them")
     if flags.tiny:
         print(REHEARSAL)
     print(laid_out(table(rows), flags.markdown))
     for source in dict.fromkeys(f"{row['who']}: {row['source']}" for row in rows):
         print(source)
-    return 0
+    return 1 if clock.cut.is_set() else 0
 
 
 if __name__ == "__main__":

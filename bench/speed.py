@@ -43,6 +43,7 @@ WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout
     "W2b": "moe-4b",
     "W3": "smol-1.7b --ffn-hidden 5632",
     "W3-8192": "smol-1.7b",
+    "1B": "llama-3.2-1b",  # adapters in the place of all weights: --flags "--lora 16"
     "7B": "llama-7b",  # two GPUs of 141 GB: --flags "--zero 3 --micro-batch 2"
     "G2": "gpt2 --no-bias --micro-batch 64 --global-batch 0 --vocab-size 50304",
     "G2-32": "gpt2 --no-bias --micro-batch 32 --global-batch 0 --vocab-size 50304",
@@ -67,7 +68,7 @@ PEERS = {  # (workload, GPUs): the fastest other trainer, its tokens/s per GPU o
 
 @dataclass(frozen=True)
 class Flags:
-    # W1 W2a W2b W3 W3-8192 7B G2 G2-32 WP BERT SC
+    # W1 W2a W2b W3 W3-8192 1B 7B G2 G2-32 WP BERT SC
     workloads: Positional[tuple[Literal[tuple(WORKLOADS)], ...]]
     # steps of each workload, of which the last half count, at most 30; default: 60, with experts 330, of
     # which steps 30 to 60 (young routing) and 300 to 330 (settled) count

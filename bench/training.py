@@ -1,7 +1,11 @@
 """What the benchmarks time: train.py's own model, optimizer and step, without its log and checkpoints."""
 import time
 
+import torch
+
 import train
+from corpus.documents import document_places
+from corpus.synthetic import Synthetic
 from fast.choose import choose
 from fast.graph import make_step
 from fast.symm_mem import bytes_allocated
@@ -9,6 +13,20 @@ from interface.layout import check_layout
 from ops.accelerator import peak_memory
 from parallel import make_mesh
 from runtime.timing import Stopwatch
+
+
+class Documents(Synthetic):
+    """Synthetic samples in documents of `mean` tokens in the mean."""
+
+    def __init__(self, vocab_size, seq_len, seed, mean):
+        super().__init__(vocab_size, seq_len, seed)
+        self.has_documents = True
+        self.mean = mean
+
+    def places(self, first, x):
+        draw = torch.Generator().manual_seed(first)
+        is_first = torch.rand(x.shape, generator=draw) < 1 / self.mean
+        return document_places(is_first.long(), 1)
 
 
 class Training:

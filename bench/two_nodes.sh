@@ -1,20 +1,26 @@
 #!/usr/bin/env bash
 # Two nodes on one machine: bench/two_nodes.sh [--cpu] [--per-node N] [--layers N] [--steps N] [--out DIR]
 #                           [--data DIR] [--flags "flags of train.py for W1 and W2b"] [--timeout SECONDS]
+#                           [--parts "layouts shard files kill workloads shard-speed"]
 #
 # Each process has a host name of its own (unshare -u) and one GPU, or none with --cpu; NCCL believes that it is
-# on another machine and uses sockets. What is tried: losses equal to one node's, in fp64 and in bf16; pipeline,
-# tensor and expert parallelism between the nodes; ZeRO within each node (--shard) and what then still leaves it;
-# a checkpoint that both write, read by two nodes and by one; a node that is killed. One line per check; exit code 1 if any failed. It shows that several nodes are right, not
-# how fast they are: sockets on the loopback are no network.
+# on another machine and uses sockets. One line per check; exit code 1 if any failed. The parts, by default all:
+#     layouts      dp, pp, tp and ep between the nodes give the losses of one process, in fp64
+#     shard        ZeRO within each node (--shard) does, too, and what then still leaves a node
+#     files        a checkpoint that both nodes wrote, read by two nodes and by one
+#     kill         a node is killed, and the run is resumed
+#     workloads    a few layers of W1 and W2b in bf16
+#     shard-speed  the same of W1 under ZeRO-1 and 3, over all ranks and within each node: losses, bytes and ms
+# It shows that several nodes are right, not how fast they are: sockets on the loopback are no network.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3} cpu=0 per_node=1 layers=4 steps=20 out= data=synthetic flags=--no-compile timeout=30
+parts="layouts shard files kill workloads shard-speed"
 while [ $# -gt 0 ]; do
     case $1 in
         --cpu) cpu=1; shift; continue ;;
-        --per-node|--layers|--steps|--out|--data|--flags|--timeout) [ $# -gt 1 ] || { echo "$1 needs a value"; exit 2; } ;;
-        *) sed -n '2,3p' "$0"; exit 2 ;;
+        --per-node|--layers|--steps|--out|--data|--flags|--timeout|--parts) [ $# -gt 1 ] || { echo "$1 needs a value"; exit 2; } ;;
+        *) sed -n '2,4p' "$0"; exit 2 ;;
     esac
     name=${1#--}; printf -v "${name//-/_}" %s "$2"; shift 2
 done
@@ -121,62 +127,87 @@ echo "two nodes of $per_node $kind rank(s), files in $out"
 
 tiny="--data synthetic --vocab-size 512 --n-layer 4 --n-embd 64 --ffn-hidden 96 --seq-len 64 --micro-batch 2
       --global-batch $((4 * size)) --dtype fp64 --log-every 1 --warmup 4 --decay-steps 12 --steps 8 --save-every 4"
+wants() { [[ " $parts " == *" $1 "* ]]; }
 # shellcheck disable=SC2086
 {
-    run 1 1 dense $tiny
-    run 1 1 experts $tiny --n-experts 8 --top-k 2
-    two dense-2 $tiny --zero 1 && same "fp64, dp $size, ZeRO-1" 1e-10 dense-2 dense
-    grep -qh "node 2/2 node1" "$out"/dense-2.log.*
-    say $? "nodes" "$(grep -h '^\[node' "$out"/dense-2.log.* | cut -d, -f1 | paste -sd' ')"
-    two pp $tiny --pp 2 && same "fp64, pp 2" 1e-10 pp dense
-    two tp $tiny --tp $size && same "fp64, tp $size" 1e-10 tp dense
-    two ep $tiny --n-experts 8 --top-k 2 --ep $size --zero 1 && same "fp64, ep $size, ZeRO-1" 1e-10 ep experts
-    for name in tp ep; do
-        note=$(grep -h "^note: .* span nodes" "$out/$name.log.0")
-        say $? "a warning for $name" "$note"
-    done
+    if wants layouts || wants files; then
+        run 1 1 experts $tiny --n-experts 8 --top-k 2
+        two ep $tiny --n-experts 8 --top-k 2 --ep $size --zero 1 && same "fp64, ep $size, ZeRO-1" 1e-10 ep experts
+    fi
+    if wants layouts; then
+        run 1 1 dense $tiny
+        two dense-2 $tiny --zero 1 && same "fp64, dp $size, ZeRO-1" 1e-10 dense-2 dense
+        grep -qh "node 2/2 node1" "$out"/dense-2.log.*
+        say $? "nodes" "$(grep -h '^\[node' "$out"/dense-2.log.* | cut -d, -f1 | paste -sd' ')"
+        two pp $tiny --pp 2 && same "fp64, pp 2" 1e-10 pp dense
+        two tp $tiny --tp $size && same "fp64, tp $size" 1e-10 tp dense
+        for name in tp ep; do
+            note=$(grep -h "^note: .* span nodes" "$out/$name.log.0")
+            say $? "a warning for $name" "$note"
+        done
+    fi
 
     # ---------------- ZeRO within a node, replicas between nodes
-    wide="$tiny --global-batch $((16 * size))"
-    run 1 1 wide $wide
-    for zero in 1 2 3; do
-        two all-$zero $wide --zero $zero && same "fp64, ZeRO-$zero over all ranks" 1e-10 all-$zero wide
-        two shard-$zero $wide --zero $zero --shard "$per_node" \
-            && same "fp64, ZeRO-$zero within a node" 1e-10 shard-$zero wide
-        leaves all-$zero shard-$zero "$zero"
-    done
-    two home-shard $wide --zero 1 --resume "$out/shard-3/step_000004" \
-        && same "all ranks read what groups wrote" 1e-10 home-shard wide
+    if wants shard; then
+        wide="$tiny --global-batch $((16 * size))"
+        run 1 1 wide $wide
+        for zero in 1 2 3; do
+            two all-$zero $wide --zero $zero && same "fp64, ZeRO-$zero over all ranks" 1e-10 all-$zero wide
+            two shard-$zero $wide --zero $zero --shard "$per_node" \
+                && same "fp64, ZeRO-$zero within a node" 1e-10 shard-$zero wide
+            leaves all-$zero shard-$zero "$zero"
+        done
+        two home-shard $wide --zero 1 --resume "$out/shard-3/step_000004" \
+            && same "all ranks read what groups wrote" 1e-10 home-shard wide
+    fi
 
-    from="--resume $out/ep/step_000004"
-    two again $tiny --n-experts 8 --top-k 2 --ep $size --zero 1 $from \
-        && same "two nodes read what two wrote" 1e-10 again experts
-    run 1 1 home $tiny --n-experts 8 --top-k 2 $from && same "one node reads what two wrote" 1e-10 home experts
+    if wants files; then
+        from="--resume $out/ep/step_000004"
+        two again $tiny --n-experts 8 --top-k 2 --ep $size --zero 1 $from \
+            && same "two nodes read what two wrote" 1e-10 again experts
+        run 1 1 home $tiny --n-experts 8 --top-k 2 $from \
+            && same "one node reads what two wrote" 1e-10 home experts
+    fi
 
     # ---------------- a node is killed
-    start 2 "$per_node" "$out/lost.log" $tiny --zero 1 --steps 100000 --out "$out/lost"
-    for ((i = 0; i < 10 * timeout; i++)); do [ -d "$out/lost/step_000008" ] && break; sleep 0.1; done
-    killed=$SECONDS
-    for ((rank = per_node; rank < size; rank++)); do kill -9 "${pids[$rank]}"; done
-    codes=(); for pid in "${pids[@]}"; do wait "$pid" 2>/dev/null; codes+=($?); done
-    took=$((SECONDS - killed)) why=$(grep -h "lost a peer\|nothing moved\|no progress" "$out/lost.log.0" | head -n 1)
-    [ "$took" -le $((2 * timeout)) ] && [ -n "$why" ] && { [ "${codes[0]}" = 1 ] || [ "${codes[0]}" = 43 ]; }
-    say $? "node 2 is killed" "codes ${codes[*]} after $took s of --timeout $timeout: ${why:-$(tail -n 1 "$out/lost.log.0")}"
-    last=$(ls -d "$out"/lost/step_* | tail -n 1 | sed 's/.*step_0*//')
-    two lost $tiny --zero 1 --steps $((last + 4)) --resume auto \
-        && two whole $tiny --zero 1 --steps $((last + 4)) \
-        && same "resumed at step $last after it" 1e-10 lost whole
+    if wants kill; then
+        start 2 "$per_node" "$out/lost.log" $tiny --zero 1 --steps 100000 --out "$out/lost"
+        for ((i = 0; i < 10 * timeout; i++)); do [ -d "$out/lost/step_000008" ] && break; sleep 0.1; done
+        killed=$SECONDS
+        for ((rank = per_node; rank < size; rank++)); do kill -9 "${pids[$rank]}"; done
+        codes=(); for pid in "${pids[@]}"; do wait "$pid" 2>/dev/null; codes+=($?); done
+        took=$((SECONDS - killed))
+        why=$(grep -h "lost a peer\|nothing moved\|no progress" "$out/lost.log.0" | head -n 1)
+        [ "$took" -le $((2 * timeout)) ] && [ -n "$why" ] && { [ "${codes[0]}" = 1 ] || [ "${codes[0]}" = 43 ]; }
+        say $? "node 2 is killed" \
+            "codes ${codes[*]} after $took s of --timeout $timeout: ${why:-$(tail -n 1 "$out/lost.log.0")}"
+        last=$(ls -d "$out"/lost/step_* | tail -n 1 | sed 's/.*step_0*//')
+        two lost $tiny --zero 1 --steps $((last + 4)) --resume auto \
+            && two whole $tiny --zero 1 --steps $((last + 4)) \
+            && same "resumed at step $last after it" 1e-10 lost whole
+    fi
 
     # ---------------- the workloads of bench/speed.py, a few layers of them
     w="--n-layer $layers --steps $steps --save-every 0 --log-every 5 --data $data"
     [ $cpu = 0 ] || w="$tiny --save-every 0 --dtype bf16"
-    zero=$((1 - cpu))  # fp64 above has --zero 1
-    two w1 dense-210m $w --zero $zero $flags && one w1-one dense-210m $w --zero $zero $flags \
-        && same "W1 bf16, $layers layers, --zero $zero" 2e-3 w1 w1-one
-    w="$w --ep $size --zero 1"
-    two w2b moe-4b $w $flags && one w2b-one moe-4b $w $flags && same "W2b bf16, $layers layers" 5e-3 w2b w2b-one
-    [ $cpu = 1 ] || { two w2b-exact moe-4b $w --ep-slack 0 $flags \
-        && same "W2b with messages of the exact size (--ep-slack 0)" 5e-3 w2b-exact w2b-one; }
+    if wants workloads; then
+        zero=$((1 - cpu))  # fp64 above has --zero 1
+        two w1 dense-210m $w --zero $zero $flags && one w1-one dense-210m $w --zero $zero $flags \
+            && same "W1 bf16, $layers layers, --zero $zero" 2e-3 w1 w1-one
+        ep="--ep $size --zero 1"
+        two w2b moe-4b $w $ep $flags && one w2b-one moe-4b $w $ep $flags \
+            && same "W2b bf16, $layers layers" 5e-3 w2b w2b-one
+        [ $cpu = 1 ] || { two w2b-exact moe-4b $w $ep --ep-slack 0 $flags \
+            && same "W2b with messages of the exact size (--ep-slack 0)" 5e-3 w2b-exact w2b-one; }
+    fi
+    if wants shard-speed; then
+        for zero in 1 3; do
+            two w1-all-$zero dense-210m $w --zero $zero $flags
+            two w1-shard-$zero dense-210m $w --zero $zero --shard "$per_node" $flags \
+                && same "W1 bf16, ZeRO-$zero within a node and over all ranks" 2e-3 w1-shard-$zero w1-all-$zero
+            leaves w1-all-$zero w1-shard-$zero "$zero, W1"
+        done
+    fi
 }
 echo "$((SECONDS - began)) s"
 exit $failed

@@ -22,7 +22,9 @@ import ladder
 import smoke
 import speed
 import torch_versions
+import windows
 
+import attention
 from fast.choose import Choice
 from interface.command_line import command_line, parse
 from interface.layout import check_layout
@@ -199,7 +201,7 @@ def test_wrong_flags_are_one_line(main, argv, words, capsys):
 
 PROGRAMS = ("collectives", "dcp_compare", "doctor", "equal_one", "gpu_matrix", "ladder", "layouts",
             "moe_layer", "oracles", "peer_cell", "peers", "published", "save_cost", "scaling", "smoke",
-            "speed", "torch_versions")
+            "speed", "torch_versions", "windows")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -288,20 +290,43 @@ def test_the_rows_of_four_gpus_are_commands_that_fit(gpus):
     assert layouts > 12
 
 
-def test_the_ladder_turns_off_one_part_after_the_other(monkeypatch):
+def test_the_ladder_turns_off_one_part_after_the_other(monkeypatch, capsys):
     """On a CPU a tiny model of each workload, of which only compile is a part."""
     compiled = []
     monkeypatch.setattr("fast.graph.compile_blocks", compiled.append)
     for name in ("W1", "W2b"):
         cfg = ladder.workload(name, World())
         assert ladder.parts_in_use(cfg, World()) == ["compile"]
-        rows = ladder.ladder(cfg, World(), ladder.NAMES, 4)
+        rows = list(ladder.ladder(cfg, World(), ladder.NAMES, 4))
         assert [(title, graph) for title, _, graph in rows] == [("nothing", False), ("compile", False)]
         assert all(ms > 0 for _, ms, _ in rows)
     assert len(compiled) == 2, "the first row of each workload"
-    said = ladder.table("W1", [("nothing", 2.0, True), ("graph", 3.0, False)]).splitlines()
-    assert said[1].split() == ["nothing", "2.00", "1.00", "yes"]
-    assert said[2].split() == ["graph", "3.00", "1.50", "no"]
+
+    def rows_of_one():
+        yield "nothing", 2.0, True
+        assert "2.00" in capsys.readouterr().out, "printed before the next one is measured"
+        yield "graph", 3.0, False
+        yield "head", "failed: no memory", None
+
+    ladder.show("W1", rows_of_one())
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].split() == ["graph", "3.00", "1.50", "no"]
+    assert said[1].split() == ["head", "failed:", "no", "memory"]
+
+
+def test_a_row_of_the_ladder_that_fails(monkeypatch):
+    """On one GPU the next row follows; ranks of several GPUs would wait for the one that failed."""
+    def milliseconds(cfg, world, off, steps):
+        if off == ["compile"]:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to")
+        return 2.0, True
+
+    monkeypatch.setattr(ladder, "milliseconds", milliseconds)
+    cfg = ladder.workload("W1", World())
+    rows = ladder.ladder(cfg, World(), ladder.NAMES, 4)
+    assert list(rows) == [("nothing", 2.0, True), ("compile", "failed: CUDA out of memory. Tried to", None)]
+    with pytest.raises(torch.OutOfMemoryError):
+        ladder.measured(cfg, World(size=2), ["compile"], 4)
 
 
 def test_what_the_ladder_turns_off_is_off():
@@ -322,6 +347,22 @@ def test_what_the_ladder_turns_off_is_off():
         found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
     for fused, plain in zip(*found, strict=True):
         assert torch.allclose(fused, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_windows_compares_the_kernel_with_the_mask_and_times_steps(tmp_path, monkeypatch):
+    """A kernel whose window is one key too wide shows in the difference."""
+    monkeypatch.setattr(windows, "STEPS", [windows.STEPS[0], windows.STEPS[3]])
+    file = tmp_path / "rows.jsonl"
+    windows.main(["--tiny", "--steps", "4", "--json", str(file)])
+    alone, full, documents = map(json.loads, file.read_text().splitlines())
+    assert alone["window difference"] < 1e-5 and alone["documents difference"] < 1e-5
+    assert all(alone[name] > 0 for name in ("full", "window", "window by mask", "window lists", "documents"))
+    assert full["ms"] > 0 and full["of full"] == 1 and documents["step"] == "documents"
+    assert full["loss"] != documents["loss"], "documents change what the model sees"
+    monkeypatch.setattr("attention.window_mask", lambda q, k, window, device, mask=attention.window_mask:
+                        mask(q, k, window + 1, device))
+    row = windows.attention_row((1, 2, 16), 150, 20, 30, torch.device("cpu"), 1)
+    assert row["window difference"] > 1e-3 and row["documents difference"] > 1e-3
 
 
 def test_one_rank_has_nothing_to_measure(capsys):
@@ -375,7 +416,21 @@ def test_the_two_nodes_drill_fails_where_a_check_does(wrong, said, fails, tmp_pa
     assert done.returncode == bool(fails) and len(failed) == len(fails)
     for line, words in zip(failed, fails, strict=True):
         assert words in line
-    assert sum(line.startswith("ok ") for line in lines) == 23 - len(fails)
+    assert sum(line.startswith("ok ") for line in lines) == 27 - len(fails)
+
+
+@pytest.mark.skipif(not CAN_NAME_HOSTS, reason="unshare -u needs root: a process with a host name of its own")
+def test_the_two_nodes_drill_does_the_parts_that_are_asked_for(tmp_path):
+    stand_in = tmp_path / "python"
+    stand_in.write_text(STAND_IN.format(python=sys.executable))
+    stand_in.chmod(0o755)
+    asked = ["--cpu", "--out", tmp_path / "out", "--parts", "files shard-speed"]
+    done = subprocess.run([ROOT / "bench/two_nodes.sh", *asked], text=True, capture_output=True,
+                          env={**os.environ, "PYTHON": str(stand_in), "WRONG": "none", "SAID": ""})
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("ok ")]
+    assert len(said) == 7 and said[-1] == "ok    bytes of ZeRO-3, W1"
+    assert not (tmp_path / "out/w1").exists() and not (tmp_path / "out/dense").exists()
 
 
 def test_the_page_of_torch_versions_has_one_row_per_version_and_list(tmp_path, monkeypatch):

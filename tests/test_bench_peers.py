@@ -2,9 +2,12 @@
 import importlib
 import json
 import math
+import os
+import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,9 +78,9 @@ def test_a_table_of_ours_and_others(stand_in, tmp_path, capsys, monkeypatch):
     """One peer runs, one has no path; each cell is a line of JSON, and the ratio is that of their rates."""
     rows, finish = tmp_path / "rows.jsonl", peers.finish
 
-    def ours_here(command, env, out, seconds):  # the peer runs in a process of its own
+    def ours_here(command, env, out, seconds, **files):  # the peer runs in a process of its own
         if "ours" not in command:
-            return finish(command, env, out, seconds)
+            return finish(command, env, out, seconds, **files)
         peer_cell.main(command[2:])
         return True
 
@@ -115,6 +118,22 @@ def test_a_cell_of_transformers(workload, trainer):
     assert row["parameters"] - sum(row["beside_ours"].values()) == ours
     assert list(row["beside_ours"]) == {"G2": ["biases"], "BERT": ["token types"]}.get(workload, [])
     assert row["loss"][0] == pytest.approx(math.log(256), abs=0.1) and row["loss"][0] != row["loss"][1]
+
+
+def test_transformers_draws_weights_on_the_device(monkeypatch):
+    import transformers
+    devices = []
+
+    def llama(shape):
+        devices.append(torch.get_default_device())
+        return torch.nn.Embedding(shape.vocab_size, shape.hidden_size)
+
+    monkeypatch.setattr(transformers, "LlamaForCausalLM", llama)
+    monkeypatch.setattr(peer_cell.Transformers, "check_count", lambda self: None)
+    monkeypatch.setattr(peer_cell.Transformers, "prepare", lambda self: None)
+    cfg = parse(f"dense-210m {peer_cell.TINY}".split(), data="synthetic")
+    peer = peer_cell.TransformersBf16(cfg, World(device=torch.device("meta")), 256, "")
+    assert devices == [torch.device("meta")] and peer.model.weight.is_meta
 
 
 def test_a_step_trains_on_the_next_tokens():
@@ -182,19 +201,89 @@ def test_the_trainers_of_a_workload_share_a_gpu():
     assert [gpus for cell, gpus in runner.ran if cell.gpus == 2] == [[0, 1]] * 7
 
 
+def finished(code, tmp_path, seconds, cut=None):
+    """Return (what finish() returned for a program, the seconds that it took). The program knows its row."""
+    with (tmp_path / "log").open("w") as out:
+        began = time.monotonic()
+        code = f"row = {str(tmp_path / 'row')!r}\n{code}"
+        in_time = peers.finish([sys.executable, "-S", "-c", code], None, out, seconds, row=tmp_path / "row",
+                               cut=cut or threading.Event())
+        return in_time, time.monotonic() - began
+
+
+def is_alive(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
 def test_a_cell_that_fails_or_takes_too_long(tmp_path):
-    for code, seconds, in_time in (("raise ValueError('no such width')", 30, True),
-                                   ("import time; time.sleep(60)", 0.2, False)):
-        with (tmp_path / "log").open("w") as out:
-            began = time.monotonic()
-            assert peers.finish([sys.executable, "-S", "-c", code], None, out, seconds) is in_time
-            assert time.monotonic() - began < 20
-        if in_time:
-            assert peers.reason((tmp_path / "log").read_text()) == "ValueError: no such width"
+    in_time, _ = finished("raise ValueError('no such width')", tmp_path, 30)
+    assert in_time and peers.reason((tmp_path / "log").read_text()) == "ValueError: no such width"
+    in_time, took = finished("import time; time.sleep(60)", tmp_path, 0.2)
+    assert not in_time and took < 20
     torchrun = ("[rank1]: torch.OutOfMemoryError: CUDA out of memory.\n[rank1]:   in step\n"
+                "nanoshard: rank 0 lost a peer (Connection closed by peer): see its error\n"
+                "torch.distributed.DistBackendError: NCCL error, remote process exited\n"
                 "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\n")
     assert peers.reason(torchrun) == "torch.OutOfMemoryError: CUDA out of memory."
+    lost = "nanoshard: rank 0 lost a peer (Connection closed by peer): see its error"
+    assert peers.reason(lost) == lost, "the only line that there is"
     assert peers.reason("") == "no output"
+
+
+def test_a_cell_that_hangs_after_its_row_is_ended_soon(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "LAST_SECONDS", 0.2)
+    in_time, took = finished("import time; open(row, 'w').write('{\"ms\": 1}'); time.sleep(60)", tmp_path, 50)
+    assert not in_time and took < 20
+    found = peers.result_of(tmp_path / "row", tmp_path / "log", in_time, 50, threading.Event())
+    assert found == {"ms": 1}, "its figures count"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_nothing_that_a_cell_started_is_left(tmp_path, monkeypatch):
+    """A rank in a session of its own, as torchrun starts it, under a launcher that does not end."""
+    monkeypatch.setattr(peers, "GRACE_SECONDS", 0.5)
+    code = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+rank = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'], start_new_session=True)
+print(rank.pid, flush=True)
+time.sleep(60)
+"""
+    in_time, took = finished(code, tmp_path, 2)
+    assert not in_time and took < 20
+    pid = int((tmp_path / "log").read_text())
+    for _ in range(50):  # the kernel needs a moment
+        if not is_alive(pid):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the rank is still there")
+
+
+def test_a_table_that_is_asked_to_end(stand_in, tmp_path, capsys):
+    """After SIGTERM the cell that runs is ended, the others are left out, and the table is printed."""
+    folder = stand_in()
+    Path(folder, "model.py").write_text("import time\ntime.sleep(120)\n")
+    rows = tmp_path / "rows.jsonl"
+    threading.Timer(1.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    began, before = time.monotonic(), signal.getsignal(signal.SIGTERM)
+    code = peers.main(["G2", "WP", "--tiny", "--steps", "4", "--trainers", "nanogpt", "--nanogpt", folder,
+                       "--json", str(rows)])
+    assert code == 1 and time.monotonic() - began < 40
+    assert [json.loads(line)["why"] for line in rows.read_text().splitlines()] == [
+        "ended: this program was asked to end", "left out: this program was asked to end"]
+    assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["WP", "1", "-"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_limit_ends_the_cell_that_runs(stand_in, tmp_path):
+    folder, rows = stand_in(), tmp_path / "rows.jsonl"
+    Path(folder, "model.py").write_text("import time\ntime.sleep(120)\n")
+    assert peers.main(["G2", "WP", "--tiny", "--steps", "4", "--trainers", "nanogpt", "--nanogpt", folder,
+                       "--limit", "2", "--json", str(rows)]) == 0
+    first, second = (json.loads(line)["why"] for line in rows.read_text().splitlines())
+    assert first == "ended after 2 s; see --cell-seconds and --limit"
+    assert second == "left out: --limit 2 is over"
 
 
 def test_what_a_cell_is_started_with():
@@ -252,14 +341,43 @@ def test_a_published_shape_gets_a_layout_that_fits():
 
 
 def test_published_figures_stand_beside_ours(tmp_path, capsys, monkeypatch):
-    def here(command, env, out, seconds):
+    def here(command, env, out, seconds, row, cut):
         published.main(command[2:])
         return True
 
     file = tmp_path / "rows.jsonl"
     monkeypatch.setattr(published, "finish", here)  # the rehearsal needs no process of its own
-    published.main(["d26", "d26-fp8", "--tiny", "--gpus", "1", "--steps", "4", "--json", str(file)])
+    published.main(["d26-fp8", "d26", "--tiny", "--gpus", "1", "--steps", "4", "--json", str(file)])
     first, second = map(json.loads, file.read_text().splitlines())
+    assert [first["name"], second["name"]] == ["d26-fp8", "d26"], "in the order in which they are named"
     assert first["ours"] == second["ours"] and first["ours"]["tok_s_gpu"] > 0, "the shape ran once"
     said = capsys.readouterr().out
     assert "ratio" not in said and "92,500" in said and "FP8" in said and "dev/LOG.md" in said
+
+
+def test_published_shapes_after_the_limit_are_left_out(capsys, monkeypatch):
+    def slow(command, env, out, seconds, row, cut):
+        assert seconds <= 1, "what is left of --limit"
+        time.sleep(1.1)
+        return False
+
+    monkeypatch.setattr(published, "finish", slow)
+    assert published.main(["gpt2-124m", "d24", "--tiny", "--gpus", "1", "--limit", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "gpt2-124m on 1 cpu: ended after 1 s" in said
+    assert "d24 on 1 cpu: left out: --limit 1 is over" in said
+
+
+def test_a_layout_with_a_graph_goes_before_one_as_fast():
+    """On one GPU all ZeRO levels take equally long by prediction, and only 0 and 1 are graphs."""
+    def plan(ms, zero, recompute="none"):
+        return {"ms": ms, "layout": {"zero": zero, "pp": 1, "recompute": recompute}}
+
+    plans = [plan(100, 3), plan(100, 1), plan(100, 0), plan(101.9, 0, "selective")]
+    assert published.plainest(plans) is plans[2]
+    plans = [plan(100, 2), plan(101.9, 1), plan(103, 0)]
+    assert published.plainest(plans) is plans[1], "within 2 per cent"
+    plans = [plan(100, 3, "selective"), plan(103, 1)]
+    assert published.plainest(plans) is plans[0]
+    shape = next(shape for shape in published.SHAPES if shape.name == "gpt2-124m")
+    assert "--zero 0" in published.choose(shape, 1, "h200")[0]

@@ -203,12 +203,15 @@ def tune(n, out, data, *flags, **kwargs):
 
 
 def test_a_resumed_fine_tuning_is_the_run_that_was_not_stopped(data, pretrained, tmp_path):
-    """Two ranks; evaluated, saved, stopped, resumed. Its losses are those of one process."""
+    """Two ranks; evaluated, saved, stopped, resumed. Its losses are those of one process. The same command
+    starts it and goes on with it, as a job script does."""
     flags = [f"--init-from={pretrained}", "--save-every=2", "--eval-every=2", "--eval-iters=2"]
     said = tune(2, tmp_path / "whole", data, *flags, "--steps=4")["out"]
     assert f"starts from the weights of {pretrained}/step_000002" in said and "4 symbols are new" in said
-    tune(2, tmp_path / "cut", data, *flags, "--steps=2", "--decay-steps=4")
-    tune(2, tmp_path / "cut", data, "--resume=auto", *flags[1:], "--steps=4", "--decay-steps=4")
+    goes_on = f"goes on from {tmp_path}/cut/step_000002: --init-from {pretrained} is for a start"
+    for steps, words in (2, f"starts from the weights of {pretrained}/step_000002"), (4, goes_on):
+        said = tune(2, tmp_path / "cut", data, "--resume=auto", *flags, f"--steps={steps}", "--decay-steps=4")
+        assert words in said["out"]
     same(tmp_path / "whole", tmp_path / "cut", 4)
     assert rows(tmp_path / "whole") == rows(tmp_path / "cut")
     tune(1, tmp_path / "one", data, *flags, "--steps=4", "--micro-batch=4")
@@ -333,6 +336,7 @@ def test_refused_starts(data, pretrained, tmp_path):
     weights = [(n, t, tuple(t.shape), (0,) * t.ndim) for n, t in tensors.items() if "exp_avg" not in n]
     checkpoint.save(step.parent, 0, weights, {**meta, "step": 0, "samples": 0, "adam_t": 0, "data": ""})
     refused(f"--resume={step}", words=f"give --init-from {step}")
+    refused(f"--resume={step}", f"--init-from={step}", words="or --resume auto")
     assert math.isfinite(rows(tune(1, tmp_path / "ft", data, f"--init-from={step.parent}", "--steps=1")
                               and tmp_path / "ft")[0]["loss"])
 

@@ -39,6 +39,19 @@ def test_the_drill_detects_a_duplicate_row_and_another_loss(folder):
         kill.assert_equal_runs(a, b)
 
 
+def test_runs_are_numbered_from_the_first_that_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(kill, "reference", lambda name, out: None)
+    drills, numbers = kill.Drills(tmp_path, workers=1, first=1000), []
+    drills.done.append({"run": 1001, "kills": 1, "ok": True})
+
+    def one(i):
+        numbers.append(i)
+        drills.done.append({"run": i, "kills": 1, "ok": True})
+    drills.one = one
+    drills.run(3)
+    assert numbers == [1000, 1002]
+
+
 def test_a_rank_that_ends_between_two_checks_is_not_waited_for():
     """Alive at the first call of is_alive(), dead at the second: end() must not wait for the whole LIMIT."""
     read, write = os.pipe()

@@ -284,7 +284,8 @@ def poisoned_fetch(original, bucket):
 def grads_of_first_slice(original, optimizer, cfg, data_parallel):
     """Optimizer.__init__ with the gradients of every bucket's first slice."""
     original(optimizer, cfg, data_parallel)
-    optimizer.grads = [bucket.grad[:bucket.master.numel()] for bucket in data_parallel.buckets]
+    first = [bucket.grad[:bucket.master.numel()] for bucket in data_parallel.buckets]
+    optimizer.__class__ = type("Faulty", (type(optimizer),), {"grads": first})
 
 
 def average_of_slice(original, comm, bucket):
@@ -441,7 +442,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "a slot is given on before its sum was taken out": (
         MOE, ZERO2, "zero.Slot.give_to", given_at_once),
     "another bucket's gradients stay in the padding": (
-        MOE, ZERO2, "zero.SlotBucket.start_reduce", "self.grad[self.used:].zero_()", "pass"),
+        MOE, ZERO2, "zero.SlotBucket.start_sum", "self.grad[self.used:].zero_()", "pass"),
     "every rank keeps the first slice's sum": (
         LLAMA, ZERO2, "zero.SlotComm.add_to_total", sum_of_first_slice),
     # ZeRO-3

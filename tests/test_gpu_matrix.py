@@ -14,9 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
+from faults import planted
 from pool import ROOT, run_ranks
 from shared import SharedBuffer
 from test_accelerator import XPU, stand_in
+from test_flex import CHOSEN
 from test_graph import graphs_on_a_cpu
 
 sys.path.insert(0, str(ROOT / "bench"))  # also in the ranks of the pool, which import this module
@@ -24,6 +26,7 @@ sys.path.insert(0, str(ROOT / "bench"))  # also in the ranks of the pool, which 
 import gpu_matrix
 
 from fast import symm_mem
+from runtime.launch import World
 
 CHECK_LAYOUTS, LAYOUTS_OF = gpu_matrix.check_layouts, gpu_matrix.layouts_of
 FAMILY = {"fp64": "capacity", "fp32": "llama", "bf16": "dropless"}  # whose layouts make test compares
@@ -73,8 +76,9 @@ def test_every_part_runs_on_two_ranks_of_a_cpu(check_layouts, numbers):
         assert line.startswith(f"{dtype}: {n} layouts of 2 ranks equal one rank, worst error ")
     assert lines[3].startswith("2 bf16 steps: ") and lines[3].endswith("; two runs as well")
     assert lines[4].startswith("graph: left out, cpu has no CUDA graphs; ")
-    assert lines[5].startswith("sync: left out, torch sees hidden synchronisations under CUDA alone; ")
-    assert len(lines) == 6
+    assert lines[5] == "flash: left out, no flash kernel takes a mask here (cpu)"
+    assert lines[6].startswith("sync: left out, torch sees hidden synchronisations under CUDA alone; ")
+    assert len(lines) == 7
 
 
 def test_one_rank_has_no_layouts():
@@ -145,6 +149,28 @@ def test_synchronisations_are_watched_in_the_third_pass():
         for line, modes in run_ranks(size, watched_layers):
             assert line.endswith("dropless ep 2 through symmetric memory") == (size == 2)
             assert modes == ["default", "default", "error", "default"] * (size + 1)
+
+
+# -----------------------------------------------------------------------------
+# The flash kernel, which torch computes here without a compiler
+
+def flash_on_a_cpu(*faults):
+    with contextlib.ExitStack() as stack:
+        for fault in (*CHOSEN, *faults):
+            stack.enter_context(planted(*fault))
+        stack.enter_context(small())
+        stack.enter_context(mock.patch.object(gpu_matrix, "COMPILED", (False,)))
+        return gpu_matrix.check_flash(World())
+
+
+def test_the_flash_kernel_has_the_losses_of_the_mask():
+    assert flash_on_a_cpu().startswith("2 fp32 steps through the flash kernel: 3 runs, losses within ")
+
+
+def test_a_flash_kernel_that_sees_other_keys_is_found():
+    wider = "fast.flex.pair_rule", "key > own - window", "key > own - window - 50"
+    with pytest.raises(AssertionError, match="'window': 200"):
+        flash_on_a_cpu(wider)
 
 
 # -----------------------------------------------------------------------------

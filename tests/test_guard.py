@@ -292,7 +292,8 @@ def test_wandb_gets_each_row_and_asks_no_terminal_for_a_key(tmp_path, monkeypatc
     assert tracked(Path("."), wandb, "online", monkeypatch) == [1, 2, 3, 4]
     assert wandb.steps == [1, 2, 3, 4, "finish"] and capfd.readouterr().err == ""
     quiet, call = wandb.calls
-    assert quiet == {"silent": True} and call["settings"] == {"init_timeout": tracker.PATIENCE}
+    assert quiet == {"silent": True}
+    assert tracker.PATIENCE - 1 < call["settings"]["init_timeout"] <= tracker.PATIENCE
     assert (call["name"], call["mode"], call["config"]) == (tmp_path.name, "online", {"a": 1})
 
 
@@ -307,6 +308,16 @@ def test_wandb_without_a_network_records_and_says_how_to_send(tmp_path, monkeypa
     assert tracked(tmp_path / "b", StandIn(), "offline", monkeypatch) == [1, 2, 3, 4]
     out, err = capfd.readouterr()
     assert err == "" and out.endswith(f"wandb sync {tmp_path}/b/wandb/offline-run-1\n")
+
+
+@pytest.mark.parametrize(("start", "left"), [(6.0, 9.0), (60.0, tracker.LEAST_PATIENCE)])
+def test_a_slow_start_of_wandb_leaves_its_server_less_time(start, left, tmp_path, monkeypatch, capfd):
+    clock = iter([0.0, start])
+    monkeypatch.setattr(tracker, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    wandb = StandIn(no_answer)
+    assert tracked(tmp_path, wandb, "online", monkeypatch) == [1, 2, 3, 4]
+    assert wandb.calls[1]["settings"] == {"init_timeout": left}
+    assert f"no answer within {left:.0f} s" in capfd.readouterr().err
 
 
 def test_training_does_not_wait_for_wandb(tmp_path, monkeypatch, capfd):

@@ -16,6 +16,7 @@ from runs import assert_refused, go, refused
 from safetensors.torch import load_file, save_file
 
 import checkpoint
+import config
 import convert
 import sample
 from corpus import config_json, hugging_face, tokenizer
@@ -343,6 +344,23 @@ def test_the_config_of_a_released_model(name, hf, tmp_path):
         assert found[0].cfg.rope_base == fields.get("rope_theta", 1e4)
         assert found[0].cfg.window == {"Mistral-7B-v0.1": 4096, "gemma-3-1b": 512, "gemma-3-270m": 512}.get(
             name, 0)
+
+
+PRESET_OF = {"Llama-3.2-1B": "llama-3.2-1b", "Qwen3-0.6B": "qwen3-0.6b", "Qwen3-30B-A3B": "qwen3-30b-a3b",
+             "OLMo-2-1B": "olmo-2-1b", "gemma-3-1b": "gemma-3-1b"}
+
+
+@pytest.mark.parametrize("name", PRESET_OF)
+def test_a_preset_is_the_model_of_the_published_config(name, hf, tmp_path):
+    kind, fields, _ = RELEASED[name]
+    made = getattr(hf, kind)
+    architecture = hf.AutoModelForCausalLM._model_mapping[made].__name__
+    made(**fields, architectures=[architecture]).save_pretrained(tmp_path)
+    _, published, vocab_size, _ = config_json.read_config(tmp_path / "config.json", "bf16")
+    preset = config.Config(**config.PRESETS[PRESET_OF[name]])
+    of_the_model = {*config.SHAPE, *config.flags_of_kind("meaning")} - {"vocab_size", "seq_len"}
+    differ = {flag for flag in of_the_model if getattr(preset, flag) != getattr(published, flag)}
+    assert not differ and preset.vocab_size == vocab_size
 
 
 @pytest.mark.parametrize("name", [name for name, (*_, word) in RELEASED.items() if not word])

@@ -719,7 +719,7 @@ except KeyboardInterrupt as e:
 """
 PROGRAMS = ["train.py", "sample.py", *(f"bench/{name}.py" for name in (
     "collectives", "dcp_compare", "doctor", "equal_one", "gpu_matrix", "ladder", "layouts", "moe_layer",
-    "one_step", "oracles", "peer_cell", "published", "save_cost", "smoke", "speed"))]
+    "one_step", "oracles", "peer_cell", "published", "save_cost", "smoke", "speed", "windows"))]
 
 
 @pytest.fixture(scope="module")

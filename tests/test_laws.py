@@ -161,11 +161,12 @@ def total_lines(files):
 def length_of(file, name):
     """Return the number of lines of a function or a class; "AdamW.step" is the `step` of AdamW.
 
-    "the drawing" is what the docstring of a file shows from `The drawing` to the next paragraph after it.
+    "the drawing" is what the docstring of a file shows from `The drawing` to the end of the table below it.
     """
     if name == "the drawing":
         text = ast.get_docstring(ast.parse((ROOT / file).read_text())).partition("The drawing")[2]
-        return len(re.split(r"\n\n(?=\S)", text)[0].splitlines())
+        drawing, table = re.split(r"\n\n(?=\S)", text)[:2]
+        return len(drawing.splitlines()) + 1 + len(table.splitlines())
     scopes = [ast.parse((ROOT / file).read_text())]
     for part in name.split("."):
         scopes = [node for scope in scopes for node in scope.body

@@ -29,6 +29,7 @@ from optim import StepStats
 from parallel import make_mesh
 from runtime import log, resume, timing, watch
 from runtime.launch import World
+from runtime.layer_norms import LayerNorms
 from runtime.saver import Saver
 from skip import Guard
 
@@ -212,6 +213,17 @@ def check_norms(out, want, ranks, *flags, faults=()):
 def test_a_fault_in_the_norms_of_layers_is_found(ranks, layout, fault, norms_of_one, tmp_path):
     with pytest.raises(AssertionError):
         check_norms(tmp_path, norms_of_one, ranks, layout, faults=[fault])
+
+
+def test_norms_of_layers_are_summed_in_fp64_on_a_cpu(monkeypatch):
+    """So squares that fp32 cannot hold are no infinity."""
+    grad = torch.full((4,), 1e25)
+    piece = SimpleNamespace(name="blocks.0.attn.wq.weight", view=grad)
+    monkeypatch.setattr("runtime.layer_norms.bucket_pieces", lambda *args, **how: [piece])
+    data_parallel = SimpleNamespace(buckets=[SimpleNamespace(count_factor=1.0)])
+    norms = LayerNorms(Config(n_layer=1), data_parallel, SimpleNamespace(grads=[grad], unscale=lambda x: x))
+    norms.measure()
+    assert norms.squares.max().item() == pytest.approx(4e50)
 
 
 def test_norms_of_layers_have_no_loss_scale(norms_of_one, tmp_path):

@@ -20,7 +20,7 @@ from faults import group, not_over, planted, router_loss_weight, run_with_faults
 from pool import run_ranks
 from test_layouts import CAPACITY, MOE, SIGMOID, run
 
-from pipeline import has_head
+from pipeline import is_last_stage
 
 BATCH = 8
 MOE, CAPACITY, SIGMOID = (dict(base, n_layer=2, micro_batch=2) for base in (MOE, CAPACITY, SIGMOID))
@@ -53,7 +53,7 @@ def without_experts(original, optimizer, slices):
 def router_loss_of_last_stage(original, model, *args, chunk=0, **options):
     """GPT.forward whose router loss has a gradient on the last stage only."""
     out, router_loss = original(model, *args, chunk=chunk, **options)
-    return out, router_loss if has_head(model, chunk) else router_loss.detach()
+    return out, router_loss if is_last_stage(model, chunk) else router_loss.detach()
 
 
 def capacity_of_two_ranks(original, cfg, n):

@@ -66,7 +66,7 @@ def test_parameters_of_every_preset_are_exact(name):
     known = {"dense-210m": 0.2131, "moe-4b": 4.376, "bloom-176b": 176.2}
     assert name not in known or abs(exact / 1e9 / known[name] - 1) < 1e-3
     published = {"llama-3.2-1b": 1_235_814_400, "qwen3-0.6b": 596_049_920, "olmo-2-1b": 1_484_916_736,
-                 "qwen3-30b-a3b": 30_532_122_624}
+                 "qwen3-30b-a3b": 30_532_122_624, "gemma-3-1b": 999_885_952}
     assert exact == published.get(name, exact)
 
 
@@ -606,3 +606,9 @@ def test_matrix_products_as_measured():
     for m, n, k, low, high in ((8192, 8192, 8192, 650, 720), (16384, 512, 1792, 495, 605),
                                (16384, 128256, 512, 587, 683)):
         assert low <= 2 * m * n * k / step_time.matmul_seconds(m, n, k, gpu) / 1e12 <= high
+
+
+def test_a_flag_in_a_warning_stays_on_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(plan, "warnings", lambda *args: ["x" * (plan.page_width() - 22) + " --global-batch"])
+    plan.main(["tiny", "--data", "synthetic"])
+    assert "--global-batch" in capsys.readouterr().out

@@ -56,8 +56,7 @@ def left_to_right(items, start=0):
 
 def random_layout(dice):
     """Return (flags, number of GPUs, their kind, vocabulary): a layout, which may be impossible."""
-    presets = ("tiny", "tiny-moe", "gpt2", "dense-210m", "moe-4b", "smol-1.7b", "bert-345m", "llama-7b")
-    flags = dict(PRESETS[dice.choice(presets)])
+    flags = dict(PRESETS[dice.choice([*PRESETS])])
     flags.update(global_batch=0, n_layer=dice.choice([1, 2, 3, 4, 6, 8]))
     changes = {
         "tp": [1, 2, 4, 8], "cp": [1, 2, 4], "pp": [1, 2, 3, 4], "pp_chunks": [1, 2], "ep": [1, 2, 4, 8],
@@ -68,11 +67,18 @@ def random_layout(dice):
         "n_kv_head": [1, 2, 4], "ffn_hidden": [1000, 1407, 4096], "seq_len": [100, 512, 2048, 8192],
         "n_embd": [512, 768, 1152, 4096], "n_experts": [0, 4, 8, 64], "top_k": [1, 2],
         "ep_slack": [2.5, 0.0, 1.1], "capacity_factor": [0.0, 1.25], "n_shared_experts": [0, 1, 2],
-        "global_batch": [0, 48, 64, 512], "optimizer": ["adamw", "muon"], "shard": [1, 2, 4, 8]}
+        "global_batch": [0, 48, 64, 512], "optimizer": ["adamw", "muon"], "shard": [1, 2, 4, 8],
+        "lora": [1, 8, 64], "window": [1, 100, 1024], "full_every": [0, 2, 3], "doc_mask": ["on", "off"],
+        "head_dim": [16, 40, 128], "qk_norm": ["none", "head", "all"], "qkv_bias": [True, False],
+        "norm_place": ["before", "after", "both"], "logit_softcap": [0.0, 30.0]}
     for name in dice.sample([*changes], dice.randint(1, 9)):
         flags[name] = dice.choice(changes[name])
-    if not flags.get("zero"):
-        flags.pop("shard", None)
+    often = dice.choice(["lora", "window", "doc_mask", "shard", "optimizer"])  # what must not be rare below
+    flags[often] = dice.choice(changes[often])
+    if often == "shard":
+        flags["zero"] = dice.choice([1, 2, 3])
+    if often == "lora":
+        flags.update(n_experts=0, n_shared_experts=0, optimizer="adamw")
     gpus = dice.choice([1, 2, 4, 8, 8, 12, 16, 24, 32, 64, 128, 3072])
     return flags, gpus, dice.choice([*GPUS]), dice.choice([65, 32000, 50257, 250880])
 
@@ -121,6 +127,63 @@ def test_200_random_layouts_are_those_of_plan_py():
         assert mine == other, (layout, {key: (value, other.get(key)) for key, value in mine.items()
                                         if value != other.get(key)})
     assert len({found.get("ms") for found in ours}) > 190
+    for name, values in {"lora": [1, 8, 64], "window": [1, 100, 512, 1024], "doc_mask": ["on"],
+                         "shard": [2, 4, 8], "optimizer": ["muon"]}.items():
+        planned = [flags.get(name) in values for (flags, *_), found in zip(layouts, ours, strict=True)
+                   if "ms" in found]
+        assert sum(planned) >= 10, (name, sum(planned))
+
+
+# What the page's second script needs of a browser: the values that a form begins with, and what is shown.
+BROWSER = """
+function fields(html) {
+  const found = html.matchAll(/<(input|select) name="(\\w+)"(.*?)(?=<input|<select|$)/gs);
+  return [...found].map(([, kind, name, rest]) => {
+    const value = kind === "input" ? /value="([^"]*)"/ : /<option selected>([^<]*)/;
+    return { name, type: kind === "input" ? "number" : "select-one", value: value.exec(rest)[1] };
+  });
+}
+function new_document() {
+  const elements = {};
+  const element = () => ({ innerHTML: "", textContent: "", style: {}, addEventListener() {},
+    get elements() { return fields(this.innerHTML); } });
+  return { elements, getElementById: (id) => (elements[id] ??= element()) };
+}
+const answer = (addresses) => addresses.map((hash) => {
+  const document = new_document();
+  open_page(document, { hash }, { replaceState() {} });
+  return Object.fromEntries(Object.entries(document.elements).map(
+    ([id, { innerHTML, textContent }]) => [id, textContent || innerHTML]));
+});"""
+
+
+def test_the_page_plans_a_preset_with_all_its_flags():
+    """Also with those that the form does not ask for; and what an address adds."""
+    flags = [({}, 1), ({"zero": 2, "shard": 4, "doc_mask": "on", "window": 300}, 16), ({"lora": 16}, 1),
+             ({"optimizer": "muon", "zero": 1}, 8)]
+    cases = [(preset, *more) for preset in PRESETS for more in flags]
+    addresses = ["#" + "&".join(f"{name}={value}" for name, value in {"preset": preset, "gpus": gpus,
+                                                                      "gpu": "h100", **changed}.items())
+                 for preset, changed, gpus in cases]
+    second = PAGE.read_text().partition('<script id="planner">')[2].split("<script>")[1].split("</script>")[0]
+    page = f"{script_of_page()}\nfunction open_page(document, location, history) {{\n{second}\n}}\n{BROWSER}"
+    planned = 0
+    for (preset, changed, gpus), shown in zip(cases, run_node(page, addresses), strict=True):
+        values = {**PRESETS[preset], **changed}
+        vocab = values.get("vocab_size") or (50258 if values.get("objective") == "mlm" else 50257)
+        found = plan_of(values, gpus, "h100", vocab)
+        assert shown["refused"] == found.get("refused", ""), (preset, changed)
+        if "refused" in found:
+            continue
+        planned += 1
+        assert shown["headline"].startswith(f"{found['ms']:,.1f} ms per step · {found['memory']:,.1f} of "
+                                            f"{found['capacity_gib']:,.1f} GiB · "), (preset, changed)
+        assert f"<td>{found['parameters']['total']:,}</td>" in shown["work"]
+        words = [f"--{name.replace('_', '-')} {value}" for name, value in changed.items()]
+        said = shown["command"].split(" --gpu h100")
+        assert said[0] == f"python plan.py {preset} --gpus {gpus}"
+        assert sorted(said[1].split(" --")[1:]) == sorted(word[2:] for word in words)
+    assert planned > 45
 
 
 def test_the_search_tries_the_layouts_of_plan_py():

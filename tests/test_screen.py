@@ -100,6 +100,8 @@ def test_a_run_that_is_done_says_what_can_be_typed_next(tmp_path, monkeypatch, c
         assert line.partition(":")[2].strip() == command
     assert str(tmp_path / "report.html") in page
     assert len(log.next_commands(tmp_path, {**config, "data": "synthetic"}, 0)) == 2
+    fill = log.next_commands(tmp_path, {**config, "objective": "mlm"}, 400)[0]
+    assert fill == f"fill gaps:    python sample.py {tmp_path} --fill 'a [MASK] in a text'"
     monkeypatch.setattr(sys, "argv", ["train.py", *TINY])
     flags = [*TINY, "--steps=1", "--eval-every=0", f"--out={tmp_path / 'run'}"]
     got = session(World(), flags)

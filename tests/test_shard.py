@@ -220,9 +220,8 @@ def test_an_average_over_the_replicas_changes_the_numbers():
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_the_one_rule_holds_with_shards(case):
     family, ranks, _, layout = case
-    if "muon" not in family:
-        verdict = one_rule.derive(config(FAMILIES[family], ranks, layout), ranks)
-        assert verdict.right, verdict.refused
+    verdict = one_rule.derive(config(FAMILIES[family], ranks, layout), ranks)
+    assert verdict.right, verdict.refused
 
 
 # -----------------------------------------------------------------------------

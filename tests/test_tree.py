@@ -36,6 +36,7 @@ def on_threads(size, width, function):
             results[own.rank] = function(own)
         except Exception as e:
             results[own.rank] = e
+            own.close()  # as the end of its process would, so that the others do not wait for it
 
     threads = [threading.Thread(target=run, args=(own,)) for own in trees]
     for thread in threads:

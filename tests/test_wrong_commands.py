@@ -336,6 +336,7 @@ def test_the_values_that_are_tried_near_a_flags_own():
     cfg = parse(["--n-embd=1000", "--tp=4", "--n-head=4", "--n-kv-head=4", "--micro-batch=1"])
     near = nearest.values_near(cfg, "n_embd", 12)
     assert near == {768, 896, 960, 976, 984, 992, 996, 998, 999, 1000, 1001, 1002, 1004, 1008, 1024}
+    assert 998 in nearest.values_near(dataclasses.replace(cfg, cp=2), "n_embd", 24)
     assert nearest.values_near(cfg, "tp", 24) == {1, 2, 3, 4, 6, 8}
     assert nearest.values_near(cfg, "n_head", 24) == set(range(1, 9))
     assert not {"n_experts", "top_k"} & nearest.candidates(cfg, 4).keys()

@@ -14,6 +14,8 @@ function config_of(flags) {
   check_heads(cfg);
   if (cfg.objective === "mlm") check_masked_model(cfg);
   check_experts(cfg);
+  check_adapters(cfg);
+  check_sharing(cfg);
   return cfg;
 }
 

@@ -294,6 +294,7 @@ class Flags:
     count: int = 200  # kills in total, with those of earlier calls
     out: Path = Path("out/drills")  # directory of the runs and of log.jsonl
     workers: int = 1  # runs at a time
+    first: int = 0  # the number, which is the seed, of the first run: other machines try other moments
 
 
 def summary(done):
@@ -312,8 +313,9 @@ def summary(done):
 class Drills:
     """Runs that are not in the log yet, `workers` at a time, until it counts enough kills."""
 
-    def __init__(self, out, workers):
-        self.out, self.path, self.workers, self.lock = out, out / "log.jsonl", workers, threading.Lock()
+    def __init__(self, out, workers, first):
+        self.out, self.path, self.lock = out, out / "log.jsonl", threading.Lock()
+        self.workers, self.first = workers, first
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         self.done = [json.loads(line) for line in lines]
         self.times = {}  # (layout, launcher): seconds of a start, so that kills fall at any moment of it
@@ -342,7 +344,7 @@ class Drills:
             return
         for name in LAYOUTS:
             reference(name, self.out)
-        logged, i, busy = {row["run"] for row in self.done}, 0, set()
+        logged, i, busy = {row["run"] for row in self.done}, self.first, set()
         with ThreadPoolExecutor(self.workers) as pool:
             while self.kills() < count:
                 while len(busy) < self.workers:
@@ -358,7 +360,7 @@ def main():
     with wrong_input():
         args = command_line(Flags, sys.argv[1:], "kill.py", __doc__.splitlines()[0])
     args.out.mkdir(parents=True, exist_ok=True)
-    drills = Drills(args.out, args.workers)
+    drills = Drills(args.out, args.workers, args.first)
     drills.run(args.count)
     print(*summary(drills.done), sep="\n")
     return 1 if drills.failures() else 0

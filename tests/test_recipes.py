@@ -1,0 +1,118 @@
+"""Every command of README.md and docs/ has flags that its program takes, and ranks that its layout fits.
+
+The commands are not run here. tests/test_tutorial.py looks at those of the tutorial. tests/test_change_it.py
+looks at those of change-it.md, which has flags that the reader adds.
+"""
+import re
+import shlex
+
+import pytest
+from pool import ROOT
+
+import checkpoint
+import convert
+import plot
+import prepare
+import sample
+from cost import plan_flags
+from interface.command_line import command_line, parse
+from interface.layout import check_layout
+from parallel import make_mesh
+from runtime.launch import World
+
+DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "change-it.md")
+PAGES = ["README.md", *DOCS]
+LAUNCHERS = {"mpiexec": "-n", "torchrun": "--nproc-per-node", "srun": "-n"}
+# Page: commands that the search below finds there at least.
+FEWEST = {"docs/hugging-face.md": 10, "docs/chat.md": 12, "docs/lora.md": 12, "docs/bert.md": 8,
+          "docs/muon.md": 3, "README.md": 6}
+
+
+def lines_of(page):
+    """Return what is typed: the lines of a page's code blocks, and commands in its sentences.
+
+    A variable of the shell is replaced by what it holds, that of a loop by its first value.
+    """
+    text = (ROOT / page).read_text()
+    fence = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+    blocks = [block for language, block in fence.findall(text) if language in ("", "bash")]
+    known = {}
+    found = []
+    for inline in re.findall(r"`([^`]+)`", fence.sub("", text)):
+        words = " ".join(inline.split())
+        if re.match(r"(train|plan)\.py [a-z]", words):
+            words = f"mpiexec -n N python {words}"
+        found.append(words)
+    for block in blocks:
+        text = re.sub(r"<<'END'\n.*?^END$", "", block, flags=re.M | re.S)
+        for line in text.replace("\\\n", " ").splitlines():
+            line = re.sub(r"\$(\w+)", lambda name: known.get(name[1], name[0]), line.removeprefix("$ "))
+            for name, value in re.findall(r"\bfor (\w+) in (\S+)", line):
+                known[name] = value.strip(";")
+            if set_here := re.fullmatch(r'(\w+)="(.*)"', line):
+                known[set_here[1]] = set_here[2]
+            found.append(line)
+    return found
+
+
+def commands_of(page):
+    """Return [(ranks, program, [argument, ...])] of a page, without those that are drawn or explained."""
+    found = []
+    for line in lines_of(page):
+        try:
+            words = shlex.split(line.replace(";", " ; "), comments=True)
+        except ValueError:  # a drawing, or a sentence
+            continue
+        ranks = 1
+        while words and words[0] in ("do", "then"):
+            words.pop(0)
+        if words[1:2] and words[1] == LAUNCHERS.get(words[0]):
+            ranks = int(words[2]) if words[2].isdecimal() else 0
+            words = ["python", *words[3:]] if words[0] == "torchrun" else words[3:]
+        while "|" in words:
+            words = words[words.index("|") + 1:]
+        if len(words) < 2 or words[0] != "python" or not words[1].endswith(".py"):
+            continue
+        ends = [i for i, word in enumerate(words) if word in ("&&", "&", ">", "2>", "<", ";")]
+        argv = words[2:min(ends, default=len(words))]
+        if not {"...", "PRESET"} & set(argv):
+            found.append((ranks, words[1], argv))
+    return found
+
+
+def check_command(ranks, program, argv):
+    """Raise ValueError unless the program takes the arguments."""
+    assert (ROOT / program).is_file(), program
+    if program == "train.py" and "--list" not in argv:
+        cfg = parse(argv)
+        if ranks:
+            mesh = make_mesh(World(size=ranks), cfg.tp, cfg.pp, cfg.ep, groups=False, cp=cfg.cp,
+                             n_experts=cfg.n_experts, shard=cfg.shard)
+            check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
+    elif program == "plan.py":
+        plan_flags.arguments(argv)
+    elif program == "prepare.py":
+        prepare.parse(argv)
+    elif program in ("sample.py", "convert.py", "plot.py"):
+        flags = {"sample.py": sample.Flags, "convert.py": convert.Flags, "plot.py": plot.Flags}[program]
+        command_line(flags, argv, program, "")
+    elif program == "checkpoint.py":
+        assert argv[0] in ("show", "diff") and callable(checkpoint.main)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_are_taken(page):
+    commands = commands_of(page)
+    assert len(commands) >= FEWEST.get(page, 0), commands
+    for ranks, program, argv in commands:
+        try:
+            check_command(ranks, program, argv)
+        except (ValueError, SystemExit) as error:
+            pytest.fail(f"{page}: python {program} {' '.join(argv)}: {error}")
+
+
+def test_a_flag_that_is_gone_is_found():
+    with pytest.raises(ValueError, match="Unrecognized"):
+        check_command(1, "train.py", ["tiny", "--n-layres", "3"])
+    with pytest.raises(ValueError, match="do not divide"):
+        check_command(4, "train.py", ["tiny", "--tp", "3"])
