@@ -24,9 +24,10 @@ for one whole bucket, which the buckets use in turn (zero.py):
     zero 0    n                             n, summed by all-reduce        n: the slice is all n
     zero 1    n                             n, summed by reduce-scatter    n/4
     zero 2    n                             grad_total n/4; 2 slots        n/4
-    zero 3    own n/4; flat of 2 blocks     grad_total n/4; 2 slots        n/4
+    zero 3    own n/4; flat of 2 parts      grad_total n/4; 2 slots        n/4
 
-In an fp32 model, master and own are the same memory.
+In an fp32 model, master and own are the same memory. For steps of one micro-batch on a GPU, a
+CopyBucket keeps grad in the model's dtype. In fast/peer.py grad_total has memory of its own.
 
 bucket.axis has the ranks over which the gradients are summed: those that hold the same parameters.
 Its ranks form two axes (parallel.Sharing), and one rule serves every --zero: gradients are
@@ -141,12 +142,12 @@ class Comm:
     def __init__(self, grad_dtype=None):
         self.grad_dtype = grad_dtype
 
-    def allocate(self, axis, own_slice, weights, dtype):
+    def allocate(self, shard, own_slice, weights, dtype):
         """Return a bucket's buffers flat (n,), grad (n,), grad_total (n/n_slices,).
 
-        weights (n,), in at least fp32, will hold the initial weights. If dtype, that of flat, is
-        the same, flat is weights. axis: the ranks that share the buffers. own_slice: the slice of
-        grad whose sum becomes grad_total.
+        weights (n,), in at least fp32, will hold the initial weights. dtype: of flat. Where weights
+        has it already, flat is weights. shard: the Axis of the ranks that share the buffers.
+        own_slice: the slice of grad whose sum becomes grad_total.
         """
         flat = weights if weights.dtype == dtype else torch.zeros_like(weights, dtype=dtype)
         grad = torch.zeros_like(weights, dtype=self.grad_dtype)
@@ -405,7 +406,7 @@ class DataParallel:
 
         contents.reduction_axis is what the one rule (parallel.reduction_axis) says of all of them:
         the name of the axis over which their gradients are summed. On a mesh with dp alone it is
-        "stage" or "dp", and these two axes have the same ranks.
+        "stage" (all ranks with the same layers) or "dp", and both have the same ranks.
         """
         axis = self.mesh.axes()[contents.reduction_axis]
         bucket = self.make_bucket(contents, axis, dtype, make_comm(axis))

@@ -11,7 +11,7 @@ import math
 import torch
 
 from parallel import gather_rows
-from pipeline import Ring, has_head
+from pipeline import Ring, is_last_stage
 
 
 class Cache:
@@ -49,7 +49,7 @@ def next_logits(model, tokens, cache):
 
     def forward(i, chunk, hidden):
         out, _ = model(tokens, hidden=hidden, cache=cache, chunk=chunk)
-        if has_head(model, chunk):
+        if is_last_stage(model, chunk):
             # V/tp logits from each rank to all, over tp
             row = gather_rows(out[tokens.size(1) - 1], model.mesh.tp)  # (local_vocab,) -> (V,)
             logits.copy_(row[:model.vocab_size])

@@ -3,9 +3,10 @@
 A row is a token's vector (C,). It travels as K copies, one to each of its experts; a gate is the
 factor by which an expert's result is multiplied. No two ranks of a stage hold the same rows: dp and
 cp split sequences, tp splits rows. So an expert's matrices need no tp. The ranks of a stage are
-viewed a second time as (edp, ep), and expert i lives on ep rank i // e. So ep adds no ranks: each
-rank of an ep group has rows of its own. With two ranks and ep 2, dp is 2 and edp is 1. The drawing
-has four ranks, ep 4, four experts, K = 1; a letter is the expert that a row visits:
+viewed a second time as (edp, ep). Each of them holds e = E / ep experts, so expert i lives on ep
+rank i // e. And ep adds no ranks: each rank of an ep group has rows of its own. With two ranks and
+ep 2, dp is 2 and edp is 1. The drawing has four ranks, ep 4, four experts, K = 1; a letter is the
+expert that a row visits:
 
     rank 0   [a a b d]      sort by     [a a|b|.|d]     all_to_all     [aa a . a]   expert a's rows
     rank 1   [c a d d]      expert      [a|.|c|d d]     block j goes   [b . bb .]   expert b's
@@ -20,7 +21,8 @@ and the same way back, after which each row stands where it came from.
         AllToAll      dropless over ep ranks: uneven all_to_all; each message holds exactly the rows
                       that go to its rank
         Capacity      each expert takes equal numbers of rows, others are dropped: even all_to_all
-fast/symm_mem.py has the dispatchers that write rows directly into other GPUs' memory.
+fast/symm_mem.py has the dispatchers that write rows directly into other GPUs' memory. The shapes
+are in the letters of model.py's legend.
 """
 import math
 from typing import NamedTuple
@@ -278,7 +280,8 @@ class AllToAll(Dispatcher):
         perm, inv_perm, num_tokens_per_expert = sort_by_expert(expert_ids.flatten(), self.E)
         # Tables of rows: sent_counts (ep, e) by receiver and expert, received_counts by sender.
         sent_counts = num_tokens_per_expert.view(ep.size, self.e)
-        # E counts to the experts' owners, over ep
+        # E counts to the experts' owners, over ep. Counts take this method. Rows take the function
+        # all_to_all, which has a gradient.
         received_counts = ep.all_to_all(num_tokens_per_expert).view(ep.size, self.e)
         # Only fast/graph.py reads rows_needed.
         torch.maximum(self.rows_needed, received_counts.sum(), out=self.rows_needed)
@@ -300,6 +303,7 @@ class AllToAll(Dispatcher):
         x = Permute.apply(x, plan.perm, plan.inv_perm, self.K)  # (N, C), by expert
         # Block j of the N rows goes to rank j, over ep.
         x = all_to_all(x, self.ep, plan.send, plan.receive)  # (R, C), by sender
+        # Each of the R rows stands there once, so this is a plain permutation.
         return Permute.apply(x, plan.by_expert, plan.by_sender)  # (R, C), by expert
 
     def combine(self, y, gates, plan):  # (R, C) -> (n, C)

@@ -275,7 +275,7 @@ def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, shard=0, groups=Tru
 def reduction_axis(mesh, tp_dim, expert=False, tied=False):
     """Return the name of the Axis over which a parameter's gradient is summed: the one rule.
 
-    A gradient is summed over all ranks that hold the same numbers, because each of these ranks has
+    A gradient is summed over all ranks that hold the same weights, because each of these ranks has
     only a part of it: from other tokens, from other heads or columns, or from the other use of a
     tied matrix. tp_dim: the dimension that is cut over tp, or None.
     """

@@ -18,7 +18,7 @@ takes about twice as long.
 A stage keeps the activations of at most (stages - stage) micro-batches, however many there are. In
 the interleaved schedule (section 2.2 of that paper, --pp-chunks v), each of p ranks holds v smaller
 stages, its chunks: chunk c of rank r is stage c * p + r. Then a rank idles for (p - 1) / (v m) of
-the time that m micro-batches take to compute, and it sends v times as many messages.
+the time that m micro-batches take to compute, and it sends about v times as many messages.
 
     forward_backward  all micro-batches of a step: one_stage, or several_stages with a Ring
     schedule          the order in which one rank does its forwards and backwards
@@ -95,7 +95,7 @@ def several_stages(model, data_parallel, batches, n_trained, loss_scale, before_
             hidden.requires_grad_()
         with data_parallel.timers("forward"):
             out, router_loss = model(*batches[i], hidden=hidden, chunk=chunk)
-        if has_head(model, chunk):
+        if is_last_stage(model, chunk):
             out = out / n_trained  # the one division
             mean_loss.add_(out.detach())
         # The one exception: see one_stage.
@@ -111,7 +111,7 @@ def several_stages(model, data_parallel, batches, n_trained, loss_scale, before_
         data_parallel.announce_backward(completes_grads=backwards_done[chunk] == len(batches))
         outputs = [out]
         # The last stage's output is the loss, whose gradient is the loss scale, or None: 1.
-        grads = [loss_scale if has_head(model, chunk) else grad]
+        grads = [loss_scale if is_last_stage(model, chunk) else grad]
         if router_loss.requires_grad:
             outputs.append(router_loss)
             grads.append(loss_scale)
@@ -130,7 +130,7 @@ def forward_only(model, batches):
 
     def forward(i, chunk, hidden):
         out, _ = model(*batches[i], hidden=hidden, chunk=chunk)
-        if has_head(model, chunk):
+        if is_last_stage(model, chunk):
             total.add_(out)
         return out
 
@@ -145,7 +145,7 @@ def zero_loss(model):
     return torch.zeros((), device=weight.device, dtype=dtype)
 
 
-def has_head(model, chunk):
+def is_last_stage(model, chunk):
     """Whether this chunk of the rank is the last stage, which has the head."""
     return model.chunks[chunk][1] == model.cfg.n_layer
 
@@ -230,8 +230,8 @@ def schedule(rank, ranks, chunks, micro_batches, backward=True):
     if not backward:
         return existing(forwards, micro_batches)
     # Warm-up: one forward for each later rank. With several chunks, the first p micro-batches go
-    # through all chunks except the last, and each later rank counts for two forwards, so that no
-    # rank waits for a message in flight.
+    # through all chunks except the last, and each later rank counts for two forwards, as in the
+    # paper: a message in flight has that time to arrive.
     per_rank = 1 if chunks == 1 else 2
     warmup = (chunks - 1) * ranks + (ranks - 1 - rank) * per_rank
     warmup = min(warmup, len(forwards))
@@ -296,11 +296,11 @@ class Message(NamedTuple):
     op: Op  # the receiver's Op, which waits for the message
 
 
-def messages_between(ending, chunks):
-    """Return the Messages that are sent when the Ops of `ending` end, one per rank or None."""
-    ranks = len(ending)
+def messages_between(ended_ops, chunks):
+    """Return the Messages that are sent when these Ops have ended, one Op per rank or None."""
+    ranks = len(ended_ops)
     messages = []
-    for sender, op in enumerate(ending):
+    for sender, op in enumerate(ended_ops):
         if op is None:
             continue
         stage = op.chunk * ranks + sender + op.direction
@@ -334,14 +334,14 @@ class Ring:
     """Walks a timetable on this rank: does its Ops, sends their results, receives their inputs.
 
     A message is an activation (n, C) or its gradient. A rank waits for its Exchanges in order. So
-    it waits only until others reach a time that it has itself passed, and no cycle of waits can
-    arise.
+    it waits only until others reach a time of the table that it has itself passed. The rank that
+    is at the earliest time waits for nobody, so some rank always goes on.
     """
 
     def __init__(self, model, n_tokens, timers=untimed):
         """Prepare for micro-batches of n_tokens = B*t tokens on each rank of cp."""
         self.axis = model.mesh.pp
-        self.chunks = len(model.chunks)
+        self.n_chunks = len(model.chunks)
         self.timers = timers
         self.like = next(model.parameters())  # for the dtype and device of messages
         self.shape = n_tokens // model.mesh.tp.size, model.cfg.n_embd  # (n, C)
@@ -354,16 +354,16 @@ class Ring:
         forward(i, chunk, received) and backward(i, chunk, received) return what is sent on.
         received is None where no message comes.
         """
-        table = timetable(self.axis.size, self.chunks, micro_batches, backward is not None)
-        for ending in table.values():  # the Ops that end at the same time, one per rank or None
-            op = ending[self.axis.rank]
+        table = timetable(self.axis.size, self.n_chunks, micro_batches, backward is not None)
+        for ended_ops in table.values():  # Ops that end at the same time, one per rank or None
+            op = ended_ops[self.axis.rank]
             made = None
             if op is not None:
                 run = forward if op.kind == "F" else backward
                 made = run(op.micro_batch, op.chunk, self.receive(op))
-            # This rank also starts to receive now what others send at this time. The Op that needs
-            # it comes later, and waits for it in receive().
-            self.start_exchange(ending, made)
+            # This rank also starts to receive what others send at this time of the table. The Op
+            # that needs it comes later, and waits for it in receive().
+            self.start_exchange(ended_ops, made)
             # Without this wait, a rank could run ahead of the others and fill its memory. Any limit
             # gives the same numbers. This limit lets 2 * pp Exchanges of this rank be in flight.
             self.wait_for_oldest(may_remain=2 * self.axis.size)
@@ -384,15 +384,15 @@ class Ring:
             with self.timers("pipeline"):
                 self.in_flight.popleft().wait()
 
-    def start_exchange(self, ending, made):
+    def start_exchange(self, ended_ops, made):
         """Start to send and receive all messages of this rank.
 
-        ending: the Op that ends on each rank. made: what this rank's Op has made.
+        ended_ops: the Op that ends on each rank. made: what this rank's Op has made.
         """
         axis = self.axis
         operations = []
         arriving = {}
-        for sender, receiver, op in messages_between(ending, self.chunks):
+        for sender, receiver, op in messages_between(ended_ops, self.n_chunks):
             if sender == axis.rank:
                 axis.record("send", made, made.numel() * made.element_size())
                 peer = axis.ranks[receiver]

@@ -2,7 +2,7 @@
 
 The table in ddp.py says what a rank keeps under each --zero. In this file:
 
-    Slot, SlotComm, SlotBucket   ZeRO-2: whole gradients exist only in two buffers, which take turns
+    Slot, SlotComm, SlotBucket   ZeRO-2: whole fp32 gradients exist only in two buffers, in turns
     ShardedBucket                ZeRO-3: whole weights exist only while they are needed
     FrozenBucket                 the same for weights that --lora does not train
     ZeRO2, ZeRO3                 the DataParallel of each; LEVELS maps --zero to its class
@@ -60,7 +60,7 @@ class SlotComm(Comm):
         """
         return Slot(n, torch.promote_types(model_dtype, torch.float32), device)
 
-    def allocate(self, axis, own_slice, weights, dtype):
+    def allocate(self, shard, own_slice, weights, dtype):
         flat = weights if weights.dtype == dtype else torch.zeros_like(weights, dtype=dtype)
         grad = self.slot.buffer[:weights.numel()]
         return flat, grad, torch.zeros_like(weights[own_slice])
@@ -83,13 +83,14 @@ class SlotComm(Comm):
 
 
 class SlotBucket(FlatBuffers):
-    """A bucket whose gradients are reduced, summed over the ranks, after every micro-batch.
+    """A bucket whose gradients are reduced, summed over the ranks, in every micro-batch.
 
     Each gradient waits in p.grad, in the model's dtype, until the last one of the bucket has come.
     Then all are copied into the slot, and the reduce starts. Its result, this rank's slice, is
     added to grad_total, the total over the micro-batches. grad is a window of the slot: it holds
     this bucket's gradients only while they are being reduced. With --shard, the total is summed
-    over the replicas once a step, after the last micro-batch.
+    over the replicas once a step, after the last micro-batch; without, the replicas are one rank,
+    and that sum is complete at once.
     """
 
     def reset(self):
@@ -105,9 +106,9 @@ class SlotBucket(FlatBuffers):
         if completes_grads:
             self.pending_params -= 1
         if not self.missing:
-            self.start_reduce()
+            self.start_sum()
 
-    def start_reduce(self):
+    def start_sum(self):
         self.comm.slot.give_to(self)
         self.copy_all_gradients()
         self.grad[self.used:].zero_()  # The padding may hold gradients of another bucket.
@@ -133,7 +134,7 @@ class SlotBucket(FlatBuffers):
         # In both cases start it now, with zeros for the missing ones. All ranks do the same: a
         # parameter gets a gradient on all ranks or on none.
         if incomplete or nothing_came:
-            self.start_reduce()
+            self.start_sum()
         self.finish_reduce()
         if self.replica_handle is None:  # A parameter got no gradient in the last micro-batch.
             self.replica_handle = self.comm.start_replica_sum(self)
@@ -312,10 +313,10 @@ class ZeRO3(ZeRO2):
     def part_of(self, module):
         """Return the next part, counted from self.here, that holds the module, or None.
 
-        A tied embedding is in the first part and in the last. After a backward, self.here is the
-        first part, where the next forward begins. After an evaluation it is the last. So after an
-        evaluation the embedding is found in the last part, and the last block is fetched with it.
-        It is not needed yet: block 0 frees it. The numbers are the same.
+        Only a tied embedding is in two parts, the first and the last. After a backward self.here is
+        the first part, and the embedding is found there. After an evaluation self.here is still the
+        last part. The embedding is found there, and the last block is fetched with it, which costs
+        a gather but changes no number.
         """
         n = len(self.parts)
         for ahead in range(n):

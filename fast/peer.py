@@ -90,10 +90,10 @@ class PeerComm(Comm):
         super().__init__(grad_dtype)
         self.stream = stream
 
-    def allocate(self, axis, own_slice, weights, dtype):
+    def allocate(self, shard, own_slice, weights, dtype):
         n = weights.numel()
-        self.weights = SymmetricBuffer(axis, 1, n, dtype, weights.device)
-        self.gradients = SymmetricBuffer(axis, 1, n, dtype, weights.device)
+        self.weights = SymmetricBuffer(shard, 1, n, dtype, weights.device)
+        self.gradients = SymmetricBuffer(shard, 1, n, dtype, weights.device)
         flat = self.weights.local[0].zero_()
         grad = self.gradients.local[0].zero_()
         grad_total = torch.zeros_like(weights[own_slice])
@@ -150,10 +150,10 @@ class PeerSlotComm(PeerComm):
     def new_slot(self, n, model_dtype, device, axis):
         return PeerSlot(n, model_dtype, device, axis)
 
-    def allocate(self, axis, own_slice, weights, dtype):
+    def allocate(self, shard, own_slice, weights, dtype):
         n = weights.numel()
         grad_total = torch.zeros_like(weights[own_slice])
-        self.weights = SymmetricBuffer(axis, 1, grad_total.numel(), dtype, weights.device)
+        self.weights = SymmetricBuffer(shard, 1, grad_total.numel(), dtype, weights.device)
         self.own = self.weights.local[0]
         flat = torch.zeros_like(weights, dtype=dtype)
         self.stream.reserve(n - grad_total.numel(), flat)

@@ -198,8 +198,9 @@ def rows_or_zeros(x, index, padded):
 
 
 def permute(x, perm, K, padded):
-    """Return row perm // K of x for each slot: x (n, C), perm (slots,) int64 -> (slots, C).
+    """Return the row of each slot's copy: x (n, C), perm (slots,) int64 -> (slots, C).
 
+    Row r of x has the copies r K to r K + K - 1. perm says which copy stands in each slot.
     If padded, a slot whose perm is n*K gets zeros.
     """
     if not backend.use_triton(x) or not x.numel():
