@@ -27,7 +27,8 @@ for one whole bucket, which the buckets use in turn (zero.py):
     zero 3    own n/4; flat of 2 parts      grad_total n/4; 2 slots        n/4
 
 In an fp32 model, master and own are the same memory. For steps of one micro-batch on a GPU, a
-CopyBucket keeps grad in the model's dtype. In fast/peer.py grad_total has memory of its own.
+CopyBucket keeps grad in the model's dtype. A LoneBucket has no copy: grad is what backward made. In
+fast/peer.py grad_total has memory of its own.
 
 bucket.axis has the ranks over which the gradients are summed: those that hold the same parameters.
 Its ranks form two axes (parallel.Sharing), and one rule serves every --zero: gradients are
@@ -353,6 +354,31 @@ class CopyBucket(Bucket):
         self.copy_all_gradients()
 
 
+class LoneBucket(CopyBucket):
+    """A CopyBucket of one parameter that no other rank has. Nothing is copied: grad is p.grad.
+
+    So grad is another tensor in each step. Before the first gradient has come it is None.
+    """
+
+    def reset(self):
+        super().reset()
+        self.grad = None  # its memory is free during forward
+        self.grad_total = None
+        self.grad_windows = []
+
+    def complete_grad(self):
+        p, = self.params
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        self.grad = grad.flatten()  # a view
+        self.grad_total = self.grad
+        p.grad = None
+
+
+def is_lone(contents, axis, comm):
+    """Whether backward makes the whole sum of a bucket's gradients as one tensor."""
+    return comm.grad_dtype is not None and axis.size == 1 and len(contents.params) == 1
+
+
 # -----------------------------------------------------------------------------
 # All buckets of a model
 
@@ -425,6 +451,8 @@ class DataParallel:
     def make_bucket(self, contents, axis, dtype, comm):
         """Return a bucket of the class that this data parallelism uses."""
         bucket_class = Bucket if comm.grad_dtype is None else CopyBucket
+        if is_lone(contents, axis, comm):
+            bucket_class = LoneBucket
         return bucket_class(contents, axis, self.zero, dtype, comm)
 
     def freeze(self, named_parameters, dtype):

@@ -90,7 +90,8 @@ class AdamW:
         return [self.state[self.params[i]][key] for i in group]
 
     def step(self, grads, lr, divisor, not_finite):
-        """Update all parameters with their gradients. For each parameter p, in step t:
+        """Update all parameters with their gradients. Each is the master of a bucket, or under ZeRO
+        this rank's slice of it. For each of them, p, in step t:
 
             g = grad / divisor
             p = p - lr * decay * p
@@ -137,7 +138,6 @@ class Optimizer:
         self.snapshot_done = None  # event: the checkpoint has its copy of weights and moments
         # This rank's slices, one per bucket, (n/n_slices,) each: without ZeRO, whole buckets.
         self.masters = [bucket.master for bucket in data_parallel.buckets]
-        self.grads = [bucket.grad_total for bucket in data_parallel.buckets]
         count_factors = [bucket.count_factor for bucket in data_parallel.buckets]
         self.count_factors = torch.tensor(count_factors, dtype=torch.float64, device=device)
         # The Triton kernel reads each number once and writes the model's weights too: it moves 30
@@ -152,6 +152,14 @@ class Optimizer:
         self.muon = None
         if cfg.optimizer == "muon":
             self.muon = Muon(cfg, data_parallel)
+
+    @property
+    def grads(self):
+        """This rank's slice of each bucket's gradients.
+
+        Each step makes those of a ddp.LoneBucket anew.
+        """
+        return [bucket.grad_total for bucket in self.data_parallel.buckets]
 
     def of_adam(self, values):
         """Return those of the values, one per bucket, that belong to AdamW: without Muon all."""

@@ -170,8 +170,9 @@ class GraphedStep:
         self.fill_inputs(batches, seeds, n_trained)
         self.path = "graph"
         self.graph.replay()
-        for bucket in self.data_parallel.buckets:
+        for bucket, grad_total in zip(self.data_parallel.buckets, self.grad_totals, strict=True):
             bucket.gather_handle = None  # the graph gathered the weights, and its forward waited for them
+            bucket.grad_total = grad_total  # where the graph writes; a plain step may have been in between
         return self.output
 
     def body(self, batches, number, n_trained, set_seed=torch.manual_seed):
@@ -207,6 +208,7 @@ class GraphedStep:
         with torch.cuda.graph(self.graph):
             self.output = self.body(self.inputs, 0, self.n_trained, use_next_generator)
         default.graphsafe_set_state(before)
+        self.grad_totals = [bucket.grad_total for bucket in self.data_parallel.buckets]
 
     def fill_inputs(self, batches, seeds, n_trained):
         """Copy a step's inputs to the addresses from which the captured kernels read."""
@@ -233,6 +235,8 @@ class GraphedStep:
         """Free the graph's memory, for a step without it. The next step that can is captured again."""
         self.output = None
         self.graph = None
+        self.grad_totals = None
+        self.data_parallel.reset()  # the update has used the gradients, some of which the graph made
         gc.collect()
         torch.cuda.empty_cache()
 
