@@ -39,7 +39,7 @@ from ops import checksum, grouped_mm, permute
 from optim import Optimizer
 from parallel import Axis, CompletedWork, make_mesh
 from pipeline import Op, Ring
-from runtime import agree, hang, launcher, log, resume, session, timing, watch
+from runtime import agree, launcher, log, resume, session, timing
 from runtime.launch import World
 from zero import SlotBucket
 
@@ -376,74 +376,6 @@ def test_a_run_without_a_history_begins_at_step_0(tmp_path):
     log.Log(tmp_path, {"seed": 2}, resumed=30)
     rows = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     assert [(row["step"], row["config"]["seed"]) for row in rows] == [(0, 1), (30, 2)]
-
-
-# -----------------------------------------------------------------------------
-# The watchdog
-
-@pytest.fixture
-def quiet_watch(monkeypatch):
-    """A Watch that was made without its thread and its guardian; its alarms are written down."""
-    alarms = []
-    monkeypatch.setattr(watch.faulthandler, "dump_traceback_later",
-                        lambda seconds, file: alarms.append(("stacks", seconds)))
-    guardian = SimpleNamespace(allow=lambda seconds: alarms.append(("guardian", seconds)))
-    monkeypatch.setattr(watch.hang, "Guardian", lambda tick, stacks, rank: guardian)
-    monkeypatch.setattr(watch.threading, "Thread", lambda **named: SimpleNamespace(start=lambda: None))
-    monkeypatch.setattr("time.monotonic", lambda: 1000.0)
-    return watch.Watch(3, 32.0), alarms
-
-
-def test_the_alarms_of_the_watchdog_are_set_at_once(quiet_watch):
-    dog, alarms = quiet_watch
-    assert (dog.grace, dog.tick) == (8.0, 1.0)
-    assert alarms == [("stacks", 64.0 + 4.0), ("guardian", 64.0 + 16.0)]
-    assert dog.alarm == 1000.0 + 64.0 + 4.0
-
-
-def test_the_guardian_waits_for_a_report(quiet_watch, monkeypatch):
-    """A report sleeps for 1.5 graces; beside other work it takes longer, and is not to end in a SIGKILL."""
-    dog, alarms = quiet_watch
-    monkeypatch.setattr(watch.os, "_exit", alarms.append)
-    monkeypatch.setattr(dog, "_report_hang", lambda: alarms.append("report"))
-    dog._report_and_exit()
-    assert alarms[2:] == [("guardian", 5 * dog.grace), "report", watch.Outcome.HUNG]
-
-
-@pytest.mark.parametrize("gap,forgiven", [(2.9, False), (3.1, True)])
-def test_time_in_which_a_process_did_not_run_is_forgiven(gap, forgiven, quiet_watch, monkeypatch):
-    dog, _ = quiet_watch
-    now = [1000.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    times = iter([1000.0 + gap + dog.tick])
-
-    def wait(tick):
-        now[0] = next(times, now[0])
-        return len(waits) == 2 or waits.append(tick)
-
-    waits = [None]
-    dog.stopping = SimpleNamespace(wait=wait)
-    dog._watch()
-    assert dog.last == 1000.0 + (gap if forgiven else 0.0)
-
-
-def test_ranks_that_miss_another_speak_one_after_the_other(quiet_watch, monkeypatch, capsys):
-    dog, _ = quiet_watch
-    slept = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    dog.joining("MPI_Init", 8)
-    dog._report_missing_ranks()
-    dog.rank = 100
-    dog._report_missing_ranks()
-    assert slept == [pytest.approx(0.9), 8.0]
-    assert "rank 3 of 8 waited 0 s in MPI_Init: a rank did not start" in capsys.readouterr().err
-
-
-def test_a_guardian_leaves_no_process_behind():
-    files = hang.HangFiles(0)
-    beside = hang.Guardian(0.1, files.private, 0)
-    beside.close()
-    assert beside.process.returncode is not None
 
 
 # -----------------------------------------------------------------------------
