@@ -1,4 +1,5 @@
 import os
+import threading
 from multiprocessing import forkserver
 
 import pool  # noqa: F401 sets what the server imports
@@ -22,6 +23,14 @@ LONGEST = {
 def pytest_collection_modifyitems(items):
     if "PYTEST_XDIST_WORKER" in os.environ:  # mutants.py asks for its own order
         items.sort(key=lambda item: -LONGEST.get(item.path.stem, 0))  # tests of one file keep their order
+
+
+@pytest.fixture(autouse=True)
+def no_watchdog_stays():
+    """Fail a test that leaves a watchdog behind: it would end this process in the middle of another test."""
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread.name == "watchdog"]
+    assert not left, "this test made a watch.Watch and did not leave its `with` block"
 
 
 @pytest.fixture(scope="module")
