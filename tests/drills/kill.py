@@ -97,17 +97,23 @@ def rank_main(rank, size, port, argv, log):
 class Ranks:
     """The forked processes of one start of a run."""
 
+    # start() also asks for the exit codes of processes that other threads have started. Python reads each
+    # code from a pipe: if two threads read the same one, the second finds it empty and takes 255 for it.
+    one_thread = threading.RLock()
+
     def __init__(self, size, argv, log):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         start = pool.context.Process
         self.all = [start(target=rank_main, args=(r, size, port, argv, log)) for r in range(size)]
-        for p in self.all:
-            p.start()
+        with self.one_thread:
+            for p in self.all:
+                p.start()
 
     def alive(self):
-        return [p for p in self.all if p.is_alive()]
+        with self.one_thread:
+            return [p for p in self.all if p.is_alive()]
 
     def kill(self, everyone, rng):
         for p in self.alive() if everyone else [rng.choice(self.alive() or self.all)]:
@@ -120,11 +126,12 @@ class Ranks:
             wait([p.sentinel for p in alive], timeout=until - time.monotonic())
         for p in self.alive():
             p.kill()
-        for p in self.all:
-            p.join()
+        while alive := self.alive():
+            wait([p.sentinel for p in alive])
 
     def codes(self):
-        return [p.exitcode for p in self.all]
+        with self.one_thread:
+            return [p.exitcode for p in self.all]
 
 
 class MpiRanks:
