@@ -486,6 +486,15 @@ def test_trace_says_where_it_is_and_how_to_look_at_it(tmp_path, capfd):
     assert " ".join(capfd.readouterr().out.split()).endswith("holds profile.html, trace.json")
 
 
+def test_a_profile_is_written_as_a_page_and_as_text(tmp_path):
+    stopped = []
+    profiler = SimpleNamespace(stop=lambda: stopped.append(1), output_html=lambda: "<html>",
+                               output_text=lambda **options: "0.01 main  train.py:1")
+    profiles.end_profile(profiler, tmp_path)
+    assert stopped and (tmp_path / "profile.html").read_text() == "<html>"
+    assert (tmp_path / "profile.txt").read_text() == "0.01 main  train.py:1"
+
+
 def test_a_profile_without_pyinstrument_costs_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pyinstrument", None)
     assert profiles.start_profile(True) is profiles.start_profile(False) is None

@@ -18,9 +18,11 @@ from runs import TINY, session
 import plan
 import plot
 import prepare
+from config import Config
 from interface import nearest, terminal
 from runtime import launch, log, tracker
 from runtime.launch import World
+from runtime.progress import Progress
 
 ROW = {"step": 380, "loss": 4.7286, "val_loss": 4.8178, "lr": 2.14e-4, "grad_norm": 1.031, "ms": 105.5,
        "tok_s": 19411.0, "tok_s_gpu": 9705.5, "tokens": 778240}
@@ -28,6 +30,14 @@ ROW = {"step": 380, "loss": 4.7286, "val_loss": 4.8178, "lr": 2.14e-4, "grad_nor
 
 # -----------------------------------------------------------------------------
 # Lines and terminals
+
+def test_the_time_left_is_the_mean_of_the_steps_so_far(monkeypatch):
+    """The first step of a start, here 11, compiles: it does not count."""
+    clock = iter([1000.0, 1003.0, 1008.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    progress = Progress(Config(steps=20), is_main=True, first_step=11)
+    assert [progress.left(number) for number in (11, 12, 13)] == [None, 3.0 * 8, 4.0 * 7]
+
 
 @pytest.mark.parametrize("has", [(), ("val_loss",)])
 def test_a_step_is_one_line_of_80_columns_and_whole_in_a_log_without_terminal(has, monkeypatch):
