@@ -232,7 +232,7 @@ class Optimizer:
         """
         for bucket in reversed(buckets or self.data_parallel.buckets):
             bucket.own.copy_(bucket.master)  # in an fp32 model nothing: both are the same memory
-            self.data_parallel.on_updated(bucket)  # under ZeRO-1 it starts the all-gather
+            self.data_parallel.on_updated(bucket)  # under ZeRO-1 and 2 it starts the all-gather
 
     # -------------------------------------------------------------------------
     # A step

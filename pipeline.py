@@ -15,7 +15,7 @@ Stage 0 warms up with three forwards, F0 to F2. Then, in the steady phase, forwa
 turns: F3 B0, F4 B1, F5 B2. B3 to B5 are its cool-down. F and B are drawn equally wide, though B
 takes about twice as long.
 
-A stage keeps the activations of at most (stages - stage) micro-batches, however many there are. In
+Stage s of p keeps the activations of at most p - s micro-batches, however many there are. In
 the interleaved schedule (section 2.2 of that paper, --pp-chunks v), each of p ranks holds v smaller
 stages, its chunks: chunk c of rank r is stage c * p + r. Then a rank idles for (p - 1) / (v m) of
 the time that m micro-batches take to compute, and it sends about v times as many messages.
@@ -216,10 +216,11 @@ class Op(NamedTuple):
 def schedule(rank, ranks, chunks, micro_batches, backward=True):
     """Return the Ops of one rank, in the order in which the rank does them.
 
-    Micro-batches go through a chunk p at a time, p being the number of ranks. When rank 0 has sent
-    the p-th on, the first has come around the ring.
+    With one chunk, plain 1F1B, both lists are the micro-batches 0, 1, 2, ... up to a multiple of p,
+    the number of ranks; existing() drops those that are not there. With several, micro-batches go
+    through a chunk p at a time. When rank 0 has sent the p-th on, the first has come around the
+    ring of ranks.
     """
-    # With one chunk, the micro-batches of both lists are 0, 1, 2, ...
     forwards = []
     backwards = []
     for first in range(0, micro_batches, ranks):

@@ -100,8 +100,8 @@ class Step:
 
         batches: from micro_batches(). full: whether to compute num_zeros and param_norm,
         too. guard: a skip.Guard, on the host, that may veto the update. n_trained: what the loss is
-        divided by; a run passes trained_tokens(), and None, for tests and bench/, means all tokens
-        of the global batch. refused: a () tensor, 1.0 if the device left weights and moments as
+        divided by; a run passes trained_tokens(), and None, as in some tests, means all tokens of
+        the global batch. refused: a () tensor, 1.0 if the device left weights and moments as
         they are, because the gradient's norm was not finite, else 0.0; None after a veto.
         """
         loss = self.gradients(batches, number, n_trained=n_trained)
