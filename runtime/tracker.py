@@ -5,7 +5,7 @@ import time
 
 from interface.files import warn
 
-PATIENCE = 15  # seconds from the start until the server must have answered
+PATIENCE = 10  # seconds from the start until the server must have answered
 LEAST_PATIENCE = 5  # seconds that wandb may look for its server, however long its start took
 LEAVING = 20.0  # seconds that the end of a run waits for the last rows to be sent
 
