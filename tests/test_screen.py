@@ -173,6 +173,11 @@ def test_a_plan_finds_the_micro_batch_that_fills_a_presets_batch(flags, size, ca
     assert f"micro_batch {size}" in said or f"micro-batches of {size}: predicted" in said
 
 
+def test_a_plan_in_json_has_no_line_beside_it(capsys):
+    plan.main(["gpt2", "--gpus=8", "--json"])
+    assert isinstance(json.loads(capsys.readouterr().out), dict)
+
+
 @pytest.mark.parametrize("flags", [
     "text.txt --tokenizer nothere", "text.txt --tokenizer hf:nothere", "text.txt --tokenizer data/nothere",
     "short.jsonl --text-key body", "short.jsonl", "empty.txt", "nothere.txt",
