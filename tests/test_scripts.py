@@ -39,9 +39,12 @@ def test_size_syntax_and_what_must_not_be_in_them():
             assert "python train.py" in text and "--resume auto" in text and "\nactivate\n" in text, path
             assert "85" in text or "pbs_start.sh" in text, path
             assert "#PBS" not in text or ("#PBS -r y" in text and "#PBS -l place=scatter" in text), path
-            # What only a site can know has a source with a commit or a date.
-            source = re.search(r"\bat[ \n#]+[0-9a-f]{7}\b|as of 20\d\d-", text)
+            # What only a site can know has a source with a date.
+            source = re.search(r"\(20\d\d-\d\d-\d\d\)|as of 20\d\d-", text)
             assert source or path.name.startswith("generic"), path
+        for commit in re.findall(r"\b(?=[0-9a-f]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7}\b", text):
+            dates = re.findall(rf"\b{commit}\b(?:[ \n#]+\([^)]*20\d\d-\d\d-\d\d\))?", text)
+            assert all(date != commit for date in dates), f"{path}: {commit} has no date"
 
 
 @pytest.fixture
