@@ -166,7 +166,7 @@ def test_polaris_without_the_network_plugin(site):
 
 
 PROXY = "https_proxy=http://proxy.alcf"
-HERE = {  # environment, GPUs that nvidia-smi lists, the line that is printed, what the ranks' environment holds
+HERE = {  # environment, GPUs that nvidia-smi lists, the line that is printed, some of the ranks' environment
     "nothing": ({}, 0, "python train.py tiny --prompt a\\ b"),
     "one node": ({}, 4, "mpiexec -n 4 python train.py"),
     "RANKS": ({"RANKS": "2"}, 0, "mpiexec -n 2 python train.py"),
@@ -186,10 +186,12 @@ HERE = {  # environment, GPUs that nvidia-smi lists, the line that is printed, w
              "mpiexec -n 16 -ppn 8 -hostfile nodes --depth 16 --cpu-bind depth python train.py",
              "OMP_NUM_THREADS=16 ", PROXY),
     "sophia": ({"PBS_NODEFILE": "nodes", "SITE": "sophia", "VERSION": OPEN_MPI}, 8,
-               "mpiexec -n 16 --npernode 8 --hostfile nodes --bind-to none -x ", "OMP_NUM_THREADS=16 ", PROXY),
+               "mpiexec -n 16 --npernode 8 --hostfile nodes --bind-to none -x ",
+               "OMP_NUM_THREADS=16 ", PROXY),
     "aurora": ({"PBS_NODEFILE": "nodes", "SITE": "aurora"}, 0,
                "mpiexec -n 24 -ppn 12 -hostfile nodes --cpu-bind list:4-7:8-11:", PROXY,
-               "CCL_PROCESS_LAUNCHER=pmix ", "CCL_WORKER_AFFINITY=42,43,", "FI_MR_CACHE_MONITOR=userfaultfd "),
+               "CCL_PROCESS_LAUNCHER=pmix ", "CCL_WORKER_AFFINITY=42,43,",
+               "FI_MR_CACHE_MONITOR=userfaultfd "),
     "perlmutter": ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SITE": "perlmutter"}, 4,
                    "srun -N 2 --ntasks-per-node=4 -n 8 --wait=60 -c 32 --gpu-bind=none ",
                    "NCCL_SOCKET_IFNAME=hsn", "FI_MR_CACHE_MONITOR=userfaultfd "),
