@@ -57,8 +57,8 @@ def site(tmp_path):
     (tmp_path / "jobs").mkdir()
     activate.parent.mkdir(parents=True)
     settings = ("NCCL_CROSS_NIC", "NCCL_NET", "CCL_PROCESS_LAUNCHER", "CCL_KVS_MODE",
-                "MPICH_GPU_SUPPORT_ENABLED", "MPICH_OFI_NIC_POLICY", "https_proxy", "OMP_NUM_THREADS",
-                "FI_MR_CACHE_MONITOR", "CCL_WORKER_AFFINITY", "NCCL_SOCKET_IFNAME")
+                "MPICH_GPU_SUPPORT_ENABLED", "MPICH_OFI_NIC_POLICY", "https_proxy", "FI_MR_CACHE_MONITOR",
+                "CCL_WORKER_AFFINITY", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
     for name in ("srun", "scontrol", "mpiexec"):
         (stand_ins / name).write_text(
             f'#!/bin/bash\n[ "$1" = --version ] && echo "$VERSION" && exit\n'
@@ -184,10 +184,10 @@ HERE = {  # environment, GPUs that nvidia-smi lists, the line that is printed, s
                  "4\\,5\\,2\\,3\\,6\\,7\\,0\\,1 python train.py"),
     "crux": ({"PBS_NODEFILE": "nodes", "SITE": "crux", "OMP_NUM_THREADS": "256"}, 0,
              "mpiexec -n 16 -ppn 8 -hostfile nodes --depth 16 --cpu-bind depth python train.py",
-             "OMP_NUM_THREADS=16 ", PROXY),
+             "OMP_NUM_THREADS=16\n", PROXY),
     "sophia": ({"PBS_NODEFILE": "nodes", "SITE": "sophia", "VERSION": OPEN_MPI}, 8,
                "mpiexec -n 16 --npernode 8 --hostfile nodes --bind-to none -x ",
-               "OMP_NUM_THREADS=16 ", PROXY),
+               "OMP_NUM_THREADS=16\n", PROXY),
     "aurora": ({"PBS_NODEFILE": "nodes", "SITE": "aurora"}, 0,
                "mpiexec -n 24 -ppn 12 -hostfile nodes --cpu-bind list:4-7:8-11:", PROXY,
                "CCL_PROCESS_LAUNCHER=pmix ", "CCL_WORKER_AFFINITY=42,43,",
@@ -197,7 +197,7 @@ HERE = {  # environment, GPUs that nvidia-smi lists, the line that is printed, s
                    "NCCL_SOCKET_IFNAME=hsn", "FI_MR_CACHE_MONITOR=userfaultfd "),
     "lumi, one node": ({"SLURM_JOB_ID": "7", "SITE": "lumi"}, 8,
                        "srun -N 1 --ntasks-per-node=8 -n 8 --wait=60 --cpu-bind=mask_cpu:fe", "https_proxy= ",
-                       "NCCL_SOCKET_IFNAME=\n"),
+                       "NCCL_SOCKET_IFNAME= "),
 }
 
 
