@@ -9,9 +9,9 @@
 #   sbatch -A ACCOUNT scripts/frontier.sh PRESET --steps 2000 ...
 #
 # MODULES: other modules than those of [1], which go with torch 2.10 for ROCm 7.1.1 in VENV.
-# [1] github.com/olcf/olcf-user-docs, software/analytics/pytorch_frontier.rst, at 02a2c25: the modules, the
-# network option, the plugin, the folder for MIOpen (theirs has a fixed name; others could make it first)
-# [2] docs.olcf.ornl.gov/systems/frontier_user_guide.html, as of 2026-08: cores 0-7 are beside GCD 4
+# [1] github.com/olcf/olcf-user-docs, software/analytics/pytorch_frontier.rst, at f0571fe (2026-07-07):
+#     modules, network option, plugin, mpi4py, MIOpen's folder (others could make theirs first: a fixed name)
+# [2] the same commit, systems/frontier_user_guide.rst: partition, -c 7; cores 0-7 are beside GCD 4, and so on
 
 cd "$SLURM_SUBMIT_DIR" || exit 1
 source scripts/common.sh
@@ -21,7 +21,8 @@ export LD_LIBRARY_PATH=$CRAY_LD_LIBRARY_PATH:$LD_LIBRARY_PATH  # another CPE tha
 activate
 MIOPEN_USER_DB_PATH=$(mktemp -d) || exit 1
 export MIOPEN_USER_DB_PATH MIOPEN_CUSTOM_CACHE_DIR=$MIOPEN_USER_DB_PATH
-# mpi4py after torch can end in MPI_Init ("not confined to a single NUMA node"); as of 2026-08
+# mpi4py after torch can end in MPI_Init, "not confined to a single NUMA node" ([1], where mpi4py is to be
+# imported first). [2] says that this variable changes the policy; the value BLOCK is unsourced
 export MPICH_OFI_NIC_POLICY=BLOCK
 # without the plugin RCCL uses sockets. It sets NCCL's and libfabric's variables: none follows ([1])
 [ "$SLURM_JOB_NUM_NODES" -gt 1 ] && module load rccl-net-plugin

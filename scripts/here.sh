@@ -9,8 +9,9 @@
 #   RUN="python bench/doctor.py" scripts/here.sh
 #
 # It loads no module and activates no environment, except .venv if no environment is active: do that first, as
-# the site's job script does. Exercised: inside a job of a real OpenPBS of one node, and without a scheduler;
-# Slurm and the sites' lines with stand-ins (tests/test_scripts.py). Sources of the bindings: the job scripts.
+# the site's job script does. Exercised: typed inside `qsub -I` of a real OpenPBS and `salloc` of a real Slurm
+# (docs/cluster.md: the first hour), and without a scheduler; the sites' lines with stand-ins
+# (tests/test_scripts.py). Sources of the bindings and variables: the job scripts.
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 source scripts/common.sh
 
@@ -37,10 +38,14 @@ if [ -z "$SITE" ]; then
         *perlmutter*) SITE=perlmutter ;;
         *frontier*) SITE=frontier ;;
         *lumi*) SITE=lumi ;;
+        *crux*) SITE=crux ;;
+        *sophia*) SITE=sophia ;;
     esac
 fi
 [ "$SITE" = aurora ] && gpus=12  # tiles
-ranks=${RANKS:-$([ "$gpus" -gt 0 ] && echo "$gpus" || echo "$slots")}
+full=$gpus  # the ranks of a full node
+[ "$SITE" = crux ] && full=8  # NUMA domains
+ranks=${RANKS:-$([ "$full" -gt 0 ] && echo "$full" || echo "$slots")}
 [[ $ranks =~ ^[1-9][0-9]*$ ]] || die "RANKS=$ranks: ranks per node, 1 or more"
 
 # The line: a launcher, its binding, the order of the GPUs
@@ -49,8 +54,9 @@ case $SITE in
     polaris) binding=(--depth 8 --cpu-bind depth); order=(scripts/gpu_order.sh 3,2,1,0)
         export MPICH_GPU_SUPPORT_ENABLED=0; source scripts/polaris_nccl.sh ;;
     aurora) binding=(--cpu-bind list:4-7:8-11:12-15:16-19:20-23:24-27:56-59:60-63:64-67:68-71:72-75:76-79)
-        export ZE_FLAT_DEVICE_HIERARCHY=FLAT CCL_PROCESS_LAUNCHER=pmix CCL_ATL_TRANSPORT=mpi
-        export CCL_KVS_MODE=mpi ;;
+        export ZE_FLAT_DEVICE_HIERARCHY=FLAT ;;
+    crux) binding=(--depth 16 --cpu-bind depth); export OMP_NUM_THREADS=16 ;;
+    sophia) binding=(); export OMP_NUM_THREADS=16 ;;
     perlmutter) binding=(-c 32 --gpu-bind=none); order=(scripts/gpu_order.sh 3,2,1,0)
         export MPICH_GPU_SUPPORT_ENABLED=0 ;;
     frontier) binding=(-c 7 --gpu-bind=none); order=(scripts/gpu_order.sh 4,5,2,3,6,7,0,1)
@@ -58,10 +64,18 @@ case $SITE in
     lumi) masks=fe000000000000,fe00000000000000,fe0000,fe000000,fe,fe00,fe00000000,fe0000000000
         binding=("--cpu-bind=mask_cpu:$masks" --gpu-bind=none); export MPICH_GPU_SUPPORT_ENABLED=0 ;;
     '') binding=(); [ "$scheduler" = Slurm ] && [ "$gpus" -gt 0 ] && binding=(--gpu-bind=none) ;;
-    *) die "SITE=$SITE: polaris, aurora, perlmutter, frontier or lumi; without it nothing is bound" ;;
+    *) die "SITE=$SITE: polaris, aurora, crux, sophia, perlmutter, frontier or lumi; without: no binding" ;;
+esac
+case $SITE in polaris | aurora | crux | sophia) source scripts/alcf_proxy.sh ;; esac
+[ "$nodes" -gt 1 ] && case $SITE in  # what the network asks for
+    aurora) export CCL_PROCESS_LAUNCHER=pmix CCL_ATL_TRANSPORT=mpi CCL_KVS_MODE=mpi
+        export FI_MR_CACHE_MONITOR=userfaultfd
+        [ "$ranks" = "$full" ] && export CCL_WORKER_AFFINITY=42,43,44,45,46,47,94,95,96,97,98,99 ;;
+    perlmutter) export NCCL_SOCKET_IFNAME=hsn NCCL_CROSS_NIC=1 FI_MR_CACHE_MONITOR=userfaultfd ;;
+    lumi) export NCCL_SOCKET_IFNAME=hsn ;;
 esac
 # a binding names cores for a full node
-[ -n "$SITE" ] && [ "$ranks" != "$gpus" ] && binding=() order=()
+[ -n "$SITE" ] && [ "$ranks" != "$full" ] && binding=() order=()
 [ -z "$VIRTUAL_ENV$CONDA_PREFIX" ] && activate
 if [ "$scheduler" = Slurm ]; then
     line=(srun -N "$nodes" "--ntasks-per-node=$ranks" -n $((nodes * ranks)) "--wait=${WAIT:-60}")

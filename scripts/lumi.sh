@@ -8,9 +8,12 @@
 #
 #   sbatch -A project_NUMBER scripts/lumi.sh PRESET --steps 2000 ...
 #
-# MODULES, VENV: torch for ROCm and mpi4py; LUMI's pages recommend a container, and this script starts none.
+# MODULES, VENV: torch for ROCm and mpi4py; LUMI's pages recommend a container ([3]); this script starts none.
 # [1] github.com/Lumi-supercomputer/lumi-userguide, docs/runjobs/scheduled-jobs/distribution-binding.md, at
-# dbf0259: whole nodes; 56 cores, the first of every eight is the system's; GCD 0 is beside cores 49-55
+#     bad69ac (2024-04-19): 56 cores, the first of every eight is the system's; GCD 0 is beside cores 49-55
+# [2] the same commit, docs/runjobs/scheduled-jobs/lumig-job.md: partition, whole nodes,
+#     MPICH_GPU_SUPPORT_ENABLED
+# [3] the same commit, docs/software/packages/pytorch.md: NCCL_SOCKET_IFNAME, MIOpen's folder
 
 cd "$SLURM_SUBMIT_DIR" || exit 1
 source scripts/common.sh
@@ -19,8 +22,8 @@ index_flags "${@:-tiny}"
 activate
 MIOPEN_USER_DB_PATH=$(mktemp -d) || exit 1
 export MIOPEN_USER_DB_PATH MIOPEN_CUSTOM_CACHE_DIR=$MIOPEN_USER_DB_PATH
-export MPICH_GPU_SUPPORT_ENABLED=0  # MPI sends one address
-[ "$SLURM_JOB_NUM_NODES" -gt 1 ] && export NCCL_SOCKET_IFNAME=hsn
+export MPICH_GPU_SUPPORT_ENABLED=0  # MPI sends one address. 1 is for GPU-aware MPI alone ([2])
+[ "$SLURM_JOB_NUM_NODES" -gt 1 ] && export NCCL_SOCKET_IFNAME=hsn  # [3]
 
 # the cores follow the GCDs ([1]): local rank, device and cores agree, and every rank sees all GCDs
 masks=fe000000000000,fe00000000000000,fe0000,fe000000,fe,fe00,fe00000000,fe0000000000

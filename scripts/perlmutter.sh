@@ -11,16 +11,19 @@
 #
 # [1] docs.nersc.gov/machinelearning/pytorch, as of 2026-08: the module, the flags of srun
 # [2] GPUs are numbered against the tasks' cores: WarpX's and ERF's scripts for Perlmutter set
-# CUDA_VISIBLE_DEVICES=$((3-SLURM_LOCALID)), as of 2026-08
+#     CUDA_VISIBLE_DEVICES=$((3-SLURM_LOCALID)), as of 2026-08
+# Unsourced: the lines with #SBATCH, and each line below that says so. No page and day were noted for them,
+# and none was found again.
 
 cd "$SLURM_SUBMIT_DIR" || exit 1
 source scripts/common.sh
 index_flags "${@:-tiny}"
 module load ${MODULES:-pytorch}  # torch, NCCL with its slingshot plugin, mpi4py ([1])
 activate
-export MPICH_GPU_SUPPORT_ENABLED=0  # MPI sends one address; GPU-aware MPI would need Cray's GTL library
+export MPICH_GPU_SUPPORT_ENABLED=0  # MPI sends one address; GPU-aware MPI would need Cray's GTL
+# library (unsourced for Perlmutter)
 if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
-    export NCCL_SOCKET_IFNAME=hsn NCCL_CROSS_NIC=1 FI_MR_CACHE_MONITOR=userfaultfd
+    export NCCL_SOCKET_IFNAME=hsn NCCL_CROSS_NIC=1 FI_MR_CACHE_MONITOR=userfaultfd  # unsourced
 fi
 
 # every rank sees all four GPUs, in the order of the ranks' cores ([2]), so peer access works

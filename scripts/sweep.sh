@@ -11,7 +11,7 @@
 #   qsub -A PROJECT -J 1-2 -v SWEEP=rates.txt,ARGS="tiny --steps 500" scripts/generic.pbs
 #   SWEEP=rates.txt sbatch -A ACCOUNT --array=1-2 scripts/generic.slurm tiny --steps 500
 #
-# Exercised: on two real ranks, and both arrays with stand-ins (tests/test_sweep.py).
+# Exercised: on two real ranks, and both arrays with stand-ins (tests/test_stage.py).
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 [ $# -gt 0 ] || die "sweep.sh FILE ARGS...: which file? a line of flags for each run"
 [ -r "$1" ] || die "no file '$1' to read"

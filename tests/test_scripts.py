@@ -39,9 +39,12 @@ def test_size_syntax_and_what_must_not_be_in_them():
             assert "python train.py" in text and "--resume auto" in text and "\nactivate\n" in text, path
             assert "85" in text or "pbs_start.sh" in text, path
             assert "#PBS" not in text or ("#PBS -r y" in text and "#PBS -l place=scatter" in text), path
-            # What only a site can know has a source with a commit or a date.
-            source = re.search(r"\bat[ \n#]+[0-9a-f]{7}\b|as of 20\d\d-", text)
+            # What only a site can know has a source with a date.
+            source = re.search(r"\(20\d\d-\d\d-\d\d\)|as of 20\d\d-", text)
             assert source or path.name.startswith("generic"), path
+        for commit in re.findall(r"\b(?=[0-9a-f]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7}\b", text):
+            dates = re.findall(rf"\b{commit}\b(?:[ \n#]+\([^)]*20\d\d-\d\d-\d\d\))?", text)
+            assert all(date != commit for date in dates), f"{path}: {commit} has no date"
 
 
 @pytest.fixture
@@ -54,7 +57,8 @@ def site(tmp_path):
     (tmp_path / "jobs").mkdir()
     activate.parent.mkdir(parents=True)
     settings = ("NCCL_CROSS_NIC", "NCCL_NET", "CCL_PROCESS_LAUNCHER", "CCL_KVS_MODE",
-                "MPICH_GPU_SUPPORT_ENABLED", "MPICH_OFI_NIC_POLICY", "https_proxy", "OMP_NUM_THREADS")
+                "MPICH_GPU_SUPPORT_ENABLED", "MPICH_OFI_NIC_POLICY", "https_proxy", "FI_MR_CACHE_MONITOR",
+                "CCL_WORKER_AFFINITY", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
     for name in ("srun", "scontrol", "mpiexec"):
         (stand_ins / name).write_text(
             f'#!/bin/bash\n[ "$1" = --version ] && echo "$VERSION" && exit\n'
@@ -161,7 +165,8 @@ def test_polaris_without_the_network_plugin(site):
     assert "NCCL_CROSS_NIC= NCCL_NET= " in (site[0] / "calls").read_text()
 
 
-HERE = {  # environment, GPUs that nvidia-smi lists, the line that is printed
+PROXY = "https_proxy=http://proxy.alcf"
+HERE = {  # environment, GPUs that nvidia-smi lists, the line that is printed, some of the ranks' environment
     "nothing": ({}, 0, "python train.py tiny --prompt a\\ b"),
     "one node": ({}, 4, "mpiexec -n 4 python train.py"),
     "RANKS": ({"RANKS": "2"}, 0, "mpiexec -n 2 python train.py"),
@@ -177,13 +182,29 @@ HERE = {  # environment, GPUs that nvidia-smi lists, the line that is printed
     "frontier": ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SITE": "frontier"}, 8,
                  "srun -N 2 --ntasks-per-node=8 -n 16 --wait=60 -c 7 --gpu-bind=none scripts/gpu_order.sh "
                  "4\\,5\\,2\\,3\\,6\\,7\\,0\\,1 python train.py"),
+    "crux": ({"PBS_NODEFILE": "nodes", "SITE": "crux", "OMP_NUM_THREADS": "256"}, 0,
+             "mpiexec -n 16 -ppn 8 -hostfile nodes --depth 16 --cpu-bind depth python train.py",
+             "OMP_NUM_THREADS=16\n", PROXY),
+    "sophia": ({"PBS_NODEFILE": "nodes", "SITE": "sophia", "VERSION": OPEN_MPI}, 8,
+               "mpiexec -n 16 --npernode 8 --hostfile nodes --bind-to none -x ",
+               "OMP_NUM_THREADS=16\n", PROXY),
+    "aurora": ({"PBS_NODEFILE": "nodes", "SITE": "aurora"}, 0,
+               "mpiexec -n 24 -ppn 12 -hostfile nodes --cpu-bind list:4-7:8-11:", PROXY,
+               "CCL_PROCESS_LAUNCHER=pmix ", "CCL_WORKER_AFFINITY=42,43,",
+               "FI_MR_CACHE_MONITOR=userfaultfd "),
+    "perlmutter": ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SITE": "perlmutter"}, 4,
+                   "srun -N 2 --ntasks-per-node=4 -n 8 --wait=60 -c 32 --gpu-bind=none ",
+                   "NCCL_SOCKET_IFNAME=hsn", "FI_MR_CACHE_MONITOR=userfaultfd "),
+    "lumi, one node": ({"SLURM_JOB_ID": "7", "SITE": "lumi"}, 8,
+                       "srun -N 1 --ntasks-per-node=8 -n 8 --wait=60 --cpu-bind=mask_cpu:fe", "https_proxy= ",
+                       "NCCL_SOCKET_IFNAME= "),
 }
 
 
 @pytest.mark.parametrize("name", HERE)
 def test_here_finds_the_allocation_and_runs_what_it_prints(site, name):
     folder, env = site
-    given, gpus, line = HERE[name]
+    given, gpus, line, *settings = HERE[name]
     (folder / "nodes").write_text("x0\nx0\nx1\nx1\n")
     (folder / "bin/nvidia-smi").write_text(f"#!/bin/bash\nfor i in {{1..{gpus}}}; do echo GPU; done\n" if gpus
                                            else "#!/bin/bash\nexit 9\n")
@@ -191,7 +212,7 @@ def test_here_finds_the_allocation_and_runs_what_it_prints(site, name):
     env = {**env, "VIRTUAL_ENV": "x", "DRY": "1", **given}
     (folder / "scripts").unlink()
     (folder / "scripts").mkdir()
-    for script in ("here.sh", "common.sh", "polaris_nccl.sh"):
+    for script in ("here.sh", "common.sh", "polaris_nccl.sh", "alcf_proxy.sh"):
         (folder / "scripts" / script).symlink_to(ROOT / "scripts" / script)
     command = ["bash", "scripts/here.sh", "tiny", "--prompt", "a b"]
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
@@ -200,6 +221,8 @@ def test_here_finds_the_allocation_and_runs_what_it_prints(site, name):
         done = subprocess.run(command, env={**env, "DRY": ""}, cwd=folder, capture_output=True, text=True)
         assert done.returncode == 85, done.stderr  # the stand-in's
         assert "train.py\ntiny\n--prompt\na b\n" in (folder / "words").read_text()
+        calls = (folder / "calls").read_text()
+        assert all(setting in calls for setting in settings), calls
 
 
 def test_every_script_shows_each_rank_all_gpus():
