@@ -9,7 +9,7 @@ of tensors, as (name, data, full shape, offset of the rectangle). index.json lis
 reader copies what overlaps with the rectangle that it asks for: every layout reads what any other wrote.
 
     step_000123.RUN_ID.tmp/rank_00000.safetensors   each rank writes its pieces,
-    step_000123.RUN_ID.tmp/rank_00000.json          then their list: its part is complete
+    step_000123.RUN_ID.tmp/node_HOST.jsonl          then their list, in a line: its part is complete
     step_000123.RUN_ID.tmp/index.json               rank 0, when the lists of all ranks are there
     step_000123/                                    the commit is a rename: complete, or absent
 
@@ -30,6 +30,7 @@ if sys.flags.safe_path:  # python -I leaves out the program's own folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from interface import checkpoint_report as report
+from interface import host_lines
 from interface.command_line import one_line, printable, wrap, wrong_input
 from interface.files import folded, remove_folder, remove_parts, sync, write_whole
 from interface.paths import meant_checkpoint, meant_run
@@ -58,7 +59,8 @@ RUN = {"step": COUNT, "samples": Range(0, 10**15), "skipped": COUNT, "nan_steps"
        "streak?": COUNT, "shape": {"n_experts": int, "bias": bool}, "flags?": FLAGS,
        "best?": {"step?": COUNT, "val_loss?": float}, "base?": {"path?": str, "hash?": str}}
 LEFT_BEHIND = re.compile(r"step_[0-9]+(\.[0-9a-z]+)?\.(tmp|del|old)")  # by a save or prune that was killed
-OUR_FILES = re.compile(r"index\.json|failed|rank_[0-9]+\.(json|safetensors|part)")  # all that a save writes
+# All that a save writes, or wrote when there was a rank_R.json for each rank.
+OUR_FILES = re.compile(r"index\.json|failed|rank_[0-9]+\.(json|safetensors|part)|node_[\w.-]*\.jsonl")
 
 
 # -----------------------------------------------------------------------------
@@ -93,7 +95,7 @@ def save(root, step, pieces, meta, writers=ALONE):
 
 
 def write_part(tmp, rank, pieces):
-    """Write this rank's pieces as rank_R.safetensors, then their list as rank_R.json, which ends the part."""
+    """Write this rank's pieces as rank_R.safetensors, then their list as a line, which ends the part."""
     tmp.mkdir(parents=True, exist_ok=True)
     file = f"rank_{rank:05d}.safetensors"
     tensors = {}
@@ -102,10 +104,10 @@ def write_part(tmp, rank, pieces):
         key = name if tuple(tensor.shape) == tuple(full) else f"{name}#{i}"
         tensors[key] = tensor
         records.append([name, key, dtype_name(tensor), list(full), list(offset), list(tensor.shape)])
-    part = {"file": file if tensors else None, "records": records}
+    part = {"rank": rank, "file": file if tensors else None, "records": records}
     if tensors:
         part["bytes"], part["crc32"] = write_safetensors(tmp / file, tensors)
-    write_whole(tmp / f"rank_{rank:05d}.json", json.dumps(part))
+    host_lines.append(tmp, part)
 
 
 def commit(tmp, step, meta, writers, stopped=None):
@@ -114,9 +116,7 @@ def commit(tmp, step, meta, writers, stopped=None):
     stopped: a function that says whether a part will never come.
     TimeoutError: parts are missing.
     """
-    lists = sorted(f"rank_{rank:05d}.json" for rank in range(writers.size))
-    wait_for_parts(tmp, lists, writers.timeout, stopped)
-    parts = [json.loads((tmp / name).read_text()) for name in lists]
+    parts = wait_for_parts(tmp, writers, stopped)
     tensors = {}
     for part in parts:
         for name, key, dtype, full, offset, size in part["records"]:
@@ -126,28 +126,29 @@ def commit(tmp, step, meta, writers, stopped=None):
     index = {"format": FORMAT, "step": step, "meta": meta, "files": files, "tensors": tensors}
     body = json.dumps(index, sort_keys=True)
     write_whole(tmp / "index.json", f'{{"crc32": {zlib.crc32(body.encode())}, {body[1:]}')
-    for name in lists:
-        (tmp / name).unlink()
+    host_lines.remove(tmp)
     sync(tmp)
     rename_to_final(tmp, tmp.with_name(f"step_{step:06d}"))
 
 
-def wait_for_parts(tmp, lists, timeout, stopped):
-    """Wait until all the files `lists` are in tmp. TimeoutError: some did not come."""
+def wait_for_parts(tmp, writers, stopped):
+    """Return the parts of all ranks when their lists are in tmp. TimeoutError: some did not come."""
+    parts = {}
+    ends = {}
     started = time.monotonic()
     while True:
         began = time.monotonic()
-        missing = set(lists) - set(os.listdir(tmp))  # not exists(): over NFS it may answer from a cache
+        parts.update((part["rank"], part) for part in host_lines.read_new(tmp, ends))
+        missing = [rank for rank in range(writers.size) if rank not in parts]
         if not missing:
-            return
-        listing = time.monotonic() - began
+            return [parts[rank] for rank in range(writers.size)]
         waited = time.monotonic() - started
-        gives_up = waited > timeout or (tmp / "failed").exists()
+        gives_up = waited > writers.timeout or (tmp / "failed").exists()
         if gives_up or (stopped is not None and stopped()):
-            names = ", ".join(sorted(name.removesuffix(".json") for name in missing))
+            names = ", ".join(f"rank_{rank:05d}" for rank in missing)
             raise TimeoutError(f"{tmp.name}: no part from {names} after {waited:.0f} s; not committed")
-        # Of thousands of parts, on a shared disk, a listing is work: it takes a tenth of the time at most.
-        time.sleep(max(0.005 if waited < 1 else 0.05, 9 * listing))
+        # On a disk that hundreds of hosts share, a look is work: it takes a tenth of the time at most.
+        time.sleep(max(0.005 if waited < 1 else 0.05, 9 * (time.monotonic() - began)))
 
 
 def rename_to_final(tmp, final):

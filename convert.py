@@ -319,7 +319,8 @@ def load_tokenizer(folder, vocab_size):
 
 # What an import writes. If it is stopped, the next one replaces these files.
 IMPORTED = (r"(tokenizer|config)\.json|step_000000(\.0\.tmp)?/"
-            r"(rank_00000\.safetensors|(rank_00000|index)\.json|\.(rank_00000|index)\.json\.\w{8}\.part)?")
+            r"(rank_00000\.safetensors|node_[\w.-]*\.jsonl|(rank_00000|index)\.json|"
+            r"\.(rank_00000|index)\.json\.\w{8}\.part)?")
 
 
 def import_model(flags):

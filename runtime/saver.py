@@ -1,7 +1,7 @@
 """Saving in the background: training goes on while a checkpoint is written.
 
     start()   main thread: wait for the save before, copy the pieces to host buffers, start the thread
-    thread    writes rank_R.safetensors; rank 0's waits for all ranks' files, then renames the directory
+    thread    writes rank_R.safetensors; rank 0's waits for all ranks' lists, then renames the directory
     wait()    main thread: join, and learn whether all ranks succeeded; called before each save and at the end
 
 The checkpoint holds the values at start(): on a GPU the copy runs on its own stream during the next forward

@@ -5,8 +5,10 @@ import math
 import os
 import resource
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,7 @@ import train
 from checkpoint import Writers
 from config import Config
 from corpus.shards import Synthetic
-from interface import tensor_file
+from interface import host_lines, tensor_file
 from interface.layout import check_layout
 from parallel import make_mesh
 from runtime import read_checkpoint, resume
@@ -315,7 +317,8 @@ def test_what_a_killed_save_or_prune_left_behind_is_repaired(tmp_path):
 
 def test_a_file_of_the_users_in_a_checkpoint_is_never_deleted(tmp_path, capsys):
     """Leftovers and pruned checkpoints lose the files that a save writes; what else is in them stays."""
-    ours = ("index.json", "rank_00000.json", "rank_00000.safetensors", ".index.json.0123abcd.part")
+    ours = ("index.json", "rank_00000.json", "rank_00000.safetensors", ".index.json.0123abcd.part",
+            "node_x0.site.jsonl")
     names = [f"step_00000{i}" for i in (1, 2, 3)]
     for name in (*names, "step_000009.0a.tmp", "step_000008.del"):
         (tmp_path / name).mkdir()
@@ -341,6 +344,102 @@ def test_parts_of_a_killed_run_are_not_used(tmp_path):
     with pytest.raises(TimeoutError, match="no part from rank_00001"):
         checkpoint.save(tmp_path, 1, [("a", g, (2,), (0,))], {}, Writers(0, 2, "new", timeout=0.1))
     assert checkpoint.steps(tmp_path) == []
+
+
+# -----------------------------------------------------------------------------
+# The lists of the ranks, a file per host
+
+def save_on(monkeypatch, host, root, rank, size, value, **named):
+    """Save the part of a rank that runs on this host: one tensor of its own."""
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    piece = whole(f"w{rank}", torch.full((2,), float(value)))
+    return checkpoint.save(root, 1, [piece], {}, Writers(rank, size, **named))
+
+
+@pytest.mark.parametrize("local", [1, 3, 8])
+def test_the_lists_need_a_file_per_node_not_per_rank(local, tmp_path, monkeypatch):
+    """Two emulated nodes: with more ranks on each there are no more files to read and to remove."""
+    for rank in reversed(range(1, 2 * local)):
+        save_on(monkeypatch, f"x{rank // local}.site", tmp_path, rank, 2 * local, rank)
+    names = {path.name for path in (tmp_path / "step_000001.0.tmp").iterdir()}
+    files = {f"rank_{rank:05d}.safetensors" for rank in range(2 * local)}
+    nodes = {"node_x0.site.jsonl", "node_x1.site.jsonl"} if local > 1 else {"node_x1.site.jsonl"}
+    assert names == files - {RANK_0} | nodes
+    path = save_on(monkeypatch, "x0.site", tmp_path, 0, 2 * local, 0)
+    assert set(os.listdir(path)) == files | {"index.json"}  # the lists are gone
+    assert {name: t.tolist() for name, t in checkpoint.full_tensors(path).items()} == {
+        f"w{rank}": [rank, rank] for rank in range(2 * local)}
+    assert checkpoint.damage(path) is None
+
+
+def test_a_line_is_waited_for_until_it_is_whole(tmp_path, monkeypatch):
+    """Another node's line that is cut anywhere, or has zeros where bytes have not arrived: no commit yet."""
+    save_on(monkeypatch, "b", tmp_path, 1, 2, 1)
+    tmp = tmp_path / "step_000001.0.tmp"
+    line = (tmp / "node_b.jsonl").read_bytes()
+    for torn in (b"", line[:1], line[:2], line[:-1], line[:5] + bytes(len(line) - 5), bytes(9) + line[9:]):
+        (tmp / "node_b.jsonl").write_bytes(torn)
+        with pytest.raises(TimeoutError, match="no part from rank_00001 after"):
+            save_on(monkeypatch, "a", tmp_path, 0, 2, 0, timeout=0.02)
+    assert checkpoint.steps(tmp_path) == []
+    arrives = threading.Timer(0.2, lambda: (tmp / "node_b.jsonl").write_bytes(line))
+    arrives.start()
+    path = save_on(monkeypatch, "a", tmp_path, 0, 2, 7)
+    arrives.join()
+    assert checkpoint.damage(path) is None and checkpoint.full_tensors(path)["w0"].tolist() == [7, 7]
+
+
+def test_stale_lines_in_the_same_folder_are_replaced(tmp_path, monkeypatch):
+    """A killed save of three ranks left two lines and a torn one; two ranks save this step again."""
+    tmp = tmp_path / "step_000001.0.tmp"
+    for rank in (1, 2):
+        save_on(monkeypatch, "a", tmp_path, rank, 3, 99)
+    with open(tmp / "node_a.jsonl", "ab") as f:
+        f.write(b'\n{"rank": 0, "fil')
+    save_on(monkeypatch, "a", tmp_path, 1, 2, 1)
+    path = save_on(monkeypatch, "a", tmp_path, 0, 2, 0)
+    assert checkpoint.damage(path) is None
+    assert {name: t.tolist() for name, t in checkpoint.full_tensors(path).items()} == {
+        "w0": [0, 0], "w1": [1, 1]}
+
+
+def test_lines_of_several_processes_do_not_mix(tmp_path):
+    """Lines longer than what a pipe or a page takes at once, read while they are being written."""
+    def write(rank):
+        for i in range(4):
+            host_lines.append(tmp_path, [rank, i, [rank] * 40_000])
+        os._exit(0)
+    children = []
+    for rank in range(4):
+        children.append(os.fork())
+        if not children[-1]:
+            write(rank)
+    seen, ends, alive = set(), {}, True
+    while alive or len(seen) < 16:
+        alive = any(os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+                    for child in children)
+        new = host_lines.read_new(tmp_path, ends)
+        assert all(numbers == [rank] * 40_000 for rank, _, numbers in new)
+        seen |= {(rank, i) for rank, i, _ in new}
+        assert alive or len(seen) == 16
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4 and len(os.listdir(tmp_path)) == 1
+    (size,) = ends.values()
+    assert host_lines.read_new(tmp_path, ends) == []  # what was read is not read twice
+    assert size == sum(path.stat().st_size for path in tmp_path.iterdir())
+
+
+def test_a_line_for_which_the_disk_has_no_room_fails_and_spoils_no_other(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="only a part of a line could be written"):
+            host_lines.append(tmp_path, "x" * 2000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    host_lines.append(tmp_path, "y")
+    assert host_lines.read_new(tmp_path, {}) == ["y"]
+    with pytest.raises(FileNotFoundError):  # somebody removed the folder: nothing will come
+        host_lines.read_new(tmp_path / "gone", {})
 
 
 def test_keep_does_not_count_checkpoints_of_later_steps(tmp_path):

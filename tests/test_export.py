@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ import prepare
 import sample
 from config import Config
 from corpus import chat, hugging_face, tokenizer, tokenizer_json
-from interface import half
+from interface import half, host_lines
 
 NO_VOCAB = [f for f in TINY if "vocab" not in f]
 BERT = ["--objective=mlm", "--norm=layer", "--mlp=gelu", "--pos=learned", "--n-kv-head=2"]
@@ -293,10 +294,13 @@ def model(run):
 
 
 def killed_import(model, out, at):
-    """Import in a process that is killed when the file `at` gets its name, or is written; return its half."""
+    """Import in a process that is killed when the file `at` gets its name, or is written; return its half.
+
+    at: "a line" stands for the list of the pieces.
+    """
     child = os.fork()
     if not child:
-        replace, write = os.replace, convert.write_json
+        replace, write, append = os.replace, convert.write_json, host_lines.append
 
         def kill(path):
             if Path(path).name == at:
@@ -309,18 +313,23 @@ def killed_import(model, out, at):
         def kill_or_write(path, content):
             kill(path)
             write(path, content)
-        os.replace, convert.write_json = kill_or_replace, kill_or_write
+
+        def kill_or_append(folder, value):
+            kill("a line")
+            append(folder, value)
+        os.replace, convert.write_json, host_lines.append = kill_or_replace, kill_or_write, kill_or_append
         convert.main(["import", str(model), f"--out={out}"])
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     return out.with_name(f"{out.name}.half")
 
 
-@pytest.mark.parametrize("at,left_there", [("rank_00000.json", "step_000000.0.tmp/rank_00000.safetensors"),
-                                           ("index.json", "step_000000.0.tmp/rank_00000.json"),
+@pytest.mark.parametrize("at,left_there", [("a line", "step_000000.0.tmp/rank_00000.safetensors"),
+                                           ("index.json", "step_000000.0.tmp/node_here.jsonl"),
                                            ("config.json", "step_000000/index.json")])
 def test_a_killed_import_leaves_a_half_that_the_same_command_replaces(at, left_there, model, tmp_path,
-                                                                      capsys):
+                                                                      capsys, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
     out = tmp_path / "ours"
     left = killed_import(model, out, at)
     assert not out.exists() and (left / left_there).exists()

@@ -24,7 +24,7 @@ import prepare
 from config import Config
 from corpus import blend, build, chat, config_json, gguf_file, order, shards, text, tokenizer, tokenizer_json
 from corpus.safetensors_files import same_matrix
-from interface import checkpoint_report, command_line, files, schema
+from interface import checkpoint_report, command_line, files, host_lines, schema
 
 # -----------------------------------------------------------------------------
 # Data sets
@@ -409,10 +409,10 @@ def test_vectors_of_a_gguf_stay_in_fp32(tmp_path, monkeypatch, capsys):
 
 def test_parts_that_are_there_are_not_waited_for(tmp_path):
     """This test comes before those that save: they would wait ten minutes."""
-    (tmp_path / "rank_00000.json").touch()
-    checkpoint.wait_for_parts(tmp_path, ["rank_00000.json"], 0.0, None)
+    host_lines.append(tmp_path, {"rank": 0})
+    assert checkpoint.wait_for_parts(tmp_path, checkpoint.Writers(size=1, timeout=0.0), None) == [{"rank": 0}]
     with pytest.raises(TimeoutError, match="no part from rank_00001 after 0 s; not committed"):
-        checkpoint.wait_for_parts(tmp_path, ["rank_00000.json", "rank_00001.json"], 0.0, None)
+        checkpoint.wait_for_parts(tmp_path, checkpoint.Writers(size=2, timeout=0.0), None)
 
 
 def test_weights_that_are_not_finite_are_refused_and_moments_are_not(tmp_path):
