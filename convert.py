@@ -459,14 +459,12 @@ def write_gguf(flags):
         raise ValueError(f"--dtype {flags.dtype}: llama.cpp has none; give one of "
                          f"{', '.join(gguf_file.FILE_TYPES)}")
     kind = hf.family_of(cfg)
-    architecture, _, pairs_rows = gguf_file.of_family(kind)
-    if cfg.head_dim or cfg.rope_scaling or cfg.window:
-        raise ValueError("no GGUF for --head-dim, --rope-scaling or --window; export the model, and take "
-                         "llama.cpp's own convert_hf_to_gguf.py")
     vocabulary = load_tokenizer(run, vocab_size)
     if vocabulary is None:
         raise ValueError(f"{run} holds no tokenizer.json, and llama.cpp reads no model without one; train on "
                          "data of prepare.py")
+    gguf_file.check_written(cfg, kind, vocabulary)
+    architecture, _, pairs_rows = gguf_file.of_family(kind)
     full = full_config(cfg, kind)
     keys = gguf_file.model_keys(full, kind, vocab_size, run.name, flags.dtype)
     keys |= gguf_file.tokenizer_keys(vocabulary, vocab_size)

@@ -90,13 +90,21 @@ GLM4_MOE = Gguf(
         "moe.shared.w2": "ffn_down_shexp",
     })
 
+DENSE_NAMES = {name: LLAMA.names[name] for name in LLAMA.names if not name.startswith("moe.")}
+QWEN2 = Gguf(architecture="qwen2", names=DENSE_NAMES)
+QWEN3 = Gguf(
+    architecture="qwen3",
+    names={**DENSE_NAMES, "attn.q_norm": "attn_q_norm", "attn.k_norm": "attn_k_norm"})
+
 # {family of transformers: Gguf}
-KINDS = {"llama": LLAMA, "mixtral": LLAMA, "gpt2": GPT2, "glm4_moe": GLM4_MOE}
+KINDS = {"llama": LLAMA, "mixtral": LLAMA, "gpt2": GPT2, "glm4_moe": GLM4_MOE, "qwen2": QWEN2, "qwen3": QWEN3}
+# llama.cpp computes these families and flags. This file does not write them.
+UNWRITTEN = ("qwen3_moe", "olmo2", "smollm3", "gemma3_text")
+UNWRITTEN_FLAGS = ("head_dim", "rope_scaling", "window")  # a mistral has --window
+OWN_KINDS = {"bpe": "byte pairs of prepare.py", "char": "characters"}
 REFUSED = {
     "qwen2_moe": "llama.cpp divides by the gate of the shared expert, which --router softmax has not; "
                  "--router softmax-topk and sigmoid can be written",
-    **dict.fromkeys(("mistral", "qwen2", "qwen3", "qwen3_moe", "olmo2", "smollm3", "gemma3_text"),
-                    "this family is not written; export it, and take llama.cpp's own convert_hf_to_gguf.py"),
     "megatron-bert": "llama.cpp has no BERT with its norms before attention and MLP, as --objective mlm has",
 }
 
@@ -106,6 +114,28 @@ def of_family(kind):
     if kind not in KINDS:
         raise ValueError(f"no GGUF for this model: {REFUSED[kind]}")
     return KINDS[kind]
+
+
+def check_written(cfg, kind, vocabulary):
+    """Raise ValueError if the model has a part that llama.cpp computes and that this file does not write."""
+    parts = [f"--{flag.replace('_', '-')}" for flag in UNWRITTEN_FLAGS if getattr(cfg, flag)]
+    if kind in UNWRITTEN:
+        parts.append(f"the family {kind}")
+    if parts:
+        raise ValueError(f"no GGUF for this model: {' and '.join(parts)} cannot be written; "
+                         f"{other_way(vocabulary)}")
+
+
+def other_way(vocabulary):
+    """Return words on llama.cpp's own program, which writes more models and knows fewer tokenizers."""
+    if vocabulary.kind == "hf":
+        return ("export it, and take llama.cpp's own convert_hf_to_gguf.py, which knows the tokenizers of "
+                "released models")
+    if vocabulary.kind in OWN_KINDS:
+        return (f"with the tokenizer of this run, {OWN_KINDS[vocabulary.kind]}, there is no other way yet: "
+                "llama.cpp's own convert_hf_to_gguf.py writes more models, but does not know this tokenizer")
+    return ("export it, and try llama.cpp's own convert_hf_to_gguf.py; whether it knows the tokenizer of "
+            f"this run, {vocabulary.kind}, was not tried")
 
 
 def stays_wide(name, shape):

@@ -141,6 +141,9 @@ def read_flags(path):
     if not path.exists():
         raise ValueError(f"--config {path} is not there; {paths.meant_run(path)}")
     saved = load_json(path)
+    if isinstance(saved, dict) and "model_type" in saved and "preset" not in saved:
+        raise ValueError(f"{path} is of a model of Hugging Face, and of no run: python convert.py import "
+                         f"{path.parent} --out out/NAME makes a run of it, then --init-from out/NAME")
     types = {field.name: field.type for field in dataclasses.fields(Config)}
     types.update(TUPLES)
     types["min_lr"] = (float, type(None))

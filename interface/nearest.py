@@ -204,7 +204,7 @@ def flags_of_openmpi(ranks):
 
 
 def change_words(argv, changes):
-    """Return argv with the values of {flag: value} in the place of its own."""
+    """Return argv with the values of {flag: value} in the place of its own. None: without the flag."""
     argv = list(argv)
     for name, value in changes.items():
         flag = f"--{name.replace('_', '-')}"
@@ -215,7 +215,9 @@ def change_words(argv, changes):
                 next(words, None)
             elif word.partition("=")[0].replace("_", "-") != flag:
                 kept.append(word)
-        argv = [*kept, flag, str(value)]
+        argv = kept
+        if value is not None:
+            argv += [flag, str(value)]
     return argv
 
 

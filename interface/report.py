@@ -195,7 +195,10 @@ def samples(run):
 def command_of(config, changes=None):
     """Return the command line that a config.json tells, with {flag: value} in the place of its own values."""
     program, *argv = map(str, config["argv"])
-    argv = change_words(argv, changes or {})
+    changes = dict(changes or {})
+    if "resume" in changes:
+        changes["dump_grads"] = None  # the first step is behind a run that goes on
+    argv = change_words(argv, changes)
     world = config.get("world")
     if not isinstance(world, int) or world == 1:
         return shlex.join(["python", Path(program).name, *argv])

@@ -418,6 +418,9 @@ def start_from(found, skip, model, opt, data_id):
         if is_main:
             if cfg.init_from and not cfg.lora:
                 print(f"goes on from {found}: --init-from {cfg.init_from} is for a start", flush=True)
+            if cfg.dump_grads:
+                print(f"goes on from {found}: --dump-grads {cfg.dump_grads} is for a start, so it is not "
+                      "written", flush=True)
             for name, (before, now) in state.changed.items():
                 print(f"resume: {name.replace('_', '-')} {before} -> {now}", flush=True)
             if warning:

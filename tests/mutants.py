@@ -15,7 +15,8 @@
 4) caught: a test failed, or the tests hang: they take more than SLOWEST seconds and HANGS times as long as
    without a mutant. survived: all passed. undecided: the tests that could have noticed did not run. So it is
    without --gpu for the files of GPU, and for those of ALONE where their tests fail without a mutant.
-   tests/mutants.json says why a survivor is no fault: {mutant: "equivalent: ..."}.
+   tests/mutants.json says why a survivor is no fault: {mutant: reason}. "equivalent: ...": no input makes
+   another result. "bound: ...": a distant bound is one further or nearer, and would do as well.
 
 The exit code is 1 if more than 3 % of the decided mutants survived without a reason.
 """
@@ -42,6 +43,7 @@ REASONS = ROOT / "tests/mutants.json"
 ROOMS = ("corpus", "cost", "fast", "interface", "ops", "runtime")
 MOST_SURVIVORS = 0.03  # of the decided mutants, without a reason
 SLOWEST = 200  # seconds that the tests of one mutant may take in any case
+WHY = ("equivalent: ", "bound: ")  # how a reason begins
 HANGS = 3      # times as long as without a mutant: the tests hang
 
 TESTS = {  # file or room: the test files that must notice a mutant, the quickest first

@@ -614,6 +614,10 @@ def test_a_config_json_is_read_whole_or_refused_by_name(tmp_path):
                          ({"rampup_batch_size": 3}, "rampup_batch_size")):
         with pytest.raises(ValueError, match=words):
             written(**flags)
+    path.write_text(json.dumps({"model_type": "llama", "dtype": "float32"}))
+    for argv in ([f"--config={path}"], ["tiny", f"--init-from={tmp_path}"]):
+        with pytest.raises(ValueError, match=f"a model of Hugging Face.*convert.py import {tmp_path} --out"):
+            parse(argv)
     for argv, words in ((["tiny", f"--config={path}"], "give one of them"), (["--config"], "--config"),
                         (["--config=none"], "is not there")):
         with pytest.raises(ValueError, match=words):

@@ -28,7 +28,7 @@ import convert
 import plot
 import train
 from corpus import shards
-from interface import files
+from interface import files, report
 from interface.schema import ChangedFile, load_json
 from runtime import launcher, log, resume
 from runtime.launch import World
@@ -271,6 +271,22 @@ def test_dump_grads_replaces_and_removes_nothing(tmp_path):
         assert refused[1]["code"] == 2 and refused[1]["err"] == "" and refused[0]["steps"] == []
     assert path.read_bytes() == before
     assert not (tmp_path / "new").exists() and not (tmp_path / "nowhere").exists()
+
+
+def test_a_run_that_goes_on_writes_no_gradients_and_says_so(tmp_path):
+    """The line that tells how to go on is without the flag, which is for the first step."""
+    flags = [*TINY, f"--out={tmp_path / 'run'}", f"--dump-grads={tmp_path / 'g.st'}"]
+    first = session(World(), [*flags, "--steps=1", "--save-every=1"])
+    assert first["code"] == 0 and "--dump-grads" not in first["out"], first["err"]
+    (tmp_path / "g.st").unlink()
+    again = session(World(), [*flags, "--steps=2", "--resume=auto"])
+    assert again["code"] == 0 and not (tmp_path / "g.st").exists(), again["err"]
+    assert f"--dump-grads {tmp_path / 'g.st'} is for a start, so it is not written" in again["out"]
+
+    for words in (["--dump-grads=g"], ["--dump-grads", "g"], ["--dump_grads=g"]):
+        config = {"argv": ["train.py", *words, "--lr=1"]}
+        assert report.command_of(config, {"resume": "auto"}) == "python train.py --lr=1 --resume auto"
+        assert "dump" in report.command_of(config)
 
 
 def test_dump_grads_does_not_replace_a_file_that_came_meanwhile(tmp_path):

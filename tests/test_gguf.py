@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ MODELS = {  # name: (its flags, llama.cpp's architecture)
     "llama": (["--n-head=4", "--n-kv-head=2", "--rope-base=500", "--norm-eps=1e-3"], "llama"),
     "llama tied with biases": (["--n-head=2", "--n-kv-head=2", "--tied", "--bias"], "llama"),
     "gpt2": ([*GPT2, "--tied"], "gpt2"),
+    "qwen2": (["--n-head=4", "--n-kv-head=2", "--qkv-bias"], "qwen2"),
+    "qwen3, tied": (["--n-head=4", "--n-kv-head=2", "--qk-norm=head", "--tied", "--rope-base=500"], "qwen3"),
     "mixtral": (["--n-experts=3", "--router=softmax-topk"], "llama"),
     "glm": (["--n-experts=4", "--router=sigmoid", "--router-bias-rate=0.1", "--n-shared-experts=2"],
             "glm4moe"),
@@ -217,6 +220,11 @@ def test_what_llama_cpp_has_not_is_refused(gguf, text, tmp_path, monkeypatch):
             "softmax-topk and sig")
     refused(convert.main, ["gguf", train(tmp_path / "bert", text / "text", *GPT2, "--objective=mlm"), out],
             "no BERT")
+    byte_pairs = "byte pairs of prepare.py, there is no other way yet"
+    olmo = train(tmp_path / "olmo", text / "text", "--qk-norm=all", "--norm-place=after")
+    refused(convert.main, ["gguf", olmo, out], "the family olmo2 cannot be written", byte_pairs)
+    window = train(tmp_path / "window", text / "text", "--window=4", "--head-dim=4")
+    refused(convert.main, ["gguf", window, out], "--head-dim and --window cannot be written", byte_pairs)
     run = train(tmp_path / "run", text / "text")
     refused(convert.main, ["gguf", run, out, "--dtype=fp64"], "--dtype fp64", "fp16")
     refused(convert.main, ["gguf", run], "--out is missing", "model.gguf")
@@ -230,6 +238,14 @@ def test_what_llama_cpp_has_not_is_refused(gguf, text, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     refused(convert.main, ["gguf", run, out], "pip install gguf")
     assert not (tmp_path / "m.gguf").exists()
+
+
+def test_the_other_way_is_named_where_there_is_one():
+    """llama.cpp's own program knows the tokenizers of released models. It refuses ours."""
+    said = {kind: gguf_file.other_way(mock.Mock(kind=kind)) for kind in ("hf", "gpt2", "bpe", "char")}
+    assert said["hf"].startswith("export it, and take") and said["gpt2"].startswith("export it, and try")
+    for kind in "bpe", "char":
+        assert "no other way yet" in said[kind] and "export it" not in said[kind]
 
 
 def test_a_weight_that_fp16_cannot_hold_is_refused_and_leaves_nothing(gguf, text, tmp_path, monkeypatch):

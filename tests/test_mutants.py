@@ -72,7 +72,7 @@ def test_reasons_belong_to_mutants_that_exist():
     keys |= {mutant.key for mutant in mutants.by_hand()}
     reasons = json.loads(mutants.REASONS.read_text())
     assert not [key for key in reasons if key not in keys], "the line has changed: judge the mutant again"
-    assert all(len(reason) > 20 for reason in reasons.values())
+    assert all(reason.startswith(mutants.WHY) and len(reason) > 20 for reason in reasons.values())
 
 
 def test_the_verdict_is_that_of_the_tests(module, capsys):
