@@ -61,7 +61,7 @@ def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: s
              f"{file or values['preset']}.")
     default = cls(**{**values, **defaults})
     cfg = command_line(cls, argv, f"{prog} [PRESET]", about, default)
-    with nearest.with_fix(cfg):
+    with nearest.with_fix(cfg, argv=typed if prog == "train.py" else None):
         check(cfg)
     return cfg
 
@@ -216,6 +216,7 @@ def refuse_words_of_launchers(argv, cls, prog):
     if not found:
         return
     wrong = ""
+    rest = words.in_our_words(rest, ours)
     try:
         cfg = parse(rest, cls, prog)
         ranks = ranks or nearest.needed(cfg)

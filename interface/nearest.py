@@ -227,10 +227,11 @@ def fix(flags, ranks=None):
 
 
 @contextlib.contextmanager
-def with_fix(flags, ranks=None, again=None):
+def with_fix(flags, ranks=None, again=None, argv=None):
     """End the message of a misfit, a ValueError of the body, with the nearest flags that fit everything.
 
     again: a function that returns the command for another number of ranks, for ranks that do not divide.
+    argv: the words of train.py, where `ranks` is not known yet and one process may have been started.
     """
     try:
         yield
@@ -243,9 +244,12 @@ def with_fix(flags, ranks=None, again=None):
         if again is not None and "ranks do not divide" in what:
             others = sorted(range(1, 2 * ranks + 1), key=lambda n: abs(math.log(n / ranks)))
             fixes = [f"start {n}: {again(n)}" for n in others if fits(flags, n)][:1]
-        nearest = fix(flags, ranks)
-        if nearest:
-            fixes.append(f"try {nearest}")
+        changes = search(flags, ranks)
+        if changes:
+            fixes.append(f"try {as_flags(changes)}")
+        enough = needed(SimpleNamespace(**{**vars(flags), **changes}))
+        if changes and argv is not None and enough > 1:
+            fixes[-1] += f", on {enough} ranks: {command(enough, change_words(argv, changes))}"
         if not fixes:
             raise
         raise ValueError(f"{what}; {'; or '.join(fixes)}") from None

@@ -8,6 +8,7 @@
 A flag is looked up with _ in the place of -. Programs are named by their file.
 """
 import difflib
+import shlex
 from pathlib import Path
 
 import config
@@ -112,6 +113,8 @@ FLAGS = table(
     ("num_tokens_total", "tokens"),
 )
 
+IS_VALUE = "is a value here: "  # so begins a sentence that ends with flags to type
+
 # Their flags, and what to do instead. These are answers of train.py and of what has its flags.
 SENTENCES = table(
     ("model preset config_name model_name", "is the first word here, without dashes: train.py gpt2"),
@@ -169,11 +172,13 @@ SENTENCES = table(
     ("num_samples max_new_tokens temperature start",
      "is for sample.py, which writes text: python sample.py RUN --prompt TEXT"),
 )
-OF_PROGRAM = {  # answers that only one program gives: they come first
+# Answers that only one program gives: they come first. A path that was typed and is there takes the place of
+# RUN, FILE... or MODEL_DIR.
+OF_PROGRAM = {
     "sample.py": table(
         ("out_dir out init_from checkpoint ckpt model model_tag resume model_path load checkpoint_path "
          "run",
-         "is the first word here, without dashes: python sample.py out/tiny"),
+         "is the first word here, without dashes: python sample.py RUN"),
         ("top_p repetition_penalty do_sample",
          "is no flag: --temperature and --top-k say how tokens are drawn"),
         ("device dtype compile", "is no flag: leave it out, the model and the machine say it"),
@@ -186,7 +191,7 @@ OF_PROGRAM = {  # answers that only one program gives: they come first
         ("force f", "is --replace here"),
     ),
     "plot.py": table(
-        ("out out_dir run logdir input", "is the first word here, without dashes: python plot.py out/tiny"),
+        ("out out_dir run logdir input", "is the first word here, without dashes: python plot.py RUN"),
         ("output save savefig o", "is --png FILE here"),
         ("y key metrics", "is --metric here"),
         ("logy", "is --log here"),
@@ -276,6 +281,39 @@ def without_launcher(argv, prog, ours):
     return found, ranks, rest
 
 
+def in_our_words(argv, ours):
+    """Return argv with our flags and values in the place of those of others that have one of ours.
+
+    ours: the names of the program's flags. What needs more than another word stays as it is.
+    """
+    translated = []
+    left = list(argv)
+    while left:
+        word = left.pop(0)
+        if not word.startswith("--") or key_of(word) in ours:
+            translated.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        values = [value] if equals else []
+        if not equals and left and not left[0].startswith("-"):
+            values = [left.pop(0)]
+        translated += our_words(name, values, ours)
+    return translated
+
+
+def our_words(name, values, ours):
+    """Return a flag of others and its value in our words, or as they are. values: a list of at most one."""
+    key = key_of(name)
+    flag = FLAGS.get(key)
+    sentence = SENTENCES.get(key, "")
+    if flag in ours:
+        known = VALUES.get(flag, {})
+        return [typed(flag), *(known.get(value.lower(), value) for value in values)]
+    if sentence.startswith(IS_VALUE) and "false" not in map(str.lower, values):
+        return sentence.removeprefix(IS_VALUE).split()
+    return [name, *values]
+
+
 def answer_flag(word, value, ours, prog, is_train):
     """Return what to say about the flag `word` of a command line; "" if nothing is known of it.
 
@@ -287,6 +325,8 @@ def answer_flag(word, value, ours, prog, is_train):
     if key in ours or key.startswith("no_") and key[3:] in ours:
         return answer_value(name, value, ours) if is_train else ""
     sentence = OF_PROGRAM.get(prog, {}).get(key)
+    if sentence is not None and value and Path(value).exists():
+        sentence = with_path(sentence, value)
     flag = FLAGS.get(key, "")
     if sentence is None and flag in ours:
         return answer_value(name, value, ours) or f"{name} is {typed(flag)} here"
@@ -300,6 +340,14 @@ def answer_flag(word, value, ours, prog, is_train):
     if not flag:
         return f"{name} is a flag of {home}, not of {prog}"
     return f"{name} is {typed(flag)}, a flag of {home}, not of {prog}"
+
+
+def with_path(sentence, path):
+    """Return a sentence of OF_PROGRAM with a path in the place of RUN, FILE... or MODEL_DIR."""
+    for place in ("RUN", "FILE...", "MODEL_DIR"):
+        sentence = sentence.replace(place, shlex.quote(path))
+    stem = Path(path).stem
+    return sentence.replace("NAME", stem if stem.isidentifier() else "my-text")
 
 
 def program_of(flag, prog):

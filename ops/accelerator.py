@@ -5,6 +5,8 @@ torch calls NVIDIA's and AMD's GPUs "cuda" (torch.version.hip tells them apart),
 """
 import contextlib
 import os
+import resource
+import sys
 from functools import cache
 
 import torch
@@ -55,6 +57,12 @@ def peak_memory(device):
     if allocated is None or reserved is None:
         return None
     return allocated, reserved
+
+
+def peak_resident():
+    """Return the most bytes of the host's memory that this process has occupied at once."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
 def stream_module(device):

@@ -10,7 +10,8 @@ without a name on the node's own disk. The guardian appends them to the file of 
 in a line "> PATH". So a run that does not hang makes no file per rank on the disk that all nodes share.
 
 A rank that is killed says nothing. The guardian of rank 0 notices that its rank ended without the line
-"bye", and prints which command goes on, from what the rank wrote in a line "! JSON".
+"bye", and prints which command goes on, from what the rank wrote in a line "! JSON". A rank that leaves at
+once, and has said why, writes "left" before: then the guardian names no cause.
 """
 import contextlib
 import json
@@ -22,6 +23,7 @@ import sys
 import time
 
 STDIN = 0
+UNKNOWN = "the run ended before its last step (killed, out of memory, or by an error above): "
 
 
 def main(pid, step, stacks, rank):
@@ -34,6 +36,7 @@ def main(pid, step, stacks, rank):
     collector = Collector(stacks, rank)
     ended = False
     commands = None  # of if_killed() in runtime/hang.py
+    cause = UNKNOWN
     while left > 0 and not ended:
         ready, _, _ = select.select([STDIN], [], [], step)
         if ready:
@@ -46,6 +49,8 @@ def main(pid, step, stacks, rank):
                     commands = json.loads(line[2:])
                 elif line == "bye":
                     commands = None
+                elif line == "left":
+                    cause = ""
                 else:
                     left = float(line)
 
@@ -60,13 +65,14 @@ def main(pid, step, stacks, rank):
         os.kill(pid, signal.SIGKILL)
     collector.collect(unfinished=True)
     if commands is not None:
-        say_how_to_go_on(*commands)
+        say_how_to_go_on(cause, *commands)
 
 
-def say_how_to_go_on(folder, out, again, anew):
+def say_how_to_go_on(cause, folder, out, again, anew):
     """Print one line on stderr for a run that was killed: how far its checkpoints go, and what to type.
 
-    folder: its --out as an absolute path; out: as it was typed. again, anew: commands.
+    cause: how the line begins. folder: its --out as an absolute path; out: as it was typed. again, anew:
+    commands.
     """
     steps = []
     with contextlib.suppress(OSError):
@@ -76,8 +82,7 @@ def say_how_to_go_on(folder, out, again, anew):
     else:
         what = f"{out} has no checkpoint yet; to start again at step 1, type: {anew}"
     with contextlib.suppress(OSError):
-        os.write(2, ("nanoshard: the run ended before its last step (killed, out of memory, or by an error "
-                     f"above): {what}\n").encode())
+        os.write(2, f"nanoshard: {cause}{what}\n".encode())
 
 
 class Collector:

@@ -121,13 +121,21 @@ class Guardian:
         if len(said) < MOST_BYTES:
             self._tell(f"! {said}")
 
+    def bye(self):
+        """Tell that this process ends by itself, has said how, and that nothing more is to be said."""
+        self._tell("bye")
+
+    def left(self):
+        """Tell that this process leaves at once and has said why. The command that goes on is still news."""
+        self._tell("left")
+
     def _tell(self, line):
         with contextlib.suppress(OSError):  # somebody has killed the guardian
             self.process.stdin.write(f"{line}\n".encode())
 
     def close(self):
         """End the guardian: this process ends by itself, and has said how."""
-        self._tell("bye")
+        self.bye()
         self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             # At the end of its input it ends, unless somebody has stopped it

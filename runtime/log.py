@@ -41,7 +41,7 @@ from interface.files import (
 )
 from interface.schema import load_json, read_file
 from interface.terminal import clock, short, width
-from ops.accelerator import device_name, peak_memory
+from ops.accelerator import device_name, peak_memory, peak_resident
 from optim import StepStats
 from runtime.launch import print_node
 from runtime.timing import slow_on_cpu
@@ -73,12 +73,24 @@ def metrics_row(cfg, world, state, step, clock, vocab_size):
         mean_batch = samples / steps  # the batch may have grown since the row before
         row.update(rates(cfg, world, mean_batch, ms, vocab_size))
 
-    peaks = peak_memory(world.device)
-    if peaks is not None:
-        _, reserved = peaks
-        memory = (reserved + bytes_allocated()) / 2**30
-        [row["mem_gb"]] = world.tree.maximum([memory])  # one number from each rank to all, over the world
+    nbytes = most_memory(world.device)
+    if nbytes is not None:
+        [row["mem_gb"]] = world.tree.maximum([nbytes / 2**30])  # one number from each rank to all
     return row, steps
+
+
+def most_memory(device):
+    """Return the most bytes that this rank has held: of the device, or of the host if it trains on a CPU.
+
+    None where nobody counts.
+    """
+    if device.type == "cpu":
+        return peak_resident()
+    peaks = peak_memory(device)
+    if peaks is None:
+        return None
+    _, reserved = peaks
+    return reserved + bytes_allocated()
 
 
 def step_statistics(step):
@@ -202,7 +214,8 @@ def make_log(cfg, mesh, world, out, state, source):
         tokenizer = {}
         if cfg.data != "synthetic":
             tokenizer = read_tokenizer(Path(first_folder(cfg.data)))
-        return Log(out, config, state.step, cfg.wandb, state.changed, tokenizer)
+        return Log(out, config, state.step, cfg.wandb, state.changed, tokenizer,
+                   on_gpus=world.device.type != "cpu")
 
 
 def machine(world):
@@ -392,11 +405,13 @@ class Log:
 
     resumed: completed steps of the checkpoint from which the run goes on. Rows of later steps are removed,
     because they will be written again. changed: {flag: [before, now]} since that checkpoint.
-    others: {name: bytes} of files that readers of OUT need beside config.json.
+    others: {name: bytes} of files that readers of OUT need beside config.json. on_gpus: whether the ranks
+    train on GPUs.
     """
 
-    def __init__(self, out, config, resumed=0, wandb="off", changed=None, others=None):
+    def __init__(self, out, config, resumed=0, wandb="off", changed=None, others=None, *, on_gpus=False):
         self.out = Path(out)
+        self.on_gpus = on_gpus
         self.begun = {"step": resumed, "time": time.time(), "changed": changed or {}, "config": config}
         self.others = others or {}
         self._write_start()
@@ -451,7 +466,7 @@ class Log:
         values = {key: value for key, value in values.items() if value is not None}
         self._write_again()
         self.metrics.add(values)
-        print(format_row(values, self.begun["config"].get("steps"), left), flush=True)
+        print(format_row(values, self.begun["config"].get("steps"), left, self.on_gpus), flush=True)
         if self.tracker is not None:
             self.tracker.add(values)
 
@@ -497,12 +512,12 @@ class Log:
             self.tracker.close()
 
 
-def format_row(row, steps=None, left=None):
+def format_row(row, steps=None, left=None, on_gpus=False):
     """Return the printed lines of a row: the step, and below it experts and --timers.
 
-    steps: the last step. left: the seconds until then, or None.
+    steps: the last step. left: the seconds until then, or None. on_gpus: whether the ranks train on GPUs.
     """
-    lines = [_fitted(_words_of_step(row, steps, left))]
+    lines = [_fitted(_words_of_step(row, steps, left, on_gpus))]
     if "aux_loss" in row:
         lines.append(f"  aux={row['aux_loss']:.3f} load_max={row['expert_load_max']:.2f} "
                      f"dropped={row['dropped']:.1%}")
@@ -530,7 +545,7 @@ def _fitted(words):
     return " ".join(words)
 
 
-def _words_of_step(row, steps, left):
+def _words_of_step(row, steps, left, on_gpus):
     """Return the printed line of a step as a list of words."""
     words = [f"step={row['step']}/{steps}" if steps else f"step={row['step']}"]
     if "loss" in row:
@@ -542,7 +557,7 @@ def _words_of_step(row, steps, left):
         words.append(f"gnorm={row['grad_norm']:.3f}")
     if "ms" in row:
         words += [f"dt={row['ms']:.1f}ms", f"tok/s={row['tok_s']:.0f}"]
-        if "mem_gb" in row and row["tok_s"] > row["tok_s_gpu"]:
+        if on_gpus and row["tok_s"] > row["tok_s_gpu"]:
             words.append(f"tok/s/gpu={row['tok_s_gpu']:.0f}")
     if "mfu" in row:
         words.append(f"mfu={100 * row['mfu']:.1f}%")

@@ -43,6 +43,7 @@ class Signals:
 
     def __init__(self):
         self.rank = None  # not known yet
+        self.guardian = None  # a hang.Guardian, while there is one
         self.is_program = False
         self._reset()
 
@@ -90,8 +91,12 @@ class Signals:
         """End the process if this signal cannot wait for the end of the step."""
         name = signal.Signals(number).name
         if not self.can_save:
+            if self.guardian is not None:
+                self.guardian.bye()
             self._leave(Outcome.STOPPED, f"stopped by {name} during start-up: there is nothing to save")
         elif number == signal.SIGINT and self._is_second_interrupt():
+            if self.guardian is not None:
+                self.guardian.left()
             self._leave(INTERRUPTED, f"a second {name}: left at once, the last checkpoint stands")
         self._acknowledge(number, name)
 

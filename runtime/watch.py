@@ -71,6 +71,7 @@ class Watch(contextlib.AbstractContextManager):
         self.heartbeat(0, "start")
 
         self.guardian = hang.Guardian(self.tick, self.files.private, rank)
+        session.signals.guardian = self.guardian
         self._set_alarms(self.phase.limit)
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -122,6 +123,7 @@ class Watch(contextlib.AbstractContextManager):
         self.stopping.set()
         self.thread.join()
         faulthandler.cancel_dump_traceback_later()
+        session.signals.guardian = None
         if kind is None or issubclass(kind, SystemExit) or not session.signals.is_program:
             self.guardian.close()
         else:  # it speaks after the traceback, when this process is gone

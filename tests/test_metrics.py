@@ -120,7 +120,8 @@ def test_every_logged_number_of_a_step(name, tmp_path):
         assert row["lr"] == pytest.approx(lr, rel=1e-12)
         assert (row["global_batch"], row["samples"], row["tokens"]) == (8, 8 * number, 8 * number * 16)
         assert (row["skipped"], row["nan_steps"]) == (0, 0)
-        assert row.keys().isdisjoint(["skip_reason", "mfu", "mem_gb", "loss_scale", "val_loss"])
+        assert row.keys().isdisjoint(["skip_reason", "mfu", "loss_scale", "val_loss"])
+        assert 0.05 < row["mem_gb"] < 64, "what a process with torch occupies"
         assert before <= row["time"] <= time.time()
         if n > 1:
             assert 0 < row["step_ms_min"] <= row["step_ms_max"] and row["slowest_rank"] in range(n)
@@ -311,6 +312,7 @@ def test_a_row_after_several_steps_of_a_growing_batch(monkeypatch):
     stats = StepStats(*torch.tensor([2.5, 0.75, 9.0, 12.0], dtype=torch.float64))
     monkeypatch.setattr(log, "peak_flops", lambda device: 4e12)
     monkeypatch.setattr(log, "flops_per_token", lambda cfg, vocab: (1000.0, 600.0) if vocab == 99 else None)
+    monkeypatch.setattr(log, "peak_resident", lambda: 3 * 2**28)
     row, steps = log.metrics_row(cfg, world, state, log.StepResult(6, 0.01, stats, None), clock, 99)
     per_rank = 5 * 128 / 50.0 * 1e3 / 3
     assert steps == 4 and row == {
@@ -318,8 +320,10 @@ def test_a_row_after_several_steps_of_a_growing_batch(monkeypatch):
         "nan_steps": 1, "skip_reason": None, "loss": 2.5, "grad_norm": 0.75, "num_zeros": 9,
         "param_norm": 12.0, "ms": 50.0, "ms_per_sample": 10.0, "tok_s": pytest.approx(3 * per_rank),
         "tok_s_gpu": pytest.approx(per_rank), "tflops": pytest.approx(per_rank * 1000 / 1e12),
-        "tflops_causal": pytest.approx(per_rank * 600 / 1e12), "mfu": pytest.approx(per_rank * 1000 / 4e12)}
-    counts = {"step", "tokens", "samples", "global_batch", "lr", "skipped", "nan_steps", "skip_reason"}
+        "tflops_causal": pytest.approx(per_rank * 600 / 1e12), "mfu": pytest.approx(per_rank * 1000 / 4e12),
+        "mem_gb": 0.75}
+    counts = {"step", "tokens", "samples", "global_batch", "lr", "skipped", "nan_steps", "skip_reason",
+              "mem_gb"}
     idle = SimpleNamespace(steps=0, samples=0, per_step=lambda: 50.0)
     for given, reason, why in ((None, None, "range"), (stats, "spike: so", "spike: so"),
                                (stats._replace(loss=torch.tensor(math.nan).double()), None,
@@ -405,7 +409,7 @@ def test_the_printed_line():
     assert log.format_row(row) == (
         "step=12 loss=2.3457 val_loss=2.5000 lr=1.50e-03 gnorm=0.988 dt=12.3ms tok/s=4000 mfu=43.2%\n"
         "  aux=1.032 load_max=1.76 dropped=1.2%")
-    gpus = log.format_row({**row, "mem_gb": 1.5, "step": 10**6, "ms": 12345.6})
+    gpus = log.format_row({**row, "step": 10**6, "ms": 12345.6}, on_gpus=True)
     assert "tok/s=4000 tok/s/gpu=2000" in " ".join(gpus.split()) and max(map(len, gpus.splitlines())) <= 100
     assert log.format_row(dict(step=3, lr=0.0, skipped=2, nan_steps=0, skip_reason="range", t_data=1.25)) == \
         "step=3 lr=0.00e+00 (range) skipped=2\n  ms: data=1.2"

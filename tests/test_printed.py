@@ -150,13 +150,14 @@ def run_pages():
            "expert_load_max": 1.567, "dropped": 0.0123, "t_forward": 4.56, "t_backward": 7.89,
            "bubble": 0.125, "skipped": 3, "nan_steps": 2, "skip_reason": "spike: loss"}
     bare = {"step": 1, "lr": 1.0, "skipped": 0, "nan_steps": 0, "skip_reason": None}
-    pages = {"a row": log.format_row(row), "a bare row": log.format_row(bare),
+    pages = {"a row": log.format_row(row, on_gpus=True), "a bare row": log.format_row(bare),
              "a row of graphs": log.format_row({**bare, "graph_share": 1.0, "redone_share": 0.0}),
              "a row with other steps": log.format_row({**bare, "graph_share": 0.875, "redone_share": 0.1}),
-             "a row with the time left": log.format_row({**row, "tokens": 1234567}, 400, 4567.8),
+             "a row with the time left": log.format_row({**row, "tokens": 1234567}, 400, 4567.8, True),
              "a row of one GPU": log.format_row({**bare, "ms": 12.34, "tok_s": 9.0, "tok_s_gpu": 9.0,
-                                                 "mem_gb": 1.0}),
-             "a row of a CPU": log.format_row({**bare, "ms": 3.0, "tok_s": 9.0, "tok_s_gpu": 3.0}),
+                                                 "mem_gb": 1.0}, on_gpus=True),
+             "a row of a CPU": log.format_row({**bare, "ms": 3.0, "tok_s": 9.0, "tok_s_gpu": 3.0,
+                                              "mem_gb": 1.0}),
              "traffic": said_by(log.report_traffic, {"tp": 1234567.0, "world": 64.0},
                                 {"tp": 1.2e6, "world": 64}) + said_by(log.report_traffic, {}, {})}
 
@@ -191,10 +192,12 @@ def clock_pages(cfg):
         clock.resume()
         state = SimpleNamespace(step=7, samples=99, skipped=1, nan_steps=2)
         result = log.StepResult(12, 1e-3, None, None)
-        rows = [log.metrics_row(cfg, World(), state, result, clock, 256) for _ in range(2)]
-        with mock.patch.object(log, "peak_memory", lambda device: (2**29, 2**30)), \
+        gpu = World(device=torch.device("cuda"))
+        with mock.patch.object(log, "peak_resident", lambda: 2**29), \
+                mock.patch.object(log, "peak_memory", lambda device: (2**29, 2**30)), \
                 mock.patch.object(log, "bytes_allocated", lambda: 2**28):
-            rows.append(log.metrics_row(cfg, World(), state, result, clock, 256))
+            rows = [log.metrics_row(cfg, world, state, result, clock, 256)
+                    for world in (World(), World(), gpu)]
 
         alone = SimpleNamespace(tree=SimpleNamespace(maximum=list))
         mesh = SimpleNamespace(pp=SimpleNamespace(size=2), world=alone)

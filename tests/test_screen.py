@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pool import ROOT
@@ -21,6 +22,7 @@ import prepare
 from config import Config
 from interface import nearest, terminal
 from runtime import launch, log, tracker
+from runtime import session as session_
 from runtime.launch import World
 from runtime.progress import Progress
 
@@ -129,6 +131,8 @@ with tempfile.TemporaryFile() as stacks:
     guardian.if_killed(sys.argv[1], "AGAIN", "ANEW")
     if sys.argv[3] == "ends":
         guardian.close()
+    if sys.argv[3] in ("bye", "left"):
+        getattr(guardian, sys.argv[3])()
     os.kill(os.getpid(), 9)
 """
 
@@ -136,7 +140,8 @@ with tempfile.TemporaryFile() as stacks:
 @pytest.mark.parametrize("rank, how, steps, said", [
     (0, "is killed", (), "has no checkpoint yet; to start again at step 1, type: ANEW"),
     (0, "is killed", (20, 100), "has a checkpoint of step 100; to go on from there, type: AGAIN"),
-    (1, "is killed", (), ""), (0, "ends", (), "")])
+    (0, "left", (20, 100), "nanoshard: RUN has a checkpoint of step 100; to go on from there, type: AGAIN"),
+    (1, "is killed", (), ""), (0, "ends", (), ""), (0, "bye", (), "")])
 def test_a_run_that_is_killed_says_what_to_type(rank, how, steps, said, tmp_path):
     for step in steps:
         (tmp_path / f"step_{step:06d}").mkdir()
@@ -144,7 +149,26 @@ def test_a_run_that_is_killed_says_what_to_type(rank, how, steps, said, tmp_path
     argv = [sys.executable, "-c", KILLED, str(tmp_path), str(rank), how]
     done = subprocess.run(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL
-    assert done.stderr.count("\n") == bool(said) and said in done.stderr
+    assert done.stderr.count("\n") == bool(said) and said.replace("RUN", str(tmp_path)) in done.stderr
+
+
+@pytest.mark.parametrize("can_save, signals_sent, code, told", [
+    (False, 1, 85, "bye"), (True, 1, None, ""), (True, 2, session_.INTERRUPTED, "left")])
+def test_a_rank_that_leaves_on_ctrl_c_tells_its_guardian_first(can_save, signals_sent, code, told, capfd,
+                                                               monkeypatch):
+    """So the line about a run that was killed does not follow on the one that names the Ctrl-C."""
+    monkeypatch.setattr(session_, "AGAIN", -1)
+    heard = []
+    signals = session_.Signals()
+    signals.can_save = can_save
+    signals.guardian = SimpleNamespace(bye=lambda: heard.append("bye"), left=lambda: heard.append("left"))
+    left = None
+    try:
+        for _ in range(signals_sent):
+            signals.handle(signal.SIGINT, None)
+    except SystemExit as leaving:
+        left = leaving.code
+    assert left == code and "".join(heard) == told
 
 
 def test_a_reason_of_wandb_has_one_full_stop(capsys):

@@ -1,16 +1,24 @@
 """A hundred wrong commands of people who come from nanoGPT, nanochat, Hugging Face, Megatron-LM and torchrun.
 
 Each is typed into the program's main() in one process, in a folder with a text, a data set and a run. It must
-end with exit code 2 and one line that names the fix. Where a row has the fix as a command, the command is
-typed, too, and must be accepted.
+end with exit code 2 and one line that names the fix. `make test` asks whether the flags of the fixes fit each
+other. `make long` types every fix, with flags appended that make the model small, and each must end with exit
+code 0: 111 fixes of one process, which run in this one, and 18 lines for mpiexec or torchrun, which a shell
+starts as they are printed. Six rows have no fix that could be typed; NOT_TYPED says why.
 """
 import contextlib
 import dataclasses
 import io
+import os
+import re
+import shutil
+import subprocess
+import sys
 import typing
 from pathlib import Path
 
 import pytest
+from pool import ROOT
 from runs import assert_refused, session
 
 import convert
@@ -49,18 +57,18 @@ WRONG = [
     ("train.py -np 2 --tp 2", f"{MPI} 2 python train.py --tp 2", ""),
     ("train.py --nproc_per_node=2 --tp 3", f"{MPI} 2 python train.py --tp 2", ""),
     ("train.py --nproc-per-node 8 --zero 1", f"{MPI} 8 python train.py --zero 1", "train.py --zero 1"),
-    ("train.py --nnodes 2 --node_rank 0", "--nnodes, --node_rank starts the ranks, before the program", ""),
+    ("train.py --nnodes 2 --node_rank 0", f"before the program: {MPI} 1 python train.py", ""),
     ("train.py --standalone --nproc_per_node 4", f"{MPI} 4 python train.py", "train.py"),
     ("train.py --local_rank 0", "before the program", "train.py"),
     ("train.py --num_processes 2 --steps 3", f"{MPI} 2 python train.py --steps 3", ""),
-    ("train.py -n 2 --fp16", "--dtype fp16", ""),
+    ("train.py -n 2 --fp16", f"{MPI} 2 python train.py --dtype fp16", ""),
     # nanoGPT
     ("train.py config/train_shakespeare_char.py", "train.py shakespeare-char --steps 100",
      "train.py shakespeare-char --steps 100"),
     ("train.py config/train_gpt2.py", "train.py gpt2", "train.py gpt2"),
     ("train.py --block_size=64", "--seq-len", "train.py --seq-len 64"),
     ("train.py --batch_size=12", "--micro-batch", "train.py --micro-batch 12"),
-    ("train.py --max_iters 2000", "--steps", "train.py --steps 2000"),
+    ("train.py --max_iters 20", "--steps", "train.py --steps 20"),
     ("train.py --device=cpu", "CUDA_VISIBLE_DEVICES=-1", ""),
     ("train.py --eval_interval 10", "--eval-every", "train.py --eval-every 10"),
     ("train.py --eval_only=True", "leave it out", "train.py"),
@@ -79,7 +87,7 @@ WRONG = [
     ("train.py --n_layers 3", "--n-layer", "train.py --n-layer 3"),
     ("train.py --backend nccl", "leave it out", "train.py"),
     ("train.py --grad_clip=0.5", "--clip", "train.py --clip 0.5"),
-    ("sample.py --out_dir=out/run", "python sample.py out/tiny", ""),
+    ("sample.py --out_dir=out/run", "python sample.py out/run", ""),
     ("sample.py out/run --start=hi --num_samples=3", "--start is --prompt here; --num_samples is --n here",
      ""),
     ("sample.py out/run --temp 0.5", "--temperature", ""),
@@ -96,7 +104,7 @@ WRONG = [
     ("train.py --matrix_lr 0.02", "--muon-lr-factor", "train.py --optimizer muon --muon-lr-factor 2"),
     ("train.py --run=dummy", "--wandb online", ""),
     ("train.py --target_param_data_ratio 20", "--steps", ""),
-    ("sample.py --model_tag d20", "first word here", ""),
+    ("sample.py --model_tag d20", "python sample.py RUN", ""),
     # Hugging Face
     ("train.py --fp16", "--dtype fp16", "train.py --dtype fp16"),
     ("train.py --bf16 True", "--dtype bf16", "train.py --dtype bf16"),
@@ -117,7 +125,7 @@ WRONG = [
     ("train.py --lr_scheduler_type linear", "--decay-ratio 1", "train.py --lr-schedule wsd --decay-ratio 1"),
     ("train.py gpt2-medium", "gpt2", "train.py gpt2"),
     ("convert.py --model_name_or_path x", "convert.py import MODEL_DIR --out DIR", ""),
-    ("prepare.py --train_file input.txt", "python prepare.py FILE... --name NAME", ""),
+    ("prepare.py --train_file input.txt", "python prepare.py input.txt --name input", ""),
     # Megatron-LM
     ("train.py --tensor-model-parallel-size 2", "--tp", ""),
     ("train.py --pipeline-model-parallel-size 2", "--pp", ""),
@@ -164,7 +172,7 @@ WRONG = [
     ("train.py --global-batch 15", "--global-batch 16", "train.py --global-batch 16"),
     ("train.py --n-experts 4 --top-k 9", "--top-k 4", "train.py --n-experts 4 --top-k 4"),
     ("train.py --pp-chunks 2", "--pp-chunks 1", "train.py --pp-chunks 1"),
-    ("train.py --ep 2", "--n-experts 8", ""),
+    ("train.py --ep 2", f"try --n-experts 8, on 2 ranks: {MPI} 2 python train.py --ep 2 --n-experts 8", ""),
     ("plan.py gpt2 --gpus 8 --tp 8", "--tp 4", ""),
     ("plan.py gpt2 --nnodes 2", "--gpus", ""),
     ("plan.py gpt2 --num_gpus 2", "--gpus", ""),
@@ -183,16 +191,71 @@ WRONG = [
     ("convert.py import nowhere --out x", "downloaded model", ""),
 ]
 
+# What the answers to other rows say to type: commands of one process, one after the other
+ALSO = {
+    "train.py --device=cpu": "train.py",
+    "sample.py --out_dir=out/run": "sample.py out/run",
+    "sample.py out/run --start=hi --num_samples=3": "sample.py out/run --prompt hi --n 3",
+    "sample.py out/run --temp 0.5": "sample.py out/run --temperature 0.5",
+    "sample.py out/run --max_tokens 5": "sample.py out/run --max-new-tokens 5",
+    "sample.py out/run --top_p 0.9": "sample.py out/run --temperature 0.9 --top-k 5",
+    "sample.py out/run --device cpu": "sample.py out/run",
+    "train.py --num_samples 3": "sample.py out/run --prompt hi",
+    "train.py --run=dummy": "train.py --wandb online --out dummy",
+    "train.py --target_param_data_ratio 20": "plan.py tiny --tokens 16e6; train.py --steps 3",
+    "sample.py --model_tag d20": "sample.py out/run",
+    "train.py --num_train_epochs 3": "train.py --steps 3",
+    "train.py --resume_from_checkpoint out/run": "train.py --data data/chars --resume out/run/step_000002",
+    "train.py --model_name_or_path x": "train.py --data data/chars --init-from out/run",
+    "prepare.py --train_file input.txt": "prepare.py input.txt --name input",
+    "train.py --vocab-file v.json": "prepare.py input.txt --name x --tokenizer bpe; train.py --data data/x",
+    "train.py --data input.txt": "prepare.py input.txt --name input; train.py --data data/input",
+    "train.py --data nowhere": "prepare.py input.txt --name nowhere; train.py --data data/nowhere",
+    "train.py --data data/chars --resume out/rum": "train.py --data data/chars --resume out/run/step_000002",
+    "train.py --data data/chars --resume out/run": "train.py --data data/chars --resume auto --out out/run",
+    "train.py input.txt": "prepare.py input.txt --name input; train.py --data data/input",
+    "train.py out/run": "train.py --config out/run",
+    "train.py out/run/config.json": "train.py --config out/run/config.json",
+    "train.py --config out/rum": "train.py --config out/run",
+    "sample.py out/rum": "sample.py out/run",
+    "sample.py run": "sample.py out/run",
+    "sample.py out": "sample.py out/run",
+    "plot.py out/rum": "plot.py out/run",
+    "convert.py export out/rum --out x": "convert.py export out/run --out x",
+    "prepare.py inptu.txt --name x": "prepare.py input.txt --name x",
+    "prepare.py input.txt --name x --tokenizer data/chras":
+        "prepare.py input.txt --name x --tokenizer data/chars",
+    "plan.py gpt2 --gpus 8 --tp 8": "plan.py gpt2 --gpus 8 --micro-batch 30 --tp 4",
+    "plan.py gpt2 --nnodes 2": "plan.py gpt2 --gpus 2",
+    "plan.py gpt2 --num_gpus 2": "plan.py gpt2 --gpus 2",
+    "prepare.py input.txt --name x --seed 1 --batch_size 3": "prepare.py input.txt --name x --seed 1",
+    "plot.py out/run --logy": "plot.py out/run --log",
+    "prepare.py input.txt": "prepare.py input.txt --name x",
+    "prepare.py input.txt --name x --tokenizer nothere": "prepare.py input.txt --name x --tokenizer char",
+}
+# Rows whose answer names flags or a file that only their reader can know, and why no fix is typed for them
+NOT_TYPED = {
+    "train.py --init_from gpt2": "it is a download",
+    "convert.py --model_name_or_path x": "it is a download",
+    "convert.py import nowhere --out x": "it is a download",
+    "train.py --tensor-model-parallel-size 2": "with --tp 2 it is the first row",
+    "train.py --pipeline-model-parallel-size 2": "with --pp 2 it is the second row",
+    "train.py --num-layers-per-virtual-pipeline-stage 1": "it needs --pp, too",
+}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with a text, config/train_*.py, the data set data/chars and the run out/run."""
     home = tmp_path_factory.mktemp("home")
     with contextlib.chdir(home), contextlib.redirect_stdout(io.StringIO()):
-        Path("input.txt").write_text("A text of some words.\n" * 400)
+        lines = [f"Line {i * i} of a text, which is {i % 7} lines from here.\n\n" for i in range(2000)]
+        Path("input.txt").write_text("".join(lines))
         Path("config").mkdir()
         for name in ("train_shakespeare_char", "train_gpt2"):
             Path("config", f"{name}.py").write_text("out_dir = 'x'\n")
+        for program in MAIN:
+            Path(program).symlink_to(ROOT / program)
         prepare.main(["input.txt", "--name=chars", "--tokenizer=char"])
         small = ("--data=data/chars --steps=2 --n-layer=1 --n-embd=16 --ffn-hidden=16 --seq-len=16 "
                  "--out=out/run --no-plot --no-report --eval-iters=1")
@@ -249,6 +312,85 @@ def test_the_fixes_are_accepted(commands, folder, monkeypatch):
         cfg = parse(argv)
         nearest.check_alone(cfg, argv)
         assert nearest.fits(cfg, 1), command
+
+
+# Flags that make a run small, appended where the fix does not name them. The run of `folder` has those of
+# SMALL.
+SMALL = {"--n-layer": 1, "--n-embd": 16, "--ffn-hidden": 16, "--seq-len": 16, "--steps": 1, "--eval-iters": 1,
+         "--data": "synthetic"}
+GPT2 = {**SMALL, "--n-embd": 48, "--micro-batch": 1, "--global-batch": 2}
+PARALLEL = {**SMALL, "--n-layer": 4, "--n-embd": 32, "--ffn-hidden": 64, "--seq-len": 32}
+
+
+def made_small(command, flags):
+    """Return a command of train.py with flags appended that it does not name."""
+    named = {word.partition("=")[0] for word in command.split()}
+    more = [f"{flag} {value}" for flag, value in flags.items() if flag not in named]
+    return " ".join([command, *more, "--no-plot", "--no-report"])
+
+
+def small(command):
+    """Return a fix of one process with flags appended that make it quick."""
+    program, *argv = command.split()
+    if program == "sample.py" and "--max-new-tokens" not in argv:
+        return f"{command} --max-new-tokens 3"
+    if program != "train.py":
+        return command
+    if argv and not argv[0].startswith("-"):
+        return made_small(f"{command} --no-compile", GPT2)  # compiling takes a minute and more
+    if "--resume out/run" in command or "--out out/run" in command or "--config" in argv:
+        return made_small(command, {**SMALL, "--data": "data/chars", "--steps": 3})
+    return made_small(command, SMALL)
+
+
+ONE_PROCESS = [(wrong, fix or ALSO[wrong]) for wrong, _, fix in WRONG if fix or wrong in ALSO]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wrong,fix", ONE_PROCESS, ids=[wrong for wrong, _ in ONE_PROCESS])
+def test_a_fix_works_when_it_is_typed(wrong, fix, folder, tmp_path, monkeypatch):
+    here = shutil.copytree(folder, tmp_path / "here", symlinks=True)
+    monkeypatch.chdir(here)
+    for command in fix.split("; "):
+        done = typed(small(command))
+        assert not done["code"], f"{command}: {done['err']}"
+
+
+LAUNCHED = [f"python {wrong}" for wrong, said, _ in WRONG if said.find(MPI) >= 0]
+MISFITS = ["mpiexec -n 3 python train.py --tp 2", "torchrun --nproc-per-node 3 train.py --tp 2"]
+MOST_RANKS = 8
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wrong", [*LAUNCHED, *MISFITS])
+def test_the_line_of_a_launcher_works_when_it_is_typed(wrong, folder, tmp_path):
+    """The fix is the line that the wrong command prints. Both are typed into a shell."""
+    here = shutil.copytree(folder, tmp_path / "here", symlinks=True)
+    refused = in_a_shell(wrong, here)
+    assert refused.returncode == (1 if wrong.startswith("torchrun") else 2), refused.stderr  # 1 is its own
+    line = re.search("(?:mpiexec|torchrun) [^;]*", refused.stderr)[0].strip()
+    ranks = int(re.search("(?:-n|--nproc-per-node) ([0-9]+)", line)[1])
+    if ranks > MOST_RANKS:
+        pytest.skip(f"{line}: {ranks} ranks are too many for a test")
+    done = in_a_shell(made_small(line, PARALLEL), here)
+    assert done.returncode == 0, f"{line}: {done.stderr}"
+    assert f"{ranks} of {ranks} ranks here" in done.stdout and "step=1/" in done.stdout
+
+
+def in_a_shell(command, here):
+    """Return the finished process of a command that is typed in a folder, with the tests' python."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+    return subprocess.run(command, shell=True, cwd=here, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_each_row_has_a_fix_that_is_typed_or_says_why_not():
+    kinds = {"one process": {wrong for wrong, _ in ONE_PROCESS}, "not": set(NOT_TYPED),
+             "launcher": {line.removeprefix("python ") for line in LAUNCHED}}
+    rows = {wrong for wrong, _, _ in WRONG}
+    assert set().union(*kinds.values()) == rows and len(rows) == len(WRONG)
+    assert not kinds["not"] & (kinds["one process"] | kinds["launcher"])
+    assert (len(ONE_PROCESS), len(LAUNCHED) + len(MISFITS), len(NOT_TYPED)) == (111, 18, 6)
 
 
 def test_a_fixed_command_trains_and_the_run_goes_on(folder, monkeypatch):
