@@ -291,6 +291,25 @@ def test_step_within_a_tenth_of_measured(flags, gpus, ms):
     assert plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["ms"] == pytest.approx(ms, rel=0.1)
 
 
+@pytest.mark.parametrize("flags,ms", [("llama-3.2-1b", 121.7), ("llama-3.2-1b --lora 16", 96.7)])
+def test_adapters_and_all_weights_within_a_twentieth_of_measured(flags, ms):
+    """docs/lora.md has the measurements."""
+    cfg, _ = plan.check_gpus(parse(flags.split()), 1)
+    assert plan.estimate(cfg, 1, "h200", cfg.vocab_size)["ms"] == pytest.approx(ms, rel=0.05)
+
+
+def test_recomputation_runs_each_product_once_more():
+    """Two products of each matrix become three if it is frozen, and three become four if it is trained."""
+    h200 = GPUS["h200"]
+    for flags, times in ((dict(lora=16), 2), ({}, 3)):
+        cfg = preset("llama-3.2-1b", **flags)
+        again = dataclasses.replace(cfg, recompute="full")
+        product = step_time.forward_matmuls(cfg, ONE, h200)
+        for which, passes, share in ((cfg, times, 1), (again, times + 1, 4 / 3)):
+            other = step_time.block_seconds(which, ONE, h200, 1e9) - passes * product
+            assert other == pytest.approx(share * step_time.other_seconds(cfg, ONE, h200, 1e9))
+
+
 def test_row_limits_settle_as_measured():
     """Real tokens, step 200: the CUDA graph's row limit at the end. Three runs of one command, ep 4, ended at
     1.74, 1.85 and 1.93."""
