@@ -176,8 +176,8 @@ FORMS = {
     "norms-of-all-heads-after-tp2": dict(
         SMALL, tp=2, qk_norm="all", norm_place="after", qkv_bias=True, logit_softcap=0.5, recompute="full"),
     "four-norms": dict(
-        SMALL, zero=1, norm="rms1p", mlp="geglu", norm_place="both", qk_norm="head", embed_scale=True, window=5,
-        full_every=2, window_rope_base=20.0, tied=True, recompute="selective"),
+        SMALL, zero=1, norm="rms1p", mlp="geglu", norm_place="both", qk_norm="head", embed_scale=True,
+        window=5, full_every=2, window_rope_base=20.0, tied=True, recompute="selective"),
     "experts-norms-after": dict(EXPERTS, zero=1, qk_norm="all", norm_place="after", mlp="relu2"),
 }
 STEPS = 7  # without a graph, captured, and replayed

@@ -70,6 +70,20 @@ def test_parameters_of_every_preset_are_exact(name):
     assert exact == published.get(name, exact)
 
 
+@pytest.mark.parametrize("name, published, left_out", [
+    ("nanochat-d20", 560_988_160, 0),
+    # Value embeddings of 12 and 13 layers, the gates before them, and two factors for each layer
+    ("nanochat-d24", 1_384_124_976, 12 * 32768 * 1536 + 12 * 32 * 12 + 2 * 24),
+    ("nanochat-d26", 1_681_790_292, 13 * 32768 * 1664 + 13 * 32 * 13 + 2 * 26),
+    # 124 million, without the head: untied, it is not counted there
+    ("modded-nanogpt", 124e6 + 50304 * 768, 0)])
+def test_models_whose_norms_have_no_weights_are_as_large_as_published(name, published, left_out):
+    cfg = preset(name)
+    norms = (2 * cfg.n_layer + 1) * cfg.n_embd + 2 * cfg.n_layer * head_width(cfg)
+    found = count_parameters(cfg, cfg.vocab_size)["total"] - norms + left_out
+    assert found == pytest.approx(published, rel=0.003 if isinstance(published, float) else 0)
+
+
 def test_parameters_per_rank_add_up():
     cfg = preset("bloom-176b", tp=4, pp=12)
     share = [sum(local_parameters(cfg, plan.stage_mesh(cfg, 384, s), 250880).values()) for s in range(12)]
