@@ -342,6 +342,13 @@ GPT2_SMALL = dict(GPT2, n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hid
 LARGE_LLAMA = dict(LLAMA, seq_len=2048, steps=20_000, compile=True, **LARGE)
 DENSE_210M = dict(LARGE_LLAMA, n_layer=24, n_head=4, n_kv_head=1, n_embd=512, ffn_hidden=1792,
                   rope_base=100000.0, vocab_size=128256, micro_batch=8, lr=1e-3, warmup=200)
+# Of github.com/karpathy/nanochat. Its norms have no weights, it also norms the embedding, and it norms
+# queries and keys after they turn. Some of its weights start at zero, and its optimizer is Muon.
+NANOCHAT = dict(LARGE_LLAMA, qk_norm="head", mlp="relu2", logit_softcap=15.0, lr=5e-4, warmup=500)
+# d24 and d26 as in January 2026: three of four layers see half of the context. Left out are the value
+# embeddings of every second layer, a sum with the embedding before each layer, and the learned factors of
+# both. The last layer of their d26 sees all keys, too.
+NANOCHAT_2026 = dict(NANOCHAT, vocab_size=32768, window=1025, full_every=4, micro_batch=16)
 QWEN3 = dict(LARGE_LLAMA, head_dim=128, qk_norm="head", norm_eps=1e-6, vocab_size=151936,
              rope_base=1000000.0, warmup=2000)
 PRESETS = {
@@ -377,6 +384,18 @@ PRESETS = {
                        qk_norm="head", mlp="geglu", norm_eps=1e-6, rope_base=1000000.0, window=512,
                        full_every=6, window_rope_base=10000.0, embed_scale=True, micro_batch=4, lr=3e-4,
                        warmup=2000),
+    # d20 as in October 2025
+    "nanochat-d20": dict(NANOCHAT, n_layer=20, n_head=10, n_kv_head=10, n_embd=1280, ffn_hidden=5120,
+                         vocab_size=65536, micro_batch=32),
+    "nanochat-d24": dict(NANOCHAT_2026, n_layer=24, n_head=12, n_kv_head=12, n_embd=1536, ffn_hidden=6144),
+    "nanochat-d26": dict(NANOCHAT_2026, n_layer=26, n_head=13, n_kv_head=13, n_embd=1664, ffn_hidden=6656),
+    # github.com/KellerJordan/modded-nanogpt, the record of 19 November 2024. Left out are the skip
+    # connections between layers and from the embedding, the first layer's values in the other layers, and
+    # what is left out of nanochat-d20. Its documents do not see each other: give --doc-mask on if the data
+    # has documents.
+    "modded-nanogpt": dict(LARGE_LLAMA, n_layer=12, n_head=6, n_kv_head=6, n_embd=768, ffn_hidden=3072,
+                           seq_len=65536, vocab_size=50304, qk_norm="head", mlp="relu2", logit_softcap=30.0,
+                           window=1024, micro_batch=1, lr=1e-3, warmup=200),
     "bloom-176b": dict(GPT2, n_layer=70, n_head=112, n_kv_head=112, n_embd=14336, ffn_hidden=57344,
                        seq_len=2048, vocab_size=250880, micro_batch=2, global_batch=2048, steps=100_000,
                        lr=6e-5, warmup=375, **LARGE),

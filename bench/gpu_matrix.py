@@ -43,6 +43,9 @@ from parallel import make_mesh
 
 FAMILIES = {"llama": matrix.LLAMA, "gpt2": matrix.GPT2, "dropless": matrix.MOE, "capacity": matrix.CAPACITY,
             "bert": matrix.BERT}
+# The flags of today's models, for the step as a graph
+HEAD_NORMS = dict(qk_norm="head", mlp="relu2", logit_softcap=15.0, rope_scaling=(4.0, 0.5, 2.0, 8.0))
+NORMS_AFTER = dict(qk_norm="all", norm_place="after")
 # 16 wide heads: the GPU's attention and grouped kernels need rows of a multiple of 16 bytes
 SHAPE = dict(n_embd=64, ffn_hidden=96)
 PARTS = ("fp64", "fp32", "bf16", "replicas", "graph", "flash", "sync")
@@ -66,8 +69,8 @@ CAPTURED = (
     ("dropless", dict(zero=1)), ("dropless", dict(ep=4)), ("dropless", dict(ep=2, zero=1)),
     ("dropless", dict(ep=4, zero=1)), ("gpt2", dict(cp=2, zero=1, dropout=0.2)),
     ("dropless", dict(cp=2, ep=2)), ("bert", dict(zero=1)), ("bert", dict(tp=2)),
-    ("bert", dict(cp=2)), ("llama", dict(zero=1, shard=2)), ("dropless", dict(ep=2, zero=1, shard=2)))
-
+    ("bert", dict(cp=2)), ("llama", dict(zero=1, shard=2)), ("dropless", dict(ep=2, zero=1, shard=2)),
+    ("llama", dict(zero=1, **HEAD_NORMS)), ("llama", dict(tp=2, zero=1, **NORMS_AFTER)))
 
 MASKED = (  # windows, and whether the samples have documents: more than one of the kernel's blocks of 128
     (dict(window=200), False), (dict(window=200, full_every=2), True), (dict(), True))

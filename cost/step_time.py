@@ -55,6 +55,7 @@ ENTROPY = 0.82  # of hbm, cross-entropy: 2.43 ms for W1's 8.4 GB
 
 # The host
 GAP = 63e-6  # s per block between the kernels of a CUDA graph: 1,223 kernels, 1.5 ms in W1's trace
+KERNEL_GAP = 1.5e-3 / 1223  # s between two of these kernels
 LAUNCH = {True: 0.2e-3, False: 0.5e-3}  # s of host per block, compiled or not, without a CUDA graph
 SYNC = 1e-3  # s per block that a GPU idles in dropless all_to_all: W2b's trace
 
@@ -180,19 +181,34 @@ def forward_matmuls(cfg, mesh, gpu):
     return seconds
 
 
+def narrow_product_seconds(rows, wide, rank, weight_bytes, gpu):
+    """Return the seconds of a product of which two sides are `rows` and `wide`, and the third is `rank`.
+
+    It does 2 * rank operations for each element of its (rows, wide) matrix. Up to a rank of about 170 on
+    h200 these take less time than reading or writing that matrix.
+    """
+    operations = 2 * rows * wide * rank
+    nbytes = (rows * wide + rows * rank + wide * rank) * weight_bytes
+    return max(operations / (gpu.peak * gpu.sustained), nbytes / gpu.hbm)
+
+
 def adapter_seconds(cfg, mesh, gpu):
     """Return the seconds of the adapters of one block (--lora), forward and backward of one micro-batch.
 
-    Over tp, one of an adapter's two products is cut. The sum of both is read and written once more.
+    An adapter has six products, in each of which one tensor is wide. x A^T and the gradients of x and of
+    A have one of n_in columns. The product with B and the gradients of B and of x A^T have one of n_out.
+    Two sums, of the layer's output and of the gradient of x, read both parts and write the result.
+    One of n_in and n_out is the width of the model. The other one is cut over tp.
     """
     weight_bytes, _ = element_bytes(cfg)
     rows = rank_tokens(cfg, mesh)
+    C = cfg.n_embd
     seconds = 0.0
     for n_out, n_in in adapted_matrices(cfg):
-        wide = max(n_out, n_in) // mesh.tp.size
-        seconds += 3 * matmul_seconds(rows, cfg.lora, wide, gpu)
-        seconds += 3 * matmul_seconds(rows, wide, cfg.lora, gpu)
-        seconds += 3 * rows * n_out / mesh.tp.size * weight_bytes / gpu.hbm
+        for wide in (C, (n_out + n_in - C) // mesh.tp.size):
+            seconds += 3 * narrow_product_seconds(rows, wide, cfg.lora, weight_bytes, gpu)
+            seconds += 3 * rows * wide * weight_bytes / gpu.hbm
+        seconds += 6 * KERNEL_GAP
     return seconds
 
 
@@ -208,11 +224,18 @@ def attention_seconds(cfg, mesh, gpu):
 def block_seconds(cfg, mesh, gpu, saved):
     """Return the seconds of the kernels of one block, forward and backward of one micro-batch.
 
-    saved: bytes that the block keeps for backward.
+    saved: bytes that the block keeps for backward. --recompute full runs the forward once more: a whole
+    pass of the matrix products, and a third of everything else.
     """
-    times = 2 if cfg.lora else 3  # A weight that is not trained has no gradient.
-    seconds = times * forward_matmuls(cfg, mesh, gpu) + adapter_seconds(cfg, mesh, gpu)
-    seconds += attention_seconds(cfg, mesh, gpu)
+    products = 2 if cfg.lora else 3  # A weight that is not trained has no gradient.
+    if cfg.recompute == "full":
+        return (products + 1) * forward_matmuls(cfg, mesh, gpu) + 4 / 3 * other_seconds(cfg, mesh, gpu, saved)
+    return products * forward_matmuls(cfg, mesh, gpu) + other_seconds(cfg, mesh, gpu, saved)
+
+
+def other_seconds(cfg, mesh, gpu, saved):
+    """Return the seconds of what a block computes besides its products with whole matrices, both ways."""
+    seconds = adapter_seconds(cfg, mesh, gpu) + attention_seconds(cfg, mesh, gpu)
     gaps = 2 if cfg.n_experts else 1  # twice for experts: a guess, not in a trace
     seconds += TOUCHES * saved / gpu.hbm + GAP * gaps
     if not cfg.n_experts:
@@ -343,8 +366,7 @@ def stage_time(cfg, mesh, gpu, vocab_size, block, sent):
     direct = choice.symm_mem and not waits
     held = held_layers(cfg, mesh)
 
-    recompute = 4 / 3 if cfg.recompute == "full" else 1
-    per_block = block_seconds(cfg, mesh, gpu, block.saved) * recompute
+    per_block = block_seconds(cfg, mesh, gpu, block.saved)
     if cfg.recompute == "selective":
         per_block += 2 * (block.saved - block.remains) / gpu.hbm  # a guess
     if waits:
@@ -355,6 +377,7 @@ def stage_time(cfg, mesh, gpu, vocab_size, block, sent):
 
     host = 0.0
     if waits or not choice.graph:
+        recompute = 4 / 3 if cfg.recompute == "full" else 1
         launches = held.blocks * recompute * (2 if cfg.n_experts else 1)
         host = LAUNCH[cfg.compile] * launches
 

@@ -322,6 +322,22 @@ PINNED = {  # preset: what differs from the defaults
         rope_base=1000000.0, window=512, full_every=6, window_rope_base=10000.0, embed_scale=True,
         seq_len=2048, micro_batch=4, steps=20000, lr=0.0003, warmup=2000, dtype="bf16", compile=True,
         log_every=10, eval_every=500, save_every=1000),
+    "nanochat-d20": dict(
+        n_layer=20, n_head=10, n_kv_head=10, n_embd=1280, ffn_hidden=5120, vocab_size=65536, qk_norm="head",
+        mlp="relu2", logit_softcap=15.0, seq_len=2048, micro_batch=32, steps=20000, lr=0.0005, warmup=500,
+        dtype="bf16", compile=True, log_every=10, eval_every=500, save_every=1000),
+    "nanochat-d24": dict(
+        n_layer=24, n_head=12, n_kv_head=12, n_embd=1536, ffn_hidden=6144, vocab_size=32768, qk_norm="head",
+        mlp="relu2", logit_softcap=15.0, window=1025, full_every=4, seq_len=2048, micro_batch=16, steps=20000,
+        lr=0.0005, warmup=500, dtype="bf16", compile=True, log_every=10, eval_every=500, save_every=1000),
+    "nanochat-d26": dict(
+        n_layer=26, n_head=13, n_kv_head=13, n_embd=1664, ffn_hidden=6656, vocab_size=32768, qk_norm="head",
+        mlp="relu2", logit_softcap=15.0, window=1025, full_every=4, seq_len=2048, micro_batch=16, steps=20000,
+        lr=0.0005, warmup=500, dtype="bf16", compile=True, log_every=10, eval_every=500, save_every=1000),
+    "modded-nanogpt": dict(
+        n_layer=12, n_head=6, n_kv_head=6, n_embd=768, ffn_hidden=3072, vocab_size=50304, qk_norm="head",
+        mlp="relu2", logit_softcap=30.0, window=1024, seq_len=65536, micro_batch=1, steps=20000, lr=0.001,
+        warmup=200, dtype="bf16", compile=True, log_every=10, eval_every=500, save_every=1000),
     "bloom-176b": dict(
         n_layer=70, n_head=112, n_kv_head=112, n_embd=14336, ffn_hidden=57344, vocab_size=250880,
         seq_len=2048, norm="layer", mlp="gelu", pos="learned", bias=True, tied=True, micro_batch=2,

@@ -9,6 +9,8 @@ import torch
 from pool import run_ranks
 from runs import TINY, rows, same, session
 from shared import Masked, SharedBuffer
+from test_model_flags import FORMS as MODELS
+from test_model_flags import SHORT
 
 import ddp
 import train
@@ -166,6 +168,18 @@ SMALL = dict(n_layer=2, n_head=2, n_kv_head=1, n_embd=16, ffn_hidden=32, seq_len
              micro_batch=2, lr=1e-2, warmup=0, steps=20, weight_decay=0.1, eval_iters=2)
 ACCUMULATED = dict(SMALL, dropout=0.2, global_batch=12)  # three micro-batches on each of two ranks
 EXPERTS = dict(SMALL, n_experts=4, top_k=2, aux_coef=0.01, ep=2)
+# The flags of today's models, in as few runs as hold all of them. A window goes through a mask here.
+FORMS = {
+    "head-norms-softcap-scaled-rotation": dict(
+        SMALL, zero=1, qk_norm="head", mlp="relu2", logit_softcap=0.5, rope_scaling=(4.0, 0.5, 2.0, 8.0),
+        window=5, full_every=2, no_rope_every=2),
+    "norms-of-all-heads-after-tp2": dict(
+        SMALL, tp=2, qk_norm="all", norm_place="after", qkv_bias=True, logit_softcap=0.5, recompute="full"),
+    "four-norms": dict(
+        SMALL, zero=1, norm="rms1p", mlp="geglu", norm_place="both", qk_norm="head", embed_scale=True,
+        window=5, full_every=2, window_rope_base=20.0, tied=True, recompute="selective"),
+    "experts-norms-after": dict(EXPERTS, zero=1, qk_norm="all", norm_place="after", mlp="relu2"),
+}
 STEPS = 7  # without a graph, captured, and replayed
 
 
@@ -220,6 +234,21 @@ def same_bits(a, b):
                               "experts-that-overflow-dropout"])
 def test_both_steps_give_the_same_bits(flags):
     assert_same_bits(2, flags)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_flag_of_todays_models_gives_the_same_bits(form):
+    assert_same_bits(2, FORMS[form])
+
+
+def test_no_flag_of_todays_models_is_left_out():
+    """Every flag and value of tests/test_model_flags.py's models is in one of the runs above."""
+    plain = Config(**SHORT)
+    for name, model in MODELS.items():
+        for flag, value in model.items():
+            if value != getattr(plain, flag) and flag != "head_dim":
+                captured = [form[flag] for form in FORMS.values() if flag in form]
+                assert captured and (not isinstance(value, str) or value in captured), f"{flag} of {name}"
 
 
 def assert_same_bits(n, flags, kind=Synthetic, take=None, take_plain=None):

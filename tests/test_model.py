@@ -393,8 +393,10 @@ def test_count_parameters(name):
         assert count_parameters(cfg, vocab)["total"] - (pad_vocab(vocab) - vocab) * cfg.n_embd == 124_439_808
     full, causal = flops_per_token(cfg, vocab)
     keys = cfg.n_layer * cfg.seq_len  # of the last token, over all layers
-    if name == "gemma-3-1b":  # 22 of 26 layers see 512 of 2,048 tokens, in the first 512 half of them
-        keys = 4 * 2048 + 22 * (2 * 512 - 512 * 512 / 2048)
+    if cfg.window:  # of gemma-3-1b 22 of 26 layers see 512 of 2,048 tokens, in the first 512 half of them
+        seen_by_all = cfg.n_layer // cfg.full_every if cfg.full_every else 0
+        in_window = 2 * cfg.window - cfg.window**2 / cfg.seq_len
+        keys = seen_by_all * cfg.seq_len + (cfg.n_layer - seen_by_all) * in_window
     attention = 12 * cfg.n_head * head_width(cfg) * keys
     seen = 77 / 512 if cfg.objective == "mlm" else 1  # share of the tokens that the head sees: the masked
     assert full == pytest.approx(6 * (matmul + seen * heads) + attention, rel=1e-12)

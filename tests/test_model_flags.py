@@ -155,6 +155,11 @@ PLAIN_FAULTS = {  # name: (form, a fault as arguments of planted)
     "gate and up swapped": (
         "gemma3", "ops.activations.geglu", "return gelu(gate) * up", "return gate * gelu(up)"),
     "the norm after the sum": ("olmo2", "model.Block.add_output", norm_of_the_sum),
+    "ReLU without its square": ("nanochat", "ops.activations.relu2", ".square()", ""),
+    "the layers without rotation turn, too": (
+        "windows", "attention.Attention.__init__", "and not is_nth(layer, cfg.no_rope_every)", ""),
+    "a bias of the output, too": (
+        "qwen2", "attention.Attention.__init__", "C, cfg.bias, mesh", "C, has_bias, mesh"),
     "logits cut, not bent": ("nanochat", "model.GPT._loss_or_logits", "cap * torch.tanh(logits / cap)",
                              "logits.clamp(-cap, cap)"),
 }

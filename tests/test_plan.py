@@ -70,6 +70,20 @@ def test_parameters_of_every_preset_are_exact(name):
     assert exact == published.get(name, exact)
 
 
+@pytest.mark.parametrize("name, published, left_out", [
+    ("nanochat-d20", 560_988_160, 0),
+    # Value embeddings of 12 and 13 layers, the gates before them, and two factors for each layer
+    ("nanochat-d24", 1_384_124_976, 12 * 32768 * 1536 + 12 * 32 * 12 + 2 * 24),
+    ("nanochat-d26", 1_681_790_292, 13 * 32768 * 1664 + 13 * 32 * 13 + 2 * 26),
+    # 124 million, without the head: untied, it is not counted there
+    ("modded-nanogpt", 124e6 + 50304 * 768, 0)])
+def test_models_whose_norms_have_no_weights_are_as_large_as_published(name, published, left_out):
+    cfg = preset(name)
+    norms = (2 * cfg.n_layer + 1) * cfg.n_embd + 2 * cfg.n_layer * head_width(cfg)
+    found = count_parameters(cfg, cfg.vocab_size)["total"] - norms + left_out
+    assert found == pytest.approx(published, rel=0.003 if isinstance(published, float) else 0)
+
+
 def test_parameters_per_rank_add_up():
     cfg = preset("bloom-176b", tp=4, pp=12)
     share = [sum(local_parameters(cfg, plan.stage_mesh(cfg, 384, s), 250880).values()) for s in range(12)]
@@ -289,6 +303,25 @@ def crowded(flags):
 def test_step_within_a_tenth_of_measured(flags, gpus, ms):
     cfg, _ = plan.check_gpus(parse(flags.split()), gpus)
     assert plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["ms"] == pytest.approx(ms, rel=0.1)
+
+
+@pytest.mark.parametrize("flags,ms", [("llama-3.2-1b", 121.7), ("llama-3.2-1b --lora 16", 96.7)])
+def test_adapters_and_all_weights_within_a_twentieth_of_measured(flags, ms):
+    """docs/lora.md has the measurements."""
+    cfg, _ = plan.check_gpus(parse(flags.split()), 1)
+    assert plan.estimate(cfg, 1, "h200", cfg.vocab_size)["ms"] == pytest.approx(ms, rel=0.05)
+
+
+def test_recomputation_runs_each_product_once_more():
+    """Two products of each matrix become three if it is frozen, and three become four if it is trained."""
+    h200 = GPUS["h200"]
+    for flags, times in ((dict(lora=16), 2), ({}, 3)):
+        cfg = preset("llama-3.2-1b", **flags)
+        again = dataclasses.replace(cfg, recompute="full")
+        product = step_time.forward_matmuls(cfg, ONE, h200)
+        for which, passes, share in ((cfg, times, 1), (again, times + 1, 4 / 3)):
+            other = step_time.block_seconds(which, ONE, h200, 1e9) - passes * product
+            assert other == pytest.approx(share * step_time.other_seconds(cfg, ONE, h200, 1e9))
 
 
 def test_row_limits_settle_as_measured():
