@@ -31,7 +31,7 @@ def check_memory(cfg, mesh, vocab_size, world):
     if world.device.type == "cpu":  # the ranks of a node share its memory; the others need this much at least
         needed += (world.local_size - 1) * min(need(stage) for stage in range(mesh.pp.size))
         have = host_memory()
-        who = f"with {world.local_size} ranks on this node"
+        who = f"with {ranks_here(world)}"
         check_activations(cfg, mesh, vocab_size, world, needed)
     else:
         have = total_memory(world.device)
@@ -75,8 +75,13 @@ def check_activations(cfg, mesh, vocab_size, world, state):
             break
         size //= 2
     raise ValueError(f"a step of --micro-batch {cfg.micro_batch} sequences of {cfg.seq_len} tokens takes "
-                     f"about {needed / GIB:,.1f} GiB with {world.local_size} ranks on this node, "
+                     f"about {needed / GIB:,.1f} GiB with {ranks_here(world)}, "
                      f"which has {have / GIB:,.1f} GiB; {hint}")
+
+
+def ranks_here(world):
+    """Return in words how many ranks share the memory of this node."""
+    return "1 rank on this node" if world.local_size == 1 else f"{world.local_size} ranks on this node"
 
 
 def available_memory(path="/proc/meminfo"):

@@ -502,7 +502,7 @@ def test_weights_that_exceed_the_nodes_memory_are_refused(tmp_path, monkeypatch)
     monkeypatch.setattr(fits, "activation_bytes", lambda *args: 0)
     monkeypatch.setattr(fits, "host_memory", lambda: 2**16)
     said = refused_run(tmp_path, *flags, words=("optimizer state alone", "try --tp 2", "smaller --n-embd"))
-    assert re.search(r"take [\d.]+ GiB with 1 ranks on this node, which has 0.0 GiB", said), said
+    assert re.search(r"take [\d.]+ GiB with 1 rank on this node, which has 0.0 GiB", said), said
     cfg, one = parse(flags), make_mesh(World())
     need = sum(state_bytes(cfg, one, 100, choose(cfg, one, World().device)).values())
     monkeypatch.setattr(fits, "host_memory", lambda: need)
