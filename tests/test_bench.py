@@ -18,6 +18,7 @@ from pool import ROOT, run_ranks
 sys.path.insert(0, str(ROOT / "bench"))  # also in the ranks of the pool, which import this module
 
 import collectives
+import gate_dtype
 import ladder
 import smoke
 import speed
@@ -28,6 +29,7 @@ import attention
 from fast.choose import Choice
 from interface.command_line import command_line, parse
 from interface.layout import check_layout
+from ops import permute
 from parallel import make_mesh
 from plan import estimate
 from runtime.launch import World
@@ -456,3 +458,18 @@ def test_each_requirement_has_a_lowest_version():
         want = {re.sub(r"[>=]=([\d.]+).*", r"==\1", line) for line in lines}
         have = torch_versions.packages(lowest)
         assert want <= set(have) and len({line.split("==")[0] for line in have}) == len(have)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_sums_of_gate_dtype_are_those_of_the_experts(padded):
+    rng = torch.Generator().manual_seed(3)
+    y, gates, grad = (torch.randn(*shape, generator=rng) for shape in ((12, 5), (6, 2), (6, 5)))
+    perm = torch.randperm(12, generator=rng)  # with padded: copy 0 was dropped, and its slot is empty
+    inv_perm = perm.argsort()
+    if padded:
+        perm[inv_perm[0]] = 12
+        inv_perm[0] = 12
+    torch.testing.assert_close(gate_dtype.sum_in_fp32(y, inv_perm, 2, padded, gates),
+                               permute.unpermute(y, inv_perm, 2, padded, gates))
+    torch.testing.assert_close(gate_dtype.gradients_in_fp32(y, gates, perm, padded, grad),
+                               permute.unpermute_backward(y, gates, perm, padded, grad))
