@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -665,7 +666,7 @@ def catches(pid, number):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_signal_during_start_up_and_ranks_that_never_start(tmp_path):
     """Two starts at the same time: SIGTERM while torch is imported; a rank 1 that never calls MPI_Init."""
-    command = [sys.executable, ROOT / "train.py", *FLAGS, f"--out={tmp_path / 'run'}", "--timeout=1"]
+    command = [sys.executable, ROOT / "train.py", *FLAGS, f"--out={tmp_path / 'run'}", "--timeout=4"]
     alone = subprocess.Popen([BIN / "mpiexec", "-n", "1", *command, ":", "-n", "1", "sleep", "200"],
                              stderr=open(tmp_path / "alone", "w"), env=clean_env())
     early = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=clean_env())
@@ -677,7 +678,7 @@ def test_a_signal_during_start_up_and_ranks_that_never_start(tmp_path):
     code, said = alone.wait(timeout=120), (tmp_path / "alone").read_text()
     assert code in (43, 9), code  # 9: of the signal with which mpiexec ends the other process
     assert said.count("nanoshard: ") == 1 and "Traceback" not in said, said
-    assert "rank 0 of 2 waited 1 s in MPI_Init: a rank did not start" in said
+    assert re.search("rank 0 of 2 waited [4-9] s in MPI_Init: a rank did not start", said), said
     assert not (tmp_path / "run").exists()
 
 
