@@ -26,9 +26,9 @@ for one whole bucket, which the buckets use in turn (zero.py):
     zero 2    n                             grad_total n/4; 2 slots        n/4
     zero 3    own n/4; flat of 2 parts      grad_total n/4; 2 slots        n/4
 
-In an fp32 model, master and own are the same memory. For steps of one micro-batch on a GPU, a
-CopyBucket keeps grad in the model's dtype. A LoneBucket has no copy: grad is what backward made. In
-fast/peer.py grad_total has memory of its own.
+In an fp32 model, master and own are the same memory. In bf16 on a GPU, with one micro-batch per
+step, a bucket that NCCL does not sum can be a CopyBucket, which keeps grad in bf16. A LoneBucket
+has no copy: grad is what backward made. In fast/peer.py grad_total has memory of its own.
 
 bucket.axis has the ranks over which the gradients are summed: those that hold the same parameters.
 Its ranks form two axes (parallel.Sharing), and one rule serves every --zero: gradients are
