@@ -351,7 +351,7 @@ def test_parts_of_a_killed_run_are_not_used(tmp_path):
 
 def save_on(monkeypatch, host, root, rank, size, value, **named):
     """Save the part of a rank that runs on this host: one tensor of its own."""
-    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    monkeypatch.setattr(host_lines, "host", lambda: host)
     piece = whole(f"w{rank}", torch.full((2,), float(value)))
     return checkpoint.save(root, 1, [piece], {}, Writers(rank, size, **named))
 
@@ -370,6 +370,21 @@ def test_the_lists_need_a_file_per_node_not_per_rank(local, tmp_path, monkeypatc
     assert {name: t.tolist() for name, t in checkpoint.full_tensors(path).items()} == {
         f"w{rank}": [rank, rank] for rank in range(2 * local)}
     assert checkpoint.damage(path) is None
+
+
+def test_two_hosts_of_one_name_have_two_files(tmp_path, monkeypatch):
+    """... as containers on two machines may: each machine has booted by itself."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "a name/é")
+    for number in ("0a1b2c3d-0000", "4e5f6a7b-0000"):
+        (tmp_path / "boot").write_text(number)
+        monkeypatch.setattr(host_lines, "BOOT", tmp_path / "boot")
+        host_lines.append(tmp_path, number)
+    monkeypatch.setattr(host_lines, "BOOT", tmp_path / "absent")
+    host_lines.append(tmp_path, "no number")
+    files = {path.name for path in tmp_path.glob(host_lines.PATTERN)}
+    assert files == {"node_a-name-é.0a1b2c3d.jsonl", "node_a-name-é.4e5f6a7b.jsonl", "node_a-name-é.jsonl"}
+    assert all(checkpoint.OUR_FILES.fullmatch(name) for name in files)
+    assert sorted(host_lines.read_new(tmp_path, {})) == ["0a1b2c3d-0000", "4e5f6a7b-0000", "no number"]
 
 
 def test_a_line_is_waited_for_until_it_is_whole(tmp_path, monkeypatch):
