@@ -77,7 +77,10 @@ def gradients(cfg, vocab, weights, batches, choices, is_first):
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(weights[name])
-    top_k, experts, of_gates, left = moe.stable_top_k, moe.MoE.experts, {}, list(choices)
+    top_k = moe.stable_top_k
+    experts = moe.MoE.experts
+    left = list(choices)
+    of_gates = {}  # {number of the layer: gradient}
 
     def choose(scores, K):
         if is_first:
@@ -107,7 +110,8 @@ def compare(cfg, vocab, weights, batches):
     for name in ("now", "kernel", "fp32"):
         with way(name):
             got, gates = gradients(cfg, vocab, weights, batches, choices, is_first=False)
-        of_routers, of_all = off(*joined(routers, got, want)), off(*joined(want, got, want))
+        of_routers = off(*joined(routers, got, want))
+        of_all = off(*joined(want, got, want))
         print(f"  {name:6}  gates {off(gates, want_gates):.2%}  routers {of_routers:.2%}"
               f"  all weights {of_all:.2%}", flush=True)
 
