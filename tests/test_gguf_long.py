@@ -3,6 +3,7 @@
 llama.cpp multiplies by matrices in fp16 with inputs rounded to fp16, and looks GELU up in a table of fp16.
 """
 import dataclasses
+import json
 import random
 from pathlib import Path
 
@@ -26,11 +27,15 @@ PROMPT = "def test_"
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Return a folder with text/: byte pairs of the tests' own source."""
+    """Return a folder with text/: byte pairs of the tests' own source, in many short documents.
+
+    Which of them are for validation depends on their number alone. Of a few there may be none.
+    """
     folder = tmp_path_factory.mktemp("llama")
     source = "\n\n".join(Path(__file__).with_name(name).read_text() for name in ("test_gguf.py", "runs.py"))
-    (folder / "text.txt").write_text(source)
-    prepare.main([f"{folder}/text.txt", "--name=text", f"--out={folder}", "--vocab-size=600", "--workers=1",
+    documents = [source[i:i + 400] for i in range(0, len(source), 400)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    prepare.main([f"{folder}/text.jsonl", "--name=text", f"--out={folder}", "--vocab-size=600", "--workers=1",
                   "--val-fraction=0.3"])
     return folder / "text"
 
