@@ -1,6 +1,7 @@
 """Small behaviours in which a mutant (mutants.py) of the code was noticed by no other test."""
 import collections
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -27,19 +28,19 @@ from corpus import text
 from cost.fits import larger_zero
 from cost.idle import pipeline_warnings, width_warnings
 from ddp import assign_buckets
+from fast import choose, graph
 from fast import compile as compile_
-from fast import graph
 from fast.choose import Choice
 from fast.graph import BufferSizer, GraphedStep
 from fast.host_buffers import HostBuffers
-from interface import files
+from interface import files, nearest
 from interface.layout import balanced_counts
 from interface.tensor_file import safetensors_header
 from ops import checksum, grouped_mm, permute
 from optim import Optimizer
 from parallel import Axis, CompletedWork, make_mesh
 from pipeline import Op, Ring
-from runtime import agree, launcher, log, resume, session, timing
+from runtime import agree, launcher, log, progress, resume, session, timing
 from runtime.launch import World
 from zero import SlotBucket
 
@@ -685,3 +686,50 @@ def test_numbers_of_flags():
     with pytest.raises(ValueError, match="train-range-to-skip"):
         config.check_run(Config(train_range_to_skip=(5, 6, 7)))
     assert f"`--check-every` ({Config.check_every})" in (ROOT / "docs/checkpoints.md").read_text()
+
+
+# -----------------------------------------------------------------------------
+# What a machine offers, and what is said
+
+@pytest.mark.parametrize("user, ranks, flags", [
+    (0, 1, ["--allow-run-as-root"]), (1000, 1, []), (1000, 10**6, ["--oversubscribe"])])
+def test_open_mpi_is_told_what_it_would_refuse(user, ranks, flags, tmp_path, monkeypatch):
+    (tmp_path / "orterun").write_text("#!/bin/sh\n")
+    (tmp_path / "orterun").chmod(0o755)
+    (tmp_path / "mpiexec").symlink_to(tmp_path / "orterun")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert nearest.flags_of_openmpi(ranks) == flags
+
+
+def test_experts_without_a_kernel_of_their_own_are_no_graph(monkeypatch):
+    """The loop over experts reads row counts on the host. A recorded step would repeat the first counts."""
+    monkeypatch.setattr(choose, "has_cuda_api", lambda device: True)
+    mesh = SimpleNamespace(pp=Axis("pp"), ep=Axis("ep"))
+    gpu = torch.device("cuda")
+    cfg = Config(n_experts=4, dtype="bf16")
+    assert choose.static_shapes(cfg, mesh, gpu)
+    assert not choose.static_shapes(dataclasses.replace(cfg, dtype="fp64"), mesh, gpu)
+
+
+def test_a_long_text_is_announced_with_its_size(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prepare, "make_tokenizer", lambda flags, units: SimpleNamespace(
+        save=lambda path: path.write_text("")))
+    flags = SimpleNamespace(tokenizer="bpe")
+    for megabytes in (3, 5):
+        units = [[SimpleNamespace(size=megabytes * 10**6)]]
+        prepare.keep_tokenizer(flags, units, tmp_path / f"{megabytes}.json")
+    assert capsys.readouterr().out == (
+        "trains a vocabulary on 5 MB of 5 MB of text, then encodes all of it\n")
+
+
+def test_plan_asks_the_data_whether_documents_are_kept_apart(monkeypatch):
+    monkeypatch.setattr(plan, "settled_doc_mask", lambda data, mask: f"{data}: {mask}")
+    assert plan.documents(Config(data="data/chat", doc_mask="auto")) == "data/chat: auto"
+    assert plan.documents(Config(data="", doc_mask="auto")) == "auto"
+
+
+def test_only_the_main_rank_speaks(capsys):
+    for is_main in (False, True):
+        progress.Progress.say(SimpleNamespace(is_main=is_main), f"main: {is_main}")
+    assert capsys.readouterr().out == "main: True\n"
