@@ -71,6 +71,15 @@ def mesh_of(cfg, ranks, rank):
                      n_experts=cfg.n_experts, shard=cfg.shard, groups=False)
 
 
+def nearest_ep(mesh, others, n_experts):
+    """Return the --ep nearest to the mesh's that has common digits with the other borders; 1 if none has."""
+    def fits(size):
+        borders = itertools.pairwise(sorted({*others, size}))
+        return n_experts % size == 0 and not any(high % low for low, high in borders)
+    sizes = filter(fits, range(1, mesh.stage.size + 1))
+    return min(sizes, key=lambda size: abs(size - mesh.ep.size), default=1)
+
+
 class Digits:
     """A rank's number in digits: each axis of the mesh is a set of them, and a set is a sum of bits.
 
@@ -78,18 +87,19 @@ class Digits:
     the slowest. ValueError: the axes have no common digits.
     """
 
-    def __init__(self, mesh):
+    def __init__(self, mesh, n_experts=0):
         self.mesh = mesh
         tp = mesh.tp.size
         cp = mesh.cp.size
         block = mesh.stage.sharing().shard.size
-        borders = sorted({1, tp, tp * cp, mesh.ep.size, block, mesh.stage.size, mesh.world.size})
+        others = {1, tp, tp * cp, block, mesh.stage.size, mesh.world.size}
+        borders = sorted({*others, mesh.ep.size})
         self.strides = borders[:-1]
         self.sizes = []
         self.known = {}  # bits of an axis, by its ranks
         for low, high in itertools.pairwise(borders):
             if high % low:
-                part, fix = f"ep {mesh.ep.size}", f"--ep {math.gcd(low, high)}"
+                part, fix = f"ep {mesh.ep.size}", f"--ep {nearest_ep(mesh, others, n_experts)}"
                 if mesh.stage.cut and block in (low, high):
                     part, fix = f"shard {block // tp}", f"--shard {max(1, math.gcd(low, high) // tp)}"
                 raise ValueError(f"one_rule.py cannot follow {part} beside tp {tp} * cp {cp}: "
@@ -169,7 +179,7 @@ class Stage:
         self.ranks = ranks
         self.rank = rank
         self.mesh = mesh_of(cfg, ranks, rank)
-        self.digits = Digits(self.mesh)
+        self.digits = Digits(self.mesh, cfg.n_experts)
         self.marks = Marks(self.digits.names)
         self.table = {}  # name: Row
         self.refused = ""  # what the first refused operation was

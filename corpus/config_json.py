@@ -199,8 +199,9 @@ EVERYWHERE = {
     "per_layer_config": None,
     "auto_map": None,
     "pruned_heads": {},
+    "use_mrope": False,  # Qwen 2.5 and models made from it say so; true is Qwen2-VL's positions of images
 }
-MAY_BE_NULL = {"head_dim", "quantization_config", "per_layer_config", "auto_map", "pruned_heads",
+MAY_BE_NULL = {"head_dim", "quantization_config", "per_layer_config", "auto_map", "pruned_heads", "use_mrope",
                "layer_types", "use_bidirectional_attention", "mlp_only_layers", "no_rope_layers"}
 
 # Logits do not depend on these. How the model was saved, and is to be run; heads of other tasks:
@@ -236,6 +237,8 @@ HARMLESS = {*SAVED.split(), *GENERATION.split(), *TRAINING.split()}
 HARMLESS_IN = {"glm4_moe": {"intermediate_size", "shared_expert_intermediate_size"},
                "mixtral": {"shared_expert_intermediate_size"},
                "smollm3": {"max_window_layers"},
+               # What old versions of transformers wrote: outputs to return, heads of other tasks
+               "gpt2": {"_num_labels", "n_special", "predict_special_tokens", "output_past"},
                "gemma3_text": {"_sliding_window_pattern"},  # sliding_window_pattern is read
                "qwen3_moe": {"intermediate_size", "max_window_layers"}}
 ROPE_FIELDS = ("rope_scaling", "rope_parameters")

@@ -3,9 +3,7 @@
 transformers computes norms, rotary positions and routers in fp32 whatever the model's dtype is. Inside Wide()
 it computes them in fp64, so that logits and gradients can be compared to 1e-10.
 """
-import contextlib
 import dataclasses
-import io
 import json
 import random
 import shutil
@@ -18,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from runs import TINY, assert_refused, chars, go, refused, rows
 from safetensors.torch import load_file, save_file
-from test_chat import chat_session
 from torch.overrides import TorchFunctionMode
 
 import convert
@@ -28,7 +25,6 @@ from config import Config
 from corpus import chat, hugging_face, tokenizer, tokenizer_json
 from interface.command_line import parse
 from runtime import resume
-from runtime.launch import World
 
 VOCAB, T = 100, 16
 
@@ -106,6 +102,8 @@ def assert_same_function(hf, theirs_at, ours_at, out, zeros=()):
 
 GPT2 = ["--norm=layer", "--mlp=gelu", "--pos=learned", "--n-kv-head=2", "--tied"]
 MOE = ["--n-experts=4", "--top-k=2"]
+GEMMA3 = ["--norm=rms1p", "--mlp=geglu", "--norm-place=both", "--qk-norm=head", "--embed-scale", "--tied",
+          "--window=4", "--full-every=2", "--window-rope-base=20"]
 OUT = {  # name: (ranks, flags, what theirs has and ours has not)
     "llama, tp 2 pp 2": (4, ["--tp=2", "--pp=2", "--norm-eps=1e-3", "--rope-base=500"], ()),
     "llama tied with biases, zero 3": (2, ["--zero=3", "--tied", "--bias"], ()),
@@ -123,10 +121,13 @@ OUT = {  # name: (ranks, flags, what theirs has and ours has not)
     "olmo2, tp 2 zero 3": (4, ["--qk-norm=all", "--norm-place=after", "--tp=2", "--zero=3"], ()),
     "mistral, tp 2": (2, ["--window=3", "--tp=2"], ()),
     "qwen2, windows, cp 2": (2, ["--qkv-bias", "--window=5", "--full-every=2", "--cp=2"], ()),
-    "gemma3, tp 2 pp 2": (4, [
-        "--norm=rms1p", "--mlp=geglu", "--norm-place=both", "--qk-norm=head", "--embed-scale", "--tied",
-        "--window=4", "--full-every=2", "--window-rope-base=20", "--tp=2", "--pp=2"], ()),
+    "gemma3, tp 2 pp 2": (4, [*GEMMA3, "--tp=2", "--pp=2"], ()),
     "smollm3, pp 2": (2, ["--no-rope-every=2", "--pp=2"], ()),
+    "qwen2, tp 2 pp 2": (4, ["--qkv-bias", "--tp=2", "--pp=2"], ()),
+    "olmo2, tp 2 pp 2": (4, ["--qk-norm=all", "--norm-place=after", "--tp=2", "--pp=2"], ()),
+    "gemma3, zero 3": (2, [*GEMMA3, "--zero=3"], ()),
+    "smollm3, zero 3": (2, ["--no-rope-every=2", "--zero=3"], ()),
+    "qwen3 moe, tp 2 ep 2": (2, [*MOE, "--qk-norm=head", "--router=softmax-topk", "--tp=2", "--ep=2"], ()),
     "qwen3 moe, ep 2": (2, [*MOE, "--qk-norm=head", "--router=softmax-topk", "--ep=2"], ()),
 }
 
@@ -429,37 +430,12 @@ def test_data_by_a_tokenizer_of_theirs(hf, trained, tmp_path, capsys):
     refused(prepare.main, [*argv, "--name=c", f"--tokenizer=hf:{tmp_path}/none"], "none holds no tok")
 
 
-@pytest.mark.parametrize("kind", ["bpe", "char"])
-def test_greedy_text_is_that_of_transformers(kind, hf, tmp_path, capsys):
-    """50 tokens: by sample.py on the run, on the exported directory and on what import makes of it."""
-    (tmp_path / "text.txt").write_text("".join(c for c in 2 * Path(__file__).read_text() if c.isascii()))
-    vocab = ["--vocab-size=400"] * (kind == "bpe")
-    prepare.main([str(tmp_path / "text.txt"), "--name=d", f"--out={tmp_path}", f"--tokenizer={kind}", *vocab,
-                  "--val-fraction=0.3"])
-    go(1, tmp_path / "run", f"--data={tmp_path}/d", "--steps=12", "--save-every=12", "--seq-len=96",
-       base=[f for f in TINY if "vocab" not in f])
-    there, back = str(tmp_path / "hf"), str(tmp_path / "back")
-    convert.main(["export", str(tmp_path / "run"), f"--out={there}"])
-    convert.main(["import", there, f"--out={back}"])
-    model, words = hf.AutoModelForCausalLM.from_pretrained(there), hf.AutoTokenizer.from_pretrained(there)
-    ids = model.generate(**words("def main(", return_tensors="pt"), max_new_tokens=50, min_new_tokens=50,
-                         do_sample=False)[0]
-    vocabulary, said = tokenizer.load(tmp_path / "run"), []
-    assert len(ids) == 50 + len(vocabulary.encode("def main(")) and len(set(ids.tolist())) > 3
-    for folder in (tmp_path / "run", there, back):
-        capsys.readouterr()
-        sample.main([str(folder), "--prompt=def main(", "--max-new-tokens=50", "--temperature=0"])
-        said.append(capsys.readouterr().out)
-    assert said == [words.decode(ids) + "\n"] * 3
-
-
 # -----------------------------------------------------------------------------
 # Conversations
 
 SYSTEM, QUESTION = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 3?"}
 ANSWER = {"role": "assistant", "content": "  It is\n6. "}
 TALKS = [[QUESTION], [SYSTEM, QUESTION], [SYSTEM, QUESTION, ANSWER, {"role": "user", "content": "é?"}]]
-NO_VOCAB = [f for f in TINY if "vocab" not in f]
 
 
 def asked(vocabulary, messages):
@@ -510,69 +486,6 @@ def test_no_chat_template_for_a_tokenizer_that_reads_it_otherwise(hf, trained, t
     vocabulary = tokenizer.load(tmp_path).with_special(chat.MARKERS)
     assert "chat_template" not in tokenizer_json.export_tokenizer(vocabulary, 64)["tokenizer_config.json"]
     assert "chat_template" not in tokenizer_json.export_tokenizer(trained, 64)["tokenizer_config.json"]
-
-
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory):
-    """Return a folder with three directories.
-
-    pre/ is a run on text. tuned/ is a run on conversations that starts from the weights of pre/. hf/ is the
-    export of tuned/.
-    """
-    folder = tmp_path_factory.mktemp("tuned")
-    lines = [{"messages": [SYSTEM] * (i % 2) + [{"role": "user", "content": f"{i} + {i}?"}, {
-        "role": "assistant", "content": "It is much."}]} for i in range(60)]
-    (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (folder / "text.txt").write_text("".join(f"{i} + {i}? It is much. Be brief.\n" for i in range(999)))
-    argv = [f"--out={folder}", "--val-fraction=0.3"]
-    prepare.main([f"{folder}/text.txt", "--name=text", "--vocab-size=280", "--workers=1", *argv])
-    prepare.main(["chat", f"{folder}/talks.jsonl", "--name=talks", f"--tokenizer={folder}/text", *argv,
-                  "--seq-len=48"])
-    flags = ["--seq-len=48", "--save-every=40"]
-    go(1, folder / "pre", f"--data={folder}/text", *flags, "--steps=1", base=NO_VOCAB)
-    go(1, folder / "tuned", f"--data={folder}/talks", *flags, "--steps=40", "--lr=3e-2",
-       f"--init-from={folder}/pre", base=NO_VOCAB)
-    convert.main(["export", f"{folder}/tuned", f"--out={folder}/hf"])
-    return folder
-
-
-def test_transformers_answers_as_the_run_does_and_stops(hf, tuned, tmp_path):
-    """Greedily, to a system and a user: transformers, and sample.py --chat on the run, on the exported
-    directory and on what import makes of it, whose export has the same tensors."""
-    vocabulary, there = tokenizer.load(tuned / "tuned"), tuned / "hf"
-    ids = asked(vocabulary, TALKS[1])
-    model, words = hf.AutoModelForCausalLM.from_pretrained(there), hf.AutoTokenizer.from_pretrained(there)
-    assert model.generation_config.eos_token_id == [vocabulary.eod, vocabulary.special["<|end|>"]]
-    given = words.apply_chat_template(TALKS[1], add_generation_prompt=True, return_dict=True,
-                                      return_tensors="pt")
-    got = model.generate(**given, max_new_tokens=30, do_sample=False)[0].tolist()
-    assert got[:len(ids)] == ids and got[-1] == vocabulary.special["<|end|>"] and len(got) < len(ids) + 30
-    answer = vocabulary.decode(got[len(ids):-1])
-    assert answer == "It is much."
-    convert.main(["import", str(there), f"--out={tmp_path}/back"])
-    convert.main(["export", f"{tmp_path}/back", f"--out={tmp_path}/again"])
-    same_bytes(there, tmp_path / "again")
-    for name in "generation_config.json", "tokenizer_config.json":
-        assert json.loads((there / name).read_text()) == json.loads((tmp_path / "again" / name).read_text())
-    for folder in (tuned / "tuned", there, tmp_path / "back"):
-        argv = [str(folder), "--chat", "--temperature=0", "--system=Be brief."]
-        code, out, err = chat_session(World(), argv, "3 + 3?\n")
-        assert not code and out == answer + "\n", (folder, out, err)
-
-
-def test_the_card_of_a_chat_model(hf, tuned):
-    """Its flags are flags, it names the weights that it started from, and its example runs."""
-    card = (tuned / "hf" / "README.md").read_text()
-    assert "- started from the weights of pre; what follows" in card and str(tuned) not in card
-    words = card.split("the defaults: `")[1].split("`")[0]
-    assert "--seq-len 48" in words and not any(w in words for w in ("plot", "--init", "--out", "--data"))
-    saved = convert.read_run(tuned / "tuned")[0]
-    assert parse(["tiny", *words.split()]).lr == saved.lr == 3e-2
-    code = card.split("```python\n")[1].split("```")[0].replace('"."', repr(str(tuned / "hf")))
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        exec(code, {})
-    assert out.getvalue().startswith("<|endoftext|><|user|>Hello<|end|><|assistant|>")
 
 
 # -----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import sys
 from unittest import mock
 
 import pytest
+import torch
 from faults import constant, group, nothing, with_faults
 from pool import ROOT, run_ranks
 
@@ -15,7 +16,12 @@ sys.path.append(str(ROOT / "bench"))  # also in the ranks of the pool, which imp
 import equal_one
 import equality
 
+from config import Config
+from fast.choose import choose
+from model import DTYPES
+from ops import backend
 from parallel import make_mesh
+from runtime.launch import World
 
 SHAPE = ["--data=synthetic", "--n-layer=2", "--n-head=2", "--n-embd=16", "--ffn-hidden=24", "--seq-len=8",
          "--vocab-size=100", "--micro-batch=2", "--clip=0.05"]
@@ -63,6 +69,20 @@ def test_equal_layouts(argv):
 def test_one_process_has_no_axis_of_a_layout():
     axes = {*inspect.signature(make_mesh).parameters} - {"world", "n_experts", "groups"}
     assert axes == {"tp", "pp", "ep", "cp", "shard"} and axes <= equal_one.ONE_PROCESS.keys()
+
+
+def test_fp64_takes_no_fast_way_on_gpus():
+    """Of what fast/choose.py chooses, only the graph is left, and train_steps() makes none."""
+    flags = dict(zero=1, window=8, compile=False, n_embd=64, n_head=2, n_kv_head=2, micro_batch=2)
+    mesh = make_mesh(World(size=4), groups=False)
+    for dtype, is_fast in ("bf16", True), ("fp64", False):
+        cfg = Config(**flags, dtype=dtype)
+        choice = choose(cfg, mesh, torch.device("cuda"), lambda mesh, axis, device: True)
+        assert (choice.peer_copies, choice.flex) == (is_fast, is_fast), dtype
+        assert (DTYPES[dtype] in backend.DTYPES) == is_fast, dtype
+    assert "make_step" not in inspect.getsource(equality.train_steps)
+    _, cfg = equal_one.read_flags(["tiny", "--data=synthetic", "--compile"])
+    assert cfg.dtype == "fp64" and not cfg.compile
 
 
 FAULTS = {  # the layout, the faults, what the verdict names

@@ -130,11 +130,13 @@ def test_what_generate_reads_is_harmless(hf):
 OTHER = {"chunk_size_feed_forward": 5, "is_decoder": True, "torch_dtype": "float32", "dtype": "float32",
          "pretraining_tp": 2, "id2label": {"0": "a"}, "label2id": {"a": 0}, "problem_type": "regression",
          "summary_type": "last", "summary_activation": "tanh", "bos_token_id": 7, "eos_token_id": [3, 4],
-         "n_ctx": 5, "attention_dropout": 0.5, "is_llama_config": True, "pad_token_id": 1}
+         "n_ctx": 5, "attention_dropout": 0.5, "is_llama_config": True, "pad_token_id": 1, "n_special": 3,
+         "predict_special_tokens": True, "output_past": True, "unsloth_version": "1", "unsloth_fixed": True,
+         "transformers.js_config": {"dtype": "q4"}}
 KEPT = {"model_type", "architectures", "transformers_version", "_name_or_path", "name_or_path",
         "_commit_hash", "attn_implementation", "experts_implementation", "_attn_implementation",
         "_experts_implementation", "output_attentions", "output_hidden_states", "return_dict", "torchscript",
-        "prefix", "num_labels"}
+        "prefix", "num_labels", "_num_labels"}
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -183,7 +185,8 @@ ONLY = {  # {model_type: {field: a value by which the model is another one}}
 }
 ALL = {"is_causal": False, "is_encoder_decoder": True, "quantization_config": {"bits": 4}, "attn_scale": 2.0,
        "per_layer_config": {"0": {}}, "auto_map": {"AutoModelForCausalLM": "m.X"}, "pruned_heads": {"0": [1]},
-       "architectures": ["LlamaBiModel"], "layer_types": ["chunked_attention"] * 2, "vocab_size": None}
+       "architectures": ["LlamaBiModel"], "layer_types": ["chunked_attention"] * 2, "vocab_size": None,
+       "use_mrope": True}
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -254,6 +257,7 @@ def test_our_function_under_another_name_is_imported(name, values, said, hf, tmp
 
 LLAMA3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
           "original_max_position_embeddings": 8192, "rope_type": "llama3"}
+# Those with a transformers_version are whole files; the others have the fields that decide the function.
 RELEASED = {  # name: (class, fields, a word of the refusal or "")
     "SmolLM2-135M": ("LlamaConfig", dict(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
@@ -261,15 +265,33 @@ RELEASED = {  # name: (class, fields, a word of the refusal or "")
         rope_scaling=None, tie_word_embeddings=True, vocab_size=49152, bos_token_id=0, eos_token_id=0,
         is_llama_config=True, rope_interleaved=False, pretraining_tp=1, torch_dtype="bfloat16"), ""),
     "Llama-3.2-1B": ("LlamaConfig", dict(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64,
-        num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0,
-        rope_scaling=LLAMA3, tie_word_embeddings=True, vocab_size=128256, bos_token_id=128000,
-        eos_token_id=128001), ""),
+        architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=128000,
+        eos_token_id=128001, head_dim=64, hidden_act="silu", hidden_size=2048, initializer_range=0.02,
+        intermediate_size=8192, max_position_embeddings=131072, mlp_bias=False, model_type="llama",
+        num_attention_heads=32, num_hidden_layers=16, num_key_value_heads=8, pretraining_tp=1,
+        rms_norm_eps=1e-5, rope_scaling=LLAMA3, rope_theta=500000.0, tie_word_embeddings=True,
+        torch_dtype="bfloat16", transformers_version="4.45.0.dev0", use_cache=True, vocab_size=128256), ""),
     "Qwen2.5-0.5B": ("Qwen2Config", dict(
-        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, max_position_embeddings=32768, max_window_layers=24, rms_norm_eps=1e-6,
-        rope_theta=1000000.0, sliding_window=32768, use_sliding_window=False, tie_word_embeddings=True,
-        vocab_size=151936), ""),
+        architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643, eos_token_id=151643,
+        hidden_act="silu", hidden_size=896, initializer_range=0.02, intermediate_size=4864,
+        max_position_embeddings=32768, max_window_layers=24, model_type="qwen2", num_attention_heads=14,
+        num_hidden_layers=24, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1000000.0,
+        sliding_window=32768, tie_word_embeddings=True, torch_dtype="bfloat16", transformers_version="4.40.1",
+        use_cache=True, use_mrope=False, use_sliding_window=False, vocab_size=151936), ""),
+    "Qwen2.5-1.5B-Instruct": ("Qwen2Config", dict(
+        architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643, eos_token_id=151645,
+        hidden_act="silu", hidden_size=1536, initializer_range=0.02, intermediate_size=8960,
+        max_position_embeddings=32768, max_window_layers=21, model_type="qwen2", num_attention_heads=12,
+        num_hidden_layers=28, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1000000.0,
+        sliding_window=32768, tie_word_embeddings=True, torch_dtype="bfloat16", transformers_version="4.43.1",
+        use_cache=True, use_sliding_window=False, vocab_size=151936), ""),
+    "DeepSeek-R1-Distill-Qwen-7B": ("Qwen2Config", dict(
+        architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643, eos_token_id=151643,
+        hidden_act="silu", hidden_size=3584, initializer_range=0.02, intermediate_size=18944,
+        max_position_embeddings=131072, max_window_layers=28, model_type="qwen2", num_attention_heads=28,
+        num_hidden_layers=28, num_key_value_heads=4, rms_norm_eps=1e-6, rope_theta=10000, sliding_window=4096,
+        tie_word_embeddings=False, torch_dtype="bfloat16", transformers_version="4.44.0", use_cache=True,
+        use_mrope=False, use_sliding_window=False, vocab_size=152064), ""),
     "Qwen3-0.6B": ("Qwen3Config", dict(
         hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, head_dim=128,
         num_key_value_heads=8, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000,
@@ -285,9 +307,11 @@ RELEASED = {  # name: (class, fields, a word of the refusal or "")
         max_window_layers=28, use_sliding_window=False, sliding_window=None, mlp_bias=False, pretraining_tp=2,
         max_position_embeddings=65536, rms_norm_eps=1e-6, rope_theta=5000000.0, vocab_size=128256), ""),
     "Mistral-7B-v0.1": ("MistralConfig", dict(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=10000.0,
-        sliding_window=4096, vocab_size=32000), ""),
+        architectures=["MistralForCausalLM"], bos_token_id=1, eos_token_id=2, hidden_act="silu",
+        hidden_size=4096, initializer_range=0.02, intermediate_size=14336, max_position_embeddings=32768,
+        model_type="mistral", num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=8,
+        rms_norm_eps=1e-5, rope_theta=10000.0, sliding_window=4096, tie_word_embeddings=False,
+        torch_dtype="bfloat16", transformers_version="4.34.0.dev0", use_cache=True, vocab_size=32000), ""),
     "Mistral-7B-v0.3": ("MistralConfig", dict(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1000000.0,
@@ -301,6 +325,15 @@ RELEASED = {  # name: (class, fields, a word of the refusal or "")
         n_ctx=1024, n_embd=768, n_head=12, n_layer=12, n_positions=1024, vocab_size=50257,
         layer_norm_epsilon=1e-5, activation_function="gelu_new", summary_activation=None,
         task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}}), ""),
+    "distilgpt2": ("GPT2Config", dict(
+        _num_labels=1, activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1,
+        bos_token_id=50256, embd_pdrop=0.1, eos_token_id=50256, gradient_checkpointing=False,
+        id2label={"0": "LABEL_0"}, initializer_range=0.02, label2id={"LABEL_0": 0}, layer_norm_epsilon=1e-5,
+        model_type="gpt2", n_ctx=1024, n_embd=768, n_head=12, n_inner=None, n_layer=6, n_positions=1024,
+        resid_pdrop=0.1, summary_activation=None, summary_first_dropout=0.1, summary_proj_to_labels=True,
+        summary_type="cls_index", summary_use_proj=True, use_cache=True, vocab_size=50257,
+        task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}},
+        transformers_version="4.5.0.dev0"), ""),
     "OLMo-2-1B": ("Olmo2Config", dict(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=16,
         num_key_value_heads=16, max_position_embeddings=4096, rms_norm_eps=1e-6, rope_theta=500000,
@@ -311,13 +344,16 @@ RELEASED = {  # name: (class, fields, a word of the refusal or "")
         query_pre_attn_scalar=256, rope_theta=1000000.0, rope_local_base_freq=10000.0, rope_scaling=None,
         cache_implementation="hybrid", max_position_embeddings=32768), ""),
     "gemma-3-270m": ("Gemma3TextConfig", dict(
-        hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4,
-        num_key_value_heads=1, head_dim=256, sliding_window=512, vocab_size=262144,
-        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3, _sliding_window_pattern=6,
-        query_pre_attn_scalar=256, rope_theta=1000000.0, rope_local_base_freq=10000.0, rope_scaling=None,
-        hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False, attention_bias=False,
-        attn_logit_softcapping=None, final_logit_softcapping=None, rms_norm_eps=1e-6,
-        max_position_embeddings=32768), ""),
+        _sliding_window_pattern=6, architectures=["Gemma3ForCausalLM"], attention_bias=False,
+        attention_dropout=0.0, attn_logit_softcapping=None, bos_token_id=2, eos_token_id=1,
+        final_logit_softcapping=None, head_dim=256, hidden_activation="gelu_pytorch_tanh", hidden_size=640,
+        initializer_range=0.02, intermediate_size=2048,
+        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3, max_position_embeddings=32768,
+        model_type="gemma3_text", num_attention_heads=4, num_hidden_layers=18, num_key_value_heads=1,
+        pad_token_id=0, query_pre_attn_scalar=256, rms_norm_eps=1e-6, rope_local_base_freq=10000.0,
+        rope_scaling=None, rope_theta=1000000.0, sliding_window=512, torch_dtype="bfloat16",
+        transformers_version="4.55.0.dev0", use_bidirectional_attention=False, use_cache=True,
+        vocab_size=262144), ""),
 }
 
 
@@ -330,7 +366,7 @@ def test_the_config_of_a_released_model(name, hf, tmp_path):
     published = {"model_type": made.model_type, "architectures": [architecture], **fields}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(published))
-    made(**fields, architectures=[architecture]).save_pretrained(tmp_path / "today")
+    made.from_pretrained(tmp_path).save_pretrained(tmp_path / "today")
     found = []
     for at in path, tmp_path / "today" / "config.json":
         if word:
@@ -355,7 +391,7 @@ def test_a_preset_is_the_model_of_the_published_config(name, hf, tmp_path):
     kind, fields, _ = RELEASED[name]
     made = getattr(hf, kind)
     architecture = hf.AutoModelForCausalLM._model_mapping[made].__name__
-    made(**fields, architectures=[architecture]).save_pretrained(tmp_path)
+    made.from_dict({"architectures": [architecture], **fields}).save_pretrained(tmp_path)
     _, published, vocab_size, _ = config_json.read_config(tmp_path / "config.json", "bf16")
     preset = config.Config(**config.PRESETS[PRESET_OF[name]])
     of_the_model = {*config.SHAPE, *config.flags_of_kind("meaning")} - {"vocab_size", "seq_len"}

@@ -26,9 +26,9 @@ FORMS = {
                    window=3, full_every=2, window_rope_base=20.0, tied=True),
     "nanochat": dict(SHORT, window=3, qk_norm="head", mlp="relu2", logit_softcap=0.5),
 }
-EXPERTS = dict(FORMS["olmo2"], **{flag: MOE[flag] for flag in ("n_experts", "capacity_factor", "top_k",
-                                                      "aux_coef", "z_coef")},
-               window=3)
+ROUTED = {flag: MOE[flag] for flag in ("n_experts", "capacity_factor", "top_k", "aux_coef", "z_coef")}
+WITH_EXPERTS = {"experts": dict(FORMS["olmo2"], **ROUTED, window=3),
+                "qwen3 moe": dict(FORMS["qwen3"], **ROUTED)}
 LAYOUTS = [  # form, ranks, sequences, layout; with tp 4 two ranks share a key head
     ("qwen3", 4, 4, dict(tp=4)), ("qwen3", 2, 4, dict(tp=2, recompute="selective")),
     ("qwen3", 2, 4, dict(zero=3)), ("qwen3", 4, 4, dict(tp=2, cp=2)),
@@ -42,17 +42,19 @@ LAYOUTS = [  # form, ranks, sequences, layout; with tp 4 two ranks share a key h
     ("gemma3", 4, 4, dict(tp=2, pp=2)), ("gemma3", 2, 4, dict(cp=2)), ("gemma3", 2, 4, dict(zero=3)),
     ("gemma3", 4, 4, dict(tp=4, recompute="selective")), ("gemma3", 2, 4, dict(zero=2, recompute="full")),
     ("experts", 4, 4, dict(tp=2, ep=2)), ("experts", 4, 8, dict(cp=2, ep=4, zero=1, recompute="full")),
-    ("experts", 4, 4, dict(tp=4, ep=2)), ("experts", 4, 4, dict(pp=2, ep=2, recompute="selective"))]
+    ("experts", 4, 4, dict(tp=4, ep=2)), ("experts", 4, 4, dict(pp=2, ep=2, recompute="selective")),
+    ("qwen3 moe", 4, 4, dict(tp=2, ep=2)), ("nanochat", 4, 4, dict(tp=4)),
+    ("nanochat", 4, 4, dict(tp=2, pp=2)), ("windows", 2, 4, dict(zero=3)), ("llama3", 2, 4, dict(zero=3))]
 
 
-FEW = [0, 5, 7, 10, 12, 14, 16, 19, 20, 22, 25]  # of LAYOUTS; make long has all
+FEW = [0, 5, 7, 10, 12, 14, 16, 19, 20, 22, 25, 29]  # of LAYOUTS; make long has all
 
 
 @pytest.mark.parametrize("form,n,batch,layout", [
     pytest.param(*row, marks=[] if i in FEW else [pytest.mark.long], id=f"{row[0]}-{row[1]}-{row[3]}")
     for i, row in enumerate(LAYOUTS)])
 def test_a_layout_equals_one_rank(form, n, batch, layout):
-    compare(EXPERTS if form == "experts" else FORMS[form], n, batch, **layout)
+    compare({**FORMS, **WITH_EXPERTS}[form], n, batch, **layout)
 
 
 @pytest.mark.parametrize("form", FORMS)

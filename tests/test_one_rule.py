@@ -14,6 +14,7 @@ import pytest
 import test_faults
 import test_layouts
 import test_lora
+import test_model_flags
 import test_moe_faults
 import test_muon
 import torch.nn.functional as F
@@ -46,6 +47,16 @@ OTHERS = [("llama", 4, dict(pp=2, pp_layers="1,3", recompute="full", zero=1)),
           ("llama", 8, dict(tp=4, qk_norm="head")), ("llama", 8, dict(tp=4, qk_norm="all", n_kv_head=1)),
           ("llama", 4, dict(tp=4, zero=3, n_kv_head=1))]
 MUON, LORA = test_muon.BASES, test_lora.BASES
+FORMS = {**test_model_flags.FORMS, **test_model_flags.WITH_EXPERTS}
+OTHERS_OF_FORMS = [
+    (FORMS["nanochat"], 64, dict(tp=2, cp=2, pp=2, zero=1)), (FORMS["gemma3"], 64, dict(tp=4, cp=2, zero=3)),
+    (FORMS["qwen3 moe"], 64, dict(tp=2, cp=2, ep=8, zero=2)), (FORMS["olmo2"], 15, dict(zero=2)),
+    (FORMS["qwen2"], 6, dict(cp=3, seq_len=12)), (FORMS["windows"], 8, dict(tp=2, zero=3, shard=2)),
+    (dict(FORMS["nanochat"], optimizer="muon"), 8, dict(tp=2, zero=2)),
+    (dict(FORMS["qwen3 moe"], optimizer="muon"), 8, dict(tp=2, ep=2, zero=3, shard=2)),
+    (dict(FORMS["windows"], lora=3), 8, dict(cp=2, zero=3)),
+    (dict(FORMS["gemma3"], lora=3), 8, dict(tp=2, pp=2, zero=1)),
+    (dict(FORMS["qwen3"], lora=3), 8, dict(tp=2, zero=1, shard=2))]
 OTHERS_OF_MUON = [
     ("llama", 6, dict(zero=1)), ("llama", 3, dict(zero=2)), ("llama", 4, dict(tp=4, zero=1, n_kv_head=1)),
     ("gpt2", 12, dict(tp=2, pp=2, zero=2)), ("moe", 12, dict(tp=2, ep=4)), ("moe", 8, dict(tp=2, ep=8)),
@@ -86,6 +97,12 @@ def layouts_of_lora():
     return found + [(LORA[name], ranks, layout) for name, ranks, layout in OTHERS_OF_LORA]
 
 
+def layouts_of_forms():
+    """Return [(model, ranks, layout)]: all layouts of test_model_flags.py, and more."""
+    found = [(FORMS[form], ranks, layout) for form, ranks, _, layout in test_model_flags.LAYOUTS]
+    return found + OTHERS_OF_FORMS
+
+
 def config(family, ranks, layout):
     """Return a Config with two micro-batches of 2 sequences on each dp rank."""
     base = FAMILIES[family] if isinstance(family, str) else family
@@ -104,7 +121,8 @@ def check_layout(family, ranks, layout):
 FEW = [("llama", 4, dict(tp=2, zero=1)), ("gpt2", 2, dict(pp=2, zero=1)), ("dropless", 4, dict(tp=2, ep=4)),
        ("gpt2", 4, dict(cp=2, zero=3)), (test_muon.TWO["llama"], 4, dict(tp=2, zero=1)),
        (MUON["moe"], 8, dict(tp=2, ep=2, zero=3, shard=2, n_layer=1)), (LORA["qwen"], 4, dict(tp=2, zero=3)),
-       ("bert", 64, dict(tp=2, cp=2, pp=2, zero=2, n_layer=2))]
+       ("bert", 64, dict(tp=2, cp=2, pp=2, zero=2, n_layer=2)), OTHERS_OF_FORMS[0],
+       (FORMS["qwen3 moe"], 4, dict(tp=2, ep=2, n_layer=1))]
 
 
 @pytest.mark.parametrize("case", FEW, ids=lambda case: str(case[1:]).replace(" ", ""))
@@ -128,6 +146,21 @@ def test_the_command_follows_muon_and_lora(flags, capsys):
         assert table["blocks.0.attn.wq.lora.B"] == table["blocks.0.attn.wo.lora.A"] == "dp"
 
 
+@pytest.mark.parametrize("flags,fix", [
+    ("--ep=3 --n-experts=6", "2"), ("--ep=3 --n-experts=12", "2"), ("--ep=3 --n-experts=9", "1"),
+    ("--ep=4 --n-experts=12 --ranks=12 --cp=3 --tp=1", "3"),
+    ("--ep=9 --n-experts=18 --ranks=18", "6")])
+def test_the_nearest_ep_with_common_digits_is_suggested(flags, fix, capsys):
+    """Typed in, the suggestion works."""
+    argv = ["tiny-moe", "--n-layer=1", "--ranks=6", "--tp=2", "--n-head=6", "--n-kv-head=6", "--n-embd=24",
+            "--seq-len=132", *flags.split()]
+    with pytest.raises(SystemExit):
+        one_rule.main(argv)
+    said = capsys.readouterr().err
+    assert said.endswith(f"; try --ep {fix}\n"), said
+    assert one_rule.main([*argv, f"--ep={fix}"]) == 0
+
+
 def test_both_at_once_are_refused_in_one_line(capsys):
     with pytest.raises(SystemExit) as left:
         one_rule.main([*SMALL, "--optimizer=muon", "--lora=2"])
@@ -146,8 +179,8 @@ def test_every_layout_of_the_tests_is_accepted():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cases", [layouts_of_muon, layouts_of_lora])
-def test_every_layout_of_muon_and_lora_is_accepted(cases):
+@pytest.mark.parametrize("cases", [layouts_of_forms, layouts_of_muon, layouts_of_lora])
+def test_every_layout_of_forms_muon_and_lora_is_accepted(cases):
     began = time.monotonic()
     for case in cases():
         check_layout(*case)

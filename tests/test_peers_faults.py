@@ -194,6 +194,12 @@ FAULTS = {  # thread: what went wrong there: (model, (ranks, layout), faults)
         LLAMA, PP, ("model.normal_from_key", numbered_from_its_stage)),
     "torchtitan #1750: another tp, another loss": (
         LLAMA, TP, ("model.normal_from_key", ours.draw_of_this_rank)),
+    "torchtitan #1878: the gradient of rows that all tp ranks use is not summed": (
+        LLAMA, TP, ("parallel._GatherRows.backward", ours.own_rows)),
+    "SkyRL #1886: the gradient of the head's input is not summed over tp": (
+        LLAMA, TP, ("parallel._GatherRows.backward", ours.own_rows)),
+    "nanotron #172: of the input's gradient only the rank's own rows are right": (
+        LLAMA, TP, ("parallel._ScatterRows.backward", ours.repeated_grad)),
     "ms-swift #7944: tp ranks draw equal shares": (
         LLAMA, TP, ("model.own_share", equal_shares)),
     "Automodel #3817: the experts' norm not reduced over ep": (

@@ -72,12 +72,12 @@ def texts(world, flags):
 
 
 FAMILIES = {"llama": {}, "gpt2": dict(norm="layer", mlp="gelu", pos="learned", bias=True, tied=True),
-            "moe": dict(n_experts=4, top_k=2)}
+            "moe": dict(n_experts=4, top_k=2), "qwen3": dict(qk_norm="head", head_dim=6)}
 
 
 @pytest.mark.parametrize("family,n,layout", [
     ("llama", 2, dict(tp=2)), ("gpt2", 4, dict(tp=2, pp=2)), ("moe", 2, dict(ep=2)),
-    ("llama", 2, dict(pp=2, pp_chunks=2)),
+    ("llama", 2, dict(pp=2, pp_chunks=2)), ("qwen3", 4, dict(tp=4)),
     ("gpt2", 2, dict(cp=2)), ("moe", 4, dict(cp=2, tp=2, ep=4))], ids=str)
 def test_every_rank_of_every_layout_writes_the_same_text(family, n, layout):
     (want,) = run_ranks(1, texts, FAMILIES[family])

@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from faults import constant, planted, run_with_faults
+from faults import constant, nothing, planted, run_with_faults, with_faults
 from pool import ROOT, run_ranks
 from test_checkpoint import read, write
 from test_layouts import CAPACITY, GPT2, LLAMA, MOE, SIGMOID, assemble, compare
@@ -170,6 +170,11 @@ def gather_over_the_replicas(original, comm, bucket):
     return CompletedWork()
 
 
+def another_seed(original, model, seed):
+    """init_weights that draws other weights in each group."""
+    original(model, seed + model.mesh.dp.cut.replicas.rank)
+
+
 SHARE, GATHER = "ddp.Comm.start_replica_sum", "ddp.Comm.start_gather"
 FAULTS = {  # name: (--zero, where, what is planted); those before the line are seen by one process
     "summed over the shard only": (1, SHARE, no_sum),
@@ -187,7 +192,9 @@ FAULTS = {  # name: (--zero, where, what is planted); those before the line are 
     # ----
     "averaged over the replicas": (1, SHARE, average),
     "averaged twice over the replicas, ZeRO-2": (2, SHARE, average_twice),
-    "the slice of another rank": (1, "ddp.Bucket.slice_of_rank", slice_of_the_replica)}
+    "the slice of another rank": (1, "ddp.Bucket.slice_of_rank", slice_of_the_replica),
+    "another seed per group": (1, "model.init_weights", another_seed),
+    "another seed per group, ZeRO-3": (3, "model.init_weights", another_seed)}
 SEEN_BY_ONE = [*FAULTS][:10]
 
 
@@ -212,8 +219,9 @@ def test_every_fault_changes_the_numbers(name):
         check()
 
 
-def test_an_average_over_the_replicas_changes_the_numbers():
-    test_every_fault_changes_the_numbers("averaged over the replicas")
+@pytest.mark.parametrize("name", ["averaged over the replicas", "another seed per group"])
+def test_a_fault_that_one_process_does_not_see_changes_the_numbers(name):
+    test_every_fault_changes_the_numbers(name)
 
 
 @pytest.mark.long
@@ -282,11 +290,25 @@ def replicas_that_differ(world, dtype):
     return before, differences(), all(torch.equal(row, rows[0]) for rows in masters for row in rows)
 
 
+def check_start(dtype, *faults):
+    """Assert that the groups differ before a start, which is seen, and that they are equal after it."""
+    for before, after, masters_equal in run_ranks(4, with_faults, faults, replicas_that_differ, dtype):
+        assert any(line.startswith("wte.weight on ranks 2-3 differs") for line in before), before
+        assert after == [] and masters_equal, "the groups differ after the start"
+
+
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.long)])
 def test_groups_start_equal_and_are_compared(dtype):
-    for before, after, masters_equal in run_ranks(4, replicas_that_differ, dtype):
-        assert any(line.startswith("wte.weight on ranks 2-3 differs") for line in before), before
-        assert after == [] and masters_equal
+    check_start(dtype)
+
+
+@pytest.mark.parametrize("where,words", [
+    ("runtime.resume.broadcast_and_verify", "the groups differ after the start"),
+    ("parallel.Axis.broadcast", "differs after the broadcast")])
+def test_a_start_without_the_broadcast_is_seen(where, words):
+    """By the check of the replicas, or by the start's own checksums."""
+    with pytest.raises(AssertionError, match=words):
+        check_start("bf16", (where, nothing))
 
 
 # -----------------------------------------------------------------------------
