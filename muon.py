@@ -41,6 +41,7 @@ import torch
 
 from config import ceil_div
 from ops import backend
+from ops.symmetric_mm import symmetric_mm
 from parallel import Axis
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of x, x^3 and x^5
@@ -79,7 +80,8 @@ def orthogonalise(x, cut=None, axis=ALONE, *, scale=1.0, out=None):
         target, spare = spare, target
     x = normalised(x, axis, target)
     for i, n_steps in enumerate(stretches):
-        gram = axis.all_reduce(x.mT @ x if is_tall else x @ x.mT)  # SUM of k (C, C), over tp
+        factors = (x.mT, x) if is_tall else (x, x.mT)
+        gram = axis.all_reduce(symmetric_mm(*factors))  # SUM of k (C, C), over tp
         polynomial = product_of_polynomials(gram, n_steps)
         pair = (x, polynomial) if is_tall else (polynomial, x)
         target, spare = spare, target
@@ -106,15 +108,16 @@ def product_of_polynomials(gram, n_steps):
     """Return the product of n_steps polynomials: Gram matrices (k, C, C) -> the same shape.
 
     The polynomial of a step is a + b G + c G^2. All of them commute, because each is one of G_1.
+    So their products are symmetric.
     """
     linear, cubic, quintic = COEFFICIENTS
     product = None
     for i in range(n_steps):
-        polynomial = torch.baddbmm(gram, gram, gram, beta=cubic / NORM**2, alpha=quintic / NORM**4)
-        polynomial.diagonal(dim1=1, dim2=2).add_(linear)
-        product = polynomial if product is None else polynomial @ product
+        polynomial = symmetric_mm(
+            gram, gram, gram, alpha=quintic / NORM**4, beta=cubic / NORM**2, diagonal=linear)
+        product = polynomial if product is None else symmetric_mm(polynomial, product)
         if i < n_steps - 1:
-            gram = polynomial @ (polynomial @ gram)
+            gram = symmetric_mm(polynomial, symmetric_mm(polynomial, gram))
     return product
 
 

@@ -1,11 +1,13 @@
 """Each Triton kernel beside its torch twin, on the GPU if there is one, else in Triton's interpreter."""
+import importlib.util
+import inspect
 from types import SimpleNamespace as Some
 from unittest import mock
 
 import pytest
 import torch
 
-from ops import activations, backend, cross_entropy, flat, grouped_mm, permute
+from ops import activations, backend, cross_entropy, flat, grouped_mm, permute, symmetric_mm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
@@ -37,6 +39,7 @@ def count_with_any_numpy(monkeypatch):
 def small_tiles(monkeypatch):
     """Many tiles in a small product. Triton's interpreter multiplies the bits of bf16 as whole numbers."""
     monkeypatch.setattr(grouped_mm, "tiles", lambda *_: ((16, 32, 16, 4, 2), (32, 16, 16, 4, 2)))
+    monkeypatch.setattr(symmetric_mm, "TILE", (16, 16, 4, 2))
     if DEVICE == "cpu":
         from triton.runtime import interpreter
         real = interpreter.InterpreterBuilder.create_dot
@@ -346,6 +349,56 @@ def test_muon(kernels, dtype, keeps_dtype):
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance / 10)
     for tensor, before in zip(found[0], (w, m, own, *[torch.tensor([7.0])] * 2), strict=True):
         assert tensor[-1] == before[-1], "behind the end"
+
+
+def check_symmetric_mm(m, n, dtype):
+    """Gram matrices x^T x and x x^T, and a polynomial in one of them. What is not written holds NaN."""
+    x = randn(2, m, n, dtype=dtype) / max(m, n) ** 0.5
+    tall = x.mT.contiguous()
+    gram = torch_twin(symmetric_mm.symmetric_mm, x, x.mT).to(dtype)
+    factors = dict(alpha=2.0, beta=-4.5, diagonal=3.5)
+
+    def polynomial(gram):
+        return symmetric_mm.symmetric_mm(gram, gram, gram, **factors)
+    empty = torch.empty
+    with mock.patch.object(torch, "empty", lambda *size, **rest: empty(*size, **rest).fill_(torch.nan)):
+        of_wide = symmetric_mm.symmetric_mm(x, x.mT)
+        of_tall = symmetric_mm.symmetric_mm(tall.mT, tall)
+        of_gram = polynomial(gram)
+    assert_near(of_wide, gram, TOLERANCE[dtype])
+    assert_near(of_tall, gram, TOLERANCE[dtype])
+    assert_near(of_gram, torch_twin(polynomial, gram), TOLERANCE[dtype])
+    for product in (of_wide, of_gram):
+        # Tiles above the diagonal, and their mirror images.
+        assert torch.equal(product[:, :16, 16:], product[:, 16:, :16].mT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("m, n", [(16, 16), (48, 32), (40, 20)])
+def test_symmetric_mm(dtype, m, n, small_tiles):
+    """Of one tile and of several; 40 and 20 fit no tile."""
+    check_symmetric_mm(m, n, dtype)
+
+
+FAULTS = {"the lower triangle is not written": ("if right > 0:", "if right < 0:"),
+          "the mirror image is not transposed": ("tl.trans(total)", "total"),
+          "a tile is in another column": ("(down + right) * SIDE", "right * SIDE"),
+          "the diagonal gets nothing": ("== column[None, :], diagonal, 0.0", "== column[None, :], 0.0, 0.0")}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_of_symmetric_mm_is_detected(fault, kernels, small_tiles, tmp_path, monkeypatch):
+    """Triton reads a kernel from its file, so the fault is planted in a copy of the file."""
+    source = inspect.getsource(kernels)
+    assert source.count(FAULTS[fault][0]) == 1
+    path = tmp_path / "faulty_kernels.py"
+    path.write_text(source.replace(*FAULTS[fault]))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    faulty = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(faulty)
+    monkeypatch.setattr(kernels, "symmetric_mm", faulty.symmetric_mm)
+    with pytest.raises(AssertionError):
+        check_symmetric_mm(48, 32, torch.float16)
 
 
 @pytest.mark.parametrize("E, N", [(3, 1), (3, 128), (64, 300), (64, 128), (384, 100), (1025, 20)])

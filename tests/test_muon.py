@@ -371,13 +371,12 @@ FAULTS = {
     "the norm is not summed over tp": (
         "llama", TP, ("muon.normalised", "axis.all_reduce(norms.square())", "norms.square()")),
     "the Gram matrix is not summed over tp": (
-        "llama", TP, ("muon.orthogonalise", "axis.all_reduce(x.mT @ x if is_tall else x @ x.mT)",
-                      "x.mT @ x if is_tall else x @ x.mT")),
+        "llama", TP, ("muon.orthogonalise", "axis.all_reduce(symmetric_mm(*factors))",
+                      "symmetric_mm(*factors)")),
     "the next Gram matrix lacks a polynomial": (
-        "llama", DP, ("muon.product_of_polynomials", "polynomial @ (polynomial @ gram)",
-                      "polynomial @ gram")),
+        "llama", DP, ("muon.product_of_polynomials", "symmetric_mm(polynomial, gram)", "gram")),
     "only the last polynomial reaches the matrix": (
-        "llama", DP, ("muon.product_of_polynomials", "polynomial @ product", "polynomial")),
+        "llama", DP, ("muon.product_of_polynomials", "symmetric_mm(polynomial, product)", "polynomial")),
     "the Gram matrix of the side that is cut": (
         "llama", TP, ("muon.orthogonalise", "cut == 0", "cut == 1")),
     "the scale of the share's shape": (

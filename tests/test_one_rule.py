@@ -403,7 +403,7 @@ def adapter_after_the_sum(original, layer, x):
 
 TP, ZERO = (4, dict(tp=2)), (4, dict(zero=1))
 LLAMA_MUON, MOE_MUON = test_muon.TWO["llama"], test_muon.TWO["moe"]
-GRAM = "axis.all_reduce(x.mT @ x if is_tall else x @ x.mT)"
+GRAM = "axis.all_reduce(symmetric_mm(*factors))"
 WIDE = dict(LLAMA_MUON, n_kv_head=1)  # wk and wv are whole on all ranks of tp 2.
 MORE_FAULTS = {  # name: (model, (ranks, layout), where, what is planted)
     "muon: slices orthogonalised as if they were matrices": (
