@@ -39,7 +39,9 @@ TINY = ("--n-layer 2 --n-embd 32 --n-head 2 --n-kv-head 2 --ffn-hidden 128 --seq
         "--micro-batch 2 --dtype fp32 --no-compile")
 GPT2 = ("G2", "G2-32", "WP", "SC")
 LLAMA = ("W1", "W3", "W3-8192")
-NAMES = (*GPT2, *LLAMA, "W2b", "BERT")
+ON_ONE_GPU = (*GPT2, *LLAMA, "W2b", "BERT")  # a GPU holds them without recomputation
+NAMES = (*ON_ONE_GPU, "8B")
+UNSCALED = (1.0, 1.0, 4.0, 8192)  # torchtitan always scales RoPE's frequencies: a factor of 1 changes nothing
 
 
 # -----------------------------------------------------------------------------
@@ -53,11 +55,15 @@ class Peer:
     """
     optimizer = None
     clip = 1.0
+    recomputes = False  # whether the class below has the recomputation of its own train.py
 
     def __init__(self, cfg, world, vocab, path):
         self.cfg, self.world = cfg, world
         self.vocab = pad_vocab(vocab)
         self.beside = {}
+        if cfg.recompute != "none" and not self.recomputes:
+            raise ValueError(f"--recompute {cfg.recompute}: {type(self).__name__} keeps all activations "
+                             "here; leave out --recompute")
         torch.set_float32_matmul_precision("high")
         if path:
             sys.path.insert(0, str(Path(path).resolve()))
@@ -272,22 +278,30 @@ class TransformersBf16(Transformers):
 
 class TorchTitan(Peer):
     """pytorch/torchtitan's Llama 3 (0.2.2), each block compiled: autocast on one GPU, FSDP2 on several."""
+    recomputes = True
 
     def build(self, path):
+        stand_in_for("datasets", DATASETS)
+        stand_in_for("torchdata", TORCHDATA)
+        stand_in_for("tensorboard", TENSORBOARD)
         from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+        from torchtitan.models.llama3.model.args import RoPEScalingArgs
         cfg = self.cfg
+        scaling = RoPEScalingArgs(*(cfg.rope_scaling or UNSCALED))
         # The MLP's width is rounded up to a multiple of multiple_of: the factor stays just below it.
         shape = TransformerModelArgs(
             dim=cfg.n_embd, n_layers=cfg.n_layer, n_heads=cfg.n_head, n_kv_heads=cfg.n_kv_head,
             vocab_size=self.vocab, multiple_of=cfg.ffn_hidden, norm_eps=cfg.norm_eps,
             ffn_dim_multiplier=cfg.ffn_hidden / (8 * cfg.n_embd / 3), rope_theta=cfg.rope_base,
-            max_seq_len=cfg.seq_len)
+            rope_scaling_args=scaling, max_seq_len=cfg.seq_len)
         with torch.device("meta"):
             return Transformer(shape)
 
     def prepare(self):
         from torchtitan.components.loss import cross_entropy_loss
         from torchtitan.models.llama3.infra.parallelize import apply_compile
+        if self.cfg.recompute != "none":
+            self.recompute()
         if self.cfg.dtype != "fp32":
             apply_compile(self.model, SimpleNamespace(backend="inductor"))
         self.loss_sum = self.compiled(cross_entropy_loss)
@@ -301,6 +315,14 @@ class TorchTitan(Peer):
             self.model.init_weights(buffer_device=self.world.device)
         self.wrap()
         self.optimizer = self.adamw(self.model.parameters())
+
+    def recompute(self):
+        """Let blocks keep less for backward: "selective" is its choice by operation, every second product."""
+        from torchtitan.config.job_config import ActivationCheckpoint
+        from torchtitan.models.llama3.infra import parallelize
+        parallelize.apply_ac(
+            self.model, ActivationCheckpoint(mode=self.cfg.recompute, selective_ac_option="op"),
+            model_compile_enabled=self.cfg.dtype != "fp32", op_sac_save_list=parallelize._op_sac_save_list)
 
     def spread(self):
         from torchtitan.models.llama3.infra.parallelize import apply_fsdp
@@ -349,8 +371,7 @@ class Picotron(Peer):
     """huggingface/picotron's Llama and its buckets: pure bf16, its train.py's AdamW, no clipping."""
 
     def build(self, path):
-        if importlib.util.find_spec("flash_attn") is None:
-            stand_in_for_flash_attn()
+        stand_in_for("flash_attn", FLASH_ATTN)
         import picotron.process_group_manager as groups
         from picotron.model import Llama
         world = self.world
@@ -383,16 +404,29 @@ class Picotron(Peer):
         return torch.tensor(total)
 
 
-def stand_in_for_flash_attn():
-    """Let picotron be imported without flash_attn: with FLASH_ATTEN=0, as peers.py sets it, it calls SDPA."""
-    functions = {"flash_attn_interface": "flash_attn_func", "layers.rotary": "apply_rotary_emb",
-                 "ops.triton.layer_norm": "layer_norm_fn"}
-    for name in ("", "layers", "ops", "ops.triton", *functions):
-        module = importlib.util.module_from_spec(
-            importlib.machinery.ModuleSpec(f"flash_attn.{name}".rstrip("."), None, is_package=True))
-        if name in functions:
-            setattr(module, functions[name], None)
-        sys.modules[module.__name__] = module
+# What peers import and a cell does not use: {module: names}. The first three read data and write logs for
+# torchtitan. With FLASH_ATTEN=0, as peers.py sets it, picotron calls SDPA in the place of the last.
+DATASETS = {"datasets": ("Dataset", "load_dataset"), "datasets.distributed": ("split_dataset_by_node",)}
+TORCHDATA = {"torchdata.stateful_dataloader": ("StatefulDataLoader",)}
+TENSORBOARD = {"torch.utils.tensorboard": ("SummaryWriter",)}
+FLASH_ATTN = {"flash_attn.flash_attn_interface": ("flash_attn_func",),
+              "flash_attn.layers.rotary": ("apply_rotary_emb",),
+              "flash_attn.ops.triton.layer_norm": ("layer_norm_fn",)}
+
+
+def stand_in_for(package, modules):
+    """Let a peer be imported without a package that is not installed. modules: one of the tables above."""
+    if importlib.util.find_spec(package) is not None:
+        return
+    for path, names in modules.items():
+        words = path.split(".")
+        for n in range(len(words)):
+            parent = ".".join(words[:n + 1])
+            if parent not in sys.modules:
+                spec = importlib.machinery.ModuleSpec(parent, None, is_package=True)
+                sys.modules[parent] = importlib.util.module_from_spec(spec)
+        for name in names:
+            setattr(sys.modules[path], name, type(name, (), {}))
 
 
 # -----------------------------------------------------------------------------
@@ -400,8 +434,8 @@ def stand_in_for_flash_attn():
 
 PEERS = {  # name: (class, the workloads it has a model for)
     "nanogpt": (NanoGPT, GPT2), "nanochat": (Nanochat, ("G2", "G2-32")),
-    "hf": (Transformers, NAMES), "hf-bf16": (TransformersBf16, NAMES),
-    "torchtitan": (TorchTitan, LLAMA), "torchtitan-ddp": (TorchTitanDDP, LLAMA),
+    "hf": (Transformers, ON_ONE_GPU), "hf-bf16": (TransformersBf16, ON_ONE_GPU),
+    "torchtitan": (TorchTitan, (*LLAMA, "8B")), "torchtitan-ddp": (TorchTitanDDP, LLAMA),
     "picotron": (Picotron, LLAMA)}
 
 

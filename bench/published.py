@@ -26,7 +26,7 @@ from runtime.launch import launch, shutdown
 
 import torch
 from peers import REHEARSAL, finish, gpus_here, laid_out, refuse_launchers, result_of, set_by_signals
-from speed import join_value, measure
+from speed import LLAMA_8B, join_value, measure
 from tyro.conf import Positional
 
 import plan
@@ -47,8 +47,6 @@ TITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_
 BRIDGE_PAGE = "https://docs.nvidia.com/nemo/megatron-bridge/latest/performance-summary.html"
 NANOCHAT = "https://github.com/karpathy/nanochat"
 MPT = "gpt2 --no-bias --seq-len 2048 --vocab-size 50368"
-LLAMA_8B = ("llama-3.2-1b --n-layer 32 --n-embd 4096 --ffn-hidden 14336 --no-tied --rope-scaling 8 1 4 8192 "
-            "--vocab-size 128256")
 
 
 def mpt(layers, width, heads):

@@ -37,6 +37,8 @@ from ops import grouped_mm
 from ops.accelerator import device_name, total_memory
 from plan import estimate
 
+LLAMA_8B = ("llama-3.2-1b --n-layer 32 --n-embd 4096 --ffn-hidden 14336 --no-tied --rope-scaling 8 1 4 8192 "
+            "--vocab-size 128256")  # Llama 3.1 8B
 WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout
     "W1": "dense-210m",
     "W2a": "moe-4b --capacity-factor 1.0",
@@ -45,13 +47,16 @@ WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout
     "W3-8192": "smol-1.7b",
     "1B": "llama-3.2-1b",  # adapters in the place of all weights: --flags "--lora 16"
     "7B": "llama-7b",  # two GPUs of 141 GB: --flags "--zero 3 --micro-batch 2"
+    # Two GPUs of 141 GB also hold `--flags "--zero 3 --recompute selective"`, by plan.py.
+    "8B": f"{LLAMA_8B} --seq-len 8192 --micro-batch 1 --recompute full",
     "G2": "gpt2 --no-bias --micro-batch 64 --global-batch 0 --vocab-size 50304",
     "G2-32": "gpt2 --no-bias --micro-batch 32 --global-batch 0 --vocab-size 50304",
     "WP": "wordplay --vocab-size 65",
     "BERT": "bert-345m",
     "SC": "shakespeare-char --vocab-size 65",
 }
-LAYOUTS = {"W2a": "--ep {gpus} --zero 1", "W2b": "--ep {gpus} --zero 1"}  # on several GPUs; others: --zero 1
+LAYOUTS = {  # on several GPUs; others: --zero 1
+    "W2a": "--ep {gpus} --zero 1", "W2b": "--ep {gpus} --zero 1", "8B": "--zero 3"}
 PEERS = {  # (workload, GPUs): the fastest other trainer, its tokens/s per GPU on the same H200s
     ("W1", 1): ("torchtitan", 273.0e3), ("W1", 2): ("HF", 241.0e3), ("W1", 4): ("torchtitan", 271.1e3),
     ("W2b", 1): ("HF, bf16 only", 138.9e3), ("W2b", 2): ("HF, bf16 only, no ep", 121.6e3),
@@ -68,7 +73,7 @@ PEERS = {  # (workload, GPUs): the fastest other trainer, its tokens/s per GPU o
 
 @dataclass(frozen=True)
 class Flags:
-    # W1 W2a W2b W3 W3-8192 1B 7B G2 G2-32 WP BERT SC
+    # W1 W2a W2b W3 W3-8192 1B 7B 8B G2 G2-32 WP BERT SC
     workloads: Positional[tuple[Literal[tuple(WORKLOADS)], ...]]
     # steps of each workload, of which the last half count, at most 30; default: 60, with experts 330, of
     # which steps 30 to 60 (young routing) and 300 to 330 (settled) count

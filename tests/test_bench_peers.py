@@ -1,4 +1,5 @@
 """Other trainers beside ours: what a cell trains, how cells run, the table, and published figures."""
+import dataclasses
 import importlib
 import json
 import math
@@ -20,6 +21,7 @@ import peer_cell
 import peers
 import published
 
+import plan
 from cost.parameters import count_parameters
 from cost.plan_flags import PlanFlags
 from interface.command_line import parse
@@ -151,20 +153,56 @@ def test_a_step_trains_on_the_next_tokens():
     assert all(p.grad is None for p in peer.model.parameters())
 
 
-def test_picotron_needs_no_flash_attn(monkeypatch):
+@pytest.mark.parametrize("package, modules", [
+    ("flash_attn", peer_cell.FLASH_ATTN), ("datasets", peer_cell.DATASETS),
+    ("torchdata", peer_cell.TORCHDATA)])
+def test_a_peer_needs_no_package_that_its_cell_does_not_use(package, modules, monkeypatch):
     for name in list(sys.modules):
-        if name.startswith("flash_attn"):
+        if name.split(".")[0] == package:
             monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     before = set(sys.modules)
-    peer_cell.stand_in_for_flash_attn()
+    peer_cell.stand_in_for(package, modules)
     try:
-        for name in ("flash_attn_interface.flash_attn_func", "layers.rotary.apply_rotary_emb",
-                     "ops.triton.layer_norm.layer_norm_fn"):
-            module, _, function = name.rpartition(".")
-            assert hasattr(importlib.import_module(f"flash_attn.{module}"), function)
+        for path, names in modules.items():
+            assert all(isinstance(getattr(importlib.import_module(path), name), type) for name in names)
     finally:
         for name in set(sys.modules) - before:
             del sys.modules[name]
+
+
+def test_a_package_that_is_installed_has_no_stand_in():
+    before = dict(sys.modules)
+    peer_cell.stand_in_for("torch", {"torch.no_such_module": ("Name",)})
+    assert sys.modules == before
+
+
+def test_a_peer_without_recomputation_refuses_it():
+    """All trainers get the same flags: one that ignored --recompute would compare another step."""
+    cfg = parse(f"dense-210m {peer_cell.TINY} --recompute full".split(), data="synthetic")
+    with pytest.raises(ValueError, match="--recompute full: Transformers keeps all activations here"):
+        peer_cell.Transformers(cfg, World(), 256, "")
+
+
+def test_the_8b_model_is_llamas_and_fits_one_gpu_by_prediction():
+    """Of 139.8 GiB it needs less with full recomputation, and more with selective. Two GPUs use ZeRO-3."""
+    def flags_of(trainer, gpus):
+        return peer_cell.train_flags(peer_cell.Flags("8B", trainer), gpus)
+
+    assert "--zero 3" in flags_of("ours", 2) and "--zero" not in flags_of("ours", 1)
+    assert "--zero" not in flags_of("torchtitan", 2)
+    cfg = parse(flags_of("ours", 1).split(), data="synthetic", global_batch=1)
+    assert count_parameters(cfg, cfg.vocab_size)["total"] == 8030261248
+    assert (cfg.seq_len, cfg.rope_base, cfg.rope_scaling) == (8192, 500000.0, (8.0, 1.0, 4.0, 8192.0))
+    assert (cfg.n_head, cfg.n_kv_head, cfg.ffn_hidden, cfg.tied) == (32, 8, 14336, False)
+    fits = {}
+    for recompute in ("full", "selective"):
+        layout = dataclasses.replace(cfg, recompute=recompute)
+        fits[recompute] = plan.estimate(layout, 1, "h200", cfg.vocab_size)["fits"]
+    assert fits == {"full": True, "selective": False}
+    two = parse(f"{flags_of('ours', 2)} --recompute selective".split(), data="synthetic", global_batch=2)
+    assert plan.estimate(two, 2, "h200", cfg.vocab_size)["fits"]
+    assert [peer for peer, (_, names) in peer_cell.PEERS.items() if "8B" in names] == ["torchtitan"]
 
 
 # -----------------------------------------------------------------------------
