@@ -8,8 +8,9 @@ import torch
 from config import ceil_div
 from ops import backend
 
-# Rows and columns of a tile, its depth, warps and stages of the Triton kernel.
-TILE = 128, 64, 4, 3
+# Rows and columns of a tile, its depth, warps and stages of the Triton kernel: the fastest of eleven on an
+# H200 (docs/lab-notes.md). They need 64 KiB of shared memory, as much as AMD's GPUs have.
+TILE = 128, 32, 4, 4
 
 
 def symmetric_mm(a, b, c=None, *, alpha=1.0, beta=0.0, diagonal=0.0):
