@@ -41,6 +41,7 @@ import torch
 
 from config import ceil_div
 from ops import backend
+from ops.matrix_norms import divide_by_norms, squared_norms
 from ops.symmetric_mm import symmetric_mm
 from parallel import Axis
 
@@ -99,10 +100,8 @@ def steps_per_gram(side, other):
 
 def normalised(x, axis, out):
     """Write each matrix of x with the norm NORM into out, which may share x's memory."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=wide)
-    squares = axis.all_reduce(norms.square())  # SUM of k numbers, over tp
-    return torch.mul(x, NORM / squares.sqrt().clamp(min=EPS), out=out)
+    squares = axis.all_reduce(squared_norms(x))  # SUM of k numbers, over tp
+    return divide_by_norms(x, squares, NORM, EPS, out)
 
 
 def product_of_polynomials(gram, n_steps):

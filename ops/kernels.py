@@ -378,6 +378,39 @@ def symmetric_mm(a_ptr, b_ptr, c_ptr, out_ptr, m, n, a_matrix, a_row, a_column, 
 
 
 @triton.jit
+def sum_squares(x_ptr, sums_ptr, n, parts, distance, TIMES: tl.constexpr, BLOCK: tl.constexpr):
+    """sums (k, parts) = the sums of squares of parts of matrices x (k, n), in fp32. For muon.py.
+
+    `distance` elements lie from the start of a matrix to that of the next. A part has TIMES BLOCKs.
+    """
+    matrix = tl.program_id(0).to(tl.int64) // parts
+    at = tl.program_id(0).to(tl.int64) % parts * TIMES * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for _ in tl.static_range(TIMES):
+        x = tl.load(x_ptr + matrix * distance + at, mask=at < n, other=0.0).to(tl.float32)
+        total += x * x
+        at += BLOCK
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(total))
+
+
+@triton.jit
+def divide_by_norms(x_ptr, squares_ptr, out_ptr, n, parts, distance, out_distance, norm, eps,
+                    TIMES: tl.constexpr, BLOCK: tl.constexpr):
+    """out (k, n) = x (k, n) * norm / max(sqrt(squares), eps) with the squares (k,) of sum_squares.
+
+    out may share x's memory.
+    """
+    matrix = tl.program_id(0).to(tl.int64) // parts
+    at = tl.program_id(0).to(tl.int64) % parts * TIMES * BLOCK + tl.arange(0, BLOCK)
+    factor = norm / tl.maximum(tl.sqrt(tl.load(squares_ptr + matrix)), eps)
+    for _ in tl.static_range(TIMES):
+        x = tl.load(x_ptr + matrix * distance + at, mask=at < n, other=0.0).to(tl.float32)
+        out = (x * factor).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + matrix * out_distance + at, out, mask=at < n)
+        at += BLOCK
+
+
+@triton.jit
 def add_rows(a_ptr, b_ptr, out_ptr, valid_ptr, width, BOTH: tl.constexpr, BLOCK: tl.constexpr):
     """out (R, width) = a, plus b if BOTH, in the first *valid_ptr rows."""
     row = tl.program_id(0).to(tl.int64)

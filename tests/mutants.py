@@ -129,6 +129,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "ops/cross_entropy.py": "model bert kernels",
     "ops/flat.py": "ddp zero optim checkpoint layouts",
     "ops/grouped_mm.py": "details moe kernels",
+    "ops/matrix_norms.py": "muon kernels",
     "ops/permute.py": "details moe symm_mem kernels",
     "ops/symmetric_mm.py": "muon kernels",
     "runtime": "details launch guard watch resume",

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ops import activations, backend, cross_entropy, flat, grouped_mm, permute, symmetric_mm
+from ops import activations, backend, cross_entropy, flat, grouped_mm, matrix_norms, permute, symmetric_mm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
@@ -380,25 +380,87 @@ def test_symmetric_mm(dtype, m, n, small_tiles):
     check_symmetric_mm(m, n, dtype)
 
 
-FAULTS = {"the lower triangle is not written": ("if right > 0:", "if right < 0:"),
-          "the mirror image is not transposed": ("tl.trans(total)", "total"),
-          "a tile is in another column": ("(down + right) * SIDE", "right * SIDE"),
-          "the diagonal gets nothing": ("== column[None, :], diagonal, 0.0", "== column[None, :], 0.0, 0.0")}
+def check_matrix_norms(rows, columns, dtype):
+    """Matrices that lie apart, the second of which is zero; in their own memory, and in memory of its own."""
+    distance = rows * columns + 5
+    vector = randn(3 * distance, dtype=dtype)
+    vector[distance:2 * distance] = 0
+
+    def matrices(vector):
+        return vector.unfold(0, rows * columns, distance)[:3].unflatten(1, (rows, columns))
+
+    def normalised(x, out):
+        squares = matrix_norms.squared_norms(x)
+        matrix_norms.divide_by_norms(x, squares, 16.0, 1e-7, out)
+        return squares
+    wide = matrices(vector).double()
+    want = torch.empty_like(wide)
+    squares = torch_twin(normalised, wide, want)
+    for _ in range(2):
+        updates = vector.clone().view(torch.float16)
+        in_place = matrices(updates)
+        apart = torch.full_like(in_place, torch.nan, memory_format=torch.contiguous_format)
+        got = normalised(matrices(vector), apart), normalised(matrices(updates.view(dtype)), in_place)
+        for found in got:
+            assert found.dtype == torch.float32 and torch.equal(found, got[0])
+            torch.testing.assert_close(found.double(), squares, rtol=1e-5, atol=0)
+        assert torch.equal(apart, in_place), "the same bits each time"
+        assert_near(apart, want, 1e-3)
+        in_place.copy_(matrices(vector.view(torch.float16)))
+        assert torch.equal(updates.view(dtype), vector), "between the matrices and behind them"
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(matrix_norms, "BLOCK", 16)
+    monkeypatch.setattr(matrix_norms, "TIMES", 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows, columns", [(8, 12), (7, 9), (1, 5), (31, 17)])
+def test_matrix_norms(dtype, rows, columns, small_blocks):
+    """Of two full parts, of one that is not full, of several."""
+    check_matrix_norms(rows, columns, dtype)
+
+
+def test_only_contiguous_matrices_have_kernels_for_their_norms(kernels):
+    x = randn(3, 5, 7)
+    assert matrix_norms.has_kernel(x) and matrix_norms.has_kernel(x[::2])
+    assert not matrix_norms.has_kernel(x.mT) and not matrix_norms.has_kernel(x.float())
+    found = torch.empty(3, 7, 5, device=DEVICE, dtype=torch.float16)
+    matrix_norms.divide_by_norms(x.mT, matrix_norms.squared_norms(x.mT), 16.0, 1e-7, found)
+    assert_near(torch.linalg.vector_norm(found.double(), dim=(1, 2)), torch.full((3,), 16.0), 1e-3)
+
+
+FAULTS = {
+    "the lower triangle is not written": ("symmetric_mm", "if right > 0:", "if right < 0:"),
+    "the mirror image is not transposed": ("symmetric_mm", "tl.trans(total)", "total"),
+    "a tile is in another column": ("symmetric_mm", "(down + right) * SIDE", "right * SIDE"),
+    "the diagonal gets nothing": (
+        "symmetric_mm", "== column[None, :], diagonal, 0.0", "== column[None, :], 0.0, 0.0"),
+    "only the last block is summed": ("sum_squares", "total += x * x", "total = x * x"),
+    "the first matrix's norm": ("divide_by_norms", "tl.load(squares_ptr + matrix)", "tl.load(squares_ptr)"),
+    "no least norm": ("divide_by_norms", "tl.maximum(tl.sqrt(tl.load(squares_ptr + matrix)), eps)",
+                      "tl.sqrt(tl.load(squares_ptr + matrix))"),
+    "updates without the gaps": ("divide_by_norms", "matrix * out_distance", "matrix * n"),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_of_symmetric_mm_is_detected(fault, kernels, small_tiles, tmp_path, monkeypatch):
+def test_fault_of_a_kernel_is_detected(fault, kernels, small_tiles, small_blocks, tmp_path, monkeypatch):
     """Triton reads a kernel from its file, so the fault is planted in a copy of the file."""
+    name, text, planted = FAULTS[fault]
     source = inspect.getsource(kernels)
-    assert source.count(FAULTS[fault][0]) == 1
+    assert source.count(text) == 1
     path = tmp_path / "faulty_kernels.py"
-    path.write_text(source.replace(*FAULTS[fault]))
+    path.write_text(source.replace(text, planted))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     faulty = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(faulty)
-    monkeypatch.setattr(kernels, "symmetric_mm", faulty.symmetric_mm)
+    monkeypatch.setattr(kernels, name, getattr(faulty, name))
+    check = check_symmetric_mm if name == "symmetric_mm" else check_matrix_norms
     with pytest.raises(AssertionError):
-        check_symmetric_mm(48, 32, torch.float16)
+        check(48, 32, torch.float16)
 
 
 @pytest.mark.parametrize("E, N", [(3, 1), (3, 128), (64, 300), (64, 128), (384, 100), (1025, 20)])

@@ -392,7 +392,7 @@ LOOK_AHEAD = "direction.copy_(grad.lerp(momentum, self.momentum))"
 FAULTS = {
     "each share orthogonalised alone": ("llama", TP, ("muon.orthogonalise", alone)),
     "the norm is not summed over tp": (
-        "llama", TP, ("muon.normalised", "axis.all_reduce(norms.square())", "norms.square()")),
+        "llama", TP, ("muon.normalised", "axis.all_reduce(squared_norms(x))", "squared_norms(x)")),
     "the Gram matrix is not summed over tp": (
         "llama", TP, ("muon.orthogonalise", "axis.all_reduce(symmetric_mm(*factors))",
                       "symmetric_mm(*factors)")),

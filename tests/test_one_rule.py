@@ -411,8 +411,8 @@ MORE_FAULTS = {  # name: (model, (ranks, layout), where, what is planted)
     "muon: slices orthogonalised as if they were matrices, ZeRO-3": (
         MOE_MUON, (4, dict(ep=2, zero=3)), "muon.WholeMatrices.collect", slices_as_they_are),
     "muon: norms summed over tp, not their squares": (
-        LLAMA_MUON, TP, "muon.normalised", "axis.all_reduce(norms.square())",
-        "axis.all_reduce(norms).square()"),
+        LLAMA_MUON, TP, "muon.normalised", "axis.all_reduce(squared_norms(x))",
+        "axis.all_reduce(squared_norms(x).sqrt()).square()"),
     "muon: only the first Gram matrix is summed": (
         LLAMA_MUON, TP, "muon.orthogonalise", GRAM, GRAM.replace("axis", "(ALONE if i else axis)")),
     "muon: Gram matrices summed over dp": (
