@@ -8,8 +8,15 @@ from config import ceil_div
 from cost.parameters import element_bytes, muon_buckets
 from cost.step_time import STREAM, matmul_seconds, ring_bandwidth, stride_of
 from model import DTYPES
-from muon import (batches_of, iteration_dtype, iteration_elements, length_of, owned_matrices,
-                  received_places, steps_per_gram)
+from muon import (
+    batches_of,
+    iteration_dtype,
+    iteration_elements,
+    length_of,
+    owned_matrices,
+    received_places,
+    steps_per_gram,
+)
 from ops.flat import padded_elements
 from ops.symmetric_mm import TILE
 
