@@ -41,6 +41,8 @@ import torch
 
 from config import ceil_div
 from ops import backend
+from ops.matrix_norms import divide_by_norms, squared_norms
+from ops.symmetric_mm import symmetric_mm
 from parallel import Axis
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of x, x^3 and x^5
@@ -54,6 +56,7 @@ EPS = 1e-7  # the least norm by which a matrix is divided
 NORM = 16.0  # of a matrix when the iteration starts: its Gram matrix is no subnormal number in fp16
 UPDATE_RMS = 0.2  # the root mean square of an update, about that of AdamW's
 BATCH_ELEMENTS = 2**27  # matrices of one shape are computed together, up to this many elements
+MOST_FAMILIES = 4  # kinds of matrices in a block that have one shape, such as wq and wo
 ALONE = Axis("alone")  # the axis of a matrix that is not cut
 
 
@@ -74,12 +77,13 @@ def orthogonalise(x, cut=None, axis=ALONE, *, scale=1.0, out=None):
     stretches = steps_per_gram(side, x[0].numel() // side)
     # Two tensors take turns as the target of a product, so that the last product writes `out`.
     target = out
-    spare = torch.empty_like(out)
+    spare = torch.empty(out.shape, dtype=out.dtype, device=out.device)
     if len(stretches) % 2 == 1:
         target, spare = spare, target
     x = normalised(x, axis, target)
     for i, n_steps in enumerate(stretches):
-        gram = axis.all_reduce(x.mT @ x if is_tall else x @ x.mT)  # SUM of k (C, C), over tp
+        factors = (x.mT, x) if is_tall else (x, x.mT)
+        gram = axis.all_reduce(symmetric_mm(*factors))  # SUM of k (C, C), over tp
         polynomial = product_of_polynomials(gram, n_steps)
         pair = (x, polynomial) if is_tall else (polynomial, x)
         target, spare = spare, target
@@ -96,25 +100,24 @@ def steps_per_gram(side, other):
 
 def normalised(x, axis, out):
     """Write each matrix of x with the norm NORM into out, which may share x's memory."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=wide)
-    squares = axis.all_reduce(norms.square())  # SUM of k numbers, over tp
-    return torch.mul(x, NORM / squares.sqrt().clamp(min=EPS), out=out)
+    squares = axis.all_reduce(squared_norms(x))  # SUM of k numbers, over tp
+    return divide_by_norms(x, squares, NORM, EPS, out)
 
 
 def product_of_polynomials(gram, n_steps):
     """Return the product of n_steps polynomials: Gram matrices (k, C, C) -> the same shape.
 
     The polynomial of a step is a + b G + c G^2. All of them commute, because each is one of G_1.
+    So their products are symmetric.
     """
     linear, cubic, quintic = COEFFICIENTS
     product = None
     for i in range(n_steps):
-        polynomial = torch.baddbmm(gram, gram, gram, beta=cubic / NORM**2, alpha=quintic / NORM**4)
-        polynomial.diagonal(dim1=1, dim2=2).add_(linear)
-        product = polynomial if product is None else polynomial @ product
+        polynomial = symmetric_mm(
+            gram, gram, gram, alpha=quintic / NORM**4, beta=cubic / NORM**2, diagonal=linear)
+        product = polynomial if product is None else symmetric_mm(polynomial, product)
         if i < n_steps - 1:
-            gram = polynomial @ (polynomial @ gram)
+            gram = symmetric_mm(polynomial, symmetric_mm(polynomial, gram))
     return product
 
 
@@ -209,6 +212,24 @@ class Batch(NamedTuple):
     matrix: Matrix  # the first of them
     places: list    # slices of the received numbers, which hold the matrices one after the other
 
+    @property
+    def count(self):
+        """The number of matrices."""
+        return sum(map(length_of, self.places)) // math.prod(self.matrix.shape)
+
+    @property
+    def distance(self):
+        """The elements from the start of a matrix to that of the next, or None if this differs."""
+        elements = math.prod(self.matrix.shape)
+        if len(self.places) == 1:
+            return elements
+        starts = [place.start for place in self.places]
+        distances = {after - start for start, after in itertools.pairwise(starts)}
+        are_whole = all(length_of(place) == elements for place in self.places)
+        if are_whole and len(distances) == 1 and min(distances) > 0:
+            return distances.pop()
+        return None
+
 
 def iteration_elements(shape):
     """Return the elements of the tensors that the iteration of a matrix needs at a time.
@@ -220,17 +241,65 @@ def iteration_elements(shape):
     return 2 * rows * columns + 6 * side * side
 
 
-def batch_size(shape, elements):
-    """Return how many matrices are computed together: a power of two, as the number of experts.
+def batch_size(shape, elements, count):
+    """Return how many of `count` matrices are computed together: all, or a power of two of them.
 
     elements: those of this rank's slices, in all matrices. The batch needs no more than these, so
     in a 16-bit model directions and batch need no more memory than AdamW's second moment would.
+    Experts come in powers of two.
     """
-    count = 1
-    while (2 * count * math.prod(shape) <= BATCH_ELEMENTS
-           and 2 * count * iteration_elements(shape) <= elements):
-        count *= 2
-    return count
+    most = min(BATCH_ELEMENTS // math.prod(shape), elements // iteration_elements(shape))
+    if count <= most:
+        return count
+    return 2 ** (max(1, most).bit_length() - 1)
+
+
+def families(places):
+    """Return a list of lists of `places` (the slices of each matrix), evenly spaced if possible.
+
+    Where all blocks are alike, they are as far apart as their matrices of one kind. So of matrices
+    of one shape, such as wq and wo of each block, every second one belongs together.
+    """
+    starts = [slices[0].start for slices in places]
+    for n in range(1, MOST_FAMILIES + 1):
+        distances = {after - start for start, after in zip(starts, starts[n:], strict=False)}
+        if len(distances) <= 1:
+            return [places[i::n] for i in range(n)]
+    return [places]
+
+
+def received_places(matrices, n_ranks):
+    """Return where an owner receives the parts of its matrices, and the elements from each rank.
+
+    The first is a list of slices for each matrix.
+    """
+    places = [[] for _ in matrices]
+    received = []
+    end = 0
+    for rank in range(n_ranks):
+        start = end
+        for matrix, slices in zip(matrices, places, strict=True):
+            if rank in matrix.parts:
+                begin, end = end, end + length_of(matrix.parts[rank])
+                slices.append(slice(begin, end))
+        received.append(end - start)
+    return places, received
+
+
+def batches_of(matrices, places, elements):
+    """Return the Batches of an owner's matrices. places: the slices of each matrix."""
+    alike = {}  # (shape, full shape): [first matrix, places of all]
+    for matrix, slices in zip(matrices, places, strict=True):
+        _, of_shape = alike.setdefault((matrix.shape, matrix.full_shape), (matrix, []))
+        of_shape.append(slices)
+    batches = []
+    for matrix, of_shape in alike.values():
+        for family in families(of_shape):
+            size = batch_size(matrix.shape, elements, len(family))
+            for i in range(0, len(family), size):
+                in_order = itertools.chain.from_iterable(family[i:i + size])
+                batches.append(Batch(matrix, joined(in_order)))
+    return batches
 
 
 def joined(places):
@@ -266,32 +335,11 @@ class WholeMatrices:
             parts = [matrix.parts[rank] for matrix in others if rank in matrix.parts]
             self.outgoing += parts
             self.sent.append(sum(map(length_of, parts)))
-        self.received = []  # elements from each rank
-        self.batches = self.make_batches(owned[rank])
-
-    def make_batches(self, matrices):
-        """Return the Batches of this rank's matrices, and fill self.received."""
-        places = {id(matrix): [] for matrix in matrices}
-        end = 0
-        for rank in range(len(self.sent)):
-            start = end
-            for matrix in matrices:
-                if rank in matrix.parts:
-                    begin, end = end, end + length_of(matrix.parts[rank])
-                    places[id(matrix)].append(slice(begin, end))
-            self.received.append(end - start)
-        shapes = {}  # (shape, full shape): places of each matrix
-        for matrix in matrices:
-            of_matrix = places[id(matrix)] if self.is_shared else [matrix.parts[0]]
-            shapes.setdefault((matrix.shape, matrix.full_shape), []).append((matrix, of_matrix))
-        batches = []
-        for (shape, _), alike in shapes.items():
-            size = batch_size(shape, sum(self.sizes))
-            for i in range(0, len(alike), size):
-                together = alike[i:i + size]
-                in_order = itertools.chain.from_iterable(place for _, place in together)
-                batches.append(Batch(together[0][0], joined(in_order)))
-        return batches
+        # The elements from each rank
+        places, self.received = received_places(owned[rank], len(owned))
+        if not self.is_shared:
+            places = [[matrix.parts[0]] for matrix in owned[rank]]
+        self.batches = batches_of(owned[rank], places, sum(self.sizes))
 
     def orthogonalise(self, vector):
         """Return the updates of this rank's slices, in the memory of vector. Collective.
@@ -310,13 +358,16 @@ class WholeMatrices:
     def orthogonalise_batch(self, batch, received, updates):
         """Write a batch's updates where its directions are. Both are (n,)."""
         matrix = batch.matrix
-        parts = [received[place] for place in batch.places]
-        is_one = len(parts) == 1
-        x = (parts[0] if is_one else torch.cat(parts)).view(-1, *matrix.shape)
-        found = orthogonalise(
-            x, matrix.cut, ALONE if matrix.cut is None else self.tp,
-            scale=update_scale(matrix.full_shape), out=x.view(updates.dtype))
-        if not is_one:
+        is_view = batch.distance is not None
+        if is_view:  # Nothing is copied.
+            x = matrices_at(received, batch)
+            out = matrices_at(updates, batch)
+        else:
+            x = torch.cat([received[place] for place in batch.places]).view(-1, *matrix.shape)
+            out = x.view(updates.dtype)
+        found = orthogonalise(x, matrix.cut, ALONE if matrix.cut is None else self.tp,
+                              scale=update_scale(matrix.full_shape), out=out)
+        if not is_view:
             copy_into([updates[place] for place in batch.places], found.view(-1))
 
     def collect(self, vector):
@@ -333,6 +384,13 @@ class WholeMatrices:
         # The updates go back to the slices, over the shard.
         updates = self.axis.all_to_all(found, self.received, self.sent)
         copy_into([vector[part] for part in self.outgoing], updates)
+
+
+def matrices_at(vector, batch):
+    """Return a batch of evenly spaced matrices in vector (n,) as a view: (k, rows, columns)."""
+    whole = vector[batch.places[0].start:batch.places[-1].stop]
+    elements = math.prod(batch.matrix.shape)
+    return whole.unfold(0, elements, batch.distance).unflatten(1, batch.matrix.shape)
 
 
 def copy_into(parts, numbers):

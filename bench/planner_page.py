@@ -38,9 +38,11 @@ TRANSLATED = {
     "parallel.py": "reduction_axis parameter",
     "ops/flat.py": "ALIGNMENT padded_elements",
     "ops/activations.py": "GATED",
+    "ops/symmetric_mm.py": "TILE",
     "optim.py": "VOTES StepStats",
-    "muon.py": "STEPS_OF_LONG STEPS_OF_SHORT LONG BATCH_ELEMENTS Matrix shapes_of matrices_of owned_matrices "
-               "assign_owners iteration_elements batch_size length_of iteration_dtype steps_per_gram",
+    "muon.py": "STEPS_OF_LONG STEPS_OF_SHORT LONG BATCH_ELEMENTS MOST_FAMILIES Matrix shapes_of matrices_of "
+               "owned_matrices assign_owners Batch batches_of joined families received_places "
+               "iteration_elements batch_size length_of iteration_dtype steps_per_gram",
     "ddp.py": "BUCKET_ELEMENTS Contents uses_weight_decay uses_muon block_of "
               "trained_parameters frozen_parameters assign_buckets",
     "zero.py": "uses_slot",

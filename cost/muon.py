@@ -4,11 +4,21 @@ Which rank owns which matrix comes from muon.py itself.
 """
 from collections import Counter
 
+from config import ceil_div
 from cost.parameters import element_bytes, muon_buckets
 from cost.step_time import STREAM, matmul_seconds, ring_bandwidth, stride_of
 from model import DTYPES
-from muon import batch_size, iteration_dtype, iteration_elements, length_of, owned_matrices, steps_per_gram
+from muon import (
+    batches_of,
+    iteration_dtype,
+    iteration_elements,
+    length_of,
+    owned_matrices,
+    received_places,
+    steps_per_gram,
+)
 from ops.flat import padded_elements
+from ops.symmetric_mm import TILE
 
 # Bytes per element of a rank's slices that the update moves more than AdamW's 30, in a 16-bit model: 14 for
 # the momentum and the direction, 6 for the norms, 12 for the master and the weight. What the products read
@@ -70,13 +80,14 @@ def workspace_bytes(cfg, mesh, vocab_size):
     """
     most = 0
     for _, elements, owned in shares(cfg, mesh, vocab_size):
-        counts = Counter(matrix.shape for matrix in max(owned, key=len))
-        batch = 0
-        for shape, count in counts.items():
-            together = min(count, batch_size(shape, elements))
-            batch = max(batch, together * iteration_elements(shape))
+        matrices = max(owned, key=len)
+        places, _ = received_places(matrices, len(owned))
+        if len(owned) == 1:
+            places = [[matrix.parts[0]] for matrix in matrices]
+        batches = batches_of(matrices, places, elements)
         vectors = 3 if len(owned) > 1 else 1
-        most = max(most, vectors * elements + batch)
+        needed = max((batch.count * iteration_elements(batch.matrix.shape) for batch in batches), default=0)
+        most = max(most, vectors * elements + needed)
     return most * iteration_bytes(cfg)
 
 
@@ -95,10 +106,22 @@ def muon_seconds(cfg, mesh, gpu, vocab_size):
         shapes = Counter(oriented(matrix) for matrix in max(owned, key=sum_work))
         for (side, other), count in shapes.items():
             for n_steps in steps_per_gram(side, other):
-                seconds += matmul_seconds(side, side, other, gpu, count)  # the Gram matrix
+                products = matmul_seconds(side, side, other, gpu, count)  # the Gram matrix
+                products += (4 * n_steps - 3) * matmul_seconds(side, side, side, gpu, count)
+                seconds += products * computed_share(cfg, side)
                 seconds += matmul_seconds(side, other, side, gpu, count)  # the polynomials times the matrix
-                seconds += (4 * n_steps - 3) * matmul_seconds(side, side, side, gpu, count)
     return seconds
+
+
+def computed_share(cfg, side):
+    """Return the share of a symmetric product that is computed: the tiles on and above the diagonal.
+
+    Numbers wider than 16 bits have all of it computed (ops/symmetric_mm.py).
+    """
+    if iteration_bytes(cfg) > 2:
+        return 1.0
+    across = ceil_div(side, TILE[0])
+    return (across + 1) / (2 * across)
 
 
 def oriented(matrix):

@@ -329,6 +329,88 @@ def grouped_wgrad(grad_ptr, x_ptr, ends_ptr, grad_w_ptr, O, I, PROGRAMS, E: tl.c
 
 
 @triton.jit
+def symmetric_mm(a_ptr, b_ptr, c_ptr, out_ptr, m, n, a_matrix, a_row, a_column, b_matrix, b_row, b_column,
+                 alpha, beta, diagonal, ADD: tl.constexpr, EVEN: tl.constexpr, SIDE: tl.constexpr,
+                 DEPTH: tl.constexpr):
+    """out (k, m, m) = a b, which is symmetric, or alpha a b + beta c + diagonal I if ADD. For muon.py.
+
+    a (k, m, n) and b (k, n, m) have any strides. c and out are contiguous. One program computes one tile of
+    SIDE x SIDE on or above the diagonal, and writes it a second time as its mirror image. EVEN: SIDE divides
+    m, and DEPTH divides n.
+    """
+    across = (m + SIDE - 1) // SIDE
+    tiles = across * (across + 1) // 2  # of a matrix
+    matrix = (tl.program_id(0) // tiles).to(tl.int64)
+    # Row `down` of tiles has across - down tiles. The first is on the diagonal.
+    right = tl.program_id(0) % tiles
+    down = 0
+    while right >= across - down:
+        right -= across - down
+        down += 1
+    row = down * SIDE + tl.arange(0, SIDE)
+    column = (down + right) * SIDE + tl.arange(0, SIDE)
+    at = tl.arange(0, DEPTH)
+    a_at = a_ptr + matrix * a_matrix + row[:, None] * a_row + at[None, :] * a_column
+    b_at = b_ptr + matrix * b_matrix + at[:, None] * b_row + column[None, :] * b_column
+    total = tl.zeros([SIDE, SIDE], tl.float32)
+    for k in range(0, n, DEPTH):
+        if EVEN:
+            a = tl.load(a_at)
+            b = tl.load(b_at)
+        else:
+            a = tl.load(a_at, mask=(row < m)[:, None] & (k + at < n)[None, :], other=0.0)
+            b = tl.load(b_at, mask=(k + at < n)[:, None] & (column < m)[None, :], other=0.0)
+        total = tl.dot(a, b, total)
+        a_at += DEPTH * a_column
+        b_at += DEPTH * b_row
+    out_ptr += matrix * m * m
+    out_at = row[:, None] * m + column[None, :]
+    inside = (row < m)[:, None] & (column < m)[None, :]
+    if ADD:
+        c = tl.load(c_ptr + matrix * m * m + out_at, mask=inside, other=0.0).to(tl.float32)
+        total = alpha * total + beta * c + tl.where(row[:, None] == column[None, :], diagonal, 0.0)
+    total = total.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_at, total, mask=inside)
+    if right > 0:
+        mirrored_at = column[:, None] * m + row[None, :]
+        mirrored_inside = (column < m)[:, None] & (row < m)[None, :]
+        tl.store(out_ptr + mirrored_at, tl.trans(total), mask=mirrored_inside)
+
+
+@triton.jit
+def sum_squares(x_ptr, sums_ptr, n, parts, distance, TIMES: tl.constexpr, BLOCK: tl.constexpr):
+    """sums (k, parts) = the sums of squares of parts of matrices x (k, n), in fp32. For muon.py.
+
+    `distance` elements lie from the start of a matrix to that of the next. A part has TIMES BLOCKs.
+    """
+    matrix = tl.program_id(0).to(tl.int64) // parts
+    at = tl.program_id(0).to(tl.int64) % parts * TIMES * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for _ in tl.static_range(TIMES):
+        x = tl.load(x_ptr + matrix * distance + at, mask=at < n, other=0.0).to(tl.float32)
+        total += x * x
+        at += BLOCK
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(total))
+
+
+@triton.jit
+def divide_by_norms(x_ptr, squares_ptr, out_ptr, n, parts, distance, out_distance, norm, eps,
+                    TIMES: tl.constexpr, BLOCK: tl.constexpr):
+    """out (k, n) = x (k, n) * norm / max(sqrt(squares), eps) with the squares (k,) of sum_squares.
+
+    out may share x's memory.
+    """
+    matrix = tl.program_id(0).to(tl.int64) // parts
+    at = tl.program_id(0).to(tl.int64) % parts * TIMES * BLOCK + tl.arange(0, BLOCK)
+    factor = norm / tl.maximum(tl.sqrt(tl.load(squares_ptr + matrix)), eps)
+    for _ in tl.static_range(TIMES):
+        x = tl.load(x_ptr + matrix * distance + at, mask=at < n, other=0.0).to(tl.float32)
+        out = (x * factor).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + matrix * out_distance + at, out, mask=at < n)
+        at += BLOCK
+
+
+@triton.jit
 def add_rows(a_ptr, b_ptr, out_ptr, valid_ptr, width, BOTH: tl.constexpr, BLOCK: tl.constexpr):
     """out (R, width) = a, plus b if BOTH, in the first *valid_ptr rows."""
     row = tl.program_id(0).to(tl.int64)

@@ -1,11 +1,13 @@
 """Each Triton kernel beside its torch twin, on the GPU if there is one, else in Triton's interpreter."""
+import importlib.util
+import inspect
 from types import SimpleNamespace as Some
 from unittest import mock
 
 import pytest
 import torch
 
-from ops import activations, backend, cross_entropy, flat, grouped_mm, permute
+from ops import activations, backend, cross_entropy, flat, grouped_mm, matrix_norms, permute, symmetric_mm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
@@ -37,6 +39,7 @@ def count_with_any_numpy(monkeypatch):
 def small_tiles(monkeypatch):
     """Many tiles in a small product. Triton's interpreter multiplies the bits of bf16 as whole numbers."""
     monkeypatch.setattr(grouped_mm, "tiles", lambda *_: ((16, 32, 16, 4, 2), (32, 16, 16, 4, 2)))
+    monkeypatch.setattr(symmetric_mm, "TILE", (16, 16, 4, 2))
     if DEVICE == "cpu":
         from triton.runtime import interpreter
         real = interpreter.InterpreterBuilder.create_dot
@@ -346,6 +349,118 @@ def test_muon(kernels, dtype, keeps_dtype):
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance / 10)
     for tensor, before in zip(found[0], (w, m, own, *[torch.tensor([7.0])] * 2), strict=True):
         assert tensor[-1] == before[-1], "behind the end"
+
+
+def check_symmetric_mm(m, n, dtype):
+    """Gram matrices x^T x and x x^T, and a polynomial in one of them. What is not written holds NaN."""
+    x = randn(2, m, n, dtype=dtype) / max(m, n) ** 0.5
+    tall = x.mT.contiguous()
+    gram = torch_twin(symmetric_mm.symmetric_mm, x, x.mT).to(dtype)
+    factors = dict(alpha=2.0, beta=-4.5, diagonal=3.5)
+
+    def polynomial(gram):
+        return symmetric_mm.symmetric_mm(gram, gram, gram, **factors)
+    empty = torch.empty
+    with mock.patch.object(torch, "empty", lambda *size, **rest: empty(*size, **rest).fill_(torch.nan)):
+        of_wide = symmetric_mm.symmetric_mm(x, x.mT)
+        of_tall = symmetric_mm.symmetric_mm(tall.mT, tall)
+        of_gram = polynomial(gram)
+    assert_near(of_wide, gram, TOLERANCE[dtype])
+    assert_near(of_tall, gram, TOLERANCE[dtype])
+    assert_near(of_gram, torch_twin(polynomial, gram), TOLERANCE[dtype])
+    for product in (of_wide, of_gram):
+        # Tiles above the diagonal, and their mirror images.
+        assert torch.equal(product[:, :16, 16:], product[:, 16:, :16].mT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("m, n", [(16, 16), (48, 32), (40, 20)])
+def test_symmetric_mm(dtype, m, n, small_tiles):
+    """Of one tile and of several; 40 and 20 fit no tile."""
+    check_symmetric_mm(m, n, dtype)
+
+
+def check_matrix_norms(rows, columns, dtype):
+    """Matrices that lie apart, the second of which is zero; in their own memory, and in memory of its own."""
+    distance = rows * columns + 5
+    vector = randn(3 * distance, dtype=dtype)
+    vector[distance:2 * distance] = 0
+
+    def matrices(vector):
+        return vector.unfold(0, rows * columns, distance)[:3].unflatten(1, (rows, columns))
+
+    def normalised(x, out):
+        squares = matrix_norms.squared_norms(x)
+        matrix_norms.divide_by_norms(x, squares, 16.0, 1e-7, out)
+        return squares
+    wide = matrices(vector).double()
+    want = torch.empty_like(wide)
+    squares = torch_twin(normalised, wide, want)
+    for _ in range(2):
+        updates = vector.clone().view(torch.float16)
+        in_place = matrices(updates)
+        apart = torch.full_like(in_place, torch.nan, memory_format=torch.contiguous_format)
+        got = normalised(matrices(vector), apart), normalised(matrices(updates.view(dtype)), in_place)
+        for found in got:
+            assert found.dtype == torch.float32 and torch.equal(found, got[0])
+            torch.testing.assert_close(found.double(), squares, rtol=1e-5, atol=0)
+        assert torch.equal(apart, in_place), "the same bits each time"
+        assert_near(apart, want, 1e-3)
+        in_place.copy_(matrices(vector.view(torch.float16)))
+        assert torch.equal(updates.view(dtype), vector), "between the matrices and behind them"
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(matrix_norms, "BLOCK", 16)
+    monkeypatch.setattr(matrix_norms, "TIMES", 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows, columns", [(8, 12), (7, 9), (1, 5), (31, 17)])
+def test_matrix_norms(dtype, rows, columns, small_blocks):
+    """Of two full parts, of one that is not full, of several."""
+    check_matrix_norms(rows, columns, dtype)
+
+
+def test_only_contiguous_matrices_have_kernels_for_their_norms(kernels):
+    x = randn(3, 5, 7)
+    assert matrix_norms.has_kernel(x) and matrix_norms.has_kernel(x[::2])
+    assert not matrix_norms.has_kernel(x.mT) and not matrix_norms.has_kernel(x.float())
+    found = torch.empty(3, 7, 5, device=DEVICE, dtype=torch.float16)
+    matrix_norms.divide_by_norms(x.mT, matrix_norms.squared_norms(x.mT), 16.0, 1e-7, found)
+    assert_near(torch.linalg.vector_norm(found.double(), dim=(1, 2)), torch.full((3,), 16.0), 1e-3)
+
+
+FAULTS = {
+    "the lower triangle is not written": ("symmetric_mm", "if right > 0:", "if right < 0:"),
+    "the mirror image is not transposed": ("symmetric_mm", "tl.trans(total)", "total"),
+    "a tile is in another column": ("symmetric_mm", "(down + right) * SIDE", "right * SIDE"),
+    "the diagonal gets nothing": (
+        "symmetric_mm", "== column[None, :], diagonal, 0.0", "== column[None, :], 0.0, 0.0"),
+    "only the last block is summed": ("sum_squares", "total += x * x", "total = x * x"),
+    "the first matrix's norm": ("divide_by_norms", "tl.load(squares_ptr + matrix)", "tl.load(squares_ptr)"),
+    "no least norm": ("divide_by_norms", "tl.maximum(tl.sqrt(tl.load(squares_ptr + matrix)), eps)",
+                      "tl.sqrt(tl.load(squares_ptr + matrix))"),
+    "updates without the gaps": ("divide_by_norms", "matrix * out_distance", "matrix * n"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_of_a_kernel_is_detected(fault, kernels, small_tiles, small_blocks, tmp_path, monkeypatch):
+    """Triton reads a kernel from its file, so the fault is planted in a copy of the file."""
+    name, text, planted = FAULTS[fault]
+    source = inspect.getsource(kernels)
+    assert source.count(text) == 1
+    path = tmp_path / "faulty_kernels.py"
+    path.write_text(source.replace(text, planted))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    faulty = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(faulty)
+    monkeypatch.setattr(kernels, name, getattr(faulty, name))
+    check = check_symmetric_mm if name == "symmetric_mm" else check_matrix_norms
+    with pytest.raises(AssertionError):
+        check(48, 32, torch.float16)
 
 
 @pytest.mark.parametrize("E, N", [(3, 1), (3, 128), (64, 300), (64, 128), (384, 100), (1025, 20)])

@@ -26,7 +26,7 @@ import muon
 from corpus.shards import Synthetic
 from cost.gpus import GPUS
 from cost.memory import state_bytes
-from cost.muon import muon_seconds, workspace_bytes
+from cost.muon import computed_share, muon_seconds, workspace_bytes
 from cost.step_time import expected_choice
 
 # The learning rate of Muon's matrices differs from AdamW's, so that a confusion shows.
@@ -42,14 +42,14 @@ TWO = {name: dict(base, n_layer=2) for name, base in BASES.items()}
 
 @pytest.mark.parametrize("rows,count", [(2**27, 1), (2**26, 2), (3 * 2**24, 2), (2**25, 4)])
 def test_matrices_are_computed_together_in_powers_of_two(rows, count):
-    assert muon.batch_size((rows, 1), 2**40) == count
+    assert muon.batch_size((rows, 1), 2**40, 1000) == count
 
 
-@pytest.mark.parametrize("elements,count", [(100, 1), (8191, 2), (8192, 4)])
+@pytest.mark.parametrize("elements,count", [(100, 1), (8191, 2), (8192, 4), (3 * 2048, 2), (5 * 2048, 5)])
 def test_a_batch_needs_no_more_elements_than_a_rank_has(elements, count):
     """Those of a matrix of 16 x 16 are 2 * 256 for the matrix and 6 * 256 for its Gram matrix."""
     assert muon.iteration_elements((16, 16)) == 2048
-    assert muon.batch_size((16, 16), elements) == count
+    assert muon.batch_size((16, 16), elements, 5) == count
 
 
 SHAPES = [(24, 16), (16, 24), (16, 16)]
@@ -129,10 +129,34 @@ def test_a_batch_without_gaps_is_not_copied():
         with mock.patch.object(muon, "copy_into") as copies:
             updates = group.orthogonalise(vector)
         assert updates.data_ptr() == vector.data_ptr() and updates.dtype == torch.float16
-        assert copies.call_count == sum(len(batch.places) > 1 for batch in group.batches)
+        assert copies.call_count == sum(batch.distance is None for batch in group.batches)
     batches = [batch for group in opt.muon.groups for batch in group.batches]
     assert any(len(batch.places) == 1 and muon.length_of(batch.places[0]) >= 4 * math.prod(batch.matrix.shape)
                for batch in batches), "the experts of a layer"
+
+
+def test_the_matrices_of_alike_blocks_are_not_copied():
+    """wq and wo have one shape. Each is as far from that of the next block, and is computed where it is."""
+    cfg = dataclasses.replace(FAMILIES["llama"], optimizer="muon", n_layer=3, dtype="bf16")
+    _, _, opt = built(cfg)
+    [group] = opt.muon.groups
+    vector = torch.randn(sum(group.sizes)).bfloat16()
+    places = [muon.matrices_at(torch.arange(vector.numel()), batch) for batch in group.batches]
+    want = [muon.orthogonalise(vector[place], scale=muon.update_scale(place.shape[1:])) for place in places]
+    with mock.patch.object(torch, "cat", side_effect=AssertionError):
+        updates = group.orthogonalise(vector)
+    assert any(len(batch.places) > 1 for batch in group.batches)
+    assert torch.cat([place.flatten() for place in places]).unique().numel() == vector.numel()
+    for place, update in zip(places, want, strict=True):
+        assert torch.equal(updates[place], update)
+
+
+@pytest.mark.parametrize("starts,count", [
+    ([0, 5, 10], 1), ([0, 1, 10, 11, 20, 21], 2), ([0, 1, 5, 9, 20, 40], 1)])
+def test_families_are_evenly_spaced_or_one(starts, count):
+    places = [[slice(start, start + 1)] for start in starts]
+    found = muon.families(places)
+    assert len(found) == count and sorted(sum(found, []), key=str) == sorted(places, key=str)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -309,11 +333,17 @@ def test_the_planner_counts_one_moment_of_muons_matrices():
     assert state_bytes(plain, mesh, cfg.vocab_size, choice)["optimizer"] - counted == 4 * elements
     needs = []
     for batch in opt.muon.groups[0].batches:
-        count = sum(place.stop - place.start for place in batch.places) // math.prod(batch.matrix.shape)
-        needs.append(count * muon.iteration_elements(batch.matrix.shape))
+        needs.append(batch.count * muon.iteration_elements(batch.matrix.shape))
     assert workspace_bytes(cfg, mesh, cfg.vocab_size) == 4 * (elements + max(needs))
     assert workspace_bytes(plain, mesh, cfg.vocab_size) == muon_seconds(plain, mesh, GPUS["h200"], 100) == 0
     assert muon_seconds(cfg, mesh, GPUS["h200"], 100) > 0
+
+
+@pytest.mark.parametrize("dtype,side,share", [
+    ("bf16", 512, 10 / 16), ("fp16", 513, 15 / 25), ("bf16", 128, 1), ("bf16", 20, 1), ("fp32", 512, 1)])
+def test_the_planner_counts_the_tiles_that_are_computed(dtype, side, share):
+    """Of 4 x 4 tiles there are 10 on and above the diagonal; of 5 x 5, 15."""
+    assert computed_share(dataclasses.replace(FAMILIES["llama"], dtype=dtype), side) == share
 
 
 # -----------------------------------------------------------------------------
@@ -369,15 +399,14 @@ LOOK_AHEAD = "direction.copy_(grad.lerp(momentum, self.momentum))"
 FAULTS = {
     "each share orthogonalised alone": ("llama", TP, ("muon.orthogonalise", alone)),
     "the norm is not summed over tp": (
-        "llama", TP, ("muon.normalised", "axis.all_reduce(norms.square())", "norms.square()")),
+        "llama", TP, ("muon.normalised", "axis.all_reduce(squared_norms(x))", "squared_norms(x)")),
     "the Gram matrix is not summed over tp": (
-        "llama", TP, ("muon.orthogonalise", "axis.all_reduce(x.mT @ x if is_tall else x @ x.mT)",
-                      "x.mT @ x if is_tall else x @ x.mT")),
+        "llama", TP, ("muon.orthogonalise", "axis.all_reduce(symmetric_mm(*factors))",
+                      "symmetric_mm(*factors)")),
     "the next Gram matrix lacks a polynomial": (
-        "llama", DP, ("muon.product_of_polynomials", "polynomial @ (polynomial @ gram)",
-                      "polynomial @ gram")),
+        "llama", DP, ("muon.product_of_polynomials", "symmetric_mm(polynomial, gram)", "gram")),
     "only the last polynomial reaches the matrix": (
-        "llama", DP, ("muon.product_of_polynomials", "polynomial @ product", "polynomial")),
+        "llama", DP, ("muon.product_of_polynomials", "symmetric_mm(polynomial, product)", "polynomial")),
     "the Gram matrix of the side that is cut": (
         "llama", TP, ("muon.orthogonalise", "cut == 0", "cut == 1")),
     "the scale of the share's shape": (

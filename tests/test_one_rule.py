@@ -436,7 +436,7 @@ def adapter_after_the_sum(original, layer, x):
 
 TP, ZERO = (4, dict(tp=2)), (4, dict(zero=1))
 LLAMA_MUON, MOE_MUON = test_muon.TWO["llama"], test_muon.TWO["moe"]
-GRAM = "axis.all_reduce(x.mT @ x if is_tall else x @ x.mT)"
+GRAM = "axis.all_reduce(symmetric_mm(*factors))"
 WIDE = dict(LLAMA_MUON, n_kv_head=1)  # wk and wv are whole on all ranks of tp 2.
 MORE_FAULTS = {  # name: (model, (ranks, layout), where, what is planted)
     "muon: slices orthogonalised as if they were matrices": (
@@ -444,8 +444,8 @@ MORE_FAULTS = {  # name: (model, (ranks, layout), where, what is planted)
     "muon: slices orthogonalised as if they were matrices, ZeRO-3": (
         MOE_MUON, (4, dict(ep=2, zero=3)), "muon.WholeMatrices.collect", slices_as_they_are),
     "muon: norms summed over tp, not their squares": (
-        LLAMA_MUON, TP, "muon.normalised", "axis.all_reduce(norms.square())",
-        "axis.all_reduce(norms).square()"),
+        LLAMA_MUON, TP, "muon.normalised", "axis.all_reduce(squared_norms(x))",
+        "axis.all_reduce(squared_norms(x).sqrt()).square()"),
     "muon: only the first Gram matrix is summed": (
         LLAMA_MUON, TP, "muon.orthogonalise", GRAM, GRAM.replace("axis", "(ALONE if i else axis)")),
     "muon: Gram matrices summed over dp": (

@@ -136,6 +136,7 @@ function $method(holder, name, given, named) {
   const has_names = Object.keys(named).length > 0;
   if (Array.isArray(holder) && name in LIST) return LIST[name](holder, ...given, named);
   if (typeof holder === "string" && name in TEXT) return TEXT[name](holder, ...given);
+  if (name === "bit_length") return holder.toString(2).length;  // of a whole number above 0
   if (typeof holder[name] !== "function") throw new Error(`no method ${name}`);
   return has_names ? $call(holder[name], given, named) : holder[name](...given);
 }
@@ -372,6 +373,7 @@ const math = {
 const collections = { deque: (items) => [...items] };
 const itertools = {
   repeat: (x, times) => Array.from({ length: times }, () => x),
+  chain: { from_iterable: (lists) => [...$it(lists)].flatMap((items) => [...$it(items)]) },
   pairwise: (items) => items.slice(1).map((x, i) => [items[i], x]),
   accumulate: (items) => { let total = 0; return items.map((x) => (total += x)); },
   product: (...lists) => lists.reduce((rows, items) => rows.flatMap((row) => [...$it(items)].map((x) => [...row, x])),
