@@ -429,7 +429,8 @@ def test_only_contiguous_matrices_have_kernels_for_their_norms(kernels):
     assert not matrix_norms.has_kernel(x.mT) and not matrix_norms.has_kernel(x.float())
     found = torch.empty(3, 7, 5, device=DEVICE, dtype=torch.float16)
     matrix_norms.divide_by_norms(x.mT, matrix_norms.squared_norms(x.mT), 16.0, 1e-7, found)
-    assert_near(torch.linalg.vector_norm(found.double(), dim=(1, 2)), torch.full((3,), 16.0), 1e-3)
+    norms = torch.linalg.vector_norm(found.double(), dim=(1, 2))
+    assert_near(norms, torch.full_like(norms, 16.0), 1e-3)
 
 
 FAULTS = {
