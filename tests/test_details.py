@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,7 +25,7 @@ import prepare
 import skip
 import train
 from config import Config
-from corpus import text
+from corpus import folder, text
 from cost.fits import larger_zero
 from cost.idle import pipeline_warnings, width_warnings
 from ddp import assign_buckets
@@ -33,7 +34,7 @@ from fast import compile as compile_
 from fast.choose import Choice
 from fast.graph import BufferSizer, GraphedStep
 from fast.host_buffers import HostBuffers
-from interface import files, nearest
+from interface import files, nearest, paths, terminal
 from interface.layout import balanced_counts
 from interface.tensor_file import safetensors_header
 from ops import checksum, grouped_mm, permute
@@ -733,3 +734,26 @@ def test_only_the_main_rank_speaks(capsys):
     for is_main in (False, True):
         progress.Progress.say(SimpleNamespace(is_main=is_main), f"main: {is_main}")
     assert capsys.readouterr().out == "main: True\n"
+
+
+def test_folders_that_wrong_input_made_are_removed_and_others_stay(tmp_path):
+    (tmp_path / "there").mkdir()
+    for name in ("new/a/b", "there/a"):
+        with pytest.raises(ValueError, match="wrong"), folder.locked(tmp_path / name):
+            raise ValueError("wrong")
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+
+
+def test_what_lies_in_a_folder_is_offered_before_its_neighbours(tmp_path):
+    for name in ("run", "run/a", "run/b", "rum"):
+        (tmp_path / name).mkdir()
+    found = paths.close_paths(tmp_path / "run", tmp_path, lambda path: path.name != "a")
+    assert found == [tmp_path / "run/b"]
+    assert paths.close_paths(tmp_path / "runn", tmp_path, Path.is_dir) == [tmp_path / "run"]
+
+
+@pytest.mark.parametrize("width, columns", [
+    (80, 80), (10**4, terminal.MOST), (terminal.NO_TERMINAL, terminal.NO_TERMINAL)])
+def test_prose_is_folded_to_the_terminal_up_to_a_bound(width, columns, monkeypatch):
+    monkeypatch.setattr(terminal, "width", lambda: width)
+    assert terminal.columns() == columns

@@ -328,3 +328,18 @@ def test_the_lists_are_contiguous():
     for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks",
                  "q_indices", "full_q_num_blocks", "full_q_indices"):
         assert getattr(mask, name).is_contiguous(), name
+
+
+@pytest.mark.parametrize("n_queries, n_keys", [(300, 300), (130, 256), (129, 385), (128, 254), (1, 200)])
+def test_the_blocks_are_those_of_the_pairs(n_queries, n_keys):
+    """Also where a cache has keys before the first query, of any number."""
+    queries = torch.arange(n_queries) + n_keys - n_queries  # the number of each query's own key
+    first = (queries - 150).clamp(min=0).unsqueeze(0)
+    keys = torch.arange(n_keys)
+    pairs = (keys >= first[0][:, None]) & (keys <= queries[:, None])
+    some, every = flex.seen_blocks(first, n_keys)
+    for i, rows_of_block in enumerate(pairs.split(flex.BLOCK)):
+        for j, block in enumerate(rows_of_block.split(flex.BLOCK, dim=1)):
+            is_full = block.all() and len(rows_of_block) == flex.BLOCK
+            assert not every[0, i, j] or is_full, (i, j)
+            assert (some | every)[0, i, j] == block.any(), (i, j)

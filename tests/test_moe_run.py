@@ -157,6 +157,16 @@ def test_upcycling_copies_the_mlp_into_every_expert(tmp_path):
     torch.testing.assert_close(layer(h, no_recompute)[0], want, rtol=0, atol=1e-12)
 
 
+def test_a_start_from_damaged_weights_is_refused(tmp_path):
+    train_steps(Config(**DENSE), ALONE, 2, tmp_path)
+    path = next((tmp_path / "step_000002").glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{path.name} differs from its crc32"):
+        upcycled_parameters(World(), {}, tmp_path / "step_000002")
+
+
 @pytest.mark.parametrize("there,here,words", [
     ({}, dict(ffn_hidden=32), "ffn-hidden"), ({}, dict(n_head=8), "n-head"), ({}, dict(mlp="gelu"), "mlp"),
     ({}, dict(n_layer=3), "n-layer"), (dict(bias=True), dict(bias=True), "biases"),
