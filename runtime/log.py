@@ -376,12 +376,10 @@ def next_commands(out, config, saved):
     """
     name = shlex.quote(str(out))
     lines = []
-    has_text = saved and config["data"] != "synthetic"
-    if has_text and config["objective"] == "causal":
-        prompt = f" --prompt {shlex.quote(config['prompt'])}" if config["prompt"] else ""
-        lines.append(f"write text:   python sample.py {name}{prompt}")
-    if has_text and config["objective"] == "mlm":
-        lines.append(f"fill gaps:    python sample.py {name} --fill 'a [MASK] in a text'")
+    text = report.sample_command(out, config)
+    if saved and text:
+        what = "fill gaps: " if config["objective"] == "mlm" else "write text:"
+        lines.append(f"{what}   {text}")
     lines.append(f"draw curves:  python plot.py {name}")
     if (out / "report.html").exists():
         lines.append(f"see it all:   {out}/report.html, in a browser")
