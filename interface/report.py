@@ -35,8 +35,9 @@ body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper)
 h1{font-size:22px;margin:0}h2{font-size:17px;margin:28px 0 8px}h3{font-size:15px;margin:12px 0 4px}
 .grid{display:grid;gap:16px;grid-template-columns:repeat(auto-fit,minmax(min(100%,360px),1fr))}
 .grid>*{min-width:0}.scroll{overflow-x:auto}.soft{color:var(--soft);margin:8px 0 0}
-svg{width:100%;max-width:520px;height:auto;display:block}text{font:14px system-ui,sans-serif;fill:var(--soft)}
-.title{fill:var(--ink);font-weight:600}
+svg{width:100%;max-width:520px;height:auto;display:block}
+text{font:14px system-ui,sans-serif;fill:var(--soft)}
+@media(max-width:480px){text{font-size:16px}}.title{fill:var(--ink);font-weight:600}
 .axis{stroke:var(--line)}.curve{fill:none;stroke-width:1.6}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid var(--line);border-radius:6px;
   padding:8px;margin:4px 0;font-size:13px}
@@ -192,7 +193,8 @@ def when(run):
 
 def times_of(rows):
     """Return the seconds since 1970 of the rows that have them, in order."""
-    return sorted(row["time"] for row in rows if type(row.get("time")) in (int, float) and 0 < row["time"] < 1e11)
+    times = [row.get("time") for row in rows]
+    return sorted(seconds for seconds in times if type(seconds) in (int, float) and 0 < seconds < 1e11)
 
 
 def traffic(run):
@@ -241,7 +243,7 @@ def sample_command(out, config):
 
 
 def commands(run):
-    """Return the command of a run, the machine, and how to resume, repeat and use it; "" without config.json."""
+    """Return the machine and what starts, resumes, repeats and uses a run; "" without config.json."""
     argv = run.config.get("argv")
     if not isinstance(argv, list) or not argv:
         return ""

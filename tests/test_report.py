@@ -27,17 +27,26 @@ def make_run(folder, **config):
     """A run of 40 steps with experts, samples and traffic, whose texts are hostile."""
     folder.mkdir(parents=True)
     write_rows(folder / "history.jsonl", [{"step": 0, "time": 1e9}, {"step": 30, "time": 1e9 + 5000}])
-    write_rows(folder / "metrics.jsonl", [
-        {"step": i, "time": 1e9 + 2 * i + (5000 - 60 if i > 30 else 0), "loss": 4 - i / 20, "lr": 1e-3, "grad_norm": 90.0 if i == 7 else 1.0, "ms": 5.0 + i,
-         "tokens": 100 * i, **({"val_loss": 3.0 - i / 100} if i % 20 == 0 else {})} for i in range(1, 41)])
+    rows = []
+    for i in range(1, 41):
+        row = {"step": i, "time": 1e9 + 2 * i, "loss": 4 - i / 20, "lr": 1e-3, "grad_norm": 1.0,
+               "ms": 5.0 + i, "tokens": 100 * i}
+        if i > 30:
+            row["time"] += 4940  # step 30 is at 60 seconds, the second start at 5000
+        if i % 20 == 0:
+            row["val_loss"] = 3.0 - i / 100
+        rows.append(row)
+    rows[6]["grad_norm"] = 90.0
+    write_rows(folder / "metrics.jsonl", rows)
     load = {"load": [0.1, 0.2, 0.7, 0.0], "dropped": 0.0}
     write_rows(folder / "experts.jsonl", [{"step": i, "layers": {"0": {"load": [0.25] * 4}, "1": load}}
                                           for i in range(1, 41)])
     write_rows(folder / "notes.jsonl", [{"step": 1, "traffic": {"tp<": [2e6, 1.5e6], "x": ["?"]}},
                                         {"step": 20, "sample": HOSTILE}, {"step": 40, "sample": "Once\n\n"}])
     (folder / "step_000040").mkdir()
-    config = {"preset": "tiny", "steps": 40, "seed": 1337, "init_from": "", "argv": ["/a/train.py", "tiny", "--prompt", "<b>"],
-              "world": 2, "launcher": "hydra", "machine": {"host": HOSTILE}, **config}
+    config = {"preset": "tiny", "steps": 40, "seed": 1337, "init_from": "", "world": 2,
+              "argv": ["/a/train.py", "tiny", "--prompt", "<b>"], "launcher": "hydra",
+              "machine": {"host": HOSTILE}, **config}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -214,4 +223,10 @@ def test_pages_fit_into_three_widths_and_ask_for_nothing(tmp_path):
                 assert said == [path.as_uri()]
                 boxes = view.evaluate("[...document.querySelectorAll('svg')].map(e => e.clientWidth)")
                 assert boxes and min(boxes) > 300, (path.name, width, boxes)
+                letters = view.evaluate("[...document.querySelectorAll('svg .title')].map((e) => "
+                                        "e.getBoundingClientRect().height)")
+                assert all(12 <= height < 22 for height in letters), (path.name, width, letters)
+                if letters and width >= 800:  # two charts stand side by side
+                    first, second, *_ = view.locator(".grid svg").all()
+                    assert first.bounding_box()["y"] == second.bounding_box()["y"], (path.name, width)
                 view.close()
