@@ -33,14 +33,13 @@ from interface import report
 from interface.files import (
     Rows,
     best_effort,
-    folded,
     hold_inside,
     must_write,
     warn,
     write_whole,
 )
 from interface.schema import load_json, read_file
-from interface.terminal import clock, short, width
+from interface.terminal import clock, folded, short, width
 from ops.accelerator import device_name, peak_memory, peak_resident
 from optim import StepStats
 from runtime.launch import print_node
@@ -208,7 +207,7 @@ def make_log(cfg, mesh, world, out, state, source):
     for line in slow_on_cpu(cfg, mesh, causal, world.device):
         warn(line)
     for line in groups_over_nodes(cfg, mesh, world.nodes, state.vocab_size):
-        print(line, flush=True)
+        print(folded(line), flush=True)
 
     with must_write(out):
         tokenizer = {}
@@ -317,8 +316,8 @@ def started(cfg, model, resumed, batch, source, skip):
         samples = "synthetic data without end"
     print(folded(f"  {batch} x {cfg.seq_len} tokens per step, {samples}{skipping}"), flush=True)
     if cfg.skip_spikes:
-        print(f"  --skip-spikes {cfg.skip_spikes:g} skips none before {WINDOW // 2} steps were taken, for "
-              "comparison", flush=True)
+        print(folded(f"  --skip-spikes {cfg.skip_spikes:g} skips none before {WINDOW // 2} steps were "
+                     "taken, for comparison"), flush=True)
     if cfg.compile:
         print(folded("  --compile: the first step compiles the blocks, which can take a minute and more"),
               flush=True)

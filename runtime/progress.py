@@ -1,12 +1,10 @@
 """How far a run is: the time that is left, and a line before anything that keeps it silent for long."""
 import time
 
-from interface.files import folded
-from interface.terminal import clock
+from interface.terminal import clock, folded
 
 SILENT = 5.0  # seconds: what takes longer is announced
 FORWARD = 1 / 3  # of a step's time, roughly: an evaluation does forwards only
-
 
 class Progress:
     """What rank 0 prints about time. Other ranks print nothing.
