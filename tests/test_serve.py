@@ -358,6 +358,19 @@ def wait(view, expression):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("mode, hint", [("chat", "Ask something."), ("text", "Write how a text begins.")])
+def test_the_page_says_what_to_write_and_shows_no_select_without_a_choice(mode, hint):
+    with browser() as chromium, serving(iter, {**SETTINGS, "mode": mode}) as server:
+        view = chromium.new_page()
+        view.goto(f"http://127.0.0.1:{server.server_address[1]}/")
+        assert view.get_attribute("#text", "placeholder").startswith(hint)
+        assert view.is_visible("#mode") == (mode == "chat")
+        view.evaluate("at('kind').hidden = false")
+        heights = view.evaluate("['mode', 'temperature'].map((id) => at(id).offsetHeight)")
+        assert heights[0] == heights[1]
+
+
+@pytest.mark.long
 def test_the_page_in_a_browser():
     asked = []
     slow = Slow()
@@ -399,12 +412,6 @@ def test_the_page_in_a_browser():
         wait(view, "document.getElementById('text').value.endsWith(' ok')")
         assert view.input_value("#text") == "Once" + SHOWN + " ok"
         assert view.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        edges = view.evaluate("['mode', 'temperature'].map((id) => at(id).getBoundingClientRect().height)")
-        assert edges[0] == edges[1] and view.is_visible("#mode")
-        view.select_option("#mode", "chat")
-        assert "Enter sends" in view.get_attribute("#text", "placeholder")
-        view.evaluate("settings.mode = 'text'; begin()")  # a model that has seen no conversations
-        assert view.is_hidden("#mode") and "Write how" in view.get_attribute("#text", "placeholder")
         first = "a <b>question</b>"
         assert [(found["mode"], found["messages"], found["temperature"]) for found in asked] == [
             ("chat", [first], 0.8), ("chat", [first, SHOWN + " ok", "wait"], 0.2), ("text", ["Once"], 0.2)]
