@@ -42,6 +42,7 @@ from interface.schema import load_json, read_file
 from interface.terminal import clock, folded, short, width
 from ops.accelerator import device_name, peak_memory, peak_resident
 from optim import StepStats
+from runtime import session
 from runtime.launch import print_node
 from runtime.timing import slow_on_cpu
 from runtime.tracker import Tracker
@@ -308,6 +309,8 @@ def started(cfg, model, resumed, batch, source, skip):
     how = f"resumed {resumed}" if resumed else "started"
     cp = f" cp {cfg.cp}" if cfg.cp > 1 else ""
     here = " on this rank" if model.mesh.world.size > 1 else ""
+    if cfg.lora:
+        here += f", of which {sum(p.numel() for p in model.parameters() if p.requires_grad):,} train"
     print(folded(f"{how}: {n_parameters:,} parameters{here}, dp {model.mesh.dp.size} "
                  f"tp {cfg.tp}{cp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}"))
     skipping = f", skipping steps {skip}" if skip.pairs else ""
@@ -488,7 +491,9 @@ class Log:
     def prepare_for_kill(self, watchdog):
         """Tell the watchdog, a watch.Watch, what to type after a kill of this run."""
         if is_program():
-            watchdog.if_killed(self.out, self._command(resume="auto"), self._command())
+            again = self._command(resume="auto")
+            watchdog.if_killed(self.out, again, self._command())
+            session.signals.again = again
 
     def _command(self, **changes):
         """Return the command line of this run, with other values of some flags."""
