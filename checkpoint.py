@@ -31,8 +31,8 @@ if sys.flags.safe_path:  # python -I leaves out the program's own folder
 
 from interface import checkpoint_report as report
 from interface import host_lines
-from interface.command_line import one_line, printable, wrap, wrong_input
-from interface.files import folded, remove_folder, remove_parts, sync, write_whole
+from interface.command_line import one_line, wrap, wrong_input
+from interface.files import remove_folder, remove_parts, sync, write_whole
 from interface.paths import meant_checkpoint, meant_run
 from interface.schema import Range, check_schema, load_json
 from interface.tensor_file import BLOCK, SAFETENSORS_DTYPE, dtype_name, write_safetensors
@@ -540,16 +540,12 @@ def full_tensors(path):
 # -----------------------------------------------------------------------------
 # The command line
 
-def print_folded(text):
-    print(folded(printable(text)))
-
-
-def show(path, say=print_folded):
+def show(path, say=report.print_folded):
     """Say which counters and tensors a checkpoint has."""
     report.describe(path, check(path), say)
 
 
-def diff(path_a, path_b, say=print_folded):
+def diff(path_a, path_b, say=report.print_folded):
     """Say which tensors and counters differ, and by how much. Return the number of differences.
 
     Layouts may differ; tensors are read block by block.

@@ -59,7 +59,7 @@ from cost.step_time import (
 from cost.traffic import bytes_between_nodes, reductions, traffic
 from interface.layout import check_layout
 from interface.nearest import with_fix
-from interface.terminal import columns
+from interface.terminal import columns, complain, folded
 from optim import learning_rate, stable_until
 from parallel import make_mesh
 from pipeline import timetable
@@ -389,13 +389,17 @@ def page_width():
 
 
 def print_table(title, rows):
-    """Print a table: the first column is aligned left, the others right. rows: lists of strings."""
+    """Print a table: the first column is aligned left, the others right. rows: lists of strings.
+
+    The columns move together where the terminal is narrow.
+    """
     print(f"\n{title}")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    gap = 2 if sum(widths) + 2 * len(widths) <= page_width() else 1
     for row in rows:
         first = row[0].ljust(widths[0])
         others = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print("  ".join(["", first, *others]))
+        print((gap * " ").join(["", first, *others]))
 
 
 def draw_schedule(ranks, chunks, num_micro_batches, width=100):
@@ -511,8 +515,8 @@ def print_search(cfg, plans):
 
 def print_scaling(cfg, plans):
     """Print a table of the plans of scaling()."""
-    print(f"{cfg.preset}, zero {cfg.zero}, micro-batches of {cfg.micro_batch}: "
-          f"predicted for {cfg.gpu}, nodes of {GPUS[cfg.gpu].node}")
+    print(folded(f"{cfg.preset}, zero {cfg.zero}, micro-batches of {cfg.micro_batch}: "
+                 f"predicted for {cfg.gpu}, nodes of {GPUS[cfg.gpu].node}"))
     rows = [("GPUs", "dp", "ep", "GiB", "ms", "of it exposed sums", "ms/sample", "tok/s/GPU", "efficiency")]
     for plan in plans:
         layout = plan["layout"]
@@ -532,8 +536,8 @@ def warn_of_uncounted(cfg):
     """Print a line on stderr if a flag changes the model in a way that cost/ does not know."""
     uncounted = flags_beyond((*COUNTED, *COSTS_NOTHING), cfg)
     if uncounted:
-        print(f"nanoshard: warning: plan.py does not count what {as_typed(uncounted)} costs; count it in "
-              "cost/ and declare it in COUNTED of cost/parameters.py, or in COSTS_NOTHING", file=sys.stderr)
+        complain(f"nanoshard: warning: plan.py does not count what {as_typed(uncounted)} costs; count it in "
+                 "cost/ and declare it in COUNTED of cost/parameters.py, or in COSTS_NOTHING")
 
 
 def plan_one(cfg, vocab):
@@ -565,7 +569,7 @@ def main(argv=None, parsed=None):
     cfg = dataclasses.replace(cfg, doc_mask=documents(cfg))
     vocab = vocabulary(cfg)
     if not cfg.json:
-        print(f"vocabulary of {vocab:,} symbols: {source_of_vocabulary(cfg)}")
+        print(folded(f"vocabulary of {vocab:,} symbols: {source_of_vocabulary(cfg)}"))
     if counts:
         found, print_found = scaling(cfg, counts, cfg.gpu, vocab), print_scaling
     elif cfg.search:

@@ -31,7 +31,6 @@ from interface import paths, report
 from interface.command_line import command_line, parse, print_quietly, printable, wrong_input
 from interface.files import (
     best_effort,
-    folded,
     must_write,
     new_part,
     read_holder,
@@ -39,7 +38,7 @@ from interface.files import (
     write_whole,
 )
 from interface.schema import load_json, open_file, read_file
-from interface.terminal import columns
+from interface.terminal import columns, folded, unbroken
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file for each, in OUT
 NO_PLOTEXT = "plotext is not installed: no plots (pip install 'plotext<6')"
@@ -113,7 +112,7 @@ def draw(title, series, size=(90, 24), log=False):
         plt.yscale("log")
     plt.title(title)
     plt.xlabel("step")
-    return f"{plt.uncolorize(plt.build())}\n{folded('  ' + '   '.join(legend))}\n"
+    return f"{plt.uncolorize(plt.build())}\n{folded('  ' + '   '.join(map(unbroken, legend)))}\n"
 
 
 def load_bars(layers, width=40):

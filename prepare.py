@@ -52,6 +52,7 @@ from corpus.folder import KeptWork, install, locked, owned_files
 from corpus.shards import SPLITS
 from interface.command_line import command_line, wrong_input
 from interface.files import must_write
+from interface.terminal import folded
 
 UNIT_BYTES = 16 << 20  # of text per unit of work; the number of workers does not change it
 VOCAB_SIZE = 4096  # for bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
@@ -327,13 +328,13 @@ def prepare_text(flags, spans, about):
         meta |= {"shuffle_seed": seed, "shards": files, **about}
         install(work, flags.folder, vocab, meta)
     return (f"{flags.folder}: {total['chars']:,} characters, {vocab.n_vocab:,} symbols,"
-            f" {tokens['train']:,} + {tokens['val']:,} tokens (train + val),\n"
-            f"  {n_files} files ({left_out or 'nothing'} left out), {time.time() - start:.1f} s")
+            f" {tokens['train']:,} + {tokens['val']:,} tokens (train + val),"
+            f" {n_files} files ({left_out or 'nothing'} left out), {time.time() - start:.1f} s")
 
 
 def show(line):
     """Print a line of progress at once."""
-    print(line, flush=True)
+    print(folded(line), flush=True)
 
 
 def is_shuffled(flags, spans, vocab):
@@ -525,7 +526,7 @@ def main(argv=None):
             about["replaced"] = replaced
         with must_write(flags.folder, reads=True, left=flags.folder / ".parts"):
             make = prepare_chat if flags.chat else prepare_text
-            print(make(flags, spans, about))
+            print(folded(make(flags, spans, about)))
     return 0
 
 

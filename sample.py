@@ -196,16 +196,30 @@ def read_prompts(flags, vocabulary):
 
 
 def print_samples(model, vocabulary, prompts, flags):
-    """Print flags.n samples of each prompt (a list of ids), each below a heading if there are several."""
-    from generate import generate
+    """Print flags.n samples of each prompt (a list of ids), each below a heading if there are several.
+
+    A token is printed as soon as it is drawn.
+    """
     samples = [(prompt, flags.seed + i) for prompt in prompts for i in range(flags.n)]
+    model.eval()
     for number, (prompt, seed) in enumerate(samples, 1):
         if len(samples) > 1:
             print(f"--- sample {number} of {len(samples)}, --seed {seed}")
-        start = prompt or [vocabulary.eod]  # no prompt: a new document
-        ids = generate(model, start, flags.max_new_tokens, flags.temperature, flags.top_k, seed)
-        shown = ids[len(start) - len(prompt):]  # without the end-of-document
-        print(vocabulary.decode(shown), flush=True)
+        ids = new_ids(model, vocabulary, prompt, dataclasses.replace(flags, seed=seed))
+        print(vocabulary.decode(prompt), end="", flush=True)
+        for piece in vocabulary.whole_characters(ids, prompt):
+            print(piece, end="", flush=True)
+        print(flush=True)
+
+
+def new_ids(model, vocabulary, prompt, flags):
+    """Return an iterator of the tokens that follow a prompt, a list of ids."""
+    import torch
+
+    from generate import Cache, stream
+    start = list(prompt) or [vocabulary.eod]  # no prompt: a new document
+    return stream(model, start, flags.max_new_tokens, Cache(), temperature=flags.temperature,
+                  top_k=flags.top_k, rng=torch.Generator().manual_seed(flags.seed))
 
 
 # -----------------------------------------------------------------------------
@@ -569,14 +583,8 @@ def reply(asked, *, model, vocabulary, flags, seeds):
 
 def continuation(model, vocabulary, flags):
     """Return the pieces of the text that follows the --prompt. ValueError: it cannot be encoded."""
-    import torch
-
-    from generate import Cache, stream
     prompt, = read_prompts(flags, vocabulary)
-    ids = stream(model, prompt or [vocabulary.eod], flags.max_new_tokens, Cache(),
-                 temperature=flags.temperature, top_k=flags.top_k,
-                 rng=torch.Generator().manual_seed(flags.seed))
-    return vocabulary.whole_characters(ids, prompt[-1:])
+    return vocabulary.whole_characters(new_ids(model, vocabulary, prompt, flags), prompt[-1:])
 
 
 if __name__ == "__main__":

@@ -344,6 +344,8 @@ class Run:
         """Tell the watchdog and the guard that a step begins."""
         is_first = number == self.first_step
         self.oversight.watchdog.heartbeat(number, "first" if is_first else "")
+        if is_first:
+            self.oversight.progress.first_step_begins()
         self.oversight.guard.reason = None
 
     def next_batches(self, number, batch):
@@ -377,6 +379,7 @@ class Run:
         oversight.guard.refused_flags.append((number, refused))
         oversight.clock.count(count)
         if number == self.first_step:
+            self.oversight.progress.first_step_ends()
             axes = parts.mesh.axes()
             self.sent = {name: sum(axis.sent.values()) for name, axis in axes.items()}
         return stats

@@ -46,7 +46,7 @@ TORCH_SECONDS = time.perf_counter() - BEGAN  # most of it: runtime.launch import
 from config import Outcome
 from corpus import shards
 from interface.command_line import print_quietly
-from interface.files import folded
+from interface.terminal import folded
 from ops.accelerator import ask, device_name
 
 SLOW_DISK = 50  # MB/s; a slower disk takes minutes for a checkpoint of a billion parameters

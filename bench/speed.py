@@ -32,7 +32,7 @@ from cost.gpus import kind_of
 from cost.parameters import count_parameters, flops_per_token
 from cost.step_time import peak_flops
 from interface.command_line import parse
-from interface.files import folded
+from interface.terminal import folded
 from ops import grouped_mm
 from ops.accelerator import device_name, total_memory
 from plan import estimate

@@ -14,7 +14,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -31,6 +30,7 @@ from corpus.shards import SPLITS, VERSION
 from corpus.text import DOC_CHARS, documents
 from interface.command_line import one_line
 from interface.schema import load_json
+from interface.terminal import complain
 
 RUN_TOKENS = 1 << 24  # tokens that a worker holds in memory
 MERGE_TOKENS = 1 << 25  # tokens that merge() holds in memory, about
@@ -285,7 +285,7 @@ def print_problems(results, total, left_out):
     if n_problems > len(lines):
         lines.append(f"... all in all {left_out}")
     for line in lines:
-        print("nanoshard:", one_line(line), file=sys.stderr)
+        complain(f"nanoshard: {one_line(line)}")
 
 
 # -----------------------------------------------------------------------------

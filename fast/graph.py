@@ -19,7 +19,7 @@ from config import ceil_div
 from fast.choose import needs_row_limit
 from fast.compile import compile_blocks
 from fast.symm_mem import allocate, allocate_for_capacity
-from interface.files import folded
+from interface.terminal import folded
 from moe import moe_layers
 from ops.accelerator import free_memory
 from parallel import MAX

@@ -9,6 +9,13 @@ import math
 import reprlib
 from typing import NamedTuple
 
+from interface.command_line import printable
+from interface.terminal import folded
+
+
+def print_folded(text):
+    print(folded(printable(text)))
+
 
 def brief(value):
     """Return a value of the meta as text.

@@ -33,6 +33,7 @@ from config import (
 from interface import nearest, paths, words
 from interface.schema import Range, check_schema, load_json
 from interface.streams import guarded, send_nowhere
+from interface.terminal import complain
 
 
 def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: show all runs.", **defaults):
@@ -390,7 +391,7 @@ def wrong_input(quiet=False, prints=True):
             raise SystemExit(Outcome.DONE) from None
         except (ValueError, OSError) as e:
             if not quiet:
-                print(f"nanoshard: {one_line(e)}", file=sys.stderr, flush=True)
+                complain(f"nanoshard: {one_line(e)}")
             raise SystemExit(Outcome.WRONG_INPUT) from None
 
 

@@ -16,14 +16,12 @@ import re
 import secrets
 import socket
 import stat
-import sys
-import textwrap
 import time
 from pathlib import Path
 
 from interface.command_line import one_line
 from interface.schema import open_file, read_file
-from interface.terminal import columns
+from interface.terminal import complain
 
 PART = re.compile(r"\..+\.[0-9a-f]{8}\.part")  # the names of new_part()
 LOCK_WAIT = 60.0  # seconds that --resume auto waits for a run that is just leaving
@@ -31,7 +29,7 @@ LOCK_WAIT = 60.0  # seconds that --resume auto waits for a run that is just leav
 
 def warn(text):
     """Print one line on stderr, whatever the text contains."""
-    print(f"nanoshard: {one_line(text)}", file=sys.stderr, flush=True)
+    complain(f"nanoshard: {one_line(text)}")
 
 
 @contextlib.contextmanager
@@ -41,12 +39,6 @@ def best_effort(what, errors=OSError):
         yield
     except errors as e:
         warn(f"{what}: {e}; going on without it")
-
-
-def folded(text):
-    """Return text as lines of the terminal's width; a longer word, such as a path, gets a line of its own."""
-    return textwrap.fill(text, columns(), subsequent_indent=6 * " ", break_long_words=False,
-                         break_on_hyphens=False)
 
 
 def write_whole(path, content):

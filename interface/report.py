@@ -6,7 +6,10 @@
 train.py writes OUT/report.html when a run ends, and plot.py --html the page of several runs. A large file of
 rows is read in part, and long curves are thinned, so that a page takes at most 2 MB and 2 s.
 """
+import math
 import shlex
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +19,7 @@ from interface.files import sound_rows, spaced_rows, write_whole
 from interface.nearest import change_words, command
 from interface.schema import load_json
 from interface.svg import NORMS, chart, escape, heat_map, number, spaced
+from interface.terminal import clock
 
 CURVES = (("loss", "Loss, nats per token"), ("lr", "Learning rate"), ("grad_norm", "Gradient norm"),
           ("ms", "Milliseconds per step"), ("tok_s", "Tokens per second"), ("mem_gb", "Memory, GB"))
@@ -29,15 +33,16 @@ STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:1500px;
   margin:0 auto;padding:16px;overflow-wrap:anywhere}
 h1{font-size:22px;margin:0}h2{font-size:17px;margin:28px 0 8px}h3{font-size:15px;margin:12px 0 4px}
-.grid{display:grid;gap:16px;grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr))}
+.grid{display:grid;gap:16px;grid-template-columns:repeat(auto-fit,minmax(min(100%,360px),1fr))}
 .grid>*{min-width:0}.scroll{overflow-x:auto}.soft{color:var(--soft);margin:8px 0 0}
-svg{width:100%;height:auto;display:block}text{font:12px system-ui,sans-serif;fill:var(--soft)}
-.title{fill:var(--ink);font-weight:600;font-size:13px}
+svg{width:100%;max-width:520px;height:auto;display:block}
+text{font:14px system-ui,sans-serif;fill:var(--soft)}
+@media(max-width:480px){text{font-size:16px}}.title{fill:var(--ink);font-weight:600}
 .axis{stroke:var(--line)}.curve{fill:none;stroke-width:1.6}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid var(--line);border-radius:6px;
   padding:8px;margin:4px 0;font-size:13px}
 table{border-collapse:collapse}
-td,th{padding:2px 14px 2px 0;text-align:left;border-bottom:1px solid var(--line);overflow-wrap:anywhere}
+td,th{padding:2px 14px 2px 0;text-align:left;border-bottom:1px solid var(--line);white-space:nowrap}
 .s0{stroke:var(--c0)}.s1{stroke:var(--c1)}.s2{stroke:var(--c2)}.s3{stroke:var(--c3)}
 .f0{fill:var(--c0)}.f1{fill:var(--c1)}.f2{fill:var(--c2)}.f3{fill:var(--c3)}
 """
@@ -56,6 +61,7 @@ class Run(NamedTuple):
     rows: list     # of metrics.jsonl
     is_whole: bool  # whether these are all its rows
     experts: list  # rows of experts.jsonl
+    starts: list   # rows of history.jsonl, one for each start
     notes: list    # rows of notes.jsonl: samples of text, bytes sent
     config: dict
     ending: str    # how the run ended, in words; "" if that is not known
@@ -66,11 +72,12 @@ def read_run(path, ending=""):
     path = Path(path)
     rows, is_whole = spaced_rows(path / "metrics.jsonl")
     experts, _ = spaced_rows(path / "experts.jsonl")
+    starts, _ = sound_rows(path / "history.jsonl")
     notes, _ = sound_rows(path / "notes.jsonl")
     config = load_json(path / "config.json") if (path / "config.json").exists() else {}
     if not isinstance(config, dict):
         config = {}
-    return Run(str(path), rows, is_whole, experts, notes, config, ending)
+    return Run(str(path), rows, is_whole, experts, starts, notes, config, ending)
 
 
 def write_report(path, runs):
@@ -165,9 +172,29 @@ def summary(run):
         values = values_of(run.rows, key)
         if values and values[-1][1]:
             said.append(f"{values[-1][1]} {word}")
+    said += when(run)
     if not run.is_whole:
         said.append(f"the curves show {len(run.rows)} rows of a longer file")
     return f"<p>{escape(' · '.join(said))}</p>"
+
+
+def when(run):
+    """Return, in words, when a run began and how long it ran. Without times the list is empty."""
+    times = times_of(run.rows)
+    starts = times_of(run.starts)
+    if not times or not starts:
+        return []
+    seconds = 0.0
+    for begun, next_begun in pairwise([*starts, math.inf]):
+        seconds += max((t - begun for t in times if begun <= t < next_begun), default=0.0)
+    often = f" in {len(starts)} starts" if len(starts) > 1 else ""
+    return [time.strftime("begun %Y-%m-%d %H:%M", time.localtime(starts[0])), f"ran {clock(seconds)}{often}"]
+
+
+def times_of(rows):
+    """Return the seconds since 1970 of the rows that have them, in order."""
+    times = [row.get("time") for row in rows]
+    return sorted(seconds for seconds in times if type(seconds) in (int, float) and 0 < seconds < 1e11)
 
 
 def traffic(run):
@@ -188,7 +215,7 @@ def samples(run):
     found = []
     for row in spaced(known, MOST_SAMPLES):
         found.append(f'<p class="soft">step {row["step"]}</p>'
-                     f"<pre>{escape(row['sample'][:MOST_LETTERS])}</pre>")
+                     f"<pre>{escape(row['sample'][:MOST_LETTERS].rstrip())}</pre>")
     return "".join(found)
 
 
@@ -205,8 +232,18 @@ def command_of(config, changes=None):
     return command(world, argv, config.get("launcher"), Path(program).name)
 
 
+def sample_command(out, config):
+    """Return the command that writes text by the model of a run, or "" if its data is no text."""
+    if config.get("data") == "synthetic":
+        return ""
+    if config.get("objective") == "mlm":
+        return f"python sample.py {shlex.quote(str(out))} --fill 'a [MASK] in a text'"
+    prompt = f" --prompt {shlex.quote(str(config['prompt']))}" if config.get("prompt") else ""
+    return f"python sample.py {shlex.quote(str(out))}{prompt}"
+
+
 def commands(run):
-    """Return the command of a run, the machine, and how to resume and repeat it; "" without config.json."""
+    """Return the machine and what starts, resumes, repeats and uses a run; "" without config.json."""
     argv = run.config.get("argv")
     if not isinstance(argv, list) or not argv:
         return ""
@@ -219,7 +256,10 @@ def commands(run):
     said = {"The command:": command_of(run.config),
             f"To resume it{', for as many steps again' if is_done else ''}:": command_of(run.config, changes),
             "To repeat it:": command_of({**run.config, "argv": again})}
-    found = [f'<p class="soft">{name}</p><pre>{escape(text)}</pre>' for name, text in said.items()]
+    if any(Path(run.path).glob("step_*")):
+        said["To write text with it:"] = sample_command(run.path, run.config)
+    said["To draw its curves in the terminal:"] = f"python plot.py {shlex.quote(run.path)}"
+    found = [f'<p class="soft">{name}</p><pre>{escape(text)}</pre>' for name, text in said.items() if text]
     machine = run.config.get("machine")
     if isinstance(machine, dict):
         text = ", ".join(f"{name} {value}" for name, value in machine.items())
@@ -236,8 +276,8 @@ def configuration(runs):
     told = []
     every = []
     for name in names:
-        values = [run.config.get(name, "") for run in runs]
-        row = (name, *map(str, values))
+        values = [run.config.get(name) for run in runs]
+        row = (name.replace("_", "-"), *map(shown, values))
         every.append(row)
         is_usual = all(value == usual(run, name) for run, value in zip(runs, values, strict=True))
         if not is_usual or any(value != values[0] for value in values):
@@ -246,6 +286,15 @@ def configuration(runs):
     presets = " and ".join(dict.fromkeys(str(run.config.get("preset", "?")) for run in runs))
     return (f"<p>Flags that are not those of {escape(presets)}:</p>{table([head, *told])}"
             f"<details><summary>All flags</summary>{table([head, *every])}</details>")
+
+
+def shown(value):
+    """Return the value of a flag as a command line has it; a dash if it is empty or unknown."""
+    if isinstance(value, str):
+        return shlex.quote(value) if value else "-"
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "-"
+    return "-" if value is None else str(value)
 
 
 def usual(run, name):

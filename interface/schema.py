@@ -11,6 +11,7 @@ from typing import Literal
 
 WORDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", list: "a list",
          dict: "an object", type(None): "null"}
+NUMBERS = {int: "a whole number", float: "a number"}  # of a Range, which names its bounds
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ def mismatch(value, schema):
     if isinstance(schema, Range):
         kind = int if type(schema.low) is type(schema.high) is int else float
         if type(value) not in (int, kind) or not schema.low <= value <= schema.high:
-            return unlike(value, f"{WORDS[kind]} from {schema.low} to {schema.high}")
+            bounds = f"{schema.low} to {schema.high}" if kind is int else f"{schema.low:g} to {schema.high:g}"
+            return unlike(value, f"{NUMBERS[kind]} from {bounds}")
     elif isinstance(schema, (type, tuple)):
         kinds = schema if isinstance(schema, tuple) else (schema,)
         if not any(is_a(value, kind) for kind in kinds):

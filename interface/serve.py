@@ -93,7 +93,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             check_schema(asked, ASKED, "the message")
             pieces = self.server.talk(asked)
         except (ValueError, RecursionError) as e:
-            raise Refused(400, f"refused: {one_line(e)}") from None
+            raise Refused(400, one_line(e).removeprefix("the message: ")) from None
         self.begin(200)
         for piece in pieces:
             if self.server.stopped:

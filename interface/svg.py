@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from interface.command_line import printable
 
 WIDTH, HEIGHT = 480, 230
-LEFT, RIGHT = 52, 468  # of the curves in a picture
+LEFT, RIGHT = 60, 468  # of the curves in a picture
 TOP, BOTTOM = 30, 204
 MOST_POINTS = 600  # of a curve
 MOST_COLUMNS, MOST_LAYERS = 100, 64  # of a heat map
@@ -96,9 +96,11 @@ def chart(title, series):
         _, y = place(first, value)
         parts.append(f'<path class="axis" d="M{LEFT} {y:.1f}H{RIGHT}"/>'
                      f'<text x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
+    parts.append(name_of_axis(BOTTOM + 18))
     for step in ticks(first, last):
         x, _ = place(step, low)
-        parts.append(f'<text x="{x:.1f}" y="{BOTTOM + 16}" text-anchor="middle">{number(step)}</text>')
+        if x > LEFT + 20:  # otherwise the number touches the name
+            parts.append(f'<text x="{x:.1f}" y="{BOTTOM + 18}" text-anchor="middle">{number(step)}</text>')
     for colour, is_dots, values in series:
         if is_dots:
             for step, value in thinned(values):
@@ -109,6 +111,11 @@ def chart(title, series):
             drawn = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in thinned(values))
             parts.append(f'<polyline class="curve s{colour}" points="{drawn}"/>')
     return svg(title, note, parts)
+
+
+def name_of_axis(y):
+    """Return the word in front of the numbers of steps."""
+    return f'<text x="{LEFT - 5}" y="{y}" text-anchor="end">step</text>'
 
 
 def busiest(layer):
@@ -166,7 +173,7 @@ def heat_map(title, rows, colour, scale=LOADS):
         parts.append(f'<text x="{LEFT - 5}" y="{y:.1f}" text-anchor="end">{escape(name[:15])}</text>')
     parts += heat_map_axis(rows, w)
     for shade, level in enumerate((scale.lowest, *scale.levels)):
-        x = LEFT + shade * 52
+        x = LEFT + shade * 51
         parts.append(f'<rect class="f{colour}" fill-opacity="{opacity(shade)}" x="{x}" y="{BOTTOM + 8}" '
                      f'width="12" height="12"/><text x="{x + 16}" y="{BOTTOM + 18}">{level}</text>')
     return svg(title, f"{scale.note}, highest {highest:.2f}", parts)
@@ -174,7 +181,7 @@ def heat_map(title, rows, colour, scale=LOADS):
 
 def heat_map_axis(rows, width):
     """Return the numbers of steps below a heat map whose columns have this width."""
-    labels = []
+    labels = [name_of_axis(BOTTOM - 2)]
     for i in sorted({0, len(rows) // 2, len(rows) - 1}):
         labels.append(f'<text x="{LEFT + (i + .5) * width:.1f}" y="{BOTTOM - 2}" text-anchor="middle">'
                       f'{number(rows[i]["step"])}</text>')

@@ -1,18 +1,25 @@
 """How wide the terminal is, and what is printed for people: numbers and times in few characters.
 
     width     the columns of the terminal that shows what is printed; columns: to which prose is folded
+    folded    text as lines of that width;  complain: print one line on stderr, folded on a terminal
     short     1,234,567 as 1.2M;  clock: seconds as 1:23
 """
 import os
+import re
 import shutil
 import stat
 import sys
+import textwrap
 from pathlib import Path
 
 NO_TERMINAL = 10**6  # columns of a file or a pipe that no terminal shows: its lines are not folded
 LEAST, MOST = 40, 120  # columns of folded prose
 LAUNCHERS = "mpiexec", "mpirun", "hydra", "orte", "prte"  # their names begin so
 MOST_ANCESTORS = 6
+INDENT = 6 * " "  # of the lines that follow the first
+# A command stays in one piece, because it is copied. It ends before a semicolon or ", then".
+COMMAND = re.compile(r"\b(?:mpiexec|srun|torchrun|python|pip install|source) (?:(?!, then)[^;])+")
+HELD = "\0"  # stands for a space at which no line ends
 
 
 def width():
@@ -21,8 +28,8 @@ def width():
     They are those of the variable COLUMNS or of stdout's terminal. Behind mpiexec, stdout is a pipe to it,
     and the terminal is the one to which mpiexec writes. A file, or a pipe to another program, has no columns.
     """
-    found = shutil.get_terminal_size((0, 0)).columns or _columns_behind_launcher() or NO_TERMINAL
-    return max(found, LEAST)
+    found = shutil.get_terminal_size((0, 0)).columns or _columns_behind_launcher(sys.__stdout__, 1)
+    return max(found or NO_TERMINAL, LEAST)
 
 
 def columns():
@@ -31,12 +38,47 @@ def columns():
     return found if found == NO_TERMINAL else min(found, MOST)
 
 
-def _columns_behind_launcher():
-    """Return the columns of the terminal to which the launcher of this process writes, or 0."""
+def folded(text, most=None):
+    """Return text as lines of the terminal's width, or of `most` columns.
+
+    A longer word, such as a path, and a command get a line of their own.
+    """
+    text = COMMAND.sub(lambda command: unbroken(command[0]), text)
+    lines = textwrap.fill(text, most or columns(), subsequent_indent=INDENT, break_long_words=False,
+                          break_on_hyphens=False)
+    return lines.replace(HELD, " ")
+
+
+def unbroken(text):
+    """Return text for folded(), which ends no line inside of it."""
+    return text.replace(" ", HELD)
+
+
+def complain(line):
+    """Print a line on stderr. On a terminal it is folded; a pipe or a file gets one line."""
+    most = _columns_of_stderr()
+    if most:
+        line = folded(line, max(LEAST, min(most, MOST)))
+    print(line, file=sys.stderr, flush=True)
+
+
+def _columns_of_stderr():
+    """Return the columns of the terminal that shows stderr, or 0."""
     try:
-        if not stat.S_ISFIFO(os.fstat(sys.__stdout__.fileno()).st_mode):
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError, AttributeError):  # it is no terminal, or a notebook's
+        return _columns_behind_launcher(sys.stderr, 2)
+
+
+def _columns_behind_launcher(stream, number):
+    """Return the columns of the terminal to which the launcher of this process writes, or 0.
+
+    stream: ours, of which the launcher reads; number: the launcher's descriptor.
+    """
+    try:
+        if not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
             return 0
-        shown = _stdout_of_launcher()
+        shown = _stream_of_launcher(number)
         if shown is None:
             return 0
         terminal = os.open(shown, os.O_RDONLY | os.O_NOCTTY)
@@ -48,15 +90,15 @@ def _columns_behind_launcher():
         return 0
 
 
-def _stdout_of_launcher():
-    """Return the path of the stdout of the launcher that started this process, or None. OSError: no /proc."""
+def _stream_of_launcher(number):
+    """Return the path of a descriptor of the launcher of this process, or None. OSError: no /proc."""
     found = None
     pid = os.getppid()
     for _ in range(MOST_ANCESTORS):
         name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
         if not name.startswith(LAUNCHERS):
             break
-        found = Path(f"/proc/{pid}/fd/1")
+        found = Path(f"/proc/{pid}/fd/{number}")
         pid = int(rest.split()[1])  # its parent
     # A pipe or a file is not opened: it is not the terminal.
     return found if found is not None and found.is_char_device() else None

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from config import Outcome, ceil_div
 from interface import nearest
 from interface.command_line import one_line
+from interface.terminal import complain, folded
 from interface.tree import Tree, grow
 from ops.accelerator import device_name
 from parallel import Axis
@@ -137,8 +138,8 @@ def _listen(host, port, n_nodes):
     except OSError as e:
         problem = e
 
-    print(f"nanoshard: {host} is no address that {n_nodes} nodes can reach ({problem}): the store listens on "
-          "all interfaces; set MASTER_ADDR to listen on one", file=sys.stderr, flush=True)
+    complain(f"nanoshard: {host} is no address that {n_nodes} nodes can reach ({problem}): the store "
+             "listens on all interfaces; set MASTER_ADDR to listen on one")
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", port), backlog=4096, dualstack_ipv6=both, family=family)
@@ -363,7 +364,7 @@ def refuse_alone(world, error):
     """
     if world.size > 1:
         raise error
-    print(f"nanoshard: {one_line(error)}", file=sys.stderr, flush=True)
+    complain(f"nanoshard: {one_line(error)}")
     return Outcome.WRONG_INPUT
 
 
@@ -374,9 +375,9 @@ def print_node(world):
     else:
         chip = device_name(world.device)
     backend = "" if world.size == 1 else f"{world.backend}, "
-    print(f"[node {world.node + 1}/{world.n_nodes} {socket.gethostname()}] {world.launcher}: "
-          f"{world.local_size} of {world.size} ranks here, {chip}, {backend}torch {torch.__version__}",
-          flush=True)
+    place = f"[node {world.node + 1}/{world.n_nodes} {socket.gethostname()}]"
+    print(folded(f"{place} {world.launcher}: {world.local_size} of {world.size} ranks here, {chip}, "
+                 f"{backend}torch {torch.__version__}"), flush=True)
 
 
 def shutdown(world):
@@ -415,5 +416,5 @@ def agree_on_input(tree):
     if failed is not None:
         rank, text = failed
         if tree.rank == rank:
-            print(f"nanoshard: {text}", file=sys.stderr, flush=True)
+            complain(f"nanoshard: {text}")
         raise SystemExit(Outcome.WRONG_INPUT)

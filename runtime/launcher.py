@@ -9,11 +9,11 @@ runtime/launch.py starts the rank. No third file reads the environment.
 import contextlib
 import os
 import re
-import sys
 from typing import NamedTuple
 
 from config import Outcome
 from interface.command_line import one_line
+from interface.terminal import complain
 
 # Each launcher, with its variables for (rank, world size, local rank, local size). The first launcher whose
 # variables are set is taken, and srun is the last one: only SLURM_STEP_NUM_TASKS says that srun started
@@ -183,5 +183,5 @@ def wrong_environment():
     try:
         yield
     except ValueError as e:
-        print(f"nanoshard: {one_line(e)}", file=sys.stderr, flush=True)
+        complain(f"nanoshard: {one_line(e)}")
         raise SystemExit(Outcome.WRONG_INPUT) from None

@@ -33,16 +33,16 @@ from interface import report
 from interface.files import (
     Rows,
     best_effort,
-    folded,
     hold_inside,
     must_write,
     warn,
     write_whole,
 )
 from interface.schema import load_json, read_file
-from interface.terminal import clock, short, width
+from interface.terminal import clock, folded, short, width
 from ops.accelerator import device_name, peak_memory, peak_resident
 from optim import StepStats
+from runtime import session
 from runtime.launch import print_node
 from runtime.timing import slow_on_cpu
 from runtime.tracker import Tracker
@@ -208,7 +208,7 @@ def make_log(cfg, mesh, world, out, state, source):
     for line in slow_on_cpu(cfg, mesh, causal, world.device):
         warn(line)
     for line in groups_over_nodes(cfg, mesh, world.nodes, state.vocab_size):
-        print(line, flush=True)
+        print(folded(line), flush=True)
 
     with must_write(out):
         tokenizer = {}
@@ -309,6 +309,8 @@ def started(cfg, model, resumed, batch, source, skip):
     how = f"resumed {resumed}" if resumed else "started"
     cp = f" cp {cfg.cp}" if cfg.cp > 1 else ""
     here = " on this rank" if model.mesh.world.size > 1 else ""
+    if cfg.lora:
+        here += f", of which {sum(p.numel() for p in model.parameters() if p.requires_grad):,} train"
     print(folded(f"{how}: {n_parameters:,} parameters{here}, dp {model.mesh.dp.size} "
                  f"tp {cfg.tp}{cp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}"))
     skipping = f", skipping steps {skip}" if skip.pairs else ""
@@ -317,8 +319,8 @@ def started(cfg, model, resumed, batch, source, skip):
         samples = "synthetic data without end"
     print(folded(f"  {batch} x {cfg.seq_len} tokens per step, {samples}{skipping}"), flush=True)
     if cfg.skip_spikes:
-        print(f"  --skip-spikes {cfg.skip_spikes:g} skips none before {WINDOW // 2} steps were taken, for "
-              "comparison", flush=True)
+        print(folded(f"  --skip-spikes {cfg.skip_spikes:g} skips none before {WINDOW // 2} steps were "
+                     "taken, for comparison"), flush=True)
     if cfg.compile:
         print(folded("  --compile: the first step compiles the blocks, which can take a minute and more"),
               flush=True)
@@ -376,12 +378,10 @@ def next_commands(out, config, saved):
     """
     name = shlex.quote(str(out))
     lines = []
-    has_text = saved and config["data"] != "synthetic"
-    if has_text and config["objective"] == "causal":
-        prompt = f" --prompt {shlex.quote(config['prompt'])}" if config["prompt"] else ""
-        lines.append(f"write text:   python sample.py {name}{prompt}")
-    if has_text and config["objective"] == "mlm":
-        lines.append(f"fill gaps:    python sample.py {name} --fill 'a [MASK] in a text'")
+    text = report.sample_command(out, config)
+    if saved and text:
+        what = "fill gaps: " if config["objective"] == "mlm" else "write text:"
+        lines.append(f"{what}   {text}")
     lines.append(f"draw curves:  python plot.py {name}")
     if (out / "report.html").exists():
         lines.append(f"see it all:   {out}/report.html, in a browser")
@@ -491,7 +491,9 @@ class Log:
     def prepare_for_kill(self, watchdog):
         """Tell the watchdog, a watch.Watch, what to type after a kill of this run."""
         if is_program():
-            watchdog.if_killed(self.out, self._command(resume="auto"), self._command())
+            again = self._command(resume="auto")
+            watchdog.if_killed(self.out, again, self._command())
+            session.signals.again = again
 
     def _command(self, **changes):
         """Return the command line of this run, with other values of some flags."""

@@ -1,8 +1,10 @@
 """How far a run is: the time that is left, and a line before anything that keeps it silent for long."""
+import contextlib
+import sys
+import threading
 import time
 
-from interface.files import folded
-from interface.terminal import clock
+from interface.terminal import clock, folded
 
 SILENT = 5.0  # seconds: what takes longer is announced
 FORWARD = 1 / 3  # of a step's time, roughly: an evaluation does forwards only
@@ -22,6 +24,24 @@ class Progress:
         self.step_seconds = 0.0
         self.evaluation = 0.0  # seconds that the last one took
         self.evaluation_began = 0.0
+        self.first = None      # a timer, during the first step
+
+    def first_step_begins(self):
+        """Announce the first step if it is not done after SILENT seconds: nothing was measured before."""
+        if not self.is_main:
+            return
+        self.first = threading.Timer(SILENT, self._first_step_is_slow, [sys.stdout])
+        self.first.daemon = True
+        self.first.start()
+
+    def _first_step_is_slow(self, stdout):
+        with contextlib.suppress(OSError, ValueError):  # the run has ended, and its stdout is closed
+            print("  first step: still at work; it prints its line when it is done", file=stdout, flush=True)
+
+    def first_step_ends(self):
+        if self.first is not None:
+            self.first.cancel()
+            self.first = None
 
     def left(self, number):
         """Return the seconds until the last step, by the mean of all since the first, or None."""

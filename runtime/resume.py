@@ -379,7 +379,7 @@ def find_checkpoint(cfg, world, out):
         except ValueError as e:
             damage = str(e)
         if world.rank == 0 and path != paths[-1]:
-            print(f"nanoshard: {damage}; trying the one before it", file=sys.stderr, flush=True)
+            files.warn(f"{damage}; trying the one before it")
     with exit_together(world):
         if paths and found is None:
             if cfg.resume == "auto":

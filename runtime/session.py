@@ -44,6 +44,7 @@ class Signals:
     def __init__(self):
         self.rank = None  # not known yet
         self.guardian = None  # a hang.Guardian, while there is one
+        self.again = ""  # the command that goes on with this run; "" where nobody types one
         self.is_program = False
         self._reset()
 
@@ -101,13 +102,21 @@ class Signals:
         self._acknowledge(number, name)
 
     def _acknowledge(self, number, name):
-        """Say on rank 0 that the first signal has come, and what follows."""
+        """Say on rank 0 that the first signal has come, and what follows.
+
+        The command that goes on is printed already here: after a second Ctrl-C, mpiexec kills all ranks and
+        their guardians' last words may not arrive.
+        """
         if self.is_acknowledged or self.rank not in (None, 0):
             return
         self.is_acknowledged = True
-        again = "; again: leaves at once, without saving" if number == signal.SIGINT else ""
+        said = f"nanoshard: {name}: saves after this step"
+        if number == signal.SIGINT:
+            said += "; again: leaves at once, without saving"
+            if self.again:
+                said = f"nanoshard: to go on later, type: {self.again}\n{said}"
         with contextlib.suppress(OSError):
-            os.write(2, f"nanoshard: {name}: saves after this step{again}\n".encode())
+            os.write(2, f"{said}\n".encode())
 
     def _is_second_interrupt(self):
         """Whether a SIGINT came before this one that was not a copy of the same Ctrl-C."""

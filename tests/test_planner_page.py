@@ -329,3 +329,24 @@ def test_the_page_in_a_browser():
         assert float(view.inner_text("#headline").split()[0].replace(",", "")) < found["ms"]
         view.fill("input[name=tp]", "3")
         assert "8 ranks do not divide by tp 3" in view.inner_text("#refused") and not wrong
+
+
+@pytest.mark.long
+def test_the_page_on_a_phone():
+    """The result stays in sight, a touch explains a flag, and no number is cut in two."""
+    with browser() as chromium:
+        view = chromium.new_page(viewport={"width": 400, "height": 800}, has_touch=True)
+        view.goto(f"{PAGE.as_uri()}#preset=smol-1.7b&gpus=4&gpu=h200&pp=4&global_batch=16")
+        view.tap("input[name=ep_slack]")
+        assert view.inner_text("#help").startswith("ep-slack: dropless with ep > 1")
+        before = view.inner_text("#headline")
+        view.fill("input[name=seq_len]", "512")
+        box = view.locator("#headline").bounding_box()
+        assert view.inner_text("#headline") != before and 0 <= box["y"] < 100
+        letters = view.evaluate("document.querySelector('#pipeline text').getBoundingClientRect().height")
+        assert letters > 11
+        view.click("#search")
+        view.wait_for_selector("tr.pick", timeout=120_000)
+        heights = view.evaluate("[...document.querySelectorAll('td, th')].map((cell) => cell.offsetHeight)")
+        assert len(heights) > 100 and max(heights) < 30
+        assert view.evaluate("document.documentElement.scrollWidth") <= 400

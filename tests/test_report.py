@@ -26,16 +26,27 @@ def write_rows(path, rows):
 def make_run(folder, **config):
     """A run of 40 steps with experts, samples and traffic, whose texts are hostile."""
     folder.mkdir(parents=True)
-    write_rows(folder / "metrics.jsonl", [
-        {"step": i, "loss": 4 - i / 20, "lr": 1e-3, "grad_norm": 90.0 if i == 7 else 1.0, "ms": 5.0 + i,
-         "tokens": 100 * i, **({"val_loss": 3.0 - i / 100} if i % 20 == 0 else {})} for i in range(1, 41)])
+    write_rows(folder / "history.jsonl", [{"step": 0, "time": 1e9}, {"step": 30, "time": 1e9 + 5000}])
+    rows = []
+    for i in range(1, 41):
+        row = {"step": i, "time": 1e9 + 2 * i, "loss": 4 - i / 20, "lr": 1e-3, "grad_norm": 1.0,
+               "ms": 5.0 + i, "tokens": 100 * i}
+        if i > 30:
+            row["time"] += 4940  # step 30 is at 60 seconds, the second start at 5000
+        if i % 20 == 0:
+            row["val_loss"] = 3.0 - i / 100
+        rows.append(row)
+    rows[6]["grad_norm"] = 90.0
+    write_rows(folder / "metrics.jsonl", rows)
     load = {"load": [0.1, 0.2, 0.7, 0.0], "dropped": 0.0}
     write_rows(folder / "experts.jsonl", [{"step": i, "layers": {"0": {"load": [0.25] * 4}, "1": load}}
                                           for i in range(1, 41)])
     write_rows(folder / "notes.jsonl", [{"step": 1, "traffic": {"tp<": [2e6, 1.5e6], "x": ["?"]}},
-                                        {"step": 20, "sample": HOSTILE}, {"step": 40, "sample": "Once"}])
-    config = {"preset": "tiny", "steps": 40, "seed": 1337, "argv": ["/a/train.py", "tiny", "--prompt", "<b>"],
-              "world": 2, "launcher": "hydra", "machine": {"host": HOSTILE}, **config}
+                                        {"step": 20, "sample": HOSTILE}, {"step": 40, "sample": "Once\n\n"}])
+    (folder / "step_000040").mkdir()
+    config = {"preset": "tiny", "steps": 40, "seed": 1337, "init_from": "", "world": 2,
+              "argv": ["/a/train.py", "tiny", "--prompt", "<b>"], "launcher": "hydra",
+              "machine": {"host": HOSTILE}, **config}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -62,9 +73,11 @@ def test_a_page_holds_all_of_a_run_and_no_markup_of_its_texts(tmp_path):
                   "by rank 0 in step 1", "tp<21.5", "Once",
                   r"</pre><script>alert(1)</script>\x1b[31m\x00 & \ud800 \u202e",
                   "mpiexec -n 2 python train.py tiny --prompt '<b>' --resume auto --steps 80",
-                  "--config", "seed7"):
+                  "--config", "seed7", "begun 2001-09-", "ran 1:20 in 2 starts", "init-from-",
+                  "python sample.py", "python plot.py"):
         assert words in said, words
     titles = [e.text for e in tree.iter(f"{SVG}text") if e.get("class") == "title"]
+    assert "<pre>Once</pre>" in text
     assert titles == ["Loss, nats per token; dots: validation", "Learning rate", "Gradient norm",
                       "Milliseconds per step", "Load of the busiest expert"]
     assert "1 above, up to 90" in said and "highest 2.80" in said
@@ -75,12 +88,12 @@ def test_a_page_holds_all_of_a_run_and_no_markup_of_its_texts(tmp_path):
 def test_a_curve_goes_through_its_points():
     drawn = ET.fromstring(svg.chart("Loss", [(1, False, [(1, 4.0), (5, 0.0), (9, 2.0)])]))
     line = next(drawn.iter(f"{SVG}polyline"))
-    assert line.get("points") == "52.0,30.0 260.0,204.0 468.0,117.0" and line.get("class") == "curve s1"
+    assert line.get("points") == "60.0,30.0 264.0,204.0 468.0,117.0" and line.get("class") == "curve s1"
     labels = [e.text for e in drawn.iter(f"{SVG}text")]
-    assert labels == ["Loss", "0", "1", "2", "3", "4", "2", "4", "6", "8"]
+    assert labels == ["Loss", "0", "1", "2", "3", "4", "step", "2", "4", "6", "8"]
     assert svg.chart("Loss", [(0, False, [])]) == ""
     one = ET.fromstring(svg.chart("lr", [(0, False, [(3, 0.0)])]))  # a constant has an axis, too
-    assert next(one.iter(f"{SVG}polyline")).get("points") == "52.0,117.0"
+    assert next(one.iter(f"{SVG}polyline")).get("points") == "60.0,117.0"
 
 
 def test_a_heat_map_shows_each_layer_and_step():
@@ -210,4 +223,10 @@ def test_pages_fit_into_three_widths_and_ask_for_nothing(tmp_path):
                 assert said == [path.as_uri()]
                 boxes = view.evaluate("[...document.querySelectorAll('svg')].map(e => e.clientWidth)")
                 assert boxes and min(boxes) > 300, (path.name, width, boxes)
+                letters = view.evaluate("[...document.querySelectorAll('svg .title')].map((e) => "
+                                        "e.getBoundingClientRect().height)")
+                assert all(12 <= height < 22 for height in letters), (path.name, width, letters)
+                if letters and width >= 800:  # two charts stand side by side
+                    first, second, *_ = view.locator(".grid svg").all()
+                    assert first.bounding_box()["y"] == second.bounding_box()["y"], (path.name, width)
                 view.close()

@@ -126,14 +126,14 @@ def sampled(monkeypatch, *argv):
 
 
 def all_sampled(monkeypatch, *argv):
-    """sample.main -> (what it prints, [(model, generate's other arguments)])."""
-    seen, out, original = [], io.StringIO(), generate.generate
+    """sample.main -> (what it prints, [(model, what new_ids() was given)])."""
+    seen, out, original = [], io.StringIO(), sample.new_ids
 
-    def recorded(model, *args):
-        seen.append((model, args))
-        return original(model, *args)
+    def recorded(model, vocabulary, prompt, flags):
+        seen.append((model, (prompt, flags.max_new_tokens, flags.temperature, flags.top_k, flags.seed)))
+        return original(model, vocabulary, prompt, flags)
     with monkeypatch.context() as patch, contextlib.redirect_stdout(out):
-        patch.setattr("generate.generate", recorded)
+        patch.setattr(sample, "new_ids", recorded)
         sample.main([str(a) for a in argv])
     return out.getvalue(), seen
 
@@ -145,6 +145,25 @@ def test_sample_py_passes_its_flags_on(run, monkeypatch):
     assert args == (words.encode("ab "), 7, 0.5, 3, 11)
     assert text.startswith("ab ") and len(text) == 3 + 7 + 1
     assert sampled(monkeypatch, run)[2] == (words.encode("\n"), 200, 0.8, 50, 1337)
+
+
+def test_sample_py_prints_each_token_as_soon_as_it_is_drawn(run, monkeypatch):
+    """What was printed in the end is generate()'s text. A token may end inside a character."""
+    words = tokenizer.load(run)
+    out, seen = io.StringIO(), []
+    original = generate.sample_token
+
+    def drawn(*args):
+        seen.append(out.getvalue())
+        return original(*args)
+    with monkeypatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(generate, "sample_token", drawn)
+        sample.main([str(run), "--prompt", "ab ", "--max-new-tokens", "7", "--seed", "11"])
+    assert seen[0] == "ab " and [len(text) for text in seen] == [3, 4, 5, 6, 7, 8, 9]
+    weights = sample.read_run(str(run))
+    model = sample.load_model(*weights[:3])
+    ids = generate.generate(model, words.encode("ab "), 7, 0.8, 50, 11)
+    assert out.getvalue() == words.decode(ids) + "\n"
 
 
 def test_sample_py_draws_several_samples_of_several_prompts(run, monkeypatch):

@@ -1,4 +1,5 @@
 """What a person sees around a run: lines that fit the terminal, what to type next, and after a kill."""
+import contextlib
 import fcntl
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from pool import ROOT
 from runs import TINY, session
 
@@ -25,6 +27,7 @@ from runtime import launch, log, tracker
 from runtime import session as session_
 from runtime.launch import World
 from runtime.progress import Progress
+from skip import Ranges
 
 ROW = {"step": 380, "loss": 4.7286, "val_loss": 4.8178, "lr": 2.14e-4, "grad_norm": 1.031, "ms": 105.5,
        "tok_s": 19411.0, "tok_s_gpu": 9705.5, "tokens": 778240}
@@ -39,6 +42,20 @@ def test_the_time_left_is_the_mean_of_the_steps_so_far(monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     progress = Progress(Config(steps=20), is_main=True, first_step=11)
     assert [progress.left(number) for number in (11, 12, 13)] == [None, 3.0 * 8, 4.0 * 7]
+
+
+@pytest.mark.parametrize("silent, said", [
+    (60.0, ""), (0.01, "  first step: still at work; it prints its line when it is done\n")])
+def test_a_first_step_that_takes_long_is_announced_and_a_quick_one_is_not(silent, said, monkeypatch, capsys):
+    monkeypatch.setattr("runtime.progress.SILENT", silent)
+    progress = Progress(Config(steps=20), is_main=True, first_step=1)
+    progress.first_step_begins()
+    timer = progress.first
+    if said:
+        timer.join()
+    progress.first_step_ends()
+    timer.join()
+    assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize("has", [(), ("val_loss",)])
@@ -83,6 +100,90 @@ def test_the_table_of_runs_fits_a_narrow_terminal(tmp_path, monkeypatch, capsys)
     assert "tiny on 1 rank " in said and "--no-plot" in said and "--rampup-batch-size 8 8 64" in said
 
 
+class Screen:
+    """A terminal of 80 columns in which a command runs."""
+
+    def __init__(self, argv, cwd=ROOT):
+        env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+        env.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+        self.seen = b""
+        self.pid, self.terminal = pty.fork()
+        if self.pid == 0:
+            os.chdir(cwd)
+            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+            os.execvpe(argv[0], argv, env)
+
+    def read_until(self, words=None):
+        """Read until the words have come; None: to the end. Return the lines so far."""
+        while words is None or words.encode() not in self.seen:
+            data = b""
+            with contextlib.suppress(OSError):  # Linux: all processes have left the terminal
+                data = os.read(self.terminal, 1 << 16)
+            if not data:
+                assert words is None, self.seen.decode()
+                break
+            self.seen += data
+        return self.seen.decode().replace("\r", "").splitlines()
+
+    def close(self):
+        os.close(self.terminal)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def too_wide(lines):
+    """Return the lines of more than 80 columns that are no command, which is copied as it is."""
+    return [line for line in lines if len(line) > 80 and not terminal.COMMAND.search(line)]
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["prepare.py", "text.txt", "--name", "shakespeare", "--vocab-size=300"], "(train + val), "),
+    (["train.py", "tiny", "--layers", "2"], "n-layer"),
+    (["train.py", "--tp", "2"], "mpiexec -n 2 python train.py --tp 2")])
+def test_no_line_is_wider_than_a_terminal_of_80_columns(argv, words, tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"Line {i} of a text.\n\n" for i in range(20_000)))
+    screen = Screen([sys.executable, str(ROOT / argv[0]), *argv[1:]], tmp_path)
+    lines = screen.read_until()
+    screen.close()
+    assert words in "\n".join(lines) and not too_wide(lines), lines
+
+
+def test_the_columns_of_a_table_move_together_on_a_narrow_terminal(monkeypatch, capsys):
+    for columns, gap in ((80, 1), (90, 2)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        plan.print_table("title", [[19 * "a"] * 4])
+        assert capsys.readouterr().out.splitlines()[-1] == 4 * (gap * " " + 19 * "a")
+
+
+def test_a_command_in_a_line_is_not_folded(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    command = "mpiexec -n 2 python train.py --tp 2 --resume auto --out out/a"
+    text = f"two ranks are needed; start them: {command}; or one"
+    assert terminal.folded(text) == f"two ranks are needed; start them:\n      {command};\n      or one"
+
+
+def test_a_second_ctrl_c_behind_mpiexec_leaves_the_command_on_the_screen(tmp_path):
+    """mpiexec kills the ranks and what they still print, so the first Ctrl-C already prints it."""
+    argv = ["mpiexec", "-n", "2", sys.executable, "train.py", "tiny", *TINY, "--steps=100000",
+            "--save-every=1", "--keep=2", f"--out={tmp_path / 'run'}"]
+    screen = Screen(argv)
+    lines = screen.read_until("step=3/")
+    assert lines[0].startswith("[node 1/1 ") and not too_wide(lines), lines
+    os.write(screen.terminal, b"\x03")
+    screen.read_until("leaves at once")
+    os.write(screen.terminal, b"\x03")
+    text = " ".join(screen.read_until())
+    screen.close()
+    assert "nanoshard: to go on later, type: mpiexec -n 2 python train.py tiny" in text
+    assert f"--out={tmp_path / 'run'} --resume auto" in text
+
+
+def test_an_entry_of_a_legend_is_not_folded(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    series = [(f"out/run-{name} val_loss", name, [(1, 2.0), (2, 1.0)]) for name in "abc"]
+    legend = plot.draw("loss", series, (40, 8)).rstrip().splitlines()[-3:]
+    assert [line.split() for line in legend] == [[name, f"out/run-{name}", "val_loss"] for name in "abc"]
+
+
 # -----------------------------------------------------------------------------
 # The first lines of a run, and the last
 
@@ -98,6 +199,16 @@ def test_the_line_of_a_node_stands_before_a_run_and_before_no_error(tmp_path, ca
     assert got["code"] == 0 and got["out"].count("[node 1/1 ") == 1
     assert f"--resume auto: {tmp_path / 'b'} has no checkpoint, so the run starts at step 1\n" in got["out"]
     assert "--skip-spikes 6 skips none before 64 steps were taken" in got["out"]
+
+
+def test_the_first_line_of_adapters_says_how_many_parameters_train(capsys):
+    model = torch.nn.Linear(3, 2)
+    model.weight.requires_grad_(False)
+    model.mesh = SimpleNamespace(world=SimpleNamespace(size=1), dp=SimpleNamespace(size=1))
+    source = SimpleNamespace(n_samples=5, has_documents=False)
+    for rank, words in ((8, "8 parameters, of which 2 train, dp 1"), (0, "8 parameters, dp 1")):
+        log.started(Config(lora=rank), model, None, 8, source, Ranges([]))
+        assert capsys.readouterr().out.startswith(f"started: {words}")
 
 
 def test_a_run_that_is_done_says_what_can_be_typed_next(tmp_path, monkeypatch, capsys):

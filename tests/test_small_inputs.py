@@ -24,7 +24,7 @@ import prepare
 from config import Config
 from corpus import blend, build, chat, config_json, gguf_file, order, shards, text, tokenizer, tokenizer_json
 from corpus.safetensors_files import same_matrix
-from interface import checkpoint_report, command_line, files, host_lines, schema
+from interface import checkpoint_report, command_line, files, host_lines, schema, terminal
 
 # -----------------------------------------------------------------------------
 # Data sets
@@ -507,7 +507,7 @@ def test_a_directory_is_locked_and_made_also_below_new_ones(tmp_path):
 
 def test_a_long_path_stays_in_one_piece():
     path = "/" + 120 * "a"
-    assert files.folded(f"a checkpoint {path} and more") == f"a checkpoint\n      {path}\n      and more"
+    assert terminal.folded(f"a checkpoint {path} and more") == f"a checkpoint\n      {path}\n      and more"
 
 
 def test_the_largest_number_of_a_double_is_finite():

@@ -131,7 +131,7 @@ def test_behind_mpiexec_lines_have_the_width_of_its_terminal(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     with open(leader, "rb"), open(follower, "rb"), open(reading, "rb"), open(writing, "w") as stdout:
         monkeypatch.setattr(sys, "__stdout__", stdout)
-        monkeypatch.setattr(terminal, "_stdout_of_launcher", lambda: os.ttyname(follower))
+        monkeypatch.setattr(terminal, "_stream_of_launcher", lambda number: os.ttyname(follower))
         before = limits.open_now()
         assert terminal.columns() == 77
         assert limits.open_now() == before
