@@ -17,7 +17,7 @@ import pytest
 from test_data import make_text, refused, run
 
 import prepare
-from corpus import build, shards
+from corpus import build, folder, shards
 from corpus import text as readers
 from corpus import tokenizer as tok
 
@@ -380,3 +380,11 @@ def test_wrong_flags(argv, say):
     def call():
         prepare.list_sources(prepare.parse(argv))
     refused((ValueError, OSError), call, say)
+
+
+def test_folders_that_wrong_input_made_are_removed_and_others_stay(tmp_path):
+    (tmp_path / "there").mkdir()
+    for name in ("new/a/b", "there/a"):
+        with pytest.raises(ValueError, match="wrong"), folder.locked(tmp_path / name):
+            raise ValueError("wrong")
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]

@@ -25,7 +25,7 @@ import prepare
 import skip
 import train
 from config import Config
-from corpus import folder, text
+from corpus import text
 from cost.fits import larger_zero
 from cost.idle import pipeline_warnings, width_warnings
 from ddp import assign_buckets
@@ -734,14 +734,6 @@ def test_only_the_main_rank_speaks(capsys):
     for is_main in (False, True):
         progress.Progress.say(SimpleNamespace(is_main=is_main), f"main: {is_main}")
     assert capsys.readouterr().out == "main: True\n"
-
-
-def test_folders_that_wrong_input_made_are_removed_and_others_stay(tmp_path):
-    (tmp_path / "there").mkdir()
-    for name in ("new/a/b", "there/a"):
-        with pytest.raises(ValueError, match="wrong"), folder.locked(tmp_path / name):
-            raise ValueError("wrong")
-    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
 
 
 def test_what_lies_in_a_folder_is_offered_before_its_neighbours(tmp_path):
