@@ -146,7 +146,7 @@ def test_the_readme_shows_the_first_run_as_it_was():
     changed = copy.deepcopy(results)
     changed["first"]["rows"][-1]["loss"] = 3.0
     changed["first"]["texts"]["400"] = "x"
-    changed["layouts"]["python RUN"][-1]["val_loss"] = 3.0
+    changed["layouts"]["python $RUN"][-1]["val_loss"] = 3.0
     new = first_run.with_pictures(page, changed)
     assert "step=400/400 loss=3.0000 val_loss=" in new and "--- step 400\nx\n```\n" in new
     assert "| 3.0000 |\n" in new and first_run.with_pictures(new, results) == page
