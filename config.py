@@ -211,7 +211,8 @@ class Config:
 
     # directory that prepare.py made, several by weight (A:0.7,B:0.3), "synthetic"
     data: str = flag("data/stdlib", "data", common=True)
-    # the config.json of a run: its flags, except --resume, are the defaults, and those given here win
+    # the config.json of a run: its flags, except --resume, are the defaults, and those given here win. --out
+    # is among them: without another --out the run there is moved aside, and the new one takes its place
     config: str = flag("", "silent")
     out: str = flag("", "silent", common=True)  # directory of the run's files; default out/PRESET
     # a token attends to its own document alone, not to all that is before it in its window; auto: on for

@@ -39,7 +39,7 @@ from interface.files import must_write
 from interface.half import unfinished
 from interface.schema import load_json, load_json_of_others
 from runtime import adapters
-from runtime.model_card import flag_words, model_card
+from runtime.model_card import model_card
 from runtime.model_tensors import Lazy, gguf_tensors, read_paired, read_whole, shapes, tensors
 from runtime.peft_adapters import from_peft, to_peft
 
@@ -299,8 +299,8 @@ def import_adapter(flags):
             vocabulary.save(half / "tokenizer.json")
         write_json(half / "config.json", {**dataclasses.asdict(cfg), "vocab_size_used": vocab_size})
     return (f"{saved}: adapters of rank {rank}, alpha {alpha:g}, on top of {step}\n"
-            f"sample.py {out} --prompt ..., or train.py --data data/NAME --init-from {saved} "
-            f"{flag_words(cfg)}")
+            f"write text:   python sample.py {out} --prompt ...\n"
+            f"train on:     python train.py --data data/NAME --init-from {saved}")
 
 
 def load_tokenizer(folder, vocab_size):
@@ -343,8 +343,8 @@ def import_model(flags):
     if weights.left_out:
         left_out = (f"left out, as the logits do not depend on them: {len(weights.left_out)} tensors, "
                     f"{printable(weights.left_out[0])} first\n")
-    return (f"{left_out}{step}\nsample.py {out} --prompt ..., or train.py --data data/NAME --init-from "
-            f"{step} {flag_words(cfg)}\ndata/NAME: {data}")
+    return (f"{left_out}{step}\nwrite text:   python sample.py {out} --prompt ...\n"
+            f"train on:     python train.py --data data/NAME --init-from {step}\ndata/NAME:    {data}")
 
 
 def lazy_pieces(weights):

@@ -411,6 +411,16 @@ def read_flags(argv):
     return flags
 
 
+def nothing_to_draw(flags):
+    """Return the line in the place of plots: there is no row, or none that can be drawn."""
+    for run in flags.runs:
+        rows, _ = sound_rows(metrics_file(run))
+        if rows:
+            return ("no row can be drawn: a value has to be a number below 1e290 (with --log above 0) of a "
+                    "step in --steps\n")
+    return "no rows yet\n"
+
+
 def show_once(flags):
     """Print the plots of all runs as they are now. With --png, also write them as a picture."""
     found = read(flags)
@@ -418,7 +428,7 @@ def show_once(flags):
     text = "".join(draw(title, series, size, flags.log) for title, series in found.items())
     if flags.follow and sys.stdout.isatty():
         sys.__stdout__.write(CLEAR_SCREEN)  # sys.stdout would escape it
-    print(text or "no rows yet\n", end="", flush=True)
+    print(text or nothing_to_draw(flags), end="", flush=True)
     if flags.png:
         picture(found, Path(flags.png), flags.log)
     if flags.html:

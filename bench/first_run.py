@@ -27,8 +27,8 @@ from interface.files import sound_rows
 README, RESULTS = ROOT / "README.md", ROOT / "bench/results/first-run.json"
 KEYS = ("step", "loss", "val_loss", "lr", "grad_norm")
 RUN = "train.py tiny --global-batch 16 --steps 100"
-LAYOUTS = ("python RUN", "mpiexec -n 2 python RUN", "mpiexec -n 2 python RUN --tp 2",
-           "mpiexec -n 2 python RUN --pp 2", "mpiexec -n 2 python RUN --zero 1")
+LAYOUTS = ("python $RUN", "mpiexec -n 2 python $RUN", "mpiexec -n 2 python $RUN --tp 2",
+           "mpiexec -n 2 python $RUN --pp 2", "mpiexec -n 2 python $RUN --zero 1")
 STEPS = (1, 20, 40, 60, 80, 100)  # of the table
 LINES = 14  # of Shakespeare's text
 TERMINAL = os.terminal_size((80, 24))  # plotext draws no larger
@@ -47,7 +47,7 @@ def run_layouts():
     found = {}
     for command in LAYOUTS:
         with tempfile.TemporaryDirectory() as folder:
-            words = command.replace("RUN", f"{RUN} --no-plot --no-report --out {folder}/run").split()
+            words = command.replace("$RUN", f"{RUN} --no-plot --no-report --out {folder}/run").split()
             subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
             found[command] = take(f"{folder}/run")["rows"]
     return found
@@ -100,7 +100,7 @@ def table(layouts):
         by_step = {row["step"]: row["loss"] for row in rows}
         values = [*(by_step[step] for step in STEPS), rows[-1]["val_loss"]]
         losses = " | ".join(f"{value:.4f}" for value in values)
-        lines.append(f"| {f'`{command}`':34s}| {losses} |")  # 100 columns
+        lines.append(f"|{f'`{command}`':35s}| {losses} |")  # 100 columns
     return "\n".join(lines)
 
 

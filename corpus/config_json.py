@@ -475,22 +475,52 @@ def read_rope(path, theirs):
     name = theirs["model_type"]
     if name not in ROPE_THETA:
         return {}
-    scaling = ()
-    for field in ROPE_FIELDS:
-        scaling = read_scaling(path, field, theirs.get(field) or {}) or scaling
-
-    rope = {
-        "rope_theta": ROPE_THETA[name],
-        "partial_rotary_factor": PARTIAL_ROTARY.get(name, 1),
-        **theirs,
-        **(theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}),
-    }
-    factor = rope["partial_rotary_factor"]
+    outside = {"rope_theta": ROPE_THETA[name], "partial_rotary_factor": PARTIAL_ROTARY.get(name, 1)}
+    outside |= {key: theirs[key] for key in outside if key in theirs}
+    given = [field for field in ROPE_FIELDS if theirs.get(field)]
+    found = []  # (rope_theta, partial_rotary_factor, --rope-scaling) by each of these fields
+    for field in given or ROPE_FIELDS[:1]:
+        inside = theirs.get(field) or {}
+        check_theta(path, theirs, "rope_theta", inside, field)
+        check_equal(path, theirs, "partial_rotary_factor", inside, field)
+        rope = {**outside, **inside}
+        check_schema(rope, {"rope_theta": Range(1.0, 1e12)}, path)
+        found.append((rope["rope_theta"], rope["partial_rotary_factor"], read_scaling(path, field, inside)))
+    if found[0] != found[-1]:
+        raise ValueError(contradiction(path, *((field, theirs[field]) for field in ROPE_FIELDS)))
+    theta, factor, scaling = found[0]
     if factor != 1:
         raise ValueError(f"{path}: partial_rotary_factor is {reprlib.repr(factor)}, our positions turn all "
                          "dimensions")
-    check_schema(rope, {"rope_theta": Range(1.0, 1e12)}, path)
-    return {"rope_base": rope["rope_theta"], "rope_scaling": scaling}
+    return {"rope_base": theta, "rope_scaling": scaling}
+
+
+def check_theta(path, theirs, field, inside, name):
+    """Raise ValueError if a base of rotary positions is no number, or another one than that of a dict.
+
+    field: where the base stands outside the dict. inside: a dict with a rope_theta, or without one.
+    name: that of the dict.
+    """
+    if theirs.get(field) is not None:
+        check_schema(theirs, {field: Range(1.0, 1e12)}, path)
+    check_equal(path, theirs, field, inside, name, "rope_theta")
+
+
+def check_equal(path, theirs, field, inside, name, key=""):
+    """Raise ValueError if a field and a key of a dict, by default of the same name, have two values.
+
+    transformers 5 takes the one inside, transformers 4 the one outside.
+    """
+    key = key or field
+    if theirs.get(field) is not None and key in inside and theirs[field] != inside[key]:
+        raise ValueError(contradiction(path, (field, theirs[field]), (f"{name}.{key}", inside[key])))
+
+
+def contradiction(path, first, second):
+    """Return the line about two fields, each (name, value), that say the same thing in two ways."""
+    told = " and ".join(f"{name} is {reprlib.repr(value)}" for name, value in (first, second))
+    return (f"{path}: {told}, of which versions of transformers take different ones; delete the one that is "
+            "wrong")
 
 
 def read_two_ropes(path, theirs):
@@ -504,11 +534,14 @@ def read_two_ropes(path, theirs):
     for flag, layers, field, theta in (
             ("rope_base", "full_attention", "rope_theta", ROPE_THETA["gemma3_text"]),
             ("window_rope_base", "sliding_attention", "rope_local_base_freq", WINDOW_ROPE_THETA)):
-        rope = {"rope_theta": theirs.get(field, theta), **(both.get(layers) or {})}
+        inside = both.get(layers) or {}
+        check_theta(path, theirs, field, inside, f"rope_parameters.{layers}")
+        rope = {"rope_theta": theirs.get(field, theta), **inside}
         read_rope_alone(path, f"rope_parameters.{layers}", rope)
         found[flag] = rope["rope_theta"]
-    if theirs.get("rope_scaling"):
-        read_rope_alone(path, "rope_scaling", {"rope_theta": 1.0, **theirs["rope_scaling"]})
+    if scaling := theirs.get("rope_scaling"):
+        check_equal(path, {"rope_theta": found["rope_base"]}, "rope_theta", scaling, "rope_scaling")
+        read_rope_alone(path, "rope_scaling", {"rope_theta": 1.0, **scaling})
     if more := both.keys() - {"full_attention", "sliding_attention"}:
         raise ValueError(f"{path}: rope_parameters has {min(more)}, which is no kind of layer that we know")
     if theirs.get("partial_rotary_factor", 1) != 1:
@@ -527,6 +560,7 @@ def read_rope_alone(path, field, rope):
 
 def read_scaling(path, field, rope):
     """Return --rope-scaling, () for none: linear scaling by a factor of 1 is none. ValueError: another."""
+    check_equal(path, rope, "type", rope, field, "rope_type")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     more = rope.keys() - ROPE_KEYS
     if rope_type == "llama3" and more == set(LLAMA3_KEYS):

@@ -438,6 +438,9 @@ def read_rows(span, key, report):
                     text = value.as_py()
                 except UnicodeDecodeError as e:
                     why = str(e)
+                if text is not None and len(text) > MOST_LINE:
+                    text = None
+                    why = f"a text of more than {MOST_LINE >> 20} MB; cut it into records"
                 if text is None:
                     report("broken", f"{place} {row:,}: {why}")
                 else:

@@ -238,6 +238,17 @@ def test_a_small_file_gives_no_endless_text(end, tmp_path, monkeypatch):
     assert kind == "damaged" and "unpacks to more than 2 times its size, the rest is left out" in line
 
 
+def test_a_huge_text_of_a_parquet_is_left_out(tmp_path, monkeypatch):
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(readers, "MOST_LINE", 1 << 20)
+    texts = ["one", "a" * (1 << 21), "two"]
+    parquet.write_table(pa.table({"text": texts}), tmp_path / "x.parquet", compression="zstd")
+    found, reports = documents(tmp_path / "x.parquet")
+    assert found == ["one", "two"] and [kind for kind, _ in reports] == ["broken"]
+    assert "row 2: a text of more than 1 MB; cut it into records" in reports[0][1]
+
+
 def test_of_huge_texts_few_are_read_at_once(tmp_path):
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

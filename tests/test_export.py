@@ -336,7 +336,9 @@ def test_a_killed_import_leaves_a_half_that_the_same_command_replaces(at, left_t
     assert "was stopped" in (left / half.MARKER).read_text()
     capsys.readouterr()
     convert.main(["import", str(model), f"--out={out}"])
-    assert f"--init-from {out}/step_000000 " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"python train.py --data data/NAME --init-from {out}/step_000000\n" in printed
+    assert f"python sample.py {out} --prompt ..." in printed
     assert sorted(path.relative_to(out).as_posix() for path in out.rglob("*")) == [
         "config.json", "step_000000", "step_000000/index.json", "step_000000/rank_00000.safetensors",
         "tokenizer.json"]

@@ -236,6 +236,56 @@ def test_messages_say_which_half_is_missing(hf, tmp_path):
         config_json.read_config(path, "fp32")
 
 
+LLAMA3_POSITIONS = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 16}
+TWICE = [  # (model_type, fields, words of the refusal; "": the function is the one of transformers)
+    ("llama", {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}},
+     r"rope_theta is 500000.0 and rope_parameters.rope_theta is 10000.0, .*; delete the one that is wrong"),
+    ("llama", {"rope_theta": "10000", "rope_parameters": {"rope_theta": 1e4}}, "rope_theta is '10000', not"),
+    ("llama", {"rope_theta": True, "rope_parameters": {"rope_theta": 1.0}}, "rope_theta is True, not"),
+    ("llama", {"rope_theta": 5e5, "rope_scaling": {"type": "default", "rope_theta": 1e4}},
+     "rope_theta is 500000.0 and rope_scaling.rope_theta is 10000.0"),
+    ("llama", {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 5e5}},
+     "rope_scaling is .* and rope_parameters is"),
+    ("llama", {"rope_scaling": {"type": "default"}, "rope_parameters": LLAMA3_POSITIONS},
+     "rope_scaling is .* and rope_parameters is"),
+    ("llama", {"rope_scaling": {"type": "llama3", "rope_type": "default"}, "rope_parameters": None},
+     "type is 'llama3' and rope_scaling.rope_type is 'default'"),
+    ("glm4_moe", {"partial_rotary_factor": 0.5}, "factor is 0.5 and rope_parameters.partial_rotary_factor"),
+    ("gemma3_text", {"rope_theta": 1e4}, "rope_theta is 10000.0 and rope_parameters.full_attention.rope_th"),
+    ("gemma3_text", {"rope_local_base_freq": 7.0}, "7.0 and rope_parameters.sliding_attention.rope_theta"),
+    ("gemma3_text", {"rope_scaling": {"rope_theta": 7.0}}, "rope_theta is 1000000.0 and rope_scaling.rope_t"),
+    ("qwen3_moe", {"num_experts": 8, "num_local_experts": 4}, "num_experts is 8 and num_local_experts 4"),
+    ("mixtral", {"num_experts": 8}, "num_experts is 8 and num_local_experts 4"),
+    ("qwen3", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2}, "layer_types is"),
+    ("mistral", {"sliding_window": 8, "layer_types": ["full_attention"] * 2}, "layer_types is"),
+    ("smollm3", {"no_rope_layers": [1, 0], "no_rope_layer_interval": 4}, "no_rope_layers is"),
+    ("llama", {"tie_word_embeddings": True}, "lm_head.weight is another matrix than"),
+    ("llama", {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, ""),
+    ("llama", {"rope_theta": 5e5, "rope_parameters": {}}, ""),
+    ("llama", {"rope_theta": 5e5, "rope_parameters": {**LLAMA3_POSITIONS, "rope_theta": 5e5},
+               "rope_scaling": {**LLAMA3_POSITIONS, "type": "llama3"}}, ""),
+    ("llama", {"torch_dtype": "float16", "dtype": "bfloat16"}, ""),  # the files have a dtype of their own
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention"] * 2}, ""),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2,
+               "layer_types": ["sliding_attention"] * 2}, ""),
+    ("gemma3_text", {"sliding_window_pattern": 3,
+                     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, ""),
+    ("gemma3_text", {"hidden_act": "relu"}, ""),  # hidden_activation is read
+]
+
+
+@pytest.mark.parametrize("name,fields,words", TWICE)
+def test_what_is_said_twice_is_refused_or_read_as_transformers_does(name, fields, words, hf, tmp_path):
+    folder = make(hf, tmp_path / "a", name)
+    change(folder, **fields)
+    if words:
+        with pytest.raises(ValueError, match=words):
+            convert.HuggingFace(folder)
+    else:
+        same_logits(hf, folder)
+
+
 @pytest.mark.parametrize("name,values,said", [
     ("glm4_moe", {"n_shared_experts": 0}, "left out, as the logits do not depend on them: 6 tensors"),
     ("glm4_moe", {"num_nextn_predict_layers": 1}, "1 tensors, model.layers.2.\\x1b[2J first"),

@@ -6,8 +6,10 @@ import sys
 
 import pytest
 from pool import ROOT
+from runs import go, rows
 
 import plot
+import prepare
 import train
 from interface import files
 
@@ -54,6 +56,14 @@ def test_one_run_its_steps_and_a_logarithmic_axis(runs, capsys):
     rows = [line.index("g") for line in straight.splitlines() if "g" in line]
     assert len(rows) > 10 and rows == sorted(rows, reverse=True)  # a straight line, not a corner
     assert plot.draw("", [("", "g", [(1, -1.0)])], log=True) == ""
+
+
+@pytest.mark.parametrize("value,flags", [("1e299", []), ("1e999", ["--log"]), ("-1.0", ["--log"]),
+                                         ("2.0", ["--steps", "5", "6"])])
+def test_rows_that_cannot_be_drawn_are_no_missing_rows(value, flags, runs, capsys):
+    (runs / "a" / "metrics.jsonl").write_text(f'{{"step": 1, "loss": {value}}}\n')
+    assert plot.main(["a", *flags]) == 0
+    assert "no row can be drawn: a value has to be a number below 1e290" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv,words", [
@@ -136,10 +146,38 @@ def test_the_readme_shows_the_first_run_as_it_was():
     changed = copy.deepcopy(results)
     changed["first"]["rows"][-1]["loss"] = 3.0
     changed["first"]["texts"]["400"] = "x"
-    changed["layouts"]["python RUN"][-1]["val_loss"] = 3.0
+    changed["layouts"]["python $RUN"][-1]["val_loss"] = 3.0
     new = first_run.with_pictures(page, changed)
     assert "step=400/400 loss=3.0000 val_loss=" in new and "--- step 400\nx\n```\n" in new
     assert "| 3.0000 |\n" in new and first_run.with_pictures(new, results) == page
+
+
+# The losses of two steps of `tiny` on a text that is the same everywhere, and its validation loss: what
+# decides the README's numbers besides the text. Machines round to 1e-6.
+FIRST_STEPS = (5.732450, 5.617015, 5.421145)
+
+
+def two_steps(folder):
+    """Return the losses like FIRST_STEPS of one process, and of two ranks with --tp 2."""
+    text = "".join(f"def f{(17 * i * i + i // 3) % 97}(x): return x + {i % 7}\n" for i in range(4000))
+    (folder / "text.txt").write_text(text)
+    prepare.main([str(folder / "text.txt"), "--name=fixed", "--vocab-size=300", "--workers=1",
+                  f"--out={folder}"])
+    flags = ["tiny", f"--data={folder}/fixed", "--micro-batch=2", "--global-batch=4", "--steps=2",
+             "--log-every=1", "--eval-iters=1", "--save-every=0", "--no-plot", "--no-report"]
+    found = []
+    for ranks, layout in ((1, []), (2, ["--tp=2"])):
+        go(ranks, folder / f"run{ranks}", *layout, base=flags)
+        first, second = rows(folder / f"run{ranks}")
+        found.append((first["loss"], second["loss"], second["val_loss"]))
+    return found
+
+
+def test_the_first_run_is_still_the_one_of_the_readme(tmp_path):
+    for losses in two_steps(tmp_path):
+        assert losses == pytest.approx(FIRST_STEPS, abs=1e-4, rel=0), (
+            "the first run changed: run `make train && make picture` and `python bench/first_run.py "
+            "--layouts`, and write these losses into FIRST_STEPS")
 
 
 def test_what_the_readme_shows_is_taken_from_a_run(runs):
