@@ -118,7 +118,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "interface/streams.py": "streams serve chat",
     "interface/svg.py": "report",
     "interface/tensor_file.py": "details checkpoint",
-    "interface/terminal.py": "printed details cli streams",
+    "interface/terminal.py": "printed screen cli streams",
     "interface/tree.py": "tree launch",
     "interface/words.py": "wrong_commands cli",
     "ops": "model moe kernels",

@@ -34,7 +34,7 @@ from fast import compile as compile_
 from fast.choose import Choice
 from fast.graph import BufferSizer, GraphedStep
 from fast.host_buffers import HostBuffers
-from interface import files, nearest, paths, terminal
+from interface import files, nearest, paths
 from interface.layout import balanced_counts
 from interface.tensor_file import safetensors_header
 from ops import checksum, grouped_mm, permute
@@ -742,10 +742,3 @@ def test_what_lies_in_a_folder_is_offered_before_its_neighbours(tmp_path):
     found = paths.close_paths(tmp_path / "run", tmp_path, lambda path: path.name != "a")
     assert found == [tmp_path / "run/b"]
     assert paths.close_paths(tmp_path / "runn", tmp_path, Path.is_dir) == [tmp_path / "run"]
-
-
-@pytest.mark.parametrize("width, columns", [
-    (80, 80), (10**4, terminal.MOST), (terminal.NO_TERMINAL, terminal.NO_TERMINAL)])
-def test_prose_is_folded_to_the_terminal_up_to_a_bound(width, columns, monkeypatch):
-    monkeypatch.setattr(terminal, "width", lambda: width)
-    assert terminal.columns() == columns

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 from pathlib import Path
 
 import pytest
@@ -329,7 +328,7 @@ def killed_import(model, out, at):
                                            ("config.json", "step_000000/index.json")])
 def test_a_killed_import_leaves_a_half_that_the_same_command_replaces(at, left_there, model, tmp_path,
                                                                       capsys, monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(host_lines, "host", lambda: "here")
     out = tmp_path / "ours"
     left = killed_import(model, out, at)
     assert not out.exists() and (left / left_there).exists()

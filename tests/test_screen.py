@@ -71,6 +71,13 @@ def test_a_step_is_one_line_of_80_columns_and_whole_in_a_log_without_terminal(ha
     assert all(word in whole for word in ("tokens=778.2k", "dt=105.5ms", "lr=2.14e-04", "gnorm=1.031"))
 
 
+@pytest.mark.parametrize("width, columns", [
+    (80, 80), (10**4, terminal.MOST), (terminal.NO_TERMINAL, terminal.NO_TERMINAL)])
+def test_prose_is_folded_to_the_terminal_up_to_a_bound(width, columns, monkeypatch):
+    monkeypatch.setattr(terminal, "width", lambda: width)
+    assert terminal.columns() == columns
+
+
 @pytest.mark.parametrize("parent, expected", [("mpiexec", 77), ("other", terminal.NO_TERMINAL)])
 def test_behind_mpiexec_the_terminal_is_that_of_mpiexec(parent, expected, tmp_path):
     """A pipe to another program, such as tee, has no columns, although the process has a terminal."""
