@@ -172,6 +172,10 @@ WRONG = [
     ("train.py --global-batch 15", "--global-batch 16", "train.py --global-batch 16"),
     ("train.py --n-experts 4 --top-k 9", "--top-k 4", "train.py --n-experts 4 --top-k 4"),
     ("train.py --pp-chunks 2", "--pp-chunks 1", "train.py --pp-chunks 1"),
+    ("train.py --n-embd 100 --shard 2", f"{MPI} 2 python train.py --shard 2 --n-embd 104 --zero 1", ""),
+    ("train.py --shard 2 --zero 1", f"needs 2 ranks, and one process is started; start 2: {MPI} 2", ""),
+    ("train.py --n-head 6 --tp 4 --ep 4 --pp-chunks 2",
+     f"try --n-head 8 --n-experts 8 --pp-chunks 1, on 4 ranks: {MPI} 4 python train.py --tp 4 --ep 4", ""),
     ("train.py --ep 2", f"try --n-experts 8, on 2 ranks: {MPI} 2 python train.py --ep 2 --n-experts 8", ""),
     ("plan.py gpt2 --gpus 8 --tp 8", "--tp 4", ""),
     ("plan.py gpt2 --nnodes 2", "--gpus", ""),
@@ -390,7 +394,7 @@ def test_each_row_has_a_fix_that_is_typed_or_says_why_not():
     rows = {wrong for wrong, _, _ in WRONG}
     assert set().union(*kinds.values()) == rows and len(rows) == len(WRONG)
     assert not kinds["not"] & (kinds["one process"] | kinds["launcher"])
-    assert (len(ONE_PROCESS), len(LAUNCHED) + len(MISFITS), len(NOT_TYPED)) == (111, 18, 6)
+    assert (len(ONE_PROCESS), len(LAUNCHED) + len(MISFITS), len(NOT_TYPED)) == (111, 21, 6)
 
 
 def test_a_fixed_command_trains_and_the_run_goes_on(folder, monkeypatch):
@@ -449,20 +453,83 @@ def test_the_nearest_layout_fits_everything(ranks, argv, fix):
     assert nearest.fits(parse(nearest.change_words(flags, nearest.search(cfg, ranks))), ranks)
 
 
-def test_random_misfits_have_a_fix_that_fits():
-    """Also where model and layout are both wrong. A batch that is far too small has none near."""
+# Values of which random misfits are made: many do not fit each other, or one process
+RANDOM = {
+    "--n-embd": (64, 96, 100, 130, 250), "--n-head": (2, 3, 6, 8, 12), "--n-kv-head": (1, 2, 3, 4),
+    "--seq-len": (30, 64, 100), "--n-layer": (2, 3, 7), "--ffn-hidden": (100, 129, 256),
+    "--tp": (2, 3, 4, 8), "--cp": (2, 3, 4), "--pp": (2, 3, 5), "--ep": (2, 3, 4), "--pp-chunks": (2, 3),
+    "--zero": (1, 2, 3), "--shard": (2, 3, 4), "--n-experts": (2, 4, 6, 8), "--top-k": (1, 2, 5, 9),
+    "--n-shared-experts": (1,), "--router": ("softmax-topk", "sigmoid"), "--lora": (4,),
+    "--global-batch": (8, 15, 48, 100), "--micro-batch": (1, 3, 8), "--recompute": ("selective", "full")}
+
+
+def misfits(count, seed):
+    """Yield (argv, what is said) of random flags that train.py refuses in one process."""
     import random
-    draw = random.Random(5)
-    for _ in range(4):
-        sizes = {"n_embd": draw.randint(60, 300), "n_head": draw.randint(1, 12),
-                 "n_kv_head": draw.randint(1, 5), "tp": draw.choice((1, 2, 4)), "pp": draw.choice((1, 2)),
-                 "global_batch": draw.randint(64, 128)}
-        ranks = draw.choice((2, 4, 6, 8))
-        cfg = nearest.SimpleNamespace(**{**vars(parse([])), **sizes})
-        if not nearest.fits(cfg, ranks):
-            changes = nearest.search(cfg, ranks)
-            assert changes, (sizes, ranks)
-            assert nearest.fits(nearest.SimpleNamespace(**{**vars(cfg), **changes}), ranks), (sizes, changes)
+    draw = random.Random(seed)
+    while count:
+        names = draw.sample(sorted(RANDOM), draw.randint(1, 6))
+        argv = [word for name in names for word in (name, str(draw.choice(RANDOM[name])))]
+        said = refusal(argv)
+        if said:
+            count -= 1
+            yield argv, said
+
+
+def refusal(argv, ranks=1):
+    """Return what train.py says of flags on a number of ranks, or ""."""
+    try:
+        cfg = parse(argv)
+        if ranks == 1:
+            nearest.check_alone(cfg, argv)
+        with nearest.with_fix(cfg, ranks):
+            nearest.check_all(cfg, ranks)
+    except ValueError as e:
+        return str(e)
+    return ""
+
+
+def fixed(argv, said):
+    """Return (words, ranks) of the command that a message prints, or of the flags that it says to try."""
+    whole = re.search(r"(?:mpiexec .*?-n (\d+) )?python train.py (.*)$", said)
+    if whole:
+        return whole[2].split(), int(whole[1] or 1)
+    tried = re.search("(?:try|add) (--[^;]*)$", said)
+    assert tried, f"{argv}: {said}"
+    changes = dict(re.findall(r"--([\w-]+) (\S+)", tried[1]))
+    return nearest.change_words(argv, {name.replace("-", "_"): value for name, value in changes.items()}), 1
+
+
+@pytest.mark.parametrize("count,seed", [(20, 5), pytest.param(400, 6, marks=pytest.mark.long)])
+def test_the_fixes_of_random_misfits_are_complete(count, seed):
+    """No fix that is printed leads to the next misfit."""
+    for argv, said in misfits(count, seed):
+        again = refusal(*fixed(argv, said))
+        assert not again, f"{' '.join(argv)}: {said}, and then: {again}"
+
+
+@pytest.mark.parametrize("flags,ranks", [
+    ({"window": 8, "objective": "mlm", "shard": 3, "doc_mask": "on", "n_embd": 100, "pdb": 3}, None),
+    ({"n_embd": 100, "pp_chunks": 3, "top_k": 9, "n_shared_experts": 1, "shard": 2}, None),
+    ({"global_batch": 1, "micro_batch": 7, "tp": 8, "pp_layers": "3,3", "shard": 5}, 6)])
+def test_where_many_flags_do_not_fit_the_line_says_so_and_is_complete(flags, ranks):
+    cfg = dataclasses.replace(parse([]), **flags)
+    with pytest.raises(ValueError) as e, nearest.with_fix(cfg, ranks, argv=None if ranks else []):
+        nearest.check_all(cfg, ranks or nearest.needed(cfg))
+    assert str(e.value).startswith("several flags do not fit: ")
+    changes = nearest.search(cfg, ranks)
+    assert len(changes) > 3 and nearest.fits(nearest.applied(cfg, changes), ranks)
+
+
+def test_no_fix_is_printed_where_the_preset_itself_does_not_fit(monkeypatch):
+    cfg = dataclasses.replace(parse([]), pdb=3)
+    with pytest.raises(ValueError, match="the ranks are 0 to 1$"), nearest.with_fix(cfg, 2):
+        nearest.check_all(cfg, 2)
+    monkeypatch.setattr(nearest, "MOST_TRIES", 0)
+    cfg = parse(["gpt2"])
+    with pytest.raises(ValueError, match="dp 7; no flags that are near fit 7 ranks, start"), \
+            nearest.with_fix(cfg, 7):
+        nearest.check_all(cfg, 7)
 
 
 @pytest.mark.parametrize("argv,ranks", [
