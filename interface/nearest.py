@@ -46,7 +46,7 @@ WEIGHTS = {
 # Another word in the place of one: its cost.
 WORDS = {
     "zero": {1: 0.2, 2: 0.1, 0: 0.3}, "recompute": {"full": 0.1}, "router": {"softmax": 0.3, "sigmoid": 0.6},
-    "pos": {"learned": 1.2}, "lora": {0: 0.5}, "optimizer": {"adamw": 0.3},
+    "pos": {"learned": 1.2},
 }
 SEVERAL = 3  # flags: where more must change, the line says so
 
@@ -108,7 +108,7 @@ def candidates(flags, ranks):
         found["n_experts"] = sorted((0.1 * abs(math.log(v / 8)), v) for v in {8, flags.ep, 2 * flags.ep})
     for name, costs in WORDS.items():
         value = getattr(flags, name)
-        if (name, value) not in (("recompute", "none"), ("lora", 0), ("zero", 0)):
+        if (name, value) not in (("recompute", "none"), ("zero", 0)):
             found[name] = sorted((cost, word) for word, cost in costs.items() if word != value)
     if flags.shard:
         if not flags.zero:
