@@ -320,14 +320,16 @@ def with_fix(flags, ranks=None, again=None, argv=None):
             others = sorted(range(1, 2 * ranks + 1), key=lambda n: abs(math.log(n / ranks)))
             fixes = [f"start {n}: {again(n)}" for n in others if fits(flags, n)][:1]
         changes = search(flags, ranks)
-        if len(changes) == 1 and not changes.keys() & candidates(flags, ranks).keys():
-            raise  # the message says it better
+        enough = needed(applied(flags, changes))
+        is_started = argv is None or enough == 1
+        is_of_preset = not changes.keys() & candidates(flags, ranks).keys()
+        if len(changes) == 1 and is_of_preset and is_started and "; try --" not in said:
+            raise  # the message says it better: what to leave out
         if changes:
             fixes.append(f"try {as_flags(changes)}")
         if len(changes) > SEVERAL:
             what = f"several flags do not fit: {what}"
-        enough = needed(applied(flags, changes))
-        if changes and argv is not None and enough > 1:
+        if changes and not is_started:
             fixes[-1] += f", on {enough} ranks: {command(enough, change_words(argv, changes))}"
         elif argv is not None and len(changes) > SEVERAL:
             fixes[-1] += f": {shlex.join(['python', 'train.py', *change_words(argv, changes)])}"

@@ -611,6 +611,11 @@ def test_where_many_flags_do_not_fit_the_line_says_so_and_is_complete(flags, ran
     assert len(changes) > 3 and nearest.fits(nearest.applied(cfg, changes), ranks)
 
 
+def test_flags_that_exclude_each_other_are_not_tried_one_after_the_other():
+    assert refusal(["--n-shared-experts=1", "--lora=4"]).endswith("need experts; try --n-shared-experts 0")
+    assert "leave out --lora, which" in refusal(["--n-experts=4", "--lora=4"])
+
+
 def test_no_fix_is_printed_where_the_preset_itself_does_not_fit(monkeypatch):
     cfg = dataclasses.replace(parse([]), pdb=3)
     with pytest.raises(ValueError, match="the ranks are 0 to 1$"), nearest.with_fix(cfg, 2):
