@@ -21,10 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
 if sys.flags.safe_path:  # python -I leaves out the program's own folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
+if __name__ == "__main__":  # It says what to type where they are not installed.
+    from interface.packages import check_packages
+    check_packages()
+
+import tyro
 
 import checkpoint
 from config import SHAPE, check
@@ -62,6 +65,8 @@ class Flags:
     # which peft finds the model that they belong to
     base: str = ""
     RANGES = {"shard_gb": (1e-6, 10**6), "seq_len": (0, 2**24)}
+    MISSING = ("import, export, gguf or peft and a directory are needed, for example python convert.py "
+               "export out/tiny --out hf/tiny, or python convert.py import MODEL_DIR --out out/NAME")
 
 
 # -----------------------------------------------------------------------------
@@ -562,6 +567,11 @@ def main(argv=None):
             raise ValueError(f"--out {flags.out or 'is missing'}: give a new file, such as model.gguf")
         print(write_gguf(flags))
         return
+    if flags.command == "import":
+        into = flags.out or paths.imported(flags.model)
+        asked = paths.download(flags.model, f"python convert.py import {{}} --out {shlex.quote(into)}")
+        if asked:
+            raise ValueError(asked)
     is_new = not out.exists() or out.is_dir() and not any(out.iterdir())
     if not flags.out or not is_new:
         raise ValueError(f"--out {flags.out or 'is missing'}: give a new directory, or an empty one")

@@ -17,6 +17,7 @@ import math
 import string
 import sys
 import textwrap
+import time
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,10 @@ from types import SimpleNamespace
 
 if sys.flags.safe_path:  # python -I leaves out the program's own folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+if __name__ == "__main__":  # It says what to type where numpy or torch is not installed.
+    from interface.packages import check_packages
+    check_packages()
 
 from cost.plan_flags import arguments
 from interface.command_line import wrong_input
@@ -59,7 +64,7 @@ from cost.step_time import (
 from cost.traffic import bytes_between_nodes, reductions, traffic
 from interface.layout import check_layout
 from interface.nearest import with_fix
-from interface.terminal import columns, complain, folded
+from interface.terminal import clock, columns, complain, folded
 from optim import learning_rate, stable_until
 from parallel import make_mesh
 from pipeline import timetable
@@ -280,6 +285,7 @@ def source_of_vocabulary(cfg):
 # -----------------------------------------------------------------------------
 # 2) Many layouts
 
+PROGRESS = 5.0  # seconds between two lines of the search
 SHORTEST_SHARE = 2048  # positions per rank: the search does not cut a sequence into shorter shares
 
 
@@ -350,8 +356,18 @@ def _chunk_counts(cfg, pp):
 
 
 def search(cfg, gpus, gpu, vocab):
-    """Return the plans of all layouts that the GPU's memory holds, fastest first."""
-    plans = [estimate(layout, gpus, gpu, vocab) for layout in layouts(cfg, gpus, gpu)]
+    """Return the plans of all layouts that the GPU's memory holds, fastest first; print its progress."""
+    found = list(layouts(cfg, gpus, gpu))
+    said = began = time.monotonic()
+    print(f"{len(found):,} layouts are tried", file=sys.stderr, flush=True)
+    plans = []
+    for number, layout in enumerate(found, 1):
+        plans.append(estimate(layout, gpus, gpu, vocab))
+        now = time.monotonic()
+        if now - said > PROGRESS:
+            said = now
+            left = (now - began) * (len(found) / number - 1)
+            print(f"{number:,} of {len(found):,}, left={clock(left)}", file=sys.stderr, flush=True)
     return sorted((plan for plan in plans if plan["fits"]), key=lambda plan: plan["ms"])
 
 

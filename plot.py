@@ -20,10 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 if sys.flags.safe_path:  # python -I leaves out the program's own folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
+if __name__ == "__main__":  # It says what to type where they are not installed.
+    from interface.packages import check_packages
+    check_packages()
+
+import tyro
 
 import checkpoint
 import config

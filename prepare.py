@@ -40,11 +40,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
-import tyro
-
 if sys.flags.safe_path:  # python -I leaves out the program's own folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
+if __name__ == "__main__":  # It says what to type where they are not installed.
+    from interface.packages import check_packages
+    check_packages()
+
+import numpy as np
+import tyro
 
 from config import ceil_div
 from corpus import build, chat, shards, text, tokenizer
@@ -135,15 +138,14 @@ def what_is_wrong(flags):
         return "no SOURCE is given: stdlib, files, or names on the hub"
     if "stdlib" in flags.sources and not flags.stdlib:
         return "stdlib and other sources do not mix"
+    if flags.chat and missing_for_chat(flags):
+        return missing_for_chat(flags)
     if not flags.stdlib and not flags.name:
-        return "sources other than stdlib need --name NAME, the folder under data/"
+        for source in flags.sources:  # another misspelt word is told now, not after the name was given
+            text.check_source(source)
+        return f"--name NAME is missing, the folder under data/: {command_with_name(flags)}"
     if flags.name and not is_plain(flags.name):
         return f"--name {flags.name!r} is no plain name, as my-text is; --out says where that folder goes"
-    if flags.chat and len(flags.sources) < 2:
-        return "chat needs FILE.jsonl, with a conversation on each line"
-    if flags.chat and flags.tokenizer in ("char", "bpe"):
-        return ("chat needs the tokenizer that the model knows: --tokenizer data/stdlib, or a published"
-                " one")
     if flags.with_tests and not flags.stdlib:
         return "--with-tests belongs to stdlib"
     if flags.vocab_size is not None and flags.tokenizer != "bpe":
@@ -155,6 +157,34 @@ def what_is_wrong(flags):
     if flags.shuffle and flags.tokenizer == "char":
         return "--shuffle needs documents, char has one text"
     return None
+
+
+def missing_for_chat(flags):
+    """Return all that `chat` lacks, with the whole command, or ""."""
+    files = flags.sources[1:] or ("FILE.jsonl",)
+    for source in flags.sources[1:]:
+        text.check_source(source)
+    name = flags.name or "NAME"
+    tokenizer = flags.tokenizer
+    missing = []
+    if len(flags.sources) < 2:
+        missing.append("FILE.jsonl, with a conversation on each line")
+    if not flags.name:
+        missing.append("--name NAME, the folder under data/")
+    if flags.tokenizer in ("char", "bpe"):
+        missing.append("--tokenizer, that of the model (data/stdlib, or a published one)")
+        tokenizer = "data/stdlib"
+    if not missing:
+        return ""
+    typed = ["python", "prepare.py", "chat", *files, "--name", name, "--tokenizer", tokenizer]
+    return f"chat needs {'; '.join(missing)}: {shlex.join(typed)}"
+
+
+def command_with_name(flags):
+    """Return the command of the sources with a --name that they propose."""
+    stem = Path(flags.sources[0]).name.split(".")[0].split("::")[0]
+    name = stem if stem and is_plain(stem) else "my-text"
+    return shlex.join(["python", "prepare.py", *flags.sources, "--name", name])
 
 
 def is_plain(name):
@@ -362,13 +392,18 @@ def check_amount(flags, tokens, total, left_out):
     """Raise ValueError if a split would be empty, or would have too many files."""
     if not all(tokens.values()):
         without = f" ({left_out})" if left_out else ""
-        raise ValueError(f"{flags.folder} would have {tokens} tokens of {total['train'] + total['val']}"
-                         f" documents{without}, none may be 0; give more text,"
+        documents = total["train"] + total["val"]
+        if not documents:
+            key = ", or the --text-key of theirs" if left_out else ""
+            raise ValueError(f"{shlex.join(flags.sources)}: no text is in it{without}; give files that have "
+                             f"some{key}")
+        raise ValueError(f"{flags.folder} would have {tokens['train']:,} + {tokens['val']:,} tokens (train + "
+                         f"val) of {documents:,} documents{without}, none may be 0; give more text,"
                          " another --val-fraction, or --tokenizer char")
     most = max(tokens.values())
     if most > MAX_SHARDS * flags.shard_tokens:
-        raise KeptWork(f"{tokens} tokens by {flags.shard_tokens} are more than {MAX_SHARDS} files; give"
-                       f" --shard-tokens {most // MAX_SHARDS + 1} or more")
+        raise KeptWork(f"{most:,} tokens of a split by {flags.shard_tokens} are more than {MAX_SHARDS} "
+                       f"files; give --shard-tokens {most // MAX_SHARDS + 1} or more")
 
 
 def prepare_chat(flags, spans, about):

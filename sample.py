@@ -27,11 +27,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
-import tyro
-
 if sys.flags.safe_path:  # python -I leaves out the program's own folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
+if __name__ == "__main__":  # It says what to type where they are not installed.
+    from interface.packages import check_packages
+    check_packages()
+
+import numpy as np
+import tyro
 
 from convert import read_run
 from corpus import text, tokenizer
@@ -66,6 +69,8 @@ class Flags:
     tp: int = 1  # chat: ranks that split each layer
     ep: int = 1  # chat: ranks that split the experts
 
+    MISSING = ("no RUN is given: the --out directory of a run of train.py, for example python sample.py "
+               "out/tiny --prompt 'def main('")
     RANGES = {"n": (1, 10**6), "max_new_tokens": (0, 10**9), "temperature": (0, 10**6), "top_k": (0, 2**24),
               "port": (0, 65535)}
 

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 if __name__ == "__main__":  # The import of torch takes seconds. Signals are handled from here on.
     if sys.flags.safe_path:  # python -I leaves out the program's own folder.
         sys.path.insert(0, str(Path(__file__).resolve().parent))
+    from interface.packages import check_packages
+    check_packages()
     import plot
     from runtime import session
     session.start_program()

@@ -11,6 +11,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from interface.packages import check_packages
+
+check_packages()
+
 from interface.command_line import command_line, wrong_input
 from runtime.launcher import env_rank, started_by, wrong_environment
 

@@ -16,6 +16,7 @@ import functools
 import importlib
 import json
 import os
+import shlex
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -93,6 +94,19 @@ def fetch_from_hub(name):
                          " means and give their paths instead") from e
 
 
+def is_on_hub(source):
+    """Whether a source is the name of a data set on the Hugging Face hub."""
+    return source in HUB or source.startswith("hf:")
+
+
+def check_source(source):
+    """Raise FileNotFoundError, with what is meant, if a source is neither a file nor on the hub."""
+    if not is_on_hub(source) and not Path(source).is_file():
+        meant = paths.meant_file(source)
+        raise FileNotFoundError(f"{source} is not a file{meant}; give stdlib, files, or one of "
+                                f"{', '.join(HUB)}")
+
+
 def list_spans(source, unit_bytes, key, whole=False):
     """Return the Spans of one source, a path or a name on the hub, in order.
 
@@ -100,15 +114,8 @@ def list_spans(source, unit_bytes, key, whole=False):
     OSError: the source is absent, has no such column, or needs a missing package. So these are found now,
     not hours later.
     """
-    if source in HUB or source.startswith("hf:"):
-        files = fetch_from_hub(source)
-    elif Path(source).is_file():
-        files = [(source, source)]
-    else:
-        meant = paths.meant_file(source)
-        raise FileNotFoundError(f"{source} is not a file{meant}; give stdlib, files, or one of "
-                                f"{', '.join(HUB)}")
-
+    check_source(source)
+    files = fetch_from_hub(source) if is_on_hub(source) else [(source, source)]
     spans = []
     for name, path in files:
         stat = Path(path).stat()
@@ -207,14 +214,24 @@ def read_text(span, key, report):
         if span.kind == "whole":
             report("skipped", f"{span.path} is not utf-8 at byte {e.start}")
             return
-        begin = raw[:2] if start == 0 else b""
-        kind = "-f UTF-16 " if begin in (b"\xff\xfe", b"\xfe\xff") else ""
-        raise ValueError(f"{span.path} is not utf-8 at byte {start + e.start}; convert it:"
-                         f" iconv {kind}-t UTF-8 {span.path} > {span.path}.utf8") from e
+        raise ValueError(f"{span.path} is not utf-8 at byte {start + e.start}; convert it: "
+                         f"{converted(span.path, raw[:2] if start == 0 else b'')}") from e
     if span.kind == "text":
         yield from cut_documents(text)
     elif text:
         yield text
+
+
+def converted(path, begin):
+    """Return the command that converts a file to utf-8. begin: its first two bytes, if they were read."""
+    if begin in (b"\xff\xfe", b"\xfe\xff"):
+        kind = "UTF-16"
+        note = ""
+    else:  # each text is one in Latin-1, so nothing tells it from its relatives
+        kind = "LATIN1"
+        note = " (if its encoding is another one, give that for LATIN1: file -i names it)"
+    source = shlex.quote(path)
+    return f"iconv -f {kind} -t UTF-8 {source} > {shlex.quote(path + '.utf8')}{note}"
 
 
 def cut_documents(text):

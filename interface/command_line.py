@@ -35,6 +35,9 @@ from interface.schema import Range, check_schema, load_json
 from interface.streams import guarded, send_nowhere
 from interface.terminal import complain
 
+ALIKE = 0.75  # the least ratio of difflib at which a word is perhaps a flag of ours that is misspelt
+NEARLY_EQUAL = 0.9  # and a flag of others
+
 
 def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: show all runs.", **defaults):
     """Return [PRESET] [flags] (list of str) as a cls, which is Config or a dataclass derived from it.
@@ -48,7 +51,7 @@ def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: s
     if argv and not argv[0].startswith("-"):
         preset = argv.pop(0)
     if preset and preset not in PRESETS:
-        raise ValueError(words.answer_stray(preset, PRESETS, help_comments(Config)))
+        raise ValueError(words.answer_stray(preset, PRESETS, help_comments(Config), argv))
     refuse_words_of_launchers(typed, cls, prog)
     file = given(argv, "config")
     if file and preset:
@@ -151,7 +154,7 @@ def read_flags(path):
     check_schema(saved, {f"{name}?": kind for name, kind in types.items()}, path)
     for key in saved:
         if key not in types and key not in OF_THE_RUN:
-            close = difflib.get_close_matches(key, types, 1)
+            close = difflib.get_close_matches(key, types, 1, ALIKE)
             hint = f"; perhaps {close[0]} is meant" if close else ""
             raise ValueError(f"{path}: {key} is no flag{hint}")
     if saved.get("preset", "tiny") not in PRESETS:
@@ -194,7 +197,7 @@ def refuse_words_of_others(argv, cls, prog):
     ours = {field.name for field in dataclasses.fields(cls)} - {"preset"}
     said = []
     for word, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
-        if not word.startswith("--"):
+        if not re.match("--|-[A-Za-z](=|$)", word):
             continue
         _, equals, value = word.partition("=")
         if not equals and not following.startswith("-"):
@@ -257,12 +260,18 @@ def is_off(name, key, value):
 def format_tyro_error(box, cls, prog):
     """Return tyro's framed message as one line.
 
-    It is the first paragraph, and the flag of ours that an unknown one resembles.
+    It is the first paragraph, and the flag of ours that an unknown one resembles. Where a word without a
+    flag is missing, it is the MISSING of the class.
     """
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ─╭╮╰╯") for line in box.splitlines()]
     lines = ["" if set(line) == {"-"} else line for line in lines]  # rules, where the terminal has only ASCII
     body = itertools.dropwhile(lambda line: not line, lines[1:])  # below the title
     what = " ".join(itertools.takewhile(bool, body)).rstrip(".") or "wrong flags"
+    if what.startswith("Missing ") and hasattr(cls, "MISSING"):
+        return f"{cls.MISSING} ({prog} --help lists all flags)"
+    number = re.match(r"Error parsing (--\S+): (invalid literal for int|could not convert).*'(.*)'$", what)
+    if number:
+        return words.answer_number(number[1], number[3], is_whole="int" in number[2])
     unknown = re.search(r"nrecognized[^:]*: ([^,\s]+)", what)
     hint = hint_of(unknown[1], cls) if unknown else ""
     return f"{what}{hint} ({prog} --help lists all flags)"
@@ -276,7 +285,9 @@ def hint_of(unknown, cls):
             return f"; {words.answer_word(unknown, PRESETS, ours)}"
         return f"; {unknown} is no flag, and its place is taken"
     others = {other: flag for other, flag in words.FLAGS.items() if flag in ours}
-    close = difflib.get_close_matches(words.key_of(unknown), [*ours, *others], 2)
+    key = words.key_of(unknown)
+    close = (difflib.get_close_matches(key, ours, 2, ALIKE)
+             or difflib.get_close_matches(key, others, 1, NEARLY_EQUAL))
     meant = list(dict.fromkeys(words.typed(others.get(name, name)) for name in close))
     return f"; perhaps you meant {' or '.join(meant)}" if meant else ""
 

@@ -6,10 +6,12 @@
     command     the command line that starts a number of ranks
 
 A check says what is wrong first, and one thing to try, which may lead to the next misfit. The search here
-changes up to three flags at once. It takes the change that is smallest, by the ratio of the numbers, and asks
-the same checks whether it fits.
+mends one misfit after the other, and then asks whether other changes of up to three flags at once are
+smaller, by the ratio of the numbers. Where both lead nowhere, it takes flags of the preset. So a fix that is
+printed is complete: the same checks say that it fits.
 """
 import contextlib
+import heapq
 import itertools
 import math
 import os
@@ -19,7 +21,17 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-from config import RANGES, ceil_div, check_experts, check_heads, check_masked_model
+from config import (
+    PRESETS,
+    RANGES,
+    Config,
+    ceil_div,
+    check_adapters,
+    check_experts,
+    check_heads,
+    check_masked_model,
+    check_sharing,
+)
 from interface.layout import balanced_counts, check_layout, check_ranks
 
 CHANGE = 0.4     # what another changed flag costs, in the units of a ratio's logarithm
@@ -36,6 +48,7 @@ WORDS = {
     "zero": {1: 0.2, 2: 0.1, 0: 0.3}, "recompute": {"full": 0.1}, "router": {"softmax": 0.3, "sigmoid": 0.6},
     "pos": {"learned": 1.2},
 }
+SEVERAL = 3  # flags: where more must change, the line says so
 
 
 # -----------------------------------------------------------------------------
@@ -43,14 +56,15 @@ WORDS = {
 
 def needed(flags):
     """Return the least number of ranks on which the layout of the flags is possible."""
-    model = flags.tp * flags.cp * flags.pp
     stage = flags.tp * flags.cp
-    return model * (math.lcm(stage, flags.ep) // stage)
+    if flags.zero and flags.shard:
+        stage = math.lcm(stage, flags.tp * flags.shard)
+    return flags.pp * math.lcm(stage, flags.ep)
 
 
 def sizes(flags, ranks):
     """Return the sizes of a mesh of `ranks` ranks. ValueError: the ranks do not divide."""
-    dp = check_ranks(ranks, flags.tp, flags.pp, flags.ep, flags.n_experts, flags.cp)
+    dp = check_ranks(ranks, flags.tp, flags.pp, flags.ep, flags.n_experts, flags.cp, shard=flags.shard)
     named = {"world": ranks, "stage": ranks // flags.pp, "dp": dp, "tp": flags.tp, "cp": flags.cp,
              "pp": flags.pp, "ep": flags.ep}
     return SimpleNamespace(**{name: SimpleNamespace(size=size) for name, size in named.items()})
@@ -62,6 +76,8 @@ def check_all(flags, ranks):
     if flags.objective == "mlm":
         check_masked_model(flags)
     check_experts(flags)
+    check_adapters(flags)
+    check_sharing(flags)
     mesh = sizes(flags, ranks)
     check_layout(flags, mesh, flags.global_batch or flags.micro_batch * mesh.dp.size)
 
@@ -92,8 +108,14 @@ def candidates(flags, ranks):
         found["n_experts"] = sorted((0.1 * abs(math.log(v / 8)), v) for v in {8, flags.ep, 2 * flags.ep})
     for name, costs in WORDS.items():
         value = getattr(flags, name)
-        if (name, value) != ("recompute", "none"):
+        if (name, value) not in (("recompute", "none"), ("zero", 0)):
             found[name] = sorted((cost, word) for word, cost in costs.items() if word != value)
+    if flags.shard:
+        if not flags.zero:
+            found["zero"] = [(0.1, 1)]
+        smaller = range(1, min(flags.shard, 1024))
+        near = sorted((0.1 * abs(math.log(size / flags.shard)), size) for size in smaller)
+        found["shard"] = [*near[:8], (0.5, 0)]
     stages = flags.pp * flags.pp_chunks
     if flags.pp_layers and stages <= flags.n_layer:
         found["pp_layers"] = [(0.1, ",".join(map(str, balanced_counts(flags.n_layer, stages))))]
@@ -120,32 +142,81 @@ def values_near(flags, name, ranks):
 
 
 def search(flags, ranks):
-    """Return {flag: value}, the cheapest changes after which the flags fit; {} if there are none near.
+    """Return {flag: value}, the cheapest changes after which the flags fit; {} if the preset does not fit.
 
-    flags: a Config. ranks: their number, or None if it may follow from the flags. Where more than three flags
-    must change, those of the model alone come first, then those of the layout.
+    flags: a Config. ranks: their number, or None if it may follow from the flags. A flag whose value is None
+    is to be left out.
     """
-    best = cheapest(flags, ranks)
-    if best:
-        return best
+    cost, found = one_after_the_other(flags, ranks)
+    return cheapest(flags, ranks, cost, found) or of_preset(flags, ranks)
+
+
+def one_after_the_other(flags, ranks):
+    """Return (cost, changes) of as many flags as it takes, each of which mends the first misfit.
+
+    The cheapest changes so far are tried first. What a check says, without its numbers, tells misfits apart.
+    The changes are {} and their cost is infinite if there are none.
+    """
     own = vars(flags)
-    alone = {**own, **dict.fromkeys(LAYOUT, 1), "global_batch": 0, "rampup_batch_size": (), "pp_layers": ""}
-    of_model = {}
-    if not fits(SimpleNamespace(**alone), 1):
-        of_model = cheapest(SimpleNamespace(**alone), 1)
-    changed = SimpleNamespace(**{**own, **of_model})
-    if of_model and fits(changed, ranks):
-        return of_model
-    of_layout = cheapest(changed, ranks) if of_model else {}
-    return {**of_model, **of_layout} if of_layout else {}
+    tries = itertools.count()
+    order = itertools.count()  # of equal costs, because dicts have none
+    heap = [(0.0, next(order), {})]
+    while heap:
+        cost, _, changes = heapq.heappop(heap)
+        changed = SimpleNamespace(**{**own, **changes})
+        wrong = kind_of_misfit(changed, ranks)
+        if not wrong:
+            return cost, changes
+        for name, values in candidates(changed, ranks).items():
+            if name in changes:
+                continue
+            seen = {wrong}
+            for extra, value in values:
+                if next(tries) > MOST_TRIES:
+                    return math.inf, {}
+                kind = kind_of_misfit(SimpleNamespace(**{**vars(changed), name: value}), ranks)
+                if kind not in seen:  # the nearest value that leads there
+                    seen.add(kind)
+                    heapq.heappush(heap, (cost + extra + CHANGE, next(order), {**changes, name: value}))
+    return math.inf, {}
 
 
-def cheapest(flags, ranks):
-    """Return the cheapest changes of at most three flags, as search() does; {} if there are none."""
+def kind_of_misfit(flags, ranks):
+    """Return what misfit() says, without the numbers and what is to be tried."""
+    what, _, _ = misfit(flags, ranks).partition(";")
+    return re.sub("[0-9]+", "0", what)
+
+
+def of_preset(flags, ranks):
+    """Return {flag: the preset's value} of the flags that must go back to it; {} if the preset does not fit.
+
+    A value that cannot be typed, such as that of an empty list, is None: the flag is left out.
+    """
+    own = vars(flags)
+    preset = vars(Config(**PRESETS[flags.preset]))
+    apart = {name: value for name, value in preset.items() if own[name] != value}
+    if not fits(SimpleNamespace(**{**own, **apart}), ranks):
+        return {}
+    for name in list(apart):
+        kept = {other: value for other, value in apart.items() if other != name}
+        if fits(SimpleNamespace(**{**own, **kept}), ranks):
+            apart = kept
+    return {name: None if value in ("", (), -1) else value for name, value in apart.items()}
+
+
+def applied(flags, changes):
+    """Return the flags with the changes of search()."""
+    values = {}
+    for name, value in changes.items():
+        values[name] = getattr(Config, name) if value is None else value
+    return SimpleNamespace(**{**vars(flags), **values})
+
+
+def cheapest(flags, ranks, best_cost, best):
+    """Return the cheapest changes of at most three flags, or `best` if none costs less than best_cost."""
     own = vars(flags)
     found = candidates(flags, ranks)
     tries = itertools.count()
-    best_cost, best = math.inf, {}
 
     def extend(changes, cost, left, depth, most):
         nonlocal best_cost, best
@@ -169,8 +240,12 @@ def cheapest(flags, ranks):
 # What is said
 
 def as_flags(changes):
-    """Return {flag: value} as it is typed."""
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changes.items())
+    """Return {flag: value} as it is typed. A flag whose value is None is to be left out."""
+    typed = [f"--{name.replace('_', '-')} {value}" for name, value in changes.items() if value is not None]
+    without = [f"--{name.replace('_', '-')}" for name, value in changes.items() if value is None]
+    if without:
+        typed.append(f"without {', '.join(without)}")
+    return " ".join(typed)
 
 
 def command(ranks, argv, starter="mpiexec", program="train.py"):
@@ -245,13 +320,22 @@ def with_fix(flags, ranks=None, again=None, argv=None):
             others = sorted(range(1, 2 * ranks + 1), key=lambda n: abs(math.log(n / ranks)))
             fixes = [f"start {n}: {again(n)}" for n in others if fits(flags, n)][:1]
         changes = search(flags, ranks)
+        enough = needed(applied(flags, changes))
+        is_started = argv is None or enough == 1
+        is_of_preset = not changes.keys() & candidates(flags, ranks).keys()
+        if len(changes) == 1 and is_of_preset and is_started and "; try --" not in said:
+            raise  # the message says it better: what to leave out
         if changes:
             fixes.append(f"try {as_flags(changes)}")
-        enough = needed(SimpleNamespace(**{**vars(flags), **changes}))
-        if changes and argv is not None and enough > 1:
+        if len(changes) > SEVERAL:
+            what = f"several flags do not fit: {what}"
+        if changes and not is_started:
             fixes[-1] += f", on {enough} ranks: {command(enough, change_words(argv, changes))}"
+        elif argv is not None and len(changes) > SEVERAL:
+            fixes[-1] += f": {shlex.join(['python', 'train.py', *change_words(argv, changes)])}"
         if not fixes:
-            raise
+            raise ValueError(f"{what}; no flags that are near fit {ranks} ranks, start another number of them"
+                             ) from None
         raise ValueError(f"{what}; {'; or '.join(fixes)}") from None
 
 
@@ -269,7 +353,8 @@ def check_alone(flags, argv):
     ranks = needed(flags)
     if ranks == 1:
         return
-    asked = {name: getattr(flags, name) for name in ("tp", "cp", "pp", "ep") if getattr(flags, name) > 1}
+    asked = {name: getattr(flags, name) for name in ("tp", "cp", "pp", "ep", "shard")
+             if getattr(flags, name) > 1}
     what = f"{as_flags(asked)} needs {ranks} ranks, and one process is started"
     wrong = misfit(flags, ranks)
     if wrong:
@@ -278,6 +363,6 @@ def check_alone(flags, argv):
             raise ValueError(wrong)
         wrong, _, _ = wrong.partition("; ")
         argv = change_words(argv, changes)
-        ranks = needed(SimpleNamespace(**{**vars(flags), **changes}))
+        ranks = needed(applied(flags, changes))
         what = f"{what}, where {wrong}"
     raise ValueError(f"{what}; start {ranks}: {command(ranks, argv)}")

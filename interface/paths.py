@@ -3,17 +3,23 @@
     meant_data     a data set of prepare.py
     meant_run      the directory of a run of train.py; meant_checkpoint: a step_N in it
     meant_file     a file
+    download       a model of the Hugging Face hub
+    elsewhere      a path that is in the programs' folder
 
 Each returns the end of an error message, beginning with what to type. Names of other folders are printed:
 the caller escapes them (command_line.one_line does).
 """
 import difflib
+import os
 import re
 import shlex
 from pathlib import Path
 
+PROGRAMS = Path(__file__).resolve().parents[1]  # the folder of train.py and the others
 MOST_NAMES = 3  # paths that a message names
 MOST_ENTRIES = 2000  # of a folder that is looked through
+# Models that are named without their owner
+OWNERS = dict.fromkeys(("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2"), "openai-community")
 
 
 def entries(folder):
@@ -66,6 +72,22 @@ def close_paths(path, home, test):
     return [entry for entry in found if entry != path and safe(test, entry)][:MOST_NAMES]
 
 
+def elsewhere(path, test):
+    """Return what to type if a relative path passes a test in the programs' folder, which is not this one."""
+    path = Path(path)
+    if path.is_absolute() or Path.cwd() == PROGRAMS or not safe(test, PROGRAMS / path):
+        return ""
+    up = os.path.relpath(PROGRAMS) if Path.cwd().is_relative_to(PROGRAMS) else str(PROGRAMS)
+    return f"it is in the programs' folder: cd {shlex.quote(up)}"
+
+
+def programs_first():
+    """Return `cd .. && ` or the like in a folder below the programs' one, where they cannot be typed."""
+    if Path.cwd() == PROGRAMS or not Path.cwd().is_relative_to(PROGRAMS) or Path("prepare.py").is_file():
+        return ""
+    return f"cd {shlex.quote(os.path.relpath(PROGRAMS))} && "
+
+
 def listed(paths):
     """Return paths as they are offered: A, B or C."""
     names = [shlex.quote(str(path)) for path in paths]
@@ -85,7 +107,7 @@ def make_data(folder, source=None):
         words += ["--out", str(home)]
     typed = " ".join(word if word == "FILE..." else shlex.quote(word) for word in words)
     then = "" if made == folder else f", then --data {shlex.quote(str(made))}"
-    return f"make it with: python prepare.py {typed}{then}"
+    return f"make it with: {programs_first()}python prepare.py {typed}{then}"
 
 
 def meant_data(folder):
@@ -94,6 +116,9 @@ def meant_data(folder):
     if path.is_file():
         name = path.stem if path.stem and path.stem[0].isalnum() else "my-text"
         return f"it is a file: {make_data(name, str(folder))}"
+    there = elsewhere(path, is_data)
+    if there:
+        return there
     close = close_paths(path, "data", is_data)
     if close and path.is_dir():
         return f"give --data {listed(close)}"
@@ -112,9 +137,15 @@ def meant_run(run):
     path = Path(run)
     if path.name.startswith("step_") and steps_of(path.parent):
         return f"that run has {listed(steps_of(path.parent)[-MOST_NAMES:])}"
+    there = elsewhere(path, is_run)
+    if there:
+        return there
     close = close_paths(path, "out", is_run)
     if close:
         return f"perhaps {listed(close)} is meant"
+    asked = download(run, "python sample.py {}")
+    if asked:
+        return asked
     runs = [entry for entry in entries("out") if safe(is_run, entry)]
     if runs:
         return f"give the --out directory of a run of train.py: {listed(runs[-MOST_NAMES:])}"
@@ -138,5 +169,29 @@ def steps_of(run):
 
 def meant_file(path):
     """Return "; perhaps X is meant" for a file that is not there, or ""."""
+    there = elsewhere(path, Path.is_file)
+    if there:
+        return f"; {there}"
     close = close_paths(path, ".", Path.is_file)
     return f"; perhaps {listed(close)} is meant" if close else ""
+
+
+def download(name, then):
+    """Return what to say about the name of a model of the Hugging Face hub; "" if it is no such name.
+
+    then: the command that follows the download, with {} in the place of the directory. A name whose first
+    part is a folder here is a path.
+    """
+    owner, slash, model = str(name).partition("/")
+    if not slash:
+        owner, model = OWNERS.get(owner, ""), owner
+    is_name = re.fullmatch(r"\w[\w.-]*", owner) and re.fullmatch(r"\w[\w.-]*", model)
+    if not is_name or owner in ("out", "data") or Path(name).exists() or slash and Path(owner).is_dir():
+        return ""
+    return (f"{name} is a model of the Hugging Face hub: hf download {owner}/{model} --local-dir {model} "
+            f"(pip install huggingface_hub), then {then.format(model)}")
+
+
+def imported(name):
+    """Return where the model of a name on the hub goes when convert.py imports it."""
+    return f"out/{Path(name).name}"

@@ -2,16 +2,20 @@
 
     answer_flag     a flag of another trainer, or of another program of ours: what to type here
     answer_value    a value that another trainer has for a flag of ours
+    answer_number   a value that is no number
     answer_stray    a first word that is no preset: a file, a preset that is meant, name=value
     OF_LAUNCHERS    the flags that start ranks; interface/nearest.py writes the line that does it here
 
 A flag is looked up with _ in the place of -. Programs are named by their file.
 """
+import contextlib
 import difflib
+import re
 import shlex
 from pathlib import Path
 
 import config
+from interface import paths
 
 # The flags of our programs beside those of config.Config, which train.py and plan.py have.
 PROGRAMS = {
@@ -117,8 +121,9 @@ IS_VALUE = "is a value here: "  # so begins a sentence that ends with flags to t
 
 # Their flags, and what to do instead. These are answers of train.py and of what has its flags.
 SENTENCES = table(
-    ("model preset config_name model_name", "is the first word here, without dashes: train.py gpt2"),
+    ("model preset config_name model_name", "is the first word here, without dashes: python train.py gpt2"),
     ("device", "is no flag: a GPU is taken if there is one; CUDA_VISIBLE_DEVICES=-1 in front hides it"),
+    ("accelerator", "is no flag: a GPU is taken if there is one; CUDA_VISIBLE_DEVICES=-1 in front hides it"),
     ("no_cuda use_cpu cpu", "is no flag: CUDA_VISIBLE_DEVICES=-1 in front hides the GPUs"),
     ("epochs num_train_epochs num_epochs n_epochs max_epochs train_samples",
      "is no flag: give --steps; an epoch is training samples / global batch"),
@@ -132,6 +137,14 @@ SENTENCES = table(
     ("gradient_checkpointing checkpoint_activations recompute_activations use_gradient_checkpointing",
      "is a value here: --recompute full"),
     ("decay_lr", "is no flag: --lr-schedule says how it falls; --min-lr equal to --lr keeps it constant"),
+    ("muon use_muon", "is a value here: --optimizer muon"),
+    ("moe use_moe", "is a preset here: python train.py tiny-moe; or give --n-experts 8"),
+    ("attention_bias", "is no flag: give --qkv-bias for queries, keys and values alone, or --bias for all"),
+    ("use_cache", "is no flag: leave it out, sample.py keeps keys and values by itself"),
+    ("dataloader_num_workers num_workers pin_memory dataloader_pin_memory prefetch_factor",
+     "is no flag: leave it out, tokens are read from mapped files, without workers"),
+    ("zero_optimization zero_optimizer", "is no flag: give --zero 1, 2 or 3"),
+    ("strategy", "is no flag: replicas sum their gradients by themselves (ddp); --zero 3 is fsdp"),
     ("use_distributed_optimizer distributed_optimizer", "is a value here: --zero 1"),
     ("fsdp fully_shard use_fsdp", "is a value here: --zero 3"),
     ("deepspeed deepspeed_config", "is no flag: give --zero 1, 2 or 3"),
@@ -165,12 +178,16 @@ SENTENCES = table(
     ("push_to_hub hub_model_id", "is another program here: python convert.py export RUN --out DIR"),
     ("embedding_lr unembedding_lr matrix_lr scalar_lr",
      "is no flag: --lr is AdamW's, and with --optimizer muon --muon-lr-factor is the matrices' over it"),
-    ("target_param_data_ratio", "is no flag: give --steps; plan.py --tokens counts them"),
+    ("target_param_data_ratio", "is no flag: give --steps; python plan.py --tokens N counts them"),
     ("sample_every core_metric_every sample_interval",
      "is no flag: --prompt TEXT continues a text at each evaluation, every --eval-every steps"),
     ("verbose debug quiet", "is no flag: --log-every says how often a line comes"),
     ("num_samples max_new_tokens temperature start",
      "is for sample.py, which writes text: python sample.py RUN --prompt TEXT"),
+)
+# Answers of all programs.
+OF_ALL = table(
+    ("version", "is no flag: git log -1 names this version, python bench/doctor.py those of the packages"),
 )
 # Answers that only one program gives: they come first. A path that was typed and is there takes the place of
 # RUN, FILE... or MODEL_DIR.
@@ -179,9 +196,13 @@ OF_PROGRAM = {
         ("out_dir out init_from checkpoint ckpt model model_tag resume model_path load checkpoint_path "
          "run",
          "is the first word here, without dashes: python sample.py RUN"),
-        ("top_p repetition_penalty do_sample",
+        ("p text", "is --prompt here"),
+        ("top_p repetition_penalty do_sample num_beams beam_size penalty_alpha typical_p min_p",
          "is no flag: --temperature and --top-k say how tokens are drawn"),
-        ("device dtype compile", "is no flag: leave it out, the model and the machine say it"),
+        ("device devices accelerator dtype compile",
+         "is no flag: leave it out, the model and the machine say it"),
+        ("use_cache kv_cache", "is no flag: leave it out, keys and values are kept"),
+        ("stream streaming", "is no flag: --chat and --serve print each word as it comes"),
         ("interactive", "is --chat here"),
     ),
     "prepare.py": table(
@@ -196,26 +217,32 @@ OF_PROGRAM = {
         ("y key metrics", "is --metric here"),
         ("logy", "is --log here"),
         ("xlim", "is --steps A B here"),
+        ("title", "is no flag: leave it out, the title of a plot is its metric"),
+        ("smooth smoothing ema window rolling",
+         "is no flag: leave it out, the values are drawn as they were logged"),
+        ("format ext type", "is --png FILE here, which ends with .png, .svg or .pdf"),
     ),
     "convert.py": table(
         ("model_name_or_path pretrained model_path model input hf_dir checkpoint",
          "is the word after import or export: python convert.py import MODEL_DIR --out DIR"),
         ("export import gguf", "is the first word here, without dashes"),
         ("output output_dir outfile save o", "is --out here"),
+        ("format outtype_format safetensors safe_serialization",
+         "is no flag: export writes safetensors; python convert.py gguf RUN --out MODEL.gguf writes GGUF"),
         ("quantize", "is llama.cpp's: python convert.py gguf RUN --out MODEL.gguf, then llama-quantize"),
     ),
     "plan.py": table(
-        ("nodes num_nodes nnodes nproc_per_node", "is no flag: --gpus counts all GPUs"),
+        ("nodes num_nodes nnodes nproc_per_node devices", "is no flag: --gpus counts all GPUs"),
         ("gpu_type hardware device", "is --gpu here: a100-40, a100-80, h100, h200"),
         ("num_tokens", "is --tokens here"),
     ),
 }
 
 # Flags of mpiexec, srun and torchrun, which are typed before the program and not behind it.
-OF_LAUNCHERS = ("nproc_per_node", "nproc", "np", "n", "ntasks", "num_processes", "nnodes", "num_machines",
-                "node_rank", "local_rank", "master_addr", "master_port", "standalone", "rdzv_backend",
-                "rdzv_endpoint", "rdzv_id", "hostfile", "ppn")
-COUNTS_RANKS = OF_LAUNCHERS[:6]
+OF_LAUNCHERS = ("nproc_per_node", "nproc", "np", "n", "ntasks", "num_processes", "devices", "nnodes",
+                "num_nodes", "num_machines", "node_rank", "local_rank", "master_addr", "master_port",
+                "standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "hostfile", "ppn")
+COUNTS_RANKS = OF_LAUNCHERS[:7]
 
 # Values that other trainers have for a flag of ours, {flag: {value in small letters: ours}}.
 VALUES = {
@@ -243,7 +270,9 @@ SENTENCES_OF_VALUES = {
     ("lr_schedule", "constant_with_warmup"): "--min-lr equal to --lr keeps it constant after --warmup",
     ("lr_schedule", "linear"): "--lr-schedule wsd --decay-ratio 1 falls in a line",
 }
-PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+# The text, the name and the tokenizer of the data that nanoGPT trains a preset on
+NANOGPT_DATA = {"shakespeare-char": ("input.txt", "shakespeare", "char")}
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
 
 
 def key_of(word):
@@ -322,6 +351,8 @@ def answer_flag(word, value, ours, prog, is_train):
     """
     key = key_of(word)
     name = word.partition("=")[0]
+    if key in ours and not word.startswith("--"):
+        return f"{name} is {typed(key)} here"
     if key in ours or key.startswith("no_") and key[3:] in ours:
         return answer_value(name, value, ours) if is_train else ""
     sentence = OF_PROGRAM.get(prog, {}).get(key)
@@ -332,6 +363,8 @@ def answer_flag(word, value, ours, prog, is_train):
         return answer_value(name, value, ours) or f"{name} is {typed(flag)} here"
     if sentence is None and is_train:
         sentence = SENTENCES.get(key)
+    if sentence is None:
+        sentence = OF_ALL.get(key)
     if sentence is not None:
         return f"{name} {sentence}"
     home = program_of(flag or key, prog)
@@ -373,23 +406,73 @@ def answer_value(word, value, ours):
     sentence = SENTENCES_OF_VALUES.get((key, small))
     if sentence is not None:
         return f"{word} {value}".rstrip() + f": {sentence}"
-    if key == "init_from" and small in PUBLISHED and not Path(value).exists():
-        return (f"{word} {value} is a model of Hugging Face: download it, python convert.py import "
-                f"{value}_DIR --out out/{value}, then --init-from out/{value}")
+    if key == "init_from":
+        imported = paths.imported(value)
+        download = paths.download(value, f"python convert.py import {{}} --out {imported}, then {typed(key)} "
+                                         f"{imported}")
+        return f"{word} {download}" if download else ""
     return ""
+
+
+def answer_number(word, value, is_whole):
+    """Return what to say about the value of a flag that takes a number, and a whole one if is_whole.
+
+    1e3, 1,000 and 10k are numbers to people.
+    """
+    kind = "a whole number" if is_whole else "a number"
+    found = re.fullmatch(r"([0-9]{1,3}(?:,[0-9]{3})+|[0-9.]+(?:e\+?[0-9]{1,2})?)([kmbg]?)", value.lower())
+    number = 0.5  # of none that is meant
+    if found:
+        with contextlib.suppress(ValueError):
+            number = float(found[1].replace(",", "")) * UNITS[found[2]]
+    if is_whole and number != int(number) or not found:
+        return f"{word} {value}: it takes {kind}, for example {word} {1000 if is_whole else 0.001}"
+    return f"{word} {value}: it takes {kind}: {word} {int(number) if is_whole else f'{number:g}'}"
 
 
 def answer_word(word, presets, ours):
     """Return what to say about a word behind the flags of train.py that belongs to none of them."""
     if word in presets:
-        return f"a preset is the first word: train.py {word} --steps 100"
+        return f"a preset is the first word: python train.py {word} --steps 100"
     return answer_stray(word, presets, ours)
 
 
-def answer_stray(word, presets, ours):
+def answer_file(word, rest, presets, ours):
+    """Return what to say about a file of flags of nanoGPT. rest: the words behind it."""
+    preset = Path(word).stem.replace("_", "-").removeprefix("train-")
+    if preset not in presets:
+        preset = "gpt2"
+    text, name, tokenizer = NANOGPT_DATA.get(preset, ("FILE...", "NAME", "gpt2"))
+    flags, answers = without_foreign(in_our_words(rest, ours), ours)
+    data = "" if any(key_of(flag) == "data" for flag in flags) else f" --data data/{name}"
+    return (f"{word} is a file of Python, which is not read; a preset has its flags: "
+            f"python prepare.py {text} --name {name} --tokenizer {tokenizer}, then "
+            f"{shlex.join(['python', 'train.py', preset, *flags])}{data}; "
+            f"{'; '.join(['it wants a GPU, a step takes a minute and more on a CPU', *answers])}")
+
+
+def without_foreign(argv, ours):
+    """Return (argv without the flags that are not ours, what to say about those)."""
+    kept = []
+    answers = []
+    left = list(argv)
+    while left:
+        word = left.pop(0)
+        key = key_of(word)
+        if not word.startswith("--") or key in ours or key.removeprefix("no_") in ours:
+            kept.append(word)
+            continue
+        _, equals, value = word.partition("=")
+        if not equals and left and not left[0].startswith("-"):
+            value = left.pop(0)
+        answers.append(answer_flag(word, value, ours, "train.py", is_train=True) or f"{word} is no flag")
+    return kept, answers
+
+
+def answer_stray(word, presets, ours, rest=()):
     """Return what to say about the first word of train.py's command line, which is no preset.
 
-    It is a preset that is meant, a file of another program, or name=value.
+    It is a preset that is meant, a file of another program, or name=value. rest: the words behind it.
     """
     name, equals, value = word.partition("=")
     key = key_of(name)
@@ -399,10 +482,7 @@ def answer_stray(word, presets, ours):
     path = Path(word)
     same = word.lower().replace("_", "-").removeprefix("train-")
     if path.suffix == ".py":
-        preset = path.stem.replace("_", "-").removeprefix("train-")
-        first = preset if preset in presets else "gpt2"
-        return (f"{word} is a file of Python, which is not read: flags follow a preset, train.py {first} "
-                "--steps 100")
+        return answer_file(word, rest, presets, ours)
     if path.suffix == ".json" or (path / "config.json").is_file():
         return f"{word} holds flags: --config {word}"
     if (path / "meta.json").is_file():
@@ -417,7 +497,20 @@ def answer_stray(word, presets, ours):
         return f"no preset {word!r}: {same} is meant"
     if Path("data", word, "meta.json").is_file():
         return f"{word} is a data set: --data data/{word}"
-    close = difflib.get_close_matches(same, presets, 1)
+    close = presets_like(same, presets)
     if close:
-        return f"no preset {word!r}; perhaps {close[0]} is meant, of {', '.join(presets)}"
+        return f"no preset {word!r}; perhaps {' or '.join(close)} is meant, of {', '.join(presets)}"
     return f"no preset {word!r}; the presets are {', '.join(presets)}"
+
+
+def presets_like(word, presets):
+    """Return the presets that a word is perhaps meant for, a list.
+
+    They begin with the word, its dashes and dots aside; or the word begins with one; or they resemble it.
+    """
+    def plain(name):
+        return name.replace("-", "").replace(".", "")
+
+    longer = [preset for preset in presets if plain(preset).startswith(plain(word))]
+    shorter = [preset for preset in presets if word.startswith(f"{preset}-")]
+    return longer or shorter or difflib.get_close_matches(word, presets, 1)

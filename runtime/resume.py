@@ -8,7 +8,6 @@
 
 runtime/saver.py writes checkpoints in the background.
 """
-import contextlib
 import dataclasses
 import json
 import math
@@ -23,13 +22,13 @@ import torch
 
 import checkpoint
 from config import MEANING, SHAPE, SILENT, Config, Outcome, flags_of_kind, has_effect, pad_vocab
-from corpus.shards import as_prepare_writes_it, first_folder, load_meta, settled_doc_mask
+from corpus.shards import settled_doc_mask
 from interface import files
 from interface.command_line import one_line
 from interface.tensor_file import write_safetensors
 from ops.checksum import checksum
 from ops.flat import own_pieces
-from runtime import base_weights
+from runtime import base_weights, other_data
 from runtime.launch import exit_together
 from runtime.launcher import job_start
 from runtime.read_checkpoint import check_together, load_tensors, newest_under, sent_index
@@ -223,28 +222,27 @@ def changed_flags(cfg, path, meta, world_size, data_id, vocab_size):
             continue
         if name == "ranks" or has_effect(name, cfg):
             changed[name] = [there, value]
-    for name in MEANING:
-        if name in changed and name not in allowed_changes(cfg):
+    allowed = [name for name in allowed_changes(cfg) if name]
+    asked = [name for name in MEANING if name in changed and name not in allowed]
+    if "data" in asked:
+        other_data.refuse_vocabulary(cfg, path, meta, changed)
+    if asked:
+        names = ",".join([*allowed, *asked]).replace("_", "-")
+        theirs = []
+        ours = []
+        fixes = []
+        for name in asked:
             there, here = changed[name]
             flag = name.replace("_", "-")
-            what = flag
-            fix = f"--{flag} {there}"
-            if name == "data":
-                what = "other data,"
-                fix = f"its --data{what_was_replaced(cfg.data)}"
-            raise ValueError(f"checkpoint {path} was trained with {what} {there}, this run has {here}; give "
-                             f"{fix}, or --resume-changed {flag} to go on with {here}")
+            is_data = name == "data"
+            theirs.append(f"other data, {there}" if is_data else f"{flag} {there}")
+            ours.append(f"{flag} {here}" if len(asked) > 1 else str(here))
+            fixes.append(other_data.fix(cfg, meta) if is_data else f"--{flag} {there}")
+        back = f"{' '.join(fixes)}, or " if all(fixes) else ""  # what was replaced may be gone
+        raise ValueError(f"checkpoint {path} was trained with {', '.join(theirs)}, this run has "
+                         f"{', '.join(ours)}; give {back}--resume-changed {names} to go on with "
+                         f"{', '.join(ours)}")
     return changed
-
-
-def what_was_replaced(data):
-    """Return in words which data set stood where --data names one, if prepare.py --replace took its place."""
-    folder = first_folder(data)
-    with contextlib.suppress(ValueError, OSError):
-        command = as_prepare_writes_it(load_meta(folder).get("replaced", ""))
-        if command:
-            return f" (in {folder} stood what this makes: {command})"
-    return ""
 
 
 def compared_flags(cfg, path, meta, world_size, data_id, vocab_size):

@@ -26,7 +26,7 @@ import sample
 from corpus import chat, shards, tokenizer
 from corpus import text as readers
 from interface.command_line import printable
-from runtime import resume
+from runtime import other_data
 from runtime.launch import World
 
 
@@ -55,8 +55,8 @@ def test_another_data_set_stays_unless_replace(tmp_path, sources, capsys):
     meta = shards.load_meta(tmp_path / "a")
     assert meta["replaced"].startswith(made_by) and "--replace" not in meta["command"]
     assert "up to date" in run(capsys, *other)[1]
-    assert f"stood what this makes: {made_by}" in resume.what_was_replaced(str(tmp_path / "a"))
-    assert resume.what_was_replaced(str(tmp_path / "b")) == ""
+    assert f"stood what this makes: {made_by}" in other_data.what_was_replaced(str(tmp_path / "a"))
+    assert other_data.what_was_replaced(str(tmp_path / "b")) == ""
 
 
 @contextlib.contextmanager

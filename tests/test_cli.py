@@ -422,7 +422,7 @@ def test_flags_of_other_trainers_are_answered_with_ours():
             (["gpt2", "--eval-interval=5"], "^--eval-interval is --eval-every here$"),
             (["--device", "cpu"], "^--device is no flag: .*CUDA_VISIBLE_DEVICES=-1"),
             (["--gradient-accumulation-steps", "4"], "give --global-batch, micro-batch .* those steps$"),
-            (["--preset", "gpt2"], "^--preset is the first word here, without dashes: train.py gpt2$")):
+            (["--preset", "gpt2"], "^--preset is the first word here, .* dashes: python train.py gpt2$")):
         with pytest.raises(ValueError, match=says):
             parse(argv)
     with pytest.raises(ValueError, match="^--max-steps is"):

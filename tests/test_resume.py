@@ -3,6 +3,7 @@
 Also --train-range-to-skip, and one test that kills a rank under a real mpiexec.
 """
 import contextlib
+import io
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from pool import ROOT, run_ranks
 from runs import TINY, assert_refused, chars, final, go, rows, same, session
 
 import checkpoint
+import prepare
 from config import Config
 from interface import files
 from runtime import agree, resume
@@ -488,6 +490,40 @@ def test_a_resume_with_another_meaning_is_refused(tmp_path):
     assert "resume: seed 1337 -> 7\n" in got["out"] and "resume: top-k 2 -> 1\n" in got["out"]
     go(2, tmp_path, *moe, "--seed=7", "--top-k=1", "--steps=4")  # the new values are the checkpoint's now
     assert history(tmp_path)[1]["changed"] == {"top_k": [2, 1], "steps": [2, 3], "seed": [1337, 7]}
+
+
+def test_data_that_were_prepared_again(tmp_path, monkeypatch):
+    """Other tokens need --resume-changed data, which can be typed. With other symbols no run goes on."""
+    monkeypatch.chdir(tmp_path)
+    text = "".join(f"Line {i * i} of a text.\n\n" for i in range(900))
+
+    def prepared(text, *more):
+        Path("x.txt").write_text(text)
+        with contextlib.redirect_stdout(io.StringIO()):
+            prepare.main(["x.txt", "--name=mine", "--tokenizer=char", "--replace", *more])
+
+    def run(*flags):
+        always = ["--data=data/mine", "--out=out", "--save-every=1", "--eval-every=0", "--vocab-size=0"]
+        return session(World(), [*TINY, *always, *flags])
+
+    prepared(text)
+    assert run("--steps=1")["code"] == 0
+    prepared(text[:9000])
+    flags = ["--steps=2", "--resume=auto", "--seed=7"]
+    refused = run(*flags)
+    assert_refused(refused, "; give --resume-changed data,seed to go on with data ")
+    assert_refused(run(*flags, "--resume-changed=seed"), "--resume-changed seed,data to go on with")
+    assert run(*flags, "--resume-changed=data,seed")["code"] == 0
+    prepared(f"{text}#", "--name=other")
+    assert_refused(run(*flags, "--steps=3", "--data=data/other"), "other data, data/mine, whose vocabulary "
+                   "is not that of data/other (22 symbols then, 23 now); give --data data/mine, or start")
+    for changed in ([], ["--resume-changed=vocab-size"]):
+        prepared(f"{text}#")
+        assert_refused(run(*flags, "--steps=3", *changed), "data/mine was prepared again since checkpoint "
+                       "out/step_000002, and its vocabulary differs (22 symbols then, 23 now), so this run "
+                       "cannot go on; start anew with another --out")
+    prepared(text.replace("t", "!"))  # as many symbols, but others
+    assert_refused(run(*flags, "--steps=3"), "its vocabulary differs, so this run cannot go on")
 
 
 def test_a_rope_base_without_rope_is_no_change(tmp_path):

@@ -9,6 +9,7 @@ starts as they are printed. Six rows have no fix that could be typed; NOT_TYPED 
 import contextlib
 import dataclasses
 import io
+import json
 import os
 import re
 import shutil
@@ -29,7 +30,7 @@ import sample
 from config import Config
 from cost import plan_flags
 from interface import nearest, paths, words
-from interface.command_line import parse, wrong_input
+from interface.command_line import hint_of, parse, wrong_input
 from runtime.launch import World
 
 
@@ -63,9 +64,14 @@ WRONG = [
     ("train.py --num_processes 2 --steps 3", f"{MPI} 2 python train.py --steps 3", ""),
     ("train.py -n 2 --fp16", f"{MPI} 2 python train.py --dtype fp16", ""),
     # nanoGPT
-    ("train.py config/train_shakespeare_char.py", "train.py shakespeare-char --steps 100",
-     "train.py shakespeare-char --steps 100"),
-    ("train.py config/train_gpt2.py", "train.py gpt2", "train.py gpt2"),
+    ("train.py config/train_shakespeare_char.py",
+     "python prepare.py input.txt --name shakespeare --tokenizer char, then python train.py shakespeare-char "
+     "--data data/shakespeare; it wants a GPU", ""),
+    ("train.py config/train_shakespeare_char.py --batch_size=32 --device=cpu",
+     "then python train.py shakespeare-char --micro-batch 32 --data data/shakespeare; it wants a GPU, a step "
+     "takes a minute and more on a CPU; --device is no flag", ""),
+    ("train.py config/train_gpt2.py", "--tokenizer gpt2, then python train.py gpt2 --data data/NAME; it",
+     "train.py gpt2"),
     ("train.py --block_size=64", "--seq-len", "train.py --seq-len 64"),
     ("train.py --batch_size=12", "--micro-batch", "train.py --micro-batch 12"),
     ("train.py --max_iters 20", "--steps", "train.py --steps 20"),
@@ -78,7 +84,7 @@ WRONG = [
     ("train.py --learning_rate=1e-3 --lr_decay_iters=9", "--decay-steps",
      "train.py --lr 1e-3 --decay-steps 9"),
     ("train.py --init_from=resume", "--resume auto", "train.py --resume auto"),
-    ("train.py --init_from gpt2", "convert.py import gpt2_DIR --out out/gpt2", ""),
+    ("train.py --init_from gpt2", "convert.py import gpt2 --out out/gpt2", ""),
     ("train.py --init_from=scratch", "leave it out", "train.py"),
     ("train.py --decay_lr False", "--min-lr", "train.py --lr 1e-3 --min-lr 1e-3"),
     ("train.py --wandb_log=True", "--wandb online", "train.py --wandb online"),
@@ -123,7 +129,40 @@ WRONG = [
     ("train.py --optim adamw_torch", "--optimizer adamw", "train.py --optimizer adamw"),
     ("train.py --lr_scheduler_type constant", "--min-lr", "train.py --lr 1e-3 --min-lr 1e-3"),
     ("train.py --lr_scheduler_type linear", "--decay-ratio 1", "train.py --lr-schedule wsd --decay-ratio 1"),
-    ("train.py gpt2-medium", "gpt2", "train.py gpt2"),
+    ("train.py gpt2-medium", "perhaps gpt2 is", "train.py gpt2"),
+    ("train.py gpt2-large", "perhaps gpt2 is", "train.py gpt2"),
+    ("train.py llama3", "perhaps llama-3.2-1b is", ""),
+    ("train.py llama-3", "perhaps llama-3.2-1b is", ""),
+    ("train.py --init-from meta-llama/Llama-3.2-1B",
+     "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B (pip install huggingface_hub), then "
+     "python convert.py import Llama-3.2-1B --out out/Llama-3.2-1B, then --init-from out/Llama-3.2-1B", ""),
+    ("convert.py import openai-community/gpt2",
+     "hf download openai-community/gpt2 --local-dir gpt2 (pip install huggingface_hub), then python "
+     "convert.py import gpt2 --out out/gpt2", ""),
+    ("convert.py import gpt2 --out x", "then python convert.py import gpt2 --out x", ""),
+    ("sample.py gpt2", "then python sample.py gpt2", ""),
+    ("convert.py export out/run --out x --format safetensors", "--format is no flag: export writes", ""),
+    ("train.py --strategy ddp", "--zero 3 is fsdp", "train.py --zero 3"),
+    ("train.py --accelerator gpu", "a GPU is taken if there is one", "train.py"),
+    ("train.py --devices 2", f"{MPI} 2 python train.py", ""),
+    ("train.py --num_nodes 2", f"before the program: {MPI} 1 python train.py", ""),
+    ("train.py --version", "git log -1", "train.py"),
+    ("sample.py out/run --version", "git log -1", ""),
+    ("train.py --dataloader_num_workers 2", "leave it out", "train.py"),
+    ("train.py --use_cache", "leave it out", "train.py"),
+    ("train.py --attention_bias", "--qkv-bias", "train.py --qkv-bias"),
+    ("train.py --moe", "python train.py tiny-moe", "train.py tiny-moe"),
+    ("train.py --zero_optimization", "--zero 1, 2 or 3", "train.py --zero 1"),
+    ("train.py --use_muon", "--optimizer muon", "train.py --optimizer muon"),
+    ("train.py --muon", "--optimizer muon", "train.py --optimizer muon"),
+    ("sample.py -p hi", "-p is --prompt here", ""),
+    ("sample.py out/run -n 2", "-n is --n here", ""),
+    ("sample.py out/run --stream", "--chat and --serve", ""),
+    ("sample.py out/run --num_beams 3", "--top-k", ""),
+    ("sample.py out/run --use_cache", "leave it out", ""),
+    ("plot.py out/run --title x", "leave it out", ""),
+    ("plot.py out/run --smooth 3", "leave it out", ""),
+    ("plot.py out/run --format png", "--png FILE", ""),
     ("convert.py --model_name_or_path x", "convert.py import MODEL_DIR --out DIR", ""),
     ("prepare.py --train_file input.txt", "python prepare.py input.txt --name input", ""),
     # Megatron-LM
@@ -172,6 +211,10 @@ WRONG = [
     ("train.py --global-batch 15", "--global-batch 16", "train.py --global-batch 16"),
     ("train.py --n-experts 4 --top-k 9", "--top-k 4", "train.py --n-experts 4 --top-k 4"),
     ("train.py --pp-chunks 2", "--pp-chunks 1", "train.py --pp-chunks 1"),
+    ("train.py --n-embd 100 --shard 2", f"{MPI} 2 python train.py --shard 2 --n-embd 104 --zero 1", ""),
+    ("train.py --shard 2 --zero 1", f"needs 2 ranks, and one process is started; start 2: {MPI} 2", ""),
+    ("train.py --n-head 6 --tp 4 --ep 4 --pp-chunks 2",
+     f"try --n-head 8 --n-experts 8 --pp-chunks 1, on 4 ranks: {MPI} 4 python train.py --tp 4 --ep 4", ""),
     ("train.py --ep 2", f"try --n-experts 8, on 2 ranks: {MPI} 2 python train.py --ep 2 --n-experts 8", ""),
     ("plan.py gpt2 --gpus 8 --tp 8", "--tp 4", ""),
     ("plan.py gpt2 --nnodes 2", "--gpus", ""),
@@ -179,14 +222,28 @@ WRONG = [
     # slips
     ("train.py shakespeare_char", "shakespeare-char", "train.py shakespeare-char"),
     ("train.py tinny", "tiny", "train.py tiny"),
-    ("train.py --n-layer 3 gpt2", "a preset is the first word: train.py gpt2", "train.py gpt2 --n-layer 3"),
+    ("train.py --n-layer 3 gpt2", "a preset is the first word: python train.py gpt2",
+     "train.py gpt2 --n-layer 3"),
     ("train.py n_layer=3", "--n-layer 3", "train.py --n-layer 3"),
     ("train.py --resume", "--resume auto", "train.py --resume auto"),
     ("train.py --stepz 3", "--steps", "train.py --steps 3"),
     ("train.py --blocksize 64", "--seq-len", "train.py --seq-len 64"),
     ("prepare.py input.txt --name x --seed 1 --batch_size 3", "flag of train.py", ""),
     ("plot.py out/run --logy", "--log", ""),
-    ("prepare.py input.txt", "--name NAME", ""),
+    ("prepare.py input.txt", "python prepare.py input.txt --name input", ""),
+    ("prepare.py shakespeare", "shakespeare is not a file", ""),
+    ("prepare.py latin1.txt --name x", "iconv -f LATIN1 -t UTF-8 latin1.txt > latin1.txt.utf8 (if its", ""),
+    ("prepare.py empty.jsonl --name x", "empty.jsonl: no text is in it; give files that have some", ""),
+    ("prepare.py chat", "chat needs FILE.jsonl, with a conversation on each line; --name NAME, the folder "
+     "under data/; --tokenizer, that of the model (data/stdlib, or a published one): python prepare.py chat "
+     "FILE.jsonl --name NAME --tokenizer data/stdlib", ""),
+    ("sample.py", "no RUN is given: the --out directory of a run of train.py, for example python", ""),
+    ("convert.py", "for example python convert.py export out/tiny --out hf/tiny", ""),
+    ("train.py --steps 1e3", "it takes a whole number: --steps 1000", ""),
+    ("train.py --steps 2k", "--steps 2000", ""),
+    ("train.py --steps 1.5", "it takes a whole number, for example --steps 1000", ""),
+    ("train.py --lr fast", "it takes a number, for example --lr 0.001", "train.py --lr 0.001"),
+    ("train.py --lr 1,5", "it takes a number, for", "train.py --lr 1.5"),
     ("prepare.py input.txt --name x --tokenizer nothere", "choose char, bpe", ""),
     ("convert.py import nowhere --out x", "downloaded model", ""),
 ]
@@ -230,13 +287,44 @@ ALSO = {
     "plan.py gpt2 --num_gpus 2": "plan.py gpt2 --gpus 2",
     "prepare.py input.txt --name x --seed 1 --batch_size 3": "prepare.py input.txt --name x --seed 1",
     "plot.py out/run --logy": "plot.py out/run --log",
-    "prepare.py input.txt": "prepare.py input.txt --name x",
+    "prepare.py input.txt": "prepare.py input.txt --name input",
+    "prepare.py shakespeare": "prepare.py input.txt --name shakespeare",
+    "prepare.py empty.jsonl --name x": "prepare.py input.txt --name x",
+    "prepare.py chat": "prepare.py chat chat.jsonl --name talk --tokenizer data/chars --seq-len 64",
+    "train.py config/train_shakespeare_char.py":
+        "prepare.py input.txt --name shakespeare --tokenizer char; train.py shakespeare-char --data "
+        "data/shakespeare",
+    "train.py config/train_shakespeare_char.py --batch_size=32 --device=cpu":
+        "prepare.py input.txt --name shakespeare --tokenizer char; train.py shakespeare-char --data "
+        "data/shakespeare --micro-batch 32 --global-batch 32",
+    "train.py llama3": "train.py llama-3.2-1b --n-head 4 --n-kv-head 4 --vocab-size 0",
+    "train.py llama-3": "train.py llama-3.2-1b --n-head 4 --n-kv-head 4 --vocab-size 0",
+    "train.py --steps 1e3": "train.py --steps 2",
+    "train.py --steps 2k": "train.py --steps 2",
+    "train.py --steps 1.5": "train.py --steps 2",
+    "sample.py": "sample.py out/run",
+    "sample.py -p hi": "sample.py out/run --prompt hi",
+    "sample.py out/run -n 2": "sample.py out/run --n 2",
+    "sample.py out/run --version": "sample.py out/run",
+    "sample.py out/run --stream": "sample.py out/run",
+    "sample.py out/run --num_beams 3": "sample.py out/run --top-k 5",
+    "sample.py out/run --use_cache": "sample.py out/run",
+    "plot.py out/run --title x": "plot.py out/run",
+    "plot.py out/run --smooth 3": "plot.py out/run",
+    "plot.py out/run --format png": "plot.py out/run --html page.html",
+    "convert.py": "convert.py export out/run --out hf",
+    "convert.py export out/run --out x --format safetensors": "convert.py export out/run --out x",
     "prepare.py input.txt --name x --tokenizer nothere": "prepare.py input.txt --name x --tokenizer char",
 }
 # Rows whose answer names flags or a file that only their reader can know, and why no fix is typed for them
 NOT_TYPED = {
     "train.py --init_from gpt2": "it is a download",
     "convert.py --model_name_or_path x": "it is a download",
+    "train.py --init-from meta-llama/Llama-3.2-1B": "it is a download",
+    "convert.py import openai-community/gpt2": "it is a download",
+    "convert.py import gpt2 --out x": "it is a download",
+    "sample.py gpt2": "it is a download",
+    "prepare.py latin1.txt --name x": "test_the_printed_iconv_converts types it",
     "convert.py import nowhere --out x": "it is a download",
     "train.py --tensor-model-parallel-size 2": "with --tp 2 it is the first row",
     "train.py --pipeline-model-parallel-size 2": "with --pp 2 it is the second row",
@@ -251,6 +339,11 @@ def folder(tmp_path_factory):
     with contextlib.chdir(home), contextlib.redirect_stdout(io.StringIO()):
         lines = [f"Line {i * i} of a text, which is {i % 7} lines from here.\n\n" for i in range(2000)]
         Path("input.txt").write_text("".join(lines))
+        Path("latin1.txt").write_bytes("Un caf\u00e9 au lait.\n\n".encode("latin-1") * 900)
+        Path("empty.jsonl").touch()
+        talk = [{"role": "user", "content": "Line"}, {"role": "assistant", "content": "of a text"}]
+        talks = [[{**talk[0], "content": f"Line {i}"}, talk[1]] for i in range(40)]
+        Path("chat.jsonl").write_text("".join(f"{json.dumps({'messages': each})}\n" for each in talks))
         Path("config").mkdir()
         for name in ("train_shakespeare_char", "train_gpt2"):
             Path("config", f"{name}.py").write_text("out_dir = 'x'\n")
@@ -390,7 +483,7 @@ def test_each_row_has_a_fix_that_is_typed_or_says_why_not():
     rows = {wrong for wrong, _, _ in WRONG}
     assert set().union(*kinds.values()) == rows and len(rows) == len(WRONG)
     assert not kinds["not"] & (kinds["one process"] | kinds["launcher"])
-    assert (len(ONE_PROCESS), len(LAUNCHED) + len(MISFITS), len(NOT_TYPED)) == (111, 18, 6)
+    assert (len(ONE_PROCESS), len(LAUNCHED) + len(MISFITS), len(NOT_TYPED)) == (145, 23, 11)
 
 
 def test_a_fixed_command_trains_and_the_run_goes_on(folder, monkeypatch):
@@ -449,20 +542,89 @@ def test_the_nearest_layout_fits_everything(ranks, argv, fix):
     assert nearest.fits(parse(nearest.change_words(flags, nearest.search(cfg, ranks))), ranks)
 
 
-def test_random_misfits_have_a_fix_that_fits():
-    """Also where model and layout are both wrong. A batch that is far too small has none near."""
+# Values of which random misfits are made: many do not fit each other, or one process
+RANDOM = {
+    "--n-embd": (64, 96, 100, 130, 250), "--n-head": (2, 3, 6, 8, 12), "--n-kv-head": (1, 2, 3, 4),
+    "--seq-len": (30, 64, 100), "--n-layer": (2, 3, 7), "--ffn-hidden": (100, 129, 256),
+    "--tp": (2, 3, 4, 8), "--cp": (2, 3, 4), "--pp": (2, 3, 5), "--ep": (2, 3, 4), "--pp-chunks": (2, 3),
+    "--zero": (1, 2, 3), "--shard": (2, 3, 4), "--n-experts": (2, 4, 6, 8), "--top-k": (1, 2, 5, 9),
+    "--n-shared-experts": (1,), "--router": ("softmax-topk", "sigmoid"), "--lora": (4,),
+    "--global-batch": (8, 15, 48, 100), "--micro-batch": (1, 3, 8), "--recompute": ("selective", "full")}
+
+
+def misfits(count, seed):
+    """Yield (argv, what is said) of random flags that train.py refuses in one process."""
     import random
-    draw = random.Random(5)
-    for _ in range(4):
-        sizes = {"n_embd": draw.randint(60, 300), "n_head": draw.randint(1, 12),
-                 "n_kv_head": draw.randint(1, 5), "tp": draw.choice((1, 2, 4)), "pp": draw.choice((1, 2)),
-                 "global_batch": draw.randint(64, 128)}
-        ranks = draw.choice((2, 4, 6, 8))
-        cfg = nearest.SimpleNamespace(**{**vars(parse([])), **sizes})
-        if not nearest.fits(cfg, ranks):
-            changes = nearest.search(cfg, ranks)
-            assert changes, (sizes, ranks)
-            assert nearest.fits(nearest.SimpleNamespace(**{**vars(cfg), **changes}), ranks), (sizes, changes)
+    draw = random.Random(seed)
+    while count:
+        names = draw.sample(sorted(RANDOM), draw.randint(1, 6))
+        argv = [word for name in names for word in (name, str(draw.choice(RANDOM[name])))]
+        said = refusal(argv)
+        if said:
+            count -= 1
+            yield argv, said
+
+
+def refusal(argv, ranks=1):
+    """Return what train.py says of flags on a number of ranks, or ""."""
+    try:
+        cfg = parse(argv)
+        if ranks == 1:
+            nearest.check_alone(cfg, argv)
+        with nearest.with_fix(cfg, ranks):
+            nearest.check_all(cfg, ranks)
+    except ValueError as e:
+        return str(e)
+    return ""
+
+
+def fixed(argv, said):
+    """Return (words, ranks) of the command that a message prints, or of the flags that it says to try."""
+    whole = re.search(r"(?:mpiexec .*?-n (\d+) )?python train.py (.*)$", said)
+    if whole:
+        return whole[2].split(), int(whole[1] or 1)
+    without = re.search(r"; leave out (--[\w-]+)", said)
+    tried = re.search("try (--[^;]*)$", said)
+    assert tried or without, f"{argv}: {said}"
+    changes = dict(re.findall(r"--([\w-]+) (\S+)", tried[1])) if tried else {without[1][2:]: None}
+    return nearest.change_words(argv, {name.replace("-", "_"): value for name, value in changes.items()}), 1
+
+
+@pytest.mark.parametrize("count,seed", [(20, 5), pytest.param(400, 6, marks=pytest.mark.long)])
+def test_the_fixes_of_random_misfits_are_complete(count, seed):
+    """No fix that is printed leads to the next misfit."""
+    for argv, said in misfits(count, seed):
+        again = refusal(*fixed(argv, said))
+        assert not again, f"{' '.join(argv)}: {said}, and then: {again}"
+
+
+@pytest.mark.parametrize("flags,ranks", [
+    ({"window": 8, "objective": "mlm", "shard": 3, "doc_mask": "on", "n_embd": 100, "pdb": 3}, None),
+    ({"n_embd": 100, "pp_chunks": 3, "top_k": 9, "n_shared_experts": 1, "shard": 2}, None),
+    ({"global_batch": 1, "micro_batch": 7, "tp": 8, "pp_layers": "3,3", "shard": 5}, 6)])
+def test_where_many_flags_do_not_fit_the_line_says_so_and_is_complete(flags, ranks):
+    cfg = dataclasses.replace(parse([]), **flags)
+    with pytest.raises(ValueError) as e, nearest.with_fix(cfg, ranks, argv=None if ranks else []):
+        nearest.check_all(cfg, ranks or nearest.needed(cfg))
+    assert str(e.value).startswith("several flags do not fit: ")
+    changes = nearest.search(cfg, ranks)
+    assert len(changes) > 3 and nearest.fits(nearest.applied(cfg, changes), ranks)
+
+
+def test_flags_that_exclude_each_other_are_not_tried_one_after_the_other():
+    assert refusal(["--n-shared-experts=1", "--lora=4"]).endswith("need experts; try --n-shared-experts 0")
+    assert "leave out --lora, which" in refusal(["--n-experts=4", "--lora=4"])
+
+
+def test_no_fix_is_printed_where_the_preset_itself_does_not_fit(monkeypatch):
+    cfg = dataclasses.replace(parse([]), pdb=3)
+    with pytest.raises(ValueError, match="the ranks are 0 to 1$"), nearest.with_fix(cfg, 2):
+        nearest.check_all(cfg, 2)
+    monkeypatch.setattr(nearest, "MOST_TRIES", 0)
+    cfg = parse(["gpt2"])
+    with pytest.raises(ValueError, match="dp 7; no flags that are near fit 7 ranks, start"), \
+            nearest.with_fix(cfg, 7):
+        nearest.check_all(cfg, 7)
 
 
 @pytest.mark.parametrize("argv,ranks", [
@@ -509,3 +671,31 @@ def test_a_folder_of_checkpoints_is_no_misspelt_step(folder, monkeypatch):
     assert "step_" not in paths.meant_run("out/run/weights")
     assert paths.make_data("data/stdlib") == "make it with: python prepare.py stdlib"
     assert paths.make_data("data/mine") == "make it with: python prepare.py FILE... --name mine"
+
+
+def test_the_printed_iconv_converts(folder, tmp_path, monkeypatch):
+    here = shutil.copytree(folder, tmp_path / "here", symlinks=True)
+    monkeypatch.chdir(here)
+    line = re.search("iconv .* > latin1.txt.utf8", typed("prepare.py latin1.txt --name x")["err"])[0]
+    assert in_a_shell(line, here).returncode == 0
+    assert typed("prepare.py latin1.txt.utf8 --name x --tokenizer char")["code"] == 0
+    Path("bom.txt").write_bytes("caf\u00e9".encode("utf-16"))
+    assert "iconv -f UTF-16 -t UTF-8 bom.txt > bom.txt.utf8" in typed("prepare.py bom.txt --name y")["err"]
+
+
+@pytest.mark.parametrize("word,hint", [
+    ("stepz", "--steps"), ("block-sizes", "--seq-len"), ("optimiser", "--optimizer"), ("n-embed", "--n-embd"),
+    ("zebra", ""), ("strategies", ""), ("titles", ""), ("moes", ""), ("numbers", ""), ("versions", "")])
+def test_a_flag_is_only_proposed_for_a_word_that_is_like_it(word, hint):
+    said = hint_of(f"--{word}", Config)
+    assert said == (f"; perhaps you meant {hint}" if hint else "")
+
+
+@pytest.mark.parametrize("name,owner", [
+    ("gpt2-xl", "openai-community"), ("Qwen/Qwen3-0.6B", "Qwen"), ("out/run", ""), ("here/model", ""),
+    ("mine", ""), ("a/b/c", ""), ("../x", ""), ("here", "")])
+def test_what_a_model_on_the_hub_is_called(name, owner, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    said = paths.download(name, "")
+    assert bool(said) == bool(owner) and f"hf download {owner}" * bool(owner) in said
