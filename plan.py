@@ -17,7 +17,6 @@ import math
 import string
 import sys
 import textwrap
-import time
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -64,7 +63,7 @@ from cost.step_time import (
 from cost.traffic import bytes_between_nodes, reductions, traffic
 from interface.layout import check_layout
 from interface.nearest import with_fix
-from interface.terminal import clock, columns, complain, folded
+from interface.terminal import columns, complain, counted, folded
 from optim import learning_rate, stable_until
 from parallel import make_mesh
 from pipeline import timetable
@@ -285,7 +284,6 @@ def source_of_vocabulary(cfg):
 # -----------------------------------------------------------------------------
 # 2) Many layouts
 
-PROGRESS = 5.0  # seconds between two lines of the search
 SHORTEST_SHARE = 2048  # positions per rank: the search does not cut a sequence into shorter shares
 
 
@@ -358,16 +356,8 @@ def _chunk_counts(cfg, pp):
 def search(cfg, gpus, gpu, vocab):
     """Return the plans of all layouts that the GPU's memory holds, fastest first; print its progress."""
     found = list(layouts(cfg, gpus, gpu))
-    said = began = time.monotonic()
     print(f"{len(found):,} layouts are tried", file=sys.stderr, flush=True)
-    plans = []
-    for number, layout in enumerate(found, 1):
-        plans.append(estimate(layout, gpus, gpu, vocab))
-        now = time.monotonic()
-        if now - said > PROGRESS:
-            said = now
-            left = (now - began) * (len(found) / number - 1)
-            print(f"{number:,} of {len(found):,}, left={clock(left)}", file=sys.stderr, flush=True)
+    plans = [estimate(layout, gpus, gpu, vocab) for layout in counted(found)]
     return sorted((plan for plan in plans if plan["fits"]), key=lambda plan: plan["ms"])
 
 

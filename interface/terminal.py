@@ -2,7 +2,7 @@
 
     width     the columns of the terminal that shows what is printed; columns: to which prose is folded
     folded    text as lines of that width;  complain: print one line on stderr, folded on a terminal
-    short     1,234,567 as 1.2M;  clock: seconds as 1:23
+    short     1,234,567 as 1.2M;  clock: seconds as 1:23;  counted: says how much of a list is done
 """
 import os
 import re
@@ -10,10 +10,12 @@ import shutil
 import stat
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 NO_TERMINAL = 10**6  # columns of a file or a pipe that no terminal shows: its lines are not folded
 LEAST, MOST = 40, 120  # columns of folded prose
+PROGRESS = 5.0  # seconds between two lines of counted()
 LAUNCHERS = "mpiexec", "mpirun", "hydra", "orte", "prte"  # their names begin so
 MOST_ANCESTORS = 6
 INDENT = 6 * " "  # of the lines that follow the first
@@ -122,3 +124,16 @@ def clock(seconds):
     if hours:
         return f"{hours}:{minutes:02d}:{seconds:02d}"
     return f"{minutes}:{seconds:02d}"
+
+
+def counted(items):
+    """Yield the items of a list, and say on stderr every PROGRESS seconds how many of them are done."""
+    said = began = time.monotonic()
+    for number, item in enumerate(items, 1):
+        yield item
+        now = time.monotonic()
+        if now - said > PROGRESS:
+            said = now
+            left = (now - began) * (len(items) / number - 1)
+            print(f"{number:,} of {len(items):,}, left={clock(left)}", file=sys.stderr, flush=True)
+

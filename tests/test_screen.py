@@ -78,6 +78,13 @@ def test_prose_is_folded_to_the_terminal_up_to_a_bound(width, columns, monkeypat
     assert terminal.columns() == columns
 
 
+def test_a_long_list_says_how_much_of_it_is_done(capsys, monkeypatch):
+    seconds = iter(range(0, 100, 3))
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    assert list(terminal.counted([1, 2, 3, 4])) == [1, 2, 3, 4]
+    assert capsys.readouterr().err == "2 of 4, left=0:06\n4 of 4, left=0:00\n"
+
+
 @pytest.mark.parametrize("parent, expected", [("mpiexec", 77), ("other", terminal.NO_TERMINAL)])
 def test_behind_mpiexec_the_terminal_is_that_of_mpiexec(parent, expected, tmp_path):
     """A pipe to another program, such as tee, has no columns, although the process has a terminal."""
@@ -415,7 +422,7 @@ def test_below_the_programs_a_line_leads_up(tmp_path, monkeypatch):
 
 def test_a_search_says_how_many_layouts_it_tries_and_how_far_it_is(monkeypatch, capsys):
     clock = iter(range(0, 10**6, 3))
-    monkeypatch.setattr(plan.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
     plan.main(["tiny", "--gpus=2", "--search", "--json"])
     said = capsys.readouterr()
     first, *later = said.err.splitlines()
