@@ -162,8 +162,6 @@ def what_is_wrong(flags):
 def missing_for_chat(flags):
     """Return all that `chat` lacks, with the whole command, or ""."""
     files = flags.sources[1:] or ("FILE.jsonl",)
-    for source in flags.sources[1:]:
-        text.check_source(source)
     name = flags.name or "NAME"
     tokenizer = flags.tokenizer
     missing = []
@@ -176,6 +174,8 @@ def missing_for_chat(flags):
         tokenizer = "data/stdlib"
     if not missing:
         return ""
+    for source in flags.sources[1:]:  # a misspelt file is told first
+        text.check_source(source)
     typed = ["python", "prepare.py", "chat", *files, "--name", name, "--tokenizer", tokenizer]
     return f"chat needs {'; '.join(missing)}: {shlex.join(typed)}"
 

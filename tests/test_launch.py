@@ -179,7 +179,7 @@ UNLIKE = {  # name: (the flags of each rank, what the line says)
            "rank 1 has --lr 0.002, ranks 0, 2 have --lr 0.001; start all ranks with the same flags"),
     "layout": ([["--tp=2"], []], "rank 0 has --tp 2, rank 1 has --tp 1"),
     "data": ([[], ["--data=elsewhere"]], "rank 0 has --data 'synthetic', rank 1 has --data 'elsewhere'"),
-    "wrong on one": ([[], ["--lr=x"]], "rank 1 only: Error parsing --lr"),
+    "wrong on one": ([[], ["--lr=x"]], "rank 1 only: --lr x: it takes a number"),
     "wrong on all": ([["--n-head=3"]] * 2, "nanoshard: n-embd 16 does not divide by n-head 3"),
 }
 
@@ -701,10 +701,11 @@ def test_a_stream_that_fails_never_ends_a_run(tmp_path):
 # -----------------------------------------------------------------------------
 # How threads wait
 
-IMPORT_ORDER = """import os, runpy, sys
+IMPORT_ORDER = """import os, runpy, sys, traceback
 class Finder:
     def find_spec(self, name, *_):
-        if name == "torch":
+        asks = any(frame.f_code.co_name == "check_packages" for frame, _ in traceback.walk_stack(None))
+        if name == "torch" and not asks:  # whether it is there
             raise KeyboardInterrupt(os.environ.get("OMP_WAIT_POLICY"))
 sys.meta_path.insert(0, Finder())
 program = sys.argv.pop(1)

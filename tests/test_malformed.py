@@ -333,7 +333,7 @@ OTHER = {  # name: (program, its arguments in the directory d, a word of the lin
         sample.main, lambda d: run_args(d, cut=f"{STEP}/{SHARD}") and [str(d / STEP)], "9 bytes"),
     "prepare: no such file": (prepare.main, lambda d: [str(d / "none.txt"), *text_args(d)[1:]], "none.txt"),
     "prepare: not utf-8": (prepare.main, lambda d: text_args(d, content=b"a\xff" * 99), "utf-8"),
-    "prepare: empty": (prepare.main, lambda d: text_args(d, content=b""), "new"),
+    "prepare: empty": (prepare.main, lambda d: text_args(d, content=b""), "no text is in it"),
     "prepare: unknown tokenizer": (prepare.main, lambda d: text_args(d, "--tokenizer", "morse"), "morse"),
     "prepare: a vocabulary of 3": (prepare.main, lambda d: text_args(d, "--vocab-size", "3"), "vocab"),
     "prepare: a fraction of 2": (prepare.main, lambda d: text_args(d, "--val-fraction", "2"), "val-fraction"),
