@@ -166,7 +166,7 @@ class Watch(contextlib.AbstractContextManager):
 
     def _report_and_exit(self):
         faulthandler.cancel_dump_traceback_later()
-        # This thread runs, so the report only needs time: 1.5 graces, and more on a loaded machine. A
+        # This thread runs, so the report only needs time: 2 graces, and more on a loaded machine. A
         # rank that the guardian kills would end its launcher with 9.
         self.guardian.allow(5 * self.grace)
         if self.phase.waits_in is None:
@@ -197,7 +197,9 @@ class Watch(contextlib.AbstractContextManager):
             text += f"\n  all stacks: {self.files.folder or 'above'}"
             with contextlib.suppress(OSError):
                 print(text, file=sys.__stderr__, flush=True)
-        time.sleep(self.grace / 2)
+        # When a rank exits, the launcher kills the others. MPICH's then takes the exit code of the lowest
+        # rank: if that was killed, 9 and not ours. So the others wait for longer.
+        time.sleep(self.grace / 2 if self.rank == min(reports) else self.grace)
 
     def _report(self):
         """Return what this rank knows about itself, for OUT/hang/."""
