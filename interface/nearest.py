@@ -183,8 +183,8 @@ def one_after_the_other(flags, ranks):
 
 def kind_of_misfit(flags, ranks):
     """Return what misfit() says, without the numbers and what is to be tried."""
-    what, _, _ = misfit(flags, ranks).partition(";")
-    return re.sub("[0-9]+", "0", what)
+    first_part = misfit(flags, ranks).split(";")[0]
+    return re.sub("[0-9]+", "0", first_part)
 
 
 def of_preset(flags, ranks):

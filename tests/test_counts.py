@@ -10,6 +10,7 @@ import test_model_flags
 import test_muon
 import test_shard
 from pool import ROOT
+from test_laws import ROOMS
 
 PAGE = (ROOT / "docs/faults.md").read_text()
 BENCH = (ROOT / "bench/README.md").read_text()
@@ -91,3 +92,21 @@ def table_below(heading):
     section = PAGE[PAGE.index(f"## {heading}: "):]
     rows = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)[0].splitlines()
     return [row.strip("| ").split(" | ") for row in rows[2:]]
+
+
+def test_the_readme_counts_the_lines_of_today():
+    """All of training is in the first thirteen files of its tree, and in two of ops/."""
+    readme = (ROOT / "README.md").read_text()
+    tree = re.search(r"^train\.py  .*?```", readme, re.DOTALL | re.MULTILINE)[0]
+    first = re.findall(r"^(\w+\.py)", tree, re.MULTILINE)[:13]
+    training = count_lines([*first, "ops/flat.py", "ops/permute.py"])
+    everything = count_lines([*ROOT.glob("*.py"), *(p for room in ROOMS for p in (ROOT / room).glob("*.py"))])
+    said = re.search(r"([\d,]+) of ([\d,]+) \|", readme)
+    said_training, said_everything = (int(number.replace(",", "")) for number in said.groups())
+    assert abs(training - said_training) <= 100, f"README: {said_training}, counted: {training}"
+    assert abs(everything - said_everything) <= 500, f"README: {said_everything}, counted: {everything}"
+    assert readme.count(said[1]) == 3  # of the list, of the table, of the sentence below
+
+
+def count_lines(paths):
+    return sum(len((ROOT / path).read_text().splitlines()) for path in paths)

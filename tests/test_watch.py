@@ -502,12 +502,28 @@ def test_the_alarms_of_the_watchdog_are_set_at_once(quiet_watch):
 
 
 def test_the_guardian_waits_for_a_report(quiet_watch, monkeypatch):
-    """A report sleeps for 1.5 graces; beside other work it takes longer, and is not to end in a SIGKILL."""
+    """A report sleeps for at most 2 graces. Beside other work it takes longer, and is not to be killed."""
     dog, alarms = quiet_watch
     monkeypatch.setattr(watch.os, "_exit", alarms.append)
     monkeypatch.setattr(dog, "_report_hang", lambda: alarms.append("report"))
     dog._report_and_exit()
     assert alarms[2:] == [("guardian", 5 * dog.grace), "report", watch.Outcome.HUNG]
+
+
+@pytest.mark.parametrize("rank,naps", [(0, [8.0, 4.0]), (3, [8.0, 8.0])])
+def test_the_lowest_rank_leaves_first_after_a_hang(rank, naps, quiet_watch, monkeypatch, capfd):
+    """mpiexec kills the others then. MPICH's ends with the code of the lowest rank, which must not be 9."""
+    dog, _ = quiet_watch
+    slept = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    dog.rank = rank
+    report = dog._report()
+    others = {other: report for other in (0, 3)}
+    dog.files = SimpleNamespace(folder=None, write=lambda *texts: None, read_node=lambda: others,
+                                read_all=lambda: others)
+    dog._report_hang()
+    assert slept == naps
+    assert ("hung" in capfd.readouterr().err) == (rank == 0)
 
 
 @pytest.mark.parametrize("gap,forgiven", [(2.9, False), (3.1, True)])
