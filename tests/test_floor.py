@@ -106,9 +106,12 @@ def test_a_whole_run_at_a_tiny_size(monkeypatch, capsys, tmp_path):
         floor.start(lambda: floor.main(["W1", "W2b", "--steps", "4", "--top", "1", "--json", str(path)]))
     assert not end.value.code
     said = capsys.readouterr().out
-    assert said.count("measured") == 2 == said.count("goal") and "failed" not in said
+    assert said.count("measured") == 2 == said.count("fused") and "failed" not in said
+    assert "goal" not in said, "it is for the workload's own size"
     results = [json.loads(line) for line in path.read_text().splitlines()]
     for result in results:
         assert sum(result["measured"].values()) == pytest.approx(result["ms"])
         assert result["measured"]["products"] > 0 and result["floor"]["products"] > 0
     assert [result["workload"] for result in results] == ["W1", "W2b"]
+    floor.show({**results[0], "goal": 1e6}, 0)
+    assert "goal 1000000.0 ms" in capsys.readouterr().out
