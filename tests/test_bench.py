@@ -201,7 +201,7 @@ def test_wrong_flags_are_one_line(main, argv, words, capsys):
     assert end.value.code == 2 and said.count("\n") == 1 and words in said
 
 
-PROGRAMS = ("collectives", "dcp_compare", "doctor", "equal_one", "gpu_matrix", "ladder", "layouts",
+PROGRAMS = ("collectives", "dcp_compare", "doctor", "equal_one", "floor", "gpu_matrix", "ladder", "layouts",
             "moe_layer", "oracles", "peer_cell", "peers", "published", "save_cost", "scaling", "smoke",
             "speed", "torch_versions", "windows")
 

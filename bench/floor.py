@@ -1,0 +1,399 @@
+"""The floor of a step on one GPU: what its kernels take, and what they would take alone and without gaps.
+
+    python bench/floor.py W1 G2 W3-8192 W2b --json floor.jsonl
+
+    measured   the kernels of train.py's own step by kind, from a trace of three steps; `gaps` is what they
+               leave of the step's time
+    floor      each product and each attention as fast as this machine runs it alone (repeated in a CUDA
+               graph, the better of cuBLAS and cuBLASLt); every other element once at the rate of a copy; no
+               gaps
+    fused      the floor if activations and cross-entropy cost no pass through memory, because the products
+               beside them compute them
+
+The shapes of products and attention are those of one step without compilation. The bytes follow from the
+Config (passes() has the list). After the kinds, the products that take most time are printed, with their rate
+alone. Where bench/README.md names a goal, the last line says on which side of the floors it lies. On a CPU,
+each workload is a tiny model of the same kind, and the operations of torch take the place of kernels.
+"""
+import collections
+import dataclasses
+import gc
+import json
+import re
+import statistics
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+from common import read_flags, start
+from runtime.launch import exit_together, launch, shutdown
+
+import torch
+from ladder import workload
+from speed import WORKLOADS, ceilings, forget_memory
+from timing import gpu_milliseconds, graphed, slowest, synchronize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from training import Training
+from tyro.conf import Positional
+
+from config import head_width, pad_vocab
+from cost.parameters import count_parameters, dense_hidden, expert_rows, head_rows, rank_tokens
+from interface.command_line import one_line
+from ops.activations import GATED
+from parallel import make_mesh
+
+GOALS = {  # ms: the best other trainer's step on the same machine, over the ratio that we want to reach
+    "W1": 54.72 / 1.65, "G2": 124.26 / 1.25, "W2b": 118.30 / 1.4, "W3-8192": 191.87 / 1.18, "SC": 8.76 / 2}
+
+KINDS = ("products", "attention", "cross-entropy", "activations", "elementwise", "rows", "optimizer",
+         "copies", "other", "gaps")
+RULES = (  # the first pattern that a kernel's name contains, in any case, tells its kind
+    ("products", "^triton_tem"),
+    ("activations", "^triton_poi.*sigmoid"),  # the compiler's kernels, whose names list what they join
+    ("elementwise", "^triton_"),
+    ("attention", "sdpa|flash|fmha|dot_product"),
+    ("cross-entropy", "cross_entropy|log_softmax|logsumexp"),
+    ("activations", "swiglu|gelu|silu"),
+    ("optimizer", "adam|muon|sum_squares|multi_tensor|lpnorm|accumulate|foreach"),
+    ("products", "gemm|nvjet|cutlass|grouped|splitk|gemv|::(add|b|badd)?mm$"),
+    ("rows", "permute|sort|place_|slots_|layout_from|scan|index|gather|scatter|embedding|histogram"),
+    ("copies", "memcpy|memset|copy|fill|cat|zero"),
+    ("elementwise", "elementwise|norm|reduce|add|mul|sum"),
+)
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
+ADAM = 30  # bytes of a parameter that the gradient's norm and AdamW move, where the gradient is bf16
+MOST_KEPT = 4096  # elements of an integer tensor that is kept as it is: offsets of experts, seeds
+
+
+@dataclass(frozen=True)
+class Flags:
+    workloads: Positional[tuple[Literal[tuple(WORKLOADS)], ...]] = ("W1", "G2", "W3-8192", "W2b")
+    steps: int = 16  # steps before the trace; the second half is timed
+    repeat: int = 20  # how often a product runs in its graph
+    top: int = 4  # products that are printed, those that take most time first
+    json: str = ""  # file to which each workload is appended, one line each, with all kernels and products
+
+    RANGES = {"steps": (4, 10**6), "repeat": (1, 10**4), "top": (0, 10**4)}
+
+
+# -----------------------------------------------------------------------------
+# What the step's kernels take
+
+def kind_of_kernel(name):
+    """Return to which of KINDS a kernel belongs, by its name."""
+    for kind, pattern in RULES:
+        if re.search(pattern, name, re.IGNORECASE):
+            return kind
+    return "other"
+
+
+def traced(world, step, n=3):
+    """Return {kernel: ms of a step} of n steps; on a CPU, of torch's operations."""
+    step()
+    synchronize(world.device)
+    activities = torch.profiler.supported_activities()
+    on_gpu = world.device.type != "cpu"
+    if on_gpu:
+        activities = activities - {torch.profiler.ProfilerActivity.CPU}
+    with torch.profiler.profile(activities=activities) as trace:
+        for _ in range(n):
+            step()
+        synchronize(world.device)
+    times = collections.Counter()
+    for event in trace.key_averages():
+        us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        times[event.key] += us / n / 1e3
+    return {name: ms for name, ms in times.items() if ms > 0}
+
+
+def measured(cfg, world, steps):
+    """Return (ms of a step, {kernel: ms of a step}, symbols) of the workload as train.py trains it."""
+    training = Training(cfg, world)
+    times, *_ = training.run(steps)
+    batches = training.batches()
+    kernels = traced(world, lambda: training.step(batches))
+    return statistics.median(times[steps // 2:]), kernels, training.vocab
+
+
+def by_kind(ms, kernels):
+    """Return {kind: ms}; `gaps` is what the kernels leave of the step."""
+    kinds = dict.fromkeys(KINDS, 0.0)
+    for name, took in kernels.items():
+        kinds[kind_of_kernel(name)] += took
+    kinds["gaps"] = ms - sum(kinds.values())
+    return kinds
+
+
+# -----------------------------------------------------------------------------
+# Products and attention alone
+
+@dataclass(frozen=True)
+class Like:
+    """A tensor whose numbers do not matter."""
+    shape: tuple
+    stride: tuple
+    dtype: torch.dtype
+    device: torch.device
+
+    def make(self):
+        """Return random numbers in this form."""
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        numbers = torch.randn(last + 1, dtype=self.dtype, device=self.device)
+        return numbers.as_strided(self.shape, self.stride)
+
+    def __str__(self):
+        turned = len(self.stride) > 1 and self.stride[-1] != 1
+        return "x".join(map(str, self.shape)) + ("'" if turned else "")
+
+
+def describe(x):
+    """Return what is kept of an argument: a Like, a small tensor of integers, or the argument itself."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    if x.is_floating_point() or x.numel() > MOST_KEPT:
+        return Like(tuple(x.shape), x.stride(), x.dtype, x.device)
+    return x.detach().clone()
+
+
+def rebuild(x):
+    """Return an argument for a new call, from what describe() kept."""
+    return x.make() if isinstance(x, Like) else x
+
+
+class Operations(TorchDispatchMode):
+    """Notes each product and each attention of what runs inside, with the forms of its arguments.
+
+    found: {key: [kind, operation, args, kwargs, how often]}.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.found = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        kind = "products" if name in PRODUCTS else None
+        if "dot_product" in name:
+            kind = "attention"
+        if kind is not None:
+            self.note(kind, func, tree_map(describe, args), tree_map(describe, kwargs))
+        return func(*args, **kwargs)
+
+    def note(self, kind, func, args, kwargs):
+        """Count a call. Calls with arguments of the same forms are one entry."""
+        key = str((func, tree_map(text_of, args), tree_map(text_of, kwargs)))
+        entry = self.found.setdefault(key, [kind, func, args, kwargs, 0])
+        entry[-1] += 1
+
+
+def text_of(x):
+    """Return an argument as a word of an entry's key."""
+    if isinstance(x, torch.Tensor):
+        return f"{x.dtype} {tuple(x.shape)}"
+    return repr(x)
+
+
+def operations(cfg, world):
+    """Return the Operations of one step, which runs without compilation and without a graph."""
+    training = Training(dataclasses.replace(cfg, compile=False), world, ("graph",))
+    batches = training.batches()
+    with Operations() as noted:
+        training.step(batches)
+    synchronize(world.device)
+    return noted.found
+
+
+def alone(world, f, repeat):
+    """Return the ms of one call of f, repeated `repeat` times in a CUDA graph, or by the host on a CPU."""
+    if world.device.type == "cpu":
+        f()
+        return min(slowest(world, f, 1) for _ in range(3)) * 1e3
+
+    def calls():
+        for _ in range(repeat):
+            f()
+
+    return gpu_milliseconds(graphed(calls), 2) / repeat
+
+
+def best_alone(world, entry, repeat):
+    """Return the ms of one call of an entry of Operations alone, with the better library for products."""
+    kind, func, args, kwargs, _ = entry
+    args = tree_map(rebuild, args)
+    kwargs = tree_map(rebuild, kwargs)
+
+    def call():
+        func(*args, **kwargs)
+
+    if kind == "attention" or world.device.type != "cuda":
+        return alone(world, call, repeat)
+    times = []
+    before = torch.backends.cuda.preferred_blas_library()
+    try:
+        for library in ("cublas", "cublaslt"):
+            torch.backends.cuda.preferred_blas_library(library)
+            times.append(alone(world, call, repeat))
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
+    return min(times)
+
+
+def operands(entry):
+    """Return the two matrices of a product, as Likes."""
+    return [x for x in entry[2] if isinstance(x, Like)][-2:]
+
+
+def flops(entry):
+    """Return the floating-point operations of one call of a product."""
+    a, b = operands(entry)
+    batch = a.shape[0] if len(a.shape) == 3 else 1
+    return 2 * batch * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def all_alone(world, found, repeat):
+    """Return a row for each entry of Operations: {what, kind, count, ms, tflops}, by its time in a step.
+
+    ms is of one call, and None where the operation cannot run alone.
+    """
+    rows = []
+    for entry in found.values():
+        kind, func, args, _, count = entry
+        what = " ".join(str(x) for x in args if isinstance(x, Like))
+        row = {"what": f"{func.overloadpacket.__name__} {what}", "kind": kind, "count": count, "ms": None}
+        try:
+            row["ms"] = best_alone(world, entry, repeat)
+        except Exception as e:  # an operation that a graph cannot record, or whose arguments were made up
+            row["what"] += f": failed, {one_line(e)[:80]}"
+        if kind == "products" and row["ms"]:
+            row["tflops"] = flops(entry) / row["ms"] / 1e9
+        rows.append(row)
+        forget_memory(world.device)
+    return sorted(rows, key=lambda row: -row["count"] * (row["ms"] or 0))
+
+
+# -----------------------------------------------------------------------------
+# The rest, by its bytes
+
+def passes(cfg, mesh, vocab):
+    """Return {kind: elements that a step reads or writes}, each tensor once per kernel that it needs.
+
+    Of a norm with the sum of the residual stream, forward reads two tensors and writes two, and backward
+    reads three and writes one. Rotation reads and writes queries and keys, both ways. A gated activation of f
+    columns reads 2f and writes f, and in backward reads 3f and writes 2f. The cross-entropy reads and writes
+    the logits once. Experts' rows are gathered and added up, both ways. The embedding is read, and its
+    gradient written.
+    """
+    n = rank_tokens(cfg, mesh)
+    C = cfg.n_embd
+    V = pad_vocab(vocab)
+    routed = expert_rows(cfg, n) if cfg.n_experts else 0
+
+    norms = (16 * cfg.n_layer + 5) * n * C  # two in each block, and the last one without a sum
+    turned = 0
+    if cfg.pos == "rope":
+        turned = 4 * (cfg.n_head + cfg.n_kv_head) * head_width(cfg) * n
+    hidden = dense_hidden(cfg) * n + cfg.ffn_hidden * routed
+    of_activation = 8 if cfg.mlp in GATED else 5
+    experts = (4 * n + 5 * routed) * C if routed else 0
+    return {"elementwise": norms + cfg.n_layer * turned,
+            "activations": cfg.n_layer * of_activation * hidden,
+            "cross-entropy": 2 * head_rows(cfg, mesh) * V,
+            "rows": cfg.n_layer * experts + 3 * n * C + V * C}
+
+
+def floors(cfg, world, vocab, rows, copy_tb_s):
+    """Return {kind: ms} of the floor. rows: from all_alone(). copy_tb_s: this machine's copy."""
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp)
+    kinds = dict.fromkeys(KINDS, 0.0)
+    for row in rows:
+        kinds[row["kind"]] += row["count"] * (row["ms"] or 0)
+    width = 2 if cfg.dtype in ("bf16", "fp16") else 4
+    for kind, elements in passes(cfg, mesh, vocab).items():
+        kinds[kind] += elements * width / copy_tb_s / 1e9
+    kinds["optimizer"] += count_parameters(cfg, vocab)["total"] * ADAM / copy_tb_s / 1e9
+    return kinds
+
+
+def fused(floor):
+    """Return the floor without the passes of activations and cross-entropy."""
+    return {**floor, "activations": 0.0, "cross-entropy": 0.0}
+
+
+# -----------------------------------------------------------------------------
+# A workload
+
+def examine(world, name, flags, copy_tb_s):
+    """Return what is printed and written of one workload."""
+    cfg = workload(name, world)
+    found = operations(cfg, world)
+    fresh(world)
+    ms, kernels, vocab = measured(cfg, world, flags.steps)
+    fresh(world)
+    rows = all_alone(world, found, flags.repeat)
+    floor = floors(cfg, world, vocab, rows, copy_tb_s)
+    goal = None if world.device.type == "cpu" else GOALS.get(name)  # the goal is not that of a tiny model
+    return {"workload": name, "ms": ms, "goal": goal, "copy_tb_s": copy_tb_s,
+            "measured": by_kind(ms, kernels), "floor": floor, "fused": fused(floor),
+            "alone": rows, "kernels": dict(sorted(kernels.items(), key=lambda item: -item[1])[:60])}
+
+
+def fresh(world):
+    """Give back what the last model held, and what was compiled for it."""
+    gc.collect()
+    forget_memory(world.device)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+def verdict(goal, floor, without_passes):
+    """Return in words on which side of the two floors the goal lies. All are in ms."""
+    for name, bound in (("floor", floor), ("fused floor", without_passes)):
+        if goal >= bound:
+            return f"goal {goal:.1f} ms: {goal - bound:.1f} above the {name} of {bound:.1f}"
+    return f"goal {goal:.1f} ms: {without_passes - goal:.1f} below the fused floor of {without_passes:.1f}"
+
+
+def show(result, top):
+    """Print a workload: its kinds, its largest products and the verdict."""
+    print(f"{result['workload']:9}" + "".join(f"{kind[:9]:>10}" for kind in KINDS) + f"{'sum':>10}")
+    sums = {}
+    for line in ("measured", "floor", "fused"):
+        kinds = result[line]
+        sums[line] = sum(kinds.values())
+        print(f"{line:9}" + "".join(f"{kinds[kind]:10.2f}" for kind in KINDS) + f"{sums[line]:10.2f}")
+    for row in result["alone"]:
+        if row["ms"] is None:
+            print(f"  {row['count']:4} x {row['what']}")
+    for row in [row for row in result["alone"] if row["ms"]][:top]:
+        rate = f", {row['tflops']:.0f} TFLOP/s" if "tflops" in row else ""
+        print(f"  {row['count']:4} x {row['ms']:.4f} ms alone{rate}: {row['what']:.70}")
+    if result["goal"]:
+        print("  " + verdict(result["goal"], sums["floor"], sums["fused"]))
+    sys.stdout.flush()
+
+
+def main(argv=None):
+    flags = read_flags(Flags, argv, "floor.py [WORKLOAD...]", "Split a step of one GPU by kinds of kernels, "
+                       "and compute what it would take if each kernel ran as fast as it does alone.")
+    world = launch(timeout=300)
+    with exit_together(world):
+        if world.size > 1:
+            raise ValueError("bench/floor.py is about one GPU: start it without a launcher")
+    copy_tb_s = ceilings(world)["copy_tb_s"] if world.device.type != "cpu" else 0.01
+    for name in flags.workloads:
+        try:
+            result = examine(world, name, flags, copy_tb_s)
+        except torch.OutOfMemoryError as e:
+            print(f"{name}: {one_line(e)[:150]}", flush=True)
+            continue
+        show(result, flags.top)
+        if flags.json:
+            with open(flags.json, "a") as f:
+                f.write(json.dumps(result) + "\n")
+    shutdown(world)
+
+
+if __name__ == "__main__":
+    start(main)

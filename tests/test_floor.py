@@ -1,0 +1,117 @@
+"""bench/floor.py: kernels by kind, products that run alone, bytes by hand, and a whole run at a tiny size."""
+import json
+import sys
+
+import pytest
+import torch
+from pool import ROOT
+
+sys.path.insert(0, str(ROOT / "bench"))
+
+import floor
+import ladder
+
+from interface.command_line import parse
+from parallel import make_mesh
+from runtime.launch import World
+
+
+@pytest.mark.parametrize("name,kind", [
+    ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT", "products"),
+    ("void cutlass::device_kernel<GroupProblemShape>", "products"),
+    ("grouped_wgrad", "products"), ("triton_tem_fused_mm_3", "products"), ("aten::addmm", "products"),
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
+    ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", "attention"),
+    ("triton_red_fused_add_mm_scaled_dot_product_7", "elementwise"),
+    ("triton_poi_fused_mul_sigmoid_2", "activations"), ("swiglu_backward", "activations"),
+    ("cross_entropy", "cross-entropy"), ("adamw", "optimizer"), ("sum_squares", "optimizer"),
+    ("unpermute_backward", "rows"), ("Memcpy DtoD (Device -> Device)", "copies"),
+    ("void at::native::elementwise_kernel", "elementwise"), ("something_new", "other")])
+def test_the_kind_of_a_kernel(name, kind):
+    assert floor.kind_of_kernel(name) == kind
+
+
+def test_what_the_kernels_leave_of_a_step_are_gaps():
+    kinds = floor.by_kind(10.0, {"nvjet_a": 4.0, "gemm": 1.0, "adamw": 2.0})
+    assert kinds["products"] == 5 and kinds["optimizer"] == 2 and kinds["gaps"] == 3
+    assert sum(kinds.values()) == 10 and set(kinds) == set(floor.KINDS)
+
+
+def test_a_step_has_the_products_of_the_model():
+    """Four products of each block and the head's, each with two in backward, counted by their FLOPs."""
+    cfg = ladder.workload("W1", World())
+    found = floor.operations(cfg, World())
+    entries = [entry for entry in found.values() if entry[0] == "products"]
+    assert sum(entry[-1] for entry in entries) == 3 * (4 * cfg.n_layer + 1)
+    rows, C, f = cfg.micro_batch * cfg.seq_len, cfg.n_embd, cfg.ffn_hidden
+    qkv = (cfg.n_head + 2 * cfg.n_kv_head) * (C // cfg.n_head)
+    forward = cfg.n_layer * (qkv + C + 3 * f) * C + C * 256
+    assert sum(entry[-1] * floor.flops(entry) for entry in entries) == 3 * 2 * rows * forward
+    attention = [entry for entry in found.values() if entry[0] == "attention"]
+    assert sum(entry[-1] for entry in attention) == 2 * cfg.n_layer
+
+    rows = floor.all_alone(World(), found, 2)
+    assert len(rows) == len(found) and all(row["ms"] > 0 for row in rows)
+    totals = [row["count"] * row["ms"] for row in rows]
+    assert totals == sorted(totals, reverse=True)
+
+
+def test_an_operation_that_cannot_run_alone_says_why():
+    """Its row stays, and the next one follows."""
+    one = floor.Like((2, 3), (3, 1), torch.float32, torch.device("cpu"))
+    found = {"a": ["products", torch.ops.aten.mm.default, (one, one), {}, 4]}
+    [row] = floor.all_alone(World(), found, 1)
+    assert row["ms"] is None and "failed" in row["what"] and "tflops" not in row
+
+
+def test_a_tensor_is_made_again_in_its_form():
+    x = torch.randn(4, 6).T
+    like = floor.describe(x)
+    made = like.make()
+    assert made.shape == x.shape and made.stride() == x.stride() and str(like) == "6x4'"
+    offsets = torch.tensor([1, 2])
+    assert torch.equal(floor.describe(offsets), offsets) and floor.describe(True) is True
+
+
+def test_bytes_by_hand():
+    """W1 and W2b written out with their numbers."""
+    n, C, f, V = 8 * 2048, 512, 1792, 128256
+    cfg = parse(["dense-210m"], data="synthetic")
+    elements = floor.passes(cfg, make_mesh(World()), V)
+    assert elements["cross-entropy"] == 2 * n * V and elements["activations"] == 24 * n * (3 * f + 5 * f)
+    assert elements["elementwise"] == n * (24 * (16 * C + 4 * 5 * 128) + 5 * C)
+    assert elements["rows"] == 3 * n * C + V * C
+    experts = floor.passes(parse(["moe-4b"], data="synthetic"), make_mesh(World()), V)
+    assert experts["activations"] == elements["activations"], "each token meets one expert of the same width"
+    assert experts["rows"] - elements["rows"] == 24 * 9 * n * C
+
+    found = [{"kind": "products", "count": 3, "ms": 2.0}, {"kind": "attention", "count": 1, "ms": None}]
+    bound = floor.floors(cfg, World(), V, found, 4.0)
+    assert bound["products"] == 6 and bound["attention"] == 0 == bound["gaps"]
+    assert bound["cross-entropy"] == pytest.approx(2 * 2 * n * V / 4e9)
+    without = floor.fused(bound)
+    assert without["activations"] == without["cross-entropy"] == 0 and without["rows"] == bound["rows"] > 0
+
+
+def test_on_which_side_of_the_floors_a_goal_lies():
+    assert floor.verdict(33.0, 30.0, 25.0) == "goal 33.0 ms: 3.0 above the floor of 30.0"
+    assert floor.verdict(28.0, 30.0, 25.0) == "goal 28.0 ms: 3.0 above the fused floor of 25.0"
+    assert floor.verdict(20.0, 30.0, 25.0) == "goal 20.0 ms: 5.0 below the fused floor of 25.0"
+
+
+def test_a_whole_run_at_a_tiny_size(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("fast.graph.compile_blocks", lambda model: None)
+    path = tmp_path / "floor.jsonl"
+    with pytest.raises(SystemExit) as end:
+        floor.start(lambda: floor.main(["W1", "W2b", "--steps", "4", "--top", "1", "--json", str(path)]))
+    assert not end.value.code
+    said = capsys.readouterr().out
+    assert said.count("measured") == 2 == said.count("fused") and "failed" not in said
+    assert "goal" not in said, "it is for the workload's own size"
+    results = [json.loads(line) for line in path.read_text().splitlines()]
+    for result in results:
+        assert sum(result["measured"].values()) == pytest.approx(result["ms"])
+        assert result["measured"]["products"] > 0 and result["floor"]["products"] > 0
+    assert [result["workload"] for result in results] == ["W1", "W2b"]
+    floor.show({**results[0], "goal": 1e6}, 0)
+    assert "goal 1000000.0 ms" in capsys.readouterr().out
