@@ -33,6 +33,8 @@ import torch.nn as nn
 from ops.activations import ACTIVATIONS, GATED
 from ops.grouped_mm import SwiGLUExperts, grouped_mm, use_grouped_mm
 from ops.permute import Permute, Unpermute, assign_slots, invert_permutation, sort_by_expert
+from ops.routed_experts import RoutedSwiGLU
+from ops.wide_product import wide_product
 from parallel import all_to_all, parameter
 
 # -----------------------------------------------------------------------------
@@ -83,7 +85,7 @@ class MoE(nn.Module):
         is chosen. The router loss is this rank's part of the total.
         """
         K = self.K
-        logits = self.router(x.to(torch.promote_types(x.dtype, torch.float32)))  # (n, E)
+        logits = self.router(x)  # (n, E)
         if self.cfg.router == "sigmoid":
             scores = logits.sigmoid()
             probabilities = scores / scores.sum(1, keepdim=True)  # what the balance loss balances
@@ -140,6 +142,10 @@ class MoE(nn.Module):
 
     def experts(self, x, gates, plan):
         """Return the sum of gate * expert(row) over a row's K choices, (n, C)."""
+        # On one GPU one function does all of this. The lines below its call are the reference.
+        is_local = isinstance(plan, LocalPlan) and self.cfg.mlp == "swiglu"
+        if is_local and use_grouped_mm(x, self.w1) and x.numel():
+            return RoutedSwiGLU.apply(x, gates, self.w1, self.w3, self.w2, *plan)
         rows = self.dispatcher.dispatch(x, plan)  # (R, C), by expert
         results = self.ffn(rows, plan.ends)  # (R, C), by expert
         return self.dispatcher.combine(results, gates, plan)
@@ -171,8 +177,8 @@ class Router(nn.Module):
         bias = torch.zeros(cfg.n_experts, dtype=torch.float32) if has_bias else None
         self.register_buffer("bias", bias)
 
-    def forward(self, x):  # (n, C) in at least fp32 -> (n, E)
-        return x @ self.weight.to(x.dtype).T
+    def forward(self, x):  # (n, C) -> (n, E) in at least fp32
+        return wide_product(x, self.weight)
 
 
 def stable_top_k(scores, K):
@@ -181,11 +187,13 @@ def stable_top_k(scores, K):
     Among equal scores, the lowest column comes first. torch.topk leaves this open.
     """
     rest = scores.detach()
+    columns = torch.arange(scores.size(1), device=scores.device)
     picked = []
     for _ in range(K):
         column = rest.max(1).indices  # (n,) the first of the largest
         picked.append(column)
-        rest = rest.scatter(1, column.unsqueeze(1), -torch.inf)
+        # The compiler makes one kernel of these rounds, which it cannot do with scatter.
+        rest = rest.masked_fill(columns == column.unsqueeze(1), -torch.inf)
     return torch.stack(picked, 1)
 
 
@@ -234,15 +242,15 @@ class Dispatcher:
 class LocalPlan(NamedTuple):
     perm: torch.Tensor      # (N,) the copy in each slot
     inv_perm: torch.Tensor  # (N,) the slot of each copy
-    ends: torch.Tensor      # (E,) where each expert's slots end
+    ends: torch.Tensor      # (E,) int32, where each expert's slots end
 
 
 class Local(Dispatcher):
     """All experts are on this rank: shapes are static, and nothing is sent."""
 
     def plan(self, expert_ids, gates):
-        perm, inv_perm, num_tokens_per_expert = sort_by_expert(expert_ids.flatten(), self.E)
-        return LocalPlan(perm, inv_perm, num_tokens_per_expert.cumsum(0))
+        copies = sort_by_expert(expert_ids.flatten(), self.E)
+        return LocalPlan(copies.perm, copies.inv_perm, copies.ends)
 
     def dispatch(self, x, plan):  # (n, C) -> (N, C)
         return Permute.apply(x, plan.perm, plan.inv_perm, self.K)
@@ -277,12 +285,12 @@ class AllToAll(Dispatcher):
 
     def plan(self, expert_ids, gates):
         ep = self.ep
-        perm, inv_perm, num_tokens_per_expert = sort_by_expert(expert_ids.flatten(), self.E)
+        copies = sort_by_expert(expert_ids.flatten(), self.E)
         # Tables of rows: sent_counts (ep, e) by receiver and expert, received_counts by sender.
-        sent_counts = num_tokens_per_expert.view(ep.size, self.e)
+        sent_counts = copies.counts.view(ep.size, self.e)
         # E counts to the experts' owners, over ep. Counts take this method. Rows take the function
         # all_to_all, which has a gradient.
-        received_counts = ep.all_to_all(num_tokens_per_expert).view(ep.size, self.e)
+        received_counts = ep.all_to_all(copies.counts).view(ep.size, self.e)
         # Only fast/graph.py reads rows_needed.
         torch.maximum(self.rows_needed, received_counts.sum(), out=self.rows_needed)
         # Sync point, the only one here: all_to_all takes the sizes of its messages from the host.
@@ -291,13 +299,13 @@ class AllToAll(Dispatcher):
 
         # Received rows stand by sender, and by expert among those of one sender.
         # A local expert has a number from 0 to e - 1, on each rank.
-        numbers = torch.arange(self.e, device=perm.device).repeat(ep.size)  # (ep*e,)
+        numbers = torch.arange(self.e, device=expert_ids.device).repeat(ep.size)  # (ep*e,)
         row_counts = received_counts.flatten()  # (ep*e,)
         local_expert = numbers.repeat_interleave(row_counts, output_size=R)  # (R,)
         by_expert = local_expert.argsort(stable=True)
         by_sender = invert_permutation(by_expert)
         ends = received_counts.sum(0).cumsum(0)
-        return AllToAllPlan(perm, inv_perm, send, receive, by_expert, by_sender, ends)
+        return AllToAllPlan(copies.perm, copies.inv_perm, send, receive, by_expert, by_sender, ends)
 
     def dispatch(self, x, plan):  # (n, C) -> (R, C)
         x = Permute.apply(x, plan.perm, plan.inv_perm, self.K)  # (N, C), by expert
