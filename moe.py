@@ -40,6 +40,14 @@ from parallel import all_to_all, parameter
 # -----------------------------------------------------------------------------
 # The layer
 
+class Routing(NamedTuple):
+    """What is known of n rows before they visit their experts."""
+    gates: torch.Tensor        # (n, K) in the model's dtype
+    expert_ids: torch.Tensor   # (n, K) int64
+    router_loss: torch.Tensor  # () this rank's part
+    shared: torch.Tensor       # (n, C) the shared MLP's output; None without one
+
+
 class MoE(nn.Module):
     """The layer that takes the place of a block's MLP. make_dispatcher(cfg, mesh) makes its token
     dispatcher.
@@ -64,19 +72,26 @@ class MoE(nn.Module):
         # (E + 3,), summed over the step so far: tokens per expert, balance loss, z-loss, entropy
         self.stats = torch.zeros(self.E + 3, dtype=torch.float64)
 
-    def forward(self, x, maybe_recompute):
-        """(n, C) -> (n, C), and this rank's part of the router loss, ().
+    def forward(self, x, routing, maybe_recompute):
+        """Send the rows x (n, C) to the experts that before_experts chose: (n, C), without shared.
 
-        maybe_recompute(f, *args) returns f(*args). Under --recompute full it is
-        Block.maybe_recompute, so that backward calls f again, else model.plain_call.
+        maybe_recompute(f, *args) returns f(*args). It is Block.around_experts, so that under
+        --recompute full backward calls f again.
+        """
+        plan = self.dispatcher.plan(routing.expert_ids, routing.gates)
+        return maybe_recompute(self.experts, x, routing.gates, plan)
+
+    def before_experts(self, x, maybe_recompute):
+        """Return the Routing of the rows x (n, C).
+
+        All shapes are static here, so fast/compile.py compiles this together with attention.
         """
         # The routing is never recomputed, because rounding could lead to other experts.
         gates, expert_ids, router_loss = self.route(x)
-        plan = self.dispatcher.plan(expert_ids, gates)
-        y = maybe_recompute(self.experts, x, gates, plan)
+        shared = None
         if self.shared is not None:
-            y = y + maybe_recompute(self.shared, x)
-        return y, router_loss
+            shared = maybe_recompute(self.shared, x)
+        return Routing(gates, expert_ids, router_loss, shared)
 
     def route(self, x):
         """Return the gates (n, K) in x's dtype, the experts' numbers (n, K), the router loss ().
