@@ -76,11 +76,6 @@ KEPT_NAMES = ["mm", "addmm", *(f"_scaled_dot_product_{kernel}" for kernel in ATT
 KEPT = [getattr(torch.ops.aten, name).default for name in KEPT_NAMES]
 
 
-def plain_call(f, *args):
-    """Return f(*args), which backward does not compute again."""
-    return f(*args)
-
-
 class Block(nn.Module):
     """Attention, then the MLP or the experts, each added to the residual stream."""
 
@@ -110,10 +105,21 @@ class Block(nn.Module):
         None."""
         if self.moe is None:
             return self.maybe_recompute(self.dense_block, x, t, cos, sin, cache, places), None
+        x, inner, routing = self.before_experts(x, t, cos, sin, cache, places)
+        y = self.moe(inner, routing, self.around_experts)
+        return self.after_experts(x, y, routing.shared), routing.router_loss
+
+    def before_experts(self, x, t, cos, sin, cache, places):
+        """(n, C) -> (n, C), what the experts read of it, (n, C), and where it goes: a Routing."""
         x, inner = self.maybe_recompute(self.attention_half, x, t, cos, sin, cache, places)
-        around_experts = self.maybe_recompute if self.recompute_mode == "full" else plain_call
-        y, router_loss = self.moe(inner, around_experts)
-        return self.add_output(x, y), router_loss
+        return x, inner, self.moe.before_experts(inner, self.around_experts)
+
+    def after_experts(self, x, y, shared):  # (n, C) each, shared or None -> (n, C)
+        return self.add_output(x, y if shared is None else y + shared)
+
+    def around_experts(self, f, *args):
+        """Return f(*args). Under --recompute full backward runs f again."""
+        return self.maybe_recompute(f, *args) if self.recompute_mode == "full" else f(*args)
 
     def attention_half(self, x, t, cos, sin, cache, places):
         """(n, C) -> (n, C), and what the MLP or the experts read of it, (n, C)."""

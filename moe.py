@@ -33,10 +33,20 @@ import torch.nn as nn
 from ops.activations import ACTIVATIONS, GATED
 from ops.grouped_mm import SwiGLUExperts, grouped_mm, use_grouped_mm
 from ops.permute import Permute, Unpermute, assign_slots, invert_permutation, sort_by_expert
+from ops.routed_experts import RoutedSwiGLU
+from ops.wide_product import wide_product
 from parallel import all_to_all, parameter
 
 # -----------------------------------------------------------------------------
 # The layer
+
+class Routing(NamedTuple):
+    """What is known of n rows before they visit their experts."""
+    gates: torch.Tensor        # (n, K) in the model's dtype
+    expert_ids: torch.Tensor   # (n, K) int64
+    router_loss: torch.Tensor  # () this rank's part
+    shared: torch.Tensor       # (n, C) the shared MLP's output; None without one
+
 
 class MoE(nn.Module):
     """The layer that takes the place of a block's MLP. make_dispatcher(cfg, mesh) makes its token
@@ -62,19 +72,26 @@ class MoE(nn.Module):
         # (E + 3,), summed over the step so far: tokens per expert, balance loss, z-loss, entropy
         self.stats = torch.zeros(self.E + 3, dtype=torch.float64)
 
-    def forward(self, x, maybe_recompute):
-        """(n, C) -> (n, C), and this rank's part of the router loss, ().
+    def forward(self, x, routing, maybe_recompute):
+        """Send the rows x (n, C) to the experts that before_experts chose: (n, C), without shared.
 
-        maybe_recompute(f, *args) returns f(*args). Under --recompute full it is
-        Block.maybe_recompute, so that backward calls f again, else model.plain_call.
+        maybe_recompute(f, *args) returns f(*args). It is Block.around_experts, so that under
+        --recompute full backward calls f again.
+        """
+        plan = self.dispatcher.plan(routing.expert_ids, routing.gates)
+        return maybe_recompute(self.experts, x, routing.gates, plan)
+
+    def before_experts(self, x, maybe_recompute):
+        """Return the Routing of the rows x (n, C).
+
+        All shapes are static here, so fast/compile.py compiles this together with attention.
         """
         # The routing is never recomputed, because rounding could lead to other experts.
         gates, expert_ids, router_loss = self.route(x)
-        plan = self.dispatcher.plan(expert_ids, gates)
-        y = maybe_recompute(self.experts, x, gates, plan)
+        shared = None
         if self.shared is not None:
-            y = y + maybe_recompute(self.shared, x)
-        return y, router_loss
+            shared = maybe_recompute(self.shared, x)
+        return Routing(gates, expert_ids, router_loss, shared)
 
     def route(self, x):
         """Return the gates (n, K) in x's dtype, the experts' numbers (n, K), the router loss ().
@@ -83,7 +100,7 @@ class MoE(nn.Module):
         is chosen. The router loss is this rank's part of the total.
         """
         K = self.K
-        logits = self.router(x.to(torch.promote_types(x.dtype, torch.float32)))  # (n, E)
+        logits = self.router(x)  # (n, E)
         if self.cfg.router == "sigmoid":
             scores = logits.sigmoid()
             probabilities = scores / scores.sum(1, keepdim=True)  # what the balance loss balances
@@ -140,6 +157,10 @@ class MoE(nn.Module):
 
     def experts(self, x, gates, plan):
         """Return the sum of gate * expert(row) over a row's K choices, (n, C)."""
+        # On one GPU one function does all of this. The lines below its call are the reference.
+        is_local = isinstance(plan, LocalPlan) and self.cfg.mlp == "swiglu"
+        if is_local and use_grouped_mm(x, self.w1) and x.numel():
+            return RoutedSwiGLU.apply(x, gates, self.w1, self.w3, self.w2, *plan)
         rows = self.dispatcher.dispatch(x, plan)  # (R, C), by expert
         results = self.ffn(rows, plan.ends)  # (R, C), by expert
         return self.dispatcher.combine(results, gates, plan)
@@ -171,8 +192,8 @@ class Router(nn.Module):
         bias = torch.zeros(cfg.n_experts, dtype=torch.float32) if has_bias else None
         self.register_buffer("bias", bias)
 
-    def forward(self, x):  # (n, C) in at least fp32 -> (n, E)
-        return x @ self.weight.to(x.dtype).T
+    def forward(self, x):  # (n, C) -> (n, E) in at least fp32
+        return wide_product(x, self.weight)
 
 
 def stable_top_k(scores, K):
@@ -181,11 +202,13 @@ def stable_top_k(scores, K):
     Among equal scores, the lowest column comes first. torch.topk leaves this open.
     """
     rest = scores.detach()
+    columns = torch.arange(scores.size(1), device=scores.device)
     picked = []
     for _ in range(K):
         column = rest.max(1).indices  # (n,) the first of the largest
         picked.append(column)
-        rest = rest.scatter(1, column.unsqueeze(1), -torch.inf)
+        # The compiler makes one kernel of these rounds, which it cannot do with scatter.
+        rest = rest.masked_fill(columns == column.unsqueeze(1), -torch.inf)
     return torch.stack(picked, 1)
 
 
@@ -234,15 +257,15 @@ class Dispatcher:
 class LocalPlan(NamedTuple):
     perm: torch.Tensor      # (N,) the copy in each slot
     inv_perm: torch.Tensor  # (N,) the slot of each copy
-    ends: torch.Tensor      # (E,) where each expert's slots end
+    ends: torch.Tensor      # (E,) int32, where each expert's slots end
 
 
 class Local(Dispatcher):
     """All experts are on this rank: shapes are static, and nothing is sent."""
 
     def plan(self, expert_ids, gates):
-        perm, inv_perm, num_tokens_per_expert = sort_by_expert(expert_ids.flatten(), self.E)
-        return LocalPlan(perm, inv_perm, num_tokens_per_expert.cumsum(0))
+        copies = sort_by_expert(expert_ids.flatten(), self.E)
+        return LocalPlan(copies.perm, copies.inv_perm, copies.ends)
 
     def dispatch(self, x, plan):  # (n, C) -> (N, C)
         return Permute.apply(x, plan.perm, plan.inv_perm, self.K)
@@ -277,12 +300,12 @@ class AllToAll(Dispatcher):
 
     def plan(self, expert_ids, gates):
         ep = self.ep
-        perm, inv_perm, num_tokens_per_expert = sort_by_expert(expert_ids.flatten(), self.E)
+        copies = sort_by_expert(expert_ids.flatten(), self.E)
         # Tables of rows: sent_counts (ep, e) by receiver and expert, received_counts by sender.
-        sent_counts = num_tokens_per_expert.view(ep.size, self.e)
+        sent_counts = copies.counts.view(ep.size, self.e)
         # E counts to the experts' owners, over ep. Counts take this method. Rows take the function
         # all_to_all, which has a gradient.
-        received_counts = ep.all_to_all(num_tokens_per_expert).view(ep.size, self.e)
+        received_counts = ep.all_to_all(copies.counts).view(ep.size, self.e)
         # Only fast/graph.py reads rows_needed.
         torch.maximum(self.rows_needed, received_counts.sum(), out=self.rows_needed)
         # Sync point, the only one here: all_to_all takes the sizes of its messages from the host.
@@ -291,13 +314,13 @@ class AllToAll(Dispatcher):
 
         # Received rows stand by sender, and by expert among those of one sender.
         # A local expert has a number from 0 to e - 1, on each rank.
-        numbers = torch.arange(self.e, device=perm.device).repeat(ep.size)  # (ep*e,)
+        numbers = torch.arange(self.e, device=expert_ids.device).repeat(ep.size)  # (ep*e,)
         row_counts = received_counts.flatten()  # (ep*e,)
         local_expert = numbers.repeat_interleave(row_counts, output_size=R)  # (R,)
         by_expert = local_expert.argsort(stable=True)
         by_sender = invert_permutation(by_expert)
         ends = received_counts.sum(0).cumsum(0)
-        return AllToAllPlan(perm, inv_perm, send, receive, by_expert, by_sender, ends)
+        return AllToAllPlan(copies.perm, copies.inv_perm, send, receive, by_expert, by_sender, ends)
 
     def dispatch(self, x, plan):  # (n, C) -> (R, C)
         x = Permute.apply(x, plan.perm, plan.inv_perm, self.K)  # (N, C), by expert

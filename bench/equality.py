@@ -24,17 +24,17 @@ MOE_FORWARD = moe.MoE.forward
 def forward_in_chunks(chunks, cp):
     """Return a MoE.forward that does on one rank what cp x chunks ranks do.
 
-    It routes the whole micro-batch, but the rows of each rank have their own capacity. Rank r of cp has
+    The whole micro-batch was routed, but the rows of each rank have their own capacity. Rank r of cp has
     segments r and 2 cp - 1 - r of each sequence, and every tp rank has a part of these rows.
     """
-    def forward(self, x, recompute):
-        p, ids, router_loss = self.route(x)
+    def forward(self, x, routing, recompute):
+        p, ids = routing.gates, routing.expert_ids
         rows, y = torch.arange(x.size(0), device=x.device), torch.zeros_like(x)
         rows = rows.view(-1, 2 * cp, self.cfg.seq_len // (2 * cp))
         for r in range(cp):
             for i in rows[:, [r, -1 - r]].flatten().chunk(chunks):
                 y = y.index_copy(0, i, self.experts(x[i], p[i], self.dispatcher.plan(ids[i], p[i])))
-        return (y if self.shared is None else y + self.shared(x)), router_loss
+        return y
     return forward
 
 

@@ -72,7 +72,10 @@ def moe_layer(cfg, mesh, device, make_dispatcher=moe.plain_dispatcher):
 
 def forward(layer, x):
     """x (n, C) -> (output (n, C), balance loss ()), without recomputation."""
-    return layer(x, lambda f, *args: f(*args))
+    def plain_call(f, *args):
+        return f(*args)
+    routing = layer.before_experts(x, plain_call)
+    return layer(x, routing, plain_call), routing.router_loss
 
 
 def compiled(cfg, device):

@@ -15,8 +15,8 @@ def compile_blocks(model):
     """Compile the blocks of a model, in place.
 
     The first block that runs is compiled, and the others use its graph, because a block's weights are inputs
-    of the graph. In a block with experts, only attention and router are compiled, because the number of rows
-    per expert varies.
+    of the graph. In a block with experts, all but the experts are compiled, because the number of rows per
+    expert varies: attention, router and shared MLP are one graph, and what follows the experts is another.
     """
     from torch._dynamo import utils
     utils.counters.clear()  # compilation() is about this model, and not about an earlier one in a notebook
@@ -34,8 +34,8 @@ def compile_blocks(model):
         if block.moe is None:
             block.compile(fullgraph=whole)
         else:
-            block.attention_half = torch.compile(block.attention_half, fullgraph=whole)
-            block.moe.route = torch.compile(block.moe.route, fullgraph=whole)
+            block.before_experts = torch.compile(block.before_experts, fullgraph=whole)
+            block.after_experts = torch.compile(block.after_experts, fullgraph=whole)
     if model.norm is not None:
         model.norm.compile(fullgraph=True)
 

@@ -129,3 +129,41 @@ def silu_mul_backward_torch(grad_h, gate, up, recompute):
     if packed:
         return torch.cat([grad_gate, grad_up], dim=1)
     return grad_gate, grad_up
+
+
+# -----------------------------------------------------------------------------
+# The same times a factor of each row. Experts that multiply by their gate before the second matrix use this.
+
+def weighted_silu_mul(gate, up, factors, perm):
+    """Return factor * silu(gate) * up, (N, f), without autograd: gate and up (N, f).
+
+    factors (N,). Row s takes factors[perm[s]], perm (N,) int64.
+    """
+    if not backend.use_triton(gate):
+        return factors[perm].unsqueeze(1) * swiglu_torch(gate, up)
+
+    from ops import kernels
+    rows, width = gate.shape
+    h = torch.empty_like(gate)
+    kernels.weighted_swiglu[(rows,)](gate, up, factors, perm, h, width, BLOCK=1024, num_warps=4)
+    return h
+
+
+def weighted_silu_mul_backward(grad_h, gate, up, factors, perm):
+    """Return the gradients of gate, up and factors, and write weighted_silu_mul's result over grad_h."""
+    if not backend.use_triton(gate):
+        factor = factors[perm].unsqueeze(1)
+        h = swiglu_torch(gate, up)
+        grad_factors = torch.empty_like(factors).scatter_(0, perm, (grad_h * h).sum(1))
+        grad_gate, grad_up = silu_mul_backward_torch(grad_h * factor, gate, up, recompute=False)
+        grad_h.copy_(factor * h)
+        return grad_gate, grad_up, grad_factors
+
+    from ops import kernels
+    rows, width = gate.shape
+    grad_gate = torch.empty_like(gate)
+    grad_up = torch.empty_like(up)
+    grad_factors = torch.empty_like(factors)
+    kernels.weighted_swiglu_backward[(rows,)](gate, up, factors, perm, grad_h, grad_gate, grad_up,
+                                              grad_factors, width, BLOCK=1024, num_warps=4)
+    return grad_gate, grad_up, grad_factors

@@ -105,6 +105,45 @@ def swiglu_backward(gate_ptr, up_ptr, grad_h_ptr, grad_gate_ptr, grad_up_ptr, va
 
 
 @triton.jit
+def weighted_swiglu(gate_ptr, up_ptr, p_ptr, copy_ptr, h_ptr, width, BLOCK: tl.constexpr):
+    """h (N, width) = p * silu(gate) * up. Slot s holds copy c = copy[s], whose factor is p[c]."""
+    row = tl.program_id(0).to(tl.int64)
+    p = tl.load(p_ptr + tl.load(copy_ptr + row)).to(tl.float32)
+    for start in range(0, width, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < width
+        gate = tl.load(gate_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(h_ptr + row * width + at, (p * gate * tl.sigmoid(gate) * up).to(h_ptr.dtype.element_ty),
+                 mask=inside)
+
+
+@triton.jit
+def weighted_swiglu_backward(gate_ptr, up_ptr, p_ptr, copy_ptr, grad_h_ptr, grad_gate_ptr, grad_up_ptr,
+                             grad_p_ptr, width, BLOCK: tl.constexpr):
+    """The gradients of weighted_swiglu's gate, up (N, width) and p (N,). h is written over grad_h."""
+    row = tl.program_id(0).to(tl.int64)
+    copy = tl.load(copy_ptr + row)
+    p = tl.load(p_ptr + copy).to(tl.float32)
+    dot = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        at = row * width + start + tl.arange(0, BLOCK)
+        inside = start + tl.arange(0, BLOCK) < width
+        gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        grad_h = tl.load(grad_h_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        s = tl.sigmoid(gate)
+        h = gate * s * up
+        dot += grad_h * h
+        grad_h *= p
+        tl.store(grad_gate_ptr + at,
+                 (grad_h * up * s * (1 + gate * (1 - s))).to(grad_gate_ptr.dtype.element_ty), mask=inside)
+        tl.store(grad_up_ptr + at, (grad_h * gate * s).to(grad_up_ptr.dtype.element_ty), mask=inside)
+        tl.store(grad_h_ptr + at, (p * h).to(grad_h_ptr.dtype.element_ty), mask=inside)
+    tl.store(grad_p_ptr + copy, tl.sum(dot, axis=0).to(grad_p_ptr.dtype.element_ty))
+
+
+@triton.jit
 def place_within_expert(expert_ptr, place_ptr, counts_ptr, n, blocks, E: tl.constexpr, WIDE: tl.constexpr,
                         BLOCK: tl.constexpr):
     """The place of each copy in its expert's queue, within a block. One program handles BLOCK copies.
@@ -136,6 +175,32 @@ def slots_from_places(expert_ptr, place_ptr, cumulative_ptr, start_ptr, slot_ptr
     slot += tl.load(place_ptr + at, mask=at < n, other=0)
     slot = tl.where(slot < (expert // EXPERTS + 1) * rows, slot, -1)
     tl.store(slot_ptr + at, slot, mask=at < n)
+
+
+@triton.jit
+def sort_copies(expert_ptr, place_ptr, cumulative_ptr, perm_ptr, slot_ptr, counts_ptr, ends_ptr, n, blocks,
+                E: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Place each copy by place_within_expert's results: slot (n,), the copy in each slot, perm (n,).
+
+    The first program also writes counts (E,) int64 and where each expert's slots end, ends (E,) int32.
+    """
+    block = tl.program_id(0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    one = tl.arange(0, WIDE)
+    count = tl.load(cumulative_ptr + one * blocks + blocks - 1, mask=one < E, other=0)
+    end = tl.cumsum(count, axis=0)
+    first = end - count  # the first slot of each expert's copies in this block
+    first += tl.load(cumulative_ptr + one * blocks + block - 1, mask=(one < E) & (one * 0 + block > 0),
+                     other=0)
+    expert = tl.load(expert_ptr + at, mask=at < n, other=WIDE)
+    chosen = expert[:, None] == one[None, :]  # (BLOCK, WIDE)
+    slot = tl.sum(tl.where(chosen, first[None, :], 0), axis=1)
+    slot += tl.load(place_ptr + at, mask=at < n, other=0)
+    tl.store(slot_ptr + at, slot, mask=at < n)
+    tl.store(perm_ptr + slot, at.to(tl.int64), mask=at < n)
+    if block == 0:
+        tl.store(counts_ptr + one, count, mask=one < E)
+        tl.store(ends_ptr + one, end.to(tl.int32), mask=one < E)
 
 
 @triton.jit
@@ -174,11 +239,11 @@ def permute(x_ptr, index_ptr, out_ptr, limit, width, K: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def unpermute(y_ptr, p_ptr, slot_ptr, out_ptr, limit, width, K: tl.constexpr, GATED: tl.constexpr,
-              BLOCK: tl.constexpr):
+def unpermute(y_ptr, more_ptr, p_ptr, slot_ptr, out_ptr, limit, width, K: tl.constexpr, GATED: tl.constexpr,
+              TWO: tl.constexpr, BLOCK: tl.constexpr):
     """Row r of out (n, width) is the sum of its K copies y[slot[r, k]], each times p[r, k] if GATED.
 
-    A slot of `limit` or more holds nothing.
+    A slot of `limit` or more holds nothing. TWO: a copy is the sum of y[slot] and more[slot].
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -188,9 +253,11 @@ def unpermute(y_ptr, p_ptr, slot_ptr, out_ptr, limit, width, K: tl.constexpr, GA
         for k in tl.static_range(K):
             slot = tl.load(slot_ptr + row * K + k)
             held = inside & (slot + 0 * at < limit)
-            y = tl.load(y_ptr + slot * width + start + at, mask=held, other=0.0)
+            y = tl.load(y_ptr + slot * width + start + at, mask=held, other=0.0).to(tl.float32)
+            if TWO:
+                y += tl.load(more_ptr + slot * width + start + at, mask=held, other=0.0).to(tl.float32)
             gate = tl.load(p_ptr + row * K + k).to(tl.float32) if GATED else 1.0
-            total += gate * y.to(tl.float32)
+            total += gate * y
         tl.store(out_ptr + row * width + start + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 

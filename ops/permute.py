@@ -8,6 +8,8 @@ Only with a capacity can slots be empty and copies be dropped: `padded` says whe
 Moving rows to the slots and moving them back are adjoint operations. So all four directions are
 gathers by perm or by inv_perm, and no kernel needs atomics.
 """
+from typing import NamedTuple
+
 import torch
 
 from config import ceil_div
@@ -16,17 +18,38 @@ from ops import backend
 # -----------------------------------------------------------------------------
 # Who stands where: a stable counting sort by expert, two kernels instead of torch's six
 
+class SortedCopies(NamedTuple):
+    perm: torch.Tensor      # (N,) the copy in each slot
+    inv_perm: torch.Tensor  # (N,) the slot of each copy
+    counts: torch.Tensor    # (E,) the copies of each expert
+    ends: torch.Tensor      # (E,) int32, where each expert's slots end
+
+
 def sort_by_expert(expert, E):
-    """Sort the copies: expert (N,) int64 of each copy -> perm (N,), inv_perm (N,), counts (E,).
+    """Sort the copies by expert: expert (N,) int64 of each copy -> SortedCopies.
 
     The sort is stable. In plain torch: perm = expert.argsort(stable=True), inv_perm is its inverse,
-    and counts = bincount(expert).
+    counts = bincount(expert), and ends = counts.cumsum(0).
     """
     place, cumulative = place_within_expert(expert, E)
-    counts = cumulative[:, -1].contiguous()
-    start = counts.cumsum(0) - counts
-    inv_perm = slots_from_places(expert, place, cumulative, start, E, expert.numel())
-    return invert_permutation(inv_perm), inv_perm, counts
+    N = expert.numel()
+    if not backend.use_triton(expert):
+        counts = cumulative[:, -1].contiguous()
+        ends = counts.cumsum(0)
+        inv_perm = slots_from_places(expert, place, cumulative, ends - counts, E, N)
+        perm = invert_permutation(inv_perm)
+        return SortedCopies(perm, inv_perm, counts, ends.to(torch.int32))
+
+    from ops import kernels
+    perm = torch.empty_like(expert)
+    inv_perm = torch.empty_like(expert)
+    counts = expert.new_empty(E)
+    ends = torch.empty(E, dtype=torch.int32, device=expert.device)
+    tile, wide = sort_tile_size(E)
+    tiles = cumulative.size(1)
+    kernels.sort_copies[(tiles,)](expert, place, cumulative, perm, inv_perm, counts, ends, N, tiles,
+                                  E=E, WIDE=wide, BLOCK=tile, num_warps=4 if wide <= 64 else 8)
+    return SortedCopies(perm, inv_perm, counts, ends)
 
 
 def invert_permutation(perm):
@@ -214,12 +237,15 @@ def permute(x, perm, K, padded):
     return out
 
 
-def unpermute(y, inv_perm, K, padded, gates=None):
+def unpermute(y, inv_perm, K, padded, gates=None, more=None):
     """Return the sum of each row's K copies, each times its gate: y (slots, C) -> (n, C).
 
     inv_perm (n*K,) int64, gates (n, K). If padded, a copy whose inv_perm is `slots` adds nothing.
+    more (slots, C): what is added to y, or None.
     """
     if not backend.use_triton(y) or not y.numel():
+        if more is not None:
+            y = y + more
         copies = rows_or_zeros(y, inv_perm, padded).unflatten(0, (-1, K))  # (n, K, C)
         if gates is not None:
             copies = copies * gates.unsqueeze(2)
@@ -229,9 +255,11 @@ def unpermute(y, inv_perm, K, padded, gates=None):
     n = inv_perm.numel() // K
     slots, C = y.shape
     out = y.new_empty(n, C)
-    factors = y if gates is None else gates.contiguous()  # the kernel reads them only if GATED
-    kernels.unpermute[(n,)](y.contiguous(), factors, inv_perm, out, slots, C,
-                            K=K, GATED=gates is not None, BLOCK=512, num_warps=2)
+    # In the place of a missing tensor the kernel gets y, and does not read it.
+    factors = y if gates is None else gates.contiguous()
+    addend = y if more is None else more.contiguous()
+    kernels.unpermute[(n,)](y.contiguous(), addend, factors, inv_perm, out, slots, C, K=K,
+                            GATED=gates is not None, TWO=more is not None, BLOCK=512, num_warps=2)
     return out
 
 

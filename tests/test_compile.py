@@ -46,11 +46,13 @@ def micro_batch():
 
 
 @pytest.mark.parametrize("flags", [
-    {}, {"n_experts": 4, "top_k": 1},
+    {}, {"n_experts": 4, "top_k": 1, "n_shared_experts": 1},
+    pytest.param({"n_experts": 4, "n_shared_experts": 1, "recompute": "full"}, marks=pytest.mark.long),
+    pytest.param({"n_experts": 4, "n_shared_experts": 1, "recompute": "selective"}, marks=pytest.mark.long),
     pytest.param({"window": 4, "full_every": 2}, marks=pytest.mark.long),
     pytest.param({"no_rope_every": 2}, marks=pytest.mark.long),
     pytest.param({"recompute": "full"}, marks=pytest.mark.long)],
-    ids=["dense", "experts", "window", "no-rope", "recompute"])
+    ids=["dense", "experts", "experts-full", "experts-selective", "window", "no-rope", "recompute"])
 def test_the_number_of_graphs_does_not_grow_with_the_layers(flags, graphs):
     counts = []
     for n_layer in (2, 4):

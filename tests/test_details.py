@@ -473,11 +473,11 @@ def test_a_block_without_collectives_is_compiled_whole(tp, whole, monkeypatch):
     def module(name, **others):
         return SimpleNamespace(compile=lambda fullgraph: asked.append((name, fullgraph)), **others)
     attn = SimpleNamespace(flex=None)
-    expert = module("not this", moe=SimpleNamespace(route="route"), attention_half="attention", attn=attn)
+    expert = module("not this", moe="experts", before_experts="before", after_experts="after", attn=attn)
     mesh = SimpleNamespace(tp=SimpleNamespace(size=tp), cp=SimpleNamespace(size=1))
     blocks = {"0": module("dense", moe=None, attn=attn), "1": expert}
     compile_.compile_blocks(SimpleNamespace(mesh=mesh, blocks=blocks, norm=module("norm")))
-    assert asked == [("dense", whole), ("attention", whole), ("route", whole), ("norm", True)]
+    assert asked == [("dense", whole), ("before", whole), ("after", whole), ("norm", True)]
 
 
 def test_one_rank_dispatches_plainly_under_a_graph():

@@ -7,7 +7,18 @@ from unittest import mock
 import pytest
 import torch
 
-from ops import activations, backend, cross_entropy, flat, grouped_mm, matrix_norms, permute, symmetric_mm
+from ops import (
+    activations,
+    backend,
+    cross_entropy,
+    flat,
+    grouped_mm,
+    matrix_norms,
+    permute,
+    routed_experts,
+    symmetric_mm,
+    wide_product,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
@@ -168,6 +179,75 @@ def test_swiglu(packed, n_valid):
     assert torch.equal(dh[:rows], silu_mul(*pair, n_valid)[:rows])
 
 
+def test_swiglu_times_a_factor_of_each_row():
+    """The kernels' h, gradients and recomputed h beside the twin's, whose gradients are autograd's."""
+    perm, width = torch.tensor([3, 0, 4, 1, 2], device=DEVICE), 1300
+    gate, up, dh, factors = randn(5, width), randn(5, width), randn(5, width), randn(5)
+    forth, back = activations.weighted_silu_mul, activations.weighted_silu_mul_backward
+    h, want_h = forth(gate, up, factors, perm), torch_twin(forth, gate, up, factors, perm)
+    assert_near(h, want_h, 1e-2)
+    leaves = [t.double().requires_grad_() for t in (gate, up, factors)]
+    want = torch.autograd.grad(forth(*leaves, perm), leaves, dh.double())
+    wide = dh.double()
+    twin = back(wide, gate.double(), up.double(), factors.double(), perm)
+    assert_near(wide, want_h, 1e-12)
+    got = back(dh, gate, up, factors, perm)
+    assert torch.equal(dh, h)
+    for mine, theirs, autograds in zip(got, twin, want, strict=True):
+        assert_near(theirs, autograds, 1e-12)
+        assert_near(mine, autograds, 2e-2)
+
+
+@pytest.mark.parametrize("K, dtype", [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)], ids=str)
+def test_routed_experts_equal_dispatch_products_and_combine(K, dtype, small_tiles):
+    """RoutedSwiGLU beside MoE.experts' reference lines in fp64: the output and every gradient.
+
+    One expert gets no row.
+    """
+    n, C, width, E = 11, 16, 24, 4
+    expert = torch.randint(0, E - 1, (n * K,), device=DEVICE)
+    perm, inv_perm, _, ends = permute.sort_by_expert(expert, E)
+    leaves = [randn(n, C, dtype=dtype), randn(n, K, dtype=dtype), randn(E, width, C, dtype=dtype),
+              randn(E, width, C, dtype=dtype), randn(E, C, width, dtype=dtype)]
+    grad = randn(n, C, dtype=dtype)
+
+    def reference(x, gates, w1, w3, w2):
+        rows = permute.permute(x, perm, K, False)
+        products = [grouped_mm.grouped_mm_loop(rows, w, ends) for w in (w1, w3)]
+        y = grouped_mm.grouped_mm_loop(activations.swiglu_torch(*products), w2, ends)
+        return permute.unpermute(y, inv_perm, K, False, gates)
+
+    def results(f, leaves, grad):
+        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+        y = f(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+    def routed(*leaves):
+        return routed_experts.RoutedSwiGLU.apply(*leaves, perm, inv_perm, ends)
+    with mock.patch.object(grouped_mm, "use_torch", lambda *_: False):
+        got = results(routed, leaves, grad)
+    want = results(reference, [leaf.double() for leaf in leaves], grad.double())
+    for mine, theirs in zip(got, want, strict=True):
+        difference = (mine.double() - theirs).norm() / theirs.norm()
+        assert difference < (1e-5 if dtype == torch.float32 else 3e-2)
+
+
+def test_the_routers_wide_product():
+    """bf16 factors, the result and the sums in fp32; gradients as good as 16 bits of the incoming one."""
+    x, w, grad = randn(300, 96), randn(8, 96), randn(300, 8, dtype=torch.float32)
+    leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+    wide = [x.double().requires_grad_(), w.double().requires_grad_()]
+    y, want = wide_product.WideProduct.apply(*leaves), wide[0] @ wide[1].T
+    assert y.dtype == torch.float32
+    assert_near(y, want, 1e-5)
+    assert_near(y, wide_product.wide_product(x, w), 1e-5)
+    want = torch.autograd.grad(want, wide, grad.double())
+    for got, theirs in zip(torch.autograd.grad(y, leaves, grad), want, strict=True):
+        assert got.dtype == x.dtype
+        # Half a unit of a bf16's last digit; rounding `grad` itself would add as much again.
+        assert ((got.double() - theirs).abs() <= theirs.abs() * 2**-8 + 1e-3).all()
+
+
 @pytest.mark.parametrize("both", [True, False])
 def test_add_rows(both):
     """Rows of the output buffer after the valid ones keep what they held."""
@@ -213,8 +293,9 @@ def test_permute_and_unpermute(K, padded):
     x, y, p, g = randn(n, C), randn(slots, C), randn(n, K), randn(n, C)
     forth, back, back_grad = permute.permute, permute.unpermute, permute.unpermute_backward
     assert torch.equal(forth(x, perm, K, padded).double(), torch_twin(forth, x, perm, K, padded))
-    for gates in ((), (p,)):
-        assert_near(back(y, inv_perm, K, padded, *gates), torch_twin(back, y, inv_perm, K, padded, *gates),
+    more = randn(slots, C)
+    for extra in ((), (p,), (None, more), (p, more)):
+        assert_near(back(y, inv_perm, K, padded, *extra), torch_twin(back, y, inv_perm, K, padded, *extra),
                     1e-2)
     for got, want in zip(back_grad(y, p, perm, padded, g),
                          torch_twin(back_grad, y, p, perm, padded, g), strict=True):
@@ -475,8 +556,9 @@ def test_slots_are_those_of_a_stable_sort(E, N, monkeypatch):
     slot = permute.slots_from_places(expert, place, cumulative, counts.cumsum(0) - counts, E, N)
     order = expert.argsort(stable=True)
     assert torch.equal(slot[order], torch.arange(N, device=DEVICE))
-    for got, want in zip(permute.sort_by_expert(expert, E), (order, slot, counts), strict=True):
-        assert torch.equal(got, want)
+    wanted = order, slot, counts, counts.cumsum(0, dtype=torch.int32)
+    for got, want in zip(permute.sort_by_expert(expert, E), wanted, strict=True):
+        assert torch.equal(got, want) and got.dtype == want.dtype
     experts, rows = -(-E // 2), max(1, N // 3)  # two buffers, too small for all
     start = counts.cumsum(0) - counts
     start = torch.cat([start[:experts], start[experts:] - counts[:experts].sum() + rows])

@@ -123,6 +123,13 @@ def tokens(kind, layer, T=10):
     return x.requires_grad_()
 
 
+def whole_layer(layer, x):
+    """What a block does with its experts: x (n, C) -> output (n, C), router loss ()."""
+    routing = layer.before_experts(x, no_recompute)
+    y = layer(x, routing, no_recompute)
+    return (y if routing.shared is None else y + routing.shared), routing.router_loss
+
+
 def assert_equals_loop(layer, x, what):
     """Assert that a block's output, losses, dropped copies and gradients equal the loop's.
     Return [tokens per expert], number of dropped copies."""
@@ -140,7 +147,7 @@ def assert_equals_loop(layer, x, what):
                                 else h * h.sigmoid() * (mlp.w3.weight @ row))
 
     bias = None if layer.router.bias is None else layer.router.bias.double()
-    y, router_loss = layer(x, no_recompute)
+    y, router_loss = whole_layer(layer, x)
     want, balance, z, dropped, visits = loop_over_tokens(
         x, weight, expert, cfg.top_k, cfg.router, bias, cfg.capacity_factor, cfg.drop_policy,
         shared if mlp else None)
@@ -205,7 +212,7 @@ def aux_of(x, **flags):
     """Return balance loss of x, the router's gradient, the layer's statistics, number of dropped copies."""
     layer = block(**dict(dict(aux_coef=1.0), **flags))
     layer.router.weight.data.zero_()[:, :6] = torch.eye(8, 6, dtype=torch.float64)
-    y, router_loss = layer(x, no_recompute)
+    y, router_loss = whole_layer(layer, x)
     router_loss.backward()
     return router_loss.item(), layer.router.weight.grad, layer.stats, layer.dispatcher.n_dropped.item()
 
@@ -217,10 +224,10 @@ def test_balance_loss_is_1_when_balanced_E_over_K_when_collapsed(router, K):
     layer.router.weight.data.copy_(torch.eye(8))
     v = torch.linspace(2, -2, 8, dtype=torch.float64)
     balanced = torch.stack([v.roll(i) for i in range(8)])  # each expert is the first choice of one token
-    torch.testing.assert_close(layer(balanced, no_recompute)[1].item(), 1.0, rtol=0, atol=1e-14)
+    torch.testing.assert_close(whole_layer(layer, balanced)[1].item(), 1.0, rtol=0, atol=1e-14)
     collapsed = torch.full((16, 8), -50.0, dtype=torch.float64)
     collapsed[:, :K] = 50.0  # the other experts' probabilities are of the order of exp(-100)
-    torch.testing.assert_close(layer(collapsed, no_recompute)[1].item(), 8 / K, rtol=0, atol=1e-13)
+    torch.testing.assert_close(whole_layer(layer, collapsed)[1].item(), 8 / K, rtol=0, atol=1e-13)
 
 
 def test_balance_loss_does_not_depend_on_the_capacity():
@@ -237,9 +244,9 @@ def test_z_loss_is_the_mean_square_of_logsumexp():
     x = torch.randn(16, 6, dtype=torch.float64)
     layer = block(aux_coef=0.0, z_coef=0.5)
     logits = x @ layer.router.weight.T
-    torch.testing.assert_close(layer(x, no_recompute)[1], 0.5 * torch.logsumexp(logits, 1).square().mean())
+    torch.testing.assert_close(whole_layer(layer, x)[1], 0.5 * torch.logsumexp(logits, 1).square().mean())
     layer.router.weight.data.zero_()
-    torch.testing.assert_close(layer(x, no_recompute)[1].item(), 0.5 * math.log(8) ** 2)
+    torch.testing.assert_close(whole_layer(layer, x)[1].item(), 0.5 * math.log(8) ** 2)
 
 
 class SameBatch:
@@ -330,7 +337,7 @@ def block_over_ep(world, ep, flags, kind, slack=0.0):
         symm_mem.allocate([layer], layer.dispatcher.rows_in_use + 3)
     ffn = layer.ffn
     layer.ffn = lambda x, *more: rows.append(x.size(0)) or ffn(x, *more)
-    y, router_loss = layer(x, no_recompute)
+    y, router_loss = whole_layer(layer, x)
     (y.square().sum() + router_loss).backward()
     assert not slack or layer.dispatcher.rows_needed <= layer.dispatcher.rows_in_use
     grads = {}

@@ -115,9 +115,9 @@ def smallest_gates(original, dispatcher, expert_ids, gates):
 
 
 def unused_router_loss(original, layer, x, call):
-    """MoE.forward whose router loss has no gradient."""
-    y, router_loss = original(layer, x, call)
-    return y, router_loss.detach()
+    """MoE.before_experts whose router loss has no gradient."""
+    routing = original(layer, x, call)
+    return routing._replace(router_loss=routing.router_loss.detach())
 
 
 def detached_router_loss(original, model, *args, **kwargs):
@@ -250,7 +250,7 @@ SHARED_FAULTS = {  # faults that one process has, too: (a fault as above, the te
         "moe.MoE.route", "logits.gather(1, expert_ids).softmax(1)", "probabilities.gather(1, expert_ids)",
         loop("softmax-topk", 2)),
     "balance loss not used": (
-        "moe.MoE.forward", unused_router_loss, loop("softmax", 1)),
+        "moe.MoE.before_experts", unused_router_loss, loop("softmax", 1)),
     "balance loss without the 1/K": (
         "moe.MoE.router_loss", "K * rows * rows", "rows * rows",
         lambda: test_moe.test_balance_loss_is_1_when_balanced_E_over_K_when_collapsed("softmax", 2)),
@@ -259,7 +259,7 @@ SHARED_FAULTS = {  # faults that one process has, too: (a fault as above, the te
         "chosen.clamp(max=expert_capacity(self.cfg, n) if self.cfg.capacity_factor else n).to(",
         test_moe.test_balance_loss_does_not_depend_on_the_capacity),
     "routing recomputed in backward": (
-        "moe.MoE.forward", "self.route(x)", "maybe_recompute(self.route, x)",
+        "moe.MoE.before_experts", "self.route(x)", "maybe_recompute(self.route, x)",
         lambda: test_moe_run.test_recompute_routes_once({})),
     "gradient of a rank without rows is garbage": (
         "ops.grouped_mm.grouped_mm", "F.linear(x, w[0])",

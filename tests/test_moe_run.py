@@ -19,7 +19,7 @@ import test_layouts
 import torch
 from pool import run_ranks
 from test_layouts import SIGMOID, assemble
-from test_moe import ALONE, TINY, block, no_recompute, owned
+from test_moe import ALONE, TINY, block, owned, whole_layer
 
 import moe
 import train
@@ -154,7 +154,7 @@ def test_upcycling_copies_the_mlp_into_every_expert(tmp_path):
         getattr(layer, name).data.copy_(torch.from_numpy(weights[f"blocks.0.mlp.{name}.weight"]))
     h = torch.randn(8, 16, dtype=torch.float64)
     want = layer.route(h)[0].sum(1, keepdim=True) * dense.blocks["0"].mlp(h)
-    torch.testing.assert_close(layer(h, no_recompute)[0], want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(whole_layer(layer, h)[0], want, rtol=0, atol=1e-12)
 
 
 def test_a_start_from_damaged_weights_is_refused(tmp_path):

@@ -17,7 +17,7 @@ from pool import run_ranks
 from runs import TINY as RUN
 from runs import session
 from shared import SharedBuffer
-from test_moe import TINY, block, block_over_ep, gpu_branches, no_recompute, owned, tokens
+from test_moe import TINY, block, block_over_ep, gpu_branches, owned, tokens, whole_layer
 
 import moe
 import train
@@ -157,7 +157,7 @@ def padded_block(world, ep, flags, kind, slack):
     x = (tokens(kind, layer).detach() + 0.01 * (1 + world.rank)).requires_grad_()
     layer.dispatcher.rows_in_use = in_use = int(slack * x.size(0) * layer.K)
     with mock.patch.object(moe.AllToAll, "plan", None) if slack else contextlib.nullcontext():
-        y, router_loss = layer(x, no_recompute)
+        y, router_loss = whole_layer(layer, x)
     (y.square().sum() + router_loss).backward()
     tensors = (y.detach(), x.grad, *(p.grad for p in layer.parameters()))
     return [t.numpy() for t in tensors if t is not None], layer.dispatcher.rows_needed.item(), in_use
