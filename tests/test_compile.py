@@ -83,7 +83,7 @@ def test_a_run_says_what_compiling_cost(graphs, tmp_path):
 
 @pytest.mark.long  # A C++ compiler takes 20 s.
 def test_the_cache_keeps_graphs_with_functions_of_our_own(monkeypatch, tmp_path):
-    """torch leaves a graph with an autograd.Function, such as SwiGLU's, out of its cache. Ours are found there."""
+    """torch leaves a graph with an autograd.Function out of its cache. Ours, as SwiGLU, are found."""
     from torch._dynamo.utils import counters
     from torch._functorch import config
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
