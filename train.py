@@ -21,9 +21,10 @@ if __name__ == "__main__":  # The import of torch takes seconds. Signals are han
     from interface.packages import check_packages
     check_packages()
     import plot
-    from runtime import session
+    from runtime import early, session
     session.start_program()
     PARSED = session.parse_first(plot.parse_or_list)  # --help and wrong flags need no torch.
+    early.begin(PARSED[0])
 
 from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
 import torch
@@ -47,7 +48,7 @@ from model import DTYPES, GPT, init_weights
 from optim import Optimizer, learning_rate
 from parallel import make_mesh
 from pipeline import dropout_seeder, forward_backward, forward_only, rank_layers
-from runtime import agree, debugger, log, profiles, resume, session, timing, watch
+from runtime import agree, debugger, early, log, profiles, resume, session, timing, watch
 from runtime.layer_norms import LayerNorms
 from runtime.progress import Progress
 from runtime.saver import Saver
@@ -382,6 +383,7 @@ class Run:
         oversight.clock.count(count)
         if number == self.first_step:
             self.oversight.progress.first_step_ends()
+            early.first_step_ends()
             axes = parts.mesh.axes()
             self.sent = {name: sum(axis.sent.values()) for name, axis in axes.items()}
         return stats
@@ -429,6 +431,7 @@ class Run:
                 self.log_file.note(number, traffic=sent)
             if cfg.compile:
                 row["compile_s"] = log.report_compilation(row["ms"] / 1e3)
+            row.update(session.start_seconds())
         evaluates = self.due(number, cfg.eval_every)
         if evaluates:
             oversight.watchdog.heartbeat(number, "evaluation")
@@ -568,6 +571,7 @@ def main(argv=None, parsed=None):
             # while the run is suspended.
             world = launch.launch(launch.NO_TIMEOUT, wrong is not None, watchdog.joining,
                                   True)
+            early.wake(world.device)
             watchdog.world = world
             try:
                 agree.same_start(world, cfg, wrong)

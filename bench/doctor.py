@@ -30,6 +30,7 @@ import torch.distributed as dist
 from reach import fast_paths, gpus_seen, link_rates, links, network
 from surroundings import (
     NETWORK,
+    bytecode,
     compiler,
     filesystem,
     import_time,
@@ -296,6 +297,7 @@ def examine(world, flags):
     checks = [
         ("packages", packages),
         ("torch", torch_import),
+        ("bytecode", lambda: bytecode(torch.__file__)),
         ("device", lambda: device(world)),
         ("backend", lambda: backend_result),
         ("gpus", lambda: gpus),

@@ -3,6 +3,7 @@
 bench/doctor.py calls these checks. A check returns (status, text, fix).
 """
 import importlib.util
+import os
 import re
 import resource
 import shutil
@@ -42,6 +43,22 @@ def import_time(what, seconds, folder, temporary, kind_of=filesystem):
         disk = f"to {temporary}" if is_far else "to each node's own disk"
         return "WARN", text, f"copy the environment {disk}, once per job: each rank reads it at each start"
     return "OK", text, ""
+
+
+def bytecode(file, writes=None):
+    """Has Python kept what it compiled of torch? file: torch's __init__.py. writes: whether it may."""
+    kept = Path(importlib.util.cache_from_source(file))  # It heeds PYTHONPYCACHEPREFIX.
+    if kept.exists():
+        return "OK", f"Python has compiled torch: {kept.parent}", ""
+    if writes is None:
+        writes = not sys.dont_write_bytecode
+    fixes = [] if writes else ["unset PYTHONDONTWRITEBYTECODE"]
+    if not os.access(Path(file).parent, os.W_OK):
+        fixes.append("export PYTHONPYCACHEPREFIX=$HOME/.cache/pyc")
+    if not fixes:
+        return "OK", f"Python compiles torch in this start, and keeps it: {kept.parent}", ""
+    text = f"no {kept}: each start compiles torch's Python again, which takes seconds"
+    return "WARN", text, "; ".join(fixes)
 
 
 def open_files(ranks, limits=None):

@@ -18,6 +18,7 @@ def compile_blocks(model):
     of the graph. In a block with experts, all but the experts are compiled, because the number of rows per
     expert varies: attention, router and shared MLP are one graph, and what follows the experts is another.
     """
+    prepare_compiler()
     from torch._dynamo import utils
     utils.counters.clear()  # compilation() is about this model, and not about an earlier one in a notebook
     utils.compilation_time_metrics.clear()
@@ -38,6 +39,20 @@ def compile_blocks(model):
             block.after_experts = torch.compile(block.after_experts, fullgraph=whole)
     if model.norm is not None:
         model.norm.compile(fullgraph=True)
+
+
+def prepare_compiler():
+    """Start the compiler's worker processes, and let its cache keep graphs with functions such as SwiGLU's.
+
+    The workers need two seconds until they are ready, and until then kernels are compiled one after the
+    other. torch itself starts them only when it has traced the model.
+    """
+    from torch._functorch import config
+    from torch._inductor import async_compile
+    if hasattr(async_compile, "maybe_warm_pool"):
+        async_compile.maybe_warm_pool()
+    # An autograd.Function may keep what the cache does not see. Ours keep tensors only.
+    config.autograd_cache_allow_custom_autograd_functions = True
 
 
 def keep_eager(place, name):

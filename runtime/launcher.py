@@ -7,8 +7,10 @@ This file covers plain python, torchrun, MPICH and Intel MPI (Hydra), Open MPI, 
 runtime/launch.py starts the rank. No third file reads the environment.
 """
 import contextlib
+import getpass
 import os
 import re
+import tempfile
 from typing import NamedTuple
 
 from config import Outcome
@@ -120,6 +122,33 @@ def started_by():
     """Return (launcher, number of ranks) of this process before launch()."""
     start = detect(os.environ)
     return start.launcher, start.size
+
+
+def is_first_of_node():
+    """Whether this process does before launch() what one process of each node does."""
+    return detect(os.environ).local_rank == 0
+
+
+def share_kernels():
+    """Set the folder of Triton's cache, for a run with --compile.
+
+    torch's compiler moves Triton's cache into its own folder as soon as it begins, and one for each GPU. Then
+    kernels of before would not be found. This folder is the same from the start, and for all ranks of a node.
+    """
+    if "TRITON_CACHE_DIR" in os.environ:
+        return
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if folder is None:
+        folder = os.path.join(tempfile.gettempdir(), f"torchinductor_{user_name()}")
+    os.environ["TRITON_CACHE_DIR"] = os.path.join(os.path.abspath(folder), "triton")
+
+
+def user_name():
+    """Return the name of the user, or the number where the system knows no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # in a container
+        return f"uid_{os.getuid()}"
 
 
 def as_torchrun(rank, size, port, local_size=None):

@@ -199,6 +199,22 @@ def start_program():
     dump_on_sigusr2(sys.__stderr__)
 
 
+def start_seconds():
+    """Return {"first_step_s": seconds since the system started this program}, for the row of its first step.
+
+    In a notebook, and where the system does not say (macOS), the row has no such key.
+    """
+    if not signals.is_program:
+        return {}
+    try:
+        with open("/proc/self/stat") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])  # field 22 of proc(5): ticks since boot
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    except (OSError, AttributeError):
+        return {}
+    return {"first_step_s": round(now - ticks / os.sysconf("SC_CLK_TCK"), 2)}
+
+
 @contextlib.contextmanager
 def surround():
     """Surround a run, and put back what the caller, for example a notebook, had before it."""

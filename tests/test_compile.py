@@ -15,6 +15,7 @@ from fast import compile as compile_
 from fast.choose import choose
 from fast.flex import FlexAttention
 from fast.graph import make_step
+from ops.activations import _SwiGLU
 from runtime.launch import World
 from train import Step, build
 
@@ -80,6 +81,27 @@ def test_a_run_says_what_compiling_cost(graphs, tmp_path):
     assert [row["loss"] for row in plain] == pytest.approx([row["loss"] for row in compiled], rel=1e-6)
     first, *others = map(json.loads, (tmp_path / "compiled/metrics.jsonl").read_text().splitlines())
     assert 0 < first["compile_s"] < first["ms"] / 1e3 and all("compile_s" not in row for row in others)
+
+
+@pytest.mark.long  # A C++ compiler takes 20 s.
+def test_the_cache_keeps_graphs_with_functions_of_our_own(monkeypatch, tmp_path):
+    """torch leaves a graph with an autograd.Function out of its cache. Ours, as SwiGLU, are found."""
+    from torch._dynamo.utils import counters
+    from torch._functorch import config
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCH_WARM_POOL", "0")  # no worker processes
+    x = torch.randn(4, 8, requires_grad=True)
+    found = []
+    with config.patch(autograd_cache_allow_custom_autograd_functions=False):
+        compile_.prepare_compiler()
+        for _ in range(2):
+            torch._dynamo.reset()
+            counters.clear()
+            y = torch.compile(lambda x: _SwiGLU.apply(x))(x)
+            found.append((counters["aot_autograd"]["autograd_cache_hit"], *torch.autograd.grad(y.sum(), x)))
+    torch._dynamo.reset()
+    (first, grad), (second, again) = found
+    assert (first, second) == (0, 1) and torch.equal(grad, again)
 
 
 def test_the_flash_kernel_is_made_before_the_blocks_are_compiled(monkeypatch):

@@ -33,8 +33,8 @@ def test_doctor_as_a_command(tmp_path, monkeypatch, capsys):
     said = json.loads(capsys.readouterr().out)
     status = {c["name"]: c["status"] for c in said["checks"]}
     assert code == 1 and said["ok"] is False and said["ranks"] == 1
-    assert list(status) == ["packages", "torch", "device", "backend", "fast paths", "triton", "compiler",
-                            "open files", "/dev/shm", "mpi", "scheduler", "proxies", "modules",
+    assert list(status) == ["packages", "torch", "bytecode", "device", "backend", "fast paths", "triton",
+                            "compiler", "open files", "/dev/shm", "mpi", "scheduler", "proxies", "modules",
                             "node disk", "runs", "data"]
     assert status["runs"] == "FAIL" and status["data"] == "WARN"
     assert {status[n] for n in ("packages", "torch", "backend", "mpi", "scheduler")} == {"OK"}, said
@@ -150,6 +150,22 @@ def kinds(path):
 def test_what_surrounds_a_rank(got, status, words):
     assert got[0] == status and words in got[1] and bool(got[2]) == (status != "OK"), got
     assert "secret" not in str(got)
+
+
+def test_bytecode_that_is_not_kept(tmp_path, monkeypatch):
+    """A read-only container without .pyc files costs seconds at each start."""
+    file = str(tmp_path / "__init__.py")
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    assert surroundings.bytecode(file, writes=True)[0] == "OK"
+    status, text, fix = surroundings.bytecode(file, writes=False)
+    assert (status, fix) == ("WARN", "unset PYTHONDONTWRITEBYTECODE") and str(tmp_path) in text
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda folder, mode: False)
+        assert surroundings.bytecode(file, writes=True)[2] == "export PYTHONPYCACHEPREFIX=$HOME/.cache/pyc"
+    kept = tmp_path / "__pycache__"
+    kept.mkdir()
+    (kept / os.path.basename(importlib.util.cache_from_source(file))).touch()
+    assert surroundings.bytecode(file, writes=False)[0] == "OK"
 
 
 def test_triton_is_right_only_after_a_kernel_ran(monkeypatch):

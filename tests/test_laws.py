@@ -553,6 +553,7 @@ CUDA_ONLY = {  # place: why it names CUDA. Everything else asks the device's mod
     "ops/grouped_mm.py tiles": "its table names NVIDIA's architectures",
     "fast/choose.py has_cuda_api": "the one answer for graphs and peer access",
     "fast/choose.py place_of": "peer access between GPUs",
+    "fast/ahead.py Driver": "the name by which Triton knows NVIDIA's GPUs",
     "fast/graph.py GraphedStep": "the CUDA graph",
     "runtime/watch.py Stragglers": "whether a CUDA graph is being recorded",
     "cost/step_time.py expected_choice": "its table of GPUs is NVIDIA's",

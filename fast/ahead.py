@@ -1,0 +1,123 @@
+"""Compiles Triton kernels before they are launched: python fast/ahead.py KERNELS, as runtime/early.py does.
+
+KERNELS is the list of runtime.early.kernels_of, as JSON.
+
+Triton keeps what it compiles on the disk, under a key made of the kernel's source, the types of its arguments
+and the kind of GPU. The run makes the same key, and finds the kernel. Neither torch nor memory of a GPU is
+needed for that, so this process starts at once. Triton also compiles a little C for each kernel, which starts
+it, and some for the driver. A kernel that nobody launches costs nothing but the time of an idle core.
+"""
+import contextlib
+import ctypes
+import json
+import os
+import sys
+from pathlib import Path
+
+CAPABILITY = (75, 76)  # numbers of cuDeviceGetAttribute: major and minor
+
+
+class Tensor:
+    """Stands for a tensor. Triton asks for its dtype and its address, which is aligned."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    @staticmethod
+    def data_ptr():
+        return 0
+
+
+class Driver:
+    """Stands for Triton's driver of a GPU with this compute capability, such as 90."""
+
+    def __init__(self, capability):
+        self.capability = capability
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+        return GPUTarget("cuda", self.capability, 32)
+
+    @staticmethod
+    def get_current_device():
+        return 0
+
+    @staticmethod
+    def get_current_stream(device=None):
+        return 0
+
+
+def capability_of_gpu():
+    """Return the compute capability of the first GPU, such as 90. OSError: there is no driver."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuInit(0)
+    found = []
+    for attribute in CAPABILITY:
+        value = ctypes.c_int()
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, 0) != 0:
+            raise OSError("the driver sees no GPU")
+        found.append(value.value)
+    major, minor = found
+    return 10 * major + minor
+
+
+def with_tensors(arguments):
+    """Return the arguments with a Tensor in the place of each name of a dtype."""
+    return [Tensor(value) if isinstance(value, str) else value for value in arguments]
+
+
+def compile_driver():
+    """Compile the C through which Triton talks to the driver."""
+    from triton.backends.nvidia.driver import CudaUtils
+    CudaUtils()
+
+
+def compile_kernel(name, arguments, options):
+    """Compile one kernel, and the C that launches it where this version of Triton compiles that."""
+    from ops import kernels
+    compiled = getattr(kernels, name).warmup(*with_tensors(arguments), grid=(1,), **options)
+    with contextlib.suppress(AttributeError):  # Triton 3.7 and later have one launcher for all kernels.
+        from triton.backends.nvidia.driver import CudaLauncher
+        CudaLauncher(compiled.src, compiled.metadata)
+
+
+def fork(function, *args):
+    """Call a function in a fork of this process, and return its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        function(*args)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def compile_all(kernels, capability):
+    """Compile kernels, each in a process of its own. Return how many failed.
+
+    The first kernel is compiled before the others: they share what it imports and reads.
+    """
+    from triton.runtime import driver
+    children = [fork(compile_driver)]
+    driver.set_active(Driver(capability))
+    first, *others = kernels
+    compile_kernel(*first)
+    children += [fork(compile_kernel, *kernel) for kernel in others]
+    return sum(os.waitpid(pid, 0)[1] != 0 for pid in children)
+
+
+def main():
+    kernels = sys.argv[1]
+    os.nice(5)  # The run itself comes first.
+    home = str(Path(__file__).resolve().parents[1])
+    if sys.flags.safe_path:  # Python left out this file's folder.
+        sys.path.insert(0, home)
+    else:
+        sys.path[0] = home
+    compile_all(json.loads(kernels), capability_of_gpu())
+
+
+if __name__ == "__main__":
+    main()

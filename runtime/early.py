@@ -1,0 +1,155 @@
+"""What brings a run's first step earlier. It changes no number.
+
+    begin            before torch is imported: it starts what goes on beside the imports
+    wake             what a GPU does only once, in a thread, while the host makes the model
+    kernels_of       the kernels that fast/ahead.py compiles
+    first_step_ends  everything is as usual again
+
+Two thirds of the time to the first step belong to Python: it imports torch and torch's compiler, which traces
+the model. Meanwhile the GPU and all cores but one have nothing to do. So three things go on beside that:
+    a process compiles the run's Triton kernels into Triton's cache (fast/ahead.py)
+    a thread starts the CUDA driver, while torch is imported
+    a thread lets the GPU load the libraries of products and attention, while the compiler is imported
+And the garbage collector rests: imports and tracing make a million objects that stay, and the collector looks
+at them again and again.
+
+This file does not import torch at its top. A part that fails is left out: it only costs time.
+"""
+import contextlib
+import ctypes
+import gc
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from config import pad_vocab
+from runtime import launcher
+
+RARELY = (20_000, 50, 1000)  # gc.set_threshold; Python's own (700, 10, 10) look at new objects 850 times
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # the kernels know no fp64
+NVIDIA = Path("/dev/nvidiactl")  # is there where a process can reach an NVIDIA GPU
+
+
+class Start:
+    """What goes on beside the start of this process."""
+
+    def __init__(self):
+        self.thresholds = None  # those of the garbage collector, while it rests
+        self.compiler = None    # the process of fast/ahead.py
+        self.threads = []
+
+
+start = Start()
+
+
+def begin(cfg):
+    """Start what goes on beside the import of torch. cfg: a Config, or None for wrong flags."""
+    start.thresholds = gc.get_threshold()
+    gc.set_threshold(*RARELY)
+    if cfg is None or not NVIDIA.exists():
+        return
+    launched_by, _ = launcher.started_by()
+    if launched_by == "single":  # Ranks choose first which GPUs they see: runtime/visible.py.
+        run_beside(start_driver)
+    if cfg.compile:
+        launcher.share_kernels()
+    if launcher.is_first_of_node():
+        with contextlib.suppress(OSError):
+            start.compiler = compile_kernels(kernels_of(cfg))
+
+
+def first_step_ends():
+    """Let the garbage collector work as before, and wait for the threads: no graph may be captured beside
+    them."""
+    if start.thresholds is not None:
+        gc.set_threshold(*start.thresholds)
+        start.thresholds = None
+    for thread in start.threads:
+        thread.join()
+    start.threads.clear()
+    if start.compiler is not None:
+        start.compiler.poll()  # It has ended long ago, and its entry in the process table goes.
+
+
+def run_beside(function, *args):
+    """Call a function in a thread. Whatever it raises, the run does without it."""
+    def call():
+        with contextlib.suppress(Exception):
+            function(*args)
+    thread = threading.Thread(target=call, name=function.__name__, daemon=True)
+    thread.start()
+    start.threads.append(thread)
+
+
+def start_driver():
+    """Start the CUDA driver and make the context that torch will use, without torch."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuInit(0)
+    driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 0)
+
+
+def wake(device):
+    """In a program, let a GPU load what products and attention need, beside the host's work."""
+    is_program = start.thresholds is not None
+    if is_program and device.type != "cpu" and NVIDIA.exists():
+        run_beside(first_product_and_attention, device)
+
+
+def first_product_and_attention(device):
+    """Multiply and attend once, forward and backward: one head of 128 for 128 tokens."""
+    import torch
+    import torch.nn.functional as F
+    x = torch.zeros(128, 128, dtype=torch.bfloat16, device=device)
+    q = (x @ x).view(1, 1, 128, 128).requires_grad_()
+    F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+
+
+# -----------------------------------------------------------------------------
+# Kernels
+
+def kernels_of(cfg):
+    """Return [(name, arguments, options)]: kernels of ops/kernels.py that a run with these flags launches.
+
+    In the place of a tensor stands the name of its dtype. Of a number, Triton's key holds only its type and
+    whether 16 divides it. The list has what each dense model needs. Kernels of experts and of Muon are left
+    out, and compile when they are first launched. tests/test_early.py compares it with a step.
+    """
+    if cfg.dtype not in DTYPES:
+        return []
+    weight = DTYPES[cfg.dtype]
+    found = []
+    is_fused = cfg.tp == 1 and not cfg.logit_softcap and cfg.dtype != "fp16"  # model.py, cross_entropy_rows
+    if cfg.vocab_size and is_fused:
+        arguments = [weight, "int64", "float32", "float32", cfg.vocab_size, pad_vocab(cfg.vocab_size)]
+        found.append(("cross_entropy", arguments, {"ROWS": 2, "BLOCK": 2048, "num_warps": 4}))
+    for grad in dict.fromkeys([weight, "float32"]):  # the gradients keep their dtype, or are summed in fp32
+        arguments = ["float32", grad, "float32", "float32", weight, "float32", 0.9, 0.1, 0.05, 1e-8, 16]
+        options = {"OUT": weight != "float32", "BLOCK": 2048, "num_warps": 8}
+        found.append(("adamw", arguments, options))
+    sums = []  # of 16-bit gradients in fp32: whether the kernel adds
+    if weight != "float32" and (cfg.global_batch or cfg.dtype == "fp16"):
+        sums = [False, True] if cfg.global_batch else [False]
+    for add in sums:
+        options = {"ADD": add, "BLOCK": 4096, "num_warps": 8}
+        found.append(("accumulate", [weight, "float32", 16], options))
+    if cfg.mlp == "swiglu" and not cfg.n_experts:
+        width = cfg.ffn_hidden // cfg.tp
+        options = {"PACKED": True, "LIMITED": False, "BLOCK": 1024, "num_warps": 4}
+        found.append(("swiglu", [weight] * 4 + [width], options))
+        found.append(("swiglu_backward", [weight] * 6 + [width], {**options, "RECOMPUTE": False}))
+    return found
+
+
+def compile_kernels(kernels):
+    """Start a process that compiles kernels into Triton's cache.
+
+    Return the subprocess.Popen, or None where Triton is not installed.
+    """
+    if not kernels or importlib.util.find_spec("triton") is None:
+        return None
+    program = Path(__file__).parents[1] / "fast/ahead.py"
+    return subprocess.Popen([sys.executable, str(program), json.dumps(kernels)],
+                            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,0 +1,189 @@
+"""runtime/early.py and fast/ahead.py: what goes on beside the start of a run."""
+import gc
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import plot
+import train
+from config import pad_vocab
+from model import DTYPES
+from ops import backend
+from ops.cross_entropy import cross_entropy_rows
+from runtime import early, launcher
+from runtime.launch import World
+from train import Step, build
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ["--data=synthetic", "--n-layer=1", "--n-embd=32", "--n-head=2", "--n-kv-head=1", "--ffn-hidden=48",
+         "--seq-len=32", "--micro-batch=2", "--no-compile"]
+
+
+def flags(*words):
+    """Return the Config of a small model with kernels for its dtype."""
+    return plot.parse_or_list([*words[:1], *SMALL, *words[1:]])
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """early.start of a program whose threads and process are not started: {name: arguments} instead."""
+    begun = {}
+    monkeypatch.setattr(early, "start", early.Start())
+    monkeypatch.setattr(early, "NVIDIA", ROOT)
+    monkeypatch.setattr(early, "run_beside", lambda function, *args: begun.update({function.__name__: args}))
+    monkeypatch.setattr(early, "compile_kernels", lambda kernels: begun.update(kernels=kernels))
+    before = gc.get_threshold()
+    yield begun
+    gc.set_threshold(*before)
+
+
+def test_the_collector_rests_until_the_first_step_is_done(program):
+    before = gc.get_threshold()
+    early.begin(flags("dense-210m"))
+    assert gc.get_threshold() == early.RARELY
+    early.wake(torch.device("cpu"))
+    early.first_step_ends()
+    assert gc.get_threshold() == before
+    assert program.keys() == {"start_driver", "kernels"}, "a CPU is not woken"
+
+
+def test_only_the_first_process_of_a_node_compiles(program, monkeypatch):
+    """... and of several, none starts the driver before it knows which GPUs it may see."""
+    for rank, local_rank in (0, 0), (1, 1), (2, 0):
+        monkeypatch.setattr(launcher, "detect",
+                            lambda env, i=rank, j=local_rank: launcher.Start("torchrun", i, 4, j, 2))
+        program.clear()
+        early.begin(flags("dense-210m"))
+        assert program.keys() == ({"kernels"} if local_rank == 0 else set()), rank
+
+
+def test_a_notebook_is_left_alone(monkeypatch):
+    monkeypatch.setattr(early, "start", early.Start())
+    before = gc.get_threshold()
+    early.wake(torch.device("meta"))
+    early.first_step_ends()
+    assert gc.get_threshold() == before and early.start.threads == []
+
+
+def test_a_part_that_fails_is_left_out(monkeypatch):
+    monkeypatch.setattr(early, "start", early.Start())
+    early.run_beside(Path("/no/such/file").read_text)
+    early.first_step_ends()
+
+
+def test_torch_is_not_imported():
+    code = "import sys; from runtime import early; assert 'torch' not in sys.modules, 'seconds'"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_folder_of_the_kernels(monkeypatch, tmp_path):
+    """What the user names stays; without a name it is in the compiler's folder, for every GPU."""
+    for name, expected in (("TRITON_CACHE_DIR", tmp_path), ("TORCHINDUCTOR_CACHE_DIR", tmp_path / "triton")):
+        monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+        monkeypatch.setenv(name, str(tmp_path))
+        launcher.share_kernels()
+        assert launcher.os.environ["TRITON_CACHE_DIR"] == str(expected)
+        monkeypatch.delenv(name)
+
+
+def test_the_row_of_the_first_step_says_when_it_was_done(tmp_path):
+    """In a program, counted from its start by the system."""
+    command = [sys.executable, "train.py", "tiny", *SMALL, "--steps=2", "--log-every=1", "--eval-every=0",
+               "--save-every=0", "--no-plot", f"--out={tmp_path}"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first["ms"] / 1e3 < first["first_step_s"] < 120 and "first_step_s" not in second
+
+
+# -----------------------------------------------------------------------------
+# Kernels. Their keys are Triton's own; nothing is launched. conftest.py lets this process interpret kernels,
+# so another process compares the keys.
+
+CASES = [["dense-210m"], ["dense-210m", "--dtype=fp32"], ["dense-210m", "--global-batch=4"],
+         ["gpt2", "--vocab-size=300"], ["dense-210m", "--dtype=fp16"]]
+
+
+def keys(launch):
+    """Return {(kernel, key)} of what `launch` launches, for a GPU of capability 90."""
+    from triton.runtime import driver, jit
+
+    from fast.ahead import Driver
+    found = set()
+
+    def note(kernel, *args, grid, warmup, **options):
+        *_, binder = kernel.device_caches[0]
+        _, specialization, options = binder(*args, debug=False, **options)
+        found.add((kernel.fn.__name__, str(specialization), str(sorted(options.items()))))
+    jit.JITFunction.run = note
+    driver.set_active(Driver(90))
+    launch()
+    return found
+
+
+def two_steps(cfg):
+    """Do two steps on a CPU that passes for a GPU; and the cross-entropy, which is not fused on a CPU."""
+    mesh = train.make_mesh(World(), 1, 1, 1)
+    choice = train.choose(cfg, mesh, torch.device("cpu"))
+    choice = choice._replace(single_microbatch=cfg.dtype == "bf16" and not cfg.global_batch)
+    step = Step(cfg, *build(cfg, mesh, cfg.vocab_size, torch.device("cpu"), choice=choice))
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    for number in (1, 2):
+        step([(tokens, tokens)] * (2 if cfg.global_batch else 1), number)
+    logits = torch.zeros(64, pad_vocab(cfg.vocab_size), dtype=DTYPES[cfg.dtype])
+    cross_entropy_rows(logits, tokens.reshape(-1), cfg.vocab_size)
+
+
+def list_kernels(cfg):
+    from fast.ahead import with_tensors
+    from ops import kernels
+    for name, arguments, options in early.kernels_of(cfg):
+        getattr(kernels, name)[(1,)](*with_tensors(arguments), **options)
+
+
+def compare(words):
+    """Every kernel that a step launches is in the list, and of the others only those of other layouts."""
+    cfg = flags(*words)
+    launched = keys(lambda: two_steps(cfg))
+    listed = keys(lambda: list_kernels(cfg))
+    assert len(launched) > 1 and launched <= listed, (words, launched - listed)
+    in_vain = {name for name, *_ in listed - launched}
+    assert in_vain <= {"adamw", "accumulate"}, (words, in_vain)
+
+
+def compare_all():
+    backend.use_triton = lambda x: x.dtype in backend.DTYPES
+    for words in CASES:
+        compare(words)
+
+
+def test_the_kernels_that_a_step_launches_are_compiled(monkeypatch):
+    pytest.importorskip("triton.backends.nvidia", reason="Triton has no wheel for this system")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    code = "import sys; sys.path[:0] = ['.', 'tests']; import test_early; test_early.compare_all()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_process_compiles_them_into_the_cache(monkeypatch, tmp_path):
+    pytest.importorskip("triton.backends.nvidia", reason="Triton has no wheel for this system")
+    cfg = replace(flags("dense-210m"), vocab_size=256)
+    kernels = [kernel for kernel in early.kernels_of(cfg) if kernel[0] in ("swiglu", "cross_entropy")]
+    code = ("import json, sys; from fast import ahead; ahead.capability_of_gpu = lambda: 90; "
+            "ahead.compile_driver = lambda: None; ahead.main()")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    subprocess.run([sys.executable, "-c", code, json.dumps(kernels)], cwd=ROOT, check=True)
+    compiled = {path.stem for path in tmp_path.glob("*/*.cubin")}
+    assert compiled == {"swiglu", "cross_entropy"}
+
+
+def test_the_process_ends_without_a_driver():
+    if early.NVIDIA.exists():
+        pytest.skip("this machine has a GPU")
+    process = subprocess.run([sys.executable, "fast/ahead.py", "[]"], cwd=ROOT, capture_output=True)
+    assert process.returncode != 0
