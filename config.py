@@ -204,6 +204,9 @@ class Config:
     # of weights, activations; sums at least fp32
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] = flag("fp32", "free", common=True)
     compile: bool = flag(False, "free")  # torch.compile each block
+    # the products of attention and of the dense MLP take numbers of 8 bits, of which a GPU multiplies twice
+    # as many; weights, activations between them, the head and experts keep --dtype
+    fp8: bool = flag(False, "free")
     # on a GPU, replay forward and backward as one CUDA graph where shapes are static
     cuda_graph: bool = flag(True, "free")
 
@@ -440,6 +443,9 @@ def check(cfg):
     check_experts(cfg)
     check_adapters(cfg)
     check_sharing(cfg)
+    if cfg.fp8 and cfg.dtype == "fp16":
+        raise ValueError("--fp8 does not go with --dtype fp16, whose loss scale would move its scales to and "
+                         "fro; try --dtype bf16")
     check_run(cfg)
 
 

@@ -549,6 +549,7 @@ def test_only_two_files_read_the_environment():
 CUDA_ONLY = {  # place: why it names CUDA. Everything else asks the device's module (ops/accelerator.py)
     "ops/backend.py triton_devices": "which of torch's devices each of Triton's vendors serves",
     "ops/grouped_mm.py has_grouped_mm": "a kernel of Hopper and Blackwell",
+    "ops/fp8.py check_device": "which GPUs multiply fp8 numbers",
     "ops/grouped_mm.py tiles": "its table names NVIDIA's architectures",
     "fast/choose.py has_cuda_api": "the one answer for graphs and peer access",
     "fast/choose.py place_of": "peer access between GPUs",
