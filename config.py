@@ -443,9 +443,7 @@ def check(cfg):
     check_experts(cfg)
     check_adapters(cfg)
     check_sharing(cfg)
-    if cfg.fp8 and cfg.dtype == "fp16":
-        raise ValueError("--fp8 does not go with --dtype fp16, whose loss scale would move its scales to and "
-                         "fro; try --dtype bf16")
+    check_precision(cfg)
     check_run(cfg)
 
 
@@ -525,6 +523,13 @@ def check_sharing(cfg):
     if cfg.shard and not cfg.zero:
         raise ValueError(f"--shard {cfg.shard} says among how many ranks --zero shares, and --zero is 0; "
                          "add --zero 1, or leave out --shard")
+
+
+def check_precision(cfg):
+    """Raise ValueError if --fp8 does not go with --dtype."""
+    if cfg.fp8 and cfg.dtype == "fp16":
+        raise ValueError("--fp8 does not go with --dtype fp16: its products were tried with bf16 alone; "
+                         "try --dtype bf16")
 
 
 def check_run(cfg):

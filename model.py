@@ -55,9 +55,10 @@ class MLP(nn.Module):
         self.zero = cfg.zero
         self.act = ACTIVATIONS[cfg.mlp]  # see ops/activations.py
         is_gated = cfg.mlp in GATED
-        make_column = functools.partial(ColumnLinear, in_fp8=cfg.fp8)
-        self.w1 = make_column(cfg.n_embd, hidden, cfg.bias, mesh)
-        self.w3 = make_column(cfg.n_embd, hidden, cfg.bias, mesh) if is_gated else None
+        self.w1 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh, in_fp8=cfg.fp8)
+        self.w3 = None
+        if is_gated:
+            self.w3 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh, in_fp8=cfg.fp8)
         self.w2 = RowLinear(hidden, cfg.n_embd, cfg.bias, mesh, in_fp8=cfg.fp8)
 
     def forward(self, x):  # (n, C) -> (n, C)

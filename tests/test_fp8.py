@@ -16,8 +16,10 @@ from pool import run_ranks
 from runs import TINY, go, rows, same, session
 from test_layouts import equality
 
+import plan
 import sample
 from config import Config, check
+from interface.command_line import parse
 from interface.layout import check_layout
 from model import GPT
 from ops import backend, fp8
@@ -358,6 +360,18 @@ def test_a_gpu_without_such_products_is_refused(kind, hip, capability, dtype, wo
         return
     with pytest.raises(ValueError, match=words):
         fp8.check_device(Config(fp8=True, dtype=dtype), device)
+
+
+def test_the_plan_knows_it(capsys):
+    """It takes less time and memory; the GPUs of BLOOM have no such products."""
+    plans = [plan.estimate(parse(["smol-1.7b", "--global-batch=4", *flag]), 1, "h200", 49152)
+             for flag in ([], ["--fp8"])]
+    without, with_fp8 = ((p["ms"], p["memory"]) for p in plans)
+    assert 0.1 < 1 - with_fp8[0] / without[0] < 0.2 and 2 < without[1] - with_fp8[1] < 6
+    with pytest.raises(SystemExit) as e:
+        plan.main(["smol-1.7b", "--gpus=1", "--gpu=a100-80", "--fp8"])
+    assert e.value.code == 2
+    assert "a100-80 cannot multiply fp8 numbers; leave out --fp8" in capsys.readouterr().err
 
 
 def old_gpu(original, cfg, device):
