@@ -75,8 +75,10 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_bias = None
         grad_weights = [None] * len(weights)
         if needs_x:
-            w8 = quantise(weights, FORWARD, w_scale, rows=False, transposed=True)
-            grad_x = scaled_product((grad8.rows, grad8.scale), (w8.columns, w_scale), grad.dtype,
+            # What follows from the weights alone, the compiler would compute in forward, and keep.
+            scale = torch.where(torch.isnan(grad8.scale), grad8.scale, w_scale)
+            w8 = quantise(weights, FORWARD, scale, rows=False, transposed=True)
+            grad_x = scaled_product((grad8.rows, grad8.scale), (w8.columns, w8.scale), grad.dtype,
                                     "backward")  # (n, I)
         if needs_bias:
             grad_bias = grad.sum(0)
@@ -137,9 +139,9 @@ def quantise_triton(parts, form, scale, rows, transposed):
     first = 0
     for part in parts:
         grid = (ceil_div(part.size(0), tall), ceil_div(width, wide))
-        # In the place of a missing tensor the kernel gets the other one, and does not write it.
+        # In the place of a missing tensor the kernel gets `scale`, and does not write it.
         kernels.quantise[grid](
-            part, scale, by_rows if rows else by_columns, by_columns if transposed else by_rows,
+            part, scale, by_rows if rows else scale, by_columns if transposed else scale,
             part.size(0), width, first, height, ROWS=rows, TRANSPOSED=transposed, TALL=tall, WIDE=wide,
             num_warps=warps)
         first += part.size(0)

@@ -389,7 +389,8 @@ def quantise(x_ptr, scale_ptr, rows_ptr, columns_ptr, height, width, first, tota
     column = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     inside = (row < height)[:, None] & (column < width)[None, :]
     x = tl.load(x_ptr + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    narrow = (x * tl.div_rn(1.0, tl.load(scale_ptr))).to(rows_ptr.dtype.element_ty)
+    form = rows_ptr.dtype.element_ty if ROWS else columns_ptr.dtype.element_ty
+    narrow = (x * tl.div_rn(1.0, tl.load(scale_ptr))).to(form)
     row_of_all = first + row
     if ROWS:
         tl.store(rows_ptr + row_of_all[:, None] * width + column[None, :], narrow, mask=inside)
