@@ -199,10 +199,11 @@ class Attention(nn.Module):
         self.kv_rows = None if cuts_kv else slice(head * self.D, (head + 1) * self.D)
 
         has_bias = cfg.bias or cfg.qkv_bias
-        self.wq = ColumnLinear(C, cfg.n_head * self.D, has_bias, mesh)
-        self.wk = ColumnLinear(C, G * self.D, has_bias, mesh, cut=cuts_kv)
-        self.wv = ColumnLinear(C, G * self.D, has_bias, mesh, cut=cuts_kv)
-        self.wo = RowLinear(cfg.n_head * self.D, C, cfg.bias, mesh)
+        in_fp8 = cfg.fp8
+        self.wq = ColumnLinear(C, cfg.n_head * self.D, has_bias, mesh, in_fp8=in_fp8)
+        self.wk = ColumnLinear(C, G * self.D, has_bias, mesh, cut=cuts_kv, in_fp8=in_fp8)
+        self.wv = ColumnLinear(C, G * self.D, has_bias, mesh, cut=cuts_kv, in_fp8=in_fp8)
+        self.wo = RowLinear(cfg.n_head * self.D, C, cfg.bias, mesh, in_fp8=in_fp8)
         self.q_norm = self.k_norm = None
         if cfg.qk_norm == "head":  # one weight of D numbers for all heads
             self.q_norm = Gain(cfg, self.D, mesh)

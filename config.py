@@ -204,6 +204,9 @@ class Config:
     # of weights, activations; sums at least fp32
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] = flag("fp32", "free", common=True)
     compile: bool = flag(False, "free")  # torch.compile each block
+    # the products of attention and of the dense MLP take numbers of 8 bits, of which a GPU multiplies twice
+    # as many; weights, activations between them, the head and experts keep --dtype
+    fp8: bool = flag(False, "free")
     # on a GPU, replay forward and backward as one CUDA graph where shapes are static
     cuda_graph: bool = flag(True, "free")
 
@@ -440,6 +443,7 @@ def check(cfg):
     check_experts(cfg)
     check_adapters(cfg)
     check_sharing(cfg)
+    check_precision(cfg)
     check_run(cfg)
 
 
@@ -519,6 +523,13 @@ def check_sharing(cfg):
     if cfg.shard and not cfg.zero:
         raise ValueError(f"--shard {cfg.shard} says among how many ranks --zero shares, and --zero is 0; "
                          "add --zero 1, or leave out --shard")
+
+
+def check_precision(cfg):
+    """Raise ValueError if --fp8 does not go with --dtype."""
+    if cfg.fp8 and cfg.dtype == "fp16":
+        raise ValueError("--fp8 does not go with --dtype fp16: its products were tried with bf16 alone; "
+                         "try --dtype bf16")
 
 
 def check_run(cfg):

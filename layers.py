@@ -6,6 +6,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from ops import fp8
 from parallel import parameter, scatter_rows
 
 
@@ -52,18 +53,20 @@ class ColumnLinear(nn.Module):
     """Computes y = x W^T, with the rows of W, the output features, split over tp.
 
     Rank r holds W_r of W = [W_0; W_1; ...] and computes x W_r^T, which is its own columns of y.
-    With cut=False every rank holds all of W. Source: Megatron-LM, arXiv:1909.08053, section 3.
+    With cut=False every rank holds all of W. in_fp8: see product().
+    Source: Megatron-LM, arXiv:1909.08053, section 3.
     """
 
-    def __init__(self, n_in, n_out, bias, mesh, cut=True):
+    def __init__(self, n_in, n_out, bias, mesh, cut=True, *, in_fp8=False):
         super().__init__()
+        self.in_fp8 = in_fp8
         tp_dim = 0 if cut else None
         self.weight = parameter((n_out, n_in), mesh, tp_dim=tp_dim)
         self.bias = parameter((n_out,), mesh, tp_dim=tp_dim) if bias else None
         self.lora = None  # with --lora, a lora.Adapter
 
     def forward(self, x):  # (B*t, n_in) -> (B*t, n_out/tp)
-        y = F.linear(x, self.weight, self.bias)
+        y = product(x, [self.weight], self.bias, self.in_fp8)
         return y if self.lora is None else y + self.lora(x)
 
 
@@ -75,19 +78,31 @@ class RowLinear(nn.Module):
     each rank. The bias is added once, after the sum, so it is replicated.
     """
 
-    def __init__(self, n_in, n_out, bias, mesh):
+    def __init__(self, n_in, n_out, bias, mesh, *, in_fp8=False):
         super().__init__()
+        self.in_fp8 = in_fp8
         self.tp = mesh.tp
         self.weight = parameter((n_out, n_in), mesh, tp_dim=1)
         self.bias = parameter((n_out,), mesh) if bias else None
         self.lora = None  # with --lora, a lora.Adapter
 
     def forward(self, x):  # (B*t, n_in/tp) -> (n, n_out)
-        partial_sum = F.linear(x, self.weight)  # (B*t, n_out)
+        partial_sum = product(x, [self.weight], None, self.in_fp8)  # (B*t, n_out)
         if self.lora is not None:
             partial_sum = partial_sum + self.lora(x)
         y = scatter_rows(partial_sum, self.tp)  # SUM of B*t rows, n of them to each rank, over tp
         return y if self.bias is None else y + self.bias
+
+
+def product(x, weights, bias, in_fp8):
+    """Return x W^T + bias, where W is the matrices of a list, one below the other.
+
+    in_fp8: whether x, W and the gradients are rounded to numbers of 8 bits, with --fp8.
+    """
+    if in_fp8:
+        return fp8.linear(x, weights, bias)
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    return F.linear(x, weight, bias)
 
 
 def fused_linear(x, layers, zero):
@@ -106,14 +121,16 @@ def fused_product(x, layers, zero):
 
     One product with the concatenated weights reads x once. Autograd would keep the concatenated
     copy alive until backward, so ZeRO-3 could free nothing. It concatenates the outputs instead.
+    With --fp8 no copy is kept.
     """
     weights = [select_rows(layer.weight, rows) for layer, rows in layers]
     biases = [select_rows(layer.bias, rows) for layer, rows in layers]
-    if zero == 3:
+    in_fp8 = layers[0][0].in_fp8
+    if zero == 3 and not in_fp8:
         pairs = zip(weights, biases, strict=True)
         return torch.cat([F.linear(x, weight, bias) for weight, bias in pairs], dim=-1)
     bias = None if biases[0] is None else torch.cat(biases)
-    return F.linear(x, torch.cat(weights), bias)
+    return product(x, weights, bias, in_fp8)
 
 
 def select_rows(p, rows):

@@ -55,9 +55,11 @@ class MLP(nn.Module):
         self.zero = cfg.zero
         self.act = ACTIVATIONS[cfg.mlp]  # see ops/activations.py
         is_gated = cfg.mlp in GATED
-        self.w1 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh)
-        self.w3 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh) if is_gated else None
-        self.w2 = RowLinear(hidden, cfg.n_embd, cfg.bias, mesh)
+        self.w1 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh, in_fp8=cfg.fp8)
+        self.w3 = None
+        if is_gated:
+            self.w3 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh, in_fp8=cfg.fp8)
+        self.w2 = RowLinear(hidden, cfg.n_embd, cfg.bias, mesh, in_fp8=cfg.fp8)
 
     def forward(self, x):  # (n, C) -> (n, C)
         x = gather_rows(x, self.tp)  # (B*t, C): n rows from each rank to all, over tp
@@ -72,7 +74,8 @@ class MLP(nn.Module):
 # What --recompute selective keeps: results of matrix products, attention's output and log-sum-exp.
 # Norms, rotation, activation and the concatenated weights are computed again.
 ATTENTION = ["flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"]
-KEPT_NAMES = ["mm", "addmm", *(f"_scaled_dot_product_{kernel}" for kernel in ATTENTION)]
+PRODUCTS = ["mm", "addmm", "_scaled_mm"]
+KEPT_NAMES = [*PRODUCTS, *(f"_scaled_dot_product_{kernel}" for kernel in ATTENTION)]
 KEPT = [getattr(torch.ops.aten, name).default for name in KEPT_NAMES]
 
 

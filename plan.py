@@ -39,7 +39,7 @@ if __name__ == "__main__":  # --help and wrong flags are answered before torch i
 from config import as_typed, ceil_div, flags_beyond
 from corpus.rampup import batch_size
 from corpus.shards import load_blend_meta, settled_doc_mask
-from cost.gpus import GPUS
+from cost.gpus import GPUS, gpu_for
 from cost.idle import idle_warnings
 from cost.memory import GIB, memory, saved_activations
 from cost.muon import muon_seconds
@@ -125,9 +125,9 @@ def estimate(cfg, gpus, gpu, vocab):
     """Return {name: plain numbers} of one layout: memory of the fullest stage, time of the slowest.
 
     cfg: a Config with a global batch. gpus: the number of GPUs. gpu: their kind, a name in
-    cost.gpus.GPUS. vocab: the number of symbols, before padding.
+    cost.gpus.GPUS. vocab: the number of symbols, before padding. ValueError: see gpu_for.
     """
-    chip = GPUS[gpu]
+    chip = gpu_for(cfg, gpu)
     groups = _groups_of_stages(cfg, gpus)
     meshes = [stage_mesh(cfg, gpus, stages[0]) for stages in groups]
     choice = expected_choice(cfg, meshes[0], chip.node)

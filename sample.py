@@ -93,9 +93,11 @@ class Flags:
 def load_model(cfg, vocab_size, weights, world=None):
     """Return the model with the weights of a checkpoint.Reader, whole, on this process's device.
 
-    With world, the model is this rank's share, cut by cfg.tp and cfg.ep over the ranks of world.
+    With world, the model is this rank's share, cut by cfg.tp and cfg.ep over the ranks of world. A model that
+    was trained with --fp8 multiplies in its dtype here: what is rounded anew for each token gains no time.
     ValueError: the weights belong to another model.
     """
+    cfg = dataclasses.replace(cfg, fp8=False)
     from runtime.launch import World  # isort: skip (before torch: it sets how idle threads wait)
     import torch  # not at the top: wrong input is found without waiting seconds for torch
 

@@ -45,6 +45,7 @@ from interface.layout import check_layout
 from interface.nearest import with_fix
 from interface.schema import ChangedFile
 from model import DTYPES, GPT, init_weights
+from ops.fp8 import check_device
 from optim import Optimizer, learning_rate
 from parallel import make_mesh
 from pipeline import dropout_seeder, forward_backward, forward_only, rank_layers
@@ -265,6 +266,7 @@ class Run:
             opened = open_data(cfg, world.local_rank)
             self.data = Data(*opened, tokenizer=prompt_tokenizer(cfg))
             check_memory(cfg, mesh, self.data.vocab_size, world)
+            check_device(cfg, world.device)
         self.oversight = Oversight(watchdog, stop,
                                  timing.Timers(world.device, cfg.timers), skip)
         # At the end of its block, exit_together() ends all ranks if one of them has failed. So the

@@ -100,8 +100,12 @@ def _attention_activations(cfg, mesh, choice):
         if uses_rope and not has_norm:
             saved -= rows * qkv
         peak = 3 * whole_sequences  # gradients of both segments' keys and values, and their sum
-    if cfg.zero < 3:
+    if cfg.zero < 3 and not cfg.fp8:
         saved += C * qkv  # wq, wk and wv concatenated
+    in_8_bits = 0  # bytes that come with --fp8
+    if cfg.fp8 and not cfg.lora:
+        # Norm1's output takes a byte per element. For wo, attention's output is kept once more.
+        in_8_bits = rows * (C * (1 - weight_bytes) + q)
 
     saved += _document_mask_elements(cfg, mesh, choice or expected_choice(cfg, mesh))
 
@@ -113,7 +117,8 @@ def _attention_activations(cfg, mesh, choice):
     if cfg.recompute == "selective":
         # It keeps q k v, attention's output, and the product with wo as it is before the scatter.
         remains += weight_bytes * rows * (qkv + q + C) + softmax
-    return BlockActivations(weight_bytes * saved + wide + softmax, remains, weight_bytes * peak)
+    saved = weight_bytes * saved + in_8_bits + wide + softmax
+    return BlockActivations(saved, remains, weight_bytes * peak)
 
 
 def _document_mask_elements(cfg, mesh, choice):
@@ -143,6 +148,12 @@ def _mlp_activations(cfg, mesh):
     # Gate, up and their product (GEGLU also gelu(gate)), or the hidden layer before and after GELU.
     inner = rows * hidden * {"swiglu": 3, "geglu": 4}.get(cfg.mlp, 2)
     concatenated = 2 * hidden * C if is_gated else 0  # w1 and w3
+    if cfg.fp8:
+        concatenated = 0
+    in_8_bits = 0  # bytes that come with --fp8
+    if cfg.fp8 and not cfg.lora:
+        # A byte per element have norm2's output and what w2 multiplies.
+        in_8_bits = rows * (C + hidden) * (1 - weight_bytes)
     saved = rows * C + inner
     if cfg.zero < 3:
         saved += concatenated
@@ -160,7 +171,10 @@ def _mlp_activations(cfg, mesh):
             remains += rows * C
     elif cfg.recompute == "full" and compiled_whole and cfg.mlp == "swiglu" and not cfg.n_experts:
         remains = rows * hidden  # a Triton kernel's output is not recomputed (inferred from a run)
-    return BlockActivations(weight_bytes * saved, weight_bytes * remains, weight_bytes * inner)
+    peak = weight_bytes * inner
+    if cfg.fp8:  # the gradient of the products with w1 and w3, in both layouts, and these weights
+        peak += (2 * rows + C) * hidden * (2 if is_gated else 1)
+    return BlockActivations(weight_bytes * saved + in_8_bits, weight_bytes * remains, peak)
 
 
 def _adapter_activations(cfg, mesh):

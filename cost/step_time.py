@@ -40,6 +40,11 @@ from pipeline import timetable
 # Matrix products
 TILE_M, TILE_N = 128, 256  # output tile of cuBLAS' large kernels
 RAMP = 64  # elements of the inner dimension until a tile's pipeline is full
+# --fp8: bytes that move while a number of an input, a weight or a gradient of an output is rounded. The
+# largest is looked for, and each is read and written by rows and by columns, that of a weight in two passes.
+FP8_INPUT = 6
+FP8_WEIGHT = 8
+FP8_GRADIENT = 6
 GROUPED = 0.5  # of peak, experts: 445 TFLOP/s at 1024 rows each, less the time of the weights' bytes
 
 # Other kernels
@@ -172,6 +177,8 @@ def forward_matmuls(cfg, mesh, gpu):
     weight_bytes, _ = element_bytes(cfg)
     dense, experts = matmul_shapes(cfg, mesh)
     seconds = sum(matmul_seconds(m, n, k, gpu, count) for m, n, k, count in dense)
+    if cfg.fp8:
+        seconds /= gpu.fp8
     for m, n, k, count in experts:
         if cfg.capacity_factor:
             seconds += matmul_seconds(m, n, k, gpu, count)
@@ -179,6 +186,17 @@ def forward_matmuls(cfg, mesh, gpu):
             seconds += 2 * count * m * n * k / (GROUPED * gpu.peak) * max_load_factor(cfg, mesh)
         seconds += count * n * k * weight_bytes / gpu.hbm  # each weight is read for few rows
     return seconds
+
+
+def rounding_seconds(cfg, mesh, gpu):
+    """Return the seconds in which --fp8 rounds the numbers of one block's dense products, both ways."""
+    if not cfg.fp8:
+        return 0.0
+    dense, _ = matmul_shapes(cfg, mesh)
+    nbytes = 0
+    for m, n, k, _ in dense:
+        nbytes += m * k * FP8_INPUT + n * k * FP8_WEIGHT + m * n * FP8_GRADIENT
+    return nbytes / (STREAM * gpu.hbm)
 
 
 def narrow_product_seconds(rows, wide, rank, weight_bytes, gpu):
@@ -236,6 +254,7 @@ def block_seconds(cfg, mesh, gpu, saved):
 def other_seconds(cfg, mesh, gpu, saved):
     """Return the seconds of what a block computes besides its products with whole matrices, both ways."""
     seconds = adapter_seconds(cfg, mesh, gpu) + attention_seconds(cfg, mesh, gpu)
+    seconds += rounding_seconds(cfg, mesh, gpu)
     gaps = 2 if cfg.n_experts else 1  # twice for experts: a guess, not in a trace
     seconds += TOUCHES * saved / gpu.hbm + GAP * gaps
     if not cfg.n_experts:

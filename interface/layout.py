@@ -8,7 +8,9 @@ train.py refuses a layout that cannot be, plan.py leaves it out. cost/fits.py as
 """
 import itertools
 
-from config import ceil_div, largest_divisor, must_divide
+from config import ceil_div, head_width, largest_divisor, must_divide
+
+FP8_MULTIPLE = 16  # --fp8: torch's product takes matrices whose rows have a multiple of 16 bytes
 
 
 def check_ranks(n, tp, pp, ep, n_experts=0, cp=1, *, shard=0):
@@ -61,6 +63,8 @@ def check_layout(cfg, mesh, batch):
     check_sequence(cfg, mesh.cp.size, mesh.tp.size)
     check_batch(cfg, mesh.dp.size, batch)
     check_pipeline(cfg, mesh.pp.size, mesh.cp.size)
+    if cfg.fp8:
+        check_fp8(cfg, mesh.cp.size, mesh.tp.size)
 
 
 def check_tensor_parallel(cfg, tp, stage):
@@ -131,6 +135,22 @@ def check_pipeline(cfg, pp, cp):
         raise ValueError(f"--pp-chunks {cfg.pp_chunks} does not go with --zero {cfg.zero}, which sums the "
                          "gradients of one stage per micro-batch; try --zero 1")
     stage_layers(cfg, pp * cfg.pp_chunks)
+
+
+def check_fp8(cfg, cp, tp):
+    """Raise ValueError unless a GPU can multiply this rank's part of each matrix, and its tokens, as fp8."""
+    columns = head_width(cfg) * (cfg.n_head // tp)
+    kv_columns = head_width(cfg) * max(1, cfg.n_kv_head // tp)
+    hidden = cfg.n_shared_experts * cfg.ffn_hidden if cfg.n_experts else cfg.ffn_hidden
+    sizes = {"--n-embd": cfg.n_embd,
+             "--micro-batch * --seq-len / cp": cfg.micro_batch * cfg.seq_len // cp,
+             "--n-head / tp * the width of a head": columns,
+             "the same for queries, keys and values together": columns + 2 * kv_columns,
+             "--ffn-hidden / tp": hidden // tp}
+    for what, size in sizes.items():
+        if size % FP8_MULTIPLE:
+            raise ValueError(f"--fp8 multiplies matrices whose sides are multiples of {FP8_MULTIPLE}, and "
+                             f"{what} is {size}; leave out --fp8")
 
 
 def next_multiple(n, of):

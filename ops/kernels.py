@@ -445,6 +445,28 @@ def symmetric_mm(a_ptr, b_ptr, c_ptr, out_ptr, m, n, a_matrix, a_row, a_column, 
 
 
 @triton.jit
+def quantise(x_ptr, scale_ptr, rows_ptr, columns_ptr, height, width, first, total, ROWS: tl.constexpr,
+             TRANSPOSED: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):
+    """x (height, width) / *scale in fp8, as rows `first` and on of a matrix (total, width), and transposed.
+
+    rows (total, width) is written if ROWS, columns (width, total) if TRANSPOSED. One program handles a tile
+    of x. The inverse of a scale is exact, because it is a power of two.
+    """
+    row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
+    column = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
+    inside = (row < height)[:, None] & (column < width)[None, :]
+    x = tl.load(x_ptr + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    form = rows_ptr.dtype.element_ty if ROWS else columns_ptr.dtype.element_ty
+    narrow = (x * tl.div_rn(1.0, tl.load(scale_ptr))).to(form)
+    row_of_all = first + row
+    if ROWS:
+        tl.store(rows_ptr + row_of_all[:, None] * width + column[None, :], narrow, mask=inside)
+    if TRANSPOSED:
+        inside = (column < width)[:, None] & (row < height)[None, :]
+        tl.store(columns_ptr + column[:, None] * total + row_of_all[None, :], tl.trans(narrow), mask=inside)
+
+
+@triton.jit
 def sum_squares(x_ptr, sums_ptr, n, parts, distance, TIMES: tl.constexpr, BLOCK: tl.constexpr):
     """sums (k, parts) = the sums of squares of parts of matrices x (k, n), in fp32. For muon.py.
 

@@ -324,6 +324,9 @@ def started(cfg, model, resumed, batch, source, skip):
     if cfg.compile:
         print(folded("  --compile: the first step compiles the blocks, which can take a minute and more"),
               flush=True)
+    if cfg.fp8 and not torch.accelerator.is_available():
+        print(folded("  --fp8: a CPU rounds to fp8 and multiplies as without it, which takes longer"),
+              flush=True)
     has_kernel = any(getattr(module, "flex", None) is not None for module in model.modules())
     if has_kernel:
         how = "in a flash kernel that skips hidden keys (flex_attention): the first step compiles it"

@@ -49,7 +49,7 @@ HANGS = 3      # times as long as without a mutant: the tests hang
 TESTS = {  # file or room: the test files that must notice a mutant, the quickest first
     "model.py": "details model bert sample dropout layouts",
     "vocab.py": "model fp16 layouts",
-    "layers.py": "model sample layouts",
+    "layers.py": "model sample fp8 layouts",
     "lora.py": "lora",
     "attention.py": "model sample flex doc_mask model_flags layouts",
     "moe.py": "moe moe_run layouts",
@@ -129,6 +129,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "ops/checksum.py": "details checkpoint guard watch",
     "ops/cross_entropy.py": "model bert kernels",
     "ops/flat.py": "ddp zero optim checkpoint layouts",
+    "ops/fp8.py": "fp8",
     "ops/grouped_mm.py": "details moe kernels",
     "ops/matrix_norms.py": "muon kernels",
     "ops/permute.py": "details moe symm_mem kernels",

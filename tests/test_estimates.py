@@ -98,6 +98,10 @@ dense gpus=2 tp=2 qk_norm=all
 dense gpus=4 cp=2 window=256 full_every=3 seq_len=2048
 dense gpus=1 window=256 logit_softcap=30
 dense gpus=2 cp=2 doc_mask=on seq_len=2048
+dense gpus=2 fp8=True
+dense gpus=4 tp=2 zero=3 fp8=True recompute=selective mlp=gelu
+moe gpus=1 fp8=True recompute=full n_shared_experts=1
+dense gpus=1 fp8=True lora=8
 """
 
 

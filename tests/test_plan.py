@@ -127,6 +127,11 @@ FAMILY.update({"swiglu, cp": dict(cp=2), "gelu, cp": dict(FAMILY["gelu"], cp=2)}
 FAMILY.update({"documents": dict(doc_mask="on"), "documents, cp": dict(doc_mask="on", cp=2)})
 
 
+FAMILY.update({"fp8": dict(fp8=True), "fp8, gelu": dict(FAMILY["gelu"], fp8=True),
+               "fp8, geglu": dict(mlp="geglu", fp8=True), "fp8, zero 3": dict(fp8=True, zero=3),
+               "fp8, shared": dict(FAMILY["moe"], n_shared_experts=1, fp8=True)})
+
+
 @mock.patch.dict(activations.ACTIVATIONS, swiglu=activations._SwiGLU.apply)
 @mock.patch.object(moe, "use_grouped_mm", lambda x, w: True)
 # On a GPU, one kernel does this: it keeps x and a number per row, not fp32 copies

@@ -16,6 +16,7 @@ function config_of(flags) {
   check_experts(cfg);
   check_adapters(cfg);
   check_sharing(cfg);
+  check_precision(cfg);
   return cfg;
 }
 

@@ -1,0 +1,173 @@
+"""--fp8: a layer whose three products, forward and both of backward, take numbers of 8 bits.
+
+    linear            x W^T + bias, as an autograd function
+    quantise          a tensor as fp8 numbers and one scale, by rows, transposed, or both
+    scaled_product    the product of two of these
+    check_device      refuses a device that has no such products
+
+Activations and weights are e4m3 (4 bits of exponent, 3 of mantissa), gradients of outputs are e5m2, which has
+a wider range (arXiv:2209.05433). A tensor has one scale, which is taken anew in every product from
+its largest absolute value. The scale is a power of two. So a number is rounded in the same way whatever the
+scale is, unless it is about 2^-14 (e4m3) or 2^-29 (e5m2) of the largest one or less, where fp8 has
+fewer digits. A rank of tp, which sees a part of a matrix, and a micro-batch, which is a part of a batch, may
+therefore have another scale and get nearly the same numbers.
+
+On an NVIDIA GPU from capability 8.9 on, in bf16, quantise() is a Triton kernel and scaled_product() is
+torch's product of fp8 numbers. Everywhere else the twins compute: they round to the same fp8 numbers, and
+multiply them in the dtype of the layer.
+"""
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from config import ceil_div
+from ops import backend
+
+FORWARD = torch.float8_e4m3fn  # of activations and weights
+BACKWARD = torch.float8_e5m2  # of the gradients of outputs
+
+# A scale brings the largest absolute value of a tensor to between 2^TOP and 2^(TOP+1), which a format holds.
+TOP = {FORWARD: 7, BACKWARD: 14}
+LEAST = 20  # the least exponent of a scale as fp32 stores it: 2^-107, whose inverse fp32 still holds
+
+# Whether sums stay in the matrix unit, where Hopper keeps about 14 bits of them (arXiv:2412.19437, section
+# 3.3.2), or are added up in fp32 every so often, which takes longer.
+FAST_SUMS = {"forward": True, "backward": False}
+
+TILE = 64, 64, 4  # rows, columns and warps of the kernel
+
+
+class Quantised(NamedTuple):
+    """A matrix (R, C) in fp8: it is about scale * rows."""
+    rows: torch.Tensor | None     # (R, C)
+    columns: torch.Tensor | None  # (C, R), its transpose
+    scale: torch.Tensor           # (), fp32
+
+
+def linear(x, weights, bias=None):
+    """Return x W^T + bias, (n, O), where W (O, I) is the matrices `weights` (O_i, I), one below the other.
+
+    x (n, I), bias (O,) or None. All of W has one scale.
+    """
+    return _Linear.apply(x, bias, *weights)
+
+
+class _Linear(torch.autograd.Function):
+    """linear(). It keeps x in fp8, transposed, and the weights themselves, which backward rounds again.
+
+    So nothing but x takes memory until backward, and ZeRO-3 can free the weights in between.
+    """
+
+    @staticmethod
+    def forward(ctx, x, bias, *weights):
+        trains_weights = any(ctx.needs_input_grad[2:])
+        x8 = quantise([x], FORWARD, transposed=trains_weights)
+        w8 = quantise(weights, FORWARD)
+        ctx.save_for_backward(x8.columns, x8.scale, w8.scale, *weights)
+        return scaled_product((x8.rows, x8.scale), (w8.rows, w8.scale), x.dtype, "forward", bias)
+
+    @staticmethod
+    def backward(ctx, grad):  # (n, O)
+        x_columns, x_scale, w_scale, *weights = ctx.saved_tensors
+        needs_x, needs_bias, *needs_weights = ctx.needs_input_grad
+        grad8 = quantise([grad], BACKWARD, rows=needs_x, transposed=any(needs_weights))
+        grad_x = grad_bias = None
+        grad_weights = [None] * len(weights)
+        if needs_x:
+            # What follows from the weights alone, the compiler would compute in forward, and keep.
+            scale = torch.where(torch.isnan(grad8.scale), grad8.scale, w_scale)
+            w8 = quantise(weights, FORWARD, scale, rows=False, transposed=True)
+            grad_x = scaled_product((grad8.rows, grad8.scale), (w8.columns, w8.scale), grad.dtype,
+                                    "backward")  # (n, I)
+        if needs_bias:
+            grad_bias = grad.sum(0)
+        if any(needs_weights):
+            grad_w = scaled_product((grad8.columns, grad8.scale), (x_columns, x_scale), grad.dtype,
+                                    "backward")  # (O, I)
+            grad_weights = grad_w.split([w.size(0) for w in weights])
+        return grad_x, grad_bias, *grad_weights
+
+
+def scale_of(largest, form):
+    """Return the scale of a tensor whose largest absolute value is `largest`, () -> () fp32.
+
+    It is NaN if the tensor is not finite. All products with it are then NaN, and the step is refused.
+    """
+    exponent = largest.float().view(torch.int32) >> 23  # as fp32 stores it: 127 more than the exponent
+    power = (exponent - TOP[form]).clamp(min=LEAST) << 23
+    return torch.where(torch.isfinite(largest), power.view(torch.float32), torch.nan)
+
+
+def quantise(parts, form, scale=None, *, rows=True, transposed=False):
+    """Return the Quantised of matrices (R_i, C), one below the other, together (R, C).
+
+    scale: theirs, if it is known. rows, transposed: which of the two layouts to write.
+    """
+    parts = [part.contiguous() for part in parts]
+    if scale is None:
+        largest = torch.stack([part.abs().amax() for part in parts]).amax()
+        scale = scale_of(largest, form)
+    if uses_kernel(scale, parts[0].dtype):
+        return quantise_triton(parts, form, scale, rows, transposed)
+    return quantise_torch(parts, form, scale, rows, transposed)
+
+
+def uses_kernel(scale, dtype):
+    """Whether a GPU multiplies fp8 numbers of a layer in dtype. check_device() has refused those that do not.
+
+    scale: a tensor on the layer's device.
+    """
+    return backend.use_triton(scale) and dtype == torch.bfloat16
+
+
+def quantise_torch(parts, form, scale, rows, transposed):
+    """quantise() in torch's operations."""
+    whole = (torch.cat(parts).float() * (1 / scale)).to(form)  # (R, C)
+    return Quantised(whole if rows else None, whole.t().contiguous() if transposed else None, scale)
+
+
+def quantise_triton(parts, form, scale, rows, transposed):
+    """quantise() in a kernel for each part, which reads it once and writes both layouts."""
+    from ops import kernels
+    height = sum(part.size(0) for part in parts)
+    width = parts[0].size(1)
+    device = scale.device
+    by_rows = torch.empty(height, width, dtype=form, device=device) if rows else None
+    by_columns = torch.empty(width, height, dtype=form, device=device) if transposed else None
+    tall, wide, warps = TILE
+    first = 0
+    for part in parts:
+        grid = (ceil_div(part.size(0), tall), ceil_div(width, wide))
+        # In the place of a missing tensor the kernel gets `scale`, and does not write it.
+        kernels.quantise[grid](
+            part, scale, by_rows if rows else scale, by_columns if transposed else scale,
+            part.size(0), width, first, height, ROWS=rows, TRANSPOSED=transposed, TALL=tall, WIDE=wide,
+            num_warps=warps)
+        first += part.size(0)
+    return Quantised(by_rows, by_columns, scale)
+
+
+def scaled_product(left, right, dtype, direction, bias=None):
+    """Return a b^T + bias in dtype: a (m, k), b (n, k), bias (n,) -> (m, n).
+
+    left, right: pairs, (a in fp8, its scale) and (b in fp8, its scale). direction: a key of FAST_SUMS.
+    """
+    a, a_scale = left
+    b, b_scale = right
+    if uses_kernel(a_scale, dtype):
+        return torch._scaled_mm(a, b.t(), a_scale, b_scale, bias, out_dtype=dtype,
+                                use_fast_accum=FAST_SUMS[direction])
+    return F.linear(a.to(dtype) * a_scale.to(dtype), b.to(dtype) * b_scale.to(dtype), bias)
+
+
+def check_device(cfg, device):
+    """Raise ValueError if --fp8 is on and this device is a GPU that cannot multiply fp8 numbers."""
+    if not cfg.fp8 or device.type == "cpu":
+        return
+    is_nvidia = device.type == "cuda" and not torch.version.hip
+    if not is_nvidia or torch.cuda.get_device_capability(device) < (8, 9):
+        raise ValueError("--fp8 needs an NVIDIA GPU of capability 8.9 or more, such as an H100 (Ada, Hopper, "
+                         "Blackwell); leave out --fp8")
+    if cfg.dtype != "bf16":
+        raise ValueError(f"--fp8 on a GPU is for --dtype bf16, not {cfg.dtype}; try --dtype bf16")
