@@ -50,7 +50,19 @@ def linear(x, weights, bias=None):
 
     x (n, I), bias (O,) or None. All of W has one scale.
     """
-    return _Linear.apply(x, bias, *weights)
+    trains = torch.is_grad_enabled() and any(p.requires_grad for p in (x, *weights))
+    if trains:
+        return _Linear.apply(x, bias, *weights)
+    y, _, _ = rounded_product(x, bias, weights, transposed=False)
+    return y
+
+
+def rounded_product(x, bias, weights, transposed):
+    """Return x W^T + bias, x as a Quantised, transposed too if asked for, and W as one."""
+    x8 = quantise([x], FORWARD, transposed=transposed)
+    w8 = quantise(weights, FORWARD)
+    y = scaled_product((x8.rows, x8.scale), (w8.rows, w8.scale), x.dtype, "forward", bias)
+    return y, x8, w8
 
 
 class _Linear(torch.autograd.Function):
@@ -62,10 +74,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias, *weights):
         trains_weights = any(ctx.needs_input_grad[2:])
-        x8 = quantise([x], FORWARD, transposed=trains_weights)
-        w8 = quantise(weights, FORWARD)
+        y, x8, w8 = rounded_product(x, bias, weights, trains_weights)
         ctx.save_for_backward(x8.columns, x8.scale, w8.scale, *weights)
-        return scaled_product((x8.rows, x8.scale), (w8.rows, w8.scale), x.dtype, "forward", bias)
+        return y
 
     @staticmethod
     def backward(ctx, grad):  # (n, O)

@@ -184,6 +184,28 @@ def test_it_is_one_graph_of_the_compiler():
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("trains_weights,enabled", [(True, False), (False, True), (False, False)])
+def test_the_compiler_takes_an_evaluation(trains_weights, enabled):
+    """In no_grad(), or where nothing trains, torch 2.11 to 2.13 know no needs_input_grad."""
+    x, weights, bias, _ = case(torch.float32)
+    weights = [weight.detach().requires_grad_(trains_weights) for weight in weights]
+    compiled = torch.compile(fp8.linear, backend="aot_eager", fullgraph=True)
+    with torch.set_grad_enabled(enabled):
+        y = compiled(x.detach(), weights, bias.detach())
+        assert torch.equal(y, fp8.linear(x.detach(), weights, bias.detach())) and not y.requires_grad
+
+
+def test_the_compiler_takes_frozen_weights():
+    x, weights, bias, grad = case(torch.float32)
+    weights = [weight.detach() for weight in weights]
+    compiled = torch.compile(fp8.linear, backend="aot_eager", fullgraph=True)
+    grads = []
+    for function in (compiled, fp8.linear):
+        inputs = x.detach().requires_grad_()
+        grads += torch.autograd.grad(function(inputs, weights, bias.detach()), inputs, grad)
+    assert torch.equal(*grads)
+
+
 def test_the_second_rounding_of_weights_needs_the_gradient():
     """Otherwise the compiler does it in forward and keeps a copy of all weights in 8 bits."""
     x, weights, bias, grad = case(torch.float32)
