@@ -97,12 +97,12 @@ def load_model(cfg, vocab_size, weights, world=None):
     was trained with --fp8 multiplies in its dtype here: what is rounded anew for each token gains no time.
     ValueError: the weights belong to another model.
     """
-    cfg = dataclasses.replace(cfg, fp8=False)
     from runtime.launch import World  # isort: skip (before torch: it sets how idle threads wait)
     import torch  # not at the top: wrong input is found without waiting seconds for torch
 
     from model import GPT
     from parallel import make_mesh
+    cfg = dataclasses.replace(cfg, fp8=False)
     if world is None:
         mesh = make_mesh(World())
     else:

@@ -400,7 +400,7 @@ def test_the_plan_knows_it(capsys):
     plans = [plan.estimate(parse(["smol-1.7b", "--global-batch=4", *flag]), 1, "h200", 49152)
              for flag in ([], ["--fp8"])]
     without, with_fp8 = ((p["ms"], p["memory"]) for p in plans)
-    assert 0.1 < 1 - with_fp8[0] / without[0] < 0.2 and 2 < without[1] - with_fp8[1] < 6
+    assert 0.15 < 1 - with_fp8[0] / without[0] < 0.25 and 2 < without[1] - with_fp8[1] < 6
     with pytest.raises(SystemExit) as e:
         plan.main(["smol-1.7b", "--gpus=1", "--gpu=a100-80", "--fp8"])
     assert e.value.code == 2
