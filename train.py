@@ -573,7 +573,7 @@ def main(argv=None, parsed=None):
             # while the run is suspended.
             world = launch.launch(launch.NO_TIMEOUT, wrong is not None, watchdog.joining,
                                   True)
-            early.wake(world.device)
+            early.wake(cfg, world.device)
             watchdog.world = world
             try:
                 agree.same_start(world, cfg, wrong)

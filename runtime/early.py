@@ -91,10 +91,14 @@ def start_driver():
     driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 0)
 
 
-def wake(device):
-    """In a program, let a GPU load what products and attention need, beside the host's work."""
+def wake(cfg, device):
+    """In a program, let a GPU load what products and attention need, beside the host's work.
+
+    cuDNN's attention takes numbers from the device's generator, so nothing begins where dropout draws from it.
+    """
     is_program = start.thresholds is not None
-    if is_program and device.type != "cpu" and NVIDIA.exists():
+    draws = cfg is None or cfg.dropout > 0
+    if is_program and not draws and device.type != "cpu" and NVIDIA.exists():
         run_beside(first_product_and_attention, device)
 
 
@@ -102,6 +106,7 @@ def first_product_and_attention(device):
     """Multiply and attend once, forward and backward: one head of 128 for 128 tokens."""
     import torch
     import torch.nn.functional as F
+    torch.accelerator.set_device_index(device.index)  # Each thread has a current GPU of its own.
     x = torch.zeros(128, 128, dtype=torch.bfloat16, device=device)
     q = (x @ x).view(1, 1, 128, 128).requires_grad_()
     F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()

@@ -46,7 +46,7 @@ def test_the_collector_rests_until_the_first_step_is_done(program):
     before = gc.get_threshold()
     early.begin(flags("dense-210m"))
     assert gc.get_threshold() == early.RARELY
-    early.wake(torch.device("cpu"))
+    early.wake(flags("dense-210m"), torch.device("cpu"))
     early.first_step_ends()
     assert gc.get_threshold() == before
     assert program.keys() == {"start_driver", "kernels"}, "a CPU is not woken"
@@ -62,10 +62,19 @@ def test_only_the_first_process_of_a_node_compiles(program, monkeypatch):
         assert program.keys() == ({"kernels"} if local_rank == 0 else set()), rank
 
 
+@pytest.mark.parametrize("dropout,woken", [("0", True), ("0.1", False)])
+def test_a_gpu_is_woken_where_nothing_draws_from_its_generator(dropout, woken, program):
+    cfg = flags("dense-210m", "--dropout", dropout)
+    early.begin(cfg)
+    early.wake(cfg, torch.device("meta"))
+    early.wake(None, torch.device("meta"))  # wrong flags
+    assert ("first_product_and_attention" in program) == woken
+
+
 def test_a_notebook_is_left_alone(monkeypatch):
     monkeypatch.setattr(early, "start", early.Start())
     before = gc.get_threshold()
-    early.wake(torch.device("meta"))
+    early.wake(flags("dense-210m"), torch.device("meta"))
     early.first_step_ends()
     assert gc.get_threshold() == before and early.start.threads == []
 
