@@ -94,7 +94,7 @@ def start_driver():
 def wake(cfg, device):
     """In a program, let a GPU load what products and attention need, beside the host's work.
 
-    cuDNN's attention takes numbers from the device's generator, so nothing begins where dropout draws from it.
+    cuDNN's attention takes numbers from the GPU's generator, so nothing begins where dropout draws from it.
     """
     is_program = start.thresholds is not None
     draws = cfg is None or cfg.dropout > 0
