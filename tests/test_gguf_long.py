@@ -25,16 +25,32 @@ TEXTS = 400
 PROMPT = "def test_"
 
 
+NOUNS = ["tree", "river", "stone", "letter", "window", "garden", "engine", "paper", "bird", "lamp"]
+VERBS = ["finds", "moves", "holds", "opens", "paints", "carries", "follows", "counts"]
+
+
+def sentences(n):
+    """Return n short documents, always the same: what a model learns must not follow from other files."""
+    rng = random.Random(11)
+    documents = []
+    for i in range(n):
+        nouns = rng.sample(NOUNS, 4)
+        verbs = rng.sample(VERBS, 2)
+        text = f"In room {i % 37} the {nouns[0]} {verbs[0]} a {nouns[1]}.\n"
+        text += f"def test_{nouns[2]}(x):\n    return {verbs[1]}({nouns[3]}, {rng.randrange(1000)})\n"
+        documents.append(text)
+    return documents
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Return a folder with text/: byte pairs of the tests' own source, in many short documents.
+    """Return a folder with text/: byte pairs of many short documents.
 
     Which of them are for validation depends on their number alone. Of a few there may be none.
     """
     folder = tmp_path_factory.mktemp("llama")
-    source = "\n\n".join(Path(__file__).with_name(name).read_text() for name in ("test_gguf.py", "runs.py"))
-    documents = [source[i:i + 400] for i in range(0, len(source), 400)]
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    lines = [json.dumps({"text": text}) + "\n" for text in sentences(400)]
+    (folder / "text.jsonl").write_text("".join(lines))
     prepare.main([f"{folder}/text.jsonl", "--name=text", f"--out={folder}", "--vocab-size=600", "--workers=1",
                   "--val-fraction=0.3"])
     return folder / "text"
@@ -63,24 +79,28 @@ def opened(path, **options):
 
 
 def test_the_logits_are_ours(model):
-    """Over 64 tokens, relative to the largest. In fp32 GPT-2 differs more: by the table of GELU."""
+    """Over 64 tokens. In fp32 GPT-2 differs more: its GELU is a table of fp16.
+
+    In fp16 single logits can differ by several roundings, so their root mean square is compared.
+    """
     name, run, written = model
     cfg, vocab_size, weights, _, _ = convert.read_run(run)
     ours = sample.load_model(dataclasses.replace(cfg, capacity_factor=0.0), vocab_size, weights).eval()
     ids = torch.randint(vocab_size, (64,), generator=torch.Generator().manual_seed(3)).tolist()
     with torch.no_grad():
         want = ours(torch.tensor([ids]))[0][:, :vocab_size].numpy()
+    differences = {}
     for dtype, file in written.items():
         llama = opened(file)
         llama.eval(ids)
         have = np.array(llama.scores[:64])
-        most = 1e-4 if name == "gpt2" else 3e-6
-        if dtype == "fp16":
-            most = FP16
-        error = np.abs(have - want).max() / np.abs(want).max()
-        print(f"\nlogits of {name} in {dtype}: {error:.1e} of the largest, at most {most:.0e}")
         assert have.shape == want.shape and want.std() > 0.5
-        assert error < most, (name, dtype, error)
+        differences[dtype] = have - want
+    largest = np.abs(differences["fp32"]).max() / np.abs(want).max()
+    rms = np.sqrt(np.square(differences["fp16"]).mean() / np.square(want).mean())
+    print(f"\nlogits of {name}: in fp32 {largest:.1e} of the largest, in fp16 {rms:.1e} of their rms")
+    assert largest < (FP16 if name == "gpt2" else 3e-6), name
+    assert rms < 2 * FP16, name
 
 
 def test_the_greedy_text_is_that_of_sample_py(model, capsys):
@@ -93,11 +113,11 @@ def test_the_greedy_text_is_that_of_sample_py(model, capsys):
     ids = llama.tokenize(PROMPT.encode(), add_bos=False, special=False)
     assert ids == vocabulary.encode(PROMPT)
     new = ids
-    while len(ids) < len(vocabulary.encode(PROMPT)) + 40 and ids[-1] != vocabulary.eod:
+    for _ in range(40):
         llama.eval(new)
         new = [int(np.argmax(llama.scores[len(ids) - 1]))]
         ids = ids + new
-    assert vocabulary.decode(ids).removesuffix(tokenizer.EOD) == want.removesuffix(tokenizer.EOD)
+    assert vocabulary.decode(ids) == want
     assert len(set(ids)) > 3
 
 
