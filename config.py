@@ -204,8 +204,8 @@ class Config:
     # of weights, activations; sums at least fp32
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] = flag("fp32", "free", common=True)
     compile: bool = flag(False, "free")  # torch.compile each block
-    # the products of attention and of the dense MLP take numbers of 8 bits, of which a GPU multiplies twice
-    # as many; weights, activations between them, the head and experts keep --dtype
+    # the products of attention and of the dense MLP take numbers of 8 bits, of which a GPU multiplies up to
+    # twice as many; weights, activations between them, the head and experts keep --dtype
     fp8: bool = flag(False, "free")
     # on a GPU, replay forward and backward as one CUDA graph where shapes are static
     cuda_graph: bool = flag(True, "free")

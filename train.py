@@ -583,6 +583,8 @@ def main(argv=None, parsed=None):
                 outcome = leaving.code
             except ChangedFile as error:
                 outcome = launch.refuse_alone(world, error)
+            finally:
+                early.first_step_ends()  # No thread may be inside torch while Python ends.
             launch.shutdown(world)
     if outcome:
         raise SystemExit(int(outcome))

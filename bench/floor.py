@@ -52,7 +52,7 @@ RULES = (  # the first pattern that a kernel's name contains, in any case, tells
     ("products", "^triton_tem"),
     ("activations", "^triton_poi.*sigmoid"),  # the compiler's kernels, whose names list what they join
     ("elementwise", "^triton_"),
-    ("attention", "sdpa|flash|fmha|dot_product"),
+    ("attention", "sdpa|flash|fmha|dot_product|cudnn::fusion"),
     ("cross-entropy", "cross_entropy|log_softmax|logsumexp"),
     ("activations", "swiglu|gelu|silu"),
     ("optimizer", "adam|muon|sum_squares|multi_tensor|lpnorm|accumulate|foreach"),

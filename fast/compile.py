@@ -52,7 +52,8 @@ def prepare_compiler():
     if hasattr(async_compile, "maybe_warm_pool"):
         async_compile.maybe_warm_pool()
     # An autograd.Function may keep what the cache does not see. Ours keep tensors only.
-    config.autograd_cache_allow_custom_autograd_functions = True
+    if hasattr(config, "autograd_cache_allow_custom_autograd_functions"):
+        config.autograd_cache_allow_custom_autograd_functions = True
 
 
 def keep_eager(place, name):

@@ -54,8 +54,10 @@ def begin(cfg):
     launched_by, _ = launcher.started_by()
     if launched_by == "single":  # Ranks choose first which GPUs they see: runtime/visible.py.
         run_beside(start_driver)
-    if cfg.compile:
-        launcher.share_kernels()
+        if cfg.compile:
+            launcher.share_kernels()
+    elif cfg.compile:
+        return  # torch's compiler gives each GPU a cache of its own: it would not find what is compiled here.
     if launcher.is_first_of_node():
         with contextlib.suppress(OSError):
             start.compiler = compile_kernels(kernels_of(cfg))
@@ -71,7 +73,7 @@ def first_step_ends():
         thread.join()
     start.threads.clear()
     if start.compiler is not None:
-        start.compiler.poll()  # It has ended long ago, and its entry in the process table goes.
+        start.compiler.poll()  # Usually it has ended, and its entry in the process table goes.
 
 
 def run_beside(function, *args):

@@ -133,7 +133,7 @@ def share_kernels():
     """Set the folder of Triton's cache, for a run with --compile.
 
     torch's compiler moves Triton's cache into its own folder as soon as it begins, and one for each GPU. Then
-    kernels of before would not be found. This folder is the same from the start, and for all ranks of a node.
+    kernels of before would not be found. This folder is the same from the start.
     """
     if "TRITON_CACHE_DIR" in os.environ:
         return

@@ -60,6 +60,9 @@ def test_only_the_first_process_of_a_node_compiles(program, monkeypatch):
         program.clear()
         early.begin(flags("dense-210m"))
         assert program.keys() == ({"kernels"} if local_rank == 0 else set()), rank
+        program.clear()
+        early.begin(replace(flags("dense-210m"), compile=True))
+        assert not program, "torch's compiler moves the cache of each rank"
 
 
 @pytest.mark.parametrize("dropout,woken", [("0", True), ("0.1", False)])
