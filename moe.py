@@ -157,7 +157,8 @@ class MoE(nn.Module):
 
     def experts(self, x, gates, plan):
         """Return the sum of gate * expert(row) over a row's K choices, (n, C)."""
-        # On one GPU one function does all of this. The lines below its call are the reference.
+        # With --ep 1 a GPU does all of this in one function. The lines below its call are the
+        # reference.
         is_local = isinstance(plan, LocalPlan) and self.cfg.mlp == "swiglu"
         if is_local and use_grouped_mm(x, self.w1) and x.numel():
             return RoutedSwiGLU.apply(x, gates, self.w1, self.w3, self.w2, *plan)

@@ -51,7 +51,7 @@ def prepare_compiler():
     from torch._inductor import async_compile
     if hasattr(async_compile, "maybe_warm_pool"):
         async_compile.maybe_warm_pool()
-    # An autograd.Function may keep what the cache does not see. Ours keep tensors only.
+    # An autograd.Function may keep what the cache does not see. Those inside our graphs keep tensors only.
     if hasattr(config, "autograd_cache_allow_custom_autograd_functions"):
         config.autograd_cache_allow_custom_autograd_functions = True
 

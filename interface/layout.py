@@ -141,12 +141,16 @@ def check_fp8(cfg, cp, tp):
     """Raise ValueError unless a GPU can multiply this rank's part of each matrix, and its tokens, as fp8."""
     columns = head_width(cfg) * (cfg.n_head // tp)
     kv_columns = head_width(cfg) * max(1, cfg.n_kv_head // tp)
-    hidden = cfg.n_shared_experts * cfg.ffn_hidden if cfg.n_experts else cfg.ffn_hidden
+    mlp = "--ffn-hidden / tp"
+    hidden = cfg.ffn_hidden
+    if cfg.n_experts:
+        mlp = "--n-shared-experts * --ffn-hidden / tp"
+        hidden *= cfg.n_shared_experts
     sizes = {"--n-embd": cfg.n_embd,
              "--micro-batch * --seq-len / cp": cfg.micro_batch * cfg.seq_len // cp,
              "--n-head / tp * the width of a head": columns,
-             "the same for queries, keys and values together": columns + 2 * kv_columns,
-             "--ffn-hidden / tp": hidden // tp}
+             "the width of a rank's queries, keys and values together": columns + 2 * kv_columns,
+             mlp: hidden // tp}
     for what, size in sizes.items():
         if size % FP8_MULTIPLE:
             raise ValueError(f"--fp8 multiplies matrices whose sides are multiples of {FP8_MULTIPLE}, and "

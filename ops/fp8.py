@@ -6,11 +6,11 @@
     check_device      refuses a device that has no such products
 
 Activations and weights are e4m3 (4 bits of exponent, 3 of mantissa), gradients of outputs are e5m2, which has
-a wider range (arXiv:2209.05433). A tensor has one scale, which is taken anew in every product from
-its largest absolute value. The scale is a power of two. So a number is rounded in the same way whatever the
-scale is, unless it is about 2^-14 (e4m3) or 2^-29 (e5m2) of the largest one or less, where fp8 has
-fewer digits. A rank of tp, which sees a part of a matrix, and a micro-batch, which is a part of a batch, may
-therefore have another scale and get nearly the same numbers.
+a wider range (arXiv:2209.05433). A tensor has one scale, which follows from its largest absolute value.
+Forward computes the scales of x and W, and backward that of the gradient. A scale is a power of two. So a
+number is rounded in the same way whatever the scale is, unless it is about 2^-14 (e4m3) or 2^-29 (e5m2) of
+the largest one or less, where fp8 has fewer digits. A rank of tp, which sees a part of a matrix, and a
+micro-batch, which is a part of a batch, may therefore have another scale and get nearly the same numbers.
 
 On an NVIDIA GPU from capability 8.9 on, in bf16, quantise() is a Triton kernel and scaled_product() is
 torch's product of fp8 numbers. Everywhere else the twins compute: they round to the same fp8 numbers, and
@@ -50,8 +50,8 @@ def linear(x, weights, bias=None):
 
     x (n, I), bias (O,) or None. All of W has one scale.
     """
-    trains = torch.is_grad_enabled() and any(p.requires_grad for p in (x, *weights))
-    if trains:
+    given = [x, *weights] if bias is None else [x, bias, *weights]
+    if torch.is_grad_enabled() and any(p.requires_grad for p in given):
         return _Linear.apply(x, bias, *weights)
     y, _, _ = rounded_product(x, bias, weights, transposed=False)
     return y
@@ -86,7 +86,7 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_bias = None
         grad_weights = [None] * len(weights)
         if needs_x:
-            # What follows from the weights alone, the compiler would compute in forward, and keep.
+            # The compiler would compute in forward, and keep, whatever depends on the weights alone.
             scale = torch.where(torch.isnan(grad8.scale), grad8.scale, w_scale)
             w8 = quantise(weights, FORWARD, scale, rows=False, transposed=True)
             grad_x = scaled_product((grad8.rows, grad8.scale), (w8.columns, w8.scale), grad.dtype,
@@ -105,7 +105,8 @@ def scale_of(largest, form):
 
     It is NaN if the tensor is not finite. All products with it are then NaN, and the step is refused.
     """
-    exponent = largest.float().view(torch.int32) >> 23  # as fp32 stores it: 127 more than the exponent
+    largest = largest.float()
+    exponent = largest.view(torch.int32) >> 23  # as fp32 stores it: 127 more than the exponent
     power = (exponent - TOP[form]).clamp(min=LEAST) << 23
     return torch.where(torch.isfinite(largest), power.view(torch.float32), torch.nan)
 
@@ -125,7 +126,9 @@ def quantise(parts, form, scale=None, *, rows=True, transposed=False):
 
 
 def uses_kernel(scale, dtype):
-    """Whether a GPU multiplies fp8 numbers of a layer in dtype. check_device() has refused those that do not.
+    """Whether a layer's products in dtype run on a GPU as fp8 products.
+
+    check_device() has refused GPUs that have none.
 
     scale: a tensor on the layer's device.
     """

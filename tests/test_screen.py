@@ -123,9 +123,12 @@ class Screen:
         self.seen = b""
         self.pid, self.terminal = pty.fork()
         if self.pid == 0:
-            os.chdir(cwd)
-            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
-            os.execvpe(argv[0], argv, env)
+            try:
+                os.chdir(cwd)
+                fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+                os.execvpe(argv[0], argv, env)
+            finally:  # There is no such program. This process must not go on as a second pytest.
+                os._exit(127)
 
     def read_until(self, words=None):
         """Read until the words have come; None: to the end. Return the lines so far."""
