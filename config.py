@@ -207,6 +207,9 @@ class Config:
     # the products of attention and of the dense MLP take numbers of 8 bits, of which a GPU multiplies up to
     # twice as many; weights, activations between them, the head and experts keep --dtype
     fp8: bool = flag(False, "free")
+    # AdamW's fp32 masters are kept as the bf16 weights and the 16 bits that these lack, which saves 2 bytes
+    # per weight
+    split_masters: bool = flag(False, "free")
     # on a GPU, replay forward and backward as one CUDA graph where shapes are static
     cuda_graph: bool = flag(True, "free")
 
@@ -526,10 +529,13 @@ def check_sharing(cfg):
 
 
 def check_precision(cfg):
-    """Raise ValueError if --fp8 does not go with --dtype."""
+    """Raise ValueError if --fp8 or --split-masters does not go with --dtype."""
     if cfg.fp8 and cfg.dtype == "fp16":
         raise ValueError("--fp8 does not go with --dtype fp16: its products were tried with bf16 alone; "
                          "try --dtype bf16")
+    if cfg.split_masters and cfg.dtype != "bf16":
+        raise ValueError("--split-masters splits fp32 masters into bf16 weights and the bits besides, and "
+                         f"--dtype {cfg.dtype} has no such weights; try --dtype bf16")
 
 
 def check_run(cfg):

@@ -26,7 +26,8 @@ for one whole bucket, which the buckets use in turn (zero.py):
     zero 2    n                             grad_total n/4; 2 slots        n/4
     zero 3    own n/4; flat of 2 parts      grad_total n/4; 2 slots        n/4
 
-In an fp32 model, master and own are the same memory. In bf16 on a GPU, with one micro-batch per
+In an fp32 model, master and own are the same memory. With --split-masters, a master is own and the
+16 bits that own lacks (ops/split_master.py). In bf16 on a GPU, with one micro-batch per
 step, a bucket that NCCL does not sum can be a CopyBucket, which keeps grad in bf16. A LoneBucket
 has no copy: grad is what backward made. In fast/peer.py grad_total has memory of its own.
 
@@ -50,6 +51,7 @@ import torch
 
 from ops.accelerator import beside
 from ops.flat import accumulate, copy_gradients, padded_elements
+from ops.split_master import SplitMaster
 
 # A bucket is closed when it has this many elements. All matrices of `tiny`, 1.8 million elements,
 # are in one bucket, so its sum starts only at the end of backward.
@@ -269,6 +271,10 @@ class FlatBuffers:
             p.data = window
         self.flat.copy_(weights)
 
+    def split_master(self):
+        """Keep of the master only the bits that own, in bf16, does not have."""
+        self.master = SplitMaster.of(self.own, self.master)
+
     def copy_all_gradients(self):
         """Copy all p.grad into their windows of grad, at once. A gradient of None is zero."""
         grads = [p.grad for p in self.params]
@@ -402,15 +408,17 @@ class DataParallel:
 
     def __init__(self, model, mesh, zero=0, timers=untimed, *, dtype=None,
                  make_comm=lambda axis: Comm(), bucket_elements=BUCKET_ELEMENTS,
-                 optimizer="adamw"):
+                 optimizer="adamw", split_masters=False):
         """Lay out the buckets.
 
         dtype: of the weights, from now on. make_comm(axis) returns the Comm of a bucket.
-        optimizer: the one of --optimizer.
+        optimizer: the one of --optimizer. split_masters: whether the masters that AdamW updates are
+        each an ops.split_master.SplitMaster. The dtype is then bf16.
         """
         self.mesh = mesh
         self.zero = zero
         self.timers = timers
+        self.split_masters = split_masters
         self.completes_grads = True  # of the next backward: see announce_backward
         self.buckets = []
         trained = trained_parameters(model)
@@ -436,6 +444,8 @@ class DataParallel:
         """
         axis = self.mesh.axes()[contents.reduction_axis]
         bucket = self.make_bucket(contents, axis, dtype, make_comm(axis))
+        if self.split_masters and contents.optimizer == "adamw":
+            bucket.split_master()
         self.buckets.append(bucket)
         # A parameter holds its hook. If the hook held the bucket, which holds the parameter, none
         # of them would ever be freed. So the hook's references are weak.

@@ -13,6 +13,7 @@ import torch
 from config import ceil_div
 from muon import Muon
 from ops import backend
+from ops.split_master import SplitMaster, put_back, whole
 
 INITIAL_LOSS_SCALE = 65536.0
 VOTES = 6  # Reasons to stop the run, which travel with the statistics: runtime.agree.REASONS.
@@ -80,7 +81,7 @@ class AdamW:
             count = torch.zeros((), device=device) if shared_count is None else shared_count
             self.state[p] = {"step": count}
             for moment in self.moments:
-                self.state[p][moment] = torch.zeros_like(p)
+                self.state[p][moment] = torch.zeros(p.shape, dtype=p.dtype, device=device)
         self.groups = {}  # weight decay: indices of the parameters that have it
         for i, decay in enumerate(decays):
             self.groups.setdefault(decay, []).append(i)
@@ -103,7 +104,7 @@ class AdamW:
         1.0, nothing changes.
         """
         for decay, group in self.groups.items():
-            params = [self.params[i] for i in group]
+            params = [whole(self.params[i]) for i in group]
             group_grads = [grads[i].to(self.params[i].dtype) for i in group]
             step_counts = self.of_group(group, "step")
             # This kernel is what nanoGPT's AdamW(fused=True) calls. It expects the new step
@@ -116,6 +117,8 @@ class AdamW:
                 lr=lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=decay, eps=self.eps,
                 amsgrad=False, maximize=False, grad_scale=divisor, found_inf=not_finite)
             torch._foreach_sub_(step_counts, [not_finite] * len(group))
+            for i, updated in zip(group, params, strict=True):
+                put_back(self.params[i], updated)  # --split-masters
 
 
 class Optimizer:
@@ -136,7 +139,8 @@ class Optimizer:
         self.before_update = []  # functions that are called before an update
         self.stop = None  # The run's runtime.agree.Stop: this rank's votes to stop, and their sums.
         self.snapshot_done = None  # event: the checkpoint has its copy of weights and moments
-        # This rank's slices, one per bucket, (n/n_slices,) each: without ZeRO, whole buckets.
+        # This rank's slices, one per bucket, (n/n_slices,) each: without ZeRO, whole buckets. With
+        # --split-masters those of AdamW are each a SplitMaster, else all are tensors.
         self.masters = [bucket.master for bucket in data_parallel.buckets]
         count_factors = [bucket.count_factor for bucket in data_parallel.buckets]
         self.count_factors = torch.tensor(count_factors, dtype=torch.float64, device=device)
@@ -217,6 +221,11 @@ class Optimizer:
         replica. Otherwise the master takes the weight's value. Collective.
         """
         for master, bucket in zip(self.masters, self.data_parallel.buckets, strict=True):
+            if isinstance(master, SplitMaster):  # It rounds to its weight, whatever its bits are.
+                # The low bits of this rank's slice, first replica to all, over its replicas. They
+                # travel as bytes, because gloo and NCCL know no int16.
+                bucket.replicas.broadcast(master.low.view(torch.uint8))
+                continue
             if master.dtype != bucket.own.dtype:
                 # This rank's slice of the masters, first replica to all, over its replicas
                 bucket.replicas.broadcast(master)
@@ -231,7 +240,7 @@ class Optimizer:
         because the next forward needs them first.
         """
         for bucket in reversed(buckets or self.data_parallel.buckets):
-            bucket.own.copy_(bucket.master)  # in an fp32 model nothing: both are the same memory
+            bucket.own.copy_(whole(bucket.master))  # in fp32 nothing: both are the same memory
             self.data_parallel.on_updated(bucket)  # under ZeRO-1 and 2 it starts the all-gather
 
     # -------------------------------------------------------------------------
@@ -250,12 +259,16 @@ class Optimizer:
         param_squares = torch.zeros_like(loss)
         if full:
             num_zeros = self.num_zeros()
-            param_squares = self.sum_of_squares(self.masters)
+            param_squares = self.sum_of_squares(self.weights())
         sums = torch.stack([loss, grad_squares, num_zeros, param_squares, *self.votes()])
         self.data_parallel.mesh.world.all_reduce(sums)  # SUM of 4 numbers and 6 votes, over world
         self.count_votes(sums[4:])
         grad_norm = self.unscale(sums[1].sqrt())
         return StepStats(sums[0], grad_norm, num_zeros=sums[2], param_norm=sums[3].sqrt())
+
+    def weights(self):
+        """Return the masters; in the place of a SplitMaster the weights that it rounds to."""
+        return [getattr(master, "own", master) for master in self.masters]
 
     def votes(self):
         """Return this rank's votes to stop the run; none in one process, in tests and in bench/."""
@@ -368,9 +381,12 @@ class Optimizer:
             bucket = self.adam_buckets[i]
             master = self.adam.params[i]
             state = self.adam.state[master]
+            is_split = isinstance(master, SplitMaster)
+            updated = master.low if is_split else master
+            rounded = bucket.own.view(torch.int16) if is_split else bucket.own
             grid = (ceil_div(master.numel(), 2048),)
             kernels.adamw[grid](
-                master, grads[i], state["exp_avg"], state["exp_avg_sq"], bucket.own, scalars,
+                updated, grads[i], state["exp_avg"], state["exp_avg_sq"], rounded, scalars,
                 1 - lr * self.adam.decays[i], 1 - beta1, 1 - beta2, self.adam.eps, master.numel(),
-                OUT=bucket.own.dtype != master.dtype, BLOCK=2048, num_warps=8)
+                OUT=bucket.own.dtype != master.dtype, SPLIT=is_split, BLOCK=2048, num_warps=8)
             self.data_parallel.on_updated(bucket)

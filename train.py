@@ -45,7 +45,7 @@ from interface.layout import check_layout
 from interface.nearest import with_fix
 from interface.schema import ChangedFile
 from model import DTYPES, GPT, init_weights
-from ops.fp8 import check_device
+from ops import fp8
 from optim import Optimizer, learning_rate
 from parallel import make_mesh
 from pipeline import dropout_seeder, forward_backward, forward_only, rank_layers
@@ -81,7 +81,8 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
     init_weights(model, cfg.seed)
     DataParallelClass = LEVELS[cfg.zero]
     data_parallel = DataParallelClass(model, mesh, cfg.zero, timers, dtype=dtype,
-                                      make_comm=choice.comm_maker(cfg), optimizer=cfg.optimizer)
+                                      make_comm=choice.comm_maker(cfg), optimizer=cfg.optimizer,
+                                      split_masters=cfg.split_masters)
     return model, data_parallel, Optimizer(cfg, data_parallel)
 
 
@@ -266,7 +267,7 @@ class Run:
             opened = open_data(cfg, world.local_rank)
             self.data = Data(*opened, tokenizer=prompt_tokenizer(cfg))
             check_memory(cfg, mesh, self.data.vocab_size, world)
-            check_device(cfg, world.device)
+            fp8.check_device(cfg, world.device)
         self.oversight = Oversight(watchdog, stop,
                                  timing.Timers(world.device, cfg.timers), skip)
         # At the end of its block, exit_together() ends all ranks if one of them has failed. So the
@@ -384,8 +385,6 @@ class Run:
         oversight.guard.refused_flags.append((number, refused))
         oversight.clock.count(count)
         if number == self.first_step:
-            self.oversight.progress.first_step_ends()
-            early.first_step_ends()
             axes = parts.mesh.axes()
             self.sent = {name: sum(axis.sent.values()) for name, axis in axes.items()}
         return stats
@@ -401,6 +400,9 @@ class Run:
         guard = self.oversight.guard
         self.state.step = number
         self.state.samples += batch
+        if number == self.first_step:
+            self.oversight.progress.first_step_ends()
+            early.first_step_ends()
         # A row and a checkpoint need the number of refused steps. Reading that number synchronises.
         if self.is_logged(number) or self.due(number, self.cfg.save_every) or guard.sigma:
             guard.count_refused()

@@ -160,7 +160,7 @@ class ZeRO2(DataParallel):
     matrix_bucket = SlotBucket  # the class of the buckets of matrices
 
     def __init__(self, model, mesh, zero, timers=untimed, *, dtype=None, make_comm=plain_comm,
-                 bucket_elements=BUCKET_ELEMENTS, optimizer="adamw"):
+                 bucket_elements=BUCKET_ELEMENTS, optimizer="adamw", split_masters=False):
         largest = 0  # elements of the largest bucket that uses a slot
         trained = trained_parameters(model)
         for contents in assign_buckets(trained, zero, bucket_elements, optimizer):
@@ -178,7 +178,8 @@ class ZeRO2(DataParallel):
                 comm = make_comm(mesh.stage)  # only to make a slot: fast/peer.py shares its memory
                 self.slots.append(comm.new_slot(n, model_dtype, weight.device, everyone))
         super().__init__(model, mesh, zero, timers, dtype=dtype, make_comm=make_comm,
-                         bucket_elements=bucket_elements, optimizer=optimizer)
+                         bucket_elements=bucket_elements, optimizer=optimizer,
+                         split_masters=split_masters)
 
     def make_bucket(self, contents, axis, dtype, comm):
         if not uses_slot(axis):

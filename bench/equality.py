@@ -14,6 +14,7 @@ import torch
 import moe
 import train
 from interface.layout import check_layout
+from ops.split_master import whole
 from parallel import make_mesh
 from runtime.resume import own_pieces
 from zero import ShardedBucket
@@ -78,7 +79,7 @@ def train_steps(world, cfg, vocab_size, source, batch, steps, *, chunks=1, cp=1)
 
     def keep(prefix, vectors):
         for name, t, full, offset in own_pieces(data_parallel, opt, vectors):
-            seen["pieces"].append((prefix + name, to_numpy(t), full, offset))
+            seen["pieces"].append((prefix + name, to_numpy(whole(t)), full, offset))
 
     train_step = train.Step(cfg, model, data_parallel, opt)
     for step in range(1, steps + 1):

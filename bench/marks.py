@@ -550,3 +550,8 @@ def moved(bits, source, target):
         return mark._replace(**{source: getattr(mark, source) & ~bits,
                                 target: getattr(mark, target) | bits_there})
     return move
+
+
+def own_memory(master):
+    """Return the tensor that has a master's memory: with --split-masters, its low bits beside the weight."""
+    return getattr(master, "low", master)

@@ -39,6 +39,7 @@ from marks import (
     collectives,
     mark_as,
     moved,
+    own_memory,
     union,
 )
 from marks_of_muon import MuonMarks
@@ -326,7 +327,7 @@ class Stage:
             marks.set(bucket.grad_total, ZERO)
         slices = zip(self.data_parallel.buckets, self.opt.masters, *self.opt.moments().values(), strict=True)
         for bucket, *tensors in slices:
-            for t in [bucket.own, *tensors]:
+            for t in map(own_memory, [bucket.own, *tensors]):
                 key = None if t is None else t.untyped_storage()._cdata
                 if key not in (None, bucket.flat.untyped_storage()._cdata):
                     marks.set(t, self.slice_mark(bucket))
@@ -480,7 +481,7 @@ class Stage:
 
 def is_same(a, b):
     """Whether two tensors are the same memory."""
-    return a.data_ptr() == b.data_ptr() and a.numel() == b.numel()
+    return own_memory(a).data_ptr() == own_memory(b).data_ptr() and a.numel() == b.numel()
 
 
 def arrivals(operations):

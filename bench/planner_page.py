@@ -76,8 +76,8 @@ ASKED = {
               "window", "full_every", "doc_mask", "logit_softcap", "dropout"),
     "experts": ("n_experts", "top_k", "n_shared_experts", "capacity_factor", "ep_slack"),
     "layout": ("tp", "cp", "pp", "pp_chunks", "ep", "zero", "shard"),
-    "training": ("micro_batch", "global_batch", "recompute", "dtype", "fp8", "compile", "cuda_graph",
-                 "optimizer", "lora")}
+    "training": ("micro_batch", "global_batch", "recompute", "dtype", "fp8", "split_masters", "compile",
+                 "cuda_graph", "optimizer", "lora")}
 
 
 def all_names(path):

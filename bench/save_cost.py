@@ -20,6 +20,7 @@ from training import Training
 
 import checkpoint
 from interface.command_line import parse
+from ops.split_master import whole
 from runtime import resume
 from runtime.saver import Saver
 
@@ -64,9 +65,9 @@ def load_again(training, path):
         return resume.own_pieces(training.data_parallel, training.opt, owned_only=False)
 
     crc, index = timed(world, lambda: checkpoint.check(path, world.rank, world.size))
-    before = [t.clone() for _, t, _, _ in pieces()]
+    before = [whole(t).clone() for _, t, _, _ in pieces()]
     load, _ = timed(world, lambda: checkpoint.load(path, pieces(), index, others=index["tensors"]))
-    same = all(torch.equal(a, b) for a, (_, b, _, _) in zip(before, pieces(), strict=True))
+    same = all(torch.equal(a, whole(b)) for a, (_, b, _, _) in zip(before, pieces(), strict=True))
     return crc, load, same
 
 

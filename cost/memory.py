@@ -152,7 +152,7 @@ def _mlp_activations(cfg, mesh):
         concatenated = 0
     in_8_bits = 0  # bytes that come with --fp8
     if cfg.fp8 and not cfg.lora:
-        # A byte per element have norm2's output and what w2 multiplies.
+        # Norm2's output and the input of w2 take a byte per element.
         in_8_bits = rows * (C + hidden) * (1 - weight_bytes)
     saved = rows * C + inner
     if cfg.zero < 3:
@@ -237,7 +237,8 @@ def _router_bytes(cfg, mesh, n, through_buffers):
     weight_bytes, wide_bytes = element_bytes(cfg)
     kept = 2 * n * cfg.n_experts * wide_bytes
     if wide_bytes > weight_bytes:
-        kept += n * cfg.n_embd * wide_bytes  # the input, widened: not in bf16 on NVIDIA from torch 2.10 on
+        # The input, widened. In bf16 on NVIDIA it is not kept from torch 2.10 on: the sum is then too high.
+        kept += n * cfg.n_embd * wide_bytes
     permutations = 3
     if through_buffers:
         permutations = 2
@@ -301,7 +302,11 @@ def state_bytes(cfg, mesh, vocab_size, choice):
     owned = owned_parameters(cfg, mesh, local_trained(cfg, mesh, vocab_size))
     master_bytes = sum_bytes if sum_bytes > weight_bytes else 0
 
-    moments_saved = muon_elements(cfg, mesh, vocab_size) * sum_bytes  # Muon has one moment, not two.
+    of_muon = muon_elements(cfg, mesh, vocab_size)
+    masters = owned * master_bytes
+    if cfg.split_masters:  # Those of AdamW are half as long.
+        masters -= (owned - of_muon) * master_bytes / 2
+    moments = 2 * owned - of_muon  # Muon has one moment, not two.
 
     # ZeRO-3 keeps this rank's slices in the place of all matrices, and two parts that are gathered.
     sharded, parts = sharded_parameters(cfg, mesh, vocab_size)
@@ -312,7 +317,7 @@ def state_bytes(cfg, mesh, vocab_size, choice):
         weights += owned
     return {"weights": weights * weight_bytes,
             "gradients": gradient_bytes(cfg, mesh, vocab_size, choice),
-            "optimizer": owned * (master_bytes + 2 * sum_bytes) - moments_saved}
+            "optimizer": masters + moments * sum_bytes}
 
 
 # -----------------------------------------------------------------------------

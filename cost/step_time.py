@@ -426,6 +426,8 @@ def step_time(cfg, mesh, gpu, slowest, local, reductions):
     alone, copied = unwidened_gradients(mesh, local, expected_choice(cfg, mesh, gpu.node))
     gradient_bytes = _bytes_of_sums(cfg, mesh, local, alone, copied)
     adam_bytes = owned_parameters(cfg, mesh, local) * ADAM - alone * 4
+    if cfg.split_masters:
+        adam_bytes -= 2 * owned_parameters(cfg, mesh, local)
     # From ZeRO-2 on gradients are sent in every micro-batch, before that in the last one. With --shard
     # the replicas' sums are always sent in the last one, and never as copies.
     beside = slowest * num_micro_batches if cfg.zero > 1 else slowest

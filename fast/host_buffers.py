@@ -3,6 +3,7 @@ import torch
 
 from config import ceil_div
 from ops.accelerator import stream_module
+from ops.split_master import whole
 
 
 def start_copy(tensor):
@@ -50,6 +51,7 @@ class HostBuffers:
         """Return the pieces with host copies of their tensors."""
         copies = []
         for i, (name, tensor, *place) in enumerate(pieces):
+            tensor = whole(tensor)
             copy = self.buffer(i, tensor).copy_(tensor, non_blocking=non_blocking)
             copies.append((name, copy, *place))
         return copies

@@ -5,8 +5,8 @@ With a capacity every expert has the same number of rows: then x is (e, rows, I)
 multiplies.
 
 Three ways give the same product: torch's grouped_mm where it is one kernel (bf16 on Hopper and Blackwell),
-the Triton kernels of ops/kernels.py on every other GPU and dtype, and a loop over the experts, the reference.
-Only the loop asks the host how many rows each expert has.
+the Triton kernels of ops/product_kernels.py on every other GPU and dtype, and a loop over the experts, the
+reference. Only the loop asks the host how many rows each expert has.
 """
 import functools
 
@@ -82,7 +82,7 @@ def grouped_mm_loop(x, w, ends):
 
 
 # -----------------------------------------------------------------------------
-# One kernel each, of torch or of ops/kernels.py
+# One kernel each, of torch or of ops/product_kernels.py
 
 def experts_mm(x, w, ends):
     """Multiply each expert's rows by its matrix: x (R, I), w (e, I, O), ends (e,) int32 -> (R, O)
@@ -94,13 +94,13 @@ def experts_mm(x, w, ends):
     if use_torch(x, w):
         return F.grouped_mm(x, w, offs=ends)
 
-    from ops import kernels
+    from ops import product_kernels
     tile, _ = tiles(x.device, x.element_size())
     rows, columns, depth, warps, stages = tile
     e, I, O = w.shape
     programs = n_programs(x.device)
     y = x.new_empty(x.size(0), O)
-    kernels.grouped_mm[(programs,)](
+    product_kernels.grouped_mm[(programs,)](
         x.contiguous(), w, ends, y, I, O, *w.stride(), programs, E=e, WIDE=next_power_of_2(e),
         EVEN=I % depth == 0, PRECISION=precision(x), ROWS=rows, COLUMNS=columns, DEPTH=depth,
         num_warps=warps, num_stages=stages)
@@ -120,12 +120,12 @@ def experts_wgrad(grad, x, ends):
     if use_torch(x, grad.new_empty(0, O, I)):
         return F.grouped_mm(grad.t(), x, offs=ends)
 
-    from ops import kernels
+    from ops import product_kernels
     _, tile = tiles(x.device, x.element_size())
     rows, columns, depth, warps, stages = tile
     programs = n_programs(x.device)
     grad_w = x.new_empty(e, O, I)
-    kernels.grouped_wgrad[(programs,)](
+    product_kernels.grouped_wgrad[(programs,)](
         grad.contiguous(), x.contiguous(), ends, grad_w, O, I, programs, E=e, PRECISION=precision(x),
         ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=warps, num_stages=stages)
     return grad_w

@@ -1,11 +1,11 @@
 """Triton kernels for operations in which torch reads or writes memory more often than it must.
 
 The other files of ops/, optim.py and fast/symm_mem.py hold a torch twin of each kernel, and decide which of
-the two runs. This file is imported on a GPU only, and by tests/test_kernels.py, which runs it in Triton's
-interpreter.
+the two runs. ops/product_kernels.py has the matrix products. This file is imported on a GPU only, and by
+tests/test_kernels.py, which runs it in Triton's interpreter.
 
-One program handles one row, or BLOCK elements of a flat buffer, or tiles of a matrix product. Row numbers are
-int64. `x + 0 * at` broadcasts the scalar x to the shape of `at`.
+One program handles one row, or BLOCK elements of a flat buffer. Row numbers are int64. `x + 0 * at`
+broadcasts the scalar x to the shape of `at`.
 """
 import triton
 import triton.language as tl
@@ -319,132 +319,6 @@ def get(out_ptr, dst_ptr, peers_ptr, rows, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def grouped_mm(x_ptr, w_ptr, ends_ptr, y_ptr, I, O, w_expert, w_in, w_out, PROGRAMS, E: tl.constexpr,
-               WIDE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-               COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
-    """y (R, O): each row of x (R, I) times the matrix of its expert in w (E, I, O, of any strides).
-
-    The rows of each expert end at ends (E,) int32. The rows of y after the last end are not written. Each of
-    PROGRAMS programs computes one tile of ROWS x COLUMNS after the other. The rows of a tile belong to one
-    expert. WIDE: E rounded up to a power of two. EVEN: DEPTH divides I.
-    """
-    expert = tl.arange(0, WIDE)
-    end = tl.load(ends_ptr + expert, mask=expert < E, other=0)
-    begin = tl.load(ends_ptr + expert - 1, mask=(expert > 0) & (expert < E), other=0)
-    tiles = (end - begin + ROWS - 1) // ROWS  # tiles from top to bottom per expert; masked experts have 0
-    after = tl.cumsum(tiles, axis=0)
-    across = (O + COLUMNS - 1) // COLUMNS
-    for tile in range(tl.program_id(0), tl.sum(tiles) * across, PROGRAMS):
-        down = tile // across
-        # The tile's expert is the number of experts whose tiles all come before this one.
-        mine = tl.sum((after <= down).to(tl.int32))
-        is_mine = expert == mine
-        last = tl.sum(tl.where(is_mine, end, 0)) - 1
-        first = tl.sum(tl.where(is_mine, begin + (down - after + tiles) * ROWS, 0))
-        row = first + tl.arange(0, ROWS)
-        column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
-        at = tl.arange(0, DEPTH)
-        # Rows after the expert's last are read as copies of that row, and not written.
-        x_at = x_ptr + tl.minimum(row, last).to(tl.int64)[:, None] * I + at[None, :]
-        w_at = w_ptr + mine.to(tl.int64) * w_expert + at[:, None] * w_in + column[None, :] * w_out
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for k in range(0, I, DEPTH):
-            if EVEN:
-                x = tl.load(x_at)
-                w = tl.load(w_at, mask=(column < O)[None, :], other=0.0)
-            else:
-                x = tl.load(x_at, mask=(k + at < I)[None, :], other=0.0)
-                w = tl.load(w_at, mask=(k + at < I)[:, None] & (column < O)[None, :], other=0.0)
-            total = tl.dot(x, w, total, input_precision=PRECISION)
-            x_at += DEPTH
-            w_at += DEPTH * w_in
-        y_at = y_ptr + row.to(tl.int64)[:, None] * O + column[None, :]
-        tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=(row <= last)[:, None] & (column < O)[None, :])
-
-
-@triton.jit
-def grouped_wgrad(grad_ptr, x_ptr, ends_ptr, grad_w_ptr, O, I, PROGRAMS, E: tl.constexpr,
-                  PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
-    """grad_w (E, O, I): each expert's rows of grad (R, O), transposed, times its rows of x (R, I).
-
-    The rows of each expert end at ends (E,) int32. An expert without rows gets zeros. The tiles are
-    ROWS x COLUMNS, as in grouped_mm.
-    """
-    across = (I + COLUMNS - 1) // COLUMNS
-    tiles = (O + ROWS - 1) // ROWS * across  # of an expert
-    for tile in range(tl.program_id(0), E * tiles, PROGRAMS):
-        mine = tile // tiles
-        place = tile % tiles
-        begin = tl.load(ends_ptr + mine - 1, mask=mine > 0, other=0)
-        end = tl.load(ends_ptr + mine)
-        o = place // across * ROWS + tl.arange(0, ROWS)
-        i = place % across * COLUMNS + tl.arange(0, COLUMNS)
-        row = begin + tl.arange(0, DEPTH)
-        grad_at = grad_ptr + row.to(tl.int64)[None, :] * O + o[:, None]
-        x_at = x_ptr + row.to(tl.int64)[:, None] * I + i[None, :]
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for k in range(begin, end, DEPTH):
-            # Rows after the end may hold anything, even NaN, so they are masked in both factors.
-            inside = k + tl.arange(0, DEPTH) < end
-            grad = tl.load(grad_at, mask=inside[None, :] & (o < O)[:, None], other=0.0)
-            x = tl.load(x_at, mask=inside[:, None] & (i < I)[None, :], other=0.0)
-            total = tl.dot(grad, x, total, input_precision=PRECISION)
-            grad_at += DEPTH * O
-            x_at += DEPTH * I
-        grad_w_at = grad_w_ptr + mine.to(tl.int64) * O * I + o[:, None] * I + i[None, :]
-        tl.store(grad_w_at, total.to(grad_w_ptr.dtype.element_ty), mask=(o < O)[:, None] & (i < I)[None, :])
-
-
-@triton.jit
-def symmetric_mm(a_ptr, b_ptr, c_ptr, out_ptr, m, n, a_matrix, a_row, a_column, b_matrix, b_row, b_column,
-                 alpha, beta, diagonal, ADD: tl.constexpr, EVEN: tl.constexpr, SIDE: tl.constexpr,
-                 DEPTH: tl.constexpr):
-    """out (k, m, m) = a b, which is symmetric, or alpha a b + beta c + diagonal I if ADD. For muon.py.
-
-    a (k, m, n) and b (k, n, m) have any strides. c and out are contiguous. One program computes one tile of
-    SIDE x SIDE on or above the diagonal, and writes it a second time as its mirror image. EVEN: SIDE divides
-    m, and DEPTH divides n.
-    """
-    across = (m + SIDE - 1) // SIDE
-    tiles = across * (across + 1) // 2  # of a matrix
-    matrix = (tl.program_id(0) // tiles).to(tl.int64)
-    # Row `down` of tiles has across - down tiles. The first is on the diagonal.
-    right = tl.program_id(0) % tiles
-    down = 0
-    while right >= across - down:
-        right -= across - down
-        down += 1
-    row = down * SIDE + tl.arange(0, SIDE)
-    column = (down + right) * SIDE + tl.arange(0, SIDE)
-    at = tl.arange(0, DEPTH)
-    a_at = a_ptr + matrix * a_matrix + row[:, None] * a_row + at[None, :] * a_column
-    b_at = b_ptr + matrix * b_matrix + at[:, None] * b_row + column[None, :] * b_column
-    total = tl.zeros([SIDE, SIDE], tl.float32)
-    for k in range(0, n, DEPTH):
-        if EVEN:
-            a = tl.load(a_at)
-            b = tl.load(b_at)
-        else:
-            a = tl.load(a_at, mask=(row < m)[:, None] & (k + at < n)[None, :], other=0.0)
-            b = tl.load(b_at, mask=(k + at < n)[:, None] & (column < m)[None, :], other=0.0)
-        total = tl.dot(a, b, total)
-        a_at += DEPTH * a_column
-        b_at += DEPTH * b_row
-    out_ptr += matrix * m * m
-    out_at = row[:, None] * m + column[None, :]
-    inside = (row < m)[:, None] & (column < m)[None, :]
-    if ADD:
-        c = tl.load(c_ptr + matrix * m * m + out_at, mask=inside, other=0.0).to(tl.float32)
-        total = alpha * total + beta * c + tl.where(row[:, None] == column[None, :], diagonal, 0.0)
-    total = total.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_at, total, mask=inside)
-    if right > 0:
-        mirrored_at = column[:, None] * m + row[None, :]
-        mirrored_inside = (column < m)[:, None] & (row < m)[None, :]
-        tl.store(out_ptr + mirrored_at, tl.trans(total), mask=mirrored_inside)
-
-
-@triton.jit
 def quantise(x_ptr, scale_ptr, rows_ptr, columns_ptr, height, width, first, total, ROWS: tl.constexpr,
              TRANSPOSED: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):
     """x (height, width) / *scale in fp8, as rows `first` and on of a matrix (total, width), and transposed.
@@ -535,12 +409,13 @@ def sum_slices(own_ptr, others_ptr, out_ptr, n, RANKS: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def adamw(w_ptr, grad_ptr, m_ptr, v_ptr, out_ptr, scalars_ptr, keep, gain1, gain2, eps, n, OUT: tl.constexpr,
-          BLOCK: tl.constexpr):
+          SPLIT: tl.constexpr, BLOCK: tl.constexpr):
     """One AdamW update of the fp32 masters w (n,), rounded into the model's weights `out` if OUT.
 
     scalars (4,) fp32: lr / (1 - beta1^t); sqrt(1 - beta2^t); the divisor of the gradients; 1.0 if nothing may
     change (not_finite). keep = 1 - lr * weight decay, gain = 1 - beta. The kernel moves 28 bytes per weight,
-    30 with OUT.
+    30 with OUT, and 2 less with SPLIT: then out (n,) has the bits of bf16 weights and w the low bits of
+    ops/split_master.py, both int16.
     """
     if tl.load(scalars_ptr + 3) == 0.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -550,13 +425,24 @@ def adamw(w_ptr, grad_ptr, m_ptr, v_ptr, out_ptr, scalars_ptr, keep, gain1, gain
         m += (grad - m) * gain1
         v = tl.load(v_ptr + at, mask=inside)
         v += (grad * grad - v) * gain2
-        w = tl.load(w_ptr + at, mask=inside) * keep
+        w = tl.load(w_ptr + at, mask=inside)
+        if SPLIT:
+            bits = (tl.load(out_ptr + at, mask=inside).to(tl.int32) << 16) + w.to(tl.int32)
+            w = bits.to(tl.float32, bitcast=True)
+        w *= keep
         w -= tl.load(scalars_ptr) * m / (tl.sqrt(v) / tl.load(scalars_ptr + 1) + eps)
         tl.store(m_ptr + at, m, mask=inside)
         tl.store(v_ptr + at, v, mask=inside)
-        tl.store(w_ptr + at, w, mask=inside)
-        if OUT:
-            tl.store(out_ptr + at, w.to(out_ptr.dtype.element_ty), mask=inside)
+        if SPLIT:
+            bits = w.to(tl.int32, bitcast=True)
+            upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # the nearest, the even one at equal distance
+            low = tl.minimum(tl.maximum(bits - (upper << 16), -0x7FFF), 0x7FFF)
+            tl.store(out_ptr + at, upper.to(tl.int16), mask=inside)
+            tl.store(w_ptr + at, low.to(tl.int16), mask=inside)
+        else:
+            tl.store(w_ptr + at, w, mask=inside)
+            if OUT:
+                tl.store(out_ptr + at, w.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -31,13 +31,13 @@ def symmetric_mm(a, b, c=None, *, alpha=1.0, beta=0.0, diagonal=0.0):
 
 def symmetric_mm_triton(a, b, c, alpha, beta, diagonal):
     """Do what symmetric_mm() does in one kernel, which computes the tiles on and above the diagonal."""
-    from ops import kernels
+    from ops import product_kernels
     k, m, n = a.shape
     product = torch.empty(k, m, m, dtype=a.dtype, device=a.device)
     side, depth, warps, stages = TILE
     across = ceil_div(m, side)
     grid = (k * across * (across + 1) // 2,)
-    kernels.symmetric_mm[grid](
+    product_kernels.symmetric_mm[grid](
         a, b, product if c is None else c, product, m, n, *a.stride(), *b.stride(), alpha, beta, diagonal,
         ADD=c is not None, EVEN=m % side == 0 and n % depth == 0, SIDE=side, DEPTH=depth, num_warps=warps,
         num_stages=stages)

@@ -53,9 +53,9 @@ def begin(cfg):
         return
     launched_by, _ = launcher.started_by()
     if launched_by == "single":  # Ranks choose first which GPUs they see: runtime/visible.py.
-        run_beside(start_driver)
         if cfg.compile:
-            launcher.share_kernels()
+            launcher.share_kernels()  # before the thread, because the driver reads the environment
+        run_beside(start_driver)
     elif cfg.compile:
         return  # torch's compiler gives each GPU a cache of its own: it would not find what is compiled here.
     if launcher.is_first_of_node():
@@ -134,7 +134,10 @@ def kernels_of(cfg):
         found.append(("cross_entropy", arguments, {"ROWS": 2, "BLOCK": 2048, "num_warps": 4}))
     for grad in dict.fromkeys([weight, "float32"]):  # the gradients keep their dtype, or are summed in fp32
         arguments = ["float32", grad, "float32", "float32", weight, "float32", 0.9, 0.1, 0.05, 1e-8, 16]
-        options = {"OUT": weight != "float32", "BLOCK": 2048, "num_warps": 8}
+        options = {"OUT": weight != "float32", "SPLIT": cfg.split_masters, "BLOCK": 2048, "num_warps": 8}
+        if cfg.split_masters:
+            arguments[0] = "int16"  # the low bits
+            arguments[4] = "int16"  # the bits of the weights
         found.append(("adamw", arguments, options))
     sums = []  # of 16-bit gradients in fp32: whether the kernel adds
     if weight != "float32" and (cfg.global_batch or cfg.dtype == "fp16"):

@@ -135,6 +135,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "ops/matrix_norms.py": "muon kernels",
     "ops/permute.py": "details moe symm_mem kernels",
     "ops/routed_experts.py": "kernels",
+    "ops/split_master.py": "split_master",
     "ops/symmetric_mm.py": "muon kernels",
     "ops/wide_product.py": "kernels",
     "runtime": "details launch guard watch resume",
@@ -175,7 +176,7 @@ QUICK = {  # file or room: what comes before those of TESTS, seconds for many mu
     "runtime": "surroundings",
 }
 GPU = {"fast/graph.py", "fast/host_buffers.py", "fast/peer.py", "fast/symm_mem.py", "fast/compile.py",
-       "ops/grouped_mm.py", "ops/kernels.py", "bench/gpu_matrix.py"}
+       "ops/grouped_mm.py", "ops/kernels.py", "ops/product_kernels.py", "bench/gpu_matrix.py"}
 ALONE = {"runtime/debugger.py": "pdb", "runtime/mpi.py": "launch"}  # the one test file that runs the file
 
 HAND = [  # (file, piece of text that stands there once, what replaces it)

@@ -21,6 +21,7 @@ from pool import run_ranks
 import checkpoint
 import prepare
 import train
+from ops.split_master import whole
 from runtime import launch, launcher
 
 SHAPE = ["--n-layer=2", "--n-embd=16", "--n-head=2", "--n-kv-head=1", "--ffn-hidden=32", "--seq-len=16",
@@ -94,7 +95,7 @@ def record_steps(steps, plan):
             batches = super().next_batches(number, batch)
             optimizer = self.parts.opt
             state = [*self.parts.model.buffers()]  # the routers' biases
-            for slices in ([m.detach() for m in optimizer.masters], *optimizer.moments().values()):
+            for slices in ([whole(m).detach() for m in optimizer.masters], *optimizer.moments().values()):
                 state += [piece for piece in slices if piece is not None]
             data = [tensor for pair in batches for tensor in pair]
             steps.append({"first": first, "data": hash_of(data), "state": hash_of(state),

@@ -112,6 +112,52 @@ def test_the_row_of_the_first_step_says_when_it_was_done(tmp_path):
     assert first["ms"] / 1e3 < first["first_step_s"] < 120 and "first_step_s" not in second
 
 
+CALLS = """
+import json, runpy, sys
+
+from runtime import early
+
+sys.path.insert(0, "")
+sys.argv = sys.argv[1:]
+calls = []
+
+
+def record(name):
+    real = getattr(early, name)
+
+    def call(*args):
+        run = next((frame.f_locals["self"] for frame in frames() if "number" in frame.f_locals), None)
+        calls.append([name, "torch" in sys.modules, run and run.state.step])
+        return real(*args)
+    setattr(early, name, call)
+
+
+def frames():
+    frame = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+for name in ("begin", "wake", "first_step_ends"):
+    record(name)
+runpy.run_path("train.py", run_name="__main__")
+print(json.dumps(calls), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--train-range-to-skip", "1", "1"]], ids=["a step", "a skipped step"])
+def test_train_py_calls_what_is_here(flags, tmp_path):
+    """begin() comes before torch is imported; first_step_ends() after the first step, skipped or not."""
+    argv = ["train.py", "tiny", *SMALL, "--steps=2", "--eval-every=0", "--save-every=0", "--no-plot",
+            f"--out={tmp_path}", *flags]
+    done = subprocess.run([sys.executable, "-c", CALLS, *argv], cwd=ROOT, check=True, capture_output=True,
+                          text=True)
+    assert json.loads(done.stderr.splitlines()[-1]) == [
+        ["begin", False, None], ["wake", True, None], ["first_step_ends", True, 1],
+        ["first_step_ends", True, None]]
+
+
 # -----------------------------------------------------------------------------
 # Kernels. Their keys are Triton's own; nothing is launched. conftest.py lets this process interpret kernels,
 # so another process compares the keys.
@@ -186,7 +232,7 @@ def test_a_process_compiles_them_into_the_cache(monkeypatch, tmp_path):
     cfg = replace(flags("dense-210m"), vocab_size=256)
     kernels = [kernel for kernel in early.kernels_of(cfg) if kernel[0] in ("swiglu", "cross_entropy")]
     code = ("import json, sys; from fast import ahead; ahead.capability_of_gpu = lambda: 90; "
-            "ahead.compile_driver = lambda: None; ahead.main()")
+            "ahead.compile_driver = lambda: None; ahead.compile_launcher = lambda _: None; ahead.main()")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     subprocess.run([sys.executable, "-c", code, json.dumps(kernels)], cwd=ROOT, check=True)

@@ -102,6 +102,9 @@ dense gpus=2 fp8=True
 dense gpus=4 tp=2 zero=3 fp8=True recompute=selective mlp=gelu
 moe gpus=1 fp8=True recompute=full n_shared_experts=1
 dense gpus=1 fp8=True lora=8
+dense gpus=1 split_masters=True
+dense gpus=4 zero=1 split_masters=True optimizer=muon
+moe gpus=2 ep=2 zero=1 split_masters=True
 """
 
 

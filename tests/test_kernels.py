@@ -341,40 +341,63 @@ def test_adamw_leaves_what_stands_behind_the_end(kernels):
     n = 100
     w, grad, m, v, out = (torch.ones(n + 1, device=DEVICE) for _ in range(5))
     scalars = torch.tensor([0.1, 1.0, 2.0, 0.0], device=DEVICE)
-    kernels.adamw[(1,)](w, grad, m, v, out, scalars, 0.9, 0.1, 0.05, 1e-8, n, OUT=True, BLOCK=128,
-                        num_warps=4)
+    kernels.adamw[(1,)](w, grad, m, v, out, scalars, 0.9, 0.1, 0.05, 1e-8, n, OUT=True, SPLIT=False,
+                        BLOCK=128, num_warps=4)
     for tensor in (w, m, v, out):
         assert tensor[n] == 1 and (tensor[:n] != 1).all()
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_adamw_splits_masters_as_its_twin_does(kernels):
+    """With a learning rate of 0 only the split is left. It equals torch's to the bit, ties included."""
+    from ops.split_master import SplitMaster, whole
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.randint(-2**31, 2**31 - 1, (4000,), generator=generator).to(torch.int32)
+    bits[::7] = bits[::7] & -0x10000 | 0x8000  # at equal distance
+    masters = bits.view(torch.float32)
+    masters = masters[masters.abs() < 1e38].to(DEVICE)
+    n = len(masters)
+    zeros = torch.zeros(3, n, device=DEVICE)
+    split = SplitMaster.of(masters.to(torch.bfloat16), masters)
+    expected = whole(split)
+    scalars = torch.tensor([0.0, 1.0, 1.0, 0.0], device=DEVICE)
+    kernels.adamw[(-(-n // 128),)](
+        split.low, zeros[0], zeros[1], zeros[2], split.own.view(torch.int16), scalars, 1.0, 0.1, 0.05, 1e-8,
+        n, OUT=True, SPLIT=True, BLOCK=128, num_warps=4)
+    assert n > 3000 and (split.low.abs() == 2**15 - 1).sum() > 300
+    assert torch.equal(whole(split).view(torch.int32), expected.view(torch.int32))
+    assert torch.equal(split.own, expected.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype, split", [("bf16", False), ("bf16", True), ("fp32", False)])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("keeps_dtype", [False, True])
-def test_adamw(kernels, dtype, clip, keeps_dtype):
+def test_adamw(kernels, dtype, split, clip, keeps_dtype):
     """Optimizer.step with the kernel beside torch's fused AdamW, 4 steps, the third refused. keeps_dtype:
-    bf16 gradients as backward made them beside the same in fp32."""
+    bf16 gradients as backward made them beside the same in fp32. split: --split-masters, with the kernel."""
     from config import Config
     from ddp import Comm, DataParallel
     from model import DTYPES
+    from ops.split_master import whole
     from optim import Optimizer
     from parallel import make_mesh
     from runtime.launch import World
 
-    def optimizer(triton, grad_dtype=None):
+    def optimizer(triton, grad_dtype=None, split=False):
         torch.manual_seed(1)
         model = torch.nn.Sequential(torch.nn.Linear(70, 90), torch.nn.LayerNorm(90)).to(DEVICE)
         for p in model.parameters():
             p.data = p.data.to(DTYPES[dtype])
             p.reduction_axis = "dp"
         mesh = make_mesh(World(device=torch.device(DEVICE)))
-        data_parallel = DataParallel(model, mesh, make_comm=lambda axis: Comm(grad_dtype))
+        data_parallel = DataParallel(model, mesh, make_comm=lambda axis: Comm(grad_dtype),
+                                     split_masters=split)
         opt = Optimizer(Config(dtype=dtype, clip=clip, weight_decay=0.1), data_parallel)
         opt.use_triton = triton
         for state in opt.adam.state.values():  # torch's kernel counts in each bucket's own tensor
             t = opt.adam.state[opt.masters[0]]["step"]
             state["step"] = t if triton else torch.zeros((), device=DEVICE)
         return data_parallel, opt
-    data_parallel, opt = optimizer(True, DTYPES[dtype] if keeps_dtype else None)
+    data_parallel, opt = optimizer(True, DTYPES[dtype] if keeps_dtype else None, split)
     data_parallel2, opt2 = optimizer(False)
     grad_dtype = DTYPES[dtype] if keeps_dtype else torch.float32
     for step in range(4):
@@ -386,10 +409,11 @@ def test_adamw(kernels, dtype, clip, keeps_dtype):
     ours = zip(data_parallel.buckets, opt.masters, strict=True)
     theirs = zip(data_parallel2.buckets, opt2.masters, strict=True)
     for (a, m), (b, m2) in zip(ours, theirs, strict=True):
-        assert_near(m, m2, 1e-6)
+        assert_near(whole(m), m2, 1e-6)
         assert_near(a.flat, b.flat, 1e-2 if dtype == "bf16" else 1e-6)
-        # The interpreter cuts bits off where a GPU rounds
-        assert_near(a.flat[a.own_slice], m.to(a.flat.dtype), 0 if DEVICE == "cuda" else 8e-3)
+        # The interpreter cuts bits off where a GPU rounds. The kernel rounds a SplitMaster by whole numbers.
+        is_rounded = split or DEVICE == "cuda"
+        assert_near(a.flat[a.own_slice], whole(m).to(a.flat.dtype), 0 if is_rounded else 8e-3)
         for key, value in opt2.adam.state[m2].items():
             assert_near(opt.adam.state[m][key], value, 1e-6)
     assert opt.adam_t() == opt2.adam_t() == 3
@@ -531,15 +555,17 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_of_a_kernel_is_detected(fault, kernels, small_tiles, small_blocks, tmp_path, monkeypatch):
     """Triton reads a kernel from its file, so the fault is planted in a copy of the file."""
+    from ops import product_kernels
     name, text, planted = FAULTS[fault]
-    source = inspect.getsource(kernels)
+    module = product_kernels if name == "symmetric_mm" else kernels
+    source = inspect.getsource(module)
     assert source.count(text) == 1
     path = tmp_path / "faulty_kernels.py"
     path.write_text(source.replace(text, planted))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     faulty = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(faulty)
-    monkeypatch.setattr(kernels, name, getattr(faulty, name))
+    monkeypatch.setattr(module, name, getattr(faulty, name))
     check = check_symmetric_mm if name == "symmetric_mm" else check_matrix_norms
     with pytest.raises(AssertionError):
         check(48, 32, torch.float16)

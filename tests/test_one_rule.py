@@ -133,10 +133,11 @@ def test_every_group_follows(case):
 SMALL = ["tiny", "--n-layer", "1", "--ranks", "4", "--tp", "2"]
 
 
-@pytest.mark.parametrize("flags", [["--optimizer=muon", "--zero=1"], ["--lora=2", "--zero=3"]], ids=str)
-def test_the_command_follows_muon_and_lora(flags, capsys):
+@pytest.mark.parametrize("flags", [["--optimizer=muon", "--zero=1"], ["--lora=2", "--zero=3"],
+                                   ["--split-masters", "--zero=1"], ["--split-masters", "--zero=3"]], ids=str)
+def test_the_command_follows_muon_lora_and_split_masters(flags, capsys):
     """In bf16, where masters and directions have memory of their own."""
-    assert one_rule.main([*SMALL, *flags]) == 0
+    assert one_rule.main([*SMALL, "--dtype=bf16", *flags]) == 0
     said = capsys.readouterr().out
     assert "groups follow from the step, 4 ranks" in said and said.endswith("right\n")
     assert "not followed" not in said

@@ -70,11 +70,12 @@ def random_layout(dice):
         "global_batch": [0, 48, 64, 512], "optimizer": ["adamw", "muon"], "shard": [1, 2, 4, 8],
         "lora": [1, 8, 64], "window": [1, 100, 1024], "full_every": [0, 2, 3], "doc_mask": ["on", "off"],
         "head_dim": [16, 40, 128], "qk_norm": ["none", "head", "all"], "qkv_bias": [True, False],
-        "norm_place": ["before", "after", "both"], "logit_softcap": [0.0, 30.0], "fp8": [True]}
+        "norm_place": ["before", "after", "both"], "logit_softcap": [0.0, 30.0], "fp8": [True],
+        "split_masters": [True]}
     for name in dice.sample([*changes], dice.randint(1, 9)):
         flags[name] = dice.choice(changes[name])
     # What must not be rare below
-    often = dice.choice(["lora", "window", "doc_mask", "shard", "optimizer", "fp8"])
+    often = dice.choice(["lora", "window", "doc_mask", "shard", "optimizer", "fp8", "split_masters"])
     flags[often] = dice.choice(changes[often])
     if often == "shard":
         flags["zero"] = dice.choice([1, 2, 3])
@@ -129,7 +130,8 @@ def test_200_random_layouts_are_those_of_plan_py():
                                         if value != other.get(key)})
     assert len({found.get("ms") for found in ours}) > 190
     for name, values in {"lora": [1, 8, 64], "window": [1, 100, 512, 1024], "doc_mask": ["on"],
-                         "shard": [2, 4, 8], "optimizer": ["muon"], "fp8": [True]}.items():
+                         "shard": [2, 4, 8], "optimizer": ["muon"], "fp8": [True],
+                         "split_masters": [True]}.items():
         planned = [flags.get(name) in values for (flags, *_), found in zip(layouts, ours, strict=True)
                    if "ms" in found]
         assert sum(planned) >= 10, (name, sum(planned))

@@ -1,0 +1,135 @@
+"""Triton kernels of matrix products: experts' products of unequal size, and products that are symmetric.
+
+Their twins, and when which of the two runs, are in ops/grouped_mm.py and ops/symmetric_mm.py. Like
+ops/kernels.py, this file is imported on a GPU only, and by tests/test_kernels.py.
+
+A program computes one tile of the product, or several, one after the other.
+"""
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def grouped_mm(x_ptr, w_ptr, ends_ptr, y_ptr, I, O, w_expert, w_in, w_out, PROGRAMS, E: tl.constexpr,
+               WIDE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+               COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    """y (R, O): each row of x (R, I) times the matrix of its expert in w (E, I, O, of any strides).
+
+    The rows of each expert end at ends (E,) int32. The rows of y after the last end are not written. Each of
+    PROGRAMS programs computes one tile of ROWS x COLUMNS after the other. The rows of a tile belong to one
+    expert. WIDE: E rounded up to a power of two. EVEN: DEPTH divides I.
+    """
+    expert = tl.arange(0, WIDE)
+    end = tl.load(ends_ptr + expert, mask=expert < E, other=0)
+    begin = tl.load(ends_ptr + expert - 1, mask=(expert > 0) & (expert < E), other=0)
+    tiles = (end - begin + ROWS - 1) // ROWS  # tiles from top to bottom per expert; masked experts have 0
+    after = tl.cumsum(tiles, axis=0)
+    across = (O + COLUMNS - 1) // COLUMNS
+    for tile in range(tl.program_id(0), tl.sum(tiles) * across, PROGRAMS):
+        down = tile // across
+        # The tile's expert is the number of experts whose tiles all come before this one.
+        mine = tl.sum((after <= down).to(tl.int32))
+        is_mine = expert == mine
+        last = tl.sum(tl.where(is_mine, end, 0)) - 1
+        first = tl.sum(tl.where(is_mine, begin + (down - after + tiles) * ROWS, 0))
+        row = first + tl.arange(0, ROWS)
+        column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
+        at = tl.arange(0, DEPTH)
+        # Rows after the expert's last are read as copies of that row, and not written.
+        x_at = x_ptr + tl.minimum(row, last).to(tl.int64)[:, None] * I + at[None, :]
+        w_at = w_ptr + mine.to(tl.int64) * w_expert + at[:, None] * w_in + column[None, :] * w_out
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for k in range(0, I, DEPTH):
+            if EVEN:
+                x = tl.load(x_at)
+                w = tl.load(w_at, mask=(column < O)[None, :], other=0.0)
+            else:
+                x = tl.load(x_at, mask=(k + at < I)[None, :], other=0.0)
+                w = tl.load(w_at, mask=(k + at < I)[:, None] & (column < O)[None, :], other=0.0)
+            total = tl.dot(x, w, total, input_precision=PRECISION)
+            x_at += DEPTH
+            w_at += DEPTH * w_in
+        y_at = y_ptr + row.to(tl.int64)[:, None] * O + column[None, :]
+        tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=(row <= last)[:, None] & (column < O)[None, :])
+
+
+@triton.jit
+def grouped_wgrad(grad_ptr, x_ptr, ends_ptr, grad_w_ptr, O, I, PROGRAMS, E: tl.constexpr,
+                  PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    """grad_w (E, O, I): each expert's rows of grad (R, O), transposed, times its rows of x (R, I).
+
+    The rows of each expert end at ends (E,) int32. An expert without rows gets zeros. The tiles are
+    ROWS x COLUMNS, as in grouped_mm.
+    """
+    across = (I + COLUMNS - 1) // COLUMNS
+    tiles = (O + ROWS - 1) // ROWS * across  # of an expert
+    for tile in range(tl.program_id(0), E * tiles, PROGRAMS):
+        mine = tile // tiles
+        place = tile % tiles
+        begin = tl.load(ends_ptr + mine - 1, mask=mine > 0, other=0)
+        end = tl.load(ends_ptr + mine)
+        o = place // across * ROWS + tl.arange(0, ROWS)
+        i = place % across * COLUMNS + tl.arange(0, COLUMNS)
+        row = begin + tl.arange(0, DEPTH)
+        grad_at = grad_ptr + row.to(tl.int64)[None, :] * O + o[:, None]
+        x_at = x_ptr + row.to(tl.int64)[:, None] * I + i[None, :]
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for k in range(begin, end, DEPTH):
+            # Rows after the end may hold anything, even NaN, so they are masked in both factors.
+            inside = k + tl.arange(0, DEPTH) < end
+            grad = tl.load(grad_at, mask=inside[None, :] & (o < O)[:, None], other=0.0)
+            x = tl.load(x_at, mask=inside[:, None] & (i < I)[None, :], other=0.0)
+            total = tl.dot(grad, x, total, input_precision=PRECISION)
+            grad_at += DEPTH * O
+            x_at += DEPTH * I
+        grad_w_at = grad_w_ptr + mine.to(tl.int64) * O * I + o[:, None] * I + i[None, :]
+        tl.store(grad_w_at, total.to(grad_w_ptr.dtype.element_ty), mask=(o < O)[:, None] & (i < I)[None, :])
+
+
+@triton.jit
+def symmetric_mm(a_ptr, b_ptr, c_ptr, out_ptr, m, n, a_matrix, a_row, a_column, b_matrix, b_row, b_column,
+                 alpha, beta, diagonal, ADD: tl.constexpr, EVEN: tl.constexpr, SIDE: tl.constexpr,
+                 DEPTH: tl.constexpr):
+    """out (k, m, m) = a b, which is symmetric, or alpha a b + beta c + diagonal I if ADD. For muon.py.
+
+    a (k, m, n) and b (k, n, m) have any strides. c and out are contiguous. One program computes one tile of
+    SIDE x SIDE on or above the diagonal, and writes it a second time as its mirror image. EVEN: SIDE divides
+    m, and DEPTH divides n.
+    """
+    across = (m + SIDE - 1) // SIDE
+    tiles = across * (across + 1) // 2  # of a matrix
+    matrix = (tl.program_id(0) // tiles).to(tl.int64)
+    # Row `down` of tiles has across - down tiles. The first is on the diagonal.
+    right = tl.program_id(0) % tiles
+    down = 0
+    while right >= across - down:
+        right -= across - down
+        down += 1
+    row = down * SIDE + tl.arange(0, SIDE)
+    column = (down + right) * SIDE + tl.arange(0, SIDE)
+    at = tl.arange(0, DEPTH)
+    a_at = a_ptr + matrix * a_matrix + row[:, None] * a_row + at[None, :] * a_column
+    b_at = b_ptr + matrix * b_matrix + at[:, None] * b_row + column[None, :] * b_column
+    total = tl.zeros([SIDE, SIDE], tl.float32)
+    for k in range(0, n, DEPTH):
+        if EVEN:
+            a = tl.load(a_at)
+            b = tl.load(b_at)
+        else:
+            a = tl.load(a_at, mask=(row < m)[:, None] & (k + at < n)[None, :], other=0.0)
+            b = tl.load(b_at, mask=(k + at < n)[:, None] & (column < m)[None, :], other=0.0)
+        total = tl.dot(a, b, total)
+        a_at += DEPTH * a_column
+        b_at += DEPTH * b_row
+    out_ptr += matrix * m * m
+    out_at = row[:, None] * m + column[None, :]
+    inside = (row < m)[:, None] & (column < m)[None, :]
+    if ADD:
+        c = tl.load(c_ptr + matrix * m * m + out_at, mask=inside, other=0.0).to(tl.float32)
+        total = alpha * total + beta * c + tl.where(row[:, None] == column[None, :], diagonal, 0.0)
+    total = total.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_at, total, mask=inside)
+    if right > 0:
+        mirrored_at = column[:, None] * m + row[None, :]
+        mirrored_inside = (column < m)[:, None] & (row < m)[None, :]
+        tl.store(out_ptr + mirrored_at, tl.trans(total), mask=mirrored_inside)

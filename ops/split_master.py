@@ -1,0 +1,92 @@
+"""fp32 masters of bf16 weights, kept as the weights and the 16 bits that rounding took from each.
+
+    SplitMaster   the masters of a slice: own (n,) bf16 are the weights, low (n,) int16 the bits besides
+    whole         a tensor as it is; of a SplitMaster the tensor that it stands for
+    put_back      writes values into a SplitMaster
+
+The bits of a bf16 number are the upper half of an fp32 number's. So own, followed by 16 zero bits, is near
+its master. The difference of the two, as 32-bit integers, is low, between -32,768 and 32,768:
+
+    master  0.1234567      3DFCD6DE   as fp32
+    own     0.12353515625  3DFD       rounded to bf16: the nearest, the even one at equal distance
+    low     -10,530                   3DFCD6DE - 3DFD0000
+
+So --split-masters saves 2 of the 4 bytes of a master, because the model has own anyway. At equal distance
+low would be 32,768 or -32,768, and own would not tell which of its neighbours the master is near. There low
+is cut to 32,767 or -32,767, which moves the master, one of 65,536, by one unit in the last of its 24 binary
+digits. So a SplitMaster rounds to own, and to read it and write it again changes nothing.
+
+The idea has two names: split weights (Split-SGD-BF16 of arXiv:2005.04680), and the remainders of parameters
+(FusedAdam of Apex and of Transformer Engine).
+"""
+import torch
+
+LARGEST = 2**15 - 1
+
+
+def joined(own, low):
+    """Return the masters (n,) fp32 of own (n,) bf16 and low (n,) int16."""
+    upper = own.view(torch.int16).to(torch.int32) << 16
+    return (upper + low).view(torch.float32)
+
+
+def low_bits(master, own):
+    """Return low (n,) int16 of master (n,) fp32 and own (n,) bf16, which is master rounded."""
+    upper = own.view(torch.int16).to(torch.int32) << 16
+    return (master.view(torch.int32) - upper).clamp(-LARGEST, LARGEST).to(torch.int16)
+
+
+class SplitMaster:
+    """Stands for a tensor of fp32 masters: parts of it, its shape, and copies into it are as a tensor's."""
+    dtype = torch.float32
+
+    def __init__(self, own, low):
+        self.own = own
+        self.low = low
+
+    @classmethod
+    def of(cls, own, master):
+        """Make it of own (n,), bf16 weights, and the fp32 master (n,) that they were rounded from."""
+        return cls(own, low_bits(master, own))
+
+    @property
+    def shape(self):
+        return self.low.shape
+
+    @property
+    def device(self):
+        return self.low.device
+
+    def numel(self):
+        return self.low.numel()
+
+    def __len__(self):
+        return len(self.low)
+
+    def __getitem__(self, where):
+        return SplitMaster(self.own[where], self.low[where])
+
+    def view(self, shape):
+        return SplitMaster(self.own.view(shape), self.low.view(shape))
+
+    def aminmax(self):
+        return whole(self).aminmax()
+
+    def copy_(self, values):
+        """Take the values (n,), and round them into the weights."""
+        values = values.to(self.low.device, torch.float32)
+        self.own.copy_(values)
+        self.low.copy_(low_bits(values, self.own))
+
+
+def whole(tensor):
+    """Return a tensor itself, and the fp32 tensor that a SplitMaster stands for as a new one."""
+    if isinstance(tensor, SplitMaster):
+        return joined(tensor.own, tensor.low)
+    return tensor
+
+
+def put_back(master, values):
+    """Write values, which were whole(master) and may have changed, into a SplitMaster."""
+    if isinstance(master, SplitMaster):
+        master.copy_(values)

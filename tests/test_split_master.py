@@ -1,0 +1,234 @@
+"""--split-masters: masters as bf16 weights and 16 low bits; runs, layouts and checkpoints with them.
+
+One master of 65,536 loses a unit of its last binary digit. So a run is compared with one of whole masters
+within a few such units, and a resume is compared to the bit. test_kernels.py has the kernel.
+"""
+import numpy as np
+import pytest
+import torch
+from faults import nothing, with_faults
+from pool import run_ranks
+from runs import final, go, refused, rows, same
+from test_layouts import MOE, equality
+
+import train
+from config import Config
+from cost.memory import state_bytes
+from fast.choose import Choice
+from interface.command_line import parse
+from ops.split_master import SplitMaster, joined, low_bits, whole
+from parallel import make_mesh
+from runtime.launch import World
+from runtime.resume import broadcast_and_verify, own_pieces
+
+BF16 = ["--dtype=bf16", "--warmup=0", "--lr=1e-3"]
+SPLIT = [*BF16, "--split-masters"]
+
+
+# -----------------------------------------------------------------------------
+# The bits
+
+def every_upper_half():
+    """Return fp32 numbers with each sign, exponent and upper digit, and the lower halves that matter."""
+    lower = torch.tensor([0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xC000, 0xFFFE, 0xFFFF])
+    bits = (torch.arange(2**16)[:, None] << 16) + lower
+    masters = torch.where(bits < 2**31, bits, bits - 2**32).to(torch.int32).flatten().view(torch.float32)
+    rounded = masters.to(torch.bfloat16)
+    return masters[torch.isfinite(rounded)]
+
+
+def test_all_bits_are_kept_but_at_equal_distance():
+    masters = every_upper_half()
+    own = masters.to(torch.bfloat16)
+    again = joined(own, low_bits(masters, own))
+    moved = again.view(torch.int32) - masters.view(torch.int32)
+    is_tie = masters.view(torch.int32) & 0xFFFF == 0x8000
+    assert len(masters) > 650_000 and is_tie.sum() > 65_000
+    assert (moved[is_tie].abs() == 1).all() and (moved[~is_tie] == 0).all()
+    assert torch.equal(again.to(torch.bfloat16).view(torch.int16), own.view(torch.int16)), "it rounds to own"
+
+
+def test_what_was_read_can_be_written():
+    masters = every_upper_half()
+    split = SplitMaster.of(masters.to(torch.bfloat16), masters)
+    read = whole(split)
+    split.copy_(read)
+    assert torch.equal(whole(split).view(torch.int32), read.view(torch.int32))
+
+
+def test_low_bits_that_belong_to_another_weight_do_not_change_it():
+    """As after a broadcast of weights: with any low bits, a master rounds to own, unless that is zero."""
+    own = every_upper_half().to(torch.bfloat16).unique()
+    own = own[own.isfinite() & (own.abs() < 1e38) & (own != 0)]
+    for low in (-2**15 + 1, -1, 0, 1, 2**15 - 1):
+        read = joined(own, torch.full(own.shape, low, dtype=torch.int16))
+        assert torch.equal(read.to(torch.bfloat16), own), low
+
+
+def test_a_part_shares_memory_with_the_whole():
+    split = SplitMaster.of(torch.zeros(12, dtype=torch.bfloat16), torch.zeros(12))
+    part = split[2:8].view((2, 3))
+    part[1].copy_(torch.tensor([1.000001, -2.000001, 3e-9], dtype=torch.float64))
+    expected = torch.tensor([0, 0, 0, 0, 0, 1.000001, -2.000001, 3e-9, 0, 0, 0, 0])
+    assert part.shape == (2, 3) and part.numel() == 6 and len(part) == 2
+    assert torch.equal(whole(split), expected) and torch.equal(split.own, expected.to(torch.bfloat16))
+
+
+# -----------------------------------------------------------------------------
+# Runs
+
+LAYOUTS = {  # name: (ranks, flags)
+    "one process": (1, []),
+    "micro-batches": (1, ["--global-batch=8"]),
+    "dp 2": (2, []),
+    "zero 1": (2, ["--zero=1"]),
+    "zero 2": (2, ["--zero=2"]),
+    "zero 3": (2, ["--zero=3"]),
+    "zero 3, shard 2": (4, ["--zero=3", "--shard=2", "--micro-batch=1"]),
+    "tp 2": (2, ["--tp=2"]),
+    "pp 2, tied": (2, ["--pp=2", "--tied"]),
+    "cp 2": (2, ["--cp=2"]),
+    "ep 2, zero 1": (2, ["--n-experts=4", "--ep=2", "--zero=1"]),
+    "lora": (1, ["--lora=4"]),
+    "muon": (1, ["--optimizer=muon"]),
+    "muon, zero 1": (2, ["--optimizer=muon", "--zero=1"])}
+
+
+def units_apart(a, b):
+    """Return by how many units of their last digit fp32 tensors differ, as (n,) int64."""
+    return (a.view(torch.int32).long() - b.view(torch.int32).long()).abs()
+
+
+@pytest.fixture(scope="module")
+def base_run(tmp_path_factory):
+    """Return a run for --init-from."""
+    out = tmp_path_factory.mktemp("base") / "run"
+    go(1, out, "--steps=1", "--save-every=1", *BF16)
+    return out
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_is_that_of_whole_masters(name, tmp_path, request):
+    """After three steps: all but a few of a thousand masters are equal, and those are a few units apart."""
+    n, flags = LAYOUTS[name]
+    flags = [*flags, "--steps=3", "--save-every=3"]
+    if name == "lora":
+        flags.append(f"--init-from={request.getfixturevalue('base_run')}")
+    go(n, tmp_path / "whole", *BF16, *flags)
+    go(n, tmp_path / "split", *SPLIT, *flags)
+    expected, meta = final(tmp_path / "whole", 3)
+    found, split_meta = final(tmp_path / "split", 3)
+    assert expected.keys() == found.keys() and split_meta["adam_t"] == meta["adam_t"] == 3
+    for row, other in zip(rows(tmp_path / "whole"), rows(tmp_path / "split"), strict=True):
+        assert other["loss"] == pytest.approx(row["loss"], rel=1e-6)
+        assert other["param_norm"] == pytest.approx(row["param_norm"], rel=3e-4), "of the rounded weights"
+    n_masters = 0
+    n_different = 0
+    for key, tensor in expected.items():
+        if "/" in key or tensor.dtype != torch.float32:
+            continue
+        apart = units_apart(found[key], tensor)
+        assert apart.max() <= 64, (key, apart.max())
+        n_masters += tensor.numel()
+        n_different += (apart > 0).sum()
+    assert n_different <= n_masters / 500, (n_different, n_masters)
+
+
+@pytest.mark.parametrize("n, flags", [(1, []), (2, ["--zero=1"]), (2, ["--zero=3"]),
+                                      (2, ["--optimizer=muon", "--zero=2"])])
+def test_a_resume_is_equal_to_the_bit(n, flags, tmp_path):
+    flags = [*SPLIT, *flags, "--save-every=2"]
+    go(n, tmp_path / "a", *flags, "--steps=4")
+    go(n, tmp_path / "b", *flags, "--steps=2", "--decay-steps=4")
+    go(n, tmp_path / "b", *flags, "--steps=4", "--resume=auto")
+    same(tmp_path / "a", tmp_path / "b", 4)
+
+
+def test_a_checkpoint_has_fp32_masters_and_opens_without_the_flag(tmp_path):
+    """... which the resume says. In other layouts, with the flag and without, no master moves."""
+    go(1, tmp_path / "a", *SPLIT, "--steps=2", "--save-every=2")
+    tensors, _ = final(tmp_path / "a", 2)
+    assert tensors["wte.weight"].dtype == torch.float32
+    assert not torch.equal(tensors["wte.weight"], tensors["wte.weight"].to(torch.bfloat16).float())
+    resumed = [f"--resume={tmp_path / 'a' / 'step_000002'}", "--steps=3", "--save-every=1", "--lr=0"]
+    said = go(2, tmp_path / "b", *BF16, *resumed, "--zero=1")["out"]
+    assert "split-masters True -> False" in said
+    go(2, tmp_path / "c", *SPLIT, *resumed, "--zero=3")
+    for other in "b", "c":
+        found, _ = final(tmp_path / other, 3)
+        for name in tensors:
+            if "/" not in name:
+                assert torch.equal(found[name], tensors[name]), (other, name)
+
+
+def test_dumped_gradients_come_with_the_masters(tmp_path):
+    from safetensors.torch import load_file
+    dumped = {}
+    for flags in BF16, SPLIT:
+        path = tmp_path / f"{len(flags)}.safetensors"
+        go(1, tmp_path / f"run{len(flags)}", *flags, "--steps=1", f"--dump-grads={path}")
+        dumped[len(flags)] = load_file(path)
+    expected, found = dumped.values()
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        if name.startswith("grad/"):
+            assert torch.equal(found[name], tensor)
+        else:
+            assert units_apart(found[name], tensor).max() <= 1
+
+
+def test_a_step_that_is_refused_changes_nothing(tmp_path):
+    """A gradient of step 2 is nan: as with whole masters, its update is left out."""
+    went = go(1, tmp_path, *SPLIT, "--steps=3", "--save-every=3", plan={2: "nan"})
+    states = [step["state"] for step in went["steps"]]
+    assert states[1] == states[2] != states[0]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "fp64"])
+def test_other_dtypes_are_refused(dtype):
+    refused(train.main, ["tiny", "--data=synthetic", f"--dtype={dtype}", "--split-masters"], "--dtype bf16")
+
+
+# -----------------------------------------------------------------------------
+# Memory
+
+@pytest.mark.parametrize("flags", [[], ["--zero=1"], ["--optimizer=muon"]])
+def test_memory_is_as_planned(flags):
+    """masters and moments, in bytes."""
+    cfg = parse(["tiny", "--data=synthetic", "--vocab-size=200", *SPLIT, *flags])
+    mesh = make_mesh(World())
+    _, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, torch.device("cpu"))
+    used = 0
+    for master in opt.masters:
+        tensor = getattr(master, "low", master)
+        used += tensor.numel() * tensor.element_size()
+    for slices in opt.moments().values():
+        used += sum(piece.numel() * piece.element_size() for piece in slices if piece is not None)
+    planned = state_bytes(cfg, mesh, cfg.vocab_size, Choice(False, False, False, False))
+    assert used == planned["optimizer"]
+    n_split = sum(isinstance(master, SplitMaster) for master in opt.masters)
+    assert 0 < n_split <= len(opt.masters) and (n_split < len(opt.masters)) == (cfg.optimizer == "muon")
+
+
+# -----------------------------------------------------------------------------
+# Replicas, and a fault
+
+def masters_after_different_draws(world):
+    """Return this rank's masters after rank 1 has drawn slightly different initial weights."""
+    cfg = Config(**dict(MOE, dtype="bf16", split_masters=True))
+    model, data_parallel, opt = train.build(cfg, make_mesh(world), cfg.vocab_size, world.device)
+    if world.rank:
+        for master in opt.masters:
+            master.copy_(whole(master) * (1 + 1e-5))
+    broadcast_and_verify(model)
+    opt.masters_from_model()
+    pieces = own_pieces(data_parallel, opt, {"": opt.masters}, owned_only=False)
+    return [equality.to_numpy(whole(piece.view)) for piece in pieces]
+
+
+@pytest.mark.parametrize("faults, is_equal", [([], True),
+                                              ([("optim.Optimizer.masters_from_model", nothing)], False)])
+def test_replicas_start_with_equal_low_bits(faults, is_equal):
+    one, two = run_ranks(2, with_faults, faults, masters_after_different_draws)
+    assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True)) == is_equal
