@@ -40,6 +40,7 @@ from interface.files import (
     sound_rows,
     write_whole,
 )
+from interface.presets import PRESETS
 from interface.schema import load_json, open_file, read_file
 from interface.terminal import columns, folded, unbroken
 
@@ -302,7 +303,7 @@ def as_typed(name, value):
 def describe_flags(flags):
     """Return a run's preset, its number of ranks, and the flags that differ from the preset's."""
     preset = flags.get("preset", "?")
-    defaults = vars(config.Config(**config.PRESETS.get(str(preset), {})))
+    defaults = vars(config.Config(**PRESETS.get(str(preset), {})))
     world = flags.get("world", "?")
     words = [f"{preset} on {world} {'rank' if world == 1 else 'ranks'}"]
     for name, default in json.loads(json.dumps(defaults)).items():  # as config.json holds them

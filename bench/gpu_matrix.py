@@ -34,9 +34,10 @@ import equality
 import numpy as np
 import test_layouts as matrix
 
-from config import PRESETS, Config
+from config import Config
 from fast import symm_mem
 from fast.choose import Choice, has_cuda_api
+from interface.presets import PRESETS
 from ops import grouped_mm
 from ops.checksum import checksum
 from parallel import make_mesh

@@ -20,8 +20,9 @@ sys.path[:0] = [str(ROOT), str(HERE / "planner")]
 
 from translate import names_of, names_used, translate
 
-from config import PRESETS, RANGES, Config
+from config import RANGES, Config
 from interface.command_line import help_comments
+from interface.presets import PRESETS
 from ops import backend
 from parallel import Mesh
 

@@ -50,6 +50,16 @@ GROUPED = 0.5  # of peak, experts: 445 TFLOP/s at 1024 rows each, less the time 
 # Other kernels
 ATTENTION = 0.34  # of peak, causal FLOPs: cuDNN SDPA both ways, 340 TFLOP/s on h200 at 2048 tokens
 SHORT = 0.2 / 1024  # the same per token of short sequences: 200 TFLOP/s at 1024, in G2's trace
+# From 2048 to 8192 tokens the rate of attention alone grew by 1.35 to 1.38 with heads of 128, and by 1.06
+# with heads of 64 (bench/windows.py). Less is taken for all heads, and no growth beyond.
+LONG_SEQUENCES = 2048, 8192  # tokens between which the rate grows
+GROWTH = 0.16  # exponent: the rate at 8192 tokens is 1.25 times that at 2048
+# With cp a segment of queries meets the keys of all segments before it. cuDNN does not take that mask. The
+# flash kernel had 170 to 190 TFLOP/s at 2048 tokens without cp, and at segments of 4096 tokens. There and at
+# segments of 16384 the rate was fitted to the two rows with --cp of bench/README.md.
+SEGMENT = 0.18  # of peak
+SEGMENTS = 4096, 16384  # tokens of a segment, between which the rate grows
+SEGMENT_GROWTH = 0.25  # exponent: the rate at 16384 tokens is 1.41 times that at 4096
 TOUCHES = 3  # times a saved tensor passes through memory outside products: write, read, gradient
 STREAM = 0.95  # of hbm, kernels over flat buffers: AdamW 4.17, gradients to fp32 4.0 of 4.28 TB/s
 # Bytes per parameter that is stepped. AdamW moves 30: it reads gradient, master and two moments, and
@@ -236,7 +246,17 @@ def attention_seconds(cfg, mesh, gpu):
     if cfg.objective == "mlm":
         keys *= 2  # without the causal mask a query meets as many keys as in a sequence twice as long
     flops = 6 * rank_tokens(cfg, mesh) * keys * query_columns(cfg) / mesh.tp.size  # causal: half of 12
-    return flops / (min(ATTENTION, SHORT * keys) * gpu.peak)
+    return flops / (attention_rate(cfg, mesh, keys) * gpu.peak)
+
+
+def attention_rate(cfg, mesh, keys):
+    """Return the rate of attention, as a share of a GPU's peak. keys: twice those that a query meets."""
+    if mesh.cp.size > 1:
+        begin, end = SEGMENTS
+        segment = cfg.seq_len / (2 * mesh.cp.size)
+        return min(SEGMENT, SHORT * keys) * (min(max(segment, begin), end) / begin) ** SEGMENT_GROWTH
+    begin, end = LONG_SEQUENCES
+    return min(ATTENTION, SHORT * keys) * (min(max(keys, begin), end) / begin) ** GROWTH
 
 
 def block_seconds(cfg, mesh, gpu, saved):

@@ -22,7 +22,6 @@ from typing import Literal
 
 from config import (
     COMMON,
-    PRESETS,
     SHAPE,
     Config,
     Outcome,
@@ -31,6 +30,7 @@ from config import (
     flags_of_kind,
 )
 from interface import nearest, paths, words
+from interface.presets import PRESETS
 from interface.schema import Range, check_schema, load_json
 from interface.streams import guarded, send_nowhere
 from interface.terminal import complain

@@ -22,7 +22,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from config import (
-    PRESETS,
     RANGES,
     Config,
     ceil_div,
@@ -33,6 +32,7 @@ from config import (
     check_sharing,
 )
 from interface.layout import balanced_counts, check_layout, check_ranks
+from interface.presets import PRESETS
 
 CHANGE = 0.4     # what another changed flag costs, in the units of a ratio's logarithm
 MOST_TRIES = 10_000

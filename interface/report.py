@@ -13,10 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from config import PRESETS, Config
+from config import Config
 from interface.command_line import OF_THE_RUN
 from interface.files import sound_rows, spaced_rows, write_whole
 from interface.nearest import change_words, command
+from interface.presets import PRESETS
 from interface.schema import load_json
 from interface.svg import NORMS, chart, escape, heat_map, number, spaced
 from interface.terminal import clock

@@ -133,7 +133,7 @@ def dump_grads(path, world, data_parallel, opt, vocab_size):
     """
     grads = [opt.unscale(grad.to(master.dtype)) for master, grad in zip(opt.masters, opt.grads, strict=True)]
     pieces = own_pieces(data_parallel, opt, {"": opt.masters, "grad/": grads})
-    pieces = [piece._replace(view=whole(piece.view)) for piece in pieces]
+    pieces = [(name, whole(piece), *place) for name, piece, *place in pieces]
     path = Path(path)
     parts = path.with_name(f"{path.name}.{run_id(world.tree)}.parts")
     tmp = parts / "step_000001.tmp"

@@ -21,7 +21,7 @@ import config
 import plan
 import plot
 import sample
-from config import PRESETS, Config
+from config import Config
 from corpus.shards import Synthetic
 from cost import fits
 from cost.memory import state_bytes
@@ -29,6 +29,7 @@ from cost.plan_flags import PlanFlags
 from fast.choose import choose
 from interface import nearest
 from interface.command_line import command_line, parse, wrong_input
+from interface.presets import PRESETS
 from interface.schema import Range, check_schema, load_json
 from parallel import make_mesh
 from runtime import log

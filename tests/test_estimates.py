@@ -14,8 +14,9 @@ import golden
 import pytest
 
 import plan
-from config import GPT2, LLAMA, Config
+from config import Config
 from cost import memory, parameters, step_time, traffic
+from interface.presets import GPT2, LLAMA
 
 STORED = Path(__file__).with_name("estimates.json")
 

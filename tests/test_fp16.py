@@ -18,9 +18,10 @@ from test_layouts import GPT2, LLAMA, MOE, SIGMOID, assemble, equality
 import checkpoint
 import moe
 import train
-from config import PRESETS, Config
+from config import Config
 from corpus.shards import Synthetic
 from cost.parameters import flops_per_token
+from interface.presets import PRESETS
 from parallel import make_mesh
 from runtime import timing
 from runtime.launch import World

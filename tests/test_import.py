@@ -20,6 +20,7 @@ import config
 import convert
 import sample
 from corpus import config_json, hugging_face, tokenizer
+from interface.presets import PRESETS
 from interface.schema import load_json_of_others
 
 VOCAB = 50
@@ -443,7 +444,7 @@ def test_a_preset_is_the_model_of_the_published_config(name, hf, tmp_path):
     architecture = hf.AutoModelForCausalLM._model_mapping[made].__name__
     made.from_dict({"architectures": [architecture], **fields}).save_pretrained(tmp_path)
     _, published, vocab_size, _ = config_json.read_config(tmp_path / "config.json", "bf16")
-    preset = config.Config(**config.PRESETS[PRESET_OF[name]])
+    preset = config.Config(**PRESETS[PRESET_OF[name]])
     of_the_model = {*config.SHAPE, *config.flags_of_kind("meaning")} - {"vocab_size", "seq_len"}
     differ = {flag for flag in of_the_model if getattr(preset, flag) != getattr(published, flag)}
     assert not differ and preset.vocab_size == vocab_size

@@ -16,11 +16,12 @@ from test_moe import whole_layer
 import moe
 import train
 from attention import Attention, rope_cache, rotate
-from config import PRESETS, Config, head_width, pad_vocab
+from config import Config, head_width, pad_vocab
 from corpus.masked import Masked
 from corpus.shards import Synthetic
 from cost.parameters import count_parameters, flops_per_token
 from generate import Cache, generate
+from interface.presets import PRESETS
 from model import GPT, MLP, VECTOR_STARTS, init_weights
 from moe import MoE, plain_dispatcher
 from ops.activations import ACTIVATIONS, GATED

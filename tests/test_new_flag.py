@@ -22,6 +22,7 @@ from config import Config, flags_of_kind
 from corpus.masked import Masked
 from corpus.shards import Synthetic
 from cost.parameters import COSTS_NOTHING, COUNTED, count_parameters, local_parameters
+from interface.presets import GPT2
 from model import GPT
 from parallel import make_mesh
 from pipeline import rank_layers
@@ -60,8 +61,8 @@ def test_a_flag_that_does_not_say_what_it_is_is_named(field, words):
 OF_MODEL = list(dict.fromkeys(flags_of_kind("shape") + flags_of_kind("meaning")))
 BASES = {
     "llama": dict(n_head=8, n_kv_head=4),
-    "gpt2": dict(config.GPT2, n_head=8, n_kv_head=8),
-    "bert": dict(config.GPT2, objective="mlm", n_head=8, n_kv_head=8),
+    "gpt2": dict(GPT2, n_head=8, n_kv_head=8),
+    "bert": dict(GPT2, objective="mlm", n_head=8, n_kv_head=8),
     "mlm": dict(objective="mlm", n_head=8, n_kv_head=4),
     "window": dict(n_head=8, n_kv_head=4, window=9),
     "lora": dict(n_head=8, n_kv_head=4, lora=2),

@@ -19,8 +19,9 @@ from browser import browser
 from pool import ROOT
 
 import plan
-from config import PRESETS, Config, check
+from config import Config, check
 from cost.gpus import GPUS
+from interface.presets import PRESETS
 
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "bench" / "planner")]
 planner_page = importlib.import_module("planner_page")
