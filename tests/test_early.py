@@ -162,8 +162,8 @@ def test_train_py_calls_what_is_here(flags, tmp_path):
 # Kernels. Their keys are Triton's own; nothing is launched. conftest.py lets this process interpret kernels,
 # so another process compares the keys.
 
-CASES = [["dense-210m"], ["dense-210m", "--dtype=fp32"], ["dense-210m", "--global-batch=4"],
-         ["gpt2", "--vocab-size=300"], ["dense-210m", "--dtype=fp16"]]
+CASES = [["dense-210m"], ["dense-210m", "--split-masters"], ["dense-210m", "--dtype=fp32"],
+         ["dense-210m", "--global-batch=4"], ["gpt2", "--vocab-size=300"], ["dense-210m", "--dtype=fp16"]]
 
 
 def keys(launch):
@@ -229,15 +229,15 @@ def test_the_kernels_that_a_step_launches_are_compiled(monkeypatch):
 
 def test_a_process_compiles_them_into_the_cache(monkeypatch, tmp_path):
     pytest.importorskip("triton.backends.nvidia", reason="Triton has no wheel for this system")
-    cfg = replace(flags("dense-210m"), vocab_size=256)
-    kernels = [kernel for kernel in early.kernels_of(cfg) if kernel[0] in ("swiglu", "cross_entropy")]
+    cfg = replace(flags("dense-210m"), vocab_size=256, split_masters=True)
+    kernels = [kernel for kernel in early.kernels_of(cfg) if kernel[0] != "swiglu_backward"]
     code = ("import json, sys; from fast import ahead; ahead.capability_of_gpu = lambda: 90; "
             "ahead.compile_driver = lambda: None; ahead.compile_launcher = lambda _: None; ahead.main()")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     subprocess.run([sys.executable, "-c", code, json.dumps(kernels)], cwd=ROOT, check=True)
     compiled = {path.stem for path in tmp_path.glob("*/*.cubin")}
-    assert compiled == {"swiglu", "cross_entropy"}
+    assert compiled == {"swiglu", "cross_entropy", "adamw"}
 
 
 def test_the_process_ends_without_a_driver():

@@ -40,8 +40,9 @@ def small(steps=2):
         MOE_LAYOUTS=[(2, 4, dict(tp=2, ep=2, zero=1))], CP_LAYOUTS=[("capacity", 2, 4, dict(cp=2))])
     parts = mock.patch.multiple(
         gpu_matrix, STEPS=steps, SHARDED=(), SHAPE=dict(gpu_matrix.SHAPE, n_layer=2),
-        REPLICATED=(("capacity", dict(tp=2)), ("dropless", dict(zero=3))),
-        CAPTURED=(("llama", dict(zero=1)), ("dropless", dict(ep=2)), *gpu_matrix.CAPTURED[-2:]))
+        REPLICATED=(("capacity", dict(tp=2)), ("dropless", dict(zero=3, split_masters=True))),
+        CAPTURED=(("llama", dict(zero=1, split_masters=True)), ("dropless", dict(ep=2)),
+                  *gpu_matrix.CAPTURED[-2:]))
     few = {name: gpu_matrix.FAMILIES[name] for name in ("llama", "dropless", "capacity")}
     with tables, parts, mock.patch.object(gpu_matrix, "FAMILIES", few):
         yield
