@@ -2,11 +2,10 @@
 
     Outcome         how a run ends: its exit code
     flag, Config    the flags of train.py; the declaration of a flag says all about it
-    PRESETS         sets of values for them
     check           refuses values that no run can have
 
 interface/command_line.py reads a command line into a Config, which is never changed after that.
-interface/layout.py refuses values that do not fit the number of ranks.
+interface/presets.py has sets of values, interface/layout.py refuses what does not fit the number of ranks.
 """
 import dataclasses
 import enum

@@ -82,9 +82,12 @@ class AdamW:
             self.state[p] = {"step": count}
             for moment in self.moments:
                 self.state[p][moment] = torch.zeros(p.shape, dtype=p.dtype, device=device)
-        self.groups = {}  # weight decay: indices of the parameters that have it
+        # {(weight decay, an index or None): indices of parameters}. All with one weight decay are
+        # updated in one call. A SplitMaster has its own, so that one at a time is a whole tensor.
+        self.groups = {}
         for i, decay in enumerate(decays):
-            self.groups.setdefault(decay, []).append(i)
+            alone = i if isinstance(params[i], SplitMaster) else None
+            self.groups.setdefault((decay, alone), []).append(i)
 
     def of_group(self, group, key):
         """Return one entry of the state of each parameter in a group."""
@@ -103,7 +106,7 @@ class AdamW:
         m is exp_avg, v is exp_avg_sq. lr: float. divisor: () fp32. not_finite: () fp32; where it is
         1.0, nothing changes.
         """
-        for decay, group in self.groups.items():
+        for (decay, _), group in self.groups.items():
             params = [whole(self.params[i]) for i in group]
             group_grads = [grads[i].to(self.params[i].dtype) for i in group]
             step_counts = self.of_group(group, "step")
@@ -218,13 +221,15 @@ class Optimizer:
         """Set the masters after the model's weights were overwritten, equally on all replicas.
 
         If rounding a master gives its weight, the master is kept, with the low bits of the first
-        replica. Otherwise the master takes the weight's value. Collective.
+        replica. Otherwise the master takes the weight's value. A SplitMaster has the weight in any
+        case, and takes the first replica's low bits. Collective.
         """
         for master, bucket in zip(self.masters, self.data_parallel.buckets, strict=True):
-            if isinstance(master, SplitMaster):  # It rounds to its weight, whatever its bits are.
+            if isinstance(master, SplitMaster):
                 # The low bits of this rank's slice, first replica to all, over its replicas. They
                 # travel as bytes, because gloo and NCCL know no int16.
                 bucket.replicas.broadcast(master.low.view(torch.uint8))
+                master.low.masked_fill_(master.own == 0, 0)
                 continue
             if master.dtype != bucket.own.dtype:
                 # This rank's slice of the masters, first replica to all, over its replicas
@@ -240,7 +245,8 @@ class Optimizer:
         because the next forward needs them first.
         """
         for bucket in reversed(buckets or self.data_parallel.buckets):
-            bucket.own.copy_(whole(bucket.master))  # in fp32 nothing: both are the same memory
+            if not isinstance(bucket.master, SplitMaster):  # That one has rounded into own already.
+                bucket.own.copy_(bucket.master)  # in fp32 nothing: both are the same memory
             self.data_parallel.on_updated(bucket)  # under ZeRO-1 and 2 it starts the all-gather
 
     # -------------------------------------------------------------------------

@@ -54,9 +54,9 @@ SHORT = 0.2 / 1024  # the same per token of short sequences: 200 TFLOP/s at 1024
 # with heads of 64 (bench/windows.py). Less is taken for all heads, and no growth beyond.
 LONG_SEQUENCES = 2048, 8192  # tokens between which the rate grows
 GROWTH = 0.16  # exponent: the rate at 8192 tokens is 1.25 times that at 2048
-# With cp a segment of queries meets the keys of all segments before it. cuDNN does not take that mask. The
-# flash kernel had 170 to 190 TFLOP/s at 2048 tokens without cp, and at segments of 4096 tokens. There and at
-# segments of 16384 the rate was fitted to the two rows with --cp of bench/README.md.
+# With cp a segment of queries meets the keys of all segments before it. cuDNN does not take that mask.
+# SEGMENT and its growth were fitted to the two rows with --cp of bench/README.md, segments of 4096 and 16384
+# tokens. At 2048 tokens without cp the flash kernel alone had about the same rate, 170 to 190 TFLOP/s.
 SEGMENT = 0.18  # of peak
 SEGMENTS = 4096, 16384  # tokens of a segment, between which the rate grows
 SEGMENT_GROWTH = 0.25  # exponent: the rate at 16384 tokens is 1.41 times that at 4096

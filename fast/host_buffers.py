@@ -3,7 +3,7 @@ import torch
 
 from config import ceil_div
 from ops.accelerator import stream_module
-from ops.split_master import whole
+from ops.split_master import SplitMaster
 
 
 def start_copy(tensor):
@@ -48,21 +48,26 @@ class HostBuffers:
             return copies, self.stream.record_event()
 
     def copies(self, pieces, non_blocking):
-        """Return the pieces with host copies of their tensors."""
+        """Return the pieces with host copies of their tensors. A SplitMaster stays one."""
+        def host_copy(key, tensor):
+            return self.buffer(key, tensor).copy_(tensor, non_blocking=non_blocking)
+
         copies = []
         for i, (name, tensor, *place) in enumerate(pieces):
-            tensor = whole(tensor)
-            copy = self.buffer(i, tensor).copy_(tensor, non_blocking=non_blocking)
+            if isinstance(tensor, SplitMaster):
+                copy = SplitMaster(host_copy((i, "own"), tensor.own), host_copy((i, "low"), tensor.low))
+            else:
+                copy = host_copy(i, tensor)
             copies.append((name, copy, *place))
         return copies
 
-    def buffer(self, i, tensor):
-        """Return the host tensor for piece number i, of the tensor's shape and dtype."""
-        buffer = self.buffers.get(i)
+    def buffer(self, key, tensor):
+        """Return the host tensor of a key, for a piece or a part of it, of the tensor's shape and dtype."""
+        buffer = self.buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             memory = self.allocate(tensor.numel() * tensor.element_size())
             buffer = memory.view(tensor.dtype).view(tensor.shape)
-            self.buffers[i] = buffer
+            self.buffers[key] = buffer
         return buffer
 
     def allocate(self, n):

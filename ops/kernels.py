@@ -436,6 +436,7 @@ def adamw(w_ptr, grad_ptr, m_ptr, v_ptr, out_ptr, scalars_ptr, keep, gain1, gain
         if SPLIT:
             bits = w.to(tl.int32, bitcast=True)
             upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # the nearest, the even one at equal distance
+            upper = tl.where(w == w, upper, 0x7FC0)  # nan stays nan
             low = tl.minimum(tl.maximum(bits - (upper << 16), -0x7FFF), 0x7FFF)
             tl.store(out_ptr + at, upper.to(tl.int16), mask=inside)
             tl.store(w_ptr + at, low.to(tl.int16), mask=inside)

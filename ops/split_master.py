@@ -2,6 +2,7 @@
 
     SplitMaster   the masters of a slice: own (n,) bf16 are the weights, low (n,) int16 the bits besides
     whole         a tensor as it is; of a SplitMaster the tensor that it stands for
+    on_host       the same in the memory of the host
     put_back      writes values into a SplitMaster
 
 The bits of a bf16 number are the upper half of an fp32 number's. So own, followed by 16 zero bits, is near
@@ -14,7 +15,8 @@ its master. The difference of the two, as 32-bit integers, is low, between -32,7
 So --split-masters saves 2 of the 4 bytes of a master, because the model has own anyway. At equal distance
 low would be 32,768 or -32,768, and own would not tell which of its neighbours the master is near. There low
 is cut to 32,767 or -32,767, which moves the master, one of 65,536, by one unit in the last of its 24 binary
-digits. So a SplitMaster rounds to own, and to read it and write it again changes nothing.
+digits. So a SplitMaster rounds to own, and to read it and write it again changes nothing. Beside an own of
+zero low is not negative: one less than the bits of zero are the bits of a NaN.
 
 The idea has two names: split weights (Split-SGD-BF16 of arXiv:2005.04680), and the remainders of parameters
 (FusedAdam of Apex and of Transformer Engine).
@@ -26,14 +28,18 @@ LARGEST = 2**15 - 1
 
 def joined(own, low):
     """Return the masters (n,) fp32 of own (n,) bf16 and low (n,) int16."""
-    upper = own.view(torch.int16).to(torch.int32) << 16
-    return (upper + low).view(torch.float32)
+    bits = own.view(torch.int16).to(torch.int32)
+    bits <<= 16
+    bits += low
+    return bits.view(torch.float32)
 
 
 def low_bits(master, own):
     """Return low (n,) int16 of master (n,) fp32 and own (n,) bf16, which is master rounded."""
-    upper = own.view(torch.int16).to(torch.int32) << 16
-    return (master.view(torch.int32) - upper).clamp(-LARGEST, LARGEST).to(torch.int16)
+    bits = own.view(torch.int16).to(torch.int32)
+    bits <<= 16
+    torch.sub(master.view(torch.int32), bits, out=bits)
+    return bits.clamp_(-LARGEST, LARGEST).to(torch.int16)
 
 
 class SplitMaster:
@@ -70,7 +76,8 @@ class SplitMaster:
         return SplitMaster(self.own.view(shape), self.low.view(shape))
 
     def aminmax(self):
-        return whole(self).aminmax()
+        """Return the least and the largest weight: nan or infinite where a master is."""
+        return self.own.aminmax()
 
     def copy_(self, values):
         """Take the values (n,), and round them into the weights."""
@@ -83,6 +90,13 @@ def whole(tensor):
     """Return a tensor itself, and the fp32 tensor that a SplitMaster stands for as a new one."""
     if isinstance(tensor, SplitMaster):
         return joined(tensor.own, tensor.low)
+    return tensor
+
+
+def on_host(tensor):
+    """Return a tensor itself, and a SplitMaster as a whole tensor in the memory of the host."""
+    if isinstance(tensor, SplitMaster):
+        return joined(tensor.own.cpu(), tensor.low.cpu())
     return tensor
 
 

@@ -28,7 +28,7 @@ from interface.command_line import one_line
 from interface.tensor_file import write_safetensors
 from ops.checksum import checksum
 from ops.flat import own_pieces
-from ops.split_master import whole
+from ops.split_master import on_host
 from runtime import base_weights, other_data
 from runtime.launch import exit_together
 from runtime.launcher import job_start
@@ -133,7 +133,7 @@ def dump_grads(path, world, data_parallel, opt, vocab_size):
     """
     grads = [opt.unscale(grad.to(master.dtype)) for master, grad in zip(opt.masters, opt.grads, strict=True)]
     pieces = own_pieces(data_parallel, opt, {"": opt.masters, "grad/": grads})
-    pieces = [(name, whole(piece), *place) for name, piece, *place in pieces]
+    pieces = [(name, on_host(piece), *place) for name, piece, *place in pieces]
     path = Path(path)
     parts = path.with_name(f"{path.name}.{run_id(world.tree)}.parts")
     tmp = parts / "step_000001.tmp"

@@ -19,6 +19,7 @@ from fast.host_buffers import HostBuffers
 from interface.files import warn
 from interface.tree import Tree
 from ops.checksum import refuse_not_finite
+from ops.split_master import on_host
 from parallel import Axis
 
 MAX_FAILURES = 3  # failed saves in a row that end the run
@@ -115,8 +116,9 @@ class Job:
         try:
             if self.copied is not None:
                 self.copied.synchronize()
-            refuse_not_finite(self.copies)
-            checkpoint.write_part(self.tmp, writers.rank, self.copies)
+            pieces = [(name, on_host(piece), *place) for name, piece, *place in self.copies]
+            refuse_not_finite(pieces)
+            checkpoint.write_part(self.tmp, writers.rank, pieces)
             self.part_done.set()
             if writers.rank == 0:
                 checkpoint.commit(self.tmp, self.step, self.meta, writers, lambda: self.stop)

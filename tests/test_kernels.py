@@ -347,25 +347,38 @@ def test_adamw_leaves_what_stands_behind_the_end(kernels):
         assert tensor[n] == 1 and (tensor[:n] != 1).all()
 
 
-def test_adamw_splits_masters_as_its_twin_does(kernels):
-    """With a learning rate of 0 only the split is left. It equals torch's to the bit, ties included."""
+def split_update(kernels, masters, wanted):
+    """Return the SplitMaster after an update that moves masters (n,) to wanted (n,), and torch's."""
     from ops.split_master import SplitMaster, whole
+    n = len(masters)
+    split = SplitMaster.of(masters.to(torch.bfloat16), masters)
+    m = whole(split) - wanted  # is subtracted as it is: eps is 1 and the second moment 0
+    zeros = torch.zeros(2, n, device=DEVICE)
+    scalars = torch.tensor([1.0, 1.0, 1.0, 0.0], device=DEVICE)
+    kernels.adamw[(-(-n // 128),)](
+        split.low, zeros[0], m, zeros[1], split.own.view(torch.int16), scalars, 1.0, 0.0, 0.0, 1.0, n,
+        OUT=True, SPLIT=True, BLOCK=128, num_warps=4)
+    return split, SplitMaster.of(wanted.to(torch.bfloat16), wanted)
+
+
+def test_adamw_splits_masters_as_its_twin_does(kernels):
+    """To the bit, also at equal distance from two weights."""
     generator = torch.Generator().manual_seed(1)
     bits = torch.randint(-2**31, 2**31 - 1, (4000,), generator=generator).to(torch.int32)
     bits[::7] = bits[::7] & -0x10000 | 0x8000  # at equal distance
-    masters = bits.view(torch.float32)
-    masters = masters[masters.abs() < 1e38].to(DEVICE)
-    n = len(masters)
-    zeros = torch.zeros(3, n, device=DEVICE)
-    split = SplitMaster.of(masters.to(torch.bfloat16), masters)
-    expected = whole(split)
-    scalars = torch.tensor([0.0, 1.0, 1.0, 0.0], device=DEVICE)
-    kernels.adamw[(-(-n // 128),)](
-        split.low, zeros[0], zeros[1], zeros[2], split.own.view(torch.int16), scalars, 1.0, 0.1, 0.05, 1e-8,
-        n, OUT=True, SPLIT=True, BLOCK=128, num_warps=4)
-    assert n > 3000 and (split.low.abs() == 2**15 - 1).sum() > 300
-    assert torch.equal(whole(split).view(torch.int32), expected.view(torch.int32))
-    assert torch.equal(split.own, expected.to(torch.bfloat16))
+    wanted = bits.view(torch.float32)
+    wanted = wanted[(wanted.abs() < 1e38) & (wanted.abs() > 1e-30)].to(DEVICE)
+    found, expected = split_update(kernels, wanted, wanted)
+    assert (expected.low.abs() == 2**15 - 1).sum() > 300
+    assert torch.equal(found.own, expected.own) and torch.equal(found.low, expected.low)
+
+
+def test_adamw_keeps_nan_beside_split_masters(kernels):
+    """A weight of zero in its place would hide that the run is lost."""
+    from ops.split_master import whole
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001], dtype=torch.int32, device=DEVICE)
+    found, _ = split_update(kernels, torch.ones(4, device=DEVICE), bits.view(torch.float32))
+    assert found.own.isnan().all() and whole(found).isnan().all()
 
 
 @pytest.mark.parametrize("dtype, split", [("bf16", False), ("bf16", True), ("fp32", False)])

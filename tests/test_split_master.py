@@ -211,6 +211,24 @@ def test_memory_is_as_planned(flags):
     assert 0 < n_split <= len(opt.masters) and (n_split < len(opt.masters)) == (cfg.optimizer == "muon")
 
 
+def masters_of(world, flags):
+    """Return whether all masters of this rank are split, their bytes with the moments', and those planned."""
+    cfg = parse(["tiny", "--data=synthetic", "--vocab-size=200", *SPLIT, *flags])
+    mesh = make_mesh(world)
+    _, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    used = sum(master.low.numel() * 2 for master in opt.masters if isinstance(master, SplitMaster))
+    for slices in opt.moments().values():
+        used += sum(piece.numel() * 4 for piece in slices)
+    planned = state_bytes(cfg, mesh, cfg.vocab_size, Choice(False, False, False, False))
+    return all(isinstance(master, SplitMaster) for master in opt.masters), used, planned["optimizer"]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_all_masters_are_split_under_every_zero(zero):
+    for all_split, used, planned in run_ranks(2, masters_of, [f"--zero={zero}"]):
+        assert all_split and used == pytest.approx(planned, rel=0.01), "padding is not planned"
+
+
 # -----------------------------------------------------------------------------
 # Replicas, and a fault
 
@@ -232,3 +250,14 @@ def masters_after_different_draws(world):
 def test_replicas_start_with_equal_low_bits(faults, is_equal):
     one, two = run_ranks(2, with_faults, faults, masters_after_different_draws)
     assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True)) == is_equal
+
+
+def test_a_weight_of_zero_is_no_nan():
+    """Where a broadcast wrote zero beside negative low bits."""
+    cfg = Config(**dict(MOE, dtype="bf16", split_masters=True))
+    _, _, opt = train.build(cfg, make_mesh(World()), cfg.vocab_size, torch.device("cpu"))
+    for master in opt.masters:
+        master.own.zero_()
+        master.low.fill_(-5)
+    opt.masters_from_model()
+    assert all((whole(master) == 0).all() for master in opt.masters)
