@@ -66,9 +66,6 @@ class SplitMaster:
     def numel(self):
         return self.low.numel()
 
-    def __len__(self):
-        return len(self.low)
-
     def __getitem__(self, where):
         return SplitMaster(self.own[where], self.low[where])
 

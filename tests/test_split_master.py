@@ -70,7 +70,7 @@ def test_a_part_shares_memory_with_the_whole():
     part = split[2:8].view((2, 3))
     part[1].copy_(torch.tensor([1.000001, -2.000001, 3e-9], dtype=torch.float64))
     expected = torch.tensor([0, 0, 0, 0, 0, 1.000001, -2.000001, 3e-9, 0, 0, 0, 0])
-    assert part.shape == (2, 3) and part.numel() == 6 and len(part) == 2
+    assert part.shape == (2, 3) and part.numel() == 6 and [row.numel() for row in part] == [3, 3]
     assert torch.equal(whole(split), expected) and torch.equal(split.own, expected.to(torch.bfloat16))
 
 
@@ -90,6 +90,8 @@ LAYOUTS = {  # name: (ranks, flags)
     "cp 2": (2, ["--cp=2"]),
     "ep 2, zero 1": (2, ["--n-experts=4", "--ep=2", "--zero=1"]),
     "lora": (1, ["--lora=4"]),
+    "upcycled, ep 2, zero 3": (2, ["--n-experts=4", "--ep=2", "--zero=3"]),
+    "new symbols, zero 1": (2, ["--vocab-size=150", "--zero=1"]),
     "muon": (1, ["--optimizer=muon"]),
     "muon, zero 1": (2, ["--optimizer=muon", "--zero=1"])}
 
@@ -112,7 +114,7 @@ def test_a_run_is_that_of_whole_masters(name, tmp_path, request):
     """After three steps: all but a few of a thousand masters are equal, and those are a few units apart."""
     n, flags = LAYOUTS[name]
     flags = [*flags, "--steps=3", "--save-every=3"]
-    if name == "lora":
+    if name.partition(",")[0] in ("lora", "upcycled", "new symbols"):
         flags.append(f"--init-from={request.getfixturevalue('base_run')}")
     go(n, tmp_path / "whole", *BF16, *flags)
     go(n, tmp_path / "split", *SPLIT, *flags)
