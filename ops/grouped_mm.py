@@ -4,15 +4,17 @@ Rows stand by expert, and ends (e,) says where each expert's rows end (torch's g
 With a capacity every expert has the same number of rows: then x is (e, rows, I), ends is None, and bmm
 multiplies.
 
-Three ways give the same product: torch's grouped_mm where it is one kernel (bf16 on Hopper and Blackwell),
-the Triton kernels of ops/product_kernels.py on every other GPU and dtype, and a loop over the experts, the
-reference. Only the loop asks the host how many rows each expert has.
+Four ways give the same product: the Triton kernels of ops/tma_kernels.py in bf16 on Hopper, torch's
+grouped_mm in bf16 on Blackwell, the Triton kernels of ops/product_kernels.py on every other GPU and dtype,
+and a loop over the experts, the reference. Only the loop asks the host how many rows each expert has.
 """
 import functools
+import importlib.util
 
 import torch
 import torch.nn.functional as F
 
+from config import ceil_div
 from ops import backend
 from ops.activations import silu_mul, silu_mul_backward
 
@@ -27,6 +29,12 @@ TILES = {
     ("hip", 2): ((128, 128, 32, 8, 2), (128, 128, 32, 8, 2)),
 }
 PROGRAMS_PER_SM = 2  # at least what runs at once, so that no program waits for the slowest one
+
+# Tiles of ops/tma_kernels.py: a wide one for the product, and one for the weights' gradient and for products
+# that wide tiles do not fit. (ROWS, COLUMNS, DEPTH, warps, stages), and programs per multiprocessor.
+WIDE_TILE = ((128, 256, 64, 8, 3), 1)
+SQUARE_TILE = ((128, 128, 64, 8, 3), 2)
+TMA_WGRAD_ROWS = 4096  # of an expert in the mean, from which on that gradient is faster than torch's
 
 
 @functools.cache
@@ -46,6 +54,22 @@ def use_torch(x, w):
     if x.dtype != torch.bfloat16 or not has_grouped_mm(x.device):
         return False
     return all(width % 8 == 0 for width in w.shape[1:])
+
+
+@functools.cache
+def has_tma(device):
+    """Whether Triton loads tiles through descriptors on this GPU in one instruction: Hopper.
+
+    Blackwell has that, too, but was not measured.
+    """
+    if not has_grouped_mm(device) or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
+
+
+def use_tma(x, w):
+    """Whether ops/tma_kernels.py multiplies x by w (e, O, I). Its rows must begin where torch's must, too."""
+    return use_torch(x, w) and has_tma(x.device)
 
 
 def use_grouped_mm(x, w):
@@ -82,29 +106,71 @@ def grouped_mm_loop(x, w, ends):
 
 
 # -----------------------------------------------------------------------------
-# One kernel each, of torch or of ops/product_kernels.py
+# One kernel each, of torch or of ops/
 
-def experts_mm(x, w, ends):
+def experts_mm(x, w, ends, plus=None, out=None):
     """Multiply each expert's rows by its matrix: x (R, I), w (e, I, O), ends (e,) int32 -> (R, O)
 
-    w may have any strides. With a capacity ends is None: x (e, rows, I) -> (e, rows, O).
+    plus: None, or another such pair x, w, whose product is added. w is contiguous, or the transpose of a
+    contiguous one. out: None, or a tensor (at least R, O) that receives the rows that experts have; its other
+    rows stay as they are. With a capacity ends is None: x (e, rows, I) -> (e, rows, O), without out.
     """
     if ends is None:
-        return torch.bmm(x, w)
-    if use_torch(x, w):
-        return F.grouped_mm(x, w, offs=ends)
+        y = torch.bmm(x, w)
+        return y if plus is None else y.baddbmm_(*plus)
+    if use_torch(x, w) and not use_tma(x, w):
+        y = F.grouped_mm(x, w, offs=ends)
+        if plus is not None:
+            y += F.grouped_mm(*plus, offs=ends)
+        return y if out is None else copy_rows(y, out, ends[-1])
 
+    y = x.new_empty(x.size(0), w.size(2)) if out is None else out[:x.size(0)]
+    pairs = [(x, w)] if plus is None else [(x, w), plus]
+    multiply = multiply_by_tma if use_tma(x, w) else multiply_by_pointers
+    multiply([(rows.contiguous(), matrices) for rows, matrices in pairs], ends, y)
+    return y
+
+
+# A kernel gets one pair in the place of a second one that is missing, and does not read it.
+
+def multiply_by_pointers(pairs, ends, y):
+    """Write the product of one pair of x (R, I) and w (e, I, O), or the sum of two, into y (R, O)."""
     from ops import product_kernels
+    x, w = pairs[0]
+    e, I, O = w.shape
     tile, _ = tiles(x.device, x.element_size())
     rows, columns, depth, warps, stages = tile
-    e, I, O = w.shape
-    programs = n_programs(x.device)
-    y = x.new_empty(x.size(0), O)
+    programs = PROGRAMS_PER_SM * multiprocessors(x.device)
     product_kernels.grouped_mm[(programs,)](
-        x.contiguous(), w, ends, y, I, O, *w.stride(), programs, E=e, WIDE=next_power_of_2(e),
-        EVEN=I % depth == 0, PRECISION=precision(x), ROWS=rows, COLUMNS=columns, DEPTH=depth,
-        num_warps=warps, num_stages=stages)
-    return y
+        x, w, *pairs[-1], ends, y, I, O, *w.stride(), programs, E=e, WIDE=next_power_of_2(e),
+        TWO=len(pairs) == 2, EVEN=I % depth == 0, PRECISION=precision(x), ROWS=rows, COLUMNS=columns,
+        DEPTH=depth, num_warps=warps, num_stages=stages)
+
+
+def multiply_by_tma(pairs, ends, y):
+    """multiply_by_pointers through descriptors."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from ops import tma_kernels
+    e, I, O = pairs[0][1].shape
+    by_column = pairs[0][1].stride(1) == 1
+    tile, per_multiprocessor = tile_of_width(O)
+    rows, columns, depth, warps, stages = tile
+    w_tile = [1, columns, depth] if by_column else [1, depth, columns]
+    factors = []
+    for x, w in (pairs[0], pairs[-1]):
+        factors.append(TensorDescriptor.from_tensor(x, [rows, depth]))
+        factors.append(TensorDescriptor.from_tensor(w.mT if by_column else w, w_tile))
+    programs = per_multiprocessor * multiprocessors(y.device)
+    tma_kernels.grouped_mm[(programs,)](
+        *factors, ends, y, I, O, programs, E=e, WIDE=next_power_of_2(e), TWO=len(pairs) == 2,
+        BY_COLUMN=by_column, ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=warps, num_stages=stages)
+
+
+def tile_of_width(O):
+    """Return the entry of a product with O columns: wide tiles, unless over a tenth of them is outside."""
+    columns = WIDE_TILE[0][1]
+    return WIDE_TILE if ceil_div(O, columns) * columns <= 1.1 * O else SQUARE_TILE
 
 
 def experts_wgrad(grad, x, ends):
@@ -117,17 +183,34 @@ def experts_wgrad(grad, x, ends):
     e = ends.numel()
     O = grad.size(1)
     I = x.size(1)
-    if use_torch(x, grad.new_empty(0, O, I)):
+    like = grad.new_empty(0, O, I)
+    by_tma = use_tma(x, like) and x.size(0) >= TMA_WGRAD_ROWS * e
+    if use_torch(x, like) and not by_tma:
         return F.grouped_mm(grad.t(), x, offs=ends)
+
+    grad_w = x.new_empty(e, O, I)
+    grad = grad.contiguous()
+    x = x.contiguous()
+    if by_tma:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        from ops import tma_kernels
+        tile, per_multiprocessor = SQUARE_TILE
+        rows, columns, depth, warps, stages = tile
+        programs = per_multiprocessor * multiprocessors(x.device)
+        tma_kernels.grouped_wgrad[(programs,)](
+            TensorDescriptor.from_tensor(grad, [depth, rows]),
+            TensorDescriptor.from_tensor(x, [depth, columns]), ends, grad_w, O, I, programs, E=e, ROWS=rows,
+            COLUMNS=columns, DEPTH=depth, num_warps=warps, num_stages=stages)
+        return grad_w
 
     from ops import product_kernels
     _, tile = tiles(x.device, x.element_size())
     rows, columns, depth, warps, stages = tile
-    programs = n_programs(x.device)
-    grad_w = x.new_empty(e, O, I)
+    programs = PROGRAMS_PER_SM * multiprocessors(x.device)
     product_kernels.grouped_wgrad[(programs,)](
-        grad.contiguous(), x.contiguous(), ends, grad_w, O, I, programs, E=e, PRECISION=precision(x),
-        ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=warps, num_stages=stages)
+        grad, x, ends, grad_w, O, I, programs, E=e, PRECISION=precision(x), ROWS=rows, COLUMNS=columns,
+        DEPTH=depth, num_warps=warps, num_stages=stages)
     return grad_w
 
 
@@ -141,14 +224,13 @@ def tiles(device, size):
 
 
 @functools.cache
-def n_programs(device):
-    """Return how many programs of a persistent kernel are started."""
+def multiprocessors(device):
+    """Return how many multiprocessors a GPU has. A persistent kernel starts programs for each of them."""
     if device.type == "cpu":
-        return 3  # Triton's interpreter
+        return 2  # Triton's interpreter
     gpu = torch.get_device_module(device).get_device_properties(device)
     # Intel's GPUs have subslices instead of multiprocessors.
-    processors = getattr(gpu, "multi_processor_count", 0) or gpu.gpu_subslice_count
-    return PROGRAMS_PER_SM * processors
+    return getattr(gpu, "multi_processor_count", 0) or gpu.gpu_subslice_count
 
 
 def precision(x):
@@ -203,10 +285,7 @@ class SwiGLUExperts(torch.autograd.Function):
         n_valid = last_end(ends)
         h = silu_mul(gate.flatten(0, -2), up.flatten(0, -2), n_valid).view_as(gate)
         ctx.save_for_backward(x, gate, up, w1, w3, w2)
-        y = experts_mm(h, w2.transpose(1, 2), ends)  # (R, C)
-        if out is None:
-            return y
-        return add_rows(y, None, out, n_valid)
+        return experts_mm(h, w2.transpose(1, 2), ends, out=out)  # (R, C)
 
     @staticmethod
     def backward(ctx, grad_y):
@@ -223,12 +302,7 @@ class SwiGLUExperts(torch.autograd.Function):
         grad_up = grad_up.view_as(up)
         grad_w2 = experts_wgrad(grad_y, h, ends)
 
-        grad_x = experts_mm(grad_gate, w1, ends)
-        grad_x_of_up = experts_mm(grad_up, w3, ends)
-        if ctx.out is None:
-            grad_x = grad_x.add_(grad_x_of_up)
-        else:
-            grad_x = add_rows(grad_x, grad_x_of_up, ctx.out, n_valid)
+        grad_x = experts_mm(grad_gate, w1, ends, (grad_up, w3), ctx.out)
         grad_w1 = experts_wgrad(grad_gate, x, ends)
         grad_w3 = experts_wgrad(grad_up, x, ends)
         return grad_x, grad_w1, grad_w3, grad_w2, None, None
@@ -239,19 +313,14 @@ def last_end(ends):
     return None if ends is None else ends[-1]
 
 
-def add_rows(a, b, out, n_valid):
-    """Write a (R, C), plus b where it is not None, into the first n_valid rows of out, and return out[:R].
+def copy_rows(x, out, n_valid):
+    """Write x (R, C) into the first n_valid rows of out, and return out[:R].
 
     n_valid () int32. The other rows of out stay as they were.
     """
-    if backend.use_triton(a):
+    if backend.use_triton(x):
         from ops import kernels
-        both = b is not None
-        # Without b the kernel gets `a` in its place, and does not read it.
-        kernels.add_rows[(a.size(0),)](a, b if both else a, out, n_valid, a.size(1), BOTH=both, BLOCK=512,
-                                       num_warps=2)
-    elif b is None:
-        out[:n_valid] = a[:n_valid]
+        kernels.copy_rows[(x.size(0),)](x, out, n_valid, x.size(1), BLOCK=512, num_warps=2)
     else:
-        out[:n_valid] = a[:n_valid] + b[:n_valid]
-    return out[:a.size(0)]
+        out[:n_valid] = x[:n_valid]
+    return out[:x.size(0)]

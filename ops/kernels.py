@@ -239,11 +239,11 @@ def permute(x_ptr, index_ptr, out_ptr, limit, width, K: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def unpermute(y_ptr, more_ptr, p_ptr, slot_ptr, out_ptr, limit, width, K: tl.constexpr, GATED: tl.constexpr,
-              TWO: tl.constexpr, BLOCK: tl.constexpr):
+def unpermute(y_ptr, p_ptr, slot_ptr, out_ptr, limit, width, K: tl.constexpr, GATED: tl.constexpr,
+              BLOCK: tl.constexpr):
     """Row r of out (n, width) is the sum of its K copies y[slot[r, k]], each times p[r, k] if GATED.
 
-    A slot of `limit` or more holds nothing. TWO: a copy is the sum of y[slot] and more[slot].
+    A slot of `limit` or more holds nothing.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -254,8 +254,6 @@ def unpermute(y_ptr, more_ptr, p_ptr, slot_ptr, out_ptr, limit, width, K: tl.con
             slot = tl.load(slot_ptr + row * K + k)
             held = inside & (slot + 0 * at < limit)
             y = tl.load(y_ptr + slot * width + start + at, mask=held, other=0.0).to(tl.float32)
-            if TWO:
-                y += tl.load(more_ptr + slot * width + start + at, mask=held, other=0.0).to(tl.float32)
             gate = tl.load(p_ptr + row * K + k).to(tl.float32) if GATED else 1.0
             total += gate * y
         tl.store(out_ptr + row * width + start + at, total.to(out_ptr.dtype.element_ty), mask=inside)
@@ -374,16 +372,14 @@ def divide_by_norms(x_ptr, squares_ptr, out_ptr, n, parts, distance, out_distanc
 
 
 @triton.jit
-def add_rows(a_ptr, b_ptr, out_ptr, valid_ptr, width, BOTH: tl.constexpr, BLOCK: tl.constexpr):
-    """out (R, width) = a, plus b if BOTH, in the first *valid_ptr rows."""
+def copy_rows(x_ptr, out_ptr, valid_ptr, width, BLOCK: tl.constexpr):
+    """out (R, width) = x in the first *valid_ptr rows."""
     row = tl.program_id(0).to(tl.int64)
     end = tl.where(row < tl.load(valid_ptr), width, 0)
     for start in range(0, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        x = tl.load(a_ptr + row * width + at, mask=at < width, other=0.0).to(tl.float32)
-        if BOTH:
-            x += tl.load(b_ptr + row * width + at, mask=at < width, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row * width + at, x.to(out_ptr.dtype.element_ty), mask=at < width)
+        x = tl.load(x_ptr + row * width + at, mask=at < width)
+        tl.store(out_ptr + row * width + at, x, mask=at < width)
 
 
 @triton.jit

@@ -237,15 +237,12 @@ def permute(x, perm, K, padded):
     return out
 
 
-def unpermute(y, inv_perm, K, padded, gates=None, more=None):
+def unpermute(y, inv_perm, K, padded, gates=None):
     """Return the sum of each row's K copies, each times its gate: y (slots, C) -> (n, C).
 
     inv_perm (n*K,) int64, gates (n, K). If padded, a copy whose inv_perm is `slots` adds nothing.
-    more (slots, C): what is added to y, or None.
     """
     if not backend.use_triton(y) or not y.numel():
-        if more is not None:
-            y = y + more
         copies = rows_or_zeros(y, inv_perm, padded).unflatten(0, (-1, K))  # (n, K, C)
         if gates is not None:
             copies = copies * gates.unsqueeze(2)
@@ -257,9 +254,8 @@ def unpermute(y, inv_perm, K, padded, gates=None, more=None):
     out = y.new_empty(n, C)
     # In the place of a missing tensor the kernel gets y, and does not read it.
     factors = y if gates is None else gates.contiguous()
-    addend = y if more is None else more.contiguous()
-    kernels.unpermute[(n,)](y.contiguous(), addend, factors, inv_perm, out, slots, C, K=K,
-                            GATED=gates is not None, TWO=more is not None, BLOCK=512, num_warps=2)
+    kernels.unpermute[(n,)](y.contiguous(), factors, inv_perm, out, slots, C, K=K,
+                            GATED=gates is not None, BLOCK=512, num_warps=2)
     return out
 
 

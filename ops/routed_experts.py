@@ -41,9 +41,8 @@ class RoutedSwiGLU(torch.autograd.Function):
         grad_gate, grad_up, grad_gates = weighted_silu_mul_backward(h, gate, up, gates.view(-1), perm)
         grad_w2 = experts_wgrad(grad_y, h, ends)
 
-        of_gate = experts_mm(grad_gate, w1, ends)
-        of_up = experts_mm(grad_up, w3, ends)
-        grad_x = unpermute(of_gate, inv_perm, K, False, more=of_up)
+        grad_rows = experts_mm(grad_gate, w1, ends, (grad_up, w3))
+        grad_x = unpermute(grad_rows, inv_perm, K, False)
         grad_w1 = experts_wgrad(grad_gate, rows, ends)
         grad_w3 = experts_wgrad(grad_up, rows, ends)
         return grad_x, grad_gates.view_as(gates), grad_w1, grad_w3, grad_w2, None, None, None

@@ -261,6 +261,8 @@ def test_the_kernel_writes_the_bits_of_the_twin(form, heights, width, interprete
 
 def test_a_layer_with_kernel_is_the_layer_without(interpreter, monkeypatch):
     """Every call of quantise() and of the product as on a GPU, but for the product itself."""
+    if interpreter == "cuda":
+        pytest.skip("a GPU multiplies fp8 numbers itself, and rounds the products otherwise")
     calls = []
 
     def product(a, b, a_scale, b_scale, bias, out_dtype, use_fast_accum):
