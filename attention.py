@@ -125,10 +125,11 @@ def window_mask(n_queries, n_keys, window, device):
     return (keys <= queries) & (keys > queries - window)
 
 
-def attend(q, k, v, cfg, window=0, places=None, *, flex=None, **options):
+def attend(q, k, v, cfg, window=0, places=None, *, flex=None, flash=None, **options):
     """Attention of queries (B, h, queries, D) to the keys (B, g, keys, D) that they see.
 
-    flex: a fast.flex.FlexAttention, which gives the same result in the place of a mask, or None.
+    Two faster functions give the same result: flex, a fast.flex.FlexAttention, in the place of a
+    mask, and flash, a fast.flash.FlashAttention, where there is none. Either can be None.
     """
     if window:  # the first query sees the keys before it that fit into its window, and none earlier
         reach = q.size(2) + window - 1
@@ -138,6 +139,8 @@ def attend(q, k, v, cfg, window=0, places=None, *, flex=None, **options):
     if flex is not None and hides_early_keys:
         return flex(q, k, v, window, places, options["enable_gqa"])
     mask, is_causal = visible_keys(cfg, q, k, window, places)
+    if flash is not None and mask is None:
+        return flash(q, k, v, is_causal)
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **options)
 
 
@@ -176,15 +179,16 @@ class Attention(nn.Module):
     """Self-attention, causal except in a masked language model. Its heads are split over tp.
 
     Where tp exceeds the number of key/value heads, wk and wv are replicated, and each rank uses the
-    one key/value head that its query heads share. layer: the block's number, counted from 0. flex:
-    see attend().
+    one key/value head that its query heads share. layer: the block's number, counted from 0. flex,
+    flash: see attend().
     """
 
-    def __init__(self, cfg, mesh, layer=0, flex=None):
+    def __init__(self, cfg, mesh, layer=0, flex=None, flash=None):
         super().__init__()
         self.cfg = cfg
         self.mesh = mesh
         self.flex = flex
+        self.flash = flash
         self.rotates = cfg.pos == "rope" and not is_nth(layer, cfg.no_rope_every)
         self.window = 0 if is_nth(layer, cfg.full_every) else cfg.window
 
@@ -253,6 +257,7 @@ class Attention(nn.Module):
                    "dropout_p": self.cfg.dropout if self.training else 0.0}
         if cache is None:
             options["flex"] = self.flex
+            options["flash"] = self.flash
         if cache is None and self.mesh.cp.size > 1:
             return attend_segments(q, k, v, self.cfg, self.mesh.cp, **options)
         return attend(q, k, v, self.cfg, **options)

@@ -82,13 +82,14 @@ KEPT = [getattr(torch.ops.aten, name).default for name in KEPT_NAMES]
 class Block(nn.Module):
     """Attention, then the MLP or the experts, each added to the residual stream."""
 
-    def __init__(self, cfg, mesh, make_dispatcher=plain_dispatcher, layer=0, flex=None):
+    def __init__(self, cfg, mesh, make_dispatcher=plain_dispatcher, layer=0, flex=None,
+                 flash=None):
         super().__init__()
         self.dropout = cfg.dropout
         self.recompute_mode = cfg.recompute  # none, selective or full
         self.norm_place = cfg.norm_place  # before, after or both
         self.norm1 = Norm(cfg, mesh)
-        self.attn = Attention(cfg, mesh, layer, flex)
+        self.attn = Attention(cfg, mesh, layer, flex, flash)
         self.norm2 = Norm(cfg, mesh)
         self.out_norm1 = self.out_norm2 = None
         if cfg.norm_place == "both":  # on the outputs of attention and MLP
@@ -210,12 +211,12 @@ class GPT(nn.Module):
     """This rank's part of the model: the blocks of its stages, and 1/tp of each layer.
 
     layers: a pair (first, end) of block numbers for each chunk that this rank has, or None for all
-    blocks. make_dispatcher(cfg, mesh) makes the token dispatcher of each expert layer. flex: see
-    attention.attend.
+    blocks. make_dispatcher(cfg, mesh) makes the token dispatcher of each expert layer. flex,
+    flash: see attention.attend.
     """
 
     def __init__(self, cfg, mesh, vocab_size, layers=None, make_dispatcher=plain_dispatcher,
-                 flex=None):
+                 flex=None, *, flash=None):
         super().__init__()
         self.cfg = cfg
         self.mesh = mesh
@@ -239,7 +240,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict()
         for first, end in self.chunks:
             for i in range(first, end):
-                self.blocks[str(i)] = Block(cfg, mesh, make_dispatcher, i, flex)
+                self.blocks[str(i)] = Block(cfg, mesh, make_dispatcher, i, flex, flash)
         if self.has_head:
             self.norm = Norm(cfg, mesh)
             self.head = None if cfg.tied else Weight((V, C), mesh, tp_dim=0, used=vocab_size)

@@ -23,7 +23,7 @@ def add_product(total, x_tiles, w_tiles, mine, first, left, I, BY_COLUMN: tl.con
             w = w_tiles.load([mine, left, k]).reshape(COLUMNS, DEPTH).T
         else:
             w = w_tiles.load([mine, k, left]).reshape(DEPTH, COLUMNS)
-        total = tl.dot(x, w, total)
+        total = tl.dot(x, w, total, input_precision="ieee")
     return total
 
 
@@ -67,7 +67,8 @@ def grouped_wgrad(grad_tiles, x_tiles, ends_ptr, grad_w_ptr, O, I, PROGRAMS, E: 
         last = begin + (end - begin) // DEPTH * DEPTH  # where the steps of DEPTH whole rows end
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         for k in range(begin, last, DEPTH):
-            total = tl.dot(grad_tiles.load([k, top]).T, x_tiles.load([k, left]), total)
+            grad = grad_tiles.load([k, top])
+            total = tl.dot(grad.T, x_tiles.load([k, left]), total, input_precision="ieee")
         if last < end:
             # Rows after the end may hold anything, even NaN, so they are masked in both factors.
             inside = (last + tl.arange(0, DEPTH) < end)[:, None]
@@ -75,7 +76,7 @@ def grouped_wgrad(grad_tiles, x_tiles, ends_ptr, grad_w_ptr, O, I, PROGRAMS, E: 
             x = x_tiles.load([last, left])
             grad = tl.where(inside, grad, 0.0).to(grad.dtype)
             x = tl.where(inside, x, 0.0).to(x.dtype)
-            total = tl.dot(grad.T, x, total)
+            total = tl.dot(grad.T, x, total, input_precision="ieee")
         o = top + tl.arange(0, ROWS)
         i = left + tl.arange(0, COLUMNS)
         grad_w_at = grad_w_ptr + mine.to(tl.int64) * O * I + o[:, None] * I + i[None, :]

@@ -26,6 +26,7 @@ from corpus.shards import first_folder
 from cost.parameters import flops_per_token
 from cost.step_time import peak_flops
 from cost.traffic import bytes_between_nodes, traffic
+from fast import flash
 from fast.compile import compilation
 from fast.symm_mem import bytes_allocated
 from generate import generate
@@ -327,6 +328,9 @@ def started(cfg, model, resumed, batch, source, skip):
     if cfg.fp8 and not torch.accelerator.is_available():
         print(folded("  --fp8: a CPU rounds to fp8 and multiplies as without it, which takes longer"),
               flush=True)
+    if any(getattr(module, "flash", None) is not None for module in model.modules()):
+        print(folded(f"  attention by flash-attn-4 {flash.version()}, which the first step compiles; "
+                     "--kernels plain takes torch's"), flush=True)
     has_kernel = any(getattr(module, "flex", None) is not None for module in model.modules())
     if has_kernel:
         how = "in a flash kernel that skips hidden keys (flex_attention): the first step compiles it"

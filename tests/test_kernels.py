@@ -1,9 +1,6 @@
 """Each Triton kernel beside its torch twin, on the GPU if there is one, else in Triton's interpreter."""
 import importlib.util
 import inspect
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace as Some
 from unittest import mock
 
@@ -18,7 +15,6 @@ from ops import (
     grouped_mm,
     matrix_norms,
     permute,
-    routed_experts,
     symmetric_mm,
     wide_product,
 )
@@ -67,88 +63,7 @@ def small_tiles(monkeypatch):
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
-SIZES = {"one has all": [0, 50, 0, 0, 0], "some have none": [3, 0, 21, 0, 26], "even": [10] * 5,
-         "none": [0] * 5}
 TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float32: 1e-5}
-
-
-@pytest.fixture(params=["pointers", "descriptors"])
-def how(request, small_tiles, monkeypatch):
-    """How the experts' products find their tiles: product_kernels.py or tma_kernels.py. torch multiplies
-    nothing. Any GPU runs both, but one that loads no tile at once loads it number by number."""
-    by_tma = request.param == "descriptors"
-    if by_tma:
-        pytest.importorskip("triton.tools.tensor_descriptor", reason="this Triton has no descriptors")
-    monkeypatch.setattr(grouped_mm, "use_torch", lambda *_: False)
-    monkeypatch.setattr(grouped_mm, "use_tma", lambda *_: by_tma)
-    monkeypatch.setattr(grouped_mm, "TMA_WGRAD_ROWS", 0)
-    return request.param
-
-
-ODD, EVEN = (17, 33), (16, 32)
-
-
-@pytest.mark.parametrize("dtype, sizes, widths", [
-    *((dtype, sizes, ODD) for dtype in TOLERANCE for sizes in ("one has all", "some have none")),
-    *((torch.float32, sizes, EVEN) for sizes in ("one has all", "even", "none"))], ids=str)
-def test_grouped_mm(dtype, sizes, widths, how):
-    """Forward, the gradient of x, of w; 3 rows that no expert has hold NaN. Widths may fit no tile."""
-    if how == "descriptors" and widths == ODD:
-        widths = (24, 40)  # the rows of a descriptor begin at multiples of 16 bytes
-    (I, O), n = widths, sum(SIZES[sizes])
-    offs = torch.tensor(SIZES[sizes], device=DEVICE).cumsum(0)
-    x, w, dy = (randn(*shape, dtype=dtype) for shape in ((n + 3, I), (5, O, I), (n + 3, O)))
-    with torch.no_grad():
-        x[n:], dy[n:] = torch.nan, torch.nan
-
-    def results(mm, x, w, dy, offs):
-        x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
-        y = mm(x, w, offs)
-        dx, dw = torch.autograd.grad(y, (x, w), dy)
-        return y.detach()[:n], dx[:n], dw
-    got = results(grouped_mm.grouped_mm, x, w, dy, offs)
-    want = torch_twin(results, grouped_mm.grouped_mm_loop, x[:n], w, dy[:n], offs)
-    for mine, theirs in zip(got, want, strict=True):
-        assert_near(mine, theirs, TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("by_column", [True, False])
-def test_the_sum_of_two_products_goes_where_it_is_asked(by_column, how):
-    """experts_mm with `plus` and `out`, in which other rows keep what they held."""
-    sizes = SIZES["some have none"]
-    n = sum(sizes)
-    ends = torch.tensor(sizes, device=DEVICE).cumsum(0).to(torch.int32)
-    x, more = (randn(n + 3, 40, dtype=torch.float32) for _ in range(2))
-    w, more_w = (randn(5, 40, 24, dtype=torch.float32) for _ in range(2))
-    if by_column:
-        w, more_w = (matrices.mT.contiguous().mT for matrices in (w, more_w))
-    out = randn(n + 5, 24, dtype=torch.float32)
-    before = out.clone()
-    y = grouped_mm.experts_mm(x, w, ends, (more, more_w), out)
-    assert y.data_ptr() == out.data_ptr() and y.size(0) == n + 3
-    want = sum(grouped_mm.grouped_mm_loop(a[:n].double(), b.mT.double(), ends)
-               for a, b in ((x, w), (more, more_w)))
-    assert_near(out[:n], want, 1e-5)
-    assert torch.equal(out[n:], before[n:])
-
-
-def test_torch_and_a_capacity_add_the_second_product_too(monkeypatch):
-    """experts_mm where torch multiplies, and with a capacity: `plus`, and `out` where there are ends."""
-    sizes = SIZES["some have none"]
-    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
-    x, more, w, more_w = (torch.randn(*shape) for shape in 2 * [(50, 6)] + 2 * [(5, 6, 4)])
-    want = sum(grouped_mm.grouped_mm_loop(a, b.mT, ends) for a, b in ((x, w), (more, more_w)))
-    monkeypatch.setattr(backend, "use_triton", lambda x: False)
-    monkeypatch.setattr(grouped_mm, "use_torch", lambda *_: True)
-    monkeypatch.setattr(grouped_mm.F, "grouped_mm",
-                        lambda x, w, offs: grouped_mm.grouped_mm_loop(x, w.mT, offs), raising=False)
-    out = torch.full((52, 4), 7.0)
-    assert_near(grouped_mm.experts_mm(x, w, ends, (more, more_w), out), want, 1e-6)
-    assert_near(out[:50], want, 1e-6)
-    assert out[50:].eq(7).all()
-    with_capacity = [t.view(5, 10, 6) for t in (x, more)]
-    got = grouped_mm.experts_mm(with_capacity[0], w, None, (with_capacity[1], more_w))
-    assert_near(got, with_capacity[0] @ w + with_capacity[1] @ more_w, 1e-6)
 
 
 def torch_twin(f, *args):
@@ -259,39 +174,6 @@ def test_swiglu_times_a_factor_of_each_row():
         assert_near(mine, autograds, 2e-2)
 
 
-@pytest.mark.parametrize("K, dtype", [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)], ids=str)
-def test_routed_experts_equal_dispatch_products_and_combine(K, dtype, how):
-    """RoutedSwiGLU beside MoE.experts' reference lines in fp64: the output and every gradient.
-
-    One expert gets no row.
-    """
-    n, C, width, E = 11, 16, 24, 4
-    expert = torch.randint(0, E - 1, (n * K,), device=DEVICE)
-    perm, inv_perm, _, ends = permute.sort_by_expert(expert, E)
-    leaves = [randn(n, C, dtype=dtype), randn(n, K, dtype=dtype), randn(E, width, C, dtype=dtype),
-              randn(E, width, C, dtype=dtype), randn(E, C, width, dtype=dtype)]
-    grad = randn(n, C, dtype=dtype)
-
-    def reference(x, gates, w1, w3, w2):
-        rows = permute.permute(x, perm, K, False)
-        products = [grouped_mm.grouped_mm_loop(rows, w, ends) for w in (w1, w3)]
-        y = grouped_mm.grouped_mm_loop(activations.swiglu_torch(*products), w2, ends)
-        return permute.unpermute(y, inv_perm, K, False, gates)
-
-    def results(f, leaves, grad):
-        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-        y = f(*leaves)
-        return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
-
-    def routed(*leaves):
-        return routed_experts.RoutedSwiGLU.apply(*leaves, perm, inv_perm, ends)
-    got = results(routed, leaves, grad)
-    want = results(reference, [leaf.double() for leaf in leaves], grad.double())
-    for mine, theirs in zip(got, want, strict=True):
-        difference = (mine.double() - theirs).norm() / theirs.norm()
-        assert difference < (1e-5 if dtype == torch.float32 else 3e-2)
-
-
 def test_the_routers_wide_product():
     """bf16 factors, the result and the sums in fp32; gradients as good as 16 bits of the incoming one."""
     x, w, grad = randn(300, 96), randn(8, 96), randn(300, 8, dtype=torch.float32)
@@ -306,18 +188,6 @@ def test_the_routers_wide_product():
         assert got.dtype == x.dtype
         # Half a unit of a bf16's last digit; rounding `grad` itself would add as much again.
         assert ((got.double() - theirs).abs() <= theirs.abs() * 2**-8 + 1e-3).all()
-
-
-def test_copy_rows():
-    """Rows of the output buffer after the valid ones keep what they held."""
-    x, out = randn(5, 700), randn(7, 700)
-    before, n_valid = out.clone(), torch.tensor(3, dtype=torch.int32, device=DEVICE)
-    y = grouped_mm.copy_rows(x, out, n_valid)
-    assert y.data_ptr() == out.data_ptr() and y.shape == x.shape
-    want = before.double()
-    torch_twin(grouped_mm.copy_rows, x, want, n_valid)
-    for got in (out.double(), want):
-        assert torch.equal(got[:3], x[:3].double()) and torch.equal(got[3:], before[3:].double())
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -622,50 +492,6 @@ FAULTS = {
 }
 
 
-def compile_for_hopper():
-    """The product and the weights' gradient of bf16 experts, by the tiles of ops/grouped_mm.py, not launched."""
-    from triton.runtime import driver
-
-    from fast.ahead import Driver
-    from ops import tma_kernels
-    driver.set_active(Driver(90))
-    real = {name: getattr(tma_kernels, name) for name in ("grouped_mm", "grouped_wgrad")}
-    found = []
-
-    class Compiled:
-        def __init__(self, name):
-            self.kernel = real[name]
-
-        def __getitem__(self, grid):
-            return lambda *args, **options: found.append(self.kernel.warmup(*args, grid=grid, **options))
-    grouped_mm.multiprocessors = lambda device: 1
-    grouped_mm.use_torch = grouped_mm.use_tma = lambda *_: True
-    for name in real:
-        setattr(tma_kernels, name, Compiled(name))
-    x, grad, up = (torch.zeros(4096, width, dtype=torch.bfloat16) for width in (512, 640, 640))
-    w, w3 = (torch.zeros(1, 640, 512, dtype=torch.bfloat16) for _ in range(2))
-    ends = torch.tensor([4096], dtype=torch.int32)
-    grouped_mm.experts_mm(x, w.mT, ends)
-    grouped_mm.experts_mm(grad, w, ends, (up, w3))
-    grouped_mm.experts_wgrad(grad, x, ends)
-    assert len(found) == 3
-    for compiled in found:
-        code = compiled.asm["ptx"]
-        assert "wgmma" in code and "cp.async.bulk.tensor" in code  # whole tiles are multiplied, and loaded
-        assert ".local" not in code  # nothing is spilled
-        assert compiled.metadata.shared <= 227 * 1024
-
-
-def test_the_experts_products_compile_for_hopper(monkeypatch):
-    """conftest.py lets this process interpret kernels, so another process compiles them."""
-    pytest.importorskip("triton.backends.nvidia", reason="Triton has no wheel for this system")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    code = "import sys; sys.path[:0] = ['.', 'tests']; import test_kernels; test_kernels.compile_for_hopper()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True,
-                          text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def with_fault(module, text, planted, folder):
     """A copy of a module of kernels with a fault: Triton reads a kernel from its file."""
     source = inspect.getsource(module)
@@ -687,33 +513,6 @@ def test_fault_of_a_kernel_is_detected(fault, kernels, small_tiles, small_blocks
     check = check_symmetric_mm if name == "symmetric_mm" else check_matrix_norms
     with pytest.raises(AssertionError):
         check(48, 32, torch.float16)
-
-
-FAULTS_OF_PRODUCTS = {
-    "the second product is left out": ("if TWO:", "if not TWO:"),
-    "a row of the next expert is written": ("(row < stop)", "(row <= stop)"),
-    "a tile takes another's columns": ("w_tiles.load([mine, k, left])", "w_tiles.load([mine, k, 0 * left])"),
-    "the matrix is not turned": (".reshape(COLUMNS, DEPTH).T", ".reshape(DEPTH, COLUMNS)"),
-    "the last rows of an expert have no gradient": ("if last < end:", "if last > end:"),
-    "the gradient takes what comes after the end": ("x = tl.where(inside, x, 0.0).to(x.dtype)", "x = x"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS_OF_PRODUCTS)
-def test_fault_of_the_experts_products_is_detected(fault, small_tiles, tmp_path, monkeypatch):
-    from ops import product_kernels, tma_kernels
-    monkeypatch.setattr(grouped_mm, "use_tma", lambda *_: True)
-    monkeypatch.setattr(grouped_mm, "TMA_WGRAD_ROWS", 0)
-    test_the_sum_of_two_products_goes_where_it_is_asked(True, None)
-    test_grouped_mm(torch.float32, "some have none", ODD, "descriptors")
-    text, planted = FAULTS_OF_PRODUCTS[fault]
-    faulty = with_fault(tma_kernels, text, planted, tmp_path)
-    for name in ("grouped_mm", "grouped_wgrad"):
-        monkeypatch.setattr(tma_kernels, name, getattr(faulty, name))
-    assert product_kernels.grouped_mm is not tma_kernels.grouped_mm
-    with pytest.raises(AssertionError):
-        test_the_sum_of_two_products_goes_where_it_is_asked(True, None)
-        test_grouped_mm(torch.float32, "some have none", ODD, "descriptors")
 
 
 @pytest.mark.parametrize("E, N", [(3, 1), (3, 128), (64, 300), (64, 128), (384, 100), (1025, 20)])

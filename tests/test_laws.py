@@ -551,6 +551,7 @@ CUDA_ONLY = {  # place: why it names CUDA. Everything else asks the device's mod
     "ops/wide_product.py use_wide_mm": "a product that torch has for NVIDIA's GPUs",
     "ops/grouped_mm.py has_grouped_mm": "a kernel of Hopper and Blackwell",
     "ops/grouped_mm.py has_tma": "loads of Hopper",
+    "fast/flash.py is_hopper": "which GPUs the library was measured on",
     "ops/fp8.py check_device": "which GPUs multiply fp8 numbers",
     "ops/grouped_mm.py tiles": "its table names NVIDIA's architectures",
     "fast/choose.py has_cuda_api": "the one answer for graphs and peer access",

@@ -1,0 +1,204 @@
+"""fast/flash.py: attention by flash-attn-4, whose kernels only GPUs run.
+
+Here torch computes what the two functions of the library give, in fp64 and with the library's shapes. So
+everything but the kernels themselves runs: the two operations, autograd, the compiler, a captured graph.
+"""
+import dataclasses
+import importlib.metadata
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from faults import planted
+from runs import TINY, rows, session
+from test_graph import graphed_session
+from test_model import random_model
+
+import attention
+from config import Config
+from fast import flash
+from fast.flash import FlashAttention, flash_attention
+from runtime.launch import World
+
+CUDA = torch.device("cuda")
+
+
+def probabilities(q, k, causal):
+    """Softmax and logsumexp of the scores, (B, h, T, T) and (B, h, T) fp64: q and k (B, T, h, D)."""
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / q.size(3) ** 0.5
+    if causal:
+        hidden = torch.ones(q.size(1), k.size(1), dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1), scores.logsumexp(-1)
+
+
+def for_each_query_head(q, *others):
+    return [t.repeat_interleave(q.size(2) // t.size(2), dim=2).double() for t in others]
+
+
+def forward(q, k, v, causal, return_lse):
+    """The library returns more than the two that are needed."""
+    assert return_lse and all(t.stride(-1) == 1 for t in (q, k, v))
+    k, v = for_each_query_head(q, k, v)
+    p, log_sum_exp = probabilities(q, k, causal)
+    out = torch.einsum("bhqk,bkhd->bqhd", p, v).to(q.dtype).contiguous()
+    return out, log_sum_exp.float(), None, None, None
+
+
+def backward(q, k, v, out, grad, log_sum_exp, causal, dq, dk, dv):
+    """Autograd does not run inside an operation, so the gradients are written out."""
+    heads_of_keys = k.size(2)
+    k, v = for_each_query_head(q, k, v)
+    p, found = probabilities(q, k, causal)
+    assert torch.equal(found.float(), log_sum_exp)
+    grad = grad.double()
+    of_p = torch.einsum("bqhd,bkhd->bhqk", grad, v)
+    of_scores = p * (of_p - (grad * out.double()).sum(-1).transpose(1, 2).unsqueeze(-1)) / q.size(3) ** 0.5
+    dq.copy_(torch.einsum("bhqk,bkhd->bqhd", of_scores, k))
+    of_k = torch.einsum("bhqk,bqhd->bkhd", of_scores, q.double())
+    of_v = torch.einsum("bhqk,bqhd->bkhd", p, grad)
+    for written, gradient in ((dk, of_k), (dv, of_v)):
+        written.copy_(gradient.unflatten(2, (heads_of_keys, -1)).sum(3))
+
+
+LIBRARY = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+
+
+def by_torch(original):
+    return LIBRARY
+
+
+def always(original, cfg, device):
+    return FlashAttention()
+
+
+ON_A_CPU = ("fast.flash.library", by_torch)
+CHOSEN = ("fast.flash.flash_attention", always)
+
+
+@pytest.fixture(autouse=True)
+def library():
+    with planted(*ON_A_CPU):
+        yield
+
+
+def heads(h, g, T=9, D=8):
+    """Queries, keys and values as attention.py makes them: views of one product, turned."""
+    torch.manual_seed(0)
+    x = torch.randn(2, T, h + 2 * g, D, dtype=torch.float64, requires_grad=True)
+    return x, [part.transpose(1, 2) for part in x.split([h, g, g], dim=2)]
+
+
+def results(attend, h, g):
+    x, qkv = heads(h, g)
+    y = attend(*qkv)
+    (grad,) = torch.autograd.grad(y, x, torch.randn(y.shape, dtype=y.dtype))
+    return y.detach(), grad
+
+
+@pytest.mark.parametrize("objective", ["clm", "mlm"])
+@pytest.mark.parametrize("h, g", [(4, 4), (4, 2), (3, 1)])
+def test_it_attends_as_torch_does(h, g, objective):
+    cfg = Config(objective=objective)
+
+    def attend(q, k, v, kernel=None):
+        return attention.attend(q, k, v, cfg, flash=kernel, enable_gqa=h != g)
+    got = results(lambda *qkv: attend(*qkv, FlashAttention()), h, g)
+    for mine, torchs in zip(got, results(attend, h, g), strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-12, atol=1e-12)
+
+
+def test_where_a_mask_hides_keys_torch_attends():
+    """Windows, documents, and segments of cp, which end where their queries end."""
+    def kernel(*args):
+        raise AssertionError("it knows no masks")
+    _, (q, k, v) = heads(4, 4)
+    attention.attend(q, k, v, Config(), 3, flash=kernel)
+    attention.attend(q, k, v, Config(), places=torch.ones(2, 9, dtype=torch.int64), flash=kernel)
+    attention.attend(q[:, :, -4:], k, v, Config(), flash=kernel)
+    with pytest.raises(AssertionError, match="no masks"):
+        attention.attend(q, k, v, Config(), flash=kernel)
+
+
+def test_the_compiler_knows_the_shapes_of_both_operations():
+    _, (q, k, v) = heads(4, 2)
+    q, k, v = (t.detach().transpose(1, 2) for t in (q, k, v))
+    out, log_sum_exp = flash.attention(q, k, v, True)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(flash.attention, (q, k, v, True), test_utils=checks)
+    torch.library.opcheck(flash.attention_backward, (out, [q, k, v, out, log_sum_exp], True),
+                          test_utils=checks)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_compiled_model_is_the_model_without(recompute):
+    """One graph per block, loss and gradients in fp64."""
+    cfg = Config(n_layer=2, n_embd=32, n_head=4, n_kv_head=2, ffn_hidden=48, seq_len=16, vocab_size=64,
+                 recompute=recompute)
+    tokens = torch.randint(64, (2, 17))
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    found = []
+    for kernel in (None, FlashAttention()):
+        model = random_model(cfg).train()
+        for block in model.blocks.values():
+            block.attn.flash = kernel
+        if kernel is not None:
+            for block in model.blocks.values():
+                block.compile(fullgraph=True, backend="aot_eager")
+        loss, *_ = model(x, y)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    torch._dynamo.reset()
+    for mine, torchs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-10, atol=1e-12)
+
+
+def test_a_run_with_it_is_the_run_without(tmp_path):
+    """On a CPU as on a GPU, with an emulated graph. It says who attends."""
+    flags = [*TINY, "--steps=5"]
+    said = session(World(), [*flags, f"--out={tmp_path}/plain"])
+    assert said["code"] == 0 and "flash-attn-4" not in said["out"], said
+    with planted(*CHOSEN), planted("fast.flash.version", lambda original: "4.1"):
+        said, seen = graphed_session(World(), [*flags, f"--out={tmp_path}/flash"])
+    assert said["code"] == 0 and seen["captures"] == 1, said["err"]
+    assert "attention by flash-attn-4 4.1" in said["out"] and "--kernels plain" in said["out"]
+    for got, want in zip(rows(tmp_path / "flash"), rows(tmp_path / "plain"), strict=True):
+        assert got == pytest.approx(want, rel=1e-5)
+
+
+WIDE = Config(n_embd=256, n_head=4, n_kv_head=4, dtype="bf16")
+
+
+@pytest.mark.parametrize("change, is_taken", [
+    ({}, True), (dict(dtype="fp16"), True), (dict(dtype="fp32"), False), (dict(kernels="plain"), False),
+    (dict(deterministic=True), False), (dict(dropout=0.1), False), (dict(recompute="full"), True),
+    (dict(recompute="selective"), False), (dict(head_dim=128), True), (dict(head_dim=32), False)], ids=str)
+def test_when_it_is_taken(change, is_taken):
+    cfg = dataclasses.replace(WIDE, **change)
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)), \
+            mock.patch.object(importlib.metadata, "version", lambda package: "4.0.0b36"):
+        assert (flash_attention(cfg, CUDA) is not None) == is_taken
+        assert flash_attention(cfg, torch.device("cpu")) is None
+
+
+def test_other_gpus_and_machines_without_the_library_take_torchs():
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)), \
+            mock.patch.object(importlib.metadata, "version", lambda package: "4.0.0b36"):
+        assert flash_attention(WIDE, CUDA) is None
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)):
+        assert flash.version() or flash_attention(WIDE, CUDA) is None
+
+
+@pytest.mark.parametrize("fault", [
+    ("attention.attend", "mask is None:", "mask is None or True:"),
+    ("fast.flash.FlashAttention.__call__", "return out.transpose(1, 2)", "return out.reshape(q.shape)"),
+    ("fast.flash.FlashAttention.__call__", "v.transpose(1, 2), is_causal)", "v.transpose(1, 2), True)"),
+    ("fast.flash.backward", "grad.contiguous()", "2 * grad"),
+    ("fast.flash.flash_attention", "not cfg.deterministic", "True")], ids=str)
+def test_fault_is_detected(fault):
+    with planted(*fault), pytest.raises((AssertionError, RuntimeError, TypeError)):
+        test_it_attends_as_torch_does(4, 2, "clm")
+        test_it_attends_as_torch_does(4, 2, "mlm")
+        test_where_a_mask_hides_keys_torch_attends()
+        test_when_it_is_taken(dict(deterministic=True), False)
