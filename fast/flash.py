@@ -21,22 +21,6 @@ HEAD_WIDTHS = (64, 128)  # those that were measured
 PACKAGE = "flash-attn-4"
 
 
-class FlashAttention:
-    """Called as attention.attend calls it. All layers share one."""
-
-    def __call__(self, q, k, v, is_causal):
-        """Attention of q (B, h, queries, D) to k and v (B, g, keys, D): (B, h, queries, D)
-
-        is_causal: a query sees the keys up to its own, and there are as many queries as keys.
-        """
-        out, _ = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal)
-        return out.transpose(1, 2)
-
-    def prepare(self):
-        """Import the library: fast.compile calls this before it compiles what calls the kernels."""
-        library()
-
-
 def library():
     """Return the module of flash-attn-4 that has its kernels."""
     from flash_attn.cute import interface
@@ -94,11 +78,30 @@ def backward(ctx, grad, _):
 attention.register_autograd(backward, setup_context=keep_for_backward)
 
 
+class FlashAttention:
+    """Called as attention.attend calls it. All layers share one.
+
+    operation: its name among torch's operations, by which --recompute selective keeps its result.
+    """
+    operation = torch.ops.nanoshard.attention.default
+
+    def __call__(self, q, k, v, is_causal):
+        """Attention of q (B, h, queries, D) to k and v (B, g, keys, D): (B, h, queries, D)
+
+        is_causal: a query sees the keys up to its own, and there are as many queries as keys.
+        """
+        out, _ = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal)
+        return out.transpose(1, 2)
+
+    def prepare(self):
+        """Import the library: fast.compile calls this before it compiles what calls the kernels."""
+        library()
+
+
 def flash_attention(cfg, device):
     """Return a FlashAttention, or None where torch's attention runs."""
     wanted = cfg.kernels == "auto" and not cfg.deterministic and cfg.dropout == 0
-    # --recompute selective keeps attention's output by the name of torch's operation.
-    fits = cfg.dtype in ("bf16", "fp16") and cfg.recompute != "selective" and head_width(cfg) in HEAD_WIDTHS
+    fits = cfg.dtype in ("bf16", "fp16") and head_width(cfg) in HEAD_WIDTHS
     if not wanted or not fits or not is_hopper(device) or not version():
         return None
     return FlashAttention()

@@ -13,12 +13,13 @@ import torch
 from faults import planted
 from runs import TINY, rows, session
 from test_graph import graphed_session
-from test_model import random_model
+from test_model import MESH, random_model
 
 import attention
 from config import Config
 from fast import flash
 from fast.flash import FlashAttention, flash_attention
+from model import GPT
 from runtime.launch import World
 
 CUDA = torch.device("cuda")
@@ -131,7 +132,13 @@ def test_the_compiler_knows_the_shapes_of_both_operations():
                           test_utils=checks)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+def with_flash(cfg, kernel):
+    model = GPT(cfg, MESH, cfg.vocab_size, flash=kernel).double()
+    model.load_state_dict(random_model(cfg).state_dict())
+    return model
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_compiled_model_is_the_model_without(recompute):
     """One graph per block, loss and gradients in fp64."""
     cfg = Config(n_layer=2, n_embd=32, n_head=4, n_kv_head=2, ffn_hidden=48, seq_len=16, vocab_size=64,
@@ -140,9 +147,7 @@ def test_a_compiled_model_is_the_model_without(recompute):
     x, y = tokens[:, :-1], tokens[:, 1:]
     found = []
     for kernel in (None, FlashAttention()):
-        model = random_model(cfg).train()
-        for block in model.blocks.values():
-            block.attn.flash = kernel
+        model = with_flash(cfg, kernel)
         if kernel is not None:
             for block in model.blocks.values():
                 block.compile(fullgraph=True, backend="aot_eager")
@@ -152,6 +157,23 @@ def test_a_compiled_model_is_the_model_without(recompute):
     torch._dynamo.reset()
     for mine, torchs in zip(*found, strict=True):
         torch.testing.assert_close(mine, torchs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("recompute, calls", [("none", 1), ("selective", 1), ("full", 2)])
+def test_selective_recomputation_keeps_its_result(recompute, calls):
+    cfg = Config(n_layer=1, n_embd=32, n_head=4, n_kv_head=2, ffn_hidden=48, seq_len=16, vocab_size=64,
+                 recompute=recompute)
+    counted = []
+
+    def count(*args, **options):
+        counted.append(1)
+        return forward(*args, **options)
+    model = with_flash(cfg, FlashAttention())
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    with mock.patch.object(LIBRARY, "_flash_attn_fwd", count):
+        loss, *_ = model(tokens, tokens)
+        loss.backward()
+    assert len(counted) == calls
 
 
 def test_a_run_with_it_is_the_run_without(tmp_path):
@@ -173,7 +195,7 @@ WIDE = Config(n_embd=256, n_head=4, n_kv_head=4, dtype="bf16")
 @pytest.mark.parametrize("change, is_taken", [
     ({}, True), (dict(dtype="fp16"), True), (dict(dtype="fp32"), False), (dict(kernels="plain"), False),
     (dict(deterministic=True), False), (dict(dropout=0.1), False), (dict(recompute="full"), True),
-    (dict(recompute="selective"), False), (dict(head_dim=128), True), (dict(head_dim=32), False)], ids=str)
+    (dict(recompute="selective"), True), (dict(head_dim=128), True), (dict(head_dim=32), False)], ids=str)
 def test_when_it_is_taken(change, is_taken):
     cfg = dataclasses.replace(WIDE, **change)
     with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)), \
