@@ -87,7 +87,7 @@ class Block(nn.Module):
         super().__init__()
         self.dropout = cfg.dropout
         self.recompute_mode = cfg.recompute  # none, selective or full
-        self.kept = KEPT if flash is None else [*KEPT, flash.operation]
+        self.flash = flash
         self.norm_place = cfg.norm_place  # before, after or both
         self.norm1 = Norm(cfg, mesh)
         self.attn = Attention(cfg, mesh, layer, flex, flash)
@@ -152,13 +152,13 @@ class Block(nn.Module):
 
     def maybe_recompute(self, f, *args):
         """Return f(*args). Under --recompute, autograd keeps only the arguments (with selective
-        also the results of the functions in self.kept), and backward runs f again."""
+        also the results of the functions in KEPT), and backward runs f again."""
         if self.recompute_mode == "none" or not self.training:
             return f(*args)
         options = {"use_reentrant": False, "preserve_rng_state": self.dropout > 0}
         if self.recompute_mode == "selective":
-            contexts = functools.partial(create_selective_checkpoint_contexts, self.kept)
-            options["context_fn"] = contexts
+            kept = KEPT if self.flash is None else [*KEPT, self.flash.operation]
+            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
         return checkpoint(f, *args, **options)
 
 

@@ -100,6 +100,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "fast/ahead.py": "early",
     "fast/compile.py": "compile details graph accelerator moe",
     "fast/choose.py": "estimates details accelerator graph symm_mem",
+    "fast/flash.py": "flash compile",
     "fast/flex.py": "flex doc_mask model_flags",
     "fast/graph.py": "details graph",
     "fast/host_buffers.py": "details accelerator graph",
@@ -131,7 +132,9 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "ops/cross_entropy.py": "model bert kernels",
     "ops/flat.py": "ddp zero optim checkpoint layouts",
     "ops/fp8.py": "fp8",
-    "ops/grouped_mm.py": "details moe kernels",
+    "ops/grouped_mm.py": "details moe kernels product_kernels",
+    "ops/product_kernels.py": "kernels product_kernels",
+    "ops/tma_kernels.py": "product_kernels",
     "ops/matrix_norms.py": "muon kernels",
     "ops/permute.py": "details moe symm_mem kernels",
     "ops/routed_experts.py": "kernels",
@@ -176,7 +179,8 @@ QUICK = {  # file or room: what comes before those of TESTS, seconds for many mu
     "runtime": "surroundings",
 }
 GPU = {"fast/graph.py", "fast/host_buffers.py", "fast/peer.py", "fast/symm_mem.py", "fast/compile.py",
-       "ops/grouped_mm.py", "ops/kernels.py", "ops/product_kernels.py", "bench/gpu_matrix.py"}
+       "ops/grouped_mm.py", "ops/kernels.py", "ops/product_kernels.py", "ops/tma_kernels.py",
+       "bench/gpu_matrix.py"}
 ALONE = {"runtime/debugger.py": "pdb", "runtime/mpi.py": "launch"}  # the one test file that runs the file
 
 HAND = [  # (file, piece of text that stands there once, what replaces it)
