@@ -151,7 +151,7 @@ def tune(name, dtype, device):
         times = []
         for tile in CANDIDATES:
             with mock.patch.object(grouped_mm, "use_torch", lambda *_: False), \
-                    mock.patch.object(grouped_mm, "tiles", lambda *_, tile=tile: (tile, tile)), \
+                    mock.patch.object(grouped_mm, "pointer_tiles", lambda *_, tile=tile: (tile, tile)), \
                     contextlib.suppress(OutOfResources):
                 times.append((gpu_milliseconds(f), tile))
         for ms, tile in sorted(times)[:8]:

@@ -9,6 +9,7 @@ it, and some for the driver. A kernel that nobody launches costs nothing but the
 """
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import sys
@@ -17,11 +18,19 @@ from pathlib import Path
 CAPABILITY = (75, 76)  # numbers of cuDeviceGetAttribute: major and minor
 
 
+HOPPER = 90
+
+
+class Dtype(str):
+    """Stands for a dtype of torch by its name, such as "bfloat16"."""
+    itemsize = 2  # only descriptors ask for it, and theirs is bf16
+
+
 class Tensor:
     """Stands for a tensor. Triton asks for its dtype and its address, which is aligned."""
 
     def __init__(self, dtype):
-        self.dtype = dtype
+        self.dtype = Dtype(dtype)
 
     @staticmethod
     def data_ptr():
@@ -62,8 +71,22 @@ def capability_of_gpu():
 
 
 def with_tensors(arguments):
-    """Return the arguments with a Tensor in the place of each name of a dtype."""
-    return [Tensor(value) if isinstance(value, str) else value for value in arguments]
+    """Return the arguments with a Tensor in the place of each name of a dtype.
+
+    In the place of a name with a tile, such as ["bfloat16", 128, 64], stands a descriptor.
+    """
+    return [stand_in(value) for value in arguments]
+
+
+def stand_in(value):
+    if isinstance(value, str):
+        return Tensor(value)
+    if isinstance(value, list):
+        from triton.tools.tensor_descriptor import TensorDescriptor
+        dtype, *tile = value
+        strides = [*tile[1:], 1]
+        return TensorDescriptor(Tensor(dtype), tile, strides, tile)
+    return value
 
 
 def compile_driver():
@@ -73,9 +96,10 @@ def compile_driver():
 
 
 def compile_kernel(name, arguments, options):
-    """Compile one kernel, and the C that launches it."""
-    from ops import kernels
-    compile_launcher(getattr(kernels, name).warmup(*with_tensors(arguments), grid=(1,), **options))
+    """Compile one kernel, and the C that launches it. name: such as "kernels.swiglu" of ops/kernels.py."""
+    module, _, function = name.partition(".")
+    kernel = getattr(importlib.import_module(f"ops.{module}"), function)
+    compile_launcher(kernel.warmup(*with_tensors(arguments), grid=(1,), **options))
 
 
 def compile_launcher(compiled):
@@ -101,11 +125,14 @@ def fork(function, *args):
 def compile_all(kernels, capability):
     """Compile kernels, each in a process of its own. One that fails is left out.
 
-    The first kernel is compiled before the others: they share what it imports and reads.
+    Those of ops/tma_kernels.py are for Hopper. The first kernel is compiled before the others: they share
+    what it imports and reads.
     """
     from triton.runtime import driver
     children = [fork(compile_driver)]
     driver.set_active(Driver(capability))
+    if capability != HOPPER:
+        kernels = [kernel for kernel in kernels if not kernel[0].startswith("tma_kernels.")]
     first, *others = kernels
     with contextlib.suppress(Exception):
         compile_kernel(*first)

@@ -14,12 +14,12 @@ import importlib.util
 import torch
 import torch.nn.functional as F
 
-from config import ceil_div
-from ops import backend
+from ops import backend, tiles
 from ops.activations import silu_mul, silu_mul_backward
+from ops.tiles import next_power_of_2
 
-# Tiles of the Triton kernels, by architecture and bytes of an element: (ROWS, COLUMNS, DEPTH, warps, stages)
-# of the product, then of the weights' gradient. An architecture that is not in the table takes sm80's.
+# Tiles of ops/product_kernels.py, by architecture and bytes of an element: (ROWS, COLUMNS, DEPTH, warps,
+# stages) of the product, then of the weights' gradient. Others than the architectures here take sm80's.
 # bench/moe_layer.py --tune times many tiles and prints the fastest on this GPU.
 TILES = {
     ("sm80", 2): ((128, 128, 32, 4, 4), (128, 128, 32, 4, 4)),
@@ -29,12 +29,6 @@ TILES = {
     ("hip", 2): ((128, 128, 32, 8, 2), (128, 128, 32, 8, 2)),
 }
 PROGRAMS_PER_SM = 2  # at least what runs at once, so that no program waits for the slowest one
-
-# Tiles of ops/tma_kernels.py: a wide one for the product, and one for the weights' gradient and for products
-# that wide tiles do not fit. (ROWS, COLUMNS, DEPTH, warps, stages), and programs per multiprocessor.
-WIDE_TILE = ((128, 256, 64, 8, 3), 1)
-SQUARE_TILE = ((128, 128, 64, 8, 3), 2)
-TMA_WGRAD_ROWS = 4096  # of an expert in the mean, from which on that gradient is faster than torch's
 
 
 @functools.cache
@@ -138,7 +132,7 @@ def multiply_by_pointers(pairs, ends, y):
     from ops import product_kernels
     x, w = pairs[0]
     e, I, O = w.shape
-    tile, _ = tiles(x.device, x.element_size())
+    tile, _ = pointer_tiles(x.device, x.element_size())
     rows, columns, depth, warps, stages = tile
     programs = PROGRAMS_PER_SM * multiprocessors(x.device)
     product_kernels.grouped_mm[(programs,)](
@@ -154,23 +148,13 @@ def multiply_by_tma(pairs, ends, y):
     from ops import tma_kernels
     e, I, O = pairs[0][1].shape
     by_column = pairs[0][1].stride(1) == 1
-    tile, per_multiprocessor = tile_of_width(O)
-    rows, columns, depth, warps, stages = tile
-    w_tile = [1, columns, depth] if by_column else [1, depth, columns]
+    launch = tiles.product(e, O, by_column, two=len(pairs) == 2)
     factors = []
     for x, w in (pairs[0], pairs[-1]):
-        factors.append(TensorDescriptor.from_tensor(x, [rows, depth]))
-        factors.append(TensorDescriptor.from_tensor(w.mT if by_column else w, w_tile))
-    programs = per_multiprocessor * multiprocessors(y.device)
-    tma_kernels.grouped_mm[(programs,)](
-        *factors, ends, y, I, O, programs, E=e, WIDE=next_power_of_2(e), TWO=len(pairs) == 2,
-        BY_COLUMN=by_column, ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=warps, num_stages=stages)
-
-
-def tile_of_width(O):
-    """Return the entry of a product with O columns: wide tiles, unless over a tenth of them is outside."""
-    columns = WIDE_TILE[0][1]
-    return WIDE_TILE if ceil_div(O, columns) * columns <= 1.1 * O else SQUARE_TILE
+        factors.append(TensorDescriptor.from_tensor(x, launch.first))
+        factors.append(TensorDescriptor.from_tensor(w.mT if by_column else w, launch.second))
+    programs = launch.programs * multiprocessors(y.device)
+    tma_kernels.grouped_mm[(programs,)](*factors, ends, y, I, O, programs, **launch.options)
 
 
 def experts_wgrad(grad, x, ends):
@@ -184,7 +168,7 @@ def experts_wgrad(grad, x, ends):
     O = grad.size(1)
     I = x.size(1)
     like = grad.new_empty(0, O, I)
-    by_tma = use_tma(x, like) and x.size(0) >= TMA_WGRAD_ROWS * e
+    by_tma = use_tma(x, like) and x.size(0) >= tiles.WGRAD_ROWS * e
     if use_torch(x, like) and not by_tma:
         return F.grouped_mm(grad.t(), x, offs=ends)
 
@@ -195,17 +179,15 @@ def experts_wgrad(grad, x, ends):
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         from ops import tma_kernels
-        tile, per_multiprocessor = SQUARE_TILE
-        rows, columns, depth, warps, stages = tile
-        programs = per_multiprocessor * multiprocessors(x.device)
+        launch = tiles.weight_gradient(e)
+        programs = launch.programs * multiprocessors(x.device)
         tma_kernels.grouped_wgrad[(programs,)](
-            TensorDescriptor.from_tensor(grad, [depth, rows]),
-            TensorDescriptor.from_tensor(x, [depth, columns]), ends, grad_w, O, I, programs, E=e, ROWS=rows,
-            COLUMNS=columns, DEPTH=depth, num_warps=warps, num_stages=stages)
+            TensorDescriptor.from_tensor(grad, launch.first), TensorDescriptor.from_tensor(x, launch.second),
+            ends, grad_w, O, I, programs, **launch.options)
         return grad_w
 
     from ops import product_kernels
-    _, tile = tiles(x.device, x.element_size())
+    _, tile = pointer_tiles(x.device, x.element_size())
     rows, columns, depth, warps, stages = tile
     programs = PROGRAMS_PER_SM * multiprocessors(x.device)
     product_kernels.grouped_wgrad[(programs,)](
@@ -215,7 +197,7 @@ def experts_wgrad(grad, x, ends):
 
 
 @functools.cache
-def tiles(device, size):
+def pointer_tiles(device, size):
     """Return this device's entry of TILES for elements of `size` bytes: two tiles."""
     name = "hip" if torch.version.hip else device.type
     if name == "cuda":
@@ -240,11 +222,6 @@ def precision(x):
     """
     exact = torch.get_float32_matmul_precision() == "highest"
     return "tf32" if x.dtype == torch.float32 and not exact else "ieee"
-
-
-def next_power_of_2(n):
-    """Return the smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
 
 
 class GroupedMM(torch.autograd.Function):

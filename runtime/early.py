@@ -26,10 +26,12 @@ import threading
 from pathlib import Path
 
 from config import pad_vocab
+from ops import tiles
 from runtime import launcher
 
 RARELY = (20_000, 50, 1000)  # gc.set_threshold; Python's own (700, 10, 10) look at new objects 850 times
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # the kernels know no fp64
+MULTIPROCESSORS = 132  # of most Hopper GPUs; any number that 16 does not divide gives the same kernel
 NVIDIA = Path("/dev/nvidiactl")  # is there where a process can reach an NVIDIA GPU
 
 
@@ -118,11 +120,12 @@ def first_product_and_attention(device):
 # Kernels
 
 def kernels_of(cfg):
-    """Return [(name, arguments, options)]: kernels of ops/kernels.py that a run with these flags launches.
+    """Return [(name, arguments, options)]: kernels of ops/ that a run with these flags launches.
 
-    In the place of a tensor stands the name of its dtype. Of a number, Triton's key holds only its type and
-    whether 16 divides it. The list has what each dense model needs. Kernels of experts and of Muon are left
-    out, and compile when they are first launched. tests/test_early.py compares it with a step.
+    In the place of a tensor stands the name of its dtype, and of a descriptor that name with the tile. Of a
+    number, Triton's key holds only its type and whether 16 divides it. The list has what each dense model
+    needs, and the experts' products, which take longest. Their other kernels and those of Muon are left out,
+    and compile when they are first launched. tests/test_early.py compares it with a step.
     """
     if cfg.dtype not in DTYPES:
         return []
@@ -131,26 +134,56 @@ def kernels_of(cfg):
     is_fused = cfg.tp == 1 and not cfg.logit_softcap and cfg.dtype != "fp16"  # model.py, cross_entropy_rows
     if cfg.vocab_size and is_fused:
         arguments = [weight, "int64", "float32", "float32", cfg.vocab_size, pad_vocab(cfg.vocab_size)]
-        found.append(("cross_entropy", arguments, {"ROWS": 2, "BLOCK": 2048, "num_warps": 4}))
+        found.append(("kernels.cross_entropy", arguments, {"ROWS": 2, "BLOCK": 2048, "num_warps": 4}))
     for grad in dict.fromkeys([weight, "float32"]):  # the gradients keep their dtype, or are summed in fp32
         arguments = ["float32", grad, "float32", "float32", weight, "float32", 0.9, 0.1, 0.05, 1e-8, 16]
         options = {"OUT": weight != "float32", "SPLIT": cfg.split_masters, "BLOCK": 2048, "num_warps": 8}
         if cfg.split_masters:
             arguments[0] = "int16"  # the low bits
             arguments[4] = "int16"  # the bits of the weights
-        found.append(("adamw", arguments, options))
+        found.append(("kernels.adamw", arguments, options))
     sums = []  # of 16-bit gradients in fp32: whether the kernel adds
     if weight != "float32" and (cfg.global_batch or cfg.dtype == "fp16"):
         sums = [False, True] if cfg.global_batch else [False]
     for add in sums:
         options = {"ADD": add, "BLOCK": 4096, "num_warps": 8}
-        found.append(("accumulate", [weight, "float32", 16], options))
+        found.append(("kernels.accumulate", [weight, "float32", 16], options))
     if cfg.mlp == "swiglu" and not cfg.n_experts:
         width = cfg.ffn_hidden // cfg.tp
         options = {"PACKED": True, "LIMITED": False, "BLOCK": 1024, "num_warps": 4}
-        found.append(("swiglu", [weight] * 4 + [width], options))
-        found.append(("swiglu_backward", [weight] * 6 + [width], {**options, "RECOMPUTE": False}))
+        found.append(("kernels.swiglu", [weight] * 4 + [width], options))
+        found.append(("kernels.swiglu_backward", [weight] * 6 + [width], {**options, "RECOMPUTE": False}))
+    if weight == "bfloat16" and cfg.n_experts and cfg.mlp == "swiglu" and not cfg.capacity_factor:
+        found += products_of_experts(cfg)
     return found
+
+
+def products_of_experts(cfg):
+    """Return those of ops/tma_kernels.py, as ops/routed_experts.py and ops/grouped_mm.py launch them."""
+    C = cfg.n_embd
+    F = cfg.ffn_hidden
+    E = cfg.n_experts // cfg.ep
+    if C % 8 or F % 8:  # the rows of a descriptor begin at multiples of 16 bytes
+        return []
+    # Forward takes the matrices turned, backward as they are. In the last product backward adds two.
+    products = ((C, F, True, False), (F, C, True, False), (C, F, False, False), (F, C, False, True))
+    found = []
+    for I, O, by_column, two in products:
+        launch = tiles.product(E, O, by_column, two)
+        found.append(on_hopper("grouped_mm", launch, I, O, pairs=2))
+    rows = cfg.micro_batch * cfg.seq_len * cfg.top_k // cfg.cp
+    if rows >= tiles.WGRAD_ROWS * cfg.n_experts:
+        launch = tiles.weight_gradient(E)
+        found += [on_hopper("grouped_wgrad", launch, F, C), on_hopper("grouped_wgrad", launch, C, F)]
+    return [kernel for i, kernel in enumerate(found) if kernel not in found[:i]]
+
+
+def on_hopper(name, launch, first, second, pairs=1):
+    """Return the entry of kernels_of for a kernel with a tiles.Launch and two widths."""
+    factors = pairs * [["bfloat16", *launch.first], ["bfloat16", *launch.second]]
+    widths = [16 if width % 16 == 0 else 8 for width in (first, second)]
+    arguments = [*factors, "int32", "bfloat16", *widths, launch.programs * MULTIPROCESSORS]
+    return f"tma_kernels.{name}", arguments, launch.options
 
 
 def compile_kernels(kernels):

@@ -1,5 +1,6 @@
 """runtime/early.py and fast/ahead.py: what goes on beside the start of a run."""
 import gc
+import importlib
 import json
 import subprocess
 import sys
@@ -12,8 +13,9 @@ import torch
 import plot
 import train
 from config import pad_vocab
+from fast import ahead
 from model import DTYPES
-from ops import backend
+from ops import backend, grouped_mm
 from ops.cross_entropy import cross_entropy_rows
 from runtime import early, launcher
 from runtime.launch import World
@@ -198,9 +200,10 @@ def two_steps(cfg):
 
 def list_kernels(cfg):
     from fast.ahead import with_tensors
-    from ops import kernels
     for name, arguments, options in early.kernels_of(cfg):
-        getattr(kernels, name)[(1,)](*with_tensors(arguments), **options)
+        module, function = name.split(".")
+        kernel = getattr(importlib.import_module(f"ops.{module}"), function)
+        kernel[(1,)](*with_tensors(arguments), **options)
 
 
 def compare(words):
@@ -227,10 +230,64 @@ def test_the_kernels_that_a_step_launches_are_compiled(monkeypatch):
     assert done.returncode == 0, done.stderr
 
 
+EXPERTS = [["moe-4b", "--n-experts=8", "--n-embd=512", "--ffn-hidden=1792"],
+           ["moe-4b", "--n-experts=2", "--n-embd=1152", "--ffn-hidden=1000", "--seq-len=4096"],
+           ["moe-4b", "--n-experts=4", "--ep=2", "--n-embd=256", "--ffn-hidden=1408"]]
+
+
+def experts_step(cfg):
+    """Forward and backward of the experts of one rank on a CPU that passes for a Hopper GPU."""
+    e = cfg.n_experts // cfg.ep
+    rows = cfg.micro_batch * cfg.seq_len * cfg.top_k // cfg.ep  # of this rank's share of the experts
+    grouped_mm.use_torch = grouped_mm.use_tma = lambda x, w: True
+    grouped_mm.F.grouped_mm = lambda x, w, offs: None  # the weights' gradient, where experts have few rows
+    grouped_mm.multiprocessors = lambda device: 132
+    x, grad = (torch.zeros(rows, width, dtype=torch.bfloat16) for width in (cfg.n_embd, cfg.ffn_hidden))
+    w1, w2 = (torch.zeros(e, *shape, dtype=torch.bfloat16)
+              for shape in ((cfg.ffn_hidden, cfg.n_embd), (cfg.n_embd, cfg.ffn_hidden)))
+    ends = torch.zeros(e, dtype=torch.int32)
+    grouped_mm.experts_mm(x, w1.mT, ends)
+    grouped_mm.experts_mm(grad, w2.mT, ends)
+    grouped_mm.experts_mm(x, w2, ends)
+    grouped_mm.experts_mm(grad, w1, ends, (grad, w1))
+    grouped_mm.experts_wgrad(grad, x, ends)
+    grouped_mm.experts_wgrad(x, grad, ends)
+
+
+def compare_experts():
+    for words in EXPERTS:
+        cfg = flags(*words)
+        launched = keys(lambda cfg=cfg: experts_step(cfg))
+        listed = {key for key in keys(lambda cfg=cfg: list_kernels(cfg)) if key[0].startswith("grouped_")}
+        assert len(launched) > 2 and launched == listed, (words, launched ^ listed)
+
+
+def test_the_experts_products_are_compiled(monkeypatch):
+    pytest.importorskip("triton.tools.tensor_descriptor", reason="this Triton has no descriptors")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    code = "import sys; sys.path[:0] = ['.', 'tests']; import test_early; test_early.compare_experts()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not early.products_of_experts(flags("moe-4b", "--n-embd=516", "--n-head=3", "--n-kv-head=3"))
+
+
+def test_other_gpus_compile_no_kernels_of_hopper(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(ahead, "compile_kernel", lambda *kernel: compiled.append(kernel[0]))
+    monkeypatch.setattr(ahead, "fork", lambda function, *kernel: compiled.append(kernel[0]) if kernel else 0)
+    monkeypatch.setattr(ahead.os, "waitpid", lambda *_: None)
+    monkeypatch.setattr("triton.runtime.driver.set_active", lambda driver: None)
+    kernels = early.kernels_of(replace(flags("moe-4b"), vocab_size=256))
+    for capability, there in ((90, True), (80, False), (100, False)):
+        compiled.clear()
+        ahead.compile_all(kernels, capability)
+        assert ("tma_kernels.grouped_mm" in compiled) == there and "kernels.adamw" in compiled
+
+
 def test_a_process_compiles_them_into_the_cache(monkeypatch, tmp_path):
     pytest.importorskip("triton.backends.nvidia", reason="Triton has no wheel for this system")
     cfg = replace(flags("dense-210m"), vocab_size=256, split_masters=True)
-    kernels = [kernel for kernel in early.kernels_of(cfg) if kernel[0] != "swiglu_backward"]
+    kernels = [kernel for kernel in early.kernels_of(cfg) if kernel[0] != "kernels.swiglu_backward"]
     code = ("import json, sys; from fast import ahead; ahead.capability_of_gpu = lambda: 90; "
             "ahead.compile_driver = lambda: None; ahead.compile_launcher = lambda _: None; ahead.main()")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -16,6 +16,7 @@ from ops import (
     matrix_norms,
     permute,
     symmetric_mm,
+    tiles,
     wide_product,
 )
 
@@ -48,9 +49,9 @@ def count_with_any_numpy(monkeypatch):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Many tiles in a small product. Triton's interpreter multiplies the bits of bf16 as whole numbers."""
-    monkeypatch.setattr(grouped_mm, "tiles", lambda *_: ((16, 32, 16, 4, 2), (32, 16, 16, 4, 2)))
-    monkeypatch.setattr(grouped_mm, "WIDE_TILE", ((16, 32, 16, 4, 2), 1))
-    monkeypatch.setattr(grouped_mm, "SQUARE_TILE", ((32, 16, 16, 4, 2), 2))
+    monkeypatch.setattr(grouped_mm, "pointer_tiles", lambda *_: ((16, 32, 16, 4, 2), (32, 16, 16, 4, 2)))
+    monkeypatch.setattr(tiles, "WIDE", ((16, 32, 16, 4, 2), 1))
+    monkeypatch.setattr(tiles, "SQUARE", ((32, 16, 16, 4, 2), 2))
     monkeypatch.setattr(symmetric_mm, "TILE", (16, 16, 4, 2))
     if DEVICE == "cpu":
         from triton.runtime import interpreter

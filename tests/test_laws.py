@@ -553,7 +553,7 @@ CUDA_ONLY = {  # place: why it names CUDA. Everything else asks the device's mod
     "ops/grouped_mm.py has_tma": "loads of Hopper",
     "fast/flash.py is_hopper": "which GPUs the library was measured on",
     "ops/fp8.py check_device": "which GPUs multiply fp8 numbers",
-    "ops/grouped_mm.py tiles": "its table names NVIDIA's architectures",
+    "ops/grouped_mm.py pointer_tiles": "its table names NVIDIA's architectures",
     "fast/choose.py has_cuda_api": "the one answer for graphs and peer access",
     "fast/choose.py place_of": "peer access between GPUs",
     "fast/ahead.py Driver": "the name by which Triton knows NVIDIA's GPUs",

@@ -19,7 +19,7 @@ from test_kernels import (  # noqa: F401
     with_fault,
 )
 
-from ops import activations, backend, grouped_mm, permute, routed_experts
+from ops import activations, backend, grouped_mm, permute, routed_experts, tiles
 
 SIZES = {"one has all": [0, 50, 0, 0, 0], "some have none": [3, 0, 21, 0, 26], "even": [10] * 5,
          "none": [0] * 5}
@@ -34,7 +34,7 @@ def how(request, small_tiles, monkeypatch):  # noqa: F811
         pytest.importorskip("triton.tools.tensor_descriptor", reason="this Triton has no descriptors")
     monkeypatch.setattr(grouped_mm, "use_torch", lambda *_: False)
     monkeypatch.setattr(grouped_mm, "use_tma", lambda *_: by_tma)
-    monkeypatch.setattr(grouped_mm, "TMA_WGRAD_ROWS", 0)
+    monkeypatch.setattr(tiles, "WGRAD_ROWS", 0)
     return request.param
 
 
@@ -208,7 +208,7 @@ FAULTS_OF_PRODUCTS = {
 def test_fault_of_the_experts_products_is_detected(fault, small_tiles, tmp_path, monkeypatch):  # noqa: F811
     from ops import product_kernels, tma_kernels
     monkeypatch.setattr(grouped_mm, "use_tma", lambda *_: True)
-    monkeypatch.setattr(grouped_mm, "TMA_WGRAD_ROWS", 0)
+    monkeypatch.setattr(tiles, "WGRAD_ROWS", 0)
     test_the_sum_of_two_products_goes_where_it_is_asked(True, None)
     test_grouped_mm(torch.float32, "some have none", ODD, "descriptors")
     text, planted = FAULTS_OF_PRODUCTS[fault]
