@@ -371,7 +371,7 @@ class Picotron(Peer):
     """huggingface/picotron's Llama and its buckets: pure bf16, its train.py's AdamW, no clipping."""
 
     def build(self, path):
-        stand_in_for("flash_attn", FLASH_ATTN)
+        stand_in_for(FLASH_INTERFACE, FLASH_ATTN)
         import picotron.process_group_manager as groups
         from picotron.model import Llama
         world = self.world
@@ -409,14 +409,23 @@ class Picotron(Peer):
 DATASETS = {"datasets": ("Dataset", "load_dataset"), "datasets.distributed": ("split_dataset_by_node",)}
 TORCHDATA = {"torchdata.stateful_dataloader": ("StatefulDataLoader",)}
 TENSORBOARD = {"torch.utils.tensorboard": ("SummaryWriter",)}
-FLASH_ATTN = {"flash_attn.flash_attn_interface": ("flash_attn_func",),
+FLASH_INTERFACE = "flash_attn.flash_attn_interface"
+FLASH_ATTN = {FLASH_INTERFACE: ("flash_attn_func",),
               "flash_attn.layers.rotary": ("apply_rotary_emb",),
               "flash_attn.ops.triton.layer_norm": ("layer_norm_fn",)}
 
 
-def stand_in_for(package, modules):
-    """Let a peer be imported without a package that is not installed. modules: one of the tables above."""
-    if importlib.util.find_spec(package) is not None:
+def is_installed(module):
+    """Whether there is such a module. Its package can be there without it: flash-attn-4 shares flash_attn."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def stand_in_for(module, modules):
+    """Let a peer be imported without a module that is not installed. modules: one of the tables above."""
+    if is_installed(module):
         return
     for path, names in modules.items():
         words = path.split(".")

@@ -36,7 +36,7 @@ from typing import Literal, NamedTuple
 from common import ROOT, read_flags, start
 
 import torch
-from peer_cell import NAMES, PEERS
+from peer_cell import FLASH_INTERFACE, NAMES, PEERS, is_installed
 from speed import join_value
 from tyro.conf import Positional
 
@@ -151,8 +151,8 @@ class Runner:
             env[visible.VARIABLE] = ",".join(self.shown[i] for i in gpus)
         env.setdefault("OMP_NUM_THREADS", "1" if self.device == "cpu" else "8")
         if cell.trainer == "picotron":  # its train.py sets these, except for the rank, which torchrun sets
-            has_flash = self.device != "cpu" and importlib.util.find_spec("flash_attn") is not None
-            env |= {"DEVICE": self.device, "FLASH_ATTEN": "1" if has_flash else "0",
+            uses_flash = self.device != "cpu" and is_installed(FLASH_INTERFACE)
+            env |= {"DEVICE": self.device, "FLASH_ATTEN": "1" if uses_flash else "0",
                     "DTYPE": "float32" if self.flags.tiny else "bfloat16"}
             if cell.gpus == 1:
                 env["LOCAL_RANK"] = "0"

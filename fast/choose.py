@@ -3,6 +3,8 @@
 The choice is made once. It follows from the run's flags, its mesh and what its GPUs can do. Each fast way
 has a plain twin that gives the same numbers: the step without a graph (train.py), all_to_all (moe.py), NCCL
 (parallel.py), gradients summed in fp32 (ddp.py), a mask (attention.py).
+
+The attention of layers without a mask is chosen in fast/flash.py.
 """
 import socket
 from typing import NamedTuple

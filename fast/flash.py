@@ -9,6 +9,7 @@ bench/README.md says what it saves.
 
     flash_attention   which attention a run takes: a FlashAttention, or None for torch's
 """
+import functools
 import importlib.metadata
 import warnings
 from collections.abc import Sequence
@@ -19,8 +20,10 @@ from config import head_width
 
 HEAD_WIDTHS = (64, 128)  # those that were measured
 PACKAGE = "flash-attn-4"
+TESTED = "4.0.0b36"
 
 
+@functools.cache
 def library():
     """Return the module of flash-attn-4 that has its kernels."""
     from flash_attn.cute import interface
@@ -34,7 +37,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
               is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output (B, T, h, D), and the log-sum-exp of each query (B, h, T) fp32, for backward.
 
-    q (B, T, h, D), k and v (B, T, g, D), bf16 or fp16, with strides of any kind but in the last dimension.
+    q (B, T, h, D), k and v (B, T, g, D), bf16, with strides of any kind but in the last dimension.
     """
     out, log_sum_exp, *_ = library()._flash_attn_fwd(q, k, v, causal=is_causal, return_lse=True)
     return out, log_sum_exp
@@ -99,12 +102,20 @@ class FlashAttention:
 
 
 def flash_attention(cfg, device):
-    """Return a FlashAttention, or None where torch's attention runs."""
-    wanted = cfg.kernels == "auto" and not cfg.deterministic and cfg.dropout == 0
-    fits = cfg.dtype in ("bf16", "fp16") and head_width(cfg) in HEAD_WIDTHS
-    if not wanted or not fits or not is_hopper(device) or not version():
+    """Return a FlashAttention, or None where torch's attention runs.
+
+    All layers of a run take the same one. A part of them may hide keys, and go another way.
+    """
+    if cfg.kernels == "plain" or not fits(cfg) or not is_hopper(device) or problem():
         return None
     return FlashAttention()
+
+
+def fits(cfg):
+    """Whether some layers of a run attend without a mask, and as was measured."""
+    hides_keys = cfg.doc_mask == "on" or (0 < cfg.window < cfg.seq_len and not cfg.full_every)
+    is_plain = cfg.dropout == 0 and cfg.cp == 1 and not cfg.deterministic
+    return is_plain and not hides_keys and cfg.dtype == "bf16" and head_width(cfg) in HEAD_WIDTHS
 
 
 def is_hopper(device):
@@ -120,3 +131,15 @@ def version():
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+@functools.cache
+def problem():
+    """Return why the library cannot be taken, or "". The two functions of it that we call are not public."""
+    if version() != TESTED:
+        return f"version {version()} was not tried, {TESTED} was" if version() else "it is not installed"
+    try:
+        library()
+    except Exception as e:
+        return f"it cannot be imported: {e}"
+    return ""

@@ -63,7 +63,7 @@ def has_tma(device):
 
 def use_tma(x, w):
     """Whether ops/tma_kernels.py multiplies x by w (e, O, I). Its rows must begin where torch's must, too."""
-    return use_torch(x, w) and has_tma(x.device)
+    return use_torch(x, w) and backend.use_triton(x) and has_tma(x.device)
 
 
 def use_grouped_mm(x, w):
@@ -105,10 +105,13 @@ def grouped_mm_loop(x, w, ends):
 def experts_mm(x, w, ends, plus=None, out=None):
     """Multiply each expert's rows by its matrix: x (R, I), w (e, I, O), ends (e,) int32 -> (R, O)
 
-    plus: None, or another such pair x, w, whose product is added. w is contiguous, or the transpose of a
-    contiguous one. out: None, or a tensor (at least R, O) that receives the rows that experts have; its other
-    rows stay as they are. With a capacity ends is None: x (e, rows, I) -> (e, rows, O), without out.
+    w is contiguous, or the transpose of a contiguous one. plus: None, or another such pair x, w, whose
+    product is added; its w is laid out as the first one. out: None, or a contiguous tensor (at least R, O)
+    that receives the rows that experts have; its other rows stay as they are. With a capacity ends is None:
+    x (e, rows, I) -> (e, rows, O), without out.
     """
+    assert plus is None or plus[1].stride() == w.stride()
+    assert out is None or (ends is not None and out.is_contiguous())
     if ends is None:
         y = torch.bmm(x, w)
         return y if plus is None else y.baddbmm_(*plus)

@@ -9,8 +9,8 @@ from config import ceil_div
 
 # (ROWS, COLUMNS, DEPTH, warps, stages), and programs per multiprocessor: a wide tile for products, and one
 # for the weights' gradient and for products that wide tiles do not fit.
-WIDE = ((128, 256, 64, 8, 3), 1)
-SQUARE = ((128, 128, 64, 8, 3), 2)
+TILES_WIDE = ((128, 256, 64, 8, 3), 1)
+TILES_SQUARE = ((128, 128, 64, 8, 3), 2)
 WGRAD_ROWS = 4096  # of an expert in the mean, from which on that gradient is faster than torch's
 
 
@@ -24,9 +24,9 @@ class Launch(NamedTuple):
 
 def product(E, O, by_column, two):
     """Return the Launch of tma_kernels.grouped_mm for E experts and O columns."""
-    columns = WIDE[0][1]
+    columns = TILES_WIDE[0][1]
     is_wide = ceil_div(O, columns) * columns <= 1.1 * O  # at most a tenth of what is computed is no column
-    tile, programs = WIDE if is_wide else SQUARE
+    tile, programs = TILES_WIDE if is_wide else TILES_SQUARE
     rows, columns, depth, *_ = tile
     of_matrix = [1, columns, depth] if by_column else [1, depth, columns]
     options = {"E": E, "WIDE": next_power_of_2(E), "TWO": two, "BY_COLUMN": by_column}
@@ -35,7 +35,7 @@ def product(E, O, by_column, two):
 
 def weight_gradient(E):
     """Return the Launch of tma_kernels.grouped_wgrad for E experts."""
-    tile, programs = SQUARE
+    tile, programs = TILES_SQUARE
     rows, columns, depth, *_ = tile
     return Launch([depth, rows], [depth, columns], programs, {"E": E} | named(tile))
 

@@ -329,8 +329,10 @@ def started(cfg, model, resumed, batch, source, skip):
         print(folded("  --fp8: a CPU rounds to fp8 and multiplies as without it, which takes longer"),
               flush=True)
     if any(getattr(module, "flash", None) is not None for module in model.modules()):
-        print(folded(f"  attention by flash-attn-4 {flash.version()}, which the first step compiles; "
-                     "--kernels plain takes torch's"), flush=True)
+        print(folded(f"  attention without a mask by flash-attn-4 {flash.version()}, which the first step "
+                     "compiles; --kernels plain takes torch's"), flush=True)
+    elif cfg.kernels == "auto" and flash.version() and flash.problem():
+        print(folded(f"  attention by torch: flash-attn-4 is installed, but {flash.problem()}"), flush=True)
     has_kernel = any(getattr(module, "flex", None) is not None for module in model.modules())
     if has_kernel:
         how = "in a flash kernel that skips hidden keys (flex_attention): the first step compiles it"

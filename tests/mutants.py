@@ -134,6 +134,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "ops/fp8.py": "fp8",
     "ops/grouped_mm.py": "details moe kernels product_kernels",
     "ops/product_kernels.py": "kernels product_kernels",
+    "ops/tiles.py": "product_kernels early",
     "ops/tma_kernels.py": "product_kernels",
     "ops/matrix_norms.py": "muon kernels",
     "ops/permute.py": "details moe symm_mem kernels",

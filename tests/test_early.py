@@ -271,6 +271,29 @@ def test_the_experts_products_are_compiled(monkeypatch):
     assert not early.products_of_experts(flags("moe-4b", "--n-embd=516", "--n-head=3", "--n-kv-head=3"))
 
 
+class NvidiasDriver:
+    """libcuda.so of a machine with one GPU of capability 8.6; `code` is what its functions return."""
+
+    def __init__(self, code):
+        self.code, self.is_ready = code, False
+
+    def cuInit(self, flags):
+        self.is_ready = flags == 0
+
+    def cuDeviceGetAttribute(self, value, attribute, device):
+        assert self.is_ready and device == 0
+        value._obj.value = {75: 8, 76: 6}[attribute]
+        return self.code
+
+
+def test_the_driver_says_the_capability(monkeypatch):
+    monkeypatch.setattr(ahead.ctypes, "CDLL", lambda name: NvidiasDriver(0))
+    assert ahead.capability_of_gpu() == 86
+    monkeypatch.setattr(ahead.ctypes, "CDLL", lambda name: NvidiasDriver(100))
+    with pytest.raises(OSError, match="sees no GPU"):
+        ahead.capability_of_gpu()
+
+
 def test_other_gpus_compile_no_kernels_of_hopper(monkeypatch):
     compiled = []
     monkeypatch.setattr(ahead, "compile_kernel", lambda *kernel: compiled.append(kernel[0]))

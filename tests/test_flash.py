@@ -82,6 +82,13 @@ CHOSEN = ("fast.flash.flash_attention", always)
 def library():
     with planted(*ON_A_CPU):
         yield
+    forget()
+
+
+def forget():
+    """What fast/flash.py keeps of a library."""
+    flash.library.cache_clear()
+    flash.problem.cache_clear()
 
 
 def heads(h, g, T=9, D=8):
@@ -111,7 +118,7 @@ def test_it_attends_as_torch_does(h, g, objective):
 
 
 def test_where_a_mask_hides_keys_torch_attends():
-    """Windows, documents, and segments of cp, which end where their queries end."""
+    """Windows, documents, and queries that end where their keys end."""
     def kernel(*args):
         raise AssertionError("it knows no masks")
     _, (q, k, v) = heads(4, 4)
@@ -184,32 +191,93 @@ def test_a_run_with_it_is_the_run_without(tmp_path):
     with planted(*CHOSEN), planted("fast.flash.version", lambda original: "4.1"):
         said, seen = graphed_session(World(), [*flags, f"--out={tmp_path}/flash"])
     assert said["code"] == 0 and seen["captures"] == 1, said["err"]
-    assert "attention by flash-attn-4 4.1" in said["out"] and "--kernels plain" in said["out"]
+    assert "attention without a mask by flash-attn-4 4.1" in said["out"] and "--kernels plain" in said["out"]
     for got, want in zip(rows(tmp_path / "flash"), rows(tmp_path / "plain"), strict=True):
         assert got == pytest.approx(want, rel=1e-5)
 
 
-WIDE = Config(n_embd=256, n_head=4, n_kv_head=4, dtype="bf16")
+WIDE = Config(n_embd=256, n_head=4, n_kv_head=4, dtype="bf16", seq_len=64)
+HOPPER = dict(get_device_capability=lambda device: (9, 0))
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """flash-attn-4 in the version that was tried."""
+    forget()
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: flash.TESTED)
+    return monkeypatch
 
 
 @pytest.mark.parametrize("change, is_taken", [
-    ({}, True), (dict(dtype="fp16"), True), (dict(dtype="fp32"), False), (dict(kernels="plain"), False),
+    ({}, True), (dict(dtype="fp16"), False), (dict(dtype="fp32"), False), (dict(kernels="plain"), False),
     (dict(deterministic=True), False), (dict(dropout=0.1), False), (dict(recompute="full"), True),
-    (dict(recompute="selective"), True), (dict(head_dim=128), True), (dict(head_dim=32), False)], ids=str)
-def test_when_it_is_taken(change, is_taken):
+    (dict(recompute="selective"), True), (dict(head_dim=128), True), (dict(head_dim=32), False),
+    (dict(cp=2), False), (dict(doc_mask="on"), False), (dict(window=8), False), (dict(window=64), True),
+    (dict(window=8, full_every=2), True)], ids=str)
+def test_when_it_is_taken(change, is_taken, installed):
     cfg = dataclasses.replace(WIDE, **change)
-    with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)), \
-            mock.patch.object(importlib.metadata, "version", lambda package: "4.0.0b36"):
+    with mock.patch.multiple(torch.cuda, **HOPPER):
         assert (flash_attention(cfg, CUDA) is not None) == is_taken
         assert flash_attention(cfg, torch.device("cpu")) is None
 
 
-def test_other_gpus_and_machines_without_the_library_take_torchs():
-    with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)), \
-            mock.patch.object(importlib.metadata, "version", lambda package: "4.0.0b36"):
+def test_other_gpus_take_torchs(installed):
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
         assert flash_attention(WIDE, CUDA) is None
-    with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)):
-        assert flash.version() or flash_attention(WIDE, CUDA) is None
+
+
+def missing(package):
+    raise importlib.metadata.PackageNotFoundError(package)
+
+
+def broken(original):
+    raise ImportError("no cutlass")
+
+
+@pytest.mark.parametrize("version, fault, words", [
+    (missing, None, "not installed"), (lambda package: "4.1", None, "version 4.1 was not tried"),
+    (None, ("fast.flash.library", broken), "cannot be imported: no cutlass")],
+    ids=["none", "another version", "it cannot be imported"])
+def test_without_the_version_that_was_tried_torch_attends(version, fault, words, installed, tmp_path):
+    """A run says why, but for a machine on which it is not installed."""
+    if version:
+        installed.setattr(importlib.metadata, "version", version)
+    with planted(*fault or ON_A_CPU), mock.patch.multiple(torch.cuda, **HOPPER):
+        assert words in flash.problem() and flash_attention(WIDE, CUDA) is None
+        said = session(World(), [*TINY, "--steps=1", f"--out={tmp_path}"])
+        plain = session(World(), [*TINY, "--steps=1", "--kernels=plain", f"--out={tmp_path}"])
+    assert ("attention by torch: flash-attn-4 is installed" in said["out"]) == (version is not missing)
+    assert said["code"] == plain["code"] == 0 and "flash-attn-4" not in plain["out"]
+
+
+def test_the_librarys_own_kernels():
+    """In bf16, output and gradients have no larger errors than torch's attention has."""
+    if not torch.cuda.is_available() or not flash.is_hopper(torch.device("cuda", 0)) or not flash.version():
+        pytest.skip("flash-attn-4 is not installed here, or there is no Hopper GPU")
+    from flash_attn.cute import interface
+    for shape in ((256, 4, 4, 64, True), (200, 4, 1, 128, True), (1024, 6, 2, 64, False),
+                  (129, 2, 2, 128, False)):
+        forget()
+        with planted("fast.flash.library", lambda original: interface):
+            check_kernels(*shape)
+
+
+def check_kernels(T, h, g, D, is_causal):
+    x = torch.randn(1, T, h + 2 * g, D, device="cuda")
+    grad = torch.randn(1, h, T, D, device="cuda")
+
+    def computed(attend, dtype):
+        leaf = x.to(dtype).requires_grad_()
+        y = attend(*(part.transpose(1, 2) for part in leaf.split([h, g, g], dim=2)))
+        return y.double(), torch.autograd.grad(y, leaf, grad.to(dtype))[0].double()
+
+    def torchs(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+    exact = computed(torchs, torch.float64)
+    theirs = computed(torchs, torch.bfloat16)
+    mine = computed(lambda *qkv: FlashAttention()(*qkv, is_causal), torch.bfloat16)
+    for want, a, b in zip(exact, mine, theirs, strict=True):
+        assert (a - want).norm() <= 1.2 * (b - want).norm()
 
 
 @pytest.mark.parametrize("fault", [
@@ -217,10 +285,13 @@ def test_other_gpus_and_machines_without_the_library_take_torchs():
     ("fast.flash.FlashAttention.__call__", "return out.transpose(1, 2)", "return out.reshape(q.shape)"),
     ("fast.flash.FlashAttention.__call__", "v.transpose(1, 2), is_causal)", "v.transpose(1, 2), True)"),
     ("fast.flash.backward", "grad.contiguous()", "2 * grad"),
-    ("fast.flash.flash_attention", "not cfg.deterministic", "True")], ids=str)
-def test_fault_is_detected(fault):
+    ("fast.flash.fits", "not cfg.deterministic", "True"), ("fast.flash.fits", "cfg.cp == 1", "True"),
+    ("fast.flash.fits", "not cfg.full_every", "True")], ids=str)
+def test_fault_is_detected(fault, installed):
     with planted(*fault), pytest.raises((AssertionError, RuntimeError, TypeError)):
         test_it_attends_as_torch_does(4, 2, "clm")
         test_it_attends_as_torch_does(4, 2, "mlm")
         test_where_a_mask_hides_keys_torch_attends()
-        test_when_it_is_taken(dict(deterministic=True), False)
+        for change in (dict(deterministic=True), dict(cp=2), dict(window=8)):
+            test_when_it_is_taken(change, False, installed)
+        test_when_it_is_taken(dict(window=8, full_every=2), True, installed)

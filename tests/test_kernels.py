@@ -50,8 +50,8 @@ def count_with_any_numpy(monkeypatch):
 def small_tiles(monkeypatch):
     """Many tiles in a small product. Triton's interpreter multiplies the bits of bf16 as whole numbers."""
     monkeypatch.setattr(grouped_mm, "pointer_tiles", lambda *_: ((16, 32, 16, 4, 2), (32, 16, 16, 4, 2)))
-    monkeypatch.setattr(tiles, "WIDE", ((16, 32, 16, 4, 2), 1))
-    monkeypatch.setattr(tiles, "SQUARE", ((32, 16, 16, 4, 2), 2))
+    monkeypatch.setattr(tiles, "TILES_WIDE", ((16, 32, 16, 4, 2), 1))
+    monkeypatch.setattr(tiles, "TILES_SQUARE", ((32, 16, 16, 4, 2), 2))
     monkeypatch.setattr(symmetric_mm, "TILE", (16, 16, 4, 2))
     if DEVICE == "cpu":
         from triton.runtime import interpreter

@@ -47,7 +47,7 @@ ODD, EVEN = (17, 33), (16, 32)
 def test_grouped_mm(dtype, sizes, widths, how):
     """Forward, the gradient of x, of w; 3 rows that no expert has hold NaN. Widths may fit no tile."""
     if how == "descriptors" and widths == ODD:
-        widths = (24, 40)  # the rows of a descriptor begin at multiples of 16 bytes
+        widths = (48, 80)  # the rows of a descriptor begin at multiples of 16 bytes
     (I, O), n = widths, sum(SIZES[sizes])
     offs = torch.tensor(SIZES[sizes], device=DEVICE).cumsum(0)
     x, w, dy = (randn(*shape, dtype=dtype) for shape in ((n + 3, I), (5, O, I), (n + 3, O)))
@@ -71,11 +71,11 @@ def test_the_sum_of_two_products_goes_where_it_is_asked(by_column, how):
     sizes = SIZES["some have none"]
     n = sum(sizes)
     ends = torch.tensor(sizes, device=DEVICE).cumsum(0).to(torch.int32)
-    x, more = (randn(n + 3, 40, dtype=torch.float32) for _ in range(2))
-    w, more_w = (randn(5, 40, 24, dtype=torch.float32) for _ in range(2))
+    x, more = (randn(n + 3, 80, dtype=torch.float32) for _ in range(2))
+    w, more_w = (randn(5, 80, 48, dtype=torch.float32) for _ in range(2))
     if by_column:
         w, more_w = (matrices.mT.contiguous().mT for matrices in (w, more_w))
-    out = randn(n + 5, 24, dtype=torch.float32)
+    out = randn(n + 5, 48, dtype=torch.float32)
     before = out.clone()
     y = grouped_mm.experts_mm(x, w, ends, (more, more_w), out)
     assert y.data_ptr() == out.data_ptr() and y.size(0) == n + 3
@@ -110,7 +110,7 @@ def test_routed_experts_equal_dispatch_products_and_combine(K, dtype, how):
 
     One expert gets no row.
     """
-    n, C, width, E = 11, 16, 24, 4
+    n, C, width, E = 11, 16, 48, 4
     expert = torch.randint(0, E - 1, (n * K,), device=DEVICE)
     perm, inv_perm, _, ends = permute.sort_by_expert(expert, E)
     leaves = [randn(n, C, dtype=dtype), randn(n, K, dtype=dtype), randn(E, width, C, dtype=dtype),
@@ -135,6 +135,19 @@ def test_routed_experts_equal_dispatch_products_and_combine(K, dtype, how):
     for mine, theirs in zip(got, want, strict=True):
         difference = (mine.double() - theirs).norm() / theirs.norm()
         assert difference < (1e-5 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("O, columns", [(256, 256), (512, 256), (1408, 256), (1152, 128), (100, 128)])
+def test_wide_tiles_are_taken_where_a_tenth_of_them_at_most_is_outside(O, columns):
+    for by_column, of_matrix in ((True, [1, columns, 64]), (False, [1, 64, columns])):
+        launch = tiles.product(5, O, by_column, two=by_column)
+        assert (launch.first, launch.second) == ([128, 64], of_matrix)
+        assert launch.options["COLUMNS"] == columns and launch.options["TWO"] == by_column
+        assert launch.options["E"] == 5 and launch.options["WIDE"] == 8
+        assert launch.programs == (1 if columns == 256 else 2)
+    launch = tiles.weight_gradient(5)
+    assert (launch.first, launch.second, launch.options["E"]) == ([64, 128], [64, 128], 5)
+    assert tiles.next_power_of_2(1) == 1 and tiles.next_power_of_2(8) == 8 and tiles.next_power_of_2(9) == 16
 
 
 def test_copy_rows():
