@@ -212,8 +212,8 @@ def installed(monkeypatch):
     ({}, True), (dict(dtype="fp16"), False), (dict(dtype="fp32"), False), (dict(kernels="plain"), False),
     (dict(deterministic=True), False), (dict(dropout=0.1), False), (dict(recompute="full"), True),
     (dict(recompute="selective"), True), (dict(head_dim=128), True), (dict(head_dim=32), False),
-    (dict(cp=2), False), (dict(doc_mask="on"), False), (dict(window=8), False), (dict(window=64), True),
-    (dict(window=8, full_every=2), True)], ids=str)
+    (dict(cp=2), False), (dict(doc_mask="on"), False), (dict(window=8), False), (dict(window=1), False),
+    (dict(window=64), True), (dict(window=8, full_every=2), True)], ids=str)
 def test_when_it_is_taken(change, is_taken, installed):
     cfg = dataclasses.replace(WIDE, **change)
     with mock.patch.multiple(torch.cuda, **HOPPER):
