@@ -87,7 +87,6 @@ class Block(nn.Module):
         super().__init__()
         self.dropout = cfg.dropout
         self.recompute_mode = cfg.recompute  # none, selective or full
-        self.flash = flash
         self.norm_place = cfg.norm_place  # before, after or both
         self.norm1 = Norm(cfg, mesh)
         self.attn = Attention(cfg, mesh, layer, flex, flash)
@@ -157,7 +156,8 @@ class Block(nn.Module):
             return f(*args)
         options = {"use_reentrant": False, "preserve_rng_state": self.dropout > 0}
         if self.recompute_mode == "selective":
-            kept = KEPT if self.flash is None else [*KEPT, self.flash.operation]
+            flash = self.attn.flash
+            kept = KEPT if flash is None else [*KEPT, flash.operation]
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
         return checkpoint(f, *args, **options)
 

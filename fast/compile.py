@@ -30,8 +30,6 @@ def compile_blocks(model):
     for block in model.blocks.values():
         if block.attn.flex is not None:
             block.attn.flex.prepare()  # Its import cannot be part of a graph.
-        if block.attn.flash is not None:
-            block.attn.flash.prepare()
     whole = model.mesh.tp.size * model.mesh.cp.size == 1  # collectives over tp and cp stand between graphs
     for block in model.blocks.values():
         if block.moe is None:

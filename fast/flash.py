@@ -96,10 +96,6 @@ class FlashAttention:
         out, _ = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal)
         return out.transpose(1, 2)
 
-    def prepare(self):
-        """Import the library: fast.compile calls this before it compiles what calls the kernels."""
-        library()
-
 
 def flash_attention(cfg, device):
     """Return a FlashAttention, or None where torch's attention runs.

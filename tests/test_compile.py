@@ -13,7 +13,6 @@ import parallel
 from config import Config
 from fast import compile as compile_
 from fast.choose import choose
-from fast.flash import FlashAttention
 from fast.flex import FlexAttention
 from fast.graph import make_step
 from ops.activations import _SwiGLU
@@ -105,17 +104,16 @@ def test_the_cache_keeps_graphs_with_functions_of_our_own(monkeypatch, tmp_path)
     assert (first, second) == (0, 1) and torch.equal(grad, again)
 
 
-def test_the_flash_kernels_are_made_before_the_blocks_are_compiled(monkeypatch):
+def test_the_flash_kernel_is_made_before_the_blocks_are_compiled(monkeypatch):
     """... which then call it inside their graphs."""
     made = []
     monkeypatch.setattr("fast.flex.make_kernel", lambda: made.append(1))
-    monkeypatch.setattr("fast.flash.library", lambda: made.append(2))
     monkeypatch.setattr(compile_, "keep_eager", lambda place, name: None)
     model = torch.nn.Module()
     model.mesh, model.norm = parallel.make_mesh(World(), 1, 1, 1), None
-    block = SimpleNamespace(attn=SimpleNamespace(flex=FlexAttention(), flash=FlashAttention()), moe=None,
+    block = SimpleNamespace(attn=SimpleNamespace(flex=FlexAttention()), moe=None,
                             compile=lambda fullgraph: made.append("compiled"))
     model.blocks = {"0": block}
     assert not made, "a model that hides no keys never imports it"
     compile_.compile_blocks(model)
-    assert made == [1, 2, "compiled"]
+    assert made == [1, "compiled"]

@@ -472,7 +472,7 @@ def test_a_block_without_collectives_is_compiled_whole(tp, whole, monkeypatch):
 
     def module(name, **others):
         return SimpleNamespace(compile=lambda fullgraph: asked.append((name, fullgraph)), **others)
-    attn = SimpleNamespace(flex=None, flash=None)
+    attn = SimpleNamespace(flex=None)
     expert = module("not this", moe="experts", before_experts="before", after_experts="after", attn=attn)
     mesh = SimpleNamespace(tp=SimpleNamespace(size=tp), cp=SimpleNamespace(size=1))
     blocks = {"0": module("dense", moe=None, attn=attn), "1": expert}

@@ -222,12 +222,17 @@ def compare_all():
         compare(words)
 
 
-def test_the_kernels_that_a_step_launches_are_compiled(monkeypatch):
-    pytest.importorskip("triton.backends.nvidia", reason="Triton has no wheel for this system")
+def without_interpreter(function, monkeypatch):
+    """Call a function of this file in a process that compiles kernels and does not interpret them."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    code = "import sys; sys.path[:0] = ['.', 'tests']; import test_early; test_early.compare_all()"
+    code = f"import sys; sys.path[:0] = ['.', 'tests']; import test_early; test_early.{function}()"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_kernels_that_a_step_launches_are_compiled(monkeypatch):
+    pytest.importorskip("triton.backends.nvidia", reason="Triton has no wheel for this system")
+    without_interpreter("compare_all", monkeypatch)
 
 
 EXPERTS = [["moe-4b", "--n-experts=8", "--n-embd=512", "--ffn-hidden=1792"],
@@ -264,10 +269,7 @@ def compare_experts():
 
 def test_the_experts_products_are_compiled(monkeypatch):
     pytest.importorskip("triton.tools.tensor_descriptor", reason="this Triton has no descriptors")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    code = "import sys; sys.path[:0] = ['.', 'tests']; import test_early; test_early.compare_experts()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    without_interpreter("compare_experts", monkeypatch)
     assert not early.products_of_experts(flags("moe-4b", "--n-embd=516", "--n-head=3", "--n-kv-head=3"))
 
 
