@@ -63,7 +63,7 @@ from cost.step_time import (
 from cost.traffic import bytes_between_nodes, reductions, traffic
 from interface.layout import check_layout
 from interface.nearest import with_fix
-from interface.terminal import columns, complain, counted, folded
+from interface.terminal import columns, complain, counted, say
 from optim import learning_rate, stable_until
 from parallel import make_mesh
 from pipeline import timetable
@@ -521,8 +521,8 @@ def print_search(cfg, plans):
 
 def print_scaling(cfg, plans):
     """Print a table of the plans of scaling()."""
-    print(folded(f"{cfg.preset}, zero {cfg.zero}, micro-batches of {cfg.micro_batch}: "
-                 f"predicted for {cfg.gpu}, nodes of {GPUS[cfg.gpu].node}"))
+    say(f"{cfg.preset}, zero {cfg.zero}, micro-batches of {cfg.micro_batch}: "
+        f"predicted for {cfg.gpu}, nodes of {GPUS[cfg.gpu].node}")
     rows = [("GPUs", "dp", "ep", "GiB", "ms", "of it exposed sums", "ms/sample", "tok/s/GPU", "efficiency")]
     for plan in plans:
         layout = plan["layout"]
@@ -575,7 +575,7 @@ def main(argv=None, parsed=None):
     cfg = dataclasses.replace(cfg, doc_mask=documents(cfg))
     vocab = vocabulary(cfg)
     if not cfg.json:
-        print(folded(f"vocabulary of {vocab:,} symbols: {source_of_vocabulary(cfg)}"))
+        say(f"vocabulary of {vocab:,} symbols: {source_of_vocabulary(cfg)}")
     if counts:
         found, print_found = scaling(cfg, counts, cfg.gpu, vocab), print_scaling
     elif cfg.search:

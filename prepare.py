@@ -55,7 +55,7 @@ from corpus.folder import KeptWork, install, locked, owned_files
 from corpus.shards import SPLITS
 from interface.command_line import command_line, wrong_input
 from interface.files import must_write
-from interface.terminal import folded
+from interface.terminal import say
 
 UNIT_BYTES = 16 << 20  # of text per unit of work; the number of workers does not change it
 VOCAB_SIZE = 4096  # for bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
@@ -299,7 +299,7 @@ def keep_tokenizer(flags, units, path):
         size = sum(span.size for unit in units for span in unit) / 1e6
         if size > LONG and flags.tokenizer == "bpe":
             some = min(size, TRAINING_BYTES / 1e6)
-            show(f"trains a vocabulary on {some:,.0f} MB of {size:,.0f} MB of text, then encodes all of it")
+            say(f"trains a vocabulary on {some:,.0f} MB of {size:,.0f} MB of text, then encodes all of it")
         new = make_tokenizer(flags, units)
         new.save(path.with_name("tokenizer.tmp"))
         os.replace(path.with_name("tokenizer.tmp"), path)
@@ -334,7 +334,7 @@ def prepare_text(flags, spans, about):
                                   flags.val_fraction, seed)
 
         # 3) The parts, and what could not be read.
-        results, paths = build.encode_all(units, flags.workers, work, settings, show)
+        results, paths = build.encode_all(units, flags.workers, work, settings, say)
         total = {name: sum(result["counts"][name] for result in results) for name in build.COUNTS}
         problems = {kind: total[kind] for kind in build.PROBLEMS}
         left_out = ", ".join(f"{count:,} {kind}" for kind, count in problems.items() if count)
@@ -360,11 +360,6 @@ def prepare_text(flags, spans, about):
     return (f"{flags.folder}: {total['chars']:,} characters, {vocab.n_vocab:,} symbols,"
             f" {tokens['train']:,} + {tokens['val']:,} tokens (train + val),"
             f" {n_files} files ({left_out or 'nothing'} left out), {time.time() - start:.1f} s")
-
-
-def show(line):
-    """Print a line of progress at once."""
-    print(folded(line), flush=True)
 
 
 def is_shuffled(flags, spans, vocab):
@@ -548,20 +543,20 @@ def main(argv=None):
         flags = parse(argv)
         if flags.verify:
             n_files = shards.verify(flags.folder, cache=False)
-            print(f"{flags.folder}: {n_files} files have their sha256")
+            say(f"{flags.folder}: {n_files} files have their sha256")
             return 0
         spans = list_sources(flags)
         about = {"fingerprint": fingerprint(flags, spans),
                  "command": shlex.join(["python", "prepare.py", *words_of_command(argv)])}
         if is_up_to_date(flags.folder, about["fingerprint"]):
-            print(f"{flags.folder} is up to date")
+            say(f"{flags.folder} is up to date")
             return 0
         replaced = refuse_another(flags, about["command"])
         if replaced:
             about["replaced"] = replaced
         with must_write(flags.folder, reads=True, left=flags.folder / ".parts"):
             make = prepare_chat if flags.chat else prepare_text
-            print(folded(make(flags, spans, about)))
+            say(make(flags, spans, about))
     return 0
 
 

@@ -45,6 +45,7 @@ from fast.graph import make_step
 from interface.layout import check_layout
 from interface.nearest import with_fix
 from interface.schema import ChangedFile
+from interface.terminal import complain, say
 from model import DTYPES, GPT, init_weights
 from ops import fp8
 from optim import Optimizer, learning_rate
@@ -447,7 +448,7 @@ class Run:
         if self.is_main:
             self.log_file.row(**row, time=time.time(), left=oversight.progress.left(number))
             for line in slow_ranks:
-                print(line, flush=True)
+                say(line)
         if evaluates:
             if self.data.tokenizer:
                 text = log.print_sample(self.parts.model, self.data.tokenizer, cfg.prompt, cfg.seed)
@@ -558,12 +559,14 @@ class Run:
         ending = self.ending
         guard = self.oversight.guard
         saved = checkpoint.steps(self.out)
+        message = ""
         if ending.outcome is Outcome.GAVE_UP:
             why = guard.reason or ending.skip_reason
-            print(give_up_message(saved, *guard.refused_range, why), file=sys.stderr)
+            message = give_up_message(saved, *guard.refused_range, why)
         if ending.outcome is Outcome.REPLICAS_DIFFER:
             message = watch.differences_message(ending.differences, self.state.step, saved)
-            print(message, file=sys.stderr)
+        for line in message.splitlines():
+            complain(line)
 
 
 def main(argv=None, parsed=None):

@@ -32,7 +32,7 @@ from cost.gpus import kind_of
 from cost.parameters import count_parameters, flops_per_token
 from cost.step_time import peak_flops
 from interface.command_line import parse
-from interface.terminal import folded
+from interface.terminal import say
 from ops import grouped_mm
 from ops.accelerator import device_name, total_memory
 from plan import estimate
@@ -231,12 +231,11 @@ def show(r, machine):
     planned = "" if r["planned_ms"] is None else f" (plan.py: {r['planned_ms']:.2f} ms)"
     redone = "" if r["slack"] is None else (f", {r['redone']} steps redone, "
                                             f"buffers {r['slack']:.2f} x balanced")
-    print(folded(f"{r['workload']} ({r['flags']}): {times_of(r['windows'])}{planned}, "
-                 f"{r['tok_s_gpu'] / 1e3:.1f} k tok/s/GPU, "
-                 f"{r['tflops']:.0f} TFLOP/s ({r['tflops_causal']:.0f} causal), MFU {100 * r['mfu']:.1f} %, "
-                 f"{r['tflops_causal'] / machine['matmul_tflops']:.2f} of the matmul ceiling, "
-                 f"{r['reserved_gib']:.1f} GiB{beside}, first step {r['first_step_s']:.1f} s{redone}{ratio}"),
-          flush=True)
+    say(f"{r['workload']} ({r['flags']}): {times_of(r['windows'])}{planned}, "
+        f"{r['tok_s_gpu'] / 1e3:.1f} k tok/s/GPU, "
+        f"{r['tflops']:.0f} TFLOP/s ({r['tflops_causal']:.0f} causal), MFU {100 * r['mfu']:.1f} %, "
+        f"{r['tflops_causal'] / machine['matmul_tflops']:.2f} of the matmul ceiling, "
+        f"{r['reserved_gib']:.1f} GiB{beside}, first step {r['first_step_s']:.1f} s{redone}{ratio}")
 
 
 def main(argv=None):

@@ -6,7 +6,7 @@ from typing import Literal
 from config import Config, largest_divisor
 from cost.gpus import GPUS
 from interface.command_line import given, parse
-from interface.terminal import folded
+from interface.terminal import say
 
 MOST_GPUS = 2**17
 
@@ -59,6 +59,6 @@ def fill_batch(cfg, argv, gpus):
         return cfg
     size = largest_divisor(cfg.micro_batch, cfg.global_batch // replicas)
     if not cfg.json:
-        print(folded(f"micro-batches of {size}: {cfg.micro_batch} * dp {replicas} does not divide "
-                     f"global-batch {cfg.global_batch}; train.py needs --micro-batch {size}, too"))
+        say(f"micro-batches of {size}: {cfg.micro_batch} * dp {replicas} does not divide "
+            f"global-batch {cfg.global_batch}; train.py needs --micro-batch {size}, too")
     return dataclasses.replace(cfg, micro_batch=size)

@@ -18,6 +18,7 @@ from fast import symm_mem
 from fast.flex import FlexAttention
 from fast.padded import PaddedAllToAll
 from fast.peer import CopyStream, PeerComm, PeerSlotComm
+from interface.terminal import say
 from model import DTYPES
 from ops import backend
 from zero import SlotComm, uses_slot
@@ -162,7 +163,7 @@ def peer_access(mesh, axis, device):
         obstacle = obstacle_between(group)
         if obstacle:
             if world.rank == 0:
-                print(obstacle.format(f"{axis.name} {axis.size}"), flush=True)
+                say(obstacle.format(f"{axis.name} {axis.size}"))
             return False
     return not world.tree.any(not can_allocate(axis, device))  # one bool from each rank, over the world
 

@@ -19,7 +19,7 @@ from config import ceil_div
 from fast.choose import needs_row_limit
 from fast.compile import compile_blocks
 from fast.symm_mem import allocate, allocate_for_capacity
-from interface.terminal import folded
+from interface.terminal import say
 from moe import moe_layers
 from ops.accelerator import free_memory
 from parallel import MAX
@@ -381,9 +381,9 @@ class BufferSizer:
         brought = f"note: step {number} brought {times:.2f} times the balanced rows to a rank's experts"
         if self.limit > before:
             grown = f"{brought}: the buffers grow from {before:.2f} to {self.limit:.2f} times"
-            print(folded(grown), flush=True)
+            say(grown)
         if needed > self.rows(self.limit) and not self.told:
             self.told = True
             short = (f"{brought}, and memory is free for {self.limit:.2f} times: such a step is done again "
                      "without buffers; a smaller --micro-batch leaves more memory")
-            print(folded(short), flush=True)
+            say(short)

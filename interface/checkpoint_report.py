@@ -10,11 +10,11 @@ import reprlib
 from typing import NamedTuple
 
 from interface.command_line import printable
-from interface.terminal import folded
+from interface.terminal import say
 
 
 def print_folded(text):
-    print(folded(printable(text)))
+    say(printable(text))
 
 
 def brief(value):

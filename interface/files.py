@@ -21,7 +21,7 @@ from pathlib import Path
 
 from interface.command_line import one_line
 from interface.schema import open_file, read_file
-from interface.terminal import complain
+from interface.terminal import complain, say
 
 PART = re.compile(r"\..+\.[0-9a-f]{8}\.part")  # the names of new_part()
 LOCK_WAIT = 60.0  # seconds that --resume auto waits for a run that is just leaving
@@ -198,7 +198,7 @@ def lock(out, wait=0.0, start=None):
                                  "--out")
             if not waits:
                 waits = True
-                print(f"{out} is in use by {holder}: waiting up to {wait:.0f} s for it to leave", flush=True)
+                say(f"{out} is in use by {holder}: waiting up to {wait:.0f} s for it to leave")
             time.sleep(0.1)
 
 

@@ -19,6 +19,7 @@ from typing import Literal
 from interface.command_line import one_line
 from interface.schema import Range, check_schema
 from interface.streams import visible
+from interface.terminal import say
 
 MOST_BYTES = 1 << 16  # of a message; http.server reads no more of a header, and 100 of them
 MOST_SECONDS = 10  # in which a request has to come in, and each piece of its answer to go out
@@ -141,7 +142,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.page = text.replace("SETTINGS", html.escape(json.dumps(settings))).encode()
         self.talk = talk
         name = f"[{self.host}]" if ":" in self.host else self.host
-        print(f"open http://{name}:{self.server_address[1]}/ in a browser; Ctrl-C ends", flush=True)
+        say(f"open http://{name}:{self.server_address[1]}/ in a browser; Ctrl-C ends")
         try:
             self.serve_forever()
         except KeyboardInterrupt:

@@ -1,7 +1,8 @@
 """How wide the terminal is, and what is printed for people: numbers and times in few characters.
 
     width     the columns of the terminal that shows what is printed; columns: to which prose is folded
-    folded    text as lines of that width;  complain: print one line on stderr, folded on a terminal
+    folded    text as lines of that width
+    say       print a line on stdout, folded on a terminal;  complain: the same on stderr
     short     1,234,567 as 1.2M;  clock: seconds as 1:23;  counted: says how much of a list is done
 """
 import os
@@ -20,7 +21,8 @@ LAUNCHERS = "mpiexec", "mpirun", "hydra", "orte", "prte"  # their names begin so
 MOST_ANCESTORS = 6
 INDENT = 6 * " "  # of the lines that follow the first
 # A command stays in one piece, because it is copied. It ends before a semicolon or ", then".
-COMMAND = re.compile(r"\b(?:mpiexec|srun|torchrun|python|pip install|source) (?:(?!, then)[^;])+")
+BEGINS = "mpiexec|srun|torchrun|python|pip install|source|wandb sync|command with"
+COMMAND = re.compile(rf"\b(?:{BEGINS}) (?:(?!, then)[^;])+")
 HELD = "\0"  # stands for a space at which no line ends
 
 
@@ -54,6 +56,11 @@ def folded(text, most=None):
 def unbroken(text):
     """Return text for folded(), which ends no line inside of it."""
     return text.replace(" ", HELD)
+
+
+def say(line):
+    """Print a line on stdout at once. On a terminal it is folded; a pipe or a file gets one line."""
+    print(folded(line), flush=True)
 
 
 def complain(line):

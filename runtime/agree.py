@@ -20,7 +20,7 @@ import torch
 from corpus.shards import parse_blend, verify
 from fast.host_buffers import start_copy
 from interface.command_line import one_line
-from interface.terminal import clock
+from interface.terminal import clock, say
 from optim import VOTES
 from runtime import launch, session, watch
 
@@ -154,8 +154,8 @@ def announce_reading(folder):
     with contextlib.suppress(OSError):
         gigabytes = sum(path.stat().st_size for path in folder.glob("*.bin")) / 1e9
         if gigabytes > LARGE and not (folder / ".verified.json").exists():
-            print(f"reads {gigabytes:,.0f} GB of {folder} to compare their sha256, once: about "
-                  f"{clock(gigabytes)}", flush=True)
+            say(f"reads {gigabytes:,.0f} GB of {folder} to compare their sha256, once: about "
+                f"{clock(gigabytes)}")
 
 
 class Stop:
@@ -190,7 +190,7 @@ class Stop:
             except OSError as e:
                 raise ValueError(f"{self.file} would stop this run and cannot be removed: {e.strerror}; "
                                  "remove it, or give another --out") from e
-            print(f"removed {self.file}, which was there before this start", flush=True)
+            say(f"removed {self.file}, which was there before this start")
 
     def step_took(self, seconds):
         self.longest_step = max(self.longest_step, seconds)

@@ -15,6 +15,8 @@ import socket
 import sys
 import threading
 
+from interface.terminal import say
+
 
 def attach_stdin(world, rank):
     """Connect the chosen rank's stdin to what is typed, and turn breakpoint() off on the other ranks.
@@ -70,6 +72,6 @@ def _forward_stdin(host, port, secret):
 def break_on_rank(world, rank):
     """Stop the chosen rank in pdb, in the caller's frame. The other ranks go on."""
     if world.rank == rank:
-        print(f"nanoshard: rank {rank} of {world.size} stops in pdb, the others wait; n: next line, s: into "
-              "a call, c: go on (to a breakpoint() in the code, if any), q: end the run", flush=True)
+        say(f"nanoshard: rank {rank} of {world.size} stops in pdb, the others wait; n: next line, s: into "
+            "a call, c: go on (to a breakpoint() in the code, if any), q: end the run")
         pdb.Pdb().set_trace(sys._getframe(1))

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from config import Outcome, ceil_div
 from interface import nearest
 from interface.command_line import one_line
-from interface.terminal import complain, folded
+from interface.terminal import complain, say
 from interface.tree import Tree, grow
 from ops.accelerator import device_name
 from parallel import Axis
@@ -376,8 +376,8 @@ def print_node(world):
         chip = device_name(world.device)
     backend = "" if world.size == 1 else f"{world.backend}, "
     place = f"[node {world.node + 1}/{world.n_nodes} {socket.gethostname()}]"
-    print(folded(f"{place} {world.launcher}: {world.local_size} of {world.size} ranks here, {chip}, "
-                 f"{backend}torch {torch.__version__}"), flush=True)
+    say(f"{place} {world.launcher}: {world.local_size} of {world.size} ranks here, {chip}, "
+        f"{backend}torch {torch.__version__}")
 
 
 def shutdown(world):

@@ -40,7 +40,7 @@ from interface.files import (
     write_whole,
 )
 from interface.schema import load_json, read_file
-from interface.terminal import clock, folded, short, width
+from interface.terminal import clock, folded, say, short, width
 from ops.accelerator import device_name, peak_memory, peak_resident
 from optim import StepStats
 from runtime import session
@@ -182,9 +182,9 @@ def report_compilation(first_step):
     """
     cost = compilation()
     parts = cost.cached + cost.compiled
-    print(folded(f"  the first step took {first_step:.1f} s, {cost.seconds:.1f} s of them to compile "
-                 f"{cost.graphs} graphs; {cost.cached} of their {parts} parts were in the cache, "
-                 f"{cost.folder}"), flush=True)
+    say(f"  the first step took {first_step:.1f} s, {cost.seconds:.1f} s of them to compile "
+        f"{cost.graphs} graphs; {cost.cached} of their {parts} parts were in the cache, "
+        f"{cost.folder}")
     return cost.seconds
 
 
@@ -209,7 +209,7 @@ def make_log(cfg, mesh, world, out, state, source):
     for line in slow_on_cpu(cfg, mesh, causal, world.device):
         warn(line)
     for line in groups_over_nodes(cfg, mesh, world.nodes, state.vocab_size):
-        print(folded(line), flush=True)
+        say(line)
 
     with must_write(out):
         tokenizer = {}
@@ -312,27 +312,25 @@ def started(cfg, model, resumed, batch, source, skip):
     here = " on this rank" if model.mesh.world.size > 1 else ""
     if cfg.lora:
         here += f", of which {sum(p.numel() for p in model.parameters() if p.requires_grad):,} train"
-    print(folded(f"{how}: {n_parameters:,} parameters{here}, dp {model.mesh.dp.size} "
-                 f"tp {cfg.tp}{cp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}"))
+    say(f"{how}: {n_parameters:,} parameters{here}, dp {model.mesh.dp.size} "
+        f"tp {cfg.tp}{cp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}")
     skipping = f", skipping steps {skip}" if skip.pairs else ""
     samples = f"{source.n_samples:,} training samples"
     if cfg.data == "synthetic":
         samples = "synthetic data without end"
-    print(folded(f"  {batch} x {cfg.seq_len} tokens per step, {samples}{skipping}"), flush=True)
+    say(f"  {batch} x {cfg.seq_len} tokens per step, {samples}{skipping}")
     if cfg.skip_spikes:
-        print(folded(f"  --skip-spikes {cfg.skip_spikes:g} skips none before {WINDOW // 2} steps were "
-                     "taken, for comparison"), flush=True)
+        say(f"  --skip-spikes {cfg.skip_spikes:g} skips none before {WINDOW // 2} steps were "
+            "taken, for comparison")
     if cfg.compile:
-        print(folded("  --compile: the first step compiles the blocks, which can take a minute and more"),
-              flush=True)
+        say("  --compile: the first step compiles the blocks, which can take a minute and more")
     if cfg.fp8 and not torch.accelerator.is_available():
-        print(folded("  --fp8: a CPU rounds to fp8 and multiplies as without it, which takes longer"),
-              flush=True)
+        say("  --fp8: a CPU rounds to fp8 and multiplies as without it, which takes longer")
     if any(getattr(module, "flash", None) is not None for module in model.modules()):
-        print(folded(f"  attention without a mask by flash-attn-4 {flash.version()}, which the first step "
-                     "compiles; --kernels plain takes torch's"), flush=True)
+        say(f"  attention without a mask by flash-attn-4 {flash.version()}, which the first step "
+            "compiles; --kernels plain takes torch's")
     elif cfg.kernels == "auto" and flash.version() and flash.problem():
-        print(folded(f"  attention by torch: flash-attn-4 is installed, but {flash.problem()}"), flush=True)
+        say(f"  attention by torch: flash-attn-4 is installed, but {flash.problem()}")
     has_kernel = any(getattr(module, "flex", None) is not None for module in model.modules())
     if has_kernel:
         how = "in a flash kernel that skips hidden keys (flex_attention): the first step compiles it"
@@ -340,9 +338,9 @@ def started(cfg, model, resumed, batch, source, skip):
         how = ("through a mask, which the flash kernels of GPUs do not take: attention is slower and keeps "
                "more memory")
     if source.has_documents:
-        print(folded(f"  each document attends to itself alone (--doc-mask), {how}"), flush=True)
+        say(f"  each document attends to itself alone (--doc-mask), {how}")
     if 0 < cfg.window < cfg.seq_len:
-        print(folded(f"  --window {cfg.window}: its layers attend {how}"), flush=True)
+        say(f"  --window {cfg.window}: its layers attend {how}")
 
 
 def print_sample(model, tokenizer, prompt, seed):
@@ -375,9 +373,9 @@ def farewell(outcome, stop_reason, state, out, saved):
              f"step_{saved:06d}")
     held = ", ".join(name for name in names if (out / name).exists())
     ending = how_it_ended(outcome, stop_reason, state)
-    print(folded(f"{ending}: {out}/ holds {held or 'nothing'}"), flush=True)
+    say(f"{ending}: {out}/ holds {held or 'nothing'}")
     if "val_loss" in state.best and (out / state.best_name()).is_dir():
-        print(f"lowest validation loss {state.best['val_loss']:.4f} in {state.best_name()}", flush=True)
+        say(f"lowest validation loss {state.best['val_loss']:.4f} in {state.best_name()}")
 
 
 def next_commands(out, config, saved):
@@ -490,7 +488,7 @@ class Log:
 
     def print_how_to_go_on(self):
         """Print the command that goes on with a run that was stopped."""
-        print(f"to go on, type: {self._command(resume='auto')}", flush=True)
+        say(f"to go on, type: {self._command(resume='auto')}")
 
     def print_next_commands(self, saved):
         """Print what can be typed after a run that is done. saved: step of the last checkpoint, or 0."""

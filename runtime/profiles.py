@@ -3,6 +3,7 @@ import contextlib
 import errno
 
 from interface.files import best_effort, new_part, write_whole
+from interface.terminal import say
 
 
 def start_profile(on):
@@ -39,7 +40,7 @@ def tracer(on, out):
         with best_effort(out / "trace.json"):
             with new_part(out / "trace.json") as part:
                 export_trace(profiler, part)
-            print(f"trace: {out}/trace.json; open it in https://ui.perfetto.dev", flush=True)
+            say(f"trace: {out}/trace.json; open it in https://ui.perfetto.dev")
 
     # Without repeat=1, the profiler would trace three steps again and again.
     steps = schedule(wait=1, warmup=1, active=3, repeat=1)

@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 
-from interface.terminal import clock, folded
+from interface.terminal import clock, say
 
 SILENT = 5.0  # seconds: what takes longer is announced
 FORWARD = 1 / 3  # of a step's time, roughly: an evaluation does forwards only
@@ -81,4 +81,4 @@ class Progress:
 
     def say(self, text):
         if self.is_main:
-            print(folded(text), flush=True)
+            say(text)

@@ -14,7 +14,6 @@ import math
 import os
 import secrets
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from corpus.shards import settled_doc_mask
 from interface import files
 from interface.command_line import one_line
 from interface.tensor_file import write_safetensors
+from interface.terminal import complain, say
 from ops.checksum import checksum
 from ops.flat import own_pieces
 from ops.split_master import on_host
@@ -331,8 +331,8 @@ def settle(cfg, world, out, state, found):
     """
     if found is not None and state.step >= cfg.steps:
         if world.rank == 0:
-            print(f"{out if cfg.resume == 'auto' else found} has all its {state.step} steps; give a larger "
-                  "--steps to go on, or another --out", flush=True)
+            say(f"{out if cfg.resume == 'auto' else found} has all its {state.step} steps; give a larger "
+                "--steps to go on, or another --out")
         raise SystemExit(Outcome.DONE)
     with exit_together(world), files.must_write(out):
         if world.rank == 0:
@@ -344,12 +344,12 @@ def settle(cfg, world, out, state, found):
 def set_aside(cfg, out, state, found):
     """Rename the run in --out if this one does not continue it, or else its checkpoints of later steps."""
     if holds_other_run(cfg, out):
-        print(f"{out} held another run: it is now {files.move_aside(out)}\n(train.py --list shows all "
-              "runs; --resume auto would have gone on with it)", flush=True)
+        say(f"{out} held another run: it is now {files.move_aside(out)}")
+        say("(train.py --list shows all runs; --resume auto would have gone on with it)")
     elif found is not None:
         moved = checkpoint.archive_later(out, state.step)
         if moved:
-            print(f"going on from {found}: later checkpoints are now {', '.join(moved)}", flush=True)
+            say(f"going on from {found}: later checkpoints are now {', '.join(moved)}")
 
 
 def find_checkpoint(cfg, world, out):
@@ -368,7 +368,7 @@ def find_checkpoint(cfg, world, out):
             paths = [Path(cfg.resume)]
             checkpoint.read_index(cfg.resume)  # a path that does not exist: say so before all wait for it
         if world.rank == 0 and not paths:
-            print(f"--resume auto: {out} has no checkpoint, so the run starts at step 1", flush=True)
+            say(f"--resume auto: {out} has no checkpoint, so the run starts at step 1")
     paths = world.tree.broadcast_object(paths)  # a few paths from rank 0, over the world
     found = damage = None
     for path in paths:
@@ -407,7 +407,7 @@ def start_from(found, skip, model, opt, data_id):
         if cfg.init_from:
             said = init_from(model, opt, cfg.init_from)
             if is_main:
-                print(said, flush=True)
+                say(said)
         state = State(data=data_id, vocab_size=model.vocab_size, base=model.base)
     else:
         state = load(cfg, opt.data_parallel, opt, found, data_id, model.vocab_size)
@@ -417,14 +417,14 @@ def start_from(found, skip, model, opt, data_id):
         warning = skip.too_late(state.step, Ranges(state.skip))
         if is_main:
             if cfg.init_from and not cfg.lora:
-                print(f"goes on from {found}: --init-from {cfg.init_from} is for a start", flush=True)
+                say(f"goes on from {found}: --init-from {cfg.init_from} is for a start")
             if cfg.dump_grads:
-                print(f"goes on from {found}: --dump-grads {cfg.dump_grads} is for a start, so it is not "
-                      "written", flush=True)
+                say(f"goes on from {found}: --dump-grads {cfg.dump_grads} is for a start, so it is not "
+                    "written")
             for name, (before, now) in state.changed.items():
-                print(f"resume: {name.replace('_', '-')} {before} -> {now}", flush=True)
+                say(f"resume: {name.replace('_', '-')} {before} -> {now}")
             if warning:
-                print(warning, file=sys.stderr, flush=True)
+                complain(warning)
         skip = Ranges([*skip.ends(), *state.skip])  # a resume inside a range goes on skipping it
     state.skip = skip.ends()
     return state, skip

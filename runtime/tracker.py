@@ -4,6 +4,7 @@ import threading
 import time
 
 from interface.files import warn
+from interface.terminal import say
 
 PATIENCE = 10  # seconds from the start until the server must have answered
 LEAST_PATIENCE = 5  # seconds that wandb may look for its server, however long its start took
@@ -37,7 +38,7 @@ class Tracker:
         if self.thread.is_alive():
             warn(f"wandb: the last rows were not sent within {LEAVING:.0f} s; they stand in metrics.jsonl")
         if self.folder is not None:
-            print(f"wandb: this run was recorded offline; to send it: wandb sync {self.folder}", flush=True)
+            say(f"wandb: this run was recorded offline; to send it: wandb sync {self.folder}")
 
     def _work(self):
         try:

@@ -21,6 +21,7 @@ from pool import run_ranks
 import checkpoint
 import prepare
 import train
+from interface import terminal
 from ops.split_master import whole
 from runtime import launch, launcher
 
@@ -42,7 +43,7 @@ def session(world, argv, plan=None):
         launch.launch     returns the worker's World
         launch.shutdown   does nothing, because the pool leaves the process group
         launcher.started_by says so of the worker's World
-        stdout, stderr    are returned as out and err
+        stdout, stderr    are returned as out and err; lines of out that were folded are whole again
         SystemExit        is caught, and its code is returned as code
         train.Run         records in steps what each step starts with (see record_steps), and sends
                           itself the signals of the plan
@@ -63,7 +64,7 @@ def session(world, argv, plan=None):
             code = 0
         except SystemExit as leaving:
             code = leaving.code
-    return {"code": code, "steps": steps, "out": text_of(out), "err": text_of(err)}
+    return {"code": code, "steps": steps, "out": unfolded(text_of(out)), "err": text_of(err)}
 
 
 def text_file():
@@ -73,6 +74,11 @@ def text_file():
 
 def text_of(file):
     return file.buffer.getvalue().decode()
+
+
+def unfolded(text):
+    """Return text as interface.terminal.folded() got it."""
+    return text.replace("\n" + terminal.INDENT, " ")
 
 
 def is_last(world):

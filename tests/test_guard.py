@@ -304,7 +304,7 @@ def test_wandb_without_a_network_records_and_says_how_to_send(tmp_path, monkeypa
     out, err = capfd.readouterr()
     line = "nanoshard: wandb: no answer within 10 s, so this run is recorded offline (no such host)\n"
     assert err == line
-    assert out.endswith(f"to send it: wandb sync {tmp_path}/wandb/offline-run-1\n")
+    assert runs.unfolded(out).endswith(f"to send it: wandb sync {tmp_path}/wandb/offline-run-1\n")
     assert tracked(tmp_path / "b", StandIn(), "offline", monkeypatch) == [1, 2, 3, 4]
     out, err = capfd.readouterr()
     assert err == "" and out.endswith(f"wandb sync {tmp_path}/b/wandb/offline-run-1\n")
@@ -476,7 +476,7 @@ def test_trace_says_where_it_is_and_how_to_look_at_it(tmp_path, capfd):
             torch.zeros(1).add_(1)
             trace.step()
     said = capfd.readouterr()
-    assert said.out == f"trace: {tmp_path}/trace.json; open it in https://ui.perfetto.dev\n"
+    assert runs.unfolded(said.out) == f"trace: {tmp_path}/trace.json; open it in https://ui.perfetto.dev\n"
     assert "USDT" not in said.err, "torch prints lines of its own"
     steps = {e["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
              if e["name"].startswith("ProfilerStep")}

@@ -1,4 +1,5 @@
 """What a person sees around a run: lines that fit the terminal, what to type next, and after a kill."""
+import ast
 import contextlib
 import fcntl
 import json
@@ -178,6 +179,32 @@ def test_a_command_in_a_line_is_not_folded(monkeypatch):
     assert terminal.folded(text) == f"two ranks are needed; start them:\n      {command};\n      or one"
 
 
+MAY_PRINT = {  # where a line is printed as it is
+    ("runtime/log.py", "row"): "made for the width",
+    ("runtime/log.py", "print_sample"): "the model's own text",
+    ("runtime/log.py", "print_next_commands"): "folded, a list",
+    ("runtime/log.py", "report_traffic"): "a table",
+}
+
+
+def prints_to_stdout(path):
+    """Yield the functions of a module that call print() without file=."""
+    for function in ast.walk(ast.parse(path.read_text())):
+        if isinstance(function, ast.FunctionDef):
+            for call in ast.walk(function):
+                if (isinstance(call, ast.Call) and getattr(call.func, "id", "") == "print"
+                        and not any(word.arg == "file" for word in call.keywords)):
+                    yield function.name
+
+
+def test_a_sentence_of_a_run_is_folded():
+    """A line that is seldom printed, such as that of a slow rank, is too wide when nobody looks."""
+    paths = [ROOT / "train.py", ROOT / "prepare.py", ROOT / "interface/files.py",
+             *(ROOT / "runtime").glob("*.py"), *(ROOT / "fast").glob("*.py")]
+    found = {(str(path.relative_to(ROOT)), name) for path in paths for name in prints_to_stdout(path)}
+    assert found == set(MAY_PRINT), "use interface.terminal.say, or complain for stderr"
+
+
 def test_a_second_ctrl_c_behind_mpiexec_leaves_the_command_on_the_screen(tmp_path):
     """mpiexec kills the ranks and what they still print, so the first Ctrl-C already prints it."""
     argv = ["mpiexec", "-n", "2", sys.executable, "train.py", "tiny", *TINY, "--steps=100000",
@@ -214,7 +241,8 @@ def test_the_line_of_a_node_stands_before_a_run_and_before_no_error(tmp_path, ca
     assert got["code"] == 2 and got["out"] == "" and got["err"].count("\n") == 1
     got = session(World(), [*flags, "--skip-spikes=6", f"--out={tmp_path / 'b'}"])
     assert got["code"] == 0 and got["out"].count("[node 1/1 ") == 1
-    assert f"--resume auto: {tmp_path / 'b'} has no checkpoint, so the run starts at step 1\n" in got["out"]
+    assert (f"--resume auto: {tmp_path / 'b'} has no checkpoint, so the run starts at step 1"
+            in " ".join(got["out"].split()))
     assert "--skip-spikes 6 skips none before 64 steps were taken" in got["out"]
 
 
