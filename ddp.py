@@ -13,12 +13,12 @@ same parameters. Under ZeRO-1, the slice of each rank is a quarter of the bucket
     flat     | weights in the model's dtype               |  every p.data is a window of it
     grad     | gradients of this rank, in at least fp32   |  backward adds each p.grad to its window
              |          |##########|          |           |  ## is bucket.own_slice, of rank 1
-    grad_total          | summed   |   = grad[own_slice] after its reduce-scatter: what AdamW reads
+    grad_total          | summed   |   = grad[own_slice], summed over the ranks: AdamW reads it
     master              | fp32     |   AdamW updates it; its two moments are as long
     own                 | rounded  |   = flat[own_slice]: the new master, sent to the others
 
 A rank updates only its slice. The table shows what a rank keeps under each --zero. A slot is memory
-for one whole bucket, which the buckets use in turn (zero.py):
+for one whole bucket. A part of the model is its embedding, a block, or its head (zero.py):
 
               flat (weights)                grad                           master, moments
     zero 0    n                             n, summed by all-reduce        n: the slice is all n
@@ -26,10 +26,7 @@ for one whole bucket, which the buckets use in turn (zero.py):
     zero 2    n                             grad_total n/4; 2 slots        n/4
     zero 3    own n/4; flat of 2 parts      grad_total n/4; 2 slots        n/4
 
-In an fp32 model, master and own are the same memory. With --split-masters, a master is own and the
-16 bits that own lacks (ops/split_master.py). In bf16 on a GPU, with one micro-batch per
-step, a bucket that NCCL does not sum can be a CopyBucket, which keeps grad in bf16. A LoneBucket
-has no copy: grad is what backward made. In fast/peer.py grad_total has memory of its own.
+In an fp32 model, master and own are the same memory.
 
 bucket.axis has the ranks over which the gradients are summed: those that hold the same parameters.
 Its ranks form two axes (parallel.Sharing), and one rule serves every --zero: gradients are
@@ -39,6 +36,12 @@ over bucket.replicas, whose ranks keep the same slice.
     without ZeRO    shard is this rank alone, and replicas are all ranks of bucket.axis
     with ZeRO       shard is all ranks of bucket.axis, and replicas is this rank alone
     with --shard    both have several ranks
+
+Four things are different in special cases, which a first reading can leave out. With
+--split-masters, a master is own and the 16 bits that own lacks (ops/split_master.py). In bf16 on a
+GPU, with one micro-batch per step, a bucket that NCCL does not sum can be a CopyBucket, which keeps
+grad in bf16. A LoneBucket has no copy: grad is what backward made. In fast/peer.py grad_total has
+memory of its own.
 """
 import contextlib
 import functools
@@ -53,8 +56,8 @@ from ops.accelerator import beside
 from ops.flat import accumulate, copy_gradients, padded_elements
 from ops.split_master import SplitMaster
 
-# A bucket is closed when it has this many elements. All matrices of `tiny`, 1.8 million elements,
-# are in one bucket, so its sum starts only at the end of backward.
+# A bucket is closed when it has this many elements. All matrices of `tiny`, at most 1.8 million
+# elements, are in one bucket, so its sum starts only at the end of backward.
 BUCKET_ELEMENTS = 16_000_000
 
 # -----------------------------------------------------------------------------
@@ -148,8 +151,8 @@ class Comm:
     def allocate(self, shard, own_slice, weights, dtype):
         """Return a bucket's buffers flat (n,), grad (n,), grad_total (n/n_slices,).
 
-        weights (n,), in at least fp32, will hold the initial weights. dtype: of flat. Where weights
-        has it already, flat is weights. shard: the Axis of the ranks that share the buffers.
+        weights (n,), in at least fp32, will hold the initial weights. dtype: of flat. In an fp32
+        model flat is weights itself. shard: the Axis of the ranks that share the buffers.
         own_slice: the slice of grad whose sum becomes grad_total.
         """
         flat = weights if weights.dtype == dtype else torch.zeros_like(weights, dtype=dtype)
@@ -260,7 +263,7 @@ class FlatBuffers:
         return [buffer[start:start + p.numel()].view_as(p) for p, start in pairs]
 
     def slice_of_rank(self, rank, n):
-        """Return the slice of a buffer of n elements that belongs to this rank of the shard."""
+        """Return the slice of a buffer of n elements that belongs to number `rank` of the shard."""
         return slice(rank * n // self.n_slices, (rank + 1) * n // self.n_slices)
 
     def adopt_parameters(self, weights):

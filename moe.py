@@ -1,12 +1,15 @@
 """Mixture of Experts: the MLP of a block, E times over, of which each token visits K.
 
 A row is a token's vector (C,). It travels as K copies, one to each of its experts; a gate is the
-factor by which an expert's result is multiplied. No two ranks of a stage hold the same rows: dp and
-cp split sequences, tp splits rows. So an expert's matrices need no tp. The ranks of a stage are
-viewed a second time as (edp, ep). Each of them holds e = E / ep experts, so expert i lives on ep
-rank i // e. And ep adds no ranks: each rank of an ep group has rows of its own. With two ranks and
-ep 2, dp is 2 and edp is 1. The drawing has four ranks, ep 4, four experts, K = 1; a letter is the
-expert that a row visits:
+factor by which an expert's result is multiplied.
+
+With two ranks, --ep 2 and E = 8, rank 0 holds the experts 0 to 3 and rank 1 the experts 4 to 7, and
+each rank has sequences of its own: ep adds no ranks. So dp is 2. The ranks of a stage are viewed a
+second time as (edp, ep), where edp counts the ranks with the same experts, here 1. Each rank holds
+e = E / ep experts, and expert i lives on ep rank i // e. No two ranks of a stage hold the same
+rows, because dp and cp split sequences and tp splits rows; so an expert's matrices need no tp.
+
+The drawing has four ranks, ep 4, four experts, K = 1; a letter is the expert that a row visits:
 
     rank 0   [a a b d]      sort by     [a a|b|.|d]     all_to_all     [aa a . a]   expert a's rows
     rank 1   [c a d d]      expert      [a|.|c|d d]     block j goes   [b . bb .]   expert b's
@@ -226,7 +229,8 @@ def count_tokens(expert_ids, E):
 class Dispatcher:
     """Brings rows to their experts and back. Each layer has one and makes a plan per micro-batch.
 
-        plan(expert_ids, gates)  (n, K) each -> who goes where; backward uses the same plan
+        plan(expert_ids, gates)  (n, K) each -> who goes where; backward uses the same plan. Only
+                                 Capacity reads the gates
         dispatch(x, plan)        rows x (n, C) -> (R, C), on their experts' ranks, by expert
         combine(y, gates, plan)  results y (R, C) -> (n, C), at home: the sum of gate * result
     Capacity has (e, rows, C) instead of (R, C).
@@ -307,14 +311,14 @@ class AllToAll(Dispatcher):
         # E counts to the experts' owners, over ep. Counts take this method. Rows take the function
         # all_to_all, which has a gradient.
         received_counts = ep.all_to_all(copies.counts).view(ep.size, self.e)
-        # Only fast/graph.py reads rows_needed.
         torch.maximum(self.rows_needed, received_counts.sum(), out=self.rows_needed)
         # Sync point, the only one here: all_to_all takes the sizes of its messages from the host.
         send, receive = torch.stack([sent_counts.sum(1), received_counts.sum(1)]).tolist()
         R = sum(receive)
 
-        # Received rows stand by sender, and by expert among those of one sender.
-        # A local expert has a number from 0 to e - 1, on each rank.
+        # Received rows stand by sender, and by expert among those of one sender. A local expert has
+        # a number from 0 to e - 1, on each rank. With the counts [[2, 1], [0, 3]], local_expert is
+        # [0 0 1 | 1 1 1].
         numbers = torch.arange(self.e, device=expert_ids.device).repeat(ep.size)  # (ep*e,)
         row_counts = received_counts.flatten()  # (ep*e,)
         local_expert = numbers.repeat_interleave(row_counts, output_size=R)  # (R,)

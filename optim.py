@@ -110,15 +110,15 @@ class AdamW:
             params = [whole(self.params[i]) for i in group]
             group_grads = [grads[i].to(self.params[i].dtype) for i in group]
             step_counts = self.of_group(group, "step")
-            # This kernel is what nanoGPT's AdamW(fused=True) calls. It expects the new step
-            # counts, divides by its grad_scale, and does nothing where found_inf is 1. So all
-            # counts go up by 1 before, and where nothing was done they go down again.
+            # The kernel below is what nanoGPT's AdamW(fused=True) calls. It expects the new counts.
             torch._foreach_add_(step_counts, 1)
+            # It divides by its grad_scale, and does nothing where found_inf is 1.
             torch._fused_adamw_(
                 params, group_grads, self.of_group(group, "exp_avg"),
                 self.of_group(group, "exp_avg_sq"), [], step_counts,
                 lr=lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=decay, eps=self.eps,
                 amsgrad=False, maximize=False, grad_scale=divisor, found_inf=not_finite)
+            # Where nothing was done, the counts go down again.
             torch._foreach_sub_(step_counts, [not_finite] * len(group))
             for i, updated in zip(group, params, strict=True):
                 put_back(self.params[i], updated)  # --split-masters
@@ -247,7 +247,7 @@ class Optimizer:
         for bucket in reversed(buckets or self.data_parallel.buckets):
             if not isinstance(bucket.master, SplitMaster):  # That one has rounded into own already.
                 bucket.own.copy_(bucket.master)  # in fp32 nothing: both are the same memory
-            self.data_parallel.on_updated(bucket)  # under ZeRO-1 and 2 it starts the all-gather
+            self.data_parallel.on_updated(bucket)  # under ZeRO it starts the all-gather
 
     # -------------------------------------------------------------------------
     # A step

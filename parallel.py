@@ -102,7 +102,7 @@ class Axis:
         return out
 
     def reduce_scatter(self, x):
-        """(n*size, ...) on each rank -> (n, ...): this rank's rows of the sum."""
+        """(n*size, ...) on each rank -> (n, ...): of the sum, rank r's rows r*n to (r+1)*n."""
         if self.size == 1:
             return x
         out = x.new_empty(x.size(0) // self.size, *x.shape[1:])
@@ -336,12 +336,16 @@ def adopt_parameters(module):
 
 
 # -----------------------------------------------------------------------------
-# Tensor and sequence parallelism: the two pairs of collectives around every sharded layer
-#   gather_rows   g of arXiv:2205.05198, figure 5: forward all-gather, backward reduce-scatter
-#   scatter_rows  its adjoint g-bar:               forward reduce-scatter, backward all-gather
-# They replace Megatron-LM's all-reduces f and g (arXiv:1909.08053, figure 3) and send the same
-# number of bytes. Every tp rank computes the same loss, but its backward starts from its own
-# columns of the logits only. So the sum over tp is the gradient once, not tp times.
+# Tensor and sequence parallelism: the two collectives around attention and around the MLP
+#   gather_rows   before: each rank has n of the B*t rows, and its columns of a matrix need all.
+#                 Forward is an all-gather, backward a reduce-scatter.
+#   scatter_rows  after: each rank has a partial sum of every row, and keeps n rows of the total.
+#                 Forward is a reduce-scatter, backward an all-gather.
+# In arXiv:2205.05198, figure 5, they are called g and g-bar. They send as many bytes as the
+# all-reduces of Megatron-LM's first paper (arXiv:1909.08053, figure 3).
+# Every tp rank computes the same loss, which is not divided by tp. Its backward starts from the
+# rank's own columns of the logits only, so in backward of the head's gather_rows the
+# reduce-scatter adds each column's part of the gradient once.
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
@@ -357,9 +361,9 @@ class _GatherRows(torch.autograd.Function):
 
 class _ScatterRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, axis):  # (n*tp, ...) partial sums -> (n, ...) sums
+    def forward(ctx, x, axis):  # (n*size, ...) partial sums -> (n, ...) sums
         ctx.axis = axis
-        return axis.reduce_scatter(x)  # SUM of n*tp rows, of which each rank gets n, over tp
+        return axis.reduce_scatter(x)  # SUM of n*size rows, of which each rank gets n, over tp
 
     @staticmethod
     def backward(ctx, grad):
@@ -382,7 +386,7 @@ def gather_rows(x, axis):
 
 
 def scatter_rows(x, axis):
-    """(n*tp, ...) partial sums on each rank -> (n, ...) rows of the total."""
+    """(n*size, ...) partial sums on each rank -> (n, ...) rows of the total."""
     if axis.size == 1:
         return x
     return _uncompiled(_ScatterRows, x, axis)

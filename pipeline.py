@@ -92,7 +92,7 @@ def several_stages(model, data_parallel, batches, n_trained, loss_scale, before_
         """
         before_forward(i, chunk)
         if hidden is not None:
-            hidden.requires_grad_()
+            hidden.requires_grad_()  # Backward leaves hidden.grad, which the previous stage gets.
         with data_parallel.timers("forward"):
             out, router_loss = model(*batches[i], hidden=hidden, chunk=chunk)
         if is_last_stage(model, chunk):
@@ -204,7 +204,7 @@ class Op(NamedTuple):
 
     @property
     def direction(self):
-        """1: an activation goes to the next stage. -1: a gradient goes to the previous one."""
+        """1 for a forward, whose result goes to the next stage; for a backward -1, the previous."""
         return 1 if self.kind == "F" else -1
 
     @property
@@ -216,10 +216,10 @@ class Op(NamedTuple):
 def schedule(rank, ranks, chunks, micro_batches, backward=True):
     """Return the Ops of one rank, in the order in which the rank does them.
 
-    With one chunk, plain 1F1B, both lists are the micro-batches 0, 1, 2, ... up to a multiple of p,
-    the number of ranks; existing() drops those that are not there. With several, micro-batches go
-    through a chunk p at a time. When rank 0 has sent the p-th on, the first has come around the
-    ring of ranks.
+    With one chunk, plain 1F1B, forwards is F0 F1 F2 ... and backwards B0 B1 B2 ..., up to a
+    multiple of p, the number of ranks; existing() drops those that are not there. warmup is then
+    p - 1 - rank. With several chunks, micro-batches go through a chunk p at a time. When rank 0 has
+    sent the p-th on, the first has come around the ring of ranks.
     """
     forwards = []
     backwards = []
@@ -294,7 +294,7 @@ class Message(NamedTuple):
     """What a rank sends when an Op of its own has ended."""
     sender: int
     receiver: int
-    op: Op  # the receiver's Op, which waits for the message
+    receiver_op: Op  # It waits for the message.
 
 
 def messages_between(ended_ops, chunks):
@@ -334,9 +334,9 @@ class Exchange:
 class Ring:
     """Walks a timetable on this rank: does its Ops, sends their results, receives their inputs.
 
-    A message is an activation (n, C) or its gradient. A rank waits for its Exchanges in order. So
-    it waits only until others reach a time of the table that it has itself passed. The rank that
-    is at the earliest time waits for nobody, so some rank always goes on.
+    A message is an activation (n, C) or its gradient. A rank waits for its Exchanges in order, so
+    at time t of the table it waits only for messages that others send at or before t. The rank
+    that is furthest behind finds all of them sent, so some rank always goes on.
     """
 
     def __init__(self, model, n_tokens, timers=untimed):
@@ -350,7 +350,8 @@ class Ring:
         self.in_flight = collections.deque()  # the Exchanges that have not arrived, oldest first
 
     def walk(self, micro_batches, forward, backward=None):
-        """Do this rank's part of the timetable.
+        """Do this rank's part of the timetable: at each time its Op, if one ends then, and after it
+        all its sends and receives of that time.
 
         forward(i, chunk, received) and backward(i, chunk, received) return what is sent on.
         received is None where no message comes.
@@ -393,18 +394,18 @@ class Ring:
         axis = self.axis
         operations = []
         arriving = {}
-        for sender, receiver, op in messages_between(ended_ops, self.n_chunks):
+        for sender, receiver, receiver_op in messages_between(ended_ops, self.n_chunks):
             if sender == axis.rank:
                 axis.record("send", made, made.numel() * made.element_size())
                 peer = axis.ranks[receiver]
                 # n*C to a neighbour, over pp
                 operations.append(dist.P2POp(dist.isend, made.contiguous(), peer, axis.group))
             elif receiver == axis.rank:
-                arriving[op] = self.like.new_empty(self.shape)
-                axis.record("receive", arriving[op])
+                arriving[receiver_op] = self.like.new_empty(self.shape)
+                axis.record("receive", arriving[receiver_op])
                 peer = axis.ranks[sender]
                 # n*C from a neighbour, over pp
-                operations.append(dist.P2POp(dist.irecv, arriving[op], peer, axis.group))
+                operations.append(dist.P2POp(dist.irecv, arriving[receiver_op], peer, axis.group))
         if operations:
             exchange = Exchange(operations)
             self.in_flight.append(exchange)

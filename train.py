@@ -92,8 +92,8 @@ class Step:
     """One optimizer step: gradients, statistics, veto, update.
 
     Each part is a method, because on a GPU make_step() usually wraps the step in a
-    fast.graph.GraphedStep, which calls these methods three times and then replays `gradients` as a
-    CUDA graph. With --no-cuda-graph, as on a CPU, this class trains alone.
+    fast.graph.GraphedStep, which calls these methods in the first steps and then replays
+    `gradients` as a CUDA graph. With --no-cuda-graph, as on a CPU, this class trains alone.
     """
 
     def __init__(self, cfg, model, data_parallel, opt):

@@ -16,7 +16,8 @@ from parallel import MAX, scatter_rows
 def vocab_embedding(tokens, weight, axis):
     """Return the rows of the embedding: tokens (B*t,) int64, weight (local_vocab, C) -> (n, C).
 
-    Each rank of the axis looks up the ids that it holds. The sum is scattered by rows.
+    Each rank of the axis looks up the ids that it holds, and has rows of zeros for the others. The
+    sum over the ranks picks each row from the one rank that has it.
     """
     if axis.size == 1:
         return F.embedding(tokens, weight)

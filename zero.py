@@ -94,14 +94,18 @@ class SlotBucket(FlatBuffers):
     """
 
     def reset(self):
-        self.missing = set(range(len(self.params)))  # no gradient of this micro-batch yet
-        self.pending_params = len(self.params)  # their last gradient of this step has not come yet
+        self.missing = set(range(len(self.params)))  # whose gradient of this micro-batch is to come
+        self.pending_params = len(self.params)  # how many wait for that of the last micro-batch
         self.total_is_empty = True  # Nothing has been added to grad_total in this step.
         self.reduce_handle = None
         self.reduces_last = False  # The reduce under way has the last gradients of this step.
         self.replica_handle = None  # handle of the sum over the replicas
 
     def on_grad_ready(self, i, completes_grads):
+        """Note that p.grad of parameter i has come. The last one of a micro-batch starts the sum.
+
+        completes_grads: as in Bucket.on_grad_ready().
+        """
         self.missing.discard(i)
         if completes_grads:
             self.pending_params -= 1
@@ -109,6 +113,7 @@ class SlotBucket(FlatBuffers):
             self.start_sum()
 
     def start_sum(self):
+        """Copy this micro-batch's gradients into the slot, and start to sum them over the ranks."""
         self.comm.slot.give_to(self)
         self.copy_all_gradients()
         self.grad[self.used:].zero_()  # The padding may hold gradients of another bucket.
@@ -234,7 +239,10 @@ class ShardedBucket(SlotBucket):
         self.storage.resize_(0)
 
     def after_update(self):
-        """Free the gathered weights, which are outdated. Nothing is sent: forward will fetch."""
+        """Send nothing: forward will fetch. Weights that are still gathered are outdated.
+
+        Backward has freed all, so this is a safeguard.
+        """
         self.free()
 
 
@@ -315,9 +323,8 @@ class ZeRO3(ZeRO2):
         """Return the next part, counted from self.here, that holds the module, or None.
 
         Only a tied embedding is in two parts, the first and the last. After a backward self.here is
-        the first part, and the embedding is found there. After an evaluation self.here is still the
-        last part. The embedding is found there, and the last block is fetched with it, which costs
-        a gather but changes no number.
+        the first part. After an evaluation it is still the last, and the last block is fetched with
+        the embedding, which costs a gather but changes no number.
         """
         n = len(self.parts)
         for ahead in range(n):
@@ -349,7 +356,7 @@ class ZeRO3(ZeRO2):
         x.register_hook(lambda grad: self.move_to_part(part - 1, backward=True))
 
     def move_to_part(self, part, backward=False):
-        """Fetch the part that computes now and the one after it, and free all others."""
+        """Fetch the part that computes now and the one that computes next, and free all others."""
         needed = self.needed_in_backward(part) if backward else self.needed_in_forward(part)
         wanted = []
         for number in needed:

@@ -34,8 +34,9 @@ IDLE = {"GPT.provide_weights", "DataParallel.provide_weights", "gather_rows", "s
         "reset_stats", "update_router_bias", "FlatBuffers.after_update", "DataParallel.on_updated",
         "FlatBuffers.used", "FlatBuffers.count_factor", "Block.norm_after", "dropout_seeder",
         "Bucket.complete_grad", "Optimizer.of_adam", "Optimizer.prepare_update",
-        "Optimizer.update_loss_scale", "Optimizer.count_votes"}
+        "Optimizer.update_loss_scale", "Optimizer.count_votes", "Op.direction"}
 PASSED_OVER = {"Block.maybe_recompute"}  # What it calls is shown in its place.
+OF_MICRO_BATCH = {"several_stages.<locals>.forward", "several_stages.<locals>.backward"}
 WIDTH = 110
 
 
@@ -56,13 +57,13 @@ class Call:
 
 @functools.cache
 def describe(code):
-    """Return (text, small) of a function: its place and the first sentence of its docstring."""
+    """Return (place, sentence, small) of a function: the first sentence of its docstring, or ""."""
     lines = inspect.getsource(code).splitlines()
     text = inspect.cleandoc(code.co_consts[0] or "") if isinstance(code.co_consts[0], str) else ""
     sentence = " ".join(text.split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
     place = f"{Path(code.co_filename).relative_to(ROOT)} {code.co_qualname.replace('.<locals>', '')}"
     small = len(lines) <= SMALL or code.co_qualname in IDLE
-    return f"{place}{': ' + sentence if sentence else ''}", small
+    return place, sentence, small
 
 
 class Watcher:
@@ -80,8 +81,9 @@ class Watcher:
                 self.path[-1].calls.append(Call(collective(**frame.f_locals)))
             elif (code.co_filename in FILES and not code.co_name.startswith("<")
                   and code.co_qualname not in PASSED_OVER):
-                text, small = describe(code)
-                self._enter(frame, Call(text, small))
+                place, sentence, small = describe(code)
+                place += of_this_call(code.co_qualname, frame.f_locals)
+                self._enter(frame, Call(f"{place}: {sentence}" if sentence else place, small))
             elif code.co_qualname == "Tensor.backward":
                 self._enter(frame, Call("torch Tensor.backward: it calls what follows, the last layer first"))
         elif event == "return" and self.frames and self.frames[-1] is frame:
@@ -92,6 +94,15 @@ class Watcher:
         self.path[-1].calls.append(call)
         self.path.append(call)
         self.frames.append(frame)
+
+
+def of_this_call(name, values):
+    """Return what a call's values add to the description of its function. values: {argument: value}."""
+    if name in OF_MICRO_BATCH:
+        return f" of micro-batch {values['i']}"
+    if name.startswith("Axis.start_") and values["self"].size == 1:
+        return ", one rank, so nothing is sent"
+    return ""
 
 
 def collective(self, kind, tensor=None, nbytes=0.0):

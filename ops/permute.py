@@ -1,7 +1,8 @@
 """Rows to the experts and back: a counting sort by expert, and the copying of rows.
 
-A row has K copies, one for each expert that it visits: copy c is choice c % K of row c // K. Copies
-stand in slots, sorted by expert:
+A row has K copies, one for each expert that it visits: copy c is choice c % K of row c // K. With
+K = 2, copies 0 and 1 are of row 0, copies 2 and 3 of row 1. Copies stand in slots, sorted by
+expert:
     perm (slots,)     the copy in each slot; N = n*K where the slot is empty
     inv_perm (N,)     the slot of each copy; `slots` where the copy was dropped
 Only with a capacity can slots be empty and copies be dropped: `padded` says whether they can.

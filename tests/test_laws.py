@@ -210,7 +210,8 @@ def readings(page):
 
 
 @pytest.mark.parametrize("page,n", [
-    ("one-step.md", 2), ("experts.md", 1), ("zero.md", 2), ("pipeline-schedules.md", 1)])
+    ("one-step.md", 2), ("collectives.md", 1), ("zero.md", 2), ("experts.md", 1),
+    ("pipeline-schedules.md", 1)])
 def test_a_reading_is_as_long_as_its_page_says(page, n):
     found = readings(page)
     assert len(found) == n

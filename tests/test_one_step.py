@@ -59,6 +59,8 @@ SHARED = ["-> reduce-scatter over dp {0, 1}", "-> all-gather over dp {0, 1}"]
 
 
 @pytest.mark.parametrize("flags,expected,page,table", [
+    (["tiny", "--tp=2"], ["-> all-gather over tp {0, 1}", "-> reduce-scatter over tp {0, 1}"],
+     "collectives.md", 0),
     (["tiny", "--zero=1"], SHARED, "zero.md", 0),
     (["tiny", "--zero=3", "--n-layer=2"], SHARED, "zero.md", 1),
     (["tiny-moe", "--ep=2", "--n-layer=2"], ["-> all-to-all over ep {0, 1}"], "experts.md", 0),
