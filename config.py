@@ -206,7 +206,8 @@ class Config:
     # the products of attention and of the dense MLP take numbers of 8 bits, of which a GPU multiplies up to
     # twice as many; weights, activations between them, the head and experts keep --dtype
     fp8: bool = flag(False, "free")
-    # auto: attention by flash-attn-4, where that is installed and faster (docs/machines.md); plain: by torch
+    # what attends where no mask is needed: auto takes flash-attn-4 on Hopper GPUs, where the version that was
+    # tried is installed (docs/machines.md); plain takes torch's function
     kernels: Literal["auto", "plain"] = flag("auto", "free")
     # AdamW's fp32 masters are kept as the bf16 weights and the 16 bits that these lack, which saves 2 bytes
     # per weight

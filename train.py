@@ -40,7 +40,6 @@ from cost.fits import check_memory
 from cost.traffic import traffic
 from ddp import untimed
 from fast.choose import choose
-from fast.flash import flash_attention
 from fast.graph import make_step
 from interface.layout import check_layout
 from interface.nearest import with_fix
@@ -69,11 +68,11 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
     # Weights are drawn in at least fp32. The buckets round them and keep the fp32 masters.
     torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
     # Where no fast way is taken, as on a CPU, dispatcher_maker() gives moe.plain_dispatcher,
-    # masked_attention() and flash_attention() give None, and the Comms that comm_maker() provides
-    # are ddp.Comm or, for ZeRO-2 and 3, zero.SlotComm.
+    # masked_attention() and unmasked_attention() give None, and the Comms that comm_maker()
+    # provides are ddp.Comm or, for ZeRO-2 and 3, zero.SlotComm.
     with torch.device(device):
         model = GPT(cfg, mesh, vocab_size, rank_layers(cfg, mesh.pp), choice.dispatcher_maker(cfg),
-                    choice.masked_attention(), flash=flash_attention(cfg, device))
+                    choice.masked_attention(), flash=choice.unmasked_attention())
     torch.set_default_dtype(torch.float32)
     if device.type != "cpu":
         # In a 16-bit model the only fp32 matmul is the router's. Its operands were bf16 or fp16,
@@ -304,7 +303,7 @@ class Run:
         with launch.exit_together(world):
             if self.is_main:
                 oversight.stop.watch_file(self.out)
-                self.log_file = log.make_log(cfg, parts.mesh, world, self.out, self.state,
+                self.log_file = log.make_log(cfg, parts, world, self.out, self.state,
                                              self.data.train)
         if self.is_main:
             self.log_file.prepare_for_kill(oversight.watchdog)

@@ -2,7 +2,8 @@
 
     dense           the dense SwiGLU, compiled
     dropless        our layer: routing, sort, grouped matrix products, as this GPU runs them
-    same, Triton's  the same with the Triton kernels
+    same, torch's   the same by torch's grouped_mm, where this GPU runs ops/tma_kernels.py
+    same, pointers  the same by ops/product_kernels.py, the Triton kernels of other GPUs
     capacity 1.0    our layer with a capacity (bmm)
     loop            the loop over experts that the tests compare with
 
@@ -113,10 +114,9 @@ def measure(name, device):
           f"{peer} ms on an H200")
     print(f"  dense, compiled          {gpu_milliseconds(forward_backward(dense, dense, x, g)):8.3f} ms",
           flush=True)
-    for label, factor, torchs in (("dropless", 0.0, grouped_mm.use_torch),
-                                  ("same, Triton's", 0.0, lambda *_: False),
-                                  ("capacity 1.0", 1.0, grouped_mm.use_torch)):
-        with mock.patch.object(grouped_mm, "use_torch", torchs):
+    for label, factor, off in (("dropless", 0.0, []), ("same, torch's", 0.0, ["use_tma"]),
+                               ("same, pointers", 0.0, ["use_torch"]), ("capacity 1.0", 1.0, [])):
+        with mock.patch.multiple(grouped_mm, **dict.fromkeys(off, lambda *_: False)):
             run = forward_backward(*compiled(experts(factor), device), x, g)
             eager = gpu_milliseconds(run)
             replay = gpu_milliseconds(graphed(run))

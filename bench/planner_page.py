@@ -96,7 +96,8 @@ def script():
     used = {}
     dtypes = ", ".join(f"torch.{str(dtype).removeprefix('torch.')}" for dtype in backend.DTYPES)
     parts.append(f"const backend = {{ TRITON_DEVICES: [], DTYPES: [{dtypes}] }};\n"
-                 "const ACTIVATIONS = new Counting();")
+                 "const ACTIVATIONS = new Counting();\n"
+                 "const flash = { is_taken: (cfg, device) => false };  // which plan.py's device never does")
     for name, names in TRANSLATED.items():
         path = ROOT / name
         wanted = all_names(path) if names is None else names.split()

@@ -34,6 +34,7 @@ class Training:
 
     without: fields of fast.choose.Choice that are off where train.py would choose them, such as "graph".
     """
+    attention = None  # what attends without a mask, in words; another trainer does not say
 
     def __init__(self, cfg, world, without=()):
         self.cfg, self.world, self.number = cfg, world, 0  # number: steps taken
@@ -52,6 +53,7 @@ class Training:
         self.model, self.data_parallel, self.opt = train.build(cfg, mesh, self.vocab, device, choice=choice)
         self.train_step = make_step(train.Step(cfg, self.model, self.data_parallel, self.opt), choice)
         self.graph = choice.graph
+        self.attention = choice.attention_by()
 
     def batches(self):
         """This rank's micro-batches of the next step."""

@@ -16,9 +16,7 @@ import sys
 from pathlib import Path
 
 CAPABILITY = (75, 76)  # numbers of cuDeviceGetAttribute: major and minor
-
-
-HOPPER = 90
+HOPPER = 90  # the compute capability of NVIDIA's Hopper
 
 
 class Dtype(str):

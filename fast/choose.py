@@ -3,8 +3,6 @@
 The choice is made once. It follows from the run's flags, its mesh and what its GPUs can do. Each fast way
 has a plain twin that gives the same numbers: the step without a graph (train.py), all_to_all (moe.py), NCCL
 (parallel.py), gradients summed in fp32 (ddp.py), a mask (attention.py).
-
-The attention of layers without a mask is chosen in fast/flash.py.
 """
 import socket
 from typing import NamedTuple
@@ -14,7 +12,7 @@ import torch
 import moe
 from config import head_width
 from ddp import Comm
-from fast import symm_mem
+from fast import flash, symm_mem
 from fast.flex import FlexAttention
 from fast.padded import PaddedAllToAll
 from fast.peer import CopyStream, PeerComm, PeerSlotComm
@@ -31,6 +29,7 @@ class Choice(NamedTuple):
     peer_copies: bool        # ZeRO's gradients and weights travel as copies between the GPUs of a node
     single_microbatch: bool  # nothing is added to bf16 gradients, so they need no fp32 sum
     flex: bool = False       # windows and documents in a flash kernel, not through a mask
+    flash: bool = False      # attention without a mask by flash-attn-4
 
     def dispatcher_maker(self, cfg):
         """Return make_dispatcher(cfg, mesh), which makes the token dispatcher of each expert layer."""
@@ -45,6 +44,14 @@ class Choice(NamedTuple):
     def masked_attention(self):
         """Return what attends in the layers that hide early keys, or None for a mask."""
         return FlexAttention() if self.flex else None
+
+    def unmasked_attention(self):
+        """Return what attends in the layers that hide no keys, or None for torch's function."""
+        return flash.FlashAttention() if self.flash else None
+
+    def attention_by(self):
+        """Return what attends in those layers, in words."""
+        return f"{flash.PACKAGE} {flash.version()}" if self.flash else "torch"
 
     def comm_maker(self, cfg):
         """Return make_comm(axis), which makes the Comm of a bucket that is reduced over axis."""
@@ -86,7 +93,8 @@ def choose(cfg, mesh, device, reach=None):
     graph = static_shapes(cfg, mesh, device)
     experts_of_others = cfg.n_experts > 0 and mesh.ep.size > 1
     one_sided = graph and experts_of_others and reach(mesh, mesh.ep, device)
-    return Choice(graph, one_sided, peer_copies, single, flex_possible(cfg, device))
+    return Choice(graph, one_sided, peer_copies, single, flex_possible(cfg, device),
+                  flash.is_taken(cfg, device))
 
 
 def has_cuda_api(device):

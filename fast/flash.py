@@ -5,9 +5,10 @@
 Its two kernels, forward and backward, are two operations of torch here. So --compile leaves each of them
 whole, and a CUDA graph captures them. The library compiles a kernel when it is first called. Backward adds up
 the gradient of the queries in any order, as cuDNN's does, so --deterministic takes torch's attention.
-bench/README.md says what it saves.
+docs/machines.md says what it saves, and in which shapes it was run.
 
-    flash_attention   which attention a run takes: a FlashAttention, or None for torch's
+    FlashAttention   what attention.attend calls in the place of torch's function
+    is_taken         whether a run takes it, which fast/choose.py asks; why_not: why it cannot, in words
 """
 import functools
 import importlib.metadata
@@ -17,8 +18,10 @@ from collections.abc import Sequence
 import torch
 
 from config import head_width
+from ops.backend import is_hopper
 
-HEAD_WIDTHS = (64, 128)  # those that were measured
+HEAD_WIDTHS = {"causal": (64, 128), "mlm": (64,)}  # by objective: those that were run on a GPU
+TOKENS = 128  # Sequences whose length is no multiple were not run.
 PACKAGE = "flash-attn-4"
 TESTED = "4.0.0b36"
 
@@ -27,7 +30,7 @@ TESTED = "4.0.0b36"
 def library():
     """Return the module of flash-attn-4 that has its kernels."""
     from flash_attn.cute import interface
-    # The library gives its own compiler an argument that this does not know, for each kernel.
+    # For each kernel, its compiler warns of an argument that the library itself gives it.
     warnings.filterwarnings("ignore", message="Argument aux_data")
     return interface
 
@@ -97,28 +100,30 @@ class FlashAttention:
         return out.transpose(1, 2)
 
 
-def flash_attention(cfg, device):
-    """Return a FlashAttention, or None where torch's attention runs.
+def is_taken(cfg, device):
+    """Whether the layers of a run that hide no keys attend by the library. plan.py's device has no index."""
+    return device.index is not None and would_fit(cfg, device) and not problem()
 
-    All layers of a run take the same one. A part of them may hide keys, and go another way.
-    """
-    if cfg.kernels == "plain" or not fits(cfg) or not is_hopper(device) or problem():
-        return None
-    return FlashAttention()
+
+def why_not(cfg, device):
+    """Return why a run cannot take the library that is installed for it, or ""."""
+    return problem() if version() and would_fit(cfg, device) else ""
+
+
+def would_fit(cfg, device):
+    """Whether the library would attend here, where it is installed."""
+    return cfg.kernels == "auto" and is_hopper(device) and fits(cfg)
 
 
 def fits(cfg):
-    """Whether some layers of a run attend without a mask, and as was measured."""
-    hides_keys = cfg.doc_mask == "on" or (0 < cfg.window < cfg.seq_len and not cfg.full_every)
-    is_plain = cfg.dropout == 0 and cfg.cp == 1 and not cfg.deterministic
-    return is_plain and not hides_keys and cfg.dtype == "bf16" and head_width(cfg) in HEAD_WIDTHS
-
-
-def is_hopper(device):
-    """Whether the device is a GPU of NVIDIA's Hopper, which the library was measured on."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    """Whether some layers attend without a mask, and all that was run on a GPU."""
+    if cfg.dtype != "bf16" or cfg.dropout > 0 or cfg.cp > 1 or cfg.deterministic:
         return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+    if head_width(cfg) not in HEAD_WIDTHS[cfg.objective] or cfg.seq_len % TOKENS:
+        return False
+    has_full_layer = 0 < cfg.full_every <= cfg.n_layer or not 0 < cfg.window < cfg.seq_len
+    # With "auto" the data says whether there are documents; then no layer calls the library.
+    return has_full_layer and cfg.doc_mask != "on"
 
 
 def version():

@@ -148,8 +148,10 @@ SENTENCES = table(
     ("use_distributed_optimizer distributed_optimizer", "is a value here: --zero 1"),
     ("fsdp fully_shard use_fsdp", "is a value here: --zero 3"),
     ("deepspeed deepspeed_config", "is no flag: give --zero 1, 2 or 3"),
-    ("sequence_parallel tp_comm_overlap overlap_grad_reduce overlap_param_gather use_flash_attn "
-     "flash_attn attn_implementation flash ddp ddp_find_unused_parameters backend distributed_backend",
+    ("use_flash_attn flash_attn attn_implementation flash",
+     "is no flag: attention is chosen without one; --kernels plain takes torch's"),
+    ("sequence_parallel tp_comm_overlap overlap_grad_reduce overlap_param_gather "
+     "ddp ddp_find_unused_parameters backend distributed_backend",
      "is no flag: leave it out, it is done or chosen without one"),
     ("data_parallel_size dp dp_size",
      "is no flag: dp is what is left of the ranks, mpiexec -n N / (tp * cp * pp)"),

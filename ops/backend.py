@@ -28,6 +28,13 @@ def triton_devices():
 TRITON_DEVICES = triton_devices()
 
 
+def is_hopper(device):
+    """Whether a torch device is a GPU of NVIDIA's Hopper. AMD's MI250X and MI300X report 9, too."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
 def use_triton(x):
     """Whether x is on a device that Triton serves and has a dtype that the kernels know (not fp64)."""
     return x.device.type in TRITON_DEVICES and x.dtype in DTYPES

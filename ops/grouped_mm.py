@@ -5,8 +5,9 @@ With a capacity every expert has the same number of rows: then x is (e, rows, I)
 multiplies.
 
 Four ways give the same product: the Triton kernels of ops/tma_kernels.py in bf16 on Hopper, torch's
-grouped_mm in bf16 on Blackwell, the Triton kernels of ops/product_kernels.py on every other GPU and dtype,
-and a loop over the experts, the reference. Only the loop asks the host how many rows each expert has.
+grouped_mm in bf16 on Blackwell and for Hopper's gradients of weights from few rows, the Triton kernels of
+ops/product_kernels.py on every other GPU and dtype, and a loop over the experts, the reference. Only the loop
+asks the host how many rows each expert has.
 """
 import functools
 import importlib.util
@@ -56,7 +57,7 @@ def has_tma(device):
 
     Blackwell has that, too, but was not measured.
     """
-    if not has_grouped_mm(device) or torch.cuda.get_device_capability(device)[0] != 9:
+    if not has_grouped_mm(device) or not backend.is_hopper(device):
         return False
     return importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
 
@@ -106,9 +107,10 @@ def experts_mm(x, w, ends, plus=None, out=None):
     """Multiply each expert's rows by its matrix: x (R, I), w (e, I, O), ends (e,) int32 -> (R, O)
 
     w is contiguous, or the transpose of a contiguous one. plus: None, or another such pair x, w, whose
-    product is added; its w is laid out as the first one. out: None, or a contiguous tensor (at least R, O)
-    that receives the rows that experts have; its other rows stay as they are. With a capacity ends is None:
-    x (e, rows, I) -> (e, rows, O), without out.
+    product is added; its w is laid out as the first one. Our kernels add it in fp32, torch rounds both
+    products before. out: None, or a contiguous tensor (at least R, O) that receives the rows that experts
+    have; its other rows stay as they are. With a capacity ends is None: x (e, rows, I) -> (e, rows, O),
+    without out.
     """
     assert plus is None or plus[1].stride() == w.stride()
     assert out is None or (ends is not None and out.is_contiguous())
@@ -167,36 +169,49 @@ def experts_wgrad(grad, x, ends):
     """
     if ends is None:
         return torch.bmm(grad.transpose(1, 2), x)
-    e = ends.numel()
-    O = grad.size(1)
-    I = x.size(1)
-    like = grad.new_empty(0, O, I)
-    by_tma = use_tma(x, like) and x.size(0) >= tiles.WGRAD_ROWS * e
+    like = grad.new_empty(0, grad.size(1), x.size(1))
+    by_tma = use_tma(x, like) and has_many_rows(x, ends)
     if use_torch(x, like) and not by_tma:
         return F.grouped_mm(grad.t(), x, offs=ends)
+    grad_w = x.new_empty(ends.numel(), *like.shape[1:])
+    write = wgrad_by_tma if by_tma else wgrad_by_pointers
+    write(grad.contiguous(), x.contiguous(), ends, grad_w)
+    return grad_w
 
-    grad_w = x.new_empty(e, O, I)
-    grad = grad.contiguous()
-    x = x.contiguous()
-    if by_tma:
-        from triton.tools.tensor_descriptor import TensorDescriptor
 
-        from ops import tma_kernels
-        launch = tiles.weight_gradient(e)
-        programs = launch.programs * multiprocessors(x.device)
-        tma_kernels.grouped_wgrad[(programs,)](
-            TensorDescriptor.from_tensor(grad, launch.first), TensorDescriptor.from_tensor(x, launch.second),
-            ends, grad_w, O, I, programs, **launch.options)
-        return grad_w
+def has_many_rows(x, ends):
+    """Whether experts have so many of the rows x (R, I) that Triton makes their gradients faster than torch.
 
+    R is the size of a buffer, where rows come from other ranks. It may differ after a resume, so
+    --deterministic always takes torch.
+    """
+    is_free = not torch.are_deterministic_algorithms_enabled()
+    return is_free and x.size(0) >= tiles.WGRAD_ROWS * ends.numel()
+
+
+def wgrad_by_tma(grad, x, ends, grad_w):
+    """Write the gradients of grad (R, O) and x (R, I) into grad_w (e, O, I), through descriptors."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from ops import tma_kernels
+    e, O, I = grad_w.shape
+    launch = tiles.weight_gradient(e)
+    programs = launch.programs * multiprocessors(x.device)
+    tma_kernels.grouped_wgrad[(programs,)](
+        TensorDescriptor.from_tensor(grad, launch.first), TensorDescriptor.from_tensor(x, launch.second),
+        ends, grad_w, O, I, programs, **launch.options)
+
+
+def wgrad_by_pointers(grad, x, ends, grad_w):
+    """wgrad_by_tma on every GPU."""
     from ops import product_kernels
+    e, O, I = grad_w.shape
     _, tile = pointer_tiles(x.device, x.element_size())
     rows, columns, depth, warps, stages = tile
     programs = PROGRAMS_PER_SM * multiprocessors(x.device)
     product_kernels.grouped_wgrad[(programs,)](
         grad, x, ends, grad_w, O, I, programs, E=e, PRECISION=precision(x), ROWS=rows, COLUMNS=columns,
         DEPTH=depth, num_warps=warps, num_stages=stages)
-    return grad_w
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Triton kernels of matrix products: experts' products of unequal size, and products that are symmetric.
 
 Their twins, and when which of the two runs, are in ops/grouped_mm.py and ops/symmetric_mm.py. Like
-ops/kernels.py, this file is imported on a GPU only, and by tests/test_kernels.py.
+ops/kernels.py, this file is imported on a GPU only, and by tests.
 
 A program computes one tile of the product, or several, one after the other.
 """

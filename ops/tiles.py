@@ -1,4 +1,4 @@
-"""Tiles of the experts' products in ops/tma_kernels.py, without torch: runtime/early.py reads them before it.
+"""Tiles of the experts' products in ops/tma_kernels.py. runtime/early.py reads them before torch is imported.
 
     product          of x (R, I) times an expert's matrix (I, O)
     weight_gradient  of grad (R, O), transposed, times x (R, I)

@@ -171,8 +171,8 @@ def products_of_experts(cfg):
     for I, O, by_column, two in products:
         launch = tiles.product(E, O, by_column, two)
         found.append(on_hopper("grouped_mm", launch, I, O, pairs=2))
-    rows = cfg.micro_batch * cfg.seq_len * cfg.top_k // cfg.cp
-    if rows >= tiles.WGRAD_ROWS * cfg.n_experts:
+    rows = cfg.micro_batch * cfg.seq_len // (cfg.cp * cfg.tp) * cfg.top_k  # in the mean also with --ep
+    if rows >= tiles.WGRAD_ROWS * E and not cfg.deterministic:
         launch = tiles.weight_gradient(E)
         found += [on_hopper("grouped_wgrad", launch, F, C), on_hopper("grouped_wgrad", launch, C, F)]
     return [kernel for i, kernel in enumerate(found) if kernel not in found[:i]]

@@ -191,17 +191,19 @@ def report_compilation(first_step):
 # -----------------------------------------------------------------------------
 # Start and end of a run
 
-def make_log(cfg, mesh, world, out, state, source):
+def make_log(cfg, parts, world, out, state, source):
     """Return the Log of rank 0, after notes about the machine.
 
-    OUT also gets what sample.py needs: the tokenizer and, with mlm, the [MASK] token. source: the training
-    data. OSError: OUT cannot be written.
+    OUT also gets what sample.py needs: the tokenizer and, with mlm, the [MASK] token. parts: train.Parts.
+    source: the training data. OSError: OUT cannot be written.
     """
+    mesh = parts.mesh
     config = {**dataclasses.asdict(cfg), "vocab_size_used": state.vocab_size}
     if cfg.objective == "mlm":
         config["mask_token"] = source.mask_token
     config.update(git=git_revision(), argv=sys.argv, world=world.size, launcher=world.launcher,
-                  dp=mesh.dp.size, torch=torch.__version__, machine=machine(world))
+                  dp=mesh.dp.size, torch=torch.__version__, machine=machine(world),
+                  attention=parts.choice.attention_by())
 
     if world.n_nodes == 1:
         print_node(world)
@@ -326,11 +328,12 @@ def started(cfg, model, resumed, batch, source, skip):
         say("  --compile: the first step compiles the blocks, which can take a minute and more")
     if cfg.fp8 and not torch.accelerator.is_available():
         say("  --fp8: a CPU rounds to fp8 and multiplies as without it, which takes longer")
-    if any(getattr(module, "flash", None) is not None for module in model.modules()):
+    has_flash = any(getattr(module, "flash", None) is not None for module in model.modules())
+    if has_flash and not source.has_documents:  # Documents need a mask in every layer.
         say(f"  attention without a mask by flash-attn-4 {flash.version()}, which the first step "
             "compiles; --kernels plain takes torch's")
-    elif cfg.kernels == "auto" and flash.version() and flash.problem():
-        say(f"  attention by torch: flash-attn-4 is installed, but {flash.problem()}")
+    if problem := flash.why_not(cfg, next(model.parameters()).device):
+        say(f"  attention by torch: flash-attn-4 is installed, but {problem}")
     has_kernel = any(getattr(module, "flex", None) is not None for module in model.modules())
     if has_kernel:
         how = "in a flash kernel that skips hidden keys (flex_attention): the first step compiles it"

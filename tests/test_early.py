@@ -237,13 +237,16 @@ def test_the_kernels_that_a_step_launches_are_compiled(monkeypatch):
 
 EXPERTS = [["moe-4b", "--n-experts=8", "--n-embd=512", "--ffn-hidden=1792"],
            ["moe-4b", "--n-experts=2", "--n-embd=1152", "--ffn-hidden=1000", "--seq-len=4096"],
-           ["moe-4b", "--n-experts=4", "--ep=2", "--n-embd=256", "--ffn-hidden=1408"]]
+           ["moe-4b", "--n-experts=4", "--ep=2", "--n-embd=256", "--ffn-hidden=1408"],
+           ["moe-4b", "--n-experts=8", "--ep=2", "--n-embd=512", "--ffn-hidden=1792"],
+           ["moe-4b", "--n-experts=2", "--tp=2", "--n-embd=512", "--ffn-hidden=1792", "--micro-batch=1"]]
 
 
 def experts_step(cfg):
     """Forward and backward of the experts of one rank on a CPU that passes for a Hopper GPU."""
     e = cfg.n_experts // cfg.ep
-    rows = cfg.micro_batch * cfg.seq_len * cfg.top_k // cfg.ep  # of this rank's share of the experts
+    tokens = cfg.micro_batch * cfg.seq_len // cfg.tp  # of this rank
+    rows = tokens * cfg.top_k  # What the other ranks of ep send is as much as what they get, in the mean.
     grouped_mm.use_torch = grouped_mm.use_tma = lambda x, w: True
     grouped_mm.F.grouped_mm = lambda x, w, offs: None  # the weights' gradient, where experts have few rows
     grouped_mm.multiprocessors = lambda device: 132

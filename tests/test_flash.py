@@ -18,11 +18,15 @@ from test_model import MESH, random_model
 import attention
 from config import Config
 from fast import flash
-from fast.flash import FlashAttention, flash_attention
+from fast.choose import choose
+from fast.flash import FlashAttention
 from model import GPT
+from ops.backend import is_hopper
+from runtime import log
 from runtime.launch import World
+from skip import Ranges
 
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 
 
 def probabilities(q, k, causal):
@@ -71,11 +75,11 @@ def by_torch(original):
 
 
 def always(original, cfg, device):
-    return FlashAttention()
+    return True
 
 
 ON_A_CPU = ("fast.flash.library", by_torch)
-CHOSEN = ("fast.flash.flash_attention", always)
+CHOSEN = ("fast.flash.is_taken", always)
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +109,7 @@ def results(attend, h, g):
     return y.detach(), grad
 
 
-@pytest.mark.parametrize("objective", ["clm", "mlm"])
+@pytest.mark.parametrize("objective", ["causal", "mlm"])
 @pytest.mark.parametrize("h, g", [(4, 4), (4, 2), (3, 1)])
 def test_it_attends_as_torch_does(h, g, objective):
     cfg = Config(objective=objective)
@@ -196,7 +200,7 @@ def test_a_run_with_it_is_the_run_without(tmp_path):
         assert got == pytest.approx(want, rel=1e-5)
 
 
-WIDE = Config(n_embd=256, n_head=4, n_kv_head=4, dtype="bf16", seq_len=64)
+WIDE = Config(n_embd=256, n_head=4, n_kv_head=4, dtype="bf16", seq_len=128)
 HOPPER = dict(get_device_capability=lambda device: (9, 0))
 
 
@@ -213,17 +217,30 @@ def installed(monkeypatch):
     (dict(deterministic=True), False), (dict(dropout=0.1), False), (dict(recompute="full"), True),
     (dict(recompute="selective"), True), (dict(head_dim=128), True), (dict(head_dim=32), False),
     (dict(cp=2), False), (dict(doc_mask="on"), False), (dict(window=8), False), (dict(window=1), False),
-    (dict(window=64), True), (dict(window=8, full_every=2), True)], ids=str)
+    (dict(window=128), True), (dict(window=8, full_every=2), True), (dict(window=8, full_every=9), False),
+    (dict(objective="mlm"), True), (dict(objective="mlm", head_dim=128), False), (dict(seq_len=192), False),
+    (dict(n_kv_head=1), True)], ids=str)
 def test_when_it_is_taken(change, is_taken, installed):
     cfg = dataclasses.replace(WIDE, **change)
     with mock.patch.multiple(torch.cuda, **HOPPER):
-        assert (flash_attention(cfg, CUDA) is not None) == is_taken
-        assert flash_attention(cfg, torch.device("cpu")) is None
+        assert flash.is_taken(cfg, CUDA) == is_taken
+        assert not flash.is_taken(cfg, torch.device("cpu"))
+        assert not flash.is_taken(cfg, torch.device("cuda"))  # plan.py's
 
 
 def test_other_gpus_take_torchs(installed):
     with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
-        assert flash_attention(WIDE, CUDA) is None
+        assert not flash.is_taken(WIDE, CUDA)
+
+
+def test_the_choice_gives_layers_what_attends(installed):
+    """choose.Choice governs it, so bench/ can turn it off, and a run's config.json names it."""
+    with mock.patch.multiple(torch.cuda, **HOPPER):
+        choice = choose(WIDE, MESH, CUDA)
+    assert isinstance(choice.unmasked_attention(), FlashAttention)
+    assert choice.attention_by() == f"flash-attn-4 {flash.TESTED}"
+    without = choice._replace(flash=False)
+    assert without.unmasked_attention() is None and without.attention_by() == "torch"
 
 
 def missing(package):
@@ -238,22 +255,40 @@ def broken(original):
     (missing, None, "not installed"), (lambda package: "4.1", None, "version 4.1 was not tried"),
     (None, ("fast.flash.library", broken), "cannot be imported: no cutlass")],
     ids=["none", "another version", "it cannot be imported"])
-def test_without_the_version_that_was_tried_torch_attends(version, fault, words, installed, tmp_path):
-    """A run says why, but for a machine on which it is not installed."""
+def test_without_the_version_that_was_tried_torch_attends(version, fault, words, installed):
+    """A reason is told where it is installed, and where the run could have taken it."""
     if version:
         installed.setattr(importlib.metadata, "version", version)
     with planted(*fault or ON_A_CPU), mock.patch.multiple(torch.cuda, **HOPPER):
-        assert words in flash.problem() and flash_attention(WIDE, CUDA) is None
+        assert words in flash.problem() and not flash.is_taken(WIDE, CUDA)
+        assert flash.why_not(WIDE, CUDA) == ("" if version is missing else flash.problem())
+        for change in (dict(kernels="plain"), dict(dtype="fp32")):
+            assert flash.why_not(dataclasses.replace(WIDE, **change), CUDA) == ""
+        assert flash.why_not(WIDE, torch.device("cpu")) == ""
+
+
+def test_a_run_says_why_torch_attends(tmp_path):
+    with planted("fast.flash.why_not", lambda original, cfg, device: f"no {device}"):
         said = session(World(), [*TINY, "--steps=1", f"--out={tmp_path}"])
-        plain = session(World(), [*TINY, "--steps=1", "--kernels=plain", f"--out={tmp_path}"])
-    assert ("attention by torch: flash-attn-4 is installed" in said["out"]) == (version is not missing)
-    assert said["code"] == plain["code"] == 0 and "flash-attn-4" not in plain["out"]
+    assert said["code"] == 0, said["err"]
+    assert "attention by torch: flash-attn-4 is installed, but no cpu" in said["out"]
+
+
+def test_a_run_with_documents_does_not_say_that_flash_attends(capsys):
+    """Its layers need a mask, also where --doc-mask auto found the documents."""
+    cfg = Config(n_layer=1, n_embd=32, n_head=4, n_kv_head=4, ffn_hidden=48, seq_len=16, vocab_size=64)
+    model = GPT(cfg, MESH, 64, flash=FlashAttention())
+    for has_documents in (False, True):
+        source = SimpleNamespace(n_samples=5, has_documents=has_documents)
+        log.started(cfg, model, None, 8, source, Ranges([]))
+        assert ("by flash-attn-4" in capsys.readouterr().out) == (not has_documents)
 
 
 def test_the_librarys_own_kernels():
     """In bf16, output and gradients have no larger errors than torch's attention has."""
-    if not torch.cuda.is_available() or not flash.is_hopper(torch.device("cuda", 0)) or not flash.version():
-        pytest.skip("flash-attn-4 is not installed here, or there is no Hopper GPU")
+    forget()
+    if not torch.cuda.is_available() or not is_hopper(CUDA) or flash.version() != flash.TESTED:
+        pytest.skip(f"flash-attn-4 {flash.TESTED} is not installed here, or there is no Hopper GPU")
     from flash_attn.cute import interface
     for shape in ((256, 4, 4, 64, True), (200, 4, 1, 128, True), (1024, 6, 2, 64, False),
                   (129, 2, 2, 128, False)):
@@ -285,11 +320,11 @@ def check_kernels(T, h, g, D, is_causal):
     ("fast.flash.FlashAttention.__call__", "return out.transpose(1, 2)", "return out.reshape(q.shape)"),
     ("fast.flash.FlashAttention.__call__", "v.transpose(1, 2), is_causal)", "v.transpose(1, 2), True)"),
     ("fast.flash.backward", "grad.contiguous()", "2 * grad"),
-    ("fast.flash.fits", "not cfg.deterministic", "True"), ("fast.flash.fits", "cfg.cp == 1", "True"),
-    ("fast.flash.fits", "not cfg.full_every", "True")], ids=str)
+    ("fast.flash.fits", " or cfg.deterministic", ""), ("fast.flash.fits", " or cfg.cp > 1", ""),
+    ("fast.flash.fits", "0 < cfg.full_every <= cfg.n_layer or ", "")], ids=str)
 def test_fault_is_detected(fault, installed):
     with planted(*fault), pytest.raises((AssertionError, RuntimeError, TypeError)):
-        test_it_attends_as_torch_does(4, 2, "clm")
+        test_it_attends_as_torch_does(4, 2, "causal")
         test_it_attends_as_torch_does(4, 2, "mlm")
         test_where_a_mask_hides_keys_torch_attends()
         for change in (dict(deterministic=True), dict(cp=2), dict(window=8)):

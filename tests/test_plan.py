@@ -354,13 +354,13 @@ def test_recomputation_runs_each_product_once_more():
 def rows_of_leases():
     """Our rows of these files of bench/results, all on H200: (flags, GPUs, ms). Steps 30 to 60 of W2b on four
     GPUs, whose routing is uneven, are left out: 86.74 ms, of which step_time.py says 20 % less."""
-    found = {}
+    found = []
     for name in ("peers-2-4-gpus-h200", "experts-tma-h200", "split-masters-h200", "8b-h200"):
         for line in (ROOT / f"bench/results/{name}.jsonl").read_text().splitlines():
             row = json.loads(line)
             if "ms" in row and row.get("trainer", "ours") == "ours" and "--ep 4" not in row["flags"]:
-                found[row["flags"], row["gpus"]] = row["ms"]
-    return [(*which, ms) for which, ms in found.items()]
+                found.append((row["flags"], row["gpus"], row["ms"]))
+    return found
 
 
 @pytest.mark.parametrize("flags,gpus,ms", rows_of_leases())
@@ -404,10 +404,10 @@ def test_the_fast_ways_are_those_of_choose():
     def choice(gpus, *flags):
         cfg, mesh = plan.check_gpus(parse([*flags]), gpus)
         return expected_choice(cfg, mesh)
-    assert choice(8, "dense-210m", "--zero", "1") == (True, False, True, True, True)
+    assert choice(8, "dense-210m", "--zero", "1") == (True, False, True, True, True, False)
     assert not choice(16, "dense-210m", "--zero", "1").peer_copies
     for zero in "23":  # nothing captured; rows by all_to_all
-        assert choice(4, "moe-4b", "--ep", "4", "--zero", zero) == (False, False, True, True, True)
+        assert choice(4, "moe-4b", "--ep", "4", "--zero", zero)[:5] == (False, False, True, True, True)
         dense = choice(4, "dense-210m", "--global-batch", "64", "--zero", zero)
         assert dense[:4] == (False, False, True, False)
     assert choice(4, "moe-4b", "--ep", "4", "--zero", "1")[:4] == (True, True, True, True)

@@ -5,6 +5,7 @@ As in test_kernels.py, they run on the GPU if there is one, else in Triton's int
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ SIZES = {"one has all": [0, 50, 0, 0, 0], "some have none": [3, 0, 21, 0, 26], "
 @pytest.fixture(params=["pointers", "descriptors"])
 def how(request, small_tiles, monkeypatch):  # noqa: F811
     """How the experts' products find their tiles: product_kernels.py or tma_kernels.py. torch multiplies
-    nothing. Any GPU runs both, but one that loads no tile at once loads it number by number."""
+    nothing. Any GPU runs both. One without TMA loads the tiles of tma_kernels.py number by number."""
     by_tma = request.param == "descriptors"
     if by_tma:
         pytest.importorskip("triton.tools.tensor_descriptor", reason="this Triton has no descriptors")
@@ -39,6 +40,8 @@ def how(request, small_tiles, monkeypatch):  # noqa: F811
 
 
 ODD, EVEN = (17, 33), (16, 32)
+# The rows of a descriptor begin at multiples of 16 bytes. The test's tiles have 16 columns.
+ALIGNED = (24, 40)
 
 
 @pytest.mark.parametrize("dtype, sizes, widths", [
@@ -47,7 +50,7 @@ ODD, EVEN = (17, 33), (16, 32)
 def test_grouped_mm(dtype, sizes, widths, how):
     """Forward, the gradient of x, of w; 3 rows that no expert has hold NaN. Widths may fit no tile."""
     if how == "descriptors" and widths == ODD:
-        widths = (48, 80)  # the rows of a descriptor begin at multiples of 16 bytes
+        widths = ALIGNED
     (I, O), n = widths, sum(SIZES[sizes])
     offs = torch.tensor(SIZES[sizes], device=DEVICE).cumsum(0)
     x, w, dy = (randn(*shape, dtype=dtype) for shape in ((n + 3, I), (5, O, I), (n + 3, O)))
@@ -147,7 +150,50 @@ def test_wide_tiles_are_taken_where_a_tenth_of_them_at_most_is_outside(O, column
         assert launch.programs == (1 if columns == 256 else 2)
     launch = tiles.weight_gradient(5)
     assert (launch.first, launch.second, launch.options["E"]) == ([64, 128], [64, 128], 5)
-    assert tiles.next_power_of_2(1) == 1 and tiles.next_power_of_2(8) == 8 and tiles.next_power_of_2(9) == 16
+
+
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("capability, hip, tools, dtype, width, by", [
+    ((9, 0), None, True, HALF, 64, "tma"), ((9, 0), None, False, HALF, 64, "torch"),
+    ((9, 0), "6.4", True, HALF, 64, "pointers"), ((9, 0), None, True, FULL, 64, "pointers"),
+    ((9, 0), None, True, HALF, 12, "pointers"), ((10, 0), None, True, HALF, 64, "torch"),
+    ((8, 0), None, True, HALF, 64, "pointers")], ids=str)
+def test_who_multiplies(capability, hip, tools, dtype, width, by, monkeypatch):
+    """By GPU, dtype and width. tools: whether Triton has descriptors."""
+    x = SimpleNamespace(dtype=dtype, device=torch.device("cuda", 0))
+    w = SimpleNamespace(shape=(4, width, 64))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(backend, "TRITON_DEVICES", ("cuda",))
+    monkeypatch.setattr(grouped_mm.F, "grouped_mm", lambda *_: None, raising=False)
+    monkeypatch.setattr(grouped_mm.importlib.util, "find_spec", lambda name: name if tools else None)
+    for cached in (grouped_mm.has_grouped_mm, grouped_mm.has_tma):
+        cached.cache_clear()
+    try:
+        assert grouped_mm.use_tma(x, w) == (by == "tma")
+        assert grouped_mm.use_torch(x, w) == (by != "pointers")
+    finally:
+        for cached in (grouped_mm.has_grouped_mm, grouped_mm.has_tma):
+            cached.cache_clear()
+
+
+@pytest.mark.parametrize("rows, is_deterministic, many", [
+    (3 * tiles.WGRAD_ROWS, False, True), (3 * tiles.WGRAD_ROWS - 1, False, False),
+    (3 * tiles.WGRAD_ROWS, True, False)])
+def test_who_makes_the_gradient_of_the_weights(rows, is_deterministic, many, monkeypatch):
+    """By the rows of an expert in the mean. They may differ after a resume: --deterministic takes torch."""
+    called = []
+    monkeypatch.setattr(grouped_mm, "use_torch", lambda *_: True)
+    monkeypatch.setattr(grouped_mm, "use_tma", lambda *_: True)
+    monkeypatch.setattr(grouped_mm, "wgrad_by_tma", lambda *_: called.append("tma"))
+    monkeypatch.setattr(grouped_mm.F, "grouped_mm", lambda *_, offs: called.append("torch"), raising=False)
+    ends = torch.tensor([1, 2, rows], dtype=torch.int32)
+    x = torch.zeros(1, 8).expand(rows, 8)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
+    grouped_mm.experts_wgrad(x[:, :4], x, ends)
+    assert called == ["tma" if many else "torch"]
 
 
 def test_copy_rows():
@@ -214,6 +260,9 @@ FAULTS_OF_PRODUCTS = {
     "the matrix is not turned": (".reshape(COLUMNS, DEPTH).T", ".reshape(DEPTH, COLUMNS)"),
     "the last rows of an expert have no gradient": ("if last < end:", "if last > end:"),
     "the gradient takes what comes after the end": ("x = tl.where(inside, x, 0.0).to(x.dtype)", "x = x"),
+    "the last columns of x are left out": ("range(0, I, DEPTH)", "range(0, I // DEPTH * DEPTH, DEPTH)"),
+    "a gradient is written over the next row": (
+        "& (i < I)[None, :]", "& ((i < I)[None, :] | (o < O - 1)[:, None])"),
 }
 
 
