@@ -8,13 +8,15 @@
 5) flash       with windows and documents, fp32 steps through the flash kernel (fast/flex.py)
                give the losses of steps through the mask, with and without --compile, each rank
                by itself
-6) sync        the MoE layer never synchronises GPU and host, torch.cuda.set_sync_debug_mode
+6) attention   with flash-attn-4 (fast/flash.py), bf16 steps give the losses of steps with torch's
+               attention
+7) sync        the MoE layer never synchronises GPU and host, torch.cuda.set_sync_debug_mode
                says: with a capacity, dropless on one rank, and dropless over all ranks through
                symmetric memory
 
 --portable: experts multiply by our Triton kernels also in bf16 on Hopper; in fp32 they always do.
-Without CUDA (a CPU, for a rehearsal) graph captures nothing, flash has no kernel, and sync watches nothing;
-they say so.
+Without CUDA (a CPU, for a rehearsal) graph captures nothing, flash and attention have no kernel, and sync
+watches nothing; they say so.
 """
 import sys
 from dataclasses import dataclass
@@ -50,7 +52,7 @@ HEAD_NORMS = dict(qk_norm="head", mlp="relu2", logit_softcap=15.0, rope_scaling=
 NORMS_AFTER = dict(qk_norm="all", norm_place="after")
 # 16 wide heads: the GPU's attention and grouped kernels need rows of a multiple of 16 bytes
 SHAPE = dict(n_embd=64, ffn_hidden=96)
-PARTS = ("fp64", "fp32", "bf16", "replicas", "graph", "flash", "sync")
+PARTS = ("fp64", "fp32", "bf16", "replicas", "graph", "flash", "attention", "sync")
 STEPS = 20
 LAYER = PRESETS["moe-4b"]  # of sync: the flags of its layer, and how many rows go through it
 ROWS = 16384
@@ -78,6 +80,8 @@ CAPTURED = (
 
 MASKED = (  # windows, and whether the samples have documents: more than one of the kernel's blocks of 128
     (dict(window=200), False), (dict(window=200, full_every=2), True), (dict(), True))
+UNMASKED = (  # heads of 64 and of 128, causal, and BERT's of 64
+    ("llama", {}), ("llama", dict(n_head=2, n_kv_head=1)), ("bert", {}))
 COMPILED = (False, True)
 MEAN = 100  # tokens of a document
 
@@ -238,15 +242,15 @@ def check_graphs(world):
 
 
 # -----------------------------------------------------------------------------
-# Windows and documents: the flash kernel and the mask
+# Windows and documents: the flash kernel and the mask. Without them: flash-attn-4 and torch's attention
 
-def losses_of(world, flags, has_documents, without):
-    """Return the losses of STEPS steps of one rank, and whether they go through the flash kernel."""
+def losses_of(world, flags, has_documents, without, kernel="flex"):
+    """Return the losses of STEPS steps of one rank, and whether its attention has the kernel."""
     training = Training(Config(**flags), World(device=world.device), without)
     if has_documents:
         training.source = Documents(training.vocab, training.cfg.seq_len, training.cfg.seed, MEAN)
     losses = [training.step(training.batches(), full=True).item() for _ in range(STEPS)]
-    return np.array(losses), training.model.blocks["0"].attn.flex is not None
+    return np.array(losses), getattr(training.model.blocks["0"].attn, kernel) is not None
 
 
 def check_flash(world):
@@ -272,6 +276,26 @@ def check_flash(world):
             n_runs += 1
     return (f"{STEPS} fp32 steps through the flash kernel: {n_runs} runs, losses within {worst:.1e} of "
             "those through the mask")
+
+
+def check_attention(world):
+    """Train with flash-attn-4 and with torch's attention, and return a line about it.
+
+    AssertionError: a loss differs by more than the rounding of bf16.
+    """
+    worst = 0.0
+    for family, heads in UNMASKED:
+        flags = dict(FAMILIES[family], **dict(SHAPE, n_embd=256), seq_len=512, micro_batch=2, dtype="bf16",
+                     lr=3e-3, warmup=1, data="synthetic") | heads
+        losses, has_kernel = losses_of(world, flags, False, [], "flash")
+        if not has_kernel:
+            return f"attention: left out, flash-attn-4 is not taken here ({world.device.type})"
+        expected, _ = losses_of(world, flags, False, ["flash"], "flash")
+        error = np.abs(losses / expected - 1).max()
+        assert error < 5e-3, f"{family} {heads}: {losses} and {expected}"
+        worst = max(worst, error)
+    return (f"{STEPS} bf16 steps with flash-attn-4: {len(UNMASKED)} runs, losses within {worst:.1e} of those "
+            "with torch's attention")
 
 
 # -----------------------------------------------------------------------------
@@ -336,6 +360,8 @@ def check(part, world):
         return check_graphs(world)
     if part == "flash":
         return check_flash(world)
+    if part == "attention":
+        return check_attention(world)
     if part == "sync":
         return check_sync(world)
     return check_layouts(world, part)

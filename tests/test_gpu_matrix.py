@@ -24,6 +24,7 @@ from test_graph import graphs_on_a_cpu
 sys.path.insert(0, str(ROOT / "bench"))  # also in the ranks of the pool, which import this module
 
 import gpu_matrix
+import test_flash
 
 from fast import symm_mem
 from runtime.launch import World
@@ -78,8 +79,9 @@ def test_every_part_runs_on_two_ranks_of_a_cpu(check_layouts, numbers):
     assert lines[3].startswith("2 bf16 steps: ") and lines[3].endswith("; two runs as well")
     assert lines[4].startswith("graph: left out, cpu has no CUDA graphs; ")
     assert lines[5] == "flash: left out, no flash kernel takes a mask here (cpu)"
-    assert lines[6].startswith("sync: left out, torch sees hidden synchronisations under CUDA alone; ")
-    assert len(lines) == 7
+    assert lines[6] == "attention: left out, flash-attn-4 is not taken here (cpu)"
+    assert lines[7].startswith("sync: left out, torch sees hidden synchronisations under CUDA alone; ")
+    assert len(lines) == 8
 
 
 def test_one_rank_has_no_layouts():
@@ -172,6 +174,24 @@ def test_a_flash_kernel_that_sees_other_keys_is_found():
     wider = "fast.flex.pair_rule", "key > own - window", "key > own - window - 50"
     with pytest.raises(AssertionError, match="'window': 200"):
         flash_on_a_cpu(wider)
+
+
+@pytest.fixture
+def flash_attn():
+    """Torch in the place of flash-attn-4, for the families that small() leaves."""
+    with planted(*test_flash.CHOSEN), planted(*test_flash.ON_A_CPU), small(), \
+            mock.patch.object(gpu_matrix, "UNMASKED", gpu_matrix.UNMASKED[:2]):
+        yield
+
+
+def test_flash_attn_4_has_the_losses_of_torchs_attention(flash_attn):
+    assert gpu_matrix.check_attention(World()).startswith("2 bf16 steps with flash-attn-4: 2 runs, losses ")
+
+
+def test_another_attention_is_found(flash_attn):
+    negative = "fast.flash.FlashAttention.__call__", "return out", "return -out"
+    with planted(*negative), pytest.raises(AssertionError, match="llama"):
+        gpu_matrix.check_attention(World())
 
 
 # -----------------------------------------------------------------------------
