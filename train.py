@@ -4,7 +4,7 @@
     Step         one optimizer step, plainly                     pipeline.py; faster: fast/graph.py
     evaluate     the validation loss
     Run          a whole run; its loop is Run.train
-      prepare      who takes part: mesh, data, model             config.py corpus/shards.py
+      prepare      who takes part: mesh, data, model             config.py corpus/batches.py
       start        from a checkpoint, or with equal replicas     checkpoint.py runtime/resume.py
       log, check_replicas, poll_stop, save, leave                runtime/log.py runtime/agree.py
 """
@@ -33,8 +33,8 @@ import checkpoint
 import moe
 import plot
 from config import Outcome
+from corpus.batches import micro_batches, open_data, trained_tokens
 from corpus.rampup import batch_size
-from corpus.shards import micro_batches, open_data, trained_tokens
 from corpus.tokenizer import prompt_tokenizer
 from cost.fits import check_memory
 from cost.traffic import traffic

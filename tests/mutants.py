@@ -70,6 +70,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "plot.py": "printed details plot report malformed",
     "convert.py": "export gguf import lora convert",
     "corpus": "corpus data blend chat malformed",
+    "corpus/batches.py": "data blend bert chat doc_mask",
     "corpus/build.py": "corpus data",
     "corpus/chat.py": "chat convert",
     "corpus/config_json.py": "import export convert",

@@ -20,7 +20,7 @@ import config
 import train
 from config import Config, flags_of_kind
 from corpus.masked import Masked
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from cost.parameters import COSTS_NOTHING, COUNTED, count_parameters, local_parameters
 from interface.presets import GPT2
 from model import GPT
