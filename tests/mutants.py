@@ -110,6 +110,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "interface": "cli wrong_commands checkpoint malformed",
     "interface/checkpoint_report.py": "printed checkpoint",
     "interface/command_line.py": "cli wrong_commands streams malformed",
+    "interface/console.py": "borders chat",
     "interface/files.py": "details files report guard checkpoint malformed plot",
     "interface/half.py": "export gguf",
     "interface/layout.py": "details rampup plan cli shard layouts",

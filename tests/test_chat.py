@@ -32,6 +32,7 @@ from config import Config
 from corpus import chat, shards, tokenizer
 from corpus.batches import open_data, trained_tokens
 from interface import serve
+from interface.console import Console
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh
 from runtime.launch import World
@@ -564,7 +565,7 @@ def test_all_ranks_end_when_answers_cannot_be_written(stdout, code, said, tuned)
 def test_no_question_is_awaited_when_the_reader_has_left(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO())
     with mock.patch("signal.signal"):
-        console = sample.Console(World())
+        console = Console(World())
     console.terminal, seen = True, ReaderLeaves("answers")
     monkeypatch.setattr("builtins.input", mock.Mock(side_effect=AssertionError))
     with contextlib.redirect_stdout(seen):
