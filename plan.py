@@ -18,9 +18,7 @@ import string
 import sys
 import textwrap
 from collections import Counter
-from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 if sys.flags.safe_path:  # python -I leaves out the program's own folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -42,6 +40,7 @@ from corpus.shards import load_blend_meta, settled_doc_mask
 from cost.gpus import GPUS, gpu_for
 from cost.idle import idle_warnings
 from cost.memory import GIB, memory, saved_activations
+from cost.meshes import stage_mesh
 from cost.muon import muon_seconds
 from cost.parameters import (
     COSTS_NOTHING,
@@ -65,29 +64,12 @@ from interface.layout import check_layout
 from interface.nearest import with_fix
 from interface.terminal import columns, complain, counted, say
 from optim import learning_rate, stable_until
-from parallel import make_mesh
 from pipeline import timetable
 
 # -----------------------------------------------------------------------------
 # 1) The plan of one layout
 
 LAYOUT = ("tp", "cp", "pp", "pp_chunks", "ep", "zero", "shard", "micro_batch", "global_batch", "recompute")
-
-
-@cache
-def rank_mesh(gpus, rank, *, tp=1, pp=1, ep=1, cp=1, n_experts=0, shard=0):
-    """Return the mesh as one rank of `gpus` sees it, without process groups."""
-    world = SimpleNamespace(rank=rank, size=gpus, calls=None)
-    return make_mesh(world, tp=tp, pp=pp, ep=ep, cp=cp, n_experts=n_experts, shard=shard, groups=False)
-
-
-def stage_mesh(cfg, gpus, stage):
-    """Return the mesh as the first rank of a pipeline stage sees it, without process groups."""
-    first_rank = stage * (gpus // cfg.pp)
-    return rank_mesh(gpus, first_rank, tp=cfg.tp, pp=cfg.pp, ep=cfg.ep, cp=cfg.cp,
-                     n_experts=cfg.n_experts, shard=cfg.shard)
-
-
 MOST_OPERATIONS = 10**6  # forwards of a schedule
 
 

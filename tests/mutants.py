@@ -92,6 +92,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "cost/fits.py": "details cli plan",
     "cost/gpus.py": "estimates planner_page plan",
     "cost/memory.py": "estimates details lora plan",
+    "cost/meshes.py": "estimates plan",
     "cost/muon.py": "estimates muon plan",
     "cost/parameters.py": "estimates details model plan new_flag",
     "cost/plan_flags.py": "printed screen cli wrong_commands plan",

@@ -21,6 +21,7 @@ import torch
 import plan
 import plot
 from config import Config, Outcome
+from cost.meshes import rank_mesh
 from interface import checkpoint_report
 from optim import StepStats
 from parallel import make_mesh
@@ -234,8 +235,8 @@ def node_pages():
                          ([0] * 4 + [1] * 4, dict(tp=8)), ([0] * 4 + [1] * 4, dict(tp=2, cp=4)),
                          ([0, 1] * 4, dict(tp=2)), ([0, 0, 0, 1, 1, 1, 2, 2], dict(tp=2, ep=4, n_experts=8)),
                          ([0, 0, 0, 0, 0, 1, 1, 1], dict(ep=8, n_experts=8)), (range(8), dict(cp=2))):
-        mesh = plan.rank_mesh(8, 0, tp=flags.get("tp", 1), cp=flags.get("cp", 1), ep=flags.get("ep", 1),
-                              n_experts=flags.get("n_experts", 0))
+        mesh = rank_mesh(8, 0, tp=flags.get("tp", 1), cp=flags.get("cp", 1), ep=flags.get("ep", 1),
+                         n_experts=flags.get("n_experts", 0))
         lines.append(f"{list(nodes)} {flags}")
         lines += log.groups_over_nodes(Config(n_head=8, n_kv_head=8, **flags), mesh, list(nodes), 256)
 
