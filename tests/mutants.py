@@ -96,6 +96,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "cost/muon.py": "estimates muon plan",
     "cost/parameters.py": "estimates details model plan new_flag",
     "cost/plan_flags.py": "printed screen cli wrong_commands plan",
+    "cost/plan_tables.py": "printed screen details pipeline plan",
     "cost/step_time.py": "estimates details lora plan",
     "cost/traffic.py": "estimates details parallel plan shard",
     "fast": "details accelerator symm_mem moe graph",

@@ -18,6 +18,7 @@ import plan
 from config import Config
 from cost.memory import blocks_in_flight
 from cost.meshes import rank_mesh, stage_mesh
+from cost.plan_tables import draw_schedule
 from cost.step_time import bubble
 from interface.layout import stage_layers
 from pipeline import rank_layers, schedule, timetable
@@ -244,12 +245,12 @@ def test_batches_that_wait_for_both_sides_cost_no_time():
 # Plans
 
 def test_the_picture():
-    assert plan.draw_schedule(2, 1, 3) == ["  rank 0   F0 F1       B0--- F2 B1---    B2---",
+    assert draw_schedule(2, 1, 3) == ["  rank 0   F0 F1       B0--- F2 B1---    B2---",
                                            "  rank 1      F0 B0--- F1 B1--- F2 B2---"]
-    assert plan.draw_schedule(2, 2, 2) == [
+    assert draw_schedule(2, 2, 2) == [
         "  rank 0   F0a F1a F0b F1b         B0b----     B1b---- B0a---- B1a----",
         "  rank 1       F0a F1a F0b B0b---- F1b B1b---- B0a---- B1a----"]
-    assert all(len(line) == 100 and line.endswith(" ...") for line in plan.draw_schedule(4, 2, 64))
+    assert all(len(line) == 100 and line.endswith(" ...") for line in draw_schedule(4, 2, 64))
 
 
 def test_a_plan_has_the_picture_and_the_bubble(capsys):

@@ -33,6 +33,7 @@ from cost.parameters import (
     local_parameters,
     unwidened_gradients,
 )
+from cost.plan_tables import page_width
 from cost.step_time import expected_choice, peak_flops
 from cost.traffic import traffic
 from ddp import DataParallel
@@ -691,6 +692,6 @@ def test_matrix_products_as_measured():
 
 
 def test_a_flag_in_a_warning_stays_on_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(plan, "warnings", lambda *args: ["x" * (plan.page_width() - 22) + " --global-batch"])
+    monkeypatch.setattr(plan, "warnings", lambda *args: ["x" * (page_width() - 22) + " --global-batch"])
     plan.main(["tiny", "--data", "synthetic"])
     assert "--global-batch" in capsys.readouterr().out

@@ -22,6 +22,7 @@ import plan
 import plot
 from config import Config, Outcome
 from cost.meshes import rank_mesh
+from cost.plan_tables import draw_schedule
 from interface import checkpoint_report
 from optim import StepStats
 from parallel import make_mesh
@@ -66,7 +67,7 @@ def plan_pages():
     for line in PLANS:
         pages[f"plan.py {line}"] = said_by(plan.main, line.split())
     for shape in ((2, 1, 4), (3, 2, 3), (4, 2, 8), (4, 1, 12)):
-        pages[f"schedule of {shape}"] = "\n".join(plan.draw_schedule(*shape))
+        pages[f"schedule of {shape}"] = "\n".join(draw_schedule(*shape))
     pages["batches of a ramp"] = "\n".join(
         f"{args}: {dict(plan.batch_schedule(*args))}"
         for args in ((1000, 64), (1000, 64, (16, 16, 600)), (500, 64, (16, 16, 600)), (97, 64, (32, 32, 96))))

@@ -23,6 +23,7 @@ import plan
 import plot
 import prepare
 from config import Config
+from cost.plan_tables import print_table
 from interface import nearest, packages, paths, terminal
 from runtime import launch, log, tracker
 from runtime import session as session_
@@ -168,7 +169,7 @@ def test_no_line_is_wider_than_a_terminal_of_80_columns(argv, words, tmp_path):
 def test_the_columns_of_a_table_move_together_on_a_narrow_terminal(monkeypatch, capsys):
     for columns, gap in ((80, 1), (90, 2)):
         monkeypatch.setenv("COLUMNS", str(columns))
-        plan.print_table("title", [[19 * "a"] * 4])
+        print_table("title", [[19 * "a"] * 4])
         assert capsys.readouterr().out.splitlines()[-1] == 4 * (gap * " " + 19 * "a")
 
 
