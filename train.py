@@ -3,17 +3,15 @@
     build        model, gradient sums, optimizer of this rank    model.py ddp.py zero.py optim.py
     Step         one optimizer step, plainly                     pipeline.py; faster: fast/graph.py
     evaluate     the validation loss
-    Run          a whole run; its loop is Run.train
+    Run          a whole run; its loop is Run.train              runtime/parts.py
       prepare      who takes part: mesh, data, model             config.py corpus/batches.py
       start        from a checkpoint, or with equal replicas     checkpoint.py runtime/resume.py
       log, check_replicas, poll_stop, save, leave                runtime/log.py runtime/agree.py
 """
 import sys
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # The import of torch takes seconds. Signals are handled from here on.
     if sys.flags.safe_path:  # python -I leaves out the program's own folder.
@@ -53,6 +51,7 @@ from parallel import make_mesh
 from pipeline import dropout_seeder, forward_backward, forward_only, rank_layers
 from runtime import agree, debugger, early, log, profiles, resume, session, timing, watch
 from runtime.layer_norms import LayerNorms
+from runtime.parts import Data, Ending, Oversight, Parts
 from runtime.progress import Progress
 from runtime.saver import Saver
 from skip import Guard, Ranges, corrupt_targets, give_up_message
@@ -177,55 +176,12 @@ def evaluate(cfg, model, source, batch, device):
 # -----------------------------------------------------------------------------
 # A run
 
-class Data(NamedTuple):
-    """What a run reads."""
-    train: Any       # corpus.shards' sources of samples
-    val: Any
-    vocab_size: int
-    identity: str    # a hash of the tokens, the same on all ranks and in all resumed runs
-    tokenizer: Any   # for samples of text; None if the run prints none
-
-
-@dataclass
-class Parts:
-    """The parts that compute: this rank's part of the model, and what trains it."""
-    mesh: Any
-    choice: Any = None  # fast.choose.Choice
-    model: Any = None
-    data_parallel: Any = None
-    opt: Any = None
-    step: Any = None    # a Step, or its fast twin
-
-
-@dataclass
-class Oversight:
-    """The objects that watch over a run."""
-    watchdog: Any           # ends a run that hangs
-    stop: Any               # signals, OUT/stop and --max-minutes
-    timers: Any             # --timers
-    skip: Any               # the steps of --train-range-to-skip
-    progress: Any = None    # the time that is left
-    clock: Any = None       # milliseconds per step
-    guard: Any = None       # skips spikes and steps that are not finite
-    stragglers: Any = None  # slow ranks
-    layer_norms: Any = None  # --log-layers
-
-
-@dataclass
-class Ending:
-    """How a run ends, and why."""
-    outcome: Outcome = Outcome.DONE
-    stop_reason: str | None = None  # a signal, OUT/stop, or --max-minutes
-    skip_reason: str | None = None  # why the last logged step was skipped
-    differences: Any = None         # how the replicas differ
-
-
 class Run:
     """A run from its flags to its files. Every method runs on every rank; rank 0 logs.
 
-    A new value becomes a field of one of the classes above: of Parts if it computes, of Oversight
-    if it watches the run (such as a metric that waits for its row), of Ending if it says how the
-    run ends.
+    A new value becomes a field of one of the classes of runtime/parts.py: of Parts if it computes,
+    of Oversight if it watches the run (such as a metric that waits for its row), of Ending if it
+    says how the run ends.
     """
 
     def __init__(self, cfg, world, watchdog=watch.unwatched):

@@ -162,6 +162,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "runtime/model_tensors.py": "export gguf convert",
     "runtime/mpi.py": "launch",
     "runtime/other_data.py": "borders data resume",
+    "runtime/parts.py": "details guard watch resume",
     "runtime/peft_adapters.py": "lora",
     "runtime/profiles.py": "guard full_disk",
     "runtime/progress.py": "printed screen details metrics cli",
