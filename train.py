@@ -6,7 +6,8 @@
     Run          a whole run; its loop is Run.train              runtime/parts.py
       prepare      who takes part: mesh, data, model             config.py corpus/batches.py
       start        from a checkpoint, or with equal replicas     checkpoint.py runtime/resume.py
-      log, check_replicas, poll_stop, save, leave                runtime/log.py runtime/agree.py
+      log, check_replicas, poll_stop, save                       runtime/log.py runtime/agree.py
+      leave        how the run ended, in words                   runtime/ending.py
 """
 import sys
 import time
@@ -27,7 +28,6 @@ if __name__ == "__main__":  # The import of torch takes seconds. Signals are han
 from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
 import torch
 
-import checkpoint
 import moe
 import plot
 from config import Outcome
@@ -43,18 +43,19 @@ from fast.graph import make_step
 from interface.layout import check_layout
 from interface.nearest import with_fix
 from interface.schema import ChangedFile
-from interface.terminal import complain, say
+from interface.terminal import say
 from model import DTYPES, GPT, init_weights
 from ops import fp8
 from optim import Optimizer, learning_rate
 from parallel import make_mesh
 from pipeline import dropout_seeder, forward_backward, forward_only, rank_layers
 from runtime import agree, debugger, early, log, profiles, resume, session, timing, watch
+from runtime.ending import is_finished, report_ending
 from runtime.layer_norms import LayerNorms
 from runtime.parts import Data, Ending, Oversight, Parts
 from runtime.progress import Progress
 from runtime.saver import Saver
-from skip import Guard, Ranges, corrupt_targets, give_up_message
+from skip import Guard, Ranges, corrupt_targets
 from zero import LEVELS
 
 # -----------------------------------------------------------------------------
@@ -494,35 +495,12 @@ class Run:
             ending.outcome = Outcome.FAILED  # The last steps are lost, so no script may requeue it.
         if self.is_main:
             profiles.end_profile(profiler, self.out)
-            # A run that is requeued draws its plot when it is done.
-            has_ended = ending.outcome in (Outcome.DONE, Outcome.FAILED)
-            finished = has_ended and ending.stop_reason is None
             self.log_file.close()
-            plot.at_end(self.out, self.log_file.last_experts, self.cfg.plot and finished)
-            if self.cfg.report:
-                how = log.how_it_ended(ending.outcome, ending.stop_reason, self.state)
-                log.leave_report(self.out, how)
-            self.print_failure()
-            log.farewell(ending.outcome, ending.stop_reason, self.state, self.out, self.saver.saved)
-            if ending.outcome is Outcome.STOPPED:
-                self.log_file.print_how_to_go_on()
-            if ending.outcome is Outcome.DONE:
-                self.log_file.print_next_commands(self.saver.saved)
+            draws_plot = self.cfg.plot and is_finished(ending)
+            plot.at_end(self.out, self.log_file.last_experts, draws_plot)
+            report_ending(self.cfg, ending, self.oversight.guard, self.state, self.log_file,
+                          self.saver.saved)
         return ending.outcome
-
-    def print_failure(self):
-        """Say on stderr why the run gave up, or how its replicas differ."""
-        ending = self.ending
-        guard = self.oversight.guard
-        saved = checkpoint.steps(self.out)
-        message = ""
-        if ending.outcome is Outcome.GAVE_UP:
-            why = guard.reason or ending.skip_reason
-            message = give_up_message(saved, *guard.refused_range, why)
-        if ending.outcome is Outcome.REPLICAS_DIFFER:
-            message = watch.differences_message(ending.differences, self.state.step, saved)
-        for line in message.splitlines():
-            complain(line)
 
 
 def main(argv=None, parsed=None):

@@ -155,6 +155,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "runtime/calls.py": "launch doctor guard",
     "runtime/debugger.py": "pdb",
     "runtime/early.py": "early",
+    "runtime/ending.py": "printed screen guard",
     "runtime/guardian.py": "watch launch",
     "runtime/layer_norms.py": "metrics",
     "runtime/log.py": "printed details metrics guard cli",

@@ -26,7 +26,7 @@ from cost.plan_tables import draw_schedule
 from interface import checkpoint_report
 from optim import StepStats
 from parallel import make_mesh
-from runtime import log, timing
+from runtime import ending, log, timing
 from runtime.launch import World
 from skip import Ranges
 
@@ -255,11 +255,11 @@ def node_pages():
         state = SimpleNamespace(step=41, best={}, best_name=lambda: "step_000040")
         for name in ("DONE", "STOPPED", "GAVE_UP", "REPLICAS_DIFFER", "FAILED"):
             outcome = Outcome[name]
-            ends.append(said_by(log.farewell, outcome, "SIGTERM", state, out, 40))
+            ends.append(said_by(ending.farewell, outcome, "SIGTERM", state, out, 40))
         (out / "loss.txt").touch()
         state.best = {"val_loss": 1.23456}
-        ends.append(said_by(log.farewell, Outcome.DONE, None, state, out, 0))
-        ends.append(said_by(log.farewell, Outcome.DONE, None, state, Path("none"), 0))
+        ends.append(said_by(ending.farewell, Outcome.DONE, None, state, out, 0))
+        ends.append(said_by(ending.farewell, Outcome.DONE, None, state, Path("none"), 0))
     return {"groups over nodes": "\n".join(lines), "how a run starts": "".join(starts),
             "how a run ends": "".join(ends)}
 
