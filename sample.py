@@ -20,7 +20,6 @@ import dataclasses
 import itertools
 import json
 import math
-import signal
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +40,7 @@ from corpus import text, tokenizer
 from corpus.chat import MARKERS, Template
 from corpus.masked import MASK
 from interface.command_line import command_line, wrong_input
+from interface.console import Console, converse
 from interface.schema import Range, check_schema, load_json
 from interface.serve import Server
 from interface.streams import guarded
@@ -370,9 +370,6 @@ def total_loss(model, ids):
 # -----------------------------------------------------------------------------
 # --chat
 
-MOST_TYPED = 1 << 20  # characters of a question
-
-
 def alone(token):
     """Stand in for `agree` on a single rank, which nothing stops."""
     return token, False
@@ -426,75 +423,6 @@ class Chat:
         self.tokens.append(self.template.end)
 
 
-class Console:
-    """Where rank 0 reads questions and prints answers.
-
-    Ctrl-C during an answer sets `stop`; at the prompt it gives a hint. `lost` is the error of stdin or
-    stdout, which ends the conversation on all ranks.
-    """
-
-    def __init__(self, world):
-        self.world = world
-        self.stop = False
-        self.answering = False
-        self.lost = None
-        self.terminal = world.rank == 0 and sys.stdin.isatty()
-        if hasattr(sys.stdin, "reconfigure"):
-            # Bytes that are not UTF-8 must not end rank 0 while the other ranks wait.
-            sys.stdin.reconfigure(errors="replace")
-        signal.signal(signal.SIGINT, self.interrupted if world.rank == 0 else signal.SIG_IGN)
-
-    def interrupted(self, *_):
-        self.stop = True
-        if not self.answering:
-            raise KeyboardInterrupt
-
-    def agree(self, token):
-        """Return rank 0's token, and whether Ctrl-C was typed."""
-        # a few bytes from rank 0, over the world
-        return self.world.tree.broadcast_object((token, self.stop))
-
-    def read(self):
-        """Return the next question, the same on all ranks; None if there is none."""
-        line = self.read_line() if self.world.rank == 0 else None
-        return self.world.tree.broadcast_object(line)  # a line from rank 0, over the world
-
-    def read_line(self):
-        """Return the next typed line, on rank 0; None at the end of the input."""
-        while True:
-            try:
-                self.print("> " if self.terminal else "")
-                if self.lost is not None:
-                    return None
-                line = input() if self.terminal else sys.stdin.readline(MOST_TYPED + 1)
-                # At its end a file gives an empty line, and a terminal an EOFError.
-                if not line and not self.terminal:
-                    return None
-                if len(line) > MOST_TYPED:
-                    raise OSError(f"a line of stdin has more than {MOST_TYPED:,} characters, too many for a "
-                                  "question; give one question on each line")
-                return line.encode("utf-8", "replace").decode()
-            except EOFError:
-                return None
-            except OSError as e:
-                self.lost = e
-                if e.errno is not None:  # otherwise the message says already what is wrong
-                    self.lost = OSError(f"stdin cannot be read ({e.strerror}); give a terminal, a pipe or a "
-                                        "file with a question on each line")
-            except KeyboardInterrupt:
-                self.print("\n/reset forgets, Ctrl-D ends", "\n")
-
-    def print(self, text, end=""):
-        """Print on rank 0."""
-        if self.world.rank != 0:
-            return
-        try:
-            print(text, end=end, flush=True)
-        except OSError as e:
-            self.stop = True
-            self.lost = e
-
-
 def chat_main(flags):
     """Talk, on all ranks. SystemExit(2) after one line on stderr from one rank: wrong input."""
     from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
@@ -532,29 +460,6 @@ def chat_config(cfg, flags):
     return dataclasses.replace(
         cfg, tp=flags.tp, ep=flags.ep, pp=1, cp=1, pp_chunks=1, pp_layers="", zero=0, shard=0,
         micro_batch=flags.tp, rampup_batch_size=(), pdb=-1)
-
-
-def converse(chat, console):
-    """Answer questions until there are no more."""
-    while (question := console.read()) is not None:
-        question = question.strip()
-        if question == "/reset":
-            chat.reset()
-        elif question:
-            answer_aloud(chat, console, question)
-
-
-def answer_aloud(chat, console, question):
-    """Print the answer to one question, piece by piece."""
-    console.stop = False
-    console.answering = True
-    try:
-        for piece in chat.answer(question):
-            console.print(piece)
-    except ValueError as e:  # a character that the vocabulary lacks, on all ranks alike
-        console.print(f"nanoshard: {e}")
-    console.print("", "\n")
-    console.answering = False
 
 
 # -----------------------------------------------------------------------------

@@ -3,17 +3,16 @@
     build        model, gradient sums, optimizer of this rank    model.py ddp.py zero.py optim.py
     Step         one optimizer step, plainly                     pipeline.py; faster: fast/graph.py
     evaluate     the validation loss
-    Run          a whole run; its loop is Run.train
-      prepare      who takes part: mesh, data, model             config.py corpus/shards.py
+    Run          a whole run; its loop is Run.train              runtime/parts.py
+      prepare      who takes part: mesh, data, model             config.py corpus/batches.py
       start        from a checkpoint, or with equal replicas     checkpoint.py runtime/resume.py
-      log, check_replicas, poll_stop, save, leave                runtime/log.py runtime/agree.py
+      log, check_replicas, poll_stop, save                       runtime/log.py runtime/agree.py
+      leave        how the run ended, in words                   runtime/ending.py
 """
 import sys
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # The import of torch takes seconds. Signals are handled from here on.
     if sys.flags.safe_path:  # python -I leaves out the program's own folder.
@@ -29,12 +28,11 @@ if __name__ == "__main__":  # The import of torch takes seconds. Signals are han
 from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
 import torch
 
-import checkpoint
 import moe
 import plot
 from config import Outcome
+from corpus.batches import micro_batches, open_data, trained_tokens
 from corpus.rampup import batch_size
-from corpus.shards import micro_batches, open_data, trained_tokens
 from corpus.tokenizer import prompt_tokenizer
 from cost.fits import check_memory
 from cost.traffic import traffic
@@ -44,17 +42,19 @@ from fast.graph import make_step
 from interface.layout import check_layout
 from interface.nearest import with_fix
 from interface.schema import ChangedFile
-from interface.terminal import complain, say
+from interface.terminal import say
 from model import DTYPES, GPT, init_weights
 from ops import fp8
 from optim import Optimizer, learning_rate
 from parallel import make_mesh
 from pipeline import dropout_seeder, forward_backward, forward_only, rank_layers
 from runtime import agree, debugger, early, log, profiles, resume, session, timing, watch
+from runtime.ending import is_finished, report_ending
 from runtime.layer_norms import LayerNorms
+from runtime.parts import Data, Ending, Oversight, Parts
 from runtime.progress import Progress
 from runtime.saver import Saver
-from skip import Guard, Ranges, corrupt_targets, give_up_message
+from skip import Guard, Ranges, corrupt_targets
 from zero import LEVELS
 
 # -----------------------------------------------------------------------------
@@ -176,55 +176,12 @@ def evaluate(cfg, model, source, batch, device):
 # -----------------------------------------------------------------------------
 # A run
 
-class Data(NamedTuple):
-    """What a run reads."""
-    train: Any       # corpus.shards' sources of samples
-    val: Any
-    vocab_size: int
-    identity: str    # a hash of the tokens, the same on all ranks and in all resumed runs
-    tokenizer: Any   # for samples of text; None if the run prints none
-
-
-@dataclass
-class Parts:
-    """The parts that compute: this rank's part of the model, and what trains it."""
-    mesh: Any
-    choice: Any = None  # fast.choose.Choice
-    model: Any = None
-    data_parallel: Any = None
-    opt: Any = None
-    step: Any = None    # a Step, or its fast twin
-
-
-@dataclass
-class Oversight:
-    """The objects that watch over a run."""
-    watchdog: Any           # ends a run that hangs
-    stop: Any               # signals, OUT/stop and --max-minutes
-    timers: Any             # --timers
-    skip: Any               # the steps of --train-range-to-skip
-    progress: Any = None    # the time that is left
-    clock: Any = None       # milliseconds per step
-    guard: Any = None       # skips spikes and steps that are not finite
-    stragglers: Any = None  # slow ranks
-    layer_norms: Any = None  # --log-layers
-
-
-@dataclass
-class Ending:
-    """How a run ends, and why."""
-    outcome: Outcome = Outcome.DONE
-    stop_reason: str | None = None  # a signal, OUT/stop, or --max-minutes
-    skip_reason: str | None = None  # why the last logged step was skipped
-    differences: Any = None         # how the replicas differ
-
-
 class Run:
     """A run from its flags to its files. Every method runs on every rank; rank 0 logs.
 
-    A new value becomes a field of one of the classes above: of Parts if it computes, of Oversight
-    if it watches the run (such as a metric that waits for its row), of Ending if it says how the
-    run ends.
+    A new value becomes a field of one of the classes of runtime/parts.py: of Parts if it computes,
+    of Oversight if it watches the run (such as a metric that waits for its row), of Ending if it
+    says how the run ends.
     """
 
     def __init__(self, cfg, world, watchdog=watch.unwatched):
@@ -537,35 +494,12 @@ class Run:
             ending.outcome = Outcome.FAILED  # The last steps are lost, so no script may requeue it.
         if self.is_main:
             profiles.end_profile(profiler, self.out)
-            # A run that is requeued draws its plot when it is done.
-            has_ended = ending.outcome in (Outcome.DONE, Outcome.FAILED)
-            finished = has_ended and ending.stop_reason is None
             self.log_file.close()
-            plot.at_end(self.out, self.log_file.last_experts, self.cfg.plot and finished)
-            if self.cfg.report:
-                how = log.how_it_ended(ending.outcome, ending.stop_reason, self.state)
-                log.leave_report(self.out, how)
-            self.print_failure()
-            log.farewell(ending.outcome, ending.stop_reason, self.state, self.out, self.saver.saved)
-            if ending.outcome is Outcome.STOPPED:
-                self.log_file.print_how_to_go_on()
-            if ending.outcome is Outcome.DONE:
-                self.log_file.print_next_commands(self.saver.saved)
+            draws_plot = self.cfg.plot and is_finished(ending)
+            plot.at_end(self.out, self.log_file.last_experts, draws_plot)
+            report_ending(self.cfg, ending, self.oversight.guard, self.state, self.log_file,
+                          self.saver.saved)
         return ending.outcome
-
-    def print_failure(self):
-        """Say on stderr why the run gave up, or how its replicas differ."""
-        ending = self.ending
-        guard = self.oversight.guard
-        saved = checkpoint.steps(self.out)
-        message = ""
-        if ending.outcome is Outcome.GAVE_UP:
-            why = guard.reason or ending.skip_reason
-            message = give_up_message(saved, *guard.refused_range, why)
-        if ending.outcome is Outcome.REPLICAS_DIFFER:
-            message = watch.differences_message(ending.differences, self.state.step, saved)
-        for line in message.splitlines():
-            complain(line)
 
 
 def main(argv=None, parsed=None):

@@ -21,7 +21,7 @@ from runtime.launch import World, exit_together, launch, shutdown
 import equality
 
 from config import Config, Outcome
-from corpus.shards import open_data
+from corpus.batches import open_data
 from interface.command_line import parse
 from parallel import make_mesh
 from runtime.launcher import NO_TIMEOUT

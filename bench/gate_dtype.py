@@ -23,7 +23,7 @@ import torch
 import moe
 import train
 from config import Config
-from corpus.shards import micro_batches, open_data, trained_tokens
+from corpus.batches import micro_batches, open_data, trained_tokens
 from interface.command_line import parse
 from ops import permute as rows
 from parallel import make_mesh

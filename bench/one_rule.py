@@ -52,7 +52,7 @@ import train
 import zero
 from config import Config, Outcome
 from corpus import masked
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from interface.command_line import parse, wrong_input
 from interface.layout import check_layout
 from optim import Optimizer

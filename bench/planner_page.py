@@ -63,7 +63,8 @@ TRANSLATED = {
     "cost/traffic.py": None,
     "cost/memory.py": None,
     "cost/idle.py": None,
-    "plan.py": "LAYOUT rank_mesh stage_mesh MOST_OPERATIONS check_gpus _groups_of_stages estimate "
+    "cost/meshes.py": None,
+    "plan.py": "LAYOUT MOST_OPERATIONS check_gpus _groups_of_stages estimate "
                "_largest_traffic warnings SHORTEST_SHARE divisors layouts _ep_sizes _micro_batch_sizes "
                "_shares _chunk_counts"}
 # It asks torch for the name of a device; and a key of a cache, which runtime.js makes in another way.

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import platform
-import shlex
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from config import Outcome, largest_divisor
+from config import largest_divisor
 from corpus.shards import first_folder
 from cost.parameters import flops_per_token
 from cost.step_time import peak_flops
@@ -189,7 +188,7 @@ def report_compilation(first_step):
 
 
 # -----------------------------------------------------------------------------
-# Start and end of a run
+# Start of a run
 
 def make_log(cfg, parts, world, out, state, source):
     """Return the Log of rank 0, after notes about the machine.
@@ -357,50 +356,6 @@ def print_sample(model, tokenizer, prompt, seed):
     return text
 
 
-def how_it_ended(outcome, stop_reason, state):
-    """Return, in words, how a run ended and after which step."""
-    how = {Outcome.STOPPED: f"stopped by {stop_reason}", Outcome.GAVE_UP: "gave up",
-           Outcome.REPLICAS_DIFFER: "gave up", Outcome.FAILED: "lost its last save"}.get(outcome, "done")
-    return f"{how} after step {state.step}"
-
-
-def leave_report(out, ending):
-    """Write OUT/report.html. Whatever goes wrong there costs one line. ending: of how_it_ended()."""
-    with best_effort(out / "report.html", Exception):
-        report.write_report(out / "report.html", [report.read_run(out, ending)])
-
-
-def farewell(outcome, stop_reason, state, out, saved):
-    """Print how the run ended and what its directory holds. saved: step of the last checkpoint, or 0."""
-    names = ("metrics.jsonl", "loss.txt", "report.html", "config.json", "profile.html", "trace.json",
-             f"step_{saved:06d}")
-    held = ", ".join(name for name in names if (out / name).exists())
-    ending = how_it_ended(outcome, stop_reason, state)
-    say(f"{ending}: {out}/ holds {held or 'nothing'}")
-    if "val_loss" in state.best and (out / state.best_name()).is_dir():
-        say(f"lowest validation loss {state.best['val_loss']:.4f} in {state.best_name()}")
-
-
-def next_commands(out, config, saved):
-    """Return lines with what can be typed after a run that is done.
-
-    config: that of config.json. saved: step of the last checkpoint, or 0.
-    """
-    name = shlex.quote(str(out))
-    lines = []
-    text = report.sample_command(out, config)
-    if saved and text:
-        what = "fill gaps: " if config["objective"] == "mlm" else "write text:"
-        lines.append(f"{what}   {text}")
-    lines.append(f"draw curves:  python plot.py {name}")
-    if (out / "report.html").exists():
-        lines.append(f"see it all:   {out}/report.html, in a browser")
-    if saved:
-        more = report.command_of(config, {"steps": 2 * config["steps"], "resume": "auto"})
-        lines.append(f"train on:     {more}")
-    return lines
-
-
 def is_program():
     """Whether train.py was started as a program, and not in a notebook."""
     return Path(sys.argv[0]).name == "train.py"
@@ -492,11 +447,6 @@ class Log:
     def print_how_to_go_on(self):
         """Print the command that goes on with a run that was stopped."""
         say(f"to go on, type: {self._command(resume='auto')}")
-
-    def print_next_commands(self, saved):
-        """Print what can be typed after a run that is done. saved: step of the last checkpoint, or 0."""
-        if is_program():
-            print("\n".join(next_commands(self.out, self.begun["config"], saved)), flush=True)
 
     def prepare_for_kill(self, watchdog):
         """Tell the watchdog, a watch.Watch, what to type after a kill of this run."""

@@ -36,7 +36,7 @@ from pool import run_ranks
 from test_layouts import compare, run
 
 from config import Config
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from model import GPT, init_weights
 from optim import learning_rate
 from parallel import make_mesh

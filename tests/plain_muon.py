@@ -13,7 +13,7 @@ from plain_model import total_loss
 from test_layouts import STEPS
 
 from config import Config
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from model import GPT, init_weights
 from optim import learning_rate
 from parallel import make_mesh

@@ -10,7 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from fast import symm_mem
 from ops.cross_entropy import IGNORE
 

@@ -20,9 +20,10 @@ from test_layouts import BERT
 import prepare
 import sample
 from config import Config
-from corpus import shards, tokenizer
+from corpus import tokenizer
+from corpus.batches import open_data, trained_tokens
 from corpus.masked import Masked
-from corpus.shards import Synthetic, open_data
+from corpus.synthetic import Synthetic
 from model import GPT, init_weights
 from ops.activations import gelu
 from ops.cross_entropy import IGNORE, LinearCrossEntropy
@@ -423,6 +424,6 @@ def test_a_causal_model_fills_nothing(run, tmp_path, capsys):
 
 def test_a_source_that_trains_every_token_has_a_constant_number_of_them():
     """It stands in a recorded CUDA graph; a source with a mask gives a tensor."""
-    source = shards.Synthetic(64, 8)
-    found = shards.trained_tokens(source, 0, 4, torch.device("cpu"))
+    source = Synthetic(64, 8)
+    found = trained_tokens(source, 0, 4, torch.device("cpu"))
     assert type(found) is int and found == 32

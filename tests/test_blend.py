@@ -12,7 +12,7 @@ from test_data import edit, make_text, refused
 
 import prepare
 from config import Config
-from corpus import shards
+from corpus import batches, shards
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +88,13 @@ def test_every_data_set_of_a_blend_is_verified_and_has_the_same_vocabulary(folde
     for name in "ab":
         shutil.copytree(folders / name, tmp_path / name)
     cfg = Config(data=f"{tmp_path}/a:1,{tmp_path}/b:1", seq_len=16)
-    shards.open_data(cfg, local_rank=0)
+    batches.open_data(cfg, local_rank=0)
     edit(tmp_path / "b/train_00000.bin", 4096, b"\1\1")
-    shards.open_data(cfg, local_rank=1)
-    refused(ValueError, lambda: shards.open_data(cfg, 0), "b/train_00000.bin", "sha256")
+    batches.open_data(cfg, local_rank=1)
+    refused(ValueError, lambda: batches.open_data(cfg, 0), "b/train_00000.bin", "sha256")
     meta = json.loads((tmp_path / "b/meta.json").read_text())
     (tmp_path / "b/meta.json").write_text(json.dumps({**meta, "vocab_size": meta["vocab_size"] + 1}))
-    refused(ValueError, lambda: shards.open_data(cfg, 1), "different tokenizers")
+    refused(ValueError, lambda: batches.open_data(cfg, 1), "different tokenizers")
 
 
 @pytest.mark.parametrize("spec, say", [

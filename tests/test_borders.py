@@ -26,6 +26,7 @@ import sample
 from corpus import chat, shards, tokenizer
 from corpus import text as readers
 from interface.command_line import printable
+from interface.console import Console
 from runtime import other_data
 from runtime.launch import World
 
@@ -175,7 +176,7 @@ def test_a_question_without_end_is_never_held_whole(tmp_path, capsys, monkeypatc
             assert 0 < most <= 101, "the whole line is asked for"
             return "a" * most
 
-    monkeypatch.setattr(sample, "MOST_TYPED", 100)
+    monkeypatch.setattr("interface.console.MOST_TYPED", 100)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "stdin", Endless())
     monkeypatch.setattr("runtime.launch.launch", lambda *_, **__: World())
@@ -183,7 +184,7 @@ def test_a_question_without_end_is_never_held_whole(tmp_path, capsys, monkeypatc
     err = refused_line(capsys, sample.main, write_foreign(tmp_path / "theirs"), "--chat")
     assert "a line of stdin has more than 100 characters" in err and "one question on each line" in err
     monkeypatch.setattr(sys, "stdin", io.StringIO("a" * 99 + "\n" + "b" * 100))
-    console = sample.Console(World())
+    console = Console(World())
     assert [console.read(), console.read(), console.read(), console.lost] == ["a" * 99 + "\n", "b" * 100,
                                                                               None, None]
 

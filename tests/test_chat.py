@@ -30,7 +30,9 @@ import sample
 import train
 from config import Config
 from corpus import chat, shards, tokenizer
+from corpus.batches import open_data, trained_tokens
 from interface import serve
+from interface.console import Console
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh
 from runtime.launch import World
@@ -224,7 +226,7 @@ def test_the_loss_of_a_run_is_the_mean_over_trained_tokens(data):
     """fp64, against a loop over tokens: of the step and of the evaluation; windows of unequal numbers."""
     cfg = Config(n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_hidden=32, seq_len=SEQ, dtype="fp64",
                  micro_batch=2, eval_iters=3, data=str(data / "qa"))
-    source, val, vocab_size, _ = shards.open_data(cfg, 0)
+    source, val, vocab_size, _ = open_data(cfg, 0)
     mesh = make_mesh(World())
     model, data_parallel, opt = train.build(cfg, mesh, vocab_size, torch.device("cpu"))
 
@@ -308,10 +310,10 @@ def test_a_blend_with_conversations_counts_on_the_device_in_every_step(data):
     assert run_prepare(data / "text.txt", "--name", "qa-text", "--tokenizer", data / "qa",
                        "--out", data)[0] == 0
     blend = shards.open_tokens(f"{data}/qa:0.1,{data}/qa-text:0.9", "train", SEQ)
-    counts = [shards.trained_tokens(blend, i, 1, torch.device("cpu")) for i in range(10)]
+    counts = [trained_tokens(blend, i, 1, torch.device("cpu")) for i in range(10)]
     assert all(isinstance(count, torch.Tensor) for count in counts) and SEQ in [c.item() for c in counts]
     text = shards.open_tokens(f"{data}/qa-text", "train", SEQ)
-    assert shards.trained_tokens(text, 0, 2, torch.device("cpu")) == 2 * SEQ
+    assert trained_tokens(text, 0, 2, torch.device("cpu")) == 2 * SEQ
 
 
 def test_refused_starts(data, pretrained, tmp_path):
@@ -367,7 +369,7 @@ FAULTS = {  # name: (ranks, layout, a fault as arguments of planted)
     "the mean of the micro-batches' means": (
         1, {}, "pipeline.one_stage", "loss / n_trained", "loss / (y >= 0).sum() / len(batches)"),
     "division by all tokens": (2, {}, "train.Step.gradients", all_tokens),
-    "the count of a part of the batch": (2, {}, "corpus.shards.trained_tokens", count_of_half),
+    "the count of a part of the batch": (2, {}, "corpus.batches.trained_tokens", count_of_half),
     "the loss of a masked target over tp": (2, dict(tp=2), TP, ".masked_fill(ignored, 0).sum()", ".sum()"),
     "the gradient of a masked target over tp": (
         2, dict(tp=2), TP, ".masked_fill_(ignored.unsqueeze(1), 0)", "")}
@@ -563,7 +565,7 @@ def test_all_ranks_end_when_answers_cannot_be_written(stdout, code, said, tuned)
 def test_no_question_is_awaited_when_the_reader_has_left(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO())
     with mock.patch("signal.signal"):
-        console = sample.Console(World())
+        console = Console(World())
     console.terminal, seen = True, ReaderLeaves("answers")
     monkeypatch.setattr("builtins.input", mock.Mock(side_effect=AssertionError))
     with contextlib.redirect_stdout(seen):

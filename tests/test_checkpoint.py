@@ -23,7 +23,7 @@ import checkpoint
 import train
 from checkpoint import Writers
 from config import Config
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from interface import host_lines, tensor_file
 from interface.layout import check_layout
 from parallel import make_mesh

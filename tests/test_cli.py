@@ -22,7 +22,7 @@ import plan
 import plot
 import sample
 from config import Config
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from cost import fits
 from cost.memory import state_bytes
 from cost.plan_flags import PlanFlags

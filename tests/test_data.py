@@ -1,5 +1,4 @@
 """Token files, data order, tokenizers and prepare.py. Every message that a user can see is one line."""
-
 import hashlib
 import json
 import os
@@ -17,9 +16,10 @@ import torch
 
 import prepare
 from config import Config
-from corpus import build, shards
+from corpus import build, shards, synthetic
 from corpus import text as readers
 from corpus import tokenizer as tok
+from corpus.batches import micro_batches, open_data
 from parallel import make_mesh
 from runtime.launch import World
 
@@ -89,8 +89,8 @@ def test_order_is_pinned():
     """Another order would silently give every resumed run other data: change VERSION together with it."""
     assert shards.permute(np.arange(6), 1000, keys(1337)).tolist() == [402, 888, 629, 373, 659, 53]
     assert shards.permute(np.arange(3), 10**9, keys(1, epoch=2)).tolist() == [13667878, 511182942, 119998667]
-    assert shards.Synthetic(1000, 5, seed=1).batch(7, 1)[0].tolist() == [[984, 987, 990, 993, 451]]
-    x, y = shards.Synthetic(1000, 300, seed=1).batch(0, 8)
+    assert synthetic.Synthetic(1000, 5, seed=1).batch(7, 1)[0].tolist() == [[984, 987, 990, 993, 451]]
+    x, y = synthetic.Synthetic(1000, 300, seed=1).batch(0, 8)
     assert (int(x.sum()), int((x * y).sum() % 10007)) == (1095906, 9505)
 
 
@@ -155,7 +155,7 @@ def test_each_replica_takes_its_part_of_the_samples(layout, of_rank):
     for rank, d in enumerate(of_rank):
         mesh = make_mesh(World(rank=rank, size=n), tp, pp, groups=False)
         for first, each in ((0, 1), (40, 3)):
-            got = shards.micro_batches(cfg, mesh, Numbers(), first, each * dp * 2, torch.device("cpu"))
+            got = micro_batches(cfg, mesh, Numbers(), first, each * dp * 2, torch.device("cpu"))
             start = first + d * each * 2
             assert [x.flatten().tolist() for x, _ in got] == [
                 [start + 2 * j, start + 2 * j + 1] for j in range(each)]
@@ -163,9 +163,9 @@ def test_each_replica_takes_its_part_of_the_samples(layout, of_rank):
 
 def test_the_seed_of_a_run_orders_its_data(toy):
     for seed in (3, 4):
-        train, *_ = shards.open_data(Config(data="synthetic", seq_len=9, seed=seed, vocab_size=77), 0)
-        assert torch.equal(train.batch(0, 3)[0], shards.Synthetic(77, 9, seed).batch(0, 3)[0])
-        train, val, *_ = shards.open_data(Config(data=str(toy[0]), seq_len=32, seed=seed), 1)
+        train, *_ = open_data(Config(data="synthetic", seq_len=9, seed=seed, vocab_size=77), 0)
+        assert torch.equal(train.batch(0, 3)[0], synthetic.Synthetic(77, 9, seed).batch(0, 3)[0])
+        train, val, *_ = open_data(Config(data=str(toy[0]), seq_len=32, seed=seed), 1)
         want = shards.Tokens(toy[0], "train", 32, seed)
         assert (train.window_starts(0, 50) == want.window_starts(0, 50)).all()
         assert (train.seq_len, val.seq_len, train.vocab_size) == (32, 32, want.vocab_size)
@@ -189,7 +189,7 @@ def test_windows_cross_shards_and_the_end_of_the_stream(toy):
 
 def test_a_sample_does_not_depend_on_the_batch_that_reads_it(toy):
     """So every layout, and every resumed run, sees the same samples."""
-    for ds in (shards.Tokens(toy[0], "train", 40, seed=5), shards.Synthetic(1000, 40, seed=5)):
+    for ds in (shards.Tokens(toy[0], "train", 40, seed=5), synthetic.Synthetic(1000, 40, seed=5)):
         for first in (0, ds.n_samples - 3 if ds.n_samples < 10**6 else 10**6):  # also across an epoch
             x, y = ds.batch(first, 8)  # stays as it is: later batches are fresh tensors
             parts = [ds.batch(first, 4), ds.batch(first + 4, 4)]
@@ -200,13 +200,13 @@ def test_a_sample_does_not_depend_on_the_batch_that_reads_it(toy):
 
 
 def test_synthetic_is_learnable():
-    ds = shards.Synthetic(50, 200, seed=0)
+    ds = synthetic.Synthetic(50, 200, seed=0)
     x, y = ds.batch(0, 100)
     assert x.min() >= 0 and x.max() < 50 and torch.equal(x[:, 1:], y[:, :-1])
     step = (y - x) % 50
     assert ((step >= 1) & (step <= 4)).float().mean() > 0.7, "the next token is one of four, mostly"
     assert len(torch.unique(x[:, 0])) > 30 and len(torch.unique(step.mode(1).values)) == 4
-    assert not torch.equal(shards.Synthetic(50, 200, seed=1).batch(0, 1)[0], x[:1])
+    assert not torch.equal(synthetic.Synthetic(50, 200, seed=1).batch(0, 1)[0], x[:1])
 
 
 def refused(kind, call, *say):
@@ -312,7 +312,7 @@ def test_token_ids_above_the_vocabulary(toy, capsys):
         meta["shards"]["train"][1] = {"file": shard["file"], "tokens": shard["tokens"], **max_id,
                                       "sha256": hashlib.sha256(raw).hexdigest()}
         path.write_text(json.dumps(meta))
-        refused(ValueError, lambda r=local_rank: shards.open_data(Config(data=str(folder), seq_len=32), r),
+        refused(ValueError, lambda r=local_rank: open_data(Config(data=str(folder), seq_len=32), r),
                 f"train_00001.bin has the token id {n},", "make it with")
         code, _, err = run(capsys, "x", "--name", "toy", "--out", folder.parent, "--verify")
         assert code == 2 and err.count("\n") == 1 and f"the token id {n}," in err
@@ -343,14 +343,14 @@ def test_open_data_verifies_once_per_node(toy):
     """Only local rank 0 reads the files to compare checksums; every rank checks headers and vocabulary."""
     folder, stream = toy
     cfg = Config(data=str(folder), seq_len=32, seed=3)
-    train, val, vocab_size, identity = shards.open_data(cfg, local_rank=1)
+    train, val, vocab_size, identity = open_data(cfg, local_rank=1)
     assert not (folder / ".verified.json").exists()
     assert vocab_size == tok.load(folder).n_vocab and train.split == "train" and val.split == "val"
     edit(folder / "train_00003.bin", 4096 + 77, b"\1")
-    assert shards.open_data(replace(cfg, vocab_size=500), 1)[2:] == (500, identity)
-    refused(ValueError, lambda: shards.open_data(cfg, 0), "train_00003.bin", "sha256")
-    refused(ValueError, lambda: shards.open_data(replace(cfg, vocab_size=3), 1), f"--vocab-size {vocab_size}")
-    train, val, vocab_size, identity = shards.open_data(Config(data="synthetic"), 0)
+    assert open_data(replace(cfg, vocab_size=500), 1)[2:] == (500, identity)
+    refused(ValueError, lambda: open_data(cfg, 0), "train_00003.bin", "sha256")
+    refused(ValueError, lambda: open_data(replace(cfg, vocab_size=3), 1), f"--vocab-size {vocab_size}")
+    train, val, vocab_size, identity = open_data(Config(data="synthetic"), 0)
     assert (vocab_size, identity) == (256, "synthetic-256")
     assert not torch.equal(train.batch(0, 1)[0], val.batch(0, 1)[0])
 

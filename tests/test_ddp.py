@@ -16,7 +16,7 @@ from test_layouts import assemble, run
 
 import train
 from config import Config
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from ops.flat import rectangles
 from parallel import Axis, make_mesh
 from runtime.resume import broadcast_and_verify, own_pieces

@@ -28,6 +28,7 @@ from config import Config
 from corpus import text
 from cost.fits import larger_zero
 from cost.idle import pipeline_warnings, width_warnings
+from cost.meshes import stage_mesh
 from ddp import assign_buckets
 from fast import choose, graph
 from fast import compile as compile_
@@ -194,7 +195,7 @@ def test_a_model_that_does_not_fit_is_told_of_a_larger_zero(replicas, zero, shar
 
 def test_stages_of_unequal_work_are_named():
     cfg = Config(n_layer=4, pp=2, micro_batch=1, global_batch=64)
-    mesh = plan.stage_mesh(cfg, 2, 0)
+    mesh = stage_mesh(cfg, 2, 0)
     assert not pipeline_warnings(cfg, mesh, [10.0, 10.2])
     assert "1.33 times the mean (10, 20 ms)" in pipeline_warnings(cfg, mesh, [10.0, 20.0])[0]
 

@@ -20,8 +20,9 @@ import prepare
 import train
 from config import Config, check
 from corpus import shards
+from corpus.batches import open_data
 from corpus.documents import document_places
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from model import GPT
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh
@@ -182,8 +183,8 @@ def places_shifted(original, *args):
 CP, PP, TP = (2, dict(cp=2)), (2, dict(pp=2)), (2, dict(tp=2))
 CALL = "model(*batches[i], hidden=hidden, chunk=chunk)"
 LAYOUT_FAULTS = {  # name: ((ranks, layout), a fault as arguments of planted)
-    "documents of a rank's own tokens": (CP, "corpus.shards.micro_batches", places_of_own_segments),
-    "places that are not cut as the tokens are": (CP, "corpus.shards.micro_batches", places_shifted),
+    "documents of a rank's own tokens": (CP, "corpus.batches.micro_batches", places_of_own_segments),
+    "places that are not cut as the tokens are": (CP, "corpus.batches.micro_batches", places_shifted),
     "the other segment's documents": (
         CP, "attention.attend_segments", "early_places, late_places =", "late_places, early_places ="),
     "a segment without documents": (CP, "attention.attend_segments", "late_places = places.chunk(2, dim=1)",
@@ -290,7 +291,7 @@ def test_data_without_documents_are_refused(flags, words, data, tmp_path):
 def test_steps_and_evaluations_see_each_conversation_alone(data):
     """train.py's own step and evaluation, against a loop over the conversations."""
     cfg = Config(**SMALL, data=str(data / "chat"))
-    source, val, vocab_size, _ = shards.open_data(cfg, 0)
+    source, val, vocab_size, _ = open_data(cfg, 0)
     mesh = make_mesh(World())
     model, data_parallel, opt = train.build(cfg, mesh, vocab_size, CPU)
     randomize(model)

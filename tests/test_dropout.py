@@ -19,7 +19,8 @@ from test_model import FORMS, WIDE, built, check_against_the_written_out_model, 
 
 import train
 from config import Config
-from corpus.shards import Synthetic, micro_batches
+from corpus.batches import micro_batches
+from corpus.synthetic import Synthetic
 from fast.choose import choose
 from generate import generate
 from parallel import make_mesh

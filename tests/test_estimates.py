@@ -16,6 +16,7 @@ import pytest
 import plan
 from config import Config
 from cost import memory, parameters, step_time, traffic
+from cost.meshes import stage_mesh
 from interface.presets import GPT2, LLAMA
 
 STORED = Path(__file__).with_name("estimates.json")
@@ -135,7 +136,7 @@ def estimates(line):
              "traffic_mb": whole["traffic_mb"], "stage_ms": whole["stage_ms"],
              "warnings": plan.warnings(cfg, whole, gpu, vocab)}
     for stages in plan._groups_of_stages(cfg, gpus):
-        mesh = plan.stage_mesh(cfg, gpus, stages[0])
+        mesh = stage_mesh(cfg, gpus, stages[0])
         of_stage = parts_of_stage(cfg, mesh, vocab, chip)
         found.update({f"stage {stages[0]} {name}": value for name, value in of_stage.items()})
     return found

@@ -363,7 +363,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
         LLAMA, DP, "ddp.DataParallel.announce_backward", always_last,
         ("ddp.Bucket.start_sum", reduce_and_wait)),
     "same data on every dp rank": (
-        LLAMA, DP, "corpus.shards.micro_batches", functools.partial(other_coordinates, dp=0)),
+        LLAMA, DP, "corpus.batches.micro_batches", functools.partial(other_coordinates, dp=0)),
     # norm and clipping
     "norm of the local shard": (
         LLAMA, ZERO, "optim.Optimizer.stats", stats_of_local_norm),
@@ -462,7 +462,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "learned positions of the first cp rank": (
         GPT2, CP, "model.GPT._positions", first_positions),
     "targets as if each cp rank had one piece": (
-        LLAMA, CP, "corpus.shards.micro_batches", piece_of_targets),
+        LLAMA, CP, "corpus.batches.micro_batches", piece_of_targets),
     "mask off by one segment": (
         LLAMA, CP, "attention.attend_segments", "(axis.rank + 1) *", "(axis.rank + 2) *"),
     "mask aligned at the first key": (

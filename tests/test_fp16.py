@@ -19,7 +19,7 @@ import checkpoint
 import moe
 import train
 from config import Config
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from cost.parameters import flops_per_token
 from interface.presets import PRESETS
 from parallel import make_mesh

@@ -21,7 +21,7 @@ import convert
 import plot
 import prepare
 import sample
-from corpus import shards
+from corpus import batches, shards
 from corpus import text as readers
 from interface.command_line import parse
 from interface.schema import ChangedFile
@@ -202,7 +202,7 @@ def go_refused(*flags):
     """Whether a run with these flags is refused as its data are opened; no step is done."""
     cfg = parse([*SHAPE[:-1], *flags])
     try:
-        shards.open_data(cfg, local_rank=0)
+        batches.open_data(cfg, local_rank=0)
     except (ValueError, OSError):
         return True
     return False

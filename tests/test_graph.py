@@ -15,7 +15,8 @@ from test_model_flags import SHORT
 import ddp
 import train
 from config import Config
-from corpus.shards import Synthetic, micro_batches, trained_tokens
+from corpus.batches import micro_batches, trained_tokens
+from corpus.synthetic import Synthetic
 from fast import choose, graph, symm_mem
 from fast.graph import WARMUP_STEPS, DeferredGather, GraphedStep
 from parallel import make_mesh

@@ -27,7 +27,7 @@ import skip
 import train
 from config import Config, Outcome
 from interface.files import sound_rows
-from runtime import log, profiles, tracker
+from runtime import ending, log, profiles, tracker
 from runtime.launch import World
 from runtime.resume import State
 from skip import Guard, give_up_message, spike
@@ -398,7 +398,7 @@ def test_a_removed_log_is_noticed_and_said_once(what, tmp_path, capfd):
     (out / "metrics.jsonl").unlink()
     run_log.close()
     plot.at_end(out, None, False)
-    log.farewell(Outcome.DONE, None, State(step=3), out, 0)
+    ending.farewell(Outcome.DONE, None, State(step=3), out, 0)
     said = capfd.readouterr()
     assert "metrics.jsonl was removed" in said.err and "holds" in said.out and "metrics" not in said.out
 
@@ -482,7 +482,7 @@ def test_trace_says_where_it_is_and_how_to_look_at_it(tmp_path, capfd):
              if e["name"].startswith("ProfilerStep")}
     assert steps == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}  # from 0
     (tmp_path / "profile.html").touch()
-    log.farewell(Outcome.DONE, None, State(step=3), tmp_path, 0)
+    ending.farewell(Outcome.DONE, None, State(step=3), tmp_path, 0)
     assert " ".join(capfd.readouterr().out.split()).endswith("holds profile.html, trace.json")
 
 

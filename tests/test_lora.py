@@ -29,7 +29,7 @@ import sample
 import train
 from config import Config
 from corpus import peft_files
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from cost.memory import saved_activations, state_bytes
 from cost.parameters import adapter_parameters, count_parameters
 from cost.step_time import expected_choice

@@ -21,7 +21,7 @@ import checkpoint
 import plot
 import train
 from config import Config
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from interface.command_line import parse
 from interface.tree import Tree
 from model import GPT, init_weights

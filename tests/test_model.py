@@ -18,7 +18,7 @@ import train
 from attention import Attention, rope_cache, rotate
 from config import Config, head_width, pad_vocab
 from corpus.masked import Masked
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from cost.parameters import count_parameters, flops_per_token
 from generate import Cache, generate
 from interface.presets import PRESETS

@@ -23,7 +23,7 @@ import moe
 import parallel
 import train
 from config import Config
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from fast import symm_mem
 from fast.choose import Choice
 from model import GPT, MLP, init_weights

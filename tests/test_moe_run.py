@@ -24,7 +24,7 @@ from test_moe import ALONE, TINY, block, owned, whole_layer
 import moe
 import train
 from config import Config, check
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from cost.parameters import count_parameters, flops_per_token
 from interface.command_line import parse
 from interface.layout import check_layout

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import muon
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from cost.gpus import GPUS
 from cost.memory import state_bytes
 from cost.muon import computed_share, muon_seconds, workspace_bytes

@@ -20,13 +20,14 @@ import config
 import train
 from config import Config, flags_of_kind
 from corpus.masked import Masked
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
+from cost.meshes import stage_mesh
 from cost.parameters import COSTS_NOTHING, COUNTED, count_parameters, local_parameters
 from interface.presets import GPT2
 from model import GPT
 from parallel import make_mesh
 from pipeline import rank_layers
-from plan import estimate, stage_mesh
+from plan import estimate
 from runtime.launch import World
 
 ONE = make_mesh(World(), groups=False)

@@ -14,7 +14,7 @@ from test_model import FAMILIES, MOE, built, steps
 
 import train
 from config import Config
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from optim import AdamW, learning_rate
 from parallel import make_mesh
 from runtime.launch import World

@@ -34,7 +34,8 @@ from runs import TINY, session
 from shared import Masked
 
 import prepare
-from corpus.shards import Synthetic, open_tokens
+from corpus.shards import open_tokens
+from corpus.synthetic import Synthetic
 
 ONE, CP, EP = (1, dict()), (2, dict(cp=2)), (2, dict(ep=2))
 TP_EP, PP_DP, PP_ZERO = (2, dict(tp=2, ep=2)), (4, dict(pp=2)), (4, dict(pp=2, zero=1))
@@ -148,7 +149,7 @@ def garbage_in_empty_slots(original, ctx, x, perm, inv_perm, K=1, padded=False):
 
 FAULTS = {  # thread: what went wrong there: (model, (ranks, layout), faults)
     "Megatron-LM #7452, finding 3: a loss divided by local numbers of tokens": (
-        LLAMA, DP, ("corpus.shards.trained_tokens", tokens_of_this_rank)),
+        LLAMA, DP, ("corpus.batches.trained_tokens", tokens_of_this_rank)),
     "Megatron-LM #7452, finding 8: a sharded weight counted as replicated in the clipping norm": (
         LLAMA, TP, count_factor_on("dp", 1 / 2)),
     "Megatron-LM #7452, finding 10: the router's loss scaled by the count over tp": (

@@ -17,6 +17,8 @@ import pipeline
 import plan
 from config import Config
 from cost.memory import blocks_in_flight
+from cost.meshes import rank_mesh, stage_mesh
+from cost.plan_tables import draw_schedule
 from cost.step_time import bubble
 from interface.layout import stage_layers
 from pipeline import rank_layers, schedule, timetable
@@ -200,7 +202,7 @@ def walk(rank, p, v, m, backward=True):
             return torch.tensor([i, chunk, kind == "F"])
         return op
     stub = SimpleNamespace(isend="send", irecv="receive", P2POp=lambda *args: args, batch_isend_irecv=batch)
-    axis = plan.rank_mesh(p, rank, pp=p).pp
+    axis = rank_mesh(p, rank, pp=p).pp
     model = SimpleNamespace(mesh=SimpleNamespace(pp=axis, tp=SimpleNamespace(size=1)), chunks=[None] * v,
                             cfg=SimpleNamespace(n_embd=1), parameters=lambda: iter([torch.zeros(1)]))
     with mock.patch.object(pipeline, "dist", stub):
@@ -243,12 +245,12 @@ def test_batches_that_wait_for_both_sides_cost_no_time():
 # Plans
 
 def test_the_picture():
-    assert plan.draw_schedule(2, 1, 3) == ["  rank 0   F0 F1       B0--- F2 B1---    B2---",
+    assert draw_schedule(2, 1, 3) == ["  rank 0   F0 F1       B0--- F2 B1---    B2---",
                                            "  rank 1      F0 B0--- F1 B1--- F2 B2---"]
-    assert plan.draw_schedule(2, 2, 2) == [
+    assert draw_schedule(2, 2, 2) == [
         "  rank 0   F0a F1a F0b F1b         B0b----     B1b---- B0a---- B1a----",
         "  rank 1       F0a F1a F0b B0b---- F1b B1b---- B0a---- B1a----"]
-    assert all(len(line) == 100 and line.endswith(" ...") for line in plan.draw_schedule(4, 2, 64))
+    assert all(len(line) == 100 and line.endswith(" ...") for line in draw_schedule(4, 2, 64))
 
 
 def test_a_plan_has_the_picture_and_the_bubble(capsys):
@@ -268,7 +270,7 @@ def test_activations_in_flight_are_those_of_the_whole_schedule():
     for p, v, m in SIZES:
         cfg = Config(n_layer=p * v + 2, pp_chunks=v, micro_batch=1, global_batch=m)
         for rank in range(p):
-            mesh = plan.stage_mesh(dataclasses.replace(cfg, pp=p), p, rank)
+            mesh = stage_mesh(dataclasses.replace(cfg, pp=p), p, rank)
             sizes, held, most = [b - a for a, b in rank_layers(cfg, mesh.pp)], 0, 0
             for kind, _, chunk in schedule(rank, p, v, m):
                 held += sizes[chunk] * (1 if kind == "F" else -1)

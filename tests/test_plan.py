@@ -21,10 +21,11 @@ import moe
 import plan
 import train
 from config import Config, head_width
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from cost import step_time
 from cost.gpus import GPUS
 from cost.memory import CONTEXT, GIB, saved_activations
+from cost.meshes import stage_mesh
 from cost.parameters import (
     count_parameters,
     flops_per_token,
@@ -32,6 +33,7 @@ from cost.parameters import (
     local_parameters,
     unwidened_gradients,
 )
+from cost.plan_tables import page_width
 from cost.step_time import expected_choice, peak_flops
 from cost.traffic import traffic
 from ddp import DataParallel
@@ -87,7 +89,7 @@ def test_models_whose_norms_have_no_weights_are_as_large_as_published(name, publ
 
 def test_parameters_per_rank_add_up():
     cfg = preset("bloom-176b", tp=4, pp=12)
-    share = [sum(local_parameters(cfg, plan.stage_mesh(cfg, 384, s), 250880).values()) for s in range(12)]
+    share = [sum(local_parameters(cfg, stage_mesh(cfg, 384, s), 250880).values()) for s in range(12)]
     total, C = count_parameters(cfg, 250880)["total"], cfg.n_embd
     # Each of 4 ranks holds norms, positions and the biases behind row-parallel products. The last stage also
     # holds a copy of the tied embedding.
@@ -266,7 +268,7 @@ ALLOCATED += [(flags, gpus, gib) for flags, gpus, _, gib, _ in measured_rows()]
 def test_memory_within_a_tenth_of_measured(flags, gpus, measured):
     cfg, _ = plan.check_gpus(parse(flags.split()), gpus)
     parts = plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["memory_gib"]
-    mesh = plan.stage_mesh(cfg, gpus, 0)
+    mesh = stage_mesh(cfg, gpus, 0)
     local = local_parameters(cfg, mesh, cfg.vocab_size)
     _, copied = unwidened_gradients(mesh, local, expected_choice(cfg, mesh))
     outside = CONTEXT / GIB if (flags, gpus, measured) in RESERVED else parts["overhead"]
@@ -377,19 +379,19 @@ def test_row_limits_settle_as_measured():
     for flags, gpus, *_, slack in measured_rows():
         if slack is not None and not crowded(flags):
             cfg, mesh = plan.check_gpus(parse(flags.split()), gpus)
-            limit = step_time.row_limit_factor(cfg, plan.stage_mesh(cfg, gpus, 0))
+            limit = step_time.row_limit_factor(cfg, stage_mesh(cfg, gpus, 0))
             assert limit == pytest.approx(slack, rel=0.07), flags
             seen += 1
     assert seen == 2
 
 
 def test_a_ring_over_nodes_is_slower_and_longer():
-    h200, dp = GPUS["h200"], plan.stage_mesh(preset("dense-210m"), 64, 0).dp
+    h200, dp = GPUS["h200"], stage_mesh(preset("dense-210m"), 64, 0).dp
     assert step_time.ring_bandwidth(dp, 1, h200) == h200.link  # 8 adapters of 40 GB/s together
     assert step_time.ring_bandwidth(dp, 4, h200) == 2 * h200.net
     assert step_time.ring_bandwidth(dp, 8, h200) == h200.net
     assert step_time.ring_latency(dp, 1, h200) == pytest.approx(56 * 1.9e-6 + 7 * 4e-6)
-    assert step_time.ring_latency(plan.stage_mesh(preset("dense-210m"), 1, 0).dp, 1, h200) == 0
+    assert step_time.ring_latency(stage_mesh(preset("dense-210m"), 1, 0).dp, 1, h200) == 0
 
 
 @pytest.mark.parametrize("name,peak", [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12),
@@ -421,7 +423,7 @@ def test_the_fast_ways_are_those_of_choose():
 def test_buckets_are_those_of_data_parallel():
     for name, layout in (("tiny", {}), ("tiny-moe", dict(ep=2)), ("gpt2", dict(n_layer=4, bias=True))):
         cfg = preset(name, **layout)
-        mesh = plan.stage_mesh(cfg, 2, 0)
+        mesh = stage_mesh(cfg, 2, 0)
         model = GPT(cfg, mesh, 500)
         real = DataParallel(model, mesh)
         seen = {}
@@ -690,6 +692,6 @@ def test_matrix_products_as_measured():
 
 
 def test_a_flag_in_a_warning_stays_on_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(plan, "warnings", lambda *args: ["x" * (plan.page_width() - 22) + " --global-batch"])
+    monkeypatch.setattr(plan, "warnings", lambda *args: ["x" * (page_width() - 22) + " --global-batch"])
     plan.main(["tiny", "--data", "synthetic"])
     assert "--global-batch" in capsys.readouterr().out

@@ -21,10 +21,12 @@ import torch
 import plan
 import plot
 from config import Config, Outcome
+from cost.meshes import rank_mesh
+from cost.plan_tables import draw_schedule
 from interface import checkpoint_report
 from optim import StepStats
 from parallel import make_mesh
-from runtime import log, timing
+from runtime import ending, log, timing
 from runtime.launch import World
 from skip import Ranges
 
@@ -65,7 +67,7 @@ def plan_pages():
     for line in PLANS:
         pages[f"plan.py {line}"] = said_by(plan.main, line.split())
     for shape in ((2, 1, 4), (3, 2, 3), (4, 2, 8), (4, 1, 12)):
-        pages[f"schedule of {shape}"] = "\n".join(plan.draw_schedule(*shape))
+        pages[f"schedule of {shape}"] = "\n".join(draw_schedule(*shape))
     pages["batches of a ramp"] = "\n".join(
         f"{args}: {dict(plan.batch_schedule(*args))}"
         for args in ((1000, 64), (1000, 64, (16, 16, 600)), (500, 64, (16, 16, 600)), (97, 64, (32, 32, 96))))
@@ -234,8 +236,8 @@ def node_pages():
                          ([0] * 4 + [1] * 4, dict(tp=8)), ([0] * 4 + [1] * 4, dict(tp=2, cp=4)),
                          ([0, 1] * 4, dict(tp=2)), ([0, 0, 0, 1, 1, 1, 2, 2], dict(tp=2, ep=4, n_experts=8)),
                          ([0, 0, 0, 0, 0, 1, 1, 1], dict(ep=8, n_experts=8)), (range(8), dict(cp=2))):
-        mesh = plan.rank_mesh(8, 0, tp=flags.get("tp", 1), cp=flags.get("cp", 1), ep=flags.get("ep", 1),
-                              n_experts=flags.get("n_experts", 0))
+        mesh = rank_mesh(8, 0, tp=flags.get("tp", 1), cp=flags.get("cp", 1), ep=flags.get("ep", 1),
+                         n_experts=flags.get("n_experts", 0))
         lines.append(f"{list(nodes)} {flags}")
         lines += log.groups_over_nodes(Config(n_head=8, n_kv_head=8, **flags), mesh, list(nodes), 256)
 
@@ -253,11 +255,11 @@ def node_pages():
         state = SimpleNamespace(step=41, best={}, best_name=lambda: "step_000040")
         for name in ("DONE", "STOPPED", "GAVE_UP", "REPLICAS_DIFFER", "FAILED"):
             outcome = Outcome[name]
-            ends.append(said_by(log.farewell, outcome, "SIGTERM", state, out, 40))
+            ends.append(said_by(ending.farewell, outcome, "SIGTERM", state, out, 40))
         (out / "loss.txt").touch()
         state.best = {"val_loss": 1.23456}
-        ends.append(said_by(log.farewell, Outcome.DONE, None, state, out, 0))
-        ends.append(said_by(log.farewell, Outcome.DONE, None, state, Path("none"), 0))
+        ends.append(said_by(ending.farewell, Outcome.DONE, None, state, out, 0))
+        ends.append(said_by(ending.farewell, Outcome.DONE, None, state, Path("none"), 0))
     return {"groups over nodes": "\n".join(lines), "how a run starts": "".join(starts),
             "how a run ends": "".join(ends)}
 

@@ -7,7 +7,7 @@ from runs import go, rows, same
 import train
 from config import Config
 from corpus.rampup import batch_size
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from interface.command_line import parse
 from interface.layout import check_ramp
 from parallel import make_mesh

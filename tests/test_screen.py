@@ -23,8 +23,9 @@ import plan
 import plot
 import prepare
 from config import Config
+from cost.plan_tables import print_table
 from interface import nearest, packages, paths, terminal
-from runtime import launch, log, tracker
+from runtime import ending, launch, log, tracker
 from runtime import session as session_
 from runtime.launch import World
 from runtime.progress import Progress
@@ -168,7 +169,7 @@ def test_no_line_is_wider_than_a_terminal_of_80_columns(argv, words, tmp_path):
 def test_the_columns_of_a_table_move_together_on_a_narrow_terminal(monkeypatch, capsys):
     for columns, gap in ((80, 1), (90, 2)):
         monkeypatch.setenv("COLUMNS", str(columns))
-        plan.print_table("title", [[19 * "a"] * 4])
+        print_table("title", [[19 * "a"] * 4])
         assert capsys.readouterr().out.splitlines()[-1] == 4 * (gap * " " + 19 * "a")
 
 
@@ -182,7 +183,7 @@ def test_a_command_in_a_line_is_not_folded(monkeypatch):
 MAY_PRINT = {  # where a line is printed as it is
     ("runtime/log.py", "row"): "made for the width",
     ("runtime/log.py", "print_sample"): "the model's own text",
-    ("runtime/log.py", "print_next_commands"): "folded, a list",
+    ("runtime/ending.py", "print_next_commands"): "folded, a list",
     ("runtime/log.py", "report_traffic"): "a table",
 }
 
@@ -260,15 +261,15 @@ def test_a_run_that_is_done_says_what_can_be_typed_next(tmp_path, monkeypatch, c
     config = {"data": "data/stdlib", "objective": "causal", "prompt": "def main(", "steps": 400, "world": 2,
               "launcher": "hydra", "argv": ["train.py", "tiny", "--prompt", "def main("]}
     (tmp_path / "report.html").touch()
-    text, curves, page, more = log.next_commands(tmp_path, config, 400)
+    text, curves, page, more = ending.next_commands(tmp_path, config, 400)
     for line, command in ((text, f"python sample.py {tmp_path} --prompt 'def main('"),
                           (curves, f"python plot.py {tmp_path}"),
                           (more, "mpiexec -n 2 python train.py tiny --prompt 'def main(' --steps 800 "
                                  "--resume auto")):
         assert line.partition(":")[2].strip() == command
     assert str(tmp_path / "report.html") in page
-    assert len(log.next_commands(tmp_path, {**config, "data": "synthetic"}, 0)) == 2
-    fill = log.next_commands(tmp_path, {**config, "objective": "mlm"}, 400)[0]
+    assert len(ending.next_commands(tmp_path, {**config, "data": "synthetic"}, 0)) == 2
+    fill = ending.next_commands(tmp_path, {**config, "objective": "mlm"}, 400)[0]
     assert fill == f"fill gaps:    python sample.py {tmp_path} --fill 'a [MASK] in a text'"
     monkeypatch.setattr(sys, "argv", ["train.py", *TINY])
     flags = [*TINY, "--steps=1", "--eval-every=0", f"--out={tmp_path / 'run'}"]

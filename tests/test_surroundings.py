@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-import sample
 from config import Config
 from interface import streams
 from interface.command_line import parse
+from interface.console import Console
 from interface.layout import check_batch, check_ramp
 from interface.schema import ChangedFile
 from runtime import abort, address, debugger, guardian, launch, launcher, mpi, session, tracker
@@ -325,7 +325,7 @@ def console(monkeypatch):
             return line[:most]
 
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, readline=readline))
-        return sample.Console(SimpleNamespace(rank=rank))
+        return Console(SimpleNamespace(rank=rank))
 
     before = signal.getsignal(signal.SIGINT)
     yield make
@@ -340,7 +340,7 @@ def test_an_interrupt_reaches_the_first_rank_alone(console):
 
 
 def test_what_cannot_be_read_is_said_in_one_line(console, monkeypatch):
-    monkeypatch.setattr(sample, "MOST_TYPED", 5)
+    monkeypatch.setattr("interface.console.MOST_TYPED", 5)
     asks = console(lines=["abcd\n", "abcde", "abcdef"])
     assert [asks.read_line(), asks.read_line(), asks.read_line()] == ["abcd\n", "abcde", None]
     assert str(asks.lost).startswith("a line of stdin has more than 5 characters")

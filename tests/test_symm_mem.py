@@ -22,7 +22,8 @@ from test_moe import TINY, block, block_over_ep, gpu_branches, owned, tokens, wh
 import moe
 import train
 from config import Config
-from corpus.shards import Synthetic, micro_batches
+from corpus.batches import micro_batches
+from corpus.synthetic import Synthetic
 from ddp import BUCKET_ELEMENTS
 from fast import choose, graph, padded, peer, symm_mem
 from fast.graph import BufferSizer, GraphedStep

@@ -16,7 +16,8 @@ from runs import SHAPE, final, go, rows, same
 import prepare
 import train
 from config import Config
-from corpus.shards import Synthetic, open_data
+from corpus.batches import open_data
+from corpus.synthetic import Synthetic
 from interface.command_line import parse
 from parallel import make_mesh
 

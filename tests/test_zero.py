@@ -16,7 +16,7 @@ import layers
 import model
 import train
 from config import Config
-from corpus.shards import Synthetic
+from corpus.synthetic import Synthetic
 from cost.memory import state_bytes
 from fast.choose import choose
 from generate import generate

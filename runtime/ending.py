@@ -1,0 +1,104 @@
+"""How a run ends, in words: rank 0 writes the report, and prints what happened and what can be typed next.
+
+    report_ending      all of it, in this order:
+      leave_report       OUT/report.html
+      print_failure      why the run gave up, or how its replicas differ
+      farewell           how it ended, and what its directory holds
+      next_commands      what can be typed after a run that is done
+"""
+import shlex
+
+import checkpoint
+from config import Outcome
+from interface import report
+from interface.files import best_effort
+from interface.terminal import complain, say
+from runtime.log import is_program
+from runtime.watch import differences_message
+from skip import give_up_message
+
+
+def is_finished(ending):
+    """Whether no run goes on from here. A run that is requeued draws its plot when it is done."""
+    has_ended = ending.outcome in (Outcome.DONE, Outcome.FAILED)
+    return has_ended and ending.stop_reason is None
+
+
+def report_ending(cfg, ending, guard, state, log_file, saved):
+    """Write the report, and print how the run ended and what can be typed next, on rank 0.
+
+    ending: a runtime.parts.Ending. guard: a skip.Guard. log_file: a log.Log, which is closed. saved: step of
+    the last checkpoint, or 0.
+    """
+    out = log_file.out
+    if cfg.report:
+        leave_report(out, how_it_ended(ending.outcome, ending.stop_reason, state))
+    print_failure(out, ending, guard, state)
+    farewell(ending.outcome, ending.stop_reason, state, out, saved)
+    if ending.outcome is Outcome.STOPPED:
+        log_file.print_how_to_go_on()
+    if ending.outcome is Outcome.DONE:
+        print_next_commands(out, log_file.begun["config"], saved)
+
+
+def how_it_ended(outcome, stop_reason, state):
+    """Return, in words, how a run ended and after which step."""
+    how = {Outcome.STOPPED: f"stopped by {stop_reason}", Outcome.GAVE_UP: "gave up",
+           Outcome.REPLICAS_DIFFER: "gave up", Outcome.FAILED: "lost its last save"}.get(outcome, "done")
+    return f"{how} after step {state.step}"
+
+
+def leave_report(out, how):
+    """Write OUT/report.html. Whatever goes wrong there costs one line. how: of how_it_ended()."""
+    with best_effort(out / "report.html", Exception):
+        report.write_report(out / "report.html", [report.read_run(out, how)])
+
+
+def print_failure(out, ending, guard, state):
+    """Say on stderr why the run gave up, or how its replicas differ."""
+    saved = checkpoint.steps(out)
+    message = ""
+    if ending.outcome is Outcome.GAVE_UP:
+        why = guard.reason or ending.skip_reason
+        message = give_up_message(saved, *guard.refused_range, why)
+    if ending.outcome is Outcome.REPLICAS_DIFFER:
+        message = differences_message(ending.differences, state.step, saved)
+    for line in message.splitlines():
+        complain(line)
+
+
+def farewell(outcome, stop_reason, state, out, saved):
+    """Print how the run ended and what its directory holds. saved: step of the last checkpoint, or 0."""
+    names = ("metrics.jsonl", "loss.txt", "report.html", "config.json", "profile.html", "trace.json",
+             f"step_{saved:06d}")
+    held = ", ".join(name for name in names if (out / name).exists())
+    how = how_it_ended(outcome, stop_reason, state)
+    say(f"{how}: {out}/ holds {held or 'nothing'}")
+    if "val_loss" in state.best and (out / state.best_name()).is_dir():
+        say(f"lowest validation loss {state.best['val_loss']:.4f} in {state.best_name()}")
+
+
+def print_next_commands(out, config, saved):
+    """Print what can be typed after a run that is done. config, saved: as next_commands()."""
+    if is_program():
+        print("\n".join(next_commands(out, config, saved)), flush=True)
+
+
+def next_commands(out, config, saved):
+    """Return lines with what can be typed after a run that is done.
+
+    config: that of config.json. saved: step of the last checkpoint, or 0.
+    """
+    name = shlex.quote(str(out))
+    lines = []
+    text = report.sample_command(out, config)
+    if saved and text:
+        what = "fill gaps: " if config["objective"] == "mlm" else "write text:"
+        lines.append(f"{what}   {text}")
+    lines.append(f"draw curves:  python plot.py {name}")
+    if (out / "report.html").exists():
+        lines.append(f"see it all:   {out}/report.html, in a browser")
+    if saved:
+        more = report.command_of(config, {"steps": 2 * config["steps"], "resume": "auto"})
+        lines.append(f"train on:     {more}")
+    return lines
