@@ -193,8 +193,8 @@ def report_compilation(first_step):
 def make_log(cfg, parts, world, out, state, source):
     """Return the Log of rank 0, after notes about the machine.
 
-    OUT also gets what sample.py needs: the tokenizer and, with mlm, the [MASK] token. parts: train.Parts.
-    source: the training data. OSError: OUT cannot be written.
+    OUT also gets what sample.py needs: the tokenizer and, with mlm, the [MASK] token. parts: a
+    runtime.parts.Parts. source: the training data. OSError: OUT cannot be written.
     """
     mesh = parts.mesh
     config = {**dataclasses.asdict(cfg), "vocab_size_used": state.vocab_size}
