@@ -102,7 +102,8 @@ class FlashAttention:
 
 def is_taken(cfg, device):
     """Whether the layers of a run that hide no keys attend by the library. plan.py's device has no index."""
-    return device.index is not None and would_fit(cfg, device) and not problem()
+    is_planned = device.index is None
+    return not is_planned and version() == TESTED and would_fit(cfg, device) and not problem()
 
 
 def why_not(cfg, device):
@@ -112,7 +113,7 @@ def why_not(cfg, device):
 
 def would_fit(cfg, device):
     """Whether the library would attend here, where it is installed."""
-    return cfg.kernels == "auto" and is_hopper(device) and fits(cfg)
+    return cfg.kernels == "auto" and fits(cfg) and is_hopper(device)
 
 
 def fits(cfg):

@@ -81,7 +81,8 @@ def farewell(outcome, stop_reason, state, out, saved):
 def print_next_commands(out, config, saved):
     """Print what can be typed after a run that is done. config, saved: as next_commands()."""
     if is_program():
-        print("\n".join(next_commands(out, config, saved)), flush=True)
+        for line in next_commands(out, config, saved):
+            say(line)
 
 
 def next_commands(out, config, saved):

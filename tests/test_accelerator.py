@@ -22,7 +22,7 @@ import doctor
 
 from config import Config
 from cost.step_time import peak_flops
-from fast.choose import choose
+from fast.choose import Choice, choose
 from fast.host_buffers import HostBuffers
 from ops import accelerator, backend
 from parallel import make_mesh
@@ -207,7 +207,7 @@ def test_no_way_is_chosen_that_only_cuda_has():
     mesh = make_mesh(World(size=2), ep=2, groups=False, n_experts=4)
     assert choose(cfg, mesh, torch.device("cuda", 0), lambda *_: True)._replace(graph=True).peer_copies
     choice = choose(cfg, mesh, XPU, lambda *_: pytest.fail("asked for peer access"))
-    assert choice == (False, False, False, True, False)
+    assert choice == Choice(False, False, False, single_microbatch=True)
 
 
 def test_the_device_by_name_and_memory(capsys):

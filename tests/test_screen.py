@@ -183,7 +183,6 @@ def test_a_command_in_a_line_is_not_folded(monkeypatch):
 MAY_PRINT = {  # where a line is printed as it is
     ("runtime/log.py", "row"): "made for the width",
     ("runtime/log.py", "print_sample"): "the model's own text",
-    ("runtime/ending.py", "print_next_commands"): "folded, a list",
     ("runtime/log.py", "report_traffic"): "a table",
 }
 
