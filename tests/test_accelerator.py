@@ -22,7 +22,7 @@ import doctor
 
 from config import Config
 from cost.step_time import peak_flops
-from fast.choose import Choice, choose
+from fast.choose import Choice, choose, grouped_mm_possible
 from fast.host_buffers import HostBuffers
 from ops import accelerator, backend
 from parallel import make_mesh
@@ -208,6 +208,14 @@ def test_no_way_is_chosen_that_only_cuda_has():
     assert choose(cfg, mesh, torch.device("cuda", 0), lambda *_: True)._replace(graph=True).peer_copies
     choice = choose(cfg, mesh, XPU, lambda *_: pytest.fail("asked for peer access"))
     assert choice == Choice(False, False, False, single_microbatch=True)
+
+
+@pytest.mark.parametrize("device, served, is_possible", [
+    ("cuda:0", ("cuda",), True), ("cuda:0", (), False), ("cuda", (), True)])
+def test_experts_products_need_triton_on_a_device_that_is_here(device, served, is_possible, monkeypatch):
+    """plan.py's device, which has no index, may be another machine's."""
+    monkeypatch.setattr(backend, "TRITON_DEVICES", served)
+    assert grouped_mm_possible(Config(dtype="bf16"), torch.device(device)) == is_possible
 
 
 def test_the_device_by_name_and_memory(capsys):

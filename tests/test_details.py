@@ -38,7 +38,7 @@ from fast.host_buffers import HostBuffers
 from interface import files, nearest, paths
 from interface.layout import balanced_counts
 from interface.tensor_file import safetensors_header
-from ops import checksum, grouped_mm, permute
+from ops import checksum, grouped_mm, permute, tiles
 from optim import Optimizer
 from parallel import Axis, CompletedWork, make_mesh
 from pipeline import Op, Ring
@@ -666,7 +666,7 @@ def test_the_library_multiplies_experts_whose_rows_have_whole_16_bytes(shape, fi
 
 
 def test_powers_of_two():
-    assert [grouped_mm.next_power_of_2(n) for n in (1, 2, 3, 4, 5, 8, 9)] == [1, 2, 4, 4, 8, 8, 16]
+    assert [tiles.next_power_of_2(n) for n in (1, 2, 3, 4, 5, 8, 9)] == [1, 2, 4, 4, 8, 8, 16]
 
 
 def test_the_first_step_chooses_the_size_of_the_experts_buffers():
