@@ -427,9 +427,10 @@ def check_masked_model(cfg):
 def check_experts(cfg):
     """Raise ValueError for a router that cannot choose or learn, and for expert flags in a dense model."""
     if not cfg.n_experts:
-        if cfg.ep > 1 or cfg.n_shared_experts:
-            raise ValueError(f"--ep {cfg.ep} and --n-shared-experts {cfg.n_shared_experts} need experts; "
-                             "try --n-experts 8")
+        if cfg.ep > 1:
+            raise ValueError(f"--ep {cfg.ep} needs experts; try --n-experts 8")
+        if cfg.n_shared_experts:
+            raise ValueError(f"--n-shared-experts {cfg.n_shared_experts} needs experts; try --n-experts 8")
     elif cfg.top_k > cfg.n_experts:
         raise ValueError(f"top-k {cfg.top_k} exceeds n-experts {cfg.n_experts}; try --top-k {cfg.n_experts}")
     elif cfg.router == "softmax-topk" and cfg.top_k == 1:

@@ -408,6 +408,9 @@ def read_flags(argv):
         raise ValueError("no RUN is given: --out directories of runs, for example python plot.py out/tiny")
     if len(flags.steps) not in (0, 2):
         raise ValueError("--steps takes FIRST LAST, for example --steps 100 200")
+    if flags.steps and flags.steps[0] > flags.steps[1]:
+        first, last = flags.steps
+        raise ValueError(f"--steps {first} {last} ends before it begins; try --steps {last} {first}")
     if flags.png:
         check_picture(Path(flags.png))
     if flags.html:

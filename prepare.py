@@ -128,7 +128,7 @@ def parse(argv):
     flags = command_line(Flags, argv, "prepare.py", __doc__)
     wrong = what_is_wrong(flags)
     if wrong:
-        raise ValueError(f"{wrong} (prepare.py --help lists all flags)")
+        raise ValueError(f"{wrong}; prepare.py --help lists all flags")
     return flags
 
 

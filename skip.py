@@ -179,11 +179,11 @@ def not_finite_reason(loss, norm):
     return f"not finite: loss {loss:.4g}, gradient norm {norm:.4g}"
 
 
-def give_up_message(checkpoints, first, last, reason):
+def give_up_message(checkpoints, first, last, reason, steps):
     """Return the last words of a run that gave up, with a command that avoids these steps.
 
     checkpoints: paths, newest first. first, last: the steps that were refused. reason: why the last of them
-    was refused, or None if this is not known.
+    was refused, or None if this is not known. steps: those of the whole run.
     """
     good = [path for path in checkpoints if _step(path) < first]
     newest = "no checkpoint was saved before"
@@ -194,9 +194,13 @@ def give_up_message(checkpoints, first, last, reason):
         early = next((path for path in good if _step(path) <= first - 100), good[0])
         resume = f"--resume {early} "
         begin = max(_step(early) + 1, first - 50)
+    advice = f"to go round them, the same command with {resume}--train-range-to-skip {begin} {first + 150}"
+    if first + 150 >= steps:
+        advice = "no step after them is left, so give a lower --lr"
+    elif not good:
+        advice += "; if that does not help, a lower --lr"
     return (f"nanoshard: gave up: steps {first} to {last} were not taken ({reason or 'not finite'}); "
-            f"{newest}\nnanoshard: to go round them, the same command with {resume}"
-            f"--train-range-to-skip {begin} {first + 150}")
+            f"{newest}\nnanoshard: {advice}")
 
 
 def _step(path):

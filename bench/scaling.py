@@ -151,7 +151,7 @@ def main(argv=None):
         flags = command_line(Flags, sys.argv[1:] if argv is None else argv, "scaling.py RUN...",
                              "Table and plot of the speed of several runs, from their metrics.jsonl.")
         if not flags.runs and not flags.published:
-            raise ValueError("name at least one run's folder (scaling.py --help lists all flags)")
+            raise ValueError("name at least one run's folder; scaling.py --help lists all flags")
     sys.stdout.reconfigure(errors="replace")  # plots are unicode; an ascii terminal gets question marks
     found = []
     for path in flags.runs:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -191,7 +192,8 @@ def read_result(folder, name):
 # All units, in parallel
 
 def die_with_parent():
-    """Make a worker end when its parent ends, kill -9 included."""
+    """Make a worker end when its parent ends, kill -9 included, and without a word at Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
 
     def wait_and_exit():

@@ -53,7 +53,9 @@ def fill_batch(cfg, argv, gpus):
     finds one by itself.
     """
     replicas = gpus // (cfg.tp * cfg.pp * cfg.cp)
-    if given(argv, "micro_batch") or cfg.search or not replicas or cfg.global_batch % replicas:
+    if given(argv, "micro_batch") or cfg.search or gpus % (cfg.tp * cfg.pp * cfg.cp):
+        return cfg
+    if not replicas or cfg.global_batch % replicas:
         return cfg
     if not cfg.global_batch or cfg.global_batch % (cfg.micro_batch * replicas) == 0:
         return cfg

@@ -38,7 +38,9 @@ def describe(path, index, say):
         f"{megabytes:.1f} MB, all checksums right")
     say("  " + " ".join(f"{k}={brief(v)}" for k, v in index["meta"].items() if not isinstance(v, dict)))
     for name, entry in sorted(index["tensors"].items()):
-        say(f"  {name:48s} {entry['dtype']:8s} {tuple(entry['shape'])!s:20s} {len(entry['pieces'])} pieces")
+        pieces = len(entry["pieces"])
+        say(f"  {name:48s} {entry['dtype']:8s} {tuple(entry['shape'])!s:20s} "
+            f"{pieces} {'piece' if pieces == 1 else 'pieces'}")
 
 
 def compare(a, b, say):

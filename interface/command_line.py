@@ -209,7 +209,7 @@ def refuse_words_of_others(argv, cls, prog):
         key = words.key_of(word)
         if not answer and key not in ours and key.removeprefix("no_") not in ours and key:
             name = word.partition("=")[0]
-            said.append(f"Unrecognized options: {name}{hint_of(name, cls)} ({prog} --help lists all flags)")
+            said.append(f"Unrecognized options: {name}{hint_of(name, cls)}; {prog} --help lists all flags")
     if said:
         raise ValueError("; ".join(said))
 
@@ -269,13 +269,13 @@ def format_tyro_error(box, cls, prog):
     body = itertools.dropwhile(lambda line: not line, lines[1:])  # below the title
     what = " ".join(itertools.takewhile(bool, body)).rstrip(".") or "wrong flags"
     if what.startswith("Missing ") and hasattr(cls, "MISSING"):
-        return f"{cls.MISSING} ({prog} --help lists all flags)"
+        return f"{cls.MISSING}; {prog} --help lists all flags"
     number = re.match(r"Error parsing (--\S+): (invalid literal for int|could not convert).*'(.*)'$", what)
     if number:
         return words.answer_number(number[1], number[3], is_whole="int" in number[2])
     unknown = re.search(r"nrecognized[^:]*: ([^,\s]+)", what)
     hint = hint_of(unknown[1], cls) if unknown else ""
-    return f"{what}{hint} ({prog} --help lists all flags)"
+    return f"{what}{hint}; {prog} --help lists all flags"
 
 
 def hint_of(unknown, cls):
@@ -386,12 +386,17 @@ def print_quietly(text):
         send_nowhere(sys.stdout)
 
 
+# 128 + SIGINT. Nothing was saved after this Ctrl-C, in a run the second, so no job script may requeue on it.
+INTERRUPTED = 130
+
+
 @contextlib.contextmanager
 def wrong_input(quiet=False, prints=True):
     """Turn a ValueError or OSError of a program's body, its wrong input, into one line and exit code 2.
 
     It is also a decorator of main(). The line goes to stderr; quiet: another rank says it. If the reader of
-    stdout leaves (| head), the exit code is 0. prints: of streams.guarded().
+    stdout leaves (| head), the exit code is 0. Ctrl-C is one line, too, and exit code 130. prints: of
+    streams.guarded().
     """
     with guarded(prints):
         try:
@@ -405,6 +410,10 @@ def wrong_input(quiet=False, prints=True):
             if not quiet:
                 complain(f"nanoshard: {one_line(e)}")
             raise SystemExit(Outcome.WRONG_INPUT) from None
+        except KeyboardInterrupt:
+            if not quiet:
+                complain("nanoshard: interrupted by Ctrl-C")
+            raise SystemExit(INTERRUPTED) from None
 
 
 def one_line(text):

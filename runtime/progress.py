@@ -61,8 +61,9 @@ class Progress:
         next_line = self.next_line(number)
         wait = (next_line - number) * seconds
         if wait > SILENT:
+            hint = "; --log-every 1 prints each step" if self.cfg.log_every != 1 else ""
             self.say(f"  a step takes about {seconds:.1f} s: the next line comes at step {next_line}, in "
-                     f"about {clock(wait)}; --log-every 1 prints each step")
+                     f"about {clock(wait)}{hint}")
 
     def next_line(self, number):
         """Return the next step after `number` that is logged."""

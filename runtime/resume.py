@@ -304,6 +304,7 @@ def prepare_out_dir(cfg, world, out):
             wait = min(files.LOCK_WAIT, cfg.timeout / 2) if cfg.resume == "auto" else 0
             files.lock(out, wait, job_start())
             checkpoint.recover(out)
+            refuse_foreign_folder(out)
             is_here = not out.is_absolute() and Path.cwd().is_relative_to(out.resolve())
             if is_here and holds_other_run(cfg, out):
                 raise ValueError(f"--out {out} holds another run and is the working directory, which cannot "
@@ -319,9 +320,29 @@ def prepare_out_dir(cfg, world, out):
     return found
 
 
+def refuse_foreign_folder(out):
+    """ValueError: --out was no run before, and holds prepared data, several runs, or sources."""
+    if is_run(out):
+        return
+    where = f"--out {out} holds"
+    if any(out.glob("*_[0-9]*.bin")):
+        raise ValueError(f"{where} prepared data, which a run would damage; give another --out")
+    for folder in sorted(out.glob("*/metrics.jsonl")):
+        raise ValueError(f"{where} other runs, such as {folder.parent.name}; give a folder in it, such as "
+                         f"--out {out / 'new'}")
+    for source in sorted([*out.glob("*.py"), *out.glob("*.md"), *out.glob(".git")]):
+        raise ValueError(f"{where} {source.name}, which is no file of a run; give a new folder, such as "
+                         f"--out {out / 'run'}")
+
+
+def is_run(out):
+    """Whether a folder has what a run writes: rows, or checkpoints."""
+    return (out / "metrics.jsonl").exists() or bool(checkpoint.steps(out))
+
+
 def holds_other_run(cfg, out):
     """Whether --out has the files of a run that this one does not continue."""
-    return cfg.resume == "none" and ((out / "metrics.jsonl").exists() or bool(checkpoint.steps(out)))
+    return cfg.resume == "none" and is_run(out)
 
 
 def settle(cfg, world, out, state, found):

@@ -22,7 +22,7 @@ import time
 
 from config import Config, Outcome
 from interface import files, nearest, streams
-from interface.command_line import one_line, wrong_input
+from interface.command_line import INTERRUPTED, one_line, wrong_input
 from runtime import launcher
 
 # Python runs a signal handler only when its main thread is back from C code, and MPI_Init may never come
@@ -30,7 +30,6 @@ from runtime import launcher
 # (set_wakeup_fd), and can end the process. In a notebook, which owns that descriptor, the handler does it.
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-INTERRUPTED = 130  # 128 + SIGINT: a second Ctrl-C. Nothing was saved, so no job script may requeue on it.
 AGAIN = 0.5  # seconds: a terminal and a launcher may both pass on the same Ctrl-C
 
 

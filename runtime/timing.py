@@ -144,6 +144,6 @@ def slow_on_cpu(cfg, mesh, flops, device):
     seconds = sequences * cfg.seq_len * flops / rate
     if seconds > LONG:
         hours = seconds * cfg.steps / 3600
-        lines.append(f"a step takes about {seconds:.0f} seconds on this CPU, {cfg.steps:,} steps "
-                     f"take {hours:,.0f} hours, less with a smaller batch or --seq-len")
+        lines.append(f"a step takes about {seconds:.0f} seconds on this CPU, and {cfg.steps:,} of them "
+                     f"{hours:,.1f} hours, less with a smaller batch or --seq-len")
     return lines

@@ -16,6 +16,7 @@ import pytest
 import torch
 from forks import run_forks
 from pool import ROOT
+from runs import TINY, assert_refused, session
 from safetensors.torch import save_file
 from test_data import make_text, run
 
@@ -25,6 +26,7 @@ import plot
 import sample
 from corpus import chat, shards, tokenizer
 from corpus import text as readers
+from interface import command_line
 from interface.command_line import printable
 from interface.console import Console
 from runtime import other_data
@@ -329,3 +331,26 @@ def test_every_program_starts_in_isolation_and_without_asserts(name, isolated):
 def test_without_docstrings_a_program_says_why_it_does_not_run():
     done = subprocess.run([sys.executable, "-OO", ROOT / "plot.py", "--help"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "use -O" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("files, words", [
+    (["train_00000.bin", "meta.json"], "holds prepared data"),
+    (["tiny/metrics.jsonl"], "holds other runs, such as tiny"),
+    (["a.md"], "holds a.md, which is no file of a run"), (["x.py"], "holds x.py"),
+    ([".git"], "holds .git")], ids=str)
+def test_a_folder_that_was_no_run_is_not_taken_for_one(files, words, tmp_path):
+    """Prepared data lost their meta.json, and folders of sources and of all runs were renamed."""
+    for name in files:
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text("mine")
+    flags = [*TINY, "--steps=1", f"--out={tmp_path / 'out'}"]
+    assert_refused(session(World(), flags), f"--out {tmp_path / 'out'} {words}")
+    assert all((tmp_path / "out" / name).read_text() == "mine" for name in files)
+    (tmp_path / "out/metrics.jsonl").write_text("")
+    assert session(World(), [*flags, "--resume=auto"])["code"] == 0  # It was a run before.
+
+
+def test_ctrl_c_is_one_line_and_exit_code_130(capsys):
+    with pytest.raises(SystemExit) as leaving, command_line.wrong_input():
+        raise KeyboardInterrupt
+    assert leaving.value.code == 130 and capsys.readouterr().err == "nanoshard: interrupted by Ctrl-C\n"

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from runs import unfolded
 
 import prepare
 from config import Config
@@ -23,7 +24,6 @@ from corpus.batches import micro_batches, open_data
 from parallel import make_mesh
 from runtime.launch import World
 
-ROOT = Path(__file__).resolve().parent.parent
 SOUNDS = ["ba", "co", "du", "fe", "gi", "ho", "ja", "ki", "lu", "me", "no", "pi", "ta", "vé", "wö", "字", "€"]
 WORDS = [a + b + c for a in SOUNDS for b in SOUNDS for c in ("", "n", "st\n")]
 
@@ -49,7 +49,7 @@ def run(capsys, *argv):
         code = prepare.main([str(a) for a in argv])
     except SystemExit as e:
         code = e.code
-    return code, *capsys.readouterr()
+    return code, *map(unfolded, capsys.readouterr())
 
 
 @pytest.fixture
@@ -479,7 +479,7 @@ def test_ids_above_65535_are_stored_in_four_bytes(symbols, dtype, tmp_path, caps
 
 
 def test_shakespeare(tmp_path, capsys):
-    path = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
+    path = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"
     if not path.is_file():
         assert os.environ.get("CI") != "true", f"{path} is missing, and CI=true"
         pytest.skip(f"{path} is missing: the text is no part of the repository")

@@ -58,9 +58,9 @@ def test_the_first_step_can_be_skipped():
 
 def test_a_run_that_gave_up_names_a_checkpoint_from_a_hundred_steps_before(tmp_path):
     paths = [tmp_path / f"step_{step:06d}" for step in (250, 200, 100)]
-    assert f"--resume {paths[1]} " in skip.give_up_message(paths, 300, 310, "spike")
-    assert f"--resume {paths[2]} " in skip.give_up_message(paths, 299, 310, "spike")
-    assert f"--resume {paths[0]} " in skip.give_up_message(paths[:1], 299, 310, "spike")
+    assert f"--resume {paths[1]} " in skip.give_up_message(paths, 300, 310, "spike", 1000)
+    assert f"--resume {paths[2]} " in skip.give_up_message(paths, 299, 310, "spike", 1000)
+    assert f"--resume {paths[0]} " in skip.give_up_message(paths[:1], 299, 310, "spike", 1000)
 
 
 def test_ranges_that_overlap_are_one():

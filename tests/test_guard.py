@@ -103,10 +103,10 @@ def test_a_lasting_jump_of_the_loss_is_refused_until_the_run_gives_up():
 
 def test_the_message_names_a_checkpoint_and_a_range_to_skip():
     paths = [Path(f"out/x/step_{s:06d}") for s in (1005, 1000, 900, 800)]
-    text = give_up_message(paths, 1001, 1008, "spike")
+    text = give_up_message(paths, 1001, 1008, "spike", 5000)
     assert "steps 1001 to 1008" in text and "last good checkpoint is out/x/step_001000" in text
     assert text.endswith("--resume out/x/step_000900 --train-range-to-skip 951 1151")
-    assert "no checkpoint" in give_up_message([], 1001, 1008, "spike")
+    assert "no checkpoint" in give_up_message([], 1001, 1008, "spike", 5000)
 
 
 # --skip-spikes=20: the window of 16 steps is short, and the loss of these runs falls fast
