@@ -194,10 +194,10 @@ def give_up_message(checkpoints, first, last, reason, steps):
         early = next((path for path in good if _step(path) <= first - 100), good[0])
         resume = f"--resume {early} "
         begin = max(_step(early) + 1, first - 50)
-    advice = f"to go round them, the same command with {resume}--train-range-to-skip {begin} {first + 150}"
-    if first + 150 >= steps:
-        advice = "no step after them is left, so give a lower --lr"
-    elif not good:
+    is_short = first + 150 >= steps  # A wide range would leave no step to train.
+    end = last if is_short else first + 150
+    advice = f"to go round them, the same command with {resume}--train-range-to-skip {begin} {end}"
+    if is_short or not good:
         advice += "; if that does not help, a lower --lr"
     return (f"nanoshard: gave up: steps {first} to {last} were not taken ({reason or 'not finite'}); "
             f"{newest}\nnanoshard: {advice}")

@@ -301,7 +301,7 @@ def test_a_step_of_minutes_is_announced(monkeypatch):
     assert lines("shakespeare-char", dtype="fp32", seq_len=128, micro_batch=16) == []
     slow, long = lines("shakespeare-char")
     assert "bf16 is about 3.0 times slower" in slow
-    assert "a step takes about 83 seconds" in long and "5,000 steps" in long
+    assert "a step takes about 83 seconds" in long and "5,000 of them" in long
 
 
 def test_the_speed_of_a_dtype_is_that_of_its_best_try(monkeypatch):

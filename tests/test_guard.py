@@ -166,7 +166,7 @@ def test_eight_refused_steps_in_a_row_end_the_run(tmp_path, sigma):
     assert rows(tmp_path)[-1]["step"] == 14
     assert "steps 7 to 14 were not taken (not finite: " in got["err"]
     assert f"the last good checkpoint is {tmp_path}/step_000006" in got["err"]
-    assert f"--resume {tmp_path}/step_000006 --train-range-to-skip 7 157" in got["err"]
+    assert f"--resume {tmp_path}/step_000006 --train-range-to-skip 7 14; if" in got["err"]
     fix = [f"--resume={tmp_path}/step_000006", "--train-range-to-skip", 7, 19]
     go_small(2, tmp_path, *flags, *fix, plan=bad)
     assert rows(tmp_path)[-1]["step"] == 30 and rows(tmp_path)[-1]["nan_steps"] == 0
