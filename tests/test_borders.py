@@ -16,7 +16,7 @@ import pytest
 import torch
 from forks import run_forks
 from pool import ROOT
-from runs import TINY, assert_refused, session
+from runs import TINY, assert_refused, refused, session
 from safetensors.torch import save_file
 from test_data import make_text, run
 
@@ -348,6 +348,16 @@ def test_a_folder_that_was_no_run_is_not_taken_for_one(files, words, tmp_path):
     assert all((tmp_path / "out" / name).read_text() == "mine" for name in files)
     (tmp_path / "out/metrics.jsonl").write_text("")
     assert session(World(), [*flags, "--resume=auto"])["code"] == 0  # It was a run before.
+
+
+def test_steps_of_a_plot_are_low_to_high():
+    refused(plot.main, ["out/x", "--steps", "9", "5"], "--steps 9 5 ends before it begins; try --steps 5 9")
+
+
+def test_a_micro_batch_is_not_told_for_gpus_that_do_not_fit(capsys):
+    """8 GPUs and tp 3: there is no dp whose micro-batch could be named."""
+    refused(plan.main, ["gpt2", "--gpus", "8", "--tp", "3"], "8 ranks do not divide by tp 3")
+    assert "micro-batches of" not in capsys.readouterr().out
 
 
 def test_ctrl_c_is_one_line_and_exit_code_130(capsys):

@@ -106,7 +106,11 @@ def test_the_message_names_a_checkpoint_and_a_range_to_skip():
     text = give_up_message(paths, 1001, 1008, "spike", 5000)
     assert "steps 1001 to 1008" in text and "last good checkpoint is out/x/step_001000" in text
     assert text.endswith("--resume out/x/step_000900 --train-range-to-skip 951 1151")
-    assert "no checkpoint" in give_up_message([], 1001, 1008, "spike", 5000)
+    assert "--lr" not in text
+    without = give_up_message([], 1001, 1008, "spike", 5000)
+    assert "no checkpoint" in without and without.endswith("951 1151; if that does not help, a lower --lr")
+    short = give_up_message(paths, 1001, 1008, "spike", 1151)  # 1,001 + 150: no step would be left
+    assert short.endswith("--train-range-to-skip 951 1008; if that does not help, a lower --lr")
 
 
 # --skip-spikes=20: the window of 16 steps is short, and the loss of these runs falls fast

@@ -46,6 +46,14 @@ def test_the_time_left_is_the_mean_of_the_steps_so_far(monkeypatch):
     assert [progress.left(number) for number in (11, 12, 13)] == [None, 3.0 * 8, 4.0 * 7]
 
 
+@pytest.mark.parametrize("log_every, hints", [(10, True), (1, False)])
+def test_who_logs_each_step_is_not_told_to(log_every, hints, capsys):
+    progress = Progress(Config(steps=20, log_every=log_every), is_main=True, first_step=1)
+    progress.step_took(2, 100.0)
+    said = capsys.readouterr().out
+    assert "a step takes about 100.0 s" in said and ("--log-every 1" in said) == hints
+
+
 @pytest.mark.parametrize("silent, said", [
     (60.0, ""), (0.01, "  first step: still at work; it prints its line when it is done\n")])
 def test_a_first_step_that_takes_long_is_announced_and_a_quick_one_is_not(silent, said, monkeypatch, capsys):

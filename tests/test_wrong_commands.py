@@ -613,6 +613,7 @@ def test_where_many_flags_do_not_fit_the_line_says_so_and_is_complete(flags, ran
 
 def test_flags_that_exclude_each_other_are_not_tried_one_after_the_other():
     assert refusal(["--n-shared-experts=1", "--lora=4"]).endswith("needs experts; try --n-shared-experts 0")
+    assert refusal(["--ep=2"]).startswith("--ep 2 needs experts; try ")
     assert "leave out --lora, which" in refusal(["--n-experts=4", "--lora=4"])
 
 
