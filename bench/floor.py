@@ -1,19 +1,22 @@
-"""The floor of a step on one GPU: what its kernels take, and what they would take alone and without gaps.
+"""The floor of a step: what its kernels take, and what they would take alone and without gaps.
 
     python bench/floor.py W1 G2 W3-8192 W2b --json floor.jsonl
+    torchrun --nproc-per-node 2 bench/floor.py W1 G2 W3-8192         (or mpiexec)
 
     measured   the kernels of train.py's own step by kind, from a trace of three steps; `gaps` is what they
-               leave of the step's time
+               leave of the step's time, and less than nothing where they run side by side
     floor      each product and each attention as fast as this machine runs it alone (repeated in a CUDA
-               graph, the better of cuBLAS and cuBLASLt); every other element once at the rate of a copy; no
-               gaps
+               graph, the better of cuBLAS and cuBLASLt, and for experts of torch's and our kernels); every
+               other element once at the rate of a copy; no gaps; what ranks send each other is hidden
     fused      the floor if activations and cross-entropy cost no pass through memory, because the products
                beside them compute them
 
 The shapes of products and attention are those of one step without compilation. The bytes follow from the
 Config (passes() has the list). After the kinds, the products that take most time are printed, with their rate
-alone. Where bench/README.md names a goal, the last line says on which side of the floors it lies. On a CPU,
-each workload is a tiny model of the same kind, and the operations of torch take the place of kernels.
+alone. On an H200, for which bench/README.md has a peer and a goal, the last line says on which side of the
+floors the goal lies. Of several ranks, the one whose floor is highest speaks: the others wait for it. On a
+CPU, each workload is a tiny model of the same kind that is not compiled, and the operations of torch take the
+place of kernels.
 """
 import collections
 import dataclasses
@@ -22,37 +25,49 @@ import json
 import re
 import statistics
 import sys
+import time
+import timeit
 from dataclasses import dataclass
 from typing import Literal
+from unittest import mock
 
 from common import read_flags, start
-from runtime.launch import exit_together, launch, shutdown
+from runtime.launch import launch, shutdown
 
 import torch
 from ladder import workload
-from speed import WORKLOADS, ceilings, forget_memory
-from timing import gpu_milliseconds, graphed, slowest, synchronize
+from peers import GOALS
+from speed import PEERS, WORKLOADS, ceilings, forget_memory
+from timing import gpu_milliseconds, graphed, synchronize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from training import Training
 from tyro.conf import Positional
 
 from config import head_width, pad_vocab
-from cost.parameters import count_parameters, dense_hidden, expert_rows, head_rows, rank_tokens
+from cost.gpus import kind_of
+from cost.parameters import (
+    dense_hidden,
+    expert_rows,
+    head_rows,
+    local_parameters,
+    owned_parameters,
+    rank_tokens,
+)
 from interface.command_line import one_line
+from ops import grouped_mm
+from ops.accelerator import device_name, total_memory
 from ops.activations import GATED
 from parallel import make_mesh
 
-GOALS = {  # ms: the best other trainer's step on the same machine, over the ratio that we want to reach
-    "W1": 54.72 / 1.65, "G2": 124.26 / 1.25, "W2b": 118.30 / 1.4, "W3-8192": 191.87 / 1.18, "SC": 8.76 / 2}
-
 KINDS = ("products", "attention", "cross-entropy", "activations", "elementwise", "rows", "optimizer",
-         "copies", "other", "gaps")
+         "sent", "copies", "other", "gaps")
 RULES = (  # the first pattern that a kernel's name contains, in any case, tells its kind
+    ("sent", "nccl|ptop|barrier|^put$|^get$|sum_slices|c10d"),
     ("products", "^triton_tem"),
     ("activations", "^triton_poi.*sigmoid"),  # the compiler's kernels, whose names list what they join
     ("elementwise", "^triton_"),
-    ("attention", "sdpa|flash|fmha|dot_product|cudnn::fusion"),
+    ("attention", "sdpa|flash|fmha|dot_product|cudnn::fusion|^nanoshard::attention"),
     ("cross-entropy", "cross_entropy|log_softmax|logsumexp"),
     ("activations", "swiglu|gelu|silu"),
     ("optimizer", "adam|muon|sum_squares|multi_tensor|lpnorm|accumulate|foreach"),
@@ -62,6 +77,7 @@ RULES = (  # the first pattern that a kernel's name contains, in any case, tells
     ("elementwise", "elementwise|norm|reduce|add|mul|sum"),
 )
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
+OUR_ATTENTION = {"attention", "attention_backward"}  # fast/flash.py
 ADAM = 30  # bytes of a parameter that the gradient's norm and AdamW move, where the gradient is bf16
 MOST_KEPT = 4096  # elements of an integer tensor that is kept as it is: offsets of experts, seeds
 
@@ -88,22 +104,40 @@ def kind_of_kernel(name):
     return "other"
 
 
+class HostTimes(TorchDispatchMode):
+    """Adds up how long the host is in each of torch's operations. ms: {operation: ms}.
+
+    torch's profiler, which could tell it, ended some runs of two CPU ranks in a fault (torch 2.13).
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.ms = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        began = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        self.ms[func.name()] += (time.perf_counter() - began) * 1e3
+        return result
+
+
 def traced(world, step, n=3):
     """Return {kernel: ms of a step} of n steps; on a CPU, of torch's operations."""
     step()
     synchronize(world.device)
-    activities = torch.profiler.supported_activities()
-    on_gpu = world.device.type != "cpu"
-    if on_gpu:
-        activities = activities - {torch.profiler.ProfilerActivity.CPU}
+    if world.device.type == "cpu":
+        with HostTimes() as times:
+            for _ in range(n):
+                step()
+        return {name: ms / n for name, ms in times.ms.items()}
+    activities = torch.profiler.supported_activities() - {torch.profiler.ProfilerActivity.CPU}
     with torch.profiler.profile(activities=activities) as trace:
         for _ in range(n):
             step()
         synchronize(world.device)
     times = collections.Counter()
     for event in trace.key_averages():
-        us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        times[event.key] += us / n / 1e3
+        times[event.key] += event.self_device_time_total / n / 1e3
     return {name: ms for name, ms in times.items() if ms > 0}
 
 
@@ -175,7 +209,7 @@ class Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         kind = "products" if name in PRODUCTS else None
-        if "dot_product" in name:
+        if "dot_product" in name or name in OUR_ATTENTION:
             kind = "attention"
         if kind is not None:
             self.note(kind, func, tree_map(describe, args), tree_map(describe, kwargs))
@@ -199,17 +233,25 @@ def operations(cfg, world):
     """Return the Operations of one step, which runs without compilation and without a graph."""
     training = Training(dataclasses.replace(cfg, compile=False), world, ("graph",))
     batches = training.batches()
-    with Operations() as noted:
+    with experts_by_torch(), Operations() as noted:
         training.step(batches)
     synchronize(world.device)
     return noted.found
 
 
+def experts_by_torch():
+    """Within this context, torch multiplies experts' rows where it can: its calls can be noted."""
+    return mock.patch.object(grouped_mm, "use_tma", lambda x, w: False)
+
+
 def alone(world, f, repeat):
-    """Return the ms of one call of f, repeated `repeat` times in a CUDA graph, or by the host on a CPU."""
+    """Return the ms of one call of f on this rank, repeated `repeat` times in a CUDA graph.
+
+    On a CPU the host calls it. Ranks have calls of their own, so nobody waits for another one here.
+    """
     if world.device.type == "cpu":
         f()
-        return min(slowest(world, f, 1) for _ in range(3)) * 1e3
+        return min(timeit.repeat(f, number=1, repeat=3)) * 1e3
 
     def calls():
         for _ in range(repeat):
@@ -229,6 +271,8 @@ def best_alone(world, entry, repeat):
 
     if kind == "attention" or world.device.type != "cuda":
         return alone(world, call, repeat)
+    if func.overloadpacket.__name__ == "_grouped_mm":
+        return min(alone(world, call, repeat), alone(world, lambda: experts_product(*args, **kwargs), repeat))
     times = []
     before = torch.backends.cuda.preferred_blas_library()
     try:
@@ -238,6 +282,13 @@ def best_alone(world, entry, repeat):
     finally:
         torch.backends.cuda.preferred_blas_library(before)
     return min(times)
+
+
+def experts_product(x, w, offs, *_, **__):
+    """Compute what torch's _grouped_mm does of the same arguments, by the kernels of a run."""
+    if w.dim() == 3:
+        return grouped_mm.experts_mm(x, w, offs)
+    return grouped_mm.experts_wgrad(x.t(), w, offs)  # x is the gradient's transpose
 
 
 def operands(entry):
@@ -312,7 +363,8 @@ def floors(cfg, world, vocab, rows, copy_tb_s):
     width = 2 if cfg.dtype in ("bf16", "fp16") else 4
     for kind, elements in passes(cfg, mesh, vocab).items():
         kinds[kind] += elements * width / copy_tb_s / 1e9
-    kinds["optimizer"] += count_parameters(cfg, vocab)["total"] * ADAM / copy_tb_s / 1e9
+    updated = owned_parameters(cfg, mesh, local_parameters(cfg, mesh, vocab))
+    kinds["optimizer"] += updated * ADAM / copy_tb_s / 1e9
     return kinds
 
 
@@ -327,16 +379,32 @@ def fused(floor):
 def examine(world, name, flags, copy_tb_s):
     """Return what is printed and written of one workload."""
     cfg = workload(name, world)
+    if world.device.type == "cpu":
+        cfg = dataclasses.replace(cfg, compile=False)  # torch's operations are to be told apart
     found = operations(cfg, world)
     fresh(world)
     ms, kernels, vocab = measured(cfg, world, flags.steps)
     fresh(world)
     rows = all_alone(world, found, flags.repeat)
     floor = floors(cfg, world, vocab, rows, copy_tb_s)
-    goal = None if world.device.type == "cpu" else GOALS.get(name)  # the goal is not that of a tiny model
-    return {"workload": name, "ms": ms, "goal": goal, "copy_tb_s": copy_tb_s,
+    return {"workload": name, "gpus": world.size, "ms": ms, "copy_tb_s": copy_tb_s,
+            "goal": goal_ms(name, cfg, world),
             "measured": by_kind(ms, kernels), "floor": floor, "fused": fused(floor),
             "alone": rows, "kernels": dict(sorted(kernels.items(), key=lambda item: -item[1])[:60])}
+
+
+def goal_ms(name, cfg, world):
+    """Return the ms of a step that reaches its goal beside the best peer; None without peer, goal or H200.
+
+    The peers' speeds (speed.PEERS) are those of H200s in earlier leases.
+    """
+    key = (name, world.size)
+    if world.device.type == "cpu" or key not in PEERS or key not in GOALS:
+        return None
+    if kind_of(device_name(world.device), total_memory(world.device) / 2**30) != "h200":
+        return None
+    _, tokens_per_s = PEERS[key]
+    return cfg.micro_batch * cfg.seq_len / (tokens_per_s * GOALS[key]) * 1e3
 
 
 def fresh(world):
@@ -375,24 +443,31 @@ def show(result, top):
 
 
 def main(argv=None):
-    flags = read_flags(Flags, argv, "floor.py [WORKLOAD...]", "Split a step of one GPU by kinds of kernels, "
+    flags = read_flags(Flags, argv, "floor.py [WORKLOAD...]", "Split a step by kinds of kernels, "
                        "and compute what it would take if each kernel ran as fast as it does alone.")
     world = launch(timeout=300)
-    with exit_together(world):
-        if world.size > 1:
-            raise ValueError("bench/floor.py is about one GPU: start it without a launcher")
     copy_tb_s = ceilings(world)["copy_tb_s"] if world.device.type != "cpu" else 0.01
     for name in flags.workloads:
         try:
             result = examine(world, name, flags, copy_tb_s)
         except torch.OutOfMemoryError as e:
+            if world.size > 1:
+                raise  # the other ranks would wait for this one
             print(f"{name}: {one_line(e)[:150]}", flush=True)
             continue
-        show(result, flags.top)
-        if flags.json:
-            with open(flags.json, "a") as f:
-                f.write(json.dumps(result) + "\n")
+        # A row goes from each rank to all, over the world.
+        results = world.tree.gather_objects(result)
+        if world.rank == 0:
+            report(max(results, key=lambda of_rank: sum(of_rank["floor"].values())), flags)
     shutdown(world)
+
+
+def report(result, flags):
+    """Print what was found of a workload, and append it to --json."""
+    show(result, flags.top)
+    if flags.json:
+        with open(flags.json, "a") as f:
+            f.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

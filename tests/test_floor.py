@@ -1,10 +1,15 @@
 """bench/floor.py: kernels by kind, products that run alone, bytes by hand, and a whole run at a tiny size."""
+import contextlib
+import dataclasses
+import io
 import json
 import sys
+from unittest import mock
 
 import pytest
 import torch
-from pool import ROOT
+import torch.nn.functional as F
+from pool import ROOT, run_ranks
 
 sys.path.insert(0, str(ROOT / "bench"))
 
@@ -26,6 +31,8 @@ from runtime.launch import World
     ("triton_poi_fused_mul_sigmoid_2", "activations"), ("swiglu_backward", "activations"),
     ("cross_entropy", "cross-entropy"), ("adamw", "optimizer"), ("sum_squares", "optimizer"),
     ("unpermute_backward", "rows"), ("Memcpy DtoD (Device -> Device)", "copies"),
+    ("Memcpy PtoP (Device -> Device)", "sent"), ("put", "sent"), ("ncclDevKernel_AllGather_RING_LL", "sent"),
+    ("_compute_input_grad", "other"), ("nanoshard::attention_backward", "attention"),
     ("void at::native::elementwise_kernel", "elementwise"), ("something_new", "other")])
 def test_the_kind_of_a_kernel(name, kind):
     assert floor.kind_of_kernel(name) == kind
@@ -99,8 +106,82 @@ def test_on_which_side_of_the_floors_a_goal_lies():
     assert floor.verdict(20.0, 30.0, 25.0) == "goal 20.0 ms: 5.0 below the fused floor of 25.0"
 
 
-def test_a_whole_run_at_a_tiny_size(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("fast.graph.compile_blocks", lambda model: None)
+def test_each_rank_updates_its_share_and_the_goal_is_that_of_its_gpus(monkeypatch):
+    """The optimizer's floor with ZeRO-1 over two ranks, and goals for one and two H200."""
+    def optimizer(*flags, size=1):
+        cfg = parse(["dense-210m", *flags], data="synthetic")
+        return floor.floors(cfg, World(size=size), 128256, [], 4.0)["optimizer"]
+
+    alone = optimizer()
+    assert optimizer("--zero", "1", size=2) == pytest.approx(alone / 2, rel=1e-3)
+    assert optimizer(size=2) == alone == pytest.approx(213148160 * floor.ADAM / 4e9)
+
+    cfg = parse(["dense-210m"], data="synthetic")
+    gpu = World(device=torch.device("cuda", 0))
+    monkeypatch.setattr(floor, "total_memory", lambda device: 140 * 2**30)
+    monkeypatch.setattr(floor, "device_name", lambda device: "NVIDIA H200")
+    for size in (1, 2):
+        of_size = dataclasses.replace(gpu, size=size)
+        _, tokens_per_s = floor.PEERS["W1", size]
+        ours = 8 * 2048 / floor.goal_ms("W1", cfg, of_size) * 1e3
+        assert ours / tokens_per_s == pytest.approx(floor.GOALS["W1", size])
+    assert floor.goal_ms("W2a", cfg, gpu) is None and floor.goal_ms("W1", cfg, World()) is None
+    monkeypatch.setattr(floor, "device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert floor.goal_ms("W1", cfg, gpu) is None, "the peers ran on H200s"
+
+
+def by_expert(x, w, ends):
+    """What experts_mm and experts_wgrad return, one expert after the other; a gradient where w is (R, I)."""
+    parts = [slice(0, ends[0]), slice(ends[0], ends[1])]
+    if w.dim() == 3:
+        return torch.cat([x[rows] @ w[i] for i, rows in enumerate(parts)])
+    return torch.stack([x[rows].t() @ w[rows] for rows in parts])
+
+
+def test_experts_alone_by_torch_and_by_our_kernels(monkeypatch):
+    """What torch's grouped_mm gets, given to our kernels, has its result: a product, a weight gradient."""
+    monkeypatch.setattr(floor.grouped_mm, "experts_mm", by_expert)
+    monkeypatch.setattr(floor.grouped_mm, "experts_wgrad", by_expert)
+    x, w, grad = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((6, 8), (2, 8, 16), (6, 16)))
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+    found = floor.Operations()
+    with found:
+        expected = [F.grouped_mm(x, w, offs=ends), F.grouped_mm(grad.t(), x, offs=ends)]
+    entries = list(found.found.values())
+    assert [entry[0] for entry in entries] == ["products"] * 2
+    for (a, b), product in zip([(x, w), (grad.t(), x)], expected, strict=True):
+        assert torch.allclose(floor.experts_product(a, b, ends), product, atol=0.05, rtol=0.05)
+
+
+def floor_of_w2b(world, path):
+    """Run bench/floor.py for W2b on this rank and return what it printed."""
+    ranks = mock.patch.multiple(floor, launch=lambda **options: world, shutdown=lambda world: None)
+    with ranks, contextlib.redirect_stdout(io.StringIO()) as out:
+        floor.main(["W2b", "--steps", "4", "--top", "0", "--json", path])
+    return out.getvalue()
+
+
+def test_the_slowest_of_two_ranks_speaks(tmp_path):
+    """One table and one line of json. Experts have other rows on each rank, and nobody waits for that."""
+    path = tmp_path / "floor.jsonl"
+    first, second = run_ranks(2, floor_of_w2b, str(path))
+    assert first.count("measured") == 1 and "failed" not in first and second == ""
+    [line] = path.read_text().splitlines()
+    result = json.loads(line)
+    assert result["gpus"] == 2 and result["measured"]["sent"] > 0 == result["floor"]["sent"]
+
+
+def test_the_time_of_the_host_by_operation():
+    a = torch.randn(64, 64)
+    with floor.HostTimes() as times:
+        a @ a + 1
+    assert set(times.ms) == {"aten::mm", "aten::add.Tensor"} and min(times.ms.values()) > 0
+    assert floor.kind_of_kernel("aten::mm") == "products"
+    assert floor.kind_of_kernel("aten::add.Tensor") == "elementwise"
+    assert floor.kind_of_kernel("c10d::allreduce_") == "sent"
+
+
+def test_a_whole_run_at_a_tiny_size(capsys, tmp_path):
     path = tmp_path / "floor.jsonl"
     with pytest.raises(SystemExit) as end:
         floor.start(lambda: floor.main(["W1", "W2b", "--steps", "4", "--top", "1", "--json", str(path)]))
