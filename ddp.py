@@ -55,6 +55,7 @@ import torch
 from ops.accelerator import beside
 from ops.flat import accumulate, copy_gradients, padded_elements
 from ops.split_master import SplitMaster
+from parallel import CompletedWork
 
 # A bucket is closed when it has this many elements. All matrices of `tiny`, at most 1.8 million
 # elements, are in one bucket, so its sum starts only at the end of backward.
@@ -348,6 +349,8 @@ class Bucket(FlatBuffers):
         if self.reduce_handle is None:
             self.start_sum()
         self.reduce_handle.wait()
+        # The library's handle goes: it must not outlive torch's profiler (runtime/profiles.py).
+        self.reduce_handle = CompletedWork()
 
 
 class CopyBucket(Bucket):

@@ -24,6 +24,7 @@ from ddp import (
     untimed,
 )
 from ops.flat import padded_elements
+from parallel import CompletedWork
 
 # -----------------------------------------------------------------------------
 # ZeRO-2: a rank keeps only the slice of the summed gradients that it updates
@@ -144,6 +145,7 @@ class SlotBucket(FlatBuffers):
         if self.replica_handle is None:  # A parameter got no gradient in the last micro-batch.
             self.replica_handle = self.comm.start_replica_sum(self)
         self.replica_handle.wait()
+        self.replica_handle = CompletedWork()  # as in ddp.Bucket.wait_grads()
 
 
 def uses_slot(axis):

@@ -30,7 +30,7 @@ def end_profile(profiler, out):
 def tracer(on, out):
     """For --trace: return torch's profiler over steps 3 to 5, as a context. Without --trace it yields None.
 
-    Call the profiler's step() after every step. It writes OUT/trace.json.
+    Call end_traced_step() after every step. The profiler writes OUT/trace.json.
     """
     if not on:
         return contextlib.nullcontext()
@@ -45,6 +45,17 @@ def tracer(on, out):
     # Without repeat=1, the profiler would trace three steps again and again.
     steps = schedule(wait=1, warmup=1, active=3, repeat=1)
     return profile(schedule=steps, on_trace_ready=write)
+
+
+def end_traced_step(profiler, model):
+    """Tell the profiler of tracer() that a step is over, where there is one.
+
+    A handle of gloo that outlives the profiler ends some processes in a fault when it is freed (seen
+    with torch 2.13). So whatever this step still sends is waited for: ZeRO's new weights.
+    """
+    if profiler is not None:
+        model.provide_weights(model)
+        profiler.step()
 
 
 def export_trace(profiler, path):

@@ -473,23 +473,6 @@ def test_a_run_in_a_notebook_prints_and_gives_back_what_it_took(tmp_path, monkey
     assert streams[1].text.startswith("nanoshard: Unrecognized options: --stepz"), streams[1].text
 
 
-def test_trace_says_where_it_is_and_how_to_look_at_it(tmp_path, capfd):
-    """... once, over three steps; the last line names it, and a profile that is there."""
-    with profiles.tracer(True, tmp_path) as trace:
-        for _ in range(12):
-            torch.zeros(1).add_(1)
-            trace.step()
-    said = capfd.readouterr()
-    assert runs.unfolded(said.out) == f"trace: {tmp_path}/trace.json; open it in https://ui.perfetto.dev\n"
-    assert "USDT" not in said.err, "torch prints lines of its own"
-    steps = {e["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-             if e["name"].startswith("ProfilerStep")}
-    assert steps == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}  # from 0
-    (tmp_path / "profile.html").touch()
-    ending.farewell(Outcome.DONE, None, State(step=3), tmp_path, 0)
-    assert " ".join(capfd.readouterr().out.split()).endswith("holds profile.html, trace.json")
-
-
 def test_a_profile_is_written_as_a_page_and_as_text(tmp_path):
     stopped = []
     profiler = SimpleNamespace(stop=lambda: stopped.append(1), output_html=lambda: "<html>",

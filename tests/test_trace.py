@@ -1,0 +1,78 @@
+"""--trace: what it says and writes, and that no handle of a collective outlives torch's profiler."""
+import gc
+import json
+import sys
+import types
+from types import SimpleNamespace
+
+import pytest
+import runs
+import torch
+import torch.distributed as dist
+from pool import ROOT, run_ranks
+
+from config import Outcome
+from interface.command_line import parse
+from runtime import ending, profiles
+from runtime.resume import State
+
+sys.path.insert(0, str(ROOT / "bench"))
+
+import training
+
+
+def test_trace_says_where_it_is_and_how_to_look_at_it(tmp_path, capfd):
+    """... once, over three steps; the last line names it, and a profile that is there."""
+    with profiles.tracer(True, tmp_path) as trace:
+        for _ in range(12):
+            torch.zeros(1).add_(1)
+            profiles.end_traced_step(trace, SimpleNamespace(provide_weights=lambda module: None))
+    profiles.end_traced_step(None, None)  # without --trace
+    said = capfd.readouterr()
+    assert runs.unfolded(said.out) == f"trace: {tmp_path}/trace.json; open it in https://ui.perfetto.dev\n"
+    assert "USDT" not in said.err, "torch prints lines of its own"
+    steps = {e["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+             if e["name"].startswith("ProfilerStep")}
+    assert steps == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}  # from 0
+    (tmp_path / "profile.html").touch()
+    ending.farewell(Outcome.DONE, None, State(step=3), tmp_path, 0)
+    assert " ".join(capfd.readouterr().out.split()).endswith("holds profile.html, trace.json")
+
+
+def works_below(root):
+    """Return all handles of torch's collectives that root leads to, but for what functions reach."""
+    found = []
+    todo = [root]
+    seen = {}  # objects by id; they stay alive, so that no id comes twice
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen or isinstance(thing, (type, types.ModuleType, types.FunctionType)):
+            continue
+        seen[id(thing)] = thing
+        if isinstance(thing, dist.Work):
+            found.append(thing)
+        todo += gc.get_referents(thing)
+    return found
+
+
+def handles_of_a_traced_step(world, flags):
+    """Return how many handles are left when the profiler hears that a step is over."""
+    run = training.Training(parse([*runs.TINY, *flags]), world)
+    run.run(2)
+    left = []
+    trace = SimpleNamespace(step=lambda: left.append(len(works_below(run))))
+    profiles.end_traced_step(trace, run.model)
+    return left
+
+
+@pytest.mark.parametrize("ranks,flags", [
+    (2, []), (2, ["--zero=1"]), (2, ["--zero=2"]), (2, ["--zero=3"]), (2, ["--pp=2"]),
+    (2, ["--n-experts=2", "--ep=2", "--zero=1"]), (4, ["--zero=2", "--shard=2", "--global-batch=8"])])
+def test_no_handle_outlives_a_traced_step(ranks, flags):
+    """One that is freed after torch's profiler ended some processes in a fault (gloo, torch 2.13)."""
+    assert run_ranks(ranks, handles_of_a_traced_step, flags) == [[0]] * ranks
+
+
+def test_a_handle_is_found():
+    work = dist.Work()
+    assert works_below(SimpleNamespace(handles=[work])) == [work]
