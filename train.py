@@ -260,6 +260,7 @@ class Run:
         with launch.exit_together(world):
             if self.is_main:
                 oversight.stop.watch_file(self.out)
+                log.say_other_attention(found, parts.choice.attention_by())
                 self.log_file = log.make_log(cfg, parts, world, self.out, self.state,
                                              self.data.train)
         if self.is_main:
@@ -396,7 +397,7 @@ class Run:
         evaluates = self.due(number, cfg.eval_every)
         if evaluates:
             oversight.watchdog.heartbeat(number, "evaluation")
-            oversight.progress.evaluation_begins(cfg.eval_iters)
+            oversight.progress.evaluation_begins(number, cfg.eval_iters, row.get("ms"))
             val_loss = evaluate(cfg, self.parts.model, self.data.val, batch, self.world.device)
             oversight.progress.evaluation_ends()
             row["val_loss"] = self.state.evaluated(val_loss)

@@ -94,16 +94,19 @@ def as_prepare_writes_it(command):
     return ""
 
 
-def how_to_fix(folder, meta=None):
+def how_to_fix(folder, meta=None, is_damaged=False):
     """Return the end of an error message: the command that makes the data again.
+
+    is_damaged: meta.json is not as it should be, and prepare.py may not replace the files of the folder.
 
     The command in meta.json is shown only if it is exactly as prepare.py writes it, so that a file cannot
     offer `curl X | sh`.
     """
     command = as_prepare_writes_it((meta or {}).get("command", ""))
-    if command:
-        return f"make it with: {command}"
-    return paths.make_data(folder)
+    first = paths.move_away(Path(folder)) if is_damaged else ""
+    if command and (first or not is_damaged):
+        return f"{first}make it with: {command}"
+    return paths.make_data(folder, is_damaged=is_damaged)
 
 
 def load_meta(folder):
@@ -114,6 +117,7 @@ def load_meta(folder):
     path = Path(folder) / "meta.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no prepared data (no meta.json); {paths.meant_data(folder)}")
+    meta = None
     try:
         meta = load_json(path)
         check_schema(meta, META, path)
@@ -122,7 +126,9 @@ def load_meta(folder):
         if not all(meta["shards"].values()):
             raise ValueError(f"{path} names no shards of train or of val")
     except ValueError as e:
-        raise ValueError(f"{e}; {how_to_fix(folder)}") from e
+        is_read = isinstance(meta, dict) and isinstance(meta.get("command"), str)
+        fix = how_to_fix(folder, meta if is_read else None, is_damaged=True)
+        raise ValueError(f"{e}; {fix}") from e
 
     shared = shared_sha256(meta["shards"])
     if shared:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from interface.command_line import one_line
 from interface.schema import open_file, read_file
+from interface.streams import ROOM
 from interface.terminal import complain, say
 
 PART = re.compile(r"\..+\.[0-9a-f]{8}\.part")  # the names of new_part()
@@ -122,8 +123,8 @@ def must_write(path, flag="--out", reads=False, left=None):
         stays = ""
         if left is not None and left.exists():
             stays = f"; the same command goes on from {left}"
-        raise OSError(f"{path} cannot be written: {e}; free space there, or give another "
-                      f"{flag}{stays}") from None
+        fix = f"{ROOM.get(e.errno, '')}give another {flag}"
+        raise OSError(f"{path} cannot be written: {e}; {fix}{stays}") from None
 
 
 def move_aside(out):

@@ -18,6 +18,8 @@ from pathlib import Path
 PROGRAMS = Path(__file__).resolve().parents[1]  # the folder of train.py and the others
 MOST_NAMES = 3  # paths that a message names
 MOST_ENTRIES = 2000  # of a folder that is looked through
+# The names of what prepare.py makes
+OURS = re.compile(r"(train|val)_.*\.bin|tokenizer\.json|meta\.json|\.verified\.json|\.parts")
 # Models that are named without their owner
 OWNERS = dict.fromkeys(("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2"), "openai-community")
 
@@ -94,20 +96,42 @@ def listed(paths):
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def make_data(folder, source=None):
-    """Return the command that makes the data set `folder`, and the --data to give where that is another."""
+def make_data(folder, source=None, is_damaged=False):
+    """Return the command that makes the data set `folder`, and the --data to give where that is another.
+
+    prepare.py fills no folder with files that are not on its list. Where such files are ours, they are to be
+    moved away; among files of others, the data set gets another name. is_damaged: nobody can read the list.
+    """
     folder = Path(folder)
-    name = folder.name or "my-text"
-    words = ["stdlib"] if name == "stdlib" and source is None else [source or "FILE...", "--name", name]
-    home = folder.parent
-    made = folder
-    if str(home) == ".":  # a bare name: prepare.py makes data/NAME
-        made = Path("data", name)
-    elif home != Path("data"):
-        words += ["--out", str(home)]
+    made = folder.parent / (folder.name or "my-text")
+    if str(folder.parent) == ".":  # a bare name: prepare.py makes data/NAME
+        made = Path("data") / made.name
+    first = ""
+    if is_damaged or is_taken(made):
+        first = move_away(made)
+        if not first:
+            made = made.with_name(f"{made.name}-tokens")
+    words = [source or "FILE...", "--name", made.name]
+    if made.name == "stdlib" and source is None:
+        words = ["stdlib"]
+    if made.parent != Path("data"):
+        words += ["--out", str(made.parent)]
     typed = " ".join(word if word == "FILE..." else shlex.quote(word) for word in words)
     then = "" if made == folder else f", then --data {shlex.quote(str(made))}"
-    return f"make it with: {programs_first()}python prepare.py {typed}{then}"
+    return f"{first}make it with: {programs_first()}python prepare.py {typed}{then}"
+
+
+def is_taken(folder):
+    """Whether prepare.py would not fill a folder: it has no list of files there, and others are in it."""
+    is_ours = (folder / "meta.json").is_file() or (folder / ".parts/lock").exists()
+    return not is_ours and any(entry.name != ".parts" for entry in entries(folder))
+
+
+def move_away(folder):
+    """Return the command that makes room for a data set; "" if the folder holds files of others."""
+    if any(not OURS.fullmatch(entry.name) for entry in entries(folder)):
+        return ""
+    return f"move it away: mv {shlex.quote(str(folder))} {shlex.quote(f'{folder}.old')}, then "
 
 
 def meant_data(folder):

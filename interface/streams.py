@@ -6,6 +6,7 @@
     guarded        both, around a program
 """
 import contextlib
+import errno
 import os
 import sys
 import unicodedata
@@ -13,6 +14,12 @@ import unicodedata
 STANDARD_STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # by descriptor
 # They turn the direction of a line, so that a terminal shows it in another order than it has.
 TURNING = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+
+
+# How a fix begins, by the number of the error that keeps something from being written
+ROOM = {errno.ENOSPC: "free space there, or ", errno.EDQUOT: "free space there, or ",
+        errno.EFBIG: "raise the limit of a file's size (ulimit -f), or ",
+        errno.ENOENT: "make its folder, or "}
 
 
 def visible(text):
@@ -92,7 +99,8 @@ class Printed:
         """Say that the stream fails. BrokenPipeError: its reader has left (| head)."""
         if isinstance(error, BrokenPipeError):
             raise error
-        raise OSError(f"{self.name} cannot be written: {error}; free space there, or send it elsewhere")
+        fix = f"{ROOM.get(error.errno, '')}send it elsewhere"
+        raise OSError(f"{self.name} cannot be written: {error}; {fix}")
 
     def close(self):
         self.flush()

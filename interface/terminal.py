@@ -21,7 +21,7 @@ LAUNCHERS = "mpiexec", "mpirun", "hydra", "orte", "prte"  # their names begin so
 MOST_ANCESTORS = 6
 INDENT = 6 * " "  # of the lines that follow the first
 # A command stays in one piece, because it is copied. It ends before a semicolon or ", then".
-BEGINS = "mpiexec|srun|torchrun|python|pip install|source|wandb sync|command with"
+BEGINS = "mpiexec|srun|torchrun|python|pip install|source|wandb sync|mv|command with"
 COMMAND = re.compile(rf"\b(?:{BEGINS}) (?:(?!, then)[^;])+")
 HELD = "\0"  # stands for a space at which no line ends
 

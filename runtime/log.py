@@ -30,6 +30,7 @@ from fast.compile import compilation
 from fast.symm_mem import bytes_allocated
 from generate import generate
 from interface import report
+from interface.command_line import one_line
 from interface.files import (
     Rows,
     best_effort,
@@ -218,6 +219,19 @@ def make_log(cfg, parts, world, out, state, source):
             tokenizer = read_tokenizer(Path(first_folder(cfg.data)))
         return Log(out, config, state.step, cfg.wandb, state.changed, tokenizer,
                    on_gpus=world.device.type != "cpu")
+
+
+def say_other_attention(found, now):
+    """Say on a resume if another kernel attends than before. found: the checkpoint's path, or None.
+
+    now: what attends, as the choice names it.
+    """
+    if found is None:
+        return
+    with contextlib.suppress(OSError, ValueError):  # a checkpoint that was copied out of its run
+        before = load_json(found.parent / "config.json")
+        if isinstance(before, dict) and before.get("attention", now) != now:
+            say(f"resume: attention {one_line(before['attention'])} -> {now}, equal but for rounding")
 
 
 def machine(world):

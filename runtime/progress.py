@@ -21,7 +21,6 @@ class Progress:
         self.is_main = is_main
         self.first_step = first_step
         self.began = None      # when the first step was done
-        self.step_seconds = 0.0
         self.evaluation = 0.0  # seconds that the last one took
         self.evaluation_began = 0.0
         self.first = None      # a timer, during the first step
@@ -55,7 +54,6 @@ class Progress:
 
     def step_took(self, number, seconds):
         """Announce the next line if it comes late. seconds: what this step took."""
-        self.step_seconds = seconds
         if number != self.first_step + 1:
             return
         next_line = self.next_line(number)
@@ -70,12 +68,18 @@ class Progress:
         every = [n for n in (self.cfg.log_every, self.cfg.eval_every) if n]
         return min(self.cfg.steps, *(number // n * n + n for n in every))
 
-    def evaluation_begins(self, n_batches):
-        """Announce an evaluation that takes long, by the one before or else by the steps."""
+    def evaluation_begins(self, number, n_batches, ms):
+        """Announce an evaluation that takes long, by the one before or else by the steps.
+
+        number: the step before it. ms: a step's milliseconds since the row before, or None. Those of the
+        first step say only that it may take long.
+        """
         self.evaluation_began = time.monotonic()
-        seconds = self.evaluation or n_batches * self.step_seconds * FORWARD
+        seconds = self.evaluation or n_batches * (ms or 0.0) / 1e3 * FORWARD
         if seconds > SILENT:
-            self.say(f"  evaluates {n_batches} batches, about {clock(seconds)}; --eval-iters says how many")
+            is_known = self.evaluation or number != self.first_step
+            about = f", about {clock(seconds)}" if is_known else ""
+            self.say(f"  evaluates {n_batches} batches{about}; --eval-iters says how many")
 
     def evaluation_ends(self):
         self.evaluation = time.monotonic() - self.evaluation_began

@@ -80,7 +80,7 @@ def test_a_full_disk_is_one_line_that_names_path_and_fix(most, tmp_path, sources
     with files_of_at_most(most):
         code, _, err = run(capsys, *argv)
     assert code == 2 and err.count("\n") == 1, err
-    assert "File too large; free space there, or give another --out" in err
+    assert "File too large; raise the limit of a file's size (ulimit -f), or give another --out" in err
     assert f"nanoshard: {tmp_path}/a cannot be written" in err
     assert run(capsys, *argv)[0] == 0
 
@@ -126,7 +126,7 @@ def test_a_full_disk_at_an_import(most, tmp_path, capsys):
     with files_of_at_most(most):
         err = refused_line(capsys, convert.main, *argv)
     assert f"nanoshard: {tmp_path}/run cannot be written: " in err
-    assert "File too large" in err and "; free space there, or give another --out" in err
+    assert "File too large; raise the limit of a file's size (ulimit -f), or give another --out" in err
     convert.main(["import", str(argv[1]), "--out", str(tmp_path / "other")])
 
 
@@ -142,7 +142,7 @@ def test_a_full_disk_at_conversations(most, tmp_path, sources, capsys):
         code, _, err = run(capsys, *argv)
     assert code == 2 and err.count("\n") == 1, err
     assert f"nanoshard: {tmp_path}/talks cannot be written: " in err
-    assert "File too large; free space there, or give another --out" in err
+    assert "File too large; raise the limit of a file's size (ulimit -f), or give another --out" in err
     assert run(capsys, *argv)[0] == 0
 
 
@@ -167,7 +167,7 @@ def test_a_full_disk_at_a_picture(tmp_path, capsys, monkeypatch):
     with files_of_at_most(2000):
         err = refused_line(capsys, plot.main, *argv)
     assert f"nanoshard: {tmp_path}/a.png cannot be written: " in err
-    assert "File too large; free space there, or give another --png" in err
+    assert "File too large; raise the limit of a file's size (ulimit -f), or give another --png" in err
     assert (tmp_path / "a.png").read_bytes() == before and not list(tmp_path.glob(".*.part"))
 
 

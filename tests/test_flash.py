@@ -5,6 +5,7 @@ everything but the kernels themselves runs: the two operations, autograd, the co
 """
 import dataclasses
 import importlib.metadata
+import json
 from types import SimpleNamespace
 from unittest import mock
 
@@ -272,6 +273,21 @@ def test_a_run_says_why_torch_attends(tmp_path):
         said = session(World(), [*TINY, "--steps=1", f"--out={tmp_path}"])
     assert said["code"] == 0, said["err"]
     assert "attention by torch: flash-attn-4 is installed, but no cpu" in said["out"]
+
+
+def test_a_resume_says_that_another_kernel_attends(tmp_path):
+    """From there on the losses differ by rounding. Without a change nothing is said."""
+    out = f"--out={tmp_path / 'run'}"
+    assert session(World(), [*TINY, "--steps=1", "--save-every=1", out])["code"] == 0
+    config = tmp_path / "run/config.json"
+    saved = json.loads(config.read_text())
+    assert saved["attention"] == "torch"
+    config.write_text(json.dumps({**saved, "attention": "flash-attn-4 4.1"}))
+    for steps, says in ((2, True), (3, False)):
+        said = session(World(), [*TINY, f"--steps={steps}", "--save-every=1", out, "--resume=auto"])
+        assert said["code"] == 0, said["err"]
+        assert ("resume: attention flash-attn-4 4.1 -> torch" in said["out"]) == says, said["out"]
+        assert ("resume: attention" in said["out"]) == says
 
 
 def test_a_run_with_documents_does_not_say_that_flash_attends(capsys):

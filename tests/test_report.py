@@ -169,7 +169,9 @@ def test_two_runs_side_by_side(tmp_path, monkeypatch, capsys):
         ["flag", "a", "b"], ["steps", "40", "40"], ["seed", "1337", "8"]]
     assert plot.main(["b", "--html", "x.html"]) == 0  # a page of ours may be written again
     (tmp_path / "mine.html").write_text("<p>mine</p>")
-    for name, words in (("mine.html", "no page of ours"), ("x.txt", ".html"), ("no/x.html", "free space")):
+    refused = {"mine.html": "no page of ours", "x.txt": ".html",
+               "no/x.html": "; make its folder, or give another --html"}
+    for name, words in refused.items():
         with pytest.raises(SystemExit) as end:
             plot.main(["a", "--html", name])
         assert end.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]

@@ -54,6 +54,20 @@ def test_who_logs_each_step_is_not_told_to(log_every, hints, capsys):
     assert "a step takes about 100.0 s" in said and ("--log-every 1" in said) == hints
 
 
+@pytest.mark.parametrize("number, ms, last, said", [
+    (1, 30_000.0, 0, "  evaluates 20 batches; --eval-iters says how many\n"),  # perhaps it compiled
+    (2, 30_000.0, 0, "  evaluates 20 batches, about 3:20; --eval-iters says how many\n"),
+    (2, 160.0, 0, ""), (2, None, 0, ""),
+    (3, 160.0, 9.0, "  evaluates 20 batches, about 0:09; --eval-iters says how many\n")])
+def test_the_time_of_the_first_step_says_nothing_about_an_evaluation(number, ms, last, said, capsys):
+    """A first step compiles. The row's time of a step counts from the second one on."""
+    progress = Progress(Config(steps=20), is_main=True, first_step=1)
+    progress.step_took(1, 25.0)
+    progress.evaluation = last
+    progress.evaluation_begins(number, 20, ms)
+    assert capsys.readouterr().out == said
+
+
 @pytest.mark.parametrize("silent, said", [
     (60.0, ""), (0.01, "  first step: still at work; it prints its line when it is done\n")])
 def test_a_first_step_that_takes_long_is_announced_and_a_quick_one_is_not(silent, said, monkeypatch, capsys):

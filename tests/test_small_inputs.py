@@ -8,6 +8,7 @@ import gzip
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from fractions import Fraction
@@ -24,7 +25,7 @@ import prepare
 from config import Config
 from corpus import blend, build, chat, config_json, gguf_file, order, shards, text, tokenizer, tokenizer_json
 from corpus.safetensors_files import same_matrix
-from interface import checkpoint_report, command_line, files, host_lines, schema, terminal
+from interface import checkpoint_report, command_line, files, host_lines, schema, streams, terminal
 
 # -----------------------------------------------------------------------------
 # Data sets
@@ -233,6 +234,37 @@ def test_only_the_same_command_replaces_a_data_set_unasked(tmp_path):
     with pytest.raises(ValueError, match=f"made with: {made_by}; give another --name, or --replace"):
         prepare.refuse_another(flags, made_by + " --seed 3")
     assert prepare.refuse_another(SimpleNamespace(folder=tmp_path, replace=True), made_by + "c") == made_by
+
+
+def test_data_whose_list_is_damaged_or_gone_can_be_made_by_what_is_named(tmp_path, monkeypatch, capsys):
+    """prepare.py replaces no file without a list of its own. So the fix makes room for them first."""
+    monkeypatch.chdir(tmp_path)
+    words = ["a.txt", "--name", "toy", "--tokenizer", "char"]
+    (tmp_path / "a.txt").write_text("some words\n\n" * 9)
+    room = "; move it away: mv data/toy data/toy.old, then make it with: python prepare.py "
+
+    assert prepare.main(words) == 0
+    meta = json.loads((tmp_path / "data/toy/meta.json").read_text())
+    unknown = "FILE... --name toy"
+    for content, command in (("{", unknown), ("[]", unknown), (None, unknown),
+                             (json.dumps({**meta, "vocab_size": 0}), " ".join(words))):
+        path = tmp_path / "data/toy/meta.json"
+        path.unlink()
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises((ValueError, OSError)) as e:
+            shards.load_meta("data/toy")
+        assert str(e.value).endswith(room + command)
+        os.rename("data/toy", "data/toy.old")
+        assert prepare.main(words) == 0
+        shutil.rmtree("data/toy.old")
+
+    (tmp_path / "data/theirs").mkdir()  # as nanoGPT has it
+    (tmp_path / "data/theirs/input.txt").write_text("some words\n\n" * 9)
+    words = ["data/theirs/input.txt", "--name", "theirs-tokens"]
+    with pytest.raises(OSError, match=f"python prepare.py {' '.join(words)}, then --data data/theirs-tokens$"):
+        shards.load_meta("data/theirs")
+    assert prepare.main([*words, "--tokenizer", "char"]) == 0
 
 
 @pytest.mark.parametrize("number,said", [
@@ -495,6 +527,23 @@ def test_what_cannot_be_written_is_named(number, reads, named):
     with pytest.raises(OSError) as e, files.must_write("here", reads=reads):
         raise OSError(number, os.strerror(number))
     assert str(e.value).startswith("here cannot be written: ") == named
+
+
+@pytest.mark.parametrize("number, fix", [
+    (errno.ENOSPC, "; free space there, or give another --out"),
+    (errno.EDQUOT, "; free space there, or give another --out"),
+    (errno.EFBIG, "; raise the limit of a file's size (ulimit -f), or give another --out"),
+    (errno.ENOENT, "; make its folder, or give another --out"),
+    *[(number, "; give another --out") for number in (errno.EACCES, errno.EROFS, errno.EISDIR, errno.EIO)]])
+def test_a_fix_names_the_disk_only_where_it_is_full(number, fix):
+    error = OSError(number, os.strerror(number))
+    with pytest.raises(OSError) as e, files.must_write("here"):
+        raise error
+    assert str(e.value) == f"here cannot be written: {error}{fix}"
+    with pytest.raises(OSError) as e:
+        streams.Printed.fails(SimpleNamespace(name="stdout"), error)
+    fix = fix.replace("give another --out", "send it elsewhere")
+    assert str(e.value) == f"stdout cannot be written: {error}{fix}"
 
 
 def test_a_directory_is_locked_and_made_also_below_new_ones(tmp_path):
