@@ -31,7 +31,7 @@ if sys.flags.safe_path:  # python -I leaves out the program's own folder
 
 from interface import checkpoint_report as report
 from interface import host_lines
-from interface.command_line import one_line, wrap, wrong_input
+from interface.command_line import as_program, one_line, wrap, wrong_input
 from interface.files import remove_folder, remove_parts, sync, write_whole
 from interface.paths import meant_checkpoint, meant_run
 from interface.schema import Range, check_schema, load_json
@@ -593,4 +593,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    as_program(lambda: main(sys.argv[1:]))

@@ -37,7 +37,7 @@ from corpus.chat import END, MARKERS
 from corpus.masked import MASK
 from corpus.safetensors_files import open_safetensors, same_matrix
 from interface import paths
-from interface.command_line import command_line, printable, read_run_config, wrong_input
+from interface.command_line import as_program, command_line, printable, read_run_config, wrong_input
 from interface.files import must_write
 from interface.half import unfinished
 from interface.schema import load_json, load_json_of_others
@@ -586,4 +586,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    as_program(main)

@@ -25,7 +25,7 @@ if __name__ == "__main__":  # It says what to type where numpy or torch is not i
     check_packages()
 
 from cost.plan_flags import arguments
-from interface.command_line import wrong_input
+from interface.command_line import as_program, wrong_input
 
 if __name__ == "__main__":  # --help and wrong flags are answered before torch is imported.
     with wrong_input():
@@ -418,4 +418,4 @@ def main(argv=None, parsed=None):
 
 
 if __name__ == "__main__":
-    main(parsed=PARSED)
+    as_program(lambda: main(parsed=PARSED))

@@ -4,9 +4,8 @@ RUN is the --out directory of a run of train.py, or its metrics.jsonl. All runs 
 with the legend below it. --follow draws again while the runs train; --png FILE also writes a picture, and
 --html FILE a page with the runs side by side. A point is a logged row: train with --log-every 1 to see every
 step.
-
-train.py calls at_end() for the plots that a run leaves, parse_or_list() for --list, the table of runs.
 """
+# train.py calls at_end() for the plots that a run leaves, and parse_or_list() for --list, the table of runs.
 import contextlib
 import itertools
 import json
@@ -31,7 +30,14 @@ import tyro
 import checkpoint
 import config
 from interface import paths, report
-from interface.command_line import command_line, parse, print_quietly, printable, wrong_input
+from interface.command_line import (
+    as_program,
+    command_line,
+    parse,
+    print_quietly,
+    printable,
+    wrong_input,
+)
 from interface.files import (
     best_effort,
     must_write,
@@ -55,7 +61,7 @@ Runs = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RU
 @dataclass(frozen=True)
 class Flags:
     """The command line of plot.py."""
-    runs: Runs = ()  # directories of runs of train.py
+    runs: Runs = ()  # --out directories of runs of train.py, or their metrics.jsonl
     metric: str = "loss,val_loss"  # keys of metrics.jsonl; val_loss is drawn into the plot of loss
     log: bool = False  # logarithmic vertical axis
     steps: tuple[int, ...] = ()  # FIRST LAST step to draw; default all
@@ -195,8 +201,10 @@ def parse_or_list(argv):
     if "--list" not in argv:
         return parse(argv)
     folder = Path(*argv[1:2] or ["out"])
-    if argv[0] != "--list" or len(argv) > 2 or not folder.is_dir():
+    if argv[0] != "--list" or len(argv) > 2:
         raise ValueError(f"{' '.join(argv)}: beside --list give one folder of runs, such as out, only")
+    if not folder.is_dir():
+        raise ValueError(f"--list {folder}: there is no such folder; give one folder of runs, such as out")
     table, left_out = table_of_runs(folder)
     lines = [f"no runs in {printable(str(folder))}"]
     if table:
@@ -460,4 +468,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_program(main)

@@ -53,7 +53,7 @@ from config import ceil_div
 from corpus import build, chat, shards, text, tokenizer
 from corpus.folder import KeptWork, install, locked, owned_files
 from corpus.shards import SPLITS
-from interface.command_line import command_line, wrong_input
+from interface.command_line import as_program, command_line, wrong_input
 from interface.files import must_write
 from interface.terminal import say
 
@@ -79,7 +79,8 @@ Switch = tyro.conf.FlagCreatePairsOff[bool]  # a flag without its --no- twin
 @dataclass(frozen=True)
 class Flags:
     """The command line of prepare.py."""
-    sources: Sources = ()  # stdlib, files, chat and files, or names on the hub (see above)
+    # stdlib; files; chat and files of conversations; or data sets on the hub, by the names above
+    sources: Sources = ()
     name: str = ""  # the folder under --out; the default is stdlib for stdlib
     out: str = "data"  # where that folder goes
     # char, bpe (trained on the sources), gpt2, o200k_base..., a prepared folder, or hf:FOLDER of Hugging Face
@@ -561,4 +562,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_program(main)

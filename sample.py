@@ -39,7 +39,7 @@ from convert import read_run
 from corpus import text, tokenizer
 from corpus.chat import MARKERS, Template
 from corpus.masked import MASK
-from interface.command_line import command_line, wrong_input
+from interface.command_line import as_program, command_line, wrong_input
 from interface.console import Console, converse
 from interface.schema import Range, check_schema, load_json
 from interface.serve import Server
@@ -148,7 +148,7 @@ def main(argv=None):
         flags.check()
     if flags.chat:
         with guarded():
-            chat_main(flags)
+            chat_main(flags, argv)
         return
     with wrong_input():
         cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
@@ -423,11 +423,14 @@ class Chat:
         self.tokens.append(self.template.end)
 
 
-def chat_main(flags):
-    """Talk, on all ranks. SystemExit(2) after one line on stderr from one rank: wrong input."""
+def chat_main(flags, argv):
+    """Talk, on all ranks. argv: the words that gave the flags.
+
+    SystemExit(2) after one line on stderr from one rank: wrong input.
+    """
     from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
+    from interface import nearest
     from interface.layout import check_layout
-    from interface.nearest import with_fix
     from parallel import make_mesh
     world = launch.launch(launch.NO_TIMEOUT, quiet=True)
     with launch.exit_together(world):
@@ -436,7 +439,10 @@ def chat_main(flags):
         vocabulary = load_vocabulary(run, vocab_size)
         Template(vocabulary)  # refuses a vocabulary before the model is read
         cfg = chat_config(cfg, flags)
-        with with_fix(cfg, world.size):
+        if world.size == 1 and nearest.fits(cfg, None):
+            nearest.check_alone(cfg, argv, "sample.py")
+        again = partial(nearest.command, argv=argv, program="sample.py")
+        with nearest.with_fix(cfg, world.size, again):
             mesh = make_mesh(world, cfg.tp, 1, cfg.ep, groups=False, n_experts=cfg.n_experts)
             check_layout(cfg, mesh, cfg.micro_batch * mesh.dp.size)
     console = Console(world)
@@ -500,4 +506,4 @@ def continuation(model, vocabulary, flags):
 
 
 if __name__ == "__main__":
-    main()
+    as_program(main)

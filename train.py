@@ -266,6 +266,7 @@ class Run:
         if self.is_main:
             self.log_file.prepare_for_kill(oversight.watchdog)
             log.started(cfg, parts.model, found, self.full_batch, self.data.train, oversight.skip)
+            log.say_what_has_no_effect(cfg, parts.mesh)
         with launch.exit_together(world):
             step = Step(cfg, parts.model, parts.data_parallel, parts.opt)
             parts.step = make_step(step, parts.choice)

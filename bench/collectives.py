@@ -26,8 +26,10 @@ import torch.distributed as dist
 from timing import slowest
 
 from config import Outcome, ceil_div
+from interface import terminal
 from parallel import all_gather_single, make_mesh, reduce_scatter_single
 
+WIDE = 97  # columns of a row with algbw
 AXES = ("world", "dp", "tp", "cp", "pp", "ep", "edp", "stage")
 
 
@@ -244,9 +246,16 @@ def measure(world, axis, sizes, iters, say):
             busbw = algbw * FACTOR[name](axis.size)
             rows.append({"axis": axis.name, "ranks": axis.size, "collective": name, "bytes": 4 * count,
                          "version": version, "ok": good, "us": seconds * 1e6, "algbw": algbw, "busbw": busbw})
-            text += f" | {seconds * 1e6:>11.0f} {algbw:>7.3f} {busbw:>7.3f} {'ok' if good else 'WRONG':>5}"
+            text += cells(f"{seconds * 1e6:.0f}", f"{algbw:.3f}", f"{busbw:.3f}", "ok" if good else "WRONG")
         say(text)
     return rows
+
+
+def cells(us, algbw, busbw, check):
+    """Return what a row says of one version. A narrow terminal gets no algbw: it follows from the time."""
+    if terminal.width() < WIDE:
+        return f" |{us:>11} {busbw:>7} {check:>5}"
+    return f" | {us:>11} {algbw:>7} {busbw:>7} {check:>5}"
 
 
 def bytes_of(text):
@@ -288,8 +297,9 @@ def run(world, flags, say=print):
     for name in AXES:
         axis, same = getattr(mesh, name), [a for a in AXES if table[a].keys() == table[name].keys()]
         if axis.size > 1 and name == same[0]:  # the same ranks under another name are measured once
-            say(f"\n{' = '.join(same)}: {len(table[name])} x {axis.size} ranks at once, bandwidths in GB/s")
-            titles = (f" | {title:>11}   algbw   busbw check" for title in ("hand: us", "library: us"))
+            say("")
+            say(f"{' = '.join(same)}: {len(table[name])} x {axis.size} ranks at once, bandwidths in GB/s")
+            titles = [cells(f"{version}: us", "algbw", "busbw", "check") for version in ("hand", "library")]
             say(f"{'collective':<19} bytes" + "".join(titles))
             rows += measure(world, axis, [bytes_of(text) for text in flags.sizes], flags.iters, say)
     return table, rows, right and all(row["ok"] for row in rows)
@@ -302,7 +312,7 @@ def main(argv=None):
     if world.size == 1:
         print("one rank: nothing to measure; try mpiexec -n 2 python bench/collectives.py")
         return Outcome.DONE
-    table, rows, right = run(world, flags, print if world.rank == 0 else lambda text: None)
+    table, rows, right = run(world, flags, terminal.say if world.rank == 0 else lambda text: None)
     if flags.json and world.rank == 0:
         report = {"backend": world.backend, "mesh": {k: list(v) for k, v in table.items()}, "rows": rows}
         flags.json.write_text(json.dumps(report))

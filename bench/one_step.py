@@ -22,6 +22,7 @@ from runtime.launch import exit_together, launch, shutdown
 from training import Training
 
 from interface.command_line import parse
+from interface.terminal import folded
 
 FILES = {str(ROOT / name) for name in (
     "train.py", "pipeline.py", "model.py", "attention.py", "layers.py", "ddp.py", "parallel.py", "vocab.py",
@@ -187,7 +188,9 @@ def main(argv=None):
                              "CUDA_VISIBLE_DEVICES= in front of the command")
         shown = watch_step(cfg, world)
     if world.rank == 0:
-        print("\n".join(shown))
+        for line in shown:
+            depth = len(line) - len(line.lstrip())
+            print(folded(line, indent=(depth + 4) * " "))
     shutdown(world)
 
 

@@ -30,6 +30,7 @@ from timing import slowest
 
 from config import Outcome
 from ddp import DataParallel
+from interface.terminal import say
 from ops.checksum import checksum
 from optim import AdamW
 from parallel import MAX, make_mesh
@@ -189,7 +190,7 @@ def to_wandb(rows, flags, ranks):
     except ImportError:
         print("wandb is not installed: no run recorded (pip install wandb, or --wandb off)", flush=True)
     except Exception as e:  # no account, full disk, no network: the test itself has passed
-        print(f"wandb: {' '.join(str(e).split())}; going on without it", flush=True)
+        say(f"wandb: {' '.join(str(e).split())}; going on without it")
 
 
 def run(world, flags):
@@ -206,8 +207,8 @@ def run(world, flags):
         if first:
             metrics.write(json.dumps(row) + "\n")
             if row["iter"] in (1, flags.iters) or row["iter"] % flags.log_every == 0:
-                print("iter={iter} loss={loss:.6g} sps={sps:.4g} dt={dt:.6f} dtf={dtf:.6f} dtb={dtb:.6f}"
-                      .format(**row), flush=True)
+                say("iter={iter} loss={loss:.6g} sps={sps:.4g} dt={dt:.6f} dtf={dtf:.6f} dtb={dtb:.6f}"
+                    .format(**row))
 
     with profiled(flags.out) if first else contextlib.nullcontext():
         model, data_parallel, adam = build(world, mesh, flags)
@@ -229,10 +230,10 @@ def main(argv=None):
         plots(rows, flags.out)
         if flags.wandb != "off":
             to_wandb(rows, flags, world.size)
-        print(f"loss {rows[0]['loss']:.6g} -> {rows[-1]['loss']:.6g} in {flags.iters} iterations; "
-              f"weights of {world.size} rank(s) are {'equal bit for bit' if same else 'DIFFERENT'}; "
-              f"more plots in {flags.out}")
-        print(f"training {took:.2f} s, whole run {time.perf_counter() - BEGAN:.2f} s", flush=True)
+        say(f"loss {rows[0]['loss']:.6g} -> {rows[-1]['loss']:.6g} in {flags.iters} iterations; "
+            f"weights of {world.size} rank(s) are {'equal bit for bit' if same else 'DIFFERENT'}; "
+            f"more plots in {flags.out}")
+        say(f"training {took:.2f} s, whole run {time.perf_counter() - BEGAN:.2f} s")
     return Outcome.DONE if same else Outcome.REPLICAS_DIFFER
 
 

@@ -44,7 +44,8 @@ class Template:
         missing = [marker for marker in MARKERS if marker not in vocab.special]
         if missing:
             raise ValueError(f"this vocabulary has no {' '.join(missing)}: the model was not trained on "
-                             "conversations; make them with python prepare.py chat")
+                             "conversations; try --prompt, or fine-tune it by python prepare.py chat and "
+                             "train.py --init-from (docs/chat.md)")
         self.vocab = vocab
         self.end = vocab.special[END]
         self.role_ids = {role: vocab.special[f"<|{role}|>"] for role in ROLES}

@@ -37,10 +37,14 @@ def describe(path, index, say):
     say(f"{path}: step {index['step']}, {len(index['tensors'])} tensors in {len(index['files'])} files, "
         f"{megabytes:.1f} MB, all checksums right")
     say("  " + " ".join(f"{k}={brief(v)}" for k, v in index["meta"].items() if not isinstance(v, dict)))
+    rows = []
     for name, entry in sorted(index["tensors"].items()):
         pieces = len(entry["pieces"])
-        say(f"  {name:48s} {entry['dtype']:8s} {tuple(entry['shape'])!s:20s} "
-            f"{pieces} {'piece' if pieces == 1 else 'pieces'}")
+        rows.append((name, entry["dtype"], str(tuple(entry["shape"])),
+                     f"{pieces} {'piece' if pieces == 1 else 'pieces'}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, dtype, shape, pieces in rows:
+        say(f"  {name:{widths[0]}s} {dtype:{widths[1]}s} {shape:{widths[2]}s} {pieces}")
 
 
 def compare(a, b, say):

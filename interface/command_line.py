@@ -5,6 +5,7 @@
     command_line    argv -> any frozen dataclass, by tyro; wrong flags give one line that says what is wrong
     format_help     what --help prints: it is read from the comments beside the flags
     wrong_input     turns a program's wrong input into one line on stderr and exit code 2
+    as_program      calls a program's main(), and ends the process
 """
 import contextlib
 import dataclasses
@@ -14,6 +15,7 @@ import io
 import itertools
 import re
 import shutil
+import signal
 import sys
 import textwrap
 import typing
@@ -37,6 +39,7 @@ from interface.terminal import complain
 
 ALIKE = 0.75  # the least ratio of difflib at which a word is perhaps a flag of ours that is misspelt
 NEARLY_EQUAL = 0.9  # and a flag of others
+LEAST_BEGUN = 3  # letters of a word with which a flag of ours perhaps begins
 
 
 def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: show all runs.", **defaults):
@@ -145,7 +148,10 @@ def read_flags(path):
         path = path / "config.json"
     if not path.exists():
         raise ValueError(f"--config {path} is not there; {paths.meant_run(path)}")
-    saved = load_json(path)
+    try:
+        saved = load_json(path)
+    except ValueError as e:
+        raise ValueError(f"{e}; give the config.json of a run of train.py, or its --out directory") from None
     if isinstance(saved, dict) and "model_type" in saved and "preset" not in saved:
         raise ValueError(f"{path} is of a model of Hugging Face, and of no run: python convert.py import "
                          f"{path.parent} --out out/NAME makes a run of it, then --init-from out/NAME")
@@ -235,19 +241,24 @@ def refuse_words_of_launchers(argv, cls, prog):
 
 def plain_switches(argv, cls):
     """Return argv as tyro expects it: it knows --x and --no-x; --x True, --x False and --x=true are ours."""
-    switches = {field.name for field in dataclasses.fields(cls) if field.type in (bool, "bool")}
+    ours = switches(cls)
     out = []
     words = list(argv)
     while words:
         word = words.pop(0)
         name, equals, value = word.partition("=")
         key = name.removeprefix("--").replace("-", "_")
-        if name.startswith("--") and key in switches:
+        if name.startswith("--") and key in ours:
             if not equals and words and words[0].lower() in ("true", "false"):
                 value = words.pop(0)
             word = f"--no-{key}" if is_off(name, key, value) else f"--{key}"
         out.append(word)
     return out
+
+
+def switches(cls):
+    """Return the names of the flags that are turned on by --x and off by --no-x."""
+    return [field.name for field in dataclasses.fields(cls) if field.type in (bool, "bool")]
 
 
 def is_off(name, key, value):
@@ -287,7 +298,12 @@ def hint_of(unknown, cls):
         return f"; {unknown} is no flag, and its place is taken"
     others = {other: flag for other, flag in words.FLAGS.items() if flag in ours}
     key = words.key_of(unknown)
-    close = (difflib.get_close_matches(key, ours, 2, ALIKE)
+    alike = ours
+    if key.startswith("no_"):
+        alike = [f"no_{name}" for name in switches(cls)] + [name for name in ours if name.startswith("no_")]
+    begun = [name for name in ours if len(key) >= LEAST_BEGUN and name.startswith(key)]
+    close = (difflib.get_close_matches(key, alike, 2, ALIKE)
+             or begun[:2]
              or difflib.get_close_matches(key, others, 1, NEARLY_EQUAL))
     meant = list(dict.fromkeys(words.typed(others.get(name, name)) for name in close))
     return f"; perhaps you meant {' or '.join(meant)}" if meant else ""
@@ -328,7 +344,8 @@ def format_help(cls, prog, about, default, everything):
     for base in cls.__mro__[-2::-1]:  # from the one below object up to cls
         comments.update(help_comments(base))
     is_train = issubclass(cls, Config)
-    lines = [f"usage: {prog} [flags]", "", wrap(about)]
+    words = [positional_word(field) for field in dataclasses.fields(cls)]
+    lines = [f"usage: {' '.join([prog, *filter(None, words)])} [flags]", "", wrap(about)]
     last = None
     # A program's own flags come first, then those that it has from Config.
     for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in cls.__annotations__):
@@ -346,11 +363,19 @@ def format_help(cls, prog, about, default, everything):
     return "\n".join(lines) + "\n"
 
 
+def positional_word(field):
+    """Return what stands in --help for a word without a flag, such as RUN_DIR; "" if the field is a flag."""
+    if "Positional" not in str(field.type):
+        return ""
+    names = [getattr(said, "metavar", None) for said in typing.get_args(field.type)]
+    return next(filter(None, names), field.name.upper())
+
+
 def help_of_flag(field, text, value):
     """Return the lines of --help for a field of a dataclass: the flag, its value, its help text."""
     flag = f"--{field.name.replace('_', '-')}"
-    if "Positional" in str(field.type):
-        flag = field.name.upper()
+    if positional_word(field):
+        flag = positional_word(field)
     elif value is True:
         flag = f"--no-{field.name.replace('_', '-')}"
         text = f"turns off: {text}"
@@ -414,6 +439,20 @@ def wrong_input(quiet=False, prints=True):
             if not quiet:
                 complain("nanoshard: interrupted by Ctrl-C")
             raise SystemExit(INTERRUPTED) from None
+
+
+def as_program(main):
+    """Call main(), and end the process with the exit code that it returns.
+
+    What was to be done is done then. A Ctrl-C while Python ends its threads would print a traceback of
+    theirs: here it ends the process without a word.
+    """
+    try:
+        code = main()
+    finally:
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # of nohup, or of a script's &
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise SystemExit(code)
 
 
 def one_line(text):

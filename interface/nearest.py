@@ -348,7 +348,7 @@ def misfit(flags, ranks):
     return ""
 
 
-def check_alone(flags, argv):
+def check_alone(flags, argv, program="train.py"):
     """Raise ValueError if one process is started for a layout of several ranks: say what starts them."""
     ranks = needed(flags)
     if ranks == 1:
@@ -365,4 +365,4 @@ def check_alone(flags, argv):
         argv = change_words(argv, changes)
         ranks = needed(applied(flags, changes))
         what = f"{what}, where {wrong}"
-    raise ValueError(f"{what}; start {ranks}: {command(ranks, argv)}")
+    raise ValueError(f"{what}; start {ranks}: {command(ranks, argv, program=program)}")

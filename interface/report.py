@@ -6,6 +6,7 @@
 train.py writes OUT/report.html when a run ends, and plot.py --html the page of several runs. A large file of
 rows is read in part, and long curves are thinned, so that a page takes at most 2 MB and 2 s.
 """
+import contextlib
 import math
 import shlex
 import time
@@ -234,13 +235,23 @@ def command_of(config, changes=None):
 
 
 def sample_command(out, config):
-    """Return the command that writes text by the model of a run, or "" if its data is no text."""
+    """Return the command that lets the model of a run write text, or talk; "" if its data is no text."""
     if config.get("data") == "synthetic":
         return ""
     if config.get("objective") == "mlm":
         return f"python sample.py {shlex.quote(str(out))} --fill 'a [MASK] in a text'"
+    if is_of_conversations(out):
+        return f"python sample.py {shlex.quote(str(out))} --chat"
     prompt = f" --prompt {shlex.quote(str(config['prompt']))}" if config.get("prompt") else ""
     return f"python sample.py {shlex.quote(str(out))}{prompt}"
+
+
+def is_of_conversations(out):
+    """Whether a run was trained on conversations: its meta.json, which is the data's, names their masks."""
+    with contextlib.suppress(OSError, ValueError):
+        meta = load_json(Path(out) / "meta.json")
+        return isinstance(meta, dict) and "masks" in meta
+    return False
 
 
 def commands(run):
@@ -258,7 +269,8 @@ def commands(run):
             f"To resume it{', for as many steps again' if is_done else ''}:": command_of(run.config, changes),
             "To repeat it:": command_of({**run.config, "argv": again})}
     if any(Path(run.path).glob("step_*")):
-        said["To write text with it:"] = sample_command(run.path, run.config)
+        does = "talk" if is_of_conversations(run.path) else "write text"
+        said[f"To {does} with it:"] = sample_command(run.path, run.config)
     said["To draw its curves in the terminal:"] = f"python plot.py {shlex.quote(run.path)}"
     found = [f'<p class="soft">{name}</p><pre>{escape(text)}</pre>' for name, text in said.items() if text]
     machine = run.config.get("machine")

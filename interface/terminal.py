@@ -42,13 +42,13 @@ def columns():
     return found if found == NO_TERMINAL else min(found, MOST)
 
 
-def folded(text, most=None):
-    """Return text as lines of the terminal's width, or of `most` columns.
+def folded(text, most=None, indent=INDENT):
+    """Return text as lines of the terminal's width, or of `most` columns. indent: of all but the first.
 
     A longer word, such as a path, and a command get a line of their own.
     """
     text = COMMAND.sub(lambda command: unbroken(command[0]), text)
-    lines = textwrap.fill(text, most or columns(), subsequent_indent=INDENT, break_long_words=False,
+    lines = textwrap.fill(text, most or columns(), subsequent_indent=indent, break_long_words=False,
                           break_on_hyphens=False)
     return lines.replace(HELD, " ")
 

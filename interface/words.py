@@ -189,6 +189,7 @@ SENTENCES = table(
 )
 # Answers of all programs.
 OF_ALL = table(
+    ("list list_runs", "shows the runs of a folder, by train.py alone: type python train.py --list out"),
     ("version", "is no flag: git log -1 names this version, python bench/doctor.py those of the packages"),
 )
 # Answers that only one program gives: they come first. A path that was typed and is there takes the place of

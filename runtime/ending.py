@@ -95,6 +95,8 @@ def next_commands(out, config, saved):
     text = report.sample_command(out, config)
     if saved and text:
         what = "fill gaps: " if config["objective"] == "mlm" else "write text:"
+        if report.is_of_conversations(out):
+            what = "talk to it:"
         lines.append(f"{what}   {text}")
     lines.append(f"draw curves:  python plot.py {name}")
     if (out / "report.html").exists():

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from config import largest_divisor
+from config import FLAGS, Config, has_effect, largest_divisor
 from corpus.shards import first_folder
 from cost.parameters import flops_per_token
 from cost.step_time import peak_flops
@@ -39,6 +39,7 @@ from interface.files import (
     warn,
     write_whole,
 )
+from interface.presets import PRESETS
 from interface.schema import load_json, read_file
 from interface.terminal import clock, folded, say, short, width
 from ops.accelerator import device_name, peak_memory, peak_resident
@@ -357,6 +358,21 @@ def started(cfg, model, resumed, batch, source, skip):
         say(f"  each document attends to itself alone (--doc-mask), {how}")
     if 0 < cfg.window < cfg.seq_len:
         say(f"  --window {cfg.window}: its layers attend {how}")
+
+
+def say_what_has_no_effect(cfg, mesh):
+    """Name the flags that differ from the preset's and change nothing in this run."""
+    preset = Config(**PRESETS[cfg.preset])
+    for name, said in FLAGS.items():
+        value = getattr(cfg, name)
+        if value != getattr(preset, name) and not has_effect(name, cfg):
+            other = " ".join(said["needs"].replace("_", "-").split("="))
+            typed = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            say(f"  --{name.replace('_', '-')} {typed} has no effect without --{other}")
+    # Norms are shared by the ranks of a stage, a tied embedding by two stages.
+    shares_embedding = cfg.tied and mesh.pp.size > 1
+    if cfg.zero and mesh.stage.size == 1 and not shares_embedding:
+        say(f"  --zero {cfg.zero} has no effect: no other rank holds the same weights")
 
 
 def print_sample(model, tokenizer, prompt, seed):

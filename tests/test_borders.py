@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -358,6 +359,21 @@ def test_a_micro_batch_is_not_told_for_gpus_that_do_not_fit(capsys):
     """8 GPUs and tp 3: there is no dp whose micro-batch could be named."""
     refused(plan.main, ["gpt2", "--gpus", "8", "--tp", "3"], "8 ranks do not divide by tp 3")
     assert "micro-batches of" not in capsys.readouterr().out
+
+
+def test_ctrl_c_after_the_work_says_nothing():
+    """Python ends its threads then, and would print a traceback of theirs."""
+    code = ("import signal, threading, time; from interface.command_line import as_program\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's & lets it be ignored\n"
+            "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+            "as_program(lambda: print('done', flush=True))")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    job = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes)
+    assert job.stdout.readline() == b"done\n"
+    time.sleep(0.5)  # from the last line of main() to the wait for the thread
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=30)
+    assert job.returncode == -signal.SIGINT and err == b""
 
 
 def test_ctrl_c_is_one_line_and_exit_code_130(capsys):

@@ -635,6 +635,9 @@ def test_a_config_json_is_read_whole_or_refused_by_name(tmp_path):
     for argv in ([f"--config={path}"], ["tiny", f"--init-from={tmp_path}"]):
         with pytest.raises(ValueError, match=f"a model of Hugging Face.*convert.py import {tmp_path} --out"):
             parse(argv)
+    path.write_text("some words")
+    with pytest.raises(ValueError, match="no sound JSON.*; give the config.json of a run of train.py"):
+        parse([f"--config={path}"])
     for argv, words in ((["tiny", f"--config={path}"], "give one of them"), (["--config"], "--config"),
                         (["--config=none"], "is not there")):
         with pytest.raises(ValueError, match=words):

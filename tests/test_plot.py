@@ -132,6 +132,7 @@ def test_wrong_flags_beside_list(argv, runs, capsys):
         train.main(argv)
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.count("\n") == 1 and "give one folder of runs" in said
+    assert ("--list none: there is no such folder" in said) == ("none" in argv)
 
 
 # -----------------------------------------------------------------------------

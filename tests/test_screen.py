@@ -19,12 +19,16 @@ import torch
 from pool import ROOT
 from runs import TINY, session
 
+sys.path.insert(0, str(ROOT / "bench"))
+
+import collectives
+
 import plan
 import plot
 import prepare
 from config import Config
 from cost.plan_tables import print_table
-from interface import nearest, packages, paths, terminal
+from interface import checkpoint_report, nearest, packages, paths, terminal
 from runtime import ending, launch, log, tracker
 from runtime import session as session_
 from runtime.launch import World
@@ -136,6 +140,38 @@ def test_the_table_of_runs_fits_a_narrow_terminal(tmp_path, monkeypatch, capsys)
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= 80
     assert "tiny on 1 rank " in said and "--no-plot" in said and "--rampup-batch-size 8 8 64" in said
+
+
+def test_a_checkpoint_is_shown_in_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    tensor = {"dtype": "float32", "shape": [4096, 128], "pieces": [0]}
+    names = ("wte.weight", "exp_avg_sq/blocks.11.attn.wk.weight")
+    index = {"step": 3, "files": {"a": {"bytes": 10**6}}, "meta": {"window": [[1.0, 2.0]] * 64},
+             "tensors": dict.fromkeys(names, tensor)}
+    checkpoint_report.describe("out/run/step_000003", index, checkpoint_report.print_folded)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split() for line in lines[-2:]] == [[name, "float32", "(4096,", "128)", "1", "piece"]
+                                                     for name in sorted(names)]
+
+
+@pytest.mark.parametrize("command", [
+    "bench/one_step.py tiny --data synthetic --n-layer 1", "bench/smoke.py --iters 2 --wandb off"])
+def test_a_program_of_bench_prints_80_columns_in_a_terminal_of_80(command, tmp_path):
+    program, *flags = command.split()
+    screen = Screen([sys.executable, str(ROOT / program), *flags], tmp_path)
+    lines = screen.read_until()
+    assert screen.close() == 0 and len(lines) > 20 and not too_wide(lines)
+
+
+def test_rows_of_collectives_fit_80_columns(monkeypatch):
+    start = f"{'reduce-scatter':<14} {4 << 20:>10}"
+    row = "5192", "0.808", "0.404", "ok"
+    for columns, has_algbw in (("80", False), ("100", True)):
+        monkeypatch.setenv("COLUMNS", columns)
+        cells = collectives.cells(*row)
+        assert ("0.808" in cells) == has_algbw and "5192" in cells and "0.404" in cells
+        assert len(start + 2 * cells) <= int(columns)
 
 
 class Screen:
@@ -268,6 +304,29 @@ def test_the_line_of_a_node_stands_before_a_run_and_before_no_error(tmp_path, ca
     assert "--skip-spikes 6 skips none before 64 steps were taken" in got["out"]
 
 
+@pytest.mark.parametrize("flags, said", [
+    (["--zero=2"], "--zero 2 has no effect: no other rank holds the same weights"),
+    (["--top-k=3"], "--top-k 3 has no effect without --n-experts"),
+    (["--momentum=0.9"], "--momentum 0.9 has no effect without --optimizer muon"),
+    (["--rope-scaling", "8", "1", "4", "64", "--pos=learned"],
+     "--rope-scaling 8.0 1.0 4.0 64.0 has no effect without --pos rope"),
+    (["--top-k=1", "--n-experts=2"], ""), ([], "")])
+def test_a_flag_that_changes_nothing_is_named_and_the_run_goes_on(flags, said, tmp_path):
+    got = session(World(), [*TINY, "--steps=1", "--save-every=0", *flags, f"--out={tmp_path / 'run'}"])
+    assert got["code"] == 0
+    lines = [line.strip() for line in got["out"].splitlines() if "has no effect" in line]
+    assert lines == ([said] if said else [])
+
+
+@pytest.mark.parametrize("sizes, tied, is_named", [
+    (dict(stage=2, pp=1), True, False), (dict(stage=1, pp=2), True, False),
+    (dict(stage=1, pp=2), False, True)])
+def test_zero_has_an_effect_where_ranks_hold_the_same(sizes, tied, is_named, capsys):
+    mesh = SimpleNamespace(**{name: SimpleNamespace(size=size) for name, size in sizes.items()})
+    log.say_what_has_no_effect(Config(zero=1, tied=tied), mesh)
+    assert ("--zero 1 has no effect" in capsys.readouterr().out) == is_named
+
+
 def test_the_first_line_of_adapters_says_how_many_parameters_train(capsys):
     model = torch.nn.Linear(3, 2)
     model.weight.requires_grad_(False)
@@ -292,6 +351,11 @@ def test_a_run_that_is_done_says_what_can_be_typed_next(tmp_path, monkeypatch, c
     assert len(ending.next_commands(tmp_path, {**config, "data": "synthetic"}, 0)) == 2
     fill = ending.next_commands(tmp_path, {**config, "objective": "mlm"}, 400)[0]
     assert fill == f"fill gaps:    python sample.py {tmp_path} --fill 'a [MASK] in a text'"
+    (tmp_path / "meta.json").write_text('{"masks": {}}')  # of conversations, as prepare.py chat writes it
+    talk = ending.next_commands(tmp_path, config, 400)[0]
+    assert talk == f"talk to it:   python sample.py {tmp_path} --chat"
+    (tmp_path / "meta.json").write_text("[]")
+    assert ending.next_commands(tmp_path, config, 400)[0] == text
     monkeypatch.setattr(sys, "argv", ["train.py", *TINY])
     flags = [*TINY, "--steps=1", "--eval-every=0", f"--out={tmp_path / 'run'}"]
     got = session(World(), flags)

@@ -21,7 +21,9 @@ from test_borders import refused_line, write_foreign
 
 import checkpoint
 import convert
+import plot
 import prepare
+import sample
 from config import Config
 from corpus import blend, build, chat, config_json, gguf_file, order, shards, text, tokenizer, tokenizer_json
 from corpus.safetensors_files import same_matrix
@@ -262,7 +264,8 @@ def test_data_whose_list_is_damaged_or_gone_can_be_made_by_what_is_named(tmp_pat
     (tmp_path / "data/theirs").mkdir()  # as nanoGPT has it
     (tmp_path / "data/theirs/input.txt").write_text("some words\n\n" * 9)
     words = ["data/theirs/input.txt", "--name", "theirs-tokens"]
-    with pytest.raises(OSError, match=f"python prepare.py {' '.join(words)}, then --data data/theirs-tokens$"):
+    fix = f"python prepare.py {' '.join(words)}, then --data data/theirs-tokens"
+    with pytest.raises(OSError, match=f"{fix}$"):
         shards.load_meta("data/theirs")
     assert prepare.main([*words, "--tokenizer", "char"]) == 0
 
@@ -585,6 +588,17 @@ class More(Config):
 def test_help_lists_the_flags_of_a_program_and_of_those_that_it_adds_to():
     said = command_line.format_help(More, "more.py", "It trains.", More(), everything=False)
     assert "--rounds 3" in said and "how often it trains" in said and "--n-layer" in said
+
+
+@pytest.mark.parametrize("program, word, means", [
+    (sample, "RUN_DIR", "directory of a run of train.py"), (plot, "RUN...", "directories of runs"),
+    (prepare, "SOURCE...", "stdlib; files; chat and files of conversations")])
+def test_help_says_what_a_word_without_a_flag_means(program, word, means):
+    name = f"{program.__name__}.py"
+    said = command_line.format_help(program.Flags, name, program.__doc__, None, everything=False)
+    assert said.startswith(f"usage: {name} {word} [flags]\n")
+    [line] = [line for line in said.splitlines() if line.startswith(f"  {word} ")]
+    assert means in line and "parse_or_list" not in said
 
 
 def test_asserts_may_be_left_out_and_texts_not(monkeypatch, capsys):

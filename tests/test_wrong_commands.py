@@ -147,6 +147,7 @@ WRONG = [
     ("train.py --devices 2", f"{MPI} 2 python train.py", ""),
     ("train.py --num_nodes 2", f"before the program: {MPI} 1 python train.py", ""),
     ("train.py --version", "git log -1", "train.py"),
+    ("train.py --no-plots", "perhaps you meant --no-plot;", "train.py --no-plot"),
     ("sample.py out/run --version", "git log -1", ""),
     ("train.py --dataloader_num_workers 2", "leave it out", "train.py"),
     ("train.py --use_cache", "leave it out", "train.py"),
@@ -483,7 +484,7 @@ def test_each_row_has_a_fix_that_is_typed_or_says_why_not():
     rows = {wrong for wrong, _, _ in WRONG}
     assert set().union(*kinds.values()) == rows and len(rows) == len(WRONG)
     assert not kinds["not"] & (kinds["one process"] | kinds["launcher"])
-    assert (len(ONE_PROCESS), len(LAUNCHED) + len(MISFITS), len(NOT_TYPED)) == (145, 23, 11)
+    assert (len(ONE_PROCESS), len(LAUNCHED) + len(MISFITS), len(NOT_TYPED)) == (146, 23, 11)
 
 
 def test_a_fixed_command_trains_and_the_run_goes_on(folder, monkeypatch):
@@ -686,10 +687,19 @@ def test_the_printed_iconv_converts(folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("word,hint", [
     ("stepz", "--steps"), ("block-sizes", "--seq-len"), ("optimiser", "--optimizer"), ("n-embed", "--n-embd"),
-    ("zebra", ""), ("strategies", ""), ("titles", ""), ("moes", ""), ("numbers", ""), ("versions", "")])
+    ("no-plots", "--no-plot"), ("no-cuda-graphs", "--no-cuda-graph"), ("no-zebra", ""), ("ev", ""),
+    ("eval", "--eval-every or --eval-iters"), ("zebra", ""), ("strategies", ""), ("titles", ""), ("moes", ""),
+    ("numbers", ""), ("versions", "")])
 def test_a_flag_is_only_proposed_for_a_word_that_is_like_it(word, hint):
     said = hint_of(f"--{word}", Config)
     assert said == (f"; perhaps you meant {hint}" if hint else "")
+
+
+def test_the_beginning_of_a_flag_and_a_flag_of_train_are_answered_by_other_programs():
+    for command, line in (("prepare.py stdlib --val 0.1", "perhaps you meant --val-fraction;"),
+                          ("plan.py --list nothere", "type python train.py --list out")):
+        said = typed(command)
+        assert said["code"] == 2 and line in said["err"]
 
 
 @pytest.mark.parametrize("name,owner", [
