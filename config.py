@@ -206,8 +206,8 @@ class Config:
     # the products of attention and of the dense MLP take numbers of 8 bits, of which a GPU multiplies up to
     # twice as many; weights, activations between them, the head and experts keep --dtype
     fp8: bool = flag(False, "free")
-    # what attends where no mask is needed: auto takes flash-attn-4 on Hopper GPUs, where the version that was
-    # tried is installed (docs/machines.md); plain takes torch's function
+    # libraries of Hopper GPUs: where the version that was tried is installed, auto takes flash-attn-4 for
+    # attention without a mask, and quack-kernels for experts (docs/machines.md); plain takes none
     kernels: Literal["auto", "plain"] = flag("auto", "free")
     # AdamW's fp32 masters are kept as the bf16 weights and the 16 bits that these lack, which saves 2 bytes
     # per weight

@@ -28,7 +28,7 @@ fast/symm_mem.py has the dispatchers that write rows directly into other GPUs' m
 are in the letters of model.py's legend.
 """
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -263,6 +263,7 @@ class LocalPlan(NamedTuple):
     perm: torch.Tensor      # (N,) the copy in each slot
     inv_perm: torch.Tensor  # (N,) the slot of each copy
     ends: torch.Tensor      # (E,) int32, where each expert's slots end
+    products: Any = None    # who multiplies on a GPU; None: ops/grouped_mm.py
 
 
 class Local(Dispatcher):

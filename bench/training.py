@@ -35,6 +35,7 @@ class Training:
     without: fields of fast.choose.Choice that are off where train.py would choose them, such as "graph".
     """
     attention = None  # what attends without a mask, in words; another trainer does not say
+    products = None  # what multiplies the experts' rows, likewise
 
     def __init__(self, cfg, world, without=()):
         self.cfg, self.world, self.number = cfg, world, 0  # number: steps taken
@@ -54,6 +55,7 @@ class Training:
         self.train_step = make_step(train.Step(cfg, self.model, self.data_parallel, self.opt), choice)
         self.graph = choice.graph
         self.attention = choice.attention_by()
+        self.products = choice.products_by() if cfg.n_experts else None
 
     def batches(self):
         """This rank's micro-batches of the next step."""

@@ -12,7 +12,7 @@ import torch
 import moe
 from config import head_width
 from ddp import Comm
-from fast import flash, symm_mem
+from fast import experts, flash, symm_mem
 from fast.flex import FlexAttention
 from fast.padded import PaddedAllToAll
 from fast.peer import CopyStream, PeerComm, PeerSlotComm
@@ -20,6 +20,8 @@ from interface.terminal import say
 from model import DTYPES
 from ops import backend
 from zero import SlotComm, uses_slot
+
+OURS = "torch and ops/"  # what multiplies experts' rows where no library does
 
 
 class Choice(NamedTuple):
@@ -30,9 +32,12 @@ class Choice(NamedTuple):
     single_microbatch: bool  # nothing is added to bf16 gradients, so they need no fp32 sum
     flex: bool = False       # windows and documents in a flash kernel, not through a mask
     flash: bool = False      # attention without a mask by flash-attn-4
+    quack: bool = False      # experts' products by quack-kernels
 
     def dispatcher_maker(self, cfg):
         """Return make_dispatcher(cfg, mesh), which makes the token dispatcher of each expert layer."""
+        if self.quack:
+            return experts.LocalByQuack
         if self.symm_mem:
             return symm_mem.SymmMemCapacity if cfg.capacity_factor else symm_mem.SymmMem
 
@@ -52,6 +57,10 @@ class Choice(NamedTuple):
     def attention_by(self):
         """Return what attends in those layers, in words."""
         return f"{flash.PACKAGE} {flash.version()}" if self.flash else "torch"
+
+    def products_by(self):
+        """Return what multiplies the experts' rows, in words."""
+        return f"{experts.PACKAGE} {experts.version()}" if self.quack else OURS
 
     def comm_maker(self, cfg):
         """Return make_comm(axis), which makes the Comm of a bucket that is reduced over axis."""
@@ -94,7 +103,7 @@ def choose(cfg, mesh, device, reach=None):
     experts_of_others = cfg.n_experts > 0 and mesh.ep.size > 1
     one_sided = graph and experts_of_others and reach(mesh, mesh.ep, device)
     return Choice(graph, one_sided, peer_copies, single, flex_possible(cfg, device),
-                  flash.is_taken(cfg, device))
+                  flash.is_taken(cfg, device), experts.is_taken(cfg, mesh.ep, device))
 
 
 def has_cuda_api(device):

@@ -11,13 +11,13 @@ docs/machines.md says what it saves, and in which shapes it was run.
     is_taken         whether a run takes it, which fast/choose.py asks; why_not: why it cannot, in words
 """
 import functools
-import importlib.metadata
 import warnings
 from collections.abc import Sequence
 
 import torch
 
 from config import head_width
+from fast import libraries
 from ops.backend import is_hopper
 
 HEAD_WIDTHS = {"causal": (64, 128), "mlm": (64,)}  # by objective: those that were run on a GPU
@@ -129,19 +129,10 @@ def fits(cfg):
 
 def version():
     """Return the version of flash-attn-4 that is installed, or ""."""
-    try:
-        return importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return libraries.version_of(PACKAGE)
 
 
 @functools.cache
 def problem():
     """Return why the library cannot be taken, or "". The two functions of it that we call are not public."""
-    if version() != TESTED:
-        return f"version {version()} was not tried, {TESTED} was" if version() else "it is not installed"
-    try:
-        library()
-    except Exception as e:
-        return f"it cannot be imported: {e}"
-    return ""
+    return libraries.problem_of(version(), TESTED, library)

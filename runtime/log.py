@@ -25,7 +25,7 @@ from corpus.shards import first_folder
 from cost.parameters import flops_per_token
 from cost.step_time import peak_flops
 from cost.traffic import bytes_between_nodes, traffic
-from fast import flash
+from fast import experts, flash
 from fast.compile import compilation
 from fast.symm_mem import bytes_allocated
 from generate import generate
@@ -348,6 +348,7 @@ def started(cfg, model, resumed, batch, source, skip):
             "compiles; --kernels plain takes torch's")
     if problem := flash.why_not(cfg, next(model.parameters()).device):
         say(f"  attention by torch: flash-attn-4 is installed, but {problem}")
+    say_who_multiplies(cfg, model)
     has_kernel = any(getattr(module, "flex", None) is not None for module in model.modules())
     if has_kernel:
         how = "in a flash kernel that skips hidden keys (flex_attention): the first step compiles it"
@@ -358,6 +359,17 @@ def started(cfg, model, resumed, batch, source, skip):
         say(f"  each document attends to itself alone (--doc-mask), {how}")
     if 0 < cfg.window < cfg.seq_len:
         say(f"  --window {cfg.window}: its layers attend {how}")
+
+
+def say_who_multiplies(cfg, model):
+    """Name the library that multiplies experts' rows, or why one that is installed does not."""
+    dispatchers = [module.dispatcher for module in model.modules() if hasattr(module, "dispatcher")]
+    if any(isinstance(dispatcher, experts.LocalByQuack) for dispatcher in dispatchers):
+        say(f"  experts' products by quack-kernels {experts.version()}, which the first step compiles; "
+            "--kernels plain takes ours")
+    for dispatcher in dispatchers[:1]:
+        if problem := experts.why_not(cfg, dispatcher.ep, next(model.parameters()).device):
+            say(f"  experts' products by ours: quack-kernels is installed, but {problem}")
 
 
 def say_what_has_no_effect(cfg, mesh):

@@ -24,6 +24,7 @@ from test_graph import graphs_on_a_cpu
 sys.path.insert(0, str(ROOT / "bench"))  # also in the ranks of the pool, which import this module
 
 import gpu_matrix
+import test_experts_library
 import test_flash
 
 from fast import symm_mem
@@ -81,8 +82,9 @@ def test_every_part_runs_on_two_ranks_of_a_cpu(check_layouts, numbers):
     assert lines[4].startswith("graph: left out, cpu has no CUDA graphs; ")
     assert lines[5] == "flash: left out, no flash kernel takes a mask here (cpu)"
     assert lines[6] == "attention: left out, flash-attn-4 is not taken here (cpu)"
-    assert lines[7].startswith("sync: left out, torch sees hidden synchronisations under CUDA alone; ")
-    assert len(lines) == 8
+    assert lines[7] == "products: left out, quack-kernels is not taken here (cpu)"
+    assert lines[8].startswith("sync: left out, torch sees hidden synchronisations under CUDA alone; ")
+    assert len(lines) == 9
 
 
 def test_one_rank_has_no_layouts():
@@ -193,6 +195,28 @@ def test_another_attention_is_found(flash_attn):
     negative = "fast.flash.FlashAttention.__call__", "return out", "return -out"
     with planted(*negative), pytest.raises(AssertionError, match="llama"):
         gpu_matrix.check_attention(World())
+
+
+@pytest.fixture
+def quack():
+    """Loops over the experts in the place of quack-kernels, and of our kernels."""
+    taken = "fast.experts.is_taken", lambda original, cfg, ep, device: True
+    with contextlib.ExitStack() as stack:
+        for fault in (taken, *test_experts_library.ON_A_CPU, *test_experts_library.OURS_ON_A_CPU):
+            stack.enter_context(planted(*fault))
+        stack.enter_context(small())
+        yield
+
+
+def test_quack_has_the_losses_of_our_products(quack):
+    line = gpu_matrix.check_products(World())
+    assert line.startswith("2 bf16 steps with quack-kernels: 2 runs, losses within "), line
+
+
+def test_another_product_is_found(quack):
+    negative = "fast.experts.QuackProducts.experts_mm", "return y", "return -y"
+    with planted(*negative), pytest.raises(AssertionError, match="128 512"):
+        gpu_matrix.check_products(World())
 
 
 # -----------------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""Experts' products by quack-kernels, where that is installed: the fast twin of the two in ops/grouped_mm.py.
+
+    pip install quack-kernels==0.6.5        (the version that was run; flash-attn-4 installs it, too)
+
+The library compiles a kernel when it is first called, and keeps it on the disk. Its products equal torch's to
+the bit. docs/machines.md says what it saves, and in which shapes it was run.
+
+    LocalByQuack   the token dispatcher of a rank with all experts, whose plans say that quack multiplies
+    QuackProducts  what ops/routed_experts.py calls in the place of ops/grouped_mm.py
+    is_taken       whether a run takes it, which fast/choose.py asks; why_not: why it cannot, in words
+"""
+import functools
+
+import torch.nn.functional as F
+
+import moe
+from fast import libraries
+from ops import grouped_mm
+from ops.backend import is_hopper
+
+PACKAGE = "quack-kernels"
+TESTED = "0.6.5"
+WIDTHS = 64  # Widths of the model and of an expert that are no multiple were not run.
+
+# (rows, columns, whether two tiles take turns, blocks of a cluster along rows, along columns), each with
+# the rows of an expert in the mean from which on it is the fastest that was tried on an H200
+PRODUCT_TILES = {4096: (128, 192, True, 2, 1), 1024: (128, 256, False, 1, 1), 0: (128, 192, True, 1, 1)}
+GRADIENT_TILES = {1024: (128, 256, False, 2, 1), 0: (128, 128, True, 2, 1)}
+
+
+@functools.cache
+def library():
+    """Return the module of quack-kernels that has its products."""
+    from quack import gemm_interface
+    return gemm_interface
+
+
+@functools.cache
+def config(rows, columns, pingpong, cluster_rows, cluster_columns):
+    """Return the library's description of a tile, as PRODUCT_TILES has it."""
+    from quack.gemm_config import GemmConfig
+    return GemmConfig(tile_m=rows, tile_n=columns, pingpong=pingpong, cluster_m=cluster_rows,
+                      cluster_n=cluster_columns, is_dynamic_persistent=False, device_capacity=9)
+
+
+def tile_for(tiles, rows):
+    """Return the library's tile where an expert has so many rows. tiles: PRODUCT_TILES, or the other."""
+    return config(*tiles[max(least for least in tiles if least <= rows)])
+
+
+class QuackProducts:
+    """The products of one plan. ends (E,) int32: where each expert's rows end."""
+
+    def __init__(self, ends):
+        self.bounds = F.pad(ends, (1, 0))  # (E+1,) int32; expert i has the rows bounds[i] to bounds[i+1]
+
+    def rows(self, x):
+        """Return how many of the rows x (R, I) an expert has in the mean."""
+        return x.size(0) // (self.bounds.numel() - 1)
+
+    def experts_mm(self, x, w, ends, plus=None):
+        """grouped_mm.experts_mm, which also adds a second product: one kernel of ours does that."""
+        if plus is not None:
+            return grouped_mm.experts_mm(x, w, ends, plus)
+        y = x.new_empty(x.size(0), w.size(2))
+        library().gemm_tuned.fn(x.contiguous(), w, y, cu_seqlens_m=self.bounds,
+                                config=tile_for(PRODUCT_TILES, self.rows(x)))
+        return y
+
+    def experts_wgrad(self, grad, x, ends):
+        """grouped_mm.experts_wgrad, whose kernel is faster from many rows."""
+        if grouped_mm.has_many_rows(x, ends):
+            return grouped_mm.experts_wgrad(grad, x, ends)
+        grad_w = x.new_empty(ends.numel(), grad.size(1), x.size(1))
+        library().gemm_tuned.fn(grad.contiguous().mT, x.contiguous(), grad_w, cu_seqlens_k=self.bounds,
+                                config=tile_for(GRADIENT_TILES, self.rows(x)))
+        return grad_w
+
+
+class LocalByQuack(moe.Local):
+    """All experts are on this rank, and quack multiplies their rows."""
+
+    def plan(self, expert_ids, gates):
+        plan = super().plan(expert_ids, gates)
+        return plan._replace(products=QuackProducts(plan.ends))
+
+
+def is_taken(cfg, ep, device):
+    """Whether the library multiplies experts' rows in a run. ep: mesh.ep. plan.py's device has no index."""
+    is_planned = device.index is None
+    return not is_planned and version() == TESTED and would_fit(cfg, ep, device) and not problem()
+
+
+def why_not(cfg, ep, device):
+    """Return why a run cannot take the library that is installed for it, or ""."""
+    return problem() if version() and would_fit(cfg, ep, device) else ""
+
+
+def would_fit(cfg, ep, device):
+    """Whether the library would multiply here, where it is installed."""
+    return cfg.kernels == "auto" and fits(cfg, ep) and is_hopper(device)
+
+
+def fits(cfg, ep):
+    """Whether the experts, and the widths of their matrices, are of the kind that was run on a GPU."""
+    is_local = cfg.n_experts > 0 and cfg.capacity_factor == 0 and ep.size == 1
+    if not is_local or cfg.mlp != "swiglu" or cfg.dtype != "bf16" or cfg.deterministic:
+        return False
+    return cfg.n_embd % WIDTHS == 0 and cfg.ffn_hidden % WIDTHS == 0
+
+
+def version():
+    """Return the version of quack-kernels that is installed, or ""."""
+    return libraries.version_of(PACKAGE)
+
+
+@functools.cache
+def problem():
+    """Return why the library cannot be taken, or "". The function of it that we call is not public."""
+    return libraries.problem_of(version(), TESTED, library)

@@ -1,0 +1,262 @@
+"""fast/experts.py: experts' products by quack-kernels, whose kernels only GPUs run.
+
+Here a loop over the experts computes what the library's function gives, in the library's shapes. So
+everything but the kernels themselves runs: the dispatcher, its plan, the products that it takes and those
+that it leaves.
+"""
+import dataclasses
+import importlib.metadata
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from faults import planted
+from runs import TINY, rows, session
+from test_flash import CUDA, HOPPER, broken, missing
+from test_model import MESH
+
+import moe
+from config import Config
+from fast import experts
+from fast.choose import OURS, choose
+from interface.command_line import parse
+from ops import grouped_mm, routed_experts
+from ops.backend import is_hopper
+from parallel import Axis
+from runtime import log
+from runtime.launch import World
+
+ONE = Axis("ep")
+WIDE = Config(n_experts=4, n_embd=128, ffn_hidden=192, n_head=2, n_kv_head=2, dtype="bf16", top_k=2)
+
+
+def pieces(bounds):
+    """[(expert, its rows)] of bounds (E+1,)."""
+    assert bounds.dtype == torch.int32 and bounds[0] == 0
+    places = bounds.tolist()
+    return [(i, slice(places[i], places[i + 1])) for i in range(len(places) - 1)]
+
+
+def product(a, b, out, cu_seqlens_m=None, cu_seqlens_k=None, config=None):
+    """The library's gemm_tuned.fn: (R, I) times (E, I, O), or (O, R) times (R, I) for each expert's rows."""
+    assert config is not None and (cu_seqlens_m is None) != (cu_seqlens_k is None)
+    if cu_seqlens_m is not None:
+        assert cu_seqlens_m.numel() == b.size(0) + 1 and out.shape == (a.size(0), b.size(2))
+        for i, part in pieces(cu_seqlens_m):
+            out[part] = a[part] @ b[i]
+    else:
+        assert out.shape == (cu_seqlens_k.numel() - 1, a.size(0), b.size(1))
+        for i, part in pieces(cu_seqlens_k):
+            out[i] = a[:, part] @ b[part]
+
+
+def our_product(x, w, ends, plus=None):
+    y = grouped_mm.grouped_mm_loop(x, w.mT, ends)
+    return y if plus is None else y + grouped_mm.grouped_mm_loop(plus[0], plus[1].mT, ends)
+
+
+def our_gradient(grad, x, ends):
+    bounds = torch.nn.functional.pad(ends, (1, 0))
+    return torch.stack([grad[part].mT @ x[part] for _, part in pieces(bounds)])
+
+
+LIBRARY = SimpleNamespace(gemm_tuned=SimpleNamespace(fn=product))
+ON_A_CPU = [("fast.experts.library", lambda original: LIBRARY),
+            ("fast.experts.config", lambda original, *tile: tile)]
+OURS_ON_A_CPU = [("ops.grouped_mm.experts_mm", lambda original, *args: our_product(*args)),
+                 ("ops.grouped_mm.experts_wgrad", lambda original, *args: our_gradient(*args)),
+                 ("moe.use_grouped_mm", lambda original, x, w: True)]
+
+
+@pytest.fixture(autouse=True)
+def library():
+    with planted(*ON_A_CPU[0]), planted(*ON_A_CPU[1]):
+        yield
+    forget()
+
+
+def forget():
+    experts.library.cache_clear()
+    experts.problem.cache_clear()
+    experts.config.cache_clear()
+
+
+# -----------------------------------------------------------------------------
+# Products
+
+@pytest.mark.parametrize("many_rows", [False, True])
+@pytest.mark.parametrize("sizes", [[3, 0, 9, 4], [0, 0, 16, 0]], ids=str)
+def test_the_products_of_a_layer(sizes, many_rows, monkeypatch):
+    """RoutedSwiGLU with the library's products and with ours: output and gradients, in fp64."""
+    K, C, width = 2, 8, 12
+    monkeypatch.setattr(grouped_mm, "has_many_rows", lambda x, ends: many_rows)
+    expert = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))[torch.randperm(16)]
+    cfg = Config(n_experts=4, top_k=K)
+    leaves = [torch.randn(*shape, dtype=torch.float64)
+              for shape in ((8, C), (8, K), (4, width, C), (4, width, C), (4, C, width))]
+    grad = torch.randn(8, C, dtype=torch.float64)
+    found = []
+    for kind in (moe.Local, experts.LocalByQuack):
+        plan = kind(cfg, MESH).plan(expert.view(8, K), None)
+        assert (plan.products is None) == (kind is moe.Local)
+        inputs = [leaf.clone().requires_grad_() for leaf in leaves]
+        with planted(*OURS_ON_A_CPU[0]), planted(*OURS_ON_A_CPU[1]):
+            y = routed_experts.RoutedSwiGLU.apply(*inputs, *plan)
+            found.append([y.detach(), *torch.autograd.grad(y, inputs, grad)])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_left_to_our_kernels(monkeypatch):
+    """The sum of two products, and the weight gradient from many rows. All else is the library's."""
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+    x, w, grad = torch.randn(8, 4), torch.randn(2, 4, 6), torch.randn(8, 6)
+    products = experts.QuackProducts(ends)
+
+    def refuse(*args):
+        raise AssertionError("ours was called")
+    monkeypatch.setattr(grouped_mm, "experts_mm", refuse)
+    monkeypatch.setattr(grouped_mm, "experts_wgrad", refuse)
+    torch.testing.assert_close(products.experts_mm(x, w, ends), our_product(x, w, ends))
+    torch.testing.assert_close(products.experts_wgrad(grad, x, ends), our_gradient(grad, x, ends))
+    with pytest.raises(AssertionError, match="ours"):
+        products.experts_mm(x, w, ends, (x, w))
+    monkeypatch.setattr(grouped_mm, "has_many_rows", lambda x, ends: True)
+    with pytest.raises(AssertionError, match="ours"):
+        products.experts_wgrad(grad, x, ends)
+
+
+@pytest.mark.parametrize("R, product_tile, gradient_tile", [
+    (4 * 256, (128, 192, True, 1, 1), (128, 128, True, 2, 1)),
+    (4 * 1024, (128, 256, False, 1, 1), (128, 256, False, 2, 1)),
+    (4 * 4096, (128, 192, True, 2, 1), (128, 256, False, 2, 1))])
+def test_tiles_follow_from_the_rows_of_an_expert(R, product_tile, gradient_tile):
+    products = experts.QuackProducts(torch.tensor([R // 4, R // 2, R // 2, R], dtype=torch.int32))
+    rows_of_expert = products.rows(torch.empty(R, 1))
+    assert experts.tile_for(experts.PRODUCT_TILES, rows_of_expert) == product_tile
+    assert experts.tile_for(experts.GRADIENT_TILES, rows_of_expert) == gradient_tile
+
+
+# -----------------------------------------------------------------------------
+# The choice
+
+@pytest.fixture
+def installed(monkeypatch):
+    """quack-kernels in the version that was tried."""
+    forget()
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: experts.TESTED)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("change, is_taken", [
+    ({}, True), (dict(n_experts=0), False), (dict(capacity_factor=1.0), False), (dict(dtype="fp16"), False),
+    (dict(dtype="fp32"), False), (dict(kernels="plain"), False), (dict(deterministic=True), False),
+    (dict(mlp="relu2"), False), (dict(n_embd=96), False), (dict(ffn_hidden=200), False),
+    (dict(recompute="full"), True), (dict(n_shared_experts=1), True)], ids=str)
+def test_when_it_is_taken(change, is_taken, installed):
+    cfg = dataclasses.replace(WIDE, **change)
+    with mock.patch.multiple(torch.cuda, **HOPPER):
+        assert experts.is_taken(cfg, ONE, CUDA) == is_taken
+        assert not experts.is_taken(cfg, Axis("ep", size=2), CUDA), "rows come from other ranks"
+        assert not experts.is_taken(cfg, ONE, torch.device("cpu"))
+        assert not experts.is_taken(cfg, ONE, torch.device("cuda"))  # plan.py's
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
+        assert not experts.is_taken(cfg, ONE, CUDA)
+
+
+def test_the_choice_gives_layers_their_dispatcher(installed):
+    """choose.Choice governs it, so bench/ can turn it off."""
+    with mock.patch.multiple(torch.cuda, **HOPPER):
+        choice = choose(WIDE, MESH, CUDA)
+    assert choice.dispatcher_maker(WIDE) is experts.LocalByQuack
+    assert choice.products_by() == f"quack-kernels {experts.TESTED}"
+    without = choice._replace(quack=False)
+    assert without.dispatcher_maker(WIDE) is moe.plain_dispatcher and without.products_by() == OURS
+
+
+@pytest.mark.parametrize("version, fault, words", [
+    (missing, None, "not installed"), (lambda package: "0.7", None, "version 0.7 was not tried"),
+    (None, ("fast.experts.library", broken), "cannot be imported: no cutlass")],
+    ids=["none", "another version", "it cannot be imported"])
+def test_without_the_version_that_was_tried_ours_multiply(version, fault, words, installed):
+    """A reason is told where it is installed, and where the run could have taken it."""
+    if version:
+        installed.setattr(importlib.metadata, "version", version)
+    with planted(*fault or ON_A_CPU[0]), mock.patch.multiple(torch.cuda, **HOPPER):
+        assert words in experts.problem() and not experts.is_taken(WIDE, ONE, CUDA)
+        assert experts.why_not(WIDE, ONE, CUDA) == ("" if version is missing else experts.problem())
+        assert experts.why_not(dataclasses.replace(WIDE, kernels="plain"), ONE, CUDA) == ""
+        assert experts.why_not(WIDE, ONE, torch.device("cpu")) == ""
+
+
+def test_the_workloads_that_were_measured_take_it(installed):
+    """W2b of bench/speed.py; not W1, nor W2a, which drops rows."""
+    workloads = {"dense-210m": False, "moe-4b --capacity-factor 1.0": False, "moe-4b": True}
+    with mock.patch.multiple(torch.cuda, **HOPPER):
+        for flags, is_taken in workloads.items():
+            assert experts.is_taken(parse(flags.split(), data="synthetic"), ONE, CUDA) == is_taken
+
+
+EXPERTS = [*TINY, "--steps=5", "--n-experts=4", "--top-k=2"]
+
+
+def test_a_run_with_it_is_the_run_without(tmp_path):
+    """It says who multiplies."""
+    said = session(World(), [*EXPERTS, f"--out={tmp_path}/plain"])
+    assert said["code"] == 0 and "quack" not in said["out"], said
+    chosen = ("fast.experts.is_taken", lambda original, cfg, ep, device: True)
+    with planted(*chosen), planted("fast.experts.version", lambda original: "0.6.5"), \
+            planted(*OURS_ON_A_CPU[0]), planted(*OURS_ON_A_CPU[1]), planted(*OURS_ON_A_CPU[2]):
+        said = session(World(), [*EXPERTS, f"--out={tmp_path}/quack"])
+    assert said["code"] == 0, said["err"]
+    assert "experts' products by quack-kernels 0.6.5" in said["out"] and "--kernels plain" in said["out"]
+    for got, want in zip(rows(tmp_path / "quack"), rows(tmp_path / "plain"), strict=True):
+        assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_a_run_says_why_ours_multiply(tmp_path):
+    with planted("fast.experts.why_not", lambda original, cfg, ep, device: f"no {device}"):
+        said = session(World(), [*EXPERTS, f"--out={tmp_path}"])
+    assert said["code"] == 0, said["err"]
+    assert "experts' products by ours: quack-kernels is installed, but no cpu" in said["out"]
+
+
+def test_a_dense_model_says_nothing(capsys):
+    log.say_who_multiplies(WIDE, torch.nn.Linear(2, 2))
+    assert capsys.readouterr().out == ""
+
+
+# -----------------------------------------------------------------------------
+# The library itself
+
+def test_the_librarys_own_kernels():
+    """In bf16, with few and with many rows of an expert, one of which has none: torch's products."""
+    forget()
+    if not torch.cuda.is_available() or not is_hopper(CUDA) or experts.version() != experts.TESTED:
+        pytest.skip(f"quack-kernels {experts.TESTED} is not installed here, or there is no Hopper GPU")
+    from quack import gemm_interface
+    from quack.gemm_config import GemmConfig
+
+    def config(original, rows, columns, pingpong, cluster_rows, cluster_columns):
+        return GemmConfig(tile_m=rows, tile_n=columns, pingpong=pingpong, cluster_m=cluster_rows,
+                          cluster_n=cluster_columns, is_dynamic_persistent=False, device_capacity=9)
+    with planted("fast.experts.library", lambda original: gemm_interface), \
+            planted("fast.experts.config", config):
+        for sizes in ([100, 0, 333, 79], [1500, 0, 1200, 2000], [5000, 4000, 0, 9000]):
+            check_kernels(sizes)
+
+
+def check_kernels(sizes):
+    ends = torch.tensor(sizes, device="cuda").cumsum(0).to(torch.int32)
+    R, I, O = sum(sizes), 192, 320
+    x, grad = (torch.randn(R, n, device="cuda", dtype=torch.bfloat16) for n in (I, O))
+    w = torch.randn(len(sizes), O, I, device="cuda", dtype=torch.bfloat16)
+    products = experts.QuackProducts(ends)
+    want = [our_product(x, w.mT, ends), our_product(grad, w, ends), our_gradient(grad, x, ends)]
+    with mock.patch.object(grouped_mm, "has_many_rows", lambda x, ends: False):
+        got = [products.experts_mm(x, w.mT, ends), products.experts_mm(grad, w, ends),
+               products.experts_wgrad(grad, x, ends)]
+    for mine, theirs in zip(got, want, strict=True):
+        difference = (mine.float() - theirs.float()).norm() / theirs.float().norm()
+        assert difference < 1e-3, (sizes, mine.shape, difference)
