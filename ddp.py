@@ -99,11 +99,12 @@ def block_of(name):
 
 
 def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS, optimizer="adamw"):
-    """Return the Contents of each bucket, in the order in which backward fills the buckets.
+    """Return the Contents of each bucket, roughly in the order in which backward fills the buckets.
 
     Backward reaches the last layers first, so buckets are filled in reverse. Vectors (norms,
     biases) have buckets of their own, because they are not decayed and each bucket is one tensor of
-    the optimizer. With Muon, the matrices inside blocks have buckets of their own, too. A bucket of
+    the optimizer. With Muon, the matrices inside blocks have buckets of their own, too. Buckets
+    that are still open at the end come last, in the order in which they were begun. A bucket of
     matrices is closed
         under ZeRO-0 and ZeRO-1   when it has bucket_elements
         under ZeRO-2              at the first end of a block after that: the gradients of a block

@@ -191,7 +191,7 @@ class ZeRO2(DataParallel):
     def make_bucket(self, contents, axis, dtype, comm):
         if not uses_slot(axis):
             return super().make_bucket(contents, axis, dtype, comm)
-        # Buckets are made in the order in which backward fills them, so neighbours alternate slots.
+        # Buckets are made roughly in the order in which backward fills them: neighbours alternate.
         comm.slot = self.slots[len(self.buckets) % 2]
         bucket_class = self.matrix_bucket if contents.decayed else SlotBucket
         return bucket_class(contents, axis, self.zero, dtype, comm)
