@@ -4,7 +4,8 @@ On one stage, one_stage() does forward and backward of one micro-batch after the
 only zero_loss() of the rest of this file. Over several stages the order is 1F1B.
 
 1F1B (PipeDream-flush, arXiv:2104.04473, figure 4) with 4 stages and 6 micro-batches. Fi and Bi are
-the forward and the backward of micro-batch i:
+the forward and the backward of micro-batch i. For 2 stages docs/pipeline-schedules.md has a drawing
+that is enough:
 
     stage 0  F0 F1 F2 F3          B0 F4 B1 F5 B2    B3    B4    B5
     stage 1     F0 F1 F2       B0 F3 B1 F4 B2 F5 B3    B4    B5
@@ -216,10 +217,15 @@ class Op(NamedTuple):
 def schedule(rank, ranks, chunks, micro_batches, backward=True):
     """Return the Ops of one rank, in the order in which the rank does them.
 
-    With one chunk, plain 1F1B, forwards is F0 F1 F2 ... and backwards B0 B1 B2 ..., up to a
-    multiple of p, the number of ranks; existing() drops those that are not there. warmup is then
-    p - 1 - rank. With several chunks, micro-batches go through a chunk p at a time. When rank 0 has
-    sent the p-th on, the first has come around the ring of ranks.
+    One chunk, plain 1F1B, 2 ranks and 4 micro-batches:
+
+        rank 0    F0 F1 B0 F2 B1 F3 B2 B3    (warmup 1)
+        rank 1    F0 B0 F1 B1 F2 B2 F3 B3    (warmup 0)
+
+    forwards is F0 F1 F2 ... and backwards B0 B1 B2 ..., up to a multiple of p, the number of ranks;
+    existing() drops those that are not there. warmup is then p - 1 - rank. With several chunks,
+    micro-batches go through a chunk p at a time. When rank 0 has sent the p-th on, the first has
+    come around the ring of ranks.
     """
     forwards = []
     backwards = []
@@ -338,9 +344,9 @@ class Exchange:
 class Ring:
     """Walks a timetable on this rank: does its Ops, sends their results, receives their inputs.
 
-    A message is an activation (n, C) or its gradient. A rank waits for its Exchanges in order, so
-    at time t of the table it waits only for messages that others send at or before t. The rank
-    that is furthest behind finds all of them sent, so some rank always goes on.
+    A message is an activation (n, C) or its gradient. A rank waits for its Exchanges in order, at
+    time t of the table only for messages that others send at or before t. So no circle of waits
+    can arise: docs/pipeline-schedules.md says why.
     """
 
     def __init__(self, model, n_tokens, timers=untimed):
