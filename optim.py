@@ -383,7 +383,7 @@ class Optimizer:
         correction = (1 - beta2 ** wide).sqrt()
         scalars = torch.stack([step_size, correction, divisor, not_finite]).float()
         grads = self.of_adam(self.grads)
-        for i in reversed(range(len(grads))):  # The first layers go first.
+        for i in reversed(range(len(grads))):  # Roughly the first layers go first.
             bucket = self.adam_buckets[i]
             master = self.adam.params[i]
             state = self.adam.state[master]
