@@ -17,19 +17,20 @@ same parameters. Under ZeRO-1, the slice of each rank is a quarter of the bucket
     master              | fp32     |   AdamW updates it; its two moments are as long
     own                 | rounded  |   = flat[own_slice]: the new master, sent to the others
 
-A rank updates only its slice. The table shows what a rank keeps under each --zero. A slot is memory
-for one whole bucket. A part of the model is its embedding, a block, or its head (zero.py):
+A rank updates only its slice. The table shows what a rank keeps of a bucket under each --zero, and
+in brackets what it keeps once for the whole model. A slot is memory for one whole bucket. A part is
+the embedding, a block, or the head (zero.py):
 
               flat (weights)                grad                           master, moments
     zero 0    n                             n, summed by all-reduce        n: the slice is all n
     zero 1    n                             n, summed by reduce-scatter    n/4
-    zero 2    n                             grad_total n/4; 2 slots        n/4
-    zero 3    own n/4; flat of 2 parts      grad_total n/4; 2 slots        n/4
+    zero 2    n                             grad_total n/4 (+ 2 slots)     n/4
+    zero 3    own n/4 (+ flat of 2 parts)   grad_total n/4 (+ 2 slots)     n/4
 
 In an fp32 model, master and own are the same memory.
 
 bucket.axis has the ranks over which the gradients are summed: those that hold the same parameters.
-Its ranks form two axes (parallel.Sharing), and one rule serves every --zero: gradients are
+Its ranks form two axes (parallel.Sharing), and one order serves every --zero: gradients are
 reduce-scattered over bucket.shard, whose ranks keep different slices. Then the slice is all-reduced
 over bucket.replicas, whose ranks keep the same slice.
 
@@ -44,7 +45,6 @@ grad in bf16. A LoneBucket has no copy: grad is what backward made. In fast/peer
 memory of its own.
 """
 import contextlib
-import functools
 import itertools
 import weakref
 from collections import Counter
@@ -99,11 +99,12 @@ def block_of(name):
 
 
 def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS, optimizer="adamw"):
-    """Return the Contents of each bucket, in the order in which backward fills the buckets.
+    """Return the Contents of each bucket, roughly in the order in which backward fills the buckets.
 
     Backward reaches the last layers first, so buckets are filled in reverse. Vectors (norms,
     biases) have buckets of their own, because they are not decayed and each bucket is one tensor of
-    the optimizer. With Muon, the matrices inside blocks have buckets of their own, too. A bucket of
+    the optimizer. With Muon, the matrices inside blocks have buckets of their own, too. Buckets
+    that are still open at the end come last, in the order in which they were begun. A bucket of
     matrices is closed
         under ZeRO-0 and ZeRO-1   when it has bucket_elements
         under ZeRO-2              at the first end of a block after that: the gradients of a block
@@ -219,12 +220,14 @@ class FlatBuffers:
         self.own_slice = self.slice_of_rank(self.shard.rank, n)
         first = self.params[0]
         wide = torch.promote_types(first.dtype, torch.float32)
+        # In an fp32 model one memory has several names: master = own = flat[own_slice] =
+        # weights[own_slice]. In a bf16 model flat and own are bf16, and master is a copy.
         weights = torch.zeros(n, dtype=wide, device=first.device)  # The last n - used are padding.
         self.flat, self.grad, self.grad_total = comm.allocate(
             self.shard, self.own_slice, weights, dtype or first.dtype)
         self.grad_windows = self.windows(self.grad)  # of each parameter
         self.adopt_parameters(weights)
-        self.master = weights[self.own_slice]  # In an fp32 model, this is a window of flat.
+        self.master = weights[self.own_slice]
         if weights is not self.flat:
             self.master = self.master.clone()  # A view would keep the memory of all n weights.
         self.own = self.flat[self.own_slice]
@@ -453,16 +456,22 @@ class DataParallel:
         if self.split_masters and contents.optimizer == "adamw":
             bucket.split_master()
         self.buckets.append(bucket)
-        # A parameter holds its hook. If the hook held the bucket, which holds the parameter, none
-        # of them would ever be freed. So the hook's references are weak.
+        for i, p in enumerate(bucket.params):
+            p.register_post_accumulate_grad_hook(self.make_hook(bucket, i))
+
+    def make_hook(self, bucket, i):
+        """Return what backward calls when it has written p.grad of the bucket's parameter i.
+
+        A parameter holds its hook. If the hook held the bucket, which holds the parameter, none of
+        them would ever be freed. So the hook's references are weak.
+        """
         weak_bucket = weakref.proxy(bucket)
         weak_self = weakref.proxy(self)
 
-        def hook(i, parameter):
+        def hook(parameter):
             weak_bucket.on_grad_ready(i, weak_self.completes_grads)
 
-        for i, p in enumerate(bucket.params):
-            p.register_post_accumulate_grad_hook(functools.partial(hook, i))
+        return hook
 
     def make_bucket(self, contents, axis, dtype, comm):
         """Return a bucket of the class that this data parallelism uses."""

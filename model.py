@@ -17,7 +17,7 @@ what this rank has.
     N R    N = n*K copies of this rank's rows, one for each expert that a row visits;
            R copies that this rank's experts received
     ()     a tensor of one number, without dimensions
-In ddp.py, zero.py and Axis, n is the length of a buffer.
+In ddp.py and zero.py, n is the length of a whole buffer. In Axis, m is that of one rank's part.
 
 Between the blocks the tokens lie flat, (n, C). Each tp rank holds n contiguous rows of the B*t.
 parallel.py's primitives are the identity on an axis of one rank, so few lines ask for the size of

@@ -4,10 +4,11 @@ A row is a token's vector (C,). It travels as K copies, one to each of its exper
 factor by which an expert's result is multiplied.
 
 With two ranks, --ep 2 and E = 8, rank 0 holds the experts 0 to 3 and rank 1 the experts 4 to 7, and
-each rank has sequences of its own: ep adds no ranks. So dp is 2. The ranks of a stage are viewed a
-second time as (edp, ep), where edp counts the ranks with the same experts, here 1. Each rank holds
-e = E / ep experts, and expert i lives on ep rank i // e. No two ranks of a stage hold the same
-rows, because dp and cp split sequences and tp splits rows; so an expert's matrices need no tp.
+each rank has sequences of its own: ep adds no ranks. For rank 0, dp is {0, 1}, ep is {0, 1}, and
+edp, the ranks with the same experts, is {0}: ep and edp count the ranks of a stage again, by their
+experts. Each rank holds e = E / ep experts, and expert i lives on ep rank i // e. No two ranks of a
+stage hold the same rows, because dp and cp split sequences and tp splits rows; so an expert's
+matrices need no tp.
 
 The drawing has four ranks, ep 4, four experts, K = 1; a letter is the expert that a row visits:
 
@@ -312,14 +313,17 @@ class AllToAll(Dispatcher):
         # E counts to the experts' owners, over ep. Counts take this method. Rows take the function
         # all_to_all, which has a gradient.
         received_counts = ep.all_to_all(copies.counts).view(ep.size, self.e)
+        # No part of the plan: fast/graph.py reads it. It stands before the sync point, where the
+        # device computes it while the host waits.
         torch.maximum(self.rows_needed, received_counts.sum(), out=self.rows_needed)
+
         # Sync point, the only one here: all_to_all takes the sizes of its messages from the host.
         send, receive = torch.stack([sent_counts.sum(1), received_counts.sum(1)]).tolist()
         R = sum(receive)
 
         # Received rows stand by sender, and by expert among those of one sender. A local expert has
-        # a number from 0 to e - 1, on each rank. With the counts [[2, 1], [0, 3]], local_expert is
-        # [0 0 1 | 1 1 1].
+        # a number from 0 to e - 1, on each rank. With the counts [[2, 1], [1, 2]], local_expert is
+        # [0 0 1 | 0 1 1], and by_expert is [0 1 3 | 2 4 5].
         numbers = torch.arange(self.e, device=expert_ids.device).repeat(ep.size)  # (ep*e,)
         row_counts = received_counts.flatten()  # (ep*e,)
         local_expert = numbers.repeat_interleave(row_counts, output_size=R)  # (R,)

@@ -445,7 +445,7 @@ class Muon:
             vector = self.directions(group, divisor, not_finite)
             # All matrices of a shape are computed together, in fp16 in a 16-bit model.
             updates = group.orthogonalise(vector).split(group.sizes)
-            for i in reversed(range(len(updates))):  # The first layers go first.
+            for i in reversed(range(len(updates))):  # Roughly the first layers go first.
                 self.update(group.buckets[i], updates[i], lr * self.lr_factor, not_finite)
                 self.data_parallel.on_updated(group.buckets[i])
 

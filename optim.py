@@ -2,8 +2,8 @@
 
 In one step, stats() sums loss and norms over the world. Then step() clips and updates this rank's
 slice of every bucket (without ZeRO the slice is everything) and passes each updated bucket to
-DataParallel.on_updated, which sends it. A step never synchronises with the host: gradients that are
-not finite make it a no-op on the device.
+DataParallel.on_updated, which sends it. stats() and step() never synchronise with the host:
+gradients that are not finite make step() a no-op on the device.
 """
 import math
 from typing import NamedTuple
@@ -241,8 +241,8 @@ class Optimizer:
     def masters_to_model(self, buckets=None):
         """Round the masters into the model's weights, here and, under ZeRO, on the other ranks.
 
-        buckets: in backward's order, by default all. This function starts with the first layers,
-        because the next forward needs them first.
+        buckets: in the order of ddp.assign_buckets, by default all. This function goes through them
+        backwards, so roughly the first layers, which the next forward needs first, come first.
         """
         for bucket in reversed(buckets or self.data_parallel.buckets):
             if not isinstance(bucket.master, SplitMaster):  # That one has rounded into own already.
@@ -383,7 +383,7 @@ class Optimizer:
         correction = (1 - beta2 ** wide).sqrt()
         scalars = torch.stack([step_size, correction, divisor, not_finite]).float()
         grads = self.of_adam(self.grads)
-        for i in reversed(range(len(grads))):  # The first layers go first.
+        for i in reversed(range(len(grads))):  # Roughly the first layers go first.
             bucket = self.adam_buckets[i]
             master = self.adam.params[i]
             state = self.adam.state[master]

@@ -93,7 +93,7 @@ class Axis:
         return dist.all_reduce(x, op, group=self.group, async_op=async_op)
 
     def all_gather(self, x):
-        """(n, ...) on each rank -> (n*size, ...) on all, in the order of the ranks."""
+        """(m, ...) on each rank -> (m*size, ...) on all, in the order of the ranks."""
         if self.size == 1:
             return x
         out = x.new_empty(x.size(0) * self.size, *x.shape[1:])
@@ -102,7 +102,7 @@ class Axis:
         return out
 
     def reduce_scatter(self, x):
-        """(n*size, ...) on each rank -> (n, ...): of the sum, rank r's rows r*n to (r+1)*n."""
+        """(m*size, ...) on each rank -> (m, ...): of the sum, rank r's rows r*m to (r+1)*m."""
         if self.size == 1:
             return x
         out = x.new_empty(x.size(0) // self.size, *x.shape[1:])
@@ -151,12 +151,12 @@ class Axis:
         return self._all_reduce(x, dist.ReduceOp.SUM, async_op=True)
 
     def start_reduce_scatter(self, out, x):
-        """Return a handle. After wait(), out (n,) is this rank's slice of x's sum (n*size,)."""
+        """Return a handle. After wait(), out (m,) is this rank's slice of x's sum (m*size,)."""
         self.record("reduce-scatter", x, self.ring_bytes(x))
         return reduce_scatter_single(out, x, group=self.group, async_op=True)
 
     def start_all_gather(self, out, x):
-        """Return a handle. After wait(), out (n*size,) holds the x (n,) of all ranks, in order."""
+        """Return a handle. After wait(), out (m*size,) holds the x (m,) of all ranks, in order."""
         self.record("all-gather", out, self.ring_bytes(out))
         return all_gather_single(out, x, group=self.group, async_op=True)
 
@@ -337,15 +337,15 @@ def adopt_parameters(module):
 
 # -----------------------------------------------------------------------------
 # Tensor and sequence parallelism: the two collectives around attention and around the MLP
-#   gather_rows   before: each rank has n of the B*t rows, and its columns of a matrix need all.
+#   gather_rows   before: each rank has n of the B*t rows, and its output features need all of them.
 #                 Forward is an all-gather, backward a reduce-scatter.
 #   scatter_rows  after: each rank has a partial sum of every row, and keeps n rows of the total.
 #                 Forward is a reduce-scatter, backward an all-gather.
 # In arXiv:2205.05198, figure 5, they are called g and g-bar. They send as many bytes as the
 # all-reduces of Megatron-LM's first paper (arXiv:1909.08053, figure 3).
-# Every tp rank computes the same loss, which is not divided by tp. Its backward starts from the
-# rank's own columns of the logits only, so in backward of the head's gather_rows the
-# reduce-scatter adds each column's part of the gradient once.
+# All tp ranks call backward on the same loss. Is the gradient then counted once per rank? No: each
+# rank's backward covers only its own columns of the logits, and the reduce-scatter in backward of
+# the head's gather_rows adds these parts.
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod

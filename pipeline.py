@@ -4,7 +4,8 @@ On one stage, one_stage() does forward and backward of one micro-batch after the
 only zero_loss() of the rest of this file. Over several stages the order is 1F1B.
 
 1F1B (PipeDream-flush, arXiv:2104.04473, figure 4) with 4 stages and 6 micro-batches. Fi and Bi are
-the forward and the backward of micro-batch i:
+the forward and the backward of micro-batch i. For 2 stages docs/pipeline-schedules.md has a drawing
+that is enough:
 
     stage 0  F0 F1 F2 F3          B0 F4 B1 F5 B2    B3    B4    B5
     stage 1     F0 F1 F2       B0 F3 B1 F4 B2 F5 B3    B4    B5
@@ -60,14 +61,14 @@ def forward_backward(model, data_parallel, batches, n_trained, loss_scale=None,
 
 def one_stage(model, data_parallel, batches, n_trained, loss_scale, before_forward):
     """Do the forward and the backward of each micro-batch in turn."""
-    mean_loss = zero_loss(model)
+    loss_part = zero_loss(model)  # this rank's part of the mean loss
     for i, (x, y, *places) in enumerate(batches):
         before_forward(i, 0)
         with data_parallel.timers("forward"):
             # The loss is a sum over x's tokens, the same on all tp ranks.
             loss, router_loss = model(x, y, *places)
         loss = loss / n_trained  # the one division
-        mean_loss = mean_loss + loss.detach()
+        loss_part = loss_part + loss.detach()
         # The one exception: the router's loss, 0 without experts, is a mean over each micro-batch,
         # so it is divided by the number of micro-batches of the global batch.
         loss = loss + router_loss / (len(batches) * model.mesh.dp.size)
@@ -76,12 +77,12 @@ def one_stage(model, data_parallel, batches, n_trained, loss_scale, before_forwa
         data_parallel.announce_backward(completes_grads=is_last)
         with data_parallel.timers("backward"):
             loss.backward(loss_scale)  # None, and so 1, except in fp16
-    return mean_loss
+    return loss_part
 
 
 def several_stages(model, data_parallel, batches, n_trained, loss_scale, before_forward):
     """Do all micro-batches over several stages: a Ring calls forward and backward in order."""
-    mean_loss = zero_loss(model)
+    loss_part = zero_loss(model)
     awaiting_backward = {}  # (micro-batch, chunk): (input, output, router loss)
     backwards_done = [0] * len(model.chunks)
 
@@ -97,7 +98,7 @@ def several_stages(model, data_parallel, batches, n_trained, loss_scale, before_
             out, router_loss = model(*batches[i], hidden=hidden, chunk=chunk)
         if is_last_stage(model, chunk):
             out = out / n_trained  # the one division
-            mean_loss.add_(out.detach())
+            loss_part.add_(out.detach())
         # The one exception: see one_stage.
         router_loss = router_loss / (len(batches) * model.mesh.dp.size)
         awaiting_backward[i, chunk] = hidden, out, router_loss
@@ -120,7 +121,7 @@ def several_stages(model, data_parallel, batches, n_trained, loss_scale, before_
         return None if hidden is None else hidden.grad
 
     Ring(model, batches[0][0].numel(), data_parallel.timers).walk(len(batches), forward, backward)
-    return mean_loss
+    return loss_part
 
 
 @torch.no_grad()
@@ -216,10 +217,15 @@ class Op(NamedTuple):
 def schedule(rank, ranks, chunks, micro_batches, backward=True):
     """Return the Ops of one rank, in the order in which the rank does them.
 
-    With one chunk, plain 1F1B, forwards is F0 F1 F2 ... and backwards B0 B1 B2 ..., up to a
-    multiple of p, the number of ranks; existing() drops those that are not there. warmup is then
-    p - 1 - rank. With several chunks, micro-batches go through a chunk p at a time. When rank 0 has
-    sent the p-th on, the first has come around the ring of ranks.
+    One chunk, plain 1F1B, 2 ranks and 4 micro-batches:
+
+        rank 0    F0 F1 B0 F2 B1 F3 B2 B3    (warmup 1)
+        rank 1    F0 B0 F1 B1 F2 B2 F3 B3    (warmup 0)
+
+    forwards is F0 F1 F2 ... and backwards B0 B1 B2 ..., up to a multiple of p, the number of ranks;
+    existing() drops those that are not there. warmup is then p - 1 - rank. With several chunks,
+    micro-batches go through a chunk p at a time. When rank 0 has sent the p-th on, the first has
+    come around the ring of ranks.
     """
     forwards = []
     backwards = []
@@ -312,10 +318,14 @@ def messages_between(ended_ops, chunks):
 
 
 class Exchange:
-    """Messages of one rank that were started together.
+    """All messages that one rank sends and receives at one time of the timetable, in one batch.
 
-    With two ranks, the previous rank and the next rank are the same peer, and only the order of the
-    messages tells them apart. So all messages of one time are sent and received in one batch.
+    NCCL does the calls between two ranks one after the other. If both ranks began with a send to
+    the other, each would wait for the other's receive. In a batch, sends and receives run together.
+
+    Only their order tells the messages from one rank to another apart. With one chunk, all of them
+    are of one kind, activations or gradients. With two ranks and --pp-chunks, both kinds go both
+    ways, and a batch has at most one message each way, because a rank ends one Op at a time.
     """
 
     def __init__(self, operations):
@@ -334,9 +344,9 @@ class Exchange:
 class Ring:
     """Walks a timetable on this rank: does its Ops, sends their results, receives their inputs.
 
-    A message is an activation (n, C) or its gradient. A rank waits for its Exchanges in order, so
-    at time t of the table it waits only for messages that others send at or before t. The rank
-    that is furthest behind finds all of them sent, so some rank always goes on.
+    A message is an activation (n, C) or its gradient. A rank waits for its Exchanges in order, at
+    time t of the table only for messages that others send at or before t. So no circle of waits
+    can arise: docs/pipeline-schedules.md says why.
     """
 
     def __init__(self, model, n_tokens, timers=untimed):

@@ -104,11 +104,11 @@ class Step:
     def __call__(self, batches, number, full=True, guard=None, n_trained=None):
         """Do step `number`, counted from 1. Return (optim.StepStats, refused).
 
-        batches: from micro_batches(). full: whether to compute num_zeros and param_norm,
-        too. guard: a skip.Guard, on the host, that may veto the update. n_trained: what the loss is
-        divided by; a run passes trained_tokens(), and None, as in some tests, means all tokens of
-        the global batch. refused: a () tensor, 1.0 if the device left weights and moments as
-        they are, because the gradient's norm was not finite, else 0.0; None after a veto.
+        batches: from micro_batches(). n_trained: what the loss is divided by; a run passes
+        trained_tokens(), and None means all tokens of the global batch. The rest can wait. full:
+        whether to compute num_zeros and param_norm, too. guard: a skip.Guard, which may veto the
+        update. refused: () 1.0 if nothing changed, because the norm of the gradient was not finite,
+        else 0.0; None after a veto.
         """
         loss = self.gradients(batches, number, n_trained=n_trained)
         with self.data_parallel.timers("norm"):

@@ -96,7 +96,8 @@ class SlotBucket(FlatBuffers):
 
     def reset(self):
         self.missing = set(range(len(self.params)))  # whose gradient of this micro-batch is to come
-        self.pending_params = len(self.params)  # how many wait for that of the last micro-batch
+        # How many gradients of the step's last micro-batch are to come; only --shard needs it.
+        self.pending_params = len(self.params)
         self.total_is_empty = True  # Nothing has been added to grad_total in this step.
         self.reduce_handle = None
         self.reduces_last = False  # The reduce under way has the last gradients of this step.
@@ -191,7 +192,7 @@ class ZeRO2(DataParallel):
     def make_bucket(self, contents, axis, dtype, comm):
         if not uses_slot(axis):
             return super().make_bucket(contents, axis, dtype, comm)
-        # Buckets are made in the order in which backward fills them, so neighbours alternate slots.
+        # Buckets are made roughly in the order in which backward fills them: neighbours alternate.
         comm.slot = self.slots[len(self.buckets) % 2]
         bucket_class = self.matrix_bucket if contents.decayed else SlotBucket
         return bucket_class(contents, axis, self.zero, dtype, comm)
@@ -352,9 +353,10 @@ class ZeRO3(ZeRO2):
             return
         if not x.requires_grad:  # No weight before the first block is trained, with --lora.
             x.requires_grad_()
-        # This part may be freed when the gradient of x is complete. Each of its matrices is on a
-        # way from x to the loss, so backward has multiplied by all of them. The gradients of the
-        # weights themselves may still be missing, but they are made without the weights.
+        # The output of part - 1 is x, so backward reaches part - 1 when the gradient of x is
+        # complete. Then this part may be freed: each of its matrices is on a way from x to the
+        # loss, so backward has multiplied by all of them. The gradients of the weights themselves
+        # may still be missing, but they are made without the weights.
         x.register_hook(lambda grad: self.move_to_part(part - 1, backward=True))
 
     def move_to_part(self, part, backward=False):

@@ -179,7 +179,7 @@ FAULTS = {  # thread: what went wrong there: (model, (ranks, layout), faults)
         MOE, TP, group("stage", "dp")),
     "torchtitan #2972: a pipeline divides the logged loss alone": (
         LLAMA, PP, ("pipeline.several_stages", "out = out / n_trained  # the one division\n            "
-                    "mean_loss.add_(out.detach())", "mean_loss.add_(out.detach() / n_trained)")),
+                    "loss_part.add_(out.detach())", "loss_part.add_(out.detach() / n_trained)")),
     "torchtitan #1733: a total rescaled at each accumulation": (
         LLAMA, PP, ("ops.flat.accumulate", scaled_at_each_addition)),
     "torchtitan #2206: the mean of each micro-batch's mean": (
