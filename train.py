@@ -298,7 +298,7 @@ class Run:
                 stats = self.take_step(batches, number)
                 # ---------------- training section end
                 self.end_step(number, batch)
-                profiles.end_traced_step(trace, self.parts.model)
+                profiles.end_traced_step(trace, self.parts)
                 self.log(number, batch, stats)
                 self.check_replicas(number)
                 self.poll_stop(number, seconds=time.monotonic() - begun)

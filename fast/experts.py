@@ -1,9 +1,10 @@
-"""Experts' products by quack-kernels, where that is installed: the fast twin of the two in ops/grouped_mm.py.
+"""Experts' products by quack-kernels, with --kernels quack: the fast twin of the two in ops/grouped_mm.py.
 
     pip install quack-kernels==0.6.5        (the version that was run; flash-attn-4 installs it, too)
 
-The library compiles a kernel when it is first called, and keeps it on the disk. Its products equal torch's to
-the bit. docs/machines.md says what it saves, and in which shapes it was run.
+The library compiles a kernel when it is first called, and keeps it on the disk. Its products equalled torch's
+to the bit, where they ran alone on a GPU. A whole run by them was not tried there, so --kernels auto does not
+take them. docs/machines.md has the shapes and what they may save.
 
     LocalByQuack   the token dispatcher of a rank with all experts, whose plans say that quack multiplies
     QuackProducts  what ops/routed_experts.py calls in the place of ops/grouped_mm.py
@@ -88,17 +89,17 @@ class LocalByQuack(moe.Local):
 def is_taken(cfg, ep, device):
     """Whether the library multiplies experts' rows in a run. ep: mesh.ep. plan.py's device has no index."""
     is_planned = device.index is None
-    return not is_planned and version() == TESTED and would_fit(cfg, ep, device) and not problem()
+    return not is_planned and cfg.kernels == "quack" and not why_not(cfg, ep, device)
 
 
 def why_not(cfg, ep, device):
-    """Return why a run cannot take the library that is installed for it, or ""."""
-    return problem() if version() and would_fit(cfg, ep, device) else ""
-
-
-def would_fit(cfg, ep, device):
-    """Whether the library would multiply here, where it is installed."""
-    return cfg.kernels == "auto" and fits(cfg, ep) and is_hopper(device)
+    """Return why a run that asks for the library cannot take it, or ""."""
+    if not is_hopper(device):
+        return "it has kernels for Hopper GPUs"
+    if not fits(cfg, ep):
+        return (f"it was tried with dropless SwiGLU experts of one rank, in bf16, of widths that {WIDTHS} "
+                "divides, without --deterministic")
+    return problem()
 
 
 def fits(cfg, ep):
@@ -117,4 +118,4 @@ def version():
 @functools.cache
 def problem():
     """Return why the library cannot be taken, or "". The function of it that we call is not public."""
-    return libraries.problem_of(version(), TESTED, library)
+    return libraries.problem_of(PACKAGE, version(), TESTED, library)

@@ -113,7 +113,7 @@ def why_not(cfg, device):
 
 def would_fit(cfg, device):
     """Whether the library would attend here, where it is installed."""
-    return cfg.kernels == "auto" and fits(cfg) and is_hopper(device)
+    return cfg.kernels != "plain" and fits(cfg) and is_hopper(device)
 
 
 def fits(cfg):
@@ -135,4 +135,4 @@ def version():
 @functools.cache
 def problem():
     """Return why the library cannot be taken, or "". The two functions of it that we call are not public."""
-    return libraries.problem_of(version(), TESTED, library)
+    return libraries.problem_of(PACKAGE, version(), TESTED, library)

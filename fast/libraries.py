@@ -10,10 +10,11 @@ def version_of(package):
         return ""
 
 
-def problem_of(version, tested, load):
+def problem_of(package, version, tested, load):
     """Return why a library cannot be taken, or "". version: version_of(). load() imports what is called."""
     if version != tested:
-        return f"version {version} was not tried, {tested} was" if version else "it is not installed"
+        found = f"version {version} was not tried, {tested} was" if version else "it is not installed"
+        return f"{found}; pip install {package}=={tested}"
     try:
         load()
     except Exception as e:

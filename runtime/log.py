@@ -362,14 +362,17 @@ def started(cfg, model, resumed, batch, source, skip):
 
 
 def say_who_multiplies(cfg, model):
-    """Name the library that multiplies experts' rows, or why one that is installed does not."""
+    """With --kernels quack, say whether the library multiplies experts' rows, and if not, why."""
+    if cfg.kernels != "quack":
+        return
     dispatchers = [module.dispatcher for module in model.modules() if hasattr(module, "dispatcher")]
     if any(isinstance(dispatcher, experts.LocalByQuack) for dispatcher in dispatchers):
-        say(f"  experts' products by quack-kernels {experts.version()}, which the first step compiles; "
-            "--kernels plain takes ours")
+        say(f"  experts' products by quack-kernels {experts.version()}, which the first step compiles")
+        return
+    problem = "the model has no experts"
     for dispatcher in dispatchers[:1]:
-        if problem := experts.why_not(cfg, dispatcher.ep, next(model.parameters()).device):
-            say(f"  experts' products by ours: quack-kernels is installed, but {problem}")
+        problem = experts.why_not(cfg, dispatcher.ep, next(model.parameters()).device)
+    say(f"  --kernels quack: no products by quack-kernels: {problem}")
 
 
 def say_what_has_no_effect(cfg, mesh):

@@ -47,14 +47,15 @@ def tracer(on, out):
     return profile(schedule=steps, on_trace_ready=write)
 
 
-def end_traced_step(profiler, model):
+def end_traced_step(profiler, parts):
     """Tell the profiler of tracer() that a step is over, where there is one.
 
     A handle of gloo that outlives the profiler ends some processes in a fault when it is freed (seen
-    with torch 2.13). So whatever this step still sends is waited for: ZeRO's new weights.
+    with torch 2.13). So whatever this step still sends is waited for: ZeRO's new weights. parts: a
+    runtime.parts.Parts.
     """
     if profiler is not None:
-        model.provide_weights(model)
+        parts.model.provide_weights(parts.model)
         profiler.step()
 
 

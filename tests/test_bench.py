@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "bench"))  # also in the ranks of the pool, which 
 import collectives
 import gate_dtype
 import ladder
+import moe_layer
 import smoke
 import speed
 import torch_versions
@@ -290,6 +291,34 @@ def test_the_rows_of_four_gpus_are_commands_that_fit(gpus):
             check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
             layouts += 1
     assert layouts > 12
+
+
+def test_all_rows_of_a_moe_layer_run(monkeypatch, capsys):
+    """Tiny, on a CPU: without a GPU's clock, graph and kernels. quack-kernels has a row where it is taken."""
+    def once(f, n=1):
+        f()
+        return 1.0
+    monkeypatch.setattr(moe_layer, "gpu_milliseconds", once)
+    monkeypatch.setattr(moe_layer, "graphed", lambda f: f)
+    monkeypatch.setattr(torch, "compile", lambda f, **options: f)
+    monkeypatch.setattr(moe_layer, "SHAPES", {"W2": (32, 4, 16, 8, 2, 1.0)})
+    moe_layer.measure("W2", torch.device("cpu"))
+    labels = [line[2:16].strip() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert labels == ["dense, compile", "dropless", "same, torch's", "same, pointers", "capacity 1.0",
+                      "loop over expe"]
+
+    monkeypatch.setattr(moe_layer.quack, "is_taken", lambda cfg, ep, device: cfg.capacity_factor == 0)
+    moe_layer.measure("W2", torch.device("cpu"))
+    assert "same, by quack    1.000 ms, as a CUDA graph    1.000 ms" in capsys.readouterr().out
+
+
+def test_what_a_row_of_a_moe_layer_turns_off():
+    cases = [("", []), *((name, [name]) for name in ("use_tma", "use_torch"))]
+    for name, off in cases:
+        with moe_layer.turned_off(name):
+            found = [question for question in ("use_tma", "use_torch")
+                     if getattr(moe_layer.grouped_mm, question).__name__ == "<lambda>"]
+            assert found == off
 
 
 def test_the_ladder_turns_off_one_part_after_the_other(monkeypatch, capsys):

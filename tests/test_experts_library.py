@@ -28,7 +28,8 @@ from runtime import log
 from runtime.launch import World
 
 ONE = Axis("ep")
-WIDE = Config(n_experts=4, n_embd=128, ffn_hidden=192, n_head=2, n_kv_head=2, dtype="bf16", top_k=2)
+WIDE = Config(n_experts=4, n_embd=128, ffn_hidden=192, n_head=2, n_kv_head=2, dtype="bf16", top_k=2,
+              kernels="quack")
 
 
 def pieces(bounds):
@@ -151,9 +152,9 @@ def installed(monkeypatch):
 
 @pytest.mark.parametrize("change, is_taken", [
     ({}, True), (dict(n_experts=0), False), (dict(capacity_factor=1.0), False), (dict(dtype="fp16"), False),
-    (dict(dtype="fp32"), False), (dict(kernels="plain"), False), (dict(deterministic=True), False),
-    (dict(mlp="relu2"), False), (dict(n_embd=96), False), (dict(ffn_hidden=200), False),
-    (dict(recompute="full"), True), (dict(n_shared_experts=1), True)], ids=str)
+    (dict(dtype="fp32"), False), (dict(kernels="plain"), False), (dict(kernels="auto"), False),
+    (dict(deterministic=True), False), (dict(mlp="relu2"), False), (dict(n_embd=96), False),
+    (dict(ffn_hidden=200), False), (dict(recompute="full"), True), (dict(n_shared_experts=1), True)], ids=str)
 def test_when_it_is_taken(change, is_taken, installed):
     cfg = dataclasses.replace(WIDE, **change)
     with mock.patch.multiple(torch.cuda, **HOPPER):
@@ -180,14 +181,15 @@ def test_the_choice_gives_layers_their_dispatcher(installed):
     (None, ("fast.experts.library", broken), "cannot be imported: no cutlass")],
     ids=["none", "another version", "it cannot be imported"])
 def test_without_the_version_that_was_tried_ours_multiply(version, fault, words, installed):
-    """A reason is told where it is installed, and where the run could have taken it."""
     if version:
         installed.setattr(importlib.metadata, "version", version)
     with planted(*fault or ON_A_CPU[0]), mock.patch.multiple(torch.cuda, **HOPPER):
         assert words in experts.problem() and not experts.is_taken(WIDE, ONE, CUDA)
-        assert experts.why_not(WIDE, ONE, CUDA) == ("" if version is missing else experts.problem())
-        assert experts.why_not(dataclasses.replace(WIDE, kernels="plain"), ONE, CUDA) == ""
-        assert experts.why_not(WIDE, ONE, torch.device("cpu")) == ""
+        assert experts.why_not(WIDE, ONE, CUDA) == experts.problem()
+        assert "dropless" in experts.why_not(dataclasses.replace(WIDE, capacity_factor=1.0), ONE, CUDA)
+        assert "Hopper" in experts.why_not(WIDE, ONE, torch.device("cpu"))
+    if version:
+        assert "pip install quack-kernels==0.6.5" in experts.problem()
 
 
 def test_the_workloads_that_were_measured_take_it(installed):
@@ -195,7 +197,8 @@ def test_the_workloads_that_were_measured_take_it(installed):
     workloads = {"dense-210m": False, "moe-4b --capacity-factor 1.0": False, "moe-4b": True}
     with mock.patch.multiple(torch.cuda, **HOPPER):
         for flags, is_taken in workloads.items():
-            assert experts.is_taken(parse(flags.split(), data="synthetic"), ONE, CUDA) == is_taken
+            cfg = parse([*flags.split(), "--kernels", "quack"], data="synthetic")
+            assert experts.is_taken(cfg, ONE, CUDA) == is_taken
 
 
 EXPERTS = [*TINY, "--steps=5", "--n-experts=4", "--top-k=2"]
@@ -208,22 +211,23 @@ def test_a_run_with_it_is_the_run_without(tmp_path):
     chosen = ("fast.experts.is_taken", lambda original, cfg, ep, device: True)
     with planted(*chosen), planted("fast.experts.version", lambda original: "0.6.5"), \
             planted(*OURS_ON_A_CPU[0]), planted(*OURS_ON_A_CPU[1]), planted(*OURS_ON_A_CPU[2]):
-        said = session(World(), [*EXPERTS, f"--out={tmp_path}/quack"])
+        said = session(World(), [*EXPERTS, "--kernels=quack", f"--out={tmp_path}/quack"])
     assert said["code"] == 0, said["err"]
-    assert "experts' products by quack-kernels 0.6.5" in said["out"] and "--kernels plain" in said["out"]
+    assert "experts' products by quack-kernels 0.6.5" in said["out"]
     for got, want in zip(rows(tmp_path / "quack"), rows(tmp_path / "plain"), strict=True):
         assert got == pytest.approx(want, rel=1e-5)
 
 
 def test_a_run_says_why_ours_multiply(tmp_path):
-    with planted("fast.experts.why_not", lambda original, cfg, ep, device: f"no {device}"):
-        said = session(World(), [*EXPERTS, f"--out={tmp_path}"])
+    said = session(World(), [*EXPERTS, "--kernels=quack", f"--out={tmp_path}"])
     assert said["code"] == 0, said["err"]
-    assert "experts' products by ours: quack-kernels is installed, but no cpu" in said["out"]
+    assert "--kernels quack: no products by quack-kernels: it has kernels for Hopper GPUs" in said["out"]
 
 
-def test_a_dense_model_says_nothing(capsys):
+def test_a_dense_model_has_no_experts(capsys):
     log.say_who_multiplies(WIDE, torch.nn.Linear(2, 2))
+    assert capsys.readouterr().out.endswith("no products by quack-kernels: the model has no experts\n")
+    log.say_who_multiplies(dataclasses.replace(WIDE, kernels="auto"), torch.nn.Linear(2, 2))
     assert capsys.readouterr().out == ""
 
 

@@ -20,13 +20,15 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import training
 
+NO_RANKS = SimpleNamespace(model=SimpleNamespace(provide_weights=lambda module: None))
+
 
 def test_trace_says_where_it_is_and_how_to_look_at_it(tmp_path, capfd):
     """... once, over three steps; the last line names it, and a profile that is there."""
     with profiles.tracer(True, tmp_path) as trace:
         for _ in range(12):
             torch.zeros(1).add_(1)
-            profiles.end_traced_step(trace, SimpleNamespace(provide_weights=lambda module: None))
+            profiles.end_traced_step(trace, NO_RANKS)
     profiles.end_traced_step(None, None)  # without --trace
     said = capfd.readouterr()
     assert runs.unfolded(said.out) == f"trace: {tmp_path}/trace.json; open it in https://ui.perfetto.dev\n"
@@ -61,7 +63,7 @@ def handles_of_a_traced_step(world, flags):
     run.run(2)
     left = []
     trace = SimpleNamespace(step=lambda: left.append(len(works_below(run))))
-    profiles.end_traced_step(trace, run.model)
+    profiles.end_traced_step(trace, run)
     return left
 
 
