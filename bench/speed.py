@@ -60,8 +60,8 @@ LAYOUTS = {  # on several GPUs; others: --zero 1
 PEERS = {  # (workload, GPUs): the fastest other trainer, its tokens/s per GPU on the same H200s
     ("W1", 1): ("torchtitan", 299.4e3), ("W1", 2): ("torchtitan", 286.4e3),
     ("W1", 4): ("torchtitan", 271.1e3),
-    ("W2b", 1): ("HF, bf16 only", 138.9e3), ("W2b", 2): ("HF, bf16 only, no ep", 121.6e3),
-    ("W2b", 4): ("HF, bf16 only, no ep", 124.9e3), ("W2a", 4): ("Megatron", 41.4e3),
+    ("W2b", 1): ("HF, bf16 only", 138.9e3), ("W2b", 2): ("HF, bf16 only, no ep", 121.1e3),
+    ("W2b", 4): ("HF, bf16 only, no ep", 118.1e3), ("W2a", 4): ("Megatron", 41.4e3),
     ("W3", 1): ("torchtitan", 50.4e3), ("W3", 4): ("torchtitan", 48.96e3),
     ("W3-8192", 1): ("torchtitan", 42.7e3), ("W3-8192", 2): ("torchtitan", 40.6e3),
     ("W3-8192", 4): ("HF", 37.4e3),

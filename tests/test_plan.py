@@ -355,19 +355,24 @@ def test_recomputation_runs_each_product_once_more():
 
 def rows_of_leases():
     """Our rows of these files of bench/results, all on H200: (flags, GPUs, ms). Steps 30 to 60 of W2b on four
-    GPUs, whose routing is uneven, are left out: 86.74 ms, of which step_time.py says 20 % less."""
+    GPUs, whose routing is uneven, are left out: 86.74 and 89.75 ms, of which step_time.py says 20 and 23 %
+    less. Steps 300 to 330 are there."""
     found = []
-    for name in ("peers-2-4-gpus-h200", "experts-tma-h200", "split-masters-h200", "8b-h200"):
+    for name in ("peers-2-4-gpus-h200", "experts-tma-h200", "split-masters-h200", "8b-h200",
+                 "peers-fc77617-h200", "kernels-auto-plain-h200"):
         for line in (ROOT / f"bench/results/{name}.jsonl").read_text().splitlines():
             row = json.loads(line)
-            if "ms" in row and row.get("trainer", "ours") == "ours" and "--ep 4" not in row["flags"]:
-                found.append((row["flags"], row["gpus"], row["ms"]))
+            if "ms" not in row or row.get("trainer", "ours") != "ours":
+                continue
+            window = row["windows"][-1] if "--ep 4" in row["flags"] else {"steps": [300], "ms": row["ms"]}
+            if window["steps"][0] == 300:
+                found.append((row["flags"], row["gpus"], window["ms"]))
     return found
 
 
 @pytest.mark.parametrize("flags,gpus,ms", rows_of_leases())
 def test_step_of_newer_rows_within_a_tenth_of_measured(flags, gpus, ms):
-    """The largest error is 7 %."""
+    """The largest error is 8 %."""
     cfg, _ = plan.check_gpus(parse(flags.split()), gpus)
     assert plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["ms"] == pytest.approx(ms, rel=0.1)
 
@@ -406,7 +411,7 @@ def test_the_fast_ways_are_those_of_choose():
     def choice(gpus, *flags):
         cfg, mesh = plan.check_gpus(parse([*flags]), gpus)
         return expected_choice(cfg, mesh)
-    assert choice(8, "dense-210m", "--zero", "1") == (True, False, True, True, True, False)
+    assert choice(8, "dense-210m", "--zero", "1") == (True, False, True, True, True, False, False)
     assert not choice(16, "dense-210m", "--zero", "1").peer_copies
     for zero in "23":  # nothing captured; rows by all_to_all
         assert choice(4, "moe-4b", "--ep", "4", "--zero", zero)[:5] == (False, False, True, True, True)
