@@ -105,10 +105,10 @@ class Step:
         """Do step `number`, counted from 1. Return (optim.StepStats, refused).
 
         batches: from micro_batches(). n_trained: what the loss is divided by; a run passes
-        trained_tokens(), and None means all tokens of the global batch. The rest can wait. full:
-        whether to compute num_zeros and param_norm, too. guard: a skip.Guard, which may veto the
-        update. refused: () 1.0 if nothing changed, because the norm of the gradient was not finite,
-        else 0.0; None after a veto.
+        trained_tokens(), and None means all tokens of the global batch.
+        full: whether to compute num_zeros and param_norm, too. guard: a skip.Guard, which may veto
+        the update. refused: a () tensor, 1.0 if the device left weights and moments as they are,
+        because the gradient's norm was not finite, else 0.0; None after a veto.
         """
         loss = self.gradients(batches, number, n_trained=n_trained)
         with self.data_parallel.timers("norm"):

@@ -13,10 +13,10 @@
 
 The shapes of products and attention are those of one step without compilation. The bytes follow from the
 Config (passes() has the list). After the kinds, the products that take most time are printed, with their rate
-alone. On an H200, for which bench/README.md has a peer and a goal, the last line says on which side of the
-floors the goal lies. Of several ranks, the one whose floor is highest speaks: the others wait for it. On a
-CPU, each workload is a tiny model of the same kind that is not compiled, and the operations of torch take the
-place of kernels.
+alone. On an H200, for workloads with a peer and a goal (PEERS in speed.py, GOALS in peers.py), the last line
+says on which side of the floors the goal lies. Of several ranks, the one whose floor is highest speaks: the
+others wait for it. On a CPU, each workload is a tiny model of the same kind that is not compiled, and the
+operations of torch take the place of kernels.
 """
 import collections
 import dataclasses

@@ -69,6 +69,7 @@ PEERS = {  # (workload, GPUs): the fastest other trainer, its tokens/s per GPU o
     ("G2-32", 1): ("nanoGPT", 493.5e3), ("G2-32", 2): ("nanoGPT", 469.9e3),
     ("G2-32", 4): ("nanoGPT", 478.2e3),
     ("BERT", 1): ("HF, bf16 only", 147.7e3), ("BERT", 2): ("HF", 146.5e3),
+    ("SC", 1): ("nanoGPT", 1869.5e3),
     ("WP", 1): ("nanoGPT", 705.3e3), ("WP", 2): ("nanoGPT", 678.1e3), ("WP", 4): ("nanoGPT", 692.5e3),
 }
 

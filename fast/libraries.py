@@ -1,4 +1,4 @@
-"""Libraries that a run takes where they are installed: in the version that was tried, or not at all."""
+"""Libraries that a run may take: in the version that was tried, or not at all."""
 import importlib.metadata
 
 

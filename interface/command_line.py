@@ -301,8 +301,10 @@ def hint_of(unknown, cls):
     alike = ours
     if key.startswith("no_"):
         alike = [f"no_{name}" for name in switches(cls)] + [name for name in ours if name.startswith("no_")]
-    begun = [name for name in ours if len(key) >= LEAST_BEGUN and name.startswith(key)]
+    flags = [field.name for field in dataclasses.fields(cls) if not positional_word(field)]
+    begun = [name for name in flags if len(key) >= LEAST_BEGUN and name.startswith(key)]
     close = (difflib.get_close_matches(key, alike, 2, ALIKE)
+             or difflib.get_close_matches(key, flags, 2, ALIKE)
              or begun[:2]
              or difflib.get_close_matches(key, others, 1, NEARLY_EQUAL))
     meant = list(dict.fromkeys(words.typed(others.get(name, name)) for name in close))

@@ -10,6 +10,7 @@ Each returns the end of an error message, beginning with what to type. Names of 
 the caller escapes them (command_line.one_line does).
 """
 import difflib
+import itertools
 import os
 import re
 import shlex
@@ -99,15 +100,16 @@ def listed(paths):
 def make_data(folder, source=None, is_damaged=False):
     """Return the command that makes the data set `folder`, and the --data to give where that is another.
 
-    prepare.py fills no folder with files that are not on its list. Where such files are ours, they are to be
-    moved away; among files of others, the data set gets another name. is_damaged: nobody can read the list.
+    prepare.py does not write into a folder that has files outside its list. Where such files are ours, they
+    are to be moved away; beside files of others, the data set gets another name. is_damaged: nobody can read
+    the list.
     """
     folder = Path(folder)
     made = folder.parent / (folder.name or "my-text")
     if str(folder.parent) == ".":  # a bare name: prepare.py makes data/NAME
         made = Path("data") / made.name
     first = ""
-    if is_damaged or is_taken(made):
+    if made.is_dir() and (is_damaged or is_taken(made)):
         first = move_away(made)
         if not first:
             made = made.with_name(f"{made.name}-tokens")
@@ -131,7 +133,9 @@ def move_away(folder):
     """Return the command that makes room for a data set; "" if the folder holds files of others."""
     if any(not OURS.fullmatch(entry.name) for entry in entries(folder)):
         return ""
-    return f"move it away: mv {shlex.quote(str(folder))} {shlex.quote(f'{folder}.old')}, then "
+    endings = itertools.chain([".old"], (f".old{number}" for number in itertools.count(2)))
+    old = next(f"{folder}{ending}" for ending in endings if not Path(f"{folder}{ending}").exists())
+    return f"move it away: mv {shlex.quote(str(folder))} {shlex.quote(old)}, then "
 
 
 def meant_data(folder):

@@ -307,8 +307,12 @@ def test_all_rows_of_a_moe_layer_run(monkeypatch, capsys):
     assert labels == ["dense, compile", "dropless", "same, torch's", "same, pointers", "capacity 1.0",
                       "loop over expe"]
 
+    made = []
+    dispatcher = moe_layer.quack.LocalByQuack
     monkeypatch.setattr(moe_layer.quack, "is_taken", lambda cfg, ep, device: cfg.capacity_factor == 0)
+    monkeypatch.setattr(moe_layer.quack, "LocalByQuack", lambda *args: made.append(1) or dispatcher(*args))
     moe_layer.measure("W2", torch.device("cpu"))
+    assert made == [1]
     assert "same, by quack    1.000 ms, as a CUDA graph    1.000 ms" in capsys.readouterr().out
 
 

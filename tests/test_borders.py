@@ -27,7 +27,7 @@ import plot
 import sample
 from corpus import chat, shards, tokenizer
 from corpus import text as readers
-from interface import command_line
+from interface import command_line, paths
 from interface.command_line import printable
 from interface.console import Console
 from runtime import other_data
@@ -374,6 +374,31 @@ def test_ctrl_c_after_the_work_says_nothing():
     job.send_signal(signal.SIGINT)
     _, err = job.communicate(timeout=30)
     assert job.returncode == -signal.SIGINT and err == b""
+
+
+@pytest.mark.parametrize("found, left", [
+    (signal.default_int_handler, signal.SIG_DFL), (signal.SIG_IGN, signal.SIG_IGN)])
+def test_a_program_ends_with_the_code_of_its_main(found, left):
+    """An interrupt that was ignored, as behind nohup, stays ignored."""
+    before = signal.signal(signal.SIGINT, found)
+    try:
+        with pytest.raises(SystemExit) as leaving:
+            command_line.as_program(lambda: 7)
+        assert leaving.value.code == 7 and signal.getsignal(signal.SIGINT) == left
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_folder_moves_to_a_name_that_is_free(tmp_path):
+    """Only a folder that is there is moved."""
+    folder = tmp_path / "toy"
+    assert "mv " not in paths.make_data(folder, is_damaged=True)
+    for old in ("toy.old", "toy.old2", "toy.old3"):
+        folder.mkdir(exist_ok=True)
+        (folder / "meta.json").touch()
+        said = paths.make_data(folder, is_damaged=True)
+        assert f"mv {folder} {tmp_path / old}, then make it with: " in said
+        (tmp_path / old).mkdir()
 
 
 def test_ctrl_c_is_one_line_and_exit_code_130(capsys):

@@ -121,6 +121,13 @@ def test_what_is_left_to_our_kernels(monkeypatch):
     monkeypatch.setattr(grouped_mm, "experts_wgrad", refuse)
     torch.testing.assert_close(products.experts_mm(x, w, ends), our_product(x, w, ends))
     torch.testing.assert_close(products.experts_wgrad(grad, x, ends), our_gradient(grad, x, ends))
+    seen = []
+
+    def note(a, b, out, **options):
+        seen.append((a.mT.is_contiguous(), b.is_contiguous()))
+    with mock.patch.object(LIBRARY.gemm_tuned, "fn", note):
+        products.experts_wgrad(grad.mT.contiguous().mT, x.mT.contiguous().mT, ends)
+    assert seen == [(True, True)], "rows that lie otherwise are copied"
     with pytest.raises(AssertionError, match="ours"):
         products.experts_mm(x, w, ends, (x, w))
     monkeypatch.setattr(grouped_mm, "has_many_rows", lambda x, ends: True)
@@ -133,10 +140,13 @@ def test_what_is_left_to_our_kernels(monkeypatch):
     (4 * 1024, (128, 256, False, 1, 1), (128, 256, False, 2, 1)),
     (4 * 4096, (128, 192, True, 2, 1), (128, 256, False, 2, 1))])
 def test_tiles_follow_from_the_rows_of_an_expert(R, product_tile, gradient_tile):
+    """Results that are shorter than their rows have a tile of their own, but from many rows."""
     products = experts.QuackProducts(torch.tensor([R // 4, R // 2, R // 2, R], dtype=torch.int32))
     rows_of_expert = products.rows(torch.empty(R, 1))
-    assert experts.tile_for(experts.PRODUCT_TILES, rows_of_expert) == product_tile
-    assert experts.tile_for(experts.GRADIENT_TILES, rows_of_expert) == gradient_tile
+    assert experts.product_tile(rows_of_expert, narrows=False) == product_tile
+    narrow = product_tile if R == 4 * 4096 else (128, 256, False, 1, 2)
+    assert experts.product_tile(rows_of_expert, narrows=True) == narrow
+    assert experts.gradient_tile(rows_of_expert) == gradient_tile
 
 
 # -----------------------------------------------------------------------------

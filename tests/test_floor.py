@@ -7,8 +7,10 @@ import sys
 from unittest import mock
 
 import pytest
+import test_flash
 import torch
 import torch.nn.functional as F
+from faults import planted
 from pool import ROOT, run_ranks
 
 sys.path.insert(0, str(ROOT / "bench"))
@@ -16,6 +18,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import floor
 import ladder
 
+from fast import flash
 from interface.command_line import parse
 from parallel import make_mesh
 from runtime.launch import World
@@ -153,6 +156,54 @@ def test_experts_alone_by_torch_and_by_our_kernels(monkeypatch):
         assert torch.allclose(floor.experts_product(a, b, ends), product, atol=0.05, rtol=0.05)
 
 
+def floor_of_two(world):
+    """What is printed of two ranks, of which the first has the higher floor."""
+    def examine(world, name, flags, copy_tb_s):
+        kinds = dict.fromkeys(floor.KINDS, 0.0)
+        of_rank = {**kinds, "products": 7.0 - world.rank}
+        return {"workload": name, "measured": kinds, "floor": of_rank, "fused": of_rank, "alone": [],
+                "goal": None}
+    replaced = mock.patch.multiple(floor, launch=lambda **options: world, shutdown=lambda world: None,
+                                   examine=examine)
+    with replaced, contextlib.redirect_stdout(io.StringIO()) as out:
+        floor.main(["W1"])
+    return out.getvalue()
+
+
+def test_the_rank_with_the_highest_floor_speaks():
+    first, second = run_ranks(2, floor_of_two)
+    assert "7.00" in first and "6.00" not in first and second == ""
+
+
+def test_flash_attn_4_is_noted_as_attention():
+    q, k, v = (torch.randn(1, 128, 2, 64, requires_grad=True) for _ in range(3))
+    with planted(*test_flash.ON_A_CPU), floor.Operations() as noted:
+        out, _ = flash.attention(q, k, v, True)
+        out.sum().backward()
+    kinds = {entry[1].overloadpacket.__name__: entry[0] for entry in noted.found.values()}
+    assert kinds["attention"] == kinds["attention_backward"] == "attention"
+
+
+def test_experts_are_timed_by_both_ways(monkeypatch):
+    """torch's grouped_mm and our kernels alone: the better counts. In a noted step torch multiplies."""
+    times = iter([5.0, 3.0])
+    calls = []
+    monkeypatch.setattr(floor, "alone", lambda world, f, repeat: calls.append(f) or next(times))
+    entry = ["products", torch.ops.aten._grouped_mm.default, (torch.ones(4, 8), torch.ones(2, 8, 8)), {}, 1]
+    assert floor.best_alone(World(device=torch.device("cuda", 0)), entry, 2) == 3.0 and len(calls) == 2
+    monkeypatch.setattr(floor.grouped_mm, "use_tma", lambda x, w: True)
+    with floor.experts_by_torch():
+        assert not floor.grouped_mm.use_tma(None, None)
+
+
+def test_the_trace_is_of_one_step(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(floor.time, "perf_counter", lambda: next(clock))
+    a = torch.ones(2, 2)
+    for n in (1, 3):
+        assert floor.traced(World(), lambda: a @ a, n) == {"aten::mm": 1000.0}
+
+
 def floor_of_w2b(world, path):
     """Run bench/floor.py for W2b on this rank and return what it printed."""
     ranks = mock.patch.multiple(floor, launch=lambda **options: world, shutdown=lambda world: None)
@@ -161,7 +212,7 @@ def floor_of_w2b(world, path):
     return out.getvalue()
 
 
-def test_the_slowest_of_two_ranks_speaks(tmp_path):
+def test_two_ranks_write_one_row(tmp_path):
     """One table and one line of json. Experts have other rows on each rank, and nobody waits for that."""
     path = tmp_path / "floor.jsonl"
     first, second = run_ranks(2, floor_of_w2b, str(path))

@@ -1,6 +1,7 @@
 """What a person sees around a run: lines that fit the terminal, what to type next, and after a kill."""
 import ast
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -29,6 +30,8 @@ import prepare
 from config import Config
 from cost.plan_tables import print_table
 from interface import checkpoint_report, nearest, packages, paths, terminal
+from interface.command_line import parse
+from interface.presets import PRESETS
 from runtime import ending, launch, log, tracker
 from runtime import session as session_
 from runtime.launch import World
@@ -316,6 +319,15 @@ def test_a_flag_that_changes_nothing_is_named_and_the_run_goes_on(flags, said, t
     assert got["code"] == 0
     lines = [line.strip() for line in got["out"].splitlines() if "has no effect" in line]
     assert lines == ([said] if said else [])
+
+
+def test_what_a_preset_sets_is_not_named(capsys):
+    """Only flags that differ from the preset's: each preset alone says nothing."""
+    one = SimpleNamespace(size=1)
+    for name in PRESETS:
+        cfg = dataclasses.replace(parse([name], data="synthetic"), zero=0)
+        log.say_what_has_no_effect(cfg, SimpleNamespace(stage=one, pp=one))
+        assert capsys.readouterr().out == "", name
 
 
 @pytest.mark.parametrize("sizes, tied, is_named", [
