@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -361,6 +362,12 @@ def test_a_micro_batch_is_not_told_for_gpus_that_do_not_fit(capsys):
     assert "micro-batches of" not in capsys.readouterr().out
 
 
+def catches(number, status):
+    """Whether a process catches a signal, by the text of its /proc/PID/status."""
+    mask = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.M)[1]
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 def test_ctrl_c_after_the_work_says_nothing():
     """Python ends its threads then, and would print a traceback of theirs."""
     code = ("import signal, threading, time; from interface.command_line import as_program\n"
@@ -370,7 +377,11 @@ def test_ctrl_c_after_the_work_says_nothing():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     job = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes)
     assert job.stdout.readline() == b"done\n"
-    time.sleep(0.5)  # from the last line of main() to the wait for the thread
+    status = Path(f"/proc/{job.pid}/status")
+    if not status.exists():
+        time.sleep(5)  # from the last line of main() to the wait for the thread
+    while status.exists() and catches(signal.SIGINT, status.read_text()):
+        time.sleep(0.01)  # as_program() has not given the signal back yet
     job.send_signal(signal.SIGINT)
     _, err = job.communicate(timeout=30)
     assert job.returncode == -signal.SIGINT and err == b""
