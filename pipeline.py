@@ -345,8 +345,8 @@ class Ring:
     """Walks a timetable on this rank: does its Ops, sends their results, receives their inputs.
 
     A message is an activation (n, C) or its gradient. A rank waits for its Exchanges in order, at
-    time t of the table only for messages that others send at or before t. So no circle of waits
-    can arise: docs/pipeline-schedules.md says why.
+    time t of the table only for messages of times up to t, those that it sends included. So no
+    circle of waits can arise: docs/pipeline-schedules.md says why.
     """
 
     def __init__(self, model, n_tokens, timers=untimed):

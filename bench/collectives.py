@@ -258,6 +258,10 @@ def cells(us, algbw, busbw, check):
     return f" | {us:>11} {algbw:>7} {busbw:>7} {check:>5}"
 
 
+def say_nothing(text):
+    """Stand in for terminal.say on all ranks but the first."""
+
+
 def bytes_of(text):
     """Return the bytes of 64, 4K, 16M or 1G. ValueError: text is no size."""
     k = "BKMG".find(text[-1:].upper())
@@ -312,7 +316,8 @@ def main(argv=None):
     if world.size == 1:
         print("one rank: nothing to measure; try mpiexec -n 2 python bench/collectives.py")
         return Outcome.DONE
-    table, rows, right = run(world, flags, terminal.say if world.rank == 0 else lambda text: None)
+    say = terminal.say if world.rank == 0 else say_nothing
+    table, rows, right = run(world, flags, say)
     if flags.json and world.rank == 0:
         report = {"backend": world.backend, "mesh": {k: list(v) for k, v in table.items()}, "rows": rows}
         flags.json.write_text(json.dumps(report))

@@ -48,8 +48,9 @@ def config(rows, columns, pingpong, cluster_rows, cluster_columns):
 
 def product_tile(rows, narrows):
     """Return the tile of a product for experts of `rows` rows. narrows: results are shorter than x."""
-    is_narrow = narrows and rows < max(PRODUCT_TILES)
-    return config(*(NARROW_TILE if is_narrow else by_rows(PRODUCT_TILES, rows)))
+    if narrows and rows < max(PRODUCT_TILES):
+        return config(*NARROW_TILE)
+    return config(*by_rows(PRODUCT_TILES, rows))
 
 
 def gradient_tile(rows):
@@ -58,6 +59,7 @@ def gradient_tile(rows):
 
 
 def by_rows(tiles, rows):
+    """Return the tile of the largest number of rows that is at most `rows`."""
     return tiles[max(least for least in tiles if least <= rows)]
 
 

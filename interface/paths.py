@@ -116,8 +116,11 @@ def make_data(folder, source=None, is_damaged=False):
     words = [source or "FILE...", "--name", made.name]
     if made.name == "stdlib" and source is None:
         words = ["stdlib"]
-    if made.parent != Path("data"):
-        words += ["--out", str(made.parent)]
+    home = made.parent
+    if programs_first() and home.parts[:1] == ("..",):  # The command is typed there.
+        home = Path(os.path.relpath(home, PROGRAMS))
+    if home != Path("data"):
+        words += ["--out", str(home)]
     typed = " ".join(word if word == "FILE..." else shlex.quote(word) for word in words)
     then = "" if made == folder else f", then --data {shlex.quote(str(made))}"
     return f"{first}make it with: {programs_first()}python prepare.py {typed}{then}"

@@ -412,6 +412,13 @@ def test_a_folder_moves_to_a_name_that_is_free(tmp_path):
         (tmp_path / old).mkdir()
 
 
+def test_a_command_behind_cd_has_the_paths_of_that_folder(monkeypatch):
+    """../data of the tutorial's folder is data where prepare.py is typed."""
+    monkeypatch.chdir(ROOT / "tutorial")
+    assert paths.make_data("../data/x") == "make it with: cd .. && python prepare.py FILE... --name x"
+    assert paths.make_data("../more/x").endswith("python prepare.py FILE... --name x --out more")
+
+
 def test_ctrl_c_is_one_line_and_exit_code_130(capsys):
     with pytest.raises(SystemExit) as leaving, command_line.wrong_input():
         raise KeyboardInterrupt
