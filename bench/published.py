@@ -7,9 +7,10 @@
 
 Their figures are from other machines, other numbers of GPUs and sometimes another precision: each stands with
 its hardware, its precision and its source, also where it is ahead. Ours trains in bf16 with fp32 master
-weights. plan.py's search chooses our layout among those whose predicted memory fits, for the batch per GPU
-that they had; what fits in no layout is named with the GiB that it needs. Each shape runs in processes of its
-own.
+weights, and with --fp8 where they had numbers of 8 bits and this GPU multiplies them. plan.py's search
+chooses our layout among those whose predicted memory fits, for the batch per GPU that they had. If none fits,
+it searches again with --split-masters, and what fits in no layout is named with the GiB that it needs. Each
+shape runs in processes of its own.
 """
 import dataclasses
 import json
@@ -161,6 +162,13 @@ def kind_of_gpu():
     return min(known, key=lambda key: abs(GPUS[key].memory - memory))
 
 
+def on_gpu(shape, gpu):
+    """Return a shape with --fp8 if they had numbers of 8 bits and this kind of GPU multiplies them."""
+    if shape.precision == "bf16" or gpu not in GPUS or not GPUS[gpu].fp8:
+        return shape
+    return shape._replace(flags=f"{shape.flags} --fp8")
+
+
 def config(shape, gpus):
     """Return the Config of a shape with their batch per GPU; a sequence that cp cuts is shared by cp GPUs."""
     cfg = parse(shape.flags.split(), PlanFlags, data="synthetic")
@@ -172,15 +180,24 @@ def choose(shape, gpus, gpu):
     cfg = config(shape, gpus)
     if gpus % cfg.cp:
         return f"needs {cfg.cp} GPUs or a multiple", None
+    needed = []
+    for masters in ("", " --split-masters"):
+        cfg = dataclasses.replace(cfg, split_masters=bool(masters))
+        plans = plans_of(cfg, gpus, gpu)
+        fits = [found for found in plans if found["memory"] <= MARGIN * found["capacity_gib"]]
+        if fits:
+            best = plainest(fits)
+            return f"{shape.flags}{masters} {layout_flags(best['layout'])}", best
+        needed += plans
+    least = min(needed, key=lambda found: found["memory"])
+    return (f"does not fit: needs {least['memory'] / MARGIN:.0f} GiB on each of {gpus} GPUs "
+            f"({gpu} has {least['capacity_gib']:.1f})"), None
+
+
+def plans_of(cfg, gpus, gpu):
+    """Return what plan.py predicts of each layout."""
     vocab = plan.vocabulary(cfg)
-    plans = [plan.estimate(layout, gpus, gpu, vocab) for layout in candidates(cfg, gpus, gpu)]
-    fits = [found for found in plans if found["memory"] <= MARGIN * found["capacity_gib"]]
-    if not fits:
-        least = min(plans, key=lambda found: found["memory"])
-        return (f"does not fit: needs {least['memory'] / MARGIN:.0f} GiB on each of {gpus} GPUs "
-                f"({gpu} has {least['capacity_gib']:.1f})"), None
-    best = plainest(fits)
-    return f"{shape.flags} {layout_flags(best['layout'])}", best
+    return [plan.estimate(layout, gpus, gpu, vocab) for layout in candidates(cfg, gpus, gpu)]
 
 
 def plainest(plans):
@@ -288,14 +305,16 @@ def run_shape(shape, gpus, gpu, device, flags, *, clock):
     return {**known, "train": train_flags, "ours": ours}
 
 
-def words(layout):
-    """Return what of a layout is not 1 or 0, as in "dp2 zero1 mbs8"."""
+def words(row):
+    """Return what of a row's layout is not 1 or 0, as in "dp2 zero1 mbs8", and how numbers are stored."""
+    layout = row["layout"]
     short = {"micro_batch": "mbs", "pp_chunks": "chunks", "recompute": "recompute "}
     said = []
     for name in ("dp", *plan.LAYOUT):
         plain = name == "global_batch" or layout[name] in (1, 0, "none")
         if name == "micro_batch" or not plain or (name == "zero" and layout[name]):
             said.append(f"{short.get(name, name)}{layout[name]}")
+    said += [flag for flag in ("--fp8", "--split-masters") if flag in row["train"].split()]
     return " ".join(said)
 
 
@@ -304,7 +323,7 @@ def line_of(row):
     ours = row.get("ours", row)
     head = f"{row['name']} on {row['gpus']} {row['gpu']}"
     if "layout" in row:
-        head += (f", {words(row['layout'])} (predicted {row['predicted_tok_s']:,.0f} tokens/s per GPU, "
+        head += (f", {words(row)} (predicted {row['predicted_tok_s']:,.0f} tokens/s per GPU, "
                  f"{row['predicted_gib']:.0f} GiB)")
     if "why" in ours:
         return f"{head}: {ours['why']}"
@@ -321,7 +340,7 @@ def table(rows):
         ours = row.get("ours", row)
         rate = f"{ours['tok_s_gpu']:,.0f}" if "why" not in ours else ours["why"].split(":")[0]
         theirs = f"{row['tok_s']:,.0f}" if row["tok_s"] else "-"
-        layout = words(row["layout"]) if "layout" in row else "-"
+        layout = words(row) if "layout" in row else "-"
         lines.append([row["name"], rate, f"{row['gpus']} {row['gpu']}", layout, theirs, row["who"],
                       row["hardware"], row["precision"], row["note"]])
     return lines
@@ -332,7 +351,7 @@ def run_all(gpus, gpu, device, flags, clock):
     shapes = {shape.name: shape for shape in SHAPES}
     rows, ran = [], {}
     for name in flags.shapes:
-        shape = shapes[name]
+        shape = on_gpu(shapes[name], gpu)
         same = shape.flags, shape.sequences
         if same not in ran:  # several have published a speed for it
             ran[same] = run_shape(shape, gpus, gpu, device, flags, clock=clock)
@@ -356,7 +375,8 @@ def main(argv=None):
     clock = Clock(flags.limit)
     with set_by_signals(clock.cut):
         rows = run_all(gpus, gpu, device, flags, clock)
-    print("\nours in bf16 with fp32 masters; theirs are of other machines, as they published them")
+    print("\nours in bf16 with fp32 masters, and products in 8 bits where the layout says --fp8; theirs are "
+          "of other machines, as they published them")
     if flags.tiny:
         print(REHEARSAL)
     print(laid_out(table(rows), flags.markdown))

@@ -378,6 +378,32 @@ def test_a_published_shape_gets_a_layout_that_fits():
     assert published.choose(shapes["llama-8b-64k"], 1, "h200") == ("needs 2 GPUs or a multiple", None)
 
 
+def test_what_fits_in_no_layout_is_planned_with_split_masters():
+    """30.5 B weights on 4 GPUs: fp32 masters would need more than they have."""
+    shape = next(shape for shape in published.SHAPES if shape.name == "qwen3-30b-a3b")
+    flags, found = published.choose(shape, 4, "h200")
+    cfg = parse(flags.split(), data="synthetic")
+    most = published.MARGIN * found["capacity_gib"]
+    assert cfg.split_masters and found["memory"] < most
+    whole = dataclasses.replace(cfg, split_masters=False)
+    assert plan.estimate(whole, 4, "h200", plan.vocabulary(whole))["memory"] > most
+    row = {"train": flags, "layout": found["layout"]}
+    assert published.words(row).endswith(" --split-masters")
+
+
+def test_shapes_that_they_ran_in_8_bits_run_so_where_the_gpu_can():
+    shapes = {shape.name: shape for shape in published.SHAPES}
+    theirs = shapes["llama-8b-float8"]
+    ours = published.on_gpu(theirs, "h100")
+    assert parse(ours.flags.split(), PlanFlags, data="synthetic").fp8
+    assert ours._replace(flags=theirs.flags) == theirs
+    assert published.on_gpu(theirs, "a100-80") == theirs == published.on_gpu(theirs, "cpu")
+    assert published.on_gpu(shapes["llama-8b"], "h100") == shapes["llama-8b"], "in bf16, as theirs"
+    flags, found = published.choose(ours, 4, "h200")
+    assert parse(flags.split(), data="synthetic").fp8
+    assert published.words({"train": flags, "layout": found["layout"]}).endswith(" --fp8")
+
+
 def test_published_figures_stand_beside_ours(tmp_path, capsys, monkeypatch):
     def here(command, env, out, seconds, row, cut):
         published.main(command[2:])
