@@ -29,7 +29,7 @@ fast/symm_mem.py has the dispatchers that write rows directly into other GPUs' m
 are in the letters of model.py's legend.
 """
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -165,7 +165,8 @@ class MoE(nn.Module):
         # reference.
         is_local = isinstance(plan, LocalPlan) and self.cfg.mlp == "swiglu"
         if is_local and use_grouped_mm(x, self.w1) and x.numel():
-            return RoutedSwiGLU.apply(x, gates, self.w1, self.w3, self.w2, *plan)
+            products = self.dispatcher.products(plan.ends)
+            return RoutedSwiGLU.apply(x, gates, self.w1, self.w3, self.w2, *plan, products)
         rows = self.dispatcher.dispatch(x, plan)  # (R, C), by expert
         results = self.ffn(rows, plan.ends)  # (R, C), by expert
         return self.dispatcher.combine(results, gates, plan)
@@ -179,7 +180,8 @@ class MoE(nn.Module):
         if self.cfg.mlp == "swiglu" and use_grouped_mm(x, self.w1) and x.numel():
             ends = None if ends is None else ends.to(torch.int32)
             out = self.dispatcher.output_buffer()
-            return SwiGLUExperts.apply(x, self.w1, self.w3, self.w2, ends, out)
+            products = self.dispatcher.products(ends)
+            return SwiGLUExperts.apply(x, self.w1, self.w3, self.w2, ends, out, products)
         products = [grouped_mm(x, w, ends) for w in (self.w1, self.w3) if w is not None]
         return grouped_mm(ACTIVATIONS[self.cfg.mlp](*products), self.w2, ends)
 
@@ -259,12 +261,15 @@ class Dispatcher:
         """Return the tensor (at least R, C) for the experts' results, or None for a new one."""
         return None
 
+    def products(self, ends):
+        """Return who multiplies on a GPU, or None for ops/grouped_mm.py. Expert i's rows end at ends[i]."""
+        return None
+
 
 class LocalPlan(NamedTuple):
     perm: torch.Tensor      # (N,) the copy in each slot
     inv_perm: torch.Tensor  # (N,) the slot of each copy
     ends: torch.Tensor      # (E,) int32, where each expert's slots end
-    products: Any = None    # who multiplies on a GPU; None: ops/grouped_mm.py
 
 
 class Local(Dispatcher):

@@ -11,7 +11,7 @@
 6) attention   with flash-attn-4 (fast/flash.py), bf16 steps give the losses of steps with torch's
                attention
 7) products    with quack-kernels (fast/experts.py), bf16 steps of experts give the losses of steps
-               with our own kernels
+               with our own kernels, each rank by itself and with all ranks' experts
 8) sync        the MoE layer never synchronises GPU and host, torch.cuda.set_sync_debug_mode
                says: with a capacity, dropless on one rank, and dropless over all ranks through
                symmetric memory
@@ -319,18 +319,22 @@ def check_products(world):
 
     AssertionError: a loss differs by more than the rounding of bf16.
     """
+    alone = World(device=world.device)
+    runs = [(alone, dict(ffn_hidden=ffn_hidden, seq_len=seq_len)) for ffn_hidden, seq_len in MULTIPLIED]
+    if world.size > 1:
+        runs.append((world, dict(ffn_hidden=128, ep=world.size, zero=1)))
     worst = 0.0
-    for ffn_hidden, seq_len in MULTIPLIED:
-        flags = of_library("dropless", ffn_hidden=ffn_hidden, seq_len=seq_len, kernels="quack")
+    for ranks, shape in runs:
+        flags = of_library("dropless", **shape, kernels="quack")
         losses = {}
         for without in ((), ("quack",)):
-            training = Training(Config(**flags), World(device=world.device), without)
+            training = Training(Config(**flags), ranks, without)
             if not without and training.products == OURS:
                 return f"products: left out, quack-kernels is not taken here ({world.device.type})"
             losses[without] = np.array([training.step(training.batches(), full=True).item()
                                         for _ in range(STEPS)])
-        worst = max(worst, difference(losses[()], losses["quack",], f"{ffn_hidden} {seq_len}"))
-    return (f"{STEPS} bf16 steps with quack-kernels: {len(MULTIPLIED)} runs, losses within {worst:.1e} of "
+        worst = max(worst, difference(losses[()], losses["quack",], f"{shape}"))
+    return (f"{STEPS} bf16 steps with quack-kernels: {len(runs)} runs, losses within {worst:.1e} of "
             "those with our own kernels")
 
 

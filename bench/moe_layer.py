@@ -134,9 +134,9 @@ def measure(name, device):
         cfg = experts(factor)
         make_dispatcher = moe.plain_dispatcher
         if label == "same, by quack":
-            if not quack.is_taken(cfg, make_mesh(World()).ep, device):
+            if not quack.is_taken(cfg, device):
                 continue
-            make_dispatcher = quack.LocalByQuack
+            make_dispatcher = quack.by_quack(make_dispatcher)
         with turned_off(off):
             run = forward_backward(*compiled(cfg, device, make_dispatcher), x, g)
             eager = gpu_milliseconds(run)

@@ -36,8 +36,11 @@ class Choice(NamedTuple):
 
     def dispatcher_maker(self, cfg):
         """Return make_dispatcher(cfg, mesh), which makes the token dispatcher of each expert layer."""
-        if self.quack:
-            return experts.LocalByQuack
+        make_dispatcher = self.way_to_experts(cfg)
+        return experts.by_quack(make_dispatcher) if self.quack else make_dispatcher
+
+    def way_to_experts(self, cfg):
+        """Return the dispatcher_maker of the way that rows take to the experts, whoever multiplies there."""
         if self.symm_mem:
             return symm_mem.SymmMemCapacity if cfg.capacity_factor else symm_mem.SymmMem
 
@@ -103,7 +106,7 @@ def choose(cfg, mesh, device, reach=None):
     experts_of_others = cfg.n_experts > 0 and mesh.ep.size > 1
     one_sided = graph and experts_of_others and reach(mesh, mesh.ep, device)
     return Choice(graph, one_sided, peer_copies, single, flex_possible(cfg, device),
-                  flash.is_taken(cfg, device), experts.is_taken(cfg, mesh.ep, device))
+                  flash.is_taken(cfg, device), experts.is_taken(cfg, device))
 
 
 def has_cuda_api(device):

@@ -6,15 +6,14 @@ The library compiles a kernel when it is first called, and keeps it on the disk.
 are taken equalled torch's to the bit where they ran alone on a GPU. A whole run by them was not tried there,
 so --kernels auto does not take them. docs/machines.md has the shapes and what they may save.
 
-    LocalByQuack   the token dispatcher of a rank with all experts, whose plans say that quack multiplies
-    QuackProducts  what ops/routed_experts.py calls in the place of ops/grouped_mm.py
+    by_quack       makes a token dispatcher say that quack multiplies the rows of its experts
+    QuackProducts  what ops/routed_experts.py and SwiGLUExperts call in the place of ops/grouped_mm.py
     is_taken       whether a run takes it, which fast/choose.py asks; why_not: why it cannot, in words
 """
 import functools
 
 import torch.nn.functional as F
 
-import moe
 from fast import libraries
 from ops import grouped_mm
 from ops.backend import is_hopper
@@ -64,20 +63,20 @@ def by_rows(tiles, rows):
 
 
 class QuackProducts:
-    """The products of one plan. ends (E,) int32: where each expert's rows end."""
+    """The products of one layer and micro-batch. ends (e,) int32: where each expert's rows end."""
 
     def __init__(self, ends):
-        self.bounds = F.pad(ends, (1, 0))  # (E+1,) int32; expert i has the rows bounds[i] to bounds[i+1]
+        self.bounds = F.pad(ends, (1, 0))  # (e+1,) int32; expert i has the rows bounds[i] to bounds[i+1]
 
     def rows(self, x):
         """Return how many of the rows x (R, I) an expert has in the mean."""
         return x.size(0) // (self.bounds.numel() - 1)
 
-    def experts_mm(self, x, w, ends, plus=None):
+    def experts_mm(self, x, w, ends, plus=None, out=None):
         """grouped_mm.experts_mm, which also adds a second product: one kernel of ours does that."""
         if plus is not None:
-            return grouped_mm.experts_mm(x, w, ends, plus)
-        y = x.new_empty(x.size(0), w.size(2))
+            return grouped_mm.experts_mm(x, w, ends, plus, out)
+        y = x.new_empty(x.size(0), w.size(2)) if out is None else out[:x.size(0)]
         library().gemm_tuned.fn(x.contiguous(), w, y, cu_seqlens_m=self.bounds,
                                 config=product_tile(self.rows(x), narrows=w.size(2) < w.size(1)))
         return y
@@ -92,34 +91,35 @@ class QuackProducts:
         return grad_w
 
 
-class LocalByQuack(moe.Local):
-    """All experts are on this rank, and quack multiplies their rows."""
+def by_quack(make_dispatcher):
+    """Return make_dispatcher(cfg, mesh) of a token dispatcher (moe.py) whose rows quack multiplies."""
+    def make(cfg, mesh):
+        dispatcher = make_dispatcher(cfg, mesh)
+        dispatcher.products = QuackProducts
+        return dispatcher
+    return make
 
-    def plan(self, expert_ids, gates):
-        plan = super().plan(expert_ids, gates)
-        return plan._replace(products=QuackProducts(plan.ends))
 
-
-def is_taken(cfg, ep, device):
-    """Whether the library multiplies experts' rows in a run. ep: mesh.ep. plan.py's device has no index."""
+def is_taken(cfg, device):
+    """Whether the library multiplies experts' rows in a run. plan.py's device has no index."""
     is_planned = device.index is None
-    return not is_planned and cfg.kernels == "quack" and not why_not(cfg, ep, device)
+    return not is_planned and cfg.kernels == "quack" and not why_not(cfg, device)
 
 
-def why_not(cfg, ep, device):
+def why_not(cfg, device):
     """Return why a run that asks for the library cannot take it, or ""."""
     if not is_hopper(device):
         return "it has kernels for Hopper GPUs"
-    if not fits(cfg, ep):
-        return (f"it was tried with dropless SwiGLU experts of one rank, in bf16, of widths that {WIDTHS} "
-                "divides, without --deterministic")
+    if not fits(cfg):
+        return (f"it was tried with dropless SwiGLU experts, in bf16, of widths that {WIDTHS} divides, "
+                "without --deterministic")
     return problem()
 
 
-def fits(cfg, ep):
+def fits(cfg):
     """Whether the experts, and the widths of their matrices, are of the kind that was run on a GPU."""
-    is_local = cfg.n_experts > 0 and cfg.capacity_factor == 0 and ep.size == 1
-    if not is_local or cfg.mlp != "swiglu" or cfg.dtype != "bf16" or cfg.deterministic:
+    is_dropless = cfg.n_experts > 0 and cfg.capacity_factor == 0
+    if not is_dropless or cfg.mlp != "swiglu" or cfg.dtype != "bf16" or cfg.deterministic:
         return False
     return cfg.n_embd % WIDTHS == 0 and cfg.ffn_hidden % WIDTHS == 0
 

@@ -11,6 +11,7 @@ asks the host how many rows each expert has.
 """
 import functools
 import importlib.util
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -268,13 +269,16 @@ class SwiGLUExperts(torch.autograd.Function):
 
     With a capacity ends is None and x is (e, rows, C). w1, w3 (e, F, C), w2 (e, C, F). Rows after the last
     expert's are undefined. out: None, or a tensor (at least R, C) that receives the result and, in backward,
-    the gradient of x. The lines below the call in moe.MoE.ffn are the reference.
+    the gradient of x. products: who multiplies, None for this file. The lines below the call in moe.MoE.ffn
+    are the reference.
     """
 
     @staticmethod
-    def forward(ctx, x, w1, w3, w2, ends, out):
+    def forward(ctx, x, w1, w3, w2, ends, out, products):
         ctx.ends = ends
         ctx.out = out
+        ctx.products = products or sys.modules[__name__]
+        experts_mm = ctx.products.experts_mm
         gate = experts_mm(x, w1.transpose(1, 2), ends)  # (R, F)
         up = experts_mm(x, w3.transpose(1, 2), ends)  # (R, F)
         n_valid = last_end(ends)
@@ -286,6 +290,8 @@ class SwiGLUExperts(torch.autograd.Function):
     def backward(ctx, grad_y):
         x, gate, up, w1, w3, w2 = ctx.saved_tensors
         ends = ctx.ends
+        experts_mm = ctx.products.experts_mm
+        experts_wgrad = ctx.products.experts_wgrad
         n_valid = last_end(ends)
         grad_y = grad_y.contiguous()
 
@@ -300,7 +306,7 @@ class SwiGLUExperts(torch.autograd.Function):
         grad_x = experts_mm(grad_gate, w1, ends, (grad_up, w3), ctx.out)
         grad_w1 = experts_wgrad(grad_gate, x, ends)
         grad_w3 = experts_wgrad(grad_up, x, ends)
-        return grad_x, grad_w1, grad_w3, grad_w2, None, None
+        return grad_x, grad_w1, grad_w3, grad_w2, None, None, None
 
 
 def last_end(ends):

@@ -16,12 +16,12 @@ from ops.permute import permute, unpermute
 class RoutedSwiGLU(torch.autograd.Function):
     """The sum of gate * expert(row) over a row's K choices: x (n, C), gates (n, K) -> (n, C)
 
-    w1, w3 (e, F, C), w2 (e, C, F). perm (N,), inv_perm (N,), ends (e,) int32 and products are those of
-    moe.LocalPlan.
+    w1, w3 (e, F, C), w2 (e, C, F). perm (N,), inv_perm (N,) and ends (e,) int32 are those of moe.LocalPlan.
+    products: who multiplies, None for ops/grouped_mm.py.
     """
 
     @staticmethod
-    def forward(ctx, x, gates, w1, w3, w2, perm, inv_perm, ends, products=None):
+    def forward(ctx, x, gates, w1, w3, w2, perm, inv_perm, ends, products):
         K = gates.size(1)
         ctx.products = products or grouped_mm
         experts_mm = ctx.products.experts_mm

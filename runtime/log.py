@@ -366,12 +366,12 @@ def say_who_multiplies(cfg, model):
     if cfg.kernels != "quack":
         return
     dispatchers = [module.dispatcher for module in model.modules() if hasattr(module, "dispatcher")]
-    if any(isinstance(dispatcher, experts.LocalByQuack) for dispatcher in dispatchers):
+    if any(dispatcher.products is experts.QuackProducts for dispatcher in dispatchers):
         say(f"  experts' products by quack-kernels {experts.version()}, which the first step compiles")
         return
     problem = "the model has no experts"
-    for dispatcher in dispatchers[:1]:
-        problem = experts.why_not(cfg, dispatcher.ep, next(model.parameters()).device)
+    if dispatchers:
+        problem = experts.why_not(cfg, next(model.parameters()).device)
     say(f"  --kernels quack: no products by quack-kernels: {problem}")
 
 

@@ -18,16 +18,14 @@ from test_model import MESH
 
 import moe
 from config import Config
-from fast import experts
+from fast import experts, symm_mem
 from fast.choose import OURS, choose
 from interface.command_line import parse
 from ops import grouped_mm, routed_experts
 from ops.backend import is_hopper
-from parallel import Axis
 from runtime import log
 from runtime.launch import World
 
-ONE = Axis("ep")
 WIDE = Config(n_experts=4, n_embd=128, ffn_hidden=192, n_head=2, n_kv_head=2, dtype="bf16", top_k=2,
               kernels="quack")
 
@@ -52,9 +50,11 @@ def product(a, b, out, cu_seqlens_m=None, cu_seqlens_k=None, config=None):
             out[i] = a[:, part] @ b[part]
 
 
-def our_product(x, w, ends, plus=None):
+def our_product(x, w, ends, plus=None, out=None):
     y = grouped_mm.grouped_mm_loop(x, w.mT, ends)
-    return y if plus is None else y + grouped_mm.grouped_mm_loop(plus[0], plus[1].mT, ends)
+    if plus is not None:
+        y += grouped_mm.grouped_mm_loop(plus[0], plus[1].mT, ends)
+    return y if out is None else grouped_mm.copy_rows(y, out, ends[-1])
 
 
 def our_gradient(grad, x, ends):
@@ -65,7 +65,7 @@ def our_gradient(grad, x, ends):
 LIBRARY = SimpleNamespace(gemm_tuned=SimpleNamespace(fn=product))
 ON_A_CPU = [("fast.experts.library", lambda original: LIBRARY),
             ("fast.experts.config", lambda original, *tile: tile)]
-OURS_ON_A_CPU = [("ops.grouped_mm.experts_mm", lambda original, *args: our_product(*args)),
+OURS_ON_A_CPU = [("ops.grouped_mm.experts_mm", lambda original, *args, **out: our_product(*args, **out)),
                  ("ops.grouped_mm.experts_wgrad", lambda original, *args: our_gradient(*args)),
                  ("moe.use_grouped_mm", lambda original, x, w: True)]
 
@@ -98,13 +98,39 @@ def test_the_products_of_a_layer(sizes, many_rows, monkeypatch):
               for shape in ((8, C), (8, K), (4, width, C), (4, width, C), (4, C, width))]
     grad = torch.randn(8, C, dtype=torch.float64)
     found = []
-    for kind in (moe.Local, experts.LocalByQuack):
-        plan = kind(cfg, MESH).plan(expert.view(8, K), None)
-        assert (plan.products is None) == (kind is moe.Local)
+    for kind in (moe.Local, experts.by_quack(moe.Local)):
+        dispatcher = kind(cfg, MESH)
+        plan = dispatcher.plan(expert.view(8, K), None)
+        products = dispatcher.products(plan.ends)
+        assert (products is None) == (kind is moe.Local)
         inputs = [leaf.clone().requires_grad_() for leaf in leaves]
         with planted(*OURS_ON_A_CPU[0]), planted(*OURS_ON_A_CPU[1]):
-            y = routed_experts.RoutedSwiGLU.apply(*inputs, *plan)
+            y = routed_experts.RoutedSwiGLU.apply(*inputs, *plan, products)
             found.append([y.detach(), *torch.autograd.grad(y, inputs, grad)])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("has_buffer", [False, True])
+def test_the_products_of_rows_that_came_from_other_ranks(has_buffer, monkeypatch):
+    """SwiGLUExperts likewise: the last rows belong to no expert, and results go where the dispatcher says."""
+    C, width = 8, 12
+    monkeypatch.setattr(grouped_mm, "has_many_rows", lambda x, ends: False)
+    ends = torch.tensor([3, 3, 9], dtype=torch.int32)
+    leaves = [torch.randn(*shape, dtype=torch.float64)
+              for shape in ((11, C), (3, width, C), (3, width, C), (3, C, width))]
+    grad = torch.randn(11, C, dtype=torch.float64)
+    found = []
+    for products in (None, experts.QuackProducts(ends)):
+        out = torch.full((16, C), 7.0, dtype=torch.float64) if has_buffer else None
+        inputs = [leaf.clone().requires_grad_() for leaf in leaves]
+        with planted(*OURS_ON_A_CPU[0]), planted(*OURS_ON_A_CPU[1]):
+            y = grouped_mm.SwiGLUExperts.apply(*inputs, ends, out, products)
+            assert (out is not None and y.data_ptr() == out.data_ptr()) == has_buffer
+            kept = y[:9].clone()  # backward writes the rows' gradients there
+            assert not has_buffer or (out[9:] == 7).all(), "other rows of the buffer stay as they are"
+            grad_x, *grads = torch.autograd.grad(y, inputs, grad)
+            found.append([kept, grad_x[:9].clone(), *grads])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
@@ -168,20 +194,22 @@ def installed(monkeypatch):
 def test_when_it_is_taken(change, is_taken, installed):
     cfg = dataclasses.replace(WIDE, **change)
     with mock.patch.multiple(torch.cuda, **HOPPER):
-        assert experts.is_taken(cfg, ONE, CUDA) == is_taken
-        assert not experts.is_taken(cfg, Axis("ep", size=2), CUDA), "rows come from other ranks"
-        assert not experts.is_taken(cfg, ONE, torch.device("cpu"))
-        assert not experts.is_taken(cfg, ONE, torch.device("cuda"))  # plan.py's
+        assert experts.is_taken(cfg, CUDA) == is_taken
+        assert not experts.is_taken(cfg, torch.device("cpu"))
+        assert not experts.is_taken(cfg, torch.device("cuda"))  # plan.py's
     with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
-        assert not experts.is_taken(cfg, ONE, CUDA)
+        assert not experts.is_taken(cfg, CUDA)
 
 
 def test_the_choice_gives_layers_their_dispatcher(installed):
     """choose.Choice governs it, so bench/ can turn it off."""
     with mock.patch.multiple(torch.cuda, **HOPPER):
         choice = choose(WIDE, MESH, CUDA)
-    assert choice.dispatcher_maker(WIDE) is experts.LocalByQuack
+    dispatcher = choice.dispatcher_maker(WIDE)(WIDE, MESH)
+    assert type(dispatcher) is moe.Local and dispatcher.products is experts.QuackProducts
     assert choice.products_by() == f"quack-kernels {experts.TESTED}"
+    over_ranks = choice._replace(symm_mem=True).dispatcher_maker(WIDE)(WIDE, MESH)
+    assert type(over_ranks) is symm_mem.SymmMem and over_ranks.products is experts.QuackProducts
     without = choice._replace(quack=False)
     assert without.dispatcher_maker(WIDE) is moe.plain_dispatcher and without.products_by() == OURS
 
@@ -194,10 +222,10 @@ def test_without_the_version_that_was_tried_ours_multiply(version, fault, words,
     if version:
         installed.setattr(importlib.metadata, "version", version)
     with planted(*fault or ON_A_CPU[0]), mock.patch.multiple(torch.cuda, **HOPPER):
-        assert words in experts.problem() and not experts.is_taken(WIDE, ONE, CUDA)
-        assert experts.why_not(WIDE, ONE, CUDA) == experts.problem()
-        assert "dropless" in experts.why_not(dataclasses.replace(WIDE, capacity_factor=1.0), ONE, CUDA)
-        assert "Hopper" in experts.why_not(WIDE, ONE, torch.device("cpu"))
+        assert words in experts.problem() and not experts.is_taken(WIDE, CUDA)
+        assert experts.why_not(WIDE, CUDA) == experts.problem()
+        assert "dropless" in experts.why_not(dataclasses.replace(WIDE, capacity_factor=1.0), CUDA)
+        assert "Hopper" in experts.why_not(WIDE, torch.device("cpu"))
     if version:
         assert "pip install quack-kernels==0.6.5" in experts.problem()
 
@@ -208,7 +236,7 @@ def test_the_workloads_that_were_measured_take_it(installed):
     with mock.patch.multiple(torch.cuda, **HOPPER):
         for flags, is_taken in workloads.items():
             cfg = parse([*flags.split(), "--kernels", "quack"], data="synthetic")
-            assert experts.is_taken(cfg, ONE, CUDA) == is_taken
+            assert experts.is_taken(cfg, CUDA) == is_taken
 
 
 EXPERTS = [*TINY, "--steps=5", "--n-experts=4", "--top-k=2"]
@@ -218,7 +246,7 @@ def test_a_run_with_it_is_the_run_without(tmp_path):
     """It says who multiplies."""
     said = session(World(), [*EXPERTS, f"--out={tmp_path}/plain"])
     assert said["code"] == 0 and "quack" not in said["out"], said
-    chosen = ("fast.experts.is_taken", lambda original, cfg, ep, device: True)
+    chosen = ("fast.experts.is_taken", lambda original, cfg, device: True)
     with planted(*chosen), planted("fast.experts.version", lambda original: "0.6.5"), \
             planted(*OURS_ON_A_CPU[0]), planted(*OURS_ON_A_CPU[1]), planted(*OURS_ON_A_CPU[2]):
         said = session(World(), [*EXPERTS, "--kernels=quack", f"--out={tmp_path}/quack"])

@@ -197,10 +197,10 @@ def test_another_attention_is_found(flash_attn):
         gpu_matrix.check_attention(World())
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def quack():
     """Loops over the experts in the place of quack-kernels, and of our kernels."""
-    taken = "fast.experts.is_taken", lambda original, cfg, ep, device: True
+    taken = "fast.experts.is_taken", lambda original, cfg, device: True
     with contextlib.ExitStack() as stack:
         for fault in (taken, *test_experts_library.ON_A_CPU, *test_experts_library.OURS_ON_A_CPU):
             stack.enter_context(planted(*fault))
@@ -208,14 +208,21 @@ def quack():
         yield
 
 
-def test_quack_has_the_losses_of_our_products(quack):
-    line = gpu_matrix.check_products(World())
-    assert line.startswith("2 bf16 steps with quack-kernels: 2 runs, losses within "), line
+def products_by_quack(world):
+    with quack():
+        return gpu_matrix.check_products(world)
 
 
-def test_another_product_is_found(quack):
+@pytest.mark.parametrize("n, runs", [(1, 2), (2, 3)])
+def test_quack_has_the_losses_of_our_products(n, runs):
+    """With two ranks also where rows come from the other one."""
+    for line in run_ranks(n, products_by_quack):
+        assert line.startswith(f"2 bf16 steps with quack-kernels: {runs} runs, losses within "), line
+
+
+def test_another_product_is_found():
     negative = "fast.experts.QuackProducts.experts_mm", "return y", "return -y"
-    with planted(*negative), pytest.raises(AssertionError, match="128 512"):
+    with quack(), planted(*negative), pytest.raises(AssertionError, match="'ffn_hidden': 128"):
         gpu_matrix.check_products(World())
 
 
