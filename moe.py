@@ -262,7 +262,7 @@ class Dispatcher:
         return None
 
     def products(self, ends):
-        """Return who multiplies on a GPU, or None for ops/grouped_mm.py. Expert i's rows end at ends[i]."""
+        """Return who multiplies on a GPU, or None for ops/grouped_mm.py. ends (e,): as in ffn."""
         return None
 
 
