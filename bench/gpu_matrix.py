@@ -325,7 +325,7 @@ def check_products(world):
         runs.append((world, dict(ffn_hidden=128, ep=world.size, zero=1)))
     worst = 0.0
     for ranks, shape in runs:
-        flags = of_library("dropless", **shape, kernels="quack")
+        flags = of_library("dropless", **shape)
         losses = {}
         for without in ((), ("quack",)):
             training = Training(Config(**flags), ranks, without)

@@ -123,7 +123,7 @@ def measure(name, device):
 
     def experts(factor):
         return Config(n_experts=E, top_k=K, n_embd=C, ffn_hidden=F, capacity_factor=factor, n_layer=24,
-                      dtype="bf16", kernels="quack")
+                      dtype="bf16")
 
     dense = torch.compile(Dense(C, F * K).to(device, torch.bfloat16))
     print(f"{name}: {T} tokens, {E} experts x {F}, width {C}, top-{K}; torch's grouped_mm, compiled, took "

@@ -362,17 +362,13 @@ def started(cfg, model, resumed, batch, source, skip):
 
 
 def say_who_multiplies(cfg, model):
-    """With --kernels quack, say whether the library multiplies experts' rows, and if not, why."""
-    if cfg.kernels != "quack":
-        return
+    """Say whether a library multiplies experts' rows, and if one that is installed cannot, why."""
     dispatchers = [module.dispatcher for module in model.modules() if hasattr(module, "dispatcher")]
     if any(dispatcher.products is experts.QuackProducts for dispatcher in dispatchers):
-        say(f"  experts' products by quack-kernels {experts.version()}, which the first step compiles")
-        return
-    problem = "the model has no experts"
-    if dispatchers:
-        problem = experts.why_not(cfg, next(model.parameters()).device)
-    say(f"  --kernels quack: no products by quack-kernels: {problem}")
+        say(f"  experts' products by quack-kernels {experts.version()}, which the first step compiles; "
+            "--kernels plain takes ours")
+    if problem := experts.why_not(cfg, next(model.parameters()).device):
+        say(f"  experts' products by ours: quack-kernels is installed, but {problem}")
 
 
 def say_what_has_no_effect(cfg, mesh):

@@ -26,8 +26,7 @@ from ops.backend import is_hopper
 from runtime import log
 from runtime.launch import World
 
-WIDE = Config(n_experts=4, n_embd=128, ffn_hidden=192, n_head=2, n_kv_head=2, dtype="bf16", top_k=2,
-              kernels="quack")
+WIDE = Config(n_experts=4, n_embd=128, ffn_hidden=192, n_head=2, n_kv_head=2, dtype="bf16", top_k=2)
 
 
 def pieces(bounds):
@@ -86,12 +85,10 @@ def forget():
 # -----------------------------------------------------------------------------
 # Products
 
-@pytest.mark.parametrize("many_rows", [False, True])
 @pytest.mark.parametrize("sizes", [[3, 0, 9, 4], [0, 0, 16, 0]], ids=str)
-def test_the_products_of_a_layer(sizes, many_rows, monkeypatch):
+def test_the_products_of_a_layer(sizes):
     """RoutedSwiGLU with the library's products and with ours: output and gradients, in fp64."""
     K, C, width = 2, 8, 12
-    monkeypatch.setattr(grouped_mm, "has_many_rows", lambda x, ends: many_rows)
     expert = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))[torch.randperm(16)]
     cfg = Config(n_experts=4, top_k=K)
     leaves = [torch.randn(*shape, dtype=torch.float64)
@@ -112,10 +109,9 @@ def test_the_products_of_a_layer(sizes, many_rows, monkeypatch):
 
 
 @pytest.mark.parametrize("has_buffer", [False, True])
-def test_the_products_of_rows_that_came_from_other_ranks(has_buffer, monkeypatch):
+def test_the_products_of_rows_that_came_from_other_ranks(has_buffer):
     """SwiGLUExperts likewise: the last rows belong to no expert, and results go where the dispatcher says."""
     C, width = 8, 12
-    monkeypatch.setattr(grouped_mm, "has_many_rows", lambda x, ends: False)
     ends = torch.tensor([3, 3, 9], dtype=torch.int32)
     leaves = [torch.randn(*shape, dtype=torch.float64)
               for shape in ((11, C), (3, width, C), (3, width, C), (3, C, width))]
@@ -136,7 +132,7 @@ def test_the_products_of_rows_that_came_from_other_ranks(has_buffer, monkeypatch
 
 
 def test_what_is_left_to_our_kernels(monkeypatch):
-    """The sum of two products, and the weight gradient from many rows. All else is the library's."""
+    """The sum of two products. All else is the library's."""
     ends = torch.tensor([3, 8], dtype=torch.int32)
     x, w, grad = torch.randn(8, 4), torch.randn(2, 4, 6), torch.randn(8, 6)
     products = experts.QuackProducts(ends)
@@ -156,23 +152,45 @@ def test_what_is_left_to_our_kernels(monkeypatch):
     assert seen == [(True, True)], "rows that lie otherwise are copied"
     with pytest.raises(AssertionError, match="ours"):
         products.experts_mm(x, w, ends, (x, w))
-    monkeypatch.setattr(grouped_mm, "has_many_rows", lambda x, ends: True)
-    with pytest.raises(AssertionError, match="ours"):
-        products.experts_wgrad(grad, x, ends)
 
 
-@pytest.mark.parametrize("R, product_tile, gradient_tile", [
-    (4 * 256, (128, 192, True, 1, 1), (128, 128, True, 2, 1)),
-    (4 * 1024, (128, 256, False, 1, 1), (128, 256, False, 2, 1)),
-    (4 * 4096, (128, 192, True, 2, 1), (128, 256, False, 2, 1))])
-def test_tiles_follow_from_the_rows_of_an_expert(R, product_tile, gradient_tile):
-    """Results that are shorter than their rows have a tile of their own, but from many rows."""
-    products = experts.QuackProducts(torch.tensor([R // 4, R // 2, R // 2, R], dtype=torch.int32))
-    rows_of_expert = products.rows(torch.empty(R, 1))
-    assert experts.product_tile(rows_of_expert, narrows=False) == product_tile
-    narrow = product_tile if R == 4 * 4096 else (128, 256, False, 1, 2)
-    assert experts.product_tile(rows_of_expert, narrows=True) == narrow
-    assert experts.gradient_tile(rows_of_expert) == gradient_tile
+W2, TOP_8, NANOCHAT = (16384, 512, 1792), (131072, 2048, 1408), (65536, 1152, 1024)  # R, C, F
+
+
+@pytest.mark.parametrize("shape, up, down, grad_of_h", [
+    (W2, (128, 256, False, 1, 1), (128, 128, True, 2, 1), (128, 256, False, 1, 1)),
+    (TOP_8, (128, 176, True, 2, 1), (128, 256, False, 1, 1), (256, 128, False, 1, 2)),
+    (NANOCHAT, (128, 256, False, 1, 1), (128, 192, True, 2, 1), (128, 256, False, 1, 1))])
+def test_tiles_of_products(shape, up, down, grad_of_h):
+    R, C, F = shape
+    assert experts.product_tile(R, C, F, by_column=True) == up
+    assert experts.product_tile(R, F, C, by_column=True) == down
+    assert experts.product_tile(R, C, F, by_column=False) == grad_of_h
+
+
+@pytest.mark.parametrize("shape, e, of_up, of_down", [
+    (W2, 64, (128, 256, False, 2, 1), (128, 256, False, 2, 1)),
+    (W2, 16, (128, 128, True, 2, 1), (128, 128, True, 2, 1)),
+    (TOP_8, 64, (128, 256, False, 1, 2), (256, 128, False, 2, 1)),
+    (NANOCHAT, 8, (128, 192, True, 2, 1), (128, 256, False, 1, 2))])
+def test_tiles_of_gradients(shape, e, of_up, of_down):
+    R, C, F = shape
+    assert experts.gradient_tile(R, e, F, C) == of_up
+    assert experts.gradient_tile(R, e, C, F) == of_down
+
+
+def test_products_get_their_tiles(monkeypatch):
+    """The second of two matrices lies the other way round."""
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+    x, w, grad = torch.randn(8, 4), torch.randn(2, 6, 4), torch.randn(8, 6)
+    asked = []
+    monkeypatch.setattr(experts, "product_tile", lambda *a, by_column: asked.append((*a, by_column)) or (1,))
+    monkeypatch.setattr(experts, "gradient_tile", lambda *a: asked.append(a) or (1,))
+    products = experts.QuackProducts(ends)
+    products.experts_mm(x, w.mT, ends)
+    products.experts_mm(grad, w, ends)
+    products.experts_wgrad(grad, x, ends)
+    assert asked == [(8, 4, 6, True), (8, 6, 4, False), (8, 2, 6, 4)]
 
 
 # -----------------------------------------------------------------------------
@@ -188,7 +206,7 @@ def installed(monkeypatch):
 
 @pytest.mark.parametrize("change, is_taken", [
     ({}, True), (dict(n_experts=0), False), (dict(capacity_factor=1.0), False), (dict(dtype="fp16"), False),
-    (dict(dtype="fp32"), False), (dict(kernels="plain"), False), (dict(kernels="auto"), False),
+    (dict(dtype="fp32"), False), (dict(kernels="plain"), False),
     (dict(deterministic=True), False), (dict(mlp="relu2"), False), (dict(n_embd=96), False),
     (dict(ffn_hidden=200), False), (dict(recompute="full"), True), (dict(n_shared_experts=1), True)], ids=str)
 def test_when_it_is_taken(change, is_taken, installed):
@@ -219,13 +237,15 @@ def test_the_choice_gives_layers_their_dispatcher(installed):
     (None, ("fast.experts.library", broken), "cannot be imported: no cutlass")],
     ids=["none", "another version", "it cannot be imported"])
 def test_without_the_version_that_was_tried_ours_multiply(version, fault, words, installed):
+    """Where one is installed, the run says why it is not taken, if experts could take it."""
     if version:
         installed.setattr(importlib.metadata, "version", version)
     with planted(*fault or ON_A_CPU[0]), mock.patch.multiple(torch.cuda, **HOPPER):
         assert words in experts.problem() and not experts.is_taken(WIDE, CUDA)
-        assert experts.why_not(WIDE, CUDA) == experts.problem()
-        assert "dropless" in experts.why_not(dataclasses.replace(WIDE, capacity_factor=1.0), CUDA)
-        assert "Hopper" in experts.why_not(WIDE, torch.device("cpu"))
+        assert experts.why_not(WIDE, CUDA) == ("" if version is missing else experts.problem())
+        for change in (dict(capacity_factor=1.0), dict(kernels="plain"), dict(n_experts=0)):
+            assert experts.why_not(dataclasses.replace(WIDE, **change), CUDA) == ""
+        assert experts.why_not(WIDE, torch.device("cpu")) == ""
     if version:
         assert "pip install quack-kernels==0.6.5" in experts.problem()
 
@@ -235,7 +255,7 @@ def test_the_workloads_that_were_measured_take_it(installed):
     workloads = {"dense-210m": False, "moe-4b --capacity-factor 1.0": False, "moe-4b": True}
     with mock.patch.multiple(torch.cuda, **HOPPER):
         for flags, is_taken in workloads.items():
-            cfg = parse([*flags.split(), "--kernels", "quack"], data="synthetic")
+            cfg = parse(flags.split(), data="synthetic")
             assert experts.is_taken(cfg, CUDA) == is_taken
 
 
@@ -249,23 +269,22 @@ def test_a_run_with_it_is_the_run_without(tmp_path):
     chosen = ("fast.experts.is_taken", lambda original, cfg, device: True)
     with planted(*chosen), planted("fast.experts.version", lambda original: "0.6.5"), \
             planted(*OURS_ON_A_CPU[0]), planted(*OURS_ON_A_CPU[1]), planted(*OURS_ON_A_CPU[2]):
-        said = session(World(), [*EXPERTS, "--kernels=quack", f"--out={tmp_path}/quack"])
+        said = session(World(), [*EXPERTS, f"--out={tmp_path}/quack"])
     assert said["code"] == 0, said["err"]
-    assert "experts' products by quack-kernels 0.6.5" in said["out"]
+    assert "experts' products by quack-kernels 0.6.5" in said["out"] and "--kernels plain" in said["out"]
     for got, want in zip(rows(tmp_path / "quack"), rows(tmp_path / "plain"), strict=True):
         assert got == pytest.approx(want, rel=1e-5)
 
 
 def test_a_run_says_why_ours_multiply(tmp_path):
-    said = session(World(), [*EXPERTS, "--kernels=quack", f"--out={tmp_path}"])
+    with planted("fast.experts.why_not", lambda original, cfg, device: "version 0.7 was not tried"):
+        said = session(World(), [*EXPERTS, f"--out={tmp_path}"])
     assert said["code"] == 0, said["err"]
-    assert "--kernels quack: no products by quack-kernels: it has kernels for Hopper GPUs" in said["out"]
+    assert "products by ours: quack-kernels is installed, but version 0.7 was not tried" in said["out"]
 
 
 def test_a_dense_model_has_no_experts(capsys):
     log.say_who_multiplies(WIDE, torch.nn.Linear(2, 2))
-    assert capsys.readouterr().out.endswith("no products by quack-kernels: the model has no experts\n")
-    log.say_who_multiplies(dataclasses.replace(WIDE, kernels="auto"), torch.nn.Linear(2, 2))
     assert capsys.readouterr().out == ""
 
 
@@ -296,9 +315,8 @@ def check_kernels(sizes):
     w = torch.randn(len(sizes), O, I, device="cuda", dtype=torch.bfloat16)
     products = experts.QuackProducts(ends)
     want = [our_product(x, w.mT, ends), our_product(grad, w, ends), our_gradient(grad, x, ends)]
-    with mock.patch.object(grouped_mm, "has_many_rows", lambda x, ends: False):
-        got = [products.experts_mm(x, w.mT, ends), products.experts_mm(grad, w, ends),
-               products.experts_wgrad(grad, x, ends)]
+    got = [products.experts_mm(x, w.mT, ends), products.experts_mm(grad, w, ends),
+           products.experts_wgrad(grad, x, ends)]
     for mine, theirs in zip(got, want, strict=True):
         difference = (mine.float() - theirs.float()).norm() / theirs.float().norm()
         assert difference < 1e-3, (sizes, mine.shape, difference)
