@@ -185,9 +185,12 @@ class GraphedStep:
 
     def capture(self, batches, n_seeds, n_trained):
         """Capture body(). n_seeds: how many seeds dropout needs. Each replay sets the values."""
+        # The graph has memory of its own. That of the warm-up steps, and of their gradients, goes first:
+        # while it captures, torch gives no memory back.
+        self.data_parallel.reset()
         torch.cuda.synchronize()
         gc.collect()
-        torch.cuda.empty_cache()  # the graph has memory of its own: the warm-up steps' is not needed again
+        torch.cuda.empty_cache()
         self.inputs = [tuple(t.clone() for t in pair) for pair in batches]
         self.n_trained = n_trained.clone() if torch.is_tensor(n_trained) else n_trained
         self.graph = torch.cuda.CUDAGraph()
