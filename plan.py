@@ -46,7 +46,6 @@ from cost.parameters import (
     flops_per_token,
     held_layers,
     local_parameters,
-    local_trained,
     micro_batches,
 )
 from cost.plan_tables import print_plan, print_scaling, print_search
@@ -124,7 +123,7 @@ def estimate(cfg, gpus, gpu, vocab):
 
     largest = max(meshes, key=lambda mesh: sum(local_parameters(cfg, mesh, vocab).values()))
     local = local_parameters(cfg, largest, vocab)
-    step = step_time(cfg, largest, chip, max(of_stage.values()), local_trained(cfg, largest, vocab),
+    step = step_time(cfg, largest, chip, vocab, max(of_stage.values()),
                      reductions(cfg, largest, vocab, choice))
 
     step["optimizer"] += muon_seconds(cfg, largest, chip, vocab)

@@ -262,6 +262,7 @@ class BucketSize(NamedTuple):
     elements: int  # of all its parameters
     matrices: tuple = ()  # (shape on this rank, full shape) of each, if Muon updates them
     trained: bool = True  # False for weights that --lora freezes, which are in no bucket but ZeRO-3's
+    lone: bool = False  # whether one parameter fills it
 
 
 def _build_buckets(cfg, mesh, vocab_size, first, blocks):
@@ -278,7 +279,8 @@ def _build_buckets(cfg, mesh, vocab_size, first, blocks):
             matrices = shapes_of(bucket.params) if bucket.optimizer == "muon" else ()
             elements = sum(p.numel() for p in bucket.params)
             sizes.append(BucketSize(bucket.reduction_axis, bucket.decayed, bucket.names[0], elements,
-                                    tuple(matrices), bucket.params[0].requires_grad))
+                                    tuple(matrices), bucket.params[0].requires_grad,
+                                    lone=len(bucket.params) == 1))
     return sizes
 
 
@@ -415,3 +417,14 @@ def unwidened_gradients(mesh, local, choice):
         elif choice.peer_copies and axis.sharing().shard.size > 1:
             copied[name] = n
     return alone, copied
+
+
+def uncopied_gradients(cfg, mesh, vocab_size, choice):
+    """Return the number of parameters whose gradient the optimizer reads where backward wrote it.
+
+    Such a gradient fills a bucket that no other rank has (ddp.is_lone). choice: a fast.choose.Choice.
+    """
+    if not choice.single_microbatch:
+        return 0
+    buckets = [bucket for bucket in _buckets(cfg, mesh, vocab_size) if bucket.lone and bucket.trained]
+    return sum(bucket.elements for bucket in buckets if getattr(mesh, bucket.axis).size == 1)

@@ -22,11 +22,13 @@ from cost.parameters import (
     head_rows,
     held_layers,
     kv_width,
+    local_trained,
     micro_batches,
     n_slices,
     owned_parameters,
     query_columns,
     rank_tokens,
+    uncopied_gradients,
     unwidened_gradients,
 )
 from fast.choose import choose, needs_row_limit
@@ -435,16 +437,19 @@ def bubble(ranks, chunks, num_micro_batches):
     return max(timetable(ranks, chunks, num_micro_batches)) / (3 * work) - 1
 
 
-def step_time(cfg, mesh, gpu, slowest, local, reductions):
+def step_time(cfg, mesh, gpu, vocab_size, slowest, reductions):
     """Return {part: seconds} of an optimizer step.
 
-    slowest: seconds of the slowest rank's micro-batch. local: {axis name: parameters of this rank}
-    (cost.parameters). reductions: {axis name: Reduction} (cost.traffic). The update is AdamW's;
-    cost.muon.muon_seconds has what Muon adds.
+    slowest: seconds of the slowest rank's micro-batch. reductions: {axis name: Reduction} (cost.traffic).
+    The update is AdamW's; cost.muon.muon_seconds has what Muon adds.
     """
     num_micro_batches = micro_batches(cfg, mesh)
-    alone, copied = unwidened_gradients(mesh, local, expected_choice(cfg, mesh, gpu.node))
+    choice = expected_choice(cfg, mesh, gpu.node)
+    local = local_trained(cfg, mesh, vocab_size)
+    alone, copied = unwidened_gradients(mesh, local, choice)
     gradient_bytes = _bytes_of_sums(cfg, mesh, local, alone, copied)
+    weight_bytes, _ = element_bytes(cfg)
+    gradient_bytes -= 2 * weight_bytes * uncopied_gradients(cfg, mesh, vocab_size, choice)
     adam_bytes = owned_parameters(cfg, mesh, local) * ADAM - alone * 4
     if cfg.split_masters:
         adam_bytes -= 2 * owned_parameters(cfg, mesh, local)

@@ -364,7 +364,7 @@ def started(cfg, model, resumed, batch, source, skip):
 def say_who_multiplies(cfg, model):
     """Say whether a library multiplies experts' rows, and if one that is installed cannot, why."""
     dispatchers = [module.dispatcher for module in model.modules() if hasattr(module, "dispatcher")]
-    if any(dispatcher.products is experts.QuackProducts for dispatcher in dispatchers):
+    if any(map(experts.multiplies_for, dispatchers)):
         say(f"  experts' products by quack-kernels {experts.version()}, which the first step compiles; "
             "--kernels plain takes ours")
     if problem := experts.why_not(cfg, next(model.parameters()).device):

@@ -23,6 +23,7 @@ from fast.choose import OURS, choose
 from interface.command_line import parse
 from ops import grouped_mm, routed_experts
 from ops.backend import is_hopper
+from parallel import Axis
 from runtime import log
 from runtime.launch import World
 
@@ -108,16 +109,18 @@ def test_the_products_of_a_layer(sizes):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("many_rows", [False, True])
 @pytest.mark.parametrize("has_buffer", [False, True])
-def test_the_products_of_rows_that_came_from_other_ranks(has_buffer):
+def test_the_products_of_rows_that_came_from_other_ranks(has_buffer, many_rows, monkeypatch):
     """SwiGLUExperts likewise: the last rows belong to no expert, and results go where the dispatcher says."""
     C, width = 8, 12
+    monkeypatch.setattr(grouped_mm, "has_many_rows", lambda x, ends: many_rows)
     ends = torch.tensor([3, 3, 9], dtype=torch.int32)
     leaves = [torch.randn(*shape, dtype=torch.float64)
               for shape in ((11, C), (3, width, C), (3, width, C), (3, C, width))]
     grad = torch.randn(11, C, dtype=torch.float64)
     found = []
-    for products in (None, experts.QuackProducts(ends)):
+    for products in (None, experts.QuackProductsOverRanks(ends)):
         out = torch.full((16, C), 7.0, dtype=torch.float64) if has_buffer else None
         inputs = [leaf.clone().requires_grad_() for leaf in leaves]
         with planted(*OURS_ON_A_CPU[0]), planted(*OURS_ON_A_CPU[1]):
@@ -132,7 +135,8 @@ def test_the_products_of_rows_that_came_from_other_ranks(has_buffer):
 
 
 def test_what_is_left_to_our_kernels(monkeypatch):
-    """The sum of two products. All else is the library's."""
+    """The sum of two products, and where rows come from other ranks the weight gradient from many rows. All
+    else is the library's."""
     ends = torch.tensor([3, 8], dtype=torch.int32)
     x, w, grad = torch.randn(8, 4), torch.randn(2, 4, 6), torch.randn(8, 6)
     products = experts.QuackProducts(ends)
@@ -152,6 +156,10 @@ def test_what_is_left_to_our_kernels(monkeypatch):
     assert seen == [(True, True)], "rows that lie otherwise are copied"
     with pytest.raises(AssertionError, match="ours"):
         products.experts_mm(x, w, ends, (x, w))
+    monkeypatch.setattr(grouped_mm, "has_many_rows", lambda x, ends: True)
+    products.experts_wgrad(grad, x, ends)
+    with pytest.raises(AssertionError, match="ours"):
+        experts.QuackProductsOverRanks(ends).experts_wgrad(grad, x, ends)
 
 
 W2, TOP_8, NANOCHAT = (16384, 512, 1792), (131072, 2048, 1408), (65536, 1152, 1024)  # R, C, F
@@ -226,8 +234,11 @@ def test_the_choice_gives_layers_their_dispatcher(installed):
     dispatcher = choice.dispatcher_maker(WIDE)(WIDE, MESH)
     assert type(dispatcher) is moe.Local and dispatcher.products is experts.QuackProducts
     assert choice.products_by() == f"quack-kernels {experts.TESTED}"
-    over_ranks = choice._replace(symm_mem=True).dispatcher_maker(WIDE)(WIDE, MESH)
-    assert type(over_ranks) is symm_mem.SymmMem and over_ranks.products is experts.QuackProducts
+    two = dataclasses.replace(MESH, ep=Axis("ep", size=2))
+    over_ranks = choice._replace(symm_mem=True).dispatcher_maker(WIDE)(WIDE, two)
+    assert type(over_ranks) is symm_mem.SymmMem
+    assert over_ranks.products is experts.QuackProductsOverRanks and experts.multiplies_for(over_ranks)
+    assert not experts.multiplies_for(moe.Local(WIDE, MESH))
     without = choice._replace(quack=False)
     assert without.dispatcher_maker(WIDE) is moe.plain_dispatcher and without.products_by() == OURS
 
