@@ -28,6 +28,7 @@ from timing import gpu_milliseconds, synchronize
 from training import Training, gpu_memory
 from tyro.conf import Positional
 
+from config import SHAPE, flags_of_kind
 from cost.gpus import kind_of
 from cost.parameters import count_parameters, flops_per_token
 from cost.step_time import peak_flops
@@ -172,6 +173,22 @@ def planned_ms(cfg, world, vocab):
     return estimate(cfg, world.size, gpu, vocab)["ms"] if gpu else None
 
 
+def peer_of(name, cfg, world):
+    """Return (who, tokens/s per GPU) of the fastest other trainer on this workload, or ("none", None).
+
+    PEERS has those that ran on H200, with the workload's own model, batch and numbers. On another GPU, and
+    with flags that change one of these, nothing is comparable.
+    """
+    on_h200 = "h200" in device_name(world.device).lower()
+    if name not in WORKLOADS or not on_h200:
+        return "none", None
+    own = parse(WORKLOADS[name].split(), data="synthetic")
+    compared = (*SHAPE, *flags_of_kind("meaning"), "micro_batch", "global_batch", "dtype", "dropout", "lora",
+                "optimizer")
+    is_own = all(getattr(cfg, flag) == getattr(own, flag) for flag in compared)
+    return PEERS.get((name, world.size), ("none", None)) if is_own else ("none", None)
+
+
 def forget_memory(device):
     """Return what torch's allocator keeps, and count its maxima from here on."""
     if device.type != "cpu":
@@ -204,7 +221,7 @@ def measure(world, name, train_flags, steps, profile=False, *, make=Training):
     redone, slack = training.overflows()
     tokens = training.batch * cfg.seq_len / world.size
     full, causal = (tokens * f / ms / 1e9 for f in flops_per_token(cfg, training.vocab))
-    peer, theirs = PEERS.get((name, world.size), ("none", None))
+    peer, theirs = peer_of(name, cfg, world)
     rate = tokens / ms * 1e3
     return {"workload": name, "flags": train_flags, "gpus": world.size, "ms": ms, "planned_ms": planned,
             "tok_s_gpu": rate, "tflops": full, "tflops_causal": causal,

@@ -265,6 +265,21 @@ def test_a_row_of_speed_has_the_time_that_plan_expects(monkeypatch, capsys):
         assert words in capsys.readouterr().out.replace("\n     ", "")
 
 
+@pytest.mark.parametrize("name, flags, gpus, gpu, peer", [
+    ("W1", "", 1, "NVIDIA H200", "torchtitan"),
+    ("W2b", "--ep 4 --zero 1 --data data/stdlib", 4, "NVIDIA H200", "HF, bf16 only, no ep"),
+    ("W1", "", 8, "NVIDIA H200", "none"), ("W1", "", 1, "NVIDIA H100 80GB HBM3", "none"),
+    ("W1", "--ffn-hidden 3072", 1, "NVIDIA H200", "none"), ("W2b", "--top-k 2", 1, "NVIDIA H200", "none"),
+    ("W1", "--micro-batch 16", 1, "NVIDIA H200", "none"), ("W1", "--dtype fp32", 1, "NVIDIA H200", "none"),
+    ("llama-8b", "", 1, "NVIDIA H200", "none")])
+def test_a_ratio_is_to_a_peer_of_the_same_model_on_the_same_kind_of_gpu(name, flags, gpus, gpu, peer,
+                                                                        monkeypatch):
+    monkeypatch.setattr(speed, "device_name", lambda device: gpu)
+    own = speed.WORKLOADS.get(name, speed.LLAMA_8B)
+    who, rate = speed.peer_of(name, parse([*own.split(), *flags.split()], data="synthetic"), World(size=gpus))
+    assert who == peer and (rate is None) == (peer == "none")
+
+
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_the_rows_of_four_gpus_are_commands_that_fit(gpus):
     """Every script exists, and every layout fits the GPUs: what no GPU is here to run cannot rot unseen."""
