@@ -165,8 +165,8 @@ class MoE(nn.Module):
         # reference.
         is_local = isinstance(plan, LocalPlan) and self.cfg.mlp == "swiglu"
         if is_local and use_grouped_mm(x, self.w1) and x.numel():
-            products = self.dispatcher.products(plan.ends)
-            return RoutedSwiGLU.apply(x, gates, self.w1, self.w3, self.w2, *plan, products)
+            multiplier = self.dispatcher.multiplier(plan.ends)
+            return RoutedSwiGLU.apply(x, gates, self.w1, self.w3, self.w2, *plan, multiplier)
         rows = self.dispatcher.dispatch(x, plan)  # (R, C), by expert
         results = self.ffn(rows, plan.ends)  # (R, C), by expert
         return self.dispatcher.combine(results, gates, plan)
@@ -180,8 +180,8 @@ class MoE(nn.Module):
         if self.cfg.mlp == "swiglu" and use_grouped_mm(x, self.w1) and x.numel():
             ends = None if ends is None else ends.to(torch.int32)
             out = self.dispatcher.output_buffer()
-            products = self.dispatcher.products(ends)
-            return SwiGLUExperts.apply(x, self.w1, self.w3, self.w2, ends, out, products)
+            multiplier = self.dispatcher.multiplier(ends)
+            return SwiGLUExperts.apply(x, self.w1, self.w3, self.w2, ends, out, multiplier)
         products = [grouped_mm(x, w, ends) for w in (self.w1, self.w3) if w is not None]
         return grouped_mm(ACTIVATIONS[self.cfg.mlp](*products), self.w2, ends)
 
@@ -241,6 +241,7 @@ class Dispatcher:
     A row has K copies, one for each expert that it visits. A plan's perm says which copy stands in
     each slot, and its inv_perm in which slot each copy stands: see ops/permute.py.
     """
+    make_multiplier = None  # fast/experts.py sets it where a library multiplies
 
     def __init__(self, cfg, mesh):
         self.cfg = cfg
@@ -261,9 +262,12 @@ class Dispatcher:
         """Return the tensor (at least R, C) for the experts' results, or None for a new one."""
         return None
 
-    def products(self, ends):
-        """Return who multiplies on a GPU, or None for ops/grouped_mm.py. ends (e,): as in ffn."""
-        return None
+    def multiplier(self, ends):
+        """Return who multiplies the experts' rows on a GPU, or None for ops/grouped_mm.py.
+
+        ends (e,) int32: as in MoE.ffn; None with a capacity.
+        """
+        return None if self.make_multiplier is None else self.make_multiplier(ends)
 
 
 class LocalPlan(NamedTuple):

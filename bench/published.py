@@ -163,7 +163,7 @@ def kind_of_gpu():
 
 
 def on_gpu(shape, gpu):
-    """Return a shape with --fp8 if they had numbers of 8 bits and this kind of GPU multiplies them."""
+    """Return a shape. It gets --fp8 if they had numbers of 8 bits and this kind of GPU multiplies them."""
     if shape.precision == "bf16" or gpu not in GPUS or not GPUS[gpu].fp8:
         return shape
     return shape._replace(flags=f"{shape.flags} --fp8")
@@ -181,17 +181,17 @@ def choose(shape, gpus, gpu):
     if gpus % cfg.cp:
         return f"needs {cfg.cp} GPUs or a multiple", None
     needed = []
-    for masters in ("", " --split-masters"):
+    for masters in ("", "--split-masters"):
         cfg = dataclasses.replace(cfg, split_masters=bool(masters))
         plans = plans_of(cfg, gpus, gpu)
         fits = [found for found in plans if found["memory"] <= MARGIN * found["capacity_gib"]]
         if fits:
             best = plainest(fits)
-            return f"{shape.flags}{masters} {layout_flags(best['layout'])}", best
+            return " ".join(filter(None, (shape.flags, masters, layout_flags(best["layout"])))), best
         needed += plans
     least = min(needed, key=lambda found: found["memory"])
-    return (f"does not fit: needs {least['memory'] / MARGIN:.0f} GiB on each of {gpus} GPUs "
-            f"({gpu} has {least['capacity_gib']:.1f})"), None
+    return (f"does not fit: needs {least['memory'] / MARGIN:.0f} GiB on each of {gpus} GPUs, with "
+            f"--split-masters ({gpu} has {least['capacity_gib']:.1f})"), None
 
 
 def plans_of(cfg, gpus, gpu):

@@ -40,7 +40,7 @@ class Choice(NamedTuple):
         return experts.by_quack(make_dispatcher) if self.quack else make_dispatcher
 
     def way_to_experts(self, cfg):
-        """Return the dispatcher_maker of the way that rows take to the experts, whoever multiplies there."""
+        """Return the dispatcher_maker of the way that rows take to the experts. ops/ multiplies there."""
         if self.symm_mem:
             return symm_mem.SymmMemCapacity if cfg.capacity_factor else symm_mem.SymmMem
 
@@ -105,8 +105,10 @@ def choose(cfg, mesh, device, reach=None):
     graph = static_shapes(cfg, mesh, device)
     experts_of_others = cfg.n_experts > 0 and mesh.ep.size > 1
     one_sided = graph and experts_of_others and reach(mesh, mesh.ep, device)
+    # Without a graph, rows of other ranks come in messages of their exact size.
+    has_buffers = graph or mesh.ep.size == 1
     return Choice(graph, one_sided, peer_copies, single, flex_possible(cfg, device),
-                  flash.is_taken(cfg, device), experts.is_taken(cfg, device))
+                  flash.is_taken(cfg, device), has_buffers and experts.is_taken(cfg, device))
 
 
 def has_cuda_api(device):

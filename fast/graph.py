@@ -185,8 +185,8 @@ class GraphedStep:
 
     def capture(self, batches, n_seeds, n_trained):
         """Capture body(). n_seeds: how many seeds dropout needs. Each replay sets the values."""
-        # The graph has memory of its own. That of the warm-up steps, and of their gradients, goes first:
-        # while it captures, torch gives no memory back.
+        # The graph has memory of its own, and torch frees none while it captures. So the memory of the
+        # warm-up steps, and of their gradients, is freed first.
         self.data_parallel.reset()
         torch.cuda.synchronize()
         gc.collect()

@@ -32,13 +32,19 @@ class PaddedAllToAll(AllToAll):
     """
     rows_in_use = 0
 
+    def active(self):
+        return self.rows_in_use > 0 and torch.is_grad_enabled()
+
+    def multiplier(self, ends):
+        return super().multiplier(ends) if self.active() else None
+
     def plan(self, expert_ids, gates):
         ep = self.ep.size
         expert = expert_ids.flatten()  # (N,)
         place, cumulative = place_within_expert(expert, self.E)
         counts = cumulative[:, -1].reshape(ep, self.e)  # rows from here for each expert, by its owner
         torch.maximum(self.rows_needed, ep * counts.sum(1).max(), out=self.rows_needed)
-        if not self.rows_in_use or not torch.is_grad_enabled():
+        if not self.active():
             return super().plan(expert_ids, gates)
 
         message_rows = ceil_div(self.rows_in_use, 8 * ep) * 8  # per pair of ranks: a multiple of 8

@@ -155,6 +155,7 @@ def read_flags(path):
     if isinstance(saved, dict) and "model_type" in saved and "preset" not in saved:
         raise ValueError(f"{path} is of a model of Hugging Face, and of no run: python convert.py import "
                          f"{path.parent} --out out/NAME makes a run of it, then --init-from out/NAME")
+    saved = with_values_of_today(saved)
     types = {field.name: field.type for field in dataclasses.fields(Config)}
     types.update(TUPLES)
     types["min_lr"] = (float, type(None))
@@ -173,6 +174,13 @@ def read_flags(path):
     return values
 
 
+def with_values_of_today(saved):
+    """Return what a config.json holds, with --kernels auto for --kernels quack, which it had for a time."""
+    if isinstance(saved, dict) and saved.get("kernels") == "quack":
+        return {**saved, "kernels": "auto"}
+    return saved
+
+
 def read_run_config(path):
     """Return (Config, vocabulary size) from a run's config.json.
 
@@ -184,7 +192,7 @@ def read_run_config(path):
     schema = {f"{name}?": TUPLES.get(name, kind) for name, kind in types.items()}
     schema["vocab_size_used"] = Range(1, 2**24)
     try:
-        saved = load_json(path)
+        saved = with_values_of_today(load_json(path))
         check_schema(saved, schema, "flags")
         values = {name: value for name, value in saved.items() if name in types}
         for name in TUPLES.keys() & values.keys():

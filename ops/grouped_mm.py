@@ -269,16 +269,16 @@ class SwiGLUExperts(torch.autograd.Function):
 
     With a capacity ends is None and x is (e, rows, C). w1, w3 (e, F, C), w2 (e, C, F). Rows after the last
     expert's are undefined. out: None, or a tensor (at least R, C) that receives the result and, in backward,
-    the gradient of x. products: who multiplies, None for this file. The lines below the call in moe.MoE.ffn
+    the gradient of x. multiplier: who multiplies, None for this file. The lines below the call in moe.MoE.ffn
     are the reference.
     """
 
     @staticmethod
-    def forward(ctx, x, w1, w3, w2, ends, out, products):
+    def forward(ctx, x, w1, w3, w2, ends, out, multiplier):
         ctx.ends = ends
         ctx.out = out
-        ctx.products = products or sys.modules[__name__]
-        experts_mm = ctx.products.experts_mm
+        ctx.multiplier = multiplier or sys.modules[__name__]
+        experts_mm = ctx.multiplier.experts_mm
         gate = experts_mm(x, w1.transpose(1, 2), ends)  # (R, F)
         up = experts_mm(x, w3.transpose(1, 2), ends)  # (R, F)
         n_valid = last_end(ends)
@@ -290,8 +290,8 @@ class SwiGLUExperts(torch.autograd.Function):
     def backward(ctx, grad_y):
         x, gate, up, w1, w3, w2 = ctx.saved_tensors
         ends = ctx.ends
-        experts_mm = ctx.products.experts_mm
-        experts_wgrad = ctx.products.experts_wgrad
+        experts_mm = ctx.multiplier.experts_mm
+        experts_wgrad = ctx.multiplier.experts_wgrad
         n_valid = last_end(ends)
         grad_y = grad_y.contiguous()
 

@@ -17,14 +17,14 @@ class RoutedSwiGLU(torch.autograd.Function):
     """The sum of gate * expert(row) over a row's K choices: x (n, C), gates (n, K) -> (n, C)
 
     w1, w3 (e, F, C), w2 (e, C, F). perm (N,), inv_perm (N,) and ends (e,) int32 are those of moe.LocalPlan.
-    products: who multiplies, None for ops/grouped_mm.py.
+    multiplier: who multiplies, None for ops/grouped_mm.py.
     """
 
     @staticmethod
-    def forward(ctx, x, gates, w1, w3, w2, perm, inv_perm, ends, products):
+    def forward(ctx, x, gates, w1, w3, w2, perm, inv_perm, ends, multiplier):
         K = gates.size(1)
-        ctx.products = products or grouped_mm
-        experts_mm = ctx.products.experts_mm
+        ctx.multiplier = multiplier or grouped_mm
+        experts_mm = ctx.multiplier.experts_mm
         gates = gates.contiguous()
         rows = permute(x, perm, K, False)  # (N, C), by expert
         gate = experts_mm(rows, w1.transpose(1, 2), ends)  # (N, F)
@@ -38,8 +38,8 @@ class RoutedSwiGLU(torch.autograd.Function):
     def backward(ctx, grad):
         rows, gates, gate, up, w1, w3, w2, perm, inv_perm, ends = ctx.saved_tensors
         K = gates.size(1)
-        experts_mm = ctx.products.experts_mm
-        experts_wgrad = ctx.products.experts_wgrad
+        experts_mm = ctx.multiplier.experts_mm
+        experts_wgrad = ctx.multiplier.experts_wgrad
         grad_y = permute(grad, perm, K, False)  # (N, C), by expert
         # weighted_silu_mul_backward computes h again and writes it over its gradient.
         h = experts_mm(grad_y, w2, ends)  # until the next line, the gradient of h

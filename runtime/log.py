@@ -364,9 +364,9 @@ def started(cfg, model, resumed, batch, source, skip):
 def say_who_multiplies(cfg, model):
     """Say whether a library multiplies experts' rows, and if one that is installed cannot, why."""
     dispatchers = [module.dispatcher for module in model.modules() if hasattr(module, "dispatcher")]
-    if any(map(experts.multiplies_for, dispatchers)):
-        say(f"  experts' products by quack-kernels {experts.version()}, which the first step compiles; "
-            "--kernels plain takes ours")
+    if any(dispatcher.make_multiplier for dispatcher in dispatchers):
+        say(f"  experts' products by quack-kernels {experts.version()}, which the first steps compile; "
+            "--kernels plain takes ours, and torch's attention")
     if problem := experts.why_not(cfg, next(model.parameters()).device):
         say(f"  experts' products by ours: quack-kernels is installed, but {problem}")
 

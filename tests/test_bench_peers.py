@@ -391,6 +391,19 @@ def test_what_fits_in_no_layout_is_planned_with_split_masters():
     assert published.words(row).endswith(" --split-masters")
 
 
+def test_a_plan_of_published_shapes_is_in_their_precision(tmp_path, capsys):
+    """And what fits in no layout is said with what it needs at least, which is with --split-masters."""
+    file = tmp_path / "rows"
+    argv = ["d26-fp8", "d26", "qwen3-30b-a3b", "--plan", "--gpus", "2", "--gpu", "h200", "--json", str(file)]
+    assert published.main(argv) == 0
+    in_8_bits, in_bf16, qwen = map(json.loads, file.read_text().splitlines())
+    assert "--fp8" in in_8_bits["train"] and "--fp8" not in in_bf16["train"]
+    shape = next(shape for shape in published.SHAPES if shape.name == "qwen3-30b-a3b")
+    cfg = dataclasses.replace(published.config(published.on_gpu(shape, "h200"), 2), split_masters=True)
+    least = min(found["memory"] for found in published.plans_of(cfg, 2, "h200"))
+    assert f"needs {least / published.MARGIN:.0f} GiB" in qwen["why"] and "--split-masters" in qwen["why"]
+
+
 def test_shapes_that_they_ran_in_8_bits_run_so_where_the_gpu_can():
     shapes = {shape.name: shape for shape in published.SHAPES}
     theirs = shapes["llama-8b-float8"]

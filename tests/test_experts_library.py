@@ -1,8 +1,8 @@
 """fast/experts.py: experts' products by quack-kernels, whose kernels only GPUs run.
 
-Here a loop over the experts computes what the library's function gives, in the library's shapes. So
-everything but the kernels themselves runs: the dispatcher, its plan, the products that it takes and those
-that it leaves.
+Here a loop over the experts computes what the library's function gives, in the library's shapes, and counts
+its calls. So everything but the kernels themselves runs: the dispatcher, the products that the library takes
+and those that it leaves.
 """
 import dataclasses
 import importlib.metadata
@@ -18,7 +18,7 @@ from test_model import MESH
 
 import moe
 from config import Config
-from fast import experts, symm_mem
+from fast import experts, padded, symm_mem
 from fast.choose import OURS, choose
 from interface.command_line import parse
 from ops import grouped_mm, routed_experts
@@ -40,7 +40,9 @@ def pieces(bounds):
 def product(a, b, out, cu_seqlens_m=None, cu_seqlens_k=None, config=None):
     """The library's gemm_tuned.fn: (R, I) times (E, I, O), or (O, R) times (R, I) for each expert's rows."""
     assert config is not None and (cu_seqlens_m is None) != (cu_seqlens_k is None)
+    LIBRARY.calls += 1
     if cu_seqlens_m is not None:
+        assert a.is_contiguous()
         assert cu_seqlens_m.numel() == b.size(0) + 1 and out.shape == (a.size(0), b.size(2))
         for i, part in pieces(cu_seqlens_m):
             out[part] = a[part] @ b[i]
@@ -62,7 +64,7 @@ def our_gradient(grad, x, ends):
     return torch.stack([grad[part].mT @ x[part] for _, part in pieces(bounds)])
 
 
-LIBRARY = SimpleNamespace(gemm_tuned=SimpleNamespace(fn=product))
+LIBRARY = SimpleNamespace(gemm_tuned=SimpleNamespace(fn=product), calls=0)
 ON_A_CPU = [("fast.experts.library", lambda original: LIBRARY),
             ("fast.experts.config", lambda original, *tile: tile)]
 OURS_ON_A_CPU = [("ops.grouped_mm.experts_mm", lambda original, *args, **out: our_product(*args, **out)),
@@ -88,7 +90,8 @@ def forget():
 
 @pytest.mark.parametrize("sizes", [[3, 0, 9, 4], [0, 0, 16, 0]], ids=str)
 def test_the_products_of_a_layer(sizes):
-    """RoutedSwiGLU with the library's products and with ours: output and gradients, in fp64."""
+    """RoutedSwiGLU with the library's products and with ours: output and gradients, in fp64. Of nine products
+    the library makes seven, and one of ours makes the sum of two."""
     K, C, width = 2, 8, 12
     expert = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))[torch.randperm(16)]
     cfg = Config(n_experts=4, top_k=K)
@@ -99,12 +102,13 @@ def test_the_products_of_a_layer(sizes):
     for kind in (moe.Local, experts.by_quack(moe.Local)):
         dispatcher = kind(cfg, MESH)
         plan = dispatcher.plan(expert.view(8, K), None)
-        products = dispatcher.products(plan.ends)
-        assert (products is None) == (kind is moe.Local)
+        multiplier = dispatcher.multiplier(plan.ends)
         inputs = [leaf.clone().requires_grad_() for leaf in leaves]
+        before = LIBRARY.calls
         with planted(*OURS_ON_A_CPU[0]), planted(*OURS_ON_A_CPU[1]):
-            y = routed_experts.RoutedSwiGLU.apply(*inputs, *plan, products)
+            y = routed_experts.RoutedSwiGLU.apply(*inputs, *plan, multiplier)
             found.append([y.detach(), *torch.autograd.grad(y, inputs, grad)])
+        assert LIBRARY.calls - before == (0 if kind is moe.Local else 7)
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
@@ -120,16 +124,20 @@ def test_the_products_of_rows_that_came_from_other_ranks(has_buffer, many_rows, 
               for shape in ((11, C), (3, width, C), (3, width, C), (3, C, width))]
     grad = torch.randn(11, C, dtype=torch.float64)
     found = []
-    for products in (None, experts.QuackProductsOverRanks(ends)):
+    for multiplier in (None, experts.QuackProductsOverRanks(ends, balanced=4)):
+        before = LIBRARY.calls
         out = torch.full((16, C), 7.0, dtype=torch.float64) if has_buffer else None
         inputs = [leaf.clone().requires_grad_() for leaf in leaves]
         with planted(*OURS_ON_A_CPU[0]), planted(*OURS_ON_A_CPU[1]):
-            y = grouped_mm.SwiGLUExperts.apply(*inputs, ends, out, products)
+            y = grouped_mm.SwiGLUExperts.apply(*inputs, ends, out, multiplier)
             assert (out is not None and y.data_ptr() == out.data_ptr()) == has_buffer
             kept = y[:9].clone()  # backward writes the rows' gradients there
             assert not has_buffer or (out[9:] == 7).all(), "other rows of the buffer stay as they are"
             grad_x, *grads = torch.autograd.grad(y, inputs, grad)
+            assert (out is not None and grad_x.data_ptr() == out.data_ptr()) == has_buffer
             found.append([kept, grad_x[:9].clone(), *grads])
+        by_library = 4 if many_rows else 7
+        assert LIBRARY.calls - before == (0 if multiplier is None else by_library)
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
@@ -139,13 +147,14 @@ def test_what_is_left_to_our_kernels(monkeypatch):
     else is the library's."""
     ends = torch.tensor([3, 8], dtype=torch.int32)
     x, w, grad = torch.randn(8, 4), torch.randn(2, 4, 6), torch.randn(8, 6)
-    products = experts.QuackProducts(ends)
+    products = experts.QuackProducts(ends, balanced=8)
 
     def refuse(*args):
         raise AssertionError("ours was called")
     monkeypatch.setattr(grouped_mm, "experts_mm", refuse)
     monkeypatch.setattr(grouped_mm, "experts_wgrad", refuse)
-    torch.testing.assert_close(products.experts_mm(x, w, ends), our_product(x, w, ends))
+    turned = x.mT.contiguous().mT
+    torch.testing.assert_close(products.experts_mm(turned, w, ends), our_product(x, w, ends))
     torch.testing.assert_close(products.experts_wgrad(grad, x, ends), our_gradient(grad, x, ends))
     seen = []
 
@@ -159,7 +168,7 @@ def test_what_is_left_to_our_kernels(monkeypatch):
     monkeypatch.setattr(grouped_mm, "has_many_rows", lambda x, ends: True)
     products.experts_wgrad(grad, x, ends)
     with pytest.raises(AssertionError, match="ours"):
-        experts.QuackProductsOverRanks(ends).experts_wgrad(grad, x, ends)
+        experts.QuackProductsOverRanks(ends, balanced=8).experts_wgrad(grad, x, ends)
 
 
 W2, TOP_8, NANOCHAT = (16384, 512, 1792), (131072, 2048, 1408), (65536, 1152, 1024)  # R, C, F
@@ -176,6 +185,12 @@ def test_tiles_of_products(shape, up, down, grad_of_h):
     assert experts.product_tile(R, C, F, by_column=False) == grad_of_h
 
 
+def test_sums_of_many_terms_get_large_tiles():
+    assert experts.product_tile(4096, 4096, 1024, by_column=True) == (128, 256, False, 1, 1)
+    assert experts.product_tile(4096, 2047, 1024, by_column=True) == (128, 128, True, 2, 1)
+    assert experts.gradient_tile(65536, 8, 1152, 1152) == (128, 192, True, 2, 1), "odd, of 192 columns"
+
+
 @pytest.mark.parametrize("shape, e, of_up, of_down", [
     (W2, 64, (128, 256, False, 2, 1), (128, 256, False, 2, 1)),
     (W2, 16, (128, 128, True, 2, 1), (128, 128, True, 2, 1)),
@@ -188,17 +203,52 @@ def test_tiles_of_gradients(shape, e, of_up, of_down):
 
 
 def test_products_get_their_tiles(monkeypatch):
-    """The second of two matrices lies the other way round."""
+    """They follow from the balanced load, 6 rows. The second of two matrices lies the other way round."""
     ends = torch.tensor([3, 8], dtype=torch.int32)
     x, w, grad = torch.randn(8, 4), torch.randn(2, 6, 4), torch.randn(8, 6)
     asked = []
     monkeypatch.setattr(experts, "product_tile", lambda *a, by_column: asked.append((*a, by_column)) or (1,))
     monkeypatch.setattr(experts, "gradient_tile", lambda *a: asked.append(a) or (1,))
-    products = experts.QuackProducts(ends)
+    products = experts.QuackProducts(ends, balanced=6)
     products.experts_mm(x, w.mT, ends)
     products.experts_mm(grad, w, ends)
     products.experts_wgrad(grad, x, ends)
-    assert asked == [(8, 4, 6, True), (8, 6, 4, False), (8, 2, 6, 4)]
+    assert asked == [(6, 4, 6, True), (6, 6, 4, False), (6, 2, 6, 4)]
+
+
+def test_a_layer_takes_its_dispatchers_multiplier():
+    """MoE.ffn: rows of other ranks reach the library, with their own ends. It knows the balanced load, 24."""
+    cfg = Config(n_experts=4, n_embd=8, ffn_hidden=12, n_head=2, n_kv_head=2, top_k=2, seq_len=6,
+                 micro_batch=2)
+    layer = moe.MoE(cfg, MESH, None, moe.plain_dispatcher)
+    for p in layer.parameters():
+        torch.nn.init.normal_(p)
+    two = dataclasses.replace(MESH, ep=Axis("ep", size=2))
+    layer.dispatcher = experts.by_quack(moe.AllToAll)(cfg, two)
+    x, ends = torch.randn(16, 8), torch.tensor([3, 8, 8, 16])
+    want = layer.ffn(x, ends)
+    before = LIBRARY.calls
+    with planted(*OURS_ON_A_CPU[0]), planted(*OURS_ON_A_CPU[1]), planted(*OURS_ON_A_CPU[2]):
+        got = layer.ffn(x, ends)
+    assert LIBRARY.calls - before == 3
+    torch.testing.assert_close(got, want)
+    assert layer.dispatcher.multiplier(ends).balanced == 24
+    layer.dispatcher = moe.AllToAll(cfg, two)
+    with planted(*OURS_ON_A_CPU[0]), planted(*OURS_ON_A_CPU[1]), planted(*OURS_ON_A_CPU[2]):
+        layer.ffn(x, ends)
+    assert LIBRARY.calls - before == 3
+
+
+@pytest.mark.parametrize("kind", [symm_mem.SymmMem, padded.PaddedAllToAll])
+def test_rows_in_messages_of_their_exact_size_are_ours(kind):
+    """The library would keep a plan for each number of rows: in evaluation, and where no buffer is in use."""
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+    dispatcher = experts.by_quack(kind)(WIDE, dataclasses.replace(MESH, ep=Axis("ep", size=2)))
+    assert dispatcher.multiplier(ends) is None
+    dispatcher.rows_in_use = 16
+    assert isinstance(dispatcher.multiplier(ends), experts.QuackProductsOverRanks)
+    with torch.no_grad():
+        assert dispatcher.multiplier(ends) is None
 
 
 # -----------------------------------------------------------------------------
@@ -232,13 +282,17 @@ def test_the_choice_gives_layers_their_dispatcher(installed):
     with mock.patch.multiple(torch.cuda, **HOPPER):
         choice = choose(WIDE, MESH, CUDA)
     dispatcher = choice.dispatcher_maker(WIDE)(WIDE, MESH)
-    assert type(dispatcher) is moe.Local and dispatcher.products is experts.QuackProducts
+    assert type(dispatcher) is moe.Local and dispatcher.make_multiplier.func is experts.QuackProducts
     assert choice.products_by() == f"quack-kernels {experts.TESTED}"
     two = dataclasses.replace(MESH, ep=Axis("ep", size=2))
     over_ranks = choice._replace(symm_mem=True).dispatcher_maker(WIDE)(WIDE, two)
     assert type(over_ranks) is symm_mem.SymmMem
-    assert over_ranks.products is experts.QuackProductsOverRanks and experts.multiplies_for(over_ranks)
-    assert not experts.multiplies_for(moe.Local(WIDE, MESH))
+    assert over_ranks.make_multiplier.func is experts.QuackProductsOverRanks
+    with mock.patch.multiple(torch.cuda, **HOPPER):
+        assert choose(WIDE, two, CUDA, lambda *_: False).quack, "through messages of a fixed size"
+        without_graph = dataclasses.replace(WIDE, cuda_graph=False)
+        assert not choose(without_graph, two, CUDA, lambda *_: False).quack
+        assert choose(without_graph, MESH, CUDA).quack
     without = choice._replace(quack=False)
     assert without.dispatcher_maker(WIDE) is moe.plain_dispatcher and without.products_by() == OURS
 
@@ -302,8 +356,15 @@ def test_a_dense_model_has_no_experts(capsys):
 # -----------------------------------------------------------------------------
 # The library itself
 
+SHAPES = (  # (e, rows in use, rows, I, O) that take each of the tiles
+    (4, 512, 512, 192, 320), (2, 4400, 5000, 2048, 256), (2, 4400, 4400, 256, 2048),
+    (2, 4400, 4400, 256, 384), (2, 4400, 5000, 2112, 192), (2, 4400, 4400, 192, 2112),
+    (2, 4400, 4400, 2176, 176), (2, 4400, 5000, 2176, 208), (2, 4400, 4400, 208, 2176))
+
+
 def test_the_librarys_own_kernels():
-    """In bf16, with few and with many rows of an expert, one of which has none: torch's products."""
+    """In bf16, by each tile, also with an expert that has no row and with rows that no expert has: the very
+    bits of torch's products."""
     forget()
     if not torch.cuda.is_available() or not is_hopper(CUDA) or experts.version() != experts.TESTED:
         pytest.skip(f"quack-kernels {experts.TESTED} is not installed here, or there is no Hopper GPU")
@@ -315,19 +376,34 @@ def test_the_librarys_own_kernels():
                           cluster_n=cluster_columns, is_dynamic_persistent=False, device_capacity=9)
     with planted("fast.experts.library", lambda original: gemm_interface), \
             planted("fast.experts.config", config):
-        for sizes in ([100, 0, 333, 79], [1500, 0, 1200, 2000], [5000, 4000, 0, 9000]):
-            check_kernels(sizes)
+        for shape in SHAPES:
+            check_kernels(*shape, device="cuda")
 
 
-def check_kernels(sizes):
-    ends = torch.tensor(sizes, device="cuda").cumsum(0).to(torch.int32)
-    R, I, O = sum(sizes), 192, 320
-    x, grad = (torch.randn(R, n, device="cuda", dtype=torch.bfloat16) for n in (I, O))
-    w = torch.randn(len(sizes), O, I, device="cuda", dtype=torch.bfloat16)
-    products = experts.QuackProducts(ends)
+def test_the_check_of_the_kernels_takes_each_tile():
+    """The test above, rehearsed with the loop."""
+    taken = set()
+    with planted("fast.experts.config", lambda original, *tile: taken.add(tile) or tile):
+        for shape in SHAPES:
+            check_kernels(*shape, device="cpu")
+    assert taken == {
+        experts.SMALL_TILE, *experts.PRODUCT_TILES, experts.COLUMN_TILE, experts.ANY_PRODUCT_TILE,
+        *experts.GRADIENT_TILES, experts.ODD_GRADIENT_TILE, experts.ANY_GRADIENT_TILE}
+
+
+def check_kernels(e, used, R, I, O, device):
+    sizes = [used // e] * e
+    sizes[:2] = [0, 2 * (used // e)]
+    ends = torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
+    x, grad = (torch.randn(R, n, device=device, dtype=torch.bfloat16) for n in (I, O))
+    w = torch.randn(e, O, I, device=device, dtype=torch.bfloat16)
+    products = experts.QuackProducts(ends, balanced=used)
+    y, back = (torch.zeros(R + 8, n, device=device, dtype=torch.bfloat16) for n in (O, I))
+    products.experts_mm(x, w.mT, ends, out=y)
+    products.experts_mm(grad, w, ends, out=back)
+    assert not y[used:].any() and not back[used:].any(), "rows that no expert has stay as they are"
+    got = [y[:used], back[:used], products.experts_wgrad(grad, x, ends)]
+    x, grad = x[:used], grad[:used]
     want = [our_product(x, w.mT, ends), our_product(grad, w, ends), our_gradient(grad, x, ends)]
-    got = [products.experts_mm(x, w.mT, ends), products.experts_mm(grad, w, ends),
-           products.experts_wgrad(grad, x, ends)]
     for mine, theirs in zip(got, want, strict=True):
-        difference = (mine.float() - theirs.float()).norm() / theirs.float().norm()
-        assert difference < 1e-3, (sizes, mine.shape, difference)
+        assert torch.equal(mine, theirs), (e, used, R, I, O, mine.shape)

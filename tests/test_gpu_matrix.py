@@ -27,7 +27,7 @@ import gpu_matrix
 import test_experts_library
 import test_flash
 
-from fast import symm_mem
+from fast import experts, symm_mem
 from runtime.launch import World
 
 CHECK_LAYOUTS, LAYOUTS_OF = gpu_matrix.check_layouts, gpu_matrix.layouts_of
@@ -198,26 +198,38 @@ def test_another_attention_is_found(flash_attn):
 
 
 @contextlib.contextmanager
-def quack():
+def quack(steps=2):
     """Loops over the experts in the place of quack-kernels, and of our kernels."""
     taken = "fast.experts.is_taken", lambda original, cfg, device: True
     with contextlib.ExitStack() as stack:
         for fault in (taken, *test_experts_library.ON_A_CPU, *test_experts_library.OURS_ON_A_CPU):
             stack.enter_context(planted(*fault))
-        stack.enter_context(small())
+        stack.enter_context(small(steps))
         yield
 
 
 def products_by_quack(world):
-    with quack():
-        return gpu_matrix.check_products(world)
+    """Return what the check says, how often the library multiplied, and how often it did over ranks."""
+    library = test_experts_library.LIBRARY
+    over_ranks = []
+
+    class Seen(experts.QuackProductsOverRanks):
+        def experts_mm(self, *args, **options):
+            over_ranks.append(library.calls)
+            return super().experts_mm(*args, **options)
+    before = library.calls
+    seen = {"captures": 0, "replays": 0, "first": 0}
+    with quack(5), graphs_on_a_cpu(seen), mock.patch.object(experts, "QuackProductsOverRanks", Seen):
+        line = gpu_matrix.check_products(world)
+    return line, library.calls - before, len(over_ranks)
 
 
 @pytest.mark.parametrize("n, runs", [(1, 2), (2, 3)])
 def test_quack_has_the_losses_of_our_products(n, runs):
     """With two ranks also where rows come from the other one."""
-    for line in run_ranks(n, products_by_quack):
-        assert line.startswith(f"2 bf16 steps with quack-kernels: {runs} runs, losses within "), line
+    for line, calls, over_ranks in run_ranks(n, products_by_quack):
+        assert line.startswith(f"5 bf16 steps with quack-kernels: {runs} runs, losses within "), line
+        assert calls > 0 and (over_ranks > 0) == (n == 2)
 
 
 def test_another_product_is_found():

@@ -31,12 +31,13 @@ from cost.parameters import (
     flops_per_token,
     local_buckets,
     local_parameters,
+    uncopied_gradients,
     unwidened_gradients,
 )
 from cost.plan_tables import page_width
 from cost.step_time import expected_choice, peak_flops
 from cost.traffic import traffic
-from ddp import DataParallel
+from ddp import Comm, DataParallel, assign_buckets, is_lone, trained_parameters
 from fast.choose import Choice
 from fast.padded import PaddedAllToAll
 from interface.command_line import parse
@@ -353,55 +354,26 @@ def test_recomputation_runs_each_product_once_more():
             assert other == pytest.approx(share * step_time.other_seconds(cfg, ONE, h200, 1e9))
 
 
-def rows_of_leases():
-    """Our rows of these files of bench/results: (flags, GPUs, their kind, ms, remark).
+@pytest.mark.parametrize("flags, gpus, single", [
+    (dict(), 1, True), (dict(), 1, False), (dict(), 2, True), (dict(n_experts=2), 1, True),
+    (dict(n_experts=2), 2, True), (dict(n_experts=2, ep=2), 2, True)], ids=str)
+def test_gradients_without_a_copy_are_those_of_lone_buckets(flags, gpus, single):
+    """cost.parameters.uncopied_gradients, of a model whose embedding, head and experts fill their buckets."""
+    cfg = Config(n_layer=1, n_embd=512, n_head=4, n_kv_head=4, ffn_hidden=32768 if flags else 512, **flags)
+    vocab = 40_000
+    mesh = make_mesh(World(size=gpus), ep=cfg.ep, groups=False)
+    choice = expected_choice(cfg, mesh)._replace(single_microbatch=single, peer_copies=False)
 
-    The remark is "uneven" in steps 30 to 60 of W2b where ranks share the experts: there the routing is still
-    uneven. It is "quack" where quack-kernels multiplied the experts' rows, else "".
-    """
-    found = []
-    for name in ("peers-2-4-gpus-h200", "experts-tma-h200", "split-masters-h200", "8b-h200",
-                 "peers-fc77617-h200", "kernels-auto-plain-h200", "peers-h100", "experts-quack-steps-h100",
-                 "published-4-h100"):
-        gpu = name.rsplit("-", 1)[1]
-        for line in (ROOT / f"bench/results/{name}.jsonl").read_text().splitlines():
-            row = json.loads(line)
-            if "ours" in row:  # published.py's
-                row = {**row, "flags": row["train"], "ms": row["ours"]["ms"]}
-            if "ms" not in row or row.get("trainer", "ours") != "ours":
-                continue
-            windows = row.get("windows", [{"steps": [0], "ms": row["ms"]}])
-            shares_experts = "--ep " in row["flags"] and "--ep 1" not in row["flags"]
-            for window in windows:
-                remark = "quack" if "quack" in (row.get("products") or "") else ""
-                if shares_experts and window["steps"][0] < 300:
-                    remark = "uneven"
-                flags = row["flags"].replace(" --kernels quack", "")  # a value of 369ca8b and 096c39c
-                found.append((flags, row["gpus"], gpu, window["ms"], remark))
-    return found
-
-
-def predicted_over_measured(flags, gpus, gpu, ms):
-    cfg, _ = plan.check_gpus(parse(flags.split()), gpus)
-    return plan.estimate(cfg, gpus, gpu, cfg.vocab_size)["ms"] / ms
-
-
-@pytest.mark.parametrize("row", [row[:4] for row in rows_of_leases() if not row[4]], ids=str)
-def test_step_of_newer_rows_within_a_tenth_of_measured(row):
-    """The largest error is 9 %."""
-    assert predicted_over_measured(*row) == pytest.approx(1, abs=0.1)
-
-
-@pytest.mark.parametrize("row", [row[:4] for row in rows_of_leases() if row[4] == "quack"], ids=str)
-def test_quack_is_faster_than_predicted(row):
-    """By up to 11 %: cost/ knows our own products alone."""
-    assert 1 < predicted_over_measured(*row) < 1.11
-
-
-@pytest.mark.parametrize("row", [row[:4] for row in rows_of_leases() if row[4] == "uneven"], ids=str)
-def test_less_is_predicted_than_uneven_routing_takes(row):
-    """On two GPUs by up to 10 %, on four by up to 23 %: cost/ expects what the routing settles to."""
-    assert 0.75 < predicted_over_measured(*row) < 1
+    with torch.device("meta"):
+        model = GPT(cfg, mesh, vocab)
+    want = 0
+    for bucket in assign_buckets(trained_parameters(model)):
+        axis = getattr(mesh, bucket.reduction_axis)
+        comm = Comm(torch.bfloat16 if choice.keeps_grad_dtype(axis) else None)
+        if is_lone(bucket, axis, comm):
+            want += sum(p.numel() for p in bucket.params)
+    assert uncopied_gradients(cfg, mesh, vocab, choice) == want
+    assert bool(want) == (single and (gpus == 1 or cfg.ep == 2))
 
 
 def test_row_limits_settle_as_measured():
