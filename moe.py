@@ -174,9 +174,10 @@ class MoE(nn.Module):
     def ffn(self, x, ends):
         """Send each row through its expert: (R, C) -> (R, C). An expert's rows end at ends (e,).
 
-        With a capacity: (e, rows, C) -> (e, rows, C), and ends is None.
+        From Capacity: (e, rows, C) -> (e, rows, C), and ends is None.
         """
-        # On a GPU one function does all of this. The lines below its call are the reference.
+        # On a GPU one function does all of this for SwiGLU, and with --ep 1 experts() did not come
+        # here. The lines below its call are the reference.
         if self.cfg.mlp == "swiglu" and use_grouped_mm(x, self.w1) and x.numel():
             ends = None if ends is None else ends.to(torch.int32)
             out = self.dispatcher.output_buffer()
@@ -232,16 +233,18 @@ def count_tokens(expert_ids, E):
 class Dispatcher:
     """Brings rows to their experts and back. Each layer has one and makes a plan per micro-batch.
 
+    Its subclasses have these methods:
         plan(expert_ids, gates)  (n, K) each -> who goes where; backward uses the same plan. Only
                                  Capacity reads the gates
         dispatch(x, plan)        rows x (n, C) -> (R, C), on their experts' ranks, by expert
         combine(y, gates, plan)  results y (R, C) -> (n, C), at home: the sum of gate * result
     Capacity has (e, rows, C) instead of (R, C).
 
-    A row has K copies, one for each expert that it visits. A plan's perm says which copy stands in
-    each slot, and its inv_perm in which slot each copy stands: see ops/permute.py.
+    A row has K copies, one for each expert that it visits. A slot is a place in the order by
+    expert. The perm of this file's plans says which copy stands in each slot, and inv_perm in which
+    slot each copy stands: see ops/permute.py.
     """
-    make_multiplier = None  # fast/experts.py sets it where a library multiplies
+    make_multiplier = None  # where a library multiplies, fast/experts.py sets what makes one
 
     def __init__(self, cfg, mesh):
         self.cfg = cfg
@@ -265,7 +268,7 @@ class Dispatcher:
     def multiplier(self, ends):
         """Return who multiplies the experts' rows on a GPU, or None for ops/grouped_mm.py.
 
-        ends (e,) int32: as in MoE.ffn; None with a capacity.
+        A multiplier has experts_mm and experts_wgrad, as that file. ends (e,) int32: as in MoE.ffn.
         """
         return None if self.make_multiplier is None else self.make_multiplier(ends)
 

@@ -1,4 +1,4 @@
-"""Experts' products by quack-kernels, where that is installed: the fast twin of the two in ops/grouped_mm.py.
+"""Experts' products by quack-kernels, where that is installed: a fast twin of ops/grouped_mm.py.
 
     pip install quack-kernels==0.6.5        (the version that was run; flash-attn-4 installs it, too)
 
@@ -6,10 +6,10 @@ The library compiles a kernel when it is first called, and keeps it on the disk.
 the bit on a GPU. docs/machines.md says what it saves, and in which shapes it was run.
 
     by_quack       makes a token dispatcher say that quack multiplies the rows of its experts
-    QuackProducts  what ops/routed_experts.py and SwiGLUExperts call in the place of ops/grouped_mm.py
+    QuackProducts  has experts_mm and experts_wgrad of ops/grouped_mm.py: what multiplies in their place
     is_taken       whether a run takes it, which fast/choose.py asks; why_not: why it cannot, in words
 
-The library keeps a plan for each number of rows that it has seen, for ever. So over several ranks it
+For each number of rows that it has seen, the library keeps a plan of the launch for ever. So with --ep it
 multiplies where rows stand in a buffer, and not where each message has its exact size.
 """
 import functools
@@ -30,8 +30,10 @@ WIDTHS = 64  # Widths of the model and of an expert that are no multiple were no
 # products. By the mean of a burst and of sustained work, those that are taken here need at most 7 % more time
 # than the fastest way, ours among them. One gradient needs 10 % more.
 SMALL_TILE = (128, 128, True, 2, 1)
-FEW_NUMBERS = 2**24  # A result of fewer gets small tiles, so that all of the GPU works, but for long sums:
-SHORT_SUM = 2048     # each of its numbers is a sum of fewer terms than this.
+# A result of fewer numbers gets small tiles, so that all of the GPU works, but not if each is a sum of many
+# terms.
+FEW_NUMBERS = 2**24
+MANY_TERMS = 2048
 PRODUCT_TILES = ((128, 256, False, 1, 1), (128, 192, True, 2, 1))
 COLUMN_TILE = (128, 176, True, 2, 1)  # for matrices whose columns are contiguous; with others it is slow
 ANY_PRODUCT_TILE = (256, 128, False, 1, 2)
@@ -57,7 +59,7 @@ def config(rows, columns, pingpong, cluster_rows, cluster_columns):
 
 def product_tile(R, I, O, by_column):
     """Return the tile for rows (R, I) times matrices (I, O). by_column: their columns are contiguous."""
-    if R * O < FEW_NUMBERS and I < SHORT_SUM:
+    if R * O < FEW_NUMBERS and I < MANY_TERMS:
         return SMALL_TILE
     tiles = (*PRODUCT_TILES, COLUMN_TILE) if by_column else PRODUCT_TILES
     for tile in tiles:
@@ -69,7 +71,7 @@ def product_tile(R, I, O, by_column):
 def gradient_tile(R, e, O, I):
     """Return the tile for the gradients (e, O, I) of e experts' weights, from R rows."""
     rows_per_expert = R / e
-    if e * O * I < FEW_NUMBERS and rows_per_expert < SHORT_SUM:
+    if e * O * I < FEW_NUMBERS and rows_per_expert < MANY_TERMS:
         return SMALL_TILE
     for tile in GRADIENT_TILES:
         rows, columns, *_ = tile
@@ -118,7 +120,7 @@ class QuackProductsOverRanks(QuackProducts):
     """QuackProducts of rows that come from other ranks, and stand in a buffer."""
 
     def experts_wgrad(self, grad, x, ends):
-        """Do what grouped_mm.experts_wgrad does, and let it do so from a buffer of many rows per expert.
+        """Return the library's gradients, and ours where the buffer has many rows per expert.
 
         Where few experts had most of these rows, the library took 7 to 21 % longer than our kernel.
         """
