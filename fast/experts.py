@@ -143,7 +143,7 @@ def by_quack(make_dispatcher):
 def is_taken(cfg, device):
     """Whether the library multiplies experts' rows in a run. plan.py's device has no index."""
     is_planned = device.index is None
-    return not is_planned and would_fit(cfg, device) and not problem()
+    return not is_planned and version() == TESTED and would_fit(cfg, device) and not problem()
 
 
 def why_not(cfg, device):

@@ -274,7 +274,7 @@ class SwiGLUExperts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, w1, w3, w2, ends, out, multiplier):
+    def forward(ctx, x, w1, w3, w2, ends, out, multiplier=None):
         ctx.ends = ends
         ctx.out = out
         ctx.multiplier = multiplier or sys.modules[__name__]

@@ -21,7 +21,7 @@ class RoutedSwiGLU(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, gates, w1, w3, w2, perm, inv_perm, ends, multiplier):
+    def forward(ctx, x, gates, w1, w3, w2, perm, inv_perm, ends, multiplier=None):
         K = gates.size(1)
         ctx.multiplier = multiplier or grouped_mm
         experts_mm = ctx.multiplier.experts_mm
