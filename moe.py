@@ -176,8 +176,8 @@ class MoE(nn.Module):
 
         From Capacity: (e, rows, C) -> (e, rows, C), and ends is None.
         """
-        # On a GPU one function does all of this for SwiGLU, and with --ep 1 experts() did not come
-        # here. The lines below its call are the reference.
+        # On a GPU one function does all of this for SwiGLU. The lines below its call are the
+        # reference. Dropless experts of one rank do not come here then: see experts().
         if self.cfg.mlp == "swiglu" and use_grouped_mm(x, self.w1) and x.numel():
             ends = None if ends is None else ends.to(torch.int32)
             out = self.dispatcher.output_buffer()

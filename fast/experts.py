@@ -38,7 +38,7 @@ PRODUCT_TILES = ((128, 256, False, 1, 1), (128, 192, True, 2, 1))
 COLUMN_TILE = (128, 176, True, 2, 1)  # for matrices whose columns are contiguous; with others it is slow
 ANY_PRODUCT_TILE = (256, 128, False, 1, 2)
 GRADIENT_TILES = ((128, 256, False, 2, 1), (128, 192, True, 2, 1))
-ODD_GRADIENT_TILE = (128, 256, False, 1, 2)  # the first of them, where tiles cut the rows into an odd number
+ODD_GRADIENT_TILE = (128, 256, False, 1, 2)  # the first of them, where O is an odd number of tiles
 ANY_GRADIENT_TILE = (256, 128, False, 2, 1)
 
 
