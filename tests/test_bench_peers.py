@@ -378,6 +378,7 @@ def test_a_published_shape_gets_a_layout_that_fits():
     assert published.choose(shapes["llama-8b-64k"], 1, "h200") == ("needs 2 GPUs or a multiple", None)
 
 
+@pytest.mark.long
 def test_what_fits_in_no_layout_is_planned_with_split_masters():
     """30.5 B weights on 4 GPUs: fp32 masters would need more than they have."""
     shape = next(shape for shape in published.SHAPES if shape.name == "qwen3-30b-a3b")
@@ -391,6 +392,7 @@ def test_what_fits_in_no_layout_is_planned_with_split_masters():
     assert published.words(row).endswith(" --split-masters")
 
 
+@pytest.mark.long
 def test_a_plan_of_published_shapes_is_in_their_precision(tmp_path, capsys):
     """And what fits in no layout is said with what it needs at least, which is with --split-masters."""
     file = tmp_path / "rows"

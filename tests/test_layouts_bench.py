@@ -46,6 +46,7 @@ def sweep(*argv, script=("bench/layouts.py",)):
                           capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.long
 def test_every_layout_becomes_a_row(tmp_path):
     layouts = "mbs4; mbs1; recompute; tp3; dp3; zero4; dp2; tp2; pp2,zero1"
     out = sweep("tiny", *FLAGS, "--layouts", layouts, "--json", tmp_path / "rows.json", "--gpu", "h100",
